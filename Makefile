@@ -1,0 +1,37 @@
+# `make train` and `make test` do everything on a fresh clone: environment, installation, run.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+ARGS ?=
+
+.PHONY: train test lint types check clean
+
+train: $(VENV)/.moefold
+	$(BIN)/moefold train tiny $(ARGS)
+
+test: lint types check
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check moefold tests
+	$(BIN)/ruff format --check moefold tests
+
+types: $(VENV)/.dev
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+check: $(VENV)/.dev
+	$(BIN)/python -m pytest $(ARGS)
+
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and f"moefold needs Python 3.11 or newer; {sys.executable} is {sys.version.split()[0]}. Run: make PYTHON=python3.12 train")'
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.moefold: $(VENV)/bin/python pyproject.toml constraints.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/bin/python pyproject.toml constraints.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@ $(VENV)/.moefold
+
+clean:
+	rm -rf $(VENV) .pytest_cache .ruff_cache

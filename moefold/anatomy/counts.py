@@ -1,0 +1,25 @@
+"""Parameters and FLOPs of a model, summed over its steps. Torch-free; tests hold them against the real modules."""
+
+from __future__ import annotations
+
+from moefold.anatomy.steps import pieces
+from moefold.config.run import ModelConfig
+
+
+def parameters(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """The shape of every parameter by its full name."""
+    return {prefix + w.name: w.shape for prefix, step in pieces(model) for w in step.weights}
+
+
+def total_parameters(model: ModelConfig) -> int:
+    return sum(step.parameters for _, step in pieces(model))
+
+
+def active_parameters(model: ModelConfig) -> int:
+    """Parameters one token meets: all but the experts it does not visit."""
+    return round(sum(step.active for _, step in pieces(model)))
+
+
+def train_flops_per_token(model: ModelConfig, seq_len: int) -> float:
+    """Forward and backward (twice the forward), recompute not counted."""
+    return 3 * sum(step.flops(seq_len) for _, step in pieces(model))

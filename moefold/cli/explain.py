@@ -1,0 +1,130 @@
+"""`moefold explain`: a model step by step, with lanes, shapes, parameters, FLOPs and the kernels a run would use.
+
+Needs no torch, so it answers at once and on any machine.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from moefold.anatomy.counts import active_parameters, total_parameters, train_flops_per_token
+from moefold.anatomy.steps import StepSpec, block_steps, embed, predict
+from moefold.cli.options import read
+from moefold.config.run import Config
+from moefold.kernels.catalog import CATALOG, Facts, expected_facts, pick, read_force
+from moefold.layout.fold import fold
+from moefold.presets.recipe import resolve
+
+
+@dataclass(frozen=True)
+class ExplainOptions:
+    """Show what a model is made of and what a run would do with it."""
+
+    recipe: tyro.conf.Positional[str] = "tiny"
+    """A preset, or a YAML file of configuration keys."""
+    nproc: int = 1
+    """On how many ranks it would run."""
+    json: bool = False
+    """Print JSON instead of tables."""
+
+
+def run(argv: Sequence[str]) -> int:
+    options, overrides = read(ExplainOptions, argv, "explain")
+    config = resolve(options.recipe, overrides, options.nproc)
+    found = explanation(config, options.nproc)
+    if options.json:
+        print(json.dumps(found, indent=1))
+    else:
+        show(found, Console())
+    return 0
+
+
+def explanation(config: Config, world: int) -> dict[str, Any]:
+    """Everything the command shows, as plain data."""
+    model, facts = config.model, expected_facts(config)
+    forced = read_force(config.kernels.force)
+    dense_grid, expert_grid = fold(world, config.parallel)
+    layers = [("embedding", 1, [embed(model)]), *kinds_of_layers(config), ("head", 1, [predict(model)])]
+    return {
+        "name": config.name,
+        "parameters": total_parameters(model),
+        "active_parameters": active_parameters(model),
+        "train_flops_per_token": train_flops_per_token(model, config.data.seq_len),
+        "seq_len": config.data.seq_len,
+        "facts": asdict(facts),
+        "grids": {"dense": dense_grid.sizes, "expert": expert_grid.sizes},
+        "layers": [
+            {"kind": kind, "count": count, "steps": [describe(step, config) for step in steps]}
+            for kind, count, steps in layers
+        ],
+        "kernels": {op: choice(op, facts, forced) for op in CATALOG},
+    }
+
+
+def kinds_of_layers(config: Config) -> list[tuple[str, int, list[StepSpec]]]:
+    """Each kind of block once, with how many there are."""
+    model, dense = config.model, config.model.moe.dense_layers
+    kinds = [("dense layer", dense, 0), ("MoE layer", model.layers - dense, dense)]
+    return [(kind, count, block_steps(model, first)) for kind, count, first in kinds if count]
+
+
+def describe(step: StepSpec, config: Config) -> dict[str, Any]:
+    return {
+        "step": step.name,
+        "lane": step.lane,
+        "static": step.static,
+        "shapes": step.shapes,
+        "parameters": step.parameters,
+        "forward_flops_per_token": step.flops(config.data.seq_len),
+        "ops": list(step.ops),
+    }
+
+
+def choice(op: str, facts: Facts, forced: dict[str, str]) -> dict[str, str]:
+    name, why = pick(op, facts, forced.get(op))
+    return {"implementation": name, "why": why}
+
+
+def show(found: dict[str, Any], console: Console) -> None:
+    facts = found["facts"]
+    console.print(
+        f"[bold]{found['name']}[/bold]: {human(found['parameters'])} parameters, "
+        f"{human(found['active_parameters'])} active, {human(found['train_flops_per_token'])} FLOPs a token to train "
+        f"at length {found['seq_len']}; on {facts['device']} in {facts['dtype']}"
+    )
+    for name, sizes in found["grids"].items():
+        console.print(f"{name} grid: " + " x ".join(f"{axis} {size}" for axis, size in sizes.items()))
+    table = Table(title="steps (T tokens, R rows of experts)", title_justify="left")
+    for column, justify in (("where", "left"), ("step", "left"), ("lane", "left"), ("shapes", "left")):
+        table.add_column(column, justify=justify)  # pyright: ignore[reportArgumentType]
+    table.add_column("parameters", justify="right")
+    table.add_column("FLOPs/token", justify="right")
+    for layer in found["layers"]:
+        where = f"{layer['count']} x {layer['kind']}" if layer["count"] > 1 else layer["kind"]
+        for step in layer["steps"]:
+            lane = "[magenta]comm[/magenta]" if step["lane"] == "comm" else step["lane"]
+            numbers = (step["parameters"], step["forward_flops_per_token"])
+            table.add_row(where, step["step"], lane, step["shapes"], *(human(n) if n else "" for n in numbers))
+            where = ""
+        table.add_section()
+    console.print(table)
+    kernels = Table("operation", "used in", "kernel", "why", title="kernels", title_justify="left")
+    for op, chosen in found["kernels"].items():
+        users = [s["step"] for layer in found["layers"] for s in layer["steps"] if op in s["ops"]]
+        kernels.add_row(op, ", ".join(dict.fromkeys(users)) or "optimizer", chosen["implementation"], chosen["why"])
+    console.print(kernels)
+
+
+def human(number: float) -> str:
+    """46702792704 -> 46.7 G."""
+    for size, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if number >= size:
+            return f"{number / size:.3g} {letter}"
+    return f"{number:.3g}"

@@ -1,0 +1,74 @@
+"""The command line. Commands are found here and loaded when used, so that help and refusals appear without torch."""
+
+from __future__ import annotations
+
+import errno
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+from moefold import __version__
+from moefold.config.refused import Failed, Refused, choose
+
+COMMANDS = {
+    "train": "train a model: moefold train tiny",
+    "explain": "show a model step by step, without running it: moefold explain qwen3-30b-a3b",
+    "bench": "time this machine: moefold bench kernels",
+    "doctor": "check this machine and this installation",
+}
+
+
+def main() -> None:
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run a command; the exit code is 0, 1 for a failure while running, 2 for something to mend."""
+    try:
+        return dispatch(list(argv))
+    except Refused as refused:
+        return tell(str(refused), 2)
+    except Failed as failed:
+        return tell(str(failed), 1)
+    except KeyboardInterrupt:
+        return tell("interrupted", 130)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EACCES, errno.EROFS, errno.EDQUOT, errno.ENOTDIR, errno.EISDIR):
+            raise
+        where = f" at {error.filename}" if error.filename else ""
+        return tell(f"{error.strerror}{where}; expected a place that can be written; free space or change --out", 2)
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        first = str(error).strip().split("\n")[0][:200]
+        return tell(f"out of memory: {first}; try a smaller --train.micro_batch, --data.seq_len or model", 2)
+
+
+def dispatch(argv: list[str]) -> int:
+    if not argv or argv[0] in ("-h", "--help", "help"):
+        print(overview())
+        return 0
+    if argv[0] == "--version":
+        print(f"moefold {__version__}")
+        return 0
+    command = choose("command", argv[0], COMMANDS)
+    return importlib.import_module(f"moefold.cli.{command}").run(argv[1:])
+
+
+def overview() -> str:
+    lines = [f"moefold {__version__} trains Mixture-of-Experts language models.", ""]
+    lines += [f"  moefold {name:<9} {what}" for name, what in COMMANDS.items()]
+    return "\n".join([*lines, "", "moefold COMMAND --help tells more."])
+
+
+def tell(message: str, code: int) -> int:
+    """Print a message for people. Of several ranks that all refuse the same thing, the first speaks."""
+    if os.environ.get("RANK", "0") == "0" or code == 1:
+        print(f"moefold: {message}", file=sys.stderr)
+    return code
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    signs = ("out of memory", "can't allocate memory", "DefaultCPUAllocator", "not enough memory")
+    return isinstance(error, MemoryError) or any(sign in str(error) for sign in signs)

@@ -1,0 +1,56 @@
+"""A command's own options are a dataclass, read by tyro; every other `--section.key value` is a configuration key."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any, TypeVar
+
+import tyro
+
+from moefold.config.keys import keys_of, show
+from moefold.presets.zoo import PRESETS
+
+T = TypeVar("T")
+
+
+def split(options: type[Any], argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The words that are the command's own, and those that override the configuration."""
+    own = {"help", *(name for f in fields(options) for name in spellings(f.name))}
+    mine: list[str] = []
+    overrides: list[str] = []
+    words = iter(argv)
+    for word in words:
+        if not word.startswith("--") or word[2:].partition("=")[0] in own:
+            mine.append(word)
+        else:
+            overrides.append(word)
+            if "=" not in word:
+                overrides += [value for value in (next(words, None),) if value is not None]
+    return mine, overrides
+
+
+def spellings(name: str) -> tuple[str, ...]:
+    dashed = name.replace("_", "-")
+    return name, dashed, f"no-{dashed}"
+
+
+def read(options: type[T], argv: Sequence[str], command: str, config_keys: bool = True) -> tuple[T, list[str]]:
+    """The command's options and the overrides. `--help` prints both, then leaves."""
+    mine, overrides = split(options, argv) if config_keys else (list(argv), [])
+    asks_help = "--help" in mine or "-h" in mine
+    try:
+        return tyro.cli(options, args=mine, prog=f"moefold {command}"), overrides
+    except SystemExit as leaving:
+        if asks_help and leaving.code == 0 and config_keys:
+            print(key_list())
+        raise
+
+
+def key_list() -> str:
+    """Every configuration key with its default in the preset `tiny` and its meaning."""
+    lines = ["", "configuration keys, set as --section.key VALUE (defaults of the preset tiny):", ""]
+    for key in keys_of(PRESETS["tiny"]()):
+        choices = f" [{', '.join(key.choices)}]" if key.choices else ""
+        lines.append(f"  --{key.path} {show(key.default)}{choices}\n      {key.doc}")
+    return "\n".join(lines)

@@ -1,0 +1,57 @@
+"""`moefold train`: check everything that can be checked without torch, then train, here or on several ranks."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+from moefold.cli.options import read
+from moefold.config.refused import Refused
+from moefold.layout.spawn import run_ranks
+from moefold.presets.recipe import resolve
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """Train a Mixture-of-Experts model. Writes metrics, configuration and checkpoints into one folder."""
+
+    recipe: tyro.conf.Positional[str] = "tiny"
+    """A preset, or a YAML file of configuration keys (such as an earlier run's config.yaml)."""
+    out: Path | None = None
+    """The run's folder; by default a new one under runs/."""
+    resume: str | None = None
+    """auto: continue the run in --out if it has a checkpoint. A path: start from the checkpoint there."""
+    nproc: int = 1
+    """How many ranks to start on this machine."""
+    port: int | None = None
+    """Where the ranks of --nproc meet; by default a free port."""
+
+
+def run(argv: Sequence[str]) -> int:
+    options, overrides = read(TrainOptions, argv, "train")
+    started = "RANK" in os.environ or "SLURM_PROCID" in os.environ
+    world = int(os.environ.get("WORLD_SIZE") or os.environ.get("SLURM_NTASKS") or 1) if started else options.nproc
+    if world < 1 or world > 1_000_000:
+        raise Refused(f"--nproc {world} is not legal; expected a whole number at least 1, such as 4")
+    config = resolve(options.recipe, overrides, world)
+    out = options.out or Path("runs") / f"{config.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    if not started and options.nproc > 1:
+        return run_ranks(arguments(options, overrides, out), options.nproc, options.port)
+
+    from moefold.layout.launch import joined  # torch, from here on
+    from moefold.train.loop import train
+
+    with joined(config.parallel, config.train.device) as here:
+        train(config, here, out, options.resume)
+    return 0
+
+
+def arguments(options: TrainOptions, overrides: Sequence[str], out: Path) -> list[str]:
+    """The same command for one rank, with the folder settled so that all ranks agree on it."""
+    resume = ["--resume", options.resume] if options.resume else []
+    return ["train", options.recipe, "--out", str(out), *resume, *overrides]

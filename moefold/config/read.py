@@ -1,0 +1,147 @@
+"""Nested mappings (YAML) and dotted overrides (command line) become a Config, and back.
+
+Both go through `with_values`: a flat {"parallel.ep": raw} laid over a base configuration. All problems of one
+reading are collected and refused together, each naming the key, the value and a legal one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, is_dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+import yaml
+
+from moefold.config.keys import Key, keys_of, show
+from moefold.config.refused import Refused, did_you_mean
+from moefold.config.run import Config
+
+TRUTH = {"true": True, "false": False, "yes": True, "no": False, "on": True, "off": False}
+
+
+def convert(key: Key, raw: Any) -> Any:
+    """The raw value as the key's type, or ValueError. Text is read as a person would mean it; nothing is truncated."""
+    if isinstance(raw, str) and key.type in (int, float):
+        raw = float(raw) if key.type is float else int(raw.replace("_", ""))
+    if key.type is bool:
+        value = TRUTH.get(raw.lower()) if isinstance(raw, str) else raw
+        return value if isinstance(value, bool) else fail()
+    if key.type is int:
+        return raw if isinstance(raw, int) and not isinstance(raw, bool) and key.bounds.hold(raw) else fail()
+    if key.type is float:
+        number = float(raw) if isinstance(raw, int | float) and not isinstance(raw, bool) else math.nan
+        return number if math.isfinite(number) and key.bounds.hold(number) else fail()
+    if key.choices:
+        return raw if raw in key.choices else fail()
+    if key.type is str:
+        return raw if isinstance(raw, str) else fail()
+    texts: list[Any] = [t.strip() for t in raw.split(",") if t.strip()] if isinstance(raw, str) else list(raw or ())
+    return tuple(texts) if all(isinstance(t, str) for t in texts) else fail()
+
+
+def fail() -> Any:
+    raise ValueError
+
+
+def with_values(base: Config, values: Mapping[str, Any], problems: dict[str, str]) -> Config:
+    """`base` with the given keys set; what cannot be set stays as it was and is told in `problems`, by key."""
+    known = {key.path: key for key in keys_of(base)}
+    good: dict[str, Any] = {}
+    for path, raw in values.items():
+        key = known.get(path)
+        if key is None:
+            problems[path] = unknown(path, known)
+            continue
+        try:
+            good[path] = convert(key, raw)
+        except (ValueError, TypeError, OverflowError):
+            problems[path] = f"{path} = {clip(raw)} is not legal; expected {key.expects}"
+    return cast(Config, rebuilt(base, good, ""))
+
+
+def unknown(path: str, known: Mapping[str, Key]) -> str:
+    """The message for a key that does not exist, with the nearest that does."""
+    inside = [k for k in known if k.startswith(path + ".")]
+    if inside:
+        return f"{path} is a section, not a key; its keys are {', '.join(inside)}"
+    guess = did_you_mean(path, known) or did_you_mean(path.split(".")[-1], {k.split(".")[-1] for k in known})
+    return f'no key "{clip(path)}"{guess}; `moefold train --help` lists all of them, such as parallel.ep'
+
+
+def clip(raw: Any) -> str:
+    text = show(raw) if isinstance(raw, (bool, int, float, str, tuple)) else repr(raw)  # pyright: ignore[reportUnknownArgumentType]
+    text = text.encode("unicode_escape").decode()  # control characters and lone surrogates stay printable
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def rebuilt(node: Any, good: Mapping[str, Any], prefix: str) -> Any:
+    changes: dict[str, Any] = {}
+    for name, value in cast(dict[str, Any], vars(node)).items():
+        path = prefix + name
+        if is_dataclass(value):
+            changes[name] = rebuilt(value, good, path + ".")
+        elif path in good:
+            changes[name] = good[path]
+    return replace(node, **changes)
+
+
+def flatten(tree: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
+    """{"a": {"b": 1}} -> {"a.b": 1}."""
+    flat: dict[str, Any] = {}
+    for name, value in tree.items():
+        path = f"{prefix}{name}"
+        if isinstance(value, Mapping):
+            flat.update(flatten(cast(Mapping[Any, Any], value), path + ".") or {path: value})
+        else:
+            flat[path] = value
+    return flat
+
+
+def parse_overrides(words: Iterable[str]) -> dict[str, str]:
+    """`--parallel.ep 4 --train.steps=20` -> {"parallel.ep": "4", "train.steps": "20"}."""
+    values: dict[str, str] = {}
+    waiting: str | None = None
+    for word in words:
+        if waiting is not None:
+            values[waiting], waiting = word, None
+        elif word.startswith("--") and "=" in word:
+            name, _, value = word[2:].partition("=")
+            values[name] = value
+        elif word.startswith("--") and len(word) > 2:
+            waiting = word[2:]
+        else:
+            raise Refused(f'cannot read "{clip(word)}"; expected --section.key value, such as --train.steps 20')
+    if waiting is not None:
+        raise Refused(f"--{clip(waiting)} has no value; expected --{clip(waiting)} VALUE")
+    return values
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The mapping in a YAML file; anything else is refused with the place."""
+    try:
+        tree: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise Refused(f"no file {path}; expected a YAML configuration") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise Refused(f"cannot read {path}: {error}; expected a YAML configuration in UTF-8") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise Refused(f"{path} is not valid YAML: {' '.join(str(error).split())[:300]}") from None
+    if tree is None:
+        return {}
+    if not isinstance(tree, dict):
+        raise Refused(f"{path} holds a {type(tree).__name__}; expected keys, such as\ntrain:\n  steps: 20")
+    return cast(dict[str, Any], tree)
+
+
+def write_yaml(config: Config) -> str:
+    """The whole configuration as YAML that `moefold train FILE` reads back to an equal one."""
+    plain = {k: plain_of(v) for k, v in asdict(config).items()}
+    return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
+
+
+def plain_of(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: plain_of(v) for k, v in cast(dict[str, Any], value).items()}
+    return list(cast(tuple[Any, ...], value)) if isinstance(value, tuple) else value

@@ -1,0 +1,134 @@
+"""What a run is: one frozen tree of keys. Presets make such trees; YAML and the command line change them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from moefold.config.keys import key, section
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    theta: float = key(10_000.0, "base of the rotary frequencies", above=0)
+    scaling: Literal["none", "linear", "llama3", "yarn"] = key("none", "how frequencies stretch for longer contexts")
+    factor: float = key(1.0, "by how much the context is stretched", at_least=1)
+    original_length: int = key(8192, "context length before stretching", at_least=1)
+    low_frequency: float = key(1.0, "llama3: waves per original length below which all is stretched", above=0)
+    high_frequency: float = key(4.0, "llama3: waves per original length above which nothing is", above=0)
+    beta_fast: float = key(32.0, "yarn: turns per original length above which nothing is stretched", above=0)
+    beta_slow: float = key(1.0, "yarn: turns per original length below which all is", above=0)
+
+
+@dataclass(frozen=True)
+class AttentionConfig:
+    heads: int = key(4, "query heads", at_least=1, at_most=4096)
+    kv_heads: int = key(2, "key and value heads, shared by groups of query heads", at_least=1, at_most=4096)
+    head_dim: int = key(32, "width of a head", at_least=2, at_most=4096)
+    qk_norm: Literal["none", "head", "full"] = key("none", "RMSNorm on queries and keys: per head, or over all heads")
+    qkv_bias: bool = key(False, "biases on the query, key and value projections")
+    out_bias: bool = key(False, "bias on the output projection")
+    rope: RopeConfig = section(RopeConfig)
+
+
+@dataclass(frozen=True)
+class MoeConfig:
+    experts: int = key(8, "routed experts of a layer", at_least=1, at_most=65_536)
+    top_k: int = key(2, "experts a token visits", at_least=1, at_most=65_536)
+    ffn: int = key(256, "inner width of a routed expert", at_least=1, at_most=1_048_576)
+    shared_ffn: int = key(0, "inner width of the shared experts together; 0: none", at_least=0, at_most=1_048_576)
+    normalize_top_k: bool = key(True, "the chosen probabilities are scaled to sum to one")
+    dense_layers: int = key(0, "how many of the first layers have a dense MLP instead of experts", at_least=0)
+    bias_rate: float = key(0.0, "step of the selection bias that evens out expert load; 0: off", at_least=0)
+    aux_loss: float = key(0.0, "weight of the load-balancing loss, per sequence; 0: off", at_least=0)
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    layers: int = key(4, "transformer blocks", at_least=1, at_most=10_000)
+    hidden: int = key(128, "width of the residual stream", at_least=1, at_most=1_048_576)
+    vocab: int = key(256, "tokens the model knows", at_least=2, at_most=16_777_216)
+    dense_ffn: int = key(512, "inner width of a dense MLP", at_least=1, at_most=1_048_576)
+    norm_eps: float = key(1e-6, "added to the mean square inside RMSNorm", above=0, below=1)
+    tied_head: bool = key(False, "the output head is the embedding")
+    init_std: float = key(0.02, "standard deviation of the initial weights", above=0, at_most=10)
+    attention: AttentionConfig = section(AttentionConfig)
+    moe: MoeConfig = section(MoeConfig)
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    source: Literal["stdlib", "files"] = key("stdlib", "Python's own library source, or the files you name")
+    files: tuple[str, ...] = key((), "text or .jsonl files (or folders of them), for source files")
+    text_key: str = key("text", "the field of a .jsonl line that holds the text")
+    tokenizer: str = key("byte", "byte, or the path of a Hugging Face tokenizer.json")
+    seq_len: int = key(256, "tokens of one training sequence", at_least=1, at_most=16_777_216)
+    held_out: float = key(0.05, "share of the text kept for validation", above=0, below=1)
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    steps: int = key(400, "optimizer steps", at_least=1)
+    global_batch: int = key(16, "sequences of one step, over all ranks", at_least=1)
+    micro_batch: int = key(4, "sequences one rank takes at a time", at_least=1)
+    seed: int = key(1, "of initialisation and data order", at_least=0, at_most=2**62)
+    device: Literal["auto", "cpu", "cuda"] = key("auto", "where to train; auto: cuda if there is one")
+    precision: Literal["auto", "fp32", "bf16"] = key(
+        "auto", "of weights and activations; auto: bf16 on cuda, else fp32"
+    )
+    validate_every: int = key(100, "steps between validations; the first is at step 0", at_least=1)
+    validate_sequences: int = key(64, "sequences of one validation", at_least=1)
+    sample_tokens: int = key(200, "tokens of the sample printed at the end; 0: none", at_least=0)
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    lr: float = key(3e-3, "highest learning rate", above=0, at_most=100)
+    warmup: int = key(40, "steps of linear warm-up", at_least=0)
+    decay: Literal["cosine", "wsd", "constant"] = key("cosine", "shape after warm-up")
+    decay_share: float = key(0.2, "wsd: the last share of the steps, in which the rate falls", above=0, at_most=1)
+    final_lr: float = key(0.1, "last learning rate, as a share of the highest", at_least=0, at_most=1)
+    beta1: float = key(0.9, "AdamW: memory of the mean", at_least=0, below=1)
+    beta2: float = key(0.95, "AdamW: memory of the mean square", at_least=0, below=1)
+    eps: float = key(1e-8, "AdamW: added to the root mean square", above=0)
+    weight_decay: float = key(0.1, "AdamW: decay of matrices (not of norms, biases)", at_least=0)
+    max_norm: float = key(1.0, "gradient norm above which gradients are scaled down", above=0)
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    tp: int = key(1, "tensor parallel: attention and dense layers cut over so many ranks", at_least=1)
+    cp: int = key(1, "context parallel: sequences cut over so many ranks", at_least=1)
+    pp: int = key(1, "pipeline parallel: layers cut over so many ranks", at_least=1)
+    ep: int = key(1, "expert parallel: experts spread over so many ranks", at_least=1)
+    etp: int = key(1, "expert tensor parallel: each expert cut over so many ranks", at_least=1)
+
+
+@dataclass(frozen=True)
+class KernelsConfig:
+    force: tuple[str, ...] = key((), "implementations to use regardless, as op=name, such as attention=reference")
+
+
+@dataclass(frozen=True)
+class ObserveConfig:
+    log_every: int = key(10, "steps between lines where there is no terminal", at_least=1)
+    tensorboard: bool = key(True, "write TensorBoard events beside the run")
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    every: int = key(100, "steps between checkpoints; one more is written at the end", at_least=1)
+    keep: int = key(2, "how many checkpoints to keep", at_least=1)
+
+
+@dataclass(frozen=True)
+class Config:
+    name: str = key("custom", "what the run is called")
+    model: ModelConfig = section(ModelConfig)
+    data: DataConfig = section(DataConfig)
+    train: TrainConfig = section(TrainConfig)
+    optim: OptimConfig = section(OptimConfig)
+    parallel: ParallelConfig = section(ParallelConfig)
+    kernels: KernelsConfig = section(KernelsConfig)
+    observe: ObserveConfig = section(ObserveConfig)
+    checkpoint: CheckpointConfig = section(CheckpointConfig)

@@ -1,0 +1,96 @@
+"""Where text comes from. Each source yields (name, text) in an order that does not change from run to run."""
+
+from __future__ import annotations
+
+import json
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+from moefold.config.refused import Refused
+from moefold.config.run import DataConfig
+
+Documents = Iterator[tuple[str, str]]
+
+
+def documents(data: DataConfig) -> Documents:
+    return stdlib_documents() if data.source == "stdlib" else file_documents(data)
+
+
+def stdlib_documents() -> Documents:
+    """The source of Python's own library, from the interpreter that runs this. Needs no download."""
+    root = Path(sysconfig.get_path("stdlib"))
+    skipped = {"site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3", "__pycache__"}
+    found = 0
+    for path in sorted(root.rglob("*.py"), key=lambda p: p.relative_to(root).as_posix()):
+        name = path.relative_to(root)
+        if skipped & set(name.parts):
+            continue
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (UnicodeDecodeError, OSError):
+            continue  # a few files of the library are in other encodings on purpose
+        found += 1
+        yield name.as_posix(), text
+    if not found:
+        raise Refused(
+            f"data.source = stdlib, but there is no Python source in {root}; "
+            "name your own text with --data.source files --data.files corpus.txt"
+        )
+
+
+def file_documents(data: DataConfig) -> Documents:
+    """The named files, and all .txt, .md, .py and .jsonl files of named folders."""
+    for name in data.files:
+        path = Path(name).expanduser()
+        if path.is_dir():
+            inside = [
+                p for p in sorted(path.rglob("*")) if p.suffix in (".txt", ".md", ".py", ".jsonl") and p.is_file()
+            ]
+            if not inside:
+                raise Refused(f"data.files: the folder {path} holds no .txt, .md, .py or .jsonl file")
+            for each in inside:
+                yield from read_file(each, data.text_key)
+        else:
+            yield from read_file(path, data.text_key)
+
+
+def read_file(path: Path, text_key: str) -> Documents:
+    text = read_text(path)
+    if path.suffix == ".jsonl":
+        yield from read_jsonl(path, text, text_key)
+    else:
+        yield str(path), text
+
+
+def read_text(path: Path) -> str:
+    try:
+        raw = path.read_bytes()
+    except FileNotFoundError:
+        raise Refused(f"data.files: no file {path}; expected a text or .jsonl file or a folder of them") from None
+    except OSError as error:
+        raise Refused(f"data.files: cannot read {path}: {error.strerror}; expected a readable file") from None
+    if not raw.strip():
+        raise Refused(f"data.files: {path} is empty; expected text to train on")
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise Refused(
+            f"data.files: {path} is not UTF-8: byte 0x{raw[error.start]:02x} at offset {error.start}; "
+            "convert it, for instance with iconv -f latin1 -t utf-8"
+        ) from None
+
+
+def read_jsonl(path: Path, text: str, text_key: str) -> Documents:
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
+        place = f"data.files: {path}, line {number}"
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise Refused(f"{place} is not JSON ({str(error)[:100]}); expected one object a line") from None
+        if not isinstance(record, dict) or not isinstance(record.get(text_key), str):
+            has = f"has the fields {', '.join(map(str, record))}" if isinstance(record, dict) else "is no object"
+            raise Refused(f'{place} {has}; expected a text in "{text_key}" (set data.text_key to change that)')
+        yield f"{path}:{number}", record[text_key]

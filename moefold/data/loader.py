@@ -1,0 +1,67 @@
+"""Batches in an order that depends on the seed alone, each data-parallel rank taking its share of every batch.
+
+The position is one number, the sequences the whole run has consumed. Any run, on any number of ranks, that starts from
+that number goes on with the same sequences: exact resume, also in the middle of an epoch.
+
+B sequences of S tokens; labels are the tokens one place on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import torch
+
+from moefold.layout.axes import Axis
+
+
+@dataclass(frozen=True)
+class Batch:
+    """This rank's share of a global batch."""
+
+    tokens_BS: torch.Tensor
+    labels_BS: torch.Tensor
+
+    def microbatches(self, size: int) -> Iterator[Batch]:
+        for start in range(0, len(self.tokens_BS), size):
+            part = slice(start, start + size)
+            yield Batch(self.tokens_BS[part], self.labels_BS[part])
+
+
+class Loader:
+    """Non-overlapping windows of a long row of tokens, shuffled anew in every epoch."""
+
+    def __init__(self, tokens: np.ndarray, seq_len: int, batch: int, seed: int, dp: Axis, device: torch.device):
+        self.tokens, self.seq_len, self.batch, self.seed = tokens, seq_len, batch, seed
+        self.dp, self.device = dp, device
+        self.windows = (len(tokens) - 1) // seq_len
+        self.consumed = 0
+
+    def next(self) -> Batch:
+        """The next global batch's share of this rank, and move on."""
+        batch = self.at(self.consumed, self.batch)
+        self.consumed += self.batch
+        return batch
+
+    def at(self, consumed: int, count: int) -> Batch:
+        """This rank's share of the `count` sequences that follow the first `consumed`."""
+        first, last = (consumed + count * i // self.dp.size for i in (self.dp.index, self.dp.index + 1))
+        rows = np.empty((last - first, self.seq_len + 1), dtype=np.int64)
+        for row, number in zip(rows, range(first, last), strict=True):
+            start = self.window(number) * self.seq_len
+            row[:] = self.tokens[start : start + self.seq_len + 1]
+        both = torch.from_numpy(rows).to(self.device, non_blocking=True)
+        return Batch(both[:, :-1].contiguous(), both[:, 1:].contiguous())
+
+    def window(self, number: int) -> int:
+        """Which window the number-th sequence of the run is."""
+        epoch, place = divmod(number, self.windows)
+        return int(epoch_order(self.seed, epoch, self.windows)[place])
+
+
+@lru_cache(maxsize=4)
+def epoch_order(seed: int, epoch: int, windows: int) -> np.ndarray:
+    return np.random.Generator(np.random.PCG64([seed, epoch])).permutation(windows)

@@ -1,0 +1,56 @@
+"""The choice of implementations, made once when a run is assembled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from moefold.kernels import (
+    adamw,
+    attention,
+    cross_entropy,
+    grouped_gemm,
+    permute,
+    rmsnorm,
+    rope,
+    router_topk,
+    swiglu,
+)
+from moefold.kernels.catalog import CATALOG, Facts, pick, read_force
+from moefold.kernels.registry import OPS
+
+__all__ = [  # imported so that their ops are registered
+    "adamw",
+    "attention",
+    "cross_entropy",
+    "grouped_gemm",
+    "permute",
+    "rmsnorm",
+    "rope",
+    "router_topk",
+    "swiglu",
+]
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """One callable per op; the model and the optimizer call these and do not know which implementation they got."""
+
+    rmsnorm: Callable[..., Any]
+    rope: Callable[..., Any]
+    attention: Callable[..., Any]
+    swiglu: Callable[..., Any]
+    router_topk: Callable[..., Any]
+    gather_rows: Callable[..., Any]
+    sum_rows: Callable[..., Any]
+    grouped_gemm: Callable[..., Any]
+    cross_entropy: Callable[..., Any]
+    adamw: Callable[..., Any]
+
+
+def bind(facts: Facts, force: Iterable[str] = ()) -> Kernels:
+    """The implementation of every op for these facts, or the one the user forces."""
+    wanted = read_force(force)
+    chosen = {name: pick(name, facts, wanted.get(name))[0] for name in CATALOG}
+    return Kernels(**{name: OPS[name].implementations[which] for name, which in chosen.items()})

@@ -1,0 +1,129 @@
+"""Which implementations an operation has, when each may run and why one would want it. Torch-free.
+
+`explain` reads it in milliseconds, without torch; the op's own file holds the code. The first choice whose condition
+holds is taken; the reference stands behind all of them and needs no line here. A name in one place and not in the
+other is an error at import.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cache
+
+from moefold.config.refused import Refused, choose
+from moefold.config.run import Config
+
+BYTES = {"fp64": 8, "fp32": 4, "fp16": 2, "bf16": 2}
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is known before a run starts and does not change during it."""
+
+    device: str
+    dtype: str
+    capability: tuple[int, int] = (0, 0)
+    hidden: int = 0
+    ffn: int = 0
+
+    def aligned(self, to: int) -> bool:
+        """Rows of `hidden` and of `ffn` elements begin at multiples of so many bytes."""
+        return all(size * BYTES[self.dtype] % to == 0 for size in (self.hidden, self.ffn))
+
+
+@dataclass(frozen=True)
+class Choice:
+    name: str
+    when: Callable[[Facts], bool]
+    needs: str
+    why: str
+
+
+def always(_: Facts) -> bool:
+    return True
+
+
+def grouped_mm_runs(f: Facts) -> bool:
+    dtypes = ("bf16",) if f.device == "cuda" else ("fp32", "bf16", "fp16")
+    return f.dtype in dtypes and f.aligned(16) and (f.device == "cpu" or f.capability >= (8, 0))
+
+
+CATALOG: dict[str, tuple[Choice, ...]] = {
+    "rmsnorm": (Choice("torch", always, "nothing", "one fused pass where torch has one"),),
+    "rope": (),
+    "attention": (Choice("sdpa", always, "nothing", "never stores the scores"),),
+    "swiglu": (Choice("by_hand", always, "nothing", "saves the pre-activation only, not what lies between"),),
+    "router_topk": (),
+    "gather_rows": (Choice("adjoint", always, "nothing", "its backward is a gather: no atomics, the same every run"),),
+    "sum_rows": (Choice("adjoint", always, "nothing", "its backward is a gather of the tokens' gradients"),),
+    "grouped_gemm": (
+        Choice(
+            "torch_grouped_mm",
+            grouped_mm_runs,
+            "bf16 on cuda (fp32, bf16 or fp16 on cpu) and rows that are multiples of 16 bytes",
+            "one call for all experts, offsets stay on the device",
+        ),
+    ),
+    "cross_entropy": (Choice("chunked", always, "nothing", "holds the logits of one chunk of tokens at a time"),),
+    "adamw": (
+        Choice("fused", lambda f: f.dtype != "fp64", "fp32 state", "one pass over weights, gradients and moments"),
+    ),
+}
+
+
+def pick(op: str, facts: Facts, forced: str | None = None) -> tuple[str, str]:
+    """The implementation to use and the reason, in words."""
+    passed_over: list[str] = []
+    for each in CATALOG[op]:
+        if forced in (None, each.name):
+            if each.when(facts):
+                return each.name, "asked for" if forced else each.why
+            passed_over.append(f"{each.name} needs {each.needs}")
+    if forced not in (None, "reference"):
+        raise Refused(f"kernels.force: {op}={forced} cannot run here: {'; '.join(passed_over)}; leave it out")
+    return "reference", "asked for" if forced else "; ".join(passed_over) or "plain torch is the only one yet"
+
+
+def read_force(force: Iterable[str]) -> dict[str, str]:
+    """("attention=reference",) -> {"attention": "reference"}; unknown names are refused with the nearest."""
+    wanted: dict[str, str] = {}
+    for text in force:
+        op, _, name = text.partition("=")
+        choose("kernel operation (kernels.force, as op=name)", op, CATALOG)
+        wanted[op] = choose(f"implementation of {op}", name, ["reference", *(c.name for c in CATALOG[op])])
+    return wanted
+
+
+def facts_of(config: Config, device: str, dtype: str, capability: tuple[int, int] = (0, 0)) -> Facts:
+    return Facts(device, dtype, capability, config.model.hidden, config.model.moe.ffn)
+
+
+def expected_facts(config: Config) -> Facts:
+    """The facts a run would have on this machine, found without torch."""
+    gpu = gpu_capability()
+    device = config.train.device if config.train.device != "auto" else "cuda" if gpu else "cpu"
+    return facts_of(config, device, precision_on(device, config), gpu or (0, 0))
+
+
+def precision_on(device: str, config: Config) -> str:
+    """The precision a run trains in: what was asked for, or bf16 on cuda and fp32 on cpu."""
+    wanted = config.train.precision
+    return wanted if wanted != "auto" else "bf16" if device == "cuda" else "fp32"
+
+
+@cache
+def gpu_capability() -> tuple[int, int] | None:
+    """Compute capability of the first NVIDIA GPU, asked of the driver itself; None where there is none."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    count, device, major, minor = (ctypes.c_int() for _ in range(4))
+    if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)) or count.value == 0:
+        return None
+    driver.cuDeviceGet(ctypes.byref(device), 0)
+    driver.cuDeviceGetAttribute(ctypes.byref(major), 75, device)  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR
+    driver.cuDeviceGetAttribute(ctypes.byref(minor), 76, device)
+    return major.value, minor.value

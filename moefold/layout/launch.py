@@ -1,0 +1,128 @@
+"""Find out which rank this process is, meet the others, and choose the device.
+
+One process, `moefold train --nproc 4`, torchrun and Slurm differ only in the environment variables they leave.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from moefold.config.refused import Failed, Refused
+from moefold.config.run import ParallelConfig
+from moefold.layout.axes import World, name_axes
+
+TIMEOUT = datetime.timedelta(minutes=10)
+
+
+@dataclass(frozen=True)
+class Place:
+    """What the launcher said. `attempt` counts restarts; `agent` means the launcher already serves the store."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    host: str = "127.0.0.1"
+    port: int = 29_500
+    attempt: str = "0"
+    agent: bool = False
+
+
+def find_place(env: Mapping[str, str]) -> Place:
+    """Read torchrun's variables, else Slurm's, else be alone."""
+    if "RANK" in env and "WORLD_SIZE" in env:
+        return Place(
+            rank=int(env["RANK"]),
+            size=int(env["WORLD_SIZE"]),
+            local_rank=int(env.get("LOCAL_RANK", env["RANK"])),
+            local_size=int(env.get("LOCAL_WORLD_SIZE", env["WORLD_SIZE"])),
+            host=env.get("MASTER_ADDR", "127.0.0.1"),
+            port=int(env.get("MASTER_PORT", "29500")),
+            attempt=env.get("TORCHELASTIC_RESTART_COUNT", "0"),
+            agent=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        )
+    if "SLURM_PROCID" in env and int(env.get("SLURM_NTASKS", "1")) > 1:
+        return Place(
+            rank=int(env["SLURM_PROCID"]),
+            size=int(env["SLURM_NTASKS"]),
+            local_rank=int(env.get("SLURM_LOCALID", "0")),
+            local_size=int(env.get("SLURM_NTASKS_PER_NODE", "1")),
+            host=env.get("MASTER_ADDR") or first_slurm_host(env),
+            port=int(env.get("MASTER_PORT") or 20_000 + int(env.get("SLURM_JOB_ID", "0")) % 20_000),
+            attempt=env.get("SLURM_RESTART_COUNT", "0"),
+        )
+    return Place()
+
+
+def first_slurm_host(env: Mapping[str, str]) -> str:
+    """`node[07-09,12]` -> `node07`; a plain list gives its first name."""
+    nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or env.get("SLURM_NODELIST") or "127.0.0.1"
+    head, bracket, inside = nodes.partition("[")
+    if not bracket or "," in head:
+        return head.split(",")[0]
+    return head + inside.rstrip("]").split(",")[0].split("-")[0].rstrip("]")
+
+
+def choose_device(wanted: str, place: Place) -> torch.device:
+    """The device of this rank. More ranks than GPUs share them, which only gloo can do."""
+    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise Refused("train.device = cuda, but torch sees no CUDA device here; set train.device to cpu or auto")
+    device = torch.device("cuda", place.local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+@contextmanager
+def joined(parallel: ParallelConfig, wanted_device: str) -> Iterator[World]:
+    """The world, for as long as the run lasts. Alone, nothing is started and every axis has size one."""
+    place = find_place(os.environ)
+    device = choose_device(wanted_device, place)
+    if place.size == 1:
+        yield name_axes(0, 1, device, parallel)
+        return
+    own_gpu = device.type == "cuda" and place.local_size <= torch.cuda.device_count()
+    backend = "cpu:gloo,cuda:nccl" if own_gpu else "gloo"
+    device_id = device if own_gpu else None
+    dist.init_process_group(
+        backend, store=meet(place), rank=place.rank, world_size=place.size, timeout=TIMEOUT, device_id=device_id
+    )
+    try:
+        yield name_axes(place.rank, place.size, device, parallel)
+    except RuntimeError as error:
+        if any(word in str(error) for word in ("gloo", "Gloo", "NCCL", "Connection closed", "Connection reset")):
+            raise Failed(f"rank {place.rank} lost contact with another rank: {first_line(error)}") from None
+        raise
+    finally:
+        dist.destroy_process_group()
+
+
+def first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0][:200]
+
+
+def meet(place: Place) -> dist.Store:
+    """A key-value store all ranks reach. Prefixed by the attempt: after a restart, ranks would otherwise read the
+    addresses that the dead generation left there."""
+    serves = place.rank == 0 and not place.agent
+    try:
+        store = dist.TCPStore(place.host, place.port, place.size, is_master=serves, timeout=TIMEOUT)
+    except (dist.DistError, RuntimeError) as error:
+        if "EADDRINUSE" in str(error) or "address already in use" in str(error).lower():
+            raise Refused(
+                f"port {place.port} on {place.host} is in use; expected it free for the ranks to meet; "
+                f"stop what uses it, or set another with --port or MASTER_PORT, such as {place.port + 1}"
+            ) from None
+        raise Refused(
+            f"rank {place.rank} cannot reach {place.host}:{place.port}, where {place.size} ranks were to meet "
+            f"({first_line(error)}); check MASTER_ADDR and MASTER_PORT"
+        ) from None
+    return dist.PrefixStore(f"attempt{place.attempt}", store)

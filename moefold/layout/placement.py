@@ -1,0 +1,32 @@
+"""Where a parameter lives, said once, torch-free. Gradient group, optimizer slice and checkpoint offsets read it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+GRIDS = {"dense": ("dp", "cp", "tp"), "expert": ("edp", "ep", "etp")}
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A parameter of the dense or the expert grid; `cut` maps a dim of the tensor to the axis that cuts it.
+
+    Along an axis that does not cut it the parameter is replicated. Each replica sees other tokens (sequence
+    parallelism gives every tp rank its own), so its gradient is the plain sum over exactly those axes.
+    """
+
+    grid: Literal["dense", "expert"]
+    cut: tuple[tuple[int, str], ...] = ()
+
+    @property
+    def cut_axes(self) -> tuple[str, ...]:
+        return tuple(axis for _, axis in self.cut)
+
+    @property
+    def summed_axes(self) -> tuple[str, ...]:
+        return tuple(axis for axis in GRIDS[self.grid] if axis not in self.cut_axes)
+
+
+REPLICATED = Placement("dense")
+EXPERTS = Placement("expert", ((0, "ep"),))

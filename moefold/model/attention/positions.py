@@ -1,0 +1,48 @@
+"""The angles of rotary positions, and how they stretch for contexts longer than those a model was trained on.
+
+d frequencies for half a head, S positions. A frequency f turns once in 2 pi / f tokens.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from moefold.config.run import RopeConfig
+
+
+def frequencies(head_dim: int, rope: RopeConfig) -> torch.Tensor:
+    """theta^(-2i/D) for i in 0..D/2, stretched as the configuration asks. fp64, on the CPU."""
+    plain = rope.theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float64, device="cpu") / head_dim)
+    if rope.scaling == "none":
+        return plain
+    if rope.scaling == "linear":
+        return plain / rope.factor
+    keep = kept_llama3(plain, rope) if rope.scaling == "llama3" else kept_yarn(head_dim, rope)
+    return keep * plain + (1 - keep) * plain / rope.factor
+
+
+def kept_llama3(plain: torch.Tensor, rope: RopeConfig) -> torch.Tensor:
+    """1 where a wave fits the original length often enough to stay as it is, 0 where it is stretched."""
+    waves = rope.original_length * plain / (2 * math.pi)
+    return ((waves - rope.low_frequency) / (rope.high_frequency - rope.low_frequency)).clamp(0, 1)
+
+
+def kept_yarn(head_dim: int, rope: RopeConfig) -> torch.Tensor:
+    """The same between the dims that turn `beta_fast` and `beta_slow` times within the original length."""
+
+    def dim_with(turns: float) -> float:
+        return head_dim * math.log(rope.original_length / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low = max(math.floor(dim_with(rope.beta_fast)), 0)
+    high = min(math.ceil(dim_with(rope.beta_slow)), head_dim - 1)
+    ramp = (torch.arange(head_dim // 2, dtype=torch.float64, device="cpu") - low) / max(high - low, 1e-3)
+    return 1 - ramp.clamp(0, 1)
+
+
+def rotary_tables(length: int, head_dim: int, rope: RopeConfig) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos_Sd and sin_Sd in fp32. YaRN also sharpens attention: its factor goes into both, so into q k^T squared."""
+    angles = torch.arange(length, dtype=torch.float64, device="cpu")[:, None] * frequencies(head_dim, rope)
+    sharpen = 0.1 * math.log(rope.factor) + 1 if rope.scaling == "yarn" else 1.0
+    return (angles.cos() * sharpen).float(), (angles.sin() * sharpen).float()

@@ -1,0 +1,48 @@
+"""The two ideas the model is written in: a layer is a list of steps, and a region is a named place inside a step.
+
+A step takes the carry (everything a microbatch has with it at that point) and returns the next. Running them in order
+is the plain forward; a pipeline may weave two such lists, a graph may capture the static ones. A region runs its
+function as it is until a memory policy replaces `around`; the model does not know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from moefold.anatomy.steps import StepSpec
+
+Carry = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step of the anatomy with the code that does it."""
+
+    spec: StepSpec
+    run: Callable[[Carry], Carry]
+
+
+def bind_steps(specs: Sequence[StepSpec], owner: nn.Module) -> list[Step]:
+    """Each step is the owner's method of the same name."""
+    return [Step(spec, getattr(owner, spec.name)) for spec in specs]
+
+
+def run_steps(steps: Sequence[Step], carry: Carry) -> Carry:
+    for step in steps:
+        carry = step.run(carry)
+    return carry
+
+
+class Region(nn.Module):
+    """A named place where a memory policy may act: keep, recompute, offload."""
+
+    def __init__(self):
+        super().__init__()
+        self.around: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda fn: fn
+
+    def forward(self, fn: Callable[..., Any], *inputs: Any) -> Any:
+        return self.around(fn)(*inputs)

@@ -1,0 +1,67 @@
+"""What a run measures, one JSON object a line, and the same numbers for TensorBoard."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any, Protocol
+
+
+class Sink(Protocol):
+    def write(self, record: dict[str, Any]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class JsonLines:
+    """`metrics.jsonl`: flushed after every line, so that a killed run leaves whole lines behind."""
+
+    def __init__(self, path: Path, keep_through: int):
+        """Continue a file, dropping what was written after step `keep_through` (that work is done again)."""
+        kept = [line for line in read_lines(path) if line["step"] <= keep_through]
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text("".join(json.dumps(line) + "\n" for line in kept))
+        os.replace(temporary, path)
+        self.file = path.open("a")
+
+    def write(self, record: dict[str, Any]) -> None:
+        self.file.write(json.dumps(record) + "\n")
+        self.file.flush()
+
+    def close(self) -> None:
+        self.file.close()
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The whole lines of a metrics file; a last line cut off by a crash is passed over."""
+    if not path.exists():
+        return []
+    records: list[dict[str, Any]] = []
+    for line in path.read_text().splitlines():
+        try:
+            records.append(json.loads(line))
+        except ValueError:
+            continue
+    return records
+
+
+class TensorBoard:
+    """The one file that touches TensorBoard. Lists become one curve per layer."""
+
+    def __init__(self, folder: Path, start: int):
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.writer = SummaryWriter(str(folder), purge_step=start)
+
+    def write(self, record: dict[str, Any]) -> None:
+        step = record["step"]
+        for name, value in record.items():
+            if isinstance(value, list):
+                for layer, each in enumerate(value):
+                    self.writer.add_scalar(f"{name}/layer_{layer}", each, step)
+            elif name != "step":
+                self.writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self.writer.close()

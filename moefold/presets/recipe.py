@@ -1,0 +1,34 @@
+"""A preset's name or a YAML file, with overrides laid over it, becomes a checked configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from moefold.config.read import flatten, parse_overrides, read_yaml, with_values
+from moefold.config.refused import Refused, choose
+from moefold.config.rules import Case, broken
+from moefold.config.run import Config
+from moefold.presets.zoo import PRESETS
+
+
+def resolve(recipe: str, overrides: Sequence[str] = (), world: int = 1) -> Config:
+    """The configuration meant by `recipe` and `overrides` on `world` ranks, or a refusal naming every problem."""
+    problems: dict[str, str] = {}
+    config = base_of(recipe, problems)
+    config = with_values(config, parse_overrides(overrides), problems)
+    messages = [*problems.values(), *broken(Case(config, world), illegal=problems)]
+    if messages:
+        raise Refused(*messages)
+    return config
+
+
+def base_of(recipe: str, problems: dict[str, str]) -> Config:
+    """A preset, or a YAML file: its `preset` key (tiny if it has none) with its other keys laid over that."""
+    if not recipe.endswith((".yaml", ".yml")):
+        return PRESETS[choose("preset", recipe, PRESETS)]()
+    tree: Mapping[str, Any] = read_yaml(Path(recipe))
+    values = flatten(tree)
+    start = values.pop("preset", "tiny")
+    return with_values(PRESETS[choose("preset", str(start), PRESETS)](), values, problems)

@@ -1,0 +1,157 @@
+"""A run from start to end: validate, step, record, save, and stop when asked."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from moefold.anatomy.counts import active_parameters, total_parameters, train_flops_per_token
+from moefold.checkpoint.save import agreed, bytes_of, require_space
+from moefold.checkpoint.state import tensors_of
+from moefold.comm.collectives import gather_objects
+from moefold.config.read import write_yaml
+from moefold.config.refused import Refused
+from moefold.config.run import Config
+from moefold.layout.axes import World
+from moefold.observe.metrics import JsonLines, Sink, TensorBoard
+from moefold.observe.progress import Quiet, compact, make_progress
+from moefold.train.assemble import Run, assemble
+from moefold.train.evaluate import sample, validation_loss
+from moefold.train.resume import resume_run, save_run
+from moefold.train.step import StepReport, train_step
+
+PROMPT = "def "
+
+
+def train(config: Config, world: World, out: Path, resume: str | None) -> None:
+    """Train as configured. Every rank calls this."""
+    agreed(lambda: claim(out, resume), world, out)
+    run = assemble(config, world, out)
+    speaker = make_speaker(world)
+    agreed(lambda: require_space(out, bytes_of(tensors_of(run.model, run.optimizer))), world, out)
+    continues = resume is not None and resume_run(run, resume, speaker)
+    agreed(lambda: (out / "config.yaml").write_text(write_yaml(run.config)), world, out)
+    for line in introduction(run):
+        speaker(line)
+    with recording(run, continues) as record, stop_requests() as requests:
+        finish(run, record, requests) if run.step < run.config.train.steps else speaker("nothing left to do")
+
+
+def make_speaker(world: World):
+    return print_line if world.rank == 0 else ignore
+
+
+def print_line(text: str) -> None:
+    print(text, flush=True)
+
+
+def ignore(_: str) -> None: ...
+
+
+def claim(out: Path, resume: str | None) -> None:
+    """Make the run's folder; one that already holds a run is only continued when asked."""
+    out.mkdir(parents=True, exist_ok=True)
+    if resume is None and (out / "metrics.jsonl").exists():
+        raise Refused(f"{out} already holds a run; continue it with --resume auto, or choose another --out")
+
+
+def introduction(run: Run) -> list[str]:
+    c, model = run.config, run.config.model
+    sizes = f"{compact(total_parameters(model))} parameters, {compact(active_parameters(model))} active per token"
+    text = (
+        f"{compact(len(run.loader.tokens))} tokens of {c.data.source}, {compact(len(run.validation.tokens))} held out"
+    )
+    where = f"{run.world.size} {'rank' if run.world.size == 1 else 'ranks'} on {c.train.device} in {c.train.precision}"
+    return [f"{c.name}: {sizes} | {where} | {text}", f"writing to {run.out}"]
+
+
+class Recorder:
+    """Sends what is measured to the progress display and, on rank 0, to the files."""
+
+    def __init__(self, run: Run, progress: Quiet, sinks: list[Sink]):
+        self.run, self.progress, self.sinks = run, progress, sinks
+        self.flops = train_flops_per_token(run.config.model, run.config.data.seq_len)
+
+    def validation(self) -> dict[str, Any]:
+        return {"val_loss": validation_loss(self.run)}
+
+    def step(self, report: StepReport, seconds: float) -> dict[str, Any]:
+        speed = report.tokens / seconds
+        return {
+            "loss": report.loss,
+            "grad_norm": report.grad_norm,
+            "lr": report.lr,
+            "tokens_per_s": round(speed, 1),
+            "tflops": round(speed * self.flops / 1e12, 6),
+            "max_violation": [round(b.max_violation, 4) for b in report.balance],
+            "dead_experts": [b.dead_experts for b in report.balance],
+        }
+
+    def write(self, values: dict[str, Any]) -> None:
+        record = {"step": self.run.step, **values}
+        self.progress.show(record)
+        for sink in self.sinks:
+            sink.write(record)
+
+
+@contextmanager
+def recording(run: Run, continues: bool) -> Iterator[Recorder]:
+    first = run.world.rank == 0
+    progress = make_progress(first, run.step, run.config.train.steps, run.config.observe.log_every)
+    sinks: list[Sink] = []
+    if first:
+        sinks.append(JsonLines(run.out / "metrics.jsonl", keep_through=run.step if continues else -1))
+        if run.config.observe.tensorboard:
+            sinks.append(TensorBoard(run.out / "tensorboard", run.step))
+    try:
+        yield Recorder(run, progress, sinks)
+    finally:
+        progress.close()
+        for sink in sinks:
+            sink.close()
+
+
+@contextmanager
+def stop_requests() -> Iterator[list[str]]:
+    """SIGTERM and Ctrl-C ask the loop to save and leave after the step it is in; a second Ctrl-C leaves at once."""
+    requests: list[str] = []
+
+    def ask(number: int, _frame: object) -> None:
+        if requests and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        requests.append(signal.Signals(number).name)
+
+    before = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield requests
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def finish(run: Run, record: Recorder, requests: list[str]) -> None:
+    """Steps until the last one, or until somebody asks to stop."""
+    c = run.config
+    if run.step == 0:
+        record.write(record.validation())
+    while run.step < c.train.steps:
+        begun = time.perf_counter()
+        report = train_step(run, run.loader.next())
+        values = record.step(report, time.perf_counter() - begun)
+        last = run.step == c.train.steps
+        if last or run.step % c.train.validate_every == 0:
+            values |= record.validation()
+        record.write(values)
+        asked = next(filter(None, gather_objects(requests[:1], run.world.everyone)), None)
+        if last or asked or run.step % c.checkpoint.every == 0:
+            save_run(run)
+        if asked and not last:
+            record.progress.say(f"{asked[0]}: saved at step {run.step}; continue with --out {run.out} --resume auto")
+            return
+    if c.train.sample_tokens:
+        record.progress.say(f"a sample:\n{sample(run, PROMPT)}")
+    record.progress.say(f"done: {run.out} holds metrics.jsonl, config.yaml and the checkpoints")
