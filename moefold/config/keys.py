@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 T = TypeVar("T")
 
@@ -77,7 +77,7 @@ def show(value: Any) -> str:
 
 def keys_of(instance: Any, prefix: str = "") -> Iterator[Key]:
     """Every leaf key below a configuration object, with its present value as the default."""
-    hints = get_type_hints(cast(type, type(instance)))
+    hints: dict[str, Any] = get_type_hints(type(instance))  # pyright: ignore[reportUnknownArgumentType]
     for each in fields(instance):
         value, path = getattr(instance, each.name), prefix + each.name
         if is_dataclass(value):

@@ -16,7 +16,7 @@ from moefold.layout.declare import Parameter, declared_parameters
 def initialise(model: nn.Module, seed: int) -> None:
     """Fill every declared parameter. Each slice is drawn by its own generator, so that threads may share the work."""
     with torch.no_grad(), ThreadPoolExecutor(os.cpu_count()) as threads:
-        list(threads.map(lambda work: fill(*work, seed), slices(model)))
+        list(threads.map(lambda work: fill(work[0], work[1], work[2], seed), slices(model)))
 
 
 def slices(model: nn.Module) -> Iterator[tuple[str, Parameter, torch.Tensor]]:
