@@ -43,11 +43,13 @@ def run(argv: Sequence[str]) -> int:
     if not started and options.nproc > 1:
         return run_ranks(arguments(options, overrides, out), options.nproc, options.port)
 
-    from moefold.layout.launch import joined  # torch, from here on
+    from moefold.comm.collectives import gather_objects  # torch, from here on
+    from moefold.layout.launch import joined
     from moefold.train.loop import train
 
     with joined(config.parallel, config.train.device) as here:
-        train(config, here, out, options.resume)
+        agreed_out = Path(gather_objects(str(out), here.everyone)[0])  # its default name holds the time
+        train(config, here, agreed_out, options.resume)
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Where text comes from. Each source yields (name, text) in an order that does not change from run to run."""
+"""Where text comes from. Each source yields documents in an order that does not change from run to run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from moefold.config.refused import Refused
 from moefold.config.run import DataConfig
 
-Documents = Iterator[tuple[str, str]]
+Documents = Iterator[str]
 
 
 def documents(data: DataConfig) -> Documents:
@@ -31,7 +31,7 @@ def stdlib_documents() -> Documents:
         except (UnicodeDecodeError, OSError):
             continue  # a few files of the library are in other encodings on purpose
         found += 1
-        yield name.as_posix(), text
+        yield text
     if not found:
         raise Refused(
             f"data.source = stdlib, but there is no Python source in {root}; "
@@ -60,7 +60,7 @@ def read_file(path: Path, text_key: str) -> Documents:
     if path.suffix == ".jsonl":
         yield from read_jsonl(path, text, text_key)
     else:
-        yield str(path), text
+        yield text
 
 
 def read_text(path: Path) -> str:
@@ -93,4 +93,4 @@ def read_jsonl(path: Path, text: str, text_key: str) -> Documents:
         if not isinstance(record, dict) or not isinstance(record.get(text_key), str):
             has = f"has the fields {', '.join(map(str, record))}" if isinstance(record, dict) else "is no object"
             raise Refused(f'{place} {has}; expected a text in "{text_key}" (set data.text_key to change that)')
-        yield f"{path}:{number}", record[text_key]
+        yield record[text_key]

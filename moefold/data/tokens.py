@@ -1,12 +1,11 @@
 """All documents as two long rows of token numbers, one to train on and one held out.
 
-Documents are cut into pieces of a few thousand characters, and a hash of the piece's name decides on which side it
-falls: the same text gives the same split everywhere, and every subject has its share on both sides.
+Documents are cut into pieces of a few thousand characters, and every so many-th piece is held out: the same text gives
+the same split everywhere, wherever its files lie, and every subject has its share on both sides.
 """
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,8 +22,9 @@ class Corpus:
     held_out: np.ndarray
 
 
-def is_held_out(name: str, share: float) -> bool:
-    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big") < share * 2**32
+def is_held_out(number: int, share: float) -> bool:
+    """Whether piece `number` is one of the evenly spaced ones that make up the share."""
+    return int((number + 1) * share + 0.5) > int(number * share + 0.5)
 
 
 def load_corpus(data: DataConfig, tokenizer: Tokenizer, vocab: int) -> Corpus:
@@ -37,9 +37,11 @@ def load_corpus(data: DataConfig, tokenizer: Tokenizer, vocab: int) -> Corpus:
     dtype = np.uint8 if tokenizer.size <= 2**8 else np.uint16 if tokenizer.size <= 2**16 else np.uint32
     sides: dict[bool, list[np.ndarray]] = {True: [], False: []}
     end = np.array([tokenizer.end], dtype=dtype)
-    for name, text in documents(data):
-        for number, piece in enumerate(pieces(text)):
-            sides[is_held_out(f"{name}#{number}", data.held_out)] += [tokenizer.encode(piece).astype(dtype)]
+    number = 0
+    for text in documents(data):
+        for piece in pieces(text):
+            sides[is_held_out(number, data.held_out)].append(tokenizer.encode(piece).astype(dtype))
+            number += 1
         sides[False].append(end)
     corpus = Corpus(*(np.concatenate(sides[side]) if sides[side] else np.empty(0, dtype) for side in (False, True)))
     for what, tokens in (("to train on", corpus.train), ("held out for validation", corpus.held_out)):
@@ -51,7 +53,7 @@ def load_corpus(data: DataConfig, tokenizer: Tokenizer, vocab: int) -> Corpus:
     return corpus
 
 
-def pieces(text: str, size: int = 8192) -> list[str]:
+def pieces(text: str, size: int = 2048) -> list[str]:
     """The text in parts of about `size` characters that end at line ends where there are any."""
     parts, start = [], 0
     while start < len(text):

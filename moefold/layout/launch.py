@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -106,7 +107,9 @@ def joined(parallel: ParallelConfig, wanted_device: str) -> Iterator[World]:
 
 
 def first_line(error: Exception) -> str:
-    return str(error).strip().split("\n")[0][:200]
+    """The first sentence of torch's message, without the place in torch's sources."""
+    line = str(error).strip().split("\n")[0]
+    return re.sub(r"^\[\S+:\d+\] ", "", line).split(". ")[0][:200]
 
 
 def meet(place: Place) -> dist.Store:

@@ -47,8 +47,11 @@ def tiny() -> Config:
             hidden=128,
             vocab=256,
             attention=AttentionConfig(heads=4, kv_heads=2, head_dim=32, qk_norm="head"),
-            moe=MoeConfig(experts=8, top_k=2, ffn=192, bias_rate=1e-3),
+            moe=MoeConfig(experts=8, top_k=2, ffn=192, bias_rate=0.01),
         ),
+        train=TrainConfig(steps=220, validate_every=55),
+        optim=OptimConfig(lr=4e-3, warmup=20),
+        checkpoint=CheckpointConfig(every=55),
     )
 
 

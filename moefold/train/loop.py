@@ -152,6 +152,7 @@ def finish(run: Run, record: Recorder, requests: list[str]) -> None:
         if asked and not last:
             record.progress.say(f"{asked[0]}: saved at step {run.step}; continue with --out {run.out} --resume auto")
             return
+    record.progress.close()
     if c.train.sample_tokens:
         record.progress.say(f"a sample:\n{sample(run, PROMPT)}")
     record.progress.say(f"done: {run.out} holds metrics.jsonl, config.yaml and the checkpoints")

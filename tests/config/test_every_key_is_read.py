@@ -1,0 +1,60 @@
+"""A key that nothing reads is a setting that pretends. Runs are watched, and every key must have been looked at."""
+
+import contextlib
+import io
+import json
+import sys
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moefold.cli.main import run
+from moefold.config.keys import keys_of
+from moefold.config.run import Config
+from tests.support.runs import SMALL, corpus
+
+
+def sections(node: Any) -> dict[type, str]:
+    """Every configuration class with its place in the tree."""
+    found = {type(node): ""}
+    for each in fields(node):
+        value = getattr(node, each.name)
+        if is_dataclass(value):
+            found |= {kind: f"{each.name}.{path}" for kind, path in sections(value).items()}
+    return found
+
+
+def watch(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """The keys read by any module of moefold but those of config, from now on."""
+    seen: set[str] = set()
+    for kind, path in sections(Config()).items():
+
+        def look(self: Any, name: str, path: str = path) -> Any:
+            reader = sys._getframe(1).f_globals.get("__name__", "")
+            if reader.startswith("moefold.") and not reader.startswith("moefold.config"):
+                seen.add(path + name)
+            return object.__getattribute__(self, name)
+
+        monkeypatch.setattr(kind, "__getattribute__", look, raising=False)
+    return seen
+
+
+def test_every_key_is_read_by_something(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    lines = tmp_path / "lines.jsonl"
+    lines.write_text(
+        "".join(json.dumps({"body": f"line {i} of many, each a little different\n"}) + "\n" for i in range(900))
+    )
+    variants = [
+        ["--model.attention.rope.scaling", "llama3", "--model.attention.qkv_bias", "true", *corpus(tmp_path)],
+        ["--model.attention.rope.scaling", "yarn", "--optim.decay", "wsd", "--model.moe.dense_layers", "1"],
+    ]
+    variants[1] += ["--data.source", "files", "--data.files", str(lines), "--data.text_key", "body"]
+    seen = watch(monkeypatch)
+    for i, variant in enumerate(variants):
+        argv = ["train", "tiny", *SMALL, "--train.steps", "2", "--optim.warmup", "1", *variant]
+        with contextlib.redirect_stdout(io.StringIO()):
+            assert run([*argv, "--out", str(tmp_path / str(i))]) == 0
+    unread = {key.path for key in keys_of(Config())} - seen
+    assert not unread, f"nothing reads {sorted(unread)}: use them or take them out of config/run.py"

@@ -1,0 +1,192 @@
+"""Whole runs: repeatable, resumable after anything, the same on any number of ranks."""
+
+import hashlib
+import math
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.support.runs import SMALL, command, corpus, metrics, numbers, start
+
+
+def digest(out: Path) -> str:
+    """Of every tensor of the newest checkpoint: weights, optimizer, random state."""
+    return hashlib.sha256((out / "checkpoints" / "latest" / "rank-00000.safetensors").read_bytes()).hexdigest()
+
+
+def small_run(tmp_path: Path, name: str, *more: str) -> list[str]:
+    return ["train", "tiny", *SMALL, *corpus(tmp_path), "--out", str(tmp_path / name), *more]
+
+
+def test_a_run_learns_and_leaves_metrics_configuration_checkpoint_and_a_sample(tmp_path: Path):
+    code, output = command(
+        small_run(tmp_path, "a", "--train.steps", "60", "--optim.warmup", "5", "--train.validate_every", "20"),
+        tmp_path / "log",
+    )
+    assert code == 0, output
+    lines = metrics(tmp_path / "a")
+    assert [line["step"] for line in lines] == list(range(61))
+    validated = {line["step"]: line["val_loss"] for line in lines if "val_loss" in line}
+    assert list(validated) == [0, 20, 40, 60]
+    assert abs(validated[0] - math.log(256)) < 0.1, "an untrained model knows nothing"
+    assert validated[60] < 0.75 * validated[0]
+    for name in ("loss", "grad_norm", "lr", "tokens_per_s", "tflops", "max_violation", "dead_experts"):
+        assert name in lines[1]
+    assert len(lines[1]["max_violation"]) == 2, "one for each layer"
+    assert (tmp_path / "a" / "config.yaml").exists()
+    assert "a sample:\ndef " in output
+    assert (tmp_path / "a" / "checkpoints" / "latest" / "manifest.json").exists()
+
+
+def test_two_runs_with_one_seed_are_bit_identical_and_another_seed_is_not(tmp_path: Path):
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        argv = small_run(tmp_path, name, "--train.steps", "8", "--train.seed", str(seed))
+        code, output = command(argv, tmp_path / "log")
+        assert code == 0, output
+    assert numbers(tmp_path / "a") == numbers(tmp_path / "b")
+    assert digest(tmp_path / "a") == digest(tmp_path / "b")
+    assert numbers(tmp_path / "a") != numbers(tmp_path / "c")
+
+
+def test_the_written_configuration_repeats_the_run(tmp_path: Path):
+    assert command(small_run(tmp_path, "a", "--train.steps", "4"), tmp_path / "log")[0] == 0
+    again = ["train", str(tmp_path / "a" / "config.yaml"), "--out", str(tmp_path / "b")]
+    assert command(again, tmp_path / "log")[0] == 0
+    assert numbers(tmp_path / "a") == numbers(tmp_path / "b")
+    assert (tmp_path / "a" / "config.yaml").read_text() == (tmp_path / "b" / "config.yaml").read_text()
+
+
+STEPS = 24
+LONG = ["--train.steps", str(STEPS), "--checkpoint.every", "5", "--train.validate_every", "7"]
+
+
+@pytest.mark.slow
+def test_killed_at_a_random_moment_and_resumed_is_bit_identical_ten_times_of_ten(tmp_path: Path):
+    whole = tmp_path / "whole"
+    begun = time.monotonic()
+    assert command(small_run(tmp_path, "whole", *LONG), tmp_path / "log")[0] == 0
+    length = time.monotonic() - begun
+    chance = random.Random(int(os.environ.get("MOEFOLD_TEST_SEED", "7")))
+    for attempt in range(10):
+        name = f"killed-{attempt}"
+        process = start(small_run(tmp_path, name, *LONG), tmp_path / "log")
+        reached = tmp_path / name / "metrics.jsonl"
+        target = chance.randrange(1, STEPS)
+        while process.is_alive() and not (reached.exists() and reached.read_text().count("\n") > target):
+            time.sleep(0.002)
+        time.sleep(chance.random() * length / STEPS)
+        process.kill()
+        process.join()
+        code, output = command(small_run(tmp_path, name, *LONG, "--resume", "auto"), tmp_path / "log")
+        assert code == 0, output
+        assert numbers(tmp_path / name) == numbers(whole), f"attempt {attempt}, killed after step {target}: {output}"
+        assert digest(tmp_path / name) == digest(whole), f"attempt {attempt}, killed after step {target}"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_and_leaves_cleanly_and_the_run_goes_on_as_if_nothing_happened(tmp_path: Path, number: int):
+    steps = ["--train.steps", "40", "--checkpoint.every", "1000"]
+    assert command(small_run(tmp_path, "whole", *steps), tmp_path / "log")[0] == 0
+    process = start(small_run(tmp_path, "a", *steps), tmp_path / "log")
+    reached = tmp_path / "a" / "metrics.jsonl"
+    while process.is_alive() and not (reached.exists() and reached.read_text().count("\n") > 5):
+        time.sleep(0.005)
+    os.kill(process.pid, number)
+    process.join(60)
+    said = (tmp_path / "log").read_text()
+    assert process.exitcode == 0, said
+    assert "saved at step" in said
+    assert "--resume auto" in said
+    assert 5 <= metrics(tmp_path / "a")[-1]["step"] < 40
+    assert command(small_run(tmp_path, "a", *steps, "--resume", "auto"), tmp_path / "log")[0] == 0
+    assert numbers(tmp_path / "a") == numbers(tmp_path / "whole")
+
+
+@pytest.mark.slow
+def test_four_ranks_give_the_losses_of_one_rank(tmp_path: Path):
+    """The two commands of the README, as a user would type them."""
+    losses = {}
+    for name, more in (("one", []), ("four", ["--nproc", "4"])):
+        argv = [
+            "train",
+            "tiny",
+            "--train.steps",
+            "20",
+            "--train.sample_tokens",
+            "0",
+            "--out",
+            str(tmp_path / name),
+            *more,
+        ]
+        done = subprocess.run([sys.executable, "-m", "moefold", *argv], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        losses[name] = [line["loss"] for line in metrics(tmp_path / name)[1:]]
+    worst = max(abs(a - b) for a, b in zip(losses["one"], losses["four"], strict=True))
+    assert worst <= 1e-5, f"largest difference of losses over 20 steps is {worst:.2e}"
+
+
+@pytest.mark.slow
+def test_a_killed_rank_is_named_and_the_run_continues_from_its_checkpoint(tmp_path: Path):
+    argv = [*small_run(tmp_path, "a", "--train.steps", "2000", "--checkpoint.every", "5"), "--nproc", "2"]
+    process = subprocess.Popen([sys.executable, "-m", "moefold", *argv], stderr=subprocess.PIPE, text=True)
+    saved = tmp_path / "a" / "checkpoints" / "latest"
+    deadline = time.monotonic() + 60
+    while not saved.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    children = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
+    os.kill(int(children[1]), signal.SIGKILL)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "rank 1 was killed by SIGKILL" in said
+    assert "--resume auto" in said
+    assert "Traceback" not in said, said
+    step = metrics(tmp_path / "a")[-1]["step"]
+    more = ["--train.steps", str(step + 3), "--resume", "auto"]
+    code, output = command(small_run(tmp_path, "a", *more), tmp_path / "log")
+    assert code == 0, output
+    assert "resumed from" in output
+
+
+def test_a_run_is_never_overwritten_without_being_asked(tmp_path: Path):
+    assert command(small_run(tmp_path, "a", "--train.steps", "2"), tmp_path / "log")[0] == 0
+    before = (tmp_path / "a" / "metrics.jsonl").read_bytes()
+    code, output = command(small_run(tmp_path, "a", "--train.steps", "2"), tmp_path / "log")
+    assert code == 2
+    assert "already holds a run" in output
+    assert "--resume auto" in output
+    assert (tmp_path / "a" / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_checkpoint_of_another_model_is_refused_by_key(tmp_path: Path):
+    assert command(small_run(tmp_path, "a", "--train.steps", "2"), tmp_path / "log")[0] == 0
+    argv = small_run(tmp_path, "a", "--train.steps", "4", "--resume", "auto", "--model.moe.top_k", "1")
+    code, output = command(argv, tmp_path / "log")
+    assert code == 2
+    assert "model.moe.top_k = 1, but the checkpoint has 2" in output
+
+
+def test_a_loss_that_is_no_number_stops_the_run_before_it_reaches_the_weights(tmp_path: Path):
+    argv = small_run(tmp_path, "a", "--train.steps", "200", "--optim.lr", "100", "--optim.max_norm", "1e30")
+    argv += ["--optim.warmup", "0", "--model.init_std", "10", "--checkpoint.every", "1", "--train.precision", "bf16"]
+    code, output = command(argv, tmp_path / "log")
+    if code == 0:
+        pytest.fail("the run was meant to diverge")
+    assert code == 1, output
+    assert "loss is" in output
+    assert "the weights were not touched" in output
+    assert "Traceback" not in output
+    assert all(math.isfinite(line["loss"]) for line in metrics(tmp_path / "a")[1:])
+
+
+def test_training_in_bf16_on_a_cpu_learns(tmp_path: Path):
+    argv = small_run(tmp_path, "a", "--train.steps", "12", "--train.precision", "bf16", "--optim.warmup", "2")
+    code, output = command(argv, tmp_path / "log")
+    assert code == 0, output
+    lines = metrics(tmp_path / "a")
+    assert lines[-1]["val_loss"] < 0.9 * lines[0]["val_loss"]
