@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 
 from moefold.checkpoint.manifest import MANIFEST, STATE, Damaged, verify
-from moefold.checkpoint.save import agreed, committed, quiet_about_one_process
+from moefold.checkpoint.save import agreed, committed, explained, quiet_about_one_process
 from moefold.checkpoint.storage import SafeReader, read_table
 from moefold.config.refused import Refused, did_you_mean
 from moefold.layout.axes import World
@@ -87,13 +88,16 @@ def load(found: Found, tensors: dict[str, torch.Tensor], optional: set[str], wor
     wanted = {name: t for name, t in tensors.items() if name in table or name not in optional}
     if problems := mismatches(table, wanted):
         raise Refused(f"{found.path} does not fit this configuration:", *problems)
-    with quiet_about_one_process():
-        dcp.load(
-            wanted,  # pyright: ignore[reportArgumentType]
-            storage_reader=SafeReader(found.path),
-            no_dist=world.size == 1,
-            process_group=world.everyone.group,
-        )
+    try:
+        with quiet_about_one_process():
+            dcp.load(
+                wanted,  # pyright: ignore[reportArgumentType]
+                storage_reader=SafeReader(found.path),
+                no_dist=world.size == 1,
+                process_group=world.everyone.group,
+            )
+    except CheckpointException as error:
+        raise explained(error, found.path) from None
 
 
 def mismatches(table: dict[str, Any], wanted: dict[str, torch.Tensor], most: int = 20) -> list[str]:

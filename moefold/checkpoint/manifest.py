@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from moefold.checkpoint.storage import digest_of
+from moefold.checkpoint.storage import TABLE, digest_of, read_table
 
 MANIFEST = "manifest.json"
 STATE = "state.json"
@@ -51,12 +51,35 @@ def verify(folder: Path) -> dict[str, Any]:
         hint = "; it holds pickled files, which moefold never opens" if pickled else ""
         raise Damaged(f"it has no {MANIFEST}{hint}")
     content = unseal(path.read_bytes())
-    for name, entry in content["files"].items():
+    files = listed_files(content)
+    for name, (size, sha256) in files.items():
         file = folder / name
         if "/" in name or not file.is_file():
             raise Damaged(f"{name} is missing")
-        if file.stat().st_size != entry["bytes"]:
-            raise Damaged(f"{name} has {file.stat().st_size} bytes; expected {entry['bytes']}")
-        if digest_of(file) != entry["sha256"]:
+        if file.stat().st_size != size:
+            raise Damaged(f"{name} has {file.stat().st_size} bytes; expected {size}")
+        if digest_of(file) != sha256:
             raise Damaged(f"{name} does not match its digest: its content changed after it was written")
+    if strangers := sorted(files_in_table(folder) - files.keys()):
+        raise Damaged(f"{TABLE} names {strangers[0]}, which {MANIFEST} does not list")
     return content
+
+
+def listed_files(content: dict[str, Any]) -> dict[str, tuple[int, str]]:
+    """Size and digest of every file of a checkpoint, from its manifest."""
+    try:
+        files = {name: (int(e["bytes"]), str(e["sha256"])) for name, e in content["files"].items()}
+    except (KeyError, TypeError, ValueError, AttributeError):
+        raise Damaged(f"{MANIFEST} does not list files with sizes and digests") from None
+    for name in (TABLE, STATE):
+        if name not in files:
+            raise Damaged(f"{MANIFEST} does not list {name}")
+    return files
+
+
+def files_in_table(folder: Path) -> set[str]:
+    """The files that the tensors are said to lie in."""
+    try:
+        return {chunk["file"] for entry in read_table(folder).values() for chunk in entry["chunks"]}
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise Damaged(f"{TABLE} is not readable") from None

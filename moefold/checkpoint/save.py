@@ -20,9 +20,11 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError
+from torch.distributed.checkpoint.api import CheckpointException
 
 from moefold import __version__
-from moefold.checkpoint.manifest import FORMAT, MANIFEST, STATE, seal
+from moefold.checkpoint.manifest import FORMAT, MANIFEST, STATE, Damaged, seal, verify
 from moefold.checkpoint.storage import SafeWriter, digest_of
 from moefold.comm.collectives import gather_objects
 from moefold.config.refused import Refused
@@ -39,17 +41,17 @@ def save(folder: Path, step: int, tensors: dict[str, torch.Tensor], state: dict[
     """Commit a checkpoint of `step` under `folder` and return its path. Every rank calls this."""
     final = folder / folder_of(step)
     temporary = final.with_suffix(".tmp")
-    if agreed(final.exists, world, folder):
+    if agreed(lambda: is_whole(final), world, folder):
         return final
     agreed(lambda: prepare(temporary, tensors), world, folder)
     writer = SafeWriter(temporary, world.rank)
     try:
         with quiet_about_one_process():
             dcp.save(tensors, storage_writer=writer, no_dist=world.size == 1, process_group=world.everyone.group)
-    except Exception as error:
+    except (Exception, CheckpointException) as error:
         raise explained(error, folder) from None
     agreed(lambda: commit(temporary, final, step, state, writer.digests, world), world, folder)
-    agreed(lambda: prune(folder, keep), world, folder)
+    agreed(lambda: prune(folder, keep, final), world, folder)
     return final
 
 
@@ -64,17 +66,15 @@ def quiet_about_one_process() -> Iterator[None]:
 def agreed(work: Any, world: World, folder: Path) -> Any:
     """Rank 0 does the work; every rank gets its result, or refuses as it did. Nobody is left waiting."""
     result: Any = None
-    problem: str | None = None
+    problem: Exception | None = None
     if world.rank == 0:
         try:
             result = work()
-        except Refused as refused:
-            problem = str(refused)
-        except OSError as error:
-            problem = str(explained(error, folder))
+        except Exception as error:
+            problem = explained(error, folder)
     result, problem = gather_objects((result, problem), world.everyone)[0]
     if problem:
-        raise Refused(problem)
+        raise problem
     return result
 
 
@@ -142,8 +142,35 @@ def point_latest_at(final: Path) -> None:
     os.replace(link, final.parent / "latest")
 
 
-def prune(folder: Path, keep: int) -> None:
-    for old in committed(folder)[keep:]:
+def is_whole(final: Path) -> bool:
+    """Whether this step is saved already. One that got damaged since is set aside, to be written anew."""
+    if not final.exists():
+        return False
+    try:
+        verify(final)
+        return True
+    except Damaged:
+        set_aside(final, "damaged")
+        return False
+
+
+def set_aside(checkpoint: Path, why: str) -> None:
+    """Rename a checkpoint so that it is no longer found. Nothing is deleted but an older one set aside before."""
+    aside = checkpoint.with_suffix(f".{why}")
+    shutil.rmtree(aside, ignore_errors=True)
+    os.rename(checkpoint, aside)
+
+
+def set_aside_after(folder: Path, step: int) -> None:
+    """A run that continues from an earlier step leaves the later ones behind."""
+    for newer in committed(folder):
+        if int(newer.name[5:]) > step:
+            set_aside(newer, "superseded")
+
+
+def prune(folder: Path, keep: int, new: Path) -> None:
+    """Keep the newest few; the one just written stays in any case."""
+    for old in [p for p in committed(folder) if p != new][keep - 1 :]:
         shutil.rmtree(old)
 
 
@@ -155,6 +182,8 @@ def committed(folder: Path) -> list[Path]:
 
 def explained(error: BaseException, folder: Path) -> Exception:
     """What went wrong while writing, as a person would say it; what is no file problem stays as it is."""
+    if isinstance(error, CheckpointException):
+        return explained(next(iter(error.failures.values()))[0], folder)
     text = str(error)
     if getattr(error, "errno", None) == errno.ENOSPC or "No space left" in text or "os error 28" in text:
         has = shutil.disk_usage(folder).free / 2**20
@@ -162,6 +191,7 @@ def explained(error: BaseException, folder: Path) -> Exception:
             f"no space left on {folder} ({has:.1f} MiB free) while writing a checkpoint; "
             "free some, or choose another place with --out; checkpoints written before are untouched"
         )
-    if isinstance(error, OSError):
-        return Refused(f"cannot write a checkpoint in {folder}: {error.strerror or error}; expected a writable folder")
+    if isinstance(error, OSError | SafetensorError):
+        why = getattr(error, "strerror", None) or error
+        return Refused(f"cannot write in {folder}: {why}; expected a folder that can be written")
     return error if isinstance(error, Exception) else RuntimeError(text)

@@ -138,7 +138,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 def write_yaml(config: Config) -> str:
     """The whole configuration as YAML that `moefold train FILE` reads back to an equal one."""
     plain = {k: plain_of(v) for k, v in asdict(config).items()}
-    return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
+    return yaml.safe_dump(plain, sort_keys=False)
 
 
 def plain_of(value: Any) -> Any:

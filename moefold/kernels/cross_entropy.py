@@ -24,6 +24,8 @@ def cross_entropy(x_TD: torch.Tensor, w_VD: torch.Tensor, labels_T: torch.Tensor
 
 @cross_entropy.fast("chunked")
 def _(x_TD: torch.Tensor, w_VD: torch.Tensor, labels_T: torch.Tensor) -> torch.Tensor:
+    if not torch.is_grad_enabled():
+        x_TD, w_VD = x_TD.detach(), w_VD.detach()
     return Chunked.apply(x_TD, w_VD, labels_T)  # pyright: ignore[reportReturnType]
 
 

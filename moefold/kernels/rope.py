@@ -14,7 +14,7 @@ from moefold.kernels.registry import Case, op, random
 def rope(x_BSHD: torch.Tensor, cos_Sd: torch.Tensor, sin_Sd: torch.Tensor) -> torch.Tensor:
     """`cos_Sd` and `sin_Sd` hold the angles of half a head, in fp32 or better."""
     cos, sin = cos_Sd[:, None, :], sin_Sd[:, None, :]
-    a, b = x_BSHD.to(cos.dtype).chunk(2, dim=-1)
+    a, b = x_BSHD.to(torch.promote_types(x_BSHD.dtype, cos.dtype)).chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x_BSHD.dtype)
 
 

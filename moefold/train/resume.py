@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from moefold.checkpoint.load import Found, find, load, require
-from moefold.checkpoint.save import save
+from moefold.checkpoint.save import agreed, save, set_aside_after
 from moefold.checkpoint.state import random_state, restore_random, tensors_of
 from moefold.config.keys import keys_of, show
 from moefold.config.refused import Refused
@@ -41,6 +41,7 @@ def resume_run(run: Run, where: str, say: Callable[[str], None]) -> bool:
     randoms = random_state(run.world)
     load(found, tensors_of(run.model, run.optimizer) | randoms, optional=set(randoms), world=run.world)
     restore_random(randoms, run.world)
+    agreed(lambda: set_aside_after(run.out / "checkpoints", found.state["step"]), run.world, run.out)
     run.step, run.loader.consumed = found.state["step"], found.state["consumed"]
     say(f"resumed from {found.path} at step {run.step}")
     return True

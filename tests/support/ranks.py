@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -58,7 +59,7 @@ def collect(readers: list[Connection]) -> list[Any]:
             number = readers.index(reader)  # pyright: ignore[reportArgumentType]
             waiting.remove(reader)  # pyright: ignore[reportArgumentType]
             try:
-                failure, results[number] = reader.recv()  # pyright: ignore[reportAttributeAccessIssue]
+                failure, results[number] = pickle.loads(reader.recv_bytes())  # pyright: ignore[reportAttributeAccessIssue]
             except EOFError:
                 failure = "it died without a word"
             assert failure is None, f"rank {number} of {len(readers)} failed: {failure}"
@@ -88,6 +89,6 @@ def be_rank(
             store = dist.FileStore(str(Path(folder) / "store"), size)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=TIMEOUT))
         world = name_axes(rank, size, torch.device("cpu"), ParallelConfig(**parallel))
-        answer.send((None, function(world, *args)))
+        answer.send_bytes(pickle.dumps((None, function(world, *args))))
     except BaseException:
-        answer.send((traceback.format_exc(), None))
+        answer.send_bytes(pickle.dumps((traceback.format_exc(), None)))

@@ -50,6 +50,8 @@ class Load(nn.Module):
 
 def update_loads(loads: list[Load], rate: float, everyone: Axis) -> torch.Tensor:
     """Sum every layer's counts over all ranks in one message, update each bias, and return the counts_LE."""
+    if not loads:
+        return torch.zeros(0, 0, dtype=torch.int64)
     counts_LE = sum_(torch.stack([load.counts_E for load in loads]), everyone)
     for load, counts_E in zip(loads, counts_LE, strict=True):
         load.update(counts_E, rate)
@@ -75,6 +77,6 @@ def sequence_balance_loss(scores_TE: torch.Tensor, ids_TK: torch.Tensor, sequenc
     Divided by the number of tokens, as every loss is, perfect balance gives exactly one.
     """
     experts, s = scores_TE.shape[1], scores_TE.shape[0] // sequences
-    share_BE = count_choices(ids_TK.reshape(sequences, -1), experts) / (s * ids_TK.shape[1])
+    share_BE = count_choices(ids_TK.reshape(sequences, -1), experts).to(scores_TE.dtype) / (s * ids_TK.shape[1])
     mean_BE = scores_TE.view(sequences, s, experts).mean(1)
-    return s * experts * (share_BE.to(mean_BE.dtype) * mean_BE).sum()
+    return s * experts * (share_BE * mean_BE).sum()

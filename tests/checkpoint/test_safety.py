@@ -1,0 +1,421 @@
+"""A changed byte is always noticed, and nothing in a checkpoint can run code."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import pickle
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+from torch.distributed.checkpoint.api import CheckpointException
+
+import moefold
+from moefold.checkpoint.load import find, load, require
+from moefold.checkpoint.manifest import MANIFEST, Damaged, canonical, seal, unseal, verify
+from moefold.checkpoint.save import save
+from moefold.checkpoint.state import tensors_of
+from moefold.checkpoint.storage import TABLE, digest_of
+from moefold.config.refused import Refused
+from moefold.config.run import ParallelConfig
+from moefold.layout.axes import name_axes
+from moefold.optim.adamw import AdamW
+from moefold.presets.recipe import resolve
+from moefold.shard.buckets import fill_buckets
+from moefold.train.assemble import build_model, choose_kernels, settled
+
+ALONE = name_axes(0, 1, torch.device("cpu"), ParallelConfig())
+SMALL = [
+    "--model.layers=2",
+    "--model.hidden=16",
+    "--model.attention.heads=2",
+    "--model.attention.kv_heads=1",
+    "--model.attention.head_dim=8",
+    "--model.moe.experts=4",
+    "--model.moe.ffn=16",
+    "--train.precision=bf16",
+    "--train.device=cpu",
+]
+
+
+def model_tensors(seed: int = 1) -> dict[str, torch.Tensor]:
+    """The state of a real, small model in bf16 with its optimizer."""
+    config = settled(resolve("tiny", [*SMALL, f"--train.seed={seed}"]), ALONE)
+    kernels = choose_kernels(config, ALONE)
+    model = build_model(config, ALONE.device, kernels)
+    return tensors_of(model, AdamW(fill_buckets(model), config.optim, kernels))
+
+
+def ignore(_: str) -> None: ...
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Two checkpoints, of steps 1 and 2."""
+    for step in (1, 2):
+        save(tmp_path / "checkpoints", step, model_tensors(step), {"step": step}, 5, ALONE)
+    return tmp_path / "checkpoints"
+
+
+def is_passed_over(folder: Path) -> None:
+    """Step 2 is damaged, is said to be, and step 1 is found and loads."""
+    with pytest.raises(Damaged):
+        verify(folder / "step-00000002")
+    said: list[str] = []
+    found = find(folder, ALONE, said.append)
+    assert found is not None
+    assert found.path.name == "step-00000001"
+    assert len(said) == 1
+    assert str(folder / "step-00000002") in said[0]
+    assert "damaged" in said[0]
+
+
+def test_fifty_flipped_bits_are_noticed_fifty_times_and_the_checkpoint_before_is_taken(folder: Path):
+    files = sorted((folder / "step-00000002").iterdir())
+    assert [f.name for f in files] == ["manifest.json", "rank-00000.safetensors", "state.json", "tensors.json"]
+    chance = random.Random(50)
+    for _ in range(50):
+        file = chance.choice(files)
+        before = file.read_bytes()
+        place, bit = chance.randrange(len(before)), chance.randrange(8)
+        changed = bytearray(before)
+        changed[place] ^= 1 << bit
+        file.write_bytes(changed)
+        is_passed_over(folder)
+        file.write_bytes(before)
+    assert verify(folder / "step-00000002")["step"] == 2
+
+
+def test_every_single_bit_of_a_manifest_matters():
+    raw = seal({"format": "moefold checkpoint 1", "step": 2, "files": {"a": {"bytes": 12, "sha256": "0a1b"}}})
+    assert unseal(raw)["step"] == 2
+    for place in range(len(raw)):
+        for bit in range(8):
+            changed = bytearray(raw)
+            changed[place] ^= 1 << bit
+            with pytest.raises(Damaged):
+                unseal(bytes(changed))
+
+
+def damages() -> dict[str, Callable[[Path], Any]]:
+    data, table, state, manifest = "rank-00000.safetensors", "tensors.json", "state.json", "manifest.json"
+
+    def truncate(name: str, to: Callable[[int], int]) -> Callable[[Path], Any]:
+        return lambda path: os.truncate(path / name, to((path / name).stat().st_size))
+
+    def write(name: str, text: str) -> Callable[[Path], Any]:
+        return lambda path: (path / name).write_text(text)
+
+    def folder_instead(path: Path) -> None:
+        (path / data).unlink()
+        (path / data).mkdir()
+
+    def swap(path: Path) -> None:
+        shutil.copy(path.parent / "step-00000001" / data, path / data)
+
+    everything = (data, table, state, manifest)
+    return {
+        **{f"{n} is gone": lambda path, n=n: (path / n).unlink() for n in everything},
+        **{f"{n} is empty": truncate(n, lambda _: 0) for n in everything},
+        **{f"{n} lacks its last byte": truncate(n, lambda size: size - 1) for n in everything},
+        **{f"{n} is half": truncate(n, lambda size: size // 2) for n in everything},
+        **{f"{n} has a byte more": lambda path, n=n: (path / n).open("ab").write(b" ") for n in everything},
+        **{
+            f"the manifest is {text[:9]}": write(manifest, text)
+            for text in ("[]", "null", "{}", "17", '"text"', "[" * 10**5)
+        },
+        "the manifest is not UTF-8": lambda path: (path / manifest).write_bytes(b"\xff\xfe\x00"),
+        "a folder stands for a file": folder_instead,
+        "the data are those of another checkpoint": swap,
+    }
+
+
+@pytest.mark.parametrize("damage", damages())
+def test_any_damage_is_noticed_and_the_checkpoint_before_is_taken(damage: str, folder: Path):
+    damages()[damage](folder / "step-00000002")
+    is_passed_over(folder)
+
+
+def test_if_all_are_damaged_each_is_named_and_nothing_is_loaded(folder: Path):
+    for step in (1, 2):
+        os.truncate(folder / f"step-0000000{step}" / "state.json", 3)
+    with pytest.raises(Refused) as refused:
+        find(folder, ALONE, ignore)
+    assert len(str(refused.value).splitlines()) == 3
+    assert all(f"step-0000000{step}" in str(refused.value) for step in (1, 2))
+
+
+def rewrite_manifest(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    """Change the manifest as somebody would who knows how it is sealed."""
+    content = unseal((path / MANIFEST).read_bytes())
+    change(content)
+    (path / MANIFEST).write_bytes(seal(content))
+
+
+def reseal(path: Path, *names: str) -> None:
+    """Make the manifest agree with files that were replaced."""
+
+    def renew(content: dict[str, Any]) -> None:
+        for name in names:
+            content["files"][name] = {"bytes": (path / name).stat().st_size, "sha256": digest_of(path / name)}
+
+    rewrite_manifest(path, renew)
+
+
+@pytest.mark.parametrize("name", ["../x", "../../x", "a/../../x", "/etc/passwd", "..", ".", "", "x\0y", "sub/x"])
+def test_a_manifest_that_names_files_elsewhere_is_refused(name: str, folder: Path):
+    path = folder / "step-00000002"
+    outside = folder / "x"
+    outside.write_text("outside")
+    (folder.parent / "x").write_text("outside")
+    (path / "sub").mkdir()
+    (path / "sub" / "x").write_text("outside")
+    entry = {"bytes": 7, "sha256": digest_of(outside)}
+    rewrite_manifest(path, lambda content: content["files"].update({name: entry}))
+    is_passed_over(folder)
+
+
+@pytest.mark.parametrize("name", ["../outside.safetensors", "unlisted.safetensors"])
+def test_a_table_that_names_a_file_the_manifest_does_not_list_is_refused(name: str, folder: Path):
+    path = folder / "step-00000002"
+    table = json.loads((path / TABLE).read_text())
+    (victim, entry), *_ = table.items()
+    (chunk,) = entry["chunks"]
+    target = model_tensors()
+    save_file({chunk["chunk"]: torch.full_like(target[victim], 7).contiguous()}, path / name)
+    chunk["file"] = name
+    (path / TABLE).write_text(json.dumps(table))
+    reseal(path, TABLE)
+    with pytest.raises((Damaged, Refused)):
+        load(require(path, ALONE, ignore), target, set(), ALONE)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda content: content.pop("files"),
+        lambda content: content["files"].clear(),
+        lambda content: content["files"].pop(TABLE),
+        lambda content: content["files"].pop("state.json"),
+        lambda content: content["files"]["state.json"].pop("bytes"),
+    ],
+    ids=["no files", "empty files", "no table", "no state", "no size"],
+)
+def test_a_sealed_manifest_that_lacks_what_a_checkpoint_needs_is_damaged(change, folder: Path):
+    rewrite_manifest(folder / "step-00000002", change)
+    with pytest.raises(Damaged):
+        verify(folder / "step-00000002")
+
+
+def test_another_format_is_named(folder: Path):
+    rewrite_manifest(folder / "step-00000002", lambda content: content.update(format="moefold checkpoint 9"))
+    with pytest.raises(Damaged, match="moefold checkpoint 9"):
+        verify(folder / "step-00000002")
+
+
+class Payload:
+    """Unpickling this makes a folder."""
+
+    def __init__(self, marker: Path):
+        self.marker = marker
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.marker),)
+
+
+@pytest.fixture
+def marker(tmp_path: Path) -> Iterator[Path]:
+    """Where the payload would leave its mark. First that it would at all, in the end that it did not."""
+    place = tmp_path / "the payload ran"
+    pickle.loads(pickle.dumps(Payload(place)))
+    assert place.exists()
+    place.rmdir()
+    yield place
+    assert not place.exists(), "code from a checkpoint ran"
+
+
+def test_a_malicious_metadata_beside_a_good_checkpoint_is_not_opened(folder: Path, marker: Path):
+    path = folder / "step-00000002"
+    (path / ".metadata").write_bytes(pickle.dumps(Payload(marker)))
+    found = require(folder, ALONE, ignore)
+    assert found.path == path
+    target = model_tensors(seed=9)
+    load(found, target, set(), ALONE)
+    expected = model_tensors(seed=2)
+    assert all(torch.equal(target[name], expected[name]) for name in expected)
+
+
+def foreign(place: Path, marker: Path) -> None:
+    """A checkpoint that torch itself wrote, with a table that attacks whoever reads it."""
+    dcp.save(model_tensors(), storage_writer=dcp.FileSystemWriter(place), no_dist=True)
+    assert (place / ".metadata").exists()
+    (place / ".metadata").write_bytes(pickle.dumps(Payload(marker)))
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed")
+def test_torchs_own_reader_would_have_run_the_payload(tmp_path: Path):
+    mark = tmp_path / "mark"
+    foreign(tmp_path / "foreign", mark)
+    with pytest.raises(CheckpointException):
+        dcp.load(model_tensors(), storage_reader=dcp.FileSystemReader(tmp_path / "foreign"), no_dist=True)
+    assert mark.exists()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed")
+def test_a_foreign_checkpoint_is_refused_without_being_opened(tmp_path: Path, marker: Path):
+    foreign(tmp_path / "foreign", marker)
+    assert find(tmp_path / "foreign", ALONE, ignore) is None
+    with pytest.raises(Refused, match="pickled files, which moefold never opens"):
+        require(tmp_path / "foreign", ALONE, ignore)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed")
+def test_a_foreign_checkpoint_among_good_ones_is_passed_over(folder: Path, marker: Path):
+    shutil.rmtree(folder / "step-00000002")
+    foreign(folder / "step-00000002", marker)
+    is_passed_over(folder)
+
+
+def write_pickle(file: Path, marker: Path) -> None:
+    file.write_bytes(pickle.dumps(Payload(marker)))
+
+
+def write_torch_save(file: Path, marker: Path) -> None:
+    torch.save({"weights": Payload(marker)}, file)
+
+
+PICKLES = {"pickle": write_pickle, "torch.save": write_torch_save}
+
+
+@pytest.mark.parametrize("name", ["rank-00000.safetensors", "tensors.json", "state.json", "manifest.json"])
+@pytest.mark.parametrize("kind", PICKLES)
+def test_a_pickle_in_place_of_a_file_is_damage(kind: str, name: str, folder: Path, marker: Path):
+    PICKLES[kind](folder / "step-00000002" / name, marker)
+    is_passed_over(folder)
+
+
+@pytest.mark.parametrize("name", ["rank-00000.safetensors", "tensors.json", "state.json"])
+@pytest.mark.parametrize("kind", PICKLES)
+def test_a_pickle_whose_digest_was_put_into_the_manifest_runs_nothing_either(kind, name, folder: Path, marker: Path):
+    path = folder / "step-00000002"
+    PICKLES[kind](path / name, marker)
+    reseal(path, name)
+    with pytest.raises((Refused, CheckpointException, ValueError)):
+        load(require(path, ALONE, ignore), model_tensors(), set(), ALONE)
+
+
+def test_tensors_that_cannot_be_read_are_refused_in_a_line(folder: Path, marker: Path):
+    path = folder / "step-00000002"
+    write_pickle(path / "rank-00000.safetensors", marker)
+    reseal(path, "rank-00000.safetensors")
+    with pytest.raises(Refused, match="cannot be read"):
+        load(require(path, ALONE, ignore), model_tensors(), set(), ALONE)
+
+
+@pytest.mark.parametrize("dtype", ["bytes", "load", "hub", "no such thing"])
+def test_a_table_with_an_item_of_another_kind_than_a_tensor_is_refused(dtype: str, folder: Path, marker: Path):
+    """torch's format knows byte items, which are pickles; this one has no way to say so."""
+    path = folder / "step-00000002"
+    table = json.loads((path / TABLE).read_text())
+    name = next(iter(table))
+    table[name]["dtype"] = dtype
+    (path / TABLE).write_text(json.dumps(table))
+    reseal(path, TABLE)
+    with pytest.raises(Refused, match="does not fit"):
+        load(require(path, ALONE, ignore), model_tensors(), set(), ALONE)
+
+
+FORBIDDEN_IMPORTS = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
+FORBIDDEN_CALLS = {"torch.load", "torch.package", "pickle.load", "pickle.loads", "yaml.load", "yaml.unsafe_load"}
+FORBIDDEN_NAMES = {"eval", "exec"}
+FORBIDDEN_KEYWORDS = {"allow_pickle"}
+
+
+def unsafe(root: Path) -> Iterator[str]:
+    """Every place in the source that could run what it reads."""
+    for file in sorted(root.rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            found = None
+            if isinstance(node, ast.Import):
+                found = next((a.name for a in node.names if a.name.split(".")[0] in FORBIDDEN_IMPORTS), None)
+            elif isinstance(node, ast.ImportFrom):
+                names = {f"{node.module}.{a.name}" for a in node.names} & FORBIDDEN_CALLS
+                found = (
+                    node.module if (node.module or "").split(".")[0] in FORBIDDEN_IMPORTS else next(iter(names), None)
+                )
+            elif isinstance(node, ast.Attribute):
+                found = next((c for c in FORBIDDEN_CALLS if ast.unparse(node) == c), None)
+            elif isinstance(node, ast.Call):
+                found = next((k.arg for k in node.keywords if k.arg in FORBIDDEN_KEYWORDS), None)
+                if isinstance(node.func, ast.Name) and node.func.id in FORBIDDEN_NAMES:
+                    found = node.func.id
+            if found:
+                yield f"{file.relative_to(root)}:{node.lineno}: {found}"  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_no_module_reads_pickles():
+    root = Path(moefold.__file__).parent
+    assert len(list(root.rglob("*.py"))) > 50
+    assert not list(unsafe(root))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import pickle",
+        "from pickle import load",
+        "import numpy as np\nnp.load('x', allow_pickle=True)",
+        "import torch\ntorch.load('x')",
+        "from torch import load",
+        "import yaml\nyaml.load('x', yaml.Loader)",
+        "exec(open('x').read())",
+    ],
+)
+def test_a_planted_reader_of_pickles_is_found(text: str, tmp_path: Path):
+    (tmp_path / "planted.py").write_text(text)
+    assert len(list(unsafe(tmp_path))) == 1
+
+
+def test_the_seal_is_over_everything_but_itself():
+    content = {"format": "moefold checkpoint 1", "files": {}, "b": 1, "a": [1, 2]}
+    assert unseal(seal(content)) == content
+    forged = json.loads(seal(content)) | {"b": 2}
+    with pytest.raises(Damaged, match="its own digest"):
+        unseal(canonical(forged))
+
+
+def test_a_manifest_written_in_another_way_is_not_the_one_that_was_sealed():
+    content = {"format": "moefold checkpoint 1", "files": {}, "step": 2}
+    sealed = seal(content)
+    for other in (
+        json.dumps(json.loads(sealed)).encode(),
+        sealed + b"\n",
+        sealed.replace(b'"step": 2', b'"step": 9, "step": 2'),
+        sealed.replace(b'"step": 2', b'"step":  2'),
+    ):
+        assert json.loads(other) == json.loads(sealed)
+        with pytest.raises(Damaged, match="its own digest"):
+            unseal(other)
+
+
+def test_what_is_wrong_is_said(folder: Path):
+    path = folder / "step-00000002"
+    size = (path / "state.json").stat().st_size
+    before = (path / "state.json").read_bytes()
+    os.truncate(path / "state.json", 3)
+    with pytest.raises(Damaged, match=rf"state\.json has 3 bytes; expected {size}"):
+        verify(path)
+    (path / "state.json").write_bytes(before.replace(b"2", b"3"))
+    with pytest.raises(Damaged, match=r"state\.json does not match its digest"):
+        verify(path)
+    (path / "state.json").unlink()
+    with pytest.raises(Damaged, match=r"state\.json is missing"):
+        verify(path)

@@ -1,0 +1,148 @@
+"""Every rule is broken once, and what its message advises mends it."""
+
+import math
+import re
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moefold.config.read import parse_overrides, with_values
+from moefold.config.refused import Refused
+from moefold.config.rules import RULES, Case, Rule, check, divisors
+from moefold.config.run import Config
+from moefold.presets.zoo import PRESETS
+
+# rule -> (overrides that break it, number of ranks, what its message must name)
+BREAKS: dict[str, list[tuple[str, int, str]]] = {
+    "kv heads divide heads": [
+        ("--model.attention.kv_heads=3", 1, "model.attention.kv_heads = 3"),
+        ("--model.attention.heads=6 --model.attention.kv_heads=12", 1, "model.attention.heads = 6"),
+    ],
+    "head width is even": [("--model.attention.head_dim=33", 1, "model.attention.head_dim = 33")],
+    "top-k within experts": [("--model.moe.top_k=9", 1, "model.moe.top_k = 9")],
+    "dense layers within layers": [("--model.moe.dense_layers=5", 1, "model.moe.dense_layers = 5")],
+    "llama3 frequencies in order": [
+        ("--model.attention.rope.scaling=llama3 --model.attention.rope.low_frequency=4", 1, "low_frequency = 4")
+    ],
+    "yarn turns in order": [
+        ("--model.attention.rope.scaling=yarn --model.attention.rope.beta_slow=40", 1, "beta_slow = 40")
+    ],
+    "files are named": [
+        ("--data.source=files", 1, "data.source = files"),
+        ("--data.files=a.txt,b.txt", 1, "data.files = a.txt,b.txt"),
+    ],
+    "bytes fit the vocabulary": [("--model.vocab=255", 1, "model.vocab = 255")],
+    "dense grid fits the world": [("--parallel.tp=3 --parallel.pp=2", 8, "parallel.tp x cp x pp = 6")],
+    "expert grid fits the world": [("--parallel.ep=3", 8, "parallel.etp x ep x pp = 3")],
+    "global batch splits evenly": [
+        ("--train.micro_batch=3", 1, "train.micro_batch = 3"),
+        ("--train.micro_batch=16", 4, "train.micro_batch = 16"),
+        ("", 3, "train.global_batch = 16"),
+        ("--parallel.tp=2", 6, "3 data-parallel ranks"),
+    ],
+    "tp is one": [("--parallel.tp=2", 4, "parallel.tp = 2")],
+    "cp is one": [("--parallel.cp=2", 4, "parallel.cp = 2")],
+    "pp is one": [("--parallel.pp=2", 4, "parallel.pp = 2")],
+    "ep is one": [("--parallel.ep=2", 4, "parallel.ep = 2")],
+    "etp is one": [("--parallel.etp=2", 4, "parallel.etp = 2")],
+}
+CASES = [(rule, *spec) for rule in RULES for spec in BREAKS.get(rule.name, [])]
+IDS = [f"{rule.name}, {words or 'as it is'}, {world} ranks" for rule, words, world, _ in CASES]
+
+
+def changed(config: Config, words: str) -> Config:
+    problems: dict[str, str] = {}
+    config = with_values(config, parse_overrides(words.split()), problems)
+    assert not problems, problems
+    return config
+
+
+def mended(fix: str, case: Case) -> list[Case]:
+    """Every way to follow the advice, as the case it leads to."""
+    if "--" in fix:
+        return [Case(changed(case.config, fix[fix.index("--") :]), case.world)]
+    if found := re.match(r"start a multiple of (\d+) ranks, or choose a product among ([\d, ]+)", fix):
+        return [Case(case.config, int(found[1]) * times) for times in (1, 2)]
+    found = re.match(r"set (\S+) (.*?)(;|$)", fix)
+    assert found, f"cannot follow: {fix}"
+    numbers = [float(n) if "." in n else int(n) for n in re.findall(r"[\d.]+", found[2])]
+    values = [numbers[0] + 1] if "above" in found[2] else numbers
+    values += [2 * numbers[0]] if "multiple" in found[2] else []
+    return [Case(changed(case.config, f"--{found[1]}={value}"), case.world) for value in values]
+
+
+def test_every_rule_is_broken_by_a_configuration_here():
+    missing = {rule.name for rule in RULES} - set(BREAKS)
+    assert not missing, f"add configurations that break the rules {missing} to BREAKS"
+
+
+@pytest.mark.parametrize(("rule", "words", "world", "names"), CASES, ids=IDS)
+def test_a_broken_rule_names_key_and_value_and_following_its_advice_mends_it(
+    rule: Rule, words: str, world: int, names: str
+):
+    case = Case(changed(PRESETS["tiny"](), words), world)
+    assert not rule.holds(case)
+    assert names in rule.says(case)
+    assert any(key.split(".")[-1] in rule.says(case) for key in rule.reads)
+    for after in mended(rule.fix(case), case):
+        assert rule.holds(after), f"{rule.fix(case)} does not help"
+    with pytest.raises(Refused) as refused:
+        check(case.config, world)
+    assert f"{rule.says(case)}; {rule.fix(case)}" in refused.value.problems
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
+def test_a_rule_reads_only_keys_that_exist(rule: Rule):
+    for path in rule.reads:
+        node = Config()
+        for name in path.split("."):
+            node = getattr(node, name)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("world", [1, 2, 4, 8])
+def test_every_preset_holds_every_rule_on_the_usual_numbers_of_ranks(name: str, world: int):
+    config = PRESETS[name]()
+    if name == "tiny" and world == 8:
+        config = changed(config, "--train.micro_batch=2")
+    assert check(config, world) is config
+
+
+def test_check_tells_all_broken_rules_at_once():
+    config = changed(PRESETS["tiny"](), "--model.attention.kv_heads=3 --model.moe.top_k=9 --model.vocab=10")
+    with pytest.raises(Refused) as refused:
+        check(config)
+    assert len(refused.value.problems) == 3
+
+
+@settings(deadline=None)
+@given(st.integers(1, 100_000))
+def test_divisors_divide_and_are_all_when_few(n: int):
+    found = [int(word) for word in divisors(n).split(", ")]
+    every = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    every = sorted({*every, *(n // d for d in every)})
+    assert found == every if len(every) <= 12 else set(found) < set(every)
+    assert found == sorted(found)
+    assert len(found) <= 12
+    assert found[0] == 1
+    assert found[-1] == n
+
+
+def test_divisors_of_a_large_number_come_at_once():
+    begun = time.perf_counter()
+    assert divisors(10**14)
+    assert time.perf_counter() - begun < 0.1
+
+
+HUGE = [
+    f"--train.global_batch=1{'0' * 400} --train.micro_batch=7",
+    f"--parallel.tp={'9' * 4000} --parallel.cp={'9' * 4000}",
+]
+
+
+@pytest.mark.parametrize("words", HUGE, ids=["a root that is no float", "a product of 8,000 digits"])
+def test_numbers_beyond_reason_are_refused(words: str):
+    with pytest.raises(Refused):
+        check(changed(PRESETS["tiny"](), words))

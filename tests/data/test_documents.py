@@ -1,0 +1,109 @@
+"""Text from files, and refusals that name file, place and remedy."""
+
+import json
+import sysconfig
+from itertools import islice
+from pathlib import Path
+
+import pytest
+
+from moefold.config.refused import Refused
+from moefold.config.run import DataConfig
+from moefold.data.documents import documents
+
+
+def read(*files: Path | str, text_key: str = "text") -> list[str]:
+    return list(documents(DataConfig(source="files", files=tuple(map(str, files)), text_key=text_key)))
+
+
+def refusal(*files: Path | str, text_key: str = "text") -> str:
+    with pytest.raises(Refused) as refused:
+        read(*files, text_key=text_key)
+    return str(refused.value)
+
+
+def test_text_files_are_documents_in_the_order_named(tmp_path: Path):
+    for name, text in {"b.txt": "bee\n", "a.txt": "été 🐍", "c": "no suffix"}.items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    named = [tmp_path / "b.txt", tmp_path / "a.txt", tmp_path / "c"]
+    assert read(*named) == ["bee\n", "été 🐍", "no suffix"]
+
+
+def test_a_folder_gives_its_text_files_sorted_and_passes_over_the_rest(tmp_path: Path):
+    (tmp_path / "deep").mkdir()
+    for name in ("z.md", "a.py", "deep/m.txt", "image.png", "weights.bin"):
+        (tmp_path / name).write_text(name)
+    (tmp_path / "l.jsonl").write_text('{"text": "line"}\n')
+    assert read(tmp_path) == ["a.py", "deep/m.txt", "line", "z.md"]
+
+
+def test_each_line_of_jsonl_is_a_document(tmp_path: Path):
+    file = tmp_path / "x.jsonl"
+    file.write_text('{"text": "one\\ntwo"}\r\n\n  \n{"other": 1, "text": "日本"}', encoding="utf-8")
+    assert read(file) == ["one\ntwo", "日本"]
+    file.write_text('{"body": "b"}\n')
+    assert read(file, text_key="body") == ["b"]
+
+
+def test_a_missing_file_is_refused_by_name_with_what_was_expected(tmp_path: Path):
+    message = refusal(tmp_path / "absent.txt")
+    assert "data.files: no file" in message
+    assert "absent.txt" in message
+    assert "expected a text or .jsonl file or a folder" in message
+
+
+@pytest.mark.parametrize("content", [b"", b" \n\t\n"])
+def test_an_empty_file_is_refused_by_name(content: bytes, tmp_path: Path):
+    (tmp_path / "empty.txt").write_bytes(content)
+    assert "empty.txt is empty; expected text" in refusal(tmp_path / "empty.txt")
+    assert "empty.txt is empty" in refusal(tmp_path), "also inside a folder"
+
+
+def test_a_folder_without_text_is_refused_with_the_endings_looked_for(tmp_path: Path):
+    assert all(ending in refusal(tmp_path) for ending in (".txt", ".md", ".py", ".jsonl", str(tmp_path)))
+
+
+def test_a_file_that_is_not_utf8_is_refused_with_the_byte_and_its_place(tmp_path: Path):
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9 au lait")
+    message = refusal(tmp_path / "latin.txt")
+    assert all(part in message for part in ("latin.txt", "0xe9", "offset 3", "iconv"))
+
+
+@pytest.mark.parametrize("line", ["{", "[1,", "text", '{"text": }', "[" * 100_000])
+def test_a_bad_json_line_is_refused_with_its_number(line: str, tmp_path: Path):
+    file = tmp_path / "x.jsonl"
+    file.write_text('{"text": "fine"}\n\n' + line + "\n")
+    message = refusal(file)
+    assert f"{file}, line 3 is not JSON" in message
+    assert "expected one object a line" in message
+
+
+@pytest.mark.parametrize("record", [{"body": "b", "n": 1}, {"text": 5}, {"text": None}, {}, [], "text", 5, None])
+def test_a_line_without_text_is_refused_with_its_number_and_the_key_to_set(record: object, tmp_path: Path):
+    file = tmp_path / "x.jsonl"
+    file.write_text('{"text": "fine"}\n' + json.dumps(record) + "\n")
+    message = refusal(file)
+    assert f"{file}, line 2" in message
+    assert 'expected a text in "text" (set data.text_key' in message
+    if isinstance(record, dict):
+        assert all(name in message for name in record)
+
+
+UNREADABLE = {
+    "a name too long": "a" * 5000,
+    "the home of nobody": "~nobody-has-this-name/x.txt",
+    "a NUL": "a\x00b.txt",
+}
+
+
+@pytest.mark.parametrize("what", UNREADABLE)
+def test_a_path_no_system_accepts_is_refused(what: str):
+    assert "data.files" in refusal(UNREADABLE[what])
+
+
+def test_the_standard_library_is_text_in_a_fixed_order():
+    first, second = (islice(documents(DataConfig()), 50) for _ in range(2))
+    texts = list(first)
+    assert texts == list(second)
+    assert any("import" in text for text in texts)
+    assert texts[0] == Path(sysconfig.get_path("stdlib"), "__future__.py").read_text(), "by name; none comes before it"

@@ -1,0 +1,116 @@
+"""How an implementation is chosen: by facts, by the user, and never one that cannot run."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moefold.config.refused import Refused
+from moefold.kernels.bind import bind
+from moefold.kernels.catalog import CATALOG, Facts, facts_of, pick, read_force
+from moefold.kernels.registry import OPS, op
+from moefold.presets.recipe import resolve
+
+HOPPER = Facts("cuda", "bf16", (9, 0), hidden=64, ffn=48)
+
+
+@pytest.mark.parametrize(
+    ("facts", "expected"),
+    [
+        (HOPPER, "torch_grouped_mm"),
+        (Facts("cuda", "bf16", (8, 0), 64, 48), "torch_grouped_mm"),
+        (Facts("cuda", "bf16", (7, 5), 64, 48), "reference"),  # too old
+        (Facts("cuda", "fp32", (9, 0), 64, 48), "reference"),  # bf16 only on cuda
+        (Facts("cpu", "fp32", (0, 0), 64, 48), "torch_grouped_mm"),
+        (Facts("cpu", "bf16", (0, 0), 64, 48), "torch_grouped_mm"),
+        (Facts("cpu", "fp64", (0, 0), 64, 48), "reference"),
+        (Facts("cpu", "fp32", (0, 0), 64, 30), "reference"),  # 30 x 4 = 120 bytes: not a multiple of 16
+        (Facts("cpu", "fp32", (0, 0), 30, 64), "reference"),
+        (Facts("cpu", "bf16", (0, 0), 64, 12), "reference"),  # 24 bytes
+        (Facts("cpu", "fp32", (0, 0), 64, 12), "torch_grouped_mm"),  # 48 bytes
+    ],
+)
+def test_grouped_mm_is_chosen_exactly_where_it_can_run(facts: Facts, expected: str):
+    assert pick("grouped_gemm", facts)[0] == expected
+
+
+def test_what_the_catalog_lets_run_on_this_machine_runs_and_what_it_does_not_is_really_unable():
+    rows, offsets = torch.randn(4, 30), torch.tensor([1, 4], dtype=torch.int32)
+    unaligned = OPS["grouped_gemm"].implementations["torch_grouped_mm"]
+    with pytest.raises(RuntimeError):
+        unaligned(rows, torch.randn(2, 6, 30), offsets)
+    with pytest.raises(RuntimeError):
+        unaligned(torch.randn(4, 32).double(), torch.randn(2, 8, 32).double(), offsets)
+    bound = bind(Facts("cpu", "fp32", hidden=30, ffn=6))
+    assert bound.grouped_gemm(rows, torch.randn(2, 6, 30), offsets).shape == (4, 6)
+
+
+def test_adamw_is_fused_for_fp32_state_only():
+    assert pick("adamw", Facts("cpu", "bf16"))[0] == "fused"
+    assert pick("adamw", Facts("cpu", "fp64"))[0] == "reference"
+
+
+def test_the_reason_is_told_for_what_is_chosen_and_for_what_is_not():
+    assert pick("grouped_gemm", HOPPER)[1] == CATALOG["grouped_gemm"][0].why
+    assert "torch_grouped_mm needs" in pick("grouped_gemm", Facts("cpu", "fp64"))[1]
+    assert pick("rope", HOPPER)[1] == "plain torch is the only one yet"
+
+
+@pytest.mark.parametrize("name", CATALOG)
+def test_the_reference_can_always_be_forced(name: str):
+    assert pick(name, HOPPER, "reference") == ("reference", "asked for")
+    assert getattr(bind(HOPPER, [f"{name}=reference"]), name) is OPS[name].reference
+
+
+def test_a_forced_implementation_is_the_one_bound_and_others_stay_as_they_were():
+    free, forced = bind(HOPPER), bind(HOPPER, ("attention=reference", "adamw=fused"))
+    assert free.attention is OPS["attention"].implementations["sdpa"]
+    assert forced.attention is OPS["attention"].reference
+    assert forced.adamw is OPS["adamw"].implementations["fused"]
+    assert forced.grouped_gemm is free.grouped_gemm
+
+
+def test_a_forced_implementation_that_cannot_run_is_refused_by_name_with_what_it_needs():
+    with pytest.raises(Refused) as refused:
+        bind(Facts("cpu", "fp64", hidden=64, ffn=48), ["grouped_gemm=torch_grouped_mm"])
+    assert "grouped_gemm=torch_grouped_mm cannot run here" in str(refused.value)
+    assert "multiples of 16 bytes" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("force", "nearest"),
+    [
+        ("atention=reference", "attention"),
+        ("attention=spda", "sdpa"),
+        ("attention", "sdpa"),  # no implementation named: all are listed
+        ("grouped_gem=reference", "grouped_gemm"),
+    ],
+)
+def test_an_unknown_name_in_force_is_refused_with_the_nearest(force: str, nearest: str):
+    with pytest.raises(Refused) as refused:
+        read_force([force])
+    assert nearest in str(refused.value)
+    if "=" in force:
+        assert f'did you mean "{nearest}"?' in str(refused.value)
+
+
+def test_an_implementation_without_a_line_in_the_catalog_is_an_error_at_import():
+    with pytest.raises(KeyError, match=r"rmsnorm\.faster has no line"):
+        OPS["rmsnorm"].fast("faster")
+    before = dict(OPS)
+
+    def nameless(x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    try:
+        with pytest.raises(KeyError):
+            op(nameless).fast("any")
+    finally:
+        OPS.clear()
+        OPS.update(before)
+
+
+def test_the_facts_are_those_of_the_configuration():
+    config = resolve("tiny", ["--model.moe.ffn=30"])
+    assert facts_of(config, "cpu", "fp32") == Facts("cpu", "fp32", (0, 0), config.model.hidden, 30)
+    assert pick("grouped_gemm", facts_of(config, "cpu", "fp32"))[0] == "reference"

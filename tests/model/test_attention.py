@@ -1,0 +1,154 @@
+"""Grouped-query attention: what it may see, how heads share, how positions enter."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from moefold.config.run import AttentionConfig, ModelConfig, RopeConfig
+from moefold.kernels.bind import bind
+from moefold.kernels.catalog import CATALOG, Facts
+from moefold.kernels.rope import rope
+from moefold.model.attention.gqa import GroupedQueryAttention
+from moefold.model.attention.positions import rotary_tables
+from moefold.model.initialise import initialise
+from moefold.train.assemble import default_dtype
+
+LENGTH, HIDDEN = 10, 24
+BASE = AttentionConfig(heads=4, kv_heads=2, head_dim=8)
+FACTS = Facts("cpu", "fp64", hidden=HIDDEN)
+BINDINGS = {"chosen": bind(FACTS), "reference": bind(FACTS, [f"{op}=reference" for op in CATALOG])}
+
+
+def make(attention: AttentionConfig = BASE, kernels: str = "chosen", seed: int = 1) -> GroupedQueryAttention:
+    with default_dtype(torch.float64):
+        model = ModelConfig(hidden=HIDDEN, attention=attention, init_std=0.3)
+        module = GroupedQueryAttention(model, LENGTH, BINDINGS[kernels])
+    initialise(module, seed)
+    with torch.no_grad():  # norms start at one and biases at zero; here they shall matter
+        for name, parameter in module.named_parameters():
+            if parameter.dim() == 1 or "bias" in name:
+                parameter.add_(torch.linspace(-0.3, 0.5, parameter.numel()).view_as(parameter))
+    return module
+
+
+def stream(sequences: int = 2, length: int = LENGTH) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(5)
+    return torch.randn(sequences * length, HIDDEN, generator=generator, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("kernels", BINDINGS)
+def test_a_later_token_changes_no_earlier_output_and_no_other_sequence(kernels: str):
+    module, x_TD = make(kernels=kernels), stream()
+    before = module(x_TD, 2).unflatten(0, (2, LENGTH))
+    for place in (1, 4, LENGTH - 1):
+        changed = x_TD.clone()
+        changed[place] += 1.0  # a token of the first sequence
+        after = module(changed, 2).unflatten(0, (2, LENGTH))
+        torch.testing.assert_close(after[0, :place], before[0, :place], rtol=0, atol=1e-13)
+        torch.testing.assert_close(after[1], before[1], rtol=0, atol=1e-13)
+        assert not torch.allclose(after[0, place:], before[0, place:], atol=1e-6)
+
+
+def test_grouped_heads_equal_full_heads_whose_keys_and_values_are_repeated():
+    grouped, full = make(), make(replace(BASE, kv_heads=4))
+    with torch.no_grad():
+        full.load_state_dict(
+            {
+                name: value.repeat_interleave(2, dim=0) if name in ("key.weight", "value.weight") else value
+                for name, value in grouped.state_dict().items()
+            }
+        )
+    torch.testing.assert_close(grouped(stream(), 2), full(stream(), 2), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(("kind", "query", "key"), [("head", (8,), (8,)), ("full", (32,), (16,))])
+def test_qk_norm_has_the_width_of_a_head_or_of_all_heads(kind, query, key):
+    module = make(replace(BASE, qk_norm=kind))
+    assert module.query_norm.weight.shape == query
+    assert module.key_norm.weight.shape == key
+    assert not hasattr(make(), "query_norm")
+
+
+def by_formula(module: GroupedQueryAttention, a: AttentionConfig, x_TD: torch.Tensor, sequences: int) -> torch.Tensor:
+    """The whole layer, one query head and one position at a time."""
+    p = dict(module.named_parameters())
+
+    def norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight
+
+    def project(name: str, heads: int) -> torch.Tensor:
+        y = torch.einsum("td,hkd->thk", norm(x_TD, p["norm.weight"]), p[f"{name}.weight"])
+        y = y + p[f"{name}.bias"] if a.qkv_bias else y
+        if name != "value" and a.qk_norm == "head":
+            y = norm(y, p[f"{name}_norm.weight"])
+        if name != "value" and a.qk_norm == "full":
+            y = norm(y.flatten(1), p[f"{name}_norm.weight"]).view_as(y)
+        return y.view(sequences, -1, heads, a.head_dim)
+
+    def turn(vector: torch.Tensor, position: int) -> torch.Tensor:
+        half = a.head_dim // 2
+        pairs = torch.complex(vector[:half], vector[half:])
+        angle = position * a.rope.theta ** -(torch.arange(half, dtype=torch.float64) / half)
+        turned = pairs * torch.polar(torch.ones(half, dtype=torch.float64), angle)
+        return torch.cat((turned.real, turned.imag))
+
+    q, k, v = project("query", a.heads), project("key", a.kv_heads), project("value", a.kv_heads)
+    rows = []
+    for b in range(sequences):
+        for s in range(q.shape[1]):
+            heads = []
+            for h in range(a.heads):
+                g = h // (a.heads // a.kv_heads)
+                keys = torch.stack([turn(k[b, t, g], t) for t in range(s + 1)])
+                weights = (keys @ turn(q[b, s, h], s) / math.sqrt(a.head_dim)).softmax(0)
+                heads.append(weights @ v[b, : s + 1, g])
+            rows.append(torch.cat(heads))
+    y = torch.stack(rows) @ p["out.weight"].T
+    return y + p["out.bias"] if a.out_bias else y
+
+
+@pytest.mark.parametrize("kernels", BINDINGS)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("qk_norm", ["none", "head", "full"])
+def test_the_layer_equals_its_formula_written_out(qk_norm, bias, kernels):
+    a = replace(BASE, qk_norm=qk_norm, qkv_bias=bias, out_bias=bias)
+    module = make(a, kernels)
+    # 1e-6: the tables of angles are fp32
+    torch.testing.assert_close(module(stream(), 2), by_formula(module, a, stream(), 2), rtol=1e-6, atol=1e-6)
+
+
+def test_scores_depend_on_the_distance_only():
+    cos, sin = rotary_tables(40, 16, RopeConfig())
+    generator = torch.Generator().manual_seed(1)
+    q, k = (torch.randn(16, generator=generator, dtype=torch.float64) for _ in range(2))
+
+    def turned(x: torch.Tensor) -> torch.Tensor:
+        return rope(x.expand(1, 40, 1, 16), cos.double(), sin.double())[0, :, 0]
+
+    scores = turned(q) @ turned(k).T
+    for distance in range(-39, 40):
+        along = scores.diagonal(distance)
+        torch.testing.assert_close(along, along[:1].expand_as(along), rtol=0, atol=1e-5)
+    assert scores[:, 0].std() > 0.1, "and they do depend on it"
+
+
+def test_turning_keeps_the_length_and_position_zero_does_not_turn():
+    cos, sin = rotary_tables(20, 16, RopeConfig())
+    x = torch.randn(2, 20, 3, 16, generator=torch.Generator().manual_seed(1))
+    y = rope(x, cos, sin)
+    torch.testing.assert_close(y.norm(dim=-1), x.norm(dim=-1))
+    assert torch.equal(y[:, 0], x[:, 0])
+
+
+def test_turning_keeps_the_precision_of_what_it_turns():
+    x = torch.randn(1, 5, 2, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    torch.testing.assert_close(rope(x, torch.ones(5, 4), torch.zeros(5, 4)), x, rtol=1e-14, atol=0)
+
+
+def test_shorter_sequences_than_the_tables_are_the_beginning_of_longer_ones():
+    module, x_TD = make(), stream(1)
+    torch.testing.assert_close(module(x_TD, 1)[:4], module(x_TD[:4], 1), rtol=0, atol=1e-13)

@@ -1,0 +1,136 @@
+"""Stretched rotary frequencies against the published definitions, computed here one number at a time."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from moefold.config.run import RopeConfig
+from moefold.model.attention.positions import frequencies, rotary_tables
+
+WIDTHS = [8, 64, 128]
+
+
+def plain(i: int, width: int, theta: float) -> float:
+    return 1.0 / theta ** (2 * i / width)
+
+
+def assert_frequencies(width: int, rope: RopeConfig, expected: list[float]) -> None:
+    torch.testing.assert_close(
+        frequencies(width, rope), torch.tensor(expected, dtype=torch.float64), rtol=1e-13, atol=0
+    )
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_plain_frequencies_are_powers_of_theta(width: int):
+    rope = RopeConfig(theta=1e6)
+    assert_frequencies(width, rope, [plain(i, width, 1e6) for i in range(width // 2)])
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_linear_stretching_divides_every_frequency(width: int):
+    rope = RopeConfig(scaling="linear", factor=4.0)
+    assert_frequencies(width, rope, [plain(i, width, 1e4) / 4 for i in range(width // 2)])
+
+
+def llama3(width: int, r: RopeConfig) -> list[float]:
+    """As Meta published it with Llama 3.1 (models/llama3/reference_impl/model.py, apply_scaling)."""
+    found = []
+    for i in range(width // 2):
+        frequency = plain(i, width, r.theta)
+        wavelength = 2 * math.pi / frequency
+        if wavelength < r.original_length / r.high_frequency:
+            found.append(frequency)
+        elif wavelength > r.original_length / r.low_frequency:
+            found.append(frequency / r.factor)
+        else:
+            smooth = (r.original_length / wavelength - r.low_frequency) / (r.high_frequency - r.low_frequency)
+            found.append((1 - smooth) * frequency / r.factor + smooth * frequency)
+    return found
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_llama3_stretching_is_that_of_llama_3_1(width: int):
+    rope = RopeConfig(theta=500_000.0, scaling="llama3", factor=8.0, original_length=8192)
+    expected = llama3(width, rope)
+    assert_frequencies(width, rope, expected)
+    kept = [a == plain(i, width, rope.theta) for i, a in enumerate(expected)]
+    assert any(kept)
+    assert not all(kept)
+
+
+def yarn(width: int, r: RopeConfig) -> list[float]:
+    """As its authors published it (jquesnelle/yarn: find_correction_range, linear_ramp_mask)."""
+
+    def correction_dim(rotations: float) -> float:
+        return (width * math.log(r.original_length / (rotations * 2 * math.pi))) / (2 * math.log(r.theta))
+
+    low, high = max(math.floor(correction_dim(r.beta_fast)), 0), min(math.ceil(correction_dim(r.beta_slow)), width - 1)
+    if low == high:
+        high += 0.001
+    found = []
+    for i in range(width // 2):
+        ramp = min(1.0, max(0.0, (i - low) / (high - low)))
+        extrapolation = plain(i, width, r.theta)
+        found.append(extrapolation / r.factor * ramp + extrapolation * (1 - ramp))
+    return found
+
+
+@pytest.mark.parametrize("original", [2048, 4096, 32_768])
+@pytest.mark.parametrize("width", WIDTHS)
+def test_yarn_stretching_is_that_of_its_authors(width: int, original: int):
+    rope = RopeConfig(scaling="yarn", factor=16.0, original_length=original)
+    assert_frequencies(width, rope, yarn(width, rope))
+
+
+def test_yarn_keeps_fast_dims_stretches_slow_ones_and_ramps_between():
+    rope = RopeConfig(scaling="yarn", factor=16.0, original_length=4096)
+    found, before = frequencies(128, rope), frequencies(128, RopeConfig())
+    ratio = (found / before).tolist()
+    turns = [4096 * f / (2 * math.pi) for f in before.tolist()]
+    assert all(abs(r - 1) < 1e-12 for r, n in zip(ratio, turns, strict=True) if n > 1.3 * rope.beta_fast)
+    assert all(abs(r - 1 / 16) < 1e-12 for r, n in zip(ratio, turns, strict=True) if n < rope.beta_slow / 1.3)
+    assert ratio == sorted(ratio, reverse=True)
+
+
+def test_yarn_sharpens_attention_by_its_published_factor_and_the_others_do_not():
+    stretched = RopeConfig(scaling="yarn", factor=16.0, original_length=4096)
+    cos, sin = rotary_tables(32, 64, stretched)
+    factor = 0.1 * math.log(16.0) + 1.0
+    torch.testing.assert_close((cos.square() + sin.square()).sqrt(), torch.full_like(cos, factor))
+    for scaling in ("none", "linear", "llama3"):
+        cos, sin = rotary_tables(32, 64, replace(stretched, scaling=scaling))
+        torch.testing.assert_close(cos.square() + sin.square(), torch.ones_like(cos))
+
+
+@pytest.mark.parametrize("scaling", ["linear", "llama3", "yarn"])
+def test_a_factor_of_one_is_no_stretching(scaling):
+    rope = RopeConfig(scaling=scaling, factor=1.0, original_length=2048)
+    torch.testing.assert_close(frequencies(64, rope), frequencies(64, RopeConfig()), rtol=1e-14, atol=0)
+    for mine, none in zip(rotary_tables(32, 64, rope), rotary_tables(32, 64, RopeConfig()), strict=True):
+        torch.testing.assert_close(mine, none, rtol=1e-6, atol=1e-7)
+
+
+def test_the_tables_are_fp32_and_exact_at_far_positions():
+    cos, sin = rotary_tables(100_001, 64, RopeConfig(theta=1e6))
+    assert cos.dtype == sin.dtype == torch.float32
+    assert cos.shape == sin.shape == (100_001, 32)
+    for i in (0, 5, 31):
+        angle = 100_000 * plain(i, 64, 1e6)
+        assert cos[-1, i].item() == pytest.approx(math.cos(angle), abs=1e-6)
+        assert sin[-1, i].item() == pytest.approx(math.sin(angle), abs=1e-6)
+
+
+def test_the_tables_do_not_depend_on_the_default_dtype_or_device():
+    expected = rotary_tables(16, 8, RopeConfig())
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("meta"):
+            found = rotary_tables(16, 8, RopeConfig())
+    finally:
+        torch.set_default_dtype(before)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))

@@ -1,0 +1,152 @@
+"""AdamW over buckets against torch's own, and what fp32 main weights are for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moefold.config.run import AttentionConfig, ModelConfig, MoeConfig, OptimConfig
+from moefold.kernels.bind import bind
+from moefold.kernels.catalog import Facts
+from moefold.kernels.registry import DTYPES
+from moefold.model.initialise import initialise
+from moefold.model.transformer import Transformer
+from moefold.optim.adamw import AdamW
+from moefold.shard.buckets import Bucket, fill_buckets
+from moefold.train.assemble import default_dtype
+
+MODEL = ModelConfig(
+    layers=2,
+    hidden=16,
+    vocab=40,
+    dense_ffn=24,
+    attention=AttentionConfig(heads=2, kv_heads=1, head_dim=8, qkv_bias=True),
+    moe=MoeConfig(experts=4, top_k=2, ffn=16, dense_layers=1),
+)
+OPTIM = OptimConfig(lr=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
+
+
+def make(dtype: str) -> Transformer:
+    with default_dtype(DTYPES[dtype]):
+        made = Transformer(MODEL, 8, bind(Facts("cpu", dtype, hidden=16, ffn=16)))
+    initialise(made, seed=1)
+    return made
+
+
+def make_both(
+    dtype: str, force: tuple[str, ...] = (), optim: OptimConfig = OPTIM
+) -> tuple[Transformer, list[Bucket], AdamW]:
+    model = make(dtype)
+    buckets = fill_buckets(model)
+    return model, buckets, AdamW(buckets, optim, bind(Facts("cpu", dtype, hidden=16, ffn=16), force))
+
+
+def put_gradients(buckets: list[Bucket], step: int) -> dict[str, torch.Tensor]:
+    """Random gradients in the buckets; returns them by name."""
+    found = {}
+    generator = torch.Generator().manual_seed(step)
+    for bucket in buckets:
+        for parameter, view in bucket.views(bucket.gradients):
+            view.copy_(torch.randn(view.shape, generator=generator))
+            found[parameter.name] = view.clone()
+    return found
+
+
+def torch_optimizer(model: Transformer) -> torch.optim.AdamW:
+    plain = [p for n, p in model.named_parameters() if n.endswith(("norm.weight", "bias"))]
+    decaying = [p for n, p in model.named_parameters() if not n.endswith(("norm.weight", "bias"))]
+    groups = [{"params": decaying, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=OPTIM.lr, betas=(0.9, 0.95), eps=1e-8, foreach=False)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("fp32", 1e-6), ("fp64", 1e-13)])
+@pytest.mark.parametrize("force", [(), ("adamw=reference",)])
+def test_five_steps_equal_those_of_torch(dtype: str, tolerance: float, force: tuple[str, ...]):
+    mine, buckets, optimizer = make_both(dtype, force)
+    theirs = make(dtype)
+    expected = torch_optimizer(theirs)
+    for step, lr in enumerate((1e-2, 2e-2, 1e-2, 5e-3, 1e-3), start=1):
+        gradients = put_gradients(buckets, step)
+        for name, parameter in theirs.named_parameters():
+            parameter.grad = gradients[name]
+        for group in expected.param_groups:
+            group["lr"] = lr
+        expected.step()
+        optimizer.step(step, lr)
+        optimizer.publish()
+    for (name, a), b in zip(mine.named_parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
+    state = dict(optimizer.state())
+    for name, parameter in theirs.named_parameters():
+        for kind, key in (("mean", "exp_avg"), ("mean_square", "exp_avg_sq")):
+            found = state[f"{name}.{kind}"]
+            torch.testing.assert_close(found, expected.state[parameter][key], rtol=tolerance, atol=tolerance)
+
+
+def test_without_gradients_matrices_decay_and_norms_and_biases_stay():
+    model, buckets, optimizer = make_both("fp32")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.fill_(0.5)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    assert all((b.gradients == 0).all() for b in buckets)
+    optimizer.step(1, 0.1)
+    for name, parameter in model.named_parameters():
+        expected = before[name] if name.endswith(("norm.weight", "bias")) else before[name] * (1 - 0.1 * 0.1)
+        torch.testing.assert_close(parameter.detach(), expected, rtol=1e-6, atol=0, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_an_fp32_model_has_no_second_copy_of_its_weights():
+    _, buckets, optimizer = make_both("fp32")
+    assert all(s.main is b.weights for s, b in zip(optimizer.slices, buckets, strict=True))
+    assert not any(name.endswith(".main") for name, _ in optimizer.state())
+
+
+def test_a_bf16_model_has_fp32_main_weights_and_publishes_their_rounding():
+    model, buckets, optimizer = make_both("bf16")
+    put_gradients(buckets, 1)
+    published = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optimizer.step(1, 1e-2)
+    assert all(torch.equal(p, published[n]) for n, p in model.named_parameters()), "the model waits for publish"
+    optimizer.publish()
+    main = {name.removesuffix(".main"): t for name, t in optimizer.state() if name.endswith(".main")}
+    assert main.keys() == published.keys()
+    for name, parameter in model.named_parameters():
+        assert main[name].dtype == torch.float32
+        assert torch.equal(parameter, main[name].to(torch.bfloat16)), name
+        assert not torch.equal(parameter, published[name]), name
+    assert any(not torch.equal(main[n], p.float()) for n, p in model.named_parameters()), (
+        "main knows more than the model"
+    )
+
+
+def test_updates_below_the_resolution_of_bf16_are_not_lost():
+    """A norm's weight starts at one, where bf16 has steps of 1/128 upwards and 1/256 downwards; each update here is
+    1e-4. Rounded every time it would stay at one for ever."""
+    model, buckets, optimizer = make_both("bf16")
+    weight = dict(model.named_parameters())["head.norm.weight"]
+    for bucket in buckets:
+        bucket.gradients.fill_(1.0)
+    optimizer.step(1, 1e-4)
+    optimizer.publish()
+    assert (weight == 1).all()
+    for step in range(2, 101):
+        optimizer.step(step, 1e-4)
+        optimizer.publish()
+    main = dict(optimizer.state())["head.norm.weight.main"]
+    torch.testing.assert_close(main, torch.full_like(main, 1 - 100 * 1e-4), rtol=1e-5, atol=0)
+    assert torch.equal(weight, main.to(torch.bfloat16))
+    assert (weight < 1).all()
+
+
+def test_the_state_names_every_tensor_once_and_gives_views_that_can_be_loaded_into():
+    model, _, optimizer = make_both("bf16")
+    names = [name for name, _ in optimizer.state()]
+    kinds = ("mean", "mean_square", "main")
+    assert sorted(names) == sorted(f"{n}.{kind}" for n, _ in model.named_parameters() for kind in kinds)
+    for name, view in optimizer.state():
+        view.fill_(7.0)
+        assert (dict(optimizer.state())[name] == 7).all()
+    optimizer.publish()
+    assert all((p == 7).all() for p in model.parameters())

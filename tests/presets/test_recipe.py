@@ -1,0 +1,57 @@
+"""A recipe is a preset or a file, with overrides laid over it."""
+
+from pathlib import Path
+
+import pytest
+
+from moefold.config.read import write_yaml
+from moefold.config.refused import Refused
+from moefold.presets.recipe import resolve
+from moefold.presets.zoo import PRESETS
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_resolves_to_itself(name: str):
+    assert resolve(name) == PRESETS[name]()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "near"), [("tny", "tiny"), ("mixtral", "mixtral-8x7b"), ("qwen3-30b", "qwen3-30b-a3b"), ("", "")]
+)
+def test_an_unknown_preset_is_refused_with_the_nearest_and_all_there_are(wrong: str, near: str):
+    with pytest.raises(Refused) as refused:
+        resolve(wrong)
+    assert f'no preset "{wrong}"' in str(refused.value)
+    assert all(name in str(refused.value) for name in PRESETS)
+    assert f'did you mean "{near}"' in str(refused.value) or not near
+
+
+def test_overrides_win_over_the_file_and_the_file_over_the_preset(tmp_path: Path):
+    file = tmp_path / "run.yml"
+    file.write_text("preset: mixtral-8x7b\ntrain: {steps: 5, seed: 9}\n")
+    found = resolve(str(file), ["--train.steps", "6"])
+    assert (found.train.steps, found.train.seed, found.model.hidden) == (6, 9, 4096)
+    assert found.name == "mixtral-8x7b"
+
+
+@pytest.mark.parametrize("preset", ["tny", "[tiny]", "null", "5", "''"])
+def test_a_file_with_an_unknown_preset_is_refused_with_what_there_is(preset: str, tmp_path: Path):
+    file = tmp_path / "run.yaml"
+    file.write_text(f"preset: {preset}\n")
+    with pytest.raises(Refused, match=r"no preset .*there are: .*tiny"):
+        resolve(str(file))
+
+
+def test_the_number_of_ranks_takes_part_in_the_rules():
+    assert resolve("tiny", world=4)
+    with pytest.raises(Refused, match=r"train\.global_batch = 16 .* 3 data-parallel ranks .* multiple of 12"):
+        resolve("tiny", world=3)
+    assert resolve("tiny", ["--train.global_batch=12"], world=3).train.global_batch == 12
+
+
+def test_a_finished_runs_own_configuration_is_a_recipe(tmp_path: Path):
+    words = ["--name", "mine: a 'run'", "--optim.lr", "1e-5", "--data.source", "files"]
+    config = resolve("olmoe-1b-7b", [*words, "--data.files", "a b.txt,~/c.jsonl"])
+    file = tmp_path / "config.yaml"
+    file.write_text(write_yaml(config), encoding="utf-8")
+    assert resolve(str(file)) == config

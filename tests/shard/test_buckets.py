@@ -1,0 +1,120 @@
+"""Parameters in flat tensors: the same values, at aligned places, still the model's own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from moefold.config.run import AttentionConfig, ModelConfig, MoeConfig
+from moefold.kernels.bind import bind
+from moefold.kernels.catalog import Facts
+from moefold.kernels.registry import DTYPES
+from moefold.layout.declare import declared_parameters
+from moefold.layout.placement import EXPERTS, REPLICATED
+from moefold.model.initialise import initialise
+from moefold.model.transformer import Transformer
+from moefold.shard.buckets import ALIGN, Bucket, fill_buckets
+from moefold.train.assemble import default_dtype
+
+MODEL = ModelConfig(
+    layers=2,
+    hidden=12,  # nothing here is a multiple of 128
+    vocab=33,
+    dense_ffn=20,
+    attention=AttentionConfig(heads=2, kv_heads=1, head_dim=6, qk_norm="head", qkv_bias=True),
+    moe=MoeConfig(experts=3, top_k=2, ffn=10, dense_layers=1),
+)
+
+
+def make(dtype: str = "fp32", model: ModelConfig = MODEL) -> Transformer:
+    with default_dtype(DTYPES[dtype]):
+        made = Transformer(model, 6, bind(Facts("cpu", dtype, hidden=12, ffn=10)))
+    initialise(made, seed=1)
+    return made
+
+
+def everywhere(buckets: list[Bucket]) -> dict[str, tuple[Bucket, int]]:
+    return {p.name: (b, start) for b in buckets for p, start in zip(b.parameters, b.starts, strict=True)}
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp64"])
+def test_filling_buckets_changes_no_value_and_no_shape(dtype: str):
+    made = make(dtype)
+    before = {name: p.detach().clone() for name, p in made.named_parameters()}
+    identities = {name: id(p) for name, p in made.named_parameters()}
+    fill_buckets(made)
+    for name, parameter in made.named_parameters():
+        assert torch.equal(parameter, before[name]), name
+        assert id(parameter) == identities[name], "it is the same Parameter object"
+        assert parameter.requires_grad
+
+
+def test_parameters_are_views_of_the_flat_tensor_both_ways():
+    made = make()
+    places = everywhere(fill_buckets(made))
+    parameters = dict(made.named_parameters())
+    assert places.keys() == parameters.keys()
+    with torch.no_grad():
+        for name, (bucket, start) in places.items():
+            bucket.weights[start] = 123.0
+            assert parameters[name].flatten()[0] == 123.0, name
+            parameters[name].flatten()[-1] = 45.0
+            assert bucket.weights[start + parameters[name].numel() - 1] == 45.0, name
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_every_parameter_starts_at_a_multiple_of_the_alignment_and_none_overlap(dtype: str):
+    for bucket in fill_buckets(make(dtype)):
+        end = 0
+        for parameter, start in zip(bucket.parameters, bucket.starts, strict=True):
+            assert start % ALIGN == 0
+            assert start >= end
+            assert parameter.tensor.data_ptr() % 16 == 0
+            assert parameter.tensor.is_contiguous()
+            end = start + parameter.tensor.numel()
+        assert len(bucket.weights) == len(bucket.gradients) >= end
+
+
+def test_padding_is_zero():
+    for bucket in fill_buckets(make()):
+        inside = torch.zeros(len(bucket.weights), dtype=torch.bool)
+        for _, view in bucket.views(inside):
+            view.fill_(True)
+        assert (bucket.weights[~inside] == 0).all()
+        assert inside.sum() == sum(p.tensor.numel() for p in bucket.parameters)
+
+
+def test_parameters_are_grouped_by_placement_and_decay_each_in_one_bucket():
+    made = make()
+    buckets = fill_buckets(made)
+    kinds = {(b.placement, b.decays) for b in buckets}
+    assert kinds == {(REPLICATED, True), (REPLICATED, False), (EXPERTS, True)}
+    assert len(kinds) == len(buckets)
+    places = everywhere(buckets)
+    for p in declared_parameters(made):
+        bucket = places[p.name][0]
+        assert bucket.placement == p.declaration.placement, p.name
+        assert bucket.decays == (not p.name.endswith(("norm.weight", "bias"))), p.name
+
+
+@pytest.mark.parametrize(("dtype", "wide"), [("bf16", "fp32"), ("fp32", "fp32"), ("fp64", "fp64")])
+def test_gradients_are_kept_in_fp32_or_better(dtype: str, wide: str):
+    for bucket in fill_buckets(make(dtype)):
+        assert bucket.weights.dtype == DTYPES[dtype]
+        assert bucket.gradients.dtype == DTYPES[wide]
+
+
+def test_a_tied_head_is_there_once():
+    buckets = fill_buckets(make(model=replace(MODEL, tied_head=True)))
+    names = [p.name for b in buckets for p in b.parameters]
+    assert len(names) == len(set(names))
+    assert "head.weight" not in names
+
+
+def test_a_model_in_buckets_computes_what_it_did_before():
+    one, two = make(), make()
+    fill_buckets(two)
+    tokens = torch.arange(12).view(2, 6)
+    assert torch.equal(one(tokens, tokens).cross_entropy, two(tokens, tokens).cross_entropy)

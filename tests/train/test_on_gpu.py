@@ -1,0 +1,48 @@
+"""Whole runs on a CUDA device, through the command line."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.runs import metrics
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+def train(out: Path, *argv: str) -> list[dict]:
+    command = [sys.executable, "-m", "moefold", "train", *argv, "--out", str(out), "--train.sample_tokens", "16"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr + done.stdout
+    return metrics(out)
+
+
+def test_tiny_trains_in_bf16_and_learns(tmp_path: Path):
+    lines = train(tmp_path / "a", "tiny", "--train.device", "cuda", "--train.precision", "bf16")
+    assert lines[-1]["val_loss"] <= 0.40 * lines[0]["val_loss"]
+
+
+def test_one_layer_of_mixtral_8x7b_trains_in_bf16(tmp_path: Path):
+    argv = ["mixtral-8x7b", "--model.layers", "1", "--train.steps", "12", "--train.global_batch", "4"]
+    argv += ["--optim.warmup", "4", "--train.validate_sequences", "4", "--train.precision", "bf16"]
+    lines = train(tmp_path / "a", *argv)
+    assert lines[-1]["val_loss"] < 0.6 * lines[0]["val_loss"]
+
+
+def test_two_ranks_that_share_the_device_give_the_losses_of_one(tmp_path: Path):
+    """gloo carries CUDA tensors where NCCL refuses two ranks on one device. In fp32, as on the CPU."""
+    argv = ["tiny", "--train.steps", "10", "--train.precision", "fp32"]
+    one = train(tmp_path / "one", *argv)
+    two = train(tmp_path / "two", *argv, "--nproc", "2")
+    worst = max(abs(a["loss"] - b["loss"]) for a, b in zip(one[1:], two[1:], strict=True))
+    assert worst <= 1e-4, f"largest difference of losses over 10 steps is {worst:.2e}"
+
+
+def test_a_run_resumed_on_the_device_continues_where_it_was(tmp_path: Path):
+    steps = ["--train.steps", "12", "--checkpoint.every", "6"]
+    whole = train(tmp_path / "a", "tiny", *steps, "--train.precision", "fp32")
+    train(tmp_path / "b", "tiny", "--train.steps", "6", "--train.precision", "fp32")
+    resumed = train(tmp_path / "b", "tiny", *steps, "--train.precision", "fp32", "--resume", "auto")
+    assert [line["step"] for line in resumed] == [line["step"] for line in whole]
