@@ -27,6 +27,7 @@ TORCH_FREE = {
     "plan",
     "layout/fold.py",
     "layout/placement.py",
+    "layout/place.py",
     "layout/spawn.py",
     "kernels/catalog.py",
 }

@@ -65,25 +65,22 @@ class StepSpec:
 
 def matmul_size(weights: tuple[Weight, ...]) -> float:
     """Multiply-adds of one token with those weights that are matrices."""
-    return sum(w.size * w.active for w in weights if len(w.shape) > 1)
+    return sum(w.size * w.active for w in weights if len(w.shape) > 1 and not w.name.endswith(".bias"))
 
 
 def attend(model: ModelConfig) -> StepSpec:
     a, d = model.attention, model.hidden
-    q, kv = a.heads * a.head_dim, a.kv_heads * a.head_dim
-    weights = [
-        Weight("attention.norm.weight", (d,)),
-        Weight("attention.query.weight", (q, d)),
-        Weight("attention.key.weight", (kv, d)),
-        Weight("attention.value.weight", (kv, d)),
-        Weight("attention.out.weight", (d, q)),
-    ]
+    heads = {"query": (a.heads, a.head_dim), "key": (a.kv_heads, a.head_dim), "value": (a.kv_heads, a.head_dim)}
+    weights = [Weight("attention.norm.weight", (d,))]
+    weights += [Weight(f"attention.{name}.weight", (*shape, d)) for name, shape in heads.items()]
+    weights += [Weight("attention.out.weight", (d, a.heads * a.head_dim))]
     if a.qkv_bias:
-        weights += [Weight(f"attention.{n}.bias", (s,)) for n, s in (("query", q), ("key", kv), ("value", kv))]
+        weights += [Weight(f"attention.{name}.bias", shape) for name, shape in heads.items()]
     if a.out_bias:
         weights += [Weight("attention.out.bias", (d,))]
     if a.qk_norm != "none":
-        widths = (a.head_dim, a.head_dim) if a.qk_norm == "head" else (q, kv)
+        per_head = a.qk_norm == "head"
+        widths = [a.head_dim * (1 if per_head else n) for n in (a.heads, a.kv_heads)]
         weights += [Weight(f"attention.{n}_norm.weight", (w,)) for n, w in zip(("query", "key"), widths, strict=True)]
     found = tuple(weights)
     return StepSpec(

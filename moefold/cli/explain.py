@@ -12,11 +12,12 @@ from typing import Any
 
 import tyro
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from moefold.anatomy.counts import active_parameters, total_parameters, train_flops_per_token
 from moefold.anatomy.steps import StepSpec, block_steps, embed, predict
-from moefold.cli.options import read
+from moefold.cli.options import check_ranks, read
 from moefold.config.run import Config
 from moefold.kernels.catalog import CATALOG, Facts, expected_facts, pick, read_force
 from moefold.layout.fold import fold
@@ -37,7 +38,7 @@ class ExplainOptions:
 
 def run(argv: Sequence[str]) -> int:
     options, overrides = read(ExplainOptions, argv, "explain")
-    config = resolve(options.recipe, overrides, options.nproc)
+    config = resolve(options.recipe, overrides, check_ranks(options.nproc))
     found = explanation(config, options.nproc)
     if options.json:
         print(json.dumps(found, indent=1))
@@ -95,7 +96,7 @@ def choice(op: str, facts: Facts, forced: dict[str, str]) -> dict[str, str]:
 def show(found: dict[str, Any], console: Console) -> None:
     facts = found["facts"]
     console.print(
-        f"[bold]{found['name']}[/bold]: {human(found['parameters'])} parameters, "
+        f"[bold]{escape(found['name'])}[/bold]: {human(found['parameters'])} parameters, "
         f"{human(found['active_parameters'])} active, {human(found['train_flops_per_token'])} FLOPs a token to train "
         f"at length {found['seq_len']}; on {facts['device']} in {facts['dtype']}"
     )

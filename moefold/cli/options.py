@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any, TypeVar
@@ -9,6 +10,7 @@ from typing import Any, TypeVar
 import tyro
 
 from moefold.config.keys import keys_of, show
+from moefold.config.refused import Refused, printable
 from moefold.presets.zoo import PRESETS
 
 T = TypeVar("T")
@@ -30,6 +32,12 @@ def split(options: type[Any], argv: Sequence[str]) -> tuple[list[str], list[str]
     return mine, overrides
 
 
+def check_ranks(count: int) -> int:
+    if not 1 <= count <= 1_000_000:
+        raise Refused(f"--nproc {count} is not legal; expected a whole number at least 1, such as 4")
+    return count
+
+
 def spellings(name: str) -> tuple[str, ...]:
     dashed = name.replace("_", "-")
     return name, dashed, f"no-{dashed}"
@@ -38,6 +46,7 @@ def spellings(name: str) -> tuple[str, ...]:
 def read(options: type[T], argv: Sequence[str], command: str, config_keys: bool = True) -> tuple[T, list[str]]:
     """The command's options and the overrides. `--help` prints both, then leaves."""
     mine, overrides = split(options, argv) if config_keys else (list(argv), [])
+    refuse_misspelt(options, overrides)
     asks_help = "--help" in mine or "-h" in mine
     try:
         return tyro.cli(options, args=mine, prog=f"moefold {command}"), overrides
@@ -45,6 +54,17 @@ def read(options: type[T], argv: Sequence[str], command: str, config_keys: bool 
         if asks_help and leaving.code == 0 and config_keys:
             print(key_list())
         raise
+
+
+def refuse_misspelt(options: type[Any], overrides: Sequence[str]) -> None:
+    """An override that is no configuration key but looks like one of the command's own options."""
+    own = [f.name.replace("_", "-") for f in fields(options)]
+    keys = {key.path for key in keys_of(PRESETS["tiny"]())}
+    for word in overrides:
+        name = word[2:].partition("=")[0]
+        near = difflib.get_close_matches(name, own, n=1, cutoff=0.6)
+        if word.startswith("--") and "." not in name and name not in keys and near:
+            raise Refused(f'no option "--{printable(name)}" (did you mean "--{near[0]}"?)')
 
 
 def key_list() -> str:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import tyro
 
-from moefold.cli.options import read
-from moefold.config.refused import Refused
+from moefold.cli.options import check_ranks, read
+from moefold.layout.place import find_place
 from moefold.layout.spawn import run_ranks
 from moefold.presets.recipe import resolve
 
@@ -34,22 +34,21 @@ class TrainOptions:
 
 def run(argv: Sequence[str]) -> int:
     options, overrides = read(TrainOptions, argv, "train")
-    started = "RANK" in os.environ or "SLURM_PROCID" in os.environ
-    world = int(os.environ.get("WORLD_SIZE") or os.environ.get("SLURM_NTASKS") or 1) if started else options.nproc
-    if world < 1 or world > 1_000_000:
-        raise Refused(f"--nproc {world} is not legal; expected a whole number at least 1, such as 4")
+    here = find_place(os.environ)
+    starts = "RANK" not in os.environ and options.nproc != 1
+    world = check_ranks(options.nproc) if starts else here.size
     config = resolve(options.recipe, overrides, world)
     out = options.out or Path("runs") / f"{config.name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    if not started and options.nproc > 1:
+    if starts:
         return run_ranks(arguments(options, overrides, out), options.nproc, options.port)
 
     from moefold.comm.collectives import gather_objects  # torch, from here on
     from moefold.layout.launch import joined
     from moefold.train.loop import train
 
-    with joined(config.parallel, config.train.device) as here:
-        agreed_out = Path(gather_objects(str(out), here.everyone)[0])  # its default name holds the time
-        train(config, here, agreed_out, options.resume)
+    with joined(config.parallel, config.train.device) as joint:
+        agreed_out = Path(gather_objects(str(out), joint.everyone)[0])  # its default name holds the time
+        train(config, joint, agreed_out, options.resume)
     return 0
 
 

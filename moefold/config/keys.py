@@ -31,7 +31,10 @@ class Bounds:
 
 
 def key(default: T, doc: str, **bounds: float) -> T:
-    """A key with its default, what it means, and its bounds (`at_least=1`, `above=0`, ...)."""
+    """A key with its default, what it means, and its bounds (`at_least=1`, `above=0`, ...). Whole numbers without an
+    upper bound of their own get one beyond all sense, so that arithmetic on them stays quick."""
+    if type(default) is int:
+        bounds.setdefault("at_most", 1e9)
     return field(default=default, metadata={"doc": doc, "bounds": Bounds(**bounds)})
 
 

@@ -6,6 +6,7 @@ reading are collected and refused together, each naming the key, the value and a
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, is_dataclass, replace
@@ -15,7 +16,7 @@ from typing import Any, cast
 import yaml
 
 from moefold.config.keys import Key, keys_of, show
-from moefold.config.refused import Refused, did_you_mean
+from moefold.config.refused import Refused, did_you_mean, printable
 from moefold.config.run import Config
 
 TRUTH = {"true": True, "false": False, "yes": True, "no": False, "on": True, "off": False}
@@ -37,7 +38,9 @@ def convert(key: Key, raw: Any) -> Any:
         return raw if raw in key.choices else fail()
     if key.type is str:
         return raw if isinstance(raw, str) else fail()
-    texts: list[Any] = [t.strip() for t in raw.split(",") if t.strip()] if isinstance(raw, str) else list(raw or ())
+    if not isinstance(raw, str | list | tuple):
+        return fail()
+    texts: list[Any] = [t.strip() for t in raw.split(",") if t.strip()] if isinstance(raw, str) else list(raw)  # pyright: ignore[reportUnknownArgumentType]
     return tuple(texts) if all(isinstance(t, str) for t in texts) else fail()
 
 
@@ -66,14 +69,19 @@ def unknown(path: str, known: Mapping[str, Key]) -> str:
     inside = [k for k in known if k.startswith(path + ".")]
     if inside:
         return f"{path} is a section, not a key; its keys are {', '.join(inside)}"
-    guess = did_you_mean(path, known) or did_you_mean(path.split(".")[-1], {k.split(".")[-1] for k in known})
+    by_end = {k.split(".")[-1]: k for k in known}
+    ends = difflib.get_close_matches(path.split(".")[-1], by_end, n=1, cutoff=0.6)
+    guess = did_you_mean(path, known) or (f' (did you mean "{by_end[ends[0]]}"?)' if ends else "")
     return f'no key "{clip(path)}"{guess}; `moefold train --help` lists all of them, such as parallel.ep'
 
 
 def clip(raw: Any) -> str:
-    text = show(raw) if isinstance(raw, (bool, int, float, str, tuple)) else repr(raw)  # pyright: ignore[reportUnknownArgumentType]
-    text = text.encode("unicode_escape").decode()  # control characters and lone surrogates stay printable
-    return text if len(text) <= 80 else text[:77] + "..."
+    """A value as it may be shown: short, and with nothing that would act on a terminal."""
+    try:
+        text = show(raw) if isinstance(raw, (bool, int, float, str, tuple)) else repr(raw)  # pyright: ignore[reportUnknownArgumentType]
+    except ValueError:  # Python does not print whole numbers of thousands of digits
+        text = "a number of thousands of digits"
+    return printable(text)
 
 
 def rebuilt(node: Any, good: Mapping[str, Any], prefix: str) -> Any:
@@ -87,14 +95,16 @@ def rebuilt(node: Any, good: Mapping[str, Any], prefix: str) -> Any:
     return replace(node, **changes)
 
 
-def flatten(tree: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
-    """{"a": {"b": 1}} -> {"a.b": 1}."""
+def flatten(tree: Mapping[Any, Any], prefix: str = "", depth: int = 0) -> dict[str, Any]:
+    """{"a": {"b": 1}} -> {"a.b": 1}. An empty section says nothing."""
     flat: dict[str, Any] = {}
+    if depth > 20:  # deeper than any configuration: an alias that contains itself
+        raise Refused(f"{clip(prefix)} contains itself; expected sections of keys, such as\ntrain:\n  steps: 20")
     for name, value in tree.items():
         path = f"{prefix}{name}"
         if isinstance(value, Mapping):
-            flat.update(flatten(cast(Mapping[Any, Any], value), path + ".") or {path: value})
-        else:
+            flat.update(flatten(cast(Mapping[Any, Any], value), path + ".", depth + 1))
+        elif value is not None:
             flat[path] = value
     return flat
 
@@ -126,7 +136,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
         raise Refused(f"no file {path}; expected a YAML configuration") from None
     except (OSError, UnicodeDecodeError) as error:
         raise Refused(f"cannot read {path}: {error}; expected a YAML configuration in UTF-8") from None
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
+    except Exception as error:  # its constructors raise whatever they stumble over
         raise Refused(f"{path} is not valid YAML: {' '.join(str(error).split())[:300]}") from None
     if tree is None:
         return {}

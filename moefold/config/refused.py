@@ -24,9 +24,15 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f' (did you mean "{near[0]}"?)' if near else ""
 
 
+def printable(text: str) -> str:
+    """The user's own words as they may be shown again: short, control characters and lone surrogates escaped."""
+    text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
 def choose(what: str, name: str, known: Iterable[str]) -> str:
     """Return `name` if it is known; otherwise refuse, listing what there is and the nearest."""
     names = sorted(known)
     if name in names:
         return name
-    raise Refused(f'no {what} "{name}"{did_you_mean(name, names)}; there are: {", ".join(names)}')
+    raise Refused(f'no {what} "{printable(name)}"{did_you_mean(name, names)}; there are: {", ".join(names)}')

@@ -6,10 +6,11 @@ is already known to be illegal and arithmetic on it would only add noise.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from moefold.config.refused import Refused
+from moefold.config.refused import Refused, printable
 from moefold.config.run import Config
 
 
@@ -52,6 +53,13 @@ def divisors(n: int, most: int = 12) -> str:
 
 
 CROSS_FIELD: list[Rule] = [
+    Rule(
+        "the name can be a folder's",
+        ("name",),
+        lambda c: re.fullmatch(r"\w[\w.+-]{0,80}", c.config.name, re.ASCII) is not None,
+        lambda c: f"name = {printable(c.config.name)} cannot name a folder; expected letters, digits and . _ + -",
+        lambda c: "set name to something like my-run",
+    ),
     Rule(
         "kv heads divide heads",
         ("model.attention.heads", "model.attention.kv_heads"),
@@ -120,7 +128,7 @@ CROSS_FIELD: list[Rule] = [
         lambda c: (
             "data.source = files, but data.files is empty"
             if c.config.data.source == "files"
-            else f"data.files = {','.join(c.config.data.files)}, but data.source = {c.config.data.source}"
+            else f"data.files = {printable(','.join(c.config.data.files))}, but data.source = {c.config.data.source}"
         ),
         lambda c: "set data.files to your files, such as --data.source files --data.files corpus.txt",
     ),

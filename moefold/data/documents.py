@@ -7,7 +7,7 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
-from moefold.config.refused import Refused
+from moefold.config.refused import Refused, printable
 from moefold.config.run import DataConfig
 
 Documents = Iterator[str]
@@ -42,8 +42,14 @@ def stdlib_documents() -> Documents:
 def file_documents(data: DataConfig) -> Documents:
     """The named files, and all .txt, .md, .py and .jsonl files of named folders."""
     for name in data.files:
-        path = Path(name).expanduser()
-        if path.is_dir():
+        try:
+            path = Path(name).expanduser()
+            is_folder = path.is_dir()
+        except (OSError, RuntimeError, ValueError) as error:
+            raise Refused(
+                f"data.files: {printable(name)} is no usable path ({error}); expected a file or folder"
+            ) from None
+        if is_folder:
             inside = [
                 p for p in sorted(path.rglob("*")) if p.suffix in (".txt", ".md", ".py", ".jsonl") and p.is_file()
             ]
@@ -68,8 +74,9 @@ def read_text(path: Path) -> str:
         raw = path.read_bytes()
     except FileNotFoundError:
         raise Refused(f"data.files: no file {path}; expected a text or .jsonl file or a folder of them") from None
-    except OSError as error:
-        raise Refused(f"data.files: cannot read {path}: {error.strerror}; expected a readable file") from None
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise Refused(f"data.files: cannot read {printable(str(path))}: {why}; expected a readable file") from None
     if not raw.strip():
         raise Refused(f"data.files: {path} is empty; expected text to train on")
     try:
@@ -93,4 +100,6 @@ def read_jsonl(path: Path, text: str, text_key: str) -> Documents:
         if not isinstance(record, dict) or not isinstance(record.get(text_key), str):
             has = f"has the fields {', '.join(map(str, record))}" if isinstance(record, dict) else "is no object"
             raise Refused(f'{place} {has}; expected a text in "{text_key}" (set data.text_key to change that)')
+        if any("\ud800" <= c <= "\udfff" for c in record[text_key]):
+            raise Refused(f"{place} holds half of a surrogate pair, which is no character; mend or remove that line")
         yield record[text_key]

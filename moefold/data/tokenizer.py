@@ -8,7 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
-from moefold.config.refused import Refused
+from moefold.config.refused import Refused, printable
 
 
 class Tokenizer(Protocol):
@@ -63,4 +63,11 @@ class HuggingFaceTokenizer:
 
 
 def load_tokenizer(name: str) -> Tokenizer:
-    return ByteTokenizer() if name == "byte" else HuggingFaceTokenizer(Path(name).expanduser())
+    if name == "byte":
+        return ByteTokenizer()
+    try:
+        return HuggingFaceTokenizer(Path(name).expanduser())
+    except (OSError, RuntimeError, ValueError) as error:
+        raise Refused(
+            f"data.tokenizer = {printable(name)} is no usable path ({error}); expected byte or a tokenizer.json"
+        ) from None

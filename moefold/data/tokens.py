@@ -44,11 +44,13 @@ def load_corpus(data: DataConfig, tokenizer: Tokenizer, vocab: int) -> Corpus:
             number += 1
         sides[False].append(end)
     corpus = Corpus(*(np.concatenate(sides[side]) if sides[side] else np.empty(0, dtype) for side in (False, True)))
+    shortest = min(len(corpus.train), len(corpus.held_out))
     for what, tokens in (("to train on", corpus.train), ("held out for validation", corpus.held_out)):
         if len(tokens) <= data.seq_len:
+            shorter = f"set data.seq_len below {shortest}, " if shortest > 1 else ""
             raise Refused(
                 f"the text gives {len(tokens)} tokens {what}; expected more than data.seq_len = {data.seq_len}; "
-                f"add text, set data.seq_len below {max(len(tokens), 2)}, or change data.held_out = {data.held_out:g}"
+                f"add text, {shorter}or change data.held_out = {data.held_out:g}"
             )
     return corpus
 

@@ -1,16 +1,12 @@
-"""Find out which rank this process is, meet the others, and choose the device.
-
-One process, `moefold train --nproc 4`, torchrun and Slurm differ only in the environment variables they leave.
-"""
+"""Meet the other ranks, and choose the device."""
 
 from __future__ import annotations
 
 import datetime
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -18,57 +14,9 @@ import torch.distributed as dist
 from moefold.config.refused import Failed, Refused
 from moefold.config.run import ParallelConfig
 from moefold.layout.axes import World, name_axes
+from moefold.layout.place import Place, find_place
 
 TIMEOUT = datetime.timedelta(minutes=10)
-
-
-@dataclass(frozen=True)
-class Place:
-    """What the launcher said. `attempt` counts restarts; `agent` means the launcher already serves the store."""
-
-    rank: int = 0
-    size: int = 1
-    local_rank: int = 0
-    local_size: int = 1
-    host: str = "127.0.0.1"
-    port: int = 29_500
-    attempt: str = "0"
-    agent: bool = False
-
-
-def find_place(env: Mapping[str, str]) -> Place:
-    """Read torchrun's variables, else Slurm's, else be alone."""
-    if "RANK" in env and "WORLD_SIZE" in env:
-        return Place(
-            rank=int(env["RANK"]),
-            size=int(env["WORLD_SIZE"]),
-            local_rank=int(env.get("LOCAL_RANK", env["RANK"])),
-            local_size=int(env.get("LOCAL_WORLD_SIZE", env["WORLD_SIZE"])),
-            host=env.get("MASTER_ADDR", "127.0.0.1"),
-            port=int(env.get("MASTER_PORT", "29500")),
-            attempt=env.get("TORCHELASTIC_RESTART_COUNT", "0"),
-            agent=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-        )
-    if "SLURM_PROCID" in env and int(env.get("SLURM_NTASKS", "1")) > 1:
-        return Place(
-            rank=int(env["SLURM_PROCID"]),
-            size=int(env["SLURM_NTASKS"]),
-            local_rank=int(env.get("SLURM_LOCALID", "0")),
-            local_size=int(env.get("SLURM_NTASKS_PER_NODE", "1")),
-            host=env.get("MASTER_ADDR") or first_slurm_host(env),
-            port=int(env.get("MASTER_PORT") or 20_000 + int(env.get("SLURM_JOB_ID", "0")) % 20_000),
-            attempt=env.get("SLURM_RESTART_COUNT", "0"),
-        )
-    return Place()
-
-
-def first_slurm_host(env: Mapping[str, str]) -> str:
-    """`node[07-09,12]` -> `node07`; a plain list gives its first name."""
-    nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or env.get("SLURM_NODELIST") or "127.0.0.1"
-    head, bracket, inside = nodes.partition("[")
-    if not bracket or "," in head:
-        return head.split(",")[0]
-    return head + inside.rstrip("]").split(",")[0].split("-")[0].rstrip("]")
 
 
 def choose_device(wanted: str, place: Place) -> torch.device:

@@ -16,7 +16,7 @@ def describe(record: dict[str, Any]) -> str:
         parts.append(f"val {record['val_loss']:.4f}")
     if "tokens_per_s" in record:
         parts += [f"{compact(record['tokens_per_s'])} tok/s", f"{record['tflops']:.3g} TFLOP/s"]
-    if "max_violation" in record:
+    if record.get("max_violation"):  # a model without experts has none
         parts.append(f"imbalance {max(record['max_violation']):.2f}")
     if sum(record.get("dead_experts", [])):
         parts.append(f"dead experts {sum(record['dead_experts'])}")

@@ -111,7 +111,7 @@ def test_a_misspelt_option_of_the_command_is_refused_with_the_nearest(
     wrong: str, near: str, capsys: pytest.CaptureFixture[str]
 ):
     assert run(["train", "tiny", f"--{wrong}=2"]) == 2
-    assert f'did you mean "{near}"' in capsys.readouterr().err
+    assert f'did you mean "--{near}"' in capsys.readouterr().err
 
 
 def test_all_problems_are_told_at_once_each_on_its_line():

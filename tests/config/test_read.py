@@ -174,7 +174,7 @@ def test_the_value_named_as_legal_is_legal(make: Callable[[], Config]):
 @pytest.mark.parametrize(
     ("path", "words"),
     [
-        ("train.steps", "a whole number at least 1, such as 400"),
+        ("train.steps", "a whole number at least 1 and at most 1e+09, such as 400"),
         ("optim.lr", "a number above 0 and at most 100, such as 0.003"),
         ("optim.decay", "one of cosine, wsd, constant"),
         ("model.tied_head", "true or false, such as false"),

@@ -3,7 +3,8 @@
 import pytest
 
 from moefold.config.refused import Refused
-from moefold.layout.launch import Place, choose_device, find_place, first_slurm_host
+from moefold.layout.launch import choose_device
+from moefold.layout.place import Place, find_place, first_slurm_host
 
 TORCHRUN = {
     "RANK": "5",
