@@ -25,6 +25,7 @@ TORCH_FREE = {
     "presets",
     "anatomy",
     "plan",
+    "dispatch/price.py",
     "layout/fold.py",
     "layout/placement.py",
     "layout/place.py",

@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from moefold.checkpoint.manifest import MANIFEST, STATE, Damaged, verify
 from moefold.checkpoint.save import agreed, committed, explained, quiet_about_one_process
 from moefold.checkpoint.storage import SafeReader, read_table
+from moefold.comm.collectives import gather_objects
 from moefold.config.refused import Refused, did_you_mean
 from moefold.layout.axes import World
 
@@ -86,7 +87,8 @@ def load(found: Found, tensors: dict[str, torch.Tensor], optional: set[str], wor
     `optional` names may be absent from the checkpoint (then the tensor stays as it is)."""
     table = read_table(found.path)
     wanted = {name: t for name, t in tensors.items() if name in table or name not in optional}
-    if problems := mismatches(table, wanted):
+    problems = next(filter(None, gather_objects(mismatches(table, wanted), world.everyone)), None)
+    if problems:  # on any rank: then none may wait for it in the load
         raise Refused(f"{found.path} does not fit this configuration:", *problems)
     try:
         with quiet_about_one_process():

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from moefold import __version__
 from moefold.checkpoint.manifest import FORMAT, MANIFEST, STATE, Damaged, seal, verify
-from moefold.checkpoint.storage import SafeWriter, digest_of
+from moefold.checkpoint.storage import SafeWriter, digest_of, held_bytes
 from moefold.comm.collectives import gather_objects
 from moefold.config.refused import Refused
 from moefold.layout.axes import World
@@ -43,7 +43,8 @@ def save(folder: Path, step: int, tensors: dict[str, torch.Tensor], state: dict[
     temporary = final.with_suffix(".tmp")
     if agreed(lambda: is_whole(final), world, folder):
         return final
-    agreed(lambda: prepare(temporary, tensors), world, folder)
+    needed = sum(gather_objects(bytes_of(tensors), world.everyone)) + SPARE
+    agreed(lambda: prepare(temporary, needed), world, folder)
     writer = SafeWriter(temporary, world.rank)
     try:
         with quiet_about_one_process():
@@ -79,7 +80,8 @@ def agreed(work: Any, world: World, folder: Path) -> Any:
 
 
 def bytes_of(tensors: dict[str, torch.Tensor]) -> int:
-    return sum(t.nbytes for t in tensors.values()) + SPARE
+    """Bytes this rank holds. Replicated ones are counted on each rank, so a sum over ranks is on the safe side."""
+    return sum(held_bytes(t) for t in tensors.values())
 
 
 def require_space(folder: Path, needed: int) -> None:
@@ -92,12 +94,12 @@ def require_space(folder: Path, needed: int) -> None:
         )
 
 
-def prepare(temporary: Path, tensors: dict[str, torch.Tensor]) -> None:
+def prepare(temporary: Path, needed: int) -> None:
     """An empty folder to write in; what an interrupted save left there goes."""
     if temporary.exists():
         shutil.rmtree(temporary)
     temporary.parent.mkdir(parents=True, exist_ok=True)
-    require_space(temporary.parent, bytes_of(tensors))
+    require_space(temporary.parent, needed)
     temporary.mkdir()
 
 

@@ -12,6 +12,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +26,86 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+    SavePlan,
+    SavePlanner,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from moefold.config.refused import Refused
 
 TABLE = "tensors.json"
+
+
+Box = tuple[tuple[int, ...], torch.Tensor]  # where it begins in the whole, and its values
+
+
+class Part(torch.Tensor):
+    """What a rank holds of a logical tensor, as torch DCP asks for it: a tensor of the whole shape that has nothing but
+    some boxes of it."""
+
+    boxes: list[Box]
+
+    @staticmethod
+    def __new__(cls, shape: Sequence[int], boxes: list[Box], like: torch.Tensor):
+        made = torch.Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=like.dtype, device=like.device)
+        made.boxes = boxes
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, operation: Any, *_: Any) -> Any:
+        raise TypeError(f"a part of a tensor is a description; {operation} needs the tensor itself")
+
+    def __create_write_items__(self, name: str, _: Any) -> list[WriteItem]:
+        properties = TensorProperties(dtype=self.dtype)
+        items = [TensorWriteData(chunk, properties, torch.Size(self.shape)) for chunk in self.__create_chunk_list__()]
+        return [WriteItem(MetadataIndex(name, d.chunk.offsets), WriteItemType.SHARD, tensor_data=d) for d in items]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [ChunkStorageMetadata(torch.Size(starts), values.shape) for starts, values in self.boxes]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        return next(values for starts, values in self.boxes if starts == tuple(index.offset or ()))
+
+
+def held_bytes(tensor: torch.Tensor) -> int:
+    return sum(v.nbytes for _, v in tensor.boxes) if isinstance(tensor, Part) else tensor.nbytes
+
+
+def boxes_of(values: torch.Tensor, first: int, shape: Sequence[int]) -> list[Box]:
+    """The values of a flattened tensor of that shape from element `first` on, as few boxes as possible.
+
+    shape 4 x 5, elements 3..17:     . . . a a        a, b and c are boxes: the end of a row, whole rows,
+                                     b b b b b        the beginning of a row
+                                     b b b b b
+                                     c c . . .
+    """
+    if not len(values):
+        return []
+    if len(shape) <= 1:
+        return [((first,) if shape else (), values.view([len(values)] if shape else []))]
+    inner = prod(shape[1:])
+    boxes: list[Box] = []
+    at, last = first, first + len(values)
+    while at < last:
+        row, inside = divmod(at, inner)
+        if inside == 0 and last - at >= inner:
+            rows = (last - at) // inner
+            whole = values[at - first : at - first + rows * inner].view(rows, *shape[1:])
+            boxes.append(((row, *(0 for _ in shape[1:])), whole))
+            at += rows * inner
+        else:
+            end = min(last, (row + 1) * inner)
+            for starts, part in boxes_of(values[at - first : end - first], inside, shape[1:]):
+                boxes.append(((row, *starts), part[None]))
+            at = end
+    return boxes
 
 
 @dataclass(frozen=True)

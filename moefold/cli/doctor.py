@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from moefold import __version__
+from moefold.cli import parity
 from moefold.cli.options import read
 from moefold.layout.spawn import free_port
 
@@ -28,7 +29,8 @@ dist.init_process_group("gloo"); x = torch.ones(1); dist.all_reduce(x); assert x
 
 @dataclass(frozen=True)
 class DoctorOptions:
-    """Check this machine: versions, devices, ranks that can be started, free disk."""
+    """Check this machine: versions, devices, ranks that can be started, free disk. `moefold doctor parity PRESET
+    --world 8 --parallel.tp 2 ...` proves a layout equal to one rank."""
 
     ranks: int = 2
     """How many ranks to start for the check; 0 leaves it out."""
@@ -41,6 +43,8 @@ class Finding:
 
 
 def run(argv: Sequence[str]) -> int:
+    if argv and argv[0] == "parity":
+        return parity.run(argv[1:])
     options, _ = read(DoctorOptions, argv, "doctor", config_keys=False)
     checks: list[Callable[[], Iterator[Finding]]] = [versions, devices, disk, lambda: ranks(options.ranks)]
     bad = 0

@@ -19,7 +19,8 @@ from moefold.anatomy.counts import active_parameters, total_parameters, train_fl
 from moefold.anatomy.steps import StepSpec, block_steps, embed, predict
 from moefold.cli.options import check_ranks, read
 from moefold.config.run import Config
-from moefold.kernels.catalog import CATALOG, Facts, expected_facts, pick, read_force
+from moefold.dispatch import price
+from moefold.kernels.catalog import BYTES, CATALOG, Facts, expected_facts, pick, read_force
 from moefold.layout.fold import fold
 from moefold.presets.recipe import resolve
 
@@ -65,6 +66,7 @@ def explanation(config: Config, world: int) -> dict[str, Any]:
             {"kind": kind, "count": count, "steps": [describe(step, config) for step in steps]}
             for kind, count, steps in layers
         ],
+        "dispatcher": dict(zip(("name", "why"), dispatcher(config, facts), strict=True)),
         "kernels": {op: choice(op, facts, forced) for op in CATALOG},
     }
 
@@ -88,6 +90,11 @@ def describe(step: StepSpec, config: Config) -> dict[str, Any]:
     }
 
 
+def dispatcher(config: Config, facts: Facts) -> tuple[str, str]:
+    """As a run on nodes of eight ranks would choose."""
+    return price.choose(config, 8, BYTES[facts.dtype])
+
+
 def choice(op: str, facts: Facts, forced: dict[str, str]) -> dict[str, str]:
     name, why = pick(op, facts, forced.get(op))
     return {"implementation": name, "why": why}
@@ -102,6 +109,7 @@ def show(found: dict[str, Any], console: Console) -> None:
     )
     for name, sizes in found["grids"].items():
         console.print(f"{name} grid: " + " x ".join(f"{axis} {size}" for axis, size in sizes.items()))
+    console.print(f"dispatcher: {found['dispatcher']['name']} ({found['dispatcher']['why']})")
     table = Table(title="steps (T tokens, R rows of experts)", title_justify="left")
     for column, justify in (("where", "left"), ("step", "left"), ("lane", "left"), ("shapes", "left")):
         table.add_column(column, justify=justify)  # pyright: ignore[reportArgumentType]

@@ -15,12 +15,19 @@ COMMANDS = {
     "train": "train a model: moefold train tiny",
     "explain": "show a model step by step, without running it: moefold explain qwen3-30b-a3b",
     "bench": "time this machine: moefold bench kernels",
-    "doctor": "check this machine and this installation",
+    "doctor": "check this machine, or prove a layout equal to one rank: moefold doctor parity tiny --world 4",
 }
 
 
 def main() -> None:
-    sys.exit(run(sys.argv[1:]))
+    code = run(sys.argv[1:])
+    if "RANK" in os.environ or "SLURM_PROCID" in os.environ:
+        # A rank's work is done and its groups are closed. Leaving at once spares it the interpreter's last destructors,
+        # in which a communication thread of torch was once seen to abort a finished run.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 def run(argv: Sequence[str]) -> int:

@@ -5,15 +5,21 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import tyro
 
 from moefold.cli.options import check_ranks, read
+from moefold.config.run import Config
 from moefold.layout.place import find_place
 from moefold.layout.spawn import run_ranks
 from moefold.presets.recipe import resolve
+
+if TYPE_CHECKING:
+    from moefold.layout.axes import World
 
 
 @dataclass(frozen=True)
@@ -48,8 +54,16 @@ def run(argv: Sequence[str]) -> int:
 
     with joined(config.parallel, config.train.device) as joint:
         agreed_out = Path(gather_objects(str(out), joint.everyone)[0])  # its default name holds the time
-        train(config, joint, agreed_out, options.resume)
+        with collectives_checked(config, joint):
+            train(config, joint, agreed_out, options.resume)
     return 0
+
+
+def collectives_checked(config: Config, world: World) -> AbstractContextManager[None]:
+    from moefold.comm.contract import checked
+
+    wanted = config.observe.check_collectives and world.store is not None
+    return checked(world.store, world.rank) if wanted else nullcontext()  # pyright: ignore[reportArgumentType]
 
 
 def arguments(options: TrainOptions, overrides: Sequence[str], out: Path) -> list[str]:

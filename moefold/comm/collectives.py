@@ -1,20 +1,148 @@
-"""Collectives over an Axis. On an axis of size one each returns its input and sends nothing."""
+"""Collectives over an Axis. On an axis of size one each returns its input and sends nothing.
+
+Those for activations are differentiable, and each is the other's backward:
+
+    gather       every rank's part, joined along dim 0          backward: scatter_sum
+    scatter_sum  sum over ranks, each keeps its part of dim 0   backward: gather
+    exchange     rows to each rank and from each rank           backward: exchange, the other way
+    total        sum over ranks, on every rank                  backward: total
+
+Whether a rank takes part never depends on what it has to send: a rank without rows sends none.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from moefold.comm import traffic
+from moefold.comm.contract import agree
 from moefold.layout.axes import Axis
+
+# torch 2.13 renamed these two and warns about the old names, which are all that 2.11 has.
+ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def sum_(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """Sum in place over the axis: every rank ends with the same total."""
     if axis.size > 1:
+        agree("sum", axis, x)
+        traffic.note("sum", axis, 2 * x.nbytes * (axis.size - 1) // axis.size)
         dist.all_reduce(x, group=axis.group)
     return x
+
+
+def max_(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """The largest over the axis, in place."""
+    if axis.size > 1:
+        agree("max", axis, x)
+        traffic.note("max", axis, 2 * x.nbytes * (axis.size - 1) // axis.size)
+        dist.all_reduce(x, op=dist.ReduceOp.MAX, group=axis.group)
+    return x
+
+
+def gather_plain(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """Every rank's x, joined along dim 0; all have the same shape."""
+    if axis.size == 1:
+        return x
+    agree("gather", axis, x)
+    traffic.note("gather", axis, x.nbytes * (axis.size - 1))
+    out = x.new_empty(axis.size * x.shape[0], *x.shape[1:])
+    ALL_GATHER(out, x.contiguous(), group=axis.group)
+    return out
+
+
+def scatter_sum_plain(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """This rank's part of dim 0 of the sum over ranks."""
+    if axis.size == 1:
+        return x
+    if x.shape[0] % axis.size:
+        raise ValueError(f"{x.shape[0]} rows do not split over {axis.name} of size {axis.size}")
+    agree("scatter_sum", axis, x)
+    traffic.note("scatter_sum", axis, x.nbytes * (axis.size - 1) // axis.size)
+    out = x.new_empty(x.shape[0] // axis.size, *x.shape[1:])
+    REDUCE_SCATTER(out, x.contiguous(), group=axis.group)
+    return out
+
+
+def exchange_plain(
+    x: torch.Tensor, send: Sequence[int], receive: Sequence[int], axis: Axis, what: str = "rows"
+) -> torch.Tensor:
+    """`send[i]` rows of x go to rank i, in order; the result is `receive[i]` rows from each rank i, in order."""
+    if axis.size == 1:
+        return x
+    agree(what, axis, x, list(send), list(receive))
+    elsewhere = sum(send) - send[axis.index]
+    traffic.note(what, axis, elsewhere * x[:1].nbytes if len(x) else 0)
+    out = x.new_empty(sum(receive), *x.shape[1:])
+    dist.all_to_all_single(out, x.contiguous(), list(receive), list(send), group=axis.group)
+    return out
+
+
+def gather(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    return Gather.apply(x, axis) if axis.size > 1 else x  # pyright: ignore[reportReturnType]
+
+
+def scatter_sum(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    return ScatterSum.apply(x, axis) if axis.size > 1 else x  # pyright: ignore[reportReturnType]
+
+
+def exchange(
+    x: torch.Tensor, send: Sequence[int], receive: Sequence[int], axis: Axis, what: str = "rows"
+) -> torch.Tensor:
+    return Exchange.apply(x, send, receive, axis, what) if axis.size > 1 else x  # pyright: ignore[reportReturnType]
+
+
+def total(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    return Total.apply(x, axis) if axis.size > 1 else x  # pyright: ignore[reportReturnType]
+
+
+class Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, axis):
+        ctx.axis = axis
+        return gather_plain(x, axis)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return scatter_sum_plain(dy, ctx.axis), None
+
+
+class ScatterSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, axis):
+        ctx.axis = axis
+        return scatter_sum_plain(x, axis)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return gather_plain(dy, ctx.axis), None
+
+
+class Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, send, receive, axis, what):
+        ctx.way = (receive, send, axis, what)
+        return exchange_plain(x, send, receive, axis, what)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return exchange_plain(dy, *ctx.way), None, None, None, None
+
+
+class Total(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, axis):
+        ctx.axis = axis
+        return sum_(x.clone(), axis)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return sum_(dy.clone(), ctx.axis), None
 
 
 def gather_objects(item: Any, axis: Axis) -> list[Any]:

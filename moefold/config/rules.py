@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from operator import attrgetter
 
 from moefold.config.refused import Refused, printable
 from moefold.config.run import Config
@@ -170,28 +171,95 @@ CROSS_FIELD: list[Rule] = [
 ]
 
 
-def not_yet(degree: str, what: str) -> Rule:
-    """A degree the configuration knows and this version cannot run."""
+def splits(degree: str, key: str, what: str, when: Callable[[Case], bool] = lambda c: True, times: int = 1) -> Rule:
+    """`parallel.DEGREE` (times a factor) must divide the whole number at `key`."""
+
+    def size(c: Case) -> int:
+        return attrgetter(key)(c.config)
+
+    def part(c: Case) -> int:
+        return getattr(c.config.parallel, degree) * times
+
+    factor = f"{times} x " if times > 1 else ""
     return Rule(
-        f"{degree} is one",
-        (f"parallel.{degree}",),
-        lambda c: getattr(c.config.parallel, degree) == 1,
+        f"{degree} splits {key}",
+        (f"parallel.{degree}", key),
+        lambda c: part(c) <= times or not when(c) or size(c) % part(c) == 0,
+        lambda c: f"{factor}parallel.{degree} = {part(c)} does not divide {key} = {size(c)}, {what}",
         lambda c: (
-            f"parallel.{degree} = {getattr(c.config.parallel, degree)}, but this version has no {what} parallelism"
+            f"set parallel.{degree} to one of {divisors(size(c) // times)}"
+            if size(c) % times == 0
+            else f"set {key} to a multiple of {part(c)}"
         ),
-        lambda c: f"set parallel.{degree} to 1; more ranks are used for data parallelism",
     )
 
 
-NOT_YET = [
-    not_yet("tp", "tensor"),
-    not_yet("cp", "context"),
-    not_yet("pp", "pipeline"),
-    not_yet("ep", "expert"),
-    not_yet("etp", "expert tensor"),
+def sequence_part(c: Case) -> int:
+    p = c.config.parallel
+    return p.tp * p.cp * (2 if p.cp > 1 else 1)
+
+
+def swaps_heads(c: Case) -> int:
+    """Over how many ranks the heads of one rank are spread by all-to-all context parallelism."""
+    p = c.config.parallel
+    return p.tp * p.cp if p.context == "all_to_all" else p.tp
+
+
+def has_dense(c: Case) -> bool:
+    return c.config.model.moe.dense_layers > 0
+
+
+SPLITS = [
+    splits("tp", "model.attention.heads", "whose heads it spreads"),
+    splits("tp", "model.attention.kv_heads", "whose heads it spreads"),
+    splits("tp", "model.vocab", "whose words it spreads"),
+    splits("tp", "model.dense_ffn", "which it cuts", has_dense),
+    splits("tp", "model.moe.shared_ffn", "which it cuts"),
+    splits("ep", "model.moe.experts", "which it spreads"),
+    splits("etp", "model.moe.ffn", "which it cuts"),
+    Rule(
+        "sequences split evenly",
+        ("data.seq_len", "parallel.cp", "parallel.tp"),
+        lambda c: c.config.data.seq_len % sequence_part(c) == 0,
+        lambda c: (
+            f"data.seq_len = {c.config.data.seq_len} does not split over parallel.cp = {c.config.parallel.cp} "
+            f"(two chunks a rank) and parallel.tp = {c.config.parallel.tp}"
+        ),
+        lambda c: f"set data.seq_len to a multiple of {sequence_part(c)}",
+    ),
+    Rule(
+        "all-to-all context has heads to swap",
+        ("parallel.cp", "parallel.tp", "parallel.context", "model.attention.heads", "model.attention.kv_heads"),
+        lambda c: c.config.model.attention.kv_heads % swaps_heads(c) == 0,
+        lambda c: (
+            f"parallel.tp x cp = {swaps_heads(c)} does not divide model.attention.kv_heads = "
+            f"{c.config.model.attention.kv_heads}, which parallel.context = all_to_all spreads over both"
+        ),
+        lambda c: "set parallel.context to ring or all_gather",
+    ),
+    Rule(
+        "padding to capacity has a capacity",
+        ("model.moe.pad_to_capacity", "model.moe.capacity_factor", "model.moe.drop_over"),
+        lambda c: (
+            not c.config.model.moe.pad_to_capacity
+            or (c.config.model.moe.capacity_factor > 0 and c.config.model.moe.drop_over == "sub_sequence")
+        ),
+        lambda c: (
+            f"model.moe.pad_to_capacity = true with model.moe.capacity_factor = {c.config.model.moe.capacity_factor:g} "
+            f"and model.moe.drop_over = {c.config.model.moe.drop_over}: there is no capacity of a rank to pad to"
+        ),
+        lambda c: "set model.moe.capacity_factor above 0, such as 1.25, and model.moe.drop_over to sub_sequence",
+    ),
+    Rule(
+        "pp is one",
+        ("parallel.pp",),
+        lambda c: c.config.parallel.pp == 1,
+        lambda c: f"parallel.pp = {c.config.parallel.pp}, but this version has no pipeline parallelism",
+        lambda c: "set parallel.pp to 1",
+    ),
 ]
 
-RULES = CROSS_FIELD + NOT_YET
+RULES = CROSS_FIELD + SPLITS
 
 
 def broken(case: Case, illegal: Iterable[str] = ()) -> list[str]:

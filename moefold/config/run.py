@@ -39,6 +39,20 @@ class MoeConfig:
     shared_ffn: int = key(0, "inner width of the shared experts together; 0: none", at_least=0, at_most=1_048_576)
     normalize_top_k: bool = key(True, "the chosen probabilities are scaled to sum to one")
     dense_layers: int = key(0, "how many of the first layers have a dense MLP instead of experts", at_least=0)
+    capacity_factor: float = key(
+        0.0,
+        "an expert takes at most this times its even share, the rest passes it by; 0: all",
+        at_least=0,
+    )
+    drop: Literal["probability", "position"] = key("probability", "which tokens stay when an expert is full")
+    drop_over: Literal["sub_sequence", "full_sequence"] = key(
+        "sub_sequence", "an expert's share is counted over a rank's tokens, or over whole sequences"
+    )
+    pad_to_capacity: bool = key(False, "give every expert exactly its capacity of rows, padded: static shapes")
+    pad_rows: int = key(1, "pad each expert's rows to a multiple of this", at_least=1, at_most=4096)
+    gate: Literal["activation", "output"] = key(
+        "activation", "where a row meets its router weight: inside the activation (saves memory), or after the expert"
+    )
     bias_rate: float = key(0.0, "step of the selection bias that evens out expert load; 0: off", at_least=0)
     aux_loss: float = key(0.0, "weight of the load-balancing loss, per sequence; 0: off", at_least=0)
 
@@ -73,8 +87,8 @@ class TrainConfig:
     micro_batch: int = key(4, "sequences one rank takes at a time", at_least=1)
     seed: int = key(1, "of initialisation and data order", at_least=0, at_most=2**62)
     device: Literal["auto", "cpu", "cuda"] = key("auto", "where to train; auto: cuda if there is one")
-    precision: Literal["auto", "fp32", "bf16"] = key(
-        "auto", "of weights and activations; auto: bf16 on cuda, else fp32"
+    precision: Literal["auto", "fp32", "bf16", "fp64"] = key(
+        "auto", "of weights and activations; auto: bf16 on cuda, else fp32; fp64 is for checking"
     )
     validate_every: int = key(100, "steps between validations; the first is at step 0", at_least=1)
     validate_sequences: int = key(64, "sequences of one validation", at_least=1)
@@ -93,6 +107,8 @@ class OptimConfig:
     eps: float = key(1e-8, "AdamW: added to the root mean square", above=0)
     weight_decay: float = key(0.1, "AdamW: decay of matrices (not of norms, biases)", at_least=0)
     max_norm: float = key(1.0, "gradient norm above which gradients are scaled down", above=0)
+    moments: Literal["fp32", "bf16"] = key("fp32", "AdamW: how the two means are kept")
+    gradient_travel: Literal["fp32", "bf16"] = key("fp32", "how gradients travel between ranks; sums are fp32 always")
 
 
 @dataclass(frozen=True)
@@ -102,6 +118,12 @@ class ParallelConfig:
     pp: int = key(1, "pipeline parallel: layers cut over so many ranks", at_least=1)
     ep: int = key(1, "expert parallel: experts spread over so many ranks", at_least=1)
     etp: int = key(1, "expert tensor parallel: each expert cut over so many ranks", at_least=1)
+    context: Literal["all_gather", "all_to_all", "ring", "hierarchical"] = key(
+        "ring", "how queries meet keys of other cp ranks"
+    )
+    dispatcher: Literal["auto", "all_gather", "all_to_all", "dedup", "hierarchical"] = key(
+        "auto", "how tokens travel to experts of other ranks; auto: by predicted time"
+    )
 
 
 @dataclass(frozen=True)
@@ -112,6 +134,7 @@ class KernelsConfig:
 @dataclass(frozen=True)
 class ObserveConfig:
     log_every: int = key(10, "steps between lines where there is no terminal", at_least=1)
+    check_collectives: bool = key(False, "debug: ranks compare notes before every collective, and name who differs")
     tensorboard: bool = key(True, "write TensorBoard events beside the run")
 
 

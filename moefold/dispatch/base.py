@@ -11,7 +11,9 @@ inside its GEMM. No collective may depend on the routing of one rank: a rank wit
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -23,26 +25,34 @@ class Routing(NamedTuple):
     ids_TK: torch.Tensor
 
 
-class Receipt(NamedTuple):
-    """How this routing travels: kept between dispatch and combine, and for their backward."""
-
-    index_R: torch.Tensor
-    slots_NK: torch.Tensor
-    gate_R: torch.Tensor
-    offsets_e: torch.Tensor
-
-
 class Rows(NamedTuple):
     """The experts' input. The rows of one expert are contiguous and end before `offsets_e[e]` (int32, on the device).
 
-    `slots_NK[n]` are the rows made from source n, so that the backward of the gather is itself a gather.
+    `slots_NK[n]` are the rows made from source n, -1 where it has fewer than K (possible only with `holes`), so that
+    the backward of the gather is itself a gather.
     """
 
     source_ND: torch.Tensor
+    order: Order
+
+
+class Order(NamedTuple):
+    """Which row is which: the part of `Rows` that routing alone decides. With `holes`, a slot may be -1 (a choice that
+    has no row here) and so may an index (a row of padding: zeros)."""
+
     index_R: torch.Tensor
     slots_NK: torch.Tensor
     gate_R: torch.Tensor
     offsets_e: torch.Tensor
+    holes: bool
+
+
+class Receipt(NamedTuple):
+    """How this routing travels: kept between dispatch and combine, and for their backward. `legs` are a dispatcher's
+    own."""
+
+    order: Order
+    legs: tuple[Any, ...] = ()
 
 
 class Dispatcher(Protocol):
@@ -51,3 +61,56 @@ class Dispatcher(Protocol):
     def dispatch(self, h_TD: torch.Tensor, receipt: Receipt) -> Rows: ...
 
     def combine(self, y_RD: torch.Tensor, receipt: Receipt) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True)
+class Rowing:
+    """How rows are made for the experts `first`..`first + held`.
+
+    `drops`: a choice may be -1, none. `multiple`: each expert's rows are padded to a multiple of it. `each`: every
+    expert gets exactly so many rows for so many tokens of a rank, padded: shapes are then known without waiting.
+    """
+
+    first: int
+    held: int
+    drops: bool = False
+    multiple: int = 1
+    each: Callable[[int], int] | None = None
+
+    def arrange(self, ids_NK: torch.Tensor, gates_NK: torch.Tensor, tokens: int, strangers: bool = False) -> Order:
+        """The rows of N sources, sorted by expert, stably and without atomics. `tokens`: how many this rank began with.
+        `strangers`: some choices may be experts held elsewhere. Where the number of rows is not known from shapes,
+        this waits for the device."""
+        holes = self.drops or strangers or self.multiple > 1 or self.each is not None
+        here = (ids_NK - self.first).flatten()
+        if holes:
+            here = torch.where((here >= 0) & (here < self.held), here, self.held)
+        order = here.argsort(stable=True)
+        ends_e = torch.searchsorted(here[order], torch.arange(self.held, device=here.device), right=True)
+        if holes:
+            order, ends_e = self.pad(order, here[order], ends_e, tokens)
+        row = torch.arange(len(order), device=order.device)
+        slots = torch.full((len(here) + 1,), -1, device=here.device)  # the last takes what padding writes
+        slots = slots.scatter_(0, torch.where(order >= 0, order, len(here)), row)[:-1]
+        index_R = order.div(ids_NK.shape[1], rounding_mode="floor")  # -1 stays -1
+        gates = gates_NK.flatten()
+        gate_R = torch.cat((gates, gates.new_zeros(1)))[order] if holes else gates[order]
+        return Order(index_R, slots.view(ids_NK.shape), gate_R, ends_e.int(), holes)
+
+    def pad(
+        self, order: torch.Tensor, here: torch.Tensor, ends_e: torch.Tensor, tokens: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The rows of experts held here, each expert's as many as asked for, with -1 for padding."""
+        counts_e = ends_e.diff(prepend=ends_e.new_zeros(1))
+        if self.each is not None:
+            size = self.each(tokens)
+            sizes_e, total = torch.full_like(counts_e, size), size * self.held
+        else:
+            sizes_e = -(-counts_e // self.multiple) * self.multiple
+            total = int(sizes_e.sum())
+        new_ends_e = sizes_e.cumsum(0)
+        shift_e = (new_ends_e - sizes_e) - (ends_e - counts_e)
+        place = torch.arange(len(order), device=order.device) + shift_e[here.clamp(max=self.held - 1)]
+        place = torch.where(here < self.held, place, total)
+        padded = torch.full((total + 1,), -1, device=order.device).scatter_(0, place, order)
+        return padded[:total], new_ends_e

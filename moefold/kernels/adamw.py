@@ -24,10 +24,12 @@ def adamw(
     eps: float,
     decay: float,
 ) -> None:
-    m.lerp_(g, 1 - beta1)
-    v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
-    root = (v / (1 - beta2**step)).sqrt_().add_(eps)
-    w.mul_(1 - lr * decay).addcdiv_(m, root, value=-lr / (1 - beta1**step))
+    mean = m.to(w.dtype).lerp_(g, 1 - beta1)  # m itself, unless it is kept in lower precision
+    square = v.to(w.dtype).mul_(beta2).addcmul_(g, g, value=1 - beta2)
+    root = (square / (1 - beta2**step)).sqrt_().add_(eps)
+    w.mul_(1 - lr * decay).addcdiv_(mean, root, value=-lr / (1 - beta1**step))
+    m.copy_(mean)
+    v.copy_(square)
 
 
 @adamw.fast("fused")

@@ -9,6 +9,7 @@ from typing import Any
 from moefold.kernels import (
     adamw,
     attention,
+    attention_block,
     cross_entropy,
     grouped_gemm,
     permute,
@@ -23,6 +24,7 @@ from moefold.kernels.registry import OPS
 __all__ = [  # imported so that their ops are registered
     "adamw",
     "attention",
+    "attention_block",
     "cross_entropy",
     "grouped_gemm",
     "permute",
@@ -40,6 +42,8 @@ class Kernels:
     rmsnorm: Callable[..., Any]
     rope: Callable[..., Any]
     attention: Callable[..., Any]
+    attention_block: Callable[..., Any]
+    attention_block_backward: Callable[..., Any]
     swiglu: Callable[..., Any]
     router_topk: Callable[..., Any]
     gather_rows: Callable[..., Any]

@@ -27,6 +27,7 @@ class Facts:
     capability: tuple[int, int] = (0, 0)
     hidden: int = 0
     ffn: int = 0
+    moments: str = "fp32"
 
     def aligned(self, to: int) -> bool:
         """Rows of `hidden` and of `ffn` elements begin at multiples of so many bytes."""
@@ -54,6 +55,8 @@ CATALOG: dict[str, tuple[Choice, ...]] = {
     "rmsnorm": (Choice("torch", always, "nothing", "one fused pass where torch has one"),),
     "rope": (),
     "attention": (Choice("sdpa", always, "nothing", "never stores the scores"),),
+    "attention_block": (),
+    "attention_block_backward": (),
     "swiglu": (Choice("by_hand", always, "nothing", "saves the pre-activation only, not what lies between"),),
     "router_topk": (),
     "gather_rows": (Choice("adjoint", always, "nothing", "its backward is a gather: no atomics, the same every run"),),
@@ -68,7 +71,12 @@ CATALOG: dict[str, tuple[Choice, ...]] = {
     ),
     "cross_entropy": (Choice("chunked", always, "nothing", "holds the logits of one chunk of tokens at a time"),),
     "adamw": (
-        Choice("fused", lambda f: f.dtype != "fp64", "fp32 state", "one pass over weights, gradients and moments"),
+        Choice(
+            "fused",
+            lambda f: f.dtype != "fp64" and f.moments != "bf16",
+            "fp32 state",
+            "one pass over weights, gradients and moments",
+        ),
     ),
 }
 
@@ -97,7 +105,7 @@ def read_force(force: Iterable[str]) -> dict[str, str]:
 
 
 def facts_of(config: Config, device: str, dtype: str, capability: tuple[int, int] = (0, 0)) -> Facts:
-    return Facts(device, dtype, capability, config.model.hidden, config.model.moe.ffn)
+    return Facts(device, dtype, capability, config.model.hidden, config.model.moe.ffn, config.optim.moments)
 
 
 def expected_facts(config: Config) -> Facts:

@@ -1,7 +1,8 @@
 """Tokens to rows and back, without atomics: each direction is a gather, and each is the other's backward.
 
 N source rows, R rows in expert order, D width, K rows at most per source row.
-`index_R[r]` is the source of row r; `slots_NK[n]` are the rows made from source n. The two say the same thing.
+`index_R[r]` is the source of row r; `slots_NK[n]` are the rows made from source n. The two say the same thing. Only
+with `holes` may either hold -1: a slot without a row (fewer than K), a row without a source (padding).
 
     source_ND  --gather_rows-->  x_RD = source[index]         sum_rows: y_ND = sum_k y_R[slots[:, k]]
 """
@@ -14,65 +15,80 @@ from moefold.kernels.registry import Case, op, random
 
 
 @op
-def gather_rows(source_ND: torch.Tensor, index_R: torch.Tensor, slots_NK: torch.Tensor) -> torch.Tensor:
-    """x_RD[r] = source_ND[index_R[r]]."""
+def gather_rows(
+    source_ND: torch.Tensor, index_R: torch.Tensor, slots_NK: torch.Tensor, holes: bool = False
+) -> torch.Tensor:
+    """x_RD[r] = source_ND[index_R[r]]; zeros for a row of padding, -1."""
+    if holes:
+        source_ND = torch.cat((source_ND, source_ND.new_zeros(1, source_ND.shape[1])))
     return source_ND[index_R]
 
 
 @op
-def sum_rows(y_RD: torch.Tensor, index_R: torch.Tensor, slots_NK: torch.Tensor) -> torch.Tensor:
+def sum_rows(y_RD: torch.Tensor, index_R: torch.Tensor, slots_NK: torch.Tensor, holes: bool = False) -> torch.Tensor:
     """out_ND[n] = the sum of y_RD over the rows made from n, in fp32 or better."""
     wide = torch.promote_types(y_RD.dtype, torch.float32)
+    if holes:  # -1 finds the row of zeros behind the last
+        y_RD = torch.cat((y_RD, y_RD.new_zeros(1, y_RD.shape[1])))
     return y_RD[slots_NK].sum(1, dtype=wide).to(y_RD.dtype)
 
 
 @gather_rows.fast("adjoint")
-def _(source_ND: torch.Tensor, index_R: torch.Tensor, slots_NK: torch.Tensor) -> torch.Tensor:
-    return Gather.apply(source_ND, index_R, slots_NK)  # pyright: ignore[reportReturnType]
+def _(source_ND: torch.Tensor, index_R: torch.Tensor, slots_NK: torch.Tensor, holes: bool = False) -> torch.Tensor:
+    return Gather.apply(source_ND, index_R, slots_NK, holes)  # pyright: ignore[reportReturnType]
 
 
 @sum_rows.fast("adjoint")
-def _(y_RD: torch.Tensor, index_R: torch.Tensor, slots_NK: torch.Tensor) -> torch.Tensor:
-    return Sum.apply(y_RD, index_R, slots_NK)  # pyright: ignore[reportReturnType]
+def _(y_RD: torch.Tensor, index_R: torch.Tensor, slots_NK: torch.Tensor, holes: bool = False) -> torch.Tensor:
+    return Sum.apply(y_RD, index_R, slots_NK, holes)  # pyright: ignore[reportReturnType]
 
 
 class Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, source_ND, index_R, slots_NK):
+    def forward(ctx, source_ND, index_R, slots_NK, holes):
         ctx.save_for_backward(index_R, slots_NK)
-        return gather_rows.reference(source_ND, index_R, slots_NK)
+        ctx.holes = holes
+        return gather_rows.reference(source_ND, index_R, slots_NK, holes)
 
     @staticmethod
     def backward(ctx, d_RD):
-        return sum_rows.reference(d_RD, *ctx.saved_tensors), None, None
+        return sum_rows.reference(d_RD, *ctx.saved_tensors, ctx.holes), None, None, None
 
 
 class Sum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, y_RD, index_R, slots_NK):
+    def forward(ctx, y_RD, index_R, slots_NK, holes):
         ctx.save_for_backward(index_R, slots_NK)
-        return sum_rows.reference(y_RD, index_R, slots_NK)
+        ctx.holes = holes
+        return sum_rows.reference(y_RD, index_R, slots_NK, holes)
 
     @staticmethod
     def backward(ctx, d_ND):
-        return gather_rows.reference(d_ND, *ctx.saved_tensors), None, None
+        return gather_rows.reference(d_ND, *ctx.saved_tensors, ctx.holes), None, None, None
 
 
-def shuffled(n: int, k: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """A random index and its slots."""
-    order = torch.randperm(n * k, generator=torch.Generator().manual_seed(n * k))
-    slots = torch.empty_like(order)
-    slots[order] = torch.arange(n * k)
-    return (order // max(k, 1)).to(device), slots.view(n, k).to(device)
+def shuffled(n: int, k: int, device: str, drop: int = 0) -> tuple[torch.Tensor, torch.Tensor, bool]:
+    """A random index and its slots; with `drop`, every so many-th row is left out and three rows of padding are put in
+    front."""
+    kept = torch.randperm(n * k, generator=torch.Generator().manual_seed(n * k))
+    kept = kept[kept % drop != 0] if drop else kept
+    padding = kept.new_full((3 if drop else 0,), -1)
+    slots = torch.full((n * k,), -1)
+    slots[kept] = torch.arange(len(kept)) + len(padding)
+    return torch.cat((padding, kept // max(k, 1))).to(device), slots.view(n, k).to(device), drop > 0
+
+
+SIZES = [(1, 1, 4, 0), (33, 2, 16, 0), (64, 8, 32, 0), (0, 2, 8, 0), (33, 2, 16, 3), (16, 4, 8, 2), (5, 1, 8, 1)]
 
 
 @gather_rows.cases
 def _(device: str, dtype: torch.dtype):
-    for n, k, d in [(1, 1, 4), (33, 2, 16), (64, 8, 32), (0, 2, 8)]:
-        yield Case(f"{n} x {k} rows of {d}", (random(device, dtype, n, d), *shuffled(n, k, device)))
+    for n, k, d, drop in SIZES:
+        yield Case(f"{n} x {k} rows of {d}, drop {drop}", (random(device, dtype, n, d), *shuffled(n, k, device, drop)))
 
 
 @sum_rows.cases
 def _(device: str, dtype: torch.dtype):
-    for n, k, d in [(1, 1, 4), (33, 2, 16), (64, 8, 32), (0, 2, 8)]:
-        yield Case(f"{n} x {k} rows of {d}", (random(device, dtype, n * k, d), *shuffled(n, k, device)))
+    for n, k, d, drop in SIZES:
+        index, slots, holes = shuffled(n, k, device, drop)
+        yield Case(f"{n} x {k} rows of {d}, drop {drop}", (random(device, dtype, len(index), d), index, slots, holes))

@@ -19,13 +19,19 @@ COMBINATIONS = [
     ("tp",),
     ("pp",),
     ("dp", "cp"),
+    ("cp", "tp"),
     ("dp", "cp", "tp"),
     ("edp",),
     ("ep",),
     ("etp",),
-    ("edp", "etp"),
+    ("ep", "etp"),
     ("edp", "ep", "etp"),
 ]
+
+
+GRADIENT_AXES = [("dp", "cp"), ("dp", "cp", "tp"), ("edp",)]  # what placements sum over
+
+Partition = list[tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -44,7 +50,8 @@ class Axis:
 
 @dataclass(frozen=True)
 class World:
-    """This rank's place: its device, the two grids and an Axis for every combination of their axes."""
+    """This rank's place: its device, the two grids and an Axis for every combination of their axes. `store` is where
+    all ranks can leave notes."""
 
     rank: int
     size: int
@@ -53,6 +60,8 @@ class World:
     expert: Grid
     axes: dict[tuple[str, ...], Axis]
     everyone: Axis
+    node_size: int
+    store: dist.Store | None = None
 
     def axis(self, *names: str) -> Axis:
         if names not in self.axes:
@@ -63,29 +72,63 @@ class World:
         return self.dense if which == "dense" else self.expert
 
 
-def name_axes(rank: int, size: int, device: torch.device, parallel: ParallelConfig) -> World:
-    """Fold the ranks and create every group. Equal partitions share one group; a group of one rank needs none."""
+def name_axes(
+    rank: int,
+    size: int,
+    device: torch.device,
+    parallel: ParallelConfig,
+    node_size: int | None = None,
+    store: dist.Store | None = None,
+) -> World:
+    """Fold the ranks and create every group. Equal partitions share one group; a group of one rank needs none.
+    `node_size`: how many ranks share a machine (all, if not said)."""
     dense, expert = fold(size, parallel)
-    made: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup | None] = {}
+    made: dict[tuple[object, ...], dist.ProcessGroup | None] = {}
 
-    def axis(name: str, partition: list[tuple[int, ...]]) -> Axis:
+    def axis(name: str, partition: Partition, fresh: bool = False) -> Axis:
         mine = next(ranks for ranks in partition if rank in ranks)
-        known = tuple(partition)
+        known = ("fresh" if fresh else "shared", *partition)
         if known not in made:
-            made[known] = create_groups(partition, rank)
+            made[known] = create_groups(partition, rank, fresh)
         return Axis(name, mine, mine.index(rank), made[known])
 
     everyone = axis("world", [tuple(range(size))])
     grids = {names: dense if set(names) <= set(dense.sizes) else expert for names in COMBINATIONS}
     axes = {names: axis("_".join(names), grid.groups(*names)) for names, grid in grids.items()}
-    return World(rank, size, device, dense, expert, axes, everyone)
+    for names in GRADIENT_AXES:  # groups of their own: they are used while backward's own collectives run
+        grid = dense if set(names) <= set(dense.sizes) else expert
+        axes["gradients of", *names] = axis("gradients of " + "_".join(names), grid.groups(*names), fresh=True)
+    for name, grid in (("ep", expert), ("cp", dense)):
+        inside, nodes = split_by_node(grid.groups(name), node_size or size)
+        axes[f"{name} inside",] = axis(f"{name} inside", inside)
+        axes[f"{name} nodes",] = axis(f"{name} nodes", nodes)
+    return World(rank, size, device, dense, expert, axes, everyone, node_size or size, store)
 
 
-def create_groups(partition: list[tuple[int, ...]], rank: int) -> dist.ProcessGroup | None:
+def split_by_node(partition: Partition, node_size: int) -> tuple[Partition, Partition]:
+    """Each group cut into the parts that lie inside a node, and across: the ranks at the same place of each part.
+    A group whose parts differ in size is taken to lie inside one node."""
+    inside: Partition = []
+    across: Partition = []
+    for group in partition:
+        parts = [tuple(r for r in group if r // node_size == node) for node in sorted({r // node_size for r in group})]
+        if len({len(part) for part in parts}) > 1:
+            parts = [group]
+        inside += parts
+        across += list(zip(*parts, strict=True))
+    return inside, across
+
+
+def alone(device: str = "cpu") -> World:
+    """The world of a single rank: every axis has size one."""
+    return name_axes(0, 1, torch.device(device), ParallelConfig())
+
+
+def create_groups(partition: Partition, rank: int, fresh: bool) -> dist.ProcessGroup | None:
     """The group of this rank, after creating all groups of the partition, as torch.distributed asks of every rank."""
     if len(partition[0]) == 1:
         return None
-    if len(partition) == 1:
+    if len(partition) == 1 and not fresh:
         return dist.group.WORLD
     groups = [dist.new_group(list(ranks)) for ranks in partition]
     return next(g for g, ranks in zip(groups, partition, strict=True) if rank in ranks)  # pyright: ignore[reportReturnType]

@@ -8,17 +8,31 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from moefold.layout.axes import World
 from moefold.layout.placement import REPLICATED, Placement
 
 
 @dataclass(frozen=True)
 class Declaration:
-    """`std` None starts at one (norms), 0 at zero (biases), else normal. `stacked`: dim 0 counts independent
-    matrices (experts), each drawn by itself, so that a rank can draw only those it holds."""
+    """`shape` is that of the whole tensor, over all ranks. `std` None starts at one (norms), 0 at zero (biases), else
+    normal. `stacked`: dim 0 counts independent matrices (experts), each drawn by itself, so that a rank can draw only
+    those it holds."""
 
+    shape: tuple[int, ...]
     placement: Placement
     std: float | None
     stacked: bool = False
+
+    def part(self, world: World) -> list[tuple[int, int]]:
+        """Where this rank's part lies in the whole: (start, size) along every dim."""
+        cuts = [(0, size) for size in self.shape]
+        for dim, name in self.placement.cut:
+            axis = world.axis(name)
+            size, rest = divmod(self.shape[dim], axis.size)
+            if rest:
+                raise ValueError(f"dim {dim} of {self.shape} does not split over {name} of size {axis.size}")
+            cuts[dim] = (axis.index * size, size)
+        return cuts
 
     @property
     def decays(self) -> bool:
@@ -29,8 +43,9 @@ class Declaration:
 class Declaring(nn.Module):
     """A module that owns parameters."""
 
-    def __init__(self):
+    def __init__(self, world: World):
         super().__init__()
+        self.world = world
         self.declared: dict[str, Declaration] = {}
 
     def declare(
@@ -41,18 +56,19 @@ class Declaring(nn.Module):
         std: float | None,
         stacked: bool = False,
     ) -> nn.Parameter:
-        """An empty parameter on the current default device; `model/initialise.py` fills it by name and seed."""
-        self.declared[name] = Declaration(placement, std, stacked)
-        return nn.Parameter(torch.empty(*shape))
+        """This rank's part of a parameter of that (whole) shape, empty; `model/initialise.py` fills it."""
+        self.declared[name] = made = Declaration(shape, placement, std, stacked)
+        return nn.Parameter(torch.empty([size for _, size in made.part(self.world)]))
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter with its full name and its declaration."""
+    """A parameter with its full name, its declaration, and where this rank's part lies: (start, size) of each dim."""
 
     name: str
     tensor: nn.Parameter
     declaration: Declaration
+    part: list[tuple[int, int]]
 
 
 def declared_parameters(model: nn.Module) -> Iterator[Parameter]:
@@ -61,4 +77,5 @@ def declared_parameters(model: nn.Module) -> Iterator[Parameter]:
         for name, tensor in module.named_parameters(recurse=False):
             if not isinstance(module, Declaring) or name not in module.declared:
                 raise TypeError(f"{prefix}.{name} was not declared; create it with Declaring.declare")
-            yield Parameter(f"{prefix}.{name}" if prefix else name, tensor, module.declared[name])
+            made = module.declared[name]
+            yield Parameter(f"{prefix}.{name}" if prefix else name, tensor, made, made.part(module.world))

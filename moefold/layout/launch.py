@@ -41,11 +41,12 @@ def joined(parallel: ParallelConfig, wanted_device: str) -> Iterator[World]:
     own_gpu = device.type == "cuda" and place.local_size <= torch.cuda.device_count()
     backend = "cpu:gloo,cuda:nccl" if own_gpu else "gloo"
     device_id = device if own_gpu else None
+    store = meet(place)
     dist.init_process_group(
-        backend, store=meet(place), rank=place.rank, world_size=place.size, timeout=TIMEOUT, device_id=device_id
+        backend, store=store, rank=place.rank, world_size=place.size, timeout=TIMEOUT, device_id=device_id
     )
     try:
-        yield name_axes(place.rank, place.size, device, parallel)
+        yield name_axes(place.rank, place.size, device, parallel, place.local_size, store)
     except RuntimeError as error:
         if any(word in str(error) for word in ("gloo", "Gloo", "NCCL", "Connection closed", "Connection reset")):
             raise Failed(f"rank {place.rank} lost contact with another rank: {first_line(error)}") from None

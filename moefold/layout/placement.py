@@ -20,6 +20,10 @@ class Placement:
     cut: tuple[tuple[int, str], ...] = ()
 
     @property
+    def cut_dims(self) -> tuple[int, ...]:
+        return tuple(dim for dim, _ in self.cut)
+
+    @property
     def cut_axes(self) -> tuple[str, ...]:
         return tuple(axis for _, axis in self.cut)
 
@@ -29,4 +33,13 @@ class Placement:
 
 
 REPLICATED = Placement("dense")
-EXPERTS = Placement("expert", ((0, "ep"),))
+
+
+def over_tp(dim: int) -> Placement:
+    """A dense parameter cut along one dim over the tensor-parallel ranks."""
+    return Placement("dense", ((dim, "tp"),))
+
+
+def over_experts(inner_dim: int) -> Placement:
+    """A stack of experts, spread over ep along dim 0 and each cut along its inner width over etp."""
+    return Placement("expert", ((0, "ep"), (inner_dim, "etp")))

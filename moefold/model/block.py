@@ -1,6 +1,6 @@
 """A transformer block as steps. Their order and lanes stand in anatomy/steps.py; here is what each one does.
 
-The carry: `x_TD` the residual stream; `sequences` how many sequences its T tokens belong to; `aux` the balance loss so
+The carry: `x_TD` the residual stream; `share` which tokens these are; `aux` the balance loss so
 far; between the steps of an MoE layer also `h_TD` (normed input), `receipt`, `rows`, `y_RD` and `shared_TD`.
 """
 
@@ -10,8 +10,8 @@ from torch import nn
 
 from moefold.anatomy.steps import block_steps
 from moefold.config.run import ModelConfig
-from moefold.kernels.bind import Kernels
 from moefold.model.attention.gqa import GroupedQueryAttention
+from moefold.model.choices import Choices
 from moefold.model.mlp import DenseMlp
 from moefold.model.moe.layer import MoeLayer
 from moefold.model.steps import Carry, bind_steps, run_steps
@@ -20,14 +20,14 @@ from moefold.model.steps import Carry, bind_steps, run_steps
 class Block(nn.Module):
     """What both kinds share: attention, and running the steps in order."""
 
-    def __init__(self, model: ModelConfig, layer: int, seq_len: int, kernels: Kernels):
+    def __init__(self, model: ModelConfig, layer: int, choices: Choices):
         super().__init__()
-        self.attention = GroupedQueryAttention(model, seq_len, kernels)
+        self.attention = GroupedQueryAttention(model, choices)
         self.specs = block_steps(model, layer)
 
     def attend(self, carry: Carry) -> Carry:
         x_TD = carry["x_TD"]
-        return {**carry, "x_TD": x_TD + self.attention(x_TD, carry["sequences"])}
+        return {**carry, "x_TD": x_TD + self.attention(x_TD, carry["share"])}
 
     def steps(self):
         return bind_steps(self.specs, self)
@@ -37,9 +37,9 @@ class Block(nn.Module):
 
 
 class DenseBlock(Block):
-    def __init__(self, model: ModelConfig, layer: int, seq_len: int, kernels: Kernels):
-        super().__init__(model, layer, seq_len, kernels)
-        self.dense = DenseMlp(model, kernels)
+    def __init__(self, model: ModelConfig, layer: int, choices: Choices):
+        super().__init__(model, layer, choices)
+        self.dense = DenseMlp(model, choices.kernels, choices.world)
 
     def mlp(self, carry: Carry) -> Carry:
         x_TD = carry["x_TD"]
@@ -47,13 +47,13 @@ class DenseBlock(Block):
 
 
 class MoeBlock(Block):
-    def __init__(self, model: ModelConfig, layer: int, seq_len: int, kernels: Kernels):
-        super().__init__(model, layer, seq_len, kernels)
-        self.moe = MoeLayer(model, kernels)
+    def __init__(self, model: ModelConfig, layer: int, choices: Choices):
+        super().__init__(model, layer, choices)
+        self.moe = MoeLayer(model, choices)
 
     def route(self, carry: Carry) -> Carry:
         h_TD = self.moe.norm(carry["x_TD"])
-        routing, aux = self.moe.router(h_TD, carry["sequences"])
+        routing, aux = self.moe.router(h_TD, carry["share"])
         receipt = self.moe.dispatcher.plan(routing)
         return {**carry, "h_TD": h_TD, "receipt": receipt, "aux": carry["aux"] + aux}
 

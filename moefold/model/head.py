@@ -1,30 +1,51 @@
-"""The last norm and the output matrix, which may be the embedding's. T tokens, D width, V vocabulary."""
+"""The last norm and the output matrix, which may be the embedding's.
+
+T tokens of this rank, C of its cp rank, D width; of V words this rank holds v.
+"""
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
+from moefold.comm.collectives import gather, max_, sum_
 from moefold.config.run import ModelConfig
 from moefold.kernels.bind import Kernels
+from moefold.kernels.cross_entropy import Words
+from moefold.layout.axes import World
 from moefold.layout.declare import Declaring
+from moefold.layout.placement import over_tp
 from moefold.model.embedding import Embedding
 from moefold.model.norm import RMSNorm
 
 
 class Head(Declaring):
-    def __init__(self, model: ModelConfig, embedding: Embedding, kernels: Kernels):
-        super().__init__()
-        self.norm = RMSNorm(model.hidden, model.norm_eps, kernels)
-        self.cross_entropy = kernels.cross_entropy
+    def __init__(self, model: ModelConfig, embedding: Embedding, kernels: Kernels, world: World):
+        super().__init__(world)
+        self.norm = RMSNorm(model.hidden, model.norm_eps, kernels, world)
+        self.cross_entropy, self.tp = kernels.cross_entropy, world.axis("tp")
         if model.tied_head:
-            self.matrix_VD = lambda: embedding.weight
+            self.matrix_vD = lambda: embedding.weight
         else:
-            self.weight = self.declare("weight", model.vocab, model.hidden, std=model.init_std)
-            self.matrix_VD = lambda: self.weight
+            std, placement = model.init_std, over_tp(0)
+            self.weight = self.declare("weight", model.vocab, model.hidden, std=std, placement=placement)
+            self.matrix_vD = lambda: self.weight
 
-    def loss(self, x_TD: torch.Tensor, labels_T: torch.Tensor) -> torch.Tensor:
-        """The cross-entropy summed over tokens; the logits of all tokens are never held together."""
-        return self.cross_entropy(self.norm(x_TD), self.matrix_VD(), labels_T)
+    def forward(self, x_TD: torch.Tensor, labels_C: torch.Tensor | None = None) -> torch.Tensor:
+        """The loss, or all logits where there are no labels. Called, so that hooks on the module see its every use."""
+        return self.logits(x_TD) if labels_C is None else self.loss(x_TD, labels_C)
+
+    def loss(self, x_TD: torch.Tensor, labels_C: torch.Tensor) -> torch.Tensor:
+        """The cross-entropy summed over the tokens of this cp rank, the same on its tp ranks; the logits of all tokens
+        are never held together."""
+        h_CD, matrix_vD = gather(self.norm(x_TD), self.tp), self.matrix_vD()
+        if self.tp.size == 1:
+            return self.cross_entropy(h_CD, matrix_vD, labels_C)
+        words = Words(self.tp.index * len(matrix_vD), partial(sum_, axis=self.tp), partial(max_, axis=self.tp))
+        return self.cross_entropy(h_CD, matrix_vD, labels_C, words)
 
     def logits(self, x_TD: torch.Tensor) -> torch.Tensor:
-        return self.norm(x_TD) @ self.matrix_VD().T
+        """All logits of this cp rank's tokens: (C, V)."""
+        logits_vC = (gather(self.norm(x_TD), self.tp) @ self.matrix_vD().T).T
+        return gather(logits_vC, self.tp).T

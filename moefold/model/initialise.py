@@ -23,19 +23,21 @@ def slices(model: nn.Module) -> Iterator[tuple[str, Parameter, torch.Tensor]]:
     """(name, parameter, view to fill): a whole parameter, or each expert's matrix of a stacked one."""
     for parameter in declared_parameters(model):
         if parameter.declaration.stacked:
+            first, _ = parameter.part[0]
             for i, view in enumerate(parameter.tensor.unbind(0)):
-                yield f"{parameter.name}/{i}", parameter, view
+                yield f"{parameter.name}/{first + i}", parameter, view
         else:
             yield parameter.name, parameter, parameter.tensor
 
 
 @torch.no_grad()
 def fill(name: str, parameter: Parameter, view: torch.Tensor, seed: int) -> None:
-    std = parameter.declaration.std
+    std, stacked = parameter.declaration.std, parameter.declaration.stacked
     if not std:
         view.fill_(1.0 if std is None else 0.0)
         return
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest[:7], "big"))
-    drawn = torch.empty(view.shape, dtype=torch.float32, device="cpu").normal_(0.0, std, generator=generator)
-    view.copy_(drawn)
+    shape = parameter.declaration.shape[stacked:]
+    drawn = torch.empty(shape, dtype=torch.float32, device="cpu").normal_(0.0, std, generator=generator)
+    view.copy_(drawn[tuple(slice(start, start + size) for start, size in parameter.part[stacked:])])

@@ -5,31 +5,37 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from moefold.comm.collectives import gather, scatter_sum
 from moefold.config.run import ModelConfig
 from moefold.kernels.bind import Kernels
+from moefold.layout.axes import World
+from moefold.layout.placement import over_tp
 from moefold.model.norm import RMSNorm
 from moefold.model.steps import Region
 from moefold.precision.linear import Linear
 
 
 class GatedMlp(nn.Module):
-    def __init__(self, model: ModelConfig, ffn: int, kernels: Kernels):
+    def __init__(self, model: ModelConfig, ffn: int, kernels: Kernels, world: World):
         super().__init__()
-        self.gate_up = Linear(model.hidden, 2, ffn, std=model.init_std)
-        self.down = Linear(ffn, model.hidden, std=model.init_std / (2 * model.layers) ** 0.5)
-        self.swiglu = kernels.swiglu
+        down_std = model.init_std / (2 * model.layers) ** 0.5
+        self.gate_up = Linear(world, model.hidden, 2, ffn, std=model.init_std, placement=over_tp(1))
+        self.down = Linear(world, ffn, model.hidden, std=down_std, placement=over_tp(1))
+        self.swiglu, self.tp = kernels.swiglu, world.axis("tp")
         self.activation = Region()
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
-        return self.down(self.activation(self.swiglu, self.gate_up(x_TD)))
+        x_CD = gather(x_TD, self.tp)  # all tokens of this cp rank meet this rank's part of the width
+        summand_CD = self.down(self.activation(self.swiglu, self.gate_up(x_CD)))
+        return scatter_sum(summand_CD, self.tp)
 
 
 class DenseMlp(GatedMlp):
     """The MLP of a dense block, with its own norm."""
 
-    def __init__(self, model: ModelConfig, kernels: Kernels):
-        super().__init__(model, model.dense_ffn, kernels)
-        self.norm = RMSNorm(model.hidden, model.norm_eps, kernels)
+    def __init__(self, model: ModelConfig, kernels: Kernels, world: World):
+        super().__init__(model, model.dense_ffn, kernels, world)
+        self.norm = RMSNorm(model.hidden, model.norm_eps, kernels, world)
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
         return super().forward(self.norm(x_TD))

@@ -9,21 +9,19 @@ import torch
 
 from moefold.config.run import OptimConfig
 from moefold.kernels.bind import Kernels
+from moefold.layout.declare import Parameter
 from moefold.shard.buckets import Bucket
 
 
 @dataclass
 class Slice:
-    """The optimizer's part of a bucket. For an fp32 model `main` is the model's own weights, not a copy."""
+    """The optimizer's state for this rank's share of a bucket. For an fp32 model `main` is the model's own weights."""
 
     bucket: Bucket
     main: torch.Tensor
     mean: torch.Tensor
     mean_square: torch.Tensor
-
-    @property
-    def has_copy(self) -> bool:
-        return self.main is not self.bucket.weights
+    has_copy: bool
 
 
 class AdamW:
@@ -32,28 +30,28 @@ class AdamW:
         self.slices = [self.slice_of(bucket) for bucket in buckets]
 
     def slice_of(self, bucket: Bucket) -> Slice:
-        wide = torch.promote_types(bucket.weights.dtype, torch.float32)
-        mean, mean_square = (torch.zeros_like(bucket.weights, dtype=wide) for _ in range(2))
-        return Slice(bucket, bucket.weights.to(wide), mean, mean_square)
+        weights = bucket.weights[bucket.share]
+        wide = torch.promote_types(weights.dtype, torch.float32)
+        moments = torch.bfloat16 if self.optim.moments == "bf16" else wide
+        mean, mean_square = (torch.zeros_like(weights, dtype=moments) for _ in range(2))
+        return Slice(bucket, weights.to(wide), mean, mean_square, has_copy=weights.dtype != wide)
 
     def step(self, number: int, lr: float) -> None:
-        """Update the main weights from the buckets' gradients; `number` counts from one."""
+        """Update the main weights from the buckets' gradients, and round them into the model's; `number` counts from
+        one. Other ranks see the new weights once they are published."""
         o = self.optim
         for s in self.slices:
             decay = o.weight_decay if s.bucket.decays else 0.0
-            gradients = s.bucket.gradients
+            gradients = s.bucket.gradients[s.bucket.share]
             self.adamw(s.main, gradients, s.mean, s.mean_square, number, lr, o.beta1, o.beta2, o.eps, decay)
-
-    def publish(self) -> None:
-        """Hand the updated main weights to the model."""
-        for s in self.slices:
             if s.has_copy:
-                s.bucket.weights.copy_(s.main)
+                s.bucket.weights[s.bucket.share] = s.main.to(s.bucket.weights.dtype)
 
-    def state(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every tensor of the optimizer by logical name, as views that can be loaded into."""
+    def state(self) -> Iterator[tuple[Parameter, str, int, torch.Tensor]]:
+        """Every piece of state this rank holds: (parameter, kind, from, values), the values being those of the
+        flattened parameter from there on, as views that can be loaded into."""
         for s in self.slices:
             flats = {"mean": s.mean, "mean_square": s.mean_square, **({"main": s.main} if s.has_copy else {})}
-            for kind, flat in flats.items():
-                for parameter, view in s.bucket.views(flat):
-                    yield f"{parameter.name}.{kind}", view
+            for parameter, first, last, at in s.bucket.pieces():
+                for kind, flat in flats.items():
+                    yield parameter, kind, first, flat[at : at + last - first]

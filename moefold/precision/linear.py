@@ -5,19 +5,35 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from moefold.layout.axes import World
 from moefold.layout.declare import Declaring
 from moefold.layout.placement import REPLICATED, Placement
 
 
 class Linear(Declaring):
-    """y = x W^T + b. With `outputs` of several sizes, such as (2, F), the result has them as its last dims."""
+    """y = x W^T + b. With `outputs` of several sizes, such as (2, F), the result has them as its last dims.
 
-    def __init__(self, inputs: int, *outputs: int, bias: bool = False, std: float, placement: Placement = REPLICATED):
-        super().__init__()
+    Cut over tp along an output dim, each rank makes its part of y, bias included. Cut along the inputs (the last dim),
+    each rank makes a summand of y; the first adds the whole bias, so that the sum holds it once.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        inputs: int,
+        *outputs: int,
+        bias: bool = False,
+        std: float,
+        placement: Placement = REPLICATED,
+    ):
+        super().__init__(world)
         self.weight = self.declare("weight", *outputs, inputs, std=std, placement=placement)
-        self.bias = self.declare("bias", *outputs, std=0.0, placement=placement) if bias else None
+        summand = placement.cut_dims == (len(outputs),)
+        self.bias_times = 0.0 if summand and world.axis("tp").index > 0 else 1.0
+        bias_placement = REPLICATED if summand else placement
+        self.bias = self.declare("bias", *outputs, std=0.0, placement=bias_placement) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        bias = None if self.bias is None else self.bias.flatten()
+        bias = self.bias.flatten() * self.bias_times if self.bias is not None else None
         y = F.linear(x, self.weight.flatten(0, -2), bias)
         return y.unflatten(-1, self.weight.shape[:-1])

@@ -13,12 +13,13 @@ from moefold.config.run import Config
 from moefold.presets.zoo import PRESETS
 
 
-def resolve(recipe: str, overrides: Sequence[str] = (), world: int = 1) -> Config:
-    """The configuration meant by `recipe` and `overrides` on `world` ranks, or a refusal naming every problem."""
+def resolve(recipe: str, overrides: Sequence[str] = (), world: int | None = 1) -> Config:
+    """The configuration meant by `recipe` and `overrides` on `world` ranks, or a refusal naming every problem. Without
+    a world only the keys themselves are checked, not the rules that tie them together."""
     problems: dict[str, str] = {}
     config = base_of(recipe, problems)
     config = with_values(config, parse_overrides(overrides), problems)
-    messages = [*problems.values(), *broken(Case(config, world), illegal=problems)]
+    messages = [*problems.values(), *(broken(Case(config, world), illegal=problems) if world else ())]
     if messages:
         raise Refused(*messages)
     return config

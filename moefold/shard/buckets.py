@@ -1,9 +1,12 @@
-"""Parameters and their gradients in a few flat tensors, one per kind of placement.
+"""Parameters, gradients and optimizer state in a few flat tensors, each cut over the ranks that would hold copies.
 
-    weights_flat   | query | pad | key | pad | ...      the model's parameters are views of it, in its precision
-    gradients_flat | d query | .. | d key | ..  | ...   fp32, whatever the precision; microbatches add up here
+    weights    | query | pad | key | pad | ...        the model's parameters are views of it, in its precision
+    gradients  | d query | .. | d key | ..  | ...     fp32, whatever the precision; microbatches add up here
+    share        this rank's part of both: its optimizer state is for that alone (ZeRO-1)
 
-Reducing, measuring, clipping and updating then act on a handful of long tensors instead of thousands of short ones.
+A bucket holds parameters of one placement. The ranks along its `summed_axes` hold the same parameters and see other
+tokens: gradients are summed over them, each rank keeping its share, and updated shares are handed back to all.
+Buckets are filled from the end of the model to its beginning, as backward finishes them.
 """
 
 from __future__ import annotations
@@ -14,15 +17,17 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from moefold.layout.axes import Axis, World
 from moefold.layout.declare import Parameter, declared_parameters
 from moefold.layout.placement import Placement
 
 ALIGN = 128  # elements: kernels want views that begin at multiples of 16 bytes, and wide loads like more
+BUCKET = 1 << 25  # elements: long enough to use the network well, short enough to start before backward ends
 
 
 @dataclass
 class Bucket:
-    """Parameters that share a placement and whether they decay."""
+    """Parameters that share a placement and whether they decay; `replicas` are the ranks that hold the same ones."""
 
     placement: Placement
     decays: bool
@@ -30,6 +35,12 @@ class Bucket:
     starts: list[int]
     weights: torch.Tensor
     gradients: torch.Tensor
+    replicas: Axis
+
+    @property
+    def share(self) -> slice:
+        size = len(self.weights) // self.replicas.size
+        return slice(self.replicas.index * size, (self.replicas.index + 1) * size)
 
     def views(self, flat: torch.Tensor) -> Iterator[tuple[Parameter, torch.Tensor]]:
         """Each parameter's part of a flat tensor of this bucket, in the parameter's shape."""
@@ -37,25 +48,41 @@ class Bucket:
             tensor = parameter.tensor
             yield parameter, flat[start : start + tensor.numel()].view(tensor.shape)
 
+    def pieces(self) -> Iterator[tuple[Parameter, int, int, int]]:
+        """What this rank's share holds: (parameter, from, to, at), the elements from..to of the flattened parameter
+        lying at `at` in the share."""
+        for parameter, start in zip(self.parameters, self.starts, strict=True):
+            first = max(self.share.start, start)
+            last = min(self.share.stop, start + parameter.tensor.numel())
+            inside = first < last  # else nothing of it lies here; it is named all the same
+            yield (parameter, first - start, last - start, first - self.share.start) if inside else (parameter, 0, 0, 0)
 
-def fill_buckets(model: nn.Module) -> list[Bucket]:
+
+def fill_buckets(model: nn.Module, world: World, most: int = BUCKET) -> list[Bucket]:
     """Group the parameters and move them into flat tensors; the model goes on using views of these."""
-    groups: dict[tuple[Placement, bool], list[Parameter]] = {}
-    for parameter in declared_parameters(model):
+    open_groups: dict[tuple[Placement, bool], list[Parameter]] = {}
+    full: list[list[Parameter]] = []
+    for parameter in reversed(list(declared_parameters(model))):
         kind = (parameter.declaration.placement, parameter.declaration.decays)
-        groups.setdefault(kind, []).append(parameter)
-    return [make_bucket(placement, decays, parameters) for (placement, decays), parameters in groups.items()]
+        group = open_groups.setdefault(kind, [])
+        group.append(parameter)
+        if sum(p.tensor.numel() for p in group) >= most:
+            full.append(open_groups.pop(kind))
+    return [make_bucket(group, world) for group in [*full, *open_groups.values()]]
 
 
-def make_bucket(placement: Placement, decays: bool, parameters: list[Parameter]) -> Bucket:
+def make_bucket(parameters: list[Parameter], world: World) -> Bucket:
     starts, end = [], 0
     for parameter in parameters:
         starts.append(end)
         end += -(-parameter.tensor.numel() // ALIGN) * ALIGN
+    made = parameters[0].declaration
+    replicas = world.axis("gradients of", *made.placement.summed_axes)
+    end = -(-end // (ALIGN * replicas.size)) * ALIGN * replicas.size
     like = parameters[0].tensor
     weights = torch.zeros(end, dtype=like.dtype, device=like.device)
     gradients = torch.zeros(end, dtype=torch.promote_types(like.dtype, torch.float32), device=like.device)
-    bucket = Bucket(placement, decays, parameters, starts, weights, gradients)
+    bucket = Bucket(made.placement, made.decays, parameters, starts, weights, gradients, replicas)
     for parameter, view in bucket.views(weights):
         view.copy_(parameter.tensor.detach())
         parameter.tensor.data = view

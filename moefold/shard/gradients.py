@@ -1,6 +1,11 @@
 """Gradients are sums: over microbatches, then over the ranks that saw other tokens, then divided once by the tokens.
 
-There is no averaging and no factor that depends on the layout. Which ranks to sum over is read off the placement.
+There is no averaging and no factor that depends on the layout. Which ranks to sum over is read off the placement. Each
+rank keeps the sum of its share of a bucket; during the last microbatch's backward a bucket starts travelling as soon as
+its last gradient is there.
+
+    backward   ... layer 3 | layer 2 | layer 1 | layer 0
+    network              bucket 0 ->|  bucket 1 ->|  bucket 2 ->
 """
 
 from __future__ import annotations
@@ -8,52 +13,81 @@ from __future__ import annotations
 import torch
 
 from moefold.comm.collectives import sum_
+from moefold.comm.reduce import Reduction, reduce_bf16, reduce_fp32
 from moefold.layout.axes import World
 from moefold.shard.buckets import Bucket
 
+TRAVELS = {"fp32": reduce_fp32, "bf16": reduce_bf16}
+
 
 class Gradients:
-    def __init__(self, buckets: list[Bucket], world: World):
-        self.buckets, self.world = buckets, world
-        for bucket in buckets:
+    def __init__(self, buckets: list[Bucket], world: World, travel: str = "fp32"):
+        self.buckets, self.world, self.reduce = buckets, world, TRAVELS[travel]
+        self.last = False
+        self.moved: set[str] = set()  # parameters that have had a gradient, as far as this rank's shares know
+        self.missing: list[int] = []
+        self.travelling: list[Reduction] = []
+        for number, bucket in enumerate(buckets):
             for parameter, view in bucket.views(bucket.gradients):
-                parameter.tensor.register_post_accumulate_grad_hook(adding_to(view))
+                parameter.tensor.register_post_accumulate_grad_hook(self.adding_to(view, number))
+
+    def begin(self) -> None:
+        """Before the first microbatch."""
+        self.last, self.travelling = False, []
+        self.missing = [len(bucket.parameters) for bucket in self.buckets]
+        for bucket in self.buckets:
+            bucket.gradients.zero_()
+
+    def expect_last(self) -> None:
+        """Before the backward of the last microbatch: what it finishes may leave."""
+        self.last = True
+
+    def adding_to(self, view: torch.Tensor, number: int):
+        """A hook that adds a parameter's finished gradient to its place in the bucket and lets it go."""
+
+        def add(tensor: torch.Tensor) -> None:
+            assert tensor.grad is not None
+            view.add_(tensor.grad)
+            tensor.grad = None
+            if self.last:
+                self.missing[number] -= 1
+                self.send_finished()
+
+        return add
+
+    def send_finished(self) -> None:
+        """Buckets leave in their fixed order, the same on every rank, whatever order they are finished in."""
+        while len(self.travelling) < len(self.buckets) and self.missing[len(self.travelling)] <= 0:
+            bucket = self.buckets[len(self.travelling)]
+            self.travelling.append(self.reduce(bucket.gradients, bucket.replicas))
 
     def finish(self, tokens: torch.Tensor) -> None:
-        """Sum over the ranks that hold replicas, and divide by the number of tokens of the global batch."""
-        for bucket in self.buckets:
-            sum_(bucket.gradients, self.world.axis(*bucket.placement.summed_axes))
-            bucket.gradients /= tokens
+        """Wait for the sums over all ranks, and divide by the number of tokens of the global batch."""
+        self.missing = [0] * len(self.buckets)  # a parameter that took no part has the gradient zero
+        self.send_finished()
+        for bucket, reduction in zip(self.buckets, self.travelling, strict=True):
+            torch.div(reduction.arrived(), tokens, out=bucket.gradients[bucket.share])
+
+    def shares(self) -> list[torch.Tensor]:
+        return [bucket.gradients[bucket.share] for bucket in self.buckets]
+
+    def note_moved(self) -> None:
+        """Remember which parameters have a gradient that is not zero in this rank's shares. Waits for the device."""
+        for bucket, share in zip(self.buckets, self.shares(), strict=True):
+            for parameter, first, last, at in bucket.pieces():
+                if parameter.name not in self.moved and share[at : at + last - first].any():
+                    self.moved.add(parameter.name)
 
     def norm(self) -> torch.Tensor:
-        """The length of the whole gradient, dense and expert parameters together, each element counted once."""
-        total = torch.zeros((), dtype=torch.float64, device=self.world.device)
-        for bucket in self.buckets:
-            squares = torch.linalg.vector_norm(bucket.gradients).double().square()
-            for axis in bucket.placement.cut_axes:
-                squares = sum_(squares, self.world.axis(axis))
-            total += squares
-        return total.sqrt()
+        """The length of the whole gradient, dense and expert parameters together. Each element lies in the share of
+        exactly one rank of the stage, so one sum over them counts it once."""
+        squares = torch.stack([torch.linalg.vector_norm(share).double().square() for share in self.shares()]).sum()
+        return sum_(squares, self.world.axis("dp", "cp", "tp")).sqrt()
 
     def clip(self, max_norm: float) -> torch.Tensor:
         """Scale the gradient down to `max_norm` if it is longer; returns the norm before that."""
         norm = self.norm()
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        for bucket in self.buckets:
-            bucket.gradients *= scale.to(bucket.gradients.dtype)
+        for share in self.shares():
+            share *= scale.to(share.dtype)
         return norm
-
-    def clear(self) -> None:
-        for bucket in self.buckets:
-            bucket.gradients.zero_()
-
-
-def adding_to(view: torch.Tensor):
-    """A hook that adds a parameter's finished gradient to its place in the bucket and lets it go."""
-
-    def add(tensor: torch.Tensor) -> None:
-        assert tensor.grad is not None
-        view.add_(tensor.grad)
-        tensor.grad = None
-
-    return add

@@ -2,27 +2,37 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 import torch
 
+from moefold import __version__
+from moefold.comm.collectives import gather_objects
+from moefold.config.keys import keys_of, show
+from moefold.config.refused import Refused
 from moefold.config.rules import check
 from moefold.config.run import Config
 from moefold.data.loader import Loader
 from moefold.data.tokenizer import Tokenizer, load_tokenizer
-from moefold.data.tokens import load_corpus
+from moefold.data.tokens import Corpus, load_corpus
+from moefold.dispatch.choose import choose_dispatcher
 from moefold.kernels.bind import Kernels, bind
 from moefold.kernels.catalog import facts_of, precision_on
 from moefold.kernels.registry import DTYPES
 from moefold.layout.axes import World
+from moefold.model.attention.context import choose_context
+from moefold.model.choices import Choices
 from moefold.model.initialise import initialise
 from moefold.model.transformer import Transformer
 from moefold.optim.adamw import AdamW
 from moefold.shard.buckets import fill_buckets
 from moefold.shard.gradients import Gradients
+from moefold.shard.publish import Publisher
 
 
 @dataclass
@@ -38,17 +48,20 @@ class Run:
     model: Transformer
     gradients: Gradients
     optimizer: AdamW
+    parameters: Publisher
     step: int = 0
 
 
-def assemble(config: Config, world: World, out: Path) -> Run:
+def assemble(config: Config, world: World, out: Path, corpus: Corpus | None = None) -> Run:
+    """Everything a run needs. `corpus` stands in for the text that the configuration names."""
     config = check(settled(config, world), world.size)
+    require_agreement(config, world)
     torch.manual_seed(config.train.seed)
     tokenizer = load_tokenizer(config.data.tokenizer)
-    loader, validation = make_loaders(config, tokenizer, world)
+    loader, validation = make_loaders(config, corpus or load_corpus(config.data, tokenizer, config.model.vocab), world)
     kernels = choose_kernels(config, world)
-    model = build_model(config, world.device, kernels)
-    buckets = fill_buckets(model)
+    model = build_model(config, world, kernels)
+    buckets = fill_buckets(model, world)
     return Run(
         config=config,
         world=world,
@@ -57,9 +70,35 @@ def assemble(config: Config, world: World, out: Path) -> Run:
         loader=loader,
         validation=validation,
         model=model,
-        gradients=Gradients(buckets, world),
+        gradients=Gradients(buckets, world, config.optim.gradient_travel),
         optimizer=AdamW(buckets, config.optim, kernels),
+        parameters=Publisher(model, buckets),
     )
+
+
+def require_agreement(config: Config, world: World) -> None:
+    """Refuse ranks that were given other settings or run other code, before they train something nobody asked for."""
+    mine = {key.path: show(key.default) for key in keys_of(config)}
+    mine |= {"moefold version": __version__, "torch version": torch.__version__, "moefold source": source_digest()}
+    everyone = gather_objects(mine, world.everyone)
+    differing = [
+        f"{name} = {other[name]} on rank {rank}, but {first} on rank 0; start all ranks alike"
+        for name, first in everyone[0].items()
+        for rank, other in enumerate(everyone)
+        if other[name] != first
+    ]
+    if differing:
+        raise Refused(*differing)
+
+
+@cache
+def source_digest() -> str:
+    """Of all source files of this package."""
+    root = Path(__file__).parent.parent
+    digest = hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        digest.update(path.relative_to(root).as_posix().encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def settled(config: Config, world: World) -> Config:
@@ -68,8 +107,7 @@ def settled(config: Config, world: World) -> Config:
     return replace(config, train=replace(config.train, device=device, precision=precision_on(device, config)))
 
 
-def make_loaders(config: Config, tokenizer: Tokenizer, world: World) -> tuple[Loader, Loader]:
-    corpus = load_corpus(config.data, tokenizer, config.model.vocab)
+def make_loaders(config: Config, corpus: Corpus, world: World) -> tuple[Loader, Loader]:
     c, dp = config, world.axis("dp")
     train = Loader(corpus.train, c.data.seq_len, c.train.global_batch, c.train.seed, dp, world.device)
     held_out = Loader(corpus.held_out, c.data.seq_len, c.train.validate_sequences, 0, dp, world.device)
@@ -82,10 +120,12 @@ def choose_kernels(config: Config, world: World) -> Kernels:
     return bind(facts, config.kernels.force)
 
 
-def build_model(config: Config, device: torch.device, kernels: Kernels) -> Transformer:
-    """The model on its device in its precision, initialised by name and seed."""
-    with device, default_dtype(DTYPES[config.train.precision]):
-        model = Transformer(config.model, config.data.seq_len, kernels)
+def build_model(config: Config, world: World, kernels: Kernels) -> Transformer:
+    """This rank's part of the model on its device in its precision, initialised by name and seed."""
+    context = choose_context(config.parallel.context, kernels, world)
+    choices = Choices(world, kernels, choose_dispatcher(config, kernels, world), context, config.data.seq_len)
+    with world.device, default_dtype(DTYPES[config.train.precision]):
+        model = Transformer(config.model, choices)
     initialise(model, config.train.seed)
     return model
 

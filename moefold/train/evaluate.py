@@ -16,7 +16,7 @@ def validation_loss(run: Run) -> float:
     run.model.eval()
     for part in run.validation.at(0, count).microbatches(run.config.train.micro_batch):
         losses = run.model(part.tokens_BS, part.labels_BS)
-        totals += torch.stack((losses.cross_entropy, (part.labels_BS >= 0).sum()))
+        totals += torch.stack((losses.cross_entropy, run.model.labelled(part.labels_BS)))
     run.model.train()
     sum_(totals, run.world.axis("dp", "cp"))
     return (totals[0] / totals[1]).item()
@@ -24,13 +24,17 @@ def validation_loss(run: Run) -> float:
 
 @torch.no_grad()
 def sample(run: Run, prompt: str, temperature: float = 0.7) -> str:
-    """Continue the prompt. The window is recomputed for every token: simple, and quick enough for a few hundred."""
+    """Continue the prompt. The window is recomputed for every token: simple, and quick enough for a few hundred. Every
+    rank takes part. What lies behind the last token pads the window to a length that splits over ranks; no token sees
+    what is behind it."""
     generator = torch.Generator().manual_seed(run.config.train.seed)
     tokens = [int(t) for t in run.tokenizer.encode(prompt)]
     run.model.eval()
     for _ in range(run.config.train.sample_tokens):
-        window = torch.tensor([tokens[-run.config.data.seq_len :]], device=run.world.device)
-        logits_V = run.model.logits(window)[0, -1, : run.tokenizer.size].float().cpu()
+        seen = tokens[-run.config.data.seq_len :]
+        padding = [0] * (-len(seen) % (2 * run.world.axis("cp", "tp").size))
+        window = torch.tensor([seen + padding], device=run.world.device)
+        logits_V = run.model.logits(window)[0, len(seen) - 1, : run.tokenizer.size].float().cpu()
         tokens.append(int(torch.multinomial((logits_V / temperature).softmax(-1), 1, generator=generator)))
     run.model.train()
     return run.tokenizer.decode(tokens)

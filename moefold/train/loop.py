@@ -10,13 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from moefold.anatomy.counts import active_parameters, total_parameters, train_flops_per_token
-from moefold.checkpoint.save import agreed, bytes_of, require_space
+from moefold.checkpoint.save import SPARE, agreed, bytes_of, require_space
 from moefold.checkpoint.state import tensors_of
 from moefold.comm.collectives import gather_objects
 from moefold.config.read import write_yaml
 from moefold.config.refused import Refused
 from moefold.config.run import Config
 from moefold.layout.axes import World
+from moefold.layout.declare import declared_parameters
+from moefold.model.moe.balance import judge
 from moefold.observe.metrics import JsonLines, Sink, TensorBoard
 from moefold.observe.progress import Quiet, compact, make_progress
 from moefold.train.assemble import Run, assemble
@@ -25,6 +27,7 @@ from moefold.train.resume import resume_run, save_run
 from moefold.train.step import StepReport, train_step
 
 PROMPT = "def "
+FIRST_STEPS = 3  # after which every parameter should have had a gradient
 
 
 def train(config: Config, world: World, out: Path, resume: str | None) -> None:
@@ -32,13 +35,23 @@ def train(config: Config, world: World, out: Path, resume: str | None) -> None:
     agreed(lambda: claim(out, resume), world, out)
     run = assemble(config, world, out)
     speaker = make_speaker(world)
-    agreed(lambda: require_space(out, bytes_of(tensors_of(run.model, run.optimizer))), world, out)
+    needed = sum(gather_objects(bytes_of(tensors_of(run.model, run.optimizer)), world.everyone)) + SPARE
+    agreed(lambda: require_space(out, needed), world, out)
     continues = resume is not None and resume_run(run, resume, speaker)
     agreed(lambda: (out / "config.yaml").write_text(write_yaml(run.config)), world, out)
     for line in introduction(run):
         speaker(line)
     with recording(run, continues) as record, stop_requests() as requests:
         finish(run, record, requests) if run.step < run.config.train.steps else speaker("nothing left to do")
+
+
+def never_moved(run: Run) -> list[str]:
+    """A warning for each parameter that has had no gradient so far: something is not connected."""
+    moved = set().union(*gather_objects(run.gradients.moved, run.world.everyone))
+    every = {p.name for p in declared_parameters(run.model)}
+    return [
+        f"warning: {name} has had no gradient in {run.step} steps; is it connected?" for name in sorted(every - moved)
+    ]
 
 
 def make_speaker(world: World):
@@ -81,14 +94,15 @@ class Recorder:
 
     def step(self, report: StepReport, seconds: float) -> dict[str, Any]:
         speed = report.tokens / seconds
+        balance = judge(report.counts_LE)
         return {
             "loss": report.loss,
             "grad_norm": report.grad_norm,
             "lr": report.lr,
             "tokens_per_s": round(speed, 1),
             "tflops": round(speed * self.flops / 1e12, 6),
-            "max_violation": [round(b.max_violation, 4) for b in report.balance],
-            "dead_experts": [b.dead_experts for b in report.balance],
+            "max_violation": [round(b.max_violation, 4) for b in balance],
+            "dead_experts": [b.dead_experts for b in balance],
         }
 
     def write(self, values: dict[str, Any]) -> None:
@@ -146,6 +160,11 @@ def finish(run: Run, record: Recorder, requests: list[str]) -> None:
         if last or run.step % c.train.validate_every == 0:
             values |= record.validation()
         record.write(values)
+        if run.step <= FIRST_STEPS:
+            run.gradients.note_moved()
+        if run.step == FIRST_STEPS:
+            for line in never_moved(run):
+                record.progress.say(line)
         asked = next(filter(None, gather_objects(requests[:1], run.world.everyone)), None)
         if last or asked or run.step % c.checkpoint.every == 0:
             save_run(run)

@@ -9,7 +9,6 @@ import torch
 from moefold.comm.collectives import sum_
 from moefold.config.refused import Failed
 from moefold.data.loader import Batch
-from moefold.model.moe.balance import Balance, judge
 from moefold.optim.learning_rate import learning_rate
 from moefold.train.assemble import Run
 
@@ -22,16 +21,19 @@ class StepReport:
     grad_norm: float
     lr: float
     tokens: int
-    balance: list[Balance]
+    counts_LE: torch.Tensor  # how many tokens each expert of each MoE layer got
 
 
 def train_step(run: Run, batch: Batch) -> StepReport:
     totals = torch.zeros(2, dtype=torch.float64, device=run.world.device)  # cross-entropy, tokens
-    run.gradients.clear()
-    for part in batch.microbatches(run.config.train.micro_batch):
+    run.gradients.begin()
+    parts = list(batch.microbatches(run.config.train.micro_batch))
+    for part in parts:
         losses = run.model(part.tokens_BS, part.labels_BS)  # sums over this part's tokens
+        if part is parts[-1]:
+            run.gradients.expect_last()  # buckets leave for other ranks as they are finished
         (losses.cross_entropy + losses.balance).backward()  # gradients add up in the buckets
-        totals += torch.stack((losses.cross_entropy.detach(), (part.labels_BS >= 0).sum()))
+        totals += torch.stack((losses.cross_entropy.detach(), run.model.labelled(part.labels_BS)))
 
     sum_(totals, run.world.axis("dp", "cp"))
     run.gradients.finish(tokens=totals[1])  # sum over ranks, divide once
@@ -41,11 +43,11 @@ def train_step(run: Run, batch: Batch) -> StepReport:
 
     number = run.step + 1
     lr = learning_rate(number, run.config.train.steps, run.config.optim)
-    run.optimizer.step(number, lr)  # update main weights
-    run.optimizer.publish()  # hand them to the model
-    counts_LE = run.model.balance(run.world.axis("dp", "cp", "tp"))  # even out expert load
+    run.optimizer.step(number, lr)  # update this rank's share of the weights
+    run.parameters.publish()  # hand it to the other ranks
+    counts_LE = run.model.balance()  # even out expert load
     run.step = number
-    return StepReport(loss, length, lr, int(tokens), judge(counts_LE))
+    return StepReport(loss, length, lr, int(tokens), counts_LE)
 
 
 def refuse_nonsense(run: Run, loss: float, norm: float) -> None:

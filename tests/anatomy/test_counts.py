@@ -12,11 +12,11 @@ from moefold.anatomy.steps import block_steps, is_moe, pieces
 from moefold.config.run import Config, ModelConfig
 from moefold.kernels.bind import bind
 from moefold.kernels.catalog import facts_of
-from moefold.layout.axes import Axis
 from moefold.model.initialise import initialise
 from moefold.model.transformer import Transformer
 from moefold.presets.recipe import resolve
 from moefold.presets.zoo import PRESETS
+from tests.support.models import transformer
 
 PLAIN = ["grouped_gemm=reference", "attention=reference", "cross_entropy=reference"]  # plain matmuls, all counted
 
@@ -40,7 +40,7 @@ VARIANTS = {
 def build(config: Config, device: str, force: tuple[str, ...] | list[str] = ()) -> Transformer:
     kernels = bind(facts_of(config, "cpu", "fp32"), force)
     with torch.device(device):
-        return Transformer(config.model, config.data.seq_len, kernels)
+        return transformer(config.model, config.data.seq_len, kernels)
 
 
 def shapes(model: torch.nn.Module) -> dict[str, tuple[int, ...]]:
@@ -131,6 +131,6 @@ def test_the_counts_after_a_step_are_those_of_the_layers_with_experts(variant: s
     tokens = torch.arange(32).view(2, 16)
     model(tokens, tokens)
     layers = sum(is_moe(config.model, layer) for layer in range(config.model.layers))
-    counts_LE = model.balance(Axis("world"))
+    counts_LE = model.balance()
     assert counts_LE.shape[0] == layers
     assert (counts_LE.sum(1) == 32 * config.model.moe.top_k).all()

@@ -39,6 +39,7 @@ def test_json_holds_what_the_anatomy_says(name: str, explained: Any):
         "seq_len",
         "facts",
         "grids",
+        "dispatcher",
         "layers",
         "kernels",
     }

@@ -12,7 +12,8 @@ import pytest
 
 from moefold.cli.main import run
 from moefold.config.keys import keys_of
-from moefold.config.run import Config
+from moefold.config.run import Config, ParallelConfig
+from moefold.dispatch.price import choose
 from tests.support.runs import SMALL, corpus
 
 
@@ -50,11 +51,13 @@ def test_every_key_is_read_by_something(tmp_path: Path, monkeypatch: pytest.Monk
         ["--model.attention.rope.scaling", "llama3", "--model.attention.qkv_bias", "true", *corpus(tmp_path)],
         ["--model.attention.rope.scaling", "yarn", "--optim.decay", "wsd", "--model.moe.dense_layers", "1"],
     ]
+    variants[0] += ["--model.moe.capacity_factor", "1.5"]
     variants[1] += ["--data.source", "files", "--data.files", str(lines), "--data.text_key", "body"]
     seen = watch(monkeypatch)
     for i, variant in enumerate(variants):
         argv = ["train", "tiny", *SMALL, "--train.steps", "2", "--optim.warmup", "1", *variant]
         with contextlib.redirect_stdout(io.StringIO()):
             assert run([*argv, "--out", str(tmp_path / str(i))]) == 0
+    choose(Config(parallel=ParallelConfig(ep=2)), 2, 4)  # a run of one rank has no tokens to carry
     unread = {key.path for key in keys_of(Config())} - seen
     assert not unread, f"nothing reads {sorted(unread)}: use them or take them out of config/run.py"

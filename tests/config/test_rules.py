@@ -44,11 +44,39 @@ BREAKS: dict[str, list[tuple[str, int, str]]] = {
         ("", 3, "train.global_batch = 16"),
         ("--parallel.tp=2", 6, "3 data-parallel ranks"),
     ],
-    "tp is one": [("--parallel.tp=2", 4, "parallel.tp = 2")],
-    "cp is one": [("--parallel.cp=2", 4, "parallel.cp = 2")],
+    "tp splits model.attention.heads": [("--parallel.tp=8", 8, "model.attention.heads = 4")],
+    "tp splits model.attention.kv_heads": [
+        ("--parallel.tp=4", 4, "model.attention.kv_heads = 2"),
+        ("--model.attention.heads=6 --model.attention.kv_heads=6 --parallel.tp=4", 4, "parallel.tp = 4"),
+    ],
+    "tp splits model.vocab": [("--model.vocab=257 --parallel.tp=2", 2, "model.vocab = 257")],
+    "tp splits model.dense_ffn": [
+        ("--model.moe.dense_layers=1 --model.dense_ffn=33 --parallel.tp=2", 2, "model.dense_ffn = 33")
+    ],
+    "tp splits model.moe.shared_ffn": [("--model.moe.shared_ffn=31 --parallel.tp=2", 2, "model.moe.shared_ffn = 31")],
+    "ep splits model.moe.experts": [
+        ("--parallel.ep=16", 16, "parallel.ep = 16 does not divide model.moe.experts = 8"),
+        ("--parallel.ep=3", 6, "parallel.ep = 3"),
+    ],
+    "etp splits model.moe.ffn": [("--model.moe.ffn=30 --parallel.etp=4", 4, "model.moe.ffn = 30")],
+    "sequences split evenly": [
+        ("--data.seq_len=250 --parallel.cp=2", 2, "data.seq_len = 250"),
+        ("--data.seq_len=255 --parallel.tp=2", 2, "data.seq_len = 255"),
+        ("--data.seq_len=36 --parallel.cp=2 --parallel.tp=2", 4, "parallel.cp = 2"),
+    ],
+    "all-to-all context has heads to swap": [
+        ("--parallel.cp=4 --parallel.context=all_to_all", 4, "model.attention.kv_heads = 2"),
+        ("--parallel.cp=2 --parallel.tp=2 --parallel.context=all_to_all", 4, "parallel.tp x cp = 4"),
+    ],
+    "padding to capacity has a capacity": [
+        ("--model.moe.pad_to_capacity=true", 1, "model.moe.pad_to_capacity = true"),
+        (
+            "--model.moe.pad_to_capacity=true --model.moe.capacity_factor=1.5 --model.moe.drop_over=full_sequence",
+            1,
+            "model.moe.drop_over = full_sequence",
+        ),
+    ],
     "pp is one": [("--parallel.pp=2", 4, "parallel.pp = 2")],
-    "ep is one": [("--parallel.ep=2", 4, "parallel.ep = 2")],
-    "etp is one": [("--parallel.etp=2", 4, "parallel.etp = 2")],
 }
 CASES = [(rule, *spec) for rule in RULES for spec in BREAKS.get(rule.name, [])]
 IDS = [f"{rule.name}, {words or 'as it is'}, {world} ranks" for rule, words, world, _ in CASES]
@@ -67,11 +95,14 @@ def mended(fix: str, case: Case) -> list[Case]:
         return [Case(changed(case.config, fix[fix.index("--") :]), case.world)]
     if found := re.match(r"start a multiple of (\d+) ranks, or choose a product among ([\d, ]+)", fix):
         return [Case(case.config, int(found[1]) * times) for times in (1, 2)]
+    if found := re.match(r"set (\S+) above [\d.]+, such as ([\d.]+), and (\S+) to (\w+)", fix):
+        return [Case(changed(case.config, f"--{found[1]}={found[2]} --{found[3]}={found[4]}"), case.world)]
     found = re.match(r"set (\S+) (.*?)(;|$)", fix)
     assert found, f"cannot follow: {fix}"
     numbers = [float(n) if "." in n else int(n) for n in re.findall(r"[\d.]+", found[2])]
     values = [numbers[0] + 1] if "above" in found[2] else numbers
     values += [2 * numbers[0]] if "multiple" in found[2] else []
+    values = values or re.findall(r"\w+", found[2].removeprefix("to ").replace(" or ", " "))
     return [Case(changed(case.config, f"--{found[1]}={value}"), case.world) for value in values]
 
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moefold.dispatch.base import Routing
+from moefold.dispatch.base import Routing, Rowing
 from moefold.dispatch.local import LocalDispatcher
 from moefold.kernels.bind import bind
 from moefold.kernels.catalog import CATALOG, Facts
@@ -33,11 +33,11 @@ def choices(tokens: int, experts: int, k: int, seed: int, towards: float = 0.0) 
 
 def through_dispatcher(h_TD, probs_TK, ids_TK, matrix_EDD, kernels):
     """Each expert is a matrix, each row is scaled by its gate."""
-    dispatcher = LocalDispatcher(len(matrix_EDD), kernels)
+    dispatcher = LocalDispatcher(Rowing(0, len(matrix_EDD)), kernels)
     receipt = dispatcher.plan(Routing(probs_TK, ids_TK))
     rows = dispatcher.dispatch(h_TD, receipt)
-    x_RD = kernels.gather_rows(rows.source_ND, rows.index_R, rows.slots_NK)
-    y_RD = kernels.grouped_gemm(x_RD, matrix_EDD, rows.offsets_e) * rows.gate_R[:, None]
+    x_RD = kernels.gather_rows(rows.source_ND, rows.order.index_R, rows.order.slots_NK)
+    y_RD = kernels.grouped_gemm(x_RD, matrix_EDD, rows.order.offsets_e) * rows.order.gate_R[:, None]
     return dispatcher.combine(y_RD, receipt)
 
 
@@ -87,17 +87,18 @@ def test_the_rows_of_an_expert_are_contiguous_and_in_the_order_of_their_tokens(r
     ids_TK, experts = ROUTINGS[routing]
     tokens, k = ids_TK.shape
     probs_TK = numbers(tokens, k, seed=2)
-    receipt = LocalDispatcher(experts, KERNELS["chosen"]).plan(Routing(probs_TK, ids_TK))
-    assert receipt.offsets_e.dtype == torch.int32
-    assert receipt.offsets_e.shape == (experts,)
+    order = LocalDispatcher(Rowing(0, experts), KERNELS["chosen"]).plan(Routing(probs_TK, ids_TK)).order
+    assert not order.holes
+    assert order.offsets_e.dtype == torch.int32
+    assert order.offsets_e.shape == (experts,)
     start = 0
-    for expert, end in enumerate(receipt.offsets_e.tolist()):
+    for expert, end in enumerate(order.offsets_e.tolist()):
         here = [(t, i) for t in range(tokens) for i in range(k) if ids_TK[t, i] == expert]
-        assert receipt.index_R[start:end].tolist() == [t for t, _ in here], f"expert {expert}"
-        assert receipt.gate_R[start:end].tolist() == [probs_TK[t, i].item() for t, i in here], f"expert {expert}"
-        assert [receipt.slots_NK[t, i].item() for t, i in here] == list(range(start, end)), f"expert {expert}"
+        assert order.index_R[start:end].tolist() == [t for t, _ in here], f"expert {expert}"
+        assert order.gate_R[start:end].tolist() == [probs_TK[t, i].item() for t, i in here], f"expert {expert}"
+        assert [order.slots_NK[t, i].item() for t, i in here] == list(range(start, end)), f"expert {expert}"
         start = end
-    assert start == tokens * k == len(receipt.index_R)
+    assert start == tokens * k == len(order.index_R)
 
 
 @given(
@@ -123,6 +124,6 @@ def test_two_runs_give_the_same_bits():
 
 def test_nothing_travels_and_nothing_is_copied():
     h_TD = numbers(5, WIDTH, seed=1)
-    dispatcher = LocalDispatcher(3, KERNELS["chosen"])
+    dispatcher = LocalDispatcher(Rowing(0, 3), KERNELS["chosen"])
     receipt = dispatcher.plan(Routing(numbers(5, 1, seed=2), choices(5, 3, 1, seed=3)))
     assert dispatcher.dispatch(h_TD, receipt).source_ND is h_TD

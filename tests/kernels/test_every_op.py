@@ -193,9 +193,50 @@ def plain_attention(q, k, v):
             out[-1].append([])
             for h, head in enumerate(row):
                 g = h // (heads // groups)
-                weights = softmax([dot(head, ks[t][g]) / math.sqrt(width) for t in range(s + 1)])
-                out[-1][-1].append([dot(weights, [vs[t][g][d] for t in range(s + 1)]) for d in range(width)])
+                seen = range(len(ks) - len(qs) + s + 1)  # the queries are the last positions
+                weights = softmax([dot(head, ks[t][g]) / math.sqrt(width) for t in seen])
+                out[-1][-1].append([dot(weights, [vs[t][g][d] for t in seen]) for d in range(width)])
     return out
+
+
+def seen_keys(s: int, queries: int, keys: int, causal: bool) -> range:
+    return range(keys - queries + s + 1 if causal else keys)
+
+
+def plain_attention_block(q, k, v, causal):
+    heads, groups, width = len(q[0][0]), len(k[0][0]), len(q[0][0][0])
+    out, lse = [], []
+    for qs, ks, vs in zip(q, k, v, strict=True):
+        out.append([])
+        lse.append([])
+        for s, row in enumerate(qs):
+            seen = seen_keys(s, len(qs), len(ks), causal)
+            out[-1].append([])
+            lse[-1].append([])
+            for h, head in enumerate(row):
+                g = h // (heads // groups)
+                scores = [dot(head, ks[t][g]) / math.sqrt(width) for t in seen]
+                weights = softmax(scores)
+                out[-1][-1].append([dot(weights, [vs[t][g][d] for t in seen]) for d in range(width)])
+                lse[-1][-1].append(math.log(math.fsum(math.exp(x) for x in scores)))
+    return out, lse
+
+
+def plain_attention_block_backward(dy, q, k, v, lse, delta, causal):
+    heads, groups, width = len(q[0][0]), len(k[0][0]), len(q[0][0][0])
+    dq, dk, dv = (torch.zeros(len(x), len(x[0]), len(x[0][0]), width).tolist() for x in (q, k, v))
+    for b, (qs, ks, vs) in enumerate(zip(q, k, v, strict=True)):
+        for s, row in enumerate(qs):
+            for h, head in enumerate(row):
+                g = h // (heads // groups)
+                for t in seen_keys(s, len(qs), len(ks), causal):
+                    p = math.exp(dot(head, ks[t][g]) / math.sqrt(width) - lse[b][s][h])
+                    ds = p * (dot(dy[b][s][h], vs[t][g]) - delta[b][s][h]) / math.sqrt(width)
+                    for d in range(width):
+                        dq[b][s][h][d] += ds * ks[t][g][d]
+                        dk[b][t][g][d] += ds * head[d]
+                        dv[b][t][g][d] += p * dy[b][s][h][d]
+    return dq, dk, dv
 
 
 def plain_rmsnorm(x, w, eps):
@@ -242,13 +283,13 @@ def plain_grouped_gemm(x, w, offsets):
     return [[dot(row, column) for column in w[e]] for row, e in zip(x, expert_of, strict=True)]
 
 
-def plain_gather_rows(source, index, slots):
-    return [source[i] for i in index]
+def plain_gather_rows(source, index, slots, holes):
+    return [source[i] if i >= 0 else [0.0] * len(source[0]) for i in index]
 
 
-def plain_sum_rows(y, index, slots):
+def plain_sum_rows(y, index, slots, holes):
     totals = [[0.0] * len(y[0]) for _ in slots]
-    for row, n in zip(y, index, strict=True):
+    for row, n in ((row, n) for row, n in zip(y, index, strict=True) if n >= 0):
         totals[n] = [a + b for a, b in zip(totals[n], row, strict=True)]
     return totals
 
@@ -276,6 +317,6 @@ def test_a_reference_equals_its_formula_in_plain_python(op):
         outputs = [x for x in inputs if is_float(x)] if OPS[op].mutates else out
         both = zip(outputs, expected, strict=True) if isinstance(outputs, tuple | list) else [(outputs, expected)]
         for mine, plain in both:
-            assert error(mine, torch.tensor(plain, dtype=torch.float64)) < 1e-13, f"{op}: {case.name}"
+            assert error(mine, torch.tensor(plain, dtype=torch.float64).view(mine.shape)) < 1e-13, f"{op}: {case.name}"
         checked += 1
     assert checked >= 2

@@ -4,8 +4,8 @@ from itertools import combinations
 
 import pytest
 
-from moefold.layout.axes import COMBINATIONS
-from moefold.layout.placement import EXPERTS, GRIDS, REPLICATED, Placement
+from moefold.layout.axes import COMBINATIONS, GRADIENT_AXES
+from moefold.layout.placement import GRIDS, REPLICATED, Placement, over_experts, over_tp
 
 EVERY = [
     Placement(grid, tuple(enumerate(axes)))  # pyright: ignore[reportArgumentType]
@@ -26,11 +26,21 @@ def test_a_replicated_parameter_is_summed_over_its_whole_grid():
     assert REPLICATED.summed_axes == ("dp", "cp", "tp")
 
 
-def test_experts_are_cut_by_ep_on_their_first_dim_and_summed_over_the_rest():
-    assert EXPERTS.cut == ((0, "ep"),)
-    assert EXPERTS.summed_axes == ("edp", "etp")
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_dense_parameter_cut_over_tp_is_summed_over_the_rest(dim: int):
+    assert over_tp(dim).cut == ((dim, "tp"),)
+    assert over_tp(dim).summed_axes == ("dp", "cp")
 
 
-@pytest.mark.parametrize("placement", [REPLICATED, EXPERTS], ids=["replicated", "experts"])
-def test_there_is_a_group_for_the_sum_of_every_placement_in_use(placement: Placement):
-    assert placement.summed_axes in COMBINATIONS
+def test_experts_are_cut_by_ep_on_their_first_dim_and_by_etp_inside_and_summed_over_the_rest():
+    assert over_experts(2).cut == ((0, "ep"), (2, "etp"))
+    assert over_experts(2).summed_axes == ("edp",)
+
+
+IN_USE = {"replicated": REPLICATED, "over tp": over_tp(0), "experts": over_experts(2)}
+
+
+@pytest.mark.parametrize("name", IN_USE)
+def test_there_is_a_group_for_the_sum_of_every_placement_in_use(name: str):
+    assert IN_USE[name].summed_axes in COMBINATIONS
+    assert IN_USE[name].summed_axes in GRADIENT_AXES, "and one that backward's own collectives do not use"

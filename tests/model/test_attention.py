@@ -16,6 +16,7 @@ from moefold.model.attention.gqa import GroupedQueryAttention
 from moefold.model.attention.positions import rotary_tables
 from moefold.model.initialise import initialise
 from moefold.train.assemble import default_dtype
+from tests.support.models import choices, share
 
 LENGTH, HIDDEN = 10, 24
 BASE = AttentionConfig(heads=4, kv_heads=2, head_dim=8)
@@ -26,7 +27,7 @@ BINDINGS = {"chosen": bind(FACTS), "reference": bind(FACTS, [f"{op}=reference" f
 def make(attention: AttentionConfig = BASE, kernels: str = "chosen", seed: int = 1) -> GroupedQueryAttention:
     with default_dtype(torch.float64):
         model = ModelConfig(hidden=HIDDEN, attention=attention, init_std=0.3)
-        module = GroupedQueryAttention(model, LENGTH, BINDINGS[kernels])
+        module = GroupedQueryAttention(model, choices(model, LENGTH, BINDINGS[kernels]))
     initialise(module, seed)
     with torch.no_grad():  # norms start at one and biases at zero; here they shall matter
         for name, parameter in module.named_parameters():
@@ -43,11 +44,11 @@ def stream(sequences: int = 2, length: int = LENGTH) -> torch.Tensor:
 @pytest.mark.parametrize("kernels", BINDINGS)
 def test_a_later_token_changes_no_earlier_output_and_no_other_sequence(kernels: str):
     module, x_TD = make(kernels=kernels), stream()
-    before = module(x_TD, 2).unflatten(0, (2, LENGTH))
+    before = module(x_TD, share(2, LENGTH)).unflatten(0, (2, LENGTH))
     for place in (1, 4, LENGTH - 1):
         changed = x_TD.clone()
         changed[place] += 1.0  # a token of the first sequence
-        after = module(changed, 2).unflatten(0, (2, LENGTH))
+        after = module(changed, share(2, LENGTH)).unflatten(0, (2, LENGTH))
         torch.testing.assert_close(after[0, :place], before[0, :place], rtol=0, atol=1e-13)
         torch.testing.assert_close(after[1], before[1], rtol=0, atol=1e-13)
         assert not torch.allclose(after[0, place:], before[0, place:], atol=1e-6)
@@ -62,7 +63,9 @@ def test_grouped_heads_equal_full_heads_whose_keys_and_values_are_repeated():
                 for name, value in grouped.state_dict().items()
             }
         )
-    torch.testing.assert_close(grouped(stream(), 2), full(stream(), 2), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        grouped(stream(), share(2, LENGTH)), full(stream(), share(2, LENGTH)), rtol=1e-12, atol=1e-12
+    )
 
 
 @pytest.mark.parametrize(("kind", "query", "key"), [("head", (8,), (8,)), ("full", (32,), (16,))])
@@ -117,8 +120,9 @@ def by_formula(module: GroupedQueryAttention, a: AttentionConfig, x_TD: torch.Te
 def test_the_layer_equals_its_formula_written_out(qk_norm, bias, kernels):
     a = replace(BASE, qk_norm=qk_norm, qkv_bias=bias, out_bias=bias)
     module = make(a, kernels)
-    # 1e-6: the tables of angles are fp32
-    torch.testing.assert_close(module(stream(), 2), by_formula(module, a, stream(), 2), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(
+        module(stream(), share(2, LENGTH)), by_formula(module, a, stream(), 2), rtol=1e-12, atol=1e-12
+    )
 
 
 def test_scores_depend_on_the_distance_only():
@@ -127,12 +131,12 @@ def test_scores_depend_on_the_distance_only():
     q, k = (torch.randn(16, generator=generator, dtype=torch.float64) for _ in range(2))
 
     def turned(x: torch.Tensor) -> torch.Tensor:
-        return rope(x.expand(1, 40, 1, 16), cos.double(), sin.double())[0, :, 0]
+        return rope(x.expand(1, 40, 1, 16), cos, sin)[0, :, 0]
 
     scores = turned(q) @ turned(k).T
     for distance in range(-39, 40):
         along = scores.diagonal(distance)
-        torch.testing.assert_close(along, along[:1].expand_as(along), rtol=0, atol=1e-5)
+        torch.testing.assert_close(along, along[:1].expand_as(along), rtol=0, atol=1e-12)
     assert scores[:, 0].std() > 0.1, "and they do depend on it"
 
 
@@ -151,4 +155,4 @@ def test_turning_keeps_the_precision_of_what_it_turns():
 
 def test_shorter_sequences_than_the_tables_are_the_beginning_of_longer_ones():
     module, x_TD = make(), stream(1)
-    torch.testing.assert_close(module(x_TD, 1)[:4], module(x_TD[:4], 1), rtol=0, atol=1e-13)
+    torch.testing.assert_close(module(x_TD, share(1, LENGTH))[:4], module(x_TD[:4], share(1, 4)), rtol=0, atol=1e-13)

@@ -10,11 +10,11 @@ import torch
 from moefold.config.run import AttentionConfig, ModelConfig, MoeConfig
 from moefold.kernels.bind import bind
 from moefold.kernels.catalog import Facts
-from moefold.layout.axes import Axis, World
+from moefold.layout.axes import Axis, World, alone
 from moefold.model.initialise import initialise
 from moefold.model.moe.balance import Load, judge, sequence_balance_loss, update_loads
 from moefold.model.moe.router import Router
-from moefold.model.transformer import Transformer
+from tests.support.models import share, transformer
 from tests.support.ranks import run_ranks
 
 MODEL = ModelConfig(
@@ -28,7 +28,7 @@ ALONE = Axis("world")
 
 
 def make_router() -> Router:
-    router = Router(MODEL, bind(Facts("cpu", "fp32")))
+    router = Router(MODEL, bind(Facts("cpu", "fp32")), alone())
     initialise(router, seed=1)
     return router
 
@@ -38,16 +38,18 @@ def test_perfect_balance_costs_exactly_the_coefficient_per_token(sequences: int)
     tokens, experts = 32, 4
     scores = torch.full((tokens, experts), 1 / experts)
     ids = torch.stack([torch.arange(tokens) % experts, (torch.arange(tokens) + 1) % experts], dim=1)
-    assert (make_router().balance_loss(scores, ids, sequences) / tokens).item() == MODEL.moe.aux_loss
+    assert (
+        make_router().balance_loss(scores, ids, share(sequences, tokens // sequences)) / tokens
+    ).item() == MODEL.moe.aux_loss
 
 
 def test_imbalance_costs_more_and_a_coefficient_of_zero_costs_nothing():
     scores = torch.tensor([[0.7, 0.1, 0.1, 0.1]]).expand(8, 4)
     ids = torch.tensor([[0, 1]]).expand(8, 2)
-    assert sequence_balance_loss(scores, ids, 2) / 8 == pytest.approx(4 * (0.5 * 0.7 + 0.5 * 0.1))
+    assert sequence_balance_loss(scores, ids, share(2, 4), ALONE) / 8 == pytest.approx(4 * (0.5 * 0.7 + 0.5 * 0.1))
     router = make_router()
     router.moe = replace(router.moe, aux_loss=0.0)
-    assert router.balance_loss(scores, ids, 2) == 0
+    assert router.balance_loss(scores, ids, share(2, 4)) == 0
 
 
 def test_the_loss_equals_its_formula_written_out():
@@ -58,23 +60,23 @@ def test_the_loss_equals_its_formula_written_out():
     for b in range(3):
         rows = range(4 * b, 4 * b + 4)
         for e in range(4):
-            share = sum(ids[t].tolist().count(e) for t in rows) / (4 * 2)
-            total += 4 * 4 * share * sum(scores[t, e].item() for t in rows) / 4
-    assert sequence_balance_loss(scores, ids, 3).item() == pytest.approx(total, rel=1e-14)
+            of_choices = sum(ids[t].tolist().count(e) for t in rows) / (4 * 2)
+            total += 4 * 4 * of_choices * sum(scores[t, e].item() for t in rows) / 4
+    assert sequence_balance_loss(scores, ids, share(3, 4), ALONE).item() == pytest.approx(total, rel=1e-14)
 
 
 def test_the_loss_of_fp64_scores_is_exact_for_shares_that_are_no_power_of_two():
     scores = torch.full((3, 3), 1 / 3, dtype=torch.float64)
     ids = torch.tensor([[0], [1], [2]])
-    assert sequence_balance_loss(scores, ids, 1).item() == pytest.approx(3.0, rel=1e-14)
+    assert sequence_balance_loss(scores, ids, share(1, 3), ALONE).item() == pytest.approx(3.0, rel=1e-14)
 
 
 @pytest.mark.parametrize("parts", [(8,), (4, 4), (1, 7), (1, 2, 5), (1,) * 8])
 def test_the_loss_of_a_batch_is_the_sum_over_its_sequences_however_it_is_split(parts: tuple[int, ...]):
     router = make_router().double()
     h_BSD = torch.randn(8, 6, 16, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    _, whole = router(h_BSD.flatten(0, 1), 8)
-    split = sum(router(part.flatten(0, 1), len(part))[1] for part in h_BSD.split(parts))
+    _, whole = router(h_BSD.flatten(0, 1), share(8, 6))
+    split = sum(router(part.flatten(0, 1), share(len(part), 6))[1] for part in h_BSD.split(parts))
     torch.testing.assert_close(split, whole, rtol=1e-12, atol=0)
 
 
@@ -104,11 +106,11 @@ def test_enough_updates_bring_a_neglected_expert_back():
     with torch.no_grad():
         router.weight[3] = -1.0
     h_TD = torch.randn(64, 16, generator=torch.Generator().manual_seed(1)).abs()
-    assert 3 not in router(h_TD, 1)[0].ids_TK
+    assert 3 not in router(h_TD, share(1, len(h_TD)))[0].ids_TK
     for _ in range(100):
-        router(h_TD, 1)
+        router(h_TD, share(1, len(h_TD)))
         update_loads([router.load], 0.01, ALONE)
-    assert 3 in router(h_TD, 1)[0].ids_TK
+    assert 3 in router(h_TD, share(1, len(h_TD)))[0].ids_TK
 
 
 def test_the_bias_is_fp32_and_part_of_the_state_and_counts_are_not():
@@ -119,10 +121,10 @@ def test_the_bias_is_fp32_and_part_of_the_state_and_counts_are_not():
 def test_nothing_is_counted_in_eval_mode():
     router, h_TD = make_router(), torch.randn(10, 16)
     router.eval()
-    router(h_TD, 1)
+    router(h_TD, share(1, len(h_TD)))
     assert router.load.counts_E.sum() == 0
     router.train()
-    router(h_TD, 1)
+    router(h_TD, share(1, len(h_TD)))
     assert router.load.counts_E.sum() == 20
 
 
@@ -135,7 +137,7 @@ def test_judging_names_the_worst_excess_and_the_dead():
 
 def three_steps(world: World) -> tuple[list[list[float]], list[list[int]]]:
     """The selection biases and the last counts after three batches of 8 sequences, split over the ranks."""
-    model = Transformer(MODEL, 6, bind(Facts("cpu", "fp32", hidden=16, ffn=16)))
+    model = transformer(MODEL, 6, bind(Facts("cpu", "fp32", hidden=16, ffn=16)), world)
     initialise(model, seed=1)
     counts = torch.empty(0)
     for step in range(3):
@@ -143,7 +145,7 @@ def three_steps(world: World) -> tuple[list[list[float]], list[list[int]]]:
         dp = world.axis("dp")
         for part in batch.tensor_split(dp.size)[dp.index].split(3):
             model(part, part)
-        counts = model.balance(world.axis("dp", "cp", "tp"))
+        counts = model.balance()
     biases = [module.bias_E.tolist() for module in model.modules() if isinstance(module, Load)]
     return biases, counts.tolist()
 
@@ -157,5 +159,5 @@ def test_biases_and_counts_are_identical_on_one_two_and_four_ranks():
 
 
 def test_a_model_without_a_single_moe_layer_has_nothing_to_balance():
-    model = Transformer(replace(MODEL, moe=replace(MODEL.moe, dense_layers=2)), 6, bind(Facts("cpu", "fp32")))
-    assert len(model.balance(ALONE)) == 0
+    model = transformer(replace(MODEL, moe=replace(MODEL.moe, dense_layers=2)), 6, bind(Facts("cpu", "fp32")))
+    assert len(model.balance()) == 0

@@ -17,6 +17,7 @@ from moefold.layout.declare import declared_parameters
 from moefold.model.block import Block, DenseBlock, MoeBlock
 from moefold.model.initialise import initialise
 from moefold.train.assemble import default_dtype
+from tests.support.models import choices, share
 
 MODEL = ModelConfig(
     layers=2,
@@ -34,7 +35,7 @@ LENGTH, SEQUENCES = 7, 3
 
 def make(kind: type[Block], model: ModelConfig = MODEL, kernels: str = "chosen") -> Any:
     with default_dtype(torch.float64):
-        block = kind(model, 0, LENGTH, BINDINGS[kernels])
+        block = kind(model, 0, choices(model, LENGTH, BINDINGS[kernels]))
     initialise(block, seed=1)
     return block
 
@@ -46,7 +47,7 @@ def with_moe(**changes: Any) -> ModelConfig:
 def carry() -> dict[str, Any]:
     generator = torch.Generator().manual_seed(2)
     x_TD = torch.randn(SEQUENCES * LENGTH, 16, generator=generator, dtype=torch.float64).requires_grad_()
-    return {"x_TD": x_TD, "sequences": SEQUENCES, "aux": torch.zeros((), dtype=torch.float64)}
+    return {"x_TD": x_TD, "share": share(SEQUENCES, LENGTH), "aux": torch.zeros((), dtype=torch.float64)}
 
 
 KINDS = {
@@ -77,7 +78,7 @@ def test_running_the_steps_one_by_one_equals_forward_to_the_bit(kind: str):
     whole, stepwise = block(carry()), carry()
     for step in block.steps():
         stepwise = step.run(stepwise)
-    assert whole.keys() == stepwise.keys() == {"x_TD", "sequences", "aux"}, "nothing else stays in the carry"
+    assert whole.keys() == stepwise.keys() == {"x_TD", "share", "aux"}, "nothing else stays in the carry"
     assert torch.equal(whole["x_TD"], stepwise["x_TD"])
     assert torch.equal(whole["aux"], stepwise["aux"])
 

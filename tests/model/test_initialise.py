@@ -16,6 +16,7 @@ from moefold.layout.declare import declared_parameters
 from moefold.model.initialise import fill, initialise, slices
 from moefold.model.transformer import Transformer
 from moefold.train.assemble import default_dtype
+from tests.support.models import transformer
 
 MODEL = ModelConfig(
     layers=2,
@@ -31,7 +32,7 @@ def make(
     model: ModelConfig = MODEL, dtype: torch.dtype = torch.float32, seed: int = 1, fill_it: bool = True
 ) -> Transformer:
     with default_dtype(dtype):
-        made = Transformer(model, 8, bind(Facts("cpu", "fp32")))
+        made = transformer(model, 8, bind(Facts("cpu", "fp32")))
     if fill_it:
         initialise(made, seed)
     return made

@@ -16,11 +16,11 @@ from torch.utils.checkpoint import checkpoint
 import moefold.kernels.cross_entropy as cross_entropy_file
 from moefold.anatomy.counts import total_parameters
 from moefold.anatomy.steps import pieces
-from moefold.config.run import AttentionConfig, ModelConfig, MoeConfig, OptimConfig, ParallelConfig
+from moefold.config.run import AttentionConfig, ModelConfig, MoeConfig, OptimConfig
 from moefold.kernels.bind import bind
 from moefold.kernels.catalog import Facts
 from moefold.kernels.registry import DTYPES, OPS
-from moefold.layout.axes import Axis, name_axes
+from moefold.layout.axes import alone
 from moefold.layout.declare import declared_parameters
 from moefold.model.initialise import initialise
 from moefold.model.steps import Region
@@ -29,6 +29,7 @@ from moefold.optim.adamw import AdamW
 from moefold.shard.buckets import fill_buckets
 from moefold.shard.gradients import Gradients
 from moefold.train.assemble import default_dtype
+from tests.support.models import transformer
 
 LENGTH = 8
 MODEL = ModelConfig(
@@ -45,7 +46,7 @@ RICH = replace(MODEL, layers=3, moe=replace(MODEL.moe, dense_layers=1, shared_ff
 
 def make(model: ModelConfig = MODEL, dtype: str = "fp64") -> Transformer:
     with default_dtype(DTYPES[dtype]):
-        made = Transformer(model, LENGTH, bind(Facts("cpu", dtype, hidden=16, ffn=16)))
+        made = transformer(model, LENGTH, bind(Facts("cpu", dtype, hidden=16, ffn=16)))
     initialise(made, seed=1)
     return made
 
@@ -160,8 +161,8 @@ def test_checkpointing_every_region_gives_the_same_gradients_to_the_bit():
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_a_model_with_dense_first_layers_and_shared_experts_trains(dtype: str):
     made = make(RICH, dtype)
-    world = name_axes(0, 1, torch.device("cpu"), ParallelConfig())
-    buckets = fill_buckets(made)
+    world = alone()
+    buckets = fill_buckets(made, world)
     sums = Gradients(buckets, world)
     optimizer = AdamW(buckets, OptimConfig(), bind(Facts("cpu", dtype, hidden=16, ffn=16)))
     before = {name: p.detach().clone() for name, p in made.named_parameters()}
@@ -170,13 +171,12 @@ def test_a_model_with_dense_first_layers_and_shared_experts_trains(dtype: str):
     for number in (1, 2):
         losses = made(tokens, labels)
         seen.append(losses.cross_entropy.item())
-        sums.clear()
+        sums.begin()
         (losses.cross_entropy + losses.balance).backward()
         sums.finish(torch.tensor(float(labels.numel())))
         sums.clip(1.0)
         optimizer.step(number, 1e-2)
-        optimizer.publish()
-        made.balance(Axis("world"))
+        made.balance()
     assert seen[1] < seen[0]
     assert all(not torch.equal(before[name], p) for name, p in made.named_parameters())
 

@@ -11,12 +11,14 @@ from moefold.config.run import AttentionConfig, ModelConfig, MoeConfig
 from moefold.kernels.bind import bind
 from moefold.kernels.catalog import Facts
 from moefold.kernels.registry import DTYPES
+from moefold.layout.axes import alone
 from moefold.layout.declare import declared_parameters
-from moefold.layout.placement import EXPERTS, REPLICATED
+from moefold.layout.placement import REPLICATED, over_experts, over_tp
 from moefold.model.initialise import initialise
 from moefold.model.transformer import Transformer
 from moefold.shard.buckets import ALIGN, Bucket, fill_buckets
 from moefold.train.assemble import default_dtype
+from tests.support.models import transformer
 
 MODEL = ModelConfig(
     layers=2,
@@ -30,7 +32,7 @@ MODEL = ModelConfig(
 
 def make(dtype: str = "fp32", model: ModelConfig = MODEL) -> Transformer:
     with default_dtype(DTYPES[dtype]):
-        made = Transformer(model, 6, bind(Facts("cpu", dtype, hidden=12, ffn=10)))
+        made = transformer(model, 6, bind(Facts("cpu", dtype, hidden=12, ffn=10)))
     initialise(made, seed=1)
     return made
 
@@ -44,7 +46,7 @@ def test_filling_buckets_changes_no_value_and_no_shape(dtype: str):
     made = make(dtype)
     before = {name: p.detach().clone() for name, p in made.named_parameters()}
     identities = {name: id(p) for name, p in made.named_parameters()}
-    fill_buckets(made)
+    fill_buckets(made, alone())
     for name, parameter in made.named_parameters():
         assert torch.equal(parameter, before[name]), name
         assert id(parameter) == identities[name], "it is the same Parameter object"
@@ -53,7 +55,7 @@ def test_filling_buckets_changes_no_value_and_no_shape(dtype: str):
 
 def test_parameters_are_views_of_the_flat_tensor_both_ways():
     made = make()
-    places = everywhere(fill_buckets(made))
+    places = everywhere(fill_buckets(made, alone()))
     parameters = dict(made.named_parameters())
     assert places.keys() == parameters.keys()
     with torch.no_grad():
@@ -66,7 +68,7 @@ def test_parameters_are_views_of_the_flat_tensor_both_ways():
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_every_parameter_starts_at_a_multiple_of_the_alignment_and_none_overlap(dtype: str):
-    for bucket in fill_buckets(make(dtype)):
+    for bucket in fill_buckets(make(dtype), alone()):
         end = 0
         for parameter, start in zip(bucket.parameters, bucket.starts, strict=True):
             assert start % ALIGN == 0
@@ -78,7 +80,7 @@ def test_every_parameter_starts_at_a_multiple_of_the_alignment_and_none_overlap(
 
 
 def test_padding_is_zero():
-    for bucket in fill_buckets(make()):
+    for bucket in fill_buckets(make(), alone()):
         inside = torch.zeros(len(bucket.weights), dtype=torch.bool)
         for _, view in bucket.views(inside):
             view.fill_(True)
@@ -88,9 +90,10 @@ def test_padding_is_zero():
 
 def test_parameters_are_grouped_by_placement_and_decay_each_in_one_bucket():
     made = make()
-    buckets = fill_buckets(made)
+    buckets = fill_buckets(made, alone())
     kinds = {(b.placement, b.decays) for b in buckets}
-    assert kinds == {(REPLICATED, True), (REPLICATED, False), (EXPERTS, True)}
+    dense = {(REPLICATED, True), (REPLICATED, False), *((over_tp(dim), True) for dim in (0, 1)), (over_tp(0), False)}
+    assert kinds == dense | {(over_experts(2), True)}
     assert len(kinds) == len(buckets)
     places = everywhere(buckets)
     for p in declared_parameters(made):
@@ -101,13 +104,13 @@ def test_parameters_are_grouped_by_placement_and_decay_each_in_one_bucket():
 
 @pytest.mark.parametrize(("dtype", "wide"), [("bf16", "fp32"), ("fp32", "fp32"), ("fp64", "fp64")])
 def test_gradients_are_kept_in_fp32_or_better(dtype: str, wide: str):
-    for bucket in fill_buckets(make(dtype)):
+    for bucket in fill_buckets(make(dtype), alone()):
         assert bucket.weights.dtype == DTYPES[dtype]
         assert bucket.gradients.dtype == DTYPES[wide]
 
 
 def test_a_tied_head_is_there_once():
-    buckets = fill_buckets(make(model=replace(MODEL, tied_head=True)))
+    buckets = fill_buckets(make(model=replace(MODEL, tied_head=True)), alone())
     names = [p.name for b in buckets for p in b.parameters]
     assert len(names) == len(set(names))
     assert "head.weight" not in names
@@ -115,6 +118,6 @@ def test_a_tied_head_is_there_once():
 
 def test_a_model_in_buckets_computes_what_it_did_before():
     one, two = make(), make()
-    fill_buckets(two)
+    fill_buckets(two, alone())
     tokens = torch.arange(12).view(2, 6)
     assert torch.equal(one(tokens, tokens).cross_entropy, two(tokens, tokens).cross_entropy)

@@ -9,16 +9,22 @@ import numpy as np
 import pytest
 import torch
 
-from moefold.config.run import AttentionConfig, ModelConfig, MoeConfig, ParallelConfig
+from moefold.anatomy.counts import total_parameters
+from moefold.comm import traffic
+from moefold.comm.collectives import gather_plain
+from moefold.comm.reduce import reduce_bf16, reduce_fp32
+from moefold.config.run import AttentionConfig, ModelConfig, MoeConfig, OptimConfig
 from moefold.kernels.bind import bind
 from moefold.kernels.catalog import Facts
 from moefold.kernels.registry import DTYPES
-from moefold.layout.axes import World, name_axes
+from moefold.layout.axes import World, alone
 from moefold.model.initialise import initialise
 from moefold.model.transformer import Transformer
-from moefold.shard.buckets import fill_buckets
+from moefold.optim.adamw import AdamW
+from moefold.shard.buckets import ALIGN, fill_buckets
 from moefold.shard.gradients import Gradients
 from moefold.train.assemble import default_dtype
+from tests.support.models import transformer
 from tests.support.ranks import run_ranks
 
 MODEL = ModelConfig(
@@ -30,13 +36,19 @@ MODEL = ModelConfig(
     attention=AttentionConfig(heads=2, kv_heads=1, head_dim=8),
     moe=MoeConfig(experts=4, top_k=2, ffn=16, shared_ffn=8, dense_layers=1, aux_loss=0.1),
 )
+WIDE = replace(
+    MODEL,
+    hidden=64,
+    attention=replace(MODEL.attention, kv_heads=2),
+    moe=replace(MODEL.moe, ffn=64, shared_ffn=64),
+)
 LENGTH, SEQUENCES, MAX_NORM = 6, 7, 0.05
 TOLERANCE = {"fp64": 1e-12, "fp32": 1e-5}
 
 
-def make(dtype: str, model: ModelConfig = MODEL) -> Transformer:
+def make(dtype: str, model: ModelConfig = MODEL, world: World | None = None) -> Transformer:
     with default_dtype(DTYPES[dtype]):
-        made = Transformer(model, LENGTH, bind(Facts("cpu", dtype, hidden=16, ffn=16)))
+        made = transformer(model, LENGTH, bind(Facts("cpu", dtype, hidden=16, ffn=16)), world)
     initialise(made, seed=1)
     return made
 
@@ -48,7 +60,7 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
     return rows[:, :-1], labels
 
 
-def share(world: World) -> slice:
+def own_sequences(world: World) -> slice:
     """This rank's sequences of seven: an uneven share."""
     dp = world.axis("dp")
     return slice(SEQUENCES * dp.index // dp.size, SEQUENCES * (dp.index + 1) // dp.size)
@@ -56,18 +68,25 @@ def share(world: World) -> slice:
 
 def one_step(world: World, dtype: str, micro: tuple[int, ...]) -> dict[str, Any]:
     """Gradients before and after clipping, by name, and the norm; rank r takes microbatches of micro[r]."""
-    model = make(dtype)
-    buckets = fill_buckets(model)
+    model = make(dtype, world=world)
+    buckets = fill_buckets(model, world)
     gradients = Gradients(buckets, world)
-    tokens, labels = (x[share(world)] for x in batch())
+    gradients.begin()
+    tokens, labels = (x[own_sequences(world)] for x in batch())
     size = micro[world.rank % len(micro)]
-    for t, y in zip(tokens.split(size), labels.split(size), strict=True):
+    parts = list(zip(tokens.split(size), labels.split(size), strict=True))
+    for number, (t, y) in enumerate(parts, start=1):
         losses = model(t, y)
+        if number == len(parts):
+            gradients.expect_last()
         (losses.cross_entropy + losses.balance).backward()
     gradients.finish((batch()[1] >= 0).sum())
 
     def named() -> dict[str, np.ndarray]:
-        return {p.name: view.clone().numpy() for b in buckets for p, view in b.views(b.gradients)}
+        flats = [gather_plain(b.gradients[b.share], b.replicas) for b in buckets]  # every rank's share
+        return {
+            p.name: view.clone().numpy() for b, flat in zip(buckets, flats, strict=True) for p, view in b.views(flat)
+        }
 
     before = named()
     norm = gradients.clip(MAX_NORM).item()
@@ -101,8 +120,7 @@ def assert_same(found: dict[str, Any], expected: dict[str, Any], tolerance: floa
 @pytest.mark.parametrize("dtype", ["fp32", "fp64"])
 @pytest.mark.parametrize("micro", [(7,), (1,), (3,)])
 def test_microbatches_add_up_to_the_whole_batch(dtype: str, micro: tuple[int, ...]):
-    world = name_axes(0, 1, torch.device("cpu"), ParallelConfig())
-    assert_same(one_step(world, dtype, micro), whole(dtype), TOLERANCE[dtype])
+    assert_same(one_step(alone(), dtype, micro), whole(dtype), TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "fp64"])
@@ -119,7 +137,7 @@ def test_any_number_of_ranks_gives_the_gradient_the_norm_and_the_clipping_of_one
 
 
 def ready(model: Transformer) -> Gradients:
-    return Gradients(fill_buckets(model), name_axes(0, 1, torch.device("cpu"), ParallelConfig()))
+    return Gradients(fill_buckets(model, alone()), alone())
 
 
 def test_the_norm_counts_dense_and_expert_parameters_each_element_once():
@@ -135,15 +153,19 @@ def test_the_norm_counts_dense_and_expert_parameters_each_element_once():
 
 
 def filled_norm(world: World) -> float:
-    gradients = Gradients(fill_buckets(make("fp32")), world)
+    gradients = Gradients(fill_buckets(make("fp64", WIDE, world), world), world)
     for bucket in gradients.buckets:
-        bucket.gradients.fill_(1.0)
+        for _, view in bucket.views(bucket.gradients):
+            view.fill_(1.0)
     return gradients.norm().item()
 
 
 def test_the_norm_does_not_grow_with_the_number_of_replicas():
-    (alone,) = run_ranks(filled_norm, 1)
-    assert run_ranks(filled_norm, 4) == [alone] * 4
+    (expected,) = run_ranks(filled_norm, 1)
+    for parallel in ({}, {"tp": 2, "ep": 2, "etp": 2}):
+        found = run_ranks(filled_norm, 4, **parallel)
+        assert found == [found[0]] * 4, "every rank has the same norm to the bit"
+        assert found[0] == pytest.approx(expected, rel=1e-13)
 
 
 def test_a_short_gradient_is_not_scaled_and_a_long_one_ends_at_the_limit():
@@ -158,14 +180,14 @@ def test_a_short_gradient_is_not_scaled_and_a_long_one_ends_at_the_limit():
     assert gradients.norm().item() == pytest.approx(norm / 4, rel=1e-4)
 
 
-def test_finished_gradients_live_in_the_buckets_only_and_clear_empties_them():
+def test_finished_gradients_live_in_the_buckets_only_and_begin_empties_them():
     model = make("fp32")
     gradients = ready(model)
     losses = model(*batch())
     (losses.cross_entropy + losses.balance).backward()
     assert all(p.grad is None for p in model.parameters())
     assert all(b.gradients.abs().sum() > 0 for b in gradients.buckets)
-    gradients.clear()
+    gradients.begin()
     assert all((b.gradients == 0).all() for b in gradients.buckets)
 
 
@@ -178,3 +200,112 @@ def test_microbatches_of_a_bf16_model_add_up_in_fp32():
         parameter.sum().backward()
     view = next(v for p, v in bucket.views(bucket.gradients) if p.name == "head.norm.weight")
     assert (view == 300).all()
+
+
+def optimizer_bytes(world: World, moments: str) -> tuple[int, int, int, int]:
+    """On this rank: bytes of optimizer state, elements of its shares, of these parameters, and the alignment's most."""
+    model = make("bf16", WIDE, world)
+    buckets = fill_buckets(model, world)
+    kernels = bind(Facts("cpu", "bf16", hidden=64, ffn=64))
+    optimizer = AdamW(buckets, OptimConfig(moments=moments), kernels)  # pyright: ignore[reportArgumentType]
+    held = {
+        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
+        for s in optimizer.slices
+        for t in (s.main, s.mean, s.mean_square)
+    }
+    elements = sum(b.share.stop - b.share.start for b in buckets)
+    own = sum(last - first for b in buckets for _, first, last, _ in b.pieces())
+    return sum(held.values()), elements, own, ALIGN * sum(len(b.parameters) + 1 for b in buckets)
+
+
+@pytest.mark.parametrize(("moments", "each"), [("fp32", 12), ("bf16", 8)])
+@pytest.mark.parametrize("parallel", [{}, {"ep": 2}, {"tp": 2, "etp": 2}, {"cp": 4, "ep": 4}], ids=str)
+def test_a_rank_holds_its_share_of_the_optimizer_state_and_no_more(parallel: dict[str, int], moments: str, each: int):
+    """Main weights and two moments: 12 bytes a parameter, 8 with moments in bf16, over the 4 ranks."""
+    whole = total_parameters(WIDE)
+    found = run_ranks(optimizer_bytes, 4, moments, **parallel)
+    assert sum(own for _, _, own, _ in found) == whole, "every element is held once"
+    for held, elements, _, padding in found:
+        assert held == each * elements
+        assert each * whole / 4 <= held <= each * (whole / 4 + padding)
+        assert padding < 0.2 * whole / 4, "so the bound means something"
+
+
+RANKS = 8
+
+
+def travelled(world: World) -> dict[str, Any]:
+    """Eight ranks' gradients summed both ways, with the bytes that left."""
+    xs = [torch.randn(RANKS * 512, generator=torch.Generator().manual_seed(r)) for r in range(RANKS)]
+    found = {}
+    for name, reduce in (("fp32", reduce_fp32), ("bf16", reduce_bf16)):
+        with traffic.counted() as sent:
+            x = xs[world.rank].clone()
+            share = reduce(x, world.everyone).arrived()
+        assert torch.equal(x, xs[world.rank]), "what is sent stays as it is"
+        found[name] = (share, dict(sent))
+    return found
+
+
+def ring_sum(xs: list[torch.Tensor]) -> torch.Tensor:
+    """What a ring in bf16 gives: each part is added to on its way round, and rounded at every hop."""
+    parts = []
+    for number in range(len(xs)):
+        travelling = [x.chunk(len(xs))[number].bfloat16() for x in xs]
+        travelling = travelling[number + 1 :] + travelling[: number + 1]  # it ends at its owner
+        total = travelling[0]
+        for x in travelling[1:]:
+            total = total + x
+        parts.append(total)
+    return torch.cat(parts)
+
+
+def test_gradients_as_bf16_take_half_the_bytes_and_lose_less_than_a_bf16_ring():
+    xs = [torch.randn(RANKS * 512, generator=torch.Generator().manual_seed(r)) for r in range(RANKS)]
+    exact = torch.stack(xs).double().sum(0)
+    results = run_ranks(travelled, RANKS)
+    for result in results:
+        assert result["bf16"][0].dtype == torch.float32
+        (wide,), (narrow,) = result["fp32"][1].values(), result["bf16"][1].values()
+        assert narrow * 2 == wide == RANKS * 512 * 4 * (RANKS - 1) // RANKS
+    fp32, bf16 = (torch.cat([r[name][0] for r in results]).double() for name in ("fp32", "bf16"))
+    ring = ring_sum(xs).double()
+    off = {
+        name: ((x - exact).norm() / exact.norm()).item() for name, x in (("fp32", fp32), ("bf16", bf16), ("ring", ring))
+    }
+    assert off["fp32"] < 1e-6
+    assert off["bf16"] < 0.6 * off["ring"]
+    assert off["bf16"] < 2**-9, "a single rounding of each summand"
+
+
+def leaving(world: World, most: int, microbatches: int) -> tuple[list[tuple[str, int]], int, list[int]]:
+    """How many buckets were under way whenever a gradient of the last backward was finished; how many there are; how
+    many were under way before it."""
+    model = make("fp32", world=world)
+    gradients = Gradients(fill_buckets(model, world, most), world)
+    fired: list[tuple[str, int]] = []
+    for name, parameter in model.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _, n=name: fired.append((n, len(gradients.travelling))))
+    tokens, labels = (x[own_sequences(world)] for x in batch())
+    gradients.begin()
+    before = []
+    for number in range(microbatches):
+        fired.clear()
+        losses = model(tokens, labels)
+        if number == microbatches - 1:
+            gradients.expect_last()
+        before.append(len(gradients.travelling))
+        (losses.cross_entropy + losses.balance).backward()
+    done = list(fired)
+    gradients.finish((batch()[1] >= 0).sum())
+    return done, len(gradients.buckets), before
+
+
+def test_buckets_leave_while_backward_goes_on_in_the_last_microbatch_only():
+    for fired, buckets, before in run_ranks(leaving, 2, 200, 2):
+        assert buckets > 10
+        assert before == [0, 0], "the first microbatch sends nothing"
+        first_layer = [under_way for name, under_way in fired if name.startswith("blocks.0.")]
+        assert first_layer[0] > 0, "what the second layer and the head finished is on its way"
+        assert first_layer[-1] > first_layer[0]
+        assert [n for _, n in fired] == sorted(n for _, n in fired)

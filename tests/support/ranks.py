@@ -12,7 +12,6 @@ a second instead of four imports of torch. The function must be at the top of a 
 from __future__ import annotations
 
 import multiprocessing
-import os
 import pickle
 import tempfile
 import traceback
@@ -82,8 +81,6 @@ def be_rank(
     from moefold.layout.axes import name_axes
 
     torch.set_num_threads(1)
-    os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"  # a mismatched collective then fails at once, with its name
-    dist.set_debug_level_from_env()
     try:
         if size > 1:
             store = dist.FileStore(str(Path(folder) / "store"), size)

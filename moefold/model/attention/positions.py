@@ -42,7 +42,7 @@ def kept_yarn(head_dim: int, rope: RopeConfig) -> torch.Tensor:
 
 
 def rotary_tables(length: int, head_dim: int, rope: RopeConfig) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos_Sd and sin_Sd in fp32. YaRN also sharpens attention: its factor goes into both, so into q k^T squared."""
+    """cos_Sd and sin_Sd in fp64. YaRN also sharpens attention: its factor goes into both, so into q k^T squared."""
     angles = torch.arange(length, dtype=torch.float64, device="cpu")[:, None] * frequencies(head_dim, rope)
     sharpen = 0.1 * math.log(rope.factor) + 1 if rope.scaling == "yarn" else 1.0
-    return (angles.cos() * sharpen).float(), (angles.sin() * sharpen).float()
+    return angles.cos() * sharpen, angles.sin() * sharpen

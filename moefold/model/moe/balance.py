@@ -15,6 +15,7 @@ from torch import nn
 
 from moefold.comm.collectives import sum_
 from moefold.layout.axes import Axis
+from moefold.model.share import Share
 
 
 class Balance(NamedTuple):
@@ -71,12 +72,15 @@ def count_choices(ids_BN: torch.Tensor, experts: int) -> torch.Tensor:
     return zeros.scatter_add_(1, ids_BN, torch.ones_like(ids_BN))
 
 
-def sequence_balance_loss(scores_TE: torch.Tensor, ids_TK: torch.Tensor, sequences: int) -> torch.Tensor:
-    """Sum over sequences of S x E x sum_e (share of choices that went to e) x (mean score of e).
+def sequence_balance_loss(scores_TE: torch.Tensor, ids_TK: torch.Tensor, share: Share, over: Axis) -> torch.Tensor:
+    """Sum over tokens of E x sum_e (share of its sequence's choices that went to e) x (score of e).
 
-    Divided by the number of tokens, as every loss is, perfect balance gives exactly one.
+    Divided by the number of tokens, as every loss is, perfect balance gives exactly one. The shares are of whole
+    sequences, so the choices are counted `over` the ranks that hold their parts; given these, the loss is a plain sum
+    over tokens, and each rank has its own summand.
     """
-    experts, s = scores_TE.shape[1], scores_TE.shape[0] // sequences
-    share_BE = count_choices(ids_TK.reshape(sequences, -1), experts).to(scores_TE.dtype) / (s * ids_TK.shape[1])
-    mean_BE = scores_TE.view(sequences, s, experts).mean(1)
-    return s * experts * (share_BE * mean_BE).sum()
+    experts, k = scores_TE.shape[1], ids_TK.shape[1]
+    place_TK = share.sequence_T[:, None] * experts + ids_TK
+    counts = count_choices(place_TK.reshape(1, -1), share.sequences * experts)
+    share_BE = sum_(counts, over).view(-1, experts).to(scores_TE.dtype) / (share.length * k)
+    return experts * (share_BE[share.sequence_T] * scores_TE).sum()

@@ -10,25 +10,31 @@ import torch
 from moefold.config.run import ModelConfig
 from moefold.dispatch.base import Rows
 from moefold.kernels.bind import Kernels
+from moefold.layout.axes import World
 from moefold.layout.declare import Declaring
-from moefold.layout.placement import EXPERTS
+from moefold.layout.placement import over_experts
 from moefold.model.steps import Region
 
 
 class Experts(Declaring):
-    def __init__(self, model: ModelConfig, kernels: Kernels):
-        super().__init__()
+    def __init__(self, model: ModelConfig, kernels: Kernels, world: World):
+        super().__init__(world)
         e, f, d, std = model.moe.experts, model.moe.ffn, model.hidden, model.init_std
-        self.gate_up = self.declare("gate_up", e, 2, f, d, placement=EXPERTS, std=std, stacked=True)
+        self.gate_up = self.declare("gate_up", e, 2, f, d, placement=over_experts(2), std=std, stacked=True)
         down_std = std / (2 * model.layers) ** 0.5
-        self.down = self.declare("down", e, d, f, placement=EXPERTS, std=down_std, stacked=True)
-        self.kernels = kernels
+        self.down = self.declare("down", e, d, f, placement=over_experts(2), std=down_std, stacked=True)
+        self.kernels, self.gate_inside = kernels, model.moe.gate == "activation"
         self.activation = Region()
 
     def forward(self, rows: Rows) -> torch.Tensor:
-        """Each row through its expert, times its gate. The gate acts before the second GEMM, which is linear, so that
-        the expert's output need not be kept for the gate's gradient."""
-        x_RD = self.kernels.gather_rows(rows.source_ND, rows.index_R, rows.slots_NK)
-        gate_up_R2F = self.kernels.grouped_gemm(x_RD, self.gate_up.flatten(1, 2), rows.offsets_e).unflatten(-1, (2, -1))
-        inner_RF = self.activation(self.kernels.swiglu, gate_up_R2F, rows.gate_R)
-        return self.kernels.grouped_gemm(inner_RF, self.down, rows.offsets_e)
+        """Each row through its expert, times its gate. Acting before the second GEMM, which is linear, the gate saves
+        keeping the expert's output for its gradient; acting behind it, it keeps low-precision GEMMs more accurate."""
+        order = rows.order
+        x_RD = self.kernels.gather_rows(rows.source_ND, order.index_R, order.slots_NK, order.holes)
+        gate_up_R2F = self.kernels.grouped_gemm(x_RD, self.gate_up.flatten(1, 2), order.offsets_e).unflatten(
+            -1, (2, -1)
+        )
+        inside = order.gate_R if self.gate_inside else None
+        inner_RF = self.activation(self.kernels.swiglu, gate_up_R2F, inside)
+        y_RD = self.kernels.grouped_gemm(inner_RF, self.down, order.offsets_e)
+        return y_RD if self.gate_inside else y_RD * order.gate_R[:, None].to(y_RD.dtype)

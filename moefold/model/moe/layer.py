@@ -5,8 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from moefold.config.run import ModelConfig
-from moefold.dispatch.local import LocalDispatcher
-from moefold.kernels.bind import Kernels
+from moefold.model.choices import Choices
 from moefold.model.mlp import GatedMlp
 from moefold.model.moe.experts import Experts
 from moefold.model.moe.router import Router
@@ -14,11 +13,12 @@ from moefold.model.norm import RMSNorm
 
 
 class MoeLayer(nn.Module):
-    def __init__(self, model: ModelConfig, kernels: Kernels):
+    def __init__(self, model: ModelConfig, choices: Choices):
         super().__init__()
-        self.norm = RMSNorm(model.hidden, model.norm_eps, kernels)
-        self.router = Router(model, kernels)
-        self.experts = Experts(model, kernels)
+        kernels, world = choices.kernels, choices.world
+        self.norm = RMSNorm(model.hidden, model.norm_eps, kernels, world)
+        self.router = Router(model, kernels, world)
+        self.experts = Experts(model, kernels, world)
         if model.moe.shared_ffn:
-            self.shared = GatedMlp(model, model.moe.shared_ffn, kernels)
-        self.dispatcher = LocalDispatcher(model.moe.experts, kernels)
+            self.shared = GatedMlp(model, model.moe.shared_ffn, kernels, world)
+        self.dispatcher = choices.dispatcher

@@ -1,0 +1,100 @@
+"""`moefold doctor parity`: is your layout equal to one rank? Shrinks the configuration, runs both here, compares all.
+
+Exit code 0 and "equal", or 1 and the first thing that differs, by how much and on which ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import tyro
+
+from moefold.cli.options import check_ranks, read
+from moefold.config.run import Config, ParallelConfig
+from moefold.layout.spawn import run_ranks
+from moefold.presets.recipe import resolve
+
+if TYPE_CHECKING:
+    from moefold.train.parity import Seen
+
+
+@dataclass(frozen=True)
+class ParityOptions:
+    """Prove a layout equal to one rank, on local CPU ranks, at a size that fits here."""
+
+    recipe: tyro.conf.Positional[str] = "tiny"
+    """A preset, or a YAML file of configuration keys."""
+    world: int = 8
+    """How many ranks to run the layout on."""
+    steps: int = 3
+    """How many training steps to compare."""
+    precision: Literal["fp64", "fp32"] = "fp64"
+    """fp64 is compared to 1e-9, fp32 to 1e-5."""
+    trace: Path | None = None
+    """Where ranks leave what they saw; set by the command for the ranks it starts."""
+
+
+def run(argv: Sequence[str]) -> int:
+    options, overrides = read(ParityOptions, argv, "doctor parity")
+    world = check_ranks(options.world)
+    config = resolve(options.recipe, [*overrides, "--train.precision", options.precision], None)
+
+    from moefold.train.parity import ROUTINGS, shrunk  # torch, from here on
+
+    small = shrunk(config, world)
+    if options.trace:
+        return leave_trace(small, options)
+    with tempfile.TemporaryDirectory(prefix="moefold-parity-") as folder:
+        words = ["doctor", "parity", *argv, "--trace", folder]
+        if code := run_ranks(words, world):
+            return code
+        found = [judge(small, options, Path(folder), routing) for routing in ROUTINGS]
+    print("equal" if all(found) else "NOT equal")
+    return 0 if all(found) else 1
+
+
+def leave_trace(config: Config, options: ParityOptions) -> int:
+    from moefold.layout.launch import joined
+    from moefold.train.parity import ROUTINGS, trace
+
+    assert options.trace is not None
+    with joined(config.parallel, "cpu") as world:
+        for routing in ROUTINGS:
+            write(options.trace / f"{routing} {world.rank}", trace(config, world, options.steps, routing))
+    return 0
+
+
+def judge(config: Config, options: ParityOptions, folder: Path, routing: str) -> bool:
+    from moefold.layout.axes import alone
+    from moefold.train.parity import TOLERANCE, compare, trace
+
+    one = replace(config, parallel=ParallelConfig(), train=replace(config.train, micro_batch=2))
+    whole = trace(one, alone(), options.steps, routing)
+    ranks = [load(folder / f"{routing} {rank}") for rank in range(options.world)]
+    difference = compare(whole, ranks, TOLERANCE[options.precision])
+    print(f"{routing} routing, {len(whole)} values and tensors: {difference or 'equal'}", file=sys.stdout, flush=True)
+    return difference is None
+
+
+def write(path: Path, seen: Sequence[Seen]) -> None:
+    from safetensors.torch import save_file
+
+    save_file({str(i): s.values.contiguous() for i, s in enumerate(seen)}, os.fspath(path) + ".safetensors")
+    Path(f"{path}.json").write_text(json.dumps([[s.what, s.starts] for s in seen]))
+
+
+def load(path: Path) -> list[Seen]:
+    from safetensors.torch import load_file
+
+    from moefold.train.parity import Seen
+
+    tensors = load_file(os.fspath(path) + ".safetensors")
+    names = json.loads(Path(f"{path}.json").read_text())
+    return [Seen(what, tuple(starts), tensors[str(i)]) for i, (what, starts) in enumerate(names)]

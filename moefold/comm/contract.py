@@ -1,0 +1,113 @@
+"""Debug mode: before every collective the ranks tell each other what they are about to do, and where.
+
+A wrong shape, another collective or a partner who never comes is then named within seconds, with both places in the
+code, instead of a hang or a wrong number. Costs a message per rank and collective, so it is off unless asked for.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from moefold.config.refused import Failed
+from moefold.layout.axes import Axis
+
+PACKAGE = Path(__file__).parent.parent
+TORCH = Path(torch.__file__).parent
+
+
+class Contract:
+    def __init__(self, store: dist.Store, rank: int, patience: float = 20.0):
+        self.store, self.rank, self.patience = store, rank, timedelta(seconds=patience)
+        self.turns: Counter[tuple[int, ...]] = Counter()
+
+    def check(
+        self, what: str, axis: Axis, terms: dict[str, Any], rows_to: list[int] | None, rows_from: list[int] | None
+    ):
+        """Publish what this rank is about to do, read what the others are, and fail on the first disagreement."""
+        turn = self.turns[axis.ranks]
+        self.turns[axis.ranks] += 1
+        mine = {"what": what, "terms": terms, "to": rows_to, "from": rows_from, "at": call_site()}
+        prefix = f"contract/{axis.name}/{axis.ranks}/{turn}"
+        self.store.set(f"{prefix}/{self.rank}", json.dumps(mine))
+        self.store.set(f"contract/last/{self.rank}", json.dumps({**mine, "axis": axis.name}))
+        for place, other in enumerate(axis.ranks):
+            theirs = self.read(f"{prefix}/{other}", other, mine, axis)
+            if (mine["what"], mine["terms"]) != (theirs["what"], theirs["terms"]):
+                raise Failed(self.disagreement(axis, mine, theirs, other))
+            if rows_to is not None and rows_to[place] != theirs["from"][axis.index]:
+                raise Failed(
+                    f"{what} over {axis.name}: rank {self.rank} sends {rows_to[place]} rows to rank {other} at "
+                    f"{mine['at']}, but rank {other} expects {theirs['from'][axis.index]} at {theirs['at']}"
+                )
+
+    def read(self, name: str, other: int, mine: dict[str, Any], axis: Axis) -> dict[str, Any]:
+        try:
+            self.store.wait([name], self.patience)
+        except (RuntimeError, dist.DistError):
+            raise Failed(
+                f"rank {self.rank} waits in {mine['what']} over {axis.name} at {mine['at']}, but rank {other} did not "
+                f"come within {self.patience.total_seconds():g} s; {self.last_of(other)}"
+            ) from None
+        return json.loads(self.store.get(name))
+
+    def last_of(self, other: int) -> str:
+        name = f"contract/last/{other}"
+        if not self.store.check([name]):
+            return "it has begun no collective yet"
+        last = json.loads(self.store.get(name))
+        return f"its last was {last['what']} over {last['axis']} at {last['at']}"
+
+    def disagreement(self, axis: Axis, mine: dict[str, Any], theirs: dict[str, Any], other: int) -> str:
+        one, two = (f"{m['what']} of {m['terms']} at {m['at']}" for m in (mine, theirs))
+        return f"ranks disagree on a collective over {axis.name}: rank {self.rank} does {one}, rank {other} does {two}"
+
+
+def call_site() -> str:
+    """The nearest caller outside of this room and of torch."""
+    frame = sys._getframe(1)
+    while frame.f_back and is_machinery(Path(frame.f_code.co_filename)):
+        frame = frame.f_back
+    path = Path(frame.f_code.co_filename)
+    if is_machinery(path):
+        return "the backward pass"
+    shown = path.relative_to(PACKAGE.parent) if PACKAGE in path.parents else path.name
+    return f"{shown}:{frame.f_lineno}"
+
+
+def is_machinery(path: Path) -> bool:
+    return path.parent == PACKAGE / "comm" or TORCH in path.parents
+
+
+ACTIVE: list[Contract] = []
+
+
+def agree(
+    what: str,
+    axis: Axis,
+    x: torch.Tensor,
+    rows_to: list[int] | None = None,
+    rows_from: list[int] | None = None,
+) -> None:
+    """Check a collective on x, if somebody asked for checks. Rows may differ where `rows_to` says how many go where."""
+    if ACTIVE:
+        shape = list(x.shape if rows_to is None else x.shape[1:])
+        ACTIVE[0].check(what, axis, {"shape": shape, "dtype": str(x.dtype)}, rows_to, rows_from)
+
+
+@contextmanager
+def checked(store: dist.Store, rank: int, patience: float = 20.0):
+    """Check every collective inside the block."""
+    ACTIVE.append(Contract(store, rank, patience))
+    try:
+        yield
+    finally:
+        ACTIVE.pop()

@@ -1,0 +1,34 @@
+"""A turn of the ring: hand a tensor to the next rank and take the previous rank's, while something else is computed."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from moefold.comm import traffic
+from moefold.comm.contract import agree
+from moefold.layout.axes import Axis
+
+
+class Turn:
+    """Starts sending at once; `arrived` waits. On an axis of size one the tensor itself arrives."""
+
+    def __init__(self, x: torch.Tensor, axis: Axis):
+        self.sent = x.contiguous()
+        self.received, self.waits = self.sent, []
+        if axis.size > 1:
+            agree("turn", axis, x)
+            traffic.note("turn", axis, x.nbytes)
+            self.received = torch.empty_like(self.sent)
+            after, before = axis.ranks[(axis.index + 1) % axis.size], axis.ranks[axis.index - 1]
+            self.waits = dist.batch_isend_irecv(
+                [
+                    dist.P2POp(dist.isend, self.sent, after, axis.group),
+                    dist.P2POp(dist.irecv, self.received, before, axis.group),
+                ]
+            )
+
+    def arrived(self) -> torch.Tensor:
+        for wait in self.waits:
+            wait.wait()
+        return self.received

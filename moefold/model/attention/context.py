@@ -1,0 +1,169 @@
+"""Context parallelism: queries meet keys that other ranks hold. Each mechanism is one callable, (q, k, v, share) -> y.
+
+    whole       cp is 1: nothing to meet
+    all_gather  every rank gets all keys and values; its queries, two chunks, attend to what lies before them
+    all_to_all  ranks swap sequence for heads (Ulysses): each attends over whole sequences with its share of the heads
+    ring        keys and values go round; the next block travels while this one is computed
+    hierarchical  all-to-all inside a node, ring across nodes
+
+B sequences, s positions held here (S in all), H query heads, G key/value heads, D head width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from moefold.comm.collectives import exchange, gather
+from moefold.comm.ring import Turn
+from moefold.config.refused import Refused
+from moefold.kernels.bind import Kernels
+from moefold.layout.axes import Axis, World
+from moefold.model.share import Share
+
+Context = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Share], torch.Tensor]
+
+
+def whole(kernels: Kernels) -> Context:
+    return lambda q, k, v, share: kernels.attention(q, k, v)
+
+
+def all_gather(kernels: Kernels, world: World) -> Context:
+    """Keys and values of all ranks, in the order of their positions; each of this rank's two chunks of queries is a
+    causal attention over the keys up to its end."""
+
+    def attend(q_BsHD: torch.Tensor, k_BsGD: torch.Tensor, v_BsGD: torch.Tensor, share: Share) -> torch.Tensor:
+        k, v = (gather(x.transpose(0, 1), share.cp)[share.ordered].transpose(0, 1) for x in (k_BsGD, v_BsGD))
+        ends = chunk_ends(share)
+        parts = q_BsHD.chunk(2, dim=1)
+        return torch.cat([kernels.attention(p, k[:, :e], v[:, :e]) for p, e in zip(parts, ends, strict=True)], dim=1)
+
+    return attend
+
+
+def chunk_ends(share: Share) -> tuple[int, int]:
+    """Where this rank's early and late chunk end in the sequence."""
+    size = share.length // (2 * share.cp.size)
+    return (share.cp.index + 1) * size, (2 * share.cp.size - share.cp.index) * size
+
+
+def all_to_all(kernels: Kernels, world: World) -> Context:
+    return swapping_heads(kernels.attention, world.axis("cp"))
+
+
+def hierarchical(kernels: Kernels, world: World) -> Context:
+    """Inside a node ranks swap positions for heads, which makes the node's positions one early and one late chunk: a
+    zig-zag over nodes, round which the ring goes."""
+    nodes = world.axis("cp nodes")
+    return swapping_heads(lambda q, k, v: Ring.apply(q, k, v, nodes, kernels), world.axis("cp inside"))  # pyright: ignore[reportArgumentType]
+
+
+def swapping_heads(attention: Callable[..., torch.Tensor], axis: Axis) -> Context:
+    """Attention over all positions of the ranks along an axis, with each rank's share of the heads."""
+
+    def attend(q_BsHD: torch.Tensor, k_BsGD: torch.Tensor, v_BsGD: torch.Tensor, share: Share) -> torch.Tensor:
+        if k_BsGD.shape[2] % axis.size:
+            raise Refused(
+                f"parallel.context swaps heads over {axis.size} ranks, which does not divide the {k_BsGD.shape[2]} "
+                "key and value heads of a rank; set parallel.context to ring"
+            )
+        first = share.cp.index - axis.index if axis.size < share.cp.size else 0
+        order = share.joined[first : first + axis.size].flatten().argsort()
+        q, k, v = (heads_for_positions(x, axis, order) for x in (q_BsHD, k_BsGD, v_BsGD))
+        return positions_for_heads(attention(q, k, v), axis, order)
+
+    return attend
+
+
+def heads_for_positions(x_BsHD: torch.Tensor, axis: Axis, order: torch.Tensor) -> torch.Tensor:
+    """(B, s, H, D) -> (B, s x n, H / n, D): all positions of the n ranks, in order, of this rank's heads."""
+    n, heads = axis.size, x_BsHD.shape[2]
+    even = [heads // n] * n
+    x = exchange(x_BsHD.permute(2, 1, 0, 3), even, even, axis, what="heads")  # each rank's positions of my heads
+    x = x.unflatten(0, (n, -1)).transpose(0, 1).flatten(1, 2)[:, order]
+    return x.permute(2, 1, 0, 3)
+
+
+def positions_for_heads(y_BShD: torch.Tensor, axis: Axis, order: torch.Tensor) -> torch.Tensor:
+    """The way back: (B, s x n, H / n, D) -> (B, s, H, D)."""
+    n, heads = axis.size, y_BShD.shape[2]
+    y = y_BShD.permute(2, 1, 0, 3)[:, order.argsort()]  # positions as the ranks hold them
+    y = y.unflatten(1, (n, -1)).transpose(0, 1).flatten(0, 1)  # heads x ranks, rank outermost
+    even = [heads] * n
+    return exchange(y, even, even, axis, what="heads").permute(2, 1, 0, 3)
+
+
+def ring(kernels: Kernels, world: World) -> Context:
+    return lambda q, k, v, share: Ring.apply(q, k, v, share.cp, kernels)  # pyright: ignore[reportReturnType]
+
+
+def pairs(mine: int, theirs: int, ranks: int) -> list[tuple[int, int, bool]]:
+    """Which of my two query chunks meet which of their two key chunks: (mine, theirs, causal). Zig-zag: chunk 0 of rank
+    r is the r-th of the sequence, chunk 1 the r-th from its end; a chunk sees those before it, and part of itself."""
+    at = [(r, 2 * ranks - 1 - r) for r in (mine, theirs)]
+    return [(i, j, at[0][i] == at[1][j]) for i in (0, 1) for j in (0, 1) if at[0][i] >= at[1][j]]
+
+
+class Ring(torch.autograd.Function):
+    """Keys and values travel once round the ring in forward; in backward they travel again, and their gradients with
+    them. Only the local q, k, v, the result and its log-sum-exp are kept."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, cp: Axis, kernels: Kernels):
+        wide = torch.promote_types(q.dtype, torch.float32)
+        out = torch.zeros(q.shape, dtype=wide, device=q.device)
+        lse = torch.full(q.shape[:-1], float("-inf"), dtype=wide, device=q.device)
+        half, travelling = q.shape[1] // 2, torch.stack((k, v))
+        for hop in range(cp.size):
+            turn = Turn(travelling, cp) if hop + 1 < cp.size else None
+            for i, j, causal in pairs(cp.index, (cp.index - hop) % cp.size, cp.size):
+                mine, theirs = slice(i * half, (i + 1) * half), slice(j * half, (j + 1) * half)
+                part, part_lse = kernels.attention_block(q[:, mine], *travelling[:, :, theirs], causal)
+                merge(out[:, mine], lse[:, mine], part, part_lse)
+            travelling = turn.arrived() if turn else travelling
+        result = out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, result, lse)
+        ctx.cp, ctx.kernels = cp, kernels
+        return result
+
+    @staticmethod
+    def backward(ctx, dy):
+        q, k, v, out, lse = ctx.saved_tensors
+        cp, kernels, half = ctx.cp, ctx.kernels, q.shape[1] // 2
+        delta = (dy.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
+        dq = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
+        travelling = torch.stack((k, v))
+        gradients = torch.zeros(travelling.shape, dtype=lse.dtype, device=q.device)
+        for hop in range(cp.size):
+            turn = Turn(travelling, cp) if hop + 1 < cp.size else None
+            for i, j, causal in pairs(cp.index, (cp.index - hop) % cp.size, cp.size):
+                mine, theirs = slice(i * half, (i + 1) * half), slice(j * half, (j + 1) * half)
+                queries = (dy[:, mine], q[:, mine])
+                rest = (lse[:, mine], delta[:, mine], causal)
+                d_q, d_k, d_v = kernels.attention_block_backward(*queries, *travelling[:, :, theirs], *rest)
+                dq[:, mine] += d_q
+                gradients[0][:, theirs] += d_k
+                gradients[1][:, theirs] += d_v
+            gradients = Turn(gradients, cp).arrived()  # after the last hop they are home
+            travelling = turn.arrived() if turn else travelling
+        return dq.to(q.dtype), gradients[0].to(k.dtype), gradients[1].to(v.dtype), None, None
+
+
+def merge(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor) -> None:
+    """Add a block to what earlier blocks gave, in place: softmax over both sets of keys."""
+    joint = torch.logaddexp(lse, part_lse)
+    out.mul_((lse - joint).exp_()[..., None]).add_(part * (part_lse - joint).exp_()[..., None])
+    lse.copy_(joint)
+
+
+MECHANISMS: dict[str, Callable[[Kernels, World], Context]] = {
+    "all_gather": all_gather,
+    "all_to_all": all_to_all,
+    "ring": ring,
+    "hierarchical": hierarchical,
+}
+
+
+def choose_context(name: str, kernels: Kernels, world: World) -> Context:
+    return whole(kernels) if world.axis("cp").size == 1 else MECHANISMS[name](kernels, world)

@@ -1,0 +1,42 @@
+"""Experts with a limit: choices beyond an expert's capacity are dropped, and those tokens pass it by on the residual.
+
+    capacity = capacity factor x tokens x K / E
+
+counted over the tokens of one rank (sub-sequence) or over all ranks that share the sequences (full sequence).
+
+T tokens of this rank, N tokens that are counted, E experts, K choices.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from moefold.comm.collectives import gather_plain
+from moefold.config.run import MoeConfig
+from moefold.dispatch.base import Routing
+from moefold.dispatch.choose import capacity
+from moefold.layout.axes import Axis
+from moefold.model.share import Share
+
+
+def limited(routing: Routing, moe: MoeConfig, share: Share, over: Axis) -> Routing:
+    """The routing with choices beyond capacity made -1, with the weight zero."""
+    if moe.capacity_factor == 0:
+        return routing
+    whole = moe.drop_over == "full_sequence"
+    ids_TK, first = routing.ids_TK, over.index * len(routing.ids_TK) if whole else 0
+    liking_TK = routing.probs_TK.detach() if moe.drop == "probability" else -share.place_T[:, None].expand_as(ids_TK)
+    ids_NK, liking_NK = (gather_plain(x, over) if whole else x for x in (ids_TK, liking_TK.contiguous()))
+    keep_NK = within_capacity(ids_NK, liking_NK, moe.experts, capacity(moe, len(ids_NK)))
+    keep_TK = keep_NK[first : first + len(ids_TK)]
+    return Routing(routing.probs_TK * keep_TK, torch.where(keep_TK, ids_TK, -1))
+
+
+def within_capacity(ids_NK: torch.Tensor, liking_NK: torch.Tensor, experts: int, most: int) -> torch.Tensor:
+    """Which choices are among the `most` best liked of their expert; of equals, the earlier."""
+    ids, liking = ids_NK.flatten(), liking_NK.flatten()
+    by_liking = liking.argsort(descending=True, stable=True)
+    order = by_liking[ids[by_liking].argsort(stable=True)]  # by expert, and within it by liking
+    begins_E = torch.searchsorted(ids[order], torch.arange(experts, device=ids.device))
+    place = torch.arange(len(order), device=ids.device) - begins_E[ids[order]]
+    return torch.zeros_like(ids, dtype=torch.bool).scatter_(0, order, place < most).view(ids_NK.shape)

@@ -1,0 +1,76 @@
+"""Which tokens of a microbatch this rank holds.
+
+B sequences of S positions are cut twice. Context parallelism cuts every sequence into 2 cp chunks and gives rank r the
+chunks r and 2 cp - 1 - r (zig-zag): early tokens attend to little and late ones to much, so each rank gets both.
+Sequence parallelism then cuts the rank's tokens, joined over its sequences, evenly over tp.
+
+    S = 8, cp 2:    0 1 | 2 3 | 4 5 | 6 7         cp rank 0: 0 1 6 7        cp rank 1: 2 3 4 5
+
+C tokens of a cp rank (B x S / cp), T tokens of this rank (C / tp).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from moefold.layout.axes import Axis, World
+
+
+@dataclass(frozen=True)
+class Share:
+    sequences: int
+    length: int
+    cp: Axis
+    tp: Axis
+    device: torch.device
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """The positions of every sequence that this cp rank holds, in the order in which it holds them."""
+        return self.joined[self.cp.index]
+
+    @property
+    def joined(self) -> torch.Tensor:
+        """(cp, S / cp): the positions that each cp rank holds."""
+        return held_positions(self.length, self.cp.size, self.device)
+
+    @property
+    def ordered(self) -> torch.Tensor:
+        """For each position 0..S-1, where it stands when the cp ranks' positions are joined."""
+        return self.joined.flatten().argsort()
+
+    def of_context(self, x_BS: torch.Tensor) -> torch.Tensor:
+        """What belongs to this cp rank's tokens: (C,)."""
+        return (x_BS if self.cp.size == 1 else x_BS[:, self.positions]).flatten()
+
+    @property
+    def sequence_T(self) -> torch.Tensor:
+        """For each token of this rank, which sequence it belongs to."""
+        per_sequence = self.length // self.cp.size
+        count = self.sequences * per_sequence // self.tp.size
+        first = self.tp.index * count
+        return torch.arange(first, first + count, device=self.device) // per_sequence
+
+    @property
+    def place_T(self) -> torch.Tensor:
+        """For each token of this rank, its place when all tokens of the sequences stand in order of position, the first
+        positions of all sequences first."""
+        per_sequence = self.length // self.cp.size
+        within = torch.arange(len(self.sequence_T), device=self.device) + self.tp.index * len(self.sequence_T)
+        return self.positions[within % per_sequence] * self.sequences + self.sequence_T
+
+
+def share_of(tokens_BS: torch.Tensor, world: World) -> Share:
+    sequences, length = tokens_BS.shape
+    return Share(sequences, length, world.axis("cp"), world.axis("tp"), tokens_BS.device)
+
+
+def held_positions(length: int, cp: int, device: torch.device) -> torch.Tensor:
+    """(cp, S / cp): the positions each cp rank holds."""
+    every = torch.arange(length, device=device)
+    if cp == 1:
+        return every[None]
+    chunks = every.view(2 * cp, -1)
+    return torch.cat((chunks[:cp], chunks.flip(0)[:cp]), dim=1)

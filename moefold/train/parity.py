@@ -1,0 +1,167 @@
+"""Is a layout equal to one rank? Run both for a few steps, compare everything, and name the first thing that differs.
+
+A trace holds, for every step and in the order in which they come about: the loss, the tokens each expert got, every
+gradient, the gradient norm, every updated weight. A rank's trace has its own parts of tensors, each with its place in
+the whole; they are held against the same places of the one-rank trace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import lcm
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from moefold.checkpoint.storage import boxes_of
+from moefold.config.rules import check
+from moefold.config.run import Config
+from moefold.data.tokens import Corpus
+from moefold.layout.axes import World
+from moefold.layout.declare import declared_parameters
+from moefold.model.moe.balance import Load
+from moefold.train.assemble import Run, assemble
+from moefold.train.step import train_step
+
+ROUTINGS = ("learned", "skewed", "one expert", "empty experts")
+TOLERANCE = {"fp64": 1e-9, "fp32": 1e-5}
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One value or tensor part at one moment. `starts` is its place in the whole."""
+
+    what: str
+    starts: tuple[int, ...]
+    values: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first thing that differs: what, by how much (relative), and on which ranks."""
+
+    what: str
+    error: float
+    ranks: list[int]
+
+    def __str__(self) -> str:
+        return f"{self.what} differs by {self.error:.2e} (relative) on rank{'s' * (len(self.ranks) > 1)} {self.ranks}"
+
+
+def shrunk(config: Config, world: int) -> Config:
+    """The same mechanisms and degrees at sizes that a CPU handles in a second; refused if the degrees fit no world of
+    that many ranks."""
+    m, a, moe, p = config.model, config.model.attention, config.model.moe, config.parallel
+    spread = p.tp * (p.cp if p.context in ("all_to_all", "hierarchical") else 1)
+    kv_heads = lcm(spread, min(a.kv_heads, 2))
+    attention = replace(a, head_dim=8, kv_heads=kv_heads, heads=kv_heads * min(2, max(1, a.heads // a.kv_heads)))
+    experts = lcm(p.ep, min(moe.experts, 8))
+    layers, dense = 2, min(moe.dense_layers, 1)
+    moe = replace(
+        moe,
+        experts=experts,
+        top_k=min(moe.top_k, experts, 4),
+        ffn=8 * p.etp,
+        shared_ffn=8 * p.tp if moe.shared_ffn else 0,
+        dense_layers=dense,
+    )
+    model = replace(
+        m, layers=layers, hidden=32, vocab=lcm(256, p.tp), dense_ffn=16 * p.tp, attention=attention, moe=moe
+    )
+    seq_len = lcm(p.tp * p.cp * 2, 8)
+    dp = max(1, world // (p.tp * p.cp * p.pp))
+    train = replace(config.train, device="cpu", global_batch=2 * dp, micro_batch=1, steps=8)
+    data = replace(config.data, source="stdlib", files=(), tokenizer="byte", seq_len=seq_len)
+    # Without clipping, gradients can be seen as they are; with a small eps Adam would turn the rounding of gradients
+    # near zero into steps of full size.
+    optim = replace(config.optim, warmup=0, lr=1e-2, eps=1e-3, max_norm=1e9)
+    return check(replace(config, model=model, data=data, train=train, optim=optim), world)
+
+
+def trace(config: Config, world: World, steps: int, routing: str = "learned") -> list[Seen]:
+    """What this rank sees in the first steps of a run on random tokens."""
+    run = assemble(config, world, Path("."), corpus=random_corpus(config))
+    lean_routing(run, routing)
+    seen: list[Seen] = []
+    for _ in range(steps):
+        seen += trace_step(run)
+    return seen
+
+
+def random_corpus(config: Config) -> Corpus:
+    tokens = np.random.default_rng(5).integers(0, 256, size=200 * config.data.seq_len).astype(np.uint8)
+    return Corpus(tokens, tokens)
+
+
+def lean_routing(run: Run, routing: str) -> None:
+    """Lean the selection biases so that routing is as uneven as asked."""
+    for load in (m for m in run.model.modules() if isinstance(m, Load)):
+        number = torch.arange(len(load.bias_E))
+        lean = {
+            "learned": torch.zeros(len(number)),
+            "skewed": -0.1 * number,
+            "one expert": -100.0 * number,
+            "empty experts": -100.0 * (number % 2),
+        }[routing]
+        load.bias_E.copy_(lean)
+
+
+def trace_step(run: Run) -> list[Seen]:
+    report = train_step(run, run.loader.next())
+    run.parameters.await_all()
+    at = f"step {run.step}: "
+    weights = [
+        Seen(f"{at}weight {p.name}", tuple(s for s, _ in p.part), p.tensor.detach().clone())
+        for p in declared_parameters(run.model)
+    ]
+    return [
+        Seen(f"{at}loss", (), torch.tensor(report.loss, dtype=torch.float64)),
+        Seen(f"{at}tokens of each expert", (0, 0), report.counts_LE.double()),
+        *gradients_of(run, at),
+        Seen(f"{at}gradient norm", (), torch.tensor(report.grad_norm, dtype=torch.float64)),
+        *weights,
+    ]
+
+
+def gradients_of(run: Run, when: str) -> list[Seen]:
+    """This rank's share of every gradient, as boxes of the whole parameter."""
+    seen: list[Seen] = []
+    for bucket, share in zip(run.gradients.buckets, run.gradients.shares(), strict=True):
+        for parameter, first, last, at in bucket.pieces():
+            corner = [start for start, _ in parameter.part]
+            for starts, box in boxes_of(share[at : at + last - first], first, parameter.tensor.shape):
+                place = tuple(c + s for c, s in zip(corner, starts, strict=True))
+                seen.append(Seen(f"{when}gradient {parameter.name}", place, box.clone()))
+    return seen
+
+
+def compare(whole: Sequence[Seen], ranks: Sequence[Sequence[Seen]], tolerance: float) -> Difference | None:
+    """The first thing, in the order of the one-rank trace, in which some rank differs by more than the tolerance. A
+    tensor's error is measured against the size of the whole tensor, so that a part of tiny numbers does not count as
+    wrong for its rounding."""
+    reference = {seen.what: seen.values for seen in whole}
+    worst: dict[str, dict[int, float]] = {}
+    covered: dict[str, float] = dict.fromkeys(reference, 0.0)
+    for rank, trace_of_rank in enumerate(ranks):
+        for seen in trace_of_rank:
+            expected = reference[seen.what][
+                tuple(slice(s, s + n) for s, n in zip(seen.starts, seen.values.shape, strict=True))
+            ]
+            scale = reference[seen.what].double().norm() + 1e-30
+            error = ((seen.values.double() - expected.double()).norm() / scale).item()
+            found = worst.setdefault(seen.what, {})
+            found[rank] = max(found.get(rank, 0.0), error if error == error else float("inf"))
+            covered[seen.what] += seen.values.numel()
+    for what in reference:
+        if covered[what] < reference[what].numel():
+            return Difference(
+                f"{what}: only {covered[what]:.0f} of {reference[what].numel()} elements are held by any rank, and it",
+                1.0,
+                [],
+            )
+        bad = {rank: error for rank, error in worst[what].items() if error > tolerance}
+        if bad:
+            return Difference(what, max(bad.values()), sorted(bad))
+    return None

@@ -1,0 +1,163 @@
+"""A checkpoint knows nothing of the layout that wrote it: model and optimizer load under any other, to the bit."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from math import prod
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moefold.checkpoint.load import load, require
+from moefold.checkpoint.save import save
+from moefold.checkpoint.state import tensors_of
+from moefold.checkpoint.storage import boxes_of, read_table
+from moefold.config.run import AttentionConfig, ModelConfig, MoeConfig, OptimConfig, ParallelConfig
+from moefold.kernels.bind import bind
+from moefold.kernels.catalog import Facts
+from moefold.layout.axes import World, alone, name_axes
+from moefold.layout.declare import Parameter, declared_parameters
+from moefold.model.moe.balance import Load
+from moefold.model.transformer import Transformer
+from moefold.optim.adamw import AdamW
+from moefold.shard.buckets import fill_buckets
+from moefold.train.assemble import default_dtype
+from tests.support.models import transformer
+from tests.support.ranks import run_ranks
+
+MODEL = ModelConfig(
+    layers=2,
+    hidden=12,  # nothing is a multiple of the alignment, so that shares end inside of rows
+    vocab=36,
+    dense_ffn=20,
+    attention=AttentionConfig(heads=8, kv_heads=4, head_dim=6, qk_norm="full", qkv_bias=True, out_bias=True),
+    moe=MoeConfig(experts=4, top_k=2, ffn=12, shared_ffn=8, dense_layers=1),
+)
+KERNELS = bind(Facts("cpu", "bf16", hidden=12, ffn=12))
+
+
+def ignore(_: str) -> None: ...
+
+
+def make(world: World) -> tuple[Transformer, AdamW]:
+    with default_dtype(torch.bfloat16):
+        model = transformer(MODEL, 16, KERNELS, world)
+    buckets = fill_buckets(model, world)
+    return model, AdamW(buckets, OptimConfig(), KERNELS)
+
+
+def whole_values(parameter: Parameter, kind: str, dtype: torch.dtype) -> torch.Tensor:
+    """What the whole of a parameter (or of its state) holds: other numbers for each."""
+    generator = torch.Generator().manual_seed(sum(i * ord(c) for i, c in enumerate(parameter.name + kind)))
+    return torch.randn(parameter.declaration.shape, generator=generator).to(dtype)
+
+
+def pieces(model: Transformer, optimizer: AdamW) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
+    """(name, what this rank holds, what that should be)."""
+    found = []
+    for p in declared_parameters(model):
+        place = tuple(slice(start, start + size) for start, size in p.part)
+        found.append((p.name, p.tensor.data, whole_values(p, "weight", p.tensor.dtype)[place]))
+    for p, kind, first, values in optimizer.state():
+        place = tuple(slice(start, start + size) for start, size in p.part)
+        mine = whole_values(p, kind, values.dtype)[place].flatten()
+        found.append((f"{p.name}.{kind}", values, mine[first : first + len(values)]))
+    for i, module in enumerate(m for m in model.modules() if isinstance(m, Load)):
+        found.append((f"bias {i}", module.bias_E, torch.arange(4.0) + i))
+    return found
+
+
+def write(world: World, folder: str) -> int:
+    model, optimizer = make(world)
+    for _, held, right in pieces(model, optimizer):
+        held.copy_(right)
+    save(Path(folder), 1, tensors_of(model, optimizer), {"step": 1}, 1, world)
+    return sum(held.numel() for name, held, _ in pieces(model, optimizer) if name.endswith(".mean"))
+
+
+def read(world: World, folder: str) -> list[str]:
+    """The names of what is not exactly what was saved."""
+    model, optimizer = make(world)
+    for _, held, _ in pieces(model, optimizer):
+        held.fill_(-77.0)
+    load(require(Path(folder), world, ignore), tensors_of(model, optimizer), optional=set(), world=world)
+    return [name for name, held, right in pieces(model, optimizer) if not torch.equal(held, right)]
+
+
+def move(world: World, folder: str, layouts: list[dict[str, int]]) -> list[list[str]]:
+    """Written under each layout and read under the next one of the list, in the same processes."""
+    worlds = [name_axes(world.rank, world.size, world.device, ParallelConfig(**layout)) for layout in layouts]
+    wrong = []
+    for number, (writer, reader) in enumerate(pairwise(worlds)):
+        write(writer, f"{folder}/{number}")
+        wrong.append(read(reader, f"{folder}/{number}"))
+    return wrong
+
+
+ROUTE: list[dict[str, int]] = [
+    {},
+    {"tp": 2, "cp": 2, "ep": 4},
+    {"tp": 4, "etp": 4},
+    {"ep": 2, "etp": 2},
+    {"cp": 4, "ep": 2},
+    {"tp": 2, "etp": 2},
+    {"tp": 2, "etp": 2},
+    {"ep": 4},
+    {},
+]
+
+
+def test_what_one_layout_saves_another_loads_exactly_optimizer_included(tmp_path: Path):
+    for rank, wrong in enumerate(run_ranks(move, 4, str(tmp_path), ROUTE)):
+        for (writer, reader), names in zip(pairwise(ROUTE), wrong, strict=True):
+            assert not names, f"rank {rank}, written as {writer}, read as {reader}: {names}"
+
+
+@pytest.mark.parametrize("layout", [{}, {"tp": 2, "ep": 2, "etp": 2}], ids=str)
+def test_one_rank_loads_what_four_saved_and_the_reverse(layout: dict[str, int], tmp_path: Path):
+    held = run_ranks(write, 4, str(tmp_path / "four"), **layout)
+    assert sum(held) == sum(prod(p.declaration.shape) for p in declared_parameters(make(alone())[0]))
+    assert read(alone(), str(tmp_path / "four")) == []
+    write(alone(), str(tmp_path / "one"))
+    assert run_ranks(read, 4, str(tmp_path / "one"), **layout) == [[]] * 4
+
+
+def test_every_element_is_written_once(tmp_path: Path):
+    run_ranks(write, 4, str(tmp_path), tp=2, ep=2, etp=2)
+    for name, entry in read_table(tmp_path / "step-00000001").items():
+        assert sum(prod(chunk["sizes"]) for chunk in entry["chunks"]) == prod(entry["shape"]), name
+
+
+@given(data=st.data(), shape=st.lists(st.integers(1, 5), max_size=4))
+@settings(max_examples=200, deadline=None, derandomize=True)
+def test_boxes_tile_the_range_exactly_and_are_views(data: st.DataObject, shape: list[int]):
+    size = prod(shape)
+    first = data.draw(st.integers(0, size - 1))
+    last = data.draw(st.integers(first + 1, size))
+    flat = torch.arange(size)
+    values = flat[first:last].clone()
+    boxes = boxes_of(values, first, shape)
+    seen = torch.zeros(shape, dtype=torch.int64)
+    whole = flat.view(shape)
+    for starts, box in boxes:
+        assert box.dim() == len(shape)
+        place = tuple(slice(s, s + n) for s, n in zip(starts, box.shape, strict=True))
+        assert torch.equal(whole[place], box)
+        assert box.untyped_storage().data_ptr() == values.untyped_storage().data_ptr()
+        seen[place] += 1
+    expected = torch.zeros(size, dtype=torch.int64)
+    expected[first:last] = 1
+    assert torch.equal(seen.flatten(), expected)
+    assert len(boxes) <= max(1, 2 * len(shape) - 1), "few boxes"
+
+
+def test_the_boxes_of_the_documentation():
+    boxes = boxes_of(torch.arange(3, 17), 3, (4, 5))
+    assert [(starts, tuple(box.shape)) for starts, box in boxes] == [
+        ((0, 3), (1, 2)),
+        ((1, 0), (2, 5)),
+        ((3, 0), (1, 2)),
+    ]

@@ -1,0 +1,128 @@
+"""Updated shares reach every replica before anybody uses them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from moefold.comm import traffic
+from moefold.config.run import AttentionConfig, ModelConfig, MoeConfig, OptimConfig
+from moefold.kernels.bind import bind
+from moefold.kernels.catalog import Facts
+from moefold.kernels.registry import DTYPES
+from moefold.layout.axes import World, alone
+from moefold.layout.declare import declared_parameters
+from moefold.model.initialise import initialise
+from moefold.model.transformer import Transformer
+from moefold.optim.adamw import AdamW
+from moefold.shard.buckets import Bucket, fill_buckets
+from moefold.shard.publish import Publisher
+from moefold.train.assemble import default_dtype
+from tests.support.models import transformer
+from tests.support.ranks import run_ranks
+
+MODEL = ModelConfig(
+    layers=2,
+    hidden=16,
+    vocab=32,
+    dense_ffn=16,
+    attention=AttentionConfig(heads=4, kv_heads=2, head_dim=4, qk_norm="full", qkv_bias=True),
+    moe=MoeConfig(experts=4, top_k=2, ffn=16, shared_ffn=8, dense_layers=1),
+)
+LENGTH, SMALL = 8, 100  # a parameter or two in a bucket
+
+
+def make(world: World, dtype: str, most: int = SMALL) -> tuple[Transformer, list[Bucket], Publisher]:
+    with default_dtype(DTYPES[dtype]):
+        model = transformer(MODEL, LENGTH, bind(Facts("cpu", dtype, hidden=16, ffn=16)), world)
+    initialise(model, seed=1)
+    buckets = fill_buckets(model, world, most)
+    return model, buckets, Publisher(model, buckets)
+
+
+def stepped(
+    world: World, dtype: str, most: int
+) -> tuple[dict[str, tuple[Any, torch.Tensor]], dict[str, int], list[int]]:
+    """A step of random gradients, the same wherever a parameter is held; weights by name with their place."""
+    model, buckets, publisher = make(world, dtype, most)
+    optimizer = AdamW(buckets, OptimConfig(), bind(Facts("cpu", dtype, hidden=16, ffn=16)))
+    for bucket in buckets:
+        for parameter, view in bucket.views(bucket.gradients):
+            seed = sum(map(ord, parameter.name))
+            whole = torch.randn(parameter.declaration.shape, generator=torch.Generator().manual_seed(seed))
+            view.copy_(whole[tuple(slice(start, start + size) for start, size in parameter.part)])
+    optimizer.step(1, 0.1)
+    with traffic.counted() as sent:
+        publisher.publish()
+    publisher.await_all()
+    assert not publisher.under_way
+    bytes_ = {axis: n for (what, axis), n in sent.items() if what == "publish"}
+    expected: dict[str, int] = {}
+    for bucket in buckets:
+        d = bucket.replicas.size
+        expected[bucket.replicas.name] = expected.get(bucket.replicas.name, 0) + bucket.weights.nbytes * (d - 1) // d
+    assert bytes_ == {axis: n for axis, n in expected.items() if n}
+    return {p.name: (p.part, p.tensor.detach().clone()) for p in declared_parameters(model)}, bytes_, [len(buckets)]
+
+
+@pytest.mark.parametrize("most", [SMALL, 1 << 25])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("parallel", [{}, {"tp": 2, "ep": 2, "etp": 2}], ids=["dp 4", "dp 2 tp 2 ep 2 etp 2"])
+def test_after_publishing_every_rank_has_the_weights_of_one_rank_to_the_bit(parallel, dtype: str, most: int):
+    expected, nothing, _ = stepped(alone(), dtype, most)
+    assert nothing == {}, "alone, nothing is sent"
+    for weights, sent, _ in run_ranks(stepped, 4, dtype, most, **parallel):
+        assert sent
+        assert weights.keys() == expected.keys()
+        for name, (part, value) in weights.items():
+            place = tuple(slice(start, start + size) for start, size in part)
+            assert torch.equal(value, expected[name][1][place]), name
+
+
+class Pending:
+    """Work that is done only when somebody waits for it: the tensor is wrong until then."""
+
+    def __init__(self, bucket: Bucket):
+        self.bucket, self.right = bucket, bucket.weights.clone()
+        bucket.weights.fill_(float("nan"))
+
+    def wait(self) -> None:
+        self.bucket.weights.copy_(self.right)
+
+
+def late(publisher: Publisher) -> None:
+    """Every bucket is still travelling."""
+    for number, bucket in enumerate(publisher.buckets):
+        publisher.under_way[number] = (Pending(bucket), bucket.weights)
+
+
+def tokens() -> torch.Tensor:
+    return torch.arange(2 * LENGTH).view(2, LENGTH)
+
+
+USES = {
+    "forward": lambda model: model(tokens(), tokens()).cross_entropy,
+    "logits": lambda model: model.logits(tokens()),
+    "state_dict": lambda model: torch.cat([x.flatten().float() for x in model.state_dict().values()]),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+@torch.no_grad()
+def test_nobody_uses_a_weight_that_has_not_arrived(use: str):
+    model, _, publisher = make(alone(), "fp32")
+    expected = USES[use](model)
+    late(publisher)
+    assert torch.equal(USES[use](model), expected)
+    assert not publisher.under_way, "and nothing is left travelling"
+
+
+@torch.no_grad()
+def test_a_module_waits_for_its_own_weights_only():
+    model, buckets, publisher = make(alone(), "fp32")
+    late(publisher)
+    model.embedding(torch.arange(8))
+    (own,) = [i for i, b in enumerate(buckets) if any(p.name == "embedding.weight" for p in b.parameters)]
+    assert set(publisher.under_way) == set(range(len(buckets))) - {own}

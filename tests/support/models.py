@@ -1,0 +1,48 @@
+"""Parts of a model without a whole run: what assembly would choose, for one rank unless a world is given."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from moefold.config.run import Config, DataConfig, ModelConfig, ParallelConfig, TrainConfig
+from moefold.dispatch.choose import choose_dispatcher
+from moefold.kernels.bind import Kernels
+from moefold.layout.axes import World, alone
+from moefold.model.attention.context import choose_context
+from moefold.model.choices import Choices
+from moefold.model.share import Share
+from moefold.model.transformer import Transformer
+
+
+def choices(
+    model: ModelConfig,
+    seq_len: int,
+    kernels: Kernels,
+    world: World | None = None,
+    parallel: ParallelConfig | None = None,
+) -> Choices:
+    """`parallel` names the mechanisms; the degrees are the world's."""
+    world = world or alone()
+    degrees = {name: world.axis(name).size for name in ("tp", "cp", "ep", "etp")}
+    parallel = replace(parallel or ParallelConfig(), **degrees)
+    data, train = DataConfig(seq_len=seq_len), TrainConfig(precision="fp32")
+    config = Config(model=model, data=data, train=train, parallel=parallel)
+    context = choose_context(parallel.context, kernels, world)
+    return Choices(world, kernels, choose_dispatcher(config, kernels, world), context, seq_len)
+
+
+def transformer(
+    model: ModelConfig,
+    seq_len: int,
+    kernels: Kernels,
+    world: World | None = None,
+    parallel: ParallelConfig | None = None,
+) -> Transformer:
+    return Transformer(model, choices(model, seq_len, kernels, world, parallel))
+
+
+def share(sequences: int, length: int, world: World | None = None) -> Share:
+    world = world or alone()
+    return Share(sequences, length, world.axis("cp"), world.axis("tp"), torch.device("cpu"))

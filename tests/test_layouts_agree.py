@@ -1,0 +1,210 @@
+"""Every layout gives what one rank gives: loss, router statistics, gradients, norm, updated weights."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from moefold.config.rules import Case, broken
+from moefold.config.run import Config, ParallelConfig
+from moefold.layout.axes import World, alone, name_axes
+from moefold.presets.zoo import PRESETS
+from moefold.train.parity import TOLERANCE, Seen, compare, shrunk, trace
+from tests.support.ranks import run_ranks
+
+WORLD = 8
+Layout = tuple[Config, str]
+
+
+def base() -> Config:
+    """Every mechanism at once: shared experts, a dense layer, biases, norms over all heads, both kinds of balance."""
+    config = PRESETS["tiny"]()
+    attention = replace(config.model.attention, qk_norm="full", qkv_bias=True, out_bias=True)
+    moe = replace(config.model.moe, shared_ffn=16, dense_layers=1, aux_loss=0.1)
+    train = replace(config.train, precision="fp64")
+    return replace(config, model=replace(config.model, attention=attention, moe=moe), train=train)
+
+
+def layouts() -> list[Layout]:
+    """All legal degrees in powers of two on 8 ranks; mechanisms, dispatchers and routings take turns along them, so
+    that each meets every kind of degree."""
+    powers = (1, 2, 4, 8)
+    contexts = itertools.cycle(["ring", "all_gather", "all_to_all", "hierarchical", "ring"])
+    dispatchers = itertools.cycle(["dedup", "all_to_all", "all_gather", "hierarchical"])
+    routings = itertools.cycle(["learned", "skewed", "one expert", "empty experts", "learned"])
+    found: list[Layout] = []
+    for tp, cp, ep, etp in itertools.product(powers, powers, powers, powers):
+        if tp * cp > WORLD or ep * etp > WORLD:
+            continue
+        parallel = ParallelConfig(tp=tp, cp=cp, ep=ep, etp=etp, context=next(contexts), dispatcher=next(dispatchers))
+        config = shrunk(replace(base(), parallel=parallel), WORLD)
+        assert not broken(Case(config, WORLD)), broken(Case(config, WORLD))
+        found.append((config, next(routings)))
+    return found
+
+
+def trace_all(world: World, cases: list[Layout], steps: int) -> list[list[Seen]]:
+    """Several layouts in turn on the same processes: starting them costs more than running a layout. Ranks 0-3 and 4-7
+    are taken for two nodes."""
+    traces = []
+    for config, routing in cases:
+        here = (
+            name_axes(world.rank, world.size, world.device, config.parallel, node_size=4) if world.size > 1 else alone()
+        )
+        traces.append(trace(config, here, steps, routing))
+    return traces
+
+
+def one_rank(config: Config) -> Config:
+    return replace(config, parallel=ParallelConfig(), train=replace(config.train, micro_batch=2))
+
+
+def differences(cases: list[Layout], steps: int = 1) -> list[str]:
+    on_eight = run_ranks(trace_all, WORLD, cases, steps)
+    on_one = trace_all(alone(), [(one_rank(config), routing) for config, routing in cases], steps)
+    found = []
+    for i, (config, routing) in enumerate(cases):
+        difference = compare(on_one[i], [rank[i] for rank in on_eight], TOLERANCE[config.train.precision])
+        if difference:
+            found.append(f"{config.parallel} with routing {routing}: {difference}")
+    return found
+
+
+GRID = layouts()
+
+
+@pytest.mark.parametrize("chunk", range(0, len(GRID), 20))
+def test_every_layout_on_eight_ranks_agrees_with_one_rank_in_fp64(chunk: int):
+    found = differences(GRID[chunk : chunk + 20])
+    assert not found, "\n".join(found)
+
+
+def test_the_grid_is_large_and_has_every_mechanism():
+    assert len(GRID) >= 80
+    for field in ("context", "dispatcher"):
+        values = {getattr(c.parallel, field) for c, _ in GRID}
+        assert len(values) >= 3, values
+
+
+def with_moe(config: Config, **changes: object) -> Config:
+    return replace(config, model=replace(config.model, moe=replace(config.model.moe, **changes)))
+
+
+TOKEN_HANDLING: list[dict[str, object]] = [
+    {"pad_rows": 16},
+    {"capacity_factor": 8.0, "pad_to_capacity": True},
+    {"capacity_factor": 1.0, "drop_over": "full_sequence"},
+    {"capacity_factor": 0.5, "drop_over": "full_sequence", "drop": "position"},
+    {"gate": "output"},
+]
+TRAVELS = [
+    ParallelConfig(ep=8, dispatcher="all_to_all"),
+    ParallelConfig(ep=4, etp=2, tp=2, dispatcher="dedup"),
+    ParallelConfig(ep=8, cp=2, dispatcher="all_gather"),
+    ParallelConfig(ep=8, tp=2, cp=2, dispatcher="hierarchical"),
+    ParallelConfig(tp=2, cp=2),
+]
+
+
+@pytest.mark.parametrize("parallel", TRAVELS, ids=lambda p: f"tp{p.tp} cp{p.cp} ep{p.ep} etp{p.etp} {p.dispatcher}")
+def test_every_way_of_handling_tokens_agrees_with_one_rank(parallel: ParallelConfig):
+    """One rank takes one sequence at a time, as each data-parallel rank does: capacities are counted per microbatch."""
+    cases = [(with_moe(shrunk(replace(base(), parallel=parallel), WORLD), **how), "skewed") for how in TOKEN_HANDLING]
+    on_eight = run_ranks(trace_all, WORLD, cases, 2)
+    for i, (config, routing) in enumerate(cases):
+        alike = replace(one_rank(config), train=replace(config.train, micro_batch=1))
+        difference = compare(trace(alike, alone(), 2, routing), [rank[i] for rank in on_eight], TOLERANCE["fp64"])
+        assert not difference, f"{TOKEN_HANDLING[i]}: {difference}"
+
+
+@pytest.mark.parametrize("how", TOKEN_HANDLING[:2] + TOKEN_HANDLING[4:], ids=str)
+def test_padding_and_the_place_of_the_gate_change_nothing(how: dict[str, object]):
+    config = one_rank(shrunk(base(), 1))
+    plain = trace(config, alone(), 2, "skewed")
+    assert compare(plain, [trace(with_moe(config, **how), alone(), 2, "skewed")], TOLERANCE["fp64"]) is None
+
+
+def test_layouts_agree_in_fp32_too():
+    some = [(replace(c, train=replace(c.train, precision="fp32")), routing) for c, routing in GRID[::9]]
+    found = differences(some, steps=2)
+    assert not found, "\n".join(found)
+
+
+def norm_without_experts(world: World, cases: list[Layout]) -> list[list[Seen]]:
+    from moefold.shard.gradients import Gradients
+
+    right = Gradients.norm
+
+    def dense_only(self: Gradients) -> torch.Tensor:
+        everything = self.buckets
+        self.buckets = [bucket for bucket in everything if bucket.placement.grid == "dense"]
+        norm = right(self)
+        self.buckets = everything
+        return norm
+
+    Gradients.norm = dense_only
+    return trace_all(world, cases, 1)
+
+
+def no_sum_over_tp(world: World, cases: list[Layout]) -> list[list[Seen]]:
+    from moefold.layout.placement import Placement
+
+    right = Placement.summed_axes.fget
+    Placement.summed_axes = property(lambda self: tuple(a for a in right(self) if a != "tp"))  # pyright: ignore
+    return trace_all(world, cases, 1)
+
+
+def a_dropped_token(world: World, cases: list[Layout]) -> list[list[Seen]]:
+    from moefold.dispatch.hop import Hop
+
+    right = Hop.back
+
+    def lossy(self, y_ND, leg):
+        y = right(self, y_ND, leg)
+        return y if world.rank != 3 else y * (torch.arange(len(y)) != 1)[:, None]
+
+    Hop.back = lossy
+    return trace_all(world, cases, 1)
+
+
+@pytest.mark.parametrize(
+    ("bug", "named"),
+    [
+        (norm_without_experts, "step 1: gradient norm"),
+        (no_sum_over_tp, "norm.weight"),
+        (a_dropped_token, "step 1: loss"),
+    ],
+)
+def test_a_planted_bug_is_named(bug, named: str):
+    parallel = ParallelConfig(tp=2, ep=8, dispatcher="dedup")
+    case = (shrunk(replace(base(), parallel=parallel), WORLD), "learned")
+    on_eight = run_ranks(bug, WORLD, [case])
+    difference = compare(trace(one_rank(case[0]), alone(), 1), [rank[0] for rank in on_eight], TOLERANCE["fp64"])
+    assert difference is not None
+    assert named in str(difference)
+
+
+def test_the_published_example_of_256_ranks_folds_and_builds():
+    """256 ranks: tp 4, cp 2, dp 8, pp 4 with etp 1, ep 64, edp 1, under torch's fake process group."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    parallel = ParallelConfig(tp=4, cp=2, pp=4, ep=64)
+    for rank in (0, 77, 255):
+        dist.init_process_group("fake", rank=rank, world_size=256, store=FakeStore())
+        try:
+            world = name_axes(rank, 256, torch.device("cpu"), parallel, node_size=8)
+        finally:
+            dist.destroy_process_group()
+        assert world.dense.sizes == {"pp": 4, "dp": 8, "cp": 2, "tp": 4}
+        assert world.expert.sizes == {"pp": 4, "edp": 1, "ep": 64, "etp": 1}
+        assert world.axis("ep").size == 64
+        assert (world.axis("ep inside").size, world.axis("ep nodes").size) == (8, 8)
+
+
+def test_smallest_worlds_shrink_when_experts_fold_onto_dense_ranks():
+    """tp 4 x cp 8 with ep 8: unfolded, ep multiplies (256 ranks); folded, the same 32 ranks serve both."""
+    assert not broken(Case(shrunk(replace(base(), parallel=ParallelConfig(tp=4, cp=8, ep=8)), 32), 32))

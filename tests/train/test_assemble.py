@@ -1,0 +1,61 @@
+"""Ranks that were started differently are refused before they train, and what never moves is named."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from moefold.config.refused import Refused
+from moefold.layout.axes import World, alone
+from moefold.presets.zoo import PRESETS
+from moefold.train.assemble import assemble, require_agreement
+from moefold.train.loop import never_moved
+from moefold.train.parity import random_corpus, shrunk
+from moefold.train.step import train_step
+from tests.support.ranks import run_ranks
+
+
+def started_differently(world: World) -> str:
+    config = PRESETS["tiny"]()
+    if world.rank == 2:
+        config = replace(config, optim=replace(config.optim, lr=0.5))
+    try:
+        require_agreement(config, world)
+    except Refused as refused:
+        return str(refused)
+    return "agreed"
+
+
+def test_a_rank_with_another_setting_is_refused_on_every_rank_by_key_and_rank():
+    for text in run_ranks(started_differently, 3):
+        assert text == "optim.lr = 0.5 on rank 2, but 0.004 on rank 0; start all ranks alike"
+
+
+def started_with_other_code(world: World) -> str:
+    import moefold.train.assemble as module
+
+    if world.rank == 1:
+        module.source_digest = lambda: "another"
+    try:
+        require_agreement(PRESETS["tiny"](), world)
+    except Refused as refused:
+        return str(refused)
+    return "agreed"
+
+
+def test_a_rank_with_other_code_is_refused():
+    for text in run_ranks(started_with_other_code, 2):
+        assert "moefold source = another on rank 1" in text
+
+
+def test_a_parameter_that_never_gets_a_gradient_is_named():
+    config = shrunk(PRESETS["tiny"](), 1)
+    run = assemble(config, alone(), Path("."), random_corpus(config))
+    attention = run.model.blocks[1].attention
+    attention.out.weight.register_hook(torch.zeros_like)  # as if its backward were not connected
+    for _ in range(3):
+        train_step(run, run.loader.next())
+        run.gradients.note_moved()
+    assert [line.split()[1] for line in never_moved(run)] == ["blocks.1.attention.out.weight"]
