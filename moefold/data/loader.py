@@ -15,6 +15,7 @@ from functools import lru_cache
 import numpy as np
 import torch
 
+from moefold.kernels.cross_entropy import IGNORED
 from moefold.layout.axes import Axis
 
 
@@ -47,14 +48,18 @@ class Loader:
         return batch
 
     def at(self, consumed: int, count: int) -> Batch:
-        """This rank's share of the `count` sequences that follow the first `consumed`."""
-        first, last = (consumed + count * i // self.dp.size for i in (self.dp.index, self.dp.index + 1))
-        rows = np.empty((last - first, self.seq_len + 1), dtype=np.int64)
-        for row, number in zip(rows, range(first, last), strict=True):
-            start = self.window(number) * self.seq_len
+        """This rank's share of the `count` sequences that follow the first `consumed`. All shares are of one size, so
+        that every rank takes part in as many passes; what is over counts for nothing."""
+        share = -(-count // self.dp.size)
+        rows = np.zeros((share, self.seq_len + 1), dtype=np.int64)
+        places = range(self.dp.index * share, (self.dp.index + 1) * share)
+        for row, place in zip(rows, places, strict=True):
+            start = self.window(consumed + place) * self.seq_len
             row[:] = self.tokens[start : start + self.seq_len + 1]
         both = torch.from_numpy(rows).to(self.device, non_blocking=True)
-        return Batch(both[:, :-1].contiguous(), both[:, 1:].contiguous())
+        tokens, labels = both[:, :-1].contiguous(), both[:, 1:].contiguous()
+        labels[max(0, count - places.start) :] = IGNORED
+        return Batch(tokens, labels)
 
     def window(self, number: int) -> int:
         """Which window the number-th sequence of the run is."""

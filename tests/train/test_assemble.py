@@ -8,9 +8,11 @@ from pathlib import Path
 import torch
 
 from moefold.config.refused import Refused
-from moefold.layout.axes import World, alone
+from moefold.config.run import ParallelConfig
+from moefold.layout.axes import World, alone, name_axes
 from moefold.presets.zoo import PRESETS
 from moefold.train.assemble import assemble, require_agreement
+from moefold.train.evaluate import validation_loss
 from moefold.train.loop import never_moved
 from moefold.train.parity import random_corpus, shrunk
 from moefold.train.step import train_step
@@ -59,3 +61,17 @@ def test_a_parameter_that_never_gets_a_gradient_is_named():
         train_step(run, run.loader.next())
         run.gradients.note_moved()
     assert [line.split()[1] for line in never_moved(run)] == ["blocks.1.attention.out.weight"]
+
+
+def uneven_validation(world: World) -> float:
+    config = shrunk(replace(PRESETS["tiny"](), parallel=ParallelConfig(ep=4)), 4)
+    config = replace(config, train=replace(config.train, validate_sequences=5, precision="fp64"))
+    here = name_axes(world.rank, 4, world.device, config.parallel) if world.size > 1 else alone()
+    config = config if world.size > 1 else replace(config, parallel=ParallelConfig())
+    return validation_loss(assemble(config, here, Path("."), random_corpus(config)))
+
+
+def test_validation_on_a_number_of_sequences_that_does_not_split_neither_hangs_nor_differs():
+    one = uneven_validation(alone())
+    for loss in run_ranks(uneven_validation, 4):
+        assert abs(loss - one) < 1e-12
