@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from moefold import __version__
 from moefold.checkpoint.manifest import FORMAT, MANIFEST, STATE, Damaged, seal, verify
-from moefold.checkpoint.storage import SafeWriter, digest_of, held_bytes
+from moefold.checkpoint.storage import SafeWriter, digest_of
 from moefold.comm.collectives import gather_objects
 from moefold.config.refused import Refused
 from moefold.layout.axes import World
@@ -43,8 +43,7 @@ def save(folder: Path, step: int, tensors: dict[str, torch.Tensor], state: dict[
     temporary = final.with_suffix(".tmp")
     if agreed(lambda: is_whole(final), world, folder):
         return final
-    needed = sum(gather_objects(bytes_of(tensors), world.everyone)) + SPARE
-    agreed(lambda: prepare(temporary, needed), world, folder)
+    agreed(lambda: prepare(temporary, bytes_of(tensors)), world, folder)
     writer = SafeWriter(temporary, world.rank)
     try:
         with quiet_about_one_process():
@@ -80,8 +79,8 @@ def agreed(work: Any, world: World, folder: Path) -> Any:
 
 
 def bytes_of(tensors: dict[str, torch.Tensor]) -> int:
-    """Bytes this rank holds. Replicated ones are counted on each rank, so a sum over ranks is on the safe side."""
-    return sum(held_bytes(t) for t in tensors.values())
+    """Bytes of a checkpoint: every logical tensor whole, whatever part of it this rank holds."""
+    return sum(t.numel() * t.element_size() for t in tensors.values()) + SPARE
 
 
 def require_space(folder: Path, needed: int) -> None:
@@ -164,7 +163,7 @@ def set_aside(checkpoint: Path, why: str) -> None:
 
 
 def set_aside_after(folder: Path, step: int) -> None:
-    """A run that continues from an earlier step leaves the later ones behind."""
+    """A run that continues from an earlier step leaves the later ones behind; one that continues another run, all."""
     for newer in committed(folder):
         if int(newer.name[5:]) > step:
             set_aside(newer, "superseded")
@@ -188,7 +187,8 @@ def explained(error: BaseException, folder: Path) -> Exception:
         return explained(next(iter(error.failures.values()))[0], folder)
     text = str(error)
     if getattr(error, "errno", None) == errno.ENOSPC or "No space left" in text or "os error 28" in text:
-        has = shutil.disk_usage(folder).free / 2**20
+        there = next(p for p in (folder, *folder.absolute().parents) if p.exists())
+        has = shutil.disk_usage(there).free / 2**20
         return Refused(
             f"no space left on {folder} ({has:.1f} MiB free) while writing a checkpoint; "
             "free some, or choose another place with --out; checkpoints written before are untouched"

@@ -74,10 +74,6 @@ class Part(torch.Tensor):
         return next(values for starts, values in self.boxes if starts == tuple(index.offset or ()))
 
 
-def held_bytes(tensor: torch.Tensor) -> int:
-    return sum(v.nbytes for _, v in tensor.boxes) if isinstance(tensor, Part) else tensor.nbytes
-
-
 def boxes_of(values: torch.Tensor, first: int, shape: Sequence[int]) -> list[Box]:
     """The values of a flattened tensor of that shape from element `first` on, as few boxes as possible.
 

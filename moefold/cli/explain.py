@@ -24,6 +24,8 @@ from moefold.kernels.catalog import BYTES, CATALOG, Facts, expected_facts, pick,
 from moefold.layout.fold import fold
 from moefold.presets.recipe import resolve
 
+RING_OPS = ("attention_block", "attention_block_backward")  # only a ring of context-parallel ranks uses them
+
 
 @dataclass(frozen=True)
 class ExplainOptions:
@@ -52,6 +54,7 @@ def explanation(config: Config, world: int) -> dict[str, Any]:
     """Everything the command shows, as plain data."""
     model, facts = config.model, expected_facts(config)
     forced = read_force(config.kernels.force)
+    goes_round = config.parallel.cp > 1 and config.parallel.context in ("ring", "hierarchical")
     dense_grid, expert_grid = fold(world, config.parallel)
     layers = [("embedding", 1, [embed(model)]), *kinds_of_layers(config), ("head", 1, [predict(model)])]
     return {
@@ -66,8 +69,8 @@ def explanation(config: Config, world: int) -> dict[str, Any]:
             {"kind": kind, "count": count, "steps": [describe(step, config) for step in steps]}
             for kind, count, steps in layers
         ],
-        "dispatcher": dict(zip(("name", "why"), dispatcher(config, facts), strict=True)),
-        "kernels": {op: choice(op, facts, forced) for op in CATALOG},
+        "dispatcher": dict(zip(("name", "why"), price.choose(config, min(world, 8), BYTES[facts.dtype]), strict=True)),
+        "kernels": {op: choice(op, facts, forced) for op in CATALOG if goes_round or op not in RING_OPS},
     }
 
 
@@ -90,11 +93,6 @@ def describe(step: StepSpec, config: Config) -> dict[str, Any]:
     }
 
 
-def dispatcher(config: Config, facts: Facts) -> tuple[str, str]:
-    """As a run on nodes of eight ranks would choose."""
-    return price.choose(config, 8, BYTES[facts.dtype])
-
-
 def choice(op: str, facts: Facts, forced: dict[str, str]) -> dict[str, str]:
     name, why = pick(op, facts, forced.get(op))
     return {"implementation": name, "why": why}
@@ -109,7 +107,9 @@ def show(found: dict[str, Any], console: Console) -> None:
     )
     for name, sizes in found["grids"].items():
         console.print(f"{name} grid: " + " x ".join(f"{axis} {size}" for axis, size in sizes.items()))
-    console.print(f"dispatcher: {found['dispatcher']['name']} ({found['dispatcher']['why']})")
+    console.print(
+        f"dispatcher (on nodes of at most 8 ranks): {found['dispatcher']['name']} ({found['dispatcher']['why']})"
+    )
     table = Table(title="steps (T tokens, R rows of experts)", title_justify="left")
     for column, justify in (("where", "left"), ("step", "left"), ("lane", "left"), ("shapes", "left")):
         table.add_column(column, justify=justify)  # pyright: ignore[reportArgumentType]
@@ -127,7 +127,8 @@ def show(found: dict[str, Any], console: Console) -> None:
     kernels = Table("operation", "used in", "kernel", "why", title="kernels", title_justify="left")
     for op, chosen in found["kernels"].items():
         users = [s["step"] for layer in found["layers"] for s in layer["steps"] if op in s["ops"]]
-        kernels.add_row(op, ", ".join(dict.fromkeys(users)) or "optimizer", chosen["implementation"], chosen["why"])
+        users = list(dict.fromkeys(users)) or ["optimizer" if op == "adamw" else "attend"]
+        kernels.add_row(op, ", ".join(users), chosen["implementation"], chosen["why"])
     console.print(kernels)
 
 

@@ -10,14 +10,14 @@ import os
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import tyro
 
 from moefold.cli.options import check_ranks, read
-from moefold.config.run import Config, ParallelConfig
+from moefold.config.run import Config
 from moefold.layout.spawn import run_ranks
 from moefold.presets.recipe import resolve
 
@@ -73,10 +73,9 @@ def leave_trace(config: Config, options: ParityOptions) -> int:
 
 def judge(config: Config, options: ParityOptions, folder: Path, routing: str) -> bool:
     from moefold.layout.axes import alone
-    from moefold.train.parity import TOLERANCE, compare, trace
+    from moefold.train.parity import TOLERANCE, compare, on_one_rank, trace
 
-    one = replace(config, parallel=ParallelConfig(), train=replace(config.train, micro_batch=2))
-    whole = trace(one, alone(), options.steps, routing)
+    whole = trace(on_one_rank(config), alone(), options.steps, routing)
     ranks = [load(folder / f"{routing} {rank}") for rank in range(options.world)]
     difference = compare(whole, ranks, TOLERANCE[options.precision])
     print(f"{routing} routing, {len(whole)} values and tensors: {difference or 'equal'}", file=sys.stdout, flush=True)

@@ -152,8 +152,3 @@ def gather_objects(item: Any, axis: Axis) -> list[Any]:
     found: list[Any] = [None] * axis.size
     dist.all_gather_object(found, item, group=axis.group)
     return found
-
-
-def barrier(axis: Axis) -> None:
-    """Return when every rank of the axis has come here."""
-    gather_objects(None, axis)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 
 from moefold.config.refused import Refused, printable
-from moefold.config.run import Config
+from moefold.config.run import Config, ParallelConfig
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,11 @@ class Case:
     @property
     def dp(self) -> int:
         return max(1, self.world // self.dense_part)
+
+    @property
+    def share(self) -> int:
+        """Sequences of a global batch that one data-parallel rank gets, at least one."""
+        return max(1, self.config.train.global_batch // self.dp)
 
 
 @dataclass(frozen=True)
@@ -157,7 +162,7 @@ CROSS_FIELD: list[Rule] = [
     Rule(
         "global batch splits evenly",
         ("train.global_batch", "train.micro_batch", "parallel.tp", "parallel.cp", "parallel.pp"),
-        lambda c: c.config.train.global_batch % (c.dp * c.config.train.micro_batch) == 0,
+        lambda c: c.config.train.global_batch % (c.dp * min(c.config.train.micro_batch, c.share)) == 0,
         lambda c: (
             f"train.global_batch = {c.config.train.global_batch} does not split over {c.dp} data-parallel ranks "
             f"in parts of train.micro_batch = {c.config.train.micro_batch}"
@@ -194,15 +199,14 @@ def splits(degree: str, key: str, what: str, when: Callable[[Case], bool] = lamb
     )
 
 
-def sequence_part(c: Case) -> int:
-    p = c.config.parallel
+def sequence_part(p: ParallelConfig) -> int:
+    """What a sequence's length must be a multiple of: two chunks for each cp rank, cut over the tp ranks."""
     return p.tp * p.cp * (2 if p.cp > 1 else 1)
 
 
 def swaps_heads(c: Case) -> int:
     """Over how many ranks the heads of one rank are spread by all-to-all context parallelism."""
-    p = c.config.parallel
-    return p.tp * p.cp if p.context == "all_to_all" else p.tp
+    return c.config.parallel.tp * c.config.parallel.cp
 
 
 def has_dense(c: Case) -> bool:
@@ -220,22 +224,32 @@ SPLITS = [
     Rule(
         "sequences split evenly",
         ("data.seq_len", "parallel.cp", "parallel.tp"),
-        lambda c: c.config.data.seq_len % sequence_part(c) == 0,
+        lambda c: c.config.data.seq_len % sequence_part(c.config.parallel) == 0,
         lambda c: (
             f"data.seq_len = {c.config.data.seq_len} does not split over parallel.cp = {c.config.parallel.cp} "
             f"(two chunks a rank) and parallel.tp = {c.config.parallel.tp}"
         ),
-        lambda c: f"set data.seq_len to a multiple of {sequence_part(c)}",
+        lambda c: f"set data.seq_len to a multiple of {sequence_part(c.config.parallel)}",
     ),
     Rule(
         "all-to-all context has heads to swap",
         ("parallel.cp", "parallel.tp", "parallel.context", "model.attention.heads", "model.attention.kv_heads"),
-        lambda c: c.config.model.attention.kv_heads % swaps_heads(c) == 0,
+        lambda c: c.config.parallel.context != "all_to_all" or c.config.model.attention.kv_heads % swaps_heads(c) == 0,
         lambda c: (
             f"parallel.tp x cp = {swaps_heads(c)} does not divide model.attention.kv_heads = "
             f"{c.config.model.attention.kv_heads}, which parallel.context = all_to_all spreads over both"
         ),
         lambda c: "set parallel.context to ring or all_gather",
+    ),
+    Rule(
+        "the reference loss has all words",
+        ("parallel.tp", "kernels.force"),
+        lambda c: c.config.parallel.tp == 1 or "cross_entropy=reference" not in c.config.kernels.force,
+        lambda c: (
+            f"kernels.force = {printable(','.join(c.config.kernels.force))} needs all words on a rank, but "
+            f"parallel.tp = {c.config.parallel.tp} spreads them"
+        ),
+        lambda c: "set parallel.tp to 1, or leave cross_entropy=reference out",
     ),
     Rule(
         "padding to capacity has a capacity",

@@ -84,7 +84,7 @@ class DataConfig:
 class TrainConfig:
     steps: int = key(400, "optimizer steps", at_least=1)
     global_batch: int = key(16, "sequences of one step, over all ranks", at_least=1)
-    micro_batch: int = key(4, "sequences one rank takes at a time", at_least=1)
+    micro_batch: int = key(4, "sequences one rank takes at a time, at most", at_least=1)
     seed: int = key(1, "of initialisation and data order", at_least=0, at_most=2**62)
     device: Literal["auto", "cpu", "cuda"] = key("auto", "where to train; auto: cuda if there is one")
     precision: Literal["auto", "fp32", "bf16", "fp64"] = key(

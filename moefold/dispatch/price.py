@@ -7,7 +7,7 @@ Of K choices over g places, g (1 - (1 - 1/g)^K) are distinct on average.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from moefold.config.run import Config
 
@@ -68,7 +68,8 @@ def choose(config: Config, ranks_on_a_node: int, bytes_each: int, links: Links |
     inside = max(1, min(p.ep, ranks_on_a_node // p.etp))
     trip = Trip(tokens, config.model.hidden * bytes_each, moe.top_k, p.ep, inside if p.ep % inside == 0 else p.ep)
     names = ["dedup", "all_gather", "all_to_all", *(["hierarchical"] if trip.inside < trip.ranks else [])]
-    times = {name: seconds(name, trip, links or Links()) for name in names}
+    joint = replace(trip, ranks=p.ep * p.etp, inside=min(p.ep * p.etp, ranks_on_a_node))  # all_gather joins etp too
+    times = {n: seconds(n, joint if n == "all_gather" else trip, links or Links()) for n in names}
     order = sorted(times, key=lambda name: times[name])
     said = ", ".join(f"{name} {times[name] * 1e3:.2f}" for name in order)
     return order[0], f"least predicted time, ms one way for {tokens} tokens: {said}"

@@ -105,7 +105,14 @@ def read_force(force: Iterable[str]) -> dict[str, str]:
 
 
 def facts_of(config: Config, device: str, dtype: str, capability: tuple[int, int] = (0, 0)) -> Facts:
-    return Facts(device, dtype, capability, config.model.hidden, config.model.moe.ffn, config.optim.moments)
+    return Facts(
+        device,
+        dtype,
+        capability,
+        config.model.hidden,
+        config.model.moe.ffn // config.parallel.etp,
+        config.optim.moments,
+    )
 
 
 def expected_facts(config: Config) -> Facts:

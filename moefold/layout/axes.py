@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -68,9 +67,6 @@ class World:
             raise KeyError(f"no group was created for {names}; add it to COMBINATIONS in layout/axes.py")
         return self.axes[names]
 
-    def grid(self, which: Literal["dense", "expert"]) -> Grid:
-        return self.dense if which == "dense" else self.expert
-
 
 def name_axes(
     rank: int,
@@ -126,7 +122,7 @@ def alone(device: str = "cpu") -> World:
 
 def create_groups(partition: Partition, rank: int, fresh: bool) -> dist.ProcessGroup | None:
     """The group of this rank, after creating all groups of the partition, as torch.distributed asks of every rank."""
-    if len(partition[0]) == 1:
+    if all(len(ranks) == 1 for ranks in partition):
         return None
     if len(partition) == 1 and not fresh:
         return dist.group.WORLD

@@ -67,10 +67,13 @@ def start_rank(
     }
     env = {"OMP_NUM_THREADS": str(threads), **os.environ, **{k: str(v) for k, v in place.items()}}
     command = [sys.executable, "-m", "moefold", *arguments]
+    # A process group of its own: Ctrl-C in a terminal then reaches the parent alone, which hands it on once.
     if rank == 0:
-        return subprocess.Popen(command, env=env)
+        return subprocess.Popen(command, env=env, process_group=0)
     with log.open("wb") as output:
-        return subprocess.Popen(command, env=env, stdout=output, stderr=output, stdin=subprocess.DEVNULL)
+        return subprocess.Popen(
+            command, env=env, process_group=0, stdout=output, stderr=output, stdin=subprocess.DEVNULL
+        )
 
 
 def forward_signals(ranks: Sequence[subprocess.Popen[bytes]]):

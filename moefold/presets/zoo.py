@@ -49,9 +49,9 @@ def tiny() -> Config:
             attention=AttentionConfig(heads=4, kv_heads=2, head_dim=32, qk_norm="head"),
             moe=MoeConfig(experts=8, top_k=2, ffn=192, bias_rate=0.01),
         ),
-        train=TrainConfig(steps=220, validate_every=55),
-        optim=OptimConfig(lr=4e-3, warmup=20),
-        checkpoint=CheckpointConfig(every=55),
+        train=TrainConfig(steps=340, global_batch=8, micro_batch=2, validate_every=85),
+        optim=OptimConfig(lr=4e-3, warmup=30),
+        checkpoint=CheckpointConfig(every=85),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from moefold.comm.collectives import sum_
+from moefold.config.rules import sequence_part
 from moefold.train.assemble import Run
 
 
@@ -26,13 +27,13 @@ def validation_loss(run: Run) -> float:
 def sample(run: Run, prompt: str, temperature: float = 0.7) -> str:
     """Continue the prompt. The window is recomputed for every token: simple, and quick enough for a few hundred. Every
     rank takes part. What lies behind the last token pads the window to a length that splits over ranks; no token sees
-    what is behind it."""
+    what is behind it (though it counts where experts have a capacity)."""
     generator = torch.Generator().manual_seed(run.config.train.seed)
     tokens = [int(t) for t in run.tokenizer.encode(prompt)]
     run.model.eval()
     for _ in range(run.config.train.sample_tokens):
         seen = tokens[-run.config.data.seq_len :]
-        padding = [0] * (-len(seen) % (2 * run.world.axis("cp", "tp").size))
+        padding = [0] * (-len(seen) % sequence_part(run.config.parallel))
         window = torch.tensor([seen + padding], device=run.world.device)
         logits_V = run.model.logits(window)[0, len(seen) - 1, : run.tokenizer.size].float().cpu()
         tokens.append(int(torch.multinomial((logits_V / temperature).softmax(-1), 1, generator=generator)))

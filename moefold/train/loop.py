@@ -9,8 +9,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 from moefold.anatomy.counts import active_parameters, total_parameters, train_flops_per_token
-from moefold.checkpoint.save import SPARE, agreed, bytes_of, require_space
+from moefold.checkpoint.save import agreed, bytes_of, require_space
 from moefold.checkpoint.state import tensors_of
 from moefold.comm.collectives import gather_objects
 from moefold.config.read import write_yaml
@@ -35,8 +37,7 @@ def train(config: Config, world: World, out: Path, resume: str | None) -> None:
     agreed(lambda: claim(out, resume), world, out)
     run = assemble(config, world, out)
     speaker = make_speaker(world)
-    needed = sum(gather_objects(bytes_of(tensors_of(run.model, run.optimizer)), world.everyone)) + SPARE
-    agreed(lambda: require_space(out, needed), world, out)
+    agreed(lambda: require_space(out, bytes_of(tensors_of(run.model, run.optimizer))), world, out)
     continues = resume is not None and resume_run(run, resume, speaker)
     agreed(lambda: (out / "config.yaml").write_text(write_yaml(run.config)), world, out)
     for line in introduction(run):
@@ -78,7 +79,9 @@ def introduction(run: Run) -> list[str]:
     text = (
         f"{compact(len(run.loader.tokens))} tokens of {c.data.source}, {compact(len(run.validation.tokens))} held out"
     )
-    where = f"{run.world.size} {'rank' if run.world.size == 1 else 'ranks'} on {c.train.device} in {c.train.precision}"
+    met = f" over {dist.get_backend()}" if run.world.size > 1 else ""
+    ranks = f"{run.world.size} {'rank' if run.world.size == 1 else 'ranks'}"
+    where = f"{ranks} on {c.train.device} in {c.train.precision}{met}"
     return [f"{c.name}: {sizes} | {where} | {text}", f"writing to {run.out}"]
 
 

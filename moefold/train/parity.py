@@ -17,7 +17,7 @@ import torch
 
 from moefold.checkpoint.storage import boxes_of
 from moefold.config.rules import check
-from moefold.config.run import Config
+from moefold.config.run import Config, ParallelConfig
 from moefold.data.tokens import Corpus
 from moefold.layout.axes import World
 from moefold.layout.declare import declared_parameters
@@ -66,6 +66,8 @@ def shrunk(config: Config, world: int) -> Config:
         ffn=8 * p.etp,
         shared_ffn=8 * p.tp if moe.shared_ffn else 0,
         dense_layers=dense,
+        drop_over="full_sequence",  # what one rank drops of its own tokens depends on the layout, by design
+        pad_to_capacity=False,
     )
     model = replace(
         m, layers=layers, hidden=32, vocab=lcm(256, p.tp), dense_ffn=16 * p.tp, attention=attention, moe=moe
@@ -76,8 +78,14 @@ def shrunk(config: Config, world: int) -> Config:
     data = replace(config.data, source="stdlib", files=(), tokenizer="byte", seq_len=seq_len)
     # Without clipping, gradients can be seen as they are; with a small eps Adam would turn the rounding of gradients
     # near zero into steps of full size.
-    optim = replace(config.optim, warmup=0, lr=1e-2, eps=1e-3, max_norm=1e9)
+    optim = replace(config.optim, warmup=0, lr=1e-2, eps=1e-3, max_norm=1e9, moments="fp32", gradient_travel="fp32")
     return check(replace(config, model=model, data=data, train=train, optim=optim), world)
+
+
+def on_one_rank(config: Config) -> Config:
+    """The same run on a single rank, in larger microbatches where nothing is counted per microbatch."""
+    micro_batch = 2 if config.model.moe.capacity_factor == 0 else 1
+    return replace(config, parallel=ParallelConfig(), train=replace(config.train, micro_batch=micro_batch))
 
 
 def trace(config: Config, world: World, steps: int, routing: str = "learned") -> list[Seen]:

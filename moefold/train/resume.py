@@ -41,7 +41,9 @@ def resume_run(run: Run, where: str, say: Callable[[str], None]) -> bool:
     randoms = random_state(run.world)
     load(found, tensors_of(run.model, run.optimizer) | randoms, optional=set(randoms), world=run.world)
     restore_random(randoms, run.world)
-    agreed(lambda: set_aside_after(run.out / "checkpoints", found.state["step"]), run.world, run.out)
+    own = run.out / "checkpoints"
+    left_behind = found.state["step"] if found.path.parent.resolve() == own.resolve() else -1
+    agreed(lambda: set_aside_after(own, left_behind), run.world, run.out)
     run.step, run.loader.consumed = found.state["step"], found.state["consumed"]
     say(f"resumed from {found.path} at step {run.step}")
     return True

@@ -136,8 +136,8 @@ def test_a_recipe_that_cannot_be_read_is_refused_by_name(recipe: str, tmp_path: 
 @pytest.mark.parametrize(
     ("words", "legal"),
     [
-        (["--nproc", "3"], "set train.global_batch to a multiple of 12"),
-        (["--nproc", "8"], "set train.micro_batch to one of 1, 2"),
+        (["--nproc", "3"], "set train.global_batch to a multiple of 6"),
+        (["--nproc", "2", "--train.micro_batch", "3"], "set train.micro_batch to one of 1, 2, 4"),
         (["--nproc", "0"], "expected a whole number at least 1, such as 4"),
         (["--nproc", "-2"], "expected a whole number at least 1, such as 4"),
         (["--nproc", "10000000"], "expected a whole number at least 1"),

@@ -17,6 +17,9 @@ from moefold.presets.zoo import PRESETS
 
 # rule -> (overrides that break it, number of ranks, what its message must name)
 BREAKS: dict[str, list[tuple[str, int, str]]] = {
+    "the reference loss has all words": [
+        ("--parallel.tp=2 --kernels.force=cross_entropy=reference", 2, "kernels.force = cross_entropy=reference")
+    ],
     "the name can be a folder's": [("--name=../up", 1, "name = ../up")],
     "kv heads divide heads": [
         ("--model.attention.kv_heads=3", 1, "model.attention.kv_heads = 3"),
@@ -40,8 +43,8 @@ BREAKS: dict[str, list[tuple[str, int, str]]] = {
     "expert grid fits the world": [("--parallel.ep=3", 8, "parallel.etp x ep x pp = 3")],
     "global batch splits evenly": [
         ("--train.micro_batch=3", 1, "train.micro_batch = 3"),
-        ("--train.micro_batch=16", 4, "train.micro_batch = 16"),
-        ("", 3, "train.global_batch = 16"),
+        ("--train.global_batch=24 --train.micro_batch=4", 4, "train.micro_batch = 4"),
+        ("", 3, "train.global_batch = 8"),
         ("--parallel.tp=2", 6, "3 data-parallel ranks"),
     ],
     "tp splits model.attention.heads": [("--parallel.tp=8", 8, "model.attention.heads = 4")],

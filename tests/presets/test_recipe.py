@@ -44,7 +44,7 @@ def test_a_file_with_an_unknown_preset_is_refused_with_what_there_is(preset: str
 
 def test_the_number_of_ranks_takes_part_in_the_rules():
     assert resolve("tiny", world=4)
-    with pytest.raises(Refused, match=r"train\.global_batch = 16 .* 3 data-parallel ranks .* multiple of 12"):
+    with pytest.raises(Refused, match=r"train\.global_batch = 8 .* 3 data-parallel ranks .* multiple of 6"):
         resolve("tiny", world=3)
     assert resolve("tiny", ["--train.global_batch=12"], world=3).train.global_batch == 12
 
