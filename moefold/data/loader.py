@@ -57,7 +57,7 @@ class Loader:
             start = self.window(consumed + place) * self.seq_len
             row[:] = self.tokens[start : start + self.seq_len + 1]
         both = torch.from_numpy(rows).to(self.device, non_blocking=True)
-        tokens, labels = both[:, :-1].contiguous(), both[:, 1:].contiguous()
+        tokens, labels = both[:, :-1].clone(), both[:, 1:].clone()  # two tensors: labels are changed below
         labels[max(0, count - places.start) :] = IGNORED
         return Batch(tokens, labels)
 

@@ -42,7 +42,7 @@ class AdamW:
         o = self.optim
         for s in self.slices:
             decay = o.weight_decay if s.bucket.decays else 0.0
-            gradients = s.bucket.gradients[s.bucket.share]
+            gradients = s.bucket.gradients[s.bucket.share].to(s.main.dtype)
             self.adamw(s.main, gradients, s.mean, s.mean_square, number, lr, o.beta1, o.beta2, o.eps, decay)
             if s.has_copy:
                 s.bucket.weights[s.bucket.share] = s.main.to(s.bucket.weights.dtype)

@@ -71,6 +71,14 @@ def fill_buckets(model: nn.Module, world: World, most: int = BUCKET) -> list[Buc
     return [make_bucket(group, world) for group in [*full, *open_groups.values()]]
 
 
+def sum_dtype(parameter: torch.Tensor) -> torch.dtype:
+    """What gradients add up in: fp32 for lower precision. For fp32 on a CPU fp64, so that sums do not depend on their
+    order and a run gives the same losses on any number of ranks; a GPU's memory is too dear for that."""
+    if parameter.dtype == torch.float32 and parameter.device.type == "cpu":
+        return torch.float64
+    return torch.promote_types(parameter.dtype, torch.float32)
+
+
 def make_bucket(parameters: list[Parameter], world: World) -> Bucket:
     starts, end = [], 0
     for parameter in parameters:
@@ -81,7 +89,7 @@ def make_bucket(parameters: list[Parameter], world: World) -> Bucket:
     end = -(-end // (ALIGN * replicas.size)) * ALIGN * replicas.size
     like = parameters[0].tensor
     weights = torch.zeros(end, dtype=like.dtype, device=like.device)
-    gradients = torch.zeros(end, dtype=torch.promote_types(like.dtype, torch.float32), device=like.device)
+    gradients = torch.zeros(end, dtype=sum_dtype(like), device=like.device)
     bucket = Bucket(made.placement, made.decays, parameters, starts, weights, gradients, replicas)
     for parameter, view in bucket.views(weights):
         view.copy_(parameter.tensor.detach())

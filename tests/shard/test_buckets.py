@@ -102,7 +102,7 @@ def test_parameters_are_grouped_by_placement_and_decay_each_in_one_bucket():
         assert bucket.decays == (not p.name.endswith(("norm.weight", "bias"))), p.name
 
 
-@pytest.mark.parametrize(("dtype", "wide"), [("bf16", "fp32"), ("fp32", "fp32"), ("fp64", "fp64")])
+@pytest.mark.parametrize(("dtype", "wide"), [("bf16", "fp32"), ("fp32", "fp64"), ("fp64", "fp64")])
 def test_gradients_are_kept_in_fp32_or_better(dtype: str, wide: str):
     for bucket in fill_buckets(make(dtype), alone()):
         assert bucket.weights.dtype == DTYPES[dtype]
