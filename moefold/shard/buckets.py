@@ -1,7 +1,7 @@
 """Parameters, gradients and optimizer state in a few flat tensors, each cut over the ranks that would hold copies.
 
     weights    | query | pad | key | pad | ...        the model's parameters are views of it, in its precision
-    gradients  | d query | .. | d key | ..  | ...     fp32, whatever the precision; microbatches add up here
+    gradients  | d query | .. | d key | ..  | ...     fp32 or better; microbatches add up here
     share        this rank's part of both: its optimizer state is for that alone (ZeRO-1)
 
 A bucket holds parameters of one placement. The ranks along its `summed_axes` hold the same parameters and see other
