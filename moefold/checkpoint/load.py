@@ -31,13 +31,8 @@ class Found:
 def find(place: Path, world: World, say: Callable[[str], None]) -> Found | None:
     """The newest whole checkpoint at `place`: a checkpoint itself, a folder of them, or a run. Damaged ones are
     passed over with a message. None if there is no trace of any; a refusal if all are damaged."""
-    if world.rank != 0:
-        say = ignore
     path = agreed(lambda: newest_whole(place, say), world, place)
     return Found(path, json.loads((path / STATE).read_text())) if path else None
-
-
-def ignore(_: str) -> None: ...
 
 
 def candidates(place: Path) -> list[Path]:

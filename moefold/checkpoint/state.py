@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from moefold.checkpoint.storage import Part, boxes_of
+from moefold.checkpoint.storage import Box, Part, boxes_of
 from moefold.layout.axes import World
 from moefold.layout.declare import Parameter, declared_parameters
 from moefold.optim.adamw import AdamW
@@ -22,13 +22,18 @@ def tensors_of(model: nn.Module, optimizer: AdamW) -> dict[str, torch.Tensor]:
     for name, tensor in model.state_dict().items():
         held[f"model.{name}"] = part_of(tensor.detach(), places[name]) if name in places else tensor
     for parameter, kind, first, values in optimizer.state():
-        corner = [start for start, _ in parameter.part]
-        boxes = [
-            (tuple(c + s for c, s in zip(corner, starts, strict=True)), box)
-            for starts, box in boxes_of(values, first, parameter.tensor.shape)
-        ]
+        boxes = boxes_in_whole(values, first, parameter)
         held[f"optimizer.{parameter.name}.{kind}"] = Part(parameter.declaration.shape, boxes, values)
     return held
+
+
+def boxes_in_whole(values: torch.Tensor, first: int, parameter: Parameter) -> list[Box]:
+    """Values of this rank's flattened part of a parameter, from element `first` on, as boxes of the whole parameter."""
+    corner = [start for start, _ in parameter.part]
+    return [
+        (tuple(c + s for c, s in zip(corner, starts, strict=True)), box)
+        for starts, box in boxes_of(values, first, parameter.tensor.shape)
+    ]
 
 
 def part_of(tensor: torch.Tensor, parameter: Parameter) -> torch.Tensor:

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from moefold.checkpoint.storage import boxes_of
+from moefold.checkpoint.state import boxes_in_whole
 from moefold.config.rules import check
 from moefold.config.run import Config, ParallelConfig
 from moefold.data.tokens import Corpus
@@ -138,9 +138,7 @@ def gradients_of(run: Run, when: str) -> list[Seen]:
     seen: list[Seen] = []
     for bucket, share in zip(run.gradients.buckets, run.gradients.shares(), strict=True):
         for parameter, first, last, at in bucket.pieces():
-            corner = [start for start, _ in parameter.part]
-            for starts, box in boxes_of(share[at : at + last - first], first, parameter.tensor.shape):
-                place = tuple(c + s for c, s in zip(corner, starts, strict=True))
+            for place, box in boxes_in_whole(share[at : at + last - first], first, parameter):
                 seen.append(Seen(f"{when}gradient {parameter.name}", place, box.clone()))
     return seen
 
