@@ -121,8 +121,8 @@ class ParallelConfig:
     context: Literal["all_gather", "all_to_all", "ring", "hierarchical"] = key(
         "ring", "how queries meet keys of other cp ranks"
     )
-    dispatcher: Literal["auto", "all_gather", "all_to_all", "dedup", "hierarchical"] = key(
-        "auto", "how tokens travel to experts of other ranks; auto: by predicted time"
+    dispatcher: Literal["auto", "all_gather", "all_to_all", "dedup", "hierarchical", "deepep"] = key(
+        "auto", "how tokens travel to experts of other ranks; auto: by predicted time; deepep: if it is installed"
     )
 
 

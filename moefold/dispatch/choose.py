@@ -13,6 +13,7 @@ from moefold.dispatch.local import LocalDispatcher
 from moefold.dispatch.price import choose
 from moefold.kernels.bind import Kernels
 from moefold.kernels.catalog import BYTES
+from moefold.kernels.registry import DTYPES
 from moefold.layout.axes import World
 
 
@@ -42,4 +43,5 @@ def choose_dispatcher(config: Config, kernels: Kernels, world: World) -> Dispatc
         return LocalDispatcher(rowing, kernels)
     if name == "all_gather":
         return AllGatherDispatcher(rowing, kernels, world)
-    return made_of_hops(name, rowing, kernels, world)
+    dtype = DTYPES[config.train.precision]
+    return made_of_hops(name, rowing, kernels, world, config.model.hidden, dtype)
