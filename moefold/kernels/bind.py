@@ -10,7 +10,9 @@ from moefold.kernels import (
     adamw,
     attention,
     attention_block,
+    clamped_swiglu,
     cross_entropy,
+    expert_bias,
     grouped_gemm,
     permute,
     rmsnorm,
@@ -25,7 +27,9 @@ __all__ = [  # imported so that their ops are registered
     "adamw",
     "attention",
     "attention_block",
+    "clamped_swiglu",
     "cross_entropy",
+    "expert_bias",
     "grouped_gemm",
     "permute",
     "rmsnorm",
@@ -45,6 +49,8 @@ class Kernels:
     attention_block: Callable[..., Any]
     attention_block_backward: Callable[..., Any]
     swiglu: Callable[..., Any]
+    clamped_swiglu: Callable[..., Any]
+    expert_bias: Callable[..., Any]
     router_topk: Callable[..., Any]
     gather_rows: Callable[..., Any]
     sum_rows: Callable[..., Any]
