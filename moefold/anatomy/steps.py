@@ -7,8 +7,8 @@ order and lanes are stated here and nowhere else.
     lane:         compute compute  comm    compute compute    comm
 
 `shared` stands behind `dispatch`, so that shared experts compute while tokens travel. Where tokens travel as latents,
-`narrow` stands before `dispatch` and `widen` behind `combine`. Multi-token prediction adds, behind `predict`, for each
-further token `look_ahead`, a block, and `predict_ahead`.
+`narrow` stands before `dispatch` and `widen` behind `combine`. Multi-token prediction adds, before `predict`, for each
+further token `look_ahead`, a block, and `set_aside`; `predict` then has a loss for each of them too.
 
 FLOPs are those of one token's forward pass and follow the published tables: causal attention counts half, the head
 counts, embedding and router do not.
@@ -236,7 +236,8 @@ def predict(model: ModelConfig) -> StepSpec:
     matrix = Weight("head.weight", (model.vocab, model.hidden))
     weights = (Weight("head.norm.weight", (model.hidden,)), *(() if model.tied_head else (matrix,)))
     shapes = f"T,{model.hidden} -> T,{model.vocab} in chunks -> loss"
-    return StepSpec("predict", "compute", True, shapes, ("rmsnorm", "cross_entropy"), weights, float(matrix.size))
+    times = 1.0 + model.mtp
+    return StepSpec("predict", "compute", True, shapes, ("rmsnorm", "cross_entropy"), weights, times * matrix.size)
 
 
 def look_ahead(model: ModelConfig) -> StepSpec:
@@ -246,11 +247,9 @@ def look_ahead(model: ModelConfig) -> StepSpec:
     return StepSpec("look_ahead", "compute", True, f"T,{d} and T,{d} -> T,{d}", ("rmsnorm",), weights, 2.0 * d * d)
 
 
-def predict_ahead(model: ModelConfig) -> StepSpec:
-    shapes = f"T,{model.hidden} -> T,{model.vocab} in chunks -> loss"
+def set_aside(model: ModelConfig) -> StepSpec:
     weights = (Weight("norm.weight", (model.hidden,)),)
-    size = float(model.vocab * model.hidden)
-    return StepSpec("predict_ahead", "compute", True, shapes, ("rmsnorm", "cross_entropy"), weights, size)
+    return StepSpec("set_aside", "compute", True, f"T,{model.hidden} -> T,{model.hidden}", ("rmsnorm",), weights)
 
 
 def pieces_ahead(model: ModelConfig) -> Iterator[tuple[str, StepSpec]]:
@@ -259,7 +258,7 @@ def pieces_ahead(model: ModelConfig) -> Iterator[tuple[str, StepSpec]]:
         yield f"ahead.{depth}.", look_ahead(model)
         for step in block_steps(model, model.layers + depth):
             yield f"ahead.{depth}.block.", step
-        yield f"ahead.{depth}.", predict_ahead(model)
+        yield f"ahead.{depth}.", set_aside(model)
 
 
 def pieces(model: ModelConfig) -> Iterator[tuple[str, StepSpec]]:

@@ -115,7 +115,9 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    source: Literal["stdlib", "files"] = key("stdlib", "Python's own library source, or the files you name")
+    source: Literal["stdlib", "files", "zipf"] = key(
+        "stdlib", "Python's own library source, the files you name, or random tokens, skewed by Zipf's law"
+    )
     files: tuple[str, ...] = key((), "text or .jsonl files (or folders of them), for source files")
     text_key: str = key("text", "the field of a .jsonl line that holds the text")
     tokenizer: str = key("byte", "byte, or the path of a Hugging Face tokenizer.json")

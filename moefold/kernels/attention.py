@@ -59,13 +59,13 @@ def _(
     window: int = 0,
     sink_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    scale = q_BSHD.shape[-1] ** -0.5 if scale is None else scale
+    factor: float = q_BSHD.shape[-1] ** -0.5 if scale is None else scale
     if sink_H is not None:
-        q_BSHD, k_BLGD, v_BLGV = with_sink(q_BSHD, k_BLGD, v_BLGV, sink_H / scale)
+        q_BSHD, k_BLGD, v_BLGV = with_sink(q_BSHD, k_BLGD, v_BLGV, sink_H / factor)
     q, k, v = (x.transpose(1, 2) for x in (q_BSHD, k_BLGD, v_BLGV))
     grouped, square = q.shape[1] != k.shape[1], q.shape[2] == k.shape[2] and not window
     mask = None if square else sdpa_mask(q.shape[2], k.shape[2], window, sink_H is not None, q.device)
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=square, scale=scale, enable_gqa=grouped)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=square, scale=factor, enable_gqa=grouped)
     return out.transpose(1, 2)
 
 

@@ -1,7 +1,8 @@
 """A transformer block as steps. Their order and lanes stand in anatomy/steps.py; here is what each one does.
 
 The carry: `x_TD` the residual stream; `share` which tokens these are; `aux` the balance losses so far; between the
-steps of an MoE layer also `h_TD` (normed input), `receipt`, `rows`, `y_RD`, `y_TD` and `shared_TD`.
+steps of an MoE layer also `h_TD` (normed input), `routing`, `receipt`, `rows`, `y_RD`, `y_TD` and `shared_TD`. All that
+experts' ranks say to each other is said in `dispatch` and `combine`, so that these can run on a lane of their own.
 """
 
 from __future__ import annotations
@@ -70,16 +71,16 @@ class MoeBlock(Block):
         imposed = carry.get("imposed", {}).get(self.moe.router.layer)
         imposed_TK = carry["share"].of_rank(imposed) if imposed is not None else None
         routing, aux = self.moe.router(h_TD, carry["share"], imposed_TK)
-        receipt = self.moe.dispatcher.plan(routing)
-        return {**carry, "h_TD": h_TD, "receipt": receipt, "aux": carry["aux"] + aux}
+        return {**carry, "h_TD": h_TD, "routing": routing, "aux": carry["aux"] + aux}
 
     def narrow(self, carry: Carry) -> Carry:
         return {**carry, "latent_TD": self.moe.narrow(carry["h_TD"])}
 
     def dispatch(self, carry: Carry) -> Carry:
         travelling = carry["latent_TD"] if "latent_TD" in carry else carry["h_TD"]
-        rows = self.travel(lambda: self.moe.dispatcher.dispatch(travelling, carry["receipt"]))
-        return without({**carry, "rows": rows}, "latent_TD")
+        receipt = self.moe.dispatcher.plan(carry["routing"])
+        rows = self.travel(lambda: self.moe.dispatcher.dispatch(travelling, receipt))
+        return without({**carry, "receipt": receipt, "rows": rows}, "latent_TD", "routing")
 
     def shared(self, carry: Carry) -> Carry:
         return {**carry, "shared_TD": self.moe.shared(carry["h_TD"])}

@@ -32,12 +32,10 @@ class Head(Declaring):
             self.weight = self.declare("weight", model.vocab, model.hidden, std=std, placement=placement)
             self.matrix_vD = lambda: self.weight
 
-    def forward(
-        self, x_TD: torch.Tensor, labels_C: torch.Tensor | None = None, norm: RMSNorm | None = None
-    ) -> torch.Tensor:
+    def forward(self, x_TD: torch.Tensor, labels_C: torch.Tensor | None = None, normed: bool = False) -> torch.Tensor:
         """The loss, or all logits where there are no labels. Called, so that hooks on the module see its every use.
-        Layers that look further ahead bring a norm of their own."""
-        h_CD = gather((norm or self.norm)(x_TD), self.tp)
+        Layers that look further ahead have a norm of their own: what they give is `normed`."""
+        h_CD = gather(x_TD if normed else self.norm(x_TD), self.tp)
         return self.logits(h_CD) if labels_C is None else self.loss(h_CD, labels_C)
 
     def loss(self, h_CD: torch.Tensor, labels_C: torch.Tensor) -> torch.Tensor:

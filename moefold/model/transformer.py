@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from moefold.anatomy.steps import embed, look_ahead, predict, predict_ahead
+from moefold.anatomy.steps import embed, look_ahead, predict, set_aside
 from moefold.comm.collectives import gather
 from moefold.config.run import ModelConfig
 from moefold.kernels.cross_entropy import IGNORED
@@ -47,19 +47,23 @@ class Transformer(nn.Module):
         share = share_of(carry["tokens_BS"], self.world, carry.get("first", 0))
         x_TD = self.embedding(share.of_context(carry["tokens_BS"]))
         aux = x_TD.new_zeros((), dtype=torch.promote_types(x_TD.dtype, torch.float32))
-        return {**carry, "x_TD": x_TD, "share": share, "aux": aux, "ahead": []}
-
-    def predict(self, carry: Carry) -> Carry:
-        return {**carry, "loss": self.head(carry["x_TD"], carry["share"].of_context(carry["labels_BS"]))}
+        return {**carry, "x_TD": x_TD, "share": share, "aux": aux, "streams": []}
 
     def look_ahead(self, layer: LayerAhead, carry: Carry) -> Carry:
         token_BS = labels_ahead(carry["labels_BS"], layer.depth - 1)
         token_C = carry["share"].of_context(token_BS.masked_fill(token_BS == IGNORED, 0))
-        return {**carry, "x_TD": layer(carry["x_TD"], self.embedding(token_C))}
+        streams = carry["streams"] or [carry["x_TD"]]  # the model's own, for its loss
+        return {**carry, "streams": streams, "x_TD": layer(carry["x_TD"], self.embedding(token_C))}
 
-    def predict_ahead(self, layer: LayerAhead, carry: Carry) -> Carry:
-        labels_C = carry["share"].of_context(labels_ahead(carry["labels_BS"], layer.depth))
-        return {**carry, "ahead": [*carry["ahead"], self.head(carry["x_TD"], labels_C, layer.norm)]}
+    def set_aside(self, layer: LayerAhead, carry: Carry) -> Carry:
+        return {**carry, "streams": [*carry["streams"], layer.norm(carry["x_TD"])]}
+
+    def predict(self, carry: Carry) -> Carry:
+        """One loss for each stream: the model's own, and those set aside, which are normed."""
+        streams = carry["streams"] or [carry["x_TD"]]
+        labels = [carry["share"].of_context(labels_ahead(carry["labels_BS"], m)) for m in range(len(streams))]
+        each = enumerate(zip(streams, labels, strict=True))
+        return {**carry, "losses_1M": torch.stack([self.head(x_TD, labels_C, m > 0) for m, (x_TD, labels_C) in each])}
 
     def body(self) -> list[Step]:
         """From tokens to the last residual stream."""
@@ -67,12 +71,12 @@ class Transformer(nn.Module):
 
     def steps_ahead(self, layer: LayerAhead) -> list[Step]:
         begin = Step(look_ahead(self.model), partial(self.look_ahead, layer))
-        return [begin, *layer.block.steps(), Step(predict_ahead(self.model), partial(self.predict_ahead, layer))]
+        return [begin, *layer.block.steps(), Step(set_aside(self.model), partial(self.set_aside, layer))]
 
     def steps(self) -> list[Step]:
         """From tokens to the losses. Further tokens are predicted in training only."""
         further = [step for layer in self.ahead for step in self.steps_ahead(layer)] if self.training else []
-        return [*self.body(), Step(predict(self.model), self.predict), *further]
+        return [*self.body(), *further, Step(predict(self.model), self.predict)]
 
     def forward(
         self,
@@ -85,8 +89,7 @@ class Transformer(nn.Module):
         routers of some layers, by their number, shall choose."""
         carry = {"tokens_BS": tokens_BS, "labels_BS": labels_BS, "first": first, "imposed": imposed or {}}
         carry = run_steps(self.steps(), carry)
-        ahead = torch.stack(carry["ahead"]) if carry["ahead"] else carry["loss"].new_zeros(0)
-        return Losses(carry["loss"], carry["aux"], ahead)
+        return Losses(carry["losses_1M"][0], carry["aux"], carry["losses_1M"][1:])
 
     def labelled(self, labels_BS: torch.Tensor) -> torch.Tensor:
         """How many of the tokens behind `cross_entropy` have a label, and behind each loss of `ahead_M`: (1 + M,)."""
