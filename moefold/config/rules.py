@@ -222,11 +222,11 @@ SPLITS = [
         lambda c: "set model.moe.capacity_factor above 0, such as 1.25, and model.moe.drop_over to sub_sequence",
     ),
     Rule(
-        "pp is one",
-        ("parallel.pp",),
-        lambda c: c.config.parallel.pp == 1,
-        lambda c: f"parallel.pp = {c.config.parallel.pp}, but this version has no pipeline parallelism",
-        lambda c: "set parallel.pp to 1",
+        "several stages need several ranks",
+        ("parallel.pp", "pipeline.vpp"),
+        lambda c: c.config.parallel.pp > 1 or c.config.pipeline.vpp == 1,
+        lambda c: f"pipeline.vpp = {c.config.pipeline.vpp} stages a rank, but parallel.pp = {c.config.parallel.pp}",
+        lambda c: "set pipeline.vpp to 1, or parallel.pp to 2 or more",
     ),
 ]
 

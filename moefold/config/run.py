@@ -172,6 +172,17 @@ class ParallelConfig:
 
 
 @dataclass(frozen=True)
+class PipelineConfig:
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zb_h1", "zb_v", "dualpipe_v"] = key(
+        "1f1b", "the order in which microbatches pass the stages; moefold simulate draws them"
+    )
+    vpp: int = key(1, "stages a pipeline rank holds", at_least=1, at_most=1024)
+    layout: str = key("", "which piece lies on which stage, as Et*3|(tt|)*29m|L; by default the most even cut")
+    pair: bool = key(False, "a forward and a backward share a slot, so that one's travel hides behind the other's work")
+    defer: bool = key(False, "weight gradients wait, so that what other ranks need comes first")
+
+
+@dataclass(frozen=True)
 class KernelsConfig:
     force: tuple[str, ...] = key((), "implementations to use regardless, as op=name, such as attention=reference")
 
@@ -197,6 +208,7 @@ class Config:
     train: TrainConfig = section(TrainConfig)
     optim: OptimConfig = section(OptimConfig)
     parallel: ParallelConfig = section(ParallelConfig)
+    pipeline: PipelineConfig = section(PipelineConfig)
     kernels: KernelsConfig = section(KernelsConfig)
     observe: ObserveConfig = section(ObserveConfig)
     checkpoint: CheckpointConfig = section(CheckpointConfig)

@@ -55,6 +55,7 @@ class Kernels:
     gather_rows: Callable[..., Any]
     sum_rows: Callable[..., Any]
     grouped_gemm: Callable[..., Any]
+    grouped_gemm_weight: Callable[..., Any]
     cross_entropy: Callable[..., Any]
     adamw: Callable[..., Any]
 

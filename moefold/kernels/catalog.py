@@ -72,6 +72,14 @@ CATALOG: dict[str, tuple[Choice, ...]] = {
             "one call for all experts, offsets stay on the device",
         ),
     ),
+    "grouped_gemm_weight": (
+        Choice(
+            "torch_grouped_mm",
+            grouped_mm_runs,
+            "bf16 on cuda (fp32, bf16 or fp16 on cpu) and rows that are multiples of 16 bytes",
+            "one call for all experts, offsets stay on the device",
+        ),
+    ),
     "cross_entropy": (Choice("chunked", always, "nothing", "holds the logits of one chunk of tokens at a time"),),
     "adamw": (
         Choice(

@@ -76,28 +76,35 @@ def name_axes(
     node_size: int | None = None,
     store: dist.Store | None = None,
 ) -> World:
-    """Fold the ranks and create every group. Equal partitions share one group; a group of one rank needs none.
+    """Fold the ranks and create every group. Equal partitions share one group if they are of one `use`: collectives of
+    different uses may be under way at the same time, and two ranks could begin them in different orders. A group of one
+    rank needs none.
     `node_size`: how many ranks share a machine (all, if not said)."""
     dense, expert = fold(size, parallel)
     made: dict[tuple[object, ...], dist.ProcessGroup | None] = {}
 
-    def axis(name: str, partition: Partition, fresh: bool = False) -> Axis:
+    def axis(name: str, partition: Partition, use: str = "") -> Axis:
         mine = next(ranks for ranks in partition if rank in ranks)
-        known = ("fresh" if fresh else "shared", *partition)
+        known = (use, *partition)
         if known not in made:
-            made[known] = create_groups(partition, rank, fresh)
+            made[known] = create_groups(partition, rank, fresh=use != "")
         return Axis(name, mine, mine.index(rank), made[known])
 
     everyone = axis("world", [tuple(range(size))])
     grids = {names: dense if set(names) <= set(dense.sizes) else expert for names in COMBINATIONS}
-    axes = {names: axis("_".join(names), grid.groups(*names)) for names, grid in grids.items()}
-    for names in GRADIENT_AXES:  # groups of their own: they are used while backward's own collectives run
+    axes = {
+        names: axis("_".join(names), grid.groups(*names), use="experts" if grid is expert else "")
+        for names, grid in grids.items()
+    }
+    axes["pipe",] = axis("pipe", dense.groups("pp"), use="pipe")  # sends and receives, between other ranks' collectives
+    for names in GRADIENT_AXES:  # they are used while backward's own collectives run
         grid = dense if set(names) <= set(dense.sizes) else expert
-        axes["gradients of", *names] = axis("gradients of " + "_".join(names), grid.groups(*names), fresh=True)
+        axes["gradients of", *names] = axis("gradients of " + "_".join(names), grid.groups(*names), use="gradients")
     for name, grid in (("ep", expert), ("cp", dense)):
         inside, nodes = split_by_node(grid.groups(name), node_size or size)
-        axes[f"{name} inside",] = axis(f"{name} inside", inside)
-        axes[f"{name} nodes",] = axis(f"{name} nodes", nodes)
+        use = "experts" if grid is expert else ""
+        axes[f"{name} inside",] = axis(f"{name} inside", inside, use)
+        axes[f"{name} nodes",] = axis(f"{name} nodes", nodes, use)
     return World(rank, size, device, dense, expert, axes, everyone, node_size or size, store)
 
 

@@ -21,11 +21,11 @@ from moefold.model.norm import RMSNorm
 
 
 class Head(Declaring):
-    def __init__(self, model: ModelConfig, embedding: Embedding, kernels: Kernels, world: World):
+    def __init__(self, model: ModelConfig, embedding: Embedding | None, kernels: Kernels, world: World):
         super().__init__(world)
         self.norm = RMSNorm(model.hidden, model.norm_eps, kernels, world)
         self.cross_entropy, self.tp = kernels.cross_entropy, world.axis("tp")
-        if model.tied_head:
+        if embedding is not None:  # its matrix is the head's too
             self.matrix_vD = lambda: embedding.weight
         else:
             std, placement = model.init_std, over_tp(0)

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from moefold.anatomy.stages import Stage, whole
 from moefold.anatomy.steps import embed, look_ahead, predict, set_aside
 from moefold.comm.collectives import gather
 from moefold.config.run import ModelConfig
 from moefold.kernels.cross_entropy import IGNORED
-from moefold.model.block import Block, make_block
+from moefold.model.block import make_block
 from moefold.model.choices import Choices
 from moefold.model.embedding import Embedding
 from moefold.model.head import Head
@@ -32,22 +33,62 @@ class Losses(NamedTuple):
     ahead_M: torch.Tensor
 
 
+class Numbered(nn.Module):
+    """Modules under their numbers in the whole model, of which a pipeline stage holds some: names stay the same."""
+
+    def __init__(self, members: Mapping[int, nn.Module]):
+        super().__init__()
+        for number, member in members.items():
+            self.add_module(str(number), member)
+
+    def __getitem__(self, number: int) -> Any:
+        return self._modules[str(number)]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._modules.values())
+
+    def __len__(self) -> int:
+        return len(self._modules)
+
+
 class Transformer(nn.Module):
-    def __init__(self, model: ModelConfig, choices: Choices):
+    """What this rank holds of the model: all of it, or some pipeline stages."""
+
+    def __init__(self, model: ModelConfig, choices: Choices, stages: Sequence[Stage] | None = None):
         super().__init__()
         self.model = model
         self.world = choices.world
-        self.embedding = Embedding(model, choices.world)
-        self.blocks: list[Block] = nn.ModuleList(make_block(model, n, choices) for n in range(model.layers))  # pyright: ignore[reportAttributeAccessIssue]
-        self.head = Head(model, self.embedding, choices.kernels, choices.world)
-        depths = range(1, model.mtp + 1)
-        self.ahead: list[LayerAhead] = nn.ModuleList(LayerAhead(model, depth, choices) for depth in depths)  # pyright: ignore[reportAttributeAccessIssue]
+        self.stages = list(stages) if stages is not None else [whole(model)]
+        predicts = any(stage.predicts for stage in self.stages)
+        if any(stage.looks_up for stage in self.stages) or (predicts and model.tied_head):
+            self.embedding = Embedding(model, choices.world)
+        self.blocks = Numbered({n: make_block(model, n, choices) for stage in self.stages for n in stage.layers})
+        if predicts:
+            tied = self.embedding if model.tied_head else None
+            self.head = Head(model, tied, choices.kernels, choices.world)
+        depths = [depth for stage in self.stages for depth in stage.ahead]
+        self.ahead = Numbered({depth - 1: LayerAhead(model, depth, choices) for depth in depths})
+
+    def begin(
+        self,
+        tokens_BS: torch.Tensor,
+        labels_BS: torch.Tensor | None = None,
+        first: int = 0,
+        imposed: Mapping[int, torch.Tensor] | None = None,
+    ) -> Carry:
+        """What a microbatch has with it before any step."""
+        dtype = torch.promote_types(next(self.parameters()).dtype, torch.float32)
+        return {
+            "tokens_BS": tokens_BS,
+            "labels_BS": labels_BS,
+            "imposed": imposed or {},
+            "share": share_of(tokens_BS, self.world, first),
+            "aux": torch.zeros((), dtype=dtype, device=tokens_BS.device),
+            "streams": [],
+        }
 
     def embed(self, carry: Carry) -> Carry:
-        share = share_of(carry["tokens_BS"], self.world, carry.get("first", 0))
-        x_TD = self.embedding(share.of_context(carry["tokens_BS"]))
-        aux = x_TD.new_zeros((), dtype=torch.promote_types(x_TD.dtype, torch.float32))
-        return {**carry, "x_TD": x_TD, "share": share, "aux": aux, "streams": []}
+        return {**carry, "x_TD": self.embedding(carry["share"].of_context(carry["tokens_BS"]))}
 
     def look_ahead(self, layer: LayerAhead, carry: Carry) -> Carry:
         token_BS = labels_ahead(carry["labels_BS"], layer.depth - 1)
@@ -65,18 +106,20 @@ class Transformer(nn.Module):
         each = enumerate(zip(streams, labels, strict=True))
         return {**carry, "losses_1M": torch.stack([self.head(x_TD, labels_C, m > 0) for m, (x_TD, labels_C) in each])}
 
-    def body(self) -> list[Step]:
-        """From tokens to the last residual stream."""
-        return [Step(embed(self.model), self.embed), *(step for block in self.blocks for step in block.steps())]
+    def body(self, stage: Stage) -> list[Step]:
+        """A stage's steps up to the streams. Further tokens are predicted in training only."""
+        begin = [Step(embed(self.model), self.embed)] if stage.embeds else []
+        layers = [step for number in stage.layers for step in self.blocks[number].steps()]
+        depths = stage.ahead if self.training else ()
+        return [*begin, *layers, *(step for depth in depths for step in self.steps_ahead(self.ahead[depth - 1]))]
 
     def steps_ahead(self, layer: LayerAhead) -> list[Step]:
         begin = Step(look_ahead(self.model), partial(self.look_ahead, layer))
         return [begin, *layer.block.steps(), Step(set_aside(self.model), partial(self.set_aside, layer))]
 
-    def steps(self) -> list[Step]:
-        """From tokens to the losses. Further tokens are predicted in training only."""
-        further = [step for layer in self.ahead for step in self.steps_ahead(layer)] if self.training else []
-        return [*self.body(), *further, Step(predict(self.model), self.predict)]
+    def steps(self, stage: Stage) -> list[Step]:
+        """A stage's steps, up to the losses if it has them."""
+        return [*self.body(stage), *([Step(predict(self.model), self.predict)] if stage.predicts else [])]
 
     def forward(
         self,
@@ -85,20 +128,28 @@ class Transformer(nn.Module):
         first: int = 0,
         imposed: Mapping[int, torch.Tensor] | None = None,
     ) -> Losses:
-        """`first` is the number of the first sequence in the run's order. `imposed` are the experts (B, S, K) that the
-        routers of some layers, by their number, shall choose."""
-        carry = {"tokens_BS": tokens_BS, "labels_BS": labels_BS, "first": first, "imposed": imposed or {}}
-        carry = run_steps(self.steps(), carry)
+        """For a rank that holds all stages. `first` is the number of the first sequence in the run's order. `imposed`
+        are the experts (B, S, K) that the routers of some layers, by their number, shall choose."""
+        carry = self.begin(tokens_BS, labels_BS, first, imposed)
+        for stage in self.stages:
+            carry = run_steps(self.steps(stage), carry)
         return Losses(carry["losses_1M"][0], carry["aux"], carry["losses_1M"][1:])
 
     def labelled(self, labels_BS: torch.Tensor) -> torch.Tensor:
         """How many of the tokens behind `cross_entropy` have a label, and behind each loss of `ahead_M`: (1 + M,)."""
         share = share_of(labels_BS, self.world)
-        depths = range(1 + len(self.ahead))
+        depths = range(1 + self.model.mtp)
         return torch.stack([(share.of_context(labels_ahead(labels_BS, m)) != IGNORED).sum() for m in depths])
 
     def logits(self, ids_BS: torch.Tensor) -> torch.Tensor:
-        carry = run_steps(self.body(), {"tokens_BS": ids_BS})
+        """All logits (B, S, V), on a rank that holds all stages."""
+        carry = self.begin(ids_BS)
+        for stage in self.stages:
+            carry = run_steps(self.body(stage), carry)
+        return self.logits_of(carry)
+
+    def logits_of(self, carry: Carry) -> torch.Tensor:
+        """The logits of all positions, from the end of the last stage's body."""
         share = carry["share"]
         logits_BSV = self.head(carry["x_TD"]).unflatten(0, (share.sequences, -1))
         return gather(logits_BSV.transpose(0, 1), share.cp)[share.ordered].transpose(0, 1)

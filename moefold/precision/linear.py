@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 
 from moefold.layout.axes import World
 from moefold.layout.declare import Declaring
 from moefold.layout.placement import REPLICATED, Placement
+
+
+Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 
 
 class Linear(Declaring):
@@ -32,8 +37,9 @@ class Linear(Declaring):
         self.bias_times = 0.0 if summand and world.axis("tp").index > 0 else 1.0
         bias_placement = REPLICATED if summand else placement
         self.bias = self.declare("bias", *outputs, std=0.0, placement=bias_placement) if bias else None
+        self.product: Product = F.linear
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         bias = self.bias.flatten() * self.bias_times if self.bias is not None else None
-        y = F.linear(x, self.weight.flatten(0, -2), bias)
+        y = self.product(x, self.weight.flatten(0, -2), bias)
         return y.unflatten(-1, self.weight.shape[:-1])

@@ -11,7 +11,7 @@ Buckets are filled from the end of the model to its beginning, as backward finis
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -36,6 +36,7 @@ class Bucket:
     weights: torch.Tensor
     gradients: torch.Tensor
     replicas: Axis
+    holders: tuple[int, ...] = ()  # pipeline ranks that hold a copy too: the gradient is the sum over them
 
     @property
     def share(self) -> slice:
@@ -58,17 +59,23 @@ class Bucket:
             yield (parameter, first - start, last - start, first - self.share.start) if inside else (parameter, 0, 0, 0)
 
 
-def fill_buckets(model: nn.Module, world: World, most: int = BUCKET) -> list[Bucket]:
-    """Group the parameters and move them into flat tensors; the model goes on using views of these."""
+def fill_buckets(
+    model: nn.Module, world: World, most: int = BUCKET, held: Mapping[str, tuple[int, ...]] | None = None
+) -> list[Bucket]:
+    """Group the parameters and move them into flat tensors; the model goes on using views of these. `held`: parameters
+    of which several pipeline ranks hold copies, each in a bucket of its own, so that it lies alike on all."""
+    held = held or {}
     open_groups: dict[tuple[Placement, bool], list[Parameter]] = {}
     full: list[list[Parameter]] = []
-    for parameter in reversed(list(declared_parameters(model))):
+    alone = [parameter for parameter in declared_parameters(model) if parameter.name in held]
+    for parameter in reversed([p for p in declared_parameters(model) if p.name not in held]):
         kind = (parameter.declaration.placement, parameter.declaration.decays)
         group = open_groups.setdefault(kind, [])
         group.append(parameter)
         if sum(p.tensor.numel() for p in group) >= most:
             full.append(open_groups.pop(kind))
-    return [make_bucket(group, world) for group in [*full, *open_groups.values()]]
+    shared = [make_bucket([parameter], world, held[parameter.name]) for parameter in alone]
+    return [make_bucket(group, world) for group in [*full, *open_groups.values()]] + shared
 
 
 def sum_dtype(parameter: torch.Tensor) -> torch.dtype:
@@ -79,7 +86,7 @@ def sum_dtype(parameter: torch.Tensor) -> torch.dtype:
     return torch.promote_types(parameter.dtype, torch.float32)
 
 
-def make_bucket(parameters: list[Parameter], world: World) -> Bucket:
+def make_bucket(parameters: list[Parameter], world: World, holders: tuple[int, ...] = ()) -> Bucket:
     starts, end = [], 0
     for parameter in parameters:
         starts.append(end)
@@ -90,7 +97,7 @@ def make_bucket(parameters: list[Parameter], world: World) -> Bucket:
     like = parameters[0].tensor
     weights = torch.zeros(end, dtype=like.dtype, device=like.device)
     gradients = torch.zeros(end, dtype=sum_dtype(like), device=like.device)
-    bucket = Bucket(made.placement, made.decays, parameters, starts, weights, gradients, replicas)
+    bucket = Bucket(made.placement, made.decays, parameters, starts, weights, gradients, replicas, holders)
     for parameter, view in bucket.views(weights):
         view.copy_(parameter.tensor.detach())
         parameter.tensor.data = view

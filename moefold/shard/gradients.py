@@ -10,10 +10,13 @@ its last gradient is there.
 
 from __future__ import annotations
 
+from collections.abc import Set
+
 import torch
 
 from moefold.comm.collectives import sum_
 from moefold.comm.reduce import Reduction, reduce_bf16, reduce_fp32
+from moefold.comm.transfers import sum_among
 from moefold.layout.axes import World
 from moefold.shard.buckets import Bucket
 
@@ -23,33 +26,43 @@ TRAVELS = {"fp32": reduce_fp32, "bf16": reduce_bf16}
 class Gradients:
     def __init__(self, buckets: list[Bucket], world: World, travel: str = "fp32"):
         self.buckets, self.world, self.reduce = buckets, world, TRAVELS[travel]
-        self.last = False
+        self.last: Set[str] = set()  # parameters whose next gradient is the last of the step
         self.moved: set[str] = set()  # parameters that have had a gradient, as far as this rank's shares know
         self.missing: list[int] = []
         self.travelling: list[Reduction] = []
         for number, bucket in enumerate(buckets):
             for parameter, view in bucket.views(bucket.gradients):
-                parameter.tensor.register_post_accumulate_grad_hook(self.adding_to(view, number))
+                parameter.tensor.register_post_accumulate_grad_hook(self.adding_to(view, number, parameter.name))
+        self.number_of = {p.name: number for number, bucket in enumerate(buckets) for p in bucket.parameters}
 
     def begin(self) -> None:
         """Before the first microbatch."""
-        self.last, self.travelling = False, []
+        self.last, self.travelling = set(), []
         self.missing = [len(bucket.parameters) for bucket in self.buckets]
         for bucket in self.buckets:
             bucket.gradients.zero_()
 
-    def expect_last(self) -> None:
-        """Before the backward of the last microbatch: what it finishes may leave."""
-        self.last = True
+    def expect_last(self, names: Set[str]) -> None:
+        """Before a backward that is the last to add to these parameters: what it finishes may leave."""
+        self.last = names
 
-    def adding_to(self, view: torch.Tensor, number: int):
+    def complete(self, names: Set[str]) -> None:
+        """These parameters have all of their gradients."""
+        self.last = set()
+        for name in names:
+            self.missing[self.number_of[name]] -= 1
+        self.send_finished()
+
+    def adding_to(self, view: torch.Tensor, number: int, name: str):
         """A hook that adds a parameter's finished gradient to its place in the bucket and lets it go."""
 
         def add(tensor: torch.Tensor) -> None:
             assert tensor.grad is not None
+            if number < len(self.travelling):
+                raise AssertionError(f"{name} got a gradient after its bucket had left; that sum would be wrong")
             view.add_(tensor.grad)
             tensor.grad = None
-            if self.last:
+            if name in self.last:
                 self.missing[number] -= 1
                 self.send_finished()
 
@@ -66,7 +79,8 @@ class Gradients:
         self.missing = [0] * len(self.buckets)  # a parameter that took no part has the gradient zero
         self.send_finished()
         for bucket, reduction in zip(self.buckets, self.travelling, strict=True):
-            torch.div(reduction.arrived(), tokens, out=bucket.gradients[bucket.share])
+            total = sum_among(reduction.arrived(), bucket.holders, self.world.axis("pipe"))
+            torch.div(total, tokens, out=bucket.gradients[bucket.share])
 
     def shares(self) -> list[torch.Tensor]:
         return [bucket.gradients[bucket.share] for bucket in self.buckets]
@@ -80,9 +94,12 @@ class Gradients:
 
     def norm(self) -> torch.Tensor:
         """The length of the whole gradient, dense and expert parameters together. Each element lies in the share of
-        exactly one rank of the stage, so one sum over them counts it once."""
-        squares = torch.stack([torch.linalg.vector_norm(share).double().square() for share in self.shares()]).sum()
-        return sum_(squares, self.world.axis("dp", "cp", "tp")).sqrt()
+        exactly one rank, but for copies on other pipeline ranks, which are left out; so one sum counts it once."""
+        me = self.world.axis("pp").index
+        own = [share for bucket, share in zip(self.buckets, self.shares(), strict=True) if me in (*bucket.holders, me)[:1]]
+        squares = [torch.linalg.vector_norm(share).double().square() for share in own]
+        total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=self.world.device)
+        return sum_(total, self.world.everyone).sqrt()
 
     def clip(self, max_norm: float) -> torch.Tensor:
         """Scale the gradient down to `max_norm` if it is longer; returns the norm before that."""

@@ -1,0 +1,69 @@
+"""Sends and receives between pipeline ranks, and the few sums that only some of them take part in.
+
+Messages of one rank to another arrive in the order in which they were sent, so a receiver that knows the sender's
+program asks for them in that order, and needs no tags.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from moefold.comm import traffic
+from moefold.layout.axes import Axis
+
+
+@dataclass
+class Arriving:
+    """A tensor that is on its way here."""
+
+    work: Any
+    tensor: torch.Tensor
+
+    def arrived(self) -> torch.Tensor:
+        self.work.wait()
+        return self.tensor
+
+
+@dataclass
+class Pipe:
+    """The ranks of a pipeline. What is sent is kept until it has left."""
+
+    axis: Axis
+    leaving: list[tuple[Any, torch.Tensor]] = field(default_factory=list)
+
+    def send(self, x: torch.Tensor, to: int) -> None:
+        traffic.note("pipe", self.axis, x.nbytes)
+        self.leaving = [(work, kept) for work, kept in self.leaving if not work.is_completed()]
+        self.leaving.append((dist.isend(x, self.axis.ranks[to], group=self.axis.group), x))
+
+    def receive(self, like: torch.Tensor, source: int) -> Arriving:
+        """`like` is where it will be."""
+        return Arriving(dist.irecv(like, self.axis.ranks[source], group=self.axis.group), like)
+
+    def flush(self) -> None:
+        """Wait until all has left."""
+        for work, _ in self.leaving:
+            work.wait()
+        self.leaving = []
+
+
+def sum_among(x: torch.Tensor, members: Sequence[int], axis: Axis) -> torch.Tensor:
+    """The sum over some of the axis' ranks, on each of them, added up in the order of ranks: the same bits on all."""
+    if axis.index not in members or len(members) == 1:
+        return x
+    pipe = Pipe(axis)
+    others = [member for member in members if member != axis.index]
+    arriving = {member: pipe.receive(torch.empty_like(x), member) for member in others}
+    for member in others:
+        pipe.send(x, member)
+    parts = [x if member == axis.index else arriving[member].arrived() for member in members]
+    total = parts[0].clone()
+    for part in parts[1:]:
+        total += part
+    pipe.flush()
+    return total

@@ -1,0 +1,307 @@
+"""Runs this rank's part of a program: forwards, data gradients, weight gradients, slot by slot.
+
+What is sent and received follows from the program alone. A stage's input is one tensor, its cargo: the residual stream
+and, behind layers that look ahead, the streams set aside. Within a paired slot a forward and a backward are woven, step
+by step, so that one's travel to experts runs beside the other's work.
+
+N streams of T tokens of width D.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from moefold.anatomy.stages import Stage, program_for, rank_of_stage, stages_of
+from moefold.comm.lanes import Lanes, Ticket
+from moefold.comm.transfers import Pipe
+from moefold.config.run import Config
+from moefold.data.loader import Batch
+from moefold.layout.axes import World
+from moefold.layout.declare import declared_parameters
+from moefold.model.steps import Carry, run_steps
+from moefold.model.transformer import Transformer
+from moefold.observe.spans import Spans
+from moefold.pipeline.inbox import Inbox
+from moefold.pipeline.passage import Passage
+from moefold.pipeline.weave import Piece, weave
+from moefold.precision.later import Work, held
+from moefold.schedule.program import Op, Program, Slot, is_paired
+from moefold.shard.gradients import Gradients
+
+Key = tuple[int, int]  # stage, microbatch
+
+
+class Executor:
+    def __init__(self, config: Config, model: Transformer, gradients: Gradients, world: World, spans: Spans):
+        self.config, self.model, self.gradients, self.world, self.spans = config, model, gradients, world, spans
+        self.stages, self.homes = stages_of(config), rank_of_stage(config)
+        self.me, self.pipe = world.axis("pipe").index, Pipe(world.axis("pipe"))
+        self.lanes = Lanes(world.device)
+        self.users = users_of(model)
+
+    def train(self, parts: Sequence[Batch], weight_1M: torch.Tensor) -> torch.Tensor:
+        """Forward and backward of all microbatches; gradients end in their buckets. Returns the sums of the losses of
+        those that ended here: zeros on ranks without the last stage."""
+        program = program_for(self.config, len(parts))
+        return Trip(self, program, parts, weight_1M).run()
+
+    @torch.no_grad()
+    def look(self, parts: Sequence[Batch], finish: Callable[[Carry], None]) -> None:
+        """Forward alone; `finish` gets what came out of the last stage, microbatch by microbatch, where that is."""
+        stages = [[number for number, home in enumerate(self.homes) if home == rank] for rank in set(self.homes)]
+        program: Program = [[(Op("F", s, m),) for s in mine for m in range(len(parts))] for mine in stages]
+        trip = Trip(self, program, parts, finish=finish)
+        trip.run()
+
+
+class Trip:
+    """One run of a program over one batch."""
+
+    def __init__(
+        self,
+        executor: Executor,
+        program: Program,
+        parts: Sequence[Batch],
+        weight_1M: torch.Tensor | None = None,
+        finish: Callable[[Carry], None] | None = None,
+    ):
+        self.at, self.program, self.parts, self.weight_1M, self.finish = executor, program, parts, weight_1M, finish
+        self.slots = program[executor.me]
+        self.inbox = Inbox(program, executor.homes, executor.pipe, self.empty)
+        self.handed: dict[Op, torch.Tensor] = {}  # between stages of this rank
+        self.passages: dict[Key, Passage] = {}
+        self.cargo: dict[Key, list[torch.Tensor]] = {}
+        self.waiting: dict[Key, list[Work]] = {}
+        self.cut = {(op.stage, op.microbatch) for slot in self.slots if is_paired(slot) for op in slot if op.kind == "D"}
+        self.final = last_uses(self.slots, executor.users)
+        self.losses_1M = torch.zeros(1 + executor.model.model.mtp, dtype=torch.float64, device=executor.world.device)
+
+    def run(self) -> torch.Tensor:
+        for number, slot in enumerate(self.slots):
+            self.inbox.expect([op for near in self.slots[number : number + 2] for op in near])
+            names = self.final.get(number, set())
+            if is_paired(slot):
+                self.run_paired(slot)
+            else:
+                self.at.gradients.expect_last(names if one_backward(slot) else set())
+                for op in slot:
+                    self.run_op(op, slot)
+            if not one_backward(slot):
+                self.at.gradients.complete(names)
+        self.at.pipe.flush()
+        return self.losses_1M
+
+    def run_op(self, op: Op, slot: Slot) -> None:
+        key = (op.stage, op.microbatch)
+        with self.at.spans.span(str(op), "compute"):
+            if op.kind == "F":
+                self.leave(op, self.pass_through(self.enter(op), self.begin_passage(op)))
+            elif op.kind == "D":
+                passage = self.hand_back(op)
+                queue = self.waiting.setdefault(key, []) if Op("W", *key) not in slot else None
+                while passage.cuts:
+                    backward(passage, queue)
+                self.return_(op, passage)
+            else:
+                for work in self.waiting.pop(key, []):
+                    work()
+
+    def pass_through(self, carry: Carry, passage: Passage | None) -> Carry:
+        if passage is None:
+            return carry
+        for _ in passage.segments:
+            carry = passage.forward(carry)
+        return carry
+
+    # ---- one stage's forward and backward, from cargo to cargo ----
+
+    def stage(self, op: Op) -> Stage:
+        return self.at.stages[op.stage]
+
+    def begin_passage(self, op: Op) -> Passage | None:
+        if self.finish is not None:
+            return None
+        key = (op.stage, op.microbatch)
+        passage = self.passages[key] = Passage(self.at.model.steps(self.stage(op)), key in self.cut)
+        return passage
+
+    def enter(self, op: Op) -> Carry:
+        """The carry at the beginning of a stage; without gradients, the one at its end."""
+        model, part = self.at.model, self.parts[op.microbatch]
+        carry = model.begin(part.tokens_BS, part.labels_BS, part.first)
+        if op.stage > 0:
+            cargo_NTD = self.handed.pop(op) if op in self.handed else self.inbox.take(op)
+            streams = [x_TD.detach().requires_grad_(self.finish is None) for x_TD in cargo_NTD]
+            self.cargo[op.stage, op.microbatch] = streams
+            carry |= {"x_TD": streams[0], "streams": streams[1:]}
+        return carry if self.finish is None else run_steps(model.body(self.stage(op)), carry)
+
+    def leave(self, op: Op, carry: Carry) -> None:
+        """Send a stage's result on, or keep the losses."""
+        if not self.stage(op).predicts:
+            self.hand_on(torch.stack([carry["x_TD"].detach(), *(x.detach() for x in carry["streams"])]), op, +1)
+        elif self.finish is not None:
+            self.finish(carry)
+        else:
+            self.losses_1M += carry["losses_1M"].detach()
+
+    def hand_back(self, op: Op) -> Passage:
+        """A microbatch's passage with the gradients of what came out of it."""
+        passage = self.passages.pop((op.stage, op.microbatch))
+        out = passage.out
+        if self.stage(op).predicts:
+            assert self.weight_1M is not None
+            loss = (out["losses_1M"] * self.weight_1M.to(out["losses_1M"].dtype)).sum() + out["aux"]
+            passage.hand([loss], [torch.ones_like(loss)])
+        else:
+            cargo_NTD = self.handed.pop(op) if op in self.handed else self.inbox.take(op)
+            outputs = [out["x_TD"], *out["streams"], out["aux"]]
+            passage.hand(outputs, [*cargo_NTD, torch.ones_like(out["aux"])])
+        return passage
+
+    def return_(self, op: Op, passage: Passage) -> None:
+        """Send the gradient of a stage's cargo to where it came from."""
+        streams = self.cargo.pop((op.stage, op.microbatch), None)
+        if streams is not None:
+            self.hand_on(torch.stack([passage.gradient_of(x_TD) for x_TD in streams]), op, -1)
+
+    def hand_on(self, cargo_NTD: torch.Tensor, op: Op, by: int) -> None:
+        to = Op(op.kind, op.stage + by, op.microbatch)
+        home = self.at.homes[to.stage]
+        if home == self.at.me:
+            self.handed[to] = cargo_NTD
+        else:
+            self.at.pipe.send(cargo_NTD, home)
+
+    def empty(self, op: Op) -> torch.Tensor:
+        """Where an op's cargo, or its gradient, will be: shapes follow from the microbatch, which every rank has."""
+        border = self.at.stages[op.stage if op.kind == "F" else op.stage + 1]
+        axes = self.at.world
+        tokens = self.parts[op.microbatch].tokens_BS.numel() // (axes.axis("cp").size * axes.axis("tp").size)
+        like = next(self.at.model.parameters())
+        streams = 1 + (border.aside if self.at.model.training else 0)
+        return torch.empty(streams, tokens, self.at.model.model.hidden, dtype=like.dtype, device=like.device)
+
+    # ---- a forward and a backward, woven ----
+
+    def run_paired(self, slot: Slot) -> None:
+        """One forward and one backward of other microbatches; the weight gradients fill gaps if they are here too."""
+        ahead, behind = (next(op for op in slot if op.kind == kind) for kind in "FD")
+        carry, forward = self.enter(ahead), self.begin_passage(ahead)
+        passage = self.hand_back(behind)
+        assert forward is not None
+        steps = [segment[0].spec for segment in passage.segments][::-1]
+        splits = self.at.config.pipeline.defer or any(op.kind == "W" for op in slot)
+        queues: list[list[Work]] = [[] for _ in steps]
+        strands = [
+            [Piece(segment[0].spec.lane if forward_cut(forward) else "compute") for segment in forward.segments],
+            [Piece(spec.lane) for spec in steps],
+            [Piece("compute", 1.0, (1, i)) for i, _ in enumerate(steps)] if splits else [],
+        ]
+        weaving = Weaving(self.at.lanes, self.at.spans)
+        state: dict[str, Any] = {"carry": carry}
+
+        def step_forward() -> None:
+            state["carry"] = forward.forward(state["carry"])
+
+        for strand, index in weave(strands, fillers=(2,)):
+            piece = strands[strand][index]
+            if strand == 0:
+                name = f"{forward.segments[index][0].spec.name} {ahead}" if forward_cut(forward) else str(ahead)
+                weaving.begin(strand, piece.lane, name, step_forward)
+            elif strand == 1:
+                queue = queues[index] if splits else None
+                weaving.begin(strand, piece.lane, f"{steps[index].name} {behind}", lambda q=queue: backward(passage, q))
+            else:
+                weaving.begin(strand, "compute", f"weights {behind}", lambda q=queues[index]: run_all(q), after=1)
+        weaving.end()
+        self.leave(ahead, state["carry"])
+        self.return_(behind, passage)
+
+
+def forward_cut(passage: Passage) -> bool:
+    return len(passage.segments) > 1
+
+
+def run_all(queue: list[Work]) -> None:
+    for work in queue:
+        work()
+
+
+def backward(passage: Passage, queue: list[Work] | None) -> None:
+    """The next segment backward; its weight gradients into the queue, if there is one."""
+    if queue is None:
+        passage.backward()
+    else:
+        with held(queue):
+            passage.backward()
+
+
+def one_backward(slot: Slot) -> bool:
+    """Whether all gradients of a slot come of one call of backward, and its parameters may leave as it finishes them."""
+    return not is_paired(slot) and [op.kind for op in slot] == ["D", "W"]
+
+
+class Weaving:
+    """Runs pieces in the order given, each strand in its own order, on two lanes."""
+
+    def __init__(self, lanes: Lanes, spans: Spans):
+        self.lanes, self.spans = lanes, spans
+        self.under_way: dict[int, Ticket] = {}
+
+    def begin(self, strand: int, lane: str, name: str, work: Callable[[], None], after: int | None = None) -> None:
+        """`after`: a strand whose last piece this one needs, beside its own."""
+        for needed in (strand, after):
+            if needed is not None and needed in self.under_way and (lane == "compute" or needed != strand):
+                self.under_way.pop(needed).result()
+
+        def timed() -> None:
+            with self.spans.span(name, lane):
+                work()
+
+        if lane == "comm":
+            self.under_way[strand] = self.lanes.send(timed)
+        else:
+            timed()
+
+    def end(self) -> None:
+        for ticket in self.under_way.values():
+            ticket.result()
+
+
+def users_of(model: Transformer) -> dict[str, tuple[set[int], bool]]:
+    """For each parameter, the stages that use it, and whether its gradient may come with W instead of D."""
+    places: dict[str, set[int]] = {}
+    for stage in model.stages:
+        prefixes = [*(f"blocks.{n}." for n in stage.layers), *(f"ahead.{depth - 1}." for depth in stage.ahead)]
+        prefixes += ["embedding."] if stage.looks_up or (stage.predicts and model.model.tied_head) else []
+        prefixes += ["head."] if stage.predicts else []
+        for parameter in declared_parameters(model):
+            if parameter.name.startswith(tuple(prefixes)):
+                places.setdefault(parameter.name, set()).add(stage.number)
+    return {name: (stages, may_wait(name)) for name, stages in places.items()}
+
+
+def may_wait(name: str) -> bool:
+    """Matrices of linear layers and experts inside blocks; not norms, biases, routers, embedding and head."""
+    inside = name.startswith(("blocks.", "ahead."))
+    matrix = name.endswith((".weight", ".gate_up", ".down")) and not name.endswith(("norm.weight", "router.weight"))
+    return inside and matrix
+
+
+def last_uses(slots: Sequence[Slot], users: dict[str, tuple[set[int], bool]]) -> dict[int, set[str]]:
+    """By number of slot: the parameters that get their last gradient there."""
+    last: dict[tuple[str, int], int] = {}
+    for number, slot in enumerate(slots):
+        for op in slot:
+            last[op.kind, op.stage] = number
+    found: dict[int, set[str]] = {}
+    for name, (stages, waits) in users.items():
+        kinds = "DW" if waits else "D"
+        where = [last[kind, stage] for stage in stages for kind in kinds if (kind, stage) in last]
+        if where:
+            found.setdefault(max(where), set()).add(name)
+    return found

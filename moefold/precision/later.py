@@ -1,0 +1,89 @@
+"""Weight gradients that may wait: a backward gives the data gradient at once, and the weight gradient when asked.
+
+    D   dx = dy W          what the stage before waits for
+    W   dW = dy^T x        nobody waits for it: it fills a gap
+
+While `held(queue)` is open, backward passes put their weight gradients into the queue as work to be done; otherwise
+they do it at once. The results are the same, to the bit. For Linear and for the grouped products of experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from moefold.kernels.bind import Kernels
+from moefold.precision.linear import Linear
+
+Work = Callable[[], None]
+QUEUES: list[list[Work]] = []  # the last is open; not thread-local: autograd runs on threads of its own
+
+
+@contextmanager
+def held(queue: list[Work]) -> Iterator[None]:
+    QUEUES.append(queue)
+    try:
+        yield
+    finally:
+        QUEUES.pop()
+
+
+def now_or_later(weight: torch.Tensor, gradient: Callable[[], torch.Tensor]) -> torch.Tensor | None:
+    """The weight's gradient now, or None and the promise to add it later, as a backward would."""
+    if not QUEUES:
+        return gradient()
+
+    def add() -> None:
+        with torch.no_grad():
+            found = gradient()
+        torch.autograd.backward([weight], [found])
+
+    QUEUES[-1].append(add)
+    return None
+
+
+class SplitLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias):
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.has_bias = weight, bias is not None
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        (dy,), (x,) = gradients, ctx.saved_tensors
+        rows, inputs = dy.flatten(0, -2), x.flatten(0, -2)
+        d_weight = now_or_later(ctx.weight, lambda: rows.T @ inputs)
+        return dy @ ctx.weight.detach(), d_weight, rows.sum(0) if ctx.has_bias else None
+
+
+class SplitGrouped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, offsets, kernels):
+        ctx.save_for_backward(x, offsets)
+        ctx.weight, ctx.kernels = weight, kernels
+        return kernels.grouped_gemm(x, weight, offsets)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        (dy,), (x, offsets) = gradients, ctx.saved_tensors
+        dy, kernels = dy.contiguous(), ctx.kernels
+        d_weight = now_or_later(ctx.weight, lambda: kernels.grouped_gemm_weight(dy, x, offsets))
+        return kernels.grouped_gemm(dy, ctx.weight.detach().mT, offsets), d_weight, None, None
+
+
+def splitting_kernels(kernels: Kernels) -> Kernels:
+    """The same kernels, with grouped products whose weight gradients may wait."""
+    return replace(kernels, grouped_gemm=lambda x, w, offsets: SplitGrouped.apply(x, w, offsets, kernels))
+
+
+def split_weight_gradients(model: nn.Module) -> None:
+    """Every linear layer's weight gradient may wait from now on."""
+    for module in model.modules():
+        if isinstance(module, Linear):
+            module.product = SplitLinear.apply  # pyright: ignore[reportAttributeAccessIssue]
