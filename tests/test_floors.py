@@ -8,7 +8,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent / "moefold"
 FLOORS = [
-    ["config", "schedule", "observe"],
+    ["schedule", "observe"],
+    ["config"],
     ["layout", "presets", "anatomy"],
     ["kernels", "comm"],
     ["precision", "dispatch", "data"],
