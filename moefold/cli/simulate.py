@@ -63,6 +63,9 @@ class SimulateOptions:
 
 def run(argv: Sequence[str]) -> int:
     options, _ = read(SimulateOptions, argv, "simulate", config_keys=False)
+    for path in (options.trace, options.svg, options.text):
+        if path and not path.parent.is_dir():
+            raise Refused(f"no folder {path.parent} to write {path.name} into; make it, or choose another")
     try:
         title, program = chosen(options)
         stages = last_stage_of(program) + 1

@@ -117,6 +117,7 @@ def test_the_drawings_in_the_docs_are_what_the_command_draws(tmp_path: Path, mon
         ("--program absent.txt", "no file absent.txt; expected a program"),
         ("--program x.txt --schedule 1f1b", "expected one of the two"),
         ("--costs absent.yaml", "no file absent.yaml"),
+        ("--svg absent/x.svg", "no folder absent to write x.svg into"),
     ],
 )
 def test_what_cannot_be_clocked_is_refused_with_what_could(words: str, says: str, refused: Any):
