@@ -23,6 +23,7 @@ FLOORS = [
 TORCH_FREE = {
     "config",
     "schedule",
+    "observe/trace.py",
     "presets",
     "anatomy",
     "plan",

@@ -1,0 +1,54 @@
+"""Writes what happened when on which rank, for https://ui.perfetto.dev or chrome://tracing.
+
+A simulation and a run write the same events, so that the predicted and the measured step can be laid side by side:
+
+    rank 0   compute   F0.0  F0.1  ...         one process a rank, one thread a lane; an event has a name, a beginning,
+             comm            F0.0              an end, and whatever else is worth seeing when it is clicked
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+LANES = ("compute", "comm")  # the order in which a rank's lanes are shown; others follow
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that took from `start` to `end`, in seconds from the beginning of the trace."""
+
+    rank: int
+    lane: str
+    name: str
+    start: float
+    end: float
+    details: Mapping[str, Any] = field(default_factory=dict)
+
+
+def chrome_trace(events: Iterable[Event]) -> dict[str, Any]:
+    """The events in the Chrome trace format, with ranks and lanes named and in order."""
+    events = list(events)
+    lanes = [*LANES, *sorted({event.lane for event in events} - set(LANES))]
+    tracks = sorted({(event.rank, lanes.index(event.lane)) for event in events})
+    records: list[dict[str, Any]] = []
+    for rank in sorted({rank for rank, _ in tracks}):
+        records.append(named("process_name", rank, 0, {"name": f"rank {rank}"}))
+        records.append(named("process_sort_index", rank, 0, {"sort_index": rank}))
+    records += [named("thread_name", rank, lane, {"name": lanes[lane]}) for rank, lane in tracks]
+    for event in sorted(events, key=lambda event: (event.start, event.rank)):
+        record = {"ph": "X", "name": event.name, "cat": event.lane, "pid": event.rank, "tid": lanes.index(event.lane)}
+        times = {"ts": event.start * 1e6, "dur": (event.end - event.start) * 1e6}
+        records.append({**record, **times, "args": dict(event.details)})
+    return {"traceEvents": records, "displayTimeUnit": "ms"}
+
+
+def named(what: str, rank: int, lane: int, args: dict[str, Any]) -> dict[str, Any]:
+    return {"ph": "M", "name": what, "pid": rank, "tid": lane, "args": args}
+
+
+def write_trace(path: Path, events: Iterable[Event]) -> None:
+    path.write_text(json.dumps(chrome_trace(events)), encoding="utf-8")
