@@ -9,15 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from moefold.anatomy.steps import StepSpec, block_steps, is_moe, look_ahead, predict
-from moefold.config.refused import Refused
 from moefold.config.run import Config, ModelConfig
-from moefold.schedule import stages
 from moefold.schedule.balance import propose
 from moefold.schedule.catalog import SCHEDULES, program_of
 from moefold.schedule.passes import defer_weight_grads, pair_forward_with_backward
 from moefold.schedule.program import Program
-from moefold.schedule.stages import Layout
-from moefold.schedule.unsound import Unsound
+from moefold.schedule.stages import Layout, parse
 
 
 @dataclass(frozen=True)
@@ -62,16 +59,11 @@ def piece_costs(model: ModelConfig, seq_len: int) -> list[float]:
 
 
 def layout_of(config: Config) -> Layout:
-    """The user's layout, checked, or a proposed one."""
+    """The user's layout, or a proposed one."""
     model, count = config.model, config.parallel.pp * config.pipeline.vpp
     if config.pipeline.layout:
-        dense = [is_moe(model, layer) for layer in range(model.layers)].index(True) if has_moe(model) else model.layers
-        return stages.check(stages.parse(config.pipeline.layout), count, model.layers, dense, model.mtp)
+        return parse(config.pipeline.layout)
     return propose(pieces_of(model), piece_costs(model, config.data.seq_len), count)
-
-
-def has_moe(model: ModelConfig) -> bool:
-    return any(is_moe(model, layer) for layer in range(model.layers))
 
 
 def stages_of(config: Config) -> list[Stage]:
@@ -108,18 +100,7 @@ def program_for(config: Config, microbatches: int) -> Program:
     return defer_weight_grads(program) if c.defer else program
 
 
-def microbatches_of(config: Config, world: int) -> int:
-    """How many microbatches a data-parallel rank has in one step."""
-    p, t = config.parallel, config.train
-    share = max(1, t.global_batch // max(1, world // (p.tp * p.cp * p.pp)))
-    return -(-share // t.micro_batch)
-
-
-def check_pipeline(config: Config, world: int) -> Config:
-    """Return the configuration if its stages and its schedule fit the model and each other, else refuse, saying where."""
-    try:
-        layout_of(config)
-        program_for(config, microbatches_of(config, world))
-    except Unsound as unsound:
-        raise Refused(*(f"pipeline: {problem}" for problem in unsound.problems)) from None
-    return config
+def weights_wait(config: Config) -> bool:
+    """Whether some weight gradient is computed apart from its data gradient."""
+    slots = [slot for slots in program_for(config, 2 * config.parallel.pp) for slot in slots]
+    return any([op.kind for op in slot] == ["W"] for slot in slots)

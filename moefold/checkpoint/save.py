@@ -43,7 +43,8 @@ def save(folder: Path, step: int, tensors: dict[str, torch.Tensor], state: dict[
     temporary = final.with_suffix(".tmp")
     if agreed(lambda: is_whole(final), world, folder):
         return final
-    agreed(lambda: prepare(temporary, bytes_of(tensors)), world, folder)
+    needed = bytes_of(tensors, world)
+    agreed(lambda: prepare(temporary, needed), world, folder)
     writer = SafeWriter(temporary, world.rank)
     try:
         with quiet_about_one_process():
@@ -78,9 +79,10 @@ def agreed(work: Any, world: World, folder: Path) -> Any:
     return result
 
 
-def bytes_of(tensors: dict[str, torch.Tensor]) -> int:
-    """Bytes of a checkpoint: every logical tensor whole, whatever part of it this rank holds."""
-    return sum(t.numel() * t.element_size() for t in tensors.values()) + SPARE
+def bytes_of(tensors: dict[str, torch.Tensor], world: World) -> int:
+    """Bytes of a checkpoint: every logical tensor whole, whatever part of it this rank holds, of all pipeline ranks."""
+    here = sum(t.numel() * t.element_size() for t in tensors.values())
+    return sum(gather_objects(here, world.axis("pp"))) + SPARE
 
 
 def require_space(folder: Path, needed: int) -> None:

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 class Ticket:
     """Work under way on the comm lane. `result` waits for it."""
 
-    def __init__(self, future: Future[tuple[Any, torch.cuda.Event | None]]):
+    def __init__(self, future: Future[tuple[Any, Any]]):
         self.future = future
 
     def result(self) -> Any:
@@ -45,9 +45,7 @@ class Lanes:
         ready = torch.cuda.current_stream().record_event()
         return Ticket(self.thread.submit(self.on_stream, work, inputs, ready))
 
-    def on_stream(
-        self, work: Callable[[], Any], inputs: Any, ready: torch.cuda.Event
-    ) -> tuple[Any, torch.cuda.Event | None]:
+    def on_stream(self, work: Callable[[], Any], inputs: Any, ready: Any) -> tuple[Any, Any]:
         assert self.stream is not None
         torch.cuda.set_device(self.stream.device)
         with torch.cuda.stream(self.stream):

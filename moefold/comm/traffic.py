@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from moefold.layout.axes import Axis
 
-COUNTERS: list[Counter[tuple[str, str]]] = []
+Sent = Counter[tuple[str, str]]
+COUNTERS: list[tuple[Sent, int | None]] = []  # with the thread whose sends it counts, or None for all
 
 
 def note(what: str, axis: Axis, sent: int) -> None:
     """Bytes that leave this rank in one collective, as a ring would send them."""
-    for counter in COUNTERS:
-        counter[what, axis.name] += sent
+    here = threading.get_ident()
+    for counter, thread in list(COUNTERS):
+        if thread in (None, here):
+            counter[what, axis.name] += sent
 
 
 @contextmanager
-def counted() -> Iterator[Counter[tuple[str, str]]]:
-    """Bytes sent inside the block, by (collective, axis)."""
-    counter: Counter[tuple[str, str]] = Counter()
-    COUNTERS.append(counter)
+def counted(this_thread: bool = False) -> Iterator[Sent]:
+    """Bytes sent inside the block, by (collective, axis); those of other lanes too, unless told."""
+    mine: tuple[Sent, int | None] = (Counter(), threading.get_ident() if this_thread else None)
+    COUNTERS.append(mine)
     try:
-        yield counter
+        yield mine[0]
     finally:
-        COUNTERS.pop()  # blocks nest; remove() would take another that has counted the same
+        at = next(i for i, each in enumerate(COUNTERS) if each is mine)  # remove() would compare what was counted
+        del COUNTERS[at]

@@ -14,6 +14,9 @@ from moefold.config.model_rules import MODEL
 from moefold.config.refused import Refused, printable
 from moefold.config.rule import Case, Rule, divisors
 from moefold.config.run import Config, ParallelConfig
+from moefold.schedule import stages
+from moefold.schedule.catalog import SCHEDULES
+from moefold.schedule.unsound import Unsound
 
 CROSS_FIELD: list[Rule] = [
     Rule(
@@ -170,6 +173,27 @@ def has_dense(c: Case) -> bool:
     return c.config.model.moe.dense_layers > 0 or c.config.model.moe.every > 1
 
 
+def stages_wanted(config: Config) -> int:
+    return config.parallel.pp * config.pipeline.vpp
+
+
+def pieces_there(config: Config) -> int:
+    return config.model.layers + config.model.mtp + 2
+
+
+def layout_problems(config: Config) -> list[str]:
+    """What is wrong with the layout string; nothing where there is none."""
+    m = config.model
+    if not config.pipeline.layout:
+        return []
+    try:
+        return stages.broken(
+            stages.parse(config.pipeline.layout), stages_wanted(config), m.layers, m.moe.dense_layers, m.mtp
+        )
+    except Unsound as unsound:
+        return list(unsound.problems)
+
+
 SPLITS = [
     splits("tp", "model.attention.heads", "whose heads it spreads"),
     splits("tp", "model.attention.kv_heads", "whose heads it spreads"),
@@ -220,6 +244,32 @@ SPLITS = [
             f"and model.moe.drop_over = {c.config.model.moe.drop_over}: there is no capacity of a rank to pad to"
         ),
         lambda c: "set model.moe.capacity_factor above 0, such as 1.25, and model.moe.drop_over to sub_sequence",
+    ),
+    Rule(
+        "the schedule takes vpp",
+        ("pipeline.schedule", "pipeline.vpp"),
+        lambda c: SCHEDULES[c.config.pipeline.schedule].takes(c.config.pipeline.vpp),
+        lambda c: (
+            f"pipeline.schedule = {c.config.pipeline.schedule} does not run pipeline.vpp = {c.config.pipeline.vpp}"
+        ),
+        lambda c: f"set pipeline.vpp to {SCHEDULES[c.config.pipeline.schedule].legal_vpp}",
+    ),
+    Rule(
+        "the layout fits the model",
+        ("pipeline.layout", "pipeline.vpp", "parallel.pp", "model.layers", "model.mtp", "model.moe.dense_layers"),
+        lambda c: not layout_problems(c.config),
+        lambda c: "pipeline.layout: " + "; ".join(layout_problems(c.config)),
+        lambda c: 'or leave it out (--pipeline.layout ""): the most even cut is found',
+    ),
+    Rule(
+        "there are pieces for all stages",
+        ("parallel.pp", "pipeline.vpp", "model.layers", "model.mtp"),
+        lambda c: stages_wanted(c.config) <= pieces_there(c.config),
+        lambda c: (
+            f"parallel.pp x pipeline.vpp = {stages_wanted(c.config)} stages are more than the model has pieces, "
+            f"{pieces_there(c.config)} (embedding, layers, loss)"
+        ),
+        lambda c: f"set pipeline.vpp x parallel.pp to at most {pieces_there(c.config)}",
     ),
     Rule(
         "several stages need several ranks",

@@ -101,7 +101,7 @@ class MoeBlock(Block):
 
     def travel(self, send: Callable[[], T]) -> T:
         """Do it, and note the bytes that left this rank."""
-        with traffic.counted() as sent:
+        with traffic.counted(this_thread=True) as sent:
             result = send()
         self.moe.router.load.note_moved(sum(sent.values()))
         return result

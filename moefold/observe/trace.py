@@ -9,7 +9,9 @@ A simulation and a run write the same events, so that the predicted and the meas
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -52,3 +54,22 @@ def named(what: str, rank: int, lane: int, args: dict[str, Any]) -> dict[str, An
 
 def write_trace(path: Path, events: Iterable[Event]) -> None:
     path.write_text(json.dumps(chrome_trace(events)), encoding="utf-8")
+
+
+class Spans:
+    """What a rank did when, by its own clock. Nothing is noted unless somebody listens."""
+
+    def __init__(self, rank: int, listening: bool = False):
+        self.rank, self.listening = rank, listening
+        self.events: list[Event] = []
+
+    @contextmanager
+    def span(self, name: str, lane: str) -> Iterator[None]:
+        if not self.listening:
+            yield
+            return
+        start = time.time()  # the one clock that ranks of a machine share
+        try:
+            yield
+        finally:
+            self.events.append(Event(self.rank, lane, name, start, time.time()))

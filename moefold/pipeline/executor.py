@@ -10,7 +10,7 @@ N streams of T tokens of width D.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
 
 import torch
 
@@ -23,7 +23,7 @@ from moefold.layout.axes import World
 from moefold.layout.declare import declared_parameters
 from moefold.model.steps import Carry, run_steps
 from moefold.model.transformer import Transformer
-from moefold.observe.spans import Spans
+from moefold.observe.trace import Spans
 from moefold.pipeline.inbox import Inbox
 from moefold.pipeline.passage import Passage
 from moefold.pipeline.weave import Piece, weave
@@ -75,24 +75,31 @@ class Trip:
         self.passages: dict[Key, Passage] = {}
         self.cargo: dict[Key, list[torch.Tensor]] = {}
         self.waiting: dict[Key, list[Work]] = {}
-        self.cut = {(op.stage, op.microbatch) for slot in self.slots if is_paired(slot) for op in slot if op.kind == "D"}
+        paired = [op for slot in self.slots if is_paired(slot) for op in slot]
+        self.cut = {(op.stage, op.microbatch) for op in paired}
         self.final = last_uses(self.slots, executor.users)
         self.losses_1M = torch.zeros(1 + executor.model.model.mtp, dtype=torch.float64, device=executor.world.device)
 
     def run(self) -> torch.Tensor:
         for number, slot in enumerate(self.slots):
             self.inbox.expect([op for near in self.slots[number : number + 2] for op in near])
-            names = self.final.get(number, set())
+            names, leave_early = self.final.get(number, set()), self.one_backward(slot)
+            if leave_early:
+                self.at.gradients.expect_last(names)
             if is_paired(slot):
                 self.run_paired(slot)
             else:
-                self.at.gradients.expect_last(names if one_backward(slot) else set())
                 for op in slot:
                     self.run_op(op, slot)
-            if not one_backward(slot):
+            if names and not leave_early:
                 self.at.gradients.complete(names)
         self.at.pipe.flush()
         return self.losses_1M
+
+    def one_backward(self, slot: Slot) -> bool:
+        """Whether all gradients of a slot come of one call of backward: its parameters leave as it finishes them."""
+        kinds = [op.kind for op in slot]
+        return kinds == ["D", "W"] and (slot[0].stage, slot[0].microbatch) not in self.cut
 
     def run_op(self, op: Op, slot: Slot) -> None:
         key = (op.stage, op.microbatch)
@@ -188,42 +195,39 @@ class Trip:
     # ---- a forward and a backward, woven ----
 
     def run_paired(self, slot: Slot) -> None:
-        """One forward and one backward of other microbatches; the weight gradients fill gaps if they are here too."""
+        """One forward and one backward of other microbatches; weight gradients that are here too fill gaps."""
         ahead, behind = (next(op for op in slot if op.kind == kind) for kind in "FD")
         carry, forward = self.enter(ahead), self.begin_passage(ahead)
         passage = self.hand_back(behind)
         assert forward is not None
-        steps = [segment[0].spec for segment in passage.segments][::-1]
-        splits = self.at.config.pipeline.defer or any(op.kind == "W" for op in slot)
-        queues: list[list[Work]] = [[] for _ in steps]
-        strands = [
-            [Piece(segment[0].spec.lane if forward_cut(forward) else "compute") for segment in forward.segments],
-            [Piece(spec.lane) for spec in steps],
-            [Piece("compute", 1.0, (1, i)) for i, _ in enumerate(steps)] if splits else [],
-        ]
-        weaving = Weaving(self.at.lanes, self.at.spans)
-        state: dict[str, Any] = {"carry": carry}
+        out = [segment[0].spec for segment in forward.segments]
+        back = [segment[0].spec for segment in reversed(passage.segments)]
+        fills = Op("W", behind.stage, behind.microbatch) in slot
+        later = self.waiting.setdefault((behind.stage, behind.microbatch), [])
+        queues = [list[Work]() if fills else later for _ in back]
 
         def step_forward() -> None:
-            state["carry"] = forward.forward(state["carry"])
+            nonlocal carry
+            carry = forward.forward(carry)
 
+        strands = [
+            [Piece(spec.lane) for spec in out],
+            [Piece(spec.lane) for spec in back],
+            [Piece("compute", after=(1, i)) for i, spec in enumerate(back) if spec.lane == "compute" and fills],
+        ]
+        filled = [i for i, spec in enumerate(back) if spec.lane == "compute"]
+        weaving = Weaving(self.at.lanes, self.at.spans)
         for strand, index in weave(strands, fillers=(2,)):
-            piece = strands[strand][index]
             if strand == 0:
-                name = f"{forward.segments[index][0].spec.name} {ahead}" if forward_cut(forward) else str(ahead)
-                weaving.begin(strand, piece.lane, name, step_forward)
+                weaving.begin(strand, out[index].lane, f"{out[index].name} {ahead}", step_forward)
             elif strand == 1:
-                queue = queues[index] if splits else None
-                weaving.begin(strand, piece.lane, f"{steps[index].name} {behind}", lambda q=queue: backward(passage, q))
+                work = partial(backward, passage, queues[index])
+                weaving.begin(strand, back[index].lane, f"{back[index].name} {behind}", work)
             else:
-                weaving.begin(strand, "compute", f"weights {behind}", lambda q=queues[index]: run_all(q), after=1)
+                weaving.begin(strand, "compute", f"weights {behind}", partial(run_all, queues[filled[index]]))
         weaving.end()
-        self.leave(ahead, state["carry"])
+        self.leave(ahead, carry)
         self.return_(behind, passage)
-
-
-def forward_cut(passage: Passage) -> bool:
-    return len(passage.segments) > 1
 
 
 def run_all(queue: list[Work]) -> None:
@@ -240,11 +244,6 @@ def backward(passage: Passage, queue: list[Work] | None) -> None:
             passage.backward()
 
 
-def one_backward(slot: Slot) -> bool:
-    """Whether all gradients of a slot come of one call of backward, and its parameters may leave as it finishes them."""
-    return not is_paired(slot) and [op.kind for op in slot] == ["D", "W"]
-
-
 class Weaving:
     """Runs pieces in the order given, each strand in its own order, on two lanes."""
 
@@ -252,11 +251,10 @@ class Weaving:
         self.lanes, self.spans = lanes, spans
         self.under_way: dict[int, Ticket] = {}
 
-    def begin(self, strand: int, lane: str, name: str, work: Callable[[], None], after: int | None = None) -> None:
-        """`after`: a strand whose last piece this one needs, beside its own."""
-        for needed in (strand, after):
-            if needed is not None and needed in self.under_way and (lane == "compute" or needed != strand):
-                self.under_way.pop(needed).result()
+    def begin(self, strand: int, lane: str, name: str, work: Callable[[], None]) -> None:
+        """What the comm lane does of a strand comes before what follows in that strand; it keeps its own order."""
+        if lane == "compute" and strand in self.under_way:
+            self.under_way.pop(strand).result()
 
         def timed() -> None:
             with self.spans.span(name, lane):

@@ -43,9 +43,9 @@ class Cut:
         seen: set[int] = set()
         found: list[torch.Tensor | None] = []
         for leaf in self.began:
-            first = differentiable(leaf) and id(leaf) not in seen
+            again = id(leaf) in seen
             seen.add(id(leaf))
-            found.append(leaf.grad if first else None)
+            found.append(leaf.grad if isinstance(leaf, torch.Tensor) and leaf.is_leaf and not again else None)
         return found
 
 

@@ -11,7 +11,6 @@ from moefold.layout.axes import World
 from moefold.layout.declare import Declaring
 from moefold.layout.placement import REPLICATED, Placement
 
-
 Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 
 

@@ -57,7 +57,8 @@ class Gradients:
         """A hook that adds a parameter's finished gradient to its place in the bucket and lets it go."""
 
         def add(tensor: torch.Tensor) -> None:
-            assert tensor.grad is not None
+            if tensor.grad is None:  # it comes later, apart from the data gradient
+                return
             if number < len(self.travelling):
                 raise AssertionError(f"{name} got a gradient after its bucket had left; that sum would be wrong")
             view.add_(tensor.grad)
@@ -96,9 +97,10 @@ class Gradients:
         """The length of the whole gradient, dense and expert parameters together. Each element lies in the share of
         exactly one rank, but for copies on other pipeline ranks, which are left out; so one sum counts it once."""
         me = self.world.axis("pp").index
-        own = [share for bucket, share in zip(self.buckets, self.shares(), strict=True) if me in (*bucket.holders, me)[:1]]
-        squares = [torch.linalg.vector_norm(share).double().square() for share in own]
-        total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=self.world.device)
+        total = torch.zeros((), dtype=torch.float64, device=self.world.device)
+        for bucket, share in zip(self.buckets, self.shares(), strict=True):
+            if not bucket.holders or bucket.holders[0] == me:
+                total += torch.linalg.vector_norm(share).double().square()
         return sum_(total, self.world.everyone).sqrt()
 
     def clip(self, max_norm: float) -> torch.Tensor:

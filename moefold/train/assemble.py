@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from moefold import __version__
+from moefold.anatomy.stages import embedding_ranks, rank_of_stage, stages_of, weights_wait
 from moefold.comm.collectives import gather_objects
 from moefold.config.keys import keys_of, show
 from moefold.config.refused import Refused
@@ -29,7 +30,10 @@ from moefold.model.attention.context import choose_context
 from moefold.model.choices import Choices
 from moefold.model.initialise import initialise
 from moefold.model.transformer import Transformer
+from moefold.observe.trace import Spans
 from moefold.optim.adamw import AdamW
+from moefold.pipeline.executor import Executor
+from moefold.precision.later import split_weight_gradients, splitting_kernels
 from moefold.shard.buckets import fill_buckets
 from moefold.shard.gradients import Gradients
 from moefold.shard.publish import Publisher
@@ -47,6 +51,7 @@ class Run:
     validation: Loader
     model: Transformer
     gradients: Gradients
+    executor: Executor
     optimizer: AdamW
     parameters: Publisher
     step: int = 0
@@ -61,7 +66,9 @@ def assemble(config: Config, world: World, out: Path, corpus: Corpus | None = No
     loader, validation = make_loaders(config, corpus or load_corpus(config.data, tokenizer, config.model.vocab), world)
     kernels = choose_kernels(config, world)
     model = build_model(config, world, kernels)
-    buckets = fill_buckets(model, world)
+    buckets = fill_buckets(model, world, held=held_copies(config))
+    gradients = Gradients(buckets, world, config.optim.gradient_travel)
+    spans = Spans(world.rank, config.observe.trace)
     return Run(
         config=config,
         world=world,
@@ -70,7 +77,8 @@ def assemble(config: Config, world: World, out: Path, corpus: Corpus | None = No
         loader=loader,
         validation=validation,
         model=model,
-        gradients=Gradients(buckets, world, config.optim.gradient_travel),
+        gradients=gradients,
+        executor=Executor(config, model, gradients, world, spans),
         optimizer=AdamW(buckets, config.optim, kernels),
         parameters=Publisher(model, buckets),
     )
@@ -122,12 +130,25 @@ def choose_kernels(config: Config, world: World) -> Kernels:
 
 def build_model(config: Config, world: World, kernels: Kernels) -> Transformer:
     """This rank's part of the model on its device in its precision, initialised by name and seed."""
+    splits = config.pipeline.pair or weights_wait(config)
     context = choose_context(config.parallel.context, kernels, world)
-    choices = Choices(world, kernels, choose_dispatcher(config, kernels, world), context, config.data.seq_len)
+    dispatcher = choose_dispatcher(config, kernels, world)
+    chosen = splitting_kernels(kernels) if splits else kernels
+    choices = Choices(world, chosen, dispatcher, context, config.data.seq_len)
+    here = world.axis("pp").index
+    stages = [s for s, home in zip(stages_of(config), rank_of_stage(config), strict=True) if home == here]
     with world.device, default_dtype(DTYPES[config.train.precision]):
-        model = Transformer(config.model, choices)
+        model = Transformer(config.model, choices, stages)
+    if splits:
+        split_weight_gradients(model)
     initialise(model, config.train.seed)
     return model
+
+
+def held_copies(config: Config) -> dict[str, tuple[int, ...]]:
+    """Parameters of which several pipeline ranks hold copies."""
+    ranks = tuple(embedding_ranks(config))
+    return {"embedding.weight": ranks} if len(ranks) > 1 else {}
 
 
 @contextmanager

@@ -6,21 +6,27 @@ import torch
 
 from moefold.comm.collectives import sum_
 from moefold.config.rules import sequence_part
+from moefold.data.loader import Batch
+from moefold.model.steps import Carry
 from moefold.train.assemble import Run
 
 
 @torch.no_grad()
 def validation_loss(run: Run) -> float:
     """Mean loss per token over the same held-out sequences every time."""
-    totals = torch.zeros(2, dtype=torch.float64, device=run.world.device)  # cross-entropy, tokens
     count = min(run.config.train.validate_sequences, run.validation.windows)
+    batch = run.validation.at(0, count)
+    total = torch.zeros((), dtype=torch.float64, device=run.world.device)
+
+    def add(carry: Carry) -> None:
+        nonlocal total
+        total = total + run.model.predict(carry)["losses_1M"][0]
+
     run.model.eval()
-    for part in run.validation.at(0, count).microbatches(run.config.train.micro_batch):
-        losses = run.model(part.tokens_BS, part.labels_BS, part.first)
-        totals += torch.stack((losses.cross_entropy, run.model.labelled(part.labels_BS)[0]))
+    run.executor.look(list(batch.microbatches(run.config.train.micro_batch)), add)
     run.model.train()
-    sum_(totals, run.world.axis("dp", "cp"))
-    return (totals[0] / totals[1]).item()
+    total = sum_(sum_(total, run.world.axis("dp", "cp")), run.world.axis("pp"))
+    return (total / sum_(run.model.labelled(batch.labels_BS)[0], run.world.axis("dp", "cp"))).item()
 
 
 @torch.no_grad()
@@ -35,7 +41,18 @@ def sample(run: Run, prompt: str, temperature: float = 0.7) -> str:
         seen = tokens[-run.config.data.seq_len :]
         padding = [0] * (-len(seen) % sequence_part(run.config.parallel))
         window = torch.tensor([seen + padding], device=run.world.device)
-        logits_V = run.model.logits(window)[0, len(seen) - 1, : run.tokenizer.size].float().cpu()
+        logits_V = last_logits(run, window, len(seen) - 1)[: run.tokenizer.size].cpu()
         tokens.append(int(torch.multinomial((logits_V / temperature).softmax(-1), 1, generator=generator)))
     run.model.train()
     return run.tokenizer.decode(tokens)
+
+
+def last_logits(run: Run, window: torch.Tensor, place: int) -> torch.Tensor:
+    """The logits at one place of one sequence, in fp32, on every rank: those without the last stage add zeros."""
+    found = torch.zeros(run.config.model.vocab, device=run.world.device)
+
+    def keep(carry: Carry) -> None:
+        found.copy_(run.model.logits_of(carry)[0, place])
+
+    run.executor.look([Batch(window, window)], keep)
+    return sum_(found, run.world.axis("pp"))

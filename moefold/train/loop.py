@@ -6,6 +6,7 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,10 @@ from moefold.config.refused import Refused
 from moefold.config.run import Config
 from moefold.layout.axes import World
 from moefold.layout.declare import declared_parameters
-from moefold.model.moe.balance import judge
+from moefold.model.moe.balance import joined_loads, judge
 from moefold.observe.metrics import JsonLines, Sink, TensorBoard
 from moefold.observe.progress import Quiet, compact, make_progress
+from moefold.observe.trace import write_trace
 from moefold.train.assemble import Run, assemble
 from moefold.train.evaluate import sample, validation_loss
 from moefold.train.resume import resume_run, save_run
@@ -37,7 +39,8 @@ def train(config: Config, world: World, out: Path, resume: str | None) -> None:
     agreed(lambda: claim(out, resume), world, out)
     run = assemble(config, world, out)
     speaker = make_speaker(world)
-    agreed(lambda: require_space(out, bytes_of(tensors_of(run.model, run.optimizer))), world, out)
+    needed = bytes_of(tensors_of(run.model, run.optimizer), world)
+    agreed(lambda: require_space(out, needed), world, out)
     continues = resume is not None and resume_run(run, resume, speaker)
     agreed(lambda: (out / "config.yaml").write_text(write_yaml(run.config)), world, out)
     for line in introduction(run):
@@ -49,7 +52,7 @@ def train(config: Config, world: World, out: Path, resume: str | None) -> None:
 def never_moved(run: Run) -> list[str]:
     """A warning for each parameter that has had no gradient so far: something is not connected."""
     moved = set().union(*gather_objects(run.gradients.moved, run.world.everyone))
-    every = {p.name for p in declared_parameters(run.model)}
+    every = set().union(*gather_objects({p.name for p in declared_parameters(run.model)}, run.world.everyone))
     return [
         f"warning: {name} has had no gradient in {run.step} steps; is it connected?" for name in sorted(every - moved)
     ]
@@ -85,6 +88,16 @@ def introduction(run: Run) -> list[str]:
     return [f"{c.name}: {sizes} | {where} | {text}", f"writing to {run.out}"]
 
 
+def write_run_trace(run: Run) -> None:
+    """What every rank did in the last steps, from the first event on, into one file."""
+    spans = run.executor.spans.events
+    found = [event for events in gather_objects(spans, run.world.everyone) for event in events]
+    if run.world.rank == 0 and found:
+        start = min(event.start for event in found)
+        shifted = [replace(event, start=event.start - start, end=event.end - start) for event in found]
+        write_trace(run.out / "trace.json", shifted)
+
+
 class Recorder:
     """Sends what is measured to the progress display and, on rank 0, to the files."""
 
@@ -97,7 +110,9 @@ class Recorder:
 
     def step(self, report: StepReport, seconds: float) -> dict[str, Any]:
         speed = report.tokens / seconds
-        balance = judge(report.loads.counts_LE)
+        here = report.loads._replace(counts_LE=report.loads.counts_LE.cpu(), dropped_L=report.loads.dropped_L.cpu())
+        loads = joined_loads(gather_objects(here, self.run.world.axis("pp")))
+        balance = judge(loads.counts_LE)
         return {
             "loss": report.loss,
             **({"mtp_loss": report.mtp_loss} if self.run.config.model.mtp else {}),
@@ -158,6 +173,7 @@ def finish(run: Run, record: Recorder, requests: list[str]) -> None:
         record.write(record.validation())
     while run.step < c.train.steps:
         begun = time.perf_counter()
+        run.executor.spans.events.clear()  # a trace shows one step, the last
         report = train_step(run, run.loader.next())
         values = record.step(report, time.perf_counter() - begun)
         last = run.step == c.train.steps
@@ -176,6 +192,8 @@ def finish(run: Run, record: Recorder, requests: list[str]) -> None:
             record.progress.say(f"{asked[0]}: saved at step {run.step}; continue with --out {run.out} --resume auto")
             return
     record.progress.close()
+    if c.observe.trace:
+        write_run_trace(run)
     if c.train.sample_tokens:
         record.progress.say(f"a sample:\n{sample(run, PROMPT)}")
     record.progress.say(f"done: {run.out} holds metrics.jsonl, config.yaml and the checkpoints")

@@ -17,11 +17,11 @@ import torch
 
 from moefold.checkpoint.state import boxes_in_whole
 from moefold.config.rules import check
-from moefold.config.run import Config, ParallelConfig
+from moefold.config.run import Config, ParallelConfig, PipelineConfig
 from moefold.data.tokens import Corpus
 from moefold.layout.axes import World
 from moefold.layout.declare import declared_parameters
-from moefold.model.moe.balance import Load
+from moefold.model.moe.balance import Load, Loads
 from moefold.train.assemble import Run, assemble
 from moefold.train.step import train_step
 
@@ -69,7 +69,7 @@ def shrunk(config: Config, world: int) -> Config:
     )
     experts = lcm(p.ep, min(moe.experts, 8), min(moe.devices, 4))
     groups = min(moe.groups, 4)
-    layers, dense = 2 * moe.every, min(moe.dense_layers, 1)
+    layers, dense = max(2 * moe.every, p.pp * config.pipeline.vpp), min(moe.dense_layers, 1)
     moe = replace(
         moe,
         experts=experts,
@@ -88,19 +88,23 @@ def shrunk(config: Config, world: int) -> Config:
     model = replace(m, **sizes, attention=attention, moe=moe)
     seq_len = lcm(p.tp * p.cp * 2, 8)
     dp = max(1, world // (p.tp * p.cp * p.pp))
-    train = replace(config.train, device="cpu", global_batch=2 * dp, micro_batch=1, steps=8)
+    batch = dp * (2 if p.pp == 1 else 2 * p.pp + 1)
+    train = replace(config.train, device="cpu", global_batch=batch, micro_batch=1, steps=8)
     data = replace(config.data, source="stdlib", files=(), tokenizer="byte", seq_len=seq_len)
     # Without clipping, gradients can be seen as they are; with a small eps Adam would turn the rounding of gradients
     # near zero into steps of full size.
     optim = replace(config.optim, warmup=0, lr=1e-2, eps=1e-3, max_norm=1e9, moments="fp32", gradient_travel="fp32")
-    return check(replace(config, model=model, data=data, train=train, optim=optim), world)
+    pipeline = replace(config.pipeline, layout="")  # the user's is for other numbers of layers
+    small = replace(config, model=model, data=data, train=train, optim=optim, pipeline=pipeline)
+    return check(small, world)
 
 
 def on_one_rank(config: Config) -> Config:
     """The same run on a single rank, in larger microbatches where nothing is counted per microbatch."""
     moe = config.model.moe
     micro_batch = 2 if moe.capacity_factor == 0 and moe.aux_over != "microbatch" else 1
-    return replace(config, parallel=ParallelConfig(), train=replace(config.train, micro_batch=micro_batch))
+    plain = replace(config, parallel=ParallelConfig(), pipeline=PipelineConfig())
+    return replace(plain, train=replace(config.train, micro_batch=micro_batch))
 
 
 def trace(config: Config, world: World, steps: int, routing: str = "learned") -> list[Seen]:
@@ -141,10 +145,18 @@ def trace_step(run: Run) -> list[Seen]:
     ]
     return [
         Seen(f"{at}loss", (), torch.tensor(report.loss, dtype=torch.float64)),
-        Seen(f"{at}tokens of each expert", (0, 0), report.loads.counts_LE.double()),
+        *counts_of(report.loads, at),
         *gradients_of(run, at),
         Seen(f"{at}gradient norm", (), torch.tensor(report.grad_norm, dtype=torch.float64)),
         *weights,
+    ]
+
+
+def counts_of(loads: Loads, when: str) -> list[Seen]:
+    """How many tokens each expert of this rank's layers got."""
+    return [
+        Seen(f"{when}tokens of each expert of layer {layer}", (0,), counts_E.double())
+        for layer, counts_E in zip(loads.layers, loads.counts_LE, strict=True)
     ]
 
 

@@ -29,21 +29,15 @@ class StepReport:
 def train_step(run: Run, batch: Batch) -> StepReport:
     parts = list(batch.microbatches(run.config.train.micro_batch))
     tokens_1M = count_labels(run, batch)  # of the whole global batch, for each token that is predicted ahead
-    totals_1M = torch.zeros_like(tokens_1M)
     if run.config.model.moe.aux_over == "global_batch":
         survey(run, parts)
     run.gradients.begin()
-    for part in parts:
-        losses = run.model(part.tokens_BS, part.labels_BS, part.first)  # sums over this part's tokens
-        if part is parts[-1]:
-            run.gradients.expect_last()  # buckets leave for other ranks as they are finished
-        (losses.cross_entropy + losses.balance + weighed(losses.ahead_M, tokens_1M, run)).backward()
-        totals_1M += torch.cat((losses.cross_entropy.detach()[None], losses.ahead_M.detach()))
+    losses_1M = run.executor.train(parts, weights(run, tokens_1M))  # forward and backward; gradients add up in buckets
 
-    mean_1M = sum_(totals_1M, run.world.axis("dp", "cp")) / tokens_1M
+    losses_1M = sum_(sum_(losses_1M, run.world.axis("dp", "cp")), run.world.axis("pp"))
     run.gradients.finish(tokens=tokens_1M[0])  # sum over ranks, divide once
     norm = run.gradients.clip(run.config.optim.max_norm)  # one norm over dense and expert parameters
-    loss, *ahead, tokens, length = torch.cat((mean_1M, tokens_1M[:1], norm[None])).tolist()
+    loss, *ahead, tokens, length = torch.cat((losses_1M / tokens_1M, tokens_1M[:1], norm[None])).tolist()
     refuse_nonsense(run, loss, length)
 
     number = run.step + 1
@@ -60,18 +54,18 @@ def count_labels(run: Run, batch: Batch) -> torch.Tensor:
     return sum_(run.model.labelled(batch.labels_BS).double(), run.world.axis("dp", "cp"))
 
 
-def weighed(ahead_M: torch.Tensor, tokens_1M: torch.Tensor, run: Run) -> torch.Tensor:
-    """Further tokens' losses, each a mean over its own labels, in a sum that is divided by those of the first."""
-    weight_M = run.config.model.mtp_loss / max(1, len(ahead_M)) * tokens_1M[0] / tokens_1M[1:].clamp(min=1)
-    return (ahead_M * weight_M.to(ahead_M.dtype)).sum()
+def weights(run: Run, tokens_1M: torch.Tensor) -> torch.Tensor:
+    """Of the sums of losses: one for the model's own. Those of further tokens are means over their own labels, in a sum
+    that will be divided by the number of the first."""
+    m = run.config.model
+    ahead_M = m.mtp_loss / max(1, m.mtp) * tokens_1M[0] / tokens_1M[1:].clamp(min=1)
+    return torch.cat((torch.ones_like(tokens_1M[:1]), ahead_M))
 
 
-@torch.no_grad()
 def survey(run: Run, parts: list[Batch]) -> None:
     """A forward pass over all of the batch for its routing alone: a loss over the global batch weighs each token's
     scores by counts that are known only at the end."""
-    for part in parts:
-        run.model(part.tokens_BS, part.labels_BS, part.first)
+    run.executor.look(parts, lambda carry: None)
     run.model.survey()
 
 

@@ -16,7 +16,7 @@ T tokens of B sequences of S, E experts, K choices, L MoE layers.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -112,6 +112,17 @@ def gather_loads(loads: list[Load], everyone: Axis) -> Loads:
     both = torch.stack([torch.cat((load.counts_E, load.dropped[None])) for load in loads])
     counts_LE, dropped_L = sum_(both, everyone).split((both.shape[1] - 1, 1), dim=1)
     return Loads(layers, counts_LE, dropped_L[:, 0], moved_L)
+
+
+def joined_loads(parts: Sequence[Loads]) -> Loads:
+    """Those of all pipeline ranks, by layer."""
+    rows = [
+        row for part in parts for row in zip(part.layers, part.counts_LE, part.dropped_L, part.moved_L, strict=True)
+    ]
+    if not rows:
+        return parts[0]
+    layers, counts, dropped, moved = zip(*sorted(rows, key=lambda row: row[0]), strict=True)
+    return Loads(list(layers), torch.stack(counts), torch.stack(dropped), list(moved))
 
 
 def update_loads(loads: list[Load], moe: MoeConfig, everyone: Axis) -> Loads:
