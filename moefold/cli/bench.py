@@ -13,6 +13,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
+from moefold.cli import overlap
 from moefold.cli.options import read
 from moefold.config.refused import Refused, choose
 from moefold.kernels.catalog import CATALOG
@@ -20,9 +21,10 @@ from moefold.kernels.catalog import CATALOG
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """Time this machine. `kernels` times every operation's implementations, forward and backward."""
+    """Time this machine. `kernels` times every operation's implementations, forward and backward; `overlap` shows how
+    much of the travel to experts hides behind compute."""
 
-    what: tyro.conf.Positional[Literal["kernels"]] = "kernels"
+    what: tyro.conf.Positional[Literal["kernels", "overlap"]] = "kernels"
     op: str | None = None
     """Only this operation."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -34,6 +36,8 @@ class BenchOptions:
 
 
 def run(argv: Sequence[str]) -> int:
+    if argv[:1] == ["overlap"]:
+        return overlap.run(argv[1:])
     options, _ = read(BenchOptions, argv, "bench", config_keys=False)
     ops = [choose("operation", options.op, CATALOG)] if options.op else list(CATALOG)
     if options.repeat < 1:

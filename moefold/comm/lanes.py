@@ -24,6 +24,13 @@ class Ticket:
     def __init__(self, future: Future[tuple[Any, Any]]):
         self.future = future
 
+    def done(self) -> bool:
+        """Whether nothing is left to wait for."""
+        if not self.future.done():
+            return False
+        event = self.future.result()[1]
+        return event is None or event.query()
+
     def result(self) -> Any:
         found, event = self.future.result()
         if event is not None:

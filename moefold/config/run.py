@@ -179,6 +179,7 @@ class PipelineConfig:
     vpp: int = key(1, "stages a pipeline rank holds", at_least=1, at_most=1024)
     layout: str = key("", "which piece lies on which stage, as Et*3|(tt|)*29m|L; by default the most even cut")
     pair: bool = key(False, "a forward and a backward share a slot, so that one's travel hides behind the other's work")
+    fill: bool = key(True, "with pair: weight gradients are split off and fill what gaps are left in a slot")
     defer: bool = key(False, "weight gradients wait, so that what other ranks need comes first")
 
 

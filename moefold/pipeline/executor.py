@@ -203,36 +203,23 @@ class Trip:
         out = [segment[0].spec for segment in forward.segments]
         back = [segment[0].spec for segment in reversed(passage.segments)]
         fills = Op("W", behind.stage, behind.microbatch) in slot
-        later = self.waiting.setdefault((behind.stage, behind.microbatch), [])
-        queues = [list[Work]() if fills else later for _ in back]
+        queue = [] if fills else self.waiting.setdefault((behind.stage, behind.microbatch), [])
 
         def step_forward() -> None:
             nonlocal carry
             carry = forward.forward(carry)
 
-        strands = [
-            [Piece(spec.lane) for spec in out],
-            [Piece(spec.lane) for spec in back],
-            [Piece("compute", after=(1, i)) for i, spec in enumerate(back) if spec.lane == "compute" and fills],
-        ]
-        filled = [i for i, spec in enumerate(back) if spec.lane == "compute"]
-        weaving = Weaving(self.at.lanes, self.at.spans)
-        for strand, index in weave(strands, fillers=(2,)):
-            if strand == 0:
-                weaving.begin(strand, out[index].lane, f"{out[index].name} {ahead}", step_forward)
-            elif strand == 1:
-                work = partial(backward, passage, queues[index])
-                weaving.begin(strand, back[index].lane, f"{back[index].name} {behind}", work)
-            else:
-                weaving.begin(strand, "compute", f"weights {behind}", partial(run_all, queues[filled[index]]))
+        weaving = Weaving(self.at.lanes, self.at.spans, fillers=queue if fills else [])
+        for strand, index in weave([[Piece(spec.lane) for spec in specs] for specs in (out, back)]):
+            op, spec, work = (
+                (ahead, out[index], step_forward)
+                if strand == 0
+                else (behind, back[index], partial(backward, passage, queue))
+            )
+            weaving.begin(strand, spec.lane, f"{spec.name} {op}", work)
         weaving.end()
         self.leave(ahead, carry)
         self.return_(behind, passage)
-
-
-def run_all(queue: list[Work]) -> None:
-    for work in queue:
-        work()
 
 
 def backward(passage: Passage, queue: list[Work] | None) -> None:
@@ -245,29 +232,39 @@ def backward(passage: Passage, queue: list[Work] | None) -> None:
 
 
 class Weaving:
-    """Runs pieces in the order given, each strand in its own order, on two lanes."""
+    """Runs pieces in the order given, each strand in its own order, on two lanes. Whenever the compute lane would wait,
+    it takes one of the `fillers`; what is left of them is done at the end."""
 
-    def __init__(self, lanes: Lanes, spans: Spans):
-        self.lanes, self.spans = lanes, spans
+    def __init__(self, lanes: Lanes, spans: Spans, fillers: list[Work]):
+        self.lanes, self.spans, self.fillers = lanes, spans, fillers
         self.under_way: dict[int, Ticket] = {}
 
-    def begin(self, strand: int, lane: str, name: str, work: Callable[[], None]) -> None:
+    def begin(self, strand: int, lane: str, name: str, work: Work) -> None:
         """What the comm lane does of a strand comes before what follows in that strand; it keeps its own order."""
-        if lane == "compute" and strand in self.under_way:
-            self.under_way.pop(strand).result()
-
-        def timed() -> None:
-            with self.spans.span(name, lane):
-                work()
-
         if lane == "comm":
-            self.under_way[strand] = self.lanes.send(timed)
+            self.under_way[strand] = self.lanes.send(partial(self.timed, name, lane, work))
         else:
-            timed()
+            self.await_(strand)
+            self.timed(name, lane, work)
+
+    def timed(self, name: str, lane: str, work: Work) -> None:
+        with self.spans.span(name, lane):
+            work()
+
+    def await_(self, strand: int) -> None:
+        ticket = self.under_way.pop(strand, None)
+        if ticket is None:
+            return
+        while self.fillers and not ticket.done():
+            self.timed("weights", "compute", self.fillers.pop(0))
+        with self.spans.span("wait", "waiting"):
+            ticket.result()
 
     def end(self) -> None:
-        for ticket in self.under_way.values():
-            ticket.result()
+        for strand in list(self.under_way):
+            self.await_(strand)
+        while self.fillers:
+            self.timed("weights", "compute", self.fillers.pop(0))
 
 
 def users_of(model: Transformer) -> dict[str, tuple[set[int], bool]]:

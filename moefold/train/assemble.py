@@ -130,7 +130,7 @@ def choose_kernels(config: Config, world: World) -> Kernels:
 
 def build_model(config: Config, world: World, kernels: Kernels) -> Transformer:
     """This rank's part of the model on its device in its precision, initialised by name and seed."""
-    splits = config.pipeline.pair or weights_wait(config)
+    splits = (config.pipeline.pair and config.pipeline.fill) or weights_wait(config)
     context = choose_context(config.parallel.context, kernels, world)
     dispatcher = choose_dispatcher(config, kernels, world)
     chosen = splitting_kernels(kernels) if splits else kernels
