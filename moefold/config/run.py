@@ -181,6 +181,7 @@ class ObserveConfig:
     log_every: int = key(10, "steps between lines where there is no terminal", at_least=1)
     check_collectives: bool = key(False, "debug: ranks compare notes before every collective, and name who differs")
     tensorboard: bool = key(True, "write TensorBoard events beside the run")
+    router_every: int = key(10, "steps between lines of router.jsonl, the load of every expert", at_least=1)
 
 
 @dataclass(frozen=True)
