@@ -80,20 +80,6 @@ class Load(nn.Module):
         self.moved = 0
 
 
-class Balance(NamedTuple):
-    """How even a layer's load was: (most loaded / mean) - 1, and how many experts got nothing."""
-
-    max_violation: float
-    dead_experts: int
-
-
-def judge(counts_LE: torch.Tensor) -> list[Balance]:
-    """The balance of each layer from its counts."""
-    return [
-        Balance(max(counts) * len(counts) / max(sum(counts), 1) - 1, counts.count(0)) for counts in counts_LE.tolist()
-    ]
-
-
 class Loads(NamedTuple):
     """What a step's routing came to, over all ranks: choices of each expert and dropped ones. `layers` are their
     numbers in the model; `moved_L` bytes that this rank sent."""
