@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moefold.web.gather import NONE, UNKNOWN, coded, gather, significant
+from moefold.web.gather import NONE, UNKNOWN, coded, gather, load_of, significant
 from tests.support.run_folders import load_at, run_folder, write_lines
 
 
@@ -44,6 +44,26 @@ def test_the_load_is_told_as_multiples_of_the_even_share_to_one_per_cent_and_the
     np.testing.assert_allclose(found, ratios, rtol=0.01)
     assert ((found == 0) == (counts == 0)).all()
     assert (counts == 0).any()
+
+
+def test_where_steps_are_joined_violations_and_deaths_tell_the_worst_and_the_rest_the_mean(tmp_path: Path):
+    folder = run_folder(tmp_path / "a")
+    names = ("max_violation", "load_entropy", "dead_experts", "drop_rate", "moved_bytes")
+    write_lines(folder / "metrics.jsonl", [{"step": s, **{name: [s] for name in names}} for s in range(1, 801)])
+    maps = gather(folder, "a", 1)["maps"]
+    assert maps["load_entropy"]["first"][:3] == [1, 3, 5]
+    assert maps["load_entropy"]["last"][:3] == [2, 4, 6]
+    first = {name: told["values"][0] for name, told in maps.items()}
+    assert first == {name: [2] if name in ("max_violation", "dead_experts") else [1.5] for name in names}
+
+
+def test_loads_are_joined_until_they_fit(tmp_path: Path):
+    path = tmp_path / "router.jsonl"
+    write_lines(path, [{"step": s, "load": [[s, 10 - s], [5, 5]]} for s in range(1, 9)])
+    load = load_of(path, cells=19)
+    assert load is not None
+    assert (load["first"], load["last"]) == ([1, 3, 5, 7], [2, 4, 6, 8]), "four columns of four cells fit into 19"
+    np.testing.assert_allclose(decoded(load)[:, 0, 0], [0.3, 0.7, 1.1, 1.5], rtol=0.01)
 
 
 def test_codes_span_what_there_is_and_keep_none_and_unknown_apart():

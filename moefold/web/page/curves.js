@@ -53,7 +53,7 @@ function drawCurves(plot, width, shown, { title, unit, zero }) {
     svg.append(make("text", { x: left - 7, y: y(value) + 4, "text-anchor": "end" }, short(value)));
   }
   svg.append(make("line", { class: "axis", x1: left, x2: left + w, y1: top + h, y2: top + h }));
-  for (const step of ticks(from, to, Math.max(3, w / 90), true))
+  for (const step of ticks(from, to, Math.max(3, w / 70), true))
     svg.append(make("text", { x: x(step), y: top + h + 17, "text-anchor": "middle" }, short(step, 4)));
   svg.append(make("text", { x: left + w / 2, y: height - 5, "text-anchor": "middle" }, "step"));
   for (const s of shown) drawSeries(svg, s, x, y);
