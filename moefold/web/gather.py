@@ -69,15 +69,16 @@ def gather(folder: Path, label: str, of: int) -> dict[str, Any]:
     if step < 0:
         path = folder / "metrics.jsonl"
         raise Refused(f"{path} holds no step; expected one line a step: train first, or wait for the first line")
+    load = load_of(folder / "router.jsonl", LOAD_CELLS // of)
     return {
         "label": printable(label),
         "facts": facts(config, step),
         "strange": [printable(key) for key in strange],
         "last": {name: significant(value) for name, value in last.items()},
         "curves": {name: curve(thinned) for name, thinned in curves.items() if thinned.columns},
-        "layers": [i for i in range(config.model.layers) if is_moe(config.model, i)],
+        "layers": load["layers"] if load else [i for i in range(config.model.layers) if is_moe(config.model, i)],
         "maps": {name: layer_map(thinned, name in WORST) for name, thinned in maps.items() if thinned.columns},
-        "load": load_of(folder / "router.jsonl", LOAD_CELLS // of),
+        "load": load,
     }
 
 

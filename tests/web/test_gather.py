@@ -32,6 +32,8 @@ def test_curves_and_maps_hold_every_step_of_a_short_run(tmp_path: Path):
     worst = [max(line["max_violation"]) for line in lines]
     np.testing.assert_allclose(told["curves"]["worst_violation"]["mean"], worst, rtol=1e-4)
     assert told["layers"] == [1, 2, 3], "the first layer is dense"
+    (tmp_path / "a" / "router.jsonl").unlink()
+    assert gather(tmp_path / "a", "a", 1)["layers"] == [1, 2, 3], "the configuration knows it too"
 
 
 def test_the_load_is_told_as_multiples_of_the_even_share_to_one_per_cent_and_the_dead_exactly(tmp_path: Path):

@@ -75,7 +75,7 @@ const MAPS = [
   { name: "load_entropy", title: "Load entropy", unit: "of log(experts)", note: "1 is even, 0 is one expert with everything.", best: 1 },
   { name: "dead_experts", title: "Dead experts", unit: "experts", note: "Experts that no token chose.", worst: true, whole: true, calm: "every expert got tokens in every step" },
   { name: "drop_rate", title: "Drop rate", unit: "of the layer's choices", note: "Choices the experts had no room for, of all choices made.", text: percent, calm: "no choice was dropped" },
-  { name: "moved_bytes", title: "Bytes moved", unit: "a step", note: "What dispatch and combine sent to other ranks.", text: (v) => `${short(v)}B`, calm: "nothing was sent to other ranks" },
+  { name: "moved_bytes", title: "Bytes moved", unit: "a step", note: "What dispatch and combine sent from the first rank to others.", text: (v) => `${short(v)}B`, calm: "nothing was sent to other ranks" },
 ];
 
 // The range of colours, from calm to much, in round numbers. Two in a hundred values may lie beyond, so that one wild
