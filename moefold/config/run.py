@@ -194,6 +194,7 @@ class ObserveConfig:
     check_collectives: bool = key(False, "debug: ranks compare notes before every collective, and name who differs")
     trace: bool = key(False, "write trace.json, what every rank did when, for Perfetto")
     tensorboard: bool = key(True, "write TensorBoard events beside the run")
+    router_every: int = key(10, "steps between lines of router.jsonl, the load of every expert", at_least=1)
 
 
 @dataclass(frozen=True)

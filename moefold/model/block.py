@@ -103,7 +103,8 @@ class MoeBlock(Block):
         """Do it, and note the bytes that left this rank."""
         with traffic.counted(this_thread=True) as sent:
             result = send()
-        self.moe.router.load.note_moved(sum(sent.values()))
+        if self.training:
+            self.moe.router.load.note_moved(sum(sent.values()))
         return result
 
 

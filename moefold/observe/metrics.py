@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,13 +16,13 @@ class Sink(Protocol):
 
 
 class JsonLines:
-    """`metrics.jsonl`: flushed after every line, so that a killed run leaves whole lines behind."""
+    """`metrics.jsonl` and `router.jsonl`: flushed after every line, so that a killed run leaves whole lines behind."""
 
     def __init__(self, path: Path, keep_through: int):
         """Continue a file, dropping what was written after step `keep_through` (that work is done again)."""
-        kept = [line for line in read_lines(path) if line["step"] <= keep_through]
         temporary = path.with_suffix(".tmp")
-        temporary.write_text("".join(json.dumps(line) + "\n" for line in kept))
+        with temporary.open("w") as kept:
+            kept.writelines(json.dumps(line) + "\n" for line in each_line(path) if line["step"] <= keep_through)
         os.replace(temporary, path)
         self.file = path.open("a")
 
@@ -34,18 +35,23 @@ class JsonLines:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The records of a metrics file; a line cut off by a crash, or that is no record, is passed over."""
+    """All records of a metrics file."""
+    return list(each_line(path))
+
+
+def each_line(path: Path) -> Iterator[dict[str, Any]]:
+    """The records of a metrics file, one after the other; a line cut off by a crash, or that is no record, is passed
+    over."""
     if not path.exists():
-        return []
-    records: list[dict[str, Any]] = []
-    for line in path.read_bytes().splitlines():
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(record, dict) and isinstance(record.get("step"), int):
-            records.append(record)
-    return records
+        return
+    with path.open("rb") as file:
+        for line in file:
+            try:
+                record = json.loads(line)
+            except (ValueError, RecursionError):  # brackets without end are no record either
+                continue
+            if isinstance(record, dict) and isinstance(record.get("step"), int):
+                yield record
 
 
 class TensorBoard:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from statistics import mean
 from typing import Any
 
 from rich.console import Console
@@ -20,6 +21,8 @@ def describe(record: dict[str, Any]) -> str:
         parts.append(f"imbalance {max(record['max_violation']):.2f}")
     if sum(record.get("dead_experts", [])):
         parts.append(f"dead experts {sum(record['dead_experts'])}")
+    if sum(record.get("drop_rate", [])):
+        parts.append(f"dropped {100 * mean(record['drop_rate']):.3g} %")
     return " | ".join(parts)
 
 

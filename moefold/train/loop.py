@@ -21,9 +21,10 @@ from moefold.config.refused import Refused
 from moefold.config.run import Config
 from moefold.layout.axes import World
 from moefold.layout.declare import declared_parameters
-from moefold.model.moe.balance import joined_loads, judge
+from moefold.model.moe.balance import joined_loads, on_host
 from moefold.observe.metrics import JsonLines, Sink, TensorBoard
 from moefold.observe.progress import Quiet, compact, make_progress
+from moefold.observe.router_stats import DeadExperts, RouterCounts, RouterLog, summarise
 from moefold.observe.trace import write_trace
 from moefold.train.assemble import Run, assemble
 from moefold.train.evaluate import sample, validation_loss
@@ -101,8 +102,9 @@ def write_run_trace(run: Run) -> None:
 class Recorder:
     """Sends what is measured to the progress display and, on rank 0, to the files."""
 
-    def __init__(self, run: Run, progress: Quiet, sinks: list[Sink]):
-        self.run, self.progress, self.sinks = run, progress, sinks
+    def __init__(self, run: Run, progress: Quiet, sinks: list[Sink], router_log: RouterLog | None):
+        self.run, self.progress, self.sinks, self.router_log = run, progress, sinks, router_log
+        self.dead_experts = DeadExperts()
         self.flops = train_flops_per_token(run.config.model, run.config.data.seq_len)
 
     def validation(self) -> dict[str, Any]:
@@ -110,9 +112,12 @@ class Recorder:
 
     def step(self, report: StepReport, seconds: float) -> dict[str, Any]:
         speed = report.tokens / seconds
-        here = report.loads._replace(counts_LE=report.loads.counts_LE.cpu(), dropped_L=report.loads.dropped_L.cpu())
-        loads = joined_loads(gather_objects(here, self.run.world.axis("pp")))
-        balance = judge(loads.counts_LE)
+        loads = joined_loads(gather_objects(on_host(report.loads), self.run.world.axis("pp")))
+        counts = RouterCounts(loads.layers, *(x.tolist() for x in loads[1:]))
+        if self.router_log:
+            self.router_log.write(self.run.step, counts)
+        if warning := self.dead_experts.look(counts):
+            self.progress.say(warning)
         return {
             "loss": report.loss,
             **({"mtp_loss": report.mtp_loss} if self.run.config.model.mtp else {}),
@@ -120,8 +125,7 @@ class Recorder:
             "lr": report.lr,
             "tokens_per_s": round(speed, 1),
             "tflops": round(speed * self.flops / 1e12, 6),
-            "max_violation": [round(b.max_violation, 4) for b in balance],
-            "dead_experts": [b.dead_experts for b in balance],
+            **summarise(counts),
         }
 
     def write(self, values: dict[str, Any]) -> None:
@@ -136,16 +140,21 @@ def recording(run: Run, continues: bool) -> Iterator[Recorder]:
     first = run.world.rank == 0
     progress = make_progress(first, run.step, run.config.train.steps, run.config.observe.log_every)
     sinks: list[Sink] = []
+    router_log: RouterLog | None = None
     if first:
-        sinks.append(JsonLines(run.out / "metrics.jsonl", keep_through=run.step if continues else -1))
+        kept = run.step if continues else -1
+        sinks.append(JsonLines(run.out / "metrics.jsonl", kept))
+        router_log = RouterLog(run.out / "router.jsonl", run.config.observe.router_every, kept)
         if run.config.observe.tensorboard:
             sinks.append(TensorBoard(run.out / "tensorboard", run.step))
     try:
-        yield Recorder(run, progress, sinks)
+        yield Recorder(run, progress, sinks, router_log)
     finally:
         progress.close()
         for sink in sinks:
             sink.close()
+        if router_log:
+            router_log.close()
 
 
 @contextmanager
@@ -196,4 +205,4 @@ def finish(run: Run, record: Recorder, requests: list[str]) -> None:
         write_run_trace(run)
     if c.train.sample_tokens:
         record.progress.say(f"a sample:\n{sample(run, PROMPT)}")
-    record.progress.say(f"done: {run.out} holds metrics.jsonl, config.yaml and the checkpoints")
+    record.progress.say(f"done: {run.out} holds metrics.jsonl, router.jsonl, config.yaml and the checkpoints")

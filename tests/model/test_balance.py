@@ -12,7 +12,7 @@ from moefold.kernels.bind import bind
 from moefold.kernels.catalog import Facts
 from moefold.layout.axes import Axis, World, alone
 from moefold.model.initialise import initialise
-from moefold.model.moe.balance import Load, judge, sequence_balance_loss, update_loads
+from moefold.model.moe.balance import Load, sequence_balance_loss, update_loads
 from moefold.model.moe.router import Router
 from tests.support.models import share, transformer
 from tests.support.ranks import run_ranks
@@ -126,13 +126,6 @@ def test_nothing_is_counted_in_eval_mode():
     router.train()
     router(h_TD, share(1, len(h_TD)))
     assert router.load.counts_E.sum() == 20
-
-
-def test_judging_names_the_worst_excess_and_the_dead():
-    even, uneven, nothing = judge(torch.tensor([[2, 2, 2, 2], [6, 2, 0, 0], [0, 0, 0, 0]]))
-    assert even == (0.0, 0)
-    assert uneven == (2.0, 2)
-    assert nothing == (-1.0, 4)
 
 
 def three_steps(world: World) -> tuple[list[list[float]], list[list[int]]]:

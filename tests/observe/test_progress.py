@@ -86,6 +86,12 @@ def test_dead_experts_are_told_only_when_there_are_any():
     assert describe({}) == ""
 
 
+def test_dropped_choices_are_told_only_when_there_are_any():
+    assert "dropped" not in describe({**RECORD, "drop_rate": [0.0, 0.0]})
+    assert describe({**RECORD, "drop_rate": [0.062, 0.0]}).endswith("imbalance 0.42 | dropped 3.1 %")
+    assert describe({**RECORD, "drop_rate": [1.0]}).endswith("dropped 100 %")
+
+
 @pytest.mark.parametrize(
     ("number", "text"), [(0, "0"), (999, "999"), (1000, "1k"), (12_345, "12.3k"), (3e6, "3M"), (2.5e9, "2.5G")]
 )

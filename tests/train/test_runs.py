@@ -36,9 +36,10 @@ def test_a_run_learns_and_leaves_metrics_configuration_checkpoint_and_a_sample(t
     assert list(validated) == [0, 20, 40, 60]
     assert abs(validated[0] - math.log(256)) < 0.1, "an untrained model knows nothing"
     assert validated[60] < 0.75 * validated[0]
-    for name in ("loss", "grad_norm", "lr", "tokens_per_s", "tflops", "max_violation", "dead_experts"):
+    for name in ("loss", "grad_norm", "lr", "tokens_per_s", "tflops"):
         assert name in lines[1]
-    assert len(lines[1]["max_violation"]) == 2, "one for each layer"
+    for name in ("max_violation", "load_entropy", "dead_experts", "drop_rate", "moved_bytes"):
+        assert len(lines[1][name]) == 2, f"one {name} for each layer"
     assert (tmp_path / "a" / "config.yaml").exists()
     assert "a sample:\ndef " in output
     assert (tmp_path / "a" / "checkpoints" / "latest" / "manifest.json").exists()
@@ -91,7 +92,7 @@ def test_killed_at_a_random_moment_and_resumed_is_bit_identical_ten_times_of_ten
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_saves_and_leaves_cleanly_and_the_run_goes_on_as_if_nothing_happened(tmp_path: Path, number: int):
-    steps = ["--train.steps", "40", "--checkpoint.every", "1000"]
+    steps = ["--train.steps", "40", "--checkpoint.every", "1000", "--observe.router_every", "3"]
     assert command(small_run(tmp_path, "whole", *steps), tmp_path / "log")[0] == 0
     process = start(small_run(tmp_path, "a", *steps), tmp_path / "log")
     reached = tmp_path / "a" / "metrics.jsonl"
@@ -106,6 +107,9 @@ def test_a_signal_saves_and_leaves_cleanly_and_the_run_goes_on_as_if_nothing_hap
     assert 5 <= metrics(tmp_path / "a")[-1]["step"] < 40
     assert command(small_run(tmp_path, "a", *steps, "--resume", "auto"), tmp_path / "log")[0] == 0
     assert numbers(tmp_path / "a") == numbers(tmp_path / "whole")
+    routed, whole = ((tmp_path / name / "router.jsonl").read_text() for name in ("a", "whole"))
+    assert routed == whole
+    assert routed.count("\n") == 13, "one line every third step"
 
 
 @pytest.mark.slow

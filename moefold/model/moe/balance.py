@@ -80,38 +80,29 @@ class Load(nn.Module):
         self.moved = 0
 
 
-class Balance(NamedTuple):
-    """How even a layer's load was: (most loaded / mean) - 1, and how many experts got nothing."""
-
-    max_violation: float
-    dead_experts: int
-
-
-def judge(counts_LE: torch.Tensor) -> list[Balance]:
-    """The balance of each layer from its counts."""
-    return [
-        Balance(max(counts) * len(counts) / max(sum(counts), 1) - 1, counts.count(0)) for counts in counts_LE.tolist()
-    ]
-
-
 class Loads(NamedTuple):
-    """What a step's routing came to, over all ranks: choices of each expert and dropped ones. `layers` are their
-    numbers in the model; `moved_L` bytes that this rank sent."""
+    """What a step's routing came to, over all ranks: choices of each expert, dropped ones, and bytes that were sent.
+    `layers` are their numbers in the model."""
 
     layers: list[int]
     counts_LE: torch.Tensor
     dropped_L: torch.Tensor
-    moved_L: list[int]
+    moved_L: torch.Tensor
 
 
 def gather_loads(loads: list[Load], everyone: Axis) -> Loads:
     """Sum every layer's counts over all ranks, in one message."""
-    layers, moved_L = [load.layer for load in loads], [load.moved for load in loads]
     if not loads:
-        return Loads(layers, torch.zeros(0, 0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64), moved_L)
-    both = torch.stack([torch.cat((load.counts_E, load.dropped[None])) for load in loads])
-    counts_LE, dropped_L = sum_(both, everyone).split((both.shape[1] - 1, 1), dim=1)
-    return Loads(layers, counts_LE, dropped_L[:, 0], moved_L)
+        nothing = torch.zeros(0, dtype=torch.int64)
+        return Loads([], nothing.view(0, 0), nothing, nothing)
+    moved_L = torch.tensor([load.moved for load in loads], device=loads[0].dropped.device)
+    all_L = [torch.stack([load.counts_E for load in loads]), torch.stack([load.dropped for load in loads])[:, None]]
+    joint = sum_(torch.cat((*all_L, moved_L[:, None]), dim=1), everyone)
+    return Loads([load.layer for load in loads], joint[:, :-2], joint[:, -2], joint[:, -1])
+
+
+def on_host(loads: Loads) -> Loads:
+    return Loads(loads.layers, *(x.cpu() for x in loads[1:]))
 
 
 def joined_loads(parts: Sequence[Loads]) -> Loads:
@@ -122,7 +113,7 @@ def joined_loads(parts: Sequence[Loads]) -> Loads:
     if not rows:
         return parts[0]
     layers, counts, dropped, moved = zip(*sorted(rows, key=lambda row: row[0]), strict=True)
-    return Loads(list(layers), torch.stack(counts), torch.stack(dropped), list(moved))
+    return Loads(list(layers), torch.stack(counts), torch.stack(dropped), torch.stack(moved))
 
 
 def update_loads(loads: list[Load], moe: MoeConfig, everyone: Axis) -> Loads:

@@ -1,0 +1,38 @@
+"""`moefold report`: a run, or several beside each other, as one HTML file that opens anywhere. Needs no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+from moefold.cli.options import read
+from moefold.config.refused import Refused
+from moefold.web.report import report
+
+
+@dataclass(frozen=True)
+class ReportOptions:
+    """Write one self-contained HTML file about a run: loss, speed, and heat-maps of how evenly its experts were used.
+    Several runs are laid into the same plots."""
+
+    runs: tyro.conf.Positional[tuple[Path, ...]]
+    """The folders of the runs, as `moefold train` names them."""
+    out: Path | None = None
+    """The file to write; by default report.html (of several runs comparison.html) in the first run's folder."""
+
+
+def run(argv: Sequence[str]) -> int:
+    options, _ = read(ReportOptions, argv, "report", config_keys=False)
+    if not options.runs:
+        raise Refused("no run is given; expected the folder of at least one, such as moefold report runs/tiny")
+    page = report(options.runs)
+    out = options.out or options.runs[0] / ("report.html" if len(options.runs) == 1 else "comparison.html")
+    if out.is_dir():
+        raise Refused(f"--out {out} is a folder; expected a file, such as --out {out / 'report.html'}")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(page, encoding="utf-8")
+    print(f"wrote {out} ({len(page) / 1e6:.1f} MB); open it in a browser")
+    return 0
