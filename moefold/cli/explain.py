@@ -16,6 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from moefold.anatomy.counts import active_parameters, parameters_ahead, total_parameters, train_flops_per_token
+from moefold.anatomy.stages import layout_of, rank_of_stage
 from moefold.anatomy.steps import StepSpec, block_steps, embed, is_moe, pieces_ahead, predict, window_of
 from moefold.cli.options import check_ranks, read
 from moefold.config.run import Config
@@ -72,12 +73,24 @@ def explanation(config: Config, world: int) -> dict[str, Any]:
         "seq_len": config.data.seq_len,
         "facts": asdict(facts),
         "grids": {"dense": dense_grid.sizes, "expert": expert_grid.sizes},
+        "pipeline": pipeline(config) if config.parallel.pp > 1 else None,
         "layers": [
             {"kind": kind, "count": count, "steps": [describe(step, config) for step in steps]}
             for kind, count, steps in layers
         ],
         "dispatcher": dict(zip(("name", "why"), price.choose(config, min(world, 8), BYTES[facts.dtype]), strict=True)),
         "kernels": {op: choice(op, facts, forced) for op in CATALOG if op in used},
+    }
+
+
+def pipeline(config: Config) -> dict[str, Any]:
+    """Which stages each pipeline rank holds, and what lies on them."""
+    layout, homes = layout_of(config), rank_of_stage(config)
+    ranks = [[number for number, home in enumerate(homes) if home == rank] for rank in range(config.parallel.pp)]
+    return {
+        "schedule": config.pipeline.schedule,
+        "layout": str(layout),
+        "ranks": [[f"{number}: {layout.stages[number]}" for number in mine] for mine in ranks],
     }
 
 
@@ -119,6 +132,10 @@ def show(found: dict[str, Any], console: Console) -> None:
     )
     for name, sizes in found["grids"].items():
         console.print(f"{name} grid: " + " x ".join(f"{axis} {size}" for axis, size in sizes.items()))
+    if found["pipeline"]:
+        console.print(escape(f"pipeline: {found['pipeline']['schedule']}, {found['pipeline']['layout']}"))
+        for rank, stages in enumerate(found["pipeline"]["ranks"]):
+            console.print(escape(f"  rank {rank} holds stage {', '.join(stages)}"))
     console.print(
         f"dispatcher (on nodes of at most 8 ranks): {found['dispatcher']['name']} ({found['dispatcher']['why']})"
     )
