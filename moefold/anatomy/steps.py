@@ -252,13 +252,18 @@ def set_aside(model: ModelConfig) -> StepSpec:
     return StepSpec("set_aside", "compute", True, f"T,{model.hidden} -> T,{model.hidden}", ("rmsnorm",), weights)
 
 
+def steps_ahead(model: ModelConfig, depth: int) -> list[StepSpec]:
+    """The steps of one layer of multi-token prediction. Embedding and head are the model's own."""
+    return [look_ahead(model), *block_steps(model, model.layers + depth), set_aside(model)]
+
+
 def pieces_ahead(model: ModelConfig) -> Iterator[tuple[str, StepSpec]]:
-    """The steps of multi-token prediction, with prefixes. Embedding and head are the model's own."""
+    """All of them, with the prefix of their parameters' names."""
     for depth in range(model.mtp):
-        yield f"ahead.{depth}.", look_ahead(model)
-        for step in block_steps(model, model.layers + depth):
-            yield f"ahead.{depth}.block.", step
-        yield f"ahead.{depth}.", set_aside(model)
+        begin, *block, end = steps_ahead(model, depth)
+        yield f"ahead.{depth}.", begin
+        yield from ((f"ahead.{depth}.block.", step) for step in block)
+        yield f"ahead.{depth}.", end
 
 
 def pieces(model: ModelConfig) -> Iterator[tuple[str, StepSpec]]:

@@ -6,6 +6,7 @@ Needs no torch, so it answers at once and on any machine.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -17,9 +18,9 @@ from rich.table import Table
 
 from moefold.anatomy.counts import active_parameters, parameters_ahead, total_parameters, train_flops_per_token
 from moefold.anatomy.stages import layout_of, rank_of_stage
-from moefold.anatomy.steps import StepSpec, block_steps, embed, is_moe, pieces_ahead, predict, window_of
+from moefold.anatomy.steps import StepSpec, block_steps, embed, is_moe, predict, steps_ahead
 from moefold.cli.options import check_ranks, read
-from moefold.config.run import Config
+from moefold.config.run import Config, ModelConfig
 from moefold.dispatch import price
 from moefold.kernels.catalog import BYTES, CATALOG, Facts, expected_facts, pick, read_force
 from moefold.layout.fold import fold
@@ -57,11 +58,7 @@ def explanation(config: Config, world: int) -> dict[str, Any]:
     forced = read_force(config.kernels.force)
     goes_round = config.parallel.cp > 1 and config.parallel.context in ("ring", "hierarchical")
     dense_grid, expert_grid = fold(world, config.parallel)
-    layers = [("embedding", 1, [embed(model)]), *kinds_of_layers(config)]
-    if model.mtp:
-        ahead = [step for _, step in pieces_ahead(model)]
-        layers.append(("layer ahead", model.mtp, ahead[: len(ahead) // model.mtp]))
-    layers.append(("head", 1, [predict(model)]))
+    layers = [("embedding", 1, [embed(model)]), *kinds_of_layers(model), ("head", 1, [predict(model)])]
     used = {op for _, _, steps in layers for step in steps for op in step.ops} | {"adamw"}
     used |= set(RING_OPS) if goes_round else set()
     return {
@@ -94,15 +91,12 @@ def pipeline(config: Config) -> dict[str, Any]:
     }
 
 
-def kinds_of_layers(config: Config) -> list[tuple[str, int, list[StepSpec]]]:
-    """Each kind of block once, with how many there are."""
-    model = config.model
-    layers: dict[tuple[str, int], list[int]] = {}
-    for layer in range(model.layers):
-        layers.setdefault(("MoE layer" if is_moe(model, layer) else "dense layer", window_of(model, layer)), []).append(
-            layer
-        )
-    return [(kind, len(which), block_steps(model, which[0])) for (kind, _), which in layers.items()]
+def kinds_of_layers(model: ModelConfig) -> list[tuple[str, int, list[StepSpec]]]:
+    """Each kind of layer once, with how many there are: blocks, then those that look further ahead."""
+    every = [("MoE layer" if is_moe(model, n) else "dense layer", block_steps(model, n)) for n in range(model.layers)]
+    every += [("layer ahead", steps_ahead(model, depth)) for depth in range(model.mtp)]
+    counts = Counter((kind, tuple(steps)) for kind, steps in every)
+    return [(kind, count, list(steps)) for (kind, steps), count in counts.items()]
 
 
 def describe(step: StepSpec, config: Config) -> dict[str, Any]:
