@@ -1,0 +1,224 @@
+"""A way that is cut at every step gives the gradients of one that is not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moefold.anatomy.steps import StepSpec
+from moefold.config.run import AttentionConfig, ModelConfig, MoeConfig
+from moefold.kernels.bind import bind
+from moefold.kernels.catalog import Facts
+from moefold.model.initialise import initialise
+from moefold.model.steps import Carry, Step, run_steps
+from moefold.pipeline.passage import Passage
+from moefold.train.assemble import default_dtype
+from tests.support.models import transformer
+
+SIZE = 6
+
+
+class Pair(NamedTuple):
+    left: torch.Tensor
+    number: int
+    right: torch.Tensor | None
+
+
+def step(run: Callable[[Carry], Carry]) -> Step:
+    return Step(StepSpec(run.__name__, "compute", True, ""), run)
+
+
+def weights(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def gradients(steps: Sequence[Step], carry: Carry, leaves: Sequence[torch.Tensor], cut: bool) -> list[Any]:
+    """Of the leaves, after handing a gradient to `x` at the end."""
+    for leaf in leaves:
+        leaf.grad = None
+    passage = Passage(steps, cut)
+    now = carry
+    for _ in passage.segments:
+        now = passage.forward(now)
+    passage.hand([now["x"]], [weights(*now["x"].shape, seed=99)])
+    count = len(passage.cuts)
+    for _ in range(count):
+        passage.backward()
+    assert not passage.cuts
+    inputs = [x for x in leaves if any(x is value for value in carry.values())]
+    return [passage.gradient_of(x) if any(x is y for y in inputs) else x.grad for x in leaves]
+
+
+def plain(steps: Sequence[Step], carry: Carry, leaves: Sequence[torch.Tensor]) -> list[Any]:
+    for leaf in leaves:
+        leaf.grad = None
+    out = run_steps(steps, carry)
+    out["x"].backward(weights(*out["x"].shape, seed=99))
+    return [leaf.grad.clone() if leaf.grad is not None else None for leaf in leaves]
+
+
+def same(a: Sequence[Any], b: Sequence[Any]) -> bool:
+    zeros = [torch.zeros_like(y) if x is None else x for x, y in zip(a, b, strict=True)]
+    return all(torch.equal(x, y) for x, y in zip(zeros, b, strict=True))
+
+
+def way(kinds: Sequence[str], w: torch.Tensor) -> list[Step]:
+    """Steps on a carry of x, another tensor y, a list, a NamedTuple and things that are no tensors."""
+
+    def multiply(c: Carry) -> Carry:
+        return {**c, "x": c["x"] @ w, "list": [*c["list"], c["x"]]}
+
+    def pair(c: Carry) -> Carry:
+        return {**c, "pair": Pair(c["x"].tanh(), c["pair"].number + 1, c["pair"].left)}
+
+    def take(c: Carry) -> Carry:
+        right = c["pair"].right
+        return {**c, "x": c["x"] + c["pair"].left * (1 if right is None else right.sin())}
+
+    def use_list(c: Carry) -> Carry:
+        return {**c, "x": c["x"] * sum(x.mean() for x in c["list"]), "list": c["list"][-1:]}
+
+    def twice(c: Carry) -> Carry:
+        return {**c, "again": c["x"], "list": [c["x"], c["x"]]}
+
+    def use_twice(c: Carry) -> Carry:
+        return {**c, "x": c["x"].cos() + c.get("again", c["x"])}
+
+    def drop(c: Carry) -> Carry:
+        return {**{k: v for k, v in c.items() if k != "again"}, "y": None}
+
+    every = {f.__name__: f for f in (multiply, pair, take, use_list, twice, use_twice, drop)}
+    return [step(every[kind]) for kind in kinds]
+
+
+KINDS = ["multiply", "pair", "take", "use_list", "twice", "use_twice", "drop"]
+
+
+def begin(x: torch.Tensor) -> Carry:
+    first = Pair(x.detach().sin(), 0, None)
+    return {
+        "x": x,
+        "list": [x],
+        "pair": first,
+        "y": x.detach(),
+        "name": "text",
+        "nothing": None,
+        "ids": torch.arange(3),
+    }
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.sampled_from(KINDS), min_size=1, max_size=7))
+def test_cut_and_uncut_agree_whatever_the_steps_carry(kinds: list[str]):
+    """Three uses of one tensor or more may be added in another order: to 1e-12, relative to the largest number."""
+    x, w = weights(3, SIZE, seed=1).requires_grad_(), weights(SIZE, SIZE, seed=2).requires_grad_()
+    steps, carry = way(kinds, w), begin(x)
+    right = plain(steps, carry, [x, w])
+    for cut in (False, True):
+        found = gradients(steps, carry, [x, w], cut)
+        for mine, one in zip(found, right, strict=True):
+            mine, one = (torch.zeros(1, dtype=torch.float64) if g is None else g for g in (mine, one))
+            assert (mine - one).abs().max() <= 1e-12 * max(1.0, one.abs().max().item())
+
+
+def test_an_uncut_way_has_the_bits_of_a_plain_backward():
+    x, w = weights(3, SIZE, seed=1).requires_grad_(), weights(SIZE, SIZE, seed=2).requires_grad_()
+    steps = way(KINDS, w)
+    assert same(gradients(steps, begin(x), [x, w], cut=False), plain(steps, begin(x), [x, w]))
+
+
+def test_a_tensor_that_is_twice_in_the_carry_gets_the_gradients_of_both_places_once():
+    x = weights(3, SIZE, seed=1).requires_grad_()
+
+    def twice(c: Carry) -> Carry:
+        y = c["x"] * 2
+        return {"x": y, "again": y, "list": [y]}
+
+    def use(c: Carry) -> Carry:
+        return {"x": c["x"] + c["again"] * 3 + c["list"][0] * 5}
+
+    steps = [step(twice), step(use)]
+    (found,) = gradients(steps, {"x": x}, [x], cut=True)
+    assert torch.allclose(found, 18 * weights(3, SIZE, seed=99), rtol=1e-14)
+    assert same([found], plain(steps, {"x": x}, [x]))
+
+
+def test_the_way_may_begin_with_one_tensor_in_two_places():
+    x = weights(3, SIZE, seed=1).requires_grad_()
+    steps = [step(lambda c: {"x": c["x"] * c["same"]})]
+    for cut in (False, True):
+        (found,) = gradients(steps, {"x": x, "same": x}, [x], cut)
+        assert same([found], plain(steps, {"x": x, "same": x}, [x]))
+
+
+def test_what_no_step_uses_has_the_gradient_zero():
+    x, other = (weights(3, SIZE, seed=i).requires_grad_() for i in (1, 2))
+    passage = Passage([step(lambda c: {**c, "x": c["x"] * 2})], cut=True)
+    out = passage.forward({"x": x, "other": other})
+    passage.hand([out["x"]], [torch.ones_like(x)])
+    passage.backward()
+    assert torch.equal(passage.gradient_of(other), torch.zeros_like(other))
+
+
+def test_what_was_set_aside_early_gets_the_gradient_it_is_handed_at_the_end():
+    """As the streams of layers that look ahead: they pass through later steps untouched."""
+    x = weights(3, SIZE, seed=1).requires_grad_()
+
+    def aside(c: Carry) -> Carry:
+        return {"x": c["x"].tanh(), "streams": [c["x"] * 3]}
+
+    steps = [step(aside), step(lambda c: {**c, "x": c["x"] + 1}), step(lambda c: {**c, "x": c["x"] * 2})]
+    passage = Passage(steps, cut=True)
+    carry: Carry = {"x": x, "streams": []}
+    for _ in steps:
+        carry = passage.forward(carry)
+    passage.hand([carry["x"], *carry["streams"]], [torch.zeros_like(x), torch.full_like(x, 7.0)])
+    for _ in steps:
+        passage.backward()
+    assert torch.equal(passage.gradient_of(x), torch.full_like(x, 21.0))
+
+
+MODEL = ModelConfig(
+    layers=3,
+    hidden=16,
+    vocab=40,
+    dense_ffn=24,
+    init_std=0.2,
+    mtp=1,
+    attention=AttentionConfig(heads=2, kv_heads=1, head_dim=8),
+    moe=MoeConfig(experts=4, top_k=2, ffn=16, shared_ffn=8, dense_layers=1, aux_loss=0.1),
+)
+
+
+@pytest.mark.parametrize("latent", [0, 8])
+def test_a_whole_model_cut_at_every_step_has_the_bits_of_one_that_is_not(latent: int):
+    config = ModelConfig(**{**vars(MODEL), "moe": MoeConfig(**{**vars(MODEL.moe), "latent": latent})})
+    with default_dtype(torch.float64):
+        model = transformer(config, 8, bind(Facts("cpu", "fp64", hidden=16, ffn=16)))
+    initialise(model, 1)
+    rows = torch.randint(40, (2, 9), generator=torch.Generator().manual_seed(1))
+    found = []
+    for cut in (False, True):
+        model.zero_grad()
+        passage = Passage(model.steps(model.stages[0]), cut)
+        carry = model.begin(rows[:, :-1], rows[:, 1:])
+        for _ in passage.segments:
+            carry = passage.forward(carry)
+        loss = carry["losses_1M"].sum() + carry["aux"]
+        passage.hand([loss], [torch.ones_like(loss)])
+        while passage.cuts:
+            passage.backward()
+        found.append({name: p.grad for name, p in model.named_parameters()})
+    shared = {"embedding.weight"}  # looked up in two steps: their gradients are added in another order
+    for name, gradient in found[0].items():
+        assert gradient is not None, name
+        assert gradient.any(), name
+        if name in shared:
+            assert torch.allclose(gradient, found[1][name], rtol=1e-12, atol=1e-14)
+        else:
+            assert torch.equal(gradient, found[1][name]), name
