@@ -1,0 +1,274 @@
+"""The executor knows when a parameter has its last gradient, keeps nothing, and takes microbatches of any shape."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moefold.anatomy.stages import program_for, stages_of
+from moefold.comm.lanes import Lanes
+from moefold.config.run import Config, ParallelConfig, PipelineConfig
+from moefold.data.loader import Batch
+from moefold.layout.axes import World, alone
+from moefold.observe.trace import Spans
+from moefold.pipeline.executor import Trip, Weaving, last_uses, may_wait
+from moefold.precision.later import Work, held
+from moefold.presets.zoo import PRESETS
+from moefold.schedule.program import Program
+from moefold.train.assemble import Run, assemble
+from moefold.train.evaluate import sample, validation_loss
+from moefold.train.parity import gradients_of, random_corpus, shrunk
+from moefold.train.step import train_step
+from tests.pipeline.test_inbox import programs
+from tests.support.ranks import run_ranks
+
+
+def made(config: Config, world: World) -> Run:
+    return assemble(config, world, Path("."), corpus=random_corpus(config))
+
+
+def small(pipeline: PipelineConfig, world: int, name: str = "tiny", **parallel: int) -> Config:
+    start = PRESETS[name]()
+    start = replace(start, parallel=ParallelConfig(**parallel), train=replace(start.train, precision="fp64"))
+    return shrunk(replace(start, pipeline=pipeline), world)
+
+
+@settings(deadline=None, max_examples=60)
+@given(programs(), st.data())
+def test_a_parameter_is_finished_in_the_slot_of_its_last_gradient_and_in_no_other(
+    made: tuple[Program, list[int]], data: st.DataObject
+):
+    program, homes = made
+    for rank, slots in enumerate(program):
+        mine = [stage for stage, home in enumerate(homes) if home == rank]
+        some = st.tuples(st.sets(st.sampled_from(mine), min_size=1), st.booleans())
+        users = {f"p{i}": data.draw(some) for i in range(4)}
+        found = last_uses(slots, users)
+        for name, (stages, waits) in users.items():
+            kinds = "DW" if waits else "D"
+            uses = [n for n, slot in enumerate(slots) for op in slot if op.stage in stages and op.kind in kinds]
+            assert [n for n, names in found.items() if name in names] == [max(uses)], name
+
+
+def tiny_forms() -> list[str]:
+    forms = {repr(replace(PRESETS[name](), name="")): name for name in PRESETS if name.endswith("-tiny")}
+    return list(forms.values())
+
+
+@pytest.mark.parametrize("name", tiny_forms())
+def test_exactly_the_parameters_said_to_wait_get_their_gradient_with_w(name: str):
+    """What came later than said would be added to a bucket that has left; what came earlier would leave late."""
+    run = made(small(PipelineConfig(defer=True), 1, name), alone())
+    batch = run.loader.next()
+    waiting: list[Work] = []
+    run.gradients.begin()
+    before = {name: view.clone() for name, view in gradient_views(run)}
+    losses = run.model(batch.tokens_BS, batch.labels_BS)
+    with held(waiting):
+        (losses.cross_entropy + losses.ahead_M.sum() + losses.balance).backward()
+    with_d = {name for name, view in gradient_views(run) if not torch.equal(view, before[name])}
+    before = {name: view.clone() for name, view in gradient_views(run)}
+    for work in waiting:
+        work()
+    with_w = {name for name, view in gradient_views(run) if not torch.equal(view, before[name])}
+    assert not with_d & with_w
+    assert with_w == {name for name in with_d | with_w if may_wait(name)}
+    assert with_w
+
+
+def gradient_views(run: Run) -> list[tuple[str, torch.Tensor]]:
+    return [(p.name, view) for bucket in run.gradients.buckets for p, view in bucket.views(bucket.gradients)]
+
+
+WAYS = [
+    PipelineConfig("1f1b", layout="Et|tL"),
+    PipelineConfig("1f1b", 2, pair=True),
+    PipelineConfig("zb_h1", 2),
+    PipelineConfig("dualpipe_v", 2),
+    PipelineConfig("zb_v", 2),
+    PipelineConfig("gpipe", 3, defer=True),
+]
+
+
+def small_with_layout(pipeline: PipelineConfig, world: int, **parallel: int) -> Config:
+    config = small(replace(pipeline, layout=""), world, **parallel)
+    return replace(config, pipeline=pipeline)
+
+
+def uneven_parts(run: Run) -> list[Batch]:
+    """Microbatches of 2, 1 and 3 sequences, the last ones shorter."""
+    whole = run.loader.at(0, 6 * run.world.axis("dp").size)
+    cuts, lengths = [(0, 2), (2, 3), (3, 6)], [8, 4, 6]
+    return [
+        Batch(whole.tokens_BS[a:b, :s], whole.labels_BS[a:b, :s], whole.first + a)
+        for (a, b), s in zip(cuts, lengths, strict=True)
+    ]
+
+
+def run_uneven(world: World, ways: list[PipelineConfig]) -> list[tuple[list[Any], list[float], list[str]]]:
+    found = []
+    for way in ways:
+        pp = world.axis("pp").size
+        run = made(small_with_layout(way, world.size, pp=pp), world)
+        run.gradients.begin()
+        trips: list[Trip] = []
+        original = Trip.run
+
+        def noted(self: Trip, original: Any = original, trips: list[Trip] = trips) -> torch.Tensor:
+            trips.append(self)
+            return original(self)
+
+        Trip.run = noted  # type: ignore[method-assign]
+        try:
+            losses = run.executor.train(uneven_parts(run), torch.ones(1, dtype=torch.float64))
+        finally:
+            Trip.run = original  # type: ignore[method-assign]
+        run.gradients.finish(torch.ones((), dtype=torch.float64))
+        (trip,) = trips
+        kept = [name for name in ("handed", "passages", "cargo", "waiting") if any(getattr(trip, name).values())]
+        kept += ["inbox"] if trip.inbox.arriving or trip.inbox.sender else []
+        kept += ["pipe"] if run.executor.pipe.leaving else []
+        seen = [(s.what, s.values) for s in gradients_of(run, "")]
+        found.append((seen, losses.tolist(), kept))
+    return found
+
+
+def test_microbatches_of_other_lengths_and_sizes_pass_and_nothing_is_kept_behind():
+    by_rank = run_ranks(run_uneven, 2, WAYS, pp=2)
+    for number, way in enumerate(WAYS):
+        config = small_with_layout(way, 2, pp=2)
+        alone_config = replace(config, parallel=ParallelConfig(), pipeline=PipelineConfig())
+        one = made(alone_config, alone())
+        one.gradients.begin()
+        losses = one.executor.train(uneven_parts(one), torch.ones(1, dtype=torch.float64))
+        one.gradients.finish(torch.ones((), dtype=torch.float64))
+        reference = {s.what: s.values for s in gradients_of(one, "")}
+        names: set[str] = set()
+        for seen, mine, kept in (rank[number] for rank in by_rank):
+            assert not kept, f"{way}: {kept} not empty"
+            for what, values in seen:
+                assert torch.equal(values, reference[what]), f"{way}: {what}"
+                names.add(what)
+            assert mine in ([0.0], losses.tolist())
+        assert names == set(reference), way
+
+
+def evaluated(world: World, ways: list[PipelineConfig]) -> list[tuple[float, str]]:
+    found = []
+    for way in ways:
+        config = small_with_layout(way, world.size, pp=world.axis("pp").size)
+        train = replace(config.train, validate_sequences=5, micro_batch=2, global_batch=4, sample_tokens=3)
+        run = made(replace(config, train=train), world)
+        found.append((validation_loss(run), sample(run, "ab")))
+        train_step(run, run.loader.next())  # training goes on behind it
+    return found
+
+
+def test_validation_and_samples_are_those_of_one_rank_on_every_rank():
+    """In microbatches of which the last is smaller."""
+    by_rank = run_ranks(evaluated, 2, WAYS, pp=2)
+    for number, way in enumerate(WAYS):
+        layers = small_with_layout(way, 2, pp=2).model.layers
+        config = small_with_layout(PipelineConfig(), 1)
+        config = replace(config, model=replace(config.model, layers=layers))
+        train = replace(config.train, validate_sequences=5, micro_batch=2, global_batch=4, sample_tokens=3)
+        one = made(replace(config, train=train), alone())
+        loss, text = validation_loss(one), sample(one, "ab")
+        for rank in by_rank:
+            assert rank[number][0] == pytest.approx(loss, rel=1e-12), way
+            assert rank[number][1] == text, way
+
+
+def leaves_early(world: World) -> list[int]:
+    """How many buckets had left when the last stage's last backward began, after each slot of the program."""
+    config = small(PipelineConfig("1f1b", 2), world.size, pp=2)
+    run = made(config, world)
+    counts: list[int] = []
+    original = Trip.run_op
+
+    def noted(self: Trip, *args: Any) -> None:
+        original(self, *args)
+        counts.append(len(run.gradients.travelling))
+
+    Trip.run_op = noted  # type: ignore[method-assign]
+    try:
+        train_step(run, run.loader.next())
+    finally:
+        Trip.run_op = original  # type: ignore[method-assign]
+    return [*counts, len(run.gradients.buckets)]
+
+
+def test_buckets_leave_with_their_last_gradient_and_not_before():
+    for counts in run_ranks(leaves_early, 2, pp=2):
+        *after, buckets = counts
+        assert after[-1] == buckets, "all have left when the last backward ends"
+        assert after[0] == 0
+        assert after == sorted(after)
+
+
+def test_every_layer_of_the_program_is_held_by_the_rank_that_runs_it():
+    for way in WAYS:
+        config = small_with_layout(way, 2, pp=2)
+        assert {op.stage for slots in program_for(config, 3) for slot in slots for op in slot} == {
+            stage.number for stage in stages_of(config)
+        }
+
+
+# ---- weaving on two lanes ----
+
+
+def weaving(fillers: list[Work]) -> tuple[Weaving, Spans]:
+    spans = Spans(0, listening=True)
+    return Weaving(Lanes(torch.device("cpu")), spans, fillers), spans
+
+
+def test_work_of_a_strand_waits_for_its_own_travel_and_not_for_the_others():
+    go, order = threading.Event(), []
+    woven, _ = weaving([])
+    woven.begin(0, "comm", "dispatch", lambda: (go.wait(10), order.append("travel 0"))[1])
+    woven.begin(1, "compute", "experts", lambda: order.append("work 1"))
+    assert order == ["work 1"]
+    go.set()
+    woven.begin(0, "compute", "experts", lambda: order.append("work 0"))
+    assert order == ["work 1", "travel 0", "work 0"]
+
+
+def test_fillers_run_while_travel_is_awaited_and_the_rest_at_the_end():
+    go, order = threading.Event(), []
+    fillers: list[Work] = [
+        lambda: order.append("a"),
+        lambda: (order.append("b"), go.set())[0],
+        lambda: order.append("c"),
+    ]
+    woven, spans = weaving(fillers)
+    woven.begin(0, "comm", "dispatch", lambda: (go.wait(10), order.append("travel"))[1])
+    woven.begin(0, "compute", "experts", lambda: order.append("work"))
+    assert order[:2] == ["a", "b"], "the travel ends only when these have run"
+    assert order.index("travel") < order.index("work")
+    woven.end()
+    assert sorted(order) == ["a", "b", "c", "travel", "work"]
+    assert [e.name for e in spans.events].count("weights") == 3
+
+
+def test_what_goes_wrong_in_travel_is_raised_where_it_is_awaited():
+    woven, _ = weaving([])
+    woven.begin(0, "comm", "dispatch", lambda: [][0])
+    with pytest.raises(IndexError):
+        woven.begin(0, "compute", "experts", lambda: None)
+
+
+def test_the_end_waits_for_all_travel():
+    order: list[str] = []
+    woven, _ = weaving([])
+    woven.begin(0, "comm", "combine", lambda: order.append("0"))
+    woven.begin(1, "comm", "combine", lambda: order.append("1"))
+    woven.end()
+    assert order == ["0", "1"]
+    assert not woven.under_way
