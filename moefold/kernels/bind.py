@@ -11,6 +11,7 @@ from moefold.kernels import (
     attention,
     attention_block,
     cross_entropy,
+    expert_mlp,
     grouped_gemm,
     permute,
     rmsnorm,
@@ -26,6 +27,7 @@ __all__ = [  # imported so that their ops are registered
     "attention",
     "attention_block",
     "cross_entropy",
+    "expert_mlp",
     "grouped_gemm",
     "permute",
     "rmsnorm",
@@ -49,6 +51,7 @@ class Kernels:
     gather_rows: Callable[..., Any]
     sum_rows: Callable[..., Any]
     grouped_gemm: Callable[..., Any]
+    expert_mlp: Callable[..., Any]
     cross_entropy: Callable[..., Any]
     adamw: Callable[..., Any]
 

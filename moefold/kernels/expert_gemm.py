@@ -1,16 +1,24 @@
 """The grouped GEMMs of an expert MLP for Hopper, in Gluon: one persistent kernel, three contractions, three epilogues.
 
-Rows lie sorted by expert, each expert's padded to a multiple of 64 (HALF), so that no tile crosses into another expert.
-One warp fetches (TMA, running ahead over tile boundaries); two warpgroups multiply, each 64 rows of a 128 x 256 tile.
+One warp fetches (TMA, running ahead over tile boundaries); two warpgroups multiply, each 64 rows of a 128-row tile.
 
     contraction   out                        a                  b                   sum over
-    "nt"          rows x outer               rows (P, K)        weights (E, N, K)   K
-    "nn"          rows x inner               rows (P, K)        weights (E, K, N)   K
-    "tn"          (expert, outer) x inner    rows (P, M)        rows (P, N)         the expert's rows
+    "nt"          rows x N                   rows (R, K)        weights (E, N, K)   K
+    "nn"          rows x N                   rows (R, K)        weights (E, K, N)   K
+    "tn"          (E, M) x N                 rows (R, M)        rows (R, N)         the expert's rows
 
-`tiles_M4` says for each tile of 128 rows: expert, first padded row, first row without padding, rows that are real.
-Everything about the routing is read on the device; the grid depends on shapes alone. No atomics: bits repeat.
+    epilogue      writes
+    "plain"       out
+    "swiglu"      out = silu(gate) * up * weight of the row, side = gate and up (the pre-activation)
+    "dswiglu"     of dA: out = gradients of gate and up, side = the activation again, dots = dA . activation / weight
+
+Rows lie sorted by expert, without padding. A tile's operands may reach into the next expert's rows; what was made of
+those is never written ("nt", "nn"), or they are zeroed before they are multiplied ("tn"). `tiles_M4` says for each tile
+of 128 rows: expert, first row, real rows. All about the routing is read on the device: the grid depends on shapes
+alone. No atomics: bits repeat.
 """
+
+# ruff: noqa: RUF059  (device code takes tuples apart by name; what a role does not use costs nothing)
 
 from __future__ import annotations
 
@@ -26,45 +34,44 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 
 @gluon.jit
-def place(t, m_tiles, n_tiles, GROUP: gl.constexpr):
-    """Tile t of a grid walked in bands of GROUP rows of tiles, so that tiles in flight share their operands in L2."""
-    band = t // (GROUP * n_tiles)
-    inside = t % (GROUP * n_tiles)
-    height = gl.minimum(m_tiles - band * GROUP, GROUP)
-    return band * GROUP + inside % height, inside // height
+def place(t, m_tiles, n_tiles, group):
+    """Tile t of a grid walked in bands of `group` rows of tiles, so that tiles in flight share their operands in L2."""
+    band = t // (group * n_tiles)
+    inside = t % (group * n_tiles)
+    height = gl.minimum(m_tiles - band * group, group)
+    return band * group + inside % height, inside // height
 
 
 @gluon.jit
-def work(t, m_tiles, n_tiles, tiles_M4, ends_e, steps, KIND: gl.constexpr, GROUP: gl.constexpr):
-    """Of tile t: expert, first padded row, first plain row, real rows, steps of the contraction, and its place (m, n)."""
+def work(t, grid, KIND: gl.constexpr):
+    """Of tile t: expert, first row, real rows, steps of the contraction, and its place (m, n)."""
+    tiles_M4, ends_E, total, m_tiles, n_tiles, steps, group = grid
     if KIND == "tn":
         expert = t // (m_tiles * n_tiles)
-        m, n = place(t % (m_tiles * n_tiles), m_tiles, n_tiles, GROUP)
-        row = gl.load(ends_e + expert - 1, mask=expert > 0, other=0)
-        steps = (gl.load(ends_e + expert) - row) // 64
-        plain = 0
-        real = 128
+        m, n = place(t % (m_tiles * n_tiles), m_tiles, n_tiles, group)
+        row = gl.load(ends_E + expert - 1, mask=expert > 0, other=0)
+        real = gl.load(ends_E + expert) - row
+        steps = gl.cdiv(real, 64)
     else:
-        m, n = place(t, m_tiles, n_tiles, GROUP)
+        m, n = place(t, m_tiles, n_tiles, group)
         expert = gl.load(tiles_M4 + 4 * m)
         row = gl.load(tiles_M4 + 4 * m + 1)
-        plain = gl.load(tiles_M4 + 4 * m + 2)
-        real = gl.load(tiles_M4 + 4 * m + 3)
-    return expert, row, plain, real, steps, m, n
+        real = gl.load(tiles_M4 + 4 * m + 2)
+    return expert, row, real, steps, m, n
 
 
 @gluon.jit
 def fetch(
     descs, bufs, grid, N, K,
-    KIND: gl.constexpr, END: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
+    KIND: gl.constexpr, END: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """The producer: keeps STAGES steps of operands under way, whatever tile they belong to."""
     a_desc, b_desc, h_desc = descs
     a_bufs, b_bufs, c_bufs, full, empty = bufs
-    tiles_M4, ends_e, total, m_tiles, n_tiles, steps = grid
+    tiles_M4, ends_E, total, m_tiles, n_tiles, steps, group = grid
     i = 0
     for t in range(gl.program_id(0), total, gl.num_programs(0)):
-        expert, row, plain, real, steps_t, m, n = work(t, m_tiles, n_tiles, tiles_M4, ends_e, steps, KIND, GROUP)
+        expert, row, real, steps_t, m, n = work(t, grid, KIND)
         for k in range(steps_t):
             s = i % STAGES
             bar = full.index(s)
@@ -85,7 +92,7 @@ def fetch(
                 else:
                     tma.async_copy_global_to_shared(b_desc, [expert * N + n * BN, k * 64], bar, b_bufs.index(s))
             i += 1
-        if END == "dswiglu":  # the pre-activation of this tile comes through the same ring, 64 columns a step
+        if END == "dswiglu":  # the tile's pre-activation comes through the same ring, 64 columns a step
             for c in gl.static_range(BN // 64):
                 s = i % STAGES
                 bar = full.index(s)
@@ -93,10 +100,10 @@ def fetch(
                 mbarrier.expect(bar, 4 * 64 * 64 * 2)
                 b = b_bufs.index(s)._reinterpret(gl.bfloat16, [BN // 64, 64, 64], h_desc.layout)
                 column = n * BN + c * 64
-                tma.async_copy_global_to_shared(h_desc, [plain, column], bar, a_bufs.index(2 * s))
-                tma.async_copy_global_to_shared(h_desc, [plain + 64, column], bar, a_bufs.index(2 * s + 1))
-                tma.async_copy_global_to_shared(h_desc, [plain, N + column], bar, b.index(0))
-                tma.async_copy_global_to_shared(h_desc, [plain + 64, N + column], bar, b.index(1))
+                tma.async_copy_global_to_shared(h_desc, [row, column], bar, a_bufs.index(2 * s))
+                tma.async_copy_global_to_shared(h_desc, [row + 64, column], bar, a_bufs.index(2 * s + 1))
+                tma.async_copy_global_to_shared(h_desc, [row, N + column], bar, b.index(0))
+                tma.async_copy_global_to_shared(h_desc, [row + 64, N + column], bar, b.index(1))
                 i += 1
 
 
@@ -114,39 +121,56 @@ def sigmoid(x):
 
 
 @gluon.jit
-def put(out_desc, row, column, buf, value):
-    """Write a tile behind the caller's back; `buf` must not be written again before a store_wait."""
+def send(desc, buf, row, column, value):
+    """Write a tile by way of `buf`, which must not be written again before a store_wait."""
     buf.store(value)
     fence_async_shared()
-    tma.async_copy_shared_to_global(out_desc, [row, column], buf)
+    tma.async_copy_shared_to_global(desc, [row, column], buf)
 
 
 @gluon.jit
-def put_real(out_ptr, row, column, width, real, value_MN, M: gl.constexpr, N: gl.constexpr):
-    """Write only the `real` first rows of a tile."""
-    layout: gl.constexpr = value_MN.type.layout
-    r = gl.arange(0, M, layout=gl.SliceLayout(1, layout))
-    c = gl.arange(0, N, layout=gl.SliceLayout(0, layout))
-    at = out_ptr + (row + r).to(gl.int64)[:, None] * width + (column + c)[None, :]
-    gl.store(at, value_MN, mask=(r < real)[:, None])
+def put(desc, ptr, buf, row, column, width, real, value, N: gl.constexpr):
+    """Write the first `real` rows of 64: all 64 by way of `buf`, fewer straight from the registers."""
+    value = value.to(gl.bfloat16)
+    if real >= 64:
+        send(desc, buf, row, column, value)
+    else:
+        r = gl.arange(0, 64, layout=gl.SliceLayout(1, value.type.layout))
+        c = gl.arange(0, N, layout=gl.SliceLayout(0, value.type.layout))
+        at = ptr + (row + r).to(gl.int64)[:, None] * width + (column + c)[None, :]
+        gl.store(at, value, mask=(r < real)[:, None] & (column + c < width)[None, :])
+
+
+@gluon.jit
+def zero_beyond(buf, real):
+    """Zero the rows from `real` on of a 64 x 64 tile that a product is about to read."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    r = gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
+    x = buf.load(layout)
+    buf.store(gl.where((r < real)[:, None], x, gl.zeros_like(x)))
+    fence_async_shared()
 
 
 @gluon.jit
 def multiply(
     outs, bufs, grid, M, N, rows,
     HALF: gl.constexpr, KIND: gl.constexpr, END: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
-    GROUP: gl.constexpr,
 ):  # fmt: skip
     """A consumer: 64 of a tile's 128 rows, and their epilogue."""
-    out_desc, out2_desc, out2_ptr, gate_P, dot_NP = outs
+    out_desc, out_ptr, side_desc, side_ptr, gate_R, dots_nR = outs
     a_bufs, b_bufs, c_bufs, full, empty = bufs
-    tiles_M4, ends_e, total, m_tiles, n_tiles, steps = grid
+    tiles_M4, ends_E, total, m_tiles, n_tiles, steps, group = grid
     layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16])
-    first: gl.constexpr = 64 * HALF
     i = 0
     for t in range(gl.program_id(0), total, gl.num_programs(0)):
-        expert, row, plain, real, steps_t, m, n = work(t, m_tiles, n_tiles, tiles_M4, ends_e, steps, KIND, GROUP)
-        if real > first:
+        expert, row, real, steps_t, m, n = work(t, grid, KIND)
+        last = real - (steps_t - 1) * 64  # rows of the last step of "tn"
+        if KIND == "tn":
+            row = expert * M + m * 128
+            real = 128
+        row += 64 * HALF
+        real -= 64 * HALF
+        if real > 0:
             acc = gl.zeros([64, BN], gl.float32, layout)
             for k in range(steps_t):
                 s = (i + k) % STAGES
@@ -154,6 +178,8 @@ def multiply(
                 a = a_bufs.index(2 * s + HALF)
                 b = b_bufs.index(s)
                 if KIND == "tn":
+                    if (k == steps_t - 1) & (last < 64):
+                        zero_beyond(a, last)
                     a = a.permute((1, 0))
                 if KIND == "nt":
                     b = b.permute((1, 0))
@@ -165,27 +191,22 @@ def multiply(
             i += steps_t
 
             if END == "plain":
-                row_out = row + first
-                if KIND == "tn":
-                    row_out = expert * M + m * 128 + first
                 tma.store_wait(0)
-                put(out_desc, row_out, n * BN, c_bufs.index(HALF), acc.to(gl.bfloat16))
+                if KIND == "tn":
+                    send(out_desc, c_bufs.index(HALF), row, n * BN, acc.to(gl.bfloat16))
+                else:
+                    put(out_desc, out_ptr, c_bufs.index(HALF), row, n * BN, N, real, acc, BN)
             elif END == "swiglu":
                 gate, up = halves(acc, 64, BN)
                 column = n * (BN // 2)
-                gate_r = gl.load(gate_P + row + first + gl.arange(0, 64, layout=gl.SliceLayout(1, gate.type.layout)))
+                r = gl.arange(0, 64, layout=gl.SliceLayout(1, gate.type.layout))
+                gate_r = gl.load(gate_R + row + r, mask=r < real, other=0.0)
                 tma.store_wait(0)
-                if real >= first + 64:
-                    put(out2_desc, plain + first, column, c_bufs.index(2 * HALF), gate.to(gl.bfloat16))
-                    put(out2_desc, plain + first, N // 2 + column, c_bufs.index(2 * HALF + 1), up.to(gl.bfloat16))
-                else:
-                    put_real(out2_ptr, plain + first, column, N, real - first, gate.to(gl.bfloat16), 64, BN // 2)
-                    put_real(
-                        out2_ptr, plain + first, N // 2 + column, N, real - first, up.to(gl.bfloat16), 64, BN // 2
-                    )
+                put(side_desc, side_ptr, c_bufs.index(2 * HALF), row, column, N, real, gate, BN // 2)
+                put(side_desc, side_ptr, c_bufs.index(2 * HALF + 1), row, N // 2 + column, N, real, up, BN // 2)
                 act = gate * sigmoid(gate) * up * gate_r[:, None]
                 tma.store_wait(1)
-                put(out_desc, row + first, column, c_bufs.index(2 * HALF), act.to(gl.bfloat16))
+                put(out_desc, out_ptr, c_bufs.index(2 * HALF), row, column, N // 2, real, act, BN // 2)
             else:
                 left, right = halves(acc, 64, BN)
                 c0, c1 = halves(left, 64, BN // 2)
@@ -193,29 +214,31 @@ def multiply(
                 chunks = (c0, c1, c2, c3)
                 small: gl.constexpr = c0.type.layout
                 r = gl.arange(0, 64, layout=gl.SliceLayout(1, small))
-                gate_r = gl.load(gate_P + row + first + r)
+                gate_r = gl.load(gate_R + row + r, mask=r < real, other=0.0)
                 dot_r = gl.zeros([64], gl.float32, gl.SliceLayout(1, small))
-                for c in gl.static_range(BN // 64):
+                for c in gl.static_range(4):
                     s = i % STAGES
                     mbarrier.wait(full.index(s), (i // STAGES) & 1)
                     h = b_bufs.index(s)._reinterpret(gl.bfloat16, [BN // 64, 64, 64], c_bufs.type.layout)
                     gate = a_bufs.index(2 * s + HALF).load(small).to(gl.float32)
                     up = h.index(HALF).load(small).to(gl.float32)
                     mbarrier.arrive(empty.index(s))
+                    i += 1
                     d = chunks[c]
                     sig = sigmoid(gate)
                     silu = gate * sig
                     dot_r += gl.sum(d * silu * up, axis=1)
                     d *= gate_r[:, None]
+                    dgate = d * up * (sig + silu * (1 - sig))
+                    act = silu * up * gate_r[:, None]
                     column = n * BN + c * 64
                     tma.store_wait(0)
-                    put(out2_desc, row + first, column, c_bufs.index(4 * HALF), (silu * up * gate_r[:, None]).to(gl.bfloat16))
-                    put(out_desc, row + first, column, c_bufs.index(4 * HALF + 1), (d * up * (sig + silu * (1 - sig))).to(gl.bfloat16))
-                    put(out_desc, row + first, N + column, c_bufs.index(4 * HALF + 2), (d * silu).to(gl.bfloat16))
-                    i += 1
-                gl.store(dot_NP + n * rows + row + first + r, dot_r)
+                    put(side_desc, side_ptr, c_bufs.index(4 * HALF), row, column, N, real, act, 64)
+                    put(out_desc, out_ptr, c_bufs.index(4 * HALF + 1), row, column, 2 * N, real, dgate, 64)
+                    put(out_desc, out_ptr, c_bufs.index(4 * HALF + 2), row, N + column, 2 * N, real, d * silu, 64)
+                gl.store(dots_nR + n * rows + row + r, dot_r, mask=r < real)
         else:  # nothing here for this half: only hand the buffers back
-            extra: gl.constexpr = BN // 64 if END == "dswiglu" else 0
+            extra: gl.constexpr = 4 if END == "dswiglu" else 0
             for k in range(steps_t + extra):
                 mbarrier.wait(full.index((i + k) % STAGES), ((i + k) // STAGES) & 1)
                 mbarrier.arrive(empty.index((i + k) % STAGES))
@@ -223,19 +246,18 @@ def multiply(
     tma.store_wait(0)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["experts", "group"])
 def expert_gemm(
-    a_desc, b_desc, h_desc, out_desc, out2_desc, out2_ptr, gate_P, dot_NP, tiles_M4, count_ptr, ends_e, experts, M, N, K,
-    rows,
-    KIND: gl.constexpr, END: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
+    a_desc, b_desc, h_desc, out_desc, out_ptr, side_desc, side_ptr, gate_R, dots_nR, tiles_M4, count, ends_E, experts,
+    M, N, K, rows, group,
+    KIND: gl.constexpr, END: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     a_bufs = gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, 64, 64], a_desc.layout)
     b_shape: gl.constexpr = [BN, 64] if KIND == "nt" else [64, BN]
     b_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(b_shape, gl.bfloat16)
     b_bufs = gl.allocate_shared_memory(gl.bfloat16, [STAGES, b_shape[0], b_shape[1]], b_layout)
-    c_bufs = gl.allocate_shared_memory(
-        gl.bfloat16, [128 * BN // (64 * out_desc.block_shape[1]), 64, out_desc.block_shape[1]], out_desc.layout
-    )
+    wide: gl.constexpr = out_desc.block_shape[1]
+    c_bufs = gl.allocate_shared_memory(gl.bfloat16, [2 * BN // wide, 64, wide], out_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for s in gl.static_range(STAGES):
@@ -248,18 +270,17 @@ def expert_gemm(
         m_tiles = gl.cdiv(M, 128)
         total = experts * m_tiles * n_tiles
     else:
-        m_tiles = gl.load(count_ptr)
+        m_tiles = gl.load(count)
         total = m_tiles * n_tiles
-    steps = gl.cdiv(K, 64)
     descs = (a_desc, b_desc, h_desc)
-    outs = (out_desc, out2_desc, out2_ptr, gate_P, dot_NP)
+    outs = (out_desc, out_ptr, side_desc, side_ptr, gate_R, dots_nR)
     bufs = (a_bufs, b_bufs, c_bufs, full, empty)
-    grid = (tiles_M4, ends_e, total, m_tiles, n_tiles, steps)
+    grid = (tiles_M4, ends_E, total, m_tiles, n_tiles, gl.cdiv(K, 64), group)
     gl.warp_specialize(
         [
-            (multiply, (outs, bufs, grid, M, N, rows, 0, KIND, END, BN, STAGES, GROUP)),
-            (multiply, (outs, bufs, grid, M, N, rows, 1, KIND, END, BN, STAGES, GROUP)),
-            (fetch, (descs, bufs, grid, N, K, KIND, END, BN, STAGES, GROUP)),
+            (multiply, (outs, bufs, grid, M, N, rows, 0, KIND, END, BN, STAGES)),
+            (multiply, (outs, bufs, grid, M, N, rows, 1, KIND, END, BN, STAGES)),
+            (fetch, (descs, bufs, grid, N, K, KIND, END, BN, STAGES)),
         ],
         [4, 1],
         [232, 40],

@@ -294,6 +294,13 @@ def plain_sum_rows(y, index, slots, holes):
     return totals
 
 
+def plain_expert_mlp(source, gate_up, down, weight, index, slots, offsets, holes):
+    x = plain_gather_rows(source, index, slots, holes)
+    gate, up = (plain_grouped_gemm(x, [pair[i] for pair in gate_up], offsets) for i in (0, 1))
+    inner = plain_swiglu([list(pair) for pair in zip(gate, up, strict=True)], weight)
+    return plain_grouped_gemm(inner, down, offsets)
+
+
 def plain_adamw(w, g, m, v, step, lr, beta1, beta2, eps, decay):
     m = [beta1 * a + (1 - beta1) * b for a, b in zip(m, g, strict=True)]
     v = [beta2 * a + (1 - beta2) * b * b for a, b in zip(v, g, strict=True)]

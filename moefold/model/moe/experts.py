@@ -10,6 +10,7 @@ import torch
 from moefold.config.run import ModelConfig
 from moefold.dispatch.base import Rows
 from moefold.kernels.bind import Kernels
+from moefold.kernels.expert_mlp import expert_mlp
 from moefold.layout.axes import World
 from moefold.layout.declare import Declaring
 from moefold.layout.placement import over_experts
@@ -24,12 +25,24 @@ class Experts(Declaring):
         down_std = std / (2 * model.layers) ** 0.5
         self.down = self.declare("down", e, d, f, placement=over_experts(2), std=down_std, stacked=True)
         self.kernels, self.gate_inside = kernels, model.moe.gate == "activation"
+        self.whole = self.gate_inside and kernels.expert_mlp is not expert_mlp.reference
         self.activation = Region()
 
     def forward(self, rows: Rows) -> torch.Tensor:
         """Each row through its expert, times its gate. Acting before the second GEMM, which is linear, the gate saves
         keeping the expert's output for its gradient; acting behind it, it keeps low-precision GEMMs more accurate."""
         order = rows.order
+        if self.whole:
+            return self.kernels.expert_mlp(
+                rows.source_ND,
+                self.gate_up,
+                self.down,
+                order.gate_R,
+                order.index_R,
+                order.slots_NK,
+                order.offsets_e,
+                order.holes,
+            )
         x_RD = self.kernels.gather_rows(rows.source_ND, order.index_R, order.slots_NK, order.holes)
         gate_up_R2F = self.kernels.grouped_gemm(x_RD, self.gate_up.flatten(1, 2), order.offsets_e).unflatten(
             -1, (2, -1)
