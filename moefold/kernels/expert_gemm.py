@@ -78,12 +78,13 @@ def fetch(
             mbarrier.wait(empty.index(s), (i // STAGES) & 1 ^ 1)
             mbarrier.expect(bar, (128 + BN) * 64 * 2)
             if KIND == "tn":
-                tma.async_copy_global_to_shared(a_desc, [row + k * 64, m * 128], bar, a_bufs.index(2 * s))
-                tma.async_copy_global_to_shared(a_desc, [row + k * 64, m * 128 + 64], bar, a_bufs.index(2 * s + 1))
+                for w in gl.static_range(2):
+                    column = m * 128 + 64 * w
+                    tma.async_copy_global_to_shared(a_desc, [row + k * 64, column], bar, a_bufs.index(2 * s + w))
                 tma.async_copy_global_to_shared(b_desc, [row + k * 64, n * BN], bar, b_bufs.index(s))
             else:
-                tma.async_copy_global_to_shared(a_desc, [row, k * 64], bar, a_bufs.index(2 * s))
-                tma.async_copy_global_to_shared(a_desc, [row + 64, k * 64], bar, a_bufs.index(2 * s + 1))
+                for w in gl.static_range(2):
+                    tma.async_copy_global_to_shared(a_desc, [row + 64 * w, k * 64], bar, a_bufs.index(2 * s + w))
                 if KIND == "nn":
                     tma.async_copy_global_to_shared(b_desc, [expert * K + k * 64, n * BN], bar, b_bufs.index(s))
                 elif END == "swiglu":  # half a tile of gate columns, half of up columns
@@ -100,10 +101,10 @@ def fetch(
                 mbarrier.expect(bar, 4 * 64 * 64 * 2)
                 b = b_bufs.index(s)._reinterpret(gl.bfloat16, [BN // 64, 64, 64], h_desc.layout)
                 column = n * BN + c * 64
-                tma.async_copy_global_to_shared(h_desc, [row, column], bar, a_bufs.index(2 * s))
-                tma.async_copy_global_to_shared(h_desc, [row + 64, column], bar, a_bufs.index(2 * s + 1))
-                tma.async_copy_global_to_shared(h_desc, [row, N + column], bar, b.index(0))
-                tma.async_copy_global_to_shared(h_desc, [row + 64, N + column], bar, b.index(1))
+                for w in gl.static_range(2):
+                    at = row + 64 * w
+                    tma.async_copy_global_to_shared(h_desc, [at, column], bar, a_bufs.index(2 * s + w))
+                    tma.async_copy_global_to_shared(h_desc, [at, N + column], bar, b.index(w))
                 i += 1
 
 
@@ -121,24 +122,38 @@ def sigmoid(x):
 
 
 @gluon.jit
-def send(desc, buf, row, column, value):
-    """Write a tile by way of `buf`, which must not be written again before a store_wait."""
-    buf.store(value)
-    fence_async_shared()
-    tma.async_copy_shared_to_global(desc, [row, column], buf)
+def quarters(x, BN: gl.constexpr):
+    left, right = halves(x, 64, BN)
+    c0, c1 = halves(left, 64, BN // 2)
+    c2, c3 = halves(right, 64, BN // 2)
+    return c0, c1, c2, c3
 
 
 @gluon.jit
-def put(desc, ptr, buf, row, column, width, real, value, N: gl.constexpr):
-    """Write the first `real` rows of 64: all 64 by way of `buf`, fewer straight from the registers."""
+def put(
+    desc, ptr, bufs, half: gl.constexpr, turn: gl.constexpr, row, column, width, real, value,
+    SPARE: gl.constexpr, KIND: gl.constexpr,
+):  # fmt: skip
+    """Write the first `real` of 64 x 64 values: all of them by way of a buffer, SPARE of which take turns and are free
+    once they have been read; fewer straight from the registers."""
     value = value.to(gl.bfloat16)
-    if real >= 64:
-        send(desc, buf, row, column, value)
+    if KIND == "tn":
+        send(desc, bufs.index(SPARE * half + turn % SPARE), row, column, value, SPARE)
+    elif real >= 64:
+        send(desc, bufs.index(SPARE * half + turn % SPARE), row, column, value, SPARE)
     else:
         r = gl.arange(0, 64, layout=gl.SliceLayout(1, value.type.layout))
-        c = gl.arange(0, N, layout=gl.SliceLayout(0, value.type.layout))
+        c = gl.arange(0, 64, layout=gl.SliceLayout(0, value.type.layout))
         at = ptr + (row + r).to(gl.int64)[:, None] * width + (column + c)[None, :]
         gl.store(at, value, mask=(r < real)[:, None] & (column + c < width)[None, :])
+
+
+@gluon.jit
+def send(desc, buf, row, column, value, SPARE: gl.constexpr):
+    tma.store_wait(SPARE - 1)
+    buf.store(value)
+    fence_async_shared()
+    tma.async_copy_shared_to_global(desc, [row, column], buf)
 
 
 @gluon.jit
@@ -155,6 +170,7 @@ def zero_beyond(buf, real):
 def multiply(
     outs, bufs, grid, M, N, rows,
     HALF: gl.constexpr, KIND: gl.constexpr, END: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
+    SPARE: gl.constexpr,
 ):  # fmt: skip
     """A consumer: 64 of a tile's 128 rows, and their epilogue."""
     out_desc, out_ptr, side_desc, side_ptr, gate_R, dots_nR = outs
@@ -190,52 +206,50 @@ def multiply(
             mbarrier.arrive(empty.index((i + steps_t + STAGES - 1) % STAGES), pred=steps_t > 0)
             i += steps_t
 
+            tma.store_wait(0)  # of the tile before, long done
+            c0, c1, c2, c3 = quarters(acc, BN)
+            small: gl.constexpr = c0.type.layout
+            r = gl.arange(0, 64, layout=gl.SliceLayout(1, small))
             if END == "plain":
-                tma.store_wait(0)
-                if KIND == "tn":
-                    send(out_desc, c_bufs.index(HALF), row, n * BN, acc.to(gl.bfloat16))
-                else:
-                    put(out_desc, out_ptr, c_bufs.index(HALF), row, n * BN, N, real, acc, BN)
-            elif END == "swiglu":
-                gate, up = halves(acc, 64, BN)
-                column = n * (BN // 2)
-                r = gl.arange(0, 64, layout=gl.SliceLayout(1, gate.type.layout))
-                gate_r = gl.load(gate_R + row + r, mask=r < real, other=0.0)
-                tma.store_wait(0)
-                put(side_desc, side_ptr, c_bufs.index(2 * HALF), row, column, N, real, gate, BN // 2)
-                put(side_desc, side_ptr, c_bufs.index(2 * HALF + 1), row, N // 2 + column, N, real, up, BN // 2)
-                act = gate * sigmoid(gate) * up * gate_r[:, None]
-                tma.store_wait(1)
-                put(out_desc, out_ptr, c_bufs.index(2 * HALF), row, column, N // 2, real, act, BN // 2)
-            else:
-                left, right = halves(acc, 64, BN)
-                c0, c1 = halves(left, 64, BN // 2)
-                c2, c3 = halves(right, 64, BN // 2)
                 chunks = (c0, c1, c2, c3)
-                small: gl.constexpr = c0.type.layout
-                r = gl.arange(0, 64, layout=gl.SliceLayout(1, small))
-                gate_r = gl.load(gate_R + row + r, mask=r < real, other=0.0)
+                for c in gl.static_range(4):
+                    put(out_desc, out_ptr, c_bufs, HALF, c, row, n * BN + 64 * c, N, real, chunks[c], SPARE, KIND)
+            elif END == "swiglu":
+                gate_r = gl.load(gate_R + row + r, mask=r < real, other=0.0)[:, None]
+                gates = (c0, c1)
+                ups = (c2, c3)
+                for c in gl.static_range(2):
+                    g = gates[c]
+                    u = ups[c]
+                    column = n * (BN // 2) + 64 * c
+                    put(side_desc, side_ptr, c_bufs, HALF, 3 * c, row, column, N, real, g, SPARE, KIND)
+                    put(side_desc, side_ptr, c_bufs, HALF, 3 * c + 1, row, N // 2 + column, N, real, u, SPARE, KIND)
+                    act = g * sigmoid(g) * u * gate_r
+                    put(out_desc, out_ptr, c_bufs, HALF, 3 * c + 2, row, column, N // 2, real, act, SPARE, KIND)
+            else:
+                chunks = (c0, c1, c2, c3)
+                gate_r = gl.load(gate_R + row + r, mask=r < real, other=0.0)[:, None]
                 dot_r = gl.zeros([64], gl.float32, gl.SliceLayout(1, small))
                 for c in gl.static_range(4):
                     s = i % STAGES
                     mbarrier.wait(full.index(s), (i // STAGES) & 1)
                     h = b_bufs.index(s)._reinterpret(gl.bfloat16, [BN // 64, 64, 64], c_bufs.type.layout)
-                    gate = a_bufs.index(2 * s + HALF).load(small).to(gl.float32)
-                    up = h.index(HALF).load(small).to(gl.float32)
+                    g = a_bufs.index(2 * s + HALF).load(small).to(gl.float32)
+                    u = h.index(HALF).load(small).to(gl.float32)
                     mbarrier.arrive(empty.index(s))
                     i += 1
                     d = chunks[c]
-                    sig = sigmoid(gate)
-                    silu = gate * sig
-                    dot_r += gl.sum(d * silu * up, axis=1)
-                    d *= gate_r[:, None]
-                    dgate = d * up * (sig + silu * (1 - sig))
-                    act = silu * up * gate_r[:, None]
+                    sig = sigmoid(g)
+                    silu = g * sig
                     column = n * BN + c * 64
-                    tma.store_wait(0)
-                    put(side_desc, side_ptr, c_bufs.index(4 * HALF), row, column, N, real, act, 64)
-                    put(out_desc, out_ptr, c_bufs.index(4 * HALF + 1), row, column, 2 * N, real, dgate, 64)
-                    put(out_desc, out_ptr, c_bufs.index(4 * HALF + 2), row, N + column, 2 * N, real, d * silu, 64)
+                    act = silu * u
+                    dot_r += gl.sum(d * act, axis=1)
+                    put(side_desc, side_ptr, c_bufs, HALF, 3 * c, row, column, N, real, act * gate_r, SPARE, KIND)
+                    d *= gate_r
+                    dg = d * u * (sig + silu * (1 - sig))
+                    put(out_desc, out_ptr, c_bufs, HALF, 3 * c + 1, row, column, 2 * N, real, dg, SPARE, KIND)
+                    du = d * silu
+                    put(out_desc, out_ptr, c_bufs, HALF, 3 * c + 2, row, N + column, 2 * N, real, du, SPARE, KIND)
                 gl.store(dots_nR + n * rows + row + r, dot_r, mask=r < real)
         else:  # nothing here for this half: only hand the buffers back
             extra: gl.constexpr = 4 if END == "dswiglu" else 0
@@ -251,13 +265,13 @@ def expert_gemm(
     a_desc, b_desc, h_desc, out_desc, out_ptr, side_desc, side_ptr, gate_R, dots_nR, tiles_M4, count, ends_E, experts,
     M, N, K, rows, group,
     KIND: gl.constexpr, END: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
+    SPARE: gl.constexpr,
 ):  # fmt: skip
     a_bufs = gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, 64, 64], a_desc.layout)
     b_shape: gl.constexpr = [BN, 64] if KIND == "nt" else [64, BN]
     b_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(b_shape, gl.bfloat16)
     b_bufs = gl.allocate_shared_memory(gl.bfloat16, [STAGES, b_shape[0], b_shape[1]], b_layout)
-    wide: gl.constexpr = out_desc.block_shape[1]
-    c_bufs = gl.allocate_shared_memory(gl.bfloat16, [2 * BN // wide, 64, wide], out_desc.layout)
+    c_bufs = gl.allocate_shared_memory(gl.bfloat16, [2 * SPARE, 64, 64], out_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for s in gl.static_range(STAGES):
@@ -278,8 +292,8 @@ def expert_gemm(
     grid = (tiles_M4, ends_E, total, m_tiles, n_tiles, gl.cdiv(K, 64), group)
     gl.warp_specialize(
         [
-            (multiply, (outs, bufs, grid, M, N, rows, 0, KIND, END, BN, STAGES)),
-            (multiply, (outs, bufs, grid, M, N, rows, 1, KIND, END, BN, STAGES)),
+            (multiply, (outs, bufs, grid, M, N, rows, 0, KIND, END, BN, STAGES, SPARE)),
+            (multiply, (outs, bufs, grid, M, N, rows, 1, KIND, END, BN, STAGES, SPARE)),
             (fetch, (descs, bufs, grid, N, K, KIND, END, BN, STAGES)),
         ],
         [4, 1],

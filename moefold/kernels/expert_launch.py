@@ -19,6 +19,7 @@ __all__ = ["Plan", "down", "down_data", "gather", "total", "up", "up_data", "wei
 
 WIDE = 256  # columns of a tile
 STAGES = 3  # steps of operands on their way; more leave no room for a tile of results
+SPARE = 4  # buffers for results of each warpgroup
 GROUP = 16  # rows of tiles walked together
 
 
@@ -39,7 +40,7 @@ def up(x_RD: torch.Tensor, w_E2FD: torch.Tensor, weight_R: torch.Tensor, plan: P
     (rows, d), (e, _, f, _) = x_RD.shape, w_E2FD.shape
     h_R2F, a_RF = x_RD.new_empty(rows, 2 * f), x_RD.new_empty(rows, f)
     b = block(w_E2FD.view(2 * e, f, d), 2, WIDE // 2, 64)
-    ends = (block(a_RF, 64, WIDE // 2), a_RF, block(h_R2F, 64, WIDE // 2), h_R2F, weight_R, weight_R)
+    ends = (block(a_RF, 64, 64), a_RF, block(h_R2F, 64, 64), h_R2F, weight_R, weight_R)
     run("nt", "swiglu", x_RD, b, None, ends, plan, 0, 2 * f, d)
     return h_R2F, a_RF
 
@@ -78,7 +79,7 @@ def weights(left_RM: torch.Tensor, right_RN: torch.Tensor, like: torch.Tensor, p
 
 
 def plain(out: torch.Tensor):
-    tile = block(out, 64, WIDE)
+    tile = block(out, 64, 64)
     return tile, out, tile, out, out, out
 
 
@@ -88,7 +89,7 @@ def run(kind: str, end: str, a, b, h, ends, plan: Plan, m: int, n: int, k: int) 
     expert_gemm[(processors(a.device.index or 0),)](
         a_block, b, h or a_block, out, out_ptr, side, side_ptr, weight_R, dots_nR,
         plan.tiles_M4, plan.count, plan.ends_E, len(plan.ends_E), m, n, k, len(a), GROUP,
-        KIND=kind, END=end, BN=WIDE, STAGES=STAGES, num_warps=4,
+        KIND=kind, END=end, BN=WIDE, STAGES=STAGES, SPARE=SPARE, num_warps=4,
     )  # fmt: skip
 
 
