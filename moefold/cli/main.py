@@ -14,7 +14,7 @@ from moefold.config.refused import Failed, Refused, choose
 COMMANDS = {
     "train": "train a model: moefold train tiny",
     "explain": "show a model step by step, without running it: moefold explain qwen3-30b-a3b",
-    "bench": "time this machine: moefold bench kernels",
+    "bench": "time this machine: moefold bench kernels, moefold bench layer",
     "doctor": "check this machine, or prove a layout equal to one rank: moefold doctor parity tiny --world 4",
 }
 

@@ -16,6 +16,7 @@ from moefold.kernels import (
     permute,
     rmsnorm,
     rope,
+    router_logits,
     router_topk,
     swiglu,
 )
@@ -32,6 +33,7 @@ __all__ = [  # imported so that their ops are registered
     "permute",
     "rmsnorm",
     "rope",
+    "router_logits",
     "router_topk",
     "swiglu",
 ]
@@ -47,6 +49,7 @@ class Kernels:
     attention_block: Callable[..., Any]
     attention_block_backward: Callable[..., Any]
     swiglu: Callable[..., Any]
+    router_logits: Callable[..., Any]
     router_topk: Callable[..., Any]
     gather_rows: Callable[..., Any]
     sum_rows: Callable[..., Any]

@@ -79,6 +79,14 @@ CATALOG: dict[str, tuple[Choice, ...]] = {
     "attention_block": (),
     "attention_block_backward": (),
     "swiglu": (Choice("by_hand", always, "nothing", "saves the pre-activation only, not what lies between"),),
+    "router_logits": (
+        Choice(
+            "bf16_exact",
+            lambda f: f.device == "cuda" and f.dtype == "bf16" and f.capability >= (8, 0),
+            "bf16 on cuda",
+            "fp32 sums of exact products on the tensor cores, no fp32 copies of tokens and weights",
+        ),
+    ),
     "router_topk": (),
     "gather_rows": (
         ONE_PASS,

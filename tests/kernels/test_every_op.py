@@ -263,6 +263,10 @@ def plain_rope(x, cos, sin):
     return [[[turned(head, s) for head in heads] for s, heads in enumerate(row)] for row in x]
 
 
+def plain_router_logits(h, w):
+    return [[dot(token, expert) for expert in w] for token in h]
+
+
 def plain_router_topk(logits, bias, k, normalize):
     probs, ids, scores = [], [], [softmax(row) for row in logits]
     for row in scores:

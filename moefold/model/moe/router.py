@@ -20,15 +20,15 @@ from moefold.model.share import Share
 class Router(Declaring):
     def __init__(self, model: ModelConfig, kernels: Kernels, world: World):
         super().__init__(world)
-        self.moe, self.router_topk = model.moe, kernels.router_topk
+        self.moe = model.moe
+        self.router_logits, self.router_topk = kernels.router_logits, kernels.router_topk
         self.weight = self.declare("weight", model.moe.experts, model.hidden, std=model.init_std)
         self.load = Load(model.moe.experts)
 
     def forward(self, h_TD: torch.Tensor, share: Share) -> tuple[Routing, torch.Tensor]:
         """The routing, and this rank's summand of the balance loss."""
-        wide = torch.promote_types(h_TD.dtype, torch.float32)
-        logits_TE = h_TD.to(wide) @ self.weight.to(wide).T
-        bias_E = self.load.bias_E.to(wide)
+        logits_TE = self.router_logits(h_TD, self.weight)
+        bias_E = self.load.bias_E.to(logits_TE.dtype)
         probs_TK, ids_TK, scores_TE = self.router_topk(logits_TE, bias_E, self.moe.top_k, self.moe.normalize_top_k)
         if self.training:
             self.load.count(ids_TK)
