@@ -8,6 +8,7 @@ from typing import Any
 
 from moefold.kernels import (
     adamw,
+    arrange_rows,
     attention,
     attention_block,
     cross_entropy,
@@ -25,6 +26,7 @@ from moefold.kernels.registry import OPS
 
 __all__ = [  # imported so that their ops are registered
     "adamw",
+    "arrange_rows",
     "attention",
     "attention_block",
     "cross_entropy",
@@ -51,6 +53,7 @@ class Kernels:
     swiglu: Callable[..., Any]
     router_logits: Callable[..., Any]
     router_topk: Callable[..., Any]
+    arrange_rows: Callable[..., Any]
     gather_rows: Callable[..., Any]
     sum_rows: Callable[..., Any]
     grouped_gemm: Callable[..., Any]

@@ -87,7 +87,17 @@ CATALOG: dict[str, tuple[Choice, ...]] = {
             "fp32 sums of exact products on the tensor cores, no fp32 copies of tokens and weights",
         ),
     ),
-    "router_topk": (),
+    "router_topk": (
+        Choice(
+            "triton",
+            lambda f: triton_runs(f) and f.dtype != "fp64",
+            "cuda with Triton, fp32 scores",
+            "softmax, choice and weights in one pass, no sort",
+        ),
+    ),
+    "arrange_rows": (
+        Choice("triton", triton_runs, "cuda with Triton", "counts and places instead of sorting; no atomics"),
+    ),
     "gather_rows": (
         ONE_PASS,
         Choice("adjoint", always, "nothing", "its backward is a gather: no atomics, the same every run"),

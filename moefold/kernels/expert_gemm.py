@@ -12,13 +12,15 @@ One warp fetches (TMA, running ahead over tile boundaries); two warpgroups multi
     "swiglu"      out = silu(gate) * up * weight of the row, side = gate and up (the pre-activation)
     "dswiglu"     of dA: out = gradients of gate and up, side = the activation again, dots = dA . activation / weight
 
-Rows lie sorted by expert, without padding. A tile's operands may reach into the next expert's rows; what was made of
-those is never written ("nt", "nn"), or they are zeroed before they are multiplied ("tn"). `tiles_M4` says for each tile
-of 128 rows: expert, first row, real rows. All about the routing is read on the device: the grid depends on shapes
-alone. No atomics: bits repeat.
+Rows lie sorted by expert, without padding, but for what "dswiglu" writes: there each expert begins at a multiple of 64
+and the rows between are zeros. A tile's operands may reach into the next expert's rows; what was made of those is not
+written ("nt", "nn") or was multiplied by such zeros ("tn", one of whose operands must be padded: PAD names it).
+
+`tiles_M4` says for each tile of 128 rows: expert, first row, real rows, first row with padding. All about the routing
+is read on the device: the grid depends on shapes alone. No atomics: bits repeat.
 """
 
-# ruff: noqa: RUF059, SIM114  (device code takes tuples apart by name, and decides by constants before it decides by values)
+# ruff: noqa: RUF059  (device code takes tuples apart by name; what a role does not use costs nothing)
 
 from __future__ import annotations
 
@@ -44,34 +46,38 @@ def place(t, m_tiles, n_tiles, group):
 
 @gluon.jit
 def work(t, grid, KIND: gl.constexpr):
-    """Of tile t: expert, first row, real rows, steps of the contraction, and its place (m, n)."""
-    tiles_M4, ends_E, total, m_tiles, n_tiles, steps, group = grid
+    """Of tile t: expert, first row, the same with padding, real rows, steps of the contraction, its place (m, n)."""
+    tiles_M4, ends_E, pads_E, total, m_tiles, n_tiles, steps, group = grid
     if KIND == "tn":
         expert = t // (m_tiles * n_tiles)
         m, n = place(t % (m_tiles * n_tiles), m_tiles, n_tiles, group)
         row = gl.load(ends_E + expert - 1, mask=expert > 0, other=0)
         real = gl.load(ends_E + expert) - row
         steps = gl.cdiv(real, 64)
+        pad = gl.load(pads_E + expert)
     else:
         m, n = place(t, m_tiles, n_tiles, group)
         expert = gl.load(tiles_M4 + 4 * m)
         row = gl.load(tiles_M4 + 4 * m + 1)
         real = gl.load(tiles_M4 + 4 * m + 2)
-    return expert, row, real, steps, m, n
+        pad = gl.load(tiles_M4 + 4 * m + 3)
+    return expert, row, pad, real, steps, m, n
 
 
 @gluon.jit
 def fetch(
     descs, bufs, grid, N, K,
-    KIND: gl.constexpr, END: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
+    KIND: gl.constexpr, END: gl.constexpr, PAD: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """The producer: keeps STAGES steps of operands under way, whatever tile they belong to."""
     a_desc, b_desc, h_desc = descs
     a_bufs, b_bufs, c_bufs, full, empty = bufs
-    tiles_M4, ends_E, total, m_tiles, n_tiles, steps, group = grid
+    tiles_M4, ends_E, pads_E, total, m_tiles, n_tiles, steps, group = grid
     i = 0
     for t in range(gl.program_id(0), total, gl.num_programs(0)):
-        expert, row, real, steps_t, m, n = work(t, grid, KIND)
+        expert, row, pad, real, steps_t, m, n = work(t, grid, KIND)
+        row_a = pad if PAD == "a" else row
+        row_b = pad if PAD == "b" else row
         for k in range(steps_t):
             s = i % STAGES
             bar = full.index(s)
@@ -80,11 +86,11 @@ def fetch(
             if KIND == "tn":
                 for w in gl.static_range(2):
                     column = m * 128 + 64 * w
-                    tma.async_copy_global_to_shared(a_desc, [row + k * 64, column], bar, a_bufs.index(2 * s + w))
-                tma.async_copy_global_to_shared(b_desc, [row + k * 64, n * BN], bar, b_bufs.index(s))
+                    tma.async_copy_global_to_shared(a_desc, [row_a + k * 64, column], bar, a_bufs.index(2 * s + w))
+                tma.async_copy_global_to_shared(b_desc, [row_b + k * 64, n * BN], bar, b_bufs.index(s))
             else:
                 for w in gl.static_range(2):
-                    tma.async_copy_global_to_shared(a_desc, [row + 64 * w, k * 64], bar, a_bufs.index(2 * s + w))
+                    tma.async_copy_global_to_shared(a_desc, [row_a + 64 * w, k * 64], bar, a_bufs.index(2 * s + w))
                 if KIND == "nn":
                     tma.async_copy_global_to_shared(b_desc, [expert * K + k * 64, n * BN], bar, b_bufs.index(s))
                 elif END == "swiglu":  # half a tile of gate columns, half of up columns
@@ -94,7 +100,7 @@ def fetch(
                     tma.async_copy_global_to_shared(b_desc, [expert * N + n * BN, k * 64], bar, b_bufs.index(s))
             i += 1
         if END == "dswiglu":  # the tile's pre-activation comes through the same ring, 64 columns a step
-            for c in gl.static_range(BN // 64):
+            for c in range(chunks_of(n, N, END, BN)):
                 s = i % STAGES
                 bar = full.index(s)
                 mbarrier.wait(empty.index(s), (i // STAGES) & 1 ^ 1)
@@ -122,6 +128,15 @@ def sigmoid(x):
 
 
 @gluon.jit
+def chunks_of(n, N, END: gl.constexpr, BN: gl.constexpr):
+    """How many times 64 columns an epilogue has before it. A loop over them that moves the values up in the registers
+    is a quarter of the unrolled code, of which the two warpgroups have a copy each: fetching it was half the time."""
+    if END == "swiglu":
+        return gl.minimum((N // 2 - n * (BN // 2)) // 64, BN // 128)
+    return gl.minimum((N - n * BN) // 64, BN // 64)
+
+
+@gluon.jit
 def quarters(x, BN: gl.constexpr):
     left, right = halves(x, 64, BN)
     c0, c1 = halves(left, 64, BN // 2)
@@ -130,40 +145,25 @@ def quarters(x, BN: gl.constexpr):
 
 
 @gluon.jit
-def put(
-    desc, ptr, bufs, half: gl.constexpr, turn: gl.constexpr, row, column, width, real, value,
-    SPARE: gl.constexpr, KIND: gl.constexpr,
-):  # fmt: skip
-    """Write the first `real` of 64 x 64 values: all of them by way of a buffer, SPARE of which take turns and are free
-    once they have been read; fewer straight from the registers."""
-    value = value.to(gl.bfloat16)
-    if KIND == "tn":
-        send(desc, bufs.index(SPARE * half + turn % SPARE), row, column, value, SPARE)
-    elif real >= 64:
-        send(desc, bufs.index(SPARE * half + turn % SPARE), row, column, value, SPARE)
-    else:
-        r = gl.arange(0, 64, layout=gl.SliceLayout(1, value.type.layout))
-        c = gl.arange(0, 64, layout=gl.SliceLayout(0, value.type.layout))
-        at = ptr + (row + r).to(gl.int64)[:, None] * width + (column + c)[None, :]
-        gl.store(at, value, mask=(r < real)[:, None] & (column + c < width)[None, :])
-
-
-@gluon.jit
-def send(desc, buf, row, column, value, SPARE: gl.constexpr):
+def send(desc, bufs, half: gl.constexpr, turn, row, column, value, SPARE: gl.constexpr):
+    """Write 64 x 64 values by way of a buffer; SPARE of them take turns, each free again once it has been read."""
+    buf = bufs.index(SPARE * half + turn % SPARE)
     tma.store_wait(SPARE - 1)
-    buf.store(value)
+    buf.store(value.to(gl.bfloat16))
     fence_async_shared()
     tma.async_copy_shared_to_global(desc, [row, column], buf)
 
 
 @gluon.jit
-def zero_beyond(buf, real):
-    """Zero the rows from `real` on of a 64 x 64 tile that a product is about to read."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    r = gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
-    x = buf.load(layout)
-    buf.store(gl.where((r < real)[:, None], x, gl.zeros_like(x)))
-    fence_async_shared()
+def put(desc, ptr, bufs, half: gl.constexpr, turn, row, column, width, real, value, SPARE: gl.constexpr):
+    """Write the first `real` of 64 rows: all of them as above, fewer straight from the registers."""
+    if real >= 64:
+        send(desc, bufs, half, turn, row, column, value, SPARE)
+    else:
+        r = gl.arange(0, 64, layout=gl.SliceLayout(1, value.type.layout))
+        c = gl.arange(0, 64, layout=gl.SliceLayout(0, value.type.layout))
+        at = ptr + (row + r).to(gl.int64)[:, None] * width + (column + c)[None, :]
+        gl.store(at, value.to(gl.bfloat16), mask=(r < real)[:, None] & (column + c < width)[None, :])
 
 
 @gluon.jit
@@ -175,16 +175,16 @@ def multiply(
     """A consumer: 64 of a tile's 128 rows, and their epilogue."""
     out_desc, out_ptr, side_desc, side_ptr, gate_R, dots_nR = outs
     a_bufs, b_bufs, c_bufs, full, empty = bufs
-    tiles_M4, ends_E, total, m_tiles, n_tiles, steps, group = grid
+    tiles_M4, ends_E, pads_E, total, m_tiles, n_tiles, steps, group = grid
     layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16])
     i = 0
     for t in range(gl.program_id(0), total, gl.num_programs(0)):
-        expert, row, real, steps_t, m, n = work(t, grid, KIND)
-        last = real - (steps_t - 1) * 64  # rows of the last step of "tn"
+        expert, row, pad, real, steps_t, m, n = work(t, grid, KIND)
         if KIND == "tn":
             row = expert * M + m * 128
             real = 128
         row += 64 * HALF
+        pad += 64 * HALF
         real -= 64 * HALF
         if real > 0:
             acc = gl.zeros([64, BN], gl.float32, layout)
@@ -194,8 +194,6 @@ def multiply(
                 a = a_bufs.index(2 * s + HALF)
                 b = b_bufs.index(s)
                 if KIND == "tn":
-                    if (k == steps_t - 1) & (last < 64):
-                        zero_beyond(a, last)
                     a = a.permute((1, 0))
                 if KIND == "nt":
                     b = b.permute((1, 0))
@@ -207,30 +205,30 @@ def multiply(
             i += steps_t
 
             tma.store_wait(0)  # of the tile before, long done
-            c0, c1, c2, c3 = quarters(acc, BN)
+            c0, c1, c2, c3 = quarters(acc.to(gl.bfloat16), BN)
             small: gl.constexpr = c0.type.layout
             r = gl.arange(0, 64, layout=gl.SliceLayout(1, small))
             if END == "plain":
                 chunks = (c0, c1, c2, c3)
                 for c in gl.static_range(4):
-                    put(out_desc, out_ptr, c_bufs, HALF, c, row, n * BN + 64 * c, N, real, chunks[c], SPARE, KIND)
+                    if KIND == "tn":
+                        send(out_desc, c_bufs, HALF, c, row, n * BN + 64 * c, chunks[c], SPARE)
+                    else:
+                        put(out_desc, out_ptr, c_bufs, HALF, c, row, n * BN + 64 * c, N, real, chunks[c], SPARE)
             elif END == "swiglu":
                 gate_r = gl.load(gate_R + row + r, mask=r < real, other=0.0)[:, None]
-                gates = (c0, c1)
-                ups = (c2, c3)
-                for c in gl.static_range(2):
-                    g = gates[c]
-                    u = ups[c]
+                for c in range(chunks_of(n, N, END, BN)):
                     column = n * (BN // 2) + 64 * c
-                    put(side_desc, side_ptr, c_bufs, HALF, 3 * c, row, column, N, real, g, SPARE, KIND)
-                    put(side_desc, side_ptr, c_bufs, HALF, 3 * c + 1, row, N // 2 + column, N, real, u, SPARE, KIND)
-                    act = g * sigmoid(g) * u * gate_r
-                    put(out_desc, out_ptr, c_bufs, HALF, 3 * c + 2, row, column, N // 2, real, act, SPARE, KIND)
+                    put(side_desc, side_ptr, c_bufs, HALF, 3 * c, row, column, N, real, c0, SPARE)
+                    put(side_desc, side_ptr, c_bufs, HALF, 3 * c + 1, row, N // 2 + column, N, real, c2, SPARE)
+                    g = c0.to(gl.float32)
+                    act = g * sigmoid(g) * c2.to(gl.float32) * gate_r
+                    put(out_desc, out_ptr, c_bufs, HALF, 3 * c + 2, row, column, N // 2, real, act, SPARE)
+                    c0, c2 = c1, c3
             else:
-                chunks = (c0, c1, c2, c3)
                 gate_r = gl.load(gate_R + row + r, mask=r < real, other=0.0)[:, None]
                 dot_r = gl.zeros([64], gl.float32, gl.SliceLayout(1, small))
-                for c in gl.static_range(4):
+                for c in range(chunks_of(n, N, END, BN)):
                     s = i % STAGES
                     mbarrier.wait(full.index(s), (i // STAGES) & 1)
                     h = b_bufs.index(s)._reinterpret(gl.bfloat16, [BN // 64, 64, 64], c_bufs.type.layout)
@@ -238,33 +236,34 @@ def multiply(
                     u = h.index(HALF).load(small).to(gl.float32)
                     mbarrier.arrive(empty.index(s))
                     i += 1
-                    d = chunks[c]
+                    d = c0.to(gl.float32)
+                    c0, c1, c2 = c1, c2, c3
                     sig = sigmoid(g)
                     silu = g * sig
                     column = n * BN + c * 64
                     act = silu * u
                     dot_r += gl.sum(d * act, axis=1)
-                    put(side_desc, side_ptr, c_bufs, HALF, 3 * c, row, column, N, real, act * gate_r, SPARE, KIND)
+                    send(side_desc, c_bufs, HALF, 3 * c, pad, column, act * gate_r, SPARE)
                     d *= gate_r
                     dg = d * u * (sig + silu * (1 - sig))
-                    put(out_desc, out_ptr, c_bufs, HALF, 3 * c + 1, row, column, 2 * N, real, dg, SPARE, KIND)
-                    du = d * silu
-                    put(out_desc, out_ptr, c_bufs, HALF, 3 * c + 2, row, N + column, 2 * N, real, du, SPARE, KIND)
+                    send(out_desc, c_bufs, HALF, 3 * c + 1, pad, column, dg, SPARE)
+                    send(out_desc, c_bufs, HALF, 3 * c + 2, pad, N + column, d * silu, SPARE)
                 gl.store(dots_nR + n * rows + row + r, dot_r, mask=r < real)
         else:  # nothing here for this half: only hand the buffers back
-            extra: gl.constexpr = 4 if END == "dswiglu" else 0
-            for k in range(steps_t + extra):
+            if END == "dswiglu":
+                steps_t += chunks_of(n, N, END, BN)
+            for k in range(steps_t):
                 mbarrier.wait(full.index((i + k) % STAGES), ((i + k) // STAGES) & 1)
                 mbarrier.arrive(empty.index((i + k) % STAGES))
-            i += steps_t + extra
+            i += steps_t
     tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["experts", "group"])
 def expert_gemm(
-    a_desc, b_desc, h_desc, out_desc, out_ptr, side_desc, side_ptr, gate_R, dots_nR, tiles_M4, count, ends_E, experts,
-    M, N, K, rows, group,
-    KIND: gl.constexpr, END: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
+    a_desc, b_desc, h_desc, out_desc, out_ptr, side_desc, side_ptr, gate_R, dots_nR, tiles_M4, count, ends_E, pads_E,
+    experts, M, N, K, rows, group,
+    KIND: gl.constexpr, END: gl.constexpr, PAD: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
     SPARE: gl.constexpr,
 ):  # fmt: skip
     a_bufs = gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, 64, 64], a_desc.layout)
@@ -289,12 +288,12 @@ def expert_gemm(
     descs = (a_desc, b_desc, h_desc)
     outs = (out_desc, out_ptr, side_desc, side_ptr, gate_R, dots_nR)
     bufs = (a_bufs, b_bufs, c_bufs, full, empty)
-    grid = (tiles_M4, ends_E, total, m_tiles, n_tiles, gl.cdiv(K, 64), group)
+    grid = (tiles_M4, ends_E, pads_E, total, m_tiles, n_tiles, gl.cdiv(K, 64), group)
     gl.warp_specialize(
         [
             (multiply, (outs, bufs, grid, M, N, rows, 0, KIND, END, BN, STAGES, SPARE)),
             (multiply, (outs, bufs, grid, M, N, rows, 1, KIND, END, BN, STAGES, SPARE)),
-            (fetch, (descs, bufs, grid, N, K, KIND, END, BN, STAGES)),
+            (fetch, (descs, bufs, grid, N, K, KIND, END, PAD, BN, STAGES)),
         ],
         [4, 1],
         [232, 40],

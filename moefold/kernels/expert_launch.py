@@ -29,6 +29,7 @@ class Plan(NamedTuple):
     ends_E: torch.Tensor
     tiles_M4: torch.Tensor
     count: torch.Tensor
+    pads_E: torch.Tensor
 
     @classmethod
     def of(cls, ends_E: torch.Tensor, rows: int) -> Plan:
@@ -53,28 +54,30 @@ def down(a_RF: torch.Tensor, w_EDF: torch.Tensor, plan: Plan) -> torch.Tensor:
 
 
 def down_data(dy_RD: torch.Tensor, w_EDF: torch.Tensor, h_R2F: torch.Tensor, weight_R: torch.Tensor, plan: Plan):
-    """Gradients of the pre-activation and of the router's weight, and the activation again, from the gradient of y."""
+    """Gradients of the pre-activation and of the router's weight, and the activation again, from the gradient of y. The
+    first and the last have P rows: padded with zeros to 64 for each expert."""
     e, d, f = w_EDF.shape
     rows = len(dy_RD)
-    dh_R2F, a_RF = torch.empty_like(h_R2F), h_R2F.new_empty(rows, f)
-    dots_nR = torch.empty(f // WIDE, rows, dtype=torch.float32, device=dy_RD.device)
-    ends = (block(dh_R2F, 64, 64), dh_R2F, block(a_RF, 64, 64), a_RF, weight_R, dots_nR)
+    dh_P2F, a_PF = (h_R2F.new_empty(rows + 64 * e, width) for width in (2 * f, f))
+    dots_nR = torch.empty(-(-f // WIDE), rows, dtype=torch.float32, device=dy_RD.device)
+    ends = (block(dh_P2F, 64, 64), dh_P2F, block(a_PF, 64, 64), a_PF, weight_R, dots_nR)
     run("nn", "dswiglu", dy_RD, block(w_EDF.view(e * d, f), 64, WIDE), block(h_R2F, 64, 64), ends, plan, 0, f, d)
-    return dh_R2F, a_RF, dots_nR.sum(0)
+    return dh_P2F, a_PF, dots_nR.sum(0)
 
 
-def up_data(dh_R2F: torch.Tensor, w_E2FD: torch.Tensor, plan: Plan) -> torch.Tensor:
+def up_data(dh_P2F: torch.Tensor, w_E2FD: torch.Tensor, rows: int, plan: Plan) -> torch.Tensor:
     e, _, f, d = w_E2FD.shape
-    dx_RD = dh_R2F.new_empty(len(dh_R2F), d)
-    run("nn", "plain", dh_R2F, block(w_E2FD.view(e * 2 * f, d), 64, WIDE), None, plain(dx_RD), plan, 0, d, 2 * f)
+    dx_RD = dh_P2F.new_empty(rows, d)
+    run("nn", "plain", dh_P2F, block(w_E2FD.view(e * 2 * f, d), 64, WIDE), None, plain(dx_RD), plan, 0, d, 2 * f, "a")
     return dx_RD
 
 
-def weights(left_RM: torch.Tensor, right_RN: torch.Tensor, like: torch.Tensor, plan: Plan) -> torch.Tensor:
-    """out[e] = left^T right over the rows of expert e, in the shape of the weights; zeros where it has none."""
-    m, n = left_RM.shape[1], right_RN.shape[1]
+def weights(left: torch.Tensor, right: torch.Tensor, padded: str, like: torch.Tensor, plan: Plan) -> torch.Tensor:
+    """out[e] = left^T right over the rows of expert e, in the shape of the weights; zeros where it has none. One of the
+    two, "a" or "b", is padded."""
+    m, n = left.shape[1], right.shape[1]
     out = torch.empty_like(like)
-    run("tn", "plain", left_RM, block(right_RN, 64, WIDE), None, plain(out.view(len(out) * m, n)), plan, m, n, 0)
+    run("tn", "plain", left, block(right, 64, WIDE), None, plain(out.view(len(out) * m, n)), plan, m, n, 0, padded)
     return out
 
 
@@ -83,13 +86,13 @@ def plain(out: torch.Tensor):
     return tile, out, tile, out, out, out
 
 
-def run(kind: str, end: str, a, b, h, ends, plan: Plan, m: int, n: int, k: int) -> None:
+def run(kind: str, end: str, a, b, h, ends, plan: Plan, m: int, n: int, k: int, padded="") -> None:
     a_block = block(a, 64, 64)
     out, out_ptr, side, side_ptr, weight_R, dots_nR = ends
     expert_gemm[(processors(a.device.index or 0),)](
         a_block, b, h or a_block, out, out_ptr, side, side_ptr, weight_R, dots_nR,
-        plan.tiles_M4, plan.count, plan.ends_E, len(plan.ends_E), m, n, k, len(a), GROUP,
-        KIND=kind, END=end, BN=WIDE, STAGES=STAGES, SPARE=SPARE, num_warps=4,
+        plan.tiles_M4, plan.count, plan.ends_E, plan.pads_E, len(plan.ends_E), m, n, k, len(a), GROUP,
+        KIND=kind, END=end, PAD=padded, BN=WIDE, STAGES=STAGES, SPARE=SPARE, num_warps=4,
     )  # fmt: skip
 
 

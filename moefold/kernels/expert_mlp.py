@@ -64,11 +64,11 @@ class ExpertMlp(torch.autograd.Function):
         source_ND, gate_up_E2FD, down_EDF, weight_R, index_R, slots_NK, h_R2F, *plan = ctx.saved_tensors
         plan = launch.Plan(*plan)
         dy_RD = dy_RD.contiguous()
-        dh_R2F, a_RF, dweight_R = launch.down_data(dy_RD, down_EDF, h_R2F, weight_R.float(), plan)
-        ddown_EDF = launch.weights(dy_RD, a_RF, down_EDF, plan)
-        del a_RF, h_R2F
-        dsource_ND = launch.total(launch.up_data(dh_R2F, gate_up_E2FD, plan), slots_NK)
-        dgate_up_E2FD = launch.weights(dh_R2F, launch.gather(source_ND, index_R), gate_up_E2FD, plan)
+        dh_P2F, a_PF, dweight_R = launch.down_data(dy_RD, down_EDF, h_R2F, weight_R.float(), plan)
+        ddown_EDF = launch.weights(dy_RD, a_PF, "b", down_EDF, plan)
+        del a_PF, h_R2F
+        dsource_ND = launch.total(launch.up_data(dh_P2F, gate_up_E2FD, len(dy_RD), plan), slots_NK)
+        dgate_up_E2FD = launch.weights(dh_P2F, launch.gather(source_ND, index_R), "a", gate_up_E2FD, plan)
         return dsource_ND, dgate_up_E2FD, ddown_EDF, dweight_R.to(weight_R.dtype), None, None, None
 
 

@@ -28,6 +28,33 @@ def router_topk(
     return probs_TK, ids_TK, scores_TE
 
 
+@router_topk.fast("triton")
+def _(logits_TE: torch.Tensor, bias_E: torch.Tensor, k: int, normalize: bool):
+    return Choose.apply(logits_TE, bias_E, k, normalize)
+
+
+class Choose(torch.autograd.Function):
+    """One pass each way. Keeps the scores and what was chosen."""
+
+    @staticmethod
+    def forward(ctx, logits_TE, bias_E, k, normalize):
+        from moefold.kernels import router_kernels
+
+        probs_TK, ids_TK, scores_TE = router_kernels.choose(logits_TE.contiguous(), bias_E, k, normalize)
+        ctx.save_for_backward(scores_TE, probs_TK, ids_TK)
+        ctx.normalize = normalize
+        ctx.mark_non_differentiable(ids_TK)
+        return probs_TK, ids_TK, scores_TE
+
+    @staticmethod
+    def backward(ctx, dprobs_TK, _ids, dscores_TE):
+        from moefold.kernels import router_kernels
+
+        scores_TE, probs_TK, ids_TK = ctx.saved_tensors
+        gradients = (dprobs_TK.contiguous(), dscores_TE.contiguous())
+        return router_kernels.choose_backward(*gradients, scores_TE, probs_TK, ids_TK, ctx.normalize), None, None, None
+
+
 @router_topk.cases
 def _(device: str, dtype: torch.dtype):
     wide = torch.promote_types(dtype, torch.float32)

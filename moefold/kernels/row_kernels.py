@@ -33,7 +33,7 @@ def sum_kernel(y_RD, slots_NK, out_ND, D, K: tl.constexpr, COLS: tl.constexpr, W
 
 
 @triton.jit
-def tiles_kernel(ends_E, tiles_M4, count, M, E, TILE: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def tiles_kernel(ends_E, pads_E, tiles_M4, count, M, E, TILE: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     """Each tile finds its expert by comparing with where the experts' tiles end: no search, no host."""
     e = tl.arange(0, WIDTH)
     ends = tl.load(ends_E + e, mask=e < E, other=0)
@@ -45,11 +45,16 @@ def tiles_kernel(ends_E, tiles_M4, count, M, E, TILE: tl.constexpr, WIDTH: tl.co
     begun = (m[:, None] >= (last - tiles)[None, :]).to(tl.int32)
     row = tl.sum(before * rows[None, :], 1) + (m - tl.sum(before * tiles[None, :], 1)) * TILE
     left = tl.sum(begun * rows[None, :], 1) - row
+    halves = (rows + TILE // 2 - 1) // (TILE // 2) * (TILE // 2)
+    padded = row + tl.sum(before * (halves - rows)[None, :], 1)
     at = tiles_M4 + 4 * m
     tl.store(at, tl.sum(before, 1), mask=m < M)
     tl.store(at + 1, row, mask=m < M)
     tl.store(at + 2, tl.minimum(left, TILE), mask=m < M)
-    tl.store(count, tl.sum(tiles, 0), mask=tl.program_id(0) == 0)
+    tl.store(at + 3, padded, mask=m < M)
+    if tl.program_id(0) == 0:
+        tl.store(count, tl.sum(tiles, 0))
+        tl.store(pads_E + e, tl.cumsum(halves, 0) - halves, mask=e < E)
 
 
 def gather(source_ND: torch.Tensor, index_R: torch.Tensor) -> torch.Tensor:
@@ -57,9 +62,9 @@ def gather(source_ND: torch.Tensor, index_R: torch.Tensor) -> torch.Tensor:
     r, d = len(index_R), source_ND.shape[1]
     out_RD = source_ND.new_empty(r, d)
     if out_RD.numel():
-        rows, cols = 8, min(512, triton.next_power_of_2(d))
+        rows, cols = 16, min(256, triton.next_power_of_2(d))
         grid = (triton.cdiv(r, rows), triton.cdiv(d, cols))
-        gather_kernel[grid](source_ND.contiguous(), index_R, out_RD, r, d, rows, cols)
+        gather_kernel[grid](source_ND.contiguous(), index_R, out_RD, r, d, rows, cols, num_warps=8)
     return out_RD
 
 
@@ -74,12 +79,14 @@ def total(y_RD: torch.Tensor, slots_NK: torch.Tensor) -> torch.Tensor:
     return out_ND
 
 
-def row_tiles(ends_E: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Expert, first row and number of rows of every tile, and how many tiles there are; sizes are those of shapes."""
+def row_tiles(ends_E: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of every tile its expert, first row, number of rows, and first row where experts are padded to halves of a tile;
+    how many tiles there are; and each expert's first row with padding. Sizes are those of shapes alone."""
     experts = len(ends_E)
     most = rows // TILE + experts
-    tiles_M4 = torch.empty(most, 4, dtype=torch.int32, device=ends_E.device)
-    count = torch.empty(1, dtype=torch.int32, device=ends_E.device)
+    tiles_M4, count, pads_E = (
+        torch.empty(*shape, dtype=torch.int32, device=ends_E.device) for shape in ((most, 4), (1,), (experts,))
+    )
     width = max(triton.next_power_of_2(experts), 2)
-    tiles_kernel[(triton.cdiv(most, 32),)](ends_E, tiles_M4, count, most, experts, TILE, width, 32)
-    return tiles_M4, count
+    tiles_kernel[(triton.cdiv(most, 32),)](ends_E, pads_E, tiles_M4, count, most, experts, TILE, width, 32)
+    return tiles_M4, count, pads_E

@@ -287,6 +287,14 @@ def plain_grouped_gemm(x, w, offsets):
     return [[dot(row, column) for column in w[e]] for row, e in zip(x, expert_of, strict=True)]
 
 
+def plain_arrange_rows(ids, gates, experts):
+    choices = [(e, n, k) for n, row in enumerate(ids) for k, e in enumerate(row)]
+    order = sorted(range(len(choices)), key=lambda i: choices[i][0])
+    slots = [[order.index(n * len(row) + k) for k in range(len(row))] for n, row in enumerate(ids)]
+    ends = [sum(c[0] <= e for c in choices) for e in range(experts)]
+    return [choices[i][1] for i in order], slots, [gates[choices[i][1]][choices[i][2]] for i in order], ends
+
+
 def plain_gather_rows(source, index, slots, holes):
     return [source[i] if i >= 0 else [0.0] * len(source[0]) for i in index]
 

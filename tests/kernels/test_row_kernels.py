@@ -27,8 +27,19 @@ def test_gathering_and_summing_rows_equal_the_references(n: int, k: int, d: int,
 )
 def test_the_tiles_cover_every_row_once_and_no_tile_has_rows_of_two_experts(counts: list[int]):
     ends = torch.tensor(counts, device=DEVICE).cumsum(0).int()
-    tiles, count = row_kernels.row_tiles(ends, sum(counts))
+    tiles, count, _ = row_kernels.row_tiles(ends, sum(counts))
     rows = [(e, row) for e, first, real, _ in tiles[: int(count)].tolist() for row in range(first, first + real)]
     owners = [e for e, rows_of in enumerate(counts) for _ in range(rows_of)]
     assert rows == list(zip(owners, range(sum(counts)), strict=True))
     assert all(0 < real <= row_kernels.TILE for _, _, real, _ in tiles[: int(count)].tolist())
+
+
+@pytest.mark.parametrize("counts", [[5], [128, 128], [0, 129, 0, 0, 1, 255, 0], [64, 63, 65]])
+def test_padded_rows_begin_at_multiples_of_half_a_tile_and_keep_the_order(counts: list[int]):
+    ends = torch.tensor(counts, device=DEVICE).cumsum(0).int()
+    tiles, count, pads = row_kernels.row_tiles(ends, sum(counts))
+    sizes = [-(-rows // 64) * 64 for rows in counts]
+    assert pads.tolist() == [sum(sizes[:e]) for e in range(len(counts))]
+    starts = [end - rows for end, rows in zip(ends.tolist(), counts, strict=True)]
+    for e, first, _, padded in tiles[: int(count)].tolist():
+        assert padded - pads[e] == first - starts[e]
