@@ -139,17 +139,17 @@ def measure(made: tuple[Forward, nn.Module], layer: Layer, device: str, dtype: t
     h_TD, d_TD = (torch.randn(layer.tokens, layer.hidden, device=device, generator=generator) for _ in range(2))
     h_TD, d_TD = h_TD.to(dtype).requires_grad_(), d_TD.to(dtype)
 
-    def step() -> int:
+    def step() -> None:
         h_TD.grad = None
         module.zero_grad(set_to_none=True)
-        before = held(device)
-        out_TD = forward(h_TD)
-        saved = held(device) - before + size(h_TD) - size(out_TD)
-        out_TD.backward(d_TD)
-        return saved
+        forward(h_TD).backward(d_TD)
 
     for _ in range(3):
-        saved = step()
+        step()
+    before = held(device)
+    out_TD = forward(h_TD)
+    saved = held(device) - before + size(h_TD) - size(out_TD)
+    del out_TD
     milliseconds = median(timed(step, device) for _ in range(repeat))
     return Measured(milliseconds, layer.operations / milliseconds / 1e9, saved / 2**30)
 
@@ -162,7 +162,7 @@ def held(device: str) -> int:
     return torch.cuda.memory_allocated() if device == "cuda" else 0
 
 
-def timed(step: Callable[[], Any], device: str, steps: int = 5) -> float:
+def timed(step: Callable[[], Any], device: str, steps: int = 10) -> float:
     """Milliseconds of one step, of a few in a row, as training runs them: the host may run ahead of the device."""
     if device != "cuda":
         from time import perf_counter

@@ -88,34 +88,34 @@ def count_kernel(ids_R, counts_BE, R, E, WIDTH: tl.constexpr, BLOCK: tl.constexp
 
 
 @triton.jit
-def base_kernel(counts_BE, ends_E, B, E, WIDTH: tl.constexpr, STEP: tl.constexpr):
-    """In place: where each block's first row of each expert goes."""
-    e = tl.arange(0, WIDTH)
+def base_kernel(counts_BE, total_E, B, E, WIDTH: tl.constexpr, STEP: tl.constexpr):
+    """In place, for a few experts: how many rows each of them gets from the blocks before."""
+    e = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
     b = tl.arange(0, STEP)
     total = tl.zeros([WIDTH], tl.int32)
     for first in range(0, B, STEP):
         mask = (first + b < B)[:, None] & (e < E)[None, :]
-        total += tl.sum(tl.load(counts_BE + (first + b)[:, None] * E + e[None, :], mask=mask, other=0), 0)
-    ends = tl.cumsum(total, 0)
-    tl.store(ends_E + e, ends, mask=e < E)
-    base = ends - total
-    for first in range(0, B, STEP):
-        mask = (first + b < B)[:, None] & (e < E)[None, :]
         at = counts_BE + (first + b)[:, None] * E + e[None, :]
         counts = tl.load(at, mask=mask, other=0)
-        tl.store(at, base[None, :] + tl.cumsum(counts, 0) - counts, mask=mask)
-        base += tl.sum(counts, 0)
+        tl.store(at, total[None, :] + tl.cumsum(counts, 0) - counts, mask=mask)
+        total += tl.sum(counts, 0)
+    tl.store(total_E + e, total, mask=e < E)
 
 
 @triton.jit
 def place_kernel(
-    ids_R, gates_R, base_BE, index_R, slots_R, gate_R, R, E, K: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr
-):
+    ids_R, gates_R, base_BE, total_E, index_R, slots_R, gate_R, ends_E, R, E,
+    K: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     r = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     e = tl.arange(0, WIDTH)
+    total = tl.load(total_E + e, mask=e < E, other=0)
+    ends = tl.cumsum(total, 0)
+    if tl.program_id(0) == 0:
+        tl.store(ends_E + e, ends, mask=e < E)
     ids = tl.load(ids_R + r, mask=r < R, other=WIDTH).to(tl.int32)
     same = (ids[:, None] == e[None, :]).to(tl.int32)
-    base = tl.load(base_BE + tl.program_id(0) * E + e, mask=e < E, other=0)
+    base = ends - total + tl.load(base_BE + tl.program_id(0) * E + e, mask=e < E, other=0)
     row = tl.sum(same * (base[None, :] + tl.cumsum(same, 0) - 1), 1)
     tl.store(slots_R + r, row, mask=r < R)
     tl.store(index_R + row, r // K, mask=r < R)
@@ -156,7 +156,7 @@ def choose_backward(dprobs_TK, dscores_TE, scores_TE, probs_TK, ids_TK, normaliz
 
 def arrange(ids_NK: torch.Tensor, gates_NK: torch.Tensor, experts: int):
     """Rows sorted by expert and, within one, as they came: index_R, slots_NK, gate_R and where each expert ends. Blocks
-    count, one program adds up, blocks place: the same on every run, and nothing waits for the host."""
+    count, experts add up, blocks place: the same on every run, and nothing waits for the host."""
     (n, k), device = ids_NK.shape, ids_NK.device
     rows, blocks, width = n * k, triton.cdiv(n * k, BLOCK), triton.next_power_of_2(experts)
     index_R, slots_NK = (torch.empty(shape, dtype=torch.int32, device=device) for shape in ((rows,), (n, k)))
@@ -166,9 +166,11 @@ def arrange(ids_NK: torch.Tensor, gates_NK: torch.Tensor, experts: int):
         counts_BE = torch.empty(blocks, experts, dtype=torch.int32, device=device)
         ids_NK = ids_NK.contiguous()
         count_kernel[(blocks,)](ids_NK, counts_BE, rows, experts, width, BLOCK, num_warps=8)
-        base_kernel[(1,)](counts_BE, ends_E, blocks, experts, width, max(1, 8192 // width), num_warps=8)
+        total_E = torch.empty_like(ends_E)
+        base_kernel[(triton.cdiv(experts, 8),)](counts_BE, total_E, blocks, experts, 8, 512, num_warps=8)
         place_kernel[(blocks,)](
-            ids_NK, gates_NK.contiguous(), counts_BE, index_R, slots_NK, gate_R, rows, experts, k, width, BLOCK,
+            ids_NK, gates_NK.contiguous(), counts_BE, total_E, index_R, slots_NK, gate_R, ends_E, rows, experts, k,
+            width, BLOCK,
             num_warps=8,
         )  # fmt: skip
     return index_R, slots_NK, gate_R, ends_E
