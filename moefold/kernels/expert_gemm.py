@@ -20,7 +20,7 @@ written ("nt", "nn") or was multiplied by such zeros ("tn", one of whose operand
 is read on the device: the grid depends on shapes alone. No atomics: bits repeat.
 """
 
-# ruff: noqa: RUF059  (device code takes tuples apart by name; what a role does not use costs nothing)
+# ruff: noqa: RUF059, SIM114  (device code takes tuples apart by name, and tests constants before values)
 
 from __future__ import annotations
 
@@ -48,6 +48,7 @@ def place(t, m_tiles, n_tiles, group):
 def work(t, grid, KIND: gl.constexpr):
     """Of tile t: expert, first row, the same with padding, real rows, steps of the contraction, its place (m, n)."""
     tiles_M4, ends_E, pads_E, total, m_tiles, n_tiles, steps, group = grid
+    t = gl.minimum(t, gl.maximum(total - 1, 0))  # the last is looked up again by whoever looks beyond it
     if KIND == "tn":
         expert = t // (m_tiles * n_tiles)
         m, n = place(t % (m_tiles * n_tiles), m_tiles, n_tiles, group)
@@ -71,7 +72,7 @@ def fetch(
 ):  # fmt: skip
     """The producer: keeps STAGES steps of operands under way, whatever tile they belong to."""
     a_desc, b_desc, h_desc = descs
-    a_bufs, b_bufs, c_bufs, full, empty = bufs
+    a_bufs, b_bufs, w_bufs, x_bufs, y_bufs, z_bufs, full, empty = bufs
     tiles_M4, ends_E, pads_E, total, m_tiles, n_tiles, steps, group = grid
     i = 0
     for t in range(gl.program_id(0), total, gl.num_programs(0)):
@@ -145,41 +146,46 @@ def quarters(x, BN: gl.constexpr):
 
 
 @gluon.jit
-def send(desc, bufs, half: gl.constexpr, turn, row, column, value, SPARE: gl.constexpr):
-    """Write 64 x 64 values by way of a buffer; SPARE of them take turns, each free again once it has been read."""
-    buf = bufs.index(SPARE * half + turn % SPARE)
-    tma.store_wait(SPARE - 1)
-    buf.store(value.to(gl.bfloat16))
+def send(desc, row, column, bufs, values):
+    """Write 64 rows of four chunks by way of four buffers: one wait until they are free, one fence for all."""
+    tma.store_wait(0)
+    for c in gl.static_range(4):
+        bufs[c].store(values[c])
     fence_async_shared()
-    tma.async_copy_shared_to_global(desc, [row, column], buf)
+    for c in gl.static_range(4):
+        tma.async_copy_shared_to_global(desc, [row, column + 64 * c], bufs[c])
 
 
 @gluon.jit
-def put(desc, ptr, bufs, half: gl.constexpr, turn, row, column, width, real, value, SPARE: gl.constexpr):
-    """Write the first `real` of 64 rows: all of them as above, fewer straight from the registers."""
-    if real >= 64:
-        send(desc, bufs, half, turn, row, column, value, SPARE)
-    else:
-        r = gl.arange(0, 64, layout=gl.SliceLayout(1, value.type.layout))
-        c = gl.arange(0, 64, layout=gl.SliceLayout(0, value.type.layout))
-        at = ptr + (row + r).to(gl.int64)[:, None] * width + (column + c)[None, :]
-        gl.store(at, value.to(gl.bfloat16), mask=(r < real)[:, None] & (column + c < width)[None, :])
+def put(ptr, row, column, width, real, value):
+    """Write the first `real` of 64 rows straight from the registers: the end of an expert's rows."""
+    r = gl.arange(0, 64, layout=gl.SliceLayout(1, value.type.layout))
+    c = gl.arange(0, 64, layout=gl.SliceLayout(0, value.type.layout))
+    at = ptr + (row + r).to(gl.int64)[:, None] * width + (column + c)[None, :]
+    gl.store(at, value, mask=(r < real)[:, None] & (column + c < width)[None, :])
 
 
 @gluon.jit
 def multiply(
     outs, bufs, grid, M, N, rows,
     HALF: gl.constexpr, KIND: gl.constexpr, END: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
-    SPARE: gl.constexpr,
 ):  # fmt: skip
     """A consumer: 64 of a tile's 128 rows, and their epilogue."""
     out_desc, out_ptr, side_desc, side_ptr, gate_R, dots_nR = outs
-    a_bufs, b_bufs, c_bufs, full, empty = bufs
+    a_bufs, b_bufs, w_bufs, x_bufs, y_bufs, z_bufs, full, empty = bufs
     tiles_M4, ends_E, pads_E, total, m_tiles, n_tiles, steps, group = grid
     layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16])
+    small: gl.constexpr = quarters(gl.zeros([64, BN], gl.bfloat16, layout), BN)[0].type.layout
+    r = gl.arange(0, 64, layout=gl.SliceLayout(1, small))
+    w = w_bufs.index(HALF)
+    x = x_bufs.index(HALF)
+    y = y_bufs.index(HALF)
+    z = z_bufs.index(HALF)
     i = 0
+    facts = work(gl.program_id(0), grid, KIND)
     for t in range(gl.program_id(0), total, gl.num_programs(0)):
-        expert, row, pad, real, steps_t, m, n = work(t, grid, KIND)
+        expert, row, pad, real, steps_t, m, n = facts
+        facts = work(t + gl.num_programs(0), grid, KIND)  # of the next tile, on their way while this one is multiplied
         if KIND == "tn":
             row = expert * M + m * 128
             real = 128
@@ -187,6 +193,8 @@ def multiply(
         pad += 64 * HALF
         real -= 64 * HALF
         if real > 0:
+            if END != "plain":
+                gate_r = gl.load(gate_R + row + r, mask=r < real, other=0.0)
             acc = gl.zeros([64, BN], gl.float32, layout)
             for k in range(steps_t):
                 s = (i + k) % STAGES
@@ -204,34 +212,43 @@ def multiply(
             mbarrier.arrive(empty.index((i + steps_t + STAGES - 1) % STAGES), pred=steps_t > 0)
             i += steps_t
 
-            tma.store_wait(0)  # of the tile before, long done
             c0, c1, c2, c3 = quarters(acc.to(gl.bfloat16), BN)
-            small: gl.constexpr = c0.type.layout
-            r = gl.arange(0, 64, layout=gl.SliceLayout(1, small))
             if END == "plain":
-                chunks = (c0, c1, c2, c3)
-                for c in gl.static_range(4):
-                    if KIND == "tn":
-                        send(out_desc, c_bufs, HALF, c, row, n * BN + 64 * c, chunks[c], SPARE)
-                    else:
-                        put(out_desc, out_ptr, c_bufs, HALF, c, row, n * BN + 64 * c, N, real, chunks[c], SPARE)
+                column = n * BN
+                if KIND == "tn":
+                    send(out_desc, row, column, (w, x, y, z), (c0, c1, c2, c3))
+                elif real >= 64:
+                    send(out_desc, row, column, (w, x, y, z), (c0, c1, c2, c3))
+                else:
+                    put(out_ptr, row, column, N, real, c0)
+                    put(out_ptr, row, column + 64, N, real, c1)
+                    put(out_ptr, row, column + 128, N, real, c2)
+                    put(out_ptr, row, column + 192, N, real, c3)
             elif END == "swiglu":
-                gate_r = gl.load(gate_R + row + r, mask=r < real, other=0.0)[:, None]
                 for c in range(chunks_of(n, N, END, BN)):
-                    column = n * (BN // 2) + 64 * c
-                    put(side_desc, side_ptr, c_bufs, HALF, 3 * c, row, column, N, real, c0, SPARE)
-                    put(side_desc, side_ptr, c_bufs, HALF, 3 * c + 1, row, N // 2 + column, N, real, c2, SPARE)
                     g = c0.to(gl.float32)
-                    act = g * sigmoid(g) * c2.to(gl.float32) * gate_r
-                    put(out_desc, out_ptr, c_bufs, HALF, 3 * c + 2, row, column, N // 2, real, act, SPARE)
+                    act = (g * sigmoid(g) * c2.to(gl.float32) * gate_r[:, None]).to(gl.bfloat16)
+                    column = n * (BN // 2) + 64 * c
+                    if real >= 64:
+                        tma.store_wait(0)
+                        w.store(act)
+                        x.store(c0)
+                        y.store(c2)
+                        fence_async_shared()
+                        tma.async_copy_shared_to_global(out_desc, [row, column], w)
+                        tma.async_copy_shared_to_global(side_desc, [row, column], x)
+                        tma.async_copy_shared_to_global(side_desc, [row, N // 2 + column], y)
+                    else:
+                        put(out_ptr, row, column, N // 2, real, act)
+                        put(side_ptr, row, column, N, real, c0)
+                        put(side_ptr, row, N // 2 + column, N, real, c2)
                     c0, c2 = c1, c3
             else:
-                gate_r = gl.load(gate_R + row + r, mask=r < real, other=0.0)[:, None]
                 dot_r = gl.zeros([64], gl.float32, gl.SliceLayout(1, small))
                 for c in range(chunks_of(n, N, END, BN)):
                     s = i % STAGES
                     mbarrier.wait(full.index(s), (i // STAGES) & 1)
-                    h = b_bufs.index(s)._reinterpret(gl.bfloat16, [BN // 64, 64, 64], c_bufs.type.layout)
+                    h = b_bufs.index(s)._reinterpret(gl.bfloat16, [BN // 64, 64, 64], w_bufs.type.layout)
                     g = a_bufs.index(2 * s + HALF).load(small).to(gl.float32)
                     u = h.index(HALF).load(small).to(gl.float32)
                     mbarrier.arrive(empty.index(s))
@@ -240,14 +257,21 @@ def multiply(
                     c0, c1, c2 = c1, c2, c3
                     sig = sigmoid(g)
                     silu = g * sig
-                    column = n * BN + c * 64
                     act = silu * u
                     dot_r += gl.sum(d * act, axis=1)
-                    send(side_desc, c_bufs, HALF, 3 * c, pad, column, act * gate_r, SPARE)
-                    d *= gate_r
-                    dg = d * u * (sig + silu * (1 - sig))
-                    send(out_desc, c_bufs, HALF, 3 * c + 1, pad, column, dg, SPARE)
-                    send(out_desc, c_bufs, HALF, 3 * c + 2, pad, N + column, d * silu, SPARE)
+                    d *= gate_r[:, None]
+                    act = (act * gate_r[:, None]).to(gl.bfloat16)
+                    dg = (d * u * (sig + silu * (1 - sig))).to(gl.bfloat16)
+                    du = (d * silu).to(gl.bfloat16)
+                    column = n * BN + c * 64
+                    tma.store_wait(0)
+                    w.store(act)
+                    x.store(dg)
+                    y.store(du)
+                    fence_async_shared()
+                    tma.async_copy_shared_to_global(side_desc, [pad, column], w)
+                    tma.async_copy_shared_to_global(out_desc, [pad, column], x)
+                    tma.async_copy_shared_to_global(out_desc, [pad, N + column], y)
                 gl.store(dots_nR + n * rows + row + r, dot_r, mask=r < real)
         else:  # nothing here for this half: only hand the buffers back
             if END == "dswiglu":
@@ -264,13 +288,15 @@ def expert_gemm(
     a_desc, b_desc, h_desc, out_desc, out_ptr, side_desc, side_ptr, gate_R, dots_nR, tiles_M4, count, ends_E, pads_E,
     experts, M, N, K, rows, group,
     KIND: gl.constexpr, END: gl.constexpr, PAD: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
-    SPARE: gl.constexpr,
 ):  # fmt: skip
     a_bufs = gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, 64, 64], a_desc.layout)
     b_shape: gl.constexpr = [BN, 64] if KIND == "nt" else [64, BN]
     b_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(b_shape, gl.bfloat16)
     b_bufs = gl.allocate_shared_memory(gl.bfloat16, [STAGES, b_shape[0], b_shape[1]], b_layout)
-    c_bufs = gl.allocate_shared_memory(gl.bfloat16, [2 * SPARE, 64, 64], out_desc.layout)
+    w_bufs = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 64], out_desc.layout)
+    x_bufs = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 64], out_desc.layout)
+    y_bufs = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 64], out_desc.layout)
+    z_bufs = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 64], out_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for s in gl.static_range(STAGES):
@@ -287,12 +313,12 @@ def expert_gemm(
         total = m_tiles * n_tiles
     descs = (a_desc, b_desc, h_desc)
     outs = (out_desc, out_ptr, side_desc, side_ptr, gate_R, dots_nR)
-    bufs = (a_bufs, b_bufs, c_bufs, full, empty)
+    bufs = (a_bufs, b_bufs, w_bufs, x_bufs, y_bufs, z_bufs, full, empty)
     grid = (tiles_M4, ends_E, pads_E, total, m_tiles, n_tiles, gl.cdiv(K, 64), group)
     gl.warp_specialize(
         [
-            (multiply, (outs, bufs, grid, M, N, rows, 0, KIND, END, BN, STAGES, SPARE)),
-            (multiply, (outs, bufs, grid, M, N, rows, 1, KIND, END, BN, STAGES, SPARE)),
+            (multiply, (outs, bufs, grid, M, N, rows, 0, KIND, END, BN, STAGES)),
+            (multiply, (outs, bufs, grid, M, N, rows, 1, KIND, END, BN, STAGES)),
             (fetch, (descs, bufs, grid, N, K, KIND, END, PAD, BN, STAGES)),
         ],
         [4, 1],

@@ -40,6 +40,8 @@ def expert_mlp(
 
 @expert_mlp.fast("gluon")
 def _(source_ND, gate_up_E2FD, down_EDF, weight_R, index_R, slots_NK, offsets_E, holes=False) -> torch.Tensor:
+    if not len(index_R):
+        return expert_mlp.reference(source_ND, gate_up_E2FD, down_EDF, weight_R, index_R, slots_NK, offsets_E, holes)
     return ExpertMlp.apply(source_ND, gate_up_E2FD, down_EDF, weight_R, index_R, slots_NK, offsets_E)  # pyright: ignore[reportReturnType]
 
 
