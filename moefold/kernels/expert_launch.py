@@ -3,6 +3,8 @@
 R rows in expert order, D width, F inner width, E experts.
 """
 
+# pyright: reportMissingImports=false, reportIndexIssue=false, reportArgumentType=false, reportCallIssue=false
+
 from __future__ import annotations
 
 from functools import cache

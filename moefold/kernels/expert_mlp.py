@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from moefold.kernels.grouped_gemm import ROUTINGS, grouped_gemm
-from moefold.kernels.permute import gather_rows
+from moefold.kernels.permute import gather_rows, shuffled
 from moefold.kernels.registry import Case, op, random
 from moefold.kernels.swiglu import swiglu
 
@@ -101,3 +101,9 @@ def _(device: str, dtype: torch.dtype):
             weight = random(device, wide, rows, seed=3).abs()
             inputs = (source, gate_up, down, weight, index, slots, offsets, holes)
             yield Case(f"{name}, {d} by {f}", inputs, hidden=d, ffn=f)
+    index, slots, holes = shuffled(32, 4, device, drop=3)  # rows of padding, and choices that have no row
+    ends = torch.tensor([len(index) // 3, len(index) // 3, len(index)], dtype=torch.int32, device=device)
+    source, weight = random(device, dtype, 32, 128), random(device, wide, len(index), seed=3).abs()
+    gate_up = random(device, dtype, 3, 2, 256, 128, seed=1, scale=128**-0.5)
+    down = random(device, dtype, 3, 128, 256, seed=2, scale=256**-0.5)
+    yield Case("with holes", (source, gate_up, down, weight, index, slots, ends, holes), hidden=128, ffn=256)

@@ -3,6 +3,8 @@
 T tokens, E experts, K choices of a token, R = T K rows in expert order, B blocks of choices.
 """
 
+# pyright: reportMissingImports=false, reportIndexIssue=false, reportArgumentType=false, reportCallIssue=false
+
 from __future__ import annotations
 
 import torch

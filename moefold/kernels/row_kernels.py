@@ -3,6 +3,8 @@
 N source rows, R rows in expert order, D width, K rows at most per source row, E experts, M tiles of 128 rows.
 """
 
+# pyright: reportMissingImports=false, reportIndexIssue=false, reportArgumentType=false, reportCallIssue=false
+
 from __future__ import annotations
 
 import torch
