@@ -111,7 +111,8 @@ def mlp(model: ModelConfig) -> StepSpec:
 def route(model: ModelConfig) -> StepSpec:
     d, e, k = model.hidden, model.moe.experts, model.moe.top_k
     weights = (Weight("moe.norm.weight", (d,)), Weight("moe.router.weight", (e, d)))
-    return StepSpec("route", "compute", True, f"T,{d} -> T,{e} -> T,{k}", ("rmsnorm", "router_topk"), weights)
+    kernels = ("rmsnorm", "router_logits", "router_topk", "arrange_rows")
+    return StepSpec("route", "compute", True, f"T,{d} -> T,{e} -> T,{k}", kernels, weights)
 
 
 def dispatch(model: ModelConfig) -> StepSpec:
@@ -132,9 +133,8 @@ def experts(model: ModelConfig) -> StepSpec:
         Weight("moe.experts.down", (m.experts, d, m.ffn), share),
     )
     shapes = f"R,{d} -> R,2,{m.ffn} -> R,{d}"
-    return StepSpec(
-        "experts", "compute", False, shapes, ("gather_rows", "grouped_gemm", "swiglu"), weights, matmul_size(weights)
-    )
+    kernels = ("expert_mlp", "gather_rows", "grouped_gemm", "swiglu")  # the first at once, or the others in turn
+    return StepSpec("experts", "compute", False, shapes, kernels, weights, matmul_size(weights))
 
 
 def combine(model: ModelConfig) -> StepSpec:
