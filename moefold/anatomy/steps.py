@@ -157,7 +157,8 @@ def route(model: ModelConfig) -> StepSpec:
     d, e, k = model.hidden, model.moe.experts, model.moe.top_k
     weights = (Weight("moe.norm.weight", (d,)), Weight("moe.router.weight", (e, d)))
     weights += (Weight("moe.router.bias", (e,)),) if model.moe.biases else ()
-    return StepSpec("route", "compute", True, f"T,{d} -> T,{e} -> T,{k}", ("rmsnorm", "router_topk"), weights)
+    kernels = ("rmsnorm", "router_logits", "router_topk")
+    return StepSpec("route", "compute", True, f"T,{d} -> T,{e} -> T,{k}", kernels, weights)
 
 
 def travelling_width(model: ModelConfig) -> int:
@@ -179,7 +180,8 @@ def widen(model: ModelConfig) -> StepSpec:
 
 def dispatch(model: ModelConfig) -> StepSpec:
     width = travelling_width(model)
-    return StepSpec("dispatch", "comm", False, f"T,{width} -> R,{width}  (R = T x {model.moe.top_k})")
+    shapes = f"T,{width} -> R,{width}  (R = T x {model.moe.top_k})"
+    return StepSpec("dispatch", "comm", False, shapes, ("arrange_rows",))
 
 
 def shared(model: ModelConfig) -> StepSpec:
@@ -187,6 +189,11 @@ def shared(model: ModelConfig) -> StepSpec:
     weights += (Weight("moe.shared.gate.weight", (1, model.hidden)),) if model.moe.shared_gate else ()
     shapes = f"T,{model.hidden} -> T,2,{model.moe.shared_ffn} -> T,{model.hidden}"
     return StepSpec("shared", "compute", True, shapes, ("swiglu",), weights, matmul_size(weights))
+
+
+def one_kernel_may_do(model: ModelConfig) -> bool:
+    """Whether the experts are what the fused kernel knows: plain SwiGLU with the gate inside."""
+    return model.moe.gate == "activation" and model.moe.activation == "swiglu" and not model.moe.biases
 
 
 def experts(model: ModelConfig) -> StepSpec:
@@ -197,6 +204,8 @@ def experts(model: ModelConfig) -> StepSpec:
         Weight("moe.experts.down", (m.experts, d, m.ffn), share),
     )
     ops = ("gather_rows", "grouped_gemm", m.activation)
+    if one_kernel_may_do(model):
+        ops = ("expert_mlp", *ops)  # the first at once, or the others in turn
     if m.biases:
         weights += (
             Weight("moe.experts.gate_up_bias", (m.experts, 2, m.ffn), share),

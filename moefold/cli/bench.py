@@ -1,4 +1,5 @@
-"""`moefold bench kernels`: every implementation of every op on the cases that also test it, the reference beside it."""
+"""`moefold bench kernels`: every implementation of every op on the cases that also test it, the reference beside it.
+`moefold bench layer`: whole MoE layers of known models (bench_layer.py)."""
 
 from __future__ import annotations
 
@@ -21,10 +22,13 @@ from moefold.kernels.catalog import CATALOG
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """Time this machine. `kernels` times every operation's implementations, forward and backward; `overlap` shows how
-    much of the travel to experts hides behind compute."""
+    """Time this machine. `kernels` times every operation's implementations, forward and backward; `layer` times the MoE
+    layers of known models, with transformers' beside them where it is installed; `overlap` shows how much of the travel
+    to experts hides behind compute."""
 
-    what: tyro.conf.Positional[Literal["kernels", "overlap"]] = "kernels"
+    what: tyro.conf.Positional[Literal["kernels", "layer", "overlap"]] = "kernels"
+    layer: tuple[str, ...] = ()
+    """Only these layers."""
     op: str | None = None
     """Only this operation."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -49,11 +53,26 @@ def run(argv: Sequence[str]) -> int:
     if device == "cuda" and not torch.cuda.is_available():
         raise Refused("--device cuda, but torch sees no CUDA device here; expected cpu or auto")
     dtype = options.dtype if options.dtype != "auto" else "bf16" if device == "cuda" else "fp32"
+    if options.what == "layer":
+        return run_layers(options, device, dtype)
     results = [row for op in ops for row in time_op(op, device, dtype, options.repeat)]
     if options.json:
         print(json.dumps({"device": device, "dtype": dtype, "results": results}, indent=1))
     else:
         show(results, device, dtype)
+    return 0
+
+
+def run_layers(options: BenchOptions, device: str, dtype: str) -> int:
+    from moefold.cli import bench_layer
+    from moefold.kernels.registry import DTYPES
+
+    names = [choose("layer", name, bench_layer.LAYERS) for name in options.layer] or list(bench_layer.LAYERS)
+    report = bench_layer.bench(names, device, DTYPES[dtype], options.repeat)
+    if options.json:
+        print(json.dumps(report, indent=1))
+    else:
+        bench_layer.show(report)
     return 0
 
 

@@ -77,11 +77,16 @@ class Rowing:
     multiple: int = 1
     each: Callable[[int], int] | None = None
 
+    @property
+    def plain(self) -> bool:
+        """Every choice becomes a row, and no others are made."""
+        return not self.drops and self.multiple == 1 and self.each is None
+
     def arrange(self, ids_NK: torch.Tensor, gates_NK: torch.Tensor, tokens: int, strangers: bool = False) -> Order:
         """The rows of N sources, sorted by expert, stably and without atomics. `tokens`: how many this rank began with.
         `strangers`: some choices may be experts held elsewhere. Where the number of rows is not known from shapes,
         this waits for the device."""
-        holes = self.drops or strangers or self.multiple > 1 or self.each is not None
+        holes = strangers or not self.plain
         here = (ids_NK - self.first).flatten()
         if holes:
             here = torch.where((here >= 0) & (here < self.held), here, self.held)

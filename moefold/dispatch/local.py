@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from moefold.dispatch.base import Receipt, Routing, Rowing, Rows
+from moefold.dispatch.base import Order, Receipt, Routing, Rowing, Rows
 from moefold.kernels.bind import Kernels
 
 
@@ -13,6 +13,9 @@ class LocalDispatcher:
         self.rowing, self.kernels = rowing, kernels
 
     def plan(self, routing: Routing) -> Receipt:
+        if self.rowing.plain:
+            arranged = self.kernels.arrange_rows(routing.ids_TK, routing.probs_TK, self.rowing.held)
+            return Receipt(Order(*arranged, holes=False))
         return Receipt(self.rowing.arrange(routing.ids_TK, routing.probs_TK, len(routing.ids_TK)))
 
     def dispatch(self, h_TD: torch.Tensor, receipt: Receipt) -> Rows:

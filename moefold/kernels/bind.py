@@ -8,15 +8,18 @@ from typing import Any
 
 from moefold.kernels import (
     adamw,
+    arrange_rows,
     attention,
     attention_block,
     clamped_swiglu,
     cross_entropy,
     expert_bias,
+    expert_mlp,
     grouped_gemm,
     permute,
     rmsnorm,
     rope,
+    router_logits,
     router_topk,
     swiglu,
 )
@@ -25,15 +28,18 @@ from moefold.kernels.registry import OPS
 
 __all__ = [  # imported so that their ops are registered
     "adamw",
+    "arrange_rows",
     "attention",
     "attention_block",
     "clamped_swiglu",
     "cross_entropy",
     "expert_bias",
+    "expert_mlp",
     "grouped_gemm",
     "permute",
     "rmsnorm",
     "rope",
+    "router_logits",
     "router_topk",
     "swiglu",
 ]
@@ -51,11 +57,14 @@ class Kernels:
     swiglu: Callable[..., Any]
     clamped_swiglu: Callable[..., Any]
     expert_bias: Callable[..., Any]
+    router_logits: Callable[..., Any]
     router_topk: Callable[..., Any]
+    arrange_rows: Callable[..., Any]
     gather_rows: Callable[..., Any]
     sum_rows: Callable[..., Any]
     grouped_gemm: Callable[..., Any]
     grouped_gemm_weight: Callable[..., Any]
+    expert_mlp: Callable[..., Any]
     cross_entropy: Callable[..., Any]
     adamw: Callable[..., Any]
 

@@ -8,6 +8,7 @@ other is an error at import.
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
@@ -52,6 +53,26 @@ def grouped_mm_runs(f: Facts) -> bool:
     return f.dtype in dtypes and f.aligned(16) and (f.device == "cpu" or f.capability >= (8, 0))
 
 
+@cache
+def has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def triton_runs(f: Facts) -> bool:
+    return f.device == "cuda" and f.capability >= (8, 0) and has_triton()
+
+
+def expert_gemm_runs(f: Facts) -> bool:
+    """Tiles are 128 by 256, made for Hopper's instructions; sizes that leave part of a tile empty are not served."""
+    whole = f.hidden > 0 and f.hidden % 128 == 0 and f.ffn > 0 and f.ffn % 256 == 0
+    return f.dtype == "bf16" and f.capability[0] == 9 and whole and triton_runs(f)
+
+
+ONE_PASS = Choice(
+    "triton", triton_runs, "cuda with Triton", "reads and writes each row once; its backward is the other's forward"
+)
+
+
 CATALOG: dict[str, tuple[Choice, ...]] = {
     "rmsnorm": (Choice("torch", always, "nothing", "one fused pass where torch has one"),),
     "rope": (),
@@ -61,9 +82,41 @@ CATALOG: dict[str, tuple[Choice, ...]] = {
     "swiglu": (Choice("by_hand", always, "nothing", "saves the pre-activation only, not what lies between"),),
     "clamped_swiglu": (Choice("by_hand", always, "nothing", "saves the pre-activation only, not what lies between"),),
     "expert_bias": (),
-    "router_topk": (),
-    "gather_rows": (Choice("adjoint", always, "nothing", "its backward is a gather: no atomics, the same every run"),),
-    "sum_rows": (Choice("adjoint", always, "nothing", "its backward is a gather of the tokens' gradients"),),
+    "router_logits": (
+        Choice(
+            "bf16_exact",
+            lambda f: f.device == "cuda" and f.dtype == "bf16" and f.capability >= (8, 0),
+            "bf16 on cuda",
+            "fp32 sums of exact products on the tensor cores, no fp32 copies of tokens and weights",
+        ),
+    ),
+    "router_topk": (
+        Choice(
+            "triton",
+            lambda f: triton_runs(f) and f.dtype != "fp64",
+            "cuda with Triton, fp32 scores",
+            "softmax, choice and weights in one pass, no sort",
+        ),
+    ),
+    "arrange_rows": (
+        Choice("triton", triton_runs, "cuda with Triton", "counts and places instead of sorting; no atomics"),
+    ),
+    "gather_rows": (
+        ONE_PASS,
+        Choice("adjoint", always, "nothing", "its backward is a gather: no atomics, the same every run"),
+    ),
+    "sum_rows": (
+        ONE_PASS,
+        Choice("adjoint", always, "nothing", "its backward is a gather of the tokens' gradients"),
+    ),
+    "expert_mlp": (
+        Choice(
+            "gluon",
+            expert_gemm_runs,
+            "bf16 on Hopper with Triton, a hidden size of a multiple of 128 and an expert's of 256",
+            "activation and its gradient inside the GEMMs; keeps the tokens and the pre-activation, nothing else",
+        ),
+    ),
     "grouped_gemm": (
         Choice(
             "torch_grouped_mm",

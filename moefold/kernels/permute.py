@@ -9,6 +9,8 @@ with `holes` may either hold -1: a slot without a row (fewer than K), a row with
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from moefold.kernels.registry import Case, op, random
@@ -35,36 +37,59 @@ def sum_rows(y_RD: torch.Tensor, index_R: torch.Tensor, slots_NK: torch.Tensor, 
 
 @gather_rows.fast("adjoint")
 def _(source_ND: torch.Tensor, index_R: torch.Tensor, slots_NK: torch.Tensor, holes: bool = False) -> torch.Tensor:
-    return Gather.apply(source_ND, index_R, slots_NK, holes)  # pyright: ignore[reportReturnType]
+    return Gather.apply(source_ND, index_R, slots_NK, holes, gather_rows, sum_rows)  # pyright: ignore[reportReturnType]
 
 
 @sum_rows.fast("adjoint")
 def _(y_RD: torch.Tensor, index_R: torch.Tensor, slots_NK: torch.Tensor, holes: bool = False) -> torch.Tensor:
-    return Sum.apply(y_RD, index_R, slots_NK, holes)  # pyright: ignore[reportReturnType]
+    return Sum.apply(y_RD, index_R, slots_NK, holes, gather_rows, sum_rows)  # pyright: ignore[reportReturnType]
+
+
+@gather_rows.fast("triton")
+def _(source_ND: torch.Tensor, index_R: torch.Tensor, slots_NK: torch.Tensor, holes: bool = False) -> torch.Tensor:
+    return Gather.apply(source_ND, index_R, slots_NK, holes, *one_pass())  # pyright: ignore[reportReturnType]
+
+
+@sum_rows.fast("triton")
+def _(y_RD: torch.Tensor, index_R: torch.Tensor, slots_NK: torch.Tensor, holes: bool = False) -> torch.Tensor:
+    return Sum.apply(y_RD, index_R, slots_NK, holes, *one_pass())  # pyright: ignore[reportReturnType]
+
+
+Way = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool], torch.Tensor]
+
+
+def one_pass() -> tuple[Way, Way]:
+    """Both ways in one pass each, without a copy that repeats rows: torch's own sum writes K rows per token first."""
+    from moefold.kernels import row_kernels
+
+    return (
+        lambda source, index, slots, holes: row_kernels.gather(source, index),
+        lambda y, index, slots, holes: row_kernels.total(y, slots),
+    )
 
 
 class Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, source_ND, index_R, slots_NK, holes):
+    def forward(ctx, source_ND, index_R, slots_NK, holes, gather: Way, total: Way):
         ctx.save_for_backward(index_R, slots_NK)
-        ctx.holes = holes
-        return gather_rows.reference(source_ND, index_R, slots_NK, holes)
+        ctx.holes, ctx.total = holes, total
+        return gather(source_ND, index_R, slots_NK, holes)
 
     @staticmethod
     def backward(ctx, d_RD):
-        return sum_rows.reference(d_RD, *ctx.saved_tensors, ctx.holes), None, None, None
+        return ctx.total(d_RD, *ctx.saved_tensors, ctx.holes), None, None, None, None, None
 
 
 class Sum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, y_RD, index_R, slots_NK, holes):
+    def forward(ctx, y_RD, index_R, slots_NK, holes, gather: Way, total: Way):
         ctx.save_for_backward(index_R, slots_NK)
-        ctx.holes = holes
-        return sum_rows.reference(y_RD, index_R, slots_NK, holes)
+        ctx.holes, ctx.gather = holes, gather
+        return total(y_RD, index_R, slots_NK, holes)
 
     @staticmethod
     def backward(ctx, d_ND):
-        return gather_rows.reference(d_ND, *ctx.saved_tensors, ctx.holes), None, None, None
+        return ctx.gather(d_ND, *ctx.saved_tensors, ctx.holes), None, None, None, None, None
 
 
 def shuffled(n: int, k: int, device: str, drop: int = 0) -> tuple[torch.Tensor, torch.Tensor, bool]:

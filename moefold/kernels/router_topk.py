@@ -91,6 +91,37 @@ HOWS = [
 ]
 
 
+@router_topk.fast("triton")
+def _(logits_TE: torch.Tensor, bias_E: torch.Tensor, how: Choosing, imposed_TK: torch.Tensor | None = None):
+    plain = how.score == "softmax" and how.normalize != "all" and how.groups <= how.groups_chosen
+    if not plain or imposed_TK is not None:  # the kernel knows the common case
+        return router_topk.reference(logits_TE, bias_E, how, imposed_TK)
+    probs_TK, ids_TK, scores_TE = Choose.apply(logits_TE, bias_E, how.k, how.normalize == "chosen")  # pyright: ignore
+    return (probs_TK if how.scale == 1 else probs_TK * how.scale), ids_TK, scores_TE
+
+
+class Choose(torch.autograd.Function):
+    """One pass each way. Keeps the scores and what was chosen."""
+
+    @staticmethod
+    def forward(ctx, logits_TE, bias_E, k, normalize):
+        from moefold.kernels import router_kernels
+
+        probs_TK, ids_TK, scores_TE = router_kernels.choose(logits_TE.contiguous(), bias_E, k, normalize)
+        ctx.save_for_backward(scores_TE, probs_TK, ids_TK)
+        ctx.normalize = normalize
+        ctx.mark_non_differentiable(ids_TK)
+        return probs_TK, ids_TK, scores_TE
+
+    @staticmethod
+    def backward(ctx, dprobs_TK, _ids, dscores_TE):
+        from moefold.kernels import router_kernels
+
+        scores_TE, probs_TK, ids_TK = ctx.saved_tensors
+        gradients = (dprobs_TK.contiguous(), dscores_TE.contiguous())
+        return router_kernels.choose_backward(*gradients, scores_TE, probs_TK, ids_TK, ctx.normalize), None, None, None
+
+
 @router_topk.cases
 def _(device: str, dtype: torch.dtype):
     wide = torch.promote_types(dtype, torch.float32)

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from moefold.kernels.bind import Kernels
+from moefold.kernels.expert_mlp import expert_mlp
 from moefold.precision.linear import Linear
 
 Work = Callable[[], None]
@@ -78,8 +79,9 @@ class SplitGrouped(torch.autograd.Function):
 
 
 def splitting_kernels(kernels: Kernels) -> Kernels:
-    """The same kernels, with grouped products whose weight gradients may wait."""
-    return replace(kernels, grouped_gemm=lambda x, w, offsets: SplitGrouped.apply(x, w, offsets, kernels))
+    """The same kernels, with grouped products whose weight gradients may wait: so no fused one for experts."""
+    split = lambda x, w, offsets: SplitGrouped.apply(x, w, offsets, kernels)  # noqa: E731
+    return replace(kernels, grouped_gemm=split, expert_mlp=expert_mlp.reference)
 
 
 def split_weight_gradients(model: nn.Module) -> None:

@@ -263,6 +263,10 @@ def plain_rope(x, cos, sin):
     return [[[turned(head, s) for head in heads] for s, heads in enumerate(row)] for row in x]
 
 
+def plain_router_logits(h, w):
+    return [[dot(token, expert) for expert in w] for token in h]
+
+
 def plain_router_topk(logits, bias, k, normalize):
     probs, ids, scores = [], [], [softmax(row) for row in logits]
     for row in scores:
@@ -283,6 +287,14 @@ def plain_grouped_gemm(x, w, offsets):
     return [[dot(row, column) for column in w[e]] for row, e in zip(x, expert_of, strict=True)]
 
 
+def plain_arrange_rows(ids, gates, experts):
+    choices = [(e, n, k) for n, row in enumerate(ids) for k, e in enumerate(row)]
+    order = sorted(range(len(choices)), key=lambda i: choices[i][0])
+    slots = [[order.index(n * len(row) + k) for k in range(len(row))] for n, row in enumerate(ids)]
+    ends = [sum(c[0] <= e for c in choices) for e in range(experts)]
+    return [choices[i][1] for i in order], slots, [gates[choices[i][1]][choices[i][2]] for i in order], ends
+
+
 def plain_gather_rows(source, index, slots, holes):
     return [source[i] if i >= 0 else [0.0] * len(source[0]) for i in index]
 
@@ -292,6 +304,13 @@ def plain_sum_rows(y, index, slots, holes):
     for row, n in ((row, n) for row, n in zip(y, index, strict=True) if n >= 0):
         totals[n] = [a + b for a, b in zip(totals[n], row, strict=True)]
     return totals
+
+
+def plain_expert_mlp(source, gate_up, down, weight, index, slots, offsets, holes):
+    x = plain_gather_rows(source, index, slots, holes)
+    gate, up = (plain_grouped_gemm(x, [pair[i] for pair in gate_up], offsets) for i in (0, 1))
+    inner = plain_swiglu([list(pair) for pair in zip(gate, up, strict=True)], weight)
+    return plain_grouped_gemm(inner, down, offsets)
 
 
 def plain_adamw(w, g, m, v, step, lr, beta1, beta2, eps, decay):

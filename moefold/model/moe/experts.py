@@ -9,9 +9,11 @@ from functools import partial
 
 import torch
 
+from moefold.anatomy.steps import one_kernel_may_do
 from moefold.config.run import ModelConfig
 from moefold.dispatch.base import Rows
 from moefold.kernels.bind import Kernels
+from moefold.kernels.expert_mlp import expert_mlp
 from moefold.layout.axes import World
 from moefold.layout.declare import Declaring
 from moefold.layout.placement import Placement, over_experts
@@ -34,12 +36,24 @@ class Experts(Declaring):
         self.kernels, self.gate_inside = kernels, moe.gate == "activation"
         clamped = partial(kernels.clamped_swiglu, limit=moe.clamp)
         self.act = clamped if moe.activation == "clamped_swiglu" else kernels.swiglu
+        self.whole = one_kernel_may_do(model) and kernels.expert_mlp is not expert_mlp.reference
         self.activation = Region()
 
     def forward(self, rows: Rows) -> torch.Tensor:
         """Each row through its expert, times its gate. Acting before the second GEMM, which is linear, the gate saves
         keeping the expert's output for its gradient; acting behind it, it keeps low-precision GEMMs more accurate."""
         order = rows.order
+        if self.whole:
+            return self.kernels.expert_mlp(
+                rows.source_ND,
+                self.gate_up,
+                self.down,
+                order.gate_R,
+                order.index_R,
+                order.slots_NK,
+                order.offsets_e,
+                order.holes,
+            )
         x_RD = self.kernels.gather_rows(rows.source_ND, order.index_R, order.slots_NK, order.holes)
         gate_up = self.kernels.grouped_gemm(x_RD, self.gate_up.flatten(1, 2), order.offsets_e)
         if self.gate_up_bias is not None:

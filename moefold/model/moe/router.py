@@ -10,6 +10,7 @@ import torch
 from moefold.config.run import ModelConfig, MoeConfig
 from moefold.dispatch.base import Routing
 from moefold.kernels.bind import Kernels
+from moefold.kernels.router_logits import router_logits
 from moefold.kernels.router_topk import Choosing
 from moefold.layout.axes import World
 from moefold.layout.declare import Declaring
@@ -25,7 +26,8 @@ class Router(Declaring):
     def __init__(self, model: ModelConfig, layer: int, kernels: Kernels, world: World):
         super().__init__(world)
         moe = self.moe = model.moe
-        self.layer, self.router_topk, self.how = layer, kernels.router_topk, choosing(moe)
+        self.layer, self.how = layer, choosing(moe)
+        self.router_logits, self.router_topk = kernels.router_logits, kernels.router_topk
         self.weight = self.declare("weight", moe.experts, model.hidden, std=model.init_std)
         self.bias = self.declare("bias", moe.experts, std=0.0) if moe.biases else None
         self.load = Load(moe.experts, layer)
@@ -48,11 +50,12 @@ class Router(Declaring):
         return routing, balance_losses(logits_TE, shares_TE, ids_TK, self.moe, self.load, share, self.sharing)
 
     def logits(self, h_TD: torch.Tensor, share: Share) -> torch.Tensor:
-        wide_TD = h_TD.to(torch.promote_types(h_TD.dtype, torch.float32))
-        if self.moe.jitter and self.training:
-            wide_TD = jittered(wide_TD, self.moe.jitter, share.number_T, self.layer)
-        bias = self.bias.to(wide_TD.dtype) if self.bias is not None else None
-        return torch.nn.functional.linear(wide_TD, self.weight.to(wide_TD.dtype), bias)
+        if self.moe.jitter and self.training:  # in fp32: rounded to bf16, little noise is none
+            wide_TD = h_TD.to(torch.promote_types(h_TD.dtype, torch.float32))
+            logits_TE = router_logits(jittered(wide_TD, self.moe.jitter, share.number_T, self.layer), self.weight)
+        else:
+            logits_TE = self.router_logits(h_TD, self.weight)
+        return logits_TE if self.bias is None else logits_TE + self.bias
 
     def choice_of_all(self, logits_TE: torch.Tensor, share: Share) -> torch.Tensor | None:
         """Choices that are not each token's own: they are made over whole sequences, or in turn."""

@@ -1,0 +1,238 @@
+"""`moefold bench layer`: one MoE layer of known models, forward and backward, transformers' own layer beside ours.
+
+TFLOP/s count 18 T K D F operations, the six products of the routed experts, over the time of everything from the
+router's input to the layer's output and back. Saved is what the layer holds between forward and backward, its input
+included. T tokens, K experts of a token, D width, F inner width, E experts.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from datetime import date
+from importlib.metadata import PackageNotFoundError, version
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+from moefold.config.run import Config, DataConfig
+from moefold.dispatch.base import Routing
+from moefold.dispatch.choose import choose_dispatcher
+from moefold.kernels.bind import bind
+from moefold.kernels.catalog import facts_of
+from moefold.layout.axes import alone
+from moefold.model.attention.context import choose_context
+from moefold.model.block import MoeBlock
+from moefold.model.choices import Choices
+from moefold.model.share import share_of
+
+
+@dataclass(frozen=True)
+class Layer:
+    hidden: int
+    ffn: int
+    experts: int
+    top_k: int
+    tokens: int
+
+    @property
+    def operations(self) -> float:
+        return 18.0 * self.tokens * self.top_k * self.hidden * self.ffn
+
+
+LAYERS = {
+    "mixtral-8x7b": Layer(4096, 14336, 8, 2, 8192),
+    "mixtral-8x22b": Layer(6144, 16384, 8, 2, 8192),
+    "olmoe-7b": Layer(2048, 1024, 64, 8, 16384),
+    "qwen3-30b-a3b": Layer(2048, 768, 128, 8, 16384),
+    "qwen3-235b": Layer(4096, 1536, 128, 8, 16384),
+    "dsv3-32of256": Layer(7168, 2048, 32, 8, 4096),
+}
+SMALL = Layer(128, 256, 8, 2, 64)  # where there is no GPU: to see that it runs
+
+CAPTION = """TF/s: forward and backward of a whole layer. saved: GiB held in between. Zipf: TF/s with skewed routing.
+kept: its share of the even figure. HF: transformers' grouped_mm layer. ratio: its time over ours."""
+
+Forward = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Measured(NamedTuple):
+    milliseconds: float
+    tflops: float
+    saved_gib: float
+
+
+def ours(layer: Layer, device: str, dtype: torch.dtype, zipf: bool) -> tuple[Forward, nn.Module]:
+    """Router, dispatcher, experts and combine of a block, as a run would assemble them."""
+    base = Config()
+    moe = replace(base.model.moe, experts=layer.experts, top_k=layer.top_k, ffn=layer.ffn)
+    model = replace(base.model, layers=1, hidden=layer.hidden, moe=moe)
+    name = {torch.bfloat16: "bf16", torch.float32: "fp32"}[dtype]
+    config = replace(
+        base,
+        model=model,
+        data=replace(DataConfig(), seq_len=layer.tokens),
+        train=replace(base.train, precision=name),
+    )
+    world = alone(device)
+    capability = torch.cuda.get_device_capability() if device == "cuda" else (0, 0)
+    kernels = bind(facts_of(config, device, name, capability))
+    context = choose_context(config.parallel.context, kernels, world)
+    choices = Choices(world, kernels, choose_dispatcher(config, kernels, world), context, layer.tokens)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device):
+            moe_layer = MoeBlock(model, 0, choices).moe
+    finally:
+        torch.set_default_dtype(before)
+    for parameter in moe_layer.parameters():
+        nn.init.normal_(parameter, std=0.02)
+    share = share_of(torch.empty(1, layer.tokens, device=device), world)
+    skewed = zipf_choices(layer, device) if zipf else None
+
+    def forward(h_TD: torch.Tensor) -> torch.Tensor:
+        routing = moe_layer.router(h_TD, share)[0]
+        if skewed is not None:
+            routing = Routing(routing.probs_TK, skewed)
+        receipt = moe_layer.dispatcher.plan(routing)
+        y = moe_layer.experts(moe_layer.dispatcher.dispatch(h_TD, receipt))
+        return moe_layer.dispatcher.combine(y, receipt)
+
+    return forward, moe_layer
+
+
+def zipf_choices(layer: Layer, device: str) -> torch.Tensor:
+    """K distinct experts for each token, expert i drawn in proportion to 1 / i."""
+    weights = 1 / torch.arange(1, layer.experts + 1, device=device)
+    generator = torch.Generator(device).manual_seed(0)
+    return torch.multinomial(weights.expand(layer.tokens, -1), layer.top_k, generator=generator)
+
+
+def theirs(layer: Layer, device: str, dtype: torch.dtype) -> tuple[Forward, nn.Module]:
+    from transformers import Qwen3MoeConfig  # pyright: ignore[reportMissingImports]
+    from transformers.models.qwen3_moe import modeling_qwen3_moe as qwen  # pyright: ignore[reportMissingImports]
+
+    config = Qwen3MoeConfig(
+        hidden_size=layer.hidden,
+        moe_intermediate_size=layer.ffn,
+        num_experts=layer.experts,
+        num_experts_per_tok=layer.top_k,
+        norm_topk_prob=True,
+    )
+    config._experts_implementation = "grouped_mm"
+    with torch.device(device):
+        block = qwen.Qwen3MoeSparseMoeBlock(config).to(dtype)
+    for parameter in block.parameters():
+        nn.init.normal_(parameter, std=0.02)
+    return lambda h_TD: block(h_TD[None])[0], block
+
+
+def measure(made: tuple[Forward, nn.Module], layer: Layer, device: str, dtype: torch.dtype, repeat: int) -> Measured:
+    forward, module = made
+    generator = torch.Generator(device).manual_seed(1)
+    h_TD, d_TD = (torch.randn(layer.tokens, layer.hidden, device=device, generator=generator) for _ in range(2))
+    h_TD, d_TD = h_TD.to(dtype).requires_grad_(), d_TD.to(dtype)
+
+    def step() -> None:
+        h_TD.grad = None
+        module.zero_grad(set_to_none=True)
+        forward(h_TD).backward(d_TD)
+
+    for _ in range(3):
+        step()
+    before = held(device)
+    out_TD = forward(h_TD)
+    saved = held(device) - before + size(h_TD) - size(out_TD)
+    del out_TD
+    milliseconds = median(timed(step, device) for _ in range(repeat))
+    return Measured(milliseconds, layer.operations / milliseconds / 1e9, saved / 2**30)
+
+
+def size(x: torch.Tensor) -> int:
+    return x.numel() * x.element_size()
+
+
+def held(device: str) -> int:
+    return torch.cuda.memory_allocated() if device == "cuda" else 0
+
+
+def timed(step: Callable[[], Any], device: str, steps: int = 10) -> float:
+    """Milliseconds of one step, of a few in a row, as training runs them: the host may run ahead of the device."""
+    if device != "cuda":
+        from time import perf_counter
+
+        begun = perf_counter()
+        step()
+        return (perf_counter() - begun) * 1e3
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(steps):
+        step()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / steps
+
+
+def bench(names: list[str], device: str, dtype: torch.dtype, repeat: int) -> dict[str, Any]:
+    """Every layer in turn: ours, ours with skewed routing, transformers'."""
+    layers = {name: LAYERS[name] for name in names} if device == "cuda" else {"small": SMALL}
+    results: list[dict[str, Any]] = []
+    for name, layer in layers.items():
+        row: dict[str, Any] = {"layer": name, **asdict(layer)}
+        contenders: dict[str, Callable[[], tuple[Forward, nn.Module]]] = {
+            "ours": lambda layer=layer: ours(layer, device, dtype, zipf=False),
+            "ours_zipf": lambda layer=layer: ours(layer, device, dtype, zipf=True),
+        }
+        if release("transformers") is not None:
+            contenders["transformers"] = lambda layer=layer: theirs(layer, device, dtype)
+        for who, make in contenders.items():
+            row[who] = measure(make(), layer, device, dtype, repeat)._asdict()
+            if device == "cuda":
+                torch.cuda.empty_cache()
+        results.append(row)
+    return {**about(device), "results": results}
+
+
+def about(device: str) -> dict[str, Any]:
+    card = torch.cuda.get_device_name() if device == "cuda" else platform.machine()
+    versions = {name: release(name) for name in ("torch", "triton", "transformers")}
+    return {"date": date.today().isoformat(), "card": card, "versions": versions}
+
+
+def release(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def show(report: dict[str, Any]) -> None:
+    names = ", ".join(f"{name} {number}" for name, number in report["versions"].items() if number)
+    table = Table(
+        title=f"{report['card']}, {report['date']}, {names}",
+        title_justify="left",
+        caption=CAPTION,
+        caption_justify="left",
+    )
+    table.add_column("layer", no_wrap=True)
+    for column in ("TF/s", "saved", "Zipf", "kept", "HF TF/s", "HF saved", "ratio"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for row in report["results"]:
+        mine, skewed, other = row["ours"], row["ours_zipf"], row.get("transformers")
+        beside = ("", "", "")
+        if other:
+            beside = (
+                f"{other['tflops']:.0f}",
+                f"{other['saved_gib']:.2f}",
+                f"{other['milliseconds'] / mine['milliseconds']:.2f}",
+            )
+        share = f"{skewed['tflops'] / mine['tflops']:.0%}"
+        figures = (f"{mine['tflops']:.0f}", f"{mine['saved_gib']:.3f}", f"{skewed['tflops']:.0f}", share)
+        table.add_row(row["layer"], *figures, *beside)
+    Console().print(table)

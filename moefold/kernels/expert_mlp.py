@@ -1,0 +1,109 @@
+"""The routed experts' MLP, rows in and rows out: gather, up and gate, SwiGLU times the router's weight, down.
+
+N source rows, R rows in expert order, D width, F inner width, K rows at most per source row, E experts. Row r is
+`source_ND[index_R[r]]`; expert e's rows end before `offsets_E[e]`.
+
+    x_RD = source[index]     h_R2F = x W_gate_up     a_RF = silu(gate) * up * weight     y_RD = a W_down
+
+The weight is inside, so y is linear in the activation behind it and y itself is not needed for any gradient:
+d weight_r = (dy_r W_down) . silu(gate_r) * up_r.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from moefold.kernels.grouped_gemm import ROUTINGS, grouped_gemm
+from moefold.kernels.permute import gather_rows, shuffled
+from moefold.kernels.registry import Case, op, random
+from moefold.kernels.swiglu import swiglu
+
+
+@op
+def expert_mlp(
+    source_ND: torch.Tensor,
+    gate_up_E2FD: torch.Tensor,
+    down_EDF: torch.Tensor,
+    weight_R: torch.Tensor,
+    index_R: torch.Tensor,
+    slots_NK: torch.Tensor,
+    offsets_E: torch.Tensor,
+    holes: bool = False,
+) -> torch.Tensor:
+    """y_RD: each row through its expert, times its weight."""
+    x_RD = gather_rows(source_ND, index_R, slots_NK, holes)
+    h_R2F = grouped_gemm(x_RD, gate_up_E2FD.flatten(1, 2), offsets_E).unflatten(-1, (2, -1))
+    return grouped_gemm(swiglu(h_R2F, weight_R), down_EDF, offsets_E)
+
+
+@expert_mlp.fast("gluon")
+def _(source_ND, gate_up_E2FD, down_EDF, weight_R, index_R, slots_NK, offsets_E, holes=False) -> torch.Tensor:
+    if not len(index_R):
+        return expert_mlp.reference(source_ND, gate_up_E2FD, down_EDF, weight_R, index_R, slots_NK, offsets_E, holes)
+    return ExpertMlp.apply(source_ND, gate_up_E2FD, down_EDF, weight_R, index_R, slots_NK, offsets_E)  # pyright: ignore[reportReturnType]
+
+
+class ExpertMlp(torch.autograd.Function):
+    """Keeps the source rows and the pre-activation; rows are gathered, and the activation made, a second time."""
+
+    @staticmethod
+    def forward(ctx: Any, source_ND, gate_up_E2FD, down_EDF, weight_R, index_R, slots_NK, offsets_E):
+        from moefold.kernels import expert_launch as launch
+
+        plan = launch.Plan.of(offsets_E, len(index_R))
+        x_RD = launch.gather(source_ND, index_R)
+        h_R2F, a_RF = launch.up(x_RD, gate_up_E2FD, weight_R.float(), plan)
+        del x_RD
+        ctx.save_for_backward(source_ND, gate_up_E2FD, down_EDF, weight_R, index_R, slots_NK, h_R2F, *plan)
+        return launch.down(a_RF, down_EDF, plan)
+
+    @staticmethod
+    def backward(ctx: Any, dy_RD):
+        from moefold.kernels import expert_launch as launch
+
+        source_ND, gate_up_E2FD, down_EDF, weight_R, index_R, slots_NK, h_R2F, *plan = ctx.saved_tensors
+        plan = launch.Plan(*plan)
+        dy_RD = dy_RD.contiguous()
+        dh_P2F, a_PF, dweight_R = launch.down_data(dy_RD, down_EDF, h_R2F, weight_R.float(), plan)
+        ddown_EDF = launch.weights(dy_RD, a_PF, "b", down_EDF, plan)
+        del a_PF, h_R2F
+        dsource_ND = launch.total(launch.up_data(dh_P2F, gate_up_E2FD, len(dy_RD), plan), slots_NK)
+        dgate_up_E2FD = launch.weights(dh_P2F, launch.gather(source_ND, index_R), "a", gate_up_E2FD, plan)
+        return dsource_ND, dgate_up_E2FD, ddown_EDF, dweight_R.to(weight_R.dtype), None, None, None
+
+
+def routed(counts: list[int], k: int, device: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, bool]:
+    """An index, its slots and offsets for experts with so many rows, of k rows for each source row."""
+    rows = sum(counts)
+    order = torch.randperm(rows, generator=torch.Generator().manual_seed(rows))
+    slots = torch.empty_like(order).scatter_(0, order, torch.arange(rows))
+    offsets = torch.tensor(counts).cumsum(0).int()
+    return (order // k).to(device), slots.view(-1, k).to(device), offsets.to(device), False
+
+
+@expert_mlp.cases
+def _(device: str, dtype: torch.dtype):
+    wide = torch.promote_types(dtype, torch.float32)
+    large = {
+        "more than a tile": [130, 0, 63, 319],
+        "all to one": [0, 0, 512, 0],
+        "a tile and a half": [192, 64, 1, 127],
+    }
+    for name, counts in {**ROUTINGS, **(large if device == "cuda" else {})}.items():
+        for d, f in [(16, 24), (128, 256)]:
+            rows, k = sum(counts), 1 if sum(counts) % 2 else 2
+            index, slots, offsets, holes = routed(counts, k, device)
+            source = random(device, dtype, rows // k, d)
+            gate_up = random(device, dtype, len(counts), 2, f, d, seed=1, scale=d**-0.5)
+            down = random(device, dtype, len(counts), d, f, seed=2, scale=f**-0.5)
+            weight = random(device, wide, rows, seed=3).abs()
+            inputs = (source, gate_up, down, weight, index, slots, offsets, holes)
+            yield Case(f"{name}, {d} by {f}", inputs, hidden=d, ffn=f)
+    index, slots, holes = shuffled(32, 4, device, drop=3)  # rows of padding, and choices that have no row
+    ends = torch.tensor([len(index) // 3, len(index) // 3, len(index)], dtype=torch.int32, device=device)
+    source, weight = random(device, dtype, 32, 128), random(device, wide, len(index), seed=3).abs()
+    gate_up = random(device, dtype, 3, 2, 256, 128, seed=1, scale=128**-0.5)
+    down = random(device, dtype, 3, 128, 256, seed=2, scale=256**-0.5)
+    yield Case("with holes", (source, gate_up, down, weight, index, slots, ends, holes), hidden=128, ffn=256)

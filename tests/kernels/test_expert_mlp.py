@@ -1,0 +1,104 @@
+"""The fast expert MLP on a GPU: right on any routing, the same every time, and never waiting for the host."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moefold.cli.bench_layer import Layer, ours
+from moefold.kernels.catalog import Facts, has_triton, pick
+from moefold.kernels.expert_mlp import expert_mlp, routed
+
+needs_hopper = pytest.mark.skipif(
+    not (torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9 and has_triton()),
+    reason="needs a Hopper GPU and Triton",
+)
+
+ROUTINGS = {
+    "even": [512] * 16,
+    "skewed": [4096, 2048, 1024, 512, 256, 128, 64, 32, 16, 8, 4, 2, 1, 1, 0, 0],
+    "empty experts": [0, 1000, 0, 0, 3000, 0, 0, 96] + [0] * 8,
+    "one expert": [0] * 7 + [4096] + [0] * 8,
+    "ends inside tiles": [65, 63, 127, 129, 1, 191, 193, 255] * 2,
+}
+
+
+def outcome(name: str, inputs: list[torch.Tensor], rest: tuple, dy: torch.Tensor) -> list[torch.Tensor]:
+    leaves = [x.detach().to(dy.dtype).requires_grad_() for x in inputs[:3]] + [inputs[3].detach().requires_grad_()]
+    y = expert_mlp.implementations[name](*leaves, *rest)
+    y.backward(dy)
+    return [y.detach()] + [leaf.grad for leaf in leaves if leaf.grad is not None]
+
+
+@needs_hopper
+@pytest.mark.gpu
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_forward_and_gradients_agree_with_fp32_and_repeat_to_the_bit(routing: str):
+    """bf16 against fp32 on the same inputs: within one percent, each gradient by itself. More tiles than processors."""
+    counts, d, f = ROUTINGS[routing], 512, 768
+    torch.manual_seed(0)
+    rest = routed(counts, 2 if sum(counts) % 2 == 0 else 1, "cuda")
+    tokens = len(rest[1])
+    shapes = [(tokens, d), (len(counts), 2, f, d), (len(counts), d, f)]
+    inputs = [
+        torch.randn(*s, device="cuda").bfloat16() * scale for s, scale in zip(shapes, (1, 0.04, 0.04), strict=True)
+    ]
+    inputs.append(torch.rand(sum(counts), device="cuda"))
+    dy = torch.randn(sum(counts), d, device="cuda")
+    first, second = (outcome("gluon", inputs, rest, dy.bfloat16()) for _ in range(2))
+    exact = outcome("reference", inputs, rest, dy.bfloat16().float())
+    for name, got, again, want in zip(("y", "source", "gate_up", "down", "weight"), first, second, exact, strict=True):
+        assert torch.equal(got, again), f"{name} differs between two runs"
+        off = ((got.float() - want).norm() / want.norm()).item()
+        assert off < 1e-2, f"{name} is off by {off:.1e} of its length"
+
+
+@needs_hopper
+@pytest.mark.gpu
+def test_a_layer_waits_for_nothing_and_its_graph_replays_right_with_other_routing():
+    layer = Layer(hidden=512, ffn=768, experts=16, top_k=4, tokens=2048)
+    forward, module = ours(layer, "cuda", torch.bfloat16, zipf=False)
+    h, d = (torch.randn(layer.tokens, layer.hidden, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    h.requires_grad_()
+
+    def step() -> list[torch.Tensor]:
+        h.grad = None
+        module.zero_grad(set_to_none=True)
+        out = forward(h)
+        out.backward(d)
+        return [out.detach(), *(p.grad for p in (h, *module.parameters()) if p.grad is not None)]
+
+    aside = torch.cuda.Stream()
+    with torch.cuda.stream(aside):
+        for _ in range(2):
+            step()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    with torch.no_grad():
+        h.copy_(torch.randn_like(h))
+    graph.replay()
+    replayed = [x.clone() for x in captured]
+    assert all(torch.equal(a, b) for a, b in zip(replayed, step(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("facts", "runs"),
+    [
+        (Facts("cuda", "bf16", (9, 0), 2048, 768), True),
+        (Facts("cuda", "bf16", (9, 0), 2048, 800), False),  # part of a tile would be empty
+        (Facts("cuda", "bf16", (9, 0), 2000, 768), False),
+        (Facts("cuda", "fp32", (9, 0), 2048, 768), False),
+        (Facts("cuda", "bf16", (8, 0), 2048, 768), False),  # no wgmma
+        (Facts("cuda", "bf16", (10, 0), 2048, 768), False),  # other instructions
+        (Facts("cpu", "bf16", (0, 0), 2048, 768), False),
+    ],
+)
+def test_the_gluon_kernel_is_chosen_exactly_where_it_can_run(facts: Facts, runs: bool):
+    assert pick("expert_mlp", facts)[0] == ("gluon" if runs and has_triton() else "reference")
