@@ -25,7 +25,11 @@ MODEL: list[Rule] = [
         (A + "kind", A + "rope_dim", A + "head_dim"),
         lambda c: c.model.attention.kind != "mla" or 0 < c.model.attention.rope_dim < c.model.attention.head_dim,
         "in mla some dims of a head turn by position and the others come from the latent",
-        lambda c: f"set model.attention.rope_dim to {max(2, c.model.attention.head_dim // 4 * 2)}",
+        lambda c: (
+            f"set model.attention.rope_dim to {c.model.attention.head_dim // 4 * 2}"
+            if c.model.attention.head_dim >= 4
+            else "set model.attention.head_dim to 4 and model.attention.rope_dim to 2"
+        ),
     ),
     rule(
         "mla has a key head for each query head",
@@ -74,6 +78,7 @@ MODEL: list[Rule] = [
         (M + "top_k", M + "groups_chosen", M + "groups", M + "experts"),
         lambda c: (
             c.model.moe.groups_chosen >= c.model.moe.groups
+            or c.model.moe.experts % c.model.moe.groups > 0
             or c.model.moe.top_k > c.model.moe.experts
             or c.model.moe.top_k <= group_size(c) * c.model.moe.groups_chosen
         ),
@@ -88,13 +93,32 @@ MODEL: list[Rule] = [
         lambda c: f"set model.moe.devices to one of {divisors(c.model.moe.experts)}",
     ),
     rule(
+        "devices are for something",
+        (M + "devices", M + "device_loss", M + "device_capacity"),
+        lambda c: c.model.moe.devices == 1 or c.model.moe.device_loss > 0 or c.model.moe.device_capacity,
+        "nothing looks at groups of experts",
+        "set model.moe.device_loss above 0, such as 0.05, or model.moe.devices to 1",
+    ),
+    rule(
         "device capacity is a capacity",
-        (M + "device_capacity", M + "capacity_factor", M + "pad_to_capacity"),
+        (M + "device_capacity", M + "capacity_factor", M + "pad_to_capacity", M + "router"),
         lambda c: (
-            not c.model.moe.device_capacity or (c.model.moe.capacity_factor > 0 and not c.model.moe.pad_to_capacity)
+            not c.model.moe.device_capacity
+            or (
+                c.model.moe.capacity_factor > 0
+                and not c.model.moe.pad_to_capacity
+                and c.model.moe.router != "expert_choice"
+            )
         ),
-        "a group of experts has no capacity, or one expert of it would be padded to it",
-        "set model.moe.capacity_factor above 0, such as 1.25, and model.moe.pad_to_capacity to false",
+        "a group of experts has no capacity, one expert of it would be padded to it, or experts choose by themselves",
+        "set model.moe.device_capacity to false",
+    ),
+    rule(
+        "forced balance takes the place of the tokens' choice",
+        (M + "force_balance", M + "router"),
+        lambda c: not c.model.moe.force_balance or c.model.moe.router == "token_choice",
+        "either the router chooses or nobody does",
+        "set model.moe.force_balance to false, or model.moe.router to token_choice",
     ),
     rule(
         "looking ahead is said",
@@ -112,18 +136,13 @@ MODEL: list[Rule] = [
     ),
     rule(
         "experts that choose are balanced",
-        (M + "router", M + "aux_loss", M + "device_loss", M + "pad_to_capacity", M + "force_balance"),
+        (M + "router", M + "aux_loss", M + "device_loss", M + "pad_to_capacity"),
         lambda c: (
             c.model.moe.router != "expert_choice"
-            or not (
-                c.model.moe.aux_loss
-                or c.model.moe.device_loss
-                or c.model.moe.pad_to_capacity
-                or c.model.moe.force_balance
-            )
+            or not (c.model.moe.aux_loss or c.model.moe.device_loss or c.model.moe.pad_to_capacity)
         ),
         "experts that choose their tokens have even loads already",
-        "set model.moe.aux_loss, device_loss to 0 and pad_to_capacity, force_balance to false",
+        "set model.moe.aux_loss, model.moe.device_loss to 0 and model.moe.pad_to_capacity to false",
     ),
     rule(
         "a softmax over the chosen is normalised over them",

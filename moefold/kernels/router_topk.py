@@ -12,10 +12,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 
 from moefold.kernels.registry import Case, op, random
-
-TINY = 1e-20  # sigmoids of very unlikely experts may all round to zero
 
 
 @dataclass(frozen=True)
@@ -41,10 +40,12 @@ def router_topk(
     says so on every device, torch.topk on none. `imposed_TK` takes the place of the choice; gradients still flow
     through the weights. Where it is -1, no expert, the weight is zero.
     """
-    scores_TE = logits_TE.sigmoid() if how.score == "sigmoid" else logits_TE.softmax(-1)
+    logs_TE = F.logsigmoid(logits_TE) if how.score == "sigmoid" else logits_TE
+    shares_TE = logs_TE.softmax(-1)  # of sigmoids too: in logs, so that they keep their shares when all are tiny
+    scores_TE = logits_TE.sigmoid() if how.score == "sigmoid" else shares_TE
     ids_TK = imposed_TK if imposed_TK is not None else chosen(worth(logits_TE, scores_TE, how) + bias_E, how)
-    shares_TE = scores_TE / (scores_TE.sum(-1, keepdim=True) + TINY) if how.score == "sigmoid" else scores_TE
-    return weigh(logits_TE, scores_TE, shares_TE, ids_TK, how) * how.scale, ids_TK, shares_TE
+    source_TE = {"chosen": logs_TE, "all": shares_TE, "none": scores_TE}[how.normalize]
+    return weigh(source_TE, ids_TK, how.normalize == "chosen") * how.scale, ids_TK, shares_TE
 
 
 def worth(logits_TE: torch.Tensor, scores_TE: torch.Tensor, how: Choosing) -> torch.Tensor:
@@ -68,15 +69,13 @@ def in_best_groups(worth_TE: torch.Tensor, how: Choosing) -> torch.Tensor:
     return allowed_TG.repeat_interleave(worth_TGe.shape[-1], dim=1)
 
 
-def weigh(logits_TE, scores_TE, shares_TE, ids_TK: torch.Tensor, how: Choosing) -> torch.Tensor:
-    """The weights of the chosen experts, before the factor."""
-    none_TK, ids_TK = ids_TK < 0, ids_TK.clamp(min=0)
-    if how.score == "softmax_chosen":
-        logits_TK = logits_TE.gather(-1, ids_TK).masked_fill(none_TK, -torch.inf)
-        return logits_TK.softmax(-1).nan_to_num(nan=0.0).masked_fill(none_TK, 0)
-    source_TE = shares_TE if how.normalize == "all" else scores_TE
-    weights_TK = source_TE.gather(-1, ids_TK).masked_fill(none_TK, 0)
-    return weights_TK / (weights_TK.sum(-1, keepdim=True) + TINY) if how.normalize == "chosen" else weights_TK
+def weigh(source_TE: torch.Tensor, ids_TK: torch.Tensor, logs: bool) -> torch.Tensor:
+    """What the chosen experts weigh: their scores, or with `logs` of scores these as shares of their sum."""
+    none_TK = ids_TK < 0
+    weights_TK = source_TE.gather(-1, ids_TK.clamp(min=0))
+    if logs:
+        weights_TK = weights_TK.masked_fill(none_TK, torch.finfo(weights_TK.dtype).min).softmax(-1)
+    return weights_TK.masked_fill(none_TK, 0)
 
 
 HOWS = [

@@ -37,6 +37,11 @@ class LayerAhead(nn.Module):
         return self.join(torch.cat((self.stream_norm(x_TD), self.token_norm(token_TD)), dim=-1))
 
 
+def tokens_ahead(tokens_BS: torch.Tensor, depth: int) -> torch.Tensor:
+    """The token `depth` places on; behind the end, where no label follows, any."""
+    return F.pad(tokens_BS[:, depth:], (0, depth))
+
+
 def labels_ahead(labels_BS: torch.Tensor, depth: int) -> torch.Tensor:
     """The label `depth` places on, IGNORED where any up to it is missing."""
     for _ in range(depth):

@@ -14,12 +14,12 @@ from moefold.anatomy.steps import embed, look_ahead, predict, set_aside
 from moefold.comm.collectives import gather
 from moefold.config.run import ModelConfig
 from moefold.kernels.cross_entropy import IGNORED
-from moefold.model.block import make_block
+from moefold.model.block import make_block, without
 from moefold.model.choices import Choices
 from moefold.model.embedding import Embedding
 from moefold.model.head import Head
 from moefold.model.moe.balance import Load, Loads, survey_loads, update_loads
-from moefold.model.mtp import LayerAhead, labels_ahead
+from moefold.model.mtp import LayerAhead, labels_ahead, tokens_ahead
 from moefold.model.share import share_of
 from moefold.model.steps import Carry, Step, run_steps
 
@@ -91,13 +91,16 @@ class Transformer(nn.Module):
         return {**carry, "x_TD": self.embedding(carry["share"].of_context(carry["tokens_BS"]))}
 
     def look_ahead(self, layer: LayerAhead, carry: Carry) -> Carry:
-        token_BS = labels_ahead(carry["labels_BS"], layer.depth - 1)
-        token_C = carry["share"].of_context(token_BS.masked_fill(token_BS == IGNORED, 0))
+        token_C = carry["share"].of_context(tokens_ahead(carry["tokens_BS"], layer.depth))
         streams = carry["streams"] or [carry["x_TD"]]  # the model's own, for its loss
-        return {**carry, "streams": streams, "x_TD": layer(carry["x_TD"], self.embedding(token_C))}
+        x_TD = layer(carry["x_TD"], self.embedding(token_C))
+        return {**carry, "streams": streams, "x_TD": x_TD, "aux_before": carry["aux"]}
 
     def set_aside(self, layer: LayerAhead, carry: Carry) -> Carry:
-        return {**carry, "streams": [*carry["streams"], layer.norm(carry["x_TD"])]}
+        """Keep the normed stream for its loss. The layer's balance losses count as much as that one does."""
+        before, weight = carry["aux_before"], self.model.mtp_loss / self.model.mtp
+        aux = before + weight * (carry["aux"] - before)
+        return without({**carry, "streams": [*carry["streams"], layer.norm(carry["x_TD"])], "aux": aux}, "aux_before")
 
     def predict(self, carry: Carry) -> Carry:
         """One loss for each stream: the model's own, and those set aside, which are normed."""

@@ -37,7 +37,7 @@ def train_step(run: Run, batch: Batch) -> StepReport:
     losses_1M = sum_(sum_(losses_1M, run.world.axis("dp", "cp")), run.world.axis("pp"))
     run.gradients.finish(tokens=tokens_1M[0])  # sum over ranks, divide once
     norm = run.gradients.clip(run.config.optim.max_norm)  # one norm over dense and expert parameters
-    loss, *ahead, tokens, length = torch.cat((losses_1M / tokens_1M, tokens_1M[:1], norm[None])).tolist()
+    loss, *ahead, tokens, length = torch.cat((losses_1M / tokens_1M.clamp(min=1), tokens_1M[:1], norm[None])).tolist()
     refuse_nonsense(run, loss, length)
 
     number = run.step + 1

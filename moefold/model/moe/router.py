@@ -20,6 +20,7 @@ from moefold.model.moe.imposed import round_robin
 from moefold.model.moe.jitter import jittered
 from moefold.model.moe.transport import expert_choice, sinkhorn_choice
 from moefold.model.share import Share
+from moefold.model.steps import recomputing
 
 
 class Router(Declaring):
@@ -45,7 +46,7 @@ class Router(Declaring):
         routing = limited(Routing(probs_TK, ids_TK), self.moe, share, self.sharing)
         if self.training:
             self.load.count(ids_TK, routing.ids_TK)
-        if self.load.record:
+        if self.load.record and not recomputing():
             self.load.record(ids_TK)
         return routing, balance_losses(logits_TE, shares_TE, ids_TK, self.moe, self.load, share, self.sharing)
 
