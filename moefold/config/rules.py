@@ -258,8 +258,8 @@ SPLITS = [
         "the layout fits the model",
         ("pipeline.layout", "pipeline.vpp", "parallel.pp", "model.layers", "model.mtp", "model.moe.dense_layers"),
         lambda c: not layout_problems(c.config),
-        lambda c: "pipeline.layout: " + "; ".join(layout_problems(c.config)),
-        lambda c: 'or leave it out (--pipeline.layout ""): the most even cut is found',
+        lambda c: f"pipeline.layout = {printable(c.config.pipeline.layout)}: {'; '.join(layout_problems(c.config))}",
+        lambda c: 'set pipeline.layout to "" for the most even cut',
     ),
     Rule(
         "there are pieces for all stages",

@@ -41,6 +41,7 @@ def test_json_holds_what_the_anatomy_says(name: str, explained: Any):
         "seq_len",
         "facts",
         "grids",
+        "pipeline",
         "dispatcher",
         "layers",
         "kernels",

@@ -114,7 +114,6 @@ BREAKS: dict[str, list[tuple[str, int, str]]] = {
     "chosen groups hold enough experts": [
         ("--model.moe.groups=4 --model.moe.top_k=3", 1, "model.moe.top_k = 3"),
         ("--model.moe.groups=8 --model.moe.groups_chosen=3 --model.moe.top_k=8", 1, "model.moe.groups_chosen = 3"),
-        ("--model.moe.groups=16 --model.moe.groups_chosen=2", 1, "model.moe.groups = 16"),
     ],
     "devices divide experts": [("--model.moe.devices=3", 1, "model.moe.devices = 3")],
     "device capacity is a capacity": [

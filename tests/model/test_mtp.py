@@ -87,7 +87,7 @@ def normed(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 def ahead_by_loop(made: Transformer, tokens: torch.Tensor, labels: torch.Tensor) -> list[torch.Tensor]:
     """The loss of each layer that looks ahead, position by position, from the model's last residual stream on."""
     p, rows = dict(made.named_parameters()), labels.tolist()
-    x_TD = run_steps(made.body(), {"tokens_BS": tokens})["x_TD"]
+    x_TD = run_steps(made.body(made.stages[0]), made.begin(tokens))["x_TD"]
     losses = []
     for depth, layer in enumerate(made.ahead, start=1):
         joined = []

@@ -68,8 +68,8 @@ def gradients(model: Transformer, tokens: torch.Tensor, labels: torch.Tensor) ->
 @pytest.mark.parametrize("model", [MODEL, RICH, LATENT, AHEAD], ids=["moe", "dense first", "latent", "ahead"])
 def test_running_the_steps_one_by_one_equals_forward_to_the_bit(model: ModelConfig):
     made, (tokens, labels) = make(model), batch()
-    carry: dict[str, Any] = {"tokens_BS": tokens, "labels_BS": labels}
-    for step in made.steps():
+    carry: dict[str, Any] = made.begin(tokens, labels)
+    for step in made.steps(made.stages[0]):
         carry = step.run(carry)
     losses = made(tokens, labels)
     assert torch.equal(carry["losses_1M"], torch.stack((losses.cross_entropy, *losses.ahead_M)))
@@ -82,13 +82,13 @@ def test_steps_and_parameters_are_those_of_the_anatomy(model: ModelConfig):
     made = make(model)
     *body, last = pieces(model)
     every = [*body, *pieces_ahead(model), last]
-    assert [step.spec for step in made.steps()] == [spec for _, spec in every]
+    assert [step.spec for step in made.steps(made.stages[0])] == [spec for _, spec in every]
     found = {p.name: p.tensor.numel() for p in declared_parameters(made)}
     assert found == {prefix + w.name: w.size for prefix, spec in every for w in spec.weights}
     ahead = {name: size for name, size in found.items() if name.startswith("ahead")}
     assert sum(found.values()) - sum(ahead.values()) == total_parameters(model)
     made.eval()
-    assert [step.spec for step in made.steps()] == [spec for _, spec in pieces(model)], (
+    assert [step.spec for step in made.steps(made.stages[0])] == [spec for _, spec in pieces(model)], (
         "further tokens are for training"
     )
 
