@@ -51,7 +51,7 @@ def test_every_key_is_read_by_something(tmp_path: Path, monkeypatch: pytest.Monk
         ["--model.attention.rope.scaling", "llama3", "--model.attention.qkv_bias", "true", *corpus(tmp_path)],
         ["--model.attention.rope.scaling", "yarn", "--optim.decay", "wsd", "--model.moe.dense_layers", "1"],
     ]
-    variants[0] += ["--model.moe.capacity_factor", "1.5"]
+    variants[0] += ["--model.moe.capacity_factor", "1.5", "--pipeline.pair", "true"]
     variants[1] += ["--data.source", "files", "--data.files", str(lines), "--data.text_key", "body"]
     seen = watch(monkeypatch)
     for i, variant in enumerate(variants):
