@@ -250,8 +250,14 @@ def test_the_steps_the_model_binds_are_those_of_the_anatomy(name: str):
     for layer, block in enumerate(model.blocks):
         assert [step.spec for step in block.steps()] == block_steps(config.model, layer)
     *body, predict = (step for _, step in pieces(config.model))
-    assert [step.spec for step in model.steps(model.stages[0])] == [*body, *(step for _, step in pieces_ahead(config.model)), predict]
-    assert [step.spec for step in model.eval().steps(model.stages[0])] == [*body, predict], "further tokens are for training"
+    assert [step.spec for step in model.steps(model.stages[0])] == [
+        *body,
+        *(step for _, step in pieces_ahead(config.model)),
+        predict,
+    ]
+    assert [step.spec for step in model.eval().steps(model.stages[0])] == [*body, predict], (
+        "further tokens are for training"
+    )
 
 
 @pytest.mark.parametrize("name", [*VARIANTS, *TINY])

@@ -54,7 +54,7 @@ def test_every_key_is_read_by_something(tmp_path: Path, monkeypatch: pytest.Monk
         ["--model.attention.rope.scaling", "llama3", "--model.attention.qkv_bias", "true", *corpus(tmp_path)],
         ["--model.attention.rope.scaling", "yarn", "--optim.decay", "wsd", "--model.moe.dense_layers", "1"],
     ]
-    variants[0] += ["--model.moe.capacity_factor", "1.5", "--model.mtp", "1"]
+    variants[0] += ["--model.moe.capacity_factor", "1.5", "--model.mtp", "1", "--pipeline.pair", "true"]
     variants[0] += ["--model.moe.activation", "clamped_swiglu", "--model.moe.shared_ffn", "8"]
     variants[0] += ["--model.moe.device_loss", "0.1", "--model.moe.devices", "2"]
     variants[0] += ["--model.attention.window", "8", "--model.attention.full_every", "2"]

@@ -80,7 +80,6 @@ BREAKS: dict[str, list[tuple[str, int, str]]] = {
             "model.moe.drop_over = full_sequence",
         ),
     ],
-    "pp is one": [("--parallel.pp=2", 4, "parallel.pp = 2")],
     "turning dims fit the head": [
         ("--model.attention.rope_dim=7", 1, "model.attention.rope_dim = 7"),
         ("--model.attention.rope_dim=64", 1, "model.attention.head_dim = 32"),
@@ -153,6 +152,20 @@ BREAKS: dict[str, list[tuple[str, int, str]]] = {
         ("--data.seq_len=4 --model.mtp=4", 1, "model.mtp = 4"),
         ("--data.seq_len=1 --model.mtp=2", 1, "data.seq_len = 1"),
     ],
+    "the schedule takes vpp": [
+        ("--pipeline.schedule=interleaved --parallel.pp=2", 2, "pipeline.vpp = 1"),
+        ("--pipeline.schedule=zb_v --pipeline.vpp=3 --parallel.pp=2", 2, "pipeline.schedule = zb_v"),
+    ],
+    "the layout fits the model": [
+        ("--pipeline.layout=Et|tttL --parallel.pp=4", 4, "expected pp x vpp = 4"),
+        ("--pipeline.layout=Et|ttL --parallel.pp=2", 2, "1 missing; expected 4"),
+        ("--pipeline.layout=Ett|Ltt --parallel.pp=2", 2, "stage 1 has t"),
+        ("--pipeline.layout=Ett|ttx --parallel.pp=2", 2, "'x' as character 7"),
+        ("--pipeline.layout=Edd|ttL --parallel.pp=2", 2, "calls layer 0 dense"),
+        ("--pipeline.layout=Ettt|ttL --parallel.pp=2", 2, "1 too many"),
+    ],
+    "there are pieces for all stages": [("--parallel.pp=4 --pipeline.vpp=2", 4, "= 8 stages")],
+    "several stages need several ranks": [("--pipeline.vpp=2", 1, "pipeline.vpp = 2")],
 }
 CASES = [(rule, *spec) for rule in RULES for spec in BREAKS.get(rule.name, [])]
 IDS = [f"{rule.name}, {words or 'as it is'}, {world} ranks" for rule, words, world, _ in CASES]
@@ -167,6 +180,12 @@ def changed(config: Config, words: str) -> Config:
 
 def mended(fix: str, case: Case) -> list[Case]:
     """Every way to follow the advice, as the case it leads to."""
+    if found := re.search(r"\((--\S+) \"\"\)", fix):
+        return [Case(with_values(case.config, parse_overrides([found[1], ""]), {}), case.world)]
+    if found := re.match(r"set (\S+) x (\S+) to at most (\d+)", fix):
+        return [Case(changed(case.config, f"--{found[1]}=1 --{found[2]}={found[3]}"), case.world)]
+    if found := re.match(r"set (\S+) to (\d+), or (\S+) to (\d+) or more", fix):
+        return [Case(changed(case.config, f"--{found[i]}={found[i + 1]}"), case.world) for i in (1, 3)]
     if "--" in fix:
         return [Case(changed(case.config, fix[fix.index("--") :]), case.world)]
     if found := re.match(r"start a multiple of (\d+) ranks, or choose a product among ([\d, ]+)", fix):

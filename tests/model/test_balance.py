@@ -372,11 +372,16 @@ def two_steps(world: World, cases: list[tuple[Way, dict[str, Any]]]) -> list[lis
 
 def one_step(run: Run, number: int) -> list[Seen]:
     summands: list[torch.Tensor] = []
-    hook = run.model.register_forward_hook(
-        lambda _, __, losses: summands.append(losses.balance.detach()) if torch.is_grad_enabled() else None
-    )
+    predict = run.model.predict
+
+    def noting(carry: dict[str, Any]) -> dict[str, Any]:
+        if torch.is_grad_enabled():  # a survey is no part of the step's losses
+            summands.append(carry["aux"].detach())
+        return predict(carry)
+
+    run.model.predict = noting
     seen = trace_step(run)
-    hook.remove()
+    run.model.predict = predict
     total = sum_(torch.stack(summands).sum(), run.world.axis("dp", "cp", "tp"))
     return [*seen, Seen(f"step {number}: balance losses", (), total)]
 
