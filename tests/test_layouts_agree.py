@@ -66,16 +66,21 @@ def differences(cases: list[Layout], steps: int = 1) -> list[str]:
     for i, (config, routing) in enumerate(cases):
         difference = compare(on_one[i], [rank[i] for rank in on_eight], TOLERANCE[config.train.precision])
         if difference:
-            found.append(f"{config.parallel} with routing {routing}: {difference}")
+            found.append(f"{config.parallel} in {config.train.precision} with routing {routing}: {difference}")
     return found
+
+
+def in_precision(config: Config, precision: str) -> Config:
+    return replace(config, train=replace(config.train, precision=precision))
 
 
 GRID = layouts()
 
 
-@pytest.mark.parametrize("chunk", range(0, len(GRID), 20))
-def test_every_layout_on_eight_ranks_agrees_with_one_rank_in_fp64(chunk: int):
-    found = differences(GRID[chunk : chunk + 20])
+@pytest.mark.parametrize("chunk", range(0, len(GRID), 10))
+def test_every_layout_on_eight_ranks_agrees_with_one_rank_in_fp64_and_fp32(chunk: int):
+    some = GRID[chunk : chunk + 10]
+    found = differences([(in_precision(config, precision), r) for config, r in some for precision in TOLERANCE])
     assert not found, "\n".join(found)
 
 
@@ -124,64 +129,58 @@ def test_padding_and_the_place_of_the_gate_change_nothing(how: dict[str, object]
     assert compare(plain, [trace(with_moe(config, **how), alone(), 2, "skewed")], TOLERANCE["fp64"]) is None
 
 
-def test_layouts_agree_in_fp32_too():
-    some = [(replace(c, train=replace(c.train, precision="fp32")), routing) for c, routing in GRID[::9]]
-    found = differences(some, steps=2)
+SOME_LAYOUTS = [
+    ParallelConfig(tp=2, cp=2, ep=4, dispatcher="dedup", context="ring"),
+    ParallelConfig(cp=4, ep=2, etp=2, dispatcher="all_to_all", context="all_to_all"),
+    ParallelConfig(tp=2, ep=8, dispatcher="hierarchical"),
+    ParallelConfig(tp=4, cp=2, ep=2, etp=4, dispatcher="all_gather", context="all_gather"),
+    ParallelConfig(cp=8, ep=8, dispatcher="dedup", context="hierarchical"),
+]
+
+
+def in_fp64(config: Config, parallel: ParallelConfig) -> Config:
+    return shrunk(replace(config, parallel=parallel, train=replace(config.train, precision="fp64")), WORLD)
+
+
+def agree(config: Config, number: int, layouts: int) -> None:
+    """On a few layouts for two steps; the number-th configuration begins with another layout than the one before."""
+    some = [SOME_LAYOUTS[(number + 2 * i) % len(SOME_LAYOUTS)] for i in range(layouts)]
+    found = differences([(in_fp64(config, parallel), "learned") for parallel in some], steps=2)
     assert not found, "\n".join(found)
 
 
-def norm_without_experts(world: World, cases: list[Layout]) -> list[list[Seen]]:
-    from moefold.shard.gradients import Gradients
-
-    right = Gradients.norm
-
-    def dense_only(self: Gradients) -> torch.Tensor:
-        everything = self.buckets
-        self.buckets = [bucket for bucket in everything if bucket.placement.grid == "dense"]
-        norm = right(self)
-        self.buckets = everything
-        return norm
-
-    Gradients.norm = dense_only
-    return trace_all(world, cases, 1)
+def distinct_presets() -> list[str]:
+    """Models that differ in more than their sizes."""
+    forms = {repr(replace(PRESETS[name](), name="")): name for name in PRESETS if name.endswith("-tiny")}
+    return list(forms.values())
 
 
-def no_sum_over_tp(world: World, cases: list[Layout]) -> list[list[Seen]]:
-    from moefold.layout.placement import Placement
-
-    right = Placement.summed_axes.fget
-    Placement.summed_axes = property(lambda self: tuple(a for a in right(self) if a != "tp"))  # pyright: ignore
-    return trace_all(world, cases, 1)
+@pytest.mark.parametrize(("number", "name"), enumerate(distinct_presets()))
+def test_every_preset_agrees_with_one_rank(number: int, name: str):
+    agree(PRESETS[name](), number, layouts=3)
 
 
-def a_dropped_token(world: World, cases: list[Layout]) -> list[list[Seen]]:
-    from moefold.dispatch.hop import Hop
+ROUTERS: list[dict[str, object]] = [
+    {"score": "sigmoid", "scale": 2.5, "bias_rate": 0.01, "bias_step": "proportional"},
+    {"score": "sigmoid", "normalize": "all", "z_loss": 0.01},
+    {"score": "softmax_chosen", "jitter": 0.1},
+    {"groups": 4, "groups_chosen": 2, "group_score": "best", "aux_over": "microbatch"},
+    {"aux_over": "global_batch"},
+    {"aux_over": "previous_batch", "aux_loss": 1.0},
+    {"device_loss": 0.5, "devices": 4},
+    {"capacity_factor": 0.7, "device_capacity": True, "devices": 4},
+    {"force_balance": True},
+    {"router": "expert_choice", "looks_ahead": True, "aux_loss": 0.0, "bias_rate": 0.0, "normalize": "none"},
+    {"router": "sinkhorn", "looks_ahead": True, "bias_rate": 0.0},
+    {"every": 2, "dense_layers": 0, "shared_gate": True},
+    {"biases": True, "activation": "clamped_swiglu", "clamp": 0.02, "gate": "output"},
+    {"latent": 8},
+]
 
-    right = Hop.back
 
-    def lossy(self, y_ND, leg):
-        y = right(self, y_ND, leg)
-        return y if world.rank != 3 else y * (torch.arange(len(y)) != 1)[:, None]
-
-    Hop.back = lossy
-    return trace_all(world, cases, 1)
-
-
-@pytest.mark.parametrize(
-    ("bug", "named"),
-    [
-        (norm_without_experts, "step 1: gradient norm"),
-        (no_sum_over_tp, "norm.weight"),
-        (a_dropped_token, "step 1: loss"),
-    ],
-)
-def test_a_planted_bug_is_named(bug, named: str):
-    parallel = ParallelConfig(tp=2, ep=8, dispatcher="dedup")
-    case = (shrunk(replace(base(), parallel=parallel), WORLD), "learned")
-    on_eight = run_ranks(bug, WORLD, [case])
-    difference = compare(trace(on_one_rank(case[0]), alone(), 1), [rank[0] for rank in on_eight], TOLERANCE["fp64"])
-    assert difference is not None
-    assert named in str(difference)
+@pytest.mark.parametrize(("number", "changes"), enumerate(ROUTERS), ids=str)
+def test_every_router_balance_and_expert_variant_agrees_with_one_rank(number: int, changes: dict[str, object]):
+    agree(with_moe(base(), **changes), number, layouts=2)
 
 
 def test_the_published_example_of_256_ranks_folds_and_builds():

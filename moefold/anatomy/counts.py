@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from moefold.anatomy.steps import pieces
+from moefold.anatomy.steps import pieces, pieces_ahead
 from moefold.config.run import ModelConfig
 
 
 def parameters(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     """The shape of every parameter by its full name."""
-    return {prefix + w.name: w.shape for prefix, step in pieces(model) for w in step.weights}
+    every = (*pieces(model), *pieces_ahead(model))
+    return {prefix + w.name: w.shape for prefix, step in every for w in step.weights}
 
 
 def total_parameters(model: ModelConfig) -> int:
+    """As models are published: without the layers of multi-token prediction."""
     return sum(step.parameters for _, step in pieces(model))
+
+
+def parameters_ahead(model: ModelConfig) -> int:
+    """Those of multi-token prediction alone."""
+    return sum(step.parameters for _, step in pieces_ahead(model))
 
 
 def active_parameters(model: ModelConfig) -> int:
@@ -21,5 +28,5 @@ def active_parameters(model: ModelConfig) -> int:
 
 
 def train_flops_per_token(model: ModelConfig, seq_len: int) -> float:
-    """Forward and backward (twice the forward), recompute not counted."""
-    return 3 * sum(step.flops(seq_len) for _, step in pieces(model))
+    """Forward and backward (twice the forward), multi-token prediction included, recompute not counted."""
+    return 3 * sum(step.flops(seq_len) for _, step in (*pieces(model), *pieces_ahead(model)))

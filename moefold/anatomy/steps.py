@@ -6,7 +6,9 @@ order and lanes are stated here and nowhere else.
     MoE block:    attend  route  dispatch  shared  experts  combine       dense block:    attend  mlp
     lane:         compute compute  comm    compute compute    comm
 
-`shared` stands behind `dispatch`, so that shared experts compute while tokens travel.
+`shared` stands behind `dispatch`, so that shared experts compute while tokens travel. Where tokens travel as latents,
+`narrow` stands before `dispatch` and `widen` behind `combine`. Multi-token prediction adds, before `predict`, for each
+further token `look_ahead`, a block, and `set_aside`; `predict` then has a loss for each of them too.
 
 FLOPs are those of one token's forward pass and follow the published tables: causal attention counts half, the head
 counts, embedding and router do not.
@@ -48,11 +50,17 @@ class StepSpec:
     ops: tuple[str, ...] = ()
     weights: tuple[Weight, ...] = ()
     matmul: float = 0.0  # multiply-adds a token makes with weights
-    context: float = 0.0  # multiply-adds a token makes with each other token of a full sequence
+    context: float = 0.0  # multiply-adds a token makes with each token it sees
+    window: int = 0  # how many tokens it sees at most; 0: all before it
 
     def flops(self, seq_len: int) -> float:
         """Forward FLOPs of one token in a sequence of this length."""
-        return 2 * self.matmul + 2 * self.context * seq_len / 2
+        return 2 * self.matmul + 2 * self.context * self.seen(seq_len)
+
+    def seen(self, seq_len: int) -> float:
+        """How many tokens a token sees on average: half of the sequence, or nearly the window."""
+        window = min(self.window or seq_len, seq_len)
+        return window * (1 - window / (2 * seq_len))
 
     @property
     def parameters(self) -> int:
@@ -65,10 +73,57 @@ class StepSpec:
 
 def matmul_size(weights: tuple[Weight, ...]) -> float:
     """Multiply-adds of one token with those weights that are matrices."""
-    return sum(w.size * w.active for w in weights if len(w.shape) > 1 and not w.name.endswith(".bias"))
+    return sum(w.size * w.active for w in weights if len(w.shape) > 1 and not w.name.endswith("bias"))
 
 
-def attend(model: ModelConfig) -> StepSpec:
+def attend(model: ModelConfig, layer: int) -> StepSpec:
+    a, d = model.attention, model.hidden
+    weights = (latent_weights if a.kind == "mla" else grouped_weights)(model)
+    if a.sinks:
+        weights += (Weight("attention.sinks", (a.heads,)),)
+    value_dim = (a.kind == "mla" and a.value_dim) or a.head_dim
+    kv_heads = a.heads if a.kind == "mla" else a.kv_heads
+    window = window_of(model, layer)
+    return StepSpec(
+        "attend",
+        "compute",
+        True,
+        f"T,{d} -> q T,{a.heads},{a.head_dim}; k T,{kv_heads},{a.head_dim}; v T,{kv_heads},{value_dim} -> T,{d}"
+        + (f"  (the last {window} tokens)" if window else ""),
+        ("rmsnorm", "rope", "attention"),
+        weights,
+        matmul_size(weights),
+        context=a.heads * (a.head_dim + value_dim),
+        window=window,
+    )
+
+
+def window_of(model: ModelConfig, layer: int) -> int:
+    """How far a layer sees; 0: to the beginning. Every `full_every`-th layer has no window."""
+    a = model.attention
+    full = a.full_every > 1 and (layer + 1) % a.full_every == 0
+    return 0 if full else a.window
+
+
+def latent_weights(model: ModelConfig) -> tuple[Weight, ...]:
+    a, d = model.attention, model.hidden
+    still, value_dim = a.head_dim - a.rope_dim, a.value_dim or a.head_dim
+    down = {"query_down": a.q_rank, "latent": a.kv_rank, "turning": a.rope_dim}
+    down = {name: width for name, width in down.items() if width}
+    up = {"query": (a.q_rank or d, a.head_dim), "key": (a.kv_rank, still), "value": (a.kv_rank, value_dim)}
+    return (
+        Weight("attention.norm.weight", (d,)),
+        *(Weight(f"attention.{name}.weight", (width, d)) for name, width in down.items()),
+        *(Weight(f"attention.{name}.bias", (width,)) for name, width in down.items() if a.qkv_bias),
+        *((Weight("attention.query_norm.weight", (a.q_rank,)),) if a.q_rank else ()),
+        Weight("attention.latent_norm.weight", (a.kv_rank,)),
+        *(Weight(f"attention.{name}.weight", (a.heads, width, rank)) for name, (rank, width) in up.items()),
+        Weight("attention.out.weight", (d, a.heads * value_dim)),
+        *((Weight("attention.out.bias", (d,)),) if a.out_bias else ()),
+    )
+
+
+def grouped_weights(model: ModelConfig) -> tuple[Weight, ...]:
     a, d = model.attention, model.hidden
     heads = {"query": (a.heads, a.head_dim), "key": (a.kv_heads, a.head_dim), "value": (a.kv_heads, a.head_dim)}
     weights = [Weight("attention.norm.weight", (d,))]
@@ -82,17 +137,7 @@ def attend(model: ModelConfig) -> StepSpec:
         per_head = a.qk_norm == "head"
         widths = [a.head_dim * (1 if per_head else n) for n in (a.heads, a.kv_heads)]
         weights += [Weight(f"attention.{n}_norm.weight", (w,)) for n, w in zip(("query", "key"), widths, strict=True)]
-    found = tuple(weights)
-    return StepSpec(
-        "attend",
-        "compute",
-        True,
-        f"T,{d} -> q T,{a.heads},{a.head_dim}; kv T,{a.kv_heads},{a.head_dim} -> T,{d}",
-        ("rmsnorm", "rope", "attention"),
-        found,
-        matmul_size(found),
-        context=2 * a.heads * a.head_dim,
-    )
+    return tuple(weights)
 
 
 def mlp_weights(model: ModelConfig, name: str, ffn: int) -> tuple[Weight, ...]:
@@ -111,46 +156,76 @@ def mlp(model: ModelConfig) -> StepSpec:
 def route(model: ModelConfig) -> StepSpec:
     d, e, k = model.hidden, model.moe.experts, model.moe.top_k
     weights = (Weight("moe.norm.weight", (d,)), Weight("moe.router.weight", (e, d)))
-    kernels = ("rmsnorm", "router_logits", "router_topk", "arrange_rows")
-    return StepSpec("route", "compute", True, f"T,{d} -> T,{e} -> T,{k}", kernels, weights)
+    weights += (Weight("moe.router.bias", (e,)),) if model.moe.biases else ()
+    ops = ("rmsnorm", "router_logits", "router_topk", "arrange_rows")
+    return StepSpec("route", "compute", True, f"T,{d} -> T,{e} -> T,{k}", ops, weights)
+
+
+def travelling_width(model: ModelConfig) -> int:
+    """How wide a token is on its way to experts and there."""
+    return model.moe.latent or model.hidden
+
+
+def narrow(model: ModelConfig) -> StepSpec:
+    weights = (Weight("moe.narrow.weight", (model.moe.latent, model.hidden)),)
+    shapes = f"T,{model.hidden} -> T,{model.moe.latent}"
+    return StepSpec("narrow", "compute", True, shapes, (), weights, matmul_size(weights))
+
+
+def widen(model: ModelConfig) -> StepSpec:
+    weights = (Weight("moe.widen.weight", (model.hidden, model.moe.latent)),)
+    shapes = f"T,{model.moe.latent} -> T,{model.hidden}"
+    return StepSpec("widen", "compute", True, shapes, (), weights, matmul_size(weights))
 
 
 def dispatch(model: ModelConfig) -> StepSpec:
-    return StepSpec("dispatch", "comm", False, f"T,{model.hidden} -> R,{model.hidden}  (R = T x {model.moe.top_k})")
+    width = travelling_width(model)
+    return StepSpec("dispatch", "comm", False, f"T,{width} -> R,{width}  (R = T x {model.moe.top_k})")
 
 
 def shared(model: ModelConfig) -> StepSpec:
     weights = mlp_weights(model, "moe.shared", model.moe.shared_ffn)
+    weights += (Weight("moe.shared.gate.weight", (1, model.hidden)),) if model.moe.shared_gate else ()
     shapes = f"T,{model.hidden} -> T,2,{model.moe.shared_ffn} -> T,{model.hidden}"
     return StepSpec("shared", "compute", True, shapes, ("swiglu",), weights, matmul_size(weights))
 
 
 def experts(model: ModelConfig) -> StepSpec:
-    m, d = model.moe, model.hidden
+    m, d = model.moe, travelling_width(model)
     share = m.top_k / m.experts
     weights = (
         Weight("moe.experts.gate_up", (m.experts, 2, m.ffn, d), share),
         Weight("moe.experts.down", (m.experts, d, m.ffn), share),
     )
+    ops = ("expert_mlp", "gather_rows", "grouped_gemm", m.activation)  # the first at once, or the others in turn
+    if m.biases:
+        weights += (
+            Weight("moe.experts.gate_up_bias", (m.experts, 2, m.ffn), share),
+            Weight("moe.experts.down_bias", (m.experts, d), share),
+        )
+        ops += ("expert_bias",)
     shapes = f"R,{d} -> R,2,{m.ffn} -> R,{d}"
-    kernels = ("expert_mlp", "gather_rows", "grouped_gemm", "swiglu")  # the first at once, or the others in turn
-    return StepSpec("experts", "compute", False, shapes, kernels, weights, matmul_size(weights))
+    return StepSpec("experts", "compute", False, shapes, ops, weights, matmul_size(weights))
 
 
 def combine(model: ModelConfig) -> StepSpec:
-    return StepSpec("combine", "comm", False, f"R,{model.hidden} -> T,{model.hidden}", ("sum_rows",))
+    width = travelling_width(model)
+    return StepSpec("combine", "comm", False, f"R,{width} -> T,{width}", ("sum_rows",))
 
 
 def is_moe(model: ModelConfig, layer: int) -> bool:
-    return layer >= model.moe.dense_layers
+    """The first few layers may be dense, and of the others all but every n-th."""
+    return layer >= model.moe.dense_layers and (layer + 1) % model.moe.every == 0
 
 
 def block_steps(model: ModelConfig, layer: int) -> list[StepSpec]:
     """The steps of one block, in the order in which they run."""
+    first = attend(model, layer)
     if not is_moe(model, layer):
-        return [attend(model), mlp(model)]
+        return [first, mlp(model)]
     middle = [shared(model)] if model.moe.shared_ffn else []
-    return [attend(model), route(model), dispatch(model), *middle, experts(model), combine(model)]
+    travel = [dispatch(model), *middle, experts(model), combine(model)]
+    return [first, route(model), *([narrow(model), *travel, widen(model)] if model.moe.latent else travel)]
 
 
 def embed(model: ModelConfig) -> StepSpec:
@@ -162,11 +237,33 @@ def predict(model: ModelConfig) -> StepSpec:
     matrix = Weight("head.weight", (model.vocab, model.hidden))
     weights = (Weight("head.norm.weight", (model.hidden,)), *(() if model.tied_head else (matrix,)))
     shapes = f"T,{model.hidden} -> T,{model.vocab} in chunks -> loss"
-    return StepSpec("predict", "compute", True, shapes, ("rmsnorm", "cross_entropy"), weights, float(matrix.size))
+    times = 1.0 + model.mtp
+    return StepSpec("predict", "compute", True, shapes, ("rmsnorm", "cross_entropy"), weights, times * matrix.size)
+
+
+def look_ahead(model: ModelConfig) -> StepSpec:
+    d = model.hidden
+    norms = tuple(Weight(f"{name}_norm.weight", (d,)) for name in ("stream", "token"))
+    weights = (*norms, Weight("join.weight", (d, 2 * d)))
+    return StepSpec("look_ahead", "compute", True, f"T,{d} and T,{d} -> T,{d}", ("rmsnorm",), weights, 2.0 * d * d)
+
+
+def set_aside(model: ModelConfig) -> StepSpec:
+    weights = (Weight("norm.weight", (model.hidden,)),)
+    return StepSpec("set_aside", "compute", True, f"T,{model.hidden} -> T,{model.hidden}", ("rmsnorm",), weights)
+
+
+def pieces_ahead(model: ModelConfig) -> Iterator[tuple[str, StepSpec]]:
+    """The steps of multi-token prediction, with prefixes. Embedding and head are the model's own."""
+    for depth in range(model.mtp):
+        yield f"ahead.{depth}.", look_ahead(model)
+        for step in block_steps(model, model.layers + depth):
+            yield f"ahead.{depth}.block.", step
+        yield f"ahead.{depth}.", set_aside(model)
 
 
 def pieces(model: ModelConfig) -> Iterator[tuple[str, StepSpec]]:
-    """Every step of the whole model with the prefix of its parameters' names."""
+    """Every step from tokens to the loss, with the prefix of its parameters' names; multi-token prediction not."""
     yield "", embed(model)
     for layer in range(model.layers):
         for step in block_steps(model, layer):

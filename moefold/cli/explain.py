@@ -15,8 +15,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from moefold.anatomy.counts import active_parameters, total_parameters, train_flops_per_token
-from moefold.anatomy.steps import StepSpec, block_steps, embed, predict
+from moefold.anatomy.counts import active_parameters, parameters_ahead, total_parameters, train_flops_per_token
+from moefold.anatomy.steps import StepSpec, block_steps, embed, is_moe, pieces_ahead, predict, window_of
 from moefold.cli.options import check_ranks, read
 from moefold.config.run import Config
 from moefold.dispatch import price
@@ -24,7 +24,7 @@ from moefold.kernels.catalog import BYTES, CATALOG, Facts, expected_facts, pick,
 from moefold.layout.fold import fold
 from moefold.presets.recipe import resolve
 
-RING_OPS = ("attention_block", "attention_block_backward")  # only a ring of context-parallel ranks uses them
+RING_OPS = ("attention_block", "attention_block_backward")  # what a ring of context-parallel ranks uses in addition
 
 
 @dataclass(frozen=True)
@@ -56,11 +56,18 @@ def explanation(config: Config, world: int) -> dict[str, Any]:
     forced = read_force(config.kernels.force)
     goes_round = config.parallel.cp > 1 and config.parallel.context in ("ring", "hierarchical")
     dense_grid, expert_grid = fold(world, config.parallel)
-    layers = [("embedding", 1, [embed(model)]), *kinds_of_layers(config), ("head", 1, [predict(model)])]
+    layers = [("embedding", 1, [embed(model)]), *kinds_of_layers(config)]
+    if model.mtp:
+        ahead = [step for _, step in pieces_ahead(model)]
+        layers.append(("layer ahead", model.mtp, ahead[: len(ahead) // model.mtp]))
+    layers.append(("head", 1, [predict(model)]))
+    used = {op for _, _, steps in layers for step in steps for op in step.ops} | {"adamw"}
+    used |= set(RING_OPS) if goes_round else set()
     return {
         "name": config.name,
         "parameters": total_parameters(model),
         "active_parameters": active_parameters(model),
+        "parameters_ahead": parameters_ahead(model),
         "train_flops_per_token": train_flops_per_token(model, config.data.seq_len),
         "seq_len": config.data.seq_len,
         "facts": asdict(facts),
@@ -70,15 +77,19 @@ def explanation(config: Config, world: int) -> dict[str, Any]:
             for kind, count, steps in layers
         ],
         "dispatcher": dict(zip(("name", "why"), price.choose(config, min(world, 8), BYTES[facts.dtype]), strict=True)),
-        "kernels": {op: choice(op, facts, forced) for op in CATALOG if goes_round or op not in RING_OPS},
+        "kernels": {op: choice(op, facts, forced) for op in CATALOG if op in used},
     }
 
 
 def kinds_of_layers(config: Config) -> list[tuple[str, int, list[StepSpec]]]:
     """Each kind of block once, with how many there are."""
-    model, dense = config.model, config.model.moe.dense_layers
-    kinds = [("dense layer", dense, 0), ("MoE layer", model.layers - dense, dense)]
-    return [(kind, count, block_steps(model, first)) for kind, count, first in kinds if count]
+    model = config.model
+    layers: dict[tuple[str, int], list[int]] = {}
+    for layer in range(model.layers):
+        layers.setdefault(("MoE layer" if is_moe(model, layer) else "dense layer", window_of(model, layer)), []).append(
+            layer
+        )
+    return [(kind, len(which), block_steps(model, which[0])) for (kind, _), which in layers.items()]
 
 
 def describe(step: StepSpec, config: Config) -> dict[str, Any]:
@@ -101,7 +112,8 @@ def choice(op: str, facts: Facts, forced: dict[str, str]) -> dict[str, str]:
 def show(found: dict[str, Any], console: Console) -> None:
     facts = found["facts"]
     console.print(
-        f"[bold]{escape(found['name'])}[/bold]: {human(found['parameters'])} parameters, "
+        f"[bold]{escape(found['name'])}[/bold]: {human(found['parameters'])} parameters"
+        f"{further(found['parameters_ahead'])}, "
         f"{human(found['active_parameters'])} active, {human(found['train_flops_per_token'])} FLOPs a token to train "
         f"at length {found['seq_len']}; on {facts['device']} in {facts['dtype']}"
     )
@@ -130,6 +142,10 @@ def show(found: dict[str, Any], console: Console) -> None:
         users = list(dict.fromkeys(users)) or ["optimizer" if op == "adamw" else "attend"]
         kernels.add_row(op, ", ".join(users), chosen["implementation"], chosen["why"])
     console.print(kernels)
+
+
+def further(ahead: int) -> str:
+    return f" (and {human(ahead)} to predict further tokens)" if ahead else ""
 
 
 def human(number: float) -> str:

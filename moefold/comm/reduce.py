@@ -1,7 +1,11 @@
 """Summing gradients over ranks, each rank keeping its part, without waiting until the result is needed.
 
 As fp32: one reduce-scatter. As bf16: every rank sends each other rank its part in bf16 and sums what it gets in fp32;
-half the bytes of fp32, and one rounding of each summand where a bf16 ring would round at every hop.
+half the bytes of fp32, and one rounding of each summand where a bf16 ring would round at every hop. Nothing is
+allocated for it: rounded, the gradients take half of their own memory, and what arrives takes the other half.
+
+    fp32    | g0      | g1      | g2      | g3      |
+    bf16    | g0 | g1 | g2 | g3 | from 0  | from 1 ..
 """
 
 from __future__ import annotations
@@ -46,9 +50,29 @@ def reduce_fp32(x: torch.Tensor, axis: Axis) -> Reduction:
 def reduce_bf16(x: torch.Tensor, axis: Axis) -> Reduction:
     if axis.size == 1:
         return Reduction(nothing, lambda: x)
-    sent = x.to(torch.bfloat16)
+    sent, received = rounded_in_place(x)
     agree("reduce", axis, sent)
     traffic.note("reduce", axis, sent.nbytes * (axis.size - 1) // axis.size)
-    received = torch.empty_like(sent)
     work = dist.all_to_all_single(received, sent, group=axis.group, async_op=True)
-    return Reduction(work.wait, lambda: received.view(axis.size, -1).sum(0, dtype=x.dtype))  # pyright: ignore[reportOptionalMemberAccess]
+    return Reduction(work.wait, lambda: added_up(received.view(axis.size, -1), x.dtype))  # pyright: ignore[reportOptionalMemberAccess]
+
+
+def added_up(parts: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The sum over dim 0 in that type, part by part: torch's own would first widen all of them."""
+    total = parts[0].to(dtype)
+    for part in parts[1:]:
+        total += part
+    return total
+
+
+def rounded_in_place(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """x as bf16 in the first part of its own memory, and as much of the rest; x itself is gone. Elements move towards
+    the front, each block into what the blocks before it have left, so that no copy overlaps itself."""
+    narrow = x.view(torch.bfloat16)
+    first = min(len(x), 4096)
+    narrow[:first] = x[:first].to(torch.bfloat16)
+    while first < len(x):
+        last = min(2 * first, len(x))
+        narrow[first:last] = x[first:last]
+        first = last
+    return narrow[: len(x)], narrow[len(x) : 2 * len(x)]

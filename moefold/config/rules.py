@@ -8,55 +8,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from operator import attrgetter
 
+from moefold.config.model_rules import MODEL
 from moefold.config.refused import Refused, printable
+from moefold.config.rule import Case, Rule, divisors
 from moefold.config.run import Config, ParallelConfig
-
-
-@dataclass(frozen=True)
-class Case:
-    """A configuration on a number of ranks: what rules look at."""
-
-    config: Config
-    world: int = 1
-
-    @property
-    def dense_part(self) -> int:
-        p = self.config.parallel
-        return p.tp * p.cp * p.pp
-
-    @property
-    def expert_part(self) -> int:
-        p = self.config.parallel
-        return p.etp * p.ep * p.pp
-
-    @property
-    def dp(self) -> int:
-        return max(1, self.world // self.dense_part)
-
-    @property
-    def share(self) -> int:
-        """Sequences of a global batch that one data-parallel rank gets, at least one."""
-        return max(1, self.config.train.global_batch // self.dp)
-
-
-@dataclass(frozen=True)
-class Rule:
-    name: str
-    reads: tuple[str, ...]
-    holds: Callable[[Case], bool]
-    says: Callable[[Case], str]
-    fix: Callable[[Case], str]
-
-
-def divisors(n: int, most: int = 12) -> str:
-    """The divisors of n in words, the largest few when there are many."""
-    small = [d for d in range(1, int(n**0.5) + 1) if n % d == 0]
-    found = sorted({*small, *(n // d for d in small)})
-    return ", ".join(map(str, found if len(found) <= most else [*found[:3], *found[-(most - 3) :]]))
-
 
 CROSS_FIELD: list[Rule] = [
     Rule(
@@ -119,13 +76,13 @@ CROSS_FIELD: list[Rule] = [
         ("model.attention.rope.beta_fast", "model.attention.rope.beta_slow", "model.attention.rope.scaling"),
         lambda c: (
             c.config.model.attention.rope.scaling != "yarn"
-            or c.config.model.attention.rope.beta_slow < c.config.model.attention.rope.beta_fast
+            or c.config.model.attention.rope.beta_slow <= c.config.model.attention.rope.beta_fast
         ),
         lambda c: (
-            f"model.attention.rope.beta_slow = {c.config.model.attention.rope.beta_slow:g} is not below "
+            f"model.attention.rope.beta_slow = {c.config.model.attention.rope.beta_slow:g} is above "
             f"model.attention.rope.beta_fast = {c.config.model.attention.rope.beta_fast:g}"
         ),
-        lambda c: f"set model.attention.rope.beta_fast above {c.config.model.attention.rope.beta_slow:g}",
+        lambda c: f"set model.attention.rope.beta_fast to at least {c.config.model.attention.rope.beta_slow:g}",
     ),
     Rule(
         "files are named",
@@ -210,7 +167,7 @@ def swaps_heads(c: Case) -> int:
 
 
 def has_dense(c: Case) -> bool:
-    return c.config.model.moe.dense_layers > 0
+    return c.config.model.moe.dense_layers > 0 or c.config.model.moe.every > 1
 
 
 SPLITS = [
@@ -273,7 +230,7 @@ SPLITS = [
     ),
 ]
 
-RULES = CROSS_FIELD + SPLITS
+RULES = CROSS_FIELD + MODEL + SPLITS
 
 
 def broken(case: Case, illegal: Iterable[str] = ()) -> list[str]:

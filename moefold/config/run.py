@@ -18,13 +18,24 @@ class RopeConfig:
     high_frequency: float = key(4.0, "llama3: waves per original length above which nothing is", above=0)
     beta_fast: float = key(32.0, "yarn: turns per original length above which nothing is stretched", above=0)
     beta_slow: float = key(1.0, "yarn: turns per original length below which all is", above=0)
+    round_dims: bool = key(True, "yarn: the two limits are rounded to whole dims")
+    sharpen: float = key(1.0, "yarn: turned dims are sharpened by 0.1 x this x ln(factor) + 1", at_least=0)
+    sharpen_all: float = key(0.0, "yarn: whole scores are, by the same formula, and turned dims less", at_least=0)
 
 
 @dataclass(frozen=True)
 class AttentionConfig:
     heads: int = key(4, "query heads", at_least=1, at_most=4096)
     kv_heads: int = key(2, "key and value heads, shared by groups of query heads", at_least=1, at_most=4096)
-    head_dim: int = key(32, "width of a head", at_least=2, at_most=4096)
+    head_dim: int = key(32, "width of a query and key head", at_least=2, at_most=4096)
+    rope_dim: int = key(0, "how many dims of a head turn by position; 0: all", at_least=0, at_most=4096)
+    kind: Literal["gqa", "mla"] = key("gqa", "grouped queries, or keys and values from one narrow latent (MLA)")
+    q_rank: int = key(0, "mla: width of the latent that queries come from; 0: straight from the stream", at_least=0)
+    kv_rank: int = key(64, "mla: width of the latent that keys and values come from", at_least=1)
+    value_dim: int = key(0, "mla: width of a value head; 0: as head_dim", at_least=0, at_most=4096)
+    window: int = key(0, "a token sees this many tokens, itself included; 0: all before it", at_least=0)
+    full_every: int = key(1, "with a window: every so many layers one sees all", at_least=1)
+    sinks: bool = key(False, "each head has a learned score that no token has, to look at nothing")
     qk_norm: Literal["none", "head", "full"] = key("none", "RMSNorm on queries and keys: per head, or over all heads")
     qkv_bias: bool = key(False, "biases on the query, key and value projections")
     out_bias: bool = key(False, "bias on the output projection")
@@ -37,8 +48,29 @@ class MoeConfig:
     top_k: int = key(2, "experts a token visits", at_least=1, at_most=65_536)
     ffn: int = key(256, "inner width of a routed expert", at_least=1, at_most=1_048_576)
     shared_ffn: int = key(0, "inner width of the shared experts together; 0: none", at_least=0, at_most=1_048_576)
-    normalize_top_k: bool = key(True, "the chosen probabilities are scaled to sum to one")
+    shared_gate: bool = key(False, "a learned gate, one number a token, scales what the shared experts give")
+    latent: int = key(0, "width that tokens are narrowed to before they travel to experts; 0: none", at_least=0)
+    activation: Literal["swiglu", "clamped_swiglu"] = key("swiglu", "of routed experts; clamped as in GPT-OSS")
+    clamp: float = key(7.0, "clamped_swiglu: where gate and up are cut off", above=0)
+    biases: bool = key(False, "routed experts and the router have biases")
     dense_layers: int = key(0, "how many of the first layers have a dense MLP instead of experts", at_least=0)
+    every: int = key(1, "behind those, every so many layers one has experts", at_least=1)
+    router: Literal["token_choice", "expert_choice", "sinkhorn"] = key(
+        "token_choice", "tokens choose experts, experts choose tokens of each sequence, or both by optimal transport"
+    )
+    looks_ahead: bool = key(False, "accept that expert_choice and sinkhorn see later tokens of a sequence")
+    score: Literal["softmax", "softmax_chosen", "sigmoid"] = key(
+        "softmax", "scores from router logits: over all experts, over the chosen ones, or each by itself"
+    )
+    normalize: Literal["chosen", "all", "none"] = key(
+        "chosen", "weights sum to one over the chosen experts, over all, or not"
+    )
+    scale: float = key(1.0, "factor on the weights", above=0)
+    groups: int = key(1, "experts are in so many groups, of which a token may choose a few", at_least=1)
+    groups_chosen: int = key(1, "how many groups a token may choose from", at_least=1)
+    group_score: Literal["best", "best_two"] = key("best_two", "a group is worth its best expert, or its two best")
+    jitter: float = key(0.0, "router inputs are multiplied by noise within 1 +- this in training", at_least=0, below=1)
+    force_balance: bool = key(False, "benchmarks: tokens go round the experts, whatever the router says")
     capacity_factor: float = key(
         0.0,
         "an expert takes at most this times its even share, the rest passes it by; 0: all",
@@ -54,7 +86,16 @@ class MoeConfig:
         "activation", "where a row meets its router weight: inside the activation (saves memory), or after the expert"
     )
     bias_rate: float = key(0.0, "step of the selection bias that evens out expert load; 0: off", at_least=0)
-    aux_loss: float = key(0.0, "weight of the load-balancing loss, per sequence; 0: off", at_least=0)
+    bias_step: Literal["sign", "proportional"] = key("sign", "the bias moves by a fixed step, or by the lack of load")
+    aux_loss: float = key(0.0, "weight of the load-balancing loss; 0: off", at_least=0)
+    aux_over: Literal["sequence", "microbatch", "global_batch", "previous_batch"] = key(
+        "sequence",
+        "what that loss evens out; global_batch counts in a forward pass of its own, previous_batch lags by a step",
+    )
+    device_loss: float = key(0.0, "weight of the loss that evens out groups of experts (devices); 0: off", at_least=0)
+    devices: int = key(1, "how many such groups of experts there are, for device_loss and device_capacity", at_least=1)
+    device_capacity: bool = key(False, "the capacity is that of a group of experts together, not of each")
+    z_loss: float = key(0.0, "weight of the squared log-sum-exp of router logits; 0: off", at_least=0)
 
 
 @dataclass(frozen=True)
@@ -65,6 +106,8 @@ class ModelConfig:
     dense_ffn: int = key(512, "inner width of a dense MLP", at_least=1, at_most=1_048_576)
     norm_eps: float = key(1e-6, "added to the mean square inside RMSNorm", above=0, below=1)
     tied_head: bool = key(False, "the output head is the embedding")
+    mtp: int = key(0, "layers that predict further tokens ahead (multi-token prediction)", at_least=0, at_most=16)
+    mtp_loss: float = key(0.1, "weight of their mean loss", at_least=0)
     init_std: float = key(0.02, "standard deviation of the initial weights", above=0, at_most=10)
     attention: AttentionConfig = section(AttentionConfig)
     moe: MoeConfig = section(MoeConfig)
@@ -72,7 +115,9 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    source: Literal["stdlib", "files"] = key("stdlib", "Python's own library source, or the files you name")
+    source: Literal["stdlib", "files", "zipf"] = key(
+        "stdlib", "Python's own library source, the files you name, or random tokens, skewed by Zipf's law"
+    )
     files: tuple[str, ...] = key((), "text or .jsonl files (or folders of them), for source files")
     text_key: str = key("text", "the field of a .jsonl line that holds the text")
     tokenizer: str = key("byte", "byte, or the path of a Hugging Face tokenizer.json")
@@ -121,8 +166,8 @@ class ParallelConfig:
     context: Literal["all_gather", "all_to_all", "ring", "hierarchical"] = key(
         "ring", "how queries meet keys of other cp ranks"
     )
-    dispatcher: Literal["auto", "all_gather", "all_to_all", "dedup", "hierarchical"] = key(
-        "auto", "how tokens travel to experts of other ranks; auto: by predicted time"
+    dispatcher: Literal["auto", "all_gather", "all_to_all", "dedup", "hierarchical", "deepep"] = key(
+        "auto", "how tokens travel to experts of other ranks; auto: by predicted time; deepep: if it is installed"
     )
 
 

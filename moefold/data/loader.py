@@ -25,11 +25,12 @@ class Batch:
 
     tokens_BS: torch.Tensor
     labels_BS: torch.Tensor
+    first: int = 0  # the number of its first sequence in the run's order; the others follow
 
     def microbatches(self, size: int) -> Iterator[Batch]:
         for start in range(0, len(self.tokens_BS), size):
             part = slice(start, start + size)
-            yield Batch(self.tokens_BS[part], self.labels_BS[part])
+            yield Batch(self.tokens_BS[part], self.labels_BS[part], self.first + start)
 
 
 class Loader:
@@ -59,7 +60,7 @@ class Loader:
         both = torch.from_numpy(rows).to(self.device, non_blocking=True)
         tokens, labels = both[:, :-1].clone(), both[:, 1:].clone()  # two tensors: labels are changed below
         labels[max(0, count - places.start) :] = IGNORED
-        return Batch(tokens, labels)
+        return Batch(tokens, labels, consumed + places.start)
 
     def window(self, number: int) -> int:
         """Which window the number-th sequence of the run is."""

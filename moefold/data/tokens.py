@@ -22,6 +22,17 @@ class Corpus:
     held_out: np.ndarray
 
 
+ZIPF = 1 << 22  # tokens of a stream that has no end of its own
+
+
+def zipf_tokens(count: int, size: int, seed: int) -> np.ndarray:
+    """Random tokens, the n-th most frequent of them 1 / n as frequent as the first: a stream for benchmarks, and one
+    that unbalances a router."""
+    shares = 1 / np.arange(1, size + 1)
+    generator = np.random.Generator(np.random.PCG64(seed))
+    return generator.choice(size, size=count, p=shares / shares.sum()).astype(np.uint32)
+
+
 def is_held_out(number: int, share: float) -> bool:
     """Whether piece `number` is one of the evenly spaced ones that make up the share."""
     return int((number + 1) * share + 0.5) > int(number * share + 0.5)
@@ -34,6 +45,8 @@ def load_corpus(data: DataConfig, tokenizer: Tokenizer, vocab: int) -> Corpus:
             f"model.vocab = {vocab}, but data.tokenizer = {data.tokenizer} has {tokenizer.size} tokens; "
             f"set model.vocab to at least {tokenizer.size}"
         )
+    if data.source == "zipf":
+        return Corpus(zipf_tokens(ZIPF, tokenizer.size, 1), zipf_tokens(int(ZIPF * data.held_out), tokenizer.size, 2))
     dtype = np.uint8 if tokenizer.size <= 2**8 else np.uint16 if tokenizer.size <= 2**16 else np.uint32
     sides: dict[bool, list[np.ndarray]] = {True: [], False: []}
     end = np.array([tokenizer.end], dtype=dtype)

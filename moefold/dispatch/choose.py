@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from functools import partial
 
+from moefold.anatomy.steps import travelling_width
 from moefold.config.run import Config, MoeConfig
 from moefold.dispatch.all_gather import AllGatherDispatcher
 from moefold.dispatch.base import Dispatcher, Rowing
@@ -13,6 +14,7 @@ from moefold.dispatch.local import LocalDispatcher
 from moefold.dispatch.price import choose
 from moefold.kernels.bind import Kernels
 from moefold.kernels.catalog import BYTES
+from moefold.kernels.registry import DTYPES
 from moefold.layout.axes import World
 
 
@@ -34,7 +36,7 @@ def choose_dispatcher(config: Config, kernels: Kernels, world: World) -> Dispatc
     rowing = Rowing(
         ep.index * held,
         held,
-        drops=moe.capacity_factor > 0,
+        drops=moe.capacity_factor > 0 or moe.router == "expert_choice",
         multiple=moe.pad_rows,
         each=partial(rows_each, moe, world.axis("ep", "etp").size) if moe.pad_to_capacity else None,
     )
@@ -42,4 +44,5 @@ def choose_dispatcher(config: Config, kernels: Kernels, world: World) -> Dispatc
         return LocalDispatcher(rowing, kernels)
     if name == "all_gather":
         return AllGatherDispatcher(rowing, kernels, world)
-    return made_of_hops(name, rowing, kernels, world)
+    dtype = DTYPES[config.train.precision]
+    return made_of_hops(name, rowing, kernels, world, travelling_width(config.model), dtype)

@@ -3,22 +3,26 @@
     all_to_all     every row to its expert's rank
     dedup          a token once to each distinct rank; rows are described there, and results summed there before return
     hierarchical   a token once to each distinct node, then once to each distinct rank inside it
+    deepep         a token once to each distinct rank, by DeepEP's kernels
 
 each followed, where experts are cut over etp, by a hop that gives every etp rank the tokens of all.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
 
 from moefold.dispatch.base import Receipt, Routing, Rowing, Rows
+from moefold.dispatch.deepep import DeepEpHop, make_buffer, require_deepep
 from moefold.dispatch.hop import Hop, per_choice, per_rank, to_everyone
 from moefold.kernels.bind import Kernels
 from moefold.layout.axes import World
 
 
 class HoppingDispatcher:
-    def __init__(self, hops: list[Hop], rowing: Rowing, kernels: Kernels):
+    def __init__(self, hops: Sequence[Hop | DeepEpHop], rowing: Rowing, kernels: Kernels):
         self.hops, self.rowing, self.kernels = hops, rowing, kernels
 
     def plan(self, routing: Routing) -> Receipt:
@@ -42,7 +46,9 @@ class HoppingDispatcher:
         return y
 
 
-def made_of_hops(name: str, rowing: Rowing, kernels: Kernels, world: World) -> HoppingDispatcher:
+def made_of_hops(
+    name: str, rowing: Rowing, kernels: Kernels, world: World, hidden: int, dtype: torch.dtype
+) -> HoppingDispatcher:
     ep, etp = world.axis("ep"), world.axis("etp")
     nodes, inside = world.axis("ep nodes"), world.axis("ep inside")
     held = rowing.held
@@ -56,11 +62,20 @@ def made_of_hops(name: str, rowing: Rowing, kernels: Kernels, world: World) -> H
     def inside_node(ids: torch.Tensor) -> torch.Tensor:
         return ids // held % inside.size
 
-    hops = {
-        "all_to_all": [Hop(ep, per_choice, over_ep, kernels)],
-        "dedup": [Hop(ep, per_rank, over_ep, kernels)],
-        "hierarchical": [Hop(nodes, per_rank, over_nodes, kernels), Hop(inside, per_rank, inside_node, kernels)],
-    }[name]
+    def by_deepep() -> DeepEpHop:
+        package = require_deepep(world.device.type, dtype, hidden)
+        return DeepEpHop(make_buffer(package, ep, hidden * dtype.itemsize), ep, held)
+
+    made: dict[str, Callable[[], list[Hop | DeepEpHop]]] = {
+        "all_to_all": lambda: [Hop(ep, per_choice, over_ep, kernels)],
+        "dedup": lambda: [Hop(ep, per_rank, over_ep, kernels)],
+        "hierarchical": lambda: [
+            Hop(nodes, per_rank, over_nodes, kernels),
+            Hop(inside, per_rank, inside_node, kernels),
+        ],
+        "deepep": lambda: [by_deepep()],
+    }
+    hops = made[name]()
     if etp.size > 1:
         hops = [*hops, Hop(etp, to_everyone, over_ep, kernels)]
     return HoppingDispatcher(hops, rowing, kernels)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from moefold.anatomy.steps import travelling_width
 from moefold.config.run import Config
 
 LATENCY = 155e-6
@@ -66,7 +67,9 @@ def choose(config: Config, ranks_on_a_node: int, bytes_each: int, links: Links |
         return p.dispatcher, "asked for"
     tokens = config.train.micro_batch * config.data.seq_len // (p.cp * p.tp)
     inside = max(1, min(p.ep, ranks_on_a_node // p.etp))
-    trip = Trip(tokens, config.model.hidden * bytes_each, moe.top_k, p.ep, inside if p.ep % inside == 0 else p.ep)
+    trip = Trip(
+        tokens, travelling_width(config.model) * bytes_each, moe.top_k, p.ep, inside if p.ep % inside == 0 else p.ep
+    )
     names = ["dedup", "all_gather", "all_to_all", *(["hierarchical"] if trip.inside < trip.ranks else [])]
     joint = replace(trip, ranks=p.ep * p.etp, inside=min(p.ep * p.etp, ranks_on_a_node))  # all_gather joins etp too
     times = {n: seconds(n, joint if n == "all_gather" else trip, links or Links()) for n in names}

@@ -1,6 +1,6 @@
 """Causal attention with grouped queries: each key and value head serves a group of query heads.
 
-B sequences, S queries, L keys, H query heads, G key/value heads, D head width.
+B sequences, S queries, L keys, H query heads, G key/value heads, D head width, V width of a value head.
 """
 
 from __future__ import annotations
@@ -13,47 +13,100 @@ from moefold.kernels.registry import Case, op, random
 
 
 @op
-def attention(q_BSHD: torch.Tensor, k_BLGD: torch.Tensor, v_BLGD: torch.Tensor) -> torch.Tensor:
-    """softmax(q k^T / sqrt(D), causal) v, scores in fp32 or better. The S queries are the last of the L positions."""
+def attention(
+    q_BSHD: torch.Tensor,
+    k_BLGD: torch.Tensor,
+    v_BLGV: torch.Tensor,
+    scale: float | None = None,
+    window: int = 0,
+    sink_H: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """softmax(q k^T x scale, causal) v, scores in fp32 or better. The S queries are the last of the L positions.
+
+    `scale` is 1 / sqrt(D) if not said. With a `window`, a query sees that many keys, its own included. `sink_H` is one
+    more score for each head that no key has: it takes its part of the softmax and gives nothing.
+    """
     wide = torch.promote_types(q_BSHD.dtype, torch.float32)
-    q, k, v = heads_first(q_BSHD, k_BLGD, v_BLGD, wide)
-    scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
-    out = scores.masked_fill(future(scores), float("-inf")).softmax(-1) @ v
+    q, k, v = heads_first(q_BSHD, k_BLGD, v_BLGV, wide)
+    scores = q @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    scores = scores.masked_fill(~seen(q.shape[2], k.shape[2], k.shape[2] - q.shape[2], window, q.device), -torch.inf)
+    if sink_H is not None:
+        sink = sink_H.to(wide)[None, :, None, None].expand(*scores.shape[:-1], 1)
+        scores = torch.cat((scores, sink), dim=-1)
+    out = scores.softmax(-1)[..., : k.shape[2]] @ v
     return out.transpose(1, 2).to(q_BSHD.dtype)
 
 
-def heads_first(q_BSHD, k_BLGD, v_BLGD, wide: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def heads_first(q_BSHD, k_BLGD, v_BLGV, wide: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(B, H, positions, D) each, key and value heads repeated for their group of queries."""
     group = q_BSHD.shape[2] // k_BLGD.shape[2]
-    q, k, v = (x.transpose(1, 2).to(wide) for x in (q_BSHD, k_BLGD, v_BLGD))
+    q, k, v = (x.transpose(1, 2).to(wide) for x in (q_BSHD, k_BLGD, v_BLGV))
     return q, k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
 
 
-def future(scores: torch.Tensor) -> torch.Tensor:
-    """True where a key lies behind its query, the last query being at the last key."""
-    s, length = scores.shape[-2:]
-    return torch.ones(s, length, dtype=torch.bool, device=scores.device).triu(1 + length - s)
+def seen(queries: int, keys: int, ahead: int, window: int, device: torch.device) -> torch.Tensor:
+    """(S, L): which keys a query sees, the first query standing `ahead` places behind the first key."""
+    back = torch.arange(queries, device=device)[:, None] + ahead - torch.arange(keys, device=device)
+    return (back >= 0) & (back < window) if window else back >= 0
 
 
 @attention.fast("sdpa")
-def _(q_BSHD: torch.Tensor, k_BLGD: torch.Tensor, v_BLGD: torch.Tensor) -> torch.Tensor:
-    q, k, v = (x.transpose(1, 2) for x in (q_BSHD, k_BLGD, v_BLGD))
-    grouped, square = q.shape[1] != k.shape[1], q.shape[2] == k.shape[2]
-    mask = None if square else causal_lower_right(q.shape[2], k.shape[2])
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=square, enable_gqa=grouped)
+def _(
+    q_BSHD: torch.Tensor,
+    k_BLGD: torch.Tensor,
+    v_BLGV: torch.Tensor,
+    scale: float | None = None,
+    window: int = 0,
+    sink_H: torch.Tensor | None = None,
+) -> torch.Tensor:
+    factor: float = q_BSHD.shape[-1] ** -0.5 if scale is None else scale
+    if sink_H is not None:
+        q_BSHD, k_BLGD, v_BLGV = with_sink(q_BSHD, k_BLGD, v_BLGV, sink_H / factor)
+    q, k, v = (x.transpose(1, 2) for x in (q_BSHD, k_BLGD, v_BLGV))
+    grouped, square = q.shape[1] != k.shape[1], q.shape[2] == k.shape[2] and not window
+    mask = None if square else sdpa_mask(q.shape[2], k.shape[2], window, sink_H is not None, q.device)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=square, scale=factor, enable_gqa=grouped)
     return out.transpose(1, 2)
+
+
+def with_sink(q_BSHD, k_BLGD, v_BLGV, score_H: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The sink as a first key: heads get more dims, in which that key alone is one and every query has its head's
+    score. So any attention can do it, and the score's gradient comes by itself. Eight dims, as kernels like it."""
+    b, s, h, _ = q_BSHD.shape
+    score = F.pad(score_H.to(q_BSHD.dtype)[:, None], (0, 7))
+    q = torch.cat((q_BSHD, score.expand(b, s, h, 8)), dim=-1)
+    k, v = F.pad(k_BLGD, (0, 8)), F.pad(v_BLGV, (0, 0, 0, 0, 1, 0))
+    first = torch.zeros_like(k[:, :1])
+    first[..., k_BLGD.shape[-1]] = 1
+    return q, torch.cat((first, k), dim=1), v
+
+
+def sdpa_mask(queries: int, keys: int, window: int, sink: bool, device: torch.device):
+    """What SDPA needs where its own causal mask does not do: lower right, or with a window that never hides a sink."""
+    if not window:
+        return causal_lower_right(queries, keys)
+    mask = seen(queries, keys, keys - queries, window, device)
+    if sink:
+        mask[:, 0] = True
+    return mask
 
 
 @attention.cases
 def _(device: str, dtype: torch.dtype):
     sizes = [
-        (1, 1, 1, 1, 1, 8),
-        (2, 33, 33, 4, 2, 16),
-        (1, 64, 64, 6, 6, 32),
-        (1, 257, 257, 4, 1, 64),
-        (2, 16, 48, 4, 2, 16),
+        (1, 1, 1, 1, 1, 8, 8),
+        (2, 33, 33, 4, 2, 16, 16),
+        (1, 64, 64, 6, 6, 32, 32),
+        (1, 257, 257, 4, 1, 64, 64),
+        (2, 16, 48, 4, 2, 16, 16),
+        (2, 24, 24, 4, 4, 24, 16),
     ]
-    for b, s, length, h, g, d in sizes:
-        q = random(device, dtype, b, s, h, d)
-        k, v = (random(device, dtype, b, length, g, d, seed=i) for i in (1, 2))
-        yield Case(f"{b}x{s} on {length}, {h}/{g} heads of {d}", (q, k, v))
+    for b, s, length, h, g, d, dv in sizes:
+        q, k = random(device, dtype, b, s, h, d), random(device, dtype, b, length, g, d, seed=1)
+        v, sink = random(device, dtype, b, length, g, dv, seed=2), random(device, dtype, h, seed=3)
+        name = f"{b}x{s} on {length}, {h}/{g} heads of {d}" + (f", values of {dv}" if dv != d else "")
+        yield Case(name, (q, k, v))
+        yield Case(f"{name}, sinks", (q, k, v, 0.3, 0, sink))
+        for window in (1, 7):
+            yield Case(f"{name}, window {window}", (q, k, v, None, window, None))
+            yield Case(f"{name}, window {window}, sinks", (q, k, v, None, window, sink))

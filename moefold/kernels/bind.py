@@ -11,7 +11,9 @@ from moefold.kernels import (
     arrange_rows,
     attention,
     attention_block,
+    clamped_swiglu,
     cross_entropy,
+    expert_bias,
     expert_mlp,
     grouped_gemm,
     permute,
@@ -29,7 +31,9 @@ __all__ = [  # imported so that their ops are registered
     "arrange_rows",
     "attention",
     "attention_block",
+    "clamped_swiglu",
     "cross_entropy",
+    "expert_bias",
     "expert_mlp",
     "grouped_gemm",
     "permute",
@@ -51,6 +55,8 @@ class Kernels:
     attention_block: Callable[..., Any]
     attention_block_backward: Callable[..., Any]
     swiglu: Callable[..., Any]
+    clamped_swiglu: Callable[..., Any]
+    expert_bias: Callable[..., Any]
     router_logits: Callable[..., Any]
     router_topk: Callable[..., Any]
     arrange_rows: Callable[..., Any]

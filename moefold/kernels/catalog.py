@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
 
+from moefold.anatomy.steps import travelling_width
 from moefold.config.refused import Refused, choose
 from moefold.config.run import Config
 
@@ -79,6 +80,8 @@ CATALOG: dict[str, tuple[Choice, ...]] = {
     "attention_block": (),
     "attention_block_backward": (),
     "swiglu": (Choice("by_hand", always, "nothing", "saves the pre-activation only, not what lies between"),),
+    "clamped_swiglu": (Choice("by_hand", always, "nothing", "saves the pre-activation only, not what lies between"),),
+    "expert_bias": (),
     "router_logits": (
         Choice(
             "bf16_exact",
@@ -162,7 +165,7 @@ def facts_of(config: Config, device: str, dtype: str, capability: tuple[int, int
         device,
         dtype,
         capability,
-        config.model.hidden,
+        travelling_width(config.model),
         config.model.moe.ffn // config.parallel.etp,
         config.optim.moments,
     )

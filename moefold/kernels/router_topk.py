@@ -1,36 +1,104 @@
-"""From router logits to each token's experts and their weights: softmax over all, the K best, optionally renormalised.
+"""From router logits to each token's experts and their weights.
 
-T tokens, E experts, K chosen.
+    score      softmax over all experts | over the chosen ones | a sigmoid of each
+    choose     the K best of score + bias, within the best few groups of experts where there are groups
+    normalise  over the chosen | over all | not, then times a factor
+
+T tokens, E experts, K chosen, G groups of experts.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 
 from moefold.kernels.registry import Case, op, random
 
+TINY = 1e-20  # sigmoids of very unlikely experts may all round to zero
+
+
+@dataclass(frozen=True)
+class Choosing:
+    """How a router chooses; the keys of the same names in the configuration say what each means."""
+
+    k: int
+    score: str = "softmax"
+    normalize: str = "chosen"
+    scale: float = 1.0
+    groups: int = 1
+    groups_chosen: int = 1
+    group_score: str = "best_two"
+
 
 @op
 def router_topk(
-    logits_TE: torch.Tensor, bias_E: torch.Tensor, k: int, normalize: bool
+    logits_TE: torch.Tensor, bias_E: torch.Tensor, how: Choosing, imposed_TK: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Weights and numbers of the chosen experts, and all scores.
+    """Weights and numbers of the chosen experts, and all scores as shares of one, by which balance is judged.
 
     The bias takes part in the choice only, never in the weights. Ties go to the lower expert number: a stable sort
-    says so on every device, torch.topk on none.
+    says so on every device, torch.topk on none. `imposed_TK` takes the place of the choice; gradients still flow
+    through the weights. Where it is -1, no expert, the weight is zero.
     """
-    scores_TE = logits_TE.softmax(-1)
-    order_TE = (scores_TE.detach() + bias_E).sort(dim=-1, descending=True, stable=True).indices
-    ids_TK = order_TE[:, :k]
-    probs_TK = scores_TE.gather(-1, ids_TK)
-    if normalize:
-        probs_TK = probs_TK / probs_TK.sum(-1, keepdim=True)
-    return probs_TK, ids_TK, scores_TE
+    scores_TE = logits_TE.sigmoid() if how.score == "sigmoid" else logits_TE.softmax(-1)
+    ids_TK = imposed_TK if imposed_TK is not None else chosen(worth(logits_TE, scores_TE, how) + bias_E, how)
+    shares_TE = scores_TE / (scores_TE.sum(-1, keepdim=True) + TINY) if how.score == "sigmoid" else scores_TE
+    return weigh(logits_TE, scores_TE, shares_TE, ids_TK, how) * how.scale, ids_TK, shares_TE
+
+
+def worth(logits_TE: torch.Tensor, scores_TE: torch.Tensor, how: Choosing) -> torch.Tensor:
+    """What the choice goes by."""
+    return (logits_TE if how.score == "softmax_chosen" else scores_TE).detach()
+
+
+def chosen(worth_TE: torch.Tensor, how: Choosing) -> torch.Tensor:
+    if how.groups > how.groups_chosen:
+        worth_TE = worth_TE.masked_fill(~in_best_groups(worth_TE, how), -torch.inf)
+    return worth_TE.sort(dim=-1, descending=True, stable=True).indices[:, : how.k]
+
+
+def in_best_groups(worth_TE: torch.Tensor, how: Choosing) -> torch.Tensor:
+    """Which experts lie in the groups that a token may choose from."""
+    worth_TGe = worth_TE.unflatten(-1, (how.groups, -1))
+    count = min(2 if how.group_score == "best_two" else 1, worth_TGe.shape[-1])
+    worth_TG = worth_TGe.topk(count, dim=-1).values.sum(-1)
+    best = worth_TG.sort(dim=-1, descending=True, stable=True).indices[:, : how.groups_chosen]
+    allowed_TG = torch.zeros_like(worth_TG, dtype=torch.bool).scatter_(1, best, True)
+    return allowed_TG.repeat_interleave(worth_TGe.shape[-1], dim=1)
+
+
+def weigh(logits_TE, scores_TE, shares_TE, ids_TK: torch.Tensor, how: Choosing) -> torch.Tensor:
+    """The weights of the chosen experts, before the factor."""
+    none_TK, ids_TK = ids_TK < 0, ids_TK.clamp(min=0)
+    if how.score == "softmax_chosen":
+        logits_TK = logits_TE.gather(-1, ids_TK).masked_fill(none_TK, -torch.inf)
+        return logits_TK.softmax(-1).nan_to_num(nan=0.0).masked_fill(none_TK, 0)
+    source_TE = shares_TE if how.normalize == "all" else scores_TE
+    weights_TK = source_TE.gather(-1, ids_TK).masked_fill(none_TK, 0)
+    return weights_TK / (weights_TK.sum(-1, keepdim=True) + TINY) if how.normalize == "chosen" else weights_TK
+
+
+HOWS = [
+    Choosing(2),
+    Choosing(2, normalize="none", scale=2.5),
+    Choosing(3, score="softmax_chosen"),
+    Choosing(2, score="sigmoid", scale=2.5),
+    Choosing(2, score="sigmoid", normalize="all"),
+    Choosing(2, score="sigmoid", normalize="none"),
+    Choosing(3, score="sigmoid", groups=4, groups_chosen=2),
+    Choosing(2, groups=4, groups_chosen=1, group_score="best"),
+]
 
 
 @router_topk.fast("triton")
-def _(logits_TE: torch.Tensor, bias_E: torch.Tensor, k: int, normalize: bool):
-    return Choose.apply(logits_TE, bias_E, k, normalize)
+def _(logits_TE: torch.Tensor, bias_E: torch.Tensor, how: Choosing, imposed_TK: torch.Tensor | None = None):
+    """The plain way in one pass; choices in groups, by sigmoids or imposed take the reference."""
+    plain = how.score == "softmax" and how.normalize in ("chosen", "none") and how.groups <= how.groups_chosen
+    if not plain or imposed_TK is not None:
+        return router_topk.reference(logits_TE, bias_E, how, imposed_TK)
+    probs_TK, ids_TK, scores_TE = Choose.apply(logits_TE, bias_E, how.k, how.normalize == "chosen")  # pyright: ignore[reportGeneralTypeIssues]
+    return probs_TK if how.scale == 1 else probs_TK * how.scale, ids_TK, scores_TE
 
 
 class Choose(torch.autograd.Function):
@@ -58,9 +126,11 @@ class Choose(torch.autograd.Function):
 @router_topk.cases
 def _(device: str, dtype: torch.dtype):
     wide = torch.promote_types(dtype, torch.float32)
-    for t, e, k in [(1, 2, 1), (33, 8, 2), (64, 128, 8), (0, 4, 2), (5, 4, 4)]:
+    for t, e in [(1, 8), (33, 8), (64, 128), (0, 8)]:
         logits, bias = random(device, wide, t, e), random(device, wide, e, seed=1, scale=0.01)
-        for normalize in (True, False):
-            yield Case(
-                f"{t} tokens, {k} of {e}{', normalised' if normalize else ''}", (logits, bias.detach(), k, normalize)
-            )
+        for how in HOWS:
+            yield Case(f"{t} tokens, {e} experts, {how}", (logits, bias.detach(), how))
+        imposed = (
+            torch.arange(t * 2, device=device).view(t, 2) % e - (torch.arange(t, device=device)[:, None] % 5 == 4) * e
+        )
+        yield Case(f"{t} tokens, {e} experts, imposed", (logits, bias.detach(), Choosing(2), imposed.clamp(min=-1)))

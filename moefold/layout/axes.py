@@ -28,7 +28,7 @@ COMBINATIONS = [
 ]
 
 
-GRADIENT_AXES = [("dp", "cp"), ("dp", "cp", "tp"), ("edp",)]  # what placements sum over
+GRADIENT_AXES = [("dp", "cp"), ("dp", "cp", "tp"), ("edp",), ("edp", "etp")]  # what placements sum over
 
 Partition = list[tuple[int, ...]]
 

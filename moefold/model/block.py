@@ -1,20 +1,35 @@
 """A transformer block as steps. Their order and lanes stand in anatomy/steps.py; here is what each one does.
 
-The carry: `x_TD` the residual stream; `share` which tokens these are; `aux` the balance loss so
-far; between the steps of an MoE layer also `h_TD` (normed input), `receipt`, `rows`, `y_RD` and `shared_TD`.
+The carry: `x_TD` the residual stream; `share` which tokens these are; `aux` the balance losses so far; between the
+steps of an MoE layer also `h_TD` (normed input), `routing`, `receipt`, `rows`, `y_RD`, `y_TD` and `shared_TD`. All that
+experts' ranks say to each other is said in `dispatch` and `combine`, so that these can run on a lane of their own.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
 from torch import nn
 
-from moefold.anatomy.steps import block_steps
+from moefold.anatomy.steps import block_steps, is_moe
+from moefold.comm import traffic
 from moefold.config.run import ModelConfig
 from moefold.model.attention.gqa import GroupedQueryAttention
+from moefold.model.attention.mla import LatentAttention
 from moefold.model.choices import Choices
 from moefold.model.mlp import DenseMlp
 from moefold.model.moe.layer import MoeLayer
 from moefold.model.steps import Carry, bind_steps, run_steps
+
+T = TypeVar("T")
+ATTENTIONS = {"gqa": GroupedQueryAttention, "mla": LatentAttention}
+
+
+def make_block(model: ModelConfig, layer: int, choices: Choices) -> Block:
+    experts = LatentMoeBlock if model.moe.latent else MoeBlock
+    return (experts if is_moe(model, layer) else DenseBlock)(model, layer, choices)
 
 
 class Block(nn.Module):
@@ -22,7 +37,7 @@ class Block(nn.Module):
 
     def __init__(self, model: ModelConfig, layer: int, choices: Choices):
         super().__init__()
-        self.attention = GroupedQueryAttention(model, choices)
+        self.attention = ATTENTIONS[model.attention.kind](model, layer, choices)
         self.specs = block_steps(model, layer)
 
     def attend(self, carry: Carry) -> Carry:
@@ -49,16 +64,23 @@ class DenseBlock(Block):
 class MoeBlock(Block):
     def __init__(self, model: ModelConfig, layer: int, choices: Choices):
         super().__init__(model, layer, choices)
-        self.moe = MoeLayer(model, choices)
+        self.moe = MoeLayer(model, layer, choices)
 
     def route(self, carry: Carry) -> Carry:
         h_TD = self.moe.norm(carry["x_TD"])
-        routing, aux = self.moe.router(h_TD, carry["share"])
-        receipt = self.moe.dispatcher.plan(routing)
-        return {**carry, "h_TD": h_TD, "receipt": receipt, "aux": carry["aux"] + aux}
+        imposed = carry.get("imposed", {}).get(self.moe.router.layer)
+        imposed_TK = carry["share"].of_rank(imposed) if imposed is not None else None
+        routing, aux = self.moe.router(h_TD, carry["share"], imposed_TK)
+        return {**carry, "h_TD": h_TD, "routing": routing, "aux": carry["aux"] + aux}
+
+    def narrow(self, carry: Carry) -> Carry:
+        return {**carry, "latent_TD": self.moe.narrow(carry["h_TD"])}
 
     def dispatch(self, carry: Carry) -> Carry:
-        return {**carry, "rows": self.moe.dispatcher.dispatch(carry["h_TD"], carry["receipt"])}
+        travelling = carry["latent_TD"] if "latent_TD" in carry else carry["h_TD"]
+        receipt = self.moe.dispatcher.plan(carry["routing"])
+        rows = self.travel(lambda: self.moe.dispatcher.dispatch(travelling, receipt))
+        return without({**carry, "receipt": receipt, "rows": rows}, "latent_TD", "routing")
 
     def shared(self, carry: Carry) -> Carry:
         return {**carry, "shared_TD": self.moe.shared(carry["h_TD"])}
@@ -68,11 +90,32 @@ class MoeBlock(Block):
         return without(carry, "rows", "h_TD")
 
     def combine(self, carry: Carry) -> Carry:
-        y_TD = self.moe.dispatcher.combine(carry["y_RD"], carry["receipt"])
+        y_TD = self.travel(lambda: self.moe.dispatcher.combine(carry["y_RD"], carry["receipt"]))
+        return self.added(without(carry, "y_RD", "receipt"), y_TD)
+
+    def added(self, carry: Carry, y_TD: torch.Tensor) -> Carry:
+        """What routed and shared experts gave, on the residual stream."""
         if "shared_TD" in carry:
             y_TD = y_TD + carry["shared_TD"]
-        carry = {**carry, "x_TD": carry["x_TD"] + y_TD}
-        return without(carry, "y_RD", "receipt", "shared_TD")
+        return without({**carry, "x_TD": carry["x_TD"] + y_TD}, "shared_TD")
+
+    def travel(self, send: Callable[[], T]) -> T:
+        """Do it, and note the bytes that left this rank."""
+        with traffic.counted() as sent:
+            result = send()
+        self.moe.router.load.note_moved(sum(sent.values()))
+        return result
+
+
+class LatentMoeBlock(MoeBlock):
+    """Results come back at the latent's width; widening them is a step of its own, behind the travel."""
+
+    def combine(self, carry: Carry) -> Carry:
+        y_TD = self.travel(lambda: self.moe.dispatcher.combine(carry["y_RD"], carry["receipt"]))
+        return without({**carry, "y_TD": y_TD}, "y_RD", "receipt")
+
+    def widen(self, carry: Carry) -> Carry:
+        return self.added(without(carry, "y_TD"), self.moe.widen(carry["y_TD"]))
 
 
 def without(carry: Carry, *names: str) -> Carry:

@@ -32,20 +32,22 @@ class Head(Declaring):
             self.weight = self.declare("weight", model.vocab, model.hidden, std=std, placement=placement)
             self.matrix_vD = lambda: self.weight
 
-    def forward(self, x_TD: torch.Tensor, labels_C: torch.Tensor | None = None) -> torch.Tensor:
-        """The loss, or all logits where there are no labels. Called, so that hooks on the module see its every use."""
-        return self.logits(x_TD) if labels_C is None else self.loss(x_TD, labels_C)
+    def forward(self, x_TD: torch.Tensor, labels_C: torch.Tensor | None = None, normed: bool = False) -> torch.Tensor:
+        """The loss, or all logits where there are no labels. Called, so that hooks on the module see its every use.
+        Layers that look further ahead have a norm of their own: what they give is `normed`."""
+        h_CD = gather(x_TD if normed else self.norm(x_TD), self.tp)
+        return self.logits(h_CD) if labels_C is None else self.loss(h_CD, labels_C)
 
-    def loss(self, x_TD: torch.Tensor, labels_C: torch.Tensor) -> torch.Tensor:
+    def loss(self, h_CD: torch.Tensor, labels_C: torch.Tensor) -> torch.Tensor:
         """The cross-entropy summed over the tokens of this cp rank, the same on its tp ranks; the logits of all tokens
         are never held together."""
-        h_CD, matrix_vD = gather(self.norm(x_TD), self.tp), self.matrix_vD()
+        matrix_vD = self.matrix_vD()
         if self.tp.size == 1:
             return self.cross_entropy(h_CD, matrix_vD, labels_C)
         words = Words(self.tp.index * len(matrix_vD), partial(sum_, axis=self.tp), partial(max_, axis=self.tp))
         return self.cross_entropy(h_CD, matrix_vD, labels_C, words)
 
-    def logits(self, x_TD: torch.Tensor) -> torch.Tensor:
+    def logits(self, h_CD: torch.Tensor) -> torch.Tensor:
         """All logits of this cp rank's tokens: (C, V)."""
-        logits_vC = (gather(self.norm(x_TD), self.tp) @ self.matrix_vD().T).T
+        logits_vC = (h_CD @ self.matrix_vD().T).T
         return gather(logits_vC, self.tp).T

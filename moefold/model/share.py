@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
+from moefold.comm.collectives import gather_plain
 from moefold.layout.axes import Axis, World
 
 
@@ -25,6 +26,7 @@ class Share:
     cp: Axis
     tp: Axis
     device: torch.device
+    first: int = 0  # the number of the first sequence in the run's order, the same on any layout
 
     @property
     def positions(self) -> torch.Tensor:
@@ -45,6 +47,26 @@ class Share:
         """What belongs to this cp rank's tokens: (C,)."""
         return (x_BS if self.cp.size == 1 else x_BS[:, self.positions]).flatten()
 
+    def by_sequence(self, x_C: torch.Tensor) -> torch.Tensor:
+        """(C, ...) -> (B, S / cp, ...)."""
+        return x_C.unflatten(0, (self.sequences, -1))
+
+    def of_rank(self, x_BS: torch.Tensor) -> torch.Tensor:
+        """What belongs to this rank's own tokens: (T, ...), of something known for all tokens: (B, S, ...)."""
+        x_C = (x_BS if self.cp.size == 1 else x_BS[:, self.positions]).flatten(0, 1)
+        return x_C.chunk(self.tp.size)[self.tp.index]
+
+    def of_all(self, x_T: torch.Tensor, over: Axis) -> torch.Tensor:
+        """The reverse, without gradients: (B, S, ...) of what each rank has for its tokens; `over` is cp x tp."""
+        joined = gather_plain(x_T.detach(), over).unflatten(0, (self.cp.size, self.sequences, -1))
+        return joined.transpose(0, 1).flatten(1, 2)[:, self.ordered]
+
+    @property
+    def number_T(self) -> torch.Tensor:
+        """For each token of this rank, its number among all tokens of the run, the same on any layout."""
+        numbers_BS = torch.arange(self.sequences * self.length, device=self.device).view(self.sequences, -1)
+        return self.of_rank(numbers_BS + self.first * self.length)
+
     @property
     def sequence_T(self) -> torch.Tensor:
         """For each token of this rank, which sequence it belongs to."""
@@ -62,9 +84,9 @@ class Share:
         return self.positions[within % per_sequence] * self.sequences + self.sequence_T
 
 
-def share_of(tokens_BS: torch.Tensor, world: World) -> Share:
+def share_of(tokens_BS: torch.Tensor, world: World, first: int = 0) -> Share:
     sequences, length = tokens_BS.shape
-    return Share(sequences, length, world.axis("cp"), world.axis("tp"), tokens_BS.device)
+    return Share(sequences, length, world.axis("cp"), world.axis("tp"), tokens_BS.device, first)
 
 
 def held_positions(length: int, cp: int, device: torch.device) -> torch.Tensor:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from moefold.anatomy.steps import StepSpec
@@ -35,6 +36,12 @@ def run_steps(steps: Sequence[Step], carry: Carry) -> Carry:
     for step in steps:
         carry = step.run(carry)
     return carry
+
+
+def recomputing() -> bool:
+    """Whether this forward runs inside a backward, to make again what a memory policy threw away. What is counted has
+    been counted."""
+    return torch._C._current_graph_task_id() != -1  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType, reportAttributeAccessIssue]
 
 
 class Region(nn.Module):

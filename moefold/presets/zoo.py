@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from moefold.config.run import (
     AttentionConfig,
@@ -20,10 +21,12 @@ from moefold.config.run import (
 PRESETS: dict[str, Callable[[], Config]] = {}
 
 
-def preset(make: Callable[[], Config]) -> Callable[[], Config]:
-    """Register a preset under its function's name, written with dashes."""
-    name = make.__name__.replace("_", "-")
+def preset(make: Callable[[], Config], name: str = "") -> Callable[[], Config]:
+    """Register a preset under its function's name, written with dashes, and its tiny form beside it."""
+    name = name or make.__name__.replace("_", "-")
     PRESETS[name] = lambda: replace(make(), name=name)
+    if name != "tiny":
+        PRESETS[f"{name}-tiny"] = lambda: replace(tiny_form(make()), name=f"{name}-tiny")
     return make
 
 
@@ -36,6 +39,39 @@ def pretraining(model: ModelConfig, seq_len: int = 4096) -> Config:
         optim=OptimConfig(lr=3e-4, warmup=100),
         checkpoint=CheckpointConfig(every=250),
     )
+
+
+def tiny_form(config: Config) -> Config:
+    """Every mechanism of a model at sizes that a CPU trains in seconds: what tests use, and a first try of a change."""
+    m, a, moe = config.model, config.model.attention, config.model.moe
+    attention = replace(
+        a,
+        heads=4,
+        kv_heads=4 if a.kv_heads == a.heads else 2,
+        head_dim=24 if a.kind == "mla" else 16,
+        rope_dim=8 if a.rope_dim else 0,
+        q_rank=24 if a.q_rank else 0,
+        kv_rank=32,
+        value_dim=16 if a.value_dim else 0,
+        window=min(a.window, 16),
+        rope=replace(a.rope, original_length=64),
+    )
+    experts = replace(
+        moe,
+        experts=16 if moe.latent else 8,
+        top_k=4 if moe.latent else 2,
+        ffn=32,
+        shared_ffn=32 if moe.shared_ffn else 0,
+        latent=32 if moe.latent else 0,
+        dense_layers=min(moe.dense_layers, 1),
+        groups=min(moe.groups, 4),
+        groups_chosen=min(moe.groups_chosen, 2),
+        devices=min(moe.devices, 4),
+    )
+    layers = 2 * moe.every + experts.dense_layers
+    model = replace(m, layers=layers, hidden=64, vocab=256, dense_ffn=96, attention=attention, moe=experts)
+    train = TrainConfig(steps=100, global_batch=8, micro_batch=2, validate_every=50, validate_sequences=16)
+    return replace(config, model=model, data=DataConfig(seq_len=128), train=train, optim=OptimConfig(warmup=10))
 
 
 @preset
@@ -92,7 +128,7 @@ def olmoe_1b_7b() -> Config:
             vocab=50_304,
             norm_eps=1e-5,
             attention=AttentionConfig(heads=16, kv_heads=16, head_dim=128, qk_norm="full"),
-            moe=MoeConfig(experts=64, top_k=8, ffn=1024, normalize_top_k=False, aux_loss=0.01),
+            moe=MoeConfig(experts=64, top_k=8, ffn=1024, normalize="none", aux_loss=0.01),
         )
     )
 
@@ -121,3 +157,220 @@ def qwen3_235b_a22b() -> Config:
             moe=MoeConfig(experts=128, top_k=8, ffn=1536, aux_loss=0.001),
         )
     )
+
+
+@preset
+def qwen2_57b_a14b() -> Config:
+    return pretraining(
+        ModelConfig(
+            layers=28,
+            hidden=3584,
+            vocab=151_936,
+            attention=AttentionConfig(heads=28, kv_heads=4, head_dim=128, qkv_bias=True, rope=RopeConfig(theta=1e6)),
+            moe=MoeConfig(
+                experts=64, top_k=8, ffn=2560, shared_ffn=20_480, shared_gate=True, normalize="none", aux_loss=0.001
+            ),
+        )
+    )
+
+
+def deepseek_attention(heads: int, q_rank: int, rope: RopeConfig) -> AttentionConfig:
+    """Latent attention as in all of DeepSeek's models from V2 on: 128 still dims and 64 that turn, values of 128."""
+    return AttentionConfig(
+        kind="mla",
+        heads=heads,
+        kv_heads=heads,
+        head_dim=192,
+        rope_dim=64,
+        value_dim=128,
+        q_rank=q_rank,
+        kv_rank=512,
+        rope=rope,
+    )
+
+
+def deepseek_yarn(sharpen: float, factor: float = 40.0, theta: float = 10_000.0, beta_fast: float = 32.0) -> RopeConfig:
+    return RopeConfig(
+        theta=theta,
+        scaling="yarn",
+        factor=factor,
+        original_length=4096,
+        beta_fast=beta_fast,
+        sharpen=sharpen,
+        sharpen_all=sharpen,
+    )
+
+
+@preset
+def deepseek_v2_lite() -> Config:
+    return pretraining(
+        ModelConfig(
+            layers=27,
+            hidden=2048,
+            vocab=102_400,
+            dense_ffn=10_944,
+            attention=deepseek_attention(heads=16, q_rank=0, rope=deepseek_yarn(0.707)),
+            moe=MoeConfig(
+                experts=64, top_k=6, ffn=1408, shared_ffn=2816, dense_layers=1, normalize="none", aux_loss=0.001
+            ),
+        )
+    )
+
+
+@preset
+def deepseek_v2() -> Config:
+    return pretraining(
+        ModelConfig(
+            layers=60,
+            hidden=5120,
+            vocab=102_400,
+            dense_ffn=12_288,
+            attention=deepseek_attention(heads=128, q_rank=1536, rope=deepseek_yarn(0.707)),
+            moe=MoeConfig(
+                experts=160,
+                top_k=6,
+                ffn=1536,
+                shared_ffn=3072,
+                dense_layers=1,
+                normalize="none",
+                scale=16.0,
+                groups=8,
+                groups_chosen=3,
+                group_score="best",
+                aux_loss=0.003,
+                device_loss=0.05,
+                devices=8,
+            ),
+        )
+    )
+
+
+@preset
+def deepseek_v3() -> Config:
+    return pretraining(
+        ModelConfig(
+            layers=61,
+            hidden=7168,
+            vocab=129_280,
+            dense_ffn=18_432,
+            init_std=0.006,
+            mtp=1,
+            attention=deepseek_attention(heads=128, q_rank=1536, rope=deepseek_yarn(1.0)),
+            moe=MoeConfig(
+                experts=256,
+                top_k=8,
+                ffn=2048,
+                shared_ffn=2048,
+                dense_layers=3,
+                score="sigmoid",
+                scale=2.5,
+                groups=8,
+                groups_chosen=4,
+                bias_rate=0.001,
+                aux_loss=0.0001,
+            ),
+        )
+    )
+
+
+@preset
+def kimi_k2() -> Config:
+    rope = deepseek_yarn(1.0, factor=32.0, theta=50_000.0, beta_fast=1.0)
+    return pretraining(
+        ModelConfig(
+            layers=61,
+            hidden=7168,
+            vocab=163_840,
+            dense_ffn=18_432,
+            attention=deepseek_attention(heads=64, q_rank=1536, rope=rope),
+            moe=MoeConfig(
+                experts=384,
+                top_k=8,
+                ffn=2048,
+                shared_ffn=2048,
+                dense_layers=1,
+                score="sigmoid",
+                scale=2.827,
+                bias_rate=0.001,
+                aux_loss=0.001,
+            ),
+        )
+    )
+
+
+def gpt_oss(layers: int, experts: int) -> Config:
+    rope = RopeConfig(theta=150_000.0, scaling="yarn", factor=32.0, original_length=4096, round_dims=False)
+    return pretraining(
+        ModelConfig(
+            layers=layers,
+            hidden=2880,
+            vocab=201_088,
+            norm_eps=1e-5,
+            attention=AttentionConfig(
+                heads=64,
+                kv_heads=8,
+                head_dim=64,
+                qkv_bias=True,
+                out_bias=True,
+                window=128,
+                full_every=2,
+                sinks=True,
+                rope=rope,
+            ),
+            moe=MoeConfig(
+                experts=experts,
+                top_k=4,
+                ffn=2880,
+                score="softmax_chosen",
+                biases=True,
+                activation="clamped_swiglu",
+                aux_loss=0.001,
+            ),
+        )
+    )
+
+
+@preset
+def gpt_oss_20b() -> Config:
+    return gpt_oss(layers=24, experts=32)
+
+
+@preset
+def gpt_oss_120b() -> Config:
+    return gpt_oss(layers=36, experts=128)
+
+
+@partial(preset, name="glm-4.5-air")
+def glm_4_5_air() -> Config:
+    return pretraining(
+        ModelConfig(
+            layers=46,
+            hidden=4096,
+            vocab=151_552,
+            dense_ffn=10_944,
+            norm_eps=1e-5,
+            mtp=1,
+            attention=AttentionConfig(
+                heads=96, kv_heads=8, head_dim=128, rope_dim=64, qkv_bias=True, rope=RopeConfig(theta=1e6)
+            ),
+            moe=MoeConfig(
+                experts=128,
+                top_k=8,
+                ffn=1408,
+                shared_ffn=1408,
+                dense_layers=1,
+                score="sigmoid",
+                bias_rate=0.001,
+                aux_loss=0.0001,
+            ),
+        )
+    )
+
+
+@preset
+def latent_30b_a3b() -> Config:
+    """Qwen3-30B-A3B with experts that work in a latent of a quarter of the width: four times as many of them, and four
+    times as many for each token, at the same parameters, FLOPs and bytes on the way."""
+    config = qwen3_30b_a3b()
+    moe = replace(config.model.moe, latent=512, experts=512, top_k=32)
+    return replace(config, model=replace(config.model, moe=moe))

@@ -16,8 +16,8 @@ def validation_loss(run: Run) -> float:
     count = min(run.config.train.validate_sequences, run.validation.windows)
     run.model.eval()
     for part in run.validation.at(0, count).microbatches(run.config.train.micro_batch):
-        losses = run.model(part.tokens_BS, part.labels_BS)
-        totals += torch.stack((losses.cross_entropy, run.model.labelled(part.labels_BS)))
+        losses = run.model(part.tokens_BS, part.labels_BS, part.first)
+        totals += torch.stack((losses.cross_entropy, run.model.labelled(part.labels_BS)[0]))
     run.model.train()
     sum_(totals, run.world.axis("dp", "cp"))
     return (totals[0] / totals[1]).item()

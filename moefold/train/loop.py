@@ -97,9 +97,10 @@ class Recorder:
 
     def step(self, report: StepReport, seconds: float) -> dict[str, Any]:
         speed = report.tokens / seconds
-        balance = judge(report.counts_LE)
+        balance = judge(report.loads.counts_LE)
         return {
             "loss": report.loss,
+            **({"mtp_loss": report.mtp_loss} if self.run.config.model.mtp else {}),
             "grad_norm": report.grad_norm,
             "lr": report.lr,
             "tokens_per_s": round(speed, 1),

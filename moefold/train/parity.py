@@ -56,22 +56,36 @@ def shrunk(config: Config, world: int) -> Config:
     m, a, moe, p = config.model, config.model.attention, config.model.moe, config.parallel
     spread = p.tp * (p.cp if p.context in ("all_to_all", "hierarchical") else 1)
     kv_heads = lcm(spread, min(a.kv_heads, 2))
-    attention = replace(a, head_dim=8, kv_heads=kv_heads, heads=kv_heads * min(2, max(1, a.heads // a.kv_heads)))
-    experts = lcm(p.ep, min(moe.experts, 8))
-    layers, dense = 2, min(moe.dense_layers, 1)
+    attention = replace(
+        a,
+        head_dim=8,
+        rope_dim=4 if a.rope_dim else 0,
+        q_rank=12 if a.q_rank else 0,
+        kv_rank=16,
+        value_dim=6 if a.value_dim else 0,
+        window=min(a.window, 3),
+        kv_heads=kv_heads,
+        heads=kv_heads * min(2, max(1, a.heads // a.kv_heads)),
+    )
+    experts = lcm(p.ep, min(moe.experts, 8), min(moe.devices, 4))
+    groups = min(moe.groups, 4)
+    layers, dense = 2 * moe.every, min(moe.dense_layers, 1)
     moe = replace(
         moe,
         experts=experts,
-        top_k=min(moe.top_k, experts, 4),
+        groups=groups,
+        groups_chosen=min(moe.groups_chosen, max(1, groups // 2)),
+        devices=min(moe.devices, 4),
+        latent=16 if moe.latent else 0,
+        top_k=min(moe.top_k, experts * max(1, groups // 2) // groups, 4),
         ffn=8 * p.etp,
         shared_ffn=8 * p.tp if moe.shared_ffn else 0,
         dense_layers=dense,
         drop_over="full_sequence",  # what one rank drops of its own tokens depends on the layout, by design
         pad_to_capacity=False,
     )
-    model = replace(
-        m, layers=layers, hidden=32, vocab=lcm(256, p.tp), dense_ffn=16 * p.tp, attention=attention, moe=moe
-    )
+    sizes = {"layers": layers, "hidden": 32, "vocab": lcm(256, p.tp), "dense_ffn": 16 * p.tp, "mtp": min(m.mtp, 2)}
+    model = replace(m, **sizes, attention=attention, moe=moe)
     seq_len = lcm(p.tp * p.cp * 2, 8)
     dp = max(1, world // (p.tp * p.cp * p.pp))
     train = replace(config.train, device="cpu", global_batch=2 * dp, micro_batch=1, steps=8)
@@ -84,7 +98,8 @@ def shrunk(config: Config, world: int) -> Config:
 
 def on_one_rank(config: Config) -> Config:
     """The same run on a single rank, in larger microbatches where nothing is counted per microbatch."""
-    micro_batch = 2 if config.model.moe.capacity_factor == 0 else 1
+    moe = config.model.moe
+    micro_batch = 2 if moe.capacity_factor == 0 and moe.aux_over != "microbatch" else 1
     return replace(config, parallel=ParallelConfig(), train=replace(config.train, micro_batch=micro_batch))
 
 
@@ -126,7 +141,7 @@ def trace_step(run: Run) -> list[Seen]:
     ]
     return [
         Seen(f"{at}loss", (), torch.tensor(report.loss, dtype=torch.float64)),
-        Seen(f"{at}tokens of each expert", (0, 0), report.counts_LE.double()),
+        Seen(f"{at}tokens of each expert", (0, 0), report.loads.counts_LE.double()),
         *gradients_of(run, at),
         Seen(f"{at}gradient norm", (), torch.tensor(report.grad_norm, dtype=torch.float64)),
         *weights,

@@ -9,6 +9,7 @@ import torch
 from moefold.comm.collectives import sum_
 from moefold.config.refused import Failed
 from moefold.data.loader import Batch
+from moefold.model.moe.balance import Loads
 from moefold.optim.learning_rate import learning_rate
 from moefold.train.assemble import Run
 
@@ -21,33 +22,57 @@ class StepReport:
     grad_norm: float
     lr: float
     tokens: int
-    counts_LE: torch.Tensor  # how many tokens each expert of each MoE layer got
+    mtp_loss: float  # mean over the layers that look further ahead; 0 if there are none
+    loads: Loads  # what the routing of each MoE layer came to
 
 
 def train_step(run: Run, batch: Batch) -> StepReport:
-    totals = torch.zeros(2, dtype=torch.float64, device=run.world.device)  # cross-entropy, tokens
-    run.gradients.begin()
     parts = list(batch.microbatches(run.config.train.micro_batch))
+    tokens_1M = count_labels(run, batch)  # of the whole global batch, for each token that is predicted ahead
+    totals_1M = torch.zeros_like(tokens_1M)
+    if run.config.model.moe.aux_over == "global_batch":
+        survey(run, parts)
+    run.gradients.begin()
     for part in parts:
-        losses = run.model(part.tokens_BS, part.labels_BS)  # sums over this part's tokens
+        losses = run.model(part.tokens_BS, part.labels_BS, part.first)  # sums over this part's tokens
         if part is parts[-1]:
             run.gradients.expect_last()  # buckets leave for other ranks as they are finished
-        (losses.cross_entropy + losses.balance).backward()  # gradients add up in the buckets
-        totals += torch.stack((losses.cross_entropy.detach(), run.model.labelled(part.labels_BS)))
+        (losses.cross_entropy + losses.balance + weighed(losses.ahead_M, tokens_1M, run)).backward()
+        totals_1M += torch.cat((losses.cross_entropy.detach()[None], losses.ahead_M.detach()))
 
-    sum_(totals, run.world.axis("dp", "cp"))
-    run.gradients.finish(tokens=totals[1])  # sum over ranks, divide once
+    mean_1M = sum_(totals_1M, run.world.axis("dp", "cp")) / tokens_1M
+    run.gradients.finish(tokens=tokens_1M[0])  # sum over ranks, divide once
     norm = run.gradients.clip(run.config.optim.max_norm)  # one norm over dense and expert parameters
-    loss, tokens, length = torch.stack((totals[0] / totals[1], totals[1], norm)).tolist()
+    loss, *ahead, tokens, length = torch.cat((mean_1M, tokens_1M[:1], norm[None])).tolist()
     refuse_nonsense(run, loss, length)
 
     number = run.step + 1
     lr = learning_rate(number, run.config.train.steps, run.config.optim)
     run.optimizer.step(number, lr)  # update this rank's share of the weights
     run.parameters.publish()  # hand it to the other ranks
-    counts_LE = run.model.balance()  # even out expert load
+    loads = run.model.balance()  # even out expert load
     run.step = number
-    return StepReport(loss, length, lr, int(tokens), counts_LE)
+    return StepReport(loss, length, lr, int(tokens), sum(ahead) / max(1, len(ahead)), loads)
+
+
+def count_labels(run: Run, batch: Batch) -> torch.Tensor:
+    """How many tokens of the global batch have a label to predict, one token ahead and further: (1 + M,)."""
+    return sum_(run.model.labelled(batch.labels_BS).double(), run.world.axis("dp", "cp"))
+
+
+def weighed(ahead_M: torch.Tensor, tokens_1M: torch.Tensor, run: Run) -> torch.Tensor:
+    """Further tokens' losses, each a mean over its own labels, in a sum that is divided by those of the first."""
+    weight_M = run.config.model.mtp_loss / max(1, len(ahead_M)) * tokens_1M[0] / tokens_1M[1:].clamp(min=1)
+    return (ahead_M * weight_M.to(ahead_M.dtype)).sum()
+
+
+@torch.no_grad()
+def survey(run: Run, parts: list[Batch]) -> None:
+    """A forward pass over all of the batch for its routing alone: a loss over the global batch weighs each token's
+    scores by counts that are known only at the end."""
+    for part in parts:
+        run.model(part.tokens_BS, part.labels_BS, part.first)
+    run.model.survey()
 
 
 def refuse_nonsense(run: Run, loss: float, norm: float) -> None:

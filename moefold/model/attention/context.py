@@ -1,4 +1,5 @@
-"""Context parallelism: queries meet keys that other ranks hold. Each mechanism is one callable, (q, k, v, share) -> y.
+"""Context parallelism: queries meet keys that other ranks hold. Each mechanism is one callable,
+(q, k, v, share, sight) -> y.
 
     whole       cp is 1: nothing to meet
     all_gather  every rank gets all keys and values; its queries, two chunks, attend to what lies before them
@@ -6,12 +7,13 @@
     ring        keys and values go round; the next block travels while this one is computed
     hierarchical  all-to-all inside a node, ring across nodes
 
-B sequences, s positions held here (S in all), H query heads, G key/value heads, D head width.
+B sequences, s positions held here (S in all), H query heads, G key/value heads, D head width, V that of values.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
@@ -22,22 +24,31 @@ from moefold.kernels.bind import Kernels
 from moefold.layout.axes import Axis, World
 from moefold.model.share import Share
 
-Context = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Share], torch.Tensor]
+
+class Sight(NamedTuple):
+    """What a query makes of the keys: the factor on scores, how many keys back it sees (0: all), and each head's score
+    for looking at nothing."""
+
+    scale: float
+    window: int = 0
+    sink_H: torch.Tensor | None = None
+
+
+Context = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Share, Sight], torch.Tensor]
 
 
 def whole(kernels: Kernels) -> Context:
-    return lambda q, k, v, share: kernels.attention(q, k, v)
+    return lambda q, k, v, share, sight: kernels.attention(q, k, v, *sight)
 
 
 def all_gather(kernels: Kernels, world: World) -> Context:
     """Keys and values of all ranks, in the order of their positions; each of this rank's two chunks of queries is a
     causal attention over the keys up to its end."""
 
-    def attend(q_BsHD: torch.Tensor, k_BsGD: torch.Tensor, v_BsGD: torch.Tensor, share: Share) -> torch.Tensor:
-        k, v = (gather(x.transpose(0, 1), share.cp)[share.ordered].transpose(0, 1) for x in (k_BsGD, v_BsGD))
-        ends = chunk_ends(share)
-        parts = q_BsHD.chunk(2, dim=1)
-        return torch.cat([kernels.attention(p, k[:, :e], v[:, :e]) for p, e in zip(parts, ends, strict=True)], dim=1)
+    def attend(q_BsHD, k_BsGD, v_BsGV, share: Share, sight: Sight) -> torch.Tensor:
+        k, v = (gather(x.transpose(0, 1), share.cp)[share.ordered].transpose(0, 1) for x in (k_BsGD, v_BsGV))
+        parts = zip(q_BsHD.chunk(2, dim=1), chunk_ends(share), strict=True)
+        return torch.cat([kernels.attention(p, k[:, :e], v[:, :e], *sight) for p, e in parts], dim=1)
 
     return attend
 
@@ -56,13 +67,14 @@ def hierarchical(kernels: Kernels, world: World) -> Context:
     """Inside a node ranks swap positions for heads, which makes the node's positions one early and one late chunk: a
     zig-zag over nodes, round which the ring goes."""
     nodes = world.axis("cp nodes")
-    return swapping_heads(lambda q, k, v: Ring.apply(q, k, v, nodes, kernels), world.axis("cp inside"))  # pyright: ignore[reportArgumentType]
+    inside = world.axis("cp inside")
+    return swapping_heads(lambda q, k, v, *sight: Ring.apply(q, k, v, *sight, nodes, kernels), inside)  # pyright: ignore[reportArgumentType]
 
 
 def swapping_heads(attention: Callable[..., torch.Tensor], axis: Axis) -> Context:
     """Attention over all positions of the ranks along an axis, with each rank's share of the heads."""
 
-    def attend(q_BsHD: torch.Tensor, k_BsGD: torch.Tensor, v_BsGD: torch.Tensor, share: Share) -> torch.Tensor:
+    def attend(q_BsHD, k_BsGD, v_BsGV, share: Share, sight: Sight) -> torch.Tensor:
         if k_BsGD.shape[2] % axis.size:
             raise Refused(
                 f"parallel.context swaps heads over {axis.size} ranks, which does not divide the {k_BsGD.shape[2]} "
@@ -70,8 +82,10 @@ def swapping_heads(attention: Callable[..., torch.Tensor], axis: Axis) -> Contex
             )
         first = share.cp.index - axis.index if axis.size < share.cp.size else 0
         order = share.joined[first : first + axis.size].flatten().argsort()
-        q, k, v = (heads_for_positions(x, axis, order) for x in (q_BsHD, k_BsGD, v_BsGD))
-        return positions_for_heads(attention(q, k, v), axis, order)
+        q, k, v = (heads_for_positions(x, axis, order) for x in (q_BsHD, k_BsGD, v_BsGV))
+        if sight.sink_H is not None:
+            sight = sight._replace(sink_H=sight.sink_H.chunk(axis.size)[axis.index])
+        return positions_for_heads(attention(q, k, v, *sight), axis, order)
 
     return attend
 
@@ -95,65 +109,76 @@ def positions_for_heads(y_BShD: torch.Tensor, axis: Axis, order: torch.Tensor) -
 
 
 def ring(kernels: Kernels, world: World) -> Context:
-    return lambda q, k, v, share: Ring.apply(q, k, v, share.cp, kernels)  # pyright: ignore[reportReturnType]
+    return lambda q, k, v, share, sight: Ring.apply(q, k, v, *sight, share.cp, kernels)  # pyright: ignore[reportReturnType]
 
 
-def pairs(mine: int, theirs: int, ranks: int) -> list[tuple[int, int, bool]]:
-    """Which of my two query chunks meet which of their two key chunks: (mine, theirs, causal). Zig-zag: chunk 0 of rank
-    r is the r-th of the sequence, chunk 1 the r-th from its end; a chunk sees those before it, and part of itself."""
+def pairs(mine: int, theirs: int, ranks: int, size: int, window: int) -> list[tuple[slice, slice, int]]:
+    """Which of my two query chunks meet which of their two key chunks, of `size` positions each, and how far ahead the
+    queries stand. Zig-zag: chunk 0 of rank r is the r-th of the sequence, chunk 1 the r-th from its end; a chunk sees
+    those before it, unless a window ends nearer, and part of itself."""
     at = [(r, 2 * ranks - 1 - r) for r in (mine, theirs)]
-    return [(i, j, at[0][i] == at[1][j]) for i in (0, 1) for j in (0, 1) if at[0][i] >= at[1][j]]
+    met = [(i, j, (at[0][i] - at[1][j]) * size) for i in (0, 1) for j in (0, 1)]
+    chunk = [slice(0, size), slice(size, 2 * size)]
+    return [(chunk[i], chunk[j], ahead) for i, j, ahead in met if ahead >= 0 and not 0 < window <= ahead - size + 1]
 
 
 class Ring(torch.autograd.Function):
     """Keys and values travel once round the ring in forward; in backward they travel again, and their gradients with
-    them. Only the local q, k, v, the result and its log-sum-exp are kept."""
+    them. Only the local q, k, v, the result and its log-sum-exp are kept. A sink is there from the start: it has a
+    score and no value."""
 
     @staticmethod
-    def forward(ctx, q, k, v, cp: Axis, kernels: Kernels):
+    def forward(ctx, q, k, v, scale: float, window: int, sink_H: torch.Tensor | None, cp: Axis, kernels: Kernels):
         wide = torch.promote_types(q.dtype, torch.float32)
-        out = torch.zeros(q.shape, dtype=wide, device=q.device)
-        lse = torch.full(q.shape[:-1], float("-inf"), dtype=wide, device=q.device)
-        half, travelling = q.shape[1] // 2, torch.stack((k, v))
+        out = torch.zeros(*q.shape[:-1], v.shape[-1], dtype=wide, device=q.device)
+        nothing = torch.full(q.shape[2:3], -torch.inf, device=q.device) if sink_H is None else sink_H
+        lse = nothing.to(wide).expand(q.shape[:-1]).clone()
+        size, travelling = q.shape[1] // 2, torch.cat((k, v), dim=-1)
         for hop in range(cp.size):
             turn = Turn(travelling, cp) if hop + 1 < cp.size else None
-            for i, j, causal in pairs(cp.index, (cp.index - hop) % cp.size, cp.size):
-                mine, theirs = slice(i * half, (i + 1) * half), slice(j * half, (j + 1) * half)
-                part, part_lse = kernels.attention_block(q[:, mine], *travelling[:, :, theirs], causal)
+            there = travelling.split((k.shape[-1], v.shape[-1]), dim=-1)
+            for mine, theirs, ahead in pairs(cp.index, (cp.index - hop) % cp.size, cp.size, size, window):
+                keys, values = (x[:, theirs] for x in there)
+                part, part_lse = kernels.attention_block(q[:, mine], keys, values, scale, ahead, window)
                 merge(out[:, mine], lse[:, mine], part, part_lse)
             travelling = turn.arrived() if turn else travelling
         result = out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, result, lse)
-        ctx.cp, ctx.kernels = cp, kernels
+        ctx.save_for_backward(q, k, v, sink_H, result, lse)
+        ctx.rest = scale, window, cp, kernels
         return result
 
     @staticmethod
-    def backward(ctx, dy):
-        q, k, v, out, lse = ctx.saved_tensors
-        cp, kernels, half = ctx.cp, ctx.kernels, q.shape[1] // 2
+    def backward(ctx, *incoming):
+        q, k, v, sink_H, out, lse = ctx.saved_tensors
+        scale, window, cp, kernels = ctx.rest
+        (dy,), size, widths = incoming, q.shape[1] // 2, (k.shape[-1], v.shape[-1])
         delta = (dy.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
         dq = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
-        travelling = torch.stack((k, v))
+        travelling = torch.cat((k, v), dim=-1)
         gradients = torch.zeros(travelling.shape, dtype=lse.dtype, device=q.device)
         for hop in range(cp.size):
             turn = Turn(travelling, cp) if hop + 1 < cp.size else None
-            for i, j, causal in pairs(cp.index, (cp.index - hop) % cp.size, cp.size):
-                mine, theirs = slice(i * half, (i + 1) * half), slice(j * half, (j + 1) * half)
-                queries = (dy[:, mine], q[:, mine])
-                rest = (lse[:, mine], delta[:, mine], causal)
-                d_q, d_k, d_v = kernels.attention_block_backward(*queries, *travelling[:, :, theirs], *rest)
-                dq[:, mine] += d_q
-                gradients[0][:, theirs] += d_k
-                gradients[1][:, theirs] += d_v
+            there, d_there = travelling.split(widths, dim=-1), gradients.split(widths, dim=-1)
+            for mine, theirs, ahead in pairs(cp.index, (cp.index - hop) % cp.size, cp.size, size, window):
+                keys, values = (x[:, theirs] for x in there)
+                queries, sums = (dy[:, mine], q[:, mine]), (lse[:, mine], delta[:, mine])
+                found = kernels.attention_block_backward(*queries, keys, values, *sums, scale, ahead, window)
+                dq[:, mine] += found[0]
+                d_there[0][:, theirs] += found[1]
+                d_there[1][:, theirs] += found[2]
             gradients = Turn(gradients, cp).arrived()  # after the last hop they are home
             travelling = turn.arrived() if turn else travelling
-        return dq.to(q.dtype), gradients[0].to(k.dtype), gradients[1].to(v.dtype), None, None
+        dk, dv = gradients.split(widths, dim=-1)
+        d_sink = None if sink_H is None else -((sink_H - lse).exp() * delta).sum((0, 1)).to(sink_H.dtype)
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, d_sink, None, None
 
 
 def merge(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor) -> None:
-    """Add a block to what earlier blocks gave, in place: softmax over both sets of keys."""
+    """Add a block to what earlier blocks gave, in place: softmax over both sets of keys. Neither may have seen any
+    key: then both weights are zero."""
     joint = torch.logaddexp(lse, part_lse)
-    out.mul_((lse - joint).exp_()[..., None]).add_(part * (part_lse - joint).exp_()[..., None])
+    old, new = ((x - joint).nan_to_num(nan=-torch.inf).exp()[..., None] for x in (lse, part_lse))
+    out.mul_(old).add_(part * new)
     lse.copy_(joint)
 
 

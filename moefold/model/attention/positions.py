@@ -1,6 +1,6 @@
 """The angles of rotary positions, and how they stretch for contexts longer than those a model was trained on.
 
-d frequencies for half a head, S positions. A frequency f turns once in 2 pi / f tokens.
+d frequencies for half the turning dims of a head, S positions. A frequency f turns once in 2 pi / f tokens.
 """
 
 from __future__ import annotations
@@ -35,8 +35,10 @@ def kept_yarn(head_dim: int, rope: RopeConfig) -> torch.Tensor:
     def dim_with(turns: float) -> float:
         return head_dim * math.log(rope.original_length / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
 
-    low = max(math.floor(dim_with(rope.beta_fast)), 0)
-    high = min(math.ceil(dim_with(rope.beta_slow)), head_dim - 1)
+    low, high = dim_with(rope.beta_fast), dim_with(rope.beta_slow)
+    if rope.round_dims:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
     ramp = (torch.arange(head_dim // 2, dtype=torch.float64, device="cpu") - low) / max(high - low, 1e-3)
     return 1 - ramp.clamp(0, 1)
 
@@ -44,5 +46,14 @@ def kept_yarn(head_dim: int, rope: RopeConfig) -> torch.Tensor:
 def rotary_tables(length: int, head_dim: int, rope: RopeConfig) -> tuple[torch.Tensor, torch.Tensor]:
     """cos_Sd and sin_Sd in fp64. YaRN also sharpens attention: its factor goes into both, so into q k^T squared."""
     angles = torch.arange(length, dtype=torch.float64, device="cpu")[:, None] * frequencies(head_dim, rope)
-    sharpen = 0.1 * math.log(rope.factor) + 1 if rope.scaling == "yarn" else 1.0
+    sharpen = sharpened(rope, rope.sharpen) / sharpened(rope, rope.sharpen_all)
     return angles.cos() * sharpen, angles.sin() * sharpen
+
+
+def sharpened(rope: RopeConfig, strength: float) -> float:
+    return 0.1 * strength * math.log(rope.factor) + 1 if rope.scaling == "yarn" else 1.0
+
+
+def score_scale(head_dim: int, rope: RopeConfig) -> float:
+    """1 / sqrt(D), more where YaRN sharpens whole scores and not the turned dims alone."""
+    return head_dim**-0.5 * sharpened(rope, rope.sharpen_all) ** 2

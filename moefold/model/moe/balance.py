@@ -1,21 +1,83 @@
-"""Keeping experts evenly loaded, two ways, both independent of how a batch is split over ranks and microbatches.
+"""Keeping experts evenly loaded, by a bias and by losses, all independent of how a batch is split over ranks.
 
 The bias: after each step an expert that got less than its share becomes a little easier to choose, and the reverse.
-The loss: within each sequence, expert load times mean score, which is least when both are even.
+The losses are sums over tokens, as every loss is; divided by the number of tokens, perfect balance gives one:
 
-T tokens of B sequences of S, E experts, K choices.
+    balance   E x sum_e (share of the choices that went to e) x (score of e as a share of one)
+    device    the same with each expert's share replaced by the mean of its group's
+    z         (log sum_e exp logit_e)^2: keeps logits small
+
+Choices are counted over a sequence, a microbatch (of a data-parallel rank), or the global batch: the only one that
+needs a pass of its own, since its counts are known when all of it has been through the router. `previous_batch` takes
+those of the step before instead.
+
+T tokens of B sequences of S, E experts, K choices, L MoE layers.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from moefold.comm.collectives import sum_
+from moefold.config.run import MoeConfig
 from moefold.layout.axes import Axis
 from moefold.model.share import Share
+from moefold.model.steps import recomputing
+
+
+class Load(nn.Module):
+    """Choices each expert got since the last update, the selection bias made from them, and their shares in the last
+    batch that was surveyed."""
+
+    bias_E: torch.Tensor
+    share_E: torch.Tensor
+    counts_E: torch.Tensor
+    dropped: torch.Tensor
+
+    def __init__(self, experts: int, layer: int = 0):
+        super().__init__()
+        self.layer = layer
+        self.register_buffer("bias_E", torch.zeros(experts, dtype=torch.float32))
+        self.register_buffer("share_E", torch.full((experts,), 1 / experts, dtype=torch.float64))
+        self.register_buffer("counts_E", torch.zeros(experts, dtype=torch.int64), persistent=False)
+        self.register_buffer("dropped", torch.zeros((), dtype=torch.int64), persistent=False)
+        self.moved = 0  # bytes that dispatch and combine sent, known to the host
+        self.record: Callable[[torch.Tensor], object] | None = None
+
+    @torch.no_grad()
+    def count(self, ids_TK: torch.Tensor, kept_TK: torch.Tensor) -> None:
+        """Choices made, and those of them that were kept."""
+        if recomputing():
+            return
+        self.counts_E += count_choices(ids_TK.reshape(1, -1), len(self.counts_E))[0]
+        self.dropped += (ids_TK >= 0).sum() - (kept_TK >= 0).sum()
+
+    def note_moved(self, sent: int) -> None:
+        if not recomputing():
+            self.moved += sent
+
+    @torch.no_grad()
+    def update(self, counts_E: torch.Tensor, moe: MoeConfig) -> None:
+        """Move the bias against the load, and start counting anew."""
+        if moe.bias_rate:
+            lack_E = counts_E.sum() - counts_E * len(counts_E)  # E times (mean - count): whole numbers, so exact
+            step_E = lack_E.sign() if moe.bias_step == "sign" else lack_E / counts_E.sum().clamp(min=1)
+            self.bias_E += moe.bias_rate * step_E
+        self.forget()
+
+    @torch.no_grad()
+    def survey(self, counts_E: torch.Tensor) -> None:
+        """Remember the shares of a whole batch."""
+        self.share_E.copy_(counts_E / counts_E.sum().clamp(min=1))
+
+    def forget(self) -> None:
+        self.counts_E.zero_()
+        self.dropped.zero_()
+        self.moved = 0
 
 
 class Balance(NamedTuple):
@@ -25,40 +87,6 @@ class Balance(NamedTuple):
     dead_experts: int
 
 
-class Load(nn.Module):
-    """Tokens each expert got since the last update, and the selection bias made from them."""
-
-    bias_E: torch.Tensor
-    counts_E: torch.Tensor
-
-    def __init__(self, experts: int):
-        super().__init__()
-        self.register_buffer("bias_E", torch.zeros(experts, dtype=torch.float32))
-        self.register_buffer("counts_E", torch.zeros(experts, dtype=torch.int64), persistent=False)
-
-    @torch.no_grad()
-    def count(self, ids_TK: torch.Tensor) -> None:
-        self.counts_E += count_choices(ids_TK.reshape(1, -1), len(self.counts_E))[0]
-
-    @torch.no_grad()
-    def update(self, counts_E: torch.Tensor, rate: float) -> None:
-        """Move the bias against the load by a fixed step, as its sign says, and start counting anew."""
-        if rate:
-            error_E = counts_E.sum() - counts_E * len(counts_E)  # E times (mean - count): whole numbers, so exact
-            self.bias_E += rate * error_E.sign()
-        self.counts_E.zero_()
-
-
-def update_loads(loads: list[Load], rate: float, everyone: Axis) -> torch.Tensor:
-    """Sum every layer's counts over all ranks in one message, update each bias, and return the counts_LE."""
-    if not loads:
-        return torch.zeros(0, 0, dtype=torch.int64)
-    counts_LE = sum_(torch.stack([load.counts_E for load in loads]), everyone)
-    for load, counts_E in zip(loads, counts_LE, strict=True):
-        load.update(counts_E, rate)
-    return counts_LE
-
-
 def judge(counts_LE: torch.Tensor) -> list[Balance]:
     """The balance of each layer from its counts."""
     return [
@@ -66,21 +94,82 @@ def judge(counts_LE: torch.Tensor) -> list[Balance]:
     ]
 
 
+class Loads(NamedTuple):
+    """What a step's routing came to, over all ranks: choices of each expert and dropped ones. `layers` are their
+    numbers in the model; `moved_L` bytes that this rank sent."""
+
+    layers: list[int]
+    counts_LE: torch.Tensor
+    dropped_L: torch.Tensor
+    moved_L: list[int]
+
+
+def gather_loads(loads: list[Load], everyone: Axis) -> Loads:
+    """Sum every layer's counts over all ranks, in one message."""
+    layers, moved_L = [load.layer for load in loads], [load.moved for load in loads]
+    if not loads:
+        return Loads(layers, torch.zeros(0, 0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64), moved_L)
+    both = torch.stack([torch.cat((load.counts_E, load.dropped[None])) for load in loads])
+    counts_LE, dropped_L = sum_(both, everyone).split((both.shape[1] - 1, 1), dim=1)
+    return Loads(layers, counts_LE, dropped_L[:, 0], moved_L)
+
+
+def update_loads(loads: list[Load], moe: MoeConfig, everyone: Axis) -> Loads:
+    """After a step: gather the counts and update each layer's bias."""
+    found = gather_loads(loads, everyone)
+    for load, counts_E in zip(loads, found.counts_LE, strict=True):
+        if moe.aux_over == "previous_batch":
+            load.survey(counts_E)
+        load.update(counts_E, moe)
+    return found
+
+
+def survey_loads(loads: list[Load], everyone: Axis) -> None:
+    """After a pass that only counted: remember the shares of the whole batch, and forget the counts."""
+    for load, counts_E in zip(loads, gather_loads(loads, everyone).counts_LE, strict=True):
+        load.survey(counts_E)
+        load.forget()
+
+
 def count_choices(ids_BN: torch.Tensor, experts: int) -> torch.Tensor:
-    """How often each expert stands in each row: (B, E). Sums of whole numbers, so the same in any order."""
+    """How often each expert stands in each row: (B, E). Sums of whole numbers, so the same in any order. -1 is none."""
     zeros = torch.zeros(len(ids_BN), experts, dtype=torch.int64, device=ids_BN.device)
-    return zeros.scatter_add_(1, ids_BN, torch.ones_like(ids_BN))
+    return zeros.scatter_add_(1, ids_BN.clamp(min=0), (ids_BN >= 0).long())
 
 
-def sequence_balance_loss(scores_TE: torch.Tensor, ids_TK: torch.Tensor, share: Share, over: Axis) -> torch.Tensor:
-    """Sum over tokens of E x sum_e (share of its sequence's choices that went to e) x (score of e).
+def balance_losses(
+    logits_TE: torch.Tensor,
+    shares_TE: torch.Tensor,
+    ids_TK: torch.Tensor,
+    moe: MoeConfig,
+    load: Load,
+    share: Share,
+    sharing: Axis,
+) -> torch.Tensor:
+    """This rank's summand of all losses that a layer's router has, each with its weight. `shares_TE` are scores as
+    shares of one, so that no router lowers its loss by shrinking them all."""
+    total = logits_TE.new_zeros(())
+    if moe.aux_loss or moe.device_loss:
+        load_TE = load_shares(ids_TK, moe, load, share, sharing).to(shares_TE.dtype)
+        total = total + moe.aux_loss * moe.experts * (load_TE * shares_TE).sum()
+        grouped_TE = load_TE.unflatten(-1, (moe.devices, -1)).mean(-1).repeat_interleave(moe.experts // moe.devices, -1)
+        total = total + moe.device_loss * moe.experts * (grouped_TE * shares_TE).sum()
+    if moe.z_loss:
+        total = total + moe.z_loss * logits_TE.logsumexp(-1).square().sum()
+    return total
 
-    Divided by the number of tokens, as every loss is, perfect balance gives exactly one. The shares are of whole
-    sequences, so the choices are counted `over` the ranks that hold their parts; given these, the loss is a plain sum
-    over tokens, and each rank has its own summand.
-    """
-    experts, k = scores_TE.shape[1], ids_TK.shape[1]
-    place_TK = share.sequence_T[:, None] * experts + ids_TK
-    counts = count_choices(place_TK.reshape(1, -1), share.sequences * experts)
-    share_BE = sum_(counts, over).view(-1, experts).to(scores_TE.dtype) / (share.length * k)
-    return experts * (share_BE[share.sequence_T] * scores_TE).sum()
+
+def load_shares(ids_TK: torch.Tensor, moe: MoeConfig, load: Load, share: Share, sharing: Axis) -> torch.Tensor:
+    """Each expert's share of the choices that are counted together: (T, E) for sequences, else (1, E). Sequences and
+    microbatches are counted over the ranks that hold their parts."""
+    if moe.aux_over in ("global_batch", "previous_batch"):
+        return load.share_E[None].clone()  # the buffer changes before backward is over
+    if moe.aux_over == "microbatch":
+        return shares_of(sum_(count_choices(ids_TK.reshape(1, -1), moe.experts), sharing))
+    place_TK = torch.where(ids_TK >= 0, share.sequence_T[:, None] * moe.experts + ids_TK, -1)
+    counts = count_choices(place_TK.reshape(1, -1), share.sequences * moe.experts)
+    return shares_of(sum_(counts, sharing).view(-1, moe.experts))[share.sequence_T]
+
+
+def shares_of(counts_BE: torch.Tensor) -> torch.Tensor:
+    return counts_BE.double() / counts_BE.sum(-1, keepdim=True).clamp(min=1)

@@ -6,19 +6,23 @@ from torch import nn
 
 from moefold.config.run import ModelConfig
 from moefold.model.choices import Choices
-from moefold.model.mlp import GatedMlp
 from moefold.model.moe.experts import Experts
 from moefold.model.moe.router import Router
+from moefold.model.moe.shared import SharedExperts
 from moefold.model.norm import RMSNorm
+from moefold.precision.linear import Linear
 
 
 class MoeLayer(nn.Module):
-    def __init__(self, model: ModelConfig, choices: Choices):
+    def __init__(self, model: ModelConfig, layer: int, choices: Choices):
         super().__init__()
-        kernels, world = choices.kernels, choices.world
+        moe, kernels, world = model.moe, choices.kernels, choices.world
         self.norm = RMSNorm(model.hidden, model.norm_eps, kernels, world)
-        self.router = Router(model, kernels, world)
+        self.router = Router(model, layer, kernels, world)
         self.experts = Experts(model, kernels, world)
-        if model.moe.shared_ffn:
-            self.shared = GatedMlp(model, model.moe.shared_ffn, kernels, world)
+        if moe.shared_ffn:
+            self.shared = SharedExperts(model, kernels, world)
+        if moe.latent:  # tokens travel and experts work at this width
+            self.narrow = Linear(world, model.hidden, moe.latent, std=model.init_std)
+            self.widen = Linear(world, moe.latent, model.hidden, std=model.init_std)
         self.dispatcher = choices.dispatcher

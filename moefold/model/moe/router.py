@@ -7,35 +7,65 @@ from __future__ import annotations
 
 import torch
 
-from moefold.config.run import ModelConfig
+from moefold.config.run import ModelConfig, MoeConfig
 from moefold.dispatch.base import Routing
 from moefold.kernels.bind import Kernels
+from moefold.kernels.router_topk import Choosing
 from moefold.layout.axes import World
 from moefold.layout.declare import Declaring
-from moefold.model.moe.balance import Load, sequence_balance_loss
+from moefold.model.moe.balance import Load, balance_losses
 from moefold.model.moe.capacity import limited
+from moefold.model.moe.imposed import round_robin
+from moefold.model.moe.jitter import jittered
+from moefold.model.moe.transport import expert_choice, sinkhorn_choice
 from moefold.model.share import Share
 
 
 class Router(Declaring):
-    def __init__(self, model: ModelConfig, kernels: Kernels, world: World):
+    def __init__(self, model: ModelConfig, layer: int, kernels: Kernels, world: World):
         super().__init__(world)
-        self.moe = model.moe
-        self.router_logits, self.router_topk = kernels.router_logits, kernels.router_topk
-        self.weight = self.declare("weight", model.moe.experts, model.hidden, std=model.init_std)
-        self.load = Load(model.moe.experts)
+        moe = self.moe = model.moe
+        self.layer, self.kernels, self.how = layer, kernels, choosing(moe)
+        self.weight = self.declare("weight", moe.experts, model.hidden, std=model.init_std)
+        self.bias = self.declare("bias", moe.experts, std=0.0) if moe.biases else None
+        self.load = Load(moe.experts, layer)
+        self.sharing = world.axis("cp", "tp")  # the ranks that hold parts of the same sequences
 
-    def forward(self, h_TD: torch.Tensor, share: Share) -> tuple[Routing, torch.Tensor]:
-        """The routing, and this rank's summand of the balance loss."""
-        logits_TE = self.router_logits(h_TD, self.weight)
+    def forward(
+        self, h_TD: torch.Tensor, share: Share, imposed_TK: torch.Tensor | None = None
+    ) -> tuple[Routing, torch.Tensor]:
+        """The routing, and this rank's summand of the balance losses. `imposed_TK` takes the place of the choice."""
+        logits_TE = self.logits(h_TD, share)
+        if imposed_TK is None:
+            imposed_TK = self.choice_of_all(logits_TE, share)
         bias_E = self.load.bias_E.to(logits_TE.dtype)
-        probs_TK, ids_TK, scores_TE = self.router_topk(logits_TE, bias_E, self.moe.top_k, self.moe.normalize_top_k)
+        probs_TK, ids_TK, shares_TE = self.kernels.router_topk(logits_TE, bias_E, self.how, imposed_TK)
+        routing = limited(Routing(probs_TK, ids_TK), self.moe, share, self.sharing)
         if self.training:
-            self.load.count(ids_TK)
-        routing = limited(Routing(probs_TK, ids_TK), self.moe, share, self.world.axis("cp", "tp"))
-        return routing, self.balance_loss(scores_TE, ids_TK, share)
+            self.load.count(ids_TK, routing.ids_TK)
+        if self.load.record:
+            self.load.record(ids_TK)
+        return routing, balance_losses(logits_TE, shares_TE, ids_TK, self.moe, self.load, share, self.sharing)
 
-    def balance_loss(self, scores_TE: torch.Tensor, ids_TK: torch.Tensor, share: Share) -> torch.Tensor:
-        if self.moe.aux_loss == 0:
-            return scores_TE.new_zeros(())
-        return self.moe.aux_loss * sequence_balance_loss(scores_TE, ids_TK, share, self.world.axis("cp", "tp"))
+    def logits(self, h_TD: torch.Tensor, share: Share) -> torch.Tensor:
+        jitters = self.moe.jitter and self.training
+        if self.bias is None and not jitters:
+            return self.kernels.router_logits(h_TD, self.weight)
+        wide_TD = h_TD.to(torch.promote_types(h_TD.dtype, torch.float32))
+        if jitters:
+            wide_TD = jittered(wide_TD, self.moe.jitter, share.number_T, self.layer)
+        bias = self.bias.to(wide_TD.dtype) if self.bias is not None else None
+        return torch.nn.functional.linear(wide_TD, self.weight.to(wide_TD.dtype), bias)
+
+    def choice_of_all(self, logits_TE: torch.Tensor, share: Share) -> torch.Tensor | None:
+        """Choices that are not each token's own: they are made over whole sequences, or in turn."""
+        if self.moe.force_balance:
+            return round_robin(share.number_T, self.moe)
+        if self.moe.router == "token_choice":
+            return None
+        choose = expert_choice if self.moe.router == "expert_choice" else sinkhorn_choice
+        return share.of_rank(choose(share.of_all(logits_TE, self.sharing), self.moe))
+
+
+def choosing(moe: MoeConfig) -> Choosing:
+    return Choosing(moe.top_k, moe.score, moe.normalize, moe.scale, moe.groups, moe.groups_chosen, moe.group_score)

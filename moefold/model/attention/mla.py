@@ -1,0 +1,63 @@
+"""Multi-head latent attention: keys and values of all heads come from one narrow latent, and so may queries.
+
+    x_TD --down--> latent --norm--> q_rank  --up--> H queries [still | turning]
+    x_TD --down--> latent --norm--> kv_rank --up--> H keys [still], H values
+                   turning, one for all heads ----> H keys [still | turning]
+
+Latents are made of this rank's own tokens and only then gathered over tp: they are narrower than the stream.
+
+T tokens of this rank, C tokens of its cp rank (B sequences of S positions each); H heads, D their width, of which the
+last dims turn by position; V width of a value head.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from moefold.comm.collectives import gather, scatter_sum
+from moefold.config.run import ModelConfig
+from moefold.layout.placement import over_tp
+from moefold.model.attention.rotary import Rotary
+from moefold.model.attention.sight import Seeing
+from moefold.model.choices import Choices
+from moefold.model.norm import RMSNorm
+from moefold.model.share import Share
+from moefold.model.steps import Region
+from moefold.precision.linear import Linear
+
+
+class LatentAttention(Seeing):
+    def __init__(self, model: ModelConfig, layer: int, choices: Choices):
+        super().__init__(model, layer, choices.world)
+        world, kernels = choices.world, choices.kernels
+        a, d, std, eps = model.attention, model.hidden, model.init_std, model.norm_eps
+        value_dim, self.still = a.value_dim or a.head_dim, a.head_dim - a.rope_dim
+        self.tp, self.q_rank = world.axis("tp"), a.q_rank
+        self.norm = RMSNorm(d, eps, kernels, world)
+        if a.q_rank:
+            self.query_down = Linear(world, d, a.q_rank, bias=a.qkv_bias, std=std)
+            self.query_norm = RMSNorm(a.q_rank, eps, kernels, world)
+        self.query = Linear(world, a.q_rank or d, a.heads, a.head_dim, std=std, placement=over_tp(0))
+        self.latent = Linear(world, d, a.kv_rank, bias=a.qkv_bias, std=std)
+        self.latent_norm = RMSNorm(a.kv_rank, eps, kernels, world)
+        self.turning = Linear(world, d, a.rope_dim, bias=a.qkv_bias, std=std)
+        self.key = Linear(world, a.kv_rank, a.heads, self.still, std=std, placement=over_tp(0))
+        self.value = Linear(world, a.kv_rank, a.heads, value_dim, std=std, placement=over_tp(0))
+        out_std = std / (2 * model.layers) ** 0.5
+        self.out = Linear(world, a.heads * value_dim, d, bias=a.out_bias, std=out_std, placement=over_tp(1))
+        self.core, self.context = Region(), choices.context
+        self.rotary = Rotary(a.rope_dim, a.rope, choices.seq_len, kernels)
+
+    def forward(self, x_TD: torch.Tensor, share: Share) -> torch.Tensor:
+        """What attention adds to the residual stream."""
+        h_TD = self.norm(x_TD)
+        source = self.query_norm(self.query_down(h_TD)) if self.q_rank else h_TD
+        latents = (source, self.latent_norm(self.latent(h_TD)), self.turning(h_TD))
+        joined = gather(torch.cat(latents, dim=-1), self.tp)  # one message; all tokens meet this rank's heads
+        source_C, latent_C, turning_C = joined.split([x.shape[-1] for x in latents], dim=-1)
+        q = self.rotary.last(share.by_sequence(self.query(source_C)), share)
+        turned = self.rotary.last(share.by_sequence(turning_C[:, None]), share)
+        still, v = (share.by_sequence(up(latent_C)) for up in (self.key, self.value))
+        k = torch.cat((still, turned.expand(*still.shape[:-1], -1)), dim=-1)
+        y_BSHV = self.core(self.context, q, k, v, share, self.sight())
+        return scatter_sum(self.out(y_BSHV.reshape(len(joined), -1)), self.tp)

@@ -1,0 +1,38 @@
+"""The angles that this rank's tokens turn by, kept in fp32 or better on the device that uses them."""
+
+from __future__ import annotations
+
+import torch
+
+from moefold.config.run import RopeConfig
+from moefold.kernels.bind import Kernels
+from moefold.model.attention.positions import rotary_tables
+from moefold.model.share import Share
+
+
+class Rotary:
+    """Turns the first or the last `dims` of a head; the rest pass by."""
+
+    def __init__(self, dims: int, rope: RopeConfig, seq_len: int, kernels: Kernels):
+        wide = torch.promote_types(torch.get_default_dtype(), torch.float32)
+        self.tables = tuple(t.to(wide) for t in rotary_tables(seq_len, dims, rope))
+        self.dims, self.rope = dims, kernels.rope
+
+    def angles(self, share: Share) -> tuple[torch.Tensor, torch.Tensor]:
+        """The tables on the right device, at the positions this rank holds."""
+        if self.tables[0].device != share.device:
+            self.tables = tuple(t.to(share.device) for t in self.tables)
+        cos, sin = self.tables
+        if share.cp.size == 1:
+            return cos[: share.length], sin[: share.length]
+        return cos[share.positions], sin[share.positions]
+
+    def first(self, x_BSHD: torch.Tensor, share: Share) -> torch.Tensor:
+        if self.dims == x_BSHD.shape[-1]:
+            return self.rope(x_BSHD, *self.angles(share))
+        turning, passing = x_BSHD[..., : self.dims], x_BSHD[..., self.dims :]
+        return torch.cat((self.rope(turning, *self.angles(share)), passing), dim=-1)
+
+    def last(self, x_BSHD: torch.Tensor, share: Share) -> torch.Tensor:
+        passing, turning = x_BSHD[..., : -self.dims], x_BSHD[..., -self.dims :]
+        return torch.cat((passing, self.rope(turning, *self.angles(share))), dim=-1)

@@ -1,0 +1,45 @@
+"""Multi-token prediction: each layer looks one token further ahead than the one before, with the model's own embedding
+and head. At position i it joins what is known there with token i + depth, and predicts the one behind that.
+
+    depth 0 (the model)   x_i                         -> token i + 1
+    depth 1               join(x_i, token i + 1)      -> token i + 2       one block, causal in i
+
+T tokens of this rank, D width, B sequences of S. A label is the token one place on, IGNORED where there is none.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from moefold.config.run import ModelConfig
+from moefold.kernels.cross_entropy import IGNORED
+from moefold.model.block import make_block
+from moefold.model.choices import Choices
+from moefold.model.norm import RMSNorm
+from moefold.precision.linear import Linear
+
+
+class LayerAhead(nn.Module):
+    def __init__(self, model: ModelConfig, depth: int, choices: Choices):
+        super().__init__()
+        d, eps, kernels, world = model.hidden, model.norm_eps, choices.kernels, choices.world
+        self.depth = depth
+        self.stream_norm = RMSNorm(d, eps, kernels, world)
+        self.token_norm = RMSNorm(d, eps, kernels, world)
+        self.join = Linear(world, 2 * d, d, std=model.init_std)
+        self.block = make_block(model, model.layers + depth - 1, choices)
+        self.norm = RMSNorm(d, eps, kernels, world)
+
+    def forward(self, x_TD: torch.Tensor, token_TD: torch.Tensor) -> torch.Tensor:
+        """What is known at a position and the token it looks past, joined."""
+        return self.join(torch.cat((self.stream_norm(x_TD), self.token_norm(token_TD)), dim=-1))
+
+
+def labels_ahead(labels_BS: torch.Tensor, depth: int) -> torch.Tensor:
+    """The label `depth` places on, IGNORED where any up to it is missing."""
+    for _ in range(depth):
+        next_BS = F.pad(labels_BS[:, 1:], (0, 1), value=IGNORED)
+        labels_BS = next_BS.masked_fill(labels_BS == IGNORED, IGNORED)
+    return labels_BS

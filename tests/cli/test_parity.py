@@ -1,0 +1,66 @@
+"""`moefold doctor parity` says equal, or names what differs. Bugs are planted in a copy of the source, and the command
+itself is run on it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import moefold
+
+LAYOUT = ["--parallel.tp", "2", "--parallel.ep", "4", "--parallel.dispatcher", "dedup"]
+
+
+def parity(source: Path, *more: str) -> subprocess.CompletedProcess[str]:
+    """The command with the package that lies in `source`."""
+    command = [sys.executable, "-m", "moefold", "doctor", "parity", "tiny", "--world", "4", "--steps", "1", *more]
+    env = {**os.environ, "PYTHONPATH": str(source), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, env=env, cwd=source, capture_output=True, text=True, timeout=300)
+
+
+def test_a_layout_that_agrees_is_called_equal_with_exit_code_0():
+    done = parity(Path(moefold.__file__).parents[1], *LAYOUT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1] == "equal"
+
+
+BUGS = {
+    "a gradient norm that skips experts": (
+        "shard/gradients.py",
+        "for share in self.shares()]).sum()",
+        'for share, b in zip(self.shares(), self.buckets) if b.placement.grid == "dense" or self.world.size == 1]).sum()',
+        "step 1: gradient norm differs",
+    ),
+    "a missing sum over tp": (
+        "layout/placement.py",
+        "if axis not in self.cut_axes)",
+        'if axis not in self.cut_axes and axis != "tp")',
+        "norm.weight",
+    ),
+    "a dropped token": (
+        "dispatch/hop.py",
+        "        returned_PD = exchange(y_ND, leg.receive, leg.send, self.axis)\n",
+        "        returned_PD = exchange(y_ND, leg.receive, leg.send, self.axis)\n"
+        "        returned_PD = torch.cat((returned_PD[:1] * (self.axis.index != 3), returned_PD[1:]))\n",
+        "step 1: loss differs",
+    ),
+}
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_a_planted_bug_is_named_with_exit_code_1(tmp_path: Path, bug: str):
+    file, right, wrong, named = BUGS[bug]
+    ignore = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(Path(moefold.__file__).parent, tmp_path / "moefold", ignore=ignore)
+    path = tmp_path / "moefold" / file
+    assert path.read_text().count(right) == 1
+    path.write_text(path.read_text().replace(right, wrong))
+    done = parity(tmp_path, *LAYOUT)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert named in done.stdout
+    assert done.stdout.splitlines()[-1] == "NOT equal"
