@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from moefold.anatomy.counts import active_parameters, total_parameters, train_flops_per_token
+from moefold.anatomy.counts import active_parameters, parameters_ahead, total_parameters, train_flops_per_token
+from moefold.anatomy.steps import pieces, pieces_ahead
 from moefold.cli.explain import human
 from moefold.cli.main import run
 from moefold.kernels.bind import bind
@@ -35,6 +36,7 @@ def test_json_holds_what_the_anatomy_says(name: str, explained: Any):
         "name",
         "parameters",
         "active_parameters",
+        "parameters_ahead",
         "train_flops_per_token",
         "seq_len",
         "facts",
@@ -46,12 +48,44 @@ def test_json_holds_what_the_anatomy_says(name: str, explained: Any):
     assert found["name"] == name
     assert found["parameters"] == total_parameters(config.model)
     assert found["active_parameters"] == active_parameters(config.model)
+    assert found["parameters_ahead"] == parameters_ahead(config.model)
     assert found["train_flops_per_token"] == train_flops_per_token(config.model, config.data.seq_len)
+    assert_shown_is_the_whole(found)
+
+
+def assert_shown_is_the_whole(found: dict[str, Any]) -> None:
+    """The layers shown, each as often as it is there, make up all parameters and all FLOPs."""
     steps = [(layer["count"], step) for layer in found["layers"] for step in layer["steps"]]
-    assert sum(count * step["parameters"] for count, step in steps) == found["parameters"]
+    every = found["parameters"] + found["parameters_ahead"]
+    assert sum(count * step["parameters"] for count, step in steps) == every
     assert 3 * sum(count * step["forward_flops_per_token"] for count, step in steps) == pytest.approx(
-        found["train_flops_per_token"]
+        found["train_flops_per_token"], rel=1e-12
     )
+
+
+VARIANTS = {
+    "experts in every other layer": ("tiny", "--model.moe.every 2"),
+    "and a dense first": ("tiny", "--model.moe.every 2 --model.moe.dense_layers 1"),
+    "windows with experts in every other layer": (
+        "gpt-oss-20b-tiny",
+        "--model.layers 6 --model.moe.every 2 --model.attention.full_every 3",
+    ),
+    "two layers ahead": ("tiny", "--model.mtp 2"),
+    "two layers ahead, of two windows": ("gpt-oss-20b-tiny", "--model.mtp 2"),
+    "two layers ahead, one with experts": ("tiny", "--model.mtp 2 --model.moe.every 2"),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_whatever_layers_a_model_mixes_those_shown_make_up_the_whole(variant: str, explained: Any):
+    recipe, words = VARIANTS[variant]
+    found, model = explained(recipe, *words.split()), resolve(recipe, words.split()).model
+    assert_shown_is_the_whole(found)
+    blocks = [layer for layer in found["layers"] if layer["kind"] in ("dense layer", "MoE layer")]
+    assert sum(layer["count"] for layer in blocks) == model.layers
+    assert {s["step"] for layer in found["layers"] for s in layer["steps"]} == {
+        step.name for _, step in (*pieces(model), *pieces_ahead(model))
+    }
 
 
 def test_each_kind_of_layer_is_shown_once_with_its_number(explained: Any):
@@ -61,6 +95,29 @@ def test_each_kind_of_layer_is_shown_once_with_its_number(explained: Any):
     assert steps_of(found, "dense layer") == ["attend", "mlp"]
     assert steps_of(found, "MoE layer") == ["attend", "route", "dispatch", "shared", "experts", "combine"]
     assert steps_of(explained("tiny"), "MoE layer") == ["attend", "route", "dispatch", "experts", "combine"]
+    found = explained("latent-30b-a3b-tiny")
+    assert steps_of(found, "MoE layer") == ["attend", "route", "narrow", "dispatch", "experts", "combine", "widen"]
+
+
+def test_layers_that_see_differently_far_are_shown_apart(explained: Any):
+    found = explained("gpt-oss-20b")
+    layers = [layer for layer in found["layers"] if layer["kind"] == "MoE layer"]
+    assert [layer["count"] for layer in layers] == [12, 12]
+    shapes = [layer["steps"][0]["shapes"] for layer in layers]
+    assert ["the last 128 tokens" in text for text in shapes] == [True, False]
+
+
+def test_the_layers_ahead_are_shown_before_the_head_that_they_share(explained: Any):
+    found = explained("deepseek-v3")
+    kinds = [(layer["kind"], layer["count"]) for layer in found["layers"]]
+    assert kinds == [("embedding", 1), ("dense layer", 3), ("MoE layer", 58), ("layer ahead", 1), ("head", 1)]
+    inner = ["attend", "route", "dispatch", "shared", "experts", "combine"]
+    assert steps_of(found, "layer ahead") == ["look_ahead", *inner, "set_aside"]
+
+
+def test_latent_attention_is_shown_with_the_widths_of_its_heads(explained: Any):
+    attend = next(s for layer in explained("deepseek-v3")["layers"] for s in layer["steps"] if s["step"] == "attend")
+    assert attend["shapes"] == "T,7168 -> q T,128,192; k T,128,192; v T,128,128 -> T,7168"
 
 
 def test_the_grids_are_those_of_that_many_ranks(explained: Any):
@@ -75,12 +132,24 @@ def test_a_number_of_ranks_below_one_is_refused(nproc: str, capsys: pytest.Captu
     assert f"--nproc {nproc} is not legal" in capsys.readouterr().err
 
 
+USED = set(CATALOG) - {"attention_block", "attention_block_backward", "clamped_swiglu", "expert_bias"}
+
+
+def test_the_kernels_shown_are_those_the_model_uses(explained: Any):
+    gpt_oss = explained("gpt-oss-20b-tiny")
+    assert set(gpt_oss["kernels"]) == USED - {"swiglu"} | {"clamped_swiglu", "expert_bias"}
+    rings = explained("tiny", "--nproc", "2", "--parallel.cp", "2")
+    assert set(rings["kernels"]) == USED | {"attention_block", "attention_block_backward"}
+    swaps = explained("tiny", "--nproc", "2", "--parallel.cp", "2", "--parallel.context", "all_to_all")
+    assert set(swaps["kernels"]) == USED
+
+
 @pytest.mark.parametrize("force", [[], ["attention=reference"], ["grouped_gemm=reference", "cross_entropy=reference"]])
 def test_the_kernels_shown_are_those_a_run_binds(force: list[str], explained: Any):
     words = ["--train.device", "cpu", *(["--kernels.force", ",".join(force)] if force else [])]
     found = explained("tiny", *words)
     kernels = bind(facts_of(resolve("tiny"), "cpu", "fp32"), force)
-    assert set(found["kernels"]) == {op for op in CATALOG if not op.startswith("attention_block")}
+    assert set(found["kernels"]) == USED
     for op in found["kernels"]:
         assert OPS[op].implementations[found["kernels"][op]["implementation"]] is getattr(kernels, op)
         assert found["kernels"][op]["why"]
@@ -104,8 +173,24 @@ def test_the_table_tells_name_sizes_and_every_step(capsys: pytest.CaptureFixture
     for part in ("qwen3-30b-a3b", "30.5 G parameters", "3.35 G active", "48 x MoE layer", "length 4096", "T,2048"):
         assert part in shown, part
     assert all(step in shown for step in ("embed", "attend", "route", "dispatch", "experts", "combine", "predict"))
-    assert all(op in shown for op in CATALOG if not op.startswith("attention_block"))
-    assert "attention_block" not in shown, "nothing goes round a ring of one"
+    assert all(op in shown for op in USED)
+    assert all(op not in shown for op in set(CATALOG) - USED), "nothing goes round a ring of one"
+
+
+def test_the_table_tells_what_predicts_further_tokens_apart(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("COLUMNS", "200")
+    assert run(["explain", "deepseek-v3"]) == 0
+    shown = capsys.readouterr().out
+    for part in (
+        "671 G parameters (and 11.6 G to predict further tokens), 37.6 G active",
+        "260 G FLOPs",
+        "layer ahead",
+    ):
+        assert part in shown, part
+    assert run(["explain", "mixtral-8x7b"]) == 0
+    assert "further tokens" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", ["[/nope]", "../up", "a/b", ".hidden", "x" * 100])

@@ -12,9 +12,12 @@ import pytest
 
 from moefold.cli.main import run
 from moefold.config.keys import keys_of
+from moefold.config.rules import RULES
 from moefold.config.run import Config, ParallelConfig
 from moefold.dispatch.price import choose
 from tests.support.runs import SMALL, corpus
+
+CONSENTS = {"model.moe.looks_ahead"}  # what a person agrees to: a rule asks for it, and nothing else has to
 
 
 def sections(node: Any) -> dict[type, str]:
@@ -51,7 +54,19 @@ def test_every_key_is_read_by_something(tmp_path: Path, monkeypatch: pytest.Monk
         ["--model.attention.rope.scaling", "llama3", "--model.attention.qkv_bias", "true", *corpus(tmp_path)],
         ["--model.attention.rope.scaling", "yarn", "--optim.decay", "wsd", "--model.moe.dense_layers", "1"],
     ]
-    variants[0] += ["--model.moe.capacity_factor", "1.5"]
+    variants[0] += ["--model.moe.capacity_factor", "1.5", "--model.mtp", "1"]
+    variants[0] += ["--model.moe.activation", "clamped_swiglu", "--model.moe.shared_ffn", "8"]
+    variants[0] += ["--model.moe.device_loss", "0.1", "--model.moe.devices", "2"]
+    variants[0] += ["--model.attention.window", "8", "--model.attention.full_every", "2"]
+    variants[1] += [
+        "--model.attention.kind",
+        "mla",
+        "--model.attention.kv_heads",
+        "2",
+        "--model.attention.rope_dim",
+        "8",
+    ]
+    variants[1] += ["--model.attention.qk_norm", "none"]
     variants[1] += ["--data.source", "files", "--data.files", str(lines), "--data.text_key", "body"]
     seen = watch(monkeypatch)
     for i, variant in enumerate(variants):
@@ -59,5 +74,6 @@ def test_every_key_is_read_by_something(tmp_path: Path, monkeypatch: pytest.Monk
         with contextlib.redirect_stdout(io.StringIO()):
             assert run([*argv, "--out", str(tmp_path / str(i))]) == 0
     choose(Config(parallel=ParallelConfig(ep=2)), 2, 4)  # a run of one rank has no tokens to carry
-    unread = {key.path for key in keys_of(Config())} - seen
+    assert {path for rule in RULES for path in rule.reads} >= CONSENTS
+    unread = {key.path for key in keys_of(Config())} - seen - CONSENTS
     assert not unread, f"nothing reads {sorted(unread)}: use them or take them out of config/run.py"

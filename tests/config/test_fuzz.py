@@ -109,7 +109,7 @@ def judge_rule(line: str, given: dict[str, Any]) -> str | None:
     for path in given:
         if path in KEYS and f"{path} = " in says and not says_value(says, path, given[path]):
             return f"does not show the value of {path}"
-    advice = re.search(r"(set (\S+) .*|start a multiple of \d+ ranks)", line)
+    advice = re.search(r"(set ([^\s,]+),? .*|start a multiple of \d+ ranks)", line)
     if not advice or (advice[2] and advice[2] not in KEYS):
         return f"gives no advice ({fix})"
     return None

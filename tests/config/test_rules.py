@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moefold.config.keys import keys_of
 from moefold.config.read import parse_overrides, with_values
 from moefold.config.refused import Refused
 from moefold.config.rules import RULES, Case, Rule, check, divisors
@@ -80,6 +81,71 @@ BREAKS: dict[str, list[tuple[str, int, str]]] = {
         ),
     ],
     "pp is one": [("--parallel.pp=2", 4, "parallel.pp = 2")],
+    "turning dims fit the head": [
+        ("--model.attention.rope_dim=7", 1, "model.attention.rope_dim = 7"),
+        ("--model.attention.rope_dim=64", 1, "model.attention.head_dim = 32"),
+    ],
+    "mla has still and turning dims": [
+        ("--model.attention.kind=mla", 1, "model.attention.rope_dim = 0"),
+        ("--model.attention.kind=mla --model.attention.rope_dim=32", 1, "model.attention.head_dim = 32"),
+        (
+            "--model.attention.kind=mla --model.attention.rope_dim=4 --model.attention.head_dim=4",
+            1,
+            "model.attention.rope_dim = 4",
+        ),
+        ("--model.attention.kind=mla --model.attention.head_dim=2", 1, "model.attention.head_dim = 2"),
+    ],
+    "mla has a key head for each query head": [
+        ("--model.attention.kind=mla --model.attention.rope_dim=8", 1, "model.attention.kv_heads = 2")
+    ],
+    "mla norms its latents only": [
+        ("--model.attention.kind=mla --model.attention.qk_norm=full", 1, "model.attention.qk_norm = full")
+    ],
+    "latents are mla's": [
+        ("--model.attention.q_rank=8", 1, "model.attention.q_rank = 8"),
+        ("--model.attention.value_dim=16", 1, "model.attention.value_dim = 16"),
+    ],
+    "full layers are for windows": [("--model.attention.full_every=2", 1, "model.attention.full_every = 2")],
+    "groups divide experts": [("--model.moe.groups=3", 1, "model.moe.groups = 3")],
+    "chosen groups exist": [
+        ("--model.moe.groups_chosen=2", 1, "model.moe.groups_chosen = 2"),
+        ("--model.moe.groups=4 --model.moe.groups_chosen=5", 1, "model.moe.groups = 4"),
+    ],
+    "chosen groups hold enough experts": [
+        ("--model.moe.groups=4 --model.moe.top_k=3", 1, "model.moe.top_k = 3"),
+        ("--model.moe.groups=8 --model.moe.groups_chosen=3 --model.moe.top_k=8", 1, "model.moe.groups_chosen = 3"),
+        ("--model.moe.groups=16 --model.moe.groups_chosen=2", 1, "model.moe.groups = 16"),
+    ],
+    "devices divide experts": [("--model.moe.devices=3", 1, "model.moe.devices = 3")],
+    "device capacity is a capacity": [
+        ("--model.moe.device_capacity=true", 1, "model.moe.capacity_factor = 0"),
+        (
+            "--model.moe.device_capacity=true --model.moe.capacity_factor=1.5 --model.moe.pad_to_capacity=true",
+            1,
+            "model.moe.pad_to_capacity = true",
+        ),
+    ],
+    "looking ahead is said": [
+        ("--model.moe.router=expert_choice", 1, "model.moe.router = expert_choice"),
+        ("--model.moe.router=sinkhorn", 1, "model.moe.looks_ahead = false"),
+    ],
+    "routers that even out by themselves have no bias": [
+        ("--model.moe.router=sinkhorn --model.moe.bias_rate=0.1", 1, "model.moe.bias_rate = 0.1"),
+        ("--model.moe.router=expert_choice --model.moe.groups=2", 1, "model.moe.groups = 2"),
+    ],
+    "experts that choose are balanced": [
+        (f"--model.moe.router=expert_choice --model.moe.{key}", 1, f"model.moe.{key.replace('=', ' = ')}")
+        for key in ("aux_loss=0.5", "device_loss=0.5", "pad_to_capacity=true", "force_balance=true")
+    ],
+    "a softmax over the chosen is normalised over them": [
+        ("--model.moe.score=softmax_chosen --model.moe.normalize=none", 1, "model.moe.normalize = none"),
+        ("--model.moe.score=softmax_chosen --model.moe.normalize=all", 1, "model.moe.score = softmax_chosen"),
+    ],
+    "a shared gate has shared experts": [("--model.moe.shared_gate=true", 1, "model.moe.shared_ffn = 0")],
+    "further tokens lie within the sequence": [
+        ("--data.seq_len=4 --model.mtp=4", 1, "model.mtp = 4"),
+        ("--data.seq_len=1 --model.mtp=2", 1, "data.seq_len = 1"),
+    ],
 }
 CASES = [(rule, *spec) for rule in RULES for spec in BREAKS.get(rule.name, [])]
 IDS = [f"{rule.name}, {words or 'as it is'}, {world} ranks" for rule, words, world, _ in CASES]
@@ -98,8 +164,8 @@ def mended(fix: str, case: Case) -> list[Case]:
         return [Case(changed(case.config, fix[fix.index("--") :]), case.world)]
     if found := re.match(r"start a multiple of (\d+) ranks, or choose a product among ([\d, ]+)", fix):
         return [Case(case.config, int(found[1]) * times) for times in (1, 2)]
-    if found := re.match(r"set (\S+) above [\d.]+, such as ([\d.]+), and (\S+) to (\w+)", fix):
-        return [Case(changed(case.config, f"--{found[1]}={found[2]} --{found[3]}={found[4]}"), case.world)]
+    if several := several_ways(fix):
+        return [Case(changed(case.config, words), case.world) for words in several]
     found = re.match(r"set (\S+) (.*?)(;|$)", fix)
     assert found, f"cannot follow: {fix}"
     numbers = [float(n) if "." in n else int(n) for n in re.findall(r"[\d.]+", found[2])]
@@ -107,6 +173,30 @@ def mended(fix: str, case: Case) -> list[Case]:
     values += [2 * numbers[0]] if "multiple" in found[2] else []
     values = values or re.findall(r"\w+", found[2].removeprefix("to ").replace(" or ", " "))
     return [Case(changed(case.config, f"--{found[1]}={value}"), case.world) for value in values]
+
+
+NAMES = r"[a-z_.]+(?:(?:, | and )[a-z_.]+)*"
+ASSIGNED = rf"({NAMES}) (to|above) (\w+)(?:, such as ([\w.]+))?"
+WAY = re.compile(rf"{ASSIGNED}(?:,? and {ASSIGNED})*(?: to accept that)?")
+
+
+def several_ways(fix: str) -> list[str]:
+    """The overrides for each alternative of `set A.x to 1 and A.y to 2, or A.v, z above 0, such as 3`; a key may go
+    without its section when that is the one named last. Nothing, if the advice is simpler than that."""
+    keys, section = {key.path for key in keys_of(Config())}, ""
+    ways: list[str] = []
+    for way in fix.removeprefix("set ").split(", or "):
+        words: list[str] = []
+        if not WAY.fullmatch(way):
+            return []
+        for names, verb, value, example in re.findall(ASSIGNED, way):
+            for name in re.split(", | and ", names):
+                path = name if name in keys else section + name
+                assert path in keys, f"{fix}: there is no key {name}"
+                section = path.rpartition(".")[0] + "."
+                words.append(f"--{path}={example or (int(value) + 1 if verb == 'above' else value)}")
+        ways.append(" ".join(words))
+    return ways if len(ways) > 1 or " " in ways[0] else []
 
 
 def test_every_rule_is_broken_by_a_configuration_here():

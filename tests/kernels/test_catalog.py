@@ -114,3 +114,22 @@ def test_the_facts_are_those_of_the_configuration():
     config = resolve("tiny", ["--model.moe.ffn=30"])
     assert facts_of(config, "cpu", "fp32") == Facts("cpu", "fp32", (0, 0), config.model.hidden, 30)
     assert pick("grouped_gemm", facts_of(config, "cpu", "fp32"))[0] == "reference"
+
+
+def test_the_facts_are_those_of_the_rows_that_experts_get():
+    """A row is as wide as what travels, and an expert's inner width is cut over etp: these decide what is aligned."""
+    latent = resolve("latent-30b-a3b-tiny")
+    assert latent.model.moe.latent != latent.model.hidden
+    assert facts_of(latent, "cpu", "fp32").hidden == latent.model.moe.latent
+    narrow = resolve("latent-30b-a3b-tiny", ["--model.moe.latent=30"])
+    assert pick("grouped_gemm", facts_of(latent, "cpu", "fp32"))[0] == "torch_grouped_mm"
+    assert pick("grouped_gemm", facts_of(narrow, "cpu", "fp32"))[0] == "reference"
+    cut = resolve("tiny", ["--parallel.etp=2", "--model.moe.ffn=196"], world=2)
+    assert facts_of(cut, "cpu", "fp32").ffn == 98
+    assert pick("grouped_gemm", facts_of(cut, "cpu", "fp32"))[0] == "reference"
+
+
+@pytest.mark.parametrize("facts", [HOPPER, Facts("cpu", "fp32"), Facts("cpu", "fp64")])
+def test_the_clamped_activation_is_done_by_hand_everywhere(facts: Facts):
+    assert bind(facts).clamped_swiglu is OPS["clamped_swiglu"].implementations["by_hand"]
+    assert pick("clamped_swiglu", facts)[1] == pick("swiglu", facts)[1]

@@ -1,4 +1,4 @@
-"""Grouped-query attention: what it may see, how heads share, how positions enter."""
+"""Grouped-query attention: what it may see, how heads share, how positions, windows and sinks enter."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.func import functional_call
 
+from moefold.anatomy.steps import window_of
 from moefold.config.run import AttentionConfig, ModelConfig, RopeConfig
 from moefold.kernels.bind import bind
 from moefold.kernels.catalog import CATALOG, Facts
@@ -24,12 +26,12 @@ FACTS = Facts("cpu", "fp64", hidden=HIDDEN)
 BINDINGS = {"chosen": bind(FACTS), "reference": bind(FACTS, [f"{op}=reference" for op in CATALOG])}
 
 
-def make(attention: AttentionConfig = BASE, kernels: str = "chosen", seed: int = 1) -> GroupedQueryAttention:
+def make(attention: AttentionConfig = BASE, kernels: str = "chosen", layer: int = 0) -> GroupedQueryAttention:
     with default_dtype(torch.float64):
         model = ModelConfig(hidden=HIDDEN, attention=attention, init_std=0.3)
-        module = GroupedQueryAttention(model, choices(model, LENGTH, BINDINGS[kernels]))
-    initialise(module, seed)
-    with torch.no_grad():  # norms start at one and biases at zero; here they shall matter
+        module = GroupedQueryAttention(model, layer, choices(model, LENGTH, BINDINGS[kernels]))
+    initialise(module, seed=1)
+    with torch.no_grad():  # norms start at one, biases and sinks at zero; here they shall matter
         for name, parameter in module.named_parameters():
             if parameter.dim() == 1 or "bias" in name:
                 parameter.add_(torch.linspace(-0.3, 0.5, parameter.numel()).view_as(parameter))
@@ -76,7 +78,9 @@ def test_qk_norm_has_the_width_of_a_head_or_of_all_heads(kind, query, key):
     assert not hasattr(make(), "query_norm")
 
 
-def by_formula(module: GroupedQueryAttention, a: AttentionConfig, x_TD: torch.Tensor, sequences: int) -> torch.Tensor:
+def by_formula(
+    module: GroupedQueryAttention, a: AttentionConfig, x_TD: torch.Tensor, sequences: int, window: int = 0
+) -> torch.Tensor:
     """The whole layer, one query head and one position at a time."""
     p = dict(module.named_parameters())
 
@@ -93,22 +97,26 @@ def by_formula(module: GroupedQueryAttention, a: AttentionConfig, x_TD: torch.Te
         return y.view(sequences, -1, heads, a.head_dim)
 
     def turn(vector: torch.Tensor, position: int) -> torch.Tensor:
-        half = a.head_dim // 2
-        pairs = torch.complex(vector[:half], vector[half:])
+        """The first dims turn, in pairs half of them apart; the rest stays."""
+        turning = a.rope_dim or a.head_dim
+        half = turning // 2
+        pairs = torch.complex(vector[:half], vector[half:turning])
         angle = position * a.rope.theta ** -(torch.arange(half, dtype=torch.float64) / half)
         turned = pairs * torch.polar(torch.ones(half, dtype=torch.float64), angle)
-        return torch.cat((turned.real, turned.imag))
+        return torch.cat((turned.real, turned.imag, vector[turning:]))
 
     q, k, v = project("query", a.heads), project("key", a.kv_heads), project("value", a.kv_heads)
     rows = []
     for b in range(sequences):
         for s in range(q.shape[1]):
             heads = []
+            first = max(0, s + 1 - window) if window else 0
             for h in range(a.heads):
                 g = h // (a.heads // a.kv_heads)
-                keys = torch.stack([turn(k[b, t, g], t) for t in range(s + 1)])
-                weights = (keys @ turn(q[b, s, h], s) / math.sqrt(a.head_dim)).softmax(0)
-                heads.append(weights @ v[b, : s + 1, g])
+                keys = torch.stack([turn(k[b, t, g], t) for t in range(first, s + 1)])
+                powers = (keys @ turn(q[b, s, h], s) / math.sqrt(a.head_dim)).exp()
+                nothing = p["sinks"][h].exp() if a.sinks else 0.0
+                heads.append(powers @ v[b, first : s + 1, g] / (powers.sum() + nothing))
             rows.append(torch.cat(heads))
     y = torch.stack(rows) @ p["out.weight"].T
     return y + p["out.bias"] if a.out_bias else y
@@ -123,6 +131,74 @@ def test_the_layer_equals_its_formula_written_out(qk_norm, bias, kernels):
     torch.testing.assert_close(
         module(stream(), share(2, LENGTH)), by_formula(module, a, stream(), 2), rtol=1e-12, atol=1e-12
     )
+
+
+VARIANTS = {
+    "some dims turn": {"rope_dim": 4},
+    "two dims turn": {"rope_dim": 2, "qk_norm": "head"},
+    "a window": {"window": 3},
+    "a window of one": {"window": 1},
+    "a window longer than the sequence": {"window": 20},
+    "sinks": {"sinks": True},
+    "a window and sinks": {"window": 3, "sinks": True, "qkv_bias": True, "out_bias": True},
+    "one key head": {"kv_heads": 1, "sinks": True, "window": 4},
+    "everything": {"rope_dim": 4, "window": 4, "sinks": True, "qkv_bias": True, "out_bias": True, "qk_norm": "full"},
+}
+
+
+@pytest.mark.parametrize("kernels", BINDINGS)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_layer_with_partial_rotary_windows_or_sinks_equals_its_formula_written_out(variant, kernels):
+    a = replace(BASE, **VARIANTS[variant])
+    module = make(a, kernels)
+    expected = by_formula(module, a, stream(), 2, a.window)
+    torch.testing.assert_close(module(stream(), share(2, LENGTH)), expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("kernels", BINDINGS)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_gradients_of_a_layer_are_those_of_finite_differences(variant, kernels):
+    module = make(replace(BASE, **VARIANTS[variant]), kernels)
+    names, values = zip(*module.named_parameters(), strict=True)
+
+    def run(x_TD: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
+        return functional_call(module, dict(zip(names, parameters, strict=True)), (x_TD, share(2, LENGTH)))
+
+    assert torch.autograd.gradcheck(run, (stream().requires_grad_(), *values), fast_mode=True)
+
+
+@pytest.mark.parametrize("kernels", BINDINGS)
+@pytest.mark.parametrize("window", [1, 3, 7])
+def test_a_token_reaches_as_many_tokens_as_the_window_is_long(window: int, kernels: str):
+    module = make(replace(BASE, window=window), kernels)
+    before, changed = stream(1), stream(1)
+    changed[2] += 1.0
+    moved = (module(changed, share(1, LENGTH)) - module(before, share(1, LENGTH))).abs().amax(1) > 1e-9
+    assert moved.nonzero().flatten().tolist() == list(range(2, min(2 + window, LENGTH)))
+
+
+def test_every_so_many_layers_one_sees_all_and_the_others_their_window():
+    a = replace(BASE, window=3, full_every=2)
+    assert [make(a, layer=layer).window for layer in range(6)] == [3, 0, 3, 0, 3, 0]
+    assert [make(replace(a, full_every=3), layer=layer).window for layer in range(6)] == [3, 3, 0, 3, 3, 0]
+    assert [make(replace(a, full_every=1), layer=layer).window for layer in range(3)] == [3, 3, 3]
+    assert [window_of(ModelConfig(attention=a), layer) for layer in range(4)] == [3, 0, 3, 0]
+    module = make(a, layer=1)
+    torch.testing.assert_close(
+        module(stream(), share(2, LENGTH)), by_formula(module, a, stream(), 2), rtol=1e-12, atol=1e-12
+    )
+
+
+def test_sinks_are_one_number_a_head_and_start_at_zero():
+    module = GroupedQueryAttention(
+        ModelConfig(hidden=HIDDEN, attention=replace(BASE, sinks=True)),
+        0,
+        choices(ModelConfig(hidden=HIDDEN), LENGTH, BINDINGS["chosen"]),
+    )
+    initialise(module, seed=1)
+    assert module.sinks is not None
+    assert module.sinks.tolist() == [0.0] * 4
+    assert make().sinks is None
 
 
 def test_scores_depend_on_the_distance_only():

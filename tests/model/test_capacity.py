@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -64,3 +65,55 @@ def test_of_equals_the_earlier_stays():
 def test_without_a_capacity_nothing_is_dropped():
     before = routing(8)
     assert limited(before, replace(MOE, capacity_factor=0.0), share(8), ALONE) is before
+
+
+def kept_by_loop(routing: Routing, moe: MoeConfig) -> list[list[int]]:
+    """Choices are asked in order of liking, of equals the earlier; who comes to a full expert, or group, is dropped."""
+    tokens, size = len(routing.ids_TK), moe.experts // moe.devices if moe.device_capacity else 1
+    most = math.ceil(moe.capacity_factor * tokens * moe.top_k / moe.experts) * size
+    kept, taken = routing.ids_TK.tolist(), [0] * moe.experts
+    probs = routing.probs_TK.tolist()
+    asked = [(-probs[t][k] if moe.drop == "probability" else t, t, k) for t in range(tokens) for k in range(moe.top_k)]
+    for _, t, k in sorted(asked):
+        if kept[t][k] < 0:
+            continue
+        taken[kept[t][k] // size] += 1
+        if taken[kept[t][k] // size] > most:
+            kept[t][k] = -1
+    return kept
+
+
+@pytest.mark.parametrize("factor", [0.3, 0.7, 1.0, 1.5])
+@pytest.mark.parametrize("drop", ["probability", "position"])
+@pytest.mark.parametrize("devices", [0, 1, 2, 4])
+def test_capacity_of_experts_and_of_groups_of_them_equals_a_loop(devices: int, drop: str, factor: float):
+    moe = replace(MOE, capacity_factor=factor, drop=drop, devices=max(1, devices), device_capacity=devices > 0)
+    for seed in range(4):
+        before = routing(24, seed)
+        before.ids_TK[::7, 1], before.probs_TK[::7, 1] = -1, 0  # no choice takes no place
+        after, kept = limited(before, moe, share(24), ALONE), kept_by_loop(before, moe)
+        assert after.ids_TK.tolist() == kept
+        assert torch.equal(after.probs_TK, before.probs_TK * (torch.tensor(kept) >= 0))
+
+
+def test_a_group_of_experts_is_full_together_and_not_one_by_one():
+    ids, probs = torch.tensor([[0, 2], [0, 2], [0, 3], [1, 3]]), torch.full((4, 2), 0.5)
+    moe = replace(MOE, capacity_factor=0.5, drop="position")
+    each = limited(Routing(probs, ids), moe, share(4), ALONE)
+    assert each.ids_TK.tolist() == [[0, 2], [-1, -1], [-1, 3], [1, -1]], "each has one place"
+    paired = limited(Routing(probs, ids), replace(moe, device_capacity=True, devices=2), share(4), ALONE)
+    assert paired.ids_TK.tolist() == [[0, 2], [0, 2], [-1, -1], [-1, -1]], "two have two, for whoever comes first"
+
+
+def test_gradients_reach_what_is_kept_and_nothing_that_is_dropped():
+    before = routing(24)
+    probs = before.probs_TK.double().requires_grad_()
+    after = limited(Routing(probs, before.ids_TK), MOE, share(24), ALONE)
+    (gradient,) = torch.autograd.grad(after.probs_TK.sum(), probs)
+    assert torch.equal(gradient, (after.ids_TK >= 0).double())
+    assert (gradient == 0).any()
+
+
+def test_experts_that_choose_drop_nothing_more():
+    before = routing(8)
+    assert limited(before, replace(MOE, router="expert_choice"), share(8), ALONE) is before

@@ -3,52 +3,97 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import NamedTuple
 
 import pytest
 import torch
 
+from moefold.comm.collectives import sum_
 from moefold.config.run import ParallelConfig
 from moefold.kernels.attention import attention
 from moefold.kernels.bind import bind
 from moefold.kernels.catalog import CATALOG, Facts
 from moefold.layout.axes import World, alone, name_axes
-from moefold.model.attention.context import MECHANISMS, choose_context, pairs
+from moefold.model.attention.context import MECHANISMS, Context, Sight, choose_context, pairs
+from moefold.model.share import Share
 from tests.support.models import share
 from tests.support.ranks import run_ranks
 
 FACTS = Facts("cpu", "fp64")
 BINDINGS = {"chosen": bind(FACTS), "reference": bind(FACTS, [f"{op}=reference" for op in CATALOG])}
 SEQUENCES, LENGTH, WIDTH = 2, 32, 6
-HEADS = {"grouped": (8, 4), "full": (4, 4)}  # query heads, key and value heads
 NODE_SIZES = {2: (1, 2), 4: (1, 2, 4)}
-NAMES = ("result", "gradient of q", "gradient of k", "gradient of v")
+NAMES = ("result", "gradient of q", "gradient of k", "gradient of v", "gradient of the sinks")
 
 
-def inputs(heads: int, kv_heads: int) -> tuple[list[torch.Tensor], torch.Tensor]:
-    generator = torch.Generator().manual_seed(heads)
-    sizes = (heads, kv_heads, kv_heads, heads)
-    *qkv, dy = (torch.randn(SEQUENCES, LENGTH, n, WIDTH, generator=generator, dtype=torch.float64) * 1.5 for n in sizes)
-    return qkv, dy
+class Form(NamedTuple):
+    """Query heads, key and value heads, width of a value, window, sinks, and the factor on scores."""
+
+    heads: int = 8
+    kv_heads: int = 4
+    value_width: int = WIDTH
+    window: int = 0
+    sinks: bool = False
+    scale: float = WIDTH**-0.5
+
+
+# Chunks are 8 positions long on two ranks and 4 on four: windows shorter, as long, longer, and over most of the rest.
+FORMS = {
+    "grouped": Form(),
+    "full, narrow values": Form(kv_heads=8, value_width=4, scale=0.7),
+    "short window": Form(window=3),
+    "window of one": Form(window=1, value_width=4),
+    "window of a chunk": Form(window=4, sinks=True),
+    "window of a chunk and one": Form(window=9, sinks=True, value_width=4),
+    "long window": Form(window=13, kv_heads=8),
+    "very long window": Form(window=27, sinks=True, value_width=8),
+    "sinks": Form(sinks=True),
+    "sinks, narrow values": Form(kv_heads=8, value_width=4, sinks=True),
+}
+
+
+def inputs(form: Form) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor | None]:
+    """q, k and v, the gradient of the result, and the sinks."""
+    generator = torch.Generator().manual_seed(form.heads)
+    sizes = [(form.heads, WIDTH), (form.kv_heads, WIDTH), (form.kv_heads, form.value_width)]
+    sizes.append((form.heads, form.value_width))
+    *qkv, dy = (torch.randn(SEQUENCES, LENGTH, *n, generator=generator, dtype=torch.float64) * 1.5 for n in sizes)
+    sinks = torch.randn(form.heads, generator=generator, dtype=torch.float64) if form.sinks else None
+    return qkv, dy, sinks
+
+
+def outcome(
+    context: Context, mine: Share, qkv: list[torch.Tensor], dy: torch.Tensor, sinks: torch.Tensor | None, form: Form
+) -> list[torch.Tensor]:
+    """Result and gradients, the sinks' last."""
+    leaves = [x.clone().requires_grad_() for x in (*qkv, *(() if sinks is None else (sinks,)))]
+    q, k, v, *sink = leaves
+    y = context(q, k, v, mine, Sight(form.scale, form.window, *sink))
+    return [y.detach(), *torch.autograd.grad(y, leaves, dy)]
 
 
 def errors(world: World) -> dict[tuple[str, str, str, int], dict[str, float]]:
-    """How far this rank is from its positions of whole attention, for every mechanism."""
+    """How far this rank is from its positions of whole attention, for every mechanism. The sinks' gradient is one
+    summand on every rank."""
     found = {}
+    everything, one = choose_context("ring", BINDINGS["reference"], alone()), share(SEQUENCES, LENGTH)
+    whole = {name: outcome(everything, one, *inputs(form), form) for name, form in FORMS.items()}
     for node_size in NODE_SIZES[world.size]:
         here = name_axes(world.rank, world.size, world.device, ParallelConfig(cp=world.size), node_size)
         mine = share(SEQUENCES, LENGTH, here)
-        for kind, heads in HEADS.items():
-            qkv, dy = inputs(*heads)
-            whole_inputs = [x.clone().requires_grad_() for x in qkv]
-            y = attention.reference(*whole_inputs)
-            expected = (y.detach(), *torch.autograd.grad(y, whole_inputs, dy))
+        for name, form in FORMS.items():
+            qkv, dy, sinks = inputs(form)
+            parts, d_part = [x[:, mine.positions] for x in qkv], dy[:, mine.positions]
+            expected = [x[:, mine.positions] if x.dim() > 1 else x for x in whole[name]]
             for mechanism in MECHANISMS:
+                if node_size != world.size and mechanism != "hierarchical":
+                    continue  # the others know of no nodes
                 for binding, kernels in BINDINGS.items():
-                    parts = [x[:, mine.positions].requires_grad_() for x in qkv]
-                    y = choose_context(mechanism, kernels, here)(*parts, mine)
-                    values = (y.detach(), *torch.autograd.grad(y, parts, dy[:, mine.positions]))
-                    off = [(a - b[:, mine.positions]).abs().max().item() for a, b in zip(values, expected, strict=True)]
-                    found[mechanism, binding, kind, node_size] = dict(zip(NAMES, off, strict=True))
+                    context = choose_context(mechanism, kernels, here)
+                    values = outcome(context, mine, parts, d_part, sinks, form)
+                    values = [sum_(x.clone(), here.axis("cp")) if x.dim() == 1 else x for x in values]
+                    off = [(a - b).abs().max().item() for a, b in zip(values, expected, strict=True)]
+                    found[mechanism, binding, name, node_size] = dict(zip(NAMES, off, strict=False))
     return found
 
 
@@ -57,37 +102,57 @@ def on_ranks(size: int):
     return run_ranks(errors, size)
 
 
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("mechanism", MECHANISMS)
 @pytest.mark.parametrize("size", NODE_SIZES)
-def test_a_mechanism_equals_whole_attention_forward_and_backward(size: int, mechanism: str):
+def test_a_mechanism_equals_whole_attention_forward_and_backward(size: int, mechanism: str, form: str):
     seen = 0
     for rank, found in enumerate(on_ranks(size)):
         for case, off in found.items():
-            if case[0] == mechanism:
+            if (case[0], case[2]) == (mechanism, form):
                 seen += 1
+                assert len(off) == (5 if FORMS[form].sinks else 4)
                 for name, error in off.items():
                     assert error <= 1e-12, f"rank {rank}, {case}: {name} is off by {error:.1e}"
-    assert seen == size * len(BINDINGS) * len(HEADS) * len(NODE_SIZES[size])
+    assert seen == size * len(BINDINGS) * (len(NODE_SIZES[size]) if mechanism == "hierarchical" else 1)
 
 
 @pytest.mark.parametrize("mechanism", MECHANISMS)
-def test_alone_nothing_is_met_and_the_kernel_is_called(mechanism: str):
-    (q, k, v), _ = inputs(8, 4)
-    found = choose_context(mechanism, BINDINGS["reference"], alone())(q, k, v, share(SEQUENCES, LENGTH))
-    assert torch.equal(found, attention.reference(q, k, v))
+@pytest.mark.parametrize("form", FORMS)
+def test_alone_nothing_is_met_and_the_kernel_is_called(form: str, mechanism: str):
+    (q, k, v), _, sinks = inputs(FORMS[form])
+    sight = Sight(FORMS[form].scale, FORMS[form].window, sinks)
+    found = choose_context(mechanism, BINDINGS["reference"], alone())(q, k, v, share(SEQUENCES, LENGTH), sight)
+    assert torch.equal(found, attention.reference(q, k, v, *sight))
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
 def test_pairs_of_chunks_are_those_a_causal_mask_leaves_and_every_rank_has_as_many(ranks: int):
+    size, every, work = 4, set(), []
     chunks = [(r, 2 * ranks - 1 - r) for r in range(ranks)]
-    every, work = set(), []
     for mine in range(ranks):
-        hops = [(theirs, pair) for theirs in range(ranks) for pair in pairs(mine, theirs, ranks)]
-        for theirs, (i, j, causal) in hops:
-            query, key = chunks[mine][i], chunks[theirs][j]
-            assert causal == (query == key)
+        hops = [(theirs, pair) for theirs in range(ranks) for pair in pairs(mine, theirs, ranks, size, 0)]
+        for theirs, (queries, keys, ahead) in hops:
+            query, key = chunks[mine][queries.start // size], chunks[theirs][keys.start // size]
+            assert (queries.stop - queries.start, keys.stop - keys.start) == (size, size)
+            assert ahead == (query - key) * size
             every.add((query, key))
-        work.append(sum(1.0 - 0.5 * causal for _, (_, _, causal) in hops))
-        assert {len(pairs(mine, theirs, ranks)) for theirs in range(ranks) if theirs != mine} <= {2}
+        work.append(sum(0.5 if ahead == 0 else 1.0 for _, (_, _, ahead) in hops))
+        assert {len(pairs(mine, theirs, ranks, size, 0)) for theirs in range(ranks) if theirs != mine} <= {2}
     assert every == {(a, b) for a in range(2 * ranks) for b in range(a + 1)}
     assert len(set(work)) == 1
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("size", [1, 3, 4])
+def test_with_a_window_two_chunks_meet_exactly_where_some_query_sees_some_key(ranks: int, size: int):
+    chunks = [(r, 2 * ranks - 1 - r) for r in range(ranks)]
+    for window in range(1, 2 * ranks * size + 2):
+        met = {
+            (chunks[mine][queries.start // size], chunks[theirs][keys.start // size])
+            for mine in range(ranks)
+            for theirs in range(ranks)
+            for queries, keys, _ in pairs(mine, theirs, ranks, size, window)
+        }
+        positions = range(2 * ranks * size)
+        assert met == {(q // size, k // size) for q in positions for k in positions if 0 <= q - k < window}, window

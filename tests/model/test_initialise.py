@@ -24,7 +24,8 @@ MODEL = ModelConfig(
     vocab=32,
     dense_ffn=24,
     attention=AttentionConfig(heads=2, kv_heads=1, head_dim=8, qk_norm="head", qkv_bias=True, out_bias=True),
-    moe=MoeConfig(experts=4, top_k=2, ffn=16, shared_ffn=20, dense_layers=1),
+    moe=MoeConfig(experts=4, top_k=2, ffn=16, shared_ffn=20, shared_gate=True, latent=12, biases=True, dense_layers=1),
+    mtp=1,
 )
 
 
@@ -91,7 +92,7 @@ def test_another_precision_holds_the_same_values_rounded(dtype: torch.dtype):
 
 def test_every_random_matrix_and_every_expert_is_drawn_by_itself():
     drawn = {name: view.flatten() for name, p, view in slices(make()) if p.declaration.std}
-    assert sum("experts" in name for name in drawn) == 2 * 4
+    assert sum("experts" in name for name in drawn) == 2 * 2 * 4, "of a block and of the layer that looks ahead"
     for (one, a), (two, b) in itertools.combinations(drawn.items(), 2):
         a, b = a[: min(len(a), len(b))], b[: min(len(a), len(b))]
         cosine = (a @ b / (a.norm() * b.norm())).item()

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+from typing import Any
+
 import pytest
 import torch
+from torch.func import functional_call
 
 from moefold.config.run import ModelConfig, MoeConfig
 from moefold.kernels.bind import bind
 from moefold.kernels.catalog import Facts
-from moefold.kernels.router_topk import router_topk
+from moefold.kernels.router_topk import Choosing, router_topk
 from moefold.layout.axes import alone
 from moefold.model.initialise import initialise
 from moefold.model.moe.router import Router
@@ -16,11 +21,14 @@ from moefold.train.assemble import default_dtype
 from tests.support.models import share
 
 
-def make_router(dtype: torch.dtype = torch.float32, hidden: int = 16, **moe: object) -> Router:
-    model = ModelConfig(hidden=hidden, init_std=0.5, moe=MoeConfig(experts=8, top_k=3, **moe))  # pyright: ignore[reportArgumentType]
+def make_router(dtype: torch.dtype = torch.float32, hidden: int = 16, **moe: Any) -> Router:
+    model = ModelConfig(hidden=hidden, init_std=0.5, moe=MoeConfig(**{"experts": 8, "top_k": 3, **moe}))
     with default_dtype(dtype):
-        router = Router(model, bind(Facts("cpu", "fp32")), alone())
+        router = Router(model, 0, bind(Facts("cpu", "fp32")), alone())
     initialise(router, seed=3)
+    if router.bias is not None:
+        with torch.no_grad():
+            router.bias.copy_(torch.linspace(-0.7, 0.7, moe.get("experts", 8)))
     return router
 
 
@@ -28,15 +36,103 @@ def tokens(count: int, hidden: int = 16, dtype: torch.dtype = torch.float32) -> 
     return torch.randn(count, hidden, generator=torch.Generator().manual_seed(count)).to(dtype)
 
 
-def test_scores_are_fp32_for_a_bf16_model():
-    router, h_TD = make_router(torch.bfloat16, aux_loss=0.1), tokens(12, dtype=torch.bfloat16)
+def chosen_by_loop(worth: list[float], moe: MoeConfig) -> list[int]:
+    """The best experts of the best groups, one comparison after another; of equals the lower number."""
+    size, count = moe.experts // moe.groups, 1 if moe.group_score == "best" else 2
+    members = [range(g * size, (g + 1) * size) for g in range(moe.groups)]
+    values = [sum(sorted((worth[e] for e in group), reverse=True)[:count]) for group in members]
+    groups = sorted(range(moe.groups), key=lambda g: (-values[g], g))[: moe.groups_chosen]
+    allowed = [e for g in groups for e in members[g]]
+    return sorted(allowed, key=lambda e: (-worth[e], e))[: moe.top_k]
+
+
+def scores_by_loop(logits: list[torch.Tensor], moe: MoeConfig) -> list[torch.Tensor]:
+    if moe.score == "sigmoid":
+        return [1 / (1 + (-one).exp()) for one in logits]
+    return [one.exp() / sum(other.exp() for other in logits) for one in logits]
+
+
+def weights_by_loop(logits: list[torch.Tensor], ids: list[int], moe: MoeConfig) -> list[torch.Tensor]:
+    """The weight of each chosen expert; -1 is none, and weighs nothing."""
+    scores, taken = scores_by_loop(logits, moe), [e for e in ids if e >= 0]
+    if moe.score == "softmax_chosen":
+        scores = [one.exp() for one in logits]
+    total: Any = {"chosen": sum(scores[e] for e in taken), "all": sum(scores), "none": 1.0}[moe.normalize]
+    return [moe.scale * scores[e] / total if e >= 0 else 0 * scores[0] for e in ids]
+
+
+def logits_by_loop(h_TD: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> list[list[torch.Tensor]]:
+    return [[(h * w).sum() + (bias[e] if bias is not None else 0.0) for e, w in enumerate(weight)] for h in h_TD]
+
+
+def routed_by_loop(
+    logits: list[list[torch.Tensor]], lean: list[float], moe: MoeConfig, imposed: list[list[int]] | None = None
+) -> tuple[torch.Tensor, list[list[int]]]:
+    """Weights and choices, token by token. `lean` is the selection bias."""
+    weights, ids = [], []
+    for t, row in enumerate(logits):
+        by = row if moe.score == "softmax_chosen" else scores_by_loop(row, moe)
+        worth = [value.item() + more for value, more in zip(by, lean, strict=True)]
+        ids.append(imposed[t] if imposed else chosen_by_loop(worth, moe))
+        weights.append(torch.stack(weights_by_loop(row, ids[-1], moe)))
+    return torch.stack(weights), ids
+
+
+GROUPS: list[dict[str, Any]] = [
+    {},
+    {"groups": 4, "groups_chosen": 2, "group_score": "best"},
+    {"groups": 2, "groups_chosen": 1, "group_score": "best_two"},
+    {"groups": 4, "groups_chosen": 3, "group_score": "best_two", "scale": 2.5},
+]
+SCORES = [(s, n) for s, n in itertools.product(("softmax", "sigmoid"), ("chosen", "all", "none"))]
+VARIANTS: list[dict[str, Any]] = [
+    {"score": score, "normalize": normalize, "biases": score == "sigmoid", **groups}
+    for (score, normalize), groups in itertools.product([*SCORES, ("softmax_chosen", "chosen")], GROUPS)
+]
+
+
+def named(variant: Any) -> str:
+    return " ".join(map(str, variant.values()))
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=named)
+def test_every_variant_equals_a_loop_over_tokens_and_experts_and_its_gradients_pass_gradcheck(variant: dict[str, Any]):
+    router, h_TD = make_router(torch.float64, hidden=3, **variant), tokens(4, 3, torch.float64).requires_grad_()
+    lean = [0.6 * math.sin(7 * e) for e in range(8)]
+    router.load.bias_E.copy_(torch.tensor(lean))
+    where = share(2, 2)
+    leaves = {name: p.detach().requires_grad_() for name, p in router.named_parameters()}
+
+    def weights(h: torch.Tensor, *values: torch.Tensor) -> torch.Tensor:
+        return functional_call(router, dict(zip(leaves, values, strict=True)), (h, where))[0].probs_TK
+
+    logits = logits_by_loop(h_TD, leaves["weight"], leaves.get("bias"))
+    expected, ids = routed_by_loop(logits, router.load.bias_E.tolist(), router.moe)
+    routing, _ = router(h_TD, where)
+    assert routing.ids_TK.tolist() == ids
+    assert ids != routed_by_loop(logits, [0.0] * 8, router.moe)[1], "the selection bias has a say"
+    torch.testing.assert_close(routing.probs_TK, expected, rtol=1e-12, atol=1e-12)
+
+    wanted, direction = (h_TD, *leaves.values()), torch.arange(expected.numel()).view_as(expected).cos().double()
+    mine = torch.autograd.grad(weights(*wanted), wanted, direction)
+    for a, b in zip(mine, torch.autograd.grad(expected, wanted, direction), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+    assert torch.autograd.gradcheck(weights, wanted)
+
+
+@pytest.mark.parametrize("score", ["softmax", "softmax_chosen", "sigmoid"])
+def test_scores_are_fp32_for_a_bf16_model(score: str):
+    router = make_router(torch.bfloat16, aux_loss=0.1, score=score, biases=True)
+    h_TD = tokens(12, dtype=torch.bfloat16)
     routing, aux = router(h_TD, share(2, 6))
-    assert router.weight.dtype == torch.bfloat16
+    assert router.bias is not None
+    assert router.weight.dtype == router.bias.dtype == torch.bfloat16
     assert routing.probs_TK.dtype == aux.dtype == torch.float32
-    logits = h_TD.float() @ router.weight.float().T
-    expected, ids, _ = router_topk(logits, torch.zeros(8), 3, True)
+    logits = torch.nn.functional.linear(h_TD.float(), router.weight.float(), router.bias.float())
+    expected, ids, _ = router_topk(logits, torch.zeros(8), Choosing(3, score))
     assert torch.equal(routing.probs_TK, expected)
     assert torch.equal(routing.ids_TK, ids)
+    assert not torch.equal(expected, expected.bfloat16().float()), "bf16 could not hold them"
 
 
 def test_scores_are_fp64_for_an_fp64_model():
@@ -44,13 +140,37 @@ def test_scores_are_fp64_for_an_fp64_model():
     assert routing.probs_TK.dtype == aux.dtype == torch.float64
 
 
+@pytest.mark.parametrize("score", ["softmax", "softmax_chosen", "sigmoid"])
 @pytest.mark.parametrize("experts", [4, 60, 256])
-def test_ties_go_to_the_lower_expert(experts: int):
-    flat = torch.zeros(5, experts)
-    assert router_topk(flat, torch.zeros(experts), 3, True)[1].tolist() == [[0, 1, 2]] * 5
+def test_ties_go_to_the_lower_expert(experts: int, score: str):
+    flat, how = torch.zeros(5, experts), Choosing(3, score)
+    assert router_topk(flat, torch.zeros(experts), how)[1].tolist() == [[0, 1, 2]] * 5
     some = flat.clone()
     some[:, [1, experts - 1]] = 2.0  # two above all others, tied with each other
-    assert router_topk(some, torch.zeros(experts), 3, True)[1].tolist() == [[1, experts - 1, 0]] * 5
+    assert router_topk(some, torch.zeros(experts), how)[1].tolist() == [[1, experts - 1, 0]] * 5
+
+
+@pytest.mark.parametrize("group_score", ["best", "best_two"])
+def test_ties_between_groups_go_to_the_lower_group(group_score: str):
+    how = Choosing(3, "sigmoid", groups=16, groups_chosen=2, group_score=group_score)
+    assert router_topk(torch.zeros(5, 64), torch.zeros(64), how)[1].tolist() == [[0, 1, 2]] * 5
+    some = torch.zeros(5, 64)
+    some[:, [21, 41, 61]] = 2.0  # groups 5, 10 and 15 are tied: the first two are taken
+    assert router_topk(some, torch.zeros(64), how)[1].tolist() == [[21, 41, 20]] * 5
+
+
+def test_a_group_is_worth_its_best_expert_or_its_two_best_as_asked():
+    logits = torch.tensor([[3.0, -9.0, 2.0, 2.0]])  # the best expert is in one group, the best two in the other
+    one, two = (Choosing(1, "softmax_chosen", groups=2, groups_chosen=1, group_score=g) for g in ("best", "best_two"))
+    assert router_topk(logits, torch.zeros(4), one)[1].item() == 0
+    assert router_topk(logits, torch.zeros(4), two)[1].item() == 2
+
+
+def test_no_token_leaves_the_groups_it_may_choose_from():
+    router = make_router(groups=4, groups_chosen=2, score="sigmoid")
+    ids = router(tokens(100), share(1, 100))[0].ids_TK
+    assert all(len({e // 2 for e in row}) == 2 for row in ids.tolist())
+    assert len({e // 2 for row in ids.tolist() for e in row}) == 4
 
 
 def test_a_router_whose_weights_are_equal_sends_every_token_to_the_first_experts():
@@ -60,9 +180,9 @@ def test_a_router_whose_weights_are_equal_sends_every_token_to_the_first_experts
     assert router(tokens(9), share(1, 9))[0].ids_TK.tolist() == [[0, 1, 2]] * 9
 
 
-@pytest.mark.parametrize("normalize", [True, False])
-def test_the_bias_changes_the_selection_and_never_the_weights(normalize: bool):
-    router, h_TD = make_router(normalize_top_k=normalize), tokens(50)
+@pytest.mark.parametrize("normalize", ["chosen", "none"])
+def test_the_bias_changes_the_selection_and_never_the_weights(normalize: str):
+    router, h_TD = make_router(normalize=normalize), tokens(50)
     before, _ = router(h_TD, share(1, 50))
     never = set(range(8)) - set(before.ids_TK[0].tolist())
     favoured = min(never)
@@ -71,7 +191,7 @@ def test_the_bias_changes_the_selection_and_never_the_weights(normalize: bool):
     assert (after.ids_TK[:, 0] == favoured).all()
     assert not torch.equal(before.ids_TK, after.ids_TK)
     scores = (h_TD @ router.weight.T).softmax(-1).gather(1, after.ids_TK)
-    if normalize:
+    if normalize == "chosen":
         scores = scores / scores.sum(1, keepdim=True)
     torch.testing.assert_close(after.probs_TK, scores, rtol=1e-6, atol=0)
 
@@ -88,7 +208,7 @@ def test_no_gradient_reaches_the_bias_and_the_routers_weight_gets_one():
 
 def test_normalised_weights_sum_to_one_and_others_are_the_scores_themselves():
     h_TD = tokens(40)
-    normalised, plain = (make_router(normalize_top_k=n)(h_TD, share(1, 40))[0] for n in (True, False))
+    normalised, plain = (make_router(normalize=n)(h_TD, share(1, 40))[0] for n in ("chosen", "none"))
     torch.testing.assert_close(normalised.probs_TK.sum(1), torch.ones(40), rtol=1e-6, atol=0)
     scores = (h_TD @ make_router().weight.T).softmax(-1)
     assert torch.equal(plain.probs_TK, scores.gather(1, plain.ids_TK))

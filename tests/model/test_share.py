@@ -8,17 +8,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moefold.layout.axes import Axis
-from moefold.model.share import Share
+from moefold.layout.axes import Axis, World, alone
+from moefold.model.share import Share, share_of
+from tests.support.ranks import run_ranks
 
 CPU = torch.device("cpu")
 degrees = st.sampled_from([1, 2, 3, 4, 8])
 
 
-def shares(sequences: int, length: int, cp: int, tp: int = 1) -> list[list[Share]]:
+def shares(sequences: int, length: int, cp: int, tp: int = 1, first: int = 0) -> list[list[Share]]:
     """[cp rank][tp rank]"""
     axes = [[Axis(name, tuple(range(n)), i) for i in range(n)] for name, n in (("cp", cp), ("tp", tp))]
-    return [[Share(sequences, length, c, t, CPU) for t in axes[1]] for c in axes[0]]
+    return [[Share(sequences, length, c, t, CPU, first) for t in axes[1]] for c in axes[0]]
 
 
 def lengths(cp: int, chunk: int) -> int:
@@ -72,3 +73,47 @@ def test_every_token_is_on_one_rank_with_its_sequence(sequences: int, cp: int, t
             assert torch.equal(share.sequence_T, mine_T // length)
             found += mine_T.tolist()
     assert sorted(found) == list(range(sequences * length))
+
+
+@given(sequences=st.integers(1, 5), first=st.integers(0, 9), cp=degrees, tp=degrees, chunk=st.integers(1, 3))
+@settings(deadline=None, derandomize=True)
+def test_a_token_has_the_same_number_on_any_layout_and_its_own_part_of_what_all_know(
+    sequences: int, first: int, cp: int, tp: int, chunk: int
+):
+    length = lengths(cp, chunk * tp)
+    numbers_BS = torch.arange(sequences * length).view(sequences, length) + first * length
+    wide_BSN = torch.stack((numbers_BS, -numbers_BS), dim=-1)
+    found = []
+    for row in shares(sequences, length, cp, tp, first):
+        for share in row:
+            assert torch.equal(share.of_rank(numbers_BS), share.number_T)
+            assert torch.equal(share.of_rank(wide_BSN), torch.stack((share.number_T, -share.number_T), dim=-1))
+            assert torch.equal(share.number_T, share.of_context(numbers_BS).tensor_split(tp)[share.tp.index])
+            assert torch.equal(share.number_T // length - first, share.sequence_T)
+            found += share.number_T.tolist()
+    assert sorted(found) == list(range(first * length, (first + sequences) * length))
+
+
+@given(sequences=st.integers(1, 5), cp=degrees, tp=degrees, chunk=st.integers(1, 3))
+@settings(deadline=None, derandomize=True)
+def test_places_go_by_position_first_and_then_by_sequence(sequences: int, cp: int, tp: int, chunk: int):
+    length = lengths(cp, chunk * tp)
+    for share in chain(*shares(sequences, length, cp, tp)):
+        position, sequence = share.number_T % length, share.number_T // length
+        assert torch.equal(share.place_T, position * sequences + sequence)
+
+
+def there_and_back(world: World) -> bool:
+    """What every rank has for its own tokens is, gathered, what all know; on a microbatch that is not the first."""
+    tokens_BS = torch.arange(3 * 16).view(3, 16)
+    known_BSN = torch.stack((tokens_BS, tokens_BS.square()), dim=-1)
+    share = share_of(tokens_BS, world, 7)
+    mine_T = share.of_rank(known_BSN)
+    assert len(mine_T) == 3 * 16 // world.size
+    return torch.equal(share.of_all(mine_T, world.axis("cp", "tp")), known_BSN)
+
+
+def test_what_the_ranks_have_of_their_tokens_gathers_to_what_all_know():
+    assert there_and_back(alone())
+    for degrees in ({"cp": 2, "tp": 2}, {"cp": 4}, {"tp": 4}):
+        assert run_ranks(there_and_back, 4, **degrees) == [True] * 4

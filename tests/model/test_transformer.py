@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import moefold.kernels.cross_entropy as cross_entropy_file
 from moefold.anatomy.counts import total_parameters
-from moefold.anatomy.steps import pieces
+from moefold.anatomy.steps import pieces, pieces_ahead
 from moefold.config.run import AttentionConfig, ModelConfig, MoeConfig, OptimConfig
 from moefold.kernels.bind import bind
 from moefold.kernels.catalog import Facts
@@ -42,6 +42,8 @@ MODEL = ModelConfig(
     moe=MoeConfig(experts=4, top_k=2, ffn=16, aux_loss=0.1, bias_rate=0.01),
 )
 RICH = replace(MODEL, layers=3, moe=replace(MODEL.moe, dense_layers=1, shared_ffn=20))
+LATENT = replace(RICH, moe=replace(RICH.moe, shared_gate=True, latent=8, biases=True, activation="clamped_swiglu"))
+AHEAD = replace(RICH, layers=4, mtp=2, moe=replace(RICH.moe, every=2, score="sigmoid", z_loss=0.01))
 
 
 def make(model: ModelConfig = MODEL, dtype: str = "fp64") -> Transformer:
@@ -59,27 +61,36 @@ def batch(model: ModelConfig = MODEL, sequences: int = 4) -> tuple[torch.Tensor,
 def gradients(model: Transformer, tokens: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
     losses = model(tokens, labels)
     names, parameters = zip(*model.named_parameters(), strict=True)
-    return dict(zip(names, torch.autograd.grad(losses.cross_entropy + losses.balance, parameters), strict=True))
+    total = losses.cross_entropy + losses.balance + losses.ahead_M.sum()
+    return dict(zip(names, torch.autograd.grad(total, parameters), strict=True))
 
 
-@pytest.mark.parametrize("model", [MODEL, RICH], ids=["moe", "dense first, shared experts"])
+@pytest.mark.parametrize("model", [MODEL, RICH, LATENT, AHEAD], ids=["moe", "dense first", "latent", "ahead"])
 def test_running_the_steps_one_by_one_equals_forward_to_the_bit(model: ModelConfig):
     made, (tokens, labels) = make(model), batch()
     carry: dict[str, Any] = {"tokens_BS": tokens, "labels_BS": labels}
     for step in made.steps():
         carry = step.run(carry)
     losses = made(tokens, labels)
-    assert torch.equal(carry["loss"], losses.cross_entropy)
+    assert torch.equal(carry["losses_1M"], torch.stack((losses.cross_entropy, *losses.ahead_M)))
+    assert len(losses.ahead_M) == model.mtp
     assert torch.equal(carry["aux"], losses.balance)
 
 
-@pytest.mark.parametrize("model", [MODEL, RICH, replace(RICH, tied_head=True)])
+@pytest.mark.parametrize("model", [MODEL, RICH, replace(RICH, tied_head=True), LATENT, AHEAD])
 def test_steps_and_parameters_are_those_of_the_anatomy(model: ModelConfig):
     made = make(model)
-    assert [step.spec for step in made.steps()] == [spec for _, spec in pieces(model)]
+    *body, last = pieces(model)
+    every = [*body, *pieces_ahead(model), last]
+    assert [step.spec for step in made.steps()] == [spec for _, spec in every]
     found = {p.name: p.tensor.numel() for p in declared_parameters(made)}
-    assert found == {prefix + w.name: w.size for prefix, spec in pieces(model) for w in spec.weights}
-    assert sum(found.values()) == total_parameters(model)
+    assert found == {prefix + w.name: w.size for prefix, spec in every for w in spec.weights}
+    ahead = {name: size for name, size in found.items() if name.startswith("ahead")}
+    assert sum(found.values()) - sum(ahead.values()) == total_parameters(model)
+    made.eval()
+    assert [step.spec for step in made.steps()] == [spec for _, spec in pieces(model)], (
+        "further tokens are for training"
+    )
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "fp64"])
@@ -142,8 +153,9 @@ def test_a_tied_head_gets_the_gradients_of_both_of_its_uses():
     assert all(two[name].norm() > 0 for name in ("embedding.weight", "head.weight"))
 
 
-def test_checkpointing_every_region_gives_the_same_gradients_to_the_bit():
-    plain, recomputing = make(RICH, "fp32"), make(RICH, "fp32")
+@pytest.mark.parametrize("model", [RICH, LATENT, AHEAD], ids=["dense first", "latent", "ahead"])
+def test_checkpointing_every_region_gives_the_same_gradients_to_the_bit(model: ModelConfig):
+    plain, recomputing = make(model, "fp32"), make(model, "fp32")
     regions = [module for module in recomputing.modules() if isinstance(module, Region)]
     calls: list[str] = []
 
@@ -158,9 +170,10 @@ def test_checkpointing_every_region_gives_the_same_gradients_to_the_bit():
     assert all(torch.equal(one[name], two[name]) for name in one)
 
 
+@pytest.mark.parametrize("model", [RICH, LATENT, AHEAD], ids=["dense first, shared experts", "latent", "ahead"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_a_model_with_dense_first_layers_and_shared_experts_trains(dtype: str):
-    made = make(RICH, dtype)
+def test_a_model_of_every_kind_trains(dtype: str, model: ModelConfig):
+    made = make(model, dtype)
     world = alone()
     buckets = fill_buckets(made, world)
     sums = Gradients(buckets, world)
@@ -172,7 +185,7 @@ def test_a_model_with_dense_first_layers_and_shared_experts_trains(dtype: str):
         losses = made(tokens, labels)
         seen.append(losses.cross_entropy.item())
         sums.begin()
-        (losses.cross_entropy + losses.balance).backward()
+        (losses.cross_entropy + losses.balance + losses.ahead_M.sum()).backward()
         sums.finish(torch.tensor(float(labels.numel())))
         sums.clip(1.0)
         optimizer.step(number, 1e-2)

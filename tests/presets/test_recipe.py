@@ -16,7 +16,17 @@ def test_a_preset_resolves_to_itself(name: str):
 
 
 @pytest.mark.parametrize(
-    ("wrong", "near"), [("tny", "tiny"), ("mixtral", "mixtral-8x7b"), ("qwen3-30b", "qwen3-30b-a3b"), ("", "")]
+    ("wrong", "near"),
+    [
+        ("tny", "tiny"),
+        ("mixtral", "mixtral-8x7b"),
+        ("qwen3-30b", "qwen3-30b-a3b"),
+        ("deepseek-v33", "deepseek-v3"),
+        ("deepseek-v3-tny", "deepseek-v3-tiny"),
+        ("kimi_k2", "kimi-k2"),
+        ("gptoss-20b", "gpt-oss-20b"),
+        ("", ""),
+    ],
 )
 def test_an_unknown_preset_is_refused_with_the_nearest_and_all_there_are(wrong: str, near: str):
     with pytest.raises(Refused) as refused:
@@ -47,6 +57,21 @@ def test_the_number_of_ranks_takes_part_in_the_rules():
     with pytest.raises(Refused, match=r"train\.global_batch = 8 .* 3 data-parallel ranks .* multiple of 6"):
         resolve("tiny", world=3)
     assert resolve("tiny", ["--train.global_batch=12"], world=3).train.global_batch == 12
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_written_down_and_read_again_is_itself(name: str, tmp_path: Path):
+    file = tmp_path / "config.yaml"
+    file.write_text(write_yaml(PRESETS[name]()), encoding="utf-8")
+    assert resolve(str(file)) == PRESETS[name]()
+
+
+def test_a_tiny_form_is_a_preset_like_any_other_in_a_file(tmp_path: Path):
+    file = tmp_path / "run.yaml"
+    file.write_text("preset: deepseek-v3-tiny\nmodel: {mtp: 2, attention: {window: 8}}\n")
+    found = resolve(str(file))
+    assert (found.name, found.model.mtp, found.model.attention.window) == ("deepseek-v3-tiny", 2, 8)
+    assert found.model.attention.kind == "mla"
 
 
 def test_a_finished_runs_own_configuration_is_a_recipe(tmp_path: Path):

@@ -2,17 +2,35 @@
 
 import pytest
 
-from moefold.anatomy.counts import active_parameters, total_parameters
+from moefold.anatomy.counts import active_parameters, parameters_ahead, total_parameters
+from moefold.anatomy.steps import is_moe, window_of
+from moefold.config.run import ModelConfig, MoeConfig
+from moefold.kernels.router_topk import Choosing
+from moefold.model.moe.router import choosing
+from moefold.presets.recipe import resolve
 from moefold.presets.zoo import PRESETS
 
-# Billions of parameters as their authors print them.
+LARGE = [name for name in PRESETS if not name.endswith("tiny")]
+
+# Billions of parameters as their authors print them: all, and those of a token. Some do not count the embedding, or
+# neither it nor the head, among those of a token.
 PUBLISHED = {
-    "mixtral-8x7b": ("46.7", "12.9"),
-    "mixtral-8x22b": ("140.6", "39.1"),
-    "olmoe-1b-7b": ("6.92", "1.28"),
-    "qwen3-30b-a3b": ("30.5", "3.3"),
-    "qwen3-235b-a22b": ("235", "22"),
+    "mixtral-8x7b": ("46.7", "12.9", "all"),
+    "mixtral-8x22b": ("140.6", "39.1", "all"),
+    "olmoe-1b-7b": ("6.92", "1.28", "all"),
+    "qwen3-30b-a3b": ("30.5", "3.3", "all"),
+    "qwen3-235b-a22b": ("235", "22", "all"),
+    "qwen2-57b-a14b": ("57.4", "14.2", "all"),
+    "deepseek-v2-lite": ("15.7", "2.4", "no embedding"),
+    "deepseek-v2": ("235.7", "21", "all"),
+    "deepseek-v3": ("671.03", "37.55", "all"),
+    "kimi-k2": ("1026.4", "32", "all"),
+    "gpt-oss-20b": ("20.91", "3.61", "no embedding"),
+    "gpt-oss-120b": ("116.83", "5.13", "no embedding"),
+    "glm-4.5-air": ("106.85", "12", "neither"),
 }
+NOT_PUBLISHED = {"tiny", "latent-30b-a3b"}
+MATRICES = {"all": 0, "no embedding": 1, "neither": 2}
 
 
 def last_digit(printed: str) -> float:
@@ -23,12 +41,82 @@ def last_digit(printed: str) -> float:
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_total_and_active_parameters_are_the_published_ones(name: str):
     model = PRESETS[name]().model
-    for printed, count in zip(PUBLISHED[name], (total_parameters(model), active_parameters(model)), strict=True):
+    total, active, what = PUBLISHED[name]
+    used = active_parameters(model) - MATRICES[what] * model.vocab * model.hidden
+    for printed, count in ((total, total_parameters(model)), (active, used)):
         assert abs(count / 1e9 - float(printed)) < last_digit(printed), f"{count / 1e9:.3f} is not {printed}"
 
 
 def test_every_large_preset_is_held_against_its_publication():
-    assert {*PUBLISHED, "tiny"} == set(PRESETS)
+    assert {*PUBLISHED, *NOT_PUBLISHED} == {*LARGE, "tiny"}
+
+
+def test_layers_of_multi_token_prediction_are_not_among_the_published_parameters():
+    """DeepSeek-V3's checkpoint holds 685 B: 671 B of the model and, with its embedding and head repeated, 14 B."""
+    model = PRESETS["deepseek-v3"]().model
+    repeated = 2 * model.vocab * model.hidden
+    assert (total_parameters(model) + parameters_ahead(model) + repeated) / 1e9 == pytest.approx(684.5, abs=0.05)
+    assert {name for name in LARGE if PRESETS[name]().model.mtp} == {"deepseek-v3", "glm-4.5-air"}
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_every_large_preset_has_a_tiny_form_beside_it_that_is_small_and_legal(name: str):
+    tiny = resolve(f"{name}-tiny")
+    assert total_parameters(tiny.model) < 1e6
+    assert resolve(name).model != tiny.model
+    assert tiny.name == f"{name}-tiny"
+
+
+def mechanisms(model: ModelConfig) -> dict[str, object]:
+    """What a model does, whatever its sizes."""
+    a, moe = model.attention, model.moe
+    kinds = {(is_moe(model, layer), window_of(model, layer) > 0) for layer in range(model.layers)}
+    on_or_off = {
+        "few key heads": a.kv_heads < a.heads,
+        "some dims stand still": bool(a.rope_dim),
+        "query latent": bool(a.q_rank),
+        "other values": bool(a.value_dim),
+        "shared": bool(moe.shared_ffn),
+        "latent": bool(moe.latent),
+        "groups": moe.groups > 1,
+        "groups hide": moe.groups_chosen < moe.groups,
+        "devices": moe.devices > 1,
+    }
+    sized = {"experts", "top_k", "ffn", "shared_ffn", "latent", "dense_layers", "groups", "groups_chosen", "devices"}
+    same_moe = {key: value for key, value in vars(moe).items() if key not in sized}
+    same_attention = (a.kind, a.sinks, a.qk_norm, a.qkv_bias, a.out_bias, a.rope.scaling, a.rope.round_dims)
+    same_rope = (a.rope.factor, a.rope.beta_fast, a.rope.sharpen, a.rope.sharpen_all, a.rope.theta)
+    return {
+        "kinds of layers": kinds,
+        **on_or_off,
+        **same_moe,
+        "attention": same_attention,
+        "rope": same_rope,
+        "model": (model.mtp, model.tied_head, model.norm_eps),
+    }
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_the_tiny_form_has_every_mechanism_of_the_large_one(name: str):
+    assert mechanisms(PRESETS[f"{name}-tiny"]().model) == mechanisms(PRESETS[name]().model)
+
+
+def test_the_presets_route_as_their_authors_say():
+    found = {name: choosing(PRESETS[name]().model.moe) for name in LARGE}
+    assert found["mixtral-8x7b"] == Choosing(2)
+    assert found["olmoe-1b-7b"] == Choosing(8, normalize="none")
+    assert found["qwen2-57b-a14b"] == Choosing(8, normalize="none")
+    assert found["deepseek-v2"] == Choosing(6, "softmax", "none", 16.0, 8, 3, "best")
+    assert found["deepseek-v3"] == Choosing(8, "sigmoid", "chosen", 2.5, 8, 4, "best_two")
+    assert found["kimi-k2"] == Choosing(8, "sigmoid", "chosen", 2.827)
+    assert found["gpt-oss-20b"] == Choosing(4, "softmax_chosen")
+    assert found["glm-4.5-air"] == Choosing(8, "sigmoid")
+    assert all(isinstance(PRESETS[name]().model.moe, MoeConfig) for name in LARGE)
+
+
+def test_gpt_oss_sees_128_tokens_in_every_other_layer_beginning_with_the_first():
+    model = PRESETS["gpt-oss-20b"]().model
+    assert [window_of(model, layer) for layer in range(4)] == [128, 0, 128, 0]
 
 
 @pytest.mark.parametrize("name", PRESETS)
