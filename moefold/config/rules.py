@@ -259,7 +259,7 @@ SPLITS = [
         ("pipeline.layout", "pipeline.vpp", "parallel.pp", "model.layers", "model.mtp", "model.moe.dense_layers"),
         lambda c: not layout_problems(c.config),
         lambda c: f"pipeline.layout = {printable(c.config.pipeline.layout)}: {'; '.join(layout_problems(c.config))}",
-        lambda c: 'set pipeline.layout to "" for the most even cut',
+        lambda c: 'set pipeline.layout to ""',
     ),
     Rule(
         "there are pieces for all stages",

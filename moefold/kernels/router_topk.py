@@ -44,8 +44,9 @@ def router_topk(
     shares_TE = logs_TE.softmax(-1)  # of sigmoids too: in logs, so that they keep their shares when all are tiny
     scores_TE = logits_TE.sigmoid() if how.score == "sigmoid" else shares_TE
     ids_TK = imposed_TK if imposed_TK is not None else chosen(worth(logits_TE, scores_TE, how) + bias_E, how)
-    source_TE = {"chosen": logs_TE, "all": shares_TE, "none": scores_TE}[how.normalize]
-    return weigh(source_TE, ids_TK, how.normalize == "chosen") * how.scale, ids_TK, shares_TE
+    normalize = "chosen" if how.score == "softmax_chosen" else how.normalize
+    source_TE = {"chosen": logs_TE, "all": shares_TE, "none": scores_TE}[normalize]
+    return weigh(source_TE, ids_TK, normalize == "chosen") * how.scale, ids_TK, shares_TE
 
 
 def worth(logits_TE: torch.Tensor, scores_TE: torch.Tensor, how: Choosing) -> torch.Tensor:

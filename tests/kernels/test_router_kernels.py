@@ -8,14 +8,14 @@ import torch
 pytest.importorskip("triton")
 
 from moefold.kernels.arrange_rows import arrange_rows
-from moefold.kernels.router_topk import router_topk
+from moefold.kernels.router_topk import Choosing, router_topk
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize("normalize", ["chosen", "none"])
 @pytest.mark.parametrize(("t", "e", "k"), [(1, 2, 1), (33, 8, 2), (20, 96, 8), (0, 4, 2), (5, 4, 4)])
-def test_choosing_and_its_gradient_equal_the_reference(t: int, e: int, k: int, normalize: bool):
+def test_choosing_and_its_gradient_equal_the_reference(t: int, e: int, k: int, normalize: str):
     generator = torch.Generator().manual_seed(t)
     logits, dscores = (torch.randn(t, e, generator=generator).to(DEVICE) for _ in range(2))
     dprobs, bias = (
@@ -25,7 +25,7 @@ def test_choosing_and_its_gradient_equal_the_reference(t: int, e: int, k: int, n
     outcomes = []
     for name in ("reference", "triton"):
         leaf = logits.clone().requires_grad_()
-        probs, ids, scores = router_topk.implementations[name](leaf, bias, k, normalize)
+        probs, ids, scores = router_topk.implementations[name](leaf, bias, Choosing(k, normalize=normalize))
         torch.autograd.backward((probs, scores), (dprobs, dscores))
         outcomes.append((ids, probs, scores, leaf.grad))
     assert torch.equal(outcomes[0][0], outcomes[1][0])
@@ -35,7 +35,7 @@ def test_choosing_and_its_gradient_equal_the_reference(t: int, e: int, k: int, n
 
 def test_of_equally_good_experts_the_lower_numbers_are_chosen():
     _, ids, _ = router_topk.implementations["triton"](
-        torch.zeros(3, 8, device=DEVICE), torch.zeros(8, device=DEVICE), 3, True
+        torch.zeros(3, 8, device=DEVICE), torch.zeros(8, device=DEVICE), Choosing(3)
     )
     assert ids.tolist() == [[0, 1, 2]] * 3
 
