@@ -100,7 +100,9 @@ def program_for(config: Config, microbatches: int) -> Program:
     return defer_weight_grads(program) if c.defer else program
 
 
-def weights_wait(config: Config) -> bool:
+def splits_weights(config: Config) -> bool:
     """Whether some weight gradient is computed apart from its data gradient."""
+    if config.pipeline.pair and config.pipeline.fill:
+        return True
     slots = [slot for slots in program_for(config, 2 * config.parallel.pp) for slot in slots]
     return any([op.kind for op in slot] == ["W"] for slot in slots)

@@ -17,7 +17,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from moefold.anatomy.counts import active_parameters, parameters_ahead, total_parameters, train_flops_per_token
-from moefold.anatomy.stages import layout_of, rank_of_stage
+from moefold.anatomy.stages import layout_of, rank_of_stage, splits_weights
 from moefold.anatomy.steps import StepSpec, block_steps, embed, is_moe, predict, steps_ahead
 from moefold.cli.options import check_ranks, read
 from moefold.config.run import Config, ModelConfig
@@ -61,6 +61,7 @@ def explanation(config: Config, world: int) -> dict[str, Any]:
     layers = [("embedding", 1, [embed(model)]), *kinds_of_layers(model), ("head", 1, [predict(model)])]
     used = {op for _, _, steps in layers for step in steps for op in step.ops} | {"adamw"}
     used |= set(RING_OPS) if goes_round else set()
+    used |= {"grouped_gemm_weight"} if splits_weights(config) else set()
     return {
         "name": config.name,
         "parameters": total_parameters(model),

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from moefold import __version__
-from moefold.anatomy.stages import embedding_ranks, rank_of_stage, stages_of, weights_wait
+from moefold.anatomy.stages import embedding_ranks, rank_of_stage, splits_weights, stages_of
 from moefold.comm.collectives import gather_objects
 from moefold.config.keys import keys_of, show
 from moefold.config.refused import Refused
@@ -130,7 +130,7 @@ def choose_kernels(config: Config, world: World) -> Kernels:
 
 def build_model(config: Config, world: World, kernels: Kernels) -> Transformer:
     """This rank's part of the model on its device in its precision, initialised by name and seed."""
-    splits = (config.pipeline.pair and config.pipeline.fill) or weights_wait(config)
+    splits = splits_weights(config)
     context = choose_context(config.parallel.context, kernels, world)
     dispatcher = choose_dispatcher(config, kernels, world)
     chosen = splitting_kernels(kernels) if splits else kernels

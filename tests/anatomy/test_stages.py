@@ -17,8 +17,8 @@ from moefold.anatomy.stages import (
     pieces_of,
     program_for,
     rank_of_stage,
+    splits_weights,
     stages_of,
-    weights_wait,
     whole,
 )
 from moefold.config.run import Config, ParallelConfig, PipelineConfig
@@ -144,18 +144,18 @@ def test_programs_are_whole_and_lie_where_the_stages_lie(name: str, pair: bool, 
             assert not programs.broken(program, pp * vpp, microbatches)
             assert rank_of(program) == rank_of_stage(config)
             apart = any([op.kind for op in slot] == ["W"] for slots in program for slot in slots)
-            assert not apart or weights_wait(config), "weight gradients that wait need layers that can split them"
+            assert not apart or splits_weights(config), "weight gradients that wait need layers that can split them"
             paired = any(is_paired(slot) for slots in program for slot in slots)
             assert not pair or microbatches < 2 * pp * vpp or paired
 
 
 def test_weight_gradients_wait_where_the_schedule_or_the_user_says_so():
-    assert not weights_wait(config_of("tiny", 2, PipelineConfig()))
-    assert not weights_wait(config_of("tiny", 2, PipelineConfig("gpipe", 2), layers=8))
+    assert not splits_weights(config_of("tiny", 2, PipelineConfig()))
+    assert not splits_weights(config_of("tiny", 2, PipelineConfig("gpipe", 2), layers=8))
     for pipeline in (
         PipelineConfig("zb_h1"),
         PipelineConfig("zb_v", 2),
         PipelineConfig("dualpipe_v", 2),
         PipelineConfig(defer=True),
     ):
-        assert weights_wait(config_of("tiny", 2, pipeline, layers=8)), pipeline
+        assert splits_weights(config_of("tiny", 2, pipeline, layers=8)), pipeline

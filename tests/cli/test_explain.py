@@ -133,12 +133,14 @@ def test_a_number_of_ranks_below_one_is_refused(nproc: str, capsys: pytest.Captu
     assert f"--nproc {nproc} is not legal" in capsys.readouterr().err
 
 
-USED = set(CATALOG) - {"attention_block", "attention_block_backward", "clamped_swiglu", "expert_bias"}
+RARE = {"attention_block", "attention_block_backward", "clamped_swiglu", "expert_bias", "grouped_gemm_weight"}
+USED = set(CATALOG) - RARE
 
 
 def test_the_kernels_shown_are_those_the_model_uses(explained: Any):
     gpt_oss = explained("gpt-oss-20b-tiny")
-    assert set(gpt_oss["kernels"]) == USED - {"swiglu"} | {"clamped_swiglu", "expert_bias"}
+    assert set(gpt_oss["kernels"]) == USED - {"swiglu", "expert_mlp"} | {"clamped_swiglu", "expert_bias"}
+    assert set(explained("tiny", "--pipeline.pair", "true")["kernels"]) == USED | {"grouped_gemm_weight"}
     rings = explained("tiny", "--nproc", "2", "--parallel.cp", "2")
     assert set(rings["kernels"]) == USED | {"attention_block", "attention_block_backward"}
     swaps = explained("tiny", "--nproc", "2", "--parallel.cp", "2", "--parallel.context", "all_to_all")

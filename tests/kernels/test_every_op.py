@@ -342,6 +342,14 @@ def plain_arrange_rows(ids, gates, experts):
     return [choices[i][1] for i in order], slots, [gates[choices[i][1]][choices[i][2]] for i in order], ends
 
 
+def plain_grouped_gemm_weight(dy, x, offsets):
+    begins = [0, *offsets[:-1]]
+    return [
+        [[math.fsum(dy[r][n] * x[r][d] for r in range(a, b)) for d in range(len(x[0]))] for n in range(len(dy[0]))]
+        for a, b in zip(begins, offsets, strict=True)
+    ]
+
+
 def plain_gather_rows(source, index, slots, holes):
     return [source[i] if i >= 0 else [0.0] * len(source[0]) for i in index]
 

@@ -240,7 +240,7 @@ def test_loads_tell_layers_choices_dropped_ones_and_bytes_and_no_choice_counts_f
     assert found.layers == [5]
     assert found.counts_LE.tolist() == [[3, 1, 1]], "choices made, kept or not"
     assert found.dropped_L.tolist() == [2]
-    assert found.moved_L == [77]
+    assert found.moved_L.tolist() == [77]
     load.forget()
     empty = gather_loads([load], ALONE)
     assert empty.counts_LE.sum() == empty.dropped_L.sum() == sum(empty.moved_L) == 0
@@ -300,7 +300,7 @@ def test_biases_and_counts_are_identical_on_one_two_and_four_ranks():
 def test_a_model_without_a_single_moe_layer_has_nothing_to_balance():
     model = transformer(replace(MODEL, moe=replace(MODEL.moe, dense_layers=2)), 6, bind(Facts("cpu", "fp32")))
     found = model.balance()
-    assert found.layers == found.moved_L == []
+    assert found.layers == found.moved_L.tolist() == []
     assert found.counts_LE.numel() == found.dropped_L.numel() == 0
 
 
