@@ -7,6 +7,7 @@ import torch.distributed as dist
 
 from moefold.comm import traffic
 from moefold.comm.contract import agree
+from moefold.comm.transfers import through_host
 from moefold.layout.axes import Axis
 
 
@@ -14,7 +15,7 @@ class Turn:
     """Starts sending at once; `arrived` waits. On an axis of size one the tensor itself arrives."""
 
     def __init__(self, x: torch.Tensor, axis: Axis):
-        self.sent = x.contiguous()
+        self.sent, self.device = through_host(x.contiguous(), axis), x.device
         self.received, self.waits = self.sent, []
         if axis.size > 1:
             agree("turn", axis, x)
@@ -31,4 +32,4 @@ class Turn:
     def arrived(self) -> torch.Tensor:
         for wait in self.waits:
             wait.wait()
-        return self.received
+        return self.received.to(self.device)

@@ -17,16 +17,22 @@ from moefold.comm import traffic
 from moefold.layout.axes import Axis
 
 
+def through_host(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """x, or a copy of it on the host: gloo sends and receives nothing else. Only ranks that share a GPU need it."""
+    return x.cpu() if x.is_cuda and axis.size > 1 and dist.get_backend(axis.group) == "gloo" else x
+
+
 @dataclass
 class Arriving:
-    """A tensor that is on its way here."""
+    """A tensor that is on its way here, to a device."""
 
     work: Any
     tensor: torch.Tensor
+    device: torch.device
 
     def arrived(self) -> torch.Tensor:
         self.work.wait()
-        return self.tensor
+        return self.tensor.to(self.device)
 
 
 @dataclass
@@ -39,11 +45,13 @@ class Pipe:
     def send(self, x: torch.Tensor, to: int) -> None:
         traffic.note("pipe", self.axis, x.nbytes)
         self.leaving = [(work, kept) for work, kept in self.leaving if not work.is_completed()]
+        x = through_host(x, self.axis)
         self.leaving.append((dist.isend(x, self.axis.ranks[to], group=self.axis.group), x))
 
     def receive(self, like: torch.Tensor, source: int) -> Arriving:
         """`like` is where it will be."""
-        return Arriving(dist.irecv(like, self.axis.ranks[source], group=self.axis.group), like)
+        here = through_host(like, self.axis)
+        return Arriving(dist.irecv(here, self.axis.ranks[source], group=self.axis.group), here, like.device)
 
     def flush(self) -> None:
         """Wait until all has left."""

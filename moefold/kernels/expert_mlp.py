@@ -91,7 +91,7 @@ def _(device: str, dtype: torch.dtype):
         "all to one": [0, 0, 512, 0],
         "a tile and a half": [192, 64, 1, 127],
     }
-    for name, counts in {**ROUTINGS, **(large if device == "cuda" else {})}.items():
+    for name, counts in {**ROUTINGS, **large}.items():
         for d, f in [(16, 24), (128, 256)]:
             rows, k = sum(counts), 1 if sum(counts) % 2 else 2
             index, slots, offsets, holes = routed(counts, k, device)

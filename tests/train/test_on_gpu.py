@@ -31,11 +31,21 @@ def test_one_layer_of_mixtral_8x7b_trains_in_bf16(tmp_path: Path):
     assert lines[-1]["val_loss"] < 0.6 * lines[0]["val_loss"]
 
 
-def test_two_ranks_that_share_the_device_give_the_losses_of_one(tmp_path: Path):
+LAYOUTS = {
+    "data": "",
+    "context": "--parallel.cp 2",
+    "experts, paired": "--parallel.ep 2 --pipeline.pair true",
+    "pipeline": "--parallel.pp 2",
+    "pipeline of four stages, paired": "--parallel.pp 2 --pipeline.vpp 2 --pipeline.schedule dualpipe_v",
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_two_ranks_that_share_the_device_give_the_losses_of_one(tmp_path: Path, layout: str):
     """gloo carries CUDA tensors where NCCL refuses two ranks on one device. In fp32, as on the CPU."""
     argv = ["tiny", "--train.steps", "10", "--train.precision", "fp32"]
     one = train(tmp_path / "one", *argv)
-    two = train(tmp_path / "two", *argv, "--nproc", "2")
+    two = train(tmp_path / "two", *argv, "--nproc", "2", *LAYOUTS[layout].split())
     worst = max(abs(a["loss"] - b["loss"]) for a, b in zip(one[1:], two[1:], strict=True))
     assert worst <= 1e-4, f"largest difference of losses over 10 steps is {worst:.2e}"
 
