@@ -21,6 +21,7 @@ from moefold.anatomy.stages import (
     stages_of,
     whole,
 )
+from moefold.anatomy.steps import pieces, pieces_ahead, predict
 from moefold.config.run import Config, ParallelConfig, PipelineConfig
 from moefold.presets.zoo import PRESETS
 from moefold.schedule import program as programs
@@ -53,7 +54,7 @@ def test_the_published_layout_of_deepseek_v3_gives_the_published_stages():
 
 def slowest(config: Config) -> float:
     costs = iter(piece_costs(config.model, config.data.seq_len))
-    return max(sum(next(costs) for _ in pieces) for pieces in layout_of(config).stages)
+    return max(sum(next(costs) for _ in each) for each in layout_of(config).stages)
 
 
 @pytest.mark.parametrize("name", ["deepseek-v3", "deepseek-v3-tiny"])
@@ -65,6 +66,16 @@ def test_the_proposed_layout_is_at_least_as_even_as_the_published_one(name: str)
         config = config_of(name, 2, replace(pipeline, layout="Et|t|tm|L"), layers=3)
     proposed = replace(config, pipeline=replace(config.pipeline, layout=""))
     assert slowest(proposed) <= slowest(config) * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("name", ["tiny", "deepseek-v3", "glm-4.5-air", "gpt-oss-20b"])
+def test_what_pieces_cost_is_what_their_steps_cost_and_the_embedding_next_to_nothing(name: str):
+    model = PRESETS[name]().model
+    embedding, *costs = piece_costs(model, 4096)
+    every = sum(step.flops(4096) for _, step in [*pieces(model), *pieces_ahead(model)])
+    assert sum(costs) == pytest.approx(every)
+    assert costs[-1] == predict(model).flops(4096) > 0
+    assert 0 < embedding < min(costs)
 
 
 @settings(deadline=None, max_examples=80)
@@ -93,9 +104,9 @@ def test_stages_cover_every_piece_once_and_in_order(layers: int, dense: int, mtp
 @settings(deadline=None)
 @given(st.integers(0, 4), st.lists(st.booleans(), min_size=12, max_size=12))
 def test_streams_set_aside_before_a_stage_are_the_models_own_and_one_for_each_layer_ahead(mtp: int, cuts: list[bool]):
-    pieces = "Ettt" + "m" * mtp + "L"
+    flat = "Ettt" + "m" * mtp + "L"
     text = "".join(
-        piece + "|" * (cut and i < len(pieces) - 1) for i, (piece, cut) in enumerate(zip(pieces, cuts, strict=False))
+        piece + "|" * (cut and i < len(flat) - 1) for i, (piece, cut) in enumerate(zip(flat, cuts, strict=False))
     )
     count = text.count("|") + 1
     config = config_of("tiny", count, PipelineConfig(layout=text), layers=3, mtp=mtp)

@@ -186,31 +186,40 @@ def test_validation_and_samples_are_those_of_one_rank_on_every_rank():
             assert rank[number][1] == text, way
 
 
-def leaves_early(world: World) -> list[int]:
-    """How many buckets had left when the last stage's last backward began, after each slot of the program."""
-    config = small(PipelineConfig("1f1b", 2), world.size, pp=2)
-    run = made(config, world)
-    counts: list[int] = []
+EARLY = [PipelineConfig("1f1b", 2), PipelineConfig("zb_h1", 2), PipelineConfig("zb_v", 2)]
+
+
+def leaves_early(world: World) -> list[list[int]]:
+    """For each way, how many buckets had left after each op, and how many there are."""
+    found: list[list[int]] = []
     original = Trip.run_op
+    for way in EARLY:
+        run = made(small(way, world.size, pp=2), world)
+        counts: list[int] = []
 
-    def noted(self: Trip, *args: Any) -> None:
-        original(self, *args)
-        counts.append(len(run.gradients.travelling))
+        def noted(self: Trip, *args: Any, run: Run = run, counts: list[int] = counts) -> None:
+            counts.append(len(run.gradients.travelling))
+            original(self, *args)
 
-    Trip.run_op = noted  # type: ignore[method-assign]
-    try:
-        train_step(run, run.loader.next())
-    finally:
-        Trip.run_op = original  # type: ignore[method-assign]
-    return [*counts, len(run.gradients.buckets)]
+        Trip.run_op = noted  # type: ignore[method-assign]
+        try:
+            run.gradients.begin()
+            parts = list(run.loader.next().microbatches(1))
+            run.executor.train(parts, torch.ones(1, dtype=torch.float64))
+        finally:
+            Trip.run_op = original  # type: ignore[method-assign]
+        found.append([*counts, len(run.gradients.travelling), len(run.gradients.buckets)])
+        run.gradients.finish(torch.ones((), dtype=torch.float64))
+    return found
 
 
 def test_buckets_leave_with_their_last_gradient_and_not_before():
-    for counts in run_ranks(leaves_early, 2, pp=2):
-        *after, buckets = counts
-        assert after[-1] == buckets, "all have left when the last backward ends"
-        assert after[0] == 0
-        assert after == sorted(after)
+    """Whether it comes in one backward, or its weight gradients wait."""
+    for rank in run_ranks(leaves_early, 2, pp=2):
+        for way, counts in zip(EARLY, rank, strict=True):
+            *during, after, buckets = counts
+            assert after == buckets, f"{way}: all have left when the last op ends, before anybody asks"
+            assert during[len(during) // 2] == 0, f"{way}: none while gradients are still to come"
 
 
 def test_every_layer_of_the_program_is_held_by_the_rank_that_runs_it():
