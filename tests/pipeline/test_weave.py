@@ -111,3 +111,10 @@ def test_one_strand_by_itself_is_run_as_it_is():
     assert weave([strand]) == [(0, i) for i in range(4)]
     assert all(i < j for (_, i), (_, j) in pairwise(weave([strand, []])))
     assert weave([]) == []
+
+
+@given(st.sampled_from([0.5, 1.0, 2.0]), st.sampled_from([0.5, 1.0, 2.0]))
+def test_of_pieces_that_can_begin_at_once_the_one_that_travels_is_begun_first(work: float, travel: float):
+    """Work holds its caller until it is done: travel begun behind it would have nothing beside it."""
+    assert weave([[Piece("compute", work)], [Piece("comm", travel)]])[0] == (1, 0)
+    assert weave([[Piece("comm", travel)], [Piece("compute", work)]])[0] == (0, 0)
