@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from moefold.anatomy.steps import StepSpec, block_steps, is_moe, look_ahead, predict
+from moefold.anatomy.steps import StepSpec, block_steps, look_ahead, predict
 from moefold.config.run import Config, ModelConfig
 from moefold.schedule.balance import propose
 from moefold.schedule.catalog import SCHEDULES, program_of
@@ -41,8 +41,9 @@ def whole(model: ModelConfig) -> Stage:
 
 
 def pieces_of(model: ModelConfig) -> str:
-    layers = "".join("t" if is_moe(model, layer) else "d" for layer in range(model.layers))
-    return f"E{layers}{'m' * model.mtp}L"
+    """Layers are called dense only where they come first, as in a layout a user writes."""
+    dense = min(model.moe.dense_layers, model.layers)
+    return f"E{'d' * dense}{'t' * (model.layers - dense)}{'m' * model.mtp}L"
 
 
 def flops(steps: Sequence[StepSpec], seq_len: int) -> float:

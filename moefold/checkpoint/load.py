@@ -82,7 +82,8 @@ def load(found: Found, tensors: dict[str, torch.Tensor], optional: set[str], wor
     `optional` names may be absent from the checkpoint (then the tensor stays as it is)."""
     table = read_table(found.path)
     wanted = {name: t for name, t in tensors.items() if name in table or name not in optional}
-    problems = next(filter(None, gather_objects(mismatches(table, wanted), world.everyone)), None)
+    held = set[str]().union(*gather_objects(set(wanted), world.everyone))  # by some rank: a pipeline's hold others
+    problems = next(filter(None, gather_objects(mismatches(table, wanted, held), world.everyone)), None)
     if problems:  # on any rank: then none may wait for it in the load
         raise Refused(f"{found.path} does not fit this configuration:", *problems)
     try:
@@ -97,10 +98,10 @@ def load(found: Found, tensors: dict[str, torch.Tensor], optional: set[str], wor
         raise explained(error, found.path) from None
 
 
-def mismatches(table: dict[str, Any], wanted: dict[str, torch.Tensor], most: int = 20) -> list[str]:
-    """Every difference in names, shapes and dtypes, the first few in full."""
+def mismatches(table: dict[str, Any], wanted: dict[str, torch.Tensor], held: set[str], most: int = 20) -> list[str]:
+    """Every difference in names, shapes and dtypes, the first few in full. `held` are the names that any rank has."""
     found = [f'"{n}" is not in the checkpoint{did_you_mean(n, table)}' for n in sorted(wanted.keys() - table.keys())]
-    extra = sorted(n for n in table.keys() - wanted.keys() if not n.startswith("random."))
+    extra = sorted(n for n in table.keys() - held if not n.startswith("random."))
     found += [f'"{n}" is in the checkpoint, but the model has no such tensor' for n in extra]
     for name in sorted(wanted.keys() & table.keys()):
         here = (str(wanted[name].dtype).removeprefix("torch."), list(wanted[name].shape))

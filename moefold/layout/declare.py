@@ -47,6 +47,7 @@ class Declaring(nn.Module):
         super().__init__()
         self.world = world
         self.declared: dict[str, Declaration] = {}
+        self.borrowed: tuple[nn.Parameter, ...] = ()  # parameters of other modules that it reads when it is called
 
     def declare(
         self,

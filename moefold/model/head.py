@@ -26,6 +26,7 @@ class Head(Declaring):
         self.norm = RMSNorm(model.hidden, model.norm_eps, kernels, world)
         self.cross_entropy, self.tp = kernels.cross_entropy, world.axis("tp")
         if embedding is not None:  # its matrix is the head's too
+            self.borrowed = (embedding.weight,)
             self.matrix_vD = lambda: embedding.weight
         else:
             std, placement = model.init_std, over_tp(0)

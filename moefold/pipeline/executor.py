@@ -202,14 +202,16 @@ class Trip:
         assert forward is not None
         out = [segment[0].spec for segment in forward.segments]
         back = [segment[0].spec for segment in reversed(passage.segments)]
-        fills = Op("W", behind.stage, behind.microbatch) in slot
-        queue = [] if fills else self.waiting.setdefault((behind.stage, behind.microbatch), [])
+        queue, fills = self.waiting.setdefault((behind.stage, behind.microbatch), []), False
+        if Op("W", behind.stage, behind.microbatch) in slot:
+            fills = self.at.config.pipeline.fill
+            queue = [] if fills else None
 
         def step_forward() -> None:
             nonlocal carry
             carry = forward.forward(carry)
 
-        weaving = Weaving(self.at.lanes, self.at.spans, fillers=queue if fills else [])
+        weaving = Weaving(self.at.lanes, self.at.spans, fillers=queue if fills and queue is not None else [])
         for strand, index in weave([[Piece(spec.lane) for spec in specs] for specs in (out, back)]):
             op, spec, work = (
                 (ahead, out[index], step_forward)

@@ -25,7 +25,7 @@ class Publisher:
         where = {id(p.tensor): i for i, bucket in enumerate(buckets) for p in bucket.parameters}
         for module in model.modules():
             if isinstance(module, Declaring):
-                needed = sorted({where[id(p)] for p in module.parameters(recurse=False)})
+                needed = sorted({where[id(p)] for p in (*module.parameters(recurse=False), *module.borrowed)})
                 module.register_forward_pre_hook(partial(self.before_use, needed))
         model.register_state_dict_pre_hook(lambda *_: self.await_all())
 

@@ -25,7 +25,7 @@ from moefold.model.moe.balance import joined_loads, on_host
 from moefold.observe.metrics import JsonLines, Sink, TensorBoard
 from moefold.observe.progress import Quiet, compact, make_progress
 from moefold.observe.router_stats import DeadExperts, RouterCounts, RouterLog, summarise
-from moefold.observe.trace import write_trace
+from moefold.observe.trace import Event, write_trace
 from moefold.train.assemble import Run, assemble
 from moefold.train.evaluate import sample, validation_loss
 from moefold.train.resume import resume_run, save_run
@@ -89,9 +89,8 @@ def introduction(run: Run) -> list[str]:
     return [f"{c.name}: {sizes} | {where} | {text}", f"writing to {run.out}"]
 
 
-def write_run_trace(run: Run) -> None:
-    """What every rank did in the last steps, from the first event on, into one file."""
-    spans = run.executor.spans.events
+def write_run_trace(run: Run, spans: list[Event]) -> None:
+    """What every rank did in the last step, from the first event on, into one file."""
     found = [event for events in gather_objects(spans, run.world.everyone) for event in events]
     if run.world.rank == 0 and found:
         start = min(event.start for event in found)
@@ -177,13 +176,14 @@ def stop_requests() -> Iterator[list[str]]:
 
 def finish(run: Run, record: Recorder, requests: list[str]) -> None:
     """Steps until the last one, or until somebody asks to stop."""
-    c = run.config
+    c, spans = run.config, list[Event]()
     if run.step == 0:
         record.write(record.validation())
     while run.step < c.train.steps:
         begun = time.perf_counter()
         run.executor.spans.events.clear()  # a trace shows one step, the last
         report = train_step(run, run.loader.next())
+        spans = list(run.executor.spans.events)
         values = record.step(report, time.perf_counter() - begun)
         last = run.step == c.train.steps
         if last or run.step % c.train.validate_every == 0:
@@ -202,7 +202,7 @@ def finish(run: Run, record: Recorder, requests: list[str]) -> None:
             return
     record.progress.close()
     if c.observe.trace:
-        write_run_trace(run)
+        write_run_trace(run, spans)
     if c.train.sample_tokens:
         record.progress.say(f"a sample:\n{sample(run, PROMPT)}")
     record.progress.say(f"done: {run.out} holds metrics.jsonl, router.jsonl, config.yaml and the checkpoints")
