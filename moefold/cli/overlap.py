@@ -44,7 +44,7 @@ class OverlapOptions:
 
     delay_ms: float = 15.0
     """How long each exchange of rows takes at least."""
-    microbatches: int = 12
+    microbatches: int = 16
     """Of one step."""
     json: bool = False
     """Print JSON instead of a table."""
@@ -96,7 +96,8 @@ def measured_config(microbatches: int) -> Config:
     config = PRESETS["tiny"]()
     train = replace(config.train, device="cpu", precision="fp32", global_batch=RANKS * microbatches, micro_batch=1)
     parallel = ParallelConfig(ep=RANKS, dispatcher="all_to_all")
-    return replace(config, train=train, parallel=parallel, model=replace(config.model, layers=2))
+    wider = replace(config.model, layers=2, hidden=256)  # so that a step of it takes longer than an exchange
+    return replace(config, train=train, parallel=parallel, model=wider, data=replace(config.data, seq_len=512))
 
 
 def measure_all(options: OverlapOptions) -> int:
