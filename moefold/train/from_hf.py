@@ -1,0 +1,45 @@
+"""A model from a folder of Hugging Face weights: for a run to start from, and for notebooks and tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from moefold.checkpoint.hf.config import describe
+from moefold.checkpoint.hf.folder import open_folder
+from moefold.checkpoint.hf.read import Weights, load
+from moefold.config.refused import choose
+from moefold.config.rules import check
+from moefold.config.run import Config, DataConfig, ModelConfig, TrainConfig
+from moefold.kernels.registry import DTYPES
+from moefold.layout.axes import World, alone
+from moefold.model.transformer import Transformer
+from moefold.train.assemble import build_model, choose_kernels, settled
+
+
+def from_hf(
+    path: str | Path, dtype: torch.dtype = torch.float32, device: str = "cpu", seq_len: int = 4096
+) -> Transformer:
+    """The model in a folder of safetensors, ready for `logits(ids_BS)` of up to `seq_len` tokens."""
+    folder = open_folder(Path(path))
+    described = describe(folder)
+    precision = {torch_dtype: name for name, torch_dtype in DTYPES.items()}.get(dtype, str(dtype))
+    train = TrainConfig(device="cpu" if device == "cpu" else "cuda", precision=choose("precision", precision, DTYPES))  # pyright: ignore[reportArgumentType]
+    data = DataConfig(seq_len=seq_len, tokenizer=str(folder.path / "tokenizer.json"))  # which nobody opens here
+    world = alone(device)
+    config = check(settled(Config(model=described.model, data=data, train=train), world), 1)
+    model = build_model(config, world, choose_kernels(config, world))
+    load(Weights(folder), described.family.table(described.model), model, world)
+    return model.eval()
+
+
+def starting_weights(path: Path, model: ModelConfig, world: World) -> Callable[[Transformer], None]:
+    """Fills a model of that configuration, or this rank's part of it, with the weights of a folder."""
+
+    def fill(made: Transformer) -> None:
+        folder = open_folder(path)
+        load(Weights(folder), describe(folder).family.table(model), made, world)
+
+    return fill
