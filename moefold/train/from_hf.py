@@ -12,11 +12,13 @@ from moefold.checkpoint.hf.folder import open_folder
 from moefold.checkpoint.hf.read import Weights, load
 from moefold.config.refused import choose
 from moefold.config.rules import check
-from moefold.config.run import Config, DataConfig, ModelConfig, TrainConfig
+from moefold.config.run import Config, DataConfig, TrainConfig
 from moefold.kernels.registry import DTYPES
 from moefold.layout.axes import World, alone
 from moefold.model.transformer import Transformer
 from moefold.train.assemble import build_model, choose_kernels, settled
+
+Starting = Callable[[Transformer], None]
 
 
 def from_hf(
@@ -35,11 +37,18 @@ def from_hf(
     return model.eval()
 
 
-def starting_weights(path: Path, model: ModelConfig, world: World) -> Callable[[Transformer], None]:
-    """Fills a model of that configuration, or this rank's part of it, with the weights of a folder."""
+def starting_weights(path: Path, config: Config, world: World, say: Callable[[str], None]) -> Starting:
+    """Fills what a rank holds of a configured model with the weights of a folder."""
 
-    def fill(made: Transformer) -> None:
+    def fill(model: Transformer) -> None:
         folder = open_folder(path)
-        load(Weights(folder), describe(folder).family.table(model), made, world)
+        described = describe(folder)
+        for note in described.notes:
+            say(note)
+        load(Weights(folder), described.family.table(config.model), model, world)
+        saved = ", ".join(sorted({stored.dtype for stored in folder.tensors.values()}))
+        here = str(next(model.parameters()).dtype).removeprefix("torch.")
+        tensors = f"{len(folder.tensors)} tensors saved as {saved}, {here} here"
+        say(f"starting from {path}: {described.family.kind}, {tensors}")
 
     return fill

@@ -58,6 +58,11 @@ def describe(folder: Folder) -> Described:
     options = Options(folder.options, where)
     check_quantisation(options)
     model = read_model(family, options)
+    tensors = len(folder.tensors)
+    if model.layers > tensors or model.layers * model.moe.experts > 1000 * tensors:  # a table of that would never end
+        raise Refused(
+            f"{where} tells of {model.layers} layers with {model.moe.experts} experts, but the files hold {tensors} tensors"
+        )
     return with_layers_ahead(Described(family, model), folder)
 
 

@@ -21,11 +21,12 @@ KEPT = ("e_score_correction_bias",)  # fp32 whatever the weights are
 
 
 def hf_tensors(table: Table, fetch: Fetch, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, tensor) of everything in the table. `dtype` for all but what is fp32 in any case; None: as it is."""
-    names = [*table.by_theirs, *(twin.theirs for twin in table.twins if twin.written)]
+    """(name, tensor) of everything the table writes, in its order. `dtype` for all but what is fp32 in any case; None:
+    as it is."""
     sources = {twin.theirs: twin.of for twin in table.twins}
-    for name in names:
-        theirs = joined(table.by_theirs[sources.get(name, name)], fetch)
+    for name, shape in table.written.items():
+        pieces = table.by_theirs.get(sources.get(name, name))
+        theirs = joined(pieces, fetch) if pieces else torch.zeros(shape)
         yield name, theirs if dtype is None or name.endswith(KEPT) else theirs.to(dtype)
 
 

@@ -33,13 +33,13 @@ def read_stream(options: Options, theta: float, eps: float, latent: bool = False
     options.demand("hidden_act", "silu", why="experts and MLPs are gated by SiLU")
     options.demand("attention_dropout", 0.0, 0, why="there is no dropout")
     return {
-        "layers": options.take("num_hidden_layers"),
+        "layers": options.count("num_hidden_layers", most=10_000),
         "hidden": options.take("hidden_size"),
         "vocab": options.take("vocab_size"),
         "norm_eps": options.take("rms_norm_eps", default=eps),
         "tied_head": options.take("tie_word_embeddings", default=False),
         "init_std": options.take("initializer_range", default=0.02),
-        "attention.heads": options.take("num_attention_heads"),
+        "attention.heads": options.count("num_attention_heads", most=4096),
         **read_rope(options, theta, latent),
     }
 
@@ -64,7 +64,7 @@ def read_heads(options: Options, values: dict[str, Any]) -> dict[str, Any]:
     heads = values["attention.heads"]
     return {
         "attention.kv_heads": options.take("num_key_value_heads", default=heads),
-        "attention.head_dim": options.take("head_dim", default=(values["hidden"] or 0) // (heads or 1)),
+        "attention.head_dim": options.take("head_dim", default=values["hidden"] // heads),
     }
 
 

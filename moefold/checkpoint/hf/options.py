@@ -58,6 +58,15 @@ class Options:
             self.problems.append(f"{self.where}: {' and '.join(names)} are one option, but have different values")
         return found[0] if found else default
 
+    def count(self, name: str, most: int) -> int:
+        """A number of things that are gone through one by one: at least 1, and no more than makes sense."""
+        value = self.take(name)
+        if type(value) is int and 1 <= value <= most:
+            return value
+        if value is not None:
+            self.refuse(f"{name} = {shown(value)} is not legal; expected a whole number from 1 to {most}")
+        return 1
+
     def optional(self, name: str) -> Any:
         """The value, or None."""
         return self.left.pop(name, None)

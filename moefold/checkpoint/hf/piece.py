@@ -74,15 +74,33 @@ class Twin:
 
 
 @dataclass(frozen=True)
+class Blank:
+    """A tensor that their model has and nothing comes of: it may be there, and is written as zeros."""
+
+    theirs: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Table:
     """One family's names for one model."""
 
     pieces: tuple[Piece, ...]
     twins: tuple[Twin, ...] = ()
+    blanks: tuple[Blank, ...] = ()
 
     @cached_property
     def by_theirs(self) -> dict[str, list[Piece]]:
         return grouped((piece.theirs, piece) for piece in self.pieces)
+
+    @cached_property
+    def written(self) -> dict[str, tuple[int, ...]]:
+        """The shape of every tensor that is written, in order."""
+        sources = {name: name for name in self.by_theirs} | {
+            twin.theirs: twin.of for twin in self.twins if twin.written
+        }
+        shapes = {name: self.by_theirs[source][0].their_shape for name, source in sources.items()}
+        return shapes | {blank.theirs: blank.shape for blank in self.blanks}
 
     @cached_property
     def by_ours(self) -> dict[str, list[Piece]]:

@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from moefold.checkpoint.hf.folder import Folder, Stored, shortened
-from moefold.checkpoint.hf.move import slices, take
+from moefold.checkpoint.hf.move import Fetch, slices, take
 from moefold.checkpoint.hf.piece import Range, Table
 from moefold.checkpoint.hf.quantised import Whole, undone
 from moefold.comm.collectives import gather_objects
@@ -70,16 +70,17 @@ class Weights:
 def check(weights: Weights, table: Table) -> None:
     """Refuse tensors that are missing, left over, or of another shape or kind than the model's: all at once."""
     there, expected = weights.tensors, table.by_theirs
-    twins = {twin.theirs: twin.of for twin in table.twins}
-    left_over = [name for name in there if name not in expected and name not in twins]
+    may_be = {twin.theirs: expected[twin.of][0].their_shape for twin in table.twins}
+    may_be |= {blank.theirs: blank.shape for blank in table.blanks}
+    left_over = [name for name in there if name not in expected and name not in may_be]
     missing = [name for name in expected if name not in there]
     near = left_over[:2000] if len(missing) <= 2000 else []  # of many, no guess is worth the time it takes
     found = [f'"{n}" is not in the files{did_you_mean(n, near)}' for n in missing]
     found += [f'"{n}" is in the files, but the model has no such tensor' for n in left_over]
     for name, pieces in expected.items():
         found += wrong_kind(name, there.get(name), pieces[0].their_shape)
-    for name, of in twins.items():
-        found += wrong_kind(name, there.get(name), expected[of][0].their_shape)
+    for name, shape in may_be.items():
+        found += wrong_kind(name, there.get(name), shape)
     if problems := [*weights.problems, *found]:
         raise Refused(f"{weights.folder.path} does not fit its config.json:", *shortened(problems))
 
@@ -98,13 +99,19 @@ def load(weights: Weights, table: Table, model: nn.Module, world: World) -> None
     try:
         check(weights, table)
         check_twins(weights, table)
-        for name, held in held_tensors(model).items():
-            fill(name, held, weights, table)
+        fill_model(weights, table, model)
     except Refused as refused:
         problem = refused
     problems: Iterable[Refused | None] = gather_objects(problem, world.everyone)
     if first := next((each for each in problems if each), None):
         raise first
+
+
+@torch.no_grad()
+def fill_model(weights: Weights, table: Table, model: nn.Module) -> None:
+    """What this rank holds, from files that were checked."""
+    for name, held in held_tensors(model).items():
+        fill(name, held, weights, table)
 
 
 def fill(name: str, held: Held, weights: Weights, table: Table) -> None:
@@ -144,3 +151,20 @@ def check_twins(weights: Weights, table: Table) -> None:
                 differing.append(f'"{twin.theirs}" differs from "{twin.of}"; this model has one tensor for both')
     if differing:
         raise Refused(f"{weights.folder.path} holds tensors twice that are not equal:", *differing)
+
+
+def our_boxes(weights: Weights, table: Table) -> Fetch:
+    """Boxes of our tensors, put together from a folder's."""
+
+    def fetch(name: str, box: tuple[Range, ...]) -> torch.Tensor:
+        found: torch.Tensor | None = None
+        for piece in table.by_ours[name]:
+            if got := take(piece, box, weights.fetch):
+                shared, values = got
+                found = values.new_empty([size for _, size in box]) if found is None else found
+                here = tuple((start - corner, size) for (start, size), (corner, _) in zip(shared, box, strict=True))
+                found[slices(here)].copy_(values)
+        assert found is not None
+        return found
+
+    return fetch

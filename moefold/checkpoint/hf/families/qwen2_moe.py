@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from moefold.anatomy.steps import is_moe
@@ -19,7 +20,7 @@ from moefold.checkpoint.hf.family import (
 )
 from moefold.checkpoint.hf.names import experts, gated_mlp, grouped_attention, norms, router, table_of
 from moefold.checkpoint.hf.options import Options
-from moefold.checkpoint.hf.piece import Piece
+from moefold.checkpoint.hf.piece import Blank, Piece, Table
 from moefold.config.run import ModelConfig
 
 
@@ -31,14 +32,15 @@ def read(options: Options) -> dict[str, Any]:
     most = options.take("max_window_layers", default=28)
     usual = ["full_attention" if i % 2 or i >= most else "sliding_attention" for i in range(layers)]
     values |= read_windows(options, layers, window if sliding else None, options.optional("layer_types") or usual)
+    shared = options.take("shared_expert_intermediate_size")
     return values | {
         "attention.qkv_bias": options.take("qkv_bias", default=True),
         "dense_ffn": options.take("intermediate_size"),
         "moe.experts": options.take("num_experts", "num_local_experts"),
         "moe.top_k": options.take("num_experts_per_tok"),
         "moe.ffn": options.take("moe_intermediate_size"),
-        "moe.shared_ffn": options.take("shared_expert_intermediate_size"),
-        "moe.shared_gate": True,
+        "moe.shared_ffn": shared,
+        "moe.shared_gate": shared > 0,
         "moe.normalize": "chosen" if options.take("norm_topk_prob", default=False) else "none",
         "moe.aux_loss": options.take("router_aux_loss_coef", default=0.001),
     }
@@ -72,9 +74,21 @@ def block(model: ModelConfig, layer: int, theirs: str, ours: str) -> Iterator[Pi
         return
     yield from router(model, theirs + "mlp.", ours + "moe.")
     yield from experts(model, theirs + "mlp.", ours + "moe.")
+    if not model.moe.shared_ffn:
+        return
     yield from gated_mlp(model, model.moe.shared_ffn, theirs + "mlp.shared_expert.", ours + "moe.shared.")
     gate = {"o": 1, "d": model.hidden}
     yield Piece(theirs + "mlp.shared_expert_gate.weight", ours + "moe.shared.gate.weight", "o d -> o d", gate)
 
 
-QWEN2_MOE = Family("qwen2_moe", "Qwen2MoeForCausalLM", read, write, lambda model: table_of(model, block))
+def table(model: ModelConfig) -> Table:
+    """Their model has a shared expert in any case; where ours has none, theirs has no width."""
+    d, shared = model.hidden, "mlp.shared_expert."
+    shapes = {"gate_proj.weight": (0, d), "up_proj.weight": (0, d), "down_proj.weight": (d, 0)}
+    empty = {shared + name: shape for name, shape in shapes.items()} | {"mlp.shared_expert_gate.weight": (1, d)}
+    layers = [layer for layer in range(model.layers) if is_moe(model, layer) and not model.moe.shared_ffn]
+    blanks = [Blank(f"model.layers.{layer}.{name}", shape) for layer in layers for name, shape in empty.items()]
+    return replace(table_of(model, block), blanks=tuple(blanks))
+
+
+QWEN2_MOE = Family("qwen2_moe", "Qwen2MoeForCausalLM", read, write, table)
