@@ -60,9 +60,8 @@ def describe(folder: Folder) -> Described:
     model = read_model(family, options)
     tensors = len(folder.tensors)
     if model.layers > tensors or model.layers * model.moe.experts > 1000 * tensors:  # a table of that would never end
-        raise Refused(
-            f"{where} tells of {model.layers} layers with {model.moe.experts} experts, but the files hold {tensors} tensors"
-        )
+        sizes = f"{model.layers} layers with {model.moe.experts} experts"
+        raise Refused(f"{where} tells of {sizes}, but the files hold {tensors} tensors; one of the two is wrong")
     return with_layers_ahead(Described(family, model), folder)
 
 

@@ -17,6 +17,7 @@ from moefold.checkpoint.hf.piece import Range
 
 BLOCK = 128
 SCALE, BLOCKS, SCALES = "_scale_inv", "_blocks", "_scales"
+DERIVED = ".rotary_emb.inv_freq"  # what older files keep though it follows from config.json, which is what is read
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 Raw = Callable[[str, tuple[Range, ...]], torch.Tensor]
 
@@ -35,6 +36,8 @@ def undone(tensors: dict[str, Stored], raw: Raw) -> tuple[dict[str, Whole], list
     found: dict[str, Whole] = {}
     problems: list[str] = []
     for name, stored in tensors.items():
+        if name.endswith(DERIVED):
+            continue
         if name.endswith(SCALES) and name.removesuffix(SCALES) + BLOCKS in tensors:
             continue
         if name.endswith(SCALE) and name.removesuffix(SCALE) in tensors:
