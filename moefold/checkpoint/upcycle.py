@@ -84,7 +84,7 @@ class Upcycling:
         if ".moe.experts." not in name:
             return self.source(self.source_of(name), box)
         stacked = torch.stack([self.source(self.source_of(name), part) for part in self.parts(box)])
-        return stacked * self.plan.shards if name.endswith("down") else stacked
+        return stacked.float() * self.plan.shards if name.endswith("down") else stacked  # rounded when it is written
 
     def source_of(self, name: str) -> str:
         """The dense tensor that one is made of: blocks.0.moe.experts.down -> blocks.0.dense.down.weight. Routers are

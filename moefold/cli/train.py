@@ -68,13 +68,14 @@ def started_from(path: Path | None) -> Callable[[Config], Config]:
         return lambda recipe: recipe
 
     from moefold.checkpoint.hf.config import describe
-    from moefold.checkpoint.hf.folder import open_folder
+    from moefold.checkpoint.hf.folder import inside, open_folder
 
     described = describe(open_folder(path))
-    tokenizer = path / "tokenizer.json"
+    tokenizer = "tokenizer.json"
 
     def change(recipe: Config) -> Config:
-        data = replace(recipe.data, tokenizer=str(tokenizer)) if tokenizer.is_file() else recipe.data
+        found = str(inside(path, tokenizer)) if (path / tokenizer).exists() else recipe.data.tokenizer
+        data = replace(recipe.data, tokenizer=found)
         return replace(recipe, name=path.resolve().name, model=described.model, data=data)
 
     return change

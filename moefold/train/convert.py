@@ -82,14 +82,12 @@ def longest(source: Source) -> int:
 
 
 def planned(table: Table, source: Source, wishes: Wishes) -> list[Planned]:
-    """What each tensor will be written as: as it is saved, or as wished, but for what is fp32 in any case."""
+    """What each tensor will be written as: as it is saved, or as wished, but for what is fp32 then in any case."""
     sources = {twin.theirs: twin.of for twin in table.twins}
 
     def dtype_of(name: str) -> torch.dtype:
-        if name.endswith(KEPT):
-            return torch.float32
         if wishes.dtype != "as_saved":
-            return DTYPES[wishes.dtype]
+            return torch.float32 if name.endswith(KEPT) else DTYPES[wishes.dtype]
         pieces = table.by_theirs.get(sources.get(name, name))
         return source.dtype(pieces[0].ours if pieces else "embedding.weight")
 

@@ -27,8 +27,9 @@ def from_hf(
     """The model in a folder of safetensors, ready for `logits(ids_BS)` of up to `seq_len` tokens."""
     folder = open_folder(Path(path))
     described = describe(folder)
-    precision = {torch_dtype: name for name, torch_dtype in DTYPES.items()}.get(dtype, str(dtype))
-    train = TrainConfig(device="cpu" if device == "cpu" else "cuda", precision=choose("precision", precision, DTYPES))  # pyright: ignore[reportArgumentType]
+    names = {torch_dtype: name for name, torch_dtype in DTYPES.items()}
+    precision = choose("precision", names.get(dtype, str(dtype)), ("fp32", "bf16", "fp64"))
+    train = TrainConfig(device="cpu" if device == "cpu" else "cuda", precision=precision)  # pyright: ignore[reportArgumentType]
     data = DataConfig(seq_len=seq_len, tokenizer=str(folder.path / "tokenizer.json"))  # which nobody opens here
     world = alone(device)
     config = check(settled(Config(model=described.model, data=data, train=train), world), 1)

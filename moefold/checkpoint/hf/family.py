@@ -28,7 +28,9 @@ class Family:
     dense: bool = False
 
 
-def read_stream(options: Options, theta: float, eps: float, latent: bool = False) -> dict[str, Any]:
+def read_stream(
+    options: Options, theta: float, eps: float, latent: bool = False, partial: bool = False
+) -> dict[str, Any]:
     """What every family has: sizes of the stream, the head, norms, positions, and what must be as it always is."""
     options.demand("hidden_act", "silu", why="experts and MLPs are gated by SiLU")
     options.demand("attention_dropout", 0.0, 0, why="there is no dropout")
@@ -40,7 +42,7 @@ def read_stream(options: Options, theta: float, eps: float, latent: bool = False
         "tied_head": options.take("tie_word_embeddings", default=False),
         "init_std": options.take("initializer_range", default=0.02),
         "attention.heads": options.count("num_attention_heads", most=4096),
-        **read_rope(options, theta, latent),
+        **read_rope(options, theta, latent, partial),
     }
 
 

@@ -16,9 +16,9 @@ R = "attention.rope."
 KINDS = {"default": "none", "linear": "linear", "llama3": "llama3", "yarn": "yarn"}
 
 
-def read_rope(options: Options, theta: float, latent: bool = False) -> dict[str, Any]:
+def read_rope(options: Options, theta: float, latent: bool = False, partial: bool = False) -> dict[str, Any]:
     """Our keys. `theta` is what the family has where nothing is said; `latent` families also sharpen whole scores by
-    mscale_all_dim, which others do not have."""
+    mscale_all_dim, which others do not have; those that turn a part of the dims have read `partial_rotary_factor`."""
     given = options.optional("rope_parameters") or {}
     scaling = options.optional("rope_scaling") or {}
     if not isinstance(given, Mapping) or not isinstance(scaling, Mapping):
@@ -47,7 +47,9 @@ def read_rope(options: Options, theta: float, latent: bool = False) -> dict[str,
         values[R + "beta_slow"] = inner.optional("beta_slow") or 1.0
         values[R + "round_dims"] = inner.take("truncate", default=True)
         values |= sharpening(inner, values[R + "factor"], latent)
-    inner.ignore(["partial_rotary_factor"])  # read by the family, if it has one
+    if partial:
+        inner.ignore(["partial_rotary_factor"])
+    inner.demand("partial_rotary_factor", 1.0, 1, why="all dims of a head turn")
     options.problems += [*inner.problems, *(f"{inner.where}: {name} is not supported" for name in inner.left)]
     return values
 

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from moefold.checkpoint.hf.folder import BYTES, INDEX, SINGLE
+from moefold.checkpoint.hf.folder import BYTES, INDEX, SINGLE, inside
 from moefold.checkpoint.save import SPARE, require_space
 from moefold.config.refused import Refused
 
@@ -61,9 +61,9 @@ def write_folder(
     try:
         write_tensors(aside, planned, iter(tensors))
         (aside / "config.json").write_text(json.dumps(options, indent=2) + "\n")
-        for name in TOKENIZER if tokenizer else ():
-            if (tokenizer / name).is_file():  # pyright: ignore[reportOptionalOperand]
-                shutil.copyfile(tokenizer / name, aside / name)  # pyright: ignore[reportOptionalOperand]
+        for name in TOKENIZER:
+            if tokenizer and (tokenizer / name).exists():
+                shutil.copyfile(inside(tokenizer, name), aside / name)
         put_in_place(aside, out)
     finally:
         shutil.rmtree(aside, ignore_errors=True)

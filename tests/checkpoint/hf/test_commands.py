@@ -4,15 +4,26 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
 import moefold
+from moefold.checkpoint.hf.config import describe
+from moefold.checkpoint.hf.folder import open_folder
 from moefold.cli.main import run
 from moefold.cli.train import TrainOptions, arguments
+from moefold.config.run import Config, DataConfig, ParallelConfig, TrainConfig
+from moefold.data.tokens import Corpus
+from moefold.layout.axes import World
+from moefold.train.assemble import assemble
+from moefold.train.from_hf import starting_weights
+from moefold.train.resume import save_run
 from tests.support.hf_models import CASES, DENSE, hf, make, save, tokens
+from tests.support.ranks import run_ranks
 from tests.support.runs import command, corpus, metrics
 
 TRAIN = [
@@ -55,6 +66,35 @@ def test_every_rank_is_told_where_to_start_from():
     options = TrainOptions(from_hf=Path("weights"), nproc=2)
     words = arguments(options, ["--parallel.tp", "2"], Path("out"))
     assert words[words.index("--from-hf") + 1] == "weights"
+
+
+def save_on(world: World, start: str, out: str) -> None:
+    """A run of this layout that starts from a folder, saved at once."""
+    folder = Path(start)
+    degrees = {name: world.axis(name).size for name in ("tp", "ep", "etp", "pp")}
+    config = Config(
+        model=describe(open_folder(folder)).model,
+        data=DataConfig(seq_len=16, tokenizer="none/tokenizer.json"),
+        train=TrainConfig(global_batch=4, micro_batch=1, validate_sequences=4, precision="bf16"),
+        parallel=ParallelConfig(**degrees),
+    )
+    corpus = Corpus(np.arange(400) % 48, np.arange(400) % 48)
+    with patch("moefold.train.assemble.load_tokenizer", lambda name: None):
+        weights = starting_weights(folder, config, world, lambda text: None)
+        save_run(assemble(config, world, Path(out), corpus, weights))
+
+
+@pytest.mark.parametrize("parallel", [{"tp": 2, "ep": 4}, {"pp": 2, "etp": 2}])
+def test_a_checkpoint_of_any_layout_is_written_as_it_came(parallel: dict[str, int], tmp_path: Path):
+    """From a folder into parts on four ranks, from there into a checkpoint, and back to the byte."""
+    kind, options = CASES["deepseek v3"]
+    start = save(make(kind, **options).to(torch.bfloat16), tmp_path / "hf")
+    run_ranks(save_on, 4, str(start), str(tmp_path / "run"), **parallel)
+    assert run(["convert", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("hf", "out"))
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        assert torch.equal(after[name].to(tensor.dtype), tensor), name
 
 
 def test_shards_and_their_index_hold_what_one_file_would(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -114,6 +154,17 @@ def test_an_upcycled_model_computes_what_the_dense_one_does(which: str, plan: st
         torch.testing.assert_close(
             moefold.from_hf(out, seq_len=32).logits(tokens()), dense(tokens()).logits, rtol=0, atol=1e-5
         )
+
+
+def test_an_upcycled_model_in_bf16_computes_the_same_if_scaling_is_exact(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """down x 2 is exact in bf16 and down x 3 is not: the check at the end of the command tells."""
+    start = save(make("Llama", intermediate_size=48).to(torch.bfloat16), tmp_path / "dense")
+    assert run(["convert", str(start), str(tmp_path / "two"), "--upcycle", "E4G2T2"]) == 0
+    assert run(["convert", str(start), str(tmp_path / "three"), "--upcycle", "E4G3T3"]) == 1
+    assert "does not compute what" in capsys.readouterr().err
+    assert run(["convert", str(start), str(tmp_path / "wide"), "--upcycle", "E4G3T3", "--dtype", "fp32"]) == 0
 
 
 def test_training_goes_on_from_an_upcycled_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

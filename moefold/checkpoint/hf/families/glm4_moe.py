@@ -17,7 +17,7 @@ def read(options: Options) -> dict[str, Any]:
     inner = options.left.get("rope_parameters")
     share = inner.get("partial_rotary_factor") if isinstance(inner, Mapping) else None
     share = options.take("partial_rotary_factor", default=share or 0.5)
-    values = read_stream(options, theta=10_000.0, eps=1e-5)
+    values = read_stream(options, theta=10_000.0, eps=1e-5, partial=True)
     values |= read_heads(options, values)
     turning = int(values["attention.head_dim"] * share)
     ffn = options.take("moe_intermediate_size")
