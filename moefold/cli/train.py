@@ -71,11 +71,12 @@ def started_from(path: Path | None) -> Callable[[Config], Config]:
     from moefold.checkpoint.hf.folder import inside, open_folder
 
     described = describe(open_folder(path))
-    tokenizer = "tokenizer.json"
+    tokenizer = path / "tokenizer.json"
+    if tokenizer.exists():
+        inside(path, tokenizer.name)  # refuses a link that leaves the folder
 
     def change(recipe: Config) -> Config:
-        found = str(inside(path, tokenizer)) if (path / tokenizer).exists() else recipe.data.tokenizer
-        data = replace(recipe.data, tokenizer=found)
+        data = replace(recipe.data, tokenizer=str(tokenizer)) if tokenizer.exists() else recipe.data
         return replace(recipe, name=path.resolve().name, model=described.model, data=data)
 
     return change

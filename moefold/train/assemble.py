@@ -72,9 +72,7 @@ def assemble(
     tokenizer = load_tokenizer(config.data.tokenizer)
     loader, validation = make_loaders(config, corpus or load_corpus(config.data, tokenizer, config.model.vocab), world)
     kernels = choose_kernels(config, world)
-    model = build_model(config, world, kernels)
-    if weights:
-        weights(model)
+    model = build_model(config, world, kernels, weights)
     buckets = fill_buckets(model, world, held=held_copies(config))
     gradients = Gradients(buckets, world, config.optim.gradient_travel)
     spans = Spans(world.rank, config.observe.trace)
@@ -137,8 +135,11 @@ def choose_kernels(config: Config, world: World) -> Kernels:
     return bind(facts, config.kernels.force)
 
 
-def build_model(config: Config, world: World, kernels: Kernels) -> Transformer:
-    """This rank's part of the model on its device in its precision, initialised by name and seed."""
+def build_model(
+    config: Config, world: World, kernels: Kernels, start: Callable[[Transformer], None] | None = None
+) -> Transformer:
+    """This rank's part of the model on its device in its precision, initialised by name and seed, or filled by `start`,
+    which gives every parameter its value."""
     splits = (config.pipeline.pair and config.pipeline.fill) or weights_wait(config)
     choices = make_choices(config, world, kernels, splits)
     here = world.axis("pp").index
@@ -147,7 +148,7 @@ def build_model(config: Config, world: World, kernels: Kernels) -> Transformer:
         model = Transformer(config.model, choices, stages)
     if splits:
         split_weight_gradients(model)
-    initialise(model, config.train.seed)
+    start(model) if start else initialise(model, config.train.seed)
     return model
 
 

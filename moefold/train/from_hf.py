@@ -33,9 +33,8 @@ def from_hf(
     data = DataConfig(seq_len=seq_len, tokenizer=str(folder.path / "tokenizer.json"))  # which nobody opens here
     world = alone(device)
     config = check(settled(Config(model=described.model, data=data, train=train), world), 1)
-    model = build_model(config, world, choose_kernels(config, world))
-    load(Weights(folder), described.family.table(described.model), model, world)
-    return model.eval()
+    start = starting_weights(folder.path, config, world, lambda note: None)
+    return build_model(config, world, choose_kernels(config, world), start).eval()
 
 
 def starting_weights(path: Path, config: Config, world: World, say: Callable[[str], None]) -> Starting:

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 import moefold
 from moefold.checkpoint.hf.config import describe
+from moefold.checkpoint.hf.export import export_hf_weights
 from moefold.checkpoint.hf.folder import open_folder
 from moefold.cli.main import run
 from moefold.cli.train import TrainOptions, arguments
@@ -22,6 +23,7 @@ from moefold.layout.axes import World
 from moefold.train.assemble import assemble
 from moefold.train.from_hf import starting_weights
 from moefold.train.resume import save_run
+from moefold.train.step import train_step
 from tests.support.hf_models import CASES, DENSE, hf, make, save, tokens
 from tests.support.ranks import run_ranks
 from tests.support.runs import command, corpus, metrics
@@ -68,8 +70,8 @@ def test_every_rank_is_told_where_to_start_from():
     assert words[words.index("--from-hf") + 1] == "weights"
 
 
-def save_on(world: World, start: str, out: str) -> None:
-    """A run of this layout that starts from a folder, saved at once."""
+def save_on(world: World, start: str, out: str, steps: int) -> dict[str, torch.Tensor]:
+    """A run of this layout that starts from a folder, takes some steps, hands its weights on, and is saved."""
     folder = Path(start)
     degrees = {name: world.axis(name).size for name in ("tp", "ep", "etp", "pp")}
     config = Config(
@@ -81,7 +83,12 @@ def save_on(world: World, start: str, out: str) -> None:
     corpus = Corpus(np.arange(400) % 48, np.arange(400) % 48)
     with patch("moefold.train.assemble.load_tokenizer", lambda name: None):
         weights = starting_weights(folder, config, world, lambda text: None)
-        save_run(assemble(config, world, Path(out), corpus, weights))
+        made = assemble(config, world, Path(out), corpus, weights)
+    for _ in range(steps):
+        train_step(made, made.loader.next())
+    exported = {name: tensor.clone() for name, tensor in export_hf_weights(made.model, config.model, world)}
+    save_run(made)
+    return exported
 
 
 @pytest.mark.parametrize("parallel", [{"tp": 2, "ep": 4}, {"pp": 2, "etp": 2}])
@@ -89,12 +96,25 @@ def test_a_checkpoint_of_any_layout_is_written_as_it_came(parallel: dict[str, in
     """From a folder into parts on four ranks, from there into a checkpoint, and back to the byte."""
     kind, options = CASES["deepseek v3"]
     start = save(make(kind, **options).to(torch.bfloat16), tmp_path / "hf")
-    run_ranks(save_on, 4, str(start), str(tmp_path / "run"), **parallel)
+    run_ranks(save_on, 4, str(start), str(tmp_path / "run"), 0, **parallel)
     assert run(["convert", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
     before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("hf", "out"))
     assert before.keys() == after.keys()
     for name, tensor in before.items():
         assert torch.equal(after[name].to(tensor.dtype), tensor), name
+
+
+def test_weights_handed_on_right_behind_a_step_are_those_of_the_next_checkpoint(tmp_path: Path):
+    """Replicas still hand each other their shares when the export begins; every rank gets the new weights."""
+    kind, options = CASES["mixtral"]
+    start = save(make(kind, **options), tmp_path / "hf")
+    exported = run_ranks(save_on, 4, str(start), str(tmp_path / "run"), 1, tp=2, ep=2)
+    assert run(["convert", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("hf", "out"))
+    assert not torch.equal(before["lm_head.weight"].bfloat16(), after["lm_head.weight"])
+    for of_rank in exported:
+        assert of_rank.keys() == after.keys()
+        assert all(torch.equal(of_rank[name], after[name]) for name in after)
 
 
 def test_shards_and_their_index_hold_what_one_file_would(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
