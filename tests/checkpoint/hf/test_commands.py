@@ -86,7 +86,9 @@ def save_on(world: World, start: str, out: str, steps: int) -> dict[str, torch.T
         made = assemble(config, world, Path(out), corpus, weights)
     for _ in range(steps):
         train_step(made, made.loader.next())
+    assert bool(made.parameters.under_way) == (steps > 0)
     exported = {name: tensor.clone() for name, tensor in export_hf_weights(made.model, config.model, world)}
+    assert not made.parameters.under_way, "weights were read before they had arrived"
     save_run(made)
     return exported
 
