@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +13,17 @@ from moefold.config.run import Config
 from moefold.presets.zoo import PRESETS
 
 
-def resolve(recipe: str, overrides: Sequence[str] = (), world: int | None = 1) -> Config:
+def resolve(
+    recipe: str,
+    overrides: Sequence[str] = (),
+    world: int | None = 1,
+    change: Callable[[Config], Config] = lambda config: config,
+) -> Config:
     """The configuration meant by `recipe` and `overrides` on `world` ranks, or a refusal naming every problem. Without
-    a world only the keys themselves are checked, not the rules that tie them together."""
+    a world only the keys themselves are checked, not the rules that tie them together. `change` acts on the recipe,
+    before the overrides do."""
     problems: dict[str, str] = {}
-    config = base_of(recipe, problems)
+    config = change(base_of(recipe, problems))
     config = with_values(config, parse_overrides(overrides), problems)
     messages = [*problems.values(), *(broken(Case(config, world), illegal=problems) if world else ())]
     if messages:

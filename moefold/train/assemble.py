@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
@@ -57,15 +57,22 @@ class Run:
     step: int = 0
 
 
-def assemble(config: Config, world: World, out: Path, corpus: Corpus | None = None) -> Run:
-    """Everything a run needs. `corpus` stands in for the text that the configuration names."""
+def assemble(
+    config: Config,
+    world: World,
+    out: Path,
+    corpus: Corpus | None = None,
+    weights: Callable[[Transformer], None] | None = None,
+) -> Run:
+    """Everything a run needs. `corpus` stands in for the text that the configuration names; `weights` fills the model
+    with weights from elsewhere."""
     config = check(settled(config, world), world.size)
     require_agreement(config, world)
     torch.manual_seed(config.train.seed)
     tokenizer = load_tokenizer(config.data.tokenizer)
     loader, validation = make_loaders(config, corpus or load_corpus(config.data, tokenizer, config.model.vocab), world)
     kernels = choose_kernels(config, world)
-    model = build_model(config, world, kernels)
+    model = build_model(config, world, kernels, weights)
     buckets = fill_buckets(model, world, held=held_copies(config))
     gradients = Gradients(buckets, world, config.optim.gradient_travel)
     spans = Spans(world.rank, config.observe.trace)
@@ -128,21 +135,28 @@ def choose_kernels(config: Config, world: World) -> Kernels:
     return bind(facts, config.kernels.force)
 
 
-def build_model(config: Config, world: World, kernels: Kernels) -> Transformer:
-    """This rank's part of the model on its device in its precision, initialised by name and seed."""
+def build_model(
+    config: Config, world: World, kernels: Kernels, start: Callable[[Transformer], None] | None = None
+) -> Transformer:
+    """This rank's part of the model on its device in its precision, initialised by name and seed, or filled by `start`,
+    which gives every parameter its value."""
     splits = splits_weights(config)
-    context = choose_context(config.parallel.context, kernels, world)
-    dispatcher = choose_dispatcher(config, kernels, world)
-    chosen = splitting_kernels(kernels) if splits else kernels
-    choices = Choices(world, chosen, dispatcher, context, config.data.seq_len)
+    choices = make_choices(config, world, kernels, splits)
     here = world.axis("pp").index
     stages = [s for s, home in zip(stages_of(config), rank_of_stage(config), strict=True) if home == here]
     with world.device, default_dtype(DTYPES[config.train.precision]):
         model = Transformer(config.model, choices, stages)
     if splits:
         split_weight_gradients(model)
-    initialise(model, config.train.seed)
+    start(model) if start else initialise(model, config.train.seed)
     return model
+
+
+def make_choices(config: Config, world: World, kernels: Kernels, splits: bool = False) -> Choices:
+    """`splits`: weight gradients are computed apart from data gradients."""
+    context = choose_context(config.parallel.context, kernels, world)
+    dispatcher = choose_dispatcher(config, kernels, world)
+    return Choices(world, splitting_kernels(kernels) if splits else kernels, dispatcher, context, config.data.seq_len)
 
 
 def held_copies(config: Config) -> dict[str, tuple[int, ...]]:

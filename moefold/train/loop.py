@@ -28,6 +28,7 @@ from moefold.observe.router_stats import DeadExperts, RouterCounts, RouterLog, s
 from moefold.observe.trace import Event, write_trace
 from moefold.train.assemble import Run, assemble
 from moefold.train.evaluate import sample, validation_loss
+from moefold.train.from_hf import starting_weights
 from moefold.train.resume import resume_run, save_run
 from moefold.train.step import StepReport, train_step
 
@@ -35,11 +36,12 @@ PROMPT = "def "
 FIRST_STEPS = 3  # after which every parameter should have had a gradient
 
 
-def train(config: Config, world: World, out: Path, resume: str | None) -> None:
-    """Train as configured. Every rank calls this."""
+def train(config: Config, world: World, out: Path, resume: str | None, from_hf: Path | None = None) -> None:
+    """Train as configured, from random weights or those of a folder. Every rank calls this."""
     agreed(lambda: claim(out, resume), world, out)
-    run = assemble(config, world, out)
     speaker = make_speaker(world)
+    weights = starting_weights(from_hf, config, world, speaker) if from_hf else None
+    run = assemble(config, world, out, weights=weights)
     needed = bytes_of(tensors_of(run.model, run.optimizer), world)
     agreed(lambda: require_space(out, needed), world, out)
     continues = resume is not None and resume_run(run, resume, speaker)

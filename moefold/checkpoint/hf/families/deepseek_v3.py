@@ -1,0 +1,124 @@
+"""DeepSeek-V3: latent attention, sigmoid routing with a correction bias within groups, shared experts, layers that
+predict further tokens. Kimi-K2 is the same under another name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from moefold.anatomy.steps import is_moe
+from moefold.checkpoint.hf.family import Family, read_stream, write_stream
+from moefold.checkpoint.hf.names import experts, gated_mlp, latent_attention, norms, router, table_of
+from moefold.checkpoint.hf.options import Options
+from moefold.checkpoint.hf.piece import Piece
+from moefold.config.run import ModelConfig
+
+LATENT_EPS = 1e-6  # of the norms on latents, in their code, whatever rms_norm_eps says
+
+
+def read_latents(options: Options) -> dict[str, Any]:
+    """What both generations of DeepSeek's models have: latent attention, dense first layers, shared experts."""
+    values = read_stream(options, theta=10_000.0, eps=1e-6, latent=True)
+    if values["norm_eps"] != LATENT_EPS:
+        options.refuse(f"rms_norm_eps = {values['norm_eps']} is not supported: norms on latents have {LATENT_EPS}")
+    turning, still = options.take("qk_rope_head_dim"), options.take("qk_nope_head_dim")
+    heads, bias = values["attention.heads"], options.take("attention_bias", default=False)
+    options.demand("num_key_value_heads", heads, why="every head has keys of its own")
+    options.demand("rope_interleave", True, why="turning dims lie in pairs")
+    options.demand("moe_layer_freq", 1, why="all layers behind the dense ones have experts")
+    options.ignore(["head_dim", "qk_head_dim"])  # follow from the others
+    ffn = options.take("moe_intermediate_size")
+    return values | {
+        "dense_ffn": options.take("intermediate_size"),
+        "attention.kind": "mla",
+        "attention.kv_heads": heads,
+        "attention.head_dim": still + turning,
+        "attention.rope_dim": turning,
+        "attention.value_dim": options.take("v_head_dim"),
+        "attention.q_rank": options.optional("q_lora_rank") or 0,
+        "attention.kv_rank": options.take("kv_lora_rank"),
+        "attention.qkv_bias": bias,
+        "attention.out_bias": bias,
+        "moe.experts": options.take("n_routed_experts", "num_local_experts", "num_experts"),
+        "moe.top_k": options.take("num_experts_per_tok"),
+        "moe.ffn": ffn,
+        "moe.shared_ffn": ffn * (options.optional("n_shared_experts") or 0),
+        "moe.dense_layers": options.take("first_k_dense_replace", default=0),
+        "moe.scale": options.take("routed_scaling_factor", default=1.0),
+        "moe.aux_loss": options.take("aux_loss_alpha", default=0.0001),
+        "moe.aux_over": "sequence" if options.take("seq_aux", default=True) else "microbatch",
+    }
+
+
+def read(options: Options) -> dict[str, Any]:
+    values = read_latents(options)
+    options.demand("scoring_func", "sigmoid", why="as in DeepSeek-V3")
+    options.demand("topk_method", "noaux_tc", why="as in DeepSeek-V3")
+    return values | {
+        "mtp": options.take("num_nextn_predict_layers", "num_mtp_layers", default=0),
+        "moe.score": "sigmoid",
+        "moe.normalize": "chosen" if options.take("norm_topk_prob", default=True) else "none",
+        "moe.groups": options.take("n_group", default=1),
+        "moe.groups_chosen": options.take("topk_group", default=1),
+        "moe.bias_rate": 0.001,  # theirs in training; config.json does not tell
+    }
+
+
+def write_latents(model: ModelConfig) -> dict[str, Any]:
+    a, moe = model.attention, model.moe
+    return {
+        **write_stream(model),
+        "num_key_value_heads": a.heads,
+        "q_lora_rank": a.q_rank or None,
+        "kv_lora_rank": a.kv_rank,
+        "qk_nope_head_dim": a.head_dim - a.rope_dim,
+        "qk_rope_head_dim": a.rope_dim,
+        "v_head_dim": a.value_dim or a.head_dim,
+        "attention_bias": a.qkv_bias,
+        "intermediate_size": model.dense_ffn,
+        "moe_intermediate_size": moe.ffn,
+        "n_routed_experts": moe.experts,
+        "n_shared_experts": moe.shared_ffn // moe.ffn,
+        "num_experts_per_tok": moe.top_k,
+        "first_k_dense_replace": moe.dense_layers,
+        "moe_layer_freq": moe.every,
+        "routed_scaling_factor": moe.scale,
+        "aux_loss_alpha": moe.aux_loss,
+        "seq_aux": moe.aux_over == "sequence",
+    }
+
+
+def write(model: ModelConfig) -> dict[str, Any]:
+    return {
+        **write_latents(model),
+        "num_nextn_predict_layers": model.mtp,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "norm_topk_prob": model.moe.normalize == "chosen",
+        "n_group": model.moe.groups,
+        "topk_group": model.moe.groups_chosen,
+    }
+
+
+def latent_block(model: ModelConfig, layer: int, theirs: str, ours: str, correction: bool) -> Iterator[Piece]:
+    yield from norms(model, layer, theirs, ours)
+    yield from latent_attention(model, theirs, ours)
+    yield from deepseek_mlp(model, layer, theirs, ours, correction)
+
+
+def deepseek_mlp(model: ModelConfig, layer: int, theirs: str, ours: str, correction: bool) -> Iterator[Piece]:
+    """Dense in the first layers, then routed and shared experts."""
+    if not is_moe(model, layer):
+        yield from gated_mlp(model, model.dense_ffn, theirs + "mlp.", ours + "dense.")
+        return
+    yield from router(model, theirs + "mlp.", ours + "moe.", correction=correction)
+    yield from experts(model, theirs + "mlp.", ours + "moe.")
+    if model.moe.shared_ffn:
+        yield from gated_mlp(model, model.moe.shared_ffn, theirs + "mlp.shared_experts.", ours + "moe.shared.")
+
+
+def block(model: ModelConfig, layer: int, theirs: str, ours: str) -> Iterator[Piece]:
+    return latent_block(model, layer, theirs, ours, correction=True)
+
+
+DEEPSEEK_V3 = Family("deepseek_v3", "DeepseekV3ForCausalLM", read, write, lambda model: table_of(model, block))

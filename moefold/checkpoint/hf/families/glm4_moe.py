@@ -1,0 +1,73 @@
+"""GLM-4-MoE: grouped queries of which half the dims turn, DeepSeek-V3's routing, shared experts and further tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from moefold.checkpoint.hf.families.deepseek_v3 import deepseek_mlp
+from moefold.checkpoint.hf.family import Family, read_heads, read_stream, write_heads, write_stream
+from moefold.checkpoint.hf.names import grouped_attention, norms, table_of
+from moefold.checkpoint.hf.options import Options
+from moefold.checkpoint.hf.piece import Piece
+from moefold.config.run import ModelConfig
+
+
+def read(options: Options) -> dict[str, Any]:
+    inner = options.left.get("rope_parameters")
+    share = inner.get("partial_rotary_factor") if isinstance(inner, Mapping) else None
+    share = options.take("partial_rotary_factor", default=share or 0.5)
+    values = read_stream(options, theta=10_000.0, eps=1e-5, partial=True)
+    values |= read_heads(options, values)
+    turning = int(values["attention.head_dim"] * share)
+    ffn = options.take("moe_intermediate_size")
+    return values | {
+        "mtp": options.take("num_nextn_predict_layers", "num_mtp_layers", default=0),
+        "dense_ffn": options.take("intermediate_size"),
+        "attention.rope_dim": 0 if turning == values["attention.head_dim"] else turning,
+        "attention.qk_norm": "head" if options.take("use_qk_norm", default=False) else "none",
+        "attention.qkv_bias": options.take("attention_bias", default=False),
+        "moe.experts": options.take("n_routed_experts", "num_local_experts"),
+        "moe.top_k": options.take("num_experts_per_tok"),
+        "moe.ffn": ffn,
+        "moe.shared_ffn": ffn * (options.optional("n_shared_experts") or 0),
+        "moe.dense_layers": options.take("first_k_dense_replace", default=0),
+        "moe.score": "sigmoid",
+        "moe.normalize": "chosen" if options.take("norm_topk_prob", default=True) else "none",
+        "moe.scale": options.take("routed_scaling_factor", default=1.0),
+        "moe.groups": options.take("n_group", default=1),
+        "moe.groups_chosen": options.take("topk_group", default=1),
+        "moe.aux_loss": 0.0001,  # config.json tells neither; as in DeepSeek-V3
+        "moe.bias_rate": 0.001,
+    }
+
+
+def write(model: ModelConfig) -> dict[str, Any]:
+    a, moe = model.attention, model.moe
+    return {
+        **write_stream(model),
+        **write_heads(model),
+        "num_nextn_predict_layers": model.mtp,
+        "partial_rotary_factor": (a.rope_dim or a.head_dim) / a.head_dim,
+        "use_qk_norm": a.qk_norm == "head",
+        "attention_bias": a.qkv_bias,
+        "intermediate_size": model.dense_ffn,
+        "moe_intermediate_size": moe.ffn,
+        "n_routed_experts": moe.experts,
+        "n_shared_experts": moe.shared_ffn // moe.ffn,
+        "num_experts_per_tok": moe.top_k,
+        "first_k_dense_replace": moe.dense_layers,
+        "norm_topk_prob": moe.normalize == "chosen",
+        "routed_scaling_factor": moe.scale,
+        "n_group": moe.groups,
+        "topk_group": moe.groups_chosen,
+    }
+
+
+def block(model: ModelConfig, layer: int, theirs: str, ours: str) -> Iterator[Piece]:
+    yield from norms(model, layer, theirs, ours)
+    yield from grouped_attention(model, theirs, ours)
+    yield from deepseek_mlp(model, layer, theirs, ours, correction=True)
+
+
+GLM4_MOE = Family("glm4_moe", "Glm4MoeForCausalLM", read, write, lambda model: table_of(model, block))

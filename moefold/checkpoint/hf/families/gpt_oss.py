@@ -1,0 +1,79 @@
+"""GPT-OSS: sinks, alternating windows, biases everywhere, and experts stacked in one tensor, transposed, with gate and
+up in alternating columns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from moefold.checkpoint.hf.family import (
+    Family,
+    kinds_of_layers,
+    read_heads,
+    read_stream,
+    read_windows,
+    write_heads,
+    write_stream,
+)
+from moefold.checkpoint.hf.names import grouped_attention, norms, router, table_of
+from moefold.checkpoint.hf.options import Options
+from moefold.checkpoint.hf.piece import Piece
+from moefold.config.run import ModelConfig
+
+
+def read(options: Options) -> dict[str, Any]:
+    if not {"rope_parameters", "rope_scaling"} & options.left.keys():
+        options.refuse('has neither "rope_parameters" nor "rope_scaling", and the family has no plain default')
+    values = read_stream(options, theta=150_000.0, eps=1e-5)
+    values |= read_heads(options, values)
+    options.demand("swiglu_alpha", 1.702, why="as in GPT-OSS")
+    layers = values["layers"]
+    usual = ["full_attention" if i % 2 else "sliding_attention" for i in range(layers)]
+    kinds = options.optional("layer_types") or usual
+    values |= read_windows(options, layers, options.optional("sliding_window"), kinds)
+    bias = options.take("attention_bias", default=True)
+    return values | {
+        "attention.qkv_bias": bias,
+        "attention.out_bias": bias,
+        "attention.sinks": True,
+        "moe.experts": options.take("num_local_experts", "num_experts"),
+        "moe.top_k": options.take("num_experts_per_tok", "experts_per_token"),
+        "moe.ffn": options.take("intermediate_size"),
+        "moe.score": "softmax_chosen",
+        "moe.biases": True,
+        "moe.activation": "clamped_swiglu",
+        "moe.clamp": options.take("swiglu_limit", default=7.0),
+        "moe.aux_loss": options.take("router_aux_loss_coef", default=0.001),
+    }
+
+
+def write(model: ModelConfig) -> dict[str, Any]:
+    return {
+        **write_stream(model),
+        **write_heads(model),
+        "attention_bias": model.attention.qkv_bias,
+        "sliding_window": model.attention.window or None,
+        "layer_types": kinds_of_layers(model),
+        "num_local_experts": model.moe.experts,
+        "num_experts_per_tok": model.moe.top_k,
+        "intermediate_size": model.moe.ffn,
+        "swiglu_alpha": 1.702,
+        "swiglu_limit": model.moe.clamp,
+        "router_aux_loss_coef": model.moe.aux_loss,
+    }
+
+
+def block(model: ModelConfig, layer: int, theirs: str, ours: str) -> Iterator[Piece]:
+    yield from norms(model, layer, theirs, ours)
+    yield from grouped_attention(model, theirs, ours)
+    yield Piece(theirs + "self_attn.sinks", ours + "attention.sinks", "h -> h", {"h": model.attention.heads})
+    yield from router(model, theirs + "mlp.", ours + "moe.", name="router")
+    sizes = {"e": model.moe.experts, "f": model.moe.ffn, "d": model.hidden, "g": 2}
+    theirs, ours = theirs + "mlp.experts.", ours + "moe.experts."
+    yield Piece(theirs + "gate_up_proj", ours + "gate_up", "e d (f g) -> e g f d", sizes)
+    yield Piece(theirs + "gate_up_proj_bias", ours + "gate_up_bias", "e (f g) -> e g f", sizes)
+    yield Piece(theirs + "down_proj", ours + "down", "e f d -> e d f", sizes)
+    yield Piece(theirs + "down_proj_bias", ours + "down_bias", "e d -> e d", sizes)
+
+
+GPT_OSS = Family("gpt_oss", "GptOssForCausalLM", read, write, lambda model: table_of(model, block))

@@ -1,0 +1,94 @@
+"""Qwen2-MoE: biased queries, keys and values, one gated shared expert beside the routed ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from moefold.anatomy.steps import is_moe
+from moefold.checkpoint.hf.family import (
+    Family,
+    kinds_of_layers,
+    read_heads,
+    read_sparse_layers,
+    read_stream,
+    read_windows,
+    write_heads,
+    write_sparse_layers,
+    write_stream,
+)
+from moefold.checkpoint.hf.names import experts, gated_mlp, grouped_attention, norms, router, table_of
+from moefold.checkpoint.hf.options import Options
+from moefold.checkpoint.hf.piece import Blank, Piece, Table
+from moefold.config.run import ModelConfig
+
+
+def read(options: Options) -> dict[str, Any]:
+    values = read_stream(options, theta=10_000.0, eps=1e-6)
+    values |= read_heads(options, values) | read_sparse_layers(options, values["layers"])
+    layers, window = values["layers"], options.optional("sliding_window")
+    sliding = options.take("use_sliding_window", default=False)
+    most = options.take("max_window_layers", default=28)
+    usual = ["full_attention" if i % 2 or i >= most else "sliding_attention" for i in range(layers)]
+    values |= read_windows(options, layers, window if sliding else None, options.optional("layer_types") or usual)
+    shared = options.take("shared_expert_intermediate_size")
+    return values | {
+        "attention.qkv_bias": options.take("qkv_bias", default=True),
+        "dense_ffn": options.take("intermediate_size"),
+        "moe.experts": options.take("num_experts", "num_local_experts"),
+        "moe.top_k": options.take("num_experts_per_tok"),
+        "moe.ffn": options.take("moe_intermediate_size"),
+        "moe.shared_ffn": shared,
+        "moe.shared_gate": shared > 0,
+        "moe.normalize": "chosen" if options.take("norm_topk_prob", default=False) else "none",
+        "moe.aux_loss": options.take("router_aux_loss_coef", default=0.001),
+    }
+
+
+def write(model: ModelConfig) -> dict[str, Any]:
+    return {
+        **write_stream(model),
+        **write_heads(model),
+        **write_sparse_layers(model),
+        "qkv_bias": model.attention.qkv_bias,
+        "use_sliding_window": model.attention.window > 0,
+        "sliding_window": model.attention.window or None,
+        "max_window_layers": model.layers,
+        "layer_types": kinds_of_layers(model),
+        "intermediate_size": model.dense_ffn,
+        "num_experts": model.moe.experts,
+        "num_experts_per_tok": model.moe.top_k,
+        "moe_intermediate_size": model.moe.ffn,
+        "shared_expert_intermediate_size": model.moe.shared_ffn,
+        "norm_topk_prob": model.moe.normalize == "chosen",
+        "router_aux_loss_coef": model.moe.aux_loss,
+    }
+
+
+def block(model: ModelConfig, layer: int, theirs: str, ours: str) -> Iterator[Piece]:
+    yield from norms(model, layer, theirs, ours)
+    yield from grouped_attention(model, theirs, ours)
+    if not is_moe(model, layer):
+        yield from gated_mlp(model, model.dense_ffn, theirs + "mlp.", ours + "dense.")
+        return
+    yield from router(model, theirs + "mlp.", ours + "moe.")
+    yield from experts(model, theirs + "mlp.", ours + "moe.")
+    if not model.moe.shared_ffn:
+        return
+    yield from gated_mlp(model, model.moe.shared_ffn, theirs + "mlp.shared_expert.", ours + "moe.shared.")
+    gate = {"o": 1, "d": model.hidden}
+    yield Piece(theirs + "mlp.shared_expert_gate.weight", ours + "moe.shared.gate.weight", "o d -> o d", gate)
+
+
+def table(model: ModelConfig) -> Table:
+    """Their model has a shared expert in any case; where ours has none, theirs has no width."""
+    d, shared = model.hidden, "mlp.shared_expert."
+    shapes = {"gate_proj.weight": (0, d), "up_proj.weight": (0, d), "down_proj.weight": (d, 0)}
+    empty = {shared + name: shape for name, shape in shapes.items()} | {"mlp.shared_expert_gate.weight": (1, d)}
+    layers = [layer for layer in range(model.layers) if is_moe(model, layer) and not model.moe.shared_ffn]
+    blanks = [Blank(f"model.layers.{layer}.{name}", shape) for layer in layers for name, shape in empty.items()]
+    return replace(table_of(model, block), blanks=tuple(blanks))
+
+
+QWEN2_MOE = Family("qwen2_moe", "Qwen2MoeForCausalLM", read, write, table)

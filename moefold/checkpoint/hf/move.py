@@ -1,0 +1,78 @@
+"""Move values between our tensors and theirs, along a piece."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import prod
+
+import torch
+
+from moefold.checkpoint.hf.piece import Piece, Range, overlap
+
+Fetch = Callable[[str, tuple[Range, ...]], torch.Tensor]  # a box of the tensor of that name
+
+
+def slices(box: tuple[Range, ...]) -> tuple[slice, ...]:
+    return tuple(slice(start, start + size) for start, size in box)
+
+
+def take(piece: Piece, box: tuple[Range, ...], fetch: Fetch) -> tuple[tuple[Range, ...], torch.Tensor] | None:
+    """Which part of a box of our tensor this piece has, and its values; no more of theirs is fetched than needed."""
+    shared = overlap(piece.our_box, box)
+    if shared is None:
+        return None
+    wanted, rest = letter_ranges(piece, shared)
+    theirs = fetch(piece.theirs, tuple(their_range(piece, group, wanted) for group in piece.their_groups))
+    letters = [x for group in piece.their_groups for x in group]
+    outer = {group[0] for group in piece.their_groups}
+    theirs = theirs.reshape([wanted[x][1] if x in outer else piece.sizes[x] for x in letters])
+    for dim, x in enumerate(letters):
+        start, size = wanted[x]
+        theirs = theirs if x in outer else theirs.narrow(dim, start, size)
+        theirs = in_halves(theirs, dim) if x == piece.halves else theirs
+    ordered = theirs.permute([letters.index(x) for group in piece.our_groups for x in group])
+    joined = ordered.reshape([prod(wanted[x][1] for x in group) for group in piece.our_groups])
+    return shared, joined[slices(rest)]
+
+
+def letter_ranges(piece: Piece, shared: tuple[Range, ...]) -> tuple[dict[str, Range], tuple[Range, ...]]:
+    """What to take of every letter, and what of our dims is then left to cut. A dim of ours that is one letter, and no
+    halves, is cut on their side already."""
+    wanted = {x: piece.range_of(x) for group in piece.their_groups for x in group}
+    rest: list[Range] = []
+    for group, (begin, _), (start, size) in zip(piece.our_groups, piece.our_box, shared, strict=True):
+        if len(group) == 1 and group[0] != piece.halves:
+            wanted[group[0]] = (wanted[group[0]][0] + start - begin, size)
+            rest.append((0, size))
+        else:
+            rest.append((start - begin, size))
+    return wanted, tuple(rest)
+
+
+def their_range(piece: Piece, group: tuple[str, ...], wanted: dict[str, Range]) -> Range:
+    """The range of their dim that holds what is wanted: a range of its outermost letter, all of the others."""
+    start, size = wanted[group[0]]
+    inner = prod(piece.sizes[x] for x in group[1:])
+    return start * inner, size * inner
+
+
+def put(piece: Piece, values: torch.Tensor, theirs: torch.Tensor) -> None:
+    """Write the values of the piece's whole box of our tensor to their place in theirs, which is contiguous."""
+    ours = [x for group in piece.our_groups for x in group]
+    letters = [x for group in piece.their_groups for x in group]
+    split = values.reshape([piece.range_of(x)[1] for x in ours]).permute([ours.index(x) for x in letters])
+    place = theirs.view([piece.sizes[x] for x in letters])
+    for dim, x in enumerate(letters):
+        place = place.narrow(dim, *piece.range_of(x))
+        split = in_pairs(split, dim) if x == piece.halves else split
+    place.copy_(split)
+
+
+def in_halves(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """a0 b0 a1 b1 -> a0 a1 b0 b1."""
+    return x.unflatten(dim, (-1, 2)).transpose(dim, dim + 1).flatten(dim, dim + 1)
+
+
+def in_pairs(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """a0 a1 b0 b1 -> a0 b0 a1 b1."""
+    return x.unflatten(dim, (2, -1)).transpose(dim, dim + 1).flatten(dim, dim + 1)
