@@ -26,11 +26,20 @@ ZIPF = 1 << 22  # tokens of a stream that has no end of its own
 
 
 def zipf_tokens(count: int, size: int, seed: int) -> np.ndarray:
-    """Random tokens, the n-th most frequent of them 1 / n as frequent as the first: a stream for benchmarks, and one
-    that unbalances a router."""
+    """Random tokens, the n-th most frequent about 1 / n as frequent as the first, half of them the fixed successor of
+    the one before: something to learn, for benchmarks, that unbalances a router."""
     shares = 1 / np.arange(1, size + 1)
+    shares /= shares.sum()
+    after = np.random.Generator(np.random.PCG64(0)).choice(size, size=size, p=shares)  # the same in every stream
     generator = np.random.Generator(np.random.PCG64(seed))
-    return generator.choice(size, size=count, p=shares / shares.sum()).astype(np.uint32)
+    tokens = generator.choice(size, size=count, p=shares)
+    follows = generator.random(count) < 0.5
+    follows[0] = False
+    since = np.arange(count) - np.maximum.accumulate(np.where(follows, 0, np.arange(count)))  # the last one drawn
+    for distance in range(1, int(since.max()) + 1):
+        here = np.flatnonzero(since == distance)
+        tokens[here] = after[tokens[here - 1]]
+    return tokens.astype(np.uint32)
 
 
 def is_held_out(number: int, share: float) -> bool:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from moefold.config.refused import Refused
 from moefold.config.run import DataConfig
 from moefold.data.tokenizer import ByteTokenizer
-from moefold.data.tokens import Corpus, is_held_out, load_corpus, pieces
+from moefold.data.tokens import Corpus, is_held_out, load_corpus, pieces, zipf_tokens
 
 LINES = [f"line {number:06d} of the text\n" for number in range(60_000)]
 
@@ -136,3 +136,19 @@ def test_a_tokenizer_larger_than_the_vocabulary_is_refused_with_the_size_needed(
 def test_tokens_are_kept_in_the_smallest_type_that_holds_them(text: Path):
     assert load(text).train.dtype == np.uint8
     assert load(text).held_out.dtype == np.uint8
+
+
+def test_a_zipf_stream_is_skewed_repeats_itself_and_has_something_to_learn():
+    tokens = zipf_tokens(200_000, 256, seed=1)
+    assert np.array_equal(tokens, zipf_tokens(200_000, 256, seed=1))
+    assert not np.array_equal(tokens[:1000], zipf_tokens(1000, 256, seed=2))
+    counts = np.bincount(tokens, minlength=256)
+    assert counts.max() > 20 * np.median(counts)
+    likeliest = [np.bincount(tokens[1:][tokens[:-1] == t]).max() / (tokens[:-1] == t).sum() for t in range(20)]
+    assert min(likeliest) > 0.45, "half of all tokens follow from the one before"
+
+
+def test_a_run_on_a_zipf_stream_has_train_and_held_out_tokens_that_fit_the_vocabulary():
+    corpus = load_corpus(DataConfig(source="zipf", held_out=0.01), ByteTokenizer(), 256)
+    assert corpus.train.max() < 256
+    assert 0 < len(corpus.held_out) < len(corpus.train)
