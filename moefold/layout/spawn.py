@@ -92,10 +92,15 @@ def watch(ranks: Sequence[subprocess.Popen[bytes]], logs: Sequence[Path]) -> int
     while any(rank.poll() is None for rank in ranks):
         failed = [i for i, rank in enumerate(ranks) if rank.poll() not in (None, 0)]
         if failed:
-            return end_after(failed[0], ranks, logs)
+            return end_after(first_of(failed, ranks), ranks, logs)
         time.sleep(0.05)
     failed = [i for i, rank in enumerate(ranks) if rank.returncode != 0]
-    return end_after(failed[0], ranks, logs) if failed else 0
+    return end_after(first_of(failed, ranks), ranks, logs) if failed else 0
+
+
+def first_of(failed: Sequence[int], ranks: Sequence[subprocess.Popen[bytes]]) -> int:
+    """Who failed first, of those seen at the same moment: one that was killed could not have followed another."""
+    return min(failed, key=lambda i: ranks[i].returncode >= 0)
 
 
 def end_after(first: int, ranks: Sequence[subprocess.Popen[bytes]], logs: Sequence[Path]) -> int:
