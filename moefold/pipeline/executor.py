@@ -15,18 +15,19 @@ from functools import partial
 import torch
 
 from moefold.anatomy.stages import Stage, program_for, rank_of_stage, stages_of
-from moefold.comm.lanes import Lanes, Ticket
+from moefold.comm.lanes import Lanes
 from moefold.comm.transfers import Pipe
 from moefold.config.run import Config
 from moefold.data.loader import Batch
 from moefold.layout.axes import World
-from moefold.layout.declare import declared_parameters
 from moefold.model.steps import Carry, run_steps
 from moefold.model.transformer import Transformer
 from moefold.observe.trace import Spans
 from moefold.pipeline.inbox import Inbox
 from moefold.pipeline.passage import Passage
+from moefold.pipeline.uses import last_uses, users_of
 from moefold.pipeline.weave import Piece, weave
+from moefold.pipeline.weaving import Weaving
 from moefold.precision.later import Work, held
 from moefold.schedule.program import Op, Program, Slot, is_paired
 from moefold.shard.gradients import Gradients
@@ -231,74 +232,3 @@ def backward(passage: Passage, queue: list[Work] | None) -> None:
     else:
         with held(queue):
             passage.backward()
-
-
-class Weaving:
-    """Runs pieces in the order given, each strand in its own order, on two lanes. Whenever the compute lane would wait,
-    it takes one of the `fillers`; what is left of them is done at the end."""
-
-    def __init__(self, lanes: Lanes, spans: Spans, fillers: list[Work]):
-        self.lanes, self.spans, self.fillers = lanes, spans, fillers
-        self.under_way: dict[int, Ticket] = {}
-
-    def begin(self, strand: int, lane: str, name: str, work: Work) -> None:
-        """What the comm lane does of a strand comes before what follows in that strand; it keeps its own order."""
-        if lane == "comm":
-            self.under_way[strand] = self.lanes.send(partial(self.timed, name, lane, work))
-        else:
-            self.await_(strand)
-            self.timed(name, lane, work)
-
-    def timed(self, name: str, lane: str, work: Work) -> None:
-        with self.spans.span(name, lane):
-            work()
-
-    def await_(self, strand: int) -> None:
-        ticket = self.under_way.pop(strand, None)
-        if ticket is None:
-            return
-        while self.fillers and not ticket.done():
-            self.timed("weights", "compute", self.fillers.pop(0))
-        with self.spans.span("wait", "waiting"):
-            ticket.result()
-
-    def end(self) -> None:
-        for strand in list(self.under_way):
-            self.await_(strand)
-        while self.fillers:
-            self.timed("weights", "compute", self.fillers.pop(0))
-
-
-def users_of(model: Transformer) -> dict[str, tuple[set[int], bool]]:
-    """For each parameter, the stages that use it, and whether its gradient may come with W instead of D."""
-    places: dict[str, set[int]] = {}
-    for stage in model.stages:
-        prefixes = [*(f"blocks.{n}." for n in stage.layers), *(f"ahead.{depth - 1}." for depth in stage.ahead)]
-        prefixes += ["embedding."] if stage.looks_up or (stage.predicts and model.model.tied_head) else []
-        prefixes += ["head."] if stage.predicts else []
-        for parameter in declared_parameters(model):
-            if parameter.name.startswith(tuple(prefixes)):
-                places.setdefault(parameter.name, set()).add(stage.number)
-    return {name: (stages, may_wait(name)) for name, stages in places.items()}
-
-
-def may_wait(name: str) -> bool:
-    """Matrices of linear layers and experts inside blocks; not norms, biases, routers, embedding and head."""
-    inside = name.startswith(("blocks.", "ahead."))
-    matrix = name.endswith((".weight", ".gate_up", ".down")) and not name.endswith(("norm.weight", "router.weight"))
-    return inside and matrix
-
-
-def last_uses(slots: Sequence[Slot], users: dict[str, tuple[set[int], bool]]) -> dict[int, set[str]]:
-    """By number of slot: the parameters that get their last gradient there."""
-    last: dict[tuple[str, int], int] = {}
-    for number, slot in enumerate(slots):
-        for op in slot:
-            last[op.kind, op.stage] = number
-    found: dict[int, set[str]] = {}
-    for name, (stages, waits) in users.items():
-        kinds = "DW" if waits else "D"
-        where = [last[kind, stage] for stage in stages for kind in kinds if (kind, stage) in last]
-        if where:
-            found.setdefault(max(where), set()).add(name)
-    return found

@@ -18,7 +18,9 @@ from moefold.config.run import Config, ParallelConfig, PipelineConfig
 from moefold.data.loader import Batch
 from moefold.layout.axes import World, alone
 from moefold.observe.trace import Spans
-from moefold.pipeline.executor import Trip, Weaving, last_uses, may_wait
+from moefold.pipeline.executor import Trip
+from moefold.pipeline.uses import last_uses, may_wait
+from moefold.pipeline.weaving import Weaving
 from moefold.precision.later import Work, held
 from moefold.presets.zoo import PRESETS
 from moefold.schedule.program import Program

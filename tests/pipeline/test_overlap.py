@@ -15,7 +15,7 @@ from moefold.comm.lanes import Lanes, Ticket
 from moefold.config.run import Config, ParallelConfig, PipelineConfig
 from moefold.layout.axes import World, alone
 from moefold.observe.trace import Event
-from moefold.pipeline.executor import Weaving
+from moefold.pipeline.weaving import Weaving
 from moefold.presets.zoo import PRESETS
 from moefold.train.assemble import assemble
 from moefold.train.parity import random_corpus, shrunk

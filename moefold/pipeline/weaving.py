@@ -1,0 +1,45 @@
+"""Two strands of work on two lanes, in the order that `weave` gives."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from moefold.comm.lanes import Lanes, Ticket
+from moefold.observe.trace import Spans
+from moefold.precision.later import Work
+
+
+class Weaving:
+    """Runs pieces in the order given, each strand in its own order, on two lanes. Whenever the compute lane would wait,
+    it takes one of the `fillers`; what is left of them is done at the end."""
+
+    def __init__(self, lanes: Lanes, spans: Spans, fillers: list[Work]):
+        self.lanes, self.spans, self.fillers = lanes, spans, fillers
+        self.under_way: dict[int, Ticket] = {}
+
+    def begin(self, strand: int, lane: str, name: str, work: Work) -> None:
+        """What the comm lane does of a strand comes before what follows in that strand; it keeps its own order."""
+        if lane == "comm":
+            self.under_way[strand] = self.lanes.send(partial(self.timed, name, lane, work))
+        else:
+            self.await_(strand)
+            self.timed(name, lane, work)
+
+    def timed(self, name: str, lane: str, work: Work) -> None:
+        with self.spans.span(name, lane):
+            work()
+
+    def await_(self, strand: int) -> None:
+        ticket = self.under_way.pop(strand, None)
+        if ticket is None:
+            return
+        while self.fillers and not ticket.done():
+            self.timed("weights", "compute", self.fillers.pop(0))
+        with self.spans.span("wait", "waiting"):
+            ticket.result()
+
+    def end(self) -> None:
+        for strand in list(self.under_way):
+            self.await_(strand)
+        while self.fillers:
+            self.timed("weights", "compute", self.fillers.pop(0))
