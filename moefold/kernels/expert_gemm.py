@@ -22,7 +22,9 @@ is read on the device: the grid depends on shapes alone. No atomics: bits repeat
 
 # ruff: noqa: RUF059, SIM114  (device code takes tuples apart by name, and tests constants before values)
 
-# pyright: reportMissingImports=false, reportIndexIssue=false, reportArgumentType=false, reportCallIssue=false, reportPossiblyUnboundVariable=false
+# pyright: reportMissingImports=false, reportIndexIssue=false, reportArgumentType=false, reportCallIssue=false
+# pyright: reportPossiblyUnboundVariable=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
+# pyright: reportReturnType=false, reportAttributeAccessIssue=false, reportAssignmentType=false
 
 from __future__ import annotations
 

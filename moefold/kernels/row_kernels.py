@@ -4,6 +4,8 @@ N source rows, R rows in expert order, D width, K rows at most per source row, E
 """
 
 # pyright: reportMissingImports=false, reportIndexIssue=false, reportArgumentType=false, reportCallIssue=false
+# pyright: reportPossiblyUnboundVariable=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
+# pyright: reportReturnType=false, reportAttributeAccessIssue=false, reportAssignmentType=false
 
 from __future__ import annotations
 
