@@ -78,7 +78,7 @@ def one_step(world: World, dtype: str, micro: tuple[int, ...]) -> dict[str, Any]
     for number, (t, y) in enumerate(parts, start=1):
         losses = model(t, y)
         if number == len(parts):
-            gradients.expect_last()
+            gradients.expect_last(set(gradients.number_of))
         (losses.cross_entropy + losses.balance).backward()
     gradients.finish((batch()[1] >= 0).sum())
 
@@ -292,7 +292,7 @@ def leaving(world: World, most: int, microbatches: int) -> tuple[list[tuple[str,
         fired.clear()
         losses = model(tokens, labels)
         if number == microbatches - 1:
-            gradients.expect_last()
+            gradients.expect_last(set(gradients.number_of))
         before.append(len(gradients.travelling))
         (losses.cross_entropy + losses.balance).backward()
     done = list(fired)
