@@ -42,7 +42,7 @@ WAYS = {
 class OverlapOptions:
     """Show how much of the travel to experts hides behind compute, on two CPU ranks with a slow network."""
 
-    delay_ms: float = 15.0
+    delay_ms: float = 10.0
     """How long each exchange of rows takes at least."""
     microbatches: int = 16
     """Of one step."""
@@ -57,7 +57,7 @@ class OverlapOptions:
 def run(argv: Sequence[str]) -> int:
     options, _ = read(OverlapOptions, argv, "bench overlap", config_keys=False)
     if options.delay_ms < 0 or options.microbatches < 2:
-        raise Refused("--delay-ms must be at least 0 and --microbatches at least 2; such as 15 and 12")
+        raise Refused("--delay-ms must be at least 0 and --microbatches at least 2; such as 10 and 16")
     if options.found:
         return measure_all(options)
     with tempfile.TemporaryDirectory(prefix="moefold-overlap-") as folder:
