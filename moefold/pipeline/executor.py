@@ -10,6 +10,7 @@ N streams of T tokens of width D.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 
 import torch
@@ -203,32 +204,32 @@ class Trip:
         assert forward is not None
         out = [segment[0].spec for segment in forward.segments]
         back = [segment[0].spec for segment in reversed(passage.segments)]
-        queue, fills = self.waiting.setdefault((behind.stage, behind.microbatch), []), False
-        if Op("W", behind.stage, behind.microbatch) in slot:
-            fills = self.at.config.pipeline.fill
-            queue = [] if fills else None
+        key, fillers = (behind.stage, behind.microbatch), list[Work]()
+        if Op("W", *key) not in slot:
+            queue = self.waiting.setdefault(key, [])
+        else:
+            queue = fillers if self.at.config.pipeline.fill else None
 
-        def step_forward() -> None:
+        def step_forward() -> Carry:
             nonlocal carry
             carry = forward.forward(carry)
+            return carry
 
-        weaving = Weaving(self.at.lanes, self.at.spans, fillers=queue if fills and queue is not None else [])
+        weaving = Weaving(self.at.lanes, self.at.spans, fillers)
         for strand, index in weave([[Piece(spec.lane) for spec in specs] for specs in (out, back)]):
-            op, spec, work = (
-                (ahead, out[index], step_forward)
+            op, spec, work, inputs = (
+                (ahead, out[index], step_forward, carry)
                 if strand == 0
-                else (behind, back[index], partial(backward, passage, queue))
+                else (behind, back[index], partial(backward, passage, queue), passage.handed)
             )
-            weaving.begin(strand, spec.lane, f"{spec.name} {op}", work)
+            weaving.begin(strand, spec.lane, f"{spec.name} {op}", work, inputs)
         weaving.end()
         self.leave(ahead, carry)
         self.return_(behind, passage)
 
 
-def backward(passage: Passage, queue: list[Work] | None) -> None:
-    """The next segment backward; its weight gradients into the queue, if there is one."""
-    if queue is None:
+def backward(passage: Passage, queue: list[Work] | None) -> object:
+    """The next segment backward; its weight gradients into the queue, if there is one. Returns what it hands over."""
+    with held(queue) if queue is not None else nullcontext():
         passage.backward()
-    else:
-        with held(queue):
-            passage.backward()
+    return passage.handed

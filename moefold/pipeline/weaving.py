@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 from moefold.comm.lanes import Lanes, Ticket
@@ -17,17 +18,18 @@ class Weaving:
         self.lanes, self.spans, self.fillers = lanes, spans, fillers
         self.under_way: dict[int, Ticket] = {}
 
-    def begin(self, strand: int, lane: str, name: str, work: Work) -> None:
-        """What the comm lane does of a strand comes before what follows in that strand; it keeps its own order."""
+    def begin(self, strand: int, lane: str, name: str, work: Callable[[], object], inputs: object = None) -> None:
+        """What the comm lane does of a strand comes before what follows in that strand; it keeps its own order. The
+        lanes keep the memory of `inputs`, and of what the work returns, for each other."""
         if lane == "comm":
-            self.under_way[strand] = self.lanes.send(partial(self.timed, name, lane, work))
+            self.under_way[strand] = self.lanes.send(partial(self.timed, name, lane, work), inputs)
         else:
             self.await_(strand)
             self.timed(name, lane, work)
 
-    def timed(self, name: str, lane: str, work: Work) -> None:
+    def timed(self, name: str, lane: str, work: Callable[[], object]) -> object:
         with self.spans.span(name, lane):
-            work()
+            return work()
 
     def await_(self, strand: int) -> None:
         ticket = self.under_way.pop(strand, None)

@@ -61,7 +61,7 @@ class Faces:
             ticket.number = number  # pyright: ignore[reportAttributeAccessIssue]
             return ticket
 
-        def noted(weaving: Weaving, strand: int, lane: str, name: str, work: Callable[[], None]) -> None:
+        def noted(weaving: Weaving, strand: int, lane: str, name: str, work: Callable[[], Any], inputs: Any) -> None:
             def begins() -> None:
                 if lane == "compute":
                     with owner.moved:
@@ -69,7 +69,7 @@ class Faces:
                         owner.moved.notify_all()
                 work()
 
-            begin(weaving, strand, lane, name, begins if lane == "compute" else work)
+            begin(weaving, strand, lane, name, begins if lane == "compute" else work, inputs)
 
         def waits(ticket: Ticket) -> Any:
             with owner.moved:
