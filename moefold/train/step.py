@@ -44,7 +44,7 @@ def train_step(run: Run, batch: Batch) -> StepReport:
     lr = learning_rate(number, run.config.train.steps, run.config.optim)
     run.optimizer.step(number, lr)  # update this rank's share of the weights
     run.parameters.publish()  # hand it to the other ranks
-    loads = run.model.balance()  # even out expert load
+    loads = run.model.balance(lr / run.config.optim.lr)  # even out expert load
     run.step = number
     return StepReport(loss, length, lr, int(tokens), sum(ahead) / max(1, len(ahead)), loads)
 
