@@ -282,6 +282,7 @@ def test_divisors_divide_and_are_all_when_few(n: int):
     assert found[-1] == n
 
 
+@pytest.mark.alone
 def test_divisors_of_a_large_number_come_at_once():
     begun = time.perf_counter()
     assert divisors(10**9)

@@ -120,7 +120,7 @@ def losses_by_loop(router: Router, h_TD: torch.Tensor, weight: torch.Tensor, ids
             device = load[e // size * size : (e // size + 1) * size]
             weighed = moe.aux_loss * load[e] + moe.device_loss * sum(device) / size
             total = total + moe.experts * weighed * scores[e] / sum(scores)
-        total = total + moe.z_loss * sum(one.exp() for one in logits).log() ** 2
+        total = total + moe.z_loss * torch.stack([one.exp() for one in logits]).sum().log() ** 2
     return total
 
 
