@@ -65,7 +65,10 @@ class Gpu:
 
     def rate(self, precision: str) -> float:
         """FLOP/s that large products reach."""
-        return self.peak[PRECISIONS[precision]] * self.kernels.gemm[precision]
+        return self.peak_of(precision) * self.kernels.gemm[precision]
+
+    def peak_of(self, precision: str) -> float:
+        return self.peak[PRECISIONS[precision]]
 
     @property
     def precisions(self) -> list[str]:

@@ -3,73 +3,130 @@
 The program is the one the executor would run and `schedule.simulate` clocks it, so that bubbles, uneven stages and
 paired slots come out as they would. Around the pipeline stand the exchange of gradients, hidden behind the last
 microbatch's backward as far as it goes, the optimizer, and the return of weights, hidden behind the first forward.
+
+A pipeline that is full repeats itself: beyond a few times pp microbatches, each further pp of them take as long as the
+last pp did.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections import Counter
+from dataclasses import dataclass
+from statistics import mean
 
-from moefold.anatomy.counts import train_flops_per_token
-from moefold.anatomy.stages import Stage, program_for, rank_of_stage, stages_of
-from moefold.anatomy.steps import block_steps, embed, predict
-from moefold.plan.timing import Pace, Passes, Seconds, layer_passes, pass_step, total
+from moefold.anatomy.stages import program_for, rank_of_stage, stages_of
+from moefold.plan.counts import Class
+from moefold.plan.hardware import Gpu
+from moefold.plan.memory import BYTES, Setting, pieces_of, stage_count
+from moefold.plan.timing import Pace, Passes, total
 from moefold.schedule.costs import Costs
 from moefold.schedule.simulate import Timeline, simulate
 
-FRICTION = 0.45
+FRICTION = 0.45  # of hidden travel: its kernels take a part of the device, and slots do not fit perfectly
+KINDS = ("F", "D", "W")
 
 
-def stage_passes(pace: Pace, stage: Stage) -> Passes:
-    """One microbatch through one stage."""
-    model = pace.config.model
-    parts = [layer_passes(pace, layer) for layer in stage.layers]
-    parts += [layer_passes(pace, model.layers + depth - 1) for depth in stage.ahead]
-    parts += [pass_step(pace, embed(model))] if stage.embeds else []
-    parts += [pass_step(pace, predict(model))] if stage.predicts else []
-    return total(parts)
+@dataclass(frozen=True)
+class StepTime:
+    """One step. `walls` add up to `seconds`, on an average rank; `timeline` is of `shown` microbatches."""
+
+    seconds: float
+    pipeline: float
+    exchange: float
+    optimizer: float
+    walls: dict[str, float]
+    timeline: Timeline
+    costs: Costs
+    shown: int
 
 
 def costs_of(pace: Pace, passes: list[Passes]) -> Costs:
-    kinds = ("F", "D", "W")
-    p = pace.config.parallel
-    size = 2.0 * pace.config.model.hidden * pace.share.tokens
-    send = pace.cluster.pass_on(size, pace.world if p.pp > 1 else 1)
+    s = pace.setting
+    cargo = s.choices.recipe.wide * s.config.model.hidden * s.portion.tokens
     nothing = [0.0] * len(passes)
     return Costs(
-        {kind: [getattr(each, kind).compute for each in passes] for kind in kinds},
-        {kind: [getattr(each, kind).travel for each in passes] for kind in kinds},
-        send,
+        {kind: [getattr(each, kind).compute for each in passes] for kind in KINDS},
+        {kind: [getattr(each, kind).travel for each in passes] for kind in KINDS},
+        pace.cluster.pass_on(cargo, s.world) if s.config.parallel.pp > 1 else 0.0,
         nothing,
         nothing,
-        friction=FRICTION,
+        FRICTION,
     )
 
 
-def owned(pace: Pace, stages: list[Stage]) -> tuple[float, float]:
-    """Parameters of one rank in these stages: dense (cut over tp) and routed experts' (cut over ep and etp)."""
-    model, p = pace.config.model, pace.config.parallel
-    dense = expert = 0.0
-    for stage in stages:
-        for layer in stage.layers:
-            for step in block_steps(model, layer):
-                for w in step.weights:
-                    if w.active != 1.0:
-                        expert += w.size / (p.ep * p.etp)
-                    else:
-                        dense += w.size / p.tp
-        dense += model.vocab * model.hidden / p.tp * (stage.embeds + stage.predicts)
-    return dense, expert
+def enough(microbatches: int, pp: int) -> int:
+    """How many microbatches show all that happens; what is left over by groups of pp stays the same."""
+    few = 4 * pp
+    return microbatches if microbatches <= few + pp else few + microbatches % pp
 
 
-def around(pace: Pace, stages: list[Stage], window: float) -> tuple[float, float]:
-    """Seconds of exchange that show, and of the optimizer, on a rank with these stages."""
-    p, world = pace.config.parallel, pace.world
-    dense, expert = owned(pace, stages)
-    dp, edp = world // (p.tp * p.pp), world // (p.ep * p.etp * p.pp)
-    grads = 4.0 
-    def ex(b):
-        return pace.cluster.reduce(b*dense, p.tp, dp) + pace.cluster.reduce(b*expert, p.ep*p.etp, edp)
-    shown = max(0.0, ex(grads) - window*2/3) + max(0.0, ex(2.0) - window/3)
-    opt = 30.0*(dense/dp + expert/edp)/pace.stream
-    return shown, opt
+def clock(setting: Setting, costs: Costs) -> tuple[float, Timeline, int]:
+    """Seconds of the pipeline, and the timeline of as many microbatches as show how it runs."""
+    pp, every = setting.config.parallel.pp, setting.microbatches
+    shown = enough(every, pp)
+    timeline = simulate(program_for(setting.config, shown), costs)
+    if shown == every:
+        return timeline.makespan, timeline, shown
+    before = simulate(program_for(setting.config, shown - pp), costs).makespan
+    return timeline.makespan + (timeline.makespan - before) / pp * (every - shown), timeline, shown
+
+
+def time_step(setting: Setting, gpu: Gpu, pace: Pace | None = None) -> StepTime:
+    pace = pace or Pace(setting, gpu)
+    config = setting.config
+    pieces = [pieces_of(config.model, stage) for stage in stages_of(config)]
+    passes, homes = [pace.stage(each) for each in pieces], rank_of_stage(config)
+    costs = costs_of(pace, passes)
+    pipeline, timeline, shown = clock(setting, costs)
+    ranks = [[at for at, home in enumerate(homes) if home == rank] for rank in range(config.parallel.pp)]
+    around = [outside(pace, [pieces[at] for at in mine], [passes[at] for at in mine]) for mine in ranks]
+    exchange, optimizer = (max(each) for each in zip(*around, strict=True))
+    walls = mean_walls(setting, [total([passes[at] for at in mine]) for mine in ranks], timeline, pipeline)
+    walls["communication"] += exchange
+    walls["memory"] += optimizer
+    return StepTime(pipeline + exchange + optimizer, pipeline, exchange, optimizer, walls, timeline, costs, shown)
+
+
+def outside(pace: Pace, pieces: list[tuple[tuple[str, int], ...]], passes: list[Passes]) -> tuple[float, float]:
+    """On one rank: seconds of exchange that no compute hides, and of the optimizer."""
+    s = pace.setting
+    parameters: Counter[Class] = Counter()
+    for each in pieces:
+        parameters.update(dict(stage_count(s.config.model, each, s.portion, s.choices).parameters))
+    mine = total(passes)
+    travels = float(BYTES[s.config.optim.gradient_travel])
+    shown = 0.0
+    if s.choices.sharding != "fsdp":  # whose weights and gradients travel with every microbatch
+        shown = max(0.0, pace.cluster.exchange(parameters, s, travels) - mine.D.compute - mine.W.compute)
+        shown += max(0.0, pace.cluster.exchange(parameters, s, s.choices.recipe.wide) - mine.F.compute)
+    return shown, optimizer_seconds(pace, parameters)
+
+
+def optimizer_seconds(pace: Pace, parameters: Counter[Class]) -> float:
+    """Gradients, main weights and moments are read, the last two and the weights written, of what this rank owns."""
+    s = pace.setting
+    cut = {"dense": s.degrees["dp"] * s.config.parallel.cp, "expert": s.degrees["edp"]}
+    owned = sum(n / (cut[grid] if s.choices.sharding != "none" else 1) for (grid, _), n in parameters.items())
+    moments = 2 * 2 * BYTES[s.config.optim.moments]
+    seconds = owned * (BYTES[s.choices.gradients] + 2 * 4 + moments + s.choices.recipe.wide) / pace.stream
+    on_host = owned * (2 * 4 + moments) / pace.gpu.host_link if s.choices.states_on_host else 0.0
+    return max(seconds, on_host)
+
+
+def mean_walls(s: Setting, ranks: list[Passes], timeline: Timeline, pipeline: float) -> dict[str, float]:
+    """Where the pipeline's time goes, on the average over ranks: arithmetic at the peak, what the three walls cost
+    (memory, communication, compute efficiency with the host's share of it apart), and waiting for other ranks."""
+    m, share = s.microbatches, s.microbatches / max(1, len({op.microbatch for sp in timeline.spans for op in sp.slot}))
+
+    def of(field: str) -> float:
+        return m * mean(sum(getattr(getattr(rank, kind), field) for kind in KINDS) for rank in ranks)
+
+    ideal = of("ideal")
+    walls = {
+        "arithmetic": ideal,
+        "compute": of("products") + of("attention") + of("passes") - ideal,
+        "host": of("host"),
+        "memory": of("memory"),
+        "communication": of("joined") + share * mean(timeline.exposed),
+    }
+    return {**walls, "bubble": pipeline - sum(walls.values())}

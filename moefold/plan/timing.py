@@ -1,216 +1,269 @@
 """How long one microbatch takes in each step of the model on one rank: forward, data gradient, weight gradient.
 
-    kernels   products and attention on a soft roofline, pointwise passes by the memory's bandwidth
-    host      launches beyond what the device is busy with; none where a graph replays the step
-    joined    collectives of tensor and context parallelism, which stand in the way of the next kernel
-    travel    experts' rows between ranks: the lane that weaving hides
-    again     forwards that recompute repeats before the backward
+    products, attention   arithmetic on a soft roofline: the FLOPs and bytes that `plan/counts.py` has
+    passes                pointwise work, by the memory's bandwidth
+    host                  launches beyond what the device is busy with; none where a graph replays the step
+    joined                collectives of tensor and context parallelism, which stand in the way of the next kernel
+    memory                forwards that recompute repeats, and copies to the host that compute does not hide
+    travel                experts' rows between ranks: the lane that weaving hides
 
-A piece of a layout (E, d, t, m, L) costs the sum of its steps, a stage the sum of its pieces.
+A piece of a layout (E, t, m, L) costs the sum of its steps, a stage the sum of its pieces.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import cached_property
+from operator import add
+from typing import NamedTuple
 
-from moefold.anatomy.steps import StepSpec, block_steps, is_moe, steps_ahead, window_of
-from moefold.config.run import Config
-from moefold.plan.choices import Choices
+from moefold.anatomy.steps import window_of
+from moefold.plan import traffic
 from moefold.plan.comm import Cluster
+from moefold.plan.counts import Gemm, StepCount, piece_count
 from moefold.plan.hardware import Gpu
-from moefold.plan.work import Product, Share, Work, share_of, work_of
+from moefold.plan.memory import BYTES, Pieces, Setting
+from moefold.plan.sizes import Sizes
 
 TILE = 128  # rows of experts are worked on in tiles: half a one is empty for each expert
 HEAD = 64  # width of a head at which attention's exponentials take as long as its products
-BACKWARD_LAUNCHES = 1.5  # of a forward's; autograd launches more kernels, from C++
+BACKWARD = 1.5  # launches of a backward, over those of a forward; autograd launches from C++
 
 
-@dataclass(frozen=True)
-class Seconds:
-    """Of one op of one microbatch. `ideal` is what its FLOPs would take at the peak; it is contained in `kernels`."""
+class Seconds(NamedTuple):
+    """Of one op of one microbatch. `ideal` is what its FLOPs would take at the peak, a part of the first two."""
 
     ideal: float = 0.0
-    kernels: float = 0.0
+    products: float = 0.0
+    attention: float = 0.0
+    passes: float = 0.0
     host: float = 0.0
     joined: float = 0.0
+    memory: float = 0.0
     travel: float = 0.0
-    again: float = 0.0
 
-    def __add__(self, other: Seconds) -> Seconds:
-        return Seconds(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+    @property
+    def device(self) -> float:
+        return self.products + self.attention + self.passes
 
     @property
     def compute(self) -> float:
         """What keeps the compute lane."""
-        return self.kernels + self.host + self.joined + self.again
+        return self.device + self.host + self.joined + self.memory
+
+    @property
+    def all(self) -> float:
+        return self.compute + self.travel
 
 
-@dataclass(frozen=True)
-class Passes:
-    """The three ops of one microbatch through a piece."""
+class Passes(NamedTuple):
+    """The three ops of one microbatch through a step, a piece or a stage."""
 
     F: Seconds = Seconds()
     D: Seconds = Seconds()
     W: Seconds = Seconds()
 
-    def __add__(self, other: Passes) -> Passes:
-        return Passes(self.F + other.F, self.D + other.D, self.W + other.W)
+
+def plus(a: Passes, b: Passes) -> Passes:
+    return Passes(*(Seconds(*map(add, x, y)) for x, y in zip(a, b, strict=True)))
 
 
-def total(passes: Iterable[Passes]) -> Passes:
-    return sum(passes, Passes())
+def total(passes: list[Passes]) -> Passes:
+    found = Passes()
+    for each in passes:
+        found = plus(found, each)
+    return found
 
 
-@dataclass(frozen=True)
+@dataclass
 class Pace:
-    """How fast this rank works: a configuration on a number of GPUs of a kind."""
+    """How fast a rank of this setting works on this GPU. Pieces and stages are priced once."""
 
-    config: Config
-    choices: Choices
+    setting: Setting
     gpu: Gpu
-    world: int
-    priced: dict[tuple[bool, bool, int], Passes] = field(default_factory=dict)
-
-    @cached_property
-    def share(self) -> Share:
-        return share_of(self.config, self.choices)
+    pieces: dict[tuple[str, int], Passes] = field(default_factory=dict)
+    stages: dict[Pieces, Passes] = field(default_factory=dict)
 
     @cached_property
     def cluster(self) -> Cluster:
-        return Cluster(self.gpu, self.world)
+        return Cluster(self.gpu, self.setting.world)
 
     @cached_property
     def stream(self) -> float:
+        """Bytes a second of pointwise work."""
         return self.gpu.hbm * self.gpu.kernels.stream
 
-    def product(self, q: Product, read: float, written: float) -> float:
-        """Seconds of one product that reads operands of `read` elements and writes `written` bytes."""
-        k, precision = self.gpu.kernels, self.choices.precision if q.low else "bf16"
-        element = self.choices.recipe.linear if q.low else 2
-        grouped = q.groups > 1
-        rate = self.gpu.rate(precision) * (k.grouped if grouped else 1.0)
-        flops = q.flops * (1 + q.groups * TILE / 2 / q.rows if grouped else 1.0)
-        moved = (read * element + written) / self.gpu.hbm
-        return ((flops / rate) ** k.blend + moved**k.blend) ** (1 / k.blend)
+    @cached_property
+    def travel(self) -> float:
+        """Seconds of one way to experts, or back."""
+        s = self.setting
+        return self.cluster.dispatch(s.config, s.choices)
 
-    def attention(self, w: Work, share: float, flops: float) -> float:
-        if not w.context:
+    def stage(self, pieces: Pieces) -> Passes:
+        if pieces not in self.stages:
+            self.stages[pieces] = total([self.piece(*each) for each in pieces])
+        return self.stages[pieces]
+
+    def piece(self, piece: str, layer: int) -> Passes:
+        if (piece, layer) not in self.pieces:
+            self.pieces[piece, layer] = self.with_gathers(piece, layer, total(list(self.steps(piece, layer).values())))
+        return self.pieces[piece, layer]
+
+    def steps(self, piece: str, layer: int) -> dict[str, Passes]:
+        """Every step of a piece by its name."""
+        s = self.setting
+        model = s.config.model
+        sizes = Sizes(model, s.portion, s.choices, window_of(model, layer))
+        counts = piece_count(model, piece, layer, s.portion, s.choices)
+        return {step.name: self.step(step, sizes) for step in counts.steps}
+
+    def step(self, step: StepCount, s: Sizes) -> Passes:
+        forward = self.forward(step, s)
+        data, weight = self.backward(step, s)
+        return Passes(forward, data._replace(memory=self.repeated(step, s, forward)), weight)
+
+    def forward(self, step: StepCount, s: Sizes) -> Seconds:
+        k, (launches, looped) = self.gpu.kernels, traffic.launched(step.name, step.gemms, s)
+        products = sum(self.product(g, g.rows * g.k + g.n * g.k, 2 * g.rows * g.n) * g.times for g in step.gemms)
+        attention = self.attention(step, s, k.attention_forward, step.attention)
+        passes = (traffic.moved(step.name, s) + traffic.quantised(step.gemms, s)) / self.stream + launches * k.start
+        device = products + attention + passes
+        return Seconds(
+            self.ideal(step),
+            products,
+            attention,
+            passes,
+            self.host(step, device, launches + looped) + self.waits(step),
+            self.joined(step, "forward", attention),
+            0.0,
+            self.travel if step.spec.lane == "comm" else 0.0,
+        )
+
+    def backward(self, step: StepCount, s: Sizes) -> tuple[Seconds, Seconds]:
+        """Data gradient and weight gradient. The weight gradient is added to fp32 sums: 8 bytes an element."""
+        k, (launches, looped) = self.gpu.kernels, traffic.launched(step.name, step.gemms, s)
+        products = sum(self.product(g, g.rows * g.n + g.n * g.k, 2 * g.rows * g.k) * g.times for g in step.gemms)
+        attention = self.attention(step, s, k.attention_backward, 2.5 * step.attention)
+        moved = 2 * traffic.moved(step.name, s) + traffic.quantised(step.gemms, s, outputs=True)
+        passes = moved / self.stream + BACKWARD * launches * k.start
+        weights = sum(self.product(g, g.rows * (g.n + g.k), 8 * g.n * g.k) * g.times for g in step.gemms)
+        ideal = self.ideal(step)
+        of_weights = (
+            ideal * sum(g.flops for g in step.gemms) / max(1.0, sum(g.flops for g in step.gemms) + step.attention)
+        )
+        device = products + attention + passes
+        data = Seconds(
+            2 * ideal - of_weights,
+            products,
+            attention,
+            passes,
+            self.host(step, device + weights, BACKWARD * (launches + looped)),
+            self.joined(step, "backward", attention),
+            0.0,
+            self.travel if step.spec.lane == "comm" else 0.0,
+        )
+        return data, Seconds(of_weights, weights)
+
+    def product(self, g: Gemm, read: float, written: float) -> float:
+        """Seconds of `groups` products, each reading so many elements of operands and writing so many bytes."""
+        k, choices = self.gpu.kernels, self.setting.choices
+        low = g.kind in traffic.LOW
+        rate = self.gpu.rate(choices.precision if low else "bf16")
+        rows = g.rows
+        if g.groups > 1:
+            rate, rows = rate * k.grouped, g.rows + TILE / 2
+        element = choices.recipe.linear if low else choices.recipe.wide
+        seconds = 2 * rows * g.n * g.k * g.groups / rate
+        moving = (read * element + written) * g.groups / self.gpu.hbm
+        return (seconds**k.blend + moving**k.blend) ** (1 / k.blend)
+
+    def attention(self, step: StepCount, s: Sizes, share: float, flops: float) -> float:
+        """A ring of cp ranks works on one chunk of keys at a time."""
+        if not flops:
             return 0.0
-        reached = w.sees / (w.sees + self.gpu.kernels.attention_half) * w.width / (w.width + HEAD)
+        chunk = s.S / s.portion.cp
+        sees, width = min(step.spec.window or chunk, chunk), (s.Q + s.V) / 2
+        reached = sees / (sees + self.gpu.kernels.attention_half) * width / (width + HEAD)
         return flops / (self.gpu.peak["bf16"] * share * reached)
 
-    def at_peak(self, w: Work) -> float:
-        """Seconds of a forward's FLOPs at the peak of the recipe; attention's own peak is that of bf16."""
-        flops = sum(q.flops for q in w.products) + 2 * w.context
-        return flops / self.gpu.peak["fp8" if self.share.low else "bf16"]
+    def ideal(self, step: StepCount) -> float:
+        """Seconds of a forward's FLOPs at the peak of the recipe."""
+        return step.flops / self.gpu.peak_of(self.setting.choices.precision)
 
-    def host(self, w: Work, device: float, times: float) -> float:
-        """Seconds in which the device waits for launches."""
-        replayed = self.choices.graphs == "whole" or (self.choices.graphs == "static" and w.static)
-        busy = 0.0 if replayed else times * (w.launches + w.looped) * self.gpu.host.launch
-        return math.hypot(device, busy) - device
+    def host(self, step: StepCount, device: float, launches: float) -> float:
+        """Seconds in which the device waits for launches: host and device work side by side, but not quite."""
+        graphs = self.setting.choices.graphs
+        replayed = graphs == "whole" or (graphs == "static" and step.spec.static)
+        return 0.0 if replayed else math.hypot(device, launches * self.gpu.host.launch) - device
 
-    def forward(self, w: Work) -> Seconds:
-        k = self.gpu.kernels
-        device = (
-            sum(self.product(q, q.rows * q.k + q.weight, 2 * q.rows * q.n) for q in w.products)
-            + self.attention(w, k.attention_forward, 2 * w.context)
-            + (w.moved + w.quantised) / self.stream
-            + w.launches * k.start
-        )
-        wait = self.gpu.host.sync if w.name == "dispatch" and self.choices.graphs != "whole" and self.far else 0.0
-        joined = self.cluster.gather(w.gathered, self.config.parallel.tp) * 2 + self.ring(w, device)
-        return Seconds(self.at_peak(w), device, self.host(w, device, 1.0) + wait, joined, self.travel(w))
+    def waits(self, step: StepCount) -> float:
+        """How many rows arrive is known only to the device, and the host asks once, unless a graph holds the layer."""
+        asks = step.name == "dispatch" and self.travel > 0 and self.setting.choices.graphs != "whole"
+        return self.gpu.host.sync if asks else 0.0
 
-    def backward(self, w: Work) -> tuple[Seconds, Seconds]:
-        """Data gradient and weight gradient."""
-        k, ideal = self.gpu.kernels, self.at_peak(w)
-        low = self.choices.recipe.linear if self.share.low else 0.0
-        gradients = sum((2 + 2 * low) * q.rows * q.n for q in w.products if q.low and low)
-        data = (
-            sum(self.product(q, q.rows * q.n + q.weight, 2 * q.rows * q.k) for q in w.products)
-            + self.attention(w, k.attention_backward, 5 * w.context)
-            + (2 * w.moved + gradients) / self.stream
-            + BACKWARD_LAUNCHES * w.launches * k.start
-        )
-        weight = sum(self.product(q, q.rows * (q.n + q.k), 8 * q.weight) for q in w.products)
-        weight_share = sum(q.flops for q in w.products) / max(1.0, sum(q.flops for q in w.products) + 2 * w.context)
-        joined = self.cluster.gather(w.gathered, self.config.parallel.tp) * 3 + 2 * self.ring(w, data)
-        waits = self.host(w, data + weight, BACKWARD_LAUNCHES)
-        again = self.repeated(w)
-        return (
-            Seconds(ideal * (2 - weight_share), data, waits, joined, self.travel(w), again),
-            Seconds(ideal * weight_share, weight),
-        )
-
-    @property
-    def far(self) -> bool:
-        p = self.config.parallel
-        return p.ep * p.etp > 1
-
-    def travel(self, w: Work) -> float:
-        return self.cluster.dispatch(self.config) if w.name in ("dispatch", "combine") and self.far else 0.0
-
-    def ring(self, w: Work, device: float) -> float:
-        """Keys and values go round while attention works on those that are there."""
-        p = self.config.parallel
-        if not w.ring:
-            return 0.0
-        return max(0.0, self.cluster.pass_on(w.ring * (p.cp - 1), p.tp * p.cp) - device)
-
-    def repeated(self, w: Work) -> float:
-        """What recompute adds to a backward of this step."""
-        return sum(REPEATS[name](self, w) for name in self.choices.recomputed)
-
-    def norm(self, w: Work) -> float:
-        h = 4.0 * self.config.model.hidden * self.share.tokens
-        return h / self.stream if w.name in ("attend", "route", "mlp") else 0.0
-
-    def up_projection(self, w: Work) -> float:
-        if w.name != "attend" or self.config.model.attention.kind != "mla":
-            return 0.0
-        up = [q for q in w.products if q.k < self.config.model.hidden and q.n > q.k]
-        wait = 0.0 if self.choices.graphs != "none" else 8 * self.gpu.host.launch
-        return sum(self.product(q, q.rows * q.k + q.weight, 2 * q.rows * q.n) for q in up) + wait + w.moved / self.stream
-
-    def whole(self, *names: str) -> Callable[[Work], float]:
-        def seconds(w: Work) -> float:
-            if names and w.name not in names:
-                return 0.0
-            f = self.forward(w)
-            return f.compute + f.travel
-
+    def joined(self, step: StepCount, way: str, attention: float) -> float:
+        """Collectives of tp and cp. Keys and values go round while attention works on those that are there."""
+        p = self.setting.config.parallel
+        seconds = 0.0
+        for sent in step.sent:
+            size = getattr(sent, way)
+            if sent.axis == "tp":
+                seconds += self.cluster.ring(size, 1, p.tp)
+            elif sent.axis == "cp":
+                hidden = attention if p.context == "ring" else 0.0
+                seconds += max(0.0, self.cluster.pass_on(size, p.tp * p.cp) - hidden)
         return seconds
 
+    def repeated(self, step: StepCount, s: Sizes, forward: Seconds) -> float:
+        """What recompute adds to the backward of this step, and offloading what compute does not hide."""
+        again = sum(REPEATS[name](self, step, s, forward) for name in self.setting.choices.recomputed)
+        waiting = sum(t.bytes for t in step.saved if t.fate == "offloaded") / self.gpu.host_link
+        return min(again, forward.all) + 2 * max(0.0, waiting - forward.device)
 
-REPEATS: dict[str, Callable[[Pace, Work], float]] = {
+    def norm(self, step: StepCount, s: Sizes, forward: Seconds) -> float:
+        return 4.0 * s.T * s.D / self.stream if step.name in ("attend", "route", "mlp") else 0.0
+
+    def up(self, step: StepCount, s: Sizes, forward: Seconds) -> float:
+        """Queries, keys and values from their latents."""
+        if step.name != "attend" or not s.mla:
+            return 0.0
+        up = [g for g in step.gemms if g.name in ("query", "key", "value")]
+        products = sum(self.product(g, g.rows * g.k + g.n * g.k, 2 * g.rows * g.n) for g in up)
+        return products + 2.0 * traffic.attended(s) / self.stream + forward.host / 2
+
+    def with_gathers(self, piece: str, layer: int, passes: Passes) -> Passes:
+        """Fully sharded: weights are gathered before a forward and a backward, gradients scattered after it, each
+        while the neighbouring layer computes."""
+        s = self.setting
+        if s.choices.sharding != "fsdp":
+            return passes
+        held = piece_count(s.config.model, piece, layer, s.portion, s.choices).parameters
+        gather = self.cluster.exchange(held, s, s.choices.recipe.wide)
+        scatter = self.cluster.exchange(held, s, BYTES[s.config.optim.gradient_travel])
+        F, D, W = passes
+        before, behind = max(0.0, gather - F.compute), max(0.0, gather + scatter - D.compute - W.compute)
+        return Passes(F._replace(joined=F.joined + before), D._replace(joined=D.joined + behind), W)
+
+
+Repeat = Callable[[Pace, StepCount, Sizes, Seconds], float]
+
+
+def whole(*names: str) -> Repeat:
+    """The forward of these steps, all of it."""
+    return lambda pace, step, s, forward: forward.all if step.name in names else 0.0
+
+
+REPEATS: dict[str, Repeat] = {
     "norm": Pace.norm,
-    "up": Pace.up_projection,
-    "activation": lambda pace, w: w.moved / pace.stream if w.name == "experts" else 0.0,
-    "mlp": lambda pace, w: pace.whole("mlp")(w),
-    "shared": lambda pace, w: pace.whole("shared")(w),
-    "experts": lambda pace, w: pace.whole("experts")(w),
-    "out": lambda pace, w: 0.0,
-    "moe": lambda pace, w: pace.whole("route", "dispatch", "shared", "experts", "combine")(w),
-    "core": lambda pace, w: pace.attention(w, pace.gpu.kernels.attention_forward, 2 * w.context),
-    "layer": lambda pace, w: pace.whole()(w),
+    "up": Pace.up,
+    "core": lambda pace, step, s, forward: forward.attention,
+    "out": lambda pace, step, s, forward: 0.0,  # only what it reads is wanted, and that is kept
+    "mlp": whole("mlp"),
+    "shared": whole("shared"),
+    "activation": lambda pace, step, s, f: 2.0 * traffic.activated(s) / pace.stream if step.name == "experts" else 0.0,
+    "experts": whole("experts"),
+    "moe": whole("route", "narrow", "dispatch", "shared", "experts", "combine", "widen"),
+    "layer": lambda pace, step, s, forward: 0.0 if step.name in ("embed", "predict") else forward.all,
 }
-
-
-def pass_step(pace: Pace, step: StepSpec) -> Passes:
-    work = work_of(step, pace.share)
-    return Passes(pace.forward(work), *pace.backward(work))
-
-
-def layer_passes(pace: Pace, layer: int) -> Passes:
-    """Layers that are alike are priced once. Behind the model's own come those that look ahead."""
-    model = pace.config.model
-    ahead = layer >= model.layers
-    alike = (ahead, is_moe(model, layer), window_of(model, layer))
-    if alike not in pace.priced:
-        steps = steps_ahead(model, layer - model.layers) if ahead else block_steps(model, layer)
-        pace.priced[alike] = total(pass_step(pace, step) for step in steps)
-    return pace.priced[alike]
