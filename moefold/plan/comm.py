@@ -30,6 +30,11 @@ class Cluster:
         return min(self.gpu.domain, self.world)
 
     @property
+    def stream(self) -> float:
+        """Bytes a second of pointwise work in a GPU's memory."""
+        return self.gpu.hbm * self.gpu.kernels.stream
+
+    @property
     def links(self) -> price.Links:
         return price.Links(self.gpu.inside, self.gpu.network)
 

@@ -103,14 +103,18 @@ def outside(pace: Pace, pieces: list[tuple[tuple[str, int], ...]], passes: list[
 
 
 def optimizer_seconds(pace: Pace, parameters: Counter[Class]) -> float:
-    """Gradients, main weights and moments are read, the last two and the weights written, of what this rank owns."""
+    """Of the parameters whose state this rank owns."""
     s = pace.setting
     cut = {"dense": s.degrees["dp"] * s.config.parallel.cp, "expert": s.degrees["edp"]}
     owned = sum(n / (cut[grid] if s.choices.sharding != "none" else 1) for (grid, _), n in parameters.items())
-    moments = 2 * 2 * BYTES[s.config.optim.moments]
-    seconds = owned * (BYTES[s.choices.gradients] + 2 * 4 + moments + s.choices.recipe.wide) / pace.stream
-    on_host = owned * (2 * 4 + moments) / pace.gpu.host_link if s.choices.states_on_host else 0.0
-    return max(seconds, on_host)
+    seconds = owned * optimizer_bytes(s) / pace.stream
+    on_host = owned * (optimizer_bytes(s) - s.choices.recipe.wide) / pace.gpu.host_link
+    return max(seconds, on_host) if s.choices.states_on_host else seconds
+
+
+def optimizer_bytes(s: Setting) -> float:
+    """Of a parameter: its gradient is read, main weight and moments are read and written, the weight is written."""
+    return BYTES[s.choices.gradients] + 2 * 4 + 2 * 2 * BYTES[s.config.optim.moments] + s.choices.recipe.wide
 
 
 def mean_walls(s: Setting, ranks: list[Passes], timeline: Timeline, pipeline: float) -> dict[str, float]:

@@ -92,8 +92,7 @@ class Pace:
 
     @cached_property
     def stream(self) -> float:
-        """Bytes a second of pointwise work."""
-        return self.gpu.hbm * self.gpu.kernels.stream
+        return self.cluster.stream
 
     @cached_property
     def travel(self) -> float:
