@@ -21,17 +21,23 @@ FOLDER = Path(__file__).parent / "gpus"
 PRECISIONS = {"bf16": "bf16", "fp8": "fp8", "fp8-blockwise": "fp8", "mxfp8": "fp8", "nvfp4": "fp4"}  # -> the peak used
 
 
+def roofline(computing: float, moving: float, blend: float) -> float:
+    """Seconds of a kernel that computes and moves for so long: the larger of the two, and a part of the other."""
+    return (computing**blend + moving**blend) ** (1 / blend)
+
+
 @dataclass(frozen=True)
 class Kernels:
     """Which share of the peaks kernels reach.
 
-    `gemm` by precision is for large products. A product of f FLOPs that moves b bytes takes
-    ((f / rate)^blend + (b / bandwidth)^blend)^(1 / blend) + start: the two limits of a roofline, joined smoothly.
-    Attention reaches its share of the bf16 peak at long sequences, and half of it at `attention_half` tokens.
+    `gemm` by precision is for large products; `grouped` is over that. A product of f FLOPs that moves b bytes takes
+    ((f / rate)^blend + (b / bandwidth)^blend)^(1 / blend): the two limits of a roofline, joined smoothly. Attention
+    reaches its share of the bf16 peak with long sequences and wide heads, and half of it at `attention_half` tokens.
+    Kernels stand `start` seconds apart.
     """
 
     gemm: dict[str, float]
-    grouped: float  # of what a single product of all rows would reach
+    grouped: float
     blend: float
     start: float
     attention_forward: float
@@ -106,6 +112,7 @@ def read_gpu(path: Path) -> Gpu:
 def tree_of(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
     """The file's keys, laid over those of the GPU it is like."""
     tree = read_yaml(path)
+    tree.pop("points", None)  # what the shares were fitted to: for people, and for a test of the fit
     base = tree.pop("like", None)
     if base is None:
         return tree

@@ -23,12 +23,11 @@ from moefold.anatomy.steps import window_of
 from moefold.plan import traffic
 from moefold.plan.comm import Cluster
 from moefold.plan.counts import Gemm, StepCount, piece_count
-from moefold.plan.hardware import Gpu
+from moefold.plan.fit import TILE, reached
+from moefold.plan.hardware import Gpu, roofline
 from moefold.plan.memory import BYTES, Pieces, Setting
 from moefold.plan.sizes import Sizes
 
-TILE = 128  # rows of experts are worked on in tiles: half a one is empty for each expert
-HEAD = 64  # width of a head at which attention's exponentials take as long as its products
 BACKWARD = 1.5  # launches of a backward, over those of a forward; autograd launches from C++
 
 
@@ -176,16 +175,16 @@ class Pace:
         element = choices.recipe.linear if low else choices.recipe.wide
         seconds = 2 * rows * g.n * g.k * g.groups / rate
         moving = (read * element + written) * g.groups / self.gpu.hbm
-        return (seconds**k.blend + moving**k.blend) ** (1 / k.blend)
+        return roofline(seconds, moving, k.blend)
 
     def attention(self, step: StepCount, s: Sizes, share: float, flops: float) -> float:
         """A ring of cp ranks works on one chunk of keys at a time."""
         if not flops:
             return 0.0
         chunk = s.S / s.portion.cp
-        sees, width = min(step.spec.window or chunk, chunk), (s.Q + s.V) / 2
-        reached = sees / (sees + self.gpu.kernels.attention_half) * width / (width + HEAD)
-        return flops / (self.gpu.peak["bf16"] * share * reached)
+        sees = min(step.spec.window or chunk, chunk)
+        rate = self.gpu.peak["bf16"] * share * reached(sees, (s.Q + s.V) / 2, self.gpu.kernels.attention_half)
+        return flops / rate
 
     def ideal(self, step: StepCount) -> float:
         """Seconds of a forward's FLOPs at the peak of the recipe."""
