@@ -1,6 +1,6 @@
 """What moefold's own layers keep for backward, and what they need for the moment.
 
-A test runs the real model with hooks on everything autograd keeps, and compares. Which implementation of an operation is
+A test runs the real model with hooks on all that autograd keeps, and compares. Which implementation of an operation is
 bound decides: the fused expert kernel keeps tokens and pre-activations only; on a CPU, RMSNorm is made of operations
 that each keep their own, and attention of odd shapes keeps its probabilities.
 """

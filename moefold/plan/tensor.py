@@ -1,7 +1,7 @@
 """A tensor that a layer has, as a line of a table: how many rows of what width, and how an element is held.
 
-The tables of a stack (`plan/moefold_layers.py`, `plan/megatron_layers.py`) are made of such lines: what a step keeps for
-its backward, and what it needs for the moment. Rows and widths are functions of the letters of `plan/sizes.py`.
+Tables of a stack (`plan/moefold_layers.py`, `plan/megatron_layers.py`) are made of such lines: what a step keeps for its
+backward, and what it needs for the moment. Rows and widths are functions of the letters of `plan/sizes.py`.
 """
 
 from __future__ import annotations
