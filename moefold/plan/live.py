@@ -1,8 +1,8 @@
 """How many microbatches each stage of a rank holds at every moment, read off the program that the rank will run.
 
-A forward adds a microbatch to its stage, the data gradient takes it away and leaves what the weight gradient still
-needs, and that takes the rest. These moments are found once for each schedule and serve every model: what a rank holds
-is then a product of two small matrices.
+A forward adds a microbatch to its stage; the data gradient takes it away and, where the weight gradient comes in a slot
+of its own, leaves what that still needs. The moments are found once for each schedule and serve every model: what a
+rank holds is then a product of two small matrices.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from moefold.schedule.catalog import SCHEDULES, program_of
 from moefold.schedule.passes import defer_weight_grads, pair_forward_with_backward
-from moefold.schedule.program import Slot
+from moefold.schedule.program import Op, Slot
 
 KINDS = ("F", "D", "W")
 
@@ -76,7 +76,8 @@ def walked(slots: list[Slot], stages: list[int]) -> Moments:
             live[at] += op.kind == "F"
             found[(KINDS.index(op.kind) * len(stages) + at, *live, *waiting)] = None
             live[at] -= op.kind == "D"
-            waiting[at] += (op.kind == "D") - (op.kind == "W")
+            if Op("W" if op.kind == "D" else "D", op.stage, op.microbatch) not in slot:  # else both at once: none waits
+                waiting[at] += (op.kind == "D") - (op.kind == "W")
     table = np.array(list(found), dtype=np.float64)
     v = len(stages)
     apart = any([op.kind for op in slot] == ["W"] for slot in slots)

@@ -195,10 +195,12 @@ def at_moment(moments: Moments, at: int, stages: list[StageCount]) -> tuple[floa
 
 @dataclass(frozen=True)
 class State:
-    """What a rank holds all the time: its parameters, how many of them are its share among replicas, and bytes."""
+    """What a rank holds all the time: its parameters, how many of them are its share among replicas, how many of these
+    have other ranks' gradients to add, and bytes."""
 
     parameters: float
     share: float
+    summed: float
     weights: float
     gradients: float
     main: float
@@ -209,13 +211,16 @@ def state_of(s: Setting, rank: RankStages, stages: list[StageCount]) -> State:
     """Weights, gradients, main weights and moments; what is cut over replicas is their share. Weights of a low
     precision have the copies that products read."""
     choices, recipe = s.choices, s.choices.recipe
-    whole, share = replicated(s, parameters_of(s, rank, stages))
+    counts = {kind: (count, replicas(s, kind)) for kind, count in parameters_of(s, rank, stages).items()}
+    whole = sum(count for count, _ in counts.values())
+    share = sum(count / n for count, n in counts.values())
     weights, states = {"none": (whole, whole), "zero": (whole, share), "fsdp": (share, share)}[choices.sharding]
     quantized = sum(stage.quantized for stage in stages) * weights / whole if recipe.copies else 0.0
     plain = weights - (quantized if choices.quantized_weights else 0.0)
     return State(
         whole,
         share,
+        sum(count / n for count, n in counts.values() if n > 1),
         plain * recipe.wide + quantized * recipe.copies,
         weights * BYTES[choices.gradients],
         states * 4 if recipe.wide < 4 else 0.0,
@@ -238,11 +243,6 @@ def replicas(s: Setting, kind: Class) -> int:
     return prod(s.degrees[axis] for axis in GRIDS[grid] if axis not in axes)
 
 
-def replicated(s: Setting, parameters: Counter[Class]) -> tuple[float, float]:
-    """All parameters of a rank, and its share of them among replicas."""
-    return sum(parameters.values()), sum(count / replicas(s, kind) for kind, count in parameters.items())
-
-
 def update_of(s: Setting, held: State) -> float:
     """What the optimizer's step needs beside: summed gradients that came, and a bucket's weights being rounded; without
     a fused kernel the moments of a bucket in fp32 too."""
@@ -252,7 +252,7 @@ def update_of(s: Setting, held: State) -> float:
     bucket = min(largest, held.share)
     facts = Facts(s.choices.device, "bf16", moments=s.config.optim.moments, triton=s.choices.device == "cuda")
     fused = s.choices.stack == "megatron" or pick("adamw", facts)[0] != "reference"
-    came = held.share * BYTES[s.choices.gradients] if held.share < held.parameters else 0.0
+    came = held.summed * BYTES[s.choices.gradients] if s.choices.stack == "moefold" else 0.0
     return came + bucket * (s.choices.recipe.wide + (0 if fused else 16))
 
 

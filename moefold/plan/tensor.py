@@ -1,7 +1,7 @@
 """A tensor that a layer has, as a line of a table: how many rows of what width, and how an element is held.
 
-Tables of a stack (`plan/moefold_layers.py`, `plan/megatron_layers.py`) are made of such lines: what a step keeps for its
-backward, and what it needs for the moment. Rows and widths are functions of the letters of `plan/sizes.py`.
+A stack (`plan/moefold_layers.py`, `plan/megatron_layers.py`) is a table of such lines: what its steps keep for their
+backward, and what they need for the moment. Rows and widths are functions of the letters of `plan/sizes.py`.
 """
 
 from __future__ import annotations

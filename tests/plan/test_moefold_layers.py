@@ -38,7 +38,7 @@ VARIANTS = {
     "sigmoid scores as they are": "--model.moe.score=sigmoid --model.moe.normalize=none",
     "z loss": "--model.moe.z_loss=0.001",
     "z loss, not normalised": "--model.moe.z_loss=0.001 --model.moe.normalize=none",
-    "all of it": "--model.moe.z_loss=0.001 --model.moe.aux_loss=0.01 --model.moe.score=sigmoid --model.moe.normalize=all",
+    "all losses": "--model.moe.z_loss=0.1 --model.moe.aux_loss=0.1 --model.moe.score=sigmoid --model.moe.normalize=all",
     "sigmoids chosen, no losses": "--model.moe.score=sigmoid",
     "a dense layer": "--model.moe.dense_layers=1",
     "shared experts with a gate": "--model.moe.shared_ffn=64 --model.moe.shared_gate=true",
