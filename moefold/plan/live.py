@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +19,15 @@ from moefold.schedule.passes import defer_weight_grads, pair_forward_with_backwa
 from moefold.schedule.program import Op, Slot
 
 KINDS = ("F", "D", "W")
+
+
+class Load(NamedTuple):
+    """Bytes of a microbatch by stage of a rank: kept, waiting for weight gradients, and needed beside, the last by what
+    runs, as `Moments.runs` numbers it."""
+
+    kept: NDArray[np.float64]
+    waiting: NDArray[np.float64]
+    needed: NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -31,14 +41,14 @@ class Moments:
     runs: NDArray[np.int64]
     apart: bool
 
-    def peak(
-        self, kept: NDArray[np.float64], waiting: NDArray[np.float64], needed: NDArray[np.float64]
-    ) -> tuple[int, float, float]:
-        """The worst moment, what lives then, and what is needed beside; `needed` is by what runs."""
-        held = self.live @ kept + self.waiting @ waiting
-        beside = needed[self.runs]
-        at = int(np.argmax(held + beside))
-        return at, float(held[at]), float(beside[at])
+    def peak(self, load: Load) -> int:
+        """The worst moment: the number of its row."""
+        return int(np.argmax(self.live @ load.kept + self.waiting @ load.waiting + load.needed[self.runs]))
+
+    def holds(self, at: int, load: Load) -> tuple[float, float]:
+        """What lives at a moment, and what is needed beside."""
+        held = self.live[at] @ load.kept + self.waiting[at] @ load.waiting
+        return float(held), float(load.needed[self.runs[at]])
 
     def says(self, at: int) -> tuple[str, int, tuple[int, ...]]:
         """Kind and stage of what runs at a moment, and live microbatches by stage."""

@@ -26,15 +26,16 @@ from moefold.kernels.catalog import Facts, pick
 from moefold.layout.placement import GRIDS
 from moefold.plan.choices import Choices
 from moefold.plan.counts import Class, piece_count
-from moefold.plan.live import Moments, moments_of
+from moefold.plan.live import Load, Moments, moments_of
 from moefold.plan.sizes import Portion, portion_of
-from moefold.plan.stage import RankStages, StageCount, stage_count, stages_by_rank
+from moefold.plan.stage import RankKind, RankStages, StageCount, stage_count, stages_by_rank
 
 GIB = 2**30
 BYTES = {"fp32": 4, "bf16": 2}
 WORKSPACE = 64 * 2**20  # of cuBLAS, which torch allocates
 CONTEXT = 0.6 * GIB  # of CUDA itself, and its kernels
 GROUP = 0.15 * GIB  # of NCCL, for each axis that talks
+DOES = {"F": "forward", "D": "backward", "W": "weight gradients"}
 BUCKET = 1 << 25  # parameters, as shard/buckets.py fills them; a test compares
 
 
@@ -88,6 +89,11 @@ class Setting:
         return {**self.portion.degrees, "dp": max(1, self.world // dense), "edp": max(1, self.world // expert)}
 
     @cached_property
+    def outside(self) -> float:
+        """On the card, but out of torch's sight."""
+        return CONTEXT + GROUP * sum(size > 1 for size in (*self.degrees.values(), self.config.parallel.pp))
+
+    @cached_property
     def load(self) -> float:
         """Rows of a rank's experts at the quantile, over their even share: experts differ by `spread`, of which a rank
         averages over those it holds, and chance does the rest. A rank that holds all experts has neither."""
@@ -128,69 +134,76 @@ def memory_of(
 
 
 def memory_in(s: Setting, ranks: Iterable[int] | None = None) -> list[RankMemory]:
-    config, all_ranks = s.config, stages_by_rank(s.config)
-    chosen = {number: all_ranks[number] for number in (range(len(all_ranks)) if ranks is None else ranks)}
-    kinds = {pieces for rank in chosen.values() for pieces in rank.pieces}
-    even, full = (
-        {pieces: stage_count(config.model, pieces, s.portion, s.choices, load) for pieces in kinds}
-        for load in (1.0, s.load)
-    )
-    return [
-        rank_memory(s, number, rank, [even[p] for p in rank.pieces], [full[p] for p in rank.pieces])
-        for number, rank in chosen.items()
-    ]
+    every = stages_by_rank(s.config)
+    kinds: dict[RankKind, Prepared] = {}  # most ranks of a pipeline are of a few kinds
+    found: list[RankMemory] = []
+    for number in range(len(every)) if ranks is None else ranks:
+        kind = every[number].kind
+        if kind not in kinds:
+            kinds[kind] = prepared(s, every[number])
+        found.append(rank_memory(s, number, every[number], kinds[kind]))
+    return found
 
 
 def worst(ranks: list[RankMemory]) -> RankMemory:
     return max(ranks, key=lambda rank: rank.total)
 
 
-def rank_memory(
-    s: Setting, number: int, rank: RankStages, even: list[StageCount], full: list[StageCount]
-) -> RankMemory:
-    at, most, needed = peak(s.moments[number], full)
-    kind, chunk, live = s.moments[number].says(at)
-    activations, working = at_moment(s.moments[number], at, even)
-    held = state_of(s, rank, even)
-    update = update_of(s, held)
-    does = f"{ {'F': 'forward', 'D': 'backward', 'W': 'weight gradients'}[kind] } of stage {rank.numbers[chunk]}"
-    if update > most + needed:
-        live, activations, working, most, needed, does = (0,) * len(live), 0.0, update, 0.0, update, "optimizer step"
-    on_host = held.main + held.moments if s.choices.states_on_host else 0.0
+@dataclass(frozen=True)
+class Prepared:
+    """What ranks with the same pieces have in common: stages as they are on average, and with the fullest experts."""
+
+    state: State
+    update: float
+    buffers: float
+    even: Load
+    full: Load
+    offloaded: list[float]
+
+
+def prepared(s: Setting, rank: RankStages) -> Prepared:
+    even = [stage_count(s.config.model, pieces, s.portion, s.choices) for pieces in rank.pieces]
+    full = [stage_count(s.config.model, pieces, s.portion, s.choices, s.load) for pieces in rank.pieces]
+    state = state_of(s, rank, even)
+    offloaded = [stage.offloaded for stage in even]
+    return Prepared(state, update_of(s, state), buffers_of(s, rank, state), load_of(even), load_of(full), offloaded)
+
+
+def load_of(stages: list[StageCount]) -> Load:
+    passes = [*(stage.forward for stage in stages), *(stage.backward for stage in stages), *(0.0 for _ in stages)]
+    kept, waiting = ([getattr(stage, name) for stage in stages] for name in ("kept", "waiting"))
+    return Load(np.array(kept), np.array(waiting), np.array(passes))
+
+
+def rank_memory(s: Setting, number: int, rank: RankStages, p: Prepared) -> RankMemory:
+    moments, state = s.moments[number], p.state
+    at = moments.peak(p.full)
+    most, needed = moments.holds(at, p.full)
+    activations, working = moments.holds(at, p.even) if p.full is not p.even else (most, needed)
+    kind, chunk, live = moments.says(at)
+    does = f"{DOES[kind]} of stage {rank.numbers[chunk]}"
+    if p.update > most + needed:
+        live, activations, working, does = (0,) * len(live), 0.0, p.update, "optimizer step"
+        most, needed = activations, working
+    on_host = state.main + state.moments if s.choices.states_on_host else 0.0
     return RankMemory(
         number,
         rank.numbers,
-        held.parameters,
-        held.weights,
-        held.gradients,
-        0.0 if on_host else held.main,
-        0.0 if on_host else held.moments,
+        state.parameters,
+        state.weights,
+        state.gradients,
+        0.0 if on_host else state.main,
+        0.0 if on_host else state.moments,
         activations,
         working,
         most + needed - activations - working,
-        buffers_of(s, rank, held),
+        p.buffers,
         graphs_of(s, rank, live),
-        on_host + sum(n * stage.offloaded for n, stage in zip(live, even, strict=True)),
-        CONTEXT + GROUP * sum(size > 1 for size in (*s.degrees.values(), s.config.parallel.pp)),
+        on_host + sum(n * size for n, size in zip(live, p.offloaded, strict=True)),
+        s.outside,
         live,
         does,
     )
-
-
-def peak(moments: Moments, stages: list[StageCount]) -> tuple[int, float, float]:
-    return moments.peak(
-        np.array([stage.kept for stage in stages]),
-        np.array([stage.waiting for stage in stages]),
-        np.array([*(stage.forward for stage in stages), *(stage.backward for stage in stages), *(0.0 for _ in stages)]),
-    )
-
-
-def at_moment(moments: Moments, at: int, stages: list[StageCount]) -> tuple[float, float]:
-    """What lives at a moment, and what is needed beside."""
-    live, waiting = moments.live[at], moments.waiting[at]
-    held = sum(n * stage.kept + w * stage.waiting for n, w, stage in zip(live, waiting, stages, strict=True))
-    kind, chunk, _ = moments.says(at)
-    return float(held), {"F": stages[chunk].forward, "D": stages[chunk].backward, "W": 0.0}[kind]
 
 
 @dataclass(frozen=True)

@@ -68,6 +68,9 @@ def stage_count(
     )
 
 
+RankKind = tuple[tuple[Pieces, ...], bool, int]
+
+
 @dataclass(frozen=True)
 class RankStages:
     """The stages a pipeline rank holds, by number, with their pieces. `copies`: it holds the embedding for layers that
@@ -77,6 +80,11 @@ class RankStages:
     pieces: tuple[Pieces, ...]
     copies: bool
     aside: int
+
+    @property
+    def kind(self) -> RankKind:
+        """Ranks of one kind hold the same."""
+        return self.pieces, self.copies, self.aside
 
 
 def stages_by_rank(config: Config) -> list[RankStages]:

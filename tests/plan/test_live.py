@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from moefold.plan.live import enough, moments_of, walked, walked_program
+from moefold.plan.live import Load, Moments, enough, moments_of, walked, walked_program
 from moefold.schedule.catalog import SCHEDULES, program_of
 from moefold.schedule.costs import Costs
 from moefold.schedule.generate import backward, forward
@@ -22,6 +22,10 @@ CASES = [
     ("zb_v", 2),
     ("dualpipe_v", 2),
 ]
+
+
+def most(moments: Moments, load: Load) -> float:
+    return sum(moments.holds(moments.peak(load), load))
 
 
 @pytest.mark.parametrize(("pp", "vpp"), [(2, 2), (4, 4), (8, 4), (16, 2)])
@@ -40,15 +44,12 @@ def test_the_published_example_has_19_17_15_and_13():
 def test_a_few_microbatches_show_the_peak_of_many(schedule: str, vpp: int, pp: int):
     draw = random.Random(pp)
     for microbatches in (4 * pp, 5 * pp, 7 * pp, 11 * pp + 1, 40 * pp + pp - 1):
-        kept, waiting = (np.array([draw.random() for _ in range(vpp)]) for _ in range(2))
-        needed = np.array([draw.random() for _ in range(3 * vpp)])
+        load = Load(*(np.array([draw.random() for _ in range(n * vpp)]) for n in (1, 1, 3)))
         every = walked_program(schedule, pp, vpp, microbatches, False, False)
         some = moments_of(schedule, pp, vpp, microbatches, False, False)
         assert enough(schedule, pp, microbatches) <= max(5 * pp, microbatches if schedule == "gpipe" else 0)
         for whole, part in zip(every, some, strict=True):
-            assert sum(part.peak(kept, waiting, needed)[1:]) == pytest.approx(
-                sum(whole.peak(kept, waiting, needed)[1:])
-            )
+            assert most(part, load) == pytest.approx(most(whole, load))
 
 
 @pytest.mark.parametrize(("schedule", "vpp"), CASES)
@@ -64,7 +65,7 @@ def test_a_rank_holds_what_the_simulator_says(schedule: str, vpp: int):
     for rank, moments in enumerate(moments_of(schedule, pp, vpp, 12, False, False)):
         mine = SCHEDULES[schedule].stages_of(rank, pp, vpp)
         kept, waiting = (np.array([values[stage] for stage in mine]) for values in (saved, held))
-        assert sum(moments.peak(kept, waiting, np.zeros(3 * vpp))[1:]) == pytest.approx(expected[rank])
+        assert most(moments, Load(kept, waiting, np.zeros(3 * vpp))) == pytest.approx(expected[rank])
 
 
 def test_what_waits_is_counted_only_where_weight_gradients_come_later():
@@ -79,6 +80,7 @@ def test_what_waits_is_counted_only_where_weight_gradients_come_later():
 
 def test_a_moment_says_what_runs_and_what_lives():
     (moments,) = moments_of("1f1b", 1, 1, 3, False, False)
-    at, held, beside = moments.peak(np.array([10.0]), np.array([0.0]), np.array([1.0, 5.0, 0.0]))
-    assert (held, beside) == (10.0, 5.0)
+    load = Load(np.array([10.0]), np.array([0.0]), np.array([1.0, 5.0, 0.0]))
+    at = moments.peak(load)
+    assert moments.holds(at, load) == (10.0, 5.0)
     assert moments.says(at) == ("D", 0, (1,))
