@@ -3,14 +3,16 @@ each memory counted once, by the step that kept it first, if it is still there w
 
 from __future__ import annotations
 
+import json
 import weakref
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
-from moefold.config.run import Config
+from moefold.config.run import Config, ModelConfig, MoeConfig
 from moefold.kernels import cross_entropy
 from moefold.kernels.bind import bind
 from moefold.kernels.catalog import facts_of
@@ -21,7 +23,7 @@ from moefold.model.transformer import Transformer
 from moefold.plan import moefold_layers
 from moefold.plan.choices import Choices
 from moefold.plan.counts import alike, piece_count
-from moefold.plan.sizes import portion_of
+from moefold.plan.sizes import Portion, portion_of
 from moefold.presets.recipe import resolve
 from moefold.presets.zoo import PRESETS
 from tests.support.models import transformer
@@ -131,6 +133,33 @@ def test_the_model_keeps_what_the_table_says_step_by_step(name: str):
     found = kept_by_steps(real(config, "fp32", "cpu"), config)
     said = planned(config, Choices(precision="fp32", device="cpu"))
     assert dict(found) == {step: size for step, size in said.items() if size}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", ["mixtral-8x7b", "olmoe-1b-7b", "qwen3-30b-a3b", "deepseek-v2-lite", "glm-4.5-air"])
+def test_the_model_keeps_what_the_table_says_on_a_gpu(name: str):
+    """In bf16 with the kernels of that GPU, two layers of the real sizes."""
+    words = "--model.layers=2 --model.moe.dense_layers=1 --model.vocab=4096 --data.seq_len=512 --train.precision=bf16"
+    config = resolve(name, words.split())
+    found = kept_by_steps(real(config, "bf16", "cuda"), config, "cuda")
+    major, minor = torch.cuda.get_device_capability()
+    said = planned(config, Choices(capability=10 * major + minor))
+    assert set(found) == {step for step, size in said.items() if size}
+    for step, size in found.items():
+        assert size == pytest.approx(said[step], rel=0.002), f"{step}: plans of tiles and offsets are not counted"
+
+
+def test_one_layer_keeps_what_was_measured_on_an_h200():
+    """Measured: the layer's input, its router and its experts, without a norm and balance losses."""
+    record = Path(__file__).parents[2] / "docs/benchmarks/layer-h200-2026-11-15.json"
+    for row in json.loads(record.read_text())["results"]:
+        moe = MoeConfig(experts=row["experts"], top_k=row["top_k"], ffn=row["ffn"])
+        model = ModelConfig(layers=1, hidden=row["hidden"], moe=moe)
+        steps = piece_count(model, "t", 0, Portion(row["tokens"]), Choices()).steps
+        kept = [t for step in steps if step.name in ("route", "dispatch", "experts") for t in step.saved]
+        total = sum(t.bytes for t in kept if "stream" not in t.name)
+        assert total / 2**30 == pytest.approx(row["ours"]["saved_gib"], rel=0.001), row["layer"]
 
 
 def test_the_head_holds_as_many_logits_as_the_plan_says():
