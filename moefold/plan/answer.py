@@ -18,7 +18,7 @@ from moefold.config.refused import Refused
 from moefold.config.rules import check
 from moefold.config.run import Config
 from moefold.plan.choices import Choices
-from moefold.plan.memory import GIB, RankMemory, memory_of, setting_of, worst
+from moefold.plan.memory import GIB, RankMemory, memory_in, setting_of, worst
 from moefold.plan.request import Request, read_request, with_dispatcher
 from moefold.plan.search import Candidate, Found, Ranked, described, search
 from moefold.plan.simulate import StepTime, time_step
@@ -44,7 +44,7 @@ def plan(r: Request, config: Config, choices: Choices) -> dict[str, Any]:
     """One layout."""
     config, why = with_dispatcher(config, choices, r.gpu, r.gpus)
     setting = setting_of(config, r.gpus, choices)
-    time, memory = time_step(setting, r.gpu), memory_of(config, r.gpus, choices)
+    time, memory = time_step(setting, r.gpu), memory_in(setting)
     fullest = worst(memory)
     need = (fullest.total + fullest.outside) / GIB
     return {

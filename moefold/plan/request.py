@@ -74,7 +74,7 @@ def read_request(raw: Mapping[str, Any]) -> Request:
         config = replace(config, train=replace(config.train, global_batch=SEQUENCES * gpus))
     check_precision(gpu, choices.precision)
     choices = replace(choices, node=min(gpu.domain, gpus))
-    fixed = frozenset([*dotted, *(["recompute"] if "recompute" in given else [])])
+    fixed = frozenset(key for key in given if "." in key or key == "recompute")
     search = bool(given.get("search")) or not any(key.startswith(LAYOUT) for key in dotted)
     tokens = amount(given.get("tokens", 1e12), "tokens")
     return Request(config, choices, gpu, gpus, fixed, search, tokens, whole(given.get("best", 10), "best", 100))

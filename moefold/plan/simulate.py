@@ -14,10 +14,11 @@ from collections import Counter
 from dataclasses import dataclass
 from statistics import mean
 
-from moefold.anatomy.stages import program_for, rank_of_stage, stages_of
+from moefold.anatomy.stages import program_for
 from moefold.plan.counts import Class
 from moefold.plan.hardware import Gpu
-from moefold.plan.memory import BYTES, Setting, pieces_of, stage_count
+from moefold.plan.memory import BYTES, Setting
+from moefold.plan.stage import Pieces, stage_count, stages_by_rank
 from moefold.plan.timing import Pace, Passes, total
 from moefold.schedule.costs import Costs
 from moefold.schedule.simulate import Timeline, simulate
@@ -71,34 +72,34 @@ def clock(setting: Setting, costs: Costs) -> tuple[float, Timeline, int]:
     return timeline.makespan + (timeline.makespan - before) / pp * (every - shown), timeline, shown
 
 
-def time_step(setting: Setting, gpu: Gpu, pace: Pace | None = None) -> StepTime:
-    pace = pace or Pace(setting, gpu)
-    config = setting.config
-    pieces = [pieces_of(config.model, stage) for stage in stages_of(config)]
-    passes, homes = [pace.stage(each) for each in pieces], rank_of_stage(config)
-    costs = costs_of(pace, passes)
+def time_step(setting: Setting, gpu: Gpu) -> StepTime:
+    pace, config = Pace(setting, gpu), setting.config
+    ranks = stages_by_rank(config)
+    by_rank = [[pace.stage(pieces) for pieces in rank.pieces] for rank in ranks]
+    by_stage = {
+        n: each for rank, mine in zip(ranks, by_rank, strict=True) for n, each in zip(rank.numbers, mine, strict=True)
+    }
+    costs = costs_of(pace, [by_stage[number] for number in range(len(by_stage))])
     pipeline, timeline, shown = clock(setting, costs)
-    ranks = [[at for at, home in enumerate(homes) if home == rank] for rank in range(config.parallel.pp)]
-    around = [outside(pace, [pieces[at] for at in mine], [passes[at] for at in mine]) for mine in ranks]
+    around = [outside(pace, rank.pieces, total(mine)) for rank, mine in zip(ranks, by_rank, strict=True)]
     exchange, optimizer = (max(each) for each in zip(*around, strict=True))
-    walls = mean_walls(setting, [total([passes[at] for at in mine]) for mine in ranks], timeline, pipeline)
+    walls = mean_walls(setting, [total(mine) for mine in by_rank], timeline, pipeline, shown)
     walls["communication"] += exchange
     walls["memory"] += optimizer
     return StepTime(pipeline + exchange + optimizer, pipeline, exchange, optimizer, walls, timeline, costs, shown)
 
 
-def outside(pace: Pace, pieces: list[tuple[tuple[str, int], ...]], passes: list[Passes]) -> tuple[float, float]:
+def outside(pace: Pace, pieces: tuple[Pieces, ...], mine: Passes) -> tuple[float, float]:
     """On one rank: seconds of exchange that no compute hides, and of the optimizer."""
     s = pace.setting
     parameters: Counter[Class] = Counter()
     for each in pieces:
         parameters.update(dict(stage_count(s.config.model, each, s.portion, s.choices).parameters))
-    mine = total(passes)
-    travels = float(BYTES[s.config.optim.gradient_travel])
     shown = 0.0
     if s.choices.sharding != "fsdp":  # whose weights and gradients travel with every microbatch
-        shown = max(0.0, pace.cluster.exchange(parameters, s, travels) - mine.D.compute - mine.W.compute)
-        shown += max(0.0, pace.cluster.exchange(parameters, s, s.choices.recipe.wide) - mine.F.compute)
+        scatter = pace.cluster.exchange(parameters, s, BYTES[s.config.optim.gradient_travel])
+        gather = pace.cluster.exchange(parameters, s, s.choices.recipe.wide)
+        shown = max(0.0, scatter - mine.D.compute - mine.W.compute) + max(0.0, gather - mine.F.compute)
     return shown, optimizer_seconds(pace, parameters)
 
 
@@ -117,10 +118,10 @@ def optimizer_bytes(s: Setting) -> float:
     return BYTES[s.choices.gradients] + 2 * 4 + 2 * 2 * BYTES[s.config.optim.moments] + s.choices.recipe.wide
 
 
-def mean_walls(s: Setting, ranks: list[Passes], timeline: Timeline, pipeline: float) -> dict[str, float]:
+def mean_walls(s: Setting, ranks: list[Passes], timeline: Timeline, pipeline: float, shown: int) -> dict[str, float]:
     """Where the pipeline's time goes, on the average over ranks: arithmetic at the peak, what the three walls cost
     (memory, communication, compute efficiency with the host's share of it apart), and waiting for other ranks."""
-    m, share = s.microbatches, s.microbatches / max(1, len({op.microbatch for sp in timeline.spans for op in sp.slot}))
+    m = s.microbatches
 
     def of(field: str) -> float:
         return m * mean(sum(getattr(getattr(rank, kind), field) for kind in KINDS) for rank in ranks)
@@ -131,6 +132,6 @@ def mean_walls(s: Setting, ranks: list[Passes], timeline: Timeline, pipeline: fl
         "compute": of("products") + of("attention") + of("passes") - ideal,
         "host": of("host"),
         "memory": of("memory"),
-        "communication": of("joined") + share * mean(timeline.exposed),
+        "communication": of("joined") + m / shown * mean(timeline.exposed),
     }
     return {**walls, "bubble": pipeline - sum(walls.values())}

@@ -25,8 +25,9 @@ from moefold.plan.comm import Cluster
 from moefold.plan.counts import Gemm, StepCount, piece_count
 from moefold.plan.fit import TILE, reached
 from moefold.plan.hardware import Gpu, roofline
-from moefold.plan.memory import BYTES, Pieces, Setting
+from moefold.plan.memory import BYTES, Setting
 from moefold.plan.sizes import Sizes
+from moefold.plan.stage import Pieces
 
 BACKWARD = 1.5  # launches of a backward, over those of a forward; autograd launches from C++
 
