@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 
 from moefold.anatomy.steps import travelling_width
@@ -20,9 +20,14 @@ from moefold.config.run import Config
 BYTES = {"fp64": 8, "fp32": 4, "fp16": 2, "bf16": 2}
 
 
+@cache
+def has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
 @dataclass(frozen=True)
 class Facts:
-    """What is known before a run starts and does not change during it."""
+    """What is known before a run starts and does not change during it. `triton`: whether it is installed there."""
 
     device: str
     dtype: str
@@ -30,6 +35,7 @@ class Facts:
     hidden: int = 0
     ffn: int = 0
     moments: str = "fp32"
+    triton: bool = field(default_factory=has_triton)
 
     def aligned(self, to: int) -> bool:
         """Rows of `hidden` and of `ffn` elements begin at multiples of so many bytes."""
@@ -53,13 +59,8 @@ def grouped_mm_runs(f: Facts) -> bool:
     return f.dtype in dtypes and f.aligned(16) and (f.device == "cpu" or f.capability >= (8, 0))
 
 
-@cache
-def has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
-
-
 def triton_runs(f: Facts) -> bool:
-    return f.device == "cuda" and f.capability >= (8, 0) and has_triton()
+    return f.device == "cuda" and f.capability >= (8, 0) and f.triton
 
 
 def expert_gemm_runs(f: Facts) -> bool:
