@@ -192,7 +192,7 @@ class KernelsConfig:
 class ObserveConfig:
     log_every: int = key(10, "steps between lines where there is no terminal", at_least=1)
     check_collectives: bool = key(False, "debug: ranks compare notes before every collective, and name who differs")
-    trace: bool = key(False, "write trace.json, what every rank did when, for Perfetto")
+    profile: bool = key(False, "print where the tenth step's time and memory went; write trace.json, for Perfetto")
     tensorboard: bool = key(True, "write TensorBoard events beside the run")
     router_every: int = key(10, "steps between lines of router.jsonl, the load of every expert", at_least=1)
 

@@ -36,10 +36,12 @@ class AdamW:
         mean, mean_square = (torch.zeros_like(weights, dtype=moments) for _ in range(2))
         return Slice(bucket, weights.to(wide), mean, mean_square, has_copy=weights.dtype != wide)
 
-    def step(self, number: int, lr: float) -> None:
+    def step(self, number: int, lr: float, scale: torch.Tensor | None = None) -> None:
         """Update the main weights from the buckets' gradients, and round them into the model's; `number` counts from
         one. Other ranks see the new weights once they are published."""
         o = self.optim
+        if scale is not None and not scale.isfinite():
+            return
         for s in self.slices:
             decay = o.weight_decay if s.bucket.decays else 0.0
             gradients = s.bucket.gradients[s.bucket.share].to(s.main.dtype)

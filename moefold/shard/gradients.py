@@ -109,4 +109,5 @@ class Gradients:
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         for share in self.shares():
             share *= scale.to(share.dtype)
+        self.scale = torch.ones_like(norm).where(norm.isfinite(), torch.nan)
         return norm

@@ -41,7 +41,7 @@ from moefold.shard.publish import Publisher
 
 @dataclass
 class Run:
-    """Everything a training run works with. `step` counts finished steps."""
+    """Everything a training run works with. `step` counts the steps that were begun."""
 
     config: Config
     world: World
@@ -54,6 +54,7 @@ class Run:
     executor: Executor
     optimizer: AdamW
     parameters: Publisher
+    sound: torch.Tensor  # on the device: whether every loss and gradient so far was a number
     step: int = 0
 
 
@@ -75,7 +76,6 @@ def assemble(
     model = build_model(config, world, kernels, weights)
     buckets = fill_buckets(model, world, held=held_copies(config))
     gradients = Gradients(buckets, world, config.optim.gradient_travel)
-    spans = Spans(world.rank, config.observe.trace)
     return Run(
         config=config,
         world=world,
@@ -85,9 +85,10 @@ def assemble(
         validation=validation,
         model=model,
         gradients=gradients,
-        executor=Executor(config, model, gradients, world, spans),
+        executor=Executor(config, model, gradients, world, Spans(world.rank)),
         optimizer=AdamW(buckets, config.optim, kernels),
         parameters=Publisher(model, buckets),
+        sound=torch.ones((), dtype=torch.bool, device=world.device),
     )
 
 

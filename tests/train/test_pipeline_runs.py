@@ -52,7 +52,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
     code, output = command(words(folder, "one"), folder / "log")
     assert code == 0, output
-    more = ["--parallel.pp", "2", "--parallel.ep", "2", "--pipeline.vpp", "2", "--observe.trace", "true"]
+    more = ["--parallel.pp", "2", "--parallel.ep", "2", "--pipeline.vpp", "2", "--observe.profile", "true"]
     said = finish(start_ranks(words(folder, "piped", *more), 4, folder), folder)
     assert "4 ranks" in said
     assert "a sample:\ndef " in said
