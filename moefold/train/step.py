@@ -35,14 +35,14 @@ def train_step(run: Run, batch: Batch) -> StepReport:
     losses_1M = run.executor.train(parts, weights(run, tokens_1M))  # forward and backward; gradients add up in buckets
 
     losses_1M = sum_(sum_(losses_1M, run.world.axis("dp", "cp")), run.world.axis("pp"))
-    run.gradients.finish(tokens=tokens_1M[0])  # sum over ranks, divide once
+    run.gradients.finish(tokens=tokens_1M[0])  # sum over ranks, to be divided once
     norm = run.gradients.clip(run.config.optim.max_norm)  # one norm over dense and expert parameters
     loss, *ahead, tokens, length = torch.cat((losses_1M / tokens_1M.clamp(min=1), tokens_1M[:1], norm[None])).tolist()
     refuse_nonsense(run, loss, length)
 
     number = run.step + 1
     lr = learning_rate(number, run.config.train.steps, run.config.optim)
-    run.optimizer.step(number, lr)  # update this rank's share of the weights
+    run.optimizer.step(number, lr, run.gradients.scale)  # update this rank's share of the weights
     run.parameters.publish()  # hand it to the other ranks
     loads = run.model.balance()  # even out expert load
     run.step = number
