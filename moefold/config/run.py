@@ -152,7 +152,14 @@ class OptimConfig:
     eps: float = key(1e-8, "AdamW: added to the root mean square", above=0)
     weight_decay: float = key(0.1, "AdamW: decay of matrices (not of norms, biases)", at_least=0)
     max_norm: float = key(1.0, "gradient norm above which gradients are scaled down", above=0)
+    main: Literal["fp32", "split"] = key(
+        "fp32", "main weights of a bf16 model: a copy, or only the 16 bits that its weights lack; the same numbers"
+    )
     moments: Literal["fp32", "bf16"] = key("fp32", "AdamW: how the two means are kept")
+    rounding: Literal["nearest", "stochastic"] = key("nearest", "AdamW: of means kept as bf16")
+    gradients: Literal["fp32", "bf16"] = key(
+        "fp32", "what gradients of a bf16 model are kept in; bf16 for steps of one microbatch, which need no sum"
+    )
     gradient_travel: Literal["fp32", "bf16"] = key("fp32", "how gradients travel between ranks; sums are fp32 always")
 
 

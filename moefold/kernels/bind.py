@@ -8,6 +8,7 @@ from typing import Any
 
 from moefold.kernels import (
     adamw,
+    add_squares,
     arrange_rows,
     attention,
     attention_block,
@@ -28,6 +29,7 @@ from moefold.kernels.registry import OPS
 
 __all__ = [  # imported so that their ops are registered
     "adamw",
+    "add_squares",
     "arrange_rows",
     "attention",
     "attention_block",
@@ -67,6 +69,7 @@ class Kernels:
     expert_mlp: Callable[..., Any]
     cross_entropy: Callable[..., Any]
     adamw: Callable[..., Any]
+    add_squares: Callable[..., Any]
 
 
 def bind(facts: Facts, force: Iterable[str] = ()) -> Kernels:

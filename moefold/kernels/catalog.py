@@ -30,6 +30,7 @@ class Facts:
     hidden: int = 0
     ffn: int = 0
     moments: str = "fp32"
+    main: str = "fp32"
 
     def aligned(self, to: int) -> bool:
         """Rows of `hidden` and of `ffn` elements begin at multiples of so many bytes."""
@@ -133,13 +134,35 @@ CATALOG: dict[str, tuple[Choice, ...]] = {
             "one call for all experts, offsets stay on the device",
         ),
     ),
-    "cross_entropy": (Choice("chunked", always, "nothing", "holds the logits of one chunk of tokens at a time"),),
+    "cross_entropy": (
+        Choice(
+            "triton",
+            lambda f: triton_runs(f) and f.dtype == "bf16",
+            "bf16 on cuda with Triton",
+            "logits of a chunk are read twice and written once; the head's gradient adds up in fp32",
+        ),
+        Choice("chunked", always, "nothing", "holds the logits of one chunk of tokens at a time"),
+    ),
     "adamw": (
         Choice(
+            "triton",
+            lambda f: triton_runs(f) and f.dtype != "fp64",
+            "cuda with Triton, fp32 or bf16",
+            "one pass over gradients, moments, main weights and the model's, clipping included",
+        ),
+        Choice(
             "fused",
-            lambda f: f.dtype != "fp64" and f.moments != "bf16",
+            lambda f: f.dtype != "fp64" and f.moments != "bf16" and f.main == "fp32",
             "fp32 state",
             "one pass over weights, gradients and moments",
+        ),
+    ),
+    "add_squares": (
+        Choice(
+            "triton",
+            lambda f: triton_runs(f) and f.dtype != "fp64",
+            "cuda with Triton, fp32 or bf16",
+            "one pass, fp32 sums of a few thousand squares, those in fp64",
         ),
     ),
 }
@@ -176,6 +199,7 @@ def facts_of(config: Config, device: str, dtype: str, capability: tuple[int, int
         travelling_width(config.model),
         config.model.moe.ffn // config.parallel.etp,
         config.optim.moments,
+        config.optim.main,
     )
 
 

@@ -21,15 +21,17 @@ OPS: dict[str, Op] = {}
 
 @dataclass(frozen=True)
 class Case:
-    """Inputs for one op. `hidden` and `ffn` are the facts the catalog's conditions look at."""
+    """Inputs for one op. The rest are the facts the catalog's conditions look at."""
 
     name: str
     inputs: tuple[Any, ...]
     hidden: int = 0
     ffn: int = 0
+    moments: str = "fp32"
+    main: str = "fp32"
 
     def facts(self, device: str, dtype: str, capability: tuple[int, int]) -> Facts:
-        return Facts(device, dtype, capability, self.hidden, self.ffn)
+        return Facts(device, dtype, capability, self.hidden, self.ffn, self.moments, self.main)
 
 
 Cases = Callable[[str, torch.dtype], Iterable[Case]]

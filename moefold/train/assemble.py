@@ -74,8 +74,8 @@ def assemble(
     loader, validation = make_loaders(config, corpus or load_corpus(config.data, tokenizer, config.model.vocab), world)
     kernels = choose_kernels(config, world)
     model = build_model(config, world, kernels, weights)
-    buckets = fill_buckets(model, world, held=held_copies(config))
-    gradients = Gradients(buckets, world, config.optim.gradient_travel)
+    buckets = fill_buckets(model, world, held=held_copies(config), gradients=config.optim.gradients)
+    gradients = Gradients(buckets, world, config.optim.gradient_travel, kernels.add_squares)
     return Run(
         config=config,
         world=world,
