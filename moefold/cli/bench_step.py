@@ -68,7 +68,8 @@ def measured_config(name: str, device: str) -> Config:
     if device == "cuda":
         config = replace(config, model=replace(config.model, layers=MODELS[name].layers))
     train = replace(config.train, device=device, global_batch=4, micro_batch=4, steps=1000)
-    return replace(config, train=train, optim=replace(config.optim, moments="bf16", lr=1e-4))
+    lean = {"main": "split", "moments": "bf16", "gradients": "bf16"} if device == "cuda" else {}
+    return replace(config, train=train, optim=replace(config.optim, lr=1e-4, **lean))
 
 
 def random_tokens(config: Config, steps: int) -> np.ndarray:
@@ -100,6 +101,7 @@ def our_steps(config: Config, steps: int, profile: Path | None) -> Measured:
         _, watched = watch_step(run, take)
         (profile / "profile.txt").write_text(profile_text(run, watched) + "\n")
         write_profile(run, watched)
+    run.gradients.let_go()
     return found
 
 

@@ -30,8 +30,8 @@ GIB = 2**30
 
 @dataclass
 class Memory:
-    """Bytes: what the run holds all the time, what one microbatch keeps for its backward by step and region, and the
-    most that was held at once (0 where torch does not count)."""
+    """Bytes: what the run holds, what one microbatch keeps for its backward by step and region, and the most that was
+    held at once (0 where torch does not count)."""
 
     lasting: dict[str, int] = field(default_factory=dict[str, int])
     saved: dict[str, int] = field(default_factory=dict[str, int])
@@ -146,13 +146,13 @@ def storage_of(x: torch.Tensor) -> int:
 
 
 def lasting_bytes(run: Run) -> dict[str, int]:
-    """Weights, gradients and optimizer state on this rank."""
-    state = {flat.untyped_storage().data_ptr(): flat.untyped_storage().nbytes() for *_, flat in run.optimizer.state()}
-    buckets = run.gradients.buckets
+    """Weights, optimizer state, and gradients, which are made as backward reaches them."""
+    slices, sums = run.optimizer.slices, [bucket.sums for bucket in run.gradients.buckets]
     return {
-        "weights": sum(bucket.weights.nbytes for bucket in buckets),
-        "gradients": sum(bucket.gradients.nbytes for bucket in buckets),
-        "optimizer": sum(state.values()),
+        "weights": sum(bucket.weights.nbytes for bucket in run.gradients.buckets),
+        "main weights": sum(s.main.nbytes for s in slices if s.has_copy),
+        "moments": sum(s.mean.nbytes + s.mean_square.nbytes for s in slices),
+        "gradients": sum(each.size * each.dtype.itemsize for each in sums),
     }
 
 
@@ -232,8 +232,6 @@ def memory_table(memory: Memory) -> Table:
         table.add_row(f"saved in {name}", f"{size / GIB:.3f}")
     if memory.peak:
         table.add_section()
-        named = sum(memory.lasting.values()) + sum(memory.saved.values())
-        table.add_row("else, at the peak", f"{(memory.peak - named) / GIB:.3f}")
         table.add_row("peak", f"{memory.peak / GIB:.3f}")
     return table
 
