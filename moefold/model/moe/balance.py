@@ -55,7 +55,8 @@ class Load(nn.Module):
         if recomputing():
             return
         self.counts_E += count_choices(ids_TK.reshape(1, -1), len(self.counts_E))[0]
-        self.dropped += (ids_TK >= 0).sum() - (kept_TK >= 0).sum()
+        if kept_TK is not ids_TK:  # without a capacity none is dropped, and nothing need be counted
+            self.dropped += (ids_TK >= 0).sum() - (kept_TK >= 0).sum()
 
     def note_moved(self, sent: int) -> None:
         if not recomputing():
