@@ -164,12 +164,13 @@ class Places:
         self.marks = Ranges([e for e in ordered if e.name().startswith(MARK)])
         self.maker: dict[tuple[int, int], str] = {}
         for e in ordered:  # several operations may show a node's number: the last begun of them made it
-            if e.sequence_nr() >= 0 and self.nodes.at(e) is None and (inside := self.marks.at(e)) is not None:
-                self.maker[e.start_thread_id(), e.sequence_nr()] = marked(inside).name
+            thread, when = e.start_thread_id(), e.start_ns()
+            if e.sequence_nr() >= 0 and self.nodes.at(when, thread) is None and (m := self.marks.at(when, thread)):
+                self.maker[thread, e.sequence_nr()] = marked(m).name
 
-    def of(self, moment: Any) -> Place:
-        """Of an event of the host: the innermost mark or node it lies in."""
-        node, inside = self.nodes.at(moment), self.marks.at(moment)
+    def of(self, when: int, thread: int | None) -> Place:
+        """The innermost mark or node around a moment of a thread, or of any."""
+        node, inside = self.nodes.at(when, thread), self.marks.at(when, thread)
         if inside is not None and (node is None or inside.start_ns() >= node.start_ns()):
             return marked(inside)
         if node is None:
@@ -180,7 +181,7 @@ class Places:
 
 
 class Ranges:
-    """Events of one kind by thread, to be asked which of them an event lies in."""
+    """Events of one kind by thread, to be asked which of them a moment lies in."""
 
     def __init__(self, ordered: Iterable[Any]):
         self.of: dict[int, list[Any]] = {}
@@ -188,28 +189,27 @@ class Ranges:
             self.of.setdefault(e.start_thread_id(), []).append(e)
         self.starts = {thread: [e.start_ns() for e in events] for thread, events in self.of.items()}
 
-    def at(self, moment: Any) -> Any | None:
+    def at(self, when: int, thread: int | None) -> Any | None:
         """The innermost; they nest a few deep at most."""
-        thread, when = moment.start_thread_id(), moment.start_ns()
-        for each in [thread] if thread in self.of else self.of:  # a launch may not know its thread
+        found: list[Any] = []
+        for each in self.of if thread is None else self.of.keys() & {thread}:
             last = bisect_right(self.starts[each], when)
             candidates = self.of[each][max(0, last - 8) : last]
-            if (found := next((e for e in reversed(candidates) if e.end_ns() >= when), None)) is not None:
-                return found
-        return None
+            found += [e for e in reversed(candidates) if e.end_ns() >= when][:1]
+        return max(found, key=lambda e: e.start_ns(), default=None)
 
 
 def works_of_device(every: Sequence[Any], host: Sequence[Any], places: Places) -> list[Work]:
-    """Kernels and copies. A launch is found by its number; one that torch did not see, by the operation around it."""
+    """Kernels and copies, each where the host was when it launched them: launches do not know torch's threads, but one
+    of these launches at a time. Where a launch was not seen, the operation around it is asked."""
     operations = {e.correlation_id(): e for e in host if not re.match(r"cu(da)?[A-Z]", e.name())}
     launches = {e.correlation_id(): e for e in host if re.match(r"cu(da)?[A-Z]", e.name())}
     works: list[Work] = []
     for e in every:
         if e.device_type() == torch.autograd.DeviceType.CPU or e.name().startswith(MARK) or e.duration_ns() == 0:
             continue
-        launch = launches.get(e.correlation_id())
-        asker = operations.get(e.linked_correlation_id(), launch)
-        place = places.of(asker) if asker is not None else Place("elsewhere")
+        launch = launches.get(e.correlation_id()) or operations.get(e.linked_correlation_id())
+        place = places.of(launch.start_ns(), None) if launch is not None else Place("elsewhere")
         launched = launch.start_ns() if launch is not None else e.start_ns()
         times = (e.start_ns(), e.end_ns(), e.duration_ns(), launched)
         works.append(Work(e.name(), place, f"stream {e.device_resource_id()}", *(t / 1e9 for t in times)))
@@ -228,7 +228,7 @@ def works_of_host(host: Sequence[Any], places: Places) -> list[Work]:
             inner[id(open_ones[-1])] = inner.get(id(open_ones[-1]), 0) + e.duration_ns()
         open_ones.append(e)
     return [
-        Work(e.name(), places.of(e), f"thread {e.start_thread_id()}", *(t / 1e9 for t in times))
+        Work(e.name(), places.of(e.start_ns(), e.start_thread_id()), f"thread {e.start_thread_id()}", *(t / 1e9 for t in times))
         for e in host
         if (times := (e.start_ns(), e.end_ns(), e.duration_ns() - inner.get(id(e), 0), e.start_ns()))[2] > 0
     ]
