@@ -53,8 +53,8 @@ def adamw(
     root = (square / (1 - beta2**step)).sqrt_().add_(eps)
     w.mul_(1 - lr * decay).addcdiv_(mean, root, value=-lr / (1 - beta1**step))
     chance = None if seed is None else chances(len(w), seed, w.device)
-    m.copy_(mean if chance is None else by_chance(mean, m.dtype, chance & 0xFFFF))
-    v.copy_(square if chance is None else by_chance(square, v.dtype, chance >> 16))
+    m.copy_(nearest(mean, m.dtype) if chance is None else by_chance(mean, m.dtype, chance & 0xFFFF))
+    v.copy_(nearest(square, v.dtype) if chance is None else by_chance(square, v.dtype, chance >> 16))
     if split:
         main.copy_(lower_of(w))
     if weights is not None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from moefold.kernels import (
     adamw,
+    add_rmsnorm,
     add_squares,
     arrange_rows,
     attention,
@@ -17,6 +18,7 @@ from moefold.kernels import (
     expert_bias,
     expert_mlp,
     grouped_gemm,
+    norm_rope,
     permute,
     rmsnorm,
     rope,
@@ -29,6 +31,7 @@ from moefold.kernels.registry import OPS
 
 __all__ = [  # imported so that their ops are registered
     "adamw",
+    "add_rmsnorm",
     "add_squares",
     "arrange_rows",
     "attention",
@@ -38,6 +41,7 @@ __all__ = [  # imported so that their ops are registered
     "expert_bias",
     "expert_mlp",
     "grouped_gemm",
+    "norm_rope",
     "permute",
     "rmsnorm",
     "rope",
@@ -52,7 +56,9 @@ class Kernels:
     """One callable per op; the model and the optimizer call these and do not know which implementation they got."""
 
     rmsnorm: Callable[..., Any]
+    add_rmsnorm: Callable[..., Any]
     rope: Callable[..., Any]
+    norm_rope: Callable[..., Any]
     attention: Callable[..., Any]
     attention_block: Callable[..., Any]
     attention_block_backward: Callable[..., Any]

@@ -146,9 +146,31 @@ ONE_PASS = Choice(
 )
 
 
+NORM_IN_ONE_PASS = Choice(
+    "triton",
+    lambda f: triton_runs(f) and f.dtype != "fp64",
+    "cuda with Triton, fp32 or bf16",
+    "one pass each way; the weight's gradient without atomics",
+)
+TURN_IN_ONE_PASS = Choice(
+    "triton",
+    lambda f: triton_runs(f) and f.dtype != "fp64",
+    "cuda with Triton, fp32 or bf16",
+    "one pass each way, angles read once for all heads of a token",
+)
+
+
 CATALOG: dict[str, tuple[Choice, ...]] = {
-    "rmsnorm": (Choice("torch", always, "nothing", "one fused pass where torch has one"),),
-    "rope": (),
+    "rmsnorm": (
+        NORM_IN_ONE_PASS,
+        Choice("torch", always, "nothing", "one fused pass where torch has one"),
+    ),
+    "add_rmsnorm": (
+        NORM_IN_ONE_PASS,
+        Choice("torch", always, "nothing", "one fused pass for the norm where torch has one"),
+    ),
+    "rope": (TURN_IN_ONE_PASS,),
+    "norm_rope": (TURN_IN_ONE_PASS,),
     "attention": ATTENTION,
     "attention_block": (),
     "attention_block_backward": (),

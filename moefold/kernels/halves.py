@@ -4,7 +4,8 @@
 
 Nearest, and of two equally near the one further from zero: then exactly 65536 fp32 numbers belong to every bf16 and the
 pair is the fp32 number, bit for bit. (With torch's own rule, the even one of two, 65537 belong to every second bf16.)
-A model's bf16 weights are rounded by this rule from fp32 main weights, whether these are kept whole or as halves.
+A model's bf16 weights are rounded by this rule from fp32 main weights, whether these are kept whole or as halves, and
+so are moments that are kept as bf16.
 """
 
 from __future__ import annotations

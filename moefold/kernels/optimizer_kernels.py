@@ -24,9 +24,12 @@ def mixed(x):
 
 
 @triton.jit
-def by_chance(x, chance):
-    bits = x.to(tl.int32, bitcast=True) + chance.to(tl.int32)
-    return (bits & -65536).to(tl.float32, bitcast=True)
+def store(at, x, chance, there, CHANCE: tl.constexpr):
+    """As fp32, or as bf16: by chance, or the nearest (halves.py)."""
+    if at.dtype.element_ty == tl.bfloat16:
+        bits = x.to(tl.int32, bitcast=True) + (chance.to(tl.int32) if CHANCE else 0x8000)
+        x = (bits & -65536).to(tl.float32, bitcast=True)
+    tl.store(at, x.to(at.dtype.element_ty), mask=there)
 
 
 @triton.jit(do_not_specialize=["seed"])
@@ -52,12 +55,9 @@ def adamw_kernel(
         m += (g - m) * beta1
         v += (g * g - v) * beta2
         w = w * keep - lr * m / (tl.sqrt(v) * root + eps)
-        if CHANCE:
-            chance = mixed(i.to(tl.uint32) ^ seed.to(tl.uint32))
-            m = by_chance(m, chance & 0xFFFF)
-            v = by_chance(v, chance >> 16)
-        tl.store(mean + i, m.to(mean.dtype.element_ty), mask=there)
-        tl.store(square + i, v.to(square.dtype.element_ty), mask=there)
+        chance = mixed(i.to(tl.uint32) ^ seed.to(tl.uint32)) if CHANCE else i
+        store(mean + i, m, chance & 0xFFFF, there, CHANCE)
+        store(square + i, v, chance >> 16, there, CHANCE)
         bits = w.to(tl.int32, bitcast=True)
         if COPY:
             tl.store(weights + i, ((bits + 0x8000) >> 16).to(tl.int16), mask=there)
@@ -86,8 +86,7 @@ def adamw(main, g, m, v, weights, scale, pace) -> None:
     adamw_kernel[(triton.cdiv(n, BLOCK),)](
         main, g, m, v, main if weights is None else weights.view(torch.int16), scale, n,
         lr / (1 - beta1**step), 1 - lr * decay, 1 - beta1, 1 - beta2, eps, correction**-0.5, seed or 0,
-        HALVES=main.dtype == torch.int16, COPY=weights is not None,
-        CHANCE=seed is not None and m.dtype == torch.bfloat16, BLOCK=BLOCK,
+        HALVES=main.dtype == torch.int16, COPY=weights is not None, CHANCE=seed is not None, BLOCK=BLOCK,
     )  # fmt: skip
 
 

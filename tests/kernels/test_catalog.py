@@ -53,7 +53,7 @@ def test_adamw_is_fused_for_fp32_state_only():
 def test_the_reason_is_told_for_what_is_chosen_and_for_what_is_not():
     assert pick("grouped_gemm", HOPPER)[1] == CATALOG["grouped_gemm"][0].why
     assert "torch_grouped_mm needs" in pick("grouped_gemm", Facts("cpu", "fp64"))[1]
-    assert pick("rope", HOPPER)[1] == "plain torch is the only one yet"
+    assert pick("expert_bias", HOPPER)[1] == "plain torch is the only one yet"
 
 
 @pytest.mark.parametrize("name", CATALOG)

@@ -36,7 +36,7 @@ def test_a_vocabulary_in_two_parts_gives_the_loss_and_the_gradient_of_the_whole(
     whole, expected = head_kernels.loss_and_gradient(logits.clone(), labels, ALL_WORDS)
     parts = [logits[:, :1700].contiguous(), logits[:, 1700:].contiguous()]
     largest = torch.stack([x.amax(1) for x in parts]).amax(0)
-    sums = sum((x - largest[:, None]).exp().sum(1) for x in parts)
+    sums = torch.stack([(x - largest[:, None]).exp().sum(1) for x in parts]).sum(0)
     targets = logits.gather(1, labels.clamp(min=0)[:, None])[:, 0] * (labels != IGNORED)
     for first, part in zip((0, 1700), parts, strict=True):
         said = iter((sums, targets))
