@@ -50,7 +50,9 @@ def repeats_itself(way: str, facts: Facts, times: int = 6) -> bool:
 
 
 def show(report: dict[str, Any]) -> None:
-    title = f"{report['card']}, {report['date']}, torch {report['versions']['torch']}: ms for 16384 tokens there and back"
+    title = (
+        f"{report['card']}, {report['date']}, torch {report['versions']['torch']}: ms for 16384 tokens there and back"
+    )
     table = Table("model", "shape", "way", title=title, title_justify="left")
     table.add_column("ms", justify="right")
     table.add_column("repeats to the bit")

@@ -193,7 +193,9 @@ class PipelineConfig:
 @dataclass(frozen=True)
 class KernelsConfig:
     force: tuple[str, ...] = key((), "implementations to use regardless, as op=name, such as attention=reference")
-    repeatable: bool = key(True, "runs of one seed agree to the bit on a GPU too; false allows quicker sums in any order")
+    repeatable: bool = key(
+        True, "runs of one seed agree to the bit on a GPU too; false allows quicker sums in any order"
+    )
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from moefold.observe.trace import Event
 MARK = "moefold:"
 NODE = "autograd::engine::evaluate_function: "
 KINDS = {  # by name of a kernel or of an operation; the first that fits
-    "attention": r"flash|fmha|sdpa|attention|attend_",
+    "attention": r"flash|fmha|sdpa|attention|dq_kernel|dkdv_kernel|delta_kernel",
     "gemm": r"gemm|nvjet|cutlass|_mm|::mm|::bmm|::addmm|matmul|wgmma|splitk",
     "copy": r"memcpy|memset|copy",
 }
@@ -228,7 +228,12 @@ def works_of_host(host: Sequence[Any], places: Places) -> list[Work]:
             inner[id(open_ones[-1])] = inner.get(id(open_ones[-1]), 0) + e.duration_ns()
         open_ones.append(e)
     return [
-        Work(e.name(), places.of(e.start_ns(), e.start_thread_id()), f"thread {e.start_thread_id()}", *(t / 1e9 for t in times))
+        Work(
+            e.name(),
+            places.of(e.start_ns(), e.start_thread_id()),
+            f"thread {e.start_thread_id()}",
+            *(t / 1e9 for t in times),
+        )
         for e in host
         if (times := (e.start_ns(), e.end_ns(), e.duration_ns() - inner.get(id(e), 0), e.start_ns()))[2] > 0
     ]

@@ -114,9 +114,7 @@ def joined_loads(parts: Sequence[Loads]) -> Loads:
     return Loads(list(layers), torch.stack(counts), torch.stack(dropped), torch.stack(moved))
 
 
-def update_loads(
-    loads: list[Load], moe: MoeConfig, everyone: Axis, sound: torch.Tensor | bool = True
-) -> Loads:
+def update_loads(loads: list[Load], moe: MoeConfig, everyone: Axis, sound: torch.Tensor | bool = True) -> Loads:
     """After a step: gather the counts and update each layer's bias."""
     found = gather_loads(loads, everyone)
     for load, counts_E in zip(loads, found.counts_LE, strict=True):
