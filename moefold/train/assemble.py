@@ -55,6 +55,7 @@ class Run:
     optimizer: AdamW
     parameters: Publisher
     step: int = 0
+    before_update: Callable[[], None] = lambda: None  # whoever still reads the weights (a checkpoint) is waited for
 
 
 def assemble(

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from moefold.anatomy.counts import active_parameters, total_parameters, train_flops_per_token
 from moefold.checkpoint.save import agreed, bytes_of, require_space
+from moefold.checkpoint.saver import Saver
 from moefold.checkpoint.state import tensors_of
 from moefold.comm.collectives import gather_objects
 from moefold.config.read import write_yaml
@@ -29,7 +30,7 @@ from moefold.observe.trace import Event, write_trace
 from moefold.train.assemble import Run, assemble
 from moefold.train.evaluate import sample, validation_loss
 from moefold.train.from_hf import starting_weights
-from moefold.train.resume import resume_run, save_run
+from moefold.train.resume import resume_run, save_run, saver_of, shelf_of
 from moefold.train.step import StepReport, train_step
 
 PROMPT = "def "
@@ -43,13 +44,17 @@ def train(config: Config, world: World, out: Path, resume: str | None, from_hf: 
     weights = starting_weights(from_hf, config, world, speaker) if from_hf else None
     run = assemble(config, world, out, weights=weights)
     needed = bytes_of(tensors_of(run.model, run.optimizer), world)
-    agreed(lambda: require_space(out, needed), world, out)
+    agreed(lambda: require_space(shelf_of(run), needed), world, out)
     continues = resume is not None and resume_run(run, resume, speaker)
     agreed(lambda: (out / "config.yaml").write_text(write_yaml(run.config)), world, out)
     for line in introduction(run):
         speaker(line)
-    with recording(run, continues) as record, stop_requests() as requests:
-        finish(run, record, requests) if run.step < run.config.train.steps else speaker("nothing left to do")
+    with (
+        recording(run, continues) as record,
+        stop_requests() as requests,
+        saver_of(run, record.progress.say) as saver,
+    ):
+        finish(run, record, requests, saver) if run.step < run.config.train.steps else speaker("nothing left to do")
 
 
 def never_moved(run: Run) -> list[str]:
@@ -176,7 +181,7 @@ def stop_requests() -> Iterator[list[str]]:
             signal.signal(number, handler)
 
 
-def finish(run: Run, record: Recorder, requests: list[str]) -> None:
+def finish(run: Run, record: Recorder, requests: list[str], saver: Saver) -> None:
     """Steps until the last one, or until somebody asks to stop."""
     c, spans = run.config, list[Event]()
     if run.step == 0:
@@ -196,10 +201,11 @@ def finish(run: Run, record: Recorder, requests: list[str]) -> None:
         if run.step == FIRST_STEPS:
             for line in never_moved(run):
                 record.progress.say(line)
-        asked = next(filter(None, gather_objects(requests[:1], run.world.everyone)), None)
+        asked = next(filter(None, gather_objects(requests[:1] or saver.failed(), run.world.everyone)), None)
         if last or asked or run.step % c.checkpoint.every == 0:
-            save_run(run)
+            save_run(run, saver)
         if asked and not last:
+            saver.wait()
             record.progress.say(f"{asked[0]}: saved at step {run.step}; continue with --out {run.out} --resume auto")
             return
     record.progress.close()
@@ -207,4 +213,5 @@ def finish(run: Run, record: Recorder, requests: list[str]) -> None:
         write_run_trace(run, spans)
     if c.train.sample_tokens:
         record.progress.say(f"a sample:\n{sample(run, PROMPT)}")
+    saver.wait()
     record.progress.say(f"done: {run.out} holds metrics.jsonl, router.jsonl, config.yaml and the checkpoints")

@@ -42,6 +42,7 @@ def train_step(run: Run, batch: Batch) -> StepReport:
 
     number = run.step + 1
     lr = learning_rate(number, run.config.train.steps, run.config.optim)
+    run.before_update()
     run.optimizer.step(number, lr)  # update this rank's share of the weights
     run.parameters.publish()  # hand it to the other ranks
     loads = run.model.balance()  # even out expert load
