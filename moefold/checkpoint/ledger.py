@@ -170,6 +170,9 @@ def changes(old: Entry, new: Entry) -> Iterator[tuple[str, str]]:
     if old.shape != new.shape:
         yield "shape", f" has shape {list(new.shape)}; expected {list(old.shape)}"
     if old.experts is not None and new.experts is not None and old.shape[1:] == new.shape[1:]:
+        if len(old.experts) == len(new.experts) and not set(old.experts) & set(new.experts) and None not in new.experts:
+            yield "values", f" has other values in all {len(new.experts)} experts"
+            return
         for text in moved_experts(old.experts, new.experts):
             yield "experts", text
     elif (old.dtype, old.shape) == (new.dtype, new.shape) and old.sha256 != new.sha256:

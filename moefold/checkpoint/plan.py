@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 
 from moefold.checkpoint.boxes import Box, elements, run_of
 from moefold.checkpoint.ledger import Piece, Shape, pieces_of
@@ -57,6 +58,10 @@ def share_out(held: Sequence[Holdings]) -> Plan:
         writer = min(holders[name, box], key=lambda rank: load[rank])
         load[writer] += sized[name, box]
         plan.chunks[name].append((box, writer))
+    for name, what in shapes.items():
+        written = sum(elements(box) for box, _ in plan.chunks[name])
+        if written != prod(what.shape):
+            raise ValueError(f'ranks hold {written} of {prod(what.shape)} values of "{name}"')
     return plan
 
 

@@ -54,6 +54,8 @@ def read_index(folder: Place, headers: Mapping[str, str]) -> Index:
             if hashlib.sha256(raw).hexdigest() != sha256:
                 problems.append(f"the header of {file} does not match its digest: it changed after it was written")
             for name, stored in header_of(folder / file, raw).items():
+                if stored.dtype not in TORCH_NAMES:
+                    raise ValueError(f'"{name}" is of dtype {stored.dtype}, which is never written')
                 tensor, box = parse(name, stored.shape)
                 index.setdefault(tensor, []).append(Chunk(box, file, stored.at, TORCH_NAMES[stored.dtype]))
         except (Refused, ValueError) as error:

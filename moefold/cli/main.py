@@ -16,6 +16,7 @@ COMMANDS = {
     "explain": "show a model step by step, without running it: moefold explain qwen3-30b-a3b",
     "simulate": "clock a pipeline schedule and draw it: moefold simulate --schedule 1f1b --pp 4 --microbatches 16",
     "convert": "write weights as transformers loads them: moefold convert runs/tiny OUT --to hf",
+    "ckpt": "look at checkpoints: moefold ckpt ls RUN, moefold ckpt verify RUN, moefold ckpt diff A B",
     "report": "show how a run went, as one HTML file: moefold report runs/tiny",
     "bench": "time this machine: moefold bench kernels, moefold bench layer",
     "doctor": "check this machine, or prove a layout equal to one rank: moefold doctor parity tiny --world 4",

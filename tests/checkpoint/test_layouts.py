@@ -114,6 +114,8 @@ def test_what_one_layout_saves_another_loads_exactly_optimizer_included(tmp_path
     for rank, wrong in enumerate(run_ranks(move, 4, str(tmp_path), ROUTE)):
         for (writer, reader), names in zip(pairwise(ROUTE), wrong, strict=True):
             assert not names, f"rank {rank}, written as {writer}, read as {reader}: {names}"
+    ledgers = {path.read_bytes() for path in tmp_path.glob("*/step-*/ledger.json")}
+    assert len(ledgers) == 1, "the ledger is the same whatever layout wrote it"
 
 
 @pytest.mark.parametrize("layout", [{}, {"tp": 2, "ep": 2, "etp": 2}], ids=str)

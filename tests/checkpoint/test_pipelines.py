@@ -109,6 +109,8 @@ def test_what_one_pipeline_saves_another_loads_exactly_optimizer_included(tmp_pa
     for rank, wrong in enumerate(run_ranks(move, 4, str(tmp_path), ROUTE)):
         for (writer, reader), names in zip(pairwise(ROUTE), wrong, strict=True):
             assert not names, f"rank {rank}, written as {writer}, read as {reader}: {names}"
+    ledgers = {path.read_bytes() for path in tmp_path.glob("*/step-*/ledger.json")}
+    assert len(ledgers) == 1, "the ledger is the same whatever layout wrote it"
     for folder in sorted(tmp_path.glob("*/step-*")):
         opened = open_checkpoint(folder)
         for name, entry in opened.ledger.items():
