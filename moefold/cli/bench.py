@@ -1,5 +1,6 @@
 """`moefold bench kernels`: every implementation of every op on the cases that also test it, the reference beside it.
-`moefold bench layer`: whole MoE layers of known models (bench_layer.py)."""
+`moefold bench layer`: whole MoE layers of known models (bench_layer.py). `moefold bench overlap` and `moefold
+bench save` have files of their own."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from moefold.cli import overlap
+from moefold.cli import bench_save, overlap
 from moefold.cli.options import read
 from moefold.config.refused import Refused, choose
 from moefold.kernels.catalog import CATALOG
@@ -24,9 +25,9 @@ from moefold.kernels.catalog import CATALOG
 class BenchOptions:
     """Time this machine. `kernels` times every operation's implementations, forward and backward; `layer` times the MoE
     layers of known models, with transformers' beside them where it is installed; `overlap` shows how much of the travel
-    to experts hides behind compute."""
+    to experts hides behind compute; `save` times checkpoints."""
 
-    what: tyro.conf.Positional[Literal["kernels", "layer", "overlap"]] = "kernels"
+    what: tyro.conf.Positional[Literal["kernels", "layer", "overlap", "save"]] = "kernels"
     layer: tuple[str, ...] = ()
     """Only these layers."""
     op: str | None = None
@@ -42,6 +43,8 @@ class BenchOptions:
 def run(argv: Sequence[str]) -> int:
     if argv[:1] == ["overlap"]:
         return overlap.run(argv[1:])
+    if argv[:1] == ["save"]:
+        return bench_save.run(argv[1:])
     options, _ = read(BenchOptions, argv, "bench", config_keys=False)
     ops = [choose("operation", options.op, CATALOG)] if options.op else list(CATALOG)
     if options.repeat < 1:

@@ -25,9 +25,9 @@ def shelf(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
     return place_of(f"memory://{uuid.uuid4()}/run" if request.param == "memory" else f"file://{tmp_path}/run")
 
 
-def put(shelf: Place, step: int, keep: Keep = Keep(9)) -> Place:
+def put(shelf: Place, step: int, keep: Keep | None = None) -> Place:
     tensors = {"weight": torch.full((7, 5), float(step)), "scalar": torch.tensor(step)}
-    return save(shelf, step, tensors, {"step": step}, keep, alone())
+    return save(shelf, step, tensors, {"step": step}, keep or Keep(9), alone())
 
 
 def test_what_is_saved_there_is_found_verified_and_loaded(shelf: Place):
