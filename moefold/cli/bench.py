@@ -1,5 +1,5 @@
 """`moefold bench kernels`: every implementation of every op on the cases that also test it, the reference beside it.
-`layer`, `step`, `attention`, `curves` and `overlap` have files of their own."""
+Every other subject has a file of its own."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from moefold.cli import calibrate, overlap
+from moefold.cli import bench_save, calibrate, overlap
 from moefold.cli.options import read
 from moefold.config.refused import Refused, choose
 from moefold.kernels.catalog import CATALOG
@@ -25,11 +25,12 @@ from moefold.kernels.catalog import CATALOG
 class BenchOptions:
     """Time this machine. `kernels` times every operation's implementations, forward and backward; `layer` times the MoE
     layers of known models and `step` whole training steps, with transformers' beside them where it is installed;
-    `attention` compares the ways of attending; `curves` shows whether fast kernels learn as references do; `overlap` how
-    much of the travel to experts hides behind compute; `calibrate` measures this machine for `moefold plan`."""
+    `attention` compares the ways of attending; `curves` shows whether fast kernels learn as references do; `overlap`
+    how much of the travel to experts hides behind compute; `save` times checkpoints; `calibrate` measures this machine
+    for `moefold plan`."""
 
     what: tyro.conf.Positional[
-        Literal["kernels", "layer", "step", "attention", "curves", "overlap", "calibrate"]
+        Literal["kernels", "layer", "step", "attention", "curves", "overlap", "save", "calibrate"]
     ] = "kernels"
     layer: tuple[str, ...] = ()
     """Only these layers."""
@@ -50,7 +51,7 @@ class BenchOptions:
 
 
 def run(argv: Sequence[str]) -> int:
-    for name, command in {"overlap": overlap, "calibrate": calibrate}.items():
+    for name, command in {"overlap": overlap, "save": bench_save, "calibrate": calibrate}.items():
         if argv[:1] == [name]:
             return command.run(argv[1:])
     options, _ = read(BenchOptions, argv, "bench", config_keys=False)

@@ -17,6 +17,7 @@ COMMANDS = {
     "plan": "know memory, time and the best layout before: moefold plan qwen3-30b-a3b --gpus 16 --gpu h100",
     "simulate": "clock a pipeline schedule and draw it: moefold simulate --schedule 1f1b --pp 4 --microbatches 16",
     "convert": "write weights as transformers loads them: moefold convert runs/tiny OUT --to hf",
+    "ckpt": "look at checkpoints: moefold ckpt ls RUN, moefold ckpt verify RUN, moefold ckpt diff A B",
     "report": "show how a run went, as one HTML file: moefold report runs/tiny",
     "bench": "time this machine: moefold bench kernels, moefold bench layer, moefold bench step",
     "doctor": "check this machine, or prove a layout equal to one rank: moefold doctor parity tiny --world 4",

@@ -213,7 +213,9 @@ class ObserveConfig:
 @dataclass(frozen=True)
 class CheckpointConfig:
     every: int = key(100, "steps between checkpoints; one more is written at the end", at_least=1)
-    keep: int = key(2, "how many checkpoints to keep", at_least=1)
+    keep: int = key(2, "how many checkpoints to keep, the last ones", at_least=1)
+    keep_every: int = key(0, "checkpoints of steps that this divides are kept for good; 0: none", at_least=0)
+    path: str = key("", "where they go: a folder or what fsspec reaches (s3://...); by default checkpoints/ of the run")
 
 
 @dataclass(frozen=True)

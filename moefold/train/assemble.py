@@ -58,6 +58,7 @@ class Run:
     parameters: Publisher
     sound: torch.Tensor  # on the device: whether every loss and gradient so far was a number
     step: int = 0
+    before_update: Callable[[], None] = lambda: None  # whoever still reads the weights (a checkpoint) is waited for
 
 
 def assemble(
