@@ -27,10 +27,10 @@ class BenchOptions:
     layers of known models and `step` whole training steps, with transformers' beside them where it is installed;
     `attention` compares the ways of attending; `curves` shows whether fast kernels learn as references do; `overlap`
     how much of the travel to experts hides behind compute; `save` times checkpoints; `calibrate` measures this machine
-    for `moefold plan`."""
+    for `moefold plan`, and `plan` shows how near its answers come on this GPU."""
 
     what: tyro.conf.Positional[
-        Literal["kernels", "layer", "step", "attention", "curves", "overlap", "save", "calibrate"]
+        Literal["kernels", "layer", "step", "attention", "curves", "overlap", "save", "calibrate", "plan"]
     ] = "kernels"
     layer: tuple[str, ...] = ()
     """Only these layers."""
@@ -40,6 +40,8 @@ class BenchOptions:
     """step, curves: how many steps are timed (10), or compared (200)."""
     out: Path | None = None
     """step: a folder for the profile and trace of one step of each model. curves: a folder for the plot."""
+    gpu: str = "h200"
+    """plan: the GPU this is, as `moefold plan --gpu` takes it."""
     op: str | None = None
     """Only this operation."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -99,6 +101,14 @@ def run_attention(_: BenchOptions, device: str, __: str) -> Shown:
     return bench_attention.bench(device), bench_attention.show
 
 
+def run_plan(options: BenchOptions, device: str, _: str) -> Shown:
+    from moefold.cli import bench_plan
+
+    if device != "cuda":
+        raise Refused("moefold bench plan compares runs on a GPU, and torch sees none here; expected a CUDA device")
+    return bench_plan.bench(list(bench_plan.CASES), options.gpu, options.steps or 5), bench_plan.show
+
+
 def run_curves(options: BenchOptions, device: str, _: str) -> Shown:
     from moefold.cli import bench_curves
 
@@ -115,6 +125,7 @@ OTHERS: dict[str, Callable[[BenchOptions, str, str], Shown]] = {
     "step": run_steps,
     "attention": run_attention,
     "curves": run_curves,
+    "plan": run_plan,
 }
 
 
