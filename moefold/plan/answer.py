@@ -61,7 +61,7 @@ def plan(r: Request, config: Config, choices: Choices) -> dict[str, Any]:
         "memory_by_rank": [rank.total / GIB for rank in memory],
         "memory_parts_by_rank": [parts(rank) for rank in memory],
         "time_by_wall": time.walls,
-        "time_parts": {"pipeline": time.pipeline, "exchange": time.exchange, "optimizer": time.optimizer},
+        "time_parts": {"pipeline": time.clocked.seconds, "exchange": time.exchange, "optimizer": time.optimizer},
         "layout": layout(config, choices, r.gpus),
         "dispatcher": why,
         "timeline": timeline(time),
@@ -123,12 +123,12 @@ def timeline(time: StepTime) -> dict[str, Any]:
     """The pipeline's slots: ops written as F2.5 (forward of microbatch 5 through stage 2), D and W likewise."""
     spans = [
         {"rank": span.rank, "start": span.start, "end": span.end, "ops": [str(op) for op in span.slot]}
-        for span in time.timeline.spans[:MOST_SPANS]
+        for span in time.clocked.timeline.spans[:MOST_SPANS]
     ]
     return {
-        "microbatches": time.shown,
-        "makespan": time.timeline.makespan,
-        "bubble": time.timeline.bubble,
+        "microbatches": time.clocked.shown,
+        "makespan": time.clocked.timeline.makespan,
+        "bubble": time.clocked.timeline.bubble,
         "spans": spans,
     }
 

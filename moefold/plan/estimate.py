@@ -52,7 +52,8 @@ def cut_of(config: Config) -> Cut:
 
 def plain_setting(config: Config, world: int, choices: Choices) -> Setting:
     """A setting whose program nobody has walked: all that the closed forms need."""
-    portion = portion_of(config, config.parallel.dispatcher, False)
+    c = config.pipeline
+    portion = portion_of(config, config.parallel.dispatcher, c.defer or (c.pair and c.fill))
     return Setting(config, world, choices, portion, [], microbatches_of(config, world))
 
 
@@ -85,7 +86,7 @@ def price_of(pace: Pace, kind: Kind) -> Price:
 
 def held_of(s: Setting, kind: Kind) -> Held:
     """Everything kept grows with the sequences of a microbatch, so one is counted."""
-    portion = replace(s.portion, micro_batch=1, splits=False, weaves=False)
+    portion = replace(s.portion, micro_batch=1)
     count = piece_count(s.config.model, *kind, portion, s.choices)
     grids = {"dense": 0.0, "expert": 0.0}
     for (grid, _), n in count.parameters.items():

@@ -170,7 +170,7 @@ class Search:
         return known
 
     def held(self, s: Setting, cut: Cut) -> Mapping[Kind, Held]:
-        known = self.holdings.setdefault(shares(s), {})
+        known = self.holdings.setdefault((*shares(s), s.config.pipeline.pair), {})
         known.update((kind, held_of(s, kind)) for kind in cut.kinds if kind not in known)
         return known
 
