@@ -8,9 +8,9 @@ from moefold.config.rule import Case
 from moefold.config.rules import broken
 from moefold.plan.choices import Choices
 from moefold.plan.comm import Cluster
-from moefold.plan.estimate import cut_of, first_rank_gib, held_of, plain_setting, price_of, step_seconds
+from moefold.plan.estimate import cut_of, held_of, largest_gib, plain_setting, price_of, step_seconds
 from moefold.plan.hardware import find_gpu
-from moefold.plan.memory import GIB, memory_of, setting_of
+from moefold.plan.memory import GIB, memory_of, setting_of, worst
 from moefold.plan.search import Search, described, search
 from moefold.plan.simulate import time_step
 from moefold.plan.timing import Pace
@@ -85,7 +85,7 @@ LAYOUTS = [
 
 
 def both(model: str, world: int, words: str) -> tuple[float, float, float, float]:
-    """Closed form and exact: seconds, and GiB of the first rank."""
+    """Closed form and exact: seconds, and GiB of the largest rank."""
     choices = Choices(recompute=("norm", "activation"))
     config = resolve(model, [*words.split(), f"--train.global_batch={8 * world}", "--train.micro_batch=1"], world)
     s, cut = plain_setting(config, world, choices), cut_of(config)
@@ -95,8 +95,8 @@ def both(model: str, world: int, words: str) -> tuple[float, float, float, float
     return (
         step_seconds(s, Cluster(H100, world), cut, prices, held),
         time_step(exact, H100).seconds,
-        first_rank_gib(s, cut.first, held),
-        memory_of(config, world, choices, ranks=(0,))[0].total / GIB,
+        largest_gib(s, cut, held),
+        worst(memory_of(config, world, choices)).total / GIB,
     )
 
 
