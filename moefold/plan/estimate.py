@@ -6,8 +6,8 @@ before and after it stand the other ranks' turns at the first and the last, a ch
     unpaired    m x busiest + (p - 1) / v x mean
     paired      the same, a rank being busy with what a woven forward and backward take, but for the first and last
 
-Memory is that of the first rank, which has the most microbatches under way: p of them, or 2 (p - 1) + (v - 1) p + 1
-chunks where a rank has several, and one more where a forward is paired with a backward.
+Rank r has p - r microbatches under way, or 2 (p - r - 1) + (v - 1) p + 1 chunks of them where it has several stages,
+and one more where a forward is paired with a backward. Of ranks that hold the same, the first has the most.
 
 Layers of one kind cost the same, so that a rank is a few kinds of pieces and how many it has of each.
 """
@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from moefold.config.run import Config
 from moefold.plan.choices import Choices
@@ -34,25 +35,25 @@ Kinds = tuple[tuple[Kind, int], ...]  # of pieces, with how many there are
 
 @dataclass(frozen=True)
 class Cut:
-    """A model on its pipeline ranks: what the first rank holds, and each different rank with how many are like it."""
+    """A model on its pipeline ranks: for each different rank what it holds, how many are like it, and the first."""
 
-    first: Kinds
-    ranks: tuple[tuple[Kinds, int], ...]
+    ranks: tuple[tuple[Kinds, int, int], ...]
 
-    @property
+    @cached_property
     def kinds(self) -> set[Kind]:
-        return {kind for kinds, _ in self.ranks for kind, _ in kinds}
+        return {kind for kinds, _, _ in self.ranks for kind, _ in kinds}
 
 
 def cut_of(config: Config) -> Cut:
     held = [Counter(piece for stage in rank.pieces for piece in stage) for rank in stages_by_rank(config)]
     ranks = [tuple(sorted(each.items())) for each in held]
-    return Cut(ranks[0], tuple(Counter(ranks).items()))
+    return Cut(tuple((kinds, n, ranks.index(kinds)) for kinds, n in Counter(ranks).items()))
 
 
 def plain_setting(config: Config, world: int, choices: Choices) -> Setting:
     """A setting whose program nobody has walked: all that the closed forms need."""
-    portion = portion_of(config, config.parallel.dispatcher, False)
+    c = config.pipeline
+    portion = portion_of(config, config.parallel.dispatcher, c.defer or (c.pair and c.fill))
     return Setting(config, world, choices, portion, [], microbatches_of(config, world))
 
 
@@ -85,7 +86,7 @@ def price_of(pace: Pace, kind: Kind) -> Price:
 
 def held_of(s: Setting, kind: Kind) -> Held:
     """Everything kept grows with the sequences of a microbatch, so one is counted."""
-    portion = replace(s.portion, micro_batch=1, splits=False, weaves=False)
+    portion = replace(s.portion, micro_batch=1)
     count = piece_count(s.config.model, *kind, portion, s.choices)
     grids = {"dense": 0.0, "expert": 0.0}
     for (grid, _), n in count.parameters.items():
@@ -110,11 +111,11 @@ Holdings = Mapping[Kind, Held]
 
 def step_seconds(s: Setting, cluster: Cluster, cut: Cut, prices: Prices, held: Holdings) -> float:
     c, p, m = s.config.pipeline, s.config.parallel, s.microbatches
-    lanes = [((of("compute", kinds, prices), of("travel", kinds, prices)), n) for kinds, n in cut.ranks]
+    lanes = [((of("compute", kinds, prices), of("travel", kinds, prices)), n) for kinds, n, _ in cut.ranks]
     busiest = max((woven(*each) if c.pair else sum(each)) for each, _ in lanes)
     alone = sum(sum(each) * n for each, n in lanes) / p.pp
     unpaired = (max(sum(each) for each, _ in lanes) - busiest) / c.vpp  # the first forward, the last backward
-    around = max(outside(s, cluster, kinds, prices, held) for kinds, _ in cut.ranks)
+    around = max(outside(s, cluster, kinds, prices, held) for kinds, _, _ in cut.ranks)
     return m * busiest + (p.pp - 1) * alone / c.vpp + unpaired + around
 
 
@@ -136,15 +137,21 @@ def owned(s: Setting, grid: str) -> float:
     return 1 / (s.degrees["edp"] if grid == "expert" else s.degrees["dp"] * s.config.parallel.cp)
 
 
-def live_chunks(pp: int, vpp: int, microbatches: int, pair: bool) -> int:
-    """Of the first rank."""
-    chunks = 2 * (pp - 1) + (vpp - 1) * pp + 1 if vpp > 1 or pair else pp
+def live_chunks(pp: int, vpp: int, rank: int, microbatches: int, pair: bool) -> int:
+    """Chunks of microbatches that a rank has under way at most."""
+    ahead = pp - rank - 1
+    chunks = 2 * ahead + (vpp - 1) * pp + 1 if vpp > 1 or pair else ahead + 1
     return min(chunks + pair, microbatches * vpp)
 
 
-def first_rank_gib(s: Setting, kinds: Kinds, held: Holdings) -> float:
+def largest_gib(s: Setting, cut: Cut, held: Holdings) -> float:
+    """GiB of the rank that needs most."""
+    return max(rank_bytes(s, kinds, held, first) for kinds, _, first in cut.ranks) / GIB
+
+
+def rank_bytes(s: Setting, kinds: Kinds, held: Holdings, rank: int) -> float:
     c, choices, recipe = s.config.pipeline, s.choices, s.choices.recipe
-    live = live_chunks(s.config.parallel.pp, c.vpp, s.microbatches, c.pair) / c.vpp
+    live = live_chunks(s.config.parallel.pp, c.vpp, rank, s.microbatches, c.pair) / c.vpp
     size = live * of("kept", kinds, held) + max(held[kind].beside for kind, _ in kinds)
     size *= s.config.train.micro_batch
     copies = recipe.copies - (recipe.wide if choices.quantized_weights else 0.0) if recipe.copies else 0.0
@@ -153,4 +160,4 @@ def first_rank_gib(s: Setting, kinds: Kinds, held: Holdings) -> float:
         share = owned(s, grid)
         weights = (recipe.wide + BYTES[choices.gradients]) * (share if choices.sharding == "fsdp" else 1.0)
         size += of(grid, kinds, held) * (weights + states * share)
-    return (size + of("quantized", kinds, held) * copies) / GIB
+    return size + of("quantized", kinds, held) * copies

@@ -29,16 +29,14 @@ KINDS = ("F", "D", "W")
 
 @dataclass(frozen=True)
 class StepTime:
-    """One step. `walls` add up to `seconds`, on an average rank; `timeline` is of `shown` microbatches."""
+    """One step. `walls` add up to `seconds`, on an average rank."""
 
     seconds: float
-    pipeline: float
+    clocked: Clocked
     exchange: float
     optimizer: float
     walls: dict[str, float]
-    timeline: Timeline
     costs: Costs
-    shown: int
 
 
 def costs_of(pace: Pace, passes: list[Passes]) -> Costs:
@@ -61,15 +59,32 @@ def enough(microbatches: int, pp: int) -> int:
     return microbatches if microbatches <= few + pp else few + microbatches % pp
 
 
-def clock(setting: Setting, costs: Costs) -> tuple[float, Timeline, int]:
-    """Seconds of the pipeline, and the timeline of as many microbatches as show how it runs."""
+@dataclass(frozen=True)
+class Clocked:
+    """The pipeline of a step: its seconds, those of travel that no compute hid on an average rank, and the timeline of
+    `shown` microbatches."""
+
+    seconds: float
+    exposed: float
+    timeline: Timeline
+    shown: int
+
+
+def clock(setting: Setting, costs: Costs) -> Clocked:
     pp, every = setting.config.parallel.pp, setting.microbatches
     shown = enough(every, pp)
     timeline = simulate(program_for(setting.config, shown), costs)
+    found = Clocked(timeline.makespan, mean(timeline.exposed), timeline, shown)
     if shown == every:
-        return timeline.makespan, timeline, shown
-    before = simulate(program_for(setting.config, shown - pp), costs).makespan
-    return timeline.makespan + (timeline.makespan - before) / pp * (every - shown), timeline, shown
+        return found
+    before = simulate(program_for(setting.config, shown - pp), costs)
+    more = (every - shown) / pp
+    return Clocked(
+        found.seconds + more * (found.seconds - before.makespan),
+        found.exposed + more * (found.exposed - mean(before.exposed)),
+        timeline,
+        shown,
+    )
 
 
 def time_step(setting: Setting, gpu: Gpu) -> StepTime:
@@ -80,13 +95,13 @@ def time_step(setting: Setting, gpu: Gpu) -> StepTime:
         n: each for rank, mine in zip(ranks, by_rank, strict=True) for n, each in zip(rank.numbers, mine, strict=True)
     }
     costs = costs_of(pace, [by_stage[number] for number in range(len(by_stage))])
-    pipeline, timeline, shown = clock(setting, costs)
+    clocked = clock(setting, costs)
     around = [outside(pace, rank.pieces, total(mine)) for rank, mine in zip(ranks, by_rank, strict=True)]
     exchange, optimizer = (max(each) for each in zip(*around, strict=True))
-    walls = mean_walls(setting, [total(mine) for mine in by_rank], timeline, pipeline, shown)
+    walls = mean_walls(setting, [total(mine) for mine in by_rank], clocked)
     walls["communication"] += exchange
     walls["memory"] += optimizer
-    return StepTime(pipeline + exchange + optimizer, pipeline, exchange, optimizer, walls, timeline, costs, shown)
+    return StepTime(clocked.seconds + exchange + optimizer, clocked, exchange, optimizer, walls, costs)
 
 
 def outside(pace: Pace, pieces: tuple[Pieces, ...], mine: Passes) -> tuple[float, float]:
@@ -118,13 +133,12 @@ def optimizer_bytes(s: Setting) -> float:
     return BYTES[s.choices.gradients] + 2 * 4 + 2 * 2 * BYTES[s.config.optim.moments] + s.choices.recipe.wide
 
 
-def mean_walls(s: Setting, ranks: list[Passes], timeline: Timeline, pipeline: float, shown: int) -> dict[str, float]:
+def mean_walls(s: Setting, ranks: list[Passes], clocked: Clocked) -> dict[str, float]:
     """Where the pipeline's time goes, on the average over ranks: arithmetic at the peak, what the three walls cost
     (memory, communication, compute efficiency with the host's share of it apart), and waiting for other ranks."""
-    m = s.microbatches
 
     def of(field: str) -> float:
-        return m * mean(sum(getattr(getattr(rank, kind), field) for kind in KINDS) for rank in ranks)
+        return s.microbatches * mean(sum(getattr(getattr(rank, kind), field) for kind in KINDS) for rank in ranks)
 
     ideal = of("ideal")
     walls = {
@@ -132,6 +146,6 @@ def mean_walls(s: Setting, ranks: list[Passes], timeline: Timeline, pipeline: fl
         "compute": of("products") + of("attention") + of("passes") - ideal,
         "host": of("host"),
         "memory": of("memory"),
-        "communication": of("joined") + m / shown * mean(timeline.exposed),
+        "communication": of("joined") + clocked.exposed,
     }
-    return {**walls, "bubble": pipeline - sum(walls.values())}
+    return {**walls, "bubble": clocked.seconds - sum(walls.values())}
