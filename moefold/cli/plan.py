@@ -41,8 +41,8 @@ class PlanOptions:
     """Regions whose inputs wait in host memory."""
     dispatcher: str | None = None
     """How tokens travel to experts: auto, all_gather, all_to_all, dedup, hierarchical, deepep."""
-    overlap: bool | None = None
-    """Hide experts' travel behind another microbatch's compute."""
+    overlap: bool = False
+    """Hide experts' travel behind another microbatch's compute; a search tries both unless this is set."""
     graphs: str | None = None
     """CUDA graphs: none, static, whole."""
     sharding: str | None = None
@@ -63,7 +63,8 @@ class PlanOptions:
 
 def run(argv: Sequence[str]) -> int:
     options, overrides = read(PlanOptions, argv, "plan")
-    asked = {f.name: getattr(options, f.name) for f in fields(options) if f.name not in ("json", "explain")}
+    asked = {f.name: getattr(options, f.name) for f in fields(options) if f.name != "json"}
+    asked["overlap"] = options.overlap or None
     found = answer({**asked, **parse_overrides(overrides)})
     if options.json:
         print(json.dumps(found, indent=1))
@@ -88,6 +89,8 @@ def show(found: dict[str, Any], console: Console) -> None:
     show_memory(found, console)
     if found["searched"]:
         show_layouts(found, console)
+    for line in found.get("explained", ()):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def show_speed(found: dict[str, Any], console: Console) -> None:

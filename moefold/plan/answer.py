@@ -18,9 +18,12 @@ from moefold.config.refused import Refused
 from moefold.config.rules import check
 from moefold.config.run import Config
 from moefold.plan.choices import Choices
-from moefold.plan.memory import GIB, RankMemory, memory_of, setting_of, worst
+from moefold.plan.explain import explain_memory
+from moefold.plan.explain_time import explain_time
+from moefold.plan.hardware import Gpu
+from moefold.plan.memory import GIB, RankMemory, Setting, memory_in, setting_of, worst
 from moefold.plan.request import Request, read_request, with_dispatcher
-from moefold.plan.search import Candidate, Found, Ranked, described, search
+from moefold.plan.search import Candidate, Found, Ranked, Search, described, search
 from moefold.plan.simulate import StepTime, time_step
 
 PARTS = ("weights", "gradients", "main", "moments", "activations", "working", "margin", "buffers", "graphs", "outside")
@@ -28,11 +31,11 @@ MOST_SPANS = 4000
 
 
 def answer(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Everything there is to say about a request."""
+    """Everything there is to say about a request; with `explain`, how each number comes about."""
     r = read_request(request)
     if not r.search:
-        check(r.config, r.gpus)
-        return {**plan(r, r.config, r.choices), "searched": None}
+        config = check(r.config, r.gpus)
+        return {**plan(r, config, r.choices), "searched": None}
     found = search(r.config, r.gpus, r.choices, r.gpu, r.fixed, r.best)
     if not found.layouts:
         raise Refused(*nothing_fits(r, found))
@@ -44,7 +47,7 @@ def plan(r: Request, config: Config, choices: Choices) -> dict[str, Any]:
     """One layout."""
     config, why = with_dispatcher(config, choices, r.gpu, r.gpus)
     setting = setting_of(config, r.gpus, choices)
-    time, memory = time_step(setting, r.gpu), memory_of(config, r.gpus, choices)
+    time, memory = time_step(setting, r.gpu), memory_in(setting)
     fullest = worst(memory)
     need = (fullest.total + fullest.outside) / GIB
     return {
@@ -61,11 +64,24 @@ def plan(r: Request, config: Config, choices: Choices) -> dict[str, Any]:
         "memory_by_rank": [rank.total / GIB for rank in memory],
         "memory_parts_by_rank": [parts(rank) for rank in memory],
         "time_by_wall": time.walls,
-        "time_parts": {"pipeline": time.pipeline, "exchange": time.exchange, "optimizer": time.optimizer},
+        "time_parts": {"pipeline": time.clocked.seconds, "exchange": time.exchange, "optimizer": time.optimizer},
         "layout": layout(config, choices, r.gpus),
         "dispatcher": why,
         "timeline": timeline(time),
+        **({"explained": explained(setting, r.gpu)} if r.explain else {}),
     }
+
+
+def explained(setting: Setting, gpu: Gpu) -> list[str]:
+    """FLOPs, then memory, then time, every number as a line of arithmetic."""
+    config = setting.config
+    flops = train_flops_per_token(config.model, config.data.seq_len)
+    return [
+        f"{flops / 1e9:.3f} GFLOP a token to train: 3 x (2 x active matmul parameters + attention over half of "
+        f"{config.data.seq_len} tokens), as `moefold explain` lists by step",
+        *explain_memory(config, setting.world, setting.choices),
+        *explain_time(setting, gpu),
+    ]
 
 
 def speed(r: Request, config: Config, choices: Choices, seconds: float) -> dict[str, Any]:
@@ -123,12 +139,12 @@ def timeline(time: StepTime) -> dict[str, Any]:
     """The pipeline's slots: ops written as F2.5 (forward of microbatch 5 through stage 2), D and W likewise."""
     spans = [
         {"rank": span.rank, "start": span.start, "end": span.end, "ops": [str(op) for op in span.slot]}
-        for span in time.timeline.spans[:MOST_SPANS]
+        for span in time.clocked.timeline.spans[:MOST_SPANS]
     ]
     return {
-        "microbatches": time.shown,
-        "makespan": time.timeline.makespan,
-        "bubble": time.timeline.bubble,
+        "microbatches": time.clocked.shown,
+        "makespan": time.clocked.timeline.makespan,
+        "bubble": time.clocked.timeline.bubble,
         "spans": spans,
     }
 
@@ -166,12 +182,9 @@ def nothing_fits(r: Request, found: Found) -> list[str]:
     reasons = sorted(found.refusals.counts.items(), key=lambda each: -each[1])[:4]
     said = "; ".join(f"{count} x {reason} ({found.refusals.examples[reason]})" for reason, count in reasons)
     problem = f"no layout of {r.config.name} fits {r.gpus} x {r.gpu.name}, of {found.looked} looked at: {said}"
-    more = r.gpus * 2
-    while more <= 65_536 and r.fixed.isdisjoint({"parallel.pp", "parallel.ep"}):
-        grown = replace(
-            r.config, train=replace(r.config.train, global_batch=r.config.train.global_batch * more // r.gpus)
-        )
-        if search(grown, more, r.choices, r.gpu, r.fixed, 1).layouts:
+    for more in (r.gpus * times for times in (2, 4, 8, 16, 32, 64, 128, 256, 512)):
+        batch = r.config.train.global_batch * more // r.gpus
+        grown = replace(r.config, train=replace(r.config.train, global_batch=batch))
+        if any(Search(more, r.gpu, r.choices, r.fixed).candidates(grown)):
             return [f"{problem}; take {more} GPUs, a card with more memory, a lower precision or a shorter sequence"]
-        more *= 4
     return [f"{problem}; leave more of the layout open, or take more GPUs"]

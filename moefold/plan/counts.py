@@ -26,12 +26,13 @@ from moefold.anatomy.steps import (
 from moefold.config.run import ModelConfig
 from moefold.dispatch.price import distinct
 from moefold.plan.choices import Choices
-from moefold.plan.saved import HELD, MEGATRON, Kept
+from moefold.plan.megatron_layers import MEGATRON
+from moefold.plan.moefold_layers import MOEFOLD
 from moefold.plan.sizes import Portion, Sizes
-from moefold.plan.working import working_of
+from moefold.plan.tensor import Stack
 
 LINEAR = ("linear", "each")
-TABLES: dict[str, tuple[Kept, ...]] = {"megatron": MEGATRON, "moefold": MEGATRON}
+STACKS: dict[str, Stack] = {"moefold": MOEFOLD, "megatron": MEGATRON}
 
 
 @dataclass(frozen=True)
@@ -165,7 +166,7 @@ def piece_count(
 
 
 def step_count(spec: StepSpec, s: Sizes, saved: tuple[Saved, ...]) -> StepCount:
-    parameters: Counter[Class] = Counter()
+    stack, parameters = STACKS[s.choices.stack], Counter[Class]()
     quantized = 0.0
     for weight in spec.weights:
         held = prod(weight.part(s.portion.degrees))
@@ -184,7 +185,7 @@ def step_count(spec: StepSpec, s: Sizes, saved: tuple[Saved, ...]) -> StepCount:
         attention,
         saved,
         tuple(sent(spec, s)),
-        (working_of(spec.name, "F", s), working_of(spec.name, "B", s)),
+        (stack.working(spec.name, "F", s), stack.working(spec.name, "B", s)),
     )
 
 
@@ -211,19 +212,17 @@ def gemms(spec: StepSpec, s: Sizes) -> list[Gemm]:
 
 
 def saved_by(specs: list[StepSpec], s: Sizes) -> dict[str, tuple[Saved, ...]]:
-    """What each step keeps, with its fate. Where the whole layer is recomputed, only its input stays."""
-    names = {spec.name for spec in specs}
-    found: dict[str, list[Saved]] = {name: [] for name in names}
-    recomputed, offloaded = s.choices.recomputed, s.choices.offloaded
-    lines = [line for line in TABLES[s.choices.stack] if line.step in names and line.when(s)]
-    for number, line in enumerate(lines):
-        fate = "offloaded" if line.read in offloaded else "kept"
-        inside = "layer" in recomputed and number > 0 and specs[0].name not in ("embed", "predict")
-        fate = "recomputed" if inside or not recomputed.isdisjoint(line.made) else fate
-        each = HELD[line.held](s.choices.recipe)
-        found[line.step].append(
-            Saved(line.name, line.step, line.rows(s), line.width(s), each, fate, line.held in LINEAR)
-        )
+    """What each step keeps, with its fate. Where whole layers are recomputed, only their inputs stay."""
+    found: dict[str, list[Saved]] = {spec.name: [] for spec in specs}
+    whole = "layer" in s.choices.recomputed and "attend" in found
+    for line in STACKS[s.choices.stack].kept:
+        if line.step not in found or not line.when(s):
+            continue
+        fate = "offloaded" if line.read in s.choices.offloaded else "kept"
+        if (whole and not line.entry) or not s.choices.recomputed.isdisjoint(line.made):
+            fate = "recomputed"
+        tensor = Saved(line.name, line.step, line.rows(s), line.width(s), line.each(s), fate, line.held in LINEAR)
+        found[line.step].append(tensor)
     return {name: tuple(tensors) for name, tensors in found.items()}
 
 

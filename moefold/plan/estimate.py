@@ -18,12 +18,14 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from moefold.anatomy.stages import rank_of_stage, stages_of
 from moefold.config.run import Config
+from moefold.plan.choices import Choices
 from moefold.plan.comm import Cluster
 from moefold.plan.counts import piece_count
-from moefold.plan.memory import BYTES, GIB, Setting, pieces_of
+from moefold.plan.memory import BYTES, GIB, Setting, microbatches_of
 from moefold.plan.simulate import FRICTION, optimizer_bytes
+from moefold.plan.sizes import portion_of
+from moefold.plan.stage import stages_by_rank
 from moefold.plan.timing import Pace
 
 Kind = tuple[str, int]
@@ -43,11 +45,16 @@ class Cut:
 
 
 def cut_of(config: Config) -> Cut:
-    held: list[Counter[Kind]] = [Counter() for _ in range(config.parallel.pp)]
-    for stage, home in zip(stages_of(config), rank_of_stage(config), strict=True):
-        held[home].update(pieces_of(config.model, stage))
+    held = [Counter(piece for stage in rank.pieces for piece in stage) for rank in stages_by_rank(config)]
     ranks = [tuple(sorted(each.items())) for each in held]
     return Cut(ranks[0], tuple(Counter(ranks).items()))
+
+
+def plain_setting(config: Config, world: int, choices: Choices) -> Setting:
+    """A setting whose program nobody has walked: all that the closed forms need."""
+    c = config.pipeline
+    portion = portion_of(config, config.parallel.dispatcher, c.defer or (c.pair and c.fill))
+    return Setting(config, world, choices, portion, [], microbatches_of(config, world))
 
 
 @dataclass(frozen=True)
@@ -79,7 +86,7 @@ def price_of(pace: Pace, kind: Kind) -> Price:
 
 def held_of(s: Setting, kind: Kind) -> Held:
     """Everything kept grows with the sequences of a microbatch, so one is counted."""
-    portion = replace(s.portion, micro_batch=1, splits=False, weaves=False)
+    portion = replace(s.portion, micro_batch=1)
     count = piece_count(s.config.model, *kind, portion, s.choices)
     grids = {"dense": 0.0, "expert": 0.0}
     for (grid, _), n in count.parameters.items():

@@ -59,16 +59,17 @@ def fit_rate(points: Sequence[Timed], hbm: float, blend: float) -> float:
     return math.exp(least(at, math.log(best / 20), math.log(best * 20)))
 
 
-def fit_products(points: Sequence[Timed], hbm: float) -> tuple[float, float]:
-    """The rate, and how the two limits of the roofline blend."""
-    blends = [1 + at / 10 for at in range(31)]
+def fit_blend(sets: Sequence[Sequence[Timed]], hbm: float) -> float:
+    """How the two limits of the roofline blend, one number for sets of products that each have their own rate."""
 
     def error(blend: float) -> float:
-        rate = fit_rate(points, hbm, blend)
-        return misfit(points, lambda t: roofline(t.padded / rate, t.bytes / hbm, blend))
+        rates = [fit_rate(points, hbm, blend) for points in sets]
+        return sum(
+            len(points) * misfit(points, lambda t, rate=rate: roofline(t.padded / rate, t.bytes / hbm, blend))
+            for points, rate in zip(sets, rates, strict=True)
+        )
 
-    blend = min(blends, key=error)
-    return fit_rate(points, hbm, blend), blend
+    return min((1 + at / 20 for at in range(61)), key=error)
 
 
 def fit_attention(points: Sequence[Timed], half: float) -> float:
@@ -95,19 +96,21 @@ def kernels_of(points: Sequence[Timed], peak: dict[str, float], hbm: float, star
     """The `kernels` section of a GPU's file. `peak` is by precision here."""
     of = {what: [t for t in points if t.what == what] for what in {t.what for t in points}}
     plain = [t for t in of["gemm"] if t.precision == "bf16"]
-    rate, blend = fit_products(plain, hbm)
+    blend = fit_blend([plain, of["grouped"]], hbm)
+    rate = fit_rate(plain, hbm, blend)
     shares = {"bf16": rate / peak["bf16"]}
     for precision in sorted({t.precision for t in of["gemm"]} - {"bf16"}):
         low = [t for t in of["gemm"] if t.precision == precision]
         shares[precision] = fit_rate(low, hbm, blend) / peak[precision]
-    half = fit_half(of["attention_forward"] + [])
+    there, back = fit_half(of["attention_forward"]), fit_half(of["attention_backward"])
     return {
         "gemm": {name: round(share, 3) for name, share in shares.items()},
         "grouped": round(fit_rate(of["grouped"], hbm, blend) / rate, 3),
         "blend": round(blend, 2),
         "start": start,
-        "attention_forward": round(fit_attention(of["attention_forward"], half) / peak["bf16"], 3),
-        "attention_backward": round(fit_attention(of["attention_backward"], half) / peak["bf16"], 3),
-        "attention_half": round(half),
+        "attention_forward": round(fit_attention(of["attention_forward"], there) / peak["bf16"], 3),
+        "attention_backward": round(fit_attention(of["attention_backward"], back) / peak["bf16"], 3),
+        "forward_half": round(there),
+        "backward_half": round(back),
         "stream": round(median(t.bytes / t.seconds for t in of["stream"]) / hbm, 3),
     }

@@ -32,7 +32,7 @@ class Kernels:
 
     `gemm` by precision is for large products; `grouped` is over that. A product of f FLOPs that moves b bytes takes
     ((f / rate)^blend + (b / bandwidth)^blend)^(1 / blend): the two limits of a roofline, joined smoothly. Attention
-    reaches its share of the bf16 peak with long sequences and wide heads, and half of it at `attention_half` tokens.
+    reaches its share of the bf16 peak with long sequences and wide heads, and half of it at so many tokens.
     Kernels stand `start` seconds apart.
     """
 
@@ -42,7 +42,8 @@ class Kernels:
     start: float
     attention_forward: float
     attention_backward: float
-    attention_half: float
+    forward_half: float
+    backward_half: float
     stream: float  # share of the memory's bandwidth that pointwise work reaches
 
 

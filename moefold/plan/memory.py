@@ -1,38 +1,48 @@
-"""How much memory every pipeline rank needs at its peak, and why. Torch-free, and quick enough to be asked by a search.
+"""How much memory every pipeline rank needs at its worst moment, and why. Torch-free; a search asks it often.
 
     weights + gradients + main weights + moments        what a rank holds all the time
-    + activations + working set + margin                what it holds at its worst moment
+    + activations + working + margin                    what it holds at its worst moment
     + buffers + graphs                                  what communication and captured graphs keep aside
 
-Activations are those of the microbatches that the rank's own program has under way then, stage by stage.
+Activations are those of the microbatches that the rank's own program has under way then, stage by stage. Ranks that
+differ in their tensor, context, data or expert coordinate hold the same.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from math import prod, sqrt
 from statistics import NormalDist
 
-from moefold.anatomy.stages import Stage, rank_of_stage, stages_of
-from moefold.config.run import Config, ModelConfig
+import numpy as np
+
+from moefold.anatomy.steps import is_moe
+from moefold.config.run import Config
 from moefold.dispatch.price import choose
+from moefold.kernels.catalog import Facts, pick
 from moefold.layout.placement import GRIDS
 from moefold.plan.choices import Choices
-from moefold.plan.counts import Class, alike, piece_count
-from moefold.plan.live import State, states_of
+from moefold.plan.counts import Class, piece_count
+from moefold.plan.live import Load, Moments, moments_of
 from moefold.plan.sizes import Portion, portion_of
+from moefold.plan.stage import RankKind, RankStages, StageCount, stage_count, stages_by_rank
 
 GIB = 2**30
-CONTEXT = 0.6 * GIB  # what CUDA itself takes on a card, and 0.1 for each group that talks: outside of torch's sight
 BYTES = {"fp32": 4, "bf16": 2}
+WORKSPACE = 64 * 2**20  # of cuBLAS, which torch allocates
+CONTEXT = 0.6 * GIB  # of CUDA itself, and its kernels
+GROUP = 0.15 * GIB  # of NCCL, for each axis that talks
+DOES = {"F": "forward", "D": "backward", "W": "weight gradients"}
+BUCKET = 1 << 25  # parameters, as shard/buckets.py fills them; a test compares
 
 
 @dataclass(frozen=True)
 class RankMemory:
-    """One pipeline rank at its peak, in bytes. `live` are microbatches under way by stage, `at` says what runs then.
-    `host` lies in host memory, `outside` on the card but out of torch's sight; neither is in the total."""
+    """One pipeline rank at its worst moment, in bytes. `live`: microbatches under way by stage; `at`: what runs then.
+    `host` lies in host memory, `outside` on the card but out of torch's sight; the total has neither."""
 
     rank: int
     stages: tuple[int, ...]
@@ -63,164 +73,35 @@ class RankMemory:
 
 @dataclass(frozen=True)
 class Setting:
-    """All that a rank's memory depends on, with what follows from it."""
+    """A run on so many ranks under these choices, and what follows from it."""
 
     config: Config
     world: int
     choices: Choices
     portion: Portion
+    moments: list[Moments]
+    microbatches: int
 
-    @property
+    @cached_property
     def degrees(self) -> dict[str, int]:
         p = self.config.parallel
         dense, expert = p.tp * p.cp * p.pp, p.etp * p.ep * p.pp
         return {**self.portion.degrees, "dp": max(1, self.world // dense), "edp": max(1, self.world // expert)}
 
-    @property
-    def microbatches(self) -> int:
-        train = self.config.train
-        return max(1, train.global_batch // (self.degrees["dp"] * train.micro_batch))
+    @cached_property
+    def outside(self) -> float:
+        """On the card, but out of torch's sight."""
+        return CONTEXT + GROUP * sum(size > 1 for size in (*self.degrees.values(), self.config.parallel.pp))
 
-
-def setting_of(config: Config, world: int, choices: Choices) -> Setting:
-    dispatcher, _ = choose(config, choices.node, int(choices.recipe.wide))
-    return Setting(config, world, choices, portion_of(config, dispatcher, splits(config)))
-
-
-def splits(config: Config) -> bool:
-    c = config.pipeline
-    return c.defer or c.pair or c.schedule.startswith(("zb", "dualpipe"))
-
-
-@dataclass(frozen=True)
-class StageCount:
-    """A stage of pieces: what a microbatch keeps until D and until W, and needs for the moment beside."""
-
-    parameters: tuple[tuple[Class, float], ...]
-    quantized: float
-    kept: float
-    remade: float
-    waiting: float
-    forward: float
-    backward: float
-
-
-Pieces = tuple[tuple[str, int], ...]
-
-
-def pieces_of(model: ModelConfig, stage: Stage) -> Pieces:
-    """A stage's pieces, layers by the first that is alike."""
-    same = alike(model)
-    layers = [("t", same[layer]) for layer in stage.layers]
-    ahead = [("m", same[model.layers + depth - 1]) for depth in stage.ahead]
-    return (
-        *([("E", 0)] if stage.embeds else []),
-        *layers,
-        *ahead,
-        *([("L", 0)] if stage.predicts else []),
-    )
-
-
-@lru_cache(maxsize=65_536)
-def stage_count(
-    model: ModelConfig, pieces: Pieces, portion: Portion, choices: Choices, load: float = 1.0
-) -> StageCount:
-    counts = [piece_count(model, piece, layer, portion, choices, load) for piece, layer in pieces]
-    parameters: Counter[Class] = Counter()
-    for piece in counts:
-        parameters.update(piece.parameters)
-    behind = forward = backward = 0.0  # what later pieces keep is not there yet, or gone
-    for piece in reversed(counts):
-        for step in reversed(piece.steps):
-            forward = max(forward, step.working[0] - behind)
-            backward = max(backward, step.working[1] + piece.remade - behind)
-            behind += step.kept
-    return StageCount(
-        tuple(parameters.items()),
-        sum(step.quantized for piece in counts for step in piece.steps),
-        sum(piece.kept for piece in counts),
-        sum(piece.remade for piece in counts),
-        sum(step.waiting for piece in counts for step in piece.steps),
-        forward,
-        backward,
-    )
-
-
-def memory_of(config: Config, world: int, choices: Choices | None = None) -> list[RankMemory]:
-    """Every pipeline rank's memory, in the order of ranks; `worst` picks the one that decides."""
-    s = setting_of(config, world, choices or Choices())
-    stages, homes = stages_of(config), rank_of_stage(config)
-    c = config.pipeline
-    states = states_of(c.schedule, config.parallel.pp, c.vpp, s.microbatches, c.pair, c.defer)
-    return [
-        rank_memory(s, rank, [stages[at] for at, home in enumerate(homes) if home == rank], states[rank])
-        for rank in range(config.parallel.pp)
-    ]
-
-
-def worst(ranks: list[RankMemory]) -> RankMemory:
-    return max(ranks, key=lambda rank: rank.total)
-
-
-def rank_memory(s: Setting, rank: int, stages: list[Stage], states: list[State]) -> RankMemory:
-    model, choices = s.config.model, s.choices
-    counts = [stage_count(model, pieces_of(model, stage), s.portion, choices) for stage in stages]
-    fullest = load(s)
-    full = [stage_count(model, pieces_of(model, stage), s.portion, choices, fullest) for stage in stages]
-
-    def bytes_in(state: State, of: list[StageCount]) -> tuple[float, float]:
-        held = sum(n * c.kept for n, c in zip(state.live, of, strict=True))
-        held += sum(n * c.waiting for n, c in zip(state.waiting, of, strict=True))
-        running = of[state.chunk]
-        return held, {"F": running.forward, "D": running.backward, "W": 0.0}[state.kind]
-
-    peak = max(states, key=lambda state: sum(bytes_in(state, full)))
-    activations, working = bytes_in(peak, counts)
-    state = state_bytes(s, stages, counts)
-    on_host = state["main"] + state["moments"] if choices.states_on_host else 0.0
-    stored = {**state, "main": 0.0, "moments": 0.0} if on_host else state
-    live_total = sum(peak.live)
-    return RankMemory(
-        rank,
-        tuple(stage.number for stage in stages),
-        **stored,
-        activations=activations,
-        working=working,
-        margin=sum(bytes_in(peak, full)) - activations - working,
-        buffers=buffers(s, stages, state),
-        graphs=graph_pools(s, stages, live_total),
-        host=on_host + sum(n * c.remade for n, c in zip(peak.live, counts, strict=True) if choices.offload),
-        outside=CONTEXT,
-        live=peak.live,
-        at=f"{peak.kind} of stage {stages[peak.chunk].number}",
-    )
-
-
-def state_bytes(s: Setting, stages: list[Stage], counts: list[StageCount]) -> dict[str, float]:
-    """Weights, gradients, main weights and moments. What is cut over replicas is their share."""
-    model, choices, degrees = s.config.model, s.choices, s.degrees
-    parameters: Counter[Class] = Counter()
-    for count in counts:
-        parameters.update(dict(count.parameters))
-    looks_up = any(stage.looks_up or (stage.predicts and model.tied_head) for stage in stages)
-    if looks_up and not any(stage.embeds for stage in stages):
-        parameters.update(piece_count(model, "E", 0, s.portion, choices).parameters)
-    whole = sum(parameters.values())
-    shared = sum(
-        n / prod(degrees[axis] for axis in GRIDS[grid] if axis not in axes) for (grid, axes), n in parameters.items()
-    )
-    cut = {"none": (whole, whole), "zero": (whole, shared), "fsdp": (shared, shared)}[choices.sharding]
-    recipe, wide = choices.recipe, choices.recipe.wide
-    quantized = sum(count.quantized for count in counts) * (cut[0] / whole)
-    weights = cut[0] * wide + quantized * (recipe.copies - (wide if choices.quantized_weights else 0.0))
-    moment = BYTES[s.config.optim.moments]
-    return {
-        "parameters": whole,
-        "weights": weights if recipe.copies else cut[0] * wide,
-        "gradients": cut[0] * BYTES[choices.gradients],
-        "main": cut[1] * 4 if wide < 4 else 0.0,
-        "moments": cut[1] * 2 * moment,
-    }
+    @cached_property
+    def load(self) -> float:
+        """Rows of a rank's experts at the quantile, over their even share: experts differ by `spread`, of which a rank
+        averages over those it holds, and chance does the rest. A rank that holds all experts has neither."""
+        p, moe, c = self.portion, self.config.model.moe, self.choices
+        if p.ep == 1 or c.spread == 0:
+            return 1.0
+        variance = c.spread**2 * p.ep / moe.experts + 1 / max(1.0, p.tokens * moe.top_k)
+        return round(max(1.0, 1 + deviations(c.quantile) * sqrt((1 - 1 / p.ep) * variance)), 4)
 
 
 @lru_cache(maxsize=64)
@@ -229,27 +110,184 @@ def deviations(quantile: float) -> float:
     return NormalDist().inv_cdf(quantile)
 
 
-def load(s: Setting) -> float:
-    """Rows of a rank's experts at the quantile, over their even share: experts differ by `spread`, of which a rank
-    averages over those it holds, and chance adds what it does to so many rows. One rank with all experts has no more."""
-    p, moe, c = s.portion, s.config.model.moe, s.choices
-    if p.ep == 1:
-        return 1.0
-    rows = max(1.0, p.tokens * moe.top_k)
-    deviation = sqrt((1 - 1 / p.ep) * (c.spread**2 * p.ep / moe.experts + 1 / rows)) if c.spread else 0.0
-    return round(max(1.0, 1 + deviations(c.quantile) * deviation), 4)
+def microbatches_of(config: Config, world: int) -> int:
+    """How many pass one pipeline in a step."""
+    p, train = config.parallel, config.train
+    dp = max(1, world // (p.tp * p.cp * p.pp))
+    return max(1, train.global_batch // (dp * train.micro_batch))
 
 
-def buffers(s: Setting, stages: list[Stage], state: dict[str, float]) -> float:
-    """What travels between pipeline ranks, summed gradients on their way, weights being handed out."""
-    streams = 1 + max(stage.aside for stage in stages)
-    cargo = s.portion.tokens * s.config.model.hidden * s.choices.recipe.wide * streams
-    return 4 * cargo if s.config.parallel.pp > 1 else 0.0
+def setting_of(config: Config, world: int, choices: Choices) -> Setting:
+    c = config.pipeline
+    microbatches = microbatches_of(config, world)
+    moments = moments_of(c.schedule, config.parallel.pp, c.vpp, microbatches, c.pair, c.defer)
+    dispatcher, _ = choose(config, choices.node, int(choices.recipe.wide))
+    apart = (c.pair and c.fill) or any(each.apart for each in moments)
+    return Setting(config, world, choices, portion_of(config, dispatcher, apart), moments, microbatches)
 
 
-def graph_pools(s: Setting, stages: list[Stage], live: int) -> float:
-    """Inputs of captured steps lie in places of their own, for each layer and microbatch under way."""
+def memory_of(
+    config: Config, world: int, choices: Choices | None = None, ranks: Iterable[int] | None = None
+) -> list[RankMemory]:
+    """Every pipeline rank's memory, or that of the ranks asked for; `worst` picks the one that decides."""
+    return memory_in(setting_of(config, world, choices or Choices()), ranks)
+
+
+def memory_in(s: Setting, ranks: Iterable[int] | None = None) -> list[RankMemory]:
+    every = stages_by_rank(s.config)
+    kinds: dict[RankKind, Prepared] = {}  # most ranks of a pipeline are of a few kinds
+    found: list[RankMemory] = []
+    for number in range(len(every)) if ranks is None else ranks:
+        kind = every[number].kind
+        if kind not in kinds:
+            kinds[kind] = prepared(s, every[number])
+        found.append(rank_memory(s, number, every[number], kinds[kind]))
+    return found
+
+
+def worst(ranks: list[RankMemory]) -> RankMemory:
+    return max(ranks, key=lambda rank: rank.total)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What ranks with the same pieces have in common: stages as they are on average, and with the fullest experts."""
+
+    state: State
+    update: float
+    buffers: float
+    even: Load
+    full: Load
+    offloaded: list[float]
+
+
+def prepared(s: Setting, rank: RankStages) -> Prepared:
+    even = [stage_count(s.config.model, pieces, s.portion, s.choices) for pieces in rank.pieces]
+    full = [stage_count(s.config.model, pieces, s.portion, s.choices, s.load) for pieces in rank.pieces]
+    state = state_of(s, rank, even)
+    offloaded = [stage.offloaded for stage in even]
+    return Prepared(state, update_of(s, state), buffers_of(s, rank, state), load_of(even), load_of(full), offloaded)
+
+
+def load_of(stages: list[StageCount]) -> Load:
+    passes = [*(stage.forward for stage in stages), *(stage.backward for stage in stages), *(0.0 for _ in stages)]
+    kept, waiting = ([getattr(stage, name) for stage in stages] for name in ("kept", "waiting"))
+    return Load(np.array(kept), np.array(waiting), np.array(passes))
+
+
+def rank_memory(s: Setting, number: int, rank: RankStages, p: Prepared) -> RankMemory:
+    moments, state = s.moments[number], p.state
+    at = moments.peak(p.full)
+    most, needed = moments.holds(at, p.full)
+    activations, working = moments.holds(at, p.even) if p.full is not p.even else (most, needed)
+    kind, chunk, live = moments.says(at)
+    does = f"{DOES[kind]} of stage {rank.numbers[chunk]}"
+    if p.update > most + needed:
+        live, activations, working, does = (0,) * len(live), 0.0, p.update, "optimizer step"
+        most, needed = activations, working
+    on_host = state.main + state.moments if s.choices.states_on_host else 0.0
+    return RankMemory(
+        number,
+        rank.numbers,
+        state.parameters,
+        state.weights,
+        state.gradients,
+        0.0 if on_host else state.main,
+        0.0 if on_host else state.moments,
+        activations,
+        working,
+        most + needed - activations - working,
+        p.buffers,
+        graphs_of(s, rank, live),
+        on_host + sum(n * size for n, size in zip(live, p.offloaded, strict=True)),
+        s.outside,
+        live,
+        does,
+    )
+
+
+@dataclass(frozen=True)
+class State:
+    """What a rank holds all the time: its parameters, how many of them are its share among replicas, how many of these
+    have other ranks' gradients to add, and bytes."""
+
+    parameters: float
+    share: float
+    summed: float
+    weights: float
+    gradients: float
+    main: float
+    moments: float
+
+
+def state_of(s: Setting, rank: RankStages, stages: list[StageCount]) -> State:
+    """Weights, gradients, main weights and moments; what is cut over replicas is their share. Weights of a low
+    precision have the copies that products read."""
+    choices, recipe = s.choices, s.choices.recipe
+    counts = {kind: (count, replicas(s, kind)) for kind, count in parameters_of(s, rank, stages).items()}
+    whole = sum(count for count, _ in counts.values())
+    share = sum(count / n for count, n in counts.values())
+    weights, states = {"none": (whole, whole), "zero": (whole, share), "fsdp": (share, share)}[choices.sharding]
+    quantized = sum(stage.quantized for stage in stages) * weights / whole if recipe.copies else 0.0
+    plain = weights - (quantized if choices.quantized_weights else 0.0)
+    return State(
+        whole,
+        share,
+        sum(count / n for count, n in counts.values() if n > 1),
+        plain * recipe.wide + quantized * recipe.copies,
+        weights * BYTES[choices.gradients],
+        states * 4 if recipe.wide < 4 else 0.0,
+        states * 2 * BYTES[s.config.optim.moments],
+    )
+
+
+def parameters_of(s: Setting, rank: RankStages, stages: list[StageCount]) -> Counter[Class]:
+    found: Counter[Class] = Counter()
+    for stage in stages:
+        found.update(dict(stage.parameters))
+    if rank.copies:
+        found.update(piece_count(s.config.model, "E", 0, s.portion, s.choices).parameters)
+    return found
+
+
+def replicas(s: Setting, kind: Class) -> int:
+    """How many ranks hold the same parameters of a class: those along the axes of their grid that do not cut them."""
+    grid, axes = kind
+    return prod(s.degrees[axis] for axis in GRIDS[grid] if axis not in axes)
+
+
+def update_of(s: Setting, held: State) -> float:
+    """What the optimizer's step needs beside: summed gradients that came, and a bucket's weights being rounded; without
+    a fused kernel the moments of a bucket in fp32 too."""
+    m = s.config.model
+    layer = m.moe.experts * 2 * m.moe.ffn * (m.moe.latent or m.hidden) / (s.portion.ep * s.portion.etp)
+    largest = max(BUCKET, m.vocab * m.hidden / s.portion.tp, layer if is_moe(m, m.layers - 1) else 0.0)
+    bucket = min(largest, held.share)
+    facts = Facts(s.choices.device, "bf16", moments=s.config.optim.moments, triton=s.choices.device == "cuda")
+    fused = s.choices.stack == "megatron" or pick("adamw", facts)[0] != "reference"
+    came = held.summed * BYTES[s.choices.gradients] if s.choices.stack == "moefold" else 0.0
+    return came + bucket * (s.choices.recipe.wide + (0 if fused else 16))
+
+
+def buffers_of(s: Setting, rank: RankStages, held: State) -> float:
+    """What travels between pipeline ranks, two messages ahead and one sent each way; the angles of positions; products'
+    workspace; and with FSDP two layers' weights and one's gradients, whole."""
+    m, c, wide = s.config.model, s.choices, s.choices.recipe.wide
+    found = WORKSPACE if c.device == "cuda" else 0.0
+    if s.config.parallel.pp > 1:
+        found += 4 * s.portion.tokens * m.hidden * wide * (1 + rank.aside)
+    layers = sum(piece in "tm" for pieces in rank.pieces for piece, _ in pieces)
+    if c.stack == "moefold":
+        found += layers * s.portion.seq_len * (m.attention.rope_dim or m.attention.head_dim) * 4
+    if c.sharding == "fsdp":
+        found += held.parameters / max(1, layers) * (2 * wide + BYTES[c.gradients])
+    return found
+
+
+def graphs_of(s: Setting, rank: RankStages, live: tuple[int, ...]) -> float:
+    """Inputs of captured steps lie in places of their own: one stream for each layer and microbatch under way."""
     if s.choices.graphs == "none":
         return 0.0
-    layers = max(len(stage.layers) + len(stage.ahead) for stage in stages)
-    return live * layers * s.portion.tokens * s.config.model.hidden * s.choices.recipe.wide
+    layers = [sum(piece in "tm" for piece, _ in pieces) for pieces in rank.pieces]
+    captured = sum(n * count for n, count in zip(live, layers, strict=True))
+    return captured * s.portion.tokens * s.config.model.hidden * s.choices.recipe.wide

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from moefold.config.keys import keys_of
-from moefold.config.read import clip, convert, with_values
+from moefold.config.read import TRUTH, clip, convert, with_values
 from moefold.config.refused import Refused, did_you_mean, printable
 from moefold.config.run import Config
 from moefold.dispatch import price
@@ -33,7 +33,7 @@ OTHER_WORDS = {  # as others say it
     "graphs": {"off": "none", "partial": "static", "full": "whole"},
     "precision": {"fp8-blk": "fp8-blockwise", "blockwise": "fp8-blockwise", "fp8-mx": "mxfp8", "fp8-cs": "fp8"},
 }
-OWN = ("model", "gpu", "gpus", "search", "tokens", "best")
+OWN = ("model", "gpu", "gpus", "search", "tokens", "best", "explain")
 SEQUENCES = 8  # of a global batch for each GPU, where neither the user nor the recipe says how many
 LAYOUT = ("parallel.", "pipeline.")
 
@@ -50,6 +50,7 @@ class Request:
     search: bool
     tokens: float
     best: int
+    explain: bool
 
 
 def read_request(raw: Mapping[str, Any]) -> Request:
@@ -74,10 +75,17 @@ def read_request(raw: Mapping[str, Any]) -> Request:
         config = replace(config, train=replace(config.train, global_batch=SEQUENCES * gpus))
     check_precision(gpu, choices.precision)
     choices = replace(choices, node=min(gpu.domain, gpus))
-    fixed = frozenset([*dotted, *(["recompute"] if "recompute" in given else [])])
-    search = bool(given.get("search")) or not any(key.startswith(LAYOUT) for key in dotted)
-    tokens = amount(given.get("tokens", 1e12), "tokens")
-    return Request(config, choices, gpu, gpus, fixed, search, tokens, whole(given.get("best", 10), "best", 100))
+    return Request(
+        config,
+        choices,
+        gpu,
+        gpus,
+        fixed=frozenset(key for key in given if "." in key or key == "recompute"),
+        search=yes(given, "search") or not any(key.startswith(LAYOUT) for key in dotted),
+        tokens=amount(given.get("tokens", 1e12), "tokens"),
+        best=whole(given.get("best", 10), "best", 100),
+        explain=yes(given, "explain"),
+    )
 
 
 def read_choices(given: Mapping[str, Any], problems: dict[str, str]) -> Choices:
@@ -99,6 +107,11 @@ def read_choices(given: Mapping[str, Any], problems: dict[str, str]) -> Choices:
     except Refused as refused:
         problems["choices"] = "\n".join(refused.problems)
         return Choices()
+
+
+def yes(given: Mapping[str, Any], name: str) -> bool:
+    value = given.get(name, False)
+    return TRUTH.get(value.lower(), False) if isinstance(value, str) else bool(value)
 
 
 def whole(raw: Any, name: str, most: int) -> int:

@@ -14,9 +14,20 @@ from moefold.config.rules import RULES, Case
 from moefold.config.run import Config
 from moefold.plan.choices import Choices
 from moefold.plan.comm import Cluster
-from moefold.plan.estimate import Cut, Held, Kind, Price, cut_of, first_rank_gib, held_of, price_of, step_seconds
+from moefold.plan.estimate import (
+    Cut,
+    Held,
+    Kind,
+    Price,
+    cut_of,
+    first_rank_gib,
+    held_of,
+    plain_setting,
+    price_of,
+    step_seconds,
+)
 from moefold.plan.hardware import Gpu
-from moefold.plan.memory import GIB, RankMemory, Setting, memory_of, setting_of, worst
+from moefold.plan.memory import GIB, RankMemory, Setting, memory_in, setting_of, worst
 from moefold.plan.simulate import StepTime, time_step
 from moefold.plan.timing import Pace
 
@@ -159,7 +170,7 @@ class Search:
         return known
 
     def held(self, s: Setting, cut: Cut) -> Mapping[Kind, Held]:
-        known = self.holdings.setdefault(shares(s), {})
+        known = self.holdings.setdefault((*shares(s), s.config.pipeline.pair), {})
         known.update((kind, held_of(s, kind)) for kind in cut.kinds if kind not in known)
         return known
 
@@ -187,7 +198,7 @@ class Search:
         cut = self.cut(config)
 
         def need(choices: Choices) -> float:
-            s = setting_of(config, self.world, choices)
+            s = plain_setting(config, self.world, choices)
             return first_rank_gib(s, cut.first, self.held(s, cut))
 
         least = need(self.ladder[-1])
@@ -196,7 +207,7 @@ class Search:
             self.refusals.add("memory", what)
             return None
         choices = next(each for each in self.ladder if need(each) <= self.gpu.memory)
-        s = setting_of(config, self.world, choices)
+        s = plain_setting(config, self.world, choices)
         seconds = step_seconds(s, self.cluster, cut, self.priced(s, cut), self.held(s, cut))
         return Candidate(config, choices, s, seconds, need(choices))
 
@@ -222,14 +233,15 @@ def search(
     candidates = sorted(looking.candidates(base), key=lambda each: each.seconds)
     ranked: list[Ranked] = []
     for each in candidates:
-        memory = memory_of(each.config, world, each.choices)
+        setting = setting_of(each.config, world, each.choices)
+        memory = memory_in(setting)
         fullest = worst(memory)
         if fullest.total + fullest.outside > gpu.memory * GIB:
             looking.refusals.add(
                 "memory", f"{described(each.config)} needs {fullest.total / GIB:.0f} GiB on rank {fullest.rank}"
             )
             continue
-        ranked.append(Ranked(each.config, each.choices, time_step(each.setting, gpu), memory))
+        ranked.append(Ranked(each.config, each.choices, time_step(setting, gpu), memory))
         if len(ranked) == max(best, CLOCKED):
             break
     ranked.sort(key=lambda each: each.time.seconds)

@@ -14,10 +14,11 @@ from collections import Counter
 from dataclasses import dataclass
 from statistics import mean
 
-from moefold.anatomy.stages import program_for, rank_of_stage, stages_of
+from moefold.anatomy.stages import program_for
 from moefold.plan.counts import Class
 from moefold.plan.hardware import Gpu
-from moefold.plan.memory import BYTES, Setting, pieces_of, stage_count
+from moefold.plan.memory import BYTES, Setting
+from moefold.plan.stage import Pieces, stage_count, stages_by_rank
 from moefold.plan.timing import Pace, Passes, total
 from moefold.schedule.costs import Costs
 from moefold.schedule.simulate import Timeline, simulate
@@ -28,16 +29,14 @@ KINDS = ("F", "D", "W")
 
 @dataclass(frozen=True)
 class StepTime:
-    """One step. `walls` add up to `seconds`, on an average rank; `timeline` is of `shown` microbatches."""
+    """One step. `walls` add up to `seconds`, on an average rank."""
 
     seconds: float
-    pipeline: float
+    clocked: Clocked
     exchange: float
     optimizer: float
     walls: dict[str, float]
-    timeline: Timeline
     costs: Costs
-    shown: int
 
 
 def costs_of(pace: Pace, passes: list[Passes]) -> Costs:
@@ -60,45 +59,62 @@ def enough(microbatches: int, pp: int) -> int:
     return microbatches if microbatches <= few + pp else few + microbatches % pp
 
 
-def clock(setting: Setting, costs: Costs) -> tuple[float, Timeline, int]:
-    """Seconds of the pipeline, and the timeline of as many microbatches as show how it runs."""
+@dataclass(frozen=True)
+class Clocked:
+    """The pipeline of a step: its seconds, those of travel that no compute hid on an average rank, and the timeline of
+    `shown` microbatches."""
+
+    seconds: float
+    exposed: float
+    timeline: Timeline
+    shown: int
+
+
+def clock(setting: Setting, costs: Costs) -> Clocked:
     pp, every = setting.config.parallel.pp, setting.microbatches
     shown = enough(every, pp)
     timeline = simulate(program_for(setting.config, shown), costs)
+    found = Clocked(timeline.makespan, mean(timeline.exposed), timeline, shown)
     if shown == every:
-        return timeline.makespan, timeline, shown
-    before = simulate(program_for(setting.config, shown - pp), costs).makespan
-    return timeline.makespan + (timeline.makespan - before) / pp * (every - shown), timeline, shown
+        return found
+    before = simulate(program_for(setting.config, shown - pp), costs)
+    more = (every - shown) / pp
+    return Clocked(
+        found.seconds + more * (found.seconds - before.makespan),
+        found.exposed + more * (found.exposed - mean(before.exposed)),
+        timeline,
+        shown,
+    )
 
 
-def time_step(setting: Setting, gpu: Gpu, pace: Pace | None = None) -> StepTime:
-    pace = pace or Pace(setting, gpu)
-    config = setting.config
-    pieces = [pieces_of(config.model, stage) for stage in stages_of(config)]
-    passes, homes = [pace.stage(each) for each in pieces], rank_of_stage(config)
-    costs = costs_of(pace, passes)
-    pipeline, timeline, shown = clock(setting, costs)
-    ranks = [[at for at, home in enumerate(homes) if home == rank] for rank in range(config.parallel.pp)]
-    around = [outside(pace, [pieces[at] for at in mine], [passes[at] for at in mine]) for mine in ranks]
+def time_step(setting: Setting, gpu: Gpu) -> StepTime:
+    pace, config = Pace(setting, gpu), setting.config
+    ranks = stages_by_rank(config)
+    by_rank = [[pace.stage(pieces) for pieces in rank.pieces] for rank in ranks]
+    by_stage = {
+        n: each for rank, mine in zip(ranks, by_rank, strict=True) for n, each in zip(rank.numbers, mine, strict=True)
+    }
+    costs = costs_of(pace, [by_stage[number] for number in range(len(by_stage))])
+    clocked = clock(setting, costs)
+    around = [outside(pace, rank.pieces, total(mine)) for rank, mine in zip(ranks, by_rank, strict=True)]
     exchange, optimizer = (max(each) for each in zip(*around, strict=True))
-    walls = mean_walls(setting, [total([passes[at] for at in mine]) for mine in ranks], timeline, pipeline)
+    walls = mean_walls(setting, [total(mine) for mine in by_rank], clocked)
     walls["communication"] += exchange
     walls["memory"] += optimizer
-    return StepTime(pipeline + exchange + optimizer, pipeline, exchange, optimizer, walls, timeline, costs, shown)
+    return StepTime(clocked.seconds + exchange + optimizer, clocked, exchange, optimizer, walls, costs)
 
 
-def outside(pace: Pace, pieces: list[tuple[tuple[str, int], ...]], passes: list[Passes]) -> tuple[float, float]:
+def outside(pace: Pace, pieces: tuple[Pieces, ...], mine: Passes) -> tuple[float, float]:
     """On one rank: seconds of exchange that no compute hides, and of the optimizer."""
     s = pace.setting
     parameters: Counter[Class] = Counter()
     for each in pieces:
         parameters.update(dict(stage_count(s.config.model, each, s.portion, s.choices).parameters))
-    mine = total(passes)
-    travels = float(BYTES[s.config.optim.gradient_travel])
     shown = 0.0
     if s.choices.sharding != "fsdp":  # whose weights and gradients travel with every microbatch
-        shown = max(0.0, pace.cluster.exchange(parameters, s, travels) - mine.D.compute - mine.W.compute)
-        shown += max(0.0, pace.cluster.exchange(parameters, s, s.choices.recipe.wide) - mine.F.compute)
+        scatter = pace.cluster.exchange(parameters, s, BYTES[s.config.optim.gradient_travel])
+        gather = pace.cluster.exchange(parameters, s, s.choices.recipe.wide)
+        shown = max(0.0, scatter - mine.D.compute - mine.W.compute) + max(0.0, gather - mine.F.compute)
     return shown, optimizer_seconds(pace, parameters)
 
 
@@ -117,13 +133,12 @@ def optimizer_bytes(s: Setting) -> float:
     return BYTES[s.choices.gradients] + 2 * 4 + 2 * 2 * BYTES[s.config.optim.moments] + s.choices.recipe.wide
 
 
-def mean_walls(s: Setting, ranks: list[Passes], timeline: Timeline, pipeline: float) -> dict[str, float]:
+def mean_walls(s: Setting, ranks: list[Passes], clocked: Clocked) -> dict[str, float]:
     """Where the pipeline's time goes, on the average over ranks: arithmetic at the peak, what the three walls cost
     (memory, communication, compute efficiency with the host's share of it apart), and waiting for other ranks."""
-    m, share = s.microbatches, s.microbatches / max(1, len({op.microbatch for sp in timeline.spans for op in sp.slot}))
 
     def of(field: str) -> float:
-        return m * mean(sum(getattr(getattr(rank, kind), field) for kind in KINDS) for rank in ranks)
+        return s.microbatches * mean(sum(getattr(getattr(rank, kind), field) for kind in KINDS) for rank in ranks)
 
     ideal = of("ideal")
     walls = {
@@ -131,6 +146,6 @@ def mean_walls(s: Setting, ranks: list[Passes], timeline: Timeline, pipeline: fl
         "compute": of("products") + of("attention") + of("passes") - ideal,
         "host": of("host"),
         "memory": of("memory"),
-        "communication": of("joined") + share * mean(timeline.exposed),
+        "communication": of("joined") + clocked.exposed,
     }
-    return {**walls, "bubble": pipeline - sum(walls.values())}
+    return {**walls, "bubble": clocked.seconds - sum(walls.values())}

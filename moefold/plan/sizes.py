@@ -67,8 +67,7 @@ class Sizes:
         self.P = model.vocab / p.tp
         self.R = self.rows() * load
         self.N = self.arriving() * (load if p.ep > 1 else 1.0)
-        self.gate_inside = moe.gate == "activation"
-        self.quantizes = choices.recipe.quantizes
+        self.gate_inside, self.latent, self.qk_norm = moe.gate == "activation", moe.latent > 0, a.qk_norm
 
     def rows(self) -> float:
         """Rows a rank's experts get when all get as many; ranks that cut an expert among them all get its rows."""
@@ -102,6 +101,12 @@ class Sizes:
     def fused(self) -> bool:
         """Whether one kernel does all of the routed experts."""
         return one_kernel_may_do(self.model) and not self.portion.splits and self.kernel("expert_mlp") != "reference"
+
+    @cached_property
+    def plain_attention(self) -> bool:
+        """Whether attention is made of plain operations: on a CPU, unless it is as common as can be."""
+        odd = self.V != self.Q or self.window > 0 or self.model.attention.sinks
+        return self.choices.device == "cpu" and odd
 
     @cached_property
     def composed(self) -> bool:

@@ -25,8 +25,9 @@ from moefold.plan.comm import Cluster
 from moefold.plan.counts import Gemm, StepCount, piece_count
 from moefold.plan.fit import TILE, reached
 from moefold.plan.hardware import Gpu, roofline
-from moefold.plan.memory import BYTES, Pieces, Setting
+from moefold.plan.memory import BYTES, Setting
 from moefold.plan.sizes import Sizes
+from moefold.plan.stage import Pieces
 
 BACKWARD = 1.5  # launches of a backward, over those of a forward; autograd launches from C++
 
@@ -125,7 +126,7 @@ class Pace:
     def forward(self, step: StepCount, s: Sizes) -> Seconds:
         k, (launches, looped) = self.gpu.kernels, traffic.launched(step.name, step.gemms, s)
         products = sum(self.product(g, g.rows * g.k + g.n * g.k, 2 * g.rows * g.n) * g.times for g in step.gemms)
-        attention = self.attention(step, s, k.attention_forward, step.attention)
+        attention = self.attention(step, s, step.attention, k.attention_forward, k.forward_half)
         passes = (traffic.moved(step.name, s) + traffic.quantised(step.gemms, s)) / self.stream + launches * k.start
         device = products + attention + passes
         return Seconds(
@@ -143,7 +144,7 @@ class Pace:
         """Data gradient and weight gradient. The weight gradient is added to fp32 sums: 8 bytes an element."""
         k, (launches, looped) = self.gpu.kernels, traffic.launched(step.name, step.gemms, s)
         products = sum(self.product(g, g.rows * g.n + g.n * g.k, 2 * g.rows * g.k) * g.times for g in step.gemms)
-        attention = self.attention(step, s, k.attention_backward, 2.5 * step.attention)
+        attention = self.attention(step, s, 2.5 * step.attention, k.attention_backward, k.backward_half)
         moved = 2 * traffic.moved(step.name, s) + traffic.quantised(step.gemms, s, outputs=True)
         passes = moved / self.stream + BACKWARD * launches * k.start
         weights = sum(self.product(g, g.rows * (g.n + g.k), 8 * g.n * g.k) * g.times for g in step.gemms)
@@ -177,13 +178,13 @@ class Pace:
         moving = (read * element + written) * g.groups / self.gpu.hbm
         return roofline(seconds, moving, k.blend)
 
-    def attention(self, step: StepCount, s: Sizes, share: float, flops: float) -> float:
+    def attention(self, step: StepCount, s: Sizes, flops: float, share: float, half: float) -> float:
         """A ring of cp ranks works on one chunk of keys at a time."""
         if not flops:
             return 0.0
         chunk = s.S / s.portion.cp
         sees = min(step.spec.window or chunk, chunk)
-        rate = self.gpu.peak["bf16"] * share * reached(sees, (s.Q + s.V) / 2, self.gpu.kernels.attention_half)
+        rate = self.gpu.peak["bf16"] * share * reached(sees, (s.Q + s.V) / 2, half)
         return flops / rate
 
     def ideal(self, step: StepCount) -> float:

@@ -68,7 +68,7 @@ def moved(step: str, s: Sizes) -> float:
 def quantised(gemms: tuple[Gemm, ...], s: Sizes, outputs: bool = False) -> float:
     """Bytes of quantising what the products read, or in backward the gradients of what they gave. Products of one
     input share its quantised form."""
-    if not s.quantizes:
+    if not s.choices.recipe.quantizes:
         return 0.0
     low = [g for g in gemms if g.kind in LOW]
     once = {(g.rows, g.n, g.name) if outputs else (g.rows, g.k): g for g in low}
@@ -79,7 +79,7 @@ def quantised(gemms: tuple[Gemm, ...], s: Sizes, outputs: bool = False) -> float
 def launched(step: str, gemms: tuple[Gemm, ...], s: Sizes) -> tuple[float, float]:
     """Kernels of a forward: those one after the other, and those of a loop over experts, side by side on the device.
     Megatron's layers make each expert's product by itself and quantise each operand."""
-    low = sum(g.kind in LOW for g in gemms) if s.quantizes else 0
+    low = sum(g.kind in LOW for g in gemms) if s.choices.recipe.quantizes else 0
     count = LAUNCHES[step] + 2 * low + (6 if step == "attend" and s.mla else 0)
     grouped = sum(g.groups for g in gemms if g.kind == "grouped") if s.choices.stack == "megatron" else 0
-    return count, grouped * (5 if s.quantizes else 1)
+    return count, grouped * (5 if s.choices.recipe.quantizes else 1)
