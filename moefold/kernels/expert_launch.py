@@ -18,6 +18,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from moefold.kernels.expert_gemm import expert_gemm
 from moefold.kernels.row_kernels import gather, row_tiles
+from moefold.kernels.tile_order import band_for, shape_of
 
 __all__ = ["Plan", "down", "down_data", "gather", "gathering", "summing", "up", "up_data", "weights"]
 
@@ -132,20 +133,20 @@ def plain(out: torch.Tensor) -> Ends:
 
 
 def run(kind: str, end: str, a, b, ends: Ends, plan: Plan, m=0, n=0, k=0, h=None, padded="", load: Load | None = None):
+    experts = len(plan.ends_E)
     carried = (load.source, load.index, load.to, *load.size) if load else (None, None, None, 0, 0)
     turns = load.index.shape[1] if load and load.kind == "sum" else 1
-    experts = len(plan.ends_E)
-    expert_gemm[(processors(a.device.index or 0),)](
-        block(a, 64, 64), b, h, *ends, plan.tiles_M4, plan.count, plan.ends_E, plan.pads_E,
-        experts, m, n, k, len(a), group_of(experts), *carried,
-        KIND=kind, END=end, PAD=padded, BN=WIDE, STAGES=STAGES, CARRY=load.kind if load else "", TURNS=turns,
-        num_warps=4,
-    )  # fmt: skip
+    operands = (block(a, 64, 64), b, h, *ends, plan.tiles_M4, plan.count, plan.ends_E, plan.pads_E)
 
+    def launch(band: int) -> None:
+        expert_gemm[(processors(a.device.index or 0),)](
+            *operands, experts, m, n, k, len(a), band, *carried,
+            KIND=kind, END=end, PAD=padded, BN=WIDE, STAGES=STAGES, CARRY=load.kind if load else "", TURNS=turns,
+            num_warps=4,
+        )  # fmt: skip
 
-def group_of(experts: int) -> int:
-    """Rows of tiles walked together: as found best on an H200 for few large experts and for many small ones."""
-    return 16 if experts <= 16 else 8
+    shape = shape_of(kind, "plain" if end == "add" else end, len(a), experts, n)
+    launch(band_for(shape, a.device, launch if end != "add" else None))
 
 
 def planes(x: torch.Tensor) -> TensorDescriptor:
