@@ -1,7 +1,6 @@
 """The grouped GEMMs of an expert MLP for Hopper, in Gluon: one persistent kernel, three contractions, four epilogues.
 
-One warp fetches (TMA, running ahead over tile boundaries); two warpgroups multiply, each 64 rows of a 128-row tile; two
-warps may carry rows meanwhile (expert_carry.py).
+One warp fetches (TMA, running ahead over tile boundaries); two warpgroups multiply, each 64 rows of a 128-row tile.
 
     contraction   out                        a                  b                   sum over
     "nt"          rows x N                   rows (R, K)        weights (E, N, K)   K
@@ -41,7 +40,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from moefold.kernels.expert_carry import carry
 from moefold.kernels.expert_ends import chunks_of, end_add, end_dswiglu, end_plain, end_swiglu, end_whole, quarters
 
 
@@ -190,12 +188,11 @@ def multiply(
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["experts", "M", "K", "rows", "band", "carry_rows", "carry_eighths"])
+@gluon.jit(do_not_specialize=["experts", "M", "K", "rows", "band"])
 def expert_gemm(
     a_desc, b_desc, h_desc, out_desc, out_ptr, side_desc, side_ptr, gate_R, dots_nR, tiles_M4, count, ends_E, pads_E,
-    experts, M, N, K, rows, band, carry_from, carry_index, carry_to, carry_rows, carry_eighths,
+    experts, M, N, K, rows, band,
     KIND: gl.constexpr, END: gl.constexpr, PAD: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
-    CARRY: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
     a_bufs = gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, 64, 64], a_desc.layout)
     b_shape: gl.constexpr = [BN, 64] if KIND == "nt" else [64, BN]
@@ -226,24 +223,12 @@ def expert_gemm(
     bufs = (a_bufs, b_bufs, out_bufs, full, empty)
     grid = (tiles_M4, ends_E, pads_E, total, m_tiles, n_tiles, gl.cdiv(K, 64), band)
     job = (outs, bufs, grid, M, N, rows)
-    if CARRY == "":
-        gl.warp_specialize(
-            [
-                (multiply, (job, 0, KIND, END, BN, STAGES)),
-                (multiply, (job, 1, KIND, END, BN, STAGES)),
-                (fetch, (descs, bufs, grid, N, K, KIND, END, PAD, BN, STAGES)),
-            ],
-            [4, 1],
-            [232, 40],
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (multiply, (job, 0, KIND, END, BN, STAGES)),
-                (multiply, (job, 1, KIND, END, BN, STAGES)),
-                (fetch, (descs, bufs, grid, N, K, KIND, END, PAD, BN, STAGES)),
-                (carry, ((carry_from, carry_index, carry_to, carry_rows), carry_eighths * 8, CARRY, TURNS)),
-            ],
-            [4, 1, 2],
-            [232, 48, 48],
-        )
+    gl.warp_specialize(
+        [
+            (multiply, (job, 0, KIND, END, BN, STAGES)),
+            (multiply, (job, 1, KIND, END, BN, STAGES)),
+            (fetch, (descs, bufs, grid, N, K, KIND, END, PAD, BN, STAGES)),
+        ],
+        [4, 1],
+        [232, 40],
+    )

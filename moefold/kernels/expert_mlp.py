@@ -74,10 +74,10 @@ class ExpertMlp(torch.autograd.Function):
         dh_P2F, a_PF, dweight_R = launch.down_data(dy_RD, down_EDF, h_R2F, weight_R.float(), plan)
         ddown_EDF = launch.weights(dy_RD, a_PF, "b", down_EDF, plan, ctx.sums[1]())
         del a_PF, h_R2F
-        x_RD = launch.gathering(source_ND, index_R)
-        dsource_ND = launch.summing(launch.up_data(dh_P2F, gate_up_E2FD, len(dy_RD), plan, x_RD), slots_NK)
-        dgate_up_E2FD = launch.weights(dh_P2F, x_RD.to, "a", gate_up_E2FD, plan, ctx.sums[0](), dsource_ND)
-        return dsource_ND.to, dgate_up_E2FD, ddown_EDF, dweight_R.to(weight_R.dtype), None, None, None
+        dsource_ND = launch.total(launch.up_data(dh_P2F, gate_up_E2FD, len(dy_RD), plan), slots_NK)
+        x_RD = launch.gather(source_ND, index_R)
+        dgate_up_E2FD = launch.weights(dh_P2F, x_RD, "a", gate_up_E2FD, plan, ctx.sums[0]())
+        return dsource_ND, dgate_up_E2FD, ddown_EDF, dweight_R.to(weight_R.dtype), None, None, None
 
 
 def none() -> None:

@@ -35,7 +35,33 @@ def to_power(size: int) -> int:
     return 1 << round(log2(max(size, 1)))
 
 
-TABLE: dict[str, dict[Shape, int]] = {}
+TABLE: dict[str, dict[Shape, int]] = {
+    "NVIDIA H200": {
+        Shape("nt", "swiglu", 1024, 2048): 4,
+        Shape("nt", "swiglu", 1024, 4096): 4,
+        Shape("nt", "swiglu", 2048, 2048): 4,
+        Shape("nt", "swiglu", 2048, 32768): 16,
+        Shape("nt", "plain", 1024, 2048): 4,
+        Shape("nt", "plain", 1024, 8192): 4,
+        Shape("nt", "plain", 2048, 2048): 4,
+        Shape("nt", "plain", 2048, 4096): 4,
+        Shape("nn", "dswiglu", 1024, 1024): 4,
+        Shape("nn", "dswiglu", 1024, 2048): 4,
+        Shape("nn", "dswiglu", 2048, 1024): 8,
+        Shape("nn", "dswiglu", 2048, 16384): 8,
+        Shape("nn", "plain", 1024, 2048): 4,
+        Shape("nn", "plain", 1024, 8192): 4,
+        Shape("nn", "plain", 2048, 2048): 4,
+        Shape("nn", "plain", 2048, 4096): 16,
+        Shape("tn", "plain", 1024, 1024): 4,
+        Shape("tn", "plain", 1024, 2048): 4,
+        Shape("tn", "plain", 1024, 8192): 16,
+        Shape("tn", "plain", 2048, 1024): 4,
+        Shape("tn", "plain", 2048, 2048): 8,
+        Shape("tn", "plain", 2048, 4096): 16,
+        Shape("tn", "plain", 2048, 16384): 16,
+    },
+}
 LEARNED: dict[tuple[str, Shape], int] = {}
 
 
