@@ -247,6 +247,7 @@ def show(report: dict[str, Any]) -> None:
         caption=CAPTION,
         caption_justify="left",
         box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
     )
     table.add_column("layer", no_wrap=True)
     for column in ("TF/s", "cool", "GiB", "Zipf", "kept", "HF", "cool", "GiB", "ratio"):
