@@ -25,8 +25,8 @@ from moefold.kernels.catalog import CATALOG
 class BenchOptions:
     """Time this machine. `kernels` times every operation's implementations, forward and backward; `layer` times the MoE
     layers of known models and `step` whole training steps, with transformers' beside them where it is installed;
-    `attention` compares the ways of attending; `curves` shows whether fast kernels learn as references do; `overlap` how
-    much of the travel to experts hides behind compute."""
+    `attention` compares the ways of attending; `curves` shows whether fast kernels learn as references do; `overlap`
+    how much of the travel to experts hides behind compute."""
 
     what: tyro.conf.Positional[Literal["kernels", "layer", "step", "attention", "curves", "overlap"]] = "kernels"
     layer: tuple[str, ...] = ()

@@ -1,8 +1,8 @@
 """`moefold bench step`: whole training steps of known models on one device, transformers' beside ours in the same run.
 
 Ours is the ordinary trainer: assembled as `moefold train` does, its steps one after the other, main weights in fp32.
-Theirs is set as its users set it: weights and AdamW's moments in bf16, grouped_mm experts, sdpa. Both see the same random
-tokens. TFLOP/s count the model's FLOPs, as `moefold explain` does.
+Theirs is set as its users set it: weights and AdamW's moments in bf16, grouped_mm experts, sdpa. Both see the same
+random tokens. TFLOP/s count the model's FLOPs, as `moefold explain` does.
 """
 
 from __future__ import annotations
@@ -136,19 +136,18 @@ def clocked(take: Callable[[], Any], loss_of: Callable[[Any], float], config: Co
     """Some steps to warm up, then the time of several in a row; the losses are read when all are done."""
     cuda = config.train.device == "cuda"
     wait = torch.cuda.synchronize if cuda else lambda: None
-    first = loss_of([take() for _ in range(WARM_UP)][0])
+    first, *_ = [take() for _ in range(WARM_UP)]
     wait()
     if cuda:
         torch.cuda.reset_peak_memory_stats()
     begun = time.perf_counter()
-    for _ in range(steps):
-        last = take()
+    *_, last = [take() for _ in range(steps)]
     wait()
     seconds = (time.perf_counter() - begun) / steps
     speed = config.train.global_batch * config.data.seq_len / seconds
     flops = train_flops_per_token(config.model, config.data.seq_len)
     peak = torch.cuda.max_memory_allocated() / 2**30 if cuda else 0.0
-    return Measured(seconds * 1e3, speed, speed * flops / 1e12, peak, first, loss_of(last))
+    return Measured(seconds * 1e3, speed, speed * flops / 1e12, peak, loss_of(first), loss_of(last))
 
 
 def bench(names: list[str], device: str, steps: int, profile: Path | None) -> dict[str, Any]:
