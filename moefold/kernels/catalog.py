@@ -71,7 +71,7 @@ def triton_runs(f: Facts) -> bool:
 
 
 def expert_gemm_runs(f: Facts) -> bool:
-    """Made for Hopper's instructions. Of a tile that is partly beyond a width, only the rest is written; the copy engine
+    """Made for Hopper's instructions. Of a tile partly beyond a width only the rest is written; the copy engine
     wants rows that begin at multiples of 16 bytes."""
     return (
         f.dtype == "bf16" and f.capability[0] == 9 and f.hidden > 0 and f.ffn > 0 and f.aligned(16) and triton_runs(f)

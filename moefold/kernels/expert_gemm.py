@@ -1,7 +1,6 @@
 """The grouped GEMMs of an expert MLP for Hopper, in Gluon: one persistent kernel, three contractions, four epilogues.
 
-One warp fetches (TMA, running ahead over tile boundaries); two warpgroups multiply, each 64 rows of a 128-row tile; two
-warps may carry rows meanwhile (expert_carry.py).
+One warp fetches (TMA, running ahead over tile boundaries); two warpgroups multiply, each 64 rows of a 128-row tile.
 
     contraction   out                        a                  b                   sum over
     "nt"          rows x N                   rows (R, K)        weights (E, N, K)   K
@@ -41,33 +40,32 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from moefold.kernels.expert_carry import carry
 from moefold.kernels.expert_ends import chunks_of, end_add, end_dswiglu, end_plain, end_swiglu, end_whole, quarters
 
 
 @gluon.jit
-def place(t, m_tiles, n_tiles, group):
-    """Tile t of a grid walked in bands of `group` rows of tiles, so that tiles in flight share their operands in L2."""
-    band = t // (group * n_tiles)
-    inside = t % (group * n_tiles)
-    height = gl.minimum(m_tiles - band * group, group)
-    return band * group + inside % height, inside // height
+def place(t, m_tiles, n_tiles, rows):
+    """Tile t of a grid walked in bands of so many rows of tiles, so that tiles in flight share operands in L2."""
+    first = t // (rows * n_tiles) * rows
+    inside = t % (rows * n_tiles)
+    height = gl.minimum(m_tiles - first, rows)
+    return first + inside % height, inside // height
 
 
 @gluon.jit
 def work(t, grid, KIND: gl.constexpr):
     """Of tile t: expert, first row, the same with padding, real rows, steps of the contraction, its place (m, n)."""
-    tiles_M4, ends_E, pads_E, total, m_tiles, n_tiles, steps, group = grid
+    tiles_M4, ends_E, pads_E, total, m_tiles, n_tiles, steps, band = grid
     t = gl.minimum(t, gl.maximum(total - 1, 0))  # the last is looked up again by whoever looks beyond it
     if KIND == "tn":
         expert = t // (m_tiles * n_tiles)
-        m, n = place(t % (m_tiles * n_tiles), m_tiles, n_tiles, group)
+        m, n = place(t % (m_tiles * n_tiles), m_tiles, n_tiles, band)
         row = gl.load(ends_E + expert - 1, mask=expert > 0, other=0)
         real = gl.load(ends_E + expert) - row
         steps = gl.cdiv(real, 64)
         pad = gl.load(pads_E + expert)
     else:
-        m, n = place(t, m_tiles, n_tiles, group)
+        m, n = place(t, m_tiles, n_tiles, band)
         expert = gl.load(tiles_M4 + 4 * m)
         row = gl.load(tiles_M4 + 4 * m + 1)
         real = gl.load(tiles_M4 + 4 * m + 2)
@@ -83,7 +81,7 @@ def fetch(
     """The producer: keeps STAGES steps of operands under way, whatever tile they belong to."""
     a_desc, b_desc, h_desc = descs
     a_bufs, b_bufs, out_bufs, full, empty = bufs
-    tiles_M4, ends_E, pads_E, total, m_tiles, n_tiles, steps, group = grid
+    tiles_M4, ends_E, pads_E, total, m_tiles, n_tiles, steps, band = grid
     i = 0
     for t in range(gl.program_id(0), total, gl.num_programs(0)):
         expert, row, pad, real, steps_t, m, n = work(t, grid, KIND)
@@ -134,7 +132,7 @@ def multiply(
     outs, bufs, grid, M, N, rows = job
     out_desc, out_ptr, side_desc, side_ptr, gate_R, dots_nR = outs
     a_bufs, b_bufs, out_bufs, full, empty = bufs
-    tiles_M4, ends_E, pads_E, total, m_tiles, n_tiles, steps, group = grid
+    tiles_M4, ends_E, pads_E, total, m_tiles, n_tiles, steps, band = grid
     layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16])
     small: gl.constexpr = quarters(gl.zeros([64, BN], gl.bfloat16, layout), BN)[0].type.layout
     r = gl.arange(0, 64, layout=gl.SliceLayout(1, small))
@@ -190,12 +188,11 @@ def multiply(
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["experts", "M", "K", "rows", "group", "carry_rows", "carry_eighths"])
+@gluon.jit(do_not_specialize=["experts", "M", "K", "rows", "band"])
 def expert_gemm(
     a_desc, b_desc, h_desc, out_desc, out_ptr, side_desc, side_ptr, gate_R, dots_nR, tiles_M4, count, ends_E, pads_E,
-    experts, M, N, K, rows, group, carry_from, carry_index, carry_to, carry_rows, carry_eighths,
+    experts, M, N, K, rows, band,
     KIND: gl.constexpr, END: gl.constexpr, PAD: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
-    CARRY: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
     a_bufs = gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, 64, 64], a_desc.layout)
     b_shape: gl.constexpr = [BN, 64] if KIND == "nt" else [64, BN]
@@ -224,26 +221,14 @@ def expert_gemm(
     descs = (a_desc, b_desc, h_desc)
     outs = (out_desc, out_ptr, side_desc, side_ptr, gate_R, dots_nR)
     bufs = (a_bufs, b_bufs, out_bufs, full, empty)
-    grid = (tiles_M4, ends_E, pads_E, total, m_tiles, n_tiles, gl.cdiv(K, 64), group)
+    grid = (tiles_M4, ends_E, pads_E, total, m_tiles, n_tiles, gl.cdiv(K, 64), band)
     job = (outs, bufs, grid, M, N, rows)
-    if CARRY == "":
-        gl.warp_specialize(
-            [
-                (multiply, (job, 0, KIND, END, BN, STAGES)),
-                (multiply, (job, 1, KIND, END, BN, STAGES)),
-                (fetch, (descs, bufs, grid, N, K, KIND, END, PAD, BN, STAGES)),
-            ],
-            [4, 1],
-            [232, 40],
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (multiply, (job, 0, KIND, END, BN, STAGES)),
-                (multiply, (job, 1, KIND, END, BN, STAGES)),
-                (fetch, (descs, bufs, grid, N, K, KIND, END, PAD, BN, STAGES)),
-                (carry, ((carry_from, carry_index, carry_to, carry_rows), carry_eighths * 8, CARRY, TURNS)),
-            ],
-            [4, 1, 2],
-            [232, 48, 48],
-        )
+    gl.warp_specialize(
+        [
+            (multiply, (job, 0, KIND, END, BN, STAGES)),
+            (multiply, (job, 1, KIND, END, BN, STAGES)),
+            (fetch, (descs, bufs, grid, N, K, KIND, END, PAD, BN, STAGES)),
+        ],
+        [4, 1],
+        [232, 40],
+    )

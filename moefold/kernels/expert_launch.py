@@ -17,9 +17,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from moefold.kernels.expert_gemm import expert_gemm
-from moefold.kernels.row_kernels import gather, row_tiles
+from moefold.kernels.row_kernels import gather, row_tiles, total
+from moefold.kernels.tile_order import band_for, shape_of
 
-__all__ = ["Plan", "down", "down_data", "gather", "gathering", "summing", "up", "up_data", "weights"]
+__all__ = ["Plan", "down", "down_data", "gather", "total", "up", "up_data", "weights"]
 
 WIDE = 256  # columns of a tile
 STAGES = 3  # steps of operands on their way; more leave no room for a tile of results
@@ -36,28 +37,6 @@ class Plan(NamedTuple):
     @classmethod
     def of(cls, ends_E: torch.Tensor, rows: int) -> Plan:
         return cls(ends_E, *row_tiles(ends_E, rows))
-
-
-class Load(NamedTuple):
-    """Rows that a product carries on the side: see expert_carry.py."""
-
-    kind: str
-    source: torch.Tensor
-    index: torch.Tensor
-    to: torch.Tensor
-
-    @property
-    def size(self) -> tuple[int, int]:
-        """Rows, and eighths of their width: the kernel then knows that rows begin at multiples of 16 bytes."""
-        return len(self.to), self.to.shape[1] // 8
-
-
-def gathering(source_ND: torch.Tensor, index_R: torch.Tensor) -> Load:
-    return Load("gather", source_ND.contiguous(), index_R, source_ND.new_empty(len(index_R), source_ND.shape[1]))
-
-
-def summing(y_RD: torch.Tensor, slots_NK: torch.Tensor) -> Load:
-    return Load("sum", y_RD, slots_NK.contiguous(), y_RD.new_empty(len(slots_NK), y_RD.shape[1]))
 
 
 class Ends(NamedTuple):
@@ -100,11 +79,11 @@ def down_data(dy_RD: torch.Tensor, w_EDF: torch.Tensor, h_R2F: torch.Tensor, wei
     return dh_P2F.flatten(1), a_PF, dots_nR.sum(0)
 
 
-def up_data(dh_Pf: torch.Tensor, w_E2FD: torch.Tensor, rows: int, plan: Plan, load: Load) -> torch.Tensor:
+def up_data(dh_Pf: torch.Tensor, w_E2FD: torch.Tensor, rows: int, plan: Plan) -> torch.Tensor:
     e, _, f, d = w_E2FD.shape
     dx_RD = dh_Pf.new_empty(rows, d)
     b = block(w_E2FD.view(e * 2 * f, d), 64, WIDE)
-    run("nn", "plain", dh_Pf, b, plain(dx_RD[None]), plan, n=d, k=2 * f, padded="a", load=load)
+    run("nn", "plain", dh_Pf, b, plain(dx_RD[None]), plan, n=d, k=2 * f, padded="a")
     return dx_RD
 
 
@@ -115,7 +94,6 @@ def weights(
     like: torch.Tensor,
     plan: Plan,
     into: torch.Tensor | None = None,
-    load: Load | None = None,
 ) -> torch.Tensor | None:
     """out[e] = left^T right over the rows of expert e, in the shape of the weights; zeros where it has none. One of the
     two, "a" or "b", is padded. Given `into`, fp32 or bf16, it is added to that instead, and nothing is returned."""
@@ -123,7 +101,7 @@ def weights(
     out = torch.empty_like(like) if into is None else None
     ends = plain(out.view(-1, m, n)) if out is not None else Ends(None, into)
     end = "plain" if out is not None else "add"
-    run("tn", end, left, block(right, 64, WIDE), ends, plan, m=m, n=n, padded=padded, load=load)
+    run("tn", end, left, block(right, 64, WIDE), ends, plan, m=m, n=n, padded=padded)
     return out
 
 
@@ -131,21 +109,18 @@ def plain(out: torch.Tensor) -> Ends:
     return Ends(planes(out), out)
 
 
-def run(kind: str, end: str, a, b, ends: Ends, plan: Plan, m=0, n=0, k=0, h=None, padded="", load: Load | None = None):
-    carried = (load.source, load.index, load.to, *load.size) if load else (None, None, None, 0, 0)
-    turns = load.index.shape[1] if load and load.kind == "sum" else 1
+def run(kind: str, end: str, a, b, ends: Ends, plan: Plan, m=0, n=0, k=0, h=None, padded="") -> None:
     experts = len(plan.ends_E)
-    expert_gemm[(processors(a.device.index or 0),)](
-        block(a, 64, 64), b, h, *ends, plan.tiles_M4, plan.count, plan.ends_E, plan.pads_E,
-        experts, m, n, k, len(a), group_of(experts), *carried,
-        KIND=kind, END=end, PAD=padded, BN=WIDE, STAGES=STAGES, CARRY=load.kind if load else "", TURNS=turns,
-        num_warps=4,
-    )  # fmt: skip
+    operands = (block(a, 64, 64), b, h, *ends, plan.tiles_M4, plan.count, plan.ends_E, plan.pads_E)
 
+    def launch(band: int) -> None:
+        expert_gemm[(processors(a.device.index or 0),)](
+            *operands, experts, m, n, k, len(a), band,
+            KIND=kind, END=end, PAD=padded, BN=WIDE, STAGES=STAGES, num_warps=4,
+        )  # fmt: skip
 
-def group_of(experts: int) -> int:
-    """Rows of tiles walked together: as found best on an H200 for few large experts and for many small ones."""
-    return 16 if experts <= 16 else 8
+    shape = shape_of(kind, "plain" if end == "add" else end, len(a), experts, n)
+    launch(band_for(shape, a.device, launch if end != "add" else None))
 
 
 def planes(x: torch.Tensor) -> TensorDescriptor:

@@ -66,7 +66,7 @@ def test_gradients_add_up_where_a_weight_says(routing: str, dtype: torch.dtype):
     leaves = [x.detach().requires_grad_() for x in inputs]
     sums = [torch.zeros_like(x, dtype=dtype) for x in leaves[1:3]]
     for leaf, total in zip(leaves[1:3], sums, strict=True):
-        leaf.gradient_sum = total  # pyright: ignore[reportAttributeAccessIssue]
+        leaf.gradient_sum = lambda total=total: total  # pyright: ignore[reportAttributeAccessIssue]
     expert_mlp.implementations["gluon"](*leaves, *rest).backward(dy.bfloat16())
     once = [total.clone() for total in sums]
     expert_mlp.implementations["gluon"](*leaves, *rest).backward(dy.bfloat16())
