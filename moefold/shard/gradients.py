@@ -45,14 +45,9 @@ class Gradients:
         self.hooks: list[RemovableHandle] = []
         for number, bucket in enumerate(buckets):
             for place, parameter in enumerate(bucket.parameters):
-<<<<<<< HEAD
-                offer_place(parameter.tensor, partial(bucket.sums.lend, place))
+                offer_place(parameter.tensor, partial(bucket.sums.lend, place), partial(bucket.sums.running, place))
                 hook = self.adding_to(number, place, parameter.name)
                 self.hooks.append(parameter.tensor.register_post_accumulate_grad_hook(hook))
-=======
-                offer_place(parameter.tensor, partial(bucket.sums.lend, place), partial(bucket.sums.running, place))
-                parameter.tensor.register_post_accumulate_grad_hook(self.adding_to(number, place, parameter.name))
->>>>>>> stepk
         self.number_of = {p.name: number for number, bucket in enumerate(buckets) for p in bucket.parameters}
 
     def let_go(self) -> None:
