@@ -1,4 +1,4 @@
-"""`moefold bench curves`: do fast kernels learn what the references learn? The same steps on the same text, three times.
+"""`moefold bench curves`: do fast kernels learn what references learn? The same steps on the same text, three times.
 
 The third run is in fp32 with references alone: how far the two in bf16 stray from it is what rounding does, and fast
 kernels should stray no further than references do.

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -54,7 +55,7 @@ class Uploads:
 class Uploaded:
     """Tensors on their way to the device."""
 
-    def __init__(self, tensors: list[torch.Tensor], arrived: torch.cuda.Event | None):
+    def __init__(self, tensors: list[torch.Tensor], arrived: Any):
         self.tensors, self.arrived = tensors, arrived
 
     def take(self) -> list[torch.Tensor]:

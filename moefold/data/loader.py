@@ -50,7 +50,8 @@ class Loader:
         at, coming = self.ahead or (-1, None)
         if coming is None or at != self.consumed:  # the first, or somebody set `consumed`
             coming = self.begin(self.consumed, self.batch)
-        batch = Batch(*coming.take(), self.first(self.consumed, self.batch))
+        tokens, labels = coming.take()
+        batch = Batch(tokens, labels, self.first(self.consumed, self.batch))
         self.consumed += self.batch
         if self.uploads.stream is not None:
             self.ahead = (self.consumed, self.begin(self.consumed, self.batch))
@@ -58,7 +59,8 @@ class Loader:
 
     def at(self, consumed: int, count: int) -> Batch:
         """This rank's share of the `count` sequences that follow the first `consumed`."""
-        return Batch(*self.begin(consumed, count).take(), self.first(consumed, count))
+        tokens, labels = self.begin(consumed, count).take()
+        return Batch(tokens, labels, self.first(consumed, count))
 
     def share(self, count: int) -> int:
         """All shares are of one size, so that every rank takes part in as many passes; what is over counts for

@@ -5,6 +5,8 @@ B sequences, S queries, L keys, H query heads, G key/value heads, D head width, 
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -144,7 +146,8 @@ class Ordered(torch.autograd.Function):
     def backward(ctx, *gradients):
         from moefold.kernels.attention_kernels import attention_backward
 
-        return (*attention_backward(gradients[0], *ctx.saved_tensors, ctx.scale), None)
+        q, k, v, y, lse = ctx.saved_tensors
+        return (*attention_backward(gradients[0], q, k, v, y, lse, ctx.scale), None)
 
 
 @attention.cases
@@ -162,9 +165,9 @@ def _(device: str, dtype: torch.dtype):
         q, k = random(device, dtype, b, s, h, d), random(device, dtype, b, length, g, d, seed=1)
         v, sink = random(device, dtype, b, length, g, dv, seed=2), random(device, dtype, h, seed=3)
         name = f"{b}x{s} on {length}, {h}/{g} heads of {d}" + (f", values of {dv}" if dv != d else "")
-        facts = {"attention": Shape(length, h, g, d, dv)}
-        yield Case(name, (q, k, v), **facts)
-        yield Case(f"{name}, sinks", (q, k, v, 0.3, 0, sink), **facts)
+        case = partial(Case, attention=Shape(length, h, g, d, dv))
+        yield case(name, (q, k, v))
+        yield case(f"{name}, sinks", (q, k, v, 0.3, 0, sink))
         for window in (1, 7):
-            yield Case(f"{name}, window {window}", (q, k, v, None, window, None), **facts)
-            yield Case(f"{name}, window {window}, sinks", (q, k, v, None, window, sink), **facts)
+            yield case(f"{name}, window {window}", (q, k, v, None, window, None))
+            yield case(f"{name}, window {window}, sinks", (q, k, v, None, window, sink))

@@ -8,13 +8,15 @@ B sequences, S positions, H query heads, G key/value heads, D head width; M quer
 Blocks with most to do begin first. Only those that the diagonal crosses are masked.
 """
 
+# pyright: reportMissingImports=false, reportIndexIssue=false
+
 from __future__ import annotations
 
 import torch
 import triton
 import triton.language as tl
 
-# M, N, warps, stages: of a dozen tried on an H200 with heads of 128 the best for both kernels (docs/benchmarks/notes.md)
+# M, N, warps, stages: of a dozen tried on an H200 the best for both kernels (docs/benchmarks/notes.md).
 TILE = (64, 64, 4, 2)
 DELTA_ROWS = 64
 
@@ -70,12 +72,12 @@ def dq_kernel(
     lse_M, delta_M = statistics_at(lse, delta, tl.program_id(0).to(tl.int64) * S, m, rows, S)
     k_at, v_at = k + b * k_b + (h // GROUP) * k_h, v + b * v_b + (h // GROUP) * v_h
     total = tl.zeros((M, D), dtype=tl.float32)
-    whole = m // N * N
+    whole, end = m // N * N, tl.minimum(m + M, S)
     total = add_dq(
         total, queries, grads, lse_M, delta_M, k_at, v_at, k_s, v_s, m, 0, whole, scale, S, D, M, N, False
     )  # fmt: skip
     total = add_dq(
-        total, queries, grads, lse_M, delta_M, k_at, v_at, k_s, v_s, m, whole, tl.minimum(m + M, S), scale, S, D, M, N, True
+        total, queries, grads, lse_M, delta_M, k_at, v_at, k_s, v_s, m, whole, end, scale, S, D, M, N, True
     )  # fmt: skip
     here = dq + b * o_b + h * o_h + (m + rows)[:, None].to(tl.int64) * o_s + tl.arange(0, D)[None, :]
     tl.store(here, (total * scale).to(dq.dtype.element_ty), mask=m + rows[:, None] < S)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from statistics import median
 
 import torch
@@ -56,4 +57,4 @@ def timed(work: Callable[[], object], repeat: int = 5) -> float:
         event.record()
         work()
     events[-1].synchronize()
-    return median(a.elapsed_time(b) for a, b in zip(events[2:], events[3:], strict=False))
+    return median(a.elapsed_time(b) for a, b in pairwise(events[2:]))

@@ -175,7 +175,15 @@ CATALOG: dict[str, tuple[Choice, ...]] = {
     "attention": ATTENTION,
     "attention_block": (),
     "attention_block_backward": (),
-    "swiglu": (Choice("by_hand", always, "nothing", "saves the pre-activation only, not what lies between"),),
+    "swiglu": (
+        Choice(
+            "triton",
+            lambda f: triton_runs(f) and f.dtype != "fp64",
+            "cuda with Triton, fp32 or bf16",
+            "one pass each way; saves the pre-activation only",
+        ),
+        Choice("by_hand", always, "nothing", "saves the pre-activation only, not what lies between"),
+    ),
     "clamped_swiglu": (Choice("by_hand", always, "nothing", "saves the pre-activation only, not what lies between"),),
     "expert_bias": (),
     "router_logits": (

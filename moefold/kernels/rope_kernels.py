@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-PROGRAMS = 1056  # eight for each multiprocessor of an H200
+WARPS = 2112  # of backward's programs together: sixteen for each multiprocessor of an H200, which all run at once
 
 
 @triton.jit
@@ -150,10 +150,12 @@ def turn_back(dy_BSHD, x_BSHD, w, angles, eps: float) -> tuple[torch.Tensor, tor
     dy, x = (t if t.stride(-1) == 1 else t.contiguous() for t in (dy_BSHD, x_BSHD))
     b, s, h, d = x.shape
     dx = torch.empty(b, s, h, d, dtype=x.dtype, device=x.device)
-    dw_PW = torch.zeros(min(PROGRAMS, b * s), w.numel(), dtype=torch.float32, device=x.device)
+    shape = shape_of(h, d // 2)
+    programs = min(WARPS // shape["num_warps"], b * s)
+    dw_PW = torch.zeros(programs, w.numel(), dtype=torch.float32, device=x.device)
     if dx.numel():
-        turn_back_kernel[(len(dw_PW),)](
+        turn_back_kernel[(programs,)](
             dy, x, w, *tables(angles), dx, dw_PW, b * s, s, *dy.stride()[:3], *x.stride()[:3],
-            h, d // 2, eps, NORM=kind_of(w, d), **shape_of(h, d // 2),
+            h, d // 2, eps, NORM=kind_of(w, d), **shape,
         )  # fmt: skip
     return dx, dw_PW.sum(0).to(w.dtype).view(w.shape)

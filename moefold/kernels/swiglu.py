@@ -20,9 +20,33 @@ def swiglu(gate_up_R2F: torch.Tensor, scale_R: torch.Tensor | None = None) -> to
     return (y if scale_R is None else y * scale_R[:, None]).to(gate_up_R2F.dtype)
 
 
+@swiglu.fast("triton")
+def _(gate_up_R2F: torch.Tensor, scale_R: torch.Tensor | None = None) -> torch.Tensor:
+    return InOnePass.apply(gate_up_R2F, scale_R)  # pyright: ignore[reportReturnType]
+
+
 @swiglu.fast("by_hand")
 def _(gate_up_R2F: torch.Tensor, scale_R: torch.Tensor | None = None) -> torch.Tensor:
     return SwiGlu.apply(gate_up_R2F, scale_R)  # pyright: ignore[reportReturnType]
+
+
+class InOnePass(torch.autograd.Function):
+    """Keeps only its inputs."""
+
+    @staticmethod
+    def forward(ctx, gate_up, scale):
+        from moefold.kernels import swiglu_kernels
+
+        gate_up = gate_up.contiguous()
+        ctx.save_for_backward(gate_up, scale)
+        return swiglu_kernels.forward(gate_up, scale)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        from moefold.kernels import swiglu_kernels
+
+        gate_up, scale = ctx.saved_tensors
+        return swiglu_kernels.backward(gradients[0], gate_up, scale)
 
 
 class SwiGlu(torch.autograd.Function):

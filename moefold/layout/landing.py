@@ -1,7 +1,8 @@
 """Where a backward writes the gradient of a weight: straight into its place in a flat bucket, if that is free.
 
 Autograd hands a gradient on as it is, so one that was written in its place is found there and need not be moved: for
-large weights that saves a pass over memory. One written elsewhere is copied or added, as any other.
+large weights that saves a pass over memory. One written elsewhere is copied or added, as any other. Where a sum is
+there already, a product may add to it itself (`gradient_sum`, for those that can) and give autograd none.
 """
 
 from __future__ import annotations
@@ -21,9 +22,16 @@ def memory_for_gradient(weight: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(weight) if place is None else place.view(weight.shape)
 
 
-def offer_place(weight: torch.Tensor, lend: Lend) -> None:
-    """From now on `memory_for_gradient` asks here. `lend` gives the flat place, or None if it is taken."""
+def offer_place(weight: torch.Tensor, lend: Lend, running: Callable[[], torch.Tensor | None]) -> None:
+    """`lend` gives the flat place for a first gradient, or None if it is taken; `running` gives it for a further one to
+    be added to, or None where there is none yet."""
     weight.lend_place = lend  # pyright: ignore[reportAttributeAccessIssue]
+
+    def gradient_sum() -> torch.Tensor | None:
+        place = running()
+        return None if place is None else place.view(weight.shape)
+
+    weight.gradient_sum = gradient_sum  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def leaf_of(weight: torch.Tensor) -> torch.Tensor:

@@ -17,6 +17,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Literal
 
 import torch
@@ -107,9 +108,7 @@ class Profile:
 
     def gaps(self) -> list[Gap]:
         """Where the device had nothing to do between two works, longest first."""
-        runs = list(self.stretches())
-        pairs = zip(runs, runs[1:], strict=False)
-        found = [Gap(after[0] - before[1], after[2].place) for before, after in pairs]
+        found = [Gap(after[0] - before[1], after[2].place) for before, after in pairwise(self.stretches())]
         return sorted(found, key=lambda gap: -gap.seconds)
 
     def events(self, rank: int) -> list[Event]:

@@ -45,7 +45,7 @@ class Gradients:
         self.hooks: list[RemovableHandle] = []
         for number, bucket in enumerate(buckets):
             for place, parameter in enumerate(bucket.parameters):
-                offer_place(parameter.tensor, partial(bucket.sums.lend, place))
+                offer_place(parameter.tensor, partial(bucket.sums.lend, place), partial(bucket.sums.running, place))
                 hook = self.adding_to(number, place, parameter.name)
                 self.hooks.append(parameter.tensor.register_post_accumulate_grad_hook(hook))
         self.number_of = {p.name: number for number, bucket in enumerate(buckets) for p in bucket.parameters}
@@ -78,12 +78,14 @@ class Gradients:
         sums = self.buckets[number].sums
 
         def add(tensor: torch.Tensor) -> None:
-            if tensor.grad is None:  # it comes later, apart from the data gradient
+            added = sums.was_added(place)
+            if tensor.grad is None and not added:  # it comes later, apart from the data gradient
                 return
             if number < len(self.travelling):
                 raise AssertionError(f"{name} got a gradient after its bucket had left; that sum would be wrong")
-            sums.add(place, tensor.grad)
-            tensor.grad = None
+            if tensor.grad is not None:
+                sums.add(place, tensor.grad)
+                tensor.grad = None
             if name in self.last:
                 self.missing[number] -= 1
                 self.send_finished()

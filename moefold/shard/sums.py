@@ -26,6 +26,7 @@ class Sums:
         self.flat: torch.Tensor | None = None
         self.filled: set[int] = set()
         self.lent: set[int] = set()
+        self.adding: set[int] = set()  # a product adds to these itself
 
     def place(self, number: int) -> torch.Tensor:
         """Where the gradient of a parameter lies, whatever is there."""
@@ -41,6 +42,19 @@ class Sums:
             return None
         self.lent.add(number)
         return self.place(number)
+
+    def running(self, number: int) -> torch.Tensor | None:
+        """The sum of a parameter's gradients so far, for a product to add to; autograd then gets none of it."""
+        if number not in self.filled:
+            return None
+        self.adding.add(number)
+        return self.place(number)
+
+    def was_added(self, number: int) -> bool:
+        """Whether a product has just added to this sum, once."""
+        was = number in self.adding
+        self.adding.discard(number)
+        return was
 
     def add(self, number: int, gradient: torch.Tensor) -> None:
         place = self.place(number)

@@ -109,7 +109,7 @@ def survey(run: Run, parts: list[Batch]) -> None:
 
 
 def refuse_nonsense(run: Run, report: StepReport) -> None:
-    """Stop a run whose loss or gradient was no number; neither that step nor one begun since has touched the weights."""
+    """Stop a run whose loss or gradient is no number. Neither that step nor one begun since touched the weights."""
     loss, norm = report.loss, report.grad_norm
     if all(map(isfinite, report.read)):
         return

@@ -49,7 +49,12 @@ def is_float(x: Any) -> bool:
 
 def fresh(inputs: tuple[Any, ...], dtype: torch.dtype | None = None, grad: bool = True) -> list[Any]:
     """Copies that can be changed and differentiated; floats in another precision if asked."""
-    return [x.detach().to(dtype or x.dtype, copy=True).requires_grad_(grad) if is_float(x) else x for x in inputs]
+    return [
+        x.detach().to(dtype or x.dtype, copy=True).requires_grad_(grad)
+        if is_float(x)
+        else (x.clone() if isinstance(x, torch.Tensor) else x)
+        for x in inputs
+    ]
 
 
 def outcome(function: Callable[..., Any], inputs: list[Any], mutates: bool) -> dict[str, Any]:

@@ -57,6 +57,14 @@ def carry() -> dict[str, Any]:
     return {"x_TD": x_TD, "share": share(SEQUENCES, LENGTH), "aux": torch.zeros((), dtype=torch.float64)}
 
 
+def attended() -> dict[str, Any]:
+    """The carry behind attention, which has given something for the stream."""
+    start = carry()
+    generator = torch.Generator().manual_seed(2)
+    given = torch.randn(start["x_TD"].shape, generator=generator, dtype=torch.float64).requires_grad_()
+    return {**start, "attended_TD": given}
+
+
 KINDS = {
     "dense": (DenseBlock, with_moe(dense_layers=1)),
     "moe": (MoeBlock, MODEL),
@@ -195,27 +203,26 @@ def test_an_moe_layer_equals_a_loop_over_tokens_and_experts_with_its_gradients(c
     model = with_moe(**changes)
     block = make(LatentMoeBlock if model.moe.latent else MoeBlock, model, kernels)
     fill_biases(block)
-    start = carry()
-    state = start
-    for step in block.steps()[1:]:  # without attention
+    state = start = attended()
+    for step in block.steps()[1:]:
         state = step.run(state)
-    mine, plain = state["x_TD"], by_loop(block, model, start["x_TD"])
+    mine, plain = state["x_TD"], by_loop(block, model, start["x_TD"] + start["attended_TD"])
     torch.testing.assert_close(mine, plain, rtol=1e-12, atol=1e-12)
 
     direction = torch.randn(mine.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-    wanted = {"x": start["x_TD"], **dict(block.moe.named_parameters())}
+    wanted = {"x": start["x_TD"], "attended": start["attended_TD"], **dict(block.moe.named_parameters())}
     for name, a, b in zip(wanted, *(torch.autograd.grad(y, list(wanted.values()), direction) for y in (mine, plain))):  # noqa: B905
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12, msg=lambda m, n=name: f"gradient of {n}: {m}")
 
 
 def test_a_dense_block_adds_its_gated_mlp_to_the_stream():
     block = make(DenseBlock, KINDS["dense"][1])
-    start = carry()
-    out = block.mlp(start)["x_TD"]
+    start = attended()
+    out, stream = block.mlp(start)["x_TD"], start["x_TD"] + start["attended_TD"]
     p = dict(block.dense.named_parameters())
-    rows = [x / (x.square().mean() + MODEL.norm_eps).sqrt() * p["norm.weight"] for x in start["x_TD"]]
+    rows = [x / (x.square().mean() + MODEL.norm_eps).sqrt() * p["norm.weight"] for x in stream]
     mlp = torch.stack([gated(h, p["gate_up.weight"], p["down.weight"]) for h in rows])
-    torch.testing.assert_close(out, start["x_TD"] + mlp, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(out, stream + mlp, rtol=1e-12, atol=1e-12)
 
 
 def test_the_balance_loss_adds_up_in_the_carry():

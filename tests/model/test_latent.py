@@ -56,7 +56,7 @@ def moved(world: World) -> dict[tuple[str, int], tuple[int, int, int]]:
                 "imposed": {0: choices_of(world.rank)},
                 "aux": torch.zeros(()),
             }
-            found[dispatcher, width] = out, back, _ = travel(block.moe, block.route(carry))
+            found[dispatcher, width] = out, back, _ = travel(block.moe, block.route(block.attend(carry)))
             block(carry)
             assert block.moe.router.load.moved == out + back, "what the block notes is what is sent"
     return found

@@ -109,3 +109,37 @@ def test_bf16_gradients_take_two_bytes_and_no_memory_between_steps():
     assert all(bucket.gradients.dtype == torch.bfloat16 for bucket in buckets)
     gradients.begin()
     assert all(bucket.sums.flat is None for bucket in buckets)
+
+
+class AddsItself(torch.autograd.Function):
+    """A product that adds its weight gradient to the sum that is there, and gives autograd none."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x @ weight.T
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        x, weight = ctx.saved_tensors
+        d_weight, into = gradients[0].T @ x, weight.gradient_sum()
+        if into is None:
+            return gradients[0] @ weight, d_weight
+        into.add_(d_weight)
+        return gradients[0] @ weight, None
+
+
+def test_a_product_may_add_to_the_sum_itself_and_the_bucket_leaves_when_it_is_the_last():
+    model = make("bf16")
+    gradients = Gradients(fill_buckets(model, alone(), most=1), alone())
+    weight = model.head.weight
+    x = torch.randn(5, weight.shape[1]).to(torch.bfloat16).requires_grad_()
+    gradients.begin()
+    number = gradients.number_of["head.weight"]
+    for last in (False, False, True):
+        gradients.expect_last({"head.weight"} if last else set())
+        assert gradients.missing[number] == 1
+        AddsItself.apply(x, weight).sum().backward()  # pyright: ignore[reportAttributeAccessIssue]
+    assert gradients.missing[number] == 0
+    once = x.detach().float().sum(0).to(torch.bfloat16).float()  # what a bf16 product gives
+    torch.testing.assert_close(gradients.buckets[number].gradients.view_as(weight), (3 * once).expand_as(weight))

@@ -61,7 +61,7 @@ def test_products_have_the_flops_of_the_anatomy_and_a_time(watched: tuple):
     assert names == ["attend", "attend core", "experts", "predict"]
     model, tokens = run.config.model, run.config.train.global_batch * run.config.data.seq_len
     experts = 3 * model.moe.ffn * model.hidden * model.moe.top_k * model.layers
-    assert dict((name, flops) for name, flops, _ in found.products)["experts"] == pytest.approx(6 * experts * tokens)
+    assert {name: flops for name, flops, _ in found.products}["experts"] == pytest.approx(6 * experts * tokens)
     assert all(seconds > 0 for *_, seconds in found.products)
 
 
