@@ -192,3 +192,24 @@ def test_values_that_no_rank_holds_are_named_before_anything_is_written(tmp_path
     with pytest.raises(ValueError, match='ranks hold 14 of 20 values of "main"'), saver(tmp_path) as saves:
         saves.save(1, {"main": part_of_split(Split(torch.zeros(14)), 3, 17)}, {"step": 1})
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_copies_from_a_gpu_have_the_values_of_the_moment_of_the_save(tmp_path: Path):
+    """Work that was asked for before the save is in it, work from `await_copy` on is not."""
+    weight = torch.zeros(1 << 26, device="cuda")
+    world = alone("cuda")
+    with saver(tmp_path, world) as saves:
+        for step in (1, 2):
+            torch.cuda._sleep(100_000_000)
+            weight.fill_(step)
+            saves.save(step, {"weight": part(weight)}, {"step": step})
+            assert saves.image
+            assert saves.image.bytes.is_pinned()
+            saves.await_copy()
+            weight.fill_(-1.0)
+    for step in (1, 2):
+        found = torch.zeros(1 << 26, device="cuda")
+        load(require(tmp_path / f"step-{step:08d}", world, str), {"weight": found}, set(), world)
+        assert (found == step).all()
