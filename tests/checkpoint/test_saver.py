@@ -12,6 +12,7 @@ import torch
 
 import moefold.checkpoint.save as save_file
 from moefold.checkpoint.boxes import boxes_of, whole_box
+from moefold.checkpoint.image import Image
 from moefold.checkpoint.load import load, require
 from moefold.checkpoint.saver import Saver
 from moefold.checkpoint.shelf import Keep, committed
@@ -50,12 +51,18 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     return opened
 
 
-def test_a_save_returns_before_anything_is_committed_and_holds_the_values_of_that_moment(tmp_path: Path, gate):
-    weight, small = torch.full((1000,), 1.0), torch.full((3,), 1.0)
+def test_a_save_returns_before_anything_is_copied_and_holds_the_values_of_that_moment(
+    tmp_path: Path, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
+):
+    weight, small, may_copy = torch.full((1000,), 1.0), torch.full((3,), 1.0), threading.Event()
+    fill = Image.fill
+    monkeypatch.setattr(Image, "fill", lambda *args: may_copy.wait(60) and fill(*args))
     with saver(tmp_path) as saves:
         saves.save(1, {"weight": part(weight), "small": small}, {"step": 1})
         small.fill_(2.0)  # plain tensors may change at once
+        threading.Timer(0.3, may_copy.set).start()
         saves.await_copy()
+        assert may_copy.is_set(), "an update waits for the copy"
         weight.fill_(2.0)  # what is described may change from here on
         assert committed(tmp_path) == []
         gate.set()
