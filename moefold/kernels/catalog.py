@@ -95,7 +95,7 @@ def flash_attends(f: Facts) -> bool:
 
 
 def ordered_attends(f: Facts) -> bool:
-    return flash_attends(f) and has_triton() and f.attention is not None and f.attention.head_dim in (16, 32, 64, 128)
+    return flash_attends(f) and f.triton and f.attention is not None and f.attention.head_dim in (16, 32, 64, 128)
 
 
 def attention_cost(name: str) -> Callable[[Facts], float]:
