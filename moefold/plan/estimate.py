@@ -6,8 +6,9 @@ before and after it stand the other ranks' turns at the first and the last, a ch
     unpaired    m x busiest + (p - 1) / v x mean
     paired      the same, a rank being busy with what a woven forward and backward take, but for the first and last
 
-Memory is that of the first rank, which has the most microbatches under way: p of them, or 2 (p - 1) + (v - 1) p + 1
-chunks where a rank has several, and one more where a forward is paired with a backward.
+Memory is that of the fullest rank. The first has the most microbatches under way: p of them, or 2 (p - 1) + (v - 1) p + 1
+chunks where a rank has several, and one more where a forward is paired with a backward; each rank behind it has one, or
+two, fewer. So of ranks that hold the same the first is fullest, and there are only a few that differ.
 
 Layers of one kind cost the same, so that a rank is a few kinds of pieces and how many it has of each.
 """
@@ -34,10 +35,10 @@ Kinds = tuple[tuple[Kind, int], ...]  # of pieces, with how many there are
 
 @dataclass(frozen=True)
 class Cut:
-    """A model on its pipeline ranks: what the first rank holds, and each different rank with how many are like it."""
+    """A model on its pipeline ranks: each different rank with how many are like it, and where the first of them is."""
 
-    first: Kinds
     ranks: tuple[tuple[Kinds, int], ...]
+    firsts: tuple[tuple[Kinds, int], ...]
 
     @property
     def kinds(self) -> set[Kind]:
@@ -47,7 +48,7 @@ class Cut:
 def cut_of(config: Config) -> Cut:
     held = [Counter(piece for stage in rank.pieces for piece in stage) for rank in stages_by_rank(config)]
     ranks = [tuple(sorted(each.items())) for each in held]
-    return Cut(ranks[0], tuple(Counter(ranks).items()))
+    return Cut(tuple(Counter(ranks).items()), tuple((kinds, ranks.index(kinds)) for kinds in dict.fromkeys(ranks)))
 
 
 def plain_setting(config: Config, world: int, choices: Choices) -> Setting:
@@ -137,15 +138,19 @@ def owned(s: Setting, grid: str) -> float:
     return 1 / (s.degrees["edp"] if grid == "expert" else s.degrees["dp"] * s.config.parallel.cp)
 
 
-def live_chunks(pp: int, vpp: int, microbatches: int, pair: bool) -> int:
-    """Of the first rank."""
-    chunks = 2 * (pp - 1) + (vpp - 1) * pp + 1 if vpp > 1 or pair else pp
+def live_chunks(rank: int, pp: int, vpp: int, microbatches: int, pair: bool) -> int:
+    chunks = 2 * (pp - 1 - rank) + (vpp - 1) * pp + 1 if vpp > 1 or pair else pp - rank
     return min(chunks + pair, microbatches * vpp)
 
 
-def first_rank_gib(s: Setting, kinds: Kinds, held: Holdings) -> float:
+def fullest_gib(s: Setting, cut: Cut, held: Holdings) -> float:
+    """GiB of the fullest rank."""
+    return max(rank_gib(s, rank, kinds, held) for kinds, rank in cut.firsts)
+
+
+def rank_gib(s: Setting, rank: int, kinds: Kinds, held: Holdings) -> float:
     c, choices, recipe = s.config.pipeline, s.choices, s.choices.recipe
-    live = live_chunks(s.config.parallel.pp, c.vpp, s.microbatches, c.pair) / c.vpp
+    live = live_chunks(rank, s.config.parallel.pp, c.vpp, s.microbatches, c.pair) / c.vpp
     size = live * of("kept", kinds, held) + max(held[kind].beside for kind, _ in kinds)
     size *= s.config.train.micro_batch
     copies = recipe.copies - (recipe.wide if choices.quantized_weights else 0.0) if recipe.copies else 0.0

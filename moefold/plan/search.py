@@ -20,7 +20,7 @@ from moefold.plan.estimate import (
     Kind,
     Price,
     cut_of,
-    first_rank_gib,
+    fullest_gib,
     held_of,
     plain_setting,
     price_of,
@@ -46,13 +46,13 @@ CLOCKED = 8  # of the best, by simulation
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout that is legal and fits, as far as its first rank tells."""
+    """A layout that is legal and fits, as far as closed forms tell."""
 
     config: Config
     choices: Choices
     setting: Setting
     seconds: float
-    gib: float  # of the first rank, which mostly is the largest
+    gib: float  # of the fullest rank
 
 
 @dataclass(frozen=True)
@@ -194,16 +194,16 @@ class Search:
                     yield found
 
     def fitting(self, config: Config) -> Candidate | None:
-        """The layout with as little recomputed as fits, judged by its first rank."""
+        """The layout with as little recomputed as fits, by its fullest rank."""
         cut = self.cut(config)
 
         def need(choices: Choices) -> float:
             s = plain_setting(config, self.world, choices)
-            return first_rank_gib(s, cut.first, self.held(s, cut))
+            return fullest_gib(s, cut, self.held(s, cut))
 
         least = need(self.ladder[-1])
         if least > self.gpu.memory:
-            what = f"{described(config)} needs {least:.0f} GiB on its first rank, the card has {self.gpu.memory:.0f}"
+            what = f"{described(config)} needs {least:.0f} GiB on its fullest rank, the card has {self.gpu.memory:.0f}"
             self.refusals.add("memory", what)
             return None
         choices = next(each for each in self.ladder if need(each) <= self.gpu.memory)
