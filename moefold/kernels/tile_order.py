@@ -73,7 +73,7 @@ def band_for(shape: Shape, device: torch.device, launch: Callable[[int], object]
     known = TABLE.get(card, {}).get(shape) or LEARNED.get((card, shape))
     if known is None and launch is not None and may_wait():
         known = LEARNED[card, shape] = fastest(BANDS, launch, milliseconds_of)
-    return known or BANDS[1]
+    return known or BANDS[0]
 
 
 @cache
