@@ -106,7 +106,7 @@ def attend(model: ModelConfig, layer: int) -> StepSpec:
         True,
         f"T,{d} -> q T,{a.heads},{a.head_dim}; k T,{kv_heads},{a.head_dim}; v T,{kv_heads},{value_dim} -> T,{d}"
         + (f"  (the last {window} tokens)" if window else ""),
-        ("rmsnorm", "rope", "attention"),
+        ("rmsnorm", "rope", *(("norm_rope",) if a.kind == "gqa" and a.qk_norm != "none" else ()), "attention"),
         weights,
         matmul_size(weights),
         context=a.heads * (a.head_dim + value_dim),
@@ -173,14 +173,14 @@ def mlp_weights(model: ModelConfig, name: str, ffn: int) -> tuple[Weight, ...]:
 def mlp(model: ModelConfig) -> StepSpec:
     weights = (Weight("dense.norm.weight", (model.hidden,)), *mlp_weights(model, "dense", model.dense_ffn))
     shapes = f"T,{model.hidden} -> T,2,{model.dense_ffn} -> T,{model.hidden}"
-    return StepSpec("mlp", "compute", True, shapes, ("rmsnorm", "swiglu"), weights, matmul_size(weights))
+    return StepSpec("mlp", "compute", True, shapes, ("add_rmsnorm", "swiglu"), weights, matmul_size(weights))
 
 
 def route(model: ModelConfig) -> StepSpec:
     d, e, k = model.hidden, model.moe.experts, model.moe.top_k
     weights = (Weight("moe.norm.weight", (d,)), Weight("moe.router.weight", (e, d)))
     weights += (Weight("moe.router.bias", (e,)),) if model.moe.biases else ()
-    kernels = ("rmsnorm", "router_logits", "router_topk")
+    kernels = ("add_rmsnorm", "router_logits", "router_topk")
     return StepSpec("route", "compute", True, f"T,{d} -> T,{e} -> T,{k}", kernels, weights)
 
 

@@ -12,7 +12,9 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from datetime import date
 from importlib.metadata import PackageNotFoundError, version
+from itertools import pairwise
 from statistics import median
+from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
@@ -150,7 +152,7 @@ def measure(made: tuple[Forward, nn.Module], layer: Layer, device: str, dtype: t
     out_TD = forward(h_TD)
     saved = held(device) - before + size(h_TD) - size(out_TD)
     del out_TD
-    milliseconds = median(timed(step, device) for _ in range(repeat))
+    milliseconds = median(timed(step, device, repeat))
     return Measured(milliseconds, layer.operations / milliseconds / 1e9, saved / 2**30)
 
 
@@ -162,21 +164,24 @@ def held(device: str) -> int:
     return torch.cuda.memory_allocated() if device == "cuda" else 0
 
 
-def timed(step: Callable[[], Any], device: str, steps: int = 10) -> float:
-    """Milliseconds of one step, of a few in a row, as training runs them: the host may run ahead of the device."""
+def timed(step: Callable[[], Any], device: str, repeat: int, steps: int = 10) -> list[float]:
+    """Milliseconds of one step, of a few in a row, so many times. All follow each other without a wait, as in training:
+    the host runs ahead of the device, by the steps before the first mark too, and the card is as warm as it gets."""
     if device != "cuda":
-        from time import perf_counter
+        return [seconds_of(step) * 1e3 for _ in range(repeat)]
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeat + 1)]
+    for mark in marks:
+        for _ in range(steps):
+            step()
+        mark.record()
+    torch.cuda.synchronize()
+    return [begin.elapsed_time(end) / steps for begin, end in pairwise(marks)]
 
-        begun = perf_counter()
-        step()
-        return (perf_counter() - begun) * 1e3
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    for _ in range(steps):
-        step()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end) / steps
+
+def seconds_of(step: Callable[[], Any]) -> float:
+    begun = perf_counter()
+    step()
+    return perf_counter() - begun
 
 
 def bench(names: list[str], device: str, dtype: torch.dtype, repeat: int) -> dict[str, Any]:

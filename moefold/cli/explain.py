@@ -26,6 +26,7 @@ from moefold.kernels.catalog import BYTES, CATALOG, Facts, expected_facts, pick,
 from moefold.layout.fold import fold
 from moefold.presets.recipe import resolve
 
+OPTIMIZER_OPS = {"add_squares", "adamw"}
 RING_OPS = ("attention_block", "attention_block_backward")  # what a ring of context-parallel ranks uses in addition
 
 
@@ -59,7 +60,7 @@ def explanation(config: Config, world: int) -> dict[str, Any]:
     goes_round = config.parallel.cp > 1 and config.parallel.context in ("ring", "hierarchical")
     dense_grid, expert_grid = fold(world, config.parallel)
     layers = [("embedding", 1, [embed(model)]), *kinds_of_layers(model), ("head", 1, [predict(model)])]
-    used = {op for _, _, steps in layers for step in steps for op in step.ops} | {"adamw"}
+    used = {op for _, _, steps in layers for step in steps for op in step.ops} | OPTIMIZER_OPS
     used |= set(RING_OPS) if goes_round else set()
     used |= {"grouped_gemm_weight"} if splits_weights(config) else set()
     return {
@@ -151,7 +152,7 @@ def show(found: dict[str, Any], console: Console) -> None:
     kernels = Table("operation", "used in", "kernel", "why", title="kernels", title_justify="left")
     for op, chosen in found["kernels"].items():
         users = [s["step"] for layer in found["layers"] for s in layer["steps"] if op in s["ops"]]
-        users = list(dict.fromkeys(users)) or ["optimizer" if op == "adamw" else "attend"]
+        users = list(dict.fromkeys(users)) or ["optimizer" if op in OPTIMIZER_OPS else "attend"]
         kernels.add_row(op, ", ".join(users), chosen["implementation"], chosen["why"])
     console.print(kernels)
 

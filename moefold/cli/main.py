@@ -17,7 +17,7 @@ COMMANDS = {
     "simulate": "clock a pipeline schedule and draw it: moefold simulate --schedule 1f1b --pp 4 --microbatches 16",
     "convert": "write weights as transformers loads them: moefold convert runs/tiny OUT --to hf",
     "report": "show how a run went, as one HTML file: moefold report runs/tiny",
-    "bench": "time this machine: moefold bench kernels, moefold bench layer",
+    "bench": "time this machine: moefold bench kernels, moefold bench layer, moefold bench step",
     "doctor": "check this machine, or prove a layout equal to one rank: moefold doctor parity tiny --world 4",
 }
 

@@ -2,7 +2,8 @@
 
 As fp32: one reduce-scatter. As bf16: every rank sends each other rank its part in bf16 and sums what it gets in fp32;
 half the bytes of fp32, and one rounding of each summand where a bf16 ring would round at every hop. Nothing is
-allocated for it: rounded, the gradients take half of their own memory, and what arrives takes the other half.
+allocated for it: rounded, the gradients take half of their own memory, and what arrives takes the other half. Gradients
+that are bf16 from the start need memory for what arrives, and their sum is fp32 all the same.
 
     fp32    | g0      | g1      | g2      | g3      |
     bf16    | g0 | g1 | g2 | g3 | from 0  | from 1 ..
@@ -50,11 +51,12 @@ def reduce_fp32(x: torch.Tensor, axis: Axis) -> Reduction:
 def reduce_bf16(x: torch.Tensor, axis: Axis) -> Reduction:
     if axis.size == 1:
         return Reduction(nothing, lambda: x)
-    sent, received = rounded_in_place(x)
+    sent, received = (x, torch.empty_like(x)) if x.dtype == torch.bfloat16 else rounded_in_place(x)
+    wide = torch.promote_types(x.dtype, torch.float32)
     agree("reduce", axis, sent)
     traffic.note("reduce", axis, sent.nbytes * (axis.size - 1) // axis.size)
     work = dist.all_to_all_single(received, sent, group=axis.group, async_op=True)
-    return Reduction(work.wait, lambda: added_up(received.view(axis.size, -1), x.dtype))  # pyright: ignore[reportOptionalMemberAccess]
+    return Reduction(work.wait, lambda: added_up(received.view(axis.size, -1), wide))  # pyright: ignore[reportOptionalMemberAccess]
 
 
 def added_up(parts: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -12,7 +12,7 @@ from operator import attrgetter
 
 from moefold.config.model_rules import MODEL
 from moefold.config.refused import Refused, printable
-from moefold.config.rule import Case, Rule, divisors
+from moefold.config.rule import Case, Rule, divisors, rule
 from moefold.config.run import Config, ParallelConfig
 from moefold.schedule import stages
 from moefold.schedule.catalog import SCHEDULES
@@ -280,7 +280,48 @@ SPLITS = [
     ),
 ]
 
-RULES = CROSS_FIELD + MODEL + SPLITS
+OPTIM = [
+    rule(
+        "halves are of bf16 weights",
+        ("optim.main", "train.precision"),
+        lambda c: c.optim.main == "fp32" or c.train.precision in ("auto", "bf16"),
+        "only bf16 weights are the upper half of fp32 ones",
+        "set optim.main to fp32",
+    ),
+    rule(
+        "bf16 gradients are of bf16 weights",
+        ("optim.gradients", "train.precision"),
+        lambda c: c.optim.gradients == "fp32" or c.train.precision in ("auto", "bf16"),
+        "gradients are kept at least as precisely as weights",
+        "set optim.gradients to fp32",
+    ),
+    rule(
+        "stochastic rounding has something to round",
+        ("optim.rounding", "optim.moments"),
+        lambda c: c.optim.rounding == "nearest" or c.optim.moments == "bf16",
+        "fp32 moments are not rounded",
+        "set optim.rounding to nearest",
+    ),
+    Rule(
+        "bf16 gradients are of one microbatch",
+        ("optim.gradients", "train.global_batch", "train.micro_batch"),
+        lambda c: c.config.optim.gradients == "fp32" or c.share <= c.config.train.micro_batch,
+        lambda c: (
+            f"optim.gradients = bf16 with {c.share} sequences a rank in parts of train.micro_batch = "
+            f"{c.config.train.micro_batch}: the gradients of several microbatches do not add up in bf16"
+        ),
+        lambda c: "set optim.gradients to fp32",
+    ),
+    Rule(
+        "bf16 gradients travel as bf16",
+        ("optim.gradients", "optim.gradient_travel"),
+        lambda c: (c.config.optim.gradients, c.config.optim.gradient_travel) != ("bf16", "fp32") or c.world == 1,
+        lambda c: f"optim.gradients = bf16, but optim.gradient_travel = fp32 between {c.world} ranks: there is no more",
+        lambda c: "set optim.gradient_travel to bf16",
+    ),
+]
+
+RULES = CROSS_FIELD + MODEL + SPLITS + OPTIM
 
 
 def broken(case: Case, illegal: Iterable[str] = ()) -> list[str]:

@@ -152,7 +152,14 @@ class OptimConfig:
     eps: float = key(1e-8, "AdamW: added to the root mean square", above=0)
     weight_decay: float = key(0.1, "AdamW: decay of matrices (not of norms, biases)", at_least=0)
     max_norm: float = key(1.0, "gradient norm above which gradients are scaled down", above=0)
+    main: Literal["fp32", "split"] = key(
+        "fp32", "main weights of a bf16 model: a copy, or only the 16 bits that its weights lack; the same numbers"
+    )
     moments: Literal["fp32", "bf16"] = key("fp32", "AdamW: how the two means are kept")
+    rounding: Literal["nearest", "stochastic"] = key("nearest", "AdamW: of means kept as bf16")
+    gradients: Literal["fp32", "bf16"] = key(
+        "fp32", "what gradients of a bf16 model are kept in; bf16 for steps of one microbatch, which need no sum"
+    )
     gradient_travel: Literal["fp32", "bf16"] = key("fp32", "how gradients travel between ranks; sums are fp32 always")
 
 
@@ -186,13 +193,16 @@ class PipelineConfig:
 @dataclass(frozen=True)
 class KernelsConfig:
     force: tuple[str, ...] = key((), "implementations to use regardless, as op=name, such as attention=reference")
+    repeatable: bool = key(
+        True, "runs of one seed agree to the bit on a GPU too; false allows quicker sums in any order"
+    )
 
 
 @dataclass(frozen=True)
 class ObserveConfig:
     log_every: int = key(10, "steps between lines where there is no terminal", at_least=1)
     check_collectives: bool = key(False, "debug: ranks compare notes before every collective, and name who differs")
-    trace: bool = key(False, "write trace.json, what every rank did when, for Perfetto")
+    profile: bool = key(False, "print where the tenth step's time and memory went; write trace.json, for Perfetto")
     tensorboard: bool = key(True, "write TensorBoard events beside the run")
     router_every: int = key(10, "steps between lines of router.jsonl, the load of every expert", at_least=1)
 

@@ -8,6 +8,8 @@ from typing import Any
 
 from moefold.kernels import (
     adamw,
+    add_rmsnorm,
+    add_squares,
     arrange_rows,
     attention,
     attention_block,
@@ -16,6 +18,7 @@ from moefold.kernels import (
     expert_bias,
     expert_mlp,
     grouped_gemm,
+    norm_rope,
     permute,
     rmsnorm,
     rope,
@@ -28,6 +31,8 @@ from moefold.kernels.registry import OPS
 
 __all__ = [  # imported so that their ops are registered
     "adamw",
+    "add_rmsnorm",
+    "add_squares",
     "arrange_rows",
     "attention",
     "attention_block",
@@ -36,6 +41,7 @@ __all__ = [  # imported so that their ops are registered
     "expert_bias",
     "expert_mlp",
     "grouped_gemm",
+    "norm_rope",
     "permute",
     "rmsnorm",
     "rope",
@@ -50,7 +56,9 @@ class Kernels:
     """One callable per op; the model and the optimizer call these and do not know which implementation they got."""
 
     rmsnorm: Callable[..., Any]
+    add_rmsnorm: Callable[..., Any]
     rope: Callable[..., Any]
+    norm_rope: Callable[..., Any]
     attention: Callable[..., Any]
     attention_block: Callable[..., Any]
     attention_block_backward: Callable[..., Any]
@@ -67,6 +75,7 @@ class Kernels:
     expert_mlp: Callable[..., Any]
     cross_entropy: Callable[..., Any]
     adamw: Callable[..., Any]
+    add_squares: Callable[..., Any]
 
 
 def bind(facts: Facts, force: Iterable[str] = ()) -> Kernels:

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 
 from moefold.config.refused import Refused
 from moefold.kernels.registry import Case, op, random
+from moefold.layout.landing import memory_for_gradient
 
 IGNORED = -100  # a label that counts for nothing
 CHUNK_LOGITS = 1 << 26  # logits held at a time
@@ -44,51 +45,83 @@ def cross_entropy(
     return F.cross_entropy(logits.to(wide), labels_T, reduction="sum", ignore_index=IGNORED)
 
 
+class Way(NamedTuple):
+    """How chunks are worked on: how many logits one holds, what makes their gradient and the loss of them, and what
+    adds a product of two matrices to the gradient of the head."""
+
+    logits: int
+    finish: Callable[[torch.Tensor, torch.Tensor, Words], tuple[torch.Tensor, torch.Tensor]]
+    add_product: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
+
+
 @cross_entropy.fast("chunked")
 def _(x_TD: torch.Tensor, w_VD: torch.Tensor, labels_T: torch.Tensor, words: Words = ALL_WORDS) -> torch.Tensor:
+    return in_chunks(x_TD, w_VD, labels_T, words, Way(CHUNK_LOGITS, loss_and_gradient, add_product))
+
+
+@cross_entropy.fast("triton")
+def _(x_TD: torch.Tensor, w_VD: torch.Tensor, labels_T: torch.Tensor, words: Words = ALL_WORDS) -> torch.Tensor:
+    from moefold.kernels import head_kernels
+
+    way = Way(4 * CHUNK_LOGITS, head_kernels.loss_and_gradient, add_product_in_fp32)
+    return in_chunks(x_TD, w_VD, labels_T, words, way)
+
+
+def in_chunks(x_TD, w_VD, labels_T, words: Words, way: Way) -> torch.Tensor:
     if not torch.is_grad_enabled():
         x_TD, w_VD = x_TD.detach(), w_VD.detach()
-    return Chunked.apply(x_TD, w_VD, labels_T, words)  # pyright: ignore[reportReturnType]
+    return Chunked.apply(x_TD, w_VD, labels_T, words, way)  # pyright: ignore[reportReturnType]
 
 
 class Chunked(torch.autograd.Function):
     """d logits = softmax - onehot is known as soon as the logits are, so each chunk yields its gradients at once."""
 
     @staticmethod
-    def forward(ctx, x_TD, w_VD, labels_T, words):
+    def forward(ctx, x_TD, w_VD, labels_T, words: Words, way: Way):
         wide = torch.promote_types(x_TD.dtype, torch.float32)
         wants_x, wants_w, *_ = ctx.needs_input_grad
         dx = torch.empty_like(x_TD) if wants_x else None
         dw = torch.zeros_like(w_VD, dtype=wide) if wants_w else None
         total = x_TD.new_zeros((), dtype=wide)
-        size = max(1, CHUNK_LOGITS // w_VD.shape[0])
+        size = max(1, way.logits // w_VD.shape[0])
         for start in range(0, x_TD.shape[0], size):
             part = slice(start, start + size)
-            x, labels = x_TD[part], labels_T[part]
-            d_logits, loss = loss_and_gradient((x @ w_VD.T).to(wide), labels, words)
+            x = x_TD[part]
+            d_logits, loss = way.finish(x @ w_VD.T, labels_T[part], words)
             total += loss
-            d_logits = d_logits.to(x.dtype)
             if dx is not None:
-                dx[part] = d_logits @ w_VD
+                torch.mm(d_logits, w_VD, out=dx[part])
             if dw is not None:
-                dw += d_logits.T @ x
+                way.add_product(dw, d_logits, x)
+            del d_logits  # before the next chunk's are made
         ctx.save_for_backward(dx, dw)
-        ctx.weight_dtype = w_VD.dtype
+        ctx.weight = w_VD
         return total
 
     @staticmethod
-    def backward(ctx, d_total):
-        dx, dw = ctx.saved_tensors
+    def backward(ctx, *gradients):
+        (d_total,), (dx, dw) = gradients, ctx.saved_tensors
         return (
             None if dx is None else dx * d_total.to(dx.dtype),
-            None if dw is None else (dw * d_total).to(ctx.weight_dtype),
+            None if dw is None else torch.mul(dw, d_total, out=memory_for_gradient(ctx.weight)),
+            None,
             None,
             None,
         )
 
 
+def add_product(dw_VD: torch.Tensor, d_TV: torch.Tensor, x_TD: torch.Tensor) -> None:
+    dw_VD += d_TV.T @ x_TD
+
+
+def add_product_in_fp32(dw_VD: torch.Tensor, d_TV: torch.Tensor, x_TD: torch.Tensor) -> None:
+    """One GEMM that reads and writes the sum: nothing is rounded to bf16 on the way."""
+    torch.addmm(dw_VD, d_TV.T, x_TD, out_dtype=torch.float32, out=dw_VD)
+
+
 def loss_and_gradient(logits: torch.Tensor, labels: torch.Tensor, words: Words) -> tuple[torch.Tensor, torch.Tensor]:
-    """d loss / d logits for the words held here, written over the logits, and the loss over all words."""
+    """d loss / d logits for the words held here, and the loss over all words."""
+    dtype, logits = logits.dtype, logits.to(torch.promote_types(logits.dtype, torch.float32))
     valid = labels != IGNORED
     column = (labels - words.first)[:, None]
     held = (column >= 0) & (column < logits.shape[1])
@@ -99,7 +132,7 @@ def loss_and_gradient(logits: torch.Tensor, labels: torch.Tensor, words: Words) 
     loss = ((log_sum - target).squeeze(1) * valid).sum()
     logits.sub_(log_sum).exp_()
     logits.scatter_add_(1, column, -held.to(logits.dtype))
-    return logits.mul_(valid[:, None]), loss
+    return logits.mul_(valid[:, None]).to(dtype), loss
 
 
 @cross_entropy.cases

@@ -15,9 +15,31 @@ def rmsnorm(x_TD: torch.Tensor, w_D: torch.Tensor, eps: float) -> torch.Tensor:
     return (normed * w_D.to(normed.dtype)).to(x_TD.dtype)
 
 
+@rmsnorm.fast("triton")
+def _(x_TD: torch.Tensor, w_D: torch.Tensor, eps: float) -> torch.Tensor:
+    return Norm.apply(x_TD, w_D, eps)  # pyright: ignore[reportReturnType]
+
+
 @rmsnorm.fast("torch")
 def _(x_TD: torch.Tensor, w_D: torch.Tensor, eps: float) -> torch.Tensor:
     return F.rms_norm(x_TD, w_D.shape, w_D, eps)
+
+
+class Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x_TD, w_D, eps):
+        from moefold.kernels import norm_kernels
+
+        x_TD, y_TD, inverse_T = norm_kernels.forward(x_TD, None, w_D, eps)
+        ctx.save_for_backward(x_TD, w_D, inverse_T)
+        return y_TD
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        from moefold.kernels import norm_kernels
+
+        x_TD, w_D, inverse_T = ctx.saved_tensors
+        return *norm_kernels.backward(gradients[0], x_TD, w_D, inverse_T, None), None
 
 
 @rmsnorm.cases

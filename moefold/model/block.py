@@ -1,8 +1,9 @@
 """A transformer block as steps. Their order and lanes stand in anatomy/steps.py; here is what each one does.
 
 The carry: `x_TD` the residual stream; `share` which tokens these are; `aux` the balance losses so far; between the
-steps of an MoE layer also `h_TD` (normed input), `routing`, `receipt`, `rows`, `y_RD`, `y_TD` and `shared_TD`. All that
-experts' ranks say to each other is said in `dispatch` and `combine`, so that these can run on a lane of their own.
+steps of a layer also `attended_TD` (what attention gives, which the next norm adds to the stream), and in an MoE layer
+`h_TD` (normed input), `routing`, `receipt`, `rows`, `y_RD`, `y_TD` and `shared_TD`. All that experts' ranks say to each
+other is said in `dispatch` and `combine`, so that these can run on a lane of their own.
 """
 
 from __future__ import annotations
@@ -41,8 +42,7 @@ class Block(nn.Module):
         self.specs = block_steps(model, layer)
 
     def attend(self, carry: Carry) -> Carry:
-        x_TD = carry["x_TD"]
-        return {**carry, "x_TD": x_TD + self.attention(x_TD, carry["share"])}
+        return {**carry, "attended_TD": self.attention(carry["x_TD"], carry["share"])}
 
     def steps(self):
         return bind_steps(self.specs, self)
@@ -57,8 +57,7 @@ class DenseBlock(Block):
         self.dense = DenseMlp(model, choices.kernels, choices.world)
 
     def mlp(self, carry: Carry) -> Carry:
-        x_TD = carry["x_TD"]
-        return {**carry, "x_TD": x_TD + self.dense(x_TD)}
+        return without({**carry, "x_TD": self.dense(carry["x_TD"], carry["attended_TD"])}, "attended_TD")
 
 
 class MoeBlock(Block):
@@ -67,11 +66,12 @@ class MoeBlock(Block):
         self.moe = MoeLayer(model, layer, choices)
 
     def route(self, carry: Carry) -> Carry:
-        h_TD = self.moe.norm(carry["x_TD"])
+        x_TD, h_TD = self.moe.norm(carry["x_TD"], carry["attended_TD"])
         imposed = carry.get("imposed", {}).get(self.moe.router.layer)
         imposed_TK = carry["share"].of_rank(imposed) if imposed is not None else None
         routing, aux = self.moe.router(h_TD, carry["share"], imposed_TK)
-        return {**carry, "h_TD": h_TD, "routing": routing, "aux": carry["aux"] + aux}
+        carry = {**carry, "x_TD": x_TD, "h_TD": h_TD, "routing": routing, "aux": carry["aux"] + aux}
+        return without(carry, "attended_TD")
 
     def narrow(self, carry: Carry) -> Carry:
         return {**carry, "latent_TD": self.moe.narrow(carry["h_TD"])}

@@ -10,7 +10,7 @@ from moefold.config.run import ModelConfig
 from moefold.kernels.bind import Kernels
 from moefold.layout.axes import World
 from moefold.layout.placement import over_tp
-from moefold.model.norm import RMSNorm
+from moefold.model.norm import AddNorm
 from moefold.model.steps import Region
 from moefold.precision.linear import Linear
 
@@ -31,11 +31,13 @@ class GatedMlp(nn.Module):
 
 
 class DenseMlp(GatedMlp):
-    """The MLP of a dense block, with its own norm."""
+    """The MLP of a dense block, with its own norm: takes the stream and what attention gives for it, and returns the
+    stream with both that and its own on it."""
 
     def __init__(self, model: ModelConfig, kernels: Kernels, world: World):
         super().__init__(model, model.dense_ffn, kernels, world)
-        self.norm = RMSNorm(model.hidden, model.norm_eps, kernels, world)
+        self.norm = AddNorm(model.hidden, model.norm_eps, kernels, world)
 
-    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
-        return super().forward(self.norm(x_TD))
+    def forward(self, x_TD: torch.Tensor, attended_TD: torch.Tensor) -> torch.Tensor:
+        x_TD, h_TD = self.norm(x_TD, attended_TD)
+        return x_TD + super().forward(h_TD)

@@ -6,6 +6,7 @@ import torch
 
 from moefold.comm.collectives import total
 from moefold.kernels.bind import Kernels
+from moefold.kernels.rope import Angles
 from moefold.layout.axes import World
 from moefold.layout.declare import Declaring
 from moefold.layout.placement import over_tp
@@ -21,6 +22,28 @@ class RMSNorm(Declaring):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.norm(self.rmsnorm, x, self.weight, self.eps)
+
+
+class AddNorm(RMSNorm):
+    """Norms the sum of the stream and what a layer gives for it; returns both."""
+
+    def __init__(self, width: int, eps: float, kernels: Kernels, world: World):
+        super().__init__(width, eps, kernels, world)
+        self.add_rmsnorm = kernels.add_rmsnorm
+
+    def forward(self, x_TD: torch.Tensor, added_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.norm(self.add_rmsnorm, x_TD, added_TD, self.weight, self.eps)
+
+
+class TurningNorm(RMSNorm):
+    """Norms heads, each by itself or all of a token together as the width says, and turns them by position."""
+
+    def __init__(self, width: int, eps: float, kernels: Kernels, world: World):
+        super().__init__(width, eps, kernels, world)
+        self.norm_rope = kernels.norm_rope
+
+    def forward(self, x_BSHD: torch.Tensor, angles: Angles) -> torch.Tensor:
+        return self.norm(self.norm_rope, x_BSHD, self.weight, angles, self.eps)
 
 
 class RMSNormOverTp(Declaring):

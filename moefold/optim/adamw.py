@@ -8,20 +8,34 @@ from dataclasses import dataclass
 import torch
 
 from moefold.config.run import OptimConfig
+from moefold.kernels.adamw import Pace
 from moefold.kernels.bind import Kernels
 from moefold.layout.declare import Parameter
+from moefold.optim.halves import Halves
 from moefold.shard.buckets import Bucket
 
 
 @dataclass
 class Slice:
-    """The optimizer's state for this rank's share of a bucket. For an fp32 model `main` is the model's own weights."""
+    """The optimizer's state for this rank's share of a bucket. `weights` are the model's, which for an fp32 model are
+    the main weights themselves. Where main weights are kept as halves, `main` is the lower one."""
 
     bucket: Bucket
+    weights: torch.Tensor
     main: torch.Tensor
     mean: torch.Tensor
     mean_square: torch.Tensor
-    has_copy: bool
+
+    @property
+    def has_copy(self) -> bool:
+        return self.main is not self.weights
+
+    def kinds(self) -> dict[str, torch.Tensor]:
+        """What is to be remembered, by name; it can be loaded into."""
+        kinds = {"mean": self.mean, "mean_square": self.mean_square}
+        if not self.has_copy:
+            return kinds
+        return kinds | {"main": Halves(self.weights, self.main) if self.main.dtype == torch.int16 else self.main}
 
 
 class AdamW:
@@ -34,24 +48,32 @@ class AdamW:
         wide = torch.promote_types(weights.dtype, torch.float32)
         moments = torch.bfloat16 if self.optim.moments == "bf16" else wide
         mean, mean_square = (torch.zeros_like(weights, dtype=moments) for _ in range(2))
-        return Slice(bucket, weights.to(wide), mean, mean_square, has_copy=weights.dtype != wide)
+        split = self.optim.main == "split" and weights.dtype == torch.bfloat16
+        main = torch.zeros_like(weights, dtype=torch.int16) if split else weights.to(wide)
+        return Slice(bucket, weights, main, mean, mean_square)
 
-    def step(self, number: int, lr: float) -> None:
-        """Update the main weights from the buckets' gradients, and round them into the model's; `number` counts from
-        one. Other ranks see the new weights once they are published."""
+    def step(self, number: int, lr: float, scale: torch.Tensor | None = None) -> None:
+        """Update the main weights from the buckets' gradients times `scale`, and round them into the model's; `number`
+        counts from one. Other ranks see the new weights once they are published."""
         o = self.optim
-        for s in self.slices:
+        for place, s in enumerate(self.slices):
             decay = o.weight_decay if s.bucket.decays else 0.0
-            gradients = s.bucket.gradients[s.bucket.share].to(s.main.dtype)
-            self.adamw(s.main, gradients, s.mean, s.mean_square, number, lr, o.beta1, o.beta2, o.eps, decay)
-            if s.has_copy:
-                s.bucket.weights[s.bucket.share] = s.main.to(s.bucket.weights.dtype)
+            seed = chance_seed(number, place) if (o.moments, o.rounding) == ("bf16", "stochastic") else None
+            pace = Pace(number, lr, o.beta1, o.beta2, o.eps, decay, seed)
+            gradients = s.bucket.share_of_sum
+            factor = gradients.new_ones((), dtype=torch.float64) if scale is None else scale
+            self.adamw(s.main, gradients, s.mean, s.mean_square, s.weights if s.has_copy else None, factor, pace)
 
     def state(self) -> Iterator[tuple[Parameter, str, int, torch.Tensor]]:
         """Every piece of state this rank holds: (parameter, kind, from, values), the values being those of the
         flattened parameter from there on, as views that can be loaded into."""
         for s in self.slices:
-            flats = {"mean": s.mean, "mean_square": s.mean_square, **({"main": s.main} if s.has_copy else {})}
+            kinds = s.kinds()
             for parameter, first, last, at in s.bucket.pieces():
-                for kind, flat in flats.items():
+                for kind, flat in kinds.items():
                     yield parameter, kind, first, flat[at : at + last - first]
+
+
+def chance_seed(step: int, bucket: int) -> int:
+    """Another for every step and bucket, below 2^31."""
+    return (step * 1_000_003 + bucket * 7_919) % (1 << 31)

@@ -1,7 +1,7 @@
 """Parameters, gradients and optimizer state in a few flat tensors, each cut over the ranks that would hold copies.
 
     weights    | query | pad | key | pad | ...        the model's parameters are views of it, in its precision
-    gradients  | d query | .. | d key | ..  | ...     fp32 or better; microbatches add up here
+    gradients  | d query | .. | d key | ..  | ...     microbatches add up here (sums.py)
     share        this rank's part of both: its optimizer state is for that alone (ZeRO-1)
 
 A bucket holds parameters of one placement. The ranks along its `summed_axes` hold the same parameters and see other
@@ -20,6 +20,7 @@ from torch import nn
 from moefold.layout.axes import Axis, World
 from moefold.layout.declare import Parameter, declared_parameters
 from moefold.layout.placement import Placement
+from moefold.shard.sums import Sums
 
 ALIGN = 128  # elements: kernels want views that begin at multiples of 16 bytes, and wide loads like more
 BUCKET = 1 << 25  # elements: long enough to use the network well, short enough to start before backward ends
@@ -34,9 +35,19 @@ class Bucket:
     parameters: list[Parameter]
     starts: list[int]
     weights: torch.Tensor
-    gradients: torch.Tensor
+    sums: Sums
     replicas: Axis
     holders: tuple[int, ...] = ()  # pipeline ranks that hold a copy too: the gradient is the sum over them
+
+    @property
+    def gradients(self) -> torch.Tensor:
+        """What has been added up on this rank since the step began."""
+        return self.sums.whole()
+
+    @property
+    def share_of_sum(self) -> torch.Tensor:
+        """This rank's share of the sum over ranks, once that is there; without one, of its own."""
+        return self.gradients[self.share] if self.sums.reduced is None else self.sums.reduced
 
     @property
     def share(self) -> slice:
@@ -60,10 +71,15 @@ class Bucket:
 
 
 def fill_buckets(
-    model: nn.Module, world: World, most: int = BUCKET, held: Mapping[str, tuple[int, ...]] | None = None
+    model: nn.Module,
+    world: World,
+    most: int = BUCKET,
+    held: Mapping[str, tuple[int, ...]] | None = None,
+    gradients: str = "fp32",
 ) -> list[Bucket]:
     """Group the parameters and move them into flat tensors; the model goes on using views of these. `held`: parameters
-    of which several pipeline ranks hold copies, each in a bucket of its own, so that it lies alike on all."""
+    of which several pipeline ranks hold copies, each in a bucket of its own, so that it lies alike on all.
+    `gradients`: what those of a bf16 model are kept in."""
     held = held or {}
     open_groups: dict[tuple[Placement, bool], list[Parameter]] = {}
     full: list[list[Parameter]] = []
@@ -74,19 +90,22 @@ def fill_buckets(
         group.append(parameter)
         if sum(p.tensor.numel() for p in group) >= most:
             full.append(open_groups.pop(kind))
-    shared = [make_bucket([parameter], world, held[parameter.name]) for parameter in alone]
-    return [make_bucket(group, world) for group in [*full, *open_groups.values()]] + shared
+    shared = [make_bucket([parameter], world, gradients, held[parameter.name]) for parameter in alone]
+    return [make_bucket(group, world, gradients) for group in [*full, *open_groups.values()]] + shared
 
 
-def sum_dtype(parameter: torch.Tensor) -> torch.dtype:
-    """What gradients add up in: fp32 for lower precision. For fp32 on a CPU fp64, so that sums do not depend on their
-    order and a run gives the same losses on any number of ranks; a GPU's memory is too dear for that."""
+def sum_dtype(parameter: torch.Tensor, gradients: str = "fp32") -> torch.dtype:
+    """What gradients add up in: fp32 for lower precision, unless they are to be kept in that. For fp32 on a CPU fp64,
+    so that sums do not depend on their order and a run gives the same losses on any number of ranks; a GPU's memory is
+    too dear for that."""
+    if gradients == "bf16" and parameter.dtype == torch.bfloat16:
+        return torch.bfloat16
     if parameter.dtype == torch.float32 and parameter.device.type == "cpu":
         return torch.float64
     return torch.promote_types(parameter.dtype, torch.float32)
 
 
-def make_bucket(parameters: list[Parameter], world: World, holders: tuple[int, ...] = ()) -> Bucket:
+def make_bucket(parameters: list[Parameter], world: World, gradients: str, holders: tuple[int, ...] = ()) -> Bucket:
     starts, end = [], 0
     for parameter in parameters:
         starts.append(end)
@@ -96,8 +115,9 @@ def make_bucket(parameters: list[Parameter], world: World, holders: tuple[int, .
     end = -(-end // (ALIGN * replicas.size)) * ALIGN * replicas.size
     like = parameters[0].tensor
     weights = torch.zeros(end, dtype=like.dtype, device=like.device)
-    gradients = torch.zeros(end, dtype=sum_dtype(like), device=like.device)
-    bucket = Bucket(made.placement, made.decays, parameters, starts, weights, gradients, replicas, holders)
+    spans = [(start, start + p.tensor.numel()) for p, start in zip(parameters, starts, strict=True)]
+    sums = Sums(spans, end, weights, sum_dtype(like, gradients))
+    bucket = Bucket(made.placement, made.decays, parameters, starts, weights, sums, replicas, holders)
     for parameter, view in bucket.views(weights):
         view.copy_(parameter.tensor.detach())
         parameter.tensor.data = view

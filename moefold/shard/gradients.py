@@ -2,7 +2,8 @@
 
 There is no averaging and no factor that depends on the layout. Which ranks to sum over is read off the placement. Each
 rank keeps the sum of its share of a bucket; during the last microbatch's backward a bucket starts travelling as soon as
-its last gradient is there.
+its last gradient is there. Dividing and clipping are one factor, `scale`, which stays on the device and is applied by
+whoever reads the sums: they are not written again.
 
     backward   ... layer 3 | layer 2 | layer 1 | layer 0
     network              bucket 0 ->|  bucket 1 ->|  bucket 2 ->
@@ -10,37 +11,56 @@ its last gradient is there.
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Callable, Iterator, Set
+from functools import partial
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from moefold.comm.collectives import sum_
 from moefold.comm.reduce import Reduction, reduce_bf16, reduce_fp32
 from moefold.comm.transfers import sum_among
+from moefold.kernels.add_squares import add_squares
 from moefold.layout.axes import World
+from moefold.layout.landing import offer_place
 from moefold.shard.buckets import Bucket
 
 TRAVELS = {"fp32": reduce_fp32, "bf16": reduce_bf16}
 
 
 class Gradients:
-    def __init__(self, buckets: list[Bucket], world: World, travel: str = "fp32"):
-        self.buckets, self.world, self.reduce = buckets, world, TRAVELS[travel]
+    def __init__(
+        self,
+        buckets: list[Bucket],
+        world: World,
+        travel: str = "fp32",
+        add_squares: Callable[[torch.Tensor, torch.Tensor], None] = add_squares,
+    ):
+        self.buckets, self.world, self.reduce, self.add_squares = buckets, world, TRAVELS[travel], add_squares
+        self.scale = torch.ones((), dtype=torch.float64, device=world.device)
         self.last: Set[str] = set()  # parameters whose next gradient is the last of the step
         self.moved: set[str] = set()  # parameters that have had a gradient, as far as this rank's shares know
         self.missing: list[int] = []
         self.travelling: list[Reduction] = []
+        self.hooks: list[RemovableHandle] = []
         for number, bucket in enumerate(buckets):
-            for parameter, view in bucket.views(bucket.gradients):
-                parameter.tensor.register_post_accumulate_grad_hook(self.adding_to(view, number, parameter.name))
+            for place, parameter in enumerate(bucket.parameters):
+                offer_place(parameter.tensor, partial(bucket.sums.lend, place))
+                hook = self.adding_to(number, place, parameter.name)
+                self.hooks.append(parameter.tensor.register_post_accumulate_grad_hook(hook))
         self.number_of = {p.name: number for number, bucket in enumerate(buckets) for p in bucket.parameters}
+
+    def let_go(self) -> None:
+        """Of the parameters, so that a run which is done with can be freed: Python does not see what hooks hold."""
+        for hook in self.hooks:
+            hook.remove()
 
     def begin(self) -> None:
         """Before the first microbatch."""
         self.last, self.travelling = set(), []
         self.missing = [len(bucket.parameters) for bucket in self.buckets]
         for bucket in self.buckets:
-            bucket.gradients.zero_()
+            bucket.sums.release()
 
     def expect_last(self, names: Set[str]) -> None:
         """Before a backward that is the last to add to these parameters: what it finishes may leave."""
@@ -53,15 +73,16 @@ class Gradients:
             self.missing[self.number_of[name]] -= 1
         self.send_finished()
 
-    def adding_to(self, view: torch.Tensor, number: int, name: str):
-        """A hook that adds a parameter's finished gradient to its place in the bucket and lets it go."""
+    def adding_to(self, number: int, place: int, name: str):
+        """A hook that adds a parameter's finished gradient to its place in a bucket and lets it go."""
+        sums = self.buckets[number].sums
 
         def add(tensor: torch.Tensor) -> None:
             if tensor.grad is None:  # it comes later, apart from the data gradient
                 return
             if number < len(self.travelling):
                 raise AssertionError(f"{name} got a gradient after its bucket had left; that sum would be wrong")
-            view.add_(tensor.grad)
+            sums.add(place, tensor.grad)
             tensor.grad = None
             if name in self.last:
                 self.missing[number] -= 1
@@ -76,19 +97,23 @@ class Gradients:
             self.travelling.append(self.reduce(bucket.gradients, bucket.replicas))
 
     def finish(self, tokens: torch.Tensor) -> None:
-        """Wait for the sums over all ranks, and divide by the number of tokens of the global batch."""
+        """Wait for the sums over all ranks, to be divided by the number of tokens of the global batch."""
         self.missing = [0] * len(self.buckets)  # a parameter that took no part has the gradient zero
         self.send_finished()
         for bucket, reduction in zip(self.buckets, self.travelling, strict=True):
-            total = sum_among(reduction.arrived(), bucket.holders, self.world.axis("pipe"))
-            torch.div(total, tokens, out=bucket.gradients[bucket.share])
+            bucket.sums.reduced = sum_among(reduction.arrived(), bucket.holders, self.world.axis("pipe"))
+        self.scale = tokens.double().reciprocal()
 
-    def shares(self) -> list[torch.Tensor]:
-        return [bucket.gradients[bucket.share] for bucket in self.buckets]
+    def shares(self) -> Iterator[torch.Tensor]:
+        """This rank's share of the gradient in each bucket, as copies."""
+        for bucket in self.buckets:
+            total = bucket.share_of_sum
+            yield total.to(torch.promote_types(total.dtype, torch.float32)) * self.scale
 
     def note_moved(self) -> None:
         """Remember which parameters have a gradient that is not zero in this rank's shares. Waits for the device."""
-        for bucket, share in zip(self.buckets, self.shares(), strict=True):
+        for bucket in self.buckets:
+            share = bucket.share_of_sum
             for parameter, first, last, at in bucket.pieces():
                 if parameter.name not in self.moved and share[at : at + last - first].any():
                     self.moved.add(parameter.name)
@@ -98,15 +123,15 @@ class Gradients:
         exactly one rank, but for copies on other pipeline ranks, which are left out; so one sum counts it once."""
         me = self.world.axis("pp").index
         total = torch.zeros((), dtype=torch.float64, device=self.world.device)
-        for bucket, share in zip(self.buckets, self.shares(), strict=True):
+        for bucket in self.buckets:
             if not bucket.holders or bucket.holders[0] == me:
-                total += torch.linalg.vector_norm(share).double().square()
-        return sum_(total, self.world.everyone).sqrt()
+                self.add_squares(total, bucket.share_of_sum)
+        return sum_(total, self.world.everyone).sqrt() * self.scale
 
     def clip(self, max_norm: float) -> torch.Tensor:
-        """Scale the gradient down to `max_norm` if it is longer; returns the norm before that."""
+        """Scale the gradient down to `max_norm` if it is longer; returns the norm before that. If that is no finite
+        number, the scale is none either, and the optimizer will touch nothing."""
         norm = self.norm()
-        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        for share in self.shares():
-            share *= scale.to(share.dtype)
+        clipped = self.scale * (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        self.scale = clipped.where(norm.isfinite(), torch.nan)
         return norm

@@ -18,6 +18,17 @@ from moefold.presets.zoo import PRESETS
 
 # rule -> (overrides that break it, number of ranks, what its message must name)
 BREAKS: dict[str, list[tuple[str, int, str]]] = {
+    "halves are of bf16 weights": [("--optim.main=split --train.precision=fp32", 1, "optim.main = split")],
+    "bf16 gradients are of bf16 weights": [
+        ("--optim.gradients=bf16 --train.precision=fp32 --train.micro_batch=16", 1, "optim.gradients = bf16")
+    ],
+    "stochastic rounding has something to round": [("--optim.rounding=stochastic", 1, "optim.rounding = stochastic")],
+    "bf16 gradients are of one microbatch": [
+        ("--optim.gradients=bf16 --train.global_batch=8 --train.micro_batch=4", 1, "train.micro_batch = 4")
+    ],
+    "bf16 gradients travel as bf16": [
+        ("--optim.gradients=bf16 --train.micro_batch=16", 2, "optim.gradient_travel = fp32")
+    ],
     "the reference loss has all words": [
         ("--parallel.tp=2 --kernels.force=cross_entropy=reference", 2, "kernels.force = cross_entropy=reference")
     ],
@@ -194,7 +205,7 @@ def mended(fix: str, case: Case) -> list[Case]:
         return [Case(changed(case.config, words), case.world) for words in several]
     found = re.match(r"set (\S+) (.*?)(;|$)", fix)
     assert found, f"cannot follow: {fix}"
-    numbers = [float(n) if "." in n else int(n) for n in re.findall(r"[\d.]+", found[2])]
+    numbers = [float(n) if "." in n else int(n) for n in re.findall(r"(?<!\w)[\d.]+", found[2])]
     values = [numbers[0] + 1] if "above" in found[2] else numbers
     values += [2 * numbers[0]] if "multiple" in found[2] else []
     values = values or re.findall(r"\w+", found[2].removeprefix("to ").replace(" or ", " "))

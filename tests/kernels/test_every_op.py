@@ -282,13 +282,34 @@ def plain_expert_bias(y, bias, offsets, gate=None):
     ]
 
 
-def plain_rope(x, cos, sin):
+def plain_rope(x, angles):
+    cos, sin = (table.tolist() for table in angles)
+
     def turned(head: list[float], s: int) -> list[float]:
         half = len(head) // 2
         turn = [complex(head[i], head[i + half]) * complex(cos[s][i], sin[s][i]) for i in range(half)]
         return [z.real for z in turn] + [z.imag for z in turn]
 
     return [[[turned(head, s) for head in heads] for s, heads in enumerate(row)] for row in x]
+
+
+def plain_norm_rope(x, w, angles, eps):
+    heads, width = len(x[0][0]), len(x[0][0][0])
+    normed = [
+        [
+            plain_rmsnorm(token, w, eps)
+            if len(w) == width
+            else torch.tensor(plain_rmsnorm([a for head in token for a in head], w, eps)).view(heads, width).tolist()
+            for token in row
+        ]
+        for row in x
+    ]
+    return plain_rope(normed, angles)
+
+
+def plain_add_rmsnorm(x, added, w, eps):
+    total = [[a + b for a, b in zip(*rows, strict=True)] for rows in zip(x, added, strict=True)]
+    return total, plain_rmsnorm(total, w, eps)
 
 
 def plain_router_logits(h, w):
@@ -368,11 +389,17 @@ def plain_expert_mlp(source, gate_up, down, weight, index, slots, offsets, holes
     return plain_grouped_gemm(inner, down, offsets)
 
 
-def plain_adamw(w, g, m, v, step, lr, beta1, beta2, eps, decay):
+def plain_adamw(w, g, m, v, weights, scale, pace):
+    step, lr, beta1, beta2, eps, decay, _ = pace
+    given, g = g, [scale * a for a in g]
     m = [beta1 * a + (1 - beta1) * b for a, b in zip(m, g, strict=True)]
     v = [beta2 * a + (1 - beta2) * b * b for a, b in zip(v, g, strict=True)]
     moves = [a / (1 - beta1**step) / (math.sqrt(b / (1 - beta2**step)) + eps) for a, b in zip(m, v, strict=True)]
-    return [a - lr * decay * a - lr * move for a, move in zip(w, moves, strict=True)], g, m, v
+    return [a - lr * decay * a - lr * move for a, move in zip(w, moves, strict=True)], given, m, v, scale
+
+
+def plain_add_squares(total, x):
+    return total + dot(x, x), x
 
 
 PLAIN = {name.removeprefix("plain_"): value for name, value in list(globals().items()) if name.startswith("plain_")}

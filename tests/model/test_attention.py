@@ -13,7 +13,7 @@ from moefold.anatomy.steps import window_of
 from moefold.config.run import AttentionConfig, ModelConfig, RopeConfig
 from moefold.kernels.bind import bind
 from moefold.kernels.catalog import CATALOG, Facts
-from moefold.kernels.rope import rope
+from moefold.kernels.rope import Angles, rope
 from moefold.model.attention.gqa import GroupedQueryAttention
 from moefold.model.attention.positions import rotary_tables
 from moefold.model.initialise import initialise
@@ -207,7 +207,7 @@ def test_scores_depend_on_the_distance_only():
     q, k = (torch.randn(16, generator=generator, dtype=torch.float64) for _ in range(2))
 
     def turned(x: torch.Tensor) -> torch.Tensor:
-        return rope(x.expand(1, 40, 1, 16), cos, sin)[0, :, 0]
+        return rope(x.expand(1, 40, 1, 16), Angles(cos, sin))[0, :, 0]
 
     scores = turned(q) @ turned(k).T
     for distance in range(-39, 40):
@@ -219,14 +219,14 @@ def test_scores_depend_on_the_distance_only():
 def test_turning_keeps_the_length_and_position_zero_does_not_turn():
     cos, sin = rotary_tables(20, 16, RopeConfig())
     x = torch.randn(2, 20, 3, 16, generator=torch.Generator().manual_seed(1))
-    y = rope(x, cos, sin)
+    y = rope(x, Angles(cos, sin))
     torch.testing.assert_close(y.norm(dim=-1), x.norm(dim=-1))
     assert torch.equal(y[:, 0], x[:, 0])
 
 
 def test_turning_keeps_the_precision_of_what_it_turns():
     x = torch.randn(1, 5, 2, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    torch.testing.assert_close(rope(x, torch.ones(5, 4), torch.zeros(5, 4)), x, rtol=1e-14, atol=0)
+    torch.testing.assert_close(rope(x, Angles(torch.ones(5, 4), torch.zeros(5, 4))), x, rtol=1e-14, atol=0)
 
 
 def test_shorter_sequences_than_the_tables_are_the_beginning_of_longer_ones():

@@ -31,7 +31,7 @@ def config_of(pipeline: PipelineConfig, world: int, shared: int = 0, **parallel:
     start = replace(start, model=replace(start.model, moe=moe), parallel=ParallelConfig(**parallel))
     small = shrunk(replace(start, pipeline=pipeline), world)
     train = replace(small.train, precision="fp32", global_batch=4 * world // small.parallel.pp)
-    return replace(small, train=train, observe=replace(small.observe, trace=True))
+    return replace(small, train=train)
 
 
 class Faces:
@@ -108,7 +108,7 @@ def traced(world: World, ways: list[PipelineConfig]) -> list[tuple[list[Event], 
         run = assemble(config, world, Path("."), random_corpus(config))
         train_step(run, run.loader.next())
         with slow_exchanges(DELAY) as held_up:
-            run.executor.spans.events.clear()
+            run.executor.spans.listen()
             train_step(run, run.loader.next())
         found.append((list(run.executor.spans.events), len(held_up.events)))
     return found

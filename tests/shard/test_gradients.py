@@ -83,7 +83,7 @@ def one_step(world: World, dtype: str, micro: tuple[int, ...]) -> dict[str, Any]
     gradients.finish((batch()[1] >= 0).sum())
 
     def named() -> dict[str, np.ndarray]:
-        flats = [gather_plain(b.gradients[b.share], b.replicas) for b in buckets]  # every rank's share
+        flats = [gather_plain(x, b.replicas) for x, b in zip(gradients.shares(), buckets, strict=True)]
         return {
             p.name: view.clone().numpy() for b, flat in zip(buckets, flats, strict=True) for p, view in b.views(flat)
         }
@@ -172,10 +172,10 @@ def test_a_short_gradient_is_not_scaled_and_a_long_one_ends_at_the_limit():
     gradients = ready(make("fp64"))
     for bucket in gradients.buckets:
         bucket.gradients.fill_(1e-3)
-    before = [b.gradients.clone() for b in gradients.buckets]
+    before = list(gradients.shares())
     norm = gradients.norm().item()
     assert gradients.clip(norm * 2).item() == norm
-    assert all(torch.equal(a, b.gradients) for a, b in zip(before, gradients.buckets, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(before, gradients.shares(), strict=True))
     assert gradients.clip(norm / 4).item() == norm
     assert gradients.norm().item() == pytest.approx(norm / 4, rel=1e-4)
 
@@ -202,12 +202,12 @@ def test_microbatches_of_a_bf16_model_add_up_in_fp32():
     assert (view == 300).all()
 
 
-def optimizer_bytes(world: World, moments: str) -> tuple[int, int, int, int]:
+def optimizer_bytes(world: World, moments: str, main: str) -> tuple[int, int, int, int]:
     """On this rank: bytes of optimizer state, elements of its shares, of these parameters, and the alignment's most."""
     model = make("bf16", WIDE, world)
     buckets = fill_buckets(model, world)
     kernels = bind(Facts("cpu", "bf16", hidden=64, ffn=64))
-    optimizer = AdamW(buckets, OptimConfig(moments=moments), kernels)  # pyright: ignore[reportArgumentType]
+    optimizer = AdamW(buckets, OptimConfig(moments=moments, main=main), kernels)  # pyright: ignore[reportArgumentType]
     held = {
         t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
         for s in optimizer.slices
@@ -218,12 +218,14 @@ def optimizer_bytes(world: World, moments: str) -> tuple[int, int, int, int]:
     return sum(held.values()), elements, own, ALIGN * sum(len(b.parameters) + 1 for b in buckets)
 
 
-@pytest.mark.parametrize(("moments", "each"), [("fp32", 12), ("bf16", 8)])
+@pytest.mark.parametrize(("moments", "main", "each"), [("fp32", "fp32", 12), ("bf16", "fp32", 8), ("bf16", "split", 6)])
 @pytest.mark.parametrize("parallel", [{}, {"ep": 2}, {"tp": 2, "etp": 2}, {"cp": 4, "ep": 4}], ids=str)
-def test_a_rank_holds_its_share_of_the_optimizer_state_and_no_more(parallel: dict[str, int], moments: str, each: int):
-    """Main weights and two moments: 12 bytes a parameter, 8 with moments in bf16, over the 4 ranks."""
+def test_a_rank_holds_its_share_of_the_optimizer_state_and_no_more(
+    parallel: dict[str, int], moments: str, main: str, each: int
+):
+    """Main weights and two moments: 12 bytes a parameter, 8 with moments in bf16, 6 with halves, over the 4 ranks."""
     whole = total_parameters(WIDE)
-    found = run_ranks(optimizer_bytes, 4, moments, **parallel)
+    found = run_ranks(optimizer_bytes, 4, moments, main, **parallel)
     assert sum(own for _, _, own, _ in found) == whole, "every element is held once"
     for held, elements, _, padding in found:
         assert held == each * elements

@@ -10,11 +10,12 @@ import torch
 
 from moefold.comm.collectives import gather, scatter_sum
 from moefold.config.run import ModelConfig
+from moefold.kernels.norm_rope import norm_rope
 from moefold.layout.placement import over_tp
 from moefold.model.attention.rotary import Rotary
 from moefold.model.attention.sight import Seeing
 from moefold.model.choices import Choices
-from moefold.model.norm import RMSNorm, RMSNormOverTp
+from moefold.model.norm import RMSNorm, RMSNormOverTp, TurningNorm
 from moefold.model.share import Share
 from moefold.model.steps import Region
 from moefold.precision.linear import Linear
@@ -33,7 +34,12 @@ class GroupedQueryAttention(Seeing):
         self.value = Linear(world, d, *kv_heads, bias=a.qkv_bias, std=std, placement=over_tp(0))
         out_std = std / (2 * model.layers) ** 0.5
         self.out = Linear(world, a.heads * a.head_dim, d, bias=a.out_bias, std=out_std, placement=over_tp(1))
-        if a.qk_norm == "head":
+        whole = a.rope_dim in (0, a.head_dim) and (a.qk_norm == "head" or (a.qk_norm == "full" and self.tp.size == 1))
+        self.turns_in_norm = whole and kernels.norm_rope is not norm_rope.reference
+        if self.turns_in_norm:
+            over = [1, 1] if a.qk_norm == "head" else [a.heads, a.kv_heads]
+            self.query_norm, self.key_norm = (TurningNorm(n * a.head_dim, model.norm_eps, kernels, world) for n in over)
+        elif a.qk_norm == "head":
             self.query_norm = RMSNorm(a.head_dim, model.norm_eps, kernels, world)
             self.key_norm = RMSNorm(a.head_dim, model.norm_eps, kernels, world)
         elif a.qk_norm == "full":
@@ -46,12 +52,19 @@ class GroupedQueryAttention(Seeing):
         """What attention adds to the residual stream."""
         h_CD = gather(self.norm(x_TD), self.tp)  # all tokens of this cp rank meet this rank's heads
         q, k, v = (share.by_sequence(project(h_CD)) for project in (self.query, self.key, self.value))
-        if self.qk_norm != "none":
-            q, k = self.normed(q, self.query_norm), self.normed(k, self.key_norm)
-        q, k = self.rotary.first(q, share), self.rotary.first(k, share)
+        q, k = self.placed(q, k, share)
         y_BSHD = self.core(self.context, q, k, v, share, self.sight())
         summand_CD = self.out(y_BSHD.reshape(h_CD.shape[0], -1))
         return scatter_sum(summand_CD, self.tp)  # add up all heads; each rank keeps its own tokens
+
+    def placed(self, q: torch.Tensor, k: torch.Tensor, share: Share) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queries and keys, normed if the model does that, and turned by position."""
+        if self.turns_in_norm:
+            angles = self.rotary.angles(share)
+            return self.query_norm(q, angles), self.key_norm(k, angles)
+        if self.qk_norm != "none":
+            q, k = self.normed(q, self.query_norm), self.normed(k, self.key_norm)
+        return self.rotary.first(q, share), self.rotary.first(k, share)
 
     def normed(self, x_BSHD: torch.Tensor, norm: RMSNorm | RMSNormOverTp) -> torch.Tensor:
         if self.qk_norm == "head":

@@ -6,6 +6,7 @@ import torch
 
 from moefold.config.run import RopeConfig
 from moefold.kernels.bind import Kernels
+from moefold.kernels.rope import Angles
 from moefold.model.attention.positions import rotary_tables
 from moefold.model.share import Share
 
@@ -15,24 +16,22 @@ class Rotary:
 
     def __init__(self, dims: int, rope: RopeConfig, seq_len: int, kernels: Kernels):
         wide = torch.promote_types(torch.get_default_dtype(), torch.float32)
-        self.tables = tuple(t.to(wide) for t in rotary_tables(seq_len, dims, rope))
+        self.tables = Angles(*(t.to(wide) for t in rotary_tables(seq_len, dims, rope)))
         self.dims, self.rope = dims, kernels.rope
 
-    def angles(self, share: Share) -> tuple[torch.Tensor, torch.Tensor]:
+    def angles(self, share: Share) -> Angles:
         """The tables on the right device, at the positions this rank holds."""
-        if self.tables[0].device != share.device:
-            self.tables = tuple(t.to(share.device) for t in self.tables)
-        cos, sin = self.tables
-        if share.cp.size == 1:
-            return cos[: share.length], sin[: share.length]
-        return cos[share.positions], sin[share.positions]
+        if self.tables.cos_Sd.device != share.device:
+            self.tables = Angles(*(t.to(share.device) for t in self.tables))
+        held = slice(share.length) if share.cp.size == 1 else share.positions
+        return Angles(*(t[held] for t in self.tables))
 
     def first(self, x_BSHD: torch.Tensor, share: Share) -> torch.Tensor:
         if self.dims == x_BSHD.shape[-1]:
-            return self.rope(x_BSHD, *self.angles(share))
+            return self.rope(x_BSHD, self.angles(share))
         turning, passing = x_BSHD[..., : self.dims], x_BSHD[..., self.dims :]
-        return torch.cat((self.rope(turning, *self.angles(share)), passing), dim=-1)
+        return torch.cat((self.rope(turning, self.angles(share)), passing), dim=-1)
 
     def last(self, x_BSHD: torch.Tensor, share: Share) -> torch.Tensor:
         passing, turning = x_BSHD[..., : -self.dims], x_BSHD[..., -self.dims :]
-        return torch.cat((passing, self.rope(turning, *self.angles(share))), dim=-1)
+        return torch.cat((passing, self.rope(turning, self.angles(share))), dim=-1)

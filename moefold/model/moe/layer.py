@@ -9,7 +9,7 @@ from moefold.model.choices import Choices
 from moefold.model.moe.experts import Experts
 from moefold.model.moe.router import Router
 from moefold.model.moe.shared import SharedExperts
-from moefold.model.norm import RMSNorm
+from moefold.model.norm import AddNorm
 from moefold.precision.linear import Linear
 
 
@@ -17,7 +17,7 @@ class MoeLayer(nn.Module):
     def __init__(self, model: ModelConfig, layer: int, choices: Choices):
         super().__init__()
         moe, kernels, world = model.moe, choices.kernels, choices.world
-        self.norm = RMSNorm(model.hidden, model.norm_eps, kernels, world)
+        self.norm = AddNorm(model.hidden, model.norm_eps, kernels, world)
         self.router = Router(model, layer, kernels, world)
         self.experts = Experts(model, kernels, world)
         if moe.shared_ffn:

@@ -1,0 +1,59 @@
+"""What a layer gives is added to the residual stream, and the new stream is normed for the next: s = x + y, norm(s)."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from moefold.kernels.registry import Case, op, random
+from moefold.kernels.rmsnorm import rmsnorm
+
+
+@op
+def add_rmsnorm(
+    x_TD: torch.Tensor, added_TD: torch.Tensor, w_D: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    s_TD = x_TD + added_TD
+    return s_TD, rmsnorm(s_TD, w_D, eps)
+
+
+@add_rmsnorm.fast("triton")
+def _(x_TD, added_TD, w_D, eps) -> tuple[torch.Tensor, torch.Tensor]:
+    return AddNorm.apply(x_TD, added_TD, w_D, eps)  # pyright: ignore[reportReturnType]
+
+
+@add_rmsnorm.fast("torch")
+def _(x_TD, added_TD, w_D, eps) -> tuple[torch.Tensor, torch.Tensor]:
+    s_TD = x_TD + added_TD
+    return s_TD, F.rms_norm(s_TD, w_D.shape, w_D, eps)
+
+
+class AddNorm(torch.autograd.Function):
+    """Both summands have the gradient of the sum: what it gets through the norm, and what it gets past it."""
+
+    @staticmethod
+    def forward(ctx, x_TD, added_TD, w_D, eps):
+        from moefold.kernels import norm_kernels
+
+        s_TD, y_TD, inverse_T = norm_kernels.forward(x_TD, added_TD, w_D, eps)
+        ctx.save_for_backward(s_TD, w_D, inverse_T)
+        ctx.set_materialize_grads(False)
+        return s_TD, y_TD
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        from moefold.kernels import norm_kernels
+
+        ds_TD, dy_TD = gradients
+        if dy_TD is None:
+            return ds_TD, ds_TD, None, None
+        s_TD, w_D, inverse_T = ctx.saved_tensors
+        ds_TD, dw_D = norm_kernels.backward(dy_TD, s_TD, w_D, inverse_T, ds_TD)
+        return ds_TD, ds_TD, dw_D, None
+
+
+@add_rmsnorm.cases
+def _(device: str, dtype: torch.dtype):
+    for t, d in [(1, 8), (33, 64), (5, 96), (0, 16)]:
+        x, added, w = (random(device, dtype, *shape, seed=i) for i, shape in enumerate([(t, d), (t, d), (d,)]))
+        yield Case(f"{t} rows of {d}", (x, added, w, 1e-6))

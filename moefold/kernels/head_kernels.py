@@ -1,0 +1,66 @@
+"""What lies between the head's products, in Triton: from logits to their gradient, and the loss. Imported only where
+Triton is.
+
+T tokens of a chunk, V words held here. The logits are read once for their largest and the sum of their exponentials,
+and once more to be overwritten by softmax - onehot; between the two, ranks that hold other words have their say.
+"""
+
+# pyright: reportMissingImports=false, reportIndexIssue=false, reportArgumentType=false, reportCallIssue=false
+# pyright: reportPossiblyUnboundVariable=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
+# pyright: reportReturnType=false, reportAttributeAccessIssue=false, reportAssignmentType=false
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from moefold.kernels.cross_entropy import IGNORED, Words
+
+BLOCK = 2048
+
+
+@triton.jit
+def sums_kernel(logits_TV, column_T, largest_T, sum_T, target_T, V, BLOCK: tl.constexpr):
+    """Each lane keeps its own largest and sum over the row; they meet once, at the end."""
+    t = tl.program_id(0).to(tl.int64)
+    row, lane = logits_TV + t * V, tl.arange(0, BLOCK)
+    top = tl.full([BLOCK], -1e30, tl.float32)  # as good as -inf, but its differences are numbers
+    total = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, V, BLOCK):
+        x = tl.load(row + start + lane, mask=start + lane < V, other=-1e30).to(tl.float32)
+        higher = tl.maximum(top, x)
+        total = total * tl.exp(top - higher) + tl.exp(x - higher)
+        top = higher
+    largest = tl.max(top, 0)
+    tl.store(largest_T + t, largest)
+    tl.store(sum_T + t, tl.sum(total * tl.exp(top - largest), 0))
+    column = tl.load(column_T + t)
+    held = (column >= 0) & (column < V)
+    tl.store(target_T + t, tl.load(row + column, mask=held, other=0.0).to(tl.float32))
+
+
+@triton.jit
+def gradient_kernel(logits_TV, column_T, log_sum_T, valid_T, V, BLOCK: tl.constexpr):
+    t = tl.program_id(0).to(tl.int64)
+    v = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    at = logits_TV + t * V + v
+    x = tl.load(at, mask=v < V, other=0.0).to(tl.float32)
+    d = tl.exp(x - tl.load(log_sum_T + t)) - tl.where(v == tl.load(column_T + t), 1.0, 0.0)
+    d = tl.where(tl.load(valid_T + t) != 0, d, 0.0)
+    tl.store(at, d.to(logits_TV.dtype.element_ty), mask=v < V)
+
+
+def loss_and_gradient(
+    logits_TV: torch.Tensor, labels_T: torch.Tensor, words: Words
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """d loss / d logits for the words held here, written over the logits, and the loss over all words."""
+    tokens, held = logits_TV.shape
+    valid_T, column_T = labels_T != IGNORED, labels_T - words.first
+    largest_T, sum_T, target_T = torch.empty(3, tokens, dtype=torch.float32, device=logits_TV.device)
+    sums_kernel[(tokens,)](logits_TV, column_T, largest_T, sum_T, target_T, held, BLOCK, num_warps=8)
+    everyones_T = words.largest(largest_T.clone())
+    log_sum_T = words.total(sum_T * (largest_T - everyones_T).exp()).log() + everyones_T
+    grid = (tokens, triton.cdiv(held, BLOCK))
+    gradient_kernel[grid](logits_TV, column_T, log_sum_T, valid_T.to(torch.int8), held, BLOCK, num_warps=8)
+    return logits_TV, ((log_sum_T - words.total(target_T)) * valid_T).sum()

@@ -1,0 +1,53 @@
+"""Queries and keys that are normed before they turn: over each head, or over all heads of a token together.
+
+B sequences, S positions, H heads, D head width.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from moefold.kernels.registry import Case, op, random
+from moefold.kernels.rmsnorm import rmsnorm
+from moefold.kernels.rope import Angles, rope, some_angles
+
+
+@op
+def norm_rope(x_BSHD: torch.Tensor, w: torch.Tensor, angles: Angles, eps: float) -> torch.Tensor:
+    """A weight (D,) is for each head, one (H x D,) for all of them."""
+    over_heads = w.numel() == x_BSHD.shape[-1]
+    normed = rmsnorm(x_BSHD if over_heads else x_BSHD.flatten(-2), w, eps)
+    return rope(normed.view(x_BSHD.shape), angles)
+
+
+@norm_rope.fast("triton")
+def _(x_BSHD, w, angles, eps) -> torch.Tensor:
+    return NormTurn.apply(x_BSHD, w, angles, eps)  # pyright: ignore[reportReturnType]
+
+
+class NormTurn(torch.autograd.Function):
+    """Keeps its input alone: what lies between norm and turn is made again."""
+
+    @staticmethod
+    def forward(ctx, x_BSHD, w, angles, eps):
+        from moefold.kernels import rope_kernels
+
+        ctx.save_for_backward(x_BSHD, w)
+        ctx.angles, ctx.eps = angles, eps
+        return rope_kernels.turn(x_BSHD, w, angles, eps)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        from moefold.kernels import rope_kernels
+
+        x_BSHD, w = ctx.saved_tensors
+        return *rope_kernels.turn_back(gradients[0], x_BSHD, w, ctx.angles, ctx.eps), None, None
+
+
+@norm_rope.cases
+def _(device: str, dtype: torch.dtype):
+    for b, s, h, d in [(1, 1, 2, 4), (2, 7, 3, 16), (2, 40, 4, 64)]:
+        x, angles = random(device, dtype, b, s, h, d), some_angles(device, dtype, s, d)
+        for over, size in {"each head": d, "all heads": h * d}.items():
+            w = random(device, dtype, size, seed=1)
+            yield Case(f"{b}x{s} {h} heads of {d}, over {over}", (x, w, angles, 1e-6))
