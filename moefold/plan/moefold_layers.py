@@ -64,6 +64,31 @@ def groups(s: Sizes) -> float:
     return s.H if s.plain_attention else s.G
 
 
+def cuts_context(s: Sizes) -> bool:
+    return s.portion.cp > 1
+
+
+def reorders(s: Sizes) -> bool:
+    """Whether attention's result comes in parts, or by heads, and is put together in other memory."""
+    return cuts_context(s) and s.portion.context != "ring"
+
+
+def half_chunks(s: Sizes) -> float:
+    """Positions of one of a rank's two chunks, where context is cut."""
+    return s.S / (2 * s.portion.cp)
+
+
+def masks(s: Sizes) -> bool:
+    """Chunks that see gathered keys up to their own end need a mask, but where a kernel knows such sight."""
+    return cuts_context(s) and s.portion.context == "all_gather" and s.composed
+
+
+def angles(s: Sizes) -> float:
+    """Cosines and sines of the positions held here, which queries and keys each take for themselves."""
+    a = s.model.attention
+    return (a.rope_dim or a.head_dim) * (1 if turns_in_norm(s) else 2)
+
+
 ATTEND = (
     *norm("stream", "attend", T, D, entry=True),
     Tensor("normed", "attend", C, D, "linear", ("norm",), when=gqa),
@@ -86,6 +111,9 @@ ATTEND = (
     Tensor("keys", "attend", keys, lambda s: groups(s) * (s.Q + 8 * sink(s)), "wide", (), "core", gqa),
     Tensor("values", "attend", keys, lambda s: groups(s) * s.V, "wide", (), "core", gqa),
     Tensor("attended", "attend", C, lambda s: s.H * s.V, "linear", ("core",), "out"),
+    Tensor("attended, before it is put in order", "attend", C, lambda s: s.H * s.V, "wide", ("core",), when=reorders),
+    Tensor("angles of its positions", "attend", lambda s: s.S / s.portion.cp, angles, "fp32", when=cuts_context),
+    Tensor("masks of its two chunks", "attend", half_chunks, lambda s: s.S + half_chunks(s), "fp32", when=masks),
     Tensor("log-sum-exp", "attend", C, lambda s: s.H, "fp32", ("core",), when=lambda s: not s.plain_attention),
     Tensor(
         "probabilities",
