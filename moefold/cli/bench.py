@@ -15,7 +15,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from moefold.cli import overlap
+from moefold.cli import calibrate, overlap
 from moefold.cli.options import read
 from moefold.config.refused import Refused, choose
 from moefold.kernels.catalog import CATALOG
@@ -26,9 +26,11 @@ class BenchOptions:
     """Time this machine. `kernels` times every operation's implementations, forward and backward; `layer` times the MoE
     layers of known models and `step` whole training steps, with transformers' beside them where it is installed;
     `attention` compares the ways of attending; `curves` shows whether fast kernels learn as references do; `overlap` how
-    much of the travel to experts hides behind compute."""
+    much of the travel to experts hides behind compute; `calibrate` measures this machine for `moefold plan`."""
 
-    what: tyro.conf.Positional[Literal["kernels", "layer", "step", "attention", "curves", "overlap"]] = "kernels"
+    what: tyro.conf.Positional[
+        Literal["kernels", "layer", "step", "attention", "curves", "overlap", "calibrate"]
+    ] = "kernels"
     layer: tuple[str, ...] = ()
     """Only these layers."""
     model: tuple[str, ...] = ()
@@ -48,8 +50,9 @@ class BenchOptions:
 
 
 def run(argv: Sequence[str]) -> int:
-    if argv[:1] == ["overlap"]:
-        return overlap.run(argv[1:])
+    for name, command in {"overlap": overlap, "calibrate": calibrate}.items():
+        if argv[:1] == [name]:
+            return command.run(argv[1:])
     options, _ = read(BenchOptions, argv, "bench", config_keys=False)
     ops = [choose("operation", options.op, CATALOG)] if options.op else list(CATALOG)
     for name, number in (("repeat", options.repeat), ("steps", options.steps)):

@@ -14,6 +14,7 @@ from moefold.config.refused import Failed, Refused, choose
 COMMANDS = {
     "train": "train a model: moefold train tiny",
     "explain": "show a model step by step, without running it: moefold explain qwen3-30b-a3b",
+    "plan": "know memory, time and the best layout before: moefold plan qwen3-30b-a3b --gpus 16 --gpu h100",
     "simulate": "clock a pipeline schedule and draw it: moefold simulate --schedule 1f1b --pp 4 --microbatches 16",
     "convert": "write weights as transformers loads them: moefold convert runs/tiny OUT --to hf",
     "report": "show how a run went, as one HTML file: moefold report runs/tiny",

@@ -12,6 +12,7 @@ from moefold.plan.setting import Setting
 from moefold.plan.stage import RankStages, StageCount
 
 BYTES = {"fp32": 4, "bf16": 2}
+MAIN = {"fp32": 4, "split": 2}  # of a main weight beside one in bf16
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ def state_of(s: Setting, rank: RankStages, stages: list[StageCount]) -> State:
         sum(count / n for count, n in counts.values() if n > 1),
         plain * recipe.wide + quantized * recipe.copies,
         weights * BYTES[s.config.optim.gradients],
-        states * (2 if s.config.optim.main == "split" else 4) if recipe.wide < 4 else 0.0,
+        states * MAIN[s.config.optim.main] if recipe.wide < 4 else 0.0,
         states * 2 * BYTES[s.config.optim.moments],
     )
 
