@@ -73,8 +73,8 @@ class Ranked:
 class Refusals:
     """Why layouts were left out: how many for each reason, with one example."""
 
-    counts: dict[str, int] = field(default_factory=dict)
-    examples: dict[str, str] = field(default_factory=dict)
+    counts: dict[str, int] = field(default_factory=dict[str, int])
+    examples: dict[str, str] = field(default_factory=dict[str, str])
 
     def add(self, reason: str, example: str) -> None:
         self.counts[reason] = self.counts.get(reason, 0) + 1

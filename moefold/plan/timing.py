@@ -83,8 +83,8 @@ class Pace:
 
     setting: Setting
     gpu: Gpu
-    pieces: dict[tuple[str, int], Passes] = field(default_factory=dict)
-    stages: dict[Pieces, Passes] = field(default_factory=dict)
+    pieces: dict[tuple[str, int], Passes] = field(default_factory=dict[tuple[str, int], Passes])
+    stages: dict[Pieces, Passes] = field(default_factory=dict[Pieces, Passes])
 
     @cached_property
     def cluster(self) -> Cluster:
