@@ -310,3 +310,19 @@ def test_buckets_leave_while_backward_goes_on_in_the_last_microbatch_only():
         assert first_layer[0] > 0, "what the second layer and the head finished is on its way"
         assert first_layer[-1] > first_layer[0]
         assert [n for _, n in fired] == sorted(n for _, n in fired)
+
+
+def travelled_bf16(world: World) -> tuple[torch.Tensor, dict[tuple[str, ...], int]]:
+    x = torch.randn(RANKS * 64, generator=torch.Generator().manual_seed(world.rank)).bfloat16()
+    with traffic.counted() as sent:
+        share = reduce_bf16(x, world.everyone).arrived()
+    return share, dict(sent)
+
+
+def test_gradients_kept_as_bf16_are_summed_over_ranks_in_fp32():
+    xs = [torch.randn(RANKS * 64, generator=torch.Generator().manual_seed(r)).bfloat16() for r in range(RANKS)]
+    results = run_ranks(travelled_bf16, RANKS)
+    found = torch.cat([share for share, _ in results])
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, torch.stack(xs).float().sum(0), rtol=1e-6, atol=1e-6)
+    assert all(list(sent.values()) == [RANKS * 64 * 2 * (RANKS - 1) // RANKS] for _, sent in results)
