@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -178,6 +179,14 @@ def test_a_short_gradient_is_not_scaled_and_a_long_one_ends_at_the_limit():
     assert all(torch.equal(a, b) for a, b in zip(before, gradients.shares(), strict=True))
     assert gradients.clip(norm / 4).item() == norm
     assert gradients.norm().item() == pytest.approx(norm / 4, rel=1e-4)
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_a_gradient_that_is_no_number_leaves_no_scale_to_apply_it_with(value: float):
+    gradients = ready(make("fp32"))
+    gradients.buckets[0].gradients[5] = value
+    assert not gradients.clip(1.0).isfinite()
+    assert gradients.scale.isnan()
 
 
 def test_finished_gradients_live_in_the_buckets_only_and_begin_empties_them():
