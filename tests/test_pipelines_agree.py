@@ -79,8 +79,7 @@ def case(
     dp = world // (degrees.pp * degrees.tp * degrees.cp)
     model = replace(small.model, layers=layers or small.model.layers)
     train = replace(small.train, global_batch=dp * microbatches, micro_batch=1)
-    observe = replace(small.observe, trace=True)
-    config = replace(small, model=model, train=train, pipeline=pipeline, observe=observe)
+    config = replace(small, model=model, train=train, pipeline=pipeline)
     several = world > degrees.pp
     return Case(check(config, world), world, routing, ("",) if several else ("gradient norm", *rounded))
 
@@ -103,7 +102,7 @@ def see(world: World, cases: list[Case], steps: int) -> list[Found]:
         lean_routing(run, each.routing)
         seen, events = [], []
         for _ in range(steps):
-            run.executor.spans.events.clear()
+            run.executor.spans.listen()
             seen += trace_step(run)
             events.append(list(run.executor.spans.events))
         found.append((seen, events))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from moefold.anatomy.steps import StepSpec, block_steps, look_ahead, predict
 from moefold.config.run import Config, ModelConfig
@@ -64,7 +65,13 @@ def layout_of(config: Config) -> Layout:
     model, count = config.model, config.parallel.pp * config.pipeline.vpp
     if config.pipeline.layout:
         return parse(config.pipeline.layout)
-    return propose(pieces_of(model), piece_costs(model, config.data.seq_len), count)
+    return proposed(model, config.data.seq_len, count)
+
+
+@lru_cache(maxsize=1024)
+def proposed(model: ModelConfig, seq_len: int, count: int) -> Layout:
+    """Kept, since a search asks for the same cut many times."""
+    return propose(pieces_of(model), piece_costs(model, seq_len), count)
 
 
 def stages_of(config: Config) -> list[Stage]:

@@ -1,5 +1,5 @@
 """`moefold bench kernels`: every implementation of every op on the cases that also test it, the reference beside it.
-`moefold bench layer`: whole MoE layers of known models (bench_layer.py)."""
+Every other subject has a file of its own."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
@@ -14,7 +15,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from moefold.cli import overlap
+from moefold.cli import bench_save, calibrate, overlap
 from moefold.cli.options import read
 from moefold.config.refused import Refused, choose
 from moefold.kernels.catalog import CATALOG
@@ -23,12 +24,24 @@ from moefold.kernels.catalog import CATALOG
 @dataclass(frozen=True)
 class BenchOptions:
     """Time this machine. `kernels` times every operation's implementations, forward and backward; `layer` times the MoE
-    layers of known models, with transformers' beside them where it is installed; `overlap` shows how much of the travel
-    to experts hides behind compute."""
+    layers of known models and `step` whole training steps, with transformers' beside them where it is installed;
+    `attention` compares the ways of attending; `curves` shows whether fast kernels learn as references do; `overlap`
+    how much of the travel to experts hides behind compute; `save` times checkpoints; `calibrate` measures this machine
+    for `moefold plan`, and `plan` shows how near its answers come on this GPU."""
 
-    what: tyro.conf.Positional[Literal["kernels", "layer", "overlap"]] = "kernels"
+    what: tyro.conf.Positional[
+        Literal["kernels", "layer", "step", "attention", "curves", "overlap", "save", "calibrate", "plan"]
+    ] = "kernels"
     layer: tuple[str, ...] = ()
     """Only these layers."""
+    model: tuple[str, ...] = ()
+    """step: only these models."""
+    steps: int | None = None
+    """step, curves: how many steps are timed (10), or compared (200)."""
+    out: Path | None = None
+    """step: a folder for the profile and trace of one step of each model. curves: a folder for the plot."""
+    gpu: str = "h200"
+    """plan: the GPU this is, as `moefold plan --gpu` takes it."""
     op: str | None = None
     """Only this operation."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -40,12 +53,14 @@ class BenchOptions:
 
 
 def run(argv: Sequence[str]) -> int:
-    if argv[:1] == ["overlap"]:
-        return overlap.run(argv[1:])
+    for name, command in {"overlap": overlap, "save": bench_save, "calibrate": calibrate}.items():
+        if argv[:1] == [name]:
+            return command.run(argv[1:])
     options, _ = read(BenchOptions, argv, "bench", config_keys=False)
     ops = [choose("operation", options.op, CATALOG)] if options.op else list(CATALOG)
-    if options.repeat < 1:
-        raise Refused(f"--repeat {options.repeat} is not legal; expected a whole number at least 1, such as 20")
+    for name, number in (("repeat", options.repeat), ("steps", options.steps)):
+        if number is not None and number < 1:
+            raise Refused(f"--{name} {number} is not legal; expected a whole number at least 1, such as 20")
 
     import torch  # only now: refusals above appear at once
 
@@ -53,8 +68,10 @@ def run(argv: Sequence[str]) -> int:
     if device == "cuda" and not torch.cuda.is_available():
         raise Refused("--device cuda, but torch sees no CUDA device here; expected cpu or auto")
     dtype = options.dtype if options.dtype != "auto" else "bf16" if device == "cuda" else "fp32"
-    if options.what == "layer":
-        return run_layers(options, device, dtype)
+    if options.what in OTHERS:
+        report, show_report = OTHERS[options.what](options, device, dtype)
+        print(json.dumps(report, indent=1)) if options.json else show_report(report)
+        return 0
     results = [row for op in ops for row in time_op(op, device, dtype, options.repeat)]
     if options.json:
         print(json.dumps({"device": device, "dtype": dtype, "results": results}, indent=1))
@@ -63,17 +80,53 @@ def run(argv: Sequence[str]) -> int:
     return 0
 
 
-def run_layers(options: BenchOptions, device: str, dtype: str) -> int:
+def run_layers(options: BenchOptions, device: str, dtype: str) -> Shown:
     from moefold.cli import bench_layer
     from moefold.kernels.registry import DTYPES
 
     names = [choose("layer", name, bench_layer.LAYERS) for name in options.layer] or list(bench_layer.LAYERS)
-    report = bench_layer.bench(names, device, DTYPES[dtype], options.repeat)
-    if options.json:
-        print(json.dumps(report, indent=1))
-    else:
-        bench_layer.show(report)
-    return 0
+    return bench_layer.bench(names, device, DTYPES[dtype], options.repeat), bench_layer.show
+
+
+def run_steps(options: BenchOptions, device: str, _: str) -> Shown:
+    from moefold.cli import bench_step
+
+    names = [choose("model", name, bench_step.MODELS) for name in options.model] or list(bench_step.MODELS)
+    return bench_step.bench(names, device, options.steps or 10, options.out), bench_step.show
+
+
+def run_attention(_: BenchOptions, device: str, __: str) -> Shown:
+    from moefold.cli import bench_attention
+
+    return bench_attention.bench(device), bench_attention.show
+
+
+def run_plan(options: BenchOptions, device: str, _: str) -> Shown:
+    from moefold.cli import bench_plan
+
+    if device != "cuda":
+        raise Refused("moefold bench plan compares runs on a GPU, and torch sees none here; expected a CUDA device")
+    return bench_plan.bench(list(bench_plan.CASES), options.gpu, options.steps or 5), bench_plan.show
+
+
+def run_curves(options: BenchOptions, device: str, _: str) -> Shown:
+    from moefold.cli import bench_curves
+
+    report = bench_curves.bench(device, options.steps or 200)
+    if options.out:
+        options.out.mkdir(parents=True, exist_ok=True)
+        (options.out / "curves.svg").write_text(bench_curves.drawn(report))
+    return report, bench_curves.show
+
+
+Shown = tuple[dict[str, Any], Callable[[dict[str, Any]], None]]  # what was found, and how it is shown
+OTHERS: dict[str, Callable[[BenchOptions, str, str], Shown]] = {
+    "layer": run_layers,
+    "step": run_steps,
+    "attention": run_attention,
+    "curves": run_curves,
+    "plan": run_plan,
+}
 
 
 def time_op(name: str, device: str, dtype: str, repeat: int) -> list[dict[str, Any]]:

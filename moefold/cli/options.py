@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any, TypeVar
@@ -19,16 +20,20 @@ T = TypeVar("T")
 def split(options: type[Any], argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """The words that are the command's own, and those that override the configuration."""
     own = {"help", *(name for f in fields(options) for name in spellings(f.name))}
+    switches = {f"--{key.path}" for key in keys_of(PRESETS["tiny"]()) if key.type is bool}
     mine: list[str] = []
     overrides: list[str] = []
-    words = iter(argv)
-    for word in words:
+    words = deque(argv)
+    while words:
+        word = words.popleft()
         if not word.startswith("--") or word[2:].partition("=")[0] in own:
             mine.append(word)
-        else:
-            overrides.append(word)
-            if "=" not in word:
-                overrides += [value for value in (next(words, None),) if value is not None]
+            continue
+        overrides.append(word)
+        if word in switches and (not words or words[0].startswith("--")):  # said without a value
+            overrides.append("true")
+        elif "=" not in word and words:
+            overrides.append(words.popleft())
     return mine, overrides
 
 

@@ -123,12 +123,10 @@ def measure(config: Config, world: World, exchanges: Spans) -> tuple[dict[str, f
     from moefold.train.parity import random_corpus
     from moefold.train.step import train_step
 
-    run = assemble(
-        replace(config, observe=replace(config.observe, trace=True)), world, Path("."), random_corpus(config)
-    )
+    run = assemble(config, world, Path("."), random_corpus(config))
     train_step(run, run.loader.next())
     exchanges.events.clear()
-    run.executor.spans.events.clear()
+    run.executor.spans.listen()
     begun = time.perf_counter()
     train_step(run, run.loader.next())
     seconds = time.perf_counter() - begun

@@ -15,6 +15,7 @@ from functools import lru_cache
 import numpy as np
 import torch
 
+from moefold.comm.host import Uploaded, Uploads
 from moefold.kernels.cross_entropy import IGNORED
 from moefold.layout.axes import Axis
 
@@ -34,33 +35,51 @@ class Batch:
 
 
 class Loader:
-    """Non-overlapping windows of a long row of tokens, shuffled anew in every epoch."""
+    """Non-overlapping windows of a long row of tokens, shuffled anew in every epoch. While a batch is worked on, the
+    next is on its way to the device."""
 
     def __init__(self, tokens: np.ndarray, seq_len: int, batch: int, seed: int, dp: Axis, device: torch.device):
         self.tokens, self.seq_len, self.batch, self.seed = tokens, seq_len, batch, seed
-        self.dp, self.device = dp, device
+        self.dp, self.uploads = dp, Uploads(device)
         self.windows = (len(tokens) - 1) // seq_len
         self.consumed = 0
+        self.ahead: tuple[int, Uploaded] | None = None  # what begins behind so many sequences
 
     def next(self) -> Batch:
         """The next global batch's share of this rank, and move on."""
-        batch = self.at(self.consumed, self.batch)
+        at, coming = self.ahead or (-1, None)
+        if coming is None or at != self.consumed:  # the first, or somebody set `consumed`
+            coming = self.begin(self.consumed, self.batch)
+        tokens, labels = coming.take()
+        batch = Batch(tokens, labels, self.first(self.consumed, self.batch))
         self.consumed += self.batch
+        if self.uploads.stream is not None:
+            self.ahead = (self.consumed, self.begin(self.consumed, self.batch))
         return batch
 
     def at(self, consumed: int, count: int) -> Batch:
-        """This rank's share of the `count` sequences that follow the first `consumed`. All shares are of one size, so
-        that every rank takes part in as many passes; what is over counts for nothing."""
-        share = -(-count // self.dp.size)
-        rows = np.zeros((share, self.seq_len + 1), dtype=np.int64)
-        places = range(self.dp.index * share, (self.dp.index + 1) * share)
-        for row, place in zip(rows, places, strict=True):
-            start = self.window(consumed + place) * self.seq_len
+        """This rank's share of the `count` sequences that follow the first `consumed`."""
+        tokens, labels = self.begin(consumed, count).take()
+        return Batch(tokens, labels, self.first(consumed, count))
+
+    def share(self, count: int) -> int:
+        """All shares are of one size, so that every rank takes part in as many passes; what is over counts for
+        nothing."""
+        return -(-count // self.dp.size)
+
+    def first(self, consumed: int, count: int) -> int:
+        return consumed + self.dp.index * self.share(count)
+
+    def begin(self, consumed: int, count: int) -> Uploaded:
+        """Tokens and labels, on their way to the device."""
+        rows = np.zeros((self.share(count), self.seq_len + 1), dtype=np.int64)
+        first = self.first(consumed, count)
+        for row, number in zip(rows, range(first, first + len(rows)), strict=True):
+            start = self.window(number) * self.seq_len
             row[:] = self.tokens[start : start + self.seq_len + 1]
-        both = torch.from_numpy(rows).to(self.device, non_blocking=True)
-        tokens, labels = both[:, :-1].clone(), both[:, 1:].clone()  # two tensors: labels are changed below
-        labels[max(0, count - places.start) :] = IGNORED
-        return Batch(tokens, labels, consumed + places.start)
+        labels = rows[:, 1:].copy()
+        labels[max(0, consumed + count - first) :] = IGNORED
+        return self.uploads.begin([torch.from_numpy(rows[:, :-1].copy()), torch.from_numpy(labels)])
 
     def window(self, number: int) -> int:
         """Which window the number-th sequence of the run is."""

@@ -5,10 +5,14 @@ B sequences, S queries, L keys, H query heads, G key/value heads, D head width, 
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
+from moefold.kernels.attention_times import Shape
 from moefold.kernels.registry import Case, op, random
 
 
@@ -51,7 +55,7 @@ def seen(queries: int, keys: int, ahead: int, window: int, device: torch.device)
 
 
 @attention.fast("sdpa")
-def _(
+def sdpa(
     q_BSHD: torch.Tensor,
     k_BLGD: torch.Tensor,
     v_BLGV: torch.Tensor,
@@ -59,6 +63,7 @@ def _(
     window: int = 0,
     sink_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
+    """As torch chooses. Key and value heads are not repeated where it has a way without."""
     factor: float = q_BSHD.shape[-1] ** -0.5 if scale is None else scale
     if sink_H is not None:
         q_BSHD, k_BLGD, v_BLGV = with_sink(q_BSHD, k_BLGD, v_BLGV, sink_H / factor)
@@ -91,6 +96,60 @@ def sdpa_mask(queries: int, keys: int, window: int, sink: bool, device: torch.de
     return mask
 
 
+def plain(q_BSHD: torch.Tensor, k_BLGD: torch.Tensor, window: int, sink_H: torch.Tensor | None) -> bool:
+    """Whether every query sees all positions up to its own and nothing else, as most do."""
+    return q_BSHD.shape[1] == k_BLGD.shape[1] and not window and sink_H is None
+
+
+@attention.fast("cudnn")
+def _(q_BSHD, k_BLGD, v_BLGV, scale=None, window=0, sink_H=None) -> torch.Tensor:
+    if not plain(q_BSHD, k_BLGD, window, sink_H):
+        return sdpa(q_BSHD, k_BLGD, v_BLGV, scale, window, sink_H)
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        return sdpa(q_BSHD, k_BLGD, v_BLGV, scale)
+
+
+@attention.fast("flash")
+def _(q_BSHD, k_BLGD, v_BLGV, scale=None, window=0, sink_H=None) -> torch.Tensor:
+    if not plain(q_BSHD, k_BLGD, window, sink_H):
+        return sdpa(q_BSHD, k_BLGD, v_BLGV, scale, window, sink_H)
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        return sdpa(q_BSHD, k_BLGD, v_BLGV, scale)
+
+
+@attention.fast("ordered")
+def _(q_BSHD, k_BLGD, v_BLGV, scale=None, window=0, sink_H=None) -> torch.Tensor:
+    if not plain(q_BSHD, k_BLGD, window, sink_H):
+        return sdpa(q_BSHD, k_BLGD, v_BLGV, scale, window, sink_H)
+    factor: float = q_BSHD.shape[-1] ** -0.5 if scale is None else scale
+    return Ordered.apply(q_BSHD, k_BLGD, v_BLGV, factor)  # pyright: ignore[reportReturnType]
+
+
+class Ordered(torch.autograd.Function):
+    """Forward by cuDNN where it has Hopper's, else flash; backward by kernels that add up in a fixed order."""
+
+    @staticmethod
+    def forward(ctx, q_BSHD, k_BLGD, v_BLGV, scale: float):
+        q, k, v = (x.transpose(1, 2) for x in (q_BSHD, k_BLGD, v_BLGV))
+        if torch.cuda.get_device_capability(q.device)[0] == 9:
+            y, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+                q, k, v, None, True, 0.0, True, False, scale=scale
+            )
+        else:
+            y, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True, False, scale=scale)
+        y_BSHD = y.transpose(1, 2)
+        ctx.save_for_backward(q_BSHD, k_BLGD, v_BLGV, y_BSHD, lse.view(q.shape[:3]))
+        ctx.scale = scale
+        return y_BSHD
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        from moefold.kernels.attention_kernels import attention_backward
+
+        q, k, v, y, lse = ctx.saved_tensors
+        return (*attention_backward(gradients[0], q, k, v, y, lse, ctx.scale), None)
+
+
 @attention.cases
 def _(device: str, dtype: torch.dtype):
     sizes = [
@@ -100,13 +159,15 @@ def _(device: str, dtype: torch.dtype):
         (1, 257, 257, 4, 1, 64, 64),
         (2, 16, 48, 4, 2, 16, 16),
         (2, 24, 24, 4, 4, 24, 16),
+        (2, 300, 300, 4, 2, 128, 128),
     ]
     for b, s, length, h, g, d, dv in sizes:
         q, k = random(device, dtype, b, s, h, d), random(device, dtype, b, length, g, d, seed=1)
         v, sink = random(device, dtype, b, length, g, dv, seed=2), random(device, dtype, h, seed=3)
         name = f"{b}x{s} on {length}, {h}/{g} heads of {d}" + (f", values of {dv}" if dv != d else "")
-        yield Case(name, (q, k, v))
-        yield Case(f"{name}, sinks", (q, k, v, 0.3, 0, sink))
+        case = partial(Case, attention=Shape(length, h, g, d, dv))
+        yield case(name, (q, k, v))
+        yield case(f"{name}, sinks", (q, k, v, 0.3, 0, sink))
         for window in (1, 7):
-            yield Case(f"{name}, window {window}", (q, k, v, None, window, None))
-            yield Case(f"{name}, window {window}, sinks", (q, k, v, None, window, sink))
+            yield case(f"{name}, window {window}", (q, k, v, None, window, None))
+            yield case(f"{name}, window {window}, sinks", (q, k, v, None, window, sink))

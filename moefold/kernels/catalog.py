@@ -10,19 +10,25 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 
 from moefold.anatomy.steps import travelling_width
 from moefold.config.refused import Refused, choose
 from moefold.config.run import Config
+from moefold.kernels.attention_times import TOKENS, Shape, known
 
 BYTES = {"fp64": 8, "fp32": 4, "fp16": 2, "bf16": 2}
 
 
+@cache
+def has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
 @dataclass(frozen=True)
 class Facts:
-    """What is known before a run starts and does not change during it."""
+    """What is known before a run starts and does not change during it. `triton`: whether it is installed there."""
 
     device: str
     dtype: str
@@ -31,6 +37,9 @@ class Facts:
     ffn: int = 0
     moments: str = "fp32"
     main: str = "fp32"
+    attention: Shape | None = None  # where every query sees all positions up to its own
+    repeatable: bool = True
+    triton: bool = field(default_factory=has_triton)
 
     def aligned(self, to: int) -> bool:
         """Rows of `hidden` and of `ffn` elements begin at multiples of so many bytes."""
@@ -39,10 +48,14 @@ class Facts:
 
 @dataclass(frozen=True)
 class Choice:
+    """Of those that may run, the one with the lowest `cost` is taken, of equals the first."""
+
     name: str
     when: Callable[[Facts], bool]
     needs: str
     why: str
+    cost: Callable[[Facts], float] = lambda _: 0.0
+    note: Callable[[Facts], str] = lambda _: ""  # what there is to add for these very facts
 
 
 def always(_: Facts) -> bool:
@@ -54,20 +67,80 @@ def grouped_mm_runs(f: Facts) -> bool:
     return f.dtype in dtypes and f.aligned(16) and (f.device == "cpu" or f.capability >= (8, 0))
 
 
-@cache
-def has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
-
-
 def triton_runs(f: Facts) -> bool:
-    return f.device == "cuda" and f.capability >= (8, 0) and has_triton()
+    return f.device == "cuda" and f.capability >= (8, 0) and f.triton
 
 
 def expert_gemm_runs(f: Facts) -> bool:
-    """Tiles are 128 by 256, made for Hopper's instructions; sizes that leave part of a tile empty are not served."""
-    whole = f.hidden > 0 and f.hidden % 128 == 0 and f.ffn > 0 and f.ffn % 256 == 0
-    return f.dtype == "bf16" and f.capability[0] == 9 and whole and triton_runs(f)
+    """Made for Hopper's instructions. Of a tile partly beyond a width only the rest is written; the copy engine
+    wants rows that begin at multiples of 16 bytes."""
+    return (
+        f.dtype == "bf16" and f.capability[0] == 9 and f.hidden > 0 and f.ffn > 0 and f.aligned(16) and triton_runs(f)
+    )
 
+
+def fused_attention_runs(f: Facts) -> bool:
+    return f.device == "cuda" and f.dtype in ("bf16", "fp16") and f.capability >= (8, 0) and f.attention is not None
+
+
+def cudnn_attends(f: Facts) -> bool:
+    """Its kernels for Hopper: elsewhere flash is as quick."""
+    shape = f.attention
+    return fused_attention_runs(f) and f.capability[0] == 9 and shape is not None and shape.head_dim % 8 == 0
+
+
+def flash_attends(f: Facts) -> bool:
+    shape = f.attention
+    return fused_attention_runs(f) and shape is not None and shape.head_dim == shape.value_dim <= 256
+
+
+def ordered_attends(f: Facts) -> bool:
+    return flash_attends(f) and has_triton() and f.attention is not None and f.attention.head_dim in (16, 32, 64, 128)
+
+
+def attention_cost(name: str) -> Callable[[Facts], float]:
+    """Milliseconds, as measured. Those that add up in an order of their own come last in runs that shall repeat."""
+
+    def cost(f: Facts) -> float:
+        times = known(f.capability, f.attention) if f.attention else {}
+        return times.get(name, 0.0) + (1e6 if f.repeatable and name not in ("ordered", "sdpa") else 0.0)
+
+    return cost
+
+
+def attention_note(f: Facts) -> str:
+    times = known(f.capability, f.attention) if f.attention else {}
+    said = ", ".join(f"{name} {time:.2f}" for name, time in sorted(times.items(), key=lambda item: item[1]))
+    return f"{f.attention}, ms for {TOKENS} tokens there and back: {said}" if said else ""
+
+
+ATTENTION = (
+    Choice(
+        "ordered",
+        ordered_attends,
+        "bf16 on cuda with Triton, heads of 16, 32, 64 or 128",
+        "sums in a fixed order, so that runs repeat to the bit (kernels.repeatable)",
+        attention_cost("ordered"),
+        attention_note,
+    ),
+    Choice(
+        "cudnn",
+        cudnn_attends,
+        "bf16 on Hopper",
+        "quickest, but its backward adds up in another order each time",
+        attention_cost("cudnn"),
+        attention_note,
+    ),
+    Choice(
+        "flash",
+        flash_attends,
+        "bf16 on cuda, values as wide as keys",
+        "never stores the scores; its backward adds up in another order each time",
+        attention_cost("flash"),
+        attention_note,
+    ),
+    Choice("sdpa", always, "nothing", "never stores the scores", lambda f: 1e7 if fused_attention_runs(f) else 0.0),
+)
 
 ONE_PASS = Choice(
     "triton", triton_runs, "cuda with Triton", "reads and writes each row once; its backward is the other's forward"
@@ -99,7 +172,7 @@ CATALOG: dict[str, tuple[Choice, ...]] = {
     ),
     "rope": (TURN_IN_ONE_PASS,),
     "norm_rope": (TURN_IN_ONE_PASS,),
-    "attention": (Choice("sdpa", always, "nothing", "never stores the scores"),),
+    "attention": ATTENTION,
     "attention_block": (),
     "attention_block_backward": (),
     "swiglu": (
@@ -144,7 +217,7 @@ CATALOG: dict[str, tuple[Choice, ...]] = {
         Choice(
             "gluon",
             expert_gemm_runs,
-            "bf16 on Hopper with Triton, a hidden size of a multiple of 128 and an expert's of 256",
+            "bf16 on Hopper with Triton, a hidden size and an expert's that are multiples of 8",
             "activation and its gradient inside the GEMMs; keeps the tokens and the pre-activation, nothing else",
         ),
     ),
@@ -200,12 +273,13 @@ CATALOG: dict[str, tuple[Choice, ...]] = {
 
 def pick(op: str, facts: Facts, forced: str | None = None) -> tuple[str, str]:
     """The implementation to use and the reason, in words."""
-    passed_over: list[str] = []
-    for each in CATALOG[op]:
-        if forced in (None, each.name):
-            if each.when(facts):
-                return each.name, "asked for" if forced else each.why
-            passed_over.append(f"{each.name} needs {each.needs}")
+    wanted = [each for each in CATALOG[op] if forced in (None, each.name)]
+    able = [each for each in wanted if each.when(facts)]
+    if able:
+        best = min(able, key=lambda each: each.cost(facts))
+        note = best.note(facts)
+        return best.name, "asked for" if forced else f"{best.why} ({note})" if note else best.why
+    passed_over = [f"{each.name} needs {each.needs}" for each in wanted]
     if forced not in (None, "reference"):
         raise Refused(f"kernels.force: {op}={forced} cannot run here: {'; '.join(passed_over)}; leave it out")
     return "reference", "asked for" if forced else "; ".join(passed_over) or "plain torch is the only one yet"
@@ -230,7 +304,19 @@ def facts_of(config: Config, device: str, dtype: str, capability: tuple[int, int
         config.model.moe.ffn // config.parallel.etp,
         config.optim.moments,
         config.optim.main,
+        attention_shape(config),
+        config.kernels.repeatable,
     )
+
+
+def attention_shape(config: Config) -> Shape | None:
+    """What a rank's attention works on, unless some queries do not see all positions up to theirs, or see a sink."""
+    a, tp = config.model.attention, config.parallel.tp
+    if a.window or a.sinks:
+        return None
+    latent = a.kind == "mla"
+    heads, kv_heads = a.heads // tp, (a.heads if latent else a.kv_heads) // tp
+    return Shape(config.data.seq_len, heads, kv_heads, a.head_dim, (latent and a.value_dim) or a.head_dim)
 
 
 def expected_facts(config: Config) -> Facts:

@@ -1,4 +1,4 @@
-"""The grouped GEMMs of an expert MLP for Hopper, in Gluon: one persistent kernel, three contractions, three epilogues.
+"""The grouped GEMMs of an expert MLP for Hopper, in Gluon: one persistent kernel, three contractions, four epilogues.
 
 One warp fetches (TMA, running ahead over tile boundaries); two warpgroups multiply, each 64 rows of a 128-row tile.
 
@@ -9,18 +9,20 @@ One warp fetches (TMA, running ahead over tile boundaries); two warpgroups multi
 
     epilogue      writes
     "plain"       out
+    "add"         out + what was there, in the precision of that (of "tn": gradients that add up)
     "swiglu"      out = silu(gate) * up * weight of the row, side = gate and up (the pre-activation)
     "dswiglu"     of dA: out = gradients of gate and up, side = the activation again, dots = dA . activation / weight
 
 Rows lie sorted by expert, without padding, but for what "dswiglu" writes: there each expert begins at a multiple of 64
 and the rows between are zeros. A tile's operands may reach into the next expert's rows; what was made of those is not
-written ("nt", "nn") or was multiplied by such zeros ("tn", one of whose operands must be padded: PAD names it).
+written ("nt", "nn") or was multiplied by such zeros ("tn", one of whose operands must be padded: PAD names it). Widths
+need only be multiples of 8: what a tile has beyond them comes as zeros and is not written.
 
 `tiles_M4` says for each tile of 128 rows: expert, first row, real rows, first row with padding. All about the routing
 is read on the device: the grid depends on shapes alone. No atomics: bits repeat.
 """
 
-# ruff: noqa: RUF059, SIM114  (device code takes tuples apart by name, and tests constants before values)
+# ruff: noqa: RUF059  (device code takes tuples apart by name)
 
 # pyright: reportMissingImports=false, reportIndexIssue=false, reportArgumentType=false, reportCallIssue=false
 # pyright: reportPossiblyUnboundVariable=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
@@ -38,30 +40,32 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from moefold.kernels.expert_ends import chunks_of, end_add, end_dswiglu, end_plain, end_swiglu, end_whole, quarters
+
 
 @gluon.jit
-def place(t, m_tiles, n_tiles, group):
-    """Tile t of a grid walked in bands of `group` rows of tiles, so that tiles in flight share their operands in L2."""
-    band = t // (group * n_tiles)
-    inside = t % (group * n_tiles)
-    height = gl.minimum(m_tiles - band * group, group)
-    return band * group + inside % height, inside // height
+def place(t, m_tiles, n_tiles, rows):
+    """Tile t of a grid walked in bands of so many rows of tiles, so that tiles in flight share operands in L2."""
+    first = t // (rows * n_tiles) * rows
+    inside = t % (rows * n_tiles)
+    height = gl.minimum(m_tiles - first, rows)
+    return first + inside % height, inside // height
 
 
 @gluon.jit
 def work(t, grid, KIND: gl.constexpr):
     """Of tile t: expert, first row, the same with padding, real rows, steps of the contraction, its place (m, n)."""
-    tiles_M4, ends_E, pads_E, total, m_tiles, n_tiles, steps, group = grid
+    tiles_M4, ends_E, pads_E, total, m_tiles, n_tiles, steps, band = grid
     t = gl.minimum(t, gl.maximum(total - 1, 0))  # the last is looked up again by whoever looks beyond it
     if KIND == "tn":
         expert = t // (m_tiles * n_tiles)
-        m, n = place(t % (m_tiles * n_tiles), m_tiles, n_tiles, group)
+        m, n = place(t % (m_tiles * n_tiles), m_tiles, n_tiles, band)
         row = gl.load(ends_E + expert - 1, mask=expert > 0, other=0)
         real = gl.load(ends_E + expert) - row
         steps = gl.cdiv(real, 64)
         pad = gl.load(pads_E + expert)
     else:
-        m, n = place(t, m_tiles, n_tiles, group)
+        m, n = place(t, m_tiles, n_tiles, band)
         expert = gl.load(tiles_M4 + 4 * m)
         row = gl.load(tiles_M4 + 4 * m + 1)
         real = gl.load(tiles_M4 + 4 * m + 2)
@@ -76,8 +80,8 @@ def fetch(
 ):  # fmt: skip
     """The producer: keeps STAGES steps of operands under way, whatever tile they belong to."""
     a_desc, b_desc, h_desc = descs
-    a_bufs, b_bufs, w_bufs, x_bufs, y_bufs, z_bufs, full, empty = bufs
-    tiles_M4, ends_E, pads_E, total, m_tiles, n_tiles, steps, group = grid
+    a_bufs, b_bufs, out_bufs, full, empty = bufs
+    tiles_M4, ends_E, pads_E, total, m_tiles, n_tiles, steps, band = grid
     i = 0
     for t in range(gl.program_id(0), total, gl.num_programs(0)):
         expert, row, pad, real, steps_t, m, n = work(t, grid, KIND)
@@ -110,94 +114,43 @@ def fetch(
                 bar = full.index(s)
                 mbarrier.wait(empty.index(s), (i // STAGES) & 1 ^ 1)
                 mbarrier.expect(bar, 4 * 64 * 64 * 2)
-                b = b_bufs.index(s)._reinterpret(gl.bfloat16, [BN // 64, 64, 64], h_desc.layout)
+                b = b_bufs.index(s)._reinterpret(gl.bfloat16, [BN // 64, 64, 64], out_bufs[0].type.layout)
                 column = n * BN + c * 64
                 for w in gl.static_range(2):
                     at = row + 64 * w
-                    tma.async_copy_global_to_shared(h_desc, [at, column], bar, a_bufs.index(2 * s + w))
-                    tma.async_copy_global_to_shared(h_desc, [at, N + column], bar, b.index(w))
+                    gate = a_bufs.index(2 * s + w).reshape([1, 64, 64])
+                    tma.async_copy_global_to_shared(h_desc, [0, at, column], bar, gate)
+                    tma.async_copy_global_to_shared(h_desc, [1, at, column], bar, b.index(w).reshape([1, 64, 64]))
                 i += 1
 
 
 @gluon.jit
-def halves(x_MN, M: gl.constexpr, N: gl.constexpr):
-    """The left and the right half of the columns, without moving anything between threads."""
-    return x_MN.reshape([M, 2, N // 2]).permute(0, 2, 1).split()
-
-
-@gluon.jit
-def sigmoid(x):
-    """(1 + tanh(x / 2)) / 2: one instruction of the special unit where exp and a division would take two."""
-    t = gl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x * 0.5], gl.float32, True, 1)
-    return 0.5 * t + 0.5
-
-
-@gluon.jit
-def chunks_of(n, N, END: gl.constexpr, BN: gl.constexpr):
-    """How many times 64 columns an epilogue has before it. A loop over them that moves the values up in the registers
-    is a quarter of the unrolled code, of which the two warpgroups have a copy each: fetching it was half the time."""
-    if END == "swiglu":
-        return gl.minimum((N // 2 - n * (BN // 2)) // 64, BN // 128)
-    return gl.minimum((N - n * BN) // 64, BN // 64)
-
-
-@gluon.jit
-def quarters(x, BN: gl.constexpr):
-    left, right = halves(x, 64, BN)
-    c0, c1 = halves(left, 64, BN // 2)
-    c2, c3 = halves(right, 64, BN // 2)
-    return c0, c1, c2, c3
-
-
-@gluon.jit
-def send(desc, row, column, bufs, values):
-    """Write 64 rows of four chunks by way of four buffers: one wait until they are free, one fence for all."""
-    tma.store_wait(0)
-    for c in gl.static_range(4):
-        bufs[c].store(values[c])
-    fence_async_shared()
-    for c in gl.static_range(4):
-        tma.async_copy_shared_to_global(desc, [row, column + 64 * c], bufs[c])
-
-
-@gluon.jit
-def put(ptr, row, column, width, real, value):
-    """Write the first `real` of 64 rows straight from the registers: the end of an expert's rows."""
-    r = gl.arange(0, 64, layout=gl.SliceLayout(1, value.type.layout))
-    c = gl.arange(0, 64, layout=gl.SliceLayout(0, value.type.layout))
-    at = ptr + (row + r).to(gl.int64)[:, None] * width + (column + c)[None, :]
-    gl.store(at, value, mask=(r < real)[:, None] & (column + c < width)[None, :])
-
-
-@gluon.jit
 def multiply(
-    outs, bufs, grid, M, N, rows,
-    HALF: gl.constexpr, KIND: gl.constexpr, END: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
+    job, HALF: gl.constexpr, KIND: gl.constexpr, END: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr
 ):  # fmt: skip
     """A consumer: 64 of a tile's 128 rows, and their epilogue."""
+    outs, bufs, grid, M, N, rows = job
     out_desc, out_ptr, side_desc, side_ptr, gate_R, dots_nR = outs
-    a_bufs, b_bufs, w_bufs, x_bufs, y_bufs, z_bufs, full, empty = bufs
-    tiles_M4, ends_E, pads_E, total, m_tiles, n_tiles, steps, group = grid
+    a_bufs, b_bufs, out_bufs, full, empty = bufs
+    tiles_M4, ends_E, pads_E, total, m_tiles, n_tiles, steps, band = grid
     layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16])
     small: gl.constexpr = quarters(gl.zeros([64, BN], gl.bfloat16, layout), BN)[0].type.layout
     r = gl.arange(0, 64, layout=gl.SliceLayout(1, small))
-    w = w_bufs.index(HALF)
-    x = x_bufs.index(HALF)
-    y = y_bufs.index(HALF)
-    z = z_bufs.index(HALF)
+    mine = (out_bufs[0].index(HALF), out_bufs[1].index(HALF), out_bufs[2].index(HALF), out_bufs[3].index(HALF))
+    ring = (a_bufs, b_bufs, full, empty)
     i = 0
     facts = work(gl.program_id(0), grid, KIND)
     for t in range(gl.program_id(0), total, gl.num_programs(0)):
         expert, row, pad, real, steps_t, m, n = facts
         facts = work(t + gl.num_programs(0), grid, KIND)  # of the next tile, on their way while this one is multiplied
         if KIND == "tn":
-            row = expert * M + m * 128
+            row = m * 128
             real = 128
         row += 64 * HALF
         pad += 64 * HALF
         real -= 64 * HALF
         if real > 0:
-            if END != "plain":
+            if gate_R is not None:
                 gate_r = gl.load(gate_R + row + r, mask=r < real, other=0.0)
             acc = gl.zeros([64, BN], gl.float32, layout)
             for k in range(steps_t):
@@ -215,68 +168,16 @@ def multiply(
             acc = warpgroup_mma_wait(0, deps=(acc,))
             mbarrier.arrive(empty.index((i + steps_t + STAGES - 1) % STAGES), pred=steps_t > 0)
             i += steps_t
-
-            c0, c1, c2, c3 = quarters(acc.to(gl.bfloat16), BN)
-            if END == "plain":
-                column = n * BN
-                if KIND == "tn":
-                    send(out_desc, row, column, (w, x, y, z), (c0, c1, c2, c3))
-                elif real >= 64:
-                    send(out_desc, row, column, (w, x, y, z), (c0, c1, c2, c3))
-                else:
-                    put(out_ptr, row, column, N, real, c0)
-                    put(out_ptr, row, column + 64, N, real, c1)
-                    put(out_ptr, row, column + 128, N, real, c2)
-                    put(out_ptr, row, column + 192, N, real, c3)
+            if END == "add":
+                end_add(outs, acc, expert, row, n * BN, M, N, BN)
+            elif KIND == "tn":
+                end_whole(outs, mine, acc, expert, row, n * BN, BN)
+            elif END == "plain":
+                end_plain(outs, mine, acc, row, n * BN, N, real, BN)
             elif END == "swiglu":
-                for c in range(chunks_of(n, N, END, BN)):
-                    g = c0.to(gl.float32)
-                    act = (g * sigmoid(g) * c2.to(gl.float32) * gate_r[:, None]).to(gl.bfloat16)
-                    column = n * (BN // 2) + 64 * c
-                    if real >= 64:
-                        tma.store_wait(0)
-                        w.store(act)
-                        x.store(c0)
-                        y.store(c2)
-                        fence_async_shared()
-                        tma.async_copy_shared_to_global(out_desc, [row, column], w)
-                        tma.async_copy_shared_to_global(side_desc, [row, column], x)
-                        tma.async_copy_shared_to_global(side_desc, [row, N // 2 + column], y)
-                    else:
-                        put(out_ptr, row, column, N // 2, real, act)
-                        put(side_ptr, row, column, N, real, c0)
-                        put(side_ptr, row, N // 2 + column, N, real, c2)
-                    c0, c2 = c1, c3
+                end_swiglu(outs, mine, acc, gate_r, row, n, N, real, BN)
             else:
-                dot_r = gl.zeros([64], gl.float32, gl.SliceLayout(1, small))
-                for c in range(chunks_of(n, N, END, BN)):
-                    s = i % STAGES
-                    mbarrier.wait(full.index(s), (i // STAGES) & 1)
-                    h = b_bufs.index(s)._reinterpret(gl.bfloat16, [BN // 64, 64, 64], w_bufs.type.layout)
-                    g = a_bufs.index(2 * s + HALF).load(small).to(gl.float32)
-                    u = h.index(HALF).load(small).to(gl.float32)
-                    mbarrier.arrive(empty.index(s))
-                    i += 1
-                    d = c0.to(gl.float32)
-                    c0, c1, c2 = c1, c2, c3
-                    sig = sigmoid(g)
-                    silu = g * sig
-                    act = silu * u
-                    dot_r += gl.sum(d * act, axis=1)
-                    d *= gate_r[:, None]
-                    act = (act * gate_r[:, None]).to(gl.bfloat16)
-                    dg = (d * u * (sig + silu * (1 - sig))).to(gl.bfloat16)
-                    du = (d * silu).to(gl.bfloat16)
-                    column = n * BN + c * 64
-                    tma.store_wait(0)
-                    w.store(act)
-                    x.store(dg)
-                    y.store(du)
-                    fence_async_shared()
-                    tma.async_copy_shared_to_global(side_desc, [pad, column], w)
-                    tma.async_copy_shared_to_global(out_desc, [pad, column], x)
-                    tma.async_copy_shared_to_global(out_desc, [pad, N + column], y)
-                gl.store(dots_nR + n * rows + row + r, dot_r, mask=r < real)
+                i = end_dswiglu(outs, mine, ring, acc, gate_r, row, pad, n, N, real, rows, i, HALF, BN, STAGES)
         else:  # nothing here for this half: only hand the buffers back
             if END == "dswiglu":
                 steps_t += chunks_of(n, N, END, BN)
@@ -287,20 +188,22 @@ def multiply(
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["experts", "group"])
+@gluon.jit(do_not_specialize=["experts", "M", "K", "rows", "band"])
 def expert_gemm(
     a_desc, b_desc, h_desc, out_desc, out_ptr, side_desc, side_ptr, gate_R, dots_nR, tiles_M4, count, ends_E, pads_E,
-    experts, M, N, K, rows, group,
+    experts, M, N, K, rows, band,
     KIND: gl.constexpr, END: gl.constexpr, PAD: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     a_bufs = gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, 64, 64], a_desc.layout)
     b_shape: gl.constexpr = [BN, 64] if KIND == "nt" else [64, BN]
     b_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(b_shape, gl.bfloat16)
     b_bufs = gl.allocate_shared_memory(gl.bfloat16, [STAGES, b_shape[0], b_shape[1]], b_layout)
-    w_bufs = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 64], out_desc.layout)
-    x_bufs = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 64], out_desc.layout)
-    y_bufs = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 64], out_desc.layout)
-    z_bufs = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 64], out_desc.layout)
+    out_bufs = (
+        gl.allocate_shared_memory(gl.bfloat16, [2, 64, 64], a_desc.layout),
+        gl.allocate_shared_memory(gl.bfloat16, [2, 64, 64], a_desc.layout),
+        gl.allocate_shared_memory(gl.bfloat16, [2, 64, 64], a_desc.layout),
+        gl.allocate_shared_memory(gl.bfloat16, [2, 64, 64], a_desc.layout),
+    )
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for s in gl.static_range(STAGES):
@@ -317,12 +220,13 @@ def expert_gemm(
         total = m_tiles * n_tiles
     descs = (a_desc, b_desc, h_desc)
     outs = (out_desc, out_ptr, side_desc, side_ptr, gate_R, dots_nR)
-    bufs = (a_bufs, b_bufs, w_bufs, x_bufs, y_bufs, z_bufs, full, empty)
-    grid = (tiles_M4, ends_E, pads_E, total, m_tiles, n_tiles, gl.cdiv(K, 64), group)
+    bufs = (a_bufs, b_bufs, out_bufs, full, empty)
+    grid = (tiles_M4, ends_E, pads_E, total, m_tiles, n_tiles, gl.cdiv(K, 64), band)
+    job = (outs, bufs, grid, M, N, rows)
     gl.warp_specialize(
         [
-            (multiply, (outs, bufs, grid, M, N, rows, 0, KIND, END, BN, STAGES)),
-            (multiply, (outs, bufs, grid, M, N, rows, 1, KIND, END, BN, STAGES)),
+            (multiply, (job, 0, KIND, END, BN, STAGES)),
+            (multiply, (job, 1, KIND, END, BN, STAGES)),
             (fetch, (descs, bufs, grid, N, K, KIND, END, PAD, BN, STAGES)),
         ],
         [4, 1],

@@ -7,6 +7,10 @@ N source rows, R rows in expert order, D width, F inner width, K rows at most pe
 
 The weight is inside, so y is linear in the activation behind it and y itself is not needed for any gradient:
 d weight_r = (dy_r W_down) . silu(gate_r) * up_r.
+
+A weight may have an attribute `gradient_sum`: a function that gives the tensor its gradients add up in, fp32 or bf16,
+or None if there is none now. The fast implementation asks it in backward, adds to that tensor inside the product,
+unrounded, and gives autograd no gradient for that weight; hooks that wait for one are called all the same.
 """
 
 from __future__ import annotations
@@ -56,6 +60,7 @@ class ExpertMlp(torch.autograd.Function):
         x_RD = launch.gather(source_ND, index_R)
         h_R2F, a_RF = launch.up(x_RD, gate_up_E2FD, weight_R.float(), plan)
         del x_RD
+        ctx.sums = [getattr(weight, "gradient_sum", none) for weight in (gate_up_E2FD, down_EDF)]
         ctx.save_for_backward(source_ND, gate_up_E2FD, down_EDF, weight_R, index_R, slots_NK, h_R2F, *plan)
         return launch.down(a_RF, down_EDF, plan)
 
@@ -67,11 +72,16 @@ class ExpertMlp(torch.autograd.Function):
         plan = launch.Plan(*plan)
         dy_RD = dy_RD.contiguous()
         dh_P2F, a_PF, dweight_R = launch.down_data(dy_RD, down_EDF, h_R2F, weight_R.float(), plan)
-        ddown_EDF = launch.weights(dy_RD, a_PF, "b", down_EDF, plan)
+        ddown_EDF = launch.weights(dy_RD, a_PF, "b", down_EDF, plan, ctx.sums[1]())
         del a_PF, h_R2F
         dsource_ND = launch.total(launch.up_data(dh_P2F, gate_up_E2FD, len(dy_RD), plan), slots_NK)
-        dgate_up_E2FD = launch.weights(dh_P2F, launch.gather(source_ND, index_R), "a", gate_up_E2FD, plan)
+        x_RD = launch.gather(source_ND, index_R)
+        dgate_up_E2FD = launch.weights(dh_P2F, x_RD, "a", gate_up_E2FD, plan, ctx.sums[0]())
         return dsource_ND, dgate_up_E2FD, ddown_EDF, dweight_R.to(weight_R.dtype), None, None, None
+
+
+def none() -> None:
+    """No sum to add to."""
 
 
 def routed(counts: list[int], k: int, device: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, bool]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from moefold.kernels.attention_times import Shape
 from moefold.kernels.catalog import CATALOG, Facts
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -29,9 +30,11 @@ class Case:
     ffn: int = 0
     moments: str = "fp32"
     main: str = "fp32"
+    attention: Shape | None = None
 
     def facts(self, device: str, dtype: str, capability: tuple[int, int]) -> Facts:
-        return Facts(device, dtype, capability, self.hidden, self.ffn, self.moments, self.main)
+        sizes = (self.hidden, self.ffn, self.moments, self.main, self.attention)
+        return Facts(device, dtype, capability, *sizes)
 
 
 Cases = Callable[[str, torch.dtype], Iterable[Case]]

@@ -13,73 +13,140 @@ import torch
 import triton
 import triton.language as tl
 
+from moefold.kernels.router_topk import Choosing
+
 BLOCK = 256  # choices that one program sorts
 
 
 @triton.jit
-def choose_kernel(
-    logits_TE, bias_E, scores_TE, probs_TK, ids_TK, T, E,
-    K: tl.constexpr, NORMALIZE: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr, SLOTS: tl.constexpr,
+def log_sigmoid(x):
+    return tl.minimum(x, 0.0) - tl.log(1.0 + tl.exp(-tl.abs(x)))
+
+
+@triton.jit
+def score(logits, inside, SIGMOID: tl.constexpr):
+    """Logs of scores, and scores as shares of one; where there is no expert, -1e30 and zero."""
+    logs = tl.where(inside, log_sigmoid(logits) if SIGMOID else logits, -1e30)
+    powers = tl.where(inside, tl.exp(logs - tl.max(logs, 1)[:, None]), 0.0)
+    return logs, powers / tl.sum(powers, 1)[:, None]
+
+
+@triton.jit
+def best(worth, free, e, WIDTH: tl.constexpr):
+    """The highest of what is free, and of equals the lowest number."""
+    top = tl.max(tl.where(free, worth, -float("inf")), 1)
+    return top, tl.min(tl.where(free & (worth == top[:, None]), e[None, :], WIDTH), 1)
+
+
+@triton.jit
+def in_best_groups(
+    worth, inside, e, E,
+    GROUPS: tl.constexpr, CHOSEN: tl.constexpr, PAIRS: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr,
+    PLACES: tl.constexpr,
 ):  # fmt: skip
-    """Softmax, then K times the best of what is left; of equals the lower number."""
+    """Which experts lie in the CHOSEN best of GROUPS groups; a group is worth its best expert, or its best two."""
+    group = e // (E // GROUPS)
+    g = tl.arange(0, PLACES)
+    worth_TG = tl.zeros([TOKENS, PLACES], tl.float32)
+    for number in tl.static_range(GROUPS):
+        mine = inside & (group == number)[None, :]
+        first, which = best(worth, mine, e, WIDTH)
+        if PAIRS:
+            first += best(worth, mine & (e[None, :] != which[:, None]), e, WIDTH)[0]
+        worth_TG = tl.where((g == number)[None, :], first[:, None], worth_TG)
+    free = tl.zeros([TOKENS, PLACES], tl.int1) | (g < GROUPS)[None, :]
+    allowed = tl.zeros([TOKENS, WIDTH], tl.int1)
+    for _ in tl.static_range(CHOSEN):
+        which = best(worth_TG, free, g, PLACES)[1]
+        free = free & (g[None, :] != which[:, None])
+        allowed = allowed | (group[None, :] == which[:, None])
+    return allowed & inside
+
+
+@triton.jit
+def choose_kernel(
+    logits_TE, bias_E, shares_TE, probs_TK, ids_TK, T, E, scale,
+    K: tl.constexpr, SCORE: tl.constexpr, NORMALIZE: tl.constexpr, GROUPS: tl.constexpr, CHOSEN: tl.constexpr,
+    PAIRS: tl.constexpr, IMPOSED: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr, SLOTS: tl.constexpr,
+    PLACES: tl.constexpr,
+):  # fmt: skip
+    """Scores, then K times the best of what is left, then the weights of those. IMPOSED: ids_TK are given."""
     t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     e = tl.arange(0, WIDTH)
     inside = (t < T)[:, None] & (e < E)[None, :]
     at = t[:, None] * E + e[None, :]
-    logits = tl.load(logits_TE + at, mask=inside, other=-float("inf"))
-    powers = tl.exp(logits - tl.max(tl.where(inside, logits, -1e30), 1)[:, None])
-    scores = tl.where(inside, powers / tl.sum(tl.where(inside, powers, 0.0), 1)[:, None], 0.0)
-    tl.store(scores_TE + at, scores, mask=inside)
-    worth = tl.where(inside, scores + tl.load(bias_E + e, mask=e < E, other=0.0)[None, :], -float("inf"))
+    logits = tl.load(logits_TE + at, mask=inside, other=0.0)
+    logs, shares = score(logits, inside, SCORE == "sigmoid")
+    tl.store(shares_TE + at, shares, mask=inside)
+    scores = tl.sigmoid(logits) if SCORE == "sigmoid" else shares
+    source = logs if NORMALIZE == "chosen" else shares if NORMALIZE == "all" else scores
+    worth = logits if SCORE == "softmax_chosen" else scores
+    worth += tl.load(bias_E + e, mask=e < E, other=0.0)[None, :]
+    free = inside
+    if GROUPS > CHOSEN and not IMPOSED:
+        allowed = in_best_groups(worth, inside, e, E, GROUPS, CHOSEN, PAIRS, TOKENS, WIDTH, PLACES)
+        worth = tl.where(allowed, worth, -float("inf"))
     k = tl.arange(0, SLOTS)
-    probs = tl.zeros([TOKENS, SLOTS], tl.float32)
-    ids = tl.zeros([TOKENS, SLOTS], tl.int32)
+    values = tl.zeros([TOKENS, SLOTS], tl.float32)
+    ids = tl.zeros([TOKENS, SLOTS], tl.int32) - 1
     for turn in tl.static_range(K):
-        best = tl.max(worth, 1)
-        which = tl.min(tl.where(worth == best[:, None], e[None, :], WIDTH), 1)
+        if IMPOSED:
+            which = tl.load(ids_TK + t * K + turn, mask=t < T, other=-1).to(tl.int32)
+        else:
+            which = tl.minimum(best(worth, free, e, WIDTH)[1], E - 1)  # nobody is best where all are not a number
         taken = e[None, :] == which[:, None]
-        prob = tl.sum(tl.where(taken, scores, 0.0), 1)
+        free = free & (e[None, :] != which[:, None])
         here = (k == turn)[None, :]
-        probs = tl.where(here, prob[:, None], probs)
+        values = tl.where(here, tl.sum(tl.where(taken, source, 0.0), 1)[:, None], values)
         ids = tl.where(here, which[:, None], ids)
-        worth = tl.where(taken, -float("inf"), worth)
-    if NORMALIZE:
-        probs = probs / tl.sum(probs, 1)[:, None]
+    there = ids >= 0
+    if NORMALIZE == "chosen":
+        values = tl.where(there, values, -1e30)
+        powers = tl.where(there, tl.exp(values - tl.max(values, 1)[:, None]), 0.0)
+        total = tl.sum(powers, 1)
+        values = powers / tl.where(total > 0, total, 1.0)[:, None]
     out = t[:, None] * K + k[None, :]
     real = (t < T)[:, None] & (k < K)[None, :]
-    tl.store(probs_TK + out, probs, mask=real)
-    tl.store(ids_TK + out, ids.to(tl.int64), mask=real)
+    tl.store(probs_TK + out, tl.where(there, values * scale, 0.0), mask=real)
+    if not IMPOSED:
+        tl.store(ids_TK + out, ids.to(tl.int64), mask=real)
 
 
 @triton.jit
 def choose_backward_kernel(
-    dprobs_TK, dscores_TE, scores_TE, probs_TK, ids_TK, dlogits_TE, T, E,
-    K: tl.constexpr, NORMALIZE: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr, SLOTS: tl.constexpr,
+    dprobs_TK, dshares_TE, logits_TE, probs_TK, ids_TK, dlogits_TE, T, E, scale,
+    K: tl.constexpr, SCORE: tl.constexpr, NORMALIZE: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr,
+    SLOTS: tl.constexpr,
 ):  # fmt: skip
-    """p = s / sum s over the chosen: ds = (dp - p . dp) / sum s. Of the softmax: dlogits = s (ds - s . ds)."""
+    """Of p = softmax over the chosen logs: dlog = p (dp - p . dp); of shares s likewise over all; then of the logs."""
     t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     e = tl.arange(0, WIDTH)
     k = tl.arange(0, SLOTS)
     inside = (t < T)[:, None] & (e < E)[None, :]
     at = t[:, None] * E + e[None, :]
-    scores = tl.load(scores_TE + at, mask=inside, other=0.0)
-    d = tl.load(dscores_TE + at, mask=inside, other=0.0)
+    logits = tl.load(logits_TE + at, mask=inside, other=0.0)
+    _, shares = score(logits, inside, SCORE == "sigmoid")
     chosen = t[:, None] * K + k[None, :]
     real = (t < T)[:, None] & (k < K)[None, :]
-    dprobs = tl.load(dprobs_TK + chosen, mask=real, other=0.0)
-    if NORMALIZE:
-        dprobs -= tl.sum(dprobs * tl.load(probs_TK + chosen, mask=real, other=0.0), 1)[:, None]
-    taken = tl.zeros([TOKENS, WIDTH], tl.float32)
+    d = tl.load(dprobs_TK + chosen, mask=real, other=0.0) * scale
+    if NORMALIZE == "chosen":
+        probs = tl.load(probs_TK + chosen, mask=real, other=0.0) / scale
+        d = probs * (d - tl.sum(probs * d, 1)[:, None])
     sent = tl.zeros([TOKENS, WIDTH], tl.float32)
     for turn in tl.static_range(K):
         which = tl.load(ids_TK + t * K + turn, mask=t < T, other=-1).to(tl.int32)
-        hit = e[None, :] == which[:, None]
-        sent += tl.where(hit, tl.sum(tl.where((k == turn)[None, :], dprobs, 0.0), 1)[:, None], 0.0)
-        taken += tl.where(hit, scores, 0.0)
-    if NORMALIZE:
-        sent = sent / tl.sum(taken, 1)[:, None]
-    d += tl.where(inside, sent, 0.0)
-    tl.store(dlogits_TE + at, scores * (d - tl.sum(scores * d, 1)[:, None]), mask=inside)
+        mine = tl.sum(tl.where((k == turn)[None, :], d, 0.0), 1)
+        sent += tl.where(e[None, :] == which[:, None], mine[:, None], 0.0)
+    dshares = tl.load(dshares_TE + at, mask=inside, other=0.0)
+    if NORMALIZE == "all" or (NORMALIZE == "none" and SCORE != "sigmoid"):
+        dshares += sent
+    dlogs = shares * (dshares - tl.sum(shares * dshares, 1)[:, None])
+    if NORMALIZE == "chosen":
+        dlogs += sent
+    if SCORE == "sigmoid":  # s = sigmoid(x): d log s = (1 - s) dx, d s = s (1 - s) dx
+        s = tl.sigmoid(logits)
+        dlogs = (dlogs + s * sent if NORMALIZE == "none" else dlogs) * (1 - s)
+    tl.store(dlogits_TE + at, dlogs, mask=inside)
 
 
 @triton.jit
@@ -130,30 +197,32 @@ def tokens_at_once(width: int) -> int:
     return max(1, 2048 // width)
 
 
-def choose(logits_TE: torch.Tensor, bias_E: torch.Tensor, k: int, normalize: bool):
-    """Weights and numbers of the chosen experts, and all scores."""
+def choose(logits_TE: torch.Tensor, bias_E: torch.Tensor, how: Choosing, imposed_TK: torch.Tensor | None):
+    """Weights and numbers of the chosen experts, and all scores as shares of one."""
     t, experts = logits_TE.shape
-    scores_TE, probs_TK = torch.empty_like(logits_TE), logits_TE.new_empty(t, k)
-    ids_TK = torch.empty(t, k, dtype=torch.int64, device=logits_TE.device)
+    shares_TE, probs_TK = torch.empty_like(logits_TE), logits_TE.new_empty(t, how.k)
+    ids_TK = torch.empty(t, how.k, dtype=torch.int64, device=logits_TE.device) if imposed_TK is None else imposed_TK
     width = triton.next_power_of_2(experts)
     tokens = tokens_at_once(width)
+    pairs = how.group_score == "best_two" and experts // how.groups > 1
     if t:
         choose_kernel[(triton.cdiv(t, tokens),)](
-            logits_TE, bias_E, scores_TE, probs_TK, ids_TK, t, experts, k, normalize, tokens, width,
-            triton.next_power_of_2(k),
+            logits_TE, bias_E, shares_TE, probs_TK, ids_TK, t, experts, how.scale, how.k, how.score, how.over,
+            how.groups, how.groups_chosen, pairs, imposed_TK is not None, tokens, width,
+            triton.next_power_of_2(how.k), triton.next_power_of_2(how.groups),
         )  # fmt: skip
-    return probs_TK, ids_TK, scores_TE
+    return probs_TK, ids_TK, shares_TE
 
 
-def choose_backward(dprobs_TK, dscores_TE, scores_TE, probs_TK, ids_TK, normalize: bool) -> torch.Tensor:
-    (t, experts), k = scores_TE.shape, ids_TK.shape[1]
-    dlogits_TE = torch.empty_like(scores_TE)
+def choose_backward(dprobs_TK, dshares_TE, logits_TE, probs_TK, ids_TK, how: Choosing) -> torch.Tensor:
+    t, experts = logits_TE.shape
+    dlogits_TE = torch.empty_like(logits_TE)
     width = triton.next_power_of_2(experts)
     tokens = tokens_at_once(width)
     if t:
         choose_backward_kernel[(triton.cdiv(t, tokens),)](
-            dprobs_TK, dscores_TE, scores_TE, probs_TK, ids_TK, dlogits_TE, t, experts, k, normalize, tokens, width,
-            triton.next_power_of_2(k),
+            dprobs_TK, dshares_TE, logits_TE, probs_TK, ids_TK, dlogits_TE, t, experts, how.scale, how.k, how.score,
+            how.over, tokens, width, triton.next_power_of_2(how.k),
         )  # fmt: skip
     return dlogits_TE
 

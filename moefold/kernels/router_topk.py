@@ -29,6 +29,11 @@ class Choosing:
     groups_chosen: int = 1
     group_score: str = "best_two"
 
+    @property
+    def over(self) -> str:
+        """What the weights are normalised over."""
+        return "chosen" if self.score == "softmax_chosen" else self.normalize
+
 
 @op
 def router_topk(
@@ -44,9 +49,8 @@ def router_topk(
     shares_TE = logs_TE.softmax(-1)  # of sigmoids too: in logs, so that they keep their shares when all are tiny
     scores_TE = logits_TE.sigmoid() if how.score == "sigmoid" else shares_TE
     ids_TK = imposed_TK if imposed_TK is not None else chosen(worth(logits_TE, scores_TE, how) + bias_E, how)
-    normalize = "chosen" if how.score == "softmax_chosen" else how.normalize
-    source_TE = {"chosen": logs_TE, "all": shares_TE, "none": scores_TE}[normalize]
-    return weigh(source_TE, ids_TK, normalize == "chosen") * how.scale, ids_TK, shares_TE
+    source_TE = {"chosen": logs_TE, "all": shares_TE, "none": scores_TE}[how.over]
+    return weigh(source_TE, ids_TK, how.over == "chosen") * how.scale, ids_TK, shares_TE
 
 
 def worth(logits_TE: torch.Tensor, scores_TE: torch.Tensor, how: Choosing) -> torch.Tensor:
@@ -93,33 +97,30 @@ HOWS = [
 
 @router_topk.fast("triton")
 def _(logits_TE: torch.Tensor, bias_E: torch.Tensor, how: Choosing, imposed_TK: torch.Tensor | None = None):
-    plain = how.score == "softmax" and how.normalize != "all" and how.groups <= how.groups_chosen
-    if not plain or imposed_TK is not None:  # the kernel knows the common case
-        return router_topk.reference(logits_TE, bias_E, how, imposed_TK)
-    probs_TK, ids_TK, scores_TE = Choose.apply(logits_TE, bias_E, how.k, how.normalize == "chosen")  # pyright: ignore
-    return (probs_TK if how.scale == 1 else probs_TK * how.scale), ids_TK, scores_TE
+    return Choose.apply(logits_TE, bias_E, how, imposed_TK)
 
 
 class Choose(torch.autograd.Function):
-    """One pass each way. Keeps the scores and what was chosen."""
+    """One pass each way. Keeps the logits and what was chosen."""
 
     @staticmethod
-    def forward(ctx, logits_TE, bias_E, k, normalize):
+    def forward(ctx, logits_TE, bias_E, how, imposed_TK):
         from moefold.kernels import router_kernels
 
-        probs_TK, ids_TK, scores_TE = router_kernels.choose(logits_TE.contiguous(), bias_E, k, normalize)
-        ctx.save_for_backward(scores_TE, probs_TK, ids_TK)
-        ctx.normalize = normalize
+        logits_TE = logits_TE.contiguous()
+        probs_TK, ids_TK, shares_TE = router_kernels.choose(logits_TE, bias_E, how, imposed_TK)
+        ctx.save_for_backward(logits_TE, probs_TK, ids_TK)
+        ctx.how = how
         ctx.mark_non_differentiable(ids_TK)
-        return probs_TK, ids_TK, scores_TE
+        return probs_TK, ids_TK, shares_TE
 
     @staticmethod
-    def backward(ctx, dprobs_TK, _ids, dscores_TE):
+    def backward(ctx, dprobs_TK, _ids, dshares_TE):
         from moefold.kernels import router_kernels
 
-        scores_TE, probs_TK, ids_TK = ctx.saved_tensors
-        gradients = (dprobs_TK.contiguous(), dscores_TE.contiguous())
-        return router_kernels.choose_backward(*gradients, scores_TE, probs_TK, ids_TK, ctx.normalize), None, None, None
+        logits_TE, probs_TK, ids_TK = ctx.saved_tensors
+        gradients = (dprobs_TK.contiguous(), dshares_TE.contiguous())
+        return router_kernels.choose_backward(*gradients, logits_TE, probs_TK, ids_TK, ctx.how), None, None, None
 
 
 @router_topk.cases

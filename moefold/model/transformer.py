@@ -164,6 +164,7 @@ class Transformer(nn.Module):
         """After a pass over the whole batch that only counted: what the balance loss over it needs to know."""
         survey_loads(self.loads(), self.world.axis("dp", "cp", "tp"))
 
-    def balance(self) -> Loads:
-        """After a step: move the selection biases. Returns what the routing came to."""
-        return update_loads(self.loads(), self.model.moe, self.world.axis("dp", "cp", "tp"))
+    def balance(self, sound: torch.Tensor | bool = True, pace: float = 1.0) -> Loads:
+        """After a step: move the selection biases, unless it was not `sound`; `pace` is the learning rate as a share of
+        its highest. Returns what the routing came to."""
+        return update_loads(self.loads(), self.model.moe, self.world.axis("dp", "cp", "tp"), sound, pace)

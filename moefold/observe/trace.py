@@ -63,6 +63,10 @@ class Spans:
         self.rank, self.listening = rank, listening
         self.events: list[Event] = []
 
+    def listen(self) -> None:
+        """From now on, with nothing noted yet."""
+        self.listening, self.events = True, []
+
     @contextmanager
     def span(self, name: str, lane: str) -> Iterator[None]:
         if not self.listening:

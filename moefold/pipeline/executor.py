@@ -21,7 +21,7 @@ from moefold.comm.transfers import Pipe
 from moefold.config.run import Config
 from moefold.data.loader import Batch
 from moefold.layout.axes import World
-from moefold.model.steps import Carry, run_steps
+from moefold.model.steps import Carry, Step, run_steps
 from moefold.model.transformer import Transformer
 from moefold.observe.trace import Spans
 from moefold.pipeline.inbox import Inbox
@@ -43,6 +43,10 @@ class Executor:
         self.me, self.pipe = world.axis("pipe").index, Pipe(world.axis("pipe"))
         self.lanes = Lanes(world.device)
         self.users = users_of(model)
+
+    def watch(self, steps: list[Step]) -> list[Step]:
+        """The steps of a passage, as they are; whoever wants to watch them takes this method's place."""
+        return steps
 
     def train(self, parts: Sequence[Batch], weight_1M: torch.Tensor) -> torch.Tensor:
         """Forward and backward of all microbatches; gradients end in their buckets. Returns the sums of the losses of
@@ -134,7 +138,8 @@ class Trip:
         if self.finish is not None:
             return None
         key = (op.stage, op.microbatch)
-        passage = self.passages[key] = Passage(self.at.model.steps(self.stage(op)), key in self.cut)
+        steps = self.at.watch(self.at.model.steps(self.stage(op)))
+        passage = self.passages[key] = Passage(steps, key in self.cut)
         return passage
 
     def enter(self, op: Op) -> Carry:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Set
 from functools import partial
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from moefold.comm.collectives import sum_
 from moefold.comm.reduce import Reduction, reduce_bf16, reduce_fp32
@@ -41,11 +42,18 @@ class Gradients:
         self.moved: set[str] = set()  # parameters that have had a gradient, as far as this rank's shares know
         self.missing: list[int] = []
         self.travelling: list[Reduction] = []
+        self.hooks: list[RemovableHandle] = []
         for number, bucket in enumerate(buckets):
             for place, parameter in enumerate(bucket.parameters):
                 offer_place(parameter.tensor, partial(bucket.sums.lend, place), partial(bucket.sums.running, place))
-                parameter.tensor.register_post_accumulate_grad_hook(self.adding_to(number, place, parameter.name))
+                hook = self.adding_to(number, place, parameter.name)
+                self.hooks.append(parameter.tensor.register_post_accumulate_grad_hook(hook))
         self.number_of = {p.name: number for number, bucket in enumerate(buckets) for p in bucket.parameters}
+
+    def let_go(self) -> None:
+        """Of the parameters, so that a run which is done with can be freed: Python does not see what hooks hold."""
+        for hook in self.hooks:
+            hook.remove()
 
     def begin(self) -> None:
         """Before the first microbatch."""

@@ -22,8 +22,10 @@ from moefold.data.loader import Loader
 from moefold.data.tokenizer import Tokenizer, load_tokenizer
 from moefold.data.tokens import Corpus, load_corpus
 from moefold.dispatch.choose import choose_dispatcher
+from moefold.kernels.attention_measure import times_for
+from moefold.kernels.attention_times import known, remember
 from moefold.kernels.bind import Kernels, bind
-from moefold.kernels.catalog import facts_of, precision_on
+from moefold.kernels.catalog import Facts, facts_of, precision_on
 from moefold.kernels.registry import DTYPES
 from moefold.layout.axes import World
 from moefold.model.attention.context import choose_context
@@ -41,7 +43,7 @@ from moefold.shard.publish import Publisher
 
 @dataclass
 class Run:
-    """Everything a training run works with. `step` counts finished steps."""
+    """Everything a training run works with. `step` counts the steps that were begun."""
 
     config: Config
     world: World
@@ -54,7 +56,9 @@ class Run:
     executor: Executor
     optimizer: AdamW
     parameters: Publisher
+    sound: torch.Tensor  # on the device: whether every loss and gradient so far was a number
     step: int = 0
+    before_update: Callable[[], None] = lambda: None  # whoever still reads the weights (a checkpoint) is waited for
 
 
 def assemble(
@@ -75,7 +79,6 @@ def assemble(
     model = build_model(config, world, kernels, weights)
     buckets = fill_buckets(model, world, held=held_copies(config), gradients=config.optim.gradients)
     gradients = Gradients(buckets, world, config.optim.gradient_travel, kernels.add_squares)
-    spans = Spans(world.rank, config.observe.trace)
     return Run(
         config=config,
         world=world,
@@ -85,9 +88,10 @@ def assemble(
         validation=validation,
         model=model,
         gradients=gradients,
-        executor=Executor(config, model, gradients, world, spans),
+        executor=Executor(config, model, gradients, world, Spans(world.rank)),
         optimizer=AdamW(buckets, config.optim, kernels),
         parameters=Publisher(model, buckets),
+        sound=torch.ones((), dtype=torch.bool, device=world.device),
     )
 
 
@@ -132,7 +136,15 @@ def make_loaders(config: Config, corpus: Corpus, world: World) -> tuple[Loader, 
 def choose_kernels(config: Config, world: World) -> Kernels:
     capability = torch.cuda.get_device_capability(world.device) if world.device.type == "cuda" else (0, 0)
     facts = facts_of(config, world.device.type, config.train.precision, capability)
+    learn_attention(facts, world)
     return bind(facts, config.kernels.force)
+
+
+def learn_attention(facts: Facts, world: World) -> None:
+    """How long the ways of attending take on this card, if the choice depends on it: the same on every rank."""
+    times = gather_objects(times_for(facts), world.everyone)[0]
+    if facts.attention is not None and times and times != known(facts.capability, facts.attention):
+        remember(facts.capability, facts.attention, times)
 
 
 def build_model(

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import signal
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,26 +12,30 @@ import torch.distributed as dist
 
 from moefold.anatomy.counts import active_parameters, total_parameters, train_flops_per_token
 from moefold.checkpoint.save import agreed, bytes_of, require_space
+from moefold.checkpoint.saver import Saver
 from moefold.checkpoint.state import tensors_of
 from moefold.comm.collectives import gather_objects
+from moefold.comm.host import Fetched
 from moefold.config.read import write_yaml
 from moefold.config.refused import Refused
 from moefold.config.run import Config
 from moefold.layout.axes import World
 from moefold.layout.declare import declared_parameters
-from moefold.model.moe.balance import joined_loads, on_host
+from moefold.model.moe.balance import joined_loads
 from moefold.observe.metrics import JsonLines, Sink, TensorBoard
 from moefold.observe.progress import Quiet, compact, make_progress
 from moefold.observe.router_stats import DeadExperts, RouterCounts, RouterLog, summarise
-from moefold.observe.trace import Event, write_trace
 from moefold.train.assemble import Run, assemble
 from moefold.train.evaluate import sample, validation_loss
 from moefold.train.from_hf import starting_weights
-from moefold.train.resume import resume_run, save_run
-from moefold.train.step import StepReport, train_step
+from moefold.train.host import anyone, garbage_by_hand, stop_requests
+from moefold.train.profile import profile_text, watch_step, write_profile
+from moefold.train.resume import resume_run, save_run, saver_of, shelf_of
+from moefold.train.step import StepReport, refuse_nonsense, train_step
 
 PROMPT = "def "
 FIRST_STEPS = 3  # after which every parameter should have had a gradient
+PROFILED = 10  # the step that is watched, or the last of a shorter run: by then everything is warm
 
 
 def train(config: Config, world: World, out: Path, resume: str | None, from_hf: Path | None = None) -> None:
@@ -43,13 +45,17 @@ def train(config: Config, world: World, out: Path, resume: str | None, from_hf: 
     weights = starting_weights(from_hf, config, world, speaker) if from_hf else None
     run = assemble(config, world, out, weights=weights)
     needed = bytes_of(tensors_of(run.model, run.optimizer), world)
-    agreed(lambda: require_space(out, needed), world, out)
+    agreed(lambda: require_space(shelf_of(run), needed), world, out)
     continues = resume is not None and resume_run(run, resume, speaker)
     agreed(lambda: (out / "config.yaml").write_text(write_yaml(run.config)), world, out)
     for line in introduction(run):
         speaker(line)
-    with recording(run, continues) as record, stop_requests() as requests:
-        finish(run, record, requests) if run.step < run.config.train.steps else speaker("nothing left to do")
+    with (
+        recording(run, continues) as record,
+        stop_requests() as requests,
+        saver_of(run, record.progress.say) as saver,
+    ):
+        finish(run, record, requests, saver) if run.step < run.config.train.steps else speaker("nothing left to do")
 
 
 def never_moved(run: Run) -> list[str]:
@@ -91,13 +97,12 @@ def introduction(run: Run) -> list[str]:
     return [f"{c.name}: {sizes} | {where} | {text}", f"writing to {run.out}"]
 
 
-def write_run_trace(run: Run, spans: list[Event]) -> None:
-    """What every rank did in the last step, from the first event on, into one file."""
-    found = [event for events in gather_objects(spans, run.world.everyone) for event in events]
-    if run.world.rank == 0 and found:
-        start = min(event.start for event in found)
-        shifted = [replace(event, start=event.start - start, end=event.end - start) for event in found]
-        write_trace(run.out / "trace.json", shifted)
+@dataclass(frozen=True)
+class Begun:
+    """A step that the device may still be at: what it gives, and whether any rank was asked to stop when it began."""
+
+    report: StepReport
+    wishes: Fetched
 
 
 class Recorder:
@@ -111,12 +116,14 @@ class Recorder:
     def validation(self) -> dict[str, Any]:
         return {"val_loss": validation_loss(self.run)}
 
-    def step(self, report: StepReport, seconds: float) -> dict[str, Any]:
-        speed = report.tokens / seconds
-        loads = joined_loads(gather_objects(on_host(report.loads), self.run.world.axis("pp")))
+    def step(self, report: StepReport) -> dict[str, Any]:
+        """What there is to write of a step, once it is done; refused if it is nonsense."""
+        refuse_nonsense(self.run, report)
+        speed = report.tokens / report.seconds
+        loads = joined_loads(gather_objects(report.loads, self.run.world.axis("pp")))
         counts = RouterCounts(loads.layers, *(x.tolist() for x in loads[1:]))
         if self.router_log:
-            self.router_log.write(self.run.step, counts)
+            self.router_log.write(report.number, counts)
         if warning := self.dead_experts.look(counts):
             self.progress.say(warning)
         return {
@@ -129,8 +136,16 @@ class Recorder:
             **summarise(counts),
         }
 
-    def write(self, values: dict[str, Any]) -> None:
-        record = {"step": self.run.step, **values}
+    def hear(self, begun: Begun, validates: bool = False) -> bool:
+        """Wait for a step and write down what it gave. Returns whether somebody asks to stop."""
+        values = self.step(begun.report)
+        if validates:
+            values |= self.validation()
+        self.write(begun.report.number, values)
+        return begun.wishes.read().item() > 0
+
+    def write(self, step: int, values: dict[str, Any]) -> None:
+        record = {"step": step, **values}
         self.progress.show(record)
         for sink in self.sinks:
             sink.write(record)
@@ -158,53 +173,48 @@ def recording(run: Run, continues: bool) -> Iterator[Recorder]:
             router_log.close()
 
 
-@contextmanager
-def stop_requests() -> Iterator[list[str]]:
-    """SIGTERM and Ctrl-C ask the loop to save and leave after the step it is in; a second Ctrl-C leaves at once."""
-    requests: list[str] = []
-
-    def ask(number: int, _frame: object) -> None:
-        if requests and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        requests.append(signal.Signals(number).name)
-
-    before = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield requests
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def finish(run: Run, record: Recorder, requests: list[str]) -> None:
-    """Steps until the last one, or until somebody asks to stop."""
-    c, spans = run.config, list[Event]()
+def finish(run: Run, record: Recorder, requests: list[str], saver: Saver) -> None:
+    """Steps until the last one, or until somebody asks to stop. What a step gave is read when the next is under way,
+    or before anything that needs the step to be sound: validation, a checkpoint, the end."""
+    c, before = run.config, None
     if run.step == 0:
-        record.write(record.validation())
-    while run.step < c.train.steps:
-        begun = time.perf_counter()
-        run.executor.spans.events.clear()  # a trace shows one step, the last
-        report = train_step(run, run.loader.next())
-        spans = list(run.executor.spans.events)
-        values = record.step(report, time.perf_counter() - begun)
-        last = run.step == c.train.steps
-        if last or run.step % c.train.validate_every == 0:
-            values |= record.validation()
-        record.write(values)
-        if run.step <= FIRST_STEPS:
-            run.gradients.note_moved()
-        if run.step == FIRST_STEPS:
-            for line in never_moved(run):
-                record.progress.say(line)
-        asked = next(filter(None, gather_objects(requests[:1], run.world.everyone)), None)
-        if last or asked or run.step % c.checkpoint.every == 0:
-            save_run(run)
-        if asked and not last:
-            record.progress.say(f"{asked[0]}: saved at step {run.step}; continue with --out {run.out} --resume auto")
-            return
+        record.write(0, record.validation())
+    with garbage_by_hand() as collect:
+        while run.step < c.train.steps:
+            begun = Begun(one_step(run, record), anyone(requests[:1] or saver.failed(), run.world))
+            stop = before is not None and record.hear(before)
+            last = run.step == c.train.steps
+            validates = last or run.step % c.train.validate_every == 0
+            before = begun
+            if validates or stop or run.step % c.checkpoint.every == 0:
+                stop, before = record.hear(begun, validates) or stop, None
+            collect()
+            if run.step <= FIRST_STEPS:
+                run.gradients.note_moved()
+            if run.step == FIRST_STEPS:
+                for line in never_moved(run):
+                    record.progress.say(line)
+            asked = next(filter(None, gather_objects(requests[:1] or saver.failed(), run.world.everyone)), None) if stop else None
+            if last or asked or run.step % c.checkpoint.every == 0:
+                save_run(run, saver)
+            if asked and not last:
+                saver.wait()
+                text = f"{asked[0]}: saved at step {run.step}; continue with --out {run.out} --resume auto"
+                record.progress.say(text)
+                return
     record.progress.close()
-    if c.observe.trace:
-        write_run_trace(run, spans)
     if c.train.sample_tokens:
         record.progress.say(f"a sample:\n{sample(run, PROMPT)}")
+    saver.wait()
     record.progress.say(f"done: {run.out} holds metrics.jsonl, router.jsonl, config.yaml and the checkpoints")
+
+
+def one_step(run: Run, record: Recorder) -> StepReport:
+    """Begin the next step; the one that is to be profiled is watched to its end."""
+    take = lambda: train_step(run, run.loader.next())  # noqa: E731
+    if not run.config.observe.profile or run.step + 1 != min(PROFILED, run.config.train.steps):
+        return take()
+    report, watched = watch_step(run, take)
+    write_profile(run, watched)
+    record.progress.say(profile_text(run, watched))
+    return report

@@ -1,12 +1,19 @@
-"""One training step. Read this first: follow the calls in order and you have been a token."""
+"""One training step. Read this first: follow the calls in order and you have been a token.
+
+Nothing here waits for the device. What a step gave is on its way to the host while the next one is begun, so whether it
+was sound is decided on the device: a loss or a gradient that is no number, in this step or an earlier one, keeps every
+weight as it is, and the host hears of it a step later.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from functools import cached_property
+from math import isfinite
 
 import torch
 
 from moefold.comm.collectives import sum_
+from moefold.comm.host import Fetched, Moment
 from moefold.config.refused import Failed
 from moefold.data.loader import Batch
 from moefold.model.moe.balance import Loads
@@ -14,19 +21,49 @@ from moefold.optim.learning_rate import learning_rate
 from moefold.train.assemble import Run
 
 
-@dataclass(frozen=True)
 class StepReport:
-    """What one step gave, over the whole global batch."""
+    """What one step gave, over the whole global batch: to be asked for when it is needed, since reading any of it but
+    `number` and `lr` waits until the device is done with the step."""
 
-    loss: float
-    grad_norm: float
-    lr: float
-    tokens: int
-    mtp_loss: float  # mean over the layers that look further ahead; 0 if there are none
-    loads: Loads  # what the routing of each MoE layer came to
+    def __init__(self, number: int, lr: float, begun: Moment, numbers: torch.Tensor, loads: Loads):
+        self.number, self.lr, self.begun = number, lr, begun
+        self.numbers, self.layers, self.counts = Fetched(numbers), loads.layers, [Fetched(x) for x in loads[1:]]
+        self.ended = Moment(numbers.device)
+
+    @cached_property
+    def read(self) -> list[float]:
+        return self.numbers.read().tolist()
+
+    @property
+    def loss(self) -> float:
+        return self.read[0]
+
+    @property
+    def mtp_loss(self) -> float:
+        """Mean over the layers that look further ahead; 0 if there are none."""
+        ahead = self.read[1:-2]
+        return sum(ahead) / max(1, len(ahead))
+
+    @property
+    def tokens(self) -> int:
+        return int(self.read[-2])
+
+    @property
+    def grad_norm(self) -> float:
+        return self.read[-1]
+
+    @property
+    def loads(self) -> Loads:
+        """What the routing of each MoE layer came to."""
+        return Loads(self.layers, *(x.read() for x in self.counts))
+
+    @property
+    def seconds(self) -> float:
+        return self.begun.seconds_to(self.ended)
 
 
 def train_step(run: Run, batch: Batch) -> StepReport:
+    begun = Moment(run.world.device)
     parts = list(batch.microbatches(run.config.train.micro_batch))
     tokens_1M = count_labels(run, batch)  # of the whole global batch, for each token that is predicted ahead
     if run.config.model.moe.aux_over == "global_batch":
@@ -37,16 +74,18 @@ def train_step(run: Run, batch: Batch) -> StepReport:
     losses_1M = sum_(sum_(losses_1M, run.world.axis("dp", "cp")), run.world.axis("pp"))
     run.gradients.finish(tokens=tokens_1M[0])  # sum over ranks, to be divided once
     norm = run.gradients.clip(run.config.optim.max_norm)  # one norm over dense and expert parameters
-    loss, *ahead, tokens, length = torch.cat((losses_1M / tokens_1M.clamp(min=1), tokens_1M[:1], norm[None])).tolist()
-    refuse_nonsense(run, loss, length)
+    numbers = torch.cat((losses_1M / tokens_1M.clamp(min=1), tokens_1M[:1], norm[None]))
+    run.sound &= numbers.isfinite().all()  # once it is not, it stays so
 
     number = run.step + 1
     lr = learning_rate(number, run.config.train.steps, run.config.optim)
-    run.optimizer.step(number, lr, run.gradients.scale)  # update this rank's share of the weights
+    scale = run.gradients.scale.where(run.sound, torch.nan)  # with which nothing is updated
+    run.before_update()
+    run.optimizer.step(number, lr, scale)  # update this rank's share of the weights
     run.parameters.publish()  # hand it to the other ranks
-    loads = run.model.balance()  # even out expert load
+    loads = run.model.balance(run.sound, lr / run.config.optim.lr)  # even out expert load
     run.step = number
-    return StepReport(loss, length, lr, int(tokens), sum(ahead) / max(1, len(ahead)), loads)
+    return StepReport(number, lr, begun, numbers, loads)
 
 
 def count_labels(run: Run, batch: Batch) -> torch.Tensor:
@@ -69,12 +108,13 @@ def survey(run: Run, parts: list[Batch]) -> None:
     run.model.survey()
 
 
-def refuse_nonsense(run: Run, loss: float, norm: float) -> None:
-    """Stop before a loss or a gradient that is no number reaches the weights."""
-    if loss == loss and norm == norm and abs(loss) != float("inf") and abs(norm) != float("inf"):
+def refuse_nonsense(run: Run, report: StepReport) -> None:
+    """Stop a run whose loss or gradient is no number. Neither that step nor one begun since touched the weights."""
+    loss, norm = report.loss, report.grad_norm
+    if all(map(isfinite, report.read)):
         return
     raise Failed(
-        f"step {run.step + 1}: loss is {loss:g} and gradient norm is {norm:g}; the weights were not touched. "
+        f"step {report.number}: loss is {loss:g} and gradient norm is {norm:g}; the weights were not touched. "
         f"The last checkpoint in {run.out / 'checkpoints'} is sound: continue with --resume auto and a lower "
         f"--optim.lr (now {run.config.optim.lr:g}) or --optim.max_norm (now {run.config.optim.max_norm:g})"
     )

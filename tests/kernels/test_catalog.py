@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from moefold.config.refused import Refused
+from moefold.kernels.attention_times import Shape
 from moefold.kernels.bind import bind
 from moefold.kernels.catalog import CATALOG, Facts, facts_of, pick, read_force
 from moefold.kernels.registry import OPS, op
@@ -112,7 +113,9 @@ def test_an_implementation_without_a_line_in_the_catalog_is_an_error_at_import()
 
 def test_the_facts_are_those_of_the_configuration():
     config = resolve("tiny", ["--model.moe.ffn=30"])
-    assert facts_of(config, "cpu", "fp32") == Facts("cpu", "fp32", (0, 0), config.model.hidden, 30)
+    assert facts_of(config, "cpu", "fp32") == Facts(
+        "cpu", "fp32", (0, 0), config.model.hidden, 30, attention=Shape(256, 4, 2, 32, 32)
+    )
     assert pick("grouped_gemm", facts_of(config, "cpu", "fp32"))[0] == "reference"
 
 

@@ -32,25 +32,48 @@ def outcome(name: str, inputs: list[torch.Tensor], rest: tuple, dy: torch.Tensor
 
 @needs_hopper
 @pytest.mark.gpu
+@pytest.mark.parametrize(("d", "f"), [(512, 768), (360, 704), (2880, 72), (136, 2888)])
 @pytest.mark.parametrize("routing", ROUTINGS)
-def test_forward_and_gradients_agree_with_fp32_and_repeat_to_the_bit(routing: str):
-    """bf16 against fp32 on the same inputs: within one percent, each gradient by itself. More tiles than processors."""
-    counts, d, f = ROUTINGS[routing], 512, 768
-    torch.manual_seed(0)
-    rest = routed(counts, 2 if sum(counts) % 2 == 0 else 1, "cuda")
-    tokens = len(rest[1])
-    shapes = [(tokens, d), (len(counts), 2, f, d), (len(counts), d, f)]
-    inputs = [
-        torch.randn(*s, device="cuda").bfloat16() * scale for s, scale in zip(shapes, (1, 0.04, 0.04), strict=True)
-    ]
-    inputs.append(torch.rand(sum(counts), device="cuda"))
-    dy = torch.randn(sum(counts), d, device="cuda")
+def test_forward_and_gradients_agree_with_fp32_and_repeat_to_the_bit(routing: str, d: int, f: int):
+    """bf16 against fp32 on the same inputs: within one percent, each gradient by itself. More tiles than processors,
+    and widths that leave parts of tiles, of halves of them, of chunks and of steps empty."""
+    inputs, rest, dy = drawn(ROUTINGS[routing], d, f)
     first, second = (outcome("gluon", inputs, rest, dy.bfloat16()) for _ in range(2))
     exact = outcome("reference", inputs, rest, dy.bfloat16().float())
     for name, got, again, want in zip(("y", "source", "gate_up", "down", "weight"), first, second, exact, strict=True):
         assert torch.equal(got, again), f"{name} differs between two runs"
         off = ((got.float() - want).norm() / want.norm()).item()
         assert off < 1e-2, f"{name} is off by {off:.1e} of its length"
+
+
+def drawn(counts: list[int], d: int, f: int) -> tuple[list[torch.Tensor], tuple, torch.Tensor]:
+    """Tokens, weights, router's weights; the routing; a gradient of the output."""
+    torch.manual_seed(0)
+    rest = routed(counts, 2 if sum(counts) % 2 == 0 else 1, "cuda")
+    shapes = {(len(rest[1]), d): 1.0, (len(counts), 2, f, d): 0.04, (len(counts), d, f): 0.04}
+    inputs = [torch.randn(*shape, device="cuda").bfloat16() * scale for shape, scale in shapes.items()]
+    return [*inputs, torch.rand(sum(counts), device="cuda")], rest, torch.randn(sum(counts), d, device="cuda")
+
+
+@needs_hopper
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_gradients_add_up_where_a_weight_says(routing: str, dtype: torch.dtype):
+    """The same sums as without, but unrounded in fp32; a second backward adds the same once more."""
+    inputs, rest, dy = drawn(ROUTINGS[routing], 360, 704)
+    plain = outcome("gluon", inputs, rest, dy.bfloat16())[2:4]
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    sums = [torch.zeros_like(x, dtype=dtype) for x in leaves[1:3]]
+    for leaf, total in zip(leaves[1:3], sums, strict=True):
+        leaf.gradient_sum = lambda total=total: total  # pyright: ignore[reportAttributeAccessIssue]
+    expert_mlp.implementations["gluon"](*leaves, *rest).backward(dy.bfloat16())
+    once = [total.clone() for total in sums]
+    expert_mlp.implementations["gluon"](*leaves, *rest).backward(dy.bfloat16())
+    for leaf, gradient, first, both in zip(leaves[1:3], plain, once, sums, strict=True):
+        assert leaf.grad is None
+        assert torch.equal(first.bfloat16(), gradient)
+        assert torch.equal(both, 2 * first)
 
 
 @needs_hopper
@@ -92,8 +115,9 @@ def test_a_layer_waits_for_nothing_and_its_graph_replays_right_with_other_routin
     ("facts", "runs"),
     [
         (Facts("cuda", "bf16", (9, 0), 2048, 768), True),
-        (Facts("cuda", "bf16", (9, 0), 2048, 800), False),  # part of a tile would be empty
-        (Facts("cuda", "bf16", (9, 0), 2000, 768), False),
+        (Facts("cuda", "bf16", (9, 0), 2880, 1408), True),  # parts of tiles are empty
+        (Facts("cuda", "bf16", (9, 0), 2048, 804), False),  # rows that do not begin at multiples of 16 bytes
+        (Facts("cuda", "bf16", (9, 0), 2044, 768), False),
         (Facts("cuda", "fp32", (9, 0), 2048, 768), False),
         (Facts("cuda", "bf16", (8, 0), 2048, 768), False),  # no wgmma
         (Facts("cuda", "bf16", (10, 0), 2048, 768), False),  # other instructions

@@ -13,24 +13,54 @@ from moefold.kernels.router_topk import Choosing, router_topk
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-@pytest.mark.parametrize("normalize", ["chosen", "none"])
-@pytest.mark.parametrize(("t", "e", "k"), [(1, 2, 1), (33, 8, 2), (20, 96, 8), (0, 4, 2), (5, 4, 4)])
-def test_choosing_and_its_gradient_equal_the_reference(t: int, e: int, k: int, normalize: str):
-    generator = torch.Generator().manual_seed(t)
-    logits, dscores = (torch.randn(t, e, generator=generator).to(DEVICE) for _ in range(2))
-    dprobs, bias = (
-        torch.randn(t, k, generator=generator).to(DEVICE),
-        torch.randn(e, generator=generator).to(DEVICE) / 50,
-    )
+def both_ways(how: Choosing, t: int, e: int, imposed: torch.Tensor | None = None) -> None:
+    """The kernel's choice, weights, shares and the gradient through both equal the reference's."""
+    generator = torch.Generator().manual_seed(t + e)
+    logits, dshares = (torch.randn(t, e, generator=generator).to(DEVICE) for _ in range(2))
+    dprobs, bias = torch.randn(t, how.k, generator=generator), torch.randn(e, generator=generator) / 50
     outcomes = []
     for name in ("reference", "triton"):
         leaf = logits.clone().requires_grad_()
-        probs, ids, scores = router_topk.implementations[name](leaf, bias, Choosing(k, normalize=normalize))
-        torch.autograd.backward((probs, scores), (dprobs, dscores))
-        outcomes.append((ids, probs, scores, leaf.grad))
-    assert torch.equal(outcomes[0][0], outcomes[1][0])
+        probs, ids, shares = router_topk.implementations[name](leaf, bias.to(DEVICE), how, imposed)
+        torch.autograd.backward((probs, shares), (dprobs.to(DEVICE), dshares))
+        outcomes.append((ids, probs, shares, leaf.grad))
+    assert torch.equal(outcomes[0][0], outcomes[1][0]), how
     for expected, got in zip(outcomes[0][1:], outcomes[1][1:], strict=True):
-        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6, msg=lambda text: f"{how}: {text}")
+
+
+@pytest.mark.parametrize("groups", [(1, 1, "best_two"), (4, 2, "best_two"), (6, 2, "best"), (24, 3, "best_two")])
+@pytest.mark.parametrize("normalize", ["chosen", "all", "none"])
+@pytest.mark.parametrize("score", ["softmax", "softmax_chosen", "sigmoid"])
+def test_every_way_of_choosing_and_its_gradient_equal_the_reference(
+    score: str, normalize: str, groups: tuple[int, int, str]
+):
+    """24 experts: not a power of two, and groups of 6, of 4 and of one."""
+    both_ways(Choosing(3, score, normalize, 2.5, *groups), t=21, e=24)
+
+
+@pytest.mark.parametrize("normalize", ["chosen", "none"])
+@pytest.mark.parametrize(("t", "e", "k"), [(1, 2, 1), (33, 8, 2), (20, 96, 8), (0, 4, 2), (5, 4, 4)])
+def test_every_size_equals_the_reference(t: int, e: int, k: int, normalize: str):
+    both_ways(Choosing(k, normalize=normalize), t, e)
+
+
+@pytest.mark.parametrize("normalize", ["chosen", "all", "none"])
+@pytest.mark.parametrize("score", ["softmax", "softmax_chosen", "sigmoid"])
+def test_an_imposed_choice_with_places_left_empty_equals_the_reference(score: str, normalize: str):
+    imposed = torch.tensor([[0, 5], [7, 2], [3, -1], [-1, 4], [-1, -1]], device=DEVICE)
+    both_ways(Choosing(2, score, normalize, 2.5), t=5, e=8, imposed=imposed)
+
+
+def test_very_small_scores_keep_their_shares():
+    """Sigmoids of logits this low are zero in fp32; their logs are not."""
+    logits = torch.tensor([[-150.0, -151.0, -160.0, -200.0]], device=DEVICE)
+    expected, got = (
+        router_topk.implementations[name](logits, torch.zeros(4, device=DEVICE), Choosing(2, "sigmoid"))
+        for name in ("reference", "triton")
+    )
+    torch.testing.assert_close(got[0], expected[0])
+    assert 0.7 < float(got[0].max()) < 0.74
 
 
 def test_of_equally_good_experts_the_lower_numbers_are_chosen():

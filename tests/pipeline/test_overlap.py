@@ -31,7 +31,7 @@ def config_of(pipeline: PipelineConfig, world: int, shared: int = 0, **parallel:
     start = replace(start, model=replace(start.model, moe=moe), parallel=ParallelConfig(**parallel))
     small = shrunk(replace(start, pipeline=pipeline), world)
     train = replace(small.train, precision="fp32", global_batch=4 * world // small.parallel.pp)
-    return replace(small, train=train, observe=replace(small.observe, trace=True))
+    return replace(small, train=train)
 
 
 class Faces:
@@ -108,12 +108,13 @@ def traced(world: World, ways: list[PipelineConfig]) -> list[tuple[list[Event], 
         run = assemble(config, world, Path("."), random_corpus(config))
         train_step(run, run.loader.next())
         with slow_exchanges(DELAY) as held_up:
-            run.executor.spans.events.clear()
+            run.executor.spans.listen()
             train_step(run, run.loader.next())
         found.append((list(run.executor.spans.events), len(held_up.events)))
     return found
 
 
+@pytest.mark.alone
 def test_a_trace_shows_dispatch_and_combine_of_one_microbatch_during_the_others_work():
     ways = [PipelineConfig(), PipelineConfig(pair=True, fill=False), PipelineConfig(pair=True)]
     for alone_, paired, filled in run_ranks(traced, 2, ways, ep=2):

@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from moefold.comm.collectives import sum_
+from moefold.comm.host import on_device
 from moefold.config.run import MoeConfig
 from moefold.layout.axes import Axis
 from moefold.model.share import Share
@@ -54,19 +55,25 @@ class Load(nn.Module):
         if recomputing():
             return
         self.counts_E += count_choices(ids_TK.reshape(1, -1), len(self.counts_E))[0]
-        self.dropped += (ids_TK >= 0).sum() - (kept_TK >= 0).sum()
+        if kept_TK is not ids_TK:  # without a capacity none is dropped, and nothing need be counted
+            self.dropped += (ids_TK >= 0).sum() - (kept_TK >= 0).sum()
 
     def note_moved(self, sent: int) -> None:
         if not recomputing():
             self.moved += sent
 
     @torch.no_grad()
-    def update(self, counts_E: torch.Tensor, moe: MoeConfig) -> None:
-        """Move the bias against the load, and start counting anew."""
+    def update(
+        self, counts_E: torch.Tensor, moe: MoeConfig, sound: torch.Tensor | bool = True, pace: float = 1.0
+    ) -> None:
+        """Move the bias against the load if the step was sound, and start counting anew. `pace` is the learning rate as
+        a share of its highest: tokens of one kind change experts together, so when weights hardly move any more, a bias
+        that goes on as before carries them to and fro."""
         if moe.bias_rate:
             lack_E = counts_E.sum() - counts_E * len(counts_E)  # E times (mean - count): whole numbers, so exact
             step_E = lack_E.sign() if moe.bias_step == "sign" else lack_E / counts_E.sum().clamp(min=1)
-            self.bias_E += moe.bias_rate * step_E
+            rate = moe.bias_rate * (pace if moe.bias_pace == "learning_rate" else 1.0)
+            self.bias_E += rate * step_E * sound
         self.forget()
 
     @torch.no_grad()
@@ -95,14 +102,10 @@ def gather_loads(loads: list[Load], everyone: Axis) -> Loads:
     if not loads:
         nothing = torch.zeros(0, dtype=torch.int64)
         return Loads([], nothing.view(0, 0), nothing, nothing)
-    moved_L = torch.tensor([load.moved for load in loads], device=loads[0].dropped.device)
+    moved_L = on_device([load.moved for load in loads], loads[0].dropped.device)
     all_L = [torch.stack([load.counts_E for load in loads]), torch.stack([load.dropped for load in loads])[:, None]]
     joint = sum_(torch.cat((*all_L, moved_L[:, None]), dim=1), everyone)
     return Loads([load.layer for load in loads], joint[:, :-2], joint[:, -2], joint[:, -1])
-
-
-def on_host(loads: Loads) -> Loads:
-    return Loads(loads.layers, *(x.cpu() for x in loads[1:]))
 
 
 def joined_loads(parts: Sequence[Loads]) -> Loads:
@@ -116,13 +119,15 @@ def joined_loads(parts: Sequence[Loads]) -> Loads:
     return Loads(list(layers), torch.stack(counts), torch.stack(dropped), torch.stack(moved))
 
 
-def update_loads(loads: list[Load], moe: MoeConfig, everyone: Axis) -> Loads:
+def update_loads(
+    loads: list[Load], moe: MoeConfig, everyone: Axis, sound: torch.Tensor | bool = True, pace: float = 1.0
+) -> Loads:
     """After a step: gather the counts and update each layer's bias."""
     found = gather_loads(loads, everyone)
     for load, counts_E in zip(loads, found.counts_LE, strict=True):
         if moe.aux_over == "previous_batch":
             load.survey(counts_E)
-        load.update(counts_E, moe)
+        load.update(counts_E, moe, sound, pace)
     return found
 
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from moefold.checkpoint.boxes import slices
 from moefold.checkpoint.hf.config import describe
 from moefold.checkpoint.hf.export import export_hf_weights
 from moefold.checkpoint.hf.folder import open_folder
-from moefold.checkpoint.hf.move import slices
 from moefold.checkpoint.hf.read import Weights
 from moefold.cli.main import run
 from moefold.config.refused import Refused

@@ -1,0 +1,70 @@
+"""How long each way of attending takes, measured: which one is chosen depends on the card and the shape. Torch-free.
+
+Times of the shapes people train come with the package. Those of others are measured when a run first needs them, and
+remembered in a file of the user's: `explain` reads both.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+Times = dict[str, float]  # implementation -> milliseconds
+
+
+class Shape(NamedTuple):
+    """Of one call: positions of a sequence, query heads, key and value heads, their widths."""
+
+    length: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+
+    def __str__(self) -> str:
+        widths = f"{self.head_dim}" + (f", values of {self.value_dim}" if self.value_dim != self.head_dim else "")
+        return f"{self.length} positions, {self.heads}/{self.kv_heads} heads of {widths}"
+
+
+LEARNT: dict[str, Times] = {}  # since this process began
+TOKENS = 16_384  # of what is timed, forward and backward
+SHIPPED: dict[str, Times] = {  # `moefold bench attention`, H200, torch 2.11, cuDNN 9.19
+}
+
+
+def name_of(capability: tuple[int, int], shape: Shape) -> str:
+    return f"sm{capability[0]}{capability[1]}: {shape}"
+
+
+def remembered_at() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "moefold" / "attention.json"
+
+
+def known(capability: tuple[int, int], shape: Shape) -> Times:
+    """What was measured of this shape on such a card; nothing if nobody has."""
+    name = name_of(capability, shape)
+    return LEARNT.get(name) or SHIPPED.get(name) or remembered().get(name) or {}
+
+
+def remembered() -> dict[str, Times]:
+    try:
+        found = json.loads(remembered_at().read_text())
+    except (OSError, ValueError):  # not there, or cut off: it will be measured again
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def remember(capability: tuple[int, int], shape: Shape, times: Times) -> None:
+    """For this run and the next; a machine that has no place for it measures again."""
+    LEARNT[name_of(capability, shape)] = times
+    path, every = remembered_at(), remembered() | LEARNT
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        aside = path.with_suffix(f".{os.getpid()}.tmp")
+        aside.write_text(json.dumps(every, indent=1))
+        os.replace(aside, path)
+    except OSError:
+        return

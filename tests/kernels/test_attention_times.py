@@ -1,0 +1,73 @@
+"""Attention is chosen by what was measured, what was learnt is remembered, and runs that shall repeat do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from moefold.kernels import attention_times, catalog
+from moefold.kernels.attention_times import Shape, known, remember, remembered_at
+from moefold.kernels.catalog import Facts, attention_shape, pick
+from moefold.presets.recipe import resolve
+
+SHAPE = Shape(8192, 24, 3, 128, 128)
+CARD = (9, 0)
+
+
+@pytest.fixture(autouse=True)
+def nothing_learnt(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(attention_times, "LEARNT", {})
+    monkeypatch.setattr(catalog, "has_triton", lambda: True)
+
+
+def chosen(repeatable: bool, shape: Shape | None = SHAPE) -> tuple[str, str]:
+    return pick("attention", Facts("cuda", "bf16", CARD, attention=shape, repeatable=repeatable))
+
+
+@pytest.mark.parametrize("best", ["cudnn", "flash", "ordered"])
+def test_the_quickest_measured_way_is_taken_and_the_times_are_told(best: str):
+    remember(CARD, SHAPE, {"cudnn": 3.0, "flash": 3.0, "ordered": 3.0} | {best: 1.5})
+    name, why = chosen(repeatable=False)
+    assert name == best
+    assert f"8192 positions, 24/3 heads of 128, ms for 16384 tokens there and back: {best} 1.50" in why
+
+
+def test_a_run_that_shall_repeat_takes_sums_in_a_fixed_order_however_long_they_take():
+    remember(CARD, SHAPE, {"cudnn": 1.0, "flash": 2.0, "ordered": 9.0})
+    assert chosen(repeatable=True)[0] == "ordered"
+    assert chosen(repeatable=False)[0] == "cudnn"
+
+
+def test_what_was_learnt_outlasts_the_process_unless_the_file_is_broken(monkeypatch: pytest.MonkeyPatch):
+    remember(CARD, SHAPE, {"cudnn": 1.0})
+    monkeypatch.setattr(attention_times, "LEARNT", {})
+    assert known(CARD, SHAPE) == {"cudnn": 1.0}
+    assert known((8, 0), SHAPE) == {}
+    for broken in ("{", "[]", ""):
+        remembered_at().write_text(broken)
+        assert known(CARD, SHAPE) == {}
+    remember(CARD, SHAPE, {"cudnn": 2.0})
+    assert known(CARD, SHAPE) == {"cudnn": 2.0}
+
+
+def test_a_place_that_cannot_be_written_is_no_reason_to_stop(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    remember(CARD, SHAPE, {"cudnn": 1.0})
+    assert known(CARD, SHAPE) == {"cudnn": 1.0}
+
+
+def test_shapes_are_those_of_a_rank_and_only_of_attention_that_sees_all_before_it():
+    assert attention_shape(resolve("qwen3-30b-a3b")) == Shape(4096, 32, 4, 128, 128)
+    assert attention_shape(resolve("qwen3-30b-a3b", ["--parallel.tp=4"], 4)) == Shape(4096, 8, 1, 128, 128)
+    assert attention_shape(resolve("deepseek-v3")) == Shape(4096, 128, 128, 192, 128)
+    assert attention_shape(resolve("gpt-oss-20b")) is None
+    assert chosen(True, None)[0] == "sdpa"
+
+
+def test_heads_that_only_one_way_can_serve_get_that_one():
+    """Keys of 192 and values of 128: flash and the kernels in order need both alike."""
+    assert chosen(True, Shape(4096, 128, 128, 192, 128))[0] == "cudnn"
+    assert pick("attention", Facts("cpu", "fp32", attention=SHAPE))[0] == "sdpa"
