@@ -19,6 +19,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from moefold.kernels.expert_gemm import expert_gemm
 from moefold.kernels.row_kernels import gather, row_tiles, total
 from moefold.kernels.tile_order import band_for, shape_of
+from moefold.layout.landing import memory_for_gradient
 
 __all__ = ["Plan", "down", "down_data", "gather", "total", "up", "up_data", "weights"]
 
@@ -98,7 +99,7 @@ def weights(
     """out[e] = left^T right over the rows of expert e, in the shape of the weights; zeros where it has none. One of the
     two, "a" or "b", is padded. Given `into`, fp32 or bf16, it is added to that instead, and nothing is returned."""
     m, n = left.shape[1], right.shape[1]
-    out = torch.empty_like(like) if into is None else None
+    out = memory_for_gradient(like) if into is None else None
     ends = plain(out.view(-1, m, n)) if out is not None else Ends(None, into)
     end = "plain" if out is not None else "add"
     run("tn", end, left, block(right, 64, WIDE), ends, plan, m=m, n=n, padded=padded)
