@@ -102,6 +102,7 @@ def whole(dtype: str) -> dict[str, Any]:
     (losses.cross_entropy + losses.balance).backward()
     parameters = dict(model.named_parameters())
     for parameter in parameters.values():
+        assert parameter.grad is not None
         parameter.grad = parameter.grad / (labels >= 0).sum()
     before = {name: p.grad.clone().numpy() for name, p in parameters.items() if p.grad is not None}
     norm = torch.nn.utils.clip_grad_norm_(parameters.values(), MAX_NORM).item()
