@@ -31,6 +31,11 @@ class Stage:
     aside: int
 
     @property
+    def norms(self) -> bool:
+        """Whether the model's last norm is used here: by the head, or by the first layer that looks ahead."""
+        return self.predicts or 1 in self.ahead
+
+    @property
     def looks_up(self) -> bool:
         """Whether it needs the embedding to look up tokens."""
         return self.embeds or len(self.ahead) > 0
@@ -97,6 +102,12 @@ def embedding_ranks(config: Config) -> list[int]:
     ranks = rank_of_stage(config)
     needs = [s.looks_up or (s.predicts and config.model.tied_head) for s in stages_of(config)]
     return sorted({rank for rank, need in zip(ranks, needs, strict=True) if need})
+
+
+def norm_ranks(config: Config) -> list[int]:
+    """The pipeline ranks that hold a copy of the last norm."""
+    ranks = rank_of_stage(config)
+    return sorted({rank for rank, stage in zip(ranks, stages_of(config), strict=True) if stage.norms})
 
 
 def program_for(config: Config, microbatches: int) -> Program:

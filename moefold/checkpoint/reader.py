@@ -42,45 +42,39 @@ def chunk_name(name: str, box: Box) -> str:
     return f"{name}@{','.join(str(start) for start, _ in box)}"
 
 
-def read_index(folder: Place, headers: Mapping[str, str]) -> Index:
-    """Every chunk of these files, by logical tensor. `headers` are the digests that the files' headers must have; all
-    that do not are told together."""
+def read_index(folder: Place, headers: Mapping[str, str]) -> tuple[Index, list[str]]:
+    """Every chunk of these files, by logical tensor. `headers` are the digests that the files' headers should have;
+    those that differ are told, and read all the same, so that it can be said what changed."""
     index: Index = {}
-    problems: list[str] = []
-    unreadable = False
+    changed: list[str] = []
     for file, sha256 in headers.items():
         try:
             raw = raw_header(folder / file)
             if hashlib.sha256(raw).hexdigest() != sha256:
-                problems.append(f"the header of {file} does not match its digest: it changed after it was written")
+                changed.append(f"the header of {file} does not match its digest: it changed after it was written")
             for name, stored in header_of(folder / file, raw).items():
-                if stored.dtype not in TORCH_NAMES:
-                    raise ValueError(f'"{name}" is of dtype {stored.dtype}, which is never written')
                 tensor, box = parse(name, stored.shape)
-                index.setdefault(tensor, []).append(Chunk(box, file, stored.at, TORCH_NAMES[stored.dtype]))
-        except (Refused, ValueError) as error:
-            problems.append(str(error) if isinstance(error, Refused) else f"{file}: {printable(str(error))}")
-            unreadable = True
-    if problems:
-        raise Changed(index, unreadable, *problems)
-    return index
+                index.setdefault(tensor, []).append(Chunk(box, file, stored.at, torch_name(stored.dtype)))
+        except Refused as refused:
+            raise Damaged(*changed, str(refused)) from None
+        except ValueError as error:
+            raise Damaged(*changed, f"{file}: {printable(str(error))}") from None
+    return index, changed
 
 
-class Changed(Damaged):
-    """Headers are not as they were written. What they say now is kept, so that it can be told what changed."""
-
-    def __init__(self, index: Index, unreadable: bool, *problems: str):
-        super().__init__(*problems)
-        self.index, self.unreadable = index, unreadable
+def torch_name(code: str) -> str:
+    if code not in TORCH_NAMES:
+        raise ValueError(f"a tensor of dtype {code}, which is never written")
+    return TORCH_NAMES[code]
 
 
 def parse(chunk: str, sizes: Sequence[int]) -> tuple[str, Box]:
     """The logical tensor and the box that a chunk's name and shape say."""
     name, at, starts = chunk.rpartition("@")
-    numbers = [int(n) for n in starts.split(",")] if starts else []
-    if not at or len(numbers) != len(sizes) or any(n < 0 for n in numbers):
+    numbers = starts.split(",") if starts else []
+    if not at or len(numbers) != len(sizes) or not all(n.isdecimal() and len(n) < 20 for n in numbers):
         raise ValueError(f'"{chunk}" does not say which part of which tensor it is')
-    return name, tuple(zip(numbers, sizes, strict=True))
+    return name, tuple(zip(map(int, numbers), sizes, strict=True))
 
 
 class Reader:

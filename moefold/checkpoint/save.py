@@ -103,7 +103,8 @@ def hash_strays(folder: Place, plan: Plan, written: list[Written], world: World)
     mine = list(plan.strays())[world.rank :: world.size]
     if not mine:
         return {}
-    reader = Reader(folder, read_index(folder, {each.file: each.sha256 for each in written}), plan.shapes)
+    index, _ = read_index(folder, {each.file: each.sha256 for each in written})
+    reader = Reader(folder, index, plan.shapes)
     return {(name, piece.first): reader.digest(name, piece) for name, piece in mine}
 
 

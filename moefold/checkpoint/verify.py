@@ -10,13 +10,17 @@ import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
-from moefold.checkpoint.boxes import overlap, whole_box
+from moefold.checkpoint.boxes import Box, elements
 from moefold.checkpoint.ledger import Ledger, Piece, Shape, compare, digest, entry_of, pieces_of, read_ledger
 from moefold.checkpoint.manifest import LEDGER, STATE, Damaged, data_files, listed_files, read_manifest
 from moefold.checkpoint.place import Place
-from moefold.checkpoint.reader import Changed, Chunk, Index, Reader, read_index
+from moefold.checkpoint.reader import Index, Reader, read_index
+from moefold.config.refused import printable
+
+MOST = 1 << 10  # times the values that are there: a ledger that claims more of a tensor is not believed
 
 Work = list[tuple[str, Piece]]
 Digests = Mapping[tuple[str, int], bytes | None]
@@ -31,50 +35,48 @@ class Opened:
     state: dict[str, Any]
     ledger: Ledger
     index: Index
+    shapes: dict[str, Shape]
     problems: tuple[str, ...] = ()
 
-    def shapes(self) -> dict[str, Shape]:
-        """What the files hold, by their own headers; whole shapes are the ledger's where they agree with it."""
-        return {name: self.shape_of(name) for name in {*self.index, *self.ledger}}
-
-    def shape_of(self, name: str) -> Shape:
-        chunks, entry = self.index.get(name, []), self.ledger.get(name)
-        if not chunks and entry:
-            return entry.what
-        reach = hull(chunks)
-        if entry and fits(chunks, entry.shape):
-            return Shape(chunks[0].dtype, entry.shape, entry.experts is not None)
-        stacked = Shape(chunks[0].dtype, reach, True)
-        known = [entry] if entry else [each for other, each in self.ledger.items() if other not in self.index]
-        return stacked._replace(stacked=any(each.experts is not None and each.shape[1:] == reach[1:] for each in known))
-
     def reader(self) -> Reader:
-        return Reader(self.path, self.index, self.shapes())
+        return Reader(self.path, self.index, self.shapes)
 
     def work(self) -> Work:
         """Every piece there is to hash."""
-        named = sorted(name for name in self.shapes() if name in self.index or name in self.ledger)
-        return [(name, piece) for name in named for piece in pieces_of(self.shape_of(name))]
+        return [(name, piece) for name in sorted(self.index) for piece in pieces_of(self.shapes[name])]
 
     def judge(self, digests: Digests) -> None:
         """Raise what is wrong, now that the values are hashed."""
-        by_name: dict[str, dict[int, bytes | None]] = {name: {} for name in self.index}
-        by_name |= {name: {} for name, entry in self.ledger.items() if 0 in entry.shape}  # nothing to store
+        empty = [name for name, entry in self.ledger.items() if 0 in entry.shape]  # of these nothing is stored
+        by_name: dict[str, dict[int, bytes | None]] = {name: {} for name in (*self.index, *empty)}
         for (name, first), found in digests.items():
-            if name in by_name:
-                by_name[name][first] = found
-        found = {name: entry_of(self.shape_of(name), by_name[name]) for name in by_name}
+            by_name[name][first] = found
+        found = {name: entry_of(self.shapes[name], pieces) for name, pieces in by_name.items()}
         if problems := [*self.problems, *(each.text for each in compare(self.ledger, found))]:
             raise Damaged(*problems)
 
 
-def hull(chunks: Sequence[Chunk]) -> tuple[int, ...]:
-    return tuple(max(start + size for start, size in ranges) for ranges in zip(*(c.box for c in chunks), strict=True))
+def shapes_of(ledger: Ledger, index: Index) -> dict[str, Shape]:
+    """What the files hold, by their own headers; the whole shapes are the ledger's where chunks lie inside of these."""
+    lost = [entry for name, entry in ledger.items() if name not in index]
+    found = {name: entry.what for name, entry in ledger.items()}
+    for name, chunks in index.items():
+        entry, held = ledger.get(name), sum(elements(chunk.box) for chunk in chunks)
+        if len({len(chunk.box) for chunk in chunks}) > 1:
+            raise Damaged(f'chunks of "{printable(name)}" are of different dims')
+        if entry and all(inside(chunk.box, entry.shape) for chunk in chunks) and prod(entry.shape) <= MOST * held:
+            found[name] = Shape(chunks[0].dtype, entry.shape, entry.experts is not None)
+            continue
+        shape = tuple(max(map(sum, ranges)) for ranges in zip(*(chunk.box for chunk in chunks), strict=True))
+        if prod(shape) != held:
+            raise Damaged(f'chunks of "{printable(name)}" hold {held} values, and do not make a tensor')
+        alike = [each for each in ([entry] if entry else lost) if each.shape[1:] == shape[1:]]
+        found[name] = Shape(chunks[0].dtype, shape, any(each.experts is not None for each in alike))
+    return found
 
 
-def fits(chunks: Sequence[Chunk], shape: Sequence[int]) -> bool:
-    whole = whole_box(shape)
-    return all(len(c.box) == len(shape) and (overlap(c.box, whole) or ()) == c.box for c in chunks)
+def inside(box: Box, shape: Sequence[int]) -> bool:
+    return len(box) == len(shape) and all(sum(ranges) <= size for ranges, size in zip(box, shape, strict=True))
 
 
 def open_checkpoint(path: Place) -> Opened:
@@ -86,12 +88,8 @@ def open_checkpoint(path: Place) -> Opened:
     ledger = read_ledger(checked(path, LEDGER, files[LEDGER][1]))
     state = read_state(checked(path, STATE, files[STATE][1]))
     headers = {name: files[name][1] for name in data_files(files)}
-    try:
-        return Opened(path, manifest, state, ledger, read_index(path, headers))
-    except Changed as changed:
-        if changed.unreadable:
-            raise
-        return Opened(path, manifest, state, ledger, changed.index, changed.problems)
+    index, problems = read_index(path, headers)
+    return Opened(path, manifest, state, ledger, index, shapes_of(ledger, index), tuple(problems))
 
 
 def misplaced(folder: Place, name: str, size: int) -> str | None:

@@ -44,8 +44,8 @@ def measured_config(device: str, steps: int) -> Config:
             attention=AttentionConfig(heads=8, kv_heads=2, head_dim=64, qk_norm="head"),
             moe=MoeConfig(experts=16, top_k=4, ffn=512, aux_loss=0.01),
         ),
-        data=DataConfig(seq_len=1024),
-        train=TrainConfig(steps=steps, global_batch=16, micro_batch=8, device=device),
+        data=DataConfig(seq_len=512),
+        train=TrainConfig(steps=steps, global_batch=8, micro_batch=8, device=device),
         optim=OptimConfig(lr=1e-3, warmup=20),
     )
 

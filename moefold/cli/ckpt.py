@@ -113,7 +113,7 @@ def tell_differences(a: Opened, b: Opened, as_json: bool) -> int:
 
 def count(found: Sequence[Difference]) -> str:
     kinds = sorted({each.kind for each in found})
-    return ", ".join(f"{sum(each.kind == kind for each in found)} {kind}" for kind in kinds)
+    return "differences: " + ", ".join(f"{kind} {sum(each.kind == kind for each in found)}" for kind in kinds)
 
 
 def shortened(lines: Sequence[str]) -> list[str]:

@@ -20,7 +20,7 @@ COMMANDS = {
     "convert": "write weights as transformers loads them: moefold convert runs/tiny OUT --to hf",
     "ckpt": "look at checkpoints: moefold ckpt ls RUN, moefold ckpt verify RUN, moefold ckpt diff A B",
     "report": "show how a run went, as one HTML file: moefold report runs/tiny",
-    "bench": "time this machine: moefold bench kernels, moefold bench layer, moefold bench step",
+    "bench": "time this machine: moefold bench kernels, layer, step, attention, save, calibrate and others",
     "doctor": "check this machine, or prove a layout equal to one rank: moefold doctor parity tiny --world 4",
 }
 

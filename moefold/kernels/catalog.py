@@ -95,7 +95,11 @@ def flash_attends(f: Facts) -> bool:
 
 
 def ordered_attends(f: Facts) -> bool:
-    return flash_attends(f) and has_triton() and f.attention is not None and f.attention.head_dim in (16, 32, 64, 128)
+    """Its offsets within a sequence are of 32 bits."""
+    shape = f.attention
+    if shape is None or shape.length * shape.heads * shape.head_dim >= 1 << 31:
+        return False
+    return flash_attends(f) and f.triton and shape.head_dim in (16, 32, 64, 128)
 
 
 def attention_cost(name: str) -> Callable[[Facts], float]:

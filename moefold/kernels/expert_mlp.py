@@ -60,7 +60,7 @@ class ExpertMlp(torch.autograd.Function):
         x_RD = launch.gather(source_ND, index_R)
         h_R2F, a_RF = launch.up(x_RD, gate_up_E2FD, weight_R.float(), plan)
         del x_RD
-        ctx.sums = [getattr(weight, "gradient_sum", none) for weight in (gate_up_E2FD, down_EDF)]
+        ctx.weights = gate_up_E2FD, down_EDF  # themselves: they know where their gradients go
         ctx.save_for_backward(source_ND, gate_up_E2FD, down_EDF, weight_R, index_R, slots_NK, h_R2F, *plan)
         return launch.down(a_RF, down_EDF, plan)
 
@@ -72,16 +72,19 @@ class ExpertMlp(torch.autograd.Function):
         plan = launch.Plan(*plan)
         dy_RD = dy_RD.contiguous()
         dh_P2F, a_PF, dweight_R = launch.down_data(dy_RD, down_EDF, h_R2F, weight_R.float(), plan)
-        ddown_EDF = launch.weights(dy_RD, a_PF, "b", down_EDF, plan, ctx.sums[1]())
+        gate_up, down = ctx.weights
+        ddown_EDF = launch.weights(dy_RD, a_PF, "b", down, plan, sum_of(down))
         del a_PF, h_R2F
         dsource_ND = launch.total(launch.up_data(dh_P2F, gate_up_E2FD, len(dy_RD), plan), slots_NK)
         x_RD = launch.gather(source_ND, index_R)
-        dgate_up_E2FD = launch.weights(dh_P2F, x_RD, "a", gate_up_E2FD, plan, ctx.sums[0]())
+        dgate_up_E2FD = launch.weights(dh_P2F, x_RD, "a", gate_up, plan, sum_of(gate_up))
         return dsource_ND, dgate_up_E2FD, ddown_EDF, dweight_R.to(weight_R.dtype), None, None, None
 
 
-def none() -> None:
-    """No sum to add to."""
+def sum_of(weight: torch.Tensor) -> torch.Tensor | None:
+    """What the weight's gradients add up in, if they do already."""
+    running = getattr(weight, "gradient_sum", None)
+    return running() if running else None
 
 
 def routed(counts: list[int], k: int, device: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, bool]:

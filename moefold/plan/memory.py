@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from math import prod, sqrt
 from statistics import NormalDist
@@ -119,6 +119,8 @@ def microbatches_of(config: Config, world: int) -> int:
 
 def setting_of(config: Config, world: int, choices: Choices) -> Setting:
     c = config.pipeline
+    if choices.stack == "moefold":
+        choices = replace(choices, gradients=config.optim.gradients)
     microbatches = microbatches_of(config, world)
     moments = moments_of(c.schedule, config.parallel.pp, c.vpp, microbatches, c.pair, c.defer)
     dispatcher, _ = choose(config, choices.node, int(choices.recipe.wide))
@@ -176,7 +178,9 @@ def load_of(stages: list[StageCount]) -> Load:
 
 
 def rank_memory(s: Setting, number: int, rank: RankStages, p: Prepared) -> RankMemory:
-    moments, state = s.moments[number], p.state
+    moments = s.moments[number]
+    if s.microbatches == 1 and len(rank.pieces) == 1 and s.choices.stack == "moefold":
+        return while_gradients_come(s, number, rank, p)
     at = moments.peak(p.full)
     most, needed = moments.holds(at, p.full)
     activations, working = moments.holds(at, p.even) if p.full is not p.even else (most, needed)
@@ -185,24 +189,58 @@ def rank_memory(s: Setting, number: int, rank: RankStages, p: Prepared) -> RankM
     if p.update > most + needed:
         live, activations, working, does = (0,) * len(live), 0.0, p.update, "optimizer step"
         most, needed = activations, working
+    return replace(
+        rank_at(s, number, rank, p, live, does),
+        activations=activations,
+        working=working,
+        margin=most + needed - activations - working,
+    )
+
+
+def rank_at(s: Setting, number: int, rank: RankStages, p: Prepared, live: tuple[int, ...], does: str) -> RankMemory:
+    """What a rank has whatever its worst moment is, which the caller fills in."""
+    state = p.state
     on_host = state.main + state.moments if s.choices.states_on_host else 0.0
     return RankMemory(
-        number,
-        rank.numbers,
-        state.parameters,
-        state.weights,
-        state.gradients,
-        0.0 if on_host else state.main,
-        0.0 if on_host else state.moments,
-        activations,
-        working,
-        most + needed - activations - working,
-        p.buffers,
-        graphs_of(s, rank, live),
-        on_host + sum(n * size for n, size in zip(live, p.offloaded, strict=True)),
-        s.outside,
-        live,
-        does,
+        rank=number,
+        stages=rank.numbers,
+        parameters=state.parameters,
+        weights=state.weights,
+        gradients=state.gradients,
+        main=0.0 if on_host else state.main,
+        moments=0.0 if on_host else state.moments,
+        activations=0.0,
+        working=0.0,
+        margin=0.0,
+        buffers=p.buffers,
+        graphs=graphs_of(s, rank, live),
+        host=on_host + sum(n * size for n, size in zip(live, p.offloaded, strict=True)),
+        outside=s.outside,
+        live=live,
+        at=does,
+    )
+
+
+def while_gradients_come(s: Setting, number: int, rank: RankStages, p: Prepared) -> RankMemory:
+    """A rank with one microbatch: gradients are made as backward reaches their layers, where activations were."""
+    state, each = p.state, BYTES[s.choices.gradients]
+    counts = [piece_count(s.config.model, *piece, s.portion, s.choices, s.load) for piece in rank.pieces[0]]
+    kept, gradients = sum(piece.kept for piece in counts), 0.0
+    moments = [(0.0, p.update, state.gradients, "optimizer step")]
+    moments.append((kept, max(step.working[0] for step in counts[-1].steps), 0.0, DOES["F"]))
+    for piece in reversed(counts):
+        gradients += sum(piece.parameters.values()) * each
+        later = piece.kept
+        for step in piece.steps:  # what steps behind it kept is gone by then
+            later -= step.kept
+            moments.append((kept - later, step.working[1] + piece.remade, gradients, f"{DOES['D']} of {step.name}"))
+        kept -= piece.kept
+    activations, working, gradients, does = max(moments, key=lambda moment: sum(moment[:3]))
+    return replace(
+        rank_at(s, number, rank, p, (int(activations > 0),), does),
+        gradients=gradients,
+        activations=activations,
+        working=working,
     )
 
 
@@ -236,7 +274,7 @@ def state_of(s: Setting, rank: RankStages, stages: list[StageCount]) -> State:
         sum(count / n for count, n in counts.values() if n > 1),
         plain * recipe.wide + quantized * recipe.copies,
         weights * BYTES[choices.gradients],
-        states * 4 if recipe.wide < 4 else 0.0,
+        states * (2 if s.config.optim.main == "split" else 4) if recipe.wide < 4 else 0.0,
         states * 2 * BYTES[s.config.optim.moments],
     )
 
@@ -257,16 +295,18 @@ def replicas(s: Setting, kind: Class) -> int:
 
 
 def update_of(s: Setting, held: State) -> float:
-    """What the optimizer's step needs beside: summed gradients that came, and a bucket's weights being rounded; without
-    a fused kernel the moments of a bucket in fp32 too."""
+    """What the optimizer's step needs beside: summed gradients that came; without a kernel that does all in one pass a
+    bucket's weights being rounded, and without a fused one the moments of a bucket in fp32 too."""
     m = s.config.model
     layer = m.moe.experts * 2 * m.moe.ffn * (m.moe.latent or m.hidden) / (s.portion.ep * s.portion.etp)
     largest = max(BUCKET, m.vocab * m.hidden / s.portion.tp, layer if is_moe(m, m.layers - 1) else 0.0)
     bucket = min(largest, held.share)
-    facts = Facts(s.choices.device, "bf16", moments=s.config.optim.moments, triton=s.choices.device == "cuda")
-    fused = s.choices.stack == "megatron" or pick("adamw", facts)[0] != "reference"
-    came = held.summed * BYTES[s.choices.gradients] if s.choices.stack == "moefold" else 0.0
-    return came + bucket * (s.choices.recipe.wide + (0 if fused else 16))
+    c, optim = s.choices, s.config.optim
+    capability = (c.capability // 10, c.capability % 10)
+    facts = Facts(c.device, "bf16", capability, moments=optim.moments, main=optim.main, triton=c.device == "cuda")
+    bound = "fused" if c.stack == "megatron" else pick("adamw", facts)[0]
+    came = held.summed * BYTES[c.gradients] if c.stack == "moefold" else 0.0
+    return came + bucket * {"triton": 0, "fused": c.recipe.wide}.get(bound, c.recipe.wide + 16)
 
 
 def buffers_of(s: Setting, rank: RankStages, held: State) -> float:

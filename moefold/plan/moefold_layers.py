@@ -30,15 +30,19 @@ def norm(
 
 
 def norm_over_all(what: str, rows: Number, width: Number) -> tuple[Tensor, ...]:
-    """A norm over all heads, which tp may cut, is made of plain operations in fp32 everywhere."""
+    """A norm over all heads, which tp may cut, is made of plain operations in fp32 where no kernel turns them too."""
     return tuple(
-        Tensor(name, "attend", rows, wide, "fp32", when=lambda s: s.qk_norm == "full")
+        Tensor(name, "attend", rows, wide, "fp32", when=lambda s: s.qk_norm == "full" and not s.turned)
         for name, wide in ((f"{what} in fp32", width), (f"{what} scaled", width), (f"scale of {what}", one))
     )
 
 
 def per_head(s: Sizes) -> bool:
-    return s.qk_norm == "head"
+    return s.qk_norm == "head" and not s.turned
+
+
+def turned(s: Sizes) -> bool:
+    return s.turned
 
 
 def sink(s: Sizes) -> int:
@@ -68,6 +72,7 @@ ATTEND = (
     ),
     *norm("query", "attend", lambda s: s.C * s.H, lambda s: s.Q, per_head),
     *norm("key", "attend", lambda s: s.C * s.G, lambda s: s.Q, per_head),
+    Tensor("query and key, not yet normed", "attend", C, lambda s: (s.H + s.G) * s.Q, read="norm", when=turned),
     *norm_over_all("query", C, lambda s: s.H * s.Q),
     *norm_over_all("key", C, lambda s: s.G * s.Q),
     Tensor("queries", "attend", C, lambda s: s.H * (s.Q + 8 * sink(s)), "wide", ("up",), "core", mla),
@@ -97,10 +102,8 @@ MLP = (
 
 
 def one_pass(s: Sizes) -> bool:
-    """Whether one kernel chooses: it knows softmax scores, and tokens that choose for themselves."""
-    moe = s.model.moe
-    plain = moe.score == "softmax" and moe.normalize != "all" and moe.groups <= moe.groups_chosen
-    return plain and not moe.force_balance and moe.router == "token_choice" and s.kernel("router_topk") == "triton"
+    """Whether one kernel makes scores, choice and weights; it keeps the logits and makes the scores again."""
+    return s.kernel("router_topk") == "triton"
 
 
 def normalize(s: Sizes) -> str:
@@ -123,7 +126,7 @@ def counted(s: Sizes) -> float:
 def has_shares(s: Sizes) -> bool:
     """Whether scores as shares of one have a use: in balance losses, or as weights."""
     softmax = normalize(s) == "none" and s.model.moe.score == "softmax"
-    return one_pass(s) or has_aux(s) or normalize(s) == "all" or softmax
+    return not one_pass(s) and (has_aux(s) or normalize(s) == "all" or softmax)
 
 
 def has_logs(s: Sizes) -> bool:
@@ -131,11 +134,11 @@ def has_logs(s: Sizes) -> bool:
 
 
 def has_logits(s: Sizes) -> bool:
-    return s.model.moe.z_loss > 0 or has_logs(s) or weighs_chosen(s)
+    return one_pass(s) or s.model.moe.z_loss > 0 or has_logs(s) or weighs_chosen(s)
 
 
 def has_sigmoids(s: Sizes) -> bool:
-    return s.model.moe.score == "sigmoid" and normalize(s) == "none"
+    return s.model.moe.score == "sigmoid" and normalize(s) == "none" and not one_pass(s)
 
 
 def E(s: Sizes) -> float:
@@ -221,7 +224,7 @@ def heads(s: Sizes) -> float:
 ENDS = (
     Tensor("tokens", "embed", C, one, "int64"),
     Tensor("tokens", "look_ahead", C, one, "int64"),
-    *norm("stream", "look_ahead", T, D, own=False),
+    *norm("normed stream", "look_ahead", T, D),
     *norm("token", "look_ahead", T, D),
     Tensor("stream and token joined", "look_ahead", T, lambda s: 2 * s.D, "linear"),
     *norm("stream", "set_aside", T, D),
@@ -239,12 +242,43 @@ def padded(s: Sizes) -> float:
 
 def chunk(s: Sizes) -> float:
     """Logits that the head holds at a time."""
-    return min(CHUNK_LOGITS, s.C * s.P)
+    return min(CHUNK_LOGITS * (1 if in_fp32(s) else 4), s.C * s.P)
+
+
+def in_fp32(s: Sizes) -> bool:
+    """Whether the head's loss is made of plain operations in fp32; a kernel makes gradients of logits in place."""
+    return s.kernel("cross_entropy") != "triton"
+
+
+def by_hand(s: Sizes) -> bool:
+    """Whether the activation's gradient is made of plain operations."""
+    return s.kernel("swiglu") != "triton"
+
+
+def lands(s: Sizes) -> bool:
+    """Whether products write gradients of weights where the optimizer reads them, so that none is there twice."""
+    return s.choices.gradients == "bf16" and s.fused
 
 
 def swiglu_backward(rows: Number, inner: Number, when: When = always) -> Moment:
     """In fp32: gate and up, the incoming gradient, what the formula names, and both results before they are rounded."""
-    return (Tensor("gradient of the activation, in fp32", "", rows, lambda s: 10 * inner(s), "fp32", when=when),)
+    return (
+        Tensor(
+            "gradient of the activation, in fp32",
+            "",
+            rows,
+            lambda s: 10 * inner(s),
+            "fp32",
+            when=lambda s: when(s) and by_hand(s),
+        ),
+        Tensor(
+            "gradients of the activation, gate and up",
+            "",
+            rows,
+            lambda s: 3 * inner(s),
+            when=lambda s: when(s) and not by_hand(s),
+        ),
+    )
 
 
 MOMENTS: dict[tuple[str, str], tuple[Moment, ...]] = {
@@ -262,7 +296,13 @@ MOMENTS: dict[tuple[str, str], tuple[Moment, ...]] = {
             Tensor("gradient of gate and up", "", padded, lambda s: 2 * s.F),
             Tensor("rows or their gradient", "", R, W),
             Tensor("gradient of what arrived", "", lambda s: s.N, W),
-            Tensor("gradients of the experts' weights", "", lambda s: s.e * s.W, lambda s: 3 * s.F),
+            Tensor(
+                "gradients of the experts' weights",
+                "",
+                lambda s: s.e * s.W,
+                lambda s: 3 * s.F,
+                when=lambda s: not lands(s),
+            ),
         ),
         (STREAM, *swiglu_backward(R, lambda s: s.F, unfused)),
     ),
@@ -270,23 +310,24 @@ MOMENTS: dict[tuple[str, str], tuple[Moment, ...]] = {
         (
             STREAM,
             Tensor("gradients of q k v and the result", "", C, lambda s: q_k_v(s) + s.H * s.V),
-            Tensor("those that turn, in fp32", "", C, lambda s: 2 * s.H * s.Q, "fp32"),
+            Tensor("those that turn, in fp32", "", C, lambda s: 2 * s.H * s.Q, "fp32", when=lambda s: s.composed),
+            Tensor("those not yet turned", "", C, lambda s: (s.H + s.G) * s.Q, when=lambda s: not s.composed),
         ),
     ),
     ("mlp", "B"): ((STREAM, *swiglu_backward(C, lambda s: s.M)),),
     ("shared", "B"): ((STREAM, *swiglu_backward(C, lambda s: s.A)),),
     ("predict", "F"): (
-        (Tensor("logits of a chunk and their exponentials", "", chunk, lambda s: 2.0, "fp32"),),
+        (Tensor("logits of a chunk and their exponentials", "", chunk, lambda s: 2.0, "fp32", when=in_fp32),),
         (
             Tensor("gradient of a chunk's logits", "", chunk, one),
-            Tensor("its part of the head's gradient", "", lambda s: s.P, D),
+            Tensor("its part of the head's gradient", "", lambda s: s.P, D, when=in_fp32),
         ),
     ),
     ("predict", "B"): (
         (
             Tensor("gradient of the stream", "", T, lambda s: 2 * s.D),
-            Tensor("gradient of the head, scaled", "", lambda s: s.P, D, "fp32"),
-            Tensor("gradient of the head, rounded", "", lambda s: s.P, D),
+            Tensor("gradient of the head, scaled", "", lambda s: s.P, D, "fp32", when=lambda s: not lands(s)),
+            Tensor("gradient of the head, rounded", "", lambda s: s.P, D, when=lambda s: not lands(s)),
         ),
     ),
 }

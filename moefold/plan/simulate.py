@@ -129,8 +129,10 @@ def optimizer_seconds(pace: Pace, parameters: Counter[Class]) -> float:
 
 
 def optimizer_bytes(s: Setting) -> float:
-    """Of a parameter: its gradient is read, main weight and moments are read and written, the weight is written."""
-    return BYTES[s.choices.gradients] + 2 * 4 + 2 * 2 * BYTES[s.config.optim.moments] + s.choices.recipe.wide
+    """Of a parameter: its gradient is read, twice (for the norm); main weight and moments are read and written, the
+    weight is written, and read where it is half of the main one."""
+    main = 2 * 2 + 2 if s.config.optim.main == "split" else 2 * 4
+    return 2 * BYTES[s.choices.gradients] + main + 2 * 2 * BYTES[s.config.optim.moments] + s.choices.recipe.wide
 
 
 def mean_walls(s: Setting, ranks: list[Passes], clocked: Clocked) -> dict[str, float]:

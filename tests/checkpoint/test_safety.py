@@ -470,6 +470,48 @@ def test_what_a_tool_changed_in_a_sound_checkpoint_is_told_by_comparing_and_by_l
         assert refused_with in str(refused.value)
 
 
+def move_far(entries: dict[str, Any], data: bytearray) -> None:
+    entries[f"{FIRST}@{1 << 60},0"] = entries.pop(f"{FIRST}@0,0")
+
+
+def lose_a_dim(entries: dict[str, Any], data: bytearray) -> None:
+    entry = entries.pop(f"{FIRST}@0,0")
+    entries[f"{FIRST}@0"] = entry | {"shape": [entry["shape"][0] * entry["shape"][1]]}
+
+
+def clash(entries: dict[str, Any], data: bytearray) -> None:
+    entries[f"{FIRST}@0,0,0"] = entries.pop(f"{DOWN}@0,0,0")
+
+
+def lose_its_place(entries: dict[str, Any], data: bytearray) -> None:
+    entries[FIRST] = entries.pop(f"{FIRST}@0,0")
+
+
+def have_a_strange_place(entries: dict[str, Any], data: bytearray) -> None:
+    entries[f"{FIRST}@a,b"] = entries.pop(f"{FIRST}@0,0")
+
+
+def be_of_a_strange_dtype(entries: dict[str, Any], data: bytearray) -> None:
+    entries[f"{FIRST}@0,0"]["dtype"] = "U16"
+
+
+@pytest.mark.parametrize(
+    "edit", [move_far, lose_a_dim, clash, lose_its_place, have_a_strange_place, be_of_a_strange_dtype]
+)
+def test_chunks_that_make_no_sense_are_refused_at_once_with_their_name(edit, folder: Path):
+    rewrite(folder / "step-00000002", edit)
+    with pytest.raises(Damaged) as damaged:
+        verify(folder / "step-00000002")
+    assert FIRST in str(damaged.value) or "U16" in str(damaged.value)
+    is_passed_over(folder)
+
+
+def test_a_ledger_that_claims_far_more_than_there_is_is_refused_at_once(folder: Path):
+    edit_ledger(folder / "step-00000002", lambda tensors: tensors[FIRST].update({"shape": [1 << 39, 16]}))
+    with pytest.raises(Damaged, match=f'"{FIRST}" has shape'):
+        verify(folder / "step-00000002")
+
+
 def test_a_link_in_place_of_a_file_is_refused(folder: Path, tmp_path: Path):
     path = folder / "step-00000002"
     for name in ("rank-00000.safetensors", "ledger.json", "state.json", "manifest.json"):

@@ -12,6 +12,7 @@ import torch
 
 import moefold.checkpoint.save as save_file
 from moefold.checkpoint.boxes import boxes_of, whole_box
+from moefold.checkpoint.image import Image
 from moefold.checkpoint.load import load, require
 from moefold.checkpoint.saver import Saver
 from moefold.checkpoint.shelf import Keep, committed
@@ -50,12 +51,18 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     return opened
 
 
-def test_a_save_returns_before_anything_is_committed_and_holds_the_values_of_that_moment(tmp_path: Path, gate):
-    weight, small = torch.full((1000,), 1.0), torch.full((3,), 1.0)
+def test_a_save_returns_before_anything_is_copied_and_holds_the_values_of_that_moment(
+    tmp_path: Path, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
+):
+    weight, small, may_copy = torch.full((1000,), 1.0), torch.full((3,), 1.0), threading.Event()
+    fill = Image.fill
+    monkeypatch.setattr(Image, "fill", lambda *args: may_copy.wait(60) and fill(*args))
     with saver(tmp_path) as saves:
         saves.save(1, {"weight": part(weight), "small": small}, {"step": 1})
         small.fill_(2.0)  # plain tensors may change at once
+        threading.Timer(0.3, may_copy.set).start()
         saves.await_copy()
+        assert may_copy.is_set(), "an update waits for the copy"
         weight.fill_(2.0)  # what is described may change from here on
         assert committed(tmp_path) == []
         gate.set()
@@ -192,3 +199,24 @@ def test_values_that_no_rank_holds_are_named_before_anything_is_written(tmp_path
     with pytest.raises(ValueError, match='ranks hold 14 of 20 values of "main"'), saver(tmp_path) as saves:
         saves.save(1, {"main": part_of_split(Split(torch.zeros(14)), 3, 17)}, {"step": 1})
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_copies_from_a_gpu_have_the_values_of_the_moment_of_the_save(tmp_path: Path):
+    """Work that was asked for before the save is in it, work from `await_copy` on is not."""
+    weight = torch.zeros(1 << 26, device="cuda")
+    world = alone("cuda")
+    with saver(tmp_path, world) as saves:
+        for step in (1, 2):
+            torch.cuda._sleep(100_000_000)
+            weight.fill_(step)
+            saves.save(step, {"weight": part(weight)}, {"step": step})
+            assert saves.image
+            assert saves.image.bytes.is_pinned()
+            saves.await_copy()
+            weight.fill_(-1.0)
+    for step in (1, 2):
+        found = torch.zeros(1 << 26, device="cuda")
+        load(require(tmp_path / f"step-{step:08d}", world, str), {"weight": found}, set(), world)
+        assert (found == step).all()

@@ -112,6 +112,23 @@ def test_a_signal_saves_and_leaves_cleanly_and_the_run_goes_on_as_if_nothing_hap
     assert routed.count("\n") == 13, "one line every third step"
 
 
+def test_a_checkpoint_that_cannot_be_written_stops_the_run_by_name_and_leaves_the_ones_before(tmp_path: Path):
+    (tmp_path / "a" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "a" / "checkpoints" / "step-00000008.tmp").symlink_to(tmp_path / "elsewhere")
+    argv = small_run(tmp_path, "a", "--train.steps", "2000", "--checkpoint.every", "4")
+    code, output = command(argv, tmp_path / "log")
+    assert code == 2, output
+    assert "the checkpoint of step 8 was not written: cannot write in" in output
+    assert "Traceback" not in output
+    assert 8 <= metrics(tmp_path / "a")[-1]["step"] <= 12
+    (tmp_path / "a" / "checkpoints" / "step-00000008.tmp").unlink()
+    more = ["--train.steps", "9", "--resume", "auto"]
+    code, output = command(small_run(tmp_path, "a", *more), tmp_path / "log")
+    assert code == 0, output
+    assert "step-00000004 at step 4" in output
+
+
 @pytest.mark.slow
 def test_four_ranks_give_the_losses_of_one_rank(tmp_path: Path):
     """The two commands of the README, as a user would type them."""
