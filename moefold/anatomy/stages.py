@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from moefold.anatomy.steps import StepSpec, block_steps, look_ahead, predict
 from moefold.config.run import Config, ModelConfig
@@ -28,6 +29,11 @@ class Stage:
     ahead: range
     predicts: bool
     aside: int
+
+    @property
+    def norms(self) -> bool:
+        """Whether the model's last norm is used here: by the head, or by the first layer that looks ahead."""
+        return self.predicts or 1 in self.ahead
 
     @property
     def looks_up(self) -> bool:
@@ -64,7 +70,13 @@ def layout_of(config: Config) -> Layout:
     model, count = config.model, config.parallel.pp * config.pipeline.vpp
     if config.pipeline.layout:
         return parse(config.pipeline.layout)
-    return propose(pieces_of(model), piece_costs(model, config.data.seq_len), count)
+    return proposed(model, config.data.seq_len, count)
+
+
+@lru_cache(maxsize=1024)
+def proposed(model: ModelConfig, seq_len: int, count: int) -> Layout:
+    """Kept, since a search asks for the same cut many times."""
+    return propose(pieces_of(model), piece_costs(model, seq_len), count)
 
 
 def stages_of(config: Config) -> list[Stage]:
@@ -90,6 +102,12 @@ def embedding_ranks(config: Config) -> list[int]:
     ranks = rank_of_stage(config)
     needs = [s.looks_up or (s.predicts and config.model.tied_head) for s in stages_of(config)]
     return sorted({rank for rank, need in zip(ranks, needs, strict=True) if need})
+
+
+def norm_ranks(config: Config) -> list[int]:
+    """The pipeline ranks that hold a copy of the last norm."""
+    ranks = rank_of_stage(config)
+    return sorted({rank for rank, stage in zip(ranks, stages_of(config), strict=True) if stage.norms})
 
 
 def program_for(config: Config, microbatches: int) -> Program:

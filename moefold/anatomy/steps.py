@@ -16,7 +16,7 @@ counts, embedding and router do not.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Literal
@@ -24,19 +24,35 @@ from typing import Literal
 from moefold.config.run import ModelConfig
 
 Lane = Literal["compute", "comm"]
+Cut = tuple[tuple[int, str], ...]  # dims of a tensor with the axes that cut them, as a placement has them
 
 
 @dataclass(frozen=True)
 class Weight:
-    """A parameter by its name inside its piece; a token uses the `active` share of it."""
+    """A parameter by its name inside its piece; a token uses the `active` share of it, and `cut` says which axes cut
+    which dims. One that ep cuts is of the expert grid."""
 
     name: str
     shape: tuple[int, ...]
     active: float = 1.0
+    cut: Cut = ()
 
     @property
     def size(self) -> int:
         return prod(self.shape)
+
+    def part(self, degrees: Mapping[str, int]) -> tuple[float, ...]:
+        """Its shape on one rank, where axes have these degrees; parts that do not come out even are on average."""
+        by = dict(self.cut)
+        return tuple(size / degrees[by[dim]] if dim in by else size for dim, size in enumerate(self.shape))
+
+
+def over_tp(dim: int) -> Cut:
+    return ((dim, "tp"),)
+
+
+def over_experts(inner: int) -> Cut:
+    return ((0, "ep"), (inner, "etp"))
 
 
 @dataclass(frozen=True)
@@ -80,7 +96,7 @@ def attend(model: ModelConfig, layer: int) -> StepSpec:
     a, d = model.attention, model.hidden
     weights = (latent_weights if a.kind == "mla" else grouped_weights)(model)
     if a.sinks:
-        weights += (Weight("attention.sinks", (a.heads,)),)
+        weights += (Weight("attention.sinks", (a.heads,), cut=over_tp(0)),)
     value_dim = (a.kind == "mla" and a.value_dim) or a.head_dim
     kv_heads = a.heads if a.kind == "mla" else a.kv_heads
     window = window_of(model, layer)
@@ -117,8 +133,11 @@ def latent_weights(model: ModelConfig) -> tuple[Weight, ...]:
         *(Weight(f"attention.{name}.bias", (width,)) for name, width in down.items() if a.qkv_bias),
         *((Weight("attention.query_norm.weight", (a.q_rank,)),) if a.q_rank else ()),
         Weight("attention.latent_norm.weight", (a.kv_rank,)),
-        *(Weight(f"attention.{name}.weight", (a.heads, width, rank)) for name, (rank, width) in up.items()),
-        Weight("attention.out.weight", (d, a.heads * value_dim)),
+        *(
+            Weight(f"attention.{name}.weight", (a.heads, width, rank), cut=over_tp(0))
+            for name, (rank, width) in up.items()
+        ),
+        Weight("attention.out.weight", (d, a.heads * value_dim), cut=over_tp(1)),
         *((Weight("attention.out.bias", (d,)),) if a.out_bias else ()),
     )
 
@@ -127,23 +146,27 @@ def grouped_weights(model: ModelConfig) -> tuple[Weight, ...]:
     a, d = model.attention, model.hidden
     heads = {"query": (a.heads, a.head_dim), "key": (a.kv_heads, a.head_dim), "value": (a.kv_heads, a.head_dim)}
     weights = [Weight("attention.norm.weight", (d,))]
-    weights += [Weight(f"attention.{name}.weight", (*shape, d)) for name, shape in heads.items()]
-    weights += [Weight("attention.out.weight", (d, a.heads * a.head_dim))]
+    weights += [Weight(f"attention.{name}.weight", (*shape, d), cut=over_tp(0)) for name, shape in heads.items()]
+    weights += [Weight("attention.out.weight", (d, a.heads * a.head_dim), cut=over_tp(1))]
     if a.qkv_bias:
-        weights += [Weight(f"attention.{name}.bias", shape) for name, shape in heads.items()]
+        weights += [Weight(f"attention.{name}.bias", shape, cut=over_tp(0)) for name, shape in heads.items()]
     if a.out_bias:
         weights += [Weight("attention.out.bias", (d,))]
     if a.qk_norm != "none":
         per_head = a.qk_norm == "head"
-        widths = [a.head_dim * (1 if per_head else n) for n in (a.heads, a.kv_heads)]
-        weights += [Weight(f"attention.{n}_norm.weight", (w,)) for n, w in zip(("query", "key"), widths, strict=True)]
+        widths = {
+            "query": a.head_dim * (1 if per_head else a.heads),
+            "key": a.head_dim * (1 if per_head else a.kv_heads),
+        }
+        cut = () if per_head else over_tp(0)
+        weights += [Weight(f"attention.{name}_norm.weight", (width,), cut=cut) for name, width in widths.items()]
     return tuple(weights)
 
 
 def mlp_weights(model: ModelConfig, name: str, ffn: int) -> tuple[Weight, ...]:
     return (
-        Weight(f"{name}.gate_up.weight", (2, ffn, model.hidden)),
-        Weight(f"{name}.down.weight", (model.hidden, ffn)),
+        Weight(f"{name}.gate_up.weight", (2, ffn, model.hidden), cut=over_tp(1)),
+        Weight(f"{name}.down.weight", (model.hidden, ffn), cut=over_tp(1)),
     )
 
 
@@ -200,16 +223,16 @@ def experts(model: ModelConfig) -> StepSpec:
     m, d = model.moe, travelling_width(model)
     share = m.top_k / m.experts
     weights = (
-        Weight("moe.experts.gate_up", (m.experts, 2, m.ffn, d), share),
-        Weight("moe.experts.down", (m.experts, d, m.ffn), share),
+        Weight("moe.experts.gate_up", (m.experts, 2, m.ffn, d), share, over_experts(2)),
+        Weight("moe.experts.down", (m.experts, d, m.ffn), share, over_experts(2)),
     )
     ops = ("gather_rows", "grouped_gemm", m.activation)
     if one_kernel_may_do(model):
         ops = ("expert_mlp", *ops)  # the first at once, or the others in turn
     if m.biases:
         weights += (
-            Weight("moe.experts.gate_up_bias", (m.experts, 2, m.ffn), share),
-            Weight("moe.experts.down_bias", (m.experts, d), share),
+            Weight("moe.experts.gate_up_bias", (m.experts, 2, m.ffn), share, over_experts(2)),
+            Weight("moe.experts.down_bias", (m.experts, d), share, ((0, "ep"),)),
         )
         ops += ("expert_bias",)
     shapes = f"R,{d} -> R,2,{m.ffn} -> R,{d}"
@@ -237,12 +260,12 @@ def block_steps(model: ModelConfig, layer: int) -> list[StepSpec]:
 
 
 def embed(model: ModelConfig) -> StepSpec:
-    weights = (Weight("embedding.weight", (model.vocab, model.hidden)),)
+    weights = (Weight("embedding.weight", (model.vocab, model.hidden), cut=over_tp(0)),)
     return StepSpec("embed", "compute", True, f"T -> T,{model.hidden}", (), weights)
 
 
 def predict(model: ModelConfig) -> StepSpec:
-    matrix = Weight("head.weight", (model.vocab, model.hidden))
+    matrix = Weight("head.weight", (model.vocab, model.hidden), cut=over_tp(0))
     weights = (Weight("head.norm.weight", (model.hidden,)), *(() if model.tied_head else (matrix,)))
     shapes = f"T,{model.hidden} -> T,{model.vocab} in chunks -> loss"
     times = 1.0 + model.mtp

@@ -1,45 +1,112 @@
 """Everything a run must remember, as logical tensors: weights, balance biases, optimizer state, random state.
 
-A tensor of which a rank holds a part is described to torch DCP by its whole shape and the part's place, both read off
-the declaration. So a checkpoint knows nothing of the layout that wrote it.
+A tensor of which a rank holds some boxes is described by its whole shape and their places, both read off the
+declaration. So a checkpoint knows nothing of the layout that wrote it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
 import torch
 from torch import nn
 
-from moefold.checkpoint.storage import Box, Part, boxes_of
+from moefold.checkpoint.boxes import Box, boxes_of, elements, shifted, whole_box
+from moefold.checkpoint.ledger import Shape
 from moefold.layout.axes import World
 from moefold.layout.declare import Parameter, declared_parameters
-from moefold.optim.adamw import AdamW
 
 
-def tensors_of(model: nn.Module, optimizer: AdamW) -> dict[str, torch.Tensor]:
-    """Model and optimizer by name. They are the live tensors, so loading into them is enough."""
+@dataclass(frozen=True)
+class Held:
+    """One box of a logical tensor that this rank holds: how its values are read, and how new ones are put there."""
+
+    box: Box
+    read: Callable[[], torch.Tensor]
+    write: Callable[[torch.Tensor], object]
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a rank holds of a logical tensor. `stacked`: its dim 0 counts experts."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    held: list[Held]
+    stacked: bool = False
+
+    @property
+    def what(self) -> Shape:
+        return Shape(str(self.dtype).removeprefix("torch."), self.shape, self.stacked)
+
+
+Tensors = Mapping[str, torch.Tensor | Part]  # a tensor that is held whole needs no description
+
+
+class State(Protocol):
+    """Flat values of the optimizer that lie otherwise than a checkpoint has them."""
+
+    dtype: torch.dtype
+
+    def __len__(self) -> int: ...
+    def get(self, first: int, last: int) -> torch.Tensor: ...
+    def put(self, first: int, last: int, values: torch.Tensor) -> None: ...
+
+
+class Stateful(Protocol):
+    """An optimizer, as a checkpoint sees it."""
+
+    def state(self) -> Iterator[tuple[Parameter, str, int, torch.Tensor | State]]:
+        """(parameter, kind, first, values): the values are those of this rank's part, flattened, from there on."""
+        ...
+
+
+def tensors_of(model: nn.Module, optimizer: Stateful) -> dict[str, torch.Tensor | Part]:
+    """Model and optimizer by name. They are the live tensors, so loading into them is enough; what the optimizer has is
+    loaded last, since the model's weights may be a rounded copy of it."""
     places = {p.name: p for p in declared_parameters(model)}
-    held: dict[str, torch.Tensor] = {}
+    found: dict[str, torch.Tensor | Part] = {}
     for name, tensor in model.state_dict().items():
-        held[f"model.{name}"] = part_of(tensor.detach(), places[name]) if name in places else tensor
+        found[f"model.{name}"] = part_of(tensor.detach(), places[name]) if name in places else tensor
     for parameter, kind, first, values in optimizer.state():
-        boxes = boxes_in_whole(values, first, parameter)
-        held[f"optimizer.{parameter.name}.{kind}"] = Part(parameter.declaration.shape, boxes, values)
-    return held
+        made, boxes = parameter.declaration, boxes_in_whole(first, first + len(values), parameter)
+        held = [hold_run(box, begin - first, values) for begin, box in boxes]
+        found[f"optimizer.{parameter.name}.{kind}"] = Part(made.shape, values.dtype, held, made.stacked)
+    return found
 
 
-def boxes_in_whole(values: torch.Tensor, first: int, parameter: Parameter) -> list[Box]:
-    """Values of this rank's flattened part of a parameter, from element `first` on, as boxes of the whole parameter."""
+def boxes_in_whole(first: int, last: int, parameter: Parameter) -> Iterator[tuple[int, Box]]:
+    """The elements first..last of this rank's flattened part of a parameter, as boxes of the whole parameter."""
     corner = [start for start, _ in parameter.part]
-    return [
-        (tuple(c + s for c, s in zip(corner, starts, strict=True)), box)
-        for starts, box in boxes_of(values, first, parameter.tensor.shape)
-    ]
+    for begin, box in boxes_of(first, last, parameter.tensor.shape):
+        yield begin, shifted(box, corner)
 
 
-def part_of(tensor: torch.Tensor, parameter: Parameter) -> torch.Tensor:
-    """The tensor itself if this rank holds all of it, else its description as a part."""
-    whole, corner = parameter.declaration.shape, tuple(start for start, _ in parameter.part)
-    return tensor if tuple(tensor.shape) == whole else Part(whole, [(corner, tensor)], tensor)
+def hold(box: Box, values: torch.Tensor) -> Held:
+    return Held(box, lambda: values, values.copy_)
+
+
+def hold_run(box: Box, first: int, values: torch.Tensor | State) -> Held:
+    """The box whose elements lie one after the other in flat values, from `first` on."""
+    last, sizes = first + elements(box), [size for _, size in box]
+    if isinstance(values, torch.Tensor):
+        return hold(box, values[first:last].view(sizes))
+    put = partial(values.put, first, last)
+    return Held(box, lambda: values.get(first, last).view(sizes), lambda new: put(new.flatten()))
+
+
+def part_of(tensor: torch.Tensor, parameter: Parameter) -> Part:
+    made = parameter.declaration
+    return Part(made.shape, tensor.dtype, [hold(tuple(parameter.part), tensor)], made.stacked)
+
+
+def described(tensor: torch.Tensor | Part) -> Part:
+    if isinstance(tensor, Part):
+        return tensor
+    return Part(tuple(tensor.shape), tensor.dtype, [hold(whole_box(tensor.shape), tensor)])
 
 
 def random_state(world: World) -> dict[str, torch.Tensor]:

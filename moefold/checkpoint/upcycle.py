@@ -22,8 +22,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from moefold.checkpoint.hf.move import Fetch, slices
-from moefold.checkpoint.hf.piece import Range
+from moefold.checkpoint.boxes import Range, slices
+from moefold.checkpoint.hf.move import Fetch
 from moefold.config.refused import Refused, printable
 from moefold.config.run import ModelConfig, MoeConfig
 

@@ -1,5 +1,5 @@
 """`moefold bench kernels`: every implementation of every op on the cases that also test it, the reference beside it.
-`layer`, `step`, `attention`, `curves` and `overlap` have files of their own."""
+Every other subject has a file of its own."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from moefold.cli import overlap
+from moefold.cli import bench_save, calibrate, overlap
 from moefold.cli.options import read
 from moefold.config.refused import Refused, choose
 from moefold.kernels.catalog import CATALOG
@@ -26,9 +26,12 @@ class BenchOptions:
     """Time this machine. `kernels` times every operation's implementations, forward and backward; `layer` times the MoE
     layers of known models and `step` whole training steps, with transformers' beside them where it is installed;
     `attention` compares the ways of attending; `curves` shows whether fast kernels learn as references do; `overlap`
-    how much of the travel to experts hides behind compute."""
+    how much of the travel to experts hides behind compute; `save` times checkpoints; `calibrate` measures this machine
+    for `moefold plan`, and `plan` shows how near its answers come on this GPU."""
 
-    what: tyro.conf.Positional[Literal["kernels", "layer", "step", "attention", "curves", "overlap"]] = "kernels"
+    what: tyro.conf.Positional[
+        Literal["kernels", "layer", "step", "attention", "curves", "overlap", "save", "calibrate", "plan"]
+    ] = "kernels"
     layer: tuple[str, ...] = ()
     """Only these layers."""
     model: tuple[str, ...] = ()
@@ -37,6 +40,8 @@ class BenchOptions:
     """step, curves: how many steps are timed (10), or compared (200)."""
     out: Path | None = None
     """step: a folder for the profile and trace of one step of each model. curves: a folder for the plot."""
+    gpu: str = "h200"
+    """plan: the GPU this is, as `moefold plan --gpu` takes it."""
     op: str | None = None
     """Only this operation."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -48,8 +53,9 @@ class BenchOptions:
 
 
 def run(argv: Sequence[str]) -> int:
-    if argv[:1] == ["overlap"]:
-        return overlap.run(argv[1:])
+    for name, command in {"overlap": overlap, "save": bench_save, "calibrate": calibrate}.items():
+        if argv[:1] == [name]:
+            return command.run(argv[1:])
     options, _ = read(BenchOptions, argv, "bench", config_keys=False)
     ops = [choose("operation", options.op, CATALOG)] if options.op else list(CATALOG)
     for name, number in (("repeat", options.repeat), ("steps", options.steps)):
@@ -95,6 +101,14 @@ def run_attention(_: BenchOptions, device: str, __: str) -> Shown:
     return bench_attention.bench(device), bench_attention.show
 
 
+def run_plan(options: BenchOptions, device: str, _: str) -> Shown:
+    from moefold.cli import bench_plan
+
+    if device != "cuda":
+        raise Refused("moefold bench plan compares runs on a GPU, and torch sees none here; expected a CUDA device")
+    return bench_plan.bench(list(bench_plan.CASES), options.gpu, options.steps or 5), bench_plan.show
+
+
 def run_curves(options: BenchOptions, device: str, _: str) -> Shown:
     from moefold.cli import bench_curves
 
@@ -111,6 +125,7 @@ OTHERS: dict[str, Callable[[BenchOptions, str, str], Shown]] = {
     "step": run_steps,
     "attention": run_attention,
     "curves": run_curves,
+    "plan": run_plan,
 }
 
 

@@ -14,10 +14,13 @@ from moefold.config.refused import Failed, Refused, choose
 COMMANDS = {
     "train": "train a model: moefold train tiny",
     "explain": "show a model step by step, without running it: moefold explain qwen3-30b-a3b",
+    "plan": "know memory, time and the best layout before: moefold plan qwen3-30b-a3b --gpus 16 --gpu h100",
+    "web": "plan with sliders, on a page for this machine alone: moefold web",
     "simulate": "clock a pipeline schedule and draw it: moefold simulate --schedule 1f1b --pp 4 --microbatches 16",
     "convert": "write weights as transformers loads them: moefold convert runs/tiny OUT --to hf",
+    "ckpt": "look at checkpoints: moefold ckpt ls RUN, moefold ckpt verify RUN, moefold ckpt diff A B",
     "report": "show how a run went, as one HTML file: moefold report runs/tiny",
-    "bench": "time this machine: moefold bench kernels, moefold bench layer, moefold bench step",
+    "bench": "time this machine: moefold bench kernels, layer, step, attention, save, calibrate and others",
     "doctor": "check this machine, or prove a layout equal to one rank: moefold doctor parity tiny --world 4",
 }
 

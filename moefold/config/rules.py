@@ -20,6 +20,26 @@ from moefold.schedule.unsound import Unsound
 
 CROSS_FIELD: list[Rule] = [
     Rule(
+        "what is kept is written",
+        ("checkpoint.keep_every", "checkpoint.every"),
+        lambda c: c.config.checkpoint.keep_every % c.config.checkpoint.every == 0,
+        lambda c: (
+            f"checkpoint.keep_every = {c.config.checkpoint.keep_every} is no multiple of checkpoint.every = "
+            f"{c.config.checkpoint.every}: steps to keep would not be written"
+        ),
+        lambda c: f"set checkpoint.keep_every to one of 0, {c.config.checkpoint.every}",
+    ),
+    Rule(
+        "the checkpoint path names a place",
+        ("checkpoint.path",),
+        lambda c: re.fullmatch(r"([A-Za-z][\w+.:-]*://)?[^\x00-\x1f:]*", c.config.checkpoint.path) is not None,
+        lambda c: (
+            f"checkpoint.path = {printable(c.config.checkpoint.path)} names no place; "
+            "expected a folder, or a path such as s3://bucket/run"
+        ),
+        lambda c: 'set checkpoint.path to ""',
+    ),
+    Rule(
         "the name can be a folder's",
         ("name",),
         lambda c: re.fullmatch(r"\w[\w.+-]{0,80}", c.config.name, re.ASCII) is not None,

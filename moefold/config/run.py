@@ -87,6 +87,9 @@ class MoeConfig:
     )
     bias_rate: float = key(0.0, "step of the selection bias that evens out expert load; 0: off", at_least=0)
     bias_step: Literal["sign", "proportional"] = key("sign", "the bias moves by a fixed step, or by the lack of load")
+    bias_pace: Literal["constant", "learning_rate"] = key(
+        "constant", "that step stays, or falls with the learning rate, as the weights it follows slow down"
+    )
     aux_loss: float = key(0.0, "weight of the load-balancing loss; 0: off", at_least=0)
     aux_over: Literal["sequence", "microbatch", "global_batch", "previous_batch"] = key(
         "sequence",
@@ -210,7 +213,9 @@ class ObserveConfig:
 @dataclass(frozen=True)
 class CheckpointConfig:
     every: int = key(100, "steps between checkpoints; one more is written at the end", at_least=1)
-    keep: int = key(2, "how many checkpoints to keep", at_least=1)
+    keep: int = key(2, "how many checkpoints to keep, the last ones", at_least=1)
+    keep_every: int = key(0, "checkpoints of steps that this divides are kept for good; 0: none", at_least=0)
+    path: str = key("", "where they go: a folder or what fsspec reaches (s3://...); by default checkpoints/ of the run")
 
 
 @dataclass(frozen=True)

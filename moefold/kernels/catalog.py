@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 
 from moefold.anatomy.steps import travelling_width
@@ -21,9 +21,14 @@ from moefold.kernels.attention_times import TOKENS, Shape, known
 BYTES = {"fp64": 8, "fp32": 4, "fp16": 2, "bf16": 2}
 
 
+@cache
+def has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
 @dataclass(frozen=True)
 class Facts:
-    """What is known before a run starts and does not change during it."""
+    """What is known before a run starts and does not change during it. `triton`: whether it is installed there."""
 
     device: str
     dtype: str
@@ -34,6 +39,7 @@ class Facts:
     main: str = "fp32"
     attention: Shape | None = None  # where every query sees all positions up to its own
     repeatable: bool = True
+    triton: bool = field(default_factory=has_triton)
 
     def aligned(self, to: int) -> bool:
         """Rows of `hidden` and of `ffn` elements begin at multiples of so many bytes."""
@@ -61,13 +67,8 @@ def grouped_mm_runs(f: Facts) -> bool:
     return f.dtype in dtypes and f.aligned(16) and (f.device == "cpu" or f.capability >= (8, 0))
 
 
-@cache
-def has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
-
-
 def triton_runs(f: Facts) -> bool:
-    return f.device == "cuda" and f.capability >= (8, 0) and has_triton()
+    return f.device == "cuda" and f.capability >= (8, 0) and f.triton
 
 
 def expert_gemm_runs(f: Facts) -> bool:
@@ -98,7 +99,7 @@ def ordered_attends(f: Facts) -> bool:
     shape = f.attention
     if shape is None or shape.length * shape.heads * shape.head_dim >= 1 << 31:
         return False
-    return flash_attends(f) and has_triton() and shape.head_dim in (16, 32, 64, 128)
+    return flash_attends(f) and f.triton and shape.head_dim in (16, 32, 64, 128)
 
 
 def attention_cost(name: str) -> Callable[[Facts], float]:

@@ -46,24 +46,26 @@ def cross_entropy(
 
 
 class Way(NamedTuple):
-    """How chunks are worked on: how many logits one holds, what makes their gradient and the loss of them, and what
-    adds a product of two matrices to the gradient of the head."""
+    """How chunks are worked on: how many logits one holds, what makes their gradient and the loss of them, what adds a
+    product of two matrices to the gradient of the head, and what scales that into its place in the end."""
 
     logits: int
     finish: Callable[[torch.Tensor, torch.Tensor, Words], tuple[torch.Tensor, torch.Tensor]]
-    add_product: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
+    add_product: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool], None]
+    scale_into: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 @cross_entropy.fast("chunked")
 def _(x_TD: torch.Tensor, w_VD: torch.Tensor, labels_T: torch.Tensor, words: Words = ALL_WORDS) -> torch.Tensor:
-    return in_chunks(x_TD, w_VD, labels_T, words, Way(CHUNK_LOGITS, loss_and_gradient, add_product))
+    return in_chunks(x_TD, w_VD, labels_T, words, Way(CHUNK_LOGITS, loss_and_gradient, add_product, scale_into))
 
 
 @cross_entropy.fast("triton")
 def _(x_TD: torch.Tensor, w_VD: torch.Tensor, labels_T: torch.Tensor, words: Words = ALL_WORDS) -> torch.Tensor:
     from moefold.kernels import head_kernels
 
-    way = Way(4 * CHUNK_LOGITS, head_kernels.loss_and_gradient, add_product_in_fp32)
+    kernels = (head_kernels.loss_and_gradient, add_product_in_fp32, head_kernels.scale_into)
+    way = Way(4 * CHUNK_LOGITS, *kernels)
     return in_chunks(x_TD, w_VD, labels_T, words, way)
 
 
@@ -81,7 +83,8 @@ class Chunked(torch.autograd.Function):
         wide = torch.promote_types(x_TD.dtype, torch.float32)
         wants_x, wants_w, *_ = ctx.needs_input_grad
         dx = torch.empty_like(x_TD) if wants_x else None
-        dw = torch.zeros_like(w_VD, dtype=wide) if wants_w else None
+        empty = torch.empty_like if len(x_TD) else torch.zeros_like  # the first chunk writes
+        dw = empty(w_VD, dtype=wide) if wants_w else None
         total = x_TD.new_zeros((), dtype=wide)
         size = max(1, way.logits // w_VD.shape[0])
         for start in range(0, x_TD.shape[0], size):
@@ -92,10 +95,10 @@ class Chunked(torch.autograd.Function):
             if dx is not None:
                 torch.mm(d_logits, w_VD, out=dx[part])
             if dw is not None:
-                way.add_product(dw, d_logits, x)
+                way.add_product(dw, d_logits, x, start == 0)
             del d_logits  # before the next chunk's are made
         ctx.save_for_backward(dx, dw)
-        ctx.weight = w_VD
+        ctx.weight, ctx.scale_into = w_VD, way.scale_into
         return total
 
     @staticmethod
@@ -103,20 +106,26 @@ class Chunked(torch.autograd.Function):
         (d_total,), (dx, dw) = gradients, ctx.saved_tensors
         return (
             None if dx is None else dx * d_total.to(dx.dtype),
-            None if dw is None else torch.mul(dw, d_total, out=memory_for_gradient(ctx.weight)),
+            None if dw is None else ctx.scale_into(dw, d_total, memory_for_gradient(ctx.weight)),
             None,
             None,
             None,
         )
 
 
-def add_product(dw_VD: torch.Tensor, d_TV: torch.Tensor, x_TD: torch.Tensor) -> None:
-    dw_VD += d_TV.T @ x_TD
+def add_product(dw_VD: torch.Tensor, d_TV: torch.Tensor, x_TD: torch.Tensor, first: bool) -> None:
+    """The first is written, whatever is there."""
+    product = d_TV.T @ x_TD
+    dw_VD.copy_(product) if first else dw_VD.add_(product)
 
 
-def add_product_in_fp32(dw_VD: torch.Tensor, d_TV: torch.Tensor, x_TD: torch.Tensor) -> None:
-    """One GEMM that reads and writes the sum: nothing is rounded to bf16 on the way."""
-    torch.addmm(dw_VD, d_TV.T, x_TD, out_dtype=torch.float32, out=dw_VD)
+def add_product_in_fp32(dw_VD: torch.Tensor, d_TV: torch.Tensor, x_TD: torch.Tensor, first: bool) -> None:
+    """The same in one GEMM that reads and writes the sum: nothing is rounded to bf16 on the way."""
+    torch.addmm(dw_VD, d_TV.T, x_TD, out_dtype=torch.float32, beta=0 if first else 1, out=dw_VD)
+
+
+def scale_into(x: torch.Tensor, factor: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    return torch.mul(x, factor, out=out)
 
 
 def loss_and_gradient(logits: torch.Tensor, labels: torch.Tensor, words: Words) -> tuple[torch.Tensor, torch.Tensor]:

@@ -21,16 +21,25 @@ BLOCK = 2048
 
 
 @triton.jit
+def logits_at(row, v, V):
+    return tl.load(row + v, mask=v < V, other=-1e30).to(tl.float32)
+
+
+@triton.jit
 def sums_kernel(logits_TV, column_T, largest_T, sum_T, target_T, V, BLOCK: tl.constexpr):
-    """Each lane keeps its own largest and sum over the row; they meet once, at the end."""
+    """Each lane keeps its own largest and sum over the row; they meet once, at the end. Four blocks at a time, so that
+    several loads are in flight and one rescaling serves them all."""
     t = tl.program_id(0).to(tl.int64)
     row, lane = logits_TV + t * V, tl.arange(0, BLOCK)
     top = tl.full([BLOCK], -1e30, tl.float32)  # as good as -inf, but its differences are numbers
     total = tl.zeros([BLOCK], tl.float32)
-    for start in range(0, V, BLOCK):
-        x = tl.load(row + start + lane, mask=start + lane < V, other=-1e30).to(tl.float32)
-        higher = tl.maximum(top, x)
-        total = total * tl.exp(top - higher) + tl.exp(x - higher)
+    for start in range(0, V, BLOCK * 4):
+        v = start + lane
+        a, b = logits_at(row, v, V), logits_at(row, v + BLOCK, V)
+        c, d = logits_at(row, v + 2 * BLOCK, V), logits_at(row, v + 3 * BLOCK, V)
+        higher = tl.maximum(tl.maximum(top, a), tl.maximum(tl.maximum(b, c), d))
+        total *= tl.exp(top - higher)
+        total += (tl.exp(a - higher) + tl.exp(b - higher)) + (tl.exp(c - higher) + tl.exp(d - higher))
         top = higher
     largest = tl.max(top, 0)
     tl.store(largest_T + t, largest)
@@ -51,6 +60,19 @@ def gradient_kernel(logits_TV, column_T, log_sum_T, valid_T, V, BLOCK: tl.conste
     tl.store(at, d.to(logits_TV.dtype.element_ty), mask=v < V)
 
 
+@triton.jit
+def scale_kernel(x, factor, out, n, BLOCK: tl.constexpr):
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    y = tl.load(x + i, mask=i < n, other=0.0) * tl.load(factor).to(tl.float32)
+    tl.store(out + i, y.to(out.dtype.element_ty), mask=i < n)
+
+
+def scale_into(x: torch.Tensor, factor: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """out = x times a number on the device, in the type of `out`: torch's own takes three times as long to convert."""
+    scale_kernel[(triton.cdiv(x.numel(), BLOCK),)](x, factor, out, x.numel(), BLOCK, num_warps=8)
+    return out
+
+
 def loss_and_gradient(
     logits_TV: torch.Tensor, labels_T: torch.Tensor, words: Words
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -58,7 +80,7 @@ def loss_and_gradient(
     tokens, held = logits_TV.shape
     valid_T, column_T = labels_T != IGNORED, labels_T - words.first
     largest_T, sum_T, target_T = torch.empty(3, tokens, dtype=torch.float32, device=logits_TV.device)
-    sums_kernel[(tokens,)](logits_TV, column_T, largest_T, sum_T, target_T, held, BLOCK, num_warps=8)
+    sums_kernel[(tokens,)](logits_TV, column_T, largest_T, sum_T, target_T, held, BLOCK // 2, num_warps=4)
     everyones_T = words.largest(largest_T.clone())
     log_sum_T = words.total(sum_T * (largest_T - everyones_T).exp()).log() + everyones_T
     grid = (tokens, triton.cdiv(held, BLOCK))

@@ -8,6 +8,7 @@ from __future__ import annotations
 from functools import partial
 
 import torch
+from torch import nn
 
 from moefold.comm.collectives import gather, max_, sum_
 from moefold.config.run import ModelConfig
@@ -18,6 +19,14 @@ from moefold.layout.declare import Declaring
 from moefold.layout.placement import over_tp
 from moefold.model.embedding import Embedding
 from moefold.model.norm import RMSNorm
+
+
+class LastNorm(nn.Module):
+    """The head's norm alone, for a stage that looks ahead of a head that lies elsewhere."""
+
+    def __init__(self, model: ModelConfig, kernels: Kernels, world: World):
+        super().__init__()
+        self.norm = RMSNorm(model.hidden, model.norm_eps, kernels, world)
 
 
 class Head(Declaring):

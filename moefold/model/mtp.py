@@ -1,8 +1,9 @@
 """Multi-token prediction: each layer looks one token further ahead than the one before, with the model's own embedding
 and head. At position i it joins what is known there with token i + depth, and predicts the one behind that.
 
-    depth 0 (the model)   x_i                         -> token i + 1
-    depth 1               join(x_i, token i + 1)      -> token i + 2       one block, causal in i
+    depth 0 (the model)   h_i = norm(x_i)             -> token i + 1
+    depth 1               join(h_i, token i + 1)      -> token i + 2       one block, causal in i, and a norm of its own
+    depth 2               join(its h_i, token i + 2)  -> token i + 3
 
 T tokens of this rank, D width, B sequences of S. A label is the token one place on, IGNORED where there is none.
 """
@@ -32,9 +33,9 @@ class LayerAhead(nn.Module):
         self.block = make_block(model, model.layers + depth - 1, choices)
         self.norm = RMSNorm(d, eps, kernels, world)
 
-    def forward(self, x_TD: torch.Tensor, token_TD: torch.Tensor) -> torch.Tensor:
+    def forward(self, h_TD: torch.Tensor, token_TD: torch.Tensor) -> torch.Tensor:
         """What is known at a position and the token it looks past, joined."""
-        return self.join(torch.cat((self.stream_norm(x_TD), self.token_norm(token_TD)), dim=-1))
+        return self.join(torch.cat((self.stream_norm(h_TD), self.token_norm(token_TD)), dim=-1))
 
 
 def tokens_ahead(tokens_BS: torch.Tensor, depth: int) -> torch.Tensor:

@@ -17,7 +17,7 @@ from moefold.kernels.cross_entropy import IGNORED
 from moefold.model.block import make_block, without
 from moefold.model.choices import Choices
 from moefold.model.embedding import Embedding
-from moefold.model.head import Head
+from moefold.model.head import Head, LastNorm
 from moefold.model.moe.balance import Load, Loads, survey_loads, update_loads
 from moefold.model.mtp import LayerAhead, labels_ahead, tokens_ahead
 from moefold.model.share import share_of
@@ -66,6 +66,8 @@ class Transformer(nn.Module):
         if predicts:
             tied = self.embedding if model.tied_head else None
             self.head = Head(model, tied, choices.kernels, choices.world)
+        elif any(stage.norms for stage in self.stages):
+            self.head = LastNorm(model, choices.kernels, choices.world)
         depths = [depth for stage in self.stages for depth in stage.ahead]
         self.ahead = Numbered({depth - 1: LayerAhead(model, depth, choices) for depth in depths})
 
@@ -91,9 +93,11 @@ class Transformer(nn.Module):
         return {**carry, "x_TD": self.embedding(carry["share"].of_context(carry["tokens_BS"]))}
 
     def look_ahead(self, layer: LayerAhead, carry: Carry) -> Carry:
+        """A layer reads the normed stream that the head reads for the token before: the model's own, or that of the
+        layer before it. This is what published weights of such layers were trained on."""
         token_C = carry["share"].of_context(tokens_ahead(carry["tokens_BS"], layer.depth))
-        streams = carry["streams"] or [carry["x_TD"]]  # the model's own, for its loss
-        x_TD = layer(carry["x_TD"], self.embedding(token_C))
+        streams = carry["streams"] or [self.head.norm(carry["x_TD"])]
+        x_TD = layer(streams[-1], self.embedding(token_C))
         return {**carry, "streams": streams, "x_TD": x_TD, "aux_before": carry["aux"]}
 
     def set_aside(self, layer: LayerAhead, carry: Carry) -> Carry:
@@ -103,11 +107,12 @@ class Transformer(nn.Module):
         return without({**carry, "streams": [*carry["streams"], layer.norm(carry["x_TD"])], "aux": aux}, "aux_before")
 
     def predict(self, carry: Carry) -> Carry:
-        """One loss for each stream: the model's own, and those set aside, which are normed."""
+        """One loss for each stream: the model's own alone, or with it those of layers ahead, all normed already."""
+        normed = bool(carry["streams"])
         streams = carry["streams"] or [carry["x_TD"]]
         labels = [carry["share"].of_context(labels_ahead(carry["labels_BS"], m)) for m in range(len(streams))]
-        each = enumerate(zip(streams, labels, strict=True))
-        return {**carry, "losses_1M": torch.stack([self.head(x_TD, labels_C, m > 0) for m, (x_TD, labels_C) in each])}
+        each = zip(streams, labels, strict=True)
+        return {**carry, "losses_1M": torch.stack([self.head(x_TD, labels_C, normed) for x_TD, labels_C in each])}
 
     def body(self, stage: Stage) -> list[Step]:
         """A stage's steps up to the streams. Further tokens are predicted in training only."""
@@ -164,6 +169,7 @@ class Transformer(nn.Module):
         """After a pass over the whole batch that only counted: what the balance loss over it needs to know."""
         survey_loads(self.loads(), self.world.axis("dp", "cp", "tp"))
 
-    def balance(self, sound: torch.Tensor | bool = True) -> Loads:
-        """After a step: move the selection biases, unless it was not `sound`. Returns what the routing came to."""
-        return update_loads(self.loads(), self.model.moe, self.world.axis("dp", "cp", "tp"), sound)
+    def balance(self, sound: torch.Tensor | bool = True, pace: float = 1.0) -> Loads:
+        """After a step: move the selection biases, unless it was not `sound`; `pace` is the learning rate as a share of
+        its highest. Returns what the routing came to."""
+        return update_loads(self.loads(), self.model.moe, self.world.axis("dp", "cp", "tp"), sound, pace)

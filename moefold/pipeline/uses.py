@@ -15,7 +15,7 @@ def users_of(model: Transformer) -> dict[str, tuple[set[int], bool]]:
     for stage in model.stages:
         prefixes = [*(f"blocks.{n}." for n in stage.layers), *(f"ahead.{depth - 1}." for depth in stage.ahead)]
         prefixes += ["embedding."] if stage.looks_up or (stage.predicts and model.model.tied_head) else []
-        prefixes += ["head."] if stage.predicts else []
+        prefixes += ["head."] if stage.predicts else ["head.norm."] if stage.norms else []
         for parameter in declared_parameters(model):
             if parameter.name.startswith(tuple(prefixes)):
                 places.setdefault(parameter.name, set()).add(stage.number)

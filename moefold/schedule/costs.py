@@ -27,13 +27,15 @@ from moefold.schedule.unsound import Unsound, shown
 
 @dataclass(frozen=True)
 class Costs:
-    """By kind and stage: seconds of compute and of communication; by stage: bytes saved by F, and held until W."""
+    """By kind and stage: seconds of compute and of communication; by stage: bytes saved by F, and held until W. What
+    a paired slot hides slows it still by its share `friction`: communication's kernels take a part of the device."""
 
     compute: Mapping[str, Sequence[float]]
     comm: Mapping[str, Sequence[float]]
     send: float
     saved: Sequence[float]
     held: Sequence[float]
+    friction: float = 0.0
 
     def seconds(self, op: Op) -> float:
         return self.compute[op.kind][op.stage]

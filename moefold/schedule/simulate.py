@@ -85,7 +85,8 @@ def duration(slot: Slot, costs: Costs) -> float:
     alone = {op: costs.seconds(op) + costs.travel(op) for op in slot}
     if not is_paired(slot):
         return sum(alone.values())
-    return max(sum(map(costs.seconds, slot)), sum(map(costs.travel, slot)), *alone.values())
+    best = max(sum(map(costs.seconds, slot)), sum(map(costs.travel, slot)), *alone.values())
+    return best + costs.friction * (sum(alone.values()) - best)
 
 
 def most_held(slots: list[Slot], saved: Callable[[Op], float], until_w: Callable[[Op], float]) -> float:

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from moefold import __version__
-from moefold.anatomy.stages import embedding_ranks, rank_of_stage, splits_weights, stages_of
+from moefold.anatomy.stages import embedding_ranks, norm_ranks, rank_of_stage, splits_weights, stages_of
 from moefold.comm.collectives import gather_objects
 from moefold.config.keys import keys_of, show
 from moefold.config.refused import Refused
@@ -58,6 +58,7 @@ class Run:
     parameters: Publisher
     sound: torch.Tensor  # on the device: whether every loss and gradient so far was a number
     step: int = 0
+    before_update: Callable[[], None] = lambda: None  # whoever still reads the weights (a checkpoint) is waited for
 
 
 def assemble(
@@ -172,8 +173,8 @@ def make_choices(config: Config, world: World, kernels: Kernels, splits: bool = 
 
 def held_copies(config: Config) -> dict[str, tuple[int, ...]]:
     """Parameters of which several pipeline ranks hold copies."""
-    ranks = tuple(embedding_ranks(config))
-    return {"embedding.weight": ranks} if len(ranks) > 1 else {}
+    ranks = {"embedding.weight": embedding_ranks(config), "head.norm.weight": norm_ranks(config)}
+    return {name: tuple(holders) for name, holders in ranks.items() if len(holders) > 1}
 
 
 @contextmanager

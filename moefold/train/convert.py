@@ -127,7 +127,7 @@ def of_checkpoint(place: Path, say: Callable[[str], None]) -> Source:
     config = with_values(Config(), found.state["config"], problems)
     if problems:
         raise Refused(f"{found.path} was written with other settings than this version has:", *problems.values())
-    saved, everyone = Saved(found.path), ((0, config.model.moe.experts),)
+    saved, everyone = Saved(found.opened), ((0, config.model.moe.experts),)
     say(f"reading {found.path}, step {found.state['step']}")
     biases = [n for n in saved.names if n.endswith("load.bias_E") and saved.fetch(n, everyone).count_nonzero()]
     named = Path(config.data.tokenizer).expanduser()

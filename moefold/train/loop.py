@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from moefold.anatomy.counts import active_parameters, total_parameters, train_flops_per_token
 from moefold.checkpoint.save import agreed, bytes_of, require_space
+from moefold.checkpoint.saver import Saver
 from moefold.checkpoint.state import tensors_of
 from moefold.comm.collectives import gather_objects
 from moefold.comm.host import Fetched
@@ -29,7 +30,7 @@ from moefold.train.evaluate import sample, validation_loss
 from moefold.train.from_hf import starting_weights
 from moefold.train.host import anyone, garbage_by_hand, stop_requests
 from moefold.train.profile import profile_text, watch_step, write_profile
-from moefold.train.resume import resume_run, save_run
+from moefold.train.resume import resume_run, save_run, saver_of, shelf_of
 from moefold.train.step import StepReport, refuse_nonsense, train_step
 
 PROMPT = "def "
@@ -44,13 +45,17 @@ def train(config: Config, world: World, out: Path, resume: str | None, from_hf: 
     weights = starting_weights(from_hf, config, world, speaker) if from_hf else None
     run = assemble(config, world, out, weights=weights)
     needed = bytes_of(tensors_of(run.model, run.optimizer), world)
-    agreed(lambda: require_space(out, needed), world, out)
+    agreed(lambda: require_space(shelf_of(run), needed), world, out)
     continues = resume is not None and resume_run(run, resume, speaker)
     agreed(lambda: (out / "config.yaml").write_text(write_yaml(run.config)), world, out)
     for line in introduction(run):
         speaker(line)
-    with recording(run, continues) as record, stop_requests() as requests:
-        finish(run, record, requests) if run.step < run.config.train.steps else speaker("nothing left to do")
+    with (
+        recording(run, continues) as record,
+        stop_requests() as requests,
+        saver_of(run, record.progress.say) as saver,
+    ):
+        finish(run, record, requests, saver) if run.step < run.config.train.steps else speaker("nothing left to do")
 
 
 def never_moved(run: Run) -> list[str]:
@@ -168,7 +173,7 @@ def recording(run: Run, continues: bool) -> Iterator[Recorder]:
             router_log.close()
 
 
-def finish(run: Run, record: Recorder, requests: list[str]) -> None:
+def finish(run: Run, record: Recorder, requests: list[str], saver: Saver) -> None:
     """Steps until the last one, or until somebody asks to stop. What a step gave is read when the next is under way,
     or before anything that needs the step to be sound: validation, a checkpoint, the end."""
     c, before = run.config, None
@@ -176,7 +181,7 @@ def finish(run: Run, record: Recorder, requests: list[str]) -> None:
         record.write(0, record.validation())
     with garbage_by_hand() as collect:
         while run.step < c.train.steps:
-            begun = Begun(one_step(run, record), anyone(requests[:1], run.world))
+            begun = Begun(one_step(run, record), anyone(requests[:1] or saver.failed(), run.world))
             stop = before is not None and record.hear(before)
             last = run.step == c.train.steps
             validates = last or run.step % c.train.validate_every == 0
@@ -189,16 +194,18 @@ def finish(run: Run, record: Recorder, requests: list[str]) -> None:
             if run.step == FIRST_STEPS:
                 for line in never_moved(run):
                     record.progress.say(line)
-            asked = next(filter(None, gather_objects(requests[:1], run.world.everyone)), None) if stop else None
+            asked = next(filter(None, gather_objects(requests[:1] or saver.failed(), run.world.everyone)), None) if stop else None
             if last or asked or run.step % c.checkpoint.every == 0:
-                save_run(run)
+                save_run(run, saver)
             if asked and not last:
+                saver.wait()
                 text = f"{asked[0]}: saved at step {run.step}; continue with --out {run.out} --resume auto"
                 record.progress.say(text)
                 return
     record.progress.close()
     if c.train.sample_tokens:
         record.progress.say(f"a sample:\n{sample(run, PROMPT)}")
+    saver.wait()
     record.progress.say(f"done: {run.out} holds metrics.jsonl, router.jsonl, config.yaml and the checkpoints")
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from moefold.checkpoint.boxes import elements
 from moefold.checkpoint.state import boxes_in_whole
 from moefold.config.rules import check
 from moefold.config.run import Config, ParallelConfig, PipelineConfig
@@ -166,8 +167,10 @@ def gradients_of(run: Run, when: str) -> list[Seen]:
     seen: list[Seen] = []
     for bucket, share in zip(run.gradients.buckets, run.gradients.shares(), strict=True):
         for parameter, first, last, at in bucket.pieces():
-            for place, box in boxes_in_whole(share[at : at + last - first], first, parameter):
-                seen.append(Seen(f"{when}gradient {parameter.name}", place, box.clone()))
+            for begin, box in boxes_in_whole(first, last, parameter):
+                sizes, start = [size for _, size in box], at + begin - first
+                values = share[start : start + elements(box)].view(sizes).clone()
+                seen.append(Seen(f"{when}gradient {parameter.name}", tuple(s for s, _ in box), values))
     return seen
 
 

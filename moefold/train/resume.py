@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from moefold.checkpoint.load import Found, find, load, require
-from moefold.checkpoint.save import agreed, save, set_aside_after
+from moefold.checkpoint.place import Place, place_of
+from moefold.checkpoint.save import agreed
+from moefold.checkpoint.saver import Saver
+from moefold.checkpoint.shelf import Keep, set_aside_after
 from moefold.checkpoint.state import random_state, restore_random, tensors_of
 from moefold.config.keys import keys_of, show
 from moefold.config.refused import Refused
@@ -17,10 +19,23 @@ from moefold.train.assemble import Run
 FIXED = ("model.", "train.precision")
 
 
-def save_run(run: Run) -> Path:
+def shelf_of(run: Run) -> Place:
+    """Where a run's checkpoints lie."""
+    return place_of(run.config.checkpoint.path) if run.config.checkpoint.path else run.out / "checkpoints"
+
+
+def saver_of(run: Run, say: Callable[[str], None]) -> Saver:
+    """Saves the run beside its steps. Updates wait for copies from now on."""
+    c = run.config.checkpoint
+    saver = Saver(shelf_of(run), Keep(c.keep, c.keep_every), run.world, say)
+    run.before_update = saver.await_copy
+    return saver
+
+
+def save_run(run: Run, saver: Saver) -> None:
+    """Begin a checkpoint of the run as it is now."""
     tensors = tensors_of(run.model, run.optimizer) | random_state(run.world)
-    state = {"step": run.step, "consumed": run.loader.consumed, "config": settings(run)}
-    return save(run.out / "checkpoints", run.step, tensors, state, run.config.checkpoint.keep, run.world)
+    saver.save(run.step, tensors, {"step": run.step, "consumed": run.loader.consumed, "config": settings(run)})
 
 
 def settings(run: Run) -> dict[str, Any]:
@@ -28,22 +43,19 @@ def settings(run: Run) -> dict[str, Any]:
 
 
 def resume_run(run: Run, where: str, say: Callable[[str], None]) -> bool:
-    """`auto`: the newest whole checkpoint of this run's folder, if there is one; else the one at the given place.
+    """`auto`: the newest whole checkpoint of this run, if there is one; else the one at the given place.
     Returns whether the run continues."""
-    if where == "auto":
-        found = find(run.out, run.world, say)
-    else:
-        found = require(Path(where), run.world, say)
+    own = shelf_of(run)
+    found = find(own, run.world, say) if where == "auto" else require(place_of(where), run.world, say)
     if found is None:
-        say(f"no checkpoint in {run.out / 'checkpoints'} yet; starting from step 0")
+        say(f"no checkpoint in {own} yet; starting from step 0")
         return False
     compare_settings(run, found, say)
     randoms = random_state(run.world)
     load(found, tensors_of(run.model, run.optimizer) | randoms, optional=set(randoms), world=run.world)
     restore_random(randoms, run.world)
-    own = run.out / "checkpoints"
     left_behind = found.state["step"] if found.path.parent.resolve() == own.resolve() else -1
-    agreed(lambda: set_aside_after(own, left_behind), run.world, run.out)
+    agreed(lambda: set_aside_after(own, left_behind), run.world, own)
     run.step, run.loader.consumed = found.state["step"], found.state["consumed"]
     say(f"resumed from {found.path} at step {run.step}")
     return True

@@ -80,9 +80,10 @@ def train_step(run: Run, batch: Batch) -> StepReport:
     number = run.step + 1
     lr = learning_rate(number, run.config.train.steps, run.config.optim)
     scale = run.gradients.scale.where(run.sound, torch.nan)  # with which nothing is updated
+    run.before_update()
     run.optimizer.step(number, lr, scale)  # update this rank's share of the weights
     run.parameters.publish()  # hand it to the other ranks
-    loads = run.model.balance(run.sound)  # even out expert load
+    loads = run.model.balance(run.sound, lr / run.config.optim.lr)  # even out expert load
     run.step = number
     return StepReport(number, lr, begun, numbers, loads)
 

@@ -19,6 +19,7 @@ from moefold.anatomy.steps import StepSpec, attend, block_steps, is_moe, pieces,
 from moefold.config.run import Config, ModelConfig
 from moefold.kernels.bind import bind
 from moefold.kernels.catalog import facts_of
+from moefold.layout.declare import declared_parameters
 from moefold.model.initialise import initialise
 from moefold.model.transformer import Transformer
 from moefold.presets.recipe import resolve
@@ -85,6 +86,17 @@ def test_every_parameter_has_the_name_and_shape_the_anatomy_says(name: str):
     ahead = sum(size for name, size in sizes.items() if name.startswith("ahead."))
     assert ahead == parameters_ahead(config.model)
     assert sum(sizes.values()) - ahead == total_parameters(config.model)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_parameter_is_cut_as_the_anatomy_says(name: str):
+    config = resolve(CONFIGS[name][0], [*CONFIGS[name][1].split(), SHORT])
+    placed = {p.name: p.declaration.placement for p in declared_parameters(build(config, "meta"))}
+    every = (*pieces(config.model), *pieces_ahead(config.model))
+    said = {prefix + w.name: w.cut for prefix, step in every for w in step.weights}
+    assert {name: each.cut for name, each in placed.items()} == said
+    expert = {name for name, each in placed.items() if each.grid == "expert"}
+    assert expert == {name for name, cut in said.items() if (0, "ep") in cut}
 
 
 @pytest.mark.parametrize("name", ["deepseek-v3", "deepseek-v3-tiny", "glm-4.5-air-tiny"])

@@ -15,10 +15,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import moefold.checkpoint.save as save_file
+import moefold.checkpoint.place as place_file
 from moefold.checkpoint.load import find, load, require
-from moefold.checkpoint.manifest import Damaged, verify
-from moefold.checkpoint.save import committed, save
+from moefold.checkpoint.manifest import Damaged
+from moefold.checkpoint.save import save
+from moefold.checkpoint.shelf import Keep, committed
+from moefold.checkpoint.verify import verify
 from moefold.config.refused import Refused
 from moefold.config.run import ParallelConfig
 from moefold.layout.axes import World, name_axes
@@ -34,8 +36,9 @@ def content(value: float, size: int = 1000) -> dict[str, torch.Tensor]:
     return {"weight": torch.full((size,), value), "scalar": torch.tensor(value)}
 
 
-def put(folder: Path, step: int, keep: int = 2, value: float | None = None) -> Path:
-    return save(folder, step, content(float(step) if value is None else value), {"step": step}, keep, ALONE)
+def put(folder: Path, step: int, keep: int = 2, value: float | None = None, keep_every: int = 0) -> Path:
+    tensors = content(float(step) if value is None else value)
+    return Path(str(save(folder, step, tensors, {"step": step}, Keep(keep, keep_every), ALONE)))
 
 
 def newest(folder: Path) -> tuple[int, float]:
@@ -59,7 +62,7 @@ def test_a_checkpoint_has_its_final_name_and_verifies(tmp_path: Path):
     path = put(tmp_path / "new" / "folder", 7)
     assert path.name == "step-00000007"
     assert names(path.parent) == {"step-00000007", "latest"}
-    assert verify(path)["step"] == 7
+    assert verify(path).manifest["step"] == 7
     assert newest(path.parent) == newest(path) == (7, 7.0)
     path.parent.rename(tmp_path / "checkpoints")
     assert newest(tmp_path) == (7, 7.0), "a run's folder is searched too"
@@ -82,6 +85,12 @@ def test_keep_prunes_the_oldest_and_latest_points_at_the_newest(tmp_path: Path):
     assert names(tmp_path) == {"step-00000100", "step-00001000", "latest"}
     put(tmp_path, 2000, keep=1)
     assert names(tmp_path) == {"step-00002000", "latest"}
+
+
+def test_every_nth_is_kept_for_good_beside_the_last_ones(tmp_path: Path):
+    for step in range(10, 90, 10):
+        put(tmp_path, step, keep=2, keep_every=30)
+    assert [p.name[-2:] for p in committed(tmp_path)] == ["80", "70", "60", "30"]
 
 
 def test_the_order_is_that_of_numbers_beyond_eight_digits_too(tmp_path: Path):
@@ -144,13 +153,13 @@ def dying_at(event: str, ending: str) -> None:
 
 def save_and_die(world: World, folder: str, event: str, ending: str) -> None:
     dying_at(event, ending)
-    save(Path(folder), 3, content(3.0), {"step": 3}, 2, world)
+    save(Path(folder), 3, content(3.0), {"step": 3}, Keep(2), world)
 
 
 MOMENTS = {
     "before the folder": ("os.mkdir", ".tmp", 2),
-    "with data and no table": ("open", "tensors.json", 2),
-    "with a table and no state": ("open", "state.json", 2),
+    "with data and no ledger": ("open", "ledger.json", 2),
+    "with a ledger and no state": ("open", "state.json", 2),
     "with state and no manifest": ("open", "manifest.json", 2),
     "with all written and not renamed": ("os.rename", ".tmp", 2),
     "renamed and latest still old": ("os.symlink", "step-00000003", 3),
@@ -191,7 +200,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 def assert_no_room(folder: Path, step: int, size: int) -> str:
     with pytest.raises(Refused) as refused:
-        save(folder, step, content(float(step), size), {"step": step}, 2, ALONE)
+        save(folder, step, content(float(step), size), {"step": step}, Keep(2), ALONE)
     return str(refused.value)
 
 
@@ -206,7 +215,7 @@ def test_a_disk_too_small_is_refused_before_writing_with_path_need_and_have(smal
 
 def test_a_disk_said_to_be_too_small_is_refused_the_same_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     put(tmp_path, 1)
-    monkeypatch.setattr(save_file.shutil, "disk_usage", lambda _: SimpleNamespace(free=3 << 19))
+    monkeypatch.setattr(place_file.shutil, "disk_usage", lambda _: SimpleNamespace(free=3 << 19))
     message = assert_no_room(tmp_path, 2, 1 << 18)
     assert message.startswith(f"no space on {tmp_path}: a checkpoint needs 2.0 MiB, there are 1.5")
     assert "checkpoints written before are untouched" in message
@@ -229,7 +238,7 @@ def save_while_others_fill_the_disk(world: World, folder: str, event: str, endin
 
     sys.addaudithook(watch)
     try:
-        save(Path(folder), 2, content(2.0, 200_000), {"step": 2, "text": "x" * 10_000}, 2, world)
+        save(Path(folder), 2, content(2.0, 200_000), {"step": 2, "text": "x" * 10_000}, Keep(2), world)
     except Refused as refused:
         return f"refused: {refused}"
     except BaseException as error:
@@ -241,7 +250,7 @@ def save_while_others_fill_the_disk(world: World, folder: str, event: str, endin
     ("event", "ending"),
     [
         ("os.mkdir", ".tmp"),
-        ("open", "tensors.json"),
+        ("open", "ledger.json"),
         ("open", "state.json"),
     ],
 )
@@ -258,7 +267,7 @@ def save_with_small_files(world: World, folder: str, who: int) -> str:
         resource.setrlimit(resource.RLIMIT_FSIZE, (2000, resource.RLIM_INFINITY))
     tensors = {str(i): torch.full((10_000,), float(i)) for i in range(8)}
     try:
-        save(Path(folder), 2, tensors, {"step": 2}, 2, world)
+        save(Path(folder), 2, tensors, {"step": 2}, Keep(2), world)
     except Refused:
         return "refused"
     except BaseException as error:
@@ -282,7 +291,7 @@ def test_a_place_that_cannot_be_written_is_refused_with_its_name(tmp_path: Path)
 
 def save_something_json_cannot_say(world: World, folder: str) -> str:
     try:
-        save(Path(folder), 1, content(1.0), {"step": object()}, 1, world)
+        save(Path(folder), 1, content(1.0), {"step": object()}, Keep(1), world)
     except Exception as error:
         return str(error)
     return "saved"

@@ -10,10 +10,12 @@ from typing import Any
 
 import torch
 
+from moefold.checkpoint.boxes import elements
 from moefold.checkpoint.load import load, require
 from moefold.checkpoint.save import save
+from moefold.checkpoint.shelf import Keep
 from moefold.checkpoint.state import tensors_of
-from moefold.checkpoint.storage import read_table
+from moefold.checkpoint.verify import open_checkpoint
 from moefold.config.run import Config, ParallelConfig, PipelineConfig
 from moefold.layout.axes import World, alone, name_axes
 from moefold.model.moe.balance import Load
@@ -78,7 +80,7 @@ def pieces(run: Run) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
 def write(run: Run, folder: str) -> None:
     for _, mine, right in pieces(run):
         mine.copy_(right)
-    save(Path(folder), 1, tensors_of(run.model, run.optimizer), {"step": 1}, 1, run.world)
+    save(Path(folder), 1, tensors_of(run.model, run.optimizer), {"step": 1}, Keep(1), run.world)
 
 
 def read(run: Run, folder: str) -> list[str]:
@@ -107,10 +109,13 @@ def test_what_one_pipeline_saves_another_loads_exactly_optimizer_included(tmp_pa
     for rank, wrong in enumerate(run_ranks(move, 4, str(tmp_path), ROUTE)):
         for (writer, reader), names in zip(pairwise(ROUTE), wrong, strict=True):
             assert not names, f"rank {rank}, written as {writer}, read as {reader}: {names}"
+    ledgers = {path.read_bytes() for path in tmp_path.glob("*/step-*/ledger.json")}
+    assert len(ledgers) == 1, "the ledger is the same whatever layout wrote it"
     for folder in sorted(tmp_path.glob("*/step-*")):
-        for name, entry in read_table(folder).items():
-            written = sum(prod(chunk["sizes"]) for chunk in entry["chunks"])
-            assert written == prod(entry["shape"]), f"{folder.parent.name} {name}: every element is written once"
+        opened = open_checkpoint(folder)
+        for name, entry in opened.ledger.items():
+            written = sum(elements(chunk.box) for chunk in opened.index[name])
+            assert written == prod(entry.shape), f"{folder.parent.name} {name}: every element is written once"
 
 
 def write_there(world: World, folder: str, layout: Layout) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import hashlib
 import json
 import os
 import pickle
@@ -15,15 +16,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import save_file
 from torch.distributed.checkpoint.api import CheckpointException
 
 import moefold
+from moefold.checkpoint.ledger import compare
 from moefold.checkpoint.load import find, load, require
-from moefold.checkpoint.manifest import MANIFEST, Damaged, canonical, seal, unseal, verify
+from moefold.checkpoint.manifest import FORMAT, LEDGER, MANIFEST, STATE, Damaged, canonical, seal, unseal
 from moefold.checkpoint.save import save
-from moefold.checkpoint.state import tensors_of
-from moefold.checkpoint.storage import TABLE, Part, digest_of
+from moefold.checkpoint.shelf import Keep
+from moefold.checkpoint.state import Part, described, tensors_of
+from moefold.checkpoint.verify import verify
 from moefold.config.refused import Refused
 from moefold.config.run import ParallelConfig
 from moefold.layout.axes import name_axes
@@ -46,7 +48,7 @@ SMALL = [
 ]
 
 
-def model_tensors(seed: int = 1) -> dict[str, torch.Tensor]:
+def model_tensors(seed: int = 1) -> dict[str, torch.Tensor | Part]:
     """The state of a real, small model in bf16 with its optimizer."""
     config = settled(resolve("tiny", [*SMALL, f"--train.seed={seed}"]), ALONE)
     kernels = choose_kernels(config, ALONE)
@@ -54,11 +56,9 @@ def model_tensors(seed: int = 1) -> dict[str, torch.Tensor]:
     return tensors_of(model, AdamW(fill_buckets(model, ALONE), config.optim, kernels))
 
 
-def same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    if not isinstance(a, Part) or not isinstance(b, Part):
-        return torch.equal(a, b)
-    pairs = zip(a.boxes, b.boxes, strict=True)
-    return all(mine[0] == other[0] and torch.equal(mine[1], other[1]) for mine, other in pairs)
+def same(a: torch.Tensor | Part, b: torch.Tensor | Part) -> bool:
+    pairs = zip(described(a).held, described(b).held, strict=True)
+    return all(mine.box == other.box and torch.equal(mine.read(), other.read()) for mine, other in pairs)
 
 
 def ignore(_: str) -> None: ...
@@ -68,7 +68,7 @@ def ignore(_: str) -> None: ...
 def folder(tmp_path: Path) -> Path:
     """Two checkpoints, of steps 1 and 2."""
     for step in (1, 2):
-        save(tmp_path / "checkpoints", step, model_tensors(step), {"step": step}, 5, ALONE)
+        save(tmp_path / "checkpoints", step, model_tensors(step), {"step": step}, Keep(5), ALONE)
     return tmp_path / "checkpoints"
 
 
@@ -87,7 +87,7 @@ def is_passed_over(folder: Path) -> None:
 
 def test_fifty_flipped_bits_are_noticed_fifty_times_and_the_checkpoint_before_is_taken(folder: Path):
     files = sorted((folder / "step-00000002").iterdir())
-    assert [f.name for f in files] == ["manifest.json", "rank-00000.safetensors", "state.json", "tensors.json"]
+    assert [f.name for f in files] == ["ledger.json", "manifest.json", "rank-00000.safetensors", "state.json"]
     chance = random.Random(50)
     for _ in range(50):
         file = chance.choice(files)
@@ -98,11 +98,11 @@ def test_fifty_flipped_bits_are_noticed_fifty_times_and_the_checkpoint_before_is
         file.write_bytes(changed)
         is_passed_over(folder)
         file.write_bytes(before)
-    assert verify(folder / "step-00000002")["step"] == 2
+    assert verify(folder / "step-00000002").manifest["step"] == 2
 
 
 def test_every_single_bit_of_a_manifest_matters():
-    raw = seal({"format": "moefold checkpoint 1", "step": 2, "files": {"a": {"bytes": 12, "sha256": "0a1b"}}})
+    raw = seal({"format": FORMAT, "step": 2, "files": {"a": {"bytes": 12, "sha256": "0a1b"}}})
     assert unseal(raw)["step"] == 2
     for place in range(len(raw)):
         for bit in range(8):
@@ -113,7 +113,7 @@ def test_every_single_bit_of_a_manifest_matters():
 
 
 def damages() -> dict[str, Callable[[Path], Any]]:
-    data, table, state, manifest = "rank-00000.safetensors", "tensors.json", "state.json", "manifest.json"
+    data, ledger, state, manifest = "rank-00000.safetensors", "ledger.json", "state.json", "manifest.json"
 
     def truncate(name: str, to: Callable[[int], int]) -> Callable[[Path], Any]:
         return lambda path: os.truncate(path / name, to((path / name).stat().st_size))
@@ -128,7 +128,7 @@ def damages() -> dict[str, Callable[[Path], Any]]:
     def swap(path: Path) -> None:
         shutil.copy(path.parent / "step-00000001" / data, path / data)
 
-    everything = (data, table, state, manifest)
+    everything = (data, ledger, state, manifest)
     return {
         **{f"{n} is gone": lambda path, n=n: (path / n).unlink() for n in everything},
         **{f"{n} is empty": truncate(n, lambda _: 0) for n in everything},
@@ -167,12 +167,18 @@ def rewrite_manifest(path: Path, change: Callable[[dict[str, Any]], Any]) -> Non
     (path / MANIFEST).write_bytes(seal(content))
 
 
+def header(raw: bytes) -> bytes:
+    return raw[8 : 8 + int.from_bytes(raw[:8], "little")]
+
+
 def reseal(path: Path, *names: str) -> None:
     """Make the manifest agree with files that were replaced."""
 
     def renew(content: dict[str, Any]) -> None:
         for name in names:
-            content["files"][name] = {"bytes": (path / name).stat().st_size, "sha256": digest_of(path / name)}
+            raw = (path / name).read_bytes()
+            vouched = header(raw) if name.endswith(".safetensors") else raw
+            content["files"][name] = {"bytes": len(raw), "sha256": hashlib.sha256(vouched).hexdigest()}
 
     rewrite_manifest(path, renew)
 
@@ -185,24 +191,9 @@ def test_a_manifest_that_names_files_elsewhere_is_refused(name: str, folder: Pat
     (folder.parent / "x").write_text("outside")
     (path / "sub").mkdir()
     (path / "sub" / "x").write_text("outside")
-    entry = {"bytes": 7, "sha256": digest_of(outside)}
+    entry = {"bytes": 7, "sha256": hashlib.sha256(b"outside").hexdigest()}
     rewrite_manifest(path, lambda content: content["files"].update({name: entry}))
     is_passed_over(folder)
-
-
-@pytest.mark.parametrize("name", ["../outside.safetensors", "unlisted.safetensors"])
-def test_a_table_that_names_a_file_the_manifest_does_not_list_is_refused(name: str, folder: Path):
-    path = folder / "step-00000002"
-    table = json.loads((path / TABLE).read_text())
-    (victim, entry), *_ = table.items()
-    (chunk,) = entry["chunks"]
-    target = model_tensors()
-    save_file({chunk["chunk"]: torch.full_like(target[victim], 7).contiguous()}, path / name)
-    chunk["file"] = name
-    (path / TABLE).write_text(json.dumps(table))
-    reseal(path, TABLE)
-    with pytest.raises((Damaged, Refused)):
-        load(require(path, ALONE, ignore), target, set(), ALONE)
 
 
 @pytest.mark.parametrize(
@@ -210,11 +201,11 @@ def test_a_table_that_names_a_file_the_manifest_does_not_list_is_refused(name: s
     [
         lambda content: content.pop("files"),
         lambda content: content["files"].clear(),
-        lambda content: content["files"].pop(TABLE),
-        lambda content: content["files"].pop("state.json"),
+        lambda content: content["files"].pop(LEDGER),
+        lambda content: content["files"].pop(STATE),
         lambda content: content["files"]["state.json"].pop("bytes"),
     ],
-    ids=["no files", "empty files", "no table", "no state", "no size"],
+    ids=["no files", "empty files", "no ledger", "no state", "no size"],
 )
 def test_a_sealed_manifest_that_lacks_what_a_checkpoint_needs_is_damaged(change, folder: Path):
     rewrite_manifest(folder / "step-00000002", change)
@@ -262,7 +253,7 @@ def test_a_malicious_metadata_beside_a_good_checkpoint_is_not_opened(folder: Pat
 
 def foreign(place: Path, marker: Path) -> None:
     """A checkpoint that torch itself wrote, with a table that attacks whoever reads it."""
-    dcp.save(model_tensors(), storage_writer=dcp.FileSystemWriter(place), no_dist=True)
+    dcp.save({"weight": torch.ones(3)}, storage_writer=dcp.FileSystemWriter(place), no_dist=True)
     assert (place / ".metadata").exists()
     (place / ".metadata").write_bytes(pickle.dumps(Payload(marker)))
 
@@ -272,7 +263,7 @@ def test_torchs_own_reader_would_have_run_the_payload(tmp_path: Path):
     mark = tmp_path / "mark"
     foreign(tmp_path / "foreign", mark)
     with pytest.raises(CheckpointException):
-        dcp.load(model_tensors(), storage_reader=dcp.FileSystemReader(tmp_path / "foreign"), no_dist=True)
+        dcp.load({"weight": torch.ones(3)}, storage_reader=dcp.FileSystemReader(tmp_path / "foreign"), no_dist=True)
     assert mark.exists()
 
 
@@ -302,20 +293,20 @@ def write_torch_save(file: Path, marker: Path) -> None:
 PICKLES = {"pickle": write_pickle, "torch.save": write_torch_save}
 
 
-@pytest.mark.parametrize("name", ["rank-00000.safetensors", "tensors.json", "state.json", "manifest.json"])
+@pytest.mark.parametrize("name", ["rank-00000.safetensors", "ledger.json", "state.json", "manifest.json"])
 @pytest.mark.parametrize("kind", PICKLES)
 def test_a_pickle_in_place_of_a_file_is_damage(kind: str, name: str, folder: Path, marker: Path):
     PICKLES[kind](folder / "step-00000002" / name, marker)
     is_passed_over(folder)
 
 
-@pytest.mark.parametrize("name", ["rank-00000.safetensors", "tensors.json", "state.json"])
+@pytest.mark.parametrize("name", ["rank-00000.safetensors", "ledger.json", "state.json"])
 @pytest.mark.parametrize("kind", PICKLES)
 def test_a_pickle_whose_digest_was_put_into_the_manifest_runs_nothing_either(kind, name, folder: Path, marker: Path):
     path = folder / "step-00000002"
     PICKLES[kind](path / name, marker)
     reseal(path, name)
-    with pytest.raises((Refused, CheckpointException, ValueError)):
+    with pytest.raises(Refused):
         load(require(path, ALONE, ignore), model_tensors(), set(), ALONE)
 
 
@@ -323,21 +314,231 @@ def test_tensors_that_cannot_be_read_are_refused_in_a_line(folder: Path, marker:
     path = folder / "step-00000002"
     write_pickle(path / "rank-00000.safetensors", marker)
     reseal(path, "rank-00000.safetensors")
-    with pytest.raises(Refused, match="cannot be read"):
+    with pytest.raises(Refused, match="is no safetensors file"):
         load(require(path, ALONE, ignore), model_tensors(), set(), ALONE)
 
 
-@pytest.mark.parametrize("dtype", ["bytes", "load", "hub", "no such thing"])
-def test_a_table_with_an_item_of_another_kind_than_a_tensor_is_refused(dtype: str, folder: Path, marker: Path):
+def edit_ledger(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    """Change the ledger, and the manifest with it."""
+    content = json.loads((path / LEDGER).read_text())
+    change(content["tensors"])
+    (path / LEDGER).write_text(json.dumps(content))
+    reseal(path, LEDGER)
+
+
+FIRST = "model.embedding.weight"
+ABSURD = {
+    "a dtype that is no number": {"dtype": "bytes"},
+    "a function for a dtype": {"dtype": "load"},
+    "a shape beyond all memory": {"shape": [1 << 50, 1 << 50]},
+    "a negative shape": {"shape": [-1, 4]},
+    "a shape of text": {"shape": ["4", "4"]},
+    "true for a size": {"shape": [True]},
+    "a shape that is a number": {"shape": 4},
+    "experts for a tensor of another size": {"experts": ["00", "00"], "shape": [3, 4]},
+    "a number for a name of experts": {"experts": 7},
+}
+
+
+@pytest.mark.parametrize("absurdity", ABSURD)
+def test_a_ledger_that_makes_no_sense_is_refused_in_a_line(absurdity: str, folder: Path, marker: Path):
     """torch's format knows byte items, which are pickles; this one has no way to say so."""
+    edit_ledger(folder / "step-00000002", lambda tensors: tensors[FIRST].update(ABSURD[absurdity]))
+    with pytest.raises(Damaged) as damaged:
+        verify(folder / "step-00000002")
+    assert "\n" not in str(damaged.value)
+    is_passed_over(folder)
+
+
+def rewrite(path: Path, change: Callable[[dict[str, Any], bytearray], Any]) -> None:
+    """Change the file of tensors, header and values, and the manifest with it."""
+    file = path / "rank-00000.safetensors"
+    raw = file.read_bytes()
+    entries, data = json.loads(header(raw)), bytearray(raw[8 + len(header(raw)) :])
+    change(entries, data)
+    new = json.dumps(entries).encode()
+    file.write_bytes(len(new).to_bytes(8, "little") + new + data)
+    reseal(path, file.name)
+
+
+def bytes_at(entries: dict[str, Any], name: str) -> tuple[int, int]:
+    return tuple(entries[name]["data_offsets"])
+
+
+def swap_experts(entries: dict[str, Any], data: bytearray) -> None:
+    """Experts 1 and 3 of four, in one tensor."""
+    first, last = bytes_at(entries, f"{DOWN}@0,0,0")
+    size = (last - first) // 4
+    one, three = (slice(first + e * size, first + (e + 1) * size) for e in (1, 3))
+    data[one], data[three] = data[three], data[one]
+
+
+def drop_expert(entries: dict[str, Any], data: bytearray) -> None:
+    """The last of four, and its bytes."""
+    first, last = bytes_at(entries, f"{DOWN}@0,0,0")
+    size = (last - first) // 4
+    del data[last - size : last]
+    entries[f"{DOWN}@0,0,0"]["shape"][0] = 3
+    entries[f"{DOWN}@0,0,0"]["data_offsets"][1] -= size
+    for entry in entries.values():
+        if entry["data_offsets"][0] >= last:
+            entry["data_offsets"] = [n - size for n in entry["data_offsets"]]
+
+
+def rename(entries: dict[str, Any], data: bytearray) -> None:
+    entries[f"{FIRST}s@0,0"] = entries.pop(f"{FIRST}@0,0")
+
+
+def flip(entries: dict[str, Any], data: bytearray) -> None:
+    first, last = bytes_at(entries, f"{DOWN}@0,0,0")
+    data[first + 2 * (last - first) // 4] ^= 1
+
+
+def retype(entries: dict[str, Any], data: bytearray) -> None:
+    entries[f"{FIRST}@0,0"]["dtype"] = "F16"
+
+
+DOWN = "model.blocks.0.moe.experts.down"
+EDITS = {
+    "swapped experts": (swap_experts, f'"{DOWN}": experts 1 and 3 are swapped'),
+    "a dropped expert": (drop_expert, f'"{DOWN}": expert 3 is missing'),
+    "a renamed key": (rename, f'"{FIRST}" is now called "{FIRST}s"'),
+    "a flipped bit": (flip, f'"{DOWN}": expert 2 has other values'),
+    "another dtype": (retype, f'"{FIRST}" is float16; expected bfloat16'),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_what_was_done_to_the_tensors_is_told_by_name(edit: str, folder: Path):
+    """Whoever did it made the manifest agree; the ledger does not."""
+    change, told = EDITS[edit]
     path = folder / "step-00000002"
-    table = json.loads((path / TABLE).read_text())
-    name = next(iter(table))
-    table[name]["dtype"] = dtype
-    (path / TABLE).write_text(json.dumps(table))
-    reseal(path, TABLE)
-    with pytest.raises(Refused, match="does not fit"):
-        load(require(path, ALONE, ignore), model_tensors(), set(), ALONE)
+    rewrite(path, change)
+    with pytest.raises(Damaged) as damaged:
+        verify(path)
+    assert damaged.value.problems == (told,)
+    said: list[str] = []
+    found = find(folder, ALONE, said.append)
+    assert found is not None
+    assert found.path.name == "step-00000001"
+    assert told in said[0]
+    with pytest.raises(Refused, match="is damaged") as refused:
+        require(path, ALONE, ignore)
+    assert told in str(refused.value)
+
+
+def resave(path: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> Path:
+    """A checkpoint that some tool wrote anew, with a ledger that agrees with what it holds."""
+    tensors = {name: torch.cat([h.read().flatten() for h in described(t).held]).view(described(t).shape)
+               for name, t in model_tensors(2).items()}  # fmt: skip
+    change(tensors)
+    stacked = {
+        name: Part(tuple(t.shape), t.dtype, described(t).held, ".experts." in name) for name, t in tensors.items()
+    }
+    return Path(str(save(path, 2, stacked, {"step": 2}, Keep(5), ALONE)))
+
+
+def without_expert(tensors: dict[str, torch.Tensor]) -> None:
+    tensors[DOWN] = tensors[DOWN][[0, 2, 3]]
+
+
+def with_swapped_experts(tensors: dict[str, torch.Tensor]) -> None:
+    tensors[DOWN] = tensors[DOWN][[0, 3, 2, 1]]
+
+
+def with_another_name(tensors: dict[str, torch.Tensor]) -> None:
+    tensors[FIRST + "s"] = tensors.pop(FIRST)
+
+
+TOOLS = {
+    "drops an expert": (without_expert, f'"{DOWN}": expert 1 is missing', f'"{DOWN}" is bfloat16 [3, 16, 16]'),
+    "swaps experts": (with_swapped_experts, f'"{DOWN}": experts 1 and 3 are swapped', None),
+    "renames a key": (with_another_name, f'"{FIRST}" is now called "{FIRST}s"', f'(did you mean "{FIRST}s"?)'),
+}
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_what_a_tool_changed_in_a_sound_checkpoint_is_told_by_comparing_and_by_loading(tool, folder, tmp_path: Path):
+    change, told, refused_with = TOOLS[tool]
+    made = resave(tmp_path / "tool", change)
+    texts = [each.text for each in compare(verify(folder / "step-00000002").ledger, verify(made).ledger)]
+    assert told in texts
+    assert all(DOWN in text or FIRST in text for text in texts)
+    if refused_with:
+        with pytest.raises(Refused) as refused:
+            load(require(made, ALONE, ignore), model_tensors(), set(), ALONE)
+        assert refused_with in str(refused.value)
+
+
+def move_far(entries: dict[str, Any], data: bytearray) -> None:
+    entries[f"{FIRST}@{1 << 60},0"] = entries.pop(f"{FIRST}@0,0")
+
+
+def lose_a_dim(entries: dict[str, Any], data: bytearray) -> None:
+    entry = entries.pop(f"{FIRST}@0,0")
+    entries[f"{FIRST}@0"] = entry | {"shape": [entry["shape"][0] * entry["shape"][1]]}
+
+
+def clash(entries: dict[str, Any], data: bytearray) -> None:
+    entries[f"{FIRST}@0,0,0"] = entries.pop(f"{DOWN}@0,0,0")
+
+
+def lose_its_place(entries: dict[str, Any], data: bytearray) -> None:
+    entries[FIRST] = entries.pop(f"{FIRST}@0,0")
+
+
+def have_a_strange_place(entries: dict[str, Any], data: bytearray) -> None:
+    entries[f"{FIRST}@a,b"] = entries.pop(f"{FIRST}@0,0")
+
+
+def be_of_a_strange_dtype(entries: dict[str, Any], data: bytearray) -> None:
+    entries[f"{FIRST}@0,0"]["dtype"] = "U16"
+
+
+@pytest.mark.parametrize(
+    "edit", [move_far, lose_a_dim, clash, lose_its_place, have_a_strange_place, be_of_a_strange_dtype]
+)
+def test_chunks_that_make_no_sense_are_refused_at_once_with_their_name(edit, folder: Path):
+    rewrite(folder / "step-00000002", edit)
+    with pytest.raises(Damaged) as damaged:
+        verify(folder / "step-00000002")
+    assert FIRST in str(damaged.value) or "U16" in str(damaged.value)
+    is_passed_over(folder)
+
+
+def test_a_ledger_that_claims_far_more_than_there_is_is_refused_at_once(folder: Path):
+    edit_ledger(folder / "step-00000002", lambda tensors: tensors[FIRST].update({"shape": [1 << 39, 16]}))
+    with pytest.raises(Damaged, match=f'"{FIRST}" has shape'):
+        verify(folder / "step-00000002")
+
+
+def test_a_link_in_place_of_a_file_is_refused(folder: Path, tmp_path: Path):
+    path = folder / "step-00000002"
+    for name in ("rank-00000.safetensors", "ledger.json", "state.json", "manifest.json"):
+        (path / name).rename(tmp_path / name)
+        (path / name).symlink_to(tmp_path / name)
+        is_passed_over(folder)
+        (path / name).unlink()
+        (tmp_path / name).rename(path / name)
+    assert verify(path)
+
+
+@pytest.mark.parametrize("length", [0, 1, 1 << 20, (1 << 63) + 5])
+def test_an_absurd_length_of_a_header_is_refused_in_a_line(length: int, folder: Path):
+    file = folder / "step-00000002" / "rank-00000.safetensors"
+    raw = file.read_bytes()
+    file.write_bytes(length.to_bytes(8, "little") + raw[8:])
+    is_passed_over(folder)
+
+
+def test_a_link_where_a_checkpoint_is_to_be_written_is_not_followed(tmp_path: Path):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "mine").write_text("precious")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "step-00000002.tmp").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(Refused, match="cannot write"):
+        save(tmp_path / "run", 2, model_tensors(), {"step": 2}, Keep(1), ALONE)
+    assert [f.name for f in (tmp_path / "elsewhere").iterdir()] == ["mine"]
 
 
 FORBIDDEN_IMPORTS = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
@@ -392,7 +593,7 @@ def test_a_planted_reader_of_pickles_is_found(text: str, tmp_path: Path):
 
 
 def test_the_seal_is_over_everything_but_itself():
-    content = {"format": "moefold checkpoint 1", "files": {}, "b": 1, "a": [1, 2]}
+    content = {"format": FORMAT, "files": {}, "b": 1, "a": [1, 2]}
     assert unseal(seal(content)) == content
     forged = json.loads(seal(content)) | {"b": 2}
     with pytest.raises(Damaged, match="its own digest"):
@@ -400,7 +601,7 @@ def test_the_seal_is_over_everything_but_itself():
 
 
 def test_a_manifest_written_in_another_way_is_not_the_one_that_was_sealed():
-    content = {"format": "moefold checkpoint 1", "files": {}, "step": 2}
+    content = {"format": FORMAT, "files": {}, "step": 2}
     sealed = seal(content)
     for other in (
         json.dumps(json.loads(sealed)).encode(),

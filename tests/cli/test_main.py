@@ -53,6 +53,7 @@ QUICK = {
 }
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("what", QUICK)
 def test_the_answer_comes_within_a_second_and_without_torch(what: str):
     words, code = QUICK[what]

@@ -58,6 +58,7 @@ def told(world: World, path: str, work) -> tuple[str, float]:
     return "", time.monotonic() - begun
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(
     ("work", "says"),
     [

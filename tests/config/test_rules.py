@@ -29,6 +29,14 @@ BREAKS: dict[str, list[tuple[str, int, str]]] = {
     "bf16 gradients travel as bf16": [
         ("--optim.gradients=bf16 --train.micro_batch=16", 2, "optim.gradient_travel = fp32")
     ],
+    "what is kept is written": [
+        ("--checkpoint.every=100 --checkpoint.keep_every=250", 1, "checkpoint.keep_every = 250"),
+        ("--checkpoint.every=100 --checkpoint.keep_every=50", 1, "checkpoint.every = 100"),
+    ],
+    "the checkpoint path names a place": [
+        ("--checkpoint.path=://run", 1, "checkpoint.path = ://run"),
+        ("--checkpoint.path=s3:bucket", 1, "checkpoint.path = s3:bucket"),
+    ],
     "the reference loss has all words": [
         ("--parallel.tp=2 --kernels.force=cross_entropy=reference", 2, "kernels.force = cross_entropy=reference")
     ],
@@ -293,6 +301,7 @@ def test_divisors_divide_and_are_all_when_few(n: int):
     assert found[-1] == n
 
 
+@pytest.mark.alone
 def test_divisors_of_a_large_number_come_at_once():
     begun = time.perf_counter()
     assert divisors(10**9)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from moefold.config.run import ParallelConfig
-from moefold.dispatch.price import Links, Trip, choose, distinct, seconds
+from moefold.dispatch.price import Links, Trip, choose, distinct, nodes_reached, seconds
 from moefold.presets.zoo import PRESETS
 
 
@@ -18,6 +18,34 @@ def test_gather_beats_all_to_all_by_time_beyond_six_choices_on_eight_ranks(k: in
     """By bytes it would be beyond eight; a plain all-to-all reaches 0.79 of the link."""
     gather, swap = (seconds(name, trip(k), Links()) for name in ("all_gather", "all_to_all"))
     assert (gather < swap) == (k > 6)
+
+
+TABLE_7 = {  # microseconds of dispatch and of combine by expert-parallel size: 4096 tokens of width 7168, 256 experts
+    ("gb200", "token"): {8: (391, 353), 16: (578, 527), 32: (612, 646), 64: (675, 744)},
+    ("gb200", "all_to_all"): {8: (735, 741), 16: (743, 765), 32: (769, 758), 64: (930, 827)},
+    ("h100", "token"): {8: (661, 624), 16: (1485, 1688), 32: (3064, 3088), 64: (4626, 4398)},
+    ("h100", "all_to_all"): {8: (1265, 1277), 16: (5774, 5628), 32: (8059, 7815), 64: (9164, 8727)},
+}
+
+
+def test_published_dispatch_times_are_met_within_16_percent_each_and_7_on_average():
+    errors: list[float] = []
+    for (gpu, kind), rows in TABLE_7.items():
+        links, domain = {"gb200": (Links(900e9, 50e9), 72), "h100": (Links(450e9, 50e9), 8)}[gpu]
+        for ranks, measured in rows.items():
+            far = Trip(4096, 7168 * 2, 8, ranks, min(ranks, domain), groups=8, chosen=4)
+            name = kind if kind == "all_to_all" else "dedup" if ranks <= domain else "hierarchical"
+            errors += [abs(seconds(name, far, links) * 1e6 / each - 1) for each in measured]
+    assert len(errors) == 32
+    assert max(errors) < 0.16
+    assert sum(errors) / len(errors) < 0.07
+
+
+def test_routing_limited_to_groups_reaches_fewer_nodes():
+    free = Trip(4096, 14_336, 8, 64, 8)
+    limited = replace(free, groups=8, chosen=4)
+    assert nodes_reached(limited) == pytest.approx(4)  # one group a node, four of eight chosen
+    assert nodes_reached(free) == pytest.approx(distinct(8, 8))
 
 
 def test_distinct_places_are_at_most_choices_and_places():

@@ -44,3 +44,11 @@ def test_a_vocabulary_in_two_parts_gives_the_loss_and_the_gradient_of_the_whole(
         gradient, loss = head_kernels.loss_and_gradient(part, labels, words)
         torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(gradient, whole[:, first : first + part.shape[1]], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("n", [1, 2048, 5000])
+def test_scaling_writes_every_element(n: int):
+    x, out = torch.randn(n, generator=torch.Generator().manual_seed(n)).to(DEVICE), torch.full((n,), 7.0, device=DEVICE)
+    factor = torch.tensor(0.3, device=DEVICE)
+    assert head_kernels.scale_into(x, factor, out) is out
+    torch.testing.assert_close(out, x * 0.3)

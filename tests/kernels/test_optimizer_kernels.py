@@ -54,6 +54,7 @@ def test_halves_and_a_whole_copy_give_the_same_numbers_to_the_bit():
     for x in (whole, halves):
         in_triton(*x, scale, PACE)
     assert torch.equal(lower_of(whole[0]), halves[0])
+    assert torch.equal(nearest(whole[0], torch.bfloat16), whole[4])
     assert all(torch.equal(a, b) for a, b in zip(whole[1:], halves[1:], strict=True))
 
 

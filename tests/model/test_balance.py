@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -120,7 +120,7 @@ def losses_by_loop(router: Router, h_TD: torch.Tensor, weight: torch.Tensor, ids
             device = load[e // size * size : (e // size + 1) * size]
             weighed = moe.aux_loss * load[e] + moe.device_loss * sum(device) / size
             total = total + moe.experts * weighed * scores[e] / sum(scores)
-        total = total + moe.z_loss * sum(one.exp() for one in logits).log() ** 2
+        total = total + moe.z_loss * torch.stack([one.exp() for one in logits]).sum().log() ** 2
     return total
 
 
@@ -206,6 +206,15 @@ def test_a_proportional_bias_moves_by_the_lack_of_load_as_a_share_of_the_mean():
     assert load.bias_E.tolist() == [0.5 * (2 - count) / 2 for count in (4, 3, 1, 0)]
     update_loads([load], MoeConfig(bias_rate=0.5, bias_step="proportional"), ALONE)
     assert load.bias_E.tolist() == [-0.5, -0.25, 0.25, 0.5], "a batch of no tokens moves nothing"
+
+
+@pytest.mark.parametrize(("pace_of", "moved"), [("constant", 0.5), ("learning_rate", 0.125)])
+def test_the_step_of_the_bias_stays_or_falls_with_the_learning_rate(
+    pace_of: Literal["constant", "learning_rate"], moved: float
+):
+    load = counted([0], [0], experts=2)
+    update_loads([load], MoeConfig(bias_rate=0.5, bias_pace=pace_of), ALONE, pace=0.25)
+    assert load.bias_E.tolist() == [-moved, moved]
 
 
 def test_a_rate_of_zero_leaves_the_bias_and_still_counts_anew():

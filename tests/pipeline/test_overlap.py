@@ -114,6 +114,7 @@ def traced(world: World, ways: list[PipelineConfig]) -> list[tuple[list[Event], 
     return found
 
 
+@pytest.mark.alone
 def test_a_trace_shows_dispatch_and_combine_of_one_microbatch_during_the_others_work():
     ways = [PipelineConfig(), PipelineConfig(pair=True, fill=False), PipelineConfig(pair=True)]
     for alone_, paired, filled in run_ranks(traced, 2, ways, ep=2):

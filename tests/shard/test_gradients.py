@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -101,6 +102,7 @@ def whole(dtype: str) -> dict[str, Any]:
     (losses.cross_entropy + losses.balance).backward()
     parameters = dict(model.named_parameters())
     for parameter in parameters.values():
+        assert parameter.grad is not None
         parameter.grad = parameter.grad / (labels >= 0).sum()
     before = {name: p.grad.clone().numpy() for name, p in parameters.items() if p.grad is not None}
     norm = torch.nn.utils.clip_grad_norm_(parameters.values(), MAX_NORM).item()
@@ -178,6 +180,14 @@ def test_a_short_gradient_is_not_scaled_and_a_long_one_ends_at_the_limit():
     assert all(torch.equal(a, b) for a, b in zip(before, gradients.shares(), strict=True))
     assert gradients.clip(norm / 4).item() == norm
     assert gradients.norm().item() == pytest.approx(norm / 4, rel=1e-4)
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_a_gradient_that_is_no_number_leaves_no_scale_to_apply_it_with(value: float):
+    gradients = ready(make("fp32"))
+    gradients.buckets[0].gradients[5] = value
+    assert not gradients.clip(1.0).isfinite()
+    assert gradients.scale.isnan()
 
 
 def test_finished_gradients_live_in_the_buckets_only_and_begin_empties_them():
@@ -310,3 +320,19 @@ def test_buckets_leave_while_backward_goes_on_in_the_last_microbatch_only():
         assert first_layer[0] > 0, "what the second layer and the head finished is on its way"
         assert first_layer[-1] > first_layer[0]
         assert [n for _, n in fired] == sorted(n for _, n in fired)
+
+
+def travelled_bf16(world: World) -> tuple[torch.Tensor, dict[tuple[str, ...], int]]:
+    x = torch.randn(RANKS * 64, generator=torch.Generator().manual_seed(world.rank)).bfloat16()
+    with traffic.counted() as sent:
+        share = reduce_bf16(x, world.everyone).arrived()
+    return share, dict(sent)
+
+
+def test_gradients_kept_as_bf16_are_summed_over_ranks_in_fp32():
+    xs = [torch.randn(RANKS * 64, generator=torch.Generator().manual_seed(r)).bfloat16() for r in range(RANKS)]
+    results = run_ranks(travelled_bf16, RANKS)
+    found = torch.cat([share for share, _ in results])
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, torch.stack(xs).float().sum(0), rtol=1e-6, atol=1e-6)
+    assert all(list(sent.values()) == [RANKS * 64 * 2 * (RANKS - 1) // RANKS] for _, sent in results)

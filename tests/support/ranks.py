@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import multiprocessing
 import pickle
+import signal
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -89,3 +90,4 @@ def be_rank(
         answer.send_bytes(pickle.dumps((None, function(world, *args))))
     except BaseException:
         answer.send_bytes(pickle.dumps((traceback.format_exc(), None)))
+    signal.pause()  # until killed: a rank that leaves early closes connections that others may still be making

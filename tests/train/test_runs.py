@@ -112,6 +112,23 @@ def test_a_signal_saves_and_leaves_cleanly_and_the_run_goes_on_as_if_nothing_hap
     assert routed.count("\n") == 13, "one line every third step"
 
 
+def test_a_checkpoint_that_cannot_be_written_stops_the_run_by_name_and_leaves_the_ones_before(tmp_path: Path):
+    (tmp_path / "a" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "a" / "checkpoints" / "step-00000008.tmp").symlink_to(tmp_path / "elsewhere")
+    argv = small_run(tmp_path, "a", "--train.steps", "2000", "--checkpoint.every", "4")
+    code, output = command(argv, tmp_path / "log")
+    assert code == 2, output
+    assert "the checkpoint of step 8 was not written: cannot write in" in output
+    assert "Traceback" not in output
+    assert 8 <= metrics(tmp_path / "a")[-1]["step"] <= 12
+    (tmp_path / "a" / "checkpoints" / "step-00000008.tmp").unlink()
+    more = ["--train.steps", "9", "--resume", "auto"]
+    code, output = command(small_run(tmp_path, "a", *more), tmp_path / "log")
+    assert code == 0, output
+    assert "step-00000004 at step 4" in output
+
+
 @pytest.mark.slow
 def test_four_ranks_give_the_losses_of_one_rank(tmp_path: Path):
     """The two commands of the README, as a user would type them."""
@@ -194,3 +211,22 @@ def test_training_in_bf16_on_a_cpu_learns(tmp_path: Path):
     assert code == 0, output
     lines = metrics(tmp_path / "a")
     assert lines[-1]["val_loss"] < 0.9 * lines[0]["val_loss"]
+
+
+def test_main_weights_as_halves_train_save_and_go_on_as_a_whole_copy_would_and_the_reverse(tmp_path: Path):
+    steps = ["--train.steps", "8", "--checkpoint.every", "4", "--train.precision", "bf16"]
+    steps += ["--train.micro_batch", "8", "--kernels.force", "adamw=reference"]
+    lean = ["--optim.moments", "bf16", "--optim.rounding", "stochastic", "--optim.gradients", "bf16"]
+    for main in ("split", "fp32"):
+        argv = small_run(tmp_path, main, *steps, *lean, "--optim.main", main)
+        code, output = command(argv, tmp_path / "log")
+        assert code == 0, output
+    assert numbers(tmp_path / "split") == numbers(tmp_path / "fp32")
+    assert digest(tmp_path / "split") == digest(tmp_path / "fp32"), "a checkpoint holds fp32 either way"
+    for before, after in (("split", "fp32"), ("fp32", "split")):
+        half_way = tmp_path / before / "checkpoints" / "step-00000004"
+        name = f"{before}-{after}"
+        argv = small_run(tmp_path, name, *steps, *lean, "--optim.main", after, "--resume", str(half_way))
+        code, output = command(argv, tmp_path / "log")
+        assert code == 0, output
+        assert digest(tmp_path / name) == digest(tmp_path / "fp32"), name

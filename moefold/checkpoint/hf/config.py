@@ -35,7 +35,16 @@ QUANTISED = {"fp8": "blocks of 128 x 128 with weight_scale_inv", "mxfp4": "block
 
 # Keys of a model that act in training alone, or only on how and not on what is computed: no config.json holds them.
 TRAINING = (
-    *("init_std", "mtp_loss", "moe.aux_loss", "moe.aux_over", "moe.bias_rate", "moe.bias_step", "moe.device_loss"),
+    *(
+        "init_std",
+        "mtp_loss",
+        "moe.aux_loss",
+        "moe.aux_over",
+        "moe.bias_rate",
+        "moe.bias_step",
+        "moe.bias_pace",
+        "moe.device_loss",
+    ),
     *("moe.devices", "moe.device_capacity", "moe.z_loss", "moe.jitter", "moe.force_balance", "moe.capacity_factor"),
     *("moe.drop", "moe.drop_over", "moe.pad_to_capacity", "moe.pad_rows", "moe.gate", "moe.looks_ahead"),
 )

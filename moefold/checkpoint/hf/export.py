@@ -8,9 +8,10 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+from moefold.checkpoint.boxes import Range, overlap, slices
 from moefold.checkpoint.hf.config import family_for, options_for
-from moefold.checkpoint.hf.move import Fetch, put, slices
-from moefold.checkpoint.hf.piece import Piece, Range, Table, overlap
+from moefold.checkpoint.hf.move import Fetch, put
+from moefold.checkpoint.hf.piece import Piece, Table
 from moefold.checkpoint.hf.read import Held, held_tensors
 from moefold.comm.collectives import gather_objects, sum_
 from moefold.config.refused import Refused

@@ -13,6 +13,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from moefold.checkpoint.place import Place
 from moefold.config.refused import Refused, printable
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -27,9 +28,10 @@ BYTES = {dtype: size for size, dtypes in ((8, EIGHT), (4, FOUR), (2, TWO), (1, O
 class Stored:
     """A tensor as a file's header describes it."""
 
-    file: Path
+    file: Place
     dtype: str
     shape: tuple[int, ...]
+    at: int  # the byte of the file where it begins
 
 
 @dataclass(frozen=True)
@@ -109,8 +111,8 @@ def shortened(lines: list[str], most: int = 20) -> list[str]:
     return lines if len(lines) <= most else [*lines[:most], f"and {len(lines) - most} more"]
 
 
-def header_of(file: Path) -> dict[str, Stored]:
-    """Every tensor of a safetensors file, after checking that the file is as long as they need, to the byte."""
+def raw_header(file: Place) -> bytes:
+    """The header of a safetensors file, unread, if its length makes sense."""
     size = file.stat().st_size
     with file.open("rb") as opened:
         first = opened.read(8)
@@ -119,7 +121,13 @@ def header_of(file: Path) -> dict[str, Stored]:
             raise Refused(
                 f"{file} is no safetensors file: its header claims {length} bytes of {size}; fetch the file again"
             )
-        raw = opened.read(length)
+        return opened.read(length)
+
+
+def header_of(file: Place, raw: bytes | None = None) -> dict[str, Stored]:
+    """Every tensor of a safetensors file, after checking that the file is as long as they need, to the byte."""
+    raw = raw_header(file) if raw is None else raw
+    size, length = file.stat().st_size, len(raw)
     try:
         entries = json.loads(raw, object_pairs_hook=without_repeats)
         entries.pop("__metadata__", None)
@@ -135,7 +143,8 @@ def header_of(file: Path) -> dict[str, Stored]:
         ends = end
     if ends != size - 8 - length:
         raise Refused(f"{file} has {size} bytes; its tensors need {ends + 8 + length}; fetch the file again")
-    return {name: Stored(file, dtype, shape) for name, (dtype, shape, _) in found.items()}
+    data = 8 + length
+    return {name: Stored(file, dtype, shape, data + begin) for name, (dtype, shape, (begin, _)) in found.items()}
 
 
 def without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -7,13 +7,10 @@ from math import prod
 
 import torch
 
-from moefold.checkpoint.hf.piece import Piece, Range, overlap
+from moefold.checkpoint.boxes import Range, overlap, slices
+from moefold.checkpoint.hf.piece import Piece
 
 Fetch = Callable[[str, tuple[Range, ...]], torch.Tensor]  # a box of the tensor of that name
-
-
-def slices(box: tuple[Range, ...]) -> tuple[slice, ...]:
-    return tuple(slice(start, start + size) for start, size in box)
 
 
 def take(piece: Piece, box: tuple[Range, ...], fetch: Fetch) -> tuple[tuple[Range, ...], torch.Tensor] | None:

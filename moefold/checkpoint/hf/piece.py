@@ -19,7 +19,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 
-Range = tuple[int, int]  # (start, size)
+from moefold.checkpoint.boxes import Range
+
 Groups = tuple[tuple[str, ...], ...]
 
 
@@ -112,14 +113,3 @@ def grouped(pairs: Iterable[tuple[str, Piece]]) -> dict[str, list[Piece]]:
     for name, piece in pairs:
         found.setdefault(name, []).append(piece)
     return found
-
-
-def overlap(a: Iterable[Range], b: Iterable[Range]) -> tuple[Range, ...] | None:
-    """The box that two boxes share, or None."""
-    shared: list[Range] = []
-    for (a_start, a_size), (b_start, b_size) in zip(a, b, strict=True):
-        start, end = max(a_start, b_start), min(a_start + a_size, b_start + b_size)
-        if end <= start:
-            return None
-        shared.append((start, end - start))
-    return tuple(shared)

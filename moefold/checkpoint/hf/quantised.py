@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
+from moefold.checkpoint.boxes import Range
 from moefold.checkpoint.hf.folder import Stored
-from moefold.checkpoint.hf.piece import Range
 
 BLOCK = 128
 SCALE, BLOCKS, SCALES = "_scale_inv", "_blocks", "_scales"

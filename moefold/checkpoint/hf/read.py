@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
+from moefold.checkpoint.boxes import Range, slices
 from moefold.checkpoint.hf.folder import Folder, Stored, shortened
-from moefold.checkpoint.hf.move import Fetch, slices, take
-from moefold.checkpoint.hf.piece import Range, Table
+from moefold.checkpoint.hf.move import Fetch, take
+from moefold.checkpoint.hf.piece import Table
 from moefold.checkpoint.hf.quantised import Whole, undone
+from moefold.checkpoint.place import Place
 from moefold.comm.collectives import gather_objects
 from moefold.config.refused import Refused, did_you_mean
 from moefold.layout.axes import World
@@ -51,7 +52,7 @@ class Weights:
 
     def __init__(self, folder: Folder):
         self.folder = folder
-        self.opened: dict[Path, Any] = {}
+        self.opened: dict[Place, Any] = {}
         self.tensors, self.problems = undone(folder.tensors, self.raw)
 
     def raw(self, name: str, box: tuple[Range, ...]) -> torch.Tensor:

@@ -63,12 +63,17 @@ class Load(nn.Module):
             self.moved += sent
 
     @torch.no_grad()
-    def update(self, counts_E: torch.Tensor, moe: MoeConfig, sound: torch.Tensor | bool = True) -> None:
-        """Move the bias against the load if the step was sound, and start counting anew."""
+    def update(
+        self, counts_E: torch.Tensor, moe: MoeConfig, sound: torch.Tensor | bool = True, pace: float = 1.0
+    ) -> None:
+        """Move the bias against the load if the step was sound, and start counting anew. `pace` is the learning rate as
+        a share of its highest: tokens of one kind change experts together, so when weights hardly move any more, a bias
+        that goes on as before carries them to and fro."""
         if moe.bias_rate:
             lack_E = counts_E.sum() - counts_E * len(counts_E)  # E times (mean - count): whole numbers, so exact
             step_E = lack_E.sign() if moe.bias_step == "sign" else lack_E / counts_E.sum().clamp(min=1)
-            self.bias_E += moe.bias_rate * step_E * sound
+            rate = moe.bias_rate * (pace if moe.bias_pace == "learning_rate" else 1.0)
+            self.bias_E += rate * step_E * sound
         self.forget()
 
     @torch.no_grad()
@@ -114,13 +119,15 @@ def joined_loads(parts: Sequence[Loads]) -> Loads:
     return Loads(list(layers), torch.stack(counts), torch.stack(dropped), torch.stack(moved))
 
 
-def update_loads(loads: list[Load], moe: MoeConfig, everyone: Axis, sound: torch.Tensor | bool = True) -> Loads:
+def update_loads(
+    loads: list[Load], moe: MoeConfig, everyone: Axis, sound: torch.Tensor | bool = True, pace: float = 1.0
+) -> Loads:
     """After a step: gather the counts and update each layer's bias."""
     found = gather_loads(loads, everyone)
     for load, counts_E in zip(loads, found.counts_LE, strict=True):
         if moe.aux_over == "previous_batch":
             load.survey(counts_E)
-        load.update(counts_E, moe, sound)
+        load.update(counts_E, moe, sound, pace)
     return found
 
 

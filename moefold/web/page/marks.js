@@ -22,6 +22,8 @@ function short(x, digits = 3) {
   return String(Number(x.toPrecision(digits)));
 }
 
+const percent = (x) => (x === null ? "–" : `${short(100 * x)} %`);
+
 // About `count` round numbers from low to high.
 function ticks(low, high, count, whole = false) {
   const rough = Math.max((high - low) / Math.max(count, 1), whole ? 1 : 0) || 1;
@@ -86,6 +88,13 @@ function drawn(holder, draw) {
   return holder;
 }
 const redrawAll = () => document.querySelectorAll(".plot").forEach((holder) => holder.redraw && holder.redraw(true));
+
+// Light or dark as the system says, until the reader says otherwise.
+const dark = matchMedia("(prefers-color-scheme: dark)");
+document.documentElement.dataset.theme = dark.matches ? "dark" : "light";
+const turn = (to) => ((document.documentElement.dataset.theme = to), redrawAll());
+dark.addEventListener("change", () => turn(dark.matches ? "dark" : "light"));
+document.getElementById("theme").addEventListener("click", () => turn(theme() === "dark" ? "light" : "dark"));
 
 // The one tooltip.
 const tip = document.getElementById("tip");

@@ -2,15 +2,9 @@
 
 const { runs } = JSON.parse(document.getElementById("data").textContent);
 const several = runs.length > 1;
-const dark = matchMedia("(prefers-color-scheme: dark)");
-document.documentElement.dataset.theme = dark.matches ? "dark" : "light";
-const turn = (to) => ((document.documentElement.dataset.theme = to), redrawAll());
-dark.addEventListener("change", () => turn(dark.matches ? "dark" : "light"));
-document.getElementById("theme").addEventListener("click", () => turn(theme() === "dark" ? "light" : "dark"));
 
 const of = (name, label) => runs.map((run, i) => ({ name: several ? run.label : label, curve: run.curves[name], colour: i, dash: several ? i : 0 }));
 const grid = (...cards) => make("div", { class: "grid" }, ...cards);
-const percent = (x) => (x === null ? "–" : `${short(100 * x)} %`);
 const section = (title, text, ...parts) => [make("h2", {}, title), make("p", {}, text), ...parts];
 
 function facts() {

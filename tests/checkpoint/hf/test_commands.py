@@ -22,7 +22,7 @@ from moefold.data.tokens import Corpus
 from moefold.layout.axes import World
 from moefold.train.assemble import assemble
 from moefold.train.from_hf import starting_weights
-from moefold.train.resume import save_run
+from moefold.train.resume import save_run, saver_of
 from moefold.train.step import train_step
 from tests.support.hf_models import CASES, DENSE, hf, make, save, tokens
 from tests.support.ranks import run_ranks
@@ -89,7 +89,8 @@ def save_on(world: World, start: str, out: str, steps: int) -> dict[str, torch.T
     assert bool(made.parameters.under_way) == (steps > 0)
     exported = {name: tensor.clone() for name, tensor in export_hf_weights(made.model, config.model, world)}
     assert not made.parameters.under_way, "weights were read before they had arrived"
-    save_run(made)
+    with saver_of(made, str) as saver:
+        save_run(made, saver)
     return exported
 
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from moefold.checkpoint.boxes import slices
 from moefold.checkpoint.hf.config import describe, essentials, family_for, options_for, read_model
 from moefold.checkpoint.hf.export import export_hf_weights, hf_tensors
 from moefold.checkpoint.hf.folder import open_folder
-from moefold.checkpoint.hf.move import slices
 from moefold.checkpoint.hf.options import Options
 from moefold.checkpoint.hf.piece import Piece
 from moefold.checkpoint.hf.read import held_tensors

@@ -9,10 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from moefold.checkpoint.boxes import slices
 from moefold.checkpoint.hf.config import describe
 from moefold.checkpoint.hf.export import export_hf_weights
 from moefold.checkpoint.hf.folder import open_folder
-from moefold.checkpoint.hf.move import slices
 from moefold.checkpoint.hf.read import Weights
 from moefold.cli.main import run
 from moefold.config.refused import Refused
@@ -144,6 +144,37 @@ def with_layer_ahead(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor
     found["model.layers.3.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
     found["model.layers.3.shared_head.head.weight"] = tensors["lm_head.weight"].clone()
     return found
+
+
+@pytest.mark.parametrize("case", ["deepseek v3", "glm qk-norm, biased, groups, two dense layers"])
+def test_layers_that_predict_further_tokens_predict_what_published_code_does(case: str, tmp_path: Path):
+    """It joins the next token's embedding with the stream behind the last norm; theirs is put together from the layer
+    that this one is a copy of."""
+    kind, options = CASES[case]
+    theirs = make(kind, **options).eval()
+    folder = changed(save(theirs, tmp_path / "hf"), with_layer_ahead)
+    files = load_file(folder / "model.safetensors")
+    own = {name.removeprefix("model.layers.3."): t for name, t in files.items() if ".3." in name}
+    ids = tokens()
+
+    def norm(x: torch.Tensor, name: str) -> torch.Tensor:
+        return torch.nn.functional.rms_norm(x, x.shape[-1:], own[f"{name}.weight"], theirs.config.rms_norm_eps)
+
+    with torch.no_grad():
+        stream = theirs.model(ids, use_cache=False).last_hidden_state[:, :-1]
+        ahead = theirs.get_input_embeddings()(ids[:, 1:])
+        joined = torch.cat((norm(ahead, "enorm"), norm(stream, "hnorm")), -1) @ own["eh_proj.weight"].T
+        theirs.model.layers = theirs.model.layers[2:3]
+        theirs.config.num_hidden_layers = 1
+        theirs.model.norm.weight.copy_(own["shared_head.norm.weight"])
+        expected = theirs(inputs_embeds=joined, use_cache=False).logits
+
+        model = from_hf(folder, seq_len=ids.shape[1]).train()
+        seen: list[torch.Tensor] = []
+        model.head.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+        model(ids, torch.roll(ids, -1, 1))
+        found = model.head.logits(seen[1]).unflatten(0, ids.shape)[:, :-1]
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
 
 
 @pytest.mark.parametrize("case", ["deepseek v3", "glm qk-norm, biased, groups, two dense layers"])

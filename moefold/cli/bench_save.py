@@ -1,0 +1,134 @@
+"""`moefold bench save`: how fast checkpoints reach a disk, beside plain writing of as many bytes, and by how much a
+save under way delays a step. Both are ratios of one run, the two sides taken in turn, so that a busy machine slows
+both."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+import tyro
+
+from moefold.cli.options import read
+from moefold.config.refused import Refused
+from moefold.config.run import Config
+from moefold.presets.recipe import resolve
+
+if TYPE_CHECKING:
+    from moefold.train.assemble import Run
+
+
+@dataclass(frozen=True)
+class SaveOptions:
+    """Time saves: bytes a second beside plain writing on the same disk, and the delay of a step by a save under way."""
+
+    recipe: tyro.conf.Positional[str] = "tiny"
+    """The model whose steps are timed: a preset, or a YAML file; --section.key VALUE changes it."""
+    out: Path | None = None
+    """A folder on the disk to measure; by default that of temporary files."""
+    mib: int = 1024
+    """Size of the checkpoint whose writing is timed."""
+    repeat: int = 5
+    """How often each is timed; medians are shown."""
+    json: bool = False
+    """Print JSON instead of text."""
+
+
+def run(argv: Sequence[str]) -> int:
+    options, overrides = read(SaveOptions, argv, "bench save")
+    if options.mib < 1 or options.repeat < 1:
+        raise Refused("--mib and --repeat must be at least 1; such as 1024 and 5")
+    config = resolve(options.recipe, overrides)
+    with tempfile.TemporaryDirectory(prefix="moefold-save-", dir=options.out) as folder:
+        found = {**bandwidth(Path(folder), options), **delay(Path(folder), config, options.repeat)}
+    print(json.dumps(found, indent=1) if options.json else told(found))
+    return 0
+
+
+def told(found: dict[str, float]) -> str:
+    return (
+        f"plain writing  {found['plain'] / 1e6:7.0f} MB/s, synced\n"
+        f"checkpoint     {found['checkpoint'] / 1e6:7.0f} MB/s, hashed and committed: "
+        f"{100 * found['checkpoint'] / found['plain']:.0f} % of it\n"
+        f"a step         {found['step'] * 1e3:7.1f} ms\n"
+        f"with a save    {found['step_with_save'] * 1e3:7.1f} ms, delayed by "
+        f"{100 * (found['step_with_save'] / found['step'] - 1):.1f} %; the save of {found['state_bytes'] / 1e6:.0f} MB "
+        f"takes {found['save'] * 1e3:.0f} ms"
+    )
+
+
+def bandwidth(folder: Path, options: SaveOptions) -> dict[str, float]:
+    """Bytes a second of plain writing and of a checkpoint, in turn."""
+    import torch
+
+    from moefold.checkpoint.image import AT_ONCE, Image
+    from moefold.checkpoint.place import write_file
+    from moefold.checkpoint.save import plan_of, write_checkpoint
+    from moefold.checkpoint.shelf import Keep
+    from moefold.checkpoint.state import described
+    from moefold.layout.axes import alone
+
+    world, size, shelf = alone(), options.mib << 20, folder / "shelf"
+    parts = {str(n): described(torch.rand(1 << 18)) for n in range(options.mib)}
+    plan = plan_of(parts, world)
+    image = Image(plan, 0, pinned=False)
+    image.fill(parts)
+    raw = image.bytes.numpy().data
+    times: dict[str, list[float]] = {"plain": [], "checkpoint": []}
+    for number in range(options.repeat + 1):  # the first is for warming up
+        steps = [raw[at : at + AT_ONCE] for at in range(0, size, AT_ONCE)]
+        times["plain"].append(clock(partial(write_file, folder / "plain", steps)))
+        (folder / "plain").unlink()
+        save = partial(write_checkpoint, shelf, number, plan, image, {}, Keep(1), world)
+        times["checkpoint"].append(clock(save))
+        shutil.rmtree(shelf)
+    return {name: size / median(each[1:]) for name, each in times.items()}
+
+
+def clock(work: Callable[[], Any]) -> float:
+    begun = time.perf_counter()
+    work()
+    return time.perf_counter() - begun
+
+
+def delay(folder: Path, config: Config, repeat: int) -> dict[str, float]:
+    """Seconds of a step without a save and of one with a save begun right before it, in turn."""
+    from moefold.layout.launch import joined
+    from moefold.train.assemble import assemble
+    from moefold.train.resume import save_run, saver_of
+
+    config = replace(config, observe=replace(config.observe, tensorboard=False))
+    times: dict[str, list[float]] = {"step": [], "step_with_save": [], "save": []}
+    with joined(config.parallel, config.train.device) as world:
+        run = assemble(config, world, folder / "run")
+        with saver_of(run, lambda _: None) as saver:
+            for _ in range(repeat + 1):
+                times["step"].append(clock(lambda: finished_step(run)))
+                begun = time.perf_counter()
+                save_run(run, saver)
+                finished_step(run)
+                times["step_with_save"].append(time.perf_counter() - begun)
+                saver.wait()
+                times["save"].append(time.perf_counter() - begun)
+        size = saver.plan.bytes if saver.plan else 0
+    return {name: median(each[1:]) for name, each in times.items()} | {"state_bytes": float(size)}
+
+
+def finished_step(run: Run) -> None:
+    """A step, and all that it asked of the device."""
+    import torch
+
+    from moefold.train.step import train_step
+
+    train_step(run, run.loader.next())
+    run.parameters.await_all()
+    if run.world.device.type == "cuda":
+        torch.cuda.synchronize()

@@ -1,0 +1,36 @@
+"""`moefold web`: the planner as a page on this machine, with sliders. Needs no torch, but the extra `web`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from moefold.cli.options import read
+from moefold.config.refused import Refused
+
+
+@dataclass(frozen=True)
+class WebOptions:
+    """Serve the planner's page, for this machine alone: choose model, cluster and layout, see memory and time."""
+
+    port: int = 8765
+    """Where it listens, on 127.0.0.1; 0 takes any free port."""
+    browser: bool = True
+    """Open the page in a browser."""
+
+
+def run(argv: Sequence[str]) -> int:
+    options, _ = read(WebOptions, argv, "web", config_keys=False)
+    try:
+        from moefold.web.serve import serve  # starlette and uvicorn are an extra
+    except ModuleNotFoundError as missing:
+        if missing.name not in ("starlette", "uvicorn"):
+            raise
+        raise Refused(
+            f"moefold web needs {missing.name}, which is not installed; run: pip install 'moefold[web]'"
+        ) from None
+    try:
+        serve(options.port, options.browser)
+    except KeyboardInterrupt:
+        print("ended")
+    return 0

@@ -1,0 +1,117 @@
+"""Pipeline stages as a plan sees them: which pieces each holds, on which rank, and what one microbatch costs there."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from functools import lru_cache
+
+from moefold.anatomy.stages import Stage, rank_of_stage, stages_of
+from moefold.config.run import Config, DataConfig, ModelConfig, ParallelConfig, PipelineConfig
+from moefold.plan.choices import Choices
+from moefold.plan.counts import Class, alike, piece_count
+from moefold.plan.sizes import Portion
+
+Pieces = tuple[tuple[str, int], ...]  # of a stage: letters as in a layout, each with the first layer that is alike
+
+
+@dataclass(frozen=True)
+class StageCount:
+    """One microbatch on one stage of one rank, in bytes: what it keeps until its data gradient, what of that is made
+    again or comes back from the host, what waits for weight gradients computed apart, and what forward and backward
+    need beside. Parameters are counted by class."""
+
+    parameters: tuple[tuple[Class, float], ...]
+    quantized: float
+    kept: float
+    remade: float
+    offloaded: float
+    waiting: float
+    forward: float
+    backward: float
+
+
+def pieces_of(model: ModelConfig, stage: Stage) -> Pieces:
+    same = alike(model)
+    return (
+        *([("E", 0)] if stage.embeds else []),
+        *(("t", same[layer]) for layer in stage.layers),
+        *(("m", same[model.layers + depth - 1]) for depth in stage.ahead),
+        *([("L", 0)] if stage.predicts else []),
+    )
+
+
+@lru_cache(maxsize=65_536)
+def stage_count(
+    model: ModelConfig, pieces: Pieces, portion: Portion, choices: Choices, load: float = 1.0
+) -> StageCount:
+    counts = [piece_count(model, piece, layer, portion, choices, load) for piece, layer in pieces]
+    parameters: Counter[Class] = Counter()
+    for piece in counts:
+        parameters.update(piece.parameters)
+    later = forward = backward = 0.0  # what later steps keep is not there yet, or gone again
+    for piece in reversed(counts):
+        for step in reversed(piece.steps):
+            forward = max(forward, step.working[0] - later)
+            backward = max(backward, step.working[1] + piece.remade - later)
+            later += step.kept
+    steps = [step for piece in counts for step in piece.steps]
+    return StageCount(
+        tuple(parameters.items()),
+        sum(step.quantized for step in steps),
+        later,
+        sum(piece.remade for piece in counts),
+        sum(t.bytes for step in steps for t in step.saved if t.fate == "offloaded"),
+        sum(step.waiting for step in steps),
+        forward,
+        backward,
+    )
+
+
+RankKind = tuple[tuple[Pieces, ...], bool, int]
+
+
+@dataclass(frozen=True)
+class RankStages:
+    """The stages a pipeline rank holds, by number, with their pieces. `copies`: it holds the embedding for layers that
+    look ahead, or for a tied head, and not for the model's beginning."""
+
+    numbers: tuple[int, ...]
+    pieces: tuple[Pieces, ...]
+    copies: bool
+    aside: int
+
+    @property
+    def kind(self) -> RankKind:
+        """Ranks of one kind hold the same."""
+        return self.pieces, self.copies, self.aside
+
+
+def stages_by_rank(config: Config) -> list[RankStages]:
+    c, p = config.pipeline, config.parallel
+    return arranged(config.model, config.data.seq_len, p.pp, c.vpp, c.schedule, c.layout)
+
+
+@lru_cache(maxsize=4096)
+def arranged(model: ModelConfig, seq_len: int, pp: int, vpp: int, schedule: str, layout: str) -> list[RankStages]:
+    """Cutting a model evenly takes milliseconds, and a search asks for the same cut often."""
+    config = Config(
+        model=model,
+        data=DataConfig(seq_len=seq_len),
+        parallel=ParallelConfig(pp=pp),
+        pipeline=PipelineConfig(schedule=schedule, vpp=vpp, layout=layout),  # pyright: ignore[reportArgumentType]
+    )
+    stages, homes = stages_of(config), rank_of_stage(config)
+    found: list[RankStages] = []
+    for rank in range(pp):
+        held = [stage for stage, home in zip(stages, homes, strict=True) if home == rank]
+        needs = any(stage.looks_up or (stage.predicts and model.tied_head) for stage in held)
+        found.append(
+            RankStages(
+                tuple(stage.number for stage in held),
+                tuple(pieces_of(model, stage) for stage in held),
+                needs and not any(stage.embeds for stage in held),
+                max(stage.aside for stage in held),
+            )
+        )
+    return found

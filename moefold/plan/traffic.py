@@ -1,0 +1,85 @@
+"""What a forward does beside its products and attention: bytes of pointwise passes, and kernels launched, by step.
+
+A pass over x elements reads 2 bytes and writes 2 of each. Quantising for a product reads 2 and writes the element
+twice: along rows for this product, along columns for the weight gradient's. Letters are those of `plan/sizes.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from moefold.plan.counts import Gemm
+from moefold.plan.sizes import Sizes
+
+LOW = ("dense", "grouped")  # products that a low precision takes over; router and head stay as they are
+
+
+def attended(s: Sizes) -> float:
+    """Elements of queries, keys and values that are read or written: turned, normed, put together from latents."""
+    keys = s.G * (s.Q + s.V)
+    if s.mla:
+        return 2 * s.C * (s.H * s.Q + keys) + 2 * s.T * (s.q_rank + s.kv_rank)
+    norms = 2 if s.model.attention.qk_norm != "none" else 1
+    return s.C * (2 * norms * (s.H + s.G) * s.Q + 2 * s.G * s.V)
+
+
+def activated(s: Sizes) -> float:
+    """Elements that experts' activation reads and writes, and that biases are added to."""
+    biases = 4 * s.F + 2 * s.W if s.model.moe.biases else 0
+    return s.R * (3 * s.F + biases)
+
+
+ELEMENTS: dict[str, Callable[[Sizes], float]] = {
+    "embed": lambda s: 2 * s.T * s.D,
+    "attend": lambda s: 5 * s.T * s.D + attended(s),  # a norm, and what is added to the stream
+    "mlp": lambda s: 5 * s.T * s.D + 3 * s.C * s.M,
+    "route": lambda s: 3 * s.T * s.D + 12 * s.T * s.E,
+    "dispatch": lambda s: 2 * s.R * s.W,
+    "shared": lambda s: 2 * s.T * s.D + 3 * s.C * s.A,
+    "experts": activated,
+    "combine": lambda s: s.R * s.W + 3 * s.T * s.D,
+    "look_ahead": lambda s: 8 * s.T * s.D,
+    "set_aside": lambda s: 2 * s.T * s.D,
+    "predict": lambda s: 2 * s.T * s.D + 6 * s.C * s.P * (1 + s.model.mtp),
+}
+
+LAUNCHES = {
+    "embed": 3,
+    "attend": 16,
+    "mlp": 8,
+    "route": 30,
+    "narrow": 1,
+    "dispatch": 14,
+    "shared": 6,
+    "experts": 6,
+    "combine": 10,
+    "widen": 1,
+    "look_ahead": 6,
+    "set_aside": 2,
+    "predict": 14,
+}
+
+
+def moved(step: str, s: Sizes) -> float:
+    """Bytes of a forward's pointwise passes."""
+    return 2.0 * ELEMENTS[step](s) if step in ELEMENTS else 0.0
+
+
+def quantised(gemms: tuple[Gemm, ...], s: Sizes, outputs: bool = False) -> float:
+    """Bytes of quantising what the products read, or in backward the gradients of what they gave. Products of one
+    input share its quantised form."""
+    if not s.choices.recipe.quantizes:
+        return 0.0
+    low = [g for g in gemms if g.kind in LOW]
+    once = {(g.rows, g.n, g.name) if outputs else (g.rows, g.k): g for g in low}
+    elements = sum(g.rows * g.groups * (g.n if outputs else g.k) for g in once.values())
+    return (2 + 2 * s.choices.recipe.linear) * elements
+
+
+def launched(step: str, gemms: tuple[Gemm, ...], s: Sizes) -> tuple[float, float]:
+    """Kernels of a forward: those one after the other, and those of a loop over experts, side by side on the device.
+    Megatron's layers make each expert's product by itself and quantise each operand."""
+    low = sum(g.kind in LOW for g in gemms) if s.choices.recipe.quantizes else 0
+    count = LAUNCHES[step] + 2 * low + (6 if step == "attend" and s.mla else 0)
+    grouped = sum(g.groups for g in gemms if g.kind == "grouped") if s.choices.stack == "megatron" else 0
+    return count, grouped * (5 if s.choices.recipe.quantizes else 1)

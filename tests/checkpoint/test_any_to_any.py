@@ -1,0 +1,132 @@
+"""Twenty random pairs of layouts: what one saves, the other takes up exactly, and goes on as the first would have."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from itertools import pairwise, product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moefold.checkpoint.ledger import compare
+from moefold.checkpoint.saver import Saver
+from moefold.checkpoint.shelf import folder_of
+from moefold.checkpoint.verify import Opened, open_checkpoint
+from moefold.config.rule import Case
+from moefold.config.rules import broken
+from moefold.config.run import (
+    AttentionConfig,
+    Config,
+    DataConfig,
+    ModelConfig,
+    MoeConfig,
+    ObserveConfig,
+    OptimConfig,
+    ParallelConfig,
+    PipelineConfig,
+    TrainConfig,
+)
+from moefold.layout.axes import World, name_axes
+from moefold.train.assemble import Run, assemble
+from moefold.train.parity import random_corpus
+from moefold.train.resume import resume_run, save_run, saver_of
+from moefold.train.step import train_step
+from tests.support.ranks import run_ranks
+
+RANKS, PAIRS, LAYOUTS, STEPS = 4, 20, 6, 5
+MODEL = ModelConfig(
+    layers=2,
+    hidden=32,
+    vocab=256,
+    dense_ffn=32,
+    mtp=1,
+    attention=AttentionConfig(heads=4, kv_heads=4, head_dim=8, qk_norm="head", qkv_bias=True),
+    moe=MoeConfig(experts=8, top_k=2, ffn=16, shared_ffn=16, dense_layers=1, score="sigmoid", bias_rate=0.01),
+)
+START = Config(
+    name="any",
+    model=MODEL,
+    data=DataConfig(seq_len=16),
+    train=TrainConfig(device="cpu", precision="fp32", global_batch=4, micro_batch=1, steps=1000),
+    optim=OptimConfig(warmup=0, lr=1e-2, eps=1e-3),
+    observe=ObserveConfig(tensorboard=False),
+)
+AXES = ("tp", "cp", "pp", "ep", "etp")
+
+
+def legal_layouts() -> list[Config]:
+    """Every way to lay the model out on all ranks."""
+    found = []
+    for *sizes, vpp in product(*([(1, 2, 4)] * len(AXES)), (1, 2)):
+        degrees: dict[str, Any] = dict(zip(AXES, sizes, strict=True))
+        pipeline = PipelineConfig(vpp=vpp, schedule="interleaved" if vpp > 1 else "1f1b")
+        config = replace(START, parallel=ParallelConfig(**degrees), pipeline=pipeline)
+        if not broken(Case(config, RANKS)):
+            found.append(config)
+    return found
+
+
+def chosen_layouts(seed: int) -> tuple[list[Config], list[int]]:
+    """Some layouts that differ much, and a random way among them whose every step is another pair."""
+    chance = random.Random(seed)
+    layouts = chance.sample(legal_layouts(), LAYOUTS)
+    way = [0]
+    while len(way) <= PAIRS:
+        used = set(pairwise(way))
+        way.append(chance.choice([n for n in range(LAYOUTS) if n != way[-1] and (way[-1], n) not in used]))
+    return layouts, way
+
+
+def write(run: Run, saver: Saver) -> Opened:
+    save_run(run, saver)
+    saver.wait()
+    return open_checkpoint(run.out / "checkpoints" / folder_of(run.step))
+
+
+def losses(run: Run) -> list[tuple[float, float]]:
+    reports = [train_step(run, run.loader.next()) for _ in range(STEPS)]
+    return [(report.loss, report.mtp_loss) for report in reports]
+
+
+def wander(world: World, folder: str, layouts: list[Config], way: list[int]) -> list[tuple[float, list[str]]]:
+    """The state of the first layout's run goes from layout to layout. At each: the largest difference of the losses
+    that follow from those of the first, and the tensors that are not exactly what the first had."""
+    runs: list[Run] = []
+    for number, config in enumerate(layouts):
+        here = name_axes(world.rank, world.size, world.device, config.parallel)
+        runs.append(assemble(config, here, Path(folder) / str(number), corpus=random_corpus(config)))
+    savers = [saver_of(run, str) for run in runs]
+    first = runs[way[0]]
+    losses(first)  # so that there is a state
+    start = saved = write(first, savers[way[0]])
+    expected, found = losses(first), []
+    for n in way[1:]:
+        resume_run(runs[n], str(saved.path), str)
+        saved = write(runs[n], savers[n])
+        wrong = compare(start.ledger, saved.ledger)
+        assert (saved.state["step"], saved.state["consumed"]) == (start.state["step"], start.state["consumed"])
+        pairs = zip(expected, losses(runs[n]), strict=True)
+        found.append((max(abs(x - y) for pair in pairs for x, y in zip(*pair, strict=True)), [d.text for d in wrong]))
+    return found
+
+
+@pytest.mark.slow
+def test_any_layout_takes_up_what_any_other_saved(tmp_path: Path):
+    layouts, way = chosen_layouts(seed=7)
+    assert len(set(pairwise(way))) == PAIRS
+    found = run_ranks(wander, RANKS, str(tmp_path), layouts, way)[0]
+    for (a, b), (worst, wrong) in zip(pairwise(way), found, strict=True):
+        pair = (
+            f"from {layouts[a].parallel} {layouts[a].pipeline.vpp} to {layouts[b].parallel} {layouts[b].pipeline.vpp}"
+        )
+        assert not wrong, f"{pair}: {wrong}"
+        assert worst <= 1e-6, f"{pair}: losses differ by {worst:.1e}"
+
+
+def test_the_layouts_of_that_way_use_every_axis():
+    layouts, _ = chosen_layouts(seed=7)
+    for axis in AXES:
+        assert any(getattr(config.parallel, axis) > 1 for config in layouts), axis
+    assert any(config.pipeline.vpp > 1 for config in layouts)
