@@ -92,9 +92,6 @@ class Choices:
     sharding: Literal["none", "zero", "fsdp"] = key(
         "zero", "over replicas: nothing is cut; optimizer state is (ZeRO-1); weights and gradients are too (FSDP)"
     )
-    gradients: Literal["fp32", "bf16"] = key(
-        "fp32", "in what gradients are kept; with stack moefold the run says so (optim.gradients)"
-    )
     quantized_weights: bool = key(False, "with a low precision: no bf16 weights beside the quantised and the main ones")
     states_on_host: bool = key(False, "optimizer state and main weights wait in host memory while a step computes")
     graphs: Literal["none", "static", "whole"] = key(

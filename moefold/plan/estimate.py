@@ -23,10 +23,12 @@ from moefold.config.run import Config
 from moefold.plan.choices import Choices
 from moefold.plan.comm import Cluster
 from moefold.plan.counts import piece_count
-from moefold.plan.memory import BYTES, GIB, Setting, microbatches_of
+from moefold.plan.memory import BYTES, GIB, Setting
+from moefold.plan.setting import microbatches_of
 from moefold.plan.simulate import FRICTION, optimizer_bytes
 from moefold.plan.sizes import portion_of
 from moefold.plan.stage import stages_by_rank
+from moefold.plan.state import MAIN
 from moefold.plan.timing import Pace
 
 Kind = tuple[str, int]
@@ -155,9 +157,9 @@ def rank_bytes(s: Setting, kinds: Kinds, held: Holdings, rank: int) -> float:
     size = live * of("kept", kinds, held) + max(held[kind].beside for kind, _ in kinds)
     size *= s.config.train.micro_batch
     copies = recipe.copies - (recipe.wide if choices.quantized_weights else 0.0) if recipe.copies else 0.0
-    states = 0.0 if choices.states_on_host else 4.0 + 2 * BYTES[s.config.optim.moments]
+    states = 0.0 if choices.states_on_host else MAIN[s.config.optim.main] + 2 * BYTES[s.config.optim.moments]
     for grid in ("dense", "expert"):
         share = owned(s, grid)
-        weights = (recipe.wide + BYTES[choices.gradients]) * (share if choices.sharding == "fsdp" else 1.0)
+        weights = (recipe.wide + BYTES[s.config.optim.gradients]) * (share if choices.sharding == "fsdp" else 1.0)
         size += of(grid, kinds, held) * (weights + states * share)
     return size + of("quantized", kinds, held) * copies

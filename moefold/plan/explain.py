@@ -9,8 +9,10 @@ from moefold.config.refused import Refused
 from moefold.config.run import Config
 from moefold.plan.choices import Choices
 from moefold.plan.counts import PieceCount, piece_count
-from moefold.plan.memory import GIB, RankMemory, Setting, memory_in, parameters_of, replicas, setting_of, worst
+from moefold.plan.memory import RankMemory, memory_in, worst
+from moefold.plan.setting import GIB, Setting, setting_of
 from moefold.plan.stage import Pieces, RankStages, stage_count, stages_by_rank
+from moefold.plan.state import parameters_of, replicas
 
 NAMES = {"E": "embedding", "t": "layer", "m": "layer ahead", "L": "head"}
 

@@ -10,33 +10,21 @@ differ in their tensor, context, data or expert coordinate hold the same.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
-from math import prod, sqrt
-from statistics import NormalDist
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
-from moefold.anatomy.steps import is_moe
 from moefold.config.run import Config
-from moefold.dispatch.price import choose
-from moefold.kernels.catalog import Facts, pick
-from moefold.layout.placement import GRIDS
 from moefold.plan.choices import Choices
-from moefold.plan.counts import Class, piece_count
-from moefold.plan.live import Load, Moments, moments_of
-from moefold.plan.sizes import Portion, portion_of
+from moefold.plan.live import Load
+from moefold.plan.setting import GIB, Setting, setting_of
 from moefold.plan.stage import RankKind, RankStages, StageCount, stage_count, stages_by_rank
+from moefold.plan.state import BYTES, State, state_of
 
-GIB = 2**30
-BYTES = {"fp32": 4, "bf16": 2}
-WORKSPACE = 64 * 2**20  # of cuBLAS, which torch allocates
-CONTEXT = 0.6 * GIB  # of CUDA itself, and its kernels
-GROUP = 0.15 * GIB  # of NCCL, for each axis that talks
+WORKSPACE = GIB / 16  # of cuBLAS, which torch allocates
 DOES = {"F": "forward", "D": "backward", "W": "weight gradients"}
-BUCKET = 1 << 25  # parameters, as shard/buckets.py fills them; a test compares
 
 
 @dataclass(frozen=True)
@@ -71,63 +59,6 @@ class RankMemory:
         return self.state + self.activations + self.working + self.margin + self.buffers + self.graphs
 
 
-@dataclass(frozen=True)
-class Setting:
-    """A run on so many ranks under these choices, and what follows from it."""
-
-    config: Config
-    world: int
-    choices: Choices
-    portion: Portion
-    moments: list[Moments]
-    microbatches: int
-
-    @cached_property
-    def degrees(self) -> dict[str, int]:
-        p = self.config.parallel
-        dense, expert = p.tp * p.cp * p.pp, p.etp * p.ep * p.pp
-        return {**self.portion.degrees, "dp": max(1, self.world // dense), "edp": max(1, self.world // expert)}
-
-    @cached_property
-    def outside(self) -> float:
-        """On the card, but out of torch's sight."""
-        return CONTEXT + GROUP * sum(size > 1 for size in (*self.degrees.values(), self.config.parallel.pp))
-
-    @cached_property
-    def load(self) -> float:
-        """Rows of a rank's experts at the quantile, over their even share: experts differ by `spread`, of which a rank
-        averages over those it holds, and chance does the rest. A rank that holds all experts has neither."""
-        p, moe, c = self.portion, self.config.model.moe, self.choices
-        if p.ep == 1 or c.spread == 0:
-            return 1.0
-        variance = c.spread**2 * p.ep / moe.experts + 1 / max(1.0, p.tokens * moe.top_k)
-        return round(max(1.0, 1 + deviations(c.quantile) * sqrt((1 - 1 / p.ep) * variance)), 4)
-
-
-@lru_cache(maxsize=64)
-def deviations(quantile: float) -> float:
-    """How many standard deviations above the mean this quantile of a normal distribution lies."""
-    return NormalDist().inv_cdf(quantile)
-
-
-def microbatches_of(config: Config, world: int) -> int:
-    """How many pass one pipeline in a step."""
-    p, train = config.parallel, config.train
-    dp = max(1, world // (p.tp * p.cp * p.pp))
-    return max(1, train.global_batch // (dp * train.micro_batch))
-
-
-def setting_of(config: Config, world: int, choices: Choices) -> Setting:
-    c = config.pipeline
-    if choices.stack == "moefold":
-        choices = replace(choices, gradients=config.optim.gradients)
-    microbatches = microbatches_of(config, world)
-    moments = moments_of(c.schedule, config.parallel.pp, c.vpp, microbatches, c.pair, c.defer)
-    dispatcher, _ = choose(config, choices.node, int(choices.recipe.wide))
-    apart = (c.pair and c.fill) or any(each.apart for each in moments)
-    return Setting(config, world, choices, portion_of(config, dispatcher, apart), moments, microbatches)
-
-
 def memory_of(
     config: Config, world: int, choices: Choices | None = None, ranks: Iterable[int] | None = None
 ) -> list[RankMemory]:
@@ -158,17 +89,17 @@ class Prepared:
     state: State
     update: float
     buffers: float
+    stages: list[StageCount]
+    fullest: list[StageCount]
     even: Load
     full: Load
-    offloaded: list[float]
 
 
 def prepared(s: Setting, rank: RankStages) -> Prepared:
     even = [stage_count(s.config.model, pieces, s.portion, s.choices) for pieces in rank.pieces]
     full = [stage_count(s.config.model, pieces, s.portion, s.choices, s.load) for pieces in rank.pieces]
     state = state_of(s, rank, even)
-    offloaded = [stage.offloaded for stage in even]
-    return Prepared(state, update_of(s, state), buffers_of(s, rank, state), load_of(even), load_of(full), offloaded)
+    return Prepared(state, update_of(s, state), buffers_of(s, rank, state), even, full, load_of(even), load_of(full))
 
 
 def load_of(stages: list[StageCount]) -> Load:
@@ -177,136 +108,66 @@ def load_of(stages: list[StageCount]) -> Load:
     return Load(np.array(kept), np.array(waiting), np.array(passes))
 
 
-def rank_memory(s: Setting, number: int, rank: RankStages, p: Prepared) -> RankMemory:
-    moments = s.moments[number]
-    if s.microbatches == 1 and len(rank.pieces) == 1 and s.choices.stack == "moefold":
-        return while_gradients_come(s, number, rank, p)
-    at = moments.peak(p.full)
-    most, needed = moments.holds(at, p.full)
-    activations, working = moments.holds(at, p.even) if p.full is not p.even else (most, needed)
-    kind, chunk, live = moments.says(at)
-    does = f"{DOES[kind]} of stage {rank.numbers[chunk]}"
-    if p.update > most + needed:
-        live, activations, working, does = (0,) * len(live), 0.0, p.update, "optimizer step"
-        most, needed = activations, working
-    return replace(
-        rank_at(s, number, rank, p, live, does),
-        activations=activations,
-        working=working,
-        margin=most + needed - activations - working,
-    )
+class Worst(NamedTuple):
+    """A rank's worst moment: what is kept then and needed beside, with experts evenly loaded and at their fullest;
+    gradients that are there; live microbatches, and what runs."""
 
-
-def rank_at(s: Setting, number: int, rank: RankStages, p: Prepared, live: tuple[int, ...], does: str) -> RankMemory:
-    """What a rank has whatever its worst moment is, which the caller fills in."""
-    state = p.state
-    on_host = state.main + state.moments if s.choices.states_on_host else 0.0
-    return RankMemory(
-        rank=number,
-        stages=rank.numbers,
-        parameters=state.parameters,
-        weights=state.weights,
-        gradients=state.gradients,
-        main=0.0 if on_host else state.main,
-        moments=0.0 if on_host else state.moments,
-        activations=0.0,
-        working=0.0,
-        margin=0.0,
-        buffers=p.buffers,
-        graphs=graphs_of(s, rank, live),
-        host=on_host + sum(n * size for n, size in zip(live, p.offloaded, strict=True)),
-        outside=s.outside,
-        live=live,
-        at=does,
-    )
-
-
-def while_gradients_come(s: Setting, number: int, rank: RankStages, p: Prepared) -> RankMemory:
-    """A rank with one microbatch: gradients are made as backward reaches their layers, where activations were."""
-    state, each = p.state, BYTES[s.choices.gradients]
-    counts = [piece_count(s.config.model, *piece, s.portion, s.choices, s.load) for piece in rank.pieces[0]]
-    kept, gradients = sum(piece.kept for piece in counts), 0.0
-    moments = [(0.0, p.update, state.gradients, "optimizer step")]
-    moments.append((kept, max(step.working[0] for step in counts[-1].steps), 0.0, DOES["F"]))
-    for piece in reversed(counts):
-        gradients += sum(piece.parameters.values()) * each
-        later = piece.kept
-        for step in piece.steps:  # what steps behind it kept is gone by then
-            later -= step.kept
-            moments.append((kept - later, step.working[1] + piece.remade, gradients, f"{DOES['D']} of {step.name}"))
-        kept -= piece.kept
-    activations, working, gradients, does = max(moments, key=lambda moment: sum(moment[:3]))
-    return replace(
-        rank_at(s, number, rank, p, (int(activations > 0),), does),
-        gradients=gradients,
-        activations=activations,
-        working=working,
-    )
-
-
-@dataclass(frozen=True)
-class State:
-    """What a rank holds all the time: its parameters, how many of them are its share among replicas, how many of these
-    have other ranks' gradients to add, and bytes."""
-
-    parameters: float
-    share: float
-    summed: float
-    weights: float
+    even: float
+    full: float
+    working: float
     gradients: float
-    main: float
-    moments: float
+    live: tuple[int, ...]
+    does: str
 
 
-def state_of(s: Setting, rank: RankStages, stages: list[StageCount]) -> State:
-    """Weights, gradients, main weights and moments; what is cut over replicas is their share. Weights of a low
-    precision have the copies that products read."""
-    choices, recipe = s.choices, s.choices.recipe
-    counts = {kind: (count, replicas(s, kind)) for kind, count in parameters_of(s, rank, stages).items()}
-    whole = sum(count for count, _ in counts.values())
-    share = sum(count / n for count, n in counts.values())
-    weights, states = {"none": (whole, whole), "zero": (whole, share), "fsdp": (share, share)}[choices.sharding]
-    quantized = sum(stage.quantized for stage in stages) * weights / whole if recipe.copies else 0.0
-    plain = weights - (quantized if choices.quantized_weights else 0.0)
-    return State(
-        whole,
-        share,
-        sum(count / n for count, n in counts.values() if n > 1),
-        plain * recipe.wide + quantized * recipe.copies,
-        weights * BYTES[choices.gradients],
-        states * (2 if s.config.optim.main == "split" else 4) if recipe.wide < 4 else 0.0,
-        states * 2 * BYTES[s.config.optim.moments],
-    )
-
-
-def parameters_of(s: Setting, rank: RankStages, stages: list[StageCount]) -> Counter[Class]:
-    found: Counter[Class] = Counter()
-    for stage in stages:
-        found.update(dict(stage.parameters))
-    if rank.copies:
-        found.update(piece_count(s.config.model, "E", 0, s.portion, s.choices).parameters)
+def worst_moment(s: Setting, number: int, rank: RankStages, p: Prepared) -> Worst:
+    moments, gradients = s.moments[number], p.state.gradients
+    at = moments.peak(p.full)
+    (kept, working), most = moments.holds(at, p.even), sum(moments.holds(at, p.full))
+    kind, chunk, live = moments.says(at)
+    found = Worst(kept, most - working, working, gradients, live, f"{DOES[kind]} of stage {rank.numbers[chunk]}")
+    if s.grows:
+        found = max(growing(s, p), key=lambda each: each.full + each.working + each.gradients)
+    if p.update + gradients > found.full + found.working + found.gradients:
+        return Worst(0.0, 0.0, p.update, gradients, (0,) * len(live), "optimizer step")
     return found
 
 
-def replicas(s: Setting, kind: Class) -> int:
-    """How many ranks hold the same parameters of a class: those along the axes of their grid that do not cut them."""
-    grid, axes = kind
-    return prod(s.degrees[axis] for axis in GRIDS[grid] if axis not in axes)
+def growing(s: Setting, p: Prepared) -> Iterator[Worst]:
+    """The moments of a step's only microbatch: forward, when no gradient is there, and every step of the way back."""
+    each = BYTES[s.config.optim.gradients]
+    even, full = p.stages[0], p.fullest[0]
+    yield Worst(even.kept, full.kept + full.forward - even.forward, even.forward, 0.0, (1,), "forward of stage 0")
+    for (later, done, needs), (less, _, more) in zip(even.way_back, full.way_back, strict=True):
+        yield Worst(even.kept - later, full.kept - less + more - needs, needs, done * each, (1,), "backward of stage 0")
+
+
+def rank_memory(s: Setting, number: int, rank: RankStages, p: Prepared) -> RankMemory:
+    state, at = p.state, worst_moment(s, number, rank, p)
+    on_host = state.main + state.moments if s.choices.states_on_host else 0.0
+    return RankMemory(
+        number,
+        rank.numbers,
+        state.parameters,
+        state.weights,
+        at.gradients,
+        0.0 if on_host else state.main,
+        0.0 if on_host else state.moments,
+        at.even,
+        at.working,
+        at.full - at.even,
+        p.buffers,
+        graphs_of(s, rank, at.live),
+        on_host + sum(n * stage.offloaded for n, stage in zip(at.live, p.stages, strict=True)),
+        s.outside,
+        at.live,
+        at.does,
+    )
 
 
 def update_of(s: Setting, held: State) -> float:
-    """What the optimizer's step needs beside: summed gradients that came; without a kernel that does all in one pass a
-    bucket's weights being rounded, and without a fused one the moments of a bucket in fp32 too."""
-    m = s.config.model
-    layer = m.moe.experts * 2 * m.moe.ffn * (m.moe.latent or m.hidden) / (s.portion.ep * s.portion.etp)
-    largest = max(BUCKET, m.vocab * m.hidden / s.portion.tp, layer if is_moe(m, m.layers - 1) else 0.0)
-    bucket = min(largest, held.share)
-    c, optim = s.choices, s.config.optim
-    capability = (c.capability // 10, c.capability % 10)
-    facts = Facts(c.device, "bf16", capability, moments=optim.moments, main=optim.main, triton=c.device == "cuda")
-    bound = "fused" if c.stack == "megatron" else pick("adamw", facts)[0]
-    came = held.summed * BYTES[c.gradients] if c.stack == "moefold" else 0.0
-    return came + bucket * {"triton": 0, "fused": c.recipe.wide}.get(bound, c.recipe.wide + 16)
+    """What the optimizer's one pass needs beside: the sums over ranks that came."""
+    return held.summed * BYTES[s.config.optim.gradients] if s.choices.stack == "moefold" else 0.0
 
 
 def buffers_of(s: Setting, rank: RankStages, held: State) -> float:
@@ -320,7 +181,7 @@ def buffers_of(s: Setting, rank: RankStages, held: State) -> float:
     if c.stack == "moefold":
         found += layers * s.portion.seq_len * (m.attention.rope_dim or m.attention.head_dim) * 4
     if c.sharding == "fsdp":
-        found += held.parameters / max(1, layers) * (2 * wide + BYTES[c.gradients])
+        found += held.parameters / max(1, layers) * (2 * wide + BYTES[s.config.optim.gradients])
     return found
 
 

@@ -29,20 +29,23 @@ def norm(
     )
 
 
-def norm_over_all(what: str, rows: Number, width: Number) -> tuple[Tensor, ...]:
-    """A norm over all heads, which tp may cut, is made of plain operations in fp32 where no kernel turns them too."""
-    return tuple(
-        Tensor(name, "attend", rows, wide, "fp32", when=lambda s: s.qk_norm == "full" and not s.turned)
-        for name, wide in ((f"{what} in fp32", width), (f"{what} scaled", width), (f"scale of {what}", one))
-    )
+def turns_in_norm(s: Sizes) -> bool:
+    """Whether one kernel norms queries and keys and turns them: it keeps its input alone."""
+    a = s.model.attention
+    whole = a.rope_dim in (0, a.head_dim) and (a.qk_norm == "head" or s.portion.tp == 1)
+    return not s.mla and a.qk_norm != "none" and whole and s.kernel("norm_rope") != "reference"
 
 
 def per_head(s: Sizes) -> bool:
-    return s.qk_norm == "head" and not s.turned
+    return s.qk_norm == "head" and not turns_in_norm(s)
 
 
-def turned(s: Sizes) -> bool:
-    return s.turned
+def norm_over_all(what: str, rows: Number, width: Number) -> tuple[Tensor, ...]:
+    """A norm over all heads, which tp may cut, is made of plain operations in fp32."""
+    return tuple(
+        Tensor(name, "attend", rows, wide, "fp32", when=lambda s: s.qk_norm == "full" and not turns_in_norm(s))
+        for name, wide in ((f"{what} in fp32", width), (f"{what} scaled", width), (f"scale of {what}", one))
+    )
 
 
 def sink(s: Sizes) -> int:
@@ -61,6 +64,31 @@ def groups(s: Sizes) -> float:
     return s.H if s.plain_attention else s.G
 
 
+def cuts_context(s: Sizes) -> bool:
+    return s.portion.cp > 1
+
+
+def reorders(s: Sizes) -> bool:
+    """Whether attention's result comes in parts, or by heads, and is put together in other memory."""
+    return cuts_context(s) and s.portion.context != "ring"
+
+
+def half_chunks(s: Sizes) -> float:
+    """Positions of one of a rank's two chunks, where context is cut."""
+    return s.S / (2 * s.portion.cp)
+
+
+def masks(s: Sizes) -> bool:
+    """Chunks that see gathered keys up to their own end need a mask, but where a kernel knows such sight."""
+    return cuts_context(s) and s.portion.context == "all_gather" and s.composed
+
+
+def angles(s: Sizes) -> float:
+    """Cosines and sines of the positions held here, which queries and keys each take for themselves."""
+    a = s.model.attention
+    return (a.rope_dim or a.head_dim) * (1 if turns_in_norm(s) else 2)
+
+
 ATTEND = (
     *norm("stream", "attend", T, D, entry=True),
     Tensor("normed", "attend", C, D, "linear", ("norm",), when=gqa),
@@ -72,7 +100,8 @@ ATTEND = (
     ),
     *norm("query", "attend", lambda s: s.C * s.H, lambda s: s.Q, per_head),
     *norm("key", "attend", lambda s: s.C * s.G, lambda s: s.Q, per_head),
-    Tensor("query and key, not yet normed", "attend", C, lambda s: (s.H + s.G) * s.Q, read="norm", when=turned),
+    Tensor("query", "attend", C, lambda s: s.H * s.Q, read="norm", when=turns_in_norm),
+    Tensor("key", "attend", C, lambda s: s.G * s.Q, read="norm", when=turns_in_norm),
     *norm_over_all("query", C, lambda s: s.H * s.Q),
     *norm_over_all("key", C, lambda s: s.G * s.Q),
     Tensor("queries", "attend", C, lambda s: s.H * (s.Q + 8 * sink(s)), "wide", ("up",), "core", mla),
@@ -82,6 +111,9 @@ ATTEND = (
     Tensor("keys", "attend", keys, lambda s: groups(s) * (s.Q + 8 * sink(s)), "wide", (), "core", gqa),
     Tensor("values", "attend", keys, lambda s: groups(s) * s.V, "wide", (), "core", gqa),
     Tensor("attended", "attend", C, lambda s: s.H * s.V, "linear", ("core",), "out"),
+    Tensor("attended, before it is put in order", "attend", C, lambda s: s.H * s.V, "wide", ("core",), when=reorders),
+    Tensor("angles of its positions", "attend", lambda s: s.S / s.portion.cp, angles, "fp32", when=cuts_context),
+    Tensor("masks of its two chunks", "attend", half_chunks, lambda s: s.S + half_chunks(s), "fp32", when=masks),
     Tensor("log-sum-exp", "attend", C, lambda s: s.H, "fp32", ("core",), when=lambda s: not s.plain_attention),
     Tensor(
         "probabilities",
@@ -102,7 +134,7 @@ MLP = (
 
 
 def one_pass(s: Sizes) -> bool:
-    """Whether one kernel makes scores, choice and weights; it keeps the logits and makes the scores again."""
+    """Whether one kernel chooses: it keeps logits, choice and weights."""
     return s.kernel("router_topk") == "triton"
 
 
@@ -130,7 +162,7 @@ def has_shares(s: Sizes) -> bool:
 
 
 def has_logs(s: Sizes) -> bool:
-    return s.model.moe.score == "sigmoid" and (has_shares(s) or weighs_chosen(s))
+    return s.model.moe.score == "sigmoid" and (has_shares(s) or weighs_chosen(s)) and not one_pass(s)
 
 
 def has_logits(s: Sizes) -> bool:
@@ -224,7 +256,7 @@ def heads(s: Sizes) -> float:
 ENDS = (
     Tensor("tokens", "embed", C, one, "int64"),
     Tensor("tokens", "look_ahead", C, one, "int64"),
-    *norm("normed stream", "look_ahead", T, D),
+    *norm("stream", "look_ahead", T, D, own=False),
     *norm("token", "look_ahead", T, D),
     Tensor("stream and token joined", "look_ahead", T, lambda s: 2 * s.D, "linear"),
     *norm("stream", "set_aside", T, D),
@@ -240,45 +272,23 @@ def padded(s: Sizes) -> float:
     return s.R + (PADDING * s.e if s.fused else 0.0)
 
 
+def in_place(s: Sizes) -> bool:
+    """Whether the head's kernel writes the gradient of logits over them, in bf16."""
+    return s.kernel("cross_entropy") == "triton"
+
+
+def chunked(s: Sizes) -> bool:
+    return not in_place(s)
+
+
 def chunk(s: Sizes) -> float:
-    """Logits that the head holds at a time."""
-    return min(CHUNK_LOGITS * (1 if in_fp32(s) else 4), s.C * s.P)
-
-
-def in_fp32(s: Sizes) -> bool:
-    """Whether the head's loss is made of plain operations in fp32; a kernel makes gradients of logits in place."""
-    return s.kernel("cross_entropy") != "triton"
-
-
-def by_hand(s: Sizes) -> bool:
-    """Whether the activation's gradient is made of plain operations."""
-    return s.kernel("swiglu") != "triton"
-
-
-def lands(s: Sizes) -> bool:
-    """Whether products write gradients of weights where the optimizer reads them, so that none is there twice."""
-    return s.choices.gradients == "bf16" and s.fused
+    """Logits that the head holds at a time: a kernel that needs less for each of them takes more at a time."""
+    return min(CHUNK_LOGITS * (4 if in_place(s) else 1), s.C * s.P)
 
 
 def swiglu_backward(rows: Number, inner: Number, when: When = always) -> Moment:
     """In fp32: gate and up, the incoming gradient, what the formula names, and both results before they are rounded."""
-    return (
-        Tensor(
-            "gradient of the activation, in fp32",
-            "",
-            rows,
-            lambda s: 10 * inner(s),
-            "fp32",
-            when=lambda s: when(s) and by_hand(s),
-        ),
-        Tensor(
-            "gradients of the activation, gate and up",
-            "",
-            rows,
-            lambda s: 3 * inner(s),
-            when=lambda s: when(s) and not by_hand(s),
-        ),
-    )
+    return (Tensor("gradient of the activation, in fp32", "", rows, lambda s: 10 * inner(s), "fp32", when=when),)
 
 
 MOMENTS: dict[tuple[str, str], tuple[Moment, ...]] = {
@@ -294,15 +304,9 @@ MOMENTS: dict[tuple[str, str], tuple[Moment, ...]] = {
             STREAM,
             Tensor("gradient of results", "", R, W),
             Tensor("gradient of gate and up", "", padded, lambda s: 2 * s.F),
-            Tensor("rows or their gradient", "", R, W),
+            Tensor("rows and their gradient", "", R, lambda s: s.W * (2 if s.fused else 1)),
             Tensor("gradient of what arrived", "", lambda s: s.N, W),
-            Tensor(
-                "gradients of the experts' weights",
-                "",
-                lambda s: s.e * s.W,
-                lambda s: 3 * s.F,
-                when=lambda s: not lands(s),
-            ),
+            Tensor("gradients of the experts' weights", "", lambda s: s.e * s.W, lambda s: 3 * s.F),
         ),
         (STREAM, *swiglu_backward(R, lambda s: s.F, unfused)),
     ),
@@ -310,24 +314,23 @@ MOMENTS: dict[tuple[str, str], tuple[Moment, ...]] = {
         (
             STREAM,
             Tensor("gradients of q k v and the result", "", C, lambda s: q_k_v(s) + s.H * s.V),
-            Tensor("those that turn, in fp32", "", C, lambda s: 2 * s.H * s.Q, "fp32", when=lambda s: s.composed),
-            Tensor("those not yet turned", "", C, lambda s: (s.H + s.G) * s.Q, when=lambda s: not s.composed),
+            Tensor("those that turn, in fp32", "", C, lambda s: 2 * s.H * s.Q, "fp32"),
         ),
     ),
     ("mlp", "B"): ((STREAM, *swiglu_backward(C, lambda s: s.M)),),
     ("shared", "B"): ((STREAM, *swiglu_backward(C, lambda s: s.A)),),
     ("predict", "F"): (
-        (Tensor("logits of a chunk and their exponentials", "", chunk, lambda s: 2.0, "fp32", when=in_fp32),),
+        (Tensor("logits of a chunk, then their gradient", "", chunk, one, when=in_place),),
+        (Tensor("logits of a chunk and their exponentials", "", chunk, lambda s: 2.0, "fp32", when=chunked),),
         (
-            Tensor("gradient of a chunk's logits", "", chunk, one),
-            Tensor("its part of the head's gradient", "", lambda s: s.P, D, when=in_fp32),
+            Tensor("gradient of a chunk's logits", "", chunk, one, when=chunked),
+            Tensor("its part of the head's gradient", "", lambda s: s.P, D, when=chunked),
         ),
     ),
     ("predict", "B"): (
         (
             Tensor("gradient of the stream", "", T, lambda s: 2 * s.D),
-            Tensor("gradient of the head, scaled", "", lambda s: s.P, D, "fp32", when=lambda s: not lands(s)),
-            Tensor("gradient of the head, rounded", "", lambda s: s.P, D, when=lambda s: not lands(s)),
+            Tensor("gradient of the head", "", lambda s: s.P, D),
         ),
     ),
 }

@@ -8,7 +8,7 @@ by the closed form, and the best few are clocked by simulation.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from moefold.config.rules import RULES, Case
 from moefold.config.run import Config
@@ -31,7 +31,6 @@ from moefold.plan.memory import GIB, RankMemory, Setting, memory_in, setting_of,
 from moefold.plan.simulate import StepTime, time_step
 from moefold.plan.timing import Pace
 
-KEYS = ("parallel.tp", "parallel.cp", "parallel.pp", "parallel.ep", "parallel.etp", "pipeline.vpp", "train.micro_batch")
 LADDER: tuple[tuple[str, ...], ...] = (  # what is recomputed, from the cheapest on
     (),
     ("activation", "norm"),
@@ -69,12 +68,12 @@ class Ranked:
         return worst(self.memory).total / GIB
 
 
-@dataclass
 class Refusals:
     """Why layouts were left out: how many for each reason, with one example."""
 
-    counts: dict[str, int] = field(default_factory=dict)
-    examples: dict[str, str] = field(default_factory=dict)
+    def __init__(self) -> None:
+        self.counts: dict[str, int] = {}
+        self.examples: dict[str, str] = {}
 
     def add(self, reason: str, example: str) -> None:
         self.counts[reason] = self.counts.get(reason, 0) + 1

@@ -19,6 +19,7 @@ from moefold.plan.counts import Class
 from moefold.plan.hardware import Gpu
 from moefold.plan.memory import BYTES, Setting
 from moefold.plan.stage import Pieces, stage_count, stages_by_rank
+from moefold.plan.state import MAIN
 from moefold.plan.timing import Pace, Passes, total
 from moefold.schedule.costs import Costs
 from moefold.schedule.simulate import Timeline, simulate
@@ -129,10 +130,10 @@ def optimizer_seconds(pace: Pace, parameters: Counter[Class]) -> float:
 
 
 def optimizer_bytes(s: Setting) -> float:
-    """Of a parameter: its gradient is read, twice (for the norm); main weight and moments are read and written, the
-    weight is written, and read where it is half of the main one."""
-    main = 2 * 2 + 2 if s.config.optim.main == "split" else 2 * 4
-    return 2 * BYTES[s.choices.gradients] + main + 2 * 2 * BYTES[s.config.optim.moments] + s.choices.recipe.wide
+    """Of a parameter: its gradient is read, main weight and moments are read and written, the weight is written."""
+    optim = s.config.optim
+    state = 2 * MAIN[optim.main] + 2 * 2 * BYTES[optim.moments]
+    return BYTES[optim.gradients] + state + s.choices.recipe.wide
 
 
 def mean_walls(s: Setting, ranks: list[Passes], clocked: Clocked) -> dict[str, float]:

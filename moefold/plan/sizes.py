@@ -103,15 +103,6 @@ class Sizes:
         return one_kernel_may_do(self.model) and not self.portion.splits and self.kernel("expert_mlp") != "reference"
 
     @cached_property
-    def turned(self) -> bool:
-        """Whether one kernel norms queries and keys and turns them."""
-        a = self.model.attention
-        whole = a.rope_dim in (0, a.head_dim) and (
-            a.qk_norm == "head" or (a.qk_norm == "full" and self.portion.tp == 1)
-        )
-        return whole and self.kernel("norm_rope") != "reference"
-
-    @cached_property
     def plain_attention(self) -> bool:
         """Whether attention is made of plain operations: on a CPU, unless it is as common as can be."""
         odd = self.V != self.Q or self.window > 0 or self.model.attention.sinks

@@ -19,7 +19,8 @@ Pieces = tuple[tuple[str, int], ...]  # of a stage: letters as in a layout, each
 class StageCount:
     """One microbatch on one stage of one rank, in bytes: what it keeps until its data gradient, what of that is made
     again or comes back from the host, what waits for weight gradients computed apart, and what forward and backward
-    need beside. Parameters are counted by class."""
+    need beside. Parameters are counted by class. `way_back` has for each step, as backward comes to it, what is gone by
+    then, parameters that have their gradients, and what it needs beside."""
 
     parameters: tuple[tuple[Class, float], ...]
     quantized: float
@@ -29,6 +30,7 @@ class StageCount:
     waiting: float
     forward: float
     backward: float
+    way_back: tuple[tuple[float, float, float], ...]
 
 
 def pieces_of(model: ModelConfig, stage: Stage) -> Pieces:
@@ -49,12 +51,15 @@ def stage_count(
     parameters: Counter[Class] = Counter()
     for piece in counts:
         parameters.update(piece.parameters)
-    later = forward = backward = 0.0  # what later steps keep is not there yet, or gone again
+    later = forward = backward = done = 0.0  # what later steps keep is not there yet, or gone again
+    way_back: list[tuple[float, float, float]] = []
     for piece in reversed(counts):
         for step in reversed(piece.steps):
-            forward = max(forward, step.working[0] - later)
-            backward = max(backward, step.working[1] + piece.remade - later)
+            needs = step.working[1] + piece.remade
+            forward, backward = max(forward, step.working[0] - later), max(backward, needs - later)
+            way_back.append((later, done, needs))
             later += step.kept
+            done += sum(count for _, count in step.parameters)
     steps = [step for piece in counts for step in piece.steps]
     return StageCount(
         tuple(parameters.items()),
@@ -65,6 +70,7 @@ def stage_count(
         sum(step.waiting for step in steps),
         forward,
         backward,
+        tuple(way_back),
     )
 
 

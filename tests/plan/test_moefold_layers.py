@@ -7,15 +7,17 @@ import json
 import weakref
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from moefold.config.run import Config, ModelConfig, MoeConfig
+from moefold.config.run import Config, ModelConfig, MoeConfig, ParallelConfig
 from moefold.kernels import cross_entropy
 from moefold.kernels.bind import bind
 from moefold.kernels.catalog import facts_of
+from moefold.layout.axes import World, name_axes
 from moefold.model.attention.gqa import GroupedQueryAttention
 from moefold.model.attention.mla import LatentAttention
 from moefold.model.initialise import initialise
@@ -27,6 +29,7 @@ from moefold.plan.sizes import Portion, portion_of
 from moefold.presets.recipe import resolve
 from moefold.presets.zoo import PRESETS
 from tests.support.models import transformer
+from tests.support.ranks import run_ranks
 
 TINY = [name for name in PRESETS if name.endswith("tiny")]
 SMALL = 256  # bytes: offsets of experts and single numbers, which the table leaves out
@@ -99,8 +102,8 @@ def kept_by_steps(model: Transformer, config: Config, device: str = "cpu") -> Co
     return found
 
 
-def planned(config: Config, choices: Choices) -> Counter[str]:
-    model, portion = config.model, portion_of(config, "local", splits=False)
+def planned(config: Config, choices: Choices, dispatcher: str = "local") -> Counter[str]:
+    model, portion = config.model, portion_of(config, dispatcher, splits=False)
     layers = [("t", layer) for layer in range(model.layers)]
     ahead = [("m", model.layers + depth) for depth in range(model.mtp)]
     found: Counter[str] = Counter()
@@ -133,6 +136,35 @@ def test_the_model_keeps_what_the_table_says_step_by_step(name: str):
     found = kept_by_steps(real(config, "fp32", "cpu"), config)
     said = planned(config, Choices(precision="fp32", device="cpu"))
     assert dict(found) == {step: size for step, size in said.items() if size}
+
+
+EVEN = "--model.moe.force_balance=true --model.moe.shared_ffn=64 --model.moe.dense_layers=1"
+PARTS = {
+    "all-to-all": ParallelConfig(ep=2, dispatcher="all_to_all"),
+    "once to each rank": ParallelConfig(ep=2, dispatcher="dedup"),
+    "tokens gathered": ParallelConfig(ep=2, dispatcher="all_gather"),
+    "tensor parallel": ParallelConfig(tp=2),
+    "ring": ParallelConfig(cp=2, context="ring"),
+    "keys gathered": ParallelConfig(cp=2, context="all_gather"),
+    "heads swapped": ParallelConfig(cp=2, context="all_to_all"),
+}
+
+
+def kept_on_a_rank(world: World, config: Config) -> int:
+    world = name_axes(world.rank, world.size, world.device, config.parallel)
+    kernels = bind(facts_of(config, "cpu", "fp32"))
+    model = transformer(config.model, config.data.seq_len, kernels, world, config.parallel)
+    initialise(model, seed=1)
+    return sum(kept_by_steps(model, config).values())
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_each_of_two_ranks_keeps_what_the_table_says(name: str):
+    """Within half a percent: which rows went where, and masks of chunks, are not counted to the byte."""
+    config = replace(resolve("tiny", EVEN.split()), parallel=PARTS[name])
+    said = planned(config, Choices(precision="fp32", device="cpu"), PARTS[name].dispatcher)
+    for kept in run_ranks(kept_on_a_rank, 2, config):
+        assert kept == pytest.approx(sum(said.values()), rel=0.005)
 
 
 @pytest.mark.gpu
