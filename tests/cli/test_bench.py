@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 import torch
 
 from moefold.cli.bench import run
+from moefold.cli.bench_curves import drawn, summary
 from moefold.cli.bench_layer import LAYERS
+from moefold.cli.bench_step import MODELS, measured_config
 from moefold.config.refused import Refused
 
 
@@ -28,6 +32,57 @@ def test_the_operations_of_a_layer_are_those_of_its_six_products():
     rows = layer.tokens * layer.top_k
     up, down = 2 * rows * layer.hidden * 2 * layer.ffn, 2 * rows * layer.hidden * layer.ffn
     assert layer.operations == 3 * (up + down)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the full models would run")
+def test_bench_step_times_ours_in_both_orders_and_leaves_a_profile(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("moefold.cli.bench_step.release", lambda _: None)  # transformers takes long in places
+    assert run(["step", "--json", "--steps", "1", "--model", "qwen3-30b-a3b", "--out", str(tmp_path)]) == 0
+    (row,) = json.loads(capsys.readouterr().out)["results"]
+    for who in ("ours", "ours_any_order"):
+        assert row[who]["tokens_per_s"] > 0
+    assert row["ours"]["first_loss"] == row["ours_any_order"]["first_loss"], "on a CPU there is one order"
+    assert "attend core" in (tmp_path / "qwen3-30b-a3b" / "profile.txt").read_text()
+    assert (tmp_path / "qwen3-30b-a3b" / "trace.json").exists()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_models_of_bench_step_are_the_presets_at_four_sequences_of_4096(name: str):
+    config = measured_config(name, "cuda")
+    assert (config.train.global_batch, config.train.micro_batch, config.data.seq_len) == (4, 4, 4096)
+    assert config.model.layers == MODELS[name].layers
+    assert not config.model.moe.force_balance
+    assert (config.optim.main, config.optim.moments) == ("split", "bf16"), "fp32 main weights, in halves"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the larger model would run")
+def test_bench_curves_compares_fast_kernels_with_references_on_the_same_steps(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    assert run(["curves", "--json", "--steps", "2", "--out", str(tmp_path)]) == 0
+    report = json.loads(capsys.readouterr().out)
+    fast, reference, exact = (report["losses"][way] for way in ("fast", "reference", "exact"))
+    assert len(fast) == len(reference) == len(exact) == 2
+    assert fast != exact, "bf16 rounds"
+    assert report["summary"]["fast"]["at_most"] < 0.05
+    assert ElementTree.parse(tmp_path / "curves.svg").getroot().tag.endswith("svg")
+
+
+def test_a_curve_strays_by_its_distance_from_fp32():
+    found = summary({"fast": [1.0, 2.0], "reference": [1.5, 1.0], "exact": [1.0, 1.5]})
+    assert found["fast"] == {"last": 2.0, "strays": 0.25, "at_most": 0.5}
+    assert found["exact"]["strays"] == 0.0
+    lines = drawn({"losses": {"fast": [1.0, 2.0], "reference": [1.5, 1.0], "exact": [1.0, 1.5]}})
+    assert lines.count("<polyline") == 5, "three losses, and two distances"
+
+
+def test_an_unknown_model_and_no_steps_are_refused():
+    with pytest.raises(Refused, match="olmoe-1b-7b"):
+        run(["step", "--model", "olmoe-1b"])
+    with pytest.raises(Refused, match="--steps 0 is not legal"):
+        run(["step", "--steps", "0"])
 
 
 def test_an_unknown_layer_is_refused_with_the_nearest():
