@@ -6,9 +6,9 @@ before and after it stand the other ranks' turns at the first and the last, a ch
     unpaired    m x busiest + (p - 1) / v x mean
     paired      the same, a rank being busy with what a woven forward and backward take, but for the first and last
 
-Memory is that of the fullest rank. The first has the most microbatches under way: p of them, or 2 (p - 1) + (v - 1) p + 1
-chunks where a rank has several, and one more where a forward is paired with a backward; each rank behind it has one, or
-two, fewer. So of ranks that hold the same the first is fullest, and there are only a few that differ.
+Memory is that of the fullest rank. The first has the most microbatches under way: p of them, or 2 (p - 1) +
+(v - 1) p + 1 chunks where a rank has several, and one more where a forward is paired with a backward; each rank behind
+it has one, or two, fewer. So of ranks that hold the same the first is fullest, and only a few differ.
 
 Layers of one kind cost the same, so that a rank is a few kinds of pieces and how many it has of each.
 """
