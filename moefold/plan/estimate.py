@@ -6,9 +6,8 @@ before and after it stand the other ranks' turns at the first and the last, a ch
     unpaired    m x busiest + (p - 1) / v x mean
     paired      the same, a rank being busy with what a woven forward and backward take, but for the first and last
 
-Memory is that of the fullest rank. The first has the most microbatches under way: p of them, or 2 (p - 1) +
-(v - 1) p + 1 chunks where a rank has several, and one more where a forward is paired with a backward; each rank behind
-it has one, or two, fewer. So of ranks that hold the same the first is fullest, and only a few differ.
+Rank r has p - r microbatches under way, or 2 (p - r - 1) + (v - 1) p + 1 chunks of them where it has several stages,
+and one more where a forward is paired with a backward. Of ranks that hold the same, the first has the most.
 
 Layers of one kind cost the same, so that a rank is a few kinds of pieces and how many it has of each.
 """
@@ -18,6 +17,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from moefold.config.run import Config
 from moefold.plan.choices import Choices
@@ -35,20 +35,19 @@ Kinds = tuple[tuple[Kind, int], ...]  # of pieces, with how many there are
 
 @dataclass(frozen=True)
 class Cut:
-    """A model on its pipeline ranks: each different rank with how many are like it, and where the first of them is."""
+    """A model on its pipeline ranks: for each different rank what it holds, how many are like it, and the first."""
 
-    ranks: tuple[tuple[Kinds, int], ...]
-    firsts: tuple[tuple[Kinds, int], ...]
+    ranks: tuple[tuple[Kinds, int, int], ...]
 
-    @property
+    @cached_property
     def kinds(self) -> set[Kind]:
-        return {kind for kinds, _ in self.ranks for kind, _ in kinds}
+        return {kind for kinds, _, _ in self.ranks for kind, _ in kinds}
 
 
 def cut_of(config: Config) -> Cut:
     held = [Counter(piece for stage in rank.pieces for piece in stage) for rank in stages_by_rank(config)]
     ranks = [tuple(sorted(each.items())) for each in held]
-    return Cut(tuple(Counter(ranks).items()), tuple((kinds, ranks.index(kinds)) for kinds in dict.fromkeys(ranks)))
+    return Cut(tuple((kinds, n, ranks.index(kinds)) for kinds, n in Counter(ranks).items()))
 
 
 def plain_setting(config: Config, world: int, choices: Choices) -> Setting:
@@ -112,11 +111,11 @@ Holdings = Mapping[Kind, Held]
 
 def step_seconds(s: Setting, cluster: Cluster, cut: Cut, prices: Prices, held: Holdings) -> float:
     c, p, m = s.config.pipeline, s.config.parallel, s.microbatches
-    lanes = [((of("compute", kinds, prices), of("travel", kinds, prices)), n) for kinds, n in cut.ranks]
+    lanes = [((of("compute", kinds, prices), of("travel", kinds, prices)), n) for kinds, n, _ in cut.ranks]
     busiest = max((woven(*each) if c.pair else sum(each)) for each, _ in lanes)
     alone = sum(sum(each) * n for each, n in lanes) / p.pp
     unpaired = (max(sum(each) for each, _ in lanes) - busiest) / c.vpp  # the first forward, the last backward
-    around = max(outside(s, cluster, kinds, prices, held) for kinds, _ in cut.ranks)
+    around = max(outside(s, cluster, kinds, prices, held) for kinds, _, _ in cut.ranks)
     return m * busiest + (p.pp - 1) * alone / c.vpp + unpaired + around
 
 
@@ -138,19 +137,21 @@ def owned(s: Setting, grid: str) -> float:
     return 1 / (s.degrees["edp"] if grid == "expert" else s.degrees["dp"] * s.config.parallel.cp)
 
 
-def live_chunks(rank: int, pp: int, vpp: int, microbatches: int, pair: bool) -> int:
-    chunks = 2 * (pp - 1 - rank) + (vpp - 1) * pp + 1 if vpp > 1 or pair else pp - rank
+def live_chunks(pp: int, vpp: int, rank: int, microbatches: int, pair: bool) -> int:
+    """Chunks of microbatches that a rank has under way at most."""
+    ahead = pp - rank - 1
+    chunks = 2 * ahead + (vpp - 1) * pp + 1 if vpp > 1 or pair else ahead + 1
     return min(chunks + pair, microbatches * vpp)
 
 
-def fullest_gib(s: Setting, cut: Cut, held: Holdings) -> float:
-    """GiB of the fullest rank."""
-    return max(rank_gib(s, rank, kinds, held) for kinds, rank in cut.firsts)
+def largest_gib(s: Setting, cut: Cut, held: Holdings) -> float:
+    """GiB of the rank that needs most."""
+    return max(rank_bytes(s, kinds, held, first) for kinds, _, first in cut.ranks) / GIB
 
 
-def rank_gib(s: Setting, rank: int, kinds: Kinds, held: Holdings) -> float:
+def rank_bytes(s: Setting, kinds: Kinds, held: Holdings, rank: int) -> float:
     c, choices, recipe = s.config.pipeline, s.choices, s.choices.recipe
-    live = live_chunks(rank, s.config.parallel.pp, c.vpp, s.microbatches, c.pair) / c.vpp
+    live = live_chunks(s.config.parallel.pp, c.vpp, rank, s.microbatches, c.pair) / c.vpp
     size = live * of("kept", kinds, held) + max(held[kind].beside for kind, _ in kinds)
     size *= s.config.train.micro_batch
     copies = recipe.copies - (recipe.wide if choices.quantized_weights else 0.0) if recipe.copies else 0.0
@@ -159,4 +160,4 @@ def rank_gib(s: Setting, rank: int, kinds: Kinds, held: Holdings) -> float:
         share = owned(s, grid)
         weights = (recipe.wide + BYTES[choices.gradients]) * (share if choices.sharding == "fsdp" else 1.0)
         size += of(grid, kinds, held) * (weights + states * share)
-    return (size + of("quantized", kinds, held) * copies) / GIB
+    return size + of("quantized", kinds, held) * copies

@@ -17,8 +17,6 @@ from functools import cached_property, lru_cache
 from math import prod, sqrt
 from statistics import NormalDist
 
-import numpy as np
-
 from moefold.anatomy.steps import is_moe
 from moefold.config.run import Config
 from moefold.dispatch.price import choose
@@ -172,7 +170,7 @@ def prepared(s: Setting, rank: RankStages) -> Prepared:
 def load_of(stages: list[StageCount]) -> Load:
     passes = [*(stage.forward for stage in stages), *(stage.backward for stage in stages), *(0.0 for _ in stages)]
     kept, waiting = ([getattr(stage, name) for stage in stages] for name in ("kept", "waiting"))
-    return Load(np.array(kept), np.array(waiting), np.array(passes))
+    return Load(kept, waiting, passes)
 
 
 def rank_memory(s: Setting, number: int, rank: RankStages, p: Prepared) -> RankMemory:

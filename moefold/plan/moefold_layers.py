@@ -18,10 +18,12 @@ PADDING = 64  # rows that the fused kernel may add for each expert
 When = Callable[[Sizes], bool]
 
 
-def norm(what: str, step: str, rows: Number, width: Number, when: When = lambda s: True, own: bool = True, **more):
+def norm(
+    what: str, step: str, rows: Number, width: Number, when: When = always, own: bool = True, entry: bool = False
+) -> tuple[Tensor, ...]:
     """An RMSNorm keeps its input, unless that is counted elsewhere, and one number a row."""
     return (
-        *((Tensor(what, step, rows, width, read="norm", when=when, **more),) if own else ()),
+        *((Tensor(what, step, rows, width, read="norm", when=when, entry=entry),) if own else ()),
         Tensor(f"scale of {what}", step, rows, one, "fp32", when=when),
         Tensor(f"{what} scaled", step, rows, width, "fp32", ("norm",), when=lambda s: s.composed and when(s)),
     )
@@ -240,7 +242,7 @@ def chunk(s: Sizes) -> float:
     return min(CHUNK_LOGITS, s.C * s.P)
 
 
-def swiglu_backward(rows: Number, inner: Number, when: When = lambda s: True) -> Moment:
+def swiglu_backward(rows: Number, inner: Number, when: When = always) -> Moment:
     """In fp32: gate and up, the incoming gradient, what the formula names, and both results before they are rounded."""
     return (Tensor("gradient of the activation, in fp32", "", rows, lambda s: 10 * inner(s), "fp32", when=when),)
 

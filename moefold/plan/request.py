@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 from moefold.config.keys import keys_of
 from moefold.config.read import TRUTH, clip, convert, with_values
@@ -123,7 +123,7 @@ def whole(raw: Any, name: str, most: int) -> int:
 
 def amount(raw: Any, name: str) -> float:
     try:
-        value = float(cast(Any, raw))
+        value = float(raw)
     except (TypeError, ValueError):
         value = -1.0
     if not 0 < value < 1e20:

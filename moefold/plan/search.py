@@ -8,7 +8,7 @@ by the closed form, and the best few are clocked by simulation.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from moefold.config.rules import RULES, Case
 from moefold.config.run import Config
@@ -20,8 +20,8 @@ from moefold.plan.estimate import (
     Kind,
     Price,
     cut_of,
-    fullest_gib,
     held_of,
+    largest_gib,
     plain_setting,
     price_of,
     step_seconds,
@@ -31,7 +31,6 @@ from moefold.plan.memory import GIB, RankMemory, Setting, memory_in, setting_of,
 from moefold.plan.simulate import StepTime, time_step
 from moefold.plan.timing import Pace
 
-KEYS = ("parallel.tp", "parallel.cp", "parallel.pp", "parallel.ep", "parallel.etp", "pipeline.vpp", "train.micro_batch")
 LADDER: tuple[tuple[str, ...], ...] = (  # what is recomputed, from the cheapest on
     (),
     ("activation", "norm"),
@@ -46,13 +45,13 @@ CLOCKED = 8  # of the best, by simulation
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout that is legal and fits, as far as closed forms tell."""
+    """A layout that is legal and fits, by the closed form."""
 
     config: Config
     choices: Choices
     setting: Setting
     seconds: float
-    gib: float  # of the fullest rank
+    gib: float
 
 
 @dataclass(frozen=True)
@@ -69,12 +68,12 @@ class Ranked:
         return worst(self.memory).total / GIB
 
 
-@dataclass
 class Refusals:
     """Why layouts were left out: how many for each reason, with one example."""
 
-    counts: dict[str, int] = field(default_factory=dict)
-    examples: dict[str, str] = field(default_factory=dict)
+    def __init__(self) -> None:
+        self.counts: dict[str, int] = {}
+        self.examples: dict[str, str] = {}
 
     def add(self, reason: str, example: str) -> None:
         self.counts[reason] = self.counts.get(reason, 0) + 1
@@ -194,16 +193,16 @@ class Search:
                     yield found
 
     def fitting(self, config: Config) -> Candidate | None:
-        """The layout with as little recomputed as fits, by its fullest rank."""
+        """The layout with as little recomputed as fits."""
         cut = self.cut(config)
 
         def need(choices: Choices) -> float:
             s = plain_setting(config, self.world, choices)
-            return fullest_gib(s, cut, self.held(s, cut))
+            return largest_gib(s, cut, self.held(s, cut))
 
         least = need(self.ladder[-1])
         if least > self.gpu.memory:
-            what = f"{described(config)} needs {least:.0f} GiB on its fullest rank, the card has {self.gpu.memory:.0f}"
+            what = f"{described(config)} needs {least:.0f} GiB with all recomputed, the card has {self.gpu.memory:.0f}"
             self.refusals.add("memory", what)
             return None
         choices = next(each for each in self.ladder if need(each) <= self.gpu.memory)

@@ -7,7 +7,7 @@ backward, and what they need for the moment. Rows and widths are functions of th
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from moefold.plan.choices import Recipe
 from moefold.plan.sizes import Sizes
@@ -59,10 +59,10 @@ Moment = tuple[Tensor, ...]
 @dataclass(frozen=True)
 class Stack:
     """A way to build layers: what their steps keep, and the moments of a step, sets of tensors that are there at once,
-    by step and way (F forward, B backward). `chunk` is how many logits the head holds at a time; 0: all."""
+    by step and way (F forward, B backward)."""
 
     kept: tuple[Tensor, ...]
-    moments: Mapping[tuple[str, str], tuple[Moment, ...]] = field(default_factory=dict)
+    moments: Mapping[tuple[str, str], tuple[Moment, ...]]
 
     def working(self, step: str, way: str, s: Sizes) -> float:
         """Bytes of a step's largest moment."""

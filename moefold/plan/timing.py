@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import cached_property
 from operator import add
 from typing import NamedTuple
@@ -77,14 +76,13 @@ def total(passes: list[Passes]) -> Passes:
     return found
 
 
-@dataclass
 class Pace:
     """How fast a rank of this setting works on this GPU. Pieces and stages are priced once."""
 
-    setting: Setting
-    gpu: Gpu
-    pieces: dict[tuple[str, int], Passes] = field(default_factory=dict)
-    stages: dict[Pieces, Passes] = field(default_factory=dict)
+    def __init__(self, setting: Setting, gpu: Gpu):
+        self.setting, self.gpu = setting, gpu
+        self.pieces: dict[tuple[str, int], Passes] = {}
+        self.stages: dict[Pieces, Passes] = {}
 
     @cached_property
     def cluster(self) -> Cluster:

@@ -5,14 +5,25 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
 from moefold.anatomy.counts import parameters_ahead, total_parameters
+from moefold.comm.traffic import counted
 from moefold.config.run import ModelConfig, ParallelConfig
+from moefold.kernels.bind import bind
+from moefold.kernels.catalog import Facts
+from moefold.layout.axes import World, name_axes
+from moefold.model.attention.context import choose_context
+from moefold.model.block import ATTENTIONS
+from moefold.model.choices import Choices as ModelChoices
+from moefold.model.initialise import initialise
+from moefold.model.share import Share
 from moefold.plan.choices import Choices
 from moefold.plan.counts import PieceCount, StepCount, alike, piece_count
 from moefold.plan.sizes import Portion, Sizes
 from moefold.presets.zoo import PRESETS
-from tests.model import test_attention_traffic as traffic
+from tests.model.test_attention_traffic import BATCH, LATENT, LENGTH, MODEL, N
+from tests.model.test_attention_traffic import sent as sent_ahead
 from tests.support.ranks import run_ranks
 
 PLAIN = Choices(stack="megatron", spread=0.0)
@@ -127,16 +138,33 @@ def test_tokens_that_travel_in_fp8_are_half_as_many_bytes_one_way():
         assert fp8 / plain == pytest.approx(ratio)
 
 
-@pytest.mark.parametrize("model", [traffic.MODEL, traffic.LATENT])
+def sent_both_ways(world: World, model: ModelConfig, parallel: ParallelConfig) -> int:
+    """Bytes that leave this rank in forward and backward of real attention."""
+    world = name_axes(world.rank, world.size, world.device, parallel)
+    kernels = bind(Facts("cpu", "fp32", hidden=model.hidden))
+    context = choose_context(parallel.context, kernels, world)
+    made = ModelChoices(world, kernels, None, context, LENGTH)  # pyright: ignore
+    attention = ATTENTIONS[model.attention.kind](model, 0, made)
+    initialise(attention, seed=1)
+    share = Share(BATCH, LENGTH, world.axis("cp"), world.axis("tp"), torch.device("cpu"))
+    with counted() as counter:
+        x_TD = torch.ones(BATCH * LENGTH // N, model.hidden, requires_grad=True)
+        attention(x_TD, share).sum().backward()
+    return sum(counter.values())
+
+
+@pytest.mark.parametrize("model", [MODEL, LATENT])
 @pytest.mark.parametrize(
     "parallel", [ParallelConfig(tp=4), *(ParallelConfig(cp=4, context=c) for c in ("all_to_all", "all_gather", "ring"))]
 )
-def test_real_attention_sends_what_is_counted(model: ModelConfig, parallel: ParallelConfig):
+def test_real_attention_sends_what_is_counted_there_and_back(model: ModelConfig, parallel: ParallelConfig):
     p = parallel
-    portion = Portion(traffic.LENGTH, traffic.BATCH, p.tp, p.cp, context=p.context)
-    counted = piece_count(model, "t", 0, portion, Choices(precision="fp32", device="cpu")).steps[0].sent
-    for found in run_ranks(traffic.sent, traffic.N, model, parallel):
-        assert sum(found.values()) == sum(each.forward for each in counted)
+    portion = Portion(LENGTH, BATCH, p.tp, p.cp, context=p.context)
+    said = piece_count(model, "t", 0, portion, Choices(precision="fp32", device="cpu")).steps[0].sent
+    for ahead in run_ranks(sent_ahead, N, model, parallel):
+        assert sum(ahead.values()) == sum(each.forward for each in said)
+    for both in run_ranks(sent_both_ways, N, model, parallel):
+        assert both == sum(each.forward + each.backward for each in said)
 
 
 FIGURE_9 = {  # of MegaScale-MoE: every activation of a layer, and whether it is kept; elements over b s h / n

@@ -8,7 +8,7 @@ from moefold.config.rule import Case
 from moefold.config.rules import broken
 from moefold.plan.choices import Choices
 from moefold.plan.comm import Cluster
-from moefold.plan.estimate import cut_of, fullest_gib, held_of, plain_setting, price_of, step_seconds
+from moefold.plan.estimate import cut_of, held_of, largest_gib, plain_setting, price_of, step_seconds
 from moefold.plan.hardware import find_gpu
 from moefold.plan.memory import GIB, memory_of, setting_of, worst
 from moefold.plan.search import Search, described, search
@@ -77,7 +77,6 @@ LAYOUTS = [
     ("deepseek-v3", 256, "--parallel.pp=8 --pipeline.vpp=4 --parallel.ep=32"),
     ("deepseek-v3", 256, "--parallel.pp=4 --pipeline.vpp=4 --parallel.ep=64 --pipeline.pair=true"),
     ("qwen3-235b-a22b", 256, "--parallel.tp=2 --parallel.pp=8 --pipeline.vpp=4 --parallel.ep=32 --pipeline.pair=true"),
-    ("deepseek-v3", 64, "--parallel.pp=32 --parallel.ep=2"),  # the first rank has little but the embedding
     ("qwen3-30b-a3b", 16, "--parallel.ep=16 --pipeline.pair=true"),
     ("mixtral-8x22b", 128, "--parallel.tp=2 --parallel.pp=8 --pipeline.vpp=7 --parallel.ep=8"),
     ("gpt-oss-120b", 64, "--parallel.pp=4 --parallel.ep=8"),
@@ -86,7 +85,7 @@ LAYOUTS = [
 
 
 def both(model: str, world: int, words: str) -> tuple[float, float, float, float]:
-    """Closed form and exact: seconds, and GiB of the fullest rank."""
+    """Closed form and exact: seconds, and GiB of the largest rank."""
     choices = Choices(recompute=("norm", "activation"))
     config = resolve(model, [*words.split(), f"--train.global_batch={8 * world}", "--train.micro_batch=1"], world)
     s, cut = plain_setting(config, world, choices), cut_of(config)
@@ -96,7 +95,7 @@ def both(model: str, world: int, words: str) -> tuple[float, float, float, float
     return (
         step_seconds(s, Cluster(H100, world), cut, prices, held),
         time_step(exact, H100).seconds,
-        fullest_gib(s, cut, held),
+        largest_gib(s, cut, held),
         worst(memory_of(config, world, choices)).total / GIB,
     )
 

@@ -36,6 +36,9 @@ def test_a_pair_takes_as_long_as_its_busier_lane_or_its_longer_op(
     costs = costs_of(compute, comm)
     assert duration((F,), costs) + duration((D, W), costs) == alone
     assert duration((F, D, W), costs) == paired
+    rough = replace(costs, friction=0.25)
+    assert duration((F, D, W), rough) == pytest.approx(paired + 0.25 * (alone - paired))
+    assert duration((F,), rough) == duration((F,), costs)
 
 
 @settings(deadline=None, max_examples=40)
