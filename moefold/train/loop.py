@@ -181,7 +181,8 @@ def finish(run: Run, record: Recorder, requests: list[str], saver: Saver) -> Non
         record.write(0, record.validation())
     with garbage_by_hand() as collect:
         while run.step < c.train.steps:
-            begun = Begun(one_step(run, record), anyone(requests[:1] or saver.failed(), run.world))
+            wishes = requests[:1] or saver.failed()
+            begun = Begun(one_step(run, record), anyone(wishes, run.world))
             stop = before is not None and record.hear(before)
             last = run.step == c.train.steps
             validates = last or run.step % c.train.validate_every == 0
@@ -194,7 +195,8 @@ def finish(run: Run, record: Recorder, requests: list[str], saver: Saver) -> Non
             if run.step == FIRST_STEPS:
                 for line in never_moved(run):
                     record.progress.say(line)
-            asked = next(filter(None, gather_objects(requests[:1] or saver.failed(), run.world.everyone)), None) if stop else None
+            told = gather_objects(requests[:1] or saver.failed(), run.world.everyone) if stop else []
+            asked = next(filter(None, told), None)
             if last or asked or run.step % c.checkpoint.every == 0:
                 save_run(run, saver)
             if asked and not last:
