@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from moefold.kernels import attention_times, catalog
+from moefold.kernels import attention_times
 from moefold.kernels.attention_times import Shape, known, remember, remembered_at
 from moefold.kernels.catalog import Facts, attention_shape, pick
 from moefold.presets.recipe import resolve
@@ -19,11 +19,10 @@ CARD = (9, 0)
 def nothing_learnt(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(attention_times, "LEARNT", {})
-    monkeypatch.setattr(catalog, "has_triton", lambda: True)
 
 
 def chosen(repeatable: bool, shape: Shape | None = SHAPE) -> tuple[str, str]:
-    return pick("attention", Facts("cuda", "bf16", CARD, attention=shape, repeatable=repeatable))
+    return pick("attention", Facts("cuda", "bf16", CARD, attention=shape, repeatable=repeatable, triton=True))
 
 
 @pytest.mark.parametrize("best", ["cudnn", "flash", "ordered"])

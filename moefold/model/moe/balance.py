@@ -159,8 +159,10 @@ def balance_losses(
     if moe.aux_loss or moe.device_loss:
         load_TE = load_shares(ids_TK, moe, load, share, sharing).to(shares_TE.dtype)
         total = total + moe.aux_loss * moe.experts * (load_TE * shares_TE).sum()
-        grouped_TE = load_TE.unflatten(-1, (moe.devices, -1)).mean(-1).repeat_interleave(moe.experts // moe.devices, -1)
-        total = total + moe.device_loss * moe.experts * (grouped_TE * shares_TE).sum()
+        if moe.device_loss:
+            of_groups = load_TE.unflatten(-1, (moe.devices, -1)).mean(-1)
+            grouped_TE = of_groups.repeat_interleave(moe.experts // moe.devices, -1)
+            total = total + moe.device_loss * moe.experts * (grouped_TE * shares_TE).sum()
     if moe.z_loss:
         total = total + moe.z_loss * logits_TE.logsumexp(-1).square().sum()
     return total
