@@ -13,12 +13,12 @@ const PARTS = {
   outside: { light: "#8b929b", dark: "#7d8793", says: "outside the allocator" },
 };
 const WALLS = {
-  arithmetic: { light: "#1e845a", dark: "#4fc795", says: "arithmetic at the peak" },
-  compute: { light: "#3168bd", dark: "#6ba3f2", says: "compute wall: kernels below the peak, pointwise work" },
-  host: { light: "#93b4e6", dark: "#3d5f94", says: "compute wall: waiting for launches" },
-  memory: { light: "#d9731a", dark: "#f0954a", says: "memory wall: recompute, offload, optimizer" },
-  communication: { light: "#b0388f", dark: "#e07fc6", says: "communication wall: travel that shows" },
-  bubble: { light: "#a3abb4", dark: "#626d79", says: "bubble: waiting for other pipeline ranks" },
+  arithmetic: { light: "#1e845a", dark: "#4fc795" },
+  compute: { light: "#3168bd", dark: "#6ba3f2" },
+  host: { light: "#93b4e6", dark: "#3d5f94" },
+  memory: { light: "#d9731a", dark: "#f0954a" },
+  communication: { light: "#b0388f", dark: "#e07fc6" },
+  bubble: { light: "#a3abb4", dark: "#626d79" },
 };
 const OPS = {
   F: { light: [49, 104, 189], dark: [93, 150, 235], says: "forward" },
@@ -83,8 +83,8 @@ function gridX(svg, marks, x, top, h, text) {
 const wallsChart = () => chart({
   title: "Where the time of a step goes",
   note: "Arithmetic at the card's peak, and what the three walls and the pipeline add to it.",
-  legend: (answer) => Object.entries(answer.time_by_wall).filter(([, s]) => s > 0)
-    .map(([name, s]) => sign(colourIn(WALLS, name), `${WALLS[name].says}: ${seconds(s)}, ${share(s / answer.step_s)}`)),
+  legend: (answer) => [make("table", { class: "numbers" }, make("tbody", {}, ...Object.entries(answer.time_by_wall).filter(([, s]) => s > 0)
+    .map(([name, s]) => make("tr", {}, make("th", { scope: "row" }, sign(colourIn(WALLS, name), offered.walls[name])), make("td", {}, seconds(s)), make("td", {}, share(s / answer.step_s))))))],
   draw: drawWalls,
 });
 
@@ -97,10 +97,10 @@ function drawWalls(svg, width, answer) {
     from += s;
     if (s <= 0) continue;
     svg.append(make("rect", { x: box.x, y: top, width: box.w, height: h, fill: colourIn(WALLS, name) }));
-    items.push({ ...box, row: 0, text: `${WALLS[name].says}\n${seconds(s)} of ${seconds(answer.step_s)}, ${share(s / answer.step_s)}` });
+    items.push({ ...box, row: 0, text: `${offered.walls[name]}\n${seconds(s)} of ${seconds(answer.step_s)}, ${share(s / answer.step_s)}` });
     if (box.w > 46) svg.append(inside(box.x + box.w / 2, top + h / 2 + 4, colourIn(WALLS, name), share(s / answer.step_s)));
   }
-  const label = Object.entries(answer.time_by_wall).map(([name, s]) => `${WALLS[name].says} ${share(s / answer.step_s)}`).join(", ");
+  const label = Object.entries(answer.time_by_wall).map(([name, s]) => `${offered.walls[name]} ${share(s / answer.step_s)}`).join(", ");
   return { height: top + h + 6, items, label: `${seconds(answer.step_s)} a step: ${label}.` };
 }
 

@@ -4,9 +4,9 @@ const powers = (from, to) => Array.from({ length: Math.round(Math.log2(to / from
 const DEGREES = ["parallel.tp", "parallel.cp", "parallel.pp", "pipeline.vpp", "parallel.ep", "parallel.etp"];
 const OPEN = [...DEGREES, "mbs", "overlap", "recompute"]; // what a search chooses
 const DEFAULT = {
-  model: "qwen3-30b-a3b", gpu: "h100", gpus: "16", precision: "bf16", seq: "4096", mbs: "1",
-  "parallel.tp": "1", "parallel.cp": "1", "parallel.pp": "2", "pipeline.vpp": "2", "parallel.ep": "8", "parallel.etp": "1",
-  overlap: "true", recompute: "", offload: "", sharding: "zero", graphs: "none", dispatcher: "auto", "pipeline.schedule": "1f1b", tokens: "1e12",
+  model: "qwen3-30b-a3b", gpu: "h100", gpus: "16", precision: "bf16", seq: "4096", mbs: "2",
+  "parallel.tp": "1", "parallel.cp": "1", "parallel.pp": "4", "pipeline.vpp": "4", "parallel.ep": "4", "parallel.etp": "1",
+  overlap: "false", recompute: "", offload: "", sharding: "zero", graphs: "none", dispatcher: "auto", "pipeline.schedule": "1f1b", tokens: "1e12",
 };
 
 // The address holds the request: every key of it, also those that have no control here.
@@ -167,7 +167,7 @@ function showAnswer(fresh, followed, final) {
     make("details", {}, make("summary", {}, "as a command"), make("code", {}, command(fresh))),
   );
   brief.className = fresh.fits ? "good" : "bad";
-  brief.textContent = `${fresh.fits ? "✓ fits" : "✗ does not fit"} · ${room} · ${short(fresh.tokens_per_s_per_gpu, 3)} tok/s/GPU`;
+  brief.textContent = `${fresh.fits ? "✓ fits" : "✗ does not fit"} · ${room} · ${short(fresh.tokens_per_s_per_gpu, 3)} tok/s`;
   if (final) said.textContent = `${word}: ${room}, ${short(fresh.tokens_per_s_per_gpu, 3)} tokens per second and GPU. ${followed.join(", ")}`;
   const { microbatches } = fresh.timeline;
   const part = microbatches < layout.microbatches ? `Of ${layout.microbatches} microbatches, ${microbatches} are drawn. ` : "";
@@ -240,12 +240,12 @@ function showNothingFound(problems) {
 }
 
 function showFound() {
-  const head = ["layout", "recompute", "s/step", "tokens/s a GPU", "TFLOP/s", "MFU", "GiB"];
+  const head = ["layout", "tokens/s a GPU", "GiB", "s/step", "TFLOP/s", "MFU"];
   const rows = found.layouts.map((each) => {
     const button = make("button", { type: "button" }, each.text);
     button.addEventListener("click", () => take(each.layout));
-    const cells = [short(each.step_s, 4), count(each.tokens_per_s_per_gpu), count(each.tflops_per_gpu), share(each.mfu), each.memory_gib.toFixed(1)];
-    const row = make("tr", {}, make("th", { scope: "row" }, button), make("td", { class: "text" }, each.layout.recompute.join(", ") || "–"), ...cells.map((cell) => make("td", {}, cell)));
+    const cells = [count(each.tokens_per_s_per_gpu), each.memory_gib.toFixed(1), short(each.step_s, 4), count(each.tflops_per_gpu), share(each.mfu)];
+    const row = make("tr", {}, make("th", { scope: "row" }, button), ...cells.map((cell) => make("td", {}, cell)), make("td", { class: "text" }, each.layout.recompute.join(", ") || "–"));
     row.layout = each.layout;
     return row;
   });
@@ -253,7 +253,7 @@ function showFound() {
   layouts.replaceChildren(
     make("div", { class: "head" }, make("h2", {}, `Best layouts for ${found.for}`)),
     make("p", { class: "note" }, `The best of ${found.searched.toLocaleString("en")} looked at. Press one to take it over. Sequence, global batch, precision, sharding and graphs stayed as they were.`),
-    make("div", { class: "scrolls", tabindex: 0, role: "region", "aria-label": "Best layouts" }, make("table", { class: "numbers" }, make("thead", {}, make("tr", {}, ...head.map((text) => make("th", { scope: "col" }, text)))), make("tbody", {}, ...rows))),
+    make("div", { class: "scrolls", tabindex: 0, role: "region", "aria-label": "Best layouts" }, make("table", { class: "numbers" }, make("thead", {}, make("tr", {}, ...head.map((text) => make("th", { scope: "col" }, text)), make("th", { scope: "col", class: "text" }, "recompute"))), make("tbody", {}, ...rows))),
     ...(left.length ? [make("details", {}, make("summary", {}, "what was left out, and why"), make("ul", {}, ...left))] : []),
   );
   layouts.hidden = front.hidden = false;
