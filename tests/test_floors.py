@@ -101,7 +101,8 @@ def test_torch_is_not_imported_by_torch_free_modules_at_run_time():
     files = [p for name in TORCH_FREE for p in ([ROOT / name] if name.endswith(".py") else (ROOT / name).rglob("*.py"))]
     names = ["moefold." + p.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".") for p in files if p.exists()]
     names += [
-        f"moefold.cli.{name}" for name in ("main", "options", "train", "convert", "explain", "report", "simulate")
+        f"moefold.cli.{name}"
+        for name in ("main", "options", "train", "convert", "explain", "report", "simulate", "web")
     ]
     code = f"import sys, {', '.join(names)}\nassert 'torch' not in sys.modules, 'torch was imported'"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

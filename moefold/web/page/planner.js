@@ -64,7 +64,7 @@ async function settle(wanted, { hold = "", final = false, mend = false } = {}) {
   if (final) commit(wanted);
   shown = wanted;
   showControls(wanted, legal.values, broken);
-  const fresh = legal.refused ? legal : await ask("answer", "/answer", wanted);
+  const fresh = legal.refused ? legal : await ask("answer", "/answer", { ...wanted, search: false });
   if (!fresh) return;
   results.classList.remove("waits");
   if (fresh.refused) showRefused(wanted, fresh.problems, broken, legal.changes);
@@ -171,10 +171,21 @@ function showAnswer(fresh, followed, final) {
   if (final) said.textContent = `${word}: ${room}, ${short(fresh.tokens_per_s_per_gpu, 3)} tokens per second and GPU. ${followed.join(", ")}`;
   const { microbatches } = fresh.timeline;
   const part = microbatches < layout.microbatches ? `Of ${layout.microbatches} microbatches, ${microbatches} are drawn. ` : "";
-  pipeline.say(layout.pp > 1 ? `${part}${layout.schedule}, stages ${layout.stages}. Numbers are microbatches; later stages of a rank are paler; a box cut in two is a pair.` : "Without pipeline parallelism there is one rank, and no bubble.");
+  pipeline.say(layout.pp > 1 ? `${part}${layout.schedule}, stages ${layout.stages}. Numbers are microbatches; later stages of a rank are fainter; a box cut in two is a pair.` : "Without pipeline parallelism there is one rank, and no bubble.");
   for (const each of charts) (each.hidden = false), each.update(fresh);
-  if (found) front.update({ found, now: fresh });
-  markTaken();
+  if (found) compare();
+}
+
+// The search's results beside the layout above, which may by now be of another model or cluster.
+function compare() {
+  const same = Object.entries(found.asked).every(([key, value]) => key === "tokens" || shown[key] === value);
+  layouts.querySelector("h2").textContent = `Best layouts for ${found.name} on ${found.gpus} x ${found.gpu}${same ? "" : " (settings have changed since)"}`;
+  front.update({ found, now: same ? answer : null });
+  for (const row of layouts.querySelectorAll("tbody tr")) {
+    const taken = same && Object.entries(requestOf(row.layout)).every(([key, value]) => shown[key] === value);
+    row.classList.toggle("now", taken);
+    row.querySelector("button").setAttribute("aria-pressed", taken);
+  }
 }
 
 // The same question for the command line.
@@ -219,7 +230,7 @@ async function search() {
   busy(false);
   if (!reply) return;
   if (reply.refused) return showNothingFound(reply.problems);
-  found = { ...reply, for: `${reply.name} on ${reply.gpus} x ${reply.gpu}` };
+  found = { ...reply, asked };
   showFound();
   said.textContent = `${reply.layouts.length} layouts found, of ${reply.searched} looked at.`;
   layouts.scrollIntoView({ block: "nearest" });
@@ -251,14 +262,13 @@ function showFound() {
   });
   const left = found.rejected.map((each) => make("li", {}, `${each.count} for ${each.reason}, such as: ${each.example}`));
   layouts.replaceChildren(
-    make("div", { class: "head" }, make("h2", {}, `Best layouts for ${found.for}`)),
+    make("div", { class: "head" }, make("h2", {})),
     make("p", { class: "note" }, `The best of ${found.searched.toLocaleString("en")} looked at. Press one to take it over. Sequence, global batch, precision, sharding and graphs stayed as they were.`),
     make("div", { class: "scrolls", tabindex: 0, role: "region", "aria-label": "Best layouts" }, make("table", { class: "numbers" }, make("thead", {}, make("tr", {}, ...head.map((text) => make("th", { scope: "col" }, text)), make("th", { scope: "col", class: "text" }, "recompute"))), make("tbody", {}, ...rows))),
     ...(left.length ? [make("details", {}, make("summary", {}, "what was left out, and why"), make("ul", {}, ...left))] : []),
   );
   layouts.hidden = front.hidden = false;
-  front.update({ found, now: answer });
-  markTaken();
+  compare();
 }
 
 // A layout of the search becomes the request.
@@ -269,13 +279,6 @@ const requestOf = (layout) => ({
 function take(layout) {
   settle({ ...shown, ...requestOf(layout) }, { final: true });
   verdict.scrollIntoView({ block: "nearest" });
-}
-function markTaken() {
-  for (const row of layouts.querySelectorAll("tbody tr")) {
-    const taken = Object.entries(requestOf(row.layout)).every(([key, value]) => shown[key] === value);
-    row.classList.toggle("now", taken);
-    row.querySelector("button").setAttribute("aria-pressed", taken);
-  }
 }
 
 function build() {
