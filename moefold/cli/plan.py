@@ -14,7 +14,7 @@ from rich.table import Table
 
 from moefold.cli.options import read
 from moefold.config.read import parse_overrides
-from moefold.plan.answer import answer
+from moefold.plan.answer import WALLS, answer
 
 
 @dataclass(frozen=True)
@@ -108,16 +108,6 @@ def show_speed(found: dict[str, Any], console: Console) -> None:
     for name, seconds in found["time_by_wall"].items():
         table.add_row(WALLS[name], f"{seconds:.3f}", f"{seconds / found['step_s']:.1%}")
     console.print(table)
-
-
-WALLS = {
-    "arithmetic": "arithmetic at the peak",
-    "compute": "compute wall: kernels below the peak, pointwise work",
-    "host": "compute wall: waiting for launches",
-    "memory": "memory wall: recompute, offload, optimizer",
-    "communication": "communication wall: travel that shows",
-    "bubble": "waiting for other pipeline ranks",
-}
 
 
 def show_memory(found: dict[str, Any], console: Console) -> None:

@@ -28,6 +28,14 @@ from moefold.plan.simulate import StepTime, time_step
 
 PARTS = ("weights", "gradients", "main", "moments", "activations", "working", "margin", "buffers", "graphs", "outside")
 MOST_SPANS = 4000
+WALLS = {
+    "arithmetic": "arithmetic at the peak",
+    "compute": "compute wall: kernels below the peak, pointwise work",
+    "host": "compute wall: waiting for launches",
+    "memory": "memory wall: recompute, offload, optimizer",
+    "communication": "communication wall: travel that shows",
+    "bubble": "waiting for other pipeline ranks",
+}
 
 
 def answer(request: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from typing import Any
 
 from moefold.anatomy.counts import active_parameters, total_parameters
 from moefold.config.keys import Key, keys_of
+from moefold.plan.answer import WALLS
 from moefold.plan.choices import REGIONS, Choices
 from moefold.plan.hardware import find_gpu, known_gpus
 from moefold.plan.request import SHORT
@@ -23,6 +24,7 @@ def offer() -> dict[str, Any]:
         "models": [model(name) for name in PRESETS if not name.endswith("-tiny")],
         "gpus": [gpu(name) for name in known_gpus()],
         "regions": REGIONS,
+        "walls": WALLS,
         "keys": {name: explained(keys[path]) for name, path in names.items()},
     }
 

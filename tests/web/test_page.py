@@ -149,6 +149,7 @@ def test_the_search_fills_a_table_and_a_front_and_a_layout_is_taken_over(page: P
     assert [each["text"] for each in searched["layouts"]] == rows.get_by_role("button").all_inner_texts()
     dots = page.get_by_role("group", name="Memory against speed").locator("circle")
     assert dots.count() == len(searched["front"])
+    stands = page.get_by_role("heading", name="Best layouts for qwen3-30b-a3b-tiny on 8 x H100")
     rows.nth(1).get_by_role("button").click()
     expect(rows.nth(1)).to_have_class("now")
     taken = searched["layouts"][1]["layout"]
@@ -156,6 +157,10 @@ def test_the_search_fills_a_table_and_a_front_and_a_layout_is_taken_over(page: P
     assert state_of(page)["recompute"] == ",".join(taken["recompute"])
     shown = answer({**{k: v for k, v in state_of(page).items() if v}, "recompute": state_of(page)["recompute"]})
     assert shown["memory_gib"] == pytest.approx(searched["layouts"][1]["memory_gib"])
+    expect(stands).not_to_contain_text("changed")
+    press(page, "c-seq", "ArrowRight")
+    expect(stands).to_contain_text("settings have changed since")
+    expect(rows.nth(1)).not_to_have_class("now")
 
 
 def test_a_search_can_be_cancelled_and_one_that_finds_nothing_says_why(page: Page, place: str):

@@ -13,12 +13,12 @@ const PARTS = {
   outside: { light: "#8b929b", dark: "#7d8793", says: "outside the allocator" },
 };
 const WALLS = {
-  arithmetic: { light: "#1e845a", dark: "#4fc795", says: "arithmetic at the peak" },
-  compute: { light: "#3168bd", dark: "#6ba3f2", says: "compute wall: kernels below the peak, pointwise work" },
-  host: { light: "#93b4e6", dark: "#3d5f94", says: "compute wall: waiting for launches" },
-  memory: { light: "#d9731a", dark: "#f0954a", says: "memory wall: recompute, offload, optimizer" },
-  communication: { light: "#b0388f", dark: "#e07fc6", says: "communication wall: travel that shows" },
-  bubble: { light: "#a3abb4", dark: "#626d79", says: "bubble: waiting for other pipeline ranks" },
+  arithmetic: { light: "#1e845a", dark: "#4fc795" },
+  compute: { light: "#3168bd", dark: "#6ba3f2" },
+  host: { light: "#93b4e6", dark: "#3d5f94" },
+  memory: { light: "#d9731a", dark: "#f0954a" },
+  communication: { light: "#b0388f", dark: "#e07fc6" },
+  bubble: { light: "#a3abb4", dark: "#626d79" },
 };
 const OPS = {
   F: { light: [49, 104, 189], dark: [93, 150, 235], says: "forward" },
@@ -83,8 +83,8 @@ function gridX(svg, marks, x, top, h, text) {
 const wallsChart = () => chart({
   title: "Where the time of a step goes",
   note: "Arithmetic at the card's peak, and what the three walls and the pipeline add to it.",
-  legend: (answer) => Object.entries(answer.time_by_wall).filter(([, s]) => s > 0)
-    .map(([name, s]) => sign(colourIn(WALLS, name), `${WALLS[name].says}: ${seconds(s)}, ${share(s / answer.step_s)}`)),
+  legend: (answer) => [make("table", { class: "numbers" }, make("tbody", {}, ...Object.entries(answer.time_by_wall).filter(([, s]) => s > 0)
+    .map(([name, s]) => make("tr", {}, make("th", { scope: "row" }, sign(colourIn(WALLS, name), offered.walls[name])), make("td", {}, seconds(s)), make("td", {}, share(s / answer.step_s))))))],
   draw: drawWalls,
 });
 
@@ -97,10 +97,10 @@ function drawWalls(svg, width, answer) {
     from += s;
     if (s <= 0) continue;
     svg.append(make("rect", { x: box.x, y: top, width: box.w, height: h, fill: colourIn(WALLS, name) }));
-    items.push({ ...box, row: 0, text: `${WALLS[name].says}\n${seconds(s)} of ${seconds(answer.step_s)}, ${share(s / answer.step_s)}` });
+    items.push({ ...box, row: 0, text: `${offered.walls[name]}\n${seconds(s)} of ${seconds(answer.step_s)}, ${share(s / answer.step_s)}` });
     if (box.w > 46) svg.append(inside(box.x + box.w / 2, top + h / 2 + 4, colourIn(WALLS, name), share(s / answer.step_s)));
   }
-  const label = Object.entries(answer.time_by_wall).map(([name, s]) => `${WALLS[name].says} ${share(s / answer.step_s)}`).join(", ");
+  const label = Object.entries(answer.time_by_wall).map(([name, s]) => `${offered.walls[name]} ${share(s / answer.step_s)}`).join(", ");
   return { height: top + h + 6, items, label: `${seconds(answer.step_s)} a step: ${label}.` };
 }
 
@@ -122,8 +122,10 @@ function timelineChart() {
     title: "The pipeline",
     scrolls: true,
     controls: [make("label", { class: "zoom", for: "zoom" }, "zoom", zoom)],
-    legend: ({ timeline }) => Object.entries(OPS).filter(([kind]) => timeline.spans.some((span) => kindsOf(span).includes(kind)))
-      .map(([kind, { says }]) => sign(shade(kind, 0), says)),
+    legend: ({ timeline }) => {
+      const drawn = new Set(timeline.spans.flatMap(drawnOf).map((op) => op[0]));
+      return [...drawn].sort().reverse().map((kind) => sign(shade(kind, 0), OPS[kind].says));
+    },
     draw: (svg, width, answer) => drawTimeline(svg, width * 2 ** Number(zoom.value), answer),
   });
   zoom.addEventListener("input", () => (zoom.setAttribute("aria-valuetext", `${2 ** Number(zoom.value)} times`), card.redraw()));
@@ -152,11 +154,9 @@ function drawTimeline(svg, width, answer) {
   }
   const [paths, labels, items] = [{}, [], []];
   for (const span of spans) {
-    const pair = kindsOf(span).length > 1 && span.ops.some((op) => op.startsWith("F"));
     const box = { x: x(span.start), y: top + span.rank * row, w: Math.max(x(span.end) - x(span.start), 0.5), h: row - gap };
     items.push({ ...box, row: span.rank, text: `rank ${span.rank}: ${span.ops.map(opText).join(" with ")}\n${seconds(span.start)} to ${seconds(span.end)}, ${seconds(span.end - span.start)}` });
-    const shown = pair ? [span.ops.find((op) => op.startsWith("F")), span.ops.find((op) => !op.startsWith("F"))] : [span.ops[0]];
-    shown.forEach((op, i) => {
+    drawnOf(span).forEach((op, i, shown) => {
       const [kind, stage, microbatch] = readOp(op);
       const fill = shade(kind, Math.floor(stage / ranks));
       const [y, tall] = [box.y + (i * box.h) / shown.length, box.h / shown.length];
@@ -177,13 +177,14 @@ const readOp = (op) => {
   const [, kind, stage, microbatch] = op.match(/^([A-Z])(\d+)\.(\d+)$/);
   return [kind, Number(stage), Number(microbatch)];
 };
-const kindsOf = (span) => [...new Set(span.ops.map((op) => op[0]))];
+// Of a slot's ops those that have a box: the forward, and the first of the backward.
+const drawnOf = (span) => [span.ops.find((op) => op[0] === "F"), span.ops.find((op) => op[0] !== "F")].filter(Boolean);
 const opText = (op) => {
   const [kind, stage, microbatch] = readOp(op);
   return `${OPS[kind].says} of microbatch ${microbatch} on stage ${stage}`;
 };
 
-// found: an answer with a search; now: the answer that stands above; take(layout)
+// found: an answer with a search; now: the answer that stands above, if it is to the same question; take(layout)
 const frontChart = (take) => chart({
   title: "Memory against speed",
   note: "Dots are layouts that none beats in both memory and speed, by estimate; diamonds the best few, clocked; the cross is the layout above. Click, or press Enter, to take one over.",
@@ -206,7 +207,7 @@ function drawFront(svg, width, { found, now }, take) {
   }
   svg.append(make("text", { x: left + w / 2, y: height - 8, "text-anchor": "middle" }, "GiB on the fullest rank"));
   svg.append(make("text", { x: 4, y: 12 }, "tokens/s a GPU"));
-  svg.append(make("line", { class: "limit", x1: x(limit), x2: x(limit), y1: top, y2: top + h }));
+  svg.append(make("line", { class: "limit", x1: x(limit), x2: x(limit), y1: top, y2: top + h }), make("text", { class: "limit-text", x: x(limit), y: top - 6, "text-anchor": x(limit) > left + w * 0.8 ? "end" : "middle" }, `card ${gib(limit)}`));
   const colour = LINES[theme()];
   const stairs = found.front.map((p, i) => (i ? `V${y(p.tokens_per_s_per_gpu)}H${x(p.memory_gib)}` : `M${x(p.memory_gib)},${y(p.tokens_per_s_per_gpu)}`)).join("");
   svg.append(make("path", { d: stairs, fill: "none", stroke: colour[0], "stroke-width": 1.5, opacity: 0.7 }));

@@ -1,6 +1,6 @@
 // The controls: each shows one key of the request and tells when a person moves it.
 
-const { models, gpus: cards, regions, keys } = JSON.parse(document.getElementById("data").textContent);
+const { models, gpus: cards, regions, keys } = offered;
 const doc = (key) => keys[key]?.doc || "";
 const round = (n) => (n % 1024 ? String(n) : n % 1048576 ? `${n / 1024}k` : `${n / 1048576}M`); // 4096 -> 4k
 const idOf = (key) => `c-${key.replace(/\W/g, "-")}`;

@@ -1,3 +1,5 @@
+const offered = JSON.parse(document.getElementById("data").textContent); // models, GPUs, choices, and their words
+
 // A chart that is walked through: with the pointer, or with the arrow keys when it has the focus. What lies there is
 // framed and told in the tooltip, which screen readers read out; Enter or a click takes it, where there is something to take.
 

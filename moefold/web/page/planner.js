@@ -4,9 +4,9 @@ const powers = (from, to) => Array.from({ length: Math.round(Math.log2(to / from
 const DEGREES = ["parallel.tp", "parallel.cp", "parallel.pp", "pipeline.vpp", "parallel.ep", "parallel.etp"];
 const OPEN = [...DEGREES, "mbs", "overlap", "recompute"]; // what a search chooses
 const DEFAULT = {
-  model: "qwen3-30b-a3b", gpu: "h100", gpus: "16", precision: "bf16", seq: "4096", mbs: "1",
-  "parallel.tp": "1", "parallel.cp": "1", "parallel.pp": "2", "pipeline.vpp": "2", "parallel.ep": "8", "parallel.etp": "1",
-  overlap: "true", recompute: "", offload: "", sharding: "zero", graphs: "none", dispatcher: "auto", "pipeline.schedule": "1f1b", tokens: "1e12",
+  model: "qwen3-30b-a3b", gpu: "h100", gpus: "16", precision: "bf16", seq: "4096", mbs: "2",
+  "parallel.tp": "1", "parallel.cp": "1", "parallel.pp": "4", "pipeline.vpp": "4", "parallel.ep": "4", "parallel.etp": "1",
+  overlap: "false", recompute: "", offload: "", sharding: "zero", graphs: "none", dispatcher: "auto", "pipeline.schedule": "1f1b", tokens: "1e12",
 };
 
 // The address holds the request: every key of it, also those that have no control here.
@@ -64,7 +64,7 @@ async function settle(wanted, { hold = "", final = false, mend = false } = {}) {
   if (final) commit(wanted);
   shown = wanted;
   showControls(wanted, legal.values, broken);
-  const fresh = legal.refused ? legal : await ask("answer", "/answer", wanted);
+  const fresh = legal.refused ? legal : await ask("answer", "/answer", { ...wanted, search: false });
   if (!fresh) return;
   results.classList.remove("waits");
   if (fresh.refused) showRefused(wanted, fresh.problems, broken, legal.changes);
@@ -167,14 +167,25 @@ function showAnswer(fresh, followed, final) {
     make("details", {}, make("summary", {}, "as a command"), make("code", {}, command(fresh))),
   );
   brief.className = fresh.fits ? "good" : "bad";
-  brief.textContent = `${fresh.fits ? "✓ fits" : "✗ does not fit"} · ${room} · ${short(fresh.tokens_per_s_per_gpu, 3)} tok/s/GPU`;
+  brief.textContent = `${fresh.fits ? "✓ fits" : "✗ does not fit"} · ${room} · ${short(fresh.tokens_per_s_per_gpu, 3)} tok/s`;
   if (final) said.textContent = `${word}: ${room}, ${short(fresh.tokens_per_s_per_gpu, 3)} tokens per second and GPU. ${followed.join(", ")}`;
   const { microbatches } = fresh.timeline;
   const part = microbatches < layout.microbatches ? `Of ${layout.microbatches} microbatches, ${microbatches} are drawn. ` : "";
-  pipeline.say(layout.pp > 1 ? `${part}${layout.schedule}, stages ${layout.stages}. Numbers are microbatches; later stages of a rank are paler; a box cut in two is a pair.` : "Without pipeline parallelism there is one rank, and no bubble.");
+  pipeline.say(layout.pp > 1 ? `${part}${layout.schedule}, stages ${layout.stages}. Numbers are microbatches; later stages of a rank are fainter; a box cut in two is a pair.` : "Without pipeline parallelism there is one rank, and no bubble.");
   for (const each of charts) (each.hidden = false), each.update(fresh);
-  if (found) front.update({ found, now: fresh });
-  markTaken();
+  if (found) compare();
+}
+
+// The search's results beside the layout above, which may by now be of another model or cluster.
+function compare() {
+  const same = Object.entries(found.asked).every(([key, value]) => key === "tokens" || shown[key] === value);
+  layouts.querySelector("h2").textContent = `Best layouts for ${found.name} on ${found.gpus} x ${found.gpu}${same ? "" : " (settings have changed since)"}`;
+  front.update({ found, now: same ? answer : null });
+  for (const row of layouts.querySelectorAll("tbody tr")) {
+    const taken = same && Object.entries(requestOf(row.layout)).every(([key, value]) => shown[key] === value);
+    row.classList.toggle("now", taken);
+    row.querySelector("button").setAttribute("aria-pressed", taken);
+  }
 }
 
 // The same question for the command line.
@@ -219,7 +230,7 @@ async function search() {
   busy(false);
   if (!reply) return;
   if (reply.refused) return showNothingFound(reply.problems);
-  found = { ...reply, for: `${reply.name} on ${reply.gpus} x ${reply.gpu}` };
+  found = { ...reply, asked };
   showFound();
   said.textContent = `${reply.layouts.length} layouts found, of ${reply.searched} looked at.`;
   layouts.scrollIntoView({ block: "nearest" });
@@ -240,25 +251,24 @@ function showNothingFound(problems) {
 }
 
 function showFound() {
-  const head = ["layout", "recompute", "s/step", "tokens/s a GPU", "TFLOP/s", "MFU", "GiB"];
+  const head = ["layout", "tokens/s a GPU", "GiB", "s/step", "TFLOP/s", "MFU"];
   const rows = found.layouts.map((each) => {
     const button = make("button", { type: "button" }, each.text);
     button.addEventListener("click", () => take(each.layout));
-    const cells = [short(each.step_s, 4), count(each.tokens_per_s_per_gpu), count(each.tflops_per_gpu), share(each.mfu), each.memory_gib.toFixed(1)];
-    const row = make("tr", {}, make("th", { scope: "row" }, button), make("td", { class: "text" }, each.layout.recompute.join(", ") || "–"), ...cells.map((cell) => make("td", {}, cell)));
+    const cells = [count(each.tokens_per_s_per_gpu), each.memory_gib.toFixed(1), short(each.step_s, 4), count(each.tflops_per_gpu), share(each.mfu)];
+    const row = make("tr", {}, make("th", { scope: "row" }, button), ...cells.map((cell) => make("td", {}, cell)), make("td", { class: "text" }, each.layout.recompute.join(", ") || "–"));
     row.layout = each.layout;
     return row;
   });
   const left = found.rejected.map((each) => make("li", {}, `${each.count} for ${each.reason}, such as: ${each.example}`));
   layouts.replaceChildren(
-    make("div", { class: "head" }, make("h2", {}, `Best layouts for ${found.for}`)),
+    make("div", { class: "head" }, make("h2", {})),
     make("p", { class: "note" }, `The best of ${found.searched.toLocaleString("en")} looked at. Press one to take it over. Sequence, global batch, precision, sharding and graphs stayed as they were.`),
-    make("div", { class: "scrolls", tabindex: 0, role: "region", "aria-label": "Best layouts" }, make("table", { class: "numbers" }, make("thead", {}, make("tr", {}, ...head.map((text) => make("th", { scope: "col" }, text)))), make("tbody", {}, ...rows))),
+    make("div", { class: "scrolls", tabindex: 0, role: "region", "aria-label": "Best layouts" }, make("table", { class: "numbers" }, make("thead", {}, make("tr", {}, ...head.map((text) => make("th", { scope: "col" }, text)), make("th", { scope: "col", class: "text" }, "recompute"))), make("tbody", {}, ...rows))),
     ...(left.length ? [make("details", {}, make("summary", {}, "what was left out, and why"), make("ul", {}, ...left))] : []),
   );
   layouts.hidden = front.hidden = false;
-  front.update({ found, now: answer });
-  markTaken();
+  compare();
 }
 
 // A layout of the search becomes the request.
@@ -269,13 +279,6 @@ const requestOf = (layout) => ({
 function take(layout) {
   settle({ ...shown, ...requestOf(layout) }, { final: true });
   verdict.scrollIntoView({ block: "nearest" });
-}
-function markTaken() {
-  for (const row of layouts.querySelectorAll("tbody tr")) {
-    const taken = Object.entries(requestOf(row.layout)).every(([key, value]) => shown[key] === value);
-    row.classList.toggle("now", taken);
-    row.querySelector("button").setAttribute("aria-pressed", taken);
-  }
 }
 
 function build() {
