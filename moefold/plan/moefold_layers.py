@@ -268,6 +268,11 @@ ENDS = (
 STREAM = Tensor("gradient of the stream", "", T, D)
 
 
+def stands_apart(s: Sizes) -> bool:
+    """Whether the gradient of experts' weights is there beside the sum it is added to."""
+    return not (s.fused and s.portion.adds)
+
+
 def padded(s: Sizes) -> float:
     return s.R + (PADDING * s.e if s.fused else 0.0)
 
@@ -317,7 +322,7 @@ MOMENTS: dict[tuple[str, str], tuple[Moment, ...]] = {
             Tensor("gradient of gate and up", "", padded, lambda s: 2 * s.F),
             Tensor("rows and their gradient", "", R, lambda s: s.W * (2 if s.fused else 1)),
             Tensor("gradient of what arrived", "", lambda s: s.N, W),
-            Tensor("gradients of the experts' weights", "", lambda s: s.e * s.W, lambda s: 3 * s.F),
+            Tensor("gradients of the experts' weights", "", lambda s: s.e * s.W, lambda s: 3 * s.F, when=stands_apart),
         ),
         (STREAM, *swiglu_backward(R, lambda s: s.F, unfused)),
     ),

@@ -25,7 +25,8 @@ AXES = ("tp", "cp", "ep", "etp")
 @dataclass(frozen=True)
 class Portion:
     """What of a microbatch one rank has, and how it travels. `splits`: weight gradients are computed apart; `weaves`:
-    microbatches are cut at every step, to be woven."""
+    microbatches are cut at every step, to be woven; `adds`: it is one of several, and products add the gradients of
+    weights to those of microbatches before it."""
 
     seq_len: int
     micro_batch: int = 1
@@ -37,6 +38,7 @@ class Portion:
     dispatcher: str = "all_to_all"
     splits: bool = False
     weaves: bool = False
+    adds: bool = False
     force: tuple[str, ...] = ()
 
     @property
@@ -114,7 +116,7 @@ class Sizes:
         return self.choices.device == "cpu"
 
 
-def portion_of(config: Config, dispatcher: str, splits: bool) -> Portion:
+def portion_of(config: Config, dispatcher: str, splits: bool, adds: bool = False) -> Portion:
     p = config.parallel
     return Portion(
         config.data.seq_len,
@@ -127,5 +129,6 @@ def portion_of(config: Config, dispatcher: str, splits: bool) -> Portion:
         dispatcher,
         splits,
         config.pipeline.pair,
+        adds,
         config.kernels.force,
     )
