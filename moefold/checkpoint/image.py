@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import struct
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,7 +21,7 @@ from moefold.checkpoint.reader import chunk_name
 from moefold.checkpoint.state import Part
 
 AT_ONCE = 16 << 20  # bytes of one write
-HASHERS = 2  # threads; hashing and writing leave Python's lock alone
+HASHERS = max(1, min(4, (os.cpu_count() or 2) - 1))  # threads: a core is left to write; neither needs Python's lock
 
 Digests = dict[tuple[str, int], bytes | None]  # of pieces, by tensor and first element
 

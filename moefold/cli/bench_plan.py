@@ -1,7 +1,7 @@
 """`moefold bench plan`: what the planner says of a step on this GPU, beside what the trainer needs and takes.
 
-Every case is a run on one GPU: other models, depths, sequences, microbatches, and ways to keep main weights, moments and
-gradients. Memory is torch's peak of allocated bytes, time that of a whole step.
+Every case is a run on one GPU: other models, depths, sequences, microbatches, and ways to keep main weights, moments
+and gradients. Memory is torch's peak of allocated bytes, time that of a whole step.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Any
 
 import tyro
 from rich.console import Console
@@ -19,7 +19,8 @@ from moefold.plan.answer import answer
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """Predict memory and speed of a training run on a cluster, or find its best layout."""
+    """Predict memory and speed of a training run on a cluster, or find its best layout. What is left empty is as the
+    recipe has it."""
 
     model: tyro.conf.Positional[str] = "tiny"
     """A preset, or a YAML file of configuration keys."""
@@ -27,28 +28,28 @@ class PlanOptions:
     """How many GPUs."""
     gpu: str = "h100"
     """Which: a100, b200, b300, gb200, gb300, h100, h20, h200, h800, or a YAML file (docs/planner.md)."""
-    seq: int | None = None
+    seq: int = 0
     """Tokens of a sequence (data.seq_len)."""
-    mbs: int | None = None
+    mbs: int = 0
     """Sequences of a microbatch (train.micro_batch)."""
-    gbs: int | None = None
+    gbs: int = 0
     """Sequences of a step (train.global_batch); by default 8 for each GPU."""
-    precision: str | None = None
+    precision: str = ""
     """bf16, fp8, fp8-blockwise, mxfp8 or nvfp4."""
-    recompute: str | None = None
+    recompute: str = ""
     """Regions made again in backward, as norm,activation."""
-    offload: str | None = None
+    offload: str = ""
     """Regions whose inputs wait in host memory."""
-    dispatcher: str | None = None
+    dispatcher: str = ""
     """How tokens travel to experts: auto, all_gather, all_to_all, dedup, hierarchical, deepep."""
     overlap: bool = False
     """Hide experts' travel behind another microbatch's compute; a search tries both unless this is set."""
-    graphs: str | None = None
+    graphs: str = ""
     """CUDA graphs: none, static, whole."""
-    sharding: str | None = None
+    sharding: str = ""
     """Over replicas: none, zero or fsdp."""
-    stack: Literal["moefold", "megatron"] | None = None
-    """Whose layers: what they keep and launch differs."""
+    stack: str = ""
+    """Whose layers: moefold or megatron; what they keep and launch differs."""
     tokens: float = 1e12
     """The budget that days and cost are told for."""
     search: bool = False
@@ -63,8 +64,8 @@ class PlanOptions:
 
 def run(argv: Sequence[str]) -> int:
     options, overrides = read(PlanOptions, argv, "plan")
-    asked = {f.name: getattr(options, f.name) for f in fields(options) if f.name != "json"}
-    asked["overlap"] = options.overlap or None
+    given = {f.name: getattr(options, f.name) for f in fields(options) if f.name != "json"}
+    asked = {name: value for name, value in given.items() if value or name == "gpus"}
     found = answer({**asked, **parse_overrides(overrides)})
     if options.json:
         print(json.dumps(found, indent=1))

@@ -24,11 +24,10 @@ def run(argv: Sequence[str]) -> int:
     try:
         from moefold.web.serve import serve  # starlette and uvicorn are an extra
     except ModuleNotFoundError as missing:
-        if missing.name not in ("starlette", "uvicorn"):
+        package = str(missing.name).partition(".")[0]
+        if package not in ("starlette", "uvicorn"):
             raise
-        raise Refused(
-            f"moefold web needs {missing.name}, which is not installed; run: pip install 'moefold[web]'"
-        ) from None
+        raise Refused(f"moefold web needs {package}, which is not installed; run: pip install 'moefold[web]'") from None
     try:
         serve(options.port, options.browser)
     except KeyboardInterrupt:

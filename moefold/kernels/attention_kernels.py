@@ -8,7 +8,7 @@ B sequences, S positions, H query heads, G key/value heads, D head width; M quer
 The blocks of one head run side by side, so that what they read stays in the cache, those with most to do first.
 """
 
-# pyright: reportMissingImports=false, reportIndexIssue=false
+# pyright: reportMissingImports=false, reportIndexIssue=false, reportCallIssue=false
 
 from __future__ import annotations
 

@@ -1,18 +1,17 @@
 """How many microbatches each stage of a rank holds at every moment, read off the program that the rank will run.
 
 A forward adds a microbatch to its stage; the data gradient takes it away and, where the weight gradient comes in a slot
-of its own, leaves what that still needs. The moments are found once for each schedule and serve every model: what a
-rank holds is then a product of two small matrices.
+of its own, leaves what that still needs. The moments are found once for each schedule and serve every model. Plain
+lists do: importing numpy would take longer than any plan.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from operator import mul
 from typing import NamedTuple
-
-import numpy as np
-from numpy.typing import NDArray
 
 from moefold.schedule.catalog import SCHEDULES, program_of
 from moefold.schedule.passes import defer_weight_grads, pair_forward_with_backward
@@ -23,37 +22,44 @@ KINDS = ("F", "D", "W")
 
 class Load(NamedTuple):
     """Bytes of a microbatch by stage of a rank: kept, waiting for weight gradients, and needed beside, the last by what
-    runs, as `Moments.runs` numbers it."""
+    runs, as `Moment.runs` numbers it."""
 
-    kept: NDArray[np.float64]
-    waiting: NDArray[np.float64]
-    needed: NDArray[np.float64]
+    kept: Sequence[float]
+    waiting: Sequence[float]
+    needed: Sequence[float]
+
+
+class Moment(NamedTuple):
+    """Live microbatches by stage, those whose weight gradients wait, and what runs, as the number of its kind times the
+    rank's stages plus its stage among them."""
+
+    runs: int
+    live: tuple[int, ...]
+    waiting: tuple[int, ...]
+
+    def holds(self, load: Load) -> tuple[float, float]:
+        """What lives at this moment, and what is needed beside."""
+        return sum(map(mul, self.live, load.kept)) + sum(map(mul, self.waiting, load.waiting)), load.needed[self.runs]
 
 
 @dataclass(frozen=True)
 class Moments:
-    """One rank's distinct moments, one a row: live microbatches by stage, those whose weight gradients wait, and what
-    runs, as the number of its kind times the rank's stages plus its stage among them. `apart`: weight gradients are
-    computed in slots of their own."""
+    """One rank's distinct moments. `apart`: weight gradients are computed in slots of their own."""
 
-    live: NDArray[np.float64]
-    waiting: NDArray[np.float64]
-    runs: NDArray[np.int64]
+    rows: list[Moment]
     apart: bool
 
     def peak(self, load: Load) -> int:
         """The worst moment: the number of its row."""
-        return int(np.argmax(self.live @ load.kept + self.waiting @ load.waiting + load.needed[self.runs]))
+        return max(range(len(self.rows)), key=lambda at: sum(self.rows[at].holds(load)))
 
     def holds(self, at: int, load: Load) -> tuple[float, float]:
-        """What lives at a moment, and what is needed beside."""
-        held = self.live[at] @ load.kept + self.waiting[at] @ load.waiting
-        return float(held), float(load.needed[self.runs[at]])
+        return self.rows[at].holds(load)
 
     def says(self, at: int) -> tuple[str, int, tuple[int, ...]]:
         """Kind and stage of what runs at a moment, and live microbatches by stage."""
-        kind, chunk = divmod(int(self.runs[at]), self.live.shape[1])
-        return KINDS[kind], chunk, tuple(int(n) for n in self.live[at])
+        kind, chunk = divmod(self.rows[at].runs, len(self.rows[at].live))
+        return KINDS[kind], chunk, self.rows[at].live
 
 
 def moments_of(schedule: str, pp: int, vpp: int, microbatches: int, pair: bool, defer: bool) -> list[Moments]:
@@ -79,16 +85,13 @@ def enough(schedule: str, pp: int, microbatches: int) -> int:
 def walked(slots: list[Slot], stages: list[int]) -> Moments:
     count = {stage: at for at, stage in enumerate(stages)}
     live, waiting = [0] * len(stages), [0] * len(stages)
-    found: dict[tuple[int, ...], None] = {}
+    found: dict[Moment, None] = {}
     for slot in slots:
         for op in slot:
             at = count[op.stage]
             live[at] += op.kind == "F"
-            found[(KINDS.index(op.kind) * len(stages) + at, *live, *waiting)] = None
+            found[Moment(KINDS.index(op.kind) * len(stages) + at, tuple(live), tuple(waiting))] = None
             live[at] -= op.kind == "D"
             if Op("W" if op.kind == "D" else "D", op.stage, op.microbatch) not in slot:  # else both at once: none waits
                 waiting[at] += (op.kind == "D") - (op.kind == "W")
-    table = np.array(list(found), dtype=np.float64)
-    v = len(stages)
-    apart = any([op.kind for op in slot] == ["W"] for slot in slots)
-    return Moments(table[:, 1 : v + 1], table[:, v + 1 :], table[:, 0].astype(np.int64), apart)
+    return Moments(list(found), apart=any([op.kind for op in slot] == ["W"] for slot in slots))

@@ -14,8 +14,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
-
 from moefold.config.run import Config
 from moefold.plan.choices import Choices
 from moefold.plan.live import Load
@@ -105,7 +103,7 @@ def prepared(s: Setting, rank: RankStages) -> Prepared:
 def load_of(stages: list[StageCount]) -> Load:
     passes = [*(stage.forward for stage in stages), *(stage.backward for stage in stages), *(0.0 for _ in stages)]
     kept, waiting = ([getattr(stage, name) for stage in stages] for name in ("kept", "waiting"))
-    return Load(np.array(kept), np.array(waiting), np.array(passes))
+    return Load(kept, waiting, passes)
 
 
 class Worst(NamedTuple):

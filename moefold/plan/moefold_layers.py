@@ -19,11 +19,11 @@ When = Callable[[Sizes], bool]
 
 
 def norm(
-    what: str, step: str, rows: Number, width: Number, when: When = always, own: bool = True, entry: bool = False
+    what: str, step: str, rows: Number, width: Number, when: When = always, entry: bool = False
 ) -> tuple[Tensor, ...]:
-    """An RMSNorm keeps its input, unless that is counted elsewhere, and one number a row."""
+    """An RMSNorm keeps its input and one number a row."""
     return (
-        *((Tensor(what, step, rows, width, read="norm", when=when, entry=entry),) if own else ()),
+        Tensor(what, step, rows, width, read="norm", when=when, entry=entry),
         Tensor(f"scale of {what}", step, rows, one, "fp32", when=when),
         Tensor(f"{what} scaled", step, rows, width, "fp32", ("norm",), when=lambda s: s.composed and when(s)),
     )
@@ -256,7 +256,7 @@ def heads(s: Sizes) -> float:
 ENDS = (
     Tensor("tokens", "embed", C, one, "int64"),
     Tensor("tokens", "look_ahead", C, one, "int64"),
-    *norm("stream", "look_ahead", T, D, own=False),
+    *norm("normed stream", "look_ahead", T, D),
     *norm("token", "look_ahead", T, D),
     Tensor("stream and token joined", "look_ahead", T, lambda s: 2 * s.D, "linear"),
     *norm("stream", "set_aside", T, D),
@@ -287,8 +287,19 @@ def chunk(s: Sizes) -> float:
 
 
 def swiglu_backward(rows: Number, inner: Number, when: When = always) -> Moment:
-    """In fp32: gate and up, the incoming gradient, what the formula names, and both results before they are rounded."""
-    return (Tensor("gradient of the activation, in fp32", "", rows, lambda s: 10 * inner(s), "fp32", when=when),)
+    """By hand in fp32: gate and up, the incoming gradient, what the formula names, and both results before they are
+    rounded. A kernel has the incoming gradient and both results."""
+
+    def by_hand(s: Sizes) -> bool:
+        return when(s) and s.kernel("swiglu") != "triton"
+
+    def in_one_pass(s: Sizes) -> bool:
+        return when(s) and not by_hand(s)
+
+    return (
+        Tensor("gradient of the activation, in fp32", "", rows, lambda s: 10 * inner(s), "fp32", when=by_hand),
+        Tensor("gradients of activation, gate and up", "", rows, lambda s: 3 * inner(s), when=in_one_pass),
+    )
 
 
 MOMENTS: dict[tuple[str, str], tuple[Moment, ...]] = {

@@ -173,6 +173,11 @@ def recording(run: Run, continues: bool) -> Iterator[Recorder]:
             router_log.close()
 
 
+def who_asks(run: Run, reasons: list[str]) -> list[str] | None:
+    """The reason to stop of the first rank that has one."""
+    return next(filter(None, gather_objects(reasons, run.world.everyone)), None)
+
+
 def finish(run: Run, record: Recorder, requests: list[str], saver: Saver) -> None:
     """Steps until the last one, or until somebody asks to stop. What a step gave is read when the next is under way,
     or before anything that needs the step to be sound: validation, a checkpoint, the end."""
@@ -195,8 +200,12 @@ def finish(run: Run, record: Recorder, requests: list[str], saver: Saver) -> Non
             if run.step == FIRST_STEPS:
                 for line in never_moved(run):
                     record.progress.say(line)
+<<<<<<< HEAD
             told = gather_objects(requests[:1] or saver.failed(), run.world.everyone) if stop else []
             asked = next(filter(None, told), None)
+=======
+            asked = who_asks(run, requests[:1] or saver.failed()) if stop else None
+>>>>>>> all
             if last or asked or run.step % c.checkpoint.every == 0:
                 save_run(run, saver)
             if asked and not last:

@@ -32,7 +32,7 @@ KEYS = (
 )
 WEIGHT = {"train.global_batch": 4.0}  # a batch is what learning depends on: rather move a degree
 MOST_STAGES, MOST_SEQUENCES, MOST_BATCH = 16, 64, 65_536
-MOST_TRIED = 4000  # layouts that the nearest is looked for among: a quarter of a second
+MOST_TRIED = 20_000  # layouts that the nearest is looked for among: half a second
 NAMES = {key: name for name, key in SHORT.items()}
 
 
@@ -102,6 +102,9 @@ def at(config: Config, layout: Mapping[str, int]) -> Config:
 
 def nearest(case: Case, values: Mapping[str, list[int]], hold: str) -> dict[str, int] | None:
     """Layouts in the order of their distance, a step on one slider at a time, until one breaks no rule."""
+    movable = [rule for rule in RULES if set(rule.reads) & set(KEYS)]
+    if not all(rule.holds(case) for rule in RULES if rule not in movable):
+        return None
     now = {key: value_of(case.config, key) for key in KEYS}
     order = count()  # of equally near layouts the one found first
     ahead = [(0.0, next(order), tuple(values[key].index(now[key]) for key in KEYS))]
@@ -109,7 +112,8 @@ def nearest(case: Case, values: Mapping[str, list[int]], hold: str) -> dict[str,
     while ahead and len(seen) <= MOST_TRIED:
         _, _, places = heapq.heappop(ahead)
         layout = {key: values[key][place] for key, place in zip(KEYS, places, strict=True)}
-        if all(rule.holds(Case(at(case.config, layout), case.world)) for rule in RULES):
+        then = Case(at(case.config, layout), case.world)
+        if all(rule.holds(then) for rule in movable):
             return {named(key): value for key, value in layout.items() if value != now[key]}
         for step in steps(places, values, hold):
             if step not in seen:

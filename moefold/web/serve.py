@@ -160,7 +160,10 @@ class Questions:
 async def search_apart(request: Request, raw: dict[str, Any]) -> Reply:
     """Search in a process of its own, which ends with the connection that asked."""
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "moefold.web.ask", stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        *(sys.executable, "-m", "moefold.web.ask"),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        start_new_session=True,  # Ctrl-C reaches the server alone, which ends it
     )
     work = asyncio.create_task(process.communicate(json.dumps(raw).encode()))
     gone = asyncio.create_task(left(request))
@@ -173,11 +176,12 @@ async def search_apart(request: Request, raw: dict[str, Any]) -> Reply:
             return 500, {"problems": ["the search failed; the terminal of moefold web tells why"]}
         status, found = json.loads(output)
         return status, found
+    except asyncio.CancelledError:
+        return 503, {"problems": ["moefold web is ending"]}  # nothing waits for this task: it may end as an answer
     finally:
         gone.cancel()
         if process.returncode is None:
             process.kill()
-        await asyncio.wait({work})
 
 
 async def left(request: Request) -> None:

@@ -47,6 +47,7 @@ QUICK = {
     "help of train": (["train", "--help"], 0),
     "explain": (["explain", "qwen3-30b-a3b"], 0),
     "simulate": (["simulate", "--schedule", "zb_v", "--microbatches", "16"], 0),
+    "plan": (["plan", "qwen3-30b-a3b", "--gpus", "8", "--gpu", "h100", "--parallel.ep", "8"], 0),
     "a wrong value": (["train", "tiny", "--optim.lr", "fast"], 2),
     "a broken rule": (["train", "tiny", "--nproc", "3"], 2),
     "a wrong command": (["trian"], 2),

@@ -8,7 +8,7 @@ import yaml
 
 from moefold.config.refused import Refused
 from moefold.plan.fit import Timed, reached
-from moefold.plan.hardware import FOLDER, PRECISIONS, check_precision, find_gpu, known_gpus, roofline
+from moefold.plan.hardware import PRECISIONS, check_precision, find_gpu, known_gpus, roofline
 
 
 def test_all_are_there_and_sane():
@@ -30,7 +30,7 @@ def test_names_know_no_case_and_near_ones_are_offered():
 
 def test_the_measured_curves_lie_on_their_points():
     """Each within what one number a curve can do; half of them much nearer."""
-    tree = yaml.safe_load((FOLDER / "h200.yaml").read_text())
+    tree = yaml.safe_load((Path(__file__).parent / "data" / "h200_points.yaml").read_text())
     gpu, off = find_gpu("h200"), []
     assert "measured 2026" in gpu.origin
     for point in (Timed(**each) for each in tree["points"] if each["what"] != "stream"):

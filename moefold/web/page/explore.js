@@ -67,7 +67,7 @@ function beside(items, now, key) {
 // draw(svg, width, data) fills the svg and returns {height, items, label}.
 function chart({ title, note, draw, legend, table, scrolls = false, controls }) {
   const heading = make("h2", {}, title);
-  const plot = make("div", { class: scrolls ? "plot scroll" : "plot", tabindex: 0, role: "group", "aria-roledescription": "chart" });
+  const plot = make("div", { class: scrolls ? "plot scroll" : "plot", tabindex: 0, role: "group", "aria-roledescription": "chart", "aria-label": title });
   const [signs, words] = [make("div", { class: "legend" }), make("p", { class: "note" }, note || "")];
   const [inside, rows] = [make("div", { class: "scrolls" }), make("details", { hidden: "" }, make("summary", {}, "the same as a table"))];
   rows.append(inside);
