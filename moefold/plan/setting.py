@@ -77,4 +77,5 @@ def setting_of(config: Config, world: int, choices: Choices) -> Setting:
     moments = moments_of(c.schedule, config.parallel.pp, c.vpp, microbatches, c.pair, c.defer)
     dispatcher, _ = choose(config, choices.node, int(choices.recipe.wide))
     apart = (c.pair and c.fill) or any(each.apart for each in moments)
-    return Setting(config, world, choices, portion_of(config, dispatcher, apart, microbatches > 1), moments, microbatches)
+    portion = portion_of(config, dispatcher, apart, adds=microbatches > 1)
+    return Setting(config, world, choices, portion, moments, microbatches)
