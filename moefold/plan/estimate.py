@@ -22,11 +22,10 @@ from functools import cached_property
 from moefold.config.run import Config
 from moefold.plan.choices import Choices
 from moefold.plan.comm import Cluster
-from moefold.plan.counts import piece_count
 from moefold.plan.memory import BYTES, GIB, Setting, microbatches_of
 from moefold.plan.simulate import FRICTION, optimizer_bytes
 from moefold.plan.sizes import portion_of
-from moefold.plan.stage import stages_by_rank
+from moefold.plan.stage import stage_count, stages_by_rank
 from moefold.plan.timing import Pace
 
 Kind = tuple[str, int]
@@ -69,11 +68,12 @@ class Price:
 
 @dataclass(frozen=True)
 class Held:
-    """What one sequence of a piece keeps for its backward and needs beside; parameters on a rank, of the dense grid, of
-    the expert grid, and quantised ones."""
+    """What one sequence of a piece keeps for its backward, and needs beside; a second one makes the latter grow. And
+    parameters on a rank: of the dense grid, of the expert grid, and quantised ones."""
 
     kept: float
     beside: float
+    grows: float
     dense: float
     expert: float
     quantized: float
@@ -85,14 +85,12 @@ def price_of(pace: Pace, kind: Kind) -> Price:
 
 
 def held_of(s: Setting, kind: Kind) -> Held:
-    """Everything kept grows with the sequences of a microbatch, so one is counted."""
-    portion = replace(s.portion, micro_batch=1)
-    count = piece_count(s.config.model, *kind, portion, s.choices)
+    """Everything kept grows with the sequences of a microbatch; what is needed beside has a part that does not."""
+    one, two = (stage_count(s.config.model, (kind,), replace(s.portion, micro_batch=n), s.choices) for n in (1, 2))
     grids = {"dense": 0.0, "expert": 0.0}
-    for (grid, _), n in count.parameters.items():
+    for (grid, _), n in one.parameters:
         grids[grid] += n
-    beside = count.remade + max(step.working[1] for step in count.steps)
-    return Held(count.kept, beside, quantized=sum(step.quantized for step in count.steps), **grids)
+    return Held(one.kept, one.backward, two.backward - one.backward, quantized=one.quantized, **grids)
 
 
 def of(field: str, kinds: Kinds, each: Mapping[Kind, Price] | Mapping[Kind, Held]) -> float:
@@ -152,8 +150,10 @@ def largest_gib(s: Setting, cut: Cut, held: Holdings) -> float:
 def rank_bytes(s: Setting, kinds: Kinds, held: Holdings, rank: int) -> float:
     c, choices, recipe = s.config.pipeline, s.choices, s.choices.recipe
     live = live_chunks(s.config.parallel.pp, c.vpp, rank, s.microbatches, c.pair) / c.vpp
-    size = live * of("kept", kinds, held) + max(held[kind].beside for kind, _ in kinds)
-    size *= s.config.train.micro_batch
+    more = s.config.train.micro_batch - 1
+    lives = {"L": 1.0 + c.pair}  # the head's microbatch turns round at once
+    size = (more + 1) * sum(n * lives.get(kind[0], live) * held[kind].kept for kind, n in kinds)
+    size += max(held[kind].beside + more * held[kind].grows for kind, _ in kinds)
     copies = recipe.copies - (recipe.wide if choices.quantized_weights else 0.0) if recipe.copies else 0.0
     states = 0.0 if choices.states_on_host else 4.0 + 2 * BYTES[s.config.optim.moments]
     for grid in ("dense", "expert"):

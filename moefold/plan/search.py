@@ -7,6 +7,7 @@ by the closed form, and the best few are clocked by simulation.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
@@ -39,19 +40,21 @@ LADDER: tuple[tuple[str, ...], ...] = (  # what is recomputed, from the cheapest
     ("layer",),
 )
 FEWEST_TOKENS = 512  # of a rank in a microbatch: below, nothing but launches would take time
+MOST_TOKENS = 16_384  # above, a larger microbatch makes no kernel faster
 MOST_PIPELINE = 64
 CLOCKED = 8  # of the best, by simulation
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout that is legal and fits, by the closed form."""
+    """A layout that is legal and fits, by the closed form, with so many rungs of recompute."""
 
     config: Config
     choices: Choices
     setting: Setting
     seconds: float
     gib: float
+    rung: int
 
 
 @dataclass(frozen=True)
@@ -126,8 +129,10 @@ def variants(config: Config, fixed: frozenset[str]) -> Iterator[Config]:
     pp, c = config.parallel.pp, config.pipeline
     pieces = config.model.layers + config.model.mtp + 2
     chunks = [v for v in (1, 2, 3, 4, 6, 8, 12) if pp * v <= pieces] if pp > 1 else [1]
+    tokens = config.data.seq_len // (config.parallel.tp * config.parallel.cp)
+    sizes = [n for n in (1, 2, 4, 8) if n == 1 or n * tokens <= MOST_TOKENS]
     for vpp in [c.vpp] if "pipeline.vpp" in fixed else chunks:
-        for mbs in [config.train.micro_batch] if "train.micro_batch" in fixed else (1, 2, 4, 8):
+        for mbs in [config.train.micro_batch] if "train.micro_batch" in fixed else sizes:
             for pair in [c.pair] if "pipeline.pair" in fixed else (False, True):
                 if pair and config.parallel.ep * config.parallel.etp == 1:
                     continue  # nothing travels that could hide
@@ -192,23 +197,35 @@ class Search:
                 if self.legal(config) and (found := self.fitting(config)):
                     yield found
 
-    def fitting(self, config: Config) -> Candidate | None:
-        """The layout with as little recomputed as fits."""
+    def fitting(self, config: Config, rung: int = 0) -> Candidate | None:
+        """The layout with as little recomputed as fits, from this rung on."""
         cut = self.cut(config)
 
-        def need(choices: Choices) -> float:
-            s = plain_setting(config, self.world, choices)
+        def need(rung: int) -> float:
+            s = plain_setting(config, self.world, self.ladder[rung])
             return largest_gib(s, cut, self.held(s, cut))
 
-        least = need(self.ladder[-1])
+        least = need(len(self.ladder) - 1)
         if least > self.gpu.memory:
             what = f"{described(config)} needs {least:.0f} GiB with all recomputed, the card has {self.gpu.memory:.0f}"
             self.refusals.add("memory", what)
             return None
-        choices = next(each for each in self.ladder if need(each) <= self.gpu.memory)
-        s = plain_setting(config, self.world, choices)
+        while need(rung) > self.gpu.memory:
+            rung += 1
+        s = plain_setting(config, self.world, self.ladder[rung])
         seconds = step_seconds(s, self.cluster, cut, self.priced(s, cut), self.held(s, cut))
-        return Candidate(config, choices, s, seconds, need(choices))
+        return Candidate(config, s.choices, s, seconds, need(rung), rung)
+
+    def exact(self, candidate: Candidate) -> tuple[Setting, list[RankMemory]] | None:
+        """The layout walked: its memory, if that fits as well."""
+        setting = setting_of(candidate.config, self.world, candidate.choices)
+        memory = memory_in(setting)
+        fullest = worst(memory)
+        if fullest.total + fullest.outside <= self.gpu.memory * GIB:
+            return setting, memory
+        what = f"{described(candidate.config)} needs {fullest.total / GIB:.0f} GiB on rank {fullest.rank}"
+        self.refusals.add("memory", what)
+        return None
 
 
 def shares(s: Setting) -> tuple[object, ...]:
@@ -227,22 +244,19 @@ def described(config: Config) -> str:
 def search(
     base: Config, world: int, choices: Choices, gpu: Gpu, fixed: frozenset[str] = frozenset(), best: int = 10
 ) -> Found:
-    """The best layouts; keys in `fixed` stay as they are in `base`."""
+    """The best layouts; keys in `fixed` stay as they are in `base`. What fits by the closed form alone is tried again
+    with more recomputed, in its new place among the others."""
     looking = Search(world, gpu, choices, fixed)
     candidates = sorted(looking.candidates(base), key=lambda each: each.seconds)
+    waiting = [(each.seconds, at, each) for at, each in enumerate(candidates)]  # sorted, so a heap
     ranked: list[Ranked] = []
-    for each in candidates:
-        setting = setting_of(each.config, world, each.choices)
-        memory = memory_in(setting)
-        fullest = worst(memory)
-        if fullest.total + fullest.outside > gpu.memory * GIB:
-            looking.refusals.add(
-                "memory", f"{described(each.config)} needs {fullest.total / GIB:.0f} GiB on rank {fullest.rank}"
-            )
-            continue
-        ranked.append(Ranked(each.config, each.choices, time_step(setting, gpu), memory))
-        if len(ranked) == max(best, CLOCKED):
-            break
+    while waiting and len(ranked) < max(best, CLOCKED):
+        _, at, each = heapq.heappop(waiting)
+        if found := looking.exact(each):
+            setting, memory = found
+            ranked.append(Ranked(each.config, each.choices, time_step(setting, gpu), memory))
+        elif each.rung + 1 < len(looking.ladder) and (more := looking.fitting(each.config, each.rung + 1)):
+            heapq.heappush(waiting, (more.seconds, at, more))
     ranked.sort(key=lambda each: each.time.seconds)
     return Found(ranked[:best], front_of(candidates, base, world), looking.refusals, looking.looked)
 
