@@ -195,7 +195,8 @@ def finish(run: Run, record: Recorder, requests: list[str], saver: Saver) -> Non
             if run.step == FIRST_STEPS:
                 for line in never_moved(run):
                     record.progress.say(line)
-            asked = who_asks(run, requests[:1] or saver.failed()) if stop else None
+            told = gather_objects(requests[:1] or saver.failed(), run.world.everyone) if stop else []
+            asked = next(filter(None, told), None)
             if last or asked or run.step % c.checkpoint.every == 0:
                 save_run(run, saver)
             if asked and not last:
