@@ -196,7 +196,7 @@ ROUTE = (
     scores("choice", always, K, held="int64"),
     scores("which choices are none", lambda s: not one_pass(s), K, held="byte"),
     scores("weights", lambda s: weighs_chosen(s) or one_pass(s), K),
-    scores("load by expert and by device", has_aux, lambda s: 2 * s.E, counted),
+    scores("load by expert, and by device", has_aux, lambda s: s.E * (2 if s.model.moe.device_loss else 1), counted),
     scores("log-sum-exp", lambda s: s.model.moe.z_loss > 0, one),
 )
 

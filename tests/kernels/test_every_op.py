@@ -174,13 +174,18 @@ def test_the_gradients_of_a_reference_are_those_of_finite_differences(op):
         if any(x.numel() == 0 for x in inputs if is_float(x)) or size > 60_000:
             continue
 
-        def floats(*args: Any) -> tuple[torch.Tensor, ...]:
+        places = [i for i, x in enumerate(inputs) if is_float(x)]
+
+        def floats(*args: torch.Tensor, inputs: list[Any] = list(inputs), places: list[int] = places) -> Any:  # noqa: B006
             """What is infinite (a log-sum-exp over no key) does not change, and has no differences."""
-            out = OPS[op].reference(*args)
+            for place, x in zip(places, args, strict=True):
+                inputs[place] = x
+            out = OPS[op].reference(*inputs)
             outputs = [y[y.isfinite()] for y in (out if isinstance(out, tuple) else (out,)) if y.requires_grad]
             return tuple(y for y in outputs if y.numel())
 
-        assert torch.autograd.gradcheck(floats, inputs, fast_mode=size > 150), f"{op}: {case.name}"
+        some = [inputs[i] for i in places]
+        assert torch.autograd.gradcheck(floats, some, fast_mode=size > 150), f"{op}: {case.name}"
         checked += 1
     assert checked >= 2
 
@@ -298,13 +303,17 @@ def plain_rope(x, angles):
     return [[[turned(head, s) for head in heads] for s, heads in enumerate(row)] for row in x]
 
 
+def in_heads(flat, width):
+    return [flat[start : start + width] for start in range(0, len(flat), width)]
+
+
 def plain_norm_rope(x, w, angles, eps):
-    heads, width = len(x[0][0]), len(x[0][0][0])
+    width = len(x[0][0][0])
     normed = [
         [
             plain_rmsnorm(token, w, eps)
             if len(w) == width
-            else torch.tensor(plain_rmsnorm([a for head in token for a in head], w, eps)).view(heads, width).tolist()
+            else in_heads(plain_rmsnorm([a for head in token for a in head], w, eps), width)
             for token in row
         ]
         for row in x
@@ -476,7 +485,7 @@ def test_of_equal_experts_and_equal_groups_the_lower_number_is_chosen(score: str
 def test_the_sink_takes_its_share_of_the_softmax_and_gives_nothing():
     attention = OPS["attention"]
     q, k, v = cases(attention, "cpu", "fp64")[6].inputs[:3]
-    for name in attention.implementations:
+    for name in ("reference", "sdpa"):  # the others are for a GPU
         run = attention.implementations[name]
         far, none = run(q, k, v, None, 0, torch.full(q.shape[2:3], -1e3, dtype=q.dtype)), run(q, k, v)
         torch.testing.assert_close(far, none, rtol=1e-12, atol=1e-12)
@@ -487,7 +496,7 @@ def test_the_sink_takes_its_share_of_the_softmax_and_gives_nothing():
 def test_a_window_as_long_as_the_sequence_hides_nothing():
     attention = OPS["attention"]
     q, k, v = cases(attention, "cpu", "fp64")[6].inputs[:3]
-    for name in attention.implementations:
+    for name in ("reference", "sdpa"):  # the others are for a GPU
         run = attention.implementations[name]
         torch.testing.assert_close(run(q, k, v, None, k.shape[1], None), run(q, k, v), rtol=1e-12, atol=1e-12)
         assert not torch.allclose(run(q, k, v, None, k.shape[1] - 1, None), run(q, k, v))
