@@ -7,6 +7,7 @@ ends badly the others are stopped: they would wait for it until the timeout.
 from __future__ import annotations
 
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -18,13 +19,21 @@ from pathlib import Path
 
 from moefold.config.refused import Refused
 
+MEETING_PORTS = range(20_000, 32_000)  # Linux gives 32768 and above to connections
 GRACE = 10.0  # seconds a rank has to follow a failing one by itself, and then to obey SIGTERM
 
 
 def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+    """One that is free now and likely to stay so until ranks meet there, seconds later: not of the range from which
+    connections get theirs, of which ranks make hundreds, and not the one that another run takes in this moment."""
+    for port in random.SystemRandom().sample(MEETING_PORTS, 100):
+        with socket.socket() as s:
+            try:
+                s.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+    raise Refused(f"none of 100 ports from {MEETING_PORTS[0]} on is free; expected one; set --port")
 
 
 def check_port(port: int) -> int:
