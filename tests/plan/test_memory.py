@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from moefold.config.run import Config
+from moefold.plan.answer import answer
 from moefold.plan.choices import Choices
-from moefold.plan.memory import GIB, RankMemory, memory_of, setting_of, worst
-from moefold.plan.stage import stage_count, stages_by_rank
+from moefold.plan.memory import GIB, RankMemory, memory_of, worst
 from moefold.presets.recipe import resolve
 
 EVEN = Choices(stack="megatron", spread=0.0)
@@ -85,25 +88,17 @@ def test_qwen3_on_16_gpus_is_what_was_measured():
     assert rank.total / GIB == pytest.approx(62.17, rel=0.06)
 
 
-LEAN = ["--optim.main=split", "--optim.moments=bf16", "--optim.gradients=bf16"]
-THEN = ["norm_rope=reference", "rope=reference", "rmsnorm=torch", "add_rmsnorm=torch"]  # kernels of that day
+RUNS = json.loads((Path(__file__).parents[2] / "docs" / "benchmarks" / "plan-h200.json").read_text())["results"]
 
 
-@pytest.mark.parametrize(
-    ("name", "layers", "measured", "kept"),
-    [("olmoe-1b-7b", 16, 78.485, 24.796), ("qwen3-30b-a3b", 12, 78.128, 14.239), ("mixtral-8x22b", 2, 56.396, 7.515)],
-)
-def test_steps_on_one_h200_are_what_was_measured(name: str, layers: int, measured: float, kept: float):
-    """Whole steps of this trainer, 4 sequences of 4096, as `torch.cuda.max_memory_allocated` had it on 2026-11-15, less
-    the 1.225 GiB that something else held in that process; and what autograd kept, with the angles."""
-    words = [f"--model.layers={layers}", "--train.micro_batch=4", "--train.global_batch=4", *LEAN]
-    config = resolve(name, [*words, f"--kernels.force={','.join(THEN)}"])
-    (rank,) = memory_of(config, 1)
-    assert rank.total / GIB == pytest.approx(measured, rel=0.01)
-    s = setting_of(config, 1, Choices())
-    stage = stage_count(config.model, stages_by_rank(config)[0].pieces[0], s.portion, Choices())
-    angles = layers * 4096 * config.model.attention.head_dim * 4
-    assert (stage.kept + angles) / GIB == pytest.approx(kept, rel=0.001)
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: run["case"])
+def test_runs_on_one_h200_are_what_was_measured(run: dict[str, Any]):
+    """Whole steps of this trainer, as `moefold bench plan` had them on 2026-11-15."""
+    words = [f"--{key}={value}" for key, value in run.items() if "." in key]
+    (rank,) = memory_of(resolve(run["model"], words), 1)
+    assert rank.total / GIB == pytest.approx(run["measured"]["peak_gib"], rel=0.02)
+    told = answer({"model": run["model"], "gpus": 1, "gpu": "h200", **{k: v for k, v in run.items() if "." in k}})
+    assert 1e3 * told["step_s"] == pytest.approx(run["measured"]["step_ms"], rel=0.15)
 
 
 def test_gradients_of_one_microbatch_come_while_activations_go():
