@@ -21,7 +21,7 @@ from moefold.checkpoint.reader import chunk_name
 from moefold.checkpoint.state import Part
 
 AT_ONCE = 16 << 20  # bytes of one write
-HASHERS = min(4, os.cpu_count() or 1)  # threads: writing waits for the disk more than for a core
+HASHERS = max(1, min(4, (os.cpu_count() or 2) - 1))  # threads: a core is left to write; neither needs Python's lock
 
 Digests = dict[tuple[str, int], bytes | None]  # of pieces, by tensor and first element
 
