@@ -239,10 +239,15 @@ def release(package: str) -> str | None:
         return None
 
 
-def show(report: dict[str, Any]) -> None:
+def heading(report: dict[str, Any]) -> str:
+    """What was measured on, when, and with which versions."""
     names = ", ".join(f"{name} {number}" for name, number in report["versions"].items() if number)
+    return f"{report['card']}, {report['date']}, {names}"
+
+
+def show(report: dict[str, Any]) -> None:
     table = Table(
-        title=f"{report['card']}, {report['date']}, {names}",
+        title=heading(report),
         title_justify="left",
         caption=CAPTION,
         caption_justify="left",

@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from moefold.cli.bench_layer import about
+from moefold.cli.bench_layer import about, heading
 from moefold.cli.bench_step import let_go, our_steps
 from moefold.config.read import with_values
 from moefold.config.run import Config
@@ -80,7 +80,7 @@ def bench(names: list[str], gpu: str, steps: int) -> dict[str, Any]:
 
 
 def show(report: dict[str, Any]) -> None:
-    table = Table(title=f"{report['card']}, {report['date']}", title_justify="left", caption=CAPTION)
+    table = Table(title=heading(report), title_justify="left", caption=CAPTION)
     table.add_column("case", no_wrap=True)
     for column in ("peak", "measured", "off", "step", "measured", "off"):
         table.add_column(column, justify="right", no_wrap=True)

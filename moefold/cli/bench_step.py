@@ -21,7 +21,7 @@ from rich.table import Table
 
 from moefold.anatomy.counts import train_flops_per_token
 from moefold.checkpoint.hf.config import family_for, options_for
-from moefold.cli.bench_layer import about, release
+from moefold.cli.bench_layer import about, heading, release
 from moefold.config.run import Config
 from moefold.data.tokens import Corpus
 from moefold.layout.axes import alone
@@ -186,9 +186,8 @@ def let_go(device: str) -> None:
 
 
 def show(report: dict[str, Any]) -> None:
-    names = ", ".join(f"{name} {number}" for name, number in report["versions"].items() if number)
     table = Table(
-        title=f"{report['card']}, {report['date']}, {names}",
+        title=heading(report),
         title_justify="left",
         caption=CAPTION,
         caption_justify="left",

@@ -71,6 +71,11 @@ def triton_runs(f: Facts) -> bool:
     return f.device == "cuda" and f.capability >= (8, 0) and f.triton
 
 
+def triton_computes(f: Facts) -> bool:
+    """Kernels that compute do so in fp32; those that only move rows take any type."""
+    return triton_runs(f) and f.dtype != "fp64"
+
+
 def expert_gemm_runs(f: Facts) -> bool:
     """Made for Hopper's instructions. Of a tile partly beyond a width only the rest is written; the copy engine
     wants rows that begin at multiples of 16 bytes."""
@@ -153,13 +158,13 @@ ONE_PASS = Choice(
 
 NORM_IN_ONE_PASS = Choice(
     "triton",
-    lambda f: triton_runs(f) and f.dtype != "fp64",
+    triton_computes,
     "cuda with Triton, fp32 or bf16",
     "one pass each way; the weight's gradient without atomics",
 )
 TURN_IN_ONE_PASS = Choice(
     "triton",
-    lambda f: triton_runs(f) and f.dtype != "fp64",
+    triton_computes,
     "cuda with Triton, fp32 or bf16",
     "one pass each way, angles read once for all heads of a token",
 )
@@ -182,7 +187,7 @@ CATALOG: dict[str, tuple[Choice, ...]] = {
     "swiglu": (
         Choice(
             "triton",
-            lambda f: triton_runs(f) and f.dtype != "fp64",
+            triton_computes,
             "cuda with Triton, fp32 or bf16",
             "one pass each way; saves the pre-activation only",
         ),
@@ -201,7 +206,7 @@ CATALOG: dict[str, tuple[Choice, ...]] = {
     "router_topk": (
         Choice(
             "triton",
-            lambda f: triton_runs(f) and f.dtype != "fp64",
+            triton_computes,
             "cuda with Triton, fp32 scores",
             "softmax, choice and weights in one pass, no sort",
         ),
@@ -253,7 +258,7 @@ CATALOG: dict[str, tuple[Choice, ...]] = {
     "adamw": (
         Choice(
             "triton",
-            lambda f: triton_runs(f) and f.dtype != "fp64",
+            triton_computes,
             "cuda with Triton, fp32 or bf16",
             "one pass over gradients, moments, main weights and the model's, clipping included",
         ),
@@ -267,7 +272,7 @@ CATALOG: dict[str, tuple[Choice, ...]] = {
     "add_squares": (
         Choice(
             "triton",
-            lambda f: triton_runs(f) and f.dtype != "fp64",
+            triton_computes,
             "cuda with Triton, fp32 or bf16",
             "one pass, fp32 sums of a few thousand squares, those in fp64",
         ),

@@ -1,6 +1,6 @@
 """What one rank has to hold, compute and send for one microbatch, step by step. Torch-free.
 
-Weights, their cuts and FLOPs are the anatomy's; what is kept for backward is read off the tables of `plan/saved.py`.
+Weights, their cuts and FLOPs are the anatomy's; what is kept for backward is read off a stack of tables.
 Figures are those of one rank and one microbatch. Results are cached: a search asks for the same layer many times.
 """
 
