@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
 
@@ -108,9 +108,14 @@ def entry_of(what: Shape, digests: Mapping[int, bytes | None]) -> Entry:
 
 
 def write_ledger(ledger: Ledger) -> bytes:
-    """As JSON, the same bytes for the same tensors."""
-    tensors = {name: {k: v for k, v in asdict(ledger[name]).items() if v is not None} for name in sorted(ledger)}
-    return json.dumps({"piece": PIECE, "tensors": tensors}, indent=1).encode()
+    """As JSON with a line for each tensor, the same bytes for the same tensors."""
+    lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(told(ledger[name]))}" for name in sorted(ledger))
+    return f'{{"piece": {PIECE}, "tensors": {{\n{lines}\n}}}}\n'.encode()
+
+
+def told(entry: Entry) -> dict[str, Any]:
+    experts = {} if entry.experts is None else {"experts": entry.experts}
+    return {"dtype": entry.dtype, "shape": entry.shape, "sha256": entry.sha256, **experts}
 
 
 def read_ledger(raw: bytes) -> Ledger:

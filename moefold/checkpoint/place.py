@@ -7,16 +7,21 @@ the manifest, which is written last, commits.
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import mmap
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from types import SimpleNamespace
 from typing import Any, BinaryIO
 
 from moefold.config.refused import Refused, printable
+
+BLOCK = 4096  # bytes: what begins at a multiple of this, in memory and in a file, a disk can fetch by itself
+AT_ONCE = 16 << 20  # bytes of one write
 
 
 @dataclass(frozen=True)
@@ -118,14 +123,44 @@ def move_tree(place: Place, to: Place) -> None:
         place.files.mv(str(place.path), str(to.path), recursive=True)  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def write_file(place: Place, parts: Iterable[Any]) -> None:
-    """Bytes-like parts, one behind the other; on a disk of this machine when this returns."""
-    with place.open("wb") as file:
-        for part in parts:
-            file.write(part)
-        if isinstance(place, Path):
-            file.flush()
+def write_file(place: Place, raw: bytes | memoryview) -> None:
+    """Write a whole file; it is on the disk when this returns, if that is one of this machine."""
+    if isinstance(place, Path):
+        with place.open("wb", buffering=0) as file:
+            write_past_cache(file.fileno(), memoryview(raw))
             os.fsync(file.fileno())
+    else:
+        with place.open("wb") as file:
+            for at in range(0, len(raw), AT_ONCE):
+                file.write(raw[at : at + AT_ONCE])
+
+
+def write_past_cache(handle: int, raw: memoryview) -> None:
+    """Whole blocks go from their place in memory to the disk: no core copies them into the system's cache, so all are
+    free to hash. Where blocks do not lie as they should, or a file system cannot, through the cache as usual."""
+    at, direct = 0, turn_direct(handle, True)
+    while at < len(raw):
+        left = len(raw) - at
+        if direct and left < BLOCK:
+            direct = turn_direct(handle, False)
+        size = min(left - left % BLOCK if direct else left, AT_ONCE)
+        try:
+            at += os.write(handle, raw[at : at + size])
+        except OSError as error:
+            if not direct or error.errno != errno.EINVAL:
+                raise
+            direct = turn_direct(handle, False)
+
+
+def turn_direct(handle: int, on: bool) -> bool:
+    """Whether writes to this file go past the cache from now on."""
+    direct = getattr(os, "O_DIRECT", 0)  # not every system has it
+    flags = fcntl.fcntl(handle, fcntl.F_GETFL)
+    try:
+        fcntl.fcntl(handle, fcntl.F_SETFL, flags | direct if on else flags & ~direct)
+    except OSError:  # the file system cannot
+        return False
+    return on and bool(direct)
 
 
 def sync_folder(place: Place) -> None:

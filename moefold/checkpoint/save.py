@@ -149,7 +149,7 @@ def commit(
     small = {LEDGER: ledger, STATE: json.dumps(state, indent=1).encode()}
     files = {each.file: {"bytes": each.bytes, "sha256": each.sha256} for each in written}
     for name, raw in small.items():
-        write_file(folder / name, [raw])
+        write_file(folder / name, raw)
         files[name] = {"bytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}
     content = {
         "format": FORMAT,
@@ -159,7 +159,7 @@ def commit(
         "layout": {"dense": world.dense.sizes, "expert": world.expert.sizes},
         "files": files,
     }
-    write_file(folder / MANIFEST, [seal(content)])
+    write_file(folder / MANIFEST, seal(content))
     sync_folder(folder)
     if folder != final:
         move_tree(folder, final)

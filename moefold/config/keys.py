@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
+from functools import cache
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 T = TypeVar("T")
@@ -80,10 +81,15 @@ def show(value: Any) -> str:
 
 def keys_of(instance: Any, prefix: str = "") -> Iterator[Key]:
     """Every leaf key below a configuration object, with its present value as the default."""
-    hints: dict[str, Any] = get_type_hints(type(instance))  # pyright: ignore[reportUnknownArgumentType]
+    hints = hints_of(type(instance))  # pyright: ignore[reportUnknownArgumentType]
     for each in fields(instance):
         value, path = getattr(instance, each.name), prefix + each.name
         if is_dataclass(value):
             yield from keys_of(value, path + ".")
         else:
             yield Key(path, hints[each.name], value, each.metadata["doc"], each.metadata["bounds"])
+
+
+@cache  # annotations are texts until they are evaluated, which takes longer than all the rest
+def hints_of(kind: type) -> dict[str, Any]:
+    return get_type_hints(kind)

@@ -1,4 +1,5 @@
-"""Checkpoints on anything that fsspec reaches: committed by the manifest alone, found, verified, pruned, resumed."""
+"""Files arrive as they are, whatever their size and place in memory; checkpoints on anything that fsspec reaches are
+committed by the manifest alone, found, verified, pruned, resumed."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import torch
 
 from moefold.checkpoint.load import find, load, require
 from moefold.checkpoint.manifest import MANIFEST, Damaged
-from moefold.checkpoint.place import Place, place_of
+from moefold.checkpoint.place import AT_ONCE, BLOCK, Place, make_folder, place_of, write_file
 from moefold.checkpoint.save import save
 from moefold.checkpoint.shelf import Keep, committed, newest, set_aside_after
 from moefold.checkpoint.verify import verify
@@ -23,6 +24,20 @@ from tests.support.runs import SMALL, command, corpus
 @pytest.fixture(params=["memory", "file"])
 def shelf(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
     return place_of(f"memory://{uuid.uuid4()}/run" if request.param == "memory" else f"file://{tmp_path}/run")
+
+
+@pytest.mark.parametrize("shift", [0, 8], ids=["begins with a block", "begins within a block"])
+@pytest.mark.parametrize("size", [0, 1, BLOCK - 1, BLOCK, 3 * BLOCK + 5, AT_ONCE, 2 * AT_ONCE + BLOCK + 9])
+def test_a_file_has_the_bytes_that_lay_in_memory(shelf: Place, tmp_path: Path, size: int, shift: int):
+    room = torch.randint(256, (size + 2 * BLOCK,), dtype=torch.uint8)
+    begin = -room.data_ptr() % BLOCK + shift
+    raw = room[begin : begin + size].numpy().data
+    (tmp_path / "file").write_bytes(b"x" * (size + 1))  # one that is there goes, also where it is longer
+    write_file(tmp_path / "file", raw)
+    assert (tmp_path / "file").read_bytes() == raw
+    make_folder(shelf)
+    write_file(shelf / "file", raw)
+    assert (shelf / "file").read_bytes() == raw
 
 
 def put(shelf: Place, step: int, keep: Keep | None = None) -> Place:

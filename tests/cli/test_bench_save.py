@@ -16,7 +16,7 @@ def test_it_tells_bandwidth_beside_plain_writing_and_the_delay_of_a_step(tmp_pat
     code, said = command([*argv, "--json"], tmp_path / "log")
     assert code == 0, said
     found = json.loads(said)
-    assert found.keys() == {"plain", "checkpoint", "step", "step_with_save", "state_bytes"}
+    assert found.keys() == {"plain", "direct", "checkpoint", "step", "step_with_save", "state_bytes"}
     assert all(value > 0 for value in found.values())
     assert {p.name for p in tmp_path.iterdir()} == {"corpus.txt", "log"}, "nothing is left on the disk"
 
