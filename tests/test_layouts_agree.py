@@ -48,14 +48,13 @@ def layouts() -> list[Layout]:
 
 
 def trace_all(world: World, cases: list[Layout], steps: int) -> list[list[Seen]]:
-    """Several layouts in turn on the same processes: starting them costs more than running a layout. Ranks 0-3 and 4-7
-    are taken for two nodes."""
-    traces = []
-    for config, routing in cases:
-        here = (
-            name_axes(world.rank, world.size, world.device, config.parallel, node_size=4) if world.size > 1 else alone()
-        )
-        traces.append(trace(config, here, steps, routing))
+    """Several layouts in turn on the same processes: starting them costs more than running a layout, and so does
+    folding them for one that is folded already. Ranks 0-3 and 4-7 are taken for two nodes."""
+    traces, folded = [], world
+    for parallel, some in itertools.groupby(cases, key=lambda case: case[0].parallel):
+        if world.size > 1:
+            folded = name_axes(world.rank, world.size, world.device, parallel, node_size=4)
+        traces += [trace(config, folded, steps, routing) for config, routing in some]
     return traces
 
 

@@ -46,10 +46,6 @@ class Layout:
         before = count("".join(self.stages[:stage]), letters)
         return range(before, before + count(self.stages[stage], letters))
 
-    def stages_with(self, letters: str) -> list[int]:
-        """The stages that hold any of these pieces. `stages_with("EmL")` are those that share a tied embedding."""
-        return [at for at, pieces in enumerate(self.stages) if count(pieces, letters)]
-
 
 def count(pieces: str, letters: str) -> int:
     return sum(pieces.count(letter) for letter in letters)

@@ -56,7 +56,6 @@ def test_layers_are_counted_over_stages_whatever_they_are_called():
     layout = parse("Ed*3|(tt|)*2m|L")
     assert [list(layout.layers(s)) for s in range(5)] == [[0, 1, 2], [3, 4], [5, 6], [], []]
     assert [list(layout.mtp_layers(s)) for s in range(5)] == [[], [], [], [0], []]
-    assert layout.stages_with("EmL") == [0, 3, 4], "those that share a tied embedding"
 
 
 @pytest.mark.parametrize(
