@@ -3,10 +3,10 @@ is done twice and two runs agree to the bit.
 
     P = exp(S - lse)    dP = dO V^T    dS = P (dP - delta)    dK = dS^T Q    dV = P^T dO    dQ = dS K
 
-`keys_kernel`: a program has 128 keys, walks over all queries from them on and adds up dK and dV in registers. It works
-on S^T, whose rows are keys: then P^T and dS^T are left operands as they stand in the registers. On its way it writes
-dS^T down. `queries_kernel` reads that, and is a plain product, dQ = dS K. (Without writing it down, either scores are
-computed again for dQ, seven products instead of five, or dQ is handed round among all programs that have keys of it.)
+`attention_keys`: a program has 128 keys, walks over all queries from them on and adds up dK and dV in registers. It
+works on S^T, whose rows are keys: then P^T and dS^T are left operands as they stand in the registers. On its way it
+writes dS^T down. `attention_queries` reads that, and is a plain product, dQ = dS K. (Without writing it down, either
+scores are computed again for dQ, seven products instead of five, or dQ is handed round among all that have keys of it.)
 
 In both, one warp fetches (TMA) and two warpgroups multiply. dS^T lies in tiles of 128 keys by 64 queries: of a head,
 first those of its first 128 keys, then those of the next, as far as queries see them.
@@ -144,7 +144,7 @@ def gather_keys(outs, bufs, ds_bufs, bars, at, scale, W: gl.constexpr, D: gl.con
 
 
 @gluon.jit
-def keys_kernel(
+def attention_keys(
     q_desc, k_desc, v_desc, dy_desc, dk_desc, dv_desc, ds_desc, statistics,
     unit, units, T, H, GROUP, band, scale, D: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -245,7 +245,7 @@ def send(dq_desc, bufs, x, b, h, t, FIRST: gl.constexpr, D: gl.constexpr):
 
 
 @gluon.jit
-def queries_kernel(
+def attention_queries(
     k_desc, ds_desc, dq_desc, unit, heads, T, H, GROUP, band, scale, D: gl.constexpr, STAGES: gl.constexpr
 ):  # fmt: skip
     """dQ of so many heads, from the first of `unit` on: 256 queries a program, those that see most keys first."""

@@ -1,6 +1,7 @@
 """Backward of causal attention in Triton, without atomics: one pass over keys for the gradient of queries, one over
 queries for those of keys and values. Each sum has one owner and a fixed order, so two runs agree to the bit; cuDNN and
-flash add to the queries' gradient from many blocks at once, in whatever order these come.
+flash add to the queries' gradient from many blocks at once, in whatever order these come. Any width, any card; Hopper
+has kernels of its own (`attention_hopper.py`), which `attention_backward` prefers.
 
     P = exp(S - lse)    dP = dO V^T    dS = P (dP - delta)    dQ = dS K    dK = dS^T Q    dV = P^T dO
 
@@ -15,6 +16,8 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+
+from moefold.kernels.attention_launch import hopper_attends, hopper_backward
 
 # M, N, warps, stages: of a dozen tried on an H200 the best for both kernels (docs/benchmarks/step-notes.md).
 TILE = (64, 64, 4, 2)
@@ -116,6 +119,8 @@ def attention_backward(
     """dq, dk, dv of square causal attention; all tensors but the log-sum-exp are (B, S, heads, D), D a power of two."""
     (b, s, h, d), g = q.shape, k.shape[2]
     dy, q, k, v, y = (x if x.stride(-1) == 1 else x.contiguous() for x in (dy, q, k, v, y))
+    if hopper_attends(q, k, scale):
+        return hopper_backward(dy, q, k, v, y, lse_BHS, scale)
     delta = torch.empty(b, h, s, dtype=torch.float32, device=q.device)
     delta_kernel[triton.cdiv(s, DELTA_ROWS), b * h](y, dy, delta, s, h, *outer(y), *outer(dy), d, DELTA_ROWS)
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
