@@ -22,6 +22,7 @@ from moefold.kernels.attention_launch import hopper_attends, hopper_backward
 # M, N, warps, stages: of a dozen tried on an H200 the best for both kernels (docs/benchmarks/step-notes.md).
 TILE = (64, 64, 4, 2)
 DELTA_ROWS = 64
+EXACT = tl.constexpr("ieee")  # fp32 is not cut to tf32; 16-bit numbers are multiplied exactly anyway
 
 
 @triton.jit
@@ -57,10 +58,10 @@ def dq_kernel(
     total = tl.zeros((M, D), dtype=tl.float32)
     for n in range(0, tl.minimum(m + M, S), N):
         keys, values = block_at(keys_at, n, columns, k_s, S, D), block_at(values_at, n, columns, v_s, S, D)
-        scores = tl.dot(queries, keys.T) * (scale * 1.4426950408889634)
+        scores = tl.dot(queries, keys.T, input_precision=EXACT) * (scale * 1.4426950408889634)
         p = tl.where(m + rows[:, None] >= n + columns[None, :], tl.exp2(scores - lse_M[:, None]), 0.0)
-        ds = p * (tl.dot(grads, values.T) - delta_M[:, None])
-        total = tl.dot(ds.to(keys.dtype), keys, total)
+        ds = p * (tl.dot(grads, values.T, input_precision=EXACT) - delta_M[:, None])
+        total = tl.dot(ds.to(keys.dtype), keys, total, input_precision=EXACT)
     here = dq + b * o_b + h * o_h + (m + rows)[:, None] * o_s + tl.arange(0, D)[None, :]
     tl.store(here, (total * scale).to(dq.dtype.element_ty), mask=m + rows[:, None] < S)
 
@@ -83,11 +84,11 @@ def dkdv_kernel(
         for m in range(n // M * M, S, M):
             queries, grads = block_at(queries_at, m, rows, q_s, S, D), block_at(grads_at, m, rows, y_s, S, D)
             lse_M, delta_M = statistics_at(lse, delta, first, m, rows, S)
-            scores = tl.dot(keys, queries.T) * (scale * 1.4426950408889634)
+            scores = tl.dot(keys, queries.T, input_precision=EXACT) * (scale * 1.4426950408889634)
             p = tl.where(m + rows[None, :] >= n + columns[:, None], tl.exp2(scores - lse_M[None, :]), 0.0)
-            of_values = tl.dot(p.to(grads.dtype), grads, of_values)
-            ds = p * (tl.dot(values, grads.T) - delta_M[None, :])
-            of_keys = tl.dot(ds.to(queries.dtype), queries, of_keys)
+            of_values = tl.dot(p.to(grads.dtype), grads, of_values, input_precision=EXACT)
+            ds = p * (tl.dot(values, grads.T, input_precision=EXACT) - delta_M[None, :])
+            of_keys = tl.dot(ds.to(queries.dtype), queries, of_keys, input_precision=EXACT)
     here = b * o_b + g * o_h + (n + columns)[:, None] * o_s + tl.arange(0, D)[None, :]
     tl.store(dk + here, (of_keys * scale).to(dk.dtype.element_ty), mask=n + columns[:, None] < S)
     tl.store(dv + here, of_values.to(dv.dtype.element_ty), mask=n + columns[:, None] < S)

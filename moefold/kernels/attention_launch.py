@@ -16,7 +16,7 @@ from moefold.kernels.attention_hopper import attention_keys, attention_queries
 from moefold.kernels.expert_launch import block
 
 STAGES = {64: (4, 4), 128: (3, 4)}  # by head width: tiles on their way, to keys and to queries
-MOST_BYTES = 4 << 30  # of dS^T; where it would be more, some heads go after the others
+MOST_BYTES = 9 << 29  # of dS^T; where it would be more, some heads go after the others
 WAVE = 256  # programs in a band: about two for each multiprocessor, a long one and a short one
 
 
