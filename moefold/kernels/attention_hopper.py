@@ -8,8 +8,8 @@ works on S^T, whose rows are keys: then P^T and dS^T are left operands as they s
 writes dS^T down. `attention_queries` reads that, and is a plain product, dQ = dS K. (Without writing it down, either
 scores are computed again for dQ, seven products instead of five, or dQ is handed round among all that have keys of it.)
 
-In both, one warp fetches (TMA) and two warpgroups multiply. dS^T lies in tiles of 128 keys by 64 queries: of a head,
-first those of its first 128 keys, then those of the next, as far as queries see them.
+In both, one warp fetches (TMA) and two warpgroups, or one, multiply. dS^T lies in tiles of 128 keys by 64 queries: of
+a head, first those of its first 128 keys, then those of the next, as far as queries see them.
 
 B sequences, S positions, H query heads, D head width; T tiles of 64 queries and N = T / 2 blocks of 128 keys, the last
 of which may reach beyond S: there come zeros, and nothing is written. A unit is a key/value head of a sequence with the
@@ -185,24 +185,23 @@ def attention_keys(
 
 @gluon.jit
 def fetch_ds(k_desc, ds_desc, bufs, bars, at, D: gl.constexpr, STAGES: gl.constexpr):
-    """64 keys at a time: themselves, and their dS^T of four tiles of queries. Where a tile does not see them something
-    else comes, which nobody uses."""
+    """64 keys at a time: themselves, and their dS^T of two tiles of queries."""
     k_bufs, ds_bufs = bufs
     full, empty = bars
     b, g, h, m, local, T = at
-    for i in range(2 * gl.minimum(2 * m + 2, T // 2)):
+    for i in range(2 * (m + 1)):
         s = i % STAGES
         bar = full.index(s)
         mbarrier.wait(empty.index(s), (i // STAGES) & 1 ^ 1)
-        mbarrier.expect(bar, (D + 4 * 64) * 64 * 2)
+        mbarrier.expect(bar, (D + 2 * 64) * 64 * 2)
         tma.async_copy_global_to_shared(k_desc, [b, i * 64, g * D], bar, k_bufs.index(s).reshape([1, 64, D]))
-        for c in gl.static_range(4):
-            row = tile_row(local, i // 2, 4 * m + c, T) + (i % 2) * 64
-            tma.async_copy_global_to_shared(ds_desc, [row, 0], bar, ds_bufs.index(4 * s + c))
+        for c in gl.static_range(2):
+            row = tile_row(local, i // 2, 2 * m + c, T) + (i % 2) * 64
+            tma.async_copy_global_to_shared(ds_desc, [row, 0], bar, ds_bufs.index(2 * s + c))
 
 
 @gluon.jit
-def gather_queries(dq_desc, bufs, bars, at, scale, W: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr):
+def gather_queries(dq_desc, bufs, bars, at, scale, D: gl.constexpr, STAGES: gl.constexpr):
     """The gradient of 128 queries, two tiles."""
     k_bufs, ds_bufs = bufs
     full, empty = bars
@@ -210,68 +209,60 @@ def gather_queries(dq_desc, bufs, bars, at, scale, W: gl.constexpr, D: gl.conste
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     one = gl.zeros([64, D], gl.float32, layout)
     two = gl.zeros([64, D], gl.float32, layout)
-    total = 2 * gl.minimum(2 * m + 2, T // 2)
-    steps = gl.where(2 * m + W < T // 2, 2 * (2 * m + W + 1), 0)
-    for i in range(steps):
+    for i in range(2 * (m + 1)):
         s = i % STAGES
         mbarrier.wait(full.index(s), (i // STAGES) & 1)
-        keys = k_bufs.index(s)
-        one = warpgroup_mma(ds_bufs.index(4 * s + 2 * W).permute((1, 0)), keys, one, is_async=True)
-        two = warpgroup_mma(ds_bufs.index(4 * s + 2 * W + 1).permute((1, 0)), keys, two, is_async=True)
+        one = warpgroup_mma(ds_bufs.index(2 * s).permute((1, 0)), k_bufs.index(s), one, is_async=True)
+        two = warpgroup_mma(ds_bufs.index(2 * s + 1).permute((1, 0)), k_bufs.index(s), two, is_async=True)
         one, two = warpgroup_mma_wait(2, deps=(one, two))
         mbarrier.arrive(empty.index((i + STAGES - 1) % STAGES), pred=i > 0)
     one, two = warpgroup_mma_wait(0, deps=(one, two))
-    mbarrier.arrive(empty.index((steps + STAGES - 1) % STAGES), pred=steps > 0)
-    for i in range(steps, total):
-        mbarrier.wait(full.index(i % STAGES), (i // STAGES) & 1)
-        mbarrier.arrive(empty.index(i % STAGES))
-    if steps > 0:  # nothing is on its way any more: results leave through the buffers
-        send(dq_desc, ds_bufs, one * scale, b, h, 4 * m + 2 * W, 2 * W, D)
-        send(dq_desc, ds_bufs, two * scale, b, h, 4 * m + 2 * W + 1, 2 * W + 1, D)
-        tma.store_wait(0)
+    send(dq_desc, ds_bufs, one * scale, [b, 128 * m, h * D], 0, D)  # nothing is on its way to the buffers any more
+    send(dq_desc, ds_bufs, two * scale, [b, 128 * m + 64, h * D], 2, D)
+    tma.store_wait(0)
 
 
 @gluon.jit
-def send(dq_desc, bufs, x, b, h, t, FIRST: gl.constexpr, D: gl.constexpr):
+def send(dq_desc, bufs, x, at, FIRST: gl.constexpr, D: gl.constexpr):
+    """Write 64 queries' gradient by way of one buffer, or two, from FIRST on."""
     x = x.to(bufs.dtype)
     if D == 128:
         x, right = halves(x, 64, D)
-        bufs.index(FIRST + 4).store(right)
+        bufs.index(FIRST + 1).store(right)
     bufs.index(FIRST).store(x)
     fence_async_shared()
     for c in gl.static_range(D // 64):
-        here = [b, t * 64, h * D + 64 * c]
-        tma.async_copy_shared_to_global(dq_desc, here, bufs.index(FIRST + 4 * c).reshape([1, 64, 64]))
+        here = [at[0], at[1], at[2] + 64 * c]
+        tma.async_copy_shared_to_global(dq_desc, here, bufs.index(FIRST + c).reshape([1, 64, 64]))
 
 
 @gluon.jit
 def attention_queries(
     k_desc, ds_desc, dq_desc, unit, heads, T, H, GROUP, band, scale, D: gl.constexpr, STAGES: gl.constexpr
 ):  # fmt: skip
-    """dQ of so many heads, from the first of `unit` on: 256 queries a program, those that see most keys first."""
+    """dQ of so many heads, from the first of `unit` on: 128 queries a program, those that see most keys first. Small
+    enough for two on a multiprocessor: one begins or ends while the other multiplies."""
     kind: gl.constexpr = k_desc.dtype
     tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, D], kind)
     k_bufs = gl.allocate_shared_memory(kind, [STAGES, 64, D], tile)
-    ds_bufs = gl.allocate_shared_memory(kind, [4 * STAGES, 64, 64], ds_desc.layout)
+    ds_bufs = gl.allocate_shared_memory(kind, [2 * STAGES, 64, 64], ds_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for s in gl.static_range(STAGES):
         mbarrier.init(full.index(s), count=1)
-        mbarrier.init(empty.index(s), count=2)
+        mbarrier.init(empty.index(s), count=1)
     fence_async_shared()
 
-    rows = gl.cdiv(T, 4)
-    local, rank = place(gl.program_id(0), heads, rows, band)
+    local, rank = place(gl.program_id(0), heads, T // 2, band)
     head = unit * GROUP + local
     b, h = head // H, head % H
-    at = (b, h // GROUP, h, rows - 1 - rank, local, T)
+    at = (b, h // GROUP, h, T // 2 - 1 - rank, local, T)
     bufs, bars = (k_bufs, ds_bufs), (full, empty)
     gl.warp_specialize(
         [
-            (gather_queries, (dq_desc, bufs, bars, at, scale, 0, D, STAGES)),
-            (gather_queries, (dq_desc, bufs, bars, at, scale, 1, D, STAGES)),
+            (gather_queries, (dq_desc, bufs, bars, at, scale, D, STAGES)),
             (fetch_ds, (k_desc, ds_desc, bufs, bars, at, D, STAGES)),
         ],
-        [4, 1],
-        [240, 24],
+        [1],
+        [24],
     )

@@ -15,7 +15,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from moefold.kernels.attention_hopper import attention_keys, attention_queries
 from moefold.kernels.expert_launch import block
 
-STAGES = {64: (4, 4), 128: (3, 4)}  # by head width: tiles on their way, to keys and to queries
+STAGES = {64: 4, 128: 3}  # tiles on their way, by head width
 MOST_BYTES = 9 << 29  # of dS^T; where it would be more, some heads go after the others
 WAVE = 256  # programs in a band: about two for each multiprocessor, a long one and a short one
 
@@ -38,9 +38,9 @@ def attention_statistics(
 
 
 def hopper_attends(q: torch.Tensor, k: torch.Tensor, scale: float) -> bool:
-    """Whether this is for the kernels below: they are faster wherever they run."""
+    """Whether this is for the kernels below. They were faster than Triton's wherever measured, if they can do it."""
     (b, s, h, d), g = q.shape, k.shape[2]
-    if not q.is_cuda or torch.cuda.get_device_capability(q.device)[0] != 9 or scale <= 0:
+    if not q.is_cuda or torch.cuda.get_device_capability(q.device)[0] != 9 or not q.numel() or scale <= 0:
         return False
     return d in STAGES and q.dtype in (torch.bfloat16, torch.float16) and units_at_once(s, b * g, h // g) > 0
 
@@ -75,19 +75,15 @@ def hopper_backward(
     ds = block(torch.empty(together * group * ds_rows(s), 64, dtype=q.dtype, device=q.device), 64, 64)
     inputs = (heads(q, d), heads(k, d), heads(v, d), heads(dy, d))
     outputs = (heads(dk, d), heads(dv, d), ds, statistics)
-    for_keys, for_queries = STAGES[d]
-    rows = triton.cdiv(blocks, 2)
+    sizes = (2 * blocks, h, group, triton.cdiv(WAVE, blocks), scale)
+    how = {"D": d, "STAGES": STAGES[d], "num_warps": 4}
     for unit in range(0, b * g, together):
         units = min(together, b * g - unit)
-        sizes = (2 * blocks, h, group)
-        attention_keys[units * blocks,](
-            *inputs, *outputs, unit, units, *sizes, triton.cdiv(WAVE, blocks), scale,
-            D=d, STAGES=for_keys, num_warps=4,
-        )  # fmt: skip
-        attention_queries[units * group * rows,](
-            inputs[1], ds, heads(dq, 64), unit, units * group, *sizes, triton.cdiv(WAVE, rows), scale,
-            D=d, STAGES=for_queries, num_warps=4,
-        )  # fmt: skip
+        attention_keys[units * blocks,](*inputs, *outputs, unit, units, *sizes, **how)
+        # Half the registers, so that two programs share a multiprocessor.
+        attention_queries[units * group * blocks,](
+            inputs[1], ds, heads(dq, 64), unit, units * group, *sizes, **how, maxnreg=128
+        )
     return dq, dk, dv
 
 
