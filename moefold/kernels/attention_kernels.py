@@ -1,6 +1,7 @@
 """Backward of causal attention in Triton, without atomics: one pass over keys for the gradient of queries, one over
 queries for those of keys and values. Each sum has one owner and a fixed order, so two runs agree to the bit; cuDNN and
-flash add to the queries' gradient from many blocks at once, in whatever order these come.
+flash add to the queries' gradient from many blocks at once, in whatever order these come. Any width, any card; Hopper
+has kernels of its own (`attention_hopper.py`), which `attention_backward` prefers.
 
     P = exp(S - lse)    dP = dO V^T    dS = P (dP - delta)    dQ = dS K    dK = dS^T Q    dV = P^T dO
 
@@ -16,9 +17,12 @@ import torch
 import triton
 import triton.language as tl
 
+from moefold.kernels.attention_launch import hopper_attends, hopper_backward
+
 # M, N, warps, stages: of a dozen tried on an H200 the best for both kernels (docs/benchmarks/step-notes.md).
 TILE = (64, 64, 4, 2)
 DELTA_ROWS = 64
+EXACT = tl.constexpr("ieee")  # fp32 is not cut to tf32; 16-bit numbers are multiplied exactly anyway
 
 
 @triton.jit
@@ -54,10 +58,10 @@ def dq_kernel(
     total = tl.zeros((M, D), dtype=tl.float32)
     for n in range(0, tl.minimum(m + M, S), N):
         keys, values = block_at(keys_at, n, columns, k_s, S, D), block_at(values_at, n, columns, v_s, S, D)
-        scores = tl.dot(queries, keys.T) * (scale * 1.4426950408889634)
+        scores = tl.dot(queries, keys.T, input_precision=EXACT) * (scale * 1.4426950408889634)
         p = tl.where(m + rows[:, None] >= n + columns[None, :], tl.exp2(scores - lse_M[:, None]), 0.0)
-        ds = p * (tl.dot(grads, values.T) - delta_M[:, None])
-        total = tl.dot(ds.to(keys.dtype), keys, total)
+        ds = p * (tl.dot(grads, values.T, input_precision=EXACT) - delta_M[:, None])
+        total = tl.dot(ds.to(keys.dtype), keys, total, input_precision=EXACT)
     here = dq + b * o_b + h * o_h + (m + rows)[:, None] * o_s + tl.arange(0, D)[None, :]
     tl.store(here, (total * scale).to(dq.dtype.element_ty), mask=m + rows[:, None] < S)
 
@@ -80,11 +84,11 @@ def dkdv_kernel(
         for m in range(n // M * M, S, M):
             queries, grads = block_at(queries_at, m, rows, q_s, S, D), block_at(grads_at, m, rows, y_s, S, D)
             lse_M, delta_M = statistics_at(lse, delta, first, m, rows, S)
-            scores = tl.dot(keys, queries.T) * (scale * 1.4426950408889634)
+            scores = tl.dot(keys, queries.T, input_precision=EXACT) * (scale * 1.4426950408889634)
             p = tl.where(m + rows[None, :] >= n + columns[:, None], tl.exp2(scores - lse_M[None, :]), 0.0)
-            of_values = tl.dot(p.to(grads.dtype), grads, of_values)
-            ds = p * (tl.dot(values, grads.T) - delta_M[None, :])
-            of_keys = tl.dot(ds.to(queries.dtype), queries, of_keys)
+            of_values = tl.dot(p.to(grads.dtype), grads, of_values, input_precision=EXACT)
+            ds = p * (tl.dot(values, grads.T, input_precision=EXACT) - delta_M[None, :])
+            of_keys = tl.dot(ds.to(queries.dtype), queries, of_keys, input_precision=EXACT)
     here = b * o_b + g * o_h + (n + columns)[:, None] * o_s + tl.arange(0, D)[None, :]
     tl.store(dk + here, (of_keys * scale).to(dk.dtype.element_ty), mask=n + columns[:, None] < S)
     tl.store(dv + here, of_values.to(dv.dtype.element_ty), mask=n + columns[:, None] < S)
@@ -116,6 +120,8 @@ def attention_backward(
     """dq, dk, dv of square causal attention; all tensors but the log-sum-exp are (B, S, heads, D), D a power of two."""
     (b, s, h, d), g = q.shape, k.shape[2]
     dy, q, k, v, y = (x if x.stride(-1) == 1 else x.contiguous() for x in (dy, q, k, v, y))
+    if hopper_attends(q, k, scale):
+        return hopper_backward(dy, q, k, v, y, lse_BHS, scale)
     delta = torch.empty(b, h, s, dtype=torch.float32, device=q.device)
     delta_kernel[triton.cdiv(s, DELTA_ROWS), b * h](y, dy, delta, s, h, *outer(y), *outer(dy), d, DELTA_ROWS)
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))

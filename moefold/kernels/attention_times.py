@@ -31,12 +31,12 @@ class Shape(NamedTuple):
 LEARNT: dict[str, Times] = {}  # since this process began
 TOKENS = 16_384  # of what is timed, forward and backward
 SHIPPED: dict[str, Times] = {  # `moefold bench attention`, H200, torch 2.11, cuDNN 9.19
-    "sm90: 4096 positions, 16/16 heads of 128": {"cudnn": 1.87, "ordered": 2.46, "flash": 3.40},
-    "sm90: 4096 positions, 32/4 heads of 128": {"cudnn": 3.68, "ordered": 5.10, "flash": 6.90},
-    "sm90: 4096 positions, 48/8 heads of 128": {"cudnn": 5.49, "ordered": 7.40, "flash": 10.62},
-    "sm90: 4096 positions, 32/8 heads of 128": {"cudnn": 3.70, "ordered": 4.90, "flash": 6.67},
-    "sm90: 4096 positions, 64/4 heads of 128": {"cudnn": 7.25, "ordered": 10.29, "flash": 13.25},
-    "sm90: 4096 positions, 128/128 heads of 192, values of 128": {"cudnn": 21.86},
+    "sm90: 4096 positions, 16/16 heads of 128": {"ordered": 1.66, "cudnn": 1.88, "flash": 3.41},
+    "sm90: 4096 positions, 32/4 heads of 128": {"ordered": 3.20, "cudnn": 3.74, "flash": 7.13},
+    "sm90: 4096 positions, 48/8 heads of 128": {"ordered": 4.76, "cudnn": 5.54, "flash": 9.98},
+    "sm90: 4096 positions, 32/8 heads of 128": {"ordered": 3.20, "cudnn": 3.72, "flash": 6.82},
+    "sm90: 4096 positions, 64/4 heads of 128": {"ordered": 6.39, "cudnn": 7.31, "flash": 13.34},
+    "sm90: 4096 positions, 128/128 heads of 192, values of 128": {"cudnn": 21.52},
 }
 
 

@@ -136,7 +136,7 @@ ATTENTION = (
         "cudnn",
         cudnn_attends,
         "bf16 on Hopper",
-        "quickest, but its backward adds up in another order each time",
+        "never stores the scores; its backward adds up in another order each time",
         attention_cost("cudnn"),
         attention_note,
     ),
