@@ -25,6 +25,7 @@ TORCH_FREE = {
     "config",
     "schedule",
     "observe/trace.py",
+    "kernels/attention_room.py",
     "kernels/attention_times.py",
     "presets",
     "anatomy",

@@ -13,10 +13,10 @@ import triton.language as tl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from moefold.kernels.attention_hopper import attention_keys, attention_queries
+from moefold.kernels.attention_room import WIDTHS, ds_rows, units_at_once
 from moefold.kernels.expert_launch import block
 
-STAGES = {64: 4, 128: 3}  # tiles on their way, by head width
-MOST_BYTES = 9 << 29  # of dS^T; where it would be more, some heads go after the others
+STAGES = dict(zip(WIDTHS, (4, 3), strict=True))  # tiles on their way, by head width
 WAVE = 256  # programs in a band: about two for each multiprocessor, a long one and a short one
 
 
@@ -42,19 +42,7 @@ def hopper_attends(q: torch.Tensor, k: torch.Tensor, scale: float) -> bool:
     (b, s, h, d), g = q.shape, k.shape[2]
     if not q.is_cuda or torch.cuda.get_device_capability(q.device)[0] != 9 or not q.numel() or scale <= 0:
         return False
-    return d in STAGES and q.dtype in (torch.bfloat16, torch.float16) and units_at_once(s, b * g, h // g) > 0
-
-
-def units_at_once(s: int, units: int, group: int) -> int:
-    """How many key/value heads go together: as many as may, as evenly as can be; none if one is too much."""
-    most = MOST_BYTES // (group * ds_rows(s) * 64 * 2)
-    return -(-units // -(-units // most)) if most else 0
-
-
-def ds_rows(s: int) -> int:
-    """Of a head's dS^T: 128 for each tile of queries that sees a block of keys."""
-    blocks = -(-s // 128)
-    return blocks * (blocks + 1) * 128
+    return d in WIDTHS and q.dtype in (torch.bfloat16, torch.float16) and units_at_once(s, b * g, h // g) > 0
 
 
 def hopper_backward(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from moefold.kernels.attention_room import WIDTHS, ds_bytes
 from moefold.plan.sizes import Sizes
 from moefold.plan.tensor import C, D, Moment, Number, R, Stack, T, Tensor, W, always, gqa, mla, one, q_k_v
 
@@ -268,6 +269,18 @@ ENDS = (
 STREAM = Tensor("gradient of the stream", "", T, D)
 
 
+def on_hopper(s: Sizes) -> bool:
+    """Whether attention's backward writes down the gradients of its scores, as its kernels for Hopper do."""
+    plain = not (s.mla or s.window or sink(s) or cuts_context(s))
+    c = s.choices
+    return plain and c.device == "cuda" and c.capability == 90 and c.precision != "fp32" and s.Q in WIDTHS
+
+
+def gradients_of_scores(s: Sizes) -> float:
+    """Bytes of them; so many heads go at once that it is not too much."""
+    return ds_bytes(s.S, int(s.B * s.G), int(s.H // s.G))
+
+
 def stands_apart(s: Sizes) -> bool:
     """Whether the gradient of experts' weights is there beside the sum it is added to."""
     return not (s.fused and s.portion.adds)
@@ -331,6 +344,11 @@ MOMENTS: dict[tuple[str, str], tuple[Moment, ...]] = {
             STREAM,
             Tensor("gradients of q k v and the result", "", C, lambda s: q_k_v(s) + s.H * s.V),
             Tensor("those that turn, in fp32", "", C, lambda s: 2 * s.H * s.Q, "fp32"),
+        ),
+        (
+            STREAM,
+            Tensor("gradients of q k v and the result", "", C, lambda s: q_k_v(s) + s.H * s.V),
+            Tensor("gradients of the scores", "", gradients_of_scores, one, "byte", when=on_hopper),
         ),
     ),
     ("mlp", "B"): ((STREAM, *swiglu_backward(C, lambda s: s.M)),),
