@@ -18,8 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-FORWARD = (128, 64, 4, 3)  # M, N, warps, stages
-BACKWARD = (64, 64, 4, 2)
+FORWARD, QUERIES, KEYS = (128, 64, 8, 3), (64, 64, 4, 2), (32, 128, 8, 2)  # M, N, warps, stages
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
@@ -39,12 +38,6 @@ def put_block(base, places, stride, end, values, D: tl.constexpr, WIDE: tl.const
     d = tl.arange(0, WIDE)
     inside = (places[:, None] < end) & (d[None, :] < D)
     tl.store(base + places[:, None] * stride + d[None, :], values.to(base.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def seen_by(queries, first, keys, ahead):
-    """Which keys lie between a query's first and its own; queries and keys broadcast against each other."""
-    return (keys >= first) & (keys <= queries + ahead)
 
 
 @triton.jit
@@ -71,7 +64,8 @@ def forward_kernel(
         columns = n + tl.arange(0, N)
         keys = block_of(keys_at, columns, k_s, L, D, DW)
         scores = tl.dot(queries, keys.T) * (scale * LOG2E)
-        scores = tl.where(seen_by(rows[:, None], first_M[:, None], columns[None, :], ahead), scores, float("-inf"))
+        visible = (columns[None, :] >= first_M[:, None]) & (columns[None, :] <= rows[:, None] + ahead)
+        scores = tl.where(visible, scores, float("-inf"))
         higher = tl.maximum(top, tl.max(scores, 1))
         from_ = tl.where(higher == float("-inf"), 0.0, higher)  # a query that has seen nothing yet
         p, kept = tl.exp2(scores - from_[:, None]), tl.exp2(top - from_)
@@ -106,7 +100,7 @@ def queries_kernel(
         columns = n + tl.arange(0, N)
         keys, values = block_of(keys_at, columns, k_s, L, D, DW), block_of(values_at, columns, v_s, L, V, VW)
         scores = tl.dot(queries, keys.T) * (scale * LOG2E)
-        visible = seen_by(rows[:, None], first_M[:, None], columns[None, :], ahead)
+        visible = (columns[None, :] >= first_M[:, None]) & (columns[None, :] <= rows[:, None] + ahead)
         p = tl.where(visible, tl.exp2(scores - lse_M[:, None]), 0.0)
         ds = p * (tl.dot(grads, values.T) - delta_M[:, None])
         total = tl.dot(ds.to(keys.dtype), keys, total)
@@ -115,7 +109,7 @@ def queries_kernel(
 
 @triton.jit
 def keys_kernel(
-    q, k, v, dy, first, until, lse, delta, dk, dv, S, L, scale, G, GROUP,
+    q, k, v, dy, until, lse, delta, dk, dv, S, L, scale, G, GROUP,
     q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h, d_b, d_s, d_h, ok_b, ok_s, ok_h, ov_b, ov_s, ov_h,
     D: tl.constexpr, DW: tl.constexpr, V: tl.constexpr, VW: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
@@ -127,7 +121,8 @@ def keys_kernel(
     values = block_of(v + b * v_b + g * v_h, columns, v_s, L, V, VW)
     of_keys, of_values = tl.zeros((N, DW), tl.float32), tl.zeros((N, VW), tl.float32)
     lowest = tl.maximum(start - ahead, 0) // M * M
-    end = tl.load(until + b * L + tl.minimum(start + N, L) - 1)
+    until_N = tl.load(until + b * L + columns, mask=columns < L, other=0)
+    end = tl.load(until + b * L + tl.minimum(start + N, L) - 1)  # of the last key, which is seen the longest
     for h in range(g * GROUP, (g + 1) * GROUP):
         queries_at, grads_at, at = q + b * q_b + h * q_h, dy + b * d_b + h * d_h, (b * G * GROUP + h) * S
         for m in range(lowest, end, M):
@@ -135,9 +130,8 @@ def keys_kernel(
             queries, grads = block_of(queries_at, rows, q_s, S, D, DW), block_of(grads_at, rows, d_s, S, V, VW)
             lse_M = tl.load(lse + at + rows, mask=rows < S, other=float("inf")) * LOG2E
             delta_M = tl.load(delta + at + rows, mask=rows < S, other=0.0)
-            first_M = tl.load(first + b * S + rows, mask=rows < S, other=L)
             scores = tl.dot(keys, queries.T) * (scale * LOG2E)
-            visible = seen_by(rows[None, :], first_M[None, :], columns[:, None], ahead)
+            visible = (columns[:, None] <= rows[None, :] + ahead) & (rows[None, :] < until_N[:, None])
             p = tl.where(visible, tl.exp2(scores - lse_M[None, :]), 0.0)
             of_values = tl.dot(p.to(grads.dtype), grads, of_values)
             ds = p * (tl.dot(values, grads.T) - delta_M[None, :])
@@ -196,13 +190,14 @@ def spans_backward(
     dy, q, k, v, y = in_pieces(dy, q, k, v, y)
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     delta, until_BL = torch.empty_like(lse), seen_until(first_BS, length)
-    sizes, (m, n), how = (s, length, scale), *tile(BACKWARD)
+    sizes, (m, n), how = (s, length, scale), *tile(QUERIES)
     queries_kernel[triton.cdiv(s, m), b * h](
         q, k, v, dy, first_BS, y, lse, delta, dq, *sizes, h, h // g, *outer(q, k, v, dy, y, dq),
         *widths(q, v), m, n, **how,
     )  # fmt: skip
+    (m, n), how = tile(KEYS)
     keys_kernel[triton.cdiv(length, n), b * g](
-        q, k, v, dy, first_BS, until_BL, lse, delta, dk, dv, *sizes, g, h // g, *outer(q, k, v, dy, dk, dv),
+        q, k, v, dy, until_BL, lse, delta, dk, dv, *sizes, g, h // g, *outer(q, k, v, dy, dk, dv),
         *widths(q, v), m, n, **how,
     )  # fmt: skip
     return dq, dk, dv, delta

@@ -18,15 +18,15 @@ CASES = [case for case in attention.make_cases("cpu", torch.float32) if case.nam
 
 
 def outcome(way: str, inputs: tuple) -> list[torch.Tensor]:
-    """The result and all gradients, in fp32."""
-    leaves = [x.to(DEVICE) if isinstance(x, torch.Tensor) else x for x in inputs]
-    leaves = [
-        x.clone().requires_grad_() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in leaves
-    ]
+    """The result and all gradients."""
+    leaves = [x.clone().requires_grad_() if is_float(x) else x for x in inputs]
     y = attention.implementations[way](*leaves)
-    dy = random(DEVICE, torch.float32, *y.shape, seed=9)
-    wanted = [x for x in leaves if isinstance(x, torch.Tensor) and x.is_floating_point()]
-    return [y.detach(), *torch.autograd.grad(y, wanted, dy)]
+    dy = random(y.device.type, y.dtype, *y.shape, seed=9)
+    return [y.detach(), *torch.autograd.grad(y, [x for x in leaves if is_float(x)], dy)]
+
+
+def is_float(x: object) -> bool:
+    return isinstance(x, torch.Tensor) and x.is_floating_point()
 
 
 def agree(inputs: tuple) -> None:
@@ -37,7 +37,7 @@ def agree(inputs: tuple) -> None:
 @pytest.fixture(params=[(16, 16), (32, 16), (16, 64)], ids=str)
 def tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Borders of documents within a tile, at one, and tiles that no query of another sees anything of."""
-    for name in ("FORWARD", "BACKWARD"):
+    for name in ("FORWARD", "QUERIES", "KEYS"):
         monkeypatch.setattr(span_kernels, name, (*request.param, 4, 2))
 
 
