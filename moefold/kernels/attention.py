@@ -198,10 +198,11 @@ class Spans(torch.autograd.Function):
 
 def first_seen(q_BSHD, k_BLGD, window: int, begins_BS: torch.Tensor | None) -> torch.Tensor:
     """The place of the first key that each query sees: of its document or, if that is later, of its window."""
-    (b, s), ahead = q_BSHD.shape[:2], k_BLGD.shape[1] - q_BSHD.shape[1]
-    back = window - 1 if window else s + ahead
-    first_S = (torch.arange(s, device=q_BSHD.device, dtype=torch.int32) + (ahead - back)).clamp(min=0)
-    return first_S.expand(b, s).contiguous() if begins_BS is None else torch.maximum(first_S, begins_BS.int())
+    (b, s), length, like = q_BSHD.shape[:2], k_BLGD.shape[1], {"dtype": torch.int32, "device": q_BSHD.device}
+    first_BS = torch.zeros(b, s, **like) if begins_BS is None else begins_BS.int().contiguous()
+    if not window:
+        return first_BS
+    return first_BS.maximum(torch.arange(length - s, length, **like) - (window - 1))
 
 
 @attention.cases

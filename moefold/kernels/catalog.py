@@ -93,11 +93,16 @@ def whole_attention_runs(f: Facts) -> bool:
     return fused_attention_runs(f) and f.sees_all
 
 
+ROOMY = ((8, 0), (9, 0), (10, 0), (10, 3))  # cards whose blocks may have 160 KiB of shared memory
+
+
 def spans_attend(f: Facts) -> bool:
     shape = f.attention
     if f.sees_all or shape is None or not small_offsets(shape):
         return False
-    return fused_attention_runs(f) and f.triton and max(shape.head_dim, shape.value_dim) <= 256
+    return (
+        fused_attention_runs(f) and f.triton and f.capability in ROOMY and max(shape.head_dim, shape.value_dim) <= 256
+    )
 
 
 def small_offsets(shape: Shape) -> bool:
@@ -167,7 +172,7 @@ ATTENTION = (
     Choice(
         "spans",
         spans_attend,
-        "bf16 on cuda with Triton, heads of at most 256, and documents, a window or sinks",
+        "bf16 on an A100, H100, B200 or their like with Triton, heads of at most 256; documents, a window or sinks",
         "reads only the keys that are seen, keeps no mask; sums in a fixed order, so that runs repeat to the bit",
     ),
     Choice("sdpa", always, "nothing", "never stores the scores", lambda f: 1e7 if fused_attention_runs(f) else 0.0),

@@ -18,7 +18,9 @@ import torch
 import triton
 import triton.language as tl
 
-FORWARD, QUERIES, KEYS = (128, 64, 8, 3), (64, 64, 4, 2), (32, 128, 8, 2)  # M, N, warps, stages
+# M, N, warps and stages of the three kernels: of a dozen tried on an H200 the best (docs/benchmarks/step-notes.md).
+NARROW = ((64, 64, 4, 3), (64, 64, 4, 2), (64, 64, 4, 2))
+WIDE = ((128, 64, 8, 2), (64, 64, 4, 2), (32, 128, 8, 2))  # heads wider than 128
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
@@ -150,8 +152,8 @@ def widths(q_BSHD: torch.Tensor, v_BLGV: torch.Tensor) -> list[int]:
     return [n for x in (q_BSHD, v_BLGV) for n in (x.shape[-1], max(16, 1 << (x.shape[-1] - 1).bit_length()))]
 
 
-def tile(shape: tuple[int, int, int, int]) -> tuple[tuple[int, int], dict[str, int]]:
-    m, n, warps, stages = shape
+def tile(kernel: int, q_BSHD: torch.Tensor, v_BLGV: torch.Tensor) -> tuple[tuple[int, int], dict[str, int]]:
+    m, n, warps, stages = (WIDE if max(widths(q_BSHD, v_BLGV)) > 128 else NARROW)[kernel]
     return (m, n), {"num_warps": warps, "num_stages": stages}
 
 
@@ -167,7 +169,7 @@ def spans_forward(
     q, k, v = in_pieces(q, k, v)
     y = torch.empty(b, s, h, v.shape[-1], dtype=q.dtype, device=q.device)
     lse = torch.empty(b, h, s, dtype=torch.float32, device=q.device)
-    (m, n), how = tile(FORWARD)
+    (m, n), how = tile(0, q, v)
     forward_kernel[triton.cdiv(s, m), b * h](
         q, k, v, first_BS, sink_H, y, lse, s, length, scale, h, h // g, *outer(q, k, v, y),
         sink_H is not None, *widths(q, v), m, n, **how,
@@ -190,12 +192,12 @@ def spans_backward(
     dy, q, k, v, y = in_pieces(dy, q, k, v, y)
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     delta, until_BL = torch.empty_like(lse), seen_until(first_BS, length)
-    sizes, (m, n), how = (s, length, scale), *tile(QUERIES)
+    sizes, (m, n), how = (s, length, scale), *tile(1, q, v)
     queries_kernel[triton.cdiv(s, m), b * h](
         q, k, v, dy, first_BS, y, lse, delta, dq, *sizes, h, h // g, *outer(q, k, v, dy, y, dq),
         *widths(q, v), m, n, **how,
     )  # fmt: skip
-    (m, n), how = tile(KEYS)
+    (m, n), how = tile(2, q, v)
     keys_kernel[triton.cdiv(length, n), b * g](
         q, k, v, dy, until_BL, lse, delta, dk, dv, *sizes, g, h // g, *outer(q, k, v, dy, dk, dv),
         *widths(q, v), m, n, **how,

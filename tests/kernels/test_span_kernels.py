@@ -37,8 +37,7 @@ def agree(inputs: tuple) -> None:
 @pytest.fixture(params=[(16, 16), (32, 16), (16, 64)], ids=str)
 def tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Borders of documents within a tile, at one, and tiles that no query of another sees anything of."""
-    for name in ("FORWARD", "QUERIES", "KEYS"):
-        monkeypatch.setattr(span_kernels, name, (*request.param, 4, 2))
+    monkeypatch.setattr(span_kernels, "NARROW", [(*request.param, 4, 2)] * 3)
 
 
 @interpreted
