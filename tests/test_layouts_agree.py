@@ -219,9 +219,3 @@ def test_attention_within_documents_agrees_with_one_rank(name: str):
     config = replace(config, data=replace(config.data, attend="document"))
     found = differences([(in_fp64(config, parallel), "learned") for parallel in WITHIN_DOCUMENTS])
     assert not found, "\n".join(found)
-
-
-def test_documents_are_not_passed_over():
-    config = on_one_rank(shrunk(base(), 1))
-    within = replace(config, data=replace(config.data, attend="document"))
-    assert compare(trace(config, alone(), 1), [trace(within, alone(), 1)], 1e-3) is not None

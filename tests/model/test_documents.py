@@ -4,6 +4,7 @@ of what each document gives by itself, from position 0 on."""
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,10 +16,14 @@ from moefold.data.loader import Batch, Loader
 from moefold.kernels.bind import bind
 from moefold.kernels.catalog import Facts
 from moefold.kernels.cross_entropy import IGNORED
-from moefold.layout.axes import Axis
+from moefold.layout.axes import Axis, alone
 from moefold.model.initialise import initialise
 from moefold.model.transformer import Transformer
-from moefold.train.assemble import default_dtype
+from moefold.presets.zoo import PRESETS
+from moefold.train.assemble import assemble, default_dtype
+from moefold.train.evaluate import validation_loss
+from moefold.train.parity import on_one_rank, random_corpus, shrunk
+from moefold.train.step import train_step
 from tests.support.models import transformer
 
 LENGTH, VOCAB = 16, 48
@@ -65,13 +70,13 @@ def packed() -> Batch:
 def each_alone(batch: Batch) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """The tokens of every document, or part of one, in the batch's sequences, and those that follow within it."""
     assert batch.begins_BS is not None
-    found = []
+    length, found = batch.tokens_BS.shape[1], []
     for tokens, labels, begins in zip(batch.tokens_BS, batch.labels_BS, batch.begins_BS, strict=True):
         for first in begins.unique().tolist():
             part = tokens[begins == first]
             last = first + len(part) - 1
             # A document that goes on behind the sequence has its next token for a label; one that ends has none.
-            behind = labels[last : last + 1] if last == LENGTH - 1 else torch.tensor([IGNORED])
+            behind = labels[last : last + 1] if last == length - 1 else torch.tensor([IGNORED])
             found.append((part, torch.cat((part[1:], behind))))
     return found
 
@@ -111,3 +116,20 @@ def test_the_batch_has_documents_of_every_kind():
     assert len(batch.tokens_BS) < len(lengths)
     assert (batch.labels_BS[:, -1] == IGNORED).any(), "a document ends with a sequence"
     assert (batch.labels_BS[:, -1] != IGNORED).any(), "a document goes on behind a sequence"
+
+
+def test_a_run_trains_and_validates_within_documents():
+    config = on_one_rank(shrunk(PRESETS["tiny"](), 1))
+    config = replace(
+        config, data=replace(config.data, attend="document"), train=replace(config.train, precision="fp64")
+    )
+    run = assemble(config, alone(), Path("."), random_corpus(config))
+
+    def mean(batch: Batch) -> float:
+        found = [(run.model(*(x[None] for x in each)).cross_entropy, each[1]) for each in each_alone(batch)]
+        return (sum(loss for loss, _ in found) / sum((labels != IGNORED).sum() for _, labels in found)).item()
+
+    with torch.no_grad():
+        held_out, first = mean(run.validation.at(0, config.train.validate_sequences)), mean(run.loader.at(0, 2))
+    assert validation_loss(run) == pytest.approx(held_out, rel=1e-12)
+    assert train_step(run, run.loader.next()).loss == pytest.approx(first, rel=1e-12)
