@@ -16,6 +16,7 @@ from torch.nn.attention.bias import causal_lower_right
 
 from moefold.kernels.attention_times import Shape
 from moefold.kernels.registry import Case, op, random
+from moefold.kernels.spans import Spans
 
 
 @op
@@ -168,41 +169,6 @@ class Ordered(torch.autograd.Function):
 def _(q_BSHD, k_BLGD, v_BLGV, scale=None, window=0, sink_H=None, begins_BS=None) -> torch.Tensor:
     factor: float = q_BSHD.shape[-1] ** -0.5 if scale is None else scale
     return Spans.apply(q_BSHD, k_BLGD, v_BLGV, factor, window, sink_H, begins_BS)  # pyright: ignore[reportReturnType]
-
-
-class Spans(torch.autograd.Function):
-    """Only blocks of keys that some query sees are read, both ways, and sums have a fixed order. A window is a later
-    beginning."""
-
-    @staticmethod
-    def forward(ctx, q_BSHD, k_BLGD, v_BLGV, scale: float, window: int, sink_H, begins_BS):
-        from moefold.kernels.span_kernels import spans_forward
-
-        first_BS = first_seen(q_BSHD, k_BLGD, window, begins_BS)
-        y_BSHV, lse_BHS = spans_forward(q_BSHD, k_BLGD, v_BLGV, first_BS, sink_H, scale)
-        ctx.save_for_backward(q_BSHD, k_BLGD, v_BLGV, sink_H, first_BS, y_BSHV, lse_BHS)
-        ctx.scale = scale
-        return y_BSHV
-
-    @staticmethod
-    def backward(ctx, *gradients):
-        from moefold.kernels.span_kernels import spans_backward
-
-        q, k, v, sink_H, first_BS, y, lse_BHS = ctx.saved_tensors
-        dq, dk, dv, delta_BHS = spans_backward(gradients[0], q, k, v, first_BS, y, lse_BHS, ctx.scale)
-        d_sink = None
-        if sink_H is not None:
-            d_sink = -((sink_H.float()[:, None] - lse_BHS).exp() * delta_BHS).sum((0, 2)).to(sink_H.dtype)
-        return dq, dk, dv, None, None, d_sink, None
-
-
-def first_seen(q_BSHD, k_BLGD, window: int, begins_BS: torch.Tensor | None) -> torch.Tensor:
-    """The place of the first key that each query sees: of its document or, if that is later, of its window."""
-    (b, s), length, like = q_BSHD.shape[:2], k_BLGD.shape[1], {"dtype": torch.int32, "device": q_BSHD.device}
-    first_BS = torch.zeros(b, s, **like) if begins_BS is None else begins_BS.int().contiguous()
-    if not window:
-        return first_BS
-    return first_BS.maximum(torch.arange(length - s, length, **like) - (window - 1))
 
 
 @attention.cases

@@ -1,9 +1,6 @@
 """Attention in Triton where a query sees a run of keys that ends with its own: a document, a window, or both. Blocks of
 keys that no query of a block sees are not read, forward or backward. Each sum has one owner and a fixed order, so two
-runs agree to the bit. Imported only where Triton is.
-
-    keys     0 . . . 4 . . . 8 . .        query 6 of a document that began at 4 sees 4 5 6; first = 4
-    first    0 0 0 0 4 4 4 4 8 8 8        key 5 is seen by queries 5 6 7; until = 8
+runs agree to the bit. `spans.py` says what `first` and `until` are. Imported only where Triton is.
 
 B sequences, S queries, which are the last of L positions, H query heads, G key/value heads, D width of keys, V of
 values, each in blocks of a power of two; M queries by N keys are worked on at a time. Scores are to the base of two.
@@ -183,6 +180,7 @@ def spans_backward(
     k: torch.Tensor,
     v: torch.Tensor,
     first_BS: torch.Tensor,
+    until_BL: torch.Tensor,
     y: torch.Tensor,
     lse: torch.Tensor,
     scale: float,
@@ -191,7 +189,7 @@ def spans_backward(
     (b, s, h, _), (length, g) = q.shape, k.shape[1:3]
     dy, q, k, v, y = in_pieces(dy, q, k, v, y)
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    delta, until_BL = torch.empty_like(lse), seen_until(first_BS, length)
+    delta = torch.empty_like(lse)
     sizes, (m, n), how = (s, length, scale), *tile(1, q, v)
     queries_kernel[triton.cdiv(s, m), b * h](
         q, k, v, dy, first_BS, y, lse, delta, dq, *sizes, h, h // g, *outer(q, k, v, dy, y, dq),
@@ -203,9 +201,3 @@ def spans_backward(
         *widths(q, v), m, n, **how,
     )  # fmt: skip
     return dq, dk, dv, delta
-
-
-def seen_until(first_BS: torch.Tensor, length: int) -> torch.Tensor:
-    """For each key, the number of queries whose first key is not behind it: later queries do not see it."""
-    places = torch.arange(length, dtype=torch.int32, device=first_BS.device)
-    return torch.searchsorted(first_BS, places.expand(len(first_BS), -1).contiguous(), right=True, out_int32=True)

@@ -9,8 +9,9 @@ import torch
 pytest.importorskip("triton")
 
 from moefold.kernels import span_kernels
-from moefold.kernels.attention import attention, first_seen, seen, some_begins
+from moefold.kernels.attention import attention, seen, some_begins
 from moefold.kernels.registry import Case, random
+from moefold.kernels.spans import first_seen, seen_until
 
 GPU = torch.cuda.is_available()
 interpreted = pytest.mark.skipif(GPU, reason="products of fp32 are rounded on a GPU")
@@ -62,7 +63,7 @@ def test_the_first_key_of_queries_and_the_last_query_of_keys_are_those_of_the_ma
     mask = seen(queries, length, length - queries, window, torch.device("cpu"), begins)[:, 0]
     first = first_seen(torch.empty(3, queries), torch.empty(3, length), window, begins)
     assert torch.equal(first.long(), mask.int().argmax(-1))
-    until = span_kernels.seen_until(first, length)
+    until = seen_until(first, length)
     for b, key in mask.any(1).nonzero().tolist():
         assert until[b, key] == mask[b, :, key].nonzero().max() + 1
 

@@ -126,8 +126,9 @@ def test_a_run_trains_and_validates_within_documents():
     run = assemble(config, alone(), Path("."), random_corpus(config))
 
     def mean(batch: Batch) -> float:
-        found = [(run.model(*(x[None] for x in each)).cross_entropy, each[1]) for each in each_alone(batch)]
-        return (sum(loss for loss, _ in found) / sum((labels != IGNORED).sum() for _, labels in found)).item()
+        documents = each_alone(batch)
+        losses = [run.model(tokens[None], labels[None]).cross_entropy.item() for tokens, labels in documents]
+        return sum(losses) / sum((labels != IGNORED).sum().item() for _, labels in documents)
 
     with torch.no_grad():
         held_out, first = mean(run.validation.at(0, config.train.validate_sequences)), mean(run.loader.at(0, 2))
