@@ -208,3 +208,19 @@ def test_the_published_example_of_256_ranks_folds_and_builds():
 def test_smallest_worlds_shrink_when_experts_fold_onto_dense_ranks():
     """tp 4 x cp 8 with ep 8: unfolded, ep multiplies (256 ranks); folded, the same 32 ranks serve both."""
     assert not broken(Case(shrunk(replace(base(), parallel=ParallelConfig(tp=4, cp=8, ep=8)), 32), 32))
+
+
+WITHIN_DOCUMENTS = [
+    ParallelConfig(tp=2, cp=2, ep=4, dispatcher="dedup", context="all_gather"),
+    ParallelConfig(cp=4, ep=2, etp=2, dispatcher="all_to_all", context="all_to_all"),
+    ParallelConfig(tp=4, ep=8, dispatcher="hierarchical"),
+]
+
+
+@pytest.mark.parametrize("name", ["deepseek-v3-tiny", "gpt-oss-20b-tiny"])
+def test_attention_within_documents_agrees_with_one_rank(name: str):
+    """Latents and tokens ahead; windows and sinks."""
+    config = PRESETS[name]()
+    config = replace(config, data=replace(config.data, attend="document"))
+    found = differences([(in_fp64(config, parallel), "learned") for parallel in WITHIN_DOCUMENTS])
+    assert not found, "\n".join(found)

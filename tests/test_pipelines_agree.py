@@ -353,6 +353,20 @@ BALANCE: list[tuple[dict[str, Any], PipelineConfig, dict[str, Any]]] = [
 ]
 
 
+def test_every_stage_attends_within_documents():
+    """Latents, and a layer that looks ahead."""
+    start = replace(PRESETS["deepseek-v3-tiny"](), data=replace(base().data, attend="document"))
+    cases = [
+        case(start, PipelineConfig(*schedule), 3, 4, layers=4, **beside)
+        for schedule, beside in [
+            (("1f1b", 1), {"pp": 2, "cp": 2, "context": "all_gather"}),
+            (("zb_v", 2), {"pp": 2, "tp": 2, "ep": 2}),
+        ]
+    ]
+    found = disagreements(cases)
+    assert not found, "\n".join(found)
+
+
 def test_every_balance_loss_agrees_in_a_pipeline_the_one_over_the_global_batch_too():
     cases = [case(base(**moe), pipeline, 3, 4, layers=7, **degrees) for moe, pipeline, degrees in BALANCE]
     found = disagreements(cases, steps=2)

@@ -118,6 +118,22 @@ CROSS_FIELD: list[Rule] = [
         ),
         lambda c: "set data.files to your files, such as --data.source files --data.files corpus.txt",
     ),
+    rule(
+        "there are documents to attend within",
+        ("data.attend", "data.source"),
+        lambda c: c.data.attend == "sequence" or c.data.source != "zipf",
+        "random tokens are one document without end",
+        "set data.attend to sequence",
+    ),
+    rule(
+        "documents are met whole",
+        ("data.attend", "parallel.cp", "parallel.context"),
+        lambda c: (
+            c.data.attend == "sequence" or c.parallel.cp == 1 or c.parallel.context not in ("ring", "hierarchical")
+        ),
+        "a block of keys that goes round a ring does not know where documents begin",
+        "set parallel.context to all_gather",
+    ),
     Rule(
         "bytes fit the vocabulary",
         ("data.tokenizer", "model.vocab"),

@@ -126,6 +126,9 @@ class DataConfig:
     tokenizer: str = key("byte", "byte, or the path of a Hugging Face tokenizer.json")
     seq_len: int = key(256, "tokens of one training sequence", at_least=1, at_most=16_777_216)
     held_out: float = key(0.05, "share of the text kept for validation", above=0, below=1)
+    attend: Literal["sequence", "document"] = key(
+        "sequence", "what a token may see before it: all of its sequence, or its own document alone"
+    )
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ the same split everywhere, wherever its files lie, and every subject has its sha
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -16,10 +16,18 @@ from moefold.data.documents import documents
 from moefold.data.tokenizer import Tokenizer
 
 
+def one_document() -> np.ndarray:
+    return np.zeros(1, dtype=np.int64)
+
+
 @dataclass(frozen=True)
 class Corpus:
+    """Two rows of tokens, and where in each a document begins."""
+
     train: np.ndarray
     held_out: np.ndarray
+    train_starts: np.ndarray = field(default_factory=one_document)
+    held_out_starts: np.ndarray = field(default_factory=one_document)
 
 
 ZIPF = 1 << 22  # tokens of a stream that has no end of its own
@@ -57,15 +65,20 @@ def load_corpus(data: DataConfig, tokenizer: Tokenizer, vocab: int) -> Corpus:
     if data.source == "zipf":
         return Corpus(zipf_tokens(ZIPF, tokenizer.size, 1), zipf_tokens(int(ZIPF * data.held_out), tokenizer.size, 2))
     dtype = np.uint8 if tokenizer.size <= 2**8 else np.uint16 if tokenizer.size <= 2**16 else np.uint32
-    sides: dict[bool, list[np.ndarray]] = {True: [], False: []}
+    sides: dict[bool, list[np.ndarray]] = {False: [], True: []}
+    lengths: dict[bool, list[int]] = {False: [], True: []}  # of what each document gave to a side
     end = np.array([tokenizer.end], dtype=dtype)
     number = 0
     for text in documents(data):
+        before = {side: len(parts) for side, parts in sides.items()}
         for piece in pieces(text):
             sides[is_held_out(number, data.held_out)].append(tokenizer.encode(piece).astype(dtype))
             number += 1
         sides[False].append(end)
-    corpus = Corpus(*(np.concatenate(sides[side]) if sides[side] else np.empty(0, dtype) for side in (False, True)))
+        for side, parts in sides.items():
+            lengths[side].append(sum(map(len, parts[before[side] :])))
+    rows = (np.concatenate(parts) if parts else np.empty(0, dtype) for parts in sides.values())
+    corpus = Corpus(*rows, *map(starts_of, lengths.values()))
     shortest = min(len(corpus.train), len(corpus.held_out))
     for what, tokens in (("to train on", corpus.train), ("held out for validation", corpus.held_out)):
         if len(tokens) <= data.seq_len:
@@ -75,6 +88,12 @@ def load_corpus(data: DataConfig, tokenizer: Tokenizer, vocab: int) -> Corpus:
                 f"add text, {shorter}or change data.held_out = {data.held_out:g}"
             )
     return corpus
+
+
+def starts_of(lengths: list[int]) -> np.ndarray:
+    """Where documents of these lengths, which may be none, begin in a row of them."""
+    ends = np.cumsum([0, *lengths], dtype=np.int64)
+    return np.unique(ends[:-1])
 
 
 def pieces(text: str, size: int = 2048) -> list[str]:

@@ -1,5 +1,7 @@
 """Causal attention with grouped queries: each key and value head serves a group of query heads.
 
+A query sees a run of keys that ends with its own: from the first of the sequence, of its document or of its window.
+
 B sequences, S queries, L keys, H query heads, G key/value heads, D head width, V width of a value head.
 """
 
@@ -14,6 +16,7 @@ from torch.nn.attention.bias import causal_lower_right
 
 from moefold.kernels.attention_times import Shape
 from moefold.kernels.registry import Case, op, random
+from moefold.kernels.spans import Spans
 
 
 @op
@@ -24,16 +27,19 @@ def attention(
     scale: float | None = None,
     window: int = 0,
     sink_H: torch.Tensor | None = None,
+    begins_BS: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """softmax(q k^T x scale, causal) v, scores in fp32 or better. The S queries are the last of the L positions.
 
     `scale` is 1 / sqrt(D) if not said. With a `window`, a query sees that many keys, its own included. `sink_H` is one
-    more score for each head that no key has: it takes its part of the softmax and gives nothing.
+    more score for each head that no key has: it takes its part of the softmax and gives nothing. `begins_BS` is the
+    place of the first key that a query may see; it never falls from one query to the next.
     """
     wide = torch.promote_types(q_BSHD.dtype, torch.float32)
     q, k, v = heads_first(q_BSHD, k_BLGD, v_BLGV, wide)
     scores = q @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)
-    scores = scores.masked_fill(~seen(q.shape[2], k.shape[2], k.shape[2] - q.shape[2], window, q.device), -torch.inf)
+    ahead = k.shape[2] - q.shape[2]
+    scores = scores.masked_fill(~seen(q.shape[2], k.shape[2], ahead, window, q.device, begins_BS), -torch.inf)
     if sink_H is not None:
         sink = sink_H.to(wide)[None, :, None, None].expand(*scores.shape[:-1], 1)
         scores = torch.cat((scores, sink), dim=-1)
@@ -48,10 +54,15 @@ def heads_first(q_BSHD, k_BLGD, v_BLGV, wide: torch.dtype) -> tuple[torch.Tensor
     return q, k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
 
 
-def seen(queries: int, keys: int, ahead: int, window: int, device: torch.device) -> torch.Tensor:
-    """(S, L): which keys a query sees, the first query standing `ahead` places behind the first key."""
-    back = torch.arange(queries, device=device)[:, None] + ahead - torch.arange(keys, device=device)
-    return (back >= 0) & (back < window) if window else back >= 0
+def seen(
+    queries: int, keys: int, ahead: int, window: int, device: torch.device, begins_BS: torch.Tensor | None = None
+) -> torch.Tensor:
+    """(S, L), or (B, 1, S, L) where documents begin: which keys a query sees, the first query standing `ahead` places
+    behind the first key."""
+    places = torch.arange(keys, device=device)
+    back = torch.arange(queries, device=device)[:, None] + ahead - places
+    mask = (back >= 0) & (back < window) if window else back >= 0
+    return mask if begins_BS is None else mask & (places >= begins_BS[:, None, :, None])
 
 
 @attention.fast("sdpa")
@@ -62,14 +73,17 @@ def sdpa(
     scale: float | None = None,
     window: int = 0,
     sink_H: torch.Tensor | None = None,
+    begins_BS: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """As torch chooses. Key and value heads are not repeated where it has a way without."""
     factor: float = q_BSHD.shape[-1] ** -0.5 if scale is None else scale
     if sink_H is not None:
         q_BSHD, k_BLGD, v_BLGV = with_sink(q_BSHD, k_BLGD, v_BLGV, sink_H / factor)
+        begins_BS = None if begins_BS is None else begins_BS + 1
     q, k, v = (x.transpose(1, 2) for x in (q_BSHD, k_BLGD, v_BLGV))
-    grouped, square = q.shape[1] != k.shape[1], q.shape[2] == k.shape[2] and not window
-    mask = None if square else sdpa_mask(q.shape[2], k.shape[2], window, sink_H is not None, q.device)
+    grouped = q.shape[1] != k.shape[1]
+    square = q.shape[2] == k.shape[2] and not window and begins_BS is None
+    mask = None if square else sdpa_mask(q.shape[2], k.shape[2], window, sink_H is not None, q.device, begins_BS)
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=square, scale=factor, enable_gqa=grouped)
     return out.transpose(1, 2)
 
@@ -86,41 +100,42 @@ def with_sink(q_BSHD, k_BLGD, v_BLGV, score_H: torch.Tensor) -> tuple[torch.Tens
     return q, torch.cat((first, k), dim=1), v
 
 
-def sdpa_mask(queries: int, keys: int, window: int, sink: bool, device: torch.device):
-    """What SDPA needs where its own causal mask does not do: lower right, or with a window that never hides a sink."""
-    if not window:
+def sdpa_mask(queries: int, keys: int, window: int, sink: bool, device: torch.device, begins_BS: torch.Tensor | None):
+    """What SDPA needs where its own causal mask does not do: lower right, or with a window or documents, which never
+    hide a sink."""
+    if not window and begins_BS is None:
         return causal_lower_right(queries, keys)
-    mask = seen(queries, keys, keys - queries, window, device)
+    mask = seen(queries, keys, keys - queries, window, device, begins_BS)
     if sink:
-        mask[:, 0] = True
+        mask[..., 0] = True
     return mask
 
 
-def plain(q_BSHD: torch.Tensor, k_BLGD: torch.Tensor, window: int, sink_H: torch.Tensor | None) -> bool:
+def plain(q_BSHD: torch.Tensor, k_BLGD: torch.Tensor, window=0, sink_H=None, begins_BS=None) -> bool:
     """Whether every query sees all positions up to its own and nothing else, as most do."""
-    return q_BSHD.shape[1] == k_BLGD.shape[1] and not window and sink_H is None
+    return q_BSHD.shape[1] == k_BLGD.shape[1] and not window and sink_H is None and begins_BS is None
 
 
 @attention.fast("cudnn")
-def _(q_BSHD, k_BLGD, v_BLGV, scale=None, window=0, sink_H=None) -> torch.Tensor:
-    if not plain(q_BSHD, k_BLGD, window, sink_H):
-        return sdpa(q_BSHD, k_BLGD, v_BLGV, scale, window, sink_H)
+def _(q_BSHD, k_BLGD, v_BLGV, scale=None, *narrowed) -> torch.Tensor:
+    if not plain(q_BSHD, k_BLGD, *narrowed):
+        return sdpa(q_BSHD, k_BLGD, v_BLGV, scale, *narrowed)
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
         return sdpa(q_BSHD, k_BLGD, v_BLGV, scale)
 
 
 @attention.fast("flash")
-def _(q_BSHD, k_BLGD, v_BLGV, scale=None, window=0, sink_H=None) -> torch.Tensor:
-    if not plain(q_BSHD, k_BLGD, window, sink_H):
-        return sdpa(q_BSHD, k_BLGD, v_BLGV, scale, window, sink_H)
+def _(q_BSHD, k_BLGD, v_BLGV, scale=None, *narrowed) -> torch.Tensor:
+    if not plain(q_BSHD, k_BLGD, *narrowed):
+        return sdpa(q_BSHD, k_BLGD, v_BLGV, scale, *narrowed)
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         return sdpa(q_BSHD, k_BLGD, v_BLGV, scale)
 
 
 @attention.fast("ordered")
-def _(q_BSHD, k_BLGD, v_BLGV, scale=None, window=0, sink_H=None) -> torch.Tensor:
-    if not plain(q_BSHD, k_BLGD, window, sink_H):
-        return sdpa(q_BSHD, k_BLGD, v_BLGV, scale, window, sink_H)
+def _(q_BSHD, k_BLGD, v_BLGV, scale=None, *narrowed) -> torch.Tensor:
+    if not plain(q_BSHD, k_BLGD, *narrowed):
+        return sdpa(q_BSHD, k_BLGD, v_BLGV, scale, *narrowed)
     factor: float = q_BSHD.shape[-1] ** -0.5 if scale is None else scale
     return Ordered.apply(q_BSHD, k_BLGD, v_BLGV, factor)  # pyright: ignore[reportReturnType]
 
@@ -150,6 +165,12 @@ class Ordered(torch.autograd.Function):
         return (*attention_backward(gradients[0], q, k, v, y, lse, ctx.scale), None)
 
 
+@attention.fast("spans")
+def _(q_BSHD, k_BLGD, v_BLGV, scale=None, window=0, sink_H=None, begins_BS=None) -> torch.Tensor:
+    factor: float = q_BSHD.shape[-1] ** -0.5 if scale is None else scale
+    return Spans.apply(q_BSHD, k_BLGD, v_BLGV, factor, window, sink_H, begins_BS)  # pyright: ignore[reportReturnType]
+
+
 @attention.cases
 def _(device: str, dtype: torch.dtype):
     sizes = [
@@ -164,10 +185,23 @@ def _(device: str, dtype: torch.dtype):
     for b, s, length, h, g, d, dv in sizes:
         q, k = random(device, dtype, b, s, h, d), random(device, dtype, b, length, g, d, seed=1)
         v, sink = random(device, dtype, b, length, g, dv, seed=2), random(device, dtype, h, seed=3)
+        begins = some_begins(device, b, length)[:, -s:]
         name = f"{b}x{s} on {length}, {h}/{g} heads of {d}" + (f", values of {dv}" if dv != d else "")
-        case = partial(Case, attention=Shape(length, h, g, d, dv))
-        yield case(name, (q, k, v))
+        shape = Shape(length, h, g, d, dv)
+        yield Case(name, (q, k, v), attention=shape)
+        case = partial(Case, attention=shape, sees_all=False)
         yield case(f"{name}, sinks", (q, k, v, 0.3, 0, sink))
+        yield case(f"{name}, documents", (q, k, v, None, 0, None, begins))
+        yield case(f"{name}, documents, window 7, sinks", (q, k, v, 0.3, 7, sink, begins))
         for window in (1, 7):
             yield case(f"{name}, window {window}", (q, k, v, None, window, None))
             yield case(f"{name}, window {window}, sinks", (q, k, v, None, window, sink))
+
+
+def some_begins(device: str, sequences: int, length: int) -> torch.Tensor:
+    """Where the document of each position begins: some of one token, some of many, other borders in every sequence."""
+    generator = torch.Generator().manual_seed(length)
+    chance = torch.rand(sequences, length, generator=generator)
+    starts = (chance < 0.04) | (chance > 0.99).roll(1, dims=1) | (chance > 0.99)
+    starts[:, 0] = True
+    return torch.where(starts, torch.arange(length), 0).cummax(1).values.int().to(device)

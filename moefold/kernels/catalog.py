@@ -37,7 +37,8 @@ class Facts:
     ffn: int = 0
     moments: str = "fp32"
     main: str = "fp32"
-    attention: Shape | None = None  # where every query sees all positions up to its own
+    attention: Shape | None = None
+    sees_all: bool = True  # every query sees all positions up to its own and no sink
     repeatable: bool = True
     triton: bool = field(default_factory=has_triton)
 
@@ -88,21 +89,41 @@ def fused_attention_runs(f: Facts) -> bool:
     return f.device == "cuda" and f.dtype in ("bf16", "fp16") and f.capability >= (8, 0) and f.attention is not None
 
 
+def whole_attention_runs(f: Facts) -> bool:
+    return fused_attention_runs(f) and f.sees_all
+
+
+ROOMY = ((8, 0), (9, 0), (10, 0), (10, 3))  # cards whose blocks may have 160 KiB of shared memory
+
+
+def spans_attend(f: Facts) -> bool:
+    shape = f.attention
+    if f.sees_all or shape is None or not small_offsets(shape):
+        return False
+    return (
+        fused_attention_runs(f) and f.triton and f.capability in ROOMY and max(shape.head_dim, shape.value_dim) <= 256
+    )
+
+
+def small_offsets(shape: Shape) -> bool:
+    """Within a sequence, of 32 bits."""
+    return shape.length * shape.heads * shape.head_dim < 1 << 31
+
+
 def cudnn_attends(f: Facts) -> bool:
     """Its kernels for Hopper: elsewhere flash is as quick."""
     shape = f.attention
-    return fused_attention_runs(f) and f.capability[0] == 9 and shape is not None and shape.head_dim % 8 == 0
+    return whole_attention_runs(f) and f.capability[0] == 9 and shape is not None and shape.head_dim % 8 == 0
 
 
 def flash_attends(f: Facts) -> bool:
     shape = f.attention
-    return fused_attention_runs(f) and shape is not None and shape.head_dim == shape.value_dim <= 256
+    return whole_attention_runs(f) and shape is not None and shape.head_dim == shape.value_dim <= 256
 
 
 def ordered_attends(f: Facts) -> bool:
-    """Its offsets within a sequence are of 32 bits."""
     shape = f.attention
-    if shape is None or shape.length * shape.heads * shape.head_dim >= 1 << 31:
+    if shape is None or not small_offsets(shape):
         return False
     return flash_attends(f) and f.triton and shape.head_dim in (16, 32, 64, 128)
 
@@ -147,6 +168,12 @@ ATTENTION = (
         "never stores the scores; its backward adds up in another order each time",
         attention_cost("flash"),
         attention_note,
+    ),
+    Choice(
+        "spans",
+        spans_attend,
+        "bf16 on an A100, H100, B200 or their like with Triton, heads of at most 256; documents, a window or sinks",
+        "reads only the keys that are seen, keeps no mask; sums in a fixed order, so that runs repeat to the bit",
     ),
     Choice("sdpa", always, "nothing", "never stores the scores", lambda f: 1e7 if fused_attention_runs(f) else 0.0),
 )
@@ -314,15 +341,20 @@ def facts_of(config: Config, device: str, dtype: str, capability: tuple[int, int
         config.optim.moments,
         config.optim.main,
         attention_shape(config),
+        sees_all(config),
         config.kernels.repeatable,
     )
 
 
-def attention_shape(config: Config) -> Shape | None:
-    """What a rank's attention works on, unless some queries do not see all positions up to theirs, or see a sink."""
+def sees_all(config: Config) -> bool:
+    """Whether every query sees all positions up to its own and no sink, in every layer."""
+    a = config.model.attention
+    return not a.window and not a.sinks and config.data.attend == "sequence"
+
+
+def attention_shape(config: Config) -> Shape:
+    """What a rank's attention works on."""
     a, tp = config.model.attention, config.parallel.tp
-    if a.window or a.sinks:
-        return None
     latent = a.kind == "mla"
     heads, kv_heads = a.heads // tp, (a.heads if latent else a.kv_heads) // tp
     return Shape(config.data.seq_len, heads, kv_heads, a.head_dim, (latent and a.value_dim) or a.head_dim)

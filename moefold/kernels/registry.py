@@ -31,9 +31,10 @@ class Case:
     moments: str = "fp32"
     main: str = "fp32"
     attention: Shape | None = None
+    sees_all: bool = True
 
     def facts(self, device: str, dtype: str, capability: tuple[int, int]) -> Facts:
-        sizes = (self.hidden, self.ffn, self.moments, self.main, self.attention)
+        sizes = (self.hidden, self.ffn, self.moments, self.main, self.attention, self.sees_all)
         return Facts(device, dtype, capability, *sizes)
 
 

@@ -27,6 +27,7 @@ class Share:
     tp: Axis
     device: torch.device
     first: int = 0  # the number of the first sequence in the run's order, the same on any layout
+    begins_BS: torch.Tensor | None = None  # where the document of each position begins, if tokens see no other
 
     @property
     def positions(self) -> torch.Tensor:
@@ -84,9 +85,9 @@ class Share:
         return self.positions[within % per_sequence] * self.sequences + self.sequence_T
 
 
-def share_of(tokens_BS: torch.Tensor, world: World, first: int = 0) -> Share:
+def share_of(tokens_BS: torch.Tensor, world: World, first: int = 0, begins_BS: torch.Tensor | None = None) -> Share:
     sequences, length = tokens_BS.shape
-    return Share(sequences, length, world.axis("cp"), world.axis("tp"), tokens_BS.device, first)
+    return Share(sequences, length, world.axis("cp"), world.axis("tp"), tokens_BS.device, first, begins_BS)
 
 
 def held_positions(length: int, cp: int, device: torch.device) -> torch.Tensor:

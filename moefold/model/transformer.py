@@ -76,6 +76,7 @@ class Transformer(nn.Module):
         tokens_BS: torch.Tensor,
         labels_BS: torch.Tensor | None = None,
         first: int = 0,
+        begins_BS: torch.Tensor | None = None,
         imposed: Mapping[int, torch.Tensor] | None = None,
     ) -> Carry:
         """What a microbatch has with it before any step."""
@@ -84,7 +85,7 @@ class Transformer(nn.Module):
             "tokens_BS": tokens_BS,
             "labels_BS": labels_BS,
             "imposed": imposed or {},
-            "share": share_of(tokens_BS, self.world, first),
+            "share": share_of(tokens_BS, self.world, first, begins_BS),
             "aux": torch.zeros((), dtype=dtype, device=tokens_BS.device),
             "streams": [],
         }
@@ -134,11 +135,13 @@ class Transformer(nn.Module):
         tokens_BS: torch.Tensor,
         labels_BS: torch.Tensor,
         first: int = 0,
+        begins_BS: torch.Tensor | None = None,
         imposed: Mapping[int, torch.Tensor] | None = None,
     ) -> Losses:
-        """For a rank that holds all stages. `first` is the number of the first sequence in the run's order. `imposed`
-        are the experts (B, S, K) that the routers of some layers, by their number, shall choose."""
-        carry = self.begin(tokens_BS, labels_BS, first, imposed)
+        """For a rank that holds all stages. `first` is the number of the first sequence in the run's order. `begins_BS`
+        is where the document of each token begins, if it shall see no other. `imposed` are the experts (B, S, K) that
+        the routers of some layers, by their number, shall choose."""
+        carry = self.begin(tokens_BS, labels_BS, first, begins_BS, imposed)
         for stage in self.stages:
             carry = run_steps(self.steps(stage), carry)
         return Losses(carry["losses_1M"][0], carry["aux"], carry["losses_1M"][1:])

@@ -145,7 +145,7 @@ class Trip:
     def enter(self, op: Op) -> Carry:
         """The carry at the beginning of a stage; without gradients, the one at its end."""
         model, part = self.at.model, self.parts[op.microbatch]
-        carry = model.begin(part.tokens_BS, part.labels_BS, part.first)
+        carry = model.begin(part.tokens_BS, part.labels_BS, part.first, part.begins_BS)
         if op.stage > 0:
             cargo_NTD = self.handed.pop(op) if op in self.handed else self.inbox.take(op)
             streams = [x_TD.detach().requires_grad_(self.finish is None) for x_TD in cargo_NTD]

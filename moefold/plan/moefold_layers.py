@@ -50,8 +50,8 @@ def norm_over_all(what: str, rows: Number, width: Number) -> tuple[Tensor, ...]:
 
 
 def sink(s: Sizes) -> int:
-    """A sink is one more key, and eight more dims of queries and keys."""
-    return 1 if s.model.attention.sinks else 0
+    """A sink is one more key, and eight more dims of queries and keys, but where a kernel takes it as it is."""
+    return 1 if s.model.attention.sinks and s.choices.device == "cpu" else 0
 
 
 def keys(s: Sizes) -> float:

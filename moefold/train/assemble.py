@@ -128,8 +128,9 @@ def settled(config: Config, world: World) -> Config:
 
 def make_loaders(config: Config, corpus: Corpus, world: World) -> tuple[Loader, Loader]:
     c, dp = config, world.axis("dp")
-    train = Loader(corpus.train, c.data.seq_len, c.train.global_batch, c.train.seed, dp, world.device)
-    held_out = Loader(corpus.held_out, c.data.seq_len, c.train.validate_sequences, 0, dp, world.device)
+    starts = (corpus.train_starts, corpus.held_out_starts) if c.data.attend == "document" else (None, None)
+    train = Loader(corpus.train, c.data.seq_len, c.train.global_batch, c.train.seed, dp, world.device, starts[0])
+    held_out = Loader(corpus.held_out, c.data.seq_len, c.train.validate_sequences, 0, dp, world.device, starts[1])
     return train, held_out
 
 

@@ -120,8 +120,12 @@ def trace(config: Config, world: World, steps: int, routing: str = "learned") ->
 
 
 def random_corpus(config: Config) -> Corpus:
-    tokens = np.random.default_rng(5).integers(0, 256, size=200 * config.data.seq_len).astype(np.uint8)
-    return Corpus(tokens, tokens)
+    """Random tokens in documents of three on average, shorter than the shortest sequence."""
+    random = np.random.default_rng(5)
+    tokens = random.integers(0, 256, size=200 * config.data.seq_len).astype(np.uint8)
+    starts = np.flatnonzero(random.random(len(tokens)) < 1 / 3)
+    starts[0] = 0
+    return Corpus(tokens, tokens, starts, starts)
 
 
 def lean_routing(run: Run, routing: str) -> None:

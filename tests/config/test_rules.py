@@ -58,6 +58,11 @@ BREAKS: dict[str, list[tuple[str, int, str]]] = {
         ("--data.source=files", 1, "data.source = files"),
         ("--data.files=a.txt,b.txt", 1, "data.files = a.txt,b.txt"),
     ],
+    "there are documents to attend within": [("--data.attend=document --data.source=zipf", 1, "data.source = zipf")],
+    "documents are met whole": [
+        ("--data.attend=document --parallel.cp=2", 2, "parallel.context = ring"),
+        ("--data.attend=document --parallel.cp=2 --parallel.context=hierarchical", 2, "data.attend = document"),
+    ],
     "bytes fit the vocabulary": [("--model.vocab=255", 1, "model.vocab = 255")],
     "dense grid fits the world": [("--parallel.tp=3 --parallel.pp=2", 8, "parallel.tp x cp x pp = 6")],
     "expert grid fits the world": [("--parallel.ep=3", 8, "parallel.etp x ep x pp = 3")],

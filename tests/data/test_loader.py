@@ -127,3 +127,37 @@ def test_microbatches_are_the_batch_in_order(size: int, parts: list[int]):
     assert [len(part.tokens_BS) for part in found] == parts
     assert torch.equal(torch.cat([part.tokens_BS for part in found]), batch.tokens_BS)
     assert torch.equal(torch.cat([part.labels_BS for part in found]), batch.labels_BS)
+
+
+STARTS = np.array([0, 3, 4, 8, 21, 24, 40, 41, 42, 47, 48, 100])
+
+
+def within(batch: int = WINDOWS, ranks: int = 1, index: int = 0) -> Loader:
+    epoch_order.cache_clear()
+    return Loader(TOKENS, SEQ, batch, 1, Axis("dp", tuple(range(ranks)), index), CPU, STARTS)
+
+
+def test_every_token_is_told_where_its_document_begins_and_the_last_of_one_has_no_label():
+    batch, plain = within().next(), loader(batch=WINDOWS).next()
+    assert batch.begins_BS is not None
+    assert torch.equal(batch.tokens_BS, plain.tokens_BS)
+    for tokens, labels, begins in zip(batch.tokens_BS, batch.labels_BS, batch.begins_BS, strict=True):
+        window = int(tokens[0])  # a token is its own position
+        for position, token in enumerate(tokens.tolist()):
+            start = max(s for s in STARTS.tolist() if s <= token)
+            assert begins[position] == max(start - window, 0)
+            assert labels[position] == (IGNORED if token + 1 in STARTS else token + 1)
+
+
+def test_without_documents_nothing_is_said_of_them():
+    assert loader().next().begins_BS is None
+    assert all(part.begins_BS is None for part in loader().next().microbatches(2))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_shares_and_microbatches_have_the_documents_of_their_sequences(ranks: int):
+    whole = within().at(5, 12).begins_BS
+    assert whole is not None
+    shares = [within(ranks=ranks, index=index).at(5, 12) for index in range(ranks)]
+    parts = [part.begins_BS for share in shares for part in share.microbatches(3)]
+    assert torch.equal(torch.cat([part for part in parts if part is not None]), whole)

@@ -1,5 +1,6 @@
 """The split into training and held-out text."""
 
+import json
 import re
 from pathlib import Path
 
@@ -152,3 +153,18 @@ def test_a_run_on_a_zipf_stream_has_train_and_held_out_tokens_that_fit_the_vocab
     corpus = load_corpus(DataConfig(source="zipf", held_out=0.01), ByteTokenizer(), 256)
     assert corpus.train.max() < 256
     assert 0 < len(corpus.held_out) < len(corpus.train)
+
+
+def test_what_each_side_has_of_a_document_begins_where_it_is_said_to(tmp_path: Path):
+    """Letters name documents. Some are shorter than a piece, and so on one side alone."""
+    texts = [chr(ord("a") + n % 26) * length for n, length in enumerate([9000, 10, 1, 0, 300, 5000, 2048, 1, 20_000])]
+    (tmp_path / "x.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    corpus = load(tmp_path, held_out=0.3, seq_len=4)
+    whole = [bytes(part).decode() for part in np.split(corpus.train, corpus.train_starts[1:])]
+    assert [text[-1] for text in whole] == ["\0"] * len(texts), "the end of a document belongs to it"
+    assert [set(text[:-1]) <= set(long) for text, long in zip(whole, texts, strict=True)] == [True] * len(texts)
+    held = [bytes(part).decode() for part in np.split(corpus.held_out, corpus.held_out_starts[1:]) if len(part)]
+    assert all(len(set(text)) == 1 for text in held)
+    assert len({text[0] for text in held}) == len(held) > 2
+    kept = "".join(whole).replace("\0", "") + "".join(held)
+    assert sorted(kept) == sorted("".join(texts))

@@ -8,7 +8,7 @@ import pytest
 
 from moefold.kernels import attention_times
 from moefold.kernels.attention_times import Shape, known, remember, remembered_at
-from moefold.kernels.catalog import Facts, attention_shape, pick
+from moefold.kernels.catalog import Facts, attention_shape, pick, sees_all
 from moefold.presets.recipe import resolve
 
 SHAPE = Shape(8192, 24, 3, 128, 128)
@@ -62,7 +62,28 @@ def test_shapes_are_those_of_a_rank_and_only_of_attention_that_sees_all_before_i
     assert attention_shape(resolve("qwen3-30b-a3b")) == Shape(4096, 32, 4, 128, 128)
     assert attention_shape(resolve("qwen3-30b-a3b", ["--parallel.tp=4"], 4)) == Shape(4096, 8, 1, 128, 128)
     assert attention_shape(resolve("deepseek-v3")) == Shape(4096, 128, 128, 192, 128)
-    assert attention_shape(resolve("gpt-oss-20b")) is None
+    assert attention_shape(resolve("gpt-oss-20b")) == Shape(4096, 64, 8, 64, 64)
+
+
+@pytest.mark.parametrize(
+    ("name", "override", "all_"),
+    [
+        ("qwen3-30b-a3b", "--data.attend=sequence", True),
+        ("qwen3-30b-a3b", "--data.attend=document", False),
+        ("qwen3-30b-a3b", "--model.attention.sinks=true", False),
+        ("qwen3-30b-a3b", "--model.attention.window=128", False),
+        ("gpt-oss-20b", "--data.attend=sequence", False),
+    ],
+)
+def test_documents_windows_and_sinks_are_for_a_way_that_takes_them_on_a_gpu(name: str, override: str, all_: bool):
+    config = resolve(name, [override])
+    assert sees_all(config) == all_
+    for repeatable in (True, False):
+        facts = Facts("cuda", "bf16", CARD, attention=SHAPE, sees_all=all_, repeatable=repeatable, triton=True)
+        assert (pick("attention", facts)[0] == "spans") == (not all_)
+    assert pick("attention", Facts("cpu", "fp32", attention=SHAPE, sees_all=all_))[0] == "sdpa"
+    without = Facts("cuda", "bf16", CARD, attention=SHAPE, sees_all=False, triton=False)
+    assert pick("attention", without)[0] == "sdpa"
     assert chosen(True, None)[0] == "sdpa"
 
 

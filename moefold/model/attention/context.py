@@ -38,7 +38,7 @@ Context = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Share, Sight], tor
 
 
 def whole(kernels: Kernels) -> Context:
-    return lambda q, k, v, share, sight: kernels.attention(q, k, v, *sight)
+    return lambda q, k, v, share, sight: kernels.attention(q, k, v, *sight, share.begins_BS)
 
 
 def all_gather(kernels: Kernels, world: World) -> Context:
@@ -47,8 +47,9 @@ def all_gather(kernels: Kernels, world: World) -> Context:
 
     def attend(q_BsHD, k_BsGD, v_BsGV, share: Share, sight: Sight) -> torch.Tensor:
         k, v = (gather(x.transpose(0, 1), share.cp)[share.ordered].transpose(0, 1) for x in (k_BsGD, v_BsGV))
-        parts = zip(q_BsHD.chunk(2, dim=1), chunk_ends(share), strict=True)
-        return torch.cat([kernels.attention(p, k[:, :e], v[:, :e], *sight) for p, e in parts], dim=1)
+        begins = (None, None) if share.begins_BS is None else share.begins_BS[:, share.positions].chunk(2, dim=1)
+        parts = zip(q_BsHD.chunk(2, dim=1), chunk_ends(share), begins, strict=True)
+        return torch.cat([kernels.attention(p, k[:, :e], v[:, :e], *sight, b) for p, e, b in parts], dim=1)
 
     return attend
 
@@ -68,7 +69,7 @@ def hierarchical(kernels: Kernels, world: World) -> Context:
     zig-zag over nodes, round which the ring goes."""
     nodes = world.axis("cp nodes")
     inside = world.axis("cp inside")
-    return swapping_heads(lambda q, k, v, *sight: Ring.apply(q, k, v, *sight, nodes, kernels), inside)  # pyright: ignore[reportArgumentType]
+    return swapping_heads(ringing(nodes, kernels), inside)
 
 
 def swapping_heads(attention: Callable[..., torch.Tensor], axis: Axis) -> Context:
@@ -85,7 +86,7 @@ def swapping_heads(attention: Callable[..., torch.Tensor], axis: Axis) -> Contex
         q, k, v = (heads_for_positions(x, axis, order) for x in (q_BsHD, k_BsGD, v_BsGV))
         if sight.sink_H is not None:
             sight = sight._replace(sink_H=sight.sink_H.chunk(axis.size)[axis.index])
-        return positions_for_heads(attention(q, k, v, *sight), axis, order)
+        return positions_for_heads(attention(q, k, v, *sight, share.begins_BS), axis, order)
 
     return attend
 
@@ -109,7 +110,18 @@ def positions_for_heads(y_BShD: torch.Tensor, axis: Axis, order: torch.Tensor) -
 
 
 def ring(kernels: Kernels, world: World) -> Context:
-    return lambda q, k, v, share, sight: Ring.apply(q, k, v, *sight, share.cp, kernels)  # pyright: ignore[reportReturnType]
+    attention = ringing(world.axis("cp"), kernels)
+    return lambda q, k, v, share, sight: attention(q, k, v, *sight, share.begins_BS)
+
+
+def ringing(axis: Axis, kernels: Kernels) -> Callable[..., torch.Tensor]:
+    """Attention over what goes round a ring of ranks; the rules keep documents off it."""
+
+    def attend(q, k, v, scale, window, sink_H, begins_BS) -> torch.Tensor:
+        assert begins_BS is None
+        return Ring.apply(q, k, v, scale, window, sink_H, axis, kernels)  # pyright: ignore[reportReturnType]
+
+    return attend
 
 
 def pairs(mine: int, theirs: int, ranks: int, size: int, window: int) -> list[tuple[slice, slice, int]]:
