@@ -43,11 +43,17 @@ class Contract:
             theirs = self.read(f"{prefix}/{other}", other, mine, axis)
             if (mine["what"], mine["terms"]) != (theirs["what"], theirs["terms"]):
                 raise Failed(self.disagreement(axis, mine, theirs, other))
-            if rows_to is not None and rows_to[place] != theirs["from"][axis.index]:
-                raise Failed(
-                    f"{what} over {axis.name}: rank {self.rank} sends {rows_to[place]} rows to rank {other} at "
-                    f"{mine['at']}, but rank {other} expects {theirs['from'][axis.index]} at {theirs['at']}"
-                )
+            if rows_to is None or rows_from is None:
+                continue
+            for giver, taker, sent, expected in (
+                ((self.rank, mine), (other, theirs), rows_to[place], theirs["from"][axis.index]),
+                ((other, theirs), (self.rank, mine), theirs["to"][axis.index], rows_from[place]),
+            ):  # both notice, so that neither waits for the other
+                if sent != expected:
+                    raise Failed(
+                        f"{what} over {axis.name}: rank {giver[0]} sends {sent} rows to rank {taker[0]} at "
+                        f"{giver[1]['at']}, but rank {taker[0]} expects {expected} at {taker[1]['at']}"
+                    )
 
     def read(self, name: str, other: int, mine: dict[str, Any], axis: Axis) -> dict[str, Any]:
         try:

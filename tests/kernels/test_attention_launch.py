@@ -10,9 +10,10 @@ import torch
 
 pytest.importorskip("triton")
 
-from moefold.kernels import attention_launch
+from moefold.kernels import attention_room
 from moefold.kernels.attention import attention
-from moefold.kernels.attention_launch import ds_rows, hopper_attends, hopper_backward, statistics_of, units_at_once
+from moefold.kernels.attention_launch import hopper_attends, hopper_backward, statistics_of
+from moefold.kernels.attention_room import ds_rows, units_at_once
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 on_hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
@@ -75,17 +76,6 @@ def all_close(found: Gradients, wanted: Gradients) -> None:
         assert off <= 4e-3 * b.norm().item() + 1e-2, f"{name} is {off:.2e} off of {b.norm().item():.2e}"
 
 
-def test_heads_go_together_as_evenly_as_can_be(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(attention_launch, "MOST_BYTES", 3 * 2 * ds_rows(1000) * 128)
-    assert [units_at_once(1000, units, 2) for units in (1, 3, 4, 6, 7)] == [1, 3, 2, 3, 3]
-    assert units_at_once(1000, 4, 7) == 0
-
-
-def test_a_head_has_a_tile_for_each_64_queries_that_see_some_of_128_keys():
-    seeing = [(t, n) for t in range(16) for n in range(8) if 64 * t + 63 >= 128 * n]
-    assert ds_rows(1000) == 128 * len(seeing)
-
-
 def test_nothing_but_a_hopper_card_is_asked_for():
     x = inputs(1, 64, 2, 1, 128)
     assert hopper_attends(x.q, x.k, SCALE) == HOPPER
@@ -130,7 +120,7 @@ def test_six_runs_agree_to_the_bit(shape: tuple[int, int, int, int, int]):
 def test_heads_that_go_one_after_the_other_give_the_same_bits(monkeypatch: pytest.MonkeyPatch):
     x = inputs(3, 300, 8, 4, 128)
     at_once = backward(x)
-    monkeypatch.setattr(attention_launch, "MOST_BYTES", 5 * 2 * ds_rows(300) * 128)
+    monkeypatch.setattr(attention_room, "MOST_BYTES", 5 * 2 * ds_rows(300) * 128)
     assert units_at_once(300, 12, 2) == 4
     assert same_bits(at_once, backward(x))
 
