@@ -205,6 +205,11 @@ def reference_rows(s: Sizes) -> bool:
     return s.kernel("arrange_rows") == "reference" or s.portion.ep > 1
 
 
+def fused(s: Sizes) -> bool:
+    """Whether one kernel does: in backward it writes the gradient of gate and up over them."""
+    return s.fused
+
+
 def unfused(s: Sizes) -> bool:
     return not s.fused
 
@@ -273,6 +278,10 @@ def stands_apart(s: Sizes) -> bool:
     return not (s.fused and s.portion.adds)
 
 
+def fused_and_apart(s: Sizes) -> bool:
+    return s.fused and stands_apart(s)
+
+
 def padded(s: Sizes) -> float:
     return s.R + (PADDING * s.e if s.fused else 0.0)
 
@@ -310,8 +319,8 @@ def swiglu_backward(rows: Number, inner: Number, when: When = always) -> Moment:
 MOMENTS: dict[tuple[str, str], tuple[Moment, ...]] = {
     ("experts", "F"): (
         (
-            Tensor("rows", "", R, W, when=lambda s: s.fused),
-            Tensor("activated", "", R, lambda s: s.F, when=lambda s: s.fused),
+            Tensor("rows", "", padded, W, when=fused),
+            Tensor("activated", "", R, lambda s: s.F, when=fused),
             Tensor("results", "", R, W),
         ),
     ),
@@ -319,10 +328,18 @@ MOMENTS: dict[tuple[str, str], tuple[Moment, ...]] = {
         (
             STREAM,
             Tensor("gradient of results", "", R, W),
-            Tensor("gradient of gate and up", "", padded, lambda s: 2 * s.F),
-            Tensor("rows and their gradient", "", R, lambda s: s.W * (2 if s.fused else 1)),
+            Tensor("gradient of gate and up", "", R, lambda s: 2 * s.F, when=unfused),
+            Tensor("rows or their gradient", "", padded, W),
             Tensor("gradient of what arrived", "", lambda s: s.N, W),
             Tensor("gradients of the experts' weights", "", lambda s: s.e * s.W, lambda s: 3 * s.F, when=stands_apart),
+        ),
+        (
+            STREAM,
+            Tensor("gradient of results", "", R, W, when=fused),
+            Tensor("activation, made again", "", padded, lambda s: s.F, when=fused),
+            Tensor(
+                "gradient of down", "", lambda s: s.e * s.W, lambda s: s.F, when=lambda s: fused(s) and stands_apart(s)
+            ),
         ),
         (STREAM, *swiglu_backward(R, lambda s: s.F, unfused)),
     ),
