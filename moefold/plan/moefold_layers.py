@@ -151,8 +151,8 @@ def has_aux(s: Sizes) -> bool:
 
 
 def counted(s: Sizes) -> float:
-    """Rows of the shares that the balance losses multiply with: each token has those of its sequence."""
-    return s.T if s.model.moe.aux_over == "sequence" else 1.0
+    """Rows of the shares that the balance losses multiply with: each sequence has its own."""
+    return s.B if s.model.moe.aux_over == "sequence" else 1.0
 
 
 def has_shares(s: Sizes) -> bool:
@@ -196,8 +196,8 @@ ROUTE = (
     scores("choice", always, K, held="int64"),
     scores("which choices are none", lambda s: not one_pass(s), K, held="byte"),
     scores("weights", lambda s: weighs_chosen(s) or one_pass(s), K),
-    scores("load by expert, and by device", has_aux, lambda s: s.E * (2 if s.model.moe.device_loss else 1), counted),
-    scores("log-sum-exp", lambda s: s.model.moe.z_loss > 0, one),
+    scores("price of each expert", has_aux, E, counted),
+    scores("log-sum-exp", lambda s: s.model.moe.z_loss > 0 and not one_pass(s), one),
 )
 
 
