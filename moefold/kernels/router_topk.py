@@ -148,8 +148,9 @@ class Choose(torch.autograd.Function):
     def backward(ctx, dprobs_TK, _ids, _counts, dshares_BE, dsquares_B):
         from moefold.kernels import router_kernels
 
+        logits_TE, probs_TK, ids_TK = ctx.saved_tensors
         gradients = (dprobs_TK.contiguous(), dshares_BE.contiguous(), dsquares_B.contiguous())
-        dlogits_TE = router_kernels.choose_backward(*gradients, *ctx.saved_tensors, ctx.how, ctx.span)
+        dlogits_TE = router_kernels.choose_backward(*gradients, logits_TE, probs_TK, ids_TK, ctx.how, ctx.span)
         return dlogits_TE, None, None, None, None
 
 

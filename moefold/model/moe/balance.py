@@ -150,11 +150,12 @@ def balance_losses(
     total = shares_BE.new_zeros(())
     if moe.aux_loss or moe.device_loss:
         load_BE = load_shares(counts_BE, moe, load, sharing)
-        price_BE = moe.aux_loss * load_BE
+        price_BE = (moe.experts * moe.aux_loss) * load_BE
         if moe.device_loss:
             of_groups = load_BE.unflatten(-1, (moe.devices, -1)).mean(-1)
-            price_BE = price_BE + moe.device_loss * of_groups.repeat_interleave(moe.experts // moe.devices, -1)
-        total = total + ((moe.experts * price_BE).to(shares_BE.dtype) * shares_BE).sum()
+            each_BE = of_groups.repeat_interleave(moe.experts // moe.devices, -1)
+            price_BE = price_BE + (moe.experts * moe.device_loss) * each_BE
+        total = total + (price_BE.to(shares_BE.dtype) * shares_BE).sum()
     if moe.z_loss:
         total = total + moe.z_loss * squares_B.sum()
     return total
