@@ -329,7 +329,7 @@ MOMENTS: dict[tuple[str, str], tuple[Moment, ...]] = {
             STREAM,
             Tensor("gradient of results", "", R, W),
             Tensor("gradient of gate and up", "", R, lambda s: 2 * s.F, when=unfused),
-            Tensor("rows or their gradient", "", padded, W),
+            Tensor("rows and their gradient", "", R, lambda s: s.W * (2 if s.fused else 1)),
             Tensor("gradient of what arrived", "", lambda s: s.N, W),
             Tensor("gradients of the experts' weights", "", lambda s: s.e * s.W, lambda s: 3 * s.F, when=stands_apart),
         ),

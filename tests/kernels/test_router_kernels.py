@@ -57,9 +57,7 @@ def test_an_imposed_choice_with_places_left_empty_equals_the_reference(score: st
 
 
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
-@pytest.mark.parametrize(
-    "span", [Span(1, 150), Span(3, 50), Span(150, 1), Span(2, 100, 30), Span(4, 60, 61), Span(2, 700, 590)]
-)
+@pytest.mark.parametrize("span", [(1, 150), (3, 50), (150, 1), (2, 100, 30), (4, 60, 61), (2, 700, 590)])
 def test_sums_are_those_of_sequences_whole_cut_and_absent(span: tuple[int, ...], score: str):
     """150 tokens, of more blocks than one, of parts of blocks, and of sequences of which other ranks hold all."""
     both_ways(Choosing(2, score, scale=2.5), t=150, e=24, span=Span(*span))
