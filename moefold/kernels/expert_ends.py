@@ -170,6 +170,7 @@ def end_dswiglu(outs, tile, ahead, bar, phase, half, row, pad, n, F, real, rows,
             gl.store(h_ptr + at + F, (d * silu).to(gl.bfloat16), mask=there)
         gl.store(dots_nR + n * rows + row + s * ROWS + r, dot_r, mask=r < real - s * ROWS)
         w0, w1, w2 = w1, w2, w3
+    async_copy.wait_group(0)  # zeros asked for beyond the last slab: the next half's slabs go to the same places
 
 
 @gluon.jit
