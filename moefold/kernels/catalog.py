@@ -235,7 +235,7 @@ CATALOG: dict[str, tuple[Choice, ...]] = {
             "triton",
             triton_computes,
             "cuda with Triton, fp32 scores",
-            "softmax, choice and weights in one pass, no sort",
+            "softmax, choice, weights and sums for balance in one pass, no sort",
         ),
     ),
     "arrange_rows": (

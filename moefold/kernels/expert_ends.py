@@ -1,9 +1,12 @@
 """What becomes of a tile once it is multiplied: device functions of the grouped GEMMs' epilogues, in Gluon.
 
-A warpgroup holds 64 rows of 256 columns. Results leave in chunks of 64 columns, through shared memory and the copy
-engine, which leaves out what lies beyond a plane's edges; the last rows of an expert, behind which another's begin,
-leave straight from the registers. Everything written is seen as (planes, rows, columns): gate and up are two planes,
-experts' weight gradients as many as there are experts, all else is one.
+Two warps do this beside the multiplying ones, which hand every 64 rows of 256 columns over in shared memory, rounded to
+bf16, and go on with the next tile: they would stand still for up to a quarter of the time otherwise. What needs no
+arithmetic leaves by the copy engine, which knows the edges of planes: gate and up are two, experts' weight gradients as
+many as there are experts, all else is one. What needs some, and the last rows of an expert, behind which another's
+begin, is taken up in slabs of 16 rows and 64 columns, 16 values to a thread, and leaves from the registers.
+
+Sums onto gradients that are there already stay with the multiplying warps: rounded they would lose what they are for.
 """
 
 # ruff: noqa: RUF059  (device code takes tuples apart by name)
@@ -16,7 +19,12 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+ROWS = gl.constexpr(16)  # of a slab
+SLABS = gl.constexpr(4)  # of 64 rows
+THIN = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [2, 1], [1, 0]))  # of a slab: 16 bytes of a row are one thread's
 
 
 @gluon.jit
@@ -41,33 +49,128 @@ def sigmoid(x):
 
 
 @gluon.jit
-def chunks_of(n, N, END: gl.constexpr, BN: gl.constexpr):
-    """How many times 64 columns an epilogue has before it. A loop over them that moves the values up in the registers
-    is a quarter of the unrolled code, of which the two warpgroups have a copy each: fetching it was half the time."""
-    if END == "swiglu":
-        return gl.minimum(gl.cdiv(N // 2 - n * (BN // 2), 64), BN // 128)
-    return gl.minimum(gl.cdiv(N - n * BN, 64), BN // 64)
+def chunk(bufs, i):
+    """64 rows of 64 columns, the i-th of all in these buffers."""
+    count: gl.constexpr = bufs.numel // (64 * 64)
+    return bufs._reinterpret(gl.bfloat16, [count, 64, 64], bufs.type.layout).index(i).reshape([1, 64, 64])
 
 
 @gluon.jit
-def send(desc, at, bufs, values, COUNT: gl.constexpr):
-    """Write 64 rows of some chunks by way of as many buffers: one wait until they are free, one fence for all. `at`:
-    plane, row and column of each."""
-    tma.store_wait(0)
-    for c in gl.static_range(COUNT):
-        bufs[c].store(values[c])
-    fence_async_shared()
-    for c in gl.static_range(COUNT):
-        tma.async_copy_shared_to_global(desc[c], at[c], bufs[c].reshape([1, 64, 64]))
+def slab(bufs, i):
+    count: gl.constexpr = bufs.numel // (ROWS * 64)
+    return bufs._reinterpret(gl.bfloat16, [count, ROWS, 64], bufs.type.layout).index(i)
 
 
 @gluon.jit
-def put(ptr, row, column, stride, width, real, value):
-    """Write the first `real` of 64 rows and no column from `width` on straight from the registers."""
-    r = gl.arange(0, 64, layout=gl.SliceLayout(1, value.type.layout))
-    c = gl.arange(0, 64, layout=gl.SliceLayout(0, value.type.layout))
-    at = ptr + (row + r).to(gl.int64)[:, None] * stride + (column + c)[None, :]
-    gl.store(at, value, mask=(r < real)[:, None] & (column + c < width)[None, :])
+def weights_of(gate_R, row, real):
+    """The router's weights of 64 rows, slab by slab; zero from `real` on."""
+    r = gl.arange(0, ROWS, layout=gl.SliceLayout(1, THIN))
+    at = gate_R + row + r
+    return (
+        gl.load(at, mask=r < real, other=0.0),
+        gl.load(at + ROWS, mask=r + ROWS < real, other=0.0),
+        gl.load(at + 2 * ROWS, mask=r + 2 * ROWS < real, other=0.0),
+        gl.load(at + 3 * ROWS, mask=r + 3 * ROWS < real, other=0.0),
+    )
+
+
+@gluon.jit
+def places(row, column, stride, width, real):
+    """Where a slab lies in an array with rows of `stride`, and what is there: `real` rows, columns below `width`."""
+    r = gl.arange(0, ROWS, layout=gl.SliceLayout(1, THIN))
+    c = gl.arange(0, 64, layout=gl.SliceLayout(0, THIN))
+    at = (row + r).to(gl.int64)[:, None] * stride + (column + c)[None, :]
+    return at, (r < real)[:, None] & (column + c < width)[None, :]
+
+
+@gluon.jit
+def end_plain(outs, tile, bar, phase, half, plane, row, n, N, real, BN: gl.constexpr):
+    out_desc, out_ptr, side_desc, side_ptr, gate_R, dots_nR = outs
+    mbarrier.wait(bar, phase)
+    for c in range(BN // 64):
+        column = n * BN + 64 * c
+        i = half * (BN // 64) + c
+        if real >= 64:
+            tma.async_copy_shared_to_global(out_desc, [plane, row, column], chunk(tile, i))
+        else:
+            for s in range(SLABS):
+                at, there = places(row + s * ROWS, column, N, N, real - s * ROWS)
+                gl.store(out_ptr + at, slab(tile, i * SLABS + s).load(THIN), mask=there)
+
+
+@gluon.jit
+def end_swiglu(outs, tile, bar, phase, half, row, n, N, real, BN: gl.constexpr):
+    """The left half of the tile is gate, the right one up."""
+    out_desc, out_ptr, side_desc, side_ptr, gate_R, dots_nR = outs
+    F = N // 16 * 8  # as the compiler learns that it is a multiple of 8
+    w0, w1, w2, w3 = weights_of(gate_R, row, real)
+    mbarrier.wait(bar, phase)
+    for c in range(BN // 128):
+        column = n * (BN // 2) + 64 * c
+        left = half * (BN // 64) + c
+        right = left + BN // 128
+        if real >= 64:
+            tma.async_copy_shared_to_global(side_desc, [0, row, column], chunk(tile, left))
+            tma.async_copy_shared_to_global(side_desc, [1, row, column], chunk(tile, right))
+        for s in range(SLABS):
+            gate = slab(tile, left * SLABS + s).load(THIN)
+            up = slab(tile, right * SLABS + s).load(THIN)
+            g = gate.to(gl.float32)
+            act = g * sigmoid(g) * up.to(gl.float32) * w0[:, None]
+            w0, w1, w2, w3 = w1, w2, w3, w0
+            at, there = places(row + s * ROWS, column, F, F, real - s * ROWS)
+            gl.store(out_ptr + at, act.to(gl.bfloat16), mask=there)
+            if real < 64:
+                at, there = places(row + s * ROWS, column, N, F, real - s * ROWS)
+                gl.store(side_ptr + at, gate, mask=there)
+                gl.store(side_ptr + at + F, up, mask=there)
+
+
+@gluon.jit
+def request(h_ptr, ahead, p, row, n, F, real, BN: gl.constexpr):
+    """Have gate and up of a half's slab p copied, to lie beside each other; there are four places for such pairs."""
+    first = p // (BN // 64) * ROWS
+    at, there = places(row + first, n * BN + p % (BN // 64) * 64, 2 * F, F, real - first)
+    async_copy.async_copy_global_to_shared(ahead.index(p % 4 * 2), h_ptr + at, mask=there)
+    async_copy.async_copy_global_to_shared(ahead.index(p % 4 * 2 + 1), h_ptr + at + F, mask=there)
+    async_copy.commit_group()
+
+
+@gluon.jit
+def end_dswiglu(outs, tile, ahead, bar, phase, half, row, pad, n, F, real, rows, BN: gl.constexpr):
+    """The tile is the gradient of the activation; those of gate and up take the place of gate and up, which are fetched
+    three slabs ahead: memory that is this busy answers late. Rows behind an expert's last have the weight zero, so that
+    the activation written there is zero."""
+    out_desc, h_ptr, side_desc, side_ptr, gate_R, dots_nR = outs
+    real = gl.minimum(real, 64)
+    w0, w1, w2, w3 = weights_of(gate_R, row, real)
+    for p in range(3):
+        request(h_ptr, ahead, p, row, n, F, real, BN)
+    r = gl.arange(0, ROWS, layout=gl.SliceLayout(1, THIN))
+    mbarrier.wait(bar, phase)
+    for s in range(SLABS if real > 0 else 0):
+        dot_r = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, THIN))
+        for c in range(BN // 64):
+            p = s * (BN // 64) + c
+            request(h_ptr, ahead, p + 3, row, n, F, real, BN)
+            async_copy.wait_group(3)
+            g = ahead.index(p % 4 * 2).load(THIN).to(gl.float32)
+            u = ahead.index(p % 4 * 2 + 1).load(THIN).to(gl.float32)
+            d = slab(tile, (half * (BN // 64) + c) * SLABS + s).load(THIN).to(gl.float32)
+            sig = sigmoid(g)
+            silu = g * sig
+            act = silu * u
+            dot_r += gl.sum(d * act, axis=1)
+            d *= w0[:, None]
+            column = n * BN + 64 * c
+            at, there = places(pad + s * ROWS, column, F, F, ROWS)
+            gl.store(side_ptr + at, (act * w0[:, None]).to(gl.bfloat16), mask=there)
+            at, there = places(row + s * ROWS, column, 2 * F, F, real - s * ROWS)
+            gl.store(h_ptr + at, (d * u * (sig + silu * (1 - sig))).to(gl.bfloat16), mask=there)
+            gl.store(h_ptr + at + F, (d * silu).to(gl.bfloat16), mask=there)
+        gl.store(dots_nR + n * rows + row + s * ROWS + r, dot_r, mask=r < real - s * ROWS)
+        w0, w1, w2 = w1, w2, w3
+    async_copy.wait_group(0)  # zeros asked for beyond the last slab: the next half's slabs go to the same places
 
 
 @gluon.jit
@@ -82,86 +185,9 @@ def add(ptr, row, column, width, real, value):
 
 
 @gluon.jit
-def end_whole(outs, bufs, acc, plane, row, column, BN: gl.constexpr):
-    """All 64 rows, as far as the plane goes."""
-    desc = outs[0]
-    at = ([plane, row, column], [plane, row, column + 64], [plane, row, column + 128], [plane, row, column + 192])
-    send((desc, desc, desc, desc), at, bufs, quarters(acc.to(gl.bfloat16), BN), 4)
-
-
-@gluon.jit
-def end_plain(outs, bufs, acc, row, column, N, real, BN: gl.constexpr):
-    if real >= 64:
-        end_whole(outs, bufs, acc, 0, row, column, BN)
-    else:
-        c0, c1, c2, c3 = quarters(acc.to(gl.bfloat16), BN)
-        put(outs[1], row, column, N, N, real, c0)
-        put(outs[1], row, column + 64, N, N, real, c1)
-        put(outs[1], row, column + 128, N, N, real, c2)
-        put(outs[1], row, column + 192, N, N, real, c3)
-
-
-@gluon.jit
-def end_add(outs, acc, plane, row, column, M, N, BN: gl.constexpr):
+def end_add(out_ptr, acc, plane, row, column, M, N, BN: gl.constexpr):
     c0, c1, c2, c3 = quarters(acc, BN)
-    first = outs[1] + plane.to(gl.int64) * M * N
+    first = out_ptr + plane.to(gl.int64) * M * N
     for c in range(BN // 64):
         add(first, row, column + 64 * c, N, M - row, c0)
         c0, c1, c2 = c1, c2, c3
-
-
-@gluon.jit
-def end_swiglu(outs, bufs, acc, gate_r, row, n, N, real, BN: gl.constexpr):
-    """The left half of the tile is gate, the right one up."""
-    out_desc, out_ptr, side_desc, side_ptr, gate_R, dots_nR = outs
-    c0, c1, c2, c3 = quarters(acc.to(gl.bfloat16), BN)
-    for c in range(chunks_of(n, N, "swiglu", BN)):
-        g = c0.to(gl.float32)
-        act = (g * sigmoid(g) * c2.to(gl.float32) * gate_r[:, None]).to(gl.bfloat16)
-        column = n * (BN // 2) + 64 * c
-        if real >= 64:
-            at = ([0, row, column], [0, row, column], [1, row, column])
-            send((out_desc, side_desc, side_desc), at, bufs, (act, c0, c2), 3)
-        else:
-            put(out_ptr, row, column, N // 2, N // 2, real, act)
-            put(side_ptr, row, column, N, N // 2, real, c0)
-            put(side_ptr + N // 2, row, column, N, N // 2, real, c2)
-        c0, c2 = c1, c3
-
-
-@gluon.jit
-def end_dswiglu(
-    outs, bufs, ring, acc, gate_r, row, pad, n, N, real, rows, i,
-    HALF: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    """The tile is the gradient of the activation; gate and up come through the ring of operands. Returns how far along
-    the ring is. Rows behind an expert's last have the weight zero, so that zeros are written there."""
-    out_desc, out_ptr, side_desc, side_ptr, gate_R, dots_nR = outs
-    a_bufs, b_bufs, full, empty = ring
-    c0, c1, c2, c3 = quarters(acc.to(gl.bfloat16), BN)
-    small: gl.constexpr = c0.type.layout
-    r = gl.arange(0, 64, layout=gl.SliceLayout(1, small))
-    dot_r = gl.zeros([64], gl.float32, gl.SliceLayout(1, small))
-    for c in range(chunks_of(n, N, "dswiglu", BN)):
-        s = i % STAGES
-        mbarrier.wait(full.index(s), (i // STAGES) & 1)
-        h = b_bufs.index(s)._reinterpret(gl.bfloat16, [BN // 64, 64, 64], bufs[0].type.layout)
-        g = a_bufs.index(2 * s + HALF).load(small).to(gl.float32)
-        u = h.index(HALF).load(small).to(gl.float32)
-        mbarrier.arrive(empty.index(s))
-        i += 1
-        d = c0.to(gl.float32)
-        c0, c1, c2 = c1, c2, c3
-        sig = sigmoid(g)
-        silu = g * sig
-        act = silu * u
-        dot_r += gl.sum(d * act, axis=1)
-        d *= gate_r[:, None]
-        act = (act * gate_r[:, None]).to(gl.bfloat16)
-        dg = (d * u * (sig + silu * (1 - sig))).to(gl.bfloat16)
-        du = (d * silu).to(gl.bfloat16)
-        column = n * BN + c * 64
-        at = ([0, pad, column], [0, pad, column], [1, pad, column])
-        send((side_desc, out_desc, out_desc), at, bufs, (act, dg, du), 3)
-    gl.store(dots_nR + n * rows + row + r, dot_r, mask=r < real)
-    return i

@@ -1,6 +1,7 @@
 """The grouped GEMMs of an expert MLP for Hopper, in Gluon: one persistent kernel, three contractions, four epilogues.
 
-One warp fetches (TMA, running ahead over tile boundaries); two warpgroups multiply, each 64 rows of a 128-row tile.
+One warp fetches (TMA, running ahead over tile boundaries); two warpgroups multiply, each 64 rows of a 128-row tile; two
+warps finish the tile before while they do (expert_ends.py).
 
     contraction   out                        a                  b                   sum over
     "nt"          rows x N                   rows (R, K)        weights (E, N, K)   K
@@ -11,12 +12,13 @@ One warp fetches (TMA, running ahead over tile boundaries); two warpgroups multi
     "plain"       out
     "add"         out + what was there, in the precision of that (of "tn": gradients that add up)
     "swiglu"      out = silu(gate) * up * weight of the row, side = gate and up (the pre-activation)
-    "dswiglu"     of dA: out = gradients of gate and up, side = the activation again, dots = dA . activation / weight
+    "dswiglu"     of dA: gradients of gate and up in their place, side = the activation again, dots = dA . activation /
+                  weight
 
-Rows lie sorted by expert, without padding, but for what "dswiglu" writes: there each expert begins at a multiple of 64
-and the rows between are zeros. A tile's operands may reach into the next expert's rows; what was made of those is not
-written ("nt", "nn") or was multiplied by such zeros ("tn", one of whose operands must be padded: PAD names it). Widths
-need only be multiples of 8: what a tile has beyond them comes as zeros and is not written.
+Rows lie sorted by expert. They are padded, each expert beginning at a multiple of 64 and zeros between, on the left of
+"swiglu" and on the right of "tn", and in the activation that "dswiglu" writes for that. Elsewhere a tile's operands may
+reach into the next expert's rows; what was made of those is not written ("nt", "nn") or was multiplied by zeros ("tn").
+Widths need only be multiples of 8: what a tile has beyond them comes as zeros and is not written.
 
 `tiles_M4` says for each tile of 128 rows: expert, first row, real rows, first row with padding. All about the routing
 is read on the device: the grid depends on shapes alone. No atomics: bits repeat.
@@ -40,7 +42,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from moefold.kernels.expert_ends import chunks_of, end_add, end_dswiglu, end_plain, end_swiglu, end_whole, quarters
+from moefold.kernels.expert_ends import end_add, end_dswiglu, end_plain, end_swiglu
 
 
 @gluon.jit
@@ -75,18 +77,18 @@ def work(t, grid, KIND: gl.constexpr):
 
 @gluon.jit
 def fetch(
-    descs, bufs, grid, N, K,
-    KIND: gl.constexpr, END: gl.constexpr, PAD: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
+    descs, ring, grid, N, K,
+    KIND: gl.constexpr, END: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """The producer: keeps STAGES steps of operands under way, whatever tile they belong to."""
-    a_desc, b_desc, h_desc = descs
-    a_bufs, b_bufs, out_bufs, full, empty = bufs
+    a_desc, b_desc = descs
+    a_bufs, b_bufs, full, empty = ring
     tiles_M4, ends_E, pads_E, total, m_tiles, n_tiles, steps, band = grid
     i = 0
     for t in range(gl.program_id(0), total, gl.num_programs(0)):
         expert, row, pad, real, steps_t, m, n = work(t, grid, KIND)
-        row_a = pad if PAD == "a" else row
-        row_b = pad if PAD == "b" else row
+        if END == "swiglu":
+            row = pad
         for k in range(steps_t):
             s = i % STAGES
             bar = full.index(s)
@@ -95,11 +97,11 @@ def fetch(
             if KIND == "tn":
                 for w in gl.static_range(2):
                     column = m * 128 + 64 * w
-                    tma.async_copy_global_to_shared(a_desc, [row_a + k * 64, column], bar, a_bufs.index(2 * s + w))
-                tma.async_copy_global_to_shared(b_desc, [row_b + k * 64, n * BN], bar, b_bufs.index(s))
+                    tma.async_copy_global_to_shared(a_desc, [row + k * 64, column], bar, a_bufs.index(2 * s + w))
+                tma.async_copy_global_to_shared(b_desc, [pad + k * 64, n * BN], bar, b_bufs.index(s))
             else:
                 for w in gl.static_range(2):
-                    tma.async_copy_global_to_shared(a_desc, [row_a + 64 * w, k * 64], bar, a_bufs.index(2 * s + w))
+                    tma.async_copy_global_to_shared(a_desc, [row + 64 * w, k * 64], bar, a_bufs.index(2 * s + w))
                 if KIND == "nn":
                     tma.async_copy_global_to_shared(b_desc, [expert * K + k * 64, n * BN], bar, b_bufs.index(s))
                 elif END == "swiglu":  # half a tile of gate columns, half of up columns
@@ -108,50 +110,25 @@ def fetch(
                 else:
                     tma.async_copy_global_to_shared(b_desc, [expert * N + n * BN, k * 64], bar, b_bufs.index(s))
             i += 1
-        if END == "dswiglu":  # the tile's pre-activation comes through the same ring, 64 columns a step
-            for c in range(chunks_of(n, N, END, BN)):
-                s = i % STAGES
-                bar = full.index(s)
-                mbarrier.wait(empty.index(s), (i // STAGES) & 1 ^ 1)
-                mbarrier.expect(bar, 4 * 64 * 64 * 2)
-                b = b_bufs.index(s)._reinterpret(gl.bfloat16, [BN // 64, 64, 64], out_bufs[0].type.layout)
-                column = n * BN + c * 64
-                for w in gl.static_range(2):
-                    at = row + 64 * w
-                    gate = a_bufs.index(2 * s + w).reshape([1, 64, 64])
-                    tma.async_copy_global_to_shared(h_desc, [0, at, column], bar, gate)
-                    tma.async_copy_global_to_shared(h_desc, [1, at, column], bar, b.index(w).reshape([1, 64, 64]))
-                i += 1
 
 
 @gluon.jit
 def multiply(
-    job, HALF: gl.constexpr, KIND: gl.constexpr, END: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr
+    ring, hand, grid, out_ptr, M, N,
+    HALF: gl.constexpr, KIND: gl.constexpr, END: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """A consumer: 64 of a tile's 128 rows, and their epilogue."""
-    outs, bufs, grid, M, N, rows = job
-    out_desc, out_ptr, side_desc, side_ptr, gate_R, dots_nR = outs
-    a_bufs, b_bufs, out_bufs, full, empty = bufs
+    """A consumer: 64 of a tile's 128 rows, handed over to be finished once those of the tile before are gone."""
+    a_bufs, b_bufs, full, empty = ring
+    tile, made, gone = hand
     tiles_M4, ends_E, pads_E, total, m_tiles, n_tiles, steps, band = grid
     layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16])
-    small: gl.constexpr = quarters(gl.zeros([64, BN], gl.bfloat16, layout), BN)[0].type.layout
-    r = gl.arange(0, 64, layout=gl.SliceLayout(1, small))
-    mine = (out_bufs[0].index(HALF), out_bufs[1].index(HALF), out_bufs[2].index(HALF), out_bufs[3].index(HALF))
-    ring = (a_bufs, b_bufs, full, empty)
     i = 0
     facts = work(gl.program_id(0), grid, KIND)
     for t in range(gl.program_id(0), total, gl.num_programs(0)):
         expert, row, pad, real, steps_t, m, n = facts
+        turn = t // gl.num_programs(0)
         facts = work(t + gl.num_programs(0), grid, KIND)  # of the next tile, on their way while this one is multiplied
-        if KIND == "tn":
-            row = m * 128
-            real = 128
-        row += 64 * HALF
-        pad += 64 * HALF
-        real -= 64 * HALF
-        if real > 0:
-            if gate_R is not None:
-                gate_r = gl.load(gate_R + row + r, mask=r < real, other=0.0)
+        if KIND == "tn" or real > 64 * HALF:
             acc = gl.zeros([64, BN], gl.float32, layout)
             for k in range(steps_t):
                 s = (i + k) % STAGES
@@ -167,50 +144,77 @@ def multiply(
                 mbarrier.arrive(empty.index((i + k + STAGES - 1) % STAGES), pred=k > 0)
             acc = warpgroup_mma_wait(0, deps=(acc,))
             mbarrier.arrive(empty.index((i + steps_t + STAGES - 1) % STAGES), pred=steps_t > 0)
-            i += steps_t
             if END == "add":
-                end_add(outs, acc, expert, row, n * BN, M, N, BN)
-            elif KIND == "tn":
-                end_whole(outs, mine, acc, expert, row, n * BN, BN)
-            elif END == "plain":
-                end_plain(outs, mine, acc, row, n * BN, N, real, BN)
-            elif END == "swiglu":
-                end_swiglu(outs, mine, acc, gate_r, row, n, N, real, BN)
+                end_add(out_ptr, acc, expert, m * 128 + 64 * HALF, n * BN, M, N, BN)
             else:
-                i = end_dswiglu(outs, mine, ring, acc, gate_r, row, pad, n, N, real, rows, i, HALF, BN, STAGES)
+                mbarrier.wait(gone.index(HALF), turn & 1 ^ 1)
+                tile.index(HALF).store(acc.to(gl.bfloat16))
+                fence_async_shared()
+                mbarrier.arrive(made.index(HALF))
         else:  # nothing here for this half: only hand the buffers back
-            if END == "dswiglu":
-                steps_t += chunks_of(n, N, END, BN)
             for k in range(steps_t):
                 mbarrier.wait(full.index((i + k) % STAGES), ((i + k) // STAGES) & 1)
                 mbarrier.arrive(empty.index((i + k) % STAGES))
-            i += steps_t
-    tma.store_wait(0)
+            if END != "add":
+                mbarrier.wait(gone.index(HALF), turn & 1 ^ 1)
+                mbarrier.arrive(made.index(HALF))
+        i += steps_t
+
+
+@gluon.jit
+def finish(outs, hand, ahead, grid, N, rows, KIND: gl.constexpr, END: gl.constexpr, BN: gl.constexpr):
+    """What becomes of a tile's two halves, while the next tile is multiplied."""
+    tile, made, gone = hand
+    tiles_M4, ends_E, pads_E, total, m_tiles, n_tiles, steps, band = grid
+    last = 0 if END == "add" else total  # who multiplies those adds them up
+    for t in range(gl.program_id(0), last, gl.num_programs(0)):
+        expert, row, pad, real, steps_t, m, n = work(t, grid, KIND)
+        phase = t // gl.num_programs(0) & 1
+        plane = 0
+        if KIND == "tn":
+            plane = expert
+            row = m * 128
+            real = 128
+        for half in range(2):
+            bar = made.index(half)
+            if END == "plain":
+                end_plain(outs, tile, bar, phase, half, plane, row, n, N, real, BN)
+            elif END == "swiglu":
+                end_swiglu(outs, tile, bar, phase, half, row, n, N, real, BN)
+            elif END == "dswiglu":
+                end_dswiglu(outs, tile, ahead, bar, phase, half, row, pad, n, N, real, rows, BN)
+            tma.store_wait(0)
+            mbarrier.arrive(gone.index(half))
+            row += 64
+            pad += 64
+            real -= 64
 
 
 @gluon.jit(do_not_specialize=["experts", "M", "K", "rows", "band"])
 def expert_gemm(
-    a_desc, b_desc, h_desc, out_desc, out_ptr, side_desc, side_ptr, gate_R, dots_nR, tiles_M4, count, ends_E, pads_E,
+    a_desc, b_desc, out_desc, out_ptr, side_desc, side_ptr, gate_R, dots_nR, tiles_M4, count, ends_E, pads_E,
     experts, M, N, K, rows, band,
-    KIND: gl.constexpr, END: gl.constexpr, PAD: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
+    KIND: gl.constexpr, END: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     a_bufs = gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, 64, 64], a_desc.layout)
     b_shape: gl.constexpr = [BN, 64] if KIND == "nt" else [64, BN]
     b_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(b_shape, gl.bfloat16)
     b_bufs = gl.allocate_shared_memory(gl.bfloat16, [STAGES, b_shape[0], b_shape[1]], b_layout)
-    out_bufs = (
-        gl.allocate_shared_memory(gl.bfloat16, [2, 64, 64], a_desc.layout),
-        gl.allocate_shared_memory(gl.bfloat16, [2, 64, 64], a_desc.layout),
-        gl.allocate_shared_memory(gl.bfloat16, [2, 64, 64], a_desc.layout),
-        gl.allocate_shared_memory(gl.bfloat16, [2, 64, 64], a_desc.layout),
-    )
+    tile = gl.allocate_shared_memory(gl.bfloat16, [2, 64, BN], a_desc.layout)
+    ahead = gl.allocate_shared_memory(gl.bfloat16, [8, 16, 64], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    made = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    gone = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for s in gl.static_range(STAGES):
         mbarrier.init(full.index(s), count=1)
         mbarrier.init(empty.index(s), count=2)
+    for s in gl.static_range(2):
+        mbarrier.init(made.index(s), count=1)
+        mbarrier.init(gone.index(s), count=1)
     fence_async_shared()
 
+    N = N // 8 * 8  # so that the compiler knows: 16 bytes of a row lie together
     n_tiles = gl.cdiv(N, BN)
     if KIND == "tn":
         m_tiles = gl.cdiv(M, 128)
@@ -218,17 +222,17 @@ def expert_gemm(
     else:
         m_tiles = gl.load(count)
         total = m_tiles * n_tiles
-    descs = (a_desc, b_desc, h_desc)
+    ring = (a_bufs, b_bufs, full, empty)
+    hand = (tile, made, gone)
     outs = (out_desc, out_ptr, side_desc, side_ptr, gate_R, dots_nR)
-    bufs = (a_bufs, b_bufs, out_bufs, full, empty)
     grid = (tiles_M4, ends_E, pads_E, total, m_tiles, n_tiles, gl.cdiv(K, 64), band)
-    job = (outs, bufs, grid, M, N, rows)
     gl.warp_specialize(
         [
-            (multiply, (job, 0, KIND, END, BN, STAGES)),
-            (multiply, (job, 1, KIND, END, BN, STAGES)),
-            (fetch, (descs, bufs, grid, N, K, KIND, END, PAD, BN, STAGES)),
+            (multiply, (ring, hand, grid, out_ptr, M, N, 0, KIND, END, BN, STAGES)),
+            (multiply, (ring, hand, grid, out_ptr, M, N, 1, KIND, END, BN, STAGES)),
+            (fetch, ((a_desc, b_desc), ring, grid, N, K, KIND, END, BN, STAGES)),
+            (finish, (outs, hand, ahead, grid, N, rows, KIND, END, BN)),
         ],
-        [4, 1],
-        [232, 40],
+        [4, 1, 2],
+        [192, 120, 120],
     )

@@ -1,6 +1,6 @@
 """The launches of the expert MLP's grouped GEMMs: descriptors, tile shapes and grids. Imported only where Triton is.
 
-R rows in expert order, D width, F inner width, E experts, P rows with each expert's padded to a multiple of 64.
+R rows in expert order, P with each expert's padded by zeros to a multiple of 64, D width, F inner width, E experts.
 """
 
 # pyright: reportMissingImports=false, reportIndexIssue=false, reportArgumentType=false, reportCallIssue=false
@@ -17,7 +17,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from moefold.kernels.expert_gemm import expert_gemm
-from moefold.kernels.row_kernels import gather, row_tiles, total
+from moefold.kernels.row_kernels import gather_padded, row_tiles, total
 from moefold.kernels.tile_order import band_for, shape_of
 from moefold.layout.landing import memory_for_gradient
 
@@ -51,12 +51,17 @@ class Ends(NamedTuple):
     dots_nR: torch.Tensor | None = None
 
 
-def up(x_RD: torch.Tensor, w_E2FD: torch.Tensor, weight_R: torch.Tensor, plan: Plan):
+def gather(source_ND: torch.Tensor, index_R: torch.Tensor, plan: Plan) -> torch.Tensor:
+    """x_PD: the experts' rows, padded."""
+    return gather_padded(source_ND, index_R, plan.tiles_M4, len(plan.ends_E))
+
+
+def up(x_PD: torch.Tensor, w_E2FD: torch.Tensor, weight_R: torch.Tensor, plan: Plan):
     """The pre-activation h_R2F and the activation times the router's weight, a_RF."""
-    (rows, d), (e, _, f, _) = x_RD.shape, w_E2FD.shape
-    h_R2F, a_RF = x_RD.new_empty(rows, 2, f), x_RD.new_empty(rows, f)
-    ends = Ends(planes(a_RF[None]), a_RF, planes(h_R2F.transpose(0, 1)), h_R2F, weight_R)
-    run("nt", "swiglu", x_RD, block(w_E2FD.view(2 * e, f, d), 2, WIDE // 2, 64), ends, plan, n=2 * f, k=d)
+    rows, (e, _, f, d) = len(weight_R), w_E2FD.shape
+    h_R2F, a_RF = x_PD.new_empty(rows, 2, f), x_PD.new_empty(rows, f)
+    ends = Ends(None, a_RF, planes(h_R2F.transpose(0, 1)), h_R2F, weight_R)
+    run("nt", "swiglu", x_PD, block(w_E2FD.view(2 * e, f, d), 2, WIDE // 2, 64), ends, plan, n=2 * f, k=d)
     return h_R2F, a_RF
 
 
@@ -68,41 +73,34 @@ def down(a_RF: torch.Tensor, w_EDF: torch.Tensor, plan: Plan) -> torch.Tensor:
 
 
 def down_data(dy_RD: torch.Tensor, w_EDF: torch.Tensor, h_R2F: torch.Tensor, weight_R: torch.Tensor, plan: Plan):
-    """Gradients of the pre-activation and of the router's weight, and the activation again, from the gradient of y. The
-    first and the last have P rows: padded with zeros to 64 for each expert."""
+    """From the gradient of y: that of the pre-activation, which takes its place; the activation again; and the gradient
+    of the router's weight."""
     e, d, f = w_EDF.shape
     rows = len(dy_RD)
-    dh_P2F, a_PF = h_R2F.new_empty(rows + 64 * e, 2, f), h_R2F.new_empty(rows + 64 * e, f)
+    a_PF = h_R2F.new_empty(rows + 64 * e, f)
     dots_nR = torch.empty(-(-f // WIDE), rows, dtype=torch.float32, device=dy_RD.device)
-    ends = Ends(planes(dh_P2F.transpose(0, 1)), dh_P2F, planes(a_PF[None]), a_PF, weight_R, dots_nR)
-    h = planes(h_R2F.transpose(0, 1))
-    run("nn", "dswiglu", dy_RD, block(w_EDF.view(e * d, f), 64, WIDE), ends, plan, n=f, k=d, h=h)
-    return dh_P2F.flatten(1), a_PF, dots_nR.sum(0)
+    ends = Ends(None, h_R2F, None, a_PF, weight_R, dots_nR)
+    run("nn", "dswiglu", dy_RD, block(w_EDF.view(e * d, f), 64, WIDE), ends, plan, n=f, k=d)
+    return a_PF, dots_nR.sum(0)
 
 
-def up_data(dh_Pf: torch.Tensor, w_E2FD: torch.Tensor, rows: int, plan: Plan) -> torch.Tensor:
+def up_data(dh_R2F: torch.Tensor, w_E2FD: torch.Tensor, plan: Plan) -> torch.Tensor:
     e, _, f, d = w_E2FD.shape
-    dx_RD = dh_Pf.new_empty(rows, d)
+    dx_RD = dh_R2F.new_empty(len(dh_R2F), d)
     b = block(w_E2FD.view(e * 2 * f, d), 64, WIDE)
-    run("nn", "plain", dh_Pf, b, plain(dx_RD[None]), plan, n=d, k=2 * f, padded="a")
+    run("nn", "plain", dh_R2F.flatten(1), b, plain(dx_RD[None]), plan, n=d, k=2 * f)
     return dx_RD
 
 
 def weights(
-    left: torch.Tensor,
-    right: torch.Tensor,
-    padded: str,
-    like: torch.Tensor,
-    plan: Plan,
-    into: torch.Tensor | None = None,
+    left_RM: torch.Tensor, right_PN: torch.Tensor, like: torch.Tensor, plan: Plan, into: torch.Tensor | None = None
 ) -> torch.Tensor | None:
-    """out[e] = left^T right over the rows of expert e, in the shape of the weights; zeros where it has none. One of the
-    two, "a" or "b", is padded. Given `into`, fp32 or bf16, it is added to that instead, and nothing is returned."""
-    m, n = left.shape[1], right.shape[1]
+    """out[e] = left^T right over the rows of expert e, in the shape of the weights; zeros where it has none. Given
+    `into`, fp32 or bf16, it is added to that instead, and nothing is returned."""
+    m, n = left_RM.shape[1], right_PN.shape[1]
     out = memory_for_gradient(like) if into is None else None
     ends = plain(out.view(-1, m, n)) if out is not None else Ends(None, into)
-    end = "plain" if out is not None else "add"
-    run("tn", end, left, block(right, 64, WIDE), ends, plan, m=m, n=n, padded=padded)
+    run("tn", "plain" if out is not None else "add", left_RM, block(right_PN, 64, WIDE), ends, plan, m=m, n=n)
     return out
 
 
@@ -110,18 +108,18 @@ def plain(out: torch.Tensor) -> Ends:
     return Ends(planes(out), out)
 
 
-def run(kind: str, end: str, a, b, ends: Ends, plan: Plan, m=0, n=0, k=0, h=None, padded="") -> None:
+def run(kind: str, end: str, a, b, ends: Ends, plan: Plan, m=0, n=0, k=0) -> None:
     experts = len(plan.ends_E)
-    operands = (block(a, 64, 64), b, h, *ends, plan.tiles_M4, plan.count, plan.ends_E, plan.pads_E)
+    operands = (block(a, 64, 64), b, *ends, plan.tiles_M4, plan.count, plan.ends_E, plan.pads_E)
 
     def launch(band: int) -> None:
         expert_gemm[(processors(a.device.index or 0),)](
-            *operands, experts, m, n, k, len(a), band,
-            KIND=kind, END=end, PAD=padded, BN=WIDE, STAGES=STAGES, num_warps=4,
-        )  # fmt: skip
+            *operands, experts, m, n, k, len(a), band, KIND=kind, END=end, BN=WIDE, STAGES=STAGES, num_warps=4
+        )
 
+    once = end in ("add", "dswiglu")  # they write over what they read
     shape = shape_of(kind, "plain" if end == "add" else end, len(a), experts, n)
-    launch(band_for(shape, a.device, launch if end != "add" else None))
+    launch(band_for(shape, a.device, None if once else launch))
 
 
 def planes(x: torch.Tensor) -> TensorDescriptor:

@@ -50,17 +50,18 @@ def _(source_ND, gate_up_E2FD, down_EDF, weight_R, index_R, slots_NK, offsets_E,
 
 
 class ExpertMlp(torch.autograd.Function):
-    """Keeps the source rows and the pre-activation; rows are gathered, and the activation made, a second time."""
+    """Keeps the source rows and the pre-activation; rows are gathered, and the activation made, a second time. The
+    pre-activation's gradient takes its place: the largest of all that is alive then would be there twice."""
 
     @staticmethod
     def forward(ctx: Any, source_ND, gate_up_E2FD, down_EDF, weight_R, index_R, slots_NK, offsets_E):
         from moefold.kernels import expert_launch as launch
 
         plan = launch.Plan.of(offsets_E, len(index_R))
-        x_RD = launch.gather(source_ND, index_R)
-        h_R2F, a_RF = launch.up(x_RD, gate_up_E2FD, weight_R.float(), plan)
-        del x_RD
-        ctx.weights = gate_up_E2FD, down_EDF  # themselves: they know where their gradients go
+        x_PD = launch.gather(source_ND, index_R, plan)
+        h_R2F, a_RF = launch.up(x_PD, gate_up_E2FD, weight_R.float(), plan)
+        del x_PD
+        ctx.weights, ctx.used = (gate_up_E2FD, down_EDF), False  # themselves: they know where their gradients go
         ctx.save_for_backward(source_ND, gate_up_E2FD, down_EDF, weight_R, index_R, slots_NK, h_R2F, *plan)
         return launch.down(a_RF, down_EDF, plan)
 
@@ -69,16 +70,27 @@ class ExpertMlp(torch.autograd.Function):
         from moefold.kernels import expert_launch as launch
 
         source_ND, gate_up_E2FD, down_EDF, weight_R, index_R, slots_NK, h_R2F, *plan = ctx.saved_tensors
+        refuse_second(ctx)
         plan = launch.Plan(*plan)
-        dy_RD = dy_RD.contiguous()
-        dh_P2F, a_PF, dweight_R = launch.down_data(dy_RD, down_EDF, h_R2F, weight_R.float(), plan)
         gate_up, down = ctx.weights
-        ddown_EDF = launch.weights(dy_RD, a_PF, "b", down, plan, sum_of(down))
-        del a_PF, h_R2F
-        dsource_ND = launch.total(launch.up_data(dh_P2F, gate_up_E2FD, len(dy_RD), plan), slots_NK)
-        x_RD = launch.gather(source_ND, index_R)
-        dgate_up_E2FD = launch.weights(dh_P2F, x_RD, "a", gate_up, plan, sum_of(gate_up))
+        dy_RD = dy_RD.contiguous()
+        a_PF, dweight_R = launch.down_data(dy_RD, down_EDF, h_R2F, weight_R.float(), plan)
+        dh_R2F = h_R2F  # by now
+        ddown_EDF = launch.weights(dy_RD, a_PF, down, plan, sum_of(down))
+        del a_PF
+        dsource_ND = launch.total(launch.up_data(dh_R2F, gate_up_E2FD, plan), slots_NK)
+        x_PD = launch.gather(source_ND, index_R, plan)
+        dgate_up_E2FD = launch.weights(dh_R2F.flatten(1), x_PD, gate_up, plan, sum_of(gate_up))
         return dsource_ND, dgate_up_E2FD, ddown_EDF, dweight_R.to(weight_R.dtype), None, None, None
+
+
+def refuse_second(ctx: Any) -> None:
+    if ctx.used:
+        raise RuntimeError(
+            "a second backward through the same experts: the first has written gradients over the pre-activation it "
+            "kept. Run the forward pass again, or choose the reference of expert_mlp, which keeps its inputs"
+        )
+    ctx.used = True
 
 
 def sum_of(weight: torch.Tensor) -> torch.Tensor | None:

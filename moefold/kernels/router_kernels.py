@@ -1,6 +1,7 @@
 """The router's choice and the order of rows it asks for, in Triton. Imported only where Triton is.
 
-T tokens, E experts, K choices of a token, R = T K rows in expert order, B blocks of choices.
+T tokens of S sequences, E experts, K choices of a token, R = T K rows in expert order, B blocks of choices. A program
+that chooses has some tokens of one sequence: its sums are a line of `parts`, and lines are added up in their order.
 """
 
 # pyright: reportMissingImports=false, reportIndexIssue=false, reportArgumentType=false, reportCallIssue=false
@@ -13,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from moefold.kernels.router_topk import Choosing
+from moefold.kernels.router_topk import Choosing, Span
 
 BLOCK = 256  # choices that one program sorts
 
@@ -29,6 +30,26 @@ def score(logits, inside, SIGMOID: tl.constexpr):
     logs = tl.where(inside, log_sigmoid(logits) if SIGMOID else logits, -1e30)
     powers = tl.where(inside, tl.exp(logs - tl.max(logs, 1)[:, None]), 0.0)
     return logs, powers / tl.sum(powers, 1)[:, None]
+
+
+@triton.jit
+def log_sum_exp(logits, inside):
+    """Of each token, and the exponentials as shares of their sum."""
+    masked = tl.where(inside, logits, -1e30)
+    top = tl.max(masked, 1)
+    powers = tl.where(inside, tl.exp(masked - top[:, None]), 0.0)
+    total = tl.maximum(tl.sum(powers, 1), 1e-30)
+    return top + tl.log(total), powers / total[:, None]
+
+
+@triton.jit
+def tokens_of(T, length, first, blocks, TOKENS: tl.constexpr):
+    """The sequence of this program, its tokens, and which of them are there."""
+    sequence = tl.program_id(0) // blocks
+    begin = tl.maximum(sequence * length - first, 0)
+    end = tl.minimum((sequence + 1) * length - first, T)
+    t = begin + tl.program_id(0) % blocks * TOKENS + tl.arange(0, TOKENS)
+    return sequence, t, t < end
 
 
 @triton.jit
@@ -65,19 +86,23 @@ def in_best_groups(
 
 @triton.jit
 def choose_kernel(
-    logits_TE, bias_E, shares_TE, probs_TK, ids_TK, T, E, scale,
+    logits_TE, bias_E, parts, probs_TK, ids_TK, T, E, length, first, blocks, scale,
     K: tl.constexpr, SCORE: tl.constexpr, NORMALIZE: tl.constexpr, GROUPS: tl.constexpr, CHOSEN: tl.constexpr,
     PAIRS: tl.constexpr, IMPOSED: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr, SLOTS: tl.constexpr,
     PLACES: tl.constexpr,
 ):  # fmt: skip
-    """Scores, then K times the best of what is left, then the weights of those. IMPOSED: ids_TK are given."""
-    t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    """Scores, then K times the best of what is left, then the weights of those. IMPOSED: ids_TK are given. A line of
+    sums: choices of each expert, its shares, and the square of the log of the sum of exponentials."""
+    _, t, there_t = tokens_of(T, length, first, blocks, TOKENS)
     e = tl.arange(0, WIDTH)
-    inside = (t < T)[:, None] & (e < E)[None, :]
+    inside = there_t[:, None] & (e < E)[None, :]
     at = t[:, None] * E + e[None, :]
     logits = tl.load(logits_TE + at, mask=inside, other=0.0)
     logs, shares = score(logits, inside, SCORE == "sigmoid")
-    tl.store(shares_TE + at, shares, mask=inside)
+    line = parts + tl.program_id(0).to(tl.int64) * (2 * E + 1)
+    tl.store(line + E + e, tl.sum(tl.where(inside, shares, 0.0), 0), mask=e < E)
+    squares = log_sum_exp(logits, inside)[0]
+    tl.store(line + 2 * E, tl.sum(tl.where(there_t, squares * squares, 0.0), 0))
     scores = tl.sigmoid(logits) if SCORE == "sigmoid" else shares
     source = logs if NORMALIZE == "chosen" else shares if NORMALIZE == "all" else scores
     worth = logits if SCORE == "softmax_chosen" else scores
@@ -89,16 +114,19 @@ def choose_kernel(
     k = tl.arange(0, SLOTS)
     values = tl.zeros([TOKENS, SLOTS], tl.float32)
     ids = tl.zeros([TOKENS, SLOTS], tl.int32) - 1
+    counts = tl.zeros([TOKENS, WIDTH], tl.float32)
     for turn in tl.static_range(K):
         if IMPOSED:
-            which = tl.load(ids_TK + t * K + turn, mask=t < T, other=-1).to(tl.int32)
+            which = tl.load(ids_TK + t * K + turn, mask=there_t, other=-1).to(tl.int32)
         else:
             which = tl.minimum(best(worth, free, e, WIDTH)[1], E - 1)  # nobody is best where all are not a number
         taken = e[None, :] == which[:, None]
         free = free & (e[None, :] != which[:, None])
+        counts += tl.where(taken & inside, 1.0, 0.0)
         here = (k == turn)[None, :]
         values = tl.where(here, tl.sum(tl.where(taken, source, 0.0), 1)[:, None], values)
         ids = tl.where(here, which[:, None], ids)
+    tl.store(line + e, tl.sum(counts, 0), mask=e < E)
     there = ids >= 0
     if NORMALIZE == "chosen":
         values = tl.where(there, values, -1e30)
@@ -106,7 +134,7 @@ def choose_kernel(
         total = tl.sum(powers, 1)
         values = powers / tl.where(total > 0, total, 1.0)[:, None]
     out = t[:, None] * K + k[None, :]
-    real = (t < T)[:, None] & (k < K)[None, :]
+    real = there_t[:, None] & (k < K)[None, :]
     tl.store(probs_TK + out, tl.where(there, values * scale, 0.0), mask=real)
     if not IMPOSED:
         tl.store(ids_TK + out, ids.to(tl.int64), mask=real)
@@ -114,38 +142,41 @@ def choose_kernel(
 
 @triton.jit
 def choose_backward_kernel(
-    dprobs_TK, dshares_TE, logits_TE, probs_TK, ids_TK, dlogits_TE, T, E, scale,
+    dprobs_TK, dshares_SE, dsquares_S, logits_TE, probs_TK, ids_TK, dlogits_TE, T, E, length, first, blocks, scale,
     K: tl.constexpr, SCORE: tl.constexpr, NORMALIZE: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr,
     SLOTS: tl.constexpr,
 ):  # fmt: skip
-    """Of p = softmax over the chosen logs: dlog = p (dp - p . dp); of shares s likewise over all; then of the logs."""
-    t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    """Of p = softmax over the chosen logs: dlog = p (dp - p . dp); of shares s likewise over all; then of the logs. Of
+    the square of z = log sum exp of the logits: 2 z softmax."""
+    sequence, t, there_t = tokens_of(T, length, first, blocks, TOKENS)
     e = tl.arange(0, WIDTH)
     k = tl.arange(0, SLOTS)
-    inside = (t < T)[:, None] & (e < E)[None, :]
+    inside = there_t[:, None] & (e < E)[None, :]
     at = t[:, None] * E + e[None, :]
     logits = tl.load(logits_TE + at, mask=inside, other=0.0)
     _, shares = score(logits, inside, SCORE == "sigmoid")
     chosen = t[:, None] * K + k[None, :]
-    real = (t < T)[:, None] & (k < K)[None, :]
+    real = there_t[:, None] & (k < K)[None, :]
     d = tl.load(dprobs_TK + chosen, mask=real, other=0.0) * scale
     if NORMALIZE == "chosen":
         probs = tl.load(probs_TK + chosen, mask=real, other=0.0) / scale
         d = probs * (d - tl.sum(probs * d, 1)[:, None])
     sent = tl.zeros([TOKENS, WIDTH], tl.float32)
     for turn in tl.static_range(K):
-        which = tl.load(ids_TK + t * K + turn, mask=t < T, other=-1).to(tl.int32)
+        which = tl.load(ids_TK + t * K + turn, mask=there_t, other=-1).to(tl.int32)
         mine = tl.sum(tl.where((k == turn)[None, :], d, 0.0), 1)
         sent += tl.where(e[None, :] == which[:, None], mine[:, None], 0.0)
-    dshares = tl.load(dshares_TE + at, mask=inside, other=0.0)
+    dshares = tl.load(dshares_SE + sequence * E + e, mask=e < E, other=0.0)[None, :]
     if NORMALIZE == "all" or (NORMALIZE == "none" and SCORE != "sigmoid"):
-        dshares += sent
+        dshares = dshares + sent
     dlogs = shares * (dshares - tl.sum(shares * dshares, 1)[:, None])
     if NORMALIZE == "chosen":
         dlogs += sent
     if SCORE == "sigmoid":  # s = sigmoid(x): d log s = (1 - s) dx, d s = s (1 - s) dx
         s = tl.sigmoid(logits)
         dlogs = (dlogs + s * sent if NORMALIZE == "none" else dlogs) * (1 - s)
+    z, powers = log_sum_exp(logits, inside)
+    dlogs += tl.load(dsquares_S + sequence) * 2 * z[:, None] * powers
     tl.store(dlogits_TE + at, dlogs, mask=inside)
 
 
@@ -197,32 +228,41 @@ def tokens_at_once(width: int) -> int:
     return max(1, 2048 // width)
 
 
-def choose(logits_TE: torch.Tensor, bias_E: torch.Tensor, how: Choosing, imposed_TK: torch.Tensor | None):
-    """Weights and numbers of the chosen experts, and all scores as shares of one."""
+def blocks_of(tokens: int, span: Span) -> int:
+    """Programs that a sequence may need."""
+    return triton.cdiv(span.length, tokens)
+
+
+def choose(logits_TE: torch.Tensor, bias_E: torch.Tensor, how: Choosing, imposed_TK: torch.Tensor | None, span: Span):
+    """Weights and numbers of the chosen experts; over sequences, choices, scores as shares of one, and squares."""
     t, experts = logits_TE.shape
-    shares_TE, probs_TK = torch.empty_like(logits_TE), logits_TE.new_empty(t, how.k)
+    probs_TK = logits_TE.new_empty(t, how.k)
     ids_TK = torch.empty(t, how.k, dtype=torch.int64, device=logits_TE.device) if imposed_TK is None else imposed_TK
     width = triton.next_power_of_2(experts)
     tokens = tokens_at_once(width)
+    blocks = blocks_of(tokens, span)
+    parts = logits_TE.new_empty(span.sequences, blocks, 2 * experts + 1)
     pairs = how.group_score == "best_two" and experts // how.groups > 1
-    if t:
-        choose_kernel[(triton.cdiv(t, tokens),)](
-            logits_TE, bias_E, shares_TE, probs_TK, ids_TK, t, experts, how.scale, how.k, how.score, how.over,
-            how.groups, how.groups_chosen, pairs, imposed_TK is not None, tokens, width,
+    if blocks:
+        choose_kernel[(span.sequences * blocks,)](
+            logits_TE, bias_E, parts, probs_TK, ids_TK, t, experts, span.length, span.first, blocks, how.scale,
+            how.k, how.score, how.over, how.groups, how.groups_chosen, pairs, imposed_TK is not None, tokens, width,
             triton.next_power_of_2(how.k), triton.next_power_of_2(how.groups),
         )  # fmt: skip
-    return probs_TK, ids_TK, shares_TE
+    counts, shares_SE, squares = parts.sum(1).split([experts, experts, 1], dim=1)
+    return probs_TK, ids_TK, counts.long(), shares_SE, squares[:, 0]
 
 
-def choose_backward(dprobs_TK, dshares_TE, logits_TE, probs_TK, ids_TK, how: Choosing) -> torch.Tensor:
+def choose_backward(dprobs_TK, dshares_SE, dsquares_S, logits_TE, probs_TK, ids_TK, how: Choosing, span: Span):
     t, experts = logits_TE.shape
     dlogits_TE = torch.empty_like(logits_TE)
     width = triton.next_power_of_2(experts)
     tokens = tokens_at_once(width)
+    blocks = blocks_of(tokens, span)
     if t:
-        choose_backward_kernel[(triton.cdiv(t, tokens),)](
-            dprobs_TK, dshares_TE, logits_TE, probs_TK, ids_TK, dlogits_TE, t, experts, how.scale, how.k, how.score,
-            how.over, tokens, width, triton.next_power_of_2(how.k),
+        choose_backward_kernel[(span.sequences * blocks,)](
+            dprobs_TK, dshares_SE, dsquares_S, logits_TE, probs_TK, ids_TK, dlogits_TE, t, experts, span.length,
+            span.first, blocks, how.scale, how.k, how.score, how.over, tokens, width, triton.next_power_of_2(how.k),
         )  # fmt: skip
     return dlogits_TE
 

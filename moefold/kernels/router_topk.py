@@ -4,7 +4,10 @@
     choose     the K best of score + bias, within the best few groups of experts where there are groups
     normalise  over the chosen | over all | not, then times a factor
 
-T tokens, E experts, K chosen, G groups of experts.
+and what the balance losses of a layer need to know of its tokens, added up over each sequence: choices of each expert,
+its scores as shares of one, and the square of the log of the sum of exponentials of a token's logits.
+
+T tokens of B sequences, E experts, K chosen, G groups of experts.
 """
 
 from __future__ import annotations
@@ -35,11 +38,29 @@ class Choosing:
         return "chosen" if self.score == "softmax_chosen" else self.normalize
 
 
+@dataclass(frozen=True)
+class Span:
+    """Which tokens these are of so many sequences laid end to end: those from `first` on."""
+
+    sequences: int
+    length: int
+    first: int = 0
+
+    def sum(self, x_TN: torch.Tensor) -> torch.Tensor:
+        """Over the tokens of each sequence: (B, N)."""
+        missing = self.sequences * self.length - self.first - len(x_TN)
+        return F.pad(x_TN, (0, 0, self.first, missing)).unflatten(0, (self.sequences, self.length)).sum(1)
+
+
 @op
 def router_topk(
-    logits_TE: torch.Tensor, bias_E: torch.Tensor, how: Choosing, imposed_TK: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Weights and numbers of the chosen experts, and all scores as shares of one, by which balance is judged.
+    logits_TE: torch.Tensor,
+    bias_E: torch.Tensor,
+    how: Choosing,
+    imposed_TK: torch.Tensor | None = None,
+    span: Span | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Weights and numbers of the chosen experts; counts_BE, shares_BE and squares_B over sequences, or over all tokens.
 
     The bias takes part in the choice only, never in the weights. Ties go to the lower expert number: a stable sort
     says so on every device, torch.topk on none. `imposed_TK` takes the place of the choice; gradients still flow
@@ -50,7 +71,16 @@ def router_topk(
     scores_TE = logits_TE.sigmoid() if how.score == "sigmoid" else shares_TE
     ids_TK = imposed_TK if imposed_TK is not None else chosen(worth(logits_TE, scores_TE, how) + bias_E, how)
     source_TE = {"chosen": logs_TE, "all": shares_TE, "none": scores_TE}[how.over]
-    return weigh(source_TE, ids_TK, how.over == "chosen") * how.scale, ids_TK, shares_TE
+    probs_TK = weigh(source_TE, ids_TK, how.over == "chosen") * how.scale
+    span = span or Span(1, len(logits_TE))
+    squares_B = span.sum(logits_TE.logsumexp(-1, keepdim=True).square())[:, 0]
+    return probs_TK, ids_TK, span.sum(count_choices(ids_TK, logits_TE.shape[1])), span.sum(shares_TE), squares_B
+
+
+def count_choices(ids_NK: torch.Tensor, experts: int) -> torch.Tensor:
+    """How often each expert stands in each row: (N, E). -1 is none."""
+    zeros = torch.zeros(len(ids_NK), experts, dtype=torch.int64, device=ids_NK.device)
+    return zeros.scatter_add_(1, ids_NK.clamp(min=0), (ids_NK >= 0).long())
 
 
 def worth(logits_TE: torch.Tensor, scores_TE: torch.Tensor, how: Choosing) -> torch.Tensor:
@@ -96,31 +126,32 @@ HOWS = [
 
 
 @router_topk.fast("triton")
-def _(logits_TE: torch.Tensor, bias_E: torch.Tensor, how: Choosing, imposed_TK: torch.Tensor | None = None):
-    return Choose.apply(logits_TE, bias_E, how, imposed_TK)
+def _(logits_TE, bias_E, how, imposed_TK=None, span=None):
+    return Choose.apply(logits_TE, bias_E, how, imposed_TK, span or Span(1, len(logits_TE)))
 
 
 class Choose(torch.autograd.Function):
     """One pass each way. Keeps the logits and what was chosen."""
 
     @staticmethod
-    def forward(ctx, logits_TE, bias_E, how, imposed_TK):
+    def forward(ctx, logits_TE, bias_E, how, imposed_TK, span):
         from moefold.kernels import router_kernels
 
         logits_TE = logits_TE.contiguous()
-        probs_TK, ids_TK, shares_TE = router_kernels.choose(logits_TE, bias_E, how, imposed_TK)
+        probs_TK, ids_TK, *sums = router_kernels.choose(logits_TE, bias_E, how, imposed_TK, span)
         ctx.save_for_backward(logits_TE, probs_TK, ids_TK)
-        ctx.how = how
-        ctx.mark_non_differentiable(ids_TK)
-        return probs_TK, ids_TK, shares_TE
+        ctx.how, ctx.span = how, span
+        ctx.mark_non_differentiable(ids_TK, sums[0])
+        return probs_TK, ids_TK, *sums
 
     @staticmethod
-    def backward(ctx, dprobs_TK, _ids, dshares_TE):
+    def backward(ctx, dprobs_TK, _ids, _counts, dshares_BE, dsquares_B):
         from moefold.kernels import router_kernels
 
         logits_TE, probs_TK, ids_TK = ctx.saved_tensors
-        gradients = (dprobs_TK.contiguous(), dshares_TE.contiguous())
-        return router_kernels.choose_backward(*gradients, logits_TE, probs_TK, ids_TK, ctx.how), None, None, None
+        gradients = (dprobs_TK.contiguous(), dshares_BE.contiguous(), dsquares_B.contiguous())
+        dlogits_TE = router_kernels.choose_backward(*gradients, logits_TE, probs_TK, ids_TK, ctx.how, ctx.span)
+        return dlogits_TE, None, None, None, None
 
 
 @router_topk.cases
@@ -133,4 +164,7 @@ def _(device: str, dtype: torch.dtype):
         imposed = (
             torch.arange(t * 2, device=device).view(t, 2) % e - (torch.arange(t, device=device)[:, None] % 5 == 4) * e
         )
-        yield Case(f"{t} tokens, {e} experts, imposed", (logits, bias.detach(), Choosing(2), imposed.clamp(min=-1)))
+        imposed = imposed.clamp(min=-1)
+        yield Case(f"{t} tokens, {e} experts, imposed", (logits, bias.detach(), Choosing(2), imposed))
+        span = Span(3, t, t // 2)  # a part of the first sequence, a part of the second, nothing of the third
+        yield Case(f"{t} tokens, {e} experts, of sequences", (logits, bias.detach(), Choosing(2), imposed, span))

@@ -1,6 +1,7 @@
 """Rows from tokens, tokens from rows, and the list of row tiles, in Triton. Imported only where Triton is.
 
-N source rows, R rows in expert order, D width, K rows at most per source row, E experts, M tiles of 128 rows.
+N source rows, R rows in expert order, P with each expert's padded, D width, K rows at most per source row, E experts, M
+tiles of 128 rows.
 """
 
 # pyright: reportMissingImports=false, reportIndexIssue=false, reportArgumentType=false, reportCallIssue=false
@@ -23,6 +24,21 @@ def gather_kernel(source_ND, index_R, out_RD, R, D, ROWS: tl.constexpr, COLS: tl
     n = tl.load(index_R + r, mask=r < R, other=-1).to(tl.int64)
     x = tl.load(source_ND + n[:, None] * D + c[None, :], mask=(n >= 0)[:, None] & (c < D)[None, :], other=0.0)
     tl.store(out_RD + r.to(tl.int64)[:, None] * D + c[None, :], x, mask=(r < R)[:, None] & (c < D)[None, :])
+
+
+@triton.jit
+def gather_padded_kernel(
+    source_ND, index_R, tiles_M4, out_PD, D, TILE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr
+):  # fmt: skip
+    """Some rows of a tile. Zeros follow an expert's last row as far as the half of a tile it lies in."""
+    tile = tiles_M4 + 4 * (tl.program_id(0) // (TILE // ROWS))
+    row, real, pad = tl.load(tile + 1), tl.load(tile + 2), tl.load(tile + 3).to(tl.int64)
+    r = tl.program_id(0) % (TILE // ROWS) * ROWS + tl.arange(0, ROWS)
+    c = tl.program_id(1) * COLS + tl.arange(0, COLS)
+    n = tl.load(index_R + row + r, mask=r < real, other=-1).to(tl.int64)
+    x = tl.load(source_ND + n[:, None] * D + c[None, :], mask=(n >= 0)[:, None] & (c < D)[None, :], other=0.0)
+    filled = r // (TILE // 2) * (TILE // 2) < real
+    tl.store(out_PD + (pad + r)[:, None] * D + c[None, :], x, mask=filled[:, None] & (c < D)[None, :])
 
 
 @triton.jit
@@ -70,6 +86,16 @@ def gather(source_ND: torch.Tensor, index_R: torch.Tensor) -> torch.Tensor:
         grid = (triton.cdiv(r, rows), triton.cdiv(d, cols))
         gather_kernel[grid](source_ND.contiguous(), index_R, out_RD, r, d, rows, cols, num_warps=8)
     return out_RD
+
+
+def gather_padded(source_ND: torch.Tensor, index_R: torch.Tensor, tiles_M4: torch.Tensor, experts: int) -> torch.Tensor:
+    """The same with each expert's rows padded by zeros to halves of a tile. What follows the last one's is not set."""
+    d = source_ND.shape[1]
+    out_PD = source_ND.new_empty(len(index_R) + TILE // 2 * experts, d)
+    rows, cols = 16, min(256, triton.next_power_of_2(d))
+    grid = (len(tiles_M4) * (TILE // rows), triton.cdiv(d, cols))
+    gather_padded_kernel[grid](source_ND.contiguous(), index_R, tiles_M4, out_PD, d, TILE, rows, cols, num_warps=8)
+    return out_PD
 
 
 def total(y_RD: torch.Tensor, slots_NK: torch.Tensor) -> torch.Tensor:

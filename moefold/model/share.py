@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from moefold.comm.collectives import gather_plain
+from moefold.kernels.router_topk import Span
 from moefold.layout.axes import Axis, World
 
 
@@ -69,12 +70,17 @@ class Share:
         return self.of_rank(numbers_BS + self.first * self.length)
 
     @property
+    def span(self) -> Span:
+        """Which tokens of its cp rank's sequences this rank has."""
+        length = self.length // self.cp.size
+        return Span(self.sequences, length, self.tp.index * (self.sequences * length // self.tp.size))
+
+    @property
     def sequence_T(self) -> torch.Tensor:
         """For each token of this rank, which sequence it belongs to."""
-        per_sequence = self.length // self.cp.size
-        count = self.sequences * per_sequence // self.tp.size
-        first = self.tp.index * count
-        return torch.arange(first, first + count, device=self.device) // per_sequence
+        span = self.span
+        count = self.sequences * span.length // self.tp.size
+        return torch.arange(span.first, span.first + count, device=self.device) // span.length
 
     @property
     def place_T(self) -> torch.Tensor:

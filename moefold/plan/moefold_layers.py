@@ -152,8 +152,8 @@ def has_aux(s: Sizes) -> bool:
 
 
 def counted(s: Sizes) -> float:
-    """Rows of the shares that the balance losses multiply with: each token has those of its sequence."""
-    return s.T if s.model.moe.aux_over == "sequence" else 1.0
+    """Rows of the shares that the balance losses multiply with: each sequence has its own."""
+    return s.B if s.model.moe.aux_over == "sequence" else 1.0
 
 
 def has_shares(s: Sizes) -> bool:
@@ -197,13 +197,18 @@ ROUTE = (
     scores("choice", always, K, held="int64"),
     scores("which choices are none", lambda s: not one_pass(s), K, held="byte"),
     scores("weights", lambda s: weighs_chosen(s) or one_pass(s), K),
-    scores("load by expert, and by device", has_aux, lambda s: s.E * (2 if s.model.moe.device_loss else 1), counted),
-    scores("log-sum-exp", lambda s: s.model.moe.z_loss > 0, one),
+    scores("price of each expert", has_aux, E, counted),
+    scores("log-sum-exp", lambda s: s.model.moe.z_loss > 0 and not one_pass(s), one),
 )
 
 
 def reference_rows(s: Sizes) -> bool:
     return s.kernel("arrange_rows") == "reference" or s.portion.ep > 1
+
+
+def fused(s: Sizes) -> bool:
+    """Whether one kernel does: in backward it writes the gradient of gate and up over them."""
+    return s.fused
 
 
 def unfused(s: Sizes) -> bool:
@@ -286,6 +291,10 @@ def stands_apart(s: Sizes) -> bool:
     return not (s.fused and s.portion.adds)
 
 
+def fused_and_apart(s: Sizes) -> bool:
+    return s.fused and stands_apart(s)
+
+
 def padded(s: Sizes) -> float:
     return s.R + (PADDING * s.e if s.fused else 0.0)
 
@@ -323,8 +332,8 @@ def swiglu_backward(rows: Number, inner: Number, when: When = always) -> Moment:
 MOMENTS: dict[tuple[str, str], tuple[Moment, ...]] = {
     ("experts", "F"): (
         (
-            Tensor("rows", "", R, W, when=lambda s: s.fused),
-            Tensor("activated", "", R, lambda s: s.F, when=lambda s: s.fused),
+            Tensor("rows", "", padded, W, when=fused),
+            Tensor("activated", "", R, lambda s: s.F, when=fused),
             Tensor("results", "", R, W),
         ),
     ),
@@ -332,10 +341,18 @@ MOMENTS: dict[tuple[str, str], tuple[Moment, ...]] = {
         (
             STREAM,
             Tensor("gradient of results", "", R, W),
-            Tensor("gradient of gate and up", "", padded, lambda s: 2 * s.F),
+            Tensor("gradient of gate and up", "", R, lambda s: 2 * s.F, when=unfused),
             Tensor("rows and their gradient", "", R, lambda s: s.W * (2 if s.fused else 1)),
             Tensor("gradient of what arrived", "", lambda s: s.N, W),
             Tensor("gradients of the experts' weights", "", lambda s: s.e * s.W, lambda s: 3 * s.F, when=stands_apart),
+        ),
+        (
+            STREAM,
+            Tensor("gradient of results", "", R, W, when=fused),
+            Tensor("activation, made again", "", padded, lambda s: s.F, when=fused),
+            Tensor(
+                "gradient of down", "", lambda s: s.e * s.W, lambda s: s.F, when=lambda s: fused(s) and stands_apart(s)
+            ),
         ),
         (STREAM, *swiglu_backward(R, lambda s: s.F, unfused)),
     ),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import fields
+from operator import itemgetter
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from moefold.kernels.catalog import CATALOG
 from moefold.kernels.cross_entropy import IGNORED
 from moefold.kernels.registry import DTYPES, OPS, Case, Op
 from moefold.kernels.rmsnorm import rmsnorm
-from moefold.kernels.router_topk import Choosing, router_topk
+from moefold.kernels.router_topk import Choosing, Span, router_topk
 
 # Largest |a - b| / |b| against fp64. bf16 keeps 8 bits (4e-3); logits and scores made from rounded products lose a few
 # times that.
@@ -331,8 +332,8 @@ def plain_router_logits(h, w):
     return [[dot(token, expert) for expert in w] for token in h]
 
 
-def plain_router_topk(logits, bias, how, imposed=None):
-    probs, ids, shares = [], [], []
+def plain_router_topk(logits, bias, how, imposed=None, span=None):
+    probs, ids, shares, squares = [], [], [], []
     for number, row in enumerate(logits):
         scores = [1 / (1 + math.exp(-x)) for x in row] if how.score == "sigmoid" else softmax(row)
         shares.append([x / math.fsum(scores) for x in scores])
@@ -346,7 +347,12 @@ def plain_router_topk(logits, bias, how, imposed=None):
             weights = {e: scores[e] / totals[how.normalize] for e in there}
         probs.append([weights.get(e, 0.0) * how.scale for e in best])
         ids.append(best)
-    return probs, ids, shares
+        squares.append(math.log(math.fsum(math.exp(x) for x in row)) ** 2)
+    sequences, length, first = (span.sequences, span.length, span.first) if span else (1, len(logits), 0)
+    mine = [[t for t in range(len(logits)) if (t + first) // length == b] for b in range(sequences)]
+    counts = [[sum(ids[t].count(e) for t in of) for e in range(len(bias))] for of in mine]
+    summed = [[math.fsum(shares[t][e] for t in of) for e in range(len(bias))] for of in mine]
+    return probs, ids, counts, summed, [math.fsum(squares[t] for t in of) for of in mine]
 
 
 def best_experts(worth, how):
@@ -439,6 +445,7 @@ def test_a_reference_equals_its_formula_in_plain_python(op):
 
 
 GROUPED = [(1, 1, "best_two"), (4, 2, "best_two"), (4, 1, "best"), (2, 1, "best_two"), (4, 4, "best")]
+SPAN = Span(3, 3, 1)  # five tokens: two of the first sequence, three of the second, none of the third
 IMPOSED = {"chosen": None, "imposed": [[0, 5], [7, 2], [3, -1], [-1, 4], [-1, -1]]}
 
 
@@ -454,12 +461,13 @@ def test_every_way_of_choosing_equals_its_formula_and_its_gradients_those_of_fin
     ids = torch.tensor(IMPOSED[imposed]) if IMPOSED[imposed] else None
     for groups, groups_chosen, group_score in GROUPED:
         how = Choosing(2, score, normalize, 2.5, groups, groups_chosen, group_score)
-        found = router_topk(logits, 0.3 * bias, how, ids)
-        expected = plain_router_topk(logits.tolist(), (0.3 * bias).tolist(), how, IMPOSED[imposed])
-        assert found[1].tolist() == expected[1], how
-        for mine, plain in ((found[0], expected[0]), (found[2], expected[2])):
-            assert error(mine.detach(), torch.tensor(plain, dtype=torch.float64)) < 1e-12, how
-        floats = lambda x, how=how: router_topk(x, 0.3 * bias, how, ids)[::2]  # noqa: E731
+        found = router_topk(logits, 0.3 * bias, how, ids, SPAN)
+        expected = plain_router_topk(logits.tolist(), (0.3 * bias).tolist(), how, IMPOSED[imposed], SPAN)
+        assert [x.tolist() for x in found[1:3]] == list(expected[1:3]), how
+        for number in (0, 3, 4):
+            plain = torch.tensor(expected[number], dtype=torch.float64)
+            assert error(found[number].detach(), plain) < 1e-12, how
+        floats = lambda x, how=how: itemgetter(0, 3, 4)(router_topk(x, 0.3 * bias, how, ids, SPAN))  # noqa: E731
         assert torch.autograd.gradcheck(floats, logits), how
 
 

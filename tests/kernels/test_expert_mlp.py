@@ -78,6 +78,26 @@ def test_gradients_add_up_where_a_weight_says(routing: str, dtype: torch.dtype):
 
 @needs_hopper
 @pytest.mark.gpu
+def test_backward_has_no_second_pre_activation_and_will_not_run_twice():
+    """Beside the gradients it gives, backward needs a padded activation or padded rows, and sums of the router's."""
+    counts, d, f = ROUTINGS["even"], 256, 2048
+    inputs, rest, dy = drawn(counts, d, f)
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    y = expert_mlp.implementations["gluon"](*leaves, *rest)
+    dy = dy.bfloat16()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    y.backward(dy, retain_graph=True)
+    needed = torch.cuda.max_memory_allocated() - before
+    gradients = sum(x.numel() * x.element_size() for x in leaves)
+    padded = (sum(counts) + 64 * len(counts)) * f * 2
+    assert needed < gradients + 1.2 * padded
+    with pytest.raises(RuntimeError, match="second backward through the same experts"):
+        y.backward(dy)
+
+
+@needs_hopper
+@pytest.mark.gpu
 def test_a_layer_waits_for_nothing_and_its_graph_replays_right_with_other_routing():
     layer = Layer(hidden=512, ffn=768, experts=16, top_k=4, tokens=2048)
     forward, module = ours(layer, "cuda", torch.bfloat16, zipf=False)

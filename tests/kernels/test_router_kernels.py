@@ -8,24 +8,28 @@ import torch
 pytest.importorskip("triton")
 
 from moefold.kernels.arrange_rows import arrange_rows
-from moefold.kernels.router_topk import Choosing, router_topk
+from moefold.kernels.router_topk import Choosing, Span, router_topk
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def both_ways(how: Choosing, t: int, e: int, imposed: torch.Tensor | None = None) -> None:
-    """The kernel's choice, weights, shares and the gradient through both equal the reference's."""
+def both_ways(how: Choosing, t: int, e: int, imposed: torch.Tensor | None = None, span: Span | None = None) -> None:
+    """The kernel's choice, weights, sums by sequence and the gradient through all of them equal the reference's."""
     generator = torch.Generator().manual_seed(t + e)
-    logits, dshares = (torch.randn(t, e, generator=generator).to(DEVICE) for _ in range(2))
-    dprobs, bias = torch.randn(t, how.k, generator=generator), torch.randn(e, generator=generator) / 50
-    outcomes = []
+    logits, bias = torch.randn(t, e, generator=generator).to(DEVICE), torch.randn(e, generator=generator) / 50
+    outcomes, directions = [], None
     for name in ("reference", "triton"):
         leaf = logits.clone().requires_grad_()
-        probs, ids, shares = router_topk.implementations[name](leaf, bias.to(DEVICE), how, imposed)
-        torch.autograd.backward((probs, shares), (dprobs.to(DEVICE), dshares))
-        outcomes.append((ids, probs, shares, leaf.grad))
-    assert torch.equal(outcomes[0][0], outcomes[1][0]), how
-    for expected, got in zip(outcomes[0][1:], outcomes[1][1:], strict=True):
+        found = router_topk.implementations[name](leaf, bias.to(DEVICE), how, imposed, span)
+        probs, ids, counts, shares, squares = found
+        if directions is None:
+            directions = [torch.randn(x.shape, generator=generator).to(DEVICE) for x in (probs, shares, squares)]
+        torch.autograd.backward((probs, shares, squares), directions)
+        outcomes.append((ids, counts, probs, shares, squares, leaf.grad))
+    for expected, got in zip(outcomes[0][:2], outcomes[1][:2], strict=True):
+        assert torch.equal(got, expected), how
+        assert got.dtype == expected.dtype == torch.int64
+    for expected, got in zip(outcomes[0][2:], outcomes[1][2:], strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6, msg=lambda text: f"{how}: {text}")
 
 
@@ -52,6 +56,13 @@ def test_an_imposed_choice_with_places_left_empty_equals_the_reference(score: st
     both_ways(Choosing(2, score, normalize, 2.5), t=5, e=8, imposed=imposed)
 
 
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("span", [(1, 150), (3, 50), (150, 1), (2, 100, 30), (4, 60, 61), (2, 700, 590)])
+def test_sums_are_those_of_sequences_whole_cut_and_absent(span: tuple[int, ...], score: str):
+    """150 tokens, of more blocks than one, of parts of blocks, and of sequences of which other ranks hold all."""
+    both_ways(Choosing(2, score, scale=2.5), t=150, e=24, span=Span(*span))
+
+
 def test_very_small_scores_keep_their_shares():
     """Sigmoids of logits this low are zero in fp32; their logs are not."""
     logits = torch.tensor([[-150.0, -151.0, -160.0, -200.0]], device=DEVICE)
@@ -64,9 +75,9 @@ def test_very_small_scores_keep_their_shares():
 
 
 def test_of_equally_good_experts_the_lower_numbers_are_chosen():
-    _, ids, _ = router_topk.implementations["triton"](
+    ids = router_topk.implementations["triton"](
         torch.zeros(3, 8, device=DEVICE), torch.zeros(8, device=DEVICE), Choosing(3)
-    )
+    )[1]
     assert ids.tolist() == [[0, 1, 2]] * 3
 
 

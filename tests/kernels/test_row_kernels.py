@@ -43,3 +43,17 @@ def test_padded_rows_begin_at_multiples_of_half_a_tile_and_keep_the_order(counts
     starts = [end - rows for end, rows in zip(ends.tolist(), counts, strict=True)]
     for e, first, _, padded in tiles[: int(count)].tolist():
         assert padded - pads[e] == first - starts[e]
+
+
+@pytest.mark.parametrize("d", [8, 600])
+@pytest.mark.parametrize("counts", [[5], [128, 128], [0, 129, 0, 0, 1, 255, 0], [64, 63, 65]])
+def test_gathering_padded_gives_each_experts_rows_and_zeros_up_to_the_next(counts: list[int], d: int):
+    """Some rows have no source: they are zeros too."""
+    ends = torch.tensor(counts, device=DEVICE).cumsum(0).int()
+    tiles, _, _ = row_kernels.row_tiles(ends, sum(counts))
+    source = torch.randn(7, d, generator=torch.Generator().manual_seed(d)).to(DEVICE)
+    index = torch.arange(sum(counts), dtype=torch.int32, device=DEVICE) % 8 - 1
+    got = row_kernels.gather_padded(source, index, tiles, len(counts))
+    of_experts = row_kernels.gather(source, index).split(counts)
+    expected = torch.cat([torch.nn.functional.pad(rows, (0, 0, 0, -len(rows) % 64)) for rows in of_experts])
+    assert torch.equal(got[: len(expected)], expected)

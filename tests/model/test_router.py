@@ -129,7 +129,7 @@ def test_scores_are_fp32_for_a_bf16_model(score: str):
     assert router.weight.dtype == router.bias.dtype == torch.bfloat16
     assert routing.probs_TK.dtype == aux.dtype == torch.float32
     logits = torch.nn.functional.linear(h_TD.float(), router.weight.float(), router.bias.float())
-    expected, ids, _ = router_topk(logits, torch.zeros(8), Choosing(3, score))
+    expected, ids, *_ = router_topk(logits, torch.zeros(8), Choosing(3, score))
     assert torch.equal(routing.probs_TK, expected)
     assert torch.equal(routing.ids_TK, ids)
     assert not torch.equal(expected, expected.bfloat16().float()), "bf16 could not hold them"

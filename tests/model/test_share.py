@@ -71,6 +71,8 @@ def test_every_token_is_on_one_rank_with_its_sequence(sequences: int, cp: int, t
             of_context_C = share.of_context(tokens_BS)
             mine_T = of_context_C.tensor_split(tp)[share.tp.index]
             assert torch.equal(share.sequence_T, mine_T // length)
+            of_each_B = share.span.sum(mine_T[:, None])[:, 0].tolist()
+            assert of_each_B == [int(mine_T[mine_T // length == b].sum()) for b in range(sequences)]
             found += mine_T.tolist()
     assert sorted(found) == list(range(sequences * length))
 

@@ -42,13 +42,14 @@ class Router(Declaring):
         if imposed_TK is None:
             imposed_TK = self.choice_of_all(logits_TE, share)
         bias_E = self.load.bias_E.to(logits_TE.dtype)
-        probs_TK, ids_TK, shares_TE = self.router_topk(logits_TE, bias_E, self.how, imposed_TK)
+        chosen = self.router_topk(logits_TE, bias_E, self.how, imposed_TK, share.span)
+        probs_TK, ids_TK, counts_BE, shares_BE, squares_B = chosen
         routing = limited(Routing(probs_TK, ids_TK), self.moe, share, self.sharing)
         if self.training:
-            self.load.count(ids_TK, routing.ids_TK)
+            self.load.count(counts_BE, ids_TK, routing.ids_TK)
         if self.load.record and not recomputing():
             self.load.record(ids_TK)
-        return routing, balance_losses(logits_TE, shares_TE, ids_TK, self.moe, self.load, share, self.sharing)
+        return routing, balance_losses(counts_BE, shares_BE, squares_B, self.moe, self.load, self.sharing)
 
     def logits(self, h_TD: torch.Tensor, share: Share) -> torch.Tensor:
         if self.moe.jitter and self.training:  # in fp32: rounded to bf16, little noise is none
