@@ -36,7 +36,8 @@ class AddNorm(torch.autograd.Function):
         from moefold.kernels import norm_kernels
 
         s_TD, y_TD, inverse_T = norm_kernels.forward(x_TD, added_TD, w_D, eps)
-        ctx.save_for_backward(s_TD, w_D, inverse_T)
+        ctx.save_for_backward(s_TD, inverse_T)
+        ctx.weight = w_D  # itself: it knows where its gradient goes
         ctx.set_materialize_grads(False)
         return s_TD, y_TD
 
@@ -47,8 +48,8 @@ class AddNorm(torch.autograd.Function):
         ds_TD, dy_TD = gradients
         if dy_TD is None:
             return ds_TD, ds_TD, None, None
-        s_TD, w_D, inverse_T = ctx.saved_tensors
-        ds_TD, dw_D = norm_kernels.backward(dy_TD, s_TD, w_D, inverse_T, ds_TD)
+        s_TD, inverse_T = ctx.saved_tensors
+        ds_TD, dw_D = norm_kernels.backward(dy_TD, s_TD, ctx.weight, inverse_T, ds_TD)
         return ds_TD, ds_TD, dw_D, None
 
 

@@ -61,7 +61,7 @@ class Transformer(nn.Module):
         self.stages = list(stages) if stages is not None else [whole(model)]
         predicts = any(stage.predicts for stage in self.stages)
         if any(stage.looks_up for stage in self.stages) or (predicts and model.tied_head):
-            self.embedding = Embedding(model, choices.world)
+            self.embedding = Embedding(model, choices.kernels, choices.world)
         self.blocks = Numbered({n: make_block(model, n, choices) for stage in self.stages for n in stage.layers})
         if predicts:
             tied = self.embedding if model.tied_head else None

@@ -326,6 +326,18 @@ def plain_add_rmsnorm(x, added, w, eps):
     return total, plain_rmsnorm(total, w, eps)
 
 
+def plain_embedding(words, w, holes=False):
+    return [w[word] if word >= 0 else [0.0] * len(w[0]) for word in words]
+
+
+def plain_linear(x, *layers):
+    if isinstance(x[0][0], list):
+        return list(zip(*(plain_linear(rows, *layers) for rows in x), strict=True))
+    biases = [b or [0.0] * len(w) for w, b in zip(layers[::2], layers[1::2], strict=True)]
+    each = zip(layers[::2], biases, strict=True)
+    return [[[dot(row, v) + c for v, c in zip(w, b, strict=True)] for row in x] for w, b in each]
+
+
 def plain_router_logits(h, w):
     return [[dot(token, expert) for expert in w] for token in h]
 

@@ -23,7 +23,7 @@ def test_both_norms_equal_their_references_forward_and_backward(op, number: int)
 
 
 def test_the_weights_gradient_of_more_rows_than_programs_is_that_of_all_rows(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(norm_kernels, "PROGRAMS", 3)
+    monkeypatch.setattr(norm_kernels, "WARPS", 24)  # three programs
     x, dy = (torch.randn(300, 96, generator=torch.Generator().manual_seed(i)).to(DEVICE) for i in range(2))
     w = torch.ones(96, device=DEVICE, requires_grad=True)
     rmsnorm(x, w, 1e-6).backward(dy)

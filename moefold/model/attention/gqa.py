@@ -18,7 +18,7 @@ from moefold.model.choices import Choices
 from moefold.model.norm import RMSNorm, RMSNormOverTp, TurningNorm
 from moefold.model.share import Share
 from moefold.model.steps import Region
-from moefold.precision.linear import Linear
+from moefold.precision.linear import Linear, Together
 
 
 class GroupedQueryAttention(Seeing):
@@ -32,6 +32,7 @@ class GroupedQueryAttention(Seeing):
         self.query = Linear(world, d, *heads, bias=a.qkv_bias, std=std, placement=over_tp(0))
         self.key = Linear(world, d, *kv_heads, bias=a.qkv_bias, std=std, placement=over_tp(0))
         self.value = Linear(world, d, *kv_heads, bias=a.qkv_bias, std=std, placement=over_tp(0))
+        self.projections = Together(world, self.query, self.key, self.value)
         out_std = std / (2 * model.layers) ** 0.5
         self.out = Linear(world, a.heads * a.head_dim, d, bias=a.out_bias, std=out_std, placement=over_tp(1))
         whole = a.rope_dim in (0, a.head_dim) and (a.qk_norm == "head" or (a.qk_norm == "full" and self.tp.size == 1))
@@ -51,7 +52,7 @@ class GroupedQueryAttention(Seeing):
     def forward(self, x_TD: torch.Tensor, share: Share) -> torch.Tensor:
         """What attention adds to the residual stream."""
         h_CD = gather(self.norm(x_TD), self.tp)  # all tokens of this cp rank meet this rank's heads
-        q, k, v = (share.by_sequence(project(h_CD)) for project in (self.query, self.key, self.value))
+        q, k, v = map(share.by_sequence, self.projections(h_CD))
         q, k = self.placed(q, k, share)
         y_BSHD = self.core(self.context, q, k, v, share, self.sight())
         summand_CD = self.out(y_BSHD.reshape(h_CD.shape[0], -1))
