@@ -106,7 +106,13 @@ def attend(model: ModelConfig, layer: int) -> StepSpec:
         True,
         f"T,{d} -> q T,{a.heads},{a.head_dim}; k T,{kv_heads},{a.head_dim}; v T,{kv_heads},{value_dim} -> T,{d}"
         + (f"  (the last {window} tokens)" if window else ""),
-        ("rmsnorm", "linear", "rope", *(("norm_rope",) if a.kind == "gqa" and a.qk_norm != "none" else ()), "attention"),
+        (
+            "rmsnorm",
+            "linear",
+            "rope",
+            *(("norm_rope",) if a.kind == "gqa" and a.qk_norm != "none" else ()),
+            "attention",
+        ),
         weights,
         matmul_size(weights),
         context=a.heads * (a.head_dim + value_dim),
@@ -180,7 +186,7 @@ def route(model: ModelConfig) -> StepSpec:
     d, e, k = model.hidden, model.moe.experts, model.moe.top_k
     weights = (Weight("moe.norm.weight", (d,)), Weight("moe.router.weight", (e, d)))
     weights += (Weight("moe.router.bias", (e,)),) if model.moe.biases else ()
-    kernels = ("add_rmsnorm", "router_logits", "router_topk")
+    kernels = ("add_rmsnorm", "router_logits", "router_topk", "tally")
     return StepSpec("route", "compute", True, f"T,{d} -> T,{e} -> T,{k}", kernels, weights)
 
 
@@ -276,7 +282,9 @@ def look_ahead(model: ModelConfig) -> StepSpec:
     d = model.hidden
     norms = tuple(Weight(f"{name}_norm.weight", (d,)) for name in ("stream", "token"))
     weights = (*norms, Weight("join.weight", (d, 2 * d)))
-    return StepSpec("look_ahead", "compute", True, f"T,{d} and T,{d} -> T,{d}", ("rmsnorm", "linear"), weights, 2.0 * d * d)
+    return StepSpec(
+        "look_ahead", "compute", True, f"T,{d} and T,{d} -> T,{d}", ("rmsnorm", "linear"), weights, 2.0 * d * d
+    )
 
 
 def set_aside(model: ModelConfig) -> StepSpec:

@@ -27,6 +27,7 @@ from moefold.kernels import (
     router_logits,
     router_topk,
     swiglu,
+    tally,
 )
 from moefold.kernels.catalog import CATALOG, Facts, pick, read_force
 from moefold.kernels.registry import OPS
@@ -52,6 +53,7 @@ __all__ = [  # imported so that their ops are registered
     "router_logits",
     "router_topk",
     "swiglu",
+    "tally",
 ]
 
 
@@ -73,6 +75,7 @@ class Kernels:
     expert_bias: Callable[..., Any]
     router_logits: Callable[..., Any]
     router_topk: Callable[..., Any]
+    tally: Callable[..., Any]
     arrange_rows: Callable[..., Any]
     gather_rows: Callable[..., Any]
     sum_rows: Callable[..., Any]

@@ -224,6 +224,11 @@ CATALOG: dict[str, tuple[Choice, ...]] = {
             "softmax, choice and weights in one pass, no sort",
         ),
     ),
+    "tally": (
+        Choice(
+            "triton", triton_computes, "cuda with Triton, fp32 scores", "counts and sums in one pass each; no atomics"
+        ),
+    ),
     "arrange_rows": (
         Choice("triton", triton_runs, "cuda with Triton", "counts and places instead of sorting; no atomics"),
     ),

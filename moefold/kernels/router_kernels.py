@@ -118,7 +118,8 @@ def choose_backward_kernel(
     K: tl.constexpr, SCORE: tl.constexpr, NORMALIZE: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr,
     SLOTS: tl.constexpr,
 ):  # fmt: skip
-    """Of p = softmax over the chosen logs: dlog = p (dp - p . dp); of shares s likewise over all; then of the logs."""
+    """Of p = softmax over the chosen logs: dlog = p (dp - p . dp); of shares s likewise over all; then of the logs.
+    What nobody read, weights or shares, has None for a gradient."""
     t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     e = tl.arange(0, WIDTH)
     k = tl.arange(0, SLOTS)
@@ -128,7 +129,9 @@ def choose_backward_kernel(
     _, shares = score(logits, inside, SCORE == "sigmoid")
     chosen = t[:, None] * K + k[None, :]
     real = (t < T)[:, None] & (k < K)[None, :]
-    d = tl.load(dprobs_TK + chosen, mask=real, other=0.0) * scale
+    d = tl.zeros([TOKENS, SLOTS], tl.float32)
+    if dprobs_TK is not None:
+        d += tl.load(dprobs_TK + chosen, mask=real, other=0.0) * scale
     if NORMALIZE == "chosen":
         probs = tl.load(probs_TK + chosen, mask=real, other=0.0) / scale
         d = probs * (d - tl.sum(probs * d, 1)[:, None])
@@ -137,7 +140,9 @@ def choose_backward_kernel(
         which = tl.load(ids_TK + t * K + turn, mask=t < T, other=-1).to(tl.int32)
         mine = tl.sum(tl.where((k == turn)[None, :], d, 0.0), 1)
         sent += tl.where(e[None, :] == which[:, None], mine[:, None], 0.0)
-    dshares = tl.load(dshares_TE + at, mask=inside, other=0.0)
+    dshares = tl.zeros([TOKENS, WIDTH], tl.float32)
+    if dshares_TE is not None:
+        dshares += tl.load(dshares_TE + at, mask=inside, other=0.0)
     if NORMALIZE == "all" or (NORMALIZE == "none" and SCORE != "sigmoid"):
         dshares += sent
     dlogs = shares * (dshares - tl.sum(shares * dshares, 1)[:, None])

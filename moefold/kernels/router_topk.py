@@ -112,6 +112,7 @@ class Choose(torch.autograd.Function):
         ctx.save_for_backward(logits_TE, probs_TK, ids_TK)
         ctx.how = how
         ctx.mark_non_differentiable(ids_TK)
+        ctx.set_materialize_grads(False)
         return probs_TK, ids_TK, shares_TE
 
     @staticmethod
@@ -119,8 +120,9 @@ class Choose(torch.autograd.Function):
         from moefold.kernels import router_kernels
 
         logits_TE, probs_TK, ids_TK = ctx.saved_tensors
-        gradients = (dprobs_TK.contiguous(), dshares_TE.contiguous())
-        return router_kernels.choose_backward(*gradients, logits_TE, probs_TK, ids_TK, ctx.how), None, None, None
+        dprobs_TK, dshares_TE = (None if d is None else d.contiguous() for d in (dprobs_TK, dshares_TE))
+        dlogits_TE = router_kernels.choose_backward(dprobs_TK, dshares_TE, logits_TE, probs_TK, ids_TK, ctx.how)
+        return dlogits_TE, None, None, None
 
 
 @router_topk.cases

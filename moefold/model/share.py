@@ -68,12 +68,17 @@ class Share:
         return self.of_rank(numbers_BS + self.first * self.length)
 
     @property
+    def span(self) -> tuple[int, int, int]:
+        """Where this rank's tokens lie: token t belongs to sequence (first + t) / length of so many:
+        (first, length, sequences)."""
+        length = self.length // self.cp.size
+        return self.tp.index * (self.sequences * length // self.tp.size), length, self.sequences
+
+    @property
     def sequence_T(self) -> torch.Tensor:
         """For each token of this rank, which sequence it belongs to."""
-        per_sequence = self.length // self.cp.size
-        count = self.sequences * per_sequence // self.tp.size
-        first = self.tp.index * count
-        return torch.arange(first, first + count, device=self.device) // per_sequence
+        first, length, sequences = self.span
+        return torch.arange(first, first + sequences * length // self.tp.size, device=self.device) // length
 
     @property
     def place_T(self) -> torch.Tensor:

@@ -12,7 +12,8 @@ from collections.abc import Callable
 from moefold.plan.sizes import Sizes
 from moefold.plan.tensor import C, D, Moment, Number, R, Stack, T, Tensor, W, always, gqa, mla, one, q_k_v
 
-CHUNK_LOGITS = 1 << 26  # as kernels/cross_entropy.py has it; a test compares
+CHUNK_LOGITS = 1 << 26  # as kernels/cross_entropy.py has these; a test compares
+LOGITS_IN_PLACE = 10 << 26
 PADDING = 64  # rows that the fused kernel may add for each expert
 
 When = Callable[[Sizes], bool]
@@ -151,8 +152,13 @@ def has_aux(s: Sizes) -> bool:
 
 
 def counted(s: Sizes) -> float:
-    """Rows of the shares that the balance losses multiply with: each token has those of its sequence."""
-    return s.T if s.model.moe.aux_over == "sequence" else 1.0
+    """Rows of the loads that the balance losses multiply with."""
+    return s.B if s.model.moe.aux_over == "sequence" else 1.0
+
+
+def sums_by_product(s: Sizes) -> bool:
+    """Whether scores are summed by sequence as a product, which keeps who belongs where."""
+    return has_aux(s) and s.kernel("tally") == "reference"
 
 
 def has_shares(s: Sizes) -> bool:
@@ -197,6 +203,7 @@ ROUTE = (
     scores("which choices are none", lambda s: not one_pass(s), K, held="byte"),
     scores("weights", lambda s: weighs_chosen(s) or one_pass(s), K),
     scores("load by expert, and by device", has_aux, lambda s: s.E * (2 if s.model.moe.device_loss else 1), counted),
+    scores("which sequence a token is of", sums_by_product, lambda s: s.B),
     scores("log-sum-exp", lambda s: s.model.moe.z_loss > 0, one),
 )
 
@@ -287,8 +294,14 @@ def chunked(s: Sizes) -> bool:
 
 
 def chunk(s: Sizes) -> float:
-    """Logits that the head holds at a time: a kernel that needs less for each of them takes more at a time."""
-    return min(CHUNK_LOGITS * (4 if in_place(s) else 1), s.C * s.P)
+    """Logits that the head holds at a time: those of as many tokens as may be, a power of two. A kernel that needs less
+    for each of them takes more at a time."""
+    most = LOGITS_IN_PLACE if in_place(s) else CHUNK_LOGITS
+    return min(tokens_of_chunk(most, s.P), s.C) * s.P
+
+
+def tokens_of_chunk(logits: int, words: float) -> int:
+    return 1 << max(0, int(logits // words).bit_length() - 1)
 
 
 def swiglu_backward(rows: Number, inner: Number, when: When = always) -> Moment:

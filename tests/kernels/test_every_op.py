@@ -360,6 +360,13 @@ def plain_router_topk(logits, bias, how, imposed=None):
     return probs, ids, shares
 
 
+def plain_tally(shares, ids, first, length, sequences):
+    experts = len(shares[0])
+    tokens = [[t for t in range(len(ids)) if (first + t) // length == b] for b in range(sequences)]
+    sums = [[math.fsum(shares[t][e] for t in mine) for e in range(experts)] for mine in tokens]
+    return sums, [[sum(ids[t].count(e) for t in mine) for e in range(experts)] for mine in tokens]
+
+
 def best_experts(worth, how):
     """The K best, the lower number first among equals, of the groups that are worth most."""
     size = len(worth) // how.groups
@@ -424,8 +431,8 @@ def plain_adamw(w, g, m, v, weights, scale, pace):
     return [a - lr * decay * a - lr * move for a, move in zip(w, moves, strict=True)], given, m, v, scale
 
 
-def plain_add_squares(total, x):
-    return total + dot(x, x), x
+def plain_add_squares(total, *flats):
+    return total + math.fsum(dot(x, x) for x in flats), *flats
 
 
 PLAIN = {name.removeprefix("plain_"): value for name, value in list(globals().items()) if name.startswith("plain_")}

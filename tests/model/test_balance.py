@@ -26,6 +26,7 @@ from moefold.config.run import (
 )
 from moefold.kernels.bind import bind
 from moefold.kernels.catalog import Facts
+from moefold.kernels.tally import tally
 from moefold.layout.axes import Axis, World, alone, name_axes
 from moefold.model.initialise import initialise
 from moefold.model.moe.balance import Load, balance_losses, gather_loads, survey_loads, update_loads
@@ -63,11 +64,19 @@ def cycling(tokens: int, experts: int = 4, k: int = 2) -> torch.Tensor:
 def loss(logits_TE: torch.Tensor, ids_TK: torch.Tensor, sequences: int, **moe: Any) -> torch.Tensor:
     """Of softmax scores, with the load of a batch that is these tokens."""
     load = Load(logits_TE.shape[1])
-    load.count(ids_TK, ids_TK)
+    span = share(sequences, len(logits_TE) // sequences).span
+    sums_BE, counts_BE = tally(logits_TE.softmax(-1), ids_TK, *span)
+    load.count(counts_BE, ids_TK, ids_TK)
     survey_loads([load], ALONE)
     how = MoeConfig(**{"experts": logits_TE.shape[1], "top_k": ids_TK.shape[1], **moe})
-    where = share(sequences, len(logits_TE) // sequences)
-    return balance_losses(logits_TE, logits_TE.softmax(-1), ids_TK, how, load, where, ALONE)
+    return balance_losses(logits_TE, sums_BE, counts_BE, how, load, ALONE)
+
+
+def count(load: Load, ids_TK: torch.Tensor, kept_TK: torch.Tensor | None = None) -> None:
+    """As one sequence."""
+    experts = len(load.counts_E)
+    _, counts_BE = tally(torch.zeros(len(ids_TK), experts), ids_TK, 0, len(ids_TK), 1)
+    load.count(counts_BE, ids_TK, ids_TK if kept_TK is None else kept_TK)
 
 
 @pytest.mark.parametrize("over", OVER)
@@ -183,7 +192,7 @@ def test_the_loss_of_a_batch_is_the_sum_over_its_sequences_however_it_is_split(p
 
 def counted(*rows: list[int], experts: int = 4) -> Load:
     load = Load(experts)
-    load.count(torch.tensor(rows), torch.tensor(rows))
+    count(load, torch.tensor(rows))
     return load
 
 
@@ -195,7 +204,7 @@ def test_the_bias_moves_against_the_load_by_one_step_and_counting_starts_anew():
     assert load.bias_E.tolist() == [-0.5, -0.5, 0.5, 0.5]
     assert load.counts_E.tolist() == [0, 0, 0, 0]
     even = torch.tensor([[0], [1], [2], [3]])
-    load.count(even, even)
+    count(load, even)
     update_loads([load], moe, ALONE)
     assert load.bias_E.tolist() == [-0.5, -0.5, 0.5, 0.5], "an even load moves nothing"
 
@@ -242,7 +251,7 @@ def test_a_survey_remembers_shares_forgets_counts_and_moves_no_bias():
 
 def test_loads_tell_layers_choices_dropped_ones_and_bytes_and_no_choice_counts_for_none():
     load = Load(3, layer=5)
-    load.count(torch.tensor([[0, 1], [0, -1], [2, 0]]), torch.tensor([[0, 1], [-1, -1], [2, -1]]))
+    count(load, torch.tensor([[0, 1], [0, -1], [2, 0]]), torch.tensor([[0, 1], [-1, -1], [2, -1]]))
     load.note_moved(70)
     load.note_moved(7)
     found = gather_loads([load], ALONE)

@@ -11,7 +11,7 @@ Choices are counted over a sequence, a microbatch (of a data-parallel rank), or 
 needs a pass of its own, since its counts are known when all of it has been through the router. `previous_batch` takes
 those of the step before instead.
 
-T tokens of B sequences of S, E experts, K choices, L MoE layers.
+T tokens of B sequences, E experts, K choices, L MoE layers.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from moefold.comm.collectives import sum_
 from moefold.comm.host import on_device
 from moefold.config.run import MoeConfig
 from moefold.layout.axes import Axis
-from moefold.model.share import Share
 from moefold.model.steps import recomputing
 
 
@@ -50,11 +49,11 @@ class Load(nn.Module):
         self.record: Callable[[torch.Tensor], object] | None = None
 
     @torch.no_grad()
-    def count(self, ids_TK: torch.Tensor, kept_TK: torch.Tensor) -> None:
-        """Choices made, and those of them that were kept."""
+    def count(self, counts_BE: torch.Tensor, ids_TK: torch.Tensor, kept_TK: torch.Tensor) -> None:
+        """How often each expert was chosen; the choices, and those of them that were kept."""
         if recomputing():
             return
-        self.counts_E += count_choices(ids_TK.reshape(1, -1), len(self.counts_E))[0]
+        self.counts_E += counts_BE.sum(0)
         if kept_TK is not ids_TK:  # without a capacity none is dropped, and nothing need be counted
             self.dropped += (ids_TK >= 0).sum() - (kept_TK >= 0).sum()
 
@@ -138,47 +137,29 @@ def survey_loads(loads: list[Load], everyone: Axis) -> None:
         load.forget()
 
 
-def count_choices(ids_BN: torch.Tensor, experts: int) -> torch.Tensor:
-    """How often each expert stands in each row: (B, E). Sums of whole numbers, so the same in any order. -1 is none."""
-    zeros = torch.zeros(len(ids_BN), experts, dtype=torch.int64, device=ids_BN.device)
-    return zeros.scatter_add_(1, ids_BN.clamp(min=0), (ids_BN >= 0).long())
-
-
 def balance_losses(
-    logits_TE: torch.Tensor,
-    shares_TE: torch.Tensor,
-    ids_TK: torch.Tensor,
-    moe: MoeConfig,
-    load: Load,
-    share: Share,
-    sharing: Axis,
+    logits_TE: torch.Tensor, sums_BE: torch.Tensor, counts_BE: torch.Tensor, moe: MoeConfig, load: Load, sharing: Axis
 ) -> torch.Tensor:
-    """This rank's summand of all losses that a layer's router has, each with its weight. `shares_TE` are scores as
-    shares of one, so that no router lowers its loss by shrinking them all."""
+    """This rank's summand of all losses that a layer's router has, each with its weight. `sums_BE` are of scores as
+    shares of one, so that no router lowers its loss by shrinking them all; `counts_BE` of choices."""
     total = logits_TE.new_zeros(())
     if moe.aux_loss or moe.device_loss:
-        load_TE = load_shares(ids_TK, moe, load, share, sharing).to(shares_TE.dtype)
-        total = total + moe.aux_loss * moe.experts * (load_TE * shares_TE).sum()
+        load_BE = load_shares(counts_BE, moe, load, sharing).to(sums_BE.dtype)
+        total = total + moe.aux_loss * moe.experts * (load_BE * sums_BE).sum()
         if moe.device_loss:
-            of_groups = load_TE.unflatten(-1, (moe.devices, -1)).mean(-1)
-            grouped_TE = of_groups.repeat_interleave(moe.experts // moe.devices, -1)
-            total = total + moe.device_loss * moe.experts * (grouped_TE * shares_TE).sum()
+            of_groups = load_BE.unflatten(-1, (moe.devices, -1)).mean(-1)
+            grouped_BE = of_groups.repeat_interleave(moe.experts // moe.devices, -1)
+            total = total + moe.device_loss * moe.experts * (grouped_BE * sums_BE).sum()
     if moe.z_loss:
         total = total + moe.z_loss * logits_TE.logsumexp(-1).square().sum()
     return total
 
 
-def load_shares(ids_TK: torch.Tensor, moe: MoeConfig, load: Load, share: Share, sharing: Axis) -> torch.Tensor:
-    """Each expert's share of the choices that are counted together: (T, E) for sequences, else (1, E). Sequences and
+def load_shares(counts_BE: torch.Tensor, moe: MoeConfig, load: Load, sharing: Axis) -> torch.Tensor:
+    """Each expert's share of the choices that are counted together: (B, E) for sequences, else (1, E). Sequences and
     microbatches are counted over the ranks that hold their parts."""
     if moe.aux_over in ("global_batch", "previous_batch"):
         return load.share_E[None].clone()  # the buffer changes before backward is over
-    if moe.aux_over == "microbatch":
-        return shares_of(sum_(count_choices(ids_TK.reshape(1, -1), moe.experts), sharing))
-    place_TK = torch.where(ids_TK >= 0, share.sequence_T[:, None] * moe.experts + ids_TK, -1)
-    counts = count_choices(place_TK.reshape(1, -1), share.sequences * moe.experts)
-    return shares_of(sum_(counts, sharing).view(-1, moe.experts))[share.sequence_T]
-
-
-def shares_of(counts_BE: torch.Tensor) -> torch.Tensor:
-    return counts_BE.double() / counts_BE.sum(-1, keepdim=True).clamp(min=1)
+    counted = counts_BE.sum(0, keepdim=True) if moe.aux_over == "microbatch" else counts_BE.clone()
+    counted = sum_(counted, sharing)
+    return counted.double() / counted.sum(-1, keepdim=True).clamp(min=1)

@@ -28,7 +28,7 @@ class Router(Declaring):
         super().__init__(world)
         moe = self.moe = model.moe
         self.layer, self.how = layer, choosing(moe)
-        self.router_logits, self.router_topk = kernels.router_logits, kernels.router_topk
+        self.router_logits, self.router_topk, self.tally = kernels.router_logits, kernels.router_topk, kernels.tally
         self.weight = self.declare("weight", moe.experts, model.hidden, std=model.init_std)
         self.bias = self.declare("bias", moe.experts, std=0.0) if moe.biases else None
         self.load = Load(moe.experts, layer)
@@ -44,11 +44,12 @@ class Router(Declaring):
         bias_E = self.load.bias_E.to(logits_TE.dtype)
         probs_TK, ids_TK, shares_TE = self.router_topk(logits_TE, bias_E, self.how, imposed_TK)
         routing = limited(Routing(probs_TK, ids_TK), self.moe, share, self.sharing)
+        sums_BE, counts_BE = self.tally(shares_TE, ids_TK, *share.span)
         if self.training:
-            self.load.count(ids_TK, routing.ids_TK)
+            self.load.count(counts_BE, ids_TK, routing.ids_TK)
         if self.load.record and not recomputing():
             self.load.record(ids_TK)
-        return routing, balance_losses(logits_TE, shares_TE, ids_TK, self.moe, self.load, share, self.sharing)
+        return routing, balance_losses(logits_TE, sums_BE, counts_BE, self.moe, self.load, self.sharing)
 
     def logits(self, h_TD: torch.Tensor, share: Share) -> torch.Tensor:
         if self.moe.jitter and self.training:  # in fp32: rounded to bf16, little noise is none
