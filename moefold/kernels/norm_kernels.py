@@ -18,7 +18,7 @@ import triton.language as tl
 
 from moefold.layout.landing import memory_for_gradient
 
-WARPS = 4224  # of backward's programs together: thirty-two for each multiprocessor of an H200, which all run at once
+WARPS = 4224  # of backward's programs: thirty-two for each multiprocessor of an H200, which run at once on 64 registers
 
 
 @triton.jit
@@ -27,14 +27,12 @@ def rows_at(x_ND, n, d, N, D):
 
 
 @triton.jit
-def forward_kernel(
-    x_ND, added_ND, w_D, sum_ND, y_ND, inverse_N, N, D, eps, ADDS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr
-):
+def forward_kernel(x_ND, added_ND, w_D, sum_ND, y_ND, inverse_N, N, D, eps, ROWS: tl.constexpr, WIDTH: tl.constexpr):
     n = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     d = tl.arange(0, WIDTH)
     at, there = n[:, None] * D + d[None, :], (n < N)[:, None] & (d < D)[None, :]
     x = tl.load(x_ND + at, mask=there, other=0.0).to(tl.float32)
-    if ADDS:
+    if added_ND is not None:
         rounded = (x + tl.load(added_ND + at, mask=there, other=0.0).to(tl.float32)).to(sum_ND.dtype.element_ty)
         tl.store(sum_ND + at, rounded, mask=there)
         x = rounded.to(tl.float32)
@@ -46,30 +44,37 @@ def forward_kernel(
 
 @triton.jit
 def backward_kernel(
-    dy_ND, x_ND, w_D, inverse_N, ds_ND, dx_ND, dw_PD, N, D,
-    ADDS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    dy_ND, also_ND, x_ND, w_D, inverse_N, ds_ND, dx_ND, dw_PD, N, D, ROWS: tl.constexpr, WIDTH: tl.constexpr
 ):  # fmt: skip
-    """`ds_ND` is what the sum that was normed gets from elsewhere."""
+    """The gradient of what came out is `dy_ND`, or the sum of it and `also_ND`; `ds_ND` is what the sum that was normed
+    gets from elsewhere. Either may be None."""
     d = tl.arange(0, WIDTH)
     w = tl.load(w_D + d, mask=d < D, other=0.0).to(tl.float32)[None, :]
     dw = tl.zeros([WIDTH], tl.float32)
     first, step = tl.program_id(0) * ROWS, tl.num_programs(0) * ROWS
     n = (first + tl.arange(0, ROWS)).to(tl.int64)
     dy, x = rows_at(dy_ND, n, d, N, D), rows_at(x_ND, n, d, N, D)
-    if ADDS:
+    if also_ND is not None:
+        also = rows_at(also_ND, n, d, N, D)
+    if ds_ND is not None:
         ds = rows_at(ds_ND, n, d, N, D)
     inverse = tl.load(inverse_N + n, mask=n < N, other=0.0)[:, None]
     for _ in range(first, N, step):
         ahead = n + step
         next_dy, next_x = rows_at(dy_ND, ahead, d, N, D), rows_at(x_ND, ahead, d, N, D)
-        if ADDS:
+        if also_ND is not None:
+            next_also = rows_at(also_ND, ahead, d, N, D)
+        if ds_ND is not None:
             next_ds = rows_at(ds_ND, ahead, d, N, D)
         next_inverse = tl.load(inverse_N + ahead, mask=ahead < N, other=0.0)[:, None]
-        unit = x.to(tl.float32) * inverse
-        dw += tl.sum(dy.to(tl.float32) * unit, 0)
-        g = dy.to(tl.float32) * w
+        unit, g = x.to(tl.float32) * inverse, dy.to(tl.float32)
+        if also_ND is not None:
+            g += also.to(tl.float32)
+            also = next_also
+        dw += tl.sum(g * unit, 0)
+        g *= w
         dx = (g - unit * (tl.sum(g * unit, 1) / D)[:, None]) * inverse
-        if ADDS:
+        if ds_ND is not None:
             dx += ds.to(tl.float32)
             ds = next_ds
         there = (n < N)[:, None] & (d < D)[None, :]
@@ -110,20 +115,18 @@ def forward(x: torch.Tensor, added: torch.Tensor | None, w_D: torch.Tensor, eps:
     y, inverse_N = torch.empty_like(x), torch.empty(n, dtype=torch.float32, device=x.device)
     shape = shape_of(d, 16)
     if n:
-        forward_kernel[(triton.cdiv(n, shape["ROWS"]),)](
-            x, added, w_D, total, y, inverse_N, n, d, eps, ADDS=added is not None, **shape
-        )
+        forward_kernel[(triton.cdiv(n, shape["ROWS"]),)](x, added, w_D, total, y, inverse_N, n, d, eps, **shape)
     return total, y, inverse_N
 
 
-def backward(dy: torch.Tensor, x: torch.Tensor, w_D: torch.Tensor, inverse_N: torch.Tensor, ds: torch.Tensor | None):
-    """(gradient of x, of the weight)."""
+def backward(dy, also, x: torch.Tensor, w_D: torch.Tensor, inverse_N: torch.Tensor, ds) -> tuple:
+    """(gradient of x, of the weight). What came out has the gradient `dy`, plus `also` unless that is None."""
     d = x.shape[-1]
-    dy, n = dy.contiguous(), x.numel() // d
-    ds = None if ds is None else ds.contiguous()
+    n = x.numel() // d
+    dy, also, ds = (None if each is None else each.contiguous() for each in (dy, also, ds))
     dx, shape = torch.empty_like(x), shape_of(d, 8)
     programs = min(max(1, WARPS // shape["num_warps"]), triton.cdiv(n, shape["ROWS"]))
     dw_PD = torch.empty(programs, d, dtype=torch.float32, device=x.device)
     if n:
-        backward_kernel[(programs,)](dy, x, w_D, inverse_N, ds, dx, dw_PD, n, d, ADDS=ds is not None, **shape)
+        backward_kernel[(programs,)](dy, also, x, w_D, inverse_N, ds, dx, dw_PD, n, d, **shape, maxnreg=64)
     return dx, weight_gradient(dw_PD, w_D)

@@ -40,7 +40,7 @@ class Norm(torch.autograd.Function):
         from moefold.kernels import norm_kernels
 
         x_TD, inverse_T = ctx.saved_tensors
-        return *norm_kernels.backward(gradients[0], x_TD, ctx.weight, inverse_T, None), None
+        return *norm_kernels.backward(gradients[0], None, x_TD, ctx.weight, inverse_T, None), None
 
 
 @rmsnorm.cases

@@ -66,10 +66,10 @@ class MoeBlock(Block):
         self.moe = MoeLayer(model, layer, choices)
 
     def route(self, carry: Carry) -> Carry:
-        x_TD, h_TD = self.moe.norm(carry["x_TD"], carry["attended_TD"])
+        x_TD, h_TD, for_router_TD = self.moe.norm(carry["x_TD"], carry["attended_TD"])
         imposed = carry.get("imposed", {}).get(self.moe.router.layer)
         imposed_TK = carry["share"].of_rank(imposed) if imposed is not None else None
-        routing, aux = self.moe.router(h_TD, carry["share"], imposed_TK)
+        routing, aux = self.moe.router(for_router_TD, carry["share"], imposed_TK)
         carry = {**carry, "x_TD": x_TD, "h_TD": h_TD, "routing": routing, "aux": carry["aux"] + aux}
         return without(carry, "attended_TD")
 

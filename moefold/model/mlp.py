@@ -39,5 +39,5 @@ class DenseMlp(GatedMlp):
         self.norm = AddNorm(model.hidden, model.norm_eps, kernels, world)
 
     def forward(self, x_TD: torch.Tensor, attended_TD: torch.Tensor) -> torch.Tensor:
-        x_TD, h_TD = self.norm(x_TD, attended_TD)
+        x_TD, h_TD, _ = self.norm(x_TD, attended_TD)
         return x_TD + super().forward(h_TD)

@@ -323,7 +323,7 @@ def plain_norm_rope(x, w, angles, eps):
 
 def plain_add_rmsnorm(x, added, w, eps):
     total = [[a + b for a, b in zip(*rows, strict=True)] for rows in zip(x, added, strict=True)]
-    return total, plain_rmsnorm(total, w, eps)
+    return total, plain_rmsnorm(total, w, eps), plain_rmsnorm(total, w, eps)
 
 
 def plain_embedding(words, w, holes=False):

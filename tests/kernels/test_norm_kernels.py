@@ -28,13 +28,13 @@ def test_the_weights_gradient_of_more_rows_than_programs_is_that_of_all_rows(mon
     w = torch.ones(96, device=DEVICE, requires_grad=True)
     rmsnorm(x, w, 1e-6).backward(dy)
     _, _, inverse = norm_kernels.forward(x, None, w.detach(), 1e-6)
-    _, dw = norm_kernels.backward(dy, x, w.detach(), inverse, None)
+    _, dw = norm_kernels.backward(dy, None, x, w.detach(), inverse, None)
     torch.testing.assert_close(dw, w.grad, rtol=1e-5, atol=1e-5)
 
 
 def test_a_sum_that_nobody_norms_or_nobody_else_reads_has_its_gradient_all_the_same():
     inputs = [torch.randn(7, 32, generator=torch.Generator().manual_seed(i)).to(DEVICE) for i in range(2)]
-    for used in (0, 1):
+    for used in (0, 1, 2):
         found = []
         for implementation in ("reference", "triton"):
             x, added = (t.clone().requires_grad_() for t in inputs)
