@@ -49,7 +49,6 @@ def backward_kernel(
     """The gradient of what came out is `dy_ND`, or the sum of it and `also_ND`; `ds_ND` is what the sum that was normed
     gets from elsewhere. Either may be None."""
     d = tl.arange(0, WIDTH)
-    w = tl.load(w_D + d, mask=d < D, other=0.0).to(tl.float32)[None, :]
     dw = tl.zeros([WIDTH], tl.float32)
     first, step = tl.program_id(0) * ROWS, tl.num_programs(0) * ROWS
     n = (first + tl.arange(0, ROWS)).to(tl.int64)
@@ -72,7 +71,7 @@ def backward_kernel(
             g += also.to(tl.float32)
             also = next_also
         dw += tl.sum(g * unit, 0)
-        g *= w
+        g *= tl.load(w_D + d, mask=d < D, other=0.0).to(tl.float32)[None, :]  # from the cache: registers are dearer
         dx = (g - unit * (tl.sum(g * unit, 1) / D)[:, None]) * inverse
         if ds_ND is not None:
             dx += ds.to(tl.float32)
