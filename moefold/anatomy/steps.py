@@ -107,7 +107,7 @@ def attend(model: ModelConfig, layer: int) -> StepSpec:
         f"T,{d} -> q T,{a.heads},{a.head_dim}; k T,{kv_heads},{a.head_dim}; v T,{kv_heads},{value_dim} -> T,{d}"
         + (f"  (the last {window} tokens)" if window else ""),
         (
-            "rmsnorm",
+            "add_rmsnorm",
             "linear",
             "rope",
             *(("norm_rope",) if a.kind == "gqa" and a.qk_norm != "none" else ()),
@@ -275,7 +275,7 @@ def predict(model: ModelConfig) -> StepSpec:
     weights = (Weight("head.norm.weight", (model.hidden,)), *(() if model.tied_head else (matrix,)))
     shapes = f"T,{model.hidden} -> T,{model.vocab} in chunks -> loss"
     times = 1.0 + model.mtp
-    return StepSpec("predict", "compute", True, shapes, ("rmsnorm", "cross_entropy"), weights, times * matrix.size)
+    return StepSpec("predict", "compute", True, shapes, ("add_rmsnorm", "cross_entropy"), weights, times * matrix.size)
 
 
 def look_ahead(model: ModelConfig) -> StepSpec:
@@ -289,7 +289,7 @@ def look_ahead(model: ModelConfig) -> StepSpec:
 
 def set_aside(model: ModelConfig) -> StepSpec:
     weights = (Weight("norm.weight", (model.hidden,)),)
-    return StepSpec("set_aside", "compute", True, f"T,{model.hidden} -> T,{model.hidden}", ("rmsnorm",), weights)
+    return StepSpec("set_aside", "compute", True, f"T,{model.hidden} -> T,{model.hidden}", ("add_rmsnorm",), weights)
 
 
 def steps_ahead(model: ModelConfig, depth: int) -> list[StepSpec]:

@@ -14,10 +14,10 @@ from moefold.kernels.rmsnorm import rmsnorm
 
 @op
 def add_rmsnorm(
-    x_TD: torch.Tensor, added_TD: torch.Tensor, w_D: torch.Tensor, eps: float
+    x_TD: torch.Tensor, added_TD: torch.Tensor | None, w_D: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(s, its norm, and that once more)."""
-    s_TD = x_TD + added_TD
+    """(s, its norm, and that once more). At the beginning there is nothing to add, and s is x."""
+    s_TD = x_TD if added_TD is None else x_TD + added_TD
     h_TD = rmsnorm(s_TD, w_D, eps)
     return s_TD, h_TD, h_TD
 
@@ -29,7 +29,7 @@ def _(x_TD, added_TD, w_D, eps) -> tuple[torch.Tensor, torch.Tensor, torch.Tenso
 
 @add_rmsnorm.fast("torch")
 def _(x_TD, added_TD, w_D, eps) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    s_TD = x_TD + added_TD
+    s_TD = x_TD if added_TD is None else x_TD + added_TD
     h_TD = F.rms_norm(s_TD, w_D.shape, w_D, eps)
     return s_TD, h_TD, h_TD
 
@@ -44,6 +44,7 @@ class AddNorm(torch.autograd.Function):
         s_TD, h_TD, inverse_T = norm_kernels.forward(x_TD, added_TD, w_D, eps)
         ctx.save_for_backward(s_TD, inverse_T)
         ctx.weight = w_D  # itself: it knows where its gradient goes
+        ctx.adds = added_TD is not None
         ctx.set_materialize_grads(False)
         return s_TD, h_TD, h_TD.view_as(h_TD)
 
@@ -53,11 +54,11 @@ class AddNorm(torch.autograd.Function):
 
         ds_TD, *read = gradients
         dh_TD, also_TD = sorted(read, key=lambda d: d is None)  # one who read it may give nothing back
-        if dh_TD is None:
-            return ds_TD, ds_TD, None, None
-        s_TD, inverse_T = ctx.saved_tensors
-        ds_TD, dw_D = norm_kernels.backward(dh_TD, also_TD, s_TD, ctx.weight, inverse_T, ds_TD)
-        return ds_TD, ds_TD, dw_D, None
+        dw_D = None
+        if dh_TD is not None:
+            s_TD, inverse_T = ctx.saved_tensors
+            ds_TD, dw_D = norm_kernels.backward(dh_TD, also_TD, s_TD, ctx.weight, inverse_T, ds_TD)
+        return ds_TD, ds_TD if ctx.adds else None, dw_D, None
 
 
 @add_rmsnorm.cases
@@ -65,3 +66,4 @@ def _(device: str, dtype: torch.dtype):
     for t, d in [(1, 8), (33, 64), (5, 96), (0, 16)]:
         x, added, w = (random(device, dtype, *shape, seed=i) for i, shape in enumerate([(t, d), (t, d), (d,)]))
         yield Case(f"{t} rows of {d}", (x, added, w, 1e-6))
+        yield Case(f"{t} rows of {d}, nothing added", (x, None, w, 1e-6))

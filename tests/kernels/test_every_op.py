@@ -322,7 +322,8 @@ def plain_norm_rope(x, w, angles, eps):
 
 
 def plain_add_rmsnorm(x, added, w, eps):
-    total = [[a + b for a, b in zip(*rows, strict=True)] for rows in zip(x, added, strict=True)]
+    pairs = zip(x, [[0.0] * len(row) for row in x] if added is None else added, strict=True)
+    total = [[a + b for a, b in zip(*rows, strict=True)] for rows in pairs]
     return total, plain_rmsnorm(total, w, eps), plain_rmsnorm(total, w, eps)
 
 

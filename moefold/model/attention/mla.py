@@ -20,7 +20,7 @@ from moefold.layout.placement import over_tp
 from moefold.model.attention.rotary import Rotary
 from moefold.model.attention.sight import Seeing
 from moefold.model.choices import Choices
-from moefold.model.norm import RMSNorm
+from moefold.model.norm import AddNorm, RMSNorm
 from moefold.model.share import Share
 from moefold.model.steps import Region
 from moefold.precision.linear import Linear, Together
@@ -33,7 +33,7 @@ class LatentAttention(Seeing):
         a, d, std, eps = model.attention, model.hidden, model.init_std, model.norm_eps
         value_dim, self.still = a.value_dim or a.head_dim, a.head_dim - a.rope_dim
         self.tp = world.axis("tp")
-        self.norm = RMSNorm(d, eps, kernels, world)
+        self.norm = AddNorm(d, eps, kernels, world)
         if a.q_rank:
             self.query_down = Linear(world, d, a.q_rank, bias=a.qkv_bias, std=std)
             self.query_norm = RMSNorm(a.q_rank, eps, kernels, world)
@@ -50,9 +50,11 @@ class LatentAttention(Seeing):
         self.core, self.context = Region(), choices.context
         self.rotary = Rotary(a.rope_dim, a.rope, choices.seq_len, kernels)
 
-    def forward(self, x_TD: torch.Tensor, share: Share) -> torch.Tensor:
-        """What attention adds to the residual stream."""
-        h_TD = self.norm(x_TD)
+    def forward(
+        self, x_TD: torch.Tensor, given_TD: torch.Tensor | None, share: Share
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The residual stream with what the layer before gives, and what attention gives for it."""
+        x_TD, h_TD, _ = self.norm(x_TD, given_TD)
         *query, latent, turning = self.down(h_TD)
         source = self.query_norm(*query) if query else h_TD
         latents = (source, self.latent_norm(latent), turning)
@@ -63,4 +65,4 @@ class LatentAttention(Seeing):
         still, v = map(share.by_sequence, self.up(latent_C))
         k = torch.cat((still, turned.expand(*still.shape[:-1], -1)), dim=-1)
         y_BSHV = self.core(self.context, q, k, v, share, self.sight())
-        return scatter_sum(self.out(y_BSHV.reshape(len(joined), -1)), self.tp)
+        return x_TD, scatter_sum(self.out(y_BSHV.reshape(len(joined), -1)), self.tp)
