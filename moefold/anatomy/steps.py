@@ -106,7 +106,13 @@ def attend(model: ModelConfig, layer: int) -> StepSpec:
         True,
         f"T,{d} -> q T,{a.heads},{a.head_dim}; k T,{kv_heads},{a.head_dim}; v T,{kv_heads},{value_dim} -> T,{d}"
         + (f"  (the last {window} tokens)" if window else ""),
-        ("rmsnorm", "rope", *(("norm_rope",) if a.kind == "gqa" and a.qk_norm != "none" else ()), "attention"),
+        (
+            "add_rmsnorm",
+            "linear",
+            "rope",
+            *(("norm_rope",) if a.kind == "gqa" and a.qk_norm != "none" else ()),
+            "attention",
+        ),
         weights,
         matmul_size(weights),
         context=a.heads * (a.head_dim + value_dim),
@@ -173,7 +179,7 @@ def mlp_weights(model: ModelConfig, name: str, ffn: int) -> tuple[Weight, ...]:
 def mlp(model: ModelConfig) -> StepSpec:
     weights = (Weight("dense.norm.weight", (model.hidden,)), *mlp_weights(model, "dense", model.dense_ffn))
     shapes = f"T,{model.hidden} -> T,2,{model.dense_ffn} -> T,{model.hidden}"
-    return StepSpec("mlp", "compute", True, shapes, ("add_rmsnorm", "swiglu"), weights, matmul_size(weights))
+    return StepSpec("mlp", "compute", True, shapes, ("add_rmsnorm", "linear", "swiglu"), weights, matmul_size(weights))
 
 
 def route(model: ModelConfig) -> StepSpec:
@@ -192,13 +198,13 @@ def travelling_width(model: ModelConfig) -> int:
 def narrow(model: ModelConfig) -> StepSpec:
     weights = (Weight("moe.narrow.weight", (model.moe.latent, model.hidden)),)
     shapes = f"T,{model.hidden} -> T,{model.moe.latent}"
-    return StepSpec("narrow", "compute", True, shapes, (), weights, matmul_size(weights))
+    return StepSpec("narrow", "compute", True, shapes, ("linear",), weights, matmul_size(weights))
 
 
 def widen(model: ModelConfig) -> StepSpec:
     weights = (Weight("moe.widen.weight", (model.hidden, model.moe.latent)),)
     shapes = f"T,{model.moe.latent} -> T,{model.hidden}"
-    return StepSpec("widen", "compute", True, shapes, (), weights, matmul_size(weights))
+    return StepSpec("widen", "compute", True, shapes, ("linear",), weights, matmul_size(weights))
 
 
 def dispatch(model: ModelConfig) -> StepSpec:
@@ -211,7 +217,7 @@ def shared(model: ModelConfig) -> StepSpec:
     weights = mlp_weights(model, "moe.shared", model.moe.shared_ffn)
     weights += (Weight("moe.shared.gate.weight", (1, model.hidden)),) if model.moe.shared_gate else ()
     shapes = f"T,{model.hidden} -> T,2,{model.moe.shared_ffn} -> T,{model.hidden}"
-    return StepSpec("shared", "compute", True, shapes, ("swiglu",), weights, matmul_size(weights))
+    return StepSpec("shared", "compute", True, shapes, ("linear", "swiglu"), weights, matmul_size(weights))
 
 
 def one_kernel_may_do(model: ModelConfig) -> bool:
@@ -261,7 +267,7 @@ def block_steps(model: ModelConfig, layer: int) -> list[StepSpec]:
 
 def embed(model: ModelConfig) -> StepSpec:
     weights = (Weight("embedding.weight", (model.vocab, model.hidden), cut=over_tp(0)),)
-    return StepSpec("embed", "compute", True, f"T -> T,{model.hidden}", (), weights)
+    return StepSpec("embed", "compute", True, f"T -> T,{model.hidden}", ("embedding",), weights)
 
 
 def predict(model: ModelConfig) -> StepSpec:
@@ -269,19 +275,21 @@ def predict(model: ModelConfig) -> StepSpec:
     weights = (Weight("head.norm.weight", (model.hidden,)), *(() if model.tied_head else (matrix,)))
     shapes = f"T,{model.hidden} -> T,{model.vocab} in chunks -> loss"
     times = 1.0 + model.mtp
-    return StepSpec("predict", "compute", True, shapes, ("rmsnorm", "cross_entropy"), weights, times * matrix.size)
+    return StepSpec("predict", "compute", True, shapes, ("add_rmsnorm", "cross_entropy"), weights, times * matrix.size)
 
 
 def look_ahead(model: ModelConfig) -> StepSpec:
     d = model.hidden
     norms = tuple(Weight(f"{name}_norm.weight", (d,)) for name in ("stream", "token"))
     weights = (*norms, Weight("join.weight", (d, 2 * d)))
-    return StepSpec("look_ahead", "compute", True, f"T,{d} and T,{d} -> T,{d}", ("rmsnorm",), weights, 2.0 * d * d)
+    return StepSpec(
+        "look_ahead", "compute", True, f"T,{d} and T,{d} -> T,{d}", ("rmsnorm", "linear"), weights, 2.0 * d * d
+    )
 
 
 def set_aside(model: ModelConfig) -> StepSpec:
     weights = (Weight("norm.weight", (model.hidden,)),)
-    return StepSpec("set_aside", "compute", True, f"T,{model.hidden} -> T,{model.hidden}", ("rmsnorm",), weights)
+    return StepSpec("set_aside", "compute", True, f"T,{model.hidden} -> T,{model.hidden}", ("add_rmsnorm",), weights)
 
 
 def steps_ahead(model: ModelConfig, depth: int) -> list[StepSpec]:

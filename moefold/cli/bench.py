@@ -39,7 +39,8 @@ class BenchOptions:
     steps: int | None = None
     """step, curves: how many steps are timed (10), or compared (200)."""
     out: Path | None = None
-    """step: a folder for the profile and trace of one step of each model. curves: a folder for the plot."""
+    """step: a folder for the profile and trace of one step of each model, and for the figures as they come. curves: a
+    folder for the plot."""
     gpu: str = "h200"
     """plan: the GPU this is, as `moefold plan --gpu` takes it."""
     op: str | None = None

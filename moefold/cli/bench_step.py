@@ -8,6 +8,8 @@ random tokens. TFLOP/s count the model's FLOPs, as `moefold explain` does.
 from __future__ import annotations
 
 import gc
+import json
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -153,25 +155,34 @@ def clocked(take: Callable[[], Any], loss_of: Callable[[Any], float], config: Co
     return Measured(seconds * 1e3, speed, speed * flops / 1e12, peak, loss_of(first), loss_of(last))
 
 
-def bench(names: list[str], device: str, steps: int, profile: Path | None) -> dict[str, Any]:
-    """Every model in turn: ours, ours with sums in any order, transformers'."""
-    results: list[dict[str, Any]] = []
+def bench(names: list[str], device: str, steps: int, out: Path | None) -> dict[str, Any]:
+    """Every model in turn: ours, ours with sums in any order, transformers'. Each is told when it is measured, and what
+    there is so far is written to `out`: a run that is cut short loses nothing."""
+    report: dict[str, Any] = {**about(device), "results": []}
     for name in names:
-        config, goal = measured_config(name, device), MODELS[name]
-        layers = config.model.layers
-        row: dict[str, Any] = {"model": name, "layers": layers, "goal": vars(goal)}
-        folder = profile / name if profile else None
-        if folder:
-            folder.mkdir(parents=True, exist_ok=True)
-        row["ours"] = our_steps(config, steps, folder)._asdict()
-        let_go(device)
-        row["ours_any_order"] = our_steps(in_any_order(config), steps, None)._asdict()
-        let_go(device)
-        if release("transformers") is not None:
-            row["transformers"] = their_steps(config, steps)._asdict()
+        config = measured_config(name, device)
+        row: dict[str, Any] = {"model": name, "layers": config.model.layers, "goal": vars(MODELS[name])}
+        report["results"].append(row)
+        folder = out / name if out else None
+        for who, measure in ways(config, steps, folder).items():
+            found = measure()
             let_go(device)
-        results.append(row)
-    return {**about(device), "results": results}
+            row[who] = found._asdict()
+            said = f"{found.milliseconds:.1f} ms, {found.tokens_per_s:,.0f} tokens/s, peak {found.peak_gib:.1f} GiB"
+            print(f"{name}, {who.replace('_', ' ')}: {said}", file=sys.stderr, flush=True)
+            if out:
+                (out / "step.json").write_text(json.dumps(report, indent=1))
+    return report
+
+
+def ways(config: Config, steps: int, profile: Path | None) -> dict[str, Callable[[], Measured]]:
+    if profile:
+        profile.mkdir(parents=True, exist_ok=True)
+    found = {
+        "ours": lambda: our_steps(config, steps, profile),
+        "ours_any_order": lambda: our_steps(in_any_order(config), steps, None),
+    }
+    return found | ({"transformers": lambda: their_steps(config, steps)} if release("transformers") else {})
 
 
 def in_any_order(config: Config) -> Config:

@@ -36,12 +36,15 @@ class Arrange(torch.autograd.Function):
         index_R, slots_NK, gate_R, ends_E = router_kernels.arrange(ids_NK, gates_NK, experts)
         ctx.save_for_backward(slots_NK)
         ctx.mark_non_differentiable(index_R, slots_NK, ends_E)
+        ctx.set_materialize_grads(False)
         return index_R, slots_NK, gate_R, ends_E
 
     @staticmethod
     def backward(ctx, _index, _slots, dgate_R, _ends):
         (slots_NK,) = ctx.saved_tensors
-        return None, dgate_R[slots_NK], None
+        if dgate_R is None:
+            return None, None, None
+        return None, dgate_R.index_select(0, slots_NK.flatten()).view(slots_NK.shape), None  # takes int32 as they are
 
 
 @arrange_rows.cases

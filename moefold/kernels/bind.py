@@ -15,9 +15,11 @@ from moefold.kernels import (
     attention_block,
     clamped_swiglu,
     cross_entropy,
+    embedding,
     expert_bias,
     expert_mlp,
     grouped_gemm,
+    linear,
     norm_rope,
     permute,
     rmsnorm,
@@ -38,9 +40,11 @@ __all__ = [  # imported so that their ops are registered
     "attention_block",
     "clamped_swiglu",
     "cross_entropy",
+    "embedding",
     "expert_bias",
     "expert_mlp",
     "grouped_gemm",
+    "linear",
     "norm_rope",
     "permute",
     "rmsnorm",
@@ -55,8 +59,10 @@ __all__ = [  # imported so that their ops are registered
 class Kernels:
     """One callable per op; the model and the optimizer call these and do not know which implementation they got."""
 
+    embedding: Callable[..., Any]
     rmsnorm: Callable[..., Any]
     add_rmsnorm: Callable[..., Any]
+    linear: Callable[..., Any]
     rope: Callable[..., Any]
     norm_rope: Callable[..., Any]
     attention: Callable[..., Any]

@@ -198,6 +198,11 @@ TURN_IN_ONE_PASS = Choice(
 
 
 CATALOG: dict[str, tuple[Choice, ...]] = {
+    "embedding": (
+        Choice(
+            "triton", triton_runs, "cuda with Triton", "the gradient in one pass over words, in its place, no atomics"
+        ),
+    ),
     "rmsnorm": (
         NORM_IN_ONE_PASS,
         Choice("torch", always, "nothing", "one fused pass where torch has one"),
@@ -205,6 +210,14 @@ CATALOG: dict[str, tuple[Choice, ...]] = {
     "add_rmsnorm": (
         NORM_IN_ONE_PASS,
         Choice("torch", always, "nothing", "one fused pass for the norm where torch has one"),
+    ),
+    "linear": (
+        Choice(
+            "adding",
+            lambda f: f.device == "cuda",
+            "cuda",
+            "products add up the gradients of one input and write those of weights in their places",
+        ),
     ),
     "rope": (TURN_IN_ONE_PASS,),
     "norm_rope": (TURN_IN_ONE_PASS,),

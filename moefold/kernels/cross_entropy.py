@@ -18,6 +18,7 @@ from moefold.layout.landing import memory_for_gradient
 
 IGNORED = -100  # a label that counts for nothing
 CHUNK_LOGITS = 1 << 26  # logits held at a time
+LOGITS_IN_PLACE = 10 << 26  # where their gradient takes their place: 4096 tokens of 150k words
 
 
 class Words(NamedTuple):
@@ -46,8 +47,9 @@ def cross_entropy(
 
 
 class Way(NamedTuple):
-    """How chunks are worked on: how many logits one holds, what makes their gradient and the loss of them, what adds a
-    product of two matrices to the gradient of the head, and what scales that into its place in the end."""
+    """How chunks are worked on: how many logits one holds at most, what makes their gradient and the loss of them, what
+    adds a product of two matrices to the gradient of the head, and what scales gradients into their places in the
+    end."""
 
     logits: int
     finish: Callable[[torch.Tensor, torch.Tensor, Words], tuple[torch.Tensor, torch.Tensor]]
@@ -65,7 +67,7 @@ def _(x_TD: torch.Tensor, w_VD: torch.Tensor, labels_T: torch.Tensor, words: Wor
     from moefold.kernels import head_kernels
 
     kernels = (head_kernels.loss_and_gradient, add_product_in_fp32, head_kernels.scale_into)
-    way = Way(4 * CHUNK_LOGITS, *kernels)
+    way = Way(LOGITS_IN_PLACE, *kernels)
     return in_chunks(x_TD, w_VD, labels_T, words, way)
 
 
@@ -86,7 +88,7 @@ class Chunked(torch.autograd.Function):
         empty = torch.empty_like if len(x_TD) else torch.zeros_like  # the first chunk writes
         dw = empty(w_VD, dtype=wide) if wants_w else None
         total = x_TD.new_zeros((), dtype=wide)
-        size = max(1, way.logits // w_VD.shape[0])
+        size = tokens_of_chunk(way.logits, len(w_VD))
         for start in range(0, x_TD.shape[0], size):
             part = slice(start, start + size)
             x = x_TD[part]
@@ -105,12 +107,17 @@ class Chunked(torch.autograd.Function):
     def backward(ctx, *gradients):
         (d_total,), (dx, dw) = gradients, ctx.saved_tensors
         return (
-            None if dx is None else dx * d_total.to(dx.dtype),
+            None if dx is None else ctx.scale_into(dx, d_total, torch.empty_like(dx)),
             None if dw is None else ctx.scale_into(dw, d_total, memory_for_gradient(ctx.weight)),
             None,
             None,
             None,
         )
+
+
+def tokens_of_chunk(logits: int, words: int) -> int:
+    """As many as may be: a power of two, so that they are whole tiles of the products."""
+    return 1 << max(0, (logits // words).bit_length() - 1)
 
 
 def add_product(dw_VD: torch.Tensor, d_TV: torch.Tensor, x_TD: torch.Tensor, first: bool) -> None:

@@ -32,16 +32,16 @@ class NormTurn(torch.autograd.Function):
     def forward(ctx, x_BSHD, w, angles, eps):
         from moefold.kernels import rope_kernels
 
-        ctx.save_for_backward(x_BSHD, w)
-        ctx.angles, ctx.eps = angles, eps
+        ctx.save_for_backward(x_BSHD)
+        ctx.weight, ctx.angles, ctx.eps = w, angles, eps  # the weight itself: it knows where its gradient goes
         return rope_kernels.turn(x_BSHD, w, angles, eps)
 
     @staticmethod
     def backward(ctx, *gradients):
         from moefold.kernels import rope_kernels
 
-        x_BSHD, w = ctx.saved_tensors
-        return *rope_kernels.turn_back(gradients[0], x_BSHD, w, ctx.angles, ctx.eps), None, None
+        (x_BSHD,) = ctx.saved_tensors
+        return *rope_kernels.turn_back(gradients[0], x_BSHD, ctx.weight, ctx.angles, ctx.eps), None, None
 
 
 @norm_rope.cases

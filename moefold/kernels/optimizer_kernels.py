@@ -75,7 +75,7 @@ def squares_kernel(x, parts, n, SQUARES: tl.constexpr, BLOCK: tl.constexpr):
         i = first + step * BLOCK
         value = tl.load(x + i, mask=i < n, other=0.0).to(tl.float32)
         total += value * value
-    tl.store(parts + tl.program_id(0), tl.sum(total, 0))
+    tl.store(parts + tl.program_id(0), tl.sum(total, 0).to(tl.float64))
 
 
 def adamw(main, g, m, v, weights, scale, pace) -> None:
@@ -90,9 +90,12 @@ def adamw(main, g, m, v, weights, scale, pace) -> None:
     )  # fmt: skip
 
 
-def add_squares(total: torch.Tensor, x: torch.Tensor) -> None:
-    """Programs leave their sums, which are then added in fp64: the same order every time."""
-    parts = torch.zeros(triton.cdiv(len(x), SQUARES), dtype=torch.float32, device=x.device)
-    if len(parts):
-        squares_kernel[(len(parts),)](x, parts, len(x), SQUARES, BLOCK)
-    total += parts.sum(dtype=torch.float64)
+def add_squares(total: torch.Tensor, *flats: torch.Tensor) -> None:
+    """Programs leave their sums, which are then added in fp64, those of all tensors at once: the same order every
+    time."""
+    programs = [triton.cdiv(len(x), SQUARES) for x in flats]
+    parts = torch.empty(sum(programs), dtype=torch.float64, device=total.device)
+    for x, mine in zip(flats, parts.split(programs), strict=True):
+        if len(mine):
+            squares_kernel[(len(mine),)](x, mine, len(x), SQUARES, BLOCK)
+    total += parts.sum()

@@ -31,15 +31,16 @@ class Norm(torch.autograd.Function):
         from moefold.kernels import norm_kernels
 
         x_TD, y_TD, inverse_T = norm_kernels.forward(x_TD, None, w_D, eps)
-        ctx.save_for_backward(x_TD, w_D, inverse_T)
+        ctx.save_for_backward(x_TD, inverse_T)
+        ctx.weight = w_D  # itself: it knows where its gradient goes
         return y_TD
 
     @staticmethod
     def backward(ctx, *gradients):
         from moefold.kernels import norm_kernels
 
-        x_TD, w_D, inverse_T = ctx.saved_tensors
-        return *norm_kernels.backward(gradients[0], x_TD, w_D, inverse_T, None), None
+        x_TD, inverse_T = ctx.saved_tensors
+        return *norm_kernels.backward(gradients[0], None, x_TD, ctx.weight, inverse_T, None), None
 
 
 @rmsnorm.cases

@@ -2,7 +2,8 @@
 Imported only where Triton is.
 
 B sequences, S positions, H heads, D head width of which a and b are the halves; d = D / 2. A program has all heads of a
-token, so that angles are read once for them and a norm may go over one head or over all.
+token, so that angles are read once for them and a norm may go over one head or over all. Backward walks over the tokens
+as that of a norm does over rows (norm_kernels.py).
 """
 
 # pyright: reportMissingImports=false, reportIndexIssue=false, reportArgumentType=false, reportCallIssue=false
@@ -15,17 +16,19 @@ import torch
 import triton
 import triton.language as tl
 
+from moefold.kernels.norm_kernels import weight_gradient
+
 WARPS = 2112  # of backward's programs together: sixteen for each multiprocessor of an H200, which all run at once
 
 
 @triton.jit
 def halves(x, token, S, b_stride, s_stride, h_stride, H, HALF, HEADS: tl.constexpr, WIDTH: tl.constexpr):
-    """The two halves of a token's heads, in fp32."""
+    """The two halves of a token's heads."""
     h, d = tl.arange(0, HEADS).to(tl.int64), tl.arange(0, WIDTH)
     there = (h < H)[:, None] & (d < HALF)[None, :]
     row = h * h_stride + (h * 0 + token // S) * b_stride + (h * 0 + token % S) * s_stride  # in 64 bits
     at = x + row[:, None] + d[None, :]
-    return tl.load(at, mask=there, other=0.0).to(tl.float32), tl.load(at + HALF, mask=there, other=0.0).to(tl.float32)
+    return tl.load(at, mask=there, other=0.0), tl.load(at + HALF, mask=there, other=0.0)
 
 
 @triton.jit
@@ -75,6 +78,7 @@ def turn_kernel(
 ):  # fmt: skip
     token = tl.program_id(0)
     a, b = halves(x, token, S, b_stride, s_stride, h_stride, H, HALF, HEADS, WIDTH)
+    a, b = a.to(tl.float32), b.to(tl.float32)
     if NORM != "none":
         size = 2 * HALF * (H if NORM == "full" else 1)
         inverse = tl.rsqrt(per_norm(a * a + b * b, NORM) / size + eps)
@@ -95,9 +99,14 @@ def turn_back_kernel(
     size = 2 * HALF * (H if NORM == "full" else 1)
     wa, wb = weight_halves(w, H, HALF, NORM, HEADS, WIDTH)
     dwa, dwb = tl.zeros([HEADS, WIDTH], tl.float32), tl.zeros([HEADS, WIDTH], tl.float32)
-    for token in range(tl.program_id(0), T, tl.num_programs(0)):
-        ya, yb = halves(dy, token, S, db_stride, ds_stride, dh_stride, H, HALF, HEADS, WIDTH)
-        a, b = halves(x, token, S, b_stride, s_stride, h_stride, H, HALF, HEADS, WIDTH)
+    first = tl.program_id(0)
+    next_ya, next_yb = halves(dy, first, S, db_stride, ds_stride, dh_stride, H, HALF, HEADS, WIDTH)
+    next_a, next_b = halves(x, first, S, b_stride, s_stride, h_stride, H, HALF, HEADS, WIDTH)
+    for token in range(first, T, tl.num_programs(0)):
+        ya, yb, a, b = next_ya.to(tl.float32), next_yb.to(tl.float32), next_a.to(tl.float32), next_b.to(tl.float32)
+        ahead = tl.minimum(token + tl.num_programs(0), T - 1)
+        next_ya, next_yb = halves(dy, ahead, S, db_stride, ds_stride, dh_stride, H, HALF, HEADS, WIDTH)
+        next_a, next_b = halves(x, ahead, S, b_stride, s_stride, h_stride, H, HALF, HEADS, WIDTH)
         cos, sin = angles_at(cos_Sd, sin_Sd, token % S, HALF, WIDTH)
         ya, yb = ya * cos + yb * sin, yb * cos - ya * sin
         inverse = tl.rsqrt(per_norm(a * a + b * b, NORM) / size + eps)
@@ -152,10 +161,10 @@ def turn_back(dy_BSHD, x_BSHD, w, angles, eps: float) -> tuple[torch.Tensor, tor
     dx = torch.empty(b, s, h, d, dtype=x.dtype, device=x.device)
     shape = shape_of(h, d // 2)
     programs = min(WARPS // shape["num_warps"], b * s)
-    dw_PW = torch.zeros(programs, w.numel(), dtype=torch.float32, device=x.device)
+    dw_PW = torch.empty(programs, w.numel(), dtype=torch.float32, device=x.device)
     if dx.numel():
         turn_back_kernel[(programs,)](
             dy, x, w, *tables(angles), dx, dw_PW, b * s, s, *dy.stride()[:3], *x.stride()[:3],
             h, d // 2, eps, NORM=kind_of(w, d), **shape,
         )  # fmt: skip
-    return dx, dw_PW.sum(0).to(w.dtype).view(w.shape)
+    return dx, weight_gradient(dw_PW, w)

@@ -147,7 +147,7 @@ def choose_backward_kernel(
     SLOTS: tl.constexpr,
 ):  # fmt: skip
     """Of p = softmax over the chosen logs: dlog = p (dp - p . dp); of shares s likewise over all; then of the logs. Of
-    the square of z = log sum exp of the logits: 2 z softmax."""
+    the square of z = log sum exp of the logits: 2 z softmax. What nobody read has None for a gradient."""
     sequence, t, there_t = tokens_of(T, length, first, blocks, TOKENS)
     e = tl.arange(0, WIDTH)
     k = tl.arange(0, SLOTS)
@@ -157,7 +157,9 @@ def choose_backward_kernel(
     _, shares = score(logits, inside, SCORE == "sigmoid")
     chosen = t[:, None] * K + k[None, :]
     real = there_t[:, None] & (k < K)[None, :]
-    d = tl.load(dprobs_TK + chosen, mask=real, other=0.0) * scale
+    d = tl.zeros([TOKENS, SLOTS], tl.float32)
+    if dprobs_TK is not None:
+        d += tl.load(dprobs_TK + chosen, mask=real, other=0.0) * scale
     if NORMALIZE == "chosen":
         probs = tl.load(probs_TK + chosen, mask=real, other=0.0) / scale
         d = probs * (d - tl.sum(probs * d, 1)[:, None])
@@ -166,17 +168,20 @@ def choose_backward_kernel(
         which = tl.load(ids_TK + t * K + turn, mask=there_t, other=-1).to(tl.int32)
         mine = tl.sum(tl.where((k == turn)[None, :], d, 0.0), 1)
         sent += tl.where(e[None, :] == which[:, None], mine[:, None], 0.0)
-    dshares = tl.load(dshares_SE + sequence * E + e, mask=e < E, other=0.0)[None, :]
+    dshares = tl.zeros([TOKENS, WIDTH], tl.float32)
+    if dshares_SE is not None:
+        dshares += tl.load(dshares_SE + sequence * E + e, mask=e < E, other=0.0)[None, :]
     if NORMALIZE == "all" or (NORMALIZE == "none" and SCORE != "sigmoid"):
-        dshares = dshares + sent
+        dshares += sent
     dlogs = shares * (dshares - tl.sum(shares * dshares, 1)[:, None])
     if NORMALIZE == "chosen":
         dlogs += sent
     if SCORE == "sigmoid":  # s = sigmoid(x): d log s = (1 - s) dx, d s = s (1 - s) dx
         s = tl.sigmoid(logits)
         dlogs = (dlogs + s * sent if NORMALIZE == "none" else dlogs) * (1 - s)
-    z, powers = log_sum_exp(logits, inside)
-    dlogs += tl.load(dsquares_S + sequence) * 2 * z[:, None] * powers
+    if dsquares_S is not None:
+        z, powers = log_sum_exp(logits, inside)
+        dlogs += tl.load(dsquares_S + sequence) * 2 * z[:, None] * powers
     tl.store(dlogits_TE + at, dlogs, mask=inside)
 
 

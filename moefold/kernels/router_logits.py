@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from moefold.kernels.registry import Case, op, random
+from moefold.layout.landing import memory_for_gradient
 
 
 @op
@@ -27,17 +28,19 @@ class Exact(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, h_TD, w_ED):
-        ctx.save_for_backward(h_TD, w_ED)
+        ctx.save_for_backward(h_TD)
+        ctx.weight = w_ED  # itself: it knows where its gradient goes
         return torch.mm(h_TD, w_ED.T, out_dtype=torch.float32)
 
     @staticmethod
     def backward(ctx, d_TE):
-        h_TD, w_ED = ctx.saved_tensors
-        high = d_TE.to(h_TD.dtype)
-        both_Te = torch.cat((high, (d_TE - high).to(h_TD.dtype)), dim=1)
-        dh_TD = both_Te @ w_ED.repeat(2, 1)
-        dw_eD = torch.mm(both_Te.T, h_TD, out_dtype=torch.float32)
-        return dh_TD, dw_eD.unflatten(0, (2, -1)).sum(0).to(w_ED.dtype)
+        (h_TD,), w_ED = ctx.saved_tensors, ctx.weight
+        both_T2E = torch.empty(len(d_TE), 2, len(w_ED), dtype=h_TD.dtype, device=h_TD.device)
+        high_TE, low_TE = both_T2E.unbind(1)
+        torch.sub(d_TE, high_TE.copy_(d_TE), out=low_TE)
+        both_Te = both_T2E.flatten(1)
+        dw_2ED = torch.mm(both_Te.T, h_TD, out_dtype=torch.float32).unflatten(0, (2, -1))
+        return both_Te @ w_ED.repeat(2, 1), torch.add(*dw_2ED, out=memory_for_gradient(w_ED))
 
 
 @router_logits.cases

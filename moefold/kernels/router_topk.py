@@ -142,6 +142,7 @@ class Choose(torch.autograd.Function):
         ctx.save_for_backward(logits_TE, probs_TK, ids_TK)
         ctx.how, ctx.span = how, span
         ctx.mark_non_differentiable(ids_TK, sums[0])
+        ctx.set_materialize_grads(False)
         return probs_TK, ids_TK, *sums
 
     @staticmethod
@@ -149,8 +150,12 @@ class Choose(torch.autograd.Function):
         from moefold.kernels import router_kernels
 
         logits_TE, probs_TK, ids_TK = ctx.saved_tensors
-        gradients = (dprobs_TK.contiguous(), dshares_BE.contiguous(), dsquares_B.contiguous())
-        dlogits_TE = router_kernels.choose_backward(*gradients, logits_TE, probs_TK, ids_TK, ctx.how, ctx.span)
+        of_weights, of_shares, of_squares = (
+            None if d is None else d.contiguous() for d in (dprobs_TK, dshares_BE, dsquares_B)
+        )
+        dlogits_TE = router_kernels.choose_backward(
+            of_weights, of_shares, of_squares, logits_TE, probs_TK, ids_TK, ctx.how, ctx.span
+        )
         return dlogits_TE, None, None, None, None
 
 

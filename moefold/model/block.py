@@ -1,7 +1,7 @@
 """A transformer block as steps. Their order and lanes stand in anatomy/steps.py; here is what each one does.
 
-The carry: `x_TD` the residual stream; `share` which tokens these are; `aux` the balance losses so far; between the
-steps of a layer also `attended_TD` (what attention gives, which the next norm adds to the stream), and in an MoE layer
+The carry: `x_TD` the residual stream; `given_TD` what attention, MLP or experts gave for it last, which the next norm
+adds to it; `share` which tokens these are; `aux` the balance losses so far; between the steps of an MoE layer also
 `h_TD` (normed input), `routing`, `receipt`, `rows`, `y_RD`, `y_TD` and `shared_TD`. All that experts' ranks say to each
 other is said in `dispatch` and `combine`, so that these can run on a lane of their own.
 """
@@ -42,7 +42,8 @@ class Block(nn.Module):
         self.specs = block_steps(model, layer)
 
     def attend(self, carry: Carry) -> Carry:
-        return {**carry, "attended_TD": self.attention(carry["x_TD"], carry["share"])}
+        x_TD, given_TD = self.attention(carry["x_TD"], carry.get("given_TD"), carry["share"])
+        return {**carry, "x_TD": x_TD, "given_TD": given_TD}
 
     def steps(self):
         return bind_steps(self.specs, self)
@@ -57,7 +58,8 @@ class DenseBlock(Block):
         self.dense = DenseMlp(model, choices.kernels, choices.world)
 
     def mlp(self, carry: Carry) -> Carry:
-        return without({**carry, "x_TD": self.dense(carry["x_TD"], carry["attended_TD"])}, "attended_TD")
+        x_TD, given_TD = self.dense(carry["x_TD"], carry["given_TD"])
+        return {**carry, "x_TD": x_TD, "given_TD": given_TD}
 
 
 class MoeBlock(Block):
@@ -66,12 +68,12 @@ class MoeBlock(Block):
         self.moe = MoeLayer(model, layer, choices)
 
     def route(self, carry: Carry) -> Carry:
-        x_TD, h_TD = self.moe.norm(carry["x_TD"], carry["attended_TD"])
+        x_TD, h_TD, for_router_TD = self.moe.norm(carry["x_TD"], carry["given_TD"])
         imposed = carry.get("imposed", {}).get(self.moe.router.layer)
         imposed_TK = carry["share"].of_rank(imposed) if imposed is not None else None
-        routing, aux = self.moe.router(h_TD, carry["share"], imposed_TK)
+        routing, aux = self.moe.router(for_router_TD, carry["share"], imposed_TK)
         carry = {**carry, "x_TD": x_TD, "h_TD": h_TD, "routing": routing, "aux": carry["aux"] + aux}
-        return without(carry, "attended_TD")
+        return without(carry, "given_TD")
 
     def narrow(self, carry: Carry) -> Carry:
         return {**carry, "latent_TD": self.moe.narrow(carry["h_TD"])}
@@ -91,13 +93,13 @@ class MoeBlock(Block):
 
     def combine(self, carry: Carry) -> Carry:
         y_TD = self.travel(lambda: self.moe.dispatcher.combine(carry["y_RD"], carry["receipt"]))
-        return self.added(without(carry, "y_RD", "receipt"), y_TD)
+        return self.giving(without(carry, "y_RD", "receipt"), y_TD)
 
-    def added(self, carry: Carry, y_TD: torch.Tensor) -> Carry:
-        """What routed and shared experts gave, on the residual stream."""
+    def giving(self, carry: Carry, y_TD: torch.Tensor) -> Carry:
+        """What routed and shared experts gave together."""
         if "shared_TD" in carry:
             y_TD = y_TD + carry["shared_TD"]
-        return without({**carry, "x_TD": carry["x_TD"] + y_TD}, "shared_TD")
+        return without({**carry, "given_TD": y_TD}, "shared_TD")
 
     def travel(self, send: Callable[[], T]) -> T:
         """Do it, and note the bytes that left this rank."""
@@ -116,7 +118,13 @@ class LatentMoeBlock(MoeBlock):
         return without({**carry, "y_TD": y_TD}, "y_RD", "receipt")
 
     def widen(self, carry: Carry) -> Carry:
-        return self.added(without(carry, "y_TD"), self.moe.widen(carry["y_TD"]))
+        return self.giving(without(carry, "y_TD"), self.moe.widen(carry["y_TD"]))
+
+
+def settled(carry: Carry) -> Carry:
+    """The carry with what was given last on the stream: one tensor, to be handed on."""
+    given_TD = carry.get("given_TD")
+    return carry if given_TD is None else without({**carry, "x_TD": carry["x_TD"] + given_TD}, "given_TD")
 
 
 def without(carry: Carry, *names: str) -> Carry:

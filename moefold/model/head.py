@@ -18,7 +18,7 @@ from moefold.layout.axes import World
 from moefold.layout.declare import Declaring
 from moefold.layout.placement import over_tp
 from moefold.model.embedding import Embedding
-from moefold.model.norm import RMSNorm
+from moefold.model.norm import AddNorm
 
 
 class LastNorm(nn.Module):
@@ -26,13 +26,13 @@ class LastNorm(nn.Module):
 
     def __init__(self, model: ModelConfig, kernels: Kernels, world: World):
         super().__init__()
-        self.norm = RMSNorm(model.hidden, model.norm_eps, kernels, world)
+        self.norm = AddNorm(model.hidden, model.norm_eps, kernels, world)
 
 
 class Head(Declaring):
     def __init__(self, model: ModelConfig, embedding: Embedding | None, kernels: Kernels, world: World):
         super().__init__(world)
-        self.norm = RMSNorm(model.hidden, model.norm_eps, kernels, world)
+        self.norm = AddNorm(model.hidden, model.norm_eps, kernels, world)
         self.cross_entropy, self.tp = kernels.cross_entropy, world.axis("tp")
         if embedding is not None:  # its matrix is the head's too
             self.borrowed = (embedding.weight,)
@@ -42,10 +42,10 @@ class Head(Declaring):
             self.weight = self.declare("weight", model.vocab, model.hidden, std=std, placement=placement)
             self.matrix_vD = lambda: self.weight
 
-    def forward(self, x_TD: torch.Tensor, labels_C: torch.Tensor | None = None, normed: bool = False) -> torch.Tensor:
-        """The loss, or all logits where there are no labels. Called, so that hooks on the module see its every use.
-        Layers that look further ahead have a norm of their own: what they give is `normed`."""
-        h_CD = gather(x_TD if normed else self.norm(x_TD), self.tp)
+    def forward(self, h_TD: torch.Tensor, labels_C: torch.Tensor | None = None) -> torch.Tensor:
+        """Of a normed stream the loss, or all logits where there are no labels. Called, so that hooks on the module see
+        its every use."""
+        h_CD = gather(h_TD, self.tp)
         return self.logits(h_CD) if labels_C is None else self.loss(h_CD, labels_C)
 
     def loss(self, h_CD: torch.Tensor, labels_C: torch.Tensor) -> torch.Tensor:

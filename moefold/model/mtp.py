@@ -18,7 +18,7 @@ from moefold.config.run import ModelConfig
 from moefold.kernels.cross_entropy import IGNORED
 from moefold.model.block import make_block
 from moefold.model.choices import Choices
-from moefold.model.norm import RMSNorm
+from moefold.model.norm import AddNorm, RMSNorm
 from moefold.precision.linear import Linear
 
 
@@ -31,7 +31,7 @@ class LayerAhead(nn.Module):
         self.token_norm = RMSNorm(d, eps, kernels, world)
         self.join = Linear(world, 2 * d, d, std=model.init_std)
         self.block = make_block(model, model.layers + depth - 1, choices)
-        self.norm = RMSNorm(d, eps, kernels, world)
+        self.norm = AddNorm(d, eps, kernels, world)
 
     def forward(self, h_TD: torch.Tensor, token_TD: torch.Tensor) -> torch.Tensor:
         """What is known at a position and the token it looks past, joined."""

@@ -25,13 +25,16 @@ class RMSNorm(Declaring):
 
 
 class AddNorm(RMSNorm):
-    """Norms the sum of the stream and what a layer gives for it; returns both."""
+    """Norms the sum of the stream and what the layer before gives for it, if there is one; returns the sum, and its
+    norm for each of two who read it."""
 
     def __init__(self, width: int, eps: float, kernels: Kernels, world: World):
         super().__init__(width, eps, kernels, world)
         self.add_rmsnorm = kernels.add_rmsnorm
 
-    def forward(self, x_TD: torch.Tensor, added_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(
+        self, x_TD: torch.Tensor, added_TD: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         return self.norm(self.add_rmsnorm, x_TD, added_TD, self.weight, self.eps)
 
 

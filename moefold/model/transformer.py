@@ -14,12 +14,13 @@ from moefold.anatomy.steps import embed, look_ahead, predict, set_aside
 from moefold.comm.collectives import gather
 from moefold.config.run import ModelConfig
 from moefold.kernels.cross_entropy import IGNORED
-from moefold.model.block import make_block, without
+from moefold.model.block import make_block, settled, without
 from moefold.model.choices import Choices
 from moefold.model.embedding import Embedding
 from moefold.model.head import Head, LastNorm
 from moefold.model.moe.balance import Load, Loads, survey_loads, update_loads
 from moefold.model.mtp import LayerAhead, labels_ahead, tokens_ahead
+from moefold.model.norm import AddNorm
 from moefold.model.share import share_of
 from moefold.model.steps import Carry, Step, run_steps
 
@@ -61,7 +62,7 @@ class Transformer(nn.Module):
         self.stages = list(stages) if stages is not None else [whole(model)]
         predicts = any(stage.predicts for stage in self.stages)
         if any(stage.looks_up for stage in self.stages) or (predicts and model.tied_head):
-            self.embedding = Embedding(model, choices.world)
+            self.embedding = Embedding(model, choices.kernels, choices.world)
         self.blocks = Numbered({n: make_block(model, n, choices) for stage in self.stages for n in stage.layers})
         if predicts:
             tied = self.embedding if model.tied_head else None
@@ -97,30 +98,36 @@ class Transformer(nn.Module):
         """A layer reads the normed stream that the head reads for the token before: the model's own, or that of the
         layer before it. This is what published weights of such layers were trained on."""
         token_C = carry["share"].of_context(tokens_ahead(carry["tokens_BS"], layer.depth))
-        streams = carry["streams"] or [self.head.norm(carry["x_TD"])]
+        streams = carry["streams"] or [normed(self.head.norm, carry)]
         x_TD = layer(streams[-1], self.embedding(token_C))
-        return {**carry, "streams": streams, "x_TD": x_TD, "aux_before": carry["aux"]}
+        return without({**carry, "streams": streams, "x_TD": x_TD, "aux_before": carry["aux"]}, "given_TD")
 
     def set_aside(self, layer: LayerAhead, carry: Carry) -> Carry:
         """Keep the normed stream for its loss. The layer's balance losses count as much as that one does."""
         before, weight = carry["aux_before"], self.model.mtp_loss / self.model.mtp
         aux = before + weight * (carry["aux"] - before)
-        return without({**carry, "streams": [*carry["streams"], layer.norm(carry["x_TD"])], "aux": aux}, "aux_before")
+        streams = [*carry["streams"], normed(layer.norm, carry)]
+        return without({**carry, "streams": streams, "aux": aux}, "aux_before")
 
     def predict(self, carry: Carry) -> Carry:
-        """One loss for each stream: the model's own alone, or with it those of layers ahead, all normed already."""
-        normed = bool(carry["streams"])
-        streams = carry["streams"] or [carry["x_TD"]]
+        """One loss for each normed stream: the model's own alone, or with it those of layers ahead."""
+        streams = carry["streams"] or [normed(self.head.norm, carry)]
         labels = [carry["share"].of_context(labels_ahead(carry["labels_BS"], m)) for m in range(len(streams))]
         each = zip(streams, labels, strict=True)
-        return {**carry, "losses_1M": torch.stack([self.head(x_TD, labels_C, normed) for x_TD, labels_C in each])}
+        return {**carry, "losses_1M": torch.stack([self.head(h_TD, labels_C) for h_TD, labels_C in each])}
 
     def body(self, stage: Stage) -> list[Step]:
-        """A stage's steps up to the streams. Further tokens are predicted in training only."""
+        """A stage's steps up to the streams. Further tokens are predicted in training only. The head's norm adds what
+        the last layer gives; to another stage one stream is handed on."""
         begin = [Step(embed(self.model), self.embed)] if stage.embeds else []
         layers = [step for number in stage.layers for step in self.blocks[number].steps()]
         depths = stage.ahead if self.training else ()
-        return [*begin, *layers, *(step for depth in depths for step in self.steps_ahead(self.ahead[depth - 1]))]
+        ahead = [step for depth in depths for step in self.steps_ahead(self.ahead[depth - 1])]
+        steps = [*begin, *layers, *ahead]
+        if steps and not stage.predicts:
+            last = steps.pop()
+            steps.append(Step(last.spec, lambda carry: settled(last.run(carry))))
+        return steps
 
     def steps_ahead(self, layer: LayerAhead) -> list[Step]:
         begin = Step(look_ahead(self.model), partial(self.look_ahead, layer))
@@ -162,7 +169,7 @@ class Transformer(nn.Module):
     def logits_of(self, carry: Carry) -> torch.Tensor:
         """The logits of all positions, from the end of the last stage's body."""
         share = carry["share"]
-        logits_BSV = self.head(carry["x_TD"]).unflatten(0, (share.sequences, -1))
+        logits_BSV = self.head(normed(self.head.norm, carry)).unflatten(0, (share.sequences, -1))
         return gather(logits_BSV.transpose(0, 1), share.cp)[share.ordered].transpose(0, 1)
 
     def loads(self) -> list[Load]:
@@ -176,3 +183,9 @@ class Transformer(nn.Module):
         """After a step: move the selection biases, unless it was not `sound`; `pace` is the learning rate as a share of
         its highest. Returns what the routing came to."""
         return update_loads(self.loads(), self.model.moe, self.world.axis("dp", "cp", "tp"), sound, pace)
+
+
+def normed(norm: AddNorm, carry: Carry) -> torch.Tensor:
+    """The stream as the head reads it."""
+    _, h_TD, _ = norm(carry["x_TD"], carry.get("given_TD"))
+    return h_TD

@@ -13,7 +13,8 @@ from moefold.kernels.attention_room import WIDTHS, ds_bytes
 from moefold.plan.sizes import Sizes
 from moefold.plan.tensor import C, D, Moment, Number, R, Stack, T, Tensor, W, always, gqa, mla, one, q_k_v
 
-CHUNK_LOGITS = 1 << 26  # as kernels/cross_entropy.py has it; a test compares
+CHUNK_LOGITS = 1 << 26  # as kernels/cross_entropy.py has these; a test compares
+LOGITS_IN_PLACE = 10 << 26
 PADDING = 64  # rows that the fused kernel may add for each expert
 
 When = Callable[[Sizes], bool]
@@ -309,8 +310,14 @@ def chunked(s: Sizes) -> bool:
 
 
 def chunk(s: Sizes) -> float:
-    """Logits that the head holds at a time: a kernel that needs less for each of them takes more at a time."""
-    return min(CHUNK_LOGITS * (4 if in_place(s) else 1), s.C * s.P)
+    """Logits that the head holds at a time: those of as many tokens as may be, a power of two. A kernel that needs less
+    for each of them takes more at a time."""
+    most = LOGITS_IN_PLACE if in_place(s) else CHUNK_LOGITS
+    return min(tokens_of_chunk(most, s.P), s.C) * s.P
+
+
+def tokens_of_chunk(logits: int, words: float) -> int:
+    return 1 << max(0, int(logits // words).bit_length() - 1)
 
 
 def swiglu_backward(rows: Number, inner: Number, when: When = always) -> Moment:

@@ -19,7 +19,8 @@ from torch import nn
 
 from moefold.kernels.bind import Kernels
 from moefold.kernels.expert_mlp import expert_mlp
-from moefold.precision.linear import Linear
+from moefold.kernels.linear import pairs
+from moefold.precision.linear import use_products
 
 Work = Callable[[], None]
 QUEUES: list[list[Work]] = []  # the last is open; not thread-local: autograd runs on threads of its own
@@ -86,6 +87,4 @@ def splitting_kernels(kernels: Kernels) -> Kernels:
 
 def split_weight_gradients(model: nn.Module) -> None:
     """Every linear layer's weight gradient may wait from now on."""
-    for module in model.modules():
-        if isinstance(module, Linear):
-            module.product = SplitLinear.apply  # pyright: ignore[reportAttributeAccessIssue]
+    use_products(model, lambda x, *layers: tuple(SplitLinear.apply(x, *both) for both in pairs(layers)))  # pyright: ignore[reportArgumentType]

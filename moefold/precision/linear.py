@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
+from torch import nn
 
+from moefold.kernels.linear import linear
 from moefold.layout.axes import World
 from moefold.layout.declare import Declaring
 from moefold.layout.placement import REPLICATED, Placement
 
-Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+Products = Callable[..., tuple[torch.Tensor, ...]]  # of x with weight, bias, weight, bias, ... (kernels/linear.py)
 
 
 class Linear(Declaring):
@@ -36,9 +37,37 @@ class Linear(Declaring):
         self.bias_times = 0.0 if summand and world.axis("tp").index > 0 else 1.0
         bias_placement = REPLICATED if summand else placement
         self.bias = self.declare("bias", *outputs, std=0.0, placement=bias_placement) if bias else None
-        self.product: Product = F.linear
+        self.products: Products = linear.reference
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        (y,) = products_of(x, self)
+        return y
+
+    def operands(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         bias = self.bias.flatten() * self.bias_times if self.bias is not None else None
-        y = self.product(x, self.weight.flatten(0, -2), bias)
-        return y.unflatten(-1, self.weight.shape[:-1])
+        return self.weight.flatten(0, -2), bias
+
+
+class Together(Declaring):
+    """Linear layers that read the same input, called as one: what they give back for it need not be added apart. They
+    are members of whoever made them, and keep their names."""
+
+    def __init__(self, world: World, *layers: Linear):
+        super().__init__(world)
+        self.layers = layers  # a tuple: they are not this module's own
+        self.borrowed = tuple(parameter for layer in layers for parameter in layer.parameters())
+
+    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+        return products_of(x, *self.layers)
+
+
+def products_of(x: torch.Tensor, *layers: Linear) -> list[torch.Tensor]:
+    results = layers[0].products(x, *(operand for layer in layers for operand in layer.operands()))
+    return [y.unflatten(-1, layer.weight.shape[:-1]) for y, layer in zip(results, layers, strict=True)]
+
+
+def use_products(model: nn.Module, products: Products) -> None:
+    """Of every linear layer, from now on."""
+    for module in model.modules():
+        if isinstance(module, Linear):
+            module.products = products

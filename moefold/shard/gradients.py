@@ -34,7 +34,7 @@ class Gradients:
         buckets: list[Bucket],
         world: World,
         travel: str = "fp32",
-        add_squares: Callable[[torch.Tensor, torch.Tensor], None] = add_squares,
+        add_squares: Callable[..., None] = add_squares,
     ):
         self.buckets, self.world, self.reduce, self.add_squares = buckets, world, TRAVELS[travel], add_squares
         self.scale = torch.ones((), dtype=torch.float64, device=world.device)
@@ -125,9 +125,8 @@ class Gradients:
         exactly one rank, but for copies on other pipeline ranks, which are left out; so one sum counts it once."""
         me = self.world.axis("pp").index
         total = torch.zeros((), dtype=torch.float64, device=self.world.device)
-        for bucket in self.buckets:
-            if not bucket.holders or bucket.holders[0] == me:
-                self.add_squares(total, bucket.share_of_sum)
+        counted = [bucket for bucket in self.buckets if not bucket.holders or bucket.holders[0] == me]
+        self.add_squares(total, *(bucket.share_of_sum for bucket in counted))
         return sum_(total, self.world.everyone).sqrt() * self.scale
 
     def clip(self, max_norm: float) -> torch.Tensor:

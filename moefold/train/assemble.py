@@ -36,6 +36,7 @@ from moefold.observe.trace import Spans
 from moefold.optim.adamw import AdamW
 from moefold.pipeline.executor import Executor
 from moefold.precision.later import split_weight_gradients, splitting_kernels
+from moefold.precision.linear import use_products
 from moefold.shard.buckets import fill_buckets
 from moefold.shard.gradients import Gradients
 from moefold.shard.publish import Publisher
@@ -159,8 +160,7 @@ def build_model(
     stages = [s for s, home in zip(stages_of(config), rank_of_stage(config), strict=True) if home == here]
     with world.device, default_dtype(DTYPES[config.train.precision]):
         model = Transformer(config.model, choices, stages)
-    if splits:
-        split_weight_gradients(model)
+    split_weight_gradients(model) if splits else use_products(model, kernels.linear)
     start(model) if start else initialise(model, config.train.seed)
     return model
 

@@ -40,7 +40,14 @@ def test_bench_step_times_ours_in_both_orders_and_leaves_a_profile(
 ):
     monkeypatch.setattr("moefold.cli.bench_step.release", lambda _: None)  # transformers takes long in places
     assert run(["step", "--json", "--steps", "1", "--model", "qwen3-30b-a3b", "--out", str(tmp_path)]) == 0
-    (row,) = json.loads(capsys.readouterr().out)["results"]
+    printed = capsys.readouterr()
+    report = json.loads(printed.out)
+    (row,) = report["results"]
+    assert [line.split(":")[0] for line in printed.err.splitlines() if "tokens/s" in line] == [
+        "qwen3-30b-a3b, ours",
+        "qwen3-30b-a3b, ours any order",
+    ], "told as they are measured"
+    assert json.loads((tmp_path / "step.json").read_text()) == report
     for who in ("ours", "ours_any_order"):
         assert row[who]["tokens_per_s"] > 0
     assert row["ours"]["first_loss"] == row["ours_any_order"]["first_loss"], "on a CPU there is one order"

@@ -324,8 +324,21 @@ def plain_norm_rope(x, w, angles, eps):
 
 
 def plain_add_rmsnorm(x, added, w, eps):
-    total = [[a + b for a, b in zip(*rows, strict=True)] for rows in zip(x, added, strict=True)]
-    return total, plain_rmsnorm(total, w, eps)
+    pairs = zip(x, [[0.0] * len(row) for row in x] if added is None else added, strict=True)
+    total = [[a + b for a, b in zip(*rows, strict=True)] for rows in pairs]
+    return total, plain_rmsnorm(total, w, eps), plain_rmsnorm(total, w, eps)
+
+
+def plain_embedding(words, w, holes=False):
+    return [w[word] if word >= 0 else [0.0] * len(w[0]) for word in words]
+
+
+def plain_linear(x, *layers):
+    if isinstance(x[0][0], list):
+        return list(zip(*(plain_linear(rows, *layers) for rows in x), strict=True))
+    biases = [b or [0.0] * len(w) for w, b in zip(layers[::2], layers[1::2], strict=True)]
+    each = zip(layers[::2], biases, strict=True)
+    return [[[dot(row, v) + c for v, c in zip(w, b, strict=True)] for row in x] for w, b in each]
 
 
 def plain_router_logits(h, w):
@@ -419,8 +432,8 @@ def plain_adamw(w, g, m, v, weights, scale, pace):
     return [a - lr * decay * a - lr * move for a, move in zip(w, moves, strict=True)], given, m, v, scale
 
 
-def plain_add_squares(total, x):
-    return total + dot(x, x), x
+def plain_add_squares(total, *flats):
+    return total + math.fsum(dot(x, x) for x in flats), *flats
 
 
 PLAIN = {name.removeprefix("plain_"): value for name, value in list(globals().items()) if name.startswith("plain_")}

@@ -9,32 +9,42 @@ pytest.importorskip("triton")
 
 from moefold.kernels import norm_kernels
 from moefold.kernels.add_rmsnorm import add_rmsnorm
+from moefold.kernels.registry import Case
 from moefold.kernels.rmsnorm import rmsnorm
+from moefold.layout.landing import offer_place
 from tests.kernels.test_every_op import check
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @pytest.mark.parametrize("op", [rmsnorm, add_rmsnorm], ids=lambda op: op.name)
-@pytest.mark.parametrize("number", range(4))
-def test_both_norms_equal_their_references_forward_and_backward(op, number: int):
+def test_both_norms_equal_their_references_forward_and_backward(op):
     assert op.make_cases is not None
-    check(op, op.implementations["triton"], list(op.make_cases(DEVICE, torch.float32))[number], "fp32")
+    for case in op.make_cases(DEVICE, torch.float32):
+        check(op, op.implementations["triton"], case, "fp32")
 
 
-def test_the_weights_gradient_of_more_rows_than_programs_is_that_of_all_rows(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(norm_kernels, "PROGRAMS", 3)
-    x, dy = (torch.randn(300, 96, generator=torch.Generator().manual_seed(i)).to(DEVICE) for i in range(2))
-    w = torch.ones(96, device=DEVICE, requires_grad=True)
-    rmsnorm(x, w, 1e-6).backward(dy)
-    _, _, inverse = norm_kernels.forward(x, None, w.detach(), 1e-6)
-    _, dw = norm_kernels.backward(dy, x, w.detach(), inverse, None)
-    torch.testing.assert_close(dw, w.grad, rtol=1e-5, atol=1e-5)
+def test_more_rows_than_programs_have_the_gradients_of_the_reference(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(norm_kernels, "WARPS", 24)  # three programs
+    x, added = (torch.randn(300, 96, generator=torch.Generator().manual_seed(i)) for i in range(2))
+    case = Case("300 rows", (x.to(DEVICE), added.to(DEVICE), torch.ones(96, device=DEVICE), 1e-6))
+    check(add_rmsnorm, add_rmsnorm.implementations["triton"], case, "fp32")
+    check(rmsnorm, rmsnorm.implementations["triton"], Case("300 rows", case.inputs[1:]), "fp32")
+
+
+def test_a_weights_gradient_is_written_where_it_shall_be():
+    w = torch.ones(32, device=DEVICE, requires_grad=True)
+    place = torch.full((32,), torch.nan, device=DEVICE)
+    offer_place(w, lambda dtype: place if dtype == w.dtype else None, lambda: None)
+    y = rmsnorm.implementations["triton"](torch.randn(7, 32, device=DEVICE), w, 1e-6)
+    (found,) = torch.autograd.grad(y, w, torch.ones_like(y))
+    assert found.data_ptr() == place.data_ptr()
+    assert found.isfinite().all()
 
 
 def test_a_sum_that_nobody_norms_or_nobody_else_reads_has_its_gradient_all_the_same():
     inputs = [torch.randn(7, 32, generator=torch.Generator().manual_seed(i)).to(DEVICE) for i in range(2)]
-    for used in (0, 1):
+    for used in (0, 1, 2):
         found = []
         for implementation in ("reference", "triton"):
             x, added = (t.clone().requires_grad_() for t in inputs)

@@ -18,7 +18,7 @@ from moefold.model.attention.gqa import GroupedQueryAttention
 from moefold.model.attention.positions import rotary_tables
 from moefold.model.initialise import initialise
 from moefold.train.assemble import default_dtype
-from tests.support.models import choices, share
+from tests.support.models import attend, choices, share
 
 LENGTH, HIDDEN = 10, 24
 BASE = AttentionConfig(heads=4, kv_heads=2, head_dim=8)
@@ -46,11 +46,11 @@ def stream(sequences: int = 2, length: int = LENGTH) -> torch.Tensor:
 @pytest.mark.parametrize("kernels", BINDINGS)
 def test_a_later_token_changes_no_earlier_output_and_no_other_sequence(kernels: str):
     module, x_TD = make(kernels=kernels), stream()
-    before = module(x_TD, share(2, LENGTH)).unflatten(0, (2, LENGTH))
+    before = attend(module, x_TD, share(2, LENGTH)).unflatten(0, (2, LENGTH))
     for place in (1, 4, LENGTH - 1):
         changed = x_TD.clone()
         changed[place] += 1.0  # a token of the first sequence
-        after = module(changed, share(2, LENGTH)).unflatten(0, (2, LENGTH))
+        after = attend(module, changed, share(2, LENGTH)).unflatten(0, (2, LENGTH))
         torch.testing.assert_close(after[0, :place], before[0, :place], rtol=0, atol=1e-13)
         torch.testing.assert_close(after[1], before[1], rtol=0, atol=1e-13)
         assert not torch.allclose(after[0, place:], before[0, place:], atol=1e-6)
@@ -66,7 +66,7 @@ def test_grouped_heads_equal_full_heads_whose_keys_and_values_are_repeated():
             }
         )
     torch.testing.assert_close(
-        grouped(stream(), share(2, LENGTH)), full(stream(), share(2, LENGTH)), rtol=1e-12, atol=1e-12
+        attend(grouped, stream(), share(2, LENGTH)), attend(full, stream(), share(2, LENGTH)), rtol=1e-12, atol=1e-12
     )
 
 
@@ -129,7 +129,7 @@ def test_the_layer_equals_its_formula_written_out(qk_norm, bias, kernels):
     a = replace(BASE, qk_norm=qk_norm, qkv_bias=bias, out_bias=bias)
     module = make(a, kernels)
     torch.testing.assert_close(
-        module(stream(), share(2, LENGTH)), by_formula(module, a, stream(), 2), rtol=1e-12, atol=1e-12
+        attend(module, stream(), share(2, LENGTH)), by_formula(module, a, stream(), 2), rtol=1e-12, atol=1e-12
     )
 
 
@@ -152,7 +152,7 @@ def test_a_layer_with_partial_rotary_windows_or_sinks_equals_its_formula_written
     a = replace(BASE, **VARIANTS[variant])
     module = make(a, kernels)
     expected = by_formula(module, a, stream(), 2, a.window)
-    torch.testing.assert_close(module(stream(), share(2, LENGTH)), expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(attend(module, stream(), share(2, LENGTH)), expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("kernels", BINDINGS)
@@ -162,7 +162,7 @@ def test_the_gradients_of_a_layer_are_those_of_finite_differences(variant, kerne
     names, values = zip(*module.named_parameters(), strict=True)
 
     def run(x_TD: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
-        return functional_call(module, dict(zip(names, parameters, strict=True)), (x_TD, share(2, LENGTH)))
+        return functional_call(module, dict(zip(names, parameters, strict=True)), (x_TD, None, share(2, LENGTH)))[1]
 
     assert torch.autograd.gradcheck(run, (stream().requires_grad_(), *values), fast_mode=True)
 
@@ -173,7 +173,7 @@ def test_a_token_reaches_as_many_tokens_as_the_window_is_long(window: int, kerne
     module = make(replace(BASE, window=window), kernels)
     before, changed = stream(1), stream(1)
     changed[2] += 1.0
-    moved = (module(changed, share(1, LENGTH)) - module(before, share(1, LENGTH))).abs().amax(1) > 1e-9
+    moved = (attend(module, changed, share(1, LENGTH)) - attend(module, before, share(1, LENGTH))).abs().amax(1) > 1e-9
     assert moved.nonzero().flatten().tolist() == list(range(2, min(2 + window, LENGTH)))
 
 
@@ -185,7 +185,7 @@ def test_every_so_many_layers_one_sees_all_and_the_others_their_window():
     assert [window_of(ModelConfig(attention=a), layer) for layer in range(4)] == [3, 0, 3, 0]
     module = make(a, layer=1)
     torch.testing.assert_close(
-        module(stream(), share(2, LENGTH)), by_formula(module, a, stream(), 2), rtol=1e-12, atol=1e-12
+        attend(module, stream(), share(2, LENGTH)), by_formula(module, a, stream(), 2), rtol=1e-12, atol=1e-12
     )
 
 
@@ -231,4 +231,6 @@ def test_turning_keeps_the_precision_of_what_it_turns():
 
 def test_shorter_sequences_than_the_tables_are_the_beginning_of_longer_ones():
     module, x_TD = make(), stream(1)
-    torch.testing.assert_close(module(x_TD, share(1, LENGTH))[:4], module(x_TD[:4], share(1, 4)), rtol=0, atol=1e-13)
+    torch.testing.assert_close(
+        attend(module, x_TD, share(1, LENGTH))[:4], attend(module, x_TD[:4], share(1, 4)), rtol=0, atol=1e-13
+    )

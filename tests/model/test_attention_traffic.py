@@ -36,7 +36,7 @@ def sent(world: World, model: ModelConfig, parallel: ParallelConfig) -> Counter[
     initialise(attention, seed=1)
     share = Share(BATCH, LENGTH, world.axis("cp"), world.axis("tp"), torch.device("cpu"))
     with counted() as counter, torch.no_grad():
-        attention(torch.zeros(BATCH * LENGTH // N, HIDDEN), share)
+        attention(torch.zeros(BATCH * LENGTH // N, HIDDEN), None, share)
     return counter
 
 

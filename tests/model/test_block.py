@@ -18,7 +18,7 @@ from moefold.kernels.bind import bind
 from moefold.kernels.catalog import CATALOG, Facts
 from moefold.layout.axes import World
 from moefold.layout.declare import declared_parameters
-from moefold.model.block import Block, DenseBlock, LatentMoeBlock, MoeBlock, make_block
+from moefold.model.block import Block, DenseBlock, LatentMoeBlock, MoeBlock, make_block, settled
 from moefold.model.initialise import initialise
 from moefold.train.assemble import default_dtype
 from tests.model.test_router import logits_by_loop, routed_by_loop
@@ -62,7 +62,7 @@ def attended() -> dict[str, Any]:
     start = carry()
     generator = torch.Generator().manual_seed(2)
     given = torch.randn(start["x_TD"].shape, generator=generator, dtype=torch.float64).requires_grad_()
-    return {**start, "attended_TD": given}
+    return {**start, "given_TD": given}
 
 
 KINDS = {
@@ -110,8 +110,9 @@ def test_running_the_steps_one_by_one_equals_forward_to_the_bit(kind: str):
     whole, stepwise = block(carry()), carry()
     for step in block.steps():
         stepwise = step.run(stepwise)
-    assert whole.keys() == stepwise.keys() == {"x_TD", "share", "aux"}, "nothing else stays in the carry"
+    assert whole.keys() == stepwise.keys() == {"x_TD", "given_TD", "share", "aux"}, "nothing else stays in the carry"
     assert torch.equal(whole["x_TD"], stepwise["x_TD"])
+    assert torch.equal(whole["given_TD"], stepwise["given_TD"])
     assert torch.equal(whole["aux"], stepwise["aux"])
 
 
@@ -206,11 +207,11 @@ def test_an_moe_layer_equals_a_loop_over_tokens_and_experts_with_its_gradients(c
     state = start = attended()
     for step in block.steps()[1:]:
         state = step.run(state)
-    mine, plain = state["x_TD"], by_loop(block, model, start["x_TD"] + start["attended_TD"])
+    mine, plain = settled(state)["x_TD"], by_loop(block, model, start["x_TD"] + start["given_TD"])
     torch.testing.assert_close(mine, plain, rtol=1e-12, atol=1e-12)
 
     direction = torch.randn(mine.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-    wanted = {"x": start["x_TD"], "attended": start["attended_TD"], **dict(block.moe.named_parameters())}
+    wanted = {"x": start["x_TD"], "given": start["given_TD"], **dict(block.moe.named_parameters())}
     for name, a, b in zip(wanted, *(torch.autograd.grad(y, list(wanted.values()), direction) for y in (mine, plain))):  # noqa: B905
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12, msg=lambda m, n=name: f"gradient of {n}: {m}")
 
@@ -218,7 +219,7 @@ def test_an_moe_layer_equals_a_loop_over_tokens_and_experts_with_its_gradients(c
 def test_a_dense_block_adds_its_gated_mlp_to_the_stream():
     block = make(DenseBlock, KINDS["dense"][1])
     start = attended()
-    out, stream = block.mlp(start)["x_TD"], start["x_TD"] + start["attended_TD"]
+    out, stream = settled(block.mlp(start))["x_TD"], start["x_TD"] + start["given_TD"]
     p = dict(block.dense.named_parameters())
     rows = [x / (x.square().mean() + MODEL.norm_eps).sqrt() * p["norm.weight"] for x in stream]
     mlp = torch.stack([gated(h, p["gate_up.weight"], p["down.weight"]) for h in rows])
@@ -243,7 +244,7 @@ def counts(world: World, again: bool) -> dict[str, Any]:
     start = carry()
     with traffic.counted() as sent:
         out: Any = checkpoint(block, start, use_reentrant=False) if again else block(start)
-    (out["x_TD"].square().sum() + out["aux"]).backward()
+    (settled(out)["x_TD"].square().sum() + out["aux"]).backward()
     load = block.moe.router.load
     gradients = {name: p.grad for name, p in block.named_parameters()}
     noted = {"counts": load.counts_E.tolist(), "dropped": load.dropped.item(), "moved": load.moved}

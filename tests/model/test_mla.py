@@ -16,7 +16,7 @@ from moefold.model.attention.mla import LatentAttention
 from moefold.model.initialise import initialise
 from moefold.train.assemble import default_dtype
 from tests.model.test_positions import mscale, plain, yarn
-from tests.support.models import choices, share
+from tests.support.models import attend, choices, share
 
 LENGTH, HIDDEN, EPS = 9, 20, 1e-6
 BASE = AttentionConfig(
@@ -127,7 +127,7 @@ def test_the_layer_equals_its_formula_written_out(variant: str, kernels: str):
     a = replace(BASE, **VARIANTS[variant])
     module = make(a, kernels)
     with torch.no_grad():
-        found = module(stream(), share(2, LENGTH))
+        found = attend(module, stream(), share(2, LENGTH))
     torch.testing.assert_close(found, by_formula(module, a, stream(), 2), rtol=1e-12, atol=1e-12)
 
 
@@ -138,7 +138,7 @@ def test_the_gradients_of_the_layer_are_those_of_finite_differences(variant: str
     names, values = zip(*module.named_parameters(), strict=True)
 
     def run(x_TD: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
-        return functional_call(module, dict(zip(names, parameters, strict=True)), (x_TD, share(2, LENGTH)))
+        return functional_call(module, dict(zip(names, parameters, strict=True)), (x_TD, None, share(2, LENGTH)))[1]
 
     assert torch.autograd.gradcheck(run, (stream().requires_grad_(), *values), fast_mode=True)
 
@@ -159,14 +159,14 @@ def test_biases_stand_on_the_narrow_projections_and_the_output_only():
 def test_all_heads_have_the_same_turning_key():
     """What one head turns by, all do: swapping the heads of every other matrix swaps their results and nothing more."""
     module = make(replace(BASE, q_rank=5))
-    before = module(stream(), share(2, LENGTH))
+    before = attend(module, stream(), share(2, LENGTH))
     with torch.no_grad():
         for name in ("query", "key", "value"):
             weight = getattr(module, name).weight
             weight.copy_(weight.flip(0))
         out = module.out.weight.unflatten(1, (BASE.heads, -1))
         out.copy_(out.flip(1).clone())
-    torch.testing.assert_close(module(stream(), share(2, LENGTH)), before, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(attend(module, stream(), share(2, LENGTH)), before, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("kernels", BINDINGS)
@@ -174,7 +174,7 @@ def test_a_later_token_changes_no_earlier_output_and_no_other_sequence(kernels: 
     module = make(replace(BASE, q_rank=5), kernels)
     before, changed = stream(), stream()
     changed[4] += 1.0
-    moved = (module(changed, share(2, LENGTH)) - module(before, share(2, LENGTH))).abs().amax(1) > 1e-9
+    moved = (attend(module, changed, share(2, LENGTH)) - attend(module, before, share(2, LENGTH))).abs().amax(1) > 1e-9
     assert moved.nonzero().flatten().tolist() == list(range(4, LENGTH))
 
 
@@ -183,6 +183,6 @@ def test_scores_depend_on_the_distance_only():
     module = make(replace(BASE, window=2))
     x, y, other = stream().unbind(0)[:3]
     rows = torch.stack([other, x, y, other, other, other, x, y, other])
-    found = module(rows, share(1, LENGTH))
+    found = attend(module, rows, share(1, LENGTH))
     torch.testing.assert_close(found[2], found[7], rtol=1e-12, atol=1e-12)
     assert not torch.allclose(found[1], found[2])

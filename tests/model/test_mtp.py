@@ -26,6 +26,7 @@ from moefold.kernels.bind import bind
 from moefold.kernels.catalog import Facts
 from moefold.kernels.cross_entropy import IGNORED
 from moefold.layout.axes import World, alone, name_axes
+from moefold.model.block import settled
 from moefold.model.initialise import initialise
 from moefold.model.mtp import labels_ahead
 from moefold.model.steps import run_steps
@@ -88,7 +89,7 @@ def ahead_by_loop(made: Transformer, tokens: torch.Tensor, labels: torch.Tensor)
     """The loss of each layer that looks ahead, position by position, from the model's last residual stream on."""
     p, rows, known = dict(made.named_parameters()), labels.tolist(), tokens.tolist()
     made.eval()  # without the layers that look ahead
-    x_TD = run_steps(made.body(made.stages[0]), made.begin(tokens))["x_TD"]
+    x_TD = settled(run_steps(made.body(made.stages[0]), made.begin(tokens)))["x_TD"]
     made.train()
     h_TD = torch.stack([normed(x, p["head.norm.weight"]) for x in x_TD])  # what the head reads
     losses = []
@@ -102,7 +103,9 @@ def ahead_by_loop(made: Transformer, tokens: torch.Tensor, labels: torch.Tensor)
             both = (normed(h, p[at + "stream_norm.weight"]), normed(vector, p[at + "token_norm.weight"]))
             joined.append(p[at + "join.weight"] @ torch.cat(both))
         carry = {"x_TD": torch.stack(joined), "share": share(SEQUENCES, LENGTH), "aux": torch.zeros(())}
-        h_TD = torch.stack([normed(x, p[f"ahead.{depth - 1}.norm.weight"]) for x in layer.block(carry)["x_TD"]])
+        h_TD = torch.stack(
+            [normed(x, p[f"ahead.{depth - 1}.norm.weight"]) for x in settled(layer.block(carry))["x_TD"]]
+        )
         loss = torch.zeros((), dtype=torch.float64)
         for t, h in enumerate(h_TD):
             label = label_by_loop(rows[t // LENGTH], t % LENGTH, depth)
@@ -146,8 +149,8 @@ def predictions(made: Transformer, tokens: torch.Tensor, labels: torch.Tensor):
     made(tokens, labels)
     hook.remove()
     found = []
-    for x_TD, labels_C, normed in uses:
-        logits = made.head(x_TD, None, normed)
+    for h_TD, labels_C in uses:
+        logits = made.head(h_TD)
         losses = F.cross_entropy(logits, labels_C, reduction="none", ignore_index=IGNORED)
         found.append((logits.view(SEQUENCES, LENGTH, -1), losses.view(SEQUENCES, LENGTH)))
     return found

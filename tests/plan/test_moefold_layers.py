@@ -195,4 +195,9 @@ def test_one_layer_keeps_what_was_measured_on_an_h200():
 
 
 def test_the_head_holds_as_many_logits_as_the_plan_says():
-    assert moefold_layers.CHUNK_LOGITS == cross_entropy.CHUNK_LOGITS
+    for limit in ("CHUNK_LOGITS", "LOGITS_IN_PLACE"):
+        assert getattr(moefold_layers, limit) == getattr(cross_entropy, limit)
+    for words in (7, 256, 50_304, 151_936, 1 << 27):
+        tokens = [module.tokens_of_chunk(1 << 26, words) for module in (moefold_layers, cross_entropy)]
+        assert tokens[0] == tokens[1]
+        assert tokens[0] * words <= 1 << 26 < 2 * tokens[0] * words or tokens[0] == 1

@@ -11,6 +11,8 @@ from moefold.dispatch.choose import choose_dispatcher
 from moefold.kernels.bind import Kernels
 from moefold.layout.axes import World, alone
 from moefold.model.attention.context import choose_context
+from moefold.model.attention.gqa import GroupedQueryAttention
+from moefold.model.attention.mla import LatentAttention
 from moefold.model.choices import Choices
 from moefold.model.share import Share
 from moefold.model.transformer import Transformer
@@ -41,6 +43,12 @@ def transformer(
     parallel: ParallelConfig | None = None,
 ) -> Transformer:
     return Transformer(model, choices(model, seq_len, kernels, world, parallel))
+
+
+def attend(module: GroupedQueryAttention | LatentAttention, x_TD: torch.Tensor, where: Share) -> torch.Tensor:
+    """What attention gives for the stream, to which nothing is added before."""
+    _, given_TD = module(x_TD, None, where)
+    return given_TD
 
 
 def share(sequences: int, length: int, world: World | None = None) -> Share:

@@ -34,7 +34,7 @@ def everything(run: Run) -> list[torch.Tensor]:
 
 def spoil(run: Run) -> list[torch.utils.hooks.RemovableHandle]:
     """Every gradient that flows through the last norm is no number."""
-    return [run.model.head.norm.register_forward_hook(lambda *found: found[-1] * torch.nan)]
+    return [run.model.head.norm.register_forward_hook(lambda *found: tuple(x * torch.nan for x in found[-1]))]
 
 
 @pytest.mark.parametrize(("precision", "moments"), [("fp32", "fp32"), ("bf16", "fp32"), ("bf16", "bf16")])

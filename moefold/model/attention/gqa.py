@@ -15,10 +15,10 @@ from moefold.layout.placement import over_tp
 from moefold.model.attention.rotary import Rotary
 from moefold.model.attention.sight import Seeing
 from moefold.model.choices import Choices
-from moefold.model.norm import RMSNorm, RMSNormOverTp, TurningNorm
+from moefold.model.norm import AddNorm, RMSNorm, RMSNormOverTp, TurningNorm
 from moefold.model.share import Share
 from moefold.model.steps import Region
-from moefold.precision.linear import Linear
+from moefold.precision.linear import Linear, Together
 
 
 class GroupedQueryAttention(Seeing):
@@ -27,11 +27,12 @@ class GroupedQueryAttention(Seeing):
         world, kernels = choices.world, choices.kernels
         a, d, std = model.attention, model.hidden, model.init_std
         self.qk_norm, self.tp = a.qk_norm, world.axis("tp")
-        self.norm = RMSNorm(d, model.norm_eps, kernels, world)
+        self.norm = AddNorm(d, model.norm_eps, kernels, world)
         heads, kv_heads = (a.heads, a.head_dim), (a.kv_heads, a.head_dim)
         self.query = Linear(world, d, *heads, bias=a.qkv_bias, std=std, placement=over_tp(0))
         self.key = Linear(world, d, *kv_heads, bias=a.qkv_bias, std=std, placement=over_tp(0))
         self.value = Linear(world, d, *kv_heads, bias=a.qkv_bias, std=std, placement=over_tp(0))
+        self.projections = Together(world, self.query, self.key, self.value)
         out_std = std / (2 * model.layers) ** 0.5
         self.out = Linear(world, a.heads * a.head_dim, d, bias=a.out_bias, std=out_std, placement=over_tp(1))
         whole = a.rope_dim in (0, a.head_dim) and (a.qk_norm == "head" or (a.qk_norm == "full" and self.tp.size == 1))
@@ -48,14 +49,17 @@ class GroupedQueryAttention(Seeing):
         self.core, self.context = Region(), choices.context
         self.rotary = Rotary(a.rope_dim or a.head_dim, a.rope, choices.seq_len, kernels)
 
-    def forward(self, x_TD: torch.Tensor, share: Share) -> torch.Tensor:
-        """What attention adds to the residual stream."""
-        h_CD = gather(self.norm(x_TD), self.tp)  # all tokens of this cp rank meet this rank's heads
-        q, k, v = (share.by_sequence(project(h_CD)) for project in (self.query, self.key, self.value))
+    def forward(
+        self, x_TD: torch.Tensor, given_TD: torch.Tensor | None, share: Share
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The residual stream with what the layer before gives, and what attention gives for it."""
+        x_TD, h_TD, _ = self.norm(x_TD, given_TD)
+        h_CD = gather(h_TD, self.tp)  # all tokens of this cp rank meet this rank's heads
+        q, k, v = map(share.by_sequence, self.projections(h_CD))
         q, k = self.placed(q, k, share)
         y_BSHD = self.core(self.context, q, k, v, share, self.sight())
         summand_CD = self.out(y_BSHD.reshape(h_CD.shape[0], -1))
-        return scatter_sum(summand_CD, self.tp)  # add up all heads; each rank keeps its own tokens
+        return x_TD, scatter_sum(summand_CD, self.tp)  # add up all heads; each rank keeps its own tokens
 
     def placed(self, q: torch.Tensor, k: torch.Tensor, share: Share) -> tuple[torch.Tensor, torch.Tensor]:
         """Queries and keys, normed if the model does that, and turned by position."""
