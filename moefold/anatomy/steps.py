@@ -106,18 +106,20 @@ def attend(model: ModelConfig, layer: int) -> StepSpec:
         True,
         f"T,{d} -> q T,{a.heads},{a.head_dim}; k T,{kv_heads},{a.head_dim}; v T,{kv_heads},{value_dim} -> T,{d}"
         + (f"  (the last {window} tokens)" if window else ""),
-        (
-            "add_rmsnorm",
-            "linear",
-            "rope",
-            *(("norm_rope",) if a.kind == "gqa" and a.qk_norm != "none" else ()),
-            "attention",
-        ),
+        ("add_rmsnorm", "linear", *norms_within(model), "rope", "attention"),
         weights,
         matmul_size(weights),
         context=a.heads * (a.head_dim + value_dim),
         window=window,
     )
+
+
+def norms_within(model: ModelConfig) -> tuple[str, ...]:
+    """Operations that norm latents, or queries and keys: these as they turn, or each by itself before."""
+    a = model.attention
+    if a.kind == "mla":
+        return ("rmsnorm",)
+    return {"none": (), "head": ("norm_rope", "rmsnorm"), "full": ("norm_rope",)}[a.qk_norm]
 
 
 def window_of(model: ModelConfig, layer: int) -> int:
