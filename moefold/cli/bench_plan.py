@@ -6,6 +6,7 @@ and gradients. Memory is torch's peak of allocated bytes, time that of a whole s
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -72,6 +73,7 @@ def bench(names: list[str], gpu: str, steps: int) -> dict[str, Any]:
         try:
             took = our_steps(case_config(model, values), steps, None)
             row["measured"] = {"peak_gib": took.peak_gib, "step_ms": took.milliseconds}
+            print(f"{name}: {row['planned']} planned, {row['measured']} measured", file=sys.stderr, flush=True)
         except torch.OutOfMemoryError as error:
             row["failed"] = str(error).splitlines()[0]
         let_go("cuda")

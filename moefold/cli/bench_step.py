@@ -37,8 +37,7 @@ from moefold.train.step import train_step
 
 WARM_UP = 4
 CAPTION = """tokens/s of whole steps: forward, backward, clipping, update. goal: at least.
-peak: GiB of device memory. most: at most. any order: tokens/s with kernels.repeatable off.
-HF: transformers' tokens/s. times: ours over it."""
+peak: GiB of device memory. most: at most. HF: transformers' tokens/s. times: ours over it."""
 
 
 @dataclass(frozen=True)
@@ -156,8 +155,8 @@ def clocked(take: Callable[[], Any], loss_of: Callable[[Any], float], config: Co
 
 
 def bench(names: list[str], device: str, steps: int, out: Path | None) -> dict[str, Any]:
-    """Every model in turn: ours, ours with sums in any order, transformers'. Each is told when it is measured, and what
-    there is so far is written to `out`: a run that is cut short loses nothing."""
+    """Every model in turn, ours and transformers'. Each is told when it is measured, and what there is so far is written
+    to `out`: a run that is cut short loses nothing."""
     report: dict[str, Any] = {**about(device), "results": []}
     for name in names:
         config = measured_config(name, device)
@@ -169,7 +168,7 @@ def bench(names: list[str], device: str, steps: int, out: Path | None) -> dict[s
             let_go(device)
             row[who] = found._asdict()
             said = f"{found.milliseconds:.1f} ms, {found.tokens_per_s:,.0f} tokens/s, peak {found.peak_gib:.1f} GiB"
-            print(f"{name}, {who.replace('_', ' ')}: {said}", file=sys.stderr, flush=True)
+            print(f"{name}, {who}: {said}", file=sys.stderr, flush=True)
             if out:
                 (out / "step.json").write_text(json.dumps(report, indent=1))
     return report
@@ -178,16 +177,8 @@ def bench(names: list[str], device: str, steps: int, out: Path | None) -> dict[s
 def ways(config: Config, steps: int, profile: Path | None) -> dict[str, Callable[[], Measured]]:
     if profile:
         profile.mkdir(parents=True, exist_ok=True)
-    found = {
-        "ours": lambda: our_steps(config, steps, profile),
-        "ours_any_order": lambda: our_steps(in_any_order(config), steps, None),
-    }
+    found = {"ours": lambda: our_steps(config, steps, profile)}
     return found | ({"transformers": lambda: their_steps(config, steps)} if release("transformers") else {})
-
-
-def in_any_order(config: Config) -> Config:
-    """Runs need not repeat to the bit."""
-    return replace(config, kernels=replace(config.kernels, repeatable=False))
 
 
 def let_go(device: str) -> None:
@@ -204,7 +195,7 @@ def show(report: dict[str, Any]) -> None:
         caption_justify="left",
     )
     table.add_column("model, layers", no_wrap=True)
-    for column in ("tokens/s", "goal", "TF/s", "peak", "most", "any order", "HF", "HF peak", "times"):
+    for column in ("tokens/s", "goal", "TF/s", "peak", "most", "HF", "HF peak", "times"):
         table.add_column(column, justify="right", no_wrap=True)
     for row in report["results"]:
         mine, other, goal = row["ours"], row.get("transformers"), row["goal"]
@@ -214,6 +205,5 @@ def show(report: dict[str, Any]) -> None:
             beside = (f"{other['tokens_per_s']:,.0f}", f"{other['peak_gib']:.1f}", ratio)
         own = (f"{mine['tokens_per_s']:,.0f}", f"{goal['tokens_per_s']:,.0f}", f"{mine['tflops']:.0f}")
         peaks = (f"{mine['peak_gib']:.1f}", f"{goal['peak_gib']:.1f}")
-        free = f"{row['ours_any_order']['tokens_per_s']:,.0f}"
-        table.add_row(f"{row['model']}, {row['layers']}", *own, *peaks, free, *beside)
+        table.add_row(f"{row['model']}, {row['layers']}", *own, *peaks, *beside)
     Console().print(table)

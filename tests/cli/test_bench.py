@@ -35,7 +35,7 @@ def test_the_operations_of_a_layer_are_those_of_its_six_products():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the full models would run")
-def test_bench_step_times_ours_in_both_orders_and_leaves_a_profile(
+def test_bench_step_tells_what_it_measured_and_leaves_a_profile(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("moefold.cli.bench_step.release", lambda _: None)  # transformers takes long in places
@@ -43,14 +43,10 @@ def test_bench_step_times_ours_in_both_orders_and_leaves_a_profile(
     printed = capsys.readouterr()
     report = json.loads(printed.out)
     (row,) = report["results"]
-    assert [line.split(":")[0] for line in printed.err.splitlines() if "tokens/s" in line] == [
-        "qwen3-30b-a3b, ours",
-        "qwen3-30b-a3b, ours any order",
-    ], "told as they are measured"
+    told = [line.split(":")[0] for line in printed.err.splitlines() if "tokens/s" in line]
+    assert told == ["qwen3-30b-a3b, ours"], "as it is measured"
     assert json.loads((tmp_path / "step.json").read_text()) == report
-    for who in ("ours", "ours_any_order"):
-        assert row[who]["tokens_per_s"] > 0
-    assert row["ours"]["first_loss"] == row["ours_any_order"]["first_loss"], "on a CPU there is one order"
+    assert row["ours"]["tokens_per_s"] > 0
     assert "attend core" in (tmp_path / "qwen3-30b-a3b" / "profile.txt").read_text()
     assert (tmp_path / "qwen3-30b-a3b" / "trace.json").exists()
 
