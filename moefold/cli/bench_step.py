@@ -155,8 +155,8 @@ def clocked(take: Callable[[], Any], loss_of: Callable[[Any], float], config: Co
 
 
 def bench(names: list[str], device: str, steps: int, out: Path | None) -> dict[str, Any]:
-    """Every model in turn, ours and transformers'. Each is told when it is measured, and what there is so far is written
-    to `out`: a run that is cut short loses nothing."""
+    """Every model in turn, ours and transformers'. Each is told when it is measured, and what there is so far is
+    written to `out`: a run that is cut short loses nothing."""
     report: dict[str, Any] = {**about(device), "results": []}
     for name in names:
         config = measured_config(name, device)

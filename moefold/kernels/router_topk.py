@@ -146,17 +146,13 @@ class Choose(torch.autograd.Function):
         return probs_TK, ids_TK, *sums
 
     @staticmethod
-    def backward(ctx, dprobs_TK, _ids, _counts, dshares_BE, dsquares_B):
+    def backward(ctx, *gradients):
         from moefold.kernels import router_kernels
 
         logits_TE, probs_TK, ids_TK = ctx.saved_tensors
-        of_weights, of_shares, of_squares = (
-            None if d is None else d.contiguous() for d in (dprobs_TK, dshares_BE, dsquares_B)
-        )
-        dlogits_TE = router_kernels.choose_backward(
-            of_weights, of_shares, of_squares, logits_TE, probs_TK, ids_TK, ctx.how, ctx.span
-        )
-        return dlogits_TE, None, None, None, None
+        dprobs_TK, _, _, dshares_BE, dsquares_B = (None if d is None else d.contiguous() for d in gradients)
+        kept = (logits_TE, probs_TK, ids_TK, ctx.how, ctx.span)
+        return router_kernels.choose_backward(dprobs_TK, dshares_BE, dsquares_B, *kept), None, None, None, None
 
 
 @router_topk.cases
