@@ -25,10 +25,12 @@ from moefold.plan.counts import Gemm, StepCount, piece_count
 from moefold.plan.fit import TILE, reached
 from moefold.plan.hardware import Gpu, roofline
 from moefold.plan.memory import BYTES, Setting
+from moefold.plan.moefold_layers import on_hopper
 from moefold.plan.sizes import Sizes
 from moefold.plan.stage import Pieces
 
 BACKWARD = 1.5  # launches of a backward, over those of a forward; autograd launches from C++
+ON_HOPPER = (0.86, 200.0)  # of our attention's backward, as `plan/hardware.py` has them: by `moefold bench attention`
 
 
 class Seconds(NamedTuple):
@@ -142,7 +144,9 @@ class Pace:
         """Data gradient and weight gradient. The weight gradient is added to fp32 sums: 8 bytes an element."""
         k, (launches, looped) = self.gpu.kernels, traffic.launched(step.name, step.gemms, s)
         products = sum(self.product(g, g.rows * g.n + g.n * g.k, 2 * g.rows * g.k) * g.times for g in step.gemms)
-        attention = self.attention(step, s, 2.5 * step.attention, k.attention_backward, k.backward_half)
+        ours = s.choices.stack == "moefold" and on_hopper(s)
+        share, half = ON_HOPPER if ours else (k.attention_backward, k.backward_half)
+        attention = self.attention(step, s, 2.5 * step.attention, share, half)
         moved = 2 * traffic.moved(step.name, s) + traffic.quantised(step.gemms, s, outputs=True)
         passes = moved / self.stream + BACKWARD * launches * k.start
         weights = sum(self.product(g, g.rows * (g.n + g.k), 8 * g.n * g.k) * g.times for g in step.gemms)

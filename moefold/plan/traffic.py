@@ -24,9 +24,25 @@ def attended(s: Sizes) -> float:
 
 
 def activated(s: Sizes) -> float:
-    """Elements that experts' activation reads and writes, and that biases are added to."""
+    """Elements that experts' activation reads and writes, and that biases are added to. In one kernel with the products
+    none are."""
     biases = 4 * s.F + 2 * s.W if s.model.moe.biases else 0
-    return s.R * (3 * s.F + biases)
+    return 0.0 if in_one_kernel(s) else s.R * (3 * s.F + biases)
+
+
+def in_one_kernel(s: Sizes) -> bool:
+    return s.choices.stack == "moefold" and s.fused
+
+
+def arranged(s: Sizes) -> float:
+    """Elements of tokens put in the order of experts. Of tokens that never left, each is read from the cache again."""
+    return s.R * s.W * (1 if in_one_kernel(s) and s.portion.ep * s.portion.etp == 1 else 2)
+
+
+def judged(s: Sizes) -> float:
+    """Elements of logits that are read and written beside products, there and back: a kernel of ours does it once."""
+    once = s.choices.stack == "moefold" and s.kernel("cross_entropy") == "triton"
+    return (2 / 3 if once else 6) * s.C * s.P * (1 + s.model.mtp)
 
 
 ELEMENTS: dict[str, Callable[[Sizes], float]] = {
@@ -34,13 +50,13 @@ ELEMENTS: dict[str, Callable[[Sizes], float]] = {
     "attend": lambda s: 5 * s.T * s.D + attended(s),  # a norm, and what is added to the stream
     "mlp": lambda s: 5 * s.T * s.D + 3 * s.C * s.M,
     "route": lambda s: 3 * s.T * s.D + 12 * s.T * s.E,
-    "dispatch": lambda s: 2 * s.R * s.W,
+    "dispatch": arranged,
     "shared": lambda s: 2 * s.T * s.D + 3 * s.C * s.A,
     "experts": activated,
     "combine": lambda s: s.R * s.W + 3 * s.T * s.D,
     "look_ahead": lambda s: 8 * s.T * s.D,
     "set_aside": lambda s: 2 * s.T * s.D,
-    "predict": lambda s: 2 * s.T * s.D + 6 * s.C * s.P * (1 + s.model.mtp),
+    "predict": lambda s: 2 * s.T * s.D + judged(s),
 }
 
 LAUNCHES = {
@@ -58,6 +74,8 @@ LAUNCHES = {
     "set_aside": 2,
     "predict": 14,
 }
+
+FEWER = {"attend": 9, "route": 12, "dispatch": 5, "combine": 2}  # with our kernels
 
 
 def moved(step: str, s: Sizes) -> float:
@@ -80,6 +98,7 @@ def launched(step: str, gemms: tuple[Gemm, ...], s: Sizes) -> tuple[float, float
     """Kernels of a forward: those one after the other, and those of a loop over experts, side by side on the device.
     Megatron's layers make each expert's product by itself and quantise each operand."""
     low = sum(g.kind in LOW for g in gemms) if s.choices.recipe.quantizes else 0
-    count = LAUNCHES[step] + 2 * low + (6 if step == "attend" and s.mla else 0)
+    few = FEWER if s.choices.stack == "moefold" and s.choices.device == "cuda" else {}
+    count = few.get(step, LAUNCHES[step]) + 2 * low + (6 if step == "attend" and s.mla else 0)
     grouped = sum(g.groups for g in gemms if g.kind == "grouped") if s.choices.stack == "megatron" else 0
     return count, grouped * (5 if s.choices.recipe.quantizes else 1)

@@ -1,6 +1,7 @@
 """The price of a step follows its physics: FLOPs, bytes, launches, links."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -63,12 +64,17 @@ def test_a_loop_over_experts_costs_launches():
     assert looped > whole
 
 
+@pytest.mark.parametrize("stack", ["moefold", "megatron"])
 @pytest.mark.parametrize("region", ["norm", "up", "core", "mlp", "shared", "activation", "experts", "moe", "layer"])
-def test_recompute_costs_time_and_never_more_than_a_forward(region: str):
-    plain, again = (passed("deepseek-v3", choices=Choices(recompute=r), parallel__ep=8) for r in ((), (region,)))
+def test_recompute_costs_time_and_never_more_than_a_forward(region: str, stack: Any):
+    plain, again = (
+        passed("deepseek-v3", choices=Choices(recompute=r, stack=stack), parallel__ep=8) for r in ((), (region,))
+    )
     assert plain.D.memory == 0
-    assert 0 < again.D.memory <= again.F.all * 1.001
+    assert again.D.memory <= again.F.all * 1.001
     assert again.F == plain.F
+    never_kept = region == "activation" and stack == "moefold"  # its kernel makes it again anyway
+    assert (again.D.memory > 0) != never_kept
 
 
 def test_low_precision_is_faster_where_products_are_large():
