@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from moefold.comm.host import Uploaded, Uploads
-from moefold.kernels.cross_entropy import IGNORED
+from moefold.kernels.words import IGNORED
 from moefold.layout.axes import Axis
 
 

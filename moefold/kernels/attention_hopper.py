@@ -34,17 +34,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from moefold.kernels.expert_ends import halves
-
-
-@gluon.jit
-def place(p, columns, rows, band):
-    """Program p's column and row of work. A band of columns at a time, so that what they read stays in the cache, and
-    in it row by row: rows are in order of how much there is to do."""
-    first = p // (band * rows) * band
-    width = gl.minimum(columns - first, band)
-    inside = p - first * rows
-    return first + inside % width, inside // width
+from moefold.kernels.hopper import halves, place
 
 
 @gluon.jit

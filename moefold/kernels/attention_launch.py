@@ -14,7 +14,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from moefold.kernels.attention_hopper import attention_keys, attention_queries
 from moefold.kernels.attention_room import WIDTHS, ds_rows, units_at_once
-from moefold.kernels.expert_launch import block
+from moefold.kernels.hopper import block
 
 STAGES = dict(zip(WIDTHS, (4, 3), strict=True))  # tiles on their way, by head width
 WAVE = 256  # programs in a band: about two for each multiprocessor, a long one and a short one

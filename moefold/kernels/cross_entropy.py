@@ -14,23 +14,11 @@ import torch.nn.functional as F
 
 from moefold.config.refused import Refused
 from moefold.kernels.registry import Case, op, random
+from moefold.kernels.words import ALL_WORDS, IGNORED, Words
 from moefold.layout.landing import memory_for_gradient
 
-IGNORED = -100  # a label that counts for nothing
 CHUNK_LOGITS = 1 << 26  # logits held at a time
 LOGITS_IN_PLACE = 10 << 26  # where their gradient takes their place: 4096 tokens of 150k words
-
-
-class Words(NamedTuple):
-    """Which words a matrix holds, when the vocabulary is cut over ranks: those from `first` on. `total` and `largest`
-    act on a tensor in place, over the ranks that hold the rest."""
-
-    first: int
-    total: Callable[[torch.Tensor], torch.Tensor]
-    largest: Callable[[torch.Tensor], torch.Tensor]
-
-
-ALL_WORDS = Words(0, lambda x: x, lambda x: x)
 
 
 @op

@@ -22,15 +22,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
+from moefold.kernels.hopper import halves
+
 ROWS = gl.constexpr(16)  # of a slab
 SLABS = gl.constexpr(4)  # of 64 rows
 THIN = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [2, 1], [1, 0]))  # of a slab: 16 bytes of a row are one thread's
-
-
-@gluon.jit
-def halves(x_MN, M: gl.constexpr, N: gl.constexpr):
-    """The left and the right half of the columns, without moving anything between threads."""
-    return x_MN.reshape([M, 2, N // 2]).permute(0, 2, 1).split()
 
 
 @gluon.jit

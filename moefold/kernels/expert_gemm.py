@@ -43,15 +43,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from moefold.kernels.expert_ends import end_add, end_dswiglu, end_plain, end_swiglu
-
-
-@gluon.jit
-def place(t, m_tiles, n_tiles, rows):
-    """Tile t of a grid walked in bands of so many rows of tiles, so that tiles in flight share operands in L2."""
-    first = t // (rows * n_tiles) * rows
-    inside = t % (rows * n_tiles)
-    height = gl.minimum(m_tiles - first, rows)
-    return first + inside % height, inside // height
+from moefold.kernels.hopper import place
 
 
 @gluon.jit

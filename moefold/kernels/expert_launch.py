@@ -13,10 +13,10 @@ from functools import cache
 from typing import NamedTuple
 
 import torch
-from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from moefold.kernels.expert_gemm import expert_gemm
+from moefold.kernels.hopper import block
 from moefold.kernels.row_kernels import gather_padded, row_tiles, total
 from moefold.kernels.tile_order import band_for, shape_of
 from moefold.layout.landing import memory_for_gradient
@@ -125,15 +125,6 @@ def run(kind: str, end: str, a, b, ends: Ends, plan: Plan, m=0, n=0, k=0) -> Non
 def planes(x: torch.Tensor) -> TensorDescriptor:
     """Of (planes, rows, columns), as results are written: 64 rows and columns of one plane."""
     return block(x, 1, 64, 64)
-
-
-def block(x: torch.Tensor, *shape: int) -> TensorDescriptor:
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), list(shape), swizzled(shape))
-
-
-@cache
-def swizzled(shape: tuple[int, ...]) -> gl.NVMMASharedLayout:
-    return gl.NVMMASharedLayout.get_default_for(list(shape), gl.bfloat16)
 
 
 @cache

@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from moefold.kernels.cross_entropy import IGNORED, Words
+from moefold.kernels.words import IGNORED, Words
 
 BLOCK = 2048
 

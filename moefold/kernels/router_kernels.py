@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from moefold.kernels.router_topk import Choosing, Span
+from moefold.kernels.choosing import Choosing, Span
 
 BLOCK = 256  # choices that one program sorts
 

@@ -13,7 +13,7 @@ from torch import nn
 from moefold.comm.collectives import gather, max_, sum_
 from moefold.config.run import ModelConfig
 from moefold.kernels.bind import Kernels
-from moefold.kernels.cross_entropy import Words
+from moefold.kernels.words import Words
 from moefold.layout.axes import World
 from moefold.layout.declare import Declaring
 from moefold.layout.placement import over_tp

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from moefold.config.run import ModelConfig
-from moefold.kernels.cross_entropy import IGNORED
+from moefold.kernels.words import IGNORED
 from moefold.model.block import make_block
 from moefold.model.choices import Choices
 from moefold.model.norm import AddNorm, RMSNorm

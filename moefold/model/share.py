@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from moefold.comm.collectives import gather_plain
-from moefold.kernels.router_topk import Span
+from moefold.kernels.choosing import Span
 from moefold.layout.axes import Axis, World
 
 

@@ -13,7 +13,7 @@ from moefold.anatomy.stages import Stage, whole
 from moefold.anatomy.steps import embed, look_ahead, predict, set_aside
 from moefold.comm.collectives import gather
 from moefold.config.run import ModelConfig
-from moefold.kernels.cross_entropy import IGNORED
+from moefold.kernels.words import IGNORED
 from moefold.model.block import make_block, settled, without
 from moefold.model.choices import Choices
 from moefold.model.embedding import Embedding

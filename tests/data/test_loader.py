@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moefold.data.loader import Batch, Loader, epoch_order
-from moefold.kernels.cross_entropy import IGNORED
+from moefold.kernels.words import IGNORED
 from moefold.layout.axes import Axis
 
 CPU = torch.device("cpu")

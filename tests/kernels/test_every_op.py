@@ -17,10 +17,11 @@ import torch
 
 from moefold.kernels.bind import Kernels
 from moefold.kernels.catalog import CATALOG
-from moefold.kernels.cross_entropy import IGNORED
+from moefold.kernels.choosing import Choosing, Span
 from moefold.kernels.registry import DTYPES, OPS, Case, Op
 from moefold.kernels.rmsnorm import rmsnorm
-from moefold.kernels.router_topk import Choosing, Span, router_topk
+from moefold.kernels.router_topk import router_topk
+from moefold.kernels.words import IGNORED
 
 # Largest |a - b| / |b| against fp64. bf16 keeps 8 bits (4e-3); logits and scores made from rounded products lose a few
 # times that.

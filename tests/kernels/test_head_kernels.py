@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("triton")
 
 from moefold.kernels import cross_entropy, head_kernels
-from moefold.kernels.cross_entropy import ALL_WORDS, IGNORED, Words
+from moefold.kernels.words import ALL_WORDS, IGNORED, Words
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

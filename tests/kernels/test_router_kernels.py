@@ -8,7 +8,8 @@ import torch
 pytest.importorskip("triton")
 
 from moefold.kernels.arrange_rows import arrange_rows
-from moefold.kernels.router_topk import Choosing, Span, router_topk
+from moefold.kernels.choosing import Choosing, Span
+from moefold.kernels.router_topk import router_topk
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

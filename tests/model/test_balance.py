@@ -26,7 +26,8 @@ from moefold.config.run import (
 )
 from moefold.kernels.bind import bind
 from moefold.kernels.catalog import Facts
-from moefold.kernels.router_topk import Choosing, count_choices, router_topk
+from moefold.kernels.choosing import Choosing
+from moefold.kernels.router_topk import count_choices, router_topk
 from moefold.layout.axes import Axis, World, alone, name_axes
 from moefold.model.initialise import initialise
 from moefold.model.moe.balance import Load, balance_losses, gather_loads, survey_loads, update_loads

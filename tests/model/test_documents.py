@@ -15,7 +15,7 @@ from moefold.config.run import AttentionConfig, ModelConfig, MoeConfig, RopeConf
 from moefold.data.loader import Batch, Loader
 from moefold.kernels.bind import bind
 from moefold.kernels.catalog import Facts
-from moefold.kernels.cross_entropy import IGNORED
+from moefold.kernels.words import IGNORED
 from moefold.layout.axes import Axis, alone
 from moefold.model.initialise import initialise
 from moefold.model.transformer import Transformer

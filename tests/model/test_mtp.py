@@ -24,7 +24,7 @@ from moefold.config.run import (
 from moefold.data.loader import Batch
 from moefold.kernels.bind import bind
 from moefold.kernels.catalog import Facts
-from moefold.kernels.cross_entropy import IGNORED
+from moefold.kernels.words import IGNORED
 from moefold.layout.axes import World, alone, name_axes
 from moefold.model.block import settled
 from moefold.model.initialise import initialise

@@ -13,7 +13,8 @@ from torch.func import functional_call
 from moefold.config.run import ModelConfig, MoeConfig
 from moefold.kernels.bind import bind
 from moefold.kernels.catalog import Facts
-from moefold.kernels.router_topk import Choosing, router_topk
+from moefold.kernels.choosing import Choosing
+from moefold.kernels.router_topk import router_topk
 from moefold.layout.axes import alone
 from moefold.model.initialise import initialise
 from moefold.model.moe.router import Router

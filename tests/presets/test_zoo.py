@@ -5,7 +5,7 @@ import pytest
 from moefold.anatomy.counts import active_parameters, parameters_ahead, total_parameters
 from moefold.anatomy.steps import is_moe, window_of
 from moefold.config.run import ModelConfig, MoeConfig
-from moefold.kernels.router_topk import Choosing
+from moefold.kernels.choosing import Choosing
 from moefold.model.moe.router import choosing
 from moefold.presets.recipe import resolve
 from moefold.presets.zoo import PRESETS

@@ -10,8 +10,8 @@ import torch
 from moefold.config.run import ModelConfig, MoeConfig
 from moefold.dispatch.base import Routing
 from moefold.kernels.bind import Kernels
+from moefold.kernels.choosing import Choosing
 from moefold.kernels.router_logits import router_logits
-from moefold.kernels.router_topk import Choosing
 from moefold.layout.axes import World
 from moefold.layout.declare import Declaring
 from moefold.model.moe.balance import Load, balance_losses

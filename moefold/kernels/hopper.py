@@ -1,0 +1,39 @@
+"""What our kernels for Hopper share: the order of a grid, halves of a tile, and blocks as the copy engine sees them.
+Imported only where Triton is."""
+
+# pyright: reportMissingImports=false, reportIndexIssue=false, reportArgumentType=false, reportCallIssue=false
+# pyright: reportReturnType=false, reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+
+@gluon.jit
+def place(p, columns, rows, band):
+    """The column and row of work p, walked in bands of so many columns and in a band row by row, so that what is in
+    flight shares what it reads in the cache."""
+    first = p // (band * rows) * band
+    inside = p % (band * rows)
+    width = gl.minimum(columns - first, band)
+    return first + inside % width, inside // width
+
+
+@gluon.jit
+def halves(x_MN, M: gl.constexpr, N: gl.constexpr):
+    """The left and the right half of the columns, without moving anything between threads."""
+    return x_MN.reshape([M, 2, N // 2]).permute(0, 2, 1).split()
+
+
+def block(x: torch.Tensor, *shape: int) -> TensorDescriptor:
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), list(shape), swizzled(shape))
+
+
+@cache
+def swizzled(shape: tuple[int, ...]) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout.get_default_for(list(shape), gl.bfloat16)
