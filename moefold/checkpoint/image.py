@@ -6,9 +6,11 @@ import hashlib
 import json
 import os
 import struct
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -135,6 +137,8 @@ def aligned_bytes(size: int, pinned: bool) -> torch.Tensor:
 
 
 def stand_back() -> None:
-    """This thread gives way to the training, where threads can do so by themselves."""
-    if hasattr(os, "setpriority"):
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), BESIDE)
+    """This thread gives way to the training, where threads can do so by themselves; it is no more than a courtesy."""
+    if sys.platform == "linux":
+        with suppress(OSError):
+            nice = min(19, os.getpriority(os.PRIO_PROCESS, 0) + BESIDE)
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)

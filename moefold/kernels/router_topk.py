@@ -94,6 +94,8 @@ HOWS = [
 
 @router_topk.fast("triton")
 def _(logits_TE, bias_E, how, imposed_TK=None, span=None):
+    if imposed_TK is not None and imposed_TK.shape[1] != how.k:  # where experts choose: as many places as experts
+        return router_topk.reference(logits_TE, bias_E, how, imposed_TK, span)
     return Choose.apply(logits_TE, bias_E, how, imposed_TK, span or Span(1, len(logits_TE)))
 
 
@@ -104,7 +106,7 @@ class Choose(torch.autograd.Function):
     def forward(ctx, logits_TE, bias_E, how, imposed_TK, span):
         from moefold.kernels import router_kernels
 
-        logits_TE = logits_TE.contiguous()
+        logits_TE, imposed_TK = logits_TE.contiguous(), None if imposed_TK is None else imposed_TK.contiguous()
         probs_TK, ids_TK, *sums = router_kernels.choose(logits_TE, bias_E, how, imposed_TK, span)
         ctx.save_for_backward(logits_TE, probs_TK, ids_TK)
         ctx.how, ctx.span = how, span
@@ -134,5 +136,10 @@ def _(device: str, dtype: torch.dtype):
         )
         imposed = imposed.clamp(min=-1)
         yield Case(f"{t} tokens, {e} experts, imposed", (logits, bias.detach(), Choosing(2), imposed))
+        apart = torch.cat((imposed, imposed), dim=1)[:, :2]  # a slice, as of choices in order of worth
+        yield Case(f"{t} tokens, {e} experts, a slice imposed", (logits, bias.detach(), Choosing(2), apart))
+        every = torch.arange(e, device=device).expand(t, e)
+        every = torch.where((every + torch.arange(t, device=device)[:, None]) % 3 == 0, every, -1)  # experts chose
+        yield Case(f"{t} tokens, {e} experts, any number imposed", (logits, bias.detach(), Choosing(2), every))
         span = Span(3, t, t // 2)  # a part of the first sequence, a part of the second, nothing of the third
         yield Case(f"{t} tokens, {e} experts, of sequences", (logits, bias.detach(), Choosing(2), imposed, span))

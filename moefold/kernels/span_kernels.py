@@ -155,7 +155,8 @@ def tile(kernel: int, q_BSHD: torch.Tensor, v_BLGV: torch.Tensor) -> tuple[tuple
 
 
 def in_pieces(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    return [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
+    """Heads whose columns lie side by side, and whose positions lie no further apart than offsets of 32 bits reach."""
+    return [x if x.stride(-1) == 1 and x.stride(1) * x.shape[1] < 1 << 31 else x.contiguous() for x in tensors]
 
 
 def spans_forward(

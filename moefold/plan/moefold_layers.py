@@ -277,13 +277,13 @@ STREAM = Tensor("gradient of the stream", "", T, D)
 
 def on_hopper(s: Sizes) -> bool:
     """Whether attention's backward writes down the gradients of its scores, as its kernels for Hopper do."""
-    plain = not (s.mla or s.window or sink(s) or cuts_context(s))
-    c = s.choices
-    return plain and c.device == "cuda" and c.capability == 90 and c.precision != "fp32" and s.Q in WIDTHS
+    a, c = s.model.attention, s.choices
+    plain = not (s.mla or a.window or a.sinks or cuts_context(s)) and s.Q in WIDTHS
+    return plain and c.device == "cuda" and c.capability == 90 and c.precision != "fp32" and gradients_of_scores(s) > 0
 
 
 def gradients_of_scores(s: Sizes) -> float:
-    """Bytes of them; so many heads go at once that it is not too much."""
+    """Bytes of them; so many heads go at once that it is not too much. None if one head's are too many."""
     return ds_bytes(s.S, int(s.B * s.G), int(s.H // s.G))
 
 
@@ -357,9 +357,7 @@ MOMENTS: dict[tuple[str, str], tuple[Moment, ...]] = {
             STREAM,
             Tensor("gradient of results", "", R, W, when=fused),
             Tensor("activation, made again", "", padded, lambda s: s.F, when=fused),
-            Tensor(
-                "gradient of down", "", lambda s: s.e * s.W, lambda s: s.F, when=lambda s: fused(s) and stands_apart(s)
-            ),
+            Tensor("gradient of down", "", lambda s: s.e * s.W, lambda s: s.F, when=fused_and_apart),
         ),
         (STREAM, *swiglu_backward(R, lambda s: s.F, unfused)),
     ),

@@ -104,7 +104,7 @@ class Gradients:
         self.send_finished()
         for bucket, reduction in zip(self.buckets, self.travelling, strict=True):
             bucket.sums.reduced = sum_among(reduction.arrived(), bucket.holders, self.world.axis("pipe"))
-        self.scale = tokens.double().reciprocal()
+        self.scale = tokens.double().clamp(min=1).reciprocal()  # a batch may have nothing to learn from
 
     def shares(self) -> Iterator[torch.Tensor]:
         """This rank's share of the gradient in each bucket, as copies."""

@@ -26,7 +26,8 @@ def validation_loss(run: Run) -> float:
     run.executor.look(list(batch.microbatches(run.config.train.micro_batch)), add)
     run.model.train()
     total = sum_(sum_(total, run.world.axis("dp", "cp")), run.world.axis("pp"))
-    return (total / sum_(run.model.labelled(batch.labels_BS)[0], run.world.axis("dp", "cp"))).item()
+    labelled = sum_(run.model.labelled(batch.labels_BS)[0], run.world.axis("dp", "cp"))
+    return (total / labelled.clamp(min=1)).item()
 
 
 @torch.no_grad()

@@ -57,6 +57,16 @@ def test_an_imposed_choice_with_places_left_empty_equals_the_reference(score: st
     both_ways(Choosing(2, score, normalize, 2.5), t=5, e=8, imposed=imposed)
 
 
+def test_an_imposed_choice_may_be_a_slice_of_another_tensor():
+    order = torch.rand(9, 8, generator=torch.Generator().manual_seed(0)).argsort().to(DEVICE)
+    both_ways(Choosing(2), t=9, e=8, imposed=order[:, :2])
+
+
+def test_where_experts_choose_a_token_has_a_place_for_each_of_them():
+    chose = torch.rand(9, 8, generator=torch.Generator().manual_seed(0)) < 0.3
+    both_ways(Choosing(2), t=9, e=8, imposed=torch.where(chose, torch.arange(8), -1).to(DEVICE))
+
+
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
 @pytest.mark.parametrize("span", [(1, 150), (3, 50), (150, 1), (2, 100, 30), (4, 60, 61), (2, 700, 590)])
 def test_sums_are_those_of_sequences_whole_cut_and_absent(span: tuple[int, ...], score: str):

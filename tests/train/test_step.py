@@ -10,6 +10,7 @@ import torch
 
 from moefold.cli.bench_curves import measured_config
 from moefold.config.refused import Failed
+from moefold.kernels.words import IGNORED
 from moefold.layout.axes import alone
 from moefold.presets.zoo import PRESETS
 from moefold.train.assemble import Run, assemble
@@ -59,6 +60,15 @@ def test_a_sound_step_is_not_refused_and_changes_the_weights():
     report = train_step(run, run.loader.next())
     refuse_nonsense(run, report)
     assert not all(torch.equal(a, b) for a, b in zip(before, everything(run), strict=True))
+
+
+def test_a_batch_with_nothing_to_learn_from_is_no_nonsense():
+    run = small_run()
+    batch = run.loader.next()
+    report = train_step(run, replace(batch, labels_BS=torch.full_like(batch.labels_BS, IGNORED)))
+    refuse_nonsense(run, report)
+    assert report.loss == 0
+    refuse_nonsense(run, train_step(run, run.loader.next()))
 
 
 def test_a_report_can_be_read_long_after_its_step():
