@@ -117,6 +117,7 @@ class Bench:
         return {
             **known,
             "name": name,
+            "capability": self.capability(),
             "memory": round(self.memory(), 1),
             "host_link": self.host_link(like.host_link),
             "host": {"launch": launch, "sync": sync},
@@ -132,6 +133,12 @@ class Bench:
             return "CPU"
         full = torch.cuda.get_device_name()
         return next((gpu.upper() for gpu in sorted(known_gpus(), key=len, reverse=True) if gpu.upper() in full), full)
+
+    def capability(self) -> int:
+        import torch
+
+        major, minor = torch.cuda.get_device_capability() if self.device == "cuda" else (0, 0)
+        return 10 * major + minor
 
     def title(self) -> str:
         import torch

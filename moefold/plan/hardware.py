@@ -58,6 +58,7 @@ class Host:
 @dataclass(frozen=True)
 class Gpu:
     name: str
+    capability: int  # of its instructions: 90 is 9.0, Hopper; kernels are chosen by it
     memory: float  # GiB that a program can have
     peak: dict[str, float]  # FLOP/s by bf16, fp8, fp4
     hbm: float  # bytes/s

@@ -74,7 +74,8 @@ def read_request(raw: Mapping[str, Any]) -> Request:
     if "train.global_batch" not in given and config.train.global_batch < gpus:
         config = replace(config, train=replace(config.train, global_batch=SEQUENCES * gpus))
     check_precision(gpu, choices.precision)
-    choices = replace(choices, node=min(gpu.domain, gpus))
+    chip = {} if "capability" in given else {"capability": gpu.capability}
+    choices = replace(choices, node=min(gpu.domain, gpus), **chip)
     return Request(
         config,
         choices,

@@ -31,7 +31,7 @@ def activated(s: Sizes) -> float:
 
 
 def in_one_kernel(s: Sizes) -> bool:
-    return s.choices.stack == "moefold" and s.fused
+    return s.choices.stack == "moefold" and s.fused and not s.choices.recipe.quantizes
 
 
 def arranged(s: Sizes) -> float:
@@ -98,7 +98,7 @@ def launched(step: str, gemms: tuple[Gemm, ...], s: Sizes) -> tuple[float, float
     """Kernels of a forward: those one after the other, and those of a loop over experts, side by side on the device.
     Megatron's layers make each expert's product by itself and quantise each operand."""
     low = sum(g.kind in LOW for g in gemms) if s.choices.recipe.quantizes else 0
-    few = FEWER if s.choices.stack == "moefold" and s.choices.device == "cuda" else {}
+    few = FEWER if in_one_kernel(s) else {}
     count = few.get(step, LAUNCHES[step]) + 2 * low + (6 if step == "attend" and s.mla else 0)
     grouped = sum(g.groups for g in gemms if g.kind == "grouped") if s.choices.stack == "megatron" else 0
     return count, grouped * (5 if s.choices.recipe.quantizes else 1)
