@@ -49,8 +49,10 @@ RUNS = {
     "gpt-oss in bf16": f"gpt-oss-20b-tiny {SHORT} {BF16}",
     "glm-4.5": f"glm-4.5-air-tiny {SHORT}",
     "latent": f"latent-30b-a3b-tiny {SHORT}",
-    "sinkhorn, z-loss": f"tiny {SHORT} --model.moe.router sinkhorn --model.moe.looks_ahead true --model.moe.z_loss 0.001",
-    "expert choice": f"tiny {SHORT} --model.moe.router expert_choice --model.moe.looks_ahead true",
+    "sinkhorn, z-loss": f"tiny {SHORT} --model.moe.router sinkhorn --model.moe.looks_ahead true "
+    "--model.moe.z_loss 0.001 --model.moe.bias_rate 0",
+    "expert choice": f"tiny {SHORT} --model.moe.router expert_choice --model.moe.looks_ahead true "
+    "--model.moe.bias_rate 0",
     "capacity, padded": f"tiny {SHORT} --model.moe.capacity_factor 1.0 --model.moe.drop position "
     "--model.moe.pad_to_capacity true",
     "padded rows, gate behind, jitter": f"tiny {SHORT} --model.moe.pad_rows 16 --model.moe.gate output "
@@ -118,8 +120,9 @@ def compare(expected: dict[str, dict[str, str]]) -> int:
 def main(action: str, file: str, *only: str) -> int:
     path = Path(file)
     if action == "write":
-        written = {"machine": f"{platform.machine()} {platform.platform()}", "runs": fingerprints(list(RUNS))}
-        path.write_text(json.dumps(written, indent=1) + "\n")
+        before = json.loads(path.read_text())["runs"] if path.exists() else {}
+        runs = before | fingerprints(list(only or RUNS))
+        path.write_text(json.dumps({"machine": platform.machine(), "runs": runs}, indent=1) + "\n")
         return 0
     expected = json.loads(path.read_text())["runs"]
     return compare({name: digests for name, digests in expected.items() if not only or name in only})
