@@ -2,10 +2,10 @@
 
 from typing import TYPE_CHECKING, Any
 
+from moefold.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from moefold.train.from_hf import from_hf as from_hf
-
-__version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:

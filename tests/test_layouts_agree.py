@@ -9,11 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moefold.config.rules import Case, broken
+from moefold.config.rules import ConfigOnRanks, broken_rules
 from moefold.config.run import Config, ParallelConfig
-from moefold.layout.axes import World, alone, name_axes
+from moefold.layout.axes import World, create_world, single_rank_world
 from moefold.presets.zoo import PRESETS
-from moefold.train.parity import TOLERANCE, Seen, compare, on_one_rank, shrunk, trace
+from moefold.train.parity import TOLERANCE, TraceEntry, first_mismatch, shrink_config, single_rank_config, trace_run
 from tests.support.ranks import run_ranks
 
 WORLD = 8
@@ -41,29 +41,29 @@ def layouts() -> list[Layout]:
         if tp * cp > WORLD or ep * etp > WORLD:
             continue
         parallel = ParallelConfig(tp=tp, cp=cp, ep=ep, etp=etp, context=next(contexts), dispatcher=next(dispatchers))
-        config = shrunk(replace(base(), parallel=parallel), WORLD)
-        assert not broken(Case(config, WORLD)), broken(Case(config, WORLD))
+        config = shrink_config(replace(base(), parallel=parallel), WORLD)
+        assert not broken_rules(ConfigOnRanks(config, WORLD)), broken_rules(ConfigOnRanks(config, WORLD))
         found.append((config, next(routings)))
     return found
 
 
-def trace_all(world: World, cases: list[Layout], steps: int) -> list[list[Seen]]:
+def trace_all(world: World, cases: list[Layout], steps: int) -> list[list[TraceEntry]]:
     """Several layouts in turn on the same processes: starting them costs more than running a layout, and so does
     folding them for one that is folded already. Ranks 0-3 and 4-7 are taken for two nodes."""
     traces, folded = [], world
     for parallel, some in itertools.groupby(cases, key=lambda case: case[0].parallel):
         if world.size > 1:
-            folded = name_axes(world.rank, world.size, world.device, parallel, node_size=4)
-        traces += [trace(config, folded, steps, routing) for config, routing in some]
+            folded = create_world(world.rank, world.size, world.device, parallel, node_size=4)
+        traces += [trace_run(config, folded, steps, routing) for config, routing in some]
     return traces
 
 
 def differences(cases: list[Layout], steps: int = 1) -> list[str]:
     on_eight = run_ranks(trace_all, WORLD, cases, steps)
-    on_one = trace_all(alone(), [(on_one_rank(config), routing) for config, routing in cases], steps)
+    on_one = trace_all(single_rank_world(), [(single_rank_config(config), routing) for config, routing in cases], steps)
     found = []
     for i, (config, routing) in enumerate(cases):
-        difference = compare(on_one[i], [rank[i] for rank in on_eight], TOLERANCE[config.train.precision])
+        difference = first_mismatch(on_one[i], [rank[i] for rank in on_eight], TOLERANCE[config.train.precision])
         if difference:
             found.append(f"{config.parallel} in {config.train.precision} with routing {routing}: {difference}")
     return found
@@ -118,20 +118,27 @@ TRAVELS = [
 
 @pytest.mark.parametrize("parallel", TRAVELS, ids=lambda p: f"tp{p.tp} cp{p.cp} ep{p.ep} etp{p.etp} {p.dispatcher}")
 def test_every_way_of_handling_tokens_agrees_with_on_one_rank(parallel: ParallelConfig):
-    cases = [(with_moe(shrunk(replace(base(), parallel=parallel), WORLD), **how), "skewed") for how in TOKEN_HANDLING]
+    cases = [
+        (with_moe(shrink_config(replace(base(), parallel=parallel), WORLD), **how), "skewed") for how in TOKEN_HANDLING
+    ]
     on_eight = run_ranks(trace_all, WORLD, cases, 2)
     for i, (config, routing) in enumerate(cases):
-        difference = compare(
-            trace(on_one_rank(config), alone(), 2, routing), [rank[i] for rank in on_eight], TOLERANCE["fp64"]
+        difference = first_mismatch(
+            trace_run(single_rank_config(config), single_rank_world(), 2, routing),
+            [rank[i] for rank in on_eight],
+            TOLERANCE["fp64"],
         )
         assert not difference, f"{TOKEN_HANDLING[i]}: {difference}"
 
 
 @pytest.mark.parametrize("how", TOKEN_HANDLING[:2] + TOKEN_HANDLING[4:], ids=str)
 def test_padding_and_the_place_of_the_gate_change_nothing(how: dict[str, object]):
-    config = on_one_rank(shrunk(base(), 1))
-    plain = trace(config, alone(), 2, "skewed")
-    assert compare(plain, [trace(with_moe(config, **how), alone(), 2, "skewed")], TOLERANCE["fp64"]) is None
+    config = single_rank_config(shrink_config(base(), 1))
+    plain = trace_run(config, single_rank_world(), 2, "skewed")
+    assert (
+        first_mismatch(plain, [trace_run(with_moe(config, **how), single_rank_world(), 2, "skewed")], TOLERANCE["fp64"])
+        is None
+    )
 
 
 SOME_LAYOUTS = [
@@ -144,7 +151,7 @@ SOME_LAYOUTS = [
 
 
 def in_fp64(config: Config, parallel: ParallelConfig) -> Config:
-    return shrunk(replace(config, parallel=parallel, train=replace(config.train, precision="fp64")), WORLD)
+    return shrink_config(replace(config, parallel=parallel, train=replace(config.train, precision="fp64")), WORLD)
 
 
 def agree(config: Config, number: int, layouts: int) -> None:
@@ -196,7 +203,7 @@ def test_the_published_example_of_256_ranks_folds_and_builds():
     for rank in (0, 77, 255):
         dist.init_process_group("fake", rank=rank, world_size=256, store=FakeStore())
         try:
-            world = name_axes(rank, 256, torch.device("cpu"), parallel, node_size=8)
+            world = create_world(rank, 256, torch.device("cpu"), parallel, node_size=8)
         finally:
             dist.destroy_process_group()
         assert world.dense.sizes == {"pp": 4, "dp": 8, "cp": 2, "tp": 4}
@@ -207,7 +214,9 @@ def test_the_published_example_of_256_ranks_folds_and_builds():
 
 def test_smallest_worlds_shrink_when_experts_fold_onto_dense_ranks():
     """tp 4 x cp 8 with ep 8: unfolded, ep multiplies (256 ranks); folded, the same 32 ranks serve both."""
-    assert not broken(Case(shrunk(replace(base(), parallel=ParallelConfig(tp=4, cp=8, ep=8)), 32), 32))
+    assert not broken_rules(
+        ConfigOnRanks(shrink_config(replace(base(), parallel=ParallelConfig(tp=4, cp=8, ep=8)), 32), 32)
+    )
 
 
 WITHIN_DOCUMENTS = [

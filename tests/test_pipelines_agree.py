@@ -18,19 +18,27 @@ from typing import Any
 import pytest
 import torch
 
-from moefold.anatomy.stages import layout_of, pieces_of, program_for, rank_of_stage
-from moefold.config.rules import check
+from moefold.anatomy.stage_contents import layout_letters, pipeline_layout, pipeline_program, rank_of_each_stage
+from moefold.config.rules import check_config
 from moefold.config.run import Config, ParallelConfig, PipelineConfig
-from moefold.layout.axes import World, alone, name_axes
-from moefold.observe.trace import Event
+from moefold.layout.axes import World, create_world, single_rank_world
+from moefold.observe.trace import TraceEvent
 from moefold.presets.zoo import PRESETS
-from moefold.schedule.catalog import SCHEDULES
-from moefold.schedule.costs import uniform
 from moefold.schedule.program import Program, Slot, is_paired, last_stage_of
-from moefold.schedule.simulate import simulate
-from moefold.schedule.stages import Layout
-from moefold.train.assemble import assemble
-from moefold.train.parity import Seen, compare, lean_routing, random_corpus, shrunk, trace, trace_step
+from moefold.schedule.schedule_catalog import SCHEDULES
+from moefold.schedule.simulate_program import simulate_program
+from moefold.schedule.stage_costs import uniform_costs
+from moefold.schedule.stage_layout import StageLayout
+from moefold.train.assemble import assemble_run
+from moefold.train.parity import (
+    TraceEntry,
+    first_mismatch,
+    random_corpus,
+    shrink_config,
+    skew_routing_biases,
+    trace_one_step,
+    trace_run,
+)
 from moefold.train.step import train_step
 from tests.support.ranks import run_ranks
 
@@ -51,7 +59,7 @@ class Case:
         passes = " ".join(name for name in ("pair", "defer") if getattr(c, name))
         beside = " ".join(f"{k}{getattr(p, k)}" for k in ("tp", "cp", "ep", "etp") if getattr(p, k) > 1)
         each = self.config.train.global_batch // max(1, self.world // (p.pp * p.tp * p.cp))
-        return f"{c.schedule} pp{p.pp} vpp{c.vpp} {each} microbatches {layout_of(self.config)} {passes} {beside}"
+        return f"{c.schedule} pp{p.pp} vpp{c.vpp} {each} microbatches {pipeline_layout(self.config)} {passes} {beside}"
 
 
 def base(**moe: Any) -> Config:
@@ -75,13 +83,13 @@ def case(
     """A pipeline at sizes of some milliseconds, in fp64. More than one rank beside it changes the order of all sums."""
     degrees = ParallelConfig(**parallel)
     train = replace(start.train, precision="fp64")
-    small = shrunk(replace(start, parallel=degrees, train=train, pipeline=replace(pipeline, layout="")), world)
+    small = shrink_config(replace(start, parallel=degrees, train=train, pipeline=replace(pipeline, layout="")), world)
     dp = world // (degrees.pp * degrees.tp * degrees.cp)
     model = replace(small.model, layers=layers or small.model.layers)
     train = replace(small.train, global_batch=dp * microbatches, micro_batch=1)
     config = replace(small, model=model, train=train, pipeline=pipeline)
     several = world > degrees.pp
-    return Case(check(config, world), world, routing, ("",) if several else ("gradient norm", *rounded))
+    return Case(check_config(config, world), world, routing, ("",) if several else ("gradient norm", *rounded))
 
 
 def unpipelined(config: Config) -> Config:
@@ -89,7 +97,7 @@ def unpipelined(config: Config) -> Config:
     return replace(config, parallel=ParallelConfig(), pipeline=PipelineConfig())
 
 
-Found = tuple[list[Seen], list[list[Event]]]
+Found = tuple[list[TraceEntry], list[list[TraceEvent]]]
 
 
 def see(world: World, cases: list[Case], steps: int) -> list[Found]:
@@ -97,19 +105,19 @@ def see(world: World, cases: list[Case], steps: int) -> list[Found]:
     found = []
     for each in cases:
         config = each.config
-        here = name_axes(world.rank, world.size, world.device, config.parallel, node_size=4)
-        run = assemble(config, here, Path("."), corpus=random_corpus(config))
-        lean_routing(run, each.routing)
+        here = create_world(world.rank, world.size, world.device, config.parallel, node_size=4)
+        run = assemble_run(config, here, Path("."), corpus=random_corpus(config))
+        skew_routing_biases(run, each.routing)
         seen, events = [], []
         for _ in range(steps):
-            run.executor.spans.listen()
-            seen += trace_step(run)
+            run.executor.spans.start_recording()
+            seen += trace_one_step(run)
             events.append(list(run.executor.spans.events))
         found.append((seen, events))
     return found
 
 
-def rounded_apart(case: Case, whole: Sequence[Seen], ranks: Iterable[Sequence[Seen]]) -> list[str]:
+def rounded_apart(case: Case, whole: Sequence[TraceEntry], ranks: Iterable[Sequence[TraceEntry]]) -> list[str]:
     """The names of what is not equal to the bit, though it should be."""
     reference = {seen.what: seen.values for seen in whole}
     wrong = []
@@ -121,7 +129,7 @@ def rounded_apart(case: Case, whole: Sequence[Seen], ranks: Iterable[Sequence[Se
     return sorted(set(wrong))
 
 
-def out_of_order(events: Sequence[Event], slots: Sequence[Slot]) -> str:
+def out_of_order(events: Sequence[TraceEvent], slots: Sequence[Slot]) -> str:
     """How what a rank did differs from its part of the program; in a paired slot F and D may be in any order."""
     places: dict[str, tuple[int, int]] = {}
     for number, slot in enumerate(slots):
@@ -140,7 +148,9 @@ def out_of_order(events: Sequence[Event], slots: Sequence[Slot]) -> str:
 
 def simulated(program: Program) -> list[list[Slot]]:
     """By rank, the slots in the order in which the simulator clocks them."""
-    spans = sorted(simulate(program, uniform(last_stage_of(program) + 1)).spans, key=lambda span: span.start)
+    spans = sorted(
+        simulate_program(program, uniform_costs(last_stage_of(program) + 1)).spans, key=lambda span: span.start
+    )
     return [[span.slot for span in spans if span.rank == rank] for rank in range(len(program))]
 
 
@@ -152,8 +162,8 @@ def disagreements(cases: list[Case], steps: int = 1, by_rank: list[list[Found]] 
     for number, each in enumerate(cases):
         config = each.config
         traces = [rank[number][0] for rank in by_rank]
-        whole = trace(unpipelined(config), alone(), steps, each.routing)
-        if difference := compare(whole, traces, TOLERANCE):
+        whole = trace_run(unpipelined(config), single_rank_world(), steps, each.routing)
+        if difference := first_mismatch(whole, traces, TOLERANCE):
             found.append(f"{each}: {difference}")
         if wrong := rounded_apart(each, whole, traces):
             found.append(f"{each}: not the same bits: {wrong[:4]} and {len(wrong)} in all")
@@ -171,24 +181,28 @@ def disagreements(cases: list[Case], steps: int = 1, by_rank: list[list[Found]] 
 def program_of_case(each: Case) -> Program:
     c = each.config
     dp = each.world // (c.parallel.pp * c.parallel.tp * c.parallel.cp)
-    return program_for(c, c.train.global_batch // (dp * c.train.micro_batch))
+    return pipeline_program(c, c.train.global_batch // (dp * c.train.micro_batch))
 
 
 def some_layout(config: Config, seed: int) -> str:
     """An uneven cut at random places; the embedding or the loss may lie alone."""
-    pieces, count = pieces_of(config.model), config.parallel.pp * config.pipeline.vpp
+    pieces, count = layout_letters(config.model), config.parallel.pp * config.pipeline.vpp
     bounds = [0, *sorted(random.Random(seed).sample(range(1, len(pieces)), count - 1)), len(pieces)]
-    return str(Layout(tuple(pieces[a:b] for a, b in itertools.pairwise(bounds))))
+    return str(StageLayout(tuple(pieces[a:b] for a, b in itertools.pairwise(bounds))))
 
 
 def unevenly(each: Case, seed: int) -> Case:
     c = each.config
     layout = some_layout(c, seed)
-    return replace(each, config=check(replace(c, pipeline=replace(c.pipeline, layout=layout)), each.world))
+    return replace(each, config=check_config(replace(c, pipeline=replace(c.pipeline, layout=layout)), each.world))
 
 
 ALL = [
-    (name, pp, vpp) for name, schedule in SCHEDULES.items() for pp in (2, 4) for vpp in (1, 2, 3) if schedule.takes(vpp)
+    (name, pp, vpp)
+    for name, schedule in SCHEDULES.items()
+    for pp in (2, 4)
+    for vpp in (1, 2, 3)
+    if schedule.accepts_vpp(vpp)
 ]
 
 
@@ -328,7 +342,7 @@ def test_a_tied_head_has_one_gradient_and_its_copies_stay_equal_to_the_bit():
     found = disagreements(cases, steps=2, by_rank=by_rank)
     assert not found, "\n".join(found)
     for number, each in enumerate(cases):
-        homes = rank_of_stage(each.config)
+        homes = rank_of_each_stage(each.config)
         for what in ("weight", "gradient"):
             copies: dict[tuple[int, ...], list[torch.Tensor]] = {}
             for rank in range(4):
@@ -375,10 +389,10 @@ def test_every_balance_loss_agrees_in_a_pipeline_the_one_over_the_global_batch_t
 
 def left_under_way(world: World, each: Case) -> list[str]:
     """Weights that a step used though the ranks that updated them might not have handed them over yet."""
-    run = assemble(each.config, world, Path("."), corpus=random_corpus(each.config))
+    run = assemble_run(each.config, world, Path("."), corpus=random_corpus(each.config))
     train_step(run, run.loader.next())
     assert run.parameters.under_way, "several ranks update each weight"
-    run.executor.look(list(run.loader.next().microbatches(1)), lambda carry: run.model.predict(carry) and None)
+    run.executor.forward_only(list(run.loader.next().microbatches(1)), lambda carry: run.model.predict(carry) and None)
     return [p.name for number in run.parameters.under_way for p in run.parameters.buckets[number].parameters]
 
 
@@ -393,5 +407,5 @@ def test_the_grid_has_every_schedule_vpp_and_uneven_counts_and_layouts():
     assert {(c.config.pipeline.schedule, c.config.parallel.pp, c.config.pipeline.vpp) for c in cases} == set(ALL)
     counts = {c.config.train.global_batch % c.config.parallel.pp for c in cases}
     assert counts >= {1, 2, 3}, "microbatches that are no multiple of pp"
-    lengths = [{len(pieces) for pieces in layout_of(c.config).stages} for c in cases]
+    lengths = [{len(pieces) for pieces in pipeline_layout(c.config).stages} for c in cases]
     assert sum(len(each) > 1 for each in lengths) > len(cases) / 2, "stages of several lengths"

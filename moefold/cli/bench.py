@@ -15,10 +15,10 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from moefold.cli import bench_save, calibrate, overlap
-from moefold.cli.options import read
-from moefold.config.refused import Refused, choose
+from moefold.bench import calibrate, overlap, save
+from moefold.config.errors import UserError, one_of
 from moefold.kernels.catalog import CATALOG
+from moefold.presets.command_options import read_options
 
 
 @dataclass(frozen=True)
@@ -53,87 +53,87 @@ class BenchOptions:
     """Print JSON instead of a table."""
 
 
-def run(argv: Sequence[str]) -> int:
-    for name, command in {"overlap": overlap, "save": bench_save, "calibrate": calibrate}.items():
+def run_command(argv: Sequence[str]) -> int:
+    for name, command in {"overlap": overlap, "save": save, "calibrate": calibrate}.items():
         if argv[:1] == [name]:
-            return command.run(argv[1:])
-    options, _ = read(BenchOptions, argv, "bench", config_keys=False)
-    ops = [choose("operation", options.op, CATALOG)] if options.op else list(CATALOG)
+            return command.run_command(argv[1:])
+    options, _ = read_options(BenchOptions, argv, "bench", config_keys=False)
+    ops = [one_of("operation", options.op, CATALOG)] if options.op else list(CATALOG)
     for name, number in (("repeat", options.repeat), ("steps", options.steps)):
         if number is not None and number < 1:
-            raise Refused(f"--{name} {number} is not legal; expected a whole number at least 1, such as 20")
+            raise UserError(f"--{name} {number} is not legal; expected a whole number at least 1, such as 20")
 
     import torch  # only now: refusals above appear at once
 
     device = options.device if options.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda" and not torch.cuda.is_available():
-        raise Refused("--device cuda, but torch sees no CUDA device here; expected cpu or auto")
+        raise UserError("--device cuda, but torch sees no CUDA device here; expected cpu or auto")
     dtype = options.dtype if options.dtype != "auto" else "bf16" if device == "cuda" else "fp32"
-    if options.what in OTHERS:
-        report, show_report = OTHERS[options.what](options, device, dtype)
+    if options.what in SUBJECTS:
+        report, show_report = SUBJECTS[options.what](options, device, dtype)
         print(json.dumps(report, indent=1)) if options.json else show_report(report)
         return 0
-    results = [row for op in ops for row in time_op(op, device, dtype, options.repeat)]
+    results = [row for op in ops for row in time_implementations(op, device, dtype, options.repeat)]
     if options.json:
         print(json.dumps({"device": device, "dtype": dtype, "results": results}, indent=1))
     else:
-        show(results, device, dtype)
+        print_kernel_table(results, device, dtype)
     return 0
 
 
-def run_layers(options: BenchOptions, device: str, dtype: str) -> Shown:
-    from moefold.cli import bench_layer
+def run_layer_bench(options: BenchOptions, device: str, dtype: str) -> ReportWithPrinter:
+    from moefold.bench import layer
     from moefold.kernels.registry import DTYPES
 
-    names = [choose("layer", name, bench_layer.LAYERS) for name in options.layer] or list(bench_layer.LAYERS)
-    return bench_layer.bench(names, device, DTYPES[dtype], options.repeat), bench_layer.show
+    names = [one_of("layer", name, layer.LAYER_SHAPES) for name in options.layer] or list(layer.LAYER_SHAPES)
+    return layer.layer_report(names, device, DTYPES[dtype], options.repeat), layer.print_layer_report
 
 
-def run_steps(options: BenchOptions, device: str, _: str) -> Shown:
-    from moefold.cli import bench_step
+def run_step_bench(options: BenchOptions, device: str, _: str) -> ReportWithPrinter:
+    from moefold.bench import step
 
-    names = [choose("model", name, bench_step.MODELS) for name in options.model] or list(bench_step.MODELS)
-    return bench_step.bench(names, device, options.steps or 10, options.out), bench_step.show
-
-
-def run_attention(_: BenchOptions, device: str, __: str) -> Shown:
-    from moefold.cli import bench_attention
-
-    return bench_attention.bench(device), bench_attention.show
+    names = [one_of("model", name, step.STEP_GOALS) for name in options.model] or list(step.STEP_GOALS)
+    return step.step_report(names, device, options.steps or 10, options.out), step.print_step_report
 
 
-def run_plan(options: BenchOptions, device: str, _: str) -> Shown:
-    from moefold.cli import bench_plan
+def run_attention_bench(_: BenchOptions, device: str, __: str) -> ReportWithPrinter:
+    from moefold.bench import attention
+
+    return attention.attention_report(device), attention.print_attention_report
+
+
+def run_plan_bench(options: BenchOptions, device: str, _: str) -> ReportWithPrinter:
+    from moefold.bench import plan
 
     if device != "cuda":
-        raise Refused("moefold bench plan compares runs on a GPU, and torch sees none here; expected a CUDA device")
-    return bench_plan.bench(list(bench_plan.CASES), options.gpu, options.steps or 5), bench_plan.show
+        raise UserError("moefold bench plan compares runs on a GPU, and torch sees none here; expected a CUDA device")
+    return plan.plan_report(list(plan.PLAN_CASES), options.gpu, options.steps or 5), plan.print_plan_report
 
 
-def run_curves(options: BenchOptions, device: str, _: str) -> Shown:
-    from moefold.cli import bench_curves
+def run_curves_bench(options: BenchOptions, device: str, _: str) -> ReportWithPrinter:
+    from moefold.bench import curves
 
-    report = bench_curves.bench(device, options.steps or 200)
+    report = curves.curves_report(device, options.steps or 200)
     if options.out:
         options.out.mkdir(parents=True, exist_ok=True)
-        (options.out / "curves.svg").write_text(bench_curves.drawn(report))
-    return report, bench_curves.show
+        (options.out / "curves.svg").write_text(curves.curves_as_svg(report))
+    return report, curves.print_curves_report
 
 
-Shown = tuple[dict[str, Any], Callable[[dict[str, Any]], None]]  # what was found, and how it is shown
-OTHERS: dict[str, Callable[[BenchOptions, str, str], Shown]] = {
-    "layer": run_layers,
-    "step": run_steps,
-    "attention": run_attention,
-    "curves": run_curves,
-    "plan": run_plan,
+ReportWithPrinter = tuple[dict[str, Any], Callable[[dict[str, Any]], None]]  # what was found, and how it is shown
+SUBJECTS: dict[str, Callable[[BenchOptions, str, str], ReportWithPrinter]] = {
+    "layer": run_layer_bench,
+    "step": run_step_bench,
+    "attention": run_attention_bench,
+    "curves": run_curves_bench,
+    "plan": run_plan_bench,
 }
 
 
-def time_op(name: str, device: str, dtype: str, repeat: int) -> list[dict[str, Any]]:
+def time_implementations(name: str, device: str, dtype: str, repeat: int) -> list[dict[str, Any]]:
     import torch
 
-    from moefold.kernels.bind import OPS
+    from moefold.kernels.bound import OPS
     from moefold.kernels.registry import DTYPES
 
     op = OPS[name]
@@ -144,13 +144,13 @@ def time_op(name: str, device: str, dtype: str, repeat: int) -> list[dict[str, A
         facts = case.facts(device, dtype, capability)
         runnable = ["reference", *(c.name for c in CATALOG[name] if c.when(facts))]
         for which in runnable:
-            forward, both = time_case(op.implementations[which], case.inputs, op.mutates, device, repeat)
+            forward, both = time_kernel_case(op.implementations[which], case.inputs, op.mutates, device, repeat)
             timed = {"forward_us": forward * 1e6, "both_us": both * 1e6}
             rows.append({"op": name, "case": case.name, "implementation": which, **timed})
     return rows
 
 
-def time_case(
+def time_kernel_case(
     fn: Callable[..., Any], inputs: tuple[Any, ...], mutates: bool, device: str, repeat: int
 ) -> tuple[float, float]:
     """Median seconds of forward alone, and of forward with backward (the same, for an op that only mutates)."""
@@ -159,26 +159,26 @@ def time_case(
     leaves = [x.detach().clone() if isinstance(x, torch.Tensor) else x for x in inputs]
     floats = [x for x in leaves if isinstance(x, torch.Tensor) and x.is_floating_point()]
 
-    def forward() -> Any:
+    def forward_only() -> Any:
         with torch.no_grad():
             return fn(*leaves)
 
-    def both() -> None:
+    def forward_backward() -> None:
         for x in floats:
             x.grad = None
         out = fn(*leaves)
         first = out[0] if isinstance(out, tuple) else out
         first.backward(torch.ones_like(first))
 
-    alone = clock(forward, device, repeat)
+    alone = median_seconds(forward_only, device, repeat)
     if mutates:
         return alone, alone
     for x in floats:
         x.requires_grad_()
-    return alone, clock(both, device, repeat)
+    return alone, median_seconds(forward_backward, device, repeat)
 
 
-def clock(work: Callable[[], Any], device: str, repeat: int) -> float:
+def median_seconds(work: Callable[[], Any], device: str, repeat: int) -> float:
     import torch
 
     wait = torch.cuda.synchronize if device == "cuda" else lambda: None
@@ -192,7 +192,7 @@ def clock(work: Callable[[], Any], device: str, repeat: int) -> float:
     return median(times[3:])
 
 
-def show(results: list[dict[str, Any]], device: str, dtype: str) -> None:
+def print_kernel_table(results: list[dict[str, Any]], device: str, dtype: str) -> None:
     title = f"kernels on {device} in {dtype}, microseconds"
     table = Table("operation", "case", "kernel", title=title, title_justify="left")
     for column in ("forward", "+ backward", "speed-up"):

@@ -12,15 +12,15 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from moefold.checkpoint.ledger import Difference, compare
-from moefold.checkpoint.manifest import Damaged
-from moefold.checkpoint.place import Place, place_of
-from moefold.checkpoint.shelf import newest
-from moefold.checkpoint.verify import Opened, open_checkpoint, verify
-from moefold.cli.options import read
-from moefold.config.refused import Refused
+from moefold.checkpoint.format.ledger import LedgerDifference, compare_ledgers
+from moefold.checkpoint.format.manifest import DamagedCheckpoint
+from moefold.checkpoint.format.retention import newest_checkpoint
+from moefold.checkpoint.format.storage import StoragePath, parse_storage_path
+from moefold.checkpoint.format.verify import OpenedCheckpoint, open_checkpoint, verify_checkpoint
+from moefold.config.errors import UserError
+from moefold.presets.command_options import read_options
 
-MOST = 50  # lines of differences for people; --json has all
+MOST_LINES = 50  # lines of differences for people; --json has all
 
 
 @dataclass(frozen=True)
@@ -38,27 +38,29 @@ class CkptOptions:
     """Print JSON instead of a table."""
 
 
-def run(argv: Sequence[str]) -> int:
-    options, _ = read(CkptOptions, argv, "ckpt", config_keys=False)
+def run_command(argv: Sequence[str]) -> int:
+    options, _ = read_options(CkptOptions, argv, "ckpt", config_keys=False)
     if (options.what == "diff") != (options.other is not None):
-        raise Refused(f"moefold ckpt {options.what} takes {'two checkpoints' if options.what == 'diff' else 'one'}")
-    path = newest(place_of(options.path))
+        raise UserError(f"moefold ckpt {options.what} takes {'two checkpoints' if options.what == 'diff' else 'one'}")
+    path = newest_checkpoint(parse_storage_path(options.path))
     try:
         if options.what == "ls":
             return list_tensors(open_checkpoint(path), options.json)
         if options.what == "verify":
-            return tell_sound(verify(path), options.json)
-        path, first = newest(place_of(str(options.other))), verify(path)
-        return tell_differences(first, verify(path), options.json)
-    except Damaged as damaged:
-        return tell_damage(path, damaged, options.json)
+            return report_sound(verify_checkpoint(path), options.json)
+        path, first = newest_checkpoint(parse_storage_path(str(options.other))), verify_checkpoint(path)
+        return report_differences(first, verify_checkpoint(path), options.json)
+    except DamagedCheckpoint as damaged:
+        return report_damage(path, damaged, options.json)
 
 
-def list_tensors(opened: Opened, as_json: bool) -> int:
+def list_tensors(opened: OpenedCheckpoint, as_json: bool) -> int:
     if as_json:
-        show({**about(opened), "tensors": {name: asdict(entry) for name, entry in opened.ledger.items()}})
+        print_json(
+            {**checkpoint_facts(opened), "tensors": {name: asdict(entry) for name, entry in opened.ledger.items()}}
+        )
         return 0
-    table = Table(title=escape(summary(opened)), title_justify="left")
+    table = Table(title=escape(checkpoint_summary(opened)), title_justify="left")
     for column in ("tensor", "dtype", "shape"):
         table.add_column(column, overflow="fold")
     table.add_column("MiB", justify="right")
@@ -72,53 +74,59 @@ def list_tensors(opened: Opened, as_json: bool) -> int:
     return 0
 
 
-def about(opened: Opened) -> dict[str, Any]:
+def checkpoint_facts(opened: OpenedCheckpoint) -> dict[str, Any]:
     known = {key: opened.manifest.get(key) for key in ("step", "moefold", "torch", "layout")}
     return {"path": str(opened.path), **known, "bytes": sum(e.what.bytes for e in opened.ledger.values())}
 
 
-def summary(opened: Opened) -> str:
-    facts = about(opened)
+def checkpoint_summary(opened: OpenedCheckpoint) -> str:
+    facts = checkpoint_facts(opened)
     size = f"{len(opened.ledger)} tensors, {facts['bytes'] / 1e9:.3g} GB"
     return f"{opened.path}: step {facts['step']}, {size}, written by moefold {facts['moefold']}"
 
 
-def tell_sound(opened: Opened, as_json: bool) -> int:
+def report_sound(opened: OpenedCheckpoint, as_json: bool) -> int:
     if as_json:
-        show({**about(opened), "sound": True, "problems": []})
+        print_json({**checkpoint_facts(opened), "sound": True, "problems": []})
     else:
-        print(f"sound: {summary(opened)}")
+        print(f"sound: {checkpoint_summary(opened)}")
     return 0
 
 
-def tell_damage(path: Place, damaged: Damaged, as_json: bool) -> int:
+def report_damage(path: StoragePath, damaged: DamagedCheckpoint, as_json: bool) -> int:
     if as_json:
-        show({"path": str(path), "sound": False, "problems": list(damaged.problems)})
+        print_json({"path": str(path), "sound": False, "problems": list(damaged.problems)})
     else:
-        print("\n".join([f"damaged: {path}", *(f"  {problem}" for problem in shortened(damaged.problems))]))
+        print("\n".join([f"damaged: {path}", *(f"  {problem}" for problem in shorten_listing(damaged.problems))]))
     return 1
 
 
-def tell_differences(a: Opened, b: Opened, as_json: bool) -> int:
-    found = compare(a.ledger, b.ledger)
+def report_differences(a: OpenedCheckpoint, b: OpenedCheckpoint, as_json: bool) -> int:
+    found = compare_ledgers(a.ledger, b.ledger)
     if as_json:
-        show({"a": about(a), "b": about(b), "differences": [each._asdict() for each in found]})
+        print_json(
+            {"a": checkpoint_facts(a), "b": checkpoint_facts(b), "differences": [each._asdict() for each in found]}
+        )
     elif found:
-        print(f"from {summary(a)}\nto   {summary(b)}\n{count(found)}")
-        print("\n".join(shortened([f"  {each.kind:<8} {each.text}" for each in found])))
+        print(f"from {checkpoint_summary(a)}\nto   {checkpoint_summary(b)}\n{count_differences(found)}")
+        print("\n".join(shorten_listing([f"  {each.kind:<8} {each.text}" for each in found])))
     else:
         print(f"the same {len(a.ledger)} tensors: {a.path} and {b.path}")
     return 1 if found else 0
 
 
-def count(found: Sequence[Difference]) -> str:
+def count_differences(found: Sequence[LedgerDifference]) -> str:
     kinds = sorted({each.kind for each in found})
     return "differences: " + ", ".join(f"{kind} {sum(each.kind == kind for each in found)}" for kind in kinds)
 
 
-def shortened(lines: Sequence[str]) -> list[str]:
-    return list(lines) if len(lines) <= MOST else [*lines[:MOST], f"and {len(lines) - MOST} more; --json lists all"]
+def shorten_listing(lines: Sequence[str]) -> list[str]:
+    return (
+        list(lines)
+        if len(lines) <= MOST_LINES
+        else [*lines[:MOST_LINES], f"and {len(lines) - MOST_LINES} more; --json lists all"]
+    )
 
 
-def show(content: dict[str, Any]) -> None:
+def print_json(content: dict[str, Any]) -> None:
     print(json.dumps(content, indent=1))

@@ -9,7 +9,7 @@ from typing import Literal
 
 import tyro
 
-from moefold.cli.options import read
+from moefold.presets.command_options import read_options
 
 
 @dataclass(frozen=True)
@@ -35,11 +35,11 @@ class ConvertOptions:
     """Replace the model in a folder that is not empty."""
 
 
-def run(argv: Sequence[str]) -> int:
-    options, _ = read(ConvertOptions, argv, "convert", config_keys=False)
+def run_command(argv: Sequence[str]) -> int:
+    options, _ = read_options(ConvertOptions, argv, "convert", config_keys=False)
 
-    from moefold.train.convert import Wishes, convert  # torch, from here on
+    from moefold.train.convert import ConvertRequest, convert_weights  # torch, from here on
 
-    wishes = Wishes(options.family, options.dtype, options.upcycle, options.seed, options.overwrite)
-    convert(options.source, options.out, wishes, print)
+    wishes = ConvertRequest(options.family, options.dtype, options.upcycle, options.seed, options.overwrite)
+    convert_weights(options.source, options.out, wishes, print)
     return 0

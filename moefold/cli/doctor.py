@@ -12,16 +12,20 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from moefold import __version__
 from moefold.cli import parity
-from moefold.cli.options import read
-from moefold.layout.spawn import free_port
+from moefold.layout.spawn import find_free_port
+from moefold.presets.command_options import read_options
+from moefold.version import __version__
 
-OPTIONAL = {"tokenizers": "Hugging Face tokenizers", "triton": "fast GPU kernels", "transformers": "comparisons"}
-REQUIRED = ("torch", "numpy", "safetensors", "PyYAML", "tyro", "rich", "tensorboard")
+OPTIONAL_PACKAGES = {
+    "tokenizers": "Hugging Face tokenizers",
+    "triton": "fast GPU kernels",
+    "transformers": "comparisons",
+}
+REQUIRED_PACKAGES = ("torch", "numpy", "safetensors", "PyYAML", "tyro", "rich", "tensorboard")
 
 # What each started rank does: meet the others and add up.
-RANK = """
+RANK_SCRIPT = """
 import torch, torch.distributed as dist
 dist.init_process_group("gloo"); x = torch.ones(1); dist.all_reduce(x); assert x.item() == dist.get_world_size()
 """
@@ -42,11 +46,16 @@ class Finding:
     what: str
 
 
-def run(argv: Sequence[str]) -> int:
+def run_command(argv: Sequence[str]) -> int:
     if argv and argv[0] == "parity":
-        return parity.run(argv[1:])
-    options, _ = read(DoctorOptions, argv, "doctor", config_keys=False)
-    checks: list[Callable[[], Iterator[Finding]]] = [versions, devices, disk, lambda: ranks(options.ranks)]
+        return parity.run_command(argv[1:])
+    options, _ = read_options(DoctorOptions, argv, "doctor", config_keys=False)
+    checks: list[Callable[[], Iterator[Finding]]] = [
+        check_versions,
+        check_devices,
+        check_disk_space,
+        lambda: check_local_ranks(options.ranks),
+    ]
     bad = 0
     for check in checks:
         for finding in check():
@@ -56,26 +65,30 @@ def run(argv: Sequence[str]) -> int:
     return 1 if bad else 0
 
 
-def version_of(package: str) -> str | None:
+def installed_version(package: str) -> str | None:
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
 
 
-def versions() -> Iterator[Finding]:
+def check_versions() -> Iterator[Finding]:
     good = sys.version_info >= (3, 11)
     yield Finding(good, f"Python {platform.python_version()} on {platform.machine()} (needs 3.11 or newer)")
-    found = {name: version_of(name) for name in REQUIRED}
+    found = {name: installed_version(name) for name in REQUIRED_PACKAGES}
     yield Finding(True, f"moefold {__version__}, " + ", ".join(f"{n} {v}" for n, v in found.items() if v))
     for name in (n for n, v in found.items() if v is None):
         yield Finding(False, f"{name} is missing; run pip install {name}")
-    have = [f"{name} {version_of(name)} ({what})" for name, what in OPTIONAL.items() if version_of(name)]
-    lack = [f"{name} ({what})" for name, what in OPTIONAL.items() if not version_of(name)]
+    have = [
+        f"{name} {installed_version(name)} ({what})"
+        for name, what in OPTIONAL_PACKAGES.items()
+        if installed_version(name)
+    ]
+    lack = [f"{name} ({what})" for name, what in OPTIONAL_PACKAGES.items() if not installed_version(name)]
     yield Finding(True, f"optional: {', '.join(have) or 'none'}; not here: {', '.join(lack) or 'none'}")
 
 
-def devices() -> Iterator[Finding]:
+def check_devices() -> Iterator[Finding]:
     import torch
 
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
@@ -87,19 +100,19 @@ def devices() -> Iterator[Finding]:
         yield Finding(True, f"cuda:{i} {p.name}, {p.total_memory / 2**30:.0f} GiB, capability {p.major}.{p.minor}")
 
 
-def disk() -> Iterator[Finding]:
+def check_disk_space() -> Iterator[Finding]:
     free = shutil.disk_usage(".").free / 2**30
     yield Finding(free > 1, f"{free:.1f} GiB free here (a checkpoint of tiny takes 0.03)")
 
 
-def ranks(count: int) -> Iterator[Finding]:
+def check_local_ranks(count: int) -> Iterator[Finding]:
     """Start real processes that meet over the loopback address and exchange a number."""
     if count < 1:
         return
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(count)}
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_free_port()), "WORLD_SIZE": str(count)}
     started = [
         subprocess.Popen(
-            [sys.executable, "-c", RANK],
+            [sys.executable, "-c", RANK_SCRIPT],
             env={**os.environ, **place, "RANK": str(rank)},
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,

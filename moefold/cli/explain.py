@@ -16,15 +16,29 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from moefold.anatomy.counts import active_parameters, parameters_ahead, total_parameters, train_flops_per_token
-from moefold.anatomy.stages import layout_of, rank_of_stage, splits_weights
-from moefold.anatomy.steps import StepSpec, block_steps, embed, is_moe, predict, steps_ahead
-from moefold.cli.options import check_ranks, read
+from moefold.anatomy.model_totals import active_parameters, mtp_parameters, total_parameters, train_flops_per_token
+from moefold.anatomy.stage_contents import pipeline_layout, rank_of_each_stage, separates_weight_grads
+from moefold.anatomy.step_specs import (
+    StepSpec,
+    block_step_specs,
+    embed_step,
+    is_moe_layer,
+    mtp_step_specs,
+    predict_step,
+)
 from moefold.config.run import Config, ModelConfig
 from moefold.dispatch import price
-from moefold.kernels.catalog import BYTES, CATALOG, Facts, expected_facts, pick, read_force
-from moefold.layout.fold import fold
-from moefold.presets.recipe import resolve
+from moefold.kernels.catalog import (
+    BYTES_PER_ELEMENT,
+    CATALOG,
+    Facts,
+    expected_facts,
+    forced_implementations,
+    pick_implementation,
+)
+from moefold.layout.fold import fold_into_grids
+from moefold.presets.command_options import check_rank_count, read_options
+from moefold.presets.recipe import resolve_recipe
 
 OPTIMIZER_OPS = {"add_squares", "adamw"}
 RING_OPS = ("attention_block", "attention_block_backward")  # what a ring of context-parallel ranks uses in addition
@@ -42,49 +56,55 @@ class ExplainOptions:
     """Print JSON instead of tables."""
 
 
-def run(argv: Sequence[str]) -> int:
-    options, overrides = read(ExplainOptions, argv, "explain")
-    config = resolve(options.recipe, overrides, check_ranks(options.nproc))
-    found = explanation(config, options.nproc)
+def run_command(argv: Sequence[str]) -> int:
+    options, overrides = read_options(ExplainOptions, argv, "explain")
+    config = resolve_recipe(options.recipe, overrides, check_rank_count(options.nproc))
+    found = explain_config(config, options.nproc)
     if options.json:
         print(json.dumps(found, indent=1))
     else:
-        show(found, Console())
+        print_explanation(found, Console())
     return 0
 
 
-def explanation(config: Config, world: int) -> dict[str, Any]:
+def explain_config(config: Config, world: int) -> dict[str, Any]:
     """Everything the command shows, as plain data."""
     model, facts = config.model, expected_facts(config)
-    forced = read_force(config.kernels.force)
+    forced = forced_implementations(config.kernels.force)
     goes_round = config.parallel.cp > 1 and config.parallel.context in ("ring", "hierarchical")
-    dense_grid, expert_grid = fold(world, config.parallel)
-    layers = [("embedding", 1, [embed(model)]), *kinds_of_layers(model), ("head", 1, [predict(model)])]
+    dense_grid, expert_grid = fold_into_grids(world, config.parallel)
+    layers = [("embedding", 1, [embed_step(model)]), *distinct_layers(model), ("head", 1, [predict_step(model)])]
     used = {op for _, _, steps in layers for step in steps for op in step.ops} | OPTIMIZER_OPS
     used |= set(RING_OPS) if goes_round else set()
-    used |= {"grouped_gemm_weight"} if splits_weights(config) else set()
+    used |= {"grouped_gemm_weight"} if separates_weight_grads(config) else set()
     return {
         "name": config.name,
         "parameters": total_parameters(model),
         "active_parameters": active_parameters(model),
-        "parameters_ahead": parameters_ahead(model),
+        "parameters_ahead": mtp_parameters(model),
         "train_flops_per_token": train_flops_per_token(model, config.data.seq_len),
         "seq_len": config.data.seq_len,
         "facts": asdict(facts),
         "grids": {"dense": dense_grid.sizes, "expert": expert_grid.sizes},
-        "pipeline": pipeline(config) if config.parallel.pp > 1 else None,
+        "pipeline": pipeline_placement(config) if config.parallel.pp > 1 else None,
         "layers": [
-            {"kind": kind, "count": count, "steps": [describe(step, config) for step in steps]}
+            {"kind": kind, "count": count, "steps": [describe_step(step, config) for step in steps]}
             for kind, count, steps in layers
         ],
-        "dispatcher": dict(zip(("name", "why"), price.choose(config, min(world, 8), BYTES[facts.dtype]), strict=True)),
-        "kernels": {op: choice(op, facts, forced) for op in CATALOG if op in used},
+        "dispatcher": dict(
+            zip(
+                ("name", "why"),
+                price.cheapest_dispatcher(config, min(world, 8), BYTES_PER_ELEMENT[facts.dtype]),
+                strict=True,
+            )
+        ),
+        "kernels": {op: kernel_choice(op, facts, forced) for op in CATALOG if op in used},
     }
 
 
-def pipeline(config: Config) -> dict[str, Any]:
+def pipeline_placement(config: Config) -> dict[str, Any]:
     """Which stages each pipeline rank holds, and what lies on them."""
-    layout, homes = layout_of(config), rank_of_stage(config)
+    layout, homes = pipeline_layout(config), rank_of_each_stage(config)
     ranks = [[number for number, home in enumerate(homes) if home == rank] for rank in range(config.parallel.pp)]
     return {
         "schedule": config.pipeline.schedule,
@@ -93,15 +113,18 @@ def pipeline(config: Config) -> dict[str, Any]:
     }
 
 
-def kinds_of_layers(model: ModelConfig) -> list[tuple[str, int, list[StepSpec]]]:
+def distinct_layers(model: ModelConfig) -> list[tuple[str, int, list[StepSpec]]]:
     """Each kind of layer once, with how many there are: blocks, then those that look further ahead."""
-    every = [("MoE layer" if is_moe(model, n) else "dense layer", block_steps(model, n)) for n in range(model.layers)]
-    every += [("layer ahead", steps_ahead(model, depth)) for depth in range(model.mtp)]
+    every = [
+        ("MoE layer" if is_moe_layer(model, n) else "dense layer", block_step_specs(model, n))
+        for n in range(model.layers)
+    ]
+    every += [("layer ahead", mtp_step_specs(model, depth)) for depth in range(model.mtp)]
     counts = Counter((kind, tuple(steps)) for kind, steps in every)
     return [(kind, count, list(steps)) for (kind, steps), count in counts.items()]
 
 
-def describe(step: StepSpec, config: Config) -> dict[str, Any]:
+def describe_step(step: StepSpec, config: Config) -> dict[str, Any]:
     return {
         "step": step.name,
         "lane": step.lane,
@@ -113,17 +136,17 @@ def describe(step: StepSpec, config: Config) -> dict[str, Any]:
     }
 
 
-def choice(op: str, facts: Facts, forced: dict[str, str]) -> dict[str, str]:
-    name, why = pick(op, facts, forced.get(op))
+def kernel_choice(op: str, facts: Facts, forced: dict[str, str]) -> dict[str, str]:
+    name, why = pick_implementation(op, facts, forced.get(op))
     return {"implementation": name, "why": why}
 
 
-def show(found: dict[str, Any], console: Console) -> None:
+def print_explanation(found: dict[str, Any], console: Console) -> None:
     facts = found["facts"]
     console.print(
-        f"[bold]{escape(found['name'])}[/bold]: {human(found['parameters'])} parameters"
-        f"{further(found['parameters_ahead'])}, "
-        f"{human(found['active_parameters'])} active, {human(found['train_flops_per_token'])} FLOPs a token to train "
+        f"[bold]{escape(found['name'])}[/bold]: {human_readable(found['parameters'])} parameters"
+        f"{mtp_parameters_note(found['parameters_ahead'])}, "
+        f"{human_readable(found['active_parameters'])} active, {human_readable(found['train_flops_per_token'])} FLOPs a token to train "
         f"at length {found['seq_len']}; on {facts['device']} in {facts['dtype']}"
     )
     for name, sizes in found["grids"].items():
@@ -145,7 +168,7 @@ def show(found: dict[str, Any], console: Console) -> None:
         for step in layer["steps"]:
             lane = "[magenta]comm[/magenta]" if step["lane"] == "comm" else step["lane"]
             numbers = (step["parameters"], step["forward_flops_per_token"])
-            table.add_row(where, step["step"], lane, step["shapes"], *(human(n) if n else "" for n in numbers))
+            table.add_row(where, step["step"], lane, step["shapes"], *(human_readable(n) if n else "" for n in numbers))
             where = ""
         table.add_section()
     console.print(table)
@@ -157,11 +180,11 @@ def show(found: dict[str, Any], console: Console) -> None:
     console.print(kernels)
 
 
-def further(ahead: int) -> str:
-    return f" (and {human(ahead)} to predict further tokens)" if ahead else ""
+def mtp_parameters_note(ahead: int) -> str:
+    return f" (and {human_readable(ahead)} to predict further tokens)" if ahead else ""
 
 
-def human(number: float) -> str:
+def human_readable(number: float) -> str:
     """46702792704 -> 46.7 G."""
     for size, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if number >= size:

@@ -8,8 +8,8 @@ import os
 import sys
 from collections.abc import Sequence
 
-from moefold import __version__
-from moefold.config.refused import Failed, Refused, choose
+from moefold.config.errors import RunFailure, UserError, one_of
+from moefold.version import __version__
 
 COMMANDS = {
     "train": "train a model: moefold train tiny",
@@ -26,7 +26,7 @@ COMMANDS = {
 
 
 def main() -> None:
-    code = run(sys.argv[1:])
+    code = run_command_line(sys.argv[1:])
     if "RANK" in os.environ or "SLURM_PROCID" in os.environ:
         # A rank's work is done and its groups are closed. Leaving at once spares it the interpreter's last destructors,
         # in which a communication thread of torch was once seen to abort a finished run.
@@ -36,46 +36,48 @@ def main() -> None:
     sys.exit(code)
 
 
-def run(argv: Sequence[str]) -> int:
+def run_command_line(argv: Sequence[str]) -> int:
     """Run a command; the exit code is 0, 1 for a failure while running, 2 for something to mend."""
     try:
-        return dispatch(list(argv))
-    except Refused as refused:
-        return tell(str(refused), 2)
-    except Failed as failed:
-        return tell(str(failed), 1)
+        return dispatch_command(list(argv))
+    except UserError as refused:
+        return report_problem(str(refused), 2)
+    except RunFailure as failed:
+        return report_problem(str(failed), 1)
     except KeyboardInterrupt:
-        return tell("interrupted", 130)
+        return report_problem("interrupted", 130)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EACCES, errno.EROFS, errno.EDQUOT, errno.ENOTDIR, errno.EISDIR):
             raise
         where = f" at {error.filename}" if error.filename else ""
-        return tell(f"{error.strerror}{where}; expected a place that can be written; free space or change --out", 2)
+        return report_problem(
+            f"{error.strerror}{where}; expected a place that can be written; free space or change --out", 2
+        )
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
         first = str(error).strip().split("\n")[0][:200]
-        return tell(f"out of memory: {first}; try a smaller --train.micro_batch, --data.seq_len or model", 2)
+        return report_problem(f"out of memory: {first}; try a smaller --train.micro_batch, --data.seq_len or model", 2)
 
 
-def dispatch(argv: list[str]) -> int:
+def dispatch_command(argv: list[str]) -> int:
     if not argv or argv[0] in ("-h", "--help", "help"):
-        print(overview())
+        print(command_overview())
         return 0
     if argv[0] == "--version":
         print(f"moefold {__version__}")
         return 0
-    command = choose("command", argv[0], COMMANDS)
-    return importlib.import_module(f"moefold.cli.{command}").run(argv[1:])
+    command = one_of("command", argv[0], COMMANDS)
+    return importlib.import_module(f"moefold.cli.{command}").run_command(argv[1:])
 
 
-def overview() -> str:
+def command_overview() -> str:
     lines = [f"moefold {__version__} trains Mixture-of-Experts language models.", ""]
     lines += [f"  moefold {name:<9} {what}" for name, what in COMMANDS.items()]
     return "\n".join([*lines, "", "moefold COMMAND --help tells more."])
 
 
-def tell(message: str, code: int) -> int:
+def report_problem(message: str, code: int) -> int:
     """Print a message for people. Of several ranks that all refuse the same thing, the first speaks."""
     if os.environ.get("RANK", "0") == "0" or code == 1:
         print(f"moefold: {message}", file=sys.stderr)

@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Literal
 
 import tyro
 
-from moefold.cli.options import check_ranks, read
 from moefold.config.run import Config
-from moefold.layout.spawn import run_ranks
-from moefold.presets.recipe import resolve
+from moefold.layout.spawn import run_local_ranks
+from moefold.presets.command_options import check_rank_count, read_options
+from moefold.presets.recipe import resolve_recipe
 
 if TYPE_CHECKING:
-    from moefold.train.parity import Seen
+    from moefold.train.parity import TraceEntry
 
 
 @dataclass(frozen=True)
@@ -41,59 +41,59 @@ class ParityOptions:
     """Where ranks leave what they saw; set by the command for the ranks it starts."""
 
 
-def run(argv: Sequence[str]) -> int:
-    options, overrides = read(ParityOptions, argv, "doctor parity")
-    world = check_ranks(options.world)
-    config = resolve(options.recipe, [*overrides, "--train.precision", options.precision], None)
+def run_command(argv: Sequence[str]) -> int:
+    options, overrides = read_options(ParityOptions, argv, "doctor parity")
+    world = check_rank_count(options.world)
+    config = resolve_recipe(options.recipe, [*overrides, "--train.precision", options.precision], None)
 
-    from moefold.train.parity import ROUTINGS, shrunk  # torch, from here on
+    from moefold.train.parity import ROUTINGS, shrink_config  # torch, from here on
 
-    small = shrunk(config, world)
+    small = shrink_config(config, world)
     if options.trace:
-        return leave_trace(small, options)
+        return write_rank_traces(small, options)
     with tempfile.TemporaryDirectory(prefix="moefold-parity-") as folder:
         words = ["doctor", "parity", *argv, "--trace", folder]
-        if code := run_ranks(words, world):
+        if code := run_local_ranks(words, world):
             return code
-        found = [judge(small, options, Path(folder), routing) for routing in ROUTINGS]
+        found = [compare_with_one_rank(small, options, Path(folder), routing) for routing in ROUTINGS]
     print("equal" if all(found) else "NOT equal")
     return 0 if all(found) else 1
 
 
-def leave_trace(config: Config, options: ParityOptions) -> int:
-    from moefold.layout.launch import joined
-    from moefold.train.parity import ROUTINGS, trace
+def write_rank_traces(config: Config, options: ParityOptions) -> int:
+    from moefold.layout.process_groups import joined_world
+    from moefold.train.parity import ROUTINGS, trace_run
 
     assert options.trace is not None
-    with joined(config.parallel, "cpu") as world:
+    with joined_world(config.parallel, "cpu") as world:
         for routing in ROUTINGS:
-            write(options.trace / f"{routing} {world.rank}", trace(config, world, options.steps, routing))
+            write_observed(options.trace / f"{routing} {world.rank}", trace_run(config, world, options.steps, routing))
     return 0
 
 
-def judge(config: Config, options: ParityOptions, folder: Path, routing: str) -> bool:
-    from moefold.layout.axes import alone
-    from moefold.train.parity import TOLERANCE, compare, on_one_rank, trace
+def compare_with_one_rank(config: Config, options: ParityOptions, folder: Path, routing: str) -> bool:
+    from moefold.layout.axes import single_rank_world
+    from moefold.train.parity import TOLERANCE, first_mismatch, single_rank_config, trace_run
 
-    whole = trace(on_one_rank(config), alone(), options.steps, routing)
-    ranks = [load(folder / f"{routing} {rank}") for rank in range(options.world)]
-    difference = compare(whole, ranks, TOLERANCE[options.precision])
+    whole = trace_run(single_rank_config(config), single_rank_world(), options.steps, routing)
+    ranks = [read_observed(folder / f"{routing} {rank}") for rank in range(options.world)]
+    difference = first_mismatch(whole, ranks, TOLERANCE[options.precision])
     print(f"{routing} routing, {len(whole)} values and tensors: {difference or 'equal'}", file=sys.stdout, flush=True)
     return difference is None
 
 
-def write(path: Path, seen: Sequence[Seen]) -> None:
+def write_observed(path: Path, seen: Sequence[TraceEntry]) -> None:
     from safetensors.torch import save_file
 
     save_file({str(i): s.values.contiguous() for i, s in enumerate(seen)}, os.fspath(path) + ".safetensors")
     Path(f"{path}.json").write_text(json.dumps([[s.what, s.starts] for s in seen]))
 
 
-def load(path: Path) -> list[Seen]:
+def read_observed(path: Path) -> list[TraceEntry]:
     from safetensors.torch import load_file
 
-    from moefold.train.parity import Seen
+    from moefold.train.parity import TraceEntry
 
     tensors = load_file(os.fspath(path) + ".safetensors")
     names = json.loads(Path(f"{path}.json").read_text())
-    return [Seen(what, tuple(starts), tensors[str(i)]) for i, (what, starts) in enumerate(names)]
+    return [TraceEntry(what, tuple(starts), tensors[str(i)]) for i, (what, starts) in enumerate(names)]

@@ -12,13 +12,13 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from moefold.cli.options import read
 from moefold.config.read import parse_overrides
-from moefold.plan.answer import WALLS, answer
+from moefold.plan.answer import TIME_WALLS, answer_request
+from moefold.presets.command_options import read_options
 
 
 @dataclass(frozen=True)
-class PlanOptions:
+class PlanCommandOptions:
     """Predict memory and speed of a training run on a cluster, or find its best layout. What is left empty is as the
     recipe has it."""
 
@@ -62,19 +62,19 @@ class PlanOptions:
     """Print JSON instead of tables."""
 
 
-def run(argv: Sequence[str]) -> int:
-    options, overrides = read(PlanOptions, argv, "plan")
+def run_command(argv: Sequence[str]) -> int:
+    options, overrides = read_options(PlanCommandOptions, argv, "plan")
     given = {f.name: getattr(options, f.name) for f in fields(options) if f.name != "json"}
     asked = {name: value for name, value in given.items() if value or name == "gpus"}
-    found = answer({**asked, **parse_overrides(overrides)})
+    found = answer_request({**asked, **parse_overrides(overrides)})
     if options.json:
         print(json.dumps(found, indent=1))
     else:
-        show(found, Console())
+        print_plan(found, Console())
     return 0
 
 
-def show(found: dict[str, Any], console: Console) -> None:
+def print_plan(found: dict[str, Any], console: Console) -> None:
     at = found["layout"]
     degrees = ", ".join(f"{name} {at[name]}" for name in ("tp", "cp", "pp", "vpp", "ep", "etp", "dp", "edp"))
     console.print(
@@ -86,15 +86,15 @@ def show(found: dict[str, Any], console: Console) -> None:
     console.print(f"dispatcher {found['dispatcher']}; graphs {at['graphs']}" + "".join(f"; {each}" for each in extras))
     if at["pp"] > 1:
         console.print(escape(f"pipeline {at['schedule']}, {at['stages']}"))
-    show_speed(found, console)
-    show_memory(found, console)
+    print_step_time(found, console)
+    print_memory_table(found, console)
     if found["searched"]:
-        show_layouts(found, console)
+        print_layout_table(found, console)
     for line in found.get("explained", ()):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
-def show_speed(found: dict[str, Any], console: Console) -> None:
+def print_step_time(found: dict[str, Any], console: Console) -> None:
     budget = found["budget"]
     console.print(
         f"[bold]{found['step_s']:.4g} s[/bold] a step: {found['tflops_per_gpu']:.4g} TFLOP/s and "
@@ -106,11 +106,11 @@ def show_speed(found: dict[str, Any], console: Console) -> None:
     table.add_column("seconds", justify="right")
     table.add_column("share", justify="right")
     for name, seconds in found["time_by_wall"].items():
-        table.add_row(WALLS[name], f"{seconds:.3f}", f"{seconds / found['step_s']:.1%}")
+        table.add_row(TIME_WALLS[name], f"{seconds:.3f}", f"{seconds / found['step_s']:.1%}")
     console.print(table)
 
 
-def show_memory(found: dict[str, Any], console: Console) -> None:
+def print_memory_table(found: dict[str, Any], console: Console) -> None:
     largest = found["largest_rank"]
     verdict = "fits" if found["fits"] else "[bold red]does not fit[/bold red]"
     console.print(
@@ -129,7 +129,7 @@ def show_memory(found: dict[str, Any], console: Console) -> None:
     console.print(table)
 
 
-def show_layouts(found: dict[str, Any], console: Console) -> None:
+def print_layout_table(found: dict[str, Any], console: Console) -> None:
     table = Table("layout", "recompute", title=f"best of {found['searched']} layouts", title_justify="left")
     for column in ("s/step", "TFLOP/s", "GiB"):
         table.add_column(column, justify="right")

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import tyro
 
-from moefold.cli.options import read
-from moefold.config.refused import Refused
-from moefold.web.report import report
+from moefold.config.errors import UserError
+from moefold.presets.command_options import read_options
+from moefold.web.report import render_report
 
 
 @dataclass(frozen=True)
@@ -24,14 +24,14 @@ class ReportOptions:
     """The file to write; by default report.html (of several runs comparison.html) in the first run's folder."""
 
 
-def run(argv: Sequence[str]) -> int:
-    options, _ = read(ReportOptions, argv, "report", config_keys=False)
+def run_command(argv: Sequence[str]) -> int:
+    options, _ = read_options(ReportOptions, argv, "report", config_keys=False)
     if not options.runs:
-        raise Refused("no run is given; expected the folder of at least one, such as moefold report runs/tiny")
-    page = report(options.runs)
+        raise UserError("no run is given; expected the folder of at least one, such as moefold report runs/tiny")
+    page = render_report(options.runs)
     out = options.out or options.runs[0] / ("report.html" if len(options.runs) == 1 else "comparison.html")
     if out.is_dir():
-        raise Refused(f"--out {out} is a folder; expected a file, such as --out {out / 'report.html'}")
+        raise UserError(f"--out {out} is a folder; expected a file, such as --out {out / 'report.html'}")
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(page, encoding="utf-8")
     print(f"wrote {out} ({len(page) / 1e6:.1f} MB); open it in a browser")

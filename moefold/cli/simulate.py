@@ -14,19 +14,19 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from moefold.cli.options import read
-from moefold.config.read import read_yaml
-from moefold.config.refused import Refused, choose, printable
-from moefold.observe.trace import Event, write_trace
-from moefold.schedule import text
-from moefold.schedule.catalog import SCHEDULES, program_of
-from moefold.schedule.costs import Costs, read_costs
-from moefold.schedule.draw import draw
-from moefold.schedule.passes import PASSES
-from moefold.schedule.program import Program, check, is_paired, last_stage_of, rank_of
-from moefold.schedule.simulate import Timeline, parts, simulate
-from moefold.schedule.stages import Layout, parse
-from moefold.schedule.unsound import Unsound
+from moefold.config.errors import UserError, one_of, printable_text
+from moefold.config.read import read_yaml_mapping
+from moefold.observe.trace import TraceEvent, write_trace
+from moefold.presets.command_options import read_options
+from moefold.schedule import program_text
+from moefold.schedule.draw_svg import draw_timeline
+from moefold.schedule.passes import PROGRAM_PASSES
+from moefold.schedule.program import Program, check_program, is_paired, last_stage_of, rank_by_stage
+from moefold.schedule.schedule_catalog import SCHEDULES, build_program
+from moefold.schedule.schedule_error import ScheduleError
+from moefold.schedule.simulate_program import Timeline, lane_intervals, simulate_program
+from moefold.schedule.stage_costs import StageCosts, read_stage_costs
+from moefold.schedule.stage_layout import StageLayout, parse_layout
 
 MOST_OPS = 1_000_000
 
@@ -61,59 +61,63 @@ class SimulateOptions:
     """Print JSON instead of a table."""
 
 
-def run(argv: Sequence[str]) -> int:
-    options, _ = read(SimulateOptions, argv, "simulate", config_keys=False)
+def run_command(argv: Sequence[str]) -> int:
+    options, _ = read_options(SimulateOptions, argv, "simulate", config_keys=False)
     for path in (options.trace, options.svg, options.text):
         if path and not path.parent.is_dir():
-            raise Refused(f"no folder {path.parent} to write {path.name} into; make it, or choose another")
+            raise UserError(f"no folder {path.parent} to write {path.name} into; make it, or choose another")
     try:
-        title, program = chosen(options)
+        title, program = chosen_program(options)
         stages = last_stage_of(program) + 1
-        layout = layout_of(options, stages)
-        tree = read_yaml(options.costs) if options.costs else {}
-        costs = read_costs(tree, stages, max(1, stages // len(program)), layout)
-    except Unsound as unsound:
-        raise Refused(*unsound.problems) from None
-    timeline = simulate(program, costs)
-    found = summary(program, timeline, title)
+        layout = parse_layout_option(options, stages)
+        tree = read_yaml_mapping(options.costs) if options.costs else {}
+        costs = read_stage_costs(tree, stages, max(1, stages // len(program)), layout)
+    except ScheduleError as unsound:
+        raise UserError(*unsound.problems) from None
+    timeline = simulate_program(program, costs)
+    found = timeline_summary(program, timeline, title)
     if options.trace:
-        write_trace(options.trace, events(timeline, costs))
+        write_trace(options.trace, timeline_events(timeline, costs))
     if options.svg:
-        options.svg.write_text(draw(program, timeline, costs, title), encoding="utf-8")
+        options.svg.write_text(draw_timeline(program, timeline, costs, title), encoding="utf-8")
     if options.text:
-        options.text.write_text(text.write(program, title), encoding="utf-8")
+        options.text.write_text(program_text.write_program(program, title), encoding="utf-8")
     if options.json:
         print(json.dumps(found, indent=1))
     else:
-        show(found, Console())
+        print_timeline_table(found, Console())
     return 0
 
 
-def chosen(options: SimulateOptions) -> tuple[str, Program]:
+def chosen_program(options: SimulateOptions) -> tuple[str, Program]:
     """The program to clock, whole and free of deadlock, and what to call it."""
-    passes = [PASSES[choose("pass", name.strip(), PASSES)] for name in options.passes.split(",") if name.strip()]
-    title, program = from_file(options) if options.program else from_schedule(options)
+    passes = [
+        PROGRAM_PASSES[one_of("pass", name.strip(), PROGRAM_PASSES)]
+        for name in options.passes.split(",")
+        if name.strip()
+    ]
+    title, program = program_from_file(options) if options.program else program_from_schedule(options)
     for rewrite in passes:
         program = rewrite(program)
-    return ", ".join([title, *(["passes " + options.passes] if passes else [])]), check(program)
+    return ", ".join([title, *(["passes " + options.passes] if passes else [])]), check_program(program)
 
 
-def from_file(options: SimulateOptions) -> tuple[str, Program]:
+def program_from_file(options: SimulateOptions) -> tuple[str, Program]:
     assert options.program is not None
     path = options.program
     if options.schedule:
-        raise Refused(f"--program {path} and --schedule {options.schedule}: expected one of the two; drop one")
+        raise UserError(f"--program {path} and --schedule {options.schedule}: expected one of the two; drop one")
     try:
-        found = text.read(path.read_text(encoding="utf-8"))
+        found = program_text.read_program(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise Refused(f"no file {path}; expected a program, such as `moefold simulate --text FILE` writes") from None
+        raise UserError(f"no file {path}; expected a program, such as `moefold simulate --text FILE` writes") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise Refused(f"cannot read {path}: {error}; expected a program in UTF-8") from None
-    return path.name, check(found)
+        raise UserError(f"cannot read {path}: {error}; expected a program in UTF-8") from None
+    return path.name, check_program(found)
 
 
-def from_schedule(options: SimulateOptions) -> tuple[str, Program]:
-    name = choose("schedule", options.schedule or "1f1b", SCHEDULES)
+def program_from_schedule(options: SimulateOptions) -> tuple[str, Program]:
+    name = one_of("schedule", options.schedule or "1f1b", SCHEDULES)
     vpp = SCHEDULES[name].least_vpp if options.vpp is None else options.vpp
     pp, microbatches = options.pp, options.microbatches
     numbers = {"--pp": pp, "--vpp": vpp, "--microbatches": microbatches}
@@ -123,25 +127,25 @@ def from_schedule(options: SimulateOptions) -> tuple[str, Program]:
         sizes = " x ".join(f"{flag} {n}" for flag, n in numbers.items())
         problems = [f"{sizes} are {ops} ops; expected at most {MOST_OPS}: lower one of the three"]
     if problems:
-        raise Refused(*problems)
-    return f"{name}, pp {pp}, vpp {vpp}, {microbatches} microbatches", program_of(name, pp, vpp, microbatches)
+        raise UserError(*problems)
+    return f"{name}, pp {pp}, vpp {vpp}, {microbatches} microbatches", build_program(name, pp, vpp, microbatches)
 
 
-def layout_of(options: SimulateOptions, stages: int) -> Layout | None:
+def parse_layout_option(options: SimulateOptions, stages: int) -> StageLayout | None:
     if options.layout is None:
         return None
-    layout = parse(options.layout)
+    layout = parse_layout(options.layout)
     if len(layout.stages) != stages:
-        raise Refused(
-            f"--layout {printable(str(layout))} has {len(layout.stages)} stages; expected pp x vpp = {stages}: "
+        raise UserError(
+            f"--layout {printable_text(str(layout))} has {len(layout.stages)} stages; expected pp x vpp = {stages}: "
             f"change its `|`, or --pp or --vpp"
         )
     return layout
 
 
-def summary(program: Program, timeline: Timeline, title: str) -> dict[str, Any]:
+def timeline_summary(program: Program, timeline: Timeline, title: str) -> dict[str, Any]:
     """Everything the command shows, as plain data; lists are by rank."""
-    paired, home = [sum(map(is_paired, slots)) for slots in program], rank_of(program)
+    paired, home = [sum(map(is_paired, slots)) for slots in program], rank_by_stage(program)
     return {
         "title": title,
         "makespan": timeline.makespan,
@@ -154,16 +158,16 @@ def summary(program: Program, timeline: Timeline, title: str) -> dict[str, Any]:
     }
 
 
-def events(timeline: Timeline, costs: Costs) -> list[Event]:
+def timeline_events(timeline: Timeline, costs: StageCosts) -> list[TraceEvent]:
     """The parts of every slot, as a run's trace would have them."""
     return [
-        Event(span.rank, part.lane, str(part.op), part.start, part.end, dict(part.op._asdict()))
+        TraceEvent(span.rank, part.lane, str(part.op), part.start, part.end, dict(part.op._asdict()))
         for span in timeline.spans
-        for part in parts(span, costs)
+        for part in lane_intervals(span, costs)
     ]
 
 
-def show(found: dict[str, Any], console: Console) -> None:
+def print_timeline_table(found: dict[str, Any], console: Console) -> None:
     bubble = sum(found["bubble"]) / len(found["bubble"])
     console.print(
         f"{found['title']}: makespan {found['makespan']:.6g}, bubble {bubble:.1%}",

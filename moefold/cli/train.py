@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 
 import tyro
 
-from moefold.cli.options import check_ranks, read
 from moefold.config.run import Config
-from moefold.layout.place import find_place
-from moefold.layout.spawn import run_ranks
-from moefold.presets.recipe import resolve
+from moefold.layout.environment import read_environment
+from moefold.layout.spawn import run_local_ranks
+from moefold.presets.command_options import check_rank_count, read_options
+from moefold.presets.recipe import resolve_recipe
 
 if TYPE_CHECKING:
     from moefold.layout.axes import World
@@ -40,56 +40,56 @@ class TrainOptions:
     """Where the ranks of --nproc meet; by default a free port."""
 
 
-def run(argv: Sequence[str]) -> int:
-    options, overrides = read(TrainOptions, argv, "train")
-    here = find_place(os.environ)
+def run_command(argv: Sequence[str]) -> int:
+    options, overrides = read_options(TrainOptions, argv, "train")
+    here = read_environment(os.environ)
     starts = "RANK" not in os.environ and options.nproc != 1
-    world = check_ranks(options.nproc) if starts else here.size
-    config = resolve(options.recipe, overrides, world, started_from(options.from_hf))
+    world = check_rank_count(options.nproc) if starts else here.size
+    config = resolve_recipe(options.recipe, overrides, world, change_from_hf(options.from_hf))
     out = options.out or Path("runs") / f"{config.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     if starts:
-        return run_ranks(arguments(options, overrides, out), options.nproc, options.port)
+        return run_local_ranks(rank_arguments(options, overrides, out), options.nproc, options.port)
 
-    from moefold.comm.collectives import gather_objects  # torch, from here on
-    from moefold.layout.launch import joined
-    from moefold.train.loop import train
+    from moefold.comm.collectives import all_gather_objects  # torch, from here on
+    from moefold.layout.process_groups import joined_world
+    from moefold.train.loop import run_training
 
-    with joined(config.parallel, config.train.device) as joint:
-        agreed_out = Path(gather_objects(str(out), joint.everyone)[0])  # its default name holds the time
-        with collectives_checked(config, joint):
-            train(config, joint, agreed_out, options.resume, options.from_hf)
+    with joined_world(config.parallel, config.train.device) as joint:
+        agreed_out = Path(all_gather_objects(str(out), joint.everyone)[0])  # its default name holds the time
+        with checked_collectives(config, joint):
+            run_training(config, joint, agreed_out, options.resume, options.from_hf)
     return 0
 
 
-def started_from(path: Path | None) -> Callable[[Config], Config]:
+def change_from_hf(path: Path | None) -> Callable[[Config], Config]:
     """The recipe with the model and the tokenizer of a folder. Read without torch, so that what is not supported is
     refused at once."""
     if path is None:
         return lambda recipe: recipe
 
-    from moefold.checkpoint.hf.config import describe
-    from moefold.checkpoint.hf.folder import inside, open_folder
+    from moefold.checkpoint.hf.config_json import describe_model
+    from moefold.checkpoint.hf.model_folder import file_in_folder, open_model_folder
 
-    described = describe(open_folder(path))
+    described = describe_model(open_model_folder(path))
     tokenizer = path / "tokenizer.json"
     if tokenizer.exists():
-        inside(path, tokenizer.name)  # refuses a link that leaves the folder
+        file_in_folder(path, tokenizer.name)  # refuses a link that leaves the folder
 
-    def change(recipe: Config) -> Config:
+    def with_hf_model(recipe: Config) -> Config:
         data = replace(recipe.data, tokenizer=str(tokenizer)) if tokenizer.exists() else recipe.data
         return replace(recipe, name=path.resolve().name, model=described.model, data=data)
 
-    return change
+    return with_hf_model
 
 
-def collectives_checked(config: Config, world: World) -> AbstractContextManager[None]:
-    from moefold.comm.contract import checked
+def checked_collectives(config: Config, world: World) -> AbstractContextManager[None]:
+    from moefold.comm.check_collectives import checked_collectives
 
     wanted = config.observe.check_collectives and world.store is not None
-    return checked(world.store, world.rank) if wanted else nullcontext()  # pyright: ignore[reportArgumentType]
+    return checked_collectives(world.store, world.rank) if wanted else nullcontext()  # pyright: ignore[reportArgumentType]
 
 
-def arguments(options: TrainOptions, overrides: Sequence[str], out: Path) -> list[str]:
+def rank_arguments(options: TrainOptions, overrides: Sequence[str], out: Path) -> list[str]:
     """The same command for one rank, with the folder settled so that all ranks agree on it."""
     resume = ["--resume", options.resume] if options.resume else []
     from_hf = ["--from-hf", str(options.from_hf)] if options.from_hf else []

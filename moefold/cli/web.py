@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from moefold.cli.options import read
-from moefold.config.refused import Refused
+from moefold.config.errors import UserError
+from moefold.presets.command_options import read_options
 
 
 @dataclass(frozen=True)
@@ -19,17 +19,19 @@ class WebOptions:
     """Open the page in a browser."""
 
 
-def run(argv: Sequence[str]) -> int:
-    options, _ = read(WebOptions, argv, "web", config_keys=False)
+def run_command(argv: Sequence[str]) -> int:
+    options, _ = read_options(WebOptions, argv, "web", config_keys=False)
     try:
-        from moefold.web.serve import serve  # starlette and uvicorn are an extra
+        from moefold.web.planner_server import serve_planner  # starlette and uvicorn are an extra
     except ModuleNotFoundError as missing:
         package = str(missing.name).partition(".")[0]
         if package not in ("starlette", "uvicorn"):
             raise
-        raise Refused(f"moefold web needs {package}, which is not installed; run: pip install 'moefold[web]'") from None
+        raise UserError(
+            f"moefold web needs {package}, which is not installed; run: pip install 'moefold[web]'"
+        ) from None
     try:
-        serve(options.port, options.browser)
+        serve_planner(options.port, options.browser)
     except KeyboardInterrupt:
         print("ended")
     return 0

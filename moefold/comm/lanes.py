@@ -36,7 +36,7 @@ class Ticket:
         if event is not None:
             here = torch.cuda.current_stream()
             here.wait_event(event)
-            keep_for(found, here)
+            record_on_stream(found, here)
         return found
 
 
@@ -50,18 +50,18 @@ class Lanes:
         if self.stream is None:
             return Ticket(self.thread.submit(lambda: (work(), None)))
         ready = torch.cuda.current_stream().record_event()
-        return Ticket(self.thread.submit(self.on_stream, work, inputs, ready))
+        return Ticket(self.thread.submit(self.run_on_stream, work, inputs, ready))
 
-    def on_stream(self, work: Callable[[], Any], inputs: Any, ready: Any) -> tuple[Any, Any]:
+    def run_on_stream(self, work: Callable[[], Any], inputs: Any, ready: Any) -> tuple[Any, Any]:
         assert self.stream is not None
         torch.cuda.set_device(self.stream.device)
         with torch.cuda.stream(self.stream):
             self.stream.wait_event(ready)
-            keep_for(inputs, self.stream)
+            record_on_stream(inputs, self.stream)
             return work(), self.stream.record_event()
 
 
-def keep_for(tree: Any, stream: torch.cuda.Stream) -> None:
+def record_on_stream(tree: Any, stream: torch.cuda.Stream) -> None:
     """Memory of these tensors is not given to others before the stream is through with it."""
     for leaf in tree_leaves(tree):
         if isinstance(leaf, torch.Tensor) and leaf.is_cuda:

@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Bounds:
+class NumberBounds:
     """The legal range of a number; `above` excludes its end, the others include it."""
 
     at_least: float = -math.inf
@@ -20,7 +20,7 @@ class Bounds:
     at_most: float = math.inf
     below: float = math.inf
 
-    def hold(self, value: float) -> bool:
+    def contains_number(self, value: float) -> bool:
         return self.above < value < self.below and self.at_least <= value <= self.at_most
 
     def __str__(self) -> str:
@@ -36,7 +36,7 @@ def key(default: T, doc: str, **bounds: float) -> T:
     upper bound of their own get one beyond all sense, so that arithmetic on them stays quick."""
     if type(default) is int:
         bounds.setdefault("at_most", 1e9)
-    return field(default=default, metadata={"doc": doc, "bounds": Bounds(**bounds)})
+    return field(default=default, metadata={"doc": doc, "bounds": NumberBounds(**bounds)})
 
 
 def section(make: type[T]) -> T:
@@ -45,21 +45,21 @@ def section(make: type[T]) -> T:
 
 
 @dataclass(frozen=True)
-class Key:
+class ConfigKey:
     """One leaf of the configuration, found by walking the dataclasses."""
 
     path: str
     type: Any
     default: Any
     doc: str
-    bounds: Bounds
+    bounds: NumberBounds
 
     @property
     def choices(self) -> tuple[str, ...]:
         return get_args(self.type) if get_origin(self.type) is Literal else ()
 
     @property
-    def expects(self) -> str:
+    def expected_values(self) -> str:
         """The legal values, in words, ending with one that certainly works."""
         if self.choices:
             return "one of " + ", ".join(self.choices)
@@ -67,10 +67,10 @@ class Key:
             self.type, "a list of texts, as a,b,c"
         )
         bounds = f" {self.bounds}" if str(self.bounds) else ""
-        return f"{kind}{bounds}, such as {show(self.default)}"
+        return f"{kind}{bounds}, such as {format_value(self.default)}"
 
 
-def show(value: Any) -> str:
+def format_value(value: Any) -> str:
     """A value as it would be written in YAML or on the command line."""
     if isinstance(value, bool):
         return "true" if value else "false"
@@ -79,17 +79,17 @@ def show(value: Any) -> str:
     return str(value) if value != "" else '""'
 
 
-def keys_of(instance: Any, prefix: str = "") -> Iterator[Key]:
+def iterate_keys(instance: Any, prefix: str = "") -> Iterator[ConfigKey]:
     """Every leaf key below a configuration object, with its present value as the default."""
-    hints = hints_of(type(instance))  # pyright: ignore[reportUnknownArgumentType]
+    hints = cached_type_hints(type(instance))  # pyright: ignore[reportUnknownArgumentType]
     for each in fields(instance):
         value, path = getattr(instance, each.name), prefix + each.name
         if is_dataclass(value):
-            yield from keys_of(value, path + ".")
+            yield from iterate_keys(value, path + ".")
         else:
-            yield Key(path, hints[each.name], value, each.metadata["doc"], each.metadata["bounds"])
+            yield ConfigKey(path, hints[each.name], value, each.metadata["doc"], each.metadata["bounds"])
 
 
 @cache  # annotations are texts until they are evaluated, which takes longer than all the rest
-def hints_of(kind: type) -> dict[str, Any]:
+def cached_type_hints(kind: type) -> dict[str, Any]:
     return get_type_hints(kind)

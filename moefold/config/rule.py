@@ -6,31 +6,31 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from operator import attrgetter
 
-from moefold.config.keys import show
-from moefold.config.refused import printable
+from moefold.config.errors import printable_text
+from moefold.config.keys import format_value
 from moefold.config.run import Config
 
 
 @dataclass(frozen=True)
-class Case:
+class ConfigOnRanks:
     """A configuration on a number of ranks: what rules look at."""
 
     config: Config
     world: int = 1
 
     @property
-    def dense_part(self) -> int:
+    def dense_model_ranks(self) -> int:
         p = self.config.parallel
         return p.tp * p.cp * p.pp
 
     @property
-    def expert_part(self) -> int:
+    def expert_model_ranks(self) -> int:
         p = self.config.parallel
         return p.etp * p.ep * p.pp
 
     @property
     def dp(self) -> int:
-        return max(1, self.world // self.dense_part)
+        return max(1, self.world // self.dense_model_ranks)
 
     @property
     def share(self) -> int:
@@ -39,28 +39,34 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Rule:
+class ConfigRule:
     name: str
     reads: tuple[str, ...]
-    holds: Callable[[Case], bool]
-    says: Callable[[Case], str]
-    fix: Callable[[Case], str]
+    holds: Callable[[ConfigOnRanks], bool]
+    says: Callable[[ConfigOnRanks], str]
+    fix: Callable[[ConfigOnRanks], str]
 
 
-def divisors(n: int, most: int = 12) -> str:
+def divisors_in_words(n: int, most: int = 12) -> str:
     """The divisors of n in words, the largest few when there are many."""
     small = [d for d in range(1, int(n**0.5) + 1) if n % d == 0]
     found = sorted({*small, *(n // d for d in small)})
     return ", ".join(map(str, found if len(found) <= most else [*found[:3], *found[-(most - 3) :]]))
 
 
-def rule(
+def simple_rule(
     name: str, reads: tuple[str, ...], holds: Callable[[Config], bool], why: str, fix: str | Callable[[Config], str]
-) -> Rule:
+) -> ConfigRule:
     """A rule whose message is the values of its keys and one reason."""
 
-    def says(c: Case) -> str:
-        values = (f"{key} = {printable(show(attrgetter(key)(c.config)))}" for key in reads)
+    def values_and_reason(c: ConfigOnRanks) -> str:
+        values = (f"{key} = {printable_text(format_value(attrgetter(key)(c.config)))}" for key in reads)
         return f"{', '.join(values)}: {why}"
 
-    return Rule(name, reads, lambda c: holds(c.config), says, lambda c: fix if isinstance(fix, str) else fix(c.config))
+    return ConfigRule(
+        name,
+        reads,
+        lambda c: holds(c.config),
+        values_and_reason,
+        lambda c: fix if isinstance(fix, str) else fix(c.config),
+    )

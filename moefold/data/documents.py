@@ -7,13 +7,13 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
-from moefold.config.refused import Refused, printable
+from moefold.config.errors import UserError, printable_text
 from moefold.config.run import DataConfig
 
 Documents = Iterator[str]
 
 
-def documents(data: DataConfig) -> Documents:
+def source_documents(data: DataConfig) -> Documents:
     return stdlib_documents() if data.source == "stdlib" else file_documents(data)
 
 
@@ -33,7 +33,7 @@ def stdlib_documents() -> Documents:
         found += 1
         yield text
     if not found:
-        raise Refused(
+        raise UserError(
             f"data.source = stdlib, but there is no Python source in {root}; "
             "name your own text with --data.source files --data.files corpus.txt"
         )
@@ -46,49 +46,51 @@ def file_documents(data: DataConfig) -> Documents:
             path = Path(name).expanduser()
             is_folder = path.is_dir()
         except (OSError, RuntimeError, ValueError) as error:
-            raise Refused(
-                f"data.files: {printable(name)} is no usable path ({error}); expected a file or folder"
+            raise UserError(
+                f"data.files: {printable_text(name)} is no usable path ({error}); expected a file or folder"
             ) from None
         if is_folder:
             inside = [
                 p for p in sorted(path.rglob("*")) if p.suffix in (".txt", ".md", ".py", ".jsonl") and p.is_file()
             ]
             if not inside:
-                raise Refused(f"data.files: the folder {path} holds no .txt, .md, .py or .jsonl file")
+                raise UserError(f"data.files: the folder {path} holds no .txt, .md, .py or .jsonl file")
             for each in inside:
-                yield from read_file(each, data.text_key)
+                yield from read_documents(each, data.text_key)
         else:
-            yield from read_file(path, data.text_key)
+            yield from read_documents(path, data.text_key)
 
 
-def read_file(path: Path, text_key: str) -> Documents:
-    text = read_text(path)
+def read_documents(path: Path, text_key: str) -> Documents:
+    text = read_utf8_text(path)
     if path.suffix == ".jsonl":
-        yield from read_jsonl(path, text, text_key)
+        yield from read_jsonl_texts(path, text, text_key)
     else:
         yield text
 
 
-def read_text(path: Path) -> str:
+def read_utf8_text(path: Path) -> str:
     try:
         raw = path.read_bytes()
     except FileNotFoundError:
-        raise Refused(f"data.files: no file {path}; expected a text or .jsonl file or a folder of them") from None
+        raise UserError(f"data.files: no file {path}; expected a text or .jsonl file or a folder of them") from None
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or error
-        raise Refused(f"data.files: cannot read {printable(str(path))}: {why}; expected a readable file") from None
+        raise UserError(
+            f"data.files: cannot read {printable_text(str(path))}: {why}; expected a readable file"
+        ) from None
     if not raw.strip():
-        raise Refused(f"data.files: {path} is empty; expected text to train on")
+        raise UserError(f"data.files: {path} is empty; expected text to train on")
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise Refused(
+        raise UserError(
             f"data.files: {path} is not UTF-8: byte 0x{raw[error.start]:02x} at offset {error.start}; "
             "convert it, for instance with iconv -f latin1 -t utf-8"
         ) from None
 
 
-def read_jsonl(path: Path, text: str, text_key: str) -> Documents:
+def read_jsonl_texts(path: Path, text: str, text_key: str) -> Documents:
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
@@ -96,10 +98,10 @@ def read_jsonl(path: Path, text: str, text_key: str) -> Documents:
         try:
             record = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise Refused(f"{place} is not JSON ({str(error)[:100]}); expected one object a line") from None
+            raise UserError(f"{place} is not JSON ({str(error)[:100]}); expected one object a line") from None
         if not isinstance(record, dict) or not isinstance(record.get(text_key), str):
             has = f"has the fields {', '.join(map(str, record))}" if isinstance(record, dict) else "is no object"
-            raise Refused(f'{place} {has}; expected a text in "{text_key}" (set data.text_key to change that)')
+            raise UserError(f'{place} {has}; expected a text in "{text_key}" (set data.text_key to change that)')
         if any("\ud800" <= c <= "\udfff" for c in record[text_key]):
-            raise Refused(f"{place} holds half of a surrogate pair, which is no character; mend or remove that line")
+            raise UserError(f"{place} holds half of a surrogate pair, which is no character; mend or remove that line")
         yield record[text_key]

@@ -16,8 +16,8 @@ from functools import lru_cache
 import numpy as np
 import torch
 
-from moefold.comm.host import Uploaded, Uploads
-from moefold.kernels.words import IGNORED
+from moefold.comm.host_copies import ToDevice, UploadStream
+from moefold.kernels.vocabulary.vocab_shard import IGNORE_INDEX
 from moefold.layout.axes import Axis
 
 
@@ -37,7 +37,7 @@ class Batch:
             yield Batch(self.tokens_BS[part], self.labels_BS[part], self.first + start, begins_BS)
 
 
-class Loader:
+class BatchLoader:
     """Non-overlapping windows of a long row of tokens, shuffled anew in every epoch. While a batch is worked on, the
     next is on its way to the device. `starts` are the places where documents begin, if tokens attend within them."""
 
@@ -52,10 +52,10 @@ class Loader:
         starts: np.ndarray | None = None,
     ):
         self.tokens, self.seq_len, self.batch, self.seed, self.starts = tokens, seq_len, batch, seed, starts
-        self.dp, self.uploads = dp, Uploads(device)
+        self.dp, self.uploads = dp, UploadStream(device)
         self.windows = (len(tokens) - 1) // seq_len
         self.consumed = 0
-        self.ahead: tuple[int, Uploaded] | None = None  # what begins behind so many sequences
+        self.ahead: tuple[int, ToDevice] | None = None  # what begins behind so many sequences
 
     def next(self) -> Batch:
         """The next global batch's share of this rank, and move on."""
@@ -72,7 +72,7 @@ class Loader:
         """This rank's share of the `count` sequences that follow the first `consumed`."""
         return self.arrived(self.begin(consumed, count), self.first(consumed, count))
 
-    def arrived(self, coming: Uploaded, first: int) -> Batch:
+    def arrived(self, coming: ToDevice, first: int) -> Batch:
         tokens, labels, *begins = coming.take()
         return Batch(tokens, labels, first, *begins)
 
@@ -84,7 +84,7 @@ class Loader:
     def first(self, consumed: int, count: int) -> int:
         return consumed + self.dp.index * self.share(count)
 
-    def begin(self, consumed: int, count: int) -> Uploaded:
+    def begin(self, consumed: int, count: int) -> ToDevice:
         """Tokens and labels, and where documents begin if that matters, on their way to the device."""
         rows = np.zeros((self.share(count), self.seq_len + 1), dtype=np.int64)
         first = self.first(consumed, count)
@@ -92,15 +92,15 @@ class Loader:
             start = self.window(number) * self.seq_len
             row[:] = self.tokens[start : start + self.seq_len + 1]
         labels = rows[:, 1:].copy()
-        labels[max(0, consumed + count - first) :] = IGNORED
+        labels[max(0, consumed + count - first) :] = IGNORE_INDEX
         parts = [rows[:, :-1].copy(), labels]
         if self.starts is not None:
-            begins = np.stack([self.begins(number) for number in range(first, first + len(rows))])
-            labels[begins[:, 1:] == np.arange(1, self.seq_len + 1)] = IGNORED  # of another document
+            begins = np.stack([self.document_begins(number) for number in range(first, first + len(rows))])
+            labels[begins[:, 1:] == np.arange(1, self.seq_len + 1)] = IGNORE_INDEX  # of another document
             parts.append(begins[:, :-1].copy())
         return self.uploads.begin([torch.from_numpy(part) for part in parts])
 
-    def begins(self, number: int) -> np.ndarray:
+    def document_begins(self, number: int) -> np.ndarray:
         """For each token of the number-th sequence, and the one behind it, where in the sequence its document begins:
         at zero if that was before."""
         assert self.starts is not None
@@ -111,9 +111,9 @@ class Loader:
     def window(self, number: int) -> int:
         """Which window the number-th sequence of the run is."""
         epoch, place = divmod(number, self.windows)
-        return int(epoch_order(self.seed, epoch, self.windows)[place])
+        return int(epoch_permutation(self.seed, epoch, self.windows)[place])
 
 
 @lru_cache(maxsize=4)
-def epoch_order(seed: int, epoch: int, windows: int) -> np.ndarray:
+def epoch_permutation(seed: int, epoch: int, windows: int) -> np.ndarray:
     return np.random.Generator(np.random.PCG64([seed, epoch])).permutation(windows)

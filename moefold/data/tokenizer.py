@@ -8,7 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
-from moefold.config.refused import Refused, printable
+from moefold.config.errors import UserError, printable_text
 
 
 class Tokenizer(Protocol):
@@ -41,16 +41,16 @@ class HuggingFaceTokenizer:
         try:
             from tokenizers import Tokenizer as Engine
         except ImportError:
-            raise Refused(
+            raise UserError(
                 f"data.tokenizer = {path} needs the tokenizers library, which is not installed; "
                 "run pip install 'moefold[hf]', or set data.tokenizer to byte"
             ) from None
         if not path.is_file():
-            raise Refused(f"data.tokenizer = {path}: no such file; expected byte or the path of a tokenizer.json")
+            raise UserError(f"data.tokenizer = {path}: no such file; expected byte or the path of a tokenizer.json")
         try:
             self.engine = Engine.from_file(str(path))
         except Exception as error:  # the library raises plain Exception for whatever it cannot read
-            raise Refused(f"data.tokenizer = {path} is not a tokenizer.json: {str(error)[:200]}") from None
+            raise UserError(f"data.tokenizer = {path} is not a tokenizer.json: {str(error)[:200]}") from None
         self.size = self.engine.get_vocab_size()
         known = (self.engine.token_to_id(name) for name in self.ENDS)
         self.end = next((token for token in known if token is not None), 0)
@@ -68,6 +68,6 @@ def load_tokenizer(name: str) -> Tokenizer:
     try:
         return HuggingFaceTokenizer(Path(name).expanduser())
     except (OSError, RuntimeError, ValueError) as error:
-        raise Refused(
-            f"data.tokenizer = {printable(name)} is no usable path ({error}); expected byte or a tokenizer.json"
+        raise UserError(
+            f"data.tokenizer = {printable_text(name)} is no usable path ({error}); expected byte or a tokenizer.json"
         ) from None

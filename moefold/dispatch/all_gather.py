@@ -8,24 +8,24 @@ from __future__ import annotations
 
 import torch
 
-from moefold.comm.collectives import gather, gather_plain, scatter_sum
-from moefold.dispatch.base import Receipt, Routing, Rowing, Rows
-from moefold.kernels.bind import Kernels
+from moefold.comm.collectives import all_gather, all_gather_no_grad, reduce_scatter
+from moefold.dispatch.base import Receipt, Routing, RowPolicy, Rows
+from moefold.kernels.bound import BoundKernels
 from moefold.layout.axes import World
 
 
 class AllGatherDispatcher:
-    def __init__(self, rowing: Rowing, kernels: Kernels, world: World):
-        self.rowing, self.kernels, self.ranks = rowing, kernels, world.axis("ep", "etp")
+    def __init__(self, row_policy: RowPolicy, kernels: BoundKernels, world: World):
+        self.row_policy, self.kernels, self.ranks = row_policy, kernels, world.axis("ep", "etp")
 
     def plan(self, routing: Routing) -> Receipt:
-        ids_NK, gates_NK = gather_plain(routing.ids_TK, self.ranks), gather(routing.probs_TK, self.ranks)
-        return Receipt(self.rowing.arrange(ids_NK, gates_NK, len(routing.ids_TK), strangers=True))
+        ids_NK, weights_NK = all_gather_no_grad(routing.ids_TK, self.ranks), all_gather(routing.weights_TK, self.ranks)
+        return Receipt(self.row_policy.order_by_expert(ids_NK, weights_NK, len(routing.ids_TK), may_be_remote=True))
 
     def dispatch(self, h_TD: torch.Tensor, receipt: Receipt) -> Rows:
-        return Rows(gather(h_TD, self.ranks), receipt.order)
+        return Rows(all_gather(h_TD, self.ranks), receipt.order)
 
     def combine(self, y_RD: torch.Tensor, receipt: Receipt) -> torch.Tensor:
         order = receipt.order
         y_ND = self.kernels.sum_rows(y_RD, order.index_R, order.slots_NK, order.holes)
-        return scatter_sum(y_ND, self.ranks)
+        return reduce_scatter(y_ND, self.ranks)

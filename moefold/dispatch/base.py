@@ -21,7 +21,7 @@ import torch
 class Routing(NamedTuple):
     """What a router decided: for each token its experts and their weights (the gates, differentiable)."""
 
-    probs_TK: torch.Tensor
+    weights_TK: torch.Tensor
     ids_TK: torch.Tensor
 
 
@@ -33,17 +33,17 @@ class Rows(NamedTuple):
     """
 
     source_ND: torch.Tensor
-    order: Order
+    order: RowOrder
 
 
-class Order(NamedTuple):
+class RowOrder(NamedTuple):
     """Which row is which: the part of `Rows` that routing alone decides. With `holes`, a slot may be -1 (a choice that
     has no row here) and so may an index (a row of padding: zeros)."""
 
     index_R: torch.Tensor
     slots_NK: torch.Tensor
-    gate_R: torch.Tensor
-    offsets_e: torch.Tensor
+    weight_R: torch.Tensor
+    ends_e: torch.Tensor
     holes: bool
 
 
@@ -51,7 +51,7 @@ class Receipt(NamedTuple):
     """How this routing travels: kept between dispatch and combine, and for their backward. `legs` are a dispatcher's
     own."""
 
-    order: Order
+    order: RowOrder
     legs: tuple[Any, ...] = ()
 
 
@@ -64,7 +64,7 @@ class Dispatcher(Protocol):
 
 
 @dataclass(frozen=True)
-class Rowing:
+class RowPolicy:
     """How rows are made for the experts `first`..`first + held`.
 
     `drops`: a choice may be -1, none. `multiple`: each expert's rows are padded to a multiple of it. `each`: every
@@ -78,15 +78,17 @@ class Rowing:
     each: Callable[[int], int] | None = None
 
     @property
-    def plain(self) -> bool:
+    def one_row_per_choice(self) -> bool:
         """Every choice becomes a row, and no others are made."""
         return not self.drops and self.multiple == 1 and self.each is None
 
-    def arrange(self, ids_NK: torch.Tensor, gates_NK: torch.Tensor, tokens: int, strangers: bool = False) -> Order:
+    def order_by_expert(
+        self, ids_NK: torch.Tensor, weights_NK: torch.Tensor, tokens: int, may_be_remote: bool = False
+    ) -> RowOrder:
         """The rows of N sources, sorted by expert, stably and without atomics. `tokens`: how many this rank began with.
-        `strangers`: some choices may be experts held elsewhere. Where the number of rows is not known from shapes,
+        `may_be_remote`: some choices may be experts held elsewhere. Where the number of rows is not known from shapes,
         this waits for the device."""
-        holes = strangers or not self.plain
+        holes = may_be_remote or not self.one_row_per_choice
         here = (ids_NK - self.first).flatten()
         if holes:
             here = torch.where((here >= 0) & (here < self.held), here, self.held)
@@ -98,9 +100,9 @@ class Rowing:
         slots = torch.full((len(here) + 1,), -1, device=here.device)  # the last takes what padding writes
         slots = slots.scatter_(0, torch.where(order >= 0, order, len(here)), row)[:-1]
         index_R = order.div(ids_NK.shape[1], rounding_mode="floor")  # -1 stays -1
-        gates = gates_NK.flatten()
-        gate_R = torch.cat((gates, gates.new_zeros(1)))[order] if holes else gates[order]
-        return Order(index_R, slots.view(ids_NK.shape), gate_R, ends_e.int(), holes)
+        weights = weights_NK.flatten()
+        weight_R = torch.cat((weights, weights.new_zeros(1)))[order] if holes else weights[order]
+        return RowOrder(index_R, slots.view(ids_NK.shape), weight_R, ends_e.int(), holes)
 
     def pad(
         self, order: torch.Tensor, here: torch.Tensor, ends_e: torch.Tensor, tokens: int

@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 import torch
 
-from moefold.comm.collectives import exchange, exchange_plain, gather_plain
-from moefold.kernels.bind import Kernels
+from moefold.comm.collectives import all_gather_no_grad, all_to_all, all_to_all_no_grad
+from moefold.kernels.bound import BoundKernels
 from moefold.layout.axes import Axis
 
 
@@ -30,7 +30,7 @@ class Parcels(NamedTuple):
     holes: bool
     sent_n: torch.Tensor
     ids_PK: torch.Tensor
-    gates_PK: torch.Tensor
+    weights_PK: torch.Tensor
 
 
 class Leg(NamedTuple):
@@ -47,19 +47,19 @@ RankOf = Callable[[torch.Tensor], torch.Tensor]
 Packer = Callable[[torch.Tensor, torch.Tensor, RankOf, int], Parcels]
 
 
-def per_choice(ids_TK: torch.Tensor, gates_TK: torch.Tensor, rank_of: RankOf, ranks: int) -> Parcels:
+def pack_per_choice(ids_TK: torch.Tensor, weights_TK: torch.Tensor, rank_of: RankOf, ranks: int) -> Parcels:
     ids = ids_TK.flatten()
     order = ids.argsort(stable=True)
     order = order[int((ids < 0).sum()) :]  # dropped choices, -1, sort first
     slots = torch.full_like(ids, -1).scatter_(0, order, torch.arange(len(order), device=order.device))
-    ids_P, gates_P = ids[order], gates_TK.flatten()[order]
+    ids_P, weights_P = ids[order], weights_TK.flatten()[order]
     none = torch.zeros(ranks, dtype=torch.int64, device=ids.device)
     sent = none.scatter_add_(0, rank_of(ids_P), torch.ones_like(ids_P))
     holes = len(order) < len(ids)
-    return Parcels(order // ids_TK.shape[1], slots.view(ids_TK.shape), holes, sent, ids_P[:, None], gates_P[:, None])
+    return Parcels(order // ids_TK.shape[1], slots.view(ids_TK.shape), holes, sent, ids_P[:, None], weights_P[:, None])
 
 
-def per_rank(ids_TK: torch.Tensor, gates_TK: torch.Tensor, rank_of: RankOf, ranks: int) -> Parcels:
+def pack_per_rank(ids_TK: torch.Tensor, weights_TK: torch.Tensor, rank_of: RankOf, ranks: int) -> Parcels:
     rank_TK = torch.where(ids_TK >= 0, rank_of(ids_TK), ranks)  # column `ranks` collects what goes nowhere
     goes_nT = torch.zeros(ranks + 1, len(ids_TK), dtype=torch.bool, device=ids_TK.device)
     goes_nT = goes_nT.scatter_(0, rank_TK.T, True)[:ranks]
@@ -68,35 +68,35 @@ def per_rank(ids_TK: torch.Tensor, gates_TK: torch.Tensor, rank_of: RankOf, rank
     slots_Tn[token_P, rank_P] = torch.arange(len(token_P), device=ids_TK.device)
     meant_PK = rank_TK[token_P] == rank_P[:, None]
     ids_PK = torch.where(meant_PK, ids_TK[token_P], -1)
-    return Parcels(token_P, slots_Tn, True, goes_nT.sum(1), ids_PK, gates_TK[token_P])
+    return Parcels(token_P, slots_Tn, True, goes_nT.sum(1), ids_PK, weights_TK[token_P])
 
 
-def to_everyone(ids_TK: torch.Tensor, gates_TK: torch.Tensor, rank_of: RankOf, ranks: int) -> Parcels:
+def pack_for_everyone(ids_TK: torch.Tensor, weights_TK: torch.Tensor, rank_of: RankOf, ranks: int) -> Parcels:
     tokens = len(ids_TK)
     index_P = torch.arange(tokens, device=ids_TK.device).repeat(ranks)
     slots_Tn = torch.arange(ranks * tokens, device=ids_TK.device).view(ranks, tokens).T
     sent = torch.full((ranks,), tokens, device=ids_TK.device)
-    return Parcels(index_P, slots_Tn, False, sent, ids_TK.repeat(ranks, 1), gates_TK.repeat(ranks, 1))
+    return Parcels(index_P, slots_Tn, False, sent, ids_TK.repeat(ranks, 1), weights_TK.repeat(ranks, 1))
 
 
 class Hop:
-    def __init__(self, axis: Axis, pack: Packer, rank_of: RankOf, kernels: Kernels):
+    def __init__(self, axis: Axis, pack: Packer, rank_of: RankOf, kernels: BoundKernels):
         self.axis, self.pack, self.rank_of, self.kernels = axis, pack, rank_of, kernels
 
-    def plan(self, ids_TK: torch.Tensor, gates_TK: torch.Tensor) -> tuple[Leg, torch.Tensor, torch.Tensor]:
+    def plan(self, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> tuple[Leg, torch.Tensor, torch.Tensor]:
         """The leg, and the choices of the tokens that will arrive. Waits for the device: sizes must be known."""
-        parcels = self.pack(ids_TK, gates_TK, self.rank_of, self.axis.size)
-        sent_nn = gather_plain(parcels.sent_n[None], self.axis).tolist()
+        parcels = self.pack(ids_TK, weights_TK, self.rank_of, self.axis.size)
+        sent_nn = all_gather_no_grad(parcels.sent_n[None], self.axis).tolist()
         send, receive = sent_nn[self.axis.index], [row[self.axis.index] for row in sent_nn]
         leg = Leg(parcels.index_P, parcels.slots_TC, parcels.holes, send, receive)
-        ids_NK = exchange_plain(parcels.ids_PK, send, receive, self.axis, what="ids")
-        gates_NK = exchange(parcels.gates_PK, send, receive, self.axis, what="gates")
-        return leg, ids_NK, gates_NK
+        ids_NK = all_to_all_no_grad(parcels.ids_PK, send, receive, self.axis, what="ids")
+        weights_NK = all_to_all(parcels.weights_PK, send, receive, self.axis, what="gates")
+        return leg, ids_NK, weights_NK
 
     def out(self, h_TD: torch.Tensor, leg: Leg) -> torch.Tensor:
         sent_PD = self.kernels.gather_rows(h_TD, leg.index_P, leg.slots_TC, leg.holes)
-        return exchange(sent_PD, leg.send, leg.receive, self.axis)
+        return all_to_all(sent_PD, leg.send, leg.receive, self.axis)
 
     def back(self, y_ND: torch.Tensor, leg: Leg) -> torch.Tensor:
-        returned_PD = exchange(y_ND, leg.receive, leg.send, self.axis)
+        returned_PD = all_to_all(y_ND, leg.receive, leg.send, self.axis)
         return self.kernels.sum_rows(returned_PD, leg.index_P, leg.slots_TC, leg.holes)

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import torch
 
-from moefold.dispatch.base import Order, Receipt, Routing, Rowing, Rows
-from moefold.kernels.bind import Kernels
+from moefold.dispatch.base import Receipt, Routing, RowOrder, RowPolicy, Rows
+from moefold.kernels.bound import BoundKernels
 
 
 class LocalDispatcher:
-    def __init__(self, rowing: Rowing, kernels: Kernels):
-        self.rowing, self.kernels = rowing, kernels
+    def __init__(self, row_policy: RowPolicy, kernels: BoundKernels):
+        self.row_policy, self.kernels = row_policy, kernels
 
     def plan(self, routing: Routing) -> Receipt:
-        if self.rowing.plain:
-            arranged = self.kernels.arrange_rows(routing.ids_TK, routing.probs_TK, self.rowing.held)
-            return Receipt(Order(*arranged, holes=False))
-        return Receipt(self.rowing.arrange(routing.ids_TK, routing.probs_TK, len(routing.ids_TK)))
+        if self.row_policy.one_row_per_choice:
+            arranged = self.kernels.arrange_rows(routing.ids_TK, routing.weights_TK, self.row_policy.held)
+            return Receipt(RowOrder(*arranged, holes=False))
+        return Receipt(self.row_policy.order_by_expert(routing.ids_TK, routing.weights_TK, len(routing.ids_TK)))
 
     def dispatch(self, h_TD: torch.Tensor, receipt: Receipt) -> Rows:
         return Rows(h_TD, receipt.order)

@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cache
 
-from moefold.anatomy.steps import travelling_width
-from moefold.config.refused import Refused, choose
+from moefold.anatomy.step_specs import dispatched_width
+from moefold.config.errors import UserError, one_of
 from moefold.config.run import Config
-from moefold.kernels.attention_times import TOKENS, Shape, known
+from moefold.kernels.attention.timings import TIMED_TOKENS, AttentionShape, known_times
 
-BYTES = {"fp64": 8, "fp32": 4, "fp16": 2, "bf16": 2}
+BYTES_PER_ELEMENT = {"fp64": 8, "fp32": 4, "fp16": 2, "bf16": 2}
 
 
 @cache
@@ -37,14 +37,14 @@ class Facts:
     ffn: int = 0
     moments: str = "fp32"
     main: str = "fp32"
-    attention: Shape | None = None
+    attention: AttentionShape | None = None
     sees_all: bool = True  # every query sees all positions up to its own and no sink
     repeatable: bool = True
     triton: bool = field(default_factory=has_triton)
 
-    def aligned(self, to: int) -> bool:
+    def rows_aligned_to(self, to: int) -> bool:
         """Rows of `hidden` and of `ffn` elements begin at multiples of so many bytes."""
-        return all(size * BYTES[self.dtype] % to == 0 for size in (self.hidden, self.ffn))
+        return all(size * BYTES_PER_ELEMENT[self.dtype] % to == 0 for size in (self.hidden, self.ffn))
 
 
 @dataclass(frozen=True)
@@ -59,13 +59,13 @@ class Choice:
     note: Callable[[Facts], str] = lambda _: ""  # what there is to add for these very facts
 
 
-def always(_: Facts) -> bool:
+def always_runs(_: Facts) -> bool:
     return True
 
 
 def grouped_mm_runs(f: Facts) -> bool:
     dtypes = ("bf16",) if f.device == "cuda" else ("fp32", "bf16", "fp16")
-    return f.dtype in dtypes and f.aligned(16) and (f.device == "cpu" or f.capability >= (8, 0))
+    return f.dtype in dtypes and f.rows_aligned_to(16) and (f.device == "cpu" or f.capability >= (8, 0))
 
 
 def triton_runs(f: Facts) -> bool:
@@ -81,7 +81,12 @@ def expert_gemm_runs(f: Facts) -> bool:
     """Made for Hopper's instructions. Of a tile partly beyond a width only the rest is written; the copy engine
     wants rows that begin at multiples of 16 bytes."""
     return (
-        f.dtype == "bf16" and f.capability[0] == 9 and f.hidden > 0 and f.ffn > 0 and f.aligned(16) and triton_runs(f)
+        f.dtype == "bf16"
+        and f.capability[0] == 9
+        and f.hidden > 0
+        and f.ffn > 0
+        and f.rows_aligned_to(16)
+        and triton_runs(f)
     )
 
 
@@ -89,96 +94,101 @@ def fused_attention_runs(f: Facts) -> bool:
     return f.device == "cuda" and f.dtype in ("bf16", "fp16") and f.capability >= (8, 0) and f.attention is not None
 
 
-def whole_attention_runs(f: Facts) -> bool:
+def causal_attention_runs(f: Facts) -> bool:
     return fused_attention_runs(f) and f.sees_all
 
 
-ROOMY = ((8, 0), (9, 0), (10, 0), (10, 3))  # cards whose blocks may have 160 KiB of shared memory
+LARGE_SHARED_MEMORY = ((8, 0), (9, 0), (10, 0), (10, 3))  # cards whose blocks may have 160 KiB of shared memory
 
 
-def spans_attend(f: Facts) -> bool:
+def masked_attention_runs(f: Facts) -> bool:
     shape = f.attention
-    if f.sees_all or shape is None or not small_offsets(shape):
+    if f.sees_all or shape is None or not offsets_fit_32_bits(shape):
         return False
     return (
-        fused_attention_runs(f) and f.triton and f.capability in ROOMY and max(shape.head_dim, shape.value_dim) <= 256
+        fused_attention_runs(f)
+        and f.triton
+        and f.capability in LARGE_SHARED_MEMORY
+        and max(shape.head_dim, shape.value_dim) <= 256
     )
 
 
-def small_offsets(shape: Shape) -> bool:
+def offsets_fit_32_bits(shape: AttentionShape) -> bool:
     """Within a sequence, of 32 bits."""
     return shape.length * shape.heads * shape.head_dim < 1 << 31
 
 
-def cudnn_attends(f: Facts) -> bool:
+def cudnn_attention_runs(f: Facts) -> bool:
     """Its kernels for Hopper: elsewhere flash is as quick."""
     shape = f.attention
-    return whole_attention_runs(f) and f.capability[0] == 9 and shape is not None and shape.head_dim % 8 == 0
+    return causal_attention_runs(f) and f.capability[0] == 9 and shape is not None and shape.head_dim % 8 == 0
 
 
-def flash_attends(f: Facts) -> bool:
+def flash_attention_runs(f: Facts) -> bool:
     shape = f.attention
-    return whole_attention_runs(f) and shape is not None and shape.head_dim == shape.value_dim <= 256
+    return causal_attention_runs(f) and shape is not None and shape.head_dim == shape.value_dim <= 256
 
 
-def ordered_attends(f: Facts) -> bool:
+def deterministic_attention_runs(f: Facts) -> bool:
     shape = f.attention
-    if shape is None or not small_offsets(shape):
+    if shape is None or not offsets_fit_32_bits(shape):
         return False
-    return flash_attends(f) and f.triton and shape.head_dim in (16, 32, 64, 128)
+    return flash_attention_runs(f) and f.triton and shape.head_dim in (16, 32, 64, 128)
 
 
 def attention_cost(name: str) -> Callable[[Facts], float]:
     """Milliseconds, as measured. Those that add up in an order of their own come last in runs that shall repeat."""
 
-    def cost(f: Facts) -> float:
-        times = known(f.capability, f.attention) if f.attention else {}
+    def measured_cost(f: Facts) -> float:
+        times = known_times(f.capability, f.attention) if f.attention else {}
         return times.get(name, 0.0) + (1e6 if f.repeatable and name not in ("ordered", "sdpa") else 0.0)
 
-    return cost
+    return measured_cost
 
 
-def attention_note(f: Facts) -> str:
-    times = known(f.capability, f.attention) if f.attention else {}
+def attention_timing_note(f: Facts) -> str:
+    times = known_times(f.capability, f.attention) if f.attention else {}
     said = ", ".join(f"{name} {time:.2f}" for name, time in sorted(times.items(), key=lambda item: item[1]))
-    return f"{f.attention}, ms for {TOKENS} tokens there and back: {said}" if said else ""
+    return f"{f.attention}, ms for {TIMED_TOKENS} tokens there and back: {said}" if said else ""
 
 
-ATTENTION = (
+ATTENTION_CHOICES = (
     Choice(
         "ordered",
-        ordered_attends,
+        deterministic_attention_runs,
         "bf16 on cuda with Triton, heads of 16, 32, 64 or 128",
         "sums in a fixed order, so that runs repeat to the bit (kernels.repeatable)",
         attention_cost("ordered"),
-        attention_note,
+        attention_timing_note,
     ),
     Choice(
         "cudnn",
-        cudnn_attends,
+        cudnn_attention_runs,
         "bf16 on Hopper",
         "never stores the scores; its backward adds up in another order each time",
         attention_cost("cudnn"),
-        attention_note,
+        attention_timing_note,
     ),
     Choice(
         "flash",
-        flash_attends,
+        flash_attention_runs,
         "bf16 on cuda, values as wide as keys",
         "never stores the scores; its backward adds up in another order each time",
         attention_cost("flash"),
-        attention_note,
+        attention_timing_note,
     ),
     Choice(
         "spans",
-        spans_attend,
+        masked_attention_runs,
         "bf16 on an A100, H100, B200 or their like with Triton, heads of at most 256; documents, a window or sinks",
         "reads only the keys that are seen, keeps no mask; sums in a fixed order, so that runs repeat to the bit",
     ),
-    Choice("sdpa", always, "nothing", "never stores the scores", lambda f: 1e7 if fused_attention_runs(f) else 0.0),
+    Choice(
+        "sdpa", always_runs, "nothing", "never stores the scores", lambda f: 1e7 if fused_attention_runs(f) else 0.0
+    ),
 )
 
-ONE_PASS = Choice(
+ROWS_IN_ONE_PASS = Choice(
     "triton", triton_runs, "cuda with Triton", "reads and writes each row once; its backward is the other's forward"
 )
 
@@ -189,7 +199,7 @@ NORM_IN_ONE_PASS = Choice(
     "cuda with Triton, fp32 or bf16",
     "one pass each way; the weight's gradient without atomics",
 )
-TURN_IN_ONE_PASS = Choice(
+ROPE_IN_ONE_PASS = Choice(
     "triton",
     triton_computes,
     "cuda with Triton, fp32 or bf16",
@@ -205,11 +215,11 @@ CATALOG: dict[str, tuple[Choice, ...]] = {
     ),
     "rmsnorm": (
         NORM_IN_ONE_PASS,
-        Choice("torch", always, "nothing", "one fused pass where torch has one"),
+        Choice("torch", always_runs, "nothing", "one fused pass where torch has one"),
     ),
     "add_rmsnorm": (
         NORM_IN_ONE_PASS,
-        Choice("torch", always, "nothing", "one fused pass for the norm where torch has one"),
+        Choice("torch", always_runs, "nothing", "one fused pass for the norm where torch has one"),
     ),
     "linear": (
         Choice(
@@ -219,9 +229,9 @@ CATALOG: dict[str, tuple[Choice, ...]] = {
             "products add up the gradients of one input and write those of weights in their places",
         ),
     ),
-    "rope": (TURN_IN_ONE_PASS,),
-    "norm_rope": (TURN_IN_ONE_PASS,),
-    "attention": ATTENTION,
+    "rope": (ROPE_IN_ONE_PASS,),
+    "norm_rope": (ROPE_IN_ONE_PASS,),
+    "attention": ATTENTION_CHOICES,
     "attention_block": (),
     "attention_block_backward": (),
     "swiglu": (
@@ -231,9 +241,11 @@ CATALOG: dict[str, tuple[Choice, ...]] = {
             "cuda with Triton, fp32 or bf16",
             "one pass each way; saves the pre-activation only",
         ),
-        Choice("by_hand", always, "nothing", "saves the pre-activation only, not what lies between"),
+        Choice("by_hand", always_runs, "nothing", "saves the pre-activation only, not what lies between"),
     ),
-    "clamped_swiglu": (Choice("by_hand", always, "nothing", "saves the pre-activation only, not what lies between"),),
+    "clamped_swiglu": (
+        Choice("by_hand", always_runs, "nothing", "saves the pre-activation only, not what lies between"),
+    ),
     "expert_bias": (),
     "router_logits": (
         Choice(
@@ -255,12 +267,12 @@ CATALOG: dict[str, tuple[Choice, ...]] = {
         Choice("triton", triton_runs, "cuda with Triton", "counts and places instead of sorting; no atomics"),
     ),
     "gather_rows": (
-        ONE_PASS,
-        Choice("adjoint", always, "nothing", "its backward is a gather: no atomics, the same every run"),
+        ROWS_IN_ONE_PASS,
+        Choice("adjoint", always_runs, "nothing", "its backward is a gather: no atomics, the same every run"),
     ),
     "sum_rows": (
-        ONE_PASS,
-        Choice("adjoint", always, "nothing", "its backward is a gather of the tokens' gradients"),
+        ROWS_IN_ONE_PASS,
+        Choice("adjoint", always_runs, "nothing", "its backward is a gather of the tokens' gradients"),
     ),
     "expert_mlp": (
         Choice(
@@ -293,7 +305,7 @@ CATALOG: dict[str, tuple[Choice, ...]] = {
             "bf16 on cuda with Triton",
             "logits of a chunk are read twice and written once; the head's gradient adds up in fp32",
         ),
-        Choice("chunked", always, "nothing", "holds the logits of one chunk of tokens at a time"),
+        Choice("chunked", always_runs, "nothing", "holds the logits of one chunk of tokens at a time"),
     ),
     "adamw": (
         Choice(
@@ -320,7 +332,7 @@ CATALOG: dict[str, tuple[Choice, ...]] = {
 }
 
 
-def pick(op: str, facts: Facts, forced: str | None = None) -> tuple[str, str]:
+def pick_implementation(op: str, facts: Facts, forced: str | None = None) -> tuple[str, str]:
     """The implementation to use and the reason, in words."""
     wanted = [each for each in CATALOG[op] if forced in (None, each.name)]
     able = [each for each in wanted if each.when(facts)]
@@ -330,57 +342,57 @@ def pick(op: str, facts: Facts, forced: str | None = None) -> tuple[str, str]:
         return best.name, "asked for" if forced else f"{best.why} ({note})" if note else best.why
     passed_over = [f"{each.name} needs {each.needs}" for each in wanted]
     if forced not in (None, "reference"):
-        raise Refused(f"kernels.force: {op}={forced} cannot run here: {'; '.join(passed_over)}; leave it out")
+        raise UserError(f"kernels.force: {op}={forced} cannot run here: {'; '.join(passed_over)}; leave it out")
     return "reference", "asked for" if forced else "; ".join(passed_over) or "plain torch is the only one yet"
 
 
-def read_force(force: Iterable[str]) -> dict[str, str]:
+def forced_implementations(force: Iterable[str]) -> dict[str, str]:
     """("attention=reference",) -> {"attention": "reference"}; unknown names are refused with the nearest."""
     wanted: dict[str, str] = {}
     for text in force:
         op, _, name = text.partition("=")
-        choose("kernel operation (kernels.force, as op=name)", op, CATALOG)
-        wanted[op] = choose(f"implementation of {op}", name, ["reference", *(c.name for c in CATALOG[op])])
+        one_of("kernel operation (kernels.force, as op=name)", op, CATALOG)
+        wanted[op] = one_of(f"implementation of {op}", name, ["reference", *(c.name for c in CATALOG[op])])
     return wanted
 
 
-def facts_of(config: Config, device: str, dtype: str, capability: tuple[int, int] = (0, 0)) -> Facts:
+def facts_from_config(config: Config, device: str, dtype: str, capability: tuple[int, int] = (0, 0)) -> Facts:
     return Facts(
         device,
         dtype,
         capability,
-        travelling_width(config.model),
+        dispatched_width(config.model),
         config.model.moe.ffn // config.parallel.etp,
         config.optim.moments,
         config.optim.main,
         attention_shape(config),
-        sees_all(config),
+        attention_sees_all(config),
         config.kernels.repeatable,
     )
 
 
-def sees_all(config: Config) -> bool:
+def attention_sees_all(config: Config) -> bool:
     """Whether every query sees all positions up to its own and no sink, in every layer."""
     a = config.model.attention
     return not a.window and not a.sinks and config.data.attend == "sequence"
 
 
-def attention_shape(config: Config) -> Shape:
+def attention_shape(config: Config) -> AttentionShape:
     """What a rank's attention works on."""
     a, tp = config.model.attention, config.parallel.tp
     latent = a.kind == "mla"
     heads, kv_heads = a.heads // tp, (a.heads if latent else a.kv_heads) // tp
-    return Shape(config.data.seq_len, heads, kv_heads, a.head_dim, (latent and a.value_dim) or a.head_dim)
+    return AttentionShape(config.data.seq_len, heads, kv_heads, a.head_dim, (latent and a.value_dim) or a.head_dim)
 
 
 def expected_facts(config: Config) -> Facts:
     """The facts a run would have on this machine, found without torch."""
     gpu = gpu_capability()
     device = config.train.device if config.train.device != "auto" else "cuda" if gpu else "cpu"
-    return facts_of(config, device, precision_on(device, config), gpu or (0, 0))
+    return facts_from_config(config, device, training_precision(device, config), gpu or (0, 0))
 
 
-def precision_on(device: str, config: Config) -> str:
+def training_precision(device: str, config: Config) -> str:
     """The precision a run trains in: what was asked for, or bf16 on cuda and fp32 on cpu."""
     wanted = config.train.precision
     return wanted if wanted != "auto" else "bf16" if device == "cuda" else "fp32"

@@ -15,7 +15,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 
 @gluon.jit
-def place(p, columns, rows, band):
+def banded_tile(p, columns, rows, band):
     """The column and row of work p, walked in bands of so many columns and in a band row by row, so that what is in
     flight shares what it reads in the cache."""
     first = p // (band * rows) * band
@@ -25,15 +25,15 @@ def place(p, columns, rows, band):
 
 
 @gluon.jit
-def halves(x_MN, M: gl.constexpr, N: gl.constexpr):
+def split_columns(x_MN, M: gl.constexpr, N: gl.constexpr):
     """The left and the right half of the columns, without moving anything between threads."""
     return x_MN.reshape([M, 2, N // 2]).permute(0, 2, 1).split()
 
 
-def block(x: torch.Tensor, *shape: int) -> TensorDescriptor:
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), list(shape), swizzled(shape))
+def block_descriptor(x: torch.Tensor, *shape: int) -> TensorDescriptor:
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), list(shape), swizzled_layout(shape))
 
 
 @cache
-def swizzled(shape: tuple[int, ...]) -> gl.NVMMASharedLayout:
+def swizzled_layout(shape: tuple[int, ...]) -> gl.NVMMASharedLayout:
     return gl.NVMMASharedLayout.get_default_for(list(shape), gl.bfloat16)

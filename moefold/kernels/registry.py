@@ -12,16 +12,16 @@ from typing import Any
 
 import torch
 
-from moefold.kernels.attention_times import Shape
+from moefold.kernels.attention.timings import AttentionShape
 from moefold.kernels.catalog import CATALOG, Facts
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
-OPS: dict[str, Op] = {}
+OPS: dict[str, KernelOp] = {}
 
 
 @dataclass(frozen=True)
-class Case:
+class KernelCase:
     """Inputs for one op. The rest are the facts the catalog's conditions look at."""
 
     name: str
@@ -30,7 +30,7 @@ class Case:
     ffn: int = 0
     moments: str = "fp32"
     main: str = "fp32"
-    attention: Shape | None = None
+    attention: AttentionShape | None = None
     sees_all: bool = True
 
     def facts(self, device: str, dtype: str, capability: tuple[int, int]) -> Facts:
@@ -38,10 +38,10 @@ class Case:
         return Facts(device, dtype, capability, *sizes)
 
 
-Cases = Callable[[str, torch.dtype], Iterable[Case]]
+CaseMaker = Callable[[str, torch.dtype], Iterable[KernelCase]]
 
 
-class Op:
+class KernelOp:
     """An operation. Calling it runs the reference; a run uses what `bind` chose."""
 
     def __init__(self, reference: Callable[..., Any], mutates: bool):
@@ -49,21 +49,21 @@ class Op:
         self.reference = reference
         self.mutates = mutates
         self.implementations: dict[str, Callable[..., Any]] = {"reference": reference}
-        self.make_cases: Cases | None = None
+        self.make_cases: CaseMaker | None = None
         self.__doc__ = reference.__doc__
 
-    def fast(self, name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def register_fast(self, name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         """Register a fast implementation; its condition and its reason are in the catalog."""
         if name not in {choice.name for choice in CATALOG[self.name]}:
             raise KeyError(f"{self.name}.{name} has no line in kernels/catalog.py")
 
-        def add(implementation: Callable[..., Any]) -> Callable[..., Any]:
+        def register_under_name(implementation: Callable[..., Any]) -> Callable[..., Any]:
             self.implementations[name] = implementation
             return implementation
 
-        return add
+        return register_under_name
 
-    def cases(self, make: Cases) -> Cases:
+    def register_cases(self, make: CaseMaker) -> CaseMaker:
         """Register the function that makes this op's cases for a device and a dtype."""
         self.make_cases = make
         return make
@@ -72,19 +72,19 @@ class Op:
         return self.reference(*args)
 
 
-def op(reference: Callable[..., Any]) -> Op:
+def register_op(reference: Callable[..., Any]) -> KernelOp:
     """Make an op of its reference."""
-    OPS[reference.__name__] = made = Op(reference, mutates=False)
+    OPS[reference.__name__] = made = KernelOp(reference, mutates=False)
     return made
 
 
-def op_in_place(reference: Callable[..., Any]) -> Op:
+def register_in_place_op(reference: Callable[..., Any]) -> KernelOp:
     """Make an op that returns nothing and changes its inputs."""
-    OPS[reference.__name__] = made = Op(reference, mutates=True)
+    OPS[reference.__name__] = made = KernelOp(reference, mutates=True)
     return made
 
 
-def random(device: str, dtype: torch.dtype, *shape: int, seed: int = 0, scale: float = 1.0) -> torch.Tensor:
+def seeded_randn(device: str, dtype: torch.dtype, *shape: int, seed: int = 0, scale: float = 1.0) -> torch.Tensor:
     """The same numbers on every device."""
     generator = torch.Generator().manual_seed(seed + sum(shape))
     return (torch.randn(*shape, generator=generator, dtype=torch.float64) * scale).to(device, dtype)

@@ -8,11 +8,11 @@ import torch
 import torch.distributed as dist
 
 from moefold.config.run import ParallelConfig
-from moefold.layout.fold import Grid, fold
+from moefold.layout.fold import Grid, fold_into_grids
 
 # Every combination of axes that some collective acts over. All are created at the start, on all ranks, in this order:
 # a group made lazily at its first use hangs when one rank gets there and another does not.
-COMBINATIONS = [
+AXIS_COMBINATIONS = [
     ("dp",),
     ("cp",),
     ("tp",),
@@ -64,11 +64,11 @@ class World:
 
     def axis(self, *names: str) -> Axis:
         if names not in self.axes:
-            raise KeyError(f"no group was created for {names}; add it to COMBINATIONS in layout/axes.py")
+            raise KeyError(f"no group was created for {names}; add it to AXIS_COMBINATIONS in layout/axes.py")
         return self.axes[names]
 
 
-def name_axes(
+def create_world(
     rank: int,
     size: int,
     device: torch.device,
@@ -80,35 +80,39 @@ def name_axes(
     different uses may be under way at the same time, and two ranks could begin them in different orders. A group of one
     rank needs none.
     `node_size`: how many ranks share a machine (all, if not said)."""
-    dense, expert = fold(size, parallel)
+    dense, expert = fold_into_grids(size, parallel)
     made: dict[tuple[object, ...], dist.ProcessGroup | None] = {}
 
-    def axis(name: str, partition: Partition, use: str = "") -> Axis:
+    def axis_of_partition(name: str, partition: Partition, use: str = "") -> Axis:
         mine = next(ranks for ranks in partition if rank in ranks)
         known = (use, *partition)
         if known not in made:
-            made[known] = create_groups(partition, rank, fresh=use != "")
+            made[known] = create_process_groups(partition, rank, fresh=use != "")
         return Axis(name, mine, mine.index(rank), made[known])
 
-    everyone = axis("world", [tuple(range(size))])
-    grids = {names: dense if set(names) <= set(dense.sizes) else expert for names in COMBINATIONS}
+    everyone = axis_of_partition("world", [tuple(range(size))])
+    grids = {names: dense if set(names) <= set(dense.sizes) else expert for names in AXIS_COMBINATIONS}
     axes = {
-        names: axis("_".join(names), grid.groups(*names), use="experts" if grid is expert else "")
+        names: axis_of_partition("_".join(names), grid.groups(*names), use="experts" if grid is expert else "")
         for names, grid in grids.items()
     }
-    axes["pipe",] = axis("pipe", dense.groups("pp"), use="pipe")  # sends and receives, between other ranks' collectives
+    axes["pipe",] = axis_of_partition(
+        "pipe", dense.groups("pp"), use="pipe"
+    )  # sends and receives, between other ranks' collectives
     for names in GRADIENT_AXES:  # they are used while backward's own collectives run
         grid = dense if set(names) <= set(dense.sizes) else expert
-        axes["gradients of", *names] = axis("gradients of " + "_".join(names), grid.groups(*names), use="gradients")
+        axes["gradients of", *names] = axis_of_partition(
+            "gradients of " + "_".join(names), grid.groups(*names), use="gradients"
+        )
     for name, grid in (("ep", expert), ("cp", dense)):
-        inside, nodes = split_by_node(grid.groups(name), node_size or size)
+        inside, nodes = split_groups_by_node(grid.groups(name), node_size or size)
         use = "experts" if grid is expert else ""
-        axes[f"{name} inside",] = axis(f"{name} inside", inside, use)
-        axes[f"{name} nodes",] = axis(f"{name} nodes", nodes, use)
+        axes[f"{name} inside",] = axis_of_partition(f"{name} inside", inside, use)
+        axes[f"{name} nodes",] = axis_of_partition(f"{name} nodes", nodes, use)
     return World(rank, size, device, dense, expert, axes, everyone, node_size or size, store)
 
 
-def split_by_node(partition: Partition, node_size: int) -> tuple[Partition, Partition]:
+def split_groups_by_node(partition: Partition, node_size: int) -> tuple[Partition, Partition]:
     """Each group cut into the parts that lie inside a node, and across: the ranks at the same place of each part.
     A group whose parts differ in size is taken to lie inside one node."""
     inside: Partition = []
@@ -122,12 +126,12 @@ def split_by_node(partition: Partition, node_size: int) -> tuple[Partition, Part
     return inside, across
 
 
-def alone(device: str = "cpu") -> World:
+def single_rank_world(device: str = "cpu") -> World:
     """The world of a single rank: every axis has size one."""
-    return name_axes(0, 1, torch.device(device), ParallelConfig())
+    return create_world(0, 1, torch.device(device), ParallelConfig())
 
 
-def create_groups(partition: Partition, rank: int, fresh: bool) -> dist.ProcessGroup | None:
+def create_process_groups(partition: Partition, rank: int, fresh: bool) -> dist.ProcessGroup | None:
     """The group of this rank, after creating all groups of the partition, as torch.distributed asks of every rank."""
     if all(len(ranks) == 1 for ranks in partition):
         return None

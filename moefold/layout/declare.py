@@ -40,7 +40,7 @@ class Declaration:
         return bool(self.std)
 
 
-class Declaring(nn.Module):
+class DeclaringModule(nn.Module):
     """A module that owns parameters."""
 
     def __init__(self, world: World):
@@ -49,7 +49,7 @@ class Declaring(nn.Module):
         self.declared: dict[str, Declaration] = {}
         self.borrowed: tuple[nn.Parameter, ...] = ()  # parameters of other modules that it reads when it is called
 
-    def declare(
+    def declare_parameter(
         self,
         name: str,
         *shape: int,
@@ -63,7 +63,7 @@ class Declaring(nn.Module):
 
 
 @dataclass(frozen=True)
-class Parameter:
+class DeclaredParameter:
     """A parameter with its full name, its declaration, and where this rank's part lies: (start, size) of each dim."""
 
     name: str
@@ -72,11 +72,11 @@ class Parameter:
     part: list[tuple[int, int]]
 
 
-def declared_parameters(model: nn.Module) -> Iterator[Parameter]:
+def declared_parameters(model: nn.Module) -> Iterator[DeclaredParameter]:
     """Every parameter of the model, in the model's order; one that nobody declared is a programming error."""
     for prefix, module in model.named_modules():
         for name, tensor in module.named_parameters(recurse=False):
-            if not isinstance(module, Declaring) or name not in module.declared:
-                raise TypeError(f"{prefix}.{name} was not declared; create it with Declaring.declare")
+            if not isinstance(module, DeclaringModule) or name not in module.declared:
+                raise TypeError(f"{prefix}.{name} was not declared; create it with DeclaringModule.declare_parameter")
             made = module.declared[name]
-            yield Parameter(f"{prefix}.{name}" if prefix else name, tensor, made, made.part(module.world))
+            yield DeclaredParameter(f"{prefix}.{name}" if prefix else name, tensor, made, made.part(module.world))

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
-from moefold.config.refused import Refused
+from moefold.config.errors import UserError
 from moefold.config.run import ParallelConfig
 
 
@@ -26,7 +26,7 @@ class Grid:
     def world(self) -> int:
         return prod(self.sizes.values())
 
-    def coordinate(self, rank: int) -> dict[str, int]:
+    def coordinates_of_rank(self, rank: int) -> dict[str, int]:
         at: dict[str, int] = {}
         for name, size in reversed(self.sizes.items()):
             rank, at[name] = divmod(rank, size)
@@ -38,18 +38,18 @@ class Grid:
             raise ValueError(f"no axis {sorted(missing)} in this grid; it has {list(self.sizes)}")
         found: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.world):
-            at = self.coordinate(rank)
+            at = self.coordinates_of_rank(rank)
             found.setdefault(tuple(v for k, v in at.items() if k not in axes), []).append(rank)
         return [tuple(group) for group in found.values()]
 
 
-def fold(world: int, parallel: ParallelConfig) -> tuple[Grid, Grid]:
+def fold_into_grids(world: int, parallel: ParallelConfig) -> tuple[Grid, Grid]:
     """Dense grid (pp, dp, cp, tp) and expert grid (pp, edp, ep, etp) over the same ranks, sharing pp."""
     p = parallel
     dense, expert = p.tp * p.cp * p.pp, p.etp * p.ep * p.pp
     for name, part in {"tp x cp x pp": dense, "etp x ep x pp": expert}.items():
         if world % part:
-            raise Refused(f"parallel {name} = {part} does not divide the number of ranks, {world}")
+            raise UserError(f"parallel {name} = {part} does not divide the number of ranks, {world}")
     return (
         Grid({"pp": p.pp, "dp": world // dense, "cp": p.cp, "tp": p.tp}),
         Grid({"pp": p.pp, "edp": world // expert, "ep": p.ep, "etp": p.etp}),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-GRIDS = {"dense": ("dp", "cp", "tp"), "expert": ("edp", "ep", "etp")}
+GRID_AXES = {"dense": ("dp", "cp", "tp"), "expert": ("edp", "ep", "etp")}
 
 
 @dataclass(frozen=True)
@@ -20,26 +20,26 @@ class Placement:
     cut: tuple[tuple[int, str], ...] = ()
 
     @property
-    def cut_dims(self) -> tuple[int, ...]:
+    def sharded_dims(self) -> tuple[int, ...]:
         return tuple(dim for dim, _ in self.cut)
 
     @property
-    def cut_axes(self) -> tuple[str, ...]:
+    def sharded_axes(self) -> tuple[str, ...]:
         return tuple(axis for _, axis in self.cut)
 
     @property
-    def summed_axes(self) -> tuple[str, ...]:
-        return tuple(axis for axis in GRIDS[self.grid] if axis not in self.cut_axes)
+    def gradient_sum_axes(self) -> tuple[str, ...]:
+        return tuple(axis for axis in GRID_AXES[self.grid] if axis not in self.sharded_axes)
 
 
 REPLICATED = Placement("dense")
 
 
-def over_tp(dim: int) -> Placement:
+def sharded_over_tp(dim: int) -> Placement:
     """A dense parameter cut along one dim over the tensor-parallel ranks."""
     return Placement("dense", ((dim, "tp"),))
 
 
-def over_experts(inner_dim: int) -> Placement:
+def sharded_over_experts(inner_dim: int) -> Placement:
     """A stack of experts, spread over ep along dim 0 and each cut along its inner width over etp."""
     return Placement("expert", ((0, "ep"), (inner_dim, "etp")))

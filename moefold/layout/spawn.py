@@ -17,13 +17,13 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from moefold.config.refused import Refused
+from moefold.config.errors import UserError
 
 MEETING_PORTS = range(20_000, 32_000)  # Linux gives 32768 and above to connections
-GRACE = 10.0  # seconds a rank has to follow a failing one by itself, and then to obey SIGTERM
+GRACE_SECONDS = 10.0  # seconds a rank has to follow a failing one by itself, and then to obey SIGTERM
 
 
-def free_port() -> int:
+def find_free_port() -> int:
     """One that is free now and likely to stay so until ranks meet there, seconds later: not of the range from which
     connections get theirs, of which ranks make hundreds, and not the one that another run takes in this moment."""
     for port in random.SystemRandom().sample(MEETING_PORTS, 100):
@@ -33,37 +33,37 @@ def free_port() -> int:
             except OSError:
                 continue
             return port
-    raise Refused(f"none of 100 ports from {MEETING_PORTS[0]} on is free; expected one; set --port")
+    raise UserError(f"none of 100 ports from {MEETING_PORTS[0]} on is free; expected one; set --port")
 
 
-def check_port(port: int) -> int:
+def check_port_is_free(port: int) -> int:
     """The port, if it can be bound now."""
     with socket.socket() as s:
         s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             s.bind(("127.0.0.1", port))
         except (OSError, OverflowError) as error:
-            raise Refused(
-                f"port {port} cannot be used ({error}); expected a free one; leave --port out, or try {free_port()}"
+            raise UserError(
+                f"port {port} cannot be used ({error}); expected a free one; leave --port out, or try {find_free_port()}"
             ) from None
     return port
 
 
-def run_ranks(arguments: Sequence[str], nproc: int, port: int | None = None) -> int:
+def run_local_ranks(arguments: Sequence[str], nproc: int, port: int | None = None) -> int:
     """Run `moefold ARGUMENTS` as nproc ranks; the exit code is that of the first rank that failed, or 0."""
-    port = check_port(port) if port else free_port()
+    port = check_port_is_free(port) if port else find_free_port()
     threads = max(1, (os.cpu_count() or 1) // nproc)
     with tempfile.TemporaryDirectory(prefix="moefold-ranks-") as folder:
         logs = [Path(folder) / f"rank-{rank}.log" for rank in range(nproc)]
-        ranks = [start_rank(arguments, rank, nproc, port, threads, logs[rank]) for rank in range(nproc)]
+        ranks = [start_rank_process(arguments, rank, nproc, port, threads, logs[rank]) for rank in range(nproc)]
         restore = forward_signals(ranks)
         try:
-            return watch(ranks, logs)
+            return watch_rank_processes(ranks, logs)
         finally:
             restore()
 
 
-def start_rank(
+def start_rank_process(
     arguments: Sequence[str], rank: int, nproc: int, port: int, threads: int, log: Path
 ) -> subprocess.Popen[bytes]:
     place = {
@@ -88,41 +88,41 @@ def start_rank(
 def forward_signals(ranks: Sequence[subprocess.Popen[bytes]]):
     """Hand SIGTERM and SIGINT on to every rank; they save and end by themselves. Returns what undoes this."""
 
-    def forward(number: int, _frame: object) -> None:
+    def send_to_every_rank(number: int, _frame: object) -> None:
         for rank in ranks:
             if rank.poll() is None:
                 rank.send_signal(number)
 
-    before = {number: signal.signal(number, forward) for number in (signal.SIGTERM, signal.SIGINT)}
+    before = {number: signal.signal(number, send_to_every_rank) for number in (signal.SIGTERM, signal.SIGINT)}
     return lambda: [signal.signal(number, handler) for number, handler in before.items()]
 
 
-def watch(ranks: Sequence[subprocess.Popen[bytes]], logs: Sequence[Path]) -> int:
+def watch_rank_processes(ranks: Sequence[subprocess.Popen[bytes]], logs: Sequence[Path]) -> int:
     while any(rank.poll() is None for rank in ranks):
         failed = [i for i, rank in enumerate(ranks) if rank.poll() not in (None, 0)]
         if failed:
-            return end_after(first_of(failed, ranks), ranks, logs)
+            return stop_after_failure(first_failed_rank(failed, ranks), ranks, logs)
         time.sleep(0.05)
     failed = [i for i, rank in enumerate(ranks) if rank.returncode != 0]
-    return end_after(first_of(failed, ranks), ranks, logs) if failed else 0
+    return stop_after_failure(first_failed_rank(failed, ranks), ranks, logs) if failed else 0
 
 
-def first_of(failed: Sequence[int], ranks: Sequence[subprocess.Popen[bytes]]) -> int:
+def first_failed_rank(failed: Sequence[int], ranks: Sequence[subprocess.Popen[bytes]]) -> int:
     """Who failed first, of those seen at the same moment: one that was killed could not have followed another."""
     return min(failed, key=lambda i: ranks[i].returncode >= 0)
 
 
-def end_after(first: int, ranks: Sequence[subprocess.Popen[bytes]], logs: Sequence[Path]) -> int:
+def stop_after_failure(first: int, ranks: Sequence[subprocess.Popen[bytes]], logs: Sequence[Path]) -> int:
     """One rank failed: let the rest follow, stop those that do not, say who was first and why."""
     code = ranks[first].returncode
-    deadline = time.monotonic() + (GRACE if code == 2 else 1.0)
+    deadline = time.monotonic() + (GRACE_SECONDS if code == 2 else 1.0)
     for stop in (None, signal.SIGTERM, signal.SIGKILL):
         for rank in ranks:
             if stop and rank.poll() is None:
                 rank.send_signal(stop)
         while time.monotonic() < deadline and any(rank.poll() is None for rank in ranks):
             time.sleep(0.05)
-        deadline = time.monotonic() + GRACE
+        deadline = time.monotonic() + GRACE_SECONDS
     for rank in ranks:
         rank.wait()
     refusing = next((i for i, rank in enumerate(ranks) if rank.returncode == 2), None)

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import torch
 
-from moefold.comm.collectives import scatter_sum
+from moefold.comm.collectives import reduce_scatter
 from moefold.config.run import ModelConfig
-from moefold.kernels.bind import Kernels
+from moefold.kernels.bound import BoundKernels
 from moefold.layout.axes import World
-from moefold.layout.declare import Declaring
-from moefold.layout.placement import over_tp
+from moefold.layout.declare import DeclaringModule
+from moefold.layout.placement import sharded_over_tp
 
 
-class Embedding(Declaring):
-    def __init__(self, model: ModelConfig, kernels: Kernels, world: World):
+class Embedding(DeclaringModule):
+    def __init__(self, model: ModelConfig, kernels: BoundKernels, world: World):
         super().__init__(world)
-        self.weight = self.declare("weight", model.vocab, model.hidden, std=model.init_std, placement=over_tp(0))
+        self.weight = self.declare_parameter(
+            "weight", model.vocab, model.hidden, std=model.init_std, placement=sharded_over_tp(0)
+        )
         self.embedding, self.tp = kernels.embedding, world.axis("tp")
 
     def forward(self, tokens_C: torch.Tensor) -> torch.Tensor:
@@ -24,4 +26,4 @@ class Embedding(Declaring):
             return self.embedding(tokens_C, self.weight)
         here = tokens_C - self.tp.index * len(self.weight)
         held = (here >= 0) & (here < len(self.weight))
-        return scatter_sum(self.embedding(torch.where(held, here, -1), self.weight, True), self.tp)
+        return reduce_scatter(self.embedding(torch.where(held, here, -1), self.weight, True), self.tp)

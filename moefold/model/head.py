@@ -10,27 +10,27 @@ from functools import partial
 import torch
 from torch import nn
 
-from moefold.comm.collectives import gather, max_, sum_
+from moefold.comm.collectives import all_gather, all_reduce_max_no_grad, all_reduce_no_grad
 from moefold.config.run import ModelConfig
-from moefold.kernels.bind import Kernels
-from moefold.kernels.words import Words
+from moefold.kernels.bound import BoundKernels
+from moefold.kernels.vocabulary.vocab_shard import VocabShard
 from moefold.layout.axes import World
-from moefold.layout.declare import Declaring
-from moefold.layout.placement import over_tp
+from moefold.layout.declare import DeclaringModule
+from moefold.layout.placement import sharded_over_tp
 from moefold.model.embedding import Embedding
 from moefold.model.norm import AddNorm
 
 
-class LastNorm(nn.Module):
+class FinalNorm(nn.Module):
     """The head's norm alone, for a stage that looks ahead of a head that lies elsewhere."""
 
-    def __init__(self, model: ModelConfig, kernels: Kernels, world: World):
+    def __init__(self, model: ModelConfig, kernels: BoundKernels, world: World):
         super().__init__()
         self.norm = AddNorm(model.hidden, model.norm_eps, kernels, world)
 
 
-class Head(Declaring):
-    def __init__(self, model: ModelConfig, embedding: Embedding | None, kernels: Kernels, world: World):
+class Head(DeclaringModule):
+    def __init__(self, model: ModelConfig, embedding: Embedding | None, kernels: BoundKernels, world: World):
         super().__init__(world)
         self.norm = AddNorm(model.hidden, model.norm_eps, kernels, world)
         self.cross_entropy, self.tp = kernels.cross_entropy, world.axis("tp")
@@ -38,14 +38,14 @@ class Head(Declaring):
             self.borrowed = (embedding.weight,)
             self.matrix_vD = lambda: embedding.weight
         else:
-            std, placement = model.init_std, over_tp(0)
-            self.weight = self.declare("weight", model.vocab, model.hidden, std=std, placement=placement)
+            std, placement = model.init_std, sharded_over_tp(0)
+            self.weight = self.declare_parameter("weight", model.vocab, model.hidden, std=std, placement=placement)
             self.matrix_vD = lambda: self.weight
 
     def forward(self, h_TD: torch.Tensor, labels_C: torch.Tensor | None = None) -> torch.Tensor:
         """Of a normed stream the loss, or all logits where there are no labels. Called, so that hooks on the module see
         its every use."""
-        h_CD = gather(h_TD, self.tp)
+        h_CD = all_gather(h_TD, self.tp)
         return self.logits(h_CD) if labels_C is None else self.loss(h_CD, labels_C)
 
     def loss(self, h_CD: torch.Tensor, labels_C: torch.Tensor) -> torch.Tensor:
@@ -54,10 +54,14 @@ class Head(Declaring):
         matrix_vD = self.matrix_vD()
         if self.tp.size == 1:
             return self.cross_entropy(h_CD, matrix_vD, labels_C)
-        words = Words(self.tp.index * len(matrix_vD), partial(sum_, axis=self.tp), partial(max_, axis=self.tp))
+        words = VocabShard(
+            self.tp.index * len(matrix_vD),
+            partial(all_reduce_no_grad, axis=self.tp),
+            partial(all_reduce_max_no_grad, axis=self.tp),
+        )
         return self.cross_entropy(h_CD, matrix_vD, labels_C, words)
 
     def logits(self, h_CD: torch.Tensor) -> torch.Tensor:
         """All logits of this cp rank's tokens: (C, V)."""
         logits_vC = (h_CD @ self.matrix_vD().T).T
-        return gather(logits_vC, self.tp).T
+        return all_gather(logits_vC, self.tp).T

@@ -10,16 +10,16 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import nn
 
-from moefold.layout.declare import Parameter, declared_parameters
+from moefold.layout.declare import DeclaredParameter, declared_parameters
 
 
-def initialise(model: nn.Module, seed: int) -> None:
+def initialise_parameters(model: nn.Module, seed: int) -> None:
     """Fill every declared parameter. Each slice is drawn by its own generator, so that threads may share the work."""
     with torch.no_grad(), ThreadPoolExecutor(os.cpu_count()) as threads:
-        list(threads.map(lambda work: fill(work[0], work[1], work[2], seed), slices(model)))
+        list(threads.map(lambda work: fill_parameter_slice(work[0], work[1], work[2], seed), parameter_slices(model)))
 
 
-def slices(model: nn.Module) -> Iterator[tuple[str, Parameter, torch.Tensor]]:
+def parameter_slices(model: nn.Module) -> Iterator[tuple[str, DeclaredParameter, torch.Tensor]]:
     """(name, parameter, view to fill): a whole parameter, or each expert's matrix of a stacked one."""
     for parameter in declared_parameters(model):
         if parameter.declaration.stacked:
@@ -31,7 +31,7 @@ def slices(model: nn.Module) -> Iterator[tuple[str, Parameter, torch.Tensor]]:
 
 
 @torch.no_grad()
-def fill(name: str, parameter: Parameter, view: torch.Tensor, seed: int) -> None:
+def fill_parameter_slice(name: str, parameter: DeclaredParameter, view: torch.Tensor, seed: int) -> None:
     std, stacked = parameter.declaration.std, parameter.declaration.stacked
     if not std:
         view.fill_(1.0 if std is None else 0.0)

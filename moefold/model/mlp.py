@@ -5,36 +5,36 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from moefold.comm.collectives import gather, scatter_sum
+from moefold.comm.collectives import all_gather, reduce_scatter
 from moefold.config.run import ModelConfig
-from moefold.kernels.bind import Kernels
+from moefold.kernels.bound import BoundKernels
 from moefold.layout.axes import World
-from moefold.layout.placement import over_tp
+from moefold.layout.placement import sharded_over_tp
 from moefold.model.norm import AddNorm
 from moefold.model.steps import Region
 from moefold.precision.linear import Linear
 
 
 class GatedMlp(nn.Module):
-    def __init__(self, model: ModelConfig, ffn: int, kernels: Kernels, world: World):
+    def __init__(self, model: ModelConfig, ffn: int, kernels: BoundKernels, world: World):
         super().__init__()
         down_std = model.init_std / (2 * model.layers) ** 0.5
-        self.gate_up = Linear(world, model.hidden, 2, ffn, std=model.init_std, placement=over_tp(1))
-        self.down = Linear(world, ffn, model.hidden, std=down_std, placement=over_tp(1))
+        self.gate_up = Linear(world, model.hidden, 2, ffn, std=model.init_std, placement=sharded_over_tp(1))
+        self.down = Linear(world, ffn, model.hidden, std=down_std, placement=sharded_over_tp(1))
         self.swiglu, self.tp = kernels.swiglu, world.axis("tp")
         self.activation = Region()
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
-        x_CD = gather(x_TD, self.tp)  # all tokens of this cp rank meet this rank's part of the width
+        x_CD = all_gather(x_TD, self.tp)  # all tokens of this cp rank meet this rank's part of the width
         summand_CD = self.down(self.activation(self.swiglu, self.gate_up(x_CD)))
-        return scatter_sum(summand_CD, self.tp)
+        return reduce_scatter(summand_CD, self.tp)
 
 
 class DenseMlp(GatedMlp):
     """The MLP of a dense block, with its own norm: takes the stream and what attention gives for it, and returns the
     stream with that on it, and what the MLP gives."""
 
-    def __init__(self, model: ModelConfig, kernels: Kernels, world: World):
+    def __init__(self, model: ModelConfig, kernels: BoundKernels, world: World):
         super().__init__(model, model.dense_ffn, kernels, world)
         self.norm = AddNorm(model.hidden, model.norm_eps, kernels, world)
 

@@ -15,22 +15,22 @@ import torch.nn.functional as F
 from torch import nn
 
 from moefold.config.run import ModelConfig
-from moefold.kernels.words import IGNORED
-from moefold.model.block import make_block
-from moefold.model.choices import Choices
+from moefold.kernels.vocabulary.vocab_shard import IGNORE_INDEX
+from moefold.model.block import make_transformer_block
 from moefold.model.norm import AddNorm, RMSNorm
+from moefold.model.parts import ModelParts
 from moefold.precision.linear import Linear
 
 
-class LayerAhead(nn.Module):
-    def __init__(self, model: ModelConfig, depth: int, choices: Choices):
+class MtpLayer(nn.Module):
+    def __init__(self, model: ModelConfig, depth: int, choices: ModelParts):
         super().__init__()
         d, eps, kernels, world = model.hidden, model.norm_eps, choices.kernels, choices.world
         self.depth = depth
         self.stream_norm = RMSNorm(d, eps, kernels, world)
         self.token_norm = RMSNorm(d, eps, kernels, world)
         self.join = Linear(world, 2 * d, d, std=model.init_std)
-        self.block = make_block(model, model.layers + depth - 1, choices)
+        self.block = make_transformer_block(model, model.layers + depth - 1, choices)
         self.norm = AddNorm(d, eps, kernels, world)
 
     def forward(self, h_TD: torch.Tensor, token_TD: torch.Tensor) -> torch.Tensor:
@@ -38,14 +38,14 @@ class LayerAhead(nn.Module):
         return self.join(torch.cat((self.stream_norm(h_TD), self.token_norm(token_TD)), dim=-1))
 
 
-def tokens_ahead(tokens_BS: torch.Tensor, depth: int) -> torch.Tensor:
+def tokens_shifted_by(tokens_BS: torch.Tensor, depth: int) -> torch.Tensor:
     """The token `depth` places on; behind the end, where no label follows, any."""
     return F.pad(tokens_BS[:, depth:], (0, depth))
 
 
-def labels_ahead(labels_BS: torch.Tensor, depth: int) -> torch.Tensor:
+def labels_shifted_by(labels_BS: torch.Tensor, depth: int) -> torch.Tensor:
     """The label `depth` places on, IGNORED where any up to it is missing."""
     for _ in range(depth):
-        next_BS = F.pad(labels_BS[:, 1:], (0, 1), value=IGNORED)
-        labels_BS = next_BS.masked_fill(labels_BS == IGNORED, IGNORED)
+        next_BS = F.pad(labels_BS[:, 1:], (0, 1), value=IGNORE_INDEX)
+        labels_BS = next_BS.masked_fill(labels_BS == IGNORE_INDEX, IGNORE_INDEX)
     return labels_BS

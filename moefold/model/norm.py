@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import torch
 
-from moefold.comm.collectives import total
-from moefold.kernels.bind import Kernels
-from moefold.kernels.rope import Angles
+from moefold.comm.collectives import all_reduce
+from moefold.kernels.bound import BoundKernels
+from moefold.kernels.norm.rope import RopeAngles
 from moefold.layout.axes import World
-from moefold.layout.declare import Declaring
-from moefold.layout.placement import over_tp
+from moefold.layout.declare import DeclaringModule
+from moefold.layout.placement import sharded_over_tp
 from moefold.model.steps import Region
 
 
-class RMSNorm(Declaring):
-    def __init__(self, width: int, eps: float, kernels: Kernels, world: World):
+class RMSNorm(DeclaringModule):
+    def __init__(self, width: int, eps: float, kernels: BoundKernels, world: World):
         super().__init__(world)
-        self.weight = self.declare("weight", width, std=None)
+        self.weight = self.declare_parameter("weight", width, std=None)
         self.eps, self.rmsnorm = eps, kernels.rmsnorm
         self.norm = Region()
 
@@ -28,7 +28,7 @@ class AddNorm(RMSNorm):
     """Norms the sum of the stream and what the layer before gives for it, if there is one; returns the sum, and its
     norm for each of two who read it."""
 
-    def __init__(self, width: int, eps: float, kernels: Kernels, world: World):
+    def __init__(self, width: int, eps: float, kernels: BoundKernels, world: World):
         super().__init__(width, eps, kernels, world)
         self.add_rmsnorm = kernels.add_rmsnorm
 
@@ -38,30 +38,30 @@ class AddNorm(RMSNorm):
         return self.norm(self.add_rmsnorm, x_TD, added_TD, self.weight, self.eps)
 
 
-class TurningNorm(RMSNorm):
+class RopeNorm(RMSNorm):
     """Norms heads, each by itself or all of a token together as the width says, and turns them by position."""
 
-    def __init__(self, width: int, eps: float, kernels: Kernels, world: World):
+    def __init__(self, width: int, eps: float, kernels: BoundKernels, world: World):
         super().__init__(width, eps, kernels, world)
         self.norm_rope = kernels.norm_rope
 
-    def forward(self, x_BSHD: torch.Tensor, angles: Angles) -> torch.Tensor:
+    def forward(self, x_BSHD: torch.Tensor, angles: RopeAngles) -> torch.Tensor:
         return self.norm(self.norm_rope, x_BSHD, self.weight, angles, self.eps)
 
 
-class RMSNormOverTp(Declaring):
+class RMSNormOverTp(DeclaringModule):
     """The same over a width that is cut over tp: the mean square is one number over all ranks."""
 
     def __init__(self, width: int, eps: float, world: World):
         super().__init__(world)
-        self.weight = self.declare("weight", width, placement=over_tp(0), std=None)
+        self.weight = self.declare_parameter("weight", width, placement=sharded_over_tp(0), std=None)
         self.width, self.eps, self.tp = width, eps, world.axis("tp")
         self.norm = Region()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.norm(self.normed, x)
+        return self.norm(self.apply_rmsnorm, x)
 
-    def normed(self, x: torch.Tensor) -> torch.Tensor:
+    def apply_rmsnorm(self, x: torch.Tensor) -> torch.Tensor:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        mean_square = total(wide.square().sum(-1, keepdim=True), self.tp) / self.width
+        mean_square = all_reduce(wide.square().sum(-1, keepdim=True), self.tp) / self.width
         return (wide * torch.rsqrt(mean_square + self.eps) * self.weight).to(x.dtype)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from moefold.anatomy.steps import StepSpec
+from moefold.anatomy.step_specs import StepSpec
 
 Carry = dict[str, Any]
 
@@ -27,18 +27,18 @@ class Step:
     run: Callable[[Carry], Carry]
 
 
-def bind_steps(specs: Sequence[StepSpec], owner: nn.Module) -> list[Step]:
+def bind_step_methods(specs: Sequence[StepSpec], owner: nn.Module) -> list[Step]:
     """Each step is the owner's method of the same name."""
     return [Step(spec, getattr(owner, spec.name)) for spec in specs]
 
 
-def run_steps(steps: Sequence[Step], carry: Carry) -> Carry:
+def run_step_sequence(steps: Sequence[Step], carry: Carry) -> Carry:
     for step in steps:
         carry = step.run(carry)
     return carry
 
 
-def recomputing() -> bool:
+def inside_recompute() -> bool:
     """Whether this forward runs inside a backward, to make again what a memory policy threw away. What is counted has
     been counted."""
     return torch._C._current_graph_task_id() != -1  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType, reportAttributeAccessIssue]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 
-class Sink(Protocol):
+class MetricsSink(Protocol):
     def write(self, record: dict[str, Any]) -> None: ...
 
     def close(self) -> None: ...
@@ -22,7 +22,7 @@ class JsonLines:
         """Continue a file, dropping what was written after step `keep_through` (that work is done again)."""
         temporary = path.with_suffix(".tmp")
         with temporary.open("w") as kept:
-            kept.writelines(json.dumps(line) + "\n" for line in each_line(path) if line["step"] <= keep_through)
+            kept.writelines(json.dumps(line) + "\n" for line in iterate_records(path) if line["step"] <= keep_through)
         os.replace(temporary, path)
         self.file = path.open("a")
 
@@ -34,12 +34,12 @@ class JsonLines:
         self.file.close()
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
+def read_records(path: Path) -> list[dict[str, Any]]:
     """All records of a metrics file."""
-    return list(each_line(path))
+    return list(iterate_records(path))
 
 
-def each_line(path: Path) -> Iterator[dict[str, Any]]:
+def iterate_records(path: Path) -> Iterator[dict[str, Any]]:
     """The records of a metrics file, one after the other; a line cut off by a crash, or that is no record, is passed
     over."""
     if not path.exists():

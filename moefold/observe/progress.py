@@ -10,13 +10,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 
-def describe(record: dict[str, Any]) -> str:
+def describe_record(record: dict[str, Any]) -> str:
     """loss 2.103 | 5.1k tok/s | 0.08 TFLOP/s | imbalance 0.42"""
     parts = [f"loss {record['loss']:.4f}"] if "loss" in record else []
     if "val_loss" in record:
         parts.append(f"val {record['val_loss']:.4f}")
     if "tokens_per_s" in record:
-        parts += [f"{compact(record['tokens_per_s'])} tok/s", f"{record['tflops']:.3g} TFLOP/s"]
+        parts += [f"{compact_number(record['tokens_per_s'])} tok/s", f"{record['tflops']:.3g} TFLOP/s"]
     if record.get("max_violation"):  # a model without experts has none
         parts.append(f"imbalance {max(record['max_violation']):.2f}")
     if sum(record.get("dead_experts", [])):
@@ -26,7 +26,7 @@ def describe(record: dict[str, Any]) -> str:
     return " | ".join(parts)
 
 
-def compact(number: float) -> str:
+def compact_number(number: float) -> str:
     """12345 -> 12.3k."""
     for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if number >= size:
@@ -34,36 +34,36 @@ def compact(number: float) -> str:
     return f"{number:.3g}"
 
 
-class Quiet:
+class SilentProgress:
     """Ranks other than the first say nothing."""
 
-    def say(self, text: str) -> None: ...
+    def print_message(self, text: str) -> None: ...
 
-    def show(self, record: dict[str, Any]) -> None: ...
+    def show_record(self, record: dict[str, Any]) -> None: ...
 
     def close(self) -> None: ...
 
 
-class Lines(Quiet):
+class LineProgress(SilentProgress):
     """One line every so many steps, with the time left."""
 
     def __init__(self, done: int, total: int, every: int):
         self.first, self.total, self.every = done, total, every
         self.begun = time.monotonic()
 
-    def say(self, text: str) -> None:
+    def print_message(self, text: str) -> None:
         print(text, flush=True)
 
-    def show(self, record: dict[str, Any]) -> None:
+    def show_record(self, record: dict[str, Any]) -> None:
         step = record["step"]
         if step % self.every and step != self.total and "val_loss" not in record:
             return
         pace = (time.monotonic() - self.begun) / max(1, step - self.first)
         left = f" | {(self.total - step) * pace:.0f} s left" if step > self.first else ""
-        print(f"step {step}/{self.total} | {describe(record)}{left}", flush=True)
+        print(f"step {step}/{self.total} | {describe_record(record)}{left}", flush=True)
 
 
-class Bar(Quiet):
+class BarProgress(SilentProgress):
     """A progress bar; validations and messages scroll above it."""
 
     def __init__(self, done: int, total: int, console: Console):
@@ -72,20 +72,20 @@ class Bar(Quiet):
         self.task = self.progress.add_task("", total=total, completed=done)
         self.progress.start()
 
-    def say(self, text: str) -> None:
+    def print_message(self, text: str) -> None:
         self.progress.console.print(text, markup=False, highlight=False)
 
-    def show(self, record: dict[str, Any]) -> None:
+    def show_record(self, record: dict[str, Any]) -> None:
         if "val_loss" in record:
-            self.say(f"step {record['step']}: validation loss {record['val_loss']:.4f}")
-        self.progress.update(self.task, completed=record["step"], description=describe(record))
+            self.print_message(f"step {record['step']}: validation loss {record['val_loss']:.4f}")
+        self.progress.update(self.task, completed=record["step"], description=describe_record(record))
 
     def close(self) -> None:
         self.progress.stop()
 
 
-def make_progress(first_rank: bool, done: int, total: int, every: int) -> Quiet:
+def make_progress(first_rank: bool, done: int, total: int, every: int) -> SilentProgress:
     console = Console()
     if not first_rank:
-        return Quiet()
-    return Bar(done, total, console) if console.is_terminal else Lines(done, total, every)
+        return SilentProgress()
+    return BarProgress(done, total, console) if console.is_terminal else LineProgress(done, total, every)

@@ -19,7 +19,7 @@ import numpy as np
 
 from moefold.observe.metrics import JsonLines
 
-DIGITS = 6  # of what is written: a drop rate of one in a million still shows
+WRITTEN_DIGITS = 6  # of what is written: a drop rate of one in a million still shows
 
 
 @dataclass(frozen=True)
@@ -32,14 +32,14 @@ class RouterCounts:
     moved: list[int]  # bytes its dispatch and combine sent from this rank to others
 
 
-def summarise(counts: RouterCounts) -> dict[str, list[Any]]:
+def balance_summary(counts: RouterCounts) -> dict[str, list[Any]]:
     """The step's balance as numbers for people, each a list with one entry for each MoE layer."""
     return {
-        "max_violation": [round(max_violation(load), DIGITS) for load in counts.load],
-        "load_entropy": [round(load_entropy(load), DIGITS) for load in counts.load],
+        "max_violation": [round(max_violation(load), WRITTEN_DIGITS) for load in counts.load],
+        "load_entropy": [round(load_entropy(load), WRITTEN_DIGITS) for load in counts.load],
         "dead_experts": [sum(1 for choices in load if not choices) for load in counts.load],
         "drop_rate": [
-            round(dropped / max(sum(load), 1), DIGITS)
+            round(dropped / max(sum(load), 1), WRITTEN_DIGITS)
             for load, dropped in zip(counts.load, counts.dropped, strict=True)
         ],
         "moved_bytes": list(counts.moved),
@@ -74,7 +74,7 @@ class RouterLog:
         self.lines.close()
 
 
-class DeadExperts:
+class DeadExpertWatch:
     """Warns once for each expert that got nothing for `patience` steps on end; one that lives again may die again."""
 
     def __init__(self, patience: int = 20):
@@ -87,7 +87,7 @@ class DeadExperts:
         before_LE = np.zeros_like(load_LE) if self.idle_LE is None else self.idle_LE
         self.idle_LE = np.where(load_LE == 0, before_LE + 1, 0)
         dead = [
-            f"{'expert' if len(ids) == 1 else 'experts'} {in_words(ids)} of layer {layer}"
+            f"{'expert' if len(ids) == 1 else 'experts'} {listed_experts(ids)} of layer {layer}"
             for layer, ids_E in zip(counts.layers, self.idle_LE == self.patience, strict=True)
             if (ids := np.flatnonzero(ids_E).tolist())
         ]
@@ -99,7 +99,7 @@ class DeadExperts:
         )
 
 
-def in_words(ids: Sequence[int]) -> str:
+def listed_experts(ids: Sequence[int]) -> str:
     """3, 5, 9; of many, the first eight and how many more."""
     shown = ", ".join(str(i) for i in ids[:8])
     return shown if len(ids) <= 8 else f"{shown} and {len(ids) - 8} more"

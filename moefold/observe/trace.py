@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-LANES = ("compute", "comm")  # the order in which a rank's lanes are shown; others follow
+LANE_ORDER = ("compute", "comm")  # the order in which a rank's lanes are shown; others follow
 
 
 @dataclass(frozen=True)
-class Event:
+class TraceEvent:
     """Something that took from `start` to `end`, in seconds from the beginning of the trace."""
 
     rank: int
@@ -31,16 +31,16 @@ class Event:
     details: Mapping[str, Any] = field(default_factory=dict)
 
 
-def chrome_trace(events: Iterable[Event]) -> dict[str, Any]:
+def chrome_trace(events: Iterable[TraceEvent]) -> dict[str, Any]:
     """The events in the Chrome trace format, with ranks and lanes named and in order."""
     events = list(events)
-    lanes = [*LANES, *sorted({event.lane for event in events} - set(LANES))]
+    lanes = [*LANE_ORDER, *sorted({event.lane for event in events} - set(LANE_ORDER))]
     tracks = sorted({(event.rank, lanes.index(event.lane)) for event in events})
     records: list[dict[str, Any]] = []
     for rank in sorted({rank for rank, _ in tracks}):
-        records.append(named("process_name", rank, 0, {"name": f"rank {rank}"}))
-        records.append(named("process_sort_index", rank, 0, {"sort_index": rank}))
-    records += [named("thread_name", rank, lane, {"name": lanes[lane]}) for rank, lane in tracks]
+        records.append(metadata_record("process_name", rank, 0, {"name": f"rank {rank}"}))
+        records.append(metadata_record("process_sort_index", rank, 0, {"sort_index": rank}))
+    records += [metadata_record("thread_name", rank, lane, {"name": lanes[lane]}) for rank, lane in tracks]
     for event in sorted(events, key=lambda event: (event.start, event.rank)):
         record = {"ph": "X", "name": event.name, "cat": event.lane, "pid": event.rank, "tid": lanes.index(event.lane)}
         times = {"ts": event.start * 1e6, "dur": (event.end - event.start) * 1e6}
@@ -48,32 +48,32 @@ def chrome_trace(events: Iterable[Event]) -> dict[str, Any]:
     return {"traceEvents": records, "displayTimeUnit": "ms"}
 
 
-def named(what: str, rank: int, lane: int, args: dict[str, Any]) -> dict[str, Any]:
+def metadata_record(what: str, rank: int, lane: int, args: dict[str, Any]) -> dict[str, Any]:
     return {"ph": "M", "name": what, "pid": rank, "tid": lane, "args": args}
 
 
-def write_trace(path: Path, events: Iterable[Event]) -> None:
+def write_trace(path: Path, events: Iterable[TraceEvent]) -> None:
     path.write_text(json.dumps(chrome_trace(events)), encoding="utf-8")
 
 
-class Spans:
+class SpanRecorder:
     """What a rank did when, by its own clock. Nothing is noted unless somebody listens."""
 
-    def __init__(self, rank: int, listening: bool = False):
-        self.rank, self.listening = rank, listening
-        self.events: list[Event] = []
+    def __init__(self, rank: int, recording: bool = False):
+        self.rank, self.recording = rank, recording
+        self.events: list[TraceEvent] = []
 
-    def listen(self) -> None:
+    def start_recording(self) -> None:
         """From now on, with nothing noted yet."""
-        self.listening, self.events = True, []
+        self.recording, self.events = True, []
 
     @contextmanager
     def span(self, name: str, lane: str) -> Iterator[None]:
-        if not self.listening:
+        if not self.recording:
             yield
             return
         start = time.time()  # the one clock that ranks of a machine share
         try:
             yield
         finally:
-            self.events.append(Event(self.rank, lane, name, start, time.time()))
+            self.events.append(TraceEvent(self.rank, lane, name, start, time.time()))

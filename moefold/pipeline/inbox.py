@@ -7,32 +7,34 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from moefold.comm.transfers import Arriving, Pipe
-from moefold.schedule.program import Op, Program
+from moefold.comm.p2p import PendingReceive, PipelineChannel
+from moefold.schedule.program import PipelineOp, Program
 
 
-def messages(program: Program, homes: Sequence[int], source: int, to: int) -> list[Op]:
+def messages_between(program: Program, homes: Sequence[int], source: int, to: int) -> list[PipelineOp]:
     """The ops of `to` that `source` sends something for, in the order of sending: a forward's result goes to the next
     stage's forward, a data gradient to that of the stage before."""
     last = len(homes) - 1
-    found: list[Op] = []
+    found: list[PipelineOp] = []
     for op in (op for slot in program[source] for op in slot):
         if op.kind == "F" and op.stage < last and homes[op.stage + 1] == to:
-            found.append(Op("F", op.stage + 1, op.microbatch))
+            found.append(PipelineOp("F", op.stage + 1, op.microbatch))
         if op.kind == "D" and op.stage > 0 and homes[op.stage - 1] == to:
-            found.append(Op("D", op.stage - 1, op.microbatch))
+            found.append(PipelineOp("D", op.stage - 1, op.microbatch))
     return found
 
 
 class Inbox:
-    def __init__(self, program: Program, homes: Sequence[int], pipe: Pipe, empty: Callable[[Op], torch.Tensor]):
+    def __init__(
+        self, program: Program, homes: Sequence[int], pipe: PipelineChannel, empty: Callable[[PipelineOp], torch.Tensor]
+    ):
         self.pipe, self.empty, me = pipe, empty, pipe.axis.index
         others = [rank for rank in range(len(program)) if rank != me]
-        self.coming = {rank: deque(messages(program, homes, rank, me)) for rank in others}
+        self.coming = {rank: deque(messages_between(program, homes, rank, me)) for rank in others}
         self.sender = {op: rank for rank, ops in self.coming.items() for op in ops}
-        self.arriving: dict[Op, Arriving] = {}
+        self.arriving: dict[PipelineOp, PendingReceive] = {}
 
-    def expect(self, ops: Sequence[Op]) -> None:
+    def expect(self, ops: Sequence[PipelineOp]) -> None:
         """Begin to receive what these ops need, and whatever its senders send before it."""
         for op in ops:
             while op in self.sender and op not in self.arriving:
@@ -40,7 +42,7 @@ class Inbox:
                 first = self.coming[rank].popleft()
                 self.arriving[first] = self.pipe.receive(self.empty(first), rank)
 
-    def take(self, op: Op) -> torch.Tensor:
+    def take(self, op: PipelineOp) -> torch.Tensor:
         self.expect([op])
         del self.sender[op]
         return self.arriving.pop(op).arrived()

@@ -15,25 +15,25 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from moefold.model.steps import Carry, Step, run_steps
+from moefold.model.steps import Carry, Step, run_step_sequence
 
 
-def differentiable(leaf: Any) -> bool:
+def is_differentiable(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor) and leaf.requires_grad
 
 
-class Cut:
+class SegmentRun:
     """A segment that has been run: the leaves it began with, and what came out."""
 
     def __init__(self, carry: Carry, steps: Sequence[Step]):
         flat, shape = tree_flatten(carry)
         leaves: dict[int, torch.Tensor] = {}  # a tensor that is in the carry twice stays one
         for leaf in flat:
-            if differentiable(leaf) and id(leaf) not in leaves:
+            if is_differentiable(leaf) and id(leaf) not in leaves:
                 leaves[id(leaf)] = leaf.detach().requires_grad_()
         self.leaves = leaves
-        self.began = [leaves.get(id(leaf), leaf) if differentiable(leaf) else leaf for leaf in flat]
-        self.out = run_steps(steps, tree_unflatten(self.began, shape))
+        self.began = [leaves.get(id(leaf), leaf) if is_differentiable(leaf) else leaf for leaf in flat]
+        self.out = run_step_sequence(steps, tree_unflatten(self.began, shape))
 
     def backward(self, outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
         torch.autograd.backward(list(outputs), list(gradients))
@@ -52,13 +52,13 @@ class Cut:
 class Passage:
     def __init__(self, steps: Sequence[Step], cut: bool):
         self.segments = [[step] for step in steps] if cut else [list(steps)]
-        self.cuts: list[Cut] = []
-        self.entry: Cut | None = None
+        self.cuts: list[SegmentRun] = []
+        self.entry: SegmentRun | None = None
         self.handed: list[tuple[torch.Tensor, torch.Tensor]] = []  # outputs and their gradients, for the next backward
 
     def forward(self, carry: Carry) -> Carry:
         """The next segment."""
-        cut = Cut(carry, self.segments[len(self.cuts)])
+        cut = SegmentRun(carry, self.segments[len(self.cuts)])
         self.cuts.append(cut)
         self.entry = self.entry or cut
         return cut.out
@@ -68,13 +68,13 @@ class Passage:
         """What came out of the last segment."""
         return self.cuts[-1].out
 
-    def gradient_of(self, x: torch.Tensor) -> torch.Tensor:
+    def gradient_of_input(self, x: torch.Tensor) -> torch.Tensor:
         """Of a tensor in the carry that the way began with, when all of it has been run backward."""
         assert self.entry is not None
         gradient = self.entry.leaves[id(x)].grad
         return torch.zeros_like(x) if gradient is None else gradient
 
-    def hand(self, outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
+    def set_output_gradients(self, outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
         """What the last segment's outputs get from outside."""
         self.handed = [(y, dy) for y, dy in zip(outputs, gradients, strict=True) if y.requires_grad]
 

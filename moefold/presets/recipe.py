@@ -6,14 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from moefold.config.read import flatten, parse_overrides, read_yaml, with_values
-from moefold.config.refused import Refused, choose
-from moefold.config.rules import Case, broken
+from moefold.config.errors import UserError, one_of
+from moefold.config.read import flatten_sections, parse_overrides, read_yaml_mapping, with_values
+from moefold.config.rules import ConfigOnRanks, broken_rules
 from moefold.config.run import Config
 from moefold.presets.zoo import PRESETS
 
 
-def resolve(
+def resolve_recipe(
     recipe: str,
     overrides: Sequence[str] = (),
     world: int | None = 1,
@@ -23,19 +23,19 @@ def resolve(
     a world only the keys themselves are checked, not the rules that tie them together. `change` acts on the recipe,
     before the overrides do."""
     problems: dict[str, str] = {}
-    config = change(base_of(recipe, problems))
+    config = change(recipe_base(recipe, problems))
     config = with_values(config, parse_overrides(overrides), problems)
-    messages = [*problems.values(), *(broken(Case(config, world), illegal=problems) if world else ())]
+    messages = [*problems.values(), *(broken_rules(ConfigOnRanks(config, world), illegal=problems) if world else ())]
     if messages:
-        raise Refused(*messages)
+        raise UserError(*messages)
     return config
 
 
-def base_of(recipe: str, problems: dict[str, str]) -> Config:
+def recipe_base(recipe: str, problems: dict[str, str]) -> Config:
     """A preset, or a YAML file: its `preset` key (tiny if it has none) with its other keys laid over that."""
     if not recipe.endswith((".yaml", ".yml")):
-        return PRESETS[choose("preset", recipe, PRESETS)]()
-    tree: Mapping[str, Any] = read_yaml(Path(recipe))
-    values = flatten(tree)
+        return PRESETS[one_of("preset", recipe, PRESETS)]()
+    tree: Mapping[str, Any] = read_yaml_mapping(Path(recipe))
+    values = flatten_sections(tree)
     start = values.pop("preset", "tiny")
-    return with_values(PRESETS[choose("preset", str(start), PRESETS)](), values, problems)
+    return with_values(PRESETS[one_of("preset", str(start), PRESETS)](), values, problems)

@@ -21,16 +21,16 @@ from moefold.config.run import (
 PRESETS: dict[str, Callable[[], Config]] = {}
 
 
-def preset(make: Callable[[], Config], name: str = "") -> Callable[[], Config]:
+def register_preset(make: Callable[[], Config], name: str = "") -> Callable[[], Config]:
     """Register a preset under its function's name, written with dashes, and its tiny form beside it."""
     name = name or make.__name__.replace("_", "-")
     PRESETS[name] = lambda: replace(make(), name=name)
     if name != "tiny":
-        PRESETS[f"{name}-tiny"] = lambda: replace(tiny_form(make()), name=f"{name}-tiny")
+        PRESETS[f"{name}-tiny"] = lambda: replace(tiny_variant(make()), name=f"{name}-tiny")
     return make
 
 
-def pretraining(model: ModelConfig, seq_len: int = 4096) -> Config:
+def pretraining_config(model: ModelConfig, seq_len: int = 4096) -> Config:
     """A sound start for a large model: the recipe its users then change."""
     return Config(
         model=model,
@@ -41,7 +41,7 @@ def pretraining(model: ModelConfig, seq_len: int = 4096) -> Config:
     )
 
 
-def tiny_form(config: Config) -> Config:
+def tiny_variant(config: Config) -> Config:
     """Every mechanism of a model at sizes that a CPU trains in seconds: what tests use, and a first try of a change."""
     m, a, moe = config.model, config.model.attention, config.model.moe
     attention = replace(
@@ -74,7 +74,7 @@ def tiny_form(config: Config) -> Config:
     return replace(config, model=model, data=DataConfig(seq_len=128), train=train, optim=OptimConfig(warmup=10))
 
 
-@preset
+@register_preset
 def tiny() -> Config:
     """Learns Python on two CPU cores in a few minutes; a real MoE in every mechanism, small in every size."""
     return Config(
@@ -91,9 +91,9 @@ def tiny() -> Config:
     )
 
 
-@preset
+@register_preset
 def mixtral_8x7b() -> Config:
-    return pretraining(
+    return pretraining_config(
         ModelConfig(
             layers=32,
             hidden=4096,
@@ -105,9 +105,9 @@ def mixtral_8x7b() -> Config:
     )
 
 
-@preset
+@register_preset
 def mixtral_8x22b() -> Config:
-    return pretraining(
+    return pretraining_config(
         ModelConfig(
             layers=56,
             hidden=6144,
@@ -119,9 +119,9 @@ def mixtral_8x22b() -> Config:
     )
 
 
-@preset
+@register_preset
 def olmoe_1b_7b() -> Config:
-    return pretraining(
+    return pretraining_config(
         ModelConfig(
             layers=16,
             hidden=2048,
@@ -133,9 +133,9 @@ def olmoe_1b_7b() -> Config:
     )
 
 
-@preset
+@register_preset
 def qwen3_30b_a3b() -> Config:
-    return pretraining(
+    return pretraining_config(
         ModelConfig(
             layers=48,
             hidden=2048,
@@ -146,9 +146,9 @@ def qwen3_30b_a3b() -> Config:
     )
 
 
-@preset
+@register_preset
 def qwen3_235b_a22b() -> Config:
-    return pretraining(
+    return pretraining_config(
         ModelConfig(
             layers=94,
             hidden=4096,
@@ -159,9 +159,9 @@ def qwen3_235b_a22b() -> Config:
     )
 
 
-@preset
+@register_preset
 def qwen2_57b_a14b() -> Config:
-    return pretraining(
+    return pretraining_config(
         ModelConfig(
             layers=28,
             hidden=3584,
@@ -201,9 +201,9 @@ def deepseek_yarn(sharpen: float, factor: float = 40.0, theta: float = 10_000.0,
     )
 
 
-@preset
+@register_preset
 def deepseek_v2_lite() -> Config:
-    return pretraining(
+    return pretraining_config(
         ModelConfig(
             layers=27,
             hidden=2048,
@@ -217,9 +217,9 @@ def deepseek_v2_lite() -> Config:
     )
 
 
-@preset
+@register_preset
 def deepseek_v2() -> Config:
-    return pretraining(
+    return pretraining_config(
         ModelConfig(
             layers=60,
             hidden=5120,
@@ -245,9 +245,9 @@ def deepseek_v2() -> Config:
     )
 
 
-@preset
+@register_preset
 def deepseek_v3() -> Config:
-    return pretraining(
+    return pretraining_config(
         ModelConfig(
             layers=61,
             hidden=7168,
@@ -273,10 +273,10 @@ def deepseek_v3() -> Config:
     )
 
 
-@preset
+@register_preset
 def kimi_k2() -> Config:
     rope = deepseek_yarn(1.0, factor=32.0, theta=50_000.0, beta_fast=1.0)
-    return pretraining(
+    return pretraining_config(
         ModelConfig(
             layers=61,
             hidden=7168,
@@ -298,9 +298,9 @@ def kimi_k2() -> Config:
     )
 
 
-def gpt_oss(layers: int, experts: int) -> Config:
+def gpt_oss_config(layers: int, experts: int) -> Config:
     rope = RopeConfig(theta=150_000.0, scaling="yarn", factor=32.0, original_length=4096, round_dims=False)
-    return pretraining(
+    return pretraining_config(
         ModelConfig(
             layers=layers,
             hidden=2880,
@@ -330,19 +330,19 @@ def gpt_oss(layers: int, experts: int) -> Config:
     )
 
 
-@preset
+@register_preset
 def gpt_oss_20b() -> Config:
-    return gpt_oss(layers=24, experts=32)
+    return gpt_oss_config(layers=24, experts=32)
 
 
-@preset
+@register_preset
 def gpt_oss_120b() -> Config:
-    return gpt_oss(layers=36, experts=128)
+    return gpt_oss_config(layers=36, experts=128)
 
 
-@partial(preset, name="glm-4.5-air")
+@partial(register_preset, name="glm-4.5-air")
 def glm_4_5_air() -> Config:
-    return pretraining(
+    return pretraining_config(
         ModelConfig(
             layers=46,
             hidden=4096,
@@ -367,7 +367,7 @@ def glm_4_5_air() -> Config:
     )
 
 
-@preset
+@register_preset
 def latent_30b_a3b() -> Config:
     """Qwen3-30B-A3B with experts that work in a latent of a quarter of the width: four times as many of them, and four
     times as many for each token, at the same parameters, FLOPs and bytes on the way."""

@@ -11,16 +11,16 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-from moefold.schedule.program import Op, Program, Slot, last_stage_of, needs, walk
+from moefold.schedule.program import PipelineOp, Program, Slot, last_stage_of, op_dependencies, walk_program
 
 
 def defer_weight_grads(program: Program) -> Program:
     """Rank r lets r weight gradients wait: what others need comes first, and no rank holds more than rank 0 did."""
-    return [defer(slots, hold=rank) for rank, slots in enumerate(program)]
+    return [defer_rank_wgrads(slots, hold=rank) for rank, slots in enumerate(program)]
 
 
-def defer(slots: list[Slot], hold: int) -> list[Slot]:
-    held: deque[Op] = deque()
+def defer_rank_wgrads(slots: list[Slot], hold: int) -> list[Slot]:
+    held: deque[PipelineOp] = deque()
     out: list[Slot] = []
     for slot in slots:
         weights = [op for op in slot if op.kind == "W"]
@@ -45,20 +45,20 @@ def pair_forward_with_backward(program: Program) -> Program:
 
     This lead is one deeper than interleaved 1F1B's, which costs one more live chunk: 2 (p - r - 1) + (v - 1) p + 2.
     """
-    walk(program, lambda rank, slot: None)
+    walk_program(program, lambda rank, slot: None)
     last = last_stage_of(program)
-    done: set[Op] = set()
+    done: set[PipelineOp] = set()
 
-    def ready(slot: Slot) -> bool:
-        return all(need in done or need in slot for op in slot for need in needs(op, last))
+    def inputs_are_ready(slot: Slot) -> bool:
+        return all(need in done or need in slot for op in slot for need in op_dependencies(op, last))
 
-    lanes = [split(slots) for slots in program]
+    lanes = [split_directions(slots) for slots in program]
     paired: Program = [[] for _ in program]
     while any(forwards or backwards for forwards, backwards in lanes):
         taken: list[Slot] = []
         for slots, (forwards, backwards) in zip(paired, lanes, strict=True):
-            forward = forwards.popleft() if forwards and ready(forwards[0]) else ()
-            first, *rest = backwards.popleft() if backwards and ready(backwards[0][0]) else [()]
+            forward = forwards.popleft() if forwards and inputs_are_ready(forwards[0]) else ()
+            first, *rest = backwards.popleft() if backwards and inputs_are_ready(backwards[0][0]) else [()]
             new = [slot for slot in (forward + first, *rest) if slot]
             slots += new
             taken += new
@@ -66,7 +66,7 @@ def pair_forward_with_backward(program: Program) -> Program:
     return paired
 
 
-def split(slots: list[Slot]) -> tuple[deque[Slot], deque[list[Slot]]]:
+def split_directions(slots: list[Slot]) -> tuple[deque[Slot], deque[list[Slot]]]:
     """A rank's forwards, and its backwards: each a slot with D, and the slots of lone W that followed it."""
     forwards: deque[Slot] = deque()
     backwards: deque[list[Slot]] = deque()
@@ -82,7 +82,7 @@ def split(slots: list[Slot]) -> tuple[deque[Slot], deque[list[Slot]]]:
     return forwards, backwards
 
 
-PASSES: dict[str, Callable[[Program], Program]] = {
+PROGRAM_PASSES: dict[str, Callable[[Program], Program]] = {
     "pair": pair_forward_with_backward,
     "defer": defer_weight_grads,
 }

@@ -18,12 +18,12 @@ import torch
 from torch import nn
 
 from moefold.layout.axes import Axis, World
-from moefold.layout.declare import Parameter, declared_parameters
+from moefold.layout.declare import DeclaredParameter, declared_parameters
 from moefold.layout.placement import Placement
-from moefold.shard.sums import Sums
+from moefold.shard.gradient_sums import GradientSums
 
-ALIGN = 128  # elements: kernels want views that begin at multiples of 16 bytes, and wide loads like more
-BUCKET = 1 << 25  # elements: long enough to use the network well, short enough to start before backward ends
+ALIGNMENT = 128  # elements: kernels want views that begin at multiples of 16 bytes, and wide loads like more
+BUCKET_ELEMENTS = 1 << 25  # elements: long enough to use the network well, short enough to start before backward ends
 
 
 @dataclass
@@ -32,10 +32,10 @@ class Bucket:
 
     placement: Placement
     decays: bool
-    parameters: list[Parameter]
+    parameters: list[DeclaredParameter]
     starts: list[int]
     weights: torch.Tensor
-    sums: Sums
+    sums: GradientSums
     replicas: Axis
     holders: tuple[int, ...] = ()  # pipeline ranks that hold a copy too: the gradient is the sum over them
 
@@ -45,7 +45,7 @@ class Bucket:
         return self.sums.whole()
 
     @property
-    def share_of_sum(self) -> torch.Tensor:
+    def reduced_gradient_share(self) -> torch.Tensor:
         """This rank's share of the sum over ranks, once that is there; without one, of its own."""
         return self.gradients[self.share] if self.sums.reduced is None else self.sums.reduced
 
@@ -54,13 +54,13 @@ class Bucket:
         size = len(self.weights) // self.replicas.size
         return slice(self.replicas.index * size, (self.replicas.index + 1) * size)
 
-    def views(self, flat: torch.Tensor) -> Iterator[tuple[Parameter, torch.Tensor]]:
+    def parameter_views(self, flat: torch.Tensor) -> Iterator[tuple[DeclaredParameter, torch.Tensor]]:
         """Each parameter's part of a flat tensor of this bucket, in the parameter's shape."""
         for parameter, start in zip(self.parameters, self.starts, strict=True):
             tensor = parameter.tensor
             yield parameter, flat[start : start + tensor.numel()].view(tensor.shape)
 
-    def pieces(self) -> Iterator[tuple[Parameter, int, int, int]]:
+    def pieces(self) -> Iterator[tuple[DeclaredParameter, int, int, int]]:
         """What this rank's share holds: (parameter, from, to, at), the elements from..to of the flattened parameter
         lying at `at` in the share."""
         for parameter, start in zip(self.parameters, self.starts, strict=True):
@@ -73,7 +73,7 @@ class Bucket:
 def fill_buckets(
     model: nn.Module,
     world: World,
-    most: int = BUCKET,
+    most: int = BUCKET_ELEMENTS,
     held: Mapping[str, tuple[int, ...]] | None = None,
     gradients: str = "fp32",
 ) -> list[Bucket]:
@@ -81,8 +81,8 @@ def fill_buckets(
     of which several pipeline ranks hold copies, each in a bucket of its own, so that it lies alike on all.
     `gradients`: what those of a bf16 model are kept in."""
     held = held or {}
-    open_groups: dict[tuple[Placement, bool], list[Parameter]] = {}
-    full: list[list[Parameter]] = []
+    open_groups: dict[tuple[Placement, bool], list[DeclaredParameter]] = {}
+    full: list[list[DeclaredParameter]] = []
     alone = [parameter for parameter in declared_parameters(model) if parameter.name in held]
     for parameter in reversed([p for p in declared_parameters(model) if p.name not in held]):
         kind = (parameter.declaration.placement, parameter.declaration.decays)
@@ -90,11 +90,11 @@ def fill_buckets(
         group.append(parameter)
         if sum(p.tensor.numel() for p in group) >= most:
             full.append(open_groups.pop(kind))
-    shared = [make_bucket([parameter], world, gradients, held[parameter.name]) for parameter in alone]
-    return [make_bucket(group, world, gradients) for group in [*full, *open_groups.values()]] + shared
+    shared = [make_flat_bucket([parameter], world, gradients, held[parameter.name]) for parameter in alone]
+    return [make_flat_bucket(group, world, gradients) for group in [*full, *open_groups.values()]] + shared
 
 
-def sum_dtype(parameter: torch.Tensor, gradients: str = "fp32") -> torch.dtype:
+def gradient_sum_dtype(parameter: torch.Tensor, gradients: str = "fp32") -> torch.dtype:
     """What gradients add up in: fp32 for lower precision, unless they are to be kept in that. For fp32 on a CPU fp64,
     so that sums do not depend on their order and a run gives the same losses on any number of ranks; a GPU's memory is
     too dear for that."""
@@ -105,20 +105,22 @@ def sum_dtype(parameter: torch.Tensor, gradients: str = "fp32") -> torch.dtype:
     return torch.promote_types(parameter.dtype, torch.float32)
 
 
-def make_bucket(parameters: list[Parameter], world: World, gradients: str, holders: tuple[int, ...] = ()) -> Bucket:
+def make_flat_bucket(
+    parameters: list[DeclaredParameter], world: World, gradients: str, holders: tuple[int, ...] = ()
+) -> Bucket:
     starts, end = [], 0
     for parameter in parameters:
         starts.append(end)
-        end += -(-parameter.tensor.numel() // ALIGN) * ALIGN
+        end += -(-parameter.tensor.numel() // ALIGNMENT) * ALIGNMENT
     made = parameters[0].declaration
-    replicas = world.axis("gradients of", *made.placement.summed_axes)
-    end = -(-end // (ALIGN * replicas.size)) * ALIGN * replicas.size
+    replicas = world.axis("gradients of", *made.placement.gradient_sum_axes)
+    end = -(-end // (ALIGNMENT * replicas.size)) * ALIGNMENT * replicas.size
     like = parameters[0].tensor
     weights = torch.zeros(end, dtype=like.dtype, device=like.device)
     spans = [(start, start + p.tensor.numel()) for p, start in zip(parameters, starts, strict=True)]
-    sums = Sums(spans, end, weights, sum_dtype(like, gradients))
+    sums = GradientSums(spans, end, weights, gradient_sum_dtype(like, gradients))
     bucket = Bucket(made.placement, made.decays, parameters, starts, weights, sums, replicas, holders)
-    for parameter, view in bucket.views(weights):
+    for parameter, view in bucket.parameter_views(weights):
         view.copy_(parameter.tensor.detach())
         parameter.tensor.data = view
     return bucket

@@ -17,15 +17,15 @@ from functools import partial
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from moefold.comm.collectives import sum_
-from moefold.comm.reduce import Reduction, reduce_bf16, reduce_fp32
-from moefold.comm.transfers import sum_among
-from moefold.kernels.add_squares import add_squares
+from moefold.comm.collectives import all_reduce_no_grad
+from moefold.comm.grad_reduce import PendingReduction, reduce_scatter_bf16, reduce_scatter_fp32
+from moefold.comm.p2p import sum_over_members
+from moefold.kernels.optimizer.add_squares import add_squares
 from moefold.layout.axes import World
-from moefold.layout.landing import offer_place
+from moefold.layout.gradient_sink import attach_gradient_sink
 from moefold.shard.buckets import Bucket
 
-TRAVELS = {"fp32": reduce_fp32, "bf16": reduce_bf16}
+GRADIENT_REDUCTIONS = {"fp32": reduce_scatter_fp32, "bf16": reduce_scatter_bf16}
 
 
 class Gradients:
@@ -36,21 +36,30 @@ class Gradients:
         travel: str = "fp32",
         add_squares: Callable[..., None] = add_squares,
     ):
-        self.buckets, self.world, self.reduce, self.add_squares = buckets, world, TRAVELS[travel], add_squares
+        self.buckets, self.world, self.reduce, self.add_squares = (
+            buckets,
+            world,
+            GRADIENT_REDUCTIONS[travel],
+            add_squares,
+        )
         self.scale = torch.ones((), dtype=torch.float64, device=world.device)
         self.last: Set[str] = set()  # parameters whose next gradient is the last of the step
         self.moved: set[str] = set()  # parameters that have had a gradient, as far as this rank's shares know
         self.missing: list[int] = []
-        self.travelling: list[Reduction] = []
+        self.travelling: list[PendingReduction] = []
         self.hooks: list[RemovableHandle] = []
         for number, bucket in enumerate(buckets):
             for place, parameter in enumerate(bucket.parameters):
-                offer_place(parameter.tensor, partial(bucket.sums.lend, place), partial(bucket.sums.running, place))
-                hook = self.adding_to(number, place, parameter.name)
+                attach_gradient_sink(
+                    parameter.tensor,
+                    partial(bucket.sums.lend_gradient_memory, place),
+                    partial(bucket.sums.running_sum, place),
+                )
+                hook = self.accumulation_hook(number, place, parameter.name)
                 self.hooks.append(parameter.tensor.register_post_accumulate_grad_hook(hook))
         self.number_of = {p.name: number for number, bucket in enumerate(buckets) for p in bucket.parameters}
 
-    def let_go(self) -> None:
+    def remove_hooks(self) -> None:
         """Of the parameters, so that a run which is done with can be freed: Python does not see what hooks hold."""
         for hook in self.hooks:
             hook.remove()
@@ -62,23 +71,23 @@ class Gradients:
         for bucket in self.buckets:
             bucket.sums.release()
 
-    def expect_last(self, names: Set[str]) -> None:
+    def expect_last_gradients(self, names: Set[str]) -> None:
         """Before a backward that is the last to add to these parameters: what it finishes may leave."""
         self.last = names
 
-    def complete(self, names: Set[str]) -> None:
+    def mark_complete(self, names: Set[str]) -> None:
         """These parameters have all of their gradients."""
         self.last = set()
         for name in names:
             self.missing[self.number_of[name]] -= 1
-        self.send_finished()
+        self.send_finished_buckets()
 
-    def adding_to(self, number: int, place: int, name: str):
+    def accumulation_hook(self, number: int, place: int, name: str):
         """A hook that adds a parameter's finished gradient to its place in a bucket and lets it go."""
         sums = self.buckets[number].sums
 
-        def add(tensor: torch.Tensor) -> None:
-            added = sums.was_added(place)
+        def accumulate_gradient(tensor: torch.Tensor) -> None:
+            added = sums.was_added_in_place(place)
             if tensor.grad is None and not added:  # it comes later, apart from the data gradient
                 return
             if number < len(self.travelling):
@@ -88,11 +97,11 @@ class Gradients:
                 tensor.grad = None
             if name in self.last:
                 self.missing[number] -= 1
-                self.send_finished()
+                self.send_finished_buckets()
 
-        return add
+        return accumulate_gradient
 
-    def send_finished(self) -> None:
+    def send_finished_buckets(self) -> None:
         """Buckets leave in their fixed order, the same on every rank, whatever order they are finished in."""
         while len(self.travelling) < len(self.buckets) and self.missing[len(self.travelling)] <= 0:
             bucket = self.buckets[len(self.travelling)]
@@ -101,21 +110,21 @@ class Gradients:
     def finish(self, tokens: torch.Tensor) -> None:
         """Wait for the sums over all ranks, to be divided by the number of tokens of the global batch."""
         self.missing = [0] * len(self.buckets)  # a parameter that took no part has the gradient zero
-        self.send_finished()
+        self.send_finished_buckets()
         for bucket, reduction in zip(self.buckets, self.travelling, strict=True):
-            bucket.sums.reduced = sum_among(reduction.arrived(), bucket.holders, self.world.axis("pipe"))
+            bucket.sums.reduced = sum_over_members(reduction.arrived(), bucket.holders, self.world.axis("pipe"))
         self.scale = tokens.double().clamp(min=1).reciprocal()  # a batch may have nothing to learn from
 
-    def shares(self) -> Iterator[torch.Tensor]:
+    def gradient_shares(self) -> Iterator[torch.Tensor]:
         """This rank's share of the gradient in each bucket, as copies."""
         for bucket in self.buckets:
-            total = bucket.share_of_sum
+            total = bucket.reduced_gradient_share
             yield total.to(torch.promote_types(total.dtype, torch.float32)) * self.scale
 
     def note_moved(self) -> None:
         """Remember which parameters have a gradient that is not zero in this rank's shares. Waits for the device."""
         for bucket in self.buckets:
-            share = bucket.share_of_sum
+            share = bucket.reduced_gradient_share
             for parameter, first, last, at in bucket.pieces():
                 if parameter.name not in self.moved and share[at : at + last - first].any():
                     self.moved.add(parameter.name)
@@ -126,8 +135,8 @@ class Gradients:
         me = self.world.axis("pp").index
         total = torch.zeros((), dtype=torch.float64, device=self.world.device)
         counted = [bucket for bucket in self.buckets if not bucket.holders or bucket.holders[0] == me]
-        self.add_squares(total, *(bucket.share_of_sum for bucket in counted))
-        return sum_(total, self.world.everyone).sqrt() * self.scale
+        self.add_squares(total, *(bucket.reduced_gradient_share for bucket in counted))
+        return all_reduce_no_grad(total, self.world.everyone).sqrt() * self.scale
 
     def clip(self, max_norm: float) -> torch.Tensor:
         """Scale the gradient down to `max_norm` if it is longer; returns the norm before that. If that is no finite

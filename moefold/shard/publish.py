@@ -11,10 +11,10 @@ from functools import partial
 import torch
 from torch import nn
 
-from moefold.comm import traffic
-from moefold.comm.collectives import ALL_GATHER
-from moefold.comm.contract import agree
-from moefold.layout.declare import Declaring
+from moefold.comm import byte_counters
+from moefold.comm.check_collectives import check_agreement
+from moefold.comm.collectives import DIST_ALL_GATHER
+from moefold.layout.declare import DeclaringModule
 from moefold.shard.buckets import Bucket
 
 
@@ -24,10 +24,10 @@ class Publisher:
         self.under_way: dict[int, tuple[object, torch.Tensor]] = {}
         where = {id(p.tensor): i for i, bucket in enumerate(buckets) for p in bucket.parameters}
         for module in model.modules():
-            if isinstance(module, Declaring):
+            if isinstance(module, DeclaringModule):
                 needed = sorted({where[id(p)] for p in (*module.parameters(recurse=False), *module.borrowed)})
-                module.register_forward_pre_hook(partial(self.before_use, needed))
-        model.register_state_dict_pre_hook(lambda *_: self.await_all())
+                module.register_forward_pre_hook(partial(self.await_before_use, needed))
+        model.register_state_dict_pre_hook(lambda *_: self.await_all_buckets())
 
     def publish(self) -> None:
         """Start gathering every bucket's weights from the ranks that updated them."""
@@ -35,15 +35,15 @@ class Publisher:
             bucket = self.buckets[number]
             if bucket.replicas.size > 1:
                 mine = bucket.weights[bucket.share].clone()
-                agree("publish", bucket.replicas, mine)
-                traffic.note("publish", bucket.replicas, mine.nbytes * (bucket.replicas.size - 1))
-                work = ALL_GATHER(bucket.weights, mine, group=bucket.replicas.group, async_op=True)
+                check_agreement("publish", bucket.replicas, mine)
+                byte_counters.note_bytes_sent("publish", bucket.replicas, mine.nbytes * (bucket.replicas.size - 1))
+                work = DIST_ALL_GATHER(bucket.weights, mine, group=bucket.replicas.group, async_op=True)
                 self.under_way[number] = (work, mine)
 
-    def before_use(self, needed: list[int], *_: object) -> None:
+    def await_before_use(self, needed: list[int], *_: object) -> None:
         self.await_buckets(needed)
 
-    def await_all(self) -> None:
+    def await_all_buckets(self) -> None:
         self.await_buckets(list(self.under_way))
 
     def await_buckets(self, numbers: list[int]) -> None:

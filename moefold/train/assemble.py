@@ -11,35 +11,41 @@ from pathlib import Path
 
 import torch
 
-from moefold import __version__
-from moefold.anatomy.stages import embedding_ranks, norm_ranks, rank_of_stage, splits_weights, stages_of
-from moefold.comm.collectives import gather_objects
-from moefold.config.keys import keys_of, show
-from moefold.config.refused import Refused
-from moefold.config.rules import check
+from moefold.anatomy.stage_contents import (
+    embedding_ranks,
+    final_norm_ranks,
+    pipeline_stages,
+    rank_of_each_stage,
+    separates_weight_grads,
+)
+from moefold.comm.collectives import all_gather_objects
+from moefold.config.errors import UserError
+from moefold.config.keys import format_value, iterate_keys
+from moefold.config.rules import check_config
 from moefold.config.run import Config
-from moefold.data.loader import Loader
+from moefold.data.corpus import Corpus, load_corpus
+from moefold.data.loader import BatchLoader
 from moefold.data.tokenizer import Tokenizer, load_tokenizer
-from moefold.data.tokens import Corpus, load_corpus
-from moefold.dispatch.choose import choose_dispatcher
-from moefold.kernels.attention_measure import times_for
-from moefold.kernels.attention_times import known, remember
-from moefold.kernels.bind import Kernels, bind
-from moefold.kernels.catalog import Facts, facts_of, precision_on
+from moefold.dispatch.build import build_dispatcher
+from moefold.kernels.attention.autotune import known_or_measured_times
+from moefold.kernels.attention.timings import known_times, remember_times
+from moefold.kernels.bound import BoundKernels, bind_kernels
+from moefold.kernels.catalog import Facts, facts_from_config, training_precision
 from moefold.kernels.registry import DTYPES
 from moefold.layout.axes import World
-from moefold.model.attention.context import choose_context
-from moefold.model.choices import Choices
-from moefold.model.initialise import initialise
+from moefold.model.attention.context_parallel import choose_context_mechanism
+from moefold.model.initialise import initialise_parameters
+from moefold.model.parts import ModelParts
 from moefold.model.transformer import Transformer
-from moefold.observe.trace import Spans
+from moefold.observe.trace import SpanRecorder
 from moefold.optim.adamw import AdamW
 from moefold.pipeline.executor import Executor
-from moefold.precision.later import split_weight_gradients, splitting_kernels
-from moefold.precision.linear import use_products
+from moefold.precision.deferred_wgrad import split_weight_gradients, splitting_kernels
+from moefold.precision.linear import set_linear_products
 from moefold.shard.buckets import fill_buckets
 from moefold.shard.gradients import Gradients
 from moefold.shard.publish import Publisher
+from moefold.version import __version__
 
 
 @dataclass
@@ -50,19 +56,19 @@ class Run:
     world: World
     out: Path
     tokenizer: Tokenizer
-    loader: Loader
-    validation: Loader
+    loader: BatchLoader
+    validation: BatchLoader
     model: Transformer
     gradients: Gradients
     executor: Executor
     optimizer: AdamW
     parameters: Publisher
-    sound: torch.Tensor  # on the device: whether every loss and gradient so far was a number
+    all_finite: torch.Tensor  # on the device: whether every loss and gradient so far was a number
     step: int = 0
     before_update: Callable[[], None] = lambda: None  # whoever still reads the weights (a checkpoint) is waited for
 
 
-def assemble(
+def assemble_run(
     config: Config,
     world: World,
     out: Path,
@@ -71,14 +77,14 @@ def assemble(
 ) -> Run:
     """Everything a run needs. `corpus` stands in for the text that the configuration names; `weights` fills the model
     with weights from elsewhere."""
-    config = check(settled(config, world), world.size)
+    config = check_config(resolve_auto_values(config, world), world.size)
     require_agreement(config, world)
     torch.manual_seed(config.train.seed)
     tokenizer = load_tokenizer(config.data.tokenizer)
     loader, validation = make_loaders(config, corpus or load_corpus(config.data, tokenizer, config.model.vocab), world)
     kernels = choose_kernels(config, world)
     model = build_model(config, world, kernels, weights)
-    buckets = fill_buckets(model, world, held=held_copies(config), gradients=config.optim.gradients)
+    buckets = fill_buckets(model, world, held=pipeline_shared_weights(config), gradients=config.optim.gradients)
     gradients = Gradients(buckets, world, config.optim.gradient_travel, kernels.add_squares)
     return Run(
         config=config,
@@ -89,18 +95,18 @@ def assemble(
         validation=validation,
         model=model,
         gradients=gradients,
-        executor=Executor(config, model, gradients, world, Spans(world.rank)),
+        executor=Executor(config, model, gradients, world, SpanRecorder(world.rank)),
         optimizer=AdamW(buckets, config.optim, kernels),
         parameters=Publisher(model, buckets),
-        sound=torch.ones((), dtype=torch.bool, device=world.device),
+        all_finite=torch.ones((), dtype=torch.bool, device=world.device),
     )
 
 
 def require_agreement(config: Config, world: World) -> None:
     """Refuse ranks that were given other settings or run other code, before they train something nobody asked for."""
-    mine = {key.path: show(key.default) for key in keys_of(config)}
+    mine = {key.path: format_value(key.default) for key in iterate_keys(config)}
     mine |= {"moefold version": __version__, "torch version": torch.__version__, "moefold source": source_digest()}
-    everyone = gather_objects(mine, world.everyone)
+    everyone = all_gather_objects(mine, world.everyone)
     differing = [
         f"{name} = {other[name]} on rank {rank}, but {first} on rank 0; start all ranks alike"
         for name, first in everyone[0].items()
@@ -108,7 +114,7 @@ def require_agreement(config: Config, world: World) -> None:
         if other[name] != first
     ]
     if differing:
-        raise Refused(*differing)
+        raise UserError(*differing)
 
 
 @cache
@@ -121,60 +127,62 @@ def source_digest() -> str:
     return digest.hexdigest()[:16]
 
 
-def settled(config: Config, world: World) -> Config:
+def resolve_auto_values(config: Config, world: World) -> Config:
     """The configuration with every `auto` replaced by what it means here."""
     device = world.device.type
-    return replace(config, train=replace(config.train, device=device, precision=precision_on(device, config)))
+    return replace(config, train=replace(config.train, device=device, precision=training_precision(device, config)))
 
 
-def make_loaders(config: Config, corpus: Corpus, world: World) -> tuple[Loader, Loader]:
+def make_loaders(config: Config, corpus: Corpus, world: World) -> tuple[BatchLoader, BatchLoader]:
     c, dp = config, world.axis("dp")
     starts = (corpus.train_starts, corpus.held_out_starts) if c.data.attend == "document" else (None, None)
-    train = Loader(corpus.train, c.data.seq_len, c.train.global_batch, c.train.seed, dp, world.device, starts[0])
-    held_out = Loader(corpus.held_out, c.data.seq_len, c.train.validate_sequences, 0, dp, world.device, starts[1])
+    train = BatchLoader(corpus.train, c.data.seq_len, c.train.global_batch, c.train.seed, dp, world.device, starts[0])
+    held_out = BatchLoader(corpus.held_out, c.data.seq_len, c.train.validate_sequences, 0, dp, world.device, starts[1])
     return train, held_out
 
 
-def choose_kernels(config: Config, world: World) -> Kernels:
+def choose_kernels(config: Config, world: World) -> BoundKernels:
     capability = torch.cuda.get_device_capability(world.device) if world.device.type == "cuda" else (0, 0)
-    facts = facts_of(config, world.device.type, config.train.precision, capability)
-    learn_attention(facts, world)
-    return bind(facts, config.kernels.force)
+    facts = facts_from_config(config, world.device.type, config.train.precision, capability)
+    share_attention_timings(facts, world)
+    return bind_kernels(facts, config.kernels.force)
 
 
-def learn_attention(facts: Facts, world: World) -> None:
+def share_attention_timings(facts: Facts, world: World) -> None:
     """How long the ways of attending take on this card, if the choice depends on it: the same on every rank."""
-    times = gather_objects(times_for(facts), world.everyone)[0]
-    if facts.attention is not None and times and times != known(facts.capability, facts.attention):
-        remember(facts.capability, facts.attention, times)
+    times = all_gather_objects(known_or_measured_times(facts), world.everyone)[0]
+    if facts.attention is not None and times and times != known_times(facts.capability, facts.attention):
+        remember_times(facts.capability, facts.attention, times)
 
 
 def build_model(
-    config: Config, world: World, kernels: Kernels, start: Callable[[Transformer], None] | None = None
+    config: Config, world: World, kernels: BoundKernels, start: Callable[[Transformer], None] | None = None
 ) -> Transformer:
     """This rank's part of the model on its device in its precision, initialised by name and seed, or filled by `start`,
     which gives every parameter its value."""
-    splits = splits_weights(config)
-    choices = make_choices(config, world, kernels, splits)
+    splits = separates_weight_grads(config)
+    choices = make_model_parts(config, world, kernels, splits)
     here = world.axis("pp").index
-    stages = [s for s, home in zip(stages_of(config), rank_of_stage(config), strict=True) if home == here]
+    stages = [s for s, home in zip(pipeline_stages(config), rank_of_each_stage(config), strict=True) if home == here]
     with world.device, default_dtype(DTYPES[config.train.precision]):
         model = Transformer(config.model, choices, stages)
-    split_weight_gradients(model) if splits else use_products(model, kernels.linear)
-    start(model) if start else initialise(model, config.train.seed)
+    split_weight_gradients(model) if splits else set_linear_products(model, kernels.linear)
+    start(model) if start else initialise_parameters(model, config.train.seed)
     return model
 
 
-def make_choices(config: Config, world: World, kernels: Kernels, splits: bool = False) -> Choices:
+def make_model_parts(config: Config, world: World, kernels: BoundKernels, splits: bool = False) -> ModelParts:
     """`splits`: weight gradients are computed apart from data gradients."""
-    context = choose_context(config.parallel.context, kernels, world)
-    dispatcher = choose_dispatcher(config, kernels, world)
-    return Choices(world, splitting_kernels(kernels) if splits else kernels, dispatcher, context, config.data.seq_len)
+    context = choose_context_mechanism(config.parallel.context, kernels, world)
+    dispatcher = build_dispatcher(config, kernels, world)
+    return ModelParts(
+        world, splitting_kernels(kernels) if splits else kernels, dispatcher, context, config.data.seq_len
+    )
 
 
-def held_copies(config: Config) -> dict[str, tuple[int, ...]]:
+def pipeline_shared_weights(config: Config) -> dict[str, tuple[int, ...]]:
     """Parameters of which several pipeline ranks hold copies."""
-    ranks = {"embedding.weight": embedding_ranks(config), "head.norm.weight": norm_ranks(config)}
+    ranks = {"embedding.weight": embedding_ranks(config), "head.norm.weight": final_norm_ranks(config)}
     return {name: tuple(holders) for name, holders in ranks.items() if len(holders) > 1}
 
 

@@ -15,15 +15,15 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from moefold.checkpoint.boxes import elements
-from moefold.checkpoint.state import boxes_in_whole
-from moefold.config.rules import check
+from moefold.checkpoint.format.boxes import element_count
+from moefold.checkpoint.live.logical_tensors import boxes_in_whole
+from moefold.config.rules import check_config
 from moefold.config.run import Config, ParallelConfig, PipelineConfig
-from moefold.data.tokens import Corpus
+from moefold.data.corpus import Corpus
 from moefold.layout.axes import World
 from moefold.layout.declare import declared_parameters
-from moefold.model.moe.balance import Load, Loads
-from moefold.train.assemble import Run, assemble
+from moefold.model.moe.balance import ExpertLoad, LayerLoads
+from moefold.train.assemble import Run, assemble_run
 from moefold.train.step import train_step
 
 ROUTINGS = ("learned", "skewed", "one expert", "empty experts")
@@ -31,7 +31,7 @@ TOLERANCE = {"fp64": 1e-9, "fp32": 1e-5}
 
 
 @dataclass(frozen=True)
-class Seen:
+class TraceEntry:
     """One value or tensor part at one moment. `starts` is its place in the whole."""
 
     what: str
@@ -40,7 +40,7 @@ class Seen:
 
 
 @dataclass(frozen=True)
-class Difference:
+class ParityMismatch:
     """The first thing that differs: what, by how much (relative), and on which ranks."""
 
     what: str
@@ -51,7 +51,7 @@ class Difference:
         return f"{self.what} differs by {self.error:.2e} (relative) on rank{'s' * (len(self.ranks) > 1)} {self.ranks}"
 
 
-def shrunk(config: Config, world: int) -> Config:
+def shrink_config(config: Config, world: int) -> Config:
     """The same mechanisms and degrees at sizes that a CPU handles in a second; refused if the degrees fit no world of
     that many ranks."""
     m, a, moe, p = config.model, config.model.attention, config.model.moe, config.parallel
@@ -98,10 +98,10 @@ def shrunk(config: Config, world: int) -> Config:
     optim = replace(config.optim, warmup=0, lr=1e-2, eps=1e-3, max_norm=1e9, **plain)
     pipeline = replace(config.pipeline, layout="")  # the user's is for other numbers of layers
     small = replace(config, model=model, data=data, train=train, optim=optim, pipeline=pipeline)
-    return check(small, world)
+    return check_config(small, world)
 
 
-def on_one_rank(config: Config) -> Config:
+def single_rank_config(config: Config) -> Config:
     """The same run on a single rank, in larger microbatches where nothing is counted per microbatch."""
     moe = config.model.moe
     micro_batch = 2 if moe.capacity_factor == 0 and moe.aux_over != "microbatch" else 1
@@ -109,13 +109,13 @@ def on_one_rank(config: Config) -> Config:
     return replace(plain, train=replace(config.train, micro_batch=micro_batch))
 
 
-def trace(config: Config, world: World, steps: int, routing: str = "learned") -> list[Seen]:
+def trace_run(config: Config, world: World, steps: int, routing: str = "learned") -> list[TraceEntry]:
     """What this rank sees in the first steps of a run on random tokens."""
-    run = assemble(config, world, Path("."), corpus=random_corpus(config))
-    lean_routing(run, routing)
-    seen: list[Seen] = []
+    run = assemble_run(config, world, Path("."), corpus=random_corpus(config))
+    skew_routing_biases(run, routing)
+    seen: list[TraceEntry] = []
     for _ in range(steps):
-        seen += trace_step(run)
+        seen += trace_one_step(run)
     return seen
 
 
@@ -128,9 +128,9 @@ def random_corpus(config: Config) -> Corpus:
     return Corpus(tokens, tokens, starts, starts)
 
 
-def lean_routing(run: Run, routing: str) -> None:
+def skew_routing_biases(run: Run, routing: str) -> None:
     """Lean the selection biases so that routing is as uneven as asked."""
-    for load in (m for m in run.model.modules() if isinstance(m, Load)):
+    for load in (m for m in run.model.modules() if isinstance(m, ExpertLoad)):
         number = torch.arange(len(load.bias_E))
         lean = {
             "learned": torch.zeros(len(number)),
@@ -141,44 +141,46 @@ def lean_routing(run: Run, routing: str) -> None:
         load.bias_E.copy_(lean)
 
 
-def trace_step(run: Run) -> list[Seen]:
+def trace_one_step(run: Run) -> list[TraceEntry]:
     report = train_step(run, run.loader.next())
-    run.parameters.await_all()
+    run.parameters.await_all_buckets()
     at = f"step {run.step}: "
     weights = [
-        Seen(f"{at}weight {p.name}", tuple(s for s, _ in p.part), p.tensor.detach().clone())
+        TraceEntry(f"{at}weight {p.name}", tuple(s for s, _ in p.part), p.tensor.detach().clone())
         for p in declared_parameters(run.model)
     ]
     return [
-        Seen(f"{at}loss", (), torch.tensor(report.loss, dtype=torch.float64)),
-        *counts_of(report.loads, at),
-        *gradients_of(run, at),
-        Seen(f"{at}gradient norm", (), torch.tensor(report.grad_norm, dtype=torch.float64)),
+        TraceEntry(f"{at}loss", (), torch.tensor(report.loss, dtype=torch.float64)),
+        *expert_token_counts(report.loads, at),
+        *local_gradients(run, at),
+        TraceEntry(f"{at}gradient norm", (), torch.tensor(report.grad_norm, dtype=torch.float64)),
         *weights,
     ]
 
 
-def counts_of(loads: Loads, when: str) -> list[Seen]:
+def expert_token_counts(loads: LayerLoads, when: str) -> list[TraceEntry]:
     """How many tokens each expert of this rank's layers got."""
     return [
-        Seen(f"{when}tokens of each expert of layer {layer}", (0,), counts_E.double())
+        TraceEntry(f"{when}tokens of each expert of layer {layer}", (0,), counts_E.double())
         for layer, counts_E in zip(loads.layers, loads.counts_LE, strict=True)
     ]
 
 
-def gradients_of(run: Run, when: str) -> list[Seen]:
+def local_gradients(run: Run, when: str) -> list[TraceEntry]:
     """This rank's share of every gradient, as boxes of the whole parameter."""
-    seen: list[Seen] = []
-    for bucket, share in zip(run.gradients.buckets, run.gradients.shares(), strict=True):
+    seen: list[TraceEntry] = []
+    for bucket, share in zip(run.gradients.buckets, run.gradients.gradient_shares(), strict=True):
         for parameter, first, last, at in bucket.pieces():
             for begin, box in boxes_in_whole(first, last, parameter):
                 sizes, start = [size for _, size in box], at + begin - first
-                values = share[start : start + elements(box)].view(sizes).clone()
-                seen.append(Seen(f"{when}gradient {parameter.name}", tuple(s for s, _ in box), values))
+                values = share[start : start + element_count(box)].view(sizes).clone()
+                seen.append(TraceEntry(f"{when}gradient {parameter.name}", tuple(s for s, _ in box), values))
     return seen
 
 
-def compare(whole: Sequence[Seen], ranks: Sequence[Sequence[Seen]], tolerance: float) -> Difference | None:
+def first_mismatch(
+    whole: Sequence[TraceEntry], ranks: Sequence[Sequence[TraceEntry]], tolerance: float
+) -> ParityMismatch | None:
     """The first thing, in the order of the one-rank trace, in which some rank differs by more than the tolerance. A
     tensor's error is measured against the size of the whole tensor, so that a part of tiny numbers does not count as
     wrong for its rounding."""
@@ -197,12 +199,12 @@ def compare(whole: Sequence[Seen], ranks: Sequence[Sequence[Seen]], tolerance: f
             covered[seen.what] += seen.values.numel()
     for what in reference:
         if covered[what] < reference[what].numel():
-            return Difference(
+            return ParityMismatch(
                 f"{what}: only {covered[what]:.0f} of {reference[what].numel()} elements are held by any rank, and it",
                 1.0,
                 [],
             )
         bad = {rank: error for rank, error in worst[what].items() if error > tolerance}
         if bad:
-            return Difference(what, max(bad.values()), sorted(bad))
+            return ParityMismatch(what, max(bad.values()), sorted(bad))
     return None

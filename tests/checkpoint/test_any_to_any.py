@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from moefold.checkpoint.ledger import compare
-from moefold.checkpoint.saver import Saver
-from moefold.checkpoint.shelf import folder_of
-from moefold.checkpoint.verify import Opened, open_checkpoint
-from moefold.config.rule import Case
-from moefold.config.rules import broken
+from moefold.checkpoint.format.ledger import compare_ledgers
+from moefold.checkpoint.format.retention import step_folder_name
+from moefold.checkpoint.format.verify import OpenedCheckpoint, open_checkpoint
+from moefold.checkpoint.live.background_saver import BackgroundSaver
+from moefold.config.rule import ConfigOnRanks
+from moefold.config.rules import broken_rules
 from moefold.config.run import (
     AttentionConfig,
     Config,
@@ -28,10 +28,10 @@ from moefold.config.run import (
     PipelineConfig,
     TrainConfig,
 )
-from moefold.layout.axes import World, name_axes
-from moefold.train.assemble import Run, assemble
+from moefold.layout.axes import World, create_world
+from moefold.train.assemble import Run, assemble_run
 from moefold.train.parity import random_corpus
-from moefold.train.resume import resume_run, save_run, saver_of
+from moefold.train.resume import begin_checkpoint, make_background_saver, resume_run
 from moefold.train.step import train_step
 from tests.support.ranks import run_ranks
 
@@ -63,7 +63,7 @@ def legal_layouts() -> list[Config]:
         degrees: dict[str, Any] = dict(zip(AXES, sizes, strict=True))
         pipeline = PipelineConfig(vpp=vpp, schedule="interleaved" if vpp > 1 else "1f1b")
         config = replace(START, parallel=ParallelConfig(**degrees), pipeline=pipeline)
-        if not broken(Case(config, RANKS)):
+        if not broken_rules(ConfigOnRanks(config, RANKS)):
             found.append(config)
     return found
 
@@ -79,10 +79,10 @@ def chosen_layouts(seed: int) -> tuple[list[Config], list[int]]:
     return layouts, way
 
 
-def write(run: Run, saver: Saver) -> Opened:
-    save_run(run, saver)
+def write(run: Run, saver: BackgroundSaver) -> OpenedCheckpoint:
+    begin_checkpoint(run, saver)
     saver.wait()
-    return open_checkpoint(run.out / "checkpoints" / folder_of(run.step))
+    return open_checkpoint(run.out / "checkpoints" / step_folder_name(run.step))
 
 
 def losses(run: Run) -> list[tuple[float, float]]:
@@ -95,9 +95,9 @@ def wander(world: World, folder: str, layouts: list[Config], way: list[int]) -> 
     that follow from those of the first, and the tensors that are not exactly what the first had."""
     runs: list[Run] = []
     for number, config in enumerate(layouts):
-        here = name_axes(world.rank, world.size, world.device, config.parallel)
-        runs.append(assemble(config, here, Path(folder) / str(number), corpus=random_corpus(config)))
-    savers = [saver_of(run, str) for run in runs]
+        here = create_world(world.rank, world.size, world.device, config.parallel)
+        runs.append(assemble_run(config, here, Path(folder) / str(number), corpus=random_corpus(config)))
+    savers = [make_background_saver(run, str) for run in runs]
     first = runs[way[0]]
     losses(first)  # so that there is a state
     start = saved = write(first, savers[way[0]])
@@ -105,7 +105,7 @@ def wander(world: World, folder: str, layouts: list[Config], way: list[int]) -> 
     for n in way[1:]:
         resume_run(runs[n], str(saved.path), str)
         saved = write(runs[n], savers[n])
-        wrong = compare(start.ledger, saved.ledger)
+        wrong = compare_ledgers(start.ledger, saved.ledger)
         assert (saved.state["step"], saved.state["consumed"]) == (start.state["step"], start.state["consumed"])
         pairs = zip(expected, losses(runs[n]), strict=True)
         found.append((max(abs(x - y) for pair in pairs for x, y in zip(*pair, strict=True)), [d.text for d in wrong]))

@@ -15,18 +15,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import moefold.checkpoint.place as place_file
-from moefold.checkpoint.load import find, load, require
-from moefold.checkpoint.manifest import Damaged
-from moefold.checkpoint.save import save
-from moefold.checkpoint.shelf import Keep, committed
-from moefold.checkpoint.verify import verify
-from moefold.config.refused import Refused
+import moefold.checkpoint.format.storage as place_file
+from moefold.checkpoint.format.manifest import DamagedCheckpoint
+from moefold.checkpoint.format.retention import RetentionPolicy, committed_checkpoints
+from moefold.checkpoint.format.verify import verify_checkpoint
+from moefold.checkpoint.live.load import find_checkpoint, load_checkpoint, require_checkpoint
+from moefold.checkpoint.live.save import save_checkpoint
+from moefold.config.errors import UserError
 from moefold.config.run import ParallelConfig
-from moefold.layout.axes import World, name_axes
+from moefold.layout.axes import World, create_world
 from tests.support.ranks import run_ranks
 
-ALONE = name_axes(0, 1, torch.device("cpu"), ParallelConfig())
+ALONE = create_world(0, 1, torch.device("cpu"), ParallelConfig())
 
 
 def ignore(_: str) -> None: ...
@@ -38,14 +38,14 @@ def content(value: float, size: int = 1000) -> dict[str, torch.Tensor]:
 
 def put(folder: Path, step: int, keep: int = 2, value: float | None = None, keep_every: int = 0) -> Path:
     tensors = content(float(step) if value is None else value)
-    return Path(str(save(folder, step, tensors, {"step": step}, Keep(keep, keep_every), ALONE)))
+    return Path(str(save_checkpoint(folder, step, tensors, {"step": step}, RetentionPolicy(keep, keep_every), ALONE)))
 
 
 def newest(folder: Path) -> tuple[int, float]:
     """The step of the newest whole checkpoint and the value in it; both of its tensors are really loaded."""
-    found = require(folder, ALONE, ignore)
+    found = require_checkpoint(folder, ALONE, ignore)
     target = content(-1.0)
-    load(found, target, set(), ALONE)
+    load_checkpoint(found, target, set(), ALONE)
     assert (target["weight"] == target["scalar"]).all()
     return found.state["step"], target["scalar"].item()
 
@@ -62,7 +62,7 @@ def test_a_checkpoint_has_its_final_name_and_verifies(tmp_path: Path):
     path = put(tmp_path / "new" / "folder", 7)
     assert path.name == "step-00000007"
     assert names(path.parent) == {"step-00000007", "latest"}
-    assert verify(path).manifest["step"] == 7
+    assert verify_checkpoint(path).manifest["step"] == 7
     assert newest(path.parent) == newest(path) == (7, 7.0)
     path.parent.rename(tmp_path / "checkpoints")
     assert newest(tmp_path) == (7, 7.0), "a run's folder is searched too"
@@ -90,13 +90,13 @@ def test_keep_prunes_the_oldest_and_latest_points_at_the_newest(tmp_path: Path):
 def test_every_nth_is_kept_for_good_beside_the_last_ones(tmp_path: Path):
     for step in range(10, 90, 10):
         put(tmp_path, step, keep=2, keep_every=30)
-    assert [p.name[-2:] for p in committed(tmp_path)] == ["80", "70", "60", "30"]
+    assert [p.name[-2:] for p in committed_checkpoints(tmp_path)] == ["80", "70", "60", "30"]
 
 
 def test_the_order_is_that_of_numbers_beyond_eight_digits_too(tmp_path: Path):
     put(tmp_path, 99_999_999, keep=5)
     put(tmp_path, 100_000_000, keep=5)
-    assert [p.name for p in committed(tmp_path)] == ["step-100000000", "step-99999999"]
+    assert [p.name for p in committed_checkpoints(tmp_path)] == ["step-100000000", "step-99999999"]
     assert newest(tmp_path)[0] == 100_000_000
 
 
@@ -153,7 +153,7 @@ def dying_at(event: str, ending: str) -> None:
 
 def save_and_die(world: World, folder: str, event: str, ending: str) -> None:
     dying_at(event, ending)
-    save(Path(folder), 3, content(3.0), {"step": 3}, Keep(2), world)
+    save_checkpoint(Path(folder), 3, content(3.0), {"step": 3}, RetentionPolicy(2), world)
 
 
 MOMENTS = {
@@ -199,8 +199,8 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def assert_no_room(folder: Path, step: int, size: int) -> str:
-    with pytest.raises(Refused) as refused:
-        save(folder, step, content(float(step), size), {"step": step}, Keep(2), ALONE)
+    with pytest.raises(UserError) as refused:
+        save_checkpoint(folder, step, content(float(step), size), {"step": step}, RetentionPolicy(2), ALONE)
     return str(refused.value)
 
 
@@ -238,8 +238,10 @@ def save_while_others_fill_the_disk(world: World, folder: str, event: str, endin
 
     sys.addaudithook(watch)
     try:
-        save(Path(folder), 2, content(2.0, 200_000), {"step": 2, "text": "x" * 10_000}, Keep(2), world)
-    except Refused as refused:
+        save_checkpoint(
+            Path(folder), 2, content(2.0, 200_000), {"step": 2, "text": "x" * 10_000}, RetentionPolicy(2), world
+        )
+    except UserError as refused:
         return f"refused: {refused}"
     except BaseException as error:
         return f"{type(error).__name__}: {error}"
@@ -267,8 +269,8 @@ def save_with_small_files(world: World, folder: str, who: int) -> str:
         resource.setrlimit(resource.RLIMIT_FSIZE, (2000, resource.RLIM_INFINITY))
     tensors = {str(i): torch.full((10_000,), float(i)) for i in range(8)}
     try:
-        save(Path(folder), 2, tensors, {"step": 2}, Keep(2), world)
-    except Refused:
+        save_checkpoint(Path(folder), 2, tensors, {"step": 2}, RetentionPolicy(2), world)
+    except UserError:
         return "refused"
     except BaseException as error:
         return type(error).__name__
@@ -285,13 +287,13 @@ def test_a_rank_that_cannot_write_makes_every_rank_refuse(size: int, who: int, t
 
 def test_a_place_that_cannot_be_written_is_refused_with_its_name(tmp_path: Path):
     (tmp_path / "file").write_text("no folder")
-    with pytest.raises(Refused, match=str(tmp_path / "file")):
+    with pytest.raises(UserError, match=str(tmp_path / "file")):
         put(tmp_path / "file", 1)
 
 
 def save_something_json_cannot_say(world: World, folder: str) -> str:
     try:
-        save(Path(folder), 1, content(1.0), {"step": object()}, Keep(1), world)
+        save_checkpoint(Path(folder), 1, content(1.0), {"step": object()}, RetentionPolicy(1), world)
     except Exception as error:
         return str(error)
     return "saved"
@@ -303,18 +305,18 @@ def test_a_mistake_on_rank_zero_is_told_by_every_rank(tmp_path: Path):
 
 
 def test_nothing_is_found_where_nothing_is(tmp_path: Path):
-    assert find(tmp_path, ALONE, ignore) is None
-    assert find(tmp_path / "nowhere", ALONE, ignore) is None
+    assert find_checkpoint(tmp_path, ALONE, ignore) is None
+    assert find_checkpoint(tmp_path / "nowhere", ALONE, ignore) is None
     (tmp_path / "checkpoints" / "step-00000001.tmp").mkdir(parents=True)
-    assert find(tmp_path, ALONE, ignore) is None
-    with pytest.raises(Refused, match="no such folder"):
-        require(tmp_path / "nowhere", ALONE, ignore)
-    with pytest.raises(Damaged, match=r"no manifest\.json"):
-        verify(tmp_path)
+    assert find_checkpoint(tmp_path, ALONE, ignore) is None
+    with pytest.raises(UserError, match="no such folder"):
+        require_checkpoint(tmp_path / "nowhere", ALONE, ignore)
+    with pytest.raises(DamagedCheckpoint, match=r"no manifest\.json"):
+        verify_checkpoint(tmp_path)
 
 
 def everywhere(world: World, folder: str) -> str:
-    return require(Path(folder), world, ignore).path.name
+    return require_checkpoint(Path(folder), world, ignore).path.name
 
 
 def test_every_rank_finds_the_same_checkpoint(tmp_path: Path):

@@ -9,18 +9,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from moefold.checkpoint.boxes import elements
-from moefold.checkpoint.load import load, require
-from moefold.checkpoint.save import save
-from moefold.checkpoint.shelf import Keep
-from moefold.checkpoint.state import tensors_of
-from moefold.checkpoint.verify import open_checkpoint
+from moefold.checkpoint.format.boxes import element_count
+from moefold.checkpoint.format.retention import RetentionPolicy
+from moefold.checkpoint.format.verify import open_checkpoint
+from moefold.checkpoint.live.load import load_checkpoint, require_checkpoint
+from moefold.checkpoint.live.logical_tensors import collect_tensors
+from moefold.checkpoint.live.save import save_checkpoint
 from moefold.config.run import AttentionConfig, ModelConfig, MoeConfig, OptimConfig, ParallelConfig
-from moefold.kernels.bind import bind
+from moefold.kernels.bound import bind_kernels
 from moefold.kernels.catalog import Facts
-from moefold.layout.axes import World, alone, name_axes
-from moefold.layout.declare import Parameter, declared_parameters
-from moefold.model.moe.balance import Load
+from moefold.layout.axes import World, create_world, single_rank_world
+from moefold.layout.declare import DeclaredParameter, declared_parameters
+from moefold.model.moe.balance import ExpertLoad
 from moefold.model.transformer import Transformer
 from moefold.optim.adamw import AdamW
 from moefold.shard.buckets import fill_buckets
@@ -36,7 +36,7 @@ MODEL = ModelConfig(
     attention=AttentionConfig(heads=8, kv_heads=4, head_dim=6, qk_norm="full", qkv_bias=True, out_bias=True),
     moe=MoeConfig(experts=4, top_k=2, ffn=12, shared_ffn=8, dense_layers=1),
 )
-KERNELS = bind(Facts("cpu", "bf16", hidden=12, ffn=12))
+KERNELS = bind_kernels(Facts("cpu", "bf16", hidden=12, ffn=12))
 
 
 def ignore(_: str) -> None: ...
@@ -49,7 +49,7 @@ def make(world: World) -> tuple[Transformer, AdamW]:
     return model, AdamW(buckets, OptimConfig(), KERNELS)
 
 
-def whole_values(parameter: Parameter, kind: str, dtype: torch.dtype) -> torch.Tensor:
+def whole_values(parameter: DeclaredParameter, kind: str, dtype: torch.dtype) -> torch.Tensor:
     """What the whole of a parameter (or of its state) holds: other numbers for each."""
     generator = torch.Generator().manual_seed(sum(i * ord(c) for i, c in enumerate(parameter.name + kind)))
     return torch.randn(parameter.declaration.shape, generator=generator).to(dtype)
@@ -65,7 +65,7 @@ def pieces(model: Transformer, optimizer: AdamW) -> list[tuple[str, torch.Tensor
         place = tuple(slice(start, start + size) for start, size in p.part)
         mine = whole_values(p, kind, values.dtype)[place].flatten()
         found.append((f"{p.name}.{kind}", values, mine[first : first + len(values)]))
-    for i, module in enumerate(m for m in model.modules() if isinstance(m, Load)):
+    for i, module in enumerate(m for m in model.modules() if isinstance(m, ExpertLoad)):
         found.append((f"bias {i}", module.bias_E, torch.arange(4.0) + i))
     return found
 
@@ -74,7 +74,7 @@ def write(world: World, folder: str) -> int:
     model, optimizer = make(world)
     for _, held, right in pieces(model, optimizer):
         held.copy_(right)
-    save(Path(folder), 1, tensors_of(model, optimizer), {"step": 1}, Keep(1), world)
+    save_checkpoint(Path(folder), 1, collect_tensors(model, optimizer), {"step": 1}, RetentionPolicy(1), world)
     return sum(held.numel() for name, held, _ in pieces(model, optimizer) if name.endswith(".mean"))
 
 
@@ -83,13 +83,15 @@ def read(world: World, folder: str) -> list[str]:
     model, optimizer = make(world)
     for _, held, _ in pieces(model, optimizer):
         held.fill_(-77.0)
-    load(require(Path(folder), world, ignore), tensors_of(model, optimizer), optional=set(), world=world)
+    load_checkpoint(
+        require_checkpoint(Path(folder), world, ignore), collect_tensors(model, optimizer), optional=set(), world=world
+    )
     return [name for name, held, right in pieces(model, optimizer) if not torch.equal(held, right)]
 
 
 def move(world: World, folder: str, layouts: list[dict[str, int]]) -> list[list[str]]:
     """Written under each layout and read under the next one of the list, in the same processes."""
-    worlds = [name_axes(world.rank, world.size, world.device, ParallelConfig(**layout)) for layout in layouts]
+    worlds = [create_world(world.rank, world.size, world.device, ParallelConfig(**layout)) for layout in layouts]
     wrong = []
     for number, (writer, reader) in enumerate(pairwise(worlds)):
         write(writer, f"{folder}/{number}")
@@ -121,9 +123,9 @@ def test_what_one_layout_saves_another_loads_exactly_optimizer_included(tmp_path
 @pytest.mark.parametrize("layout", [{}, {"tp": 2, "ep": 2, "etp": 2}], ids=str)
 def test_one_rank_loads_what_four_saved_and_the_reverse(layout: dict[str, int], tmp_path: Path):
     held = run_ranks(write, 4, str(tmp_path / "four"), **layout)
-    assert sum(held) == sum(prod(p.declaration.shape) for p in declared_parameters(make(alone())[0]))
-    assert read(alone(), str(tmp_path / "four")) == []
-    write(alone(), str(tmp_path / "one"))
+    assert sum(held) == sum(prod(p.declaration.shape) for p in declared_parameters(make(single_rank_world())[0]))
+    assert read(single_rank_world(), str(tmp_path / "four")) == []
+    write(single_rank_world(), str(tmp_path / "one"))
     assert run_ranks(read, 4, str(tmp_path / "one"), **layout) == [[]] * 4
 
 
@@ -131,4 +133,4 @@ def test_every_element_is_written_once(tmp_path: Path):
     run_ranks(write, 4, str(tmp_path), tp=2, ep=2, etp=2)
     opened = open_checkpoint(tmp_path / "step-00000001")
     for name, entry in opened.ledger.items():
-        assert sum(elements(chunk.box) for chunk in opened.index[name]) == prod(entry.shape), name
+        assert sum(element_count(chunk.box) for chunk in opened.index[name]) == prod(entry.shape), name

@@ -10,18 +10,18 @@ from typing import Any
 
 import torch
 
-from moefold.checkpoint.boxes import elements
-from moefold.checkpoint.load import load, require
-from moefold.checkpoint.save import save
-from moefold.checkpoint.shelf import Keep
-from moefold.checkpoint.state import tensors_of
-from moefold.checkpoint.verify import open_checkpoint
+from moefold.checkpoint.format.boxes import element_count
+from moefold.checkpoint.format.retention import RetentionPolicy
+from moefold.checkpoint.format.verify import open_checkpoint
+from moefold.checkpoint.live.load import load_checkpoint, require_checkpoint
+from moefold.checkpoint.live.logical_tensors import collect_tensors
+from moefold.checkpoint.live.save import save_checkpoint
 from moefold.config.run import Config, ParallelConfig, PipelineConfig
-from moefold.layout.axes import World, alone, name_axes
-from moefold.model.moe.balance import Load
+from moefold.layout.axes import World, create_world, single_rank_world
+from moefold.model.moe.balance import ExpertLoad
 from moefold.presets.zoo import PRESETS
-from moefold.train.assemble import Run, assemble
-from moefold.train.parity import random_corpus, shrunk
+from moefold.train.assemble import Run, assemble_run
+from moefold.train.parity import random_corpus, shrink_config
 from tests.checkpoint.test_layouts import ignore, whole_values
 from tests.support.ranks import run_ranks
 
@@ -45,7 +45,7 @@ def config_of(layout: Layout, world: int) -> Config:
     start = PRESETS["deepseek-v3-tiny"]()
     start = replace(start, parallel=ParallelConfig(**degrees), model=replace(start.model, tied_head=True))
     start = replace(start, pipeline=replace(pipeline, layout=""), train=replace(start.train, precision="bf16"))
-    small = shrunk(start, world)
+    small = shrink_config(start, world)
     attention = replace(small.model.attention, heads=4, kv_heads=4)
     moe = replace(small.model.moe, shared_ffn=16)  # the same on every layout
     model = replace(small.model, layers=6, vocab=256, dense_ffn=32, attention=attention, moe=moe)
@@ -55,14 +55,14 @@ def config_of(layout: Layout, world: int) -> Config:
 
 def made(layout: Layout, world: World) -> Run:
     config = config_of(layout, world.size)
-    return assemble(config, world, Path("."), corpus=random_corpus(config))
+    return assemble_run(config, world, Path("."), corpus=random_corpus(config))
 
 
 def pieces(run: Run) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
     """(name, what this rank holds, what that should be)."""
     found: list[tuple[str, torch.Tensor, torch.Tensor]] = []
     for bucket in run.gradients.buckets:
-        for p, view in bucket.views(bucket.weights):
+        for p, view in bucket.parameter_views(bucket.weights):
             place = tuple(slice(start, start + size) for start, size in p.part)
             found.append((p.name, view, whole_values(p, "weight", view.dtype)[place]))
     for p, kind, first, values in run.optimizer.state():
@@ -70,7 +70,7 @@ def pieces(run: Run) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
         mine = whole_values(p, kind, values.dtype)[place].flatten()
         found.append((f"{p.name}.{kind}", values, mine[first : first + len(values)]))
     for module in run.model.modules():
-        if isinstance(module, Load):
+        if isinstance(module, ExpertLoad):
             found.append(
                 (f"bias {module.layer}", module.bias_E, torch.arange(len(module.bias_E)) + 10.0 * module.layer)
             )
@@ -80,15 +80,20 @@ def pieces(run: Run) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
 def write(run: Run, folder: str) -> None:
     for _, mine, right in pieces(run):
         mine.copy_(right)
-    save(Path(folder), 1, tensors_of(run.model, run.optimizer), {"step": 1}, Keep(1), run.world)
+    save_checkpoint(
+        Path(folder), 1, collect_tensors(run.model, run.optimizer), {"step": 1}, RetentionPolicy(1), run.world
+    )
 
 
 def read(run: Run, folder: str) -> list[str]:
     """The names of what is not exactly what was saved."""
     for _, mine, _ in pieces(run):
         mine.fill_(-77.0)
-    load(
-        require(Path(folder), run.world, ignore), tensors_of(run.model, run.optimizer), optional=set(), world=run.world
+    load_checkpoint(
+        require_checkpoint(Path(folder), run.world, ignore),
+        collect_tensors(run.model, run.optimizer),
+        optional=set(),
+        world=run.world,
     )
     return [name for name, mine, right in pieces(run) if not torch.equal(mine, right)]
 
@@ -96,7 +101,8 @@ def read(run: Run, folder: str) -> list[str]:
 def move(world: World, folder: str, route: list[Layout]) -> list[list[str]]:
     """Written under each layout and read under the next, in the same processes."""
     runs = [
-        made(layout, name_axes(world.rank, world.size, world.device, ParallelConfig(**layout[1]))) for layout in route
+        made(layout, create_world(world.rank, world.size, world.device, ParallelConfig(**layout[1])))
+        for layout in route
     ]
     wrong = []
     for number, (writer, reader) in enumerate(pairwise(runs)):
@@ -114,7 +120,7 @@ def test_what_one_pipeline_saves_another_loads_exactly_optimizer_included(tmp_pa
     for folder in sorted(tmp_path.glob("*/step-*")):
         opened = open_checkpoint(folder)
         for name, entry in opened.ledger.items():
-            written = sum(elements(chunk.box) for chunk in opened.index[name])
+            written = sum(element_count(chunk.box) for chunk in opened.index[name])
             assert written == prod(entry.shape), f"{folder.parent.name} {name}: every element is written once"
 
 
@@ -132,6 +138,6 @@ def test_one_rank_loads_what_a_pipeline_saved_and_a_longer_pipeline_what_one_ran
     one: Layout = (PipelineConfig(), {})
     more: dict[str, Any] = {"pp": 2}
     run_ranks(write_there, 2, str(tmp_path / "two"), two, **more)
-    assert read(made(one, alone()), str(tmp_path / "two")) == []
-    write(made(one, alone()), str(tmp_path / "one"))
+    assert read(made(one, single_rank_world()), str(tmp_path / "two")) == []
+    write(made(one, single_rank_world()), str(tmp_path / "one"))
     assert run_ranks(read_there, 4, str(tmp_path / "one"), four, pp=4) == [[]] * 4

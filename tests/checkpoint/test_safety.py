@@ -19,22 +19,31 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 import moefold
-from moefold.checkpoint.ledger import compare
-from moefold.checkpoint.load import find, load, require
-from moefold.checkpoint.manifest import FORMAT, LEDGER, MANIFEST, STATE, Damaged, canonical, seal, unseal
-from moefold.checkpoint.save import save
-from moefold.checkpoint.shelf import Keep
-from moefold.checkpoint.state import Part, described, tensors_of
-from moefold.checkpoint.verify import verify
-from moefold.config.refused import Refused
+from moefold.checkpoint.format.ledger import compare_ledgers
+from moefold.checkpoint.format.manifest import (
+    CHECKPOINT_FORMAT,
+    LEDGER_FILE,
+    MANIFEST_FILE,
+    STATE_FILE,
+    DamagedCheckpoint,
+    canonical_json,
+    seal_manifest,
+    unseal_manifest,
+)
+from moefold.checkpoint.format.retention import RetentionPolicy
+from moefold.checkpoint.format.verify import verify_checkpoint
+from moefold.checkpoint.live.load import find_checkpoint, load_checkpoint, require_checkpoint
+from moefold.checkpoint.live.logical_tensors import TensorPart, as_tensor_part, collect_tensors
+from moefold.checkpoint.live.save import save_checkpoint
+from moefold.config.errors import UserError
 from moefold.config.run import ParallelConfig
-from moefold.layout.axes import name_axes
+from moefold.layout.axes import create_world
 from moefold.optim.adamw import AdamW
-from moefold.presets.recipe import resolve
+from moefold.presets.recipe import resolve_recipe
 from moefold.shard.buckets import fill_buckets
-from moefold.train.assemble import build_model, choose_kernels, settled
+from moefold.train.assemble import build_model, choose_kernels, resolve_auto_values
 
-ALONE = name_axes(0, 1, torch.device("cpu"), ParallelConfig())
+ALONE = create_world(0, 1, torch.device("cpu"), ParallelConfig())
 SMALL = [
     "--model.layers=2",
     "--model.hidden=16",
@@ -48,16 +57,16 @@ SMALL = [
 ]
 
 
-def model_tensors(seed: int = 1) -> dict[str, torch.Tensor | Part]:
+def model_tensors(seed: int = 1) -> dict[str, torch.Tensor | TensorPart]:
     """The state of a real, small model in bf16 with its optimizer."""
-    config = settled(resolve("tiny", [*SMALL, f"--train.seed={seed}"]), ALONE)
+    config = resolve_auto_values(resolve_recipe("tiny", [*SMALL, f"--train.seed={seed}"]), ALONE)
     kernels = choose_kernels(config, ALONE)
     model = build_model(config, ALONE, kernels)
-    return tensors_of(model, AdamW(fill_buckets(model, ALONE), config.optim, kernels))
+    return collect_tensors(model, AdamW(fill_buckets(model, ALONE), config.optim, kernels))
 
 
-def same(a: torch.Tensor | Part, b: torch.Tensor | Part) -> bool:
-    pairs = zip(described(a).held, described(b).held, strict=True)
+def same(a: torch.Tensor | TensorPart, b: torch.Tensor | TensorPart) -> bool:
+    pairs = zip(as_tensor_part(a).held, as_tensor_part(b).held, strict=True)
     return all(mine.box == other.box and torch.equal(mine.read(), other.read()) for mine, other in pairs)
 
 
@@ -68,16 +77,16 @@ def ignore(_: str) -> None: ...
 def folder(tmp_path: Path) -> Path:
     """Two checkpoints, of steps 1 and 2."""
     for step in (1, 2):
-        save(tmp_path / "checkpoints", step, model_tensors(step), {"step": step}, Keep(5), ALONE)
+        save_checkpoint(tmp_path / "checkpoints", step, model_tensors(step), {"step": step}, RetentionPolicy(5), ALONE)
     return tmp_path / "checkpoints"
 
 
 def is_passed_over(folder: Path) -> None:
     """Step 2 is damaged, is said to be, and step 1 is found and loads."""
-    with pytest.raises(Damaged):
-        verify(folder / "step-00000002")
+    with pytest.raises(DamagedCheckpoint):
+        verify_checkpoint(folder / "step-00000002")
     said: list[str] = []
-    found = find(folder, ALONE, said.append)
+    found = find_checkpoint(folder, ALONE, said.append)
     assert found is not None
     assert found.path.name == "step-00000001"
     assert len(said) == 1
@@ -98,18 +107,18 @@ def test_fifty_flipped_bits_are_noticed_fifty_times_and_the_checkpoint_before_is
         file.write_bytes(changed)
         is_passed_over(folder)
         file.write_bytes(before)
-    assert verify(folder / "step-00000002").manifest["step"] == 2
+    assert verify_checkpoint(folder / "step-00000002").manifest["step"] == 2
 
 
 def test_every_single_bit_of_a_manifest_matters():
-    raw = seal({"format": FORMAT, "step": 2, "files": {"a": {"bytes": 12, "sha256": "0a1b"}}})
-    assert unseal(raw)["step"] == 2
+    raw = seal_manifest({"format": CHECKPOINT_FORMAT, "step": 2, "files": {"a": {"bytes": 12, "sha256": "0a1b"}}})
+    assert unseal_manifest(raw)["step"] == 2
     for place in range(len(raw)):
         for bit in range(8):
             changed = bytearray(raw)
             changed[place] ^= 1 << bit
-            with pytest.raises(Damaged):
-                unseal(bytes(changed))
+            with pytest.raises(DamagedCheckpoint):
+                unseal_manifest(bytes(changed))
 
 
 def damages() -> dict[str, Callable[[Path], Any]]:
@@ -154,17 +163,17 @@ def test_any_damage_is_noticed_and_the_checkpoint_before_is_taken(damage: str, f
 def test_if_all_are_damaged_each_is_named_and_nothing_is_loaded(folder: Path):
     for step in (1, 2):
         os.truncate(folder / f"step-0000000{step}" / "state.json", 3)
-    with pytest.raises(Refused) as refused:
-        find(folder, ALONE, ignore)
+    with pytest.raises(UserError) as refused:
+        find_checkpoint(folder, ALONE, ignore)
     assert len(str(refused.value).splitlines()) == 3
     assert all(f"step-0000000{step}" in str(refused.value) for step in (1, 2))
 
 
 def rewrite_manifest(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     """Change the manifest as somebody would who knows how it is sealed."""
-    content = unseal((path / MANIFEST).read_bytes())
+    content = unseal_manifest((path / MANIFEST_FILE).read_bytes())
     change(content)
-    (path / MANIFEST).write_bytes(seal(content))
+    (path / MANIFEST_FILE).write_bytes(seal_manifest(content))
 
 
 def header(raw: bytes) -> bytes:
@@ -201,22 +210,22 @@ def test_a_manifest_that_names_files_elsewhere_is_refused(name: str, folder: Pat
     [
         lambda content: content.pop("files"),
         lambda content: content["files"].clear(),
-        lambda content: content["files"].pop(LEDGER),
-        lambda content: content["files"].pop(STATE),
+        lambda content: content["files"].pop(LEDGER_FILE),
+        lambda content: content["files"].pop(STATE_FILE),
         lambda content: content["files"]["state.json"].pop("bytes"),
     ],
     ids=["no files", "empty files", "no ledger", "no state", "no size"],
 )
 def test_a_sealed_manifest_that_lacks_what_a_checkpoint_needs_is_damaged(change, folder: Path):
     rewrite_manifest(folder / "step-00000002", change)
-    with pytest.raises(Damaged):
-        verify(folder / "step-00000002")
+    with pytest.raises(DamagedCheckpoint):
+        verify_checkpoint(folder / "step-00000002")
 
 
 def test_another_format_is_named(folder: Path):
     rewrite_manifest(folder / "step-00000002", lambda content: content.update(format="moefold checkpoint 9"))
-    with pytest.raises(Damaged, match="moefold checkpoint 9"):
-        verify(folder / "step-00000002")
+    with pytest.raises(DamagedCheckpoint, match="moefold checkpoint 9"):
+        verify_checkpoint(folder / "step-00000002")
 
 
 class Payload:
@@ -243,10 +252,10 @@ def marker(tmp_path: Path) -> Iterator[Path]:
 def test_a_malicious_metadata_beside_a_good_checkpoint_is_not_opened(folder: Path, marker: Path):
     path = folder / "step-00000002"
     (path / ".metadata").write_bytes(pickle.dumps(Payload(marker)))
-    found = require(folder, ALONE, ignore)
+    found = require_checkpoint(folder, ALONE, ignore)
     assert found.path == path
     target = model_tensors(seed=9)
-    load(found, target, set(), ALONE)
+    load_checkpoint(found, target, set(), ALONE)
     expected = model_tensors(seed=2)
     assert all(same(target[name], expected[name]) for name in expected)
 
@@ -270,9 +279,9 @@ def test_torchs_own_reader_would_have_run_the_payload(tmp_path: Path):
 @pytest.mark.filterwarnings("ignore:torch.distributed")
 def test_a_foreign_checkpoint_is_refused_without_being_opened(tmp_path: Path, marker: Path):
     foreign(tmp_path / "foreign", marker)
-    assert find(tmp_path / "foreign", ALONE, ignore) is None
-    with pytest.raises(Refused, match="pickled files, which moefold never opens"):
-        require(tmp_path / "foreign", ALONE, ignore)
+    assert find_checkpoint(tmp_path / "foreign", ALONE, ignore) is None
+    with pytest.raises(UserError, match="pickled files, which moefold never opens"):
+        require_checkpoint(tmp_path / "foreign", ALONE, ignore)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed")
@@ -306,24 +315,24 @@ def test_a_pickle_whose_digest_was_put_into_the_manifest_runs_nothing_either(kin
     path = folder / "step-00000002"
     PICKLES[kind](path / name, marker)
     reseal(path, name)
-    with pytest.raises(Refused):
-        load(require(path, ALONE, ignore), model_tensors(), set(), ALONE)
+    with pytest.raises(UserError):
+        load_checkpoint(require_checkpoint(path, ALONE, ignore), model_tensors(), set(), ALONE)
 
 
 def test_tensors_that_cannot_be_read_are_refused_in_a_line(folder: Path, marker: Path):
     path = folder / "step-00000002"
     write_pickle(path / "rank-00000.safetensors", marker)
     reseal(path, "rank-00000.safetensors")
-    with pytest.raises(Refused, match="is no safetensors file"):
-        load(require(path, ALONE, ignore), model_tensors(), set(), ALONE)
+    with pytest.raises(UserError, match="is no safetensors file"):
+        load_checkpoint(require_checkpoint(path, ALONE, ignore), model_tensors(), set(), ALONE)
 
 
 def edit_ledger(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     """Change the ledger, and the manifest with it."""
-    content = json.loads((path / LEDGER).read_text())
+    content = json.loads((path / LEDGER_FILE).read_text())
     change(content["tensors"])
-    (path / LEDGER).write_text(json.dumps(content))
-    reseal(path, LEDGER)
+    (path / LEDGER_FILE).write_text(json.dumps(content))
+    reseal(path, LEDGER_FILE)
 
 
 FIRST = "model.embedding.weight"
@@ -344,8 +353,8 @@ ABSURD = {
 def test_a_ledger_that_makes_no_sense_is_refused_in_a_line(absurdity: str, folder: Path, marker: Path):
     """torch's format knows byte items, which are pickles; this one has no way to say so."""
     edit_ledger(folder / "step-00000002", lambda tensors: tensors[FIRST].update(ABSURD[absurdity]))
-    with pytest.raises(Damaged) as damaged:
-        verify(folder / "step-00000002")
+    with pytest.raises(DamagedCheckpoint) as damaged:
+        verify_checkpoint(folder / "step-00000002")
     assert "\n" not in str(damaged.value)
     is_passed_over(folder)
 
@@ -414,28 +423,29 @@ def test_what_was_done_to_the_tensors_is_told_by_name(edit: str, folder: Path):
     change, told = EDITS[edit]
     path = folder / "step-00000002"
     rewrite(path, change)
-    with pytest.raises(Damaged) as damaged:
-        verify(path)
+    with pytest.raises(DamagedCheckpoint) as damaged:
+        verify_checkpoint(path)
     assert damaged.value.problems == (told,)
     said: list[str] = []
-    found = find(folder, ALONE, said.append)
+    found = find_checkpoint(folder, ALONE, said.append)
     assert found is not None
     assert found.path.name == "step-00000001"
     assert told in said[0]
-    with pytest.raises(Refused, match="is damaged") as refused:
-        require(path, ALONE, ignore)
+    with pytest.raises(UserError, match="is damaged") as refused:
+        require_checkpoint(path, ALONE, ignore)
     assert told in str(refused.value)
 
 
 def resave(path: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> Path:
     """A checkpoint that some tool wrote anew, with a ledger that agrees with what it holds."""
-    tensors = {name: torch.cat([h.read().flatten() for h in described(t).held]).view(described(t).shape)
+    tensors = {name: torch.cat([h.read().flatten() for h in as_tensor_part(t).held]).view(as_tensor_part(t).shape)
                for name, t in model_tensors(2).items()}  # fmt: skip
     change(tensors)
     stacked = {
-        name: Part(tuple(t.shape), t.dtype, described(t).held, ".experts." in name) for name, t in tensors.items()
+        name: TensorPart(tuple(t.shape), t.dtype, as_tensor_part(t).held, ".experts." in name)
+        for name, t in tensors.items()
     }
-    return Path(str(save(path, 2, stacked, {"step": 2}, Keep(5), ALONE)))
+    return Path(str(save_checkpoint(path, 2, stacked, {"step": 2}, RetentionPolicy(5), ALONE)))
 
 
 def without_expert(tensors: dict[str, torch.Tensor]) -> None:
@@ -461,12 +471,15 @@ TOOLS = {
 def test_what_a_tool_changed_in_a_sound_checkpoint_is_told_by_comparing_and_by_loading(tool, folder, tmp_path: Path):
     change, told, refused_with = TOOLS[tool]
     made = resave(tmp_path / "tool", change)
-    texts = [each.text for each in compare(verify(folder / "step-00000002").ledger, verify(made).ledger)]
+    texts = [
+        each.text
+        for each in compare_ledgers(verify_checkpoint(folder / "step-00000002").ledger, verify_checkpoint(made).ledger)
+    ]
     assert told in texts
     assert all(DOWN in text or FIRST in text for text in texts)
     if refused_with:
-        with pytest.raises(Refused) as refused:
-            load(require(made, ALONE, ignore), model_tensors(), set(), ALONE)
+        with pytest.raises(UserError) as refused:
+            load_checkpoint(require_checkpoint(made, ALONE, ignore), model_tensors(), set(), ALONE)
         assert refused_with in str(refused.value)
 
 
@@ -500,16 +513,16 @@ def be_of_a_strange_dtype(entries: dict[str, Any], data: bytearray) -> None:
 )
 def test_chunks_that_make_no_sense_are_refused_at_once_with_their_name(edit, folder: Path):
     rewrite(folder / "step-00000002", edit)
-    with pytest.raises(Damaged) as damaged:
-        verify(folder / "step-00000002")
+    with pytest.raises(DamagedCheckpoint) as damaged:
+        verify_checkpoint(folder / "step-00000002")
     assert FIRST in str(damaged.value) or "U16" in str(damaged.value)
     is_passed_over(folder)
 
 
 def test_a_ledger_that_claims_far_more_than_there_is_is_refused_at_once(folder: Path):
     edit_ledger(folder / "step-00000002", lambda tensors: tensors[FIRST].update({"shape": [1 << 39, 16]}))
-    with pytest.raises(Damaged, match=f'"{FIRST}" has shape'):
-        verify(folder / "step-00000002")
+    with pytest.raises(DamagedCheckpoint, match=f'"{FIRST}" has shape'):
+        verify_checkpoint(folder / "step-00000002")
 
 
 def test_a_link_in_place_of_a_file_is_refused(folder: Path, tmp_path: Path):
@@ -520,7 +533,7 @@ def test_a_link_in_place_of_a_file_is_refused(folder: Path, tmp_path: Path):
         is_passed_over(folder)
         (path / name).unlink()
         (tmp_path / name).rename(path / name)
-    assert verify(path)
+    assert verify_checkpoint(path)
 
 
 @pytest.mark.parametrize("length", [0, 1, 1 << 20, (1 << 63) + 5])
@@ -536,8 +549,8 @@ def test_a_link_where_a_checkpoint_is_to_be_written_is_not_followed(tmp_path: Pa
     (tmp_path / "elsewhere" / "mine").write_text("precious")
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "step-00000002.tmp").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(Refused, match="cannot write"):
-        save(tmp_path / "run", 2, model_tensors(), {"step": 2}, Keep(1), ALONE)
+    with pytest.raises(UserError, match="cannot write"):
+        save_checkpoint(tmp_path / "run", 2, model_tensors(), {"step": 2}, RetentionPolicy(1), ALONE)
     assert [f.name for f in (tmp_path / "elsewhere").iterdir()] == ["mine"]
 
 
@@ -593,16 +606,16 @@ def test_a_planted_reader_of_pickles_is_found(text: str, tmp_path: Path):
 
 
 def test_the_seal_is_over_everything_but_itself():
-    content = {"format": FORMAT, "files": {}, "b": 1, "a": [1, 2]}
-    assert unseal(seal(content)) == content
-    forged = json.loads(seal(content)) | {"b": 2}
-    with pytest.raises(Damaged, match="its own digest"):
-        unseal(canonical(forged))
+    content = {"format": CHECKPOINT_FORMAT, "files": {}, "b": 1, "a": [1, 2]}
+    assert unseal_manifest(seal_manifest(content)) == content
+    forged = json.loads(seal_manifest(content)) | {"b": 2}
+    with pytest.raises(DamagedCheckpoint, match="its own digest"):
+        unseal_manifest(canonical_json(forged))
 
 
 def test_a_manifest_written_in_another_way_is_not_the_one_that_was_sealed():
-    content = {"format": FORMAT, "files": {}, "step": 2}
-    sealed = seal(content)
+    content = {"format": CHECKPOINT_FORMAT, "files": {}, "step": 2}
+    sealed = seal_manifest(content)
     for other in (
         json.dumps(json.loads(sealed)).encode(),
         sealed + b"\n",
@@ -610,8 +623,8 @@ def test_a_manifest_written_in_another_way_is_not_the_one_that_was_sealed():
         sealed.replace(b'"step": 2', b'"step":  2'),
     ):
         assert json.loads(other) == json.loads(sealed)
-        with pytest.raises(Damaged, match="its own digest"):
-            unseal(other)
+        with pytest.raises(DamagedCheckpoint, match="its own digest"):
+            unseal_manifest(other)
 
 
 def test_what_is_wrong_is_said(folder: Path):
@@ -619,11 +632,11 @@ def test_what_is_wrong_is_said(folder: Path):
     size = (path / "state.json").stat().st_size
     before = (path / "state.json").read_bytes()
     os.truncate(path / "state.json", 3)
-    with pytest.raises(Damaged, match=rf"state\.json has 3 bytes; expected {size}"):
-        verify(path)
+    with pytest.raises(DamagedCheckpoint, match=rf"state\.json has 3 bytes; expected {size}"):
+        verify_checkpoint(path)
     (path / "state.json").write_bytes(before.replace(b"2", b"3"))
-    with pytest.raises(Damaged, match=r"state\.json does not match its digest"):
-        verify(path)
+    with pytest.raises(DamagedCheckpoint, match=r"state\.json does not match its digest"):
+        verify_checkpoint(path)
     (path / "state.json").unlink()
-    with pytest.raises(Damaged, match=r"state\.json is missing"):
-        verify(path)
+    with pytest.raises(DamagedCheckpoint, match=r"state\.json is missing"):
+        verify_checkpoint(path)

@@ -7,16 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from moefold.checkpoint.load import Found, load, require
-from moefold.checkpoint.save import save
-from moefold.checkpoint.shelf import Keep
-from moefold.checkpoint.verify import open_checkpoint, verify
-from moefold.config.refused import Refused
+from moefold.checkpoint.format.retention import RetentionPolicy
+from moefold.checkpoint.format.verify import open_checkpoint, verify_checkpoint
+from moefold.checkpoint.live.load import FoundCheckpoint, load_checkpoint, require_checkpoint
+from moefold.checkpoint.live.save import save_checkpoint
+from moefold.config.errors import UserError
 from moefold.config.run import ParallelConfig
-from moefold.layout.axes import World, name_axes
+from moefold.layout.axes import World, create_world
 from tests.support.ranks import run_ranks
 
-ALONE = name_axes(0, 1, torch.device("cpu"), ParallelConfig())
+ALONE = create_world(0, 1, torch.device("cpu"), ParallelConfig())
 
 
 def ignore(_: str) -> None: ...
@@ -67,14 +67,14 @@ def all_bits(found: dict[str, torch.Tensor]) -> dict[str, tuple[str, tuple[int, 
 
 def write(world: World, folder: str) -> str:
     state = {"step": 3, "text": "ü", "list": [1, None]}
-    return str(save(Path(folder), 3, tensors(world.rank), state, Keep(2), world))
+    return str(save_checkpoint(Path(folder), 3, tensors(world.rank), state, RetentionPolicy(2), world))
 
 
 def read(world: World, folder: str) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
-    found = require(Path(folder), world, ignore)
+    found = require_checkpoint(Path(folder), world, ignore)
     assert found.state == {"step": 3, "text": "ü", "list": [1, None]}
     target = blank(world.rank)
-    load(found, target, optional={f"random.{world.rank}.cpu"}, world=world)
+    load_checkpoint(found, target, optional={f"random.{world.rank}.cpu"}, world=world)
     return all_bits(target)
 
 
@@ -110,17 +110,19 @@ def test_several_ranks_share_the_writing_and_write_everything_once(tmp_path: Pat
     assert all(len(chunks) == 1 for chunks in opened.index.values())
     assert opened.ledger.keys() - opened.index.keys() == {"empty"}
     assert {f.name for f in path.iterdir()} == {*files, "ledger.json", "state.json", "manifest.json"}
-    assert verify(path).manifest["files"].keys() == {*files, "ledger.json", "state.json"}
+    assert verify_checkpoint(path).manifest["files"].keys() == {*files, "ledger.json", "state.json"}
 
 
-def found_after_saving(tmp_path: Path, content: dict[str, torch.Tensor]) -> Found:
-    save(tmp_path, 1, content, {"step": 1}, Keep(1), ALONE)
-    return require(tmp_path, ALONE, ignore)
+def found_after_saving(tmp_path: Path, content: dict[str, torch.Tensor]) -> FoundCheckpoint:
+    save_checkpoint(tmp_path, 1, content, {"step": 1}, RetentionPolicy(1), ALONE)
+    return require_checkpoint(tmp_path, ALONE, ignore)
 
 
-def refusal(found: Found, wanted: dict[str, torch.Tensor], optional: frozenset[str] = frozenset()) -> tuple[str, ...]:
-    with pytest.raises(Refused) as refused:
-        load(found, wanted, optional=set(optional), world=ALONE)
+def refusal(
+    found: FoundCheckpoint, wanted: dict[str, torch.Tensor], optional: frozenset[str] = frozenset()
+) -> tuple[str, ...]:
+    with pytest.raises(UserError) as refused:
+        load_checkpoint(found, wanted, optional=set(optional), world=ALONE)
     return refused.value.problems
 
 
@@ -149,7 +151,7 @@ def test_a_missing_an_extra_a_misshapen_and_a_mistyped_tensor_are_all_named_toge
 def test_a_scalar_is_not_a_tensor_of_one(wanted: dict[str, torch.Tensor], tmp_path: Path):
     found = found_after_saving(tmp_path, {"a": torch.zeros(1), "b": torch.zeros(())})
     if wanted["a"].dim() == 1:
-        load(found, wanted, optional=set(), world=ALONE)
+        load_checkpoint(found, wanted, optional=set(), world=ALONE)
         assert all(t == 0 for t in wanted.values())
     else:
         assert len(refusal(found, wanted)) == 3
@@ -164,11 +166,13 @@ def test_many_differences_are_counted_and_not_all_listed(tmp_path: Path):
 
 def test_an_optional_tensor_may_be_missing_and_must_fit_if_it_is_there(tmp_path: Path):
     found = found_after_saving(tmp_path, {"a": torch.zeros(2), "maybe": torch.zeros(2)})
-    load(found, {"a": torch.ones(2), "maybe": torch.ones(2), "other": torch.ones(2)}, {"maybe", "other"}, ALONE)
+    load_checkpoint(
+        found, {"a": torch.ones(2), "maybe": torch.ones(2), "other": torch.ones(2)}, {"maybe", "other"}, ALONE
+    )
     assert len(refusal(found, {"a": torch.ones(2), "maybe": torch.ones(3)}, frozenset({"maybe"}))) == 2
 
 
 def test_what_is_no_tensor_is_refused_when_saving(tmp_path: Path):
     with pytest.raises(Exception, match=r"has no attribute"):
-        save(tmp_path, 1, {"a": torch.zeros(1), "text": "hello"}, {}, Keep(1), ALONE)  # pyright: ignore[reportArgumentType]
+        save_checkpoint(tmp_path, 1, {"a": torch.zeros(1), "text": "hello"}, {}, RetentionPolicy(1), ALONE)  # pyright: ignore[reportArgumentType]
     assert not (tmp_path / "step-00000001").exists()

@@ -5,21 +5,21 @@ from typing import Any
 
 import pytest
 
-from moefold.anatomy.counts import active_parameters, parameters_ahead, total_parameters, train_flops_per_token
-from moefold.anatomy.steps import pieces, pieces_ahead
-from moefold.cli.explain import human
-from moefold.cli.main import run
-from moefold.kernels.bind import bind
-from moefold.kernels.catalog import CATALOG, facts_of
+from moefold.anatomy.model_totals import active_parameters, mtp_parameters, total_parameters, train_flops_per_token
+from moefold.anatomy.step_specs import prefixed_model_steps, prefixed_mtp_steps
+from moefold.cli.explain import human_readable
+from moefold.cli.main import run_command_line
+from moefold.kernels.bound import bind_kernels
+from moefold.kernels.catalog import CATALOG, facts_from_config
 from moefold.kernels.registry import OPS
-from moefold.presets.recipe import resolve
+from moefold.presets.recipe import resolve_recipe
 from moefold.presets.zoo import PRESETS
 
 
 @pytest.fixture
 def explained(capsys: pytest.CaptureFixture[str]):
     def explain(*words: str) -> dict[str, Any]:
-        assert run(["explain", *words, "--json"]) == 0
+        assert run_command_line(["explain", *words, "--json"]) == 0
         return json.loads(capsys.readouterr().out)
 
     return explain
@@ -49,7 +49,7 @@ def test_json_holds_what_the_anatomy_says(name: str, explained: Any):
     assert found["name"] == name
     assert found["parameters"] == total_parameters(config.model)
     assert found["active_parameters"] == active_parameters(config.model)
-    assert found["parameters_ahead"] == parameters_ahead(config.model)
+    assert found["parameters_ahead"] == mtp_parameters(config.model)
     assert found["train_flops_per_token"] == train_flops_per_token(config.model, config.data.seq_len)
     assert_shown_is_the_whole(found)
 
@@ -80,12 +80,12 @@ VARIANTS = {
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_whatever_layers_a_model_mixes_those_shown_make_up_the_whole(variant: str, explained: Any):
     recipe, words = VARIANTS[variant]
-    found, model = explained(recipe, *words.split()), resolve(recipe, words.split()).model
+    found, model = explained(recipe, *words.split()), resolve_recipe(recipe, words.split()).model
     assert_shown_is_the_whole(found)
     blocks = [layer for layer in found["layers"] if layer["kind"] in ("dense layer", "MoE layer")]
     assert sum(layer["count"] for layer in blocks) == model.layers
     assert {s["step"] for layer in found["layers"] for s in layer["steps"]} == {
-        step.name for _, step in (*pieces(model), *pieces_ahead(model))
+        step.name for _, step in (*prefixed_model_steps(model), *prefixed_mtp_steps(model))
     }
 
 
@@ -129,7 +129,7 @@ def test_the_grids_are_those_of_that_many_ranks(explained: Any):
 
 @pytest.mark.parametrize("nproc", ["0", "-4"])
 def test_a_number_of_ranks_below_one_is_refused(nproc: str, capsys: pytest.CaptureFixture[str]):
-    assert run(["explain", "tiny", "--nproc", nproc]) == 2
+    assert run_command_line(["explain", "tiny", "--nproc", nproc]) == 2
     assert f"--nproc {nproc} is not legal" in capsys.readouterr().err
 
 
@@ -152,7 +152,7 @@ def test_the_kernels_shown_are_those_the_model_uses(explained: Any):
 def test_the_kernels_shown_are_those_a_run_binds(force: list[str], explained: Any):
     words = ["--train.device", "cpu", *(["--kernels.force", ",".join(force)] if force else [])]
     found = explained("tiny", *words)
-    kernels = bind(facts_of(resolve("tiny"), "cpu", "fp32"), force)
+    kernels = bind_kernels(facts_from_config(resolve_recipe("tiny"), "cpu", "fp32"), force)
     assert set(found["kernels"]) == USED
     for op in found["kernels"]:
         assert OPS[op].implementations[found["kernels"][op]["implementation"]] is getattr(kernels, op)
@@ -164,7 +164,7 @@ def test_the_kernels_shown_are_those_a_run_binds(force: list[str], explained: An
 
 @pytest.mark.parametrize(("force", "near"), [("atention=sdpa", "attention"), ("attention=spda", "sdpa"), ("x", "")])
 def test_an_unknown_kernel_is_refused_with_the_nearest(force: str, near: str, capsys: pytest.CaptureFixture[str]):
-    assert run(["explain", "tiny", "--kernels.force", force]) == 2
+    assert run_command_line(["explain", "tiny", "--kernels.force", force]) == 2
     message = capsys.readouterr().err
     assert f'did you mean "{near}"' in message or not near
     assert "there are: " in message
@@ -172,7 +172,7 @@ def test_an_unknown_kernel_is_refused_with_the_nearest(force: str, near: str, ca
 
 def test_the_table_tells_name_sizes_and_every_step(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("COLUMNS", "160")
-    assert run(["explain", "qwen3-30b-a3b"]) == 0
+    assert run_command_line(["explain", "qwen3-30b-a3b"]) == 0
     shown = capsys.readouterr().out
     for part in ("qwen3-30b-a3b", "30.5 G parameters", "3.35 G active", "48 x MoE layer", "length 4096", "T,2048"):
         assert part in shown, part
@@ -185,7 +185,7 @@ def test_the_table_tells_what_predicts_further_tokens_apart(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("COLUMNS", "200")
-    assert run(["explain", "deepseek-v3"]) == 0
+    assert run_command_line(["explain", "deepseek-v3"]) == 0
     shown = capsys.readouterr().out
     for part in (
         "671 G parameters (and 11.6 G to predict further tokens), 37.6 G active",
@@ -193,13 +193,13 @@ def test_the_table_tells_what_predicts_further_tokens_apart(
         "layer ahead",
     ):
         assert part in shown, part
-    assert run(["explain", "mixtral-8x7b"]) == 0
+    assert run_command_line(["explain", "mixtral-8x7b"]) == 0
     assert "further tokens" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", ["[/nope]", "../up", "a/b", ".hidden", "x" * 100])
 def test_a_name_that_cannot_be_a_folders_is_refused_and_shown(name: str, capsys: pytest.CaptureFixture[str]):
-    assert run(["explain", "tiny", "--name", name]) == 2
+    assert run_command_line(["explain", "tiny", "--name", name]) == 2
     assert f"name = {name[:70]}" in capsys.readouterr().err
 
 
@@ -207,4 +207,4 @@ def test_a_name_that_cannot_be_a_folders_is_refused_and_shown(name: str, capsys:
     ("number", "text"), [(0, "0"), (999, "999"), (46_702_792_704, "46.7 G"), (264_192, "264 k"), (1.2e13, "12 T")]
 )
 def test_numbers_are_short(number: float, text: str):
-    assert human(number) == text
+    assert human_readable(number) == text

@@ -9,21 +9,21 @@ from pathlib import Path
 
 import pytest
 
-from moefold import __version__
-from moefold.cli.main import COMMANDS, run
-from moefold.config.keys import keys_of, show
+from moefold.cli.main import COMMANDS, run_command_line
+from moefold.config.keys import format_value, iterate_keys
 from moefold.config.run import Config
-from moefold.layout.spawn import free_port
+from moefold.layout.spawn import find_free_port
 from moefold.presets.zoo import PRESETS
+from moefold.version import __version__
 
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 # Runs a command in a process of its own and says whether torch came along.
 RUNNER = """
 import sys
-from moefold.cli.main import run
+from moefold.cli.main import run_command_line
 try:
-    code = run(sys.argv[1:])
+    code = run_command_line(sys.argv[1:])
 except SystemExit as leaving:
     code = leaving.code
 print("torch" if "torch" in sys.modules else "no torch", file=sys.stderr)
@@ -72,17 +72,17 @@ def test_the_answer_comes_within_a_second_and_without_torch(what: str):
 
 def test_help_and_version_are_printed(capsys: pytest.CaptureFixture[str]):
     for words in ([], ["--help"], ["-h"], ["help"]):
-        assert run(words) == 0
+        assert run_command_line(words) == 0
         shown = capsys.readouterr().out
         assert all(f"moefold {name}" in shown for name in COMMANDS), words
-    assert run(["--version"]) == 0
+    assert run_command_line(["--version"]) == 0
     assert capsys.readouterr().out == f"moefold {__version__}\n"
 
 
 def test_help_of_train_lists_every_key_with_its_default_and_meaning():
     done = start("train", "--help")
     assert done.returncode == 0
-    for key in keys_of(PRESETS["tiny"]()):
+    for key in iterate_keys(PRESETS["tiny"]()):
         assert f"  --{key.path} " in done.stdout, key.path
         assert key.doc in done.stdout, key.path
     assert "--nproc" in done.stdout
@@ -93,7 +93,7 @@ def test_help_of_train_lists_every_key_with_its_default_and_meaning():
 def test_an_unknown_command_is_refused_with_the_nearest_and_all_there_are(
     wrong: str, near: str, capsys: pytest.CaptureFixture[str]
 ):
-    assert run([wrong]) == 2
+    assert run_command_line([wrong]) == 2
     message = capsys.readouterr().err
     assert f'no command "{wrong}" (did you mean "{near}"?)' in message
     assert all(name in message for name in COMMANDS)
@@ -105,7 +105,7 @@ def test_a_misspelt_key_is_refused_with_the_nearest(
     command: str, wrong: str, near: str, capsys: pytest.CaptureFixture[str]
 ):
     for words in ([f"--{wrong}=3"], [f"--{wrong}", "3"]):
-        assert run([command, "tiny", *words]) == 2
+        assert run_command_line([command, "tiny", *words]) == 2
         assert f'no key "{wrong}" (did you mean "{near}"?)' in capsys.readouterr().err
 
 
@@ -113,7 +113,7 @@ def test_a_misspelt_key_is_refused_with_the_nearest(
 def test_a_misspelt_option_of_the_command_is_refused_with_the_nearest(
     wrong: str, near: str, capsys: pytest.CaptureFixture[str]
 ):
-    assert run(["train", "tiny", f"--{wrong}=2"]) == 2
+    assert run_command_line(["train", "tiny", f"--{wrong}=2"]) == 2
     assert f'did you mean "--{near}"' in capsys.readouterr().err
 
 
@@ -152,7 +152,7 @@ def test_an_impossible_number_of_ranks_is_refused_with_legal_values(
 ):
     for name in LAUNCHER:
         monkeypatch.delenv(name, raising=False)
-    assert run(["train", "tiny", *words]) == 2
+    assert run_command_line(["train", "tiny", *words]) == 2
     assert legal in capsys.readouterr().err
 
 
@@ -191,7 +191,7 @@ def test_a_port_that_does_not_exist_is_refused(port: str):
 
 def test_a_free_port_can_be_bound():
     with socket.socket() as s:
-        s.bind(("127.0.0.1", free_port()))
+        s.bind(("127.0.0.1", find_free_port()))
 
 
 @pytest.mark.parametrize("words", [["--nproc"], ["--nproc", "x"], ["extra"], ["-x"], ["--optim.lr"]])
@@ -230,6 +230,8 @@ def test_a_folder_that_cannot_be_written_is_refused_by_name(tmp_path: Path):
 
 def test_every_key_of_the_configuration_can_be_set_from_the_command_line(capsys: pytest.CaptureFixture[str]):
     """Each at its default, in one command: none is shadowed by an option of the command itself."""
-    words = [w for key in keys_of(Config()) for w in (f"--{key.path}", show(key.default).replace('""', ""))]
-    assert run(["explain", "tiny", "--json", *words]) == 0
+    words = [
+        w for key in iterate_keys(Config()) for w in (f"--{key.path}", format_value(key.default).replace('""', ""))
+    ]
+    assert run_command_line(["explain", "tiny", "--json", *words]) == 0
     assert '"name": "custom"' in capsys.readouterr().out

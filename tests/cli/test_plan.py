@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from moefold.cli.main import run
+from moefold.cli.main import run_command_line
 
 LAYOUT = ("deepseek-v3", "--gpus", "256", "--gpu", "gb200", "--parallel.pp", "4", "--pipeline.vpp", "4")
 PUBLISHED = (*LAYOUT, "--parallel.ep", "64", "--gbs", "8192", "--precision", "mxfp8", "--recompute", "mlp")
@@ -19,7 +19,7 @@ KEYS = ("flops_per_token", "step_s", "tflops_per_gpu", "tokens_per_s_per_gpu", "
 @pytest.fixture
 def planned(capsys: pytest.CaptureFixture[str]):
     def plan(*words: str) -> dict[str, Any]:
-        assert run(["plan", *words, "--json"]) == 0
+        assert run_command_line(["plan", *words, "--json"]) == 0
         return json.loads(capsys.readouterr().out)
 
     return plan
@@ -53,14 +53,14 @@ def test_a_search_lists_layouts(planned: Any):
 
 
 def test_tables_say_what_json_says(capsys: pytest.CaptureFixture[str]):
-    assert run(["plan", "qwen3-30b-a3b", "--gpus", "8", "--gpu", "h200", "--best", "2"]) == 0
+    assert run_command_line(["plan", "qwen3-30b-a3b", "--gpus", "8", "--gpu", "h200", "--best", "2"]) == 0
     shown = capsys.readouterr().out
     for word in ("s a step", "TFLOP/s", "communication wall", "on the largest rank", "best of", "left out", "days"):
         assert word in " ".join(shown.split())
 
 
 def test_explain_shows_the_arithmetic(capsys: pytest.CaptureFixture[str]):
-    assert run(["plan", "tiny", "--gpus", "1", "--gpu", "a100", "--parallel.pp", "1", "--explain"]) == 0
+    assert run_command_line(["plan", "tiny", "--gpus", "1", "--gpu", "a100", "--parallel.pp", "1", "--explain"]) == 0
     shown = capsys.readouterr().out
     assert "gate_up: 8 x (" in shown
     assert "tokens/s a GPU" in shown
@@ -78,7 +78,7 @@ def test_explain_shows_the_arithmetic(capsys: pytest.CaptureFixture[str]):
     ],
 )
 def test_what_cannot_be_is_refused_with_exit_code_2(words: tuple[str, ...], says: str, capsys: Any):
-    assert run(["plan", *words]) == 2
+    assert run_command_line(["plan", *words]) == 2
     assert says in capsys.readouterr().err
 
 
@@ -94,8 +94,8 @@ def test_a_gpu_of_ones_own(tmp_path: Path, planned: Any):
 def test_it_starts_at_once_and_without_torch():
     """Half a second on a quiet machine; what counts here is this process's own time, and that torch stays out."""
     code = (
-        "import sys, time; from moefold.cli.main import run; "
-        "run(['plan', 'tiny', '--gpus', '1', '--parallel.pp', '1', '--json']); "
+        "import sys, time; from moefold.cli.main import run_command_line; "
+        "run_command_line(['plan', 'tiny', '--gpus', '1', '--parallel.pp', '1', '--json']); "
         "assert 'torch' not in sys.modules; print(time.process_time(), file=sys.stderr)"
     )
     begun = time.perf_counter()

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from moefold.cli.main import run
+from moefold.cli.main import run_command_line
 from tests.support.run_folders import run_folder, write_lines
 
 
@@ -12,22 +12,22 @@ def test_a_report_is_written_into_the_runs_folder_and_its_place_is_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     folder = run_folder(tmp_path / "a")
-    assert run(["report", str(folder)]) == 0
+    assert run_command_line(["report", str(folder)]) == 0
     assert (folder / "report.html").read_text(encoding="utf-8").startswith("<!doctype html>")
     assert f"wrote {folder / 'report.html'}" in capsys.readouterr().out
 
 
 def test_a_comparison_is_written_beside_the_first_runs_report_and_out_goes_anywhere(tmp_path: Path):
     a, b = run_folder(tmp_path / "a"), run_folder(tmp_path / "b")
-    assert run(["report", str(a), str(b)]) == 0
+    assert run_command_line(["report", str(a), str(b)]) == 0
     assert (a / "comparison.html").exists()
     assert not (a / "report.html").exists()
-    assert run(["report", str(a), "--out", str(tmp_path / "new" / "page.html")]) == 0
+    assert run_command_line(["report", str(a), "--out", str(tmp_path / "new" / "page.html")]) == 0
     assert (tmp_path / "new" / "page.html").exists()
 
 
 def refusal(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    assert run(["report", *words]) == 2
+    assert run_command_line(["report", *words]) == 2
     message = capsys.readouterr().err
     assert message.startswith("moefold: ")
     return message
@@ -94,4 +94,4 @@ def test_a_run_that_still_goes_on_is_told_as_far_as_it_got(tmp_path: Path):
     write_lines(folder / "metrics.jsonl", [{"step": 0, "val_loss": 5.5}])
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 1, "loss": 4.')
-    assert run(["report", str(folder)]) == 0
+    assert run_command_line(["report", str(folder)]) == 0

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from moefold.cli.main import run
-from moefold.schedule.catalog import SCHEDULES
+from moefold.cli.main import run_command_line
+from moefold.schedule.schedule_catalog import SCHEDULES
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -15,7 +15,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 @pytest.fixture
 def simulated(capsys: pytest.CaptureFixture[str]):
     def simulate(*words: str) -> dict[str, Any]:
-        assert run(["simulate", *words, "--json"]) == 0
+        assert run_command_line(["simulate", *words, "--json"]) == 0
         return json.loads(capsys.readouterr().out)
 
     return simulate
@@ -24,7 +24,7 @@ def simulated(capsys: pytest.CaptureFixture[str]):
 @pytest.fixture
 def refused(capsys: pytest.CaptureFixture[str]):
     def refuse(*words: str) -> str:
-        assert run(["simulate", *words]) == 2
+        assert run_command_line(["simulate", *words]) == 2
         return capsys.readouterr().err
 
     return refuse
@@ -43,7 +43,7 @@ def test_json_has_the_closed_forms(simulated: Any):
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_every_schedule_is_shown_as_a_table(name: str, capsys: pytest.CaptureFixture[str]):
-    assert run(["simulate", "--schedule", name, "--pp", "3", "--microbatches", "7"]) == 0
+    assert run_command_line(["simulate", "--schedule", name, "--pp", "3", "--microbatches", "7"]) == 0
     shown = capsys.readouterr().out
     assert f"{name}, pp 3, vpp {SCHEDULES[name].least_vpp}, 7 microbatches: makespan" in shown
     assert shown.count("│") == 3 * (5 + ("dualpipe" in name))
@@ -51,7 +51,7 @@ def test_every_schedule_is_shown_as_a_table(name: str, capsys: pytest.CaptureFix
 
 def test_help_names_every_schedule(capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit):
-        run(["simulate", "--help"])
+        run_command_line(["simulate", "--help"])
     shown = capsys.readouterr().out
     assert all(name in shown for name in SCHEDULES)
 
@@ -99,7 +99,7 @@ def test_the_drawings_in_the_docs_are_what_the_command_draws(tmp_path: Path, mon
     for command in commands:
         words = command.split()[1:]
         path = Path(words[-1])
-        assert run([*words[:-1], str(tmp_path / path.name)]) == 0
+        assert run_command_line([*words[:-1], str(tmp_path / path.name)]) == 0
         assert (tmp_path / path.name).read_text() == (DOCS.parent / path).read_text(), command
 
 

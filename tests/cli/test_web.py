@@ -6,11 +6,11 @@ import sys
 
 import pytest
 
-from moefold.cli.main import run
+from moefold.cli.main import run_command_line
 
 
 def test_without_the_extra_one_line_says_what_to_install():
-    hidden = "import sys; sys.modules['starlette'] = None\nfrom moefold.cli.main import run\nsys.exit(run(['web']))"
+    hidden = "import sys; sys.modules['starlette'] = None\nfrom moefold.cli.main import run_command_line\nsys.exit(run_command_line(['web']))"
     done = subprocess.run([sys.executable, "-c", hidden], capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stderr == (
@@ -20,11 +20,11 @@ def test_without_the_extra_one_line_says_what_to_install():
 
 def test_a_port_in_use_is_refused_with_a_free_one(capsys: pytest.CaptureFixture[str]):
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        assert run(["web", "--no-browser", "--port", str(taken.getsockname()[1])]) == 2
+        assert run_command_line(["web", "--no-browser", "--port", str(taken.getsockname()[1])]) == 2
     assert "cannot be used" in (message := capsys.readouterr().err)
     assert "or try" in message
 
 
 def test_a_port_that_is_none_is_refused(capsys: pytest.CaptureFixture[str]):
-    assert run(["web", "--no-browser", "--port", "70000"]) == 2
+    assert run_command_line(["web", "--no-browser", "--port", "70000"]) == 2
     assert "port 70000 cannot be used" in capsys.readouterr().err

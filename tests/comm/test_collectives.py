@@ -10,16 +10,16 @@ import pytest
 import torch
 
 from moefold.comm.collectives import (
-    exchange,
-    exchange_plain,
-    gather,
-    gather_objects,
-    gather_plain,
-    max_,
-    scatter_sum,
-    scatter_sum_plain,
-    sum_,
-    total,
+    all_gather,
+    all_gather_no_grad,
+    all_gather_objects,
+    all_reduce,
+    all_reduce_max_no_grad,
+    all_reduce_no_grad,
+    all_to_all,
+    all_to_all_no_grad,
+    reduce_scatter,
+    reduce_scatter_no_grad,
 )
 from moefold.layout.axes import Axis, World
 from tests.support.ranks import run_ranks
@@ -53,19 +53,19 @@ Plain = Callable[[list[torch.Tensor], int], torch.Tensor]
 def cases(size: int) -> dict[str, tuple[Callable[[int], int], Callable[[torch.Tensor, Axis], torch.Tensor], Plain]]:
     found: dict[str, Any] = {}
     for rows in (3, 0):
-        found[f"gather {rows}"] = (lambda _, n=rows: n, gather, lambda xs, _: torch.cat(xs))
-        found[f"total {rows}"] = (lambda _, n=rows: n, total, lambda xs, _: torch.stack(xs).sum(0))
+        found[f"gather {rows}"] = (lambda _, n=rows: n, all_gather, lambda xs, _: torch.cat(xs))
+        found[f"total {rows}"] = (lambda _, n=rows: n, all_reduce, lambda xs, _: torch.stack(xs).sum(0))
     for rows in (2, 0):
         found[f"scatter_sum {rows}"] = (
             lambda _, n=rows: n * size,
-            scatter_sum,
+            reduce_scatter,
             lambda xs, rank: torch.stack(xs).sum(0).tensor_split(size)[rank],
         )
     for kind in ("even", "uneven", "to one", "an empty rank", "no rows"):
         sent = sent_rows(kind, size)
 
         def across(x: torch.Tensor, axis: Axis, sent: list[list[int]] = sent) -> torch.Tensor:
-            return exchange(x, sent[axis.index], [row[axis.index] for row in sent], axis)
+            return all_to_all(x, sent[axis.index], [row[axis.index] for row in sent], axis)
 
         def plain(xs: list[torch.Tensor], rank: int, sent: list[list[int]] = sent) -> torch.Tensor:
             return torch.cat([blocks(x, row)[rank] for x, row in zip(xs, sent, strict=True)])
@@ -137,15 +137,15 @@ def test_every_element_gets_the_gradient_of_the_plain_computation():
 
 ONE = Axis("one")
 PLAINS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "sum_": lambda x: sum_(x, ONE),
-    "max_": lambda x: max_(x, ONE),
-    "gather_plain": lambda x: gather_plain(x, ONE),
-    "scatter_sum_plain": lambda x: scatter_sum_plain(x, ONE),
-    "exchange_plain": lambda x: exchange_plain(x, [5], [5], ONE),
-    "gather": lambda x: gather(x, ONE),
-    "scatter_sum": lambda x: scatter_sum(x, ONE),
-    "exchange": lambda x: exchange(x, [5], [5], ONE),
-    "total": lambda x: total(x, ONE),
+    "sum_": lambda x: all_reduce_no_grad(x, ONE),
+    "max_": lambda x: all_reduce_max_no_grad(x, ONE),
+    "gather_plain": lambda x: all_gather_no_grad(x, ONE),
+    "scatter_sum_plain": lambda x: reduce_scatter_no_grad(x, ONE),
+    "exchange_plain": lambda x: all_to_all_no_grad(x, [5], [5], ONE),
+    "gather": lambda x: all_gather(x, ONE),
+    "scatter_sum": lambda x: reduce_scatter(x, ONE),
+    "exchange": lambda x: all_to_all(x, [5], [5], ONE),
+    "total": lambda x: all_reduce(x, ONE),
 }
 
 
@@ -158,14 +158,23 @@ def test_on_an_axis_of_one_rank_the_very_input_comes_back(name: str):
 def in_place_and_objects(world: World) -> tuple[list[float], list[float], list[Any], bool, str]:
     x = torch.tensor([world.rank, -world.rank, 2.0**world.rank])
     summed, largest = x.clone(), x.clone()
-    same = sum_(summed, world.everyone) is summed and max_(largest, world.everyone) is largest
+    same = (
+        all_reduce_no_grad(summed, world.everyone) is summed
+        and all_reduce_max_no_grad(largest, world.everyone) is largest
+    )
     kept = torch.ones(2, requires_grad=True)
-    total(kept, world.everyone)
+    all_reduce(kept, world.everyone)
     assert (kept == 1).all(), "a differentiable sum leaves its input alone"
     try:
-        scatter_sum(torch.zeros(world.size + 1, 2), world.everyone)
+        reduce_scatter(torch.zeros(world.size + 1, 2), world.everyone)
     except ValueError as error:
-        return summed.tolist(), largest.tolist(), gather_objects({"r": world.rank}, world.everyone), same, str(error)
+        return (
+            summed.tolist(),
+            largest.tolist(),
+            all_gather_objects({"r": world.rank}, world.everyone),
+            same,
+            str(error),
+        )
     raise AssertionError("rows that do not split were accepted")
 
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from moefold.cli.main import run
-from moefold.config.keys import keys_of
+from moefold.cli.main import run_command_line
+from moefold.config.keys import iterate_keys
 from moefold.config.rules import RULES
 from moefold.config.run import Config, ParallelConfig
-from moefold.dispatch.price import choose
+from moefold.dispatch.price import cheapest_dispatcher
 from tests.support.runs import SMALL, corpus
 
 CONSENTS = {"model.moe.looks_ahead"}  # what a person agrees to: a rule asks for it, and nothing else has to
@@ -72,8 +72,8 @@ def test_every_key_is_read_by_something(tmp_path: Path, monkeypatch: pytest.Monk
     for i, variant in enumerate(variants):
         argv = ["train", "tiny", *SMALL, "--train.steps", "2", "--optim.warmup", "1", *variant]
         with contextlib.redirect_stdout(io.StringIO()):
-            assert run([*argv, "--out", str(tmp_path / str(i))]) == 0
-    choose(Config(parallel=ParallelConfig(ep=2)), 2, 4)  # a run of one rank has no tokens to carry
+            assert run_command_line([*argv, "--out", str(tmp_path / str(i))]) == 0
+    cheapest_dispatcher(Config(parallel=ParallelConfig(ep=2)), 2, 4)  # a run of one rank has no tokens to carry
     assert {path for rule in RULES for path in rule.reads} >= CONSENTS
-    unread = {key.path for key in keys_of(Config())} - seen - CONSENTS
+    unread = {key.path for key in iterate_keys(Config())} - seen - CONSENTS
     assert not unread, f"nothing reads {sorted(unread)}: use them or take them out of config/run.py"

@@ -16,14 +16,14 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moefold.config.keys import Key, keys_of, show
-from moefold.config.read import clip, convert, flatten
-from moefold.config.refused import Refused, printable
+from moefold.config.errors import UserError, printable_text
+from moefold.config.keys import ConfigKey, format_value, iterate_keys
+from moefold.config.read import convert_value, flatten_sections, printable_value
 from moefold.config.run import Config
-from moefold.presets.recipe import resolve
+from moefold.presets.recipe import resolve_recipe
 from moefold.presets.zoo import PRESETS
 
-KEYS = {key.path: key for key in keys_of(Config())}
+KEYS = {key.path: key for key in iterate_keys(Config())}
 SECTIONS = sorted({path[: i.start()] for path in KEYS for i in re.finditer(r"\.", path)})
 WORDS = ["", " ", "0", "-1", "1", "2", "3", "7", "16", "64", "255", "4096", "1.5", "1e-3", "1e400", "-0", "nan", "inf"]
 WORDS += ["true", "False", "none", "null", "cosine", "llama3", "yarn", "files", "a.txt", "a,b", "[]", "{}", "0x10"]
@@ -51,7 +51,7 @@ def random_key(rng: random.Random) -> str:
 def random_word(rng: random.Random, path: str) -> str:
     key = KEYS.get(path)
     if key and rng.random() < 0.3:
-        return rng.choice(key.choices or (show(key.default),))
+        return rng.choice(key.choices or (format_value(key.default),))
     if rng.random() < 0.3:
         return str(rng.choice([rng.randint(-5, 300), round(rng.uniform(-1, 2), 3), 2 ** rng.randint(0, 12)]))
     word = rng.choice(WORDS)
@@ -69,7 +69,7 @@ def random_words(rng: random.Random) -> list[str]:
     return words
 
 
-def legal_values(key: Key, expected: str) -> list[str]:
+def legal_values(key: ConfigKey, expected: str) -> list[str]:
     """The legal values that a message ends with."""
     if key.choices:
         return expected.removeprefix("one of ").split(", ")
@@ -82,16 +82,16 @@ def judge(line: str, given: dict[str, Any]) -> str | None:
         key = KEYS.get(found[1])
         if key is None or found[1] not in given:
             return "names no key that was given"
-        if found[2] != clip(given[found[1]]):
+        if found[2] != printable_value(given[found[1]]):
             return "does not show the value"
         for value in legal_values(key, found[3]):
-            convert(key, value)
+            convert_value(key, value)
         return None if line.isprintable() else "is not printable"
     if found := re.match(r'no key "(.*)"( \(did you mean "(.*)"\?\))?; .* such as (\S+)$', line):
         named = {path for path in KEYS if path == found[3] or path.split(".")[-1] == found[3]}
         if found[3] and not named:
             return "suggests a key that does not exist"
-        return None if found[4] in KEYS and found[1] in map(clip, given) else "names no key"
+        return None if found[4] in KEYS and found[1] in map(printable_value, given) else "names no key"
     if found := re.match(r"(\S+) is a section, not a key; its keys are (.*)$", line):
         inside = found[2].split(", ")
         return None if found[1] in SECTIONS and all(path in KEYS for path in inside) else "names no section"
@@ -116,9 +116,9 @@ def judge_rule(line: str, given: dict[str, Any]) -> str | None:
 
 
 def says_value(says: str, path: str, raw: Any) -> bool:
-    value = convert(KEYS[path], raw)
+    value = convert_value(KEYS[path], raw)
     shown = f"{value:g}" if isinstance(value, float) else ",".join(value) if isinstance(value, tuple) else str(value)
-    return f"{path} = {printable(shown)}" in says
+    return f"{path} = {printable_text(shown)}" in says
 
 
 def given_by(words: list[str]) -> dict[str, str]:
@@ -134,8 +134,8 @@ def given_by(words: list[str]) -> dict[str, str]:
 def outcome(recipe: str, words: list[str], world: int, given: dict[str, Any]) -> tuple[Config | None, list[str]]:
     """The configuration, or what is wrong with the lines of the refusal. Any other exception goes through."""
     try:
-        return resolve(recipe, words, world), []
-    except Refused as refused:
+        return resolve_recipe(recipe, words, world), []
+    except UserError as refused:
         wrong = [(judge(line, given), line) for line in refused.problems or ("",)]
         return None, [f"{complaint}: {line[:300]!r}" for complaint, line in wrong if complaint]
 
@@ -229,7 +229,7 @@ def test_two_hundred_random_yaml_trees_each_give_a_configuration_or_a_helpful_re
     for number in range(200):
         rng = random.Random(10_000 + number)
         file.write_text(yaml.safe_dump(random_tree(rng), allow_unicode=rng.random() < 0.5), encoding="utf-8")
-        given = flatten(yaml.safe_load(file.read_text(encoding="utf-8")))
+        given = flatten_sections(yaml.safe_load(file.read_text(encoding="utf-8")))
         try:
             config, complaints = outcome(str(file), [], rng.choice(WORLDS), given)
         except Exception as error:
@@ -247,8 +247,8 @@ def test_yaml_files_of_random_characters_are_read_or_refused_by_name(tmp_path: P
         alphabet = "ab: -\n{}[],'\"|>&*!%@`#?=<01.e~\t\\é日\x07"
         file.write_text("".join(rng.choice(alphabet) for _ in range(rng.randint(0, 40))), encoding="utf-8")
         try:
-            resolve(str(file))
-        except Refused as refused:
+            resolve_recipe(str(file))
+        except UserError as refused:
             for line in refused.problems:
                 assert "junk.yaml" in line or "key" in line or "preset" in line, line
 
@@ -267,8 +267,8 @@ def test_twenty_refusals_reach_a_person_without_a_traceback_and_with_exit_code_2
         if any("\x00" in w or len(w) > 20_000 or not w.startswith("--") for w in words) or "--help" in " ".join(words):
             continue
         try:
-            resolve("tiny", words)
-        except Refused:
+            resolve_recipe("tiny", words)
+        except UserError:
             refused.append(words)
         if len(refused) == 20:
             break

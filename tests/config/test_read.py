@@ -9,33 +9,40 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moefold.config.keys import keys_of
-from moefold.config.read import convert, flatten, parse_overrides, read_yaml, with_values, write_yaml
-from moefold.config.refused import Refused
+from moefold.config.errors import UserError
+from moefold.config.keys import iterate_keys
+from moefold.config.read import (
+    config_as_yaml,
+    convert_value,
+    flatten_sections,
+    parse_overrides,
+    read_yaml_mapping,
+    with_values,
+)
 from moefold.config.run import Config, DataConfig, OptimConfig
-from moefold.presets.recipe import resolve
+from moefold.presets.recipe import resolve_recipe
 from moefold.presets.zoo import PRESETS
 
-KEYS = {key.path: key for key in keys_of(Config())}
+KEYS = {key.path: key for key in iterate_keys(Config())}
 
 
 def read_back(config: Config) -> Config:
     problems: dict[str, str] = {}
-    found = with_values(Config(), flatten(yaml.safe_load(write_yaml(config))), problems)
+    found = with_values(Config(), flatten_sections(yaml.safe_load(config_as_yaml(config))), problems)
     assert not problems, problems
     return found
 
 
 def values(config: Config) -> dict[str, Any]:
     """By key, so that a difference is shown as that key."""
-    return {key.path: key.default for key in keys_of(config)}
+    return {key.path: key.default for key in iterate_keys(config)}
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_yaml_out_and_in_gives_an_equal_configuration(name: str, tmp_path: Path):
     file = tmp_path / "config.yaml"
-    file.write_text(write_yaml(PRESETS[name]()), encoding="utf-8")
-    assert values(resolve(str(file))) == values(PRESETS[name]())
+    file.write_text(config_as_yaml(PRESETS[name]()), encoding="utf-8")
+    assert values(resolve_recipe(str(file))) == values(PRESETS[name]())
 
 
 words = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\x85"), max_size=20)
@@ -58,30 +65,32 @@ def test_a_next_line_character_survives_yaml():
 def test_yaml_lays_its_keys_over_the_preset_it_names(tmp_path: Path):
     file = tmp_path / "mine.yaml"
     file.write_text("preset: olmoe-1b-7b\ntrain:\n  steps: 7\nparallel.ep: 1\n")
-    found = resolve(str(file))
+    found = resolve_recipe(str(file))
     assert found.model == PRESETS["olmoe-1b-7b"]().model
     assert found.train.steps == 7
     file.write_text("train: {steps: 7}\n")
-    assert values(resolve(str(file))) == {**values(PRESETS["tiny"]()), "train.steps": 7}
+    assert values(resolve_recipe(str(file))) == {**values(PRESETS["tiny"]()), "train.steps": 7}
     file.write_text("")
-    assert values(resolve(str(file))) == values(PRESETS["tiny"]()), "an empty file changes nothing"
+    assert values(resolve_recipe(str(file))) == values(PRESETS["tiny"]()), "an empty file changes nothing"
 
 
 def test_overrides_are_read_with_a_blank_or_an_equals_sign():
     assert parse_overrides(["--a.b", "1", "--c=2", "--d=x=y", "--e="]) == {"a.b": "1", "c": "2", "d": "x=y", "e": ""}
     assert parse_overrides(["--optim.lr", "-1", "--name", "--x"]) == {"optim.lr": "-1", "name": "--x"}
-    assert values(resolve("tiny", ["--train.steps", "20"])) == values(resolve("tiny", ["--train.steps=20"]))
-    assert resolve("tiny", ["--train.steps=20", "--train.steps=30"]).train.steps == 30, "the last word counts"
+    assert values(resolve_recipe("tiny", ["--train.steps", "20"])) == values(
+        resolve_recipe("tiny", ["--train.steps=20"])
+    )
+    assert resolve_recipe("tiny", ["--train.steps=20", "--train.steps=30"]).train.steps == 30, "the last word counts"
 
 
 @pytest.mark.parametrize("words", [["train.steps"], ["--"], ["-x"], ["--train.steps", "3", "4"]])
 def test_words_that_are_no_override_are_refused_with_the_form_expected(words: list[str]):
-    with pytest.raises(Refused, match=f'cannot read "{words[-1]}"; expected --section.key value'):
+    with pytest.raises(UserError, match=f'cannot read "{words[-1]}"; expected --section.key value'):
         parse_overrides(words)
 
 
 def test_an_override_without_a_value_is_refused():
-    with pytest.raises(Refused, match=r"--train\.seed has no value; expected --train\.seed VALUE"):
+    with pytest.raises(UserError, match=r"--train\.seed has no value; expected --train\.seed VALUE"):
         parse_overrides(["--train.steps", "3", "--train.seed"])
 
 
@@ -106,7 +115,7 @@ LEGAL = [
 
 @pytest.mark.parametrize(("path", "raw", "expected"), LEGAL)
 def test_a_legal_value_becomes_the_type_of_its_key(path: str, raw: Any, expected: Any):
-    found = convert(KEYS[path], raw)
+    found = convert_value(KEYS[path], raw)
     assert found == expected
     assert type(found) is type(expected)
 
@@ -155,20 +164,20 @@ def test_an_illegal_value_is_told_with_key_value_and_a_legal_one_and_changes_not
     assert values(with_values(Config(), {path: raw}, problems)) == values(Config())
     assert list(problems) == [path]
     assert problems[path].startswith(f"{path} = ")
-    assert KEYS[path].expects in problems[path]
+    assert KEYS[path].expected_values in problems[path]
 
 
 @pytest.mark.parametrize("raw", [0, False, {}])
 def test_a_list_is_not_read_from_something_else_that_is_empty(raw: Any):
     with pytest.raises(ValueError):
-        convert(KEYS["data.files"], raw)
+        convert_value(KEYS["data.files"], raw)
 
 
 @pytest.mark.parametrize("make", [Config, *PRESETS.values()], ids=["defaults", *PRESETS])
 def test_the_value_named_as_legal_is_legal(make: Callable[[], Config]):
     """`such as X` shows the present value, so the defaults and every preset's own values must be legal."""
-    for key in keys_of(make()):
-        assert convert(key, key.default) == key.default, key.path
+    for key in iterate_keys(make()):
+        assert convert_value(key, key.default) == key.default, key.path
 
 
 @pytest.mark.parametrize(
@@ -183,7 +192,7 @@ def test_the_value_named_as_legal_is_legal(make: Callable[[], Config]):
     ],
 )
 def test_what_a_key_expects_is_said_in_words(path: str, words: str):
-    assert KEYS[path].expects.startswith(words)
+    assert KEYS[path].expected_values.startswith(words)
 
 
 @pytest.mark.parametrize(
@@ -199,22 +208,22 @@ def test_what_a_key_expects_is_said_in_words(path: str, words: str):
     ],
 )
 def test_an_unknown_key_is_refused_with_the_nearest(wrong: str, near: str):
-    with pytest.raises(Refused) as refused:
-        resolve("tiny", [f"--{wrong}=1"])
+    with pytest.raises(UserError) as refused:
+        resolve_recipe("tiny", [f"--{wrong}=1"])
     assert f'no key "{wrong}"' in str(refused.value)
     assert f'did you mean "{near}' in str(refused.value)
 
 
 @pytest.mark.parametrize("wrong", ["topk", "kvheads"])
 def test_the_key_suggested_for_a_misspelt_one_exists(wrong: str):
-    with pytest.raises(Refused) as refused:
-        resolve("tiny", [f"--{wrong}=1"])
+    with pytest.raises(UserError) as refused:
+        resolve_recipe("tiny", [f"--{wrong}=1"])
     assert any(f'did you mean "{path}"' in str(refused.value) for path in KEYS), refused.value
 
 
 def test_a_section_given_as_a_key_is_refused_with_its_keys():
-    with pytest.raises(Refused) as refused:
-        resolve("tiny", ["--model.moe=8"])
+    with pytest.raises(UserError) as refused:
+        resolve_recipe("tiny", ["--model.moe=8"])
     assert "model.moe is a section" in str(refused.value)
     assert all(path in str(refused.value) for path in KEYS if path.startswith("model.moe."))
 
@@ -222,8 +231,8 @@ def test_a_section_given_as_a_key_is_refused_with_its_keys():
 def test_all_problems_of_file_and_words_are_refused_together(tmp_path: Path):
     file = tmp_path / "bad.yaml"
     file.write_text("train: {steps: 0, sed: 3}\nmodel: {attention: {heads: 4, kv_heads: 3}}\n")
-    with pytest.raises(Refused) as refused:
-        resolve(str(file), ["--optim.lr=nan", "--nme=x", "--data.source=files"])
+    with pytest.raises(UserError) as refused:
+        resolve_recipe(str(file), ["--optim.lr=nan", "--nme=x", "--data.source=files"])
     problems = refused.value.problems
     wanted = ["train.steps = 0", "train.sed", "model.attention.kv_heads = 3", "optim.lr = nan", '"nme"', "data.source"]
     assert len(problems) == len(wanted), problems
@@ -231,8 +240,8 @@ def test_all_problems_of_file_and_words_are_refused_together(tmp_path: Path):
 
 
 def test_a_rule_is_silent_when_one_of_its_keys_is_already_refused():
-    with pytest.raises(Refused) as refused:
-        resolve("tiny", ["--model.attention.kv_heads=x", "--model.attention.heads=7"])
+    with pytest.raises(UserError) as refused:
+        resolve_recipe("tiny", ["--model.attention.kv_heads=x", "--model.attention.heads=7"])
     assert len(refused.value.problems) == 1, refused.value
 
 
@@ -247,18 +256,18 @@ def test_a_file_that_is_no_mapping_or_cannot_be_read_is_refused_by_name(tmp_path
     for name, content in contents.items():
         file = tmp_path / f"{name}.yaml"
         file.write_bytes(content)
-        with pytest.raises(Refused, match=f"{name}.yaml"):
-            read_yaml(file)
+        with pytest.raises(UserError, match=f"{name}.yaml"):
+            read_yaml_mapping(file)
     (tmp_path / "folder.yaml").mkdir()
     for path in (tmp_path / "folder.yaml", tmp_path / "absent.yaml"):
-        with pytest.raises(Refused, match=path.name):
-            read_yaml(path)
+        with pytest.raises(UserError, match=path.name):
+            read_yaml_mapping(path)
 
 
 def test_what_a_message_quotes_is_printable_and_short():
     words = ["--train.steps=" + "9\x1b[31m\n\u202e\udcff" * 500, "--" + "\x00é" * 500 + "=1"]
-    with pytest.raises(Refused) as refused:
-        resolve("tiny", words)
+    with pytest.raises(UserError) as refused:
+        resolve_recipe("tiny", words)
     for line in refused.value.problems:
         assert line.isprintable(), repr(line)
         assert len(line) < 300
@@ -266,8 +275,8 @@ def test_what_a_message_quotes_is_printable_and_short():
 
 def test_what_a_rule_or_a_choice_quotes_is_printable():
     for recipe, words in (("tiny", ["--data.files=a\x1b[31m\nb"]), ("\x1b[31m", [])):
-        with pytest.raises(Refused) as refused:
-            resolve(recipe, words)
+        with pytest.raises(UserError) as refused:
+            resolve_recipe(recipe, words)
         assert all(line.isprintable() for line in refused.value.problems), refused.value.problems
 
 
@@ -286,5 +295,5 @@ ODD_YAML = {
 def test_yaml_that_trips_its_own_reader_is_refused(what: str, tmp_path: Path):
     file = tmp_path / "odd.yaml"
     file.write_text(ODD_YAML[what])
-    with pytest.raises(Refused):
-        resolve(str(file))
+    with pytest.raises(UserError):
+        resolve_recipe(str(file))

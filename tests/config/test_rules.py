@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moefold.config.keys import keys_of
+from moefold.config.errors import UserError
+from moefold.config.keys import iterate_keys
 from moefold.config.read import parse_overrides, with_values
-from moefold.config.refused import Refused
-from moefold.config.rules import RULES, Case, Rule, check, divisors
+from moefold.config.rules import RULES, ConfigOnRanks, ConfigRule, check_config, divisors_in_words
 from moefold.config.run import Config
-from moefold.presets.recipe import resolve
+from moefold.presets.recipe import resolve_recipe
 from moefold.presets.zoo import PRESETS
 
 # rule -> (overrides that break it, number of ranks, what its message must name)
@@ -202,27 +202,27 @@ def changed(config: Config, words: str) -> Config:
     return config
 
 
-def mended(fix: str, case: Case) -> list[Case]:
+def mended(fix: str, case: ConfigOnRanks) -> list[ConfigOnRanks]:
     """Every way to follow the advice, as the case it leads to."""
     if found := re.search(r"\((--\S+) \"\"\)", fix):
-        return [Case(with_values(case.config, parse_overrides([found[1], ""]), {}), case.world)]
+        return [ConfigOnRanks(with_values(case.config, parse_overrides([found[1], ""]), {}), case.world)]
     if found := re.match(r"set (\S+) x (\S+) to at most (\d+)", fix):
-        return [Case(changed(case.config, f"--{found[1]}=1 --{found[2]}={found[3]}"), case.world)]
+        return [ConfigOnRanks(changed(case.config, f"--{found[1]}=1 --{found[2]}={found[3]}"), case.world)]
     if found := re.match(r"set (\S+) to (\d+), or (\S+) to (\d+) or more", fix):
-        return [Case(changed(case.config, f"--{found[i]}={found[i + 1]}"), case.world) for i in (1, 3)]
+        return [ConfigOnRanks(changed(case.config, f"--{found[i]}={found[i + 1]}"), case.world) for i in (1, 3)]
     if "--" in fix:
-        return [Case(changed(case.config, fix[fix.index("--") :]), case.world)]
+        return [ConfigOnRanks(changed(case.config, fix[fix.index("--") :]), case.world)]
     if found := re.match(r"start a multiple of (\d+) ranks, or choose a product among ([\d, ]+)", fix):
-        return [Case(case.config, int(found[1]) * times) for times in (1, 2)]
+        return [ConfigOnRanks(case.config, int(found[1]) * times) for times in (1, 2)]
     if several := several_ways(fix):
-        return [Case(changed(case.config, words), case.world) for words in several]
+        return [ConfigOnRanks(changed(case.config, words), case.world) for words in several]
     found = re.match(r"set (\S+) (.*?)(;|$)", fix)
     assert found, f"cannot follow: {fix}"
     numbers = [float(n) if "." in n else int(n) for n in re.findall(r"(?<!\w)[\d.]+", found[2])]
     values = [numbers[0] + 1] if "above" in found[2] else numbers
     values += [2 * numbers[0]] if "multiple" in found[2] else []
     values = values or re.findall(r"\w+", found[2].removeprefix("to ").replace(" or ", " "))
-    return [Case(changed(case.config, f"--{found[1]}={value}"), case.world) for value in values]
+    return [ConfigOnRanks(changed(case.config, f"--{found[1]}={value}"), case.world) for value in values]
 
 
 NAMES = r"[a-z_.]+(?:(?:, | and )[a-z_.]+)*"
@@ -233,7 +233,7 @@ WAY = re.compile(rf"{ASSIGNED}(?:,? and {ASSIGNED})*(?: to accept that)?")
 def several_ways(fix: str) -> list[str]:
     """The overrides for each alternative of `set A.x to 1 and A.y to 2, or A.v, z above 0, such as 3`; a key may go
     without its section when that is the one named last. Nothing, if the advice is simpler than that."""
-    keys, section = {key.path for key in keys_of(Config())}, ""
+    keys, section = {key.path for key in iterate_keys(Config())}, ""
     ways: list[str] = []
     for way in fix.removeprefix("set ").split(", or "):
         words: list[str] = []
@@ -256,21 +256,21 @@ def test_every_rule_is_broken_by_a_configuration_here():
 
 @pytest.mark.parametrize(("rule", "words", "world", "names"), CASES, ids=IDS)
 def test_a_broken_rule_names_key_and_value_and_following_its_advice_mends_it(
-    rule: Rule, words: str, world: int, names: str
+    rule: ConfigRule, words: str, world: int, names: str
 ):
-    case = Case(changed(PRESETS["tiny"](), words), world)
+    case = ConfigOnRanks(changed(PRESETS["tiny"](), words), world)
     assert not rule.holds(case)
     assert names in rule.says(case)
     assert any(key.split(".")[-1] in rule.says(case) for key in rule.reads)
     for after in mended(rule.fix(case), case):
         assert rule.holds(after), f"{rule.fix(case)} does not help"
-    with pytest.raises(Refused) as refused:
-        check(case.config, world)
+    with pytest.raises(UserError) as refused:
+        check_config(case.config, world)
     assert f"{rule.says(case)}; {rule.fix(case)}" in refused.value.problems
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
-def test_a_rule_reads_only_keys_that_exist(rule: Rule):
+def test_a_rule_reads_only_keys_that_exist(rule: ConfigRule):
     for path in rule.reads:
         node = Config()
         for name in path.split("."):
@@ -283,20 +283,20 @@ def test_every_preset_holds_every_rule_on_the_usual_numbers_of_ranks(name: str, 
     config = PRESETS[name]()
     if name == "tiny" and world == 8:
         config = changed(config, "--train.micro_batch=2")
-    assert check(config, world) is config
+    assert check_config(config, world) is config
 
 
 def test_check_tells_all_broken_rules_at_once():
     config = changed(PRESETS["tiny"](), "--model.attention.kv_heads=3 --model.moe.top_k=9 --model.vocab=10")
-    with pytest.raises(Refused) as refused:
-        check(config)
+    with pytest.raises(UserError) as refused:
+        check_config(config)
     assert len(refused.value.problems) == 3
 
 
 @settings(deadline=None)
 @given(st.integers(1, 100_000))
 def test_divisors_divide_and_are_all_when_few(n: int):
-    found = [int(word) for word in divisors(n).split(", ")]
+    found = [int(word) for word in divisors_in_words(n).split(", ")]
     every = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
     every = sorted({*every, *(n // d for d in every)})
     assert found == every if len(every) <= 12 else set(found) < set(every)
@@ -309,7 +309,7 @@ def test_divisors_divide_and_are_all_when_few(n: int):
 @pytest.mark.alone
 def test_divisors_of_a_large_number_come_at_once():
     begun = time.perf_counter()
-    assert divisors(10**9)
+    assert divisors_in_words(10**9)
     assert time.perf_counter() - begun < 0.1
 
 
@@ -321,5 +321,5 @@ HUGE = [
 
 @pytest.mark.parametrize("words", HUGE, ids=["a root that is no float", "a product of 8,000 digits"])
 def test_numbers_beyond_reason_are_refused(words: str):
-    with pytest.raises(Refused):
-        resolve("tiny", words.split())
+    with pytest.raises(UserError):
+        resolve_recipe("tiny", words.split())

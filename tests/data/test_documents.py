@@ -7,17 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from moefold.config.refused import Refused
+from moefold.config.errors import UserError
 from moefold.config.run import DataConfig
-from moefold.data.documents import documents
+from moefold.data.documents import source_documents
 
 
 def read(*files: Path | str, text_key: str = "text") -> list[str]:
-    return list(documents(DataConfig(source="files", files=tuple(map(str, files)), text_key=text_key)))
+    return list(source_documents(DataConfig(source="files", files=tuple(map(str, files)), text_key=text_key)))
 
 
 def refusal(*files: Path | str, text_key: str = "text") -> str:
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(UserError) as refused:
         read(*files, text_key=text_key)
     return str(refused.value)
 
@@ -102,7 +102,7 @@ def test_a_path_no_system_accepts_is_refused(what: str):
 
 
 def test_the_standard_library_is_text_in_a_fixed_order():
-    first, second = (islice(documents(DataConfig()), 50) for _ in range(2))
+    first, second = (islice(source_documents(DataConfig()), 50) for _ in range(2))
     texts = list(first)
     assert texts == list(second)
     assert any("import" in text for text in texts)

@@ -6,8 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moefold.data.loader import Batch, Loader, epoch_order
-from moefold.kernels.words import IGNORED
+from moefold.data.loader import Batch, BatchLoader, epoch_permutation
+from moefold.kernels.vocabulary.vocab_shard import IGNORE_INDEX
 from moefold.layout.axes import Axis
 
 CPU = torch.device("cpu")
@@ -15,17 +15,17 @@ SEQ, WINDOWS = 8, 21
 TOKENS = np.arange(SEQ * WINDOWS + 5, dtype=np.uint16)  # a token is its own position
 
 
-def loader(batch: int = 4, seed: int = 1, ranks: int = 1, index: int = 0, tokens: np.ndarray = TOKENS) -> Loader:
+def loader(batch: int = 4, seed: int = 1, ranks: int = 1, index: int = 0, tokens: np.ndarray = TOKENS) -> BatchLoader:
     """As in a process of its own: no order is remembered from the loader before."""
-    epoch_order.cache_clear()
-    return Loader(tokens, SEQ, batch, seed, Axis("dp", tuple(range(ranks)), index), CPU)
+    epoch_permutation.cache_clear()
+    return BatchLoader(tokens, SEQ, batch, seed, Axis("dp", tuple(range(ranks)), index), CPU)
 
 
 def windows_of(batch: Batch) -> list[int]:
     return [int(row[0]) // SEQ for row in batch.tokens_BS]
 
 
-def take(source: Loader, batches: int) -> list[int]:
+def take(source: BatchLoader, batches: int) -> list[int]:
     return [window for _ in range(batches) for window in windows_of(source.next())]
 
 
@@ -72,7 +72,7 @@ def test_the_shares_of_all_ranks_in_order_are_the_batch_of_one_rank(ranks: int, 
     tokens, labels = (torch.cat([getattr(s, name) for s in shares]) for name in ("tokens_BS", "labels_BS"))
     assert torch.equal(tokens[:count], whole.tokens_BS)
     assert torch.equal(labels[:count], whole.labels_BS)
-    assert (labels[count:] == IGNORED).all()
+    assert (labels[count:] == IGNORE_INDEX).all()
     assert len(labels) - count < ranks
 
 
@@ -132,9 +132,9 @@ def test_microbatches_are_the_batch_in_order(size: int, parts: list[int]):
 STARTS = np.array([0, 3, 4, 8, 21, 24, 40, 41, 42, 47, 48, 100])
 
 
-def within(batch: int = WINDOWS, ranks: int = 1, index: int = 0) -> Loader:
-    epoch_order.cache_clear()
-    return Loader(TOKENS, SEQ, batch, 1, Axis("dp", tuple(range(ranks)), index), CPU, STARTS)
+def within(batch: int = WINDOWS, ranks: int = 1, index: int = 0) -> BatchLoader:
+    epoch_permutation.cache_clear()
+    return BatchLoader(TOKENS, SEQ, batch, 1, Axis("dp", tuple(range(ranks)), index), CPU, STARTS)
 
 
 def test_every_token_is_told_where_its_document_begins_and_the_last_of_one_has_no_label():
@@ -146,7 +146,7 @@ def test_every_token_is_told_where_its_document_begins_and_the_last_of_one_has_n
         for position, token in enumerate(tokens.tolist()):
             start = max(s for s in STARTS.tolist() if s <= token)
             assert begins[position] == max(start - window, 0)
-            assert labels[position] == (IGNORED if token + 1 in STARTS else token + 1)
+            assert labels[position] == (IGNORE_INDEX if token + 1 in STARTS else token + 1)
 
 
 def test_without_documents_nothing_is_said_of_them():

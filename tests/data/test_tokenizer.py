@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moefold.config.refused import Refused
+from moefold.config.errors import UserError
 from moefold.config.run import DataConfig
+from moefold.data.corpus import load_corpus
 from moefold.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, load_tokenizer
-from moefold.data.tokens import load_corpus
 
 unicode = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\x00"))
 
@@ -78,7 +78,7 @@ def test_a_corpus_of_hugging_face_tokens_fits_the_vocabulary_or_is_refused(bpe: 
     assert corpus.train.dtype == np.uint16
     assert corpus.train.max() < tokenizer.size
     assert corpus.train[-1] == tokenizer.end
-    with pytest.raises(Refused, match=rf"model\.vocab = 256.*set model\.vocab to at least {tokenizer.size}"):
+    with pytest.raises(UserError, match=rf"model\.vocab = 256.*set model\.vocab to at least {tokenizer.size}"):
         load_corpus(data, tokenizer, 256)
 
 
@@ -86,11 +86,11 @@ def test_a_corpus_of_hugging_face_tokens_fits_the_vocabulary_or_is_refused(bpe: 
 def test_a_broken_tokenizer_file_is_refused_by_name(content: bytes, tmp_path: Path):
     path = tmp_path / "tokenizer.json"
     path.write_bytes(content)
-    with pytest.raises(Refused, match=r"data\.tokenizer = .*tokenizer\.json is not a tokenizer\.json"):
+    with pytest.raises(UserError, match=r"data\.tokenizer = .*tokenizer\.json is not a tokenizer\.json"):
         load_tokenizer(str(path))
 
 
 @pytest.mark.parametrize("name", ["", "bytes", "/nowhere/tokenizer.json", "/tmp"])
 def test_a_tokenizer_that_is_no_file_is_refused_with_what_was_expected(name: str):
-    with pytest.raises(Refused, match=r"data\.tokenizer = .*expected byte or the path of a tokenizer\.json"):
+    with pytest.raises(UserError, match=r"data\.tokenizer = .*expected byte or the path of a tokenizer\.json"):
         load_tokenizer(name)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moefold.config.refused import Refused
-from moefold.dispatch.base import Rowing
-from moefold.dispatch.deepep import DeepEpHop, make_buffer, require_deepep
-from moefold.dispatch.hop import Hop, to_everyone
-from moefold.dispatch.hops import HoppingDispatcher
+from moefold.config.errors import UserError
+from moefold.dispatch.base import RowPolicy
+from moefold.dispatch.deepep import DeepEpHop, make_deepep_buffer, require_deepep
+from moefold.dispatch.hop import Hop, pack_for_everyone
+from moefold.dispatch.hop_dispatcher import HopDispatcher
 from moefold.dispatch.local import LocalDispatcher
 from moefold.layout.axes import World
 from tests.dispatch.test_dispatchers import BINDINGS, EXPERTS, INNER, ROUTINGS, VALUES, WIDTH, WORLD, numbers, through
@@ -23,10 +23,10 @@ def distances(world: World) -> dict[tuple[str, str], float]:
     """How far each value is from that of the local dispatcher with the tokens of all ranks."""
     ep, etp = world.axis("ep"), world.axis("etp")
     held = EXPERTS // ep.size
-    hops: list[Hop | DeepEpHop] = [DeepEpHop(make_buffer(deep_ep_over_gloo, ep, WIDTH * 8), ep, held)]
+    hops: list[Hop | DeepEpHop] = [DeepEpHop(make_deepep_buffer(deep_ep_over_gloo, ep, WIDTH * 8), ep, held)]
     if etp.size > 1:
-        hops.append(Hop(etp, to_everyone, lambda ids: ids // held, KERNELS))
-    there = HoppingDispatcher(hops, Rowing(ep.index * held, held), KERNELS)
+        hops.append(Hop(etp, pack_for_everyone, lambda ids: ids // held, KERNELS))
+    there = HopDispatcher(hops, RowPolicy(ep.index * held, held), KERNELS)
     up, down = numbers(EXPERTS, INNER, WIDTH, seed=1), numbers(EXPERTS, WIDTH, INNER, seed=2)
     experts = slice(ep.index * held, (ep.index + 1) * held)
     inner = slice(etp.index * INNER // etp.size, (etp.index + 1) * INNER // etp.size)
@@ -38,7 +38,7 @@ def distances(world: World) -> dict[tuple[str, str], float]:
         gates = [numbers(tokens, k, seed=20 + r).float().double() for r in range(WORLD)]  # they travel as fp32
         ways = [numbers(tokens, WIDTH, seed=30 + r) for r in range(WORLD)]
         whole = [x.clone().requires_grad_() for x in (torch.cat(h), torch.cat(gates), up, down)]
-        local = LocalDispatcher(Rowing(0, EXPERTS), KERNELS)
+        local = LocalDispatcher(RowPolicy(0, EXPERTS), KERNELS)
         y, dh, dg, d_up, d_down = through(local, KERNELS, torch.cat(ids), whole, torch.cat(ways))
         mine = slice(world.rank * tokens, (world.rank + 1) * tokens)
         expected = (y[mine], dh[mine], dg[mine], d_up[experts, inner], d_down[experts, :, inner])
@@ -69,7 +69,7 @@ def test_the_hop_equals_the_local_dispatcher_forward_and_backward(layout: dict[s
     ],
 )
 def test_what_deepep_needs_and_does_not_find_is_said(device: str, dtype: torch.dtype, hidden: int, says: str):
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(UserError) as refused:
         require_deepep(device, dtype, hidden)
     assert says in str(refused.value)
     assert "set parallel.dispatcher to auto" in str(refused.value)

@@ -8,14 +8,14 @@ from typing import Any, get_args, get_type_hints
 import pytest
 import torch
 
-from moefold.comm import traffic
+from moefold.comm import byte_counters
 from moefold.config.run import Config, ModelConfig, MoeConfig, ParallelConfig, TrainConfig
-from moefold.dispatch.base import Dispatcher, Routing, Rowing
-from moefold.dispatch.choose import choose_dispatcher
+from moefold.dispatch.base import Dispatcher, Routing, RowPolicy
+from moefold.dispatch.build import build_dispatcher
 from moefold.dispatch.local import LocalDispatcher
-from moefold.kernels.bind import bind
+from moefold.kernels.bound import bind_kernels
 from moefold.kernels.catalog import CATALOG, Facts
-from moefold.layout.axes import World, name_axes
+from moefold.layout.axes import World, create_world
 from tests.support.ranks import run_ranks
 
 # deepep needs its package; test_deepep.py has a stand-in for that
@@ -23,7 +23,7 @@ DISPATCHERS = [name for name in get_args(get_type_hints(ParallelConfig)["dispatc
 WORLD, EXPERTS, WIDTH, INNER, TOKENS = 4, 8, 6, 8, 12
 LAYOUTS = {"ep 4": {"ep": 4}, "ep 2, etp 2": {"ep": 2, "etp": 2}, "etp 4": {"etp": 4}}
 FACTS = Facts("cpu", "fp64", hidden=WIDTH, ffn=INNER)
-BINDINGS = {"chosen": bind(FACTS), "reference": bind(FACTS, [f"{op}=reference" for op in CATALOG])}
+BINDINGS = {"chosen": bind_kernels(FACTS), "reference": bind_kernels(FACTS, [f"{op}=reference" for op in CATALOG])}
 VALUES = ("result", "gradient of tokens", "gradient of gates", "gradient of up", "gradient of down")
 
 
@@ -62,7 +62,7 @@ def choose(name: str, kernels: Any, world: World) -> Dispatcher:
     model = ModelConfig(hidden=WIDTH, moe=MoeConfig(experts=EXPERTS, ffn=INNER))
     parallel = ParallelConfig(ep=world.axis("ep").size, etp=world.axis("etp").size, dispatcher=name)  # pyright: ignore[reportArgumentType]
     config = Config(model=model, parallel=parallel, train=TrainConfig(precision="fp64"))
-    return choose_dispatcher(config, kernels, world)
+    return build_dispatcher(config, kernels, world)
 
 
 def through(dispatcher: Dispatcher, kernels: Any, ids_TK: torch.Tensor, leaves: list[torch.Tensor], direction):
@@ -72,8 +72,8 @@ def through(dispatcher: Dispatcher, kernels: Any, ids_TK: torch.Tensor, leaves: 
     rows = dispatcher.dispatch(h, receipt)
     order = rows.order
     x = kernels.gather_rows(rows.source_ND, order.index_R, order.slots_NK, order.holes)
-    inner = kernels.grouped_gemm(x, up, order.offsets_e).tanh() * order.gate_R[:, None]
-    y = dispatcher.combine(kernels.grouped_gemm(inner, down, order.offsets_e), receipt)
+    inner = kernels.grouped_gemm(x, up, order.ends_e).tanh() * order.weight_R[:, None]
+    y = dispatcher.combine(kernels.grouped_gemm(inner, down, order.ends_e), receipt)
     return (y.detach(), *torch.autograd.grad(y, leaves, direction))
 
 
@@ -90,7 +90,7 @@ def agreement(world: World) -> dict[tuple[str, str, str, int], dict[str, float]]
     p = {"ep": world.axis("ep").size, "etp": world.axis("etp").size}
     up, down = numbers(EXPERTS, INNER, WIDTH, seed=1), numbers(EXPERTS, WIDTH, INNER, seed=2)
     for node_size in (4, 2):
-        here = name_axes(world.rank, WORLD, world.device, ParallelConfig(**p), node_size)
+        here = create_world(world.rank, WORLD, world.device, ParallelConfig(**p), node_size)
         ep, etp = here.axis("ep"), here.axis("etp")
         experts = slice(ep.index * EXPERTS // ep.size, (ep.index + 1) * EXPERTS // ep.size)
         inner = slice(etp.index * INNER // etp.size, (etp.index + 1) * INNER // etp.size)
@@ -104,7 +104,7 @@ def agreement(world: World) -> dict[tuple[str, str, str, int], dict[str, float]]
                     continue
                 together = [torch.cat([h for h, _ in held]), torch.cat([g for _, g in held]), up, down]
                 together = [x.clone().requires_grad_() for x in together]
-                local = LocalDispatcher(Rowing(0, EXPERTS), kernels)
+                local = LocalDispatcher(RowPolicy(0, EXPERTS), kernels)
                 y, dh, dg, d_up, d_down = through(local, kernels, torch.cat(ids), together, torch.cat(directions))
                 mine = slice(world.rank * tokens, (world.rank + 1) * tokens)
                 expected = (y[mine], dh[mine], dg[mine], d_up[experts, inner], d_down[experts, :, inner])
@@ -139,13 +139,13 @@ def test_a_dispatcher_equals_the_local_one_forward_and_backward(layout: str, dis
 
 
 def test_where_all_experts_are_here_nothing_travels():
-    world = name_axes(0, 1, torch.device("cpu"), ParallelConfig())
+    world = create_world(0, 1, torch.device("cpu"), ParallelConfig())
     assert all(isinstance(choose(name, BINDINGS["chosen"], world), LocalDispatcher) for name in DISPATCHERS)
 
 
 def bytes_sent(world: World) -> dict[tuple[str, str], dict[str, dict[tuple[str, str], int]]]:
     """What dispatch and combine send, in bytes of fp64 rows."""
-    here = name_axes(world.rank, WORLD, world.device, ParallelConfig(ep=WORLD), node_size=2)
+    here = create_world(world.rank, WORLD, world.device, ParallelConfig(ep=WORLD), node_size=2)
     found = {}
     for routing, choices in ROUTINGS.items():
         ids = choices(world.rank)
@@ -153,10 +153,10 @@ def bytes_sent(world: World) -> dict[tuple[str, str], dict[str, dict[tuple[str, 
         for name in DISPATCHERS:
             dispatcher = choose(name, BINDINGS["chosen"], here)
             receipt = dispatcher.plan(Routing(numbers(tokens, k, seed=1), ids))
-            with traffic.counted() as out:
+            with byte_counters.counted_bytes_sent() as out:
                 rows = dispatcher.dispatch(numbers(tokens, WIDTH, seed=2), receipt)
             x = rows.source_ND[rows.order.index_R]
-            with traffic.counted() as back:
+            with byte_counters.counted_bytes_sent() as back:
                 dispatcher.combine(x, receipt)
             found[name, routing] = {"out": dict(out), "back": dict(back)}
     return found

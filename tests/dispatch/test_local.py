@@ -7,15 +7,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moefold.dispatch.base import Routing, Rowing
+from moefold.dispatch.base import Routing, RowPolicy
 from moefold.dispatch.local import LocalDispatcher
-from moefold.kernels.bind import bind
+from moefold.kernels.bound import bind_kernels
 from moefold.kernels.catalog import CATALOG, Facts
 
 FACTS = Facts("cpu", "fp64", hidden=4, ffn=4)
 KERNELS = {
-    "chosen": bind(FACTS),
-    "reference": bind(FACTS, [f"{op}=reference" for op in CATALOG]),
+    "chosen": bind_kernels(FACTS),
+    "reference": bind_kernels(FACTS, [f"{op}=reference" for op in CATALOG]),
 }
 WIDTH = 4
 
@@ -31,24 +31,24 @@ def choices(tokens: int, experts: int, k: int, seed: int, towards: float = 0.0) 
     return liking.argsort(dim=1, descending=True)[:, :k]
 
 
-def through_dispatcher(h_TD, probs_TK, ids_TK, matrix_EDD, kernels):
+def through_dispatcher(h_TD, weights_TK, ids_TK, matrix_EDD, kernels):
     """Each expert is a matrix, each row is scaled by its gate."""
-    dispatcher = LocalDispatcher(Rowing(0, len(matrix_EDD)), kernels)
-    receipt = dispatcher.plan(Routing(probs_TK, ids_TK))
+    dispatcher = LocalDispatcher(RowPolicy(0, len(matrix_EDD)), kernels)
+    receipt = dispatcher.plan(Routing(weights_TK, ids_TK))
     rows = dispatcher.dispatch(h_TD, receipt)
     x_RD = kernels.gather_rows(rows.source_ND, rows.order.index_R, rows.order.slots_NK)
-    y_RD = kernels.grouped_gemm(x_RD, matrix_EDD, rows.order.offsets_e) * rows.order.gate_R[:, None]
+    y_RD = kernels.grouped_gemm(x_RD, matrix_EDD, rows.order.ends_e) * rows.order.weight_R[:, None]
     return dispatcher.combine(y_RD, receipt)
 
 
-def by_loop(h_TD, probs_TK, ids_TK, matrix_EDD):
+def by_loop(h_TD, weights_TK, ids_TK, matrix_EDD):
     out = []
     for t in range(len(h_TD)):
         total = torch.zeros(WIDTH, dtype=h_TD.dtype)
         for k in range(ids_TK.shape[1]):
-            total = total + probs_TK[t, k] * (matrix_EDD[ids_TK[t, k]] @ h_TD[t])
+            total = total + weights_TK[t, k] * (matrix_EDD[ids_TK[t, k]] @ h_TD[t])
         out.append(total)
-    return torch.stack(out) if out else h_TD * matrix_EDD.sum() * probs_TK.sum()
+    return torch.stack(out) if out else h_TD * matrix_EDD.sum() * weights_TK.sum()
 
 
 def agree(ids_TK: torch.Tensor, experts: int, kernels) -> None:
@@ -86,16 +86,16 @@ def test_dispatch_and_combine_equal_a_loop_over_tokens_and_experts(routing: str,
 def test_the_rows_of_an_expert_are_contiguous_and_in_the_order_of_their_tokens(routing: str):
     ids_TK, experts = ROUTINGS[routing]
     tokens, k = ids_TK.shape
-    probs_TK = numbers(tokens, k, seed=2)
-    order = LocalDispatcher(Rowing(0, experts), KERNELS["chosen"]).plan(Routing(probs_TK, ids_TK)).order
+    weights_TK = numbers(tokens, k, seed=2)
+    order = LocalDispatcher(RowPolicy(0, experts), KERNELS["chosen"]).plan(Routing(weights_TK, ids_TK)).order
     assert not order.holes
-    assert order.offsets_e.dtype == torch.int32
-    assert order.offsets_e.shape == (experts,)
+    assert order.ends_e.dtype == torch.int32
+    assert order.ends_e.shape == (experts,)
     start = 0
-    for expert, end in enumerate(order.offsets_e.tolist()):
+    for expert, end in enumerate(order.ends_e.tolist()):
         here = [(t, i) for t in range(tokens) for i in range(k) if ids_TK[t, i] == expert]
         assert order.index_R[start:end].tolist() == [t for t, _ in here], f"expert {expert}"
-        assert order.gate_R[start:end].tolist() == [probs_TK[t, i].item() for t, i in here], f"expert {expert}"
+        assert order.weight_R[start:end].tolist() == [weights_TK[t, i].item() for t, i in here], f"expert {expert}"
         assert [order.slots_NK[t, i].item() for t, i in here] == list(range(start, end)), f"expert {expert}"
         start = end
     assert start == tokens * k == len(order.index_R)
@@ -124,6 +124,6 @@ def test_two_runs_give_the_same_bits():
 
 def test_nothing_travels_and_nothing_is_copied():
     h_TD = numbers(5, WIDTH, seed=1)
-    dispatcher = LocalDispatcher(Rowing(0, 3), KERNELS["chosen"])
+    dispatcher = LocalDispatcher(RowPolicy(0, 3), KERNELS["chosen"])
     receipt = dispatcher.plan(Routing(numbers(5, 1, seed=2), choices(5, 3, 1, seed=3)))
     assert dispatcher.dispatch(h_TD, receipt).source_ND is h_TD

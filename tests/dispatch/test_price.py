@@ -5,18 +5,25 @@ from dataclasses import replace
 import pytest
 
 from moefold.config.run import ParallelConfig
-from moefold.dispatch.price import Links, Trip, choose, distinct, nodes_reached, seconds
+from moefold.dispatch.price import (
+    DispatchTrip,
+    LinkSpeeds,
+    cheapest_dispatcher,
+    dispatch_seconds,
+    expected_distinct,
+    expected_nodes_reached,
+)
 from moefold.presets.zoo import PRESETS
 
 
-def trip(k: int, ranks: int = 8, inside: int = 8) -> Trip:
-    return Trip(tokens=65_536, row=4096 * 2, k=k, ranks=ranks, inside=inside)
+def trip(k: int, ranks: int = 8, inside: int = 8) -> DispatchTrip:
+    return DispatchTrip(tokens=65_536, row=4096 * 2, k=k, ranks=ranks, inside=inside)
 
 
 @pytest.mark.parametrize("k", range(1, 12))
 def test_gather_beats_all_to_all_by_time_beyond_six_choices_on_eight_ranks(k: int):
     """By bytes it would be beyond eight; a plain all-to-all reaches 0.79 of the link."""
-    gather, swap = (seconds(name, trip(k), Links()) for name in ("all_gather", "all_to_all"))
+    gather, swap = (dispatch_seconds(name, trip(k), LinkSpeeds()) for name in ("all_gather", "all_to_all"))
     assert (gather < swap) == (k > 6)
 
 
@@ -31,41 +38,44 @@ TABLE_7 = {  # microseconds of dispatch and of combine by expert-parallel size: 
 def test_published_dispatch_times_are_met_within_16_percent_each_and_7_on_average():
     errors: list[float] = []
     for (gpu, kind), rows in TABLE_7.items():
-        links, domain = {"gb200": (Links(900e9, 50e9), 72), "h100": (Links(450e9, 50e9), 8)}[gpu]
+        links, domain = {"gb200": (LinkSpeeds(900e9, 50e9), 72), "h100": (LinkSpeeds(450e9, 50e9), 8)}[gpu]
         for ranks, measured in rows.items():
-            far = Trip(4096, 7168 * 2, 8, ranks, min(ranks, domain), groups=8, chosen=4)
+            far = DispatchTrip(4096, 7168 * 2, 8, ranks, min(ranks, domain), groups=8, chosen=4)
             name = kind if kind == "all_to_all" else "dedup" if ranks <= domain else "hierarchical"
-            errors += [abs(seconds(name, far, links) * 1e6 / each - 1) for each in measured]
+            errors += [abs(dispatch_seconds(name, far, links) * 1e6 / each - 1) for each in measured]
     assert len(errors) == 32
     assert max(errors) < 0.16
     assert sum(errors) / len(errors) < 0.07
 
 
 def test_routing_limited_to_groups_reaches_fewer_nodes():
-    free = Trip(4096, 14_336, 8, 64, 8)
+    free = DispatchTrip(4096, 14_336, 8, 64, 8)
     limited = replace(free, groups=8, chosen=4)
-    assert nodes_reached(limited) == pytest.approx(4)  # one group a node, four of eight chosen
-    assert nodes_reached(free) == pytest.approx(distinct(8, 8))
+    assert expected_nodes_reached(limited) == pytest.approx(4)  # one group a node, four of eight chosen
+    assert expected_nodes_reached(free) == pytest.approx(expected_distinct(8, 8))
 
 
 def test_distinct_places_are_at_most_choices_and_places():
-    assert distinct(1, 8) == pytest.approx(1)
-    assert distinct(8, 64) < 8
-    assert distinct(1000, 8) == pytest.approx(8)
+    assert expected_distinct(1, 8) == pytest.approx(1)
+    assert expected_distinct(8, 64) < 8
+    assert expected_distinct(1000, 8) == pytest.approx(8)
 
 
 def test_sending_a_token_once_per_node_wins_where_the_network_is_slow():
     far = trip(k=8, ranks=64, inside=8)
-    times = {name: seconds(name, far, Links()) for name in ("dedup", "all_to_all", "all_gather", "hierarchical")}
+    times = {
+        name: dispatch_seconds(name, far, LinkSpeeds())
+        for name in ("dedup", "all_to_all", "all_gather", "hierarchical")
+    }
     assert min(times, key=lambda name: times[name]) == "hierarchical"
     assert times["dedup"] < times["all_to_all"]
 
 
 def test_the_user_is_obeyed_and_the_reason_is_told():
     config = replace(PRESETS["qwen3-30b-a3b"](), parallel=ParallelConfig(ep=8, dispatcher="all_to_all"))
-    assert choose(config, 8, 2) == ("all_to_all", "asked for")
-    name, why = choose(replace(config, parallel=ParallelConfig(ep=8)), 8, 2)
+    assert cheapest_dispatcher(config, 8, 2) == ("all_to_all", "asked for")
+    name, why = cheapest_dispatcher(replace(config, parallel=ParallelConfig(ep=8)), 8, 2)
     assert name == "dedup"
     assert "dedup" in why
     assert "all_to_all" in why
-    assert choose(replace(config, parallel=ParallelConfig()), 8, 2)[0] == "local"
+    assert cheapest_dispatcher(replace(config, parallel=ParallelConfig()), 8, 2)[0] == "local"

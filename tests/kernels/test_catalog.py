@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moefold.config.refused import Refused
-from moefold.kernels.attention_times import Shape
-from moefold.kernels.bind import bind
-from moefold.kernels.catalog import CATALOG, Facts, facts_of, pick, read_force
-from moefold.kernels.registry import OPS, op
-from moefold.presets.recipe import resolve
+from moefold.config.errors import UserError
+from moefold.kernels.attention.timings import AttentionShape
+from moefold.kernels.bound import bind_kernels
+from moefold.kernels.catalog import CATALOG, Facts, facts_from_config, forced_implementations, pick_implementation
+from moefold.kernels.registry import OPS, register_op
+from moefold.presets.recipe import resolve_recipe
 
 HOPPER = Facts("cuda", "bf16", (9, 0), hidden=64, ffn=48)
 
@@ -32,7 +32,7 @@ HOPPER = Facts("cuda", "bf16", (9, 0), hidden=64, ffn=48)
     ],
 )
 def test_grouped_mm_is_chosen_exactly_where_it_can_run(facts: Facts, expected: str):
-    assert pick("grouped_gemm", facts)[0] == expected
+    assert pick_implementation("grouped_gemm", facts)[0] == expected
 
 
 def test_what_the_catalog_lets_run_on_this_machine_runs_and_what_it_does_not_is_really_unable():
@@ -42,29 +42,29 @@ def test_what_the_catalog_lets_run_on_this_machine_runs_and_what_it_does_not_is_
         unaligned(rows, torch.randn(2, 6, 30), offsets)
     with pytest.raises(RuntimeError):
         unaligned(torch.randn(4, 32).double(), torch.randn(2, 8, 32).double(), offsets)
-    bound = bind(Facts("cpu", "fp32", hidden=30, ffn=6))
+    bound = bind_kernels(Facts("cpu", "fp32", hidden=30, ffn=6))
     assert bound.grouped_gemm(rows, torch.randn(2, 6, 30), offsets).shape == (4, 6)
 
 
 def test_adamw_is_fused_for_fp32_state_only():
-    assert pick("adamw", Facts("cpu", "bf16"))[0] == "fused"
-    assert pick("adamw", Facts("cpu", "fp64"))[0] == "reference"
+    assert pick_implementation("adamw", Facts("cpu", "bf16"))[0] == "fused"
+    assert pick_implementation("adamw", Facts("cpu", "fp64"))[0] == "reference"
 
 
 def test_the_reason_is_told_for_what_is_chosen_and_for_what_is_not():
-    assert pick("grouped_gemm", HOPPER)[1] == CATALOG["grouped_gemm"][0].why
-    assert "torch_grouped_mm needs" in pick("grouped_gemm", Facts("cpu", "fp64"))[1]
-    assert pick("expert_bias", HOPPER)[1] == "plain torch is the only one yet"
+    assert pick_implementation("grouped_gemm", HOPPER)[1] == CATALOG["grouped_gemm"][0].why
+    assert "torch_grouped_mm needs" in pick_implementation("grouped_gemm", Facts("cpu", "fp64"))[1]
+    assert pick_implementation("expert_bias", HOPPER)[1] == "plain torch is the only one yet"
 
 
 @pytest.mark.parametrize("name", CATALOG)
 def test_the_reference_can_always_be_forced(name: str):
-    assert pick(name, HOPPER, "reference") == ("reference", "asked for")
-    assert getattr(bind(HOPPER, [f"{name}=reference"]), name) is OPS[name].reference
+    assert pick_implementation(name, HOPPER, "reference") == ("reference", "asked for")
+    assert getattr(bind_kernels(HOPPER, [f"{name}=reference"]), name) is OPS[name].reference
 
 
 def test_a_forced_implementation_is_the_one_bound_and_others_stay_as_they_were():
-    free, forced = bind(HOPPER), bind(HOPPER, ("attention=reference", "adamw=fused"))
+    free, forced = bind_kernels(HOPPER), bind_kernels(HOPPER, ("attention=reference", "adamw=fused"))
     assert free.attention is OPS["attention"].implementations["sdpa"]
     assert forced.attention is OPS["attention"].reference
     assert forced.adamw is OPS["adamw"].implementations["fused"]
@@ -72,8 +72,8 @@ def test_a_forced_implementation_is_the_one_bound_and_others_stay_as_they_were()
 
 
 def test_a_forced_implementation_that_cannot_run_is_refused_by_name_with_what_it_needs():
-    with pytest.raises(Refused) as refused:
-        bind(Facts("cpu", "fp64", hidden=64, ffn=48), ["grouped_gemm=torch_grouped_mm"])
+    with pytest.raises(UserError) as refused:
+        bind_kernels(Facts("cpu", "fp64", hidden=64, ffn=48), ["grouped_gemm=torch_grouped_mm"])
     assert "grouped_gemm=torch_grouped_mm cannot run here" in str(refused.value)
     assert "multiples of 16 bytes" in str(refused.value)
 
@@ -88,8 +88,8 @@ def test_a_forced_implementation_that_cannot_run_is_refused_by_name_with_what_it
     ],
 )
 def test_an_unknown_name_in_force_is_refused_with_the_nearest(force: str, nearest: str):
-    with pytest.raises(Refused) as refused:
-        read_force([force])
+    with pytest.raises(UserError) as refused:
+        forced_implementations([force])
     assert nearest in str(refused.value)
     if "=" in force:
         assert f'did you mean "{nearest}"?' in str(refused.value)
@@ -97,7 +97,7 @@ def test_an_unknown_name_in_force_is_refused_with_the_nearest(force: str, neares
 
 def test_an_implementation_without_a_line_in_the_catalog_is_an_error_at_import():
     with pytest.raises(KeyError, match=r"rmsnorm\.faster has no line"):
-        OPS["rmsnorm"].fast("faster")
+        OPS["rmsnorm"].register_fast("faster")
     before = dict(OPS)
 
     def nameless(x: torch.Tensor) -> torch.Tensor:
@@ -105,33 +105,33 @@ def test_an_implementation_without_a_line_in_the_catalog_is_an_error_at_import()
 
     try:
         with pytest.raises(KeyError):
-            op(nameless).fast("any")
+            register_op(nameless).register_fast("any")
     finally:
         OPS.clear()
         OPS.update(before)
 
 
 def test_the_facts_are_those_of_the_configuration():
-    config = resolve("tiny", ["--model.moe.ffn=30"])
-    assert facts_of(config, "cpu", "fp32") == Facts(
-        "cpu", "fp32", (0, 0), config.model.hidden, 30, attention=Shape(256, 4, 2, 32, 32)
+    config = resolve_recipe("tiny", ["--model.moe.ffn=30"])
+    assert facts_from_config(config, "cpu", "fp32") == Facts(
+        "cpu", "fp32", (0, 0), config.model.hidden, 30, attention=AttentionShape(256, 4, 2, 32, 32)
     )
-    assert pick("grouped_gemm", facts_of(config, "cpu", "fp32"))[0] == "reference"
+    assert pick_implementation("grouped_gemm", facts_from_config(config, "cpu", "fp32"))[0] == "reference"
 
 
 def test_the_facts_are_those_of_the_rows_that_experts_get():
     """A row is as wide as what travels, and an expert's inner width is cut over etp: these decide what is aligned."""
-    latent = resolve("latent-30b-a3b-tiny")
+    latent = resolve_recipe("latent-30b-a3b-tiny")
     assert latent.model.moe.latent != latent.model.hidden
-    assert facts_of(latent, "cpu", "fp32").hidden == latent.model.moe.latent
-    narrow = resolve("latent-30b-a3b-tiny", ["--model.moe.latent=30"])
-    assert pick("grouped_gemm", facts_of(latent, "cpu", "fp32"))[0] == "torch_grouped_mm"
-    assert pick("grouped_gemm", facts_of(narrow, "cpu", "fp32"))[0] == "reference"
-    cut = resolve("tiny", ["--parallel.etp=2", "--model.moe.ffn=196"], world=2)
-    assert facts_of(cut, "cpu", "fp32").ffn == 98
-    assert pick("grouped_gemm", facts_of(cut, "cpu", "fp32"))[0] == "reference"
+    assert facts_from_config(latent, "cpu", "fp32").hidden == latent.model.moe.latent
+    narrow = resolve_recipe("latent-30b-a3b-tiny", ["--model.moe.latent=30"])
+    assert pick_implementation("grouped_gemm", facts_from_config(latent, "cpu", "fp32"))[0] == "torch_grouped_mm"
+    assert pick_implementation("grouped_gemm", facts_from_config(narrow, "cpu", "fp32"))[0] == "reference"
+    cut = resolve_recipe("tiny", ["--parallel.etp=2", "--model.moe.ffn=196"], world=2)
+    assert facts_from_config(cut, "cpu", "fp32").ffn == 98
+    assert pick_implementation("grouped_gemm", facts_from_config(cut, "cpu", "fp32"))[0] == "reference"
 
 
 @pytest.mark.parametrize("facts", [HOPPER, Facts("cpu", "fp32"), Facts("cpu", "fp64")])
 def test_the_clamped_activation_is_done_by_hand_everywhere(facts: Facts):
-    assert bind(facts).clamped_swiglu is OPS["clamped_swiglu"].implementations["by_hand"]
+    assert bind_kernels(facts).clamped_swiglu is OPS["clamped_swiglu"].implementations["by_hand"]

@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 import torch
 
-from moefold.kernels.bind import Kernels
+from moefold.kernels.bound import BoundKernels
 from moefold.kernels.catalog import CATALOG
-from moefold.kernels.choosing import Choosing, Span
-from moefold.kernels.registry import DTYPES, OPS, Case, Op
-from moefold.kernels.rmsnorm import rmsnorm
-from moefold.kernels.router_topk import router_topk
-from moefold.kernels.words import IGNORED
+from moefold.kernels.norm.rmsnorm import rmsnorm
+from moefold.kernels.registry import DTYPES, OPS, KernelCase, KernelOp
+from moefold.kernels.routing.router_spec import RouterSpec, TokenSpan
+from moefold.kernels.routing.router_topk import router_topk
+from moefold.kernels.vocabulary.vocab_shard import IGNORE_INDEX
 
 # Largest |a - b| / |b| against fp64. bf16 keeps 8 bits (4e-3); logits and scores made from rounded products lose a few
 # times that.
@@ -29,7 +29,7 @@ TOLERANCE = {"fp64": 1e-12, "fp32": 1e-5, "bf16": 2e-2}
 GPU = torch.cuda.is_available()
 
 
-def cases(op: Op, device: str, dtype: str) -> list[Case]:
+def cases(op: KernelOp, device: str, dtype: str) -> list[KernelCase]:
     assert op.make_cases is not None, f"{op.name} has no cases"
     return list(op.make_cases(device, DTYPES[dtype]))
 
@@ -85,7 +85,7 @@ def error(a: torch.Tensor, b: torch.Tensor) -> float:
     return (a - b).norm().item() / (b.norm().item() or math.sqrt(b.numel()) or 1.0)
 
 
-def check(op: Op, implementation: Callable[..., Any], case: Case, dtype: str) -> None:
+def check(op: KernelOp, implementation: Callable[..., Any], case: KernelCase, dtype: str) -> None:
     """The implementation agrees with the op's reference in fp64, and returns the dtypes the reference returns."""
     mine = outcome(implementation, fresh(case.inputs, grad=not op.mutates), op.mutates)
     plain = outcome(op.reference, fresh(case.inputs, grad=not op.mutates), op.mutates)
@@ -118,7 +118,7 @@ def test_an_implementation_agrees_with_the_reference_on_cuda(op, implementation,
     check(OPS[op], OPS[op].implementations[implementation], cases(OPS[op], "cuda", dtype)[number], dtype)
 
 
-def same_twice(op: Op, implementation: str, case: Case) -> None:
+def same_twice(op: KernelOp, implementation: str, case: KernelCase) -> None:
     function = OPS[op.name].implementations[implementation]
     first, second = (outcome(function, fresh(case.inputs, grad=not op.mutates), op.mutates) for _ in range(2))
     for name, value in first.items():
@@ -143,7 +143,7 @@ def test_two_runs_of_what_a_run_would_choose_give_the_same_bits_on_cuda(op):
 
 
 def test_every_op_has_cases_and_every_catalog_line_an_implementation_and_the_reverse():
-    assert set(OPS) == set(CATALOG) == {field.name for field in fields(Kernels)}
+    assert set(OPS) == set(CATALOG) == {field.name for field in fields(BoundKernels)}
     for name, op in OPS.items():
         assert cases(op, "cpu", "fp32"), f"{name} has no cases"
         names = [case.name for case in cases(op, "cpu", "fp32")]
@@ -381,7 +381,7 @@ def best_experts(worth, how):
 
 
 def plain_cross_entropy(x, w, labels):
-    chosen = [(row, label) for row, label in zip(x, labels, strict=True) if label != IGNORED]
+    chosen = [(row, label) for row, label in zip(x, labels, strict=True) if label != IGNORE_INDEX]
     return -math.fsum(math.log(softmax([dot(row, word) for word in w])[label]) for row, label in chosen)
 
 
@@ -459,7 +459,7 @@ def test_a_reference_equals_its_formula_in_plain_python(op):
 
 
 GROUPED = [(1, 1, "best_two"), (4, 2, "best_two"), (4, 1, "best"), (2, 1, "best_two"), (4, 4, "best")]
-SPAN = Span(3, 3, 1)  # five tokens: two of the first sequence, three of the second, none of the third
+SPAN = TokenSpan(3, 3, 1)  # five tokens: two of the first sequence, three of the second, none of the third
 IMPOSED = {"chosen": None, "imposed": [[0, 5], [7, 2], [3, -1], [-1, 4], [-1, -1]]}
 
 
@@ -474,7 +474,7 @@ def test_every_way_of_choosing_equals_its_formula_and_its_gradients_those_of_fin
     logits.requires_grad_()
     ids = torch.tensor(IMPOSED[imposed]) if IMPOSED[imposed] else None
     for groups, groups_chosen, group_score in GROUPED:
-        how = Choosing(2, score, normalize, 2.5, groups, groups_chosen, group_score)
+        how = RouterSpec(2, score, normalize, 2.5, groups, groups_chosen, group_score)
         found = router_topk(logits, 0.3 * bias, how, ids, SPAN)
         expected = plain_router_topk(logits.tolist(), (0.3 * bias).tolist(), how, IMPOSED[imposed], SPAN)
         assert [x.tolist() for x in found[1:3]] == list(expected[1:3]), how
@@ -488,7 +488,7 @@ def test_every_way_of_choosing_equals_its_formula_and_its_gradients_those_of_fin
 @pytest.mark.parametrize("score", ["softmax", "softmax_chosen", "sigmoid"])
 def test_the_bias_changes_who_is_chosen_and_never_with_what_weight(score: str):
     logits = torch.tensor([[3.0, 2.0, 1.0, 0.0]], dtype=torch.float64)
-    how = Choosing(2, score)
+    how = RouterSpec(2, score)
     plain, moved = (
         router_topk(logits, torch.tensor(bias, dtype=torch.float64), how) for bias in ([0.0] * 4, [0.0, 0.0, 0.0, 9.0])
     )
@@ -500,7 +500,7 @@ def test_the_bias_changes_who_is_chosen_and_never_with_what_weight(score: str):
 @pytest.mark.parametrize("groups", [1, 4])
 @pytest.mark.parametrize("score", ["softmax", "softmax_chosen", "sigmoid"])
 def test_of_equal_experts_and_equal_groups_the_lower_number_is_chosen(score: str, groups: int):
-    how = Choosing(2, score, groups=groups, groups_chosen=max(1, groups // 2))
+    how = RouterSpec(2, score, groups=groups, groups_chosen=max(1, groups // 2))
     ids = router_topk(torch.zeros(3, 8), torch.zeros(8), how)[1]
     assert ids.tolist() == [[0, 1]] * 3
 

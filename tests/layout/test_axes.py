@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from moefold.comm.collectives import gather_objects, sum_
-from moefold.layout.axes import COMBINATIONS, World
+from moefold.comm.collectives import all_gather_objects, all_reduce_no_grad
+from moefold.layout.axes import AXIS_COMBINATIONS, World
 from tests.support.ranks import run_ranks
 
 
 def name_everything(world: World) -> dict[str, tuple[int, ...]]:
-    return {"_".join(names): tuple(gather_objects(world.rank, world.axis(*names))) for names in COMBINATIONS}
+    return {"_".join(names): tuple(all_gather_objects(world.rank, world.axis(*names))) for names in AXIS_COMBINATIONS}
 
 
 @pytest.mark.parametrize("parallel", [{}, {"tp": 2}, {"tp": 2, "cp": 2}, {"ep": 4}, {"pp": 2, "tp": 2, "ep": 2}])
@@ -23,7 +23,7 @@ def test_every_axis_joins_exactly_the_ranks_its_grid_says(parallel: dict[str, in
 
 
 def add_ranks(world: World) -> float:
-    return sum_(torch.tensor([float(world.rank)]), world.everyone).item()
+    return all_reduce_no_grad(torch.tensor([float(world.rank)]), world.everyone).item()
 
 
 def test_sum_is_the_same_on_every_rank_and_the_identity_on_one():
@@ -34,7 +34,7 @@ def test_sum_is_the_same_on_every_rank_and_the_identity_on_one():
 def fail_on_two(world: World) -> None:
     if world.rank == 2:
         raise ValueError("planted")
-    sum_(torch.zeros(1), world.everyone)
+    all_reduce_no_grad(torch.zeros(1), world.everyone)
 
 
 def test_a_failing_rank_is_named():

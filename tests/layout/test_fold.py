@@ -6,23 +6,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moefold.config.refused import Refused
+from moefold.config.errors import UserError
 from moefold.config.run import ParallelConfig
-from moefold.layout.fold import Grid, fold
+from moefold.layout.fold import Grid, fold_into_grids
 
 
 def test_the_example_of_256_ranks_gives_its_sizes():
-    dense, expert = fold(256, ParallelConfig(tp=4, cp=2, pp=4, etp=1, ep=64))
+    dense, expert = fold_into_grids(256, ParallelConfig(tp=4, cp=2, pp=4, etp=1, ep=64))
     assert dense.sizes == {"pp": 4, "dp": 8, "cp": 2, "tp": 4}
     assert expert.sizes == {"pp": 4, "edp": 1, "ep": 64, "etp": 1}
 
 
 def test_the_drawing_in_the_docstring_is_what_fold_does():
-    dense, expert = fold(8, ParallelConfig(tp=2, ep=4))
-    assert [dense.coordinate(rank)["dp"] for rank in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]
-    assert [dense.coordinate(rank)["tp"] for rank in range(8)] == [0, 1] * 4
-    assert [expert.coordinate(rank)["edp"] for rank in range(8)] == [0, 0, 0, 0, 1, 1, 1, 1]
-    assert [expert.coordinate(rank)["ep"] for rank in range(8)] == [0, 1, 2, 3] * 2
+    dense, expert = fold_into_grids(8, ParallelConfig(tp=2, ep=4))
+    assert [dense.coordinates_of_rank(rank)["dp"] for rank in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert [dense.coordinates_of_rank(rank)["tp"] for rank in range(8)] == [0, 1] * 4
+    assert [expert.coordinates_of_rank(rank)["edp"] for rank in range(8)] == [0, 0, 0, 0, 1, 1, 1, 1]
+    assert [expert.coordinates_of_rank(rank)["ep"] for rank in range(8)] == [0, 1, 2, 3] * 2
     assert dense.groups("tp") == [(0, 1), (2, 3), (4, 5), (6, 7)]
     assert dense.groups("dp") == [(0, 2, 4, 6), (1, 3, 5, 7)]
     assert expert.groups("edp") == [(0, 4), (1, 5), (2, 6), (3, 7)]
@@ -46,7 +46,7 @@ def worlds(draw: st.DrawFn) -> tuple[int, ParallelConfig]:
 @given(worlds())
 def test_every_set_of_axes_partitions_the_ranks_of_either_grid(case: tuple[int, ParallelConfig]):
     world, parallel = case
-    for grid in fold(world, parallel):
+    for grid in fold_into_grids(world, parallel):
         assert grid.world == world
         names = list(grid.sizes)
         for axes in [(), *((name,) for name in names), tuple(names[1:]), tuple(names)]:
@@ -59,18 +59,18 @@ def test_every_set_of_axes_partitions_the_ranks_of_either_grid(case: tuple[int, 
 @settings(deadline=None)
 @given(worlds())
 def test_both_grids_share_the_pipeline_stages(case: tuple[int, ParallelConfig]):
-    dense, expert = fold(*case)
+    dense, expert = fold_into_grids(*case)
     assert dense.groups("dp", "cp", "tp") == expert.groups("edp", "ep", "etp")
     assert dense.groups("pp") == expert.groups("pp")
     for rank in range(case[0]):
-        assert dense.coordinate(rank)["pp"] == expert.coordinate(rank)["pp"]
+        assert dense.coordinates_of_rank(rank)["pp"] == expert.coordinates_of_rank(rank)["pp"]
 
 
 @settings(deadline=None)
 @given(worlds())
 def test_a_rank_is_known_by_its_coordinate(case: tuple[int, ParallelConfig]):
-    for grid in fold(*case):
-        places = [tuple(grid.coordinate(rank)[name] for name in grid.sizes) for rank in range(case[0])]
+    for grid in fold_into_grids(*case):
+        places = [tuple(grid.coordinates_of_rank(rank)[name] for name in grid.sizes) for rank in range(case[0])]
         assert places == sorted(set(places)), "coordinates are distinct and in the order of the ranks, outermost first"
         assert all(0 <= at < size for place in places for at, size in zip(place, grid.sizes.values(), strict=True))
 
@@ -78,16 +78,16 @@ def test_a_rank_is_known_by_its_coordinate(case: tuple[int, ParallelConfig]):
 @settings(deadline=None)
 @given(worlds())
 def test_two_ranks_share_a_group_exactly_when_they_differ_only_along_its_axes(case: tuple[int, ParallelConfig]):
-    dense, _ = fold(*case)
+    dense, _ = fold_into_grids(*case)
     for group in dense.groups("dp", "tp"):
-        at = [dense.coordinate(rank) for rank in group]
+        at = [dense.coordinates_of_rank(rank) for rank in group]
         assert len({(place["pp"], place["cp"]) for place in at}) == 1
 
 
 @pytest.mark.parametrize(("world", "degrees", "part"), [(8, {"tp": 3}, "tp x cp x pp = 3"), (8, {"ep": 16}, "16")])
 def test_degrees_that_do_not_divide_the_ranks_are_refused(world: int, degrees: dict[str, int], part: str):
-    with pytest.raises(Refused, match=f"{part} does not divide the number of ranks, {world}"):
-        fold(world, ParallelConfig(**degrees))
+    with pytest.raises(UserError, match=f"{part} does not divide the number of ranks, {world}"):
+        fold_into_grids(world, ParallelConfig(**degrees))
 
 
 def test_an_unknown_axis_is_told_with_those_there_are():

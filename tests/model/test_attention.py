@@ -9,28 +9,28 @@ import pytest
 import torch
 from torch.func import functional_call
 
-from moefold.anatomy.steps import window_of
+from moefold.anatomy.step_specs import sliding_window_of
 from moefold.config.run import AttentionConfig, ModelConfig, RopeConfig
-from moefold.kernels.bind import bind
+from moefold.kernels.bound import bind_kernels
 from moefold.kernels.catalog import CATALOG, Facts
-from moefold.kernels.rope import Angles, rope
+from moefold.kernels.norm.rope import RopeAngles, rope
 from moefold.model.attention.gqa import GroupedQueryAttention
-from moefold.model.attention.positions import rotary_tables
-from moefold.model.initialise import initialise
+from moefold.model.attention.rope_tables import rotary_tables
+from moefold.model.initialise import initialise_parameters
 from moefold.train.assemble import default_dtype
 from tests.support.models import attend, choices, share
 
 LENGTH, HIDDEN = 10, 24
 BASE = AttentionConfig(heads=4, kv_heads=2, head_dim=8)
 FACTS = Facts("cpu", "fp64", hidden=HIDDEN)
-BINDINGS = {"chosen": bind(FACTS), "reference": bind(FACTS, [f"{op}=reference" for op in CATALOG])}
+BINDINGS = {"chosen": bind_kernels(FACTS), "reference": bind_kernels(FACTS, [f"{op}=reference" for op in CATALOG])}
 
 
 def make(attention: AttentionConfig = BASE, kernels: str = "chosen", layer: int = 0) -> GroupedQueryAttention:
     with default_dtype(torch.float64):
         model = ModelConfig(hidden=HIDDEN, attention=attention, init_std=0.3)
         module = GroupedQueryAttention(model, layer, choices(model, LENGTH, BINDINGS[kernels]))
-    initialise(module, seed=1)
+    initialise_parameters(module, seed=1)
     with torch.no_grad():  # norms start at one, biases and sinks at zero; here they shall matter
         for name, parameter in module.named_parameters():
             if parameter.dim() == 1 or "bias" in name:
@@ -182,7 +182,7 @@ def test_every_so_many_layers_one_sees_all_and_the_others_their_window():
     assert [make(a, layer=layer).window for layer in range(6)] == [3, 0, 3, 0, 3, 0]
     assert [make(replace(a, full_every=3), layer=layer).window for layer in range(6)] == [3, 3, 0, 3, 3, 0]
     assert [make(replace(a, full_every=1), layer=layer).window for layer in range(3)] == [3, 3, 3]
-    assert [window_of(ModelConfig(attention=a), layer) for layer in range(4)] == [3, 0, 3, 0]
+    assert [sliding_window_of(ModelConfig(attention=a), layer) for layer in range(4)] == [3, 0, 3, 0]
     module = make(a, layer=1)
     torch.testing.assert_close(
         attend(module, stream(), share(2, LENGTH)), by_formula(module, a, stream(), 2), rtol=1e-12, atol=1e-12
@@ -195,7 +195,7 @@ def test_sinks_are_one_number_a_head_and_start_at_zero():
         0,
         choices(ModelConfig(hidden=HIDDEN), LENGTH, BINDINGS["chosen"]),
     )
-    initialise(module, seed=1)
+    initialise_parameters(module, seed=1)
     assert module.sinks is not None
     assert module.sinks.tolist() == [0.0] * 4
     assert make().sinks is None
@@ -207,7 +207,7 @@ def test_scores_depend_on_the_distance_only():
     q, k = (torch.randn(16, generator=generator, dtype=torch.float64) for _ in range(2))
 
     def turned(x: torch.Tensor) -> torch.Tensor:
-        return rope(x.expand(1, 40, 1, 16), Angles(cos, sin))[0, :, 0]
+        return rope(x.expand(1, 40, 1, 16), RopeAngles(cos, sin))[0, :, 0]
 
     scores = turned(q) @ turned(k).T
     for distance in range(-39, 40):
@@ -219,14 +219,14 @@ def test_scores_depend_on_the_distance_only():
 def test_turning_keeps_the_length_and_position_zero_does_not_turn():
     cos, sin = rotary_tables(20, 16, RopeConfig())
     x = torch.randn(2, 20, 3, 16, generator=torch.Generator().manual_seed(1))
-    y = rope(x, Angles(cos, sin))
+    y = rope(x, RopeAngles(cos, sin))
     torch.testing.assert_close(y.norm(dim=-1), x.norm(dim=-1))
     assert torch.equal(y[:, 0], x[:, 0])
 
 
 def test_turning_keeps_the_precision_of_what_it_turns():
     x = torch.randn(1, 5, 2, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    torch.testing.assert_close(rope(x, Angles(torch.ones(5, 4), torch.zeros(5, 4))), x, rtol=1e-14, atol=0)
+    torch.testing.assert_close(rope(x, RopeAngles(torch.ones(5, 4), torch.zeros(5, 4))), x, rtol=1e-14, atol=0)
 
 
 def test_shorter_sequences_than_the_tables_are_the_beginning_of_longer_ones():

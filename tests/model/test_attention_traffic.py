@@ -6,16 +6,16 @@ from collections import Counter
 
 import torch
 
-from moefold.comm.traffic import counted
+from moefold.comm.byte_counters import counted_bytes_sent
 from moefold.config.run import AttentionConfig, ModelConfig, ParallelConfig
-from moefold.kernels.bind import bind
+from moefold.kernels.bound import bind_kernels
 from moefold.kernels.catalog import Facts
-from moefold.layout.axes import World, name_axes
-from moefold.model.attention.context import choose_context
-from moefold.model.block import ATTENTIONS
-from moefold.model.choices import Choices
-from moefold.model.initialise import initialise
-from moefold.model.share import Share
+from moefold.layout.axes import World, create_world
+from moefold.model.attention.context_parallel import choose_context_mechanism
+from moefold.model.block import ATTENTION_KINDS
+from moefold.model.initialise import initialise_parameters
+from moefold.model.parts import ModelParts
+from moefold.model.token_layout import TokenShard
 from tests.support.ranks import run_ranks
 
 N, BATCH, LENGTH, HIDDEN = 4, 2, 32, 64
@@ -28,14 +28,14 @@ LATENT = ModelConfig(hidden=HIDDEN, attention=MLA)
 
 
 def sent(world: World, model: ModelConfig, parallel: ParallelConfig) -> Counter[tuple[str, str]]:
-    world = name_axes(world.rank, world.size, world.device, parallel)
-    kernels = bind(Facts("cpu", "fp32", hidden=HIDDEN))
-    context = choose_context(parallel.context, kernels, world)
-    made = Choices(world, kernels, None, context, LENGTH)  # pyright: ignore
-    attention = ATTENTIONS[model.attention.kind](model, 0, made)
-    initialise(attention, seed=1)
-    share = Share(BATCH, LENGTH, world.axis("cp"), world.axis("tp"), torch.device("cpu"))
-    with counted() as counter, torch.no_grad():
+    world = create_world(world.rank, world.size, world.device, parallel)
+    kernels = bind_kernels(Facts("cpu", "fp32", hidden=HIDDEN))
+    context = choose_context_mechanism(parallel.context, kernels, world)
+    made = ModelParts(world, kernels, None, context, LENGTH)  # pyright: ignore
+    attention = ATTENTION_KINDS[model.attention.kind](model, 0, made)
+    initialise_parameters(attention, seed=1)
+    share = TokenShard(BATCH, LENGTH, world.axis("cp"), world.axis("tp"), torch.device("cpu"))
+    with counted_bytes_sent() as counter, torch.no_grad():
         attention(torch.zeros(BATCH * LENGTH // N, HIDDEN), None, share)
     return counter
 

@@ -13,7 +13,7 @@ import torch
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
-from moefold.comm.collectives import sum_
+from moefold.comm.collectives import all_reduce_no_grad
 from moefold.config.run import (
     AttentionConfig,
     Config,
@@ -24,17 +24,23 @@ from moefold.config.run import (
     ParallelConfig,
     TrainConfig,
 )
-from moefold.kernels.bind import bind
+from moefold.kernels.bound import bind_kernels
 from moefold.kernels.catalog import Facts
-from moefold.kernels.choosing import Choosing
-from moefold.kernels.router_topk import count_choices, router_topk
-from moefold.layout.axes import Axis, World, alone, name_axes
-from moefold.model.initialise import initialise
-from moefold.model.moe.balance import Load, balance_losses, gather_loads, survey_loads, update_loads
+from moefold.kernels.routing.router_spec import RouterSpec
+from moefold.kernels.routing.router_topk import count_choices, router_topk
+from moefold.layout.axes import Axis, World, create_world, single_rank_world
+from moefold.model.initialise import initialise_parameters
+from moefold.model.moe.balance import (
+    ExpertLoad,
+    balance_losses,
+    remember_global_shares,
+    sum_loads_over_ranks,
+    update_selection_biases,
+)
 from moefold.model.moe.router import Router
-from moefold.model.steps import Step, run_steps
-from moefold.train.assemble import Run, assemble, default_dtype
-from moefold.train.parity import Seen, compare, random_corpus, trace_step
+from moefold.model.steps import Step, run_step_sequence
+from moefold.train.assemble import Run, assemble_run, default_dtype
+from moefold.train.parity import TraceEntry, first_mismatch, random_corpus, trace_one_step
 from tests.model.test_router import logits_by_loop, scores_by_loop
 from tests.support.models import share, transformer
 from tests.support.ranks import run_ranks
@@ -53,8 +59,8 @@ OVER = ["sequence", "microbatch", "global_batch", "previous_batch"]
 def make_router(dtype: torch.dtype = torch.float32, hidden: int = 16, **moe: Any) -> Router:
     model = replace(MODEL, hidden=hidden, init_std=0.5, moe=replace(MODEL.moe, **moe))
     with default_dtype(dtype):
-        router = Router(model, 0, bind(Facts("cpu", "fp32")), alone())
-    initialise(router, seed=1)
+        router = Router(model, 0, bind_kernels(Facts("cpu", "fp32")), single_rank_world())
+    initialise_parameters(router, seed=1)
     return router
 
 
@@ -65,10 +71,10 @@ def cycling(tokens: int, experts: int = 4, k: int = 2) -> torch.Tensor:
 def loss(logits_TE: torch.Tensor, ids_TK: torch.Tensor, sequences: int, **moe: Any) -> torch.Tensor:
     """Of softmax scores, with the load of a batch that is these tokens."""
     experts, k = logits_TE.shape[1], ids_TK.shape[1]
-    load, where = Load(experts), share(sequences, len(logits_TE) // sequences)
-    _, _, counts_BE, *sums = router_topk(logits_TE, torch.zeros(experts), Choosing(k), ids_TK, where.span)
+    load, where = ExpertLoad(experts), share(sequences, len(logits_TE) // sequences)
+    _, _, counts_BE, *sums = router_topk(logits_TE, torch.zeros(experts), RouterSpec(k), ids_TK, where.span)
     load.count(counts_BE, ids_TK, ids_TK)
-    survey_loads([load], ALONE)
+    remember_global_shares([load], ALONE)
     how = MoeConfig(**{"experts": experts, "top_k": k, **moe})
     return balance_losses(counts_BE, sums[0], sums[1], how, load, ALONE)
 
@@ -164,7 +170,7 @@ def test_a_sigmoid_router_cannot_lower_its_loss_by_shrinking_its_scores(shift: f
     with torch.no_grad():
         bias.copy_(torch.tensor([1.0, 0.0, 0.0, 0.0]) - shift)
     router(h_TD, share(2, 8))
-    survey_loads([router.load], ALONE)
+    remember_global_shares([router.load], ALONE)
     _, aux = router(h_TD, share(2, 8))
     scores = [1 / (1 + math.exp(shift - 1)), 1 / (1 + math.exp(shift))]
     assert aux.item() / 16 == pytest.approx(4 * scores[0] / (scores[0] + 3 * scores[1]), rel=1e-11)
@@ -184,13 +190,13 @@ def test_the_loss_of_a_batch_is_the_sum_over_its_sequences_however_it_is_split(p
     torch.testing.assert_close(split, whole, rtol=1e-12, atol=0)
 
 
-def counted(*rows: list[int], experts: int = 4) -> Load:
-    load = Load(experts)
+def counted(*rows: list[int], experts: int = 4) -> ExpertLoad:
+    load = ExpertLoad(experts)
     note(load, torch.tensor(rows))
     return load
 
 
-def note(load: Load, ids_TK: torch.Tensor, kept_TK: torch.Tensor | None = None) -> None:
+def note(load: ExpertLoad, ids_TK: torch.Tensor, kept_TK: torch.Tensor | None = None) -> None:
     counts_TE = count_choices(ids_TK, len(load.counts_E))
     load.count(counts_TE, ids_TK, ids_TK if kept_TK is None else kept_TK)
 
@@ -199,20 +205,20 @@ def test_the_bias_moves_against_the_load_by_one_step_and_counting_starts_anew():
     moe = MoeConfig(bias_rate=0.5)
     load = counted([0, 1], [0, 1], [0, 2], [0, 1])
     assert load.counts_E.tolist() == [4, 3, 1, 0]
-    assert update_loads([load], moe, ALONE).counts_LE.tolist() == [[4, 3, 1, 0]]
+    assert update_selection_biases([load], moe, ALONE).counts_LE.tolist() == [[4, 3, 1, 0]]
     assert load.bias_E.tolist() == [-0.5, -0.5, 0.5, 0.5]
     assert load.counts_E.tolist() == [0, 0, 0, 0]
     even = torch.tensor([[0], [1], [2], [3]])
     note(load, even)
-    update_loads([load], moe, ALONE)
+    update_selection_biases([load], moe, ALONE)
     assert load.bias_E.tolist() == [-0.5, -0.5, 0.5, 0.5], "an even load moves nothing"
 
 
 def test_a_proportional_bias_moves_by_the_lack_of_load_as_a_share_of_the_mean():
     load = counted([0, 1], [0, 1], [0, 2], [0, 1])
-    update_loads([load], MoeConfig(bias_rate=0.5, bias_step="proportional"), ALONE)
+    update_selection_biases([load], MoeConfig(bias_rate=0.5, bias_step="proportional"), ALONE)
     assert load.bias_E.tolist() == [0.5 * (2 - count) / 2 for count in (4, 3, 1, 0)]
-    update_loads([load], MoeConfig(bias_rate=0.5, bias_step="proportional"), ALONE)
+    update_selection_biases([load], MoeConfig(bias_rate=0.5, bias_step="proportional"), ALONE)
     assert load.bias_E.tolist() == [-0.5, -0.25, 0.25, 0.5], "a batch of no tokens moves nothing"
 
 
@@ -221,45 +227,45 @@ def test_the_step_of_the_bias_stays_or_falls_with_the_learning_rate(
     pace_of: Literal["constant", "learning_rate"], moved: float
 ):
     load = counted([0], [0], experts=2)
-    update_loads([load], MoeConfig(bias_rate=0.5, bias_pace=pace_of), ALONE, pace=0.25)
+    update_selection_biases([load], MoeConfig(bias_rate=0.5, bias_pace=pace_of), ALONE, pace=0.25)
     assert load.bias_E.tolist() == [-moved, moved]
 
 
 def test_a_rate_of_zero_leaves_the_bias_and_still_counts_anew():
     load = counted([0], [0], experts=2)
-    update_loads([load], MoeConfig(bias_rate=0.0), ALONE)
+    update_selection_biases([load], MoeConfig(bias_rate=0.0), ALONE)
     assert load.bias_E.tolist() == [0, 0]
     assert load.counts_E.tolist() == [0, 0]
 
 
 def test_previous_batch_remembers_the_shares_of_a_step_and_other_kinds_do_not():
     lagging, other = counted([0, 1], [0, 1], [0, 2], [0, 1]), counted([0, 1], [0, 1], [0, 2], [0, 1])
-    update_loads([lagging], MoeConfig(aux_over="previous_batch"), ALONE)
-    update_loads([other], MoeConfig(aux_over="sequence"), ALONE)
+    update_selection_biases([lagging], MoeConfig(aux_over="previous_batch"), ALONE)
+    update_selection_biases([other], MoeConfig(aux_over="sequence"), ALONE)
     assert lagging.share_E.tolist() == [0.5, 0.375, 0.125, 0.0]
     assert other.share_E.tolist() == [0.25] * 4
 
 
 def test_a_survey_remembers_shares_forgets_counts_and_moves_no_bias():
     load = counted([0, 1], [0, 1], [0, 2], [0, 1])
-    survey_loads([load], ALONE)
+    remember_global_shares([load], ALONE)
     assert load.share_E.tolist() == [0.5, 0.375, 0.125, 0.0]
     assert load.counts_E.sum() == load.dropped == load.moved == 0
     assert load.bias_E.tolist() == [0.0] * 4
 
 
 def test_loads_tell_layers_choices_dropped_ones_and_bytes_and_no_choice_counts_for_none():
-    load = Load(3, layer=5)
+    load = ExpertLoad(3, layer=5)
     note(load, torch.tensor([[0, 1], [0, -1], [2, 0]]), torch.tensor([[0, 1], [-1, -1], [2, -1]]))
     load.note_moved(70)
     load.note_moved(7)
-    found = gather_loads([load], ALONE)
+    found = sum_loads_over_ranks([load], ALONE)
     assert found.layers == [5]
     assert found.counts_LE.tolist() == [[3, 1, 1]], "choices made, kept or not"
     assert found.dropped_L.tolist() == [2]
     assert found.moved_L.tolist() == [77]
-    load.forget()
-    empty = gather_loads([load], ALONE)
+    load.forget_counts()
+    empty = sum_loads_over_ranks([load], ALONE)
     assert empty.counts_LE.sum() == empty.dropped_L.sum() == sum(empty.moved_L) == 0
 
 
@@ -271,13 +277,13 @@ def test_enough_updates_bring_a_neglected_expert_back():
     assert 3 not in router(h_TD, share(1, len(h_TD)))[0].ids_TK
     for _ in range(100):
         router(h_TD, share(1, len(h_TD)))
-        update_loads([router.load], router.moe, ALONE)
+        update_selection_biases([router.load], router.moe, ALONE)
     assert 3 in router(h_TD, share(1, len(h_TD)))[0].ids_TK
 
 
 def test_the_bias_is_fp32_and_part_of_the_state_with_the_shares_and_counts_are_not():
-    assert set(Load(4).state_dict()) == {"bias_E", "share_E"}
-    assert Load(4).bias_E.dtype == torch.float32
+    assert set(ExpertLoad(4).state_dict()) == {"bias_E", "share_E"}
+    assert ExpertLoad(4).bias_E.dtype == torch.float32
 
 
 def test_nothing_is_counted_in_eval_mode():
@@ -293,8 +299,8 @@ def test_nothing_is_counted_in_eval_mode():
 
 def three_steps(world: World) -> tuple[list[list[float]], list[list[int]]]:
     """The selection biases and the last counts after three batches of 8 sequences, split over the ranks."""
-    model = transformer(MODEL, 6, bind(Facts("cpu", "fp32", hidden=16, ffn=16)), world)
-    initialise(model, seed=1)
+    model = transformer(MODEL, 6, bind_kernels(Facts("cpu", "fp32", hidden=16, ffn=16)), world)
+    initialise_parameters(model, seed=1)
     counts = torch.empty(0)
     for step in range(3):
         batch = torch.randint(32, (8, 6), generator=torch.Generator().manual_seed(step))
@@ -302,7 +308,7 @@ def three_steps(world: World) -> tuple[list[list[float]], list[list[int]]]:
         for part in batch.tensor_split(dp.size)[dp.index].split(3):
             model(part, part)
         counts = model.balance().counts_LE
-    biases = [module.bias_E.tolist() for module in model.modules() if isinstance(module, Load)]
+    biases = [module.bias_E.tolist() for module in model.modules() if isinstance(module, ExpertLoad)]
     return biases, counts.tolist()
 
 
@@ -315,7 +321,7 @@ def test_biases_and_counts_are_identical_on_one_two_and_four_ranks():
 
 
 def test_a_model_without_a_single_moe_layer_has_nothing_to_balance():
-    model = transformer(replace(MODEL, moe=replace(MODEL.moe, dense_layers=2)), 6, bind(Facts("cpu", "fp32")))
+    model = transformer(replace(MODEL, moe=replace(MODEL.moe, dense_layers=2)), 6, bind_kernels(Facts("cpu", "fp32")))
     found = model.balance()
     assert found.layers == found.moved_L.tolist() == []
     assert found.counts_LE.numel() == found.dropped_L.numel() == 0
@@ -364,30 +370,30 @@ CASES: dict[tuple[Way, str], dict[str, Any]] = {
     **{(way, "microbatch"): MICRO for way in WITHIN},
     (Way(1, 8), "all in one microbatch"): MICRO,
 }
-Traces = dict[tuple[Way, str], list[list[Seen]]]
+Traces = dict[tuple[Way, str], list[list[TraceEntry]]]
 
 
 def compute_again(run: Run) -> None:
     for block in run.model.blocks:
         steps = block.steps()
-        again = Step(steps[0].spec, partial(checkpoint, run_steps, steps, use_reentrant=False))
+        again = Step(steps[0].spec, partial(checkpoint, run_step_sequence, steps, use_reentrant=False))
         block.steps = lambda again=again: [again]
 
 
-def two_steps(world: World, cases: list[tuple[Way, dict[str, Any]]]) -> list[list[Seen]]:
+def two_steps(world: World, cases: list[tuple[Way, dict[str, Any]]]) -> list[list[TraceEntry]]:
     """Everything that two steps give, and the sum of the balance losses over the batch, case by case."""
     traces = []
     for way, changes in cases:
         config = way.config(changes)
-        here = name_axes(world.rank, world.size, world.device, config.parallel)
-        run = assemble(config, here, Path("."), corpus=random_corpus(config))
+        here = create_world(world.rank, world.size, world.device, config.parallel)
+        run = assemble_run(config, here, Path("."), corpus=random_corpus(config))
         if way.again:
             compute_again(run)
         traces.append([seen for number in (1, 2) for seen in one_step(run, number)])
     return traces
 
 
-def one_step(run: Run, number: int) -> list[Seen]:
+def one_step(run: Run, number: int) -> list[TraceEntry]:
     summands: list[torch.Tensor] = []
     predict = run.model.predict
 
@@ -397,10 +403,10 @@ def one_step(run: Run, number: int) -> list[Seen]:
         return predict(carry)
 
     run.model.predict = noting
-    seen = trace_step(run)
+    seen = trace_one_step(run)
     run.model.predict = predict
-    total = sum_(torch.stack(summands).sum(), run.world.axis("dp", "cp", "tp"))
-    return [*seen, Seen(f"step {number}: balance losses", (), total)]
+    total = all_reduce_no_grad(torch.stack(summands).sum(), run.world.axis("dp", "cp", "tp"))
+    return [*seen, TraceEntry(f"step {number}: balance losses", (), total)]
 
 
 @pytest.fixture(scope="module")
@@ -422,24 +428,24 @@ def test_the_ways_are_twelve_and_differ_in_every_degree():
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_the_global_batch_loss_and_its_gradients_are_those_of_one_microbatch_on_one_rank(way: Way, traces: Traces):
     (plain,) = traces[Way(1, 8), "all in one microbatch"]
-    assert compare(plain, traces[way, "global batch"], 1e-12) is None
+    assert first_mismatch(plain, traces[way, "global batch"], 1e-12) is None
 
 
 @pytest.mark.parametrize("way", SOME, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_losses_and_gradients_do_not_depend_on_the_split_or_on_computing_again(kind: str, way: Way, traces: Traces):
     (whole,) = traces[WAYS[0], kind]
-    assert compare(whole, traces[way, kind], 1e-12) is None
+    assert first_mismatch(whole, traces[way, kind], 1e-12) is None
 
 
 @pytest.mark.parametrize("way", WITHIN[1:], ids=str)
 def test_the_loss_of_a_microbatch_does_not_depend_on_how_it_is_cut(way: Way, traces: Traces):
     (whole,) = traces[WITHIN[0], "microbatch"]
-    assert compare(whole, traces[way, "microbatch"], 1e-12) is None
+    assert first_mismatch(whole, traces[way, "microbatch"], 1e-12) is None
 
 
 def test_kinds_of_balance_differ_so_that_agreeing_means_something(traces: Traces):
     (batch,), (micro,) = traces[Way(1, 2), "global batch"], traces[Way(1, 2), "microbatch"]
-    difference = compare(batch, [micro], 1e-6)
+    difference = first_mismatch(batch, [micro], 1e-6)
     assert difference is not None
     assert "gradient" in difference.what

@@ -11,15 +11,15 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from moefold.anatomy.steps import block_steps
-from moefold.comm import traffic
+from moefold.anatomy.step_specs import block_step_specs
+from moefold.comm import byte_counters
 from moefold.config.run import AttentionConfig, ModelConfig, MoeConfig
-from moefold.kernels.bind import bind
+from moefold.kernels.bound import bind_kernels
 from moefold.kernels.catalog import CATALOG, Facts
 from moefold.layout.axes import World
 from moefold.layout.declare import declared_parameters
-from moefold.model.block import Block, DenseBlock, LatentMoeBlock, MoeBlock, make_block, settled
-from moefold.model.initialise import initialise
+from moefold.model.block import Block, DenseBlock, LatentMoeBlock, MoeBlock, make_transformer_block, settle_residual
+from moefold.model.initialise import initialise_parameters
 from moefold.train.assemble import default_dtype
 from tests.model.test_router import logits_by_loop, routed_by_loop
 from tests.model.test_transport import plan_by_loop, taken_by_loop
@@ -36,14 +36,14 @@ MODEL = ModelConfig(
     moe=MoeConfig(experts=5, top_k=2, ffn=12, aux_loss=0.1),
 )
 FACTS = Facts("cpu", "fp64", hidden=16, ffn=12)
-BINDINGS = {"chosen": bind(FACTS), "reference": bind(FACTS, [f"{op}=reference" for op in CATALOG])}
+BINDINGS = {"chosen": bind_kernels(FACTS), "reference": bind_kernels(FACTS, [f"{op}=reference" for op in CATALOG])}
 LENGTH, SEQUENCES = 7, 3
 
 
 def make(kind: type[Block], model: ModelConfig = MODEL, kernels: str = "chosen") -> Any:
     with default_dtype(torch.float64):
         block = kind(model, 0, choices(model, LENGTH, BINDINGS[kernels]))
-    initialise(block, seed=1)
+    initialise_parameters(block, seed=1)
     return block
 
 
@@ -79,12 +79,12 @@ KINDS = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_model_makes_the_kind_of_block_that_is_asked_for(kind: str):
     wanted, model = KINDS[kind]
-    assert type(make_block(model, 0, choices(model, LENGTH, BINDINGS["chosen"]))) is wanted
+    assert type(make_transformer_block(model, 0, choices(model, LENGTH, BINDINGS["chosen"]))) is wanted
 
 
 def test_every_nth_layer_behind_the_dense_ones_has_experts():
     model = with_moe(every=3, dense_layers=4)
-    kinds = [type(make_block(model, n, choices(model, LENGTH, BINDINGS["chosen"]))) for n in range(12)]
+    kinds = [type(make_transformer_block(model, n, choices(model, LENGTH, BINDINGS["chosen"]))) for n in range(12)]
     assert [n for n, kind in enumerate(kinds) if kind is MoeBlock] == [5, 8, 11]
     assert set(kinds) == {DenseBlock, MoeBlock}
 
@@ -93,15 +93,15 @@ def test_every_nth_layer_behind_the_dense_ones_has_experts():
 def test_steps_have_the_names_and_the_order_of_the_anatomy(kind: str):
     make_kind, model = KINDS[kind]
     block = make(make_kind, model)
-    assert [step.spec for step in block.steps()] == block_steps(model, 0)
-    assert [step.run.__name__ for step in block.steps()] == [spec.name for spec in block_steps(model, 0)]
+    assert [step.spec for step in block.steps()] == block_step_specs(model, 0)
+    assert [step.run.__name__ for step in block.steps()] == [spec.name for spec in block_step_specs(model, 0)]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_block_has_exactly_the_parameters_its_anatomy_says(kind: str):
     make_kind, model = KINDS[kind]
     found = {p.name: p.tensor.numel() for p in declared_parameters(make(make_kind, model))}
-    assert found == {w.name: w.size for spec in block_steps(model, 0) for w in spec.weights}
+    assert found == {w.name: w.size for spec in block_step_specs(model, 0) for w in spec.weights}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -207,7 +207,7 @@ def test_an_moe_layer_equals_a_loop_over_tokens_and_experts_with_its_gradients(c
     state = start = attended()
     for step in block.steps()[1:]:
         state = step.run(state)
-    mine, plain = settled(state)["x_TD"], by_loop(block, model, start["x_TD"] + start["given_TD"])
+    mine, plain = settle_residual(state)["x_TD"], by_loop(block, model, start["x_TD"] + start["given_TD"])
     torch.testing.assert_close(mine, plain, rtol=1e-12, atol=1e-12)
 
     direction = torch.randn(mine.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
@@ -219,7 +219,7 @@ def test_an_moe_layer_equals_a_loop_over_tokens_and_experts_with_its_gradients(c
 def test_a_dense_block_adds_its_gated_mlp_to_the_stream():
     block = make(DenseBlock, KINDS["dense"][1])
     start = attended()
-    out, stream = settled(block.mlp(start))["x_TD"], start["x_TD"] + start["given_TD"]
+    out, stream = settle_residual(block.mlp(start))["x_TD"], start["x_TD"] + start["given_TD"]
     p = dict(block.dense.named_parameters())
     rows = [x / (x.square().mean() + MODEL.norm_eps).sqrt() * p["norm.weight"] for x in stream]
     mlp = torch.stack([gated(h, p["gate_up.weight"], p["down.weight"]) for h in rows])
@@ -240,11 +240,11 @@ def counts(world: World, again: bool) -> dict[str, Any]:
     model = with_moe(experts=4, capacity_factor=0.7, jitter=0.1, z_loss=0.1)
     with default_dtype(torch.float64):
         block = MoeBlock(model, 0, choices(model, LENGTH, BINDINGS["chosen"], world))
-    initialise(block, seed=1)
+    initialise_parameters(block, seed=1)
     start = carry()
-    with traffic.counted() as sent:
+    with byte_counters.counted_bytes_sent() as sent:
         out: Any = checkpoint(block, start, use_reentrant=False) if again else block(start)
-    (settled(out)["x_TD"].square().sum() + out["aux"]).backward()
+    (settle_residual(out)["x_TD"].square().sum() + out["aux"]).backward()
     load = block.moe.router.load
     gradients = {name: p.grad for name, p in block.named_parameters()}
     noted = {"counts": load.counts_E.tolist(), "dropped": load.dropped.item(), "moved": load.moved}

@@ -10,10 +10,10 @@ import torch
 
 from moefold.config.run import MoeConfig
 from moefold.dispatch.base import Routing
-from moefold.dispatch.choose import capacity
+from moefold.dispatch.build import expert_capacity
 from moefold.layout.axes import Axis
-from moefold.model.moe.capacity import limited, within_capacity
-from moefold.model.share import Share
+from moefold.model.moe.capacity import drop_beyond_capacity, within_capacity
+from moefold.model.token_layout import TokenShard
 
 MOE = MoeConfig(experts=4, top_k=2, capacity_factor=1.0)
 ALONE = Axis("alone")
@@ -25,35 +25,35 @@ def routing(tokens: int, seed: int = 0) -> Routing:
     return Routing(*scores.topk(2))
 
 
-def share(tokens: int) -> Share:
-    return Share(1, tokens, ALONE, ALONE, torch.device("cpu"))
+def share(tokens: int) -> TokenShard:
+    return TokenShard(1, tokens, ALONE, ALONE, torch.device("cpu"))
 
 
 def test_capacity_counts_every_choice_of_every_token():
-    assert capacity(MOE, 16) == 8
-    assert capacity(replace(MOE, capacity_factor=1.25), 10) == 7, "rounded up"
+    assert expert_capacity(MOE, 16) == 8
+    assert expert_capacity(replace(MOE, capacity_factor=1.25), 10) == 7, "rounded up"
 
 
 @pytest.mark.parametrize("drop", ["probability", "position"])
 def test_no_expert_gets_more_than_its_capacity_and_none_drops_below_it_needlessly(drop: str):
     before = routing(32)
-    after = limited(before, replace(MOE, drop=drop), share(32), ALONE)
-    most = capacity(MOE, 32)
+    after = drop_beyond_capacity(before, replace(MOE, drop=drop), share(32), ALONE)
+    most = expert_capacity(MOE, 32)
     for expert in range(4):
         had, has = ((r.ids_TK == expert).sum().item() for r in (before, after))
         assert has == min(had, most)
-    assert ((after.probs_TK == 0) == (after.ids_TK < 0)).all(), "what is dropped weighs nothing"
+    assert ((after.weights_TK == 0) == (after.ids_TK < 0)).all(), "what is dropped weighs nothing"
     kept = after.ids_TK >= 0
-    assert torch.equal(after.probs_TK[kept], before.probs_TK[kept]), "what stays weighs the same"
+    assert torch.equal(after.weights_TK[kept], before.weights_TK[kept]), "what stays weighs the same"
 
 
 def test_the_likelier_stay_or_the_earlier_as_asked():
     ids = torch.zeros(4, 1, dtype=torch.int64)
     probs = torch.tensor([[0.1], [0.4], [0.2], [0.3]])
     one = replace(MOE, experts=1, top_k=1, capacity_factor=0.5)
-    by_weight = limited(Routing(probs, ids), one, share(4), ALONE)
+    by_weight = drop_beyond_capacity(Routing(probs, ids), one, share(4), ALONE)
     assert by_weight.ids_TK.flatten().tolist() == [-1, 0, -1, 0]
-    by_place = limited(Routing(probs, ids), replace(one, drop="position"), share(4), ALONE)
+    by_place = drop_beyond_capacity(Routing(probs, ids), replace(one, drop="position"), share(4), ALONE)
     assert by_place.ids_TK.flatten().tolist() == [0, 0, -1, -1]
 
 
@@ -64,7 +64,7 @@ def test_of_equals_the_earlier_stays():
 
 def test_without_a_capacity_nothing_is_dropped():
     before = routing(8)
-    assert limited(before, replace(MOE, capacity_factor=0.0), share(8), ALONE) is before
+    assert drop_beyond_capacity(before, replace(MOE, capacity_factor=0.0), share(8), ALONE) is before
 
 
 def kept_by_loop(routing: Routing, moe: MoeConfig) -> list[list[int]]:
@@ -72,7 +72,7 @@ def kept_by_loop(routing: Routing, moe: MoeConfig) -> list[list[int]]:
     tokens, size = len(routing.ids_TK), moe.experts // moe.devices if moe.device_capacity else 1
     most = math.ceil(moe.capacity_factor * tokens * moe.top_k / moe.experts) * size
     kept, taken = routing.ids_TK.tolist(), [0] * moe.experts
-    probs = routing.probs_TK.tolist()
+    probs = routing.weights_TK.tolist()
     asked = [(-probs[t][k] if moe.drop == "probability" else t, t, k) for t in range(tokens) for k in range(moe.top_k)]
     for _, t, k in sorted(asked):
         if kept[t][k] < 0:
@@ -90,30 +90,30 @@ def test_capacity_of_experts_and_of_groups_of_them_equals_a_loop(devices: int, d
     moe = replace(MOE, capacity_factor=factor, drop=drop, devices=max(1, devices), device_capacity=devices > 0)
     for seed in range(4):
         before = routing(24, seed)
-        before.ids_TK[::7, 1], before.probs_TK[::7, 1] = -1, 0  # no choice takes no place
-        after, kept = limited(before, moe, share(24), ALONE), kept_by_loop(before, moe)
+        before.ids_TK[::7, 1], before.weights_TK[::7, 1] = -1, 0  # no choice takes no place
+        after, kept = drop_beyond_capacity(before, moe, share(24), ALONE), kept_by_loop(before, moe)
         assert after.ids_TK.tolist() == kept
-        assert torch.equal(after.probs_TK, before.probs_TK * (torch.tensor(kept) >= 0))
+        assert torch.equal(after.weights_TK, before.weights_TK * (torch.tensor(kept) >= 0))
 
 
 def test_a_group_of_experts_is_full_together_and_not_one_by_one():
     ids, probs = torch.tensor([[0, 2], [0, 2], [0, 3], [1, 3]]), torch.full((4, 2), 0.5)
     moe = replace(MOE, capacity_factor=0.5, drop="position")
-    each = limited(Routing(probs, ids), moe, share(4), ALONE)
+    each = drop_beyond_capacity(Routing(probs, ids), moe, share(4), ALONE)
     assert each.ids_TK.tolist() == [[0, 2], [-1, -1], [-1, 3], [1, -1]], "each has one place"
-    paired = limited(Routing(probs, ids), replace(moe, device_capacity=True, devices=2), share(4), ALONE)
+    paired = drop_beyond_capacity(Routing(probs, ids), replace(moe, device_capacity=True, devices=2), share(4), ALONE)
     assert paired.ids_TK.tolist() == [[0, 2], [0, 2], [-1, -1], [-1, -1]], "two have two, for whoever comes first"
 
 
 def test_gradients_reach_what_is_kept_and_nothing_that_is_dropped():
     before = routing(24)
-    probs = before.probs_TK.double().requires_grad_()
-    after = limited(Routing(probs, before.ids_TK), MOE, share(24), ALONE)
-    (gradient,) = torch.autograd.grad(after.probs_TK.sum(), probs)
+    probs = before.weights_TK.double().requires_grad_()
+    after = drop_beyond_capacity(Routing(probs, before.ids_TK), MOE, share(24), ALONE)
+    (gradient,) = torch.autograd.grad(after.weights_TK.sum(), probs)
     assert torch.equal(gradient, (after.ids_TK >= 0).double())
     assert (gradient == 0).any()
 
 
 def test_experts_that_choose_drop_nothing_more():
     before = routing(8)
-    assert limited(before, replace(MOE, router="expert_choice"), share(8), ALONE) is before
+    assert drop_beyond_capacity(before, replace(MOE, router="expert_choice"), share(8), ALONE) is before

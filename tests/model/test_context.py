@@ -8,19 +8,25 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from moefold.comm.collectives import sum_
+from moefold.comm.collectives import all_reduce_no_grad
 from moefold.config.run import ParallelConfig
-from moefold.kernels.attention import attention
-from moefold.kernels.bind import bind
+from moefold.kernels.attention.attention import attention
+from moefold.kernels.bound import bind_kernels
 from moefold.kernels.catalog import CATALOG, Facts
-from moefold.layout.axes import World, alone, name_axes
-from moefold.model.attention.context import MECHANISMS, Context, Sight, choose_context, pairs
-from moefold.model.share import Share
+from moefold.layout.axes import World, create_world, single_rank_world
+from moefold.model.attention.context_parallel import (
+    CONTEXT_MECHANISMS,
+    AttendSpec,
+    ContextMechanism,
+    causal_chunk_pairs,
+    choose_context_mechanism,
+)
+from moefold.model.token_layout import TokenShard
 from tests.support.models import share
 from tests.support.ranks import run_ranks
 
 FACTS = Facts("cpu", "fp64")
-BINDINGS = {"chosen": bind(FACTS), "reference": bind(FACTS, [f"{op}=reference" for op in CATALOG])}
+BINDINGS = {"chosen": bind_kernels(FACTS), "reference": bind_kernels(FACTS, [f"{op}=reference" for op in CATALOG])}
 SEQUENCES, LENGTH, WIDTH = 2, 32, 6
 NODE_SIZES = {2: (1, 2), 4: (1, 2, 4)}
 NAMES = ("result", "gradient of q", "gradient of k", "gradient of v", "gradient of the sinks")
@@ -63,12 +69,17 @@ def inputs(form: Form) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor |
 
 
 def outcome(
-    context: Context, mine: Share, qkv: list[torch.Tensor], dy: torch.Tensor, sinks: torch.Tensor | None, form: Form
+    context: ContextMechanism,
+    mine: TokenShard,
+    qkv: list[torch.Tensor],
+    dy: torch.Tensor,
+    sinks: torch.Tensor | None,
+    form: Form,
 ) -> list[torch.Tensor]:
     """Result and gradients, the sinks' last."""
     leaves = [x.clone().requires_grad_() for x in (*qkv, *(() if sinks is None else (sinks,)))]
     q, k, v, *sink = leaves
-    y = context(q, k, v, mine, Sight(form.scale, form.window, *sink))
+    y = context(q, k, v, mine, AttendSpec(form.scale, form.window, *sink))
     return [y.detach(), *torch.autograd.grad(y, leaves, dy)]
 
 
@@ -76,22 +87,25 @@ def errors(world: World) -> dict[tuple[str, str, str, int], dict[str, float]]:
     """How far this rank is from its positions of whole attention, for every mechanism. The sinks' gradient is one
     summand on every rank."""
     found = {}
-    everything, one = choose_context("ring", BINDINGS["reference"], alone()), share(SEQUENCES, LENGTH)
+    everything, one = (
+        choose_context_mechanism("ring", BINDINGS["reference"], single_rank_world()),
+        share(SEQUENCES, LENGTH),
+    )
     whole = {name: outcome(everything, one, *inputs(form), form) for name, form in FORMS.items()}
     for node_size in NODE_SIZES[world.size]:
-        here = name_axes(world.rank, world.size, world.device, ParallelConfig(cp=world.size), node_size)
+        here = create_world(world.rank, world.size, world.device, ParallelConfig(cp=world.size), node_size)
         mine = share(SEQUENCES, LENGTH, here)
         for name, form in FORMS.items():
             qkv, dy, sinks = inputs(form)
-            parts, d_part = [x[:, mine.positions] for x in qkv], dy[:, mine.positions]
-            expected = [x[:, mine.positions] if x.dim() > 1 else x for x in whole[name]]
-            for mechanism in MECHANISMS:
+            parts, d_part = [x[:, mine.local_positions] for x in qkv], dy[:, mine.local_positions]
+            expected = [x[:, mine.local_positions] if x.dim() > 1 else x for x in whole[name]]
+            for mechanism in CONTEXT_MECHANISMS:
                 if node_size != world.size and mechanism != "hierarchical":
                     continue  # the others know of no nodes
                 for binding, kernels in BINDINGS.items():
-                    context = choose_context(mechanism, kernels, here)
+                    context = choose_context_mechanism(mechanism, kernels, here)
                     values = outcome(context, mine, parts, d_part, sinks, form)
-                    values = [sum_(x.clone(), here.axis("cp")) if x.dim() == 1 else x for x in values]
+                    values = [all_reduce_no_grad(x.clone(), here.axis("cp")) if x.dim() == 1 else x for x in values]
                     off = [(a - b).abs().max().item() for a, b in zip(values, expected, strict=True)]
                     found[mechanism, binding, name, node_size] = dict(zip(NAMES, off, strict=False))
     return found
@@ -103,7 +117,7 @@ def on_ranks(size: int):
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("mechanism", MECHANISMS)
+@pytest.mark.parametrize("mechanism", CONTEXT_MECHANISMS)
 @pytest.mark.parametrize("size", NODE_SIZES)
 def test_a_mechanism_equals_whole_attention_forward_and_backward(size: int, mechanism: str, form: str):
     seen = 0
@@ -117,12 +131,14 @@ def test_a_mechanism_equals_whole_attention_forward_and_backward(size: int, mech
     assert seen == size * len(BINDINGS) * (len(NODE_SIZES[size]) if mechanism == "hierarchical" else 1)
 
 
-@pytest.mark.parametrize("mechanism", MECHANISMS)
+@pytest.mark.parametrize("mechanism", CONTEXT_MECHANISMS)
 @pytest.mark.parametrize("form", FORMS)
 def test_alone_nothing_is_met_and_the_kernel_is_called(form: str, mechanism: str):
     (q, k, v), _, sinks = inputs(FORMS[form])
-    sight = Sight(FORMS[form].scale, FORMS[form].window, sinks)
-    found = choose_context(mechanism, BINDINGS["reference"], alone())(q, k, v, share(SEQUENCES, LENGTH), sight)
+    sight = AttendSpec(FORMS[form].scale, FORMS[form].window, sinks)
+    found = choose_context_mechanism(mechanism, BINDINGS["reference"], single_rank_world())(
+        q, k, v, share(SEQUENCES, LENGTH), sight
+    )
     assert torch.equal(found, attention.reference(q, k, v, *sight))
 
 
@@ -131,14 +147,16 @@ def test_pairs_of_chunks_are_those_a_causal_mask_leaves_and_every_rank_has_as_ma
     size, every, work = 4, set(), []
     chunks = [(r, 2 * ranks - 1 - r) for r in range(ranks)]
     for mine in range(ranks):
-        hops = [(theirs, pair) for theirs in range(ranks) for pair in pairs(mine, theirs, ranks, size, 0)]
+        hops = [(theirs, pair) for theirs in range(ranks) for pair in causal_chunk_pairs(mine, theirs, ranks, size, 0)]
         for theirs, (queries, keys, ahead) in hops:
             query, key = chunks[mine][queries.start // size], chunks[theirs][keys.start // size]
             assert (queries.stop - queries.start, keys.stop - keys.start) == (size, size)
             assert ahead == (query - key) * size
             every.add((query, key))
         work.append(sum(0.5 if ahead == 0 else 1.0 for _, (_, _, ahead) in hops))
-        assert {len(pairs(mine, theirs, ranks, size, 0)) for theirs in range(ranks) if theirs != mine} <= {2}
+        assert {len(causal_chunk_pairs(mine, theirs, ranks, size, 0)) for theirs in range(ranks) if theirs != mine} <= {
+            2
+        }
     assert every == {(a, b) for a in range(2 * ranks) for b in range(a + 1)}
     assert len(set(work)) == 1
 
@@ -152,7 +170,7 @@ def test_with_a_window_two_chunks_meet_exactly_where_some_query_sees_some_key(ra
             (chunks[mine][queries.start // size], chunks[theirs][keys.start // size])
             for mine in range(ranks)
             for theirs in range(ranks)
-            for queries, keys, _ in pairs(mine, theirs, ranks, size, window)
+            for queries, keys, _ in causal_chunk_pairs(mine, theirs, ranks, size, window)
         }
         positions = range(2 * ranks * size)
         assert met == {(q // size, k // size) for q in positions for k in positions if 0 <= q - k < window}, window

@@ -12,24 +12,24 @@ import torch
 import torch.nn.functional as F
 
 from moefold.config.run import AttentionConfig, ModelConfig, MoeConfig, RopeConfig
-from moefold.data.loader import Batch, Loader
-from moefold.kernels.bind import bind
+from moefold.data.loader import Batch, BatchLoader
+from moefold.kernels.bound import bind_kernels
 from moefold.kernels.catalog import Facts
-from moefold.kernels.words import IGNORED
-from moefold.layout.axes import Axis, alone
-from moefold.model.initialise import initialise
+from moefold.kernels.vocabulary.vocab_shard import IGNORE_INDEX
+from moefold.layout.axes import Axis, single_rank_world
+from moefold.model.initialise import initialise_parameters
 from moefold.model.transformer import Transformer
 from moefold.presets.zoo import PRESETS
-from moefold.train.assemble import assemble, default_dtype
+from moefold.train.assemble import assemble_run, default_dtype
 from moefold.train.evaluate import validation_loss
-from moefold.train.parity import on_one_rank, random_corpus, shrunk
+from moefold.train.parity import random_corpus, shrink_config, single_rank_config
 from moefold.train.step import train_step
 from tests.support.models import transformer
 
 LENGTH, VOCAB = 16, 48
 # Longer than a sequence, of one token, at both ends of a sequence, and one that is a whole sequence.
 DOCUMENTS = [40, 1, 7, 16, 1, 1, 14, 16, 5, 27]
-KERNELS = bind(Facts("cpu", "fp64", hidden=16, ffn=16))
+KERNELS = bind_kernels(Facts("cpu", "fp64", hidden=16, ffn=16))
 GROUPED = ModelConfig(
     layers=2,
     hidden=16,
@@ -53,7 +53,7 @@ MODELS = {
 def make(model: ModelConfig) -> Transformer:
     with default_dtype(torch.float64):
         made = transformer(model, LENGTH, KERNELS)
-    initialise(made, seed=1)
+    initialise_parameters(made, seed=1)
     for name, parameter in made.named_parameters():
         if name.endswith("sinks"):
             torch.nn.init.normal_(parameter, generator=torch.Generator().manual_seed(2))
@@ -64,7 +64,7 @@ def packed() -> Batch:
     tokens = np.random.default_rng(3).integers(VOCAB, size=sum(DOCUMENTS) + 1)
     starts = np.cumsum([0, *DOCUMENTS[:-1]])
     count = sum(DOCUMENTS) // LENGTH
-    return Loader(tokens, LENGTH, count, 1, Axis("dp", (0,), 0), torch.device("cpu"), starts).next()
+    return BatchLoader(tokens, LENGTH, count, 1, Axis("dp", (0,), 0), torch.device("cpu"), starts).next()
 
 
 def each_alone(batch: Batch) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -76,7 +76,7 @@ def each_alone(batch: Batch) -> list[tuple[torch.Tensor, torch.Tensor]]:
             part = tokens[begins == first]
             last = first + len(part) - 1
             # A document that goes on behind the sequence has its next token for a label; one that ends has none.
-            behind = labels[last : last + 1] if last == length - 1 else torch.tensor([IGNORED])
+            behind = labels[last : last + 1] if last == length - 1 else torch.tensor([IGNORE_INDEX])
             found.append((part, torch.cat((part[1:], behind))))
     return found
 
@@ -84,7 +84,7 @@ def each_alone(batch: Batch) -> list[tuple[torch.Tensor, torch.Tensor]]:
 def padded(tokens: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """One sequence; nothing is asked of what lies behind the document."""
     more = (0, LENGTH - len(tokens))
-    return F.pad(tokens, more)[None], F.pad(labels, more, value=IGNORED)[None]
+    return F.pad(tokens, more)[None], F.pad(labels, more, value=IGNORE_INDEX)[None]
 
 
 def outcome(model: Transformer, *inputs: torch.Tensor, begins: torch.Tensor | None = None) -> list[torch.Tensor]:
@@ -114,21 +114,21 @@ def test_the_batch_has_documents_of_every_kind():
     assert sum(lengths) == batch.tokens_BS.numel()
     assert {1, LENGTH} <= set(lengths)
     assert len(batch.tokens_BS) < len(lengths)
-    assert (batch.labels_BS[:, -1] == IGNORED).any(), "a document ends with a sequence"
-    assert (batch.labels_BS[:, -1] != IGNORED).any(), "a document goes on behind a sequence"
+    assert (batch.labels_BS[:, -1] == IGNORE_INDEX).any(), "a document ends with a sequence"
+    assert (batch.labels_BS[:, -1] != IGNORE_INDEX).any(), "a document goes on behind a sequence"
 
 
 def test_a_run_trains_and_validates_within_documents():
-    config = on_one_rank(shrunk(PRESETS["tiny"](), 1))
+    config = single_rank_config(shrink_config(PRESETS["tiny"](), 1))
     config = replace(
         config, data=replace(config.data, attend="document"), train=replace(config.train, precision="fp64")
     )
-    run = assemble(config, alone(), Path("."), random_corpus(config))
+    run = assemble_run(config, single_rank_world(), Path("."), random_corpus(config))
 
     def mean(batch: Batch) -> float:
         documents = each_alone(batch)
         losses = [run.model(tokens[None], labels[None]).cross_entropy.item() for tokens, labels in documents]
-        return sum(losses) / sum((labels != IGNORED).sum().item() for _, labels in documents)
+        return sum(losses) / sum((labels != IGNORE_INDEX).sum().item() for _, labels in documents)
 
     with torch.no_grad():
         held_out, first = mean(run.validation.at(0, config.train.validate_sequences)), mean(run.loader.at(0, 2))

@@ -11,12 +11,12 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call
 
 from moefold.config.run import ModelConfig, MoeConfig
-from moefold.dispatch.base import Routing, Rowing
+from moefold.dispatch.base import Routing, RowPolicy
 from moefold.dispatch.local import LocalDispatcher
-from moefold.kernels.bind import bind
+from moefold.kernels.bound import bind_kernels
 from moefold.kernels.catalog import CATALOG, Facts
-from moefold.layout.axes import alone
-from moefold.model.initialise import initialise
+from moefold.layout.axes import single_rank_world
+from moefold.model.initialise import initialise_parameters
 from moefold.model.moe.experts import Experts
 from moefold.train.assemble import default_dtype
 
@@ -26,14 +26,14 @@ MODEL = ModelConfig(hidden=HIDDEN, moe=MoeConfig(experts=4, top_k=K, ffn=16))
 
 def saved_bytes(gate: str) -> int:
     """Bytes of all tensors that forward keeps, each storage once, weights and inputs aside."""
-    kernels = bind(Facts("cpu", "bf16", hidden=HIDDEN, ffn=16))
+    kernels = bind_kernels(Facts("cpu", "bf16", hidden=HIDDEN, ffn=16))
     with default_dtype(torch.bfloat16):
-        experts = Experts(replace(MODEL, moe=replace(MODEL.moe, gate=gate)), kernels, alone())
-    initialise(experts, seed=1)
+        experts = Experts(replace(MODEL, moe=replace(MODEL.moe, gate=gate)), kernels, single_rank_world())
+    initialise_parameters(experts, seed=1)
     h = torch.randn(TOKENS, HIDDEN, generator=torch.Generator().manual_seed(1)).bfloat16().requires_grad_()
     probs = torch.rand(TOKENS, K, generator=torch.Generator().manual_seed(2)).bfloat16().requires_grad_()
     ids = torch.stack((torch.arange(TOKENS) % 4, (torch.arange(TOKENS) + 1) % 4), dim=1)
-    dispatcher = LocalDispatcher(Rowing(0, 4), kernels)
+    dispatcher = LocalDispatcher(RowPolicy(0, 4), kernels)
     rows = dispatcher.dispatch(h, dispatcher.plan(Routing(probs, ids)))
     known = {t.untyped_storage().data_ptr() for t in (*experts.parameters(), h, probs, *rows.order[:4])}
     kept: dict[int, int] = {}
@@ -61,15 +61,15 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "a latent": {"latent": 3, "biases": True},
 }
 FACTS = Facts("cpu", "fp64", hidden=4, ffn=3)
-BINDINGS = {"chosen": bind(FACTS), "reference": bind(FACTS, [f"{op}=reference" for op in CATALOG])}
+BINDINGS = {"chosen": bind_kernels(FACTS), "reference": bind_kernels(FACTS, [f"{op}=reference" for op in CATALOG])}
 IDS = [[0, 2], [1, 2], [2, -1], [0, 1], [-1, -1]]  # nobody goes to the last expert
 
 
 def make_experts(kernels: str, **changes: Any) -> Experts:
     model = ModelConfig(hidden=4, init_std=0.8, layers=1, moe=MoeConfig(experts=4, top_k=2, ffn=3, **changes))
     with default_dtype(torch.float64):
-        experts = Experts(model, BINDINGS[kernels], alone())
-    initialise(experts, seed=1)
+        experts = Experts(model, BINDINGS[kernels], single_rank_world())
+    initialise_parameters(experts, seed=1)
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for bias in (experts.gate_up_bias, experts.down_bias):
@@ -94,11 +94,11 @@ def one_by_loop(p: dict[str, torch.Tensor], e: int, x: torch.Tensor, moe: MoeCon
     return y + p["down_bias"][e] if moe.biases else y
 
 
-def by_loop(p: dict[str, torch.Tensor], h_TD: torch.Tensor, probs_TK: torch.Tensor, moe: MoeConfig) -> torch.Tensor:
+def by_loop(p: dict[str, torch.Tensor], h_TD: torch.Tensor, weights_TK: torch.Tensor, moe: MoeConfig) -> torch.Tensor:
     rows = []
     for t, ids in enumerate(IDS):
         chosen = [(k, e) for k, e in enumerate(ids) if e >= 0]
-        rows.append(0 * h_TD[t] + sum(probs_TK[t, k] * one_by_loop(p, e, h_TD[t], moe) for k, e in chosen))
+        rows.append(0 * h_TD[t] + sum(weights_TK[t, k] * one_by_loop(p, e, h_TD[t], moe) for k, e in chosen))
     return torch.stack(rows)
 
 
@@ -108,10 +108,10 @@ def by_loop(p: dict[str, torch.Tensor], h_TD: torch.Tensor, probs_TK: torch.Tens
 def test_every_kind_of_expert_equals_a_loop_and_its_gradients_pass_gradcheck(variant: str, gate: str, kernels: str):
     experts = make_experts(kernels, gate=gate, **VARIANTS[variant])
     moe = MoeConfig(experts=4, top_k=2, ffn=3, gate=gate, **VARIANTS[variant])
-    dispatcher = LocalDispatcher(Rowing(0, 4, drops=True, multiple=3), BINDINGS[kernels])
+    dispatcher = LocalDispatcher(RowPolicy(0, 4, drops=True, multiple=3), BINDINGS[kernels])
     generator = torch.Generator().manual_seed(2)
     shapes = (5, moe.latent or 4), (5, 2)
-    h_TD, probs_TK = (torch.randn(*s, generator=generator, dtype=torch.float64).requires_grad_() for s in shapes)
+    h_TD, weights_TK = (torch.randn(*s, generator=generator, dtype=torch.float64).requires_grad_() for s in shapes)
     leaves = {name: p.detach().requires_grad_() for name, p in experts.named_parameters()}
     assert ("down_bias" in leaves) == moe.biases
 
@@ -120,8 +120,8 @@ def test_every_kind_of_expert_equals_a_loop_and_its_gradients_pass_gradcheck(var
         rows = dispatcher.dispatch(h, receipt)
         return dispatcher.combine(functional_call(experts, dict(zip(leaves, values, strict=True)), (rows,)), receipt)
 
-    wanted = (h_TD, probs_TK, *leaves.values())
-    expected = by_loop(leaves, h_TD, probs_TK, moe)
+    wanted = (h_TD, weights_TK, *leaves.values())
+    expected = by_loop(leaves, h_TD, weights_TK, moe)
     torch.testing.assert_close(mine(*wanted), expected, rtol=1e-12, atol=1e-12)
     direction = torch.arange(expected.numel()).view_as(expected).cos().double()
     found = torch.autograd.grad(mine(*wanted), wanted, direction)

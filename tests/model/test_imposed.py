@@ -11,15 +11,15 @@ import torch
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
-from moefold.comm.collectives import sum_
+from moefold.comm.collectives import all_reduce_no_grad
 from moefold.config.run import AttentionConfig, ModelConfig, MoeConfig, ParallelConfig
-from moefold.kernels.bind import bind
+from moefold.kernels.bound import bind_kernels
 from moefold.kernels.catalog import Facts
-from moefold.layout.axes import Axis, World, name_axes
-from moefold.model.initialise import initialise
-from moefold.model.moe.balance import Load
-from moefold.model.moe.imposed import recorded_choices, round_robin
-from moefold.model.share import Share
+from moefold.layout.axes import Axis, World, create_world
+from moefold.model.initialise import initialise_parameters
+from moefold.model.moe.balance import ExpertLoad
+from moefold.model.moe.forced_routing import recorded_choices, round_robin_experts
+from moefold.model.token_layout import TokenShard
 from moefold.model.transformer import Transformer
 from moefold.train.assemble import default_dtype
 from tests.model.test_router import logits_by_loop, make_router, routed_by_loop, tokens
@@ -40,8 +40,8 @@ SEQUENCES, LENGTH = 3, 8
 
 def make(model: ModelConfig = MODEL, world: World | None = None) -> Transformer:
     with default_dtype(torch.float64):
-        made = transformer(model, LENGTH, bind(Facts("cpu", "fp64", hidden=8, ffn=8)), world)
-    initialise(made, seed=1)
+        made = transformer(model, LENGTH, bind_kernels(Facts("cpu", "fp64", hidden=8, ffn=8)), world)
+    initialise_parameters(made, seed=1)
     return made
 
 
@@ -78,7 +78,7 @@ def outcome(model: Transformer, imposed: dict[int, torch.Tensor] | None = None) 
 
 @pytest.mark.parametrize(("experts", "k"), [(8, 3), (8, 2), (6, 4), (5, 5), (7, 1)])
 def test_forced_balance_is_exactly_even_over_any_whole_number_of_rounds(experts: int, k: int):
-    ids = round_robin(torch.arange(2 * experts), MoeConfig(experts=experts, top_k=k))
+    ids = round_robin_experts(torch.arange(2 * experts), MoeConfig(experts=experts, top_k=k))
     assert ids.flatten().bincount(minlength=experts).tolist() == [2 * k] * experts
     assert all(len(set(row)) == k for row in ids.tolist()), "each token visits different experts"
     some = ids[3:10].flatten().bincount(minlength=experts)
@@ -87,13 +87,13 @@ def test_forced_balance_is_exactly_even_over_any_whole_number_of_rounds(experts:
 
 def test_forced_balance_gives_a_token_the_same_experts_on_any_layout_and_in_any_microbatch():
     moe = MoeConfig(experts=8, top_k=3)
-    whole = round_robin(share(6, 16).number_T, moe)
+    whole = round_robin_experts(share(6, 16).token_number_T, moe)
     for cp, tp, size in itertools.product((1, 2, 4), (1, 2), (1, 2, 3, 6)):
         seen = 0
         for c, t, first in itertools.product(range(cp), range(tp), range(0, 6, size)):
             axes = Axis("cp", tuple(range(cp)), c), Axis("tp", tuple(range(tp)), t)
-            number_T = Share(size, 16, *axes, torch.device("cpu"), first).number_T
-            assert torch.equal(round_robin(number_T, moe), whole[number_T])
+            number_T = TokenShard(size, 16, *axes, torch.device("cpu"), first).token_number_T
+            assert torch.equal(round_robin_experts(number_T, moe), whole[number_T])
             seen += number_T.sum().item()
         assert seen == sum(range(6 * 16)), "each token once"
 
@@ -120,7 +120,7 @@ def test_imposed_choices_are_taken_and_their_weights_and_gradients_come_from_the
     weight, ids_TK = router.weight.detach().requires_grad_(), torch.tensor(IMPOSED)
 
     def weights(h: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        return functional_call(router, {"weight": w}, (h, share(2, 3), ids_TK))[0].probs_TK
+        return functional_call(router, {"weight": w}, (h, share(2, 3), ids_TK))[0].weights_TK
 
     assert torch.equal(router(h_TD, share(2, 3), ids_TK)[0].ids_TK, ids_TK)
     logits = logits_by_loop(h_TD, weight, None)
@@ -216,7 +216,7 @@ def test_recording_ends_with_its_block_also_when_that_fails():
 
     with pytest.raises(KeyError):
         fail()
-    assert all(module.record is None for module in made.modules() if isinstance(module, Load))
+    assert all(module.record is None for module in made.modules() if isinstance(module, ExpertLoad))
 
 
 IMPOSED_ON_LAYOUTS = {1: with_holes(choices()), 2: choices(seed=2)}
@@ -227,16 +227,16 @@ def imposed_loss(world: World, layouts: list[dict[str, int]]) -> list[dict[str, 
     """The loss with imposed choices on each layout, what each rank recorded, and which tokens those are."""
     found = []
     for layout in layouts:
-        here = name_axes(world.rank, world.size, world.device, ParallelConfig(**layout))
+        here = create_world(world.rank, world.size, world.device, ParallelConfig(**layout))
         made, dp = make(world=here), here.axis("dp")
         mine = [x.tensor_split(dp.size)[dp.index] for x in (*batch(), *IMPOSED_ON_LAYOUTS.values())]
         with recorded_choices(made) as chosen:
             losses = made(mine[0], mine[1], imposed={1: mine[2], 2: mine[3]})
-        share_T = Share(len(mine[0]), LENGTH, here.axis("cp"), here.axis("tp"), here.device)
+        share_T = TokenShard(len(mine[0]), LENGTH, here.axis("cp"), here.axis("tp"), here.device)
         first = sum(len(part) for part in batch()[0].tensor_split(dp.size)[: dp.index]) * LENGTH
-        total = sum_(losses.cross_entropy.detach().clone(), here.axis("dp", "cp")).item()
+        total = all_reduce_no_grad(losses.cross_entropy.detach().clone(), here.axis("dp", "cp")).item()
         ids = {layer: parts[0].tolist() for layer, parts in chosen.items()}
-        found.append({"loss": total, "ids": ids, "numbers": (first + share_T.number_T).tolist()})
+        found.append({"loss": total, "ids": ids, "numbers": (first + share_T.token_number_T).tolist()})
     return found
 
 

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from moefold.config.run import AttentionConfig, ModelConfig, MoeConfig
-from moefold.kernels.bind import bind
+from moefold.kernels.bound import bind_kernels
 from moefold.kernels.catalog import Facts
 from moefold.layout.declare import declared_parameters
-from moefold.model.initialise import fill, initialise, slices
+from moefold.model.initialise import fill_parameter_slice, initialise_parameters, parameter_slices
 from moefold.model.transformer import Transformer
 from moefold.train.assemble import default_dtype
 from tests.support.models import transformer
@@ -33,9 +33,9 @@ def make(
     model: ModelConfig = MODEL, dtype: torch.dtype = torch.float32, seed: int = 1, fill_it: bool = True
 ) -> Transformer:
     with default_dtype(dtype):
-        made = transformer(model, 8, bind(Facts("cpu", "fp32")))
+        made = transformer(model, 8, bind_kernels(Facts("cpu", "fp32")))
     if fill_it:
-        initialise(made, seed)
+        initialise_parameters(made, seed)
     return made
 
 
@@ -70,8 +70,8 @@ def test_more_experts_leave_the_first_ones_as_they_were():
 def test_the_order_of_filling_does_not_matter():
     forwards, backwards = make(), make(fill_it=False)
     torch.manual_seed(99)  # nor does the global generator
-    for name, parameter, view in reversed(list(slices(backwards))):
-        fill(name, parameter, view, seed=1)
+    for name, parameter, view in reversed(list(parameter_slices(backwards))):
+        fill_parameter_slice(name, parameter, view, seed=1)
     one, two = values(forwards), values(backwards)
     assert all(torch.equal(one[name], two[name]) for name in one)
 
@@ -91,7 +91,7 @@ def test_another_precision_holds_the_same_values_rounded(dtype: torch.dtype):
 
 
 def test_every_random_matrix_and_every_expert_is_drawn_by_itself():
-    drawn = {name: view.flatten() for name, p, view in slices(make()) if p.declaration.std}
+    drawn = {name: view.flatten() for name, p, view in parameter_slices(make()) if p.declaration.std}
     assert sum("experts" in name for name in drawn) == 2 * 2 * 4, "of a block and of the layer that looks ahead"
     for (one, a), (two, b) in itertools.combinations(drawn.items(), 2):
         a, b = a[: min(len(a), len(b))], b[: min(len(a), len(b))]
@@ -117,4 +117,4 @@ def test_a_parameter_nobody_declared_is_an_error():
     made = make(fill_it=False)
     made.head.extra = nn.Parameter(torch.zeros(3))
     with pytest.raises(TypeError, match=r"head\.extra was not declared"):
-        initialise(made, 1)
+        initialise_parameters(made, 1)

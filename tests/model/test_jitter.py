@@ -11,9 +11,9 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from moefold.layout.axes import Axis
-from moefold.model.moe.jitter import jittered, noise
+from moefold.model.moe.jitter import multiply_by_jitter, uniform_noise
 from moefold.model.moe.router import Router
-from moefold.model.share import Share
+from moefold.model.token_layout import TokenShard
 from tests.model.test_router import make_router, tokens
 from tests.support.models import share
 
@@ -35,20 +35,20 @@ def noise_by_hand(number: int, dim: int, layer: int) -> float:
 
 def part(
     sequences: int, length: int, first: int = 0, cp: tuple[int, int] = (0, 1), tp: tuple[int, int] = (0, 1)
-) -> Share:
+) -> TokenShard:
     axes = (Axis(name, tuple(range(size)), index) for name, (index, size) in (("cp", cp), ("tp", tp)))
-    return Share(sequences, length, *axes, torch.device("cpu"), first)
+    return TokenShard(sequences, length, *axes, torch.device("cpu"), first)
 
 
 def test_noise_is_a_published_scrambling_of_token_layer_and_dim():
     numbers = [0, 1, 2, 1000, 2**31, 2**40 + 5, 2**62]
     for layer in (0, 3):
-        found = noise(torch.tensor(numbers), 5, layer).tolist()
+        found = uniform_noise(torch.tensor(numbers), 5, layer).tolist()
         assert found == [[noise_by_hand(number, dim, layer) for dim in range(5)] for number in numbers]
 
 
 def test_noise_is_even_within_its_bounds_and_independent_between_tokens_dims_and_layers():
-    one, other = noise(torch.arange(4000), 16, 0).double(), noise(torch.arange(4000), 16, 1).double()
+    one, other = uniform_noise(torch.arange(4000), 16, 0).double(), uniform_noise(torch.arange(4000), 16, 1).double()
     assert one.min() >= -1
     assert one.max() < 1
     spread = (one.numel() / 3) ** -0.5  # of a mean of so many numbers
@@ -63,14 +63,14 @@ def test_noise_is_even_within_its_bounds_and_independent_between_tokens_dims_and
 
 def test_no_element_is_changed_by_more_than_the_size_and_all_are_changed():
     h_TD = tokens(50, 16, torch.float64)
-    ratio = jittered(h_TD, 0.25, torch.arange(50), 0) / h_TD
+    ratio = multiply_by_jitter(h_TD, 0.25, torch.arange(50), 0) / h_TD
     assert ((ratio - 1).abs() <= 0.25 + 1e-12).all()
     assert (ratio != 1).all()
     assert (ratio - 1).abs().max() > 0.24
 
 
-def weights(router: Router, h_BSD: torch.Tensor, where: Share) -> torch.Tensor:
-    return router.logits(where.of_rank(h_BSD), where)
+def weights(router: Router, h_BSD: torch.Tensor, where: TokenShard) -> torch.Tensor:
+    return router.logits(where.slice_for_rank(h_BSD), where)
 
 
 @pytest.mark.parametrize(("cp", "tp", "size"), list(itertools.product((1, 2), (1, 2), (1, 2, 4))))
@@ -80,7 +80,7 @@ def test_a_token_has_the_same_noise_on_any_layout_and_in_any_microbatch(cp: int,
     for c, t, start in itertools.product(range(cp), range(tp), range(0, 4, size)):
         where = part(size, 8, first + start, (c, cp), (t, tp))
         mine = weights(router, h_BSD[start : start + size], where)
-        torch.testing.assert_close(mine, whole[where.number_T - first * 8], rtol=1e-14, atol=1e-14)
+        torch.testing.assert_close(mine, whole[where.token_number_T - first * 8], rtol=1e-14, atol=1e-14)
 
 
 def test_another_layer_and_another_batch_have_other_noise():
@@ -93,9 +93,9 @@ def test_another_layer_and_another_batch_have_other_noise():
 
 def test_there_is_no_noise_in_eval_mode_and_none_without_jitter():
     h_TD, router, still = tokens(8), make_router(jitter=0.2), make_router()
-    assert not torch.equal(router(h_TD, share(1, 8))[0].probs_TK, still(h_TD, share(1, 8))[0].probs_TK)
+    assert not torch.equal(router(h_TD, share(1, 8))[0].weights_TK, still(h_TD, share(1, 8))[0].weights_TK)
     router.eval()
-    assert torch.equal(router(h_TD, share(1, 8))[0].probs_TK, still(h_TD, share(1, 8))[0].probs_TK)
+    assert torch.equal(router(h_TD, share(1, 8))[0].weights_TK, still(h_TD, share(1, 8))[0].weights_TK)
 
 
 def test_a_router_with_jitter_is_a_router_of_the_changed_input_and_its_gradients_pass_gradcheck():
@@ -106,10 +106,10 @@ def test_a_router_with_jitter_is_a_router_of_the_changed_input_and_its_gradients
     changed = (1 + 0.2 * by_hand).double()  # the factor is fp32 for any model
     mine, plain = router(h_TD, where)[0], still(h_TD * changed, where)[0]
     assert torch.equal(mine.ids_TK, plain.ids_TK)
-    torch.testing.assert_close(mine.probs_TK, plain.probs_TK, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(mine.weights_TK, plain.weights_TK, rtol=1e-12, atol=1e-12)
 
     def probs(h: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        return functional_call(router, {"weight": w}, (h, where))[0].probs_TK
+        return functional_call(router, {"weight": w}, (h, where))[0].weights_TK
 
     assert torch.autograd.gradcheck(probs, (h_TD, router.weight.detach().requires_grad_()))
 
@@ -125,5 +125,5 @@ def test_a_router_that_is_computed_again_has_the_same_noise():
         else:
             routing, aux = router(h_TD, share(2, 4))
         torch.manual_seed(8)  # the state of any generator does not matter
-        found.append(torch.autograd.grad(routing.probs_TK.square().sum() + aux, (h_TD, router.weight)))
+        found.append(torch.autograd.grad(routing.weights_TK.square().sum() + aux, (h_TD, router.weight)))
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))

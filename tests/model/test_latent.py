@@ -8,13 +8,13 @@ from functools import cache
 import pytest
 import torch
 
-from moefold.comm.traffic import counted
+from moefold.comm.byte_counters import counted_bytes_sent
 from moefold.config.run import AttentionConfig, ModelConfig, MoeConfig, ParallelConfig
-from moefold.kernels.bind import bind
+from moefold.kernels.bound import bind_kernels
 from moefold.kernels.catalog import Facts
-from moefold.layout.axes import World, name_axes
-from moefold.model.block import MoeBlock, make_block
-from moefold.model.initialise import initialise
+from moefold.layout.axes import World, create_world
+from moefold.model.block import MoeBlock, make_transformer_block
+from moefold.model.initialise import initialise_parameters
 from moefold.model.moe.layer import MoeLayer
 from moefold.model.steps import Carry
 from tests.support.models import choices, share
@@ -33,9 +33,9 @@ MODEL = ModelConfig(
 
 def block_of(width: int, world: World, parallel: ParallelConfig) -> MoeBlock:
     model = replace(MODEL, moe=replace(MODEL.moe, latent=0 if width == HIDDEN else width))
-    kernels = bind(Facts("cpu", "fp32", hidden=width, ffn=16))
-    block = make_block(model, 0, choices(model, LENGTH, kernels, world, parallel))
-    initialise(block, seed=1)
+    kernels = bind_kernels(Facts("cpu", "fp32", hidden=width, ffn=16))
+    block = make_transformer_block(model, 0, choices(model, LENGTH, kernels, world, parallel))
+    initialise_parameters(block, seed=1)
     assert isinstance(block, MoeBlock)
     return block
 
@@ -47,7 +47,7 @@ def moved(world: World) -> dict[tuple[str, int], tuple[int, int, int]]:
     found = {}
     for dispatcher in DISPATCHERS:
         parallel = ParallelConfig(ep=N, dispatcher=dispatcher)
-        here = name_axes(world.rank, world.size, world.device, parallel, node_size=2)
+        here = create_world(world.rank, world.size, world.device, parallel, node_size=2)
         for width in WIDTHS:
             block = block_of(width, here, parallel)
             carry: Carry = {
@@ -71,12 +71,12 @@ def choices_of(rank: int) -> torch.Tensor:
 def travel(moe: MoeLayer, carry: Carry) -> tuple[int, int, int]:
     receipt, h_TD = moe.dispatcher.plan(carry["routing"]), carry["h_TD"]
     travelling = moe.narrow(h_TD) if hasattr(moe, "narrow") else h_TD
-    with counted() as out:
+    with counted_bytes_sent() as out:
         rows = moe.dispatcher.dispatch(travelling, receipt)
     y_RD = moe.experts(rows)
-    with counted() as back:
+    with counted_bytes_sent() as back:
         y_TD = moe.dispatcher.combine(y_RD, receipt)
-    with counted() as gradients:
+    with counted_bytes_sent() as gradients:
         y_TD.square().sum().backward()
     assert travelling.shape == y_TD.shape
     return sum(out.values()), sum(back.values()), sum(gradients.values())

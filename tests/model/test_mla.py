@@ -10,10 +10,10 @@ import torch
 from torch.func import functional_call
 
 from moefold.config.run import AttentionConfig, ModelConfig, RopeConfig
-from moefold.kernels.bind import bind
+from moefold.kernels.bound import bind_kernels
 from moefold.kernels.catalog import CATALOG, Facts
 from moefold.model.attention.mla import LatentAttention
-from moefold.model.initialise import initialise
+from moefold.model.initialise import initialise_parameters
 from moefold.train.assemble import default_dtype
 from tests.model.test_positions import mscale, plain, yarn
 from tests.support.models import attend, choices, share
@@ -23,7 +23,7 @@ BASE = AttentionConfig(
     kind="mla", heads=3, kv_heads=3, head_dim=10, rope_dim=4, value_dim=6, q_rank=0, kv_rank=7, rope=RopeConfig()
 )
 FACTS = Facts("cpu", "fp64", hidden=HIDDEN)
-BINDINGS = {"chosen": bind(FACTS), "reference": bind(FACTS, [f"{op}=reference" for op in CATALOG])}
+BINDINGS = {"chosen": bind_kernels(FACTS), "reference": bind_kernels(FACTS, [f"{op}=reference" for op in CATALOG])}
 YARN = RopeConfig(scaling="yarn", factor=40.0, original_length=16, beta_fast=2.0, beta_slow=0.5, sharpen=0.5)
 VARIANTS = {
     "queries from the stream": {},
@@ -46,7 +46,7 @@ def make(attention: AttentionConfig, kernels: str = "chosen", layer: int = 0) ->
     with default_dtype(torch.float64):
         model = ModelConfig(hidden=HIDDEN, norm_eps=EPS, attention=attention, init_std=0.4)
         module = LatentAttention(model, layer, choices(model, LENGTH, BINDINGS[kernels]))
-    initialise(module, seed=1)
+    initialise_parameters(module, seed=1)
     with torch.no_grad():  # norms start at one, biases and sinks at zero; here they shall matter
         for parameter in module.parameters():
             if parameter.dim() == 1:

@@ -22,18 +22,18 @@ from moefold.config.run import (
     TrainConfig,
 )
 from moefold.data.loader import Batch
-from moefold.kernels.bind import bind
+from moefold.kernels.bound import bind_kernels
 from moefold.kernels.catalog import Facts
-from moefold.kernels.words import IGNORED
-from moefold.layout.axes import World, alone, name_axes
-from moefold.model.block import settled
-from moefold.model.initialise import initialise
-from moefold.model.mtp import labels_ahead
-from moefold.model.steps import run_steps
+from moefold.kernels.vocabulary.vocab_shard import IGNORE_INDEX
+from moefold.layout.axes import World, create_world, single_rank_world
+from moefold.model.block import settle_residual
+from moefold.model.initialise import initialise_parameters
+from moefold.model.mtp import labels_shifted_by
+from moefold.model.steps import run_step_sequence
 from moefold.model.transformer import Transformer
-from moefold.train.assemble import Run, assemble, default_dtype
+from moefold.train.assemble import Run, assemble_run, default_dtype
 from moefold.train.evaluate import validation_loss
-from moefold.train.parity import Seen, compare, gradients_of, random_corpus
+from moefold.train.parity import TraceEntry, first_mismatch, local_gradients, random_corpus
 from moefold.train.step import train_step
 from tests.support.models import share, transformer
 from tests.support.ranks import run_ranks
@@ -55,8 +55,8 @@ DENSE = replace(MODEL, moe=replace(MODEL.moe, dense_layers=2, every=3))  # only 
 
 def make(model: ModelConfig = MODEL) -> Transformer:
     with default_dtype(torch.float64):
-        made = transformer(model, LENGTH, bind(Facts("cpu", "fp64", hidden=8, ffn=8)))
-    initialise(made, seed=1)
+        made = transformer(model, LENGTH, bind_kernels(Facts("cpu", "fp64", hidden=8, ffn=8)))
+    initialise_parameters(made, seed=1)
     return made
 
 
@@ -64,21 +64,21 @@ def batch(holes: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     rows = torch.randint(VOCAB, (SEQUENCES, LENGTH + 1), generator=torch.Generator().manual_seed(1))
     tokens, labels = rows[:, :-1].clone(), rows[:, 1:].clone()
     if holes:  # one sequence without labels, one with half of them, one with a gap
-        labels[0], labels[1, 5:], labels[2, 3] = IGNORED, IGNORED, IGNORED
+        labels[0], labels[1, 5:], labels[2, 3] = IGNORE_INDEX, IGNORE_INDEX, IGNORE_INDEX
     return tokens, labels
 
 
 def label_by_loop(labels: list[int], i: int, depth: int) -> int:
     """The token `depth` places behind the next, if it and all before it are known."""
     wanted = labels[i : i + depth + 1]
-    return wanted[-1] if len(wanted) == depth + 1 and IGNORED not in wanted else IGNORED
+    return wanted[-1] if len(wanted) == depth + 1 and IGNORE_INDEX not in wanted else IGNORE_INDEX
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2, 7, 8])
 def test_a_label_ahead_is_the_one_so_many_places_on_where_all_up_to_it_are_known(depth: int):
     _, labels = batch(holes=True)
     expected = [[label_by_loop(row, i, depth) for i in range(LENGTH)] for row in labels.tolist()]
-    assert labels_ahead(labels, depth).tolist() == expected
+    assert labels_shifted_by(labels, depth).tolist() == expected
 
 
 def normed(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -89,7 +89,7 @@ def ahead_by_loop(made: Transformer, tokens: torch.Tensor, labels: torch.Tensor)
     """The loss of each layer that looks ahead, position by position, from the model's last residual stream on."""
     p, rows, known = dict(made.named_parameters()), labels.tolist(), tokens.tolist()
     made.eval()  # without the layers that look ahead
-    x_TD = settled(run_steps(made.body(made.stages[0]), made.begin(tokens)))["x_TD"]
+    x_TD = settle_residual(run_step_sequence(made.body(made.stages[0]), made.begin(tokens)))["x_TD"]
     made.train()
     h_TD = torch.stack([normed(x, p["head.norm.weight"]) for x in x_TD])  # what the head reads
     losses = []
@@ -104,12 +104,12 @@ def ahead_by_loop(made: Transformer, tokens: torch.Tensor, labels: torch.Tensor)
             joined.append(p[at + "join.weight"] @ torch.cat(both))
         carry = {"x_TD": torch.stack(joined), "share": share(SEQUENCES, LENGTH), "aux": torch.zeros(())}
         h_TD = torch.stack(
-            [normed(x, p[f"ahead.{depth - 1}.norm.weight"]) for x in settled(layer.block(carry))["x_TD"]]
+            [normed(x, p[f"ahead.{depth - 1}.norm.weight"]) for x in settle_residual(layer.block(carry))["x_TD"]]
         )
         loss = torch.zeros((), dtype=torch.float64)
         for t, h in enumerate(h_TD):
             label = label_by_loop(rows[t // LENGTH], t % LENGTH, depth)
-            if label != IGNORED:
+            if label != IGNORE_INDEX:
                 logits = p["head.weight"] @ h
                 loss = loss - logits.log_softmax(0)[label]
         losses.append(loss)
@@ -151,7 +151,7 @@ def predictions(made: Transformer, tokens: torch.Tensor, labels: torch.Tensor):
     found = []
     for h_TD, labels_C in uses:
         logits = made.head(h_TD)
-        losses = F.cross_entropy(logits, labels_C, reduction="none", ignore_index=IGNORED)
+        losses = F.cross_entropy(logits, labels_C, reduction="none", ignore_index=IGNORE_INDEX)
         found.append((logits.view(SEQUENCES, LENGTH, -1), losses.view(SEQUENCES, LENGTH)))
     return found
 
@@ -208,35 +208,35 @@ def config(parallel: dict[str, int] | None = None, micro_batch: int = 4, **model
 
 
 def start(how: Config, world: World | None = None) -> Run:
-    return assemble(how, world or alone(), Path("."), corpus=random_corpus(how))
+    return assemble_run(how, world or single_rank_world(), Path("."), corpus=random_corpus(how))
 
 
-def step(run: Run) -> tuple[list[Seen], float]:
+def step(run: Run) -> tuple[list[TraceEntry], float]:
     """The gradients of one step on a batch with holes, and the loss it reports for further tokens."""
     dp = run.world.axis("dp")
     tokens, labels = (x.tensor_split(dp.size)[dp.index] for x in batch(holes=True))
     report = train_step(run, Batch(tokens, labels, dp.index * len(tokens)))
-    return gradients_of(run, ""), report.mtp_loss
+    return local_gradients(run, ""), report.mtp_loss
 
 
-def plain_step(how: Config) -> tuple[list[Seen], float]:
+def plain_step(how: Config) -> tuple[list[TraceEntry], float]:
     """The same by its formula: each depth is a mean over its own labels, and further ones weigh `mtp_loss` together."""
     model, labels = start(how).model, batch(holes=True)[1]
     losses = model(*batch(holes=True))
-    counts = [(labels_ahead(labels, depth) != IGNORED).sum() for depth in range(1 + how.model.mtp)]
+    counts = [(labels_shifted_by(labels, depth) != IGNORE_INDEX).sum() for depth in range(1 + how.model.mtp)]
     means = [losses.ahead_M[m] / counts[m + 1] for m in range(how.model.mtp)]
     ahead = sum(means) / how.model.mtp
     total = (losses.cross_entropy + losses.balance) / counts[0] + how.model.mtp_loss * ahead
     names, parameters = zip(*model.named_parameters(), strict=True)
     found = zip(names, torch.autograd.grad(total, parameters), strict=True)
-    return [Seen(f"gradient {name}", (0,) * g.dim(), g) for name, g in found], ahead.item()
+    return [TraceEntry(f"gradient {name}", (0,) * g.dim(), g) for name, g in found], ahead.item()
 
 
-def on_layouts(world: World, cases: list[tuple[dict[str, int], int]]) -> list[tuple[list[Seen], float]]:
+def on_layouts(world: World, cases: list[tuple[dict[str, int], int]]) -> list[tuple[list[TraceEntry], float]]:
     found = []
     for parallel, micro_batch in cases:
         how = config(parallel, micro_batch)
-        found.append(step(start(how, name_axes(world.rank, world.size, world.device, how.parallel))))
+        found.append(step(start(how, create_world(world.rank, world.size, world.device, how.parallel))))
     return found
 
 
@@ -244,7 +244,7 @@ def on_layouts(world: World, cases: list[tuple[dict[str, int], int]]) -> list[tu
 def test_each_depth_is_a_mean_over_its_own_labels_however_a_batch_is_split(micro_batch: int):
     plain, ahead = plain_step(config())
     found, reported = step(start(config(micro_batch=micro_batch)))
-    assert compare(plain, [found], 1e-12) is None
+    assert first_mismatch(plain, [found], 1e-12) is None
     assert reported == pytest.approx(ahead, rel=1e-12)
 
 
@@ -253,7 +253,7 @@ def test_each_depth_is_a_mean_over_its_own_labels_on_any_layout():
     cases = [({}, 1), ({"cp": 2}, 2), ({"tp": 2}, 1), ({"cp": 2, "tp": 2, "ep": 2}, 4), ({"cp": 4}, 2)]
     by_rank = run_ranks(on_layouts, 4, cases)
     for i, case in enumerate(cases):
-        assert compare(plain, [rank[i][0] for rank in by_rank], 1e-12) is None, case
+        assert first_mismatch(plain, [rank[i][0] for rank in by_rank], 1e-12) is None, case
         assert [rank[i][1] for rank in by_rank] == pytest.approx([ahead] * 4, rel=1e-12), case
 
 
@@ -269,11 +269,11 @@ def test_a_weight_of_zero_gives_the_gradients_of_no_layer_ahead_to_the_bit():
 
 def test_a_batch_without_a_label_further_ahead_counts_for_nothing_there():
     run, (tokens, labels) = start(config()), batch()
-    labels[:, 1:] = IGNORED
+    labels[:, 1:] = IGNORE_INDEX
     report = train_step(run, Batch(tokens, labels))
     assert report.tokens == SEQUENCES
     assert report.mtp_loss == 0
-    assert all(seen.values.isfinite().all() for seen in gradients_of(run, ""))
+    assert all(seen.values.isfinite().all() for seen in local_gradients(run, ""))
 
 
 def test_the_validation_loss_is_that_of_the_model_alone():

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from moefold.config.run import RopeConfig
-from moefold.model.attention.positions import frequencies, rotary_tables, score_scale
+from moefold.model.attention.rope_tables import rope_frequencies, rotary_tables, softmax_scale
 from moefold.presets.zoo import PRESETS
 
 WIDTHS = [8, 64, 128]
@@ -21,7 +21,7 @@ def plain(i: int, width: int, theta: float) -> float:
 
 def assert_frequencies(width: int, rope: RopeConfig, expected: list[float]) -> None:
     torch.testing.assert_close(
-        frequencies(width, rope), torch.tensor(expected, dtype=torch.float64), rtol=1e-13, atol=0
+        rope_frequencies(width, rope), torch.tensor(expected, dtype=torch.float64), rtol=1e-13, atol=0
     )
 
 
@@ -111,7 +111,7 @@ def test_the_ranges_of_the_published_models_are_stretched_as_theirs_are():
         assert_frequencies(width, rope, yarn(width, rope))
     kimi = yarn_of("kimi-k2")[1]
     assert kimi.beta_fast == kimi.beta_slow == 1
-    ratio = frequencies(64, kimi) / frequencies(64, RopeConfig(theta=kimi.theta))
+    ratio = rope_frequencies(64, kimi) / rope_frequencies(64, RopeConfig(theta=kimi.theta))
     assert sorted({round(x, 12) for x in ratio.tolist()}) == [1 / 32, 1.0], "one step, between two dims"
     assert not yarn_of("gpt-oss-20b")[1].round_dims
 
@@ -133,11 +133,11 @@ def gpt_oss(width: int, theta: float, factor: float, original: int, ntk_alpha: f
 def test_gpt_oss_turns_and_sharpens_as_its_authors_published(name: str):
     width, rope = yarn_of(name)
     assert_frequencies(width, rope, gpt_oss(64, 150_000.0, 32.0, 4096, 1.0, 32.0))
-    rounded = frequencies(width, replace(rope, round_dims=True))
-    assert not torch.allclose(rounded, frequencies(width, rope), rtol=1e-3)
+    rounded = rope_frequencies(width, replace(rope, round_dims=True))
+    assert not torch.allclose(rounded, rope_frequencies(width, rope), rtol=1e-3)
     cos, sin = rotary_tables(8, width, rope)
     torch.testing.assert_close((cos.square() + sin.square()).sqrt(), torch.full_like(cos, 0.1 * math.log(32) + 1))
-    assert score_scale(64, rope) == 64**-0.5
+    assert softmax_scale(64, rope) == 64**-0.5
 
 
 @pytest.mark.parametrize("betas", [(32.0, 1.0), (1.0, 1.0), (2.0, 2.0), (64.0, 0.5)])
@@ -162,14 +162,14 @@ def test_yarn_sharpens_turned_dims_and_whole_scores_as_deepseek_published(factor
     expected = mscale(factor, mine) / mscale(factor, all_dims)
     for found, plain in zip(tables, (angle.cos(), angle.sin()), strict=True):
         torch.testing.assert_close(found, plain * expected, rtol=1e-12, atol=1e-12)
-    assert score_scale(192, rope) == pytest.approx(192**-0.5 * mscale(factor, all_dims) ** 2, rel=1e-14)
+    assert softmax_scale(192, rope) == pytest.approx(192**-0.5 * mscale(factor, all_dims) ** 2, rel=1e-14)
 
 
 @pytest.mark.parametrize("name", ["deepseek-v2-lite", "deepseek-v2", "deepseek-v3", "kimi-k2"])
 def test_deepseeks_models_sharpen_whole_scores_and_not_the_turned_dims(name: str):
     _, rope = yarn_of(name)
     strength = 0.707 if "v2" in name else 1.0
-    assert score_scale(192, rope) == pytest.approx(192**-0.5 * mscale(rope.factor, strength) ** 2, rel=1e-14)
+    assert softmax_scale(192, rope) == pytest.approx(192**-0.5 * mscale(rope.factor, strength) ** 2, rel=1e-14)
     cos, sin = rotary_tables(32, 64, rope)
     torch.testing.assert_close(cos.square() + sin.square(), torch.ones_like(cos))
 
@@ -177,12 +177,12 @@ def test_deepseeks_models_sharpen_whole_scores_and_not_the_turned_dims(name: str
 @pytest.mark.parametrize("scaling", ["none", "linear", "llama3"])
 def test_only_yarn_sharpens_scores(scaling):
     rope = RopeConfig(scaling=scaling, factor=8.0, sharpen=1.0, sharpen_all=1.0)
-    assert score_scale(64, rope) == 64**-0.5
+    assert softmax_scale(64, rope) == 64**-0.5
 
 
 def test_yarn_keeps_fast_dims_stretches_slow_ones_and_ramps_between():
     rope = RopeConfig(scaling="yarn", factor=16.0, original_length=4096)
-    found, before = frequencies(128, rope), frequencies(128, RopeConfig())
+    found, before = rope_frequencies(128, rope), rope_frequencies(128, RopeConfig())
     ratio = (found / before).tolist()
     turns = [4096 * f / (2 * math.pi) for f in before.tolist()]
     assert all(abs(r - 1) < 1e-12 for r, n in zip(ratio, turns, strict=True) if n > 1.3 * rope.beta_fast)
@@ -203,7 +203,7 @@ def test_yarn_sharpens_attention_by_its_published_factor_and_the_others_do_not()
 @pytest.mark.parametrize("scaling", ["linear", "llama3", "yarn"])
 def test_a_factor_of_one_is_no_stretching(scaling):
     rope = RopeConfig(scaling=scaling, factor=1.0, original_length=2048)
-    torch.testing.assert_close(frequencies(64, rope), frequencies(64, RopeConfig()), rtol=1e-14, atol=0)
+    torch.testing.assert_close(rope_frequencies(64, rope), rope_frequencies(64, RopeConfig()), rtol=1e-14, atol=0)
     for mine, none in zip(rotary_tables(32, 64, rope), rotary_tables(32, 64, RopeConfig()), strict=True):
         torch.testing.assert_close(mine, none, rtol=1e-6, atol=1e-7)
 

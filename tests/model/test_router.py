@@ -11,12 +11,12 @@ import torch
 from torch.func import functional_call
 
 from moefold.config.run import ModelConfig, MoeConfig
-from moefold.kernels.bind import bind
+from moefold.kernels.bound import bind_kernels
 from moefold.kernels.catalog import Facts
-from moefold.kernels.choosing import Choosing
-from moefold.kernels.router_topk import router_topk
-from moefold.layout.axes import alone
-from moefold.model.initialise import initialise
+from moefold.kernels.routing.router_spec import RouterSpec
+from moefold.kernels.routing.router_topk import router_topk
+from moefold.layout.axes import single_rank_world
+from moefold.model.initialise import initialise_parameters
 from moefold.model.moe.router import Router
 from moefold.train.assemble import default_dtype
 from tests.support.models import share
@@ -25,8 +25,8 @@ from tests.support.models import share
 def make_router(dtype: torch.dtype = torch.float32, hidden: int = 16, **moe: Any) -> Router:
     model = ModelConfig(hidden=hidden, init_std=0.5, moe=MoeConfig(**{"experts": 8, "top_k": 3, **moe}))
     with default_dtype(dtype):
-        router = Router(model, 0, bind(Facts("cpu", "fp32")), alone())
-    initialise(router, seed=3)
+        router = Router(model, 0, bind_kernels(Facts("cpu", "fp32")), single_rank_world())
+    initialise_parameters(router, seed=3)
     if router.bias is not None:
         with torch.no_grad():
             router.bias.copy_(torch.linspace(-0.7, 0.7, moe.get("experts", 8)))
@@ -105,14 +105,14 @@ def test_every_variant_equals_a_loop_over_tokens_and_experts_and_its_gradients_p
     leaves = {name: p.detach().requires_grad_() for name, p in router.named_parameters()}
 
     def weights(h: torch.Tensor, *values: torch.Tensor) -> torch.Tensor:
-        return functional_call(router, dict(zip(leaves, values, strict=True)), (h, where))[0].probs_TK
+        return functional_call(router, dict(zip(leaves, values, strict=True)), (h, where))[0].weights_TK
 
     logits = logits_by_loop(h_TD, leaves["weight"], leaves.get("bias"))
     expected, ids = routed_by_loop(logits, router.load.bias_E.tolist(), router.moe)
     routing, _ = router(h_TD, where)
     assert routing.ids_TK.tolist() == ids
     assert ids != routed_by_loop(logits, [0.0] * 8, router.moe)[1], "the selection bias has a say"
-    torch.testing.assert_close(routing.probs_TK, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(routing.weights_TK, expected, rtol=1e-12, atol=1e-12)
 
     wanted, direction = (h_TD, *leaves.values()), torch.arange(expected.numel()).view_as(expected).cos().double()
     mine = torch.autograd.grad(weights(*wanted), wanted, direction)
@@ -128,23 +128,23 @@ def test_scores_are_fp32_for_a_bf16_model(score: str):
     routing, aux = router(h_TD, share(2, 6))
     assert router.bias is not None
     assert router.weight.dtype == router.bias.dtype == torch.bfloat16
-    assert routing.probs_TK.dtype == aux.dtype == torch.float32
+    assert routing.weights_TK.dtype == aux.dtype == torch.float32
     logits = torch.nn.functional.linear(h_TD.float(), router.weight.float(), router.bias.float())
-    expected, ids, *_ = router_topk(logits, torch.zeros(8), Choosing(3, score))
-    assert torch.equal(routing.probs_TK, expected)
+    expected, ids, *_ = router_topk(logits, torch.zeros(8), RouterSpec(3, score))
+    assert torch.equal(routing.weights_TK, expected)
     assert torch.equal(routing.ids_TK, ids)
     assert not torch.equal(expected, expected.bfloat16().float()), "bf16 could not hold them"
 
 
 def test_scores_are_fp64_for_an_fp64_model():
     routing, aux = make_router(torch.float64, aux_loss=0.1)(tokens(12, dtype=torch.float64), share(2, 6))
-    assert routing.probs_TK.dtype == aux.dtype == torch.float64
+    assert routing.weights_TK.dtype == aux.dtype == torch.float64
 
 
 @pytest.mark.parametrize("score", ["softmax", "softmax_chosen", "sigmoid"])
 @pytest.mark.parametrize("experts", [4, 60, 256])
 def test_ties_go_to_the_lower_expert(experts: int, score: str):
-    flat, how = torch.zeros(5, experts), Choosing(3, score)
+    flat, how = torch.zeros(5, experts), RouterSpec(3, score)
     assert router_topk(flat, torch.zeros(experts), how)[1].tolist() == [[0, 1, 2]] * 5
     some = flat.clone()
     some[:, [1, experts - 1]] = 2.0  # two above all others, tied with each other
@@ -153,7 +153,7 @@ def test_ties_go_to_the_lower_expert(experts: int, score: str):
 
 @pytest.mark.parametrize("group_score", ["best", "best_two"])
 def test_ties_between_groups_go_to_the_lower_group(group_score: str):
-    how = Choosing(3, "sigmoid", groups=16, groups_chosen=2, group_score=group_score)
+    how = RouterSpec(3, "sigmoid", groups=16, groups_chosen=2, group_score=group_score)
     assert router_topk(torch.zeros(5, 64), torch.zeros(64), how)[1].tolist() == [[0, 1, 2]] * 5
     some = torch.zeros(5, 64)
     some[:, [21, 41, 61]] = 2.0  # groups 5, 10 and 15 are tied: the first two are taken
@@ -162,7 +162,7 @@ def test_ties_between_groups_go_to_the_lower_group(group_score: str):
 
 def test_a_group_is_worth_its_best_expert_or_its_two_best_as_asked():
     logits = torch.tensor([[3.0, -9.0, 2.0, 2.0]])  # the best expert is in one group, the best two in the other
-    one, two = (Choosing(1, "softmax_chosen", groups=2, groups_chosen=1, group_score=g) for g in ("best", "best_two"))
+    one, two = (RouterSpec(1, "softmax_chosen", groups=2, groups_chosen=1, group_score=g) for g in ("best", "best_two"))
     assert router_topk(logits, torch.zeros(4), one)[1].item() == 0
     assert router_topk(logits, torch.zeros(4), two)[1].item() == 2
 
@@ -194,14 +194,14 @@ def test_the_bias_changes_the_selection_and_never_the_weights(normalize: str):
     scores = (h_TD @ router.weight.T).softmax(-1).gather(1, after.ids_TK)
     if normalize == "chosen":
         scores = scores / scores.sum(1, keepdim=True)
-    torch.testing.assert_close(after.probs_TK, scores, rtol=1e-6, atol=0)
+    torch.testing.assert_close(after.weights_TK, scores, rtol=1e-6, atol=0)
 
 
 def test_no_gradient_reaches_the_bias_and_the_routers_weight_gets_one():
     router = make_router(aux_loss=0.1)
     router.load.bias_E.requires_grad_()
     routing, aux = router(tokens(20), share(2, 10))
-    (routing.probs_TK.square().sum() + aux).backward()
+    (routing.weights_TK.square().sum() + aux).backward()
     assert router.load.bias_E.grad is None
     assert router.weight.grad is not None
     assert router.weight.grad.abs().sum() > 0
@@ -210,13 +210,13 @@ def test_no_gradient_reaches_the_bias_and_the_routers_weight_gets_one():
 def test_normalised_weights_sum_to_one_and_others_are_the_scores_themselves():
     h_TD = tokens(40)
     normalised, plain = (make_router(normalize=n)(h_TD, share(1, 40))[0] for n in ("chosen", "none"))
-    torch.testing.assert_close(normalised.probs_TK.sum(1), torch.ones(40), rtol=1e-6, atol=0)
+    torch.testing.assert_close(normalised.weights_TK.sum(1), torch.ones(40), rtol=1e-6, atol=0)
     scores = (h_TD @ make_router().weight.T).softmax(-1)
-    assert torch.equal(plain.probs_TK, scores.gather(1, plain.ids_TK))
-    assert (plain.probs_TK.sum(1) < 1).all()
+    assert torch.equal(plain.weights_TK, scores.gather(1, plain.ids_TK))
+    assert (plain.weights_TK.sum(1) < 1).all()
 
 
 def test_each_token_visits_different_experts_best_first():
     routing, _ = make_router()(tokens(40), share(1, 40))
     assert all(len(set(row)) == 3 for row in routing.ids_TK.tolist())
-    assert (routing.probs_TK.diff(dim=1) <= 0).all()
+    assert (routing.weights_TK.diff(dim=1) <= 0).all()

@@ -13,16 +13,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-import moefold.kernels.cross_entropy as cross_entropy_file
-from moefold.anatomy.counts import total_parameters
-from moefold.anatomy.steps import pieces, pieces_ahead
+import moefold.kernels.vocabulary.cross_entropy as cross_entropy_file
+from moefold.anatomy.model_totals import total_parameters
+from moefold.anatomy.step_specs import prefixed_model_steps, prefixed_mtp_steps
 from moefold.config.run import AttentionConfig, ModelConfig, MoeConfig, OptimConfig
-from moefold.kernels.bind import bind
+from moefold.kernels.bound import bind_kernels
 from moefold.kernels.catalog import Facts
 from moefold.kernels.registry import DTYPES, OPS
-from moefold.layout.axes import alone
+from moefold.layout.axes import single_rank_world
 from moefold.layout.declare import declared_parameters
-from moefold.model.initialise import initialise
+from moefold.model.initialise import initialise_parameters
 from moefold.model.steps import Region
 from moefold.model.transformer import Transformer
 from moefold.optim.adamw import AdamW
@@ -48,8 +48,8 @@ AHEAD = replace(RICH, layers=4, mtp=2, moe=replace(RICH.moe, every=2, score="sig
 
 def make(model: ModelConfig = MODEL, dtype: str = "fp64") -> Transformer:
     with default_dtype(DTYPES[dtype]):
-        made = transformer(model, LENGTH, bind(Facts("cpu", dtype, hidden=16, ffn=16)))
-    initialise(made, seed=1)
+        made = transformer(model, LENGTH, bind_kernels(Facts("cpu", dtype, hidden=16, ffn=16)))
+    initialise_parameters(made, seed=1)
     return made
 
 
@@ -80,15 +80,15 @@ def test_running_the_steps_one_by_one_equals_forward_to_the_bit(model: ModelConf
 @pytest.mark.parametrize("model", [MODEL, RICH, replace(RICH, tied_head=True), LATENT, AHEAD])
 def test_steps_and_parameters_are_those_of_the_anatomy(model: ModelConfig):
     made = make(model)
-    *body, last = pieces(model)
-    every = [*body, *pieces_ahead(model), last]
+    *body, last = prefixed_model_steps(model)
+    every = [*body, *prefixed_mtp_steps(model), last]
     assert [step.spec for step in made.steps(made.stages[0])] == [spec for _, spec in every]
     found = {p.name: p.tensor.numel() for p in declared_parameters(made)}
     assert found == {prefix + w.name: w.size for prefix, spec in every for w in spec.weights}
     ahead = {name: size for name, size in found.items() if name.startswith("ahead")}
     assert sum(found.values()) - sum(ahead.values()) == total_parameters(model)
     made.eval()
-    assert [step.spec for step in made.steps(made.stages[0])] == [spec for _, spec in pieces(model)], (
+    assert [step.spec for step in made.steps(made.stages[0])] == [spec for _, spec in prefixed_model_steps(model)], (
         "further tokens are for training"
     )
 
@@ -174,10 +174,10 @@ def test_checkpointing_every_region_gives_the_same_gradients_to_the_bit(model: M
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_a_model_of_every_kind_trains(dtype: str, model: ModelConfig):
     made = make(model, dtype)
-    world = alone()
+    world = single_rank_world()
     buckets = fill_buckets(made, world)
     sums = Gradients(buckets, world)
-    optimizer = AdamW(buckets, OptimConfig(), bind(Facts("cpu", dtype, hidden=16, ffn=16)))
+    optimizer = AdamW(buckets, OptimConfig(), bind_kernels(Facts("cpu", dtype, hidden=16, ffn=16)))
     before = {name: p.detach().clone() for name, p in made.named_parameters()}
     tokens, labels = batch()
     seen = []

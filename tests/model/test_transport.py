@@ -11,7 +11,7 @@ from torch.func import functional_call
 
 from moefold.config.run import MoeConfig
 from moefold.model.moe.router import Router
-from moefold.model.moe.transport import expert_choice, sinkhorn, sinkhorn_choice
+from moefold.model.moe.sequence_choice import expert_choice, sinkhorn_choice, sinkhorn_log_plan
 from tests.model.test_router import logits_by_loop, make_router, routed_by_loop, tokens
 from tests.support.models import share
 
@@ -68,7 +68,7 @@ def test_of_tokens_that_like_an_expert_equally_it_takes_the_earlier():
 
 @pytest.mark.parametrize("scale", [0.1, 1.0, 2.0])
 def test_sinkhorn_spreads_every_token_over_one_and_every_expert_over_its_even_share(scale: float):
-    plan = sinkhorn(logits(3, 64, scale=scale)).exp()
+    plan = sinkhorn_log_plan(logits(3, 64, scale=scale)).exp()
     torch.testing.assert_close(plan.sum(2), torch.ones(3, 64, dtype=torch.float64), rtol=1e-12, atol=0)
     torch.testing.assert_close(plan.sum(1), torch.full((3, 8), 8.0, dtype=torch.float64), rtol=1e-2, atol=0)
 
@@ -76,7 +76,7 @@ def test_sinkhorn_spreads_every_token_over_one_and_every_expert_over_its_even_sh
 @pytest.mark.parametrize("scale", [0.1, 1.0, 4.0])
 def test_sinkhorn_equals_its_rounds_written_out_and_each_token_takes_its_best(scale: float):
     given = logits(2, 12, experts=6, scale=scale)
-    plan, chosen = sinkhorn(given).exp(), sinkhorn_choice(given, MoeConfig(experts=6, top_k=2))
+    plan, chosen = sinkhorn_log_plan(given).exp(), sinkhorn_choice(given, MoeConfig(experts=6, top_k=2))
     for b in range(2):
         expected = plan_by_loop(given[b].tolist())
         torch.testing.assert_close(plan[b], torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=1e-12)
@@ -132,10 +132,10 @@ def test_weights_are_those_of_the_scores_by_a_loop_and_gradients_pass_gradcheck(
     expected = expected.index_put((torch.tensor(some),), found)
     routing, _ = router(h_TD, where)
     assert routing.ids_TK.tolist() == ids
-    torch.testing.assert_close(routing.probs_TK, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(routing.weights_TK, expected, rtol=1e-12, atol=1e-12)
 
     def probs(h: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        return functional_call(router, {"weight": w}, (h, where))[0].probs_TK
+        return functional_call(router, {"weight": w}, (h, where))[0].weights_TK
 
     direction = torch.arange(expected.numel()).view_as(expected).cos().double()
     mine = torch.autograd.grad(probs(h_TD, weight), (h_TD, weight), direction)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from moefold.observe.metrics import JsonLines, TensorBoard, read_lines
+from moefold.observe.metrics import JsonLines, TensorBoard, read_records
 
 
 def write(path: Path, steps: range, keep_through: int = 0) -> None:
@@ -19,7 +19,7 @@ def write(path: Path, steps: range, keep_through: int = 0) -> None:
 
 
 def steps_in(path: Path) -> list[int]:
-    return [record["step"] for record in read_lines(path)]
+    return [record["step"] for record in read_records(path)]
 
 
 def test_records_come_back_as_they_were_written(tmp_path: Path):
@@ -28,7 +28,7 @@ def test_records_come_back_as_they_were_written(tmp_path: Path):
     for record in records:
         sink.write(record)
     sink.close()
-    assert read_lines(tmp_path / "m.jsonl") == records
+    assert read_records(tmp_path / "m.jsonl") == records
     assert len((tmp_path / "m.jsonl").read_text().splitlines()) == 2
 
 
@@ -67,7 +67,7 @@ def test_a_line_that_is_no_record_is_passed_over(tmp_path: Path, junk: bytes):
 
 
 def test_a_missing_file_has_no_lines(tmp_path: Path):
-    assert read_lines(tmp_path / "absent.jsonl") == []
+    assert read_records(tmp_path / "absent.jsonl") == []
 
 
 def test_every_line_is_on_disk_before_the_next_step(tmp_path: Path):

@@ -5,55 +5,55 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moefold.observe.profile import Place, Profile, Work, mark, profiling
+from moefold.observe.profile import ProfiledKernel, StepPhase, StepProfile, profile_device, profiler_mark
 
 CPU = torch.device("cpu")
 
 
-def profiled() -> Profile:
+def profiled() -> StepProfile:
     """Two steps of other operations, their backward, and a phase."""
     a, b = (torch.randn(64, 64, requires_grad=True) for _ in range(2))
-    with profiling(CPU) as found:
-        with mark("first", "forward"):
+    with profile_device(CPU) as found:
+        with profiler_mark("first", "forward"):
             x = a @ b
-        with mark("second", "forward"):
+        with profiler_mark("second", "forward"):
             y = x.softmax(-1).sum()
         y.backward()
-        with mark("update"):
+        with profiler_mark("update"):
             a.detach().sin_()
     return found()
 
 
-def places_of(profile: Profile, name: str) -> set[Place]:
-    return {work.place for work in profile.works if work.name == name}
+def places_of(profile: StepProfile, name: str) -> set[StepPhase]:
+    return {work.place for work in profile.kernels_run if work.name == name}
 
 
 def test_forward_work_belongs_to_the_step_around_it_and_backward_work_to_the_step_that_made_its_node():
     profile = profiled()
-    assert places_of(profile, "aten::mm") == {Place("first", "forward"), Place("first", "backward")}
-    assert places_of(profile, "aten::_softmax") == {Place("second", "forward")}
-    assert places_of(profile, "aten::_softmax_backward_data") == {Place("second", "backward")}
-    assert places_of(profile, "aten::sin_") == {Place("update")}
+    assert places_of(profile, "aten::mm") == {StepPhase("first", "forward"), StepPhase("first", "backward")}
+    assert places_of(profile, "aten::_softmax") == {StepPhase("second", "forward")}
+    assert places_of(profile, "aten::_softmax_backward_data") == {StepPhase("second", "backward")}
+    assert places_of(profile, "aten::sin_") == {StepPhase("update")}
 
 
 def test_gradients_that_are_complete_are_a_place_of_their_own():
-    assert Place("add up gradients", "backward") in profiled().by_place()
+    assert StepPhase("add up gradients", "backward") in profiled().seconds_by_phase()
 
 
 def test_every_moment_counts_once():
     profile = profiled()
-    assert sum(profile.by_place().values()) == pytest.approx(sum(work.seconds for work in profile.works))
-    assert sum(profile.by_place().values()) <= profile.seconds * 1.001
+    assert sum(profile.seconds_by_phase().values()) == pytest.approx(sum(work.seconds for work in profile.kernels_run))
+    assert sum(profile.seconds_by_phase().values()) <= profile.seconds * 1.001
 
 
-def kernel(name: str, start: float, end: float, step: str = "attend", lane: str = "stream 7") -> Work:
-    return Work(name, Place(step, "forward"), lane, start, end, end - start, start - 0.5)
+def kernel(name: str, start: float, end: float, step: str = "attend", lane: str = "stream 7") -> ProfiledKernel:
+    return ProfiledKernel(name, StepPhase(step, "forward"), lane, start, end, end - start, start - 0.5)
 
 
 def test_a_device_is_idle_only_where_no_stream_works():
     works = [kernel("a", 0, 2), kernel("b", 1, 3, lane="stream 8"), kernel("c", 5, 6, "route"), kernel("d", 6.5, 7)]
-    profile = Profile(0, 7, "cuda", works)
-    assert profile.busy == pytest.approx(4.5)
+    profile = StepProfile(0, 7, "cuda", works)
+    assert profile.busy_seconds == pytest.approx(4.5)
     assert [(gap.seconds, gap.before.name) for gap in profile.gaps()] == [(2, "route"), (0.5, "attend")]
 
 
@@ -76,6 +76,6 @@ def test_the_kind_of_work_is_told_by_its_name(name: str, kind: str):
 
 
 def test_a_trace_has_every_work_with_its_step():
-    events = Profile(0, 1, "cuda", [kernel("a", 0, 1)], [("attend", 0, 1)]).events(3)
+    events = StepProfile(0, 1, "cuda", [kernel("a", 0, 1)], [("attend", 0, 1)]).events(3)
     assert [(e.rank, e.lane, e.name) for e in events] == [(3, "steps", "attend"), (3, "stream 7", "a")]
     assert events[1].details["step"] == "attend"

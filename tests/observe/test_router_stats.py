@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from moefold.observe.metrics import read_lines
-from moefold.observe.router_stats import DeadExperts, RouterCounts, RouterLog, summarise
+from moefold.observe.metrics import read_records
+from moefold.observe.router_stats import DeadExpertWatch, RouterCounts, RouterLog, balance_summary
 
 
 def counted(*load: list[int], dropped: list[int] | None = None, moved: list[int] | None = None) -> RouterCounts:
@@ -20,7 +20,7 @@ def test_every_number_is_what_a_plain_loop_says():
     dice = random.Random(1)
     load = [[dice.choice([0, dice.randrange(1000)]) for _ in range(16)] for _ in range(40)]
     dropped, moved = [dice.randrange(sum(each) + 1) for each in load], [dice.randrange(10**12) for _ in load]
-    found = summarise(counted(*load, dropped=dropped, moved=moved))
+    found = balance_summary(counted(*load, dropped=dropped, moved=moved))
     for layer, each in enumerate(load):
         most = total = dead = 0
         for n in each:
@@ -36,7 +36,7 @@ def test_every_number_is_what_a_plain_loop_says():
 
 
 def test_even_load_is_zero_violation_and_entropy_one_and_a_single_expert_the_worst():
-    found = summarise(counted([5, 5, 5, 5], [20, 0, 0, 0]))
+    found = balance_summary(counted([5, 5, 5, 5], [20, 0, 0, 0]))
     assert found["max_violation"] == [0.0, 3.0]
     assert found["load_entropy"] == [1.0, 0.0]
     assert found["dead_experts"] == [0, 3]
@@ -44,13 +44,13 @@ def test_even_load_is_zero_violation_and_entropy_one_and_a_single_expert_the_wor
 
 @pytest.mark.parametrize("load", [[7], [0, 0, 0, 0]])
 def test_a_layer_that_cannot_be_uneven_is_even(load: list[int]):
-    found = summarise(counted(load))
+    found = balance_summary(counted(load))
     assert (found["max_violation"], found["load_entropy"], found["drop_rate"]) == ([0.0], [1.0], [0.0])
 
 
 def test_a_model_without_experts_has_empty_lists_and_no_warning():
-    assert set(map(tuple, summarise(counted()).values())) == {()}
-    assert DeadExperts(1).look(counted()) is None
+    assert set(map(tuple, balance_summary(counted()).values())) == {()}
+    assert DeadExpertWatch(1).look(counted()) is None
 
 
 def log_steps(path: Path, steps: range, keep_through: int, every: int = 2) -> None:
@@ -62,7 +62,7 @@ def log_steps(path: Path, steps: range, keep_through: int, every: int = 2) -> No
 
 def test_the_log_has_a_line_every_so_many_steps_with_all_that_was_counted(tmp_path: Path):
     log_steps(tmp_path / "router.jsonl", range(1, 8), keep_through=-1)
-    lines = read_lines(tmp_path / "router.jsonl")
+    lines = read_records(tmp_path / "router.jsonl")
     assert [line["step"] for line in lines] == [2, 4, 6]
     assert lines[1] == {"step": 4, "layers": [1], "load": [[4, 1]], "dropped": [3], "moved": [4]}
 
@@ -78,16 +78,16 @@ def test_a_continued_log_drops_the_lines_after_the_resumed_step(tmp_path: Path):
 def test_every_line_of_the_log_is_on_disk_at_once(tmp_path: Path):
     log = RouterLog(tmp_path / "router.jsonl", 1, -1)
     log.write(1, counted([1, 2]))
-    assert len(read_lines(tmp_path / "router.jsonl")) == 1
+    assert len(read_records(tmp_path / "router.jsonl")) == 1
     log.close()
 
 
-def warnings(watcher: DeadExperts, *steps: list[int]) -> list[str | None]:
+def warnings(watcher: DeadExpertWatch, *steps: list[int]) -> list[str | None]:
     return [watcher.look(counted([1] * len(load), load)) for load in steps]
 
 
 def test_an_expert_is_warned_about_once_when_it_got_nothing_for_all_of_its_patience():
-    watcher = DeadExperts(patience=3)
+    watcher = DeadExpertWatch(patience=3)
     said = warnings(watcher, *[[1, 0, 2]] * 10)
     assert [step for step, text in enumerate(said, 1) if text] == [3]
     assert said[2] is not None
@@ -96,18 +96,18 @@ def test_an_expert_is_warned_about_once_when_it_got_nothing_for_all_of_its_patie
 
 
 def test_an_expert_that_lives_again_may_die_again():
-    watcher = DeadExperts(patience=2)
+    watcher = DeadExpertWatch(patience=2)
     said = warnings(watcher, [0, 1], [0, 1], [0, 1], [1, 1], [0, 1], [0, 1], [0, 1])
     assert [step for step, text in enumerate(said, 1) if text] == [2, 6]
 
 
 def test_a_pause_shorter_than_the_patience_is_no_death():
-    watcher = DeadExperts(patience=3)
+    watcher = DeadExpertWatch(patience=3)
     assert not any(warnings(watcher, *([[0, 1], [0, 1], [1, 1]] * 5)))
 
 
 def test_a_later_death_is_told_without_repeating_the_earlier():
-    said = warnings(DeadExperts(patience=2), [0, 1, 1], [0, 0, 1], [0, 0, 1])
+    said = warnings(DeadExpertWatch(patience=2), [0, 1, 1], [0, 0, 1], [0, 0, 1])
     assert said[1] is not None
     assert "expert 0 of" in said[1]
     assert said[2] is not None
@@ -115,13 +115,13 @@ def test_a_later_death_is_told_without_repeating_the_earlier():
 
 
 def test_many_deaths_in_many_layers_are_one_line_of_bearable_length():
-    text = DeadExperts(patience=1).look(counted([1] + [0] * 63, [0, 5, 0] + [1] * 61))
+    text = DeadExpertWatch(patience=1).look(counted([1] + [0] * 63, [0, 5, 0] + [1] * 61))
     assert text is not None
     assert "experts 1, 2, 3, 4, 5, 6, 7, 8 and 55 more of layer 1; experts 0, 2 of layer 2" in text
     assert "\n" not in text
 
 
 def test_the_default_patience_is_twenty_steps():
-    watcher = DeadExperts()
+    watcher = DeadExpertWatch()
     said = warnings(watcher, *[[0, 1]] * 25)
     assert [step for step, text in enumerate(said, 1) if text] == [20]

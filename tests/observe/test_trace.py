@@ -3,13 +3,13 @@
 import json
 from pathlib import Path
 
-from moefold.observe.trace import Event, chrome_trace, write_trace
+from moefold.observe.trace import TraceEvent, chrome_trace, write_trace
 
 EVENTS = [
-    Event(1, "comm", "dispatch", 0.5, 0.75),
-    Event(0, "compute", "F0.0", 0.0, 0.25, {"stage": 0}),
-    Event(1, "compute", "F1.0", 0.25, 0.5),
-    Event(0, "host", "wait", 0.25, 0.3),
+    TraceEvent(1, "comm", "dispatch", 0.5, 0.75),
+    TraceEvent(0, "compute", "F0.0", 0.0, 0.25, {"stage": 0}),
+    TraceEvent(1, "compute", "F1.0", 0.25, 0.5),
+    TraceEvent(0, "host", "wait", 0.25, 0.3),
 ]
 
 

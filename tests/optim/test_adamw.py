@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from moefold.config.run import AttentionConfig, ModelConfig, MoeConfig, OptimConfig
-from moefold.kernels.bind import bind
+from moefold.kernels.bound import bind_kernels
 from moefold.kernels.catalog import Facts
-from moefold.kernels.halves import nearest
+from moefold.kernels.optimizer.split_fp32 import round_to_nearest
 from moefold.kernels.registry import DTYPES
-from moefold.layout.axes import alone
-from moefold.model.initialise import initialise
+from moefold.layout.axes import single_rank_world
+from moefold.model.initialise import initialise_parameters
 from moefold.model.transformer import Transformer
 from moefold.optim.adamw import AdamW
 from moefold.shard.buckets import Bucket, fill_buckets
@@ -34,8 +34,8 @@ OPTIM = OptimConfig(lr=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
 
 def make(dtype: str) -> Transformer:
     with default_dtype(DTYPES[dtype]):
-        made = transformer(MODEL, 8, bind(Facts("cpu", dtype, hidden=16, ffn=16)))
-    initialise(made, seed=1)
+        made = transformer(MODEL, 8, bind_kernels(Facts("cpu", dtype, hidden=16, ffn=16)))
+    initialise_parameters(made, seed=1)
     return made
 
 
@@ -43,9 +43,9 @@ def make_both(
     dtype: str, force: tuple[str, ...] = (), optim: OptimConfig = OPTIM
 ) -> tuple[Transformer, list[Bucket], AdamW]:
     model = make(dtype)
-    buckets = fill_buckets(model, alone())
+    buckets = fill_buckets(model, single_rank_world())
     facts = Facts("cpu", dtype, hidden=16, ffn=16, moments=optim.moments, main=optim.main)
-    return model, buckets, AdamW(buckets, optim, bind(facts, force))
+    return model, buckets, AdamW(buckets, optim, bind_kernels(facts, force))
 
 
 def put_gradients(buckets: list[Bucket], step: int) -> dict[str, torch.Tensor]:
@@ -53,7 +53,7 @@ def put_gradients(buckets: list[Bucket], step: int) -> dict[str, torch.Tensor]:
     found = {}
     generator = torch.Generator().manual_seed(step)
     for bucket in buckets:
-        for parameter, view in bucket.views(bucket.gradients):
+        for parameter, view in bucket.parameter_views(bucket.gradients):
             view.copy_(torch.randn(view.shape, generator=generator))
             found[parameter.name] = view.clone()
     return found
@@ -128,7 +128,7 @@ def test_a_bf16_model_has_fp32_main_weights_and_gets_their_rounding():
     assert main.keys() == before.keys()
     for name, parameter in model.named_parameters():
         assert main[name].dtype == torch.float32
-        assert torch.equal(parameter.flatten(), nearest(main[name], torch.bfloat16)), name
+        assert torch.equal(parameter.flatten(), round_to_nearest(main[name], torch.bfloat16)), name
         assert not torch.equal(parameter, before[name]), name
     assert any(not torch.equal(main[n], p.flatten().float()) for n, p in model.named_parameters()), (
         "main knows more than the model"
@@ -187,7 +187,7 @@ def test_halves_can_be_loaded_into_and_give_the_model_its_weights():
     for name, value in wanted.items():
         assert torch.equal(named(optimizer)[name].clone(), value)
         weight = dict(model.named_parameters())[name.removesuffix(".main")]
-        assert torch.equal(weight.flatten(), nearest(value, torch.bfloat16))
+        assert torch.equal(weight.flatten(), round_to_nearest(value, torch.bfloat16))
 
 
 def moments_after(rounding: str, steps: int) -> torch.Tensor:

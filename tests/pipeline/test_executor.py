@@ -12,34 +12,34 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moefold.anatomy.stages import program_for, stages_of
+from moefold.anatomy.stage_contents import pipeline_program, pipeline_stages
 from moefold.comm.lanes import Lanes
 from moefold.config.run import Config, ParallelConfig, PipelineConfig
 from moefold.data.loader import Batch
-from moefold.layout.axes import World, alone
-from moefold.observe.trace import Spans
-from moefold.pipeline.executor import Trip
-from moefold.pipeline.uses import last_uses, may_wait
-from moefold.pipeline.weaving import Weaving
-from moefold.precision.later import Work, held
+from moefold.layout.axes import World, single_rank_world
+from moefold.observe.trace import SpanRecorder
+from moefold.pipeline.executor import StepRun
+from moefold.pipeline.last_gradients import last_gradient_slots, may_defer_weight_grad
+from moefold.pipeline.pair_runner import PairRunner
+from moefold.precision.deferred_wgrad import DeferredWork, deferring_weight_grads
 from moefold.presets.zoo import PRESETS
 from moefold.schedule.program import Program
-from moefold.train.assemble import Run, assemble
-from moefold.train.evaluate import sample, validation_loss
-from moefold.train.parity import gradients_of, random_corpus, shrunk
+from moefold.train.assemble import Run, assemble_run
+from moefold.train.evaluate import sample_text, validation_loss
+from moefold.train.parity import local_gradients, random_corpus, shrink_config
 from moefold.train.step import train_step
 from tests.pipeline.test_inbox import programs
 from tests.support.ranks import run_ranks
 
 
 def made(config: Config, world: World) -> Run:
-    return assemble(config, world, Path("."), corpus=random_corpus(config))
+    return assemble_run(config, world, Path("."), corpus=random_corpus(config))
 
 
 def small(pipeline: PipelineConfig, world: int, name: str = "tiny", **parallel: int) -> Config:
     start = PRESETS[name]()
     start = replace(start, parallel=ParallelConfig(**parallel), train=replace(start.train, precision="fp64"))
-    return shrunk(replace(start, pipeline=pipeline), world)
+    return shrink_config(replace(start, pipeline=pipeline), world)
 
 
 @settings(deadline=None, max_examples=60)
@@ -52,7 +52,7 @@ def test_a_parameter_is_finished_in_the_slot_of_its_last_gradient_and_in_no_othe
         mine = [stage for stage, home in enumerate(homes) if home == rank]
         some = st.tuples(st.sets(st.sampled_from(mine), min_size=1), st.booleans())
         users = {f"p{i}": data.draw(some) for i in range(4)}
-        found = last_uses(slots, users)
+        found = last_gradient_slots(slots, users)
         for name, (stages, waits) in users.items():
             kinds = "DW" if waits else "D"
             uses = [n for n, slot in enumerate(slots) for op in slot if op.stage in stages and op.kind in kinds]
@@ -67,13 +67,13 @@ def tiny_forms() -> list[str]:
 @pytest.mark.parametrize("name", tiny_forms())
 def test_exactly_the_parameters_said_to_wait_get_their_gradient_with_w(name: str):
     """What came later than said would be added to a bucket that has left; what came earlier would leave late."""
-    run = made(small(PipelineConfig(defer=True), 1, name), alone())
+    run = made(small(PipelineConfig(defer=True), 1, name), single_rank_world())
     batch = run.loader.next()
-    waiting: list[Work] = []
+    waiting: list[DeferredWork] = []
     run.gradients.begin()
     before = {name: view.clone() for name, view in gradient_views(run)}
     losses = run.model(batch.tokens_BS, batch.labels_BS)
-    with held(waiting):
+    with deferring_weight_grads(waiting):
         (losses.cross_entropy + losses.ahead_M.sum() + losses.balance).backward()
     with_d = {name for name, view in gradient_views(run) if not torch.equal(view, before[name])}
     before = {name: view.clone() for name, view in gradient_views(run)}
@@ -81,12 +81,12 @@ def test_exactly_the_parameters_said_to_wait_get_their_gradient_with_w(name: str
         work()
     with_w = {name for name, view in gradient_views(run) if not torch.equal(view, before[name])}
     assert not with_d & with_w
-    assert with_w == {name for name in with_d | with_w if may_wait(name)}
+    assert with_w == {name for name in with_d | with_w if may_defer_weight_grad(name)}
     assert with_w
 
 
 def gradient_views(run: Run) -> list[tuple[str, torch.Tensor]]:
-    return [(p.name, view) for bucket in run.gradients.buckets for p, view in bucket.views(bucket.gradients)]
+    return [(p.name, view) for bucket in run.gradients.buckets for p, view in bucket.parameter_views(bucket.gradients)]
 
 
 WAYS = [
@@ -120,24 +120,24 @@ def run_uneven(world: World, ways: list[PipelineConfig]) -> list[tuple[list[Any]
         pp = world.axis("pp").size
         run = made(small_with_layout(way, world.size, pp=pp), world)
         run.gradients.begin()
-        trips: list[Trip] = []
-        original = Trip.run
+        trips: list[StepRun] = []
+        original = StepRun.run
 
-        def noted(self: Trip, original: Any = original, trips: list[Trip] = trips) -> torch.Tensor:
+        def noted(self: StepRun, original: Any = original, trips: list[StepRun] = trips) -> torch.Tensor:
             trips.append(self)
             return original(self)
 
-        Trip.run = noted  # type: ignore[method-assign]
+        StepRun.run = noted  # type: ignore[method-assign]
         try:
             losses = run.executor.train(uneven_parts(run), torch.ones(1, dtype=torch.float64))
         finally:
-            Trip.run = original  # type: ignore[method-assign]
+            StepRun.run = original  # type: ignore[method-assign]
         run.gradients.finish(torch.ones((), dtype=torch.float64))
         (trip,) = trips
         kept = [name for name in ("handed", "passages", "cargo", "waiting") if any(getattr(trip, name).values())]
         kept += ["inbox"] if trip.inbox.arriving or trip.inbox.sender else []
-        kept += ["pipe"] if run.executor.pipe.leaving else []
-        seen = [(s.what, s.values) for s in gradients_of(run, "")]
+        kept += ["pipe"] if run.executor.pipe.pending_sends else []
+        seen = [(s.what, s.values) for s in local_gradients(run, "")]
         found.append((seen, losses.tolist(), kept))
     return found
 
@@ -147,11 +147,11 @@ def test_microbatches_of_other_lengths_and_sizes_pass_and_nothing_is_kept_behind
     for number, way in enumerate(WAYS):
         config = small_with_layout(way, 2, pp=2)
         alone_config = replace(config, parallel=ParallelConfig(), pipeline=PipelineConfig())
-        one = made(alone_config, alone())
+        one = made(alone_config, single_rank_world())
         one.gradients.begin()
         losses = one.executor.train(uneven_parts(one), torch.ones(1, dtype=torch.float64))
         one.gradients.finish(torch.ones((), dtype=torch.float64))
-        reference = {s.what: s.values for s in gradients_of(one, "")}
+        reference = {s.what: s.values for s in local_gradients(one, "")}
         names: set[str] = set()
         for seen, mine, kept in (rank[number] for rank in by_rank):
             assert not kept, f"{way}: {kept} not empty"
@@ -168,7 +168,7 @@ def evaluated(world: World, ways: list[PipelineConfig]) -> list[tuple[float, str
         config = small_with_layout(way, world.size, pp=world.axis("pp").size)
         train = replace(config.train, validate_sequences=5, micro_batch=2, global_batch=4, sample_tokens=3)
         run = made(replace(config, train=train), world)
-        found.append((validation_loss(run), sample(run, "ab")))
+        found.append((validation_loss(run), sample_text(run, "ab")))
         train_step(run, run.loader.next())  # training goes on behind it
     return found
 
@@ -181,8 +181,8 @@ def test_validation_and_samples_are_those_of_one_rank_on_every_rank():
         config = small_with_layout(PipelineConfig(), 1)
         config = replace(config, model=replace(config.model, layers=layers))
         train = replace(config.train, validate_sequences=5, micro_batch=2, global_batch=4, sample_tokens=3)
-        one = made(replace(config, train=train), alone())
-        loss, text = validation_loss(one), sample(one, "ab")
+        one = made(replace(config, train=train), single_rank_world())
+        loss, text = validation_loss(one), sample_text(one, "ab")
         for rank in by_rank:
             assert rank[number][0] == pytest.approx(loss, rel=1e-12), way
             assert rank[number][1] == text, way
@@ -194,22 +194,22 @@ EARLY = [PipelineConfig("1f1b", 2), PipelineConfig("zb_h1", 2), PipelineConfig("
 def leaves_early(world: World) -> list[list[int]]:
     """For each way, how many buckets had left after each op, and how many there are."""
     found: list[list[int]] = []
-    original = Trip.run_op
+    original = StepRun.run_unpaired_op
     for way in EARLY:
         run = made(small(way, world.size, pp=2), world)
         counts: list[int] = []
 
-        def noted(self: Trip, *args: Any, run: Run = run, counts: list[int] = counts) -> None:
+        def noted(self: StepRun, *args: Any, run: Run = run, counts: list[int] = counts) -> None:
             counts.append(len(run.gradients.travelling))
             original(self, *args)
 
-        Trip.run_op = noted  # type: ignore[method-assign]
+        StepRun.run_unpaired_op = noted  # type: ignore[method-assign]
         try:
             run.gradients.begin()
             parts = list(run.loader.next().microbatches(1))
             run.executor.train(parts, torch.ones(1, dtype=torch.float64))
         finally:
-            Trip.run_op = original  # type: ignore[method-assign]
+            StepRun.run_unpaired_op = original  # type: ignore[method-assign]
         found.append([*counts, len(run.gradients.travelling), len(run.gradients.buckets)])
         run.gradients.finish(torch.ones((), dtype=torch.float64))
     return found
@@ -227,17 +227,17 @@ def test_buckets_leave_with_their_last_gradient_and_not_before():
 def test_every_layer_of_the_program_is_held_by_the_rank_that_runs_it():
     for way in WAYS:
         config = small_with_layout(way, 2, pp=2)
-        assert {op.stage for slots in program_for(config, 3) for slot in slots for op in slot} == {
-            stage.number for stage in stages_of(config)
+        assert {op.stage for slots in pipeline_program(config, 3) for slot in slots for op in slot} == {
+            stage.number for stage in pipeline_stages(config)
         }
 
 
 # ---- weaving on two lanes ----
 
 
-def weaving(fillers: list[Work]) -> tuple[Weaving, Spans]:
-    spans = Spans(0, listening=True)
-    return Weaving(Lanes(torch.device("cpu")), spans, fillers), spans
+def weaving(fillers: list[DeferredWork]) -> tuple[PairRunner, SpanRecorder]:
+    spans = SpanRecorder(0, recording=True)
+    return PairRunner(Lanes(torch.device("cpu")), spans, fillers), spans
 
 
 def test_work_of_a_strand_waits_for_its_own_travel_and_not_for_the_others():
@@ -253,7 +253,7 @@ def test_work_of_a_strand_waits_for_its_own_travel_and_not_for_the_others():
 
 def test_fillers_run_while_travel_is_awaited_and_the_rest_at_the_end():
     go, order = threading.Event(), []
-    fillers: list[Work] = [
+    fillers: list[DeferredWork] = [
         lambda: order.append("a"),
         lambda: (order.append("b"), go.set())[0],
         lambda: order.append("c"),

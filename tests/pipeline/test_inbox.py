@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moefold.layout.axes import Axis
-from moefold.pipeline.inbox import Inbox, messages
-from moefold.schedule.catalog import SCHEDULES, program_of
+from moefold.pipeline.inbox import Inbox, messages_between
 from moefold.schedule.passes import defer_weight_grads, pair_forward_with_backward
-from moefold.schedule.program import Op, Program, needs, ops_of, rank_of
+from moefold.schedule.program import PipelineOp, Program, op_dependencies, ops_with_ranks, rank_by_stage
+from moefold.schedule.schedule_catalog import SCHEDULES, build_program
 
 PASSES = {
     "as it is": lambda program: program,
@@ -28,8 +28,8 @@ PASSES = {
 def programs(draw: st.DrawFn) -> tuple[Program, list[int]]:
     name = draw(st.sampled_from(sorted(SCHEDULES)))
     pp, m = draw(st.integers(1, 5)), draw(st.integers(1, 9))
-    vpp = draw(st.sampled_from([v for v in (1, 2, 3) if SCHEDULES[name].takes(v)]))
-    program = PASSES[draw(st.sampled_from(sorted(PASSES)))](program_of(name, pp, vpp, m))
+    vpp = draw(st.sampled_from([v for v in (1, 2, 3) if SCHEDULES[name].accepts_vpp(v)]))
+    program = PASSES[draw(st.sampled_from(sorted(PASSES)))](build_program(name, pp, vpp, m))
     return program, [SCHEDULES[name].rank_of(stage, pp) for stage in range(pp * vpp)]
 
 
@@ -37,13 +37,13 @@ def programs(draw: st.DrawFn) -> tuple[Program, list[int]]:
 @given(programs())
 def test_every_forward_and_data_gradient_that_crosses_ranks_is_one_message(made: tuple[Program, list[int]]):
     program, homes = made
-    assert homes == rank_of(program)
+    assert homes == rank_by_stage(program)
     ranks = range(len(program))
-    found = Counter((a, b, op) for a in ranks for b in ranks if a != b for op in messages(program, homes, a, b))
+    found = Counter((a, b, op) for a in ranks for b in ranks if a != b for op in messages_between(program, homes, a, b))
     expected = Counter(
         (homes[need.stage], rank, op)
-        for rank, op in ops_of(program)
-        for need in needs(op, len(homes) - 1)
+        for rank, op in ops_with_ranks(program)
+        for need in op_dependencies(op, len(homes) - 1)
         if need.kind == op.kind and homes[need.stage] != rank
     )
     assert found == expected
@@ -58,8 +58,8 @@ def test_messages_come_in_the_order_in_which_their_sender_runs(made: tuple[Progr
         place = {op: i for i, op in enumerate(op for slot in program[a] for op in slot)}
         for b in range(len(program)):
             came_from = [
-                Op(op.kind, op.stage + (-1 if op.kind == "F" else 1), op.microbatch)
-                for op in messages(program, homes, a, b)
+                PipelineOp(op.kind, op.stage + (-1 if op.kind == "F" else 1), op.microbatch)
+                for op in messages_between(program, homes, a, b)
             ]
             places = [place[op] for op in came_from]
             assert places == sorted(places)
@@ -70,7 +70,7 @@ class Wire:
 
     def __init__(self, program: Program, homes: list[int], me: int):
         self.axis = Axis("pipe", tuple(range(len(program))), me)
-        self.sent = {rank: messages(program, homes, rank, me) for rank in range(len(program)) if rank != me}
+        self.sent = {rank: messages_between(program, homes, rank, me) for rank in range(len(program)) if rank != me}
         self.asked: Counter[int] = Counter()
 
     def receive(self, like: Any, source: int) -> Any:
@@ -79,7 +79,7 @@ class Wire:
         wire, arrived = self, like
 
         class Coming:
-            def arrived(self) -> tuple[Any, Op, int]:
+            def arrived(self) -> tuple[Any, PipelineOp, int]:
                 return arrived, op, wire.asked.total()
 
         return Coming()
@@ -103,17 +103,20 @@ def test_every_op_takes_what_was_sent_for_it_into_a_place_made_for_it(made: tupl
 
 
 def test_waiting_for_a_later_message_asks_for_the_ones_before_it_first():
-    program: Program = [[(Op("F", 0, 0),), (Op("F", 0, 1),)], [(Op("F", 1, 1),), (Op("F", 1, 0),)]]
+    program: Program = [
+        [(PipelineOp("F", 0, 0),), (PipelineOp("F", 0, 1),)],
+        [(PipelineOp("F", 1, 1),), (PipelineOp("F", 1, 0),)],
+    ]
     wire: Any = Wire(program, [0, 1], 1)
     inbox = Inbox(program, [0, 1], wire, lambda op: torch.empty(0))
-    assert inbox.take(Op("F", 1, 1))[1] == Op("F", 1, 1)
+    assert inbox.take(PipelineOp("F", 1, 1))[1] == PipelineOp("F", 1, 1)
     assert wire.asked[0] == 2
-    assert inbox.take(Op("F", 1, 0))[1] == Op("F", 1, 0)
+    assert inbox.take(PipelineOp("F", 1, 0))[1] == PipelineOp("F", 1, 0)
     assert wire.asked[0] == 2
 
 
 def test_what_nobody_sends_cannot_be_taken():
-    program: Program = [[(Op("F", 0, 0),)], [(Op("F", 1, 0),)]]
+    program: Program = [[(PipelineOp("F", 0, 0),)], [(PipelineOp("F", 1, 0),)]]
     wire: Any = Wire(program, [0, 1], 1)
     with pytest.raises(KeyError):
-        Inbox(program, [0, 1], wire, lambda op: torch.empty(0)).take(Op("F", 1, 5))
+        Inbox(program, [0, 1], wire, lambda op: torch.empty(0)).take(PipelineOp("F", 1, 5))

@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
-from moefold.cli.overlap import slow_exchanges
+from moefold.bench.overlap import slowed_all_to_all
 from moefold.comm.lanes import Lanes, Ticket
 from moefold.config.run import Config, ParallelConfig, PipelineConfig
-from moefold.layout.axes import World, alone
-from moefold.observe.trace import Event
-from moefold.pipeline.weaving import Weaving
+from moefold.layout.axes import World, single_rank_world
+from moefold.observe.trace import TraceEvent
+from moefold.pipeline.pair_runner import PairRunner
 from moefold.presets.zoo import PRESETS
-from moefold.train.assemble import assemble
-from moefold.train.parity import random_corpus, shrunk
+from moefold.train.assemble import assemble_run
+from moefold.train.parity import random_corpus, shrink_config
 from moefold.train.step import train_step
 from tests.support.ranks import run_ranks
 
@@ -29,7 +29,7 @@ def config_of(pipeline: PipelineConfig, world: int, shared: int = 0, **parallel:
     start = PRESETS["tiny"]()
     moe = replace(start.model.moe, shared_ffn=shared)
     start = replace(start, model=replace(start.model, moe=moe), parallel=ParallelConfig(**parallel))
-    small = shrunk(replace(start, pipeline=pipeline), world)
+    small = shrink_config(replace(start, pipeline=pipeline), world)
     train = replace(small.train, precision="fp32", global_batch=4 * world // small.parallel.pp)
     return replace(small, train=train)
 
@@ -43,7 +43,7 @@ class Faces:
         self.begun = 0  # pieces of work
         self.awaited: set[int] = set()
         self.faced: dict[str, bool] = {}
-        send, begin, result = Lanes.send, Weaving.begin, Ticket.result
+        send, begin, result = Lanes.send, PairRunner.begin, Ticket.result
         owner = self
 
         def held_up(lanes: Lanes, work: Callable[[], Any], inputs: Any = None) -> Ticket:
@@ -61,7 +61,7 @@ class Faces:
             ticket.number = number  # pyright: ignore[reportAttributeAccessIssue]
             return ticket
 
-        def noted(weaving: Weaving, strand: int, lane: str, name: str, work: Callable[[], Any], inputs: Any) -> None:
+        def noted(weaving: PairRunner, strand: int, lane: str, name: str, work: Callable[[], Any], inputs: Any) -> None:
             def begins() -> None:
                 if lane == "compute":
                     with owner.moved:
@@ -78,7 +78,7 @@ class Faces:
             return result(ticket)
 
         monkeypatch.setattr(Lanes, "send", held_up)
-        monkeypatch.setattr(Weaving, "begin", noted)
+        monkeypatch.setattr(PairRunner, "begin", noted)
         monkeypatch.setattr(Ticket, "result", waits)
 
 
@@ -88,7 +88,7 @@ def test_all_travel_of_a_paired_slot_but_its_last_has_work_of_the_other_microbat
 ):
     config = config_of(PipelineConfig(pair=True, fill=False), 1, shared)
     faces = Faces(monkeypatch)
-    run = assemble(config, alone(), Path("."), random_corpus(config))
+    run = assemble_run(config, single_rank_world(), Path("."), random_corpus(config))
     train_step(run, run.loader.next())
     slots, layers = 4 - 1, config.model.layers
     assert len(faces.faced) == slots * 4 * layers, "dispatch and combine of a forward and of a backward"
@@ -96,19 +96,19 @@ def test_all_travel_of_a_paired_slot_but_its_last_has_work_of_the_other_microbat
     assert len(uncovered) <= slots, f"waited for with nothing beside it: {uncovered}"
 
 
-def overlap(a: Event, b: Event) -> float:
+def overlap(a: TraceEvent, b: TraceEvent) -> float:
     return max(0.0, min(a.end, b.end) - max(a.start, b.start))
 
 
-def traced(world: World, ways: list[PipelineConfig]) -> list[tuple[list[Event], int]]:
+def traced(world: World, ways: list[PipelineConfig]) -> list[tuple[list[TraceEvent], int]]:
     """Events of a step of each way, with slow exchanges, and how many exchanges held up the compute lane."""
     found = []
     for way in ways:
         config = config_of(way, world.size, ep=2, dispatcher="all_to_all")
-        run = assemble(config, world, Path("."), random_corpus(config))
+        run = assemble_run(config, world, Path("."), random_corpus(config))
         train_step(run, run.loader.next())
-        with slow_exchanges(DELAY) as held_up:
-            run.executor.spans.listen()
+        with slowed_all_to_all(DELAY) as held_up:
+            run.executor.spans.start_recording()
             train_step(run, run.loader.next())
         found.append((list(run.executor.spans.events), len(held_up.events)))
     return found

@@ -10,12 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moefold.anatomy.steps import StepSpec
+from moefold.anatomy.step_specs import StepSpec
 from moefold.config.run import AttentionConfig, ModelConfig, MoeConfig
-from moefold.kernels.bind import bind
+from moefold.kernels.bound import bind_kernels
 from moefold.kernels.catalog import Facts
-from moefold.model.initialise import initialise
-from moefold.model.steps import Carry, Step, run_steps
+from moefold.model.initialise import initialise_parameters
+from moefold.model.steps import Carry, Step, run_step_sequence
 from moefold.pipeline.passage import Passage
 from moefold.train.assemble import default_dtype
 from tests.support.models import transformer
@@ -45,19 +45,19 @@ def gradients(steps: Sequence[Step], carry: Carry, leaves: Sequence[torch.Tensor
     now = carry
     for _ in passage.segments:
         now = passage.forward(now)
-    passage.hand([now["x"]], [weights(*now["x"].shape, seed=99)])
+    passage.set_output_gradients([now["x"]], [weights(*now["x"].shape, seed=99)])
     count = len(passage.cuts)
     for _ in range(count):
         passage.backward()
     assert not passage.cuts
     inputs = [x for x in leaves if any(x is value for value in carry.values())]
-    return [passage.gradient_of(x) if any(x is y for y in inputs) else x.grad for x in leaves]
+    return [passage.gradient_of_input(x) if any(x is y for y in inputs) else x.grad for x in leaves]
 
 
 def plain(steps: Sequence[Step], carry: Carry, leaves: Sequence[torch.Tensor]) -> list[Any]:
     for leaf in leaves:
         leaf.grad = None
-    out = run_steps(steps, carry)
+    out = run_step_sequence(steps, carry)
     out["x"].backward(weights(*out["x"].shape, seed=99))
     return [leaf.grad.clone() if leaf.grad is not None else None for leaf in leaves]
 
@@ -160,9 +160,9 @@ def test_what_no_step_uses_has_the_gradient_zero():
     x, other = (weights(3, SIZE, seed=i).requires_grad_() for i in (1, 2))
     passage = Passage([step(lambda c: {**c, "x": c["x"] * 2})], cut=True)
     out = passage.forward({"x": x, "other": other})
-    passage.hand([out["x"]], [torch.ones_like(x)])
+    passage.set_output_gradients([out["x"]], [torch.ones_like(x)])
     passage.backward()
-    assert torch.equal(passage.gradient_of(other), torch.zeros_like(other))
+    assert torch.equal(passage.gradient_of_input(other), torch.zeros_like(other))
 
 
 def test_what_was_set_aside_early_gets_the_gradient_it_is_handed_at_the_end():
@@ -177,10 +177,10 @@ def test_what_was_set_aside_early_gets_the_gradient_it_is_handed_at_the_end():
     carry: Carry = {"x": x, "streams": []}
     for _ in steps:
         carry = passage.forward(carry)
-    passage.hand([carry["x"], *carry["streams"]], [torch.zeros_like(x), torch.full_like(x, 7.0)])
+    passage.set_output_gradients([carry["x"], *carry["streams"]], [torch.zeros_like(x), torch.full_like(x, 7.0)])
     for _ in steps:
         passage.backward()
-    assert torch.equal(passage.gradient_of(x), torch.full_like(x, 21.0))
+    assert torch.equal(passage.gradient_of_input(x), torch.full_like(x, 21.0))
 
 
 MODEL = ModelConfig(
@@ -199,8 +199,8 @@ MODEL = ModelConfig(
 def test_a_whole_model_cut_at_every_step_has_the_bits_of_one_that_is_not(latent: int):
     config = ModelConfig(**{**vars(MODEL), "moe": MoeConfig(**{**vars(MODEL.moe), "latent": latent})})
     with default_dtype(torch.float64):
-        model = transformer(config, 8, bind(Facts("cpu", "fp64", hidden=16, ffn=16)))
-    initialise(model, 1)
+        model = transformer(config, 8, bind_kernels(Facts("cpu", "fp64", hidden=16, ffn=16)))
+    initialise_parameters(model, 1)
     rows = torch.randint(40, (2, 9), generator=torch.Generator().manual_seed(1))
     found = []
     for cut in (False, True):
@@ -210,7 +210,7 @@ def test_a_whole_model_cut_at_every_step_has_the_bits_of_one_that_is_not(latent:
         for _ in passage.segments:
             carry = passage.forward(carry)
         loss = carry["losses_1M"].sum() + carry["aux"]
-        passage.hand([loss], [torch.ones_like(loss)])
+        passage.set_output_gradients([loss], [torch.ones_like(loss)])
         while passage.cuts:
             passage.backward()
         found.append({name: p.grad for name, p in model.named_parameters()})

@@ -5,20 +5,20 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moefold.cli.bench_plan import CASES, case_config, planned
-from moefold.cli.bench_step import let_go, our_steps
+from moefold.bench.plan import PLAN_CASES, plan_case_config, planned_figures
+from moefold.bench.step import free_device_memory, time_moefold_steps
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
 @pytest.mark.alone
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", PLAN_CASES)
 def test_peak_memory_is_within_five_percent_and_time_within_fifteen(name: str):
     if "H200" not in torch.cuda.get_device_name():
         pytest.skip("the planner's figures of an H200 are compared")
-    model, values = CASES[name]
-    said = planned(model, values, "h200")
-    let_go("cuda")
-    took = our_steps(case_config(model, values), 5, None)
+    model, values = PLAN_CASES[name]
+    said = planned_figures(model, values, "h200")
+    free_device_memory("cuda")
+    took = time_moefold_steps(plan_case_config(model, values), 5, None)
     assert said["peak_gib"] == pytest.approx(took.peak_gib, rel=0.05)
     assert said["step_ms"] == pytest.approx(took.milliseconds, rel=0.15)

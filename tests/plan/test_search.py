@@ -4,24 +4,31 @@ from statistics import mean
 
 import pytest
 
-from moefold.config.rule import Case
-from moefold.config.rules import broken
-from moefold.plan.choices import Choices
-from moefold.plan.comm import Cluster
-from moefold.plan.estimate import cut_of, held_of, largest_gib, plain_setting, price_of, step_seconds
-from moefold.plan.hardware import find_gpu
-from moefold.plan.memory import GIB, memory_of, setting_of, worst
-from moefold.plan.search import Search, described, search
-from moefold.plan.simulate import time_step
-from moefold.plan.timing import Pace
-from moefold.presets.recipe import resolve
+from moefold.config.rule import ConfigOnRanks
+from moefold.config.rules import broken_rules
+from moefold.plan.machine.cluster import Cluster
+from moefold.plan.machine.gpu import find_gpu_by_name
+from moefold.plan.memory.peak_memory import GIB, build_run_setting, fullest_rank, plan_memory
+from moefold.plan.options import PlanChoices
+from moefold.plan.search import LayoutSearch, describe_layout, search_layouts
+from moefold.plan.time.closed_form import (
+    closed_form_setting,
+    cut_pipeline,
+    estimate_step_seconds,
+    largest_rank_gib,
+    measure_piece_memory,
+    price_piece,
+)
+from moefold.plan.time.simulate_step import time_training_step
+from moefold.plan.time.step_times import StepClock
+from moefold.presets.recipe import resolve_recipe
 
-H100 = find_gpu("h100")
+H100 = find_gpu_by_name("h100")
 
 
-def found(model: str, world: int, *words: str, fixed: frozenset[str] = frozenset(), choices: Choices | None = None):
-    config = resolve(model, [f"--train.global_batch={8 * world}", *words], None)
-    return search(config, world, choices or Choices(), H100, fixed, best=5)
+def found(model: str, world: int, *words: str, fixed: frozenset[str] = frozenset(), choices: PlanChoices | None = None):
+    config = resolve_recipe(model, [f"--train.global_batch={8 * world}", *words], None)
+    return search_layouts(config, world, choices or PlanChoices(), H100, fixed, best=5)
 
 
 @pytest.fixture(scope="module")
@@ -32,23 +39,23 @@ def qwen():
 def test_layouts_are_legal_and_fit(qwen):
     assert len(qwen.layouts) == 5
     for each in qwen.layouts:
-        assert not broken(Case(each.config, 32))
-        assert each.gib < H100.memory
+        assert not broken_rules(ConfigOnRanks(each.config, 32))
+        assert each.largest_gib < H100.memory
 
 
 def test_best_comes_first_and_the_front_only_trades(qwen):
     times = [each.time.seconds for each in qwen.layouts]
     assert times == sorted(times)
-    gibs, rates = [gib for gib, _, _ in qwen.front], [rate for _, rate, _ in qwen.front]
+    gibs, rates = [gib for gib, _, _ in qwen.pareto_front], [rate for _, rate, _ in qwen.pareto_front]
     assert gibs == sorted(gibs, reverse=True)
     assert rates == sorted(rates, reverse=True)
 
 
 def test_nothing_it_looked_at_is_faster_and_fits(qwen):
     """The closed form may be a few per cent off; beyond that nothing better was passed over."""
-    looking = Search(32, H100, Choices(), frozenset())
-    base = resolve("qwen3-30b-a3b", ["--train.global_batch=256"], None)
-    fastest = min(each.seconds for each in looking.candidates(base) if each.gib < 0.9 * H100.memory)
+    looking = LayoutSearch(32, H100, PlanChoices(), frozenset())
+    base = resolve_recipe("qwen3-30b-a3b", ["--train.global_batch=256"], None)
+    fastest = min(each.seconds for each in looking.feasible_candidates(base) if each.largest_gib < 0.9 * H100.memory)
     assert qwen.layouts[0].time.seconds < 1.07 * fastest
 
 
@@ -86,17 +93,19 @@ LAYOUTS = [
 
 def both(model: str, world: int, words: str) -> tuple[float, float, float, float]:
     """Closed form and exact: seconds, and GiB of the largest rank."""
-    choices = Choices(recompute=("norm", "activation"))
-    config = resolve(model, [*words.split(), f"--train.global_batch={8 * world}", "--train.micro_batch=1"], world)
-    s, cut = plain_setting(config, world, choices), cut_of(config)
-    pace = Pace(s, H100)
-    prices, held = {k: price_of(pace, k) for k in cut.kinds}, {k: held_of(s, k) for k in cut.kinds}
-    exact = setting_of(config, world, choices)
+    choices = PlanChoices(recompute=("norm", "activation"))
+    config = resolve_recipe(
+        model, [*words.split(), f"--train.global_batch={8 * world}", "--train.micro_batch=1"], world
+    )
+    s, cut = closed_form_setting(config, world, choices), cut_pipeline(config)
+    pace = StepClock(s, H100)
+    prices, held = {k: price_piece(pace, k) for k in cut.kinds}, {k: measure_piece_memory(s, k) for k in cut.kinds}
+    exact = build_run_setting(config, world, choices)
     return (
-        step_seconds(s, Cluster(H100, world), cut, prices, held),
-        time_step(exact, H100).seconds,
-        largest_gib(s, cut, held),
-        worst(memory_of(config, world, choices)).total / GIB,
+        estimate_step_seconds(s, Cluster(H100, world), cut, prices, held),
+        time_training_step(exact, H100).seconds,
+        largest_rank_gib(s, cut, held),
+        fullest_rank(plan_memory(config, world, choices)).total / GIB,
     )
 
 
@@ -111,8 +120,8 @@ def test_closed_forms_agree_with_the_clock_and_with_memory():
 @pytest.mark.slow
 def test_the_published_best_layout_is_among_the_best():
     """000 Table 17: DeepSeek-V3 on 1,024 H100: TP2 PP8 VPP4 EP64, overlap, moments in bf16, FP8 by blocks."""
-    choices = Choices(stack="megatron", precision="fp8-blockwise", spread=0.0)
+    choices = PlanChoices(stack="megatron", precision="fp8-blockwise", spread=0.0)
     result = found("deepseek-v3", 1024, "--optim.moments=bf16", choices=choices)
-    assert result.looked > 5000
-    best = [described(each.config) for each in result.layouts]
+    assert result.layouts_tried > 5000
+    best = [describe_layout(each.config) for each in result.layouts]
     assert "tp 2, pp 8, vpp 4, ep 64, mbs 1, overlap" in best

@@ -4,15 +4,15 @@ from pathlib import Path
 
 import pytest
 
-from moefold.config.read import write_yaml
-from moefold.config.refused import Refused
-from moefold.presets.recipe import resolve
+from moefold.config.errors import UserError
+from moefold.config.read import config_as_yaml
+from moefold.presets.recipe import resolve_recipe
 from moefold.presets.zoo import PRESETS
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_resolves_to_itself(name: str):
-    assert resolve(name) == PRESETS[name]()
+    assert resolve_recipe(name) == PRESETS[name]()
 
 
 @pytest.mark.parametrize(
@@ -29,8 +29,8 @@ def test_a_preset_resolves_to_itself(name: str):
     ],
 )
 def test_an_unknown_preset_is_refused_with_the_nearest_and_all_there_are(wrong: str, near: str):
-    with pytest.raises(Refused) as refused:
-        resolve(wrong)
+    with pytest.raises(UserError) as refused:
+        resolve_recipe(wrong)
     assert f'no preset "{wrong}"' in str(refused.value)
     assert all(name in str(refused.value) for name in PRESETS)
     assert f'did you mean "{near}"' in str(refused.value) or not near
@@ -39,7 +39,7 @@ def test_an_unknown_preset_is_refused_with_the_nearest_and_all_there_are(wrong: 
 def test_overrides_win_over_the_file_and_the_file_over_the_preset(tmp_path: Path):
     file = tmp_path / "run.yml"
     file.write_text("preset: mixtral-8x7b\ntrain: {steps: 5, seed: 9}\n")
-    found = resolve(str(file), ["--train.steps", "6"])
+    found = resolve_recipe(str(file), ["--train.steps", "6"])
     assert (found.train.steps, found.train.seed, found.model.hidden) == (6, 9, 4096)
     assert found.name == "mixtral-8x7b"
 
@@ -48,35 +48,35 @@ def test_overrides_win_over_the_file_and_the_file_over_the_preset(tmp_path: Path
 def test_a_file_with_an_unknown_preset_is_refused_with_what_there_is(preset: str, tmp_path: Path):
     file = tmp_path / "run.yaml"
     file.write_text(f"preset: {preset}\n")
-    with pytest.raises(Refused, match=r"no preset .*there are: .*tiny"):
-        resolve(str(file))
+    with pytest.raises(UserError, match=r"no preset .*there are: .*tiny"):
+        resolve_recipe(str(file))
 
 
 def test_the_number_of_ranks_takes_part_in_the_rules():
-    assert resolve("tiny", world=4)
-    with pytest.raises(Refused, match=r"train\.global_batch = 8 .* 3 data-parallel ranks .* multiple of 6"):
-        resolve("tiny", world=3)
-    assert resolve("tiny", ["--train.global_batch=12"], world=3).train.global_batch == 12
+    assert resolve_recipe("tiny", world=4)
+    with pytest.raises(UserError, match=r"train\.global_batch = 8 .* 3 data-parallel ranks .* multiple of 6"):
+        resolve_recipe("tiny", world=3)
+    assert resolve_recipe("tiny", ["--train.global_batch=12"], world=3).train.global_batch == 12
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_written_down_and_read_again_is_itself(name: str, tmp_path: Path):
     file = tmp_path / "config.yaml"
-    file.write_text(write_yaml(PRESETS[name]()), encoding="utf-8")
-    assert resolve(str(file)) == PRESETS[name]()
+    file.write_text(config_as_yaml(PRESETS[name]()), encoding="utf-8")
+    assert resolve_recipe(str(file)) == PRESETS[name]()
 
 
 def test_a_tiny_form_is_a_preset_like_any_other_in_a_file(tmp_path: Path):
     file = tmp_path / "run.yaml"
     file.write_text("preset: deepseek-v3-tiny\nmodel: {mtp: 2, attention: {window: 8}}\n")
-    found = resolve(str(file))
+    found = resolve_recipe(str(file))
     assert (found.name, found.model.mtp, found.model.attention.window) == ("deepseek-v3-tiny", 2, 8)
     assert found.model.attention.kind == "mla"
 
 
 def test_a_finished_runs_own_configuration_is_a_recipe(tmp_path: Path):
     words = ["--name", "mine.run", "--optim.lr", "1e-5", "--data.source", "files"]
-    config = resolve("olmoe-1b-7b", [*words, "--data.files", "a b.txt,~/c.jsonl"])
+    config = resolve_recipe("olmoe-1b-7b", [*words, "--data.files", "a b.txt,~/c.jsonl"])
     file = tmp_path / "config.yaml"
-    file.write_text(write_yaml(config), encoding="utf-8")
-    assert resolve(str(file)) == config
+    file.write_text(config_as_yaml(config), encoding="utf-8")
+    assert resolve_recipe(str(file)) == config

@@ -2,12 +2,12 @@
 
 import pytest
 
-from moefold.anatomy.counts import active_parameters, parameters_ahead, total_parameters
-from moefold.anatomy.steps import is_moe, window_of
+from moefold.anatomy.model_totals import active_parameters, mtp_parameters, total_parameters
+from moefold.anatomy.step_specs import is_moe_layer, sliding_window_of
 from moefold.config.run import ModelConfig, MoeConfig
-from moefold.kernels.choosing import Choosing
-from moefold.model.moe.router import choosing
-from moefold.presets.recipe import resolve
+from moefold.kernels.routing.router_spec import RouterSpec
+from moefold.model.moe.router import router_spec_of
+from moefold.presets.recipe import resolve_recipe
 from moefold.presets.zoo import PRESETS
 
 LARGE = [name for name in PRESETS if not name.endswith("tiny")]
@@ -55,22 +55,22 @@ def test_layers_of_multi_token_prediction_are_not_among_the_published_parameters
     """DeepSeek-V3's checkpoint holds 685 B: 671 B of the model and, with its embedding and head repeated, 14 B."""
     model = PRESETS["deepseek-v3"]().model
     repeated = 2 * model.vocab * model.hidden
-    assert (total_parameters(model) + parameters_ahead(model) + repeated) / 1e9 == pytest.approx(684.5, abs=0.05)
+    assert (total_parameters(model) + mtp_parameters(model) + repeated) / 1e9 == pytest.approx(684.5, abs=0.05)
     assert {name for name in LARGE if PRESETS[name]().model.mtp} == {"deepseek-v3", "glm-4.5-air"}
 
 
 @pytest.mark.parametrize("name", LARGE)
 def test_every_large_preset_has_a_tiny_form_beside_it_that_is_small_and_legal(name: str):
-    tiny = resolve(f"{name}-tiny")
+    tiny = resolve_recipe(f"{name}-tiny")
     assert total_parameters(tiny.model) < 1e6
-    assert resolve(name).model != tiny.model
+    assert resolve_recipe(name).model != tiny.model
     assert tiny.name == f"{name}-tiny"
 
 
 def mechanisms(model: ModelConfig) -> dict[str, object]:
     """What a model does, whatever its sizes."""
     a, moe = model.attention, model.moe
-    kinds = {(is_moe(model, layer), window_of(model, layer) > 0) for layer in range(model.layers)}
+    kinds = {(is_moe_layer(model, layer), sliding_window_of(model, layer) > 0) for layer in range(model.layers)}
     on_or_off = {
         "few key heads": a.kv_heads < a.heads,
         "some dims stand still": bool(a.rope_dim),
@@ -102,21 +102,21 @@ def test_the_tiny_form_has_every_mechanism_of_the_large_one(name: str):
 
 
 def test_the_presets_route_as_their_authors_say():
-    found = {name: choosing(PRESETS[name]().model.moe) for name in LARGE}
-    assert found["mixtral-8x7b"] == Choosing(2)
-    assert found["olmoe-1b-7b"] == Choosing(8, normalize="none")
-    assert found["qwen2-57b-a14b"] == Choosing(8, normalize="none")
-    assert found["deepseek-v2"] == Choosing(6, "softmax", "none", 16.0, 8, 3, "best")
-    assert found["deepseek-v3"] == Choosing(8, "sigmoid", "chosen", 2.5, 8, 4, "best_two")
-    assert found["kimi-k2"] == Choosing(8, "sigmoid", "chosen", 2.827)
-    assert found["gpt-oss-20b"] == Choosing(4, "softmax_chosen")
-    assert found["glm-4.5-air"] == Choosing(8, "sigmoid")
+    found = {name: router_spec_of(PRESETS[name]().model.moe) for name in LARGE}
+    assert found["mixtral-8x7b"] == RouterSpec(2)
+    assert found["olmoe-1b-7b"] == RouterSpec(8, normalize="none")
+    assert found["qwen2-57b-a14b"] == RouterSpec(8, normalize="none")
+    assert found["deepseek-v2"] == RouterSpec(6, "softmax", "none", 16.0, 8, 3, "best")
+    assert found["deepseek-v3"] == RouterSpec(8, "sigmoid", "chosen", 2.5, 8, 4, "best_two")
+    assert found["kimi-k2"] == RouterSpec(8, "sigmoid", "chosen", 2.827)
+    assert found["gpt-oss-20b"] == RouterSpec(4, "softmax_chosen")
+    assert found["glm-4.5-air"] == RouterSpec(8, "sigmoid")
     assert all(isinstance(PRESETS[name]().model.moe, MoeConfig) for name in LARGE)
 
 
 def test_gpt_oss_sees_128_tokens_in_every_other_layer_beginning_with_the_first():
     model = PRESETS["gpt-oss-20b"]().model
-    assert [window_of(model, layer) for layer in range(4)] == [128, 0, 128, 0]
+    assert [sliding_window_of(model, layer) for layer in range(4)] == [128, 0, 128, 0]
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -4,26 +4,29 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moefold.schedule.catalog import SCHEDULES, program_of
-from moefold.schedule.costs import uniform
 from moefold.schedule.passes import defer_weight_grads, pair_forward_with_backward
-from moefold.schedule.program import Program, broken, is_paired, ops_of
-from moefold.schedule.simulate import simulate
+from moefold.schedule.program import Program, is_paired, ops_with_ranks, program_problems
+from moefold.schedule.schedule_catalog import SCHEDULES, build_program
+from moefold.schedule.simulate_program import simulate_program
+from moefold.schedule.stage_costs import uniform_costs
 
 
 def order_of(program: Program, kinds: str) -> list[list[str]]:
-    return [[str(op) for at, op in ops_of(program) if at == rank and op.kind in kinds] for rank in range(len(program))]
+    return [
+        [str(op) for at, op in ops_with_ranks(program) if at == rank and op.kind in kinds]
+        for rank in range(len(program))
+    ]
 
 
 @settings(deadline=None, max_examples=40)
 @given(st.sampled_from(sorted(SCHEDULES)), st.integers(1, 5), st.integers(1, 3), st.integers(1, 12))
 def test_passes_keep_programs_whole_and_the_order_of_forwards_and_of_backwards(name: str, pp: int, vpp: int, m: int):
-    if not SCHEDULES[name].takes(vpp):
+    if not SCHEDULES[name].accepts_vpp(vpp):
         return
-    program = program_of(name, pp, vpp, m)
+    program = build_program(name, pp, vpp, m)
     paired = pair_forward_with_backward(program)
     for each in (paired, defer_weight_grads(program), defer_weight_grads(paired)):
-        assert broken(each, pp * vpp, m) == []
+        assert program_problems(each, pp * vpp, m) == []
         assert order_of(each, "F") == order_of(program, "F")
         assert order_of(each, "D") == order_of(program, "D")
 
@@ -31,34 +34,34 @@ def test_passes_keep_programs_whole_and_the_order_of_forwards_and_of_backwards(n
 @pytest.mark.parametrize("p", [2, 4, 8])
 @pytest.mark.parametrize("v", [1, 2, 4])
 def test_pairing_keeps_one_more_chunk_live_than_interleaved_1f1b(p: int, v: int):
-    program = pair_forward_with_backward(program_of("1f1b", p, v, 8 * p))
-    found = simulate(program, uniform(p * v, v))
+    program = pair_forward_with_backward(build_program("1f1b", p, v, 8 * p))
+    found = simulate_program(program, uniform_costs(p * v, v))
     assert found.live == [2 * (p - r - 1) + (v - 1) * p + 2 for r in range(p)]
 
 
 @pytest.mark.parametrize("p", [2, 4])
 @pytest.mark.parametrize("v", [1, 2])
 def test_in_the_steady_state_every_forward_is_paired(p: int, v: int):
-    for rank, slots in enumerate(pair_forward_with_backward(program_of("1f1b", p, v, 8 * p))):
+    for rank, slots in enumerate(pair_forward_with_backward(build_program("1f1b", p, v, 8 * p))):
         lead = 2 * (p - rank - 1) + (v - 1) * p + 1
         assert [is_paired(slot) for slot in slots] == [False] * lead + [True] * (8 * p * v - lead) + [False] * lead
 
 
 @pytest.mark.parametrize(("p", "m"), [(4, 8), (8, 32), (16, 64)])
 def test_pairing_hides_communication_and_deferring_weight_gradients_adds_to_it(p: int, m: int):
-    costs = uniform(p, comm=0.5)
-    program = program_of("1f1b", p, 1, m)
+    costs = uniform_costs(p, comm=0.5)
+    program = build_program("1f1b", p, 1, m)
     paired = pair_forward_with_backward(program)
-    exposed = simulate(program, costs)
-    hidden = simulate(paired, costs)
-    both = simulate(defer_weight_grads(paired), costs)
+    exposed = simulate_program(program, costs)
+    hidden = simulate_program(paired, costs)
+    both = simulate_program(defer_weight_grads(paired), costs)
     assert exposed.makespan > hidden.makespan > both.makespan
     assert exposed.exposed == pytest.approx([m * 1.0] * p)
     assert hidden.exposed == pytest.approx([2 * 0.5 * (2 * (p - r - 1) + 1) for r in range(p)]), "only at both ends"
 
 
 def test_deferring_holds_back_as_many_weight_gradients_as_the_rank_has_before_it():
-    for rank, slots in enumerate(defer_weight_grads(program_of("1f1b", 4, 1, 12))):
+    for rank, slots in enumerate(defer_weight_grads(build_program("1f1b", 4, 1, 12))):
         behind, most = 0, 0
         for slot in slots:
             behind += sum((op.kind == "D") - (op.kind == "W") for op in slot)
@@ -68,5 +71,8 @@ def test_deferring_holds_back_as_many_weight_gradients_as_the_rank_has_before_it
 
 def test_deferring_never_lengthens_a_uniform_1f1b():
     for p, v, m in [(2, 1, 1), (4, 1, 2), (4, 2, 5), (3, 3, 7)]:
-        program, costs = program_of("1f1b", p, v, m), uniform(p * v, v)
-        assert simulate(defer_weight_grads(program), costs).makespan <= simulate(program, costs).makespan + 1e-9
+        program, costs = build_program("1f1b", p, v, m), uniform_costs(p * v, v)
+        assert (
+            simulate_program(defer_weight_grads(program), costs).makespan
+            <= simulate_program(program, costs).makespan + 1e-9
+        )

@@ -8,15 +8,15 @@ import pytest
 import torch
 
 from moefold.config.run import AttentionConfig, ModelConfig, MoeConfig
-from moefold.kernels.bind import bind
+from moefold.kernels.bound import bind_kernels
 from moefold.kernels.catalog import Facts
 from moefold.kernels.registry import DTYPES
-from moefold.layout.axes import alone
+from moefold.layout.axes import single_rank_world
 from moefold.layout.declare import declared_parameters
-from moefold.layout.placement import REPLICATED, over_experts, over_tp
-from moefold.model.initialise import initialise
+from moefold.layout.placement import REPLICATED, sharded_over_experts, sharded_over_tp
+from moefold.model.initialise import initialise_parameters
 from moefold.model.transformer import Transformer
-from moefold.shard.buckets import ALIGN, Bucket, fill_buckets
+from moefold.shard.buckets import ALIGNMENT, Bucket, fill_buckets
 from moefold.train.assemble import default_dtype
 from tests.support.models import transformer
 
@@ -32,8 +32,8 @@ MODEL = ModelConfig(
 
 def make(dtype: str = "fp32", model: ModelConfig = MODEL) -> Transformer:
     with default_dtype(DTYPES[dtype]):
-        made = transformer(model, 6, bind(Facts("cpu", dtype, hidden=12, ffn=10)))
-    initialise(made, seed=1)
+        made = transformer(model, 6, bind_kernels(Facts("cpu", dtype, hidden=12, ffn=10)))
+    initialise_parameters(made, seed=1)
     return made
 
 
@@ -46,7 +46,7 @@ def test_filling_buckets_changes_no_value_and_no_shape(dtype: str):
     made = make(dtype)
     before = {name: p.detach().clone() for name, p in made.named_parameters()}
     identities = {name: id(p) for name, p in made.named_parameters()}
-    fill_buckets(made, alone())
+    fill_buckets(made, single_rank_world())
     for name, parameter in made.named_parameters():
         assert torch.equal(parameter, before[name]), name
         assert id(parameter) == identities[name], "it is the same Parameter object"
@@ -55,7 +55,7 @@ def test_filling_buckets_changes_no_value_and_no_shape(dtype: str):
 
 def test_parameters_are_views_of_the_flat_tensor_both_ways():
     made = make()
-    places = everywhere(fill_buckets(made, alone()))
+    places = everywhere(fill_buckets(made, single_rank_world()))
     parameters = dict(made.named_parameters())
     assert places.keys() == parameters.keys()
     with torch.no_grad():
@@ -68,10 +68,10 @@ def test_parameters_are_views_of_the_flat_tensor_both_ways():
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_every_parameter_starts_at_a_multiple_of_the_alignment_and_none_overlap(dtype: str):
-    for bucket in fill_buckets(make(dtype), alone()):
+    for bucket in fill_buckets(make(dtype), single_rank_world()):
         end = 0
         for parameter, start in zip(bucket.parameters, bucket.starts, strict=True):
-            assert start % ALIGN == 0
+            assert start % ALIGNMENT == 0
             assert start >= end
             assert parameter.tensor.data_ptr() % 16 == 0
             assert parameter.tensor.is_contiguous()
@@ -80,9 +80,9 @@ def test_every_parameter_starts_at_a_multiple_of_the_alignment_and_none_overlap(
 
 
 def test_padding_is_zero():
-    for bucket in fill_buckets(make(), alone()):
+    for bucket in fill_buckets(make(), single_rank_world()):
         inside = torch.zeros(len(bucket.weights), dtype=torch.bool)
-        for _, view in bucket.views(inside):
+        for _, view in bucket.parameter_views(inside):
             view.fill_(True)
         assert (bucket.weights[~inside] == 0).all()
         assert inside.sum() == sum(p.tensor.numel() for p in bucket.parameters)
@@ -90,10 +90,15 @@ def test_padding_is_zero():
 
 def test_parameters_are_grouped_by_placement_and_decay_each_in_one_bucket():
     made = make()
-    buckets = fill_buckets(made, alone())
+    buckets = fill_buckets(made, single_rank_world())
     kinds = {(b.placement, b.decays) for b in buckets}
-    dense = {(REPLICATED, True), (REPLICATED, False), *((over_tp(dim), True) for dim in (0, 1)), (over_tp(0), False)}
-    assert kinds == dense | {(over_experts(2), True)}
+    dense = {
+        (REPLICATED, True),
+        (REPLICATED, False),
+        *((sharded_over_tp(dim), True) for dim in (0, 1)),
+        (sharded_over_tp(0), False),
+    }
+    assert kinds == dense | {(sharded_over_experts(2), True)}
     assert len(kinds) == len(buckets)
     places = everywhere(buckets)
     for p in declared_parameters(made):
@@ -104,13 +109,13 @@ def test_parameters_are_grouped_by_placement_and_decay_each_in_one_bucket():
 
 @pytest.mark.parametrize(("dtype", "wide"), [("bf16", "fp32"), ("fp32", "fp64"), ("fp64", "fp64")])
 def test_gradients_are_kept_in_fp32_or_better(dtype: str, wide: str):
-    for bucket in fill_buckets(make(dtype), alone()):
+    for bucket in fill_buckets(make(dtype), single_rank_world()):
         assert bucket.weights.dtype == DTYPES[dtype]
         assert bucket.gradients.dtype == DTYPES[wide]
 
 
 def test_a_tied_head_is_there_once():
-    buckets = fill_buckets(make(model=replace(MODEL, tied_head=True)), alone())
+    buckets = fill_buckets(make(model=replace(MODEL, tied_head=True)), single_rank_world())
     names = [p.name for b in buckets for p in b.parameters]
     assert len(names) == len(set(names))
     assert "head.weight" not in names
@@ -118,6 +123,6 @@ def test_a_tied_head_is_there_once():
 
 def test_a_model_in_buckets_computes_what_it_did_before():
     one, two = make(), make()
-    fill_buckets(two, alone())
+    fill_buckets(two, single_rank_world())
     tokens = torch.arange(12).view(2, 6)
     assert torch.equal(one(tokens, tokens).cross_entropy, two(tokens, tokens).cross_entropy)

@@ -10,19 +10,19 @@ import numpy as np
 import pytest
 import torch
 
-from moefold.anatomy.counts import total_parameters
-from moefold.comm import traffic
-from moefold.comm.collectives import gather_plain
-from moefold.comm.reduce import reduce_bf16, reduce_fp32
+from moefold.anatomy.model_totals import total_parameters
+from moefold.comm import byte_counters
+from moefold.comm.collectives import all_gather_no_grad
+from moefold.comm.grad_reduce import reduce_scatter_bf16, reduce_scatter_fp32
 from moefold.config.run import AttentionConfig, ModelConfig, MoeConfig, OptimConfig
-from moefold.kernels.bind import bind
+from moefold.kernels.bound import bind_kernels
 from moefold.kernels.catalog import Facts
 from moefold.kernels.registry import DTYPES
-from moefold.layout.axes import World, alone
-from moefold.model.initialise import initialise
+from moefold.layout.axes import World, single_rank_world
+from moefold.model.initialise import initialise_parameters
 from moefold.model.transformer import Transformer
 from moefold.optim.adamw import AdamW
-from moefold.shard.buckets import ALIGN, fill_buckets
+from moefold.shard.buckets import ALIGNMENT, fill_buckets
 from moefold.shard.gradients import Gradients
 from moefold.train.assemble import default_dtype
 from tests.support.models import transformer
@@ -49,8 +49,8 @@ TOLERANCE = {"fp64": 1e-12, "fp32": 1e-5}
 
 def make(dtype: str, model: ModelConfig = MODEL, world: World | None = None) -> Transformer:
     with default_dtype(DTYPES[dtype]):
-        made = transformer(model, LENGTH, bind(Facts("cpu", dtype, hidden=16, ffn=16)), world)
-    initialise(made, seed=1)
+        made = transformer(model, LENGTH, bind_kernels(Facts("cpu", dtype, hidden=16, ffn=16)), world)
+    initialise_parameters(made, seed=1)
     return made
 
 
@@ -79,14 +79,16 @@ def one_step(world: World, dtype: str, micro: tuple[int, ...]) -> dict[str, Any]
     for number, (t, y) in enumerate(parts, start=1):
         losses = model(t, y)
         if number == len(parts):
-            gradients.expect_last(set(gradients.number_of))
+            gradients.expect_last_gradients(set(gradients.number_of))
         (losses.cross_entropy + losses.balance).backward()
     gradients.finish((batch()[1] >= 0).sum())
 
     def named() -> dict[str, np.ndarray]:
-        flats = [gather_plain(x, b.replicas) for x, b in zip(gradients.shares(), buckets, strict=True)]
+        flats = [all_gather_no_grad(x, b.replicas) for x, b in zip(gradients.gradient_shares(), buckets, strict=True)]
         return {
-            p.name: view.clone().numpy() for b, flat in zip(buckets, flats, strict=True) for p, view in b.views(flat)
+            p.name: view.clone().numpy()
+            for b, flat in zip(buckets, flats, strict=True)
+            for p, view in b.parameter_views(flat)
         }
 
     before = named()
@@ -122,7 +124,7 @@ def assert_same(found: dict[str, Any], expected: dict[str, Any], tolerance: floa
 @pytest.mark.parametrize("dtype", ["fp32", "fp64"])
 @pytest.mark.parametrize("micro", [(7,), (1,), (3,)])
 def test_microbatches_add_up_to_the_whole_batch(dtype: str, micro: tuple[int, ...]):
-    assert_same(one_step(alone(), dtype, micro), whole(dtype), TOLERANCE[dtype])
+    assert_same(one_step(single_rank_world(), dtype, micro), whole(dtype), TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "fp64"])
@@ -139,13 +141,13 @@ def test_any_number_of_ranks_gives_the_gradient_the_norm_and_the_clipping_of_one
 
 
 def ready(model: Transformer) -> Gradients:
-    return Gradients(fill_buckets(model, alone()), alone())
+    return Gradients(fill_buckets(model, single_rank_world()), single_rank_world())
 
 
 def test_the_norm_counts_dense_and_expert_parameters_each_element_once():
     gradients = ready(make("fp32"))
     for bucket in gradients.buckets:
-        for _, view in bucket.views(bucket.gradients):
+        for _, view in bucket.parameter_views(bucket.gradients):
             view.fill_(2.0)
     elements = {b.placement.grid: 0 for b in gradients.buckets}
     for bucket in gradients.buckets:
@@ -157,7 +159,7 @@ def test_the_norm_counts_dense_and_expert_parameters_each_element_once():
 def filled_norm(world: World) -> float:
     gradients = Gradients(fill_buckets(make("fp64", WIDE, world), world), world)
     for bucket in gradients.buckets:
-        for _, view in bucket.views(bucket.gradients):
+        for _, view in bucket.parameter_views(bucket.gradients):
             view.fill_(1.0)
     return gradients.norm().item()
 
@@ -174,10 +176,10 @@ def test_a_short_gradient_is_not_scaled_and_a_long_one_ends_at_the_limit():
     gradients = ready(make("fp64"))
     for bucket in gradients.buckets:
         bucket.gradients.fill_(1e-3)
-    before = list(gradients.shares())
+    before = list(gradients.gradient_shares())
     norm = gradients.norm().item()
     assert gradients.clip(norm * 2).item() == norm
-    assert all(torch.equal(a, b) for a, b in zip(before, gradients.shares(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(before, gradients.gradient_shares(), strict=True))
     assert gradients.clip(norm / 4).item() == norm
     assert gradients.norm().item() == pytest.approx(norm / 4, rel=1e-4)
 
@@ -208,7 +210,7 @@ def test_microbatches_of_a_bf16_model_add_up_in_fp32():
     parameter = dict(model.named_parameters())["head.norm.weight"]
     for _ in range(300):  # 256 + 1 is 256 in bf16
         parameter.sum().backward()
-    view = next(v for p, v in bucket.views(bucket.gradients) if p.name == "head.norm.weight")
+    view = next(v for p, v in bucket.parameter_views(bucket.gradients) if p.name == "head.norm.weight")
     assert (view == 300).all()
 
 
@@ -216,7 +218,7 @@ def optimizer_bytes(world: World, moments: str, main: str) -> tuple[int, int, in
     """On this rank: bytes of optimizer state, elements of its shares, of these parameters, and the alignment's most."""
     model = make("bf16", WIDE, world)
     buckets = fill_buckets(model, world)
-    kernels = bind(Facts("cpu", "bf16", hidden=64, ffn=64))
+    kernels = bind_kernels(Facts("cpu", "bf16", hidden=64, ffn=64))
     optimizer = AdamW(buckets, OptimConfig(moments=moments, main=main), kernels)  # pyright: ignore[reportArgumentType]
     held = {
         t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
@@ -225,7 +227,7 @@ def optimizer_bytes(world: World, moments: str, main: str) -> tuple[int, int, in
     }
     elements = sum(b.share.stop - b.share.start for b in buckets)
     own = sum(last - first for b in buckets for _, first, last, _ in b.pieces())
-    return sum(held.values()), elements, own, ALIGN * sum(len(b.parameters) + 1 for b in buckets)
+    return sum(held.values()), elements, own, ALIGNMENT * sum(len(b.parameters) + 1 for b in buckets)
 
 
 @pytest.mark.parametrize(("moments", "main", "each"), [("fp32", "fp32", 12), ("bf16", "fp32", 8), ("bf16", "split", 6)])
@@ -250,8 +252,8 @@ def travelled(world: World) -> dict[str, Any]:
     """Eight ranks' gradients summed both ways, with the bytes that left."""
     xs = [torch.randn(RANKS * 512, generator=torch.Generator().manual_seed(r)) for r in range(RANKS)]
     found = {}
-    for name, reduce in (("fp32", reduce_fp32), ("bf16", reduce_bf16)):
-        with traffic.counted() as sent:
+    for name, reduce in (("fp32", reduce_scatter_fp32), ("bf16", reduce_scatter_bf16)):
+        with byte_counters.counted_bytes_sent() as sent:
             x = xs[world.rank].clone()
             share = reduce(x, world.everyone).arrived()
         found[name] = (share, dict(sent))
@@ -304,7 +306,7 @@ def leaving(world: World, most: int, microbatches: int) -> tuple[list[tuple[str,
         fired.clear()
         losses = model(tokens, labels)
         if number == microbatches - 1:
-            gradients.expect_last(set(gradients.number_of))
+            gradients.expect_last_gradients(set(gradients.number_of))
         before.append(len(gradients.travelling))
         (losses.cross_entropy + losses.balance).backward()
     done = list(fired)
@@ -324,8 +326,8 @@ def test_buckets_leave_while_backward_goes_on_in_the_last_microbatch_only():
 
 def travelled_bf16(world: World) -> tuple[torch.Tensor, dict[tuple[str, ...], int]]:
     x = torch.randn(RANKS * 64, generator=torch.Generator().manual_seed(world.rank)).bfloat16()
-    with traffic.counted() as sent:
-        share = reduce_bf16(x, world.everyone).arrived()
+    with byte_counters.counted_bytes_sent() as sent:
+        share = reduce_scatter_bf16(x, world.everyone).arrived()
     return share, dict(sent)
 
 

@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from moefold.comm import traffic
+from moefold.comm import byte_counters
 from moefold.config.run import AttentionConfig, ModelConfig, MoeConfig, OptimConfig
-from moefold.kernels.bind import bind
+from moefold.kernels.bound import bind_kernels
 from moefold.kernels.catalog import Facts
 from moefold.kernels.registry import DTYPES
-from moefold.layout.axes import World, alone
+from moefold.layout.axes import World, single_rank_world
 from moefold.layout.declare import declared_parameters
-from moefold.model.initialise import initialise
+from moefold.model.initialise import initialise_parameters
 from moefold.model.transformer import Transformer
 from moefold.optim.adamw import AdamW
 from moefold.shard.buckets import Bucket, fill_buckets
@@ -36,8 +36,8 @@ LENGTH, SMALL = 8, 100  # a parameter or two in a bucket
 
 def make(world: World, dtype: str, most: int = SMALL) -> tuple[Transformer, list[Bucket], Publisher]:
     with default_dtype(DTYPES[dtype]):
-        model = transformer(MODEL, LENGTH, bind(Facts("cpu", dtype, hidden=16, ffn=16)), world)
-    initialise(model, seed=1)
+        model = transformer(MODEL, LENGTH, bind_kernels(Facts("cpu", dtype, hidden=16, ffn=16)), world)
+    initialise_parameters(model, seed=1)
     buckets = fill_buckets(model, world, most)
     return model, buckets, Publisher(model, buckets)
 
@@ -47,16 +47,16 @@ def stepped(
 ) -> tuple[dict[str, tuple[Any, torch.Tensor]], dict[str, int], list[int]]:
     """A step of random gradients, the same wherever a parameter is held; weights by name with their place."""
     model, buckets, publisher = make(world, dtype, most)
-    optimizer = AdamW(buckets, OptimConfig(), bind(Facts("cpu", dtype, hidden=16, ffn=16)))
+    optimizer = AdamW(buckets, OptimConfig(), bind_kernels(Facts("cpu", dtype, hidden=16, ffn=16)))
     for bucket in buckets:
-        for parameter, view in bucket.views(bucket.gradients):
+        for parameter, view in bucket.parameter_views(bucket.gradients):
             seed = sum(map(ord, parameter.name))
             whole = torch.randn(parameter.declaration.shape, generator=torch.Generator().manual_seed(seed))
             view.copy_(whole[tuple(slice(start, start + size) for start, size in parameter.part)])
     optimizer.step(1, 0.1)
-    with traffic.counted() as sent:
+    with byte_counters.counted_bytes_sent() as sent:
         publisher.publish()
-    publisher.await_all()
+    publisher.await_all_buckets()
     assert not publisher.under_way
     bytes_ = {axis: n for (what, axis), n in sent.items() if what == "publish"}
     expected: dict[str, int] = {}
@@ -71,7 +71,7 @@ def stepped(
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("parallel", [{}, {"tp": 2, "ep": 2, "etp": 2}], ids=["dp 4", "dp 2 tp 2 ep 2 etp 2"])
 def test_after_publishing_every_rank_has_the_weights_of_one_rank_to_the_bit(parallel, dtype: str, most: int):
-    expected, nothing, _ = stepped(alone(), dtype, most)
+    expected, nothing, _ = stepped(single_rank_world(), dtype, most)
     assert nothing == {}, "alone, nothing is sent"
     for weights, sent, _ in run_ranks(stepped, 4, dtype, most, **parallel):
         assert sent
@@ -112,7 +112,7 @@ USES = {
 @pytest.mark.parametrize("use", USES)
 @torch.no_grad()
 def test_nobody_uses_a_weight_that_has_not_arrived(use: str):
-    model, _, publisher = make(alone(), "fp32")
+    model, _, publisher = make(single_rank_world(), "fp32")
     expected = USES[use](model)
     late(publisher)
     assert torch.equal(USES[use](model), expected)
@@ -121,7 +121,7 @@ def test_nobody_uses_a_weight_that_has_not_arrived(use: str):
 
 @torch.no_grad()
 def test_a_module_waits_for_its_own_weights_only():
-    model, buckets, publisher = make(alone(), "fp32")
+    model, buckets, publisher = make(single_rank_world(), "fp32")
     late(publisher)
     model.embedding(torch.arange(8))
     (own,) = [i for i, b in enumerate(buckets) if any(p.name == "embedding.weight" for p in b.parameters)]

@@ -7,50 +7,50 @@ from dataclasses import replace
 import torch
 
 from moefold.config.run import Config, DataConfig, ModelConfig, ParallelConfig, TrainConfig
-from moefold.dispatch.choose import choose_dispatcher
-from moefold.kernels.bind import Kernels
-from moefold.layout.axes import World, alone
-from moefold.model.attention.context import choose_context
+from moefold.dispatch.build import build_dispatcher
+from moefold.kernels.bound import BoundKernels
+from moefold.layout.axes import World, single_rank_world
+from moefold.model.attention.context_parallel import choose_context_mechanism
 from moefold.model.attention.gqa import GroupedQueryAttention
 from moefold.model.attention.mla import LatentAttention
-from moefold.model.choices import Choices
-from moefold.model.share import Share
+from moefold.model.parts import ModelParts
+from moefold.model.token_layout import TokenShard
 from moefold.model.transformer import Transformer
 
 
 def choices(
     model: ModelConfig,
     seq_len: int,
-    kernels: Kernels,
+    kernels: BoundKernels,
     world: World | None = None,
     parallel: ParallelConfig | None = None,
-) -> Choices:
+) -> ModelParts:
     """`parallel` names the mechanisms; the degrees are the world's."""
-    world = world or alone()
+    world = world or single_rank_world()
     degrees = {name: world.axis(name).size for name in ("tp", "cp", "ep", "etp")}
     parallel = replace(parallel or ParallelConfig(), **degrees)
     data, train = DataConfig(seq_len=seq_len), TrainConfig(precision="fp32")
     config = Config(model=model, data=data, train=train, parallel=parallel)
-    context = choose_context(parallel.context, kernels, world)
-    return Choices(world, kernels, choose_dispatcher(config, kernels, world), context, seq_len)
+    context = choose_context_mechanism(parallel.context, kernels, world)
+    return ModelParts(world, kernels, build_dispatcher(config, kernels, world), context, seq_len)
 
 
 def transformer(
     model: ModelConfig,
     seq_len: int,
-    kernels: Kernels,
+    kernels: BoundKernels,
     world: World | None = None,
     parallel: ParallelConfig | None = None,
 ) -> Transformer:
     return Transformer(model, choices(model, seq_len, kernels, world, parallel))
 
 
-def attend(module: GroupedQueryAttention | LatentAttention, x_TD: torch.Tensor, where: Share) -> torch.Tensor:
+def attend(module: GroupedQueryAttention | LatentAttention, x_TD: torch.Tensor, where: TokenShard) -> torch.Tensor:
     """What attention gives for the stream, to which nothing is added before."""
     _, given_TD = module(x_TD, None, where)
     return given_TD
 
 
-def share(sequences: int, length: int, world: World | None = None) -> Share:
-    world = world or alone()
-    return Share(sequences, length, world.axis("cp"), world.axis("tp"), torch.device("cpu"))
+def share(sequences: int, length: int, world: World | None = None) -> TokenShard:
+    world = world or single_rank_world()
+    return TokenShard(sequences, length, world.axis("cp"), world.axis("tp"), torch.device("cpu"))

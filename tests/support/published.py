@@ -19,7 +19,7 @@ from itertools import combinations
 from pathlib import Path
 from statistics import mean, median
 
-from moefold.anatomy.counts import train_flops_per_token
+from moefold.anatomy.model_totals import train_flops_per_token
 from moefold.config.run import (
     Config,
     DataConfig,
@@ -29,10 +29,10 @@ from moefold.config.run import (
     PipelineConfig,
     TrainConfig,
 )
-from moefold.plan.choices import Choices
-from moefold.plan.hardware import find_gpu
-from moefold.plan.memory import setting_of
-from moefold.plan.simulate import time_step
+from moefold.plan.machine.gpu import find_gpu_by_name
+from moefold.plan.memory.peak_memory import build_run_setting
+from moefold.plan.options import PlanChoices
+from moefold.plan.time.simulate_step import time_training_step
 from moefold.presets.zoo import PRESETS
 
 POINTS = Path(__file__).parents[1] / "plan" / "data" / "published_points.csv"
@@ -127,7 +127,7 @@ def practice(row: Row) -> tuple[str, bool, str, tuple[str, ...]]:
     return DISPATCHER[dispatcher], overlap, graphs, again
 
 
-def planned(row: Row, model: ModelConfig) -> tuple[Config, Choices]:
+def planned(row: Row, model: ModelConfig) -> tuple[Config, PlanChoices]:
     """The row as a configuration. 002's runs without folding cut experts as they cut attention."""
     n = {key: int(row[key] or 1) for key in LAYOUT}
     full = "FSDP" in row["note"]
@@ -150,21 +150,21 @@ def planned(row: Row, model: ModelConfig) -> tuple[Config, Choices]:
         ),
         pipeline=PipelineConfig(vpp=n["vpp"] if n["pp"] > 1 else 1, pair=overlap),
     )
-    choices = Choices(
+    choices = PlanChoices(
         stack="megatron",
         precision=PRECISION[row["precision"]],  # pyright: ignore[reportArgumentType]
         recompute=again,
         graphs=graphs,  # pyright: ignore[reportArgumentType]
         sharding="fsdp" if full else "zero",
-        node=find_gpu(row["gpu"]).domain,
+        node=find_gpu_by_name(row["gpu"]).domain,
         spread=0.0,
     )
     return config, choices
 
 
 @cache
-def tokens_per_second(config: Config, choices: Choices, gpu: str, gpus: int) -> float:
-    seconds = time_step(setting_of(config, gpus, choices), find_gpu(gpu)).seconds
+def tokens_per_second(config: Config, choices: PlanChoices, gpu: str, gpus: int) -> float:
+    seconds = time_training_step(build_run_setting(config, gpus, choices), find_gpu_by_name(gpu)).seconds
     return config.train.global_batch * config.data.seq_len / gpus / seconds
 
 

@@ -79,14 +79,14 @@ def be_rank(
     import torch.distributed as dist
 
     from moefold.config.run import ParallelConfig
-    from moefold.layout.axes import name_axes
+    from moefold.layout.axes import create_world
 
     torch.set_num_threads(1)
     try:
         if size > 1:
             store = dist.FileStore(str(Path(folder) / "store"), size)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=TIMEOUT))
-        world = name_axes(rank, size, torch.device("cpu"), ParallelConfig(**parallel))
+        world = create_world(rank, size, torch.device("cpu"), ParallelConfig(**parallel))
         answer.send_bytes(pickle.dumps((None, function(world, *args))))
     except BaseException:
         answer.send_bytes(pickle.dumps((traceback.format_exc(), None)))

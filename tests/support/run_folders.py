@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from moefold.config.read import write_yaml
-from moefold.observe.router_stats import RouterCounts, RouterLog, summarise
-from moefold.presets.recipe import resolve
+from moefold.config.read import config_as_yaml
+from moefold.observe.router_stats import RouterCounts, RouterLog, balance_summary
+from moefold.presets.recipe import resolve_recipe
 
 
 def load_at(step: int, layer: int, experts: int) -> list[int]:
@@ -22,7 +22,9 @@ def run_folder(folder: Path, steps: int = 10, layers: int = 3, experts: int = 4,
     """A finished run: its configuration, a line of metrics each step, a line of load every second."""
     folder.mkdir(parents=True)
     sizes = ["--model.layers", str(layers + 1), "--model.moe.experts", str(experts), "--model.moe.dense_layers", "1"]
-    (folder / "config.yaml").write_text(write_yaml(resolve("tiny", [*sizes, "--train.steps", str(steps), *more])))
+    (folder / "config.yaml").write_text(
+        config_as_yaml(resolve_recipe("tiny", [*sizes, "--train.steps", str(steps), *more]))
+    )
     log, lines = RouterLog(folder / "router.jsonl", 2, -1), [{"step": 0, "val_loss": 5.5}]
     for step in range(1, steps + 1):
         load = [load_at(step, layer, experts) for layer in range(1, layers + 1)]
@@ -30,7 +32,7 @@ def run_folder(folder: Path, steps: int = 10, layers: int = 3, experts: int = 4,
         counts = RouterCounts(list(range(1, layers + 1)), load, dropped, moved)
         log.write(step, counts)
         speed = {"lr": 0.001 * step, "tokens_per_s": 1000.0 + step, "tflops": 0.5}
-        lines.append({"step": step, "loss": 5 - 0.1 * step, "grad_norm": 1 / step, **speed, **summarise(counts)})
+        lines.append({"step": step, "loss": 5 - 0.1 * step, "grad_norm": 1 / step, **speed, **balance_summary(counts)})
     log.close()
     write_lines(folder / "metrics.jsonl", lines)
     return folder

@@ -31,12 +31,12 @@ def start(argv: Sequence[str], log: Path, env: dict[str, str] | None = None):
 def be_command(argv: list[str], log: str, env: dict[str, str]) -> None:
     import torch
 
-    from moefold.cli.main import run
+    from moefold.cli.main import run_command_line
 
     os.environ.update(env)
     torch.set_num_threads(1)
     with open(log, "w", buffering=1) as output, contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
-        code = run(argv)
+        code = run_command_line(argv)
     sys.exit(code)
 
 

@@ -1,7 +1,7 @@
 """Which files of the package a token enters on its way through one MoE layer: forward, on one CPU rank.
 
-    python -m tests.support.token_way        # "files (calls)"
-    python -m tests.support.token_way -v     # and their names
+python -m tests.support.token_way        # "files (calls)"
+python -m tests.support.token_way -v     # and their names
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ def training() -> bool:
 
 
 def main() -> None:
-    from moefold.cli.main import run
+    from moefold.cli.main import run_command_line
 
     way = Way()
     with tempfile.TemporaryDirectory() as folder:
         output, sys.stdout = sys.stdout, sys.stderr
         sys.setprofile(way.watch)
-        run(["train", "qwen3-30b-a3b-tiny", *SIZES, "--out", f"{folder}/run"])
+        run_command_line(["train", "qwen3-30b-a3b-tiny", *SIZES, "--out", f"{folder}/run"])
         sys.setprofile(None)
         sys.stdout = output
     print(f"{len(way.calls)} ({way.calls.total()} calls)")

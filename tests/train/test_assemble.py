@@ -7,14 +7,14 @@ from pathlib import Path
 
 import torch
 
-from moefold.config.refused import Refused
+from moefold.config.errors import UserError
 from moefold.config.run import ParallelConfig
-from moefold.layout.axes import World, alone, name_axes
+from moefold.layout.axes import World, create_world, single_rank_world
 from moefold.presets.zoo import PRESETS
-from moefold.train.assemble import assemble, require_agreement
+from moefold.train.assemble import assemble_run, require_agreement
 from moefold.train.evaluate import validation_loss
-from moefold.train.loop import never_moved
-from moefold.train.parity import random_corpus, shrunk
+from moefold.train.loop import no_gradient_warnings
+from moefold.train.parity import random_corpus, shrink_config
 from moefold.train.step import train_step
 from tests.support.ranks import run_ranks
 
@@ -25,7 +25,7 @@ def started_differently(world: World) -> str:
         config = replace(config, optim=replace(config.optim, lr=0.5))
     try:
         require_agreement(config, world)
-    except Refused as refused:
+    except UserError as refused:
         return str(refused)
     return "agreed"
 
@@ -42,7 +42,7 @@ def started_with_other_code(world: World) -> str:
         module.source_digest = lambda: "another"
     try:
         require_agreement(PRESETS["tiny"](), world)
-    except Refused as refused:
+    except UserError as refused:
         return str(refused)
     return "agreed"
 
@@ -53,25 +53,25 @@ def test_a_rank_with_other_code_is_refused():
 
 
 def test_a_parameter_that_never_gets_a_gradient_is_named():
-    config = shrunk(PRESETS["tiny"](), 1)
-    run = assemble(config, alone(), Path("."), random_corpus(config))
+    config = shrink_config(PRESETS["tiny"](), 1)
+    run = assemble_run(config, single_rank_world(), Path("."), random_corpus(config))
     attention = run.model.blocks[1].attention
     attention.out.weight.register_hook(torch.zeros_like)  # as if its backward were not connected
     for _ in range(3):
         train_step(run, run.loader.next())
         run.gradients.note_moved()
-    assert [line.split()[1] for line in never_moved(run)] == ["blocks.1.attention.out.weight"]
+    assert [line.split()[1] for line in no_gradient_warnings(run)] == ["blocks.1.attention.out.weight"]
 
 
 def uneven_validation(world: World) -> float:
-    config = shrunk(replace(PRESETS["tiny"](), parallel=ParallelConfig(ep=4)), 4)
+    config = shrink_config(replace(PRESETS["tiny"](), parallel=ParallelConfig(ep=4)), 4)
     config = replace(config, train=replace(config.train, validate_sequences=5, precision="fp64"))
-    here = name_axes(world.rank, 4, world.device, config.parallel) if world.size > 1 else alone()
+    here = create_world(world.rank, 4, world.device, config.parallel) if world.size > 1 else single_rank_world()
     config = config if world.size > 1 else replace(config, parallel=ParallelConfig())
-    return validation_loss(assemble(config, here, Path("."), random_corpus(config)))
+    return validation_loss(assemble_run(config, here, Path("."), random_corpus(config)))
 
 
 def test_validation_on_a_number_of_sequences_that_does_not_split_neither_hangs_nor_differs():
-    one = uneven_validation(alone())
+    one = uneven_validation(single_rank_world())
     for loss in run_ranks(uneven_validation, 4):
         assert abs(loss - one) < 1e-12

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from moefold.cli.main import run
+from moefold.cli.main import run_command_line
 from tests.support.runs import SMALL, command, corpus, metrics, start
 
 STEPS = 8
@@ -88,7 +88,7 @@ def simulated(folder: Path) -> list[dict[str, Any]]:
         "--trace",
         str(folder / "s.json"),
     ]
-    assert run(["simulate", *options]) == 0
+    assert run_command_line(["simulate", *options]) == 0
     return json.loads((folder / "s.json").read_text())["traceEvents"]
 
 

@@ -8,23 +8,23 @@ from pathlib import Path
 import pytest
 import torch
 
-from moefold.cli.bench_curves import measured_config
-from moefold.config.refused import Failed
-from moefold.kernels.words import IGNORED
-from moefold.layout.axes import alone
+from moefold.bench.curves import curves_config
+from moefold.config.errors import RunFailure
+from moefold.kernels.vocabulary.vocab_shard import IGNORE_INDEX
+from moefold.layout.axes import single_rank_world
 from moefold.presets.zoo import PRESETS
-from moefold.train.assemble import Run, assemble
-from moefold.train.parity import random_corpus, shrunk
-from moefold.train.step import StepReport, refuse_nonsense, train_step
+from moefold.train.assemble import Run, assemble_run
+from moefold.train.parity import random_corpus, shrink_config
+from moefold.train.step import StepReport, refuse_non_finite, train_step
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
 def small_run(precision: str = "fp32", moments: str = "fp32") -> Run:
-    config = shrunk(PRESETS["tiny"](), 1)
+    config = shrink_config(PRESETS["tiny"](), 1)
     config = replace(config, train=replace(config.train, precision=precision))
     config = replace(config, optim=replace(config.optim, moments=moments))
-    return assemble(config, alone(), Path("."), random_corpus(config))
+    return assemble_run(config, single_rank_world(), Path("."), random_corpus(config))
 
 
 def everything(run: Run) -> list[torch.Tensor]:
@@ -49,8 +49,8 @@ def test_a_step_that_is_nonsense_changes_nothing_and_neither_do_those_after_it(p
         hook.remove()
     sound_again = train_step(run, run.loader.next())  # begun before anybody has read the one before
     assert all(torch.equal(a, b) for a, b in zip(before, everything(run), strict=True))
-    with pytest.raises(Failed, match="step 2: loss is nan and gradient norm is nan; the weights were not touched"):
-        refuse_nonsense(run, report)
+    with pytest.raises(RunFailure, match="step 2: loss is nan and gradient norm is nan; the weights were not touched"):
+        refuse_non_finite(run, report)
     assert sound_again.loss == sound_again.loss
 
 
@@ -58,17 +58,17 @@ def test_a_sound_step_is_not_refused_and_changes_the_weights():
     run = small_run()
     before = everything(run)
     report = train_step(run, run.loader.next())
-    refuse_nonsense(run, report)
+    refuse_non_finite(run, report)
     assert not all(torch.equal(a, b) for a, b in zip(before, everything(run), strict=True))
 
 
 def test_a_batch_with_nothing_to_learn_from_is_no_nonsense():
     run = small_run()
     batch = run.loader.next()
-    report = train_step(run, replace(batch, labels_BS=torch.full_like(batch.labels_BS, IGNORED)))
-    refuse_nonsense(run, report)
+    report = train_step(run, replace(batch, labels_BS=torch.full_like(batch.labels_BS, IGNORE_INDEX)))
+    refuse_non_finite(run, report)
     assert report.loss == 0
-    refuse_nonsense(run, train_step(run, run.loader.next()))
+    refuse_non_finite(run, train_step(run, run.loader.next()))
 
 
 def test_a_report_can_be_read_long_after_its_step():
@@ -86,10 +86,10 @@ def test_a_report_can_be_read_long_after_its_step():
 
 def run_on_gpu(gradients: str = "fp32", main: str = "fp32") -> Run:
     """Of sizes that every fast kernel takes."""
-    config = measured_config("cuda", 100)
+    config = curves_config("cuda", 100)
     config = replace(config, optim=replace(config.optim, gradients=gradients, main=main))
     config = replace(config, train=replace(config.train, global_batch=4, micro_batch=4 if gradients == "bf16" else 2))
-    return assemble(config, alone("cuda"), Path("."), random_corpus(config))
+    return assemble_run(config, single_rank_world("cuda"), Path("."), random_corpus(config))
 
 
 def steps(run: Run, count: int) -> list[StepReport]:
@@ -132,5 +132,5 @@ def test_on_a_gpu_nonsense_changes_nothing_either():
         hook.remove()
     steps(run, 1)
     assert all(torch.equal(a, b) for a, b in zip(before, everything(run), strict=True))
-    with pytest.raises(Failed, match="step 3: loss is nan"):
-        refuse_nonsense(run, report)
+    with pytest.raises(RunFailure, match="step 3: loss is nan"):
+        refuse_non_finite(run, report)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
-from moefold.plan.answer import answer
+from moefold.plan.answer import answer_request
 from tests.support.planner_page import served
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -72,7 +72,7 @@ def press(page: Page, control: str, key: str) -> None:
 
 def test_what_is_shown_is_what_the_planner_says(page: Page, place: str):
     open_at(page, place)
-    found = answer({**SMALL, **LAYOUT})
+    found = answer_request({**SMALL, **LAYOUT})
     need = sum(found["memory_parts_by_rank"][found["largest_rank"]["rank"]].values())
     expect(page.locator(".verdict h2")).to_have_text(
         f"✓ Fits: {need:.1f} of {found['memory_limit_gib']:.1f} GiB on the fullest rank"
@@ -145,7 +145,7 @@ def test_the_search_fills_a_table_and_a_front_and_a_layout_is_taken_over(page: P
     page.get_by_role("button", name="Find the best layouts").click()
     rows = page.locator("table.numbers tbody tr", has=page.get_by_role("button"))
     expect(rows).to_have_count(10)
-    searched = answer({**{key: value for key, value in SMALL.items() if key != "mbs"}, "search": True})
+    searched = answer_request({**{key: value for key, value in SMALL.items() if key != "mbs"}, "search": True})
     assert [each["text"] for each in searched["layouts"]] == rows.get_by_role("button").all_inner_texts()
     dots = page.get_by_role("group", name="Memory against speed").locator("circle")
     assert dots.count() == len(searched["front"])
@@ -155,7 +155,7 @@ def test_the_search_fills_a_table_and_a_front_and_a_layout_is_taken_over(page: P
     taken = searched["layouts"][1]["layout"]
     assert state_of(page)["parallel.tp"] == str(taken["tp"])
     assert state_of(page)["recompute"] == ",".join(taken["recompute"])
-    shown = answer({**{k: v for k, v in state_of(page).items() if v}, "recompute": state_of(page)["recompute"]})
+    shown = answer_request({**{k: v for k, v in state_of(page).items() if v}, "recompute": state_of(page)["recompute"]})
     assert shown["memory_gib"] == pytest.approx(searched["layouts"][1]["memory_gib"])
     expect(stands).not_to_contain_text("changed")
     press(page, "c-seq", "ArrowRight")

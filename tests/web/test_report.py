@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from moefold.web.report import report
+from moefold.web.report import render_report
 from tests.support.run_folders import run_folder, write_lines
 
 
@@ -20,7 +20,7 @@ def data_of(page: str) -> dict[str, Any]:
 
 
 def test_the_page_holds_the_data_and_loads_nothing(tmp_path: Path):
-    page = report([run_folder(tmp_path / "a")])
+    page = render_report([run_folder(tmp_path / "a")])
     assert data_of(page)["runs"][0]["curves"]["loss"]["mean"][-1] == 4
     assert not re.search(r"https?:|//\w+\.\w+|url\(|@import|\bsrc=|\bhref=|<link|<img|fetch\(|import\(", page)
     assert "default-src 'none'" in page, "the browser is told to refuse any request"
@@ -34,7 +34,7 @@ def test_nothing_of_the_run_can_end_its_element_or_become_markup(tmp_path: Path)
     folder = run_folder(tmp_path / "a</title><b>&{{data}}".replace("/", "\u2215"))
     config = (folder / "config.yaml").read_text().replace("name: tiny", f"name: {json.dumps(EVIL)}\n'<i>': 3")
     (folder / "config.yaml").write_text(config)
-    page = report([folder])
+    page = render_report([folder])
     assert page.count("<script") == page.count("</script>") == 2
     assert page.count("</title>") == 1
     assert "<b>" not in page
@@ -45,10 +45,10 @@ def test_nothing_of_the_run_can_end_its_element_or_become_markup(tmp_path: Path)
 
 
 def test_several_runs_share_one_page_and_are_told_apart_by_name(tmp_path: Path):
-    runs = data_of(report([run_folder(tmp_path / "on"), run_folder(tmp_path / "off")]))["runs"]
+    runs = data_of(render_report([run_folder(tmp_path / "on"), run_folder(tmp_path / "off")]))["runs"]
     assert [run["label"] for run in runs] == ["on", "off"]
     same = [run_folder(tmp_path / "x" / "run"), run_folder(tmp_path / "y" / "run")]
-    assert [run["label"] for run in data_of(report(same))["runs"]] == ["x/run", "y/run"]
+    assert [run["label"] for run in data_of(render_report(same))["runs"]] == ["x/run", "y/run"]
 
 
 def big_run(folder: Path, steps: int, layers: int, experts: int, every: int) -> Path:
@@ -69,7 +69,7 @@ def big_run(folder: Path, steps: int, layers: int, experts: int, every: int) -> 
 
 def test_a_page_of_sixty_layers_and_256_experts_is_a_few_megabytes_however_long_the_run(tmp_path: Path):
     """The length at which every column there may be is in use: longer runs join steps and have fewer."""
-    page = report([big_run(tmp_path / "big", 3200, 60, 256, every=25)])
+    page = render_report([big_run(tmp_path / "big", 3200, 60, 256, every=25)])
     assert len(page) < 5e6
     [run] = data_of(page)["runs"]
     columns = [len(told["first"]) for told in (run["curves"]["loss"], run["maps"]["max_violation"], run["load"])]
@@ -94,7 +94,7 @@ def drawn(page: str, tmp_path: Path) -> str:
 @pytest.mark.skipif(not BROWSER, reason="no browser here")
 @pytest.mark.parametrize("runs", [1, 2])
 def test_a_browser_draws_every_plot_without_an_error(runs: int, tmp_path: Path):
-    document = drawn(report([run_folder(tmp_path / f"run-{i}") for i in range(runs)]), tmp_path)
+    document = drawn(render_report([run_folder(tmp_path / f"run-{i}") for i in range(runs)]), tmp_path)
     assert document.count("<canvas") == 7, "five maps of layers, two of experts"
     assert document.count(" over steps") == (6 if runs == 1 else 8), "the curves"
 
@@ -104,6 +104,6 @@ def test_a_browser_draws_a_run_of_which_little_is_known(tmp_path: Path):
     folder = run_folder(tmp_path / "a")
     write_lines(folder / "metrics.jsonl", [{"step": 0, "val_loss": 5.5}])
     (folder / "router.jsonl").unlink()
-    document = drawn(report([folder]), tmp_path)
+    document = drawn(render_report([folder]), tmp_path)
     assert "not measured in this run" in document
     assert "router.jsonl holds no load" in document

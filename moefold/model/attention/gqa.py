@@ -8,38 +8,38 @@ from __future__ import annotations
 
 import torch
 
-from moefold.comm.collectives import gather, scatter_sum
+from moefold.comm.collectives import all_gather, reduce_scatter
 from moefold.config.run import ModelConfig
-from moefold.kernels.norm_rope import norm_rope
-from moefold.layout.placement import over_tp
+from moefold.kernels.norm.norm_rope import norm_rope
+from moefold.layout.placement import sharded_over_tp
+from moefold.model.attention.attention_base import AttentionBase
 from moefold.model.attention.rotary import Rotary
-from moefold.model.attention.sight import Seeing
-from moefold.model.choices import Choices
-from moefold.model.norm import AddNorm, RMSNorm, RMSNormOverTp, TurningNorm
-from moefold.model.share import Share
+from moefold.model.norm import AddNorm, RMSNorm, RMSNormOverTp, RopeNorm
+from moefold.model.parts import ModelParts
 from moefold.model.steps import Region
-from moefold.precision.linear import Linear, Together
+from moefold.model.token_layout import TokenShard
+from moefold.precision.linear import Linear, LinearGroup
 
 
-class GroupedQueryAttention(Seeing):
-    def __init__(self, model: ModelConfig, layer: int, choices: Choices):
+class GroupedQueryAttention(AttentionBase):
+    def __init__(self, model: ModelConfig, layer: int, choices: ModelParts):
         super().__init__(model, layer, choices.world)
         world, kernels = choices.world, choices.kernels
         a, d, std = model.attention, model.hidden, model.init_std
         self.qk_norm, self.tp = a.qk_norm, world.axis("tp")
         self.norm = AddNorm(d, model.norm_eps, kernels, world)
         heads, kv_heads = (a.heads, a.head_dim), (a.kv_heads, a.head_dim)
-        self.query = Linear(world, d, *heads, bias=a.qkv_bias, std=std, placement=over_tp(0))
-        self.key = Linear(world, d, *kv_heads, bias=a.qkv_bias, std=std, placement=over_tp(0))
-        self.value = Linear(world, d, *kv_heads, bias=a.qkv_bias, std=std, placement=over_tp(0))
-        self.projections = Together(world, self.query, self.key, self.value)
+        self.query = Linear(world, d, *heads, bias=a.qkv_bias, std=std, placement=sharded_over_tp(0))
+        self.key = Linear(world, d, *kv_heads, bias=a.qkv_bias, std=std, placement=sharded_over_tp(0))
+        self.value = Linear(world, d, *kv_heads, bias=a.qkv_bias, std=std, placement=sharded_over_tp(0))
+        self.projections = LinearGroup(world, self.query, self.key, self.value)
         out_std = std / (2 * model.layers) ** 0.5
-        self.out = Linear(world, a.heads * a.head_dim, d, bias=a.out_bias, std=out_std, placement=over_tp(1))
+        self.out = Linear(world, a.heads * a.head_dim, d, bias=a.out_bias, std=out_std, placement=sharded_over_tp(1))
         whole = a.rope_dim in (0, a.head_dim) and (a.qk_norm == "head" or (a.qk_norm == "full" and self.tp.size == 1))
-        self.turns_in_norm = whole and kernels.norm_rope is not norm_rope.reference
-        if self.turns_in_norm:
+        self.ropes_in_norm = whole and kernels.norm_rope is not norm_rope.reference
+        if self.ropes_in_norm:
             over = [1, 1] if a.qk_norm == "head" else [a.heads, a.kv_heads]
-            self.query_norm, self.key_norm = (TurningNorm(n * a.head_dim, model.norm_eps, kernels, world) for n in over)
+            self.query_norm, self.key_norm = (RopeNorm(n * a.head_dim, model.norm_eps, kernels, world) for n in over)
         elif a.qk_norm == "head":
             self.query_norm = RMSNorm(a.head_dim, model.norm_eps, kernels, world)
             self.key_norm = RMSNorm(a.head_dim, model.norm_eps, kernels, world)
@@ -50,27 +50,27 @@ class GroupedQueryAttention(Seeing):
         self.rotary = Rotary(a.rope_dim or a.head_dim, a.rope, choices.seq_len, kernels)
 
     def forward(
-        self, x_TD: torch.Tensor, given_TD: torch.Tensor | None, share: Share
+        self, x_TD: torch.Tensor, given_TD: torch.Tensor | None, share: TokenShard
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The residual stream with what the layer before gives, and what attention gives for it."""
         x_TD, h_TD, _ = self.norm(x_TD, given_TD)
-        h_CD = gather(h_TD, self.tp)  # all tokens of this cp rank meet this rank's heads
-        q, k, v = map(share.by_sequence, self.projections(h_CD))
-        q, k = self.placed(q, k, share)
-        y_BSHD = self.core(self.context, q, k, v, share, self.sight())
+        h_CD = all_gather(h_TD, self.tp)  # all tokens of this cp rank meet this rank's heads
+        q, k, v = map(share.unflatten_sequences, self.projections(h_CD))
+        q, k = self.norm_and_rope(q, k, share)
+        y_BSHD = self.core(self.context, q, k, v, share, self.attend_spec())
         summand_CD = self.out(y_BSHD.reshape(h_CD.shape[0], -1))
-        return x_TD, scatter_sum(summand_CD, self.tp)  # add up all heads; each rank keeps its own tokens
+        return x_TD, reduce_scatter(summand_CD, self.tp)  # add up all heads; each rank keeps its own tokens
 
-    def placed(self, q: torch.Tensor, k: torch.Tensor, share: Share) -> tuple[torch.Tensor, torch.Tensor]:
+    def norm_and_rope(self, q: torch.Tensor, k: torch.Tensor, share: TokenShard) -> tuple[torch.Tensor, torch.Tensor]:
         """Queries and keys, normed if the model does that, and turned by position."""
-        if self.turns_in_norm:
+        if self.ropes_in_norm:
             angles = self.rotary.angles(share)
             return self.query_norm(q, angles), self.key_norm(k, angles)
         if self.qk_norm != "none":
-            q, k = self.normed(q, self.query_norm), self.normed(k, self.key_norm)
+            q, k = self.apply_rmsnorm(q, self.query_norm), self.apply_rmsnorm(k, self.key_norm)
         return self.rotary.first(q, share), self.rotary.first(k, share)
 
-    def normed(self, x_BSHD: torch.Tensor, norm: RMSNorm | RMSNormOverTp) -> torch.Tensor:
+    def apply_rmsnorm(self, x_BSHD: torch.Tensor, norm: RMSNorm | RMSNormOverTp) -> torch.Tensor:
         if self.qk_norm == "head":
             return norm(x_BSHD)
         return norm(x_BSHD.flatten(-2)).view_as(x_BSHD)

@@ -22,14 +22,14 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from moefold.comm.collectives import sum_
-from moefold.comm.host import on_device
+from moefold.comm.collectives import all_reduce_no_grad
+from moefold.comm.host_copies import integers_on_device
 from moefold.config.run import MoeConfig
 from moefold.layout.axes import Axis
-from moefold.model.steps import recomputing
+from moefold.model.steps import inside_recompute
 
 
-class Load(nn.Module):
+class ExpertLoad(nn.Module):
     """Choices each expert got since the last update, the selection bias made from them, and their shares in the last
     batch that was surveyed."""
 
@@ -51,14 +51,14 @@ class Load(nn.Module):
     @torch.no_grad()
     def count(self, counts_BE: torch.Tensor, ids_TK: torch.Tensor, kept_TK: torch.Tensor) -> None:
         """Choices made, by sequence and expert and by token, and those of them that were kept."""
-        if recomputing():
+        if inside_recompute():
             return
         self.counts_E += counts_BE.sum(0)
         if kept_TK is not ids_TK:  # without a capacity none is dropped, and nothing need be counted
             self.dropped += (ids_TK >= 0).sum() - (kept_TK >= 0).sum()
 
     def note_moved(self, sent: int) -> None:
-        if not recomputing():
+        if not inside_recompute():
             self.moved += sent
 
     @torch.no_grad()
@@ -73,20 +73,20 @@ class Load(nn.Module):
             step_E = lack_E.sign() if moe.bias_step == "sign" else lack_E / counts_E.sum().clamp(min=1)
             rate = moe.bias_rate * (pace if moe.bias_pace == "learning_rate" else 1.0)
             self.bias_E += rate * step_E * sound
-        self.forget()
+        self.forget_counts()
 
     @torch.no_grad()
-    def survey(self, counts_E: torch.Tensor) -> None:
+    def remember_batch_shares(self, counts_E: torch.Tensor) -> None:
         """Remember the shares of a whole batch."""
         self.share_E.copy_(counts_E / counts_E.sum().clamp(min=1))
 
-    def forget(self) -> None:
+    def forget_counts(self) -> None:
         self.counts_E.zero_()
         self.dropped.zero_()
         self.moved = 0
 
 
-class Loads(NamedTuple):
+class LayerLoads(NamedTuple):
     """What a step's routing came to, over all ranks: choices of each expert, dropped ones, and bytes that were sent.
     `layers` are their numbers in the model."""
 
@@ -96,18 +96,18 @@ class Loads(NamedTuple):
     moved_L: torch.Tensor
 
 
-def gather_loads(loads: list[Load], everyone: Axis) -> Loads:
+def sum_loads_over_ranks(loads: list[ExpertLoad], everyone: Axis) -> LayerLoads:
     """Sum every layer's counts over all ranks, in one message."""
     if not loads:
         nothing = torch.zeros(0, dtype=torch.int64)
-        return Loads([], nothing.view(0, 0), nothing, nothing)
-    moved_L = on_device([load.moved for load in loads], loads[0].dropped.device)
+        return LayerLoads([], nothing.view(0, 0), nothing, nothing)
+    moved_L = integers_on_device([load.moved for load in loads], loads[0].dropped.device)
     all_L = [torch.stack([load.counts_E for load in loads]), torch.stack([load.dropped for load in loads])[:, None]]
-    joint = sum_(torch.cat((*all_L, moved_L[:, None]), dim=1), everyone)
-    return Loads([load.layer for load in loads], joint[:, :-2], joint[:, -2], joint[:, -1])
+    joint = all_reduce_no_grad(torch.cat((*all_L, moved_L[:, None]), dim=1), everyone)
+    return LayerLoads([load.layer for load in loads], joint[:, :-2], joint[:, -2], joint[:, -1])
 
 
-def joined_loads(parts: Sequence[Loads]) -> Loads:
+def join_pipeline_loads(parts: Sequence[LayerLoads]) -> LayerLoads:
     """Those of all pipeline ranks, by layer."""
     rows = [
         row for part in parts for row in zip(part.layers, part.counts_LE, part.dropped_L, part.moved_L, strict=True)
@@ -115,26 +115,26 @@ def joined_loads(parts: Sequence[Loads]) -> Loads:
     if not rows:
         return parts[0]
     layers, counts, dropped, moved = zip(*sorted(rows, key=lambda row: row[0]), strict=True)
-    return Loads(list(layers), torch.stack(counts), torch.stack(dropped), torch.stack(moved))
+    return LayerLoads(list(layers), torch.stack(counts), torch.stack(dropped), torch.stack(moved))
 
 
-def update_loads(
-    loads: list[Load], moe: MoeConfig, everyone: Axis, sound: torch.Tensor | bool = True, pace: float = 1.0
-) -> Loads:
+def update_selection_biases(
+    loads: list[ExpertLoad], moe: MoeConfig, everyone: Axis, sound: torch.Tensor | bool = True, pace: float = 1.0
+) -> LayerLoads:
     """After a step: gather the counts and update each layer's bias."""
-    found = gather_loads(loads, everyone)
+    found = sum_loads_over_ranks(loads, everyone)
     for load, counts_E in zip(loads, found.counts_LE, strict=True):
         if moe.aux_over == "previous_batch":
-            load.survey(counts_E)
+            load.remember_batch_shares(counts_E)
         load.update(counts_E, moe, sound, pace)
     return found
 
 
-def survey_loads(loads: list[Load], everyone: Axis) -> None:
+def remember_global_shares(loads: list[ExpertLoad], everyone: Axis) -> None:
     """After a pass that only counted: remember the shares of the whole batch, and forget the counts."""
-    for load, counts_E in zip(loads, gather_loads(loads, everyone).counts_LE, strict=True):
-        load.survey(counts_E)
-        load.forget()
+    for load, counts_E in zip(loads, sum_loads_over_ranks(loads, everyone).counts_LE, strict=True):
+        load.remember_batch_shares(counts_E)
+        load.forget_counts()
 
 
 def balance_losses(
@@ -142,14 +142,14 @@ def balance_losses(
     shares_BE: torch.Tensor,
     squares_B: torch.Tensor,
     moe: MoeConfig,
-    load: Load,
+    load: ExpertLoad,
     sharing: Axis,
 ) -> torch.Tensor:
     """This rank's summand of all losses that a layer's router has, each with its weight, from the sums over sequences
-    that kernels/router_topk.py gives. Scores are shares of one, so that no router lowers its loss by shrinking all."""
+    that kernels/routing/router_topk.py gives. Scores are shares of one, so that no router lowers its loss by shrinking all."""
     total = shares_BE.new_zeros(())
     if moe.aux_loss or moe.device_loss:
-        load_BE = load_shares(counts_BE, moe, load, sharing)
+        load_BE = expert_load_shares(counts_BE, moe, load, sharing)
         price_BE = (moe.experts * moe.aux_loss) * load_BE
         if moe.device_loss:
             of_groups = load_BE.unflatten(-1, (moe.devices, -1)).mean(-1)
@@ -161,15 +161,15 @@ def balance_losses(
     return total
 
 
-def load_shares(counts_BE: torch.Tensor, moe: MoeConfig, load: Load, sharing: Axis) -> torch.Tensor:
+def expert_load_shares(counts_BE: torch.Tensor, moe: MoeConfig, load: ExpertLoad, sharing: Axis) -> torch.Tensor:
     """Each expert's share of the choices that are counted together: (B, E) for sequences, else (1, E). Sequences and
     microbatches are counted over the ranks that hold their parts."""
     if moe.aux_over in ("global_batch", "previous_batch"):
         return load.share_E[None]
     if moe.aux_over == "microbatch":
         counts_BE = counts_BE.sum(0, keepdim=True)
-    return shares_of(sum_(counts_BE, sharing))
+    return share_of_choices(all_reduce_no_grad(counts_BE, sharing))
 
 
-def shares_of(counts_BE: torch.Tensor) -> torch.Tensor:
+def share_of_choices(counts_BE: torch.Tensor) -> torch.Tensor:
     return counts_BE.double() / counts_BE.sum(-1, keepdim=True).clamp(min=1)

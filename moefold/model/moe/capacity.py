@@ -12,27 +12,29 @@ from __future__ import annotations
 
 import torch
 
-from moefold.comm.collectives import gather_plain
+from moefold.comm.collectives import all_gather_no_grad
 from moefold.config.run import MoeConfig
 from moefold.dispatch.base import Routing
-from moefold.dispatch.choose import capacity
+from moefold.dispatch.build import expert_capacity
 from moefold.layout.axes import Axis
-from moefold.model.share import Share
+from moefold.model.token_layout import TokenShard
 
 
-def limited(routing: Routing, moe: MoeConfig, share: Share, over: Axis) -> Routing:
+def drop_beyond_capacity(routing: Routing, moe: MoeConfig, share: TokenShard, over: Axis) -> Routing:
     """The routing with choices beyond capacity made -1, with the weight zero."""
     if moe.capacity_factor == 0 or moe.router == "expert_choice":  # experts that choose take no more than they can
         return routing
     whole = moe.drop_over == "full_sequence"
     ids_TK, first = routing.ids_TK, over.index * len(routing.ids_TK) if whole else 0
-    liking_TK = routing.probs_TK.detach() if moe.drop == "probability" else -share.place_T[:, None].expand_as(ids_TK)
-    ids_NK, liking_NK = (gather_plain(x, over) if whole else x for x in (ids_TK, liking_TK.contiguous()))
+    liking_TK = (
+        routing.weights_TK.detach() if moe.drop == "probability" else -share.position_rank_T[:, None].expand_as(ids_TK)
+    )
+    ids_NK, liking_NK = (all_gather_no_grad(x, over) if whole else x for x in (ids_TK, liking_TK.contiguous()))
     held = moe.experts // moe.devices if moe.device_capacity else 1  # experts that are full together
-    most = capacity(moe, len(ids_NK)) * held
+    most = expert_capacity(moe, len(ids_NK)) * held
     keep_NK = within_capacity(ids_NK.div(held, rounding_mode="floor"), liking_NK, moe.experts // held, most)
     keep_TK = keep_NK[first : first + len(ids_TK)]
-    return Routing(routing.probs_TK * keep_TK, torch.where(keep_TK, ids_TK, -1))
+    return Routing(routing.weights_TK * keep_TK, torch.where(keep_TK, ids_TK, -1))
 
 
 def within_capacity(ids_NK: torch.Tensor, liking_NK: torch.Tensor, experts: int, most: int) -> torch.Tensor:

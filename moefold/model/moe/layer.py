@@ -5,16 +5,16 @@ from __future__ import annotations
 from torch import nn
 
 from moefold.config.run import ModelConfig
-from moefold.model.choices import Choices
 from moefold.model.moe.experts import Experts
 from moefold.model.moe.router import Router
 from moefold.model.moe.shared import SharedExperts
 from moefold.model.norm import AddNorm
+from moefold.model.parts import ModelParts
 from moefold.precision.linear import Linear
 
 
 class MoeLayer(nn.Module):
-    def __init__(self, model: ModelConfig, layer: int, choices: Choices):
+    def __init__(self, model: ModelConfig, layer: int, choices: ModelParts):
         super().__init__()
         moe, kernels, world = model.moe, choices.kernels, choices.world
         self.norm = AddNorm(model.hidden, model.norm_eps, kernels, world)

@@ -9,65 +9,67 @@ import torch
 
 from moefold.config.run import ModelConfig, MoeConfig
 from moefold.dispatch.base import Routing
-from moefold.kernels.bind import Kernels
-from moefold.kernels.choosing import Choosing
-from moefold.kernels.router_logits import router_logits
+from moefold.kernels.bound import BoundKernels
+from moefold.kernels.routing.router_logits import router_logits
+from moefold.kernels.routing.router_spec import RouterSpec
 from moefold.layout.axes import World
-from moefold.layout.declare import Declaring
-from moefold.model.moe.balance import Load, balance_losses
-from moefold.model.moe.capacity import limited
-from moefold.model.moe.imposed import round_robin
-from moefold.model.moe.jitter import jittered
-from moefold.model.moe.transport import expert_choice, sinkhorn_choice
-from moefold.model.share import Share
-from moefold.model.steps import recomputing
+from moefold.layout.declare import DeclaringModule
+from moefold.model.moe.balance import ExpertLoad, balance_losses
+from moefold.model.moe.capacity import drop_beyond_capacity
+from moefold.model.moe.forced_routing import round_robin_experts
+from moefold.model.moe.jitter import multiply_by_jitter
+from moefold.model.moe.sequence_choice import expert_choice, sinkhorn_choice
+from moefold.model.steps import inside_recompute
+from moefold.model.token_layout import TokenShard
 
 
-class Router(Declaring):
-    def __init__(self, model: ModelConfig, layer: int, kernels: Kernels, world: World):
+class Router(DeclaringModule):
+    def __init__(self, model: ModelConfig, layer: int, kernels: BoundKernels, world: World):
         super().__init__(world)
         moe = self.moe = model.moe
-        self.layer, self.how = layer, choosing(moe)
+        self.layer, self.how = layer, router_spec_of(moe)
         self.router_logits, self.router_topk = kernels.router_logits, kernels.router_topk
-        self.weight = self.declare("weight", moe.experts, model.hidden, std=model.init_std)
-        self.bias = self.declare("bias", moe.experts, std=0.0) if moe.biases else None
-        self.load = Load(moe.experts, layer)
+        self.weight = self.declare_parameter("weight", moe.experts, model.hidden, std=model.init_std)
+        self.bias = self.declare_parameter("bias", moe.experts, std=0.0) if moe.biases else None
+        self.load = ExpertLoad(moe.experts, layer)
         self.sharing = world.axis("cp", "tp")  # the ranks that hold parts of the same sequences
 
     def forward(
-        self, h_TD: torch.Tensor, share: Share, imposed_TK: torch.Tensor | None = None
+        self, h_TD: torch.Tensor, share: TokenShard, imposed_TK: torch.Tensor | None = None
     ) -> tuple[Routing, torch.Tensor]:
         """The routing, and this rank's summand of the balance losses. `imposed_TK` takes the place of the choice."""
         logits_TE = self.logits(h_TD, share)
         if imposed_TK is None:
-            imposed_TK = self.choice_of_all(logits_TE, share)
+            imposed_TK = self.sequence_wide_choice(logits_TE, share)
         bias_E = self.load.bias_E.to(logits_TE.dtype)
         chosen = self.router_topk(logits_TE, bias_E, self.how, imposed_TK, share.span)
-        probs_TK, ids_TK, counts_BE, shares_BE, squares_B = chosen
-        routing = limited(Routing(probs_TK, ids_TK), self.moe, share, self.sharing)
+        weights_TK, ids_TK, counts_BE, shares_BE, squares_B = chosen
+        routing = drop_beyond_capacity(Routing(weights_TK, ids_TK), self.moe, share, self.sharing)
         if self.training:
             self.load.count(counts_BE, ids_TK, routing.ids_TK)
-        if self.load.record and not recomputing():
+        if self.load.record and not inside_recompute():
             self.load.record(ids_TK)
         return routing, balance_losses(counts_BE, shares_BE, squares_B, self.moe, self.load, self.sharing)
 
-    def logits(self, h_TD: torch.Tensor, share: Share) -> torch.Tensor:
+    def logits(self, h_TD: torch.Tensor, share: TokenShard) -> torch.Tensor:
         if self.moe.jitter and self.training:  # in fp32: rounded to bf16, little noise is none
             wide_TD = h_TD.to(torch.promote_types(h_TD.dtype, torch.float32))
-            logits_TE = router_logits(jittered(wide_TD, self.moe.jitter, share.number_T, self.layer), self.weight)
+            logits_TE = router_logits(
+                multiply_by_jitter(wide_TD, self.moe.jitter, share.token_number_T, self.layer), self.weight
+            )
         else:
             logits_TE = self.router_logits(h_TD, self.weight)
         return logits_TE if self.bias is None else logits_TE + self.bias
 
-    def choice_of_all(self, logits_TE: torch.Tensor, share: Share) -> torch.Tensor | None:
+    def sequence_wide_choice(self, logits_TE: torch.Tensor, share: TokenShard) -> torch.Tensor | None:
         """Choices that are not each token's own: they are made over whole sequences, or in turn."""
         if self.moe.force_balance:
-            return round_robin(share.number_T, self.moe)
+            return round_robin_experts(share.token_number_T, self.moe)
         if self.moe.router == "token_choice":
             return None
         choose = expert_choice if self.moe.router == "expert_choice" else sinkhorn_choice
-        return share.of_rank(choose(share.of_all(logits_TE, self.sharing), self.moe))
+        return share.slice_for_rank(choose(share.gather_all_tokens(logits_TE, self.sharing), self.moe))
 
 
-def choosing(moe: MoeConfig) -> Choosing:
-    return Choosing(moe.top_k, moe.score, moe.normalize, moe.scale, moe.groups, moe.groups_chosen, moe.group_score)
+def router_spec_of(moe: MoeConfig) -> RouterSpec:
+    return RouterSpec(moe.top_k, moe.score, moe.normalize, moe.scale, moe.groups, moe.groups_chosen, moe.group_score)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 
 from moefold.config.run import ModelConfig
-from moefold.kernels.bind import Kernels
+from moefold.kernels.bound import BoundKernels
 from moefold.layout.axes import World
 from moefold.model.mlp import GatedMlp
 from moefold.precision.linear import Linear
 
 
 class SharedExperts(GatedMlp):
-    def __init__(self, model: ModelConfig, kernels: Kernels, world: World):
+    def __init__(self, model: ModelConfig, kernels: BoundKernels, world: World):
         super().__init__(model, model.moe.shared_ffn, kernels, world)
         self.gate = Linear(world, model.hidden, 1, std=model.init_std) if model.moe.shared_gate else None
 

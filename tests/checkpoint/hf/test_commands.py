@@ -12,17 +12,17 @@ import torch
 from safetensors.torch import load_file
 
 import moefold
-from moefold.checkpoint.hf.config import describe
+from moefold.checkpoint.hf.config_json import describe_model
 from moefold.checkpoint.hf.export import export_hf_weights
-from moefold.checkpoint.hf.folder import open_folder
-from moefold.cli.main import run
-from moefold.cli.train import TrainOptions, arguments
+from moefold.checkpoint.hf.model_folder import open_model_folder
+from moefold.cli.main import run_command_line
+from moefold.cli.train import TrainOptions, rank_arguments
 from moefold.config.run import Config, DataConfig, ParallelConfig, TrainConfig
-from moefold.data.tokens import Corpus
+from moefold.data.corpus import Corpus
 from moefold.layout.axes import World
-from moefold.train.assemble import assemble
+from moefold.train.assemble import assemble_run
 from moefold.train.from_hf import starting_weights
-from moefold.train.resume import save_run, saver_of
+from moefold.train.resume import begin_checkpoint, make_background_saver
 from moefold.train.step import train_step
 from tests.support.hf_models import CASES, DENSE, hf, make, save, tokens
 from tests.support.ranks import run_ranks
@@ -52,7 +52,7 @@ def test_a_run_starts_from_a_folder_and_becomes_one_again(tmp_path: Path, capsys
     lines = metrics(out)
     assert lines[-1]["loss"] < lines[1]["loss"]
 
-    assert run(["convert", str(out), "--to", "hf", str(tmp_path / "back")]) == 0
+    assert run_command_line(["convert", str(out), "--to", "hf", str(tmp_path / "back")]) == 0
     assert "qwen3_moe" in capsys.readouterr().out
     theirs = hf().AutoModelForCausalLM.from_pretrained(tmp_path / "back", attn_implementation="eager").eval()
     ours = moefold.from_hf(tmp_path / "back", seq_len=32)
@@ -66,7 +66,7 @@ def test_a_run_starts_from_a_folder_and_becomes_one_again(tmp_path: Path, capsys
 
 def test_every_rank_is_told_where_to_start_from():
     options = TrainOptions(from_hf=Path("weights"), nproc=2)
-    words = arguments(options, ["--parallel.tp", "2"], Path("out"))
+    words = rank_arguments(options, ["--parallel.tp", "2"], Path("out"))
     assert words[words.index("--from-hf") + 1] == "weights"
 
 
@@ -75,7 +75,7 @@ def save_on(world: World, start: str, out: str, steps: int) -> dict[str, torch.T
     folder = Path(start)
     degrees = {name: world.axis(name).size for name in ("tp", "ep", "etp", "pp")}
     config = Config(
-        model=describe(open_folder(folder)).model,
+        model=describe_model(open_model_folder(folder)).model,
         data=DataConfig(seq_len=16, tokenizer="none/tokenizer.json"),
         train=TrainConfig(global_batch=4, micro_batch=1, validate_sequences=4, precision="bf16"),
         parallel=ParallelConfig(**degrees),
@@ -83,14 +83,14 @@ def save_on(world: World, start: str, out: str, steps: int) -> dict[str, torch.T
     corpus = Corpus(np.arange(400) % 48, np.arange(400) % 48)
     with patch("moefold.train.assemble.load_tokenizer", lambda name: None):
         weights = starting_weights(folder, config, world, lambda text: None)
-        made = assemble(config, world, Path(out), corpus, weights)
+        made = assemble_run(config, world, Path(out), corpus, weights)
     for _ in range(steps):
         train_step(made, made.loader.next())
     assert bool(made.parameters.under_way) == (steps > 0)
     exported = {name: tensor.clone() for name, tensor in export_hf_weights(made.model, config.model, world)}
     assert not made.parameters.under_way, "weights were read before they had arrived"
-    with saver_of(made, str) as saver:
-        save_run(made, saver)
+    with make_background_saver(made, str) as saver:
+        begin_checkpoint(made, saver)
     return exported
 
 
@@ -100,7 +100,7 @@ def test_a_checkpoint_of_any_layout_is_written_as_it_came(parallel: dict[str, in
     kind, options = CASES["deepseek v3"]
     start = save(make(kind, **options).to(torch.bfloat16), tmp_path / "hf")
     run_ranks(save_on, 4, str(start), str(tmp_path / "run"), 0, **parallel)
-    assert run(["convert", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
+    assert run_command_line(["convert", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
     before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("hf", "out"))
     assert before.keys() == after.keys()
     for name, tensor in before.items():
@@ -112,7 +112,7 @@ def test_weights_handed_on_right_behind_a_step_are_those_of_the_next_checkpoint(
     kind, options = CASES["mixtral"]
     start = save(make(kind, **options), tmp_path / "hf")
     exported = run_ranks(save_on, 4, str(start), str(tmp_path / "run"), 1, tp=2, ep=2)
-    assert run(["convert", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
+    assert run_command_line(["convert", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
     before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("hf", "out"))
     assert not torch.equal(before["lm_head.weight"].bfloat16(), after["lm_head.weight"])
     for of_rank in exported:
@@ -121,10 +121,10 @@ def test_weights_handed_on_right_behind_a_step_are_those_of_the_next_checkpoint(
 
 
 def test_shards_and_their_index_hold_what_one_file_would(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("moefold.checkpoint.hf.write.SHARD", 20_000)
+    monkeypatch.setattr("moefold.checkpoint.hf.write_weights.SHARD_BYTES", 20_000)
     kind, options = CASES["deepseek v3"]
     start = save(make(kind, **options), tmp_path / "hf")
-    assert run(["convert", str(start), str(tmp_path / "out"), "--to", "hf"]) == 0
+    assert run_command_line(["convert", str(start), str(tmp_path / "out"), "--to", "hf"]) == 0
     files = sorted((tmp_path / "out").glob("model-*.safetensors"))
     assert len(files) > 3
     after = {name: tensor for file in files for name, tensor in load_file(file).items()}
@@ -143,10 +143,10 @@ def test_a_folder_that_is_not_empty_is_left_alone_unless_asked(tmp_path: Path, c
     start, out = save(make(kind, **options), tmp_path / "hf"), tmp_path / "out"
     out.mkdir()
     (out / "mine.txt").write_text("mine")
-    assert run(["convert", str(start), str(out)]) == 2
+    assert run_command_line(["convert", str(start), str(out)]) == 2
     assert "is not empty" in capsys.readouterr().err
     assert [p.name for p in out.iterdir()] == ["mine.txt"]
-    assert run(["convert", str(start), str(out), "--overwrite"]) == 0
+    assert run_command_line(["convert", str(start), str(out), "--overwrite"]) == 0
     assert (out / "mine.txt").read_text() == "mine"
     assert (out / "model.safetensors").exists()
 
@@ -156,7 +156,7 @@ def test_tokenizer_files_go_along(tmp_path: Path):
     start = save(make(kind, **options), tmp_path / "hf")
     (start / "tokenizer.json").write_text("{}")
     (start / "tokenizer_config.json").write_text('{"a": 1}')
-    assert run(["convert", str(start), str(tmp_path / "out"), "--dtype", "bf16"]) == 0
+    assert run_command_line(["convert", str(start), str(tmp_path / "out"), "--dtype", "bf16"]) == 0
     assert (tmp_path / "out" / "tokenizer_config.json").read_text() == '{"a": 1}'
     assert load_file(tmp_path / "out" / "model.safetensors")["lm_head.weight"].dtype == torch.bfloat16
 
@@ -170,7 +170,7 @@ def test_an_upcycled_model_computes_what_the_dense_one_does(which: str, plan: st
     kind, options = DENSE[which]
     dense = make(kind, **options)
     start, out = save(dense, tmp_path / "dense"), tmp_path / "sparse"
-    assert run(["convert", str(start), str(out), "--upcycle", plan]) == 0
+    assert run_command_line(["convert", str(start), str(out), "--upcycle", plan]) == 0
     sparse = hf().AutoModelForCausalLM.from_pretrained(out, attn_implementation="eager").eval()
     with torch.no_grad():
         torch.testing.assert_close(sparse(tokens()).logits, dense(tokens()).logits, rtol=0, atol=1e-5)
@@ -184,16 +184,18 @@ def test_an_upcycled_model_in_bf16_computes_the_same_if_scaling_is_exact(
 ):
     """down x 2 is exact in bf16 and down x 3 is not: the check at the end of the command tells."""
     start = save(make("Llama", intermediate_size=48).to(torch.bfloat16), tmp_path / "dense")
-    assert run(["convert", str(start), str(tmp_path / "two"), "--upcycle", "E4G2T2"]) == 0
-    assert run(["convert", str(start), str(tmp_path / "three"), "--upcycle", "E4G3T3"]) == 1
+    assert run_command_line(["convert", str(start), str(tmp_path / "two"), "--upcycle", "E4G2T2"]) == 0
+    assert run_command_line(["convert", str(start), str(tmp_path / "three"), "--upcycle", "E4G3T3"]) == 1
     assert "does not compute what" in capsys.readouterr().err
-    assert run(["convert", str(start), str(tmp_path / "wide"), "--upcycle", "E4G3T3", "--dtype", "fp32"]) == 0
+    assert (
+        run_command_line(["convert", str(start), str(tmp_path / "wide"), "--upcycle", "E4G3T3", "--dtype", "fp32"]) == 0
+    )
 
 
 def test_training_goes_on_from_an_upcycled_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     kind, options = DENSE["llama"]
     start = save(make(kind, **{**options, "vocab_size": 256}), tmp_path / "dense")
-    assert run(["convert", str(start), str(tmp_path / "sparse"), "--upcycle", "E4G2T4"]) == 0
+    assert run_command_line(["convert", str(start), str(tmp_path / "sparse"), "--upcycle", "E4G2T4"]) == 0
     assert "the same as the dense model" in capsys.readouterr().out
     trained(tmp_path / "sparse", tmp_path / "run", tmp_path)
     losses = [line["loss"] for line in metrics(tmp_path / "run")[1:]]
@@ -214,7 +216,7 @@ def test_a_plan_that_cannot_compute_the_same_is_refused(
     plan: str, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     start = save(make("Llama"), tmp_path / "dense")
-    assert run(["convert", str(start), str(tmp_path / "out"), "--upcycle", plan]) == 2
+    assert run_command_line(["convert", str(start), str(tmp_path / "out"), "--upcycle", plan]) == 2
     assert why in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 

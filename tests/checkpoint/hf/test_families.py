@@ -10,14 +10,20 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from moefold.checkpoint.boxes import slices
-from moefold.checkpoint.hf.config import describe, essentials, family_for, options_for, read_model
-from moefold.checkpoint.hf.export import export_hf_weights, hf_tensors
-from moefold.checkpoint.hf.folder import open_folder
-from moefold.checkpoint.hf.options import Options
-from moefold.checkpoint.hf.piece import Piece
-from moefold.checkpoint.hf.read import held_tensors
-from moefold.layout.axes import alone
+from moefold.checkpoint.format.boxes import box_slices
+from moefold.checkpoint.hf.config_json import (
+    config_json_for,
+    describe_model,
+    essential_values,
+    family_for_model,
+    read_model_config,
+)
+from moefold.checkpoint.hf.config_options import ConfigOptions
+from moefold.checkpoint.hf.export import export_hf_weights, iterate_hf_tensors
+from moefold.checkpoint.hf.model_folder import open_model_folder
+from moefold.checkpoint.hf.name_table import MappedPiece
+from moefold.checkpoint.hf.read_weights import local_tensors
+from moefold.layout.axes import single_rank_world
 from moefold.train.from_hf import from_hf
 from tests.support.hf_models import CASES, DENSE, hf, make, save, tokens
 
@@ -49,10 +55,10 @@ def test_logits_and_gradients_are_theirs(case: str, folder: Path, tmp_path: Path
     (expected * weights).sum().backward()
     (found * weights).sum().backward()
     expected = gradients_of(theirs, tmp_path / "gradients")
-    table = describe(open_folder(folder)).family.table(ours.model)
+    table = describe_model(open_model_folder(folder)).family.name_table(ours.model)
     grads = {p: t.grad for p, t in ours.named_parameters()}
     biases = {n: torch.zeros_like(b) for n, b in ours.named_buffers() if n.endswith("bias_E")}
-    found = dict(hf_tensors(table, lambda name, box: (grads | biases)[name][slices(box)]))
+    found = dict(iterate_hf_tensors(table, lambda name, box: (grads | biases)[name][box_slices(box)]))
     for name, gradient in expected.items():
         if not name.endswith("e_score_correction_bias"):
             scale = float(gradient.abs().max())
@@ -77,8 +83,8 @@ def test_what_was_read_is_written_again_to_the_byte(case: str, dtype: torch.dtyp
     folder = save(make(kind, **options).to(dtype), tmp_path / "hf")
     before = load_file(folder / "model.safetensors")
     model = from_hf(folder, dtype=dtype, seq_len=32)
-    family = describe(open_folder(folder)).family
-    after = dict(export_hf_weights(model, model.model, alone(), family.kind))
+    family = describe_model(open_model_folder(folder)).family
+    after = dict(export_hf_weights(model, model.model, single_rank_world(), family.kind))
     assert after.keys() == before.keys()
     for name, tensor in before.items():
         if not name.endswith("e_score_correction_bias"):  # fp32 in our files, whatever theirs have
@@ -91,10 +97,10 @@ def test_what_was_read_is_written_again_to_the_byte(case: str, dtype: torch.dtyp
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_configuration_comes_back_and_transformers_reads_it(case: str, folder: Path):
-    model = describe(open_folder(folder)).model
-    family = family_for(model)
-    written = options_for(family, model)
-    assert essentials(read_model(family, Options(written, "config.json"))) == essentials(model)
+    model = describe_model(open_model_folder(folder)).model
+    family = family_for_model(model)
+    written = config_json_for(family, model)
+    assert essential_values(read_model_config(family, ConfigOptions(written, "config.json"))) == essential_values(model)
     kind = CASES[case][0]
     again = getattr(hf(), f"{kind}Config")(**{k: v for k, v in written.items() if k != "architectures"})
     before = made(case).config
@@ -107,42 +113,42 @@ def test_the_configuration_comes_back_and_transformers_reads_it(case: str, folde
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_table_covers_every_tensor_of_the_model_once(case: str, folder: Path):
-    described = describe(open_folder(folder))
-    table = described.family.table(described.model)
+    described = describe_model(open_model_folder(folder))
+    table = described.family.name_table(described.model)
     covered: dict[str, torch.Tensor] = {}
-    for name, held in held_tensors(from_hf(folder, seq_len=32)).items():
-        if name in table.by_ours or not name.endswith("bias_E"):
+    for name, held in local_tensors(from_hf(folder, seq_len=32)).items():
+        if name in table.pieces_by_ours or not name.endswith("bias_E"):
             covered[name] = torch.zeros(held.tensor.shape, dtype=torch.int)
     for piece in table.pieces:
-        covered[piece.ours][slices(piece.our_box)] += 1
+        covered[piece.ours][box_slices(piece.box_in_ours)] += 1
     assert all(bool((count == 1).all()) for count in covered.values())
 
 
 def test_pieces_move_boxes_both_ways():
     """A box that cuts heads, of a tensor whose turning dims are in pairs on the other side."""
-    from moefold.checkpoint.hf.move import put, take
+    from moefold.checkpoint.hf.piece_values import read_piece_values, write_piece_values
 
     sizes = {"h": 4, "x": 6, "r": 3}
     pieces = [
-        Piece("q", "query", "(h x) r -> h x r", sizes, {"x": (0, 2)}, (0, 0, 0)),
-        Piece("q", "query", "(h x) r -> h x r", sizes, {"x": (2, 4)}, (0, 2, 0), "x"),
+        MappedPiece("q", "query", "(h x) r -> h x r", sizes, {"x": (0, 2)}, (0, 0, 0)),
+        MappedPiece("q", "query", "(h x) r -> h x r", sizes, {"x": (2, 4)}, (0, 2, 0), "x"),
     ]
     theirs = torch.arange(72.0).view(24, 3)
     asked: list[Any] = []
 
     def fetch(name: str, box: Any) -> torch.Tensor:
         asked.append(box)
-        return theirs[slices(box)]
+        return theirs[box_slices(box)]
 
     box = ((1, 2), (0, 6), (1, 2))
     found = torch.full((4, 6, 3), torch.nan)
     for piece in pieces:
-        shared, values = take(piece, box, fetch)  # pyright: ignore[reportGeneralTypeIssues]
-        found[slices(shared)] = values
+        shared, values = read_piece_values(piece, box, fetch)  # pyright: ignore[reportGeneralTypeIssues]
+        found[box_slices(shared)] = values
     assert asked == [((6, 12), (1, 2))] * 2, "no more than two heads and two columns are read"
     by_head = theirs.view(4, 6, 3)[:, [0, 1, 2, 4, 3, 5]]
-    assert torch.equal(found[slices(box)], by_head[slices(box)])
+    assert torch.equal(found[box_slices(box)], by_head[box_slices(box)])
     back = torch.zeros(24, 3)
     for piece in pieces:
-        put(piece, by_head[slices(piece.our_box)], back)
+        write_piece_values(piece, by_head[box_slices(piece.box_in_ours)], back)
     assert torch.equal(back, theirs)

@@ -9,20 +9,20 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from moefold.checkpoint.hf.config import describe
+from moefold.checkpoint.hf.config_json import describe_model
 from moefold.checkpoint.hf.export import export_hf_weights
-from moefold.checkpoint.hf.folder import open_folder
-from moefold.checkpoint.hf.read import Weights, load
-from moefold.comm.collectives import sum_
+from moefold.checkpoint.hf.model_folder import open_model_folder
+from moefold.checkpoint.hf.read_weights import FolderWeights, load_folder_weights
+from moefold.comm.collectives import all_reduce_no_grad
 from moefold.config.run import Config, DataConfig, ParallelConfig, PipelineConfig, TrainConfig
 from moefold.data.loader import Batch
 from moefold.layout.axes import World
 from moefold.model.steps import Carry
-from moefold.observe.trace import Spans
+from moefold.observe.trace import SpanRecorder
 from moefold.pipeline.executor import Executor
 from moefold.shard.buckets import fill_buckets
 from moefold.shard.gradients import Gradients
-from moefold.train.assemble import build_model, choose_kernels, held_copies
+from moefold.train.assemble import build_model, choose_kernels, pipeline_shared_weights
 from moefold.train.from_hf import from_hf
 from tests.support.hf_models import CASES, make, save, tokens
 from tests.support.ranks import run_ranks
@@ -46,8 +46,8 @@ def read_and_write(
     world: World, path: str, ids: torch.Tensor, vpp: int
 ) -> tuple[torch.Tensor, dict[str, Any], list[int]]:
     """Logits of a model read on this layout, everything it exports, and how many values this rank read each time."""
-    folder = open_folder(Path(path))
-    described = describe(folder)
+    folder = open_model_folder(Path(path))
+    described = describe_model(folder)
     degrees = {name: world.axis(name).size for name in ("tp", "cp", "ep", "etp", "pp")}
     config = Config(
         model=described.model,
@@ -57,30 +57,30 @@ def read_and_write(
         pipeline=PipelineConfig(vpp=vpp, schedule="interleaved" if vpp > 1 else "1f1b"),
     )
     model = build_model(config, world, choose_kernels(config, world))
-    weights = Weights(folder)
+    weights = FolderWeights(folder)
     read: list[int] = []
 
     def counted(name: str, box: Any) -> torch.Tensor:
         read.append((values := fetch(name, box)).numel())
         return values
 
-    fetch, weights.fetch = weights.fetch, counted
-    load(weights, described.family.table(described.model), model, world)
-    gradients = Gradients(fill_buckets(model, world, held=held_copies(config)), world, "fp32")
-    executor = Executor(config, model, gradients, world, Spans(world.rank, False))
+    fetch, weights.fetch_box = weights.fetch_box, counted
+    load_folder_weights(weights, described.family.name_table(described.model), model, world)
+    gradients = Gradients(fill_buckets(model, world, held=pipeline_shared_weights(config)), world, "fp32")
+    executor = Executor(config, model, gradients, world, SpanRecorder(world.rank, False))
     found = torch.zeros(*ids.shape, described.model.vocab)
 
     def keep(carry: Carry) -> None:
-        found.copy_(model.logits_of(carry))
+        found.copy_(model.logits_from_carry(carry))
 
     with torch.no_grad():
         model.eval()
-        executor.look([Batch(ids, ids)], keep)
+        executor.forward_only([Batch(ids, ids)], keep)
         exported = {
             name: tensor.clone()
             for name, tensor in export_hf_weights(model, described.model, world, described.family.kind)
         }
-    return sum_(found, world.axis("pp")), exported if world.rank == 0 else {}, read
+    return all_reduce_no_grad(found, world.axis("pp")), exported if world.rank == 0 else {}, read
 
 
 PAIRS = [(which, layout) for which in MODELS for layout in LAYOUTS if which == "deepseek" or "2 " in layout]

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from moefold.checkpoint.hf.config import FAMILIES, check_quantisation, essentials, read_model
-from moefold.checkpoint.hf.options import Options
+from moefold.checkpoint.hf.config_json import FAMILIES, check_quantisation, essential_values, read_model_config
+from moefold.checkpoint.hf.config_options import ConfigOptions
 from moefold.presets.zoo import PRESETS
 
 USUAL = {
@@ -196,7 +196,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("preset", PUBLISHED)
 def test_published_options_are_all_known_and_give_the_preset(preset: str):
-    options = Options(PUBLISHED[preset], "config.json")
+    options = ConfigOptions(PUBLISHED[preset], "config.json")
     check_quantisation(options)
     family = FAMILIES[PUBLISHED[preset]["model_type"]]
-    assert essentials(read_model(family, options)) == essentials(PRESETS[preset]().model)
+    assert essential_values(read_model_config(family, options)) == essential_values(PRESETS[preset]().model)

@@ -14,10 +14,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from moefold.checkpoint.hf.config import family_for
-from moefold.checkpoint.hf.folder import open_folder
-from moefold.cli.main import run
-from moefold.config.refused import Refused
+from moefold.checkpoint.hf.config_json import family_for_model
+from moefold.checkpoint.hf.model_folder import open_model_folder
+from moefold.cli.main import run_command_line
+from moefold.config.errors import UserError
 from moefold.presets.zoo import PRESETS
 from moefold.train.from_hf import from_hf
 from tests.support.hf_models import CASES, make, save
@@ -53,7 +53,7 @@ def change_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], Non
 
 
 def refusal(folder: Path) -> str:
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(UserError) as refused:
         from_hf(folder, seq_len=16)
     return str(refused.value)
 
@@ -174,14 +174,14 @@ def test_links_that_leave_the_folder_are_refused_but_for_the_hubs_own(folder: Pa
     os.rename(folder / "config.json", hub / "blobs" / "cafe")
     (hub / "snapshots" / "1234" / "model.safetensors").symlink_to("../../blobs/beef")
     (hub / "snapshots" / "1234" / "config.json").symlink_to("../../blobs/cafe")
-    assert len(open_folder(hub / "snapshots" / "1234").tensors) > 10
+    assert len(open_model_folder(hub / "snapshots" / "1234").tensors) > 10
 
 
 def test_a_tokenizer_that_is_a_link_elsewhere_is_not_followed(folder: Path, tmp_path: Path):
     (tmp_path / "secret").write_text("{}")
     (folder / "tokenizer.json").symlink_to(tmp_path / "secret")
-    assert run(["convert", str(folder), str(tmp_path / "out")]) == 2
-    assert run(["train", "--from-hf", str(folder), "--out", str(tmp_path / "run")]) == 2
+    assert run_command_line(["convert", str(folder), str(tmp_path / "out")]) == 2
+    assert run_command_line(["train", "--from-hf", str(folder), "--out", str(tmp_path / "run")]) == 2
     assert sorted(p.name for p in tmp_path.iterdir()) == ["hf", "secret"]
 
 
@@ -228,8 +228,8 @@ def negative(header: dict[str, Any]) -> None:
 def test_files_that_lie_about_themselves_are_refused_in_one_line(damage: Callable[[bytes], bytes], folder: Path):
     file = folder / "model.safetensors"
     file.write_bytes(damage(file.read_bytes()))
-    with pytest.raises(Refused) as refused:
-        open_folder(folder)
+    with pytest.raises(UserError) as refused:
+        open_model_folder(folder)
     assert str(file) in str(refused.value)
     assert "\n" not in str(refused.value)
 
@@ -239,18 +239,18 @@ def test_a_command_refuses_with_code_two_and_writes_nothing(
 ):
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-3])
-    assert run(["convert", str(folder), str(tmp_path / "out")]) == 2
-    assert run(["train", "--from-hf", str(folder), "--out", str(tmp_path / "run")]) == 2
-    assert run(["convert", str(tmp_path / "nothing"), str(tmp_path / "out")]) == 2
-    assert run(["train", "--from-hf", str(tmp_path / "nothing"), "--out", str(tmp_path / "run")]) == 2
+    assert run_command_line(["convert", str(folder), str(tmp_path / "out")]) == 2
+    assert run_command_line(["train", "--from-hf", str(folder), "--out", str(tmp_path / "run")]) == 2
+    assert run_command_line(["convert", str(tmp_path / "nothing"), str(tmp_path / "out")]) == 2
+    assert run_command_line(["train", "--from-hf", str(tmp_path / "nothing"), "--out", str(tmp_path / "run")]) == 2
     assert capsys.readouterr().err.count("moefold: ") == 4
     assert sorted(p.name for p in tmp_path.iterdir()) == ["hf"]
 
 
 def test_a_model_that_no_family_has_a_place_for_is_refused_with_what_is_in_the_way():
     model = PRESETS["latent-30b-a3b"]().model
-    with pytest.raises(Refused, match=r"the nearest, qwen3_moe, has none for\nmodel.moe.latent = 512"):
-        family_for(model)
+    with pytest.raises(UserError, match=r"the nearest, qwen3_moe, has none for\nmodel.moe.latent = 512"):
+        family_for_model(model)
 
 
 @pytest.mark.parametrize(
@@ -269,4 +269,4 @@ def test_a_model_that_no_family_has_a_place_for_is_refused_with_what_is_in_the_w
     ],
 )
 def test_every_preset_of_a_published_model_has_its_family(preset: str, kind: str):
-    assert family_for(PRESETS[preset]().model).kind == kind
+    assert family_for_model(PRESETS[preset]().model).kind == kind

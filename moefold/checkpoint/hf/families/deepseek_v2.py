@@ -5,23 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from moefold.checkpoint.hf.families.deepseek_v3 import latent_block, read_latents, write_latents
-from moefold.checkpoint.hf.family import Family
-from moefold.checkpoint.hf.names import table_of
-from moefold.checkpoint.hf.options import Options
-from moefold.checkpoint.hf.piece import Piece
+from moefold.checkpoint.hf.config_options import ConfigOptions
+from moefold.checkpoint.hf.families.deepseek_v3 import latent_block_pieces, read_latent_options, write_latent_options
+from moefold.checkpoint.hf.family import ModelFamily
+from moefold.checkpoint.hf.name_table import MappedPiece
+from moefold.checkpoint.hf.table_parts import build_name_table
 from moefold.config.run import ModelConfig
 
 
-def read(options: Options) -> dict[str, Any]:
-    values = read_latents(options)
-    options.demand("scoring_func", "softmax", why="as in DeepSeek-V2")
-    options.demand("norm_topk_prob", False, why="its two published codes differ in what that does")
-    options.demand("mlp_bias", False, why="MLPs have no biases")
-    groups, chosen = options.optional("n_group") or 1, options.optional("topk_group") or 1
+def read_deepseek_v2(options: ConfigOptions) -> dict[str, Any]:
+    values = read_latent_options(options)
+    options.require_value("scoring_func", "softmax", why="as in DeepSeek-V2")
+    options.require_value("norm_topk_prob", False, why="its two published codes differ in what that does")
+    options.require_value("mlp_bias", False, why="MLPs have no biases")
+    groups, chosen = options.take_optional("n_group") or 1, options.take_optional("topk_group") or 1
     method = options.take("topk_method", default="greedy")
     if method not in ("greedy", "group_limited_greedy"):
-        options.refuse(f"topk_method = {method} is not supported; expected greedy or group_limited_greedy")
+        options.add_problem(f"topk_method = {method} is not supported; expected greedy or group_limited_greedy")
     limited = method == "group_limited_greedy"
     return values | {
         "moe.normalize": "none",
@@ -31,9 +31,9 @@ def read(options: Options) -> dict[str, Any]:
     }
 
 
-def write(model: ModelConfig) -> dict[str, Any]:
+def write_deepseek_v2(model: ModelConfig) -> dict[str, Any]:
     return {
-        **write_latents(model),
+        **write_latent_options(model),
         "scoring_func": "softmax",
         "topk_method": "greedy" if model.moe.groups == 1 else "group_limited_greedy",
         "norm_topk_prob": False,
@@ -42,8 +42,14 @@ def write(model: ModelConfig) -> dict[str, Any]:
     }
 
 
-def block(model: ModelConfig, layer: int, theirs: str, ours: str) -> Iterator[Piece]:
-    return latent_block(model, layer, theirs, ours, correction=False)
+def deepseek_v2_block_pieces(model: ModelConfig, layer: int, theirs: str, ours: str) -> Iterator[MappedPiece]:
+    return latent_block_pieces(model, layer, theirs, ours, correction=False)
 
 
-DEEPSEEK_V2 = Family("deepseek_v2", "DeepseekV2ForCausalLM", read, write, lambda model: table_of(model, block))
+DEEPSEEK_V2 = ModelFamily(
+    "deepseek_v2",
+    "DeepseekV2ForCausalLM",
+    read_deepseek_v2,
+    write_deepseek_v2,
+    lambda model: build_name_table(model, deepseek_v2_block_pieces),
+)

@@ -6,27 +6,34 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from moefold.anatomy.steps import is_moe
-from moefold.checkpoint.hf.family import Family, read_stream, write_stream
-from moefold.checkpoint.hf.names import experts, gated_mlp, latent_attention, norms, router, table_of
-from moefold.checkpoint.hf.options import Options
-from moefold.checkpoint.hf.piece import Piece
+from moefold.anatomy.step_specs import is_moe_layer
+from moefold.checkpoint.hf.config_options import ConfigOptions
+from moefold.checkpoint.hf.family import ModelFamily, read_common_options, write_common_options
+from moefold.checkpoint.hf.name_table import MappedPiece
+from moefold.checkpoint.hf.table_parts import (
+    build_name_table,
+    expert_pieces,
+    gated_mlp_pieces,
+    latent_attention_pieces,
+    norm_pieces,
+    router_pieces,
+)
 from moefold.config.run import ModelConfig
 
 LATENT_EPS = 1e-6  # of the norms on latents, in their code, whatever rms_norm_eps says
 
 
-def read_latents(options: Options) -> dict[str, Any]:
+def read_latent_options(options: ConfigOptions) -> dict[str, Any]:
     """What both generations of DeepSeek's models have: latent attention, dense first layers, shared experts."""
-    values = read_stream(options, theta=10_000.0, eps=1e-6, latent=True)
+    values = read_common_options(options, theta=10_000.0, eps=1e-6, latent=True)
     if values["norm_eps"] != LATENT_EPS:
-        options.refuse(f"rms_norm_eps = {values['norm_eps']} is not supported: norms on latents have {LATENT_EPS}")
+        options.add_problem(f"rms_norm_eps = {values['norm_eps']} is not supported: norms on latents have {LATENT_EPS}")
     turning, still = options.take("qk_rope_head_dim"), options.take("qk_nope_head_dim")
     heads, bias = values["attention.heads"], options.take("attention_bias", default=False)
-    options.demand("num_key_value_heads", heads, why="every head has keys of its own")
-    options.demand("rope_interleave", True, why="turning dims lie in pairs")
-    options.demand("moe_layer_freq", 1, why="all layers behind the dense ones have experts")
-    options.ignore(["head_dim", "qk_head_dim"])  # follow from the others
+    options.require_value("num_key_value_heads", heads, why="every head has keys of its own")
+    options.require_value("rope_interleave", True, why="turning dims lie in pairs")
+    options.require_value("moe_layer_freq", 1, why="all layers behind the dense ones have experts")
+    options.ignore_keys(["head_dim", "qk_head_dim"])  # follow from the others
     ffn = options.take("moe_intermediate_size")
     return values | {
         "dense_ffn": options.take("intermediate_size"),
@@ -35,14 +42,14 @@ def read_latents(options: Options) -> dict[str, Any]:
         "attention.head_dim": still + turning,
         "attention.rope_dim": turning,
         "attention.value_dim": options.take("v_head_dim"),
-        "attention.q_rank": options.optional("q_lora_rank") or 0,
+        "attention.q_rank": options.take_optional("q_lora_rank") or 0,
         "attention.kv_rank": options.take("kv_lora_rank"),
         "attention.qkv_bias": bias,
         "attention.out_bias": bias,
         "moe.experts": options.take("n_routed_experts", "num_local_experts", "num_experts"),
         "moe.top_k": options.take("num_experts_per_tok"),
         "moe.ffn": ffn,
-        "moe.shared_ffn": ffn * (options.optional("n_shared_experts") or 0),
+        "moe.shared_ffn": ffn * (options.take_optional("n_shared_experts") or 0),
         "moe.dense_layers": options.take("first_k_dense_replace", default=0),
         "moe.scale": options.take("routed_scaling_factor", default=1.0),
         "moe.aux_loss": options.take("aux_loss_alpha", default=0.0001),
@@ -50,10 +57,10 @@ def read_latents(options: Options) -> dict[str, Any]:
     }
 
 
-def read(options: Options) -> dict[str, Any]:
-    values = read_latents(options)
-    options.demand("scoring_func", "sigmoid", why="as in DeepSeek-V3")
-    options.demand("topk_method", "noaux_tc", why="as in DeepSeek-V3")
+def read_deepseek_v3(options: ConfigOptions) -> dict[str, Any]:
+    values = read_latent_options(options)
+    options.require_value("scoring_func", "sigmoid", why="as in DeepSeek-V3")
+    options.require_value("topk_method", "noaux_tc", why="as in DeepSeek-V3")
     return values | {
         "mtp": options.take("num_nextn_predict_layers", "num_mtp_layers", default=0),
         "moe.score": "sigmoid",
@@ -64,10 +71,10 @@ def read(options: Options) -> dict[str, Any]:
     }
 
 
-def write_latents(model: ModelConfig) -> dict[str, Any]:
+def write_latent_options(model: ModelConfig) -> dict[str, Any]:
     a, moe = model.attention, model.moe
     return {
-        **write_stream(model),
+        **write_common_options(model),
         "num_key_value_heads": a.heads,
         "q_lora_rank": a.q_rank or None,
         "kv_lora_rank": a.kv_rank,
@@ -88,9 +95,9 @@ def write_latents(model: ModelConfig) -> dict[str, Any]:
     }
 
 
-def write(model: ModelConfig) -> dict[str, Any]:
+def write_deepseek_v3(model: ModelConfig) -> dict[str, Any]:
     return {
-        **write_latents(model),
+        **write_latent_options(model),
         "num_nextn_predict_layers": model.mtp,
         "scoring_func": "sigmoid",
         "topk_method": "noaux_tc",
@@ -100,25 +107,35 @@ def write(model: ModelConfig) -> dict[str, Any]:
     }
 
 
-def latent_block(model: ModelConfig, layer: int, theirs: str, ours: str, correction: bool) -> Iterator[Piece]:
-    yield from norms(model, layer, theirs, ours)
-    yield from latent_attention(model, theirs, ours)
-    yield from deepseek_mlp(model, layer, theirs, ours, correction)
+def latent_block_pieces(
+    model: ModelConfig, layer: int, theirs: str, ours: str, correction: bool
+) -> Iterator[MappedPiece]:
+    yield from norm_pieces(model, layer, theirs, ours)
+    yield from latent_attention_pieces(model, theirs, ours)
+    yield from deepseek_mlp_pieces(model, layer, theirs, ours, correction)
 
 
-def deepseek_mlp(model: ModelConfig, layer: int, theirs: str, ours: str, correction: bool) -> Iterator[Piece]:
+def deepseek_mlp_pieces(
+    model: ModelConfig, layer: int, theirs: str, ours: str, correction: bool
+) -> Iterator[MappedPiece]:
     """Dense in the first layers, then routed and shared experts."""
-    if not is_moe(model, layer):
-        yield from gated_mlp(model, model.dense_ffn, theirs + "mlp.", ours + "dense.")
+    if not is_moe_layer(model, layer):
+        yield from gated_mlp_pieces(model, model.dense_ffn, theirs + "mlp.", ours + "dense.")
         return
-    yield from router(model, theirs + "mlp.", ours + "moe.", correction=correction)
-    yield from experts(model, theirs + "mlp.", ours + "moe.")
+    yield from router_pieces(model, theirs + "mlp.", ours + "moe.", correction=correction)
+    yield from expert_pieces(model, theirs + "mlp.", ours + "moe.")
     if model.moe.shared_ffn:
-        yield from gated_mlp(model, model.moe.shared_ffn, theirs + "mlp.shared_experts.", ours + "moe.shared.")
+        yield from gated_mlp_pieces(model, model.moe.shared_ffn, theirs + "mlp.shared_experts.", ours + "moe.shared.")
 
 
-def block(model: ModelConfig, layer: int, theirs: str, ours: str) -> Iterator[Piece]:
-    return latent_block(model, layer, theirs, ours, correction=True)
+def deepseek_v3_block_pieces(model: ModelConfig, layer: int, theirs: str, ours: str) -> Iterator[MappedPiece]:
+    return latent_block_pieces(model, layer, theirs, ours, correction=True)
 
 
-DEEPSEEK_V3 = Family("deepseek_v3", "DeepseekV3ForCausalLM", read, write, lambda model: table_of(model, block))
+DEEPSEEK_V3 = ModelFamily(
+    "deepseek_v3",
+    "DeepseekV3ForCausalLM",
+    read_deepseek_v3,
+    write_deepseek_v3,
+    lambda model: build_name_table(model, deepseek_v3_block_pieces),
+)

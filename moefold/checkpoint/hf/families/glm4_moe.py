@@ -5,20 +5,26 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from moefold.checkpoint.hf.families.deepseek_v3 import deepseek_mlp
-from moefold.checkpoint.hf.family import Family, read_heads, read_stream, write_heads, write_stream
-from moefold.checkpoint.hf.names import grouped_attention, norms, table_of
-from moefold.checkpoint.hf.options import Options
-from moefold.checkpoint.hf.piece import Piece
+from moefold.checkpoint.hf.config_options import ConfigOptions
+from moefold.checkpoint.hf.families.deepseek_v3 import deepseek_mlp_pieces
+from moefold.checkpoint.hf.family import (
+    ModelFamily,
+    read_common_options,
+    read_gqa_heads,
+    write_common_options,
+    write_gqa_heads,
+)
+from moefold.checkpoint.hf.name_table import MappedPiece
+from moefold.checkpoint.hf.table_parts import build_name_table, grouped_attention_pieces, norm_pieces
 from moefold.config.run import ModelConfig
 
 
-def read(options: Options) -> dict[str, Any]:
+def read_glm4_moe(options: ConfigOptions) -> dict[str, Any]:
     inner = options.left.get("rope_parameters")
     share = inner.get("partial_rotary_factor") if isinstance(inner, Mapping) else None
     share = options.take("partial_rotary_factor", default=share or 0.5)
-    values = read_stream(options, theta=10_000.0, eps=1e-5, partial=True)
-    values |= read_heads(options, values)
+    values = read_common_options(options, theta=10_000.0, eps=1e-5, partial=True)
+    values |= read_gqa_heads(options, values)
     turning = int(values["attention.head_dim"] * share)
     ffn = options.take("moe_intermediate_size")
     return values | {
@@ -30,7 +36,7 @@ def read(options: Options) -> dict[str, Any]:
         "moe.experts": options.take("n_routed_experts", "num_local_experts"),
         "moe.top_k": options.take("num_experts_per_tok"),
         "moe.ffn": ffn,
-        "moe.shared_ffn": ffn * (options.optional("n_shared_experts") or 0),
+        "moe.shared_ffn": ffn * (options.take_optional("n_shared_experts") or 0),
         "moe.dense_layers": options.take("first_k_dense_replace", default=0),
         "moe.score": "sigmoid",
         "moe.normalize": "chosen" if options.take("norm_topk_prob", default=True) else "none",
@@ -42,11 +48,11 @@ def read(options: Options) -> dict[str, Any]:
     }
 
 
-def write(model: ModelConfig) -> dict[str, Any]:
+def write_glm4_moe(model: ModelConfig) -> dict[str, Any]:
     a, moe = model.attention, model.moe
     return {
-        **write_stream(model),
-        **write_heads(model),
+        **write_common_options(model),
+        **write_gqa_heads(model),
         "num_nextn_predict_layers": model.mtp,
         "partial_rotary_factor": (a.rope_dim or a.head_dim) / a.head_dim,
         "use_qk_norm": a.qk_norm == "head",
@@ -64,10 +70,16 @@ def write(model: ModelConfig) -> dict[str, Any]:
     }
 
 
-def block(model: ModelConfig, layer: int, theirs: str, ours: str) -> Iterator[Piece]:
-    yield from norms(model, layer, theirs, ours)
-    yield from grouped_attention(model, theirs, ours)
-    yield from deepseek_mlp(model, layer, theirs, ours, correction=True)
+def glm4_moe_block_pieces(model: ModelConfig, layer: int, theirs: str, ours: str) -> Iterator[MappedPiece]:
+    yield from norm_pieces(model, layer, theirs, ours)
+    yield from grouped_attention_pieces(model, theirs, ours)
+    yield from deepseek_mlp_pieces(model, layer, theirs, ours, correction=True)
 
 
-GLM4_MOE = Family("glm4_moe", "Glm4MoeForCausalLM", read, write, lambda model: table_of(model, block))
+GLM4_MOE = ModelFamily(
+    "glm4_moe",
+    "Glm4MoeForCausalLM",
+    read_glm4_moe,
+    write_glm4_moe,
+    lambda model: build_name_table(model, glm4_moe_block_pieces),
+)

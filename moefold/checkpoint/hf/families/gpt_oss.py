@@ -6,31 +6,31 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from moefold.checkpoint.hf.config_options import ConfigOptions
 from moefold.checkpoint.hf.family import (
-    Family,
-    kinds_of_layers,
-    read_heads,
-    read_stream,
-    read_windows,
-    write_heads,
-    write_stream,
+    ModelFamily,
+    attention_layer_types,
+    read_common_options,
+    read_gqa_heads,
+    read_sliding_windows,
+    write_common_options,
+    write_gqa_heads,
 )
-from moefold.checkpoint.hf.names import grouped_attention, norms, router, table_of
-from moefold.checkpoint.hf.options import Options
-from moefold.checkpoint.hf.piece import Piece
+from moefold.checkpoint.hf.name_table import MappedPiece
+from moefold.checkpoint.hf.table_parts import build_name_table, grouped_attention_pieces, norm_pieces, router_pieces
 from moefold.config.run import ModelConfig
 
 
-def read(options: Options) -> dict[str, Any]:
+def read_gpt_oss(options: ConfigOptions) -> dict[str, Any]:
     if not {"rope_parameters", "rope_scaling"} & options.left.keys():
-        options.refuse('has neither "rope_parameters" nor "rope_scaling", and the family has no plain default')
-    values = read_stream(options, theta=150_000.0, eps=1e-5)
-    values |= read_heads(options, values)
-    options.demand("swiglu_alpha", 1.702, why="as in GPT-OSS")
+        options.add_problem('has neither "rope_parameters" nor "rope_scaling", and the family has no plain default')
+    values = read_common_options(options, theta=150_000.0, eps=1e-5)
+    values |= read_gqa_heads(options, values)
+    options.require_value("swiglu_alpha", 1.702, why="as in GPT-OSS")
     layers = values["layers"]
     usual = ["full_attention" if i % 2 else "sliding_attention" for i in range(layers)]
-    kinds = options.optional("layer_types") or usual
-    values |= read_windows(options, layers, options.optional("sliding_window"), kinds)
+    kinds = options.take_optional("layer_types") or usual
+    values |= read_sliding_windows(options, layers, options.take_optional("sliding_window"), kinds)
     bias = options.take("attention_bias", default=True)
     return values | {
         "attention.qkv_bias": bias,
@@ -47,13 +47,13 @@ def read(options: Options) -> dict[str, Any]:
     }
 
 
-def write(model: ModelConfig) -> dict[str, Any]:
+def write_gpt_oss(model: ModelConfig) -> dict[str, Any]:
     return {
-        **write_stream(model),
-        **write_heads(model),
+        **write_common_options(model),
+        **write_gqa_heads(model),
         "attention_bias": model.attention.qkv_bias,
         "sliding_window": model.attention.window or None,
-        "layer_types": kinds_of_layers(model),
+        "layer_types": attention_layer_types(model),
         "num_local_experts": model.moe.experts,
         "num_experts_per_tok": model.moe.top_k,
         "intermediate_size": model.moe.ffn,
@@ -63,17 +63,23 @@ def write(model: ModelConfig) -> dict[str, Any]:
     }
 
 
-def block(model: ModelConfig, layer: int, theirs: str, ours: str) -> Iterator[Piece]:
-    yield from norms(model, layer, theirs, ours)
-    yield from grouped_attention(model, theirs, ours)
-    yield Piece(theirs + "self_attn.sinks", ours + "attention.sinks", "h -> h", {"h": model.attention.heads})
-    yield from router(model, theirs + "mlp.", ours + "moe.", name="router")
+def gpt_oss_block_pieces(model: ModelConfig, layer: int, theirs: str, ours: str) -> Iterator[MappedPiece]:
+    yield from norm_pieces(model, layer, theirs, ours)
+    yield from grouped_attention_pieces(model, theirs, ours)
+    yield MappedPiece(theirs + "self_attn.sinks", ours + "attention.sinks", "h -> h", {"h": model.attention.heads})
+    yield from router_pieces(model, theirs + "mlp.", ours + "moe.", name="router")
     sizes = {"e": model.moe.experts, "f": model.moe.ffn, "d": model.hidden, "g": 2}
     theirs, ours = theirs + "mlp.experts.", ours + "moe.experts."
-    yield Piece(theirs + "gate_up_proj", ours + "gate_up", "e d (f g) -> e g f d", sizes)
-    yield Piece(theirs + "gate_up_proj_bias", ours + "gate_up_bias", "e (f g) -> e g f", sizes)
-    yield Piece(theirs + "down_proj", ours + "down", "e f d -> e d f", sizes)
-    yield Piece(theirs + "down_proj_bias", ours + "down_bias", "e d -> e d", sizes)
+    yield MappedPiece(theirs + "gate_up_proj", ours + "gate_up", "e d (f g) -> e g f d", sizes)
+    yield MappedPiece(theirs + "gate_up_proj_bias", ours + "gate_up_bias", "e (f g) -> e g f", sizes)
+    yield MappedPiece(theirs + "down_proj", ours + "down", "e f d -> e d f", sizes)
+    yield MappedPiece(theirs + "down_proj_bias", ours + "down_bias", "e d -> e d", sizes)
 
 
-GPT_OSS = Family("gpt_oss", "GptOssForCausalLM", read, write, lambda model: table_of(model, block))
+GPT_OSS = ModelFamily(
+    "gpt_oss",
+    "GptOssForCausalLM",
+    read_gpt_oss,
+    write_gpt_oss,
+    lambda model: build_name_table(model, gpt_oss_block_pieces),
+)

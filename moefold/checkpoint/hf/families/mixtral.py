@@ -5,18 +5,33 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from moefold.checkpoint.hf.family import Family, read_heads, read_stream, read_windows, write_heads, write_stream
-from moefold.checkpoint.hf.names import experts, grouped_attention, norms, router, table_of
-from moefold.checkpoint.hf.options import Options
-from moefold.checkpoint.hf.piece import Piece
+from moefold.checkpoint.hf.config_options import ConfigOptions
+from moefold.checkpoint.hf.family import (
+    ModelFamily,
+    read_common_options,
+    read_gqa_heads,
+    read_sliding_windows,
+    write_common_options,
+    write_gqa_heads,
+)
+from moefold.checkpoint.hf.name_table import MappedPiece
+from moefold.checkpoint.hf.table_parts import (
+    build_name_table,
+    expert_pieces,
+    grouped_attention_pieces,
+    norm_pieces,
+    router_pieces,
+)
 from moefold.config.run import ModelConfig
 
 
-def read(options: Options) -> dict[str, Any]:
-    values = read_stream(options, theta=1e6, eps=1e-5)
-    values |= read_heads(options, values)
-    values |= read_windows(options, values["layers"], options.optional("sliding_window"), None)
-    options.demand("router_jitter_noise", 0.0, 0, why="its noise reaches the experts too; moe.jitter is the router's")
+def read_mixtral(options: ConfigOptions) -> dict[str, Any]:
+    values = read_common_options(options, theta=1e6, eps=1e-5)
+    values |= read_gqa_heads(options, values)
+    values |= read_sliding_windows(options, values["layers"], options.take_optional("sliding_window"), None)
+    options.require_value(
+        "router_jitter_noise", 0.0, 0, why="its noise reaches the experts too; moe.jitter is the router's"
+    )
     return values | {
         "moe.experts": options.take("num_local_experts", "num_experts"),
         "moe.top_k": options.take("num_experts_per_tok"),
@@ -25,10 +40,10 @@ def read(options: Options) -> dict[str, Any]:
     }
 
 
-def write(model: ModelConfig) -> dict[str, Any]:
+def write_mixtral(model: ModelConfig) -> dict[str, Any]:
     return {
-        **write_stream(model),
-        **write_heads(model),
+        **write_common_options(model),
+        **write_gqa_heads(model),
         "sliding_window": model.attention.window or None,
         "num_local_experts": model.moe.experts,
         "num_experts_per_tok": model.moe.top_k,
@@ -37,11 +52,17 @@ def write(model: ModelConfig) -> dict[str, Any]:
     }
 
 
-def block(model: ModelConfig, layer: int, theirs: str, ours: str) -> Iterator[Piece]:
-    yield from norms(model, layer, theirs, ours)
-    yield from grouped_attention(model, theirs, ours)
-    yield from router(model, theirs + "block_sparse_moe.", ours + "moe.")
-    yield from experts(model, theirs + "block_sparse_moe.", ours + "moe.", names=("w1", "w3", "w2"))
+def mixtral_block_pieces(model: ModelConfig, layer: int, theirs: str, ours: str) -> Iterator[MappedPiece]:
+    yield from norm_pieces(model, layer, theirs, ours)
+    yield from grouped_attention_pieces(model, theirs, ours)
+    yield from router_pieces(model, theirs + "block_sparse_moe.", ours + "moe.")
+    yield from expert_pieces(model, theirs + "block_sparse_moe.", ours + "moe.", names=("w1", "w3", "w2"))
 
 
-MIXTRAL = Family("mixtral", "MixtralForCausalLM", read, write, lambda model: table_of(model, block))
+MIXTRAL = ModelFamily(
+    "mixtral",
+    "MixtralForCausalLM",
+    read_mixtral,
+    write_mixtral,
+    lambda model: build_name_table(model, mixtral_block_pieces),
+)

@@ -5,19 +5,25 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from moefold.checkpoint.hf.family import Family, read_heads, read_stream, write_stream
-from moefold.checkpoint.hf.names import experts, grouped_attention, norms, router, table_of
-from moefold.checkpoint.hf.options import Options
-from moefold.checkpoint.hf.piece import Piece
+from moefold.checkpoint.hf.config_options import ConfigOptions
+from moefold.checkpoint.hf.family import ModelFamily, read_common_options, read_gqa_heads, write_common_options
+from moefold.checkpoint.hf.name_table import MappedPiece
+from moefold.checkpoint.hf.table_parts import (
+    build_name_table,
+    expert_pieces,
+    grouped_attention_pieces,
+    norm_pieces,
+    router_pieces,
+)
 from moefold.config.run import ModelConfig
 
 
-def read(options: Options) -> dict[str, Any]:
-    values = read_stream(options, theta=10_000.0, eps=1e-5)
-    heads = read_heads(options, values)
+def read_olmoe(options: ConfigOptions) -> dict[str, Any]:
+    values = read_common_options(options, theta=10_000.0, eps=1e-5)
+    heads = read_gqa_heads(options, values)
     bias = options.take("attention_bias", default=False)
-    if options.optional("clip_qkv") is not None:
-        options.refuse("clip_qkv is not supported; expected none: queries, keys and values are not cut off")
+    if options.take_optional("clip_qkv") is not None:
+        options.add_problem("clip_qkv is not supported; expected none: queries, keys and values are not cut off")
     return (
         values
         | heads
@@ -34,10 +40,10 @@ def read(options: Options) -> dict[str, Any]:
     )
 
 
-def write(model: ModelConfig) -> dict[str, Any]:
+def write_olmoe(model: ModelConfig) -> dict[str, Any]:
     """A head's width is the stream's share; the family has no option for another."""
     return {
-        **write_stream(model),
+        **write_common_options(model),
         "num_key_value_heads": model.attention.kv_heads,
         "attention_bias": model.attention.qkv_bias,
         "num_experts": model.moe.experts,
@@ -48,11 +54,13 @@ def write(model: ModelConfig) -> dict[str, Any]:
     }
 
 
-def block(model: ModelConfig, layer: int, theirs: str, ours: str) -> Iterator[Piece]:
-    yield from norms(model, layer, theirs, ours)
-    yield from grouped_attention(model, theirs, ours)
-    yield from router(model, theirs + "mlp.", ours + "moe.")
-    yield from experts(model, theirs + "mlp.", ours + "moe.")
+def olmoe_block_pieces(model: ModelConfig, layer: int, theirs: str, ours: str) -> Iterator[MappedPiece]:
+    yield from norm_pieces(model, layer, theirs, ours)
+    yield from grouped_attention_pieces(model, theirs, ours)
+    yield from router_pieces(model, theirs + "mlp.", ours + "moe.")
+    yield from expert_pieces(model, theirs + "mlp.", ours + "moe.")
 
 
-OLMOE = Family("olmoe", "OlmoeForCausalLM", read, write, lambda model: table_of(model, block))
+OLMOE = ModelFamily(
+    "olmoe", "OlmoeForCausalLM", read_olmoe, write_olmoe, lambda model: build_name_table(model, olmoe_block_pieces)
+)

@@ -5,30 +5,37 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from moefold.anatomy.steps import is_moe
+from moefold.anatomy.step_specs import is_moe_layer
+from moefold.checkpoint.hf.config_options import ConfigOptions
 from moefold.checkpoint.hf.family import (
-    Family,
-    read_heads,
+    ModelFamily,
+    read_common_options,
+    read_gqa_heads,
+    read_sliding_windows,
     read_sparse_layers,
-    read_stream,
-    read_windows,
-    write_heads,
+    write_common_options,
+    write_gqa_heads,
     write_sparse_layers,
-    write_stream,
 )
-from moefold.checkpoint.hf.names import experts, gated_mlp, grouped_attention, norms, router, table_of
-from moefold.checkpoint.hf.options import Options
-from moefold.checkpoint.hf.piece import Piece
+from moefold.checkpoint.hf.name_table import MappedPiece
+from moefold.checkpoint.hf.table_parts import (
+    build_name_table,
+    expert_pieces,
+    gated_mlp_pieces,
+    grouped_attention_pieces,
+    norm_pieces,
+    router_pieces,
+)
 from moefold.config.run import ModelConfig
 
 
-def read(options: Options) -> dict[str, Any]:
-    values = read_stream(options, theta=10_000.0, eps=1e-6)
-    values |= read_heads(options, values) | read_sparse_layers(options, values["layers"])
-    window = options.optional("sliding_window")
+def read_qwen3_moe(options: ConfigOptions) -> dict[str, Any]:
+    values = read_common_options(options, theta=10_000.0, eps=1e-6)
+    values |= read_gqa_heads(options, values) | read_sparse_layers(options, values["layers"])
+    window = options.take_optional("sliding_window")
     sliding = options.take("use_sliding_window", default=False)
-    values |= read_windows(options, values["layers"], window if sliding else None, None)
-    options.ignore(["max_window_layers"])  # Qwen3-MoE's own code does not look at it
+    values |= read_sliding_windows(options, values["layers"], window if sliding else None, None)
+    options.ignore_keys(["max_window_layers"])  # Qwen3-MoE's own code does not look at it
     bias = options.take("attention_bias", default=False)
     return values | {
         "attention.qk_norm": "head",
@@ -43,10 +50,10 @@ def read(options: Options) -> dict[str, Any]:
     }
 
 
-def write(model: ModelConfig) -> dict[str, Any]:
+def write_qwen3_moe(model: ModelConfig) -> dict[str, Any]:
     return {
-        **write_stream(model),
-        **write_heads(model),
+        **write_common_options(model),
+        **write_gqa_heads(model),
         **write_sparse_layers(model),
         "attention_bias": model.attention.qkv_bias,
         "use_sliding_window": model.attention.window > 0,
@@ -60,14 +67,20 @@ def write(model: ModelConfig) -> dict[str, Any]:
     }
 
 
-def block(model: ModelConfig, layer: int, theirs: str, ours: str) -> Iterator[Piece]:
-    yield from norms(model, layer, theirs, ours)
-    yield from grouped_attention(model, theirs, ours)
-    if is_moe(model, layer):
-        yield from router(model, theirs + "mlp.", ours + "moe.")
-        yield from experts(model, theirs + "mlp.", ours + "moe.")
+def qwen3_moe_block_pieces(model: ModelConfig, layer: int, theirs: str, ours: str) -> Iterator[MappedPiece]:
+    yield from norm_pieces(model, layer, theirs, ours)
+    yield from grouped_attention_pieces(model, theirs, ours)
+    if is_moe_layer(model, layer):
+        yield from router_pieces(model, theirs + "mlp.", ours + "moe.")
+        yield from expert_pieces(model, theirs + "mlp.", ours + "moe.")
     else:
-        yield from gated_mlp(model, model.dense_ffn, theirs + "mlp.", ours + "dense.")
+        yield from gated_mlp_pieces(model, model.dense_ffn, theirs + "mlp.", ours + "dense.")
 
 
-QWEN3_MOE = Family("qwen3_moe", "Qwen3MoeForCausalLM", read, write, lambda model: table_of(model, block))
+QWEN3_MOE = ModelFamily(
+    "qwen3_moe",
+    "Qwen3MoeForCausalLM",
+    read_qwen3_moe,
+    write_qwen3_moe,
+    lambda model: build_name_table(model, qwen3_moe_block_pieces),
+)

@@ -1,0 +1,77 @@
+"""Sends and receives between pipeline ranks, and the few sums that only some of them take part in.
+
+Messages of one rank to another arrive in the order in which they were sent, so a receiver that knows the sender's
+program asks for them in that order, and needs no tags.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from moefold.comm import byte_counters
+from moefold.layout.axes import Axis
+
+
+def staged_through_host(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """x, or a copy of it on the host: gloo sends and receives nothing else. Only ranks that share a GPU need it."""
+    return x.cpu() if x.is_cuda and axis.size > 1 and dist.get_backend(axis.group) == "gloo" else x
+
+
+@dataclass
+class PendingReceive:
+    """A tensor that is on its way here, to a device."""
+
+    work: Any
+    tensor: torch.Tensor
+    device: torch.device
+
+    def arrived(self) -> torch.Tensor:
+        self.work.wait()
+        return self.tensor.to(self.device)
+
+
+@dataclass
+class PipelineChannel:
+    """The ranks of a pipeline. What is sent is kept until it has left."""
+
+    axis: Axis
+    pending_sends: list[tuple[Any, torch.Tensor]] = field(default_factory=list)
+
+    def send(self, x: torch.Tensor, to: int) -> None:
+        byte_counters.note_bytes_sent("pipe", self.axis, x.nbytes)
+        self.pending_sends = [(work, kept) for work, kept in self.pending_sends if not work.is_completed()]
+        x = staged_through_host(x, self.axis)
+        self.pending_sends.append((dist.isend(x, self.axis.ranks[to], group=self.axis.group), x))
+
+    def receive(self, like: torch.Tensor, source: int) -> PendingReceive:
+        """`like` is where it will be."""
+        here = staged_through_host(like, self.axis)
+        return PendingReceive(dist.irecv(here, self.axis.ranks[source], group=self.axis.group), here, like.device)
+
+    def flush(self) -> None:
+        """Wait until all has left."""
+        for work, _ in self.pending_sends:
+            work.wait()
+        self.pending_sends = []
+
+
+def sum_over_members(x: torch.Tensor, members: Sequence[int], axis: Axis) -> torch.Tensor:
+    """The sum over some of the axis' ranks, on each of them, added up in the order of ranks: the same bits on all."""
+    if axis.index not in members or len(members) == 1:
+        return x
+    pipe = PipelineChannel(axis)
+    others = [member for member in members if member != axis.index]
+    arriving = {member: pipe.receive(torch.empty_like(x), member) for member in others}
+    for member in others:
+        pipe.send(x, member)
+    parts = [x if member == axis.index else arriving[member].arrived() for member in members]
+    total = parts[0].clone()
+    for part in parts[1:]:
+        total += part
+    pipe.flush()
+    return total

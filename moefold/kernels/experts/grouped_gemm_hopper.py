@@ -1,0 +1,232 @@
+"""The grouped GEMMs of an expert MLP for Hopper, in Gluon: one persistent kernel, three contractions, four epilogues.
+
+One warp fetches (TMA, running ahead over tile boundaries); two warpgroups multiply, each 64 rows of a 128-row tile; two
+warps finish the tile before while they do (expert_ends.py).
+
+    contraction   out                        a                  b                   sum over
+    "nt"          rows x N                   rows (R, K)        weights (E, N, K)   K
+    "nn"          rows x N                   rows (R, K)        weights (E, K, N)   K
+    "tn"          (E, M) x N                 rows (R, M)        rows (R, N)         the expert's rows
+
+    epilogue      writes
+    "plain"       out
+    "add"         out + what was there, in the precision of that (of "tn": gradients that add up)
+    "swiglu"      out = silu(gate) * up * weight of the row, side = gate and up (the pre-activation)
+    "dswiglu"     of dA: gradients of gate and up in their place, side = the activation again, dots = dA . activation /
+                  weight
+
+Rows lie sorted by expert. They are padded, each expert beginning at a multiple of 64 and zeros between, on the left of
+"swiglu" and on the right of "tn", and in the activation that "dswiglu" writes for that. Elsewhere a tile's operands may
+reach into the next expert's rows; what was made of those is not written ("nt", "nn") or was multiplied by zeros ("tn").
+Widths need only be multiples of 8: what a tile has beyond them comes as zeros and is not written.
+
+`tiles_M4` says for each tile of 128 rows: expert, first row, real rows, first row with padding. All about the routing
+is read on the device: the grid depends on shapes alone. No atomics: bits repeat.
+"""
+
+# ruff: noqa: RUF059  (device code takes tuples apart by name)
+
+# pyright: reportMissingImports=false, reportIndexIssue=false, reportArgumentType=false, reportCallIssue=false
+# pyright: reportPossiblyUnboundVariable=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
+# pyright: reportReturnType=false, reportAttributeAccessIssue=false, reportAssignmentType=false
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from moefold.kernels.experts.epilogues_hopper import epilogue_add, epilogue_dswiglu, epilogue_plain, epilogue_swiglu
+from moefold.kernels.hopper import banded_tile
+
+
+@gluon.jit
+def locate_tile(t, grid, KIND: gl.constexpr):
+    """Of tile t: expert, first row, the same with padding, real rows, steps of the contraction, its place (m, n)."""
+    tiles_M4, ends_E, pads_E, total, m_tiles, n_tiles, steps, band = grid
+    t = gl.minimum(t, gl.maximum(total - 1, 0))  # the last is looked up again by whoever looks beyond it
+    if KIND == "tn":
+        expert = t // (m_tiles * n_tiles)
+        m, n = banded_tile(t % (m_tiles * n_tiles), m_tiles, n_tiles, band)
+        row = gl.load(ends_E + expert - 1, mask=expert > 0, other=0)
+        real = gl.load(ends_E + expert) - row
+        steps = gl.cdiv(real, 64)
+        pad = gl.load(pads_E + expert)
+    else:
+        m, n = banded_tile(t, m_tiles, n_tiles, band)
+        expert = gl.load(tiles_M4 + 4 * m)
+        row = gl.load(tiles_M4 + 4 * m + 1)
+        real = gl.load(tiles_M4 + 4 * m + 2)
+        pad = gl.load(tiles_M4 + 4 * m + 3)
+    return expert, row, pad, real, steps, m, n
+
+
+@gluon.jit
+def fetch_operands(
+    descs, ring, grid, N, K,
+    KIND: gl.constexpr, END: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """The producer: keeps STAGES steps of operands under way, whatever tile they belong to."""
+    a_desc, b_desc = descs
+    a_bufs, b_bufs, full, empty = ring
+    tiles_M4, ends_E, pads_E, total, m_tiles, n_tiles, steps, band = grid
+    i = 0
+    for t in range(gl.program_id(0), total, gl.num_programs(0)):
+        expert, row, pad, real, steps_t, m, n = locate_tile(t, grid, KIND)
+        if END == "swiglu":
+            row = pad
+        for k in range(steps_t):
+            s = i % STAGES
+            bar = full.index(s)
+            mbarrier.wait(empty.index(s), (i // STAGES) & 1 ^ 1)
+            mbarrier.expect(bar, (128 + BN) * 64 * 2)
+            if KIND == "tn":
+                for w in gl.static_range(2):
+                    column = m * 128 + 64 * w
+                    tma.async_copy_global_to_shared(a_desc, [row + k * 64, column], bar, a_bufs.index(2 * s + w))
+                tma.async_copy_global_to_shared(b_desc, [pad + k * 64, n * BN], bar, b_bufs.index(s))
+            else:
+                for w in gl.static_range(2):
+                    tma.async_copy_global_to_shared(a_desc, [row + 64 * w, k * 64], bar, a_bufs.index(2 * s + w))
+                if KIND == "nn":
+                    tma.async_copy_global_to_shared(b_desc, [expert * K + k * 64, n * BN], bar, b_bufs.index(s))
+                elif END == "swiglu":  # half a tile of gate columns, half of up columns
+                    b = b_bufs.index(s).reshape([2, BN // 2, 64])
+                    tma.async_copy_global_to_shared(b_desc, [expert * 2, n * (BN // 2), k * 64], bar, b)
+                else:
+                    tma.async_copy_global_to_shared(b_desc, [expert * N + n * BN, k * 64], bar, b_bufs.index(s))
+            i += 1
+
+
+@gluon.jit
+def multiply_tiles(
+    ring, hand, grid, out_ptr, M, N,
+    HALF: gl.constexpr, KIND: gl.constexpr, END: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """A consumer: 64 of a tile's 128 rows, handed over to be finished once those of the tile before are gone."""
+    a_bufs, b_bufs, full, empty = ring
+    tile, made, gone = hand
+    tiles_M4, ends_E, pads_E, total, m_tiles, n_tiles, steps, band = grid
+    layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16])
+    i = 0
+    facts = locate_tile(gl.program_id(0), grid, KIND)
+    for t in range(gl.program_id(0), total, gl.num_programs(0)):
+        expert, row, pad, real, steps_t, m, n = facts
+        turn = t // gl.num_programs(0)
+        facts = locate_tile(
+            t + gl.num_programs(0), grid, KIND
+        )  # of the next tile, on their way while this one is multiplied
+        if KIND == "tn" or real > 64 * HALF:
+            acc = gl.zeros([64, BN], gl.float32, layout)
+            for k in range(steps_t):
+                s = (i + k) % STAGES
+                mbarrier.wait(full.index(s), ((i + k) // STAGES) & 1)
+                a = a_bufs.index(2 * s + HALF)
+                b = b_bufs.index(s)
+                if KIND == "tn":
+                    a = a.permute((1, 0))
+                if KIND == "nt":
+                    b = b.permute((1, 0))
+                acc = warpgroup_mma(a, b, acc, is_async=True)
+                acc = warpgroup_mma_wait(1, deps=(acc,))
+                mbarrier.arrive(empty.index((i + k + STAGES - 1) % STAGES), pred=k > 0)
+            acc = warpgroup_mma_wait(0, deps=(acc,))
+            mbarrier.arrive(empty.index((i + steps_t + STAGES - 1) % STAGES), pred=steps_t > 0)
+            if END == "add":
+                epilogue_add(out_ptr, acc, expert, m * 128 + 64 * HALF, n * BN, M, N, BN)
+            else:
+                mbarrier.wait(gone.index(HALF), turn & 1 ^ 1)
+                tile.index(HALF).store(acc.to(gl.bfloat16))
+                fence_async_shared()
+                mbarrier.arrive(made.index(HALF))
+        else:  # nothing here for this half: only hand the buffers back
+            for k in range(steps_t):
+                mbarrier.wait(full.index((i + k) % STAGES), ((i + k) // STAGES) & 1)
+                mbarrier.arrive(empty.index((i + k) % STAGES))
+            if END != "add":
+                mbarrier.wait(gone.index(HALF), turn & 1 ^ 1)
+                mbarrier.arrive(made.index(HALF))
+        i += steps_t
+
+
+@gluon.jit
+def run_epilogues(outs, hand, ahead, grid, N, rows, KIND: gl.constexpr, END: gl.constexpr, BN: gl.constexpr):
+    """What becomes of a tile's two halves, while the next tile is multiplied."""
+    tile, made, gone = hand
+    tiles_M4, ends_E, pads_E, total, m_tiles, n_tiles, steps, band = grid
+    last = 0 if END == "add" else total  # who multiplies those adds them up
+    for t in range(gl.program_id(0), last, gl.num_programs(0)):
+        expert, row, pad, real, steps_t, m, n = locate_tile(t, grid, KIND)
+        phase = t // gl.num_programs(0) & 1
+        plane = 0
+        if KIND == "tn":
+            plane = expert
+            row = m * 128
+            real = 128
+        for half in range(2):
+            bar = made.index(half)
+            if END == "plain":
+                epilogue_plain(outs, tile, bar, phase, half, plane, row, n, N, real, BN)
+            elif END == "swiglu":
+                epilogue_swiglu(outs, tile, bar, phase, half, row, n, N, real, BN)
+            elif END == "dswiglu":
+                epilogue_dswiglu(outs, tile, ahead, bar, phase, half, row, pad, n, N, real, rows, BN)
+            tma.store_wait(0)
+            mbarrier.arrive(gone.index(half))
+            row += 64
+            pad += 64
+            real -= 64
+
+
+@gluon.jit(do_not_specialize=["experts", "M", "K", "rows", "band"])
+def expert_gemm(
+    a_desc, b_desc, out_desc, out_ptr, side_desc, side_ptr, weight_R, dots_nR, tiles_M4, count, ends_E, pads_E,
+    experts, M, N, K, rows, band,
+    KIND: gl.constexpr, END: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    a_bufs = gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, 64, 64], a_desc.layout)
+    b_shape: gl.constexpr = [BN, 64] if KIND == "nt" else [64, BN]
+    b_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(b_shape, gl.bfloat16)
+    b_bufs = gl.allocate_shared_memory(gl.bfloat16, [STAGES, b_shape[0], b_shape[1]], b_layout)
+    tile = gl.allocate_shared_memory(gl.bfloat16, [2, 64, BN], a_desc.layout)
+    ahead = gl.allocate_shared_memory(gl.bfloat16, [8, 16, 64], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    made = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    gone = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for s in gl.static_range(STAGES):
+        mbarrier.init(full.index(s), count=1)
+        mbarrier.init(empty.index(s), count=2)
+    for s in gl.static_range(2):
+        mbarrier.init(made.index(s), count=1)
+        mbarrier.init(gone.index(s), count=1)
+    fence_async_shared()
+
+    N = N // 8 * 8  # so that the compiler knows: 16 bytes of a row lie together
+    n_tiles = gl.cdiv(N, BN)
+    if KIND == "tn":
+        m_tiles = gl.cdiv(M, 128)
+        total = experts * m_tiles * n_tiles
+    else:
+        m_tiles = gl.load(count)
+        total = m_tiles * n_tiles
+    ring = (a_bufs, b_bufs, full, empty)
+    hand = (tile, made, gone)
+    outs = (out_desc, out_ptr, side_desc, side_ptr, weight_R, dots_nR)
+    grid = (tiles_M4, ends_E, pads_E, total, m_tiles, n_tiles, gl.cdiv(K, 64), band)
+    gl.warp_specialize(
+        [
+            (multiply_tiles, (ring, hand, grid, out_ptr, M, N, 0, KIND, END, BN, STAGES)),
+            (multiply_tiles, (ring, hand, grid, out_ptr, M, N, 1, KIND, END, BN, STAGES)),
+            (fetch_operands, ((a_desc, b_desc), ring, grid, N, K, KIND, END, BN, STAGES)),
+            (run_epilogues, (outs, hand, ahead, grid, N, rows, KIND, END, BN)),
+        ],
+        [4, 1, 2],
+        [192, 120, 120],
+    )

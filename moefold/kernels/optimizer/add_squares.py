@@ -1,0 +1,28 @@
+"""The sum of the squares of flat tensors' elements, added to a running total in fp64: the gradient norm's share."""
+
+from __future__ import annotations
+
+import torch
+
+from moefold.kernels.registry import KernelCase, register_in_place_op, seeded_randn
+
+
+@register_in_place_op
+def add_squares(total: torch.Tensor, *flats: torch.Tensor) -> None:
+    for x in flats:
+        total += torch.linalg.vector_norm(x, dtype=torch.float64).square()
+
+
+@add_squares.register_fast("triton")
+def _(total: torch.Tensor, *flats: torch.Tensor) -> None:
+    from moefold.kernels.optimizer import optimizer_triton
+
+    optimizer_triton.launch_add_squares(total, *flats)
+
+
+@add_squares.register_cases
+def _(device: str, dtype: torch.dtype):
+    for sizes in ((0,), (1,), (33,), (100_003,), (40_000, 0, 7)):
+        total = torch.tensor(0.25, dtype=torch.float64, device=device)
+        flats = (seeded_randn(device, dtype, n, seed=i) for i, n in enumerate(sizes))
+        yield KernelCase(f"{' and '.join(map(str, sizes))} elements", (total, *flats))

@@ -1,0 +1,74 @@
+"""Which rank this process is, from the environment its launcher left. Torch-free.
+
+One process, `moefold train --nproc 4`, torchrun and Slurm differ only in these variables.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from moefold.config.errors import UserError, printable_text
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """What the launcher said. `attempt` counts restarts; `agent` means the launcher already serves the store."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    host: str = "127.0.0.1"
+    port: int = 29_500
+    attempt: str = "0"
+    agent: bool = False
+
+
+def read_environment(env: Mapping[str, str]) -> Rendezvous:
+    """Read torchrun's variables, else Slurm's, else be alone."""
+    if "RANK" in env and "WORLD_SIZE" in env:
+        rank, size = environment_number(env, "RANK"), environment_number(env, "WORLD_SIZE")
+        return Rendezvous(
+            rank=rank,
+            size=size,
+            local_rank=environment_number(env, "LOCAL_RANK", rank),
+            local_size=environment_number(env, "LOCAL_WORLD_SIZE", size),
+            host=env.get("MASTER_ADDR", "127.0.0.1"),
+            port=environment_number(env, "MASTER_PORT", 29_500),
+            attempt=env.get("TORCHELASTIC_RESTART_COUNT", "0"),
+            agent=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        )
+    if "SLURM_PROCID" in env and environment_number(env, "SLURM_NTASKS", 1) > 1:
+        return Rendezvous(
+            rank=environment_number(env, "SLURM_PROCID"),
+            size=environment_number(env, "SLURM_NTASKS"),
+            local_rank=environment_number(env, "SLURM_LOCALID", 0),
+            local_size=slurm_tasks_on_node(env),
+            host=env.get("MASTER_ADDR") or first_slurm_host(env),
+            port=environment_number(env, "MASTER_PORT", 20_000 + environment_number(env, "SLURM_JOB_ID", 0) % 20_000),
+            attempt=env.get("SLURM_RESTART_COUNT", "0"),
+        )
+    return Rendezvous()
+
+
+def first_slurm_host(env: Mapping[str, str]) -> str:
+    """`node[07-09,12]` -> `node07`; a plain list gives its first name."""
+    nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or env.get("SLURM_NODELIST") or "127.0.0.1"
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)  # up to the first comma outside brackets
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first.group() if first else nodes)
+
+
+def slurm_tasks_on_node(env: Mapping[str, str]) -> int:
+    """`4(x2),3` -> 4."""
+    said = env.get("SLURM_NTASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE") or "1"
+    return environment_number({"SLURM_TASKS_PER_NODE": re.split(r"[(,]", said)[0]}, "SLURM_TASKS_PER_NODE")
+
+
+def environment_number(env: Mapping[str, str], name: str, default: int | None = None) -> int:
+    """An environment variable as a whole number; unset gives the default."""
+    text = env.get(name, "" if default is None else str(default))
+    if not text.isdecimal():
+        raise UserError(f'the environment has {name} = "{printable_text(text)}"; expected a whole number, such as 1')
+    return int(text)

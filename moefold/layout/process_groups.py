@@ -1,0 +1,80 @@
+"""Meet the other ranks, and choose the device."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+from moefold.config.errors import RunFailure, UserError
+from moefold.config.run import ParallelConfig
+from moefold.layout.axes import World, create_world
+from moefold.layout.environment import Rendezvous, read_environment
+
+COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=10)
+
+
+def choose_device(wanted: str, place: Rendezvous) -> torch.device:
+    """The device of this rank. More ranks than GPUs share them, which only gloo can do."""
+    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise UserError("train.device = cuda, but torch sees no CUDA device here; set train.device to cpu or auto")
+    device = torch.device("cuda", place.local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+@contextmanager
+def joined_world(parallel: ParallelConfig, wanted_device: str) -> Iterator[World]:
+    """The world, for as long as the run lasts. Alone, nothing is started and every axis has size one."""
+    place = read_environment(os.environ)
+    device = choose_device(wanted_device, place)
+    if place.size == 1:
+        yield create_world(0, 1, device, parallel)
+        return
+    own_gpu = device.type == "cuda" and place.local_size <= torch.cuda.device_count()
+    backend = "cpu:gloo,cuda:nccl" if own_gpu else "gloo"
+    device_id = device if own_gpu else None
+    store = rendezvous_store(place)
+    dist.init_process_group(
+        backend, store=store, rank=place.rank, world_size=place.size, timeout=COLLECTIVE_TIMEOUT, device_id=device_id
+    )
+    try:
+        yield create_world(place.rank, place.size, device, parallel, place.local_size, store)
+    except RuntimeError as error:
+        if any(word in str(error) for word in ("gloo", "Gloo", "NCCL", "Connection closed", "Connection reset")):
+            raise RunFailure(f"rank {place.rank} lost contact with another rank: {first_error_line(error)}") from None
+        raise
+    finally:
+        dist.destroy_process_group()
+
+
+def first_error_line(error: Exception) -> str:
+    """The first sentence of torch's message, without the place in torch's sources."""
+    line = str(error).strip().split("\n")[0]
+    return re.sub(r"^\[\S+:\d+\] ", "", line).split(". ")[0][:200]
+
+
+def rendezvous_store(place: Rendezvous) -> dist.Store:
+    """A key-value store all ranks reach. Prefixed by the attempt: after a restart, ranks would otherwise read the
+    addresses that the dead generation left there."""
+    serves = place.rank == 0 and not place.agent
+    try:
+        store = dist.TCPStore(place.host, place.port, place.size, is_master=serves, timeout=COLLECTIVE_TIMEOUT)
+    except (dist.DistError, RuntimeError) as error:
+        if "EADDRINUSE" in str(error) or "address already in use" in str(error).lower():
+            raise UserError(
+                f"port {place.port} on {place.host} is in use; expected it free for the ranks to meet; "
+                f"stop what uses it, or set another with --port or MASTER_PORT, such as {place.port + 1}"
+            ) from None
+        raise UserError(
+            f"rank {place.rank} cannot reach {place.host}:{place.port}, where {place.size} ranks were to meet "
+            f"({first_error_line(error)}); check MASTER_ADDR and MASTER_PORT"
+        ) from None
+    return dist.PrefixStore(f"attempt{place.attempt}", store)

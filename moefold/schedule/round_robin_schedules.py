@@ -1,0 +1,96 @@
+"""Schedules whose stages lie round robin: stage s on rank s mod p. Each is (ranks, microbatches, chunks) -> program.
+
+One character a unit of time: forwards of microbatches 0, 1, ... as digits, their data gradients as A, B, ..., their
+weight gradients as a, b, ...; dots are bubble.
+
+    gpipe                      1f1b                              zb_h1
+    0123.........AaBbCcDd      0123......Aa4Bb5Cc.Dd.Ee.Ff       0123...Aa4Bb5CcDdEeFf
+    .0123......AaBbCcDd..      .012....Aa3Bb4Cc5Dd.Ee.Ff..       .012..A3Ba4Cb5DcEdFef
+    ..0123...AaBbCcDd....      ..01..Aa2Bb3Cc4Dd5Ee.Ff....       ..01.A2B3Ca4Db5EcFdef
+    ...0123AaBbCcDd......      ...0Aa1Bb2Cc3Dd4Ee5Ff......       ...0A1B2C3Da4Eb5Fcdef
+
+Interleaved 1F1B gives each rank `chunks` stages, p apart, and sends a group of microbatches through one chunk before
+it takes the next: the pipe fills in steps of a chunk, so that the bubble is `chunks` times smaller.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from moefold.schedule.passes import defer_weight_grads
+from moefold.schedule.program import PipelineOp, Program, Slot
+
+
+def forward_slot(stage: int, microbatch: int) -> Slot:
+    return (PipelineOp("F", stage, microbatch),)
+
+
+def backward_slot(stage: int, microbatch: int) -> Slot:
+    return (PipelineOp("D", stage, microbatch), PipelineOp("W", stage, microbatch))
+
+
+def gpipe(ranks: int, microbatches: int, chunks: int = 1) -> Program:
+    """All forwards, chunk by chunk, then all backwards. Makespan (m + p - 1)(f + b); every microbatch is live."""
+    return [
+        [forward_slot(chunk * ranks + rank, m) for chunk in range(chunks) for m in range(microbatches)]
+        + [backward_slot(chunk * ranks + rank, m) for chunk in reversed(range(chunks)) for m in range(microbatches)]
+        for rank in range(ranks)
+    ]
+
+
+def one_f_one_b(ranks: int, microbatches: int, chunks: int = 1) -> Program:
+    """1F1B: makespan (m + p - 1)(f + b), at most p - r live on rank r. With several chunks, the interleaved form."""
+    if chunks > 1:
+        return interleaved_1f1b(ranks, microbatches, chunks)
+    return [
+        warm_up_and_alternate(
+            [forward_slot(rank, m) for m in range(microbatches)],
+            [backward_slot(rank, m) for m in range(microbatches)],
+            warmup=ranks - rank - 1,
+        )
+        for rank in range(ranks)
+    ]
+
+
+def interleaved_1f1b(ranks: int, microbatches: int, chunks: int) -> Program:
+    """Interleaved 1F1B for any number of microbatches: (m + (p - 1) / v)(f + b) when it is a multiple of p.
+
+    Live chunks on rank r: 2 (p - r - 1) + (v - 1) p + 1. Otherwise microbatches go in groups of p or somewhat more
+    (fewer only if there are fewer), larger groups first: a rank's backward order then never asks for a microbatch
+    that the forward order has not finished.
+    """
+    order = [(chunk, m) for group in microbatch_groups(ranks, microbatches) for chunk in range(chunks) for m in group]
+    first = len(microbatch_groups(ranks, microbatches)[0])
+    return [
+        warm_up_and_alternate(
+            [forward_slot(chunk * ranks + rank, m) for chunk, m in order],
+            [backward_slot((chunks - 1 - chunk) * ranks + rank, m) for chunk, m in order],
+            warmup=2 * (ranks - rank - 1) + (chunks - 1) * first,
+        )
+        for rank in range(ranks)
+    ]
+
+
+def zero_bubble_h1(ranks: int, microbatches: int, chunks: int = 1) -> Program:
+    """Zero-bubble H1: 1F1B whose rank r is r weight gradients behind. 3m + p - 1 when F = D = W = 1, at most p live."""
+    return defer_weight_grads(one_f_one_b(ranks, microbatches, chunks))
+
+
+def microbatch_groups(ranks: int, microbatches: int) -> list[range]:
+    """Microbatches in as many groups as there are whole p among them, sizes even to one, larger first.
+
+    10 over 4 ranks: 0-4, 5-9.   11 over 4 ranks: 0-5, 6-10.   3 over 4 ranks: 0-2.
+    """
+    count = max(1, microbatches // ranks)
+    size, larger = divmod(microbatches, count)
+    starts = [g * size + min(g, larger) for g in range(count + 1)]
+    return [range(a, b) for a, b in pairwise(starts)]
+
+
+def warm_up_and_alternate(forwards: list[Slot], backwards: list[Slot], warmup: int) -> list[Slot]:
+    """`warmup` forwards, then one forward and one backward in turn, then the backwards that are left."""
+    warmup = min(warmup, len(forwards))
+    slots = forwards[:warmup]
+    for ahead, behind in zip(forwards[warmup:], backwards, strict=False):
+        slots += [ahead, behind]
+    return slots + backwards[len(forwards) - warmup :]

@@ -1,0 +1,37 @@
+"""`moefold bench overlap` as a person meets it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from moefold.bench.overlap import OVERLAP_WAYS
+from moefold.cli.main import run_command_line
+
+
+def test_it_tells_what_is_exposed_in_each_way_as_json_and_writes_a_trace(tmp_path: Path):
+    argv = ["--delay-ms", "4", "--microbatches", "3", "--json", "--trace", str(tmp_path / "trace.json")]
+    done = subprocess.run([sys.executable, "-m", "moefold", "bench", "overlap", *argv], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert list(found) == list(OVERLAP_WAYS)
+    for way in found.values():
+        assert set(way) == {"step", "exposed", "hidden"}
+        assert way["step"] > 0
+        assert way["exposed"] >= 0
+    assert found["one after the other"]["hidden"] == 0
+    layers, directions = 2, 2
+    assert found["one after the other"]["exposed"] >= 3 * layers * 2 * directions * 0.004, "every exchange is exposed"
+    events = [e for e in json.loads((tmp_path / "trace.json").read_text())["traceEvents"] if e["ph"] == "X"]
+    assert {e["pid"] for e in events} == {0, 1}
+    assert {e["cat"] for e in events} == {"compute", "comm"}
+
+
+@pytest.mark.parametrize("words", [["--delay-ms", "-1"], ["--microbatches", "1"]], ids=str)
+def test_nonsense_is_refused_before_ranks_start(words: list[str], capsys: pytest.CaptureFixture[str]):
+    assert run_command_line(["bench", "overlap", *words]) == 2
+    assert "--delay-ms must be at least 0 and --microbatches at least 2" in capsys.readouterr().err

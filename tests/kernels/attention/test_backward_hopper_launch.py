@@ -1,0 +1,166 @@
+"""Attention's backward for Hopper: its gradients are those of an fp32 reference, to the bit the same every time."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import NamedTuple
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from moefold.kernels.attention import workspace
+from moefold.kernels.attention.attention import attention
+from moefold.kernels.attention.backward_hopper_launch import (
+    hopper_backward_applies,
+    launch_hopper_backward,
+    softmax_statistics,
+)
+from moefold.kernels.attention.workspace import kv_heads_at_once, score_gradient_rows
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+on_hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SCALE = 0.1
+Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # of q, k, v
+
+# B, S, H, G, D: one position, ends within and at a block, one block more than pairs, groups of 1, 2, 3, 4 and 8.
+SHAPES = [
+    (1, 1, 1, 1, 128),
+    (2, 128, 2, 2, 128),
+    (2, 300, 4, 1, 128),
+    (1, 640, 8, 8, 64),
+    (3, 129, 6, 2, 64),
+    (2, 1000, 16, 2, 128),
+    (1, 2049, 4, 2, 128),
+]
+
+
+class Inputs(NamedTuple):
+    """(B, S, heads, D) each; dy is the gradient of the result."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    dy: torch.Tensor
+
+
+def inputs(b: int, s: int, h: int, g: int, d: int, dtype: torch.dtype = torch.bfloat16) -> Inputs:
+    generator = torch.Generator().manual_seed(s)
+    return Inputs(*(torch.randn(b, s, n, d, generator=generator).to(DEVICE, dtype) for n in (h, g, g, h)))
+
+
+def forward(x: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
+    """The result and the log-sum-exp."""
+    q, k, v = (one.transpose(1, 2) for one in (x.q, x.k, x.v))
+    y, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+        q, k, v, None, True, 0.0, True, False, scale=SCALE
+    )  # fmt: skip
+    return y.transpose(1, 2), lse.view(q.shape[:3])
+
+
+def backward(x: Inputs) -> Gradients:
+    return launch_hopper_backward(x.dy, x.q, x.k, x.v, *forward(x), SCALE)
+
+
+def expected(x: Inputs) -> Gradients:
+    leaves = [one.float().requires_grad_() for one in (x.q, x.k, x.v)]
+    return torch.autograd.grad(attention.reference(*leaves, SCALE), leaves, x.dy.float())  # pyright: ignore[reportReturnType]
+
+
+def same_bits(a: Gradients, b: Gradients) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def all_close(found: Gradients, wanted: Gradients) -> None:
+    """Within what rounding P, dS and results to 16 bits does: 0.3 % of each gradient as a whole."""
+    for a, b, name in zip(found, wanted, ("dq", "dk", "dv"), strict=True):
+        off = (a.float() - b).norm().item()
+        assert off <= 4e-3 * b.norm().item() + 1e-2, f"{name} is {off:.2e} off of {b.norm().item():.2e}"
+
+
+def test_nothing_but_a_hopper_card_is_asked_for():
+    x = inputs(1, 64, 2, 1, 128)
+    assert hopper_backward_applies(x.q, x.k, SCALE) == HOPPER
+    assert not hopper_backward_applies(x.q.float(), x.k.float(), SCALE)
+    assert not hopper_backward_applies(x.q[..., :32], x.k[..., :32], SCALE)
+
+
+@pytest.mark.parametrize("s", [1, 64, 70, 128])
+def test_statistics_say_of_queries_behind_the_end_that_they_see_nothing(s: int):
+    x = inputs(2, s, 3, 3, 16, torch.float32)
+    lse = torch.randn(2, 3, s, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    minus_lse, minus_delta = (
+        softmax_statistics(x.q, x.dy, lse, 2, 0.5).view(2, 3, 2, 2, 64).transpose(2, 3).flatten(3).unbind(2)
+    )
+    assert torch.equal(minus_lse[..., :s], -lse / 0.5)
+    assert torch.all(minus_lse[..., s:] == -torch.inf)
+    torch.testing.assert_close(minus_delta[..., :s], -(x.q * x.dy).sum(-1).transpose(1, 2))
+    assert torch.all(minus_delta[..., s:] == 0)
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_gradients_are_those_of_the_reference_in_fp32(shape: tuple[int, int, int, int, int], dtype: torch.dtype):
+    x = inputs(*shape, dtype=dtype)
+    all_close(backward(x), expected(x))
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("shape", SHAPES)
+def test_six_runs_agree_to_the_bit(shape: tuple[int, int, int, int, int]):
+    x = inputs(*shape)
+    y, lse = forward(x)
+    first, *others = (launch_hopper_backward(x.dy, x.q, x.k, x.v, y, lse, SCALE) for _ in range(6))
+    assert all(same_bits(first, other) for other in others)
+
+
+@pytest.mark.gpu
+@on_hopper
+def test_heads_that_go_one_after_the_other_give_the_same_bits(monkeypatch: pytest.MonkeyPatch):
+    x = inputs(3, 300, 8, 4, 128)
+    at_once = backward(x)
+    monkeypatch.setattr(workspace, "MOST_BYTES", 5 * 2 * score_gradient_rows(300) * 128)
+    assert kv_heads_at_once(300, 12, 2) == 4
+    assert same_bits(at_once, backward(x))
+
+
+@pytest.mark.gpu
+@on_hopper
+def test_heads_may_lie_anywhere():
+    x = inputs(2, 200, 4, 2, 64)
+    y, lse = forward(x)
+    wanted = launch_hopper_backward(x.dy, x.q, x.k, x.v, y, lse, SCALE)
+    q, k, v = torch.cat((x.q, x.k, x.v), dim=2).split([4, 2, 2], dim=2)  # as one product gives them
+    assert same_bits(wanted, launch_hopper_backward(x.dy, q, k, v, y, lse, SCALE))
+    q, k, v, dy = (one.transpose(1, 2).contiguous().transpose(1, 2) for one in x)
+    assert same_bits(wanted, launch_hopper_backward(dy, q, k, v, y, lse, SCALE))
+    q, k, v, dy = (torch.nn.functional.pad(one.flatten(2), (1, 0))[..., 1:].view(one.shape) for one in x)
+    assert same_bits(wanted, launch_hopper_backward(dy, q, k, v, y, lse, SCALE))
+
+
+@pytest.mark.gpu
+@on_hopper
+def test_a_captured_backward_waits_for_nothing_and_replays_right_with_other_numbers():
+    x = inputs(1, 500, 4, 2, 128)
+    y, lse = forward(x)
+    run = partial(launch_hopper_backward, x.dy, x.q, x.k, x.v, y, lse, SCALE)
+    run()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = run()
+    for one in x:
+        one.copy_(one.flip(1) * 0.7)
+    for kept, new in zip((y, lse), forward(x), strict=True):
+        kept.copy_(new)
+    graph.replay()
+    all_close(found, expected(x))

@@ -1,0 +1,77 @@
+"""Attention over runs of keys against the reference, forward and backward, by Triton's interpreter; on a GPU
+test_every_op.py does it, in bf16."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from moefold.kernels.attention import masked_triton
+from moefold.kernels.attention.attention import attention, attention_mask, random_document_begins
+from moefold.kernels.attention.masked import first_visible_key, visible_until_query
+from moefold.kernels.registry import KernelCase, seeded_randn
+
+GPU = torch.cuda.is_available()
+interpreted = pytest.mark.skipif(GPU, reason="products of fp32 are rounded on a GPU")
+CASES = [case for case in attention.make_cases("cpu", torch.float32) if case.name.startswith(("2x16 ", "2x24 "))]  # pyright: ignore[reportOptionalCall]
+
+
+def outcome(way: str, inputs: tuple) -> list[torch.Tensor]:
+    """The result and all gradients."""
+    leaves = [x.clone().requires_grad_() if is_float(x) else x for x in inputs]
+    y = attention.implementations[way](*leaves)
+    dy = seeded_randn(y.device.type, y.dtype, *y.shape, seed=9)
+    return [y.detach(), *torch.autograd.grad(y, [x for x in leaves if is_float(x)], dy)]
+
+
+def is_float(x: object) -> bool:
+    return isinstance(x, torch.Tensor) and x.is_floating_point()
+
+
+def agree(inputs: tuple) -> None:
+    for number, (a, b) in enumerate(zip(outcome("spans", inputs), outcome("reference", inputs), strict=True)):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5, msg=lambda text, n=number: f"number {n}: {text}")
+
+
+@pytest.fixture(params=[(16, 16), (32, 16), (16, 64)], ids=str)
+def tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Borders of documents within a tile, at one, and tiles that no query of another sees anything of."""
+    monkeypatch.setattr(masked_triton, "NARROW", [(*request.param, 4, 2)] * 3)
+
+
+@interpreted
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_result_and_gradients_equal_those_of_the_reference(case: KernelCase, tiles: None):
+    agree(case.inputs)
+
+
+@interpreted
+@pytest.mark.parametrize("borders", [(0,), (0, 1, 2, 3), (0, 32, 64), (0, 69), (0, 16, 17, 48)], ids=str)
+def test_documents_may_begin_anywhere(borders: tuple[int, ...]):
+    starts = torch.zeros(70, dtype=torch.int32)
+    starts[list(borders)] = torch.tensor(borders, dtype=torch.int32)
+    q, k, v = (seeded_randn("cpu", torch.float32, 1, 70, heads, 16, seed=heads) for heads in (2, 1, 1))
+    agree((q, k, v, None, 0, None, starts.cummax(0).values[None]))
+
+
+@pytest.mark.parametrize("window", [0, 1, 5, 40])
+@pytest.mark.parametrize("queries", [1, 7, 33])
+def test_the_first_key_of_queries_and_the_last_query_of_keys_are_those_of_the_mask(queries: int, window: int):
+    length, begins = 33, random_document_begins("cpu", 3, 33)[:, -queries:]
+    mask = attention_mask(queries, length, length - queries, window, torch.device("cpu"), begins)[:, 0]
+    first = first_visible_key(torch.empty(3, queries), torch.empty(3, length), window, begins)
+    assert torch.equal(first.long(), mask.int().argmax(-1))
+    until = visible_until_query(first, length)
+    for b, key in mask.any(1).nonzero().tolist():
+        assert until[b, key] == mask[b, :, key].nonzero().max() + 1
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not GPU, reason="needs a CUDA device")
+def test_on_a_gpu_ten_passes_agree_to_the_bit():
+    q, k, v = (seeded_randn("cuda", torch.bfloat16, 2, 1000, heads, 128, seed=heads) for heads in (8, 2, 2))
+    begins, sink = random_document_begins("cuda", 2, 1000), seeded_randn("cuda", torch.bfloat16, 8)
+    first, *others = (outcome("spans", (q, k, v, None, 300, sink, begins)) for _ in range(10))
+    assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))

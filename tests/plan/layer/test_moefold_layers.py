@@ -1,0 +1,203 @@
+"""The table of what moefold's layers keep, against what autograd keeps of the real model: hooks on every saved tensor,
+each memory counted once, by the step that kept it first, if it is still there when forward has ended."""
+
+from __future__ import annotations
+
+import json
+import weakref
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from moefold.config.run import Config, ModelConfig, MoeConfig, ParallelConfig
+from moefold.kernels.bound import bind_kernels
+from moefold.kernels.catalog import facts_from_config
+from moefold.kernels.vocabulary import cross_entropy
+from moefold.layout.axes import World, create_world
+from moefold.model.attention.gqa import GroupedQueryAttention
+from moefold.model.attention.mla import LatentAttention
+from moefold.model.initialise import initialise_parameters
+from moefold.model.transformer import Transformer
+from moefold.plan.layer import moefold_layers
+from moefold.plan.layer.layer_costs import count_piece, first_alike_layers
+from moefold.plan.layer.rank_shapes import RankPortion, make_rank_portion
+from moefold.plan.options import PlanChoices
+from moefold.presets.recipe import resolve_recipe
+from moefold.presets.zoo import PRESETS
+from tests.support.models import transformer
+from tests.support.ranks import run_ranks
+
+TINY = [name for name in PRESETS if name.endswith("tiny")]
+SMALL = 256  # bytes: offsets of experts and single numbers, which the table leaves out
+
+ENDS = {"look_ahead": "predict"}  # they keep one stream together: counted as one
+
+VARIANTS = {
+    "gate behind the experts": "--model.moe.gate=output",
+    "no balance loss": "--model.moe.aux_loss=0",
+    "balance over the microbatch": "--model.moe.aux_loss=0.01 --model.moe.aux_over=microbatch",
+    "sigmoid scores as they are": "--model.moe.score=sigmoid --model.moe.normalize=none",
+    "z loss": "--model.moe.z_loss=0.001",
+    "z loss, not normalised": "--model.moe.z_loss=0.001 --model.moe.normalize=none",
+    "all losses": "--model.moe.z_loss=0.1 --model.moe.aux_loss=0.1 --model.moe.score=sigmoid --model.moe.normalize=all",
+    "sigmoids chosen, no losses": "--model.moe.score=sigmoid",
+    "a dense layer": "--model.moe.dense_layers=1",
+    "shared experts with a gate": "--model.moe.shared_ffn=64 --model.moe.shared_gate=true",
+    "latent experts": "--model.moe.latent=48",
+    "biases": "--model.moe.biases=true",
+    "partial rotary": "--model.attention.rope_dim=8",
+    "qk norm over all heads": "--model.attention.qk_norm=full",
+    "no qk norm": "--model.attention.qk_norm=none",
+    "latent attention without a query latent": "--model.attention.kind=mla --model.attention.kv_heads=4 "
+    "--model.attention.rope_dim=16 --model.attention.qk_norm=none",
+    "one token further": "--model.mtp=1",
+    "two tokens further": "--model.mtp=2",
+    "tied head": "--model.tied_head=true",
+}
+
+
+class Held:
+    """A saved tensor for as long as autograd holds it. Detached: an output would hold its own node, for ever."""
+
+    def __init__(self, tensor: torch.Tensor, step: str):
+        self.tensor, self.step = tensor.detach(), step
+
+
+def tables(model: Transformer) -> Iterator[torch.Tensor]:
+    """The angles of positions, which belong to the model."""
+    for module in model.modules():
+        if isinstance(module, GroupedQueryAttention | LatentAttention):
+            yield from module.rotary.tables
+
+
+def kept_by_steps(model: Transformer, config: Config, device: str = "cpu") -> Counter[str]:
+    """Bytes by name of the step, of all layers together."""
+    shape = (2, config.train.micro_batch, config.data.seq_len)
+    tokens, labels = (x.clone() for x in torch.randint(256, shape, generator=torch.Generator().manual_seed(1)))
+    held: list[weakref.ref[Held]] = []
+    step_name = ""
+
+    def pack(tensor: torch.Tensor) -> Held:
+        kept = Held(tensor, step_name)
+        held.append(weakref.ref(kept))
+        return kept
+
+    carry = model.begin(tokens.to(device), labels.to(device))
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept.tensor):
+        for step in model.steps(model.stages[0]):
+            step_name = step.spec.name
+            carry = step.run(carry)
+    own = {x.untyped_storage().data_ptr() for x in (*model.parameters(), *model.buffers(), *tables(model))}
+    found: Counter[str] = Counter()
+    for kept in filter(None, (ref() for ref in held)):
+        storage = kept.tensor.untyped_storage()
+        if storage.data_ptr() not in own and storage.nbytes() >= SMALL:
+            own.add(storage.data_ptr())
+            found[ENDS.get(kept.step, kept.step)] += storage.nbytes()
+    assert carry["losses_1M"].requires_grad
+    return found
+
+
+def planned(config: Config, choices: PlanChoices, dispatcher: str = "local") -> Counter[str]:
+    model, portion = config.model, make_rank_portion(config, dispatcher, splits=False)
+    layers = [("t", layer) for layer in range(model.layers)]
+    ahead = [("m", model.layers + depth) for depth in range(model.mtp)]
+    found: Counter[str] = Counter()
+    for piece, layer in [("E", 0), *layers, *ahead, ("L", 0)]:
+        for step in count_piece(model, piece, first_alike_layers(model)[layer], portion, choices).steps:
+            found[ENDS.get(step.name, step.name)] += sum(t.bytes for t in step.saved if t.bytes >= SMALL)  # pyright: ignore
+    return found
+
+
+def real(config: Config, dtype: str, device: str) -> Transformer:
+    capability = torch.cuda.get_device_capability() if device == "cuda" else (0, 0)
+    kernels = bind_kernels(facts_from_config(config, device, dtype, capability), config.kernels.force)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16 if dtype == "bf16" else torch.float32)
+    try:
+        with torch.device(device):
+            model = transformer(config.model, config.data.seq_len, kernels)
+    finally:
+        torch.set_default_dtype(before)
+    initialise_parameters(model, seed=1)
+    return model
+
+
+CONFIGS = {**{name: (name, "") for name in TINY}, **{name: ("tiny", words) for name, words in VARIANTS.items()}}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_model_keeps_what_the_table_says_step_by_step(name: str):
+    config = resolve_recipe(CONFIGS[name][0], CONFIGS[name][1].split())
+    found = kept_by_steps(real(config, "fp32", "cpu"), config)
+    said = planned(config, PlanChoices(precision="fp32", device="cpu"))
+    assert dict(found) == {step: size for step, size in said.items() if size}
+
+
+EVEN = "--model.moe.force_balance=true --model.moe.shared_ffn=64 --model.moe.dense_layers=1"
+PARTS = {
+    "all-to-all": ParallelConfig(ep=2, dispatcher="all_to_all"),
+    "once to each rank": ParallelConfig(ep=2, dispatcher="dedup"),
+    "tokens gathered": ParallelConfig(ep=2, dispatcher="all_gather"),
+    "tensor parallel": ParallelConfig(tp=2),
+    "ring": ParallelConfig(cp=2, context="ring"),
+    "keys gathered": ParallelConfig(cp=2, context="all_gather"),
+    "heads swapped": ParallelConfig(cp=2, context="all_to_all"),
+}
+
+
+def kept_on_a_rank(world: World, config: Config) -> int:
+    world = create_world(world.rank, world.size, world.device, config.parallel)
+    kernels = bind_kernels(facts_from_config(config, "cpu", "fp32"))
+    model = transformer(config.model, config.data.seq_len, kernels, world, config.parallel)
+    initialise_parameters(model, seed=1)
+    return sum(kept_by_steps(model, config).values())
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_each_of_two_ranks_keeps_what_the_table_says(name: str):
+    """Within half a percent: which rows went where, and masks of chunks, are not counted to the byte."""
+    config = replace(resolve_recipe("tiny", EVEN.split()), parallel=PARTS[name])
+    said = planned(config, PlanChoices(precision="fp32", device="cpu"), PARTS[name].dispatcher)
+    for kept in run_ranks(kept_on_a_rank, 2, config):
+        assert kept == pytest.approx(sum(said.values()), rel=0.005)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", ["mixtral-8x7b", "olmoe-1b-7b", "qwen3-30b-a3b", "deepseek-v2-lite", "glm-4.5-air"])
+def test_the_model_keeps_what_the_table_says_on_a_gpu(name: str):
+    """In bf16 with the kernels of that GPU, two layers of the real sizes."""
+    words = "--model.layers=2 --model.moe.dense_layers=1 --model.vocab=4096 --data.seq_len=512 --train.precision=bf16"
+    config = resolve_recipe(name, words.split())
+    found = kept_by_steps(real(config, "bf16", "cuda"), config, "cuda")
+    major, minor = torch.cuda.get_device_capability()
+    said = planned(config, PlanChoices(capability=10 * major + minor))
+    assert set(found) == {step for step, size in said.items() if size}
+    for step, size in found.items():
+        assert size == pytest.approx(said[step], rel=0.002), f"{step}: plans of tiles and offsets are not counted"
+
+
+def test_one_layer_keeps_what_was_measured_on_an_h200():
+    """Measured: the layer's input, its router and its experts, without a norm and balance losses."""
+    record = Path(__file__).parents[2] / "docs/benchmarks/layer-h200-2026-11-15.json"
+    for row in json.loads(record.read_text())["results"]:
+        moe = MoeConfig(experts=row["experts"], top_k=row["top_k"], ffn=row["ffn"])
+        model = ModelConfig(layers=1, hidden=row["hidden"], moe=moe)
+        steps = count_piece(model, "t", 0, RankPortion(row["tokens"]), PlanChoices()).steps
+        kept = [t for step in steps if step.name in ("route", "dispatch", "experts") for t in step.saved]
+        total = sum(t.bytes for t in kept if "stream" not in t.name)
+        assert total / 2**30 == pytest.approx(row["ours"]["saved_gib"], rel=0.001), row["layer"]
+
+
+def test_the_head_holds_as_many_logits_as_the_plan_says():
+    for limit in ("CHUNK_LOGITS", "LOGITS_IN_PLACE"):
+        assert getattr(moefold_layers, limit) == getattr(cross_entropy, limit)
+    for words in (7, 256, 50_304, 151_936, 1 << 27):
+        tokens = [module.tokens_of_chunk(1 << 26, words) for module in (moefold_layers, cross_entropy)]
+        assert tokens[0] == tokens[1]
+        assert tokens[0] * words <= 1 << 26 < 2 * tokens[0] * words or tokens[0] == 1

@@ -1,0 +1,125 @@
+"""The price of a step follows its physics: FLOPs, bytes, launches, links."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from moefold.anatomy.model_totals import train_flops_per_token
+from moefold.config.run import Config
+from moefold.plan.machine.gpu import find_gpu_by_name
+from moefold.plan.memory.peak_memory import build_run_setting
+from moefold.plan.memory.rank_stages import stages_by_rank
+from moefold.plan.options import PlanChoices
+from moefold.plan.time.simulate_step import time_training_step
+from moefold.plan.time.step_times import PassSeconds, StepClock, sum_pass_seconds
+from moefold.presets.recipe import resolve_recipe
+
+MODELS = ("deepseek-v3", "qwen3-30b-a3b", "mixtral-8x7b", "gpt-oss-20b", "latent-30b-a3b", "glm-4.5-air")
+
+
+def setting(model: str = "qwen3-30b-a3b", world: int = 8, choices: PlanChoices | None = None, **keys: object):
+    words = [f"--{key.replace('__', '.')}={value}" for key, value in keys.items()]
+    return build_run_setting(resolve_recipe(model, words, world), world, choices or PlanChoices())
+
+
+def passed(
+    model: str = "qwen3-30b-a3b", gpu: str = "h100", choices: PlanChoices | None = None, **keys: object
+) -> PassSeconds:
+    s = setting(model, choices=choices, **keys)
+    pace = StepClock(s, find_gpu_by_name(gpu))
+    return sum_pass_seconds([pace.stage(pieces) for rank in stages_by_rank(s.config) for pieces in rank.pieces])
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_arithmetic_is_exactly_the_published_flops(model: str):
+    """Whatever the layout: all ranks' time at the peak, times the peak, is FLOPs a token times tokens."""
+    for keys in ({}, {"parallel__ep": 4}, {"parallel__pp": 2, "parallel__tp": 2}):
+        if "gpt" in model and keys:
+            keys = {"parallel__pp": 2}
+        s = setting(model, train__global_batch=16, **keys)
+        gpu = find_gpu_by_name("h100")
+        step = time_training_step(s, gpu)
+        done = step.walls["arithmetic"] * gpu.peak["bf16"] * 8
+        tokens = 16 * s.config.data.seq_len
+        assert done == pytest.approx(tokens * train_flops_per_token(s.config.model, s.config.data.seq_len), rel=1e-6)
+
+
+def test_more_tokens_take_longer_but_less_than_in_proportion():
+    one, two = (sum(op.all for op in passed(train__micro_batch=n, train__global_batch=16)) for n in (1, 2))
+    assert one < two < 2 * one
+
+
+def test_graphs_take_launches_away_first_static_steps_then_all():
+    waits = [
+        sum(op.host for op in passed(choices=PlanChoices(graphs=graphs), parallel__ep=8))  # pyright: ignore[reportArgumentType]
+        for graphs in ("none", "static", "whole")
+    ]
+    assert waits[0] > waits[1] > waits[2] == 0
+
+
+def test_a_loop_over_experts_costs_launches():
+    whole, looped = (
+        sum(op.host for op in passed(choices=PlanChoices(stack=stack), parallel__ep=8))  # pyright: ignore[reportArgumentType]
+        for stack in ("moefold", "megatron")
+    )
+    assert looped > whole
+
+
+@pytest.mark.parametrize("stack", ["moefold", "megatron"])
+@pytest.mark.parametrize("region", ["norm", "up", "core", "mlp", "shared", "activation", "experts", "moe", "layer"])
+def test_recompute_costs_time_and_never_more_than_a_forward(region: str, stack: Any):
+    plain, again = (
+        passed("deepseek-v3", choices=PlanChoices(recompute=r, stack=stack), parallel__ep=8) for r in ((), (region,))
+    )
+    assert plain.D.memory == 0
+    assert again.D.memory <= again.F.all * 1.001
+    assert again.F == plain.F
+    never_kept = region == "activation" and stack == "moefold"  # its kernel makes it again anyway
+    assert (again.D.memory > 0) != never_kept
+
+
+def test_low_precision_is_faster_where_products_are_large():
+    wide, low = (
+        sum(op.device for op in passed("mixtral-8x7b", choices=PlanChoices(precision=p), train__micro_batch=8))  # pyright: ignore[reportArgumentType]
+        for p in ("bf16", "fp8")
+    )
+    assert low < 0.85 * wide
+
+
+def test_experts_travel_only_between_ranks_and_farther_beyond_a_domain():
+    alone, inside = (passed(parallel__ep=ep).F.travel for ep in (1, 8))
+    assert alone == 0 < inside
+    s = build_run_setting(
+        resolve_recipe("qwen3-30b-a3b", ["--parallel.ep=64", "--train.global_batch=64"], 64), 64, PlanChoices()
+    )
+    far, near = (StepClock(s, replace(find_gpu_by_name("h100"), domain=domain)).travel for domain in (8, 64))
+    assert far > 2 * near
+
+
+def test_cutting_experts_among_ranks_costs_talk():
+    both, spread = (passed(parallel__ep=ep, parallel__etp=8 // ep).F.travel for ep in (4, 8))
+    assert both > spread
+
+
+def test_fully_sharded_weights_travel_with_every_microbatch():
+    plain, cut = (passed(choices=PlanChoices(sharding=s), parallel__ep=1) for s in ("zero", "fsdp"))  # pyright: ignore[reportArgumentType]
+    assert cut.D.joined > plain.D.joined
+
+
+def test_offloading_is_hidden_by_a_fast_link_to_the_host():
+    choices = PlanChoices(offload=("experts", "core"))
+    slow, fast = (passed("deepseek-v3", gpu, choices, parallel__ep=8).D.memory for gpu in ("h100", "gb200"))
+    assert slow > fast
+
+
+def test_a_ring_of_context_ranks_works_on_short_chunks():
+    whole = passed(data__seq_len=65_536, train__global_batch=8)
+    cut = passed(data__seq_len=65_536, parallel__cp=8, train__global_batch=8)
+    assert cut.F.attention > whole.F.attention / 8  # the same FLOPs, at the rate of chunks
+
+
+def test_a_configuration_is_not_changed_by_being_priced():
+    config: Config = resolve_recipe("tiny", [], 8)
+    time_training_step(build_run_setting(config, 8, PlanChoices()), find_gpu_by_name("a100"))
+    assert config == resolve_recipe("tiny", [], 8)

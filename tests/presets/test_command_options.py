@@ -1,0 +1,23 @@
+"""Which words are a command's own and which override the configuration."""
+
+from __future__ import annotations
+
+import pytest
+
+from moefold.cli.train import TrainOptions
+from moefold.presets.command_options import split_overrides
+
+
+@pytest.mark.parametrize(
+    ("words", "overrides"),
+    [
+        ("tiny --observe.profile", ["--observe.profile", "true"]),
+        ("tiny --observe.profile --train.steps 5", ["--observe.profile", "true", "--train.steps", "5"]),
+        ("tiny --observe.profile false", ["--observe.profile", "false"]),
+        ("tiny --observe.profile=false", ["--observe.profile=false"]),
+        ("tiny --train.steps", ["--train.steps"]),  # not a switch: refused later, for want of a value
+        ("tiny --train.steps --nproc", ["--train.steps", "--nproc"]),
+    ],
+)
+def test_a_switch_may_be_said_without_a_value(words: str, overrides: list[str]):
+    assert split_overrides(TrainOptions, words.split()) == (["tiny"], overrides)

@@ -1,0 +1,145 @@
+"""Gradients side by side: nothing of what memory held before is ever seen."""
+
+from __future__ import annotations
+
+import math
+from typing import ClassVar
+
+import pytest
+import torch
+
+from moefold.layout.axes import single_rank_world
+from moefold.layout.gradient_sink import memory_for_gradient
+from moefold.shard.buckets import fill_buckets
+from moefold.shard.gradient_sums import GradientSums
+from moefold.shard.gradients import Gradients
+from tests.shard.test_gradients import make
+
+
+@pytest.fixture
+def dirty(monkeypatch: pytest.MonkeyPatch):
+    """Memory without values is full of NaN."""
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: empty(*args, **kwargs).fill_(math.nan))
+
+
+def sums(dtype: torch.dtype = torch.float32) -> GradientSums:
+    return GradientSums([(0, 6), (8, 12), (12, 15)], 20, torch.zeros(0), dtype)
+
+
+def test_the_first_gradient_is_written_the_next_is_added_and_what_got_none_is_zero(dirty: None):
+    made = sums()
+    made.add(0, torch.ones(2, 3))
+    made.add(2, torch.full((3,), 5.0))
+    made.add(0, torch.full((2, 3), 2.0))
+    assert made.whole().tolist() == [3.0] * 6 + [0.0] * 6 + [5.0] * 3 + [0.0] * 5
+    made.add(1, torch.ones(4))
+    assert made.whole()[8:12].tolist() == [1.0] * 4
+    made.release()
+    assert made.flat is None
+    assert not made.whole().any()
+
+
+def test_a_place_is_lent_once_while_nothing_is_there_and_only_in_the_type_of_the_sum():
+    made = sums()
+    assert made.lend_gradient_memory(0, torch.bfloat16) is None
+    place = made.lend_gradient_memory(0, torch.float32)
+    assert place is not None
+    assert made.lend_gradient_memory(0, torch.float32) is None, "another use of the weight"
+    place.fill_(4.0)
+    made.add(0, place.view(2, 3))
+    assert made.whole()[:6].tolist() == [4.0] * 6, "it is there, and not added to itself"
+    made.add(1, torch.ones(4))
+    assert made.lend_gradient_memory(1, torch.float32) is None, "a second microbatch adds"
+    made.release()
+    assert made.lend_gradient_memory(0, torch.float32) is not None
+
+
+def test_a_gradient_that_was_moved_after_its_place_was_lent_is_written_all_the_same():
+    made = sums()
+    place = made.lend_gradient_memory(1, torch.float32)
+    assert place is not None
+    made.add(1, torch.full((4,), 2.0))
+    assert made.whole()[8:12].tolist() == [2.0] * 4
+
+
+class InPlace(torch.autograd.Function):
+    """A product whose weight gradient is written where it belongs."""
+
+    seen: ClassVar[list[int]] = []
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x @ weight.T
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        x, weight = ctx.saved_tensors
+        out = memory_for_gradient(weight)
+        InPlace.seen.append(out.data_ptr())
+        return gradients[0] @ weight, torch.mm(gradients[0].T, x, out=out)
+
+
+@pytest.mark.parametrize("uses", [1, 2])
+def test_what_a_kernel_writes_in_its_place_is_found_there_by_autograd_and_counted_once(uses: int):
+    model = make("bf16")
+    buckets = fill_buckets(model, single_rank_world(), gradients="bf16")
+    gradients = Gradients(buckets, single_rank_world())
+    weight = model.head.weight
+    x = torch.randn(5, weight.shape[1]).to(torch.bfloat16)
+    gradients.begin()
+    InPlace.seen.clear()
+    sum(InPlace.apply(x, weight).sum() for _ in range(uses)).backward()  # pyright: ignore[reportAttributeAccessIssue]
+    bucket = buckets[gradients.number_of["head.weight"]]
+    view = next(v for p, v in bucket.parameter_views(bucket.gradients) if p.name == "head.weight")
+    assert view.data_ptr() in InPlace.seen
+    assert len(set(InPlace.seen)) == uses, "each use has memory of its own"
+    torch.testing.assert_close(view.float(), (uses * x.float().sum(0)).expand_as(view), rtol=1e-2, atol=1e-2)
+
+
+def test_bf16_gradients_take_two_bytes_and_no_memory_between_steps():
+    model = make("bf16")
+    buckets = fill_buckets(model, single_rank_world(), gradients="bf16")
+    gradients = Gradients(buckets, single_rank_world())
+    gradients.begin()
+    assert all(bucket.sums.flat is None for bucket in buckets)
+    tokens = torch.zeros(1, 6, dtype=torch.long)
+    model(tokens, tokens).cross_entropy.backward()
+    assert all(bucket.gradients.dtype == torch.bfloat16 for bucket in buckets)
+    gradients.begin()
+    assert all(bucket.sums.flat is None for bucket in buckets)
+
+
+class AddsItself(torch.autograd.Function):
+    """A product that adds its weight gradient to the sum that is there, and gives autograd none."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x @ weight.T
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        x, weight = ctx.saved_tensors
+        d_weight, into = gradients[0].T @ x, weight.gradient_sum()
+        if into is None:
+            return gradients[0] @ weight, d_weight
+        into.add_(d_weight)
+        return gradients[0] @ weight, None
+
+
+def test_a_product_may_add_to_the_sum_itself_and_the_bucket_leaves_when_it_is_the_last():
+    model = make("bf16")
+    gradients = Gradients(fill_buckets(model, single_rank_world(), most=1), single_rank_world())
+    weight = model.head.weight
+    x = torch.randn(5, weight.shape[1]).to(torch.bfloat16).requires_grad_()
+    gradients.begin()
+    number = gradients.number_of["head.weight"]
+    for last in (False, False, True):
+        gradients.expect_last_gradients({"head.weight"} if last else set())
+        assert gradients.missing[number] == 1
+        AddsItself.apply(x, weight).sum().backward()  # pyright: ignore[reportAttributeAccessIssue]
+    assert gradients.missing[number] == 0
+    once = x.detach().float().sum(0).to(torch.bfloat16).float()  # what a bf16 product gives
+    torch.testing.assert_close(gradients.buckets[number].gradients.view_as(weight), (3 * once).expand_as(weight))

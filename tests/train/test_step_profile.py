@@ -1,0 +1,96 @@
+"""Watching a step changes nothing of it, and accounts for all of it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from moefold.layout.axes import single_rank_world
+from moefold.presets.zoo import PRESETS
+from moefold.train.assemble import Run, assemble_run
+from moefold.train.parity import random_corpus, shrink_config
+from moefold.train.step import train_step
+from moefold.train.step_profile import WatchedStep, profile_step, profile_text, write_profile_trace
+
+
+def small_run(folder: Path) -> Run:
+    config = shrink_config(PRESETS["tiny"](), 1)
+    return assemble_run(replace(config, name="small"), single_rank_world(), folder, random_corpus(config))
+
+
+@pytest.fixture(scope="module")
+def watched(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, WatchedStep, list[float]]:
+    run = small_run(tmp_path_factory.mktemp("run"))
+    first = train_step(run, run.loader.next()).loss
+    report, found = profile_step(run, lambda: train_step(run, run.loader.next()))
+    return run, found, [first, report.loss, train_step(run, run.loader.next()).loss]
+
+
+def test_losses_of_a_run_with_a_watched_step_are_those_of_one_without(watched: tuple, tmp_path: Path):
+    run = small_run(tmp_path)
+    assert watched[2] == [train_step(run, run.loader.next()).loss for _ in range(3)]
+
+
+def test_nothing_of_the_watching_is_left(watched: tuple):
+    run = watched[0]
+    assert not {"watch"} & set(vars(run.executor))
+    for owner, method in ((run.gradients, "begin"), (run.optimizer, "step"), (run.parameters, "publish")):
+        assert method not in vars(owner)
+    assert not any(module._forward_hooks for module in run.model.modules())
+
+
+def test_every_step_has_its_time_forward_and_backward(watched: tuple):
+    found = {(place.name, place.direction) for place in watched[1].profile.seconds_by_phase()}
+    for name in ("embed", "attend", "route", "experts", "combine", "predict"):
+        assert {(name, "forward"), (name, "backward")} <= found
+    assert {("update", ""), ("norm", ""), ("balance", "")} <= found
+
+
+def test_hardly_any_time_is_nobodys(watched: tuple):
+    times = watched[1].profile.seconds_by_phase()
+    nobody = sum(seconds for place, seconds in times.items() if place.name == "elsewhere")
+    assert nobody < 0.25 * sum(times.values())
+
+
+def test_products_have_the_flops_of_the_anatomy_and_a_time(watched: tuple):
+    run, found, _ = watched
+    names = [name for name, _, _ in found.products]
+    assert names == ["attend", "attend core", "experts", "predict"]
+    model, tokens = run.config.model, run.config.train.global_batch * run.config.data.seq_len
+    experts = 3 * model.moe.ffn * model.hidden * model.moe.top_k * model.layers
+    assert {name: flops for name, flops, _ in found.products}["experts"] == pytest.approx(6 * experts * tokens)
+    assert all(seconds > 0 for *_, seconds in found.products)
+
+
+def test_memory_is_counted_by_step_and_region_for_one_microbatch(watched: tuple):
+    run, found, _ = watched
+    tokens = run.config.train.micro_batch * run.config.data.seq_len
+    row = tokens * run.config.model.hidden * 4  # one copy of the stream, in fp32
+    saved = found.memory.saved
+    assert {name.split()[0] for name in saved} <= {
+        "embed",
+        "attend",
+        "route",
+        "dispatch",
+        "experts",
+        "combine",
+        "predict",
+    }
+    assert "attend core" in saved
+    assert row * run.config.model.layers <= saved["attend core"] <= 8 * row * run.config.model.layers
+    assert found.memory.resident["weights"] >= 4 * sum(p.numel() for p in run.model.parameters())
+
+
+def test_the_text_and_the_trace_name_the_steps(watched: tuple):
+    run, found, _ = watched
+    text = profile_text(run, found)
+    for word in ("attend", "add up gradients", "update", "attend core", "moments", "saved in experts activation"):
+        assert word in text
+    write_profile_trace(run, found)
+    events = json.loads((run.out / "trace.json").read_text())["traceEvents"]
+    lanes = {e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert {"compute", "steps"} <= lanes
+    assert min(e["ts"] for e in events if e["ph"] == "X") == 0.0
