@@ -14,6 +14,7 @@ from moefold.config.run import Config, ParallelConfig
 from moefold.layout.axes import World, create_world, single_rank_world
 from moefold.presets.zoo import PRESETS
 from moefold.train.parity import TOLERANCE, TraceEntry, first_mismatch, shrink_config, single_rank_config, trace_run
+from tests.support.models import with_moe_keys
 from tests.support.ranks import run_ranks
 
 WORLD = 8
@@ -24,7 +25,9 @@ def base() -> Config:
     """Every mechanism at once: shared experts, a dense layer, biases, norms over all heads, both kinds of balance."""
     config = PRESETS["tiny"]()
     attention = replace(config.model.attention, qk_norm="full", qkv_bias=True, out_bias=True)
-    moe = replace(config.model.moe, shared_ffn=16, dense_layers=1, aux_loss=0.1)
+    moe = replace(
+        config.model.moe, shared_ffn=16, dense_layers=1, balance=replace(config.model.moe.balance, aux_loss=0.1)
+    )
     train = replace(config.train, precision="fp64")
     return replace(config, model=replace(config.model, attention=attention, moe=moe), train=train)
 
@@ -97,7 +100,7 @@ def test_the_grid_has_every_mechanism_routing_and_degree(grid: list[Layout]):
 
 
 def with_moe(config: Config, **changes: object) -> Config:
-    return replace(config, model=replace(config.model, moe=replace(config.model.moe, **changes)))
+    return replace(config, model=replace(config.model, moe=with_moe_keys(config.model.moe, **changes)))
 
 
 TOKEN_HANDLING: list[dict[str, object]] = [

@@ -40,6 +40,7 @@ from moefold.train.parity import (
     trace_run,
 )
 from moefold.train.step import train_step
+from tests.support.models import with_moe_keys
 from tests.support.ranks import run_ranks
 
 TOLERANCE = 1e-12  # relative, where sums have another order
@@ -66,7 +67,7 @@ def base(**moe: Any) -> Config:
     """Shared experts, a dense layer, biases, norms over all heads, both kinds of balance."""
     config = PRESETS["tiny"]()
     attention = replace(config.model.attention, qk_norm="full", qkv_bias=True, out_bias=True)
-    experts = replace(config.model.moe, **{"shared_ffn": 16, "dense_layers": 1, "aux_loss": 0.1, **moe})
+    experts = with_moe_keys(config.model.moe, **{"shared_ffn": 16, "dense_layers": 1, "aux_loss": 0.1, **moe})
     return replace(config, model=replace(config.model, attention=attention, moe=experts))
 
 
@@ -167,7 +168,7 @@ def disagreements(cases: list[Case], steps: int = 1, by_rank: list[list[Found]] 
             found.append(f"{each}: {difference}")
         if wrong := rounded_apart(each, whole, traces):
             found.append(f"{each}: not the same bits: {wrong[:4]} and {len(wrong)} in all")
-        if config.model.moe.aux_over == "global_batch":
+        if config.model.moe.balance.aux_over == "global_batch":
             continue  # its survey is a pass of its own
         order = simulated(program_of_case(each))
         for rank in range(world):

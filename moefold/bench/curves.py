@@ -16,7 +16,16 @@ from rich.console import Console
 from rich.table import Table
 
 from moefold.bench.layer import machine_facts
-from moefold.config.run import AttentionConfig, Config, DataConfig, ModelConfig, MoeConfig, OptimConfig, TrainConfig
+from moefold.config.run import (
+    AttentionConfig,
+    BalanceConfig,
+    Config,
+    DataConfig,
+    ModelConfig,
+    MoeConfig,
+    OptimConfig,
+    TrainConfig,
+)
 from moefold.data.corpus import Corpus, load_corpus
 from moefold.data.tokenizer import load_tokenizer
 from moefold.kernels.catalog import CATALOG
@@ -42,7 +51,7 @@ def curves_config(device: str, steps: int) -> Config:
             hidden=512,
             vocab=256,
             attention=AttentionConfig(heads=8, kv_heads=2, head_dim=64, qk_norm="head"),
-            moe=MoeConfig(experts=16, top_k=4, ffn=512, aux_loss=0.01),
+            moe=MoeConfig(experts=16, top_k=4, ffn=512, balance=BalanceConfig(aux_loss=0.01)),
         ),
         data=DataConfig(seq_len=512),
         train=TrainConfig(steps=steps, global_batch=8, micro_batch=8, device=device),

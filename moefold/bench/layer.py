@@ -26,7 +26,7 @@ from torch import nn
 from moefold.config.run import Config, DataConfig
 from moefold.dispatch.base import Routing
 from moefold.dispatch.build import build_dispatcher
-from moefold.kernels.bound import bind_kernels
+from moefold.kernels.bound import BoundKernels
 from moefold.kernels.catalog import facts_from_config
 from moefold.layout.axes import single_rank_world
 from moefold.model.attention.context_parallel import choose_context_mechanism
@@ -88,7 +88,7 @@ def moefold_layer(layer: LayerShape, device: str, dtype: torch.dtype, zipf: bool
     )
     world = single_rank_world(device)
     capability = torch.cuda.get_device_capability() if device == "cuda" else (0, 0)
-    kernels = bind_kernels(facts_from_config(config, device, name, capability))
+    kernels = BoundKernels(facts_from_config(config, device, name, capability))
     context = choose_context_mechanism(config.parallel.context, kernels, world)
     choices = ModelParts(world, kernels, build_dispatcher(config, kernels, world), context, layer.tokens)
     before = torch.get_default_dtype()

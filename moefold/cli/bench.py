@@ -133,10 +133,9 @@ SUBJECTS: dict[str, Callable[[BenchOptions, str, str], ReportWithPrinter]] = {
 def time_implementations(name: str, device: str, dtype: str, repeat: int) -> list[dict[str, Any]]:
     import torch
 
-    from moefold.kernels.bound import OPS
-    from moefold.kernels.registry import DTYPES
+    from moefold.kernels.registry import DTYPES, import_every_op
 
-    op = OPS[name]
+    op = import_every_op()[name]
     capability = torch.cuda.get_device_capability() if device == "cuda" else (0, 0)
     rows: list[dict[str, Any]] = []
     assert op.make_cases is not None

@@ -9,7 +9,7 @@ ATTENTION, MOE, ROPE = "model.attention.", "model.moe.", "model.attention.rope."
 
 
 def experts_per_group(c: Config) -> int:
-    return c.model.moe.experts // c.model.moe.groups
+    return c.model.moe.experts // c.model.moe.router.groups
 
 
 MODEL_RULES: list[ConfigRule] = [
@@ -61,95 +61,100 @@ MODEL_RULES: list[ConfigRule] = [
     ),
     simple_rule(
         "groups divide experts",
-        (MOE + "groups", MOE + "experts"),
-        lambda c: c.model.moe.experts % c.model.moe.groups == 0,
+        (MOE + "router.groups", MOE + "experts"),
+        lambda c: c.model.moe.experts % c.model.moe.router.groups == 0,
         "experts do not split evenly into groups",
-        lambda c: f"set model.moe.groups to one of {divisors_in_words(c.model.moe.experts)}",
+        lambda c: f"set model.moe.router.groups to one of {divisors_in_words(c.model.moe.experts)}",
     ),
     simple_rule(
         "chosen groups exist",
-        (MOE + "groups_chosen", MOE + "groups"),
-        lambda c: c.model.moe.groups_chosen <= c.model.moe.groups,
+        (MOE + "router.groups_chosen", MOE + "router.groups"),
+        lambda c: c.model.moe.router.groups_chosen <= c.model.moe.router.groups,
         "a token cannot choose from more groups than there are",
-        lambda c: f"set model.moe.groups_chosen to at most {c.model.moe.groups}",
+        lambda c: f"set model.moe.router.groups_chosen to at most {c.model.moe.router.groups}",
     ),
     simple_rule(
         "chosen groups hold enough experts",
-        (MOE + "top_k", MOE + "groups_chosen", MOE + "groups", MOE + "experts"),
+        (MOE + "top_k", MOE + "router.groups_chosen", MOE + "router.groups", MOE + "experts"),
         lambda c: (
-            c.model.moe.groups_chosen >= c.model.moe.groups
-            or c.model.moe.experts % c.model.moe.groups > 0
+            c.model.moe.router.groups_chosen >= c.model.moe.router.groups
+            or c.model.moe.experts % c.model.moe.router.groups > 0
             or c.model.moe.top_k > c.model.moe.experts
-            or c.model.moe.top_k <= experts_per_group(c) * c.model.moe.groups_chosen
+            or c.model.moe.top_k <= experts_per_group(c) * c.model.moe.router.groups_chosen
         ),
         "the groups a token may choose from hold fewer experts than it visits",
-        lambda c: f"set model.moe.top_k to at most {max(1, experts_per_group(c) * c.model.moe.groups_chosen)}",
+        lambda c: f"set model.moe.top_k to at most {max(1, experts_per_group(c) * c.model.moe.router.groups_chosen)}",
     ),
     simple_rule(
         "devices divide experts",
-        (MOE + "devices", MOE + "experts"),
-        lambda c: c.model.moe.experts % c.model.moe.devices == 0,
+        (MOE + "balance.devices", MOE + "experts"),
+        lambda c: c.model.moe.experts % c.model.moe.balance.devices == 0,
         "experts do not split evenly into groups",
-        lambda c: f"set model.moe.devices to one of {divisors_in_words(c.model.moe.experts)}",
+        lambda c: f"set model.moe.balance.devices to one of {divisors_in_words(c.model.moe.experts)}",
     ),
     simple_rule(
         "devices are for something",
-        (MOE + "devices", MOE + "device_loss", MOE + "device_capacity"),
-        lambda c: c.model.moe.devices == 1 or c.model.moe.device_loss > 0 or c.model.moe.device_capacity,
+        (MOE + "balance.devices", MOE + "balance.device_loss", MOE + "capacity.per_device"),
+        lambda c: (
+            c.model.moe.balance.devices == 1 or c.model.moe.balance.device_loss > 0 or c.model.moe.capacity.per_device
+        ),
         "nothing looks at groups of experts",
-        "set model.moe.device_loss above 0, such as 0.05, or model.moe.devices to 1",
+        "set model.moe.balance.device_loss above 0, such as 0.05, or model.moe.balance.devices to 1",
     ),
     simple_rule(
         "device capacity is a capacity",
-        (MOE + "device_capacity", MOE + "capacity_factor", MOE + "pad_to_capacity", MOE + "router"),
+        (MOE + "capacity.per_device", MOE + "capacity.factor", MOE + "capacity.pad", MOE + "router.kind"),
         lambda c: (
-            not c.model.moe.device_capacity
+            not c.model.moe.capacity.per_device
             or (
-                c.model.moe.capacity_factor > 0
-                and not c.model.moe.pad_to_capacity
-                and c.model.moe.router != "expert_choice"
+                c.model.moe.capacity.factor > 0
+                and not c.model.moe.capacity.pad
+                and c.model.moe.router.kind != "expert_choice"
             )
         ),
         "a group of experts has no capacity, one expert of it would be padded to it, or experts choose by themselves",
-        "set model.moe.device_capacity to false",
+        "set model.moe.capacity.per_device to false",
     ),
     simple_rule(
         "forced balance takes the place of the tokens' choice",
-        (MOE + "force_balance", MOE + "router"),
-        lambda c: not c.model.moe.force_balance or c.model.moe.router == "token_choice",
+        (MOE + "router.force_balance", MOE + "router.kind"),
+        lambda c: not c.model.moe.router.force_balance or c.model.moe.router.kind == "token_choice",
         "either the router chooses or nobody does",
-        "set model.moe.force_balance to false, or model.moe.router to token_choice",
+        "set model.moe.router.force_balance to false, or model.moe.router.kind to token_choice",
     ),
     simple_rule(
         "looking ahead is said",
-        (MOE + "router", MOE + "looks_ahead"),
-        lambda c: c.model.moe.router == "token_choice" or c.model.moe.looks_ahead,
+        (MOE + "router.kind", MOE + "router.looks_ahead"),
+        lambda c: c.model.moe.router.kind == "token_choice" or c.model.moe.router.looks_ahead,
         "this router chooses for a token by looking at later ones, which a causal model cannot do when it writes",
-        "set model.moe.looks_ahead to true to accept that, or model.moe.router to token_choice",
+        "set model.moe.router.looks_ahead to true to accept that, or model.moe.router.kind to token_choice",
     ),
     simple_rule(
         "routers that even out by themselves have no bias",
-        (MOE + "router", MOE + "bias_rate", MOE + "groups"),
-        lambda c: c.model.moe.router == "token_choice" or (c.model.moe.bias_rate == 0 and c.model.moe.groups == 1),
+        (MOE + "router.kind", MOE + "balance.bias_rate", MOE + "router.groups"),
+        lambda c: (
+            c.model.moe.router.kind == "token_choice"
+            or (c.model.moe.balance.bias_rate == 0 and c.model.moe.router.groups == 1)
+        ),
         "only tokens that choose for themselves go by a bias or by groups",
-        "set model.moe.bias_rate to 0 and model.moe.groups to 1, or model.moe.router to token_choice",
+        "set model.moe.balance.bias_rate to 0 and model.moe.router.groups to 1, or model.moe.router.kind to token_choice",
     ),
     simple_rule(
         "experts that choose are balanced",
-        (MOE + "router", MOE + "aux_loss", MOE + "device_loss", MOE + "pad_to_capacity"),
+        (MOE + "router.kind", MOE + "balance.aux_loss", MOE + "balance.device_loss", MOE + "capacity.pad"),
         lambda c: (
-            c.model.moe.router != "expert_choice"
-            or not (c.model.moe.aux_loss or c.model.moe.device_loss or c.model.moe.pad_to_capacity)
+            c.model.moe.router.kind != "expert_choice"
+            or not (c.model.moe.balance.aux_loss or c.model.moe.balance.device_loss or c.model.moe.capacity.pad)
         ),
         "experts that choose their tokens have even loads already",
-        "set model.moe.aux_loss, model.moe.device_loss to 0 and model.moe.pad_to_capacity to false",
+        "set model.moe.balance.aux_loss, model.moe.balance.device_loss to 0 and model.moe.capacity.pad to false",
     ),
     simple_rule(
         "a softmax over the chosen is normalised over them",
-        (MOE + "score", MOE + "normalize"),
-        lambda c: c.model.moe.score != "softmax_chosen" or c.model.moe.normalize == "chosen",
+        (MOE + "router.score", MOE + "router.normalize"),
+        lambda c: c.model.moe.router.score != "softmax_chosen" or c.model.moe.router.normalize == "chosen",
         "a softmax over the chosen experts sums to one over them",
-        "set model.moe.normalize to chosen, or model.moe.score to softmax",
+        "set model.moe.router.normalize to chosen, or model.moe.router.score to softmax",
     ),
     simple_rule(
         "a shared gate has shared experts",

@@ -17,6 +17,7 @@ import yaml
 
 from moefold.config.errors import UserError, did_you_mean, printable_text
 from moefold.config.keys import ConfigKey, format_value, iterate_keys
+from moefold.config.renamed_keys import report_renamed_keys, with_new_names
 from moefold.config.run import Config
 
 BOOLEAN_WORDS = {"true": True, "false": False, "yes": True, "no": False, "on": True, "off": False}
@@ -55,6 +56,8 @@ def raise_value_error() -> Any:
 def with_values(base: Config, values: Mapping[str, Any], problems: dict[str, str]) -> Config:
     """`base` with the given keys set; what cannot be set stays as it was and is told in `problems`, by key."""
     known = {key.path: key for key in iterate_keys(base)}
+    values, renamed = with_new_names(values)
+    report_renamed_keys(renamed)
     good: dict[str, Any] = {}
     for path, raw in values.items():
         key = known.get(path)

@@ -282,16 +282,16 @@ DIVISIBILITY_RULES = [
     ),
     ConfigRule(
         "padding to capacity has a capacity",
-        ("model.moe.pad_to_capacity", "model.moe.capacity_factor", "model.moe.drop_over"),
+        ("model.moe.capacity.pad", "model.moe.capacity.factor", "model.moe.capacity.over"),
         lambda c: (
-            not c.config.model.moe.pad_to_capacity
-            or (c.config.model.moe.capacity_factor > 0 and c.config.model.moe.drop_over == "sub_sequence")
+            not c.config.model.moe.capacity.pad
+            or (c.config.model.moe.capacity.factor > 0 and c.config.model.moe.capacity.over == "sub_sequence")
         ),
         lambda c: (
-            f"model.moe.pad_to_capacity = true with model.moe.capacity_factor = {c.config.model.moe.capacity_factor:g} "
-            f"and model.moe.drop_over = {c.config.model.moe.drop_over}: there is no capacity of a rank to pad to"
+            f"model.moe.capacity.pad = true with model.moe.capacity.factor = {c.config.model.moe.capacity.factor:g} "
+            f"and model.moe.capacity.over = {c.config.model.moe.capacity.over}: there is no capacity of a rank to pad to"
         ),
-        lambda c: "set model.moe.capacity_factor above 0, such as 1.25, and model.moe.drop_over to sub_sequence",
+        lambda c: "set model.moe.capacity.factor above 0, such as 1.25, and model.moe.capacity.over to sub_sequence",
     ),
     ConfigRule(
         "the schedule takes vpp",
@@ -365,7 +365,7 @@ OPTIMIZER_RULES = [
     ConfigRule(
         "bf16 gradients travel as bf16",
         ("optim.gradients", "optim.gradient_travel"),
-        lambda c: (c.config.optim.gradients, c.config.optim.gradient_travel) != ("bf16", "fp32") or c.world == 1,
+        lambda c: (c.config.optim.gradients, c.config.optim.gradient_reduce) != ("bf16", "fp32") or c.world == 1,
         lambda c: f"optim.gradients = bf16, but optim.gradient_travel = fp32 between {c.world} ranks: there is no more",
         lambda c: "set optim.gradient_travel to bf16",
     ),

@@ -19,8 +19,12 @@ class RopeConfig:
     beta_fast: float = key(32.0, "yarn: turns per original length above which nothing is stretched", above=0)
     beta_slow: float = key(1.0, "yarn: turns per original length below which all is", above=0)
     round_dims: bool = key(True, "yarn: the two limits are rounded to whole dims")
-    sharpen: float = key(1.0, "yarn: turned dims are sharpened by 0.1 x this x ln(factor) + 1", at_least=0)
-    sharpen_all: float = key(0.0, "yarn: whole scores are, by the same formula, and turned dims less", at_least=0)
+    mscale: float = key(1.0, "YaRN mscale m: rotary tables are scaled by 0.1 m ln(factor) + 1", at_least=0)
+    mscale_all: float = key(
+        0.0,
+        "YaRN mscale_all_dim: scales attention logits by (0.1 m ln(factor) + 1)^2, rotary tables by the ratio",
+        at_least=0,
+    )
 
 
 @dataclass(frozen=True)
@@ -43,19 +47,8 @@ class AttentionConfig:
 
 
 @dataclass(frozen=True)
-class MoeConfig:
-    experts: int = key(8, "routed experts of a layer", at_least=1, at_most=65_536)
-    top_k: int = key(2, "experts a token visits", at_least=1, at_most=65_536)
-    ffn: int = key(256, "inner width of a routed expert", at_least=1, at_most=1_048_576)
-    shared_ffn: int = key(0, "inner width of the shared experts together; 0: none", at_least=0, at_most=1_048_576)
-    shared_gate: bool = key(False, "a learned gate, one number a token, scales what the shared experts give")
-    latent: int = key(0, "width that tokens are narrowed to before they travel to experts; 0: none", at_least=0)
-    activation: Literal["swiglu", "clamped_swiglu"] = key("swiglu", "of routed experts; clamped as in GPT-OSS")
-    clamp: float = key(7.0, "clamped_swiglu: where gate and up are cut off", above=0)
-    biases: bool = key(False, "routed experts and the router have biases")
-    dense_layers: int = key(0, "how many of the first layers have a dense MLP instead of experts", at_least=0)
-    every: int = key(1, "behind those, every so many layers one has experts", at_least=1)
-    router: Literal["token_choice", "expert_choice", "sinkhorn"] = key(
+class RouterConfig:
+    kind: Literal["token_choice", "expert_choice", "sinkhorn"] = key(
         "token_choice", "tokens choose experts, experts choose tokens of each sequence, or both by optimal transport"
     )
     looks_ahead: bool = key(False, "accept that expert_choice and sinkhorn see later tokens of a sequence")
@@ -65,30 +58,34 @@ class MoeConfig:
     normalize: Literal["chosen", "all", "none"] = key(
         "chosen", "weights sum to one over the chosen experts, over all, or not"
     )
-    scale: float = key(1.0, "factor on the weights", above=0)
+    scale: float = key(1.0, "factor on the weights (routed_scaling_factor)", above=0)
     groups: int = key(1, "experts are in so many groups, of which a token may choose a few", at_least=1)
     groups_chosen: int = key(1, "how many groups a token may choose from", at_least=1)
-    group_score: Literal["best", "best_two"] = key("best_two", "a group is worth its best expert, or its two best")
+    group_score: Literal["best", "best_two"] = key("best_two", "score of a group: its best expert, or its two best")
     jitter: float = key(0.0, "router inputs are multiplied by noise within 1 +- this in training", at_least=0, below=1)
-    force_balance: bool = key(False, "benchmarks: tokens go round the experts, whatever the router says")
-    capacity_factor: float = key(
-        0.0,
-        "an expert takes at most this times its even share, the rest passes it by; 0: all",
-        at_least=0,
+    force_balance: bool = key(False, "benchmarks: round-robin routing, whatever the router's scores are")
+
+
+@dataclass(frozen=True)
+class CapacityConfig:
+    factor: float = key(
+        0.0, "an expert takes at most this times its even share of tokens, the rest is dropped; 0: dropless", at_least=0
     )
     drop: Literal["probability", "position"] = key("probability", "which tokens stay when an expert is full")
-    drop_over: Literal["sub_sequence", "full_sequence"] = key(
+    over: Literal["sub_sequence", "full_sequence"] = key(
         "sub_sequence", "an expert's share is counted over a rank's tokens, or over whole sequences"
     )
-    pad_to_capacity: bool = key(False, "give every expert exactly its capacity of rows, padded: static shapes")
+    per_device: bool = key(False, "the capacity is that of a group of experts (balance.devices), not of each expert")
+    pad: bool = key(False, "pad every expert's rows to its capacity: static shapes")
     pad_rows: int = key(1, "pad each expert's rows to a multiple of this", at_least=1, at_most=4096)
-    gate: Literal["activation", "output"] = key(
-        "activation", "where a row meets its router weight: inside the activation (saves memory), or after the expert"
-    )
+
+
+@dataclass(frozen=True)
+class BalanceConfig:
     bias_rate: float = key(0.0, "step of the selection bias that evens out expert load; 0: off", at_least=0)
     bias_step: Literal["sign", "proportional"] = key("sign", "the bias moves by a fixed step, or by the lack of load")
     bias_pace: Literal["constant", "learning_rate"] = key(
-        "constant", "that step stays, or falls with the learning rate, as the weights it follows slow down"
+        "constant", "that step is constant, or falls with the learning rate"
     )
     aux_loss: float = key(0.0, "weight of the load-balancing loss; 0: off", at_least=0)
     aux_over: Literal["sequence", "microbatch", "global_batch", "previous_batch"] = key(
@@ -96,9 +93,29 @@ class MoeConfig:
         "what that loss evens out; global_batch counts in a forward pass of its own, previous_batch lags by a step",
     )
     device_loss: float = key(0.0, "weight of the loss that evens out groups of experts (devices); 0: off", at_least=0)
-    devices: int = key(1, "how many such groups of experts there are, for device_loss and device_capacity", at_least=1)
-    device_capacity: bool = key(False, "the capacity is that of a group of experts together, not of each")
+    devices: int = key(1, "number of such groups, for device_loss and capacity.per_device", at_least=1)
     z_loss: float = key(0.0, "weight of the squared log-sum-exp of router logits; 0: off", at_least=0)
+
+
+@dataclass(frozen=True)
+class MoeConfig:
+    experts: int = key(8, "routed experts of a layer", at_least=1, at_most=65_536)
+    top_k: int = key(2, "experts a token visits", at_least=1, at_most=65_536)
+    ffn: int = key(256, "inner width of a routed expert", at_least=1, at_most=1_048_576)
+    shared_ffn: int = key(0, "inner width of the shared experts together; 0: none", at_least=0, at_most=1_048_576)
+    shared_gate: bool = key(False, "a learned sigmoid gate, one number a token, on the shared experts' output")
+    latent: int = key(0, "width that tokens are projected to before the all-to-all (latent MoE); 0: none", at_least=0)
+    activation: Literal["swiglu", "clamped_swiglu"] = key("swiglu", "of routed experts; clamped as in GPT-OSS")
+    clamp: float = key(7.0, "clamped_swiglu: limit of gate and up", above=0)
+    biases: bool = key(False, "routed experts and the router have biases")
+    dense_layers: int = key(0, "how many of the first layers have a dense MLP instead of experts", at_least=0)
+    every: int = key(1, "behind those, every so many layers one has experts", at_least=1)
+    gate: Literal["activation", "output"] = key(
+        "activation", "where a row meets its router weight: inside the activation (saves memory), or after the expert"
+    )
+    router: RouterConfig = section(RouterConfig)
+    capacity: CapacityConfig = section(CapacityConfig)
+    balance: BalanceConfig = section(BalanceConfig)
 
 
 @dataclass(frozen=True)
@@ -166,7 +183,9 @@ class OptimConfig:
     gradients: Literal["fp32", "bf16"] = key(
         "fp32", "what gradients of a bf16 model are kept in; bf16 for steps of one microbatch, which need no sum"
     )
-    gradient_travel: Literal["fp32", "bf16"] = key("fp32", "how gradients travel between ranks; sums are fp32 always")
+    gradient_reduce: Literal["fp32", "bf16"] = key(
+        "fp32", "what gradients are sent as in the reduce-scatter between ranks; sums are fp32 always"
+    )
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import torch
 from moefold.comm.collectives import all_gather, all_gather_no_grad, reduce_scatter
 from moefold.dispatch.base import Receipt, Routing, RowPolicy, Rows
 from moefold.kernels.bound import BoundKernels
+from moefold.kernels.routing.gather_rows import sum_rows
 from moefold.layout.axes import World
 
 
@@ -27,5 +28,5 @@ class AllGatherDispatcher:
 
     def combine(self, y_RD: torch.Tensor, receipt: Receipt) -> torch.Tensor:
         order = receipt.order
-        y_ND = self.kernels.sum_rows(y_RD, order.index_R, order.slots_NK, order.holes)
+        y_ND = self.kernels[sum_rows](y_RD, order.index_R, order.slots_NK, order.holes)
         return reduce_scatter(y_ND, self.ranks)

@@ -20,12 +20,12 @@ from moefold.layout.axes import World
 
 def expert_capacity(moe: MoeConfig, tokens: int) -> int:
     """How many of so many tokens one expert takes."""
-    return math.ceil(moe.capacity_factor * tokens * moe.top_k / moe.experts)
+    return math.ceil(moe.capacity.factor * tokens * moe.top_k / moe.experts)
 
 
 def most_rows_per_expert(moe: MoeConfig, ranks: int, tokens: int) -> int:
     """The most rows an expert can get when each of `ranks` sends it up to its capacity, padded as asked."""
-    return -(-expert_capacity(moe, tokens) * ranks // moe.pad_rows) * moe.pad_rows
+    return -(-expert_capacity(moe, tokens) * ranks // moe.capacity.pad_rows) * moe.capacity.pad_rows
 
 
 def build_dispatcher(config: Config, kernels: BoundKernels, world: World) -> Dispatcher:
@@ -36,9 +36,9 @@ def build_dispatcher(config: Config, kernels: BoundKernels, world: World) -> Dis
     row_policy = RowPolicy(
         ep.index * held,
         held,
-        drops=moe.capacity_factor > 0 or moe.router == "expert_choice",
-        multiple=moe.pad_rows,
-        each=partial(most_rows_per_expert, moe, world.axis("ep", "etp").size) if moe.pad_to_capacity else None,
+        drops=moe.capacity.factor > 0 or moe.router.kind == "expert_choice",
+        multiple=moe.capacity.pad_rows,
+        each=partial(most_rows_per_expert, moe, world.axis("ep", "etp").size) if moe.capacity.pad else None,
     )
     if name == "local":
         return LocalDispatcher(row_policy, kernels)

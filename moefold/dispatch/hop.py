@@ -19,6 +19,7 @@ import torch
 
 from moefold.comm.collectives import all_gather_no_grad, all_to_all, all_to_all_no_grad
 from moefold.kernels.bound import BoundKernels
+from moefold.kernels.routing.gather_rows import gather_rows, sum_rows
 from moefold.layout.axes import Axis
 
 
@@ -94,9 +95,9 @@ class Hop:
         return leg, ids_NK, weights_NK
 
     def out(self, h_TD: torch.Tensor, leg: Leg) -> torch.Tensor:
-        sent_PD = self.kernels.gather_rows(h_TD, leg.index_P, leg.slots_TC, leg.holes)
+        sent_PD = self.kernels[gather_rows](h_TD, leg.index_P, leg.slots_TC, leg.holes)
         return all_to_all(sent_PD, leg.send, leg.receive, self.axis)
 
     def back(self, y_ND: torch.Tensor, leg: Leg) -> torch.Tensor:
         returned_PD = all_to_all(y_ND, leg.receive, leg.send, self.axis)
-        return self.kernels.sum_rows(returned_PD, leg.index_P, leg.slots_TC, leg.holes)
+        return self.kernels[sum_rows](returned_PD, leg.index_P, leg.slots_TC, leg.holes)

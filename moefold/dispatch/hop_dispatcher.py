@@ -18,6 +18,7 @@ from moefold.dispatch.base import Receipt, Routing, RowPolicy, Rows
 from moefold.dispatch.deepep import DeepEpHop, make_deepep_buffer, require_deepep
 from moefold.dispatch.hop import Hop, pack_for_everyone, pack_per_choice, pack_per_rank
 from moefold.kernels.bound import BoundKernels
+from moefold.kernels.routing.gather_rows import sum_rows
 from moefold.layout.axes import World
 
 
@@ -40,7 +41,7 @@ class HopDispatcher:
 
     def combine(self, y_RD: torch.Tensor, receipt: Receipt) -> torch.Tensor:
         order = receipt.order
-        y = self.kernels.sum_rows(y_RD, order.index_R, order.slots_NK, order.holes)
+        y = self.kernels[sum_rows](y_RD, order.index_R, order.slots_NK, order.holes)
         for hop, leg in zip(reversed(self.hops), reversed(receipt.legs), strict=True):
             y = hop.back(y, leg)
         return y

@@ -90,8 +90,8 @@ def seconds_by_dispatcher(config: Config, ranks_on_a_node: int, bytes_each: int,
         moe.top_k,
         p.ep,
         inside if p.ep % inside == 0 else p.ep,
-        moe.groups,
-        moe.groups_chosen,
+        moe.router.groups,
+        moe.router.groups_chosen,
     )
     names = ["dedup", "all_gather", "all_to_all", *(["hierarchical"] if trip.inside < trip.ranks else [])]
     joint = replace(trip, ranks=p.ep * p.etp, inside=min(p.ep * p.etp, ranks_on_a_node))  # all_gather joins etp too

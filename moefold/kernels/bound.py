@@ -1,76 +1,33 @@
-"""The choice of implementations, made once when a run is assembled."""
+"""The implementation of every op that a run calls, chosen once, by facts that do not change while it runs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
-from moefold.kernels.attention import attention, ring_block
-from moefold.kernels.catalog import CATALOG, Facts, forced_implementations, pick_implementation
-from moefold.kernels.experts import clamped_swiglu, expert_bias, expert_mlp, grouped_gemm, swiglu
-from moefold.kernels.linear import linear
-from moefold.kernels.norm import add_rmsnorm, norm_rope, rmsnorm, rope
-from moefold.kernels.optimizer import adamw, add_squares
-from moefold.kernels.registry import OPS
-from moefold.kernels.routing import arrange_rows, gather_rows, router_logits, router_topk
-from moefold.kernels.vocabulary import cross_entropy, embedding
+from moefold.kernels.catalog import Facts, forced_implementations, pick_implementation
+from moefold.kernels.registry import KernelOp
 
-__all__ = [  # imported so that their ops are registered
-    "adamw",
-    "add_rmsnorm",
-    "add_squares",
-    "arrange_rows",
-    "attention",
-    "clamped_swiglu",
-    "cross_entropy",
-    "embedding",
-    "expert_bias",
-    "expert_mlp",
-    "gather_rows",
-    "grouped_gemm",
-    "linear",
-    "norm_rope",
-    "ring_block",
-    "rmsnorm",
-    "rope",
-    "router_logits",
-    "router_topk",
-    "swiglu",
-]
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
-@dataclass(frozen=True)
 class BoundKernels:
-    """One callable per op; the model and the optimizer call these and do not know which implementation they got."""
+    """`kernels[swiglu](gate_up, weights)` calls what was chosen for the op `swiglu`. The op is the key, so an editor finds
+    its reference and its types, and a new op is one file with its lines in the catalog: nothing here lists the ops."""
 
-    embedding: Callable[..., Any]
-    rmsnorm: Callable[..., Any]
-    add_rmsnorm: Callable[..., Any]
-    linear: Callable[..., Any]
-    rope: Callable[..., Any]
-    norm_rope: Callable[..., Any]
-    attention: Callable[..., Any]
-    attention_block: Callable[..., Any]
-    attention_block_backward: Callable[..., Any]
-    swiglu: Callable[..., Any]
-    clamped_swiglu: Callable[..., Any]
-    expert_bias: Callable[..., Any]
-    router_logits: Callable[..., Any]
-    router_topk: Callable[..., Any]
-    arrange_rows: Callable[..., Any]
-    gather_rows: Callable[..., Any]
-    sum_rows: Callable[..., Any]
-    grouped_gemm: Callable[..., Any]
-    grouped_gemm_weight: Callable[..., Any]
-    expert_mlp: Callable[..., Any]
-    cross_entropy: Callable[..., Any]
-    adamw: Callable[..., Any]
-    add_squares: Callable[..., Any]
+    def __init__(self, facts: Facts, force: Iterable[str] = ()):
+        self.facts, self.forced = facts, forced_implementations(force)
+        self.chosen: dict[str, Callable[..., Any]] = {}
 
+    def __getitem__(self, op: KernelOp[P, R]) -> Callable[P, R]:
+        if op.name not in self.chosen:
+            name, _ = pick_implementation(op.name, self.facts, self.forced.get(op.name))
+            self.chosen[op.name] = op.implementations[name]
+        return self.chosen[op.name]
 
-def bind_kernels(facts: Facts, force: Iterable[str] = ()) -> BoundKernels:
-    """The implementation of every op for these facts, or the one the user forces."""
-    wanted = forced_implementations(force)
-    chosen = {name: pick_implementation(name, facts, wanted.get(name))[0] for name in CATALOG}
-    return BoundKernels(**{name: OPS[name].implementations[which] for name, which in chosen.items()})
+    def with_implementation(self, op: KernelOp[P, R], implementation: Callable[P, R]) -> BoundKernels:
+        """The same choices but for one op."""
+        other = BoundKernels(self.facts)
+        other.forced, other.chosen = self.forced, {**self.chosen, op.name: implementation}
+        return other

@@ -6,18 +6,25 @@ a new implementation is checked and timed by being registered. See docs/add_a_ke
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
 
+from moefold import kernels
 from moefold.kernels.attention.timings import AttentionShape
 from moefold.kernels.catalog import CATALOG, Facts
 
+DEVICE_CODE = ("_triton", "_hopper", "_launch", ".hopper")  # endings of modules that import Triton
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
-OPS: dict[str, KernelOp] = {}
+P = ParamSpec("P")
+R = TypeVar("R")
+
+OPS: dict[str, KernelOp[..., Any]] = {}  # those whose files have been imported
 
 
 @dataclass(frozen=True)
@@ -41,23 +48,23 @@ class KernelCase:
 CaseMaker = Callable[[str, torch.dtype], Iterable[KernelCase]]
 
 
-class KernelOp:
-    """An operation. Calling it runs the reference; a run uses what `bind` chose."""
+class KernelOp(Generic[P, R]):
+    """An operation. Calling it runs the reference; a run calls what `BoundKernels` chose."""
 
-    def __init__(self, reference: Callable[..., Any], mutates: bool):
+    def __init__(self, reference: Callable[P, R], mutates: bool):
         self.name = reference.__name__
         self.reference = reference
         self.mutates = mutates
-        self.implementations: dict[str, Callable[..., Any]] = {"reference": reference}
+        self.implementations: dict[str, Callable[P, R]] = {"reference": reference}
         self.make_cases: CaseMaker | None = None
         self.__doc__ = reference.__doc__
 
-    def register_fast(self, name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def register_fast(self, name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
         """Register a fast implementation; its condition and its reason are in the catalog."""
         if name not in {choice.name for choice in CATALOG[self.name]}:
             raise KeyError(f"{self.name}.{name} has no line in kernels/catalog.py")
 
-        def register_under_name(implementation: Callable[..., Any]) -> Callable[..., Any]:
+        def register_under_name(implementation: Callable[P, R]) -> Callable[P, R]:
             self.implementations[name] = implementation
             return implementation
 
@@ -68,17 +75,25 @@ class KernelOp:
         self.make_cases = make
         return make
 
-    def __call__(self, *args: Any) -> Any:
-        return self.reference(*args)
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        return self.reference(*args, **kwargs)
 
 
-def register_op(reference: Callable[..., Any]) -> KernelOp:
+def import_every_op() -> dict[str, KernelOp[..., Any]]:
+    """All ops, for tests and benchmarks: a run imports those it calls. Device code, which needs Triton, is left out."""
+    for module in pkgutil.walk_packages(kernels.__path__, "moefold.kernels."):
+        if not module.name.endswith(DEVICE_CODE):
+            importlib.import_module(module.name)
+    return OPS
+
+
+def register_op(reference: Callable[P, R]) -> KernelOp[P, R]:
     """Make an op of its reference."""
     OPS[reference.__name__] = made = KernelOp(reference, mutates=False)
     return made
 
 
-def register_in_place_op(reference: Callable[..., Any]) -> KernelOp:
+def register_in_place_op(reference: Callable[P, None]) -> KernelOp[P, None]:
     """Make an op that returns nothing and changes its inputs."""
     OPS[reference.__name__] = made = KernelOp(reference, mutates=True)
     return made

@@ -7,6 +7,7 @@ import torch
 from moefold.comm.collectives import reduce_scatter
 from moefold.config.run import ModelConfig
 from moefold.kernels.bound import BoundKernels
+from moefold.kernels.vocabulary.embedding import embedding
 from moefold.layout.axes import World
 from moefold.layout.declare import DeclaringModule
 from moefold.layout.placement import sharded_over_tp
@@ -18,7 +19,7 @@ class Embedding(DeclaringModule):
         self.weight = self.declare_parameter(
             "weight", model.vocab, model.hidden, std=model.init_std, placement=sharded_over_tp(0)
         )
-        self.embedding, self.tp = kernels.embedding, world.axis("tp")
+        self.embedding, self.tp = kernels[embedding], world.axis("tp")
 
     def forward(self, tokens_C: torch.Tensor) -> torch.Tensor:
         """Each rank looks up the words it holds and gives zeros for the rest; the sum has every token once."""

@@ -13,6 +13,7 @@ from torch import nn
 from moefold.comm.collectives import all_gather, all_reduce_max_no_grad, all_reduce_no_grad
 from moefold.config.run import ModelConfig
 from moefold.kernels.bound import BoundKernels
+from moefold.kernels.vocabulary.cross_entropy import cross_entropy
 from moefold.kernels.vocabulary.vocab_shard import VocabShard
 from moefold.layout.axes import World
 from moefold.layout.declare import DeclaringModule
@@ -33,7 +34,7 @@ class Head(DeclaringModule):
     def __init__(self, model: ModelConfig, embedding: Embedding | None, kernels: BoundKernels, world: World):
         super().__init__(world)
         self.norm = AddNorm(model.hidden, model.norm_eps, kernels, world)
-        self.cross_entropy, self.tp = kernels.cross_entropy, world.axis("tp")
+        self.cross_entropy, self.tp = kernels[cross_entropy], world.axis("tp")
         if embedding is not None:  # its matrix is the head's too
             self.borrowed = (embedding.weight,)
             self.matrix_vD = lambda: embedding.weight

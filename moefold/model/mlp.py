@@ -8,6 +8,7 @@ from torch import nn
 from moefold.comm.collectives import all_gather, reduce_scatter
 from moefold.config.run import ModelConfig
 from moefold.kernels.bound import BoundKernels
+from moefold.kernels.experts.swiglu import swiglu
 from moefold.layout.axes import World
 from moefold.layout.placement import sharded_over_tp
 from moefold.model.norm import AddNorm
@@ -21,7 +22,7 @@ class GatedMlp(nn.Module):
         down_std = model.init_std / (2 * model.layers) ** 0.5
         self.gate_up = Linear(world, model.hidden, 2, ffn, std=model.init_std, placement=sharded_over_tp(1))
         self.down = Linear(world, ffn, model.hidden, std=down_std, placement=sharded_over_tp(1))
-        self.swiglu, self.tp = kernels.swiglu, world.axis("tp")
+        self.swiglu, self.tp = kernels[swiglu], world.axis("tp")
         self.activation = Region()
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:

@@ -6,6 +6,9 @@ import torch
 
 from moefold.comm.collectives import all_reduce
 from moefold.kernels.bound import BoundKernels
+from moefold.kernels.norm.add_rmsnorm import add_rmsnorm
+from moefold.kernels.norm.norm_rope import norm_rope
+from moefold.kernels.norm.rmsnorm import rmsnorm
 from moefold.kernels.norm.rope import RopeAngles
 from moefold.layout.axes import World
 from moefold.layout.declare import DeclaringModule
@@ -17,7 +20,7 @@ class RMSNorm(DeclaringModule):
     def __init__(self, width: int, eps: float, kernels: BoundKernels, world: World):
         super().__init__(world)
         self.weight = self.declare_parameter("weight", width, std=None)
-        self.eps, self.rmsnorm = eps, kernels.rmsnorm
+        self.eps, self.rmsnorm = eps, kernels[rmsnorm]
         self.norm = Region()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -30,7 +33,7 @@ class AddNorm(RMSNorm):
 
     def __init__(self, width: int, eps: float, kernels: BoundKernels, world: World):
         super().__init__(width, eps, kernels, world)
-        self.add_rmsnorm = kernels.add_rmsnorm
+        self.add_rmsnorm = kernels[add_rmsnorm]
 
     def forward(
         self, x_TD: torch.Tensor, added_TD: torch.Tensor | None
@@ -43,7 +46,7 @@ class RopeNorm(RMSNorm):
 
     def __init__(self, width: int, eps: float, kernels: BoundKernels, world: World):
         super().__init__(width, eps, kernels, world)
-        self.norm_rope = kernels.norm_rope
+        self.norm_rope = kernels[norm_rope]
 
     def forward(self, x_BSHD: torch.Tensor, angles: RopeAngles) -> torch.Tensor:
         return self.norm(self.norm_rope, x_BSHD, self.weight, angles, self.eps)

@@ -95,7 +95,7 @@ class DeadExpertWatch:
             return None
         return (
             f"warning: {'; '.join(dead)} got no token for {self.patience} steps; "
-            "raise --model.moe.bias_rate or --model.moe.aux_loss to bring them back"
+            "raise --model.moe.balance.bias_rate or --model.moe.balance.aux_loss to bring them back"
         )
 
 

@@ -9,7 +9,7 @@ import torch
 
 from moefold.config.run import OptimConfig
 from moefold.kernels.bound import BoundKernels
-from moefold.kernels.optimizer.adamw import AdamWStep
+from moefold.kernels.optimizer.adamw import AdamWStep, adamw
 from moefold.layout.declare import DeclaredParameter
 from moefold.shard.buckets import Bucket
 from moefold.shard.split_storage import SplitFp32
@@ -40,7 +40,7 @@ class StateSlice:
 
 class AdamW:
     def __init__(self, buckets: list[Bucket], optim: OptimConfig, kernels: BoundKernels):
-        self.optim, self.adamw = optim, kernels.adamw
+        self.optim, self.adamw = optim, kernels[adamw]
         self.slices = [self.make_state_slice(bucket) for bucket in buckets]
 
     def make_state_slice(self, bucket: Bucket) -> StateSlice:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +18,7 @@ from torch import nn
 
 from moefold.kernels.bound import BoundKernels
 from moefold.kernels.experts.expert_mlp import expert_mlp
+from moefold.kernels.experts.grouped_gemm import grouped_gemm, grouped_gemm_weight
 from moefold.kernels.linear.linear import weight_bias_pairs
 from moefold.precision.linear import set_linear_products
 
@@ -69,20 +69,21 @@ class SplitGroupedGemm(torch.autograd.Function):
     def forward(ctx, x, weight, offsets, kernels):
         ctx.save_for_backward(x, offsets)
         ctx.weight, ctx.kernels = weight, kernels
-        return kernels.grouped_gemm(x, weight, offsets)
+        return kernels[grouped_gemm](x, weight, offsets)
 
     @staticmethod
     def backward(ctx, *gradients):
         (dy,), (x, offsets) = gradients, ctx.saved_tensors
         dy, kernels = dy.contiguous(), ctx.kernels
-        d_weight = gradient_or_defer(ctx.weight, lambda: kernels.grouped_gemm_weight(dy, x, offsets))
-        return kernels.grouped_gemm(dy, ctx.weight.detach().mT, offsets), d_weight, None, None
+        d_weight = gradient_or_defer(ctx.weight, lambda: kernels[grouped_gemm_weight](dy, x, offsets))
+        return kernels[grouped_gemm](dy, ctx.weight.detach().mT, offsets), d_weight, None, None
 
 
 def splitting_kernels(kernels: BoundKernels) -> BoundKernels:
     """The same kernels, with grouped products whose weight gradients may wait: so no fused one for experts."""
     split = lambda x, w, offsets: SplitGroupedGemm.apply(x, w, offsets, kernels)  # noqa: E731
-    return replace(kernels, grouped_gemm=split, expert_mlp=expert_mlp.reference)
+    fused_off = kernels.with_implementation(expert_mlp, expert_mlp.reference)
+    return fused_off.with_implementation(grouped_gemm, split)
 
 
 def split_weight_gradients(model: nn.Module) -> None:

@@ -8,6 +8,7 @@ from functools import partial
 
 from moefold.config.run import (
     AttentionConfig,
+    BalanceConfig,
     CheckpointConfig,
     Config,
     DataConfig,
@@ -15,6 +16,7 @@ from moefold.config.run import (
     MoeConfig,
     OptimConfig,
     RopeConfig,
+    RouterConfig,
     TrainConfig,
 )
 
@@ -64,9 +66,8 @@ def tiny_variant(config: Config) -> Config:
         shared_ffn=32 if moe.shared_ffn else 0,
         latent=32 if moe.latent else 0,
         dense_layers=min(moe.dense_layers, 1),
-        groups=min(moe.groups, 4),
-        groups_chosen=min(moe.groups_chosen, 2),
-        devices=min(moe.devices, 4),
+        router=replace(moe.router, groups=min(moe.router.groups, 4), groups_chosen=min(moe.router.groups_chosen, 2)),
+        balance=replace(moe.balance, devices=min(moe.balance.devices, 4)),
     )
     layers = 2 * moe.every + experts.dense_layers
     model = replace(m, layers=layers, hidden=64, vocab=256, dense_ffn=96, attention=attention, moe=experts)
@@ -83,7 +84,7 @@ def tiny() -> Config:
             hidden=128,
             vocab=256,
             attention=AttentionConfig(heads=4, kv_heads=2, head_dim=32, qk_norm="head"),
-            moe=MoeConfig(experts=8, top_k=2, ffn=192, bias_rate=0.01),
+            moe=MoeConfig(experts=8, top_k=2, ffn=192, balance=BalanceConfig(bias_rate=0.01)),
         ),
         train=TrainConfig(steps=340, global_batch=8, micro_batch=2, validate_every=85),
         optim=OptimConfig(lr=4e-3, warmup=30),
@@ -100,7 +101,7 @@ def mixtral_8x7b() -> Config:
             vocab=32_000,
             norm_eps=1e-5,
             attention=AttentionConfig(heads=32, kv_heads=8, head_dim=128, rope=RopeConfig(theta=1e6)),
-            moe=MoeConfig(experts=8, top_k=2, ffn=14_336, aux_loss=0.02),
+            moe=MoeConfig(experts=8, top_k=2, ffn=14_336, balance=BalanceConfig(aux_loss=0.02)),
         )
     )
 
@@ -114,7 +115,7 @@ def mixtral_8x22b() -> Config:
             vocab=32_768,
             norm_eps=1e-5,
             attention=AttentionConfig(heads=48, kv_heads=8, head_dim=128, rope=RopeConfig(theta=1e6)),
-            moe=MoeConfig(experts=8, top_k=2, ffn=16_384, aux_loss=0.001),
+            moe=MoeConfig(experts=8, top_k=2, ffn=16_384, balance=BalanceConfig(aux_loss=0.001)),
         )
     )
 
@@ -128,7 +129,13 @@ def olmoe_1b_7b() -> Config:
             vocab=50_304,
             norm_eps=1e-5,
             attention=AttentionConfig(heads=16, kv_heads=16, head_dim=128, qk_norm="full"),
-            moe=MoeConfig(experts=64, top_k=8, ffn=1024, normalize="none", aux_loss=0.01),
+            moe=MoeConfig(
+                experts=64,
+                top_k=8,
+                ffn=1024,
+                router=RouterConfig(normalize="none"),
+                balance=BalanceConfig(aux_loss=0.01),
+            ),
         )
     )
 
@@ -141,7 +148,7 @@ def qwen3_30b_a3b() -> Config:
             hidden=2048,
             vocab=151_936,
             attention=AttentionConfig(heads=32, kv_heads=4, head_dim=128, qk_norm="head", rope=RopeConfig(theta=1e6)),
-            moe=MoeConfig(experts=128, top_k=8, ffn=768, aux_loss=0.001),
+            moe=MoeConfig(experts=128, top_k=8, ffn=768, balance=BalanceConfig(aux_loss=0.001)),
         )
     )
 
@@ -154,7 +161,7 @@ def qwen3_235b_a22b() -> Config:
             hidden=4096,
             vocab=151_936,
             attention=AttentionConfig(heads=64, kv_heads=4, head_dim=128, qk_norm="head", rope=RopeConfig(theta=1e6)),
-            moe=MoeConfig(experts=128, top_k=8, ffn=1536, aux_loss=0.001),
+            moe=MoeConfig(experts=128, top_k=8, ffn=1536, balance=BalanceConfig(aux_loss=0.001)),
         )
     )
 
@@ -168,7 +175,13 @@ def qwen2_57b_a14b() -> Config:
             vocab=151_936,
             attention=AttentionConfig(heads=28, kv_heads=4, head_dim=128, qkv_bias=True, rope=RopeConfig(theta=1e6)),
             moe=MoeConfig(
-                experts=64, top_k=8, ffn=2560, shared_ffn=20_480, shared_gate=True, normalize="none", aux_loss=0.001
+                experts=64,
+                top_k=8,
+                ffn=2560,
+                shared_ffn=20_480,
+                shared_gate=True,
+                router=RouterConfig(normalize="none"),
+                balance=BalanceConfig(aux_loss=0.001),
             ),
         )
     )
@@ -196,8 +209,8 @@ def deepseek_yarn(sharpen: float, factor: float = 40.0, theta: float = 10_000.0,
         factor=factor,
         original_length=4096,
         beta_fast=beta_fast,
-        sharpen=sharpen,
-        sharpen_all=sharpen,
+        mscale=sharpen,
+        mscale_all=sharpen,
     )
 
 
@@ -211,7 +224,13 @@ def deepseek_v2_lite() -> Config:
             dense_ffn=10_944,
             attention=deepseek_attention(heads=16, q_rank=0, rope=deepseek_yarn(0.707)),
             moe=MoeConfig(
-                experts=64, top_k=6, ffn=1408, shared_ffn=2816, dense_layers=1, normalize="none", aux_loss=0.001
+                experts=64,
+                top_k=6,
+                ffn=1408,
+                shared_ffn=2816,
+                dense_layers=1,
+                router=RouterConfig(normalize="none"),
+                balance=BalanceConfig(aux_loss=0.001),
             ),
         )
     )
@@ -232,14 +251,8 @@ def deepseek_v2() -> Config:
                 ffn=1536,
                 shared_ffn=3072,
                 dense_layers=1,
-                normalize="none",
-                scale=16.0,
-                groups=8,
-                groups_chosen=3,
-                group_score="best",
-                aux_loss=0.003,
-                device_loss=0.05,
-                devices=8,
+                router=RouterConfig(normalize="none", scale=16.0, groups=8, groups_chosen=3, group_score="best"),
+                balance=BalanceConfig(aux_loss=0.003, device_loss=0.05, devices=8),
             ),
         )
     )
@@ -262,12 +275,8 @@ def deepseek_v3() -> Config:
                 ffn=2048,
                 shared_ffn=2048,
                 dense_layers=3,
-                score="sigmoid",
-                scale=2.5,
-                groups=8,
-                groups_chosen=4,
-                bias_rate=0.001,
-                aux_loss=0.0001,
+                router=RouterConfig(score="sigmoid", scale=2.5, groups=8, groups_chosen=4),
+                balance=BalanceConfig(bias_rate=0.001, aux_loss=0.0001),
             ),
         )
     )
@@ -289,10 +298,8 @@ def kimi_k2() -> Config:
                 ffn=2048,
                 shared_ffn=2048,
                 dense_layers=1,
-                score="sigmoid",
-                scale=2.827,
-                bias_rate=0.001,
-                aux_loss=0.001,
+                router=RouterConfig(score="sigmoid", scale=2.827),
+                balance=BalanceConfig(bias_rate=0.001, aux_loss=0.001),
             ),
         )
     )
@@ -321,10 +328,10 @@ def gpt_oss_config(layers: int, experts: int) -> Config:
                 experts=experts,
                 top_k=4,
                 ffn=2880,
-                score="softmax_chosen",
                 biases=True,
                 activation="clamped_swiglu",
-                aux_loss=0.001,
+                router=RouterConfig(score="softmax_chosen"),
+                balance=BalanceConfig(aux_loss=0.001),
             ),
         )
     )
@@ -359,9 +366,8 @@ def glm_4_5_air() -> Config:
                 ffn=1408,
                 shared_ffn=1408,
                 dense_layers=1,
-                score="sigmoid",
-                bias_rate=0.001,
-                aux_loss=0.0001,
+                router=RouterConfig(score="sigmoid"),
+                balance=BalanceConfig(bias_rate=0.001, aux_loss=0.0001),
             ),
         )
     )

@@ -29,8 +29,10 @@ from moefold.data.tokenizer import Tokenizer, load_tokenizer
 from moefold.dispatch.build import build_dispatcher
 from moefold.kernels.attention.autotune import known_or_measured_times
 from moefold.kernels.attention.timings import known_times, remember_times
-from moefold.kernels.bound import BoundKernels, bind_kernels
+from moefold.kernels.bound import BoundKernels
 from moefold.kernels.catalog import Facts, facts_from_config, training_precision
+from moefold.kernels.linear.linear import linear
+from moefold.kernels.optimizer.add_squares import add_squares
 from moefold.kernels.registry import DTYPES
 from moefold.layout.axes import World
 from moefold.model.attention.context_parallel import choose_context_mechanism
@@ -85,7 +87,7 @@ def assemble_run(
     kernels = choose_kernels(config, world)
     model = build_model(config, world, kernels, weights)
     buckets = fill_buckets(model, world, held=pipeline_shared_weights(config), gradients=config.optim.gradients)
-    gradients = Gradients(buckets, world, config.optim.gradient_travel, kernels.add_squares)
+    gradients = Gradients(buckets, world, config.optim.gradient_reduce, kernels[add_squares])
     return Run(
         config=config,
         world=world,
@@ -145,7 +147,7 @@ def choose_kernels(config: Config, world: World) -> BoundKernels:
     capability = torch.cuda.get_device_capability(world.device) if world.device.type == "cuda" else (0, 0)
     facts = facts_from_config(config, world.device.type, config.train.precision, capability)
     share_attention_timings(facts, world)
-    return bind_kernels(facts, config.kernels.force)
+    return BoundKernels(facts, config.kernels.force)
 
 
 def share_attention_timings(facts: Facts, world: World) -> None:
@@ -166,7 +168,7 @@ def build_model(
     stages = [s for s, home in zip(pipeline_stages(config), rank_of_each_stage(config), strict=True) if home == here]
     with world.device, default_dtype(DTYPES[config.train.precision]):
         model = Transformer(config.model, choices, stages)
-    split_weight_gradients(model) if splits else set_linear_products(model, kernels.linear)
+    split_weight_gradients(model) if splits else set_linear_products(model, kernels[linear])
     start(model) if start else initialise_parameters(model, config.train.seed)
     return model
 

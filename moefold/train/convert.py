@@ -101,7 +101,7 @@ def refuse_unplaced_biases(biases: Iterable[str], table: NameTable) -> None:
     if lost := [name for name in biases if name not in table.pieces_by_ours]:
         raise UserError(
             f"{lost[0]} is not zero ({len(lost)} such), and this family has no place for selection biases; "
-            "choose one that has with --family, or train with --model.moe.bias_rate 0"
+            "choose one that has with --family, or train with --model.moe.balance.bias_rate 0"
         )
 
 

@@ -68,22 +68,20 @@ def shrink_config(config: Config, world: int) -> Config:
         kv_heads=kv_heads,
         heads=kv_heads * min(2, max(1, a.heads // a.kv_heads)),
     )
-    experts = lcm(p.ep, min(moe.experts, 8), min(moe.devices, 4))
-    groups = min(moe.groups, 4)
+    experts = lcm(p.ep, min(moe.experts, 8), min(moe.balance.devices, 4))
+    groups = min(moe.router.groups, 4)
     layers, dense = max(2 * moe.every, p.pp * config.pipeline.vpp), min(moe.dense_layers, 1)
     moe = replace(
         moe,
         experts=experts,
-        groups=groups,
-        groups_chosen=min(moe.groups_chosen, max(1, groups // 2)),
-        devices=min(moe.devices, 4),
         latent=16 if moe.latent else 0,
         top_k=min(moe.top_k, experts * max(1, groups // 2) // groups, 4),
         ffn=8 * p.etp,
         shared_ffn=8 * p.tp if moe.shared_ffn else 0,
         dense_layers=dense,
-        drop_over="full_sequence",  # what one rank drops of its own tokens depends on the layout, by design
-        pad_to_capacity=False,
+        router=replace(moe.router, groups=groups, groups_chosen=min(moe.router.groups_chosen, max(1, groups // 2))),
+        balance=replace(moe.balance, devices=min(moe.balance.devices, 4)),
+        capacity=replace(moe.capacity, over="full_sequence", pad=False),
     )
     sizes = {"layers": layers, "hidden": 32, "vocab": lcm(256, p.tp), "dense_ffn": 16 * p.tp, "mtp": min(m.mtp, 2)}
     model = replace(m, **sizes, attention=attention, moe=moe)
@@ -104,7 +102,7 @@ def shrink_config(config: Config, world: int) -> Config:
 def single_rank_config(config: Config) -> Config:
     """The same run on a single rank, in larger microbatches where nothing is counted per microbatch."""
     moe = config.model.moe
-    micro_batch = 2 if moe.capacity_factor == 0 and moe.aux_over != "microbatch" else 1
+    micro_batch = 2 if moe.capacity.factor == 0 and moe.balance.aux_over != "microbatch" else 1
     plain = replace(config, parallel=ParallelConfig(), pipeline=PipelineConfig())
     return replace(plain, train=replace(config.train, micro_batch=micro_batch))
 

@@ -13,6 +13,7 @@ from moefold.checkpoint.live.logical_tensors import collect_tensors, restore_rng
 from moefold.checkpoint.live.save import run_on_rank_zero
 from moefold.config.errors import UserError
 from moefold.config.keys import format_value, iterate_keys
+from moefold.config.renamed_keys import with_new_names
 from moefold.train.assemble import Run
 
 # Changing these between sessions would continue another model, or pretend to.
@@ -67,7 +68,7 @@ def resume_run(run: Run, where: str, say: Callable[[str], None]) -> bool:
 
 def compare_settings(run: Run, found: FoundCheckpoint, say: Callable[[str], None]) -> None:
     """Refuse what cannot change between sessions, and tell what did."""
-    before, now = found.state["config"], flat_settings(run)
+    before, now = with_new_names(found.state["config"])[0], flat_settings(run)
     changed = {k: before[k] for k in now if k in before and show_setting(before[k]) != show_setting(now[k])}
     texts = {
         k: f"{k} = {show_setting(now[k])}, but the checkpoint has {show_setting(old)}" for k, old in changed.items()

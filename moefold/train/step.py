@@ -66,7 +66,7 @@ def train_step(run: Run, batch: Batch) -> StepReport:
     begun = DeviceTime(run.world.device)
     parts = list(batch.microbatches(run.config.train.micro_batch))
     tokens_1M = count_labels(run, batch)  # of the whole global batch, for each token that is predicted ahead
-    if run.config.model.moe.aux_over == "global_batch":
+    if run.config.model.moe.balance.aux_over == "global_batch":
         survey_routing(run, parts)
     run.gradients.begin()
     losses_1M = run.executor.train(

@@ -197,10 +197,10 @@ def describe_run(config: Config, step: int) -> list[tuple[str, str]]:
     model, moe, train, parallel = config.model, config.model.moe, config.train, config.parallel
     routed = sum(is_moe_layer(model, i) for i in range(model.layers))
     balance = [
-        f"bias rate {moe.bias_rate:g}" if moe.bias_rate else "",
-        f"loss {moe.aux_loss:g}" if moe.aux_loss else "",
+        f"bias rate {moe.balance.bias_rate:g}" if moe.balance.bias_rate else "",
+        f"loss {moe.balance.aux_loss:g}" if moe.balance.aux_loss else "",
     ]
-    capacity = f"capacity {moe.capacity_factor:g} x even" if moe.capacity_factor else "dropless"
+    capacity = f"capacity {moe.capacity.factor:g} x even" if moe.capacity.factor else "dropless"
     layout = ", ".join(f"{axis} {size}" for axis, size in vars(parallel).items() if isinstance(size, int))
     return [
         ("model", printable_text(config.name)),

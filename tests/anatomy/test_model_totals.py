@@ -25,7 +25,7 @@ from moefold.anatomy.step_specs import (
     prefixed_mtp_steps,
 )
 from moefold.config.run import Config, ModelConfig
-from moefold.kernels.bound import bind_kernels
+from moefold.kernels.bound import BoundKernels
 from moefold.kernels.catalog import facts_from_config
 from moefold.layout.declare import declared_parameters
 from moefold.model.initialise import initialise_parameters
@@ -73,7 +73,7 @@ VARIANTS = {
 
 
 def build(config: Config, device: str, force: tuple[str, ...] | list[str] = ()) -> Transformer:
-    kernels = bind_kernels(facts_from_config(config, "cpu", "fp32"), force)
+    kernels = BoundKernels(facts_from_config(config, "cpu", "fp32"), force)
     with torch.device(device):
         return transformer(config.model, config.data.seq_len, kernels)
 

@@ -18,6 +18,7 @@ from moefold.config.rule import ConfigOnRanks
 from moefold.config.rules import broken_rules
 from moefold.config.run import (
     AttentionConfig,
+    BalanceConfig,
     Config,
     DataConfig,
     ModelConfig,
@@ -26,6 +27,7 @@ from moefold.config.run import (
     OptimConfig,
     ParallelConfig,
     PipelineConfig,
+    RouterConfig,
     TrainConfig,
 )
 from moefold.layout.axes import World, create_world
@@ -43,7 +45,15 @@ MODEL = ModelConfig(
     dense_ffn=32,
     mtp=1,
     attention=AttentionConfig(heads=4, kv_heads=4, head_dim=8, qk_norm="head", qkv_bias=True),
-    moe=MoeConfig(experts=8, top_k=2, ffn=16, shared_ffn=16, dense_layers=1, score="sigmoid", bias_rate=0.01),
+    moe=MoeConfig(
+        experts=8,
+        top_k=2,
+        ffn=16,
+        shared_ffn=16,
+        dense_layers=1,
+        router=RouterConfig(score="sigmoid"),
+        balance=BalanceConfig(bias_rate=0.01),
+    ),
 )
 START = Config(
     name="any",

@@ -16,7 +16,7 @@ from moefold.checkpoint.live.load import load_checkpoint, require_checkpoint
 from moefold.checkpoint.live.logical_tensors import collect_tensors
 from moefold.checkpoint.live.save import save_checkpoint
 from moefold.config.run import AttentionConfig, ModelConfig, MoeConfig, OptimConfig, ParallelConfig
-from moefold.kernels.bound import bind_kernels
+from moefold.kernels.bound import BoundKernels
 from moefold.kernels.catalog import Facts
 from moefold.layout.axes import World, create_world, single_rank_world
 from moefold.layout.declare import DeclaredParameter, declared_parameters
@@ -36,7 +36,7 @@ MODEL = ModelConfig(
     attention=AttentionConfig(heads=8, kv_heads=4, head_dim=6, qk_norm="full", qkv_bias=True, out_bias=True),
     moe=MoeConfig(experts=4, top_k=2, ffn=12, shared_ffn=8, dense_layers=1),
 )
-KERNELS = bind_kernels(Facts("cpu", "bf16", hidden=12, ffn=12))
+KERNELS = BoundKernels(Facts("cpu", "bf16", hidden=12, ffn=12))
 
 
 def ignore(_: str) -> None: ...

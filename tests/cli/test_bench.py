@@ -56,7 +56,7 @@ def test_the_models_of_bench_step_are_the_presets_at_four_sequences_of_4096(name
     config = step_bench_config(name, "cuda")
     assert (config.train.global_batch, config.train.micro_batch, config.data.seq_len) == (4, 4, 4096)
     assert config.model.layers == STEP_GOALS[name].layers
-    assert not config.model.moe.force_balance
+    assert not config.model.moe.router.force_balance
     assert (config.optim.main, config.optim.moments) == ("split", "bf16"), "fp32 main weights, in halves"
 
 

@@ -9,9 +9,9 @@ from moefold.anatomy.model_totals import active_parameters, mtp_parameters, tota
 from moefold.anatomy.step_specs import prefixed_model_steps, prefixed_mtp_steps
 from moefold.cli.explain import human_readable
 from moefold.cli.main import run_command_line
-from moefold.kernels.bound import bind_kernels
+from moefold.kernels.bound import BoundKernels
 from moefold.kernels.catalog import CATALOG, facts_from_config
-from moefold.kernels.registry import OPS
+from moefold.kernels.registry import import_every_op
 from moefold.presets.recipe import resolve_recipe
 from moefold.presets.zoo import PRESETS
 
@@ -152,10 +152,11 @@ def test_the_kernels_shown_are_those_the_model_uses(explained: Any):
 def test_the_kernels_shown_are_those_a_run_binds(force: list[str], explained: Any):
     words = ["--train.device", "cpu", *(["--kernels.force", ",".join(force)] if force else [])]
     found = explained("tiny", *words)
-    kernels = bind_kernels(facts_from_config(resolve_recipe("tiny"), "cpu", "fp32"), force)
+    kernels = BoundKernels(facts_from_config(resolve_recipe("tiny"), "cpu", "fp32"), force)
+    ops = import_every_op()
     assert set(found["kernels"]) == USED
     for op in found["kernels"]:
-        assert OPS[op].implementations[found["kernels"][op]["implementation"]] is getattr(kernels, op)
+        assert ops[op].implementations[found["kernels"][op]["implementation"]] is kernels[ops[op]]
         assert found["kernels"][op]["why"]
     for text in force:
         op, _, name = text.partition("=")

@@ -17,7 +17,7 @@ from moefold.config.run import Config, ParallelConfig
 from moefold.dispatch.price import cheapest_dispatcher
 from tests.support.runs import SMALL, corpus
 
-CONSENTS = {"model.moe.looks_ahead"}  # what a person agrees to: a rule asks for it, and nothing else has to
+CONSENTS = {"model.moe.router.looks_ahead"}  # what a person agrees to: a rule asks for it, and nothing else has to
 
 
 def sections(node: Any) -> dict[type, str]:
@@ -54,9 +54,9 @@ def test_every_key_is_read_by_something(tmp_path: Path, monkeypatch: pytest.Monk
         ["--model.attention.rope.scaling", "llama3", "--model.attention.qkv_bias", "true", *corpus(tmp_path)],
         ["--model.attention.rope.scaling", "yarn", "--optim.decay", "wsd", "--model.moe.dense_layers", "1"],
     ]
-    variants[0] += ["--model.moe.capacity_factor", "1.5", "--model.mtp", "1", "--pipeline.pair", "true"]
+    variants[0] += ["--model.moe.capacity.factor", "1.5", "--model.mtp", "1", "--pipeline.pair", "true"]
     variants[0] += ["--model.moe.activation", "clamped_swiglu", "--model.moe.shared_ffn", "8"]
-    variants[0] += ["--model.moe.device_loss", "0.1", "--model.moe.devices", "2"]
+    variants[0] += ["--model.moe.balance.device_loss", "0.1", "--model.moe.balance.devices", "2"]
     variants[0] += ["--model.attention.window", "8", "--model.attention.full_every", "2"]
     variants[1] += [
         "--model.attention.kind",

@@ -97,11 +97,11 @@ BREAKS: dict[str, list[tuple[str, int, str]]] = {
         ("--parallel.cp=2 --parallel.tp=2 --parallel.context=all_to_all", 4, "parallel.tp x cp = 4"),
     ],
     "padding to capacity has a capacity": [
-        ("--model.moe.pad_to_capacity=true", 1, "model.moe.pad_to_capacity = true"),
+        ("--model.moe.capacity.pad=true", 1, "model.moe.capacity.pad = true"),
         (
-            "--model.moe.pad_to_capacity=true --model.moe.capacity_factor=1.5 --model.moe.drop_over=full_sequence",
+            "--model.moe.capacity.pad=true --model.moe.capacity.factor=1.5 --model.moe.capacity.over=full_sequence",
             1,
-            "model.moe.drop_over = full_sequence",
+            "model.moe.capacity.over = full_sequence",
         ),
     ],
     "turning dims fit the head": [
@@ -129,47 +129,59 @@ BREAKS: dict[str, list[tuple[str, int, str]]] = {
         ("--model.attention.value_dim=16", 1, "model.attention.value_dim = 16"),
     ],
     "full layers are for windows": [("--model.attention.full_every=2", 1, "model.attention.full_every = 2")],
-    "groups divide experts": [("--model.moe.groups=3", 1, "model.moe.groups = 3")],
+    "groups divide experts": [("--model.moe.router.groups=3", 1, "model.moe.router.groups = 3")],
     "chosen groups exist": [
-        ("--model.moe.groups_chosen=2", 1, "model.moe.groups_chosen = 2"),
-        ("--model.moe.groups=4 --model.moe.groups_chosen=5", 1, "model.moe.groups = 4"),
+        ("--model.moe.router.groups_chosen=2", 1, "model.moe.router.groups_chosen = 2"),
+        ("--model.moe.router.groups=4 --model.moe.router.groups_chosen=5", 1, "model.moe.router.groups = 4"),
     ],
     "chosen groups hold enough experts": [
-        ("--model.moe.groups=4 --model.moe.top_k=3", 1, "model.moe.top_k = 3"),
-        ("--model.moe.groups=8 --model.moe.groups_chosen=3 --model.moe.top_k=8", 1, "model.moe.groups_chosen = 3"),
-    ],
-    "devices divide experts": [("--model.moe.devices=3", 1, "model.moe.devices = 3")],
-    "device capacity is a capacity": [
-        ("--model.moe.device_capacity=true", 1, "model.moe.capacity_factor = 0"),
+        ("--model.moe.router.groups=4 --model.moe.top_k=3", 1, "model.moe.top_k = 3"),
         (
-            "--model.moe.device_capacity=true --model.moe.capacity_factor=1.5 --model.moe.pad_to_capacity=true",
+            "--model.moe.router.groups=8 --model.moe.router.groups_chosen=3 --model.moe.top_k=8",
             1,
-            "model.moe.pad_to_capacity = true",
+            "model.moe.router.groups_chosen = 3",
+        ),
+    ],
+    "devices divide experts": [("--model.moe.balance.devices=3", 1, "model.moe.balance.devices = 3")],
+    "device capacity is a capacity": [
+        ("--model.moe.capacity.per_device=true", 1, "model.moe.capacity.factor = 0"),
+        (
+            "--model.moe.capacity.per_device=true --model.moe.capacity.factor=1.5 --model.moe.capacity.pad=true",
+            1,
+            "model.moe.capacity.pad = true",
         ),
     ],
     "looking ahead is said": [
-        ("--model.moe.router=expert_choice", 1, "model.moe.router = expert_choice"),
-        ("--model.moe.router=sinkhorn", 1, "model.moe.looks_ahead = false"),
+        ("--model.moe.router.kind=expert_choice", 1, "model.moe.router.kind = expert_choice"),
+        ("--model.moe.router.kind=sinkhorn", 1, "model.moe.router.looks_ahead = false"),
     ],
     "routers that even out by themselves have no bias": [
-        ("--model.moe.router=sinkhorn --model.moe.bias_rate=0.1", 1, "model.moe.bias_rate = 0.1"),
-        ("--model.moe.router=expert_choice --model.moe.groups=2", 1, "model.moe.groups = 2"),
+        ("--model.moe.router.kind=sinkhorn --model.moe.balance.bias_rate=0.1", 1, "model.moe.balance.bias_rate = 0.1"),
+        ("--model.moe.router.kind=expert_choice --model.moe.router.groups=2", 1, "model.moe.router.groups = 2"),
     ],
-    "devices are for something": [("--model.moe.devices=4", 1, "model.moe.devices = 4")],
+    "devices are for something": [("--model.moe.balance.devices=4", 1, "model.moe.balance.devices = 4")],
     "forced balance takes the place of the tokens' choice": [
         (
-            "--model.moe.router=sinkhorn --model.moe.looks_ahead=true --model.moe.force_balance=true",
+            "--model.moe.router.kind=sinkhorn --model.moe.router.looks_ahead=true --model.moe.router.force_balance=true",
             1,
-            "model.moe.force_balance = true",
+            "model.moe.router.force_balance = true",
         )
     ],
     "experts that choose are balanced": [
-        (f"--model.moe.router=expert_choice --model.moe.{key}", 1, f"model.moe.{key.replace('=', ' = ')}")
+        (f"--model.moe.router.kind=expert_choice --model.moe.{key}", 1, f"model.moe.{key.replace('=', ' = ')}")
         for key in ("aux_loss=0.5", "device_loss=0.5", "pad_to_capacity=true")
     ],
     "a softmax over the chosen is normalised over them": [
-        ("--model.moe.score=softmax_chosen --model.moe.normalize=none", 1, "model.moe.normalize = none"),
-        ("--model.moe.score=softmax_chosen --model.moe.normalize=all", 1, "model.moe.score = softmax_chosen"),
+        (
+            "--model.moe.router.score=softmax_chosen --model.moe.router.normalize=none",
+            1,
+            "model.moe.router.normalize = none",
+        ),
+        (
+            "--model.moe.router.score=softmax_chosen --model.moe.router.normalize=all",
+            1,
+            "model.moe.router.score = softmax_chosen",
+        ),
     ],
     "a shared gate has shared experts": [("--model.moe.shared_gate=true", 1, "model.moe.shared_ffn = 0")],
     "further tokens lie within the sequence": [

@@ -13,8 +13,10 @@ from moefold.config.run import Config, ModelConfig, MoeConfig, ParallelConfig, T
 from moefold.dispatch.base import Dispatcher, Routing, RowPolicy
 from moefold.dispatch.build import build_dispatcher
 from moefold.dispatch.local import LocalDispatcher
-from moefold.kernels.bound import bind_kernels
+from moefold.kernels.bound import BoundKernels
 from moefold.kernels.catalog import CATALOG, Facts
+from moefold.kernels.experts.grouped_gemm import grouped_gemm
+from moefold.kernels.routing.gather_rows import gather_rows
 from moefold.layout.axes import World, create_world
 from tests.support.ranks import run_ranks
 
@@ -23,7 +25,7 @@ DISPATCHERS = [name for name in get_args(get_type_hints(ParallelConfig)["dispatc
 WORLD, EXPERTS, WIDTH, INNER, TOKENS = 4, 8, 6, 8, 12
 LAYOUTS = {"ep 4": {"ep": 4}, "ep 2, etp 2": {"ep": 2, "etp": 2}, "etp 4": {"etp": 4}}
 FACTS = Facts("cpu", "fp64", hidden=WIDTH, ffn=INNER)
-BINDINGS = {"chosen": bind_kernels(FACTS), "reference": bind_kernels(FACTS, [f"{op}=reference" for op in CATALOG])}
+BINDINGS = {"chosen": BoundKernels(FACTS), "reference": BoundKernels(FACTS, [f"{op}=reference" for op in CATALOG])}
 VALUES = ("result", "gradient of tokens", "gradient of gates", "gradient of up", "gradient of down")
 
 
@@ -71,9 +73,9 @@ def through(dispatcher: Dispatcher, kernels: Any, ids_TK: torch.Tensor, leaves: 
     receipt = dispatcher.plan(Routing(gates, ids_TK))
     rows = dispatcher.dispatch(h, receipt)
     order = rows.order
-    x = kernels.gather_rows(rows.source_ND, order.index_R, order.slots_NK, order.holes)
-    inner = kernels.grouped_gemm(x, up, order.ends_e).tanh() * order.weight_R[:, None]
-    y = dispatcher.combine(kernels.grouped_gemm(inner, down, order.ends_e), receipt)
+    x = kernels[gather_rows](rows.source_ND, order.index_R, order.slots_NK, order.holes)
+    inner = kernels[grouped_gemm](x, up, order.ends_e).tanh() * order.weight_R[:, None]
+    y = dispatcher.combine(kernels[grouped_gemm](inner, down, order.ends_e), receipt)
     return (y.detach(), *torch.autograd.grad(y, leaves, direction))
 
 

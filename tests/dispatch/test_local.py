@@ -9,13 +9,15 @@ from hypothesis import strategies as st
 
 from moefold.dispatch.base import Routing, RowPolicy
 from moefold.dispatch.local import LocalDispatcher
-from moefold.kernels.bound import bind_kernels
+from moefold.kernels.bound import BoundKernels
 from moefold.kernels.catalog import CATALOG, Facts
+from moefold.kernels.experts.grouped_gemm import grouped_gemm
+from moefold.kernels.routing.gather_rows import gather_rows
 
 FACTS = Facts("cpu", "fp64", hidden=4, ffn=4)
 KERNELS = {
-    "chosen": bind_kernels(FACTS),
-    "reference": bind_kernels(FACTS, [f"{op}=reference" for op in CATALOG]),
+    "chosen": BoundKernels(FACTS),
+    "reference": BoundKernels(FACTS, [f"{op}=reference" for op in CATALOG]),
 }
 WIDTH = 4
 
@@ -36,8 +38,8 @@ def through_dispatcher(h_TD, weights_TK, ids_TK, matrix_EDD, kernels):
     dispatcher = LocalDispatcher(RowPolicy(0, len(matrix_EDD)), kernels)
     receipt = dispatcher.plan(Routing(weights_TK, ids_TK))
     rows = dispatcher.dispatch(h_TD, receipt)
-    x_RD = kernels.gather_rows(rows.source_ND, rows.order.index_R, rows.order.slots_NK)
-    y_RD = kernels.grouped_gemm(x_RD, matrix_EDD, rows.order.ends_e) * rows.order.weight_R[:, None]
+    x_RD = kernels[gather_rows](rows.source_ND, rows.order.index_R, rows.order.slots_NK)
+    y_RD = kernels[grouped_gemm](x_RD, matrix_EDD, rows.order.ends_e) * rows.order.weight_R[:, None]
     return dispatcher.combine(y_RD, receipt)
 
 

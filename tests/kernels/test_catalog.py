@@ -7,7 +7,7 @@ import torch
 
 from moefold.config.errors import UserError
 from moefold.kernels.attention.timings import AttentionShape
-from moefold.kernels.bound import bind_kernels
+from moefold.kernels.bound import BoundKernels
 from moefold.kernels.catalog import CATALOG, Facts, facts_from_config, forced_implementations, pick_implementation
 from moefold.kernels.registry import OPS, register_op
 from moefold.presets.recipe import resolve_recipe
@@ -42,7 +42,7 @@ def test_what_the_catalog_lets_run_on_this_machine_runs_and_what_it_does_not_is_
         unaligned(rows, torch.randn(2, 6, 30), offsets)
     with pytest.raises(RuntimeError):
         unaligned(torch.randn(4, 32).double(), torch.randn(2, 8, 32).double(), offsets)
-    bound = bind_kernels(Facts("cpu", "fp32", hidden=30, ffn=6))
+    bound = BoundKernels(Facts("cpu", "fp32", hidden=30, ffn=6))
     assert bound.grouped_gemm(rows, torch.randn(2, 6, 30), offsets).shape == (4, 6)
 
 
@@ -60,11 +60,11 @@ def test_the_reason_is_told_for_what_is_chosen_and_for_what_is_not():
 @pytest.mark.parametrize("name", CATALOG)
 def test_the_reference_can_always_be_forced(name: str):
     assert pick_implementation(name, HOPPER, "reference") == ("reference", "asked for")
-    assert getattr(bind_kernels(HOPPER, [f"{name}=reference"]), name) is OPS[name].reference
+    assert getattr(BoundKernels(HOPPER, [f"{name}=reference"]), name) is OPS[name].reference
 
 
 def test_a_forced_implementation_is_the_one_bound_and_others_stay_as_they_were():
-    free, forced = bind_kernels(HOPPER), bind_kernels(HOPPER, ("attention=reference", "adamw=fused"))
+    free, forced = BoundKernels(HOPPER), BoundKernels(HOPPER, ("attention=reference", "adamw=fused"))
     assert free.attention is OPS["attention"].implementations["sdpa"]
     assert forced.attention is OPS["attention"].reference
     assert forced.adamw is OPS["adamw"].implementations["fused"]
@@ -73,7 +73,7 @@ def test_a_forced_implementation_is_the_one_bound_and_others_stay_as_they_were()
 
 def test_a_forced_implementation_that_cannot_run_is_refused_by_name_with_what_it_needs():
     with pytest.raises(UserError) as refused:
-        bind_kernels(Facts("cpu", "fp64", hidden=64, ffn=48), ["grouped_gemm=torch_grouped_mm"])
+        BoundKernels(Facts("cpu", "fp64", hidden=64, ffn=48), ["grouped_gemm=torch_grouped_mm"])
     assert "grouped_gemm=torch_grouped_mm cannot run here" in str(refused.value)
     assert "multiples of 16 bytes" in str(refused.value)
 
@@ -134,4 +134,4 @@ def test_the_facts_are_those_of_the_rows_that_experts_get():
 
 @pytest.mark.parametrize("facts", [HOPPER, Facts("cpu", "fp32"), Facts("cpu", "fp64")])
 def test_the_clamped_activation_is_done_by_hand_everywhere(facts: Facts):
-    assert bind_kernels(facts).clamped_swiglu is OPS["clamped_swiglu"].implementations["by_hand"]
+    assert BoundKernels(facts).clamped_swiglu is OPS["clamped_swiglu"].implementations["by_hand"]

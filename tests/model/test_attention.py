@@ -11,7 +11,7 @@ from torch.func import functional_call
 
 from moefold.anatomy.step_specs import sliding_window_of
 from moefold.config.run import AttentionConfig, ModelConfig, RopeConfig
-from moefold.kernels.bound import bind_kernels
+from moefold.kernels.bound import BoundKernels
 from moefold.kernels.catalog import CATALOG, Facts
 from moefold.kernels.norm.rope import RopeAngles, rope
 from moefold.model.attention.gqa import GroupedQueryAttention
@@ -23,7 +23,7 @@ from tests.support.models import attend, choices, share
 LENGTH, HIDDEN = 10, 24
 BASE = AttentionConfig(heads=4, kv_heads=2, head_dim=8)
 FACTS = Facts("cpu", "fp64", hidden=HIDDEN)
-BINDINGS = {"chosen": bind_kernels(FACTS), "reference": bind_kernels(FACTS, [f"{op}=reference" for op in CATALOG])}
+BINDINGS = {"chosen": BoundKernels(FACTS), "reference": BoundKernels(FACTS, [f"{op}=reference" for op in CATALOG])}
 
 
 def make(attention: AttentionConfig = BASE, kernels: str = "chosen", layer: int = 0) -> GroupedQueryAttention:

@@ -8,7 +8,7 @@ import torch
 
 from moefold.comm.byte_counters import counted_bytes_sent
 from moefold.config.run import AttentionConfig, ModelConfig, ParallelConfig
-from moefold.kernels.bound import bind_kernels
+from moefold.kernels.bound import BoundKernels
 from moefold.kernels.catalog import Facts
 from moefold.layout.axes import World, create_world
 from moefold.model.attention.context_parallel import choose_context_mechanism
@@ -29,7 +29,7 @@ LATENT = ModelConfig(hidden=HIDDEN, attention=MLA)
 
 def sent(world: World, model: ModelConfig, parallel: ParallelConfig) -> Counter[tuple[str, str]]:
     world = create_world(world.rank, world.size, world.device, parallel)
-    kernels = bind_kernels(Facts("cpu", "fp32", hidden=HIDDEN))
+    kernels = BoundKernels(Facts("cpu", "fp32", hidden=HIDDEN))
     context = choose_context_mechanism(parallel.context, kernels, world)
     made = ModelParts(world, kernels, None, context, LENGTH)  # pyright: ignore
     attention = ATTENTION_KINDS[model.attention.kind](model, 0, made)

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from moefold.comm.collectives import all_reduce_no_grad
 from moefold.config.run import (
     AttentionConfig,
+    BalanceConfig,
     Config,
     DataConfig,
     ModelConfig,
@@ -24,7 +25,7 @@ from moefold.config.run import (
     ParallelConfig,
     TrainConfig,
 )
-from moefold.kernels.bound import bind_kernels
+from moefold.kernels.bound import BoundKernels
 from moefold.kernels.catalog import Facts
 from moefold.kernels.routing.router_spec import RouterSpec
 from moefold.kernels.routing.router_topk import count_choices, router_topk
@@ -42,7 +43,7 @@ from moefold.model.steps import Step, run_step_sequence
 from moefold.train.assemble import Run, assemble_run, default_dtype
 from moefold.train.parity import TraceEntry, first_mismatch, random_corpus, trace_one_step
 from tests.model.test_router import logits_by_loop, scores_by_loop
-from tests.support.models import share, transformer
+from tests.support.models import share, transformer, with_moe_keys
 from tests.support.ranks import run_ranks
 
 MODEL = ModelConfig(
@@ -50,16 +51,16 @@ MODEL = ModelConfig(
     hidden=16,
     vocab=32,
     attention=AttentionConfig(heads=2, kv_heads=1, head_dim=8),
-    moe=MoeConfig(experts=4, top_k=2, ffn=16, bias_rate=0.01, aux_loss=0.25),
+    moe=MoeConfig(experts=4, top_k=2, ffn=16, balance=BalanceConfig(bias_rate=0.01, aux_loss=0.25)),
 )
 ALONE = Axis("world")
 OVER = ["sequence", "microbatch", "global_batch", "previous_batch"]
 
 
 def make_router(dtype: torch.dtype = torch.float32, hidden: int = 16, **moe: Any) -> Router:
-    model = replace(MODEL, hidden=hidden, init_std=0.5, moe=replace(MODEL.moe, **moe))
+    model = replace(MODEL, hidden=hidden, init_std=0.5, moe=with_moe_keys(MODEL.moe, **moe))
     with default_dtype(dtype):
-        router = Router(model, 0, bind_kernels(Facts("cpu", "fp32")), single_rank_world())
+        router = Router(model, 0, BoundKernels(Facts("cpu", "fp32")), single_rank_world())
     initialise_parameters(router, seed=1)
     return router
 
@@ -75,7 +76,7 @@ def loss(logits_TE: torch.Tensor, ids_TK: torch.Tensor, sequences: int, **moe: A
     _, _, counts_BE, *sums = router_topk(logits_TE, torch.zeros(experts), RouterSpec(k), ids_TK, where.span)
     load.count(counts_BE, ids_TK, ids_TK)
     remember_global_shares([load], ALONE)
-    how = MoeConfig(**{"experts": experts, "top_k": k, **moe})
+    how = with_moe_keys(MoeConfig(), **{"experts": experts, "top_k": k, **moe})
     return balance_losses(counts_BE, sums[0], sums[1], how, load, ALONE)
 
 
@@ -116,10 +117,10 @@ def test_the_loss_of_fp64_scores_is_exact_for_shares_that_are_no_power_of_two():
 def losses_by_loop(router: Router, h_TD: torch.Tensor, weight: torch.Tensor, ids: list[list[int]], sequences: int):
     """All losses of a router, one token and one expert at a time."""
     moe, length, total = router.moe, len(h_TD) // sequences, torch.zeros((), dtype=torch.float64)
-    size = moe.experts // moe.devices
+    size = moe.experts // moe.balance.devices
     for t, logits in enumerate(logits_by_loop(h_TD, weight, None)):
         begin = t // length * length
-        together = {"sequence": ids[begin : begin + length], "microbatch": ids}.get(moe.aux_over)
+        together = {"sequence": ids[begin : begin + length], "microbatch": ids}.get(moe.balance.aux_over)
         if together is None:
             load = router.load.share_E.tolist()
         else:
@@ -127,9 +128,9 @@ def losses_by_loop(router: Router, h_TD: torch.Tensor, weight: torch.Tensor, ids
         scores = scores_by_loop(logits, moe)
         for e in range(moe.experts):
             device = load[e // size * size : (e // size + 1) * size]
-            weighed = moe.aux_loss * load[e] + moe.device_loss * sum(device) / size
+            weighed = moe.balance.aux_loss * load[e] + moe.balance.device_loss * sum(device) / size
             total = total + moe.experts * weighed * scores[e] / sum(scores)
-        total = total + moe.z_loss * torch.stack([one.exp() for one in logits]).sum().log() ** 2
+        total = total + moe.balance.z_loss * torch.stack([one.exp() for one in logits]).sum().log() ** 2
     return total
 
 
@@ -202,7 +203,7 @@ def note(load: ExpertLoad, ids_TK: torch.Tensor, kept_TK: torch.Tensor | None = 
 
 
 def test_the_bias_moves_against_the_load_by_one_step_and_counting_starts_anew():
-    moe = MoeConfig(bias_rate=0.5)
+    moe = MoeConfig(balance=BalanceConfig(bias_rate=0.5))
     load = counted([0, 1], [0, 1], [0, 2], [0, 1])
     assert load.counts_E.tolist() == [4, 3, 1, 0]
     assert update_selection_biases([load], moe, ALONE).counts_LE.tolist() == [[4, 3, 1, 0]]
@@ -216,9 +217,9 @@ def test_the_bias_moves_against_the_load_by_one_step_and_counting_starts_anew():
 
 def test_a_proportional_bias_moves_by_the_lack_of_load_as_a_share_of_the_mean():
     load = counted([0, 1], [0, 1], [0, 2], [0, 1])
-    update_selection_biases([load], MoeConfig(bias_rate=0.5, bias_step="proportional"), ALONE)
+    update_selection_biases([load], MoeConfig(balance=BalanceConfig(bias_rate=0.5, bias_step="proportional")), ALONE)
     assert load.bias_E.tolist() == [0.5 * (2 - count) / 2 for count in (4, 3, 1, 0)]
-    update_selection_biases([load], MoeConfig(bias_rate=0.5, bias_step="proportional"), ALONE)
+    update_selection_biases([load], MoeConfig(balance=BalanceConfig(bias_rate=0.5, bias_step="proportional")), ALONE)
     assert load.bias_E.tolist() == [-0.5, -0.25, 0.25, 0.5], "a batch of no tokens moves nothing"
 
 
@@ -227,21 +228,23 @@ def test_the_step_of_the_bias_stays_or_falls_with_the_learning_rate(
     pace_of: Literal["constant", "learning_rate"], moved: float
 ):
     load = counted([0], [0], experts=2)
-    update_selection_biases([load], MoeConfig(bias_rate=0.5, bias_pace=pace_of), ALONE, pace=0.25)
+    update_selection_biases(
+        [load], MoeConfig(balance=BalanceConfig(bias_rate=0.5, bias_pace=pace_of)), ALONE, pace=0.25
+    )
     assert load.bias_E.tolist() == [-moved, moved]
 
 
 def test_a_rate_of_zero_leaves_the_bias_and_still_counts_anew():
     load = counted([0], [0], experts=2)
-    update_selection_biases([load], MoeConfig(bias_rate=0.0), ALONE)
+    update_selection_biases([load], MoeConfig(balance=BalanceConfig(bias_rate=0.0)), ALONE)
     assert load.bias_E.tolist() == [0, 0]
     assert load.counts_E.tolist() == [0, 0]
 
 
 def test_previous_batch_remembers_the_shares_of_a_step_and_other_kinds_do_not():
     lagging, other = counted([0, 1], [0, 1], [0, 2], [0, 1]), counted([0, 1], [0, 1], [0, 2], [0, 1])
-    update_selection_biases([lagging], MoeConfig(aux_over="previous_batch"), ALONE)
-    update_selection_biases([other], MoeConfig(aux_over="sequence"), ALONE)
+    update_selection_biases([lagging], MoeConfig(balance=BalanceConfig(aux_over="previous_batch")), ALONE)
+    update_selection_biases([other], MoeConfig(balance=BalanceConfig(aux_over="sequence")), ALONE)
     assert lagging.share_E.tolist() == [0.5, 0.375, 0.125, 0.0]
     assert other.share_E.tolist() == [0.25] * 4
 
@@ -299,7 +302,7 @@ def test_nothing_is_counted_in_eval_mode():
 
 def three_steps(world: World) -> tuple[list[list[float]], list[list[int]]]:
     """The selection biases and the last counts after three batches of 8 sequences, split over the ranks."""
-    model = transformer(MODEL, 6, bind_kernels(Facts("cpu", "fp32", hidden=16, ffn=16)), world)
+    model = transformer(MODEL, 6, BoundKernels(Facts("cpu", "fp32", hidden=16, ffn=16)), world)
     initialise_parameters(model, seed=1)
     counts = torch.empty(0)
     for step in range(3):
@@ -321,7 +324,7 @@ def test_biases_and_counts_are_identical_on_one_two_and_four_ranks():
 
 
 def test_a_model_without_a_single_moe_layer_has_nothing_to_balance():
-    model = transformer(replace(MODEL, moe=replace(MODEL.moe, dense_layers=2)), 6, bind_kernels(Facts("cpu", "fp32")))
+    model = transformer(replace(MODEL, moe=replace(MODEL.moe, dense_layers=2)), 6, BoundKernels(Facts("cpu", "fp32")))
     found = model.balance()
     assert found.layers == found.moved_L.tolist() == []
     assert found.counts_LE.numel() == found.dropped_L.numel() == 0
@@ -339,7 +342,7 @@ class Way:
     again: bool = False
 
     def config(self, changes: dict[str, Any]) -> Config:
-        moe = MoeConfig(experts=8, top_k=2, ffn=8, shared_ffn=8, **changes)
+        moe = with_moe_keys(MoeConfig(experts=8, top_k=2, ffn=8, shared_ffn=8), **changes)
         attention = AttentionConfig(heads=4, kv_heads=2, head_dim=4)
         return Config(
             model=ModelConfig(layers=2, hidden=16, init_std=0.3, dense_ffn=8, attention=attention, moe=moe),

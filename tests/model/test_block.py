@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 from moefold.anatomy.step_specs import block_step_specs
 from moefold.comm import byte_counters
-from moefold.config.run import AttentionConfig, ModelConfig, MoeConfig
-from moefold.kernels.bound import bind_kernels
+from moefold.config.run import AttentionConfig, BalanceConfig, ModelConfig, MoeConfig
+from moefold.kernels.bound import BoundKernels
 from moefold.kernels.catalog import CATALOG, Facts
 from moefold.layout.axes import World
 from moefold.layout.declare import declared_parameters
@@ -23,7 +23,7 @@ from moefold.model.initialise import initialise_parameters
 from moefold.train.assemble import default_dtype
 from tests.model.test_router import logits_by_loop, routed_by_loop
 from tests.model.test_transport import plan_by_loop, taken_by_loop
-from tests.support.models import choices, share
+from tests.support.models import choices, share, with_moe_keys
 from tests.support.ranks import run_ranks
 
 MODEL = ModelConfig(
@@ -33,10 +33,10 @@ MODEL = ModelConfig(
     dense_ffn=24,
     init_std=0.4,
     attention=AttentionConfig(heads=2, kv_heads=1, head_dim=8, qk_norm="head"),
-    moe=MoeConfig(experts=5, top_k=2, ffn=12, aux_loss=0.1),
+    moe=MoeConfig(experts=5, top_k=2, ffn=12, balance=BalanceConfig(aux_loss=0.1)),
 )
 FACTS = Facts("cpu", "fp64", hidden=16, ffn=12)
-BINDINGS = {"chosen": bind_kernels(FACTS), "reference": bind_kernels(FACTS, [f"{op}=reference" for op in CATALOG])}
+BINDINGS = {"chosen": BoundKernels(FACTS), "reference": BoundKernels(FACTS, [f"{op}=reference" for op in CATALOG])}
 LENGTH, SEQUENCES = 7, 3
 
 
@@ -48,7 +48,7 @@ def make(kind: type[Block], model: ModelConfig = MODEL, kernels: str = "chosen")
 
 
 def with_moe(**changes: Any) -> ModelConfig:
-    return replace(MODEL, moe=replace(MODEL.moe, **changes))
+    return replace(MODEL, moe=with_moe_keys(MODEL.moe, **changes))
 
 
 def carry() -> dict[str, Any]:
@@ -133,14 +133,14 @@ def expert(p: dict[str, torch.Tensor], e: int, x: torch.Tensor, moe: MoeConfig) 
 
 def choices_by_loop(logits: list[list[torch.Tensor]], moe: MoeConfig) -> list[list[int]] | None:
     """Those that are not each token's own."""
-    if moe.force_balance:
+    if moe.router.force_balance:
         return [[(t * moe.top_k + k) % moe.experts for k in range(moe.top_k)] for t in range(len(logits))]
-    if moe.router == "token_choice":
+    if moe.router.kind == "token_choice":
         return None
     plain = [[one.item() for one in row] for row in logits]
     by_sequence = [plain[b * LENGTH : (b + 1) * LENGTH] for b in range(SEQUENCES)]
-    if moe.router == "expert_choice":
-        most = math.ceil((moe.capacity_factor or 1) * LENGTH * moe.top_k / moe.experts)
+    if moe.router.kind == "expert_choice":
+        most = math.ceil((moe.capacity.factor or 1) * LENGTH * moe.top_k / moe.experts)
         return [row for one in by_sequence for row in taken_by_loop(one, most)]
     plans = [row for one in by_sequence for row in plan_by_loop(one)]
     return [sorted(range(moe.experts), key=lambda e, row=row: (-row[e], e))[: moe.top_k] for row in plans]

@@ -8,14 +8,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from moefold.config.run import MoeConfig
+from moefold.config.run import CapacityConfig, MoeConfig
 from moefold.dispatch.base import Routing
 from moefold.dispatch.build import expert_capacity
 from moefold.layout.axes import Axis
 from moefold.model.moe.capacity import drop_beyond_capacity, within_capacity
 from moefold.model.token_layout import TokenShard
+from tests.support.models import with_moe_keys
 
-MOE = MoeConfig(experts=4, top_k=2, capacity_factor=1.0)
+MOE = MoeConfig(experts=4, top_k=2, capacity=CapacityConfig(factor=1.0))
 ALONE = Axis("alone")
 
 
@@ -31,13 +32,13 @@ def share(tokens: int) -> TokenShard:
 
 def test_capacity_counts_every_choice_of_every_token():
     assert expert_capacity(MOE, 16) == 8
-    assert expert_capacity(replace(MOE, capacity_factor=1.25), 10) == 7, "rounded up"
+    assert expert_capacity(with_moe_keys(MOE, capacity_factor=1.25), 10) == 7, "rounded up"
 
 
 @pytest.mark.parametrize("drop", ["probability", "position"])
 def test_no_expert_gets_more_than_its_capacity_and_none_drops_below_it_needlessly(drop: str):
     before = routing(32)
-    after = drop_beyond_capacity(before, replace(MOE, drop=drop), share(32), ALONE)
+    after = drop_beyond_capacity(before, with_moe_keys(MOE, drop=drop), share(32), ALONE)
     most = expert_capacity(MOE, 32)
     for expert in range(4):
         had, has = ((r.ids_TK == expert).sum().item() for r in (before, after))
@@ -50,10 +51,10 @@ def test_no_expert_gets_more_than_its_capacity_and_none_drops_below_it_needlessl
 def test_the_likelier_stay_or_the_earlier_as_asked():
     ids = torch.zeros(4, 1, dtype=torch.int64)
     probs = torch.tensor([[0.1], [0.4], [0.2], [0.3]])
-    one = replace(MOE, experts=1, top_k=1, capacity_factor=0.5)
+    one = with_moe_keys(MOE, experts=1, top_k=1, capacity_factor=0.5)
     by_weight = drop_beyond_capacity(Routing(probs, ids), one, share(4), ALONE)
     assert by_weight.ids_TK.flatten().tolist() == [-1, 0, -1, 0]
-    by_place = drop_beyond_capacity(Routing(probs, ids), replace(one, drop="position"), share(4), ALONE)
+    by_place = drop_beyond_capacity(Routing(probs, ids), with_moe_keys(one, drop="position"), share(4), ALONE)
     assert by_place.ids_TK.flatten().tolist() == [0, 0, -1, -1]
 
 
@@ -64,16 +65,20 @@ def test_of_equals_the_earlier_stays():
 
 def test_without_a_capacity_nothing_is_dropped():
     before = routing(8)
-    assert drop_beyond_capacity(before, replace(MOE, capacity_factor=0.0), share(8), ALONE) is before
+    assert drop_beyond_capacity(before, with_moe_keys(MOE, capacity_factor=0.0), share(8), ALONE) is before
 
 
 def kept_by_loop(routing: Routing, moe: MoeConfig) -> list[list[int]]:
     """Choices are asked in order of liking, of equals the earlier; who comes to a full expert, or group, is dropped."""
-    tokens, size = len(routing.ids_TK), moe.experts // moe.devices if moe.device_capacity else 1
-    most = math.ceil(moe.capacity_factor * tokens * moe.top_k / moe.experts) * size
+    tokens, size = len(routing.ids_TK), moe.experts // moe.balance.devices if moe.capacity.per_device else 1
+    most = math.ceil(moe.capacity.factor * tokens * moe.top_k / moe.experts) * size
     kept, taken = routing.ids_TK.tolist(), [0] * moe.experts
     probs = routing.weights_TK.tolist()
-    asked = [(-probs[t][k] if moe.drop == "probability" else t, t, k) for t in range(tokens) for k in range(moe.top_k)]
+    asked = [
+        (-probs[t][k] if moe.capacity.drop == "probability" else t, t, k)
+        for t in range(tokens)
+        for k in range(moe.top_k)
+    ]
     for _, t, k in sorted(asked):
         if kept[t][k] < 0:
             continue
@@ -87,7 +92,7 @@ def kept_by_loop(routing: Routing, moe: MoeConfig) -> list[list[int]]:
 @pytest.mark.parametrize("drop", ["probability", "position"])
 @pytest.mark.parametrize("devices", [0, 1, 2, 4])
 def test_capacity_of_experts_and_of_groups_of_them_equals_a_loop(devices: int, drop: str, factor: float):
-    moe = replace(MOE, capacity_factor=factor, drop=drop, devices=max(1, devices), device_capacity=devices > 0)
+    moe = with_moe_keys(MOE, capacity_factor=factor, drop=drop, devices=max(1, devices), device_capacity=devices > 0)
     for seed in range(4):
         before = routing(24, seed)
         before.ids_TK[::7, 1], before.weights_TK[::7, 1] = -1, 0  # no choice takes no place
@@ -98,10 +103,15 @@ def test_capacity_of_experts_and_of_groups_of_them_equals_a_loop(devices: int, d
 
 def test_a_group_of_experts_is_full_together_and_not_one_by_one():
     ids, probs = torch.tensor([[0, 2], [0, 2], [0, 3], [1, 3]]), torch.full((4, 2), 0.5)
-    moe = replace(MOE, capacity_factor=0.5, drop="position")
+    moe = with_moe_keys(MOE, capacity_factor=0.5, drop="position")
     each = drop_beyond_capacity(Routing(probs, ids), moe, share(4), ALONE)
     assert each.ids_TK.tolist() == [[0, 2], [-1, -1], [-1, 3], [1, -1]], "each has one place"
-    paired = drop_beyond_capacity(Routing(probs, ids), replace(moe, device_capacity=True, devices=2), share(4), ALONE)
+    paired = drop_beyond_capacity(
+        Routing(probs, ids),
+        replace(moe, capacity=replace(moe.capacity, per_device=True), balance=replace(moe.balance, devices=2)),
+        share(4),
+        ALONE,
+    )
     assert paired.ids_TK.tolist() == [[0, 2], [0, 2], [-1, -1], [-1, -1]], "two have two, for whoever comes first"
 
 
@@ -116,4 +126,4 @@ def test_gradients_reach_what_is_kept_and_nothing_that_is_dropped():
 
 def test_experts_that_choose_drop_nothing_more():
     before = routing(8)
-    assert drop_beyond_capacity(before, replace(MOE, router="expert_choice"), share(8), ALONE) is before
+    assert drop_beyond_capacity(before, with_moe_keys(MOE, router="expert_choice"), share(8), ALONE) is before

@@ -11,7 +11,7 @@ import torch
 from moefold.comm.collectives import all_reduce_no_grad
 from moefold.config.run import ParallelConfig
 from moefold.kernels.attention.attention import attention
-from moefold.kernels.bound import bind_kernels
+from moefold.kernels.bound import BoundKernels
 from moefold.kernels.catalog import CATALOG, Facts
 from moefold.layout.axes import World, create_world, single_rank_world
 from moefold.model.attention.context_parallel import (
@@ -26,7 +26,7 @@ from tests.support.models import share
 from tests.support.ranks import run_ranks
 
 FACTS = Facts("cpu", "fp64")
-BINDINGS = {"chosen": bind_kernels(FACTS), "reference": bind_kernels(FACTS, [f"{op}=reference" for op in CATALOG])}
+BINDINGS = {"chosen": BoundKernels(FACTS), "reference": BoundKernels(FACTS, [f"{op}=reference" for op in CATALOG])}
 SEQUENCES, LENGTH, WIDTH = 2, 32, 6
 NODE_SIZES = {2: (1, 2), 4: (1, 2, 4)}
 NAMES = ("result", "gradient of q", "gradient of k", "gradient of v", "gradient of the sinks")

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from moefold.config.run import AttentionConfig, ModelConfig, MoeConfig, RopeConfig
 from moefold.data.loader import Batch, BatchLoader
-from moefold.kernels.bound import bind_kernels
+from moefold.kernels.bound import BoundKernels
 from moefold.kernels.catalog import Facts
 from moefold.kernels.vocabulary.vocab_shard import IGNORE_INDEX
 from moefold.layout.axes import Axis, single_rank_world
@@ -29,7 +29,7 @@ from tests.support.models import transformer
 LENGTH, VOCAB = 16, 48
 # Longer than a sequence, of one token, at both ends of a sequence, and one that is a whole sequence.
 DOCUMENTS = [40, 1, 7, 16, 1, 1, 14, 16, 5, 27]
-KERNELS = bind_kernels(Facts("cpu", "fp64", hidden=16, ffn=16))
+KERNELS = BoundKernels(Facts("cpu", "fp64", hidden=16, ffn=16))
 GROUPED = ModelConfig(
     layers=2,
     hidden=16,

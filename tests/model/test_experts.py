@@ -13,12 +13,13 @@ from torch.func import functional_call
 from moefold.config.run import ModelConfig, MoeConfig
 from moefold.dispatch.base import Routing, RowPolicy
 from moefold.dispatch.local import LocalDispatcher
-from moefold.kernels.bound import bind_kernels
+from moefold.kernels.bound import BoundKernels
 from moefold.kernels.catalog import CATALOG, Facts
 from moefold.layout.axes import single_rank_world
 from moefold.model.initialise import initialise_parameters
 from moefold.model.moe.experts import Experts
 from moefold.train.assemble import default_dtype
+from tests.support.models import with_moe_keys
 
 TOKENS, HIDDEN, K = 64, 32, 2
 MODEL = ModelConfig(hidden=HIDDEN, moe=MoeConfig(experts=4, top_k=K, ffn=16))
@@ -26,7 +27,7 @@ MODEL = ModelConfig(hidden=HIDDEN, moe=MoeConfig(experts=4, top_k=K, ffn=16))
 
 def saved_bytes(gate: str) -> int:
     """Bytes of all tensors that forward keeps, each storage once, weights and inputs aside."""
-    kernels = bind_kernels(Facts("cpu", "bf16", hidden=HIDDEN, ffn=16))
+    kernels = BoundKernels(Facts("cpu", "bf16", hidden=HIDDEN, ffn=16))
     with default_dtype(torch.bfloat16):
         experts = Experts(replace(MODEL, moe=replace(MODEL.moe, gate=gate)), kernels, single_rank_world())
     initialise_parameters(experts, seed=1)
@@ -61,12 +62,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "a latent": {"latent": 3, "biases": True},
 }
 FACTS = Facts("cpu", "fp64", hidden=4, ffn=3)
-BINDINGS = {"chosen": bind_kernels(FACTS), "reference": bind_kernels(FACTS, [f"{op}=reference" for op in CATALOG])}
+BINDINGS = {"chosen": BoundKernels(FACTS), "reference": BoundKernels(FACTS, [f"{op}=reference" for op in CATALOG])}
 IDS = [[0, 2], [1, 2], [2, -1], [0, 1], [-1, -1]]  # nobody goes to the last expert
 
 
 def make_experts(kernels: str, **changes: Any) -> Experts:
-    model = ModelConfig(hidden=4, init_std=0.8, layers=1, moe=MoeConfig(experts=4, top_k=2, ffn=3, **changes))
+    model = ModelConfig(
+        hidden=4, init_std=0.8, layers=1, moe=with_moe_keys(MoeConfig(experts=4, top_k=2, ffn=3), **changes)
+    )
     with default_dtype(torch.float64):
         experts = Experts(model, BINDINGS[kernels], single_rank_world())
     initialise_parameters(experts, seed=1)
@@ -107,7 +110,7 @@ def by_loop(p: dict[str, torch.Tensor], h_TD: torch.Tensor, weights_TK: torch.Te
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_kind_of_expert_equals_a_loop_and_its_gradients_pass_gradcheck(variant: str, gate: str, kernels: str):
     experts = make_experts(kernels, gate=gate, **VARIANTS[variant])
-    moe = MoeConfig(experts=4, top_k=2, ffn=3, gate=gate, **VARIANTS[variant])
+    moe = with_moe_keys(MoeConfig(experts=4, top_k=2, ffn=3, gate=gate), **VARIANTS[variant])
     dispatcher = LocalDispatcher(RowPolicy(0, 4, drops=True, multiple=3), BINDINGS[kernels])
     generator = torch.Generator().manual_seed(2)
     shapes = (5, moe.latent or 4), (5, 2)

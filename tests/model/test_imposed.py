@@ -12,8 +12,8 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from moefold.comm.collectives import all_reduce_no_grad
-from moefold.config.run import AttentionConfig, ModelConfig, MoeConfig, ParallelConfig
-from moefold.kernels.bound import bind_kernels
+from moefold.config.run import AttentionConfig, BalanceConfig, ModelConfig, MoeConfig, ParallelConfig, RouterConfig
+from moefold.kernels.bound import BoundKernels
 from moefold.kernels.catalog import Facts
 from moefold.layout.axes import Axis, World, create_world
 from moefold.model.initialise import initialise_parameters
@@ -23,7 +23,7 @@ from moefold.model.token_layout import TokenShard
 from moefold.model.transformer import Transformer
 from moefold.train.assemble import default_dtype
 from tests.model.test_router import logits_by_loop, make_router, routed_by_loop, tokens
-from tests.support.models import share, transformer
+from tests.support.models import share, transformer, with_moe_keys
 from tests.support.ranks import run_ranks
 
 MODEL = ModelConfig(
@@ -33,20 +33,27 @@ MODEL = ModelConfig(
     dense_ffn=8,
     init_std=0.4,
     attention=AttentionConfig(heads=2, kv_heads=2, head_dim=4),
-    moe=MoeConfig(experts=4, top_k=2, ffn=8, dense_layers=1, aux_loss=0.1, score="sigmoid"),
+    moe=MoeConfig(
+        experts=4,
+        top_k=2,
+        ffn=8,
+        dense_layers=1,
+        balance=BalanceConfig(aux_loss=0.1),
+        router=RouterConfig(score="sigmoid"),
+    ),
 )
 SEQUENCES, LENGTH = 3, 8
 
 
 def make(model: ModelConfig = MODEL, world: World | None = None) -> Transformer:
     with default_dtype(torch.float64):
-        made = transformer(model, LENGTH, bind_kernels(Facts("cpu", "fp64", hidden=8, ffn=8)), world)
+        made = transformer(model, LENGTH, BoundKernels(Facts("cpu", "fp64", hidden=8, ffn=8)), world)
     initialise_parameters(made, seed=1)
     return made
 
 
 def with_moe(**changes: Any) -> ModelConfig:
-    return replace(MODEL, moe=replace(MODEL.moe, **changes))
+    return replace(MODEL, moe=with_moe_keys(MODEL.moe, **changes))
 
 
 def batch() -> tuple[torch.Tensor, torch.Tensor]:
@@ -161,7 +168,7 @@ def test_replaying_what_was_chosen_gives_the_same_losses_and_gradients_to_the_bi
     replayed = {layer: ids.unflatten(0, (SEQUENCES, LENGTH)) for layer, (ids,) in chosen.items()}
     after = outcome(made, replayed)
     assert all(torch.equal(before[name], after[name]) for name in before)
-    if KINDS[kind].moe.router == "token_choice":
+    if KINDS[kind].moe.router.kind == "token_choice":
         assert not torch.equal(outcome(made)["loss"], before["loss"])
 
 

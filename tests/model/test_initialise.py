@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from moefold.config.run import AttentionConfig, ModelConfig, MoeConfig
-from moefold.kernels.bound import bind_kernels
+from moefold.kernels.bound import BoundKernels
 from moefold.kernels.catalog import Facts
 from moefold.layout.declare import declared_parameters
 from moefold.model.initialise import fill_parameter_slice, initialise_parameters, parameter_slices
@@ -33,7 +33,7 @@ def make(
     model: ModelConfig = MODEL, dtype: torch.dtype = torch.float32, seed: int = 1, fill_it: bool = True
 ) -> Transformer:
     with default_dtype(dtype):
-        made = transformer(model, 8, bind_kernels(Facts("cpu", "fp32")))
+        made = transformer(model, 8, BoundKernels(Facts("cpu", "fp32")))
     if fill_it:
         initialise_parameters(made, seed)
     return made

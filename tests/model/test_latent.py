@@ -10,7 +10,7 @@ import torch
 
 from moefold.comm.byte_counters import counted_bytes_sent
 from moefold.config.run import AttentionConfig, ModelConfig, MoeConfig, ParallelConfig
-from moefold.kernels.bound import bind_kernels
+from moefold.kernels.bound import BoundKernels
 from moefold.kernels.catalog import Facts
 from moefold.layout.axes import World, create_world
 from moefold.model.block import MoeBlock, make_transformer_block
@@ -33,7 +33,7 @@ MODEL = ModelConfig(
 
 def block_of(width: int, world: World, parallel: ParallelConfig) -> MoeBlock:
     model = replace(MODEL, moe=replace(MODEL.moe, latent=0 if width == HIDDEN else width))
-    kernels = bind_kernels(Facts("cpu", "fp32", hidden=width, ffn=16))
+    kernels = BoundKernels(Facts("cpu", "fp32", hidden=width, ffn=16))
     block = make_transformer_block(model, 0, choices(model, LENGTH, kernels, world, parallel))
     initialise_parameters(block, seed=1)
     assert isinstance(block, MoeBlock)

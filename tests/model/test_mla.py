@@ -10,7 +10,7 @@ import torch
 from torch.func import functional_call
 
 from moefold.config.run import AttentionConfig, ModelConfig, RopeConfig
-from moefold.kernels.bound import bind_kernels
+from moefold.kernels.bound import BoundKernels
 from moefold.kernels.catalog import CATALOG, Facts
 from moefold.model.attention.mla import LatentAttention
 from moefold.model.initialise import initialise_parameters
@@ -23,8 +23,8 @@ BASE = AttentionConfig(
     kind="mla", heads=3, kv_heads=3, head_dim=10, rope_dim=4, value_dim=6, q_rank=0, kv_rank=7, rope=RopeConfig()
 )
 FACTS = Facts("cpu", "fp64", hidden=HIDDEN)
-BINDINGS = {"chosen": bind_kernels(FACTS), "reference": bind_kernels(FACTS, [f"{op}=reference" for op in CATALOG])}
-YARN = RopeConfig(scaling="yarn", factor=40.0, original_length=16, beta_fast=2.0, beta_slow=0.5, sharpen=0.5)
+BINDINGS = {"chosen": BoundKernels(FACTS), "reference": BoundKernels(FACTS, [f"{op}=reference" for op in CATALOG])}
+YARN = RopeConfig(scaling="yarn", factor=40.0, original_length=16, beta_fast=2.0, beta_slow=0.5, mscale=0.5)
 VARIANTS = {
     "queries from the stream": {},
     "queries from a latent": {"q_rank": 5},
@@ -77,7 +77,7 @@ def turned(x: Vector, position: int, rope: RopeConfig) -> Vector:
     frequency = [plain(i, len(x), rope.theta) for i in range(half)]
     if rope.scaling == "yarn":
         frequency = yarn(len(x), rope)
-        sharpen = mscale(rope.factor, rope.sharpen) / mscale(rope.factor, rope.sharpen_all)
+        sharpen = mscale(rope.factor, rope.mscale) / mscale(rope.factor, rope.mscale_all)
     pairs = [complex(x[i], x[i + half]) * sharpen for i in range(half)]
     angles = [position * f for f in frequency]
     pairs = [z * complex(math.cos(t), math.sin(t)) for z, t in zip(pairs, angles, strict=True)]
@@ -98,7 +98,7 @@ def by_formula(module: LatentAttention, a: AttentionConfig, x_TD: torch.Tensor, 
     still = a.head_dim - a.rope_dim
     scale = 1 / math.sqrt(a.head_dim)
     if a.rope.scaling == "yarn":
-        scale *= mscale(a.rope.factor, a.rope.sharpen_all) ** 2
+        scale *= mscale(a.rope.factor, a.rope.mscale_all) ** 2
     rows = []
     for x_SD in x_TD.unflatten(0, (sequences, -1)).tolist():
         hs = [normed(x, p["norm.weight"]) for x in x_SD]

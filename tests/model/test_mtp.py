@@ -13,6 +13,7 @@ from torch.func import functional_call
 
 from moefold.config.run import (
     AttentionConfig,
+    BalanceConfig,
     Config,
     DataConfig,
     ModelConfig,
@@ -22,7 +23,7 @@ from moefold.config.run import (
     TrainConfig,
 )
 from moefold.data.loader import Batch
-from moefold.kernels.bound import bind_kernels
+from moefold.kernels.bound import BoundKernels
 from moefold.kernels.catalog import Facts
 from moefold.kernels.vocabulary.vocab_shard import IGNORE_INDEX
 from moefold.layout.axes import World, create_world, single_rank_world
@@ -48,14 +49,14 @@ MODEL = ModelConfig(
     mtp=2,
     mtp_loss=0.7,
     attention=AttentionConfig(heads=2, kv_heads=2, head_dim=4),
-    moe=MoeConfig(experts=4, top_k=2, ffn=8, aux_loss=0.1),
+    moe=MoeConfig(experts=4, top_k=2, ffn=8, balance=BalanceConfig(aux_loss=0.1)),
 )
 DENSE = replace(MODEL, moe=replace(MODEL.moe, dense_layers=2, every=3))  # only the first layer ahead has experts
 
 
 def make(model: ModelConfig = MODEL) -> Transformer:
     with default_dtype(torch.float64):
-        made = transformer(model, LENGTH, bind_kernels(Facts("cpu", "fp64", hidden=8, ffn=8)))
+        made = transformer(model, LENGTH, BoundKernels(Facts("cpu", "fp64", hidden=8, ffn=8)))
     initialise_parameters(made, seed=1)
     return made
 
@@ -258,7 +259,7 @@ def test_each_depth_is_a_mean_over_its_own_labels_on_any_layout():
 
 
 def test_a_weight_of_zero_gives_the_gradients_of_no_layer_ahead_to_the_bit():
-    moe = replace(MODEL.moe, aux_loss=0.0)  # of the routers ahead
+    moe = replace(MODEL.moe, balance=replace(MODEL.moe.balance, aux_loss=0.0))  # of the routers ahead
     none, _ = step(start(config(mtp=0, moe=moe)))
     weightless, _ = step(start(config(mtp_loss=0.0, moe=moe)))
     found = {seen.what: seen.values for seen in weightless}

@@ -156,7 +156,7 @@ def test_yarn_with_any_range_rounded_or_not_is_that_of_its_authors(width: int, r
 def test_yarn_sharpens_turned_dims_and_whole_scores_as_deepseek_published(factor: float, mine: float, all_dims: float):
     """DeepseekV2YarnRotaryEmbedding: cos and sin times mscale(mscale) / mscale(mscale_all_dim). DeepseekV2Attention:
     softmax_scale = q_head_dim^-0.5 times mscale(mscale_all_dim) squared."""
-    rope = RopeConfig(scaling="yarn", factor=factor, original_length=4096, sharpen=mine, sharpen_all=all_dims)
+    rope = RopeConfig(scaling="yarn", factor=factor, original_length=4096, mscale=mine, mscale_all=all_dims)
     tables = rotary_tables(32, 64, rope)
     angle = torch.arange(32, dtype=torch.float64)[:, None] * torch.tensor(yarn(64, rope), dtype=torch.float64)
     expected = mscale(factor, mine) / mscale(factor, all_dims)
@@ -176,7 +176,7 @@ def test_deepseeks_models_sharpen_whole_scores_and_not_the_turned_dims(name: str
 
 @pytest.mark.parametrize("scaling", ["none", "linear", "llama3"])
 def test_only_yarn_sharpens_scores(scaling):
-    rope = RopeConfig(scaling=scaling, factor=8.0, sharpen=1.0, sharpen_all=1.0)
+    rope = RopeConfig(scaling=scaling, factor=8.0, mscale=1.0, mscale_all=1.0)
     assert softmax_scale(64, rope) == 64**-0.5
 
 

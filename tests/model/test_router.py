@@ -11,7 +11,7 @@ import torch
 from torch.func import functional_call
 
 from moefold.config.run import ModelConfig, MoeConfig
-from moefold.kernels.bound import bind_kernels
+from moefold.kernels.bound import BoundKernels
 from moefold.kernels.catalog import Facts
 from moefold.kernels.routing.router_spec import RouterSpec
 from moefold.kernels.routing.router_topk import router_topk
@@ -19,13 +19,15 @@ from moefold.layout.axes import single_rank_world
 from moefold.model.initialise import initialise_parameters
 from moefold.model.moe.router import Router
 from moefold.train.assemble import default_dtype
-from tests.support.models import share
+from tests.support.models import share, with_moe_keys
 
 
 def make_router(dtype: torch.dtype = torch.float32, hidden: int = 16, **moe: Any) -> Router:
-    model = ModelConfig(hidden=hidden, init_std=0.5, moe=MoeConfig(**{"experts": 8, "top_k": 3, **moe}))
+    model = ModelConfig(
+        hidden=hidden, init_std=0.5, moe=with_moe_keys(MoeConfig(), **{"experts": 8, "top_k": 3, **moe})
+    )
     with default_dtype(dtype):
-        router = Router(model, 0, bind_kernels(Facts("cpu", "fp32")), single_rank_world())
+        router = Router(model, 0, BoundKernels(Facts("cpu", "fp32")), single_rank_world())
     initialise_parameters(router, seed=3)
     if router.bias is not None:
         with torch.no_grad():
@@ -39,16 +41,16 @@ def tokens(count: int, hidden: int = 16, dtype: torch.dtype = torch.float32) -> 
 
 def chosen_by_loop(worth: list[float], moe: MoeConfig) -> list[int]:
     """The best experts of the best groups, one comparison after another; of equals the lower number."""
-    size, count = moe.experts // moe.groups, 1 if moe.group_score == "best" else 2
-    members = [range(g * size, (g + 1) * size) for g in range(moe.groups)]
+    size, count = moe.experts // moe.router.groups, 1 if moe.router.group_score == "best" else 2
+    members = [range(g * size, (g + 1) * size) for g in range(moe.router.groups)]
     values = [sum(sorted((worth[e] for e in group), reverse=True)[:count]) for group in members]
-    groups = sorted(range(moe.groups), key=lambda g: (-values[g], g))[: moe.groups_chosen]
+    groups = sorted(range(moe.router.groups), key=lambda g: (-values[g], g))[: moe.router.groups_chosen]
     allowed = [e for g in groups for e in members[g]]
     return sorted(allowed, key=lambda e: (-worth[e], e))[: moe.top_k]
 
 
 def scores_by_loop(logits: list[torch.Tensor], moe: MoeConfig) -> list[torch.Tensor]:
-    if moe.score == "sigmoid":
+    if moe.router.score == "sigmoid":
         return [1 / (1 + (-one).exp()) for one in logits]
     return [one.exp() / sum(other.exp() for other in logits) for one in logits]
 
@@ -56,10 +58,10 @@ def scores_by_loop(logits: list[torch.Tensor], moe: MoeConfig) -> list[torch.Ten
 def weights_by_loop(logits: list[torch.Tensor], ids: list[int], moe: MoeConfig) -> list[torch.Tensor]:
     """The weight of each chosen expert; -1 is none, and weighs nothing."""
     scores, taken = scores_by_loop(logits, moe), [e for e in ids if e >= 0]
-    if moe.score == "softmax_chosen":
+    if moe.router.score == "softmax_chosen":
         scores = [one.exp() for one in logits]
-    total: Any = {"chosen": sum(scores[e] for e in taken), "all": sum(scores), "none": 1.0}[moe.normalize]
-    return [moe.scale * scores[e] / total if e >= 0 else 0 * scores[0] for e in ids]
+    total: Any = {"chosen": sum(scores[e] for e in taken), "all": sum(scores), "none": 1.0}[moe.router.normalize]
+    return [moe.router.scale * scores[e] / total if e >= 0 else 0 * scores[0] for e in ids]
 
 
 def logits_by_loop(h_TD: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> list[list[torch.Tensor]]:
@@ -72,7 +74,7 @@ def routed_by_loop(
     """Weights and choices, token by token. `lean` is the selection bias."""
     weights, ids = [], []
     for t, row in enumerate(logits):
-        by = row if moe.score == "softmax_chosen" else scores_by_loop(row, moe)
+        by = row if moe.router.score == "softmax_chosen" else scores_by_loop(row, moe)
         worth = [value.item() + more for value, more in zip(by, lean, strict=True)]
         ids.append(imposed[t] if imposed else chosen_by_loop(worth, moe))
         weights.append(torch.stack(weights_by_loop(row, ids[-1], moe)))

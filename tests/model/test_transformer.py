@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 import moefold.kernels.vocabulary.cross_entropy as cross_entropy_file
 from moefold.anatomy.model_totals import total_parameters
 from moefold.anatomy.step_specs import prefixed_model_steps, prefixed_mtp_steps
-from moefold.config.run import AttentionConfig, ModelConfig, MoeConfig, OptimConfig
-from moefold.kernels.bound import bind_kernels
+from moefold.config.run import AttentionConfig, BalanceConfig, ModelConfig, MoeConfig, OptimConfig
+from moefold.kernels.bound import BoundKernels
 from moefold.kernels.catalog import Facts
 from moefold.kernels.registry import DTYPES, OPS
 from moefold.layout.axes import single_rank_world
@@ -39,16 +39,26 @@ MODEL = ModelConfig(
     dense_ffn=24,
     init_std=0.2,
     attention=AttentionConfig(heads=2, kv_heads=1, head_dim=8, qk_norm="head"),
-    moe=MoeConfig(experts=4, top_k=2, ffn=16, aux_loss=0.1, bias_rate=0.01),
+    moe=MoeConfig(experts=4, top_k=2, ffn=16, balance=BalanceConfig(aux_loss=0.1, bias_rate=0.01)),
 )
 RICH = replace(MODEL, layers=3, moe=replace(MODEL.moe, dense_layers=1, shared_ffn=20))
 LATENT = replace(RICH, moe=replace(RICH.moe, shared_gate=True, latent=8, biases=True, activation="clamped_swiglu"))
-AHEAD = replace(RICH, layers=4, mtp=2, moe=replace(RICH.moe, every=2, score="sigmoid", z_loss=0.01))
+AHEAD = replace(
+    RICH,
+    layers=4,
+    mtp=2,
+    moe=replace(
+        RICH.moe,
+        every=2,
+        router=replace(RICH.moe.router, score="sigmoid"),
+        balance=replace(RICH.moe.balance, z_loss=0.01),
+    ),
+)
 
 
 def make(model: ModelConfig = MODEL, dtype: str = "fp64") -> Transformer:
     with default_dtype(DTYPES[dtype]):
-        made = transformer(model, LENGTH, bind_kernels(Facts("cpu", dtype, hidden=16, ffn=16)))
+        made = transformer(model, LENGTH, BoundKernels(Facts("cpu", dtype, hidden=16, ffn=16)))
     initialise_parameters(made, seed=1)
     return made
 
@@ -119,7 +129,10 @@ def test_ignored_labels_count_nothing():
 
 
 def test_a_batch_of_ignored_labels_has_no_loss_and_no_gradient():
-    made, (tokens, labels) = make(replace(MODEL, moe=replace(MODEL.moe, aux_loss=0.0))), batch()
+    made, (tokens, labels) = (
+        make(replace(MODEL, moe=replace(MODEL.moe, balance=replace(MODEL.moe.balance, aux_loss=0.0)))),
+        batch(),
+    )
     assert made(tokens, torch.full_like(labels, -100)).cross_entropy == 0
     assert all((g == 0).all() for g in gradients(made, tokens, torch.full_like(labels, -100)).values())
 
@@ -177,7 +190,7 @@ def test_a_model_of_every_kind_trains(dtype: str, model: ModelConfig):
     world = single_rank_world()
     buckets = fill_buckets(made, world)
     sums = Gradients(buckets, world)
-    optimizer = AdamW(buckets, OptimConfig(), bind_kernels(Facts("cpu", dtype, hidden=16, ffn=16)))
+    optimizer = AdamW(buckets, OptimConfig(), BoundKernels(Facts("cpu", dtype, hidden=16, ffn=16)))
     before = {name: p.detach().clone() for name, p in made.named_parameters()}
     tokens, labels = batch()
     seen = []

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.func import functional_call
 
-from moefold.config.run import MoeConfig
+from moefold.config.run import CapacityConfig, MoeConfig
 from moefold.model.moe.router import Router
 from moefold.model.moe.sequence_choice import expert_choice, sinkhorn_choice, sinkhorn_log_plan
 from tests.model.test_router import logits_by_loop, make_router, routed_by_loop, tokens
@@ -52,7 +52,7 @@ def plan_by_loop(logits_SE: list[list[float]], rounds: int = 16) -> list[list[fl
 @pytest.mark.parametrize("factor", [0.0, 0.5, 1.0, 1.3, 8.0])
 @pytest.mark.parametrize(("length", "k"), [(16, 2), (10, 3), (3, 1)])
 def test_each_expert_takes_exactly_its_capacity_of_each_sequence_those_that_like_it_best(length: int, k: int, factor):
-    moe = MoeConfig(experts=8, top_k=k, capacity_factor=factor)
+    moe = MoeConfig(experts=8, top_k=k, capacity=CapacityConfig(factor=factor))
     most = min(length, math.ceil((factor or 1.0) * length * k / 8))
     given = logits(3, length)
     found = expert_choice(given, moe)

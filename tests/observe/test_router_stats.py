@@ -92,7 +92,7 @@ def test_an_expert_is_warned_about_once_when_it_got_nothing_for_all_of_its_patie
     assert [step for step, text in enumerate(said, 1) if text] == [3]
     assert said[2] is not None
     assert "expert 1 of layer 2 got no token for 3 steps" in said[2]
-    assert "raise --model.moe.bias_rate or --model.moe.aux_loss" in said[2]
+    assert "raise --model.moe.balance.bias_rate or --model.moe.balance.aux_loss" in said[2]
 
 
 def test_an_expert_that_lives_again_may_die_again():

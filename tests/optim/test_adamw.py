@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from moefold.config.run import AttentionConfig, ModelConfig, MoeConfig, OptimConfig
-from moefold.kernels.bound import bind_kernels
+from moefold.kernels.bound import BoundKernels
 from moefold.kernels.catalog import Facts
 from moefold.kernels.optimizer.split_fp32 import round_to_nearest
 from moefold.kernels.registry import DTYPES
@@ -34,7 +34,7 @@ OPTIM = OptimConfig(lr=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
 
 def make(dtype: str) -> Transformer:
     with default_dtype(DTYPES[dtype]):
-        made = transformer(MODEL, 8, bind_kernels(Facts("cpu", dtype, hidden=16, ffn=16)))
+        made = transformer(MODEL, 8, BoundKernels(Facts("cpu", dtype, hidden=16, ffn=16)))
     initialise_parameters(made, seed=1)
     return made
 
@@ -45,7 +45,7 @@ def make_both(
     model = make(dtype)
     buckets = fill_buckets(model, single_rank_world())
     facts = Facts("cpu", dtype, hidden=16, ffn=16, moments=optim.moments, main=optim.main)
-    return model, buckets, AdamW(buckets, optim, bind_kernels(facts, force))
+    return model, buckets, AdamW(buckets, optim, BoundKernels(facts, force))
 
 
 def put_gradients(buckets: list[Bucket], step: int) -> dict[str, torch.Tensor]:

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moefold.anatomy.step_specs import StepSpec
-from moefold.config.run import AttentionConfig, ModelConfig, MoeConfig
-from moefold.kernels.bound import bind_kernels
+from moefold.config.run import AttentionConfig, BalanceConfig, ModelConfig, MoeConfig
+from moefold.kernels.bound import BoundKernels
 from moefold.kernels.catalog import Facts
 from moefold.model.initialise import initialise_parameters
 from moefold.model.steps import Carry, Step, run_step_sequence
@@ -191,7 +191,7 @@ MODEL = ModelConfig(
     init_std=0.2,
     mtp=1,
     attention=AttentionConfig(heads=2, kv_heads=1, head_dim=8),
-    moe=MoeConfig(experts=4, top_k=2, ffn=16, shared_ffn=8, dense_layers=1, aux_loss=0.1),
+    moe=MoeConfig(experts=4, top_k=2, ffn=16, shared_ffn=8, dense_layers=1, balance=BalanceConfig(aux_loss=0.1)),
 )
 
 
@@ -199,7 +199,7 @@ MODEL = ModelConfig(
 def test_a_whole_model_cut_at_every_step_has_the_bits_of_one_that_is_not(latent: int):
     config = ModelConfig(**{**vars(MODEL), "moe": MoeConfig(**{**vars(MODEL.moe), "latent": latent})})
     with default_dtype(torch.float64):
-        model = transformer(config, 8, bind_kernels(Facts("cpu", "fp64", hidden=16, ffn=16)))
+        model = transformer(config, 8, BoundKernels(Facts("cpu", "fp64", hidden=16, ffn=16)))
     initialise_parameters(model, 1)
     rows = torch.randint(40, (2, 9), generator=torch.Generator().manual_seed(1))
     found = []

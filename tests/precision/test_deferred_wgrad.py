@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from moefold.kernels.bound import bind_kernels
+from moefold.kernels.bound import BoundKernels
 from moefold.kernels.catalog import Facts
-from moefold.kernels.experts.grouped_gemm import EXPERT_ROW_COUNTS
+from moefold.kernels.experts.grouped_gemm import EXPERT_ROW_COUNTS, grouped_gemm
 from moefold.layout.axes import single_rank_world
 from moefold.layout.declare import declared_parameters
 from moefold.precision.deferred_wgrad import (
@@ -24,7 +24,7 @@ from moefold.precision.linear import Linear
 from moefold.train.assemble import default_dtype
 
 KERNELS = {
-    dtype: bind_kernels(Facts("cpu", name, hidden=16, ffn=16))
+    dtype: BoundKernels(Facts("cpu", name, hidden=16, ffn=16))
     for name, dtype in (("fp64", torch.float64), ("fp32", torch.float32))
 }
 SHAPES: list[tuple[tuple[int, ...], bool]] = [((5,), False), ((5,), True), ((2, 6), False), ((3, 2, 4), True)]
@@ -91,7 +91,7 @@ def test_a_split_grouped_product_has_the_bits_of_a_plain_one_with_empty_experts_
     for kernels, wait in ((plain, False), (split, False), (split, True)):
         x = numbers(sum(counts), 16, seed=1, dtype=dtype).requires_grad_()
         w = numbers(len(counts), 32, 16, seed=2, dtype=dtype).requires_grad_()
-        y = kernels.grouped_gemm(x, w, offsets)
+        y = kernels[grouped_gemm](x, w, offsets)
         queue: list[DeferredWork] = []
         if wait:
             with deferring_weight_grads(queue):

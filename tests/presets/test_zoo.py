@@ -78,14 +78,16 @@ def mechanisms(model: ModelConfig) -> dict[str, object]:
         "other values": bool(a.value_dim),
         "shared": bool(moe.shared_ffn),
         "latent": bool(moe.latent),
-        "groups": moe.groups > 1,
-        "groups hide": moe.groups_chosen < moe.groups,
-        "devices": moe.devices > 1,
+        "groups": moe.router.groups > 1,
+        "groups hide": moe.router.groups_chosen < moe.router.groups,
+        "devices": moe.balance.devices > 1,
     }
     sized = {"experts", "top_k", "ffn", "shared_ffn", "latent", "dense_layers", "groups", "groups_chosen", "devices"}
-    same_moe = {key: value for key, value in vars(moe).items() if key not in sized}
+    sized |= {"router", "balance", "capacity"}  # sections: their keys are compared one by one
+    parts = (moe, moe.router, moe.capacity, moe.balance)
+    same_moe = {key: value for part in parts for key, value in vars(part).items() if key not in sized}
     same_attention = (a.kind, a.sinks, a.qk_norm, a.qkv_bias, a.out_bias, a.rope.scaling, a.rope.round_dims)
-    same_rope = (a.rope.factor, a.rope.beta_fast, a.rope.sharpen, a.rope.sharpen_all, a.rope.theta)
+    same_rope = (a.rope.factor, a.rope.beta_fast, a.rope.mscale, a.rope.mscale_all, a.rope.theta)
     return {
         "kinds of layers": kinds,
         **on_or_off,
@@ -128,6 +130,6 @@ def test_a_preset_carries_its_own_name(name: str):
 def test_tiny_has_every_mechanism_and_is_small():
     tiny = PRESETS["tiny"]()
     assert tiny.model.moe.top_k < tiny.model.moe.experts
-    assert tiny.model.moe.bias_rate > 0
+    assert tiny.model.moe.balance.bias_rate > 0
     assert tiny.model.attention.kv_heads < tiny.model.attention.heads
     assert total_parameters(tiny.model) < 5e6

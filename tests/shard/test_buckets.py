@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from moefold.config.run import AttentionConfig, ModelConfig, MoeConfig
-from moefold.kernels.bound import bind_kernels
+from moefold.kernels.bound import BoundKernels
 from moefold.kernels.catalog import Facts
 from moefold.kernels.registry import DTYPES
 from moefold.layout.axes import single_rank_world
@@ -32,7 +32,7 @@ MODEL = ModelConfig(
 
 def make(dtype: str = "fp32", model: ModelConfig = MODEL) -> Transformer:
     with default_dtype(DTYPES[dtype]):
-        made = transformer(model, 6, bind_kernels(Facts("cpu", dtype, hidden=12, ffn=10)))
+        made = transformer(model, 6, BoundKernels(Facts("cpu", dtype, hidden=12, ffn=10)))
     initialise_parameters(made, seed=1)
     return made
 

@@ -14,8 +14,8 @@ from moefold.anatomy.model_totals import total_parameters
 from moefold.comm import byte_counters
 from moefold.comm.collectives import all_gather_no_grad
 from moefold.comm.grad_reduce import reduce_scatter_bf16, reduce_scatter_fp32
-from moefold.config.run import AttentionConfig, ModelConfig, MoeConfig, OptimConfig
-from moefold.kernels.bound import bind_kernels
+from moefold.config.run import AttentionConfig, BalanceConfig, ModelConfig, MoeConfig, OptimConfig
+from moefold.kernels.bound import BoundKernels
 from moefold.kernels.catalog import Facts
 from moefold.kernels.registry import DTYPES
 from moefold.layout.axes import World, single_rank_world
@@ -35,7 +35,7 @@ MODEL = ModelConfig(
     dense_ffn=24,
     init_std=0.2,
     attention=AttentionConfig(heads=2, kv_heads=1, head_dim=8),
-    moe=MoeConfig(experts=4, top_k=2, ffn=16, shared_ffn=8, dense_layers=1, aux_loss=0.1),
+    moe=MoeConfig(experts=4, top_k=2, ffn=16, shared_ffn=8, dense_layers=1, balance=BalanceConfig(aux_loss=0.1)),
 )
 WIDE = replace(
     MODEL,
@@ -49,7 +49,7 @@ TOLERANCE = {"fp64": 1e-12, "fp32": 1e-5}
 
 def make(dtype: str, model: ModelConfig = MODEL, world: World | None = None) -> Transformer:
     with default_dtype(DTYPES[dtype]):
-        made = transformer(model, LENGTH, bind_kernels(Facts("cpu", dtype, hidden=16, ffn=16)), world)
+        made = transformer(model, LENGTH, BoundKernels(Facts("cpu", dtype, hidden=16, ffn=16)), world)
     initialise_parameters(made, seed=1)
     return made
 
@@ -204,7 +204,7 @@ def test_finished_gradients_live_in_the_buckets_only_and_begin_empties_them():
 
 
 def test_microbatches_of_a_bf16_model_add_up_in_fp32():
-    model = make("bf16", replace(MODEL, moe=replace(MODEL.moe, aux_loss=0.0)))
+    model = make("bf16", replace(MODEL, moe=replace(MODEL.moe, balance=replace(MODEL.moe.balance, aux_loss=0.0))))
     gradients = ready(model)
     (bucket, *_) = [b for b in gradients.buckets if any(p.name == "head.norm.weight" for p in b.parameters)]
     parameter = dict(model.named_parameters())["head.norm.weight"]
@@ -218,7 +218,7 @@ def optimizer_bytes(world: World, moments: str, main: str) -> tuple[int, int, in
     """On this rank: bytes of optimizer state, elements of its shares, of these parameters, and the alignment's most."""
     model = make("bf16", WIDE, world)
     buckets = fill_buckets(model, world)
-    kernels = bind_kernels(Facts("cpu", "bf16", hidden=64, ffn=64))
+    kernels = BoundKernels(Facts("cpu", "bf16", hidden=64, ffn=64))
     optimizer = AdamW(buckets, OptimConfig(moments=moments, main=main), kernels)  # pyright: ignore[reportArgumentType]
     held = {
         t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()

@@ -9,7 +9,7 @@ import torch
 
 from moefold.comm import byte_counters
 from moefold.config.run import AttentionConfig, ModelConfig, MoeConfig, OptimConfig
-from moefold.kernels.bound import bind_kernels
+from moefold.kernels.bound import BoundKernels
 from moefold.kernels.catalog import Facts
 from moefold.kernels.registry import DTYPES
 from moefold.layout.axes import World, single_rank_world
@@ -36,7 +36,7 @@ LENGTH, SMALL = 8, 100  # a parameter or two in a bucket
 
 def make(world: World, dtype: str, most: int = SMALL) -> tuple[Transformer, list[Bucket], Publisher]:
     with default_dtype(DTYPES[dtype]):
-        model = transformer(MODEL, LENGTH, bind_kernels(Facts("cpu", dtype, hidden=16, ffn=16)), world)
+        model = transformer(MODEL, LENGTH, BoundKernels(Facts("cpu", dtype, hidden=16, ffn=16)), world)
     initialise_parameters(model, seed=1)
     buckets = fill_buckets(model, world, most)
     return model, buckets, Publisher(model, buckets)
@@ -47,7 +47,7 @@ def stepped(
 ) -> tuple[dict[str, tuple[Any, torch.Tensor]], dict[str, int], list[int]]:
     """A step of random gradients, the same wherever a parameter is held; weights by name with their place."""
     model, buckets, publisher = make(world, dtype, most)
-    optimizer = AdamW(buckets, OptimConfig(), bind_kernels(Facts("cpu", dtype, hidden=16, ffn=16)))
+    optimizer = AdamW(buckets, OptimConfig(), BoundKernels(Facts("cpu", dtype, hidden=16, ffn=16)))
     for bucket in buckets:
         for parameter, view in bucket.parameter_views(bucket.gradients):
             seed = sum(map(ord, parameter.name))

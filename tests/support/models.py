@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 
-from moefold.config.run import Config, DataConfig, ModelConfig, ParallelConfig, TrainConfig
+from moefold.config.renamed_keys import RENAMED_KEYS
+from moefold.config.run import Config, DataConfig, ModelConfig, MoeConfig, ParallelConfig, TrainConfig
 from moefold.dispatch.build import build_dispatcher
 from moefold.kernels.bound import BoundKernels
 from moefold.layout.axes import World, single_rank_world
@@ -54,3 +56,14 @@ def attend(module: GroupedQueryAttention | LatentAttention, x_TD: torch.Tensor, 
 def share(sequences: int, length: int, world: World | None = None) -> TokenShard:
     world = world or single_rank_world()
     return TokenShard(sequences, length, world.axis("cp"), world.axis("tp"), torch.device("cpu"))
+
+
+def with_moe_keys(moe: MoeConfig, **changes: Any) -> MoeConfig:
+    """`moe` with keys changed, those of its sections by the names they had before they were grouped: `score`,
+    `capacity_factor`, `aux_loss`."""
+    for name, value in changes.items():
+        path = RENAMED_KEYS.get(f"model.moe.{name}", f"model.moe.{name}").split(".")[2:]
+        if len(path) == 2:
+            value = replace(getattr(moe, path[0]), **{path[1]: value})
+        moe = replace(moe, **{path[0]: value})
+    return moe

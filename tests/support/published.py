@@ -139,7 +139,7 @@ def planned(row: Row, model: ModelConfig) -> tuple[Config, PlanChoices]:
         model=model,
         data=DataConfig(seq_len=n["seq_len"] if row["seq_len"] else 4096),
         train=TrainConfig(global_batch=n["gbs"] if row["gbs"] else 2048, micro_batch=n["mbs"]),
-        optim=OptimConfig(gradient_travel="bf16" if full else "fp32"),
+        optim=OptimConfig(gradient_reduce="bf16" if full else "fp32"),
         parallel=ParallelConfig(
             tp=n["tp"],
             cp=n["cp"],

@@ -135,7 +135,9 @@ def test_a_configuration_of_another_version_is_told_with_what_is_strange_in_it(t
 
 
 def test_facts_say_what_the_run_is(tmp_path: Path):
-    facts = dict(summarize_run(run_folder(tmp_path / "a", 10, 3, 4, "--model.moe.bias_rate", "0.02"), "a", 1)["facts"])
+    facts = dict(
+        summarize_run(run_folder(tmp_path / "a", 10, 3, 4, "--model.moe.balance.bias_rate", "0.02"), "a", 1)["facts"]
+    )
     assert facts["steps"] == "10 of 10"
     assert facts["experts"] == "4, 2 per token, in 3 of 4 layers"
     assert facts["balance"] == "bias rate 0.02; dropless"

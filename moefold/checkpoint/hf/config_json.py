@@ -38,15 +38,29 @@ TRAINING_KEYS = (
     *(
         "init_std",
         "mtp_loss",
-        "moe.aux_loss",
-        "moe.aux_over",
-        "moe.bias_rate",
-        "moe.bias_step",
-        "moe.bias_pace",
-        "moe.device_loss",
+        "moe.balance.aux_loss",
+        "moe.balance.aux_over",
+        "moe.balance.bias_rate",
+        "moe.balance.bias_step",
+        "moe.balance.bias_pace",
+        "moe.balance.device_loss",
     ),
-    *("moe.devices", "moe.device_capacity", "moe.z_loss", "moe.jitter", "moe.force_balance", "moe.capacity_factor"),
-    *("moe.drop", "moe.drop_over", "moe.pad_to_capacity", "moe.pad_rows", "moe.gate", "moe.looks_ahead"),
+    *(
+        "moe.balance.devices",
+        "moe.capacity.per_device",
+        "moe.balance.z_loss",
+        "moe.router.jitter",
+        "moe.router.force_balance",
+        "moe.capacity.factor",
+    ),
+    *(
+        "moe.capacity.drop",
+        "moe.capacity.over",
+        "moe.capacity.pad",
+        "moe.capacity.pad_rows",
+        "moe.gate",
+        "moe.router.looks_ahead",
+    ),
 )
 
 
@@ -129,8 +143,8 @@ def essential_values(model: ModelConfig) -> dict[str, Any]:
     acting = {f"attention.rope.{name}" for name in ("theta", "scaling", *used_by.get(rope.scaling, yarn))}
     acting |= {"attention.rope.high_frequency"} if rope.scaling == "llama3" else set()
     unused |= {key for key in values if key.startswith("attention.rope.")} - acting
-    if moe.groups_chosen >= moe.groups:
-        unused |= {"moe.groups", "moe.groups_chosen", "moe.group_score"}
+    if moe.router.groups_chosen >= moe.router.groups:
+        unused |= {"moe.router.groups", "moe.router.groups_chosen", "moe.router.group_score"}
     if moe.activation != "clamped_swiglu":
         unused.add("moe.clamp")
     if not moe.dense_layers and moe.every == 1:

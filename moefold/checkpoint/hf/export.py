@@ -64,7 +64,7 @@ def refuse_lost_biases(held: dict[str, LocalTensor], table: NameTable, world: Wo
     if names := sorted(set().union(*all_gather_objects(lost, world.everyone))):
         raise UserError(
             f"{names[0]} is not zero, as are {len(names) - 1} more; this family has no place for selection biases; "
-            "choose a family that has, such as deepseek_v3, or train with --model.moe.bias_rate 0"
+            "choose a family that has, such as deepseek_v3, or train with --model.moe.balance.bias_rate 0"
         )
 
 

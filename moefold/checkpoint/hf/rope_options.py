@@ -91,8 +91,8 @@ def write_rope_options(rope: RopeConfig) -> dict[str, Any]:
         scaling |= {"low_freq_factor": rope.low_frequency, "high_freq_factor": rope.high_frequency}
     if rope.scaling == "yarn":
         scaling |= {"beta_fast": rope.beta_fast, "beta_slow": rope.beta_slow, "truncate": rope.round_dims}
-        if rope.sharpen_all:
-            scaling |= {"mscale": rope.sharpen, "mscale_all_dim": rope.sharpen_all}
-        elif rope.sharpen != 1.0:
-            scaling |= {"attention_factor": 0.1 * rope.sharpen * math.log(rope.factor) + 1}
+        if rope.mscale_all:
+            scaling |= {"mscale": rope.mscale, "mscale_all_dim": rope.mscale_all}
+        elif rope.mscale != 1.0:
+            scaling |= {"attention_factor": 0.1 * rope.mscale * math.log(rope.factor) + 1}
     return {"rope_theta": rope.theta, "rope_scaling": scaling}

@@ -25,7 +25,7 @@ import torch
 from moefold.checkpoint.format.boxes import Range, box_slices
 from moefold.checkpoint.hf.piece_values import FetchBox
 from moefold.config.errors import UserError, printable_text
-from moefold.config.run import ModelConfig, MoeConfig
+from moefold.config.run import BalanceConfig, ModelConfig, MoeConfig
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,10 @@ def upcycle_problem(plan: UpcyclePlan, width: int) -> str:
 
 def upcycled_model(dense: ModelConfig, plan: UpcyclePlan) -> ModelConfig:
     moe = MoeConfig(
-        experts=plan.copies * plan.shards, top_k=plan.top, ffn=dense.dense_ffn // plan.shards, aux_loss=0.001
+        experts=plan.copies * plan.shards,
+        top_k=plan.top,
+        ffn=dense.dense_ffn // plan.shards,
+        balance=BalanceConfig(aux_loss=0.001),
     )
     return replace(dense, moe=moe)
 

@@ -20,6 +20,8 @@ import torch
 from moefold.comm.collectives import all_gather, all_to_all
 from moefold.comm.ring_shift import RingShift
 from moefold.config.errors import UserError
+from moefold.kernels.attention.attention import attention
+from moefold.kernels.attention.ring_block import attention_block, attention_block_backward
 from moefold.kernels.bound import BoundKernels
 from moefold.layout.axes import Axis, World
 from moefold.model.token_layout import TokenShard
@@ -38,7 +40,7 @@ ContextMechanism = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, TokenShar
 
 
 def local_context(kernels: BoundKernels) -> ContextMechanism:
-    return lambda q, k, v, share, sight: kernels.attention(q, k, v, *sight, share.begins_BS)
+    return lambda q, k, v, share, sight: kernels[attention](q, k, v, *sight, share.begins_BS)
 
 
 def all_gather_context(kernels: BoundKernels, world: World) -> ContextMechanism:
@@ -49,7 +51,7 @@ def all_gather_context(kernels: BoundKernels, world: World) -> ContextMechanism:
         k, v = (all_gather(x.transpose(0, 1), share.cp)[share.sequence_order].transpose(0, 1) for x in (k_BsGD, v_BsGV))
         begins = (None, None) if share.begins_BS is None else share.begins_BS[:, share.local_positions].chunk(2, dim=1)
         parts = zip(q_BsHD.chunk(2, dim=1), zigzag_chunk_ends(share), begins, strict=True)
-        return torch.cat([kernels.attention(p, k[:, :e], v[:, :e], *sight, b) for p, e, b in parts], dim=1)
+        return torch.cat([kernels[attention](p, k[:, :e], v[:, :e], *sight, b) for p, e, b in parts], dim=1)
 
     return attend_across_ranks
 
@@ -61,7 +63,7 @@ def zigzag_chunk_ends(share: TokenShard) -> tuple[int, int]:
 
 
 def ulysses_context(kernels: BoundKernels, world: World) -> ContextMechanism:
-    return ulysses_attention(kernels.attention, world.axis("cp"))
+    return ulysses_attention(kernels[attention], world.axis("cp"))
 
 
 def hierarchical_context(kernels: BoundKernels, world: World) -> ContextMechanism:
@@ -151,7 +153,7 @@ class RingAttention(torch.autograd.Function):
             there = travelling.split((k.shape[-1], v.shape[-1]), dim=-1)
             for mine, theirs, ahead in causal_chunk_pairs(cp.index, (cp.index - hop) % cp.size, cp.size, size, window):
                 keys, values = (x[:, theirs] for x in there)
-                part, part_lse = kernels.attention_block(q[:, mine], keys, values, scale, ahead, window)
+                part, part_lse = kernels[attention_block](q[:, mine], keys, values, scale, ahead, window)
                 merge_softmax_block(out[:, mine], lse[:, mine], part, part_lse)
             travelling = turn.arrived() if turn else travelling
         result = out.to(q.dtype)
@@ -174,7 +176,7 @@ class RingAttention(torch.autograd.Function):
             for mine, theirs, ahead in causal_chunk_pairs(cp.index, (cp.index - hop) % cp.size, cp.size, size, window):
                 keys, values = (x[:, theirs] for x in there)
                 queries, sums = (dy[:, mine], q[:, mine]), (lse[:, mine], delta[:, mine])
-                found = kernels.attention_block_backward(*queries, keys, values, *sums, scale, ahead, window)
+                found = kernels[attention_block_backward](*queries, keys, values, *sums, scale, ahead, window)
                 dq[:, mine] += found[0]
                 d_there[0][:, theirs] += found[1]
                 d_there[1][:, theirs] += found[2]

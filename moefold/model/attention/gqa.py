@@ -36,7 +36,7 @@ class GroupedQueryAttention(AttentionBase):
         out_std = std / (2 * model.layers) ** 0.5
         self.out = Linear(world, a.heads * a.head_dim, d, bias=a.out_bias, std=out_std, placement=sharded_over_tp(1))
         whole = a.rope_dim in (0, a.head_dim) and (a.qk_norm == "head" or (a.qk_norm == "full" and self.tp.size == 1))
-        self.ropes_in_norm = whole and kernels.norm_rope is not norm_rope.reference
+        self.ropes_in_norm = whole and kernels[norm_rope] is not norm_rope.reference
         if self.ropes_in_norm:
             over = [1, 1] if a.qk_norm == "head" else [a.heads, a.kv_heads]
             self.query_norm, self.key_norm = (RopeNorm(n * a.head_dim, model.norm_eps, kernels, world) for n in over)

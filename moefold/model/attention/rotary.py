@@ -6,7 +6,7 @@ import torch
 
 from moefold.config.run import RopeConfig
 from moefold.kernels.bound import BoundKernels
-from moefold.kernels.norm.rope import RopeAngles
+from moefold.kernels.norm.rope import RopeAngles, rope
 from moefold.model.attention.rope_tables import rotary_tables
 from moefold.model.token_layout import TokenShard
 
@@ -14,10 +14,10 @@ from moefold.model.token_layout import TokenShard
 class Rotary:
     """Turns the first or the last `dims` of a head; the rest pass by."""
 
-    def __init__(self, dims: int, rope: RopeConfig, seq_len: int, kernels: BoundKernels):
+    def __init__(self, dims: int, config: RopeConfig, seq_len: int, kernels: BoundKernels):
         wide = torch.promote_types(torch.get_default_dtype(), torch.float32)
-        self.tables = RopeAngles(*(t.to(wide) for t in rotary_tables(seq_len, dims, rope)))
-        self.dims, self.rope = dims, kernels.rope
+        self.tables = RopeAngles(*(t.to(wide) for t in rotary_tables(seq_len, dims, config)))
+        self.dims, self.rope = dims, kernels[rope]
 
     def angles(self, share: TokenShard) -> RopeAngles:
         """The tables on the right device, at the positions this rank holds."""

@@ -68,10 +68,10 @@ class ExpertLoad(nn.Module):
         """Move the bias against the load if the step was sound, and start counting anew. `pace` is the learning rate as
         a share of its highest: tokens of one kind change experts together, so when weights hardly move any more, a bias
         that goes on as before carries them to and fro."""
-        if moe.bias_rate:
+        if moe.balance.bias_rate:
             lack_E = counts_E.sum() - counts_E * len(counts_E)  # E times (mean - count): whole numbers, so exact
-            step_E = lack_E.sign() if moe.bias_step == "sign" else lack_E / counts_E.sum().clamp(min=1)
-            rate = moe.bias_rate * (pace if moe.bias_pace == "learning_rate" else 1.0)
+            step_E = lack_E.sign() if moe.balance.bias_step == "sign" else lack_E / counts_E.sum().clamp(min=1)
+            rate = moe.balance.bias_rate * (pace if moe.balance.bias_pace == "learning_rate" else 1.0)
             self.bias_E += rate * step_E * sound
         self.forget_counts()
 
@@ -124,7 +124,7 @@ def update_selection_biases(
     """After a step: gather the counts and update each layer's bias."""
     found = sum_loads_over_ranks(loads, everyone)
     for load, counts_E in zip(loads, found.counts_LE, strict=True):
-        if moe.aux_over == "previous_batch":
+        if moe.balance.aux_over == "previous_batch":
             load.remember_batch_shares(counts_E)
         load.update(counts_E, moe, sound, pace)
     return found
@@ -148,25 +148,25 @@ def balance_losses(
     """This rank's summand of all losses that a layer's router has, each with its weight, from the sums over sequences
     that kernels/routing/router_topk.py gives. Scores are shares of one, so that no router lowers its loss by shrinking all."""
     total = shares_BE.new_zeros(())
-    if moe.aux_loss or moe.device_loss:
+    if moe.balance.aux_loss or moe.balance.device_loss:
         load_BE = expert_load_shares(counts_BE, moe, load, sharing)
-        price_BE = (moe.experts * moe.aux_loss) * load_BE
-        if moe.device_loss:
-            of_groups = load_BE.unflatten(-1, (moe.devices, -1)).mean(-1)
-            each_BE = of_groups.repeat_interleave(moe.experts // moe.devices, -1)
-            price_BE = price_BE + (moe.experts * moe.device_loss) * each_BE
+        price_BE = (moe.experts * moe.balance.aux_loss) * load_BE
+        if moe.balance.device_loss:
+            of_groups = load_BE.unflatten(-1, (moe.balance.devices, -1)).mean(-1)
+            each_BE = of_groups.repeat_interleave(moe.experts // moe.balance.devices, -1)
+            price_BE = price_BE + (moe.experts * moe.balance.device_loss) * each_BE
         total = total + (price_BE.to(shares_BE.dtype) * shares_BE).sum()
-    if moe.z_loss:
-        total = total + moe.z_loss * squares_B.sum()
+    if moe.balance.z_loss:
+        total = total + moe.balance.z_loss * squares_B.sum()
     return total
 
 
 def expert_load_shares(counts_BE: torch.Tensor, moe: MoeConfig, load: ExpertLoad, sharing: Axis) -> torch.Tensor:
     """Each expert's share of the choices that are counted together: (B, E) for sequences, else (1, E). Sequences and
     microbatches are counted over the ranks that hold their parts."""
-    if moe.aux_over in ("global_batch", "previous_batch"):
+    if moe.balance.aux_over in ("global_batch", "previous_batch"):
         return load.share_E[None]
-    if moe.aux_over == "microbatch":
+    if moe.balance.aux_over == "microbatch":
         counts_BE = counts_BE.sum(0, keepdim=True)
     return share_of_choices(all_reduce_no_grad(counts_BE, sharing))
 

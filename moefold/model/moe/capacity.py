@@ -22,15 +22,17 @@ from moefold.model.token_layout import TokenShard
 
 def drop_beyond_capacity(routing: Routing, moe: MoeConfig, share: TokenShard, over: Axis) -> Routing:
     """The routing with choices beyond capacity made -1, with the weight zero."""
-    if moe.capacity_factor == 0 or moe.router == "expert_choice":  # experts that choose take no more than they can
+    if moe.capacity.factor == 0 or moe.router.kind == "expert_choice":  # experts that choose take no more than they can
         return routing
-    whole = moe.drop_over == "full_sequence"
+    whole = moe.capacity.over == "full_sequence"
     ids_TK, first = routing.ids_TK, over.index * len(routing.ids_TK) if whole else 0
     liking_TK = (
-        routing.weights_TK.detach() if moe.drop == "probability" else -share.position_rank_T[:, None].expand_as(ids_TK)
+        routing.weights_TK.detach()
+        if moe.capacity.drop == "probability"
+        else -share.position_rank_T[:, None].expand_as(ids_TK)
     )
     ids_NK, liking_NK = (all_gather_no_grad(x, over) if whole else x for x in (ids_TK, liking_TK.contiguous()))
-    held = moe.experts // moe.devices if moe.device_capacity else 1  # experts that are full together
+    held = moe.experts // moe.balance.devices if moe.capacity.per_device else 1  # experts that are full together
     most = expert_capacity(moe, len(ids_NK)) * held
     keep_NK = within_capacity(ids_NK.div(held, rounding_mode="floor"), liking_NK, moe.experts // held, most)
     keep_TK = keep_NK[first : first + len(ids_TK)]

@@ -13,7 +13,12 @@ from moefold.anatomy.step_specs import fits_fused_expert_mlp
 from moefold.config.run import ModelConfig
 from moefold.dispatch.base import Rows
 from moefold.kernels.bound import BoundKernels
+from moefold.kernels.experts.clamped_swiglu import clamped_swiglu
+from moefold.kernels.experts.expert_bias import expert_bias
 from moefold.kernels.experts.expert_mlp import expert_mlp
+from moefold.kernels.experts.grouped_gemm import grouped_gemm
+from moefold.kernels.experts.swiglu import swiglu
+from moefold.kernels.routing.gather_rows import gather_rows
 from moefold.layout.axes import World
 from moefold.layout.declare import DeclaringModule
 from moefold.layout.placement import Placement, sharded_over_experts
@@ -42,9 +47,9 @@ class Experts(DeclaringModule):
             )
         self.adds_bias = world.axis("etp").index == 0  # the ranks of etp give summands: one of them has the bias
         self.kernels, self.gate_inside = kernels, moe.gate == "activation"
-        clamped = partial(kernels.clamped_swiglu, limit=moe.clamp)
-        self.act = clamped if moe.activation == "clamped_swiglu" else kernels.swiglu
-        self.whole = fits_fused_expert_mlp(model) and kernels.expert_mlp is not expert_mlp.reference
+        clamped = partial(kernels[clamped_swiglu], limit=moe.clamp)
+        self.act = clamped if moe.activation == "clamped_swiglu" else kernels[swiglu]
+        self.whole = fits_fused_expert_mlp(model) and kernels[expert_mlp] is not expert_mlp.reference
         self.activation = Region()
 
     def forward(self, rows: Rows) -> torch.Tensor:
@@ -52,7 +57,7 @@ class Experts(DeclaringModule):
         keeping the expert's output for its gradient; acting behind it, it keeps low-precision GEMMs more accurate."""
         order = rows.order
         if self.whole:
-            return self.kernels.expert_mlp(
+            return self.kernels[expert_mlp](
                 rows.source_ND,
                 self.gate_up,
                 self.down,
@@ -62,13 +67,13 @@ class Experts(DeclaringModule):
                 order.ends_e,
                 order.holes,
             )
-        x_RD = self.kernels.gather_rows(rows.source_ND, order.index_R, order.slots_NK, order.holes)
-        gate_up = self.kernels.grouped_gemm(x_RD, self.gate_up.flatten(1, 2), order.ends_e)
+        x_RD = self.kernels[gather_rows](rows.source_ND, order.index_R, order.slots_NK, order.holes)
+        gate_up = self.kernels[grouped_gemm](x_RD, self.gate_up.flatten(1, 2), order.ends_e)
         if self.gate_up_bias is not None:
-            gate_up = self.kernels.expert_bias(gate_up, self.gate_up_bias.flatten(1), order.ends_e)
+            gate_up = self.kernels[expert_bias](gate_up, self.gate_up_bias.flatten(1), order.ends_e)
         inside = order.weight_R if self.gate_inside else None
         inner_RF = self.activation(self.act, gate_up.unflatten(-1, (2, -1)), inside)
-        y_RD = self.kernels.grouped_gemm(inner_RF, self.down, order.ends_e)
+        y_RD = self.kernels[grouped_gemm](inner_RF, self.down, order.ends_e)
         if self.down_bias is not None:
-            y_RD = self.kernels.expert_bias(y_RD, self.down_bias * self.adds_bias, order.ends_e, inside)
+            y_RD = self.kernels[expert_bias](y_RD, self.down_bias * self.adds_bias, order.ends_e, inside)
         return y_RD if self.gate_inside else y_RD * order.weight_R[:, None].to(y_RD.dtype)

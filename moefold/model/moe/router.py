@@ -12,6 +12,7 @@ from moefold.dispatch.base import Routing
 from moefold.kernels.bound import BoundKernels
 from moefold.kernels.routing.router_logits import router_logits
 from moefold.kernels.routing.router_spec import RouterSpec
+from moefold.kernels.routing.router_topk import router_topk
 from moefold.layout.axes import World
 from moefold.layout.declare import DeclaringModule
 from moefold.model.moe.balance import ExpertLoad, balance_losses
@@ -28,7 +29,7 @@ class Router(DeclaringModule):
         super().__init__(world)
         moe = self.moe = model.moe
         self.layer, self.how = layer, router_spec_of(moe)
-        self.router_logits, self.router_topk = kernels.router_logits, kernels.router_topk
+        self.router_logits, self.router_topk = kernels[router_logits], kernels[router_topk]
         self.weight = self.declare_parameter("weight", moe.experts, model.hidden, std=model.init_std)
         self.bias = self.declare_parameter("bias", moe.experts, std=0.0) if moe.biases else None
         self.load = ExpertLoad(moe.experts, layer)
@@ -52,10 +53,10 @@ class Router(DeclaringModule):
         return routing, balance_losses(counts_BE, shares_BE, squares_B, self.moe, self.load, self.sharing)
 
     def logits(self, h_TD: torch.Tensor, share: TokenShard) -> torch.Tensor:
-        if self.moe.jitter and self.training:  # in fp32: rounded to bf16, little noise is none
+        if self.moe.router.jitter and self.training:  # in fp32: rounded to bf16, little noise is none
             wide_TD = h_TD.to(torch.promote_types(h_TD.dtype, torch.float32))
             logits_TE = router_logits(
-                multiply_by_jitter(wide_TD, self.moe.jitter, share.token_number_T, self.layer), self.weight
+                multiply_by_jitter(wide_TD, self.moe.router.jitter, share.token_number_T, self.layer), self.weight
             )
         else:
             logits_TE = self.router_logits(h_TD, self.weight)
@@ -63,13 +64,21 @@ class Router(DeclaringModule):
 
     def sequence_wide_choice(self, logits_TE: torch.Tensor, share: TokenShard) -> torch.Tensor | None:
         """Choices that are not each token's own: they are made over whole sequences, or in turn."""
-        if self.moe.force_balance:
+        if self.moe.router.force_balance:
             return round_robin_experts(share.token_number_T, self.moe)
-        if self.moe.router == "token_choice":
+        if self.moe.router.kind == "token_choice":
             return None
-        choose = expert_choice if self.moe.router == "expert_choice" else sinkhorn_choice
+        choose = expert_choice if self.moe.router.kind == "expert_choice" else sinkhorn_choice
         return share.slice_for_rank(choose(share.gather_all_tokens(logits_TE, self.sharing), self.moe))
 
 
 def router_spec_of(moe: MoeConfig) -> RouterSpec:
-    return RouterSpec(moe.top_k, moe.score, moe.normalize, moe.scale, moe.groups, moe.groups_chosen, moe.group_score)
+    return RouterSpec(
+        moe.top_k,
+        moe.router.score,
+        moe.router.normalize,
+        moe.router.scale,
+        moe.router.groups,
+        moe.router.groups_chosen,
+        moe.router.group_score,
+    )

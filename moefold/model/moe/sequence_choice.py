@@ -1,7 +1,7 @@
 """Choices made for all tokens of a sequence together: experts choose tokens, or both are matched by optimal transport.
 
 Both look at later tokens to choose for earlier ones, which a causal model must be told to accept
-(`moe.looks_ahead`). The set that is chosen over is one sequence, so that a batch may be split in any way.
+(`moe.router.looks_ahead`). The set that is chosen over is one sequence, so that a batch may be split in any way.
 
 B sequences of S tokens, E experts, K choices of a token on average (exactly, for Sinkhorn).
 """
@@ -21,7 +21,7 @@ def expert_choice(logits_BSE: torch.Tensor, moe: MoeConfig) -> torch.Tensor:
     """Each expert takes its capacity of tokens, those that like it best: (B, S, E) with the expert's own number where
     it took the token and -1 elsewhere. Of equals it takes the earlier."""
     _, tokens, experts = logits_BSE.shape
-    most = min(tokens, math.ceil((moe.capacity_factor or 1.0) * tokens * moe.top_k / experts))
+    most = min(tokens, math.ceil((moe.capacity.factor or 1.0) * tokens * moe.top_k / experts))
     best = logits_BSE.softmax(-1).sort(dim=1, descending=True, stable=True).indices[:, :most]
     taken = torch.zeros_like(logits_BSE, dtype=torch.bool).scatter_(1, best, True)
     return torch.where(taken, torch.arange(experts, device=taken.device), -1)

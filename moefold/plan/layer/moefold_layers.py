@@ -206,7 +206,7 @@ def fused_router(s: RankShapes) -> bool:
 
 
 def weight_normalization(s: RankShapes) -> str:
-    return "chosen" if s.model.moe.score == "softmax_chosen" else s.model.moe.normalize
+    return "chosen" if s.model.moe.router.score == "softmax_chosen" else s.model.moe.router.normalize
 
 
 def normalizes_chosen(s: RankShapes) -> bool:
@@ -214,30 +214,34 @@ def normalizes_chosen(s: RankShapes) -> bool:
 
 
 def has_balance_loss(s: RankShapes) -> bool:
-    return bool(s.model.moe.aux_loss or s.model.moe.device_loss)
+    return bool(s.model.moe.balance.aux_loss or s.model.moe.balance.device_loss)
 
 
 def balance_loss_rows(s: RankShapes) -> float:
     """Rows of the shares that the balance losses multiply with: each sequence has its own."""
-    return s.B if s.model.moe.aux_over == "sequence" else 1.0
+    return s.B if s.model.moe.balance.aux_over == "sequence" else 1.0
 
 
 def keeps_score_shares(s: RankShapes) -> bool:
     """Whether scores as shares of one have a use: in balance losses, or as weights."""
-    softmax = weight_normalization(s) == "none" and s.model.moe.score == "softmax"
+    softmax = weight_normalization(s) == "none" and s.model.moe.router.score == "softmax"
     return not fused_router(s) and (has_balance_loss(s) or weight_normalization(s) == "all" or softmax)
 
 
 def keeps_log_sigmoids(s: RankShapes) -> bool:
-    return s.model.moe.score == "sigmoid" and (keeps_score_shares(s) or normalizes_chosen(s)) and not fused_router(s)
+    return (
+        s.model.moe.router.score == "sigmoid"
+        and (keeps_score_shares(s) or normalizes_chosen(s))
+        and not fused_router(s)
+    )
 
 
 def keeps_logits(s: RankShapes) -> bool:
-    return fused_router(s) or s.model.moe.z_loss > 0 or keeps_log_sigmoids(s) or normalizes_chosen(s)
+    return fused_router(s) or s.model.moe.balance.z_loss > 0 or keeps_log_sigmoids(s) or normalizes_chosen(s)
 
 
 def keeps_sigmoids(s: RankShapes) -> bool:
-    return s.model.moe.score == "sigmoid" and weight_normalization(s) == "none" and not fused_router(s)
+    return s.model.moe.router.score == "sigmoid" and weight_normalization(s) == "none" and not fused_router(s)
 
 
 def E(s: RankShapes) -> float:
@@ -266,7 +270,7 @@ ROUTE_TENSORS = (
     router_tensor("which choices are none", lambda s: not fused_router(s), K, held="byte"),
     router_tensor("weights", lambda s: normalizes_chosen(s) or fused_router(s), K),
     router_tensor("price of each expert", has_balance_loss, E, balance_loss_rows),
-    router_tensor("log-sum-exp", lambda s: s.model.moe.z_loss > 0 and not fused_router(s), single_column),
+    router_tensor("log-sum-exp", lambda s: s.model.moe.balance.z_loss > 0 and not fused_router(s), single_column),
 )
 
 

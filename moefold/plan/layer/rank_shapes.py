@@ -74,11 +74,11 @@ class RankShapes:
     def rows(self) -> float:
         """Rows a rank's experts get when all get as many; ranks that cut an expert among them all get its rows."""
         moe, even = self.model.moe, self.T * self.K * self.portion.etp
-        if moe.capacity_factor and (moe.pad_to_capacity or moe.router == "expert_choice"):
-            even *= moe.capacity_factor
-        elif moe.capacity_factor:
-            even *= min(1.0, moe.capacity_factor)
-        return even + self.e * (moe.pad_rows - 1) / 2
+        if moe.capacity.factor and (moe.capacity.pad or moe.router.kind == "expert_choice"):
+            even *= moe.capacity.factor
+        elif moe.capacity.factor:
+            even *= min(1.0, moe.capacity.factor)
+        return even + self.e * (moe.capacity.pad_rows - 1) / 2
 
     def arriving(self) -> float:
         """Tokens that lie here for the experts: this rank's own, or copies that came."""

@@ -137,7 +137,7 @@ def estimate_update_seconds(
     }
     shown = 0.0
     if s.choices.sharding != "fsdp":
-        scatter = cluster.exchange(mine, s, STATE_ELEMENT_BYTES[s.config.optim.gradient_travel])
+        scatter = cluster.exchange(mine, s, STATE_ELEMENT_BYTES[s.config.optim.gradient_reduce])
         gather = cluster.exchange(mine, s, s.choices.recipe.wide)
         shown = max(0.0, scatter - sum_over_pieces("backward", kinds, prices)) + max(
             0.0, gather - sum_over_pieces("forward", kinds, prices)

@@ -116,7 +116,7 @@ def exposed_update_seconds(pace: StepClock, pieces: tuple[StagePieces, ...], min
         parameters.update(dict(count_stage(s.config.model, each, s.portion, s.choices).parameters))
     shown = 0.0
     if s.choices.sharding != "fsdp":  # whose weights and gradients travel with every microbatch
-        scatter = pace.cluster.exchange(parameters, s, STATE_ELEMENT_BYTES[s.config.optim.gradient_travel])
+        scatter = pace.cluster.exchange(parameters, s, STATE_ELEMENT_BYTES[s.config.optim.gradient_reduce])
         gather = pace.cluster.exchange(parameters, s, s.choices.recipe.wide)
         shown = max(0.0, scatter - mine.D.compute - mine.W.compute) + max(0.0, gather - mine.F.compute)
     return shown, optimizer_seconds(pace, parameters)

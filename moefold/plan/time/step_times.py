@@ -249,7 +249,7 @@ class StepClock:
             return passes
         held = count_piece(s.config.model, piece, layer, s.portion, s.choices).parameters
         gather = self.cluster.exchange(held, s, s.choices.recipe.wide)
-        scatter = self.cluster.exchange(held, s, STATE_ELEMENT_BYTES[s.config.optim.gradient_travel])
+        scatter = self.cluster.exchange(held, s, STATE_ELEMENT_BYTES[s.config.optim.gradient_reduce])
         F, D, W = passes
         before, behind = max(0.0, gather - F.compute), max(0.0, gather + scatter - D.compute - W.compute)
         return PassSeconds(F._replace(joined=F.joined + before), D._replace(joined=D.joined + behind), W)

@@ -224,7 +224,7 @@ def test_a_plan_that_cannot_compute_the_same_is_refused(
 def test_selection_biases_that_a_family_has_no_place_for_are_not_lost(tmp_path: Path):
     kind, options = CASES["qwen3"]
     start = save(make(kind, **{**options, "vocab_size": 256}), tmp_path / "hf")
-    trained(start, tmp_path / "run", tmp_path, "--model.moe.bias_rate", "0.01", "--train.steps", "2")
+    trained(start, tmp_path / "run", tmp_path, "--model.moe.balance.bias_rate", "0.01", "--train.steps", "2")
     code, said = command(["convert", str(tmp_path / "run"), str(tmp_path / "out")], tmp_path / "log")
     assert code == 2
     assert "no place for selection biases" in said

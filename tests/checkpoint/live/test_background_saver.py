@@ -125,7 +125,7 @@ def test_what_goes_wrong_is_told_at_the_end_of_a_step_and_raised_at_the_next_sav
 def save_without_room(world: World, folder: str) -> tuple[list[str], str]:
     """Rank 1 cannot write."""
     if world.rank == 1:
-        save_file.Image.write = lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device"))  # pyright: ignore[reportAttributeAccessIssue]
+        save_file.HostImage.write = lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device"))  # pyright: ignore[reportAttributeAccessIssue]
     saves = saver(folder, world)
     saves.save(1, {f"{n}": torch.ones(100) for n in range(4)}, {"step": 1})
     assert saves.under_way

@@ -9,7 +9,7 @@ import torch
 
 from moefold.comm.byte_counters import counted_bytes_sent
 from moefold.config.run import ModelConfig, ParallelConfig
-from moefold.kernels.bound import bind_kernels
+from moefold.kernels.bound import BoundKernels
 from moefold.kernels.catalog import Facts
 from moefold.layout.axes import World, create_world
 from moefold.model.attention.context_parallel import choose_context_mechanism
@@ -23,7 +23,7 @@ from moefold.plan.options import PlanChoices
 from moefold.presets.zoo import PRESETS
 from tests.model.test_attention_traffic import BATCH, LATENT, LENGTH, MODEL, N
 from tests.model.test_attention_traffic import sent as sent_ahead
-from tests.plan.test_counts import PLAIN, steps
+from tests.plan.layer.test_layer_costs import PLAIN, steps
 from tests.support.ranks import run_ranks
 
 
@@ -84,7 +84,7 @@ def test_tokens_that_travel_in_fp8_are_half_as_many_bytes_one_way():
 def sent_both_ways(world: World, model: ModelConfig, parallel: ParallelConfig) -> int:
     """Bytes that leave this rank in forward and backward of real attention."""
     world = create_world(world.rank, world.size, world.device, parallel)
-    kernels = bind_kernels(Facts("cpu", "fp32", hidden=model.hidden))
+    kernels = BoundKernels(Facts("cpu", "fp32", hidden=model.hidden))
     context = choose_context_mechanism(parallel.context, kernels, world)
     made = ModelChoices(world, kernels, None, context, LENGTH)  # pyright: ignore
     attention = ATTENTION_KINDS[model.attention.kind](model, 0, made)

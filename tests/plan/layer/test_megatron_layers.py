@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from moefold.plan.layer.layer_costs import count_piece
 from moefold.plan.memory.run_setting import build_run_setting
-from tests.plan.test_memory import DEEPSEEK, EVEN, with_gate
+from tests.plan.memory.test_peak_memory import DEEPSEEK, EVEN, with_gate
 
 
 def test_the_saved_tensors_of_one_layer_are_the_published_ones():

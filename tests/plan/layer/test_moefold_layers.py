@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from moefold.config.run import Config, ModelConfig, MoeConfig, ParallelConfig
-from moefold.kernels.bound import bind_kernels
+from moefold.kernels.bound import BoundKernels
 from moefold.kernels.catalog import facts_from_config
 from moefold.kernels.vocabulary import cross_entropy
 from moefold.layout.axes import World, create_world
@@ -38,13 +38,13 @@ ENDS = {"look_ahead": "predict"}  # they keep one stream together: counted as on
 
 VARIANTS = {
     "gate behind the experts": "--model.moe.gate=output",
-    "no balance loss": "--model.moe.aux_loss=0",
-    "balance over the microbatch": "--model.moe.aux_loss=0.01 --model.moe.aux_over=microbatch",
-    "sigmoid scores as they are": "--model.moe.score=sigmoid --model.moe.normalize=none",
-    "z loss": "--model.moe.z_loss=0.001",
-    "z loss, not normalised": "--model.moe.z_loss=0.001 --model.moe.normalize=none",
-    "all losses": "--model.moe.z_loss=0.1 --model.moe.aux_loss=0.1 --model.moe.score=sigmoid --model.moe.normalize=all",
-    "sigmoids chosen, no losses": "--model.moe.score=sigmoid",
+    "no balance loss": "--model.moe.balance.aux_loss=0",
+    "balance over the microbatch": "--model.moe.balance.aux_loss=0.01 --model.moe.balance.aux_over=microbatch",
+    "sigmoid scores as they are": "--model.moe.router.score=sigmoid --model.moe.router.normalize=none",
+    "z loss": "--model.moe.balance.z_loss=0.001",
+    "z loss, not normalised": "--model.moe.balance.z_loss=0.001 --model.moe.router.normalize=none",
+    "all losses": "--model.moe.balance.z_loss=0.1 --model.moe.balance.aux_loss=0.1 --model.moe.router.score=sigmoid --model.moe.router.normalize=all",
+    "sigmoids chosen, no losses": "--model.moe.router.score=sigmoid",
     "a dense layer": "--model.moe.dense_layers=1",
     "shared experts with a gate": "--model.moe.shared_ffn=64 --model.moe.shared_gate=true",
     "latent experts": "--model.moe.latent=48",
@@ -115,7 +115,7 @@ def planned(config: Config, choices: PlanChoices, dispatcher: str = "local") -> 
 
 def real(config: Config, dtype: str, device: str) -> Transformer:
     capability = torch.cuda.get_device_capability() if device == "cuda" else (0, 0)
-    kernels = bind_kernels(facts_from_config(config, device, dtype, capability), config.kernels.force)
+    kernels = BoundKernels(facts_from_config(config, device, dtype, capability), config.kernels.force)
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16 if dtype == "bf16" else torch.float32)
     try:
@@ -138,7 +138,7 @@ def test_the_model_keeps_what_the_table_says_step_by_step(name: str):
     assert dict(found) == {step: size for step, size in said.items() if size}
 
 
-EVEN = "--model.moe.force_balance=true --model.moe.shared_ffn=64 --model.moe.dense_layers=1"
+EVEN = "--model.moe.router.force_balance=true --model.moe.shared_ffn=64 --model.moe.dense_layers=1"
 PARTS = {
     "all-to-all": ParallelConfig(ep=2, dispatcher="all_to_all"),
     "once to each rank": ParallelConfig(ep=2, dispatcher="dedup"),
@@ -152,7 +152,7 @@ PARTS = {
 
 def kept_on_a_rank(world: World, config: Config) -> int:
     world = create_world(world.rank, world.size, world.device, config.parallel)
-    kernels = bind_kernels(facts_from_config(config, "cpu", "fp32"))
+    kernels = BoundKernels(facts_from_config(config, "cpu", "fp32"))
     model = transformer(config.model, config.data.seq_len, kernels, world, config.parallel)
     initialise_parameters(model, seed=1)
     return sum(kept_by_steps(model, config).values())
@@ -184,7 +184,7 @@ def test_the_model_keeps_what_the_table_says_on_a_gpu(name: str):
 
 def test_one_layer_keeps_what_was_measured_on_an_h200():
     """Measured: the layer's input, its router and its experts, without a norm and balance losses."""
-    record = Path(__file__).parents[2] / "docs/benchmarks/layer-h200-2026-11-15.json"
+    record = Path(__file__).parents[3] / "docs/benchmarks/layer-h200-2026-11-15.json"
     for row in json.loads(record.read_text())["results"]:
         moe = MoeConfig(experts=row["experts"], top_k=row["top_k"], ffn=row["ffn"])
         model = ModelConfig(layers=1, hidden=row["hidden"], moe=moe)

@@ -6,7 +6,7 @@ import pytest
 
 from moefold.plan.layer.rank_shapes import RankPortion, RankShapes
 from moefold.presets.zoo import PRESETS
-from tests.plan.test_counts import PLAIN
+from tests.plan.layer.test_layer_costs import PLAIN
 
 FIGURE_9 = {  # of MegaScale-MoE: every activation of a layer, and whether it is kept; elements over b s h / n
     "hidden": (lambda z: z.T * z.D, True),

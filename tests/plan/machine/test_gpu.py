@@ -36,7 +36,7 @@ def test_names_know_no_case_and_near_ones_are_offered():
 
 def test_the_measured_curves_lie_on_their_points():
     """Each within what one number a curve can do; half of them much nearer."""
-    tree = yaml.safe_load((Path(__file__).parent / "data" / "h200_points.yaml").read_text())
+    tree = yaml.safe_load((Path(__file__).parents[1] / "data" / "h200_points.yaml").read_text())
     gpu, off = find_gpu_by_name("h200"), []
     assert "measured 2026" in gpu.origin
     for point in (TimedKernel(**each) for each in tree["points"] if each["what"] != "stream"):

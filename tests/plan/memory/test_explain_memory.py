@@ -10,7 +10,7 @@ from moefold.plan.memory.explain_memory import explain_memory
 from moefold.plan.memory.peak_memory import GIB, fullest_rank, plan_memory
 from moefold.plan.options import PlanChoices
 from moefold.presets.recipe import resolve_recipe
-from tests.plan.test_memory import DEEPSEEK, EVEN
+from tests.plan.memory.test_peak_memory import DEEPSEEK, EVEN
 
 UNITS = {"GiB": GIB, "MiB": 2**20}
 

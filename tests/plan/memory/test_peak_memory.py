@@ -88,7 +88,7 @@ def test_qwen3_on_16_gpus_is_what_was_measured():
     assert rank.total / GIB == pytest.approx(62.17, rel=0.06)
 
 
-RUNS = json.loads((Path(__file__).parents[2] / "docs" / "benchmarks" / "plan-h200.json").read_text())["results"]
+RUNS = json.loads((Path(__file__).parents[3] / "docs" / "benchmarks" / "plan-h200.json").read_text())["results"]
 
 
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: run["case"])

@@ -24,10 +24,10 @@ def read_deepseek_v2(options: ConfigOptions) -> dict[str, Any]:
         options.add_problem(f"topk_method = {method} is not supported; expected greedy or group_limited_greedy")
     limited = method == "group_limited_greedy"
     return values | {
-        "moe.normalize": "none",
-        "moe.groups": groups if limited else 1,
-        "moe.groups_chosen": chosen if limited else 1,
-        "moe.group_score": "best",
+        "moe.router.normalize": "none",
+        "moe.router.groups": groups if limited else 1,
+        "moe.router.groups_chosen": chosen if limited else 1,
+        "moe.router.group_score": "best",
     }
 
 
@@ -35,10 +35,10 @@ def write_deepseek_v2(model: ModelConfig) -> dict[str, Any]:
     return {
         **write_latent_options(model),
         "scoring_func": "softmax",
-        "topk_method": "greedy" if model.moe.groups == 1 else "group_limited_greedy",
+        "topk_method": "greedy" if model.moe.router.groups == 1 else "group_limited_greedy",
         "norm_topk_prob": False,
-        "n_group": model.moe.groups,
-        "topk_group": model.moe.groups_chosen,
+        "n_group": model.moe.router.groups,
+        "topk_group": model.moe.router.groups_chosen,
     }
 
 

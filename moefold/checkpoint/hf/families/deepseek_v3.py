@@ -51,9 +51,9 @@ def read_latent_options(options: ConfigOptions) -> dict[str, Any]:
         "moe.ffn": ffn,
         "moe.shared_ffn": ffn * (options.take_optional("n_shared_experts") or 0),
         "moe.dense_layers": options.take("first_k_dense_replace", default=0),
-        "moe.scale": options.take("routed_scaling_factor", default=1.0),
-        "moe.aux_loss": options.take("aux_loss_alpha", default=0.0001),
-        "moe.aux_over": "sequence" if options.take("seq_aux", default=True) else "microbatch",
+        "moe.router.scale": options.take("routed_scaling_factor", default=1.0),
+        "moe.balance.aux_loss": options.take("aux_loss_alpha", default=0.0001),
+        "moe.balance.aux_over": "sequence" if options.take("seq_aux", default=True) else "microbatch",
     }
 
 
@@ -63,11 +63,11 @@ def read_deepseek_v3(options: ConfigOptions) -> dict[str, Any]:
     options.require_value("topk_method", "noaux_tc", why="as in DeepSeek-V3")
     return values | {
         "mtp": options.take("num_nextn_predict_layers", "num_mtp_layers", default=0),
-        "moe.score": "sigmoid",
-        "moe.normalize": "chosen" if options.take("norm_topk_prob", default=True) else "none",
-        "moe.groups": options.take("n_group", default=1),
-        "moe.groups_chosen": options.take("topk_group", default=1),
-        "moe.bias_rate": 0.001,  # theirs in training; config.json does not tell
+        "moe.router.score": "sigmoid",
+        "moe.router.normalize": "chosen" if options.take("norm_topk_prob", default=True) else "none",
+        "moe.router.groups": options.take("n_group", default=1),
+        "moe.router.groups_chosen": options.take("topk_group", default=1),
+        "moe.balance.bias_rate": 0.001,  # theirs in training; config.json does not tell
     }
 
 
@@ -89,9 +89,9 @@ def write_latent_options(model: ModelConfig) -> dict[str, Any]:
         "num_experts_per_tok": moe.top_k,
         "first_k_dense_replace": moe.dense_layers,
         "moe_layer_freq": moe.every,
-        "routed_scaling_factor": moe.scale,
-        "aux_loss_alpha": moe.aux_loss,
-        "seq_aux": moe.aux_over == "sequence",
+        "routed_scaling_factor": moe.router.scale,
+        "aux_loss_alpha": moe.balance.aux_loss,
+        "seq_aux": moe.balance.aux_over == "sequence",
     }
 
 
@@ -101,9 +101,9 @@ def write_deepseek_v3(model: ModelConfig) -> dict[str, Any]:
         "num_nextn_predict_layers": model.mtp,
         "scoring_func": "sigmoid",
         "topk_method": "noaux_tc",
-        "norm_topk_prob": model.moe.normalize == "chosen",
-        "n_group": model.moe.groups,
-        "topk_group": model.moe.groups_chosen,
+        "norm_topk_prob": model.moe.router.normalize == "chosen",
+        "n_group": model.moe.router.groups,
+        "topk_group": model.moe.router.groups_chosen,
     }
 
 

@@ -38,13 +38,13 @@ def read_glm4_moe(options: ConfigOptions) -> dict[str, Any]:
         "moe.ffn": ffn,
         "moe.shared_ffn": ffn * (options.take_optional("n_shared_experts") or 0),
         "moe.dense_layers": options.take("first_k_dense_replace", default=0),
-        "moe.score": "sigmoid",
-        "moe.normalize": "chosen" if options.take("norm_topk_prob", default=True) else "none",
-        "moe.scale": options.take("routed_scaling_factor", default=1.0),
-        "moe.groups": options.take("n_group", default=1),
-        "moe.groups_chosen": options.take("topk_group", default=1),
-        "moe.aux_loss": 0.0001,  # config.json tells neither; as in DeepSeek-V3
-        "moe.bias_rate": 0.001,
+        "moe.router.score": "sigmoid",
+        "moe.router.normalize": "chosen" if options.take("norm_topk_prob", default=True) else "none",
+        "moe.router.scale": options.take("routed_scaling_factor", default=1.0),
+        "moe.router.groups": options.take("n_group", default=1),
+        "moe.router.groups_chosen": options.take("topk_group", default=1),
+        "moe.balance.aux_loss": 0.0001,  # config.json tells neither; as in DeepSeek-V3
+        "moe.balance.bias_rate": 0.001,
     }
 
 
@@ -63,10 +63,10 @@ def write_glm4_moe(model: ModelConfig) -> dict[str, Any]:
         "n_shared_experts": moe.shared_ffn // moe.ffn,
         "num_experts_per_tok": moe.top_k,
         "first_k_dense_replace": moe.dense_layers,
-        "norm_topk_prob": moe.normalize == "chosen",
-        "routed_scaling_factor": moe.scale,
-        "n_group": moe.groups,
-        "topk_group": moe.groups_chosen,
+        "norm_topk_prob": moe.router.normalize == "chosen",
+        "routed_scaling_factor": moe.router.scale,
+        "n_group": moe.router.groups,
+        "topk_group": moe.router.groups_chosen,
     }
 
 

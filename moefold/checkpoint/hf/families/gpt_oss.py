@@ -39,11 +39,11 @@ def read_gpt_oss(options: ConfigOptions) -> dict[str, Any]:
         "moe.experts": options.take("num_local_experts", "num_experts"),
         "moe.top_k": options.take("num_experts_per_tok", "experts_per_token"),
         "moe.ffn": options.take("intermediate_size"),
-        "moe.score": "softmax_chosen",
+        "moe.router.score": "softmax_chosen",
         "moe.biases": True,
         "moe.activation": "clamped_swiglu",
         "moe.clamp": options.take("swiglu_limit", default=7.0),
-        "moe.aux_loss": options.take("router_aux_loss_coef", default=0.001),
+        "moe.balance.aux_loss": options.take("router_aux_loss_coef", default=0.001),
     }
 
 
@@ -59,7 +59,7 @@ def write_gpt_oss(model: ModelConfig) -> dict[str, Any]:
         "intermediate_size": model.moe.ffn,
         "swiglu_alpha": 1.702,
         "swiglu_limit": model.moe.clamp,
-        "router_aux_loss_coef": model.moe.aux_loss,
+        "router_aux_loss_coef": model.moe.balance.aux_loss,
     }
 
 

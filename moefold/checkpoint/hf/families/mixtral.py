@@ -30,13 +30,13 @@ def read_mixtral(options: ConfigOptions) -> dict[str, Any]:
     values |= read_gqa_heads(options, values)
     values |= read_sliding_windows(options, values["layers"], options.take_optional("sliding_window"), None)
     options.require_value(
-        "router_jitter_noise", 0.0, 0, why="its noise reaches the experts too; moe.jitter is the router's"
+        "router_jitter_noise", 0.0, 0, why="its noise reaches the experts too; moe.router.jitter is the router's"
     )
     return values | {
         "moe.experts": options.take("num_local_experts", "num_experts"),
         "moe.top_k": options.take("num_experts_per_tok"),
         "moe.ffn": options.take("intermediate_size"),
-        "moe.aux_loss": options.take("router_aux_loss_coef", default=0.001),
+        "moe.balance.aux_loss": options.take("router_aux_loss_coef", default=0.001),
     }
 
 
@@ -48,7 +48,7 @@ def write_mixtral(model: ModelConfig) -> dict[str, Any]:
         "num_local_experts": model.moe.experts,
         "num_experts_per_tok": model.moe.top_k,
         "intermediate_size": model.moe.ffn,
-        "router_aux_loss_coef": model.moe.aux_loss,
+        "router_aux_loss_coef": model.moe.balance.aux_loss,
     }
 
 

@@ -34,8 +34,8 @@ def read_olmoe(options: ConfigOptions) -> dict[str, Any]:
             "moe.experts": options.take("num_experts", "num_local_experts"),
             "moe.top_k": options.take("num_experts_per_tok"),
             "moe.ffn": options.take("intermediate_size"),
-            "moe.normalize": "chosen" if options.take("norm_topk_prob", default=False) else "none",
-            "moe.aux_loss": options.take("router_aux_loss_coef", default=0.01),
+            "moe.router.normalize": "chosen" if options.take("norm_topk_prob", default=False) else "none",
+            "moe.balance.aux_loss": options.take("router_aux_loss_coef", default=0.01),
         }
     )
 
@@ -49,8 +49,8 @@ def write_olmoe(model: ModelConfig) -> dict[str, Any]:
         "num_experts": model.moe.experts,
         "num_experts_per_tok": model.moe.top_k,
         "intermediate_size": model.moe.ffn,
-        "norm_topk_prob": model.moe.normalize == "chosen",
-        "router_aux_loss_coef": model.moe.aux_loss,
+        "norm_topk_prob": model.moe.router.normalize == "chosen",
+        "router_aux_loss_coef": model.moe.balance.aux_loss,
     }
 
 

@@ -50,8 +50,8 @@ def read_qwen2_moe(options: ConfigOptions) -> dict[str, Any]:
         "moe.ffn": options.take("moe_intermediate_size"),
         "moe.shared_ffn": shared,
         "moe.shared_gate": shared > 0,
-        "moe.normalize": "chosen" if options.take("norm_topk_prob", default=False) else "none",
-        "moe.aux_loss": options.take("router_aux_loss_coef", default=0.001),
+        "moe.router.normalize": "chosen" if options.take("norm_topk_prob", default=False) else "none",
+        "moe.balance.aux_loss": options.take("router_aux_loss_coef", default=0.001),
     }
 
 
@@ -70,8 +70,8 @@ def write_qwen2_moe(model: ModelConfig) -> dict[str, Any]:
         "num_experts_per_tok": model.moe.top_k,
         "moe_intermediate_size": model.moe.ffn,
         "shared_expert_intermediate_size": model.moe.shared_ffn,
-        "norm_topk_prob": model.moe.normalize == "chosen",
-        "router_aux_loss_coef": model.moe.aux_loss,
+        "norm_topk_prob": model.moe.router.normalize == "chosen",
+        "router_aux_loss_coef": model.moe.balance.aux_loss,
     }
 
 
