@@ -32,13 +32,8 @@ class GatedMlp(nn.Module):
 
 
 class DenseMlp(GatedMlp):
-    """The MLP of a dense block, with its own norm: takes the stream and what attention gives for it, and returns the
-    stream with that on it, and what the MLP gives."""
+    """The MLP of a dense block, with the norm that the block applies before it."""
 
     def __init__(self, model: ModelConfig, kernels: BoundKernels, world: World):
         super().__init__(model, model.dense_ffn, kernels, world)
         self.norm = AddNorm(model.hidden, model.norm_eps, kernels, world)
-
-    def forward(self, x_TD: torch.Tensor, given_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        x_TD, h_TD, _ = self.norm(x_TD, given_TD)
-        return x_TD, super().forward(h_TD)

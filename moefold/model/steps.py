@@ -7,7 +7,7 @@ function as it is until a memory policy replaces `around`; the model does not kn
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,9 +27,14 @@ class Step:
     run: Callable[[Carry], Carry]
 
 
-def bind_step_methods(specs: Sequence[StepSpec], owner: nn.Module) -> list[Step]:
-    """Each step is the owner's method of the same name."""
-    return [Step(spec, getattr(owner, spec.name)) for spec in specs]
+def bind_steps(specs: Sequence[StepSpec], methods: Mapping[str, Callable[[Carry], Carry]]) -> list[Step]:
+    """Each step of the anatomy with the method of its name."""
+    return [Step(spec, methods[spec.name]) for spec in specs]
+
+
+def drop_from_carry(carry: Carry, *names: str) -> Carry:
+    """The carry without entries that no later step reads, so that their memory can be freed."""
+    return {name: value for name, value in carry.items() if name not in names}
 
 
 def run_step_sequence(steps: Sequence[Step], carry: Carry) -> Carry:

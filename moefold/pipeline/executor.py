@@ -21,6 +21,7 @@ from moefold.comm.p2p import PipelineChannel
 from moefold.config.run import Config
 from moefold.data.loader import Batch
 from moefold.layout.axes import World
+from moefold.model.residual import ResidualStream
 from moefold.model.steps import Carry, Step, run_step_sequence
 from moefold.model.transformer import Transformer
 from moefold.observe.trace import SpanRecorder
@@ -150,13 +151,13 @@ class StepRun:
             cargo_NTD = self.handed.pop(op) if op in self.handed else self.inbox.take(op)
             streams = [x_TD.detach().requires_grad_(self.finish is None) for x_TD in cargo_NTD]
             self.cargo[op.stage, op.microbatch] = streams
-            carry |= {"x_TD": streams[0], "streams": streams[1:]}
+            carry |= {"stream": ResidualStream(streams[0]), "streams": streams[1:]}
         return carry if self.finish is None else run_step_sequence(model.body(self.stage(op)), carry)
 
     def finish_stage(self, op: PipelineOp, carry: Carry) -> None:
         """Send a stage's result on, or keep the losses."""
         if not self.stage(op).predicts:
-            self.send_cargo(torch.stack([carry["x_TD"].detach(), *(x.detach() for x in carry["streams"])]), op, +1)
+            self.send_cargo(torch.stack([carry["stream"].x_TD.detach(), *(x.detach() for x in carry["streams"])]), op, +1)
         elif self.finish is not None:
             self.finish(carry)
         else:
@@ -172,7 +173,7 @@ class StepRun:
             passage.set_output_gradients([loss], [torch.ones_like(loss)])
         else:
             cargo_NTD = self.handed.pop(op) if op in self.handed else self.inbox.take(op)
-            outputs = [out["x_TD"], *out["streams"], out["aux"]]
+            outputs = [out["stream"].x_TD, *out["streams"], out["aux"]]
             passage.set_output_gradients(outputs, [*cargo_NTD, torch.ones_like(out["aux"])])
         return passage
 

@@ -16,6 +16,7 @@ from moefold.layout.axes import World, create_world
 from moefold.model.block import MoeBlock, make_transformer_block
 from moefold.model.initialise import initialise_parameters
 from moefold.model.moe.layer import MoeLayer
+from moefold.model.residual import ResidualStream
 from moefold.model.steps import Carry
 from tests.support.models import choices, share
 from tests.support.ranks import run_ranks
@@ -51,8 +52,8 @@ def moved(world: World) -> dict[tuple[str, int], tuple[int, int, int]]:
         for width in WIDTHS:
             block = block_of(width, here, parallel)
             carry: Carry = {
-                "x_TD": torch.randn(SEQUENCES * LENGTH, HIDDEN).requires_grad_(),
-                "share": share(SEQUENCES, LENGTH, here),
+                "stream": ResidualStream(torch.randn(SEQUENCES * LENGTH, HIDDEN).requires_grad_()),
+                "token_shard": share(SEQUENCES, LENGTH, here),
                 "imposed": {0: choices_of(world.rank)},
                 "aux": torch.zeros(()),
             }

@@ -139,7 +139,7 @@ def essential_values(model: ModelConfig) -> dict[str, Any]:
     if a.kind != "mla":
         unused |= {"attention.kv_rank", "attention.q_rank", "attention.value_dim"}
     used_by = {"none": (), "linear": ("factor",), "llama3": ("factor", "original_length", "low_frequency")}
-    yarn = ("factor", "original_length", "beta_fast", "beta_slow", "round_dims", "sharpen", "sharpen_all")
+    yarn = ("factor", "original_length", "beta_fast", "beta_slow", "round_dims", "mscale", "mscale_all")
     acting = {f"attention.rope.{name}" for name in ("theta", "scaling", *used_by.get(rope.scaling, yarn))}
     acting |= {"attention.rope.high_frequency"} if rope.scaling == "llama3" else set()
     unused |= {key for key in values if key.startswith("attention.rope.")} - acting

@@ -19,7 +19,7 @@ ROPE_TYPES = {"default": "none", "linear": "linear", "llama3": "llama3", "yarn":
 def read_rope_options(
     options: ConfigOptions, theta: float, latent: bool = False, partial: bool = False
 ) -> dict[str, Any]:
-    """Our keys. `theta` is what the family has where nothing is said; `latent` families also sharpen whole scores by
+    """Our keys. `theta` is what the family has where nothing is said; `latent` families also mscale whole scores by
     mscale_all_dim, which others do not have; those that turn a part of the dims have read `partial_rotary_factor`."""
     given = options.take_optional("rope_parameters") or {}
     scaling = options.take_optional("rope_scaling") or {}
@@ -67,7 +67,7 @@ def read_yarn_mscale(inner: ConfigOptions, factor: float, latent: bool) -> dict[
         if direct < 1 or factor <= 1:
             inner.problems.append(f"{inner.where}: attention_factor = {direct} is not supported; expected 1 or more")
             return {}
-        return {ROPE_PREFIX + "sharpen": (direct - 1) / (0.1 * math.log(factor))}
+        return {ROPE_PREFIX + "mscale": (direct - 1) / (0.1 * math.log(factor))}
     if direct is not None or (every and not (latent and some)) or (some and not every):
         both = "mscale and mscale_all_dim together" if latent else "neither mscale nor mscale_all_dim"
         inner.problems.append(
@@ -76,7 +76,7 @@ def read_yarn_mscale(inner: ConfigOptions, factor: float, latent: bool) -> dict[
         )
         return {}
     return (
-        {ROPE_PREFIX + "sharpen": some, ROPE_PREFIX + "sharpen_all": every} if every else {ROPE_PREFIX + "sharpen": 1.0}
+        {ROPE_PREFIX + "mscale": some, ROPE_PREFIX + "mscale_all": every} if every else {ROPE_PREFIX + "mscale": 1.0}
     )
 
 

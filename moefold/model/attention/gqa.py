@@ -22,9 +22,9 @@ from moefold.precision.linear import Linear, LinearGroup
 
 
 class GroupedQueryAttention(AttentionBase):
-    def __init__(self, model: ModelConfig, layer: int, choices: ModelParts):
-        super().__init__(model, layer, choices.world)
-        world, kernels = choices.world, choices.kernels
+    def __init__(self, model: ModelConfig, layer: int, parts: ModelParts):
+        super().__init__(model, layer, parts.world)
+        world, kernels = parts.world, parts.kernels
         a, d, std = model.attention, model.hidden, model.init_std
         self.qk_norm, self.tp = a.qk_norm, world.axis("tp")
         self.norm = AddNorm(d, model.norm_eps, kernels, world)
@@ -46,20 +46,17 @@ class GroupedQueryAttention(AttentionBase):
         elif a.qk_norm == "full":
             self.query_norm = RMSNormOverTp(a.heads * a.head_dim, model.norm_eps, world)
             self.key_norm = RMSNormOverTp(a.kv_heads * a.head_dim, model.norm_eps, world)
-        self.core, self.context = Region(), choices.context
-        self.rotary = Rotary(a.rope_dim or a.head_dim, a.rope, choices.seq_len, kernels)
+        self.core, self.context = Region(), parts.context
+        self.rotary = Rotary(a.rope_dim or a.head_dim, a.rope, parts.seq_len, kernels)
 
-    def forward(
-        self, x_TD: torch.Tensor, given_TD: torch.Tensor | None, share: TokenShard
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The residual stream with what the layer before gives, and what attention gives for it."""
-        x_TD, h_TD, _ = self.norm(x_TD, given_TD)
+    def forward(self, h_TD: torch.Tensor, shard: TokenShard) -> torch.Tensor:
+        """Attention over normed tokens; the residual connection is the block's."""
         h_CD = all_gather(h_TD, self.tp)  # all tokens of this cp rank meet this rank's heads
-        q, k, v = map(share.unflatten_sequences, self.projections(h_CD))
-        q, k = self.norm_and_rope(q, k, share)
-        y_BSHD = self.core(self.context, q, k, v, share, self.attend_spec())
+        q, k, v = map(shard.unflatten_sequences, self.projections(h_CD))
+        q, k = self.norm_and_rope(q, k, shard)
+        y_BSHD = self.core(self.context, q, k, v, shard, self.attend_spec())
         summand_CD = self.out(y_BSHD.reshape(h_CD.shape[0], -1))
-        return x_TD, reduce_scatter(summand_CD, self.tp)  # add up all heads; each rank keeps its own tokens
+        return reduce_scatter(summand_CD, self.tp)  # the sum over all heads; each rank keeps its own tokens
 
     def norm_and_rope(self, q: torch.Tensor, k: torch.Tensor, share: TokenShard) -> tuple[torch.Tensor, torch.Tensor]:
         """Queries and keys, normed if the model does that, and turned by position."""
