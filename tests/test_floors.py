@@ -18,6 +18,7 @@ FLOORS = [
     ["pipeline", "optim"],
     ["checkpoint"],
     ["train", "plan"],
+    ["api"],
     ["web", "bench"],
     ["cli"],
 ]

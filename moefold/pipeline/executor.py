@@ -157,7 +157,9 @@ class StepRun:
     def finish_stage(self, op: PipelineOp, carry: Carry) -> None:
         """Send a stage's result on, or keep the losses."""
         if not self.stage(op).predicts:
-            self.send_cargo(torch.stack([carry["stream"].x_TD.detach(), *(x.detach() for x in carry["streams"])]), op, +1)
+            self.send_cargo(
+                torch.stack([carry["stream"].x_TD.detach(), *(x.detach() for x in carry["streams"])]), op, +1
+            )
         elif self.finish is not None:
             self.finish(carry)
         else:
