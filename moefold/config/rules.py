@@ -363,10 +363,13 @@ OPTIMIZER_RULES = [
         lambda c: "set optim.gradients to fp32",
     ),
     ConfigRule(
-        "bf16 gradients travel as bf16",
+        "bf16 gradients are sent as bf16",
         ("optim.gradients", "optim.gradient_reduce"),
         lambda c: (c.config.optim.gradients, c.config.optim.gradient_reduce) != ("bf16", "fp32") or c.world == 1,
-        lambda c: f"optim.gradients = bf16, but optim.gradient_reduce = fp32 between {c.world} ranks: there is no more",
+        lambda c: (
+            f"optim.gradients = bf16, but optim.gradient_reduce = fp32 between {c.world} ranks: "
+            "bf16 gradients have no fp32 bits to send"
+        ),
         lambda c: "set optim.gradient_reduce to bf16",
     ),
 ]
