@@ -14,20 +14,24 @@ if TYPE_CHECKING:
     from moefold.api.moe_layer import MoeLayer as MoeLayer
     from moefold.api.ops import ops as ops
     from moefold.api.presets import preset as preset
+    from moefold.api.register import register as register
     from moefold.api.run import run as run
+    from moefold.config.extensions import Extension as Extension
     from moefold.config.run import Config as Config
     from moefold.train.from_hf import from_hf as from_hf
 
 EXPORTS = {
     "Config": "moefold.config.run",
+    "Extension": "moefold.config.extensions",
     "Model": "moefold.api.model",
     "MoeLayer": "moefold.api.moe_layer",
     "from_hf": "moefold.train.from_hf",
     "ops": "moefold.api.ops",
     "preset": "moefold.api.presets",
+    "register": "moefold.api.register",
     "run": "moefold.api.run",
 }
-__all__ = ["Config", "Model", "MoeLayer", "from_hf", "ops", "preset", "run"]
+__all__ = ["Config", "Extension", "Model", "MoeLayer", "from_hf", "ops", "preset", "register", "run"]
 
 
 def __getattr__(name: str) -> Any:
