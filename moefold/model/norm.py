@@ -21,7 +21,7 @@ class RMSNorm(DeclaringModule):
         super().__init__(world)
         self.weight = self.declare_parameter("weight", width, std=None)
         self.eps, self.rmsnorm = eps, kernels[rmsnorm]
-        self.norm = Region()
+        self.norm = Region("norm")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.norm(self.rmsnorm, x, self.weight, self.eps)
@@ -59,7 +59,7 @@ class RMSNormOverTp(DeclaringModule):
         super().__init__(world)
         self.weight = self.declare_parameter("weight", width, placement=sharded_over_tp(0), std=None)
         self.width, self.eps, self.tp = width, eps, world.axis("tp")
-        self.norm = Region()
+        self.norm = Region("norm")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.norm(self.apply_rmsnorm, x)

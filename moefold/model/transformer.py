@@ -25,7 +25,7 @@ from moefold.model.moe.balance import ExpertLoad, LayerLoads, remember_global_sh
 from moefold.model.mtp import MtpLayer, labels_shifted_by, tokens_shifted_by
 from moefold.model.parts import ModelParts
 from moefold.model.residual import ResidualStream
-from moefold.model.steps import Carry, Step, drop_from_carry, run_step_sequence
+from moefold.model.steps import Carry, Step, StepRewrite, drop_from_carry, run_step_sequence, steps_as_given
 from moefold.model.token_layout import make_token_shard
 
 
@@ -63,6 +63,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.model = model
         self.world = parts.world
+        self.rewrite_steps: StepRewrite = steps_as_given  # memory policies may join steps (memory/policy.py)
         self.stages = [whole_model_stage(model)] if stages is None else list(stages)
         predicts = any(stage.predicts for stage in self.stages)
         ties_embedding = predicts and model.tied_head
@@ -164,7 +165,7 @@ class Transformer(nn.Module):
         steps = self.body(stage)
         if stage.predicts:
             steps.append(Step(predict_step(self.model), self.predict))
-        return steps
+        return self.rewrite_steps(steps)
 
     # ---- calls on a rank that holds all stages ----
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, get_args
 
+from moefold.anatomy.regions import REGIONS
 from moefold.config.errors import UserError, did_you_mean, printable_text
 from moefold.config.keys import key
 
@@ -42,18 +43,7 @@ PRECISION_RECIPES: dict[str, PrecisionRecipe] = {
     "nvfp4": PrecisionRecipe(2, 0.5 + 1 / 16, 2 * (0.5 + 1 / 16)),  # a one-byte scale for 16
 }
 
-RECOMPUTE_REGIONS = {
-    "norm": "RMSNorms before attention, MLP and experts",
-    "up": "latent attention: projections up from the latents, with their norms",
-    "core": "attention itself, from queries, keys and values to its result",
-    "out": "attention's projection back to the stream",
-    "mlp": "the MLP of dense layers",
-    "shared": "shared experts",
-    "experts": "routed experts, all of them",
-    "activation": "the activation inside routed experts",
-    "moe": "all of an MoE layer behind its norm",
-    "layer": "a whole layer: only its input is kept",
-}
+RECOMPUTE_REGIONS = {name: region.meaning for name, region in REGIONS.items()}
 REGION_ALIASES = {  # as other trainers say it
     "layernorm": "norm",
     "mla_up_proj": "up",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -50,6 +50,10 @@ from moefold.shard.publish import Publisher
 from moefold.version import __version__
 
 
+def unobserved_phase(name: str) -> AbstractContextManager[object]:
+    return nullcontext()
+
+
 @dataclass
 class Run:
     """Everything a training run works with. `step` counts the steps that were begun."""
@@ -68,6 +72,7 @@ class Run:
     all_finite: torch.Tensor  # on the device: whether every loss and gradient so far was a number
     step: int = 0
     before_update: Callable[[], None] = lambda: None  # whoever still reads the weights (a checkpoint) is waited for
+    phase: Callable[[str], AbstractContextManager[object]] = unobserved_phase  # around each phase of train_step
 
 
 def assemble_run(

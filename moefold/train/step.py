@@ -68,14 +68,17 @@ def train_step(run: Run, batch: Batch) -> StepReport:
     tokens_1M = count_labels(run, batch)  # of the whole global batch, for each token that is predicted ahead
     if run.config.model.moe.balance.aux_over == "global_batch":
         survey_routing(run, parts)
-    run.gradients.begin()
+    with run.phase("begin"):
+        run.gradients.begin()
     losses_1M = run.executor.train(
         parts, loss_weights(run, tokens_1M)
     )  # forward and backward; gradients add up in buckets
 
     losses_1M = all_reduce_no_grad(all_reduce_no_grad(losses_1M, run.world.axis("dp", "cp")), run.world.axis("pp"))
-    run.gradients.finish(tokens=tokens_1M[0])  # sum over ranks, to be divided once
-    norm = run.gradients.clip(run.config.optim.max_norm)  # one norm over dense and expert parameters
+    with run.phase("sum gradients"):
+        run.gradients.finish(tokens=tokens_1M[0])  # sum over ranks, to be divided once
+    with run.phase("norm"):
+        norm = run.gradients.clip(run.config.optim.max_norm)  # one norm over dense and expert parameters
     numbers = torch.cat((losses_1M / tokens_1M.clamp(min=1), tokens_1M[:1], norm[None]))
     run.all_finite &= numbers.isfinite().all()  # once it is not, it stays so
 
@@ -83,9 +86,12 @@ def train_step(run: Run, batch: Batch) -> StepReport:
     lr = learning_rate(number, run.config.train.steps, run.config.optim)
     scale = run.gradients.scale.where(run.all_finite, torch.nan)  # with which nothing is updated
     run.before_update()
-    run.optimizer.step(number, lr, scale)  # update this rank's share of the weights
-    run.parameters.publish()  # hand it to the other ranks
-    loads = run.model.balance(run.all_finite, lr / run.config.optim.lr)  # even out expert load
+    with run.phase("update"):
+        run.optimizer.step(number, lr, scale)  # update this rank's share of the weights
+    with run.phase("publish"):
+        run.parameters.publish()  # hand it to the other ranks
+    with run.phase("balance"):
+        loads = run.model.balance(run.all_finite, lr / run.config.optim.lr)  # even out expert load
     run.step = number
     return StepReport(number, lr, begun, numbers, loads)
 

@@ -46,7 +46,8 @@ class GroupedQueryAttention(AttentionBase):
         elif a.qk_norm == "full":
             self.query_norm = RMSNormOverTp(a.heads * a.head_dim, model.norm_eps, world)
             self.key_norm = RMSNormOverTp(a.kv_heads * a.head_dim, model.norm_eps, world)
-        self.core, self.context = Region(), parts.context
+        self.core, self.out_region = Region("core"), Region("out")
+        self.context = parts.context
         self.rotary = Rotary(a.rope_dim or a.head_dim, a.rope, parts.seq_len, kernels)
 
     def forward(self, h_TD: torch.Tensor, shard: TokenShard) -> torch.Tensor:
@@ -55,7 +56,7 @@ class GroupedQueryAttention(AttentionBase):
         q, k, v = map(shard.unflatten_sequences, self.projections(h_CD))
         q, k = self.norm_and_rope(q, k, shard)
         y_BSHD = self.core(self.context, q, k, v, shard, self.attend_spec())
-        summand_CD = self.out(y_BSHD.reshape(h_CD.shape[0], -1))
+        summand_CD = self.out_region(self.out, y_BSHD.reshape(h_CD.shape[0], -1))
         return reduce_scatter(summand_CD, self.tp)  # the sum over all heads; each rank keeps its own tokens
 
     def norm_and_rope(self, q: torch.Tensor, k: torch.Tensor, share: TokenShard) -> tuple[torch.Tensor, torch.Tensor]:

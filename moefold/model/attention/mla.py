@@ -47,7 +47,8 @@ class LatentAttention(AttentionBase):
         self.up = LinearGroup(world, self.key, self.value)
         out_std = std / (2 * model.layers) ** 0.5
         self.out = Linear(world, a.heads * value_dim, d, bias=a.out_bias, std=out_std, placement=sharded_over_tp(1))
-        self.core, self.context = Region(), parts.context
+        self.core, self.up_region, self.out_region = Region("core"), Region("up"), Region("out")
+        self.context = parts.context
         self.rotary = Rotary(a.rope_dim, a.rope, parts.seq_len, kernels)
 
     def forward(self, h_TD: torch.Tensor, shard: TokenShard) -> torch.Tensor:
@@ -58,12 +59,19 @@ class LatentAttention(AttentionBase):
         widths = [x.shape[-1] for x in latents]
         joined = all_gather(torch.cat(latents, dim=-1), self.tp)  # one message; all tokens meet this rank's heads
         query_source_C, latent_C, k_rope_C = joined.split(widths, dim=-1)
+        q, k, v = self.up_region(self.project_up, query_source_C, latent_C, k_rope_C, shard)
+        y_BSHV = self.core(self.context, q, k, v, shard, self.attend_spec())
+        summand_CD = self.out_region(self.out, y_BSHV.reshape(len(joined), -1))
+        return reduce_scatter(summand_CD, self.tp)
+
+    def project_up(
+        self, query_source_C: torch.Tensor, latent_C: torch.Tensor, k_rope_C: torch.Tensor, shard: TokenShard
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries, keys and values of this rank's heads, from the latents."""
         q = shard.unflatten_sequences(self.query(query_source_C))
         q = self.rotary.last(q, shard)
         k_rope = shard.unflatten_sequences(k_rope_C[:, None])
         k_rope = self.rotary.last(k_rope, shard)
         k_nope, v = map(shard.unflatten_sequences, self.up(latent_C))
         k = torch.cat((k_nope, k_rope.expand(*k_nope.shape[:-1], -1)), dim=-1)
-        y_BSHV = self.core(self.context, q, k, v, shard, self.attend_spec())
-        summand_CD = self.out(y_BSHV.reshape(len(joined), -1))
-        return reduce_scatter(summand_CD, self.tp)
+        return q, k, v

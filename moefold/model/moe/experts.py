@@ -50,7 +50,8 @@ class Experts(DeclaringModule):
         clamped = partial(kernels[clamped_swiglu], limit=moe.clamp)
         self.act = clamped if moe.activation == "clamped_swiglu" else kernels[swiglu]
         self.whole = fits_fused_expert_mlp(model) and kernels[expert_mlp] is not expert_mlp.reference
-        self.activation = Region()
+        if not self.whole:
+            self.activation = Region("activation")
 
     def forward(self, rows: Rows) -> torch.Tensor:
         """Each row through its expert, times its gate. Acting before the second GEMM, which is linear, the gate saves
