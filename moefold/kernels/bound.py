@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any, ParamSpec, TypeVar
 
 from moefold.kernels.catalog import Facts, forced_implementations, pick_implementation
@@ -26,8 +27,11 @@ class BoundKernels:
             self.chosen[op.name] = op.implementations[name]
         return self.chosen[op.name]
 
-    def with_implementation(self, op: KernelOp[P, R], implementation: Callable[P, R]) -> BoundKernels:
-        """The same choices but for one op."""
-        other = BoundKernels(self.facts)
-        other.forced, other.chosen = self.forced, {**self.chosen, op.name: implementation}
+    def with_facts(self, **changes: Any) -> BoundKernels:
+        """The choices for facts that differ from those of the run, such as the recipe of one product."""
+        facts = replace(self.facts, **changes)
+        if facts == self.facts:
+            return self
+        other = BoundKernels(facts)
+        other.forced = self.forced
         return other

@@ -21,6 +21,7 @@ from moefold.comm.p2p import PipelineChannel
 from moefold.config.run import Config
 from moefold.data.loader import Batch
 from moefold.layout.axes import World
+from moefold.layout.deferred_wgrad import DeferredWork, deferring_weight_grads
 from moefold.model.steps import Carry, Step, run_step_sequence
 from moefold.model.transformer import Transformer
 from moefold.observe.trace import SpanRecorder
@@ -29,7 +30,6 @@ from moefold.pipeline.last_gradients import last_gradient_slots, stages_using_pa
 from moefold.pipeline.pair_order import StrandPiece, interleave_strands
 from moefold.pipeline.pair_runner import PairRunner
 from moefold.pipeline.passage import Passage
-from moefold.precision.deferred_wgrad import DeferredWork, deferring_weight_grads
 from moefold.schedule.program import PipelineOp, Program, Slot, is_paired
 from moefold.shard.gradients import Gradients
 

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from functools import partial
 
 from moefold.comm.lanes import Lanes, Ticket
+from moefold.layout.deferred_wgrad import DeferredWork
 from moefold.observe.trace import SpanRecorder
-from moefold.precision.deferred_wgrad import DeferredWork
 
 
 class PairRunner:
