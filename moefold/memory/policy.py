@@ -17,6 +17,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from moefold.anatomy.regions import REGIONS, RegionSpec, absent_regions, fused_experts_reason, merged_step_spec
 from moefold.config.errors import UserError, did_you_mean, printable_text
+from moefold.model.moe.experts import Experts
 from moefold.model.step_borders import is_differentiable
 from moefold.model.steps import Carry, Region, Step, run_step_sequence
 from moefold.model.transformer import Transformer
@@ -41,7 +42,7 @@ def attach_policies(model: Transformer, wanted: Mapping[str, Policy]) -> None:
     """Attach a policy to each named region of the model, in place of those attached before. A name that is unknown,
     absent from this model, or inside another named region is refused."""
     modules = [module for module in model.modules() if isinstance(module, Region)]
-    check_wanted_regions(model, list(wanted), {module.name for module in modules})
+    check_wanted_regions(model, list(wanted))
     default = Keep()
     for module in modules:
         module.around = wanted.get(module.name, default).around
@@ -49,8 +50,8 @@ def attach_policies(model: Transformer, wanted: Mapping[str, Policy]) -> None:
     model.rewrite_steps = partial(over_steps, wanted=spanning)
 
 
-def check_wanted_regions(model: Transformer, names: Sequence[str], in_modules: set[str]) -> None:
-    absent = absent_regions(model.model, {}) | regions_fused_away(model, in_modules)
+def check_wanted_regions(model: Transformer, names: Sequence[str]) -> None:
+    absent = absent_regions(model.model, {}) | regions_fused_away(model)
     problems: list[str] = []
     for name in names:
         if name not in REGIONS:
@@ -64,10 +65,9 @@ def check_wanted_regions(model: Transformer, names: Sequence[str], in_modules: s
         raise UserError(*problems)
 
 
-def regions_fused_away(model: Transformer, in_modules: set[str]) -> dict[str, str]:
+def regions_fused_away(model: Transformer) -> dict[str, str]:
     """Regions whose step this part of the model runs, but as a kernel that leaves no place for them."""
-    steps = {step.spec.name for stage in model.stages for step in model.body(stage)}
-    if "experts" in steps and "activation" not in in_modules:
+    if any(isinstance(module, Experts) and module.fused for module in model.modules()):
         return {"activation": fused_experts_reason()}
     return {}
 

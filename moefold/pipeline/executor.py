@@ -22,6 +22,7 @@ from moefold.comm.p2p import PipelineChannel
 from moefold.config.run import Config
 from moefold.data.loader import Batch
 from moefold.layout.axes import World
+from moefold.layout.deferred_wgrad import DeferredWork, deferring_weight_grads
 from moefold.model.residual import ResidualStream
 from moefold.model.step_borders import ObservedSteps
 from moefold.model.steps import Around, Carry, PassKey, Step, StepRewrite, run_step_sequence
@@ -33,7 +34,6 @@ from moefold.pipeline.last_gradients import stages_using_parameters
 from moefold.pipeline.pair_order import paired_slot_order
 from moefold.pipeline.pair_runner import PairRunner
 from moefold.pipeline.passage import Passage
-from moefold.precision.deferred_wgrad import DeferredWork, deferring_weight_grads
 from moefold.schedule.program import PipelineOp, Slot, is_paired
 from moefold.shard.gradients import Gradients
 

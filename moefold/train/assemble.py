@@ -16,7 +16,6 @@ from moefold.anatomy.stage_contents import (
     final_norm_ranks,
     pipeline_stages,
     rank_of_each_stage,
-    separates_weight_grads,
 )
 from moefold.comm.collectives import all_gather_objects
 from moefold.config.errors import UserError
@@ -31,7 +30,6 @@ from moefold.kernels.attention.autotune import known_or_measured_times
 from moefold.kernels.attention.timings import known_times, remember_times
 from moefold.kernels.bound import BoundKernels
 from moefold.kernels.catalog import Facts, facts_from_config, training_precision
-from moefold.kernels.linear.linear import linear
 from moefold.kernels.optimizer.add_squares import add_squares
 from moefold.kernels.registry import DTYPES
 from moefold.layout.axes import World
@@ -42,8 +40,7 @@ from moefold.model.transformer import Transformer
 from moefold.observe.trace import SpanRecorder
 from moefold.optim.adamw import AdamW
 from moefold.pipeline.executor import Executor
-from moefold.precision.deferred_wgrad import split_weight_gradients, splitting_kernels
-from moefold.precision.linear import set_linear_products
+from moefold.precision.recipes import attach_recipes
 from moefold.shard.buckets import fill_buckets
 from moefold.shard.gradients import Gradients
 from moefold.shard.publish import Publisher
@@ -167,24 +164,23 @@ def build_model(
 ) -> Transformer:
     """This rank's part of the model on its device in its precision, initialised by name and seed, or filled by `start`,
     which gives every parameter its value."""
-    splits = separates_weight_grads(config)
-    choices = make_model_parts(config, world, kernels, splits)
+    choices = make_model_parts(config, world, kernels)
     here = world.axis("pp").index
     stages = [s for s, home in zip(pipeline_stages(config), rank_of_each_stage(config), strict=True) if home == here]
     with world.device, default_dtype(DTYPES[config.train.precision]):
         model = Transformer(config.model, choices, stages)
-    split_weight_gradients(model) if splits else set_linear_products(model, kernels[linear])
-    start(model) if start else initialise_parameters(model, config.train.seed)
+    attach_recipes(model, {}, kernels)  # every product is plain
+    if start is not None:
+        start(model)
+    else:
+        initialise_parameters(model, config.train.seed)
     return model
 
 
-def make_model_parts(config: Config, world: World, kernels: BoundKernels, splits: bool = False) -> ModelParts:
-    """`splits`: weight gradients are computed apart from data gradients."""
+def make_model_parts(config: Config, world: World, kernels: BoundKernels) -> ModelParts:
     context = choose_context_mechanism(config.parallel.context, kernels, world)
     dispatcher = build_dispatcher(config, kernels, world)
-    return ModelParts(
-        world, splitting_kernels(kernels) if splits else kernels, dispatcher, context, config.data.seq_len
-    )
+    return ModelParts(world, kernels, dispatcher, context, config.data.seq_len)
 
 
 def pipeline_shared_weights(config: Config) -> dict[str, tuple[int, ...]]:

@@ -17,11 +17,11 @@ from moefold.comm.lanes import Lanes
 from moefold.config.run import Config, ParallelConfig, PipelineConfig
 from moefold.data.loader import Batch
 from moefold.layout.axes import World, single_rank_world
+from moefold.layout.deferred_wgrad import DeferredWork, deferring_weight_grads
 from moefold.observe.trace import SpanRecorder
 from moefold.pipeline.executor import StepRun
 from moefold.pipeline.last_gradients import last_gradient_slots, may_defer_weight_grad
 from moefold.pipeline.pair_runner import PairRunner
-from moefold.precision.deferred_wgrad import DeferredWork, deferring_weight_grads
 from moefold.presets.zoo import PRESETS
 from moefold.schedule.program import Program
 from moefold.train.assemble import Run, assemble_run
