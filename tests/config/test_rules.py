@@ -169,7 +169,7 @@ BREAKS: dict[str, list[tuple[str, int, str]]] = {
     ],
     "experts that choose are balanced": [
         (f"--model.moe.router.kind=expert_choice --model.moe.{key}", 1, f"model.moe.{key.replace('=', ' = ')}")
-        for key in ("aux_loss=0.5", "device_loss=0.5", "pad_to_capacity=true")
+        for key in ("balance.aux_loss=0.5", "balance.device_loss=0.5", "capacity.pad=true")
     ],
     "a softmax over the chosen is normalised over them": [
         (
