@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from moefold.anatomy.step_specs import StepSpec, dispatched_width
-from moefold.dispatch.price import expected_distinct
+from moefold.dispatch.catalog import expected_distinct
 from moefold.plan.layer.rank_shapes import RankShapes
 
 
