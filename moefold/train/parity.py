@@ -92,7 +92,7 @@ def shrink_config(config: Config, world: int) -> Config:
     data = replace(config.data, source="stdlib", files=(), tokenizer="byte", seq_len=seq_len)
     # Without clipping, gradients can be seen as they are; with a small eps Adam would turn the rounding of gradients
     # near zero into steps of full size.
-    plain = {"main": "fp32", "moments": "fp32", "gradients": "fp32", "gradient_travel": "fp32"}
+    plain = {"main": "fp32", "moments": "fp32", "gradients": "fp32", "gradient_reduce": "fp32"}
     optim = replace(config.optim, warmup=0, lr=1e-2, eps=1e-3, max_norm=1e9, **plain)
     pipeline = replace(config.pipeline, layout="")  # the user's is for other numbers of layers
     small = replace(config, model=model, data=data, train=train, optim=optim, pipeline=pipeline)
