@@ -75,15 +75,15 @@ def train_step(run: Run, batch: Batch) -> StepReport:
 
     losses_1M = all_reduce_no_grad(all_reduce_no_grad(losses_1M, run.world.axis("dp", "cp")), run.world.axis("pp"))
     run.gradients.finish(tokens=tokens_1M[0])  # sum over ranks, to be divided once
-    norm = run.gradients.clip(run.config.optim.max_norm)  # one norm over dense and expert parameters
+    norm = run.clipping.clip_units(run.gradients, run.gradients.units)  # one norm over dense and expert parameters
     numbers = torch.cat((losses_1M / tokens_1M.clamp(min=1), tokens_1M[:1], norm[None]))
     run.all_finite &= numbers.isfinite().all()  # once it is not, it stays so
 
     number = run.step + 1
     lr = learning_rate(number, run.config.train.steps, run.config.optim)
-    scale = run.gradients.scale.where(run.all_finite, torch.nan)  # with which nothing is updated
+    run.gradients.invalidate_unless(run.all_finite)  # a NaN scale updates nothing
     run.before_update()
-    run.optimizer.step(number, lr, scale)  # update this rank's share of the weights
+    run.optimizer.step(number, lr, run.gradients.scales)  # update this rank's share of the weights
     run.parameters.publish()  # hand it to the other ranks
     loads = run.model.balance(run.all_finite, lr / run.config.optim.lr)  # even out expert load
     run.step = number

@@ -147,12 +147,13 @@ def storage_address(x: torch.Tensor) -> int:
 
 def resident_bytes(run: Run) -> dict[str, int]:
     """Weights, optimizer state, and gradients, which are made as backward reaches them."""
-    slices, sums = run.optimizer.slices, [bucket.sums for bucket in run.gradients.buckets]
+    buckets, state = run.gradients.buckets, run.optimizer.bytes()
+    main = state.pop("main")
     return {
-        "weights": sum(bucket.weights.nbytes for bucket in run.gradients.buckets),
-        "main weights": sum(s.main.nbytes for s in slices if s.has_main_copy),
-        "moments": sum(s.mean.nbytes + s.mean_square.nbytes for s in slices),
-        "gradients": sum(each.size * each.dtype.itemsize for each in sums),
+        "weights": sum(bucket.weights.nbytes for bucket in buckets),
+        "main weights": main,
+        "moments": sum(state.values()),
+        "gradients": sum(bucket.sums.nbytes for bucket in buckets),
     }
 
 
