@@ -88,7 +88,10 @@ def read_entry_points() -> None:
             register_extension(read_extension(entry_point))
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
-            print(f"note: moefold extension {entry_point.name} ({entry_point.value}) is left out: {reason}", file=sys.stderr)
+            print(
+                f"note: moefold extension {entry_point.name} ({entry_point.value}) is left out: {reason}",
+                file=sys.stderr,
+            )
 
 
 def read_extension(entry_point: EntryPoint) -> Extension:

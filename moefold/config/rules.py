@@ -12,6 +12,7 @@ from operator import attrgetter
 
 from moefold.config.errors import UserError, printable_text
 from moefold.config.model_rules import MODEL_RULES
+from moefold.config.optimizer_groups import group_problems
 from moefold.config.rule import ConfigOnRanks, ConfigRule, divisors_in_words, simple_rule
 from moefold.config.run import Config, ParallelConfig
 from moefold.schedule import stage_layout
@@ -371,6 +372,13 @@ OPTIMIZER_RULES = [
             "bf16 gradients have no fp32 bits to send"
         ),
         lambda c: "set optim.gradient_reduce to bf16",
+    ),
+    ConfigRule(
+        "optimizer groups can be read",
+        ("optim.groups",),
+        lambda c: not group_problems(c.config.optim.groups),
+        lambda c: group_problems(c.config.optim.groups),
+        lambda c: 'set optim.groups to ""',
     ),
 ]
 

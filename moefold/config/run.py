@@ -214,6 +214,10 @@ class OptimConfig:
     gradient_reduce: Literal["fp32", "bf16"] = key(
         "fp32", "dtype that gradients are sent as in the reduce-scatter; sums are always fp32"
     )
+    groups: tuple[str, ...] = key(
+        (),
+        "options by parameter name, first match wins: `*.router.weight: lr=0.5 decay=0 betas=0.9,0.99 rule=adamw`",
+    )
 
 
 @dataclass(frozen=True)

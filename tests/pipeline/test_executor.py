@@ -201,7 +201,7 @@ def leaves_early(world: World) -> list[list[int]]:
         counts: list[int] = []
 
         def noted(self: StepRun, *args: Any, run: Run = run, counts: list[int] = counts) -> None:
-            counts.append(len(run.gradients.travelling))
+            counts.append(len(run.gradients.reductions))
             original(self, *args)
 
         StepRun.run_unpaired_op = noted  # type: ignore[method-assign]
@@ -211,7 +211,7 @@ def leaves_early(world: World) -> list[list[int]]:
             run.executor.train(parts, torch.ones(1, dtype=torch.float64))
         finally:
             StepRun.run_unpaired_op = original  # type: ignore[method-assign]
-        found.append([*counts, len(run.gradients.travelling), len(run.gradients.buckets)])
+        found.append([*counts, len(run.gradients.reductions), len(run.gradients.buckets)])
         run.gradients.finish(torch.ones((), dtype=torch.float64))
     return found
 
