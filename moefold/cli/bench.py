@@ -83,7 +83,7 @@ def run_command(argv: Sequence[str]) -> int:
 
 def run_layer_bench(options: BenchOptions, device: str, dtype: str) -> ReportWithPrinter:
     from moefold.bench import layer
-    from moefold.kernels.registry import DTYPES
+    from moefold.layout.dtypes import DTYPES
 
     names = [one_of("layer", name, layer.LAYER_SHAPES) for name in options.layer] or list(layer.LAYER_SHAPES)
     return layer.layer_report(names, device, DTYPES[dtype], options.repeat), layer.print_layer_report
@@ -133,7 +133,8 @@ SUBJECTS: dict[str, Callable[[BenchOptions, str, str], ReportWithPrinter]] = {
 def time_implementations(name: str, device: str, dtype: str, repeat: int) -> list[dict[str, Any]]:
     import torch
 
-    from moefold.kernels.registry import DTYPES, import_every_op
+    from moefold.kernels.registry import import_every_op
+    from moefold.layout.dtypes import DTYPES
 
     op = import_every_op()[name]
     capability = torch.cuda.get_device_capability() if device == "cuda" else (0, 0)

@@ -29,7 +29,8 @@ class Rows(NamedTuple):
     """The experts' input. The rows of one expert are contiguous and end before `offsets_e[e]` (int32, on the device).
 
     `slots_NK[n]` are the rows made from source n, -1 where it has fewer than K (possible only with `holes`), so that
-    the backward of the gather is itself a gather.
+    the backward of the gather is itself a gather. R may exceed `ends_e[-1]`: rows behind it are undefined, even NaN,
+    but for their index, -1 (so `holes` is set); no kernel lets them reach a defined row or a weight's gradient.
     """
 
     source_ND: torch.Tensor

@@ -1,11 +1,12 @@
-"""The implementation of every op that a run calls, chosen once, by facts that do not change while it runs."""
+"""Kernels bound to a run: the implementation of every op that it calls, chosen once from the run's facts."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from typing import Any, ParamSpec, TypeVar
 
-from moefold.kernels.catalog import Facts, forced_implementations, pick_implementation
+from moefold.kernels.catalog import forced_implementations, pick_implementation
+from moefold.kernels.facts import Facts
 from moefold.kernels.registry import KernelOp
 
 P = ParamSpec("P")
@@ -13,21 +14,28 @@ R = TypeVar("R")
 
 
 class BoundKernels:
-    """`kernels[swiglu](gate_up, weights)` calls what was chosen for the op `swiglu`. The op is the key, so an editor finds
-    its reference and its types, and a new op is one file with its lines in the catalog: nothing here lists the ops."""
+    """`kernels[swiglu](gate_up, weight)` calls the implementation chosen for the op `swiglu`.
+
+    The op is the key: an editor finds its reference and its types, and a new op is one file with its catalog lines.
+    """
 
     def __init__(self, facts: Facts, force: Iterable[str] = ()):
-        self.facts, self.forced = facts, forced_implementations(force)
+        self.facts = facts
+        self.forced = forced_implementations(force)
         self.chosen: dict[str, Callable[..., Any]] = {}
+        for op, name in self.forced.items():
+            pick_implementation(op, facts, name)  # refuses now what cannot run here
 
     def __getitem__(self, op: KernelOp[P, R]) -> Callable[P, R]:
         if op.name not in self.chosen:
-            name, _ = pick_implementation(op.name, self.facts, self.forced.get(op.name))
+            forced = self.forced.get(op.name)
+            name, _ = pick_implementation(op.name, self.facts, forced)
             self.chosen[op.name] = op.implementations[name]
         return self.chosen[op.name]
 
     def with_implementation(self, op: KernelOp[P, R], implementation: Callable[P, R]) -> BoundKernels:
-        """The same choices but for one op."""
+        """The same choices except for one op."""
         other = BoundKernels(self.facts)
-        other.forced, other.chosen = self.forced, {**self.chosen, op.name: implementation}
+        other.forced = self.forced
+        other.chosen = {**self.chosen, op.name: implementation}
         return other

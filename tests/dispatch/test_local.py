@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from moefold.dispatch.base import Routing, RowPolicy
 from moefold.dispatch.local import LocalDispatcher
 from moefold.kernels.bound import BoundKernels
-from moefold.kernels.catalog import CATALOG, Facts
+from moefold.kernels.catalog import CATALOG
 from moefold.kernels.experts.grouped_gemm import grouped_gemm
+from moefold.kernels.facts import Facts
 from moefold.kernels.routing.gather_rows import gather_rows
 
 FACTS = Facts("cpu", "fp64", hidden=4, ffn=4)

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from moefold.kernels.bound import BoundKernels
-from moefold.kernels.catalog import Facts
 from moefold.kernels.experts.grouped_gemm import EXPERT_ROW_COUNTS, grouped_gemm
+from moefold.kernels.facts import Facts
 from moefold.layout.axes import single_rank_world
 from moefold.layout.declare import declared_parameters
 from moefold.precision.deferred_wgrad import (

@@ -21,7 +21,7 @@ def weight_bias_pairs(layers: tuple[OptionalTensor, ...]) -> list[tuple[Optional
     return list(zip(layers[::2], layers[1::2], strict=True))
 
 
-@linear.register_fast("adding")
+@linear.register_fast("fused_dgrad")
 def _(x: torch.Tensor, *layers: OptionalTensor) -> tuple[torch.Tensor, ...]:
     return FusedDgradLinear.apply(x, *layers)  # pyright: ignore[reportReturnType]
 

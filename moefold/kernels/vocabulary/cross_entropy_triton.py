@@ -15,7 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
-from moefold.kernels.vocabulary.vocab_shard import IGNORE_INDEX, VocabShard
+from moefold.kernels.vocabulary.vocab_shard import VocabShard
+from moefold.layout.labels import IGNORE_INDEX
 
 BLOCK = 2048
 

@@ -16,7 +16,8 @@ from functools import cached_property
 from moefold.anatomy.step_specs import dispatched_width, fits_fused_expert_mlp
 from moefold.config.run import Config, ModelConfig
 from moefold.dispatch.price import expected_distinct
-from moefold.kernels.catalog import Facts, forced_implementations, pick_implementation
+from moefold.kernels.catalog import forced_implementations, pick_implementation
+from moefold.kernels.facts import Facts
 from moefold.plan.options import PlanChoices
 
 RANK_SHAPE_AXES = ("tp", "cp", "ep", "etp")
@@ -93,7 +94,7 @@ class RankShapes:
         c = self.choices
         capability = (c.capability // 10, c.capability % 10)
         dtype = "fp32" if c.precision == "fp32" else "bf16"
-        return Facts(c.device, dtype, capability, int(self.W), int(self.F), triton=c.device == "cuda")
+        return Facts(c.device, dtype, capability, hidden=int(self.W), ffn=int(self.F), triton=c.device == "cuda")
 
     def chosen_implementation(self, op: str) -> str:
         """The implementation of an operation that would be bound there."""
