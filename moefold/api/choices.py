@@ -12,7 +12,7 @@ from moefold.anatomy.step_specs import StepSpec
 from moefold.config.errors import one_of
 from moefold.config.run import Config
 from moefold.kernels.catalog import pick_implementation
-from moefold.kernels.registry import DTYPES
+from moefold.layout.dtypes import DTYPES
 from moefold.layout.axes import World, single_rank_world
 from moefold.train.assemble import choose_kernels, resolve_auto_values
 

@@ -16,8 +16,8 @@ from moefold.bench.machine import cuda_capability, machine_facts, resolve_device
 from moefold.bench.options import AttentionOptions
 from moefold.bench.report import Report, show_report
 from moefold.kernels.attention.autotune import candidate_names, forward_and_backward, measure_candidates, random_inputs
-from moefold.kernels.catalog import Facts, facts_from_config
-from moefold.kernels.registry import DTYPES
+from moefold.kernels.facts import Facts, facts_from_config
+from moefold.layout.dtypes import DTYPES
 from moefold.presets.zoo import PRESETS
 
 ATTENTION_MODELS = ("olmoe-1b-7b", "qwen3-30b-a3b", "mixtral-8x22b", "mixtral-8x7b", "qwen3-235b-a22b", "deepseek-v3")

@@ -14,7 +14,8 @@ from moefold.bench.machine import cuda_capability, resolve_device, resolve_dtype
 from moefold.bench.options import KernelsOptions
 from moefold.bench.report import Report, show_report
 from moefold.kernels.catalog import CATALOG
-from moefold.kernels.registry import DTYPES, KernelCase, import_every_op
+from moefold.kernels.registry import KernelCase, import_every_op
+from moefold.layout.dtypes import DTYPES
 
 
 def run_benchmark(options: KernelsOptions) -> int:

@@ -31,8 +31,8 @@ from moefold.config.run import Config, DataConfig
 from moefold.dispatch.base import Routing
 from moefold.dispatch.build import build_dispatcher
 from moefold.kernels.bound import BoundKernels
-from moefold.kernels.catalog import facts_from_config
-from moefold.kernels.registry import DTYPES
+from moefold.kernels.facts import facts_from_config
+from moefold.layout.dtypes import DTYPES
 from moefold.layout.axes import single_rank_world
 from moefold.model.attention.context_parallel import choose_context_mechanism
 from moefold.model.block import MoeBlock

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 
 from moefold.comm.host_copies import ToDevice, UploadStream
-from moefold.kernels.vocabulary.vocab_shard import IGNORE_INDEX
 from moefold.layout.axes import Axis
+from moefold.layout.labels import IGNORE_INDEX
 
 
 @dataclass(frozen=True)

@@ -21,9 +21,9 @@ from moefold.dispatch.hop_dispatcher import HopDispatcher
 from moefold.dispatch.local import LocalDispatcher
 from moefold.dispatch.price import cheapest_dispatcher
 from moefold.kernels.bound import BoundKernels
-from moefold.kernels.catalog import BYTES_PER_ELEMENT
-from moefold.kernels.registry import DTYPES
+from moefold.kernels.facts import BYTES_PER_ELEMENT
 from moefold.layout.axes import World
+from moefold.layout.dtypes import DTYPES
 
 
 def expert_capacity(moe: MoeConfig, tokens: int) -> int:

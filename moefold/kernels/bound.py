@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, ParamSpec, TypeVar
 
-from moefold.kernels.catalog import Facts, forced_implementations, pick_implementation
+from moefold.kernels.catalog import forced_implementations, pick_implementation
+from moefold.kernels.facts import Facts
 from moefold.kernels.registry import KernelOp
 
 P = ParamSpec("P")

@@ -1,7 +1,7 @@
-"""One op, many implementations: the reference is the op itself; fast ones register beside it, in the same file.
+"""Ops and their implementations: the reference is the op itself; fast implementations register beside it.
 
-The reference is plain torch, differentiable, on any device. `cases` feed one shared test and one shared benchmark, so
-a new implementation is checked and timed by being registered. See docs/add_a_kernel.md.
+The reference is plain torch, differentiable, on any device. An op's cases feed one shared test and one shared
+benchmark, so a new implementation is checked and timed by being registered. See docs/add_a_kernel.md.
 """
 
 from __future__ import annotations
@@ -9,47 +9,74 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
 
 from moefold import kernels
-from moefold.kernels.attention.timings import AttentionShape
-from moefold.kernels.catalog import CATALOG, Facts
+from moefold.kernels.catalog import CATALOG
+from moefold.kernels.facts import AttentionShape, Capability, Facts
 
 DEVICE_CODE = ("_triton", "_hopper", "_launch", ".hopper")  # endings of modules that import Triton
-DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-OPS: dict[str, KernelOp[..., Any]] = {}  # those whose files have been imported
+OPS: dict[str, KernelOp[..., Any]] = {}  # ops whose files have been imported
 
 
 @dataclass(frozen=True)
 class KernelCase:
-    """Inputs for one op. The rest are the facts the catalog's conditions look at."""
+    """Inputs of one op, and the facts that the catalog's conditions read.
+
+    `rows` of a case with undefined rows: (how many are defined, how many there are). Of tensors with so many rows, the
+    inputs behind the defined ones are NaN, and outputs and gradients there are not compared.
+    """
 
     name: str
     inputs: tuple[Any, ...]
+    _: KW_ONLY
     hidden: int = 0
     ffn: int = 0
     moments: str = "fp32"
     main: str = "fp32"
     attention: AttentionShape | None = None
     sees_all: bool = True
+    rows: tuple[int, int] | None = None
 
-    def facts(self, device: str, dtype: str, capability: tuple[int, int]) -> Facts:
-        sizes = (self.hidden, self.ffn, self.moments, self.main, self.attention, self.sees_all)
-        return Facts(device, dtype, capability, *sizes)
+    def facts(self, device: str, dtype: str, capability: Capability) -> Facts:
+        return Facts(
+            device,
+            dtype,
+            capability,
+            hidden=self.hidden,
+            ffn=self.ffn,
+            moments=self.moments,
+            main=self.main,
+            attention=self.attention,
+            sees_all=self.sees_all,
+        )
+
+    def defined(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor without its undefined rows."""
+        if self.rows is None or tensor.ndim == 0 or len(tensor) != self.rows[1]:
+            return tensor
+        return tensor[: self.rows[0]]
+
+    def spoiled(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor with NaN in its undefined rows."""
+        kept = len(self.defined(tensor)) if tensor.ndim else 0
+        if tensor.ndim == 0 or kept == len(tensor):
+            return tensor
+        return torch.cat((tensor[:kept], torch.full_like(tensor[kept:], torch.nan)))
 
 
 CaseMaker = Callable[[str, torch.dtype], Iterable[KernelCase]]
 
 
 class KernelOp(Generic[P, R]):
-    """An operation. Calling it runs the reference; a run calls what `BoundKernels` chose."""
+    """An operation. Calling it runs the reference; a run calls the implementation that `BoundKernels` chose."""
 
     def __init__(self, reference: Callable[P, R], mutates: bool):
         self.name = reference.__name__
@@ -60,9 +87,10 @@ class KernelOp(Generic[P, R]):
         self.__doc__ = reference.__doc__
 
     def register_fast(self, name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-        """Register a fast implementation; its condition and its reason are in the catalog."""
-        if name not in {choice.name for choice in CATALOG[self.name]}:
-            raise KeyError(f"{self.name}.{name} has no line in kernels/catalog.py")
+        """Register a fast implementation; its condition and its reason are in the subject's choices.py."""
+        listed = [choice.name for choice in CATALOG.get(self.name, ())]
+        if name not in listed:
+            raise KeyError(f"{self.name}.{name} has no line in the choices.py of its folder (kernels/catalog.py)")
 
         def register_under_name(implementation: Callable[P, R]) -> Callable[P, R]:
             self.implementations[name] = implementation
@@ -75,12 +103,18 @@ class KernelOp(Generic[P, R]):
         self.make_cases = make
         return make
 
+    def cases(self, device: str, dtype: torch.dtype) -> list[KernelCase]:
+        """The op's cases, for tests and benchmarks."""
+        if self.make_cases is None:
+            raise KeyError(f"{self.name} has no cases; register a function that makes them (register_cases)")
+        return list(self.make_cases(device, dtype))
+
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         return self.reference(*args, **kwargs)
 
 
 def import_every_op() -> dict[str, KernelOp[..., Any]]:
-    """All ops, for tests and benchmarks: a run imports those it calls. Device code, which needs Triton, is left out."""
+    """All ops, for tests and benchmarks; a run imports those it calls. Device code, which needs Triton, is left out."""
     for module in pkgutil.walk_packages(kernels.__path__, "moefold.kernels."):
         if not module.name.endswith(DEVICE_CODE):
             importlib.import_module(module.name)
@@ -89,17 +123,20 @@ def import_every_op() -> dict[str, KernelOp[..., Any]]:
 
 def register_op(reference: Callable[P, R]) -> KernelOp[P, R]:
     """Make an op of its reference."""
-    OPS[reference.__name__] = made = KernelOp(reference, mutates=False)
-    return made
+    op = KernelOp(reference, mutates=False)
+    OPS[op.name] = op
+    return op
 
 
 def register_in_place_op(reference: Callable[P, None]) -> KernelOp[P, None]:
     """Make an op that returns nothing and changes its inputs."""
-    OPS[reference.__name__] = made = KernelOp(reference, mutates=True)
-    return made
+    op = KernelOp(reference, mutates=True)
+    OPS[op.name] = op
+    return op
 
 
 def seeded_randn(device: str, dtype: torch.dtype, *shape: int, seed: int = 0, scale: float = 1.0) -> torch.Tensor:
-    """The same numbers on every device."""
+    """Normal random numbers, the same on every device."""
     generator = torch.Generator().manual_seed(seed + sum(shape))
-    return (torch.randn(*shape, generator=generator, dtype=torch.float64) * scale).to(device, dtype)
+    numbers = torch.randn(*shape, generator=generator, dtype=torch.float64)
+    return (numbers * scale).to(device, dtype)

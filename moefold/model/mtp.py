@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from moefold.config.run import ModelConfig
-from moefold.kernels.vocabulary.vocab_shard import IGNORE_INDEX
+from moefold.layout.labels import IGNORE_INDEX
 from moefold.model.block import make_transformer_block
 from moefold.model.norm import AddNorm, RMSNorm
 from moefold.model.parts import ModelParts

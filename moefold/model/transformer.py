@@ -17,7 +17,7 @@ from moefold.anatomy.stage_contents import Stage, whole_model_stage
 from moefold.anatomy.step_specs import embed_step, look_ahead_step, predict_step, set_aside_step
 from moefold.comm.collectives import all_gather
 from moefold.config.run import ModelConfig
-from moefold.kernels.vocabulary.vocab_shard import IGNORE_INDEX
+from moefold.layout.labels import IGNORE_INDEX
 from moefold.model.block import make_transformer_block
 from moefold.model.embedding import Embedding
 from moefold.model.head import FinalNorm, Head

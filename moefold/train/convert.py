@@ -22,8 +22,8 @@ from moefold.checkpoint.live.saved_model import SavedModel
 from moefold.config.errors import RunFailure, UserError
 from moefold.config.read import with_values
 from moefold.config.run import Config, ModelConfig
-from moefold.kernels.registry import DTYPES
 from moefold.layout.axes import single_rank_world
+from moefold.layout.dtypes import DTYPES
 from moefold.train.layerwise_logits import logits_by_layer
 
 LOGITS_TOLERANCE = (

@@ -13,8 +13,8 @@ from moefold.checkpoint.hf.read_weights import FolderWeights, load_folder_weight
 from moefold.config.errors import one_of
 from moefold.config.rules import check_config
 from moefold.config.run import Config, DataConfig, TrainConfig
-from moefold.kernels.registry import DTYPES
 from moefold.layout.axes import World, single_rank_world
+from moefold.layout.dtypes import DTYPES
 from moefold.model.transformer import Transformer
 from moefold.train.assemble import build_model, choose_kernels, resolve_auto_values
 

@@ -11,8 +11,8 @@ from moefold.checkpoint.hf.config_json import describe_model
 from moefold.checkpoint.hf.model_folder import ModelFolder
 from moefold.checkpoint.hf.read_weights import FolderWeights, check_names_and_shapes, fill_local_model
 from moefold.config.run import Config, DataConfig, ModelConfig, TrainConfig
-from moefold.kernels.registry import DTYPES
 from moefold.layout.axes import single_rank_world
+from moefold.layout.dtypes import DTYPES
 from moefold.model.steps import run_step_sequence
 from moefold.model.transformer import Transformer
 from moefold.train.assemble import choose_kernels, default_dtype, make_model_parts

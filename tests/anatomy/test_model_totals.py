@@ -26,7 +26,7 @@ from moefold.anatomy.step_specs import (
 )
 from moefold.config.run import Config, ModelConfig
 from moefold.kernels.bound import BoundKernels
-from moefold.kernels.catalog import facts_from_config
+from moefold.kernels.facts import facts_from_config
 from moefold.layout.declare import declared_parameters
 from moefold.model.initialise import initialise_parameters
 from moefold.model.transformer import Transformer

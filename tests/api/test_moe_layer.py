@@ -13,7 +13,7 @@ import moefold
 from moefold.config.errors import UserError
 from moefold.config.run import ParallelConfig
 from moefold.kernels.bound import BoundKernels
-from moefold.kernels.catalog import facts_from_config
+from moefold.kernels.facts import facts_from_config
 from moefold.layout.axes import World, create_world
 from moefold.model.block import MoeBlock
 from moefold.model.residual import ResidualStream

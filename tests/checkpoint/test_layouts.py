@@ -17,7 +17,7 @@ from moefold.checkpoint.live.logical_tensors import collect_tensors
 from moefold.checkpoint.live.save import save_checkpoint
 from moefold.config.run import AttentionConfig, ModelConfig, MoeConfig, OptimConfig, ParallelConfig
 from moefold.kernels.bound import BoundKernels
-from moefold.kernels.catalog import Facts
+from moefold.kernels.facts import Facts
 from moefold.layout.axes import World, create_world, single_rank_world
 from moefold.layout.declare import DeclaredParameter, declared_parameters
 from moefold.model.moe.balance import ExpertLoad

@@ -10,7 +10,8 @@ from moefold.anatomy.step_specs import prefixed_model_steps, prefixed_mtp_steps
 from moefold.cli.explain import human_readable
 from moefold.cli.main import run_command_line
 from moefold.kernels.bound import BoundKernels
-from moefold.kernels.catalog import CATALOG, facts_from_config
+from moefold.kernels.catalog import CATALOG
+from moefold.kernels.facts import facts_from_config
 from moefold.kernels.registry import import_every_op
 from moefold.presets.recipe import resolve_recipe
 from moefold.presets.zoo import PRESETS

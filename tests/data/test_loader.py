@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moefold.data.loader import Batch, BatchLoader, epoch_permutation
-from moefold.kernels.vocabulary.vocab_shard import IGNORE_INDEX
 from moefold.layout.axes import Axis
+from moefold.layout.labels import IGNORE_INDEX
 
 CPU = torch.device("cpu")
 SEQ, WINDOWS = 8, 21

@@ -11,8 +11,9 @@ from moefold.dispatch.base import Routing, RowPolicy
 from moefold.dispatch.expert_placement import contiguous_placement
 from moefold.dispatch.local import LocalDispatcher
 from moefold.kernels.bound import BoundKernels
-from moefold.kernels.catalog import CATALOG, Facts
+from moefold.kernels.catalog import CATALOG
 from moefold.kernels.experts.grouped_gemm import grouped_gemm
+from moefold.kernels.facts import Facts
 from moefold.kernels.routing.gather_rows import gather_rows
 
 FACTS = Facts("cpu", "fp64", hidden=4, ffn=4)

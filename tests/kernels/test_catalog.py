@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from moefold.config.errors import UserError
-from moefold.kernels.attention.timings import AttentionShape
 from moefold.kernels.bound import BoundKernels
-from moefold.kernels.catalog import CATALOG, Facts, facts_from_config, forced_implementations, pick_implementation
-from moefold.kernels.registry import OPS, register_op
+from moefold.kernels.catalog import CATALOG, forced_implementations, pick_implementation
+from moefold.kernels.choice import RENAMED_IMPLEMENTATIONS
+from moefold.kernels.facts import AttentionShape, Facts, facts_from_config
+from moefold.kernels.registry import import_every_op, register_op
 from moefold.presets.recipe import resolve_recipe
 
+OPS = import_every_op()
 HOPPER = Facts("cuda", "bf16", (9, 0), hidden=64, ffn=48)
 
 
@@ -19,16 +23,16 @@ HOPPER = Facts("cuda", "bf16", (9, 0), hidden=64, ffn=48)
     ("facts", "expected"),
     [
         (HOPPER, "torch_grouped_mm"),
-        (Facts("cuda", "bf16", (8, 0), 64, 48), "torch_grouped_mm"),
-        (Facts("cuda", "bf16", (7, 5), 64, 48), "reference"),  # too old
-        (Facts("cuda", "fp32", (9, 0), 64, 48), "reference"),  # bf16 only on cuda
-        (Facts("cpu", "fp32", (0, 0), 64, 48), "torch_grouped_mm"),
-        (Facts("cpu", "bf16", (0, 0), 64, 48), "torch_grouped_mm"),
-        (Facts("cpu", "fp64", (0, 0), 64, 48), "reference"),
-        (Facts("cpu", "fp32", (0, 0), 64, 30), "reference"),  # 30 x 4 = 120 bytes: not a multiple of 16
-        (Facts("cpu", "fp32", (0, 0), 30, 64), "reference"),
-        (Facts("cpu", "bf16", (0, 0), 64, 12), "reference"),  # 24 bytes
-        (Facts("cpu", "fp32", (0, 0), 64, 12), "torch_grouped_mm"),  # 48 bytes
+        (Facts("cuda", "bf16", (8, 0), hidden=64, ffn=48), "torch_grouped_mm"),
+        (Facts("cuda", "bf16", (7, 5), hidden=64, ffn=48), "reference"),  # too old
+        (Facts("cuda", "fp32", (9, 0), hidden=64, ffn=48), "reference"),  # bf16 only on cuda
+        (Facts("cpu", "fp32", (0, 0), hidden=64, ffn=48), "torch_grouped_mm"),
+        (Facts("cpu", "bf16", (0, 0), hidden=64, ffn=48), "torch_grouped_mm"),
+        (Facts("cpu", "fp64", (0, 0), hidden=64, ffn=48), "reference"),
+        (Facts("cpu", "fp32", (0, 0), hidden=64, ffn=30), "reference"),  # 30 x 4 = 120 bytes: not a multiple of 16
+        (Facts("cpu", "fp32", (0, 0), hidden=30, ffn=64), "reference"),
+        (Facts("cpu", "bf16", (0, 0), hidden=64, ffn=12), "reference"),  # 24 bytes
+        (Facts("cpu", "fp32", (0, 0), hidden=64, ffn=12), "torch_grouped_mm"),  # 48 bytes
     ],
 )
 def test_grouped_mm_is_chosen_exactly_where_it_can_run(facts: Facts, expected: str):
@@ -43,7 +47,7 @@ def test_what_the_catalog_lets_run_on_this_machine_runs_and_what_it_does_not_is_
     with pytest.raises(RuntimeError):
         unaligned(torch.randn(4, 32).double(), torch.randn(2, 8, 32).double(), offsets)
     bound = BoundKernels(Facts("cpu", "fp32", hidden=30, ffn=6))
-    assert bound.grouped_gemm(rows, torch.randn(2, 6, 30), offsets).shape == (4, 6)
+    assert bound[OPS["grouped_gemm"]](rows, torch.randn(2, 6, 30), offsets).shape == (4, 6)
 
 
 def test_adamw_is_fused_for_fp32_state_only():
@@ -60,15 +64,15 @@ def test_the_reason_is_told_for_what_is_chosen_and_for_what_is_not():
 @pytest.mark.parametrize("name", CATALOG)
 def test_the_reference_can_always_be_forced(name: str):
     assert pick_implementation(name, HOPPER, "reference") == ("reference", "asked for")
-    assert getattr(BoundKernels(HOPPER, [f"{name}=reference"]), name) is OPS[name].reference
+    assert BoundKernels(HOPPER, [f"{name}=reference"])[OPS[name]] is OPS[name].reference
 
 
 def test_a_forced_implementation_is_the_one_bound_and_others_stay_as_they_were():
     free, forced = BoundKernels(HOPPER), BoundKernels(HOPPER, ("attention=reference", "adamw=fused"))
-    assert free.attention is OPS["attention"].implementations["sdpa"]
-    assert forced.attention is OPS["attention"].reference
-    assert forced.adamw is OPS["adamw"].implementations["fused"]
-    assert forced.grouped_gemm is free.grouped_gemm
+    assert free[OPS["attention"]] is OPS["attention"].implementations["sdpa"]
+    assert forced[OPS["attention"]] is OPS["attention"].reference
+    assert forced[OPS["adamw"]] is OPS["adamw"].implementations["fused"]
+    assert forced[OPS["grouped_gemm"]] is free[OPS["grouped_gemm"]]
 
 
 def test_a_forced_implementation_that_cannot_run_is_refused_by_name_with_what_it_needs():
@@ -76,6 +80,26 @@ def test_a_forced_implementation_that_cannot_run_is_refused_by_name_with_what_it
         BoundKernels(Facts("cpu", "fp64", hidden=64, ffn=48), ["grouped_gemm=torch_grouped_mm"])
     assert "grouped_gemm=torch_grouped_mm cannot run here" in str(refused.value)
     assert "multiples of 16 bytes" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("force", "op", "name"),
+    [
+        ("swiglu=by_hand", "swiglu", "recompute_backward"),
+        ("linear=adding", "linear", "fused_dgrad"),
+        ("attention=ordered", "attention", "deterministic"),
+        ("attention=spans", "attention", "varlen"),
+        ("gather_rows=adjoint", "gather_rows", "gather_backward"),
+    ],
+)
+def test_a_name_of_an_earlier_version_is_accepted_as_its_name_now(force: str, op: str, name: str):
+    assert forced_implementations([force]) == {op: name}
+    assert set(RENAMED_IMPLEMENTATIONS.values()) <= {choice.name for choices in CATALOG.values() for choice in choices}
+
+
+def test_an_expert_kernel_for_bf16_products_is_not_chosen_for_another_number_format():
+    assert pick_implementation("expert_mlp", replace(HOPPER, triton=True))[0] == "gluon"
+    assert pick_implementation("expert_mlp", replace(HOPPER, triton=True, recipe="fp8"))[0] == "reference"
 
 
 @pytest.mark.parametrize(
@@ -114,7 +138,7 @@ def test_an_implementation_without_a_line_in_the_catalog_is_an_error_at_import()
 def test_the_facts_are_those_of_the_configuration():
     config = resolve_recipe("tiny", ["--model.moe.ffn=30"])
     assert facts_from_config(config, "cpu", "fp32") == Facts(
-        "cpu", "fp32", (0, 0), config.model.hidden, 30, attention=AttentionShape(256, 4, 2, 32, 32)
+        "cpu", "fp32", hidden=config.model.hidden, ffn=30, attention=AttentionShape(256, 4, 2, 32, 32)
     )
     assert pick_implementation("grouped_gemm", facts_from_config(config, "cpu", "fp32"))[0] == "reference"
 
@@ -133,5 +157,5 @@ def test_the_facts_are_those_of_the_rows_that_experts_get():
 
 
 @pytest.mark.parametrize("facts", [HOPPER, Facts("cpu", "fp32"), Facts("cpu", "fp64")])
-def test_the_clamped_activation_is_done_by_hand_everywhere(facts: Facts):
-    assert BoundKernels(facts).clamped_swiglu is OPS["clamped_swiglu"].implementations["by_hand"]
+def test_the_clamped_activation_recomputes_in_its_backward_everywhere(facts: Facts):
+    assert BoundKernels(facts)[OPS["clamped_swiglu"]] is OPS["clamped_swiglu"].implementations["recompute_backward"]

@@ -16,10 +16,11 @@ import torch
 
 from moefold.kernels.catalog import CATALOG
 from moefold.kernels.norm.rmsnorm import rmsnorm
-from moefold.kernels.registry import DTYPES, KernelCase, KernelOp, import_every_op
+from moefold.kernels.registry import KernelCase, KernelOp, import_every_op
 from moefold.kernels.routing.router_spec import RouterSpec, TokenSpan
 from moefold.kernels.routing.router_topk import router_topk
-from moefold.kernels.vocabulary.vocab_shard import IGNORE_INDEX
+from moefold.layout.dtypes import DTYPES
+from moefold.layout.labels import IGNORE_INDEX
 
 # Largest |a - b| / |b| against fp64. bf16 keeps 8 bits (4e-3); logits and scores made from rounded products lose a few
 # times that.
@@ -29,8 +30,7 @@ GPU = torch.cuda.is_available()
 
 
 def cases(op: KernelOp, device: str, dtype: str) -> list[KernelCase]:
-    assert op.make_cases is not None, f"{op.name} has no cases"
-    return list(op.make_cases(device, DTYPES[dtype]))
+    return op.cases(device, DTYPES[dtype])
 
 
 def everything(device: str, *dtypes: str) -> Iterator[Any]:
@@ -48,19 +48,23 @@ def is_float(x: Any) -> bool:
     return isinstance(x, torch.Tensor) and x.is_floating_point()
 
 
-def fresh(inputs: tuple[Any, ...], dtype: torch.dtype | None = None, grad: bool = True) -> list[Any]:
-    """Copies that can be changed and differentiated; floats in another precision if asked."""
-    return [
-        x.detach().to(dtype or x.dtype, copy=True).requires_grad_(grad)
-        if is_float(x)
-        else (x.clone() if isinstance(x, torch.Tensor) else x)
-        for x in inputs
-    ]
+def fresh(case: KernelCase, dtype: torch.dtype | None = None, grad: bool = True) -> list[Any]:
+    """Copies of a case's inputs that can be changed and differentiated; floats in another precision if asked, and NaN
+    in their undefined rows."""
+    copies: list[Any] = []
+    for x in case.inputs:
+        if is_float(x):
+            copy = case.spoiled(x.detach()).to(dtype or x.dtype, copy=True)
+            copies.append(copy.requires_grad_(grad))
+        else:
+            copies.append(x.clone() if isinstance(x, torch.Tensor) else x)
+    return copies
 
 
-def outcome(function: Callable[..., Any], inputs: list[Any], mutates: bool) -> dict[str, Any]:
-    """All that an implementation gives: its outputs and its gradients under random output gradients, or, of an op
-    that works in place, the tensors it may have changed."""
+def outcome(function: Callable[..., Any], case: KernelCase, mutates: bool, dtype: torch.dtype | None = None):
+    """All defined results of an implementation: its outputs and its gradients under random output gradients (NaN in
+    undefined rows), or, of an op that works in place, the tensors it may have changed."""
+    inputs = fresh(case, dtype, grad=not mutates)
     if mutates:
         assert function(*inputs) is None
         return {f"input {i}": x for i, x in enumerate(inputs) if is_float(x)}
@@ -69,10 +73,13 @@ def outcome(function: Callable[..., Any], inputs: list[Any], mutates: bool) -> d
     differentiable = [y for y in outputs if y.requires_grad]
     generator = torch.Generator().manual_seed(7)
     directions = [torch.randn(y.shape, generator=generator).to(y.device, y.dtype) for y in differentiable]
+    directions = [case.spoiled(direction) for direction in directions]
     wanted = [(i, x) for i, x in enumerate(inputs) if is_float(x)]
     gradients = torch.autograd.grad(differentiable, [x for _, x in wanted], directions, allow_unused=True)
-    found: dict[str, Any] = {f"output {i}": y.detach() for i, y in enumerate(outputs)}
-    return found | {f"gradient of input {i}": g for (i, _), g in zip(wanted, gradients, strict=True)}
+    results: dict[str, Any] = {f"output {i}": case.defined(y.detach()) for i, y in enumerate(outputs)}
+    for (i, _), gradient in zip(wanted, gradients, strict=True):
+        results[f"gradient of input {i}"] = None if gradient is None else case.defined(gradient)
+    return results
 
 
 def error(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -86,9 +93,9 @@ def error(a: torch.Tensor, b: torch.Tensor) -> float:
 
 def check(op: KernelOp, implementation: Callable[..., Any], case: KernelCase, dtype: str) -> None:
     """The implementation agrees with the op's reference in fp64, and returns the dtypes the reference returns."""
-    mine = outcome(implementation, fresh(case.inputs, grad=not op.mutates), op.mutates)
-    plain = outcome(op.reference, fresh(case.inputs, grad=not op.mutates), op.mutates)
-    exact = outcome(op.reference, fresh(case.inputs, torch.float64, grad=not op.mutates), op.mutates)
+    mine = outcome(implementation, case, op.mutates)
+    plain = outcome(op.reference, case, op.mutates)
+    exact = outcome(op.reference, case, op.mutates, torch.float64)
     assert mine.keys() == exact.keys()
     for name, value in mine.items():
         about = f"{op.name}, {dtype}, case '{case.name}', {name}"
@@ -119,7 +126,7 @@ def test_an_implementation_agrees_with_the_reference_on_cuda(op, implementation,
 
 def same_twice(op: KernelOp, implementation: str, case: KernelCase) -> None:
     function = OPS[op.name].implementations[implementation]
-    first, second = (outcome(function, fresh(case.inputs, grad=not op.mutates), op.mutates) for _ in range(2))
+    first, second = (outcome(function, case, op.mutates) for _ in range(2))
     for name, value in first.items():
         same = value is second[name] is None or torch.equal(value, second[name])
         assert same, f"{op.name} {implementation}, case '{case.name}': {name} differs between two runs"
@@ -170,25 +177,33 @@ def test_a_wrong_implementation_is_caught_and_the_case_is_named(wrong, what):
 def test_the_gradients_of_a_reference_are_those_of_finite_differences(op):
     checked = 0
     for case in cases(OPS[op], "cpu", "fp64"):
-        inputs = fresh(case.inputs)
-        size = sum(x.numel() for x in inputs if is_float(x))
-        if any(x.numel() == 0 for x in inputs if is_float(x)) or size > 60_000:
-            continue
-
+        inputs = fresh(case)
         places = [i for i, x in enumerate(inputs) if is_float(x)]
-
-        def floats(*args: torch.Tensor, inputs: list[Any] = list(inputs), places: list[int] = places) -> Any:  # noqa: B006
-            """What is infinite (a log-sum-exp over no key) does not change, and has no differences."""
-            for place, x in zip(places, args, strict=True):
-                inputs[place] = x
-            out = OPS[op].reference(*inputs)
-            outputs = [y[y.isfinite()] for y in (out if isinstance(out, tuple) else (out,)) if y.requires_grad]
-            return tuple(y for y in outputs if y.numel())
-
-        some = [inputs[i] for i in places]
-        assert torch.autograd.gradcheck(floats, some, fast_mode=size > 150), f"{op}: {case.name}"
+        size = sum(inputs[i].numel() for i in places)
+        if any(case.defined(inputs[i]).numel() == 0 for i in places) or size > 60_000:
+            continue
+        variables = [case.defined(inputs[i]).detach().requires_grad_() for i in places]
+        reference = reference_of_floats(OPS[op], case, inputs, places)
+        assert torch.autograd.gradcheck(reference, variables, fast_mode=size > 150), f"{op}: {case.name}"
         checked += 1
     assert checked >= 2
+
+
+def reference_of_floats(op: KernelOp, case: KernelCase, inputs: list[Any], places: list[int]) -> Callable[..., Any]:
+    """The reference as a function of the defined rows of its float inputs, with the defined and finite part of its
+    outputs: what is infinite (a log-sum-exp over no key) does not change, and has no differences."""
+
+    def defined_outputs(*args: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        given = list(inputs)
+        for place, x in zip(places, args, strict=True):
+            undefined = inputs[place].detach()[len(x) :] if x.ndim else x[None][1:]
+            given[place] = torch.cat((x, undefined)) if len(undefined) else x
+        out = op.reference(*given)
+        outputs = [case.defined(y) for y in (out if isinstance(out, tuple) else (out,)) if y.requires_grad]
+        finite = [y[y.isfinite()] for y in outputs]
+        return tuple(y for y in finite if y.numel())
+
+    return defined_outputs
 
 
 def dot(a: list[float], b: list[float]) -> float:
@@ -443,15 +458,16 @@ PLAIN = {name.removeprefix("plain_"): value for name, value in list(globals().it
 def test_a_reference_equals_its_formula_in_plain_python(op):
     checked = 0
     for case in cases(OPS[op], "cpu", "fp64"):
-        inputs = fresh(case.inputs, grad=False)
+        inputs = fresh(case, grad=False)
         size = sum(x.numel() for x in inputs if isinstance(x, torch.Tensor))
-        if size > 30_000 or any(is_float(x) and x.numel() == 0 for x in inputs):
+        if size > 30_000 or any(is_float(x) and case.defined(x).numel() == 0 for x in inputs):
             continue
-        expected = PLAIN[op](*(x.tolist() if isinstance(x, torch.Tensor) else x for x in inputs))
+        expected = PLAIN[op](*(case.defined(x).tolist() if isinstance(x, torch.Tensor) else x for x in inputs))
         out = OPS[op].reference(*inputs)
         outputs = [x for x in inputs if is_float(x)] if OPS[op].mutates else out
         both = zip(outputs, expected, strict=True) if isinstance(outputs, tuple | list) else [(outputs, expected)]
         for mine, plain in both:
+            mine = case.defined(mine)
             assert error(mine, torch.tensor(plain, dtype=torch.float64).view(mine.shape)) < 1e-13, f"{op}: {case.name}"
         checked += 1
     assert checked >= 2

@@ -16,7 +16,7 @@ from moefold.precision.deferred_wgrad import (
 from torch import nn
 
 from moefold.kernels.bound import BoundKernels
-from moefold.kernels.catalog import Facts
+from moefold.kernels.facts import Facts
 from moefold.kernels.experts.grouped_gemm import EXPERT_ROW_COUNTS, grouped_gemm
 from moefold.layout.axes import single_rank_world
 from moefold.layout.declare import declared_parameters

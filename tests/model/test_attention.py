@@ -12,7 +12,8 @@ from torch.func import functional_call
 from moefold.anatomy.step_specs import sliding_window_of
 from moefold.config.run import AttentionConfig, ModelConfig, RopeConfig
 from moefold.kernels.bound import BoundKernels
-from moefold.kernels.catalog import CATALOG, Facts
+from moefold.kernels.catalog import CATALOG
+from moefold.kernels.facts import Facts
 from moefold.kernels.norm.rope import RopeAngles, rope
 from moefold.model.attention.gqa import GroupedQueryAttention
 from moefold.model.attention.rope_tables import rotary_tables

@@ -9,7 +9,7 @@ import torch
 from moefold.comm.byte_counters import counted_bytes_sent
 from moefold.config.run import AttentionConfig, ModelConfig, ParallelConfig
 from moefold.kernels.bound import BoundKernels
-from moefold.kernels.catalog import Facts
+from moefold.kernels.facts import Facts
 from moefold.layout.axes import World, create_world
 from moefold.model.attention.context_parallel import choose_context_mechanism
 from moefold.model.block import ATTENTION_KINDS

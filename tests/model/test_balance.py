@@ -26,7 +26,7 @@ from moefold.config.run import (
     TrainConfig,
 )
 from moefold.kernels.bound import BoundKernels
-from moefold.kernels.catalog import Facts
+from moefold.kernels.facts import Facts
 from moefold.kernels.routing.router_spec import RouterSpec
 from moefold.kernels.routing.router_topk import count_choices, router_topk
 from moefold.layout.axes import Axis, World, create_world, single_rank_world

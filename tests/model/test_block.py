@@ -15,7 +15,8 @@ from moefold.anatomy.step_specs import block_step_specs
 from moefold.comm import byte_counters
 from moefold.config.run import AttentionConfig, BalanceConfig, ModelConfig, MoeConfig
 from moefold.kernels.bound import BoundKernels
-from moefold.kernels.catalog import CATALOG, Facts
+from moefold.kernels.catalog import CATALOG
+from moefold.kernels.facts import Facts
 from moefold.layout.axes import World
 from moefold.layout.declare import declared_parameters
 from moefold.model.block import Block, DenseBlock, MoeBlock, make_transformer_block

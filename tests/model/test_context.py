@@ -12,7 +12,8 @@ from moefold.comm.collectives import all_reduce_no_grad
 from moefold.config.run import ParallelConfig
 from moefold.kernels.attention.attention import attention
 from moefold.kernels.bound import BoundKernels
-from moefold.kernels.catalog import CATALOG, Facts
+from moefold.kernels.catalog import CATALOG
+from moefold.kernels.facts import Facts
 from moefold.layout.axes import World, create_world, single_rank_world
 from moefold.model.attention.context_parallel import (
     CONTEXT_MECHANISMS,

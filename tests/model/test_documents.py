@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from moefold.config.run import AttentionConfig, ModelConfig, MoeConfig, RopeConfig
 from moefold.data.loader import Batch, BatchLoader
 from moefold.kernels.bound import BoundKernels
-from moefold.kernels.catalog import Facts
-from moefold.kernels.vocabulary.vocab_shard import IGNORE_INDEX
+from moefold.kernels.facts import Facts
 from moefold.layout.axes import Axis, single_rank_world
+from moefold.layout.labels import IGNORE_INDEX
 from moefold.model.initialise import initialise_parameters
 from moefold.model.transformer import Transformer
 from moefold.presets.zoo import PRESETS

@@ -15,7 +15,8 @@ from moefold.dispatch.base import Routing, RowPolicy
 from moefold.dispatch.expert_placement import contiguous_placement
 from moefold.dispatch.local import LocalDispatcher
 from moefold.kernels.bound import BoundKernels
-from moefold.kernels.catalog import CATALOG, Facts
+from moefold.kernels.catalog import CATALOG
+from moefold.kernels.facts import Facts
 from moefold.layout.axes import single_rank_world
 from moefold.model.initialise import initialise_parameters
 from moefold.model.moe.experts import Experts

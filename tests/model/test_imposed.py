@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from moefold.comm.collectives import all_reduce_no_grad
 from moefold.config.run import AttentionConfig, BalanceConfig, ModelConfig, MoeConfig, ParallelConfig, RouterConfig
 from moefold.kernels.bound import BoundKernels
-from moefold.kernels.catalog import Facts
+from moefold.kernels.facts import Facts
 from moefold.layout.axes import Axis, World, create_world
 from moefold.model.initialise import initialise_parameters
 from moefold.model.moe.balance import ExpertLoad

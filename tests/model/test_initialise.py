@@ -11,7 +11,7 @@ from torch import nn
 
 from moefold.config.run import AttentionConfig, ModelConfig, MoeConfig
 from moefold.kernels.bound import BoundKernels
-from moefold.kernels.catalog import Facts
+from moefold.kernels.facts import Facts
 from moefold.layout.declare import declared_parameters
 from moefold.model.initialise import fill_parameter_slice, initialise_parameters, parameter_slices
 from moefold.model.transformer import Transformer

@@ -11,7 +11,7 @@ import torch
 from moefold.comm.byte_counters import counted_bytes_sent
 from moefold.config.run import AttentionConfig, ModelConfig, MoeConfig, ParallelConfig
 from moefold.kernels.bound import BoundKernels
-from moefold.kernels.catalog import Facts
+from moefold.kernels.facts import Facts
 from moefold.layout.axes import World, create_world
 from moefold.model.block import MoeBlock, make_transformer_block
 from moefold.model.initialise import initialise_parameters

@@ -11,7 +11,8 @@ from torch.func import functional_call
 
 from moefold.config.run import AttentionConfig, ModelConfig, RopeConfig
 from moefold.kernels.bound import BoundKernels
-from moefold.kernels.catalog import CATALOG, Facts
+from moefold.kernels.catalog import CATALOG
+from moefold.kernels.facts import Facts
 from moefold.model.attention.mla import LatentAttention
 from moefold.model.initialise import initialise_parameters
 from moefold.train.assemble import default_dtype

@@ -12,7 +12,7 @@ from torch.func import functional_call
 
 from moefold.config.run import ModelConfig, MoeConfig
 from moefold.kernels.bound import BoundKernels
-from moefold.kernels.catalog import Facts
+from moefold.kernels.facts import Facts
 from moefold.kernels.routing.router_spec import RouterSpec
 from moefold.kernels.routing.router_topk import router_topk
 from moefold.layout.axes import single_rank_world

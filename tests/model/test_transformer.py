@@ -18,10 +18,11 @@ from moefold.anatomy.model_totals import total_parameters
 from moefold.anatomy.step_specs import prefixed_model_steps, prefixed_mtp_steps
 from moefold.config.run import AttentionConfig, BalanceConfig, ModelConfig, MoeConfig, OptimConfig
 from moefold.kernels.bound import BoundKernels
-from moefold.kernels.catalog import Facts
-from moefold.kernels.registry import DTYPES, OPS
+from moefold.kernels.facts import Facts
+from moefold.kernels.registry import OPS
 from moefold.layout.axes import single_rank_world
 from moefold.layout.declare import declared_parameters
+from moefold.layout.dtypes import DTYPES
 from moefold.model.initialise import initialise_parameters
 from moefold.model.steps import Region
 from moefold.model.transformer import Transformer

@@ -11,10 +11,10 @@ import torch
 
 from moefold.config.run import AttentionConfig, ModelConfig, MoeConfig, OptimConfig
 from moefold.kernels.bound import BoundKernels
-from moefold.kernels.catalog import Facts
+from moefold.kernels.facts import Facts
 from moefold.kernels.optimizer.split_fp32 import round_to_nearest
-from moefold.kernels.registry import DTYPES
 from moefold.layout.axes import single_rank_world
+from moefold.layout.dtypes import DTYPES
 from moefold.model.initialise import initialise_parameters
 from moefold.model.transformer import Transformer
 from moefold.optim.optimizer import Optimizer, build_optimizer

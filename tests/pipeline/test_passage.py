@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from moefold.anatomy.step_specs import StepSpec
 from moefold.config.run import AttentionConfig, BalanceConfig, ModelConfig, MoeConfig
 from moefold.kernels.bound import BoundKernels
-from moefold.kernels.catalog import Facts
+from moefold.kernels.facts import Facts
 from moefold.model.initialise import initialise_parameters
 from moefold.model.steps import Carry, Step, run_step_sequence
 from moefold.pipeline.passage import Passage

@@ -9,10 +9,10 @@ import torch
 
 from moefold.config.run import AttentionConfig, ModelConfig, MoeConfig
 from moefold.kernels.bound import BoundKernels
-from moefold.kernels.catalog import Facts
-from moefold.kernels.registry import DTYPES
+from moefold.kernels.facts import Facts
 from moefold.layout.axes import single_rank_world
 from moefold.layout.declare import declared_parameters
+from moefold.layout.dtypes import DTYPES
 from moefold.layout.placement import REPLICATED, sharded_over_experts, sharded_over_tp
 from moefold.model.initialise import initialise_parameters
 from moefold.model.transformer import Transformer

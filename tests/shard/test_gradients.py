@@ -16,9 +16,9 @@ from moefold.comm.collectives import all_gather_no_grad
 from moefold.comm.grad_reduce import reduce_scatter_bf16, reduce_scatter_fp32
 from moefold.config.run import AttentionConfig, BalanceConfig, ModelConfig, MoeConfig, OptimConfig
 from moefold.kernels.bound import BoundKernels
-from moefold.kernels.catalog import Facts
-from moefold.kernels.registry import DTYPES
+from moefold.kernels.facts import Facts
 from moefold.layout.axes import World, single_rank_world
+from moefold.layout.dtypes import DTYPES
 from moefold.model.initialise import initialise_parameters
 from moefold.model.transformer import Transformer
 from moefold.optim.optimizer import build_optimizer

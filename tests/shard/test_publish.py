@@ -10,10 +10,10 @@ import torch
 from moefold.comm import byte_counters
 from moefold.config.run import AttentionConfig, ModelConfig, MoeConfig, OptimConfig
 from moefold.kernels.bound import BoundKernels
-from moefold.kernels.catalog import Facts
-from moefold.kernels.registry import DTYPES
+from moefold.kernels.facts import Facts
 from moefold.layout.axes import World, single_rank_world
 from moefold.layout.declare import declared_parameters
+from moefold.layout.dtypes import DTYPES
 from moefold.model.initialise import initialise_parameters
 from moefold.model.transformer import Transformer
 from moefold.optim.optimizer import build_optimizer

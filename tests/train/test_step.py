@@ -10,8 +10,8 @@ import torch
 
 from moefold.bench.curves import curves_config
 from moefold.config.errors import RunFailure
-from moefold.kernels.vocabulary.vocab_shard import IGNORE_INDEX
 from moefold.layout.axes import single_rank_world
+from moefold.layout.labels import IGNORE_INDEX
 from moefold.presets.zoo import PRESETS
 from moefold.train.assemble import Run, assemble_run
 from moefold.train.parity import random_corpus, shrink_config

@@ -1,22 +1,26 @@
-"""Causal attention with grouped queries: each key and value head serves a group of query heads.
+"""Causal attention with grouped queries: each key/value head serves a group of query heads.
 
-A query sees a run of keys that ends with its own: from the first of the sequence, of its document or of its window.
+A query sees a range of keys that ends with its own: from the first key of the sequence, of its document or of its
+window.
 
 B sequences, S queries, L keys, H query heads, G key/value heads, D head width, V width of a value head.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.bias import causal_lower_right
+from torch.nn.attention.bias import CausalBias, causal_lower_right
 
 from moefold.kernels.attention.masked import MaskedAttentionFunction
-from moefold.kernels.attention.timings import AttentionShape
+from moefold.kernels.facts import AttentionShape
 from moefold.kernels.registry import KernelCase, register_op, seeded_randn
+
+SINK_DIMS = 8  # dims added to heads for a sink as a key: kernels need a multiple of 8
 
 
 @register_op
@@ -31,24 +35,32 @@ def attention(
 ) -> torch.Tensor:
     """softmax(q k^T x scale, causal) v, scores in fp32 or better. The S queries are the last of the L positions.
 
-    `scale` is 1 / sqrt(D) if not said. With a `window`, a query sees that many keys, its own included. `sink_H` is one
-    more score for each head that no key has: it takes its part of the softmax and gives nothing. `begins_BS` is the
-    place of the first key that a query may see; it never falls from one query to the next.
+    `scale` is 1 / sqrt(D) by default. With a `window`, a query sees that many keys, its own included. `sink_H` is one
+    more logit for each head: it joins the softmax and has no value. `begins_BS` is the position of the first key that a
+    query may see; it never decreases from one query to the next.
     """
     wide = torch.promote_types(q_BSHD.dtype, torch.float32)
     q, k, v = heads_first(q_BSHD, k_BLGD, v_BLGV, wide)
-    scores = q @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)
-    ahead = k.shape[2] - q.shape[2]
-    scores = scores.masked_fill(~attention_mask(q.shape[2], k.shape[2], ahead, window, q.device, begins_BS), -torch.inf)
+    queries, keys = q.shape[2], k.shape[2]
+    scores = q @ k.transpose(-1, -2) * scale_or_default(scale, q)
+    visible = attention_mask(queries, keys, keys - queries, window, q.device, begins_BS)
+    scores = scores.masked_fill(~visible, -torch.inf)
     if sink_H is not None:
         sink = sink_H.to(wide)[None, :, None, None].expand(*scores.shape[:-1], 1)
         scores = torch.cat((scores, sink), dim=-1)
-    out = scores.softmax(-1)[..., : k.shape[2]] @ v
+    p = scores.softmax(-1)[..., :keys]
+    out = p @ v
     return out.transpose(1, 2).to(q_BSHD.dtype)
 
 
-def heads_first(q_BSHD, k_BLGD, v_BLGV, wide: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(B, H, positions, D) each, key and value heads repeated for their group of queries."""
+def scale_or_default(scale: float | None, q: torch.Tensor) -> float:
+    return q.shape[-1] ** -0.5 if scale is None else scale
+
+
+def heads_first(
+    q_BSHD: torch.Tensor, k_BLGD: torch.Tensor, v_BLGV: torch.Tensor, wide: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(B, H, positions, D) each, key/value heads repeated for their group of query heads."""
     group = q_BSHD.shape[2] // k_BLGD.shape[2]
     q, k, v = (x.transpose(1, 2).to(wide) for x in (q_BSHD, k_BLGD, v_BLGV))
     return q, k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
@@ -57,12 +69,17 @@ def heads_first(q_BSHD, k_BLGD, v_BLGV, wide: torch.dtype) -> tuple[torch.Tensor
 def attention_mask(
     queries: int, keys: int, ahead: int, window: int, device: torch.device, begins_BS: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """(S, L), or (B, 1, S, L) where documents begin: which keys a query sees, the first query standing `ahead` places
-    behind the first key."""
-    places = torch.arange(keys, device=device)
-    back = torch.arange(queries, device=device)[:, None] + ahead - places
-    mask = (back >= 0) & (back < window) if window else back >= 0
-    return mask if begins_BS is None else mask & (places >= begins_BS[:, None, :, None])
+    """(S, L), or (B, 1, S, L) with documents: which keys a query sees. The first query is `ahead` positions behind the
+    first key."""
+    key_L = torch.arange(keys, device=device)
+    query_S1 = torch.arange(queries, device=device)[:, None] + ahead
+    distance = query_S1 - key_L
+    visible = distance >= 0
+    if window:
+        visible = visible & (distance < window)
+    if begins_BS is None:
+        return visible
+    return visible & (key_L >= begins_BS[:, None, :, None])
 
 
 @attention.register_fast("sdpa")
@@ -75,38 +92,42 @@ def attention_sdpa(
     sink_H: torch.Tensor | None = None,
     begins_BS: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """As torch chooses. Key and value heads are not repeated where it has a way without."""
-    factor: float = q_BSHD.shape[-1] ** -0.5 if scale is None else scale
+    """torch's scaled_dot_product_attention, which chooses a backend itself and need not repeat key/value heads."""
+    scale = scale_or_default(scale, q_BSHD)
     if sink_H is not None:
-        q_BSHD, k_BLGD, v_BLGV = sink_as_first_key(q_BSHD, k_BLGD, v_BLGV, sink_H / factor)
+        q_BSHD, k_BLGD, v_BLGV = sink_as_first_key(q_BSHD, k_BLGD, v_BLGV, sink_H / scale)
         begins_BS = None if begins_BS is None else begins_BS + 1
     q, k, v = (x.transpose(1, 2) for x in (q_BSHD, k_BLGD, v_BLGV))
+    queries, keys = q.shape[2], k.shape[2]
+    square = queries == keys and not window and begins_BS is None
+    mask = None
+    if not square:
+        mask = sdpa_attention_mask(queries, keys, window, sink_H is not None, q.device, begins_BS)
     grouped = q.shape[1] != k.shape[1]
-    square = q.shape[2] == k.shape[2] and not window and begins_BS is None
-    mask = (
-        None if square else sdpa_attention_mask(q.shape[2], k.shape[2], window, sink_H is not None, q.device, begins_BS)
-    )
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=square, scale=factor, enable_gqa=grouped)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=square, scale=scale, enable_gqa=grouped)
     return out.transpose(1, 2)
 
 
-def sink_as_first_key(q_BSHD, k_BLGD, v_BLGV, score_H: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The sink as a first key: heads get more dims, in which that key alone is one and every query has its head's
-    score. So any attention can do it, and the score's gradient comes by itself. Eight dims, as kernels like it."""
-    b, s, h, _ = q_BSHD.shape
-    score = F.pad(score_H.to(q_BSHD.dtype)[:, None], (0, 7))
-    q = torch.cat((q_BSHD, score.expand(b, s, h, 8)), dim=-1)
-    k, v = F.pad(k_BLGD, (0, 8)), F.pad(v_BLGV, (0, 0, 0, 0, 1, 0))
-    first = torch.zeros_like(k[:, :1])
-    first[..., k_BLGD.shape[-1]] = 1
-    return q, torch.cat((first, k), dim=1), v
+def sink_as_first_key(
+    q_BSHD: torch.Tensor, k_BLGD: torch.Tensor, v_BLGV: torch.Tensor, score_H: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The sink as a first key with value zero. Heads get more dims: in the first of them that key alone is one, and
+    every query has its head's score. So any attention can do it, and autograd gives the score's gradient."""
+    b, s, h, d = q_BSHD.shape
+    score = F.pad(score_H.to(q_BSHD.dtype)[:, None], (0, SINK_DIMS - 1))
+    q = torch.cat((q_BSHD, score.expand(b, s, h, SINK_DIMS)), dim=-1)
+    k = F.pad(k_BLGD, (0, SINK_DIMS))
+    v = F.pad(v_BLGV, (0, 0, 0, 0, 1, 0))
+    sink_key = torch.zeros_like(k[:, :1])
+    sink_key[..., d] = 1
+    return q, torch.cat((sink_key, k), dim=1), v
 
 
 def sdpa_attention_mask(
     queries: int, keys: int, window: int, sink: bool, device: torch.device, begins_BS: torch.Tensor | None
-):
-    """What SDPA needs where its own causal mask does not do: lower right, or with a window or documents, which never
-    hide a sink."""
+) -> torch.Tensor | CausalBias:
+    """The mask where SDPA's own causal mask does not fit: lower right, or with a window or documents, which never hide
+    a sink."""
     if not window and begins_BS is None:
         return causal_lower_right(queries, keys)
     mask = attention_mask(queries, keys, keys - queries, window, device, begins_BS)
@@ -115,37 +136,69 @@ def sdpa_attention_mask(
     return mask
 
 
-def is_plain_causal(q_BSHD: torch.Tensor, k_BLGD: torch.Tensor, window=0, sink_H=None, begins_BS=None) -> bool:
-    """Whether every query sees all positions up to its own and nothing else, as most do."""
-    return q_BSHD.shape[1] == k_BLGD.shape[1] and not window and sink_H is None and begins_BS is None
+def is_plain_causal(
+    q_BSHD: torch.Tensor,
+    k_BLGD: torch.Tensor,
+    window: int = 0,
+    sink_H: torch.Tensor | None = None,
+    begins_BS: torch.Tensor | None = None,
+) -> bool:
+    """Whether every query sees all positions up to its own and nothing else, the usual case."""
+    if window or sink_H is not None or begins_BS is not None:
+        return False
+    return q_BSHD.shape[1] == k_BLGD.shape[1]
 
 
 @attention.register_fast("cudnn")
-def _(q_BSHD, k_BLGD, v_BLGV, scale=None, *narrowed) -> torch.Tensor:
-    if not is_plain_causal(q_BSHD, k_BLGD, *narrowed):
-        return attention_sdpa(q_BSHD, k_BLGD, v_BLGV, scale, *narrowed)
+def attention_cudnn(
+    q_BSHD: torch.Tensor,
+    k_BLGD: torch.Tensor,
+    v_BLGV: torch.Tensor,
+    scale: float | None = None,
+    window: int = 0,
+    sink_H: torch.Tensor | None = None,
+    begins_BS: torch.Tensor | None = None,
+) -> torch.Tensor:
+    if not is_plain_causal(q_BSHD, k_BLGD, window, sink_H, begins_BS):
+        return attention_sdpa(q_BSHD, k_BLGD, v_BLGV, scale, window, sink_H, begins_BS)
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
         return attention_sdpa(q_BSHD, k_BLGD, v_BLGV, scale)
 
 
 @attention.register_fast("flash")
-def _(q_BSHD, k_BLGD, v_BLGV, scale=None, *narrowed) -> torch.Tensor:
-    if not is_plain_causal(q_BSHD, k_BLGD, *narrowed):
-        return attention_sdpa(q_BSHD, k_BLGD, v_BLGV, scale, *narrowed)
+def attention_flash(
+    q_BSHD: torch.Tensor,
+    k_BLGD: torch.Tensor,
+    v_BLGV: torch.Tensor,
+    scale: float | None = None,
+    window: int = 0,
+    sink_H: torch.Tensor | None = None,
+    begins_BS: torch.Tensor | None = None,
+) -> torch.Tensor:
+    if not is_plain_causal(q_BSHD, k_BLGD, window, sink_H, begins_BS):
+        return attention_sdpa(q_BSHD, k_BLGD, v_BLGV, scale, window, sink_H, begins_BS)
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         return attention_sdpa(q_BSHD, k_BLGD, v_BLGV, scale)
 
 
-@attention.register_fast("ordered")
-def _(q_BSHD, k_BLGD, v_BLGV, scale=None, *narrowed) -> torch.Tensor:
-    if not is_plain_causal(q_BSHD, k_BLGD, *narrowed):
-        return attention_sdpa(q_BSHD, k_BLGD, v_BLGV, scale, *narrowed)
-    factor: float = q_BSHD.shape[-1] ** -0.5 if scale is None else scale
-    return DeterministicAttention.apply(q_BSHD, k_BLGD, v_BLGV, factor)  # pyright: ignore[reportReturnType]
+@attention.register_fast("deterministic")
+def attention_deterministic(
+    q_BSHD: torch.Tensor,
+    k_BLGD: torch.Tensor,
+    v_BLGV: torch.Tensor,
+    scale: float | None = None,
+    window: int = 0,
+    sink_H: torch.Tensor | None = None,
+    begins_BS: torch.Tensor | None = None,
+) -> torch.Tensor:
+    if not is_plain_causal(q_BSHD, k_BLGD, window, sink_H, begins_BS):
+        return attention_sdpa(q_BSHD, k_BLGD, v_BLGV, scale, window, sink_H, begins_BS)
+    scale = scale_or_default(scale, q_BSHD)
+    return DeterministicAttention.apply(q_BSHD, k_BLGD, v_BLGV, scale)  # pyright: ignore[reportReturnType]
 
 
 class DeterministicAttention(torch.autograd.Function):
-    """Forward by cuDNN where it has Hopper's, else flash; backward by kernels that add up in a fixed order."""
+    """Forward by cuDNN on Hopper, elsewhere by flash; backward by kernels that add up in a fixed order."""
 
     @staticmethod
     def forward(ctx, q_BSHD, k_BLGD, v_BLGV, scale: float):
@@ -157,7 +210,8 @@ class DeterministicAttention(torch.autograd.Function):
         else:
             y, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True, False, scale=scale)
         y_BSHD = y.transpose(1, 2)
-        ctx.save_for_backward(q_BSHD, k_BLGD, v_BLGV, y_BSHD, lse.view(q.shape[:3]))
+        lse_BHS = lse.view(q.shape[:3])
+        ctx.save_for_backward(q_BSHD, k_BLGD, v_BLGV, y_BSHD, lse_BHS)
         ctx.scale = scale
         return y_BSHD
 
@@ -166,46 +220,65 @@ class DeterministicAttention(torch.autograd.Function):
         from moefold.kernels.attention.backward_triton import attention_backward
 
         q, k, v, y, lse = ctx.saved_tensors
-        return (*attention_backward(gradients[0], q, k, v, y, lse, ctx.scale), None)
+        dq, dk, dv = attention_backward(gradients[0], q, k, v, y, lse, ctx.scale)
+        return dq, dk, dv, None
 
 
-@attention.register_fast("spans")
-def _(q_BSHD, k_BLGD, v_BLGV, scale=None, window=0, sink_H=None, begins_BS=None) -> torch.Tensor:
-    factor: float = q_BSHD.shape[-1] ** -0.5 if scale is None else scale
-    return MaskedAttentionFunction.apply(q_BSHD, k_BLGD, v_BLGV, factor, window, sink_H, begins_BS)  # pyright: ignore[reportReturnType]
+@attention.register_fast("varlen")
+def attention_varlen(
+    q_BSHD: torch.Tensor,
+    k_BLGD: torch.Tensor,
+    v_BLGV: torch.Tensor,
+    scale: float | None = None,
+    window: int = 0,
+    sink_H: torch.Tensor | None = None,
+    begins_BS: torch.Tensor | None = None,
+) -> torch.Tensor:
+    scale = scale_or_default(scale, q_BSHD)
+    inputs = (q_BSHD, k_BLGD, v_BLGV, scale, window, sink_H, begins_BS)
+    return MaskedAttentionFunction.apply(*inputs)  # pyright: ignore[reportReturnType]
+
+
+ATTENTION_CASE_SIZES = [  # B, S, L, H, G, D, V
+    (1, 1, 1, 1, 1, 8, 8),
+    (2, 33, 33, 4, 2, 16, 16),
+    (1, 64, 64, 6, 6, 32, 32),
+    (1, 257, 257, 4, 1, 64, 64),
+    (2, 16, 48, 4, 2, 16, 16),
+    (2, 24, 24, 4, 4, 24, 16),
+    (2, 300, 300, 4, 2, 128, 128),
+]
 
 
 @attention.register_cases
-def _(device: str, dtype: torch.dtype):
-    sizes = [
-        (1, 1, 1, 1, 1, 8, 8),
-        (2, 33, 33, 4, 2, 16, 16),
-        (1, 64, 64, 6, 6, 32, 32),
-        (1, 257, 257, 4, 1, 64, 64),
-        (2, 16, 48, 4, 2, 16, 16),
-        (2, 24, 24, 4, 4, 24, 16),
-        (2, 300, 300, 4, 2, 128, 128),
-    ]
-    for b, s, length, h, g, d, dv in sizes:
-        q, k = seeded_randn(device, dtype, b, s, h, d), seeded_randn(device, dtype, b, length, g, d, seed=1)
-        v, sink = seeded_randn(device, dtype, b, length, g, dv, seed=2), seeded_randn(device, dtype, h, seed=3)
+def attention_cases(device: str, dtype: torch.dtype) -> Iterator[KernelCase]:
+    for b, s, length, h, g, d, dv in ATTENTION_CASE_SIZES:
+        q = seeded_randn(device, dtype, b, s, h, d)
+        k = seeded_randn(device, dtype, b, length, g, d, seed=1)
+        v = seeded_randn(device, dtype, b, length, g, dv, seed=2)
+        sink = seeded_randn(device, dtype, h, seed=3)
         begins = random_document_begins(device, b, length)[:, -s:]
-        name = f"{b}x{s} on {length}, {h}/{g} heads of {d}" + (f", values of {dv}" if dv != d else "")
+        name = f"{b}x{s} on {length}, {h}/{g} heads of {d}"
+        if dv != d:
+            name += f", values of {dv}"
         shape = AttentionShape(length, h, g, d, dv)
         yield KernelCase(name, (q, k, v), attention=shape)
-        case = partial(KernelCase, attention=shape, sees_all=False)
-        yield case(f"{name}, sinks", (q, k, v, 0.3, 0, sink))
-        yield case(f"{name}, documents", (q, k, v, None, 0, None, begins))
-        yield case(f"{name}, documents, window 7, sinks", (q, k, v, 0.3, 7, sink, begins))
+        masked_case = partial(KernelCase, attention=shape, sees_all=False)
+        yield masked_case(f"{name}, sinks", (q, k, v, 0.3, 0, sink))
+        yield masked_case(f"{name}, documents", (q, k, v, None, 0, None, begins))
+        yield masked_case(f"{name}, documents, window 7, sinks", (q, k, v, 0.3, 7, sink, begins))
         for window in (1, 7):
-            yield case(f"{name}, window {window}", (q, k, v, None, window, None))
-            yield case(f"{name}, window {window}, sinks", (q, k, v, None, window, sink))
+            yield masked_case(f"{name}, window {window}", (q, k, v, None, window, None))
+            yield masked_case(f"{name}, window {window}, sinks", (q, k, v, None, window, sink))
 
 
 def random_document_begins(device: str, sequences: int, length: int) -> torch.Tensor:
-    """Where the document of each position begins: some of one token, some of many, other borders in every sequence."""
+    """The first position of each position's document: documents of one token and of many, other borders in every
+    sequence."""
     generator = torch.Generator().manual_seed(length)
     chance = torch.rand(sequences, length, generator=generator)
-    starts = (chance < 0.04) | (chance > 0.99).roll(1, dims=1) | (chance > 0.99)
+    one_token = chance > 0.99
+    starts = (chance < 0.04) | one_token.roll(1, dims=1) | one_token
     starts[:, 0] = True
-    return torch.where(starts, torch.arange(length), 0).cummax(1).values.int().to(device)
+    begins = torch.where(starts, torch.arange(length), 0).cummax(1).values
+    return begins.int().to(device)

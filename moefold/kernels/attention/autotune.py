@@ -1,4 +1,4 @@
-"""Times the ways of attending on this card, for `attention_times.py`."""
+"""Timing of the attention implementations on this GPU, for `timings.py`."""
 
 from __future__ import annotations
 
@@ -9,52 +9,75 @@ from statistics import median
 import torch
 
 from moefold.kernels.attention.attention import attention
-from moefold.kernels.attention.timings import TIMED_TOKENS, AttentionShape, AttentionTimes, known_times
-from moefold.kernels.catalog import ATTENTION_CHOICES, Facts
-from moefold.kernels.registry import DTYPES
+from moefold.kernels.attention.choices import ATTENTION_CHOICES
+from moefold.kernels.attention.timings import TIMED_TOKENS, AttentionTimes, known_times
+from moefold.kernels.facts import AttentionShape, Facts
+from moefold.layout.dtypes import DTYPES
+
+WARM_UP_RUNS = 2
 
 
 def candidate_names(facts: Facts) -> list[str]:
-    """Those that can be compared here."""
-    return [choice.name for choice in ATTENTION_CHOICES if choice.name != "sdpa" and choice.when(facts)]
+    """The implementations that may run here and whose times decide."""
+    timed = [choice for choice in ATTENTION_CHOICES if choice.name != "sdpa"]
+    return [choice.name for choice in timed if choice.when(facts)]
 
 
 def known_or_measured_times(facts: Facts) -> AttentionTimes:
-    """What is known of this shape on this card, or else measured now. Where nothing depends on it nothing is."""
-    if facts.attention is None or facts.repeatable or len(candidate_names(facts)) < 2:
+    """The known times of this shape, or times measured now. Empty where no choice depends on them."""
+    if facts.attention is None or facts.repeatable:
+        return {}
+    if len(candidate_names(facts)) < 2:
         return {}
     return known_times(facts.capability, facts.attention) or measure_candidates(facts)
 
 
 def measure_candidates(facts: Facts) -> AttentionTimes:
-    """Milliseconds of forward and backward, for each way."""
+    """Milliseconds of forward and backward, by implementation."""
     assert facts.attention is not None
     inputs = random_inputs(facts.attention, DTYPES[facts.dtype])
-    return {name: median_milliseconds(forward_and_backward(name, *inputs)) for name in candidate_names(facts)}
+    times: AttentionTimes = {}
+    for name in candidate_names(facts):
+        work = forward_and_backward(name, *inputs)
+        times[name] = median_milliseconds(work)
+    return times
 
 
 def random_inputs(shape: AttentionShape, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    """q, k, v and the gradient of the result."""
+    """q, k, v and the gradient of the output."""
     generator = torch.Generator("cuda").manual_seed(0)
     batch = max(1, TIMED_TOKENS // shape.length)
-    heads = [(shape.heads, shape.head_dim), (shape.kv_heads, shape.head_dim), (shape.kv_heads, shape.value_dim)]
-    sizes = [*heads, (shape.heads, shape.value_dim)]
-    made = [torch.randn(batch, shape.length, *size, device="cuda", generator=generator).to(dtype) for size in sizes]
-    return (*(x.requires_grad_() for x in made[:3]), made[3])
+
+    def random_heads(heads: int, width: int) -> torch.Tensor:
+        x = torch.randn(batch, shape.length, heads, width, device="cuda", generator=generator)
+        return x.to(dtype)
+
+    q = random_heads(shape.heads, shape.head_dim).requires_grad_()
+    k = random_heads(shape.kv_heads, shape.head_dim).requires_grad_()
+    v = random_heads(shape.kv_heads, shape.value_dim).requires_grad_()
+    dy = random_heads(shape.heads, shape.value_dim)
+    return q, k, v, dy
 
 
 def forward_and_backward(
     name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dy: torch.Tensor
 ) -> Callable[[], tuple[torch.Tensor, ...]]:
     attend = attention.implementations[name]
-    return lambda: torch.autograd.grad(attend(q, k, v), (q, k, v), dy)
+
+    def forward_then_backward() -> tuple[torch.Tensor, ...]:
+        y = attend(q, k, v)
+        return torch.autograd.grad(y, (q, k, v), dy)
+
+    return forward_then_backward
 
 
 def median_milliseconds(work: Callable[[], object], repeat: int = 5) -> float:
-    """Milliseconds, the median of a few after two to warm up."""
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(repeat + 3)]
+    """The median of `repeat` runs after a warm-up."""
+    runs = WARM_UP_RUNS + repeat + 1
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(runs)]
     for event in events:
         event.record()
         work()
     events[-1].synchronize()
-    return median(a.elapsed_time(b) for a, b in pairwise(events[2:]))
+    timed = pairwise(events[WARM_UP_RUNS:])
+    return median(begin.elapsed_time(end) for begin, end in timed)

@@ -1,4 +1,4 @@
-"""Attention over runs of keys: what each query sees, as rows of numbers, and autograd around the kernels.
+"""Masked attention (documents, windows, sinks): the range of keys that each query sees, and autograd for the kernels.
 
     keys     0 . . . 4 . . . 8 . .        query 6 of a document that began at 4 sees 4 5 6; first = 4
     first    0 0 0 0 4 4 4 4 8 8 8        key 5 is seen by queries 5 6 7; until = 8
@@ -12,8 +12,8 @@ import torch
 
 
 class MaskedAttentionFunction(torch.autograd.Function):
-    """Only blocks of keys that some query sees are read, both ways, and sums have a fixed order. A window is a later
-    beginning."""
+    """Reads only key blocks that some query sees, forward and backward, with sums in a fixed order. A window moves the
+    first visible key forward."""
 
     @staticmethod
     def forward(ctx, q_BSHD, k_BLGD, v_BLGV, scale: float, window: int, sink_H, begins_BS):
@@ -34,22 +34,37 @@ class MaskedAttentionFunction(torch.autograd.Function):
         dq, dk, dv, delta_BHS = masked_attention_backward(
             gradients[0], q, k, v, first_BS, until_BL, y, lse_BHS, ctx.scale
         )
-        d_sink = None
-        if sink_H is not None:
-            d_sink = -((sink_H.float()[:, None] - lse_BHS).exp() * delta_BHS).sum((0, 2)).to(sink_H.dtype)
+        d_sink = sink_gradient(sink_H, lse_BHS, delta_BHS)
         return dq, dk, dv, None, None, d_sink, None
 
 
-def first_visible_key(q_BSHD, k_BLGD, window: int, begins_BS: torch.Tensor | None) -> torch.Tensor:
-    """The place of the first key that each query sees: of its document or, if that is later, of its window."""
-    (b, s), length, like = q_BSHD.shape[:2], k_BLGD.shape[1], {"dtype": torch.int32, "device": q_BSHD.device}
-    first_BS = torch.zeros(b, s, **like) if begins_BS is None else begins_BS.int().contiguous()
+def sink_gradient(sink_H: torch.Tensor | None, lse_BHS: torch.Tensor, delta_BHS: torch.Tensor) -> torch.Tensor | None:
+    """The sink's value is zero, so its dP is zero and dS = -P delta."""
+    if sink_H is None:
+        return None
+    p_BHS = (sink_H.float()[:, None] - lse_BHS).exp()
+    d_sink_H = -(p_BHS * delta_BHS).sum((0, 2))
+    return d_sink_H.to(sink_H.dtype)
+
+
+def first_visible_key(
+    q_BSHD: torch.Tensor, k_BLGD: torch.Tensor, window: int, begins_BS: torch.Tensor | None
+) -> torch.Tensor:
+    """The position of the first key that each query sees: the first of its document or, if later, of its window."""
+    b, s = q_BSHD.shape[:2]
+    length = k_BLGD.shape[1]
+    if begins_BS is None:
+        first_BS = torch.zeros(b, s, dtype=torch.int32, device=q_BSHD.device)
+    else:
+        first_BS = begins_BS.int().contiguous()
     if not window:
         return first_BS
-    return first_BS.maximum(torch.arange(length - s, length, **like) - (window - 1))
+    position_S = torch.arange(length - s, length, dtype=torch.int32, device=q_BSHD.device)
+    return first_BS.maximum(position_S - (window - 1))
 
 
 def visible_until_query(first_BS: torch.Tensor, length: int) -> torch.Tensor:
-    """For each key, the number of queries whose first key is not behind it: later queries do not see it."""
-    places = torch.arange(length, dtype=torch.int32, device=first_BS.device)
-    return torch.searchsorted(first_BS, places.expand(len(first_BS), -1).contiguous(), right=True, out_int32=True)
+    """For each key, the number of queries whose first visible key is not behind it: later queries do not see it."""
+    position_L = torch.arange(length, dtype=torch.int32, device=first_BS.device)
+    position_BL = position_L.expand(len(first_BS), -1).contiguous()
+    return torch.searchsorted(first_BS, position_BL, right=True, out_int32=True)

@@ -1,15 +1,17 @@
-"""One block of attention whose softmax runs over more keys than are here: what ring attention is made of.
+"""One block of ring attention: attention to some of the keys, with a softmax that runs over the keys of all blocks.
 
-Forward gives the block's own softmax and its log-sum-exp, by which blocks are merged. Backward gets the log-sum-exp
-over all keys and delta = sum(dy * y) per query, and gives this block's summands of the gradients. The first query
-stands `ahead` places behind the first key; a query sees keys that are not behind it and, with a window, not too far
-before it. One that sees none here has zeros and a log-sum-exp of -inf.
+Forward returns the block's own softmax and its log-sum-exp, by which blocks are merged. Backward takes the log-sum-exp
+over all keys and delta = sum(dy * y) per query, and returns this block's summands of the gradients. The first query is
+`ahead` positions behind the first key. A query sees keys up to its own position and, with a window, at most so many of
+them. A query that sees no key here has zeros and a log-sum-exp of -inf.
 
 B sequences, S queries, L keys, H query heads, G key/value heads, D head width, V width of a value head. Not
 differentiable by itself.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import torch
 
@@ -24,7 +26,8 @@ def attention_block(
     """out_BSHV in fp32 or better, and lse_BSH."""
     _, _, v, scores = masked_block_scores(q_BSHD, k_BLGD, v_BLGV, scale, ahead, window)
     lse = scores.logsumexp(-1)
-    out = (scores - lse[..., None]).nan_to_num(nan=-torch.inf).exp() @ v
+    log_p = (scores - lse[..., None]).nan_to_num(nan=-torch.inf)  # NaN: -inf minus -inf, of a query that sees no key
+    out = log_p.exp() @ v
     return out.transpose(1, 2), lse.transpose(1, 2)
 
 
@@ -41,22 +44,35 @@ def attention_block_backward(
     window: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """dq, dk, dv of this block, in fp32 or better."""
-    b, length, g, _ = k_BLGD.shape
     q, k, v, scores = masked_block_scores(q_BSHD, k_BLGD, v_BLGV, scale, ahead, window)
     dy = dy_BSHV.transpose(1, 2).to(scores.dtype)
-    p = (scores - lse_BSH.transpose(1, 2)[..., None]).exp()
-    ds = p * (dy @ v.transpose(-1, -2) - delta_BSH.transpose(1, 2)[..., None]) * scale
-    dk, dv = ds.transpose(-1, -2) @ q, p.transpose(-1, -2) @ dy
-    dk, dv = (x.view(b, g, -1, length, x.shape[-1]).sum(2).transpose(1, 2) for x in (dk, dv))
-    return (ds @ k).transpose(1, 2), dk, dv
+    lse = lse_BSH.transpose(1, 2)[..., None]
+    delta = delta_BSH.transpose(1, 2)[..., None]
+    p = (scores - lse).exp()
+    dp = dy @ v.transpose(-1, -2)
+    ds = p * (dp - delta) * scale
+    dq = ds @ k
+    dk = sum_over_groups(ds.transpose(-1, -2) @ q, k_BLGD)
+    dv = sum_over_groups(p.transpose(-1, -2) @ dy, k_BLGD)
+    return dq.transpose(1, 2), dk, dv
 
 
-def masked_block_scores(q_BSHD, k_BLGD, v_BLGV, scale: float, ahead: int, window: int) -> tuple[torch.Tensor, ...]:
-    """q, k and v with heads first, and the scores, -inf where a key is not seen."""
+def sum_over_groups(gradient: torch.Tensor, k_BLGD: torch.Tensor) -> torch.Tensor:
+    """(B, H, L, width) summed over the query heads of each key/value head: (B, L, G, width)."""
+    b, length, g, _ = k_BLGD.shape
+    by_group = gradient.view(b, g, -1, length, gradient.shape[-1])
+    return by_group.sum(2).transpose(1, 2)
+
+
+def masked_block_scores(
+    q_BSHD: torch.Tensor, k_BLGD: torch.Tensor, v_BLGV: torch.Tensor, scale: float, ahead: int, window: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q, k and v with heads first, and the scores, -inf where a key is not visible."""
     wide = torch.promote_types(q_BSHD.dtype, torch.float32)
     q, k, v = heads_first(q_BSHD, k_BLGD, v_BLGV, wide)
-    hidden = ~attention_mask(q.shape[2], k.shape[2], ahead, window, q.device)
-    return q, k, v, (q @ k.transpose(-1, -2) * scale).masked_fill(hidden, -torch.inf)
+    visible = attention_mask(q.shape[2], k.shape[2], ahead, window, q.device)
+    scores = q @ k.transpose(-1, -2) * scale
+    return q, k, v, scores.masked_fill(~visible, -torch.inf)
 
 
 BLOCK_CASE_SIZES = [  # B, S, L, H, G, D, V, ahead, window
@@ -70,19 +86,23 @@ BLOCK_CASE_SIZES = [  # B, S, L, H, G, D, V, ahead, window
 
 
 @attention_block.register_cases
-def _(device: str, dtype: torch.dtype):
+def attention_block_cases(device: str, dtype: torch.dtype) -> Iterator[KernelCase]:
     for b, s, length, h, g, d, dv, ahead, window in BLOCK_CASE_SIZES:
-        q, k = seeded_randn(device, dtype, b, s, h, d), seeded_randn(device, dtype, b, length, g, d, seed=1)
+        q = seeded_randn(device, dtype, b, s, h, d)
+        k = seeded_randn(device, dtype, b, length, g, d, seed=1)
         v = seeded_randn(device, dtype, b, length, g, dv, seed=2)
         name = f"{b}x{s} on {length}, {h}/{g} heads of {d}, {ahead} ahead"
-        yield KernelCase(f"{name}, window {window}" if window else name, (q, k, v, d**-0.5, ahead, window))
+        if window:
+            name += f", window {window}"
+        yield KernelCase(name, (q, k, v, d**-0.5, ahead, window))
 
 
 @attention_block_backward.register_cases
-def _(device: str, dtype: torch.dtype):
-    for case in attention_block.make_cases(device, dtype):  # pyright: ignore[reportOptionalCall]
-        q, k, v, *how = case.inputs
-        out, lse = attention_block.reference(q, k, v, *how)
+def attention_block_backward_cases(device: str, dtype: torch.dtype) -> Iterator[KernelCase]:
+    for case in attention_block.cases(device, dtype):
+        q, k, v, scale, ahead, window = case.inputs
+        out, lse = attention_block.reference(q, k, v, scale, ahead, window)
         dy = seeded_randn(device, dtype, *out.shape, seed=3)
-        lse = lse.clamp(min=-30)  # a query that sees nothing here sees something elsewhere
-        yield KernelCase(case.name, (dy, q, k, v, lse, (dy * out).sum(-1), *how))
+        lse = lse.clamp(min=-30)  # a query that sees no key here sees some in other blocks
+        delta = (dy * out).sum(-1)
+        yield KernelCase(case.name, (dy, q, k, v, lse, delta, scale, ahead, window))

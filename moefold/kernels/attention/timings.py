@@ -1,7 +1,7 @@
-"""How long each way of attending takes, measured: which one is chosen depends on the card and the shape. Torch-free.
+"""Measured times of the attention implementations: the fastest depends on the GPU and on the shape. Torch-free.
 
-Times of the shapes people train come with the package. Those of others are measured when a run first needs them, and
-remembered in a file of the user's: `explain` reads both.
+Times of the shapes of published models come with the package. Times of other shapes are measured when a run first
+needs them and kept in a file in the user's cache folder; `explain` reads both.
 """
 
 from __future__ import annotations
@@ -9,39 +9,27 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import NamedTuple
+
+from moefold.kernels.choice import current_name
+from moefold.kernels.facts import AttentionShape, Capability
 
 AttentionTimes = dict[str, float]  # implementation -> milliseconds
 
-
-class AttentionShape(NamedTuple):
-    """Of one call: positions of a sequence, query heads, key and value heads, their widths."""
-
-    length: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    value_dim: int
-
-    def __str__(self) -> str:
-        widths = f"{self.head_dim}" + (f", values of {self.value_dim}" if self.value_dim != self.head_dim else "")
-        return f"{self.length} positions, {self.heads}/{self.kv_heads} heads of {widths}"
-
-
-LEARNT: dict[str, AttentionTimes] = {}  # since this process began
-TIMED_TOKENS = 16_384  # of what is timed, forward and backward
+LEARNT: dict[str, AttentionTimes] = {}  # measured by this process
+TIMED_TOKENS = 16_384  # tokens of a timed call, forward and backward
 SHIPPED: dict[str, AttentionTimes] = {  # `moefold bench attention`, H200, torch 2.11, cuDNN 9.19
-    "sm90: 4096 positions, 16/16 heads of 128": {"ordered": 1.66, "cudnn": 1.88, "flash": 3.41},
-    "sm90: 4096 positions, 32/4 heads of 128": {"ordered": 3.20, "cudnn": 3.74, "flash": 7.13},
-    "sm90: 4096 positions, 48/8 heads of 128": {"ordered": 4.76, "cudnn": 5.54, "flash": 9.98},
-    "sm90: 4096 positions, 32/8 heads of 128": {"ordered": 3.20, "cudnn": 3.72, "flash": 6.82},
-    "sm90: 4096 positions, 64/4 heads of 128": {"ordered": 6.39, "cudnn": 7.31, "flash": 13.34},
+    "sm90: 4096 positions, 16/16 heads of 128": {"deterministic": 1.66, "cudnn": 1.88, "flash": 3.41},
+    "sm90: 4096 positions, 32/4 heads of 128": {"deterministic": 3.20, "cudnn": 3.74, "flash": 7.13},
+    "sm90: 4096 positions, 48/8 heads of 128": {"deterministic": 4.76, "cudnn": 5.54, "flash": 9.98},
+    "sm90: 4096 positions, 32/8 heads of 128": {"deterministic": 3.20, "cudnn": 3.72, "flash": 6.82},
+    "sm90: 4096 positions, 64/4 heads of 128": {"deterministic": 6.39, "cudnn": 7.31, "flash": 13.34},
     "sm90: 4096 positions, 128/128 heads of 192, values of 128": {"cudnn": 21.52},
 }
 
 
-def timing_key(capability: tuple[int, int], shape: AttentionShape) -> str:
-    return f"sm{capability[0]}{capability[1]}: {shape}"
+def timing_key(capability: Capability, shape: AttentionShape) -> str:
+    major, minor = capability
+    return f"sm{major}{minor}: {shape}"
 
 
 def timing_cache_path() -> Path:
@@ -49,28 +37,36 @@ def timing_cache_path() -> Path:
     return Path(base) / "moefold" / "attention.json"
 
 
-def known_times(capability: tuple[int, int], shape: AttentionShape) -> AttentionTimes:
-    """What was measured of this shape on such a card; nothing if nobody has."""
-    name = timing_key(capability, shape)
-    return LEARNT.get(name) or SHIPPED.get(name) or cached_timings().get(name) or {}
+def known_times(capability: Capability, shape: AttentionShape) -> AttentionTimes:
+    """The times measured for this shape on such a GPU; empty if there are none."""
+    key = timing_key(capability, shape)
+    return LEARNT.get(key) or SHIPPED.get(key) or cached_timings().get(key) or {}
 
 
 def cached_timings() -> dict[str, AttentionTimes]:
+    """Times from the file in the cache folder, under today's names. An unreadable file counts as empty."""
     try:
-        found = json.loads(timing_cache_path().read_text())
-    except (OSError, ValueError):  # not there, or cut off: it will be measured again
+        timings = json.loads(timing_cache_path().read_text())
+    except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    if not isinstance(timings, dict):
+        return {}
+    return {key: with_current_names(times) for key, times in timings.items()}
 
 
-def remember_times(capability: tuple[int, int], shape: AttentionShape, times: AttentionTimes) -> None:
-    """For this run and the next; a machine that has no place for it measures again."""
+def with_current_names(times: AttentionTimes) -> AttentionTimes:
+    return {current_name(name): time for name, time in times.items()}
+
+
+def remember_times(capability: Capability, shape: AttentionShape, times: AttentionTimes) -> None:
+    """Keep times for this run and the next ones; where the file cannot be written, the next run measures again."""
     LEARNT[timing_key(capability, shape)] = times
-    path, every = timing_cache_path(), cached_timings() | LEARNT
+    path = timing_cache_path()
+    timings = cached_timings() | LEARNT
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        aside = path.with_suffix(f".{os.getpid()}.tmp")
-        aside.write_text(json.dumps(every, indent=1))
-        os.replace(aside, path)
+        temporary = path.with_suffix(f".{os.getpid()}.tmp")
+        temporary.write_text(json.dumps(timings, indent=1))
+        os.replace(temporary, path)
     except OSError:
         return

@@ -1,28 +1,43 @@
-"""How much memory attention's backward on Hopper takes for the gradients of its scores, dS, and so how many heads go at
-once. Torch-free.
+"""The workspace of attention's backward on Hopper: memory for the gradients of the scores, dS. Torch-free.
 
-A head's dS^T is held by tiles of 64 queries: for each, 128 keys of every block that the tile sees, two bytes a score.
+It limits how many heads are worked on at once. A head's dS^T is stored by tiles of 64 queries: each tile has 128 keys
+of every key block that it sees, two bytes a score.
 """
 
 from __future__ import annotations
 
-HOPPER_HEAD_WIDTHS = (64, 128)  # of the heads that these kernels take
-MOST_BYTES = 9 << 29  # of dS^T; where it would be more, some heads go after the others
+HOPPER_HEAD_WIDTHS = (64, 128)  # head widths that the Hopper kernels support
+MOST_BYTES = 9 << 29  # limit of dS^T; above it, heads are worked on in several rounds
+KEY_BLOCK = 128
+QUERY_TILE = 64
+BYTES_PER_SCORE = 2
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
 
 
 def score_gradient_rows(positions: int) -> int:
-    """Of a head's dS^T: 128 for each tile of queries that sees a block of keys."""
-    blocks = -(-positions // 128)
-    return blocks * (blocks + 1) * 128
+    """Rows of one head's dS^T: 128 for each pair of a query tile and a key block that it sees."""
+    blocks = ceil_div(positions, KEY_BLOCK)
+    return blocks * (blocks + 1) * KEY_BLOCK
+
+
+def kv_head_bytes(positions: int, group: int) -> int:
+    """dS^T of one key/value head with its group of query heads."""
+    scores = score_gradient_rows(positions) * QUERY_TILE
+    return group * scores * BYTES_PER_SCORE
 
 
 def kv_heads_at_once(positions: int, units: int, group: int) -> int:
-    """How many key/value heads, each with its group of query heads, go together: as many as may, as evenly as can be;
-    none if one is too much."""
-    most = MOST_BYTES // (group * score_gradient_rows(positions) * 64 * 2)
-    return -(-units // -(-units // most)) if most else 0
+    """How many of `units` key/value heads fit at once, in rounds of nearly equal size; 0 if one alone is too large."""
+    most = MOST_BYTES // kv_head_bytes(positions, group)
+    if most == 0:
+        return 0
+    rounds = ceil_div(units, most)
+    return ceil_div(units, rounds)
 
 
 def score_gradient_bytes(positions: int, units: int, group: int) -> int:
-    """Of all heads that go together."""
-    return kv_heads_at_once(positions, units, group) * group * score_gradient_rows(positions) * 64 * 2
+    """Bytes of the workspace for the heads of one round."""
+    return kv_heads_at_once(positions, units, group) * kv_head_bytes(positions, group)

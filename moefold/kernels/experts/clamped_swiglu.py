@@ -1,11 +1,13 @@
-"""GPT-OSS's activation: gate and up are cut off, the gate is steeper, and up has one added.
+"""Clamped SwiGLU, the activation of GPT-OSS: gate and up are clamped, the gate is steeper, and one is added to up.
 
-    y = (up + 1) x gate x sigmoid(1.702 gate)    gate cut off above `limit`, up at +-limit
+    y = (up + 1) x gate x sigmoid(1.702 gate)    gate clamped to at most `limit`, up to +-limit
 
-times an optional factor per row (the router's gate). R rows, F inner width.
+times an optional factor per row (the router's weight). R rows, F inner width.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import torch
 
@@ -16,46 +18,59 @@ STEEPNESS = 1.702
 
 @register_op
 def clamped_swiglu(gate_up_R2F: torch.Tensor, weight_R: torch.Tensor | None, limit: float) -> torch.Tensor:
-    gate, up = gate_up_R2F.to(torch.promote_types(gate_up_R2F.dtype, torch.float32)).unbind(-2)
-    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    wide = torch.promote_types(gate_up_R2F.dtype, torch.float32)
+    gate, up = gate_up_R2F.to(wide).unbind(-2)
+    gate = gate.clamp(max=limit)
+    up = up.clamp(-limit, limit)
     y = (up + 1) * gate * (STEEPNESS * gate).sigmoid()
-    return (y if weight_R is None else y * weight_R[:, None]).to(gate_up_R2F.dtype)
+    if weight_R is not None:
+        y = y * weight_R[:, None]
+    return y.to(gate_up_R2F.dtype)
 
 
-@clamped_swiglu.register_fast("by_hand")
-def _(gate_up_R2F: torch.Tensor, weight_R: torch.Tensor | None, limit: float) -> torch.Tensor:
+@clamped_swiglu.register_fast("recompute_backward")
+def clamped_swiglu_recompute_backward(
+    gate_up_R2F: torch.Tensor, weight_R: torch.Tensor | None, limit: float
+) -> torch.Tensor:
     return RecomputeClampedSwiGlu.apply(gate_up_R2F, weight_R, limit)  # pyright: ignore[reportReturnType]
 
 
 class RecomputeClampedSwiGlu(torch.autograd.Function):
-    """Keeps only its inputs. Beyond the limits the gradient is zero."""
+    """Saves only its inputs. Beyond the limits the gradient is zero."""
 
     @staticmethod
-    def forward(ctx, gate_up, scale, limit):
-        ctx.save_for_backward(gate_up, scale)
+    def forward(ctx, gate_up, weight, limit):
+        ctx.save_for_backward(gate_up, weight)
         ctx.limit = limit
-        return clamped_swiglu.reference(gate_up, scale, limit)
+        return clamped_swiglu.reference(gate_up, weight, limit)
 
     @staticmethod
-    def backward(ctx, *gradients):
-        gate_up, scale = ctx.saved_tensors
+    def backward(ctx, dy):
+        gate_up, weight = ctx.saved_tensors
         wide, limit = torch.promote_types(gate_up.dtype, torch.float32), ctx.limit
         raw_gate, raw_up = gate_up.to(wide).unbind(-2)
-        gate, up = raw_gate.clamp(max=limit), raw_up.clamp(-limit, limit)
-        dy, s = gradients[0].to(wide), (STEEPNESS * gate).sigmoid()
-        d_scale = None
-        if scale is not None:
-            d_scale = (dy * (up + 1) * gate * s).sum(-1).to(scale.dtype)
-            dy = dy * scale[:, None]
+        gate = raw_gate.clamp(max=limit)
+        up = raw_up.clamp(-limit, limit)
+        dy = dy.to(wide)
+        s = (STEEPNESS * gate).sigmoid()
+        d_weight = None
+        if weight is not None:
+            d_weight = (dy * (up + 1) * gate * s).sum(-1).to(weight.dtype)
+            dy = dy * weight[:, None]
         d_gate = dy * (up + 1) * s * (1 + STEEPNESS * gate * (1 - s)) * (raw_gate <= limit)
         d_up = dy * gate * s * (raw_up.abs() <= limit)
-        return torch.stack((d_gate, d_up), dim=-2).to(gate_up.dtype), d_scale, None
+        d_gate_up = torch.stack((d_gate, d_up), dim=-2)
+        return d_gate_up.to(gate_up.dtype), d_weight, None
 
 
 @clamped_swiglu.register_cases
-def _(device: str, dtype: torch.dtype):
+def clamped_swiglu_cases(device: str, dtype: torch.dtype) -> Iterator[KernelCase]:
     wide = torch.promote_types(dtype, torch.float32)
     for r, f in [(1, 8), (33, 64), (0, 16)]:
-        x = seeded_randn(device, dtype, r, 2, f, scale=4.0)  # a good part beyond the limits
+        x = seeded_randn(device, dtype, r, 2, f, scale=4.0)  # a good part lies beyond the limits
+        weight = seeded_randn(device, wide, r, seed=1)
         yield KernelCase(f"{r} rows of {f}", (x, None, 3.0))
-        yield KernelCase(f"{r} rows of {f}, scaled", (x, seeded_randn(device, wide, r, seed=1), 3.0))
+        yield KernelCase(f"{r} rows of {f}, scaled", (x, weight, 3.0))
+    x = seeded_randn(device, dtype, 40, 2, 64, scale=4.0)
+    weight = seeded_randn(device, wide, 40, seed=1)
+    yield KernelCase("33 rows of 64, 7 undefined behind them", (x, weight, 3.0), rows=(33, 40))

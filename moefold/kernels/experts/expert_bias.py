@@ -1,11 +1,15 @@
-"""Each row plus the bias of its expert, times the row's gate where the gate has acted already.
+"""The experts' bias: each row plus the bias of its expert, times the router's weight where that is applied already.
 
-R rows sorted by expert, N width, E experts; rows of expert e end before `offsets_E[e]`.
+R rows sorted by expert, N width, E experts; rows of expert e end before `ends_E[e]`, rows from `ends_E[-1]` on are
+undefined.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
+import torch.nn.functional as F
 
 from moefold.kernels.registry import KernelCase, register_op, seeded_randn
 
@@ -14,18 +18,32 @@ from moefold.kernels.registry import KernelCase, register_op, seeded_randn
 def expert_bias(
     y_RN: torch.Tensor, bias_EN: torch.Tensor, ends_E: torch.Tensor, weight_R: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """y_RN[r] + bias_EN[expert of r] (x gate_R[r]). The bias' gradient is a sum over sorted rows, without atomics."""
-    row_R = torch.arange(len(y_RN), device=y_RN.device)
-    expert_R = torch.searchsorted(ends_E, row_R.to(ends_E.dtype), right=True)
-    bias_RN = bias_EN[expert_R.clamp(max=len(bias_EN) - 1)]  # static shapes may have rows behind the last expert's
-    return y_RN + (bias_RN if weight_R is None else bias_RN * weight_R[:, None].to(bias_RN.dtype))
+    """y_RN[r] + bias_EN[expert of r] (x weight_R[r]). The bias' gradient is a sum over sorted rows, without atomics."""
+    row_R = torch.arange(len(y_RN), dtype=ends_E.dtype, device=y_RN.device)
+    expert_R = torch.searchsorted(ends_E, row_R, right=True)
+    # Undefined rows have the number E: a bias of zeros, whose gradient is dropped.
+    padded_bias = F.pad(bias_EN, (0, 0, 0, 1))
+    bias_RN = padded_bias[expert_R]
+    if weight_R is not None:
+        bias_RN = bias_RN * weight_R[:, None].to(bias_RN.dtype)
+    return y_RN + bias_RN
+
+
+BIAS_ROW_COUNTS = ([16, 16, 16, 16], [61, 0, 2, 1], [0, 0, 40, 0], [0, 0, 0, 0])
 
 
 @expert_bias.register_cases
-def _(device: str, dtype: torch.dtype):
+def expert_bias_cases(device: str, dtype: torch.dtype) -> Iterator[KernelCase]:
     wide = torch.promote_types(dtype, torch.float32)
-    for counts in ([16, 16, 16, 16], [61, 0, 2, 1], [0, 0, 40, 0], [0, 0, 0, 0]):
-        y, bias = seeded_randn(device, dtype, sum(counts), 24), seeded_randn(device, dtype, len(counts), 24, seed=1)
-        offsets = torch.tensor(counts, device=device).cumsum(0).int()
-        yield KernelCase(f"rows {counts}", (y, bias, offsets))
-        yield KernelCase(f"rows {counts}, gated", (y, bias, offsets, seeded_randn(device, wide, sum(counts), seed=2)))
+    for counts in BIAS_ROW_COUNTS:
+        for spare in (0, 5):
+            rows = sum(counts)
+            y = seeded_randn(device, dtype, rows + spare, 24)
+            bias = seeded_randn(device, dtype, len(counts), 24, seed=1)
+            ends = torch.tensor(counts, device=device).cumsum(0).int()
+            weight = seeded_randn(device, wide, rows + spare, seed=2)
+            name = f"rows {counts}"
+            if spare:
+                name += f", {spare} undefined behind them"
+            yield KernelCase(name, (y, bias, ends), rows=(rows, rows + spare))
+            yield KernelCase(f"{name}, gated", (y, bias, ends, weight), rows=(rows, rows + spare))

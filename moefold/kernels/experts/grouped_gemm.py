@@ -1,10 +1,13 @@
-"""Each expert's rows times that expert's matrix, all experts in one call.
+"""Grouped GEMM: each expert's rows times that expert's matrix, all experts in one call.
 
-R rows sorted by expert, D inner width, N outer width, E experts. Rows of expert e end before `offsets_E[e]` (int32, on
-the device) and begin where the previous expert's end.
+R rows sorted by expert, D inner width, N outer width, E experts. Rows of expert e end before `ends_E[e]` (int32, on the
+device) and begin where the previous expert's end. Rows from `ends_E[-1]` on are undefined: no defined output or
+gradient depends on them.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
@@ -14,32 +17,45 @@ from moefold.kernels.registry import KernelCase, register_op, seeded_randn
 
 @register_op
 def grouped_gemm(x_RD: torch.Tensor, w_END: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
-    """y_RN[r] = w_END[expert of r] @ x_RD[r]."""
-    counts = ends_E.diff(prepend=ends_E.new_zeros(1)).tolist()
-    return torch.cat([rows @ w.mT for rows, w in zip(x_RD.split(counts), w_END, strict=True)])
+    """y_RN[r] = w_END[expert of r] @ x_RD[r]; zeros for undefined rows."""
+    counts = rows_per_expert(ends_E)
+    rows = sum(counts)
+    by_expert = x_RD[:rows].split(counts)
+    products = [x @ w.mT for x, w in zip(by_expert, w_END, strict=True)]
+    spare = len(x_RD) - rows
+    if spare:
+        products.append(x_RD.new_zeros(spare, w_END.shape[1]))
+    return torch.cat(products)
+
+
+def rows_per_expert(ends_E: torch.Tensor) -> list[int]:
+    zero = ends_E.new_zeros(1)
+    return ends_E.diff(prepend=zero).tolist()
 
 
 @grouped_gemm.register_fast("torch_grouped_mm")
-def _(x_RD: torch.Tensor, w_END: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
-    return ContiguousGradient.apply(F.grouped_mm(x_RD, w_END.mT, offs=ends_E))  # pyright: ignore[reportReturnType]
+def grouped_gemm_torch(x_RD: torch.Tensor, w_END: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
+    y_RN = F.grouped_mm(x_RD, w_END.mT, offs=ends_E)
+    return ContiguousGradient.apply(y_RN)  # pyright: ignore[reportReturnType]
 
 
 @register_op
 def grouped_gemm_weight(dy_RN: torch.Tensor, x_RD: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
     """The weights' gradient by itself: dw_END[e] = the sum over rows of e of dy_R x_R^T; zeros for an empty expert."""
-    counts = ends_E.diff(prepend=ends_E.new_zeros(1)).tolist()
+    counts = rows_per_expert(ends_E)
     rows = sum(counts)
-    pairs = zip(dy_RN[:rows].split(counts), x_RD[:rows].split(counts), strict=True)
-    return torch.stack([dy.mT @ x for dy, x in pairs])
+    dy_by_expert = dy_RN[:rows].split(counts)
+    x_by_expert = x_RD[:rows].split(counts)
+    return torch.stack([dy.mT @ x for dy, x in zip(dy_by_expert, x_by_expert, strict=True)])
 
 
 @grouped_gemm_weight.register_fast("torch_grouped_mm")
-def _(dy_RN: torch.Tensor, x_RD: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
+def grouped_gemm_weight_torch(dy_RN: torch.Tensor, x_RD: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
     return F.grouped_mm(dy_RN.mT, x_RD, offs=ends_E)
 
 
 class ContiguousGradient(torch.autograd.Function):
-    """grouped_mm's backward refuses expanded gradients, such as those of a plain sum."""
+    """The identity. The backward of grouped_mm refuses expanded gradients, such as those of a plain sum."""
 
     @staticmethod
     def forward(ctx, y):
@@ -60,17 +76,22 @@ EXPERT_ROW_COUNTS = {
 
 
 @grouped_gemm.register_cases
-def _(device: str, dtype: torch.dtype):
+def grouped_gemm_cases(device: str, dtype: torch.dtype) -> Iterator[KernelCase]:
     for name, counts in EXPERT_ROW_COUNTS.items():
-        for d, n in [(32, 48), (64, 16)]:
-            x, w = seeded_randn(device, dtype, sum(counts), d), seeded_randn(device, dtype, len(counts), n, d, seed=1)
-            offsets = torch.tensor(counts, device=device).cumsum(0).int()
-            yield KernelCase(f"{name}, {d} to {n}", (x, w, offsets), hidden=d, ffn=n)
+        for d, n, spare in [(32, 48, 0), (64, 16, 0), (32, 48, 5)]:
+            rows = sum(counts)
+            x = seeded_randn(device, dtype, rows + spare, d)
+            w = seeded_randn(device, dtype, len(counts), n, d, seed=1)
+            ends = torch.tensor(counts, device=device).cumsum(0).int()
+            about = f"{name}, {d} to {n}"
+            if spare:
+                about += f", {spare} rows undefined behind them"
+            yield KernelCase(about, (x, w, ends), hidden=d, ffn=n, rows=(rows, rows + spare))
 
 
 @grouped_gemm_weight.register_cases
-def _(device: str, dtype: torch.dtype):
-    for case in grouped_gemm.make_cases(device, dtype):  # pyright: ignore[reportOptionalCall]
-        x, w, offsets = case.inputs
+def grouped_gemm_weight_cases(device: str, dtype: torch.dtype) -> Iterator[KernelCase]:
+    for case in grouped_gemm.cases(device, dtype):
+        x, w, ends = case.inputs
         dy = seeded_randn(device, dtype, len(x), w.shape[1], seed=2)
-        yield KernelCase(case.name, (dy, x, offsets), hidden=case.hidden, ffn=case.ffn)
+        yield KernelCase(case.name, (dy, x, ends), hidden=case.hidden, ffn=case.ffn, rows=case.rows)

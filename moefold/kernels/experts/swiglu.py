@@ -1,10 +1,12 @@
-"""The gated activation silu(gate) * up, times an optional factor per row (the router's gate).
+"""SwiGLU, the gated activation silu(gate) * up, times an optional factor per row (the router's weight).
 
-R rows, F inner width. Applying the router's gate here, before the second GEMM, is the memory-efficient permutation:
-the expert's output then needs no copy for the gate's gradient.
+R rows, F inner width. Applying the router's weight here, before the second GEMM, saves memory: the expert's output need
+not be kept for the weight's gradient.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
@@ -14,69 +16,77 @@ from moefold.kernels.registry import KernelCase, register_op, seeded_randn
 
 @register_op
 def swiglu(gate_up_R2F: torch.Tensor, weight_R: torch.Tensor | None = None) -> torch.Tensor:
-    wide = gate_up_R2F.to(torch.promote_types(gate_up_R2F.dtype, torch.float32))
-    gate, up = wide.unbind(-2)
+    wide = torch.promote_types(gate_up_R2F.dtype, torch.float32)
+    gate, up = gate_up_R2F.to(wide).unbind(-2)
     y = F.silu(gate) * up
-    return (y if weight_R is None else y * weight_R[:, None]).to(gate_up_R2F.dtype)
+    if weight_R is not None:
+        y = y * weight_R[:, None]
+    return y.to(gate_up_R2F.dtype)
 
 
 @swiglu.register_fast("triton")
-def _(gate_up_R2F: torch.Tensor, weight_R: torch.Tensor | None = None) -> torch.Tensor:
+def swiglu_triton(gate_up_R2F: torch.Tensor, weight_R: torch.Tensor | None = None) -> torch.Tensor:
     return TritonSwiGlu.apply(gate_up_R2F, weight_R)  # pyright: ignore[reportReturnType]
 
 
-@swiglu.register_fast("by_hand")
-def _(gate_up_R2F: torch.Tensor, weight_R: torch.Tensor | None = None) -> torch.Tensor:
+@swiglu.register_fast("recompute_backward")
+def swiglu_recompute_backward(gate_up_R2F: torch.Tensor, weight_R: torch.Tensor | None = None) -> torch.Tensor:
     return RecomputeSwiGlu.apply(gate_up_R2F, weight_R)  # pyright: ignore[reportReturnType]
 
 
 class TritonSwiGlu(torch.autograd.Function):
-    """Keeps only its inputs."""
+    """Saves only its inputs."""
 
     @staticmethod
-    def forward(ctx, gate_up, scale):
-        from moefold.kernels.experts import swiglu_triton
+    def forward(ctx, gate_up, weight):
+        from moefold.kernels.experts.swiglu_triton import swiglu_forward
 
         gate_up = gate_up.contiguous()
-        ctx.save_for_backward(gate_up, scale)
-        return swiglu_triton.swiglu_forward(gate_up, scale)
+        ctx.save_for_backward(gate_up, weight)
+        return swiglu_forward(gate_up, weight)
 
     @staticmethod
     def backward(ctx, *gradients):
-        from moefold.kernels.experts import swiglu_triton
+        from moefold.kernels.experts.swiglu_triton import swiglu_backward
 
-        gate_up, scale = ctx.saved_tensors
-        return swiglu_triton.swiglu_backward(gradients[0], gate_up, scale)
+        gate_up, weight = ctx.saved_tensors
+        return swiglu_backward(gradients[0], gate_up, weight)
 
 
 class RecomputeSwiGlu(torch.autograd.Function):
-    """Keeps only its inputs: d silu(g) = s + g s (1 - s) with s = sigmoid(g)."""
+    """Saves only its inputs: d silu(g) = s + g s (1 - s) with s = sigmoid(g)."""
 
     @staticmethod
-    def forward(ctx, gate_up, scale):
-        ctx.save_for_backward(gate_up, scale)
-        return swiglu.reference(gate_up, scale)
+    def forward(ctx, gate_up, weight):
+        ctx.save_for_backward(gate_up, weight)
+        return swiglu.reference(gate_up, weight)
 
     @staticmethod
     def backward(ctx, dy):
-        gate_up, scale = ctx.saved_tensors
+        gate_up, weight = ctx.saved_tensors
         wide = torch.promote_types(gate_up.dtype, torch.float32)
         gate, up = gate_up.to(wide).unbind(-2)
         dy = dy.to(wide)
         s = gate.sigmoid()
         silu = gate * s
-        d_scale = None
-        if scale is not None:
-            d_scale = (dy * silu * up).sum(-1).to(scale.dtype)
-            dy = dy * scale[:, None]
-        d_gate_up = torch.stack((dy * up * (s + silu * (1 - s)), dy * silu), dim=-2)
-        return d_gate_up.to(gate_up.dtype), d_scale
+        d_weight = None
+        if weight is not None:
+            d_weight = (dy * silu * up).sum(-1).to(weight.dtype)
+            dy = dy * weight[:, None]
+        d_gate = dy * up * (s + silu * (1 - s))
+        d_up = dy * silu
+        d_gate_up = torch.stack((d_gate, d_up), dim=-2)
+        return d_gate_up.to(gate_up.dtype), d_weight
 
 
 @swiglu.register_cases
-def _(device: str, dtype: torch.dtype):
+def swiglu_cases(device: str, dtype: torch.dtype) -> Iterator[KernelCase]:
     wide = torch.promote_types(dtype, torch.float32)
     for r, f in [(1, 8), (33, 64), (0, 16), (256, 192)]:
         x = seeded_randn(device, dtype, r, 2, f)
+        weight = seeded_randn(device, wide, r, seed=1)
         yield KernelCase(f"{r} rows of {f}", (x, None))
-        yield KernelCase(f"{r} rows of {f}, scaled", (x, seeded_randn(device, wide, r, seed=1)))
+        yield KernelCase(f"{r} rows of {f}, scaled", (x, weight))
+    x = seeded_randn(device, dtype, 40, 2, 64)
+    weight = seeded_randn(device, wide, 40, seed=1)
+    yield KernelCase("33 rows of 64, 7 undefined behind them", (x, weight), rows=(33, 40))

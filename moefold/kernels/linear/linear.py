@@ -60,7 +60,7 @@ def linear(x: torch.Tensor, layers: Sequence[WeightAndBias], recipe: Recipe = PL
     return tuple(multiply(x, [layer], recipe, DENSE_PRODUCTS)[0] for layer in layers)
 
 
-@linear.register_fast("adding")
+@linear.register_fast("fused_dgrad")
 def linear_fused_dgrad(
     x: torch.Tensor, layers: Sequence[WeightAndBias], recipe: Recipe = PLAIN
 ) -> tuple[torch.Tensor, ...]:

@@ -1,11 +1,11 @@
-"""Queries and keys that are normed before they turn: over each head, or over all heads of a token together.
+"""RMSNorm of queries or keys fused with their rotation: the norm is over each head, or over all heads of a token.
 
 B sequences, S positions, H heads, D head width.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -46,14 +46,15 @@ def norm_rope_triton(
 
 
 class NormRopeFunction(torch.autograd.Function):
-    """Keeps its input alone: what lies between norm and turn is made again."""
+    """Saves its input alone: backward computes the norm again."""
 
     @staticmethod
     def forward(ctx, x_BSHD, w, angles, eps):
         from moefold.kernels.norm import rope_triton
 
         ctx.save_for_backward(x_BSHD)
-        ctx.weight, ctx.angles, ctx.eps = w, angles, eps  # the weight itself: it knows where its gradient goes
+        ctx.weight = w  # the Parameter object, not a saved tensor: its gradient sink is an attribute
+        ctx.angles, ctx.eps = angles, eps
         return rope_triton.rotate_heads(x_BSHD, w, angles, eps)
 
     @staticmethod
@@ -61,13 +62,15 @@ class NormRopeFunction(torch.autograd.Function):
         from moefold.kernels.norm import rope_triton
 
         (x_BSHD,) = ctx.saved_tensors
-        return *rope_triton.rotate_heads_backward(gradients[0], x_BSHD, ctx.weight, ctx.angles, ctx.eps), None, None
+        dx_BSHD, dw = rope_triton.rotate_heads_backward(gradients[0], x_BSHD, ctx.weight, ctx.angles, ctx.eps)
+        return dx_BSHD, dw, None, None
 
 
 @norm_rope.register_cases
-def _(device: str, dtype: torch.dtype):
+def norm_rope_cases(device: str, dtype: torch.dtype) -> Iterator[KernelCase]:
     for b, s, h, d in [(1, 1, 2, 4), (2, 7, 3, 16), (2, 40, 4, 64)]:
-        x, angles = seeded_randn(device, dtype, b, s, h, d), random_rope_angles(device, dtype, s, d)
-        for over, size in {"each head": d, "all heads": h * d}.items():
+        x = seeded_randn(device, dtype, b, s, h, d)
+        angles = random_rope_angles(device, dtype, s, d)
+        for extent, size in {"each head": d, "all heads": h * d}.items():
             w = seeded_randn(device, dtype, size, seed=1)
-            yield KernelCase(f"{b}x{s} {h} heads of {d}, over {over}", (x, w, angles, 1e-6))
+            yield KernelCase(f"{b}x{s} {h} heads of {d}, over {extent}", (x, w, angles, 1e-6))

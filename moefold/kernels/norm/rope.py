@@ -1,10 +1,11 @@
-"""Rotary positions: the pair (x_i, x_{i + D/2}) of a head turns by the angle of its position.
+"""Rotary positions: the pair (x_i, x_{i + D/2}) of a head is rotated by the angle of its position.
 
-B sequences, S positions, H heads, D head width.
+B sequences, S positions, H heads, D head width, d = D / 2.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -13,7 +14,7 @@ from moefold.kernels.registry import KernelCase, register_op, seeded_randn
 
 
 class RopeAngles(NamedTuple):
-    """By which half a head turns at each position, in fp32 or better. They are constants."""
+    """Cosines and sines of the rotation at each position, in fp32 or better. They are constants."""
 
     cos_Sd: torch.Tensor
     sin_Sd: torch.Tensor
@@ -22,36 +23,39 @@ class RopeAngles(NamedTuple):
 @register_op
 def rope(x_BSHD: torch.Tensor, angles: RopeAngles) -> torch.Tensor:
     cos, sin = angles.cos_Sd[:, None, :], angles.sin_Sd[:, None, :]
-    a, b = x_BSHD.to(torch.promote_types(x_BSHD.dtype, cos.dtype)).chunk(2, dim=-1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x_BSHD.dtype)
+    wide = torch.promote_types(x_BSHD.dtype, cos.dtype)
+    a, b = x_BSHD.to(wide).chunk(2, dim=-1)
+    rotated = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+    return rotated.to(x_BSHD.dtype)
 
 
 @rope.register_fast("triton")
-def _(x_BSHD: torch.Tensor, angles: RopeAngles) -> torch.Tensor:
+def rope_triton(x_BSHD: torch.Tensor, angles: RopeAngles) -> torch.Tensor:
     return RopeFunction.apply(x_BSHD, angles)  # pyright: ignore[reportReturnType]
 
 
 class RopeFunction(torch.autograd.Function):
-    """The gradient turns back. Nothing but the angles is kept."""
+    """The gradient is rotated back. Only the angles are saved."""
 
     @staticmethod
     def forward(ctx, x_BSHD, angles):
-        from moefold.kernels.norm import rope_triton
+        from moefold.kernels.norm.rope_triton import rotate_heads
 
         ctx.angles = angles
-        return rope_triton.rotate_heads(x_BSHD, None, angles)
+        return rotate_heads(x_BSHD, None, angles)
 
     @staticmethod
     def backward(ctx, *gradients):
-        from moefold.kernels.norm import rope_triton
+        from moefold.kernels.norm.rope_triton import rotate_heads
 
-        return rope_triton.rotate_heads(gradients[0], None, ctx.angles, back=True), None
+        return rotate_heads(gradients[0], None, ctx.angles, back=True), None
 
 
 @rope.register_cases
-def _(device: str, dtype: torch.dtype):
+def rope_cases(device: str, dtype: torch.dtype) -> Iterator[KernelCase]:
     for b, s, h, d in [(1, 1, 1, 2), (2, 7, 3, 16), (2, 64, 4, 64)]:
-        x, angles = seeded_randn(device, dtype, b, s, h, d), random_rope_angles(device, dtype, s, d)
+        x = seeded_randn(device, dtype, b, s, h, d)
+        angles = random_rope_angles(device, dtype, s, d)
         yield KernelCase(f"{b}x{s} {h} heads of {d}", (x, angles))
 
 

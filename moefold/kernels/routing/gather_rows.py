@@ -1,17 +1,19 @@
-"""Tokens to rows and back, without atomics: each direction is a gather, and each is the other's backward.
+"""Tokens to expert rows and back, without atomics: each direction is a gather, and each is the other's backward.
 
 N source rows, R rows in expert order, D width, K rows at most per source row.
-`index_R[r]` is the source of row r; `slots_NK[n]` are the rows made from source n. The two say the same thing. Only
-with `holes` may either hold -1: a slot without a row (fewer than K), a row without a source (padding).
+`index_R[r]` is the source of row r; `slots_NK[n]` are the rows made from source n: each is the inverse of the other.
+Only with `holes` may either hold -1: a slot without a row (fewer than K), a row without a source (padding, or rows
+behind the last expert's).
 
     source_ND  --gather_rows-->  x_RD = source[index]         sum_rows: y_ND = sum_k y_R[slots[:, k]]
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
+import torch.nn.functional as F
 
 from moefold.kernels.registry import KernelCase, register_op, seeded_randn
 
@@ -20,9 +22,9 @@ from moefold.kernels.registry import KernelCase, register_op, seeded_randn
 def gather_rows(
     source_ND: torch.Tensor, index_R: torch.Tensor, slots_NK: torch.Tensor, holes: bool = False
 ) -> torch.Tensor:
-    """x_RD[r] = source_ND[index_R[r]]; zeros for a row of padding, -1."""
+    """x_RD[r] = source_ND[index_R[r]]; zeros where the index is -1."""
     if holes:
-        source_ND = torch.cat((source_ND, source_ND.new_zeros(1, source_ND.shape[1])))
+        source_ND = with_row_of_zeros(source_ND)
     return source_ND[index_R]
 
 
@@ -30,45 +32,69 @@ def gather_rows(
 def sum_rows(y_RD: torch.Tensor, index_R: torch.Tensor, slots_NK: torch.Tensor, holes: bool = False) -> torch.Tensor:
     """out_ND[n] = the sum of y_RD over the rows made from n, in fp32 or better."""
     wide = torch.promote_types(y_RD.dtype, torch.float32)
-    if holes:  # -1 finds the row of zeros behind the last
-        y_RD = torch.cat((y_RD, y_RD.new_zeros(1, y_RD.shape[1])))
+    if holes:
+        y_RD = with_row_of_zeros(y_RD)
     return y_RD[slots_NK].sum(1, dtype=wide).to(y_RD.dtype)
 
 
-@gather_rows.register_fast("adjoint")
-def _(source_ND: torch.Tensor, index_R: torch.Tensor, slots_NK: torch.Tensor, holes: bool = False) -> torch.Tensor:
-    return GatherRowsFunction.apply(source_ND, index_R, slots_NK, holes, gather_rows, sum_rows)  # pyright: ignore[reportReturnType]
+def with_row_of_zeros(x: torch.Tensor) -> torch.Tensor:
+    """A last row of zeros, which the index -1 reads."""
+    return torch.cat((x, x.new_zeros(1, x.shape[1])))
 
 
-@sum_rows.register_fast("adjoint")
-def _(y_RD: torch.Tensor, index_R: torch.Tensor, slots_NK: torch.Tensor, holes: bool = False) -> torch.Tensor:
-    return SumRowsFunction.apply(y_RD, index_R, slots_NK, holes, gather_rows, sum_rows)  # pyright: ignore[reportReturnType]
+@gather_rows.register_fast("gather_backward")
+def gather_rows_gather_backward(
+    source_ND: torch.Tensor, index_R: torch.Tensor, slots_NK: torch.Tensor, holes: bool = False
+) -> torch.Tensor:
+    inputs = (source_ND, index_R, slots_NK, holes, gather_rows, sum_rows)
+    return GatherRowsFunction.apply(*inputs)  # pyright: ignore[reportReturnType]
+
+
+@sum_rows.register_fast("gather_backward")
+def sum_rows_gather_backward(
+    y_RD: torch.Tensor, index_R: torch.Tensor, slots_NK: torch.Tensor, holes: bool = False
+) -> torch.Tensor:
+    inputs = (y_RD, index_R, slots_NK, holes, gather_rows, sum_rows)
+    return SumRowsFunction.apply(*inputs)  # pyright: ignore[reportReturnType]
 
 
 @gather_rows.register_fast("triton")
-def _(source_ND: torch.Tensor, index_R: torch.Tensor, slots_NK: torch.Tensor, holes: bool = False) -> torch.Tensor:
-    return GatherRowsFunction.apply(source_ND, index_R, slots_NK, holes, *one_pass_movements())  # pyright: ignore[reportReturnType]
+def gather_rows_triton(
+    source_ND: torch.Tensor, index_R: torch.Tensor, slots_NK: torch.Tensor, holes: bool = False
+) -> torch.Tensor:
+    inputs = (source_ND, index_R, slots_NK, holes, gather_in_one_pass, sum_in_one_pass)
+    return GatherRowsFunction.apply(*inputs)  # pyright: ignore[reportReturnType]
 
 
 @sum_rows.register_fast("triton")
-def _(y_RD: torch.Tensor, index_R: torch.Tensor, slots_NK: torch.Tensor, holes: bool = False) -> torch.Tensor:
-    return SumRowsFunction.apply(y_RD, index_R, slots_NK, holes, *one_pass_movements())  # pyright: ignore[reportReturnType]
+def sum_rows_triton(
+    y_RD: torch.Tensor, index_R: torch.Tensor, slots_NK: torch.Tensor, holes: bool = False
+) -> torch.Tensor:
+    inputs = (y_RD, index_R, slots_NK, holes, gather_in_one_pass, sum_in_one_pass)
+    return SumRowsFunction.apply(*inputs)  # pyright: ignore[reportReturnType]
 
 
 RowMovement = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool], torch.Tensor]
 
 
-def one_pass_movements() -> tuple[RowMovement, RowMovement]:
-    """Both ways in one pass each, without a copy that repeats rows: torch's own sum writes K rows per token first."""
-    from moefold.kernels.routing import rows_triton
+def gather_in_one_pass(
+    source_ND: torch.Tensor, index_R: torch.Tensor, slots_NK: torch.Tensor, holes: bool
+) -> torch.Tensor:
+    from moefold.kernels.routing.rows_triton import gather_by_index
 
-    return (
-        lambda source, index, slots, holes: rows_triton.gather_by_index(source, index),
-        lambda y, index, slots, holes: rows_triton.sum_over_slots(y, slots),
-    )
+    return gather_by_index(source_ND, index_R)
+
+
+def sum_in_one_pass(y_RD: torch.Tensor, index_R: torch.Tensor, slots_NK: torch.Tensor, holes: bool) -> torch.Tensor:
+    """Reads each row once; torch's own sum writes K rows per token first."""
+    from moefold.kernels.routing.rows_triton import sum_over_slots
+
+    return sum_over_slots(y_RD, slots_NK)
 
 
 class GatherRowsFunction(torch.autograd.Function):
+    """A gather whose backward sums over the slots."""
+
     @staticmethod
     def forward(ctx, source_ND, index_R, slots_NK, holes, gather: RowMovement, total: RowMovement):
         ctx.save_for_backward(index_R, slots_NK)
@@ -77,10 +103,14 @@ class GatherRowsFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, d_RD):
-        return ctx.total(d_RD, *ctx.saved_tensors, ctx.holes), None, None, None, None, None
+        index_R, slots_NK = ctx.saved_tensors
+        d_ND = ctx.total(d_RD, index_R, slots_NK, ctx.holes)
+        return d_ND, None, None, None, None, None
 
 
 class SumRowsFunction(torch.autograd.Function):
+    """A sum over the slots whose backward is a gather."""
+
     @staticmethod
     def forward(ctx, y_RD, index_R, slots_NK, holes, gather: RowMovement, total: RowMovement):
         ctx.save_for_backward(index_R, slots_NK)
@@ -89,44 +119,58 @@ class SumRowsFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, d_ND):
-        return ctx.gather(d_ND, *ctx.saved_tensors, ctx.holes), None, None, None, None, None
+        index_R, slots_NK = ctx.saved_tensors
+        d_RD = ctx.gather(d_ND, index_R, slots_NK, ctx.holes)
+        return d_RD, None, None, None, None, None
 
 
 def shuffled_rows(n: int, k: int, device: str, drop: int = 0) -> tuple[torch.Tensor, torch.Tensor, bool]:
-    """A random index and its slots; with `drop`, every so many-th row is left out and three rows of padding are put in
-    front."""
-    kept = torch.randperm(n * k, generator=torch.Generator().manual_seed(n * k))
-    kept = kept[kept % drop != 0] if drop else kept
-    padding = kept.new_full((3 if drop else 0,), -1)
+    """A random index, its slots and whether there are holes. With `drop`, every drop-th row is left out and three rows
+    of padding come first."""
+    choices = torch.randperm(n * k, generator=torch.Generator().manual_seed(n * k))
+    padding = 0
+    if drop:
+        choices = choices[choices % drop != 0]
+        padding = 3
+    index = F.pad(choices // max(k, 1), (padding, 0), value=-1)
     slots = torch.full((n * k,), -1)
-    slots[kept] = torch.arange(len(kept)) + len(padding)
-    return torch.cat((padding, kept // max(k, 1))).to(device), slots.view(n, k).to(device), drop > 0
+    slots[choices] = torch.arange(len(choices)) + padding
+    return index.to(device), slots.view(n, k).to(device), drop > 0
 
 
-ROW_CASE_SIZES = [
-    (1, 1, 4, 0),
-    (33, 2, 16, 0),
-    (64, 8, 32, 0),
-    (0, 2, 8, 0),
-    (33, 2, 16, 3),
-    (16, 4, 8, 2),
-    (5, 1, 8, 1),
+ROW_CASE_SIZES = [  # N, K, D, drop, undefined rows behind the last
+    (1, 1, 4, 0, 0),
+    (33, 2, 16, 0, 0),
+    (64, 8, 32, 0, 0),
+    (0, 2, 8, 0, 0),
+    (33, 2, 16, 3, 0),
+    (16, 4, 8, 2, 0),
+    (5, 1, 8, 1, 0),
+    (33, 2, 16, 3, 5),
 ]
 
 
+def row_cases() -> Iterator[tuple[str, int, tuple[torch.Tensor, torch.Tensor, bool], tuple[int, int]]]:
+    """Name, width, (index, slots, holes) and (defined rows, rows) of each case."""
+    for n, k, d, drop, spare in ROW_CASE_SIZES:
+        index, slots, holes = shuffled_rows(n, k, "cpu", drop)
+        rows = len(index)
+        index = F.pad(index, (0, spare), value=-1)
+        name = f"{n} x {k} rows of {d}, drop {drop}"
+        if spare:
+            name += f", {spare} undefined behind them"
+        yield name, d, (index, slots, holes), (rows, rows + spare)
+
+
 @gather_rows.register_cases
-def _(device: str, dtype: torch.dtype):
-    for n, k, d, drop in ROW_CASE_SIZES:
-        yield KernelCase(
-            f"{n} x {k} rows of {d}, drop {drop}",
-            (seeded_randn(device, dtype, n, d), *shuffled_rows(n, k, device, drop)),
-        )
+def gather_rows_cases(device: str, dtype: torch.dtype) -> Iterator[KernelCase]:
+    for name, d, (index, slots, holes), rows in row_cases():
+        source = seeded_randn(device, dtype, len(slots), d)
+        yield KernelCase(name, (source, index.to(device), slots.to(device), holes), rows=rows)
 
 
 @sum_rows.register_cases
-def _(device: str, dtype: torch.dtype):
-    for n, k, d, drop in ROW_CASE_SIZES:
-        index, slots, holes = shuffled_rows(n, k, device, drop)
-        yield KernelCase(
-            f"{n} x {k} rows of {d}, drop {drop}", (seeded_randn(device, dtype, len(index), d), index, slots, holes)
-        )
+def sum_rows_cases(device: str, dtype: torch.dtype) -> Iterator[KernelCase]:
+    for name, d, (index, slots, holes), rows in row_cases():
+        y = seeded_randn(device, dtype, len(index), d)
+        yield KernelCase(name, (y, index.to(device), slots.to(device), holes), rows=rows)

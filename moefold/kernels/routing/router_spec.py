@@ -1,4 +1,4 @@
-"""How a router chooses, and which tokens it chooses for. T tokens of B sequences, N numbers of each."""
+"""The router's specification, and the tokens it is applied to. T tokens of B sequences, N numbers of each."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 @dataclass(frozen=True)
 class RouterSpec:
-    """How a router chooses; the keys of the same names in the configuration say what each means."""
+    """How a router selects experts; the configuration's keys of the same names are documented there."""
 
     k: int
     score: str = "softmax"
@@ -22,13 +22,13 @@ class RouterSpec:
 
     @property
     def normalized_over(self) -> str:
-        """What the weights are normalised over."""
+        """The experts over which weights are normalised."""
         return "chosen" if self.score == "softmax_chosen" else self.normalize
 
 
 @dataclass(frozen=True)
 class TokenSpan:
-    """Which tokens these are of so many sequences laid end to end: those from `first` on."""
+    """The tokens of one call among `sequences` laid end to end: those from `first` on."""
 
     sequences: int
     length: int
@@ -36,5 +36,7 @@ class TokenSpan:
 
     def sum(self, x_TN: torch.Tensor) -> torch.Tensor:
         """Over the tokens of each sequence: (B, N)."""
-        missing = self.sequences * self.length - self.first - len(x_TN)
-        return F.pad(x_TN, (0, 0, self.first, missing)).unflatten(0, (self.sequences, self.length)).sum(1)
+        behind = self.sequences * self.length - self.first - len(x_TN)
+        padded = F.pad(x_TN, (0, 0, self.first, behind))
+        by_sequence = padded.unflatten(0, (self.sequences, self.length))
+        return by_sequence.sum(1)

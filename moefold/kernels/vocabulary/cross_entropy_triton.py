@@ -1,13 +1,10 @@
-"""What lies between the head's products, in Triton: from logits to their gradient, and the loss. Imported only where
+"""Cross-entropy between the head's GEMMs, in Triton: from logits to their gradient and the loss. Imported only where
 Triton is.
 
-T tokens of a chunk, V words held here. The logits are read once for their largest and the sum of their exponentials,
-and once more to be overwritten by softmax - onehot; between the two, ranks that hold other words have their say.
+T tokens of a chunk, V vocabulary rows held here. The logits are read once for their maximum and the sum of their
+exponentials, and once more to be overwritten by softmax - onehot; between the two passes, maximum and sum are
+all-reduced over tp.
 """
-
-# pyright: reportMissingImports=false, reportIndexIssue=false, reportArgumentType=false, reportCallIssue=false
-# pyright: reportPossiblyUnboundVariable=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
-# pyright: reportReturnType=false, reportAttributeAccessIssue=false, reportAssignmentType=false
 
 from __future__ import annotations
 
@@ -15,7 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
-from moefold.kernels.vocabulary.vocab_shard import IGNORE_INDEX, VocabShard
+from moefold.kernels.vocabulary.vocab_shard import VocabShard
+from moefold.layout.labels import IGNORE_INDEX
 
 BLOCK = 2048
 
@@ -27,35 +25,44 @@ def load_logits(row, v, V):
 
 @triton.jit
 def log_sum_exp_kernel(logits_TV, column_T, largest_T, sum_T, target_T, V, BLOCK: tl.constexpr):
-    """Each lane keeps its own largest and sum over the row; they meet once, at the end. Four blocks at a time, so that
-    several loads are in flight and one rescaling serves them all."""
+    """Each lane keeps its own maximum and sum over the row; lanes are reduced once, at the end. Four blocks at a time,
+    so that several loads are in flight and one rescaling serves them all."""
     t = tl.program_id(0).to(tl.int64)
-    row, lane = logits_TV + t * V, tl.arange(0, BLOCK)
-    top = tl.full([BLOCK], -1e30, tl.float32)  # as good as -inf, but its differences are numbers
+    row = logits_TV + t * V
+    lane = tl.arange(0, BLOCK)
+    top = tl.full([BLOCK], -1e30, tl.float32)  # in place of -inf: its differences are finite
     total = tl.zeros([BLOCK], tl.float32)
+    # main loop over the vocabulary, four blocks at a time
     for start in range(0, V, BLOCK * 4):
         v = start + lane
-        a, b = load_logits(row, v, V), load_logits(row, v + BLOCK, V)
-        c, d = load_logits(row, v + 2 * BLOCK, V), load_logits(row, v + 3 * BLOCK, V)
+        a = load_logits(row, v, V)
+        b = load_logits(row, v + BLOCK, V)
+        c = load_logits(row, v + 2 * BLOCK, V)
+        d = load_logits(row, v + 3 * BLOCK, V)
         higher = tl.maximum(tl.maximum(top, a), tl.maximum(tl.maximum(b, c), d))
         total *= tl.exp(top - higher)
         total += (tl.exp(a - higher) + tl.exp(b - higher)) + (tl.exp(c - higher) + tl.exp(d - higher))
         top = higher
+    # epilogue: reduce the lanes, and read the label's logit
     largest = tl.max(top, 0)
     tl.store(largest_T + t, largest)
     tl.store(sum_T + t, tl.sum(total * tl.exp(top - largest), 0))
     column = tl.load(column_T + t)
     held = (column >= 0) & (column < V)
-    tl.store(target_T + t, tl.load(row + column, mask=held, other=0.0).to(tl.float32))
+    target = tl.load(row + column, mask=held, other=0.0)
+    tl.store(target_T + t, target.to(tl.float32))
 
 
 @triton.jit
 def logit_gradient_kernel(logits_TV, column_T, log_sum_T, valid_T, V, BLOCK: tl.constexpr):
+    """softmax - onehot in place of the logits; zeros for tokens without a label."""
     t = tl.program_id(0).to(tl.int64)
     v = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     at = logits_TV + t * V + v
     x = tl.load(at, mask=v < V, other=0.0).to(tl.float32)
-    d = tl.exp(x - tl.load(log_sum_T + t)) - tl.where(v == tl.load(column_T + t), 1.0, 0.0)
+    softmax = tl.exp(x - tl.load(log_sum_T + t))
+    onehot = tl.where(v == tl.load(column_T + t), 1.0, 0.0)
+    d = softmax - onehot
     d = tl.where(tl.load(valid_T + t) != 0, d, 0.0)
     tl.store(at, d.to(logits_TV.dtype.element_ty), mask=v < V)
 
@@ -63,26 +70,34 @@ def logit_gradient_kernel(logits_TV, column_T, log_sum_T, valid_T, V, BLOCK: tl.
 @triton.jit
 def scale_into_kernel(x, factor, out, n, BLOCK: tl.constexpr):
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    y = tl.load(x + i, mask=i < n, other=0.0) * tl.load(factor).to(tl.float32)
+    value = tl.load(x + i, mask=i < n, other=0.0)
+    y = value * tl.load(factor).to(tl.float32)
     tl.store(out + i, y.to(out.dtype.element_ty), mask=i < n)
 
 
 def scale_into(x: torch.Tensor, factor: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """out = x times a number on the device, in the type of `out`: torch's own takes three times as long to convert."""
-    scale_into_kernel[(triton.cdiv(x.numel(), BLOCK),)](x, factor, out, x.numel(), BLOCK, num_warps=8)
+    """out = x times a number on the device, in the dtype of `out`; torch's own kernel takes three times as long."""
+    n = x.numel()
+    grid = (triton.cdiv(n, BLOCK),)
+    scale_into_kernel[grid](x, factor, out, n, BLOCK, num_warps=8)
     return out
 
 
 def loss_and_gradient(
     logits_TV: torch.Tensor, labels_T: torch.Tensor, words: VocabShard
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """d loss / d logits for the words held here, written over the logits, and the loss over all words."""
+    """d loss / d logits for the vocabulary rows held here, written over the logits, and the loss over the whole
+    vocabulary."""
     tokens, held = logits_TV.shape
-    valid_T, column_T = labels_T != IGNORE_INDEX, labels_T - words.first
+    valid_T = labels_T != IGNORE_INDEX
+    column_T = labels_T - words.first
     largest_T, sum_T, target_T = torch.empty(3, tokens, dtype=torch.float32, device=logits_TV.device)
     log_sum_exp_kernel[(tokens,)](logits_TV, column_T, largest_T, sum_T, target_T, held, BLOCK // 2, num_warps=4)
-    everyones_T = words.largest(largest_T.clone())
-    log_sum_T = words.total(sum_T * (largest_T - everyones_T).exp()).log() + everyones_T
+    # Maximum and sum over all ranks' shards.
+    overall_T = words.largest(largest_T.clone())
+    rescaled_T = sum_T * (largest_T - overall_T).exp()
+    log_sum_T = words.total(rescaled_T).log() + overall_T
     grid = (tokens, triton.cdiv(held, BLOCK))
     logit_gradient_kernel[grid](logits_TV, column_T, log_sum_T, valid_T.to(torch.int8), held, BLOCK, num_warps=8)
-    return logits_TV, ((log_sum_T - words.total(target_T)) * valid_T).sum()
+    loss_T = log_sum_T - words.total(target_T)
+    return logits_TV, (loss_T * valid_T).sum()

@@ -1,9 +1,11 @@
-"""Words to vectors: out_TD[t] = w_VD[words_T[t]], zeros where the word is -1, none that is held here.
+"""The embedding: out_TD[t] = w_VD[words_T[t]], zeros where the token id is -1 (held by another rank).
 
-T tokens, D width, V words held here.
+T tokens, D width, V vocabulary rows held here.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
@@ -14,42 +16,46 @@ from moefold.layout.gradient_sink import memory_for_gradient
 
 @register_op
 def embedding(words_T: torch.Tensor, w_VD: torch.Tensor, holes: bool = False) -> torch.Tensor:
-    """Only with `holes` may words be -1."""
+    """Only with `holes` may token ids be -1."""
     if not holes:
         return F.embedding(words_T, w_VD)
-    return F.embedding(words_T.clamp(min=0), w_VD) * (words_T >= 0)[:, None]
+    held_T = words_T >= 0
+    return F.embedding(words_T.clamp(min=0), w_VD) * held_T[:, None]
 
 
 @embedding.register_fast("triton")
-def _(words_T: torch.Tensor, w_VD: torch.Tensor, holes: bool = False) -> torch.Tensor:
+def embedding_triton(words_T: torch.Tensor, w_VD: torch.Tensor, holes: bool = False) -> torch.Tensor:
     return EmbeddingFunction.apply(words_T, w_VD)  # pyright: ignore[reportReturnType]
 
 
 class EmbeddingFunction(torch.autograd.Function):
-    """The gradient of a word is the sum over its tokens, in their order: one pass that writes every word once."""
+    """A row's gradient is the sum over its tokens, in their order: one pass that writes every row once."""
 
     @staticmethod
     def forward(ctx, words_T, w_VD):
-        from moefold.kernels.routing import rows_triton
+        from moefold.kernels.routing.rows_triton import gather_by_index
 
         ctx.save_for_backward(words_T)
-        ctx.weight = w_VD
-        return rows_triton.gather_by_index(w_VD, words_T)
+        ctx.weight = w_VD  # the Parameter object, not a saved tensor: its gradient sink is an attribute
+        return gather_by_index(w_VD, words_T)
 
     @staticmethod
     def backward(ctx, *gradients):
-        from moefold.kernels.vocabulary import embedding_triton
+        from moefold.kernels.vocabulary.embedding_triton import embedding_wgrad
 
         (words_T,) = ctx.saved_tensors
-        return None, embedding_triton.embedding_wgrad(gradients[0], words_T, memory_for_gradient(ctx.weight))
+        dw_VD = memory_for_gradient(ctx.weight)
+        return None, embedding_wgrad(gradients[0], words_T, dw_VD)
 
 
 @embedding.register_cases
-def _(device: str, dtype: torch.dtype):
+def embedding_cases(device: str, dtype: torch.dtype) -> Iterator[KernelCase]:
     for t, v, d in [(1, 2, 4), (33, 7, 16), (0, 3, 8), (40, 100, 24)]:
-        words, w = torch.randint(v, (t,), generator=torch.Generator().manual_seed(t)), seeded_randn(device, dtype, v, d)
-        for name, some in {"spread": words, "one word": words * 0 + v - 1}.items():
-            yield KernelCase(f"{t} of {v} words of {d}, {name}", (some.to(device), w))
-        yield KernelCase(
-            f"{t} of {v} words of {d}, half elsewhere", ((words * 2 - v).clamp(min=-1).to(device), w, True)
-        )
+        name = f"{t} of {v} words of {d}"
+        w = seeded_randn(device, dtype, v, d)
+        spread = torch.randint(v, (t,), generator=torch.Generator().manual_seed(t))
+        one_word = torch.full((t,), v - 1)
+        half = (spread * 2 - v).clamp(min=-1)
+        yield KernelCase(f"{name}, spread", (spread.to(device), w))
+        yield KernelCase(f"{name}, one word", (one_word.to(device), w))
+        yield KernelCase(f"{name}, half elsewhere", (half.to(device), w, True))

@@ -1,4 +1,4 @@
-"""Which words of a vocabulary a rank's matrix holds, and the label that is none."""
+"""The vocabulary shard of a tensor-parallel rank."""
 
 from __future__ import annotations
 
@@ -7,16 +7,18 @@ from typing import NamedTuple
 
 import torch
 
-IGNORE_INDEX = -100  # a label that counts for nothing
-
 
 class VocabShard(NamedTuple):
-    """Which words a matrix holds, when the vocabulary is cut over ranks: those from `first` on. `total` and `largest`
-    act on a tensor in place, over the ranks that hold the rest."""
+    """The rows of the vocabulary that a rank's matrix holds: those from `first` on. `total` and `largest` all-reduce a
+    tensor in place over the ranks of the other shards."""
 
     first: int
     total: Callable[[torch.Tensor], torch.Tensor]
     largest: Callable[[torch.Tensor], torch.Tensor]
 
 
-WHOLE_VOCABULARY = VocabShard(0, lambda x: x, lambda x: x)
+def on_one_rank(x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
+WHOLE_VOCABULARY = VocabShard(0, on_one_rank, on_one_rank)

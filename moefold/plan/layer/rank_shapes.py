@@ -17,7 +17,8 @@ from functools import cached_property
 from moefold.anatomy.step_specs import dispatched_width, fits_fused_expert_mlp
 from moefold.config.run import Config, ModelConfig
 from moefold.dispatch.catalog import expected_distinct
-from moefold.kernels.catalog import Facts, forced_implementations, pick_implementation
+from moefold.kernels.catalog import forced_implementations, pick_implementation
+from moefold.kernels.facts import Facts
 from moefold.plan.options import PlanChoices
 
 RANK_SHAPE_AXES = ("tp", "cp", "ep", "etp")

@@ -31,7 +31,7 @@ def is_float(x: object) -> bool:
 
 
 def agree(inputs: tuple) -> None:
-    for number, (a, b) in enumerate(zip(outcome("spans", inputs), outcome("reference", inputs), strict=True)):
+    for number, (a, b) in enumerate(zip(outcome("varlen", inputs), outcome("reference", inputs), strict=True)):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5, msg=lambda text, n=number: f"number {n}: {text}")
 
 
@@ -73,5 +73,5 @@ def test_the_first_key_of_queries_and_the_last_query_of_keys_are_those_of_the_ma
 def test_on_a_gpu_ten_passes_agree_to_the_bit():
     q, k, v = (seeded_randn("cuda", torch.bfloat16, 2, 1000, heads, 128, seed=heads) for heads in (8, 2, 2))
     begins, sink = random_document_begins("cuda", 2, 1000), seeded_randn("cuda", torch.bfloat16, 8)
-    first, *others = (outcome("spans", (q, k, v, None, 300, sink, begins)) for _ in range(10))
+    first, *others = (outcome("varlen", (q, k, v, None, 300, sink, begins)) for _ in range(10))
     assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))

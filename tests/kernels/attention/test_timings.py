@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from moefold.kernels.attention import timings
-from moefold.kernels.attention.timings import AttentionShape, known_times, remember_times, timing_cache_path
-from moefold.kernels.catalog import Facts, attention_sees_all, attention_shape, pick_implementation
+from moefold.kernels.attention.timings import known_times, remember_times, timing_cache_path, timing_key
+from moefold.kernels.catalog import pick_implementation
+from moefold.kernels.facts import AttentionShape, Facts, attention_sees_all, attention_shape
 from moefold.presets.recipe import resolve_recipe
 
 SHAPE = AttentionShape(8192, 24, 3, 128, 128)
@@ -27,17 +29,17 @@ def chosen(repeatable: bool, shape: AttentionShape | None = SHAPE) -> tuple[str,
     )
 
 
-@pytest.mark.parametrize("best", ["cudnn", "flash", "ordered"])
+@pytest.mark.parametrize("best", ["cudnn", "flash", "deterministic"])
 def test_the_quickest_measured_way_is_taken_and_the_times_are_told(best: str):
-    remember_times(CARD, SHAPE, {"cudnn": 3.0, "flash": 3.0, "ordered": 3.0} | {best: 1.5})
+    remember_times(CARD, SHAPE, {"cudnn": 3.0, "flash": 3.0, "deterministic": 3.0} | {best: 1.5})
     name, why = chosen(repeatable=False)
     assert name == best
-    assert f"8192 positions, 24/3 heads of 128, ms for 16384 tokens there and back: {best} 1.50" in why
+    assert f"8192 positions, 24/3 heads of 128, ms of forward and backward for 16384 tokens: {best} 1.50" in why
 
 
 def test_a_run_that_shall_repeat_takes_sums_in_a_fixed_order_however_long_they_take():
-    remember_times(CARD, SHAPE, {"cudnn": 1.0, "flash": 2.0, "ordered": 9.0})
-    assert chosen(repeatable=True)[0] == "ordered"
+    remember_times(CARD, SHAPE, {"cudnn": 1.0, "flash": 2.0, "deterministic": 9.0})
+    assert chosen(repeatable=True)[0] == "deterministic"
     assert chosen(repeatable=False)[0] == "cudnn"
 
 
@@ -51,6 +53,13 @@ def test_what_was_learnt_outlasts_the_process_unless_the_file_is_broken(monkeypa
         assert known_times(CARD, SHAPE) == {}
     remember_times(CARD, SHAPE, {"cudnn": 2.0})
     assert known_times(CARD, SHAPE) == {"cudnn": 2.0}
+
+
+def test_times_that_an_earlier_version_wrote_are_read_under_the_names_now():
+    timing_cache_path().parent.mkdir(parents=True)
+    timing_cache_path().write_text(json.dumps({timing_key(CARD, SHAPE): {"ordered": 2.0, "cudnn": 3.0, "flash": 4.0}}))
+    assert known_times(CARD, SHAPE) == {"deterministic": 2.0, "cudnn": 3.0, "flash": 4.0}
+    assert chosen(repeatable=False)[0] == "deterministic"
 
 
 def test_a_place_that_cannot_be_written_is_no_reason_to_stop(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
@@ -84,7 +93,7 @@ def test_documents_windows_and_sinks_are_for_a_way_that_takes_them_on_a_gpu(name
     assert attention_sees_all(config) == all_
     for repeatable in (True, False):
         facts = Facts("cuda", "bf16", CARD, attention=SHAPE, sees_all=all_, repeatable=repeatable, triton=True)
-        assert (pick_implementation("attention", facts)[0] == "spans") == (not all_)
+        assert (pick_implementation("attention", facts)[0] == "varlen") == (not all_)
     assert pick_implementation("attention", Facts("cpu", "fp32", attention=SHAPE, sees_all=all_))[0] == "sdpa"
     without = Facts("cuda", "bf16", CARD, attention=SHAPE, sees_all=False, triton=False)
     assert pick_implementation("attention", without)[0] == "sdpa"

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from moefold.bench.layer import LayerShape, moefold_layer
-from moefold.kernels.catalog import Facts, has_triton, pick_implementation
+from moefold.kernels.catalog import pick_implementation
 from moefold.kernels.experts.expert_mlp import expert_mlp, shuffled_routing
+from moefold.kernels.facts import Facts, has_triton
 
 needs_hopper = pytest.mark.skipif(
     not (torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9 and has_triton()),
@@ -134,14 +135,15 @@ def test_a_layer_waits_for_nothing_and_its_graph_replays_right_with_other_routin
 @pytest.mark.parametrize(
     ("facts", "runs"),
     [
-        (Facts("cuda", "bf16", (9, 0), 2048, 768), True),
-        (Facts("cuda", "bf16", (9, 0), 2880, 1408), True),  # parts of tiles are empty
-        (Facts("cuda", "bf16", (9, 0), 2048, 804), False),  # rows that do not begin at multiples of 16 bytes
-        (Facts("cuda", "bf16", (9, 0), 2044, 768), False),
-        (Facts("cuda", "fp32", (9, 0), 2048, 768), False),
-        (Facts("cuda", "bf16", (8, 0), 2048, 768), False),  # no wgmma
-        (Facts("cuda", "bf16", (10, 0), 2048, 768), False),  # other instructions
-        (Facts("cpu", "bf16", (0, 0), 2048, 768), False),
+        (Facts("cuda", "bf16", (9, 0), hidden=2048, ffn=768), True),
+        (Facts("cuda", "bf16", (9, 0), hidden=2880, ffn=1408), True),  # parts of tiles are empty
+        (Facts("cuda", "bf16", (9, 0), hidden=2048, ffn=804), False),  # rows that do not begin at multiples of 16 bytes
+        (Facts("cuda", "bf16", (9, 0), hidden=2044, ffn=768), False),
+        (Facts("cuda", "fp32", (9, 0), hidden=2048, ffn=768), False),
+        (Facts("cuda", "bf16", (8, 0), hidden=2048, ffn=768), False),  # no wgmma
+        (Facts("cuda", "bf16", (10, 0), hidden=2048, ffn=768), False),  # other instructions
+        (Facts("cpu", "bf16", (0, 0), hidden=2048, ffn=768), False),
+        (Facts("cuda", "bf16", (9, 0), hidden=2048, ffn=768, recipe="fp8"), False),  # bf16 products only
     ],
 )
 def test_the_gluon_kernel_is_chosen_exactly_where_it_can_run(facts: Facts, runs: bool):

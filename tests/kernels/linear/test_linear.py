@@ -8,7 +8,7 @@ from moefold.kernels.linear.linear import linear
 from moefold.layout.gradient_sink import attach_gradient_sink
 from tests.kernels.test_every_op import check
 
-adding = linear.implementations["adding"]
+adding = linear.implementations["fused_dgrad"]
 
 
 def test_what_adds_equals_the_reference_in_every_case():

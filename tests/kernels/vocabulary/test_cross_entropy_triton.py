@@ -8,7 +8,8 @@ import torch
 pytest.importorskip("triton")
 
 from moefold.kernels.vocabulary import cross_entropy, cross_entropy_triton
-from moefold.kernels.vocabulary.vocab_shard import IGNORE_INDEX, WHOLE_VOCABULARY, VocabShard
+from moefold.kernels.vocabulary.vocab_shard import WHOLE_VOCABULARY, VocabShard
+from moefold.layout.labels import IGNORE_INDEX
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

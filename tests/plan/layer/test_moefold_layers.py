@@ -15,7 +15,7 @@ import torch
 
 from moefold.config.run import Config, ModelConfig, MoeConfig, ParallelConfig
 from moefold.kernels.bound import BoundKernels
-from moefold.kernels.catalog import facts_from_config
+from moefold.kernels.facts import facts_from_config
 from moefold.kernels.vocabulary import cross_entropy
 from moefold.layout.axes import World, create_world
 from moefold.model.attention.gqa import GroupedQueryAttention

@@ -1,0 +1,136 @@
+"""Implementations of attention: conditions, reasons, and costs from measured times. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from moefold.kernels.attention.timings import TIMED_TOKENS, AttentionTimes, known_times
+from moefold.kernels.choice import Choice, Choices, always_runs
+from moefold.kernels.facts import AttentionShape, Facts
+
+LARGE_SHARED_MEMORY = ((8, 0), (9, 0), (10, 0), (10, 3))  # GPUs whose blocks may have 160 KiB of shared memory
+DETERMINISTIC_HEAD_DIMS = (16, 32, 64, 128)
+REPEATABLE = ("deterministic", "sdpa")  # those that add up in a fixed order
+NOT_REPEATABLE_COST = 1e6  # milliseconds: chosen last where runs must repeat
+FALLBACK_COST = 1e7
+
+
+def fused_attention_runs(facts: Facts) -> bool:
+    if facts.attention is None or facts.device != "cuda":
+        return False
+    return facts.dtype in ("bf16", "fp16") and facts.capability >= (8, 0)
+
+
+def causal_attention_runs(facts: Facts) -> bool:
+    return fused_attention_runs(facts) and facts.sees_all
+
+
+def offsets_fit_32_bits(shape: AttentionShape) -> bool:
+    """Whether offsets within one sequence fit."""
+    return shape.length * shape.heads * shape.head_dim < 1 << 31
+
+
+def cudnn_attention_runs(facts: Facts) -> bool:
+    """cuDNN's kernels for Hopper; on other GPUs flash is as fast."""
+    shape = facts.attention
+    if shape is None or not causal_attention_runs(facts):
+        return False
+    return facts.capability[0] == 9 and shape.head_dim % 8 == 0
+
+
+def flash_attention_runs(facts: Facts) -> bool:
+    shape = facts.attention
+    if shape is None or not causal_attention_runs(facts):
+        return False
+    return shape.head_dim == shape.value_dim <= 256
+
+
+def deterministic_attention_runs(facts: Facts) -> bool:
+    shape = facts.attention
+    if shape is None or not offsets_fit_32_bits(shape):
+        return False
+    if not flash_attention_runs(facts) or not facts.triton:
+        return False
+    return shape.head_dim in DETERMINISTIC_HEAD_DIMS
+
+
+def varlen_attention_runs(facts: Facts) -> bool:
+    shape = facts.attention
+    if facts.sees_all or shape is None or not offsets_fit_32_bits(shape):
+        return False
+    if not fused_attention_runs(facts) or not facts.triton:
+        return False
+    widest = max(shape.head_dim, shape.value_dim)
+    return facts.capability in LARGE_SHARED_MEMORY and widest <= 256
+
+
+def measured_times(facts: Facts) -> AttentionTimes:
+    if facts.attention is None:
+        return {}
+    return known_times(facts.capability, facts.attention)
+
+
+def attention_cost(name: str) -> Callable[[Facts], float]:
+    """Measured milliseconds. Where runs must repeat, implementations without a fixed order of sums come last."""
+
+    def measured_cost(facts: Facts) -> float:
+        cost = measured_times(facts).get(name, 0.0)
+        if facts.repeatable and name not in REPEATABLE:
+            cost += NOT_REPEATABLE_COST
+        return cost
+
+    return measured_cost
+
+
+def fallback_cost(facts: Facts) -> float:
+    return FALLBACK_COST if fused_attention_runs(facts) else 0.0
+
+
+def attention_timing_note(facts: Facts) -> str:
+    times = measured_times(facts)
+    if not times:
+        return ""
+    fastest_first = sorted(times.items(), key=lambda item: item[1])
+    listed = ", ".join(f"{name} {time:.2f}" for name, time in fastest_first)
+    return f"{facts.attention}, ms of forward and backward for {TIMED_TOKENS} tokens: {listed}"
+
+
+ATTENTION_CHOICES = (
+    Choice(
+        "deterministic",
+        deterministic_attention_runs,
+        "bf16 on cuda with Triton, heads of 16, 32, 64 or 128",
+        "sums in a fixed order, so that runs repeat to the bit (kernels.repeatable)",
+        attention_cost("deterministic"),
+        attention_timing_note,
+    ),
+    Choice(
+        "cudnn",
+        cudnn_attention_runs,
+        "bf16 on Hopper",
+        "never stores the scores; its backward adds up in another order each time",
+        attention_cost("cudnn"),
+        attention_timing_note,
+    ),
+    Choice(
+        "flash",
+        flash_attention_runs,
+        "bf16 on cuda, values as wide as keys",
+        "never stores the scores; its backward adds up in another order each time",
+        attention_cost("flash"),
+        attention_timing_note,
+    ),
+    Choice(
+        "varlen",
+        varlen_attention_runs,
+        "bf16 on an A100, H100, B200 or their like with Triton, heads of at most 256; documents, a window or sinks",
+        "reads only visible keys, stores no mask; sums in a fixed order, so that runs repeat to the bit",
+    ),
+    Choice("sdpa", always_runs, "nothing", "never stores the scores", fallback_cost),
+)
+
+CHOICES: Choices = {
+    "attention": ATTENTION_CHOICES,
+    "attention_block": (),
+    "attention_block_backward": (),
+}

@@ -1,0 +1,61 @@
+"""Implementations of the experts' ops: grouped GEMMs, activations, biases, the fused MLP. Torch-free."""
+
+from __future__ import annotations
+
+from moefold.kernels.choice import Choice, Choices, always_runs, triton_computes, triton_runs
+from moefold.kernels.facts import Facts
+
+
+def grouped_mm_runs(facts: Facts) -> bool:
+    """torch.nn.functional.grouped_mm: on cuda bf16 alone, from Ampere on."""
+    if not facts.rows_aligned_to(16):
+        return False
+    if facts.device == "cuda":
+        return facts.dtype == "bf16" and facts.capability >= (8, 0)
+    return facts.device == "cpu" and facts.dtype in ("fp32", "bf16", "fp16")
+
+
+def expert_gemm_runs(facts: Facts) -> bool:
+    """Uses Hopper's instructions (wgmma, TMA); TMA needs rows that begin at multiples of 16 bytes."""
+    if facts.recipe != "plain" or facts.dtype != "bf16" or facts.capability[0] != 9:
+        return False
+    if not facts.swiglu_experts:
+        return False
+    if not facts.hidden or not facts.ffn:
+        return False
+    return facts.rows_aligned_to(16) and triton_runs(facts)
+
+
+TORCH_GROUPED_MM = Choice(
+    "torch_grouped_mm",
+    grouped_mm_runs,
+    "bf16 on cuda (fp32, bf16 or fp16 on cpu) and rows that are multiples of 16 bytes",
+    "one call for all experts, offsets stay on the device",
+)
+RECOMPUTE_BACKWARD = Choice(
+    "recompute_backward", always_runs, "nothing", "saves the pre-activation only, no intermediate values"
+)
+
+CHOICES: Choices = {
+    "swiglu": (
+        Choice(
+            "triton",
+            triton_computes,
+            "cuda with Triton, fp32 or bf16",
+            "one pass each way; saves the pre-activation only",
+        ),
+        RECOMPUTE_BACKWARD,
+    ),
+    "clamped_swiglu": (RECOMPUTE_BACKWARD,),
+    "expert_bias": (),
+    "expert_mlp": (
+        Choice(
+            "gluon",
+            expert_gemm_runs,
+            "bf16 on Hopper with Triton, SwiGLU experts without biases, hidden and expert sizes that are multiples of 8",
+            "activation and its gradient inside the GEMMs; saves tokens and pre-activation only",
+        ),
+    ),
+    "grouped_gemm": (TORCH_GROUPED_MM,),
+    "grouped_gemm_weight": (TORCH_GROUPED_MM,),
+}

@@ -1,0 +1,31 @@
+"""Implementations of norms and rotary positions. Torch-free."""
+
+from __future__ import annotations
+
+from moefold.kernels.choice import Choice, Choices, always_runs, triton_computes
+
+TRITON_NORM = Choice(
+    "triton",
+    triton_computes,
+    "cuda with Triton, fp32 or bf16",
+    "one pass each way; the weight's gradient without atomics",
+)
+TRITON_ROPE = Choice(
+    "triton",
+    triton_computes,
+    "cuda with Triton, fp32 or bf16",
+    "one pass each way, angles read once for all heads of a token",
+)
+
+CHOICES: Choices = {
+    "rmsnorm": (
+        TRITON_NORM,
+        Choice("torch", always_runs, "nothing", "one fused pass where torch has one"),
+    ),
+    "add_rmsnorm": (
+        TRITON_NORM,
+        Choice("torch", always_runs, "nothing", "one fused pass for the norm where torch has one"),
+    ),
+    "rope": (TRITON_ROPE,),
+    "norm_rope": (TRITON_ROPE,),
+}

@@ -1,0 +1,31 @@
+"""Implementations of the optimizer's passes over flat buckets. Torch-free."""
+
+from __future__ import annotations
+
+from moefold.kernels.choice import Choice, Choices, triton_computes
+from moefold.kernels.facts import Facts
+
+
+def fused_adamw_runs(facts: Facts) -> bool:
+    return facts.dtype != "fp64" and facts.moments != "bf16" and facts.main == "fp32"
+
+
+CHOICES: Choices = {
+    "adamw": (
+        Choice(
+            "triton",
+            triton_computes,
+            "cuda with Triton, fp32 or bf16",
+            "one pass over gradients, moments, main weights and the model's, clipping included",
+        ),
+        Choice("fused", fused_adamw_runs, "fp32 state", "one pass over weights, gradients and moments"),
+    ),
+    "add_squares": (
+        Choice(
+            "triton",
+            triton_computes,
+            "cuda with Triton, fp32 or bf16",
+            "one pass; a few thousand squares are summed in fp32, these sums in fp64",
+        ),
+    ),
+}

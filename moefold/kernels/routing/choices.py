@@ -1,0 +1,45 @@
+"""Implementations of the router's ops and of moving rows. Torch-free."""
+
+from __future__ import annotations
+
+from moefold.kernels.choice import Choice, Choices, always_runs, triton_computes, triton_runs
+from moefold.kernels.facts import Facts
+
+
+def bf16_gemm_runs(facts: Facts) -> bool:
+    return facts.device == "cuda" and facts.dtype == "bf16" and facts.capability >= (8, 0)
+
+
+TRITON_ROWS = Choice(
+    "triton", triton_runs, "cuda with Triton", "reads and writes each row once; its backward is the other's forward"
+)
+
+CHOICES: Choices = {
+    "router_logits": (
+        Choice(
+            "bf16_exact",
+            bf16_gemm_runs,
+            "bf16 on cuda",
+            "fp32 sums of exact products on the tensor cores, no fp32 copies of tokens and weights",
+        ),
+    ),
+    "router_topk": (
+        Choice(
+            "triton",
+            triton_computes,
+            "cuda with Triton, fp32 scores",
+            "softmax, top-k, weights and sums for balance in one pass, no sort",
+        ),
+    ),
+    "arrange_rows": (
+        Choice("triton", triton_runs, "cuda with Triton", "a counting sort instead of a sort; no atomics"),
+    ),
+    "gather_rows": (
+        TRITON_ROWS,
+        Choice("gather_backward", always_runs, "nothing", "its backward is a gather: no atomics, the same every run"),
+    ),
+    "sum_rows": (
+        TRITON_ROWS,
+        Choice("gather_backward", always_runs, "nothing", "its backward is a gather of the tokens' gradients"),
+    ),
+}
