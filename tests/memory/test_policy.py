@@ -124,8 +124,8 @@ def saved_bytes(model: Transformer) -> int:
 
 
 def differing(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor], summed_anew: bool = False) -> list[str]:
-    """Gradients that are not equal to the bit; a lookup in two steps is added in another order, and so are the gradients
-    of a norm's three outputs where it has a graph of its own (`summed_anew`)."""
+    """Gradients that are not equal to the bit; a lookup in two steps is added in another order, and so are the
+    gradients of a norm's three outputs where it has a graph of its own (`summed_anew`)."""
     assert set(one) == set(two)
     close = set(one) if summed_anew else {"embedding.weight"}
     assert all(torch.allclose(one[name], two[name], rtol=1e-12, atol=1e-14) for name in close)
