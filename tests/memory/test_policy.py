@@ -264,8 +264,8 @@ def test_a_region_that_the_model_lacks_is_refused_with_the_reason():
 def fused_kernels() -> BoundKernels:
     """A kernel that is not the reference stands for a fused one."""
 
-    def fused(*inputs: Any) -> torch.Tensor:
-        return expert_mlp.reference(*inputs)
+    def fused(*inputs: Any, **more: Any) -> torch.Tensor:
+        return expert_mlp.reference(*inputs, **more)
 
     return BoundKernels(FACTS).with_implementation(expert_mlp, fused)
 
