@@ -101,19 +101,17 @@ def explain_config(config: Config, world: int) -> dict[str, Any]:
             )
         ),
         "kernels": kernels,
-        "regions": describe_regions(config, kernels),
+        "regions": describe_regions(model, kernels),
     }
 
 
-def describe_regions(config: Config, kernels: dict[str, dict[str, str]]) -> dict[str, Any]:
+def describe_regions(model: ModelConfig, kernels: dict[str, dict[str, str]]) -> dict[str, Any]:
     """The memory regions that the model has, with their places, and those that it lacks, with the reasons."""
     names = {op: choice["implementation"] for op, choice in kernels.items()}
-    if separates_weight_grads(config):
-        names["expert_mlp"] = "reference"  # fused experts cannot defer their weight gradients
-    present = regions_of(config.model, names)
+    present = regions_of(model, names)
     return {
         "present": {name: {"place": region.place, "meaning": region.meaning} for name, region in present.items()},
-        "absent": absent_regions(config.model, names),
+        "absent": absent_regions(model, names),
     }
 
 

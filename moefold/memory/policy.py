@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from moefold.anatomy.regions import REGIONS, RegionSpec, absent_regions, fused_experts_reason, merged_step_spec
 from moefold.config.errors import UserError, did_you_mean, printable_text
+from moefold.model.moe.experts import Experts
 from moefold.model.step_borders import is_differentiable
 from moefold.model.steps import Carry, Region, Step, run_step_sequence
 from moefold.model.transformer import Transformer
@@ -42,8 +43,8 @@ def attach_policies(model: Transformer, wanted: Mapping[str, Policy]) -> None:
     """Attach a policy to each named region of the model, in place of those attached before. A name that is unknown,
     absent from this model, or inside another named region is refused."""
     modules = [module for module in model.modules() if isinstance(module, Region)]
-    module_names = {module.name for module in modules}
-    check_wanted_regions(model, list(wanted), module_names)
+    check_wanted_regions(model, list(wanted))
+    # Regions inside steps call their policy; regions over steps become steps when a step list is made.
     default = Keep()
     for module in modules:
         module.around = wanted.get(module.name, default).around
@@ -51,8 +52,8 @@ def attach_policies(model: Transformer, wanted: Mapping[str, Policy]) -> None:
     model.rewrite_steps = partial(over_steps, wanted=spanning)
 
 
-def check_wanted_regions(model: Transformer, names: Sequence[str], in_modules: set[str]) -> None:
-    absent = absent_regions(model.model, {}) | regions_fused_away(model, in_modules)
+def check_wanted_regions(model: Transformer, names: Sequence[str]) -> None:
+    absent = absent_regions(model.model, {}) | regions_fused_away(model)
     problems: list[str] = []
     for name in names:
         if name not in REGIONS:
@@ -66,10 +67,9 @@ def check_wanted_regions(model: Transformer, names: Sequence[str], in_modules: s
         raise UserError(*problems)
 
 
-def regions_fused_away(model: Transformer, in_modules: set[str]) -> dict[str, str]:
+def regions_fused_away(model: Transformer) -> dict[str, str]:
     """Regions whose step this part of the model runs, but as a kernel that leaves no place for them."""
-    steps = {step.spec.name for stage in model.stages for step in model.body(stage)}
-    if "experts" in steps and "activation" not in in_modules:
+    if any(isinstance(module, Experts) and module.fused for module in model.modules()):
         return {"activation": fused_experts_reason()}
     return {}
 
@@ -161,6 +161,7 @@ class CarryFunction:
         carry = run_step_sequence(self.steps, tree_unflatten(leaves, self.structure))
         template = CarryTemplate(carry, inputs, leaves)
         outputs, template.outputs = tuple(template.outputs), []
+        # Only the first call makes the resulting carry; a rerun in backward makes the tensors alone.
         if not self.called:
             self.called, self.result = True, template
         return outputs
@@ -182,6 +183,7 @@ class CarryTemplate:
         input_numbers = {id(x): number for number, x in enumerate(inputs)}
         output_numbers: dict[int, int] = {}
         untouched = {id(leaf) for leaf in old_leaves}
+        # Integers, text and untouched tensors stay in the template; all else comes from inputs and outputs.
         for place, leaf in enumerate(self.leaves):
             address = id(leaf)
             if address in input_numbers:

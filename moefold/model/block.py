@@ -1,8 +1,9 @@
-"""A transformer block as steps. The anatomy (anatomy/step_specs.py) has their order and lanes; here is what each one does.
+"""A transformer block as steps. The anatomy (anatomy/step_specs.py) has their order and lanes; here is what each one
+does.
 
-A step takes the carry of a microbatch and returns the next: `stream` the residual stream, `token_shard` which tokens of the
-batch this rank holds, `aux` the balance losses so far; the steps of an MoE layer add their own (moe/layer.py). All messages
-between ranks of experts are sent in `dispatch` and `combine`, so that these can run on a lane of their own.
+A step takes the carry of a microbatch and returns the next: `stream` the residual stream, `token_shard` which tokens of
+the batch this rank holds, `aux` the balance losses so far; the steps of an MoE layer add their own (moe/layer.py). All
+messages between ranks of experts are sent in `dispatch` and `combine`, so that these can run on a lane of their own.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from moefold.config.run import ModelConfig
 from moefold.model.attention.gqa import GroupedQueryAttention
 from moefold.model.attention.mla import LatentAttention
 from moefold.model.mlp import DenseMlp
-from moefold.model.moe.layer import MoeLayer
+from moefold.model.moe.layer import MoeSublayer
+from moefold.model.norm import AddNorm
 from moefold.model.parts import ModelParts
 from moefold.model.steps import Carry, Step, bind_steps, drop_from_carry, run_step_sequence
 
@@ -61,12 +63,13 @@ class DenseBlock(Block):
 
 
 class MoeBlock(Block):
-    """The steps of an MoE layer are the layer's own methods; the block norms before the first and adds the output to the
-    stream after the last."""
+    """The steps of an MoE layer are the layer's own methods; the block norms before the first and adds the output to
+    the stream after the last."""
 
     def __init__(self, model: ModelConfig, layer: int, parts: ModelParts):
         super().__init__(model, layer, parts)
-        self.moe = MoeLayer(model, layer, parts)
+        norm = AddNorm(model.hidden, model.norm_eps, parts.kernels, parts.world)
+        self.moe = MoeSublayer(model, layer, parts, norm)
 
     def route(self, carry: Carry) -> Carry:
         stream, h_TD, for_router_TD = carry["stream"].normed_for_two(self.moe.norm)

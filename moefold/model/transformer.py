@@ -1,7 +1,7 @@
 """The transformer: embed, blocks, predict. Losses are sums over tokens; the caller divides, once.
 
-B sequences of S positions, T tokens of this rank, C tokens of its cp rank, D width, V vocabulary, M layers of multi-token
-prediction.
+B sequences of S positions, T tokens of this rank, C tokens of its cp rank, D width, V vocabulary, M layers of
+multi-token prediction.
 """
 
 from __future__ import annotations
@@ -105,9 +105,9 @@ class Transformer(nn.Module):
         return {**carry, "stream": ResidualStream(self.embedding(tokens_C))}
 
     def look_ahead(self, layer: MtpLayer, carry: Carry) -> Carry:
-        """The input of a layer of multi-token prediction: the normed stream that the head reads for the token before (the
-        model's own, or that of the MTP layer before), joined with the next token. Published weights of such layers were
-        trained on this."""
+        """The input of a layer of multi-token prediction: the normed stream that the head reads for the token before
+        (the model's own, or that of the MTP layer before), joined with the next token. Published weights of such layers
+        were trained on this."""
         next_tokens_BS = tokens_shifted_by(carry["tokens_BS"], layer.depth)
         next_tokens_C = carry["token_shard"].slice_for_cp_rank(next_tokens_BS)
         streams = carry["streams"] or [self.head_input(carry)]
@@ -115,7 +115,8 @@ class Transformer(nn.Module):
         return {**carry, "streams": streams, "stream": ResidualStream(x_TD), "aux_before": carry["aux"]}
 
     def set_aside(self, layer: MtpLayer, carry: Carry) -> Carry:
-        """Keeps the normed stream of an MTP layer for its loss. The layer's balance losses get the weight of that loss."""
+        """Keeps the normed stream of an MTP layer for its loss. The layer's balance losses get the weight of that
+        loss."""
         before = carry["aux_before"]
         weight = self.model.mtp_loss / self.model.mtp
         aux = before + weight * (carry["aux"] - before)
@@ -140,8 +141,8 @@ class Transformer(nn.Module):
     # ---- lists of steps ----
 
     def body(self, stage: Stage) -> list[Step]:
-        """A stage's steps up to the head. MTP layers run in training only. The head's norm adds the last layer's output; a
-        stage without the head adds it itself, since one tensor is sent to the next stage."""
+        """A stage's steps up to the head. MTP layers run in training only. The head's norm adds the last layer's
+        output; a stage without the head adds it itself, since one tensor is sent to the next stage."""
         steps: list[Step] = []
         if stage.embeds:
             steps.append(Step(embed_step(self.model), self.embed))
@@ -176,9 +177,9 @@ class Transformer(nn.Module):
         begins_BS: torch.Tensor | None = None,
         imposed: Mapping[int, torch.Tensor] | None = None,
     ) -> MicrobatchLosses:
-        """`first` is the number of the first sequence in the run's order. `begins_BS` is where the document of each token
-        begins, if attention stays within documents. `imposed` are expert ids (B, S, K) by layer that replace the routers'
-        choices."""
+        """`first` is the number of the first sequence in the run's order. `begins_BS` is where the document of each
+        token begins, if attention stays within documents. `imposed` are expert ids (B, S, K) by layer that replace the
+        routers' choices."""
         carry = self.begin(tokens_BS, labels_BS, first, begins_BS, imposed)
         for stage in self.stages:
             carry = run_step_sequence(self.steps(stage), carry)
@@ -201,7 +202,8 @@ class Transformer(nn.Module):
         return gathered_SBV[shard.sequence_order].transpose(0, 1)
 
     def labelled_token_counts(self, labels_BS: torch.Tensor) -> torch.Tensor:
-        """The number of this cp rank's tokens that have a label, for `cross_entropy` and each loss of `ahead_M`: (1 + M,)."""
+        """The number of this cp rank's tokens that have a label, for `cross_entropy` and each loss of `ahead_M`: (1 +
+        M,)."""
         shard = make_token_shard(labels_BS, self.world)
         depths = range(1 + self.model.mtp)
         labels = [shard.slice_for_cp_rank(labels_shifted_by(labels_BS, depth)) for depth in depths]
@@ -217,8 +219,8 @@ class Transformer(nn.Module):
         remember_global_shares(self.loads(), self.world.axis("dp", "cp", "tp"))
 
     def balance(self, sound: torch.Tensor | bool = True, pace: float = 1.0) -> LayerLoads:
-        """After a step: moves the selection biases, unless the step was not `sound`; `pace` is the learning rate as a share of
-        its highest. Returns the load of every layer's experts."""
+        """After a step: moves the selection biases, unless the step was not `sound`; `pace` is the learning rate as a
+        share of its highest. Returns the load of every layer's experts."""
         return update_selection_biases(self.loads(), self.model.moe, self.world.axis("dp", "cp", "tp"), sound, pace)
 
 

@@ -277,6 +277,7 @@ def device_kernels(events: Sequence[Any], host: Sequence[Any], phases: PhaseLook
     for event in events:
         if is_on_host(event) or is_mark(event) or event.duration_ns() == 0:
             continue
+        # The phase is that of the host at the launch, not at the kernel's start.
         launch = launches.get(event.correlation_id()) or operations.get(event.linked_correlation_id())
         phase = UNASSIGNED if launch is None else phases.phase_at(launch.start_ns(), None)
         launched = event.start_ns() if launch is None else launch.start_ns()
@@ -303,6 +304,7 @@ def times_of_inner_operations(host: Sequence[Any]) -> dict[int, int]:
     inner_times: dict[int, int] = {}
     open_by_thread: dict[int, list[Any]] = {}
     for event in outermost_first(host):
+        # The events that are still open when this one begins enclose it; the last of them directly.
         open_events = open_by_thread.setdefault(event.start_thread_id(), [])
         while open_events and open_events[-1].end_ns() <= event.start_ns():
             open_events.pop()

@@ -22,6 +22,7 @@ from moefold.comm.p2p import PipelineChannel
 from moefold.config.run import Config
 from moefold.data.loader import Batch
 from moefold.layout.axes import World
+from moefold.layout.deferred_wgrad import DeferredWork, deferring_weight_grads
 from moefold.model.residual import ResidualStream
 from moefold.model.step_borders import ObservedSteps
 from moefold.model.steps import Around, Carry, PassKey, Step, StepRewrite, run_step_sequence
@@ -33,7 +34,6 @@ from moefold.pipeline.last_gradients import stages_using_parameters
 from moefold.pipeline.pair_order import paired_slot_order
 from moefold.pipeline.pair_runner import PairRunner
 from moefold.pipeline.passage import Passage
-from moefold.precision.deferred_wgrad import DeferredWork, deferring_weight_grads
 from moefold.schedule.program import PipelineOp, Slot, is_paired
 from moefold.shard.gradients import Gradients
 
@@ -339,6 +339,7 @@ class StepRun:
         forward_op = next(op for op in slot if op.kind == "F")
         backward_op = next(op for op in slot if op.kind == "D")
         forward = PairedForward(self.begin_passage(forward_op), self.begin_carry(forward_op))
+        # Weight gradients that the slot itself asks for fill gaps of the compute lane, if the run wants that.
         fillers: list[DeferredWork] = []
         queue = self.weight_grad_queue(slot, backward_op, fillers)
         backward = PairedBackward(self.passage_with_gradients(backward_op), queue)

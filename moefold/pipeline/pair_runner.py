@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from moefold.comm.lanes import Lanes, Ticket
+from moefold.layout.deferred_wgrad import DeferredWork
 from moefold.observe.trace import SpanRecorder
-from moefold.precision.deferred_wgrad import DeferredWork
 
 
 class PairRunner:

@@ -25,6 +25,7 @@ class SegmentRun:
     """A segment that has run forward: the leaves of its input carry, and its output carry."""
 
     def __init__(self, carry: Carry, steps: Sequence[Step], observers: Sequence[Around], key: PassKey):
+        # The cut: tensors of the carry become leaves, so that this segment's backward ends here.
         flat, structure = tree_flatten(carry)
         self.leaves: dict[int, torch.Tensor] = {}  # by id: a tensor that the carry holds twice stays one
         for leaf in flat:
@@ -104,6 +105,7 @@ class Passage:
             outputs, gradients = zip(*self.output_gradients, strict=True)
             run.backward(outputs, gradients)
         self.output_gradients = []
+        # The gradients of this segment's inputs are those of the outputs of the segment before.
         if self.runs:
             flat, _ = tree_flatten(self.runs[-1].out)
             self.set_output_gradients(flat, run.input_gradients())

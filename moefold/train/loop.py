@@ -44,7 +44,7 @@ def run_training(config: Config, world: World, out: Path, resume: str | None, fr
     speaker = rank_zero_printer(world)
     weights = starting_weights(from_hf, config, world, speaker) if from_hf else None
     run = assemble_run(config, world, out, weights=weights)
-    needed = checkpoint_bytes(collect_tensors(run.model, run.optimizer), world)
+    needed = checkpoint_bytes(collect_tensors(run.model, run.optimizer, run.further_state), world)
     run_on_rank_zero(lambda: require_free_space(checkpoint_folder(run), needed), world, out)
     continues = resume is not None and resume_run(run, resume, speaker)
     run_on_rank_zero(lambda: (out / "config.yaml").write_text(config_as_yaml(run.config)), world, out)

@@ -35,7 +35,7 @@ def make_background_saver(run: Run, say: Callable[[str], None]) -> BackgroundSav
 
 def begin_checkpoint(run: Run, saver: BackgroundSaver) -> None:
     """Begin a checkpoint of the run as it is now."""
-    tensors = collect_tensors(run.model, run.optimizer) | rng_state_tensors(run.world)
+    tensors = collect_tensors(run.model, run.optimizer, run.further_state) | rng_state_tensors(run.world)
     saver.save(run.step, tensors, {"step": run.step, "consumed": run.loader.consumed, "config": flat_settings(run)})
 
 
@@ -57,7 +57,8 @@ def resume_run(run: Run, where: str, say: Callable[[str], None]) -> bool:
         return False
     compare_settings(run, found, say)
     randoms = rng_state_tensors(run.world)
-    load_checkpoint(found, collect_tensors(run.model, run.optimizer) | randoms, optional=set(randoms), world=run.world)
+    tensors = collect_tensors(run.model, run.optimizer, run.further_state)
+    load_checkpoint(found, tensors | randoms, optional=set(randoms), world=run.world)
     restore_rng_state(randoms, run.world)
     left_behind = found.state["step"] if found.path.parent.resolve() == own.resolve() else -1
     run_on_rank_zero(lambda: retire_later_checkpoints(own, left_behind), run.world, own)

@@ -155,13 +155,14 @@ def storage_address(x: torch.Tensor) -> int:
 
 
 def resident_bytes(run: Run) -> dict[str, int]:
-    """Weights, optimizer state, and gradients, whose memory is taken when backward reaches them."""
-    slices, buckets = run.optimizer.slices, run.gradients.buckets
+    """Weights, optimizer state, and gradients, which are made as backward reaches them."""
+    buckets, state = run.gradients.buckets, run.optimizer.bytes()
+    main = state.pop("main")
     return {
         "weights": sum(bucket.weights.nbytes for bucket in buckets),
-        "main weights": sum(s.main.nbytes for s in slices if s.has_main_copy),
-        "moments": sum(s.mean.nbytes + s.mean_square.nbytes for s in slices),
-        "gradients": sum(bucket.sums.size * bucket.sums.dtype.itemsize for bucket in buckets),
+        "main weights": main,
+        "moments": sum(state.values()),
+        "gradients": sum(bucket.sums.nbytes for bucket in buckets),
     }
 
 

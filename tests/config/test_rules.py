@@ -26,7 +26,7 @@ BREAKS: dict[str, list[tuple[str, int, str]]] = {
     "bf16 gradients are of one microbatch": [
         ("--optim.gradients=bf16 --train.global_batch=8 --train.micro_batch=4", 1, "train.micro_batch = 4")
     ],
-    "bf16 gradients travel as bf16": [
+    "bf16 gradients are sent as bf16": [
         ("--optim.gradients=bf16 --train.micro_batch=16", 2, "optim.gradient_reduce = fp32")
     ],
     "what is kept is written": [

@@ -17,11 +17,11 @@ from moefold.comm.lanes import Lanes
 from moefold.config.run import Config, ParallelConfig, PipelineConfig
 from moefold.data.loader import Batch
 from moefold.layout.axes import World, single_rank_world
+from moefold.layout.deferred_wgrad import DeferredWork, deferring_weight_grads
 from moefold.observe.trace import SpanRecorder
 from moefold.pipeline.executor import StepRun
 from moefold.pipeline.last_gradients import last_gradient_slots, may_defer_weight_grad
 from moefold.pipeline.pair_runner import PairRunner
-from moefold.precision.deferred_wgrad import DeferredWork, deferring_weight_grads
 from moefold.presets.zoo import PRESETS
 from moefold.schedule.program import Program
 from moefold.train.assemble import Run, assemble_run
@@ -201,7 +201,7 @@ def leaves_early(world: World) -> list[list[int]]:
         counts: list[int] = []
 
         def noted(self: StepRun, *args: Any, run: Run = run, counts: list[int] = counts) -> None:
-            counts.append(len(run.gradients.travelling))
+            counts.append(len(run.gradients.reductions))
             original(self, *args)
 
         StepRun.run_unpaired_op = noted  # type: ignore[method-assign]
@@ -211,7 +211,7 @@ def leaves_early(world: World) -> list[list[int]]:
             run.executor.train(parts, torch.ones(1, dtype=torch.float64))
         finally:
             StepRun.run_unpaired_op = original  # type: ignore[method-assign]
-        found.append([*counts, len(run.gradients.travelling), len(run.gradients.buckets)])
+        found.append([*counts, len(run.gradients.reductions), len(run.gradients.buckets)])
         run.gradients.finish(torch.ones((), dtype=torch.float64))
     return found
 

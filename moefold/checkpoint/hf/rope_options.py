@@ -75,9 +75,7 @@ def read_yarn_mscale(inner: ConfigOptions, factor: float, latent: bool) -> dict[
             f"expected {both}"
         )
         return {}
-    return (
-        {ROPE_PREFIX + "mscale": some, ROPE_PREFIX + "mscale_all": every} if every else {ROPE_PREFIX + "mscale": 1.0}
-    )
+    return {ROPE_PREFIX + "mscale": some, ROPE_PREFIX + "mscale_all": every} if every else {ROPE_PREFIX + "mscale": 1.0}
 
 
 def write_rope_options(rope: RopeConfig) -> dict[str, Any]:

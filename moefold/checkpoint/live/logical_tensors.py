@@ -6,7 +6,7 @@ declaration. So a checkpoint knows nothing of the layout that wrote it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -64,13 +64,26 @@ class CheckpointedOptimizer(Protocol):
         ...
 
 
-def collect_tensors(model: nn.Module, optimizer: CheckpointedOptimizer) -> dict[str, torch.Tensor | TensorPart]:
-    """Model and optimizer by name. They are the live tensors, so loading into them is enough; what the optimizer has is
-    loaded last, since the model's weights may be a rounded copy of it."""
+class StateProvider(Protocol):
+    """Anything else that has state to save, such as the scales of a precision recipe."""
+
+    def named_state(self) -> Iterable[tuple[str, torch.Tensor | TensorPart]]:
+        """Live tensors by name: loading into them is enough."""
+        ...
+
+
+def collect_tensors(
+    model: nn.Module, optimizer: CheckpointedOptimizer, further: Mapping[str, StateProvider] | None = None
+) -> dict[str, torch.Tensor | TensorPart]:
+    """Model, optimizer and further providers of state, by name. The tensors are live, so loading into them is enough.
+    Optimizer state is loaded last, since the model's weights may be a rounded copy of its main weights."""
     places = {p.name: p for p in declared_parameters(model)}
     found: dict[str, torch.Tensor | TensorPart] = {}
     for name, tensor in model.state_dict().items():
         found[f"model.{name}"] = part_of_parameter(tensor.detach(), places[name]) if name in places else tensor
+    for prefix, provider in (further or {}).items():
+        for name, tensor in provider.named_state():
+            found[f"{prefix}.{name}"] = tensor
     for parameter, kind, first, values in optimizer.state():
         made, boxes = parameter.declaration, boxes_in_whole(first, first + len(values), parameter)
         held = [hold_flat_box(box, begin - first, values) for begin, box in boxes]

@@ -1,12 +1,12 @@
 """A Mixture-of-Experts layer: router, dispatcher, routed experts, shared experts.
 
-Each step of the layer is a method here, from carry to carry. `forward` runs them in the anatomy's order and a block runs the
-same methods as its steps, so there is one statement of the layer. The norm before the layer is its member, as
-checkpoints name it, but a block applies it; neither norm nor residual connection is part of `forward`.
+Each step of the layer is a method here, from carry to carry. `forward` runs them in the anatomy's order and a block
+runs the same methods as its steps, so there is one statement of the layer. A block gives the layer the norm before it
+as a member, as checkpoints name it, and applies it; neither norm nor residual connection is part of `forward`.
 
-The carry between the steps: `h_TD` the normed tokens, `for_router_TD` the same tensor for the router, `routing`, `receipt`
-(the dispatcher's metadata), `latent_TL`, `rows`, `y_RD`, `shared_TD`, and in the end `output_TD`; `aux` the sum of the
-balance losses so far.
+The carry between the steps: `h_TD` the normed tokens, `for_router_TD` the same tensor for the router, `routing`,
+`receipt` (the dispatcher's metadata), `latent_TL`, `rows`, `y_RD`, `shared_TD`, and in the end `output_TD`; `aux` the
+sum of the balance losses so far.
 
 T tokens of this rank, D width, L width of a latent, R rows of the experts held here, K experts of a token.
 """
@@ -14,6 +14,7 @@ T tokens of this rank, D width, L width of a latent, R rows of the experts held 
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import prod
 from typing import TypeVar
 
 import torch
@@ -34,13 +35,14 @@ from moefold.precision.linear import Linear
 Sent = TypeVar("Sent")
 
 
-class MoeLayer(nn.Module):
-    def __init__(self, model: ModelConfig, layer: int, parts: ModelParts):
+class MoeSublayer(nn.Module):
+    def __init__(self, model: ModelConfig, layer: int, parts: ModelParts, norm: AddNorm | None = None):
         super().__init__()
         moe, kernels, world = model.moe, parts.kernels, parts.world
         self.world = world
         self.specs = moe_step_specs(model)
-        self.norm = AddNorm(model.hidden, model.norm_eps, kernels, world)
+        if norm is not None:
+            self.norm = norm
         self.router = Router(model, layer, kernels, world)
         self.experts = Experts(model, kernels, world)
         if moe.shared_ffn:
@@ -50,15 +52,20 @@ class MoeLayer(nn.Module):
             self.widen = Linear(world, moe.latent, model.hidden, std=model.init_std)
         self.dispatcher = parts.dispatcher
 
-    def forward(self, x_BSD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(
+        self, x_BSD: torch.Tensor, imposed_BSK: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """The layer on normed tokens of any leading shape; the last dim but one counts the positions of a sequence.
-        Returns the output in the same shape, and the balance losses: weighted, summed over this rank's tokens."""
-        sequences = x_BSD.reshape(-1, *x_BSD.shape[-2:])
+        Returns the output in the same shape, and the balance losses: weighted, summed over this rank's tokens.
+        `imposed_BSK` are expert ids that replace the router's choice."""
+        positions = x_BSD.shape[-2] if x_BSD.dim() > 1 else 1
+        sequences = x_BSD.reshape(prod(x_BSD.shape[:-2]), positions, x_BSD.shape[-1])
         h_TD = sequences.flatten(0, 1)
         carry = {
             "h_TD": h_TD,
             "for_router_TD": h_TD,
             "token_shard": self.token_shard(sequences),
+            "imposed": imposed_experts(self.router.layer, imposed_BSK, sequences),
             "aux": torch.zeros((), dtype=torch.promote_types(h_TD.dtype, torch.float32), device=h_TD.device),
         }
         methods = self.step_methods()
@@ -131,3 +138,12 @@ class MoeLayer(nn.Module):
         if self.training:
             self.router.load.note_moved(sum(sent.values()))
         return result
+
+
+def imposed_experts(
+    layer: int, imposed_BSK: torch.Tensor | None, sequences_BSD: torch.Tensor
+) -> dict[int, torch.Tensor]:
+    """Expert ids set from outside, by layer, as a carry holds them."""
+    if imposed_BSK is None:
+        return {}
+    return {layer: imposed_BSK.reshape(*sequences_BSD.shape[:2], -1)}
