@@ -1,32 +1,47 @@
-"""Parameters and FLOPs of a model, summed over its steps. Torch-free; tests hold them against the real modules."""
+"""Parameters and FLOPs of a model, summed over its steps. Torch-free; tests compare them with the real modules."""
 
 from __future__ import annotations
 
-from moefold.anatomy.step_specs import prefixed_model_steps, prefixed_mtp_steps
+from moefold.anatomy.step_specs import StepSpec, prefixed_model_steps, prefixed_mtp_steps
 from moefold.config.run import ModelConfig
 
 
 def parameter_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     """The shape of every parameter by its full name."""
-    every = (*prefixed_model_steps(model), *prefixed_mtp_steps(model))
-    return {prefix + w.name: w.shape for prefix, step in every for w in step.weights}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for prefix, step in (*prefixed_model_steps(model), *prefixed_mtp_steps(model)):
+        for weight in step.weights:
+            shapes[prefix + weight.name] = weight.shape
+    return shapes
+
+
+def model_steps(model: ModelConfig) -> list[StepSpec]:
+    """The steps from tokens to the loss."""
+    return [step for _, step in prefixed_model_steps(model)]
+
+
+def mtp_steps(model: ModelConfig) -> list[StepSpec]:
+    """The steps of multi-token prediction."""
+    return [step for _, step in prefixed_mtp_steps(model)]
 
 
 def total_parameters(model: ModelConfig) -> int:
-    """As models are published: without the layers of multi-token prediction."""
-    return sum(step.parameters for _, step in prefixed_model_steps(model))
+    """All parameters but those of multi-token prediction, as models are published."""
+    return sum(step.parameters for step in model_steps(model))
 
 
 def mtp_parameters(model: ModelConfig) -> int:
-    """Those of multi-token prediction alone."""
-    return sum(step.parameters for _, step in prefixed_mtp_steps(model))
+    """The parameters of multi-token prediction."""
+    return sum(step.parameters for step in mtp_steps(model))
 
 
 def active_parameters(model: ModelConfig) -> int:
-    """Parameters one token meets: all but the experts it does not visit."""
-    return round(sum(step.active for _, step in prefixed_model_steps(model)))
+    """The parameters that one token uses: all but the experts that it is not routed to."""
+    active = sum(step.active for step in model_steps(model))
+    return round(active)
 
 
 def train_flops_per_token(model: ModelConfig, seq_len: int) -> float:
     """Forward and backward (twice the forward), multi-token prediction included, recompute not counted."""
-    return 3 * sum(step.flops(seq_len) for _, step in (*prefixed_model_steps(model), *prefixed_mtp_steps(model)))
+    steps = model_steps(model) + mtp_steps(model)
+    return 3 * sum(step.flops(seq_len) for step in steps)

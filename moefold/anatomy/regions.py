@@ -15,7 +15,7 @@ it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from moefold.anatomy.step_specs import StepSpec, fits_fused_expert_mlp, is_moe_layer
 from moefold.config.run import ModelConfig
@@ -62,14 +62,22 @@ REGIONS = {region.name: region for region in REGION_LIST}
 
 
 def regions_of(model: ModelConfig, kernels: Mapping[str, str]) -> dict[str, RegionSpec]:
-    """The regions that a model has, where `kernels` names the implementation of each op."""
+    """The regions that a model has, with those of their steps that it has. `kernels` names the implementation of each
+    op."""
     absent = absent_regions(model, kernels)
-    return {name: region for name, region in REGIONS.items() if name not in absent}
+    steps = set(model_step_names(model))
+    present: dict[str, RegionSpec] = {}
+    for name, region in REGIONS.items():
+        if name not in absent:
+            inside = tuple(step for step in region.inside if step in steps)
+            spans = tuple(step for step in region.spans if step in steps)
+            present[name] = replace(region, inside=inside, spans=spans)
+    return present
 
 
 def absent_regions(model: ModelConfig, kernels: Mapping[str, str]) -> dict[str, str]:
     """The regions that a model lacks, each with the reason."""
-    steps = set(layer_step_names(model))
+    steps = set(model_step_names(model))
     absent: dict[str, str] = {}
     for name, region in REGIONS.items():
         if steps.isdisjoint(region.steps):
@@ -91,9 +99,11 @@ def fused_experts_reason(implementation: str = "") -> str:
     )
 
 
-def layer_step_names(model: ModelConfig) -> Iterator[str]:
-    """The names of the steps that some layer of the model has."""
-    yield "attend"
+def model_step_names(model: ModelConfig) -> Iterator[str]:
+    """The names of the steps that the model has anywhere."""
+    yield from ("embed", "attend", "predict")
+    if model.mtp:
+        yield from ("look_ahead", "set_aside")
     moe_layers = [is_moe_layer(model, layer) for layer in range(model.layers + model.mtp)]
     if not all(moe_layers):
         yield "mlp"

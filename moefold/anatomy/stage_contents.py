@@ -1,4 +1,4 @@
-"""Which pieces of a model each pipeline stage holds, and in which order its ranks run them. Torch-free.
+"""The contents of each pipeline stage, and the program of the pipeline's ranks. Torch-free.
 
 The layout is the user's string, or the cut whose slowest stage is fastest, by the FLOPs of each piece.
 """
@@ -13,14 +13,14 @@ from moefold.anatomy.step_specs import StepSpec, block_step_specs, look_ahead_st
 from moefold.config.run import Config, ModelConfig
 from moefold.schedule.balance_stages import propose_layout
 from moefold.schedule.passes import defer_weight_grads, pair_forward_with_backward
-from moefold.schedule.program import Program
+from moefold.schedule.program import Program, Slot
 from moefold.schedule.schedule_catalog import SCHEDULES, build_program
 from moefold.schedule.stage_layout import StageLayout, parse_layout
 
 
 @dataclass(frozen=True)
 class Stage:
-    """What one stage holds: layers by their number in the model, layers of multi-token prediction by their depth (the
+    """The contents of one stage: layers by their number in the model, multi-token prediction layers by their depth (the
     first is 1), and whether it begins or ends the model. `aside` streams were set aside before it."""
 
     number: int
@@ -32,24 +32,27 @@ class Stage:
 
     @property
     def uses_final_norm(self) -> bool:
-        """Whether the model's last norm is used here: by the head, or by the first layer that looks ahead."""
+        """Whether the model's last norm is used here: by the head, or by the first multi-token prediction layer."""
         return self.predicts or 1 in self.ahead
 
     @property
     def uses_embedding(self) -> bool:
-        """Whether it needs the embedding to look up tokens."""
+        """Whether token ids are looked up here."""
         return self.embeds or len(self.ahead) > 0
 
 
 def whole_model_stage(model: ModelConfig) -> Stage:
     """All of the model as one stage."""
-    return Stage(0, True, range(model.layers), range(1, model.mtp + 1), True, 0)
+    layers = range(model.layers)
+    ahead = range(1, model.mtp + 1)
+    return Stage(0, embeds=True, layers=layers, ahead=ahead, predicts=True, aside=0)
 
 
 def layout_letters(model: ModelConfig) -> str:
-    """Layers are called dense only where they come first, as in a layout a user writes."""
+    """The pieces of the model in the letters of a layout. Layers are called dense only where they come first."""
     dense = min(model.moe.dense_layers, model.layers)
-    return f"E{'d' * dense}{'t' * (model.layers - dense)}{'m' * model.mtp}L"
+    later = model.layers - dense
+    return f"E{'d' * dense}{'t' * later}{'m' * model.mtp}L"
 
 
 def summed_step_flops(steps: Sequence[StepSpec], seq_len: int) -> float:
@@ -57,72 +60,91 @@ def summed_step_flops(steps: Sequence[StepSpec], seq_len: int) -> float:
 
 
 def flops_of_each_piece(model: ModelConfig, seq_len: int) -> list[float]:
-    """FLOPs of each piece. Looking up tokens costs bytes instead, taken as little as a layer's hundredth."""
-    layers = [summed_step_flops(block_step_specs(model, layer), seq_len) for layer in range(model.layers)]
-    ahead = [
-        summed_step_flops([look_ahead_step(model), *block_step_specs(model, model.layers + depth)], seq_len)
-        for depth in range(model.mtp)
-    ]
-    return [min(layers) / 100, *layers, *ahead, predict_step(model).flops(seq_len)]
+    """FLOPs of each piece. The embedding costs bytes instead: it counts as a hundredth of a layer."""
+    layers: list[float] = []
+    for layer in range(model.layers):
+        layers.append(summed_step_flops(block_step_specs(model, layer), seq_len))
+    ahead: list[float] = []
+    for depth in range(model.mtp):
+        block = block_step_specs(model, model.layers + depth)
+        ahead.append(summed_step_flops([look_ahead_step(model), *block], seq_len))
+    embedding = min(layers) / 100
+    head = predict_step(model).flops(seq_len)
+    return [embedding, *layers, *ahead, head]
 
 
 def pipeline_layout(config: Config) -> StageLayout:
     """The user's layout, or a proposed one."""
-    model, count = config.model, config.parallel.pp * config.pipeline.vpp
     if config.pipeline.layout:
         return parse_layout(config.pipeline.layout)
-    return cached_layout_proposal(model, config.data.seq_len, count)
+    stages = config.parallel.pp * config.pipeline.vpp
+    return cached_layout_proposal(config.model, config.data.seq_len, stages)
 
 
 @lru_cache(maxsize=1024)
 def cached_layout_proposal(model: ModelConfig, seq_len: int, count: int) -> StageLayout:
-    """Kept, since a search asks for the same cut many times."""
-    return propose_layout(layout_letters(model), flops_of_each_piece(model, seq_len), count)
+    """Cached, since a search asks for the same cut many times."""
+    flops = flops_of_each_piece(model, seq_len)
+    return propose_layout(layout_letters(model), flops, count)
 
 
 def pipeline_stages(config: Config) -> list[Stage]:
     """Every stage of the run, in order."""
     layout = pipeline_layout(config)
-    found: list[Stage] = []
+    stages: list[Stage] = []
     for number, pieces in enumerate(layout.stages):
         depths = layout.mtp_layers(number)
         ahead = range(depths.start + 1, depths.stop + 1)
         aside = depths.start + 1 if depths.start else 0  # with the model's own stream
-        found.append(Stage(number, "E" in pieces, layout.layers(number), ahead, "L" in pieces, aside))
-    return found
+        embeds, predicts = "E" in pieces, "L" in pieces
+        stages.append(Stage(number, embeds, layout.layers(number), ahead, predicts, aside))
+    return stages
 
 
 def rank_of_each_stage(config: Config) -> list[int]:
-    """Which pipeline rank holds each stage."""
-    p, schedule = config.parallel.pp, SCHEDULES[config.pipeline.schedule]
-    return [schedule.rank_of(stage, p) for stage in range(p * config.pipeline.vpp)]
+    """The pipeline rank that holds each stage."""
+    ranks = config.parallel.pp
+    schedule = SCHEDULES[config.pipeline.schedule]
+    stages = range(ranks * config.pipeline.vpp)
+    return [schedule.rank_of(stage, ranks) for stage in stages]
 
 
 def embedding_ranks(config: Config) -> list[int]:
     """The pipeline ranks that hold a copy of the embedding: its gradient is the sum over them."""
     ranks = rank_of_each_stage(config)
-    needs = [s.uses_embedding or (s.predicts and config.model.tied_head) for s in pipeline_stages(config)]
-    return sorted({rank for rank, need in zip(ranks, needs, strict=True) if need})
+    holders: set[int] = set()
+    for stage in pipeline_stages(config):
+        uses_tied_head = stage.predicts and config.model.tied_head
+        if stage.uses_embedding or uses_tied_head:
+            holders.add(ranks[stage.number])
+    return sorted(holders)
 
 
 def final_norm_ranks(config: Config) -> list[int]:
     """The pipeline ranks that hold a copy of the last norm."""
     ranks = rank_of_each_stage(config)
-    return sorted({rank for rank, stage in zip(ranks, pipeline_stages(config), strict=True) if stage.uses_final_norm})
+    stages = pipeline_stages(config)
+    return sorted({ranks[stage.number] for stage in stages if stage.uses_final_norm})
 
 
 def pipeline_program(config: Config, microbatches: int) -> Program:
-    """What every pipeline rank does in one step."""
-    c = config.pipeline
-    program = build_program(c.schedule, config.parallel.pp, c.vpp, microbatches)
-    if c.pair:
+    """The slots of every pipeline rank in one training step."""
+    pipeline = config.pipeline
+    program = build_program(pipeline.schedule, config.parallel.pp, pipeline.vpp, microbatches)
+    if pipeline.pair:
         program = pair_forward_with_backward(program)
-    return defer_weight_grads(program) if c.defer else program
+    if pipeline.defer:
+        program = defer_weight_grads(program)
+    return program
 
 
 def separates_weight_grads(config: Config) -> bool:
     """Whether some weight gradient is computed apart from its data gradient."""
     if config.pipeline.pair and config.pipeline.fill:
         return True
-    slots = [slot for slots in pipeline_program(config, 2 * config.parallel.pp) for slot in slots]
-    return any([op.kind for op in slot] == ["W"] for slot in slots)
+    program = pipeline_program(config, 2 * config.parallel.pp)
+    return any(is_weight_slot(slot) for slots in program for slot in slots)
+
+
+def is_weight_slot(slot: Slot) -> bool:
+    return [op.kind for op in slot] == ["W"]

@@ -1,14 +1,14 @@
-"""What a model is made of: its pieces as named steps, with order, lane, weights, operations and FLOPs. Torch-free.
+"""Step specifications: the pieces of a model as named steps, with order, lane, weights, ops and FLOPs. Torch-free.
 
-The model binds code to these steps, `explain` prints them, the progress bar and the planner price them. A layer's
-order and lanes are stated here and nowhere else.
+The model binds code to these steps, `explain` prints them, the progress bar and the planner price them. A layer's order
+and lanes are stated here and nowhere else.
 
     MoE block:    attend  route  dispatch  shared  experts  combine       dense block:    attend  mlp
     lane:         compute compute  comm    compute compute    comm
 
-`shared` stands behind `dispatch`, so that shared experts compute while tokens travel. Where tokens travel as latents,
-`narrow` stands before `dispatch` and `widen` behind `combine`. Multi-token prediction adds, before `predict`, for each
-further token `look_ahead`, a block, and `set_aside`; `predict` then has a loss for each of them too.
+`shared` stands behind `dispatch`, so that shared experts compute during the all-to-all. Where tokens are dispatched as
+latents, `narrow` stands before `dispatch` and `widen` behind `combine`. Multi-token prediction adds, before `predict`,
+for each further token `look_ahead`, a block, and `set_aside`; `predict` then has a loss for each of them too.
 
 FLOPs are those of one token's forward pass and follow the published tables: causal attention counts half, the head
 counts, embedding and router do not.
@@ -29,8 +29,8 @@ DimCuts = tuple[tuple[int, str], ...]  # dims of a tensor with the axes that cut
 
 @dataclass(frozen=True)
 class WeightSpec:
-    """A parameter by its name inside its piece; a token uses the `active` share of it, and `cut` says which axes cut
-    which dims. One that ep cuts is of the expert grid."""
+    """A parameter by its name inside its piece. A token uses the `active` share of it; `cut` names the axes that cut
+    its dims. A weight that ep cuts belongs to the expert grid."""
 
     name: str
     shape: tuple[int, ...]
@@ -41,10 +41,20 @@ class WeightSpec:
     def size(self) -> int:
         return prod(self.shape)
 
+    @property
+    def is_matrix(self) -> bool:
+        return len(self.shape) > 1 and not self.name.endswith("bias")
+
     def part(self, degrees: Mapping[str, int]) -> tuple[float, ...]:
-        """Its shape on one rank, where axes have these degrees; parts that do not come out even are on average."""
-        by = dict(self.cut)
-        return tuple(size / degrees[by[dim]] if dim in by else size for dim, size in enumerate(self.shape))
+        """The shape on one rank, for these degrees of the axes; uneven parts are averaged."""
+        axis_of = dict(self.cut)
+        shape: list[float] = []
+        for dim, size in enumerate(self.shape):
+            shape.append(size / degrees[axis_of[dim]] if dim in axis_of else size)
+        return tuple(shape)
+
+
+Weights = tuple[WeightSpec, ...]
 
 
 def sharded_over_tp(dim: int) -> DimCuts:
@@ -53,6 +63,11 @@ def sharded_over_tp(dim: int) -> DimCuts:
 
 def sharded_over_experts(inner: int) -> DimCuts:
     return ((0, "ep"), (inner, "etp"))
+
+
+def tp_weight(name: str, *shape: int, dim: int = 0) -> WeightSpec:
+    """A weight whose dim `dim` is cut over tp."""
+    return WeightSpec(name, shape, cut=sharded_over_tp(dim))
 
 
 @dataclass(frozen=True)
@@ -64,17 +79,18 @@ class StepSpec:
     static: bool
     shapes: str
     ops: tuple[str, ...] = ()
-    weights: tuple[WeightSpec, ...] = ()
-    matmul: float = 0.0  # multiply-adds a token makes with weights
-    context: float = 0.0  # multiply-adds a token makes with each token it sees
-    window: int = 0  # how many tokens it sees at most; 0: all before it
+    weights: Weights = ()
+    matmul: float = 0.0  # multiply-adds of a token with weights
+    context: float = 0.0  # multiply-adds of a token with each token it attends to
+    window: int = 0  # how many tokens it attends to at most; 0: all before it
 
     def flops(self, seq_len: int) -> float:
         """Forward FLOPs of one token in a sequence of this length."""
-        return 2 * self.matmul + 2 * self.context * self.seen(seq_len)
+        attended = self.seen(seq_len)
+        return 2 * self.matmul + 2 * self.context * attended
 
     def seen(self, seq_len: int) -> float:
-        """How many tokens a token sees on average: half of the sequence, or nearly the window."""
+        """How many tokens a token attends to on average: half of the sequence, or nearly the window."""
         window = min(self.window or seq_len, seq_len)
         return window * (1 - window / (2 * seq_len))
 
@@ -87,132 +103,172 @@ class StepSpec:
         return sum(w.size * w.active for w in self.weights)
 
 
-def multiply_adds_per_token(weights: tuple[WeightSpec, ...]) -> float:
+def multiply_adds_per_token(weights: Weights) -> float:
     """Multiply-adds of one token with those weights that are matrices."""
-    return sum(w.size * w.active for w in weights if len(w.shape) > 1 and not w.name.endswith("bias"))
+    return sum(w.size * w.active for w in weights if w.is_matrix)
+
+
+def product_step(name: str, shapes: str, ops: tuple[str, ...], weights: Weights, static: bool = True) -> StepSpec:
+    """A step on the compute lane whose work is the products with its weights."""
+    matmul = multiply_adds_per_token(weights)
+    return StepSpec(name, "compute", static, shapes, ops, weights, matmul)
+
+
+# ---- attention ----
 
 
 def attend_step(model: ModelConfig, layer: int) -> StepSpec:
-    a, d = model.attention, model.hidden
-    weights = (latent_attention_weights if a.kind == "mla" else grouped_query_weights)(model)
+    a = model.attention
+    latent = a.kind == "mla"
+    weights = latent_attention_weights(model) if latent else grouped_query_weights(model)
     if a.sinks:
-        weights += (WeightSpec("attention.sinks", (a.heads,), cut=sharded_over_tp(0)),)
-    value_dim = (a.kind == "mla" and a.value_dim) or a.head_dim
-    kv_heads = a.heads if a.kind == "mla" else a.kv_heads
-    window = sliding_window_of(model, layer)
+        weights += (tp_weight("attention.sinks", a.heads),)
+    value_dim = (latent and a.value_dim) or a.head_dim
     return StepSpec(
         "attend",
         "compute",
-        True,
-        f"T,{d} -> q T,{a.heads},{a.head_dim}; k T,{kv_heads},{a.head_dim}; v T,{kv_heads},{value_dim} -> T,{d}"
-        + (f"  (the last {window} tokens)" if window else ""),
-        ("add_rmsnorm", "linear", *inner_norm_ops(model), "rope", "attention"),
-        weights,
-        multiply_adds_per_token(weights),
+        static=True,
+        shapes=attend_shapes(model, layer),
+        ops=("add_rmsnorm", "linear", *inner_norm_ops(model), "rope", "attention"),
+        weights=weights,
+        matmul=multiply_adds_per_token(weights),
         context=a.heads * (a.head_dim + value_dim),
-        window=window,
+        window=sliding_window_of(model, layer),
     )
+
+
+def attend_shapes(model: ModelConfig, layer: int) -> str:
+    a, d = model.attention, model.hidden
+    latent = a.kind == "mla"
+    kv_heads = a.heads if latent else a.kv_heads
+    value_dim = (latent and a.value_dim) or a.head_dim
+    query = f"q T,{a.heads},{a.head_dim}"
+    key = f"k T,{kv_heads},{a.head_dim}"
+    value = f"v T,{kv_heads},{value_dim}"
+    window = sliding_window_of(model, layer)
+    note = f"  (the last {window} tokens)" if window else ""
+    return f"T,{d} -> {query}; {key}; {value} -> T,{d}{note}"
 
 
 def inner_norm_ops(model: ModelConfig) -> tuple[str, ...]:
-    """Operations that norm latents, or queries and keys: these as they turn, or each by itself before."""
+    """Ops that norm latents, or queries and keys: fused with rope, or each by itself before."""
     a = model.attention
     if a.kind == "mla":
         return ("rmsnorm",)
-    return {"none": (), "head": ("norm_rope", "rmsnorm"), "full": ("norm_rope",)}[a.qk_norm]
+    if a.qk_norm == "none":
+        return ()
+    return ("norm_rope", "rmsnorm") if a.qk_norm == "head" else ("norm_rope",)
 
 
 def sliding_window_of(model: ModelConfig, layer: int) -> int:
-    """How far a layer sees; 0: to the beginning. Every `full_every`-th layer has no window."""
+    """The window of a layer's attention; 0: none. Every `full_every`-th layer has none."""
     a = model.attention
-    full = a.full_every > 1 and (layer + 1) % a.full_every == 0
-    return 0 if full else a.window
+    is_full = a.full_every > 1 and (layer + 1) % a.full_every == 0
+    return 0 if is_full else a.window
 
 
-def latent_attention_weights(model: ModelConfig) -> tuple[WeightSpec, ...]:
+def latent_attention_weights(model: ModelConfig) -> Weights:
     a, d = model.attention, model.hidden
-    still, value_dim = a.head_dim - a.rope_dim, a.value_dim or a.head_dim
-    down = {"query_down": a.q_rank, "latent": a.kv_rank, "turning": a.rope_dim}
-    down = {name: width for name, width in down.items() if width}
-    up = {"query": (a.q_rank or d, a.head_dim), "key": (a.kv_rank, still), "value": (a.kv_rank, value_dim)}
-    return (
-        WeightSpec("attention.norm.weight", (d,)),
-        *(WeightSpec(f"attention.{name}.weight", (width, d)) for name, width in down.items()),
-        *(WeightSpec(f"attention.{name}.bias", (width,)) for name, width in down.items() if a.qkv_bias),
-        *((WeightSpec("attention.query_norm.weight", (a.q_rank,)),) if a.q_rank else ()),
-        WeightSpec("attention.latent_norm.weight", (a.kv_rank,)),
-        *(
-            WeightSpec(f"attention.{name}.weight", (a.heads, width, rank), cut=sharded_over_tp(0))
-            for name, (rank, width) in up.items()
-        ),
-        WeightSpec("attention.out.weight", (d, a.heads * value_dim), cut=sharded_over_tp(1)),
-        *((WeightSpec("attention.out.bias", (d,)),) if a.out_bias else ()),
-    )
-
-
-def grouped_query_weights(model: ModelConfig) -> tuple[WeightSpec, ...]:
-    a, d = model.attention, model.hidden
-    heads = {"query": (a.heads, a.head_dim), "key": (a.kv_heads, a.head_dim), "value": (a.kv_heads, a.head_dim)}
+    value_dim = a.value_dim or a.head_dim
     weights = [WeightSpec("attention.norm.weight", (d,))]
-    weights += [
-        WeightSpec(f"attention.{name}.weight", (*shape, d), cut=sharded_over_tp(0)) for name, shape in heads.items()
-    ]
-    weights += [WeightSpec("attention.out.weight", (d, a.heads * a.head_dim), cut=sharded_over_tp(1))]
+    # Down to the latents, which every tp rank makes of its own tokens.
+    widths = {"query_down": a.q_rank, "latent": a.kv_rank, "turning": a.rope_dim}
+    down = {name: width for name, width in widths.items() if width}
+    for name, width in down.items():
+        weights.append(WeightSpec(f"attention.{name}.weight", (width, d)))
     if a.qkv_bias:
-        weights += [
-            WeightSpec(f"attention.{name}.bias", shape, cut=sharded_over_tp(0)) for name, shape in heads.items()
-        ]
-    if a.out_bias:
-        weights += [WeightSpec("attention.out.bias", (d,))]
-    if a.qk_norm != "none":
-        per_head = a.qk_norm == "head"
-        widths = {
-            "query": a.head_dim * (1 if per_head else a.heads),
-            "key": a.head_dim * (1 if per_head else a.kv_heads),
-        }
-        cut = () if per_head else sharded_over_tp(0)
-        weights += [WeightSpec(f"attention.{name}_norm.weight", (width,), cut=cut) for name, width in widths.items()]
-    return tuple(weights)
+        for name, width in down.items():
+            weights.append(WeightSpec(f"attention.{name}.bias", (width,)))
+    if a.q_rank:
+        weights.append(WeightSpec("attention.query_norm.weight", (a.q_rank,)))
+    weights.append(WeightSpec("attention.latent_norm.weight", (a.kv_rank,)))
+    # Up to the heads, which tp cuts.
+    weights.append(tp_weight("attention.query.weight", a.heads, a.head_dim, a.q_rank or d))
+    weights.append(tp_weight("attention.key.weight", a.heads, a.head_dim - a.rope_dim, a.kv_rank))
+    weights.append(tp_weight("attention.value.weight", a.heads, value_dim, a.kv_rank))
+    return (*weights, *output_projection_weights(model, value_dim))
 
 
-def gated_mlp_weights(model: ModelConfig, name: str, ffn: int) -> tuple[WeightSpec, ...]:
-    return (
-        WeightSpec(f"{name}.gate_up.weight", (2, ffn, model.hidden), cut=sharded_over_tp(1)),
-        WeightSpec(f"{name}.down.weight", (model.hidden, ffn), cut=sharded_over_tp(1)),
-    )
+def grouped_query_weights(model: ModelConfig) -> Weights:
+    a, d = model.attention, model.hidden
+    heads = {"query": a.heads, "key": a.kv_heads, "value": a.kv_heads}
+    weights = [WeightSpec("attention.norm.weight", (d,))]
+    for name, count in heads.items():
+        weights.append(tp_weight(f"attention.{name}.weight", count, a.head_dim, d))
+    projection, *projection_bias = output_projection_weights(model, a.head_dim)
+    weights.append(projection)
+    if a.qkv_bias:
+        for name, count in heads.items():
+            weights.append(tp_weight(f"attention.{name}.bias", count, a.head_dim))
+    return (*weights, *projection_bias, *query_key_norm_weights(model))
+
+
+def output_projection_weights(model: ModelConfig, value_dim: int) -> Weights:
+    a, d = model.attention, model.hidden
+    projection = tp_weight("attention.out.weight", d, a.heads * value_dim, dim=1)
+    if not a.out_bias:
+        return (projection,)
+    return projection, WeightSpec("attention.out.bias", (d,))
+
+
+def query_key_norm_weights(model: ModelConfig) -> Weights:
+    """The norms of queries and keys: over one head, or over all heads of a token."""
+    a = model.attention
+    if a.qk_norm == "none":
+        return ()
+    if a.qk_norm == "head":
+        query = WeightSpec("attention.query_norm.weight", (a.head_dim,))
+        key = WeightSpec("attention.key_norm.weight", (a.head_dim,))
+    else:
+        query = tp_weight("attention.query_norm.weight", a.head_dim * a.heads)
+        key = tp_weight("attention.key_norm.weight", a.head_dim * a.kv_heads)
+    return query, key
+
+
+# ---- MLP and experts ----
+
+
+def gated_mlp_weights(model: ModelConfig, name: str, ffn: int) -> Weights:
+    gate_up = tp_weight(f"{name}.gate_up.weight", 2, ffn, model.hidden, dim=1)
+    down = tp_weight(f"{name}.down.weight", model.hidden, ffn, dim=1)
+    return gate_up, down
 
 
 def dense_mlp_step(model: ModelConfig) -> StepSpec:
-    weights = (WeightSpec("dense.norm.weight", (model.hidden,)), *gated_mlp_weights(model, "dense", model.dense_ffn))
-    shapes = f"T,{model.hidden} -> T,2,{model.dense_ffn} -> T,{model.hidden}"
-    return StepSpec(
-        "mlp", "compute", True, shapes, ("add_rmsnorm", "linear", "swiglu"), weights, multiply_adds_per_token(weights)
-    )
+    d, ffn = model.hidden, model.dense_ffn
+    norm = WeightSpec("dense.norm.weight", (d,))
+    weights = (norm, *gated_mlp_weights(model, "dense", ffn))
+    ops = ("add_rmsnorm", "linear", "swiglu")
+    return product_step("mlp", f"T,{d} -> T,2,{ffn} -> T,{d}", ops, weights)
 
 
 def route_step(model: ModelConfig) -> StepSpec:
-    d, e, k = model.hidden, model.moe.experts, model.moe.top_k
-    weights = (WeightSpec("moe.norm.weight", (d,)), WeightSpec("moe.router.weight", (e, d)))
-    weights += (WeightSpec("moe.router.bias", (e,)),) if model.moe.biases else ()
-    kernels = ("add_rmsnorm", "router_logits", "router_topk")
-    return StepSpec("route", "compute", True, f"T,{d} -> T,{e} -> T,{k}", kernels, weights)
+    d, moe = model.hidden, model.moe
+    norm = WeightSpec("moe.norm.weight", (d,))
+    router = WeightSpec("moe.router.weight", (moe.experts, d))
+    weights = (norm, router)
+    if moe.biases:
+        weights += (WeightSpec("moe.router.bias", (moe.experts,)),)
+    ops = ("add_rmsnorm", "router_logits", "router_topk")
+    shapes = f"T,{d} -> T,{moe.experts} -> T,{moe.top_k}"
+    return StepSpec("route", "compute", True, shapes, ops, weights)
 
 
 def dispatched_width(model: ModelConfig) -> int:
-    """How wide a token is on its way to experts and there."""
+    """The width of a token in the all-to-all and inside the experts."""
     return model.moe.latent or model.hidden
 
 
 def narrow_step(model: ModelConfig) -> StepSpec:
-    weights = (WeightSpec("moe.narrow.weight", (model.moe.latent, model.hidden)),)
-    shapes = f"T,{model.hidden} -> T,{model.moe.latent}"
-    return StepSpec("narrow", "compute", True, shapes, ("linear",), weights, multiply_adds_per_token(weights))
+    d, latent = model.hidden, model.moe.latent
+    weight = WeightSpec("moe.narrow.weight", (latent, d))
+    return product_step("narrow", f"T,{d} -> T,{latent}", ("linear",), (weight,))
 
 
 def widen_step(model: ModelConfig) -> StepSpec:
-    weights = (WeightSpec("moe.widen.weight", (model.hidden, model.moe.latent)),)
-    shapes = f"T,{model.moe.latent} -> T,{model.hidden}"
-    return StepSpec("widen", "compute", True, shapes, ("linear",), weights, multiply_adds_per_token(weights))
+    d, latent = model.hidden, model.moe.latent
+    weight = WeightSpec("moe.widen.weight", (d, latent))
+    return product_step("widen", f"T,{latent} -> T,{d}", ("linear",), (weight,))
 
 
 def dispatch_step(model: ModelConfig) -> StepSpec:
@@ -222,35 +278,45 @@ def dispatch_step(model: ModelConfig) -> StepSpec:
 
 
 def shared_experts_step(model: ModelConfig) -> StepSpec:
-    weights = gated_mlp_weights(model, "moe.shared", model.moe.shared_ffn)
-    weights += (WeightSpec("moe.shared.gate.weight", (1, model.hidden)),) if model.moe.shared_gate else ()
-    shapes = f"T,{model.hidden} -> T,2,{model.moe.shared_ffn} -> T,{model.hidden}"
-    return StepSpec("shared", "compute", True, shapes, ("linear", "swiglu"), weights, multiply_adds_per_token(weights))
+    d, ffn = model.hidden, model.moe.shared_ffn
+    weights = gated_mlp_weights(model, "moe.shared", ffn)
+    if model.moe.shared_gate:
+        weights += (WeightSpec("moe.shared.gate.weight", (1, d)),)
+    shapes = f"T,{d} -> T,2,{ffn} -> T,{d}"
+    return product_step("shared", shapes, ("linear", "swiglu"), weights)
 
 
 def fits_fused_expert_mlp(model: ModelConfig) -> bool:
-    """Whether the experts are what the fused kernel knows: plain SwiGLU with the gate inside."""
-    return model.moe.gate == "activation" and model.moe.activation == "swiglu" and not model.moe.biases
+    """Whether the fused kernel can run the experts: plain SwiGLU with the gate inside, no biases."""
+    moe = model.moe
+    return moe.gate == "activation" and moe.activation == "swiglu" and not moe.biases
 
 
 def experts_step(model: ModelConfig) -> StepSpec:
-    m, d = model.moe, dispatched_width(model)
-    share = m.top_k / m.experts
-    weights = (
-        WeightSpec("moe.experts.gate_up", (m.experts, 2, m.ffn, d), share, sharded_over_experts(2)),
-        WeightSpec("moe.experts.down", (m.experts, d, m.ffn), share, sharded_over_experts(2)),
-    )
-    ops = ("gather_rows", "grouped_gemm", m.activation)
+    moe, d = model.moe, dispatched_width(model)
+    ops = ("gather_rows", "grouped_gemm", moe.activation)
     if fits_fused_expert_mlp(model):
-        ops = ("expert_mlp", *ops)  # the first at once, or the others in turn
-    if m.biases:
-        weights += (
-            WeightSpec("moe.experts.gate_up_bias", (m.experts, 2, m.ffn), share, sharded_over_experts(2)),
-            WeightSpec("moe.experts.down_bias", (m.experts, d), share, ((0, "ep"),)),
-        )
+        ops = ("expert_mlp", *ops)  # the first alone, or the others one after the other
+    if moe.biases:
         ops += ("expert_bias",)
-    shapes = f"R,{d} -> R,2,{m.ffn} -> R,{d}"
-    return StepSpec("experts", "compute", False, shapes, ops, weights, multiply_adds_per_token(weights))
+    shapes = f"R,{d} -> R,2,{moe.ffn} -> R,{d}"
+    return product_step("experts", shapes, ops, expert_weights(model), static=False)
+
+
+def expert_weights(model: ModelConfig) -> Weights:
+    moe, d = model.moe, dispatched_width(model)
+    count, ffn = moe.experts, moe.ffn
+    active = moe.top_k / count
+    inner_cut = sharded_over_experts(2)
+    weights = (
+        WeightSpec("moe.experts.gate_up", (count, 2, ffn, d), active, inner_cut),
+        WeightSpec("moe.experts.down", (count, d, ffn), active, inner_cut),
+    )
+    if not moe.biases:
+        return weights
+    gate_up_bias = WeightSpec("moe.experts.gate_up_bias", (count, 2, ffn), active, inner_cut)
+    down_bias = WeightSpec("moe.experts.down_bias", (count, d), active, ((0, "ep"),))
+    return *weights, gate_up_bias, down_bias
 
 
 def combine_step(model: ModelConfig) -> StepSpec:
@@ -258,9 +324,13 @@ def combine_step(model: ModelConfig) -> StepSpec:
     return StepSpec("combine", "comm", False, f"R,{width} -> T,{width}", ("sum_rows",))
 
 
+# ---- blocks ----
+
+
 def is_moe_layer(model: ModelConfig, layer: int) -> bool:
     """The first few layers may be dense, and of the others all but every n-th."""
-    return layer >= model.moe.dense_layers and (layer + 1) % model.moe.every == 0
+    moe = model.moe
+    return layer >= moe.dense_layers and (layer + 1) % moe.every == 0
 
 
 def block_step_specs(model: ModelConfig, layer: int) -> list[StepSpec]:
@@ -285,49 +355,58 @@ def moe_step_specs(model: ModelConfig) -> list[StepSpec]:
     return steps
 
 
+# ---- ends of the model, and multi-token prediction ----
+
+
 def embed_step(model: ModelConfig) -> StepSpec:
-    weights = (WeightSpec("embedding.weight", (model.vocab, model.hidden), cut=sharded_over_tp(0)),)
-    return StepSpec("embed", "compute", True, f"T -> T,{model.hidden}", ("embedding",), weights)
+    table = tp_weight("embedding.weight", model.vocab, model.hidden)
+    return StepSpec("embed", "compute", True, f"T -> T,{model.hidden}", ("embedding",), (table,))
 
 
 def predict_step(model: ModelConfig) -> StepSpec:
-    matrix = WeightSpec("head.weight", (model.vocab, model.hidden), cut=sharded_over_tp(0))
-    weights = (WeightSpec("head.norm.weight", (model.hidden,)), *(() if model.tied_head else (matrix,)))
-    shapes = f"T,{model.hidden} -> T,{model.vocab} in chunks -> loss"
-    times = 1.0 + model.mtp
-    return StepSpec("predict", "compute", True, shapes, ("add_rmsnorm", "cross_entropy"), weights, times * matrix.size)
+    d, vocab = model.hidden, model.vocab
+    matrix = tp_weight("head.weight", vocab, d)
+    weights = (WeightSpec("head.norm.weight", (d,)),)
+    if not model.tied_head:
+        weights += (matrix,)
+    shapes = f"T,{d} -> T,{vocab} in chunks -> loss"
+    matmul = (1.0 + model.mtp) * matrix.size  # tied or not, once for each loss
+    return StepSpec("predict", "compute", True, shapes, ("add_rmsnorm", "cross_entropy"), weights, matmul)
 
 
 def look_ahead_step(model: ModelConfig) -> StepSpec:
     d = model.hidden
-    norms = tuple(WeightSpec(f"{name}_norm.weight", (d,)) for name in ("stream", "token"))
-    weights = (*norms, WeightSpec("join.weight", (d, 2 * d)))
-    return StepSpec(
-        "look_ahead", "compute", True, f"T,{d} and T,{d} -> T,{d}", ("rmsnorm", "linear"), weights, 2.0 * d * d
-    )
+    stream_norm = WeightSpec("stream_norm.weight", (d,))
+    token_norm = WeightSpec("token_norm.weight", (d,))
+    join = WeightSpec("join.weight", (d, 2 * d))
+    shapes = f"T,{d} and T,{d} -> T,{d}"
+    return product_step("look_ahead", shapes, ("rmsnorm", "linear"), (stream_norm, token_norm, join))
 
 
 def set_aside_step(model: ModelConfig) -> StepSpec:
-    weights = (WeightSpec("norm.weight", (model.hidden,)),)
-    return StepSpec("set_aside", "compute", True, f"T,{model.hidden} -> T,{model.hidden}", ("add_rmsnorm",), weights)
+    d = model.hidden
+    norm = WeightSpec("norm.weight", (d,))
+    return StepSpec("set_aside", "compute", True, f"T,{d} -> T,{d}", ("add_rmsnorm",), (norm,))
 
 
 def mtp_step_specs(model: ModelConfig, depth: int) -> list[StepSpec]:
-    """The steps of one layer of multi-token prediction. Embedding and head are the model's own."""
-    return [look_ahead_step(model), *block_step_specs(model, model.layers + depth), set_aside_step(model)]
+    """The steps of one multi-token prediction layer. Embedding and head are the model's own."""
+    block = block_step_specs(model, model.layers + depth)
+    return [look_ahead_step(model), *block, set_aside_step(model)]
 
 
 def prefixed_mtp_steps(model: ModelConfig) -> Iterator[tuple[str, StepSpec]]:
-    """All of them, with the prefix of their parameters' names."""
+    """The steps of all multi-token prediction layers, with the prefix of their parameters' names."""
     for depth in range(model.mtp):
-        begin, *block, end = mtp_step_specs(model, depth)
-        yield f"ahead.{depth}.", begin
-        yield from ((f"ahead.{depth}.block.", step) for step in block)
-        yield f"ahead.{depth}.", end
+        first, *block, last = mtp_step_specs(model, depth)
+        yield f"ahead.{depth}.", first
+        for step in block:
+            yield f"ahead.{depth}.block.", step
+        yield f"ahead.{depth}.", last
 
 
 def prefixed_model_steps(model: ModelConfig) -> Iterator[tuple[str, StepSpec]]:
-    """Every step from tokens to the loss, with the prefix of its parameters' names; multi-token prediction not."""
+    """Every step from tokens to the loss, with the prefix of its parameters' names; without multi-token prediction."""
     yield "", embed_step(model)
     for layer in range(model.layers):
         for step in block_step_specs(model, layer):

@@ -17,6 +17,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from moefold.anatomy.model_totals import active_parameters, mtp_parameters, total_parameters, train_flops_per_token
+from moefold.anatomy.regions import absent_regions, regions_of
 from moefold.anatomy.stage_contents import pipeline_layout, rank_of_each_stage, separates_weight_grads
 from moefold.anatomy.step_specs import (
     StepSpec,
@@ -71,6 +72,7 @@ def explain_config(config: Config, world: int) -> dict[str, Any]:
     used = {op for _, _, steps in layers for step in steps for op in step.ops} | OPTIMIZER_OPS
     used |= set(RING_OPS) if goes_round else set()
     used |= {"grouped_gemm_weight"} if separates_weight_grads(config) else set()
+    kernels = {op: kernel_choice(op, facts, forced) for op in CATALOG if op in used}
     return {
         "name": config.name,
         "parameters": total_parameters(model),
@@ -92,7 +94,18 @@ def explain_config(config: Config, world: int) -> dict[str, Any]:
                 strict=True,
             )
         ),
-        "kernels": {op: kernel_choice(op, facts, forced) for op in CATALOG if op in used},
+        "kernels": kernels,
+        "regions": describe_regions(model, kernels),
+    }
+
+
+def describe_regions(model: ModelConfig, kernels: dict[str, dict[str, str]]) -> dict[str, Any]:
+    """The memory regions that the model has, with their places, and those that it lacks, with the reasons."""
+    names = {op: choice["implementation"] for op, choice in kernels.items()}
+    present = regions_of(model, names)
+    return {
+        "present": {name: {"place": region.place, "meaning": region.meaning} for name, region in present.items()},
+        "absent": absent_regions(model, names),
     }
 
 
@@ -172,6 +185,16 @@ def print_explanation(found: dict[str, Any], console: Console) -> None:
         users = list(dict.fromkeys(users)) or ["optimizer" if op in OPTIMIZER_OPS else "attend"]
         kernels.add_row(op, ", ".join(users), chosen["implementation"], chosen["why"])
     console.print(kernels)
+    console.print(region_table(found["regions"]))
+
+
+def region_table(regions: dict[str, Any]) -> Table:
+    table = Table("region", "where", "what", title="memory regions", title_justify="left")
+    for name, region in regions["present"].items():
+        table.add_row(name, region["place"], region["meaning"])
+    for name, reason in regions["absent"].items():
+        table.add_row(name, "absent", escape(reason))
+    return table
 
 
 def mtp_parameters_note(ahead: int) -> str:

@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import permutations
 from typing import Any, Protocol
 
 import torch
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from moefold.anatomy.regions import REGIONS, RegionSpec, absent_regions, fused_experts_reason, merged_step_spec
 from moefold.config.errors import UserError, did_you_mean, printable_text
@@ -43,6 +44,7 @@ def attach_policies(model: Transformer, wanted: Mapping[str, Policy]) -> None:
     absent from this model, or inside another named region is refused."""
     modules = [module for module in model.modules() if isinstance(module, Region)]
     check_wanted_regions(model, list(wanted))
+    # Regions inside steps call their policy; regions over steps become steps when a step list is made.
     default = Keep()
     for module in modules:
         module.around = wanted.get(module.name, default).around
@@ -76,10 +78,10 @@ def overlapping_spans(names: Sequence[str]) -> list[str]:
     """One problem for each region that spans steps of another that does."""
     spanning = [name for name in names if REGIONS[name].spans]
     problems: list[str] = []
-    for inner in spanning:
-        for outer in spanning:
-            if set(REGIONS[inner].spans) < set(REGIONS[outer].spans):
-                problems.append(f'region "{inner}" lies inside "{outer}", whose policy covers it: name one of the two')
+    for inner, outer in permutations(spanning, 2):
+        inner_steps, outer_steps = set(REGIONS[inner].spans), set(REGIONS[outer].spans)
+        if inner_steps < outer_steps:
+            problems.append(f'region "{inner}" lies inside "{outer}", whose policy covers it: name one of the two')
     return problems
 
 
@@ -89,8 +91,11 @@ def over_steps(steps: Sequence[Step], wanted: Mapping[str, Policy]) -> list[Step
     position = 0
     while position < len(steps):
         region, count = region_starting_at(steps, position, wanted)
-        run = steps[position : position + count]
-        rewritten.append(run[0] if region is None else step_under_policy(region.name, run, wanted[region.name]))
+        if region is None:
+            rewritten.append(steps[position])
+        else:
+            run = steps[position : position + count]
+            rewritten.append(step_under_policy(region.name, run, wanted[region.name]))
         position += count
     return rewritten
 
@@ -109,12 +114,13 @@ def region_starting_at(
 def spanned_steps(steps: Sequence[Step], region: RegionSpec) -> int:
     """How many steps from the first on the region spans: they follow the order of its names, and a layer ends before
     the next one begins."""
-    last = -1
+    remaining = list(region.spans)
     for count, step in enumerate(steps):
         name = step.spec.name
-        if name not in region.spans or region.spans.index(name) <= last:
+        if name not in remaining:
             return count
-        last = region.spans.index(name)
+        position = remaining.index(name)
+        del remaining[: position + 1]
     return len(steps)
 
 
@@ -128,7 +134,8 @@ def step_under_policy(name: str, steps: Sequence[Step], policy: Policy) -> Step:
 
     if len(steps) == 1:
         return replace(steps[0], run=run_under_policy)
-    return Step(merged_step_spec(name, [step.spec for step in steps]), run_under_policy)
+    specs = [step.spec for step in steps]
+    return Step(merged_step_spec(name, specs), run_under_policy)
 
 
 class CarryFunction:
@@ -154,6 +161,7 @@ class CarryFunction:
         carry = run_step_sequence(self.steps, tree_unflatten(leaves, self.structure))
         template = CarryTemplate(carry, inputs, leaves)
         outputs, template.outputs = tuple(template.outputs), []
+        # Only the first call makes the resulting carry; a rerun in backward makes the tensors alone.
         if not self.called:
             self.called, self.result = True, template
         return outputs
@@ -168,35 +176,32 @@ class CarryTemplate:
     """A carry with the places of a function's inputs and outputs left open."""
 
     def __init__(self, carry: Carry, inputs: Sequence[torch.Tensor], old_leaves: Sequence[Any]):
-        leaves, self.structure = tree_flatten(carry)
-        input_numbers = {id(x): number for number, x in enumerate(inputs)}
-        untouched = {id(leaf) for leaf in old_leaves}
-        output_numbers: dict[int, int] = {}
+        self.leaves, self.structure = tree_flatten(carry)
         self.outputs: list[torch.Tensor] = []
-        self.sources: list[tuple[str, Any]] = []
-        for leaf in leaves:
-            if id(leaf) in input_numbers:
-                self.sources.append(("input", input_numbers[id(leaf)]))
-            elif id(leaf) in untouched or not is_floating_tensor(leaf):
-                self.sources.append(("value", leaf))
-            else:
-                if id(leaf) not in output_numbers:
-                    output_numbers[id(leaf)] = len(self.outputs)
+        self.input_places: dict[int, int] = {}  # place in the flattened carry -> number of the input
+        self.output_places: dict[int, int] = {}
+        input_numbers = {id(x): number for number, x in enumerate(inputs)}
+        output_numbers: dict[int, int] = {}
+        untouched = {id(leaf) for leaf in old_leaves}
+        # Integers, text and untouched tensors stay in the template; all else comes from inputs and outputs.
+        for place, leaf in enumerate(self.leaves):
+            address = id(leaf)
+            if address in input_numbers:
+                self.input_places[place] = input_numbers[address]
+            elif is_floating_tensor(leaf) and address not in untouched:
+                if address not in output_numbers:
+                    output_numbers[address] = len(self.outputs)
                     self.outputs.append(leaf)
-                self.sources.append(("output", output_numbers[id(leaf)]))
+                self.output_places[place] = output_numbers[address]
+        for place in (*self.input_places, *self.output_places):
+            self.leaves[place] = None  # the template keeps no tensor that passes through the function
 
     def fill(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Carry:
-        leaves: list[Any] = []
-        for source, value in self.sources:
-            if source == "input":
-                leaves.append(inputs[value])
-            elif source == "output":
-                leaves.append(outputs[value])
-            else:
-                leaves.append(value)
-        return tree_unflatten(leaves, self.structure)
-
-    structure: TreeSpec
+        for place, number in self.input_places.items():
+            self.leaves[place] = inputs[number]
+        for place, number in self.output_places.items():
+            self.leaves[place] = outputs[number]
+        return tree_unflatten(self.leaves, self.structure)
 
 
 def is_floating_tensor(leaf: Any) -> bool:

@@ -1,4 +1,4 @@
-"""What a run measures, one JSON object a line, and the same numbers for TensorBoard."""
+"""Metrics of a run: one JSON object a line, and the same numbers for TensorBoard."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from typing import Any, Protocol
 
 
 class MetricsSink(Protocol):
+    """A place that metrics are written to."""
+
     def write(self, record: dict[str, Any]) -> None: ...
 
     def close(self) -> None: ...
@@ -22,7 +24,9 @@ class JsonLines:
         """Continue a file, dropping what was written after step `keep_through` (that work is done again)."""
         temporary = path.with_suffix(".tmp")
         with temporary.open("w") as kept:
-            kept.writelines(json.dumps(line) + "\n" for line in iterate_records(path) if line["step"] <= keep_through)
+            for record in iterate_records(path):
+                if record["step"] <= keep_through:
+                    kept.write(json.dumps(record) + "\n")
         os.replace(temporary, path)
         self.file = path.open("a")
 
@@ -40,8 +44,8 @@ def read_records(path: Path) -> list[dict[str, Any]]:
 
 
 def iterate_records(path: Path) -> Iterator[dict[str, Any]]:
-    """The records of a metrics file, one after the other; a line cut off by a crash, or that is no record, is passed
-    over."""
+    """The records of a metrics file, one after the other; lines that are no record (one cut off by a crash) are
+    skipped."""
     if not path.exists():
         return
     with path.open("rb") as file:
@@ -66,8 +70,8 @@ class TensorBoard:
         step = record["step"]
         for name, value in record.items():
             if isinstance(value, list):
-                for layer, each in enumerate(value):
-                    self.writer.add_scalar(f"{name}/layer_{layer}", each, step)
+                for layer, layer_value in enumerate(value):
+                    self.writer.add_scalar(f"{name}/layer_{layer}", layer_value, step)
             elif name != "step":
                 self.writer.add_scalar(name, value, step)
 

@@ -1,4 +1,4 @@
-"""How a run shows that it is alive: a bar on a terminal, plain lines elsewhere."""
+"""Progress of a run: a bar on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 def describe_record(record: dict[str, Any]) -> str:
     """loss 2.103 | 5.1k tok/s | 0.08 TFLOP/s | imbalance 0.42"""
-    parts = [f"loss {record['loss']:.4f}"] if "loss" in record else []
+    parts: list[str] = []
+    if "loss" in record:
+        parts.append(f"loss {record['loss']:.4f}")
     if "val_loss" in record:
         parts.append(f"val {record['val_loss']:.4f}")
     if "tokens_per_s" in record:
-        parts += [f"{compact_number(record['tokens_per_s'])} tok/s", f"{record['tflops']:.3g} TFLOP/s"]
+        parts.append(f"{compact_number(record['tokens_per_s'])} tok/s")
+        parts.append(f"{record['tflops']:.3g} TFLOP/s")
     if record.get("max_violation"):  # a model without experts has none
         parts.append(f"imbalance {max(record['max_violation']):.2f}")
     if sum(record.get("dead_experts", [])):
@@ -35,7 +38,7 @@ def compact_number(number: float) -> str:
 
 
 class SilentProgress:
-    """Ranks other than the first say nothing."""
+    """No output: for ranks other than the first."""
 
     def print_message(self, text: str) -> None: ...
 
@@ -56,19 +59,27 @@ class LineProgress(SilentProgress):
 
     def show_record(self, record: dict[str, Any]) -> None:
         step = record["step"]
-        if step % self.every and step != self.total and "val_loss" not in record:
-            return
-        pace = (time.monotonic() - self.begun) / max(1, step - self.first)
-        left = f" | {(self.total - step) * pace:.0f} s left" if step > self.first else ""
-        print(f"step {step}/{self.total} | {describe_record(record)}{left}", flush=True)
+        is_due = step % self.every == 0 or step == self.total
+        if is_due or "val_loss" in record:
+            text = describe_record(record)
+            print(f"step {step}/{self.total} | {text}{self.time_left(step)}", flush=True)
+
+    def time_left(self, step: int) -> str:
+        """The seconds left at the mean pace so far, as the end of a line; empty before the first step."""
+        done = step - self.first
+        if done <= 0:
+            return ""
+        seconds = (time.monotonic() - self.begun) / done
+        return f" | {(self.total - step) * seconds:.0f} s left"
 
 
 class BarProgress(SilentProgress):
     """A progress bar; validations and messages scroll above it."""
 
     def __init__(self, done: int, total: int, console: Console):
-        columns = (TextColumn("training"), BarColumn(bar_width=24), MofNCompleteColumn(), TimeRemainingColumn())
-        self.progress = Progress(*columns, TextColumn("{task.description}"), console=console)
+        title, text = TextColumn("training"), TextColumn("{task.description}")
+        bar, count = BarColumn(bar_width=24), MofNCompleteColumn()
+        self.progress = Progress(title, bar, count, TimeRemainingColumn(), text, console=console)
         self.task = self.progress.add_task("", total=total, completed=done)
         self.progress.start()
 
@@ -85,7 +96,9 @@ class BarProgress(SilentProgress):
 
 
 def make_progress(first_rank: bool, done: int, total: int, every: int) -> SilentProgress:
-    console = Console()
     if not first_rank:
         return SilentProgress()
-    return BarProgress(done, total, console) if console.is_terminal else LineProgress(done, total, every)
+    console = Console()
+    if console.is_terminal:
+        return BarProgress(done, total, console)
+    return LineProgress(done, total, every)

@@ -1,4 +1,4 @@
-"""How evenly the routers spread tokens over experts: what one step counted, what it means, and when to warn.
+"""Router statistics: how evenly tokens are spread over experts in one step, and warnings of dead experts.
 
     max violation   most loaded / mean - 1         0 is even, 1 is an expert with twice its share
     load entropy    -sum p log p / log E           1 is even, 0 is one expert with everything
@@ -10,7 +10,7 @@ L MoE layers, E experts.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ WRITTEN_DIGITS = 6  # of what is written: a drop rate of one in a million still 
 
 @dataclass(frozen=True)
 class RouterCounts:
-    """What one step counted, one entry for each MoE layer: choices over the whole global batch, bytes on this rank."""
+    """The counts of one step, one entry for each MoE layer: choices over the whole global batch, bytes of this rank."""
 
     layers: list[int]  # its number in the model
     load: list[list[int]]  # the router's choices of each expert, before any was dropped
@@ -33,31 +33,37 @@ class RouterCounts:
 
 
 def balance_summary(counts: RouterCounts) -> dict[str, list[Any]]:
-    """The step's balance as numbers for people, each a list with one entry for each MoE layer."""
+    """The balance of a step, each figure a list with one entry for each MoE layer."""
+    pairs = zip(counts.load, counts.dropped, strict=True)
     return {
-        "max_violation": [round(max_violation(load), WRITTEN_DIGITS) for load in counts.load],
-        "load_entropy": [round(load_entropy(load), WRITTEN_DIGITS) for load in counts.load],
-        "dead_experts": [sum(1 for choices in load if not choices) for load in counts.load],
-        "drop_rate": [
-            round(dropped / max(sum(load), 1), WRITTEN_DIGITS)
-            for load, dropped in zip(counts.load, counts.dropped, strict=True)
-        ],
+        "max_violation": rounded(max_violation(load) for load in counts.load),
+        "load_entropy": rounded(load_entropy(load) for load in counts.load),
+        "dead_experts": [load.count(0) for load in counts.load],
+        "drop_rate": rounded(dropped / max(sum(load), 1) for load, dropped in pairs),
         "moved_bytes": list(counts.moved),
     }
 
 
+def rounded(values: Iterable[float]) -> list[float]:
+    return [round(value, WRITTEN_DIGITS) for value in values]
+
+
 def max_violation(load: Sequence[int]) -> float:
-    """Most loaded / mean - 1; a layer that got nothing is not uneven."""
+    """Most loaded / mean - 1; 0 for a layer without tokens."""
     total = sum(load)
-    return max(load) * len(load) / total - 1 if total else 0.0
+    if not total:
+        return 0.0
+    return max(load) * len(load) / total - 1
 
 
 def load_entropy(load: Sequence[int]) -> float:
-    """Entropy of the load's distribution as a share of the highest it could be; one expert alone is always even."""
+    """Entropy of the load's distribution as a share of the highest possible; 1 for a single expert."""
     total = sum(load)
     if not total or len(load) == 1:
         return 1.0
-    return -sum(n / total * math.log(n / total) for n in load if n) / math.log(len(load))
+    shares = [choices / total for choices in load if choices]
+    entropy = -sum(share * math.log(share) for share in shares)
+    return entropy / math.log(len(load))
 
 
 class RouterLog:
@@ -75,22 +81,23 @@ class RouterLog:
 
 
 class DeadExpertWatch:
-    """Warns once for each expert that got nothing for `patience` steps on end; one that lives again may die again."""
+    """Warns once for each expert without a token for `patience` steps in a row; one that revives is watched anew."""
 
     def __init__(self, patience: int = 20):
         self.patience = patience
-        self.idle_LE: np.ndarray | None = None  # steps on end in which an expert got nothing
+        self.idle_LE: np.ndarray | None = None  # steps in a row in which an expert got no token
 
     def look(self, counts: RouterCounts) -> str | None:
-        """A warning about the experts whose patience ran out in this very step, or nothing."""
+        """A warning about the experts that reached `patience` in this step, or None."""
         load_LE = np.asarray(counts.load)
         before_LE = np.zeros_like(load_LE) if self.idle_LE is None else self.idle_LE
         self.idle_LE = np.where(load_LE == 0, before_LE + 1, 0)
-        dead = [
-            f"{'expert' if len(ids) == 1 else 'experts'} {listed_experts(ids)} of layer {layer}"
-            for layer, ids_E in zip(counts.layers, self.idle_LE == self.patience, strict=True)
-            if (ids := np.flatnonzero(ids_E).tolist())
-        ]
+        dead: list[str] = []
+        for layer, is_dead_E in zip(counts.layers, self.idle_LE == self.patience, strict=True):
+            ids = np.flatnonzero(is_dead_E).tolist()
+            if ids:
+                noun = "expert" if len(ids) == 1 else "experts"
+                dead.append(f"{noun} {listed_experts(ids)} of layer {layer}")
         if not dead:
             return None
         return (

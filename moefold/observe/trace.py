@@ -1,16 +1,16 @@
-"""Writes what happened when on which rank, for https://ui.perfetto.dev or chrome://tracing.
+"""Traces of a step, for https://ui.perfetto.dev or chrome://tracing: spans of work by rank and lane.
 
-A simulation and a run write the same events, so that the predicted and the measured step can be laid side by side:
+A simulation and a run write the same events, so that the predicted and the measured step can be compared:
 
-    rank 0   compute   F0.0  F0.1  ...         one process a rank, one thread a lane; an event has a name, a beginning,
-             comm            F0.0              an end, and whatever else is worth seeing when it is clicked
+    rank 0   compute   F0.0  F0.1  ...         one process a rank, one thread a lane; an event has a name, a start,
+             comm            F0.0              an end, and details that are shown when it is clicked
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +21,7 @@ LANE_ORDER = ("compute", "comm")  # the order in which a rank's lanes are shown;
 
 @dataclass(frozen=True)
 class TraceEvent:
-    """Something that took from `start` to `end`, in seconds from the beginning of the trace."""
+    """A span from `start` to `end`, in seconds from the beginning of the trace."""
 
     rank: int
     lane: str
@@ -33,23 +33,45 @@ class TraceEvent:
 
 def chrome_trace(events: Iterable[TraceEvent]) -> dict[str, Any]:
     """The events in the Chrome trace format, with ranks and lanes named and in order."""
-    events = list(events)
-    lanes = [*LANE_ORDER, *sorted({event.lane for event in events} - set(LANE_ORDER))]
+    ordered = sorted(events, key=lambda event: (event.start, event.rank))
+    lanes = lane_names(ordered)
+    records = track_records(ordered, lanes)
+    records += [event_record(event, lanes) for event in ordered]
+    return {"traceEvents": records, "displayTimeUnit": "ms"}
+
+
+def lane_names(events: Sequence[TraceEvent]) -> list[str]:
+    others = {event.lane for event in events} - set(LANE_ORDER)
+    return [*LANE_ORDER, *sorted(others)]
+
+
+def track_records(events: Sequence[TraceEvent], lanes: list[str]) -> list[dict[str, Any]]:
+    """Names and order of processes (ranks) and threads (lanes)."""
     tracks = sorted({(event.rank, lanes.index(event.lane)) for event in events})
     records: list[dict[str, Any]] = []
     for rank in sorted({rank for rank, _ in tracks}):
         records.append(metadata_record("process_name", rank, 0, {"name": f"rank {rank}"}))
         records.append(metadata_record("process_sort_index", rank, 0, {"sort_index": rank}))
-    records += [metadata_record("thread_name", rank, lane, {"name": lanes[lane]}) for rank, lane in tracks]
-    for event in sorted(events, key=lambda event: (event.start, event.rank)):
-        record = {"ph": "X", "name": event.name, "cat": event.lane, "pid": event.rank, "tid": lanes.index(event.lane)}
-        times = {"ts": event.start * 1e6, "dur": (event.end - event.start) * 1e6}
-        records.append({**record, **times, "args": dict(event.details)})
-    return {"traceEvents": records, "displayTimeUnit": "ms"}
+    for rank, lane in tracks:
+        records.append(metadata_record("thread_name", rank, lane, {"name": lanes[lane]}))
+    return records
 
 
-def metadata_record(what: str, rank: int, lane: int, args: dict[str, Any]) -> dict[str, Any]:
-    return {"ph": "M", "name": what, "pid": rank, "tid": lane, "args": args}
+def event_record(event: TraceEvent, lanes: list[str]) -> dict[str, Any]:
+    return {
+        "ph": "X",
+        "name": event.name,
+        "cat": event.lane,
+        "pid": event.rank,
+        "tid": lanes.index(event.lane),
+        "ts": event.start * 1e6,
+        "dur": (event.end - event.start) * 1e6,
+        "args": dict(event.details),
+    }
+
+
+def metadata_record(name: str, rank: int, lane: int, args: dict[str, Any]) -> dict[str, Any]:
+    return {"ph": "M", "name": name, "pid": rank, "tid": lane, "args": args}
 
 
 def write_trace(path: Path, events: Iterable[TraceEvent]) -> None:

@@ -34,6 +34,10 @@ def forward_program(homes: Sequence[int], microbatches: int) -> Program:
     """Every stage's forward of every microbatch, stage by stage."""
     program: Program = []
     for rank in sorted(set(homes)):
-        stages = [stage for stage, home in enumerate(homes) if home == rank]
-        program.append([(PipelineOp("F", stage, m),) for stage in stages for m in range(microbatches)])
+        slots: list[Slot] = []
+        for stage, home in enumerate(homes):
+            if home == rank:
+                ops = [PipelineOp("F", stage, m) for m in range(microbatches)]
+                slots += [(op,) for op in ops]
+        program.append(slots)
     return program

@@ -97,13 +97,15 @@ class Executor:
     def train_program(self, microbatches: int) -> BoundProgram:
         if microbatches not in self.train_programs:
             program = pipeline_program(self.config, microbatches)
-            self.train_programs[microbatches] = bind_program(program, self.homes, self.rank, self.users)
+            bound = bind_program(program, self.homes, self.rank, self.users)
+            self.train_programs[microbatches] = bound
         return self.train_programs[microbatches]
 
     def forward_program(self, microbatches: int) -> BoundProgram:
         if microbatches not in self.forward_programs:
             program = forward_program(self.homes, microbatches)
-            self.forward_programs[microbatches] = bind_program(program, self.homes, self.rank, {})
+            bound = bind_program(program, self.homes, self.rank, {})
+            self.forward_programs[microbatches] = bound
         return self.forward_programs[microbatches]
 
     def steps_to_train(self, stage: int) -> list[Step]:
@@ -128,7 +130,6 @@ class Executor:
 class PairedForward:
     """The forward of a paired slot, run step by step."""
 
-    op: PipelineOp
     passage: Passage
     carry: Carry
 
@@ -141,7 +142,6 @@ class PairedForward:
 class PairedBackward:
     """The backward of a paired slot, run step by step; weight gradients go into the queue, if there is one."""
 
-    op: PipelineOp
     passage: Passage
     queue: list[DeferredWork] | None
 
@@ -190,7 +190,9 @@ class StepRun:
         """Whether one call of backward gives all gradients of the slot: each bucket is then reduced as soon as that
         call has completed it."""
         kinds = [op.kind for op in slot]
-        return kinds == ["D", "W"] and pass_key(slot[0]) not in self.program.cut_passes
+        if kinds != ["D", "W"]:
+            return False
+        return pass_key(slot[0]) not in self.program.cut_passes
 
     def run_slot(self, slot: Slot) -> None:
         if is_paired(slot):
@@ -228,7 +230,8 @@ class StepRun:
         self.send_gradient(op, passage)
 
     def run_deferred_work(self, op: PipelineOp) -> None:
-        for work in self.deferred_work.pop(pass_key(op), []):
+        queue = self.deferred_work.pop(pass_key(op), [])
+        for work in queue:
             work()
 
     def run_without_gradients(self, op: PipelineOp, carry: Carry) -> Carry:
@@ -247,7 +250,8 @@ class StepRun:
         key = pass_key(op)
         is_cut = key in self.program.cut_passes
         steps = self.executor.steps_to_train(op.stage)
-        passage = Passage(steps, is_cut, self.executor.observers_of_pass(is_cut), key)
+        observers = self.executor.observers_of_pass(is_cut)
+        passage = Passage(steps, is_cut, observers, key)
         self.passages[key] = passage
         return passage
 
@@ -260,7 +264,8 @@ class StepRun:
             trains = self.finish is None
             streams = [x_TD.detach().requires_grad_(trains) for x_TD in cargo_NTD]
             self.input_streams[pass_key(op)] = streams
-            carry |= {"stream": ResidualStream(streams[0]), "streams": streams[1:]}
+            carry["stream"] = ResidualStream(streams[0])
+            carry["streams"] = streams[1:]
         return carry
 
     def send_activation(self, op: PipelineOp, carry: Carry) -> None:
@@ -268,7 +273,7 @@ class StepRun:
         if not self.stage_of(op).predicts:
             streams = [carry["stream"].x_TD, *carry["streams"]]
             cargo_NTD = torch.stack([x_TD.detach() for x_TD in streams])
-            self.send_cargo(cargo_NTD, PipelineOp("F", op.stage + 1, op.microbatch))
+            self.send_cargo(cargo_NTD, op, op.stage + 1)
         elif self.finish is not None:
             self.finish(carry)
         else:
@@ -278,15 +283,18 @@ class StepRun:
         """A microbatch's pass with the gradients of its outputs: of the losses, or as the next stage sent them."""
         passage = self.passages.pop(pass_key(op))
         out = passage.out
+        aux = out["aux"]
         if self.stage_of(op).predicts:
             assert self.weight_1M is not None
-            weight_1M = self.weight_1M.to(out["losses_1M"].dtype)
-            loss = (out["losses_1M"] * weight_1M).sum() + out["aux"]
+            losses_1M = out["losses_1M"]
+            weight_1M = self.weight_1M.to(losses_1M.dtype)
+            loss = (losses_1M * weight_1M).sum() + aux
             passage.set_output_gradients([loss], [torch.ones_like(loss)])
         else:
             cargo_NTD = self.take_cargo(op)
-            outputs = [out["stream"].x_TD, *out["streams"], out["aux"]]
-            passage.set_output_gradients(outputs, [*cargo_NTD, torch.ones_like(out["aux"])])
+            outputs = [out["stream"].x_TD, *out["streams"], aux]
+            # The balance losses of this stage are roots of backward too: their gradient is 1.
+            passage.set_output_gradients(outputs, [*cargo_NTD, torch.ones_like(aux)])
         return passage
 
     def send_gradient(self, op: PipelineOp, passage: Passage) -> None:
@@ -294,11 +302,13 @@ class StepRun:
         streams = self.input_streams.pop(pass_key(op), None)
         if streams is None:
             return
-        cargo_NTD = torch.stack([passage.gradient_of_input(x_TD) for x_TD in streams])
-        self.send_cargo(cargo_NTD, PipelineOp("D", op.stage - 1, op.microbatch))
+        gradients = [passage.gradient_of_input(x_TD) for x_TD in streams]
+        self.send_cargo(torch.stack(gradients), op, op.stage - 1)
 
-    def send_cargo(self, cargo_NTD: torch.Tensor, receiver: PipelineOp) -> None:
-        home = self.executor.homes[receiver.stage]
+    def send_cargo(self, cargo_NTD: torch.Tensor, op: PipelineOp, stage: int) -> None:
+        """Send an op's result to the op of the same kind and microbatch in a neighbouring stage."""
+        receiver = PipelineOp(op.kind, stage, op.microbatch)
+        home = self.executor.homes[stage]
         if home == self.executor.rank:
             self.local_cargo[receiver] = cargo_NTD
         else:
@@ -318,7 +328,8 @@ class StepRun:
         ranks = world.axis("cp").size * world.axis("tp").size
         tokens = self.parts[op.microbatch].tokens_BS.numel() // ranks
         like = next(model.parameters())
-        return torch.empty(1 + aside, tokens, model.model.hidden, dtype=like.dtype, device=like.device)
+        shape = (1 + aside, tokens, model.model.hidden)
+        return torch.empty(shape, dtype=like.dtype, device=like.device)
 
     # ---- paired slots: a forward and a backward, interleaved ----
 
@@ -327,19 +338,21 @@ class StepRun:
         lane."""
         forward_op = next(op for op in slot if op.kind == "F")
         backward_op = next(op for op in slot if op.kind == "D")
-        forward = PairedForward(forward_op, self.begin_passage(forward_op), self.begin_carry(forward_op))
+        forward = PairedForward(self.begin_passage(forward_op), self.begin_carry(forward_op))
+        # Weight gradients that the slot itself asks for fill gaps of the compute lane, if the run wants that.
         fillers: list[DeferredWork] = []
         queue = self.weight_grad_queue(slot, backward_op, fillers)
-        backward = PairedBackward(backward_op, self.passage_with_gradients(backward_op), queue)
+        backward = PairedBackward(self.passage_with_gradients(backward_op), queue)
         forward_lanes = segment_lanes(forward.passage)
         backward_lanes = segment_lanes(backward.passage)[::-1]
         runner = PairRunner(self.executor.lanes, self.executor.spans, fillers)
         for strand, index in paired_slot_order(forward_lanes, backward_lanes):
             if strand == 0:
-                runner.begin(strand, forward_lanes[index], forward.run_next, forward.carry)
+                lane = forward_lanes[index]
+                runner.begin(strand, lane, forward.run_next, forward.carry)
             else:
-                inputs = backward.passage.output_gradients
-                runner.begin(strand, backward_lanes[index], backward.run_next, inputs)
+                lane = backward_lanes[index]
+                runner.begin(strand, lane, backward.run_next, backward.passage.output_gradients)
         runner.end()
         self.send_activation(forward_op, forward.carry)
         self.send_gradient(backward_op, backward.passage)

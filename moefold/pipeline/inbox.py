@@ -14,15 +14,22 @@ from moefold.schedule.program import PipelineOp, Program
 def messages_between(program: Program, homes: Sequence[int], source: int, to: int) -> list[PipelineOp]:
     """The ops of rank `to` that rank `source` sends a tensor for, in the order of sending: a forward's output goes to
     the next stage's forward, a data gradient to the data gradient of the stage before."""
-    last = len(homes) - 1
-    receivers: list[PipelineOp] = []
+    messages: list[PipelineOp] = []
     for slot in program[source]:
         for op in slot:
-            if op.kind == "F" and op.stage < last and homes[op.stage + 1] == to:
-                receivers.append(PipelineOp("F", op.stage + 1, op.microbatch))
-            if op.kind == "D" and op.stage > 0 and homes[op.stage - 1] == to:
-                receivers.append(PipelineOp("D", op.stage - 1, op.microbatch))
-    return receivers
+            receiver = receiving_op(op, len(homes))
+            if receiver is not None and homes[receiver.stage] == to:
+                messages.append(receiver)
+    return messages
+
+
+def receiving_op(op: PipelineOp, stages: int) -> PipelineOp | None:
+    """The op that reads what this op sends, if there is one."""
+    if op.kind == "F" and op.stage + 1 < stages:
+        return PipelineOp("F", op.stage + 1, op.microbatch)
+    if op.kind == "D" and op.stage > 0:
+        return PipelineOp("D", op.stage - 1, op.microbatch)
+    return None
 
 
 def incoming_messages(program: Program, homes: Sequence[int], rank: int) -> dict[int, list[PipelineOp]]:
@@ -41,8 +48,11 @@ class Inbox:
         empty: Callable[[PipelineOp], torch.Tensor],
     ):
         self.pipe, self.empty = pipe, empty
-        self.unposted = {rank: deque(ops) for rank, ops in messages.items()}
-        self.sender = {op: rank for rank, ops in messages.items() for op in ops}
+        self.unposted: dict[int, deque[PipelineOp]] = {}
+        self.sender: dict[PipelineOp, int] = {}
+        for rank, ops in messages.items():
+            self.unposted[rank] = deque(ops)
+            self.sender.update(dict.fromkeys(ops, rank))
         self.arriving: dict[PipelineOp, PendingReceive] = {}
 
     def expect(self, ops: Sequence[PipelineOp]) -> None:
@@ -51,7 +61,8 @@ class Inbox:
             while op in self.sender and op not in self.arriving:
                 rank = self.sender[op]
                 first = self.unposted[rank].popleft()
-                self.arriving[first] = self.pipe.receive(self.empty(first), rank)
+                memory = self.empty(first)
+                self.arriving[first] = self.pipe.receive(memory, rank)
 
     def take(self, op: PipelineOp) -> torch.Tensor:
         """Wait for an op's message."""

@@ -19,7 +19,8 @@ def stages_using_parameters(model: Transformer) -> StagesUsing:
         prefixes = tuple(parameter_prefixes(stage, model.model.tied_head))
         for parameter in declared_parameters(model):
             if parameter.name.startswith(prefixes):
-                stages_of.setdefault(parameter.name, set()).add(stage.number)
+                stages = stages_of.setdefault(parameter.name, set())
+                stages.add(stage.number)
     return {name: (stages, may_defer_weight_grad(name)) for name, stages in stages_of.items()}
 
 
@@ -58,5 +59,6 @@ def last_gradient_slots(slots: Sequence[Slot], users: StagesUsing) -> dict[int, 
         ops = [(kind, stage) for stage in stages for kind in kinds]
         gradient_slots = [last_slot[op] for op in ops if op in last_slot]
         if gradient_slots:
-            finished.setdefault(max(gradient_slots), set()).add(name)
+            names = finished.setdefault(max(gradient_slots), set())
+            names.add(name)
     return finished

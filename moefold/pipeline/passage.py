@@ -25,19 +25,27 @@ class SegmentRun:
     """A segment that has run forward: the leaves of its input carry, and its output carry."""
 
     def __init__(self, carry: Carry, steps: Sequence[Step], observers: Sequence[Around], key: PassKey):
+        # The cut: tensors of the carry become leaves, so that this segment's backward ends here.
         flat, structure = tree_flatten(carry)
         self.leaves: dict[int, torch.Tensor] = {}  # by id: a tensor that the carry holds twice stays one
         for leaf in flat:
             if is_differentiable(leaf) and id(leaf) not in self.leaves:
-                self.leaves[id(leaf)] = leaf.detach().requires_grad_()
+                detached = leaf.detach()
+                self.leaves[id(leaf)] = detached.requires_grad_()
         self.flat_inputs = [self.leaves.get(id(leaf), leaf) for leaf in flat]
-        self.observed = ObservedSteps(steps, observers, key) if observers else None
         inputs = tree_unflatten(self.flat_inputs, structure)
-        self.out = self.observed.forward(inputs) if self.observed else run_step_sequence(steps, inputs)
+        self.observed: ObservedSteps | None = None
+        if observers:
+            self.observed = ObservedSteps(steps, observers, key)
+            self.out = self.observed.forward(inputs)
+        else:
+            self.out = run_step_sequence(steps, inputs)
 
     def backward(self, outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
-        moments = self.observed.around_backward() if self.observed else nullcontext()
-        with moments:
+        around = nullcontext()
+        if self.observed is not None:
+            around = self.observed.around_backward()
+        with around:
             torch.autograd.backward(list(outputs), list(gradients))
 
     def input_gradients(self) -> list[torch.Tensor | None]:
@@ -45,10 +53,11 @@ class SegmentRun:
         seen: set[int] = set()
         gradients: list[torch.Tensor | None] = []
         for leaf in self.flat_inputs:
-            is_first = id(leaf) not in seen
+            gradient = None
+            if isinstance(leaf, torch.Tensor) and leaf.is_leaf and id(leaf) not in seen:
+                gradient = leaf.grad
             seen.add(id(leaf))
-            has_gradient = is_first and isinstance(leaf, torch.Tensor) and leaf.is_leaf
-            gradients.append(leaf.grad if has_gradient else None)
+            gradients.append(gradient)
         return gradients
 
 
@@ -56,7 +65,9 @@ class Passage:
     """The pass with the key (stage, microbatch). `observers` are called around its steps."""
 
     def __init__(self, steps: Sequence[Step], cut: bool, observers: Sequence[Around] = (), key: PassKey = (0, 0)):
-        self.segments = [[step] for step in steps] if cut else [list(steps)]
+        self.segments = [[step] for step in steps]
+        if not cut:
+            self.segments = [list(steps)]
         self.observers, self.key = observers, key
         self.runs: list[SegmentRun] = []  # those that have not run backward
         self.first_run: SegmentRun | None = None
@@ -94,6 +105,7 @@ class Passage:
             outputs, gradients = zip(*self.output_gradients, strict=True)
             run.backward(outputs, gradients)
         self.output_gradients = []
+        # The gradients of this segment's inputs are those of the outputs of the segment before.
         if self.runs:
             flat, _ = tree_flatten(self.runs[-1].out)
             self.set_output_gradients(flat, run.input_gradients())

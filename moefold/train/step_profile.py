@@ -196,7 +196,7 @@ def step_flops_by_kind(step: StepSpec, seq_len: int) -> list[tuple[str, float]]:
 
 def write_profile_trace(run: Run, watched: WatchedStep) -> None:
     """The events of every rank in one trace, whose first event begins at 0."""
-    own = [*watched.profile.events(run.world.rank), *run.executor.spans.events]
+    own = [*watched.profile.trace_events(run.world.rank), *run.executor.spans.events]
     by_rank = all_gather_objects(own, run.world.everyone)
     if run.world.rank != 0:
         return
@@ -275,7 +275,7 @@ def memory_table(memory: StepMemory) -> Table:
 
 
 def launch_gap_lines(profile: StepProfile) -> list[str]:
-    gaps = profile.gaps()
+    gaps = profile.idle_gaps()
     idle = sum(gap.seconds for gap in gaps) * 1e3
     long_gaps = [gap for gap in gaps if gap.seconds > LONG_GAP]
     kernels = profile.kernels_run

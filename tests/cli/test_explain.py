@@ -7,7 +7,7 @@ import pytest
 
 from moefold.anatomy.model_totals import active_parameters, mtp_parameters, total_parameters, train_flops_per_token
 from moefold.anatomy.step_specs import prefixed_model_steps, prefixed_mtp_steps
-from moefold.cli.explain import human_readable
+from moefold.cli.explain import describe_regions, human_readable
 from moefold.cli.main import run_command_line
 from moefold.kernels.bound import BoundKernels
 from moefold.kernels.catalog import CATALOG
@@ -46,6 +46,7 @@ def test_json_holds_what_the_anatomy_says(name: str, explained: Any):
         "dispatcher",
         "layers",
         "kernels",
+        "regions",
     }
     assert found["name"] == name
     assert found["parameters"] == total_parameters(config.model)
@@ -210,3 +211,17 @@ def test_a_name_that_cannot_be_a_folders_is_refused_and_shown(name: str, capsys:
 )
 def test_numbers_are_short(number: float, text: str):
     assert human_readable(number) == text
+
+
+def test_regions_are_listed_with_their_places_and_absent_ones_with_reasons(explained: Any):
+    regions = explained("tiny")["regions"]
+    assert regions["present"]["activation"]["place"] == "inside experts"
+    assert regions["present"]["moe"]["place"] == "route to combine"
+    assert regions["absent"]["up"].startswith("attention is gqa")
+    assert not set(regions["present"]) & set(regions["absent"])
+
+
+def test_fused_experts_have_no_activation_region():
+    fused = {"expert_mlp": {"implementation": "gluon", "why": ""}}
+    absent = describe_regions(PRESETS["qwen3-30b-a3b"]().model, fused)["absent"]
+    assert "one fused kernel (expert_mlp: gluon)" in absent["activation"]

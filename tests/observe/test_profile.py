@@ -54,7 +54,7 @@ def test_a_device_is_idle_only_where_no_stream_works():
     works = [kernel("a", 0, 2), kernel("b", 1, 3, lane="stream 8"), kernel("c", 5, 6, "route"), kernel("d", 6.5, 7)]
     profile = StepProfile(0, 7, "cuda", works)
     assert profile.busy_seconds == pytest.approx(4.5)
-    assert [(gap.seconds, gap.before.name) for gap in profile.gaps()] == [(2, "route"), (0.5, "attend")]
+    assert [(gap.seconds, gap.before.name) for gap in profile.idle_gaps()] == [(2, "route"), (0.5, "attend")]
 
 
 @pytest.mark.parametrize(
@@ -76,6 +76,6 @@ def test_the_kind_of_work_is_told_by_its_name(name: str, kind: str):
 
 
 def test_a_trace_has_every_work_with_its_step():
-    events = StepProfile(0, 1, "cuda", [kernel("a", 0, 1)], [("attend", 0, 1)]).events(3)
+    events = StepProfile(0, 1, "cuda", [kernel("a", 0, 1)], [("attend", 0, 1)]).trace_events(3)
     assert [(e.rank, e.lane, e.name) for e in events] == [(3, "steps", "attend"), (3, "stream 7", "a")]
     assert events[1].details["step"] == "attend"
