@@ -40,13 +40,13 @@ class Momentum:
     def state(self, share: BucketShare) -> dict[str, torch.Tensor]:
         return {"velocity": torch.zeros_like(share.weights, dtype=share.wide_dtype)}
 
-    def scalars(self, share: BucketShare, step: int, lr: float) -> Sequence[float]:
+    def step_numbers(self, share: BucketShare, step: int, lr: float) -> Sequence[float]:
         return [lr]
 
     def update(self, share: BucketShare, scale: torch.Tensor, scalars: torch.Tensor) -> None:
         main, velocity = share.storage.main_values(), share.state["velocity"]
         velocity.mul_(self.beta).add_((share.gradient * scale).to(velocity.dtype))
-        share.storage.refresh(main - scalars[0].to(main.dtype) * velocity)
+        share.storage.refresh_weights(main - scalars[0].to(main.dtype) * velocity)
 
 
 class UnitSteps:
@@ -61,7 +61,7 @@ class UnitSteps:
     def state(self, share: BucketShare) -> dict[str, torch.Tensor]:
         return {"seen": torch.zeros_like(share.weights)}
 
-    def scalars(self, share: BucketShare, step: int, lr: float) -> Sequence[float]:
+    def step_numbers(self, share: BucketShare, step: int, lr: float) -> Sequence[float]:
         return [lr, step]
 
     def update(self, share: BucketShare, scale: torch.Tensor, scalars: torch.Tensor) -> None:
@@ -72,7 +72,7 @@ class UnitSteps:
             assert w.shape[1:] == parameter.declaration.matrix, "whole matrices, not pieces"
             w.sub_(scalars[0].to(w.dtype) * g / g.norm(dim=(1, 2), keepdim=True))
             seen.add_(1)
-        share.storage.refresh(main)
+        share.storage.refresh_weights(main)
 
 
 @pytest.fixture

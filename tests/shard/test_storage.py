@@ -45,16 +45,16 @@ class Int8Weights:
         """Which share this is."""
         return self.share.start // max(1, self.share.stop - self.share.start)
 
-    def part(self, start: int, shape: Sequence[int]) -> torch.Tensor:
+    def parameter_view(self, start: int, shape: Sequence[int]) -> torch.Tensor:
         return flat_part(self.weights, start, shape)
 
-    def open_main(self, share: slice) -> None:
+    def open_main_weights(self, share: slice) -> None:
         self.share, self.main = share, self.weights[share].float()
 
     def main_values(self) -> torch.Tensor:
         return self.main
 
-    def refresh(self, values: torch.Tensor) -> None:
+    def refresh_weights(self, values: torch.Tensor) -> None:
         self.main.copy_(values)
         self.scales[self.number] = self.main.abs().max() / 127
         self.codes[self.share] = (self.main / self.scales[self.number]).round().to(torch.int8)
@@ -66,19 +66,19 @@ class Int8Weights:
     def fused_operands(self) -> None:
         return None
 
-    def wire(self, share: slice) -> list[Wire]:
+    def wire_tensors(self, share: slice) -> list[Wire]:
         mine = self.scales[self.number : self.number + 1].clone()
         return [Wire(self.codes, self.codes[share].clone()), Wire(self.scales, mine)]
 
-    def arrived(self) -> None:
+    def after_gather(self) -> None:
         size = len(self.weights) // SHARES
         for number in range(SHARES):
             self.decode(slice(number * size, (number + 1) * size), number)
 
-    def logical(self) -> Any:
+    def logical_values(self) -> Any:
         return Int8Main(self, 0, len(self.main))
 
-    def main_bytes(self) -> int:
+    def main_weight_bytes(self) -> int:
         return self.main.nbytes
 
 
@@ -101,7 +101,7 @@ class Int8Main:
 
     def put(self, first: int, last: int, values: torch.Tensor) -> None:
         self.get(first, last).copy_(values)
-        self.storage.refresh(self.storage.main)
+        self.storage.refresh_weights(self.storage.main)
 
 
 def make(world: World, storage: StorageMaker, dtype: str = "bf16") -> tuple[Transformer, list[Bucket], Optimizer]:
@@ -174,7 +174,7 @@ def test_a_checkpoint_reads_and_loads_fp32_main_weights_whatever_is_stored(stora
 
 @pytest.mark.parametrize("storage", [PlainWeights, SplitFp32Weights])
 def test_a_rule_without_a_fused_kernel_gets_the_same_weights(storage: StorageMaker):
-    """`main_values` and `refresh` are what the fused operands are, in two passes."""
+    """`main_values` and `refresh_weights` are what the fused operands are, in two passes."""
     one, two = (make(single_rank_world(), storage) for _ in range(2))
     for share in two[2].shares:
         share.storage.fused_operands = lambda: None  # pyright: ignore[reportAttributeAccessIssue]
@@ -189,4 +189,4 @@ def test_a_rule_without_a_fused_kernel_gets_the_same_weights(storage: StorageMak
 def test_an_fp32_model_needs_no_main_weights():
     _, buckets, optimizer = make(single_rank_world(), PlainWeights, "fp32")
     assert optimizer.bytes()["main"] == 0
-    assert all(bucket.storage.logical() is None for bucket in buckets)
+    assert all(bucket.storage.logical_values() is None for bucket in buckets)
