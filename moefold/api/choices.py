@@ -12,8 +12,8 @@ from moefold.anatomy.step_specs import StepSpec
 from moefold.config.errors import one_of
 from moefold.config.run import Config
 from moefold.kernels.catalog import pick_implementation
-from moefold.layout.dtypes import DTYPES
 from moefold.layout.axes import World, single_rank_world
+from moefold.layout.dtypes import DTYPES
 from moefold.train.assemble import choose_kernels, resolve_auto_values
 
 PRECISION_NAMES = {dtype: name for name, dtype in DTYPES.items()}

@@ -16,8 +16,8 @@ from moefold.api.choices import describe_kernels, explain_kernels, module_config
 from moefold.api.presets import preset, with_keys
 from moefold.config.rules import check_config
 from moefold.config.run import Config
-from moefold.layout.dtypes import DTYPES
 from moefold.layout.axes import World
+from moefold.layout.dtypes import DTYPES
 from moefold.model.initialise import initialise_parameters
 from moefold.model.moe.balance import LayerLoads, update_selection_biases
 from moefold.model.moe.layer import MoeSublayer

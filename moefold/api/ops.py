@@ -15,8 +15,7 @@ import torch
 from moefold.api.choices import PRECISION_NAMES
 from moefold.config.errors import one_of
 from moefold.kernels.bound import BoundKernels
-from moefold.kernels.facts import AttentionShape
-from moefold.kernels.facts import Facts
+from moefold.kernels.facts import AttentionShape, Facts
 from moefold.kernels.registry import KernelOp, import_every_op
 
 

@@ -32,8 +32,8 @@ from moefold.dispatch.base import Routing
 from moefold.dispatch.build import build_dispatcher
 from moefold.kernels.bound import BoundKernels
 from moefold.kernels.facts import facts_from_config
-from moefold.layout.dtypes import DTYPES
 from moefold.layout.axes import single_rank_world
+from moefold.layout.dtypes import DTYPES
 from moefold.model.attention.context_parallel import choose_context_mechanism
 from moefold.model.block import MoeBlock
 from moefold.model.parts import ModelParts

@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from moefold.config.optimizer_groups import RULE_NAMES, OptimizerGroup
 from moefold.config.run import OptimConfig
 from moefold.kernels.bound import BoundKernels
 from moefold.kernels.optimizer.adamw import AdamWOptions, adamw, adamw_scalars
 from moefold.optim.rule import BucketShare, register_rule
+from moefold.shard.storage import FusedOperands
 
 
 @register_rule("adamw", RULE_NAMES["adamw"])
 class AdamW:
-    kinds = ("mean", "mean_square")
+    kinds: tuple[str, ...] = ("mean", "mean_square")
     whole = False
 
     def __init__(self, group: OptimizerGroup, optim: OptimConfig, kernels: BoundKernels):
@@ -33,25 +35,24 @@ class AdamW:
             return self.options
         return self.options._replace(decay=0.0)
 
-    def state(self, share: BucketShare) -> dict[str, torch.Tensor]:
+    def state(self, share: BucketShare) -> dict[str, Tensor]:
         dtype = torch.bfloat16 if self.bf16_moments else share.wide_dtype
-        return {kind: torch.zeros_like(share.weights, dtype=dtype) for kind in self.kinds}
+        mean = torch.zeros_like(share.weights, dtype=dtype)
+        return {"mean": mean, "mean_square": torch.zeros_like(mean)}
 
-    def scalars(self, share: BucketShare, step: int, lr: float) -> Sequence[float]:
+    def step_numbers(self, share: BucketShare, step: int, lr: float) -> Sequence[float]:
         seed = stochastic_rounding_seed(step, share.number)
         return adamw_scalars(step, lr, self.options_of(share), seed)
 
-    def update(self, share: BucketShare, scale: torch.Tensor, scalars: torch.Tensor) -> None:
+    def update(self, share: BucketShare, scale: Tensor, scalars: Tensor) -> None:
         storage = share.storage
-        moments = (share.state["mean"], share.state["mean_square"])
+        mean, mean_square = share.state["mean"], share.state["mean_square"]
         options = self.options_of(share)
         fused = storage.fused_operands()
-        if fused is not None:
-            self.adamw(fused.main, share.gradient, *moments, fused.weights, scale, scalars, options)
-            return
-        main = storage.main_values()
-        self.adamw(main, share.gradient, *moments, None, scale, scalars, options)
-        storage.refresh(main)
+        main, weights = fused or FusedOperands(storage.main_values(), None)
+        self.adamw(main, share.gradient, mean, mean_square, weights, scale, scalars, options)
+        if fused is None:
+            storage.refresh_weights(main)
 
 
 def stochastic_rounding_seed(step: int, bucket: int) -> int:

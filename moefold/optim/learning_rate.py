@@ -13,7 +13,20 @@ def learning_rate(step: int, steps: int, optim: OptimConfig) -> float:
         return optim.lr * step / optim.warmup
     if optim.decay == "constant":
         return optim.lr
-    begin = optim.warmup if optim.decay == "cosine" else max(optim.warmup, steps * (1 - optim.decay_share))
-    done = min(1.0, max(0.0, (step - begin) / (steps - begin))) if steps > begin else 1.0
-    shape = (1 + math.cos(math.pi * done)) / 2 if optim.decay == "cosine" else 1 - done
-    return optim.lr * (optim.final_lr + (1 - optim.final_lr) * shape)
+    progress = decay_progress(step, steps, optim)
+    shape = 1 - progress
+    if optim.decay == "cosine":
+        shape = (1 + math.cos(math.pi * progress)) / 2
+    falling = 1 - optim.final_lr
+    return optim.lr * (optim.final_lr + falling * shape)
+
+
+def decay_progress(step: int, steps: int, optim: OptimConfig) -> float:
+    """How far the decay has come: 0 where it begins, 1 at the last step."""
+    begin = optim.warmup
+    if optim.decay == "wsd":
+        begin = max(begin, steps * (1 - optim.decay_share))
+    if steps <= begin:
+        return 1.0
+    progress = (step - begin) / (steps - begin)
+    return min(1.0, max(0.0, progress))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 import torch
+from torch import Tensor
 
 from moefold.config.run import OptimConfig
 from moefold.kernels.bound import BoundKernels
@@ -12,10 +13,12 @@ from moefold.layout.declare import DeclaredParameter
 from moefold.optim.parameter_groups import GroupRule, ParameterGroups
 from moefold.optim.rule import BucketShare, Rule
 from moefold.optim.step_scalars import StepScalars
-from moefold.shard.buckets import Bucket
+from moefold.shard.buckets import Bucket, units_of_buckets
 from moefold.shard.storage import LogicalValues
 
-StateValues = torch.Tensor | LogicalValues
+StateValues = Tensor | LogicalValues
+StatePiece = tuple[DeclaredParameter, str, int, StateValues]
+UnitScales = Mapping[str, Tensor]
 MAIN_KIND = "main"
 
 
@@ -25,15 +28,20 @@ class Optimizer:
 
     def __init__(self, buckets: list[Bucket], rules: Mapping[str, GroupRule]):
         self.rules = rules
-        self.shares = [BucketShare(number, bucket) for number, bucket in enumerate(buckets)]
-        self.units = list(dict.fromkeys(bucket.unit for bucket in buckets))
-        for share in self.shares:
-            share.storage.open_main(share.bucket.share)
-            share.state = self.rule_of(share).state(share)
-        rows = self.step_rows(1, 0.0)
-        columns = max(map(len, rows), default=0)
-        device = buckets[0].weights.device if buckets else torch.device("cpu")
-        self.scalars = StepScalars(len(rows), columns, device)
+        self.units = units_of_buckets(buckets)
+        self.shares = [self.open_share(number, bucket) for number, bucket in enumerate(buckets)]
+        # Rules give equally many numbers in every step: the first step shows how much memory they take.
+        first_rows = self.step_rows(1, 0.0)
+        device = buckets[0].weights.device
+        self.scalars = StepScalars(first_rows, device)
+        self.one = torch.ones((), dtype=torch.float64, device=device)
+
+    def open_share(self, number: int, bucket: Bucket) -> BucketShare:
+        """This rank's share of a bucket, with main weights and new state."""
+        share = BucketShare(number, bucket)
+        share.storage.open_main_weights(bucket.share)
+        share.state = self.rule_of(share).state(share)
+        return share
 
     def rule_of(self, share: BucketShare) -> Rule:
         return self.rules[share.bucket.group].rule
@@ -43,11 +51,12 @@ class Optimizer:
         rows: list[list[float]] = []
         for share in self.shares:
             group = self.rules[share.bucket.group]
-            row = group.rule.scalars(share, number, lr * group.lr_factor)
+            group_lr = lr * group.lr_factor
+            row = group.rule.step_numbers(share, number, group_lr)
             rows.append(list(row))
         return rows
 
-    def step(self, number: int, lr: float, scales: Mapping[str, torch.Tensor] | None = None) -> None:
+    def step(self, number: int, lr: float, scales: UnitScales | None = None) -> None:
         """Update everything. `number` counts from one; gradients are multiplied by the scale of their unit. Other ranks
         have the new weights once they are published."""
         self.begin_step(number, lr)
@@ -57,30 +66,31 @@ class Optimizer:
 
     def begin_step(self, number: int, lr: float) -> None:
         """Write the numbers of a step to the device, before the updates of its units."""
-        self.scalars.write(self.step_rows(number, lr))
+        self.scalars.write_rows(self.step_rows(number, lr))
 
-    def update(self, unit: str, scale: torch.Tensor | None = None) -> None:
+    def update(self, unit: str, scale: Tensor | None = None) -> None:
         """Update the parameters of one unit from their gradients, times `scale`."""
         for share in self.shares:
             if share.bucket.unit != unit:
                 continue
-            factor = share.gradient.new_ones((), dtype=torch.float64) if scale is None else scale
-            row = self.scalars.row(share.number)
-            self.rule_of(share).update(share, factor, row)
+            row = self.scalars.row_of(share.number)
+            rule = self.rule_of(share)
+            rule.update(share, self.one if scale is None else scale, row)
 
-    def state(self) -> Iterator[tuple[DeclaredParameter, str, int, StateValues]]:
+    def state(self) -> Iterator[StatePiece]:
         """Every piece of state on this rank: (parameter, kind, first, values), the values being those of the flattened
         parameter from `first` on. Loading into them is enough."""
         for share in self.shares:
             kinds = self.kinds_of(share)
             for piece in share.bucket.pieces():
                 for kind, flat in kinds.items():
-                    yield piece.parameter, kind, piece.first, flat[piece.window]
+                    values = flat[piece.window]
+                    yield piece.parameter, kind, piece.first, values
 
     def kinds_of(self, share: BucketShare) -> dict[str, StateValues]:
         """Flat values of a share by kind: the rule's state, and main weights where the model's are not."""
         kinds: dict[str, StateValues] = dict(share.state)
-        main = share.storage.logical()
+        main = share.storage.logical_values()
         if main is not None:
             kinds[MAIN_KIND] = main
         return kinds
@@ -89,7 +99,7 @@ class Optimizer:
         """Memory of this rank's state by kind."""
         total = {MAIN_KIND: 0}
         for share in self.shares:
-            total[MAIN_KIND] += share.storage.main_bytes()
+            total[MAIN_KIND] += share.storage.main_weight_bytes()
             for kind, values in share.state.items():
                 total[kind] = total.get(kind, 0) + values.nbytes
         return total

@@ -32,11 +32,12 @@ class ParameterGroups:
     def __init__(self, optim: OptimConfig, kernels: BoundKernels):
         self.entries = parse_groups(optim.groups)
         default = AdamW(OptimizerGroup(), optim, kernels)
-        self.rules: dict[str, GroupRule] = {DEFAULT_NAME: GroupRule(default, 1.0)}
+        self.rules = {DEFAULT_NAME: GroupRule(default, 1.0)}
         for entry in self.entries:
-            make_rule = RULES[one_of("optimizer rule", entry.rule, RULES)]
-            rule = make_rule(entry, optim, kernels)
-            self.rules.setdefault(entry.pattern, GroupRule(rule, entry.lr))
+            name = one_of("optimizer rule", entry.rule, RULES)
+            rule = RULES[name](entry, optim, kernels)
+            group = GroupRule(rule, entry.lr)
+            self.rules.setdefault(entry.pattern, group)
 
     def group_of(self, parameter: DeclaredParameter) -> BucketGroup:
         """The group of a parameter, for `fill_buckets`. The first entry that matches wins."""

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
+from torch import Tensor
 
 from moefold.config.optimizer_groups import RULE_NAMES, OptimizerGroup
 from moefold.config.run import OptimConfig
@@ -27,26 +28,26 @@ class BucketShare:
 
     number: int
     bucket: Bucket
-    state: dict[str, torch.Tensor] = field(default_factory=dict)
+    state: dict[str, Tensor] = field(default_factory=dict)
 
     @property
     def storage(self) -> WeightStorage:
         return self.bucket.storage
 
     @property
-    def gradient(self) -> torch.Tensor:
+    def gradient(self) -> Tensor:
         """The sum over ranks, to be multiplied by the scale that `Rule.update` is given."""
         return self.bucket.reduced_gradient_share
 
     @property
-    def weights(self) -> torch.Tensor:
+    def weights(self) -> Tensor:
         return self.bucket.weights[self.bucket.share]
 
     @property
     def wide_dtype(self) -> torch.dtype:
         return torch.promote_types(self.weights.dtype, torch.float32)
 
-    def matrices(self, flat: torch.Tensor) -> Iterator[tuple[DeclaredParameter, torch.Tensor]]:
+    def matrices(self, flat: Tensor) -> Iterator[tuple[DeclaredParameter, Tensor]]:
         """Each parameter's matrices in a flat tensor of the share, as views (matrices, rows, columns). A matrix that
         the placement cuts over tp or etp is this rank's part of it."""
         for piece, view in self.bucket.matrix_views(flat):
@@ -59,27 +60,28 @@ class Rule(Protocol):
     kinds: tuple[str, ...]
     whole: bool
 
-    def state(self, share: BucketShare) -> dict[str, torch.Tensor]:
+    def state(self, share: BucketShare) -> dict[str, Tensor]:
         """New state for a share: a flat tensor as long as the share for every kind."""
         ...
 
-    def scalars(self, share: BucketShare, step: int, lr: float) -> Sequence[float]:
+    def step_numbers(self, share: BucketShare, step: int, lr: float) -> Sequence[float]:
         """The numbers of a step, to be written to the device before `update`; always equally many."""
         ...
 
-    def update(self, share: BucketShare, scale: torch.Tensor, scalars: torch.Tensor) -> None:
+    def update(self, share: BucketShare, scale: Tensor, scalars: Tensor) -> None:
         """Update the main weights and the state from the gradient times `scale`, unless that is not finite."""
         ...
 
 
 RuleMaker = Callable[[OptimizerGroup, OptimConfig, BoundKernels], Rule]
+M = TypeVar("M", bound=RuleMaker)
 RULES: dict[str, RuleMaker] = {}
 
 
-def register_rule(name: str, summary: str) -> Callable[[RuleMaker], RuleMaker]:
+def register_rule(name: str, summary: str) -> Callable[[M], M]:
     """Register a rule for `optim.groups` under a name. What is registered makes the rule of a group."""
 
-    def register_under_name(make: RuleMaker) -> RuleMaker:
+    def register_under_name(make: M) -> M:
         RULES[name] = make
         RULE_NAMES[name] = summary
         return make

@@ -9,22 +9,29 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
+
+ScalarRows = Sequence[Sequence[float]]
 
 
 class StepScalars:
     """One row of fp64 for every bucket of an optimizer."""
 
-    def __init__(self, rows: int, columns: int, device: torch.device):
-        self.on_device = torch.zeros(rows, columns, dtype=torch.float64, device=device)
+    def __init__(self, rows: ScalarRows, device: torch.device):
+        self.width = max(map(len, rows))
+        self.on_device = torch.zeros(len(rows), self.width, dtype=torch.float64, device=device)
 
-    def write(self, rows: Sequence[Sequence[float]]) -> None:
+    def write_rows(self, rows: ScalarRows) -> None:
         """Replace all rows. A copy to a GPU is asynchronous: its pinned memory stays until the copy is done."""
-        width = self.on_device.shape[1]
-        padded = [[*row, *(0.0,) * (width - len(row))] for row in rows]
-        on_host = torch.tensor(padded, dtype=torch.float64).view_as(self.on_device)
+        padded = [self.padded_row(row) for row in rows]
+        on_host = torch.tensor(padded, dtype=torch.float64)
         if self.on_device.is_cuda:
             on_host = on_host.pin_memory()
         self.on_device.copy_(on_host, non_blocking=True)
 
-    def row(self, number: int) -> torch.Tensor:
+    def padded_row(self, row: Sequence[float]) -> list[float]:
+        missing = self.width - len(row)
+        return [*row, *[0.0] * missing]
+
+    def row_of(self, number: int) -> Tensor:
         return self.on_device[number]

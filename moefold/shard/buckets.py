@@ -12,18 +12,19 @@ A unit is a part of the model that is updated at once: everything by default, or
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from moefold.layout.axes import Axis, World
 from moefold.layout.declare import DeclaredParameter, declared_parameters
 from moefold.layout.placement import Placement
-from moefold.shard.gradient_sums import GradientMemory, GradientSums, make_gradient_sums
-from moefold.shard.storage import PlainWeights, StorageMaker, WeightStorage
+from moefold.shard.gradient_sums import GRADIENT_SUMS, GradientMemory, GradientSums
+from moefold.shard.storage import PlainWeights, StorageMaker, WeightStorage, flat_part
 
 ALIGNMENT = 128  # elements: kernels want views that begin at multiples of 16 bytes, and wide loads like more
 BUCKET_ELEMENTS = 1 << 25  # elements: long enough to use the network well, short enough to start before backward ends
@@ -60,7 +61,8 @@ class BucketPiece(NamedTuple):
     @property
     def window(self) -> slice:
         """The piece in a flat tensor of the share."""
-        return slice(self.offset, self.offset + self.last - self.first)
+        length = self.last - self.first
+        return slice(self.offset, self.offset + length)
 
 
 @dataclass
@@ -92,16 +94,16 @@ class Bucket:
         return self.key.unit
 
     @property
-    def weights(self) -> torch.Tensor:
+    def weights(self) -> Tensor:
         return self.storage.weights
 
     @property
-    def gradients(self) -> torch.Tensor:
+    def gradients(self) -> Tensor:
         """The sum of this rank's gradients since the step began."""
         return self.sums.whole()
 
     @property
-    def reduced_gradient_share(self) -> torch.Tensor:
+    def reduced_gradient_share(self) -> Tensor:
         """This rank's share of the sum over ranks; of its own sum, before the reduction has arrived."""
         if self.sums.reduced is None:
             return self.gradients[self.share]
@@ -113,29 +115,44 @@ class Bucket:
         first = self.replicas.index * size
         return slice(first, first + size)
 
-    def parameter_views(self, flat: torch.Tensor) -> Iterator[tuple[DeclaredParameter, torch.Tensor]]:
+    def placed_parameters(self) -> Iterator[tuple[DeclaredParameter, int]]:
+        """Each parameter, and the first of its elements in a flat tensor of this bucket."""
+        return zip(self.parameters, self.starts, strict=True)
+
+    def parameter_views(self, flat: Tensor) -> Iterator[tuple[DeclaredParameter, Tensor]]:
         """Each parameter's part of a flat tensor of this bucket, in the parameter's shape."""
-        for parameter, start in zip(self.parameters, self.starts, strict=True):
-            tensor = parameter.tensor
-            yield parameter, flat[start : start + tensor.numel()].view(tensor.shape)
+        for parameter, start in self.placed_parameters():
+            yield parameter, flat_part(flat, start, parameter.tensor.shape)
 
     def pieces(self) -> Iterator[BucketPiece]:
         """The piece of every parameter in this rank's share; an empty piece where the share holds nothing of it."""
-        for parameter, start in zip(self.parameters, self.starts, strict=True):
-            first = max(self.share.start, start)
-            last = min(self.share.stop, start + parameter.tensor.numel())
-            if first < last:
-                yield BucketPiece(parameter, first - start, last - start, first - self.share.start)
-            else:
+        share = self.share
+        for parameter, start in self.placed_parameters():
+            end = start + parameter.tensor.numel()
+            first = max(share.start, start)
+            last = min(share.stop, end)
+            if first >= last:
                 yield BucketPiece(parameter, 0, 0, 0)
+                continue
+            offset = first - share.start
+            yield BucketPiece(parameter, first - start, last - start, offset)
 
-    def matrix_views(self, flat: torch.Tensor) -> Iterator[tuple[BucketPiece, torch.Tensor]]:
+    def matrix_views(self, flat: Tensor) -> Iterator[tuple[BucketPiece, Tensor]]:
         """Each parameter's matrices in a flat tensor of the share: (matrices, rows, columns). Only for buckets whose
         shares end between matrices."""
         for piece in self.pieces():
             matrix = piece.parameter.matrix
-            if matrix is not None and piece.last > piece.first:
-                yield piece, flat[piece.window].view(-1, *matrix)
+            is_empty = piece.first == piece.last
+            if matrix is None or is_empty:
+                continue
+            elements = flat[piece.window]
+            yield piece, elements.view(-1, *matrix)
+
+
+def units_of_buckets(buckets: list[Bucket]) -> list[str]:
+    """The units of a model, in the order of their buckets."""
+    units = [bucket.unit for bucket in buckets]
+    return list(dict.fromkeys(units))
 
 
 GroupOf = Callable[[DeclaredParameter], BucketGroup]
@@ -174,8 +191,11 @@ def fill_buckets(
     holders = held or {}
     maker = BucketMaker(world, gradients, memory, storage)
     grouping = Grouping(most, holders, group, unit)
-    groups = grouping.group_parameters(model)
-    return [maker.make_bucket(key, parameters, holders.get(key.alone, ())) for key, parameters in groups]
+    buckets: list[Bucket] = []
+    for key, parameters in grouping.group_parameters(model):
+        copies = holders.get(key.alone, ())
+        buckets.append(maker.make_bucket(key, parameters, copies))
+    return buckets
 
 
 KeyedParameters = tuple[BucketKey, list[DeclaredParameter]]
@@ -195,6 +215,7 @@ class Grouping:
         full: list[KeyedParameters] = []
         held: list[KeyedParameters] = []
         filling: dict[BucketKey, list[DeclaredParameter]] = {}
+        # From the end of the model to its beginning: backward completes the first bucket first.
         for parameter in reversed(list(declared_parameters(model))):
             key = self.key_of(parameter)
             if parameter.name in self.held:
@@ -210,7 +231,7 @@ class Grouping:
         declaration, name = parameter.declaration, parameter.name
         group = self.group_of(parameter)
         unit = self.unit_of(name) if self.unit_of else ""
-        # Of a stack, each share holds some matrices: its size must be a multiple of the matrix.
+        # Shares of a stack hold some of its matrices each, so their size is a multiple of one matrix.
         cut_stack = group.cut == "matrices" and declaration.stacked
         alone = name if cut_stack or name in self.held else ""
         return BucketKey(declaration.placement, declaration.decays, group, unit, alone)
@@ -218,7 +239,8 @@ class Grouping:
     def is_full(self, parameters: list[DeclaredParameter]) -> bool:
         if self.unit_of:
             return False
-        return sum(p.tensor.numel() for p in parameters) >= self.most
+        elements = sum(map(number_of_elements, parameters))
+        return elements >= self.most
 
 
 @dataclass(frozen=True)
@@ -237,16 +259,20 @@ class BucketMaker:
         like = parameters[0].tensor
         storage = self.storage(places.size, like)
         dtype = gradient_sum_dtype(like, self.gradients)
-        sums = make_gradient_sums(self.memory, places.spans, places.size, storage.weights.device, dtype)
-        bucket = Bucket(key, places.parameters, places.starts, storage, sums, replicas, holders)
-        for parameter, start in zip(bucket.parameters, bucket.starts, strict=True):
-            view = storage.part(start, parameter.tensor.shape)
-            view.copy_(parameter.tensor.detach())
-            parameter.tensor.data = view
+        make_sums = GRADIENT_SUMS[self.memory]
+        sums = make_sums(places.spans, places.size, like.device, dtype)
+        parameters, starts, _ = places
+        bucket = Bucket(key, parameters, starts, storage, sums, replicas, holders)
+        # The Parameter objects stay, since optimizers of torch and hooks may hold them; their memory moves.
+        for parameter, start in bucket.placed_parameters():
+            tensor = parameter.tensor
+            view = storage.parameter_view(start, tensor.shape)
+            view.copy_(tensor.detach())
+            tensor.data = view
         return bucket
 
 
-def gradient_sum_dtype(parameter: torch.Tensor, gradients: str = "fp32") -> torch.dtype:
+def gradient_sum_dtype(parameter: Tensor, gradients: str = "fp32") -> torch.dtype:
     """The dtype in which gradients add up: fp32 for lower precision, unless bf16 is asked for. For fp32 on a CPU it is
     fp64, so that sums do not depend on their order and a run gives the same losses on any number of ranks; a GPU's
     memory is too dear for that."""
@@ -266,8 +292,9 @@ class Places(NamedTuple):
 
     @property
     def spans(self) -> list[tuple[int, int]]:
-        pairs = zip(self.parameters, self.starts, strict=True)
-        return [(start, start + parameter.tensor.numel()) for parameter, start in pairs]
+        sizes = map(number_of_elements, self.parameters)
+        ends = map(operator.add, self.starts, sizes)
+        return list(zip(self.starts, ends, strict=True))
 
 
 def placement_of_parameters(key: BucketKey, parameters: list[DeclaredParameter], shares: int) -> Places:
@@ -300,25 +327,21 @@ def place_stack(parameter: DeclaredParameter, shares: int) -> Places:
 def place_matrices(parameters: list[DeclaredParameter], shares: int) -> Places:
     """Each matrix in one share: the largest first, into the share that is emptiest."""
     ends = [0] * shares
-    share_and_offset: list[tuple[int, int, DeclaredParameter]] = []
+    placed: list[tuple[DeclaredParameter, int, int]] = []  # with share, and offset in it
     by_size = sorted(parameters, key=number_of_elements, reverse=True)
     for parameter in by_size:
         share = ends.index(min(ends))
-        share_and_offset.append((share, ends[share], parameter))
+        placed.append((parameter, share, ends[share]))
         ends[share] += round_up(parameter.tensor.numel(), ALIGNMENT)
     size = max(ends)
-    placed = sorted(share_and_offset, key=share_then_offset)
-    ordered = [parameter for _, _, parameter in placed]
-    starts = [share * size + offset for share, offset, _ in placed]
+    placed.sort(key=operator.itemgetter(1, 2))
+    ordered = [parameter for parameter, _, _ in placed]
+    starts = [share * size + offset for _, share, offset in placed]
     return Places(ordered, starts, size * shares)
 
 
 def number_of_elements(parameter: DeclaredParameter) -> int:
     return parameter.tensor.numel()
-
-
-def share_then_offset(place: tuple[int, int, DeclaredParameter]) -> tuple[int, int]:
-    return place[:2]
 
 
 def round_up(size: int, multiple: int) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Protocol
 
-import torch
+from torch import Tensor
 
 from moefold.shard.gradients import Gradients
 
@@ -17,7 +17,7 @@ from moefold.shard.gradients import Gradients
 class ClippingPolicy(Protocol):
     needs_all_units: bool
 
-    def clip_units(self, gradients: Gradients, units: Collection[str]) -> torch.Tensor:
+    def clip_units(self, gradients: Gradients, units: Collection[str]) -> Tensor:
         """Set the scales of these units, and return the norm of their gradients before clipping."""
         ...
 
@@ -30,5 +30,5 @@ class GlobalNormClipping:
     def __init__(self, max_norm: float):
         self.max_norm = max_norm
 
-    def clip_units(self, gradients: Gradients, units: Collection[str]) -> torch.Tensor:
+    def clip_units(self, gradients: Gradients, units: Collection[str]) -> Tensor:
         return gradients.clip(self.max_norm, units)

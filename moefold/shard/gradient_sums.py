@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 GradientMemory = Literal["fleeting", "standing"]
 Span = tuple[int, int]  # first element and end
@@ -26,7 +27,7 @@ class GradientSums:
         self.spans, self.size = list(spans), size
         self.device, self.dtype = device, dtype
         self.gaps = gaps_between(self.spans, size)
-        self.flat: torch.Tensor | None = None
+        self.flat: Tensor | None = None
         self.release()
 
     @property
@@ -36,35 +37,36 @@ class GradientSums:
 
     def release(self) -> None:
         """Forget all gradients, and free the memory."""
-        self.reduced: torch.Tensor | None = None  # this rank's share of the sum over ranks, once it has arrived
+        self.reduced: Tensor | None = None  # this rank's share of the sum over ranks, once it has arrived
         self.flat = None
         self.filled: set[int] = set()
         self.lent: set[int] = set()
         self.adding: set[int] = set()  # parameters whose product has added to the sum by itself
 
-    def allocate(self) -> torch.Tensor:
+    def allocate(self) -> Tensor:
         """The flat tensor without values, but for zeros between parameters."""
         flat = torch.empty(self.size, dtype=self.dtype, device=self.device)
         for gap in self.gaps:
             flat[gap].zero_()
         return flat
 
-    def place(self, number: int) -> torch.Tensor:
+    def place(self, number: int) -> Tensor:
         """The memory of a parameter's gradient, whatever it holds."""
         if self.flat is None:
             self.flat = self.allocate()
         start, end = self.spans[number]
         return self.flat[start:end]
 
-    def lend_gradient_memory(self, number: int, dtype: torch.dtype) -> torch.Tensor | None:
+    def lend_gradient_memory(self, number: int, dtype: torch.dtype) -> Tensor | None:
         """A parameter's memory for a kernel to write its gradient to: once a step, while the sum is empty, and if the
         kernel writes the dtype of the sum."""
-        if dtype != self.dtype or number in self.filled or number in self.lent:
+        is_taken = number in self.filled or number in self.lent
+        if is_taken or dtype != self.dtype:
             return None
         self.lent.add(number)
         return self.place(number)
 
-    def running_sum(self, number: int) -> torch.Tensor | None:
+    def running_sum(self, number: int) -> Tensor | None:
         """The sum of a parameter's gradients so far, for a product to add to; autograd then gets no gradient."""
         if number not in self.filled:
             return None
@@ -77,15 +79,16 @@ class GradientSums:
         self.adding.discard(number)
         return added
 
-    def add(self, number: int, gradient: torch.Tensor) -> None:
+    def add(self, number: int, gradient: Tensor) -> None:
         place = self.place(number)
         if number in self.filled:
             place.view(gradient.shape).add_(gradient)
+        # A kernel may have written the gradient in place already.
         elif gradient.data_ptr() != place.data_ptr():
             place.view(gradient.shape).copy_(gradient)
         self.filled.add(number)
 
-    def whole(self) -> torch.Tensor:
+    def whole(self) -> Tensor:
         """The flat tensor, with zeros for parameters without a gradient."""
         for number in range(len(self.spans)):
             if number not in self.filled:
@@ -110,23 +113,23 @@ class StandingSums(GradientSums):
         self.flat = self.standing
         self.has_gradient.zero_()
 
-    def lend_gradient_memory(self, number: int, dtype: torch.dtype) -> torch.Tensor | None:
+    def lend_gradient_memory(self, number: int, dtype: torch.dtype) -> Tensor | None:
         return None
 
-    def running_sum(self, number: int) -> torch.Tensor | None:
+    def running_sum(self, number: int) -> Tensor | None:
         return None
 
     def was_added_in_place(self, number: int) -> bool:
         return False
 
-    def add(self, number: int, gradient: torch.Tensor) -> None:
+    def add(self, number: int, gradient: Tensor) -> None:
         place = self.place(number).view(gradient.shape)
         is_further = self.has_gradient[number]
         # A select, not a product with zero: the memory may hold non-finite values of an earlier step.
         place.copy_(torch.where(is_further, place + gradient, gradient))
         is_further.fill_(True)
 
-    def whole(self) -> torch.Tensor:
+    def whole(self) -> Tensor:
         for number, has_gradient in enumerate(self.has_gradient):
             place = self.place(number)
             place.copy_(place.where(has_gradient, 0))
@@ -136,11 +139,7 @@ class StandingSums(GradientSums):
         return self.standing
 
 
-def make_gradient_sums(
-    memory: GradientMemory, spans: Sequence[Span], size: int, device: torch.device, dtype: torch.dtype
-) -> GradientSums:
-    kind = StandingSums if memory == "standing" else GradientSums
-    return kind(spans, size, device, dtype)
+GRADIENT_SUMS: dict[GradientMemory, type[GradientSums]] = {"fleeting": GradientSums, "standing": StandingSums}
 
 
 def gaps_between(spans: Sequence[Span], size: int) -> list[slice]:

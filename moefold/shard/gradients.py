@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Iterator, Set
 from functools import partial
 
 import torch
+from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from moefold.comm.collectives import all_reduce_no_grad
@@ -23,10 +24,10 @@ from moefold.comm.p2p import sum_over_members
 from moefold.kernels.optimizer.add_squares import add_squares
 from moefold.layout.axes import World
 from moefold.layout.gradient_sink import attach_gradient_sink
-from moefold.shard.buckets import Bucket
+from moefold.shard.buckets import Bucket, units_of_buckets
 
 GRADIENT_REDUCTIONS = {"fp32": reduce_scatter_fp32, "bf16": reduce_scatter_bf16}
-AccumulationHook = Callable[[torch.Tensor], None]
+AccumulationHook = Callable[[Tensor], None]
 
 
 class Gradients:
@@ -40,14 +41,17 @@ class Gradients:
         add_squares: Callable[..., None] = add_squares,
     ):
         self.buckets, self.world = buckets, world
-        self.reduce, self.add_squares = GRADIENT_REDUCTIONS[reduction], add_squares
-        self.units = list(dict.fromkeys(bucket.unit for bucket in buckets))
+        self.reduce = GRADIENT_REDUCTIONS[reduction]
+        self.add_squares = add_squares
+        self.units = units_of_buckets(buckets)
         one = torch.ones((), dtype=torch.float64, device=world.device)
         self.scales = dict.fromkeys(self.units, one)  # of each unit: what its sums are multiplied by when read
+        # What this step has seen so far
         self.last: Set[str] = set()  # parameters whose next gradient is the last of the step
         self.moved: set[str] = set()  # parameters of which this rank's shares have seen a non-zero gradient
         self.missing: list[int] = []  # of each bucket: parameters whose gradients are incomplete
         self.reductions: list[PendingReduction] = []  # of the first buckets, in their order
+        # Parameters by name: the number of their bucket
         self.number_of: dict[str, int] = {}
         self.hooks: list[RemovableHandle] = []
         for number, bucket in enumerate(buckets):
@@ -93,10 +97,11 @@ class Gradients:
         """A hook that adds a parameter's gradient to its place in a bucket and frees it."""
         sums = self.buckets[number].sums
 
-        def accumulate_gradient(tensor: torch.Tensor) -> None:
+        def accumulate_gradient(tensor: Tensor) -> None:
             added = sums.was_added_in_place(place)
             if tensor.grad is None and not added:  # a deferred weight gradient: the hook runs again for it
                 return
+            # The bucket's reduction has read the sums already.
             if number < len(self.reductions):
                 raise AssertionError(f"{name} got a gradient after its bucket had left; that sum would be wrong")
             if tensor.grad is not None:
@@ -116,9 +121,10 @@ class Gradients:
             if self.missing[number] > 0:
                 return
             bucket = self.buckets[number]
-            self.reductions.append(self.reduce(bucket.gradients, bucket.replicas))
+            reduction = self.reduce(bucket.gradients, bucket.replicas)
+            self.reductions.append(reduction)
 
-    def finish(self, tokens: torch.Tensor) -> None:
+    def finish(self, tokens: Tensor) -> None:
         """Wait for the sums over all ranks, to be divided by the number of tokens of the global batch."""
         self.complete_all()
         for unit in self.units:
@@ -138,17 +144,18 @@ class Gradients:
                 arrived = self.reductions[number].arrived()
                 bucket.sums.reduced = sum_over_members(arrived, bucket.holders, pipe)
 
-    def divide_by(self, tokens: torch.Tensor) -> None:
+    def divide_by(self, tokens: Tensor) -> None:
         """Set the scale of all units to one over the tokens; a batch may have no label at all."""
-        scale = tokens.double().clamp(min=1).reciprocal()
+        count = tokens.double().clamp(min=1)
+        scale = count.reciprocal()
         self.scales = dict.fromkeys(self.units, scale)
 
-    def invalidate_unless(self, finite: torch.Tensor) -> None:
+    def invalidate_unless(self, finite: Tensor) -> None:
         """Make every scale NaN where a flag on the device is false: an optimizer then updates nothing."""
         for unit, scale in self.scales.items():
             self.scales[unit] = scale.where(finite, torch.nan)
 
-    def gradient_shares(self) -> Iterator[torch.Tensor]:
+    def gradient_shares(self) -> Iterator[Tensor]:
         """This rank's share of the gradient in each bucket, as copies."""
         for bucket in self.buckets:
             total = bucket.reduced_gradient_share
@@ -161,31 +168,41 @@ class Gradients:
             share = bucket.reduced_gradient_share
             for piece in bucket.pieces():
                 name = piece.parameter.name
-                if name not in self.moved and share[piece.window].any():
+                gradient = share[piece.window]
+                if name not in self.moved and gradient.any():
                     self.moved.add(name)
 
-    def norm(self, units: Collection[str] | None = None) -> torch.Tensor:
+    def norm(self, units: Collection[str] | None = None) -> Tensor:
         """The norm of the gradient, dense and expert parameters together, of some units or of all. Each element lies in
         the share of exactly one rank; of copies on several pipeline ranks one is counted."""
         units = self.units if units is None else units
         total = torch.zeros((), dtype=torch.float64, device=self.world.device)
-        shares = [bucket.reduced_gradient_share for bucket in self.buckets if self.counts_in_norm(bucket, units)]
+        counted = [bucket for bucket in self.buckets if self.counts_in_norm(bucket, units)]
+        shares = [bucket.reduced_gradient_share for bucket in counted]
         self.add_squares(total, *shares)
-        root = all_reduce_no_grad(total, self.world.everyone).sqrt()
-        return root * self.scales[next(iter(units))]
+        total = all_reduce_no_grad(total, self.world.everyone)
+        return total.sqrt() * self.common_scale(units)
+
+    def common_scale(self, units: Collection[str]) -> Tensor:
+        """The scale of units that are measured together, which is the same for all of them."""
+        first_unit = next(iter(units))
+        return self.scales[first_unit]
 
     def counts_in_norm(self, bucket: Bucket, units: Collection[str]) -> bool:
         if bucket.unit not in units:
             return False
-        return not bucket.holders or bucket.holders[0] == self.world.axis("pp").index
+        if not bucket.holders:
+            return True
+        first_holder = bucket.holders[0]
+        return first_holder == self.world.axis("pp").index
 
-    def clip(self, max_norm: float, units: Collection[str] | None = None) -> torch.Tensor:
+    def clip(self, max_norm: float, units: Collection[str] | None = None) -> Tensor:
         """Scale the gradient of some units, or of all, down to `max_norm` if its norm is larger; returns the norm
         before. If the norm is not finite, the scale becomes NaN, and an optimizer updates nothing."""
         units = self.units if units is None else units
         norm = self.norm(units)
-        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        clipped = self.scales[next(iter(units))] * factor
+        ratio = max_norm / (norm + 1e-6)
+        clipped = self.common_scale(units) * ratio.clamp(max=1.0)
         scale = clipped.where(norm.isfinite(), torch.nan)
         self.scales |= dict.fromkeys(units, scale)
         return norm

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
 from moefold.comm import byte_counters
 from moefold.comm.check_collectives import check_agreement
@@ -27,25 +26,33 @@ class PendingGather:
 
     storage: WeightStorage
     works: list[Any]
-    sent: list[torch.Tensor]
+    sent: list[Tensor]
 
     def wait(self) -> None:
         for work in self.works:
             work.wait()
-        self.storage.arrived()
+        self.storage.after_gather()
 
 
 class Publisher:
     def __init__(self, model: nn.Module, buckets: list[Bucket]):
         self.buckets = buckets
         self.under_way: dict[int, PendingGather] = {}
-        bucket_of = {id(p.tensor): number for number, bucket in enumerate(buckets) for p in bucket.parameters}
+        self.bucket_of: dict[int, int] = {}  # by the identity of a parameter
+        for number, bucket in enumerate(buckets):
+            for parameter in bucket.parameters:
+                self.bucket_of[id(parameter.tensor)] = number
         for module in model.modules():
             if isinstance(module, DeclaringModule):
-                parameters = (*module.parameters(recurse=False), *module.borrowed)
-                needed = sorted({bucket_of[id(p)] for p in parameters})
-                module.register_forward_pre_hook(partial(self.await_before_use, needed))
+                self.attach_module(module)
         model.register_state_dict_pre_hook(self.await_before_saving)
+
+    def attach_module(self, module: DeclaringModule) -> None:
+        """Let calls of the module wait for the parameters that it reads."""
+        own = module.parameters(recurse=False)
+        needed = {self.bucket_of[id(parameter)] for parameter in (*own, *module.borrowed)}
+        hook = partial(self.await_before_use, sorted(needed))
+        module.register_forward_pre_hook(hook)
 
     def publish(self) -> None:
         """Start gathering every bucket's weights from the ranks that updated them."""
@@ -56,14 +63,16 @@ class Publisher:
         bucket = self.buckets[number]
         if bucket.replicas.size == 1:
             return
-        wires = bucket.storage.wire(bucket.share)
+        wires = bucket.storage.wire_tensors(bucket.share)
         works = [self.start_gather(bucket, wire) for wire in wires]
-        self.under_way[number] = PendingGather(bucket.storage, works, [wire.mine for wire in wires])
+        sent = [wire.mine for wire in wires]
+        self.under_way[number] = PendingGather(bucket.storage, works, sent)
 
     def start_gather(self, bucket: Bucket, wire: Wire) -> Any:
         replicas, mine = bucket.replicas, wire.mine
         check_agreement("publish", replicas, mine)
-        byte_counters.note_bytes_sent("publish", replicas, mine.nbytes * (replicas.size - 1))
+        others = replicas.size - 1
+        byte_counters.note_bytes_sent("publish", replicas, mine.nbytes * others)
         return DIST_ALL_GATHER(wire.gathered, mine, group=replicas.group, async_op=True)
 
     def await_before_use(self, needed: list[int], *_: object) -> None:

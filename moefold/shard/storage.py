@@ -1,11 +1,11 @@
 """Storage of a bucket's weights: what a Parameter is, what the optimizer updates, what ranks gather, what is saved.
 
-    part       a Parameter of the model, as a view
-    main       fp32 weights of this rank's share: read by `main_values`, stored and rounded by `refresh`
-    wire       tensors that publish gathers; `arrived` is called when they are complete
-    logical    main weights as a checkpoint reads and loads them, always fp32
+    parameter_view     a Parameter of the model
+    main_values        fp32 weights of this rank's share; `refresh_weights` stores new ones and rounds them
+    wire_tensors       tensors that publish gathers; `after_gather` is called when they are complete
+    logical_values     main weights as a checkpoint reads and loads them, always fp32
 
-Main weights exist on the rank that updates them (ZeRO-1), so `open_main` makes them for one share of the bucket.
+Main weights exist on the rank that updates them (ZeRO-1): `open_main_weights` makes them for one share of the bucket.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from math import prod
 from typing import NamedTuple, Protocol
 
 import torch
+from torch import Tensor
 
 from moefold.kernels.optimizer.split_fp32 import joined_fp32, lower_16_bits, round_to_nearest, upper_bfloat16
 
@@ -27,142 +28,136 @@ class LogicalValues(Protocol):
 
     def __len__(self) -> int: ...
     def __getitem__(self, window: slice) -> LogicalValues: ...
-    def get(self, first: int, last: int) -> torch.Tensor: ...
-    def put(self, first: int, last: int, values: torch.Tensor) -> None: ...
+    def get(self, first: int, last: int) -> Tensor: ...
+    def put(self, first: int, last: int, values: Tensor) -> None: ...
 
 
 class FusedOperands(NamedTuple):
     """Tensors that a fused kernel updates in one pass. `weights` None: `main` are the model's own weights. `main` as
     int16: the lower bits that bf16 `weights` lack of fp32."""
 
-    main: torch.Tensor
-    weights: torch.Tensor | None
+    main: Tensor
+    weights: Tensor | None
 
 
 class Wire(NamedTuple):
     """One tensor to gather: this rank's contribution, and where those of all replicas go."""
 
-    gathered: torch.Tensor
-    mine: torch.Tensor
+    gathered: Tensor
+    mine: Tensor
 
 
 class WeightStorage(Protocol):
-    weights: torch.Tensor  # flat, in the precision of the model: the parameters are views of it
+    weights: Tensor  # flat, in the precision of the model: the parameters are views of it
 
-    def part(self, start: int, shape: Sequence[int]) -> torch.Tensor:
+    def parameter_view(self, start: int, shape: Sequence[int]) -> Tensor:
         """The tensor of a Parameter that begins at that element."""
         ...
 
-    def open_main(self, share: slice) -> None:
+    def open_main_weights(self, share: slice) -> None:
         """Make main weights for this share, from the weights as they are."""
         ...
 
-    def main_values(self) -> torch.Tensor:
+    def main_values(self) -> Tensor:
         """Main weights of the share in fp32 or better: the live tensor where one exists, else a copy."""
         ...
 
-    def refresh(self, values: torch.Tensor) -> None:
+    def refresh_weights(self, values: Tensor) -> None:
         """Store new main weights, and round them into the weights of the share."""
         ...
 
     def fused_operands(self) -> FusedOperands | None:
-        """What a fused kernel may update instead of `main_values` and `refresh`; None where it must not."""
+        """What a fused kernel may update instead of `main_values` and `refresh_weights`; None where it must not."""
         ...
 
-    def wire(self, share: slice) -> list[Wire]: ...
+    def wire_tensors(self, share: slice) -> list[Wire]: ...
 
-    def arrived(self) -> None:
+    def after_gather(self) -> None:
         """Called when everything on the wire has been gathered."""
         ...
 
-    def logical(self) -> torch.Tensor | LogicalValues | None:
+    def logical_values(self) -> Tensor | LogicalValues | None:
         """Main weights to save and load; None where the parameters are the main weights."""
         ...
 
-    def main_bytes(self) -> int:
+    def main_weight_bytes(self) -> int:
         """Memory of the main weights beyond that of the weights."""
         ...
 
 
-StorageMaker = Callable[[int, torch.Tensor], WeightStorage]  # (elements, a tensor of the dtype and device wanted)
+StorageMaker = Callable[[int, Tensor], WeightStorage]  # (elements, a tensor of the dtype and device wanted)
 
 
-class PlainWeights:
-    """Weights in the precision of the model. Main weights are the weights themselves, or an fp32 copy of bf16 weights."""
+class FlatWeights:
+    """Weights in the precision of the model, gathered in that precision. Storages differ in their main weights."""
 
-    def __init__(self, size: int, like: torch.Tensor):
-        self.weights = torch.zeros(size, dtype=like.dtype, device=like.device)
-        self.share_of_weights = self.weights[:0]
-        self.main = self.share_of_weights
+    def __init__(self, size: int, like: Tensor):
+        self.weights = like.new_zeros(size)
 
-    @property
-    def has_copy(self) -> bool:
-        return self.main is not self.share_of_weights
-
-    def part(self, start: int, shape: Sequence[int]) -> torch.Tensor:
+    def parameter_view(self, start: int, shape: Sequence[int]) -> Tensor:
         return flat_part(self.weights, start, shape)
 
-    def open_main(self, share: slice) -> None:
+    def wire_tensors(self, share: slice) -> list[Wire]:
+        mine = self.weights[share].clone()  # a gather must not read and write the same memory
+        return [Wire(self.weights, mine)]
+
+    def after_gather(self) -> None: ...
+
+
+class PlainWeights(FlatWeights):
+    """Main weights are the weights themselves, or an fp32 copy of bf16 weights."""
+
+    def open_main_weights(self, share: slice) -> None:
         self.share_of_weights = self.weights[share]
         wide = torch.promote_types(self.weights.dtype, torch.float32)
         self.main = self.share_of_weights.to(wide)  # the same tensor, where the weights are wide already
 
-    def main_values(self) -> torch.Tensor:
+    @property
+    def has_main_copy(self) -> bool:
+        return self.main is not self.share_of_weights
+
+    def main_values(self) -> Tensor:
         return self.main
 
-    def refresh(self, values: torch.Tensor) -> None:
+    def refresh_weights(self, values: Tensor) -> None:
         if values is not self.main:
             self.main.copy_(values)
-        if self.has_copy:
-            self.share_of_weights.copy_(round_to_nearest(self.main, self.weights.dtype))
+        if self.has_main_copy:
+            rounded = round_to_nearest(self.main, self.weights.dtype)
+            self.share_of_weights.copy_(rounded)
 
     def fused_operands(self) -> FusedOperands:
-        return FusedOperands(self.main, self.share_of_weights if self.has_copy else None)
+        weights = self.share_of_weights if self.has_main_copy else None
+        return FusedOperands(self.main, weights)
 
-    def wire(self, share: slice) -> list[Wire]:
-        return [wire_of_share(self.weights, share)]
+    def logical_values(self) -> Tensor | None:
+        return self.main if self.has_main_copy else None
 
-    def arrived(self) -> None: ...
-
-    def logical(self) -> torch.Tensor | None:
-        return self.main if self.has_copy else None
-
-    def main_bytes(self) -> int:
-        return self.main.nbytes if self.has_copy else 0
+    def main_weight_bytes(self) -> int:
+        return self.main.nbytes if self.has_main_copy else 0
 
 
-class SplitFp32Weights:
+class SplitFp32Weights(FlatWeights):
     """bf16 weights, and of this rank's share the 16 bits they lack of fp32 (kernels/optimizer/split_fp32.py)."""
 
-    def __init__(self, size: int, like: torch.Tensor):
-        self.weights = torch.zeros(size, dtype=like.dtype, device=like.device)
-        self.values = SplitValues(self.weights[:0], self.weights[:0].to(torch.int16))
-
-    def part(self, start: int, shape: Sequence[int]) -> torch.Tensor:
-        return flat_part(self.weights, start, shape)
-
-    def open_main(self, share: slice) -> None:
+    def open_main_weights(self, share: slice) -> None:
         upper = self.weights[share]
-        self.values = SplitValues(upper, torch.zeros_like(upper, dtype=torch.int16))
+        lower = torch.zeros_like(upper, dtype=torch.int16)
+        self.values = SplitValues(upper, lower)
 
-    def main_values(self) -> torch.Tensor:
+    def main_values(self) -> Tensor:
         return self.values.get(0, len(self.values))
 
-    def refresh(self, values: torch.Tensor) -> None:
+    def refresh_weights(self, values: Tensor) -> None:
         self.values.put(0, len(self.values), values)
 
     def fused_operands(self) -> FusedOperands:
         return FusedOperands(self.values.lower, self.values.upper)
 
-    def wire(self, share: slice) -> list[Wire]:
-        return [wire_of_share(self.weights, share)]
-
-    def arrived(self) -> None: ...
-
-    def logical(self) -> LogicalValues:
+    def logical_values(self) -> LogicalValues:
         return self.values
 
-    def main_bytes(self) -> int:
+    def main_weight_bytes(self) -> int:
         return self.values.lower.nbytes
 
 
@@ -170,8 +165,8 @@ class SplitFp32Weights:
 class SplitValues:
     """fp32 values kept as bf16 and 16 further bits. They are joined and split window by window."""
 
-    upper: torch.Tensor
-    lower: torch.Tensor
+    upper: Tensor
+    lower: Tensor
     dtype: torch.dtype = torch.float32
 
     def __len__(self) -> int:
@@ -180,19 +175,21 @@ class SplitValues:
     def __getitem__(self, window: slice) -> SplitValues:
         return SplitValues(self.upper[window], self.lower[window])
 
-    def get(self, first: int, last: int) -> torch.Tensor:
-        return joined_fp32(self.upper[first:last], self.lower[first:last])
+    def get(self, first: int, last: int) -> Tensor:
+        window = self[first:last]
+        return joined_fp32(window.upper, window.lower)
 
-    def put(self, first: int, last: int, values: torch.Tensor) -> None:
-        values = values.to(self.upper.device, torch.float32).contiguous()
-        self.upper[first:last] = upper_bfloat16(values)
-        self.lower[first:last] = lower_16_bits(values)
+    def put(self, first: int, last: int, values: Tensor) -> None:
+        window = self[first:last]
+        values = values.to(window.upper.device, self.dtype)
+        window.upper.copy_(upper_bfloat16(values))
+        window.lower.copy_(lower_16_bits(values))
 
 
 def storage_maker(main: str) -> StorageMaker:
     """The storage of bf16 weights for a setting of `optim.main`. Weights that are wider are stored plainly."""
 
-    def make_storage(size: int, like: torch.Tensor) -> WeightStorage:
+    def make_storage(size: int, like: Tensor) -> WeightStorage:
         if main == "split" and like.dtype == torch.bfloat16:
             return SplitFp32Weights(size, like)
         return PlainWeights(size, like)
@@ -200,11 +197,6 @@ def storage_maker(main: str) -> StorageMaker:
     return make_storage
 
 
-def flat_part(flat: torch.Tensor, start: int, shape: Sequence[int]) -> torch.Tensor:
+def flat_part(flat: Tensor, start: int, shape: Sequence[int]) -> Tensor:
     stop = start + prod(shape)
     return flat[start:stop].view(tuple(shape))
-
-
-def wire_of_share(weights: torch.Tensor, share: slice) -> Wire:
-    mine = weights[share].clone()  # a gather must not read and write the same memory
-    return Wire(weights, mine)

@@ -30,12 +30,10 @@ from moefold.dispatch.build import build_dispatcher
 from moefold.kernels.attention.autotune import known_or_measured_times
 from moefold.kernels.attention.timings import known_times, remember_times
 from moefold.kernels.bound import BoundKernels
-from moefold.kernels.facts import Facts
-from moefold.kernels.facts import facts_from_config
-from moefold.kernels.facts import training_precision
+from moefold.kernels.facts import Facts, facts_from_config, training_precision
 from moefold.kernels.optimizer.add_squares import add_squares
-from moefold.layout.dtypes import DTYPES
 from moefold.layout.axes import World
+from moefold.layout.dtypes import DTYPES
 from moefold.model.attention.context_parallel import choose_context_mechanism
 from moefold.model.initialise import initialise_parameters
 from moefold.model.parts import ModelParts

@@ -16,8 +16,8 @@ from moefold.precision.deferred_wgrad import (
 from torch import nn
 
 from moefold.kernels.bound import BoundKernels
-from moefold.kernels.facts import Facts
 from moefold.kernels.experts.grouped_gemm import EXPERT_ROW_COUNTS, grouped_gemm
+from moefold.kernels.facts import Facts
 from moefold.layout.axes import single_rank_world
 from moefold.layout.declare import declared_parameters
 from moefold.precision.linear import Linear

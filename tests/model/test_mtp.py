@@ -25,8 +25,8 @@ from moefold.config.run import (
 from moefold.data.loader import Batch
 from moefold.kernels.bound import BoundKernels
 from moefold.kernels.facts import Facts
-from moefold.layout.labels import IGNORE_INDEX
 from moefold.layout.axes import World, create_world, single_rank_world
+from moefold.layout.labels import IGNORE_INDEX
 from moefold.model.initialise import initialise_parameters
 from moefold.model.mtp import labels_shifted_by
 from moefold.model.residual import ResidualStream

@@ -10,15 +10,16 @@ import torch
 from moefold.config.run import AttentionConfig, ModelConfig, MoeConfig
 from moefold.kernels.bound import BoundKernels
 from moefold.kernels.facts import Facts
-from moefold.layout.axes import single_rank_world
-from moefold.layout.declare import declared_parameters
+from moefold.layout.axes import World, single_rank_world
+from moefold.layout.declare import DeclaredParameter, declared_parameters
 from moefold.layout.dtypes import DTYPES
 from moefold.layout.placement import REPLICATED, sharded_over_experts, sharded_over_tp
 from moefold.model.initialise import initialise_parameters
 from moefold.model.transformer import Transformer
-from moefold.shard.buckets import ALIGNMENT, Bucket, fill_buckets
+from moefold.shard.buckets import ALIGNMENT, Bucket, BucketGroup, block_of_parameter, fill_buckets
 from moefold.train.assemble import default_dtype
 from tests.support.models import transformer
+from tests.support.ranks import run_ranks
 
 MODEL = ModelConfig(
     layers=2,
@@ -30,9 +31,9 @@ MODEL = ModelConfig(
 )
 
 
-def make(dtype: str = "fp32", model: ModelConfig = MODEL) -> Transformer:
+def make(dtype: str = "fp32", model: ModelConfig = MODEL, world: World | None = None) -> Transformer:
     with default_dtype(DTYPES[dtype]):
-        made = transformer(model, 6, BoundKernels(Facts("cpu", dtype, hidden=12, ffn=10)))
+        made = transformer(model, 6, BoundKernels(Facts("cpu", dtype, hidden=12, ffn=10)), world)
     initialise_parameters(made, seed=1)
     return made
 
@@ -126,3 +127,49 @@ def test_a_model_in_buckets_computes_what_it_did_before():
     fill_buckets(two, single_rank_world())
     tokens = torch.arange(12).view(2, 6)
     assert torch.equal(one(tokens, tokens).cross_entropy, two(tokens, tokens).cross_entropy)
+
+
+def test_buckets_can_follow_blocks_instead_of_sizes():
+    made = make()
+    buckets = fill_buckets(made, single_rank_world(), most=1, unit=block_of_parameter)
+    units = list(dict.fromkeys(bucket.unit for bucket in buckets))
+    assert units == ["head", "blocks.1", "blocks.0", "embedding"], "as backward comes to them"
+    for bucket in buckets:
+        assert {block_of_parameter(p.name) for p in bucket.parameters} == {bucket.unit}
+    assert len({bucket.key for bucket in buckets}) == len(buckets)
+    assert everywhere(buckets).keys() == dict(made.named_parameters()).keys()
+
+
+def whole_matrices(parameter: DeclaredParameter) -> BucketGroup:
+    return BucketGroup("matrices", "matrices") if parameter.matrix else BucketGroup()
+
+
+def matrices_held(world: World) -> tuple[list[tuple[str, int]], bool]:
+    """The matrices in this rank's shares, as (parameter, number in its stack); whether the model is what it was."""
+    plain, made = make(world=world), make(world=world)
+    buckets = fill_buckets(made, world, group=whole_matrices)
+    found = []
+    for bucket in buckets:
+        if bucket.group != "matrices":
+            continue
+        share = bucket.weights[bucket.share]
+        for piece, views in bucket.matrix_views(share):
+            elements = views[0].numel()
+            assert piece.first % elements == piece.last % elements == 0, "no share ends inside a matrix"
+            values = piece.parameter.tensor.detach().reshape(-1, *views.shape[1:])
+            first = piece.first // elements
+            assert torch.equal(views, values[first : first + len(views)])
+            found += [(piece.parameter.name, first + i) for i in range(len(views))]
+    same = all(torch.equal(a, b) for a, b in zip(plain.parameters(), made.parameters(), strict=True))
+    return found, same
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_shares_cut_between_matrices_hold_each_matrix_on_one_rank(ranks: int):
+    results = run_ranks(matrices_held, ranks)
+    assert all(same for _, same in results)
+    found = [matrix for held, _ in results for matrix in held]
+    assert len(found) == len(set(found))
+    expected = [p for p in declared_parameters(make()) if p.matrix]
+    assert len(found) == sum(len(p.tensor) if p.declaration.stacked else 1 for p in expected)
+    assert min(len(held) for held, _ in results) >= 3, "every rank has some"

@@ -11,7 +11,7 @@ import torch
 from moefold.layout.axes import single_rank_world
 from moefold.layout.gradient_sink import memory_for_gradient
 from moefold.shard.buckets import fill_buckets
-from moefold.shard.gradient_sums import GradientSums
+from moefold.shard.gradient_sums import GradientSums, StandingSums
 from moefold.shard.gradients import Gradients
 from tests.shard.test_gradients import make
 
@@ -143,3 +143,33 @@ def test_a_product_may_add_to_the_sum_itself_and_the_bucket_leaves_when_it_is_th
     assert gradients.missing[number] == 0
     once = x.detach().float().sum(0).to(torch.bfloat16).float()  # what a bf16 product gives
     torch.testing.assert_close(gradients.buckets[number].gradients.view_as(weight), (3 * once).expand_as(weight))
+
+
+def test_standing_memory_stays_where_it_is_and_forgets_what_it_held():
+    made = StandingSums([(0, 6), (8, 12), (12, 15)], 20, torch.device("cpu"), torch.float32)
+    address = made.whole().data_ptr()
+    for step in (1.0, 2.0):
+        made.release()
+        made.standing.fill_(math.nan)  # an earlier step may have left anything
+        made.add(0, torch.ones(2, 3))
+        made.add(2, torch.full((3,), 5.0 * step))
+        made.add(0, torch.full((2, 3), 2.0))
+        assert made.lend_gradient_memory(1, torch.float32) is None
+        assert made.running_sum(0) is None
+        assert made.whole().tolist() == [3.0] * 6 + [0.0] * 6 + [5.0 * step] * 3 + [0.0] * 5
+        assert made.whole().data_ptr() == made.place(0).data_ptr() == address
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_standing_and_fleeting_memory_hold_the_same_sums_to_the_bit(dtype: str):
+    found = []
+    for memory in ("fleeting", "standing"):
+        model = make(dtype)
+        gradients = Gradients(fill_buckets(model, single_rank_world(), memory=memory), single_rank_world())
+        tokens = torch.arange(12).view(2, 6)
+        for _ in range(2):  # the second step begins with what the first has left
+            gradients.begin()
+            for part in tokens.split(1):
+                model(part, part).cross_entropy.backward()
+        found.append([bucket.gradients.clone() for bucket in gradients.buckets])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))

@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from moefold.kernels.optimizer.split_fp32 import joined_fp32, lower_16_bits, round_to_nearest
 from moefold.kernels.registry import KernelCase, register_in_place_op, seeded_randn
@@ -55,20 +56,21 @@ def adamw_scalars(step: int, lr: float, options: AdamWOptions, seed: int = 0) ->
     )
 
 
-def scalars_on_host(scalars: torch.Tensor) -> AdamWScalars:
+def scalars_on_host(scalars: Tensor) -> AdamWScalars:
     """The numbers of the step; waits for the device, if they are not in host memory."""
-    return AdamWScalars(*scalars.tolist()[: len(AdamWScalars._fields)])
+    count = len(AdamWScalars._fields)
+    return AdamWScalars(*scalars[:count].tolist())
 
 
 @register_in_place_op
 def adamw(
-    main: torch.Tensor,
-    g: torch.Tensor,
-    m: torch.Tensor,
-    v: torch.Tensor,
-    weights: torch.Tensor | None,
-    scale: torch.Tensor,
-    scalars: torch.Tensor,
+    main: Tensor,
+    g: Tensor,
+    m: Tensor,
+    v: Tensor,
+    weights: Tensor | None,
+    scale: Tensor,
+    scalars: Tensor,
     options: AdamWOptions,
 ) -> None:
     """`main` are fp32 or better: the model's own weights, or else `weights` are the model's and get the rounded
@@ -87,30 +89,24 @@ def adamw(
     # Weights: decay, then the step.
     root = (square / now.square_correction).sqrt_().add_(options.eps)
     w.mul_(now.keep).addcdiv_(mean, root, value=-now.step_size)
-    store_moments(m, v, mean, square, int(now.seed) if options.stochastic else None)
+    if options.stochastic:
+        random_bits = hashed_random_bits(len(w), int(now.seed), w.device)
+        mean = stochastic_round(mean, m.dtype, random_bits & 0xFFFF)
+        square = stochastic_round(square, v.dtype, random_bits >> 16)
+    m.copy_(round_to_nearest(mean, m.dtype))
+    v.copy_(round_to_nearest(square, v.dtype))
     if main.dtype == torch.int16:
         main.copy_(lower_16_bits(w))
     if weights is not None:
         weights.copy_(round_to_nearest(w, weights.dtype))
 
 
-def scaled_gradient(g: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def scaled_gradient(g: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     wide = torch.promote_types(g.dtype, dtype)
     return (g.to(wide) * scale).to(dtype)
 
 
-def store_moments(m: torch.Tensor, v: torch.Tensor, mean: torch.Tensor, square: torch.Tensor, seed: int | None) -> None:
-    """Round the moments into the precision in which they are kept: stochastically with a seed, else to nearest."""
-    if seed is None:
-        m.copy_(round_to_nearest(mean, m.dtype))
-        v.copy_(round_to_nearest(square, v.dtype))
-        return
-    random_bits = hashed_random_bits(len(m), seed, m.device)
-    m.copy_(stochastic_round(mean, m.dtype, random_bits & 0xFFFF))
-    v.copy_(stochastic_round(square, v.dtype, random_bits >> 16))
-
-
-def hashed_random_bits(n: int, seed: int, device: torch.device) -> torch.Tensor:
+def hashed_random_bits(n: int, seed: int, device: torch.device) -> Tensor:
     """32 random bits for each of n elements, as int64: the index of the element, mixed with the seed until every bit
     depends on every other (shifts and odd factors, each of which can be undone: no two elements get the same)."""
     x = torch.arange(n, device=device) ^ seed
@@ -120,7 +116,7 @@ def hashed_random_bits(n: int, seed: int, device: torch.device) -> torch.Tensor:
     return x ^ (x >> 16)
 
 
-def stochastic_round(x: torch.Tensor, dtype: torch.dtype, random_bits: torch.Tensor) -> torch.Tensor:
+def stochastic_round(x: Tensor, dtype: torch.dtype, random_bits: Tensor) -> Tensor:
     """fp32 to bf16: up in magnitude if the 16 bits that go exceed a random number. Other types are kept as they are."""
     if (x.dtype, dtype) != (torch.float32, torch.bfloat16):
         return x

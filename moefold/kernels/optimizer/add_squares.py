@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from moefold.kernels.registry import KernelCase, register_in_place_op, seeded_randn
 
 
 @register_in_place_op
-def add_squares(total: torch.Tensor, *flats: torch.Tensor) -> None:
+def add_squares(total: Tensor, *flats: Tensor) -> None:
     for x in flats:
         total += torch.linalg.vector_norm(x, dtype=torch.float64).square()
 
 
 @add_squares.register_fast("triton")
-def add_squares_triton(total: torch.Tensor, *flats: torch.Tensor) -> None:
+def add_squares_triton(total: Tensor, *flats: Tensor) -> None:
     from moefold.kernels.optimizer import optimizer_triton
 
     optimizer_triton.launch_add_squares(total, *flats)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from moefold.kernels.optimizer.adamw import AdamWScalars
 
@@ -47,7 +48,7 @@ def adamw_kernel(
     beta1, beta2, eps,
     SPLIT: tl.constexpr, COPY: tl.constexpr, STOCHASTIC: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The betas are the new value's share. SPLIT: `main` are the lower 16 bits; COPY: bf16 weights are apart from `main`."""
+    """The betas are the new value's share. SPLIT: `main` are the lower 16 bits; COPY: bf16 weights lie apart."""
     factor = tl.load(scale).to(tl.float32)
     if tl.abs(factor) < float("inf"):  # neither infinite nor NaN
         # The numbers of this step
@@ -108,7 +109,7 @@ def launch_adamw(main, g, m, v, weights, scale, scalars, options) -> None:
     )  # fmt: skip
 
 
-def launch_add_squares(total: torch.Tensor, *flats: torch.Tensor) -> None:
+def launch_add_squares(total: Tensor, *flats: Tensor) -> None:
     """Each program stores its sum; the sums of all tensors are then added in fp64, in the same order every time."""
     programs = [triton.cdiv(len(x), SQUARES_PER_PROGRAM) for x in flats]
     parts = torch.empty(sum(programs), dtype=torch.float64, device=total.device)

@@ -11,25 +11,26 @@ are moments that are kept as bf16.
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 
-def round_to_nearest(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def round_to_nearest(x: Tensor, dtype: torch.dtype) -> Tensor:
     """x in another dtype; fp32 to bf16 follows the rule above."""
     if (x.dtype, dtype) == (torch.float32, torch.bfloat16):
         return upper_bfloat16(x)
     return x.to(dtype)
 
 
-def upper_bfloat16(x: torch.Tensor) -> torch.Tensor:
+def upper_bfloat16(x: Tensor) -> Tensor:
     bits = x.view(torch.int32) + 0x8000
     return (bits >> 16).to(torch.int16).view(torch.bfloat16)
 
 
-def lower_16_bits(x: torch.Tensor) -> torch.Tensor:
+def lower_16_bits(x: Tensor) -> Tensor:
     return x.view(torch.int32).to(torch.int16)
 
 
-def joined_fp32(upper: torch.Tensor, lower: torch.Tensor) -> torch.Tensor:
+def joined_fp32(upper: Tensor, lower: Tensor) -> Tensor:
     upper_bits = upper.to(torch.bfloat16).view(torch.int16)
     bits = (upper_bits.to(torch.int32) << 16) + lower
     return bits.view(torch.float32)

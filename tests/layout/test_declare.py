@@ -1,0 +1,31 @@
+"""What follows from a parameter's shape: the matrix that an optimizer may see."""
+
+from __future__ import annotations
+
+import pytest
+
+from moefold.layout.declare import Declaration
+from moefold.layout.placement import REPLICATED, sharded_over_experts, sharded_over_tp
+
+CASES = {
+    "a linear layer": (Declaration((24, 16), REPLICATED, 0.02), (24, 16)),
+    "the query projection: heads by width": (Declaration((4, 8, 16), sharded_over_tp(0), 0.02), (32, 16)),
+    "gate and up of each expert": (Declaration((6, 2, 10, 16), sharded_over_experts(2), 0.02, stacked=True), (20, 16)),
+    "down of each expert": (Declaration((6, 16, 10), sharded_over_experts(2), 0.02, stacked=True), (16, 10)),
+    "a norm": (Declaration((16,), REPLICATED, None), None),
+    "the bias of heads": (Declaration((4, 8), sharded_over_tp(0), 0.0), None),
+    "biases of experts": (Declaration((6, 2, 10), sharded_over_experts(2), 0.0), None),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_matrix_follows_from_the_shape(case: str):
+    declaration, matrix = CASES[case]
+    assert declaration.matrix == matrix
+
+
+def test_a_rank_holds_a_part_of_the_matrix():
+    query = Declaration((4, 8, 16), sharded_over_tp(0), 0.02)
+    assert query.matrix_within((2, 8, 16)) == (16, 16)
+    down = Declaration((6, 16, 10), sharded_over_experts(2), 0.02, stacked=True)
+    assert down.matrix_within((3, 16, 5)) == (16, 5)
