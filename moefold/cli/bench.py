@@ -155,8 +155,10 @@ def time_kernel_case(
     """Median seconds of forward alone, and of forward with backward (the same, for an op that only mutates)."""
     import torch
 
-    leaves = [x.detach().clone() if isinstance(x, torch.Tensor) else x for x in inputs]
-    floats = [x for x in leaves if isinstance(x, torch.Tensor) and x.is_floating_point()]
+    from moefold.kernels.registry import float_tensors, map_tensors
+
+    leaves = map_tensors(inputs, lambda x: x.detach().clone())
+    floats = float_tensors(leaves)
 
     def forward_only() -> Any:
         with torch.no_grad():

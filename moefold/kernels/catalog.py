@@ -283,7 +283,7 @@ CATALOG: dict[str, tuple[Choice, ...]] = {
         Choice(
             "gluon",
             expert_gemm_runs,
-            "bf16 on Hopper with Triton, SwiGLU experts without biases, a hidden size and an expert's that are multiples of 8",
+            "bf16 on Hopper with Triton, SwiGLU experts without biases, hidden size and experts' that are multiples of 8",
             "activation and its gradient inside the GEMMs; keeps the tokens and the pre-activation, nothing else",
         ),
     ),

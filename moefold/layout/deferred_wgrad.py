@@ -24,7 +24,7 @@ OPEN_QUEUES: list[list[DeferredWork]] = []  # a stack; not thread-local, since a
 
 @contextmanager
 def deferring_weight_grads(queue: list[DeferredWork]) -> Iterator[None]:
-    """Weight gradients of backward passes inside the block go into `queue`; of nested blocks the inner one gets them."""
+    """Weight gradients of backward passes inside the block go into `queue`; of nested blocks the inner one's."""
     OPEN_QUEUES.append(queue)
     try:
         yield

@@ -70,7 +70,7 @@ class Linear(DeclaringModule):
 
 
 class LinearGroup(DeclaringModule):
-    """Linear layers that read the same input, called as one op, which may sum their input gradients inside the products.
+    """Linear layers that read the same input, called as one op, which may sum their input gradients in its products.
     The layers stay members of the module that made them and keep their names."""
 
     def __init__(self, world: World, *layers: Linear):

@@ -16,7 +16,7 @@ import torch
 
 from moefold.kernels.catalog import CATALOG
 from moefold.kernels.norm.rmsnorm import rmsnorm
-from moefold.kernels.registry import DTYPES, KernelCase, KernelOp, import_every_op
+from moefold.kernels.registry import DTYPES, KernelCase, KernelOp, float_tensors, import_every_op, map_tensors
 from moefold.kernels.routing.router_spec import RouterSpec, TokenSpan
 from moefold.kernels.routing.router_topk import router_topk
 from moefold.kernels.vocabulary.vocab_shard import IGNORE_INDEX
@@ -50,12 +50,11 @@ def is_float(x: Any) -> bool:
 
 def fresh(inputs: tuple[Any, ...], dtype: torch.dtype | None = None, grad: bool = True) -> list[Any]:
     """Copies that can be changed and differentiated; floats in another precision if asked."""
-    return [
-        x.detach().to(dtype or x.dtype, copy=True).requires_grad_(grad)
-        if is_float(x)
-        else (x.clone() if isinstance(x, torch.Tensor) else x)
-        for x in inputs
-    ]
+
+    def copied(x: torch.Tensor) -> torch.Tensor:
+        return x.detach().to(dtype or x.dtype, copy=True).requires_grad_(grad) if is_float(x) else x.clone()
+
+    return map_tensors(inputs, copied)
 
 
 def outcome(function: Callable[..., Any], inputs: list[Any], mutates: bool) -> dict[str, Any]:
@@ -69,10 +68,12 @@ def outcome(function: Callable[..., Any], inputs: list[Any], mutates: bool) -> d
     differentiable = [y for y in outputs if y.requires_grad]
     generator = torch.Generator().manual_seed(7)
     directions = [torch.randn(y.shape, generator=generator).to(y.device, y.dtype) for y in differentiable]
-    wanted = [(i, x) for i, x in enumerate(inputs) if is_float(x)]
+    wanted = [(i, x) for i, value in enumerate(inputs) for x in float_tensors(value)]
     gradients = torch.autograd.grad(differentiable, [x for _, x in wanted], directions, allow_unused=True)
     found: dict[str, Any] = {f"output {i}": y.detach() for i, y in enumerate(outputs)}
-    return found | {f"gradient of input {i}": g for (i, _), g in zip(wanted, gradients, strict=True)}
+    for number, ((i, x), gradient) in enumerate(zip(wanted, gradients, strict=True)):
+        found[f"gradient of input {i}" + ("" if inputs[i] is x else f", tensor {number}")] = gradient
+    return found
 
 
 def error(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -171,21 +172,18 @@ def test_the_gradients_of_a_reference_are_those_of_finite_differences(op):
     checked = 0
     for case in cases(OPS[op], "cpu", "fp64"):
         inputs = fresh(case.inputs)
-        size = sum(x.numel() for x in inputs if is_float(x))
-        if any(x.numel() == 0 for x in inputs if is_float(x)) or size > 60_000:
+        some = float_tensors(inputs)
+        size = sum(x.numel() for x in some)
+        if any(x.numel() == 0 for x in some) or size > 60_000:
             continue
 
-        places = [i for i, x in enumerate(inputs) if is_float(x)]
-
-        def floats(*args: torch.Tensor, inputs: list[Any] = list(inputs), places: list[int] = places) -> Any:  # noqa: B006
+        def floats(*args: torch.Tensor, inputs: list[Any] = inputs) -> Any:
             """What is infinite (a log-sum-exp over no key) does not change, and has no differences."""
-            for place, x in zip(places, args, strict=True):
-                inputs[place] = x
-            out = OPS[op].reference(*inputs)
+            following = iter(args)
+            out = OPS[op].reference(*map_tensors(inputs, lambda given: next(following) if is_float(given) else given))
             outputs = [y[y.isfinite()] for y in (out if isinstance(out, tuple) else (out,)) if y.requires_grad]
             return tuple(y for y in outputs if y.numel())
 
-        some = [inputs[i] for i in places]
         assert torch.autograd.gradcheck(floats, some, fast_mode=size > 150), f"{op}: {case.name}"
         checked += 1
     assert checked >= 2
@@ -333,12 +331,15 @@ def plain_embedding(words, w, holes=False):
     return [w[word] if word >= 0 else [0.0] * len(w[0]) for word in words]
 
 
-def plain_linear(x, *layers):
+def plain_linear(x, layers):
     if isinstance(x[0][0], list):
-        return list(zip(*(plain_linear(rows, *layers) for rows in x), strict=True))
-    biases = [b or [0.0] * len(w) for w, b in zip(layers[::2], layers[1::2], strict=True)]
-    each = zip(layers[::2], biases, strict=True)
-    return [[[dot(row, v) + c for v, c in zip(w, b, strict=True)] for row in x] for w, b in each]
+        return list(zip(*(plain_linear(rows, layers) for rows in x), strict=True))
+    biased = [(w, b or [0.0] * len(w)) for w, b in layers]
+    return [[[dot(row, v) + c for v, c in zip(w, b, strict=True)] for row in x] for w, b in biased]
+
+
+def plain_grouped_linear(x, w, ends):
+    return plain_grouped_gemm(x, w, ends)
 
 
 def plain_router_logits(h, w):
@@ -445,9 +446,9 @@ def test_a_reference_equals_its_formula_in_plain_python(op):
     for case in cases(OPS[op], "cpu", "fp64"):
         inputs = fresh(case.inputs, grad=False)
         size = sum(x.numel() for x in inputs if isinstance(x, torch.Tensor))
-        if size > 30_000 or any(is_float(x) and x.numel() == 0 for x in inputs):
+        if size > 30_000 or any(x.numel() == 0 for x in float_tensors(inputs)):
             continue
-        expected = PLAIN[op](*(x.tolist() if isinstance(x, torch.Tensor) else x for x in inputs))
+        expected = PLAIN[op](*map_tensors(inputs, torch.Tensor.tolist))
         out = OPS[op].reference(*inputs)
         outputs = [x for x in inputs if is_float(x)] if OPS[op].mutates else out
         both = zip(outputs, expected, strict=True) if isinstance(outputs, tuple | list) else [(outputs, expected)]
