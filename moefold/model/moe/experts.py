@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from functools import partial
 
-import torch
+from torch import Tensor
 
 from moefold.anatomy.step_specs import fits_fused_expert_mlp
 from moefold.config.run import ModelConfig
@@ -63,12 +63,13 @@ class Experts(DeclaringModule):
             self.gate_up_bias = self.declare_parameter("gate_up_bias", e, 2, f, placement=EXPERT_MATRICES, std=0.0)
             self.down_bias = self.declare_parameter("down_bias", e, d, placement=over_ep, std=0.0)
 
-    def forward(self, rows: Rows) -> torch.Tensor:
+    def forward(self, rows: Rows) -> Tensor:
         """Each row through its expert, times the router's weight."""
         order = rows.order
-        run_experts = self.kernels_for_recipe()[expert_mlp]
+        kernels = self.kernels_for_recipe()
+        floats = (rows.source_ND, self.gate_up, self.down, order.weight_R)
         routing = (order.index_R, order.slots_NK, order.ends_e, order.holes)
-        return run_experts(rows.source_ND, self.gate_up, self.down, order.weight_R, *routing, self.parts)
+        return kernels[expert_mlp](*floats, *routing, self.parts)
 
     def kernels_for_recipe(self) -> BoundKernels:
         """The kernels for the recipe of both products."""
@@ -77,7 +78,7 @@ class Experts(DeclaringModule):
             return up.kernels
         return self.kernels.with_facts(recipe="mixed")
 
-    def project_up(self, x_RD: torch.Tensor, gate_up_e2FD: torch.Tensor, ends_e: torch.Tensor) -> torch.Tensor:
+    def project_up(self, x_RD: Tensor, gate_up_e2FD: Tensor, ends_e: Tensor) -> Tensor:
         h_R2F = self.up_product(x_RD, gate_up_e2FD, ends_e)
         if self.gate_up_bias is None:
             return h_R2F
@@ -85,9 +86,7 @@ class Experts(DeclaringModule):
         biased_RN = self.kernels[expert_bias](h_R2F.flatten(1), bias_eN, ends_e)
         return biased_RN.view_as(h_R2F)
 
-    def project_down(
-        self, a_RF: torch.Tensor, down_eDF: torch.Tensor, ends_e: torch.Tensor, inside_R: torch.Tensor | None
-    ) -> torch.Tensor:
+    def project_down(self, a_RF: Tensor, down_eDF: Tensor, ends_e: Tensor, inside_R: Tensor | None) -> Tensor:
         """`inside_R`: the router's weights that the rows were multiplied by already; the bias is, too."""
         y_RD = self.down_product(a_RF, down_eDF, ends_e)
         if self.down_bias is None:
