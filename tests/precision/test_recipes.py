@@ -6,10 +6,13 @@ import pytest
 import torch
 
 from moefold.config.errors import UserError
+from moefold.config.run import ModelConfig, MoeConfig
 from moefold.kernels.bound import BoundKernels
 from moefold.kernels.catalog import Facts
+from moefold.kernels.experts.expert_mlp import expert_mlp
 from moefold.kernels.linear.product import PLAIN
 from moefold.layout.axes import single_rank_world
+from moefold.model.moe.experts import Experts
 from moefold.precision import recipes
 from moefold.precision.recipes import attach_recipes, named_products, recipe_state
 from moefold.presets.recipe import resolve_recipe
@@ -83,3 +86,14 @@ def run_loss(model, ids: torch.Tensor) -> float:
     loss.backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
     return loss.item()
+
+
+def test_experts_that_the_fused_kernel_does_not_fit_never_get_it_whatever_kernels_are_attached():
+    """The facts of a run say it, and so does the layer itself."""
+    hopper = BoundKernels(Facts("cuda", "bf16", (9, 0), 64, 64, triton=True))
+    for biases in (False, True):
+        moe = MoeConfig(experts=4, top_k=2, ffn=64, biases=biases)
+        experts = Experts(ModelConfig(hidden=64, moe=moe), hopper, single_rank_world())
+        attach_recipes(experts, {}, hopper)
+        chosen = experts.kernels_for_recipe()[expert_mlp]
+        assert chosen is expert_mlp.implementations["reference" if biases else "gluon"]

@@ -72,11 +72,10 @@ class Experts(DeclaringModule):
         return kernels[expert_mlp](*floats, *routing, self.parts)
 
     def kernels_for_recipe(self) -> BoundKernels:
-        """The kernels for the recipe of both products."""
-        up, down = self.up_product, self.down_product
-        if up.recipe.name == down.recipe.name:
-            return up.kernels
-        return self.kernels.with_facts(recipe="mixed")
+        """The kernels for the recipe of both products. Where the two differ, no fused kernel fits."""
+        up, down = self.up_product.recipe, self.down_product.recipe
+        recipe = up.name if up.name == down.name else "mixed"
+        return self.kernels.with_facts(recipe=recipe)
 
     def project_up(self, x_RD: Tensor, gate_up_e2FD: Tensor, ends_e: Tensor) -> Tensor:
         h_R2F = self.up_product(x_RD, gate_up_e2FD, ends_e)
