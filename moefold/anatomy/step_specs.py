@@ -240,7 +240,7 @@ def experts_step(model: ModelConfig) -> StepSpec:
         WeightSpec("moe.experts.gate_up", (m.experts, 2, m.ffn, d), share, sharded_over_experts(2)),
         WeightSpec("moe.experts.down", (m.experts, d, m.ffn), share, sharded_over_experts(2)),
     )
-    ops = ("gather_rows", "grouped_gemm", m.activation)
+    ops = ("gather_rows", "grouped_linear", "grouped_gemm", "grouped_gemm_weight", m.activation)
     if fits_fused_expert_mlp(model):
         ops = ("expert_mlp", *ops)  # the first at once, or the others in turn
     if m.biases:

@@ -48,11 +48,17 @@ def rmsnorm_tensors(
     )
 
 
-def fuses_norm_and_rope(s: RankShapes) -> bool:
-    """Whether one kernel norms queries and keys and turns them: it keeps its input alone."""
+def norms_and_ropes_in_one_op(s: RankShapes) -> bool:
+    """Whether queries and keys are normed and rotated by one op, fused or composed."""
     a = s.model.attention
-    whole = a.rope_dim in (0, a.head_dim) and (a.qk_norm == "head" or s.portion.tp == 1)
-    return not s.mla and a.qk_norm != "none" and whole and s.chosen_implementation("norm_rope") != "reference"
+    rotates_all_dims = a.rope_dim in (0, a.head_dim)
+    holds_all_normed = a.qk_norm == "head" or s.portion.tp == 1
+    return not s.mla and a.qk_norm != "none" and rotates_all_dims and holds_all_normed
+
+
+def fuses_norm_and_rope(s: RankShapes) -> bool:
+    """Whether one kernel norms queries and keys and rotates them: it keeps its input alone."""
+    return norms_and_ropes_in_one_op(s) and s.chosen_implementation("norm_rope") != "reference"
 
 
 def norms_each_head(s: RankShapes) -> bool:
@@ -105,9 +111,9 @@ def needs_chunk_masks(s: RankShapes) -> bool:
 
 
 def rope_table_width(s: RankShapes) -> float:
-    """Cosines and sines of the positions held here, which queries and keys each take for themselves."""
+    """Cosines and sines of the positions held here. Queries and keys share them where one op norms and rotates."""
     a = s.model.attention
-    return (a.rope_dim or a.head_dim) * (1 if fuses_norm_and_rope(s) else 2)
+    return (a.rope_dim or a.head_dim) * (1 if norms_and_ropes_in_one_op(s) else 2)
 
 
 ATTEND_TENSORS = (
