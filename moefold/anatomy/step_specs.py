@@ -294,7 +294,7 @@ def fits_fused_expert_mlp(model: ModelConfig) -> bool:
 
 def experts_step(model: ModelConfig) -> StepSpec:
     moe, d = model.moe, dispatched_width(model)
-    ops = ("gather_rows", "grouped_gemm", moe.activation)
+    ops = ("gather_rows", "grouped_linear", "grouped_gemm", "grouped_gemm_weight", moe.activation)
     if fits_fused_expert_mlp(model):
         ops = ("expert_mlp", *ops)  # the first alone, or the others one after the other
     if moe.biases:

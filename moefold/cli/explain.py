@@ -18,7 +18,7 @@ from rich.table import Table
 
 from moefold.anatomy.model_totals import active_parameters, mtp_parameters, total_parameters, train_flops_per_token
 from moefold.anatomy.regions import absent_regions, regions_of
-from moefold.anatomy.stage_contents import pipeline_layout, rank_of_each_stage, separates_weight_grads
+from moefold.anatomy.stage_contents import pipeline_layout, rank_of_each_stage
 from moefold.anatomy.step_specs import (
     StepSpec,
     block_step_specs,
@@ -71,7 +71,6 @@ def explain_config(config: Config, world: int) -> dict[str, Any]:
     layers = [("embedding", 1, [embed_step(model)]), *distinct_layers(model), ("head", 1, [predict_step(model)])]
     used = {op for _, _, steps in layers for step in steps for op in step.ops} | OPTIMIZER_OPS
     used |= set(RING_OPS) if goes_round else set()
-    used |= {"grouped_gemm_weight"} if separates_weight_grads(config) else set()
     kernels = {op: kernel_choice(op, facts, forced) for op in CATALOG if op in used}
     return {
         "name": config.name,

@@ -21,6 +21,7 @@ class BoundKernels:
     def __init__(self, facts: Facts, force: Iterable[str] = ()):
         self.facts, self.forced = facts, forced_implementations(force)
         self.chosen: dict[str, Callable[..., Any]] = {}
+        self.related: dict[Facts, BoundKernels] = {}  # for other facts
 
     def __getitem__(self, op: KernelOp[P, R]) -> Callable[P, R]:
         if op.name not in self.chosen:
@@ -36,6 +37,7 @@ class BoundKernels:
         facts = replace(self.facts, **changes)
         if facts == self.facts:
             return self
-        other = BoundKernels(facts)
-        other.forced = self.forced
-        return other
+        if facts not in self.related:
+            self.related[facts] = BoundKernels(facts)
+            self.related[facts].forced = self.forced
+        return self.related[facts]

@@ -140,3 +140,25 @@ def seeded_randn(device: str, dtype: torch.dtype, *shape: int, seed: int = 0, sc
     generator = torch.Generator().manual_seed(seed + sum(shape))
     numbers = torch.randn(*shape, generator=generator, dtype=torch.float64)
     return (numbers * scale).to(device, dtype)
+
+
+def map_tensors(inputs: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """A case's inputs with every tensor changed, those in plain lists and tuples too. Named tuples are constants."""
+    if isinstance(inputs, torch.Tensor):
+        return change(inputs)
+    if type(inputs) in (list, tuple):
+        return [map_tensors(value, change) for value in inputs]
+    return inputs
+
+
+def float_tensors(inputs: Any) -> list[torch.Tensor]:
+    """The tensors of a case's inputs that have gradients, in order."""
+    tensors: list[torch.Tensor] = []
+
+    def note_tensor(x: torch.Tensor) -> torch.Tensor:
+        if x.is_floating_point():
+            tensors.append(x)
+        return x
+
+    map_tensors(inputs, note_tensor)
+    return tensors

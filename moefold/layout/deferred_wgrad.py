@@ -15,16 +15,17 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 
 DeferredWork = Callable[[], None]
-ComputeGradient = Callable[[], torch.Tensor | None]  # None: the gradient was added to a running sum in place
+ComputeGradient = Callable[[], Tensor | None]  # None: the gradient was added to a running sum in place
 
 OPEN_QUEUES: list[list[DeferredWork]] = []  # a stack; not thread-local, since autograd runs on threads of its own
 
 
 @contextmanager
 def deferring_weight_grads(queue: list[DeferredWork]) -> Iterator[None]:
-    """Weight gradients of backward passes inside the block go into `queue`; of nested blocks the inner one gets them."""
+    """Weight gradients of backward passes inside the block go into `queue`; of nested blocks the inner one's."""
     OPEN_QUEUES.append(queue)
     try:
         yield
@@ -32,7 +33,7 @@ def deferring_weight_grads(queue: list[DeferredWork]) -> Iterator[None]:
         OPEN_QUEUES.pop()
 
 
-def gradient_or_defer(weight: torch.Tensor, compute_gradient: ComputeGradient) -> torch.Tensor | None:
+def gradient_or_defer(weight: Tensor, compute_gradient: ComputeGradient) -> Tensor | None:
     """The weight's gradient now; or None, and the gradient is delivered when the queued work is run."""
     if not OPEN_QUEUES:
         return compute_gradient()
@@ -46,7 +47,7 @@ def gradient_or_defer(weight: torch.Tensor, compute_gradient: ComputeGradient) -
     return None
 
 
-def deliver_gradient(weight: torch.Tensor, gradient: torch.Tensor | None) -> None:
+def deliver_gradient(weight: Tensor, gradient: Tensor | None) -> None:
     """Add the gradient to the weight as a backward pass would. Hooks on the parameter run even if there is none."""
     if gradient is not None:
         torch.autograd.backward([weight], [gradient])
@@ -58,9 +59,9 @@ class EmptyGradient(torch.autograd.Function):
     """A scalar whose backward reaches the weight without a gradient, so that the weight's hooks run."""
 
     @staticmethod
-    def forward(ctx: Any, weight: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, weight: Tensor) -> Tensor:
         return weight.new_zeros(())
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> None:
+    def backward(ctx: Any, *gradients: Tensor) -> None:
         return None

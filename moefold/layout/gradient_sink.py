@@ -11,9 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
-LendMemory = Callable[[torch.dtype], "torch.Tensor | None"]
-RunningSum = Callable[[], "torch.Tensor | None"]
+LendMemory = Callable[[torch.dtype], "Tensor | None"]
+RunningSum = Callable[[], "Tensor | None"]
 
 
 @dataclass(frozen=True)
@@ -25,42 +26,50 @@ class GradientSink:
     lend: LendMemory
     running_sum: RunningSum
 
-    def place(self, dtype: torch.dtype) -> torch.Tensor | None:
+    def place(self, dtype: torch.dtype) -> Tensor | None:
         """Memory without values for a gradient of this type. It is lent once in a step."""
-        memory = self.lend(dtype)
-        return None if memory is None else memory.view(self.shape)
+        return self.in_shape(self.lend(dtype))
 
-    def running(self) -> torch.Tensor | None:
+    def running(self) -> Tensor | None:
         """The sum of the gradients so far. A caller that gets it must add to it and return no gradient to autograd."""
-        total = self.running_sum()
-        return None if total is None else total.view(self.shape)
+        return self.in_shape(self.running_sum())
+
+    def in_shape(self, flat: Tensor | None) -> Tensor | None:
+        if flat is None:
+            return None
+        return flat.view(self.shape)
 
 
-def attach_gradient_sink(weight: torch.Tensor, lend: LendMemory, running: RunningSum) -> None:
-    weight.sink = GradientSink(weight.shape, lend, running)  # pyright: ignore[reportAttributeAccessIssue]
+def attach_gradient_sink(weight: Tensor, lend: LendMemory, running: RunningSum) -> None:
+    sink = GradientSink(weight.shape, lend, running)
+    weight.sink = sink  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def sink_of(weight: torch.Tensor) -> GradientSink | None:
+def sink_of(weight: Tensor) -> GradientSink | None:
     """The sink of the parameter that this tensor is, or is a view of."""
-    return getattr(underlying_parameter(weight), "sink", None)
+    parameter = underlying_parameter(weight)
+    return getattr(parameter, "sink", None)
 
 
-def memory_for_gradient(weight: torch.Tensor) -> torch.Tensor:
+def memory_for_gradient(weight: Tensor) -> Tensor:
     """Memory of the weight's shape and type, without values: the sink's place, or new memory if that is taken."""
     sink = sink_of(weight)
-    place = None if sink is None else sink.place(weight.dtype)
+    place = sink.place(weight.dtype) if sink else None
     if place is None:
         return torch.empty_like(weight)
     return place.view(weight.shape)
 
 
-def running_gradient_sum(weight: torch.Tensor) -> torch.Tensor | None:
+def running_gradient_sum(weight: Tensor) -> Tensor | None:
     """The sum that the weight's next gradient may be added to in place, or None."""
     sink = sink_of(weight)
-    total = None if sink is None else sink.running()
-    return None if total is None else total.view(weight.shape)
+    total = sink.running() if sink else None
+    if total is None:
+        return None
+    return total.view(weight.shape)
 
 
-def underlying_parameter(weight: torch.Tensor) -> torch.Tensor:
+def underlying_parameter(weight: Tensor) -> Tensor:
     """The parameter that this tensor is, or is a view of."""
-    return weight if weight._base is None else weight._base
+    base = weight._base
+    return weight if base is None else base

@@ -1,9 +1,11 @@
-"""The dense gated MLP, of dense layers and of shared experts: down(silu(gate x) * up x)."""
+"""The dense gated MLP of dense layers and of shared experts: down(silu(gate x) * up x).
+
+T tokens of this rank, C tokens of its cp rank, D width, F this rank's part of the inner width.
+"""
 
 from __future__ import annotations
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
 from moefold.comm.collectives import all_gather, reduce_scatter
 from moefold.config.run import ModelConfig
@@ -18,14 +20,18 @@ from moefold.precision.linear import Linear
 class GatedMlp(nn.Module):
     def __init__(self, model: ModelConfig, ffn: int, kernels: BoundKernels, world: World):
         super().__init__()
-        down_std = model.init_std / (2 * model.layers) ** 0.5
-        self.gate_up = Linear(world, model.hidden, 2, ffn, std=model.init_std, placement=sharded_over_tp(1))
-        self.down = Linear(world, ffn, model.hidden, std=down_std, placement=sharded_over_tp(1))
-        self.swiglu, self.tp = kernels[swiglu], world.axis("tp")
+        d, std = model.hidden, model.init_std
+        down_std = std / (2 * model.layers) ** 0.5
+        over_ffn = sharded_over_tp(1)
+        self.gate_up = Linear(world, d, 2, ffn, std=std, placement=over_ffn)
+        self.down = Linear(world, ffn, d, std=down_std, placement=over_ffn)
+        self.swiglu = kernels[swiglu]
+        self.tp = world.axis("tp")
 
-    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
+    def forward(self, x_TD: Tensor) -> Tensor:
         x_CD = all_gather(x_TD, self.tp)  # all tokens of this cp rank meet this rank's part of the width
-        summand_CD = self.down(self.swiglu(self.gate_up(x_CD)))
+        h_C2F = self.gate_up(x_CD)
+        summand_CD = self.down(self.swiglu(h_C2F))
         return reduce_scatter(summand_CD, self.tp)
 
 

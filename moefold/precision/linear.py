@@ -7,19 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
 from moefold.kernels.bound import BoundKernels
 from moefold.kernels.experts.grouped_gemm import grouped_gemm, grouped_gemm_weight
-from moefold.kernels.linear.grouped_linear import GroupedProducts, grouped_linear
+from moefold.kernels.linear.grouped_linear import GroupedGemms, grouped_linear
 from moefold.kernels.linear.linear import linear
 from moefold.kernels.linear.product import PLAIN, Recipe, WeightAndBias
 from moefold.layout.axes import World
 from moefold.layout.declare import DeclaringModule
 from moefold.layout.placement import REPLICATED, Placement
 
-MultiplyLayers = Callable[[torch.Tensor, Sequence[WeightAndBias], Recipe], tuple[torch.Tensor, ...]]
+MultiplyLayers = Callable[[Tensor, Sequence[WeightAndBias], Recipe], tuple[Tensor, ...]]
 
 
 class Linear(DeclaringModule):
@@ -54,7 +53,7 @@ class Linear(DeclaringModule):
         self.recipe = recipe
         self.multiply_layers = kernels.with_facts(recipe=recipe.name)[linear]
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         (y,) = self.multiply_layers(x, [self.weight_and_bias()], self.recipe)
         return self.unflatten_outputs(y)
 
@@ -63,14 +62,15 @@ class Linear(DeclaringModule):
         weight = self.weight.flatten(0, -2)
         if self.bias is None:
             return weight, None
-        return weight, self.bias.flatten() * self.bias_factor
+        bias = self.bias.flatten() * self.bias_factor
+        return weight, bias
 
-    def unflatten_outputs(self, y: torch.Tensor) -> torch.Tensor:
+    def unflatten_outputs(self, y: Tensor) -> Tensor:
         return y.unflatten(-1, self.weight.shape[:-1])
 
 
 class LinearGroup(DeclaringModule):
-    """Linear layers that read the same input, called as one op, which may sum their input gradients inside the products.
+    """Linear layers that read the same input, called as one op, which may sum their input gradients in its products.
     The layers stay members of the module that made them and keep their names."""
 
     def __init__(self, world: World, *layers: Linear):
@@ -78,13 +78,15 @@ class LinearGroup(DeclaringModule):
         self.layers = layers  # a tuple, so that torch does not register them here
         self.borrowed = tuple(parameter for layer in layers for parameter in layer.parameters())
 
-    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
-        first = self.layers[0]
-        if any(layer.recipe is not first.recipe for layer in self.layers):
-            return [layer(x) for layer in self.layers]  # each recipe has its own operand of the input
-        weights_and_biases = [layer.weight_and_bias() for layer in self.layers]
-        outputs = first.multiply_layers(x, weights_and_biases, first.recipe)
-        return [layer.unflatten_outputs(y) for layer, y in zip(self.layers, outputs, strict=True)]
+    def forward(self, x: Tensor) -> list[Tensor]:
+        layers = self.layers
+        recipe = layers[0].recipe
+        if any(layer.recipe is not recipe for layer in layers):
+            return [layer(x) for layer in layers]  # each recipe has its own operand of the input
+        weights_and_biases = [layer.weight_and_bias() for layer in layers]
+        multiply_layers = layers[0].multiply_layers
+        outputs = multiply_layers(x, weights_and_biases, recipe)
+        return [layer.unflatten_outputs(y) for layer, y in zip(layers, outputs, strict=True)]
 
 
 class GroupedLinear(nn.Module):
@@ -96,11 +98,13 @@ class GroupedLinear(nn.Module):
         self.use_recipe(PLAIN, kernels)
 
     def use_recipe(self, recipe: Recipe, kernels: BoundKernels) -> None:
+        bound = kernels.with_facts(recipe=recipe.name)
         self.recipe = recipe
-        self.kernels = kernels.with_facts(recipe=recipe.name)
-        self.products = GroupedProducts(self.kernels[grouped_gemm], self.kernels[grouped_gemm_weight])
+        self.kernels = bound
+        self.gemms = GroupedGemms(bound[grouped_gemm], bound[grouped_gemm_weight])
 
-    def forward(self, x_RD: torch.Tensor, weight: torch.Tensor, ends_e: torch.Tensor) -> torch.Tensor:
+    def forward(self, x_RD: Tensor, weight: Tensor, ends_e: Tensor) -> Tensor:
         multiply_rows = self.kernels[grouped_linear]
-        y_RN = multiply_rows(x_RD, weight.flatten(1, -2), ends_e, self.recipe, self.products)
+        w_eND = weight.flatten(1, -2)
+        y_RN = multiply_rows(x_RD, w_eND, ends_e, self.recipe, self.gemms)
         return y_RN.unflatten(-1, weight.shape[1:-1])

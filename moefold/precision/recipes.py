@@ -9,11 +9,10 @@ Layers that read one input are multiplied together where they share a recipe obj
 
 from __future__ import annotations
 
+import fnmatch
 from collections.abc import Callable, Iterable, Mapping
-from fnmatch import filter as names_matching
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
 from moefold.config.errors import UserError, did_you_mean, one_of
 from moefold.kernels.bound import BoundKernels
@@ -38,28 +37,38 @@ def attach_recipes(
     product that none matches is plain. `held_elsewhere`: names of products on other pipeline ranks."""
     products = named_products(model)
     names = sorted({*products, *held_elsewhere})
-    recipe_of = dict.fromkeys(products, "plain")
+    recipe_of = dict.fromkeys(names, "plain")
     for pattern, recipe in patterns.items():
         one_of("precision recipe", recipe, RECIPES)
-        matched = names_matching(names, pattern)
-        if not matched:
-            near = did_you_mean(pattern, names)
-            raise UserError(f'no product of the model matches "{pattern}"{near}; * stands for any part of a name')
-        recipe_of |= {name: recipe for name in matched if name in products}
+        matched = products_matching(pattern, names)
+        recipe_of |= dict.fromkeys(matched, recipe)
     for name, product in products.items():
         make_recipe = RECIPES[recipe_of[name]]
         product.use_recipe(make_recipe(product), kernels)
 
 
+def products_matching(pattern: str, names: list[str]) -> list[str]:
+    matched = fnmatch.filter(names, pattern)
+    if matched:
+        return matched
+    near = did_you_mean(pattern, names)
+    raise UserError(f'no product of the model matches "{pattern}"{near}; * stands for any part of a name')
+
+
 def named_products(model: nn.Module) -> dict[str, Product]:
-    modules = model.named_modules()
-    return {name: module for name, module in modules if isinstance(module, Product)}
+    """Every linear layer and grouped product by its path in the model."""
+    products: dict[str, Product] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, Product):
+            products[name] = module
+    return products
 
 
-def recipe_state(model: nn.Module) -> dict[str, torch.Tensor]:
+def recipe_state(model: nn.Module) -> dict[str, Tensor]:
     """The tensors that recipes keep between steps, by product and kind: `blocks.0.attention.out.input_maximum`."""
-    state: dict[str, torch.Tensor] = {}
+    state: dict[str, Tensor] = {}
     for name, product in named_products(model).items():
-        for kind, tensor in product.recipe.state().items():
+        tensors = product.recipe.state()
+        for kind, tensor in tensors.items():
             state[f"{name}.{kind}"] = tensor
     return state

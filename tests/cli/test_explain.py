@@ -135,7 +135,7 @@ def test_a_number_of_ranks_below_one_is_refused(nproc: str, capsys: pytest.Captu
     assert f"--nproc {nproc} is not legal" in capsys.readouterr().err
 
 
-RARE = {"attention_block", "attention_block_backward", "clamped_swiglu", "expert_bias", "grouped_gemm_weight"}
+RARE = {"attention_block", "attention_block_backward", "clamped_swiglu", "expert_bias"}
 USED = set(CATALOG) - RARE
 
 
@@ -143,7 +143,7 @@ def test_the_kernels_shown_are_those_the_model_uses(explained: Any):
     gpt_oss = explained("gpt-oss-20b-tiny")
     its_own, lacking = {"clamped_swiglu", "expert_bias"}, {"swiglu", "expert_mlp", "norm_rope", "rmsnorm"}
     assert set(gpt_oss["kernels"]) == USED - lacking | its_own
-    assert set(explained("tiny", "--pipeline.pair", "true")["kernels"]) == USED | {"grouped_gemm_weight"}
+    assert set(explained("tiny", "--pipeline.pair", "true")["kernels"]) == USED
     rings = explained("tiny", "--nproc", "2", "--parallel.cp", "2")
     assert set(rings["kernels"]) == USED | {"attention_block", "attention_block_backward"}
     swaps = explained("tiny", "--nproc", "2", "--parallel.cp", "2", "--parallel.context", "all_to_all")

@@ -16,7 +16,7 @@ import torch
 
 from moefold.kernels.catalog import CATALOG
 from moefold.kernels.norm.rmsnorm import rmsnorm
-from moefold.kernels.registry import KernelCase, KernelOp, import_every_op
+from moefold.kernels.registry import KernelCase, KernelOp, float_tensors, import_every_op, map_tensors
 from moefold.kernels.routing.router_spec import RouterSpec, TokenSpan
 from moefold.kernels.routing.router_topk import router_topk
 from moefold.layout.dtypes import DTYPES
@@ -51,14 +51,14 @@ def is_float(x: Any) -> bool:
 def fresh(case: KernelCase, dtype: torch.dtype | None = None, grad: bool = True) -> list[Any]:
     """Copies of a case's inputs that can be changed and differentiated; floats in another precision if asked, and NaN
     in their undefined rows."""
-    copies: list[Any] = []
-    for x in case.inputs:
-        if is_float(x):
-            copy = case.spoiled(x.detach()).to(dtype or x.dtype, copy=True)
-            copies.append(copy.requires_grad_(grad))
-        else:
-            copies.append(x.clone() if isinstance(x, torch.Tensor) else x)
-    return copies
+
+    def copied(x: torch.Tensor) -> torch.Tensor:
+        if not is_float(x):
+            return x.clone()
+        copy = case.spoiled(x.detach()).to(dtype or x.dtype, copy=True)
+        return copy.requires_grad_(grad)
+
+    return map_tensors(case.inputs, copied)
 
 
 def outcome(function: Callable[..., Any], case: KernelCase, mutates: bool, dtype: torch.dtype | None = None):
@@ -74,11 +74,12 @@ def outcome(function: Callable[..., Any], case: KernelCase, mutates: bool, dtype
     generator = torch.Generator().manual_seed(7)
     directions = [torch.randn(y.shape, generator=generator).to(y.device, y.dtype) for y in differentiable]
     directions = [case.spoiled(direction) for direction in directions]
-    wanted = [(i, x) for i, x in enumerate(inputs) if is_float(x)]
+    wanted = [(i, x) for i, value in enumerate(inputs) for x in float_tensors(value)]
     gradients = torch.autograd.grad(differentiable, [x for _, x in wanted], directions, allow_unused=True)
     results: dict[str, Any] = {f"output {i}": case.defined(y.detach()) for i, y in enumerate(outputs)}
-    for (i, _), gradient in zip(wanted, gradients, strict=True):
-        results[f"gradient of input {i}"] = None if gradient is None else case.defined(gradient)
+    for number, ((i, x), gradient) in enumerate(zip(wanted, gradients, strict=True)):
+        name = f"gradient of input {i}" if inputs[i] is x else f"gradient of input {i}, tensor {number}"
+        results[name] = None if gradient is None else case.defined(gradient)
     return results
 
 
@@ -178,27 +179,32 @@ def test_the_gradients_of_a_reference_are_those_of_finite_differences(op):
     checked = 0
     for case in cases(OPS[op], "cpu", "fp64"):
         inputs = fresh(case)
-        places = [i for i, x in enumerate(inputs) if is_float(x)]
-        size = sum(inputs[i].numel() for i in places)
-        if any(case.defined(inputs[i]).numel() == 0 for i in places) or size > 60_000:
+        floats = float_tensors(inputs)
+        size = sum(x.numel() for x in floats)
+        if any(case.defined(x).numel() == 0 for x in floats) or size > 60_000:
             continue
-        variables = [case.defined(inputs[i]).detach().requires_grad_() for i in places]
-        reference = reference_of_floats(OPS[op], case, inputs, places)
+        variables = [case.defined(x).detach().requires_grad_() for x in floats]
+        reference = reference_of_floats(OPS[op], case, inputs)
         assert torch.autograd.gradcheck(reference, variables, fast_mode=size > 150), f"{op}: {case.name}"
         checked += 1
     assert checked >= 2
 
 
-def reference_of_floats(op: KernelOp, case: KernelCase, inputs: list[Any], places: list[int]) -> Callable[..., Any]:
+def reference_of_floats(op: KernelOp, case: KernelCase, inputs: list[Any]) -> Callable[..., Any]:
     """The reference as a function of the defined rows of its float inputs, with the defined and finite part of its
     outputs: what is infinite (a log-sum-exp over no key) does not change, and has no differences."""
 
     def defined_outputs(*args: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        given = list(inputs)
-        for place, x in zip(places, args, strict=True):
-            undefined = inputs[place].detach()[len(x) :] if x.ndim else x[None][1:]
-            given[place] = torch.cat((x, undefined)) if len(undefined) else x
-        out = op.reference(*given)
+        following = iter(args)
+
+        def replaced(given: torch.Tensor) -> torch.Tensor:
+            if not is_float(given):
+                return given
+            x = next(following)
+            undefined = given.detach()[len(x) :] if x.ndim else x[None][1:]
+            return torch.cat((x, undefined)) if len(undefined) else x
+
+        out = op.reference(*map_tensors(inputs, replaced))
         outputs = [case.defined(y) for y in (out if isinstance(out, tuple) else (out,)) if y.requires_grad]
         finite = [y[y.isfinite()] for y in outputs]
         return tuple(y for y in finite if y.numel())
@@ -348,12 +354,15 @@ def plain_embedding(words, w, holes=False):
     return [w[word] if word >= 0 else [0.0] * len(w[0]) for word in words]
 
 
-def plain_linear(x, *layers):
+def plain_linear(x, layers):
     if isinstance(x[0][0], list):
-        return list(zip(*(plain_linear(rows, *layers) for rows in x), strict=True))
-    biases = [b or [0.0] * len(w) for w, b in zip(layers[::2], layers[1::2], strict=True)]
-    each = zip(layers[::2], biases, strict=True)
-    return [[[dot(row, v) + c for v, c in zip(w, b, strict=True)] for row in x] for w, b in each]
+        return list(zip(*(plain_linear(rows, layers) for rows in x), strict=True))
+    biased = [(w, b or [0.0] * len(w)) for w, b in layers]
+    return [[[dot(row, v) + c for v, c in zip(w, b, strict=True)] for row in x] for w, b in biased]
+
+
+def plain_grouped_linear(x, w, ends):
+    return plain_grouped_gemm(x, w, ends)
 
 
 def plain_router_logits(h, w):

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
-from moefold.precision.deferred_wgrad import (
-    OPEN_QUEUES,
-    DeferredWork,
-    deferring_weight_grads,
-    split_weight_gradients,
-    splitting_kernels,
-)
+import torch.nn.functional as F
 from torch import nn
 
 from moefold.kernels.bound import BoundKernels
-from moefold.kernels.experts.grouped_gemm import EXPERT_ROW_COUNTS, grouped_gemm
 from moefold.kernels.facts import Facts
+from moefold.kernels.experts.grouped_gemm import EXPERT_ROW_COUNTS, grouped_gemm
+from moefold.kernels.linear.product import Recipe, WeightAndBias
 from moefold.layout.axes import single_rank_world
 from moefold.layout.declare import declared_parameters
-from moefold.precision.linear import Linear
+from moefold.layout.deferred_wgrad import (
+    OPEN_QUEUES,
+    DeferredWork,
+    deferring_weight_grads,
+    deliver_gradient,
+    gradient_or_defer,
+)
+from moefold.precision.linear import GroupedLinear, Linear
 from moefold.train.assemble import default_dtype
 
 KERNELS = {
@@ -34,13 +37,18 @@ def numbers(*shape: int, seed: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
-def linear(outputs: tuple[int, ...], bias: bool, dtype: torch.dtype, split: bool) -> Linear:
+def by_autograd(x: torch.Tensor, layers: Sequence[WeightAndBias], recipe: Recipe) -> tuple[torch.Tensor, ...]:
+    """What torch differentiates by itself: the judge."""
+    return tuple(F.linear(x, weight, bias) for weight, bias in layers)
+
+
+def linear(outputs: tuple[int, ...], bias: bool, dtype: torch.dtype, judge: bool = False) -> Linear:
     with default_dtype(dtype):
         made = Linear(single_rank_world(), 7, *outputs, bias=bias, std=1.0)
     for i, parameter in enumerate(declared_parameters(made)):
         parameter.tensor.data.copy_(numbers(*parameter.tensor.shape, seed=i, dtype=dtype))
-    if split:
-        split_weight_gradients(made)
+    if judge:
+        made.multiply_layers = by_autograd
     return made
 
 
@@ -61,11 +69,11 @@ def backward(module: nn.Module, x: torch.Tensor, queue: list[DeferredWork] | Non
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("lead", [(11,), (2, 3, 4)], ids=str)
 @pytest.mark.parametrize(("outputs", "bias"), SHAPES, ids=str)
-def test_a_split_linear_layer_has_the_bits_of_a_plain_one_at_once_and_later(
+def test_a_linear_layer_has_the_bits_of_autograd_at_once_and_later(
     outputs: tuple[int, ...], bias: bool, lead: tuple[int, ...], dtype: torch.dtype
 ):
     x = numbers(*lead, 7, seed=5, dtype=dtype)
-    plain, now, later = (linear(outputs, bias, dtype, split) for split in (False, True, True))
+    plain, now, later = (linear(outputs, bias, dtype, judge) for judge in (True, False, False))
     queue: list[DeferredWork] = []
     dx = [backward(plain, x, None), backward(now, x, None), backward(later, x, queue)]
     assert torch.equal(plain(x), later(x))
@@ -83,15 +91,16 @@ def test_a_split_linear_layer_has_the_bits_of_a_plain_one_at_once_and_later(
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 @pytest.mark.parametrize("name", EXPERT_ROW_COUNTS)
-def test_a_split_grouped_product_has_the_bits_of_a_plain_one_with_empty_experts_too(name: str, dtype: torch.dtype):
+def test_a_grouped_product_has_the_bits_of_autograd_with_empty_experts_too(name: str, dtype: torch.dtype):
     counts = EXPERT_ROW_COUNTS[name]
     offsets = torch.tensor(counts).cumsum(0).int()
-    plain, split = KERNELS[dtype], splitting_kernels(KERNELS[dtype])
+    kernels = KERNELS[dtype]
+    plain, split = kernels[grouped_gemm], GroupedLinear(kernels)
     found: list[tuple[Any, Any, Any]] = []
-    for kernels, wait in ((plain, False), (split, False), (split, True)):
+    for product, wait in ((plain, False), (split, False), (split, True)):
         x = numbers(sum(counts), 16, seed=1, dtype=dtype).requires_grad_()
         w = numbers(len(counts), 32, 16, seed=2, dtype=dtype).requires_grad_()
-        y = kernels[grouped_gemm](x, w, offsets)
+        y = product(x, w, offsets)
         queue: list[DeferredWork] = []
         if wait:
             with deferring_weight_grads(queue):
@@ -111,7 +120,7 @@ def test_a_split_grouped_product_has_the_bits_of_a_plain_one_with_empty_experts_
 
 
 def test_a_waiting_gradient_arrives_through_hooks_as_a_backward_would_bring_it():
-    module, arrived = linear((2, 6), False, torch.float64, split=True), []
+    module, arrived = linear((2, 6), False, torch.float64), []
     module.weight.register_post_accumulate_grad_hook(
         lambda p: arrived.append(p.grad.clone()) if p.grad is not None else None
     )
@@ -125,7 +134,7 @@ def test_a_waiting_gradient_arrives_through_hooks_as_a_backward_would_bring_it()
 
 def test_microbatches_add_up_in_the_order_in_which_their_gradients_are_asked_for():
     xs = [numbers(4, 7, seed=i, dtype=torch.float64) for i in range(3)]
-    plain, later = (linear((5,), True, torch.float64, split) for split in (False, True))
+    plain, later = (linear((5,), True, torch.float64, judge) for judge in (True, False))
     queue: list[DeferredWork] = []
     for x in xs:
         backward(plain, x, None)
@@ -138,7 +147,7 @@ def test_microbatches_add_up_in_the_order_in_which_their_gradients_are_asked_for
 
 
 def test_a_waiting_gradient_is_that_of_the_forward_though_the_input_is_gone():
-    module = linear((5,), False, torch.float64, split=True)
+    module = linear((5,), False, torch.float64)
     x = numbers(4, 7, seed=5, dtype=torch.float64)
     queue: list[DeferredWork] = []
     backward(module, x, queue)
@@ -152,16 +161,34 @@ def test_a_queue_is_closed_by_its_block_even_when_that_fails():
     with pytest.raises(ZeroDivisionError), deferring_weight_grads([]):
         _ = 1 / 0
     assert not OPEN_QUEUES
-    module = linear((5,), False, torch.float64, split=True)
+    module = linear((5,), False, torch.float64)
     backward(module, numbers(4, 7, seed=5, dtype=torch.float64), None)
     assert module.weight.grad is not None
 
 
 def test_the_innermost_open_queue_gets_the_work():
-    module, outer, inner = linear((5,), False, torch.float64, split=True), [], []
+    module, outer, inner = linear((5,), False, torch.float64), [], []
     x = numbers(4, 7, seed=5, dtype=torch.float64)
     with deferring_weight_grads(outer):
         with deferring_weight_grads(inner):
             module(x).sum().backward()
         module(x).sum().backward()
     assert (len(outer), len(inner)) == (1, 1)
+
+
+@pytest.mark.parametrize("view", [False, True])
+def test_hooks_run_for_a_gradient_that_was_added_in_place_now_and_later(view: bool):
+    """A product that adds to a running sum gives autograd no gradient; hooks that count gradients run all the same."""
+    weight = torch.ones(2, 3, 4).requires_grad_()
+    seen: list[object] = []
+    weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad))
+    tensor = weight.flatten(0, 1) if view else weight
+    queue: list[DeferredWork] = []
+    with deferring_weight_grads(queue):
+        assert gradient_or_defer(tensor, lambda: None) is None
+    assert not seen
+    queue.pop()()
+    deliver_gradient(tensor, None)
+    assert seen == [None, None]
+    deliver_gradient(tensor, torch.ones_like(tensor))
+    assert torch.equal(weight.grad, torch.ones(2, 3, 4))  # pyright: ignore[reportArgumentType]

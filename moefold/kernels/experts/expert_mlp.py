@@ -20,6 +20,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from moefold.kernels.experts.grouped_gemm import EXPERT_ROW_COUNTS, grouped_gemm
 from moefold.kernels.experts.swiglu import swiglu
@@ -27,8 +28,6 @@ from moefold.kernels.registry import KernelCase, register_op, seeded_randn
 from moefold.kernels.routing.gather_rows import gather_rows, shuffled_rows
 from moefold.layout.deferred_wgrad import gradient_or_defer
 from moefold.layout.gradient_sink import running_gradient_sum
-
-Tensor = torch.Tensor
 
 
 def plain_up_product(x_RD: Tensor, gate_up_E2FD: Tensor, ends_E: Tensor) -> Tensor:

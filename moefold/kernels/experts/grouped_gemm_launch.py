@@ -13,6 +13,7 @@ from functools import cache
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from moefold.kernels.experts.grouped_gemm_hopper import expert_gemm
@@ -33,89 +34,75 @@ __all__ = [
 ]
 
 TILE_COLUMNS = 256  # columns of a tile
-STAGES = 3  # steps of operands on their way; more leave no room for a tile of results
+STAGES = 3  # slabs of operands in flight; more leave no shared memory for a tile of results
 
 
 class RowTilePlan(NamedTuple):
-    """What the kernels read about the routing, on the device."""
+    """The routing as the kernels read it, on the device: ends of the experts' rows, row tiles and their number, and the
+    padded starts."""
 
-    ends_E: torch.Tensor
-    tiles_M4: torch.Tensor
-    count: torch.Tensor
-    pads_E: torch.Tensor
+    ends_E: Tensor
+    tiles_M4: Tensor
+    count: Tensor
+    pads_E: Tensor
 
     @classmethod
-    def of(cls, ends_E: torch.Tensor, rows: int) -> RowTilePlan:
+    def of(cls, ends_E: Tensor, rows: int) -> RowTilePlan:
         return cls(ends_E, *plan_row_tiles(ends_E, rows))
 
 
 class EpilogueOutputs(NamedTuple):
-    """Where results go, as the copy engine sees it and as a pointer; and what SwiGLU's epilogues read and write."""
+    """Where an epilogue writes: the result as descriptor (for TMA) and as pointer, and further tensors that SwiGLU's
+    epilogues read and write."""
 
     out: TensorDescriptor | None
-    out_ptr: torch.Tensor
+    out_ptr: Tensor
     side: TensorDescriptor | None = None
-    side_ptr: torch.Tensor | None = None
-    weight_R: torch.Tensor | None = None
-    dots_nR: torch.Tensor | None = None
+    side_ptr: Tensor | None = None
+    weight_R: Tensor | None = None
+    dots_nR: Tensor | None = None
 
 
-def gather_expert_rows(source_ND: torch.Tensor, index_R: torch.Tensor, plan: RowTilePlan) -> torch.Tensor:
+def gather_expert_rows(source_ND: Tensor, index_R: Tensor, plan: RowTilePlan) -> Tensor:
     """x_PD: the experts' rows, padded."""
     return gather_padded(source_ND, index_R, plan.tiles_M4, len(plan.ends_E))
 
 
-def up_projection(x_PD: torch.Tensor, w_E2FD: torch.Tensor, weight_R: torch.Tensor, plan: RowTilePlan):
+def up_projection(x_PD: Tensor, w_E2FD: Tensor, weight_R: Tensor, plan: RowTilePlan):
     """The pre-activation h_R2F and the activation times the router's weight, a_RF."""
     rows, (e, _, f, d) = len(weight_R), w_E2FD.shape
     h_R2F, a_RF = x_PD.new_empty(rows, 2, f), x_PD.new_empty(rows, f)
-    ends = EpilogueOutputs(None, a_RF, plane_descriptor(h_R2F.transpose(0, 1)), h_R2F, weight_R)
-    launch_grouped_gemm(
-        "nt",
-        "swiglu",
-        x_PD,
-        block_descriptor(w_E2FD.view(2 * e, f, d), 2, TILE_COLUMNS // 2, 64),
-        ends,
-        plan,
-        n=2 * f,
-        k=d,
-    )
+    h_planes = plane_descriptor(h_R2F.transpose(0, 1))
+    outputs = EpilogueOutputs(None, a_RF, h_planes, h_R2F, weight_R)
+    # A tile has half its columns from the gate and half from up, so that the epilogue sees both.
+    b = block_descriptor(w_E2FD.view(2 * e, f, d), 2, TILE_COLUMNS // 2, 64)
+    launch_grouped_gemm("nt", "swiglu", x_PD, b, outputs, plan, n=2 * f, k=d)
     return h_R2F, a_RF
 
 
-def down_projection(a_RF: torch.Tensor, w_EDF: torch.Tensor, plan: RowTilePlan) -> torch.Tensor:
+def down_projection(a_RF: Tensor, w_EDF: Tensor, plan: RowTilePlan) -> Tensor:
     e, d, f = w_EDF.shape
     y_RD = a_RF.new_empty(len(a_RF), d)
-    launch_grouped_gemm(
-        "nt",
-        "plain",
-        a_RF,
-        block_descriptor(w_EDF.view(e * d, f), TILE_COLUMNS, 64),
-        plain_outputs(y_RD[None]),
-        plan,
-        n=d,
-        k=f,
-    )
+    b = block_descriptor(w_EDF.view(e * d, f), TILE_COLUMNS, 64)
+    launch_grouped_gemm("nt", "plain", a_RF, b, plain_outputs(y_RD[None]), plan, n=d, k=f)
     return y_RD
 
 
-def down_projection_dgrad(
-    dy_RD: torch.Tensor, w_EDF: torch.Tensor, h_R2F: torch.Tensor, weight_R: torch.Tensor, plan: RowTilePlan
-):
-    """From the gradient of y: that of the pre-activation, which takes its place; the activation again; and the gradient
-    of the router's weight."""
+def down_projection_dgrad(dy_RD: Tensor, w_EDF: Tensor, h_R2F: Tensor, weight_R: Tensor, plan: RowTilePlan):
+    """The activation once more, a_PF, and the gradient of the router's weight. The gradient of the pre-activation
+    overwrites h_R2F."""
     e, d, f = w_EDF.shape
     rows = len(dy_RD)
+    column_tiles = -(-f // TILE_COLUMNS)
     a_PF = h_R2F.new_empty(rows + 64 * e, f)
-    dots_nR = torch.empty(-(-f // TILE_COLUMNS), rows, dtype=torch.float32, device=dy_RD.device)
-    ends = EpilogueOutputs(None, h_R2F, None, a_PF, weight_R, dots_nR)
-    launch_grouped_gemm(
-        "nn", "dswiglu", dy_RD, block_descriptor(w_EDF.view(e * d, f), 64, TILE_COLUMNS), ends, plan, n=f, k=d
-    )
+    dots_nR = torch.empty(column_tiles, rows, dtype=torch.float32, device=dy_RD.device)  # a summand of each column tile
+    outputs = EpilogueOutputs(None, h_R2F, None, a_PF, weight_R, dots_nR)
+    b = block_descriptor(w_EDF.view(e * d, f), 64, TILE_COLUMNS)
+    launch_grouped_gemm("nn", "dswiglu", dy_RD, b, outputs, plan, n=f, k=d)
     return a_PF, dots_nR.sum(0)
 
 
-def up_projection_dgrad(dh_R2F: torch.Tensor, w_E2FD: torch.Tensor, plan: RowTilePlan) -> torch.Tensor:
+def up_projection_dgrad(dh_R2F: Tensor, w_E2FD: Tensor, plan: RowTilePlan) -> Tensor:
     e, _, f, d = w_E2FD.shape
     dx_RD = dh_R2F.new_empty(len(dh_R2F), d)
     b = block_descriptor(w_E2FD.view(e * 2 * f, d), 64, TILE_COLUMNS)
@@ -124,50 +111,45 @@ def up_projection_dgrad(dh_R2F: torch.Tensor, w_E2FD: torch.Tensor, plan: RowTil
 
 
 def expert_wgrad(
-    left_RM: torch.Tensor,
-    right_PN: torch.Tensor,
-    like: torch.Tensor,
-    plan: RowTilePlan,
-    into: torch.Tensor | None = None,
-) -> torch.Tensor | None:
-    """out[e] = left^T right over the rows of expert e, in the shape of the weights; zeros where it has none. Given
-    `into`, fp32 or bf16, it is added to that instead, and nothing is returned."""
+    left_RM: Tensor, right_PN: Tensor, like: Tensor, plan: RowTilePlan, into: Tensor | None = None
+) -> Tensor | None:
+    """out[e] = left^T right over the rows of expert e, in the shape of the weights; zeros for an expert without rows.
+    Given `into`, fp32 or bf16, the gradient is added to that tensor, and None is returned."""
     m, n = left_RM.shape[1], right_PN.shape[1]
-    out = memory_for_gradient(like) if into is None else None
-    ends = plain_outputs(out.view(-1, m, n)) if out is not None else EpilogueOutputs(None, into)
-    launch_grouped_gemm(
-        "tn",
-        "plain" if out is not None else "add",
-        left_RM,
-        block_descriptor(right_PN, 64, TILE_COLUMNS),
-        ends,
-        plan,
-        m=m,
-        n=n,
-    )
+    b = block_descriptor(right_PN, 64, TILE_COLUMNS)
+    if into is not None:
+        launch_grouped_gemm("tn", "add", left_RM, b, EpilogueOutputs(None, into), plan, m=m, n=n)
+        return None
+    out = memory_for_gradient(like)
+    launch_grouped_gemm("tn", "plain", left_RM, b, plain_outputs(out.view(-1, m, n)), plan, m=m, n=n)
     return out
 
 
-def plain_outputs(out: torch.Tensor) -> EpilogueOutputs:
+def plain_outputs(out: Tensor) -> EpilogueOutputs:
     return EpilogueOutputs(plane_descriptor(out), out)
 
 
-def launch_grouped_gemm(kind: str, end: str, a, b, ends: EpilogueOutputs, plan: RowTilePlan, m=0, n=0, k=0) -> None:
+def launch_grouped_gemm(kind: str, end: str, a, b, outputs: EpilogueOutputs, plan: RowTilePlan, m=0, n=0, k=0) -> None:
+    """`kind`: which operands are transposed, as in BLAS. `end`: the epilogue. m, n, k: sizes that are not rows."""
     experts = len(plan.ends_E)
-    operands = (block_descriptor(a, 64, 64), b, *ends, plan.tiles_M4, plan.count, plan.ends_E, plan.pads_E)
+    routing = (plan.tiles_M4, plan.count, plan.ends_E, plan.pads_E)
+    operands = (block_descriptor(a, 64, 64), b, *outputs, *routing)
+    programs = multiprocessor_count(a.device.index or 0)  # a persistent program on each
 
     def launch_with_band(band: int) -> None:
-        expert_gemm[(multiprocessor_count(a.device.index or 0),)](
+        expert_gemm[(programs,)](
             *operands, experts, m, n, k, len(a), band, KIND=kind, END=end, BN=TILE_COLUMNS, STAGES=STAGES, num_warps=4
         )
 
-    once = end in ("add", "dswiglu")  # they write over what they read
-    shape = gemm_shape_class(kind, "plain" if end == "add" else end, len(a), experts, n)
-    launch_with_band(band_for_shape(shape, a.device, None if once else launch_with_band))
+    timed_as = "plain" if end == "add" else end
+    shape = gemm_shape_class(kind, timed_as, len(a), experts, n)
+    overwrites_inputs = end in ("add", "dswiglu")  # cannot be launched repeatedly to be timed
+    band = band_for_shape(shape, a.device, None if overwrites_inputs else launch_with_band)
+    launch_with_band(band)
 
 
-def plane_descriptor(x: torch.Tensor) -> TensorDescriptor:
-    """Of (planes, rows, columns), as results are written: 64 rows and columns of one plane."""
+def plane_descriptor(x: Tensor) -> TensorDescriptor:
+    """A descriptor of (planes, rows, columns) in 64 x 64 blocks of one plane, as results are written."""
     return block_descriptor(x, 1, 64, 64)
 
 

@@ -6,9 +6,11 @@ The op is the autograd function of kernels/linear/product.py; its implementation
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from moefold.kernels.linear.product import PLAIN, Operand, Recipe, WeightAndBias, multiply
 from moefold.kernels.registry import KernelCase, register_op, seeded_randn
@@ -18,35 +20,41 @@ from moefold.layout.gradient_sink import memory_for_gradient
 class DenseProducts:
     """Plain torch products of dequantised operands: the reference of any recipe."""
 
-    def forward(self, x: Operand, w: Operand, bias: torch.Tensor | None, ends_E: torch.Tensor | None) -> torch.Tensor:
+    def forward(self, x: Operand, w: Operand, bias: Tensor | None) -> Tensor:
         x_TD = x.dequantised()
         if bias is not None:
             bias = bias.to(x_TD.dtype)
         return F.linear(x_TD, w.dequantised(), bias)
 
-    def data(self, dy: Operand, w: Operand, ends_E: torch.Tensor | None, into: torch.Tensor | None) -> torch.Tensor:
-        dx = dy.dequantised() @ w.dequantised()
-        return dx if into is None else into.add_(dx)
+    def data(self, dy: Operand, w: Operand, into: Tensor | None) -> Tensor:
+        dx_TD = dy.dequantised() @ w.dequantised()
+        if into is None:
+            return dx_TD
+        return into.add_(dx_TD)
 
-    def weight(self, dy: Operand, x: Operand, weight: torch.Tensor, ends_E: torch.Tensor | None) -> torch.Tensor | None:
+    def weight(self, dy: Operand, x: Operand, weight: Tensor) -> Tensor | None:
         dy_TN = dy.along_columns().dequantised()
         x_TD = x.along_columns().dequantised()
-        return (dy_TN.T @ x_TD).to(weight.dtype)
+        dw_ND = dy_TN.T @ x_TD
+        return dw_ND.to(weight.dtype)
 
 
 class FusedDgradProducts(DenseProducts):
     """The GEMMs accumulate the input gradients of several layers and write weight gradients to their places in the
     buckets, so neither takes a further pass over memory."""
 
-    def data(self, dy: Operand, w: Operand, ends_E: torch.Tensor | None, into: torch.Tensor | None) -> torch.Tensor:
-        dy_TN, w_ND = dy.dequantised(), w.dequantised()
-        return dy_TN @ w_ND if into is None else into.addmm_(dy_TN, w_ND)
+    def data(self, dy: Operand, w: Operand, into: Tensor | None) -> Tensor:
+        dy_TN = dy.dequantised()
+        w_ND = w.dequantised()
+        if into is None:
+            return dy_TN @ w_ND
+        return into.addmm_(dy_TN, w_ND)
 
-    def weight(self, dy: Operand, x: Operand, weight: torch.Tensor, ends_E: torch.Tensor | None) -> torch.Tensor | None:
+    def weight(self, dy: Operand, x: Operand, weight: Tensor) -> Tensor | None:
         dy_TN = dy.along_columns().dequantised()
         x_TD = x.along_columns().dequantised()
-        if x_TD.dtype != weight.dtype:
-            return super().weight(dy, x, weight, ends_E)
+        if x_TD.dtype != weight.dtype:  # scales of another type: the product has that type, and is rounded after
+            return super().weight(dy, x, weight)
         return torch.mm(dy_TN.T, x_TD, out=memory_for_gradient(weight))
 
 
@@ -55,36 +63,46 @@ FUSED_DGRAD_PRODUCTS = FusedDgradProducts()
 
 
 @register_op
-def linear(x: torch.Tensor, layers: Sequence[WeightAndBias], recipe: Recipe = PLAIN) -> tuple[torch.Tensor, ...]:
-    """The output of each layer. Autograd sums the input gradients of the layers."""
-    return tuple(multiply(x, [layer], recipe, DENSE_PRODUCTS)[0] for layer in layers)
+def linear(x: Tensor, layers: Sequence[WeightAndBias], recipe: Recipe = PLAIN) -> tuple[Tensor, ...]:
+    """The output of each layer. Each is a node of its own: autograd sums the input gradients."""
+    outputs: list[Tensor] = []
+    for layer in layers:
+        outputs += multiply(x, [layer], recipe, DENSE_PRODUCTS)
+    return tuple(outputs)
 
 
 @linear.register_fast("fused_dgrad")
-def linear_fused_dgrad(
-    x: torch.Tensor, layers: Sequence[WeightAndBias], recipe: Recipe = PLAIN
-) -> tuple[torch.Tensor, ...]:
+def linear_fused_dgrad(x: Tensor, layers: Sequence[WeightAndBias], recipe: Recipe = PLAIN) -> tuple[Tensor, ...]:
     return multiply(x, layers, recipe, FUSED_DGRAD_PRODUCTS)
 
 
-LINEAR_SHAPES: list[tuple[tuple[int, ...], int, tuple[int, ...], bool]] = [
-    ((5,), 8, (16,), True),
-    ((2, 3), 16, (8, 24, 8), False),
-    ((33,), 64, (64, 8), True),
-    ((0,), 8, (4, 4), False),
-]  # leading dims, D, the N of each layer, whether the first has a bias
+class LinearShape(NamedTuple):
+    lead: tuple[int, ...]
+    inputs: int
+    outputs: tuple[int, ...]  # of each layer
+    biased: bool  # the first layer
+
+
+LINEAR_SHAPES = [
+    LinearShape((5,), 8, (16,), True),
+    LinearShape((2, 3), 16, (8, 24, 8), False),
+    LinearShape((33,), 64, (64, 8), True),
+    LinearShape((0,), 8, (4, 4), False),
+]
 
 
 @linear.register_cases
 def linear_cases(device: str, dtype: torch.dtype) -> Iterator[KernelCase]:
-    for lead, d, widths, biased in LINEAR_SHAPES:
+    for shape in LINEAR_SHAPES:
+        lead, d, outputs, biased = shape
         layers: list[WeightAndBias] = []
-        for i, n in enumerate(widths):
+        for i, n in enumerate(outputs):
             weight = seeded_randn(device, dtype, n, d, seed=i + 1, scale=d**-0.5)
-            has_bias = biased and i == 0
-            bias = seeded_randn(device, dtype, n, seed=20 + i) if has_bias else None
-            layers.append((weight, bias))
-        rows = "x".join(map(str, lead))
-        outputs = ", ".join(map(str, widths))
+            layers.append((weight, None))
+        if biased:
+            bias = seeded_randn(device, dtype, outputs[0], seed=20)
+            layers[0] = (layers[0][0], bias)
         x = seeded_randn(device, dtype, *lead, d)
-        yield KernelCase(f"{rows} rows of {d} to {outputs}", (x, layers))
+        rows = "x".join(map(str, lead))
+        widths = ", ".join(map(str, outputs))
+        yield KernelCase(f"{rows} rows of {d} to {widths}", (x, layers))

@@ -5,8 +5,7 @@
     dW = dy^T x         weight gradient, now or deferred (layout/deferred_wgrad.py)
 
 A recipe turns tensors into operands: the plain recipe leaves them as they are, a low-precision recipe quantises them.
-Products multiply operands. Dense: x (T, D), W (N, D). Grouped: x (R, D) sorted by expert, W (E, N, D), the rows of
-expert e end before `ends_E[e]`.
+Products multiply operands. Dense: x (T, D), W (N, D). Grouped: x (R, D) sorted by expert, W (E, N, D).
 """
 
 from __future__ import annotations
@@ -16,10 +15,11 @@ from functools import partial
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
+from torch import Tensor
 
 from moefold.layout.deferred_wgrad import gradient_or_defer
 
-WeightAndBias = tuple[torch.Tensor, torch.Tensor | None]
+WeightAndBias = tuple[Tensor, Tensor | None]
 KeptOperand = Literal["rows", "columns", "both"]
 
 
@@ -27,17 +27,18 @@ class Operand(NamedTuple):
     """A matrix as a product reads it. `scales` has as many dims as `rows`; each scale is that of a block of rows.
     `columns` is the same matrix quantised along its other dim, for the weight gradient."""
 
-    rows: torch.Tensor
-    scales: torch.Tensor | None = None
+    rows: Tensor
+    scales: Tensor | None = None
     columns: Operand | None = None
 
-    def dequantised(self) -> torch.Tensor:
+    def dequantised(self) -> Tensor:
         if self.scales is None:
             return self.rows
         scales = self.scales
         for dim, size in enumerate(self.rows.shape):
             block = -(-size // scales.shape[dim])
-            scales = scales.repeat_interleave(block, dim).narrow(dim, 0, size)
+            scales = scales.repeat_interleave(block, dim)
+            scales = scales.narrow(dim, 0, size)  # the last block may be cut short
         return self.rows.to(scales.dtype) * scales
 
     def along_columns(self) -> Operand:
@@ -53,15 +54,15 @@ class Recipe(Protocol):
     keeps: KeptOperand
     row_multiple: int
 
-    def input(self, x: torch.Tensor) -> Operand: ...
+    def input(self, x: Tensor) -> Operand: ...
 
-    def weight(self, w: torch.Tensor) -> Operand:
+    def weight(self, w: Tensor) -> Operand:
         """Asked for in forward and again in backward: a recipe may cache it until the optimizer moves the weight."""
         ...
 
-    def gradient(self, dy: torch.Tensor) -> Operand: ...
+    def gradient(self, dy: Tensor) -> Operand: ...
 
-    def state(self) -> dict[str, torch.Tensor]:
+    def state(self) -> dict[str, Tensor]:
         """Tensors that outlive a step, such as a delayed maximum, by name: checkpoints list them."""
         ...
 
@@ -73,16 +74,16 @@ class PlainRecipe:
     keeps: KeptOperand = "rows"
     row_multiple = 1
 
-    def input(self, x: torch.Tensor) -> Operand:
+    def input(self, x: Tensor) -> Operand:
         return Operand(x)
 
-    def weight(self, w: torch.Tensor) -> Operand:
+    def weight(self, w: Tensor) -> Operand:
         return Operand(w)
 
-    def gradient(self, dy: torch.Tensor) -> Operand:
+    def gradient(self, dy: Tensor) -> Operand:
         return Operand(dy)
 
-    def state(self) -> dict[str, torch.Tensor]:
+    def state(self) -> dict[str, Tensor]:
         return {}
 
 
@@ -90,34 +91,18 @@ PLAIN = PlainRecipe()
 
 
 class Products(Protocol):
-    """The three products. `ends_E` is None for dense ones."""
+    """The three products, dense or grouped."""
 
-    def forward(
-        self, x: Operand, w: Operand, bias: torch.Tensor | None, ends_E: torch.Tensor | None
-    ) -> torch.Tensor: ...
+    def forward(self, x: Operand, w: Operand, bias: Tensor | None) -> Tensor: ...
 
-    def data(self, dy: Operand, w: Operand, ends_E: torch.Tensor | None, into: torch.Tensor | None) -> torch.Tensor:
+    def data(self, dy: Operand, w: Operand, into: Tensor | None) -> Tensor:
         """Given `into`, the gradient is added to that tensor, which is returned."""
         ...
 
-    def weight(self, dy: Operand, x: Operand, weight: torch.Tensor, ends_E: torch.Tensor | None) -> torch.Tensor | None:
+    def weight(self, dy: Operand, x: Operand, weight: Tensor) -> Tensor | None:
         """The gradient of `weight`, which may be written to the place that its sink lends; or None if the gradient was
         added to the sink's running sum."""
         ...
-
-
-def multiply(
-    x: torch.Tensor,
-    layers: Sequence[WeightAndBias],
-    recipe: Recipe,
-    products: Products,
-    ends_E: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, ...]:
-    """The products of one input with the weights of several layers. Their input gradients are summed inside."""
-    weights = [weight for weight, _ in layers]
-    biases = [bias for _, bias in layers]
-    call = ProductCall(recipe, products, len(layers))
-    return LinearProduct.apply(call, ends_E, x, *weights, *biases)  # pyright: ignore[reportReturnType]
 
 
 class ProductCall(NamedTuple):
@@ -126,47 +111,58 @@ class ProductCall(NamedTuple):
     layers: int
 
 
+def multiply(x: Tensor, layers: Sequence[WeightAndBias], recipe: Recipe, products: Products) -> tuple[Tensor, ...]:
+    """The products of one input with the weights of several layers. Their input gradients are summed inside."""
+    weights = [weight for weight, _ in layers]
+    biases = [bias for _, bias in layers]
+    call = ProductCall(recipe, products, len(layers))
+    return LinearProduct.apply(call, x, *weights, *biases)  # pyright: ignore[reportReturnType]
+
+
 class LinearProduct(torch.autograd.Function):
     """Saves the operand of the input. Weights are kept as the tensors they are, not as saved tensors: the gradient sink
     is an attribute of the Parameter object."""
 
     @staticmethod
-    def forward(ctx: Any, call: ProductCall, ends_E: torch.Tensor | None, x: torch.Tensor, *tensors: Any) -> Any:
+    def forward(ctx: Any, call: ProductCall, x: Tensor, *tensors: Any) -> Any:
         recipe, products, layers = call
-        ctx.call, ctx.x_shape, ctx.x_dtype = call, x.shape, x.dtype
-        ctx.weights, biases = tensors[:layers], tensors[layers:]
+        weights = tensors[:layers]
+        biases = tensors[layers:]
         x_operand = recipe.input(x.flatten(0, -2))
-        weight_gradients = ctx.needs_input_grad[3 : 3 + layers]
-        kept = kept_operand(x_operand, recipe.keeps) if any(weight_gradients) else None
-        ctx.save_for_backward(ends_E, *pack_operand(kept))
-        outputs: list[torch.Tensor] = []
-        for weight, bias in zip(ctx.weights, biases, strict=True):
-            y = products.forward(x_operand, recipe.weight(weight), bias, ends_E)
-            outputs.append(y.to(x.dtype).view(*x.shape[:-1], y.shape[-1]))
+        outputs: list[Tensor] = []
+        for weight, bias in zip(weights, biases, strict=True):
+            y = products.forward(x_operand, recipe.weight(weight), bias)
+            y_shape = (*x.shape[:-1], y.shape[-1])
+            outputs.append(y.to(x.dtype).view(y_shape))
+        ctx.call, ctx.weights = call, weights
+        ctx.x_shape, ctx.x_dtype = x.shape, x.dtype
+        kept = None
+        if any(ctx.needs_input_grad[2 : 2 + layers]):  # some weight is trained
+            kept = kept_operand(x_operand, recipe.keeps)
+        ctx.save_for_backward(*pack_operand(kept))
         return tuple(outputs)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
         recipe, products, layers = ctx.call
-        ends_E, *packed = ctx.saved_tensors
-        x_operand = unpack_operand(*packed)
-        _, _, needs_dx, *needed = ctx.needs_input_grad
-        dx: torch.Tensor | None = None
-        d_weights: list[torch.Tensor | None] = [None] * layers
-        d_biases: list[torch.Tensor | None] = [None] * layers
+        x_operand = unpack_operand(*ctx.saved_tensors)
+        _, needs_dx, *needed = ctx.needs_input_grad
+        dx: Tensor | None = None
+        d_weights: list[Tensor | None] = [None] * layers
+        d_biases: list[Tensor | None] = [None] * layers
         for i, weight in enumerate(ctx.weights):
             dy = gradients[i].flatten(0, -2)
             dy_operand = recipe.gradient(dy)
             if needs_dx:
-                dx = products.data(dy_operand, recipe.weight(weight), ends_E, dx)
+                dx = products.data(dy_operand, recipe.weight(weight), dx)
             if needed[i]:
-                wgrad = partial(products.weight, dy_operand, x_operand, weight, ends_E)
-                d_weights[i] = gradient_or_defer(weight, wgrad)
+                compute_wgrad = partial(products.weight, dy_operand, x_operand, weight)
+                d_weights[i] = gradient_or_defer(weight, compute_wgrad)
             if needed[layers + i]:
                 d_biases[i] = dy.sum(0)
         if dx is not None:
             dx = dx.to(ctx.x_dtype).view(ctx.x_shape)
-        return None, None, dx, *d_weights, *d_biases
+        return None, dx, *d_weights, *d_biases
 
 
 def kept_operand(x: Operand, keeps: KeptOperand) -> Operand:
@@ -176,7 +172,7 @@ def kept_operand(x: Operand, keeps: KeptOperand) -> Operand:
     return x.along_columns() if keeps == "columns" else x
 
 
-def pack_operand(operand: Operand | None) -> tuple[torch.Tensor | None, ...]:
+def pack_operand(operand: Operand | None) -> tuple[Tensor | None, ...]:
     """The tensors of an operand, as autograd saves them."""
     if operand is None:
         return None, None, None, None
@@ -186,13 +182,10 @@ def pack_operand(operand: Operand | None) -> tuple[torch.Tensor | None, ...]:
     return operand.rows, operand.scales, columns.rows, columns.scales
 
 
-def unpack_operand(
-    rows: torch.Tensor | None,
-    scales: torch.Tensor | None,
-    column_rows: torch.Tensor | None,
-    column_scales: torch.Tensor | None,
-) -> Operand | None:
+def unpack_operand(rows: Tensor | None, *others: Tensor | None) -> Operand | None:
     if rows is None:
         return None
-    columns = None if column_rows is None else Operand(column_rows, column_scales)
-    return Operand(rows, scales, columns)
+    scales, column_rows, column_scales = others
+    if column_rows is None:
+        return Operand(rows, scales)
+    return Operand(rows, scales, Operand(column_rows, column_scales))

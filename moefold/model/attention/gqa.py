@@ -6,7 +6,7 @@ tensor parallelism each rank has its share of the heads and sees all C tokens; o
 
 from __future__ import annotations
 
-import torch
+from torch import Tensor
 
 from moefold.comm.collectives import all_gather, reduce_scatter
 from moefold.config.run import ModelConfig
@@ -62,7 +62,7 @@ class GroupedQueryAttention(AttentionBase):
             return RopeNormOverTp(heads * width, eps, kernels, world)
         return RMSNormOverTp(heads * width, eps, world)
 
-    def forward(self, h_TD: torch.Tensor, shard: TokenShard) -> torch.Tensor:
+    def forward(self, h_TD: Tensor, shard: TokenShard) -> Tensor:
         """Attention over normed tokens; the residual connection is the block's."""
         h_CD = all_gather(h_TD, self.tp)  # all tokens of this cp rank meet this rank's heads
         q, k, v = map(shard.unflatten_sequences, self.projections(h_CD))
@@ -71,7 +71,7 @@ class GroupedQueryAttention(AttentionBase):
         summand_CD = self.out_region(self.out, y_BSHD.reshape(h_CD.shape[0], -1))
         return reduce_scatter(summand_CD, self.tp)  # the sum over all heads; each rank keeps its own tokens
 
-    def norm_and_rope(self, q: torch.Tensor, k: torch.Tensor, share: TokenShard) -> tuple[torch.Tensor, torch.Tensor]:
+    def norm_and_rope(self, q: Tensor, k: Tensor, share: TokenShard) -> tuple[Tensor, Tensor]:
         """Queries and keys, normed if the model norms them, and rotated by position."""
         if self.ropes_in_norm:
             angles = self.rotary.angles(share)
@@ -81,7 +81,7 @@ class GroupedQueryAttention(AttentionBase):
             k = self.apply_rmsnorm(k, self.key_norm)
         return self.rotary.first(q, share), self.rotary.first(k, share)
 
-    def apply_rmsnorm(self, x_BSHD: torch.Tensor, norm: HeadNorm) -> torch.Tensor:
+    def apply_rmsnorm(self, x_BSHD: Tensor, norm: HeadNorm) -> Tensor:
         if self.qk_norm == "head":
             return norm(x_BSHD)
         return norm(x_BSHD.flatten(-2)).view_as(x_BSHD)

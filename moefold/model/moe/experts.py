@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from functools import partial
 
-import torch
+from torch import Tensor
 
 from moefold.anatomy.step_specs import fits_fused_expert_mlp
 from moefold.config.run import ModelConfig
@@ -63,12 +63,13 @@ class Experts(DeclaringModule):
             self.gate_up_bias = self.declare_parameter("gate_up_bias", e, 2, f, placement=EXPERT_MATRICES, std=0.0)
             self.down_bias = self.declare_parameter("down_bias", e, d, placement=over_ep, std=0.0)
 
-    def forward(self, rows: Rows) -> torch.Tensor:
+    def forward(self, rows: Rows) -> Tensor:
         """Each row through its expert, times the router's weight."""
         order = rows.order
-        run_experts = self.kernels_for_recipe()[expert_mlp]
+        kernels = self.kernels_for_recipe()
+        floats = (rows.source_ND, self.gate_up, self.down, order.weight_R)
         routing = (order.index_R, order.slots_NK, order.ends_e, order.holes)
-        return run_experts(rows.source_ND, self.gate_up, self.down, order.weight_R, *routing, self.parts)
+        return kernels[expert_mlp](*floats, *routing, self.parts)
 
     @property
     def fused(self) -> bool:
@@ -76,13 +77,12 @@ class Experts(DeclaringModule):
         return self.kernels_for_recipe().implementation_name(expert_mlp) != "reference"
 
     def kernels_for_recipe(self) -> BoundKernels:
-        """The kernels for the recipe of both products."""
-        up, down = self.up_product, self.down_product
-        if up.recipe.name == down.recipe.name:
-            return up.kernels
-        return self.kernels.with_facts(recipe="mixed")
+        """The kernels for the recipe of both products. Where the two differ, no fused kernel fits."""
+        up, down = self.up_product.recipe, self.down_product.recipe
+        recipe = up.name if up.name == down.name else "mixed"
+        return self.kernels.with_facts(recipe=recipe)
 
-    def project_up(self, x_RD: torch.Tensor, gate_up_e2FD: torch.Tensor, ends_e: torch.Tensor) -> torch.Tensor:
+    def project_up(self, x_RD: Tensor, gate_up_e2FD: Tensor, ends_e: Tensor) -> Tensor:
         h_R2F = self.up_product(x_RD, gate_up_e2FD, ends_e)
         if self.gate_up_bias is None:
             return h_R2F
@@ -90,9 +90,7 @@ class Experts(DeclaringModule):
         biased_RN = self.kernels[expert_bias](h_R2F.flatten(1), bias_eN, ends_e)
         return biased_RN.view_as(h_R2F)
 
-    def project_down(
-        self, a_RF: torch.Tensor, down_eDF: torch.Tensor, ends_e: torch.Tensor, inside_R: torch.Tensor | None
-    ) -> torch.Tensor:
+    def project_down(self, a_RF: Tensor, down_eDF: Tensor, ends_e: Tensor, inside_R: Tensor | None) -> Tensor:
         """`inside_R`: the router's weights that the rows were multiplied by already; the bias is, too."""
         y_RD = self.down_product(a_RF, down_eDF, ends_e)
         if self.down_bias is None:

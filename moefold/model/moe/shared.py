@@ -1,8 +1,8 @@
-"""The shared experts: every token visits them. One wide gated MLP, with a gate of its own where a model has one."""
+"""The shared experts, which process every token: one wide gated MLP, in some models times a sigmoid gate."""
 
 from __future__ import annotations
 
-import torch
+from torch import Tensor
 
 from moefold.config.run import ModelConfig
 from moefold.kernels.bound import BoundKernels
@@ -14,8 +14,13 @@ from moefold.precision.linear import Linear
 class SharedExperts(GatedMlp):
     def __init__(self, model: ModelConfig, kernels: BoundKernels, world: World):
         super().__init__(model, model.moe.shared_ffn, kernels, world)
-        self.gate = Linear(world, model.hidden, 1, std=model.init_std) if model.moe.shared_gate else None
+        self.gate = None
+        if model.moe.shared_gate:
+            self.gate = Linear(world, model.hidden, 1, std=model.init_std)
 
-    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
+    def forward(self, x_TD: Tensor) -> Tensor:
         y_TD = super().forward(x_TD)
-        return y_TD if self.gate is None else self.gate(x_TD).sigmoid() * y_TD
+        if self.gate is None:
+            return y_TD
+        gate_T1 = self.gate(x_TD).sigmoid()
+        return gate_T1 * y_TD

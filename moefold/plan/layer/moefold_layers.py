@@ -65,16 +65,19 @@ def composes_rmsnorm(s: RankShapes) -> bool:
 # Attention.
 
 
-def fuses_norm_and_rope(s: RankShapes) -> bool:
-    """Whether one kernel norms queries and keys and rotates them: it saves its input alone."""
+def norms_and_ropes_in_one_op(s: RankShapes) -> bool:
+    """Whether queries and keys are normed and rotated by one op, fused or composed."""
     attention = s.model.attention
     if s.mla or attention.qk_norm == "none":
         return False
     rotates_whole_head = attention.rope_dim in (0, attention.head_dim)
     norm_is_local = attention.qk_norm == "head" or s.portion.tp == 1
-    if not (rotates_whole_head and norm_is_local):
-        return False
-    return s.chosen_implementation("norm_rope") != "reference"
+    return rotates_whole_head and norm_is_local
+
+
+def fuses_norm_and_rope(s: RankShapes) -> bool:
+    """Whether one kernel norms queries and keys and rotates them: it saves its input alone."""
+    return norms_and_ropes_in_one_op(s) and s.chosen_implementation("norm_rope") != "reference"
 
 
 def norms_each_head(s: RankShapes) -> bool:
@@ -179,7 +182,7 @@ def rope_table_width(s: RankShapes) -> float:
     """Cosines and sines of the positions held here, which queries and keys each read."""
     attention = s.model.attention
     rotated = attention.rope_dim or attention.head_dim
-    readers = 1 if fuses_norm_and_rope(s) else 2
+    readers = 1 if norms_and_ropes_in_one_op(s) else 2
     return rotated * readers
 
 

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import sys
+from types import ModuleType
+from typing import NamedTuple
+
 import pytest
 import torch
 
+import moefold.kernels.experts
 from moefold.bench.layer import LayerShape, moefold_layer
 from moefold.kernels.catalog import pick_implementation
-from moefold.kernels.experts.expert_mlp import expert_mlp, shuffled_routing
 from moefold.kernels.facts import Facts, has_triton
+from moefold.kernels.experts.expert_mlp import expert_mlp, expert_mlp_cases, shuffled_routing
+from moefold.kernels.experts.grouped_gemm import grouped_gemm, grouped_gemm_weight
+from moefold.kernels.experts.swiglu import swiglu
+from moefold.layout.deferred_wgrad import DeferredWork, deferring_weight_grads
+from moefold.layout.gradient_sink import attach_gradient_sink, memory_for_gradient
 
 needs_hopper = pytest.mark.skipif(
     not (torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9 and has_triton()),
@@ -67,7 +76,7 @@ def test_gradients_add_up_where_a_weight_says(routing: str, dtype: torch.dtype):
     leaves = [x.detach().requires_grad_() for x in inputs]
     sums = [torch.zeros_like(x, dtype=dtype) for x in leaves[1:3]]
     for leaf, total in zip(leaves[1:3], sums, strict=True):
-        leaf.gradient_sum = lambda total=total: total  # pyright: ignore[reportAttributeAccessIssue]
+        attach_gradient_sink(leaf, lambda dtype: None, lambda total=total: total)
     expert_mlp.implementations["gluon"](*leaves, *rest).backward(dy.bfloat16())
     once = [total.clone() for total in sums]
     expert_mlp.implementations["gluon"](*leaves, *rest).backward(dy.bfloat16())
@@ -132,6 +141,94 @@ def test_a_layer_waits_for_nothing_and_its_graph_replays_right_with_other_routin
     assert all(torch.equal(a, b) for a, b in zip(replayed, step(), strict=True))
 
 
+class PlainLaunches(ModuleType):
+    """The launches of the fused kernel in plain torch: its autograd function then runs anywhere. No rows of padding."""
+
+    class RowTilePlan(NamedTuple):
+        ends_E: torch.Tensor
+
+        @classmethod
+        def of(cls, ends_E: torch.Tensor, rows: int) -> PlainLaunches.RowTilePlan:
+            return cls(ends_E)
+
+    def gather_expert_rows(self, source, index, plan):
+        return source[index]
+
+    def up_projection(self, x, gate_up, weight, plan):
+        h = grouped_gemm(x, gate_up.flatten(1, 2), plan.ends_E).unflatten(-1, (2, -1))
+        return h, swiglu(h, weight)
+
+    def down_projection(self, a, down, plan):
+        return grouped_gemm(a, down, plan.ends_E)
+
+    def down_projection_dgrad(self, dy, down, h, weight, plan):
+        """Writes over h, as the kernel does."""
+        with torch.enable_grad():
+            inputs = h.clone().requires_grad_(), weight.clone().requires_grad_()
+            a = swiglu(*inputs)
+        da = grouped_gemm(dy, down.mT, plan.ends_E)
+        dh, dweight = torch.autograd.grad(a, inputs, da)
+        h.copy_(dh)
+        return a.detach(), dweight
+
+    def up_projection_dgrad(self, dh, gate_up, plan):
+        return grouped_gemm(dh.flatten(1), gate_up.flatten(1, 2).mT, plan.ends_E)
+
+    def sum_over_slots(self, dx, slots):
+        return dx[slots].sum(1)
+
+    def expert_wgrad(self, left, right, like, plan, into=None):
+        gradient = grouped_gemm_weight(left, right, plan.ends_E).view(like.shape)
+        if into is None:
+            return memory_for_gradient(like).copy_(gradient)
+        into.add_(gradient)
+        return None
+
+
+@pytest.mark.parametrize("wait", ["now", "later"])
+@pytest.mark.parametrize("lands", ["anywhere", "in its place", "in a running sum"])
+def test_weight_gradients_of_the_fused_function_come_now_or_later_and_land_where_they_shall(
+    monkeypatch: pytest.MonkeyPatch, wait: str, lands: str
+):
+    launches = "moefold.kernels.experts.grouped_gemm_launch"
+    monkeypatch.setitem(sys.modules, launches, PlainLaunches(launches))
+    monkeypatch.delattr(moefold.kernels.experts, "grouped_gemm_launch", raising=False)
+    case = next(case for case in expert_mlp_cases("cpu", torch.float32) if case.name == "odd, 16 by 24")
+    *floats, index, slots, ends, holes = case.inputs
+    routing = (index, slots, ends, holes)
+    dy = torch.randn(len(index), 16)
+    right = outcome("reference", floats, routing, dy)
+    leaves = [x.detach().clone().requires_grad_() for x in floats]
+    weights, arrived = leaves[1:3], list[torch.Tensor]()
+    memory = [torch.zeros_like(weight).flatten() for weight in weights]
+    for weight, place in zip(weights, memory, strict=True):
+        weight.register_post_accumulate_grad_hook(arrived.append)
+        if lands == "in its place":
+            attach_gradient_sink(weight, lambda dtype, place=place: place, lambda: None)
+        if lands == "in a running sum":
+            attach_gradient_sink(weight, lambda dtype: None, lambda place=place: place)
+    y = expert_mlp.implementations["gluon"](*leaves, *routing)
+    queue: list[DeferredWork] = []
+    if wait == "later":
+        with deferring_weight_grads(queue):
+            y.backward(dy)
+        assert len(queue) == 2
+        assert not memory[0].any()
+        assert weights[0].grad is None
+        for work in queue:
+            work()
+    else:
+        y.backward(dy)
+    assert {id(weight) for weight in arrived} == {id(weight) for weight in weights}, "hooks ran, gradient or not"
+    found = [x.grad for x in leaves]
+    if lands == "in a running sum":
+        assert found[1:3] == [None, None]
+    if lands != "anywhere":
+        found[1:3] = [place.view(weight.shape) for place, weight in zip(memory, weights, strict=True)]
+    for name, mine, judge in zip(("y", "source", "gate_up", "down", "weight"), [y, *found], right, strict=True):
+        torch.testing.assert_close(mine, judge, msg=lambda m, n=name: f"{n}: {m}")
+
+
 @pytest.mark.parametrize(
     ("facts", "runs"),
     [
@@ -144,6 +241,7 @@ def test_a_layer_waits_for_nothing_and_its_graph_replays_right_with_other_routin
         (Facts("cuda", "bf16", (10, 0), hidden=2048, ffn=768), False),  # other instructions
         (Facts("cpu", "bf16", (0, 0), hidden=2048, ffn=768), False),
         (Facts("cuda", "bf16", (9, 0), hidden=2048, ffn=768, recipe="fp8"), False),  # bf16 products only
+        (Facts("cuda", "bf16", (9, 0), hidden=2048, ffn=768, swiglu_experts=False), False),
     ],
 )
 def test_the_gluon_kernel_is_chosen_exactly_where_it_can_run(facts: Facts, runs: bool):

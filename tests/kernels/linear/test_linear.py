@@ -22,7 +22,7 @@ def test_a_weights_gradient_is_written_where_it_shall_be_though_the_weight_is_a_
     weight, x = torch.randn(2, 3, 4).requires_grad_(), torch.randn(5, 4)
     place = torch.full((24,), torch.nan)
     attach_gradient_sink(weight, lambda dtype: place if dtype == weight.dtype else None, lambda: None)
-    (y,) = adding(x, weight.flatten(0, 1), None)
+    (y,) = adding(x, [(weight.flatten(0, 1), None)])
     y.backward(dy := torch.randn(5, 6))
     assert weight.grad is not None
     assert weight.grad.data_ptr() == place.data_ptr()
@@ -31,6 +31,6 @@ def test_a_weights_gradient_is_written_where_it_shall_be_though_the_weight_is_a_
 
 def test_an_input_that_wants_no_gradient_gets_none():
     weights = [torch.randn(3, 4).requires_grad_() for _ in range(2)]
-    a, b = adding(torch.randn(5, 4), weights[0], None, weights[1], None)
+    a, b = adding(torch.randn(5, 4), [(weight, None) for weight in weights])
     (a + b).sum().backward()
     assert all(weight.grad is not None for weight in weights)
