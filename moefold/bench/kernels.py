@@ -53,8 +53,8 @@ def time_kernel_case(
     call: Callable[..., Any], inputs: tuple[Any, ...], mutates: bool, device: str, repeat: int
 ) -> tuple[float, float]:
     """Median seconds of the forward pass, and of forward and backward. An op that mutates has no backward."""
-    leaves = [detached_copy(value) for value in inputs]
-    floats = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
+    leaves = map_tensors(inputs, detached_copy)
+    floats = float_tensors(leaves)
 
     def forward_only() -> Any:
         with torch.no_grad():
