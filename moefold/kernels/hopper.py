@@ -1,8 +1,5 @@
-"""What our kernels for Hopper share: the order of a grid, halves of a tile, and blocks as the copy engine sees them.
-Imported only where Triton is."""
-
-# pyright: reportMissingImports=false, reportIndexIssue=false, reportArgumentType=false, reportCallIssue=false
-# pyright: reportReturnType=false, reportAttributeAccessIssue=false
+"""Parts shared by the Hopper kernels: the order of a grid, halves of a tile, TMA descriptors. Imported only where
+Triton is."""
 
 from __future__ import annotations
 
@@ -16,8 +13,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 @gluon.jit
 def banded_tile(p, columns, rows, band):
-    """The column and row of work p, walked in bands of so many columns and in a band row by row, so that what is in
-    flight shares what it reads in the cache."""
+    """The column and row of work item p, in bands of so many columns and row by row inside a band, so that tiles in
+    flight share their operands in the L2 cache."""
     first = p // (band * rows) * band
     inside = p % (band * rows)
     width = gl.minimum(columns - first, band)
@@ -31,7 +28,9 @@ def split_columns(x_MN, M: gl.constexpr, N: gl.constexpr):
 
 
 def block_descriptor(x: torch.Tensor, *shape: int) -> TensorDescriptor:
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), list(shape), swizzled_layout(shape))
+    """TMA descriptor of x for blocks of this shape."""
+    layout = swizzled_layout(shape)
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), list(shape), layout)
 
 
 @cache

@@ -1,7 +1,7 @@
 """The grouped GEMMs of an expert MLP for Hopper, in Gluon: one persistent kernel, three contractions, four epilogues.
 
-One warp fetches (TMA, running ahead over tile boundaries); two warpgroups multiply, each 64 rows of a 128-row tile; two
-warps finish the tile before while they do (expert_ends.py).
+One warp is the producer (TMA loads, running ahead over tile boundaries); two warpgroups are consumers (wgmma), each for
+64 rows of a 128-row tile; two warps run the epilogue of the previous tile meanwhile (epilogues_hopper.py).
 
     contraction   out                        a                  b                   sum over
     "nt"          rows x N                   rows (R, K)        weights (E, N, K)   K
@@ -10,25 +10,22 @@ warps finish the tile before while they do (expert_ends.py).
 
     epilogue      writes
     "plain"       out
-    "add"         out + what was there, in the precision of that (of "tn": gradients that add up)
+    "add"         out += product, in the precision of out ("tn": accumulation of weight gradients)
     "swiglu"      out = silu(gate) * up * weight of the row, side = gate and up (the pre-activation)
-    "dswiglu"     of dA: gradients of gate and up in their place, side = the activation again, dots = dA . activation /
-                  weight
+    "dswiglu"     from dA: gradients of gate and up in their place, side = the activation again,
+                  dots = dA . activation / weight
 
 Rows lie sorted by expert. They are padded, each expert beginning at a multiple of 64 and zeros between, on the left of
 "swiglu" and on the right of "tn", and in the activation that "dswiglu" writes for that. Elsewhere a tile's operands may
-reach into the next expert's rows; what was made of those is not written ("nt", "nn") or was multiplied by zeros ("tn").
-Widths need only be multiples of 8: what a tile has beyond them comes as zeros and is not written.
+reach into the next expert's rows; their results are not stored ("nt", "nn"), or they are multiplied by zeros ("tn", so
+the left operand must be finite in the 63 rows behind an expert's last). Widths need only be multiples of 8: beyond them
+TMA loads zeros, and nothing is stored.
 
-`tiles_M4` says for each tile of 128 rows: expert, first row, real rows, first row with padding. All about the routing
-is read on the device: the grid depends on shapes alone. No atomics: bits repeat.
+`tiles_M4` has for each tile of 128 rows: expert, first row, real rows, first padded row. The routing is read on the
+device: the grid depends on shapes alone. No atomics: two runs agree to the bit.
 """
 
 # ruff: noqa: RUF059  (device code takes tuples apart by name)
-
-# pyright: reportMissingImports=false, reportIndexIssue=false, reportArgumentType=false, reportCallIssue=false
-# pyright: reportPossiblyUnboundVariable=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
-# pyright: reportReturnType=false, reportAttributeAccessIssue=false, reportAssignmentType=false
 
 from __future__ import annotations
 
@@ -48,9 +45,9 @@ from moefold.kernels.hopper import banded_tile
 
 @gluon.jit
 def locate_tile(t, grid, KIND: gl.constexpr):
-    """Of tile t: expert, first row, the same with padding, real rows, steps of the contraction, its place (m, n)."""
+    """Of tile t: expert, first row, first padded row, real rows, steps of the contraction, its coordinates (m, n)."""
     tiles_M4, ends_E, pads_E, total, m_tiles, n_tiles, steps, band = grid
-    t = gl.minimum(t, gl.maximum(total - 1, 0))  # the last is looked up again by whoever looks beyond it
+    t = gl.minimum(t, gl.maximum(total - 1, 0))  # lookups beyond the last tile give the last
     if KIND == "tn":
         expert = t // (m_tiles * n_tiles)
         m, n = banded_tile(t % (m_tiles * n_tiles), m_tiles, n_tiles, band)
@@ -72,15 +69,17 @@ def fetch_operands(
     descs, ring, grid, N, K,
     KIND: gl.constexpr, END: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """The producer: keeps STAGES steps of operands under way, whatever tile they belong to."""
+    """The producer: keeps STAGES steps of operands in flight, across tile boundaries."""
     a_desc, b_desc = descs
     a_bufs, b_bufs, full, empty = ring
     tiles_M4, ends_E, pads_E, total, m_tiles, n_tiles, steps, band = grid
     i = 0
+    # loop over this program's tiles
     for t in range(gl.program_id(0), total, gl.num_programs(0)):
         expert, row, pad, real, steps_t, m, n = locate_tile(t, grid, KIND)
         if END == "swiglu":
             row = pad
+        # loop over the contraction: wait for a free stage, then fill it
         for k in range(steps_t):
             s = i % STAGES
             bar = full.index(s)
@@ -96,7 +95,7 @@ def fetch_operands(
                     tma.async_copy_global_to_shared(a_desc, [row + 64 * w, k * 64], bar, a_bufs.index(2 * s + w))
                 if KIND == "nn":
                     tma.async_copy_global_to_shared(b_desc, [expert * K + k * 64, n * BN], bar, b_bufs.index(s))
-                elif END == "swiglu":  # half a tile of gate columns, half of up columns
+                elif END == "swiglu":  # half of the tile's columns are gate, half up
                     b = b_bufs.index(s).reshape([2, BN // 2, 64])
                     tma.async_copy_global_to_shared(b_desc, [expert * 2, n * (BN // 2), k * 64], bar, b)
                 else:
@@ -109,21 +108,22 @@ def multiply_tiles(
     ring, hand, grid, out_ptr, M, N,
     HALF: gl.constexpr, KIND: gl.constexpr, END: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """A consumer: 64 of a tile's 128 rows, handed over to be finished once those of the tile before are gone."""
+    """A consumer: 64 of a tile's 128 rows. They are handed to the epilogue once it has taken the previous tile's."""
     a_bufs, b_bufs, full, empty = ring
     tile, made, gone = hand
     tiles_M4, ends_E, pads_E, total, m_tiles, n_tiles, steps, band = grid
     layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16])
     i = 0
     facts = locate_tile(gl.program_id(0), grid, KIND)
+    # loop over this program's tiles
     for t in range(gl.program_id(0), total, gl.num_programs(0)):
         expert, row, pad, real, steps_t, m, n = facts
         turn = t // gl.num_programs(0)
-        facts = locate_tile(
-            t + gl.num_programs(0), grid, KIND
-        )  # of the next tile, on their way while this one is multiplied
+        # lookup of the next tile, in flight while this one is multiplied
+        facts = locate_tile(t + gl.num_programs(0), grid, KIND)
         if KIND == "tn" or real > 64 * HALF:
             acc = gl.zeros([64, BN], gl.float32, layout)
+            # main loop over the contraction; a stage is freed one step later, when its product is done
             for k in range(steps_t):
                 s = (i + k) % STAGES
                 mbarrier.wait(full.index(s), ((i + k) // STAGES) & 1)
@@ -138,6 +138,7 @@ def multiply_tiles(
                 mbarrier.arrive(empty.index((i + k + STAGES - 1) % STAGES), pred=k > 0)
             acc = warpgroup_mma_wait(0, deps=(acc,))
             mbarrier.arrive(empty.index((i + steps_t + STAGES - 1) % STAGES), pred=steps_t > 0)
+            # the result: added to memory here, or rounded and handed over in shared memory
             if END == "add":
                 epilogue_add(out_ptr, acc, expert, m * 128 + 64 * HALF, n * BN, M, N, BN)
             else:
@@ -145,7 +146,7 @@ def multiply_tiles(
                 tile.index(HALF).store(acc.to(gl.bfloat16))
                 fence_async_shared()
                 mbarrier.arrive(made.index(HALF))
-        else:  # nothing here for this half: only hand the buffers back
+        else:  # no real rows in this half: only free the stages
             for k in range(steps_t):
                 mbarrier.wait(full.index((i + k) % STAGES), ((i + k) // STAGES) & 1)
                 mbarrier.arrive(empty.index((i + k) % STAGES))
@@ -157,10 +158,10 @@ def multiply_tiles(
 
 @gluon.jit
 def run_epilogues(outs, hand, ahead, grid, N, rows, KIND: gl.constexpr, END: gl.constexpr, BN: gl.constexpr):
-    """What becomes of a tile's two halves, while the next tile is multiplied."""
+    """The epilogue of a tile's two halves, while the consumers multiply the next tile."""
     tile, made, gone = hand
     tiles_M4, ends_E, pads_E, total, m_tiles, n_tiles, steps, band = grid
-    last = 0 if END == "add" else total  # who multiplies those adds them up
+    last = 0 if END == "add" else total  # the consumers add these themselves
     for t in range(gl.program_id(0), last, gl.num_programs(0)):
         expert, row, pad, real, steps_t, m, n = locate_tile(t, grid, KIND)
         phase = t // gl.num_programs(0) & 1
@@ -169,6 +170,7 @@ def run_epilogues(outs, hand, ahead, grid, N, rows, KIND: gl.constexpr, END: gl.
             plane = expert
             row = m * 128
             real = 128
+        # 64 rows at a time: wait until they are made, store them, free their place
         for half in range(2):
             bar = made.index(half)
             if END == "plain":
@@ -190,6 +192,8 @@ def expert_gemm(
     experts, M, N, K, rows, band,
     KIND: gl.constexpr, END: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
+    """A persistent program: tiles program_id, program_id + num_programs, ..."""
+    # prologue: shared memory and barriers
     a_bufs = gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, 64, 64], a_desc.layout)
     b_shape: gl.constexpr = [BN, 64] if KIND == "nt" else [64, BN]
     b_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(b_shape, gl.bfloat16)
@@ -208,7 +212,8 @@ def expert_gemm(
         mbarrier.init(gone.index(s), count=1)
     fence_async_shared()
 
-    N = N // 8 * 8  # so that the compiler knows: 16 bytes of a row lie together
+    # the grid of tiles
+    N = N // 8 * 8  # tells the compiler that it is a multiple of 8, for loads of 16 bytes
     n_tiles = gl.cdiv(N, BN)
     if KIND == "tn":
         m_tiles = gl.cdiv(M, 128)
@@ -220,6 +225,7 @@ def expert_gemm(
     hand = (tile, made, gone)
     outs = (out_desc, out_ptr, side_desc, side_ptr, weight_R, dots_nR)
     grid = (tiles_M4, ends_E, pads_E, total, m_tiles, n_tiles, gl.cdiv(K, 64), band)
+    # two consumer warpgroups, one producer warp, two epilogue warps
     gl.warp_specialize(
         [
             (multiply_tiles, (ring, hand, grid, out_ptr, M, N, 0, KIND, END, BN, STAGES)),

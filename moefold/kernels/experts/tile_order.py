@@ -1,14 +1,14 @@
-"""In which order a grouped GEMM walks its tiles: bands of so many rows of tiles, by a table or by trying.
+"""The order of a grouped GEMM's tiles: bands of so many rows of tiles, from a table or by autotuning.
 
-Tiles in flight should share operands in the second-level cache. What is best depends on the card and on the shape, in
-classes of about twice the size. The table has what was measured (docs/benchmarks/notes.md); a class it does not have is
-timed once, at its first use. The order changes no result, to the bit.
+Tiles in flight should share operands in the L2 cache. The best band depends on the GPU and on the shape, in classes of
+about twice the size. The table holds measured classes (docs/benchmarks/notes.md); any other class is timed once, at its
+first use. The order changes no result, to the bit.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from math import log2
 from typing import NamedTuple
 
@@ -18,7 +18,7 @@ BANDS = (4, 8, 16, 32)
 
 
 class GemmShapeClass(NamedTuple):
-    """A class of products: what they multiply and how results end, rows of an expert, columns of the result."""
+    """A class of grouped GEMMs: contraction, epilogue, rows of an expert, columns of the output."""
 
     contraction: str
     end: str
@@ -27,7 +27,8 @@ class GemmShapeClass(NamedTuple):
 
 
 def gemm_shape_class(contraction: str, end: str, rows: int, experts: int, columns: int) -> GemmShapeClass:
-    return GemmShapeClass(contraction, end, nearest_power_of_two(rows // experts), nearest_power_of_two(columns))
+    rows_class = nearest_power_of_two(rows // experts)
+    return GemmShapeClass(contraction, end, rows_class, nearest_power_of_two(columns))
 
 
 def nearest_power_of_two(size: int) -> int:
@@ -66,14 +67,15 @@ TRIED_BANDS: dict[tuple[str, GemmShapeClass], int] = {}
 
 
 def band_for_shape(shape: GemmShapeClass, device: torch.device, launch: Callable[[int], object] | None) -> int:
-    """How many rows of tiles to walk together. `launch` does the product with a given number, or is None where doing it
-    more than once would be wrong; then, and while waiting for the device is not allowed, a class that is not known gets
-    what suits most."""
-    card = gpu_device_name(device)
-    known = MEASURED_BANDS.get(card, {}).get(shape) or TRIED_BANDS.get((card, shape))
-    if known is None and launch is not None and may_synchronize():
-        known = TRIED_BANDS[card, shape] = fastest_band(BANDS, launch, elapsed_milliseconds)
-    return known or BANDS[0]
+    """The number of tile rows in a band. `launch` runs the GEMM with a given band, or is None where running it
+    twice would be wrong; then, and while synchronising is not allowed, an unknown class gets the most common band."""
+    gpu = gpu_device_name(device)
+    measured = MEASURED_BANDS.get(gpu, {})
+    band = measured.get(shape) or TRIED_BANDS.get((gpu, shape))
+    if band is None and launch is not None and may_synchronize():
+        band = fastest_band(BANDS, launch, elapsed_milliseconds)
+        TRIED_BANDS[gpu, shape] = band
+    return band or BANDS[0]
 
 
 @cache
@@ -88,13 +90,14 @@ def may_synchronize() -> bool:
 def fastest_band(
     bands: tuple[int, ...], launch: Callable[[int], object], time: Callable[[Callable[[], object]], float]
 ) -> int:
-    """The band with the best of a few rounds. Rounds go over all bands in turn: a card that slows down as it gets warm
+    """The band with the shortest of five times. Rounds go over all bands in turn: a GPU that slows down as it gets warm
     slows them all."""
     best = dict.fromkeys(bands, float("inf"))
     for _ in range(5):
         for band in bands:
-            best[band] = min(best[band], time(lambda band=band: launch(band)))
-    return min(best, key=lambda band: best[band])
+            elapsed = time(partial(launch, band))
+            best[band] = min(best[band], elapsed)
+    return min(bands, key=best.__getitem__)
 
 
 def elapsed_milliseconds(work: Callable[[], object]) -> float:
