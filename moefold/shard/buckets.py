@@ -113,7 +113,7 @@ def make_flat_bucket(
         starts.append(end)
         end += -(-parameter.tensor.numel() // ALIGNMENT) * ALIGNMENT
     made = parameters[0].declaration
-    replicas = world.axis("gradients of", *made.placement.gradient_sum_axes)
+    replicas = world.gradients_of(made.placement)
     end = -(-end // (ALIGNMENT * replicas.size)) * ALIGNMENT * replicas.size
     like = parameters[0].tensor
     weights = torch.zeros(end, dtype=like.dtype, device=like.device)
