@@ -91,10 +91,10 @@ def worth_running(routing: str, binding: str, node_size: int) -> list[str]:
 def agreement(world: World) -> dict[tuple[str, str, str, int], dict[str, float]]:
     """Each rank's distance from the local dispatcher on the tokens of all ranks."""
     found = {}
-    p = {"ep": world.axis("ep").size, "etp": world.axis("etp").size}
+    parallel = ParallelConfig(ep=world.ep.size, etp=world.etp.size)
     up, down = numbers(EXPERTS, INNER, WIDTH, seed=1), numbers(EXPERTS, WIDTH, INNER, seed=2)
     for node_size in (4, 2):
-        here = create_world(world.rank, WORLD, world.device, ParallelConfig(**p), node_size)
+        here = create_world(world.rank, WORLD, world.device, parallel, node_size)
         ep, etp = here.axis("ep"), here.axis("etp")
         experts = slice(ep.index * EXPERTS // ep.size, (ep.index + 1) * EXPERTS // ep.size)
         inner = slice(etp.index * INNER // etp.size, (etp.index + 1) * INNER // etp.size)
