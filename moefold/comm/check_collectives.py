@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from moefold.config.errors import RunFailure
 from moefold.layout.axes import Axis
@@ -123,7 +124,7 @@ ACTIVE_CHECKERS: list[CollectiveChecker] = []
 def check_agreement(
     what: str,
     axis: Axis,
-    x: torch.Tensor,
+    x: Tensor,
     rows_to: list[int] | None = None,
     rows_from: list[int] | None = None,
 ) -> None:

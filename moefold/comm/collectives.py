@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from moefold.comm import byte_counters
 from moefold.comm.check_collectives import check_agreement
@@ -26,7 +27,7 @@ DIST_ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_in
 DIST_REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def all_reduce_no_grad(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+def all_reduce_no_grad(x: Tensor, axis: Axis) -> Tensor:
     """Sum in place over the axis: every rank ends with the same total."""
     if axis.size > 1:
         check_agreement("sum", axis, x)
@@ -35,7 +36,7 @@ def all_reduce_no_grad(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     return x
 
 
-def all_reduce_max_no_grad(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+def all_reduce_max_no_grad(x: Tensor, axis: Axis) -> Tensor:
     """The element-wise maximum over the axis, in place."""
     if axis.size > 1:
         check_agreement("max", axis, x)
@@ -44,16 +45,16 @@ def all_reduce_max_no_grad(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     return x
 
 
-def all_reduce_bytes(x: torch.Tensor, axis: Axis) -> int:
+def all_reduce_bytes(x: Tensor, axis: Axis) -> int:
     """Bytes that a ring sends: a reduce-scatter and an all-gather."""
     return 2 * x.nbytes * (axis.size - 1) // axis.size
 
 
-def reduce_scatter_bytes(x: torch.Tensor, axis: Axis) -> int:
+def reduce_scatter_bytes(x: Tensor, axis: Axis) -> int:
     return x.nbytes * (axis.size - 1) // axis.size
 
 
-def all_gather_no_grad(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+def all_gather_no_grad(x: Tensor, axis: Axis) -> Tensor:
     """Every rank's x, joined along dim 0; all have the same shape."""
     if axis.size == 1:
         return x
@@ -65,7 +66,7 @@ def all_gather_no_grad(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     return out
 
 
-def reduce_scatter_no_grad(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+def reduce_scatter_no_grad(x: Tensor, axis: Axis) -> Tensor:
     """This rank's part of dim 0 of the sum over ranks."""
     if axis.size == 1:
         return x
@@ -80,8 +81,8 @@ def reduce_scatter_no_grad(x: torch.Tensor, axis: Axis) -> torch.Tensor:
 
 
 def all_to_all_no_grad(
-    x: torch.Tensor, send: Sequence[int], receive: Sequence[int], axis: Axis, what: str = "rows"
-) -> torch.Tensor:
+    x: Tensor, send: Sequence[int], receive: Sequence[int], axis: Axis, what: str = "rows"
+) -> Tensor:
     """`send[i]` rows of x go to rank i, in order; the result is `receive[i]` rows from each rank i, in order."""
     if axis.size == 1:
         return x
@@ -95,27 +96,25 @@ def all_to_all_no_grad(
     return out
 
 
-def all_gather(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+def all_gather(x: Tensor, axis: Axis) -> Tensor:
     if axis.size == 1:
         return x
     return AllGather.apply(x, axis)  # pyright: ignore[reportReturnType]
 
 
-def reduce_scatter(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+def reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
     if axis.size == 1:
         return x
     return ReduceScatter.apply(x, axis)  # pyright: ignore[reportReturnType]
 
 
-def all_to_all(
-    x: torch.Tensor, send: Sequence[int], receive: Sequence[int], axis: Axis, what: str = "rows"
-) -> torch.Tensor:
+def all_to_all(x: Tensor, send: Sequence[int], receive: Sequence[int], axis: Axis, what: str = "rows") -> Tensor:
     if axis.size == 1:
         return x
     return AllToAll.apply(x, send, receive, axis, what)  # pyright: ignore[reportReturnType]
 
 
-def all_reduce(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+def all_reduce(x: Tensor, axis: Axis) -> Tensor:
     if axis.size == 1:
         return x
     return AllReduce.apply(x, axis)  # pyright: ignore[reportReturnType]

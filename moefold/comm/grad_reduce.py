@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from moefold.comm import byte_counters
 from moefold.comm.check_collectives import check_agreement
@@ -28,9 +29,9 @@ class PendingReduction:
     """A reduction in progress; `arrived` waits for it."""
 
     wait: Callable[[], object]
-    result: Callable[[], torch.Tensor]
+    result: Callable[[], Tensor]
 
-    def arrived(self) -> torch.Tensor:
+    def arrived(self) -> Tensor:
         self.wait()
         return self.result()
 
@@ -38,7 +39,7 @@ class PendingReduction:
 def wait_for_nothing() -> None: ...
 
 
-def reduce_scatter_fp32(x: torch.Tensor, axis: Axis) -> PendingReduction:
+def reduce_scatter_fp32(x: Tensor, axis: Axis) -> PendingReduction:
     if axis.size == 1:
         return PendingReduction(wait_for_nothing, lambda: x)
     check_agreement("reduce", axis, x)
@@ -48,7 +49,7 @@ def reduce_scatter_fp32(x: torch.Tensor, axis: Axis) -> PendingReduction:
     return PendingReduction(work.wait, lambda: out)  # pyright: ignore[reportOptionalMemberAccess]
 
 
-def reduce_scatter_bf16(x: torch.Tensor, axis: Axis) -> PendingReduction:
+def reduce_scatter_bf16(x: Tensor, axis: Axis) -> PendingReduction:
     if axis.size == 1:
         return PendingReduction(wait_for_nothing, lambda: x)
     if x.dtype == torch.bfloat16:
@@ -63,7 +64,7 @@ def reduce_scatter_bf16(x: torch.Tensor, axis: Axis) -> PendingReduction:
     return PendingReduction(work.wait, lambda: sum_part_by_part(parts, sum_dtype))  # pyright: ignore[reportOptionalMemberAccess]
 
 
-def sum_part_by_part(parts: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def sum_part_by_part(parts: Tensor, dtype: torch.dtype) -> Tensor:
     """The sum over dim 0 in that dtype, one part after the other: torch's own sum would first convert all of them."""
     total = parts[0].to(dtype)
     for part in parts[1:]:
@@ -71,7 +72,7 @@ def sum_part_by_part(parts: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return total
 
 
-def round_to_bf16_in_place(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def round_to_bf16_in_place(x: Tensor) -> tuple[Tensor, Tensor]:
     """x as bf16 in the first half of its own memory, and the second half as a buffer; x itself is overwritten. Elements
     move towards the front in blocks of doubling size, each into space that earlier blocks have left, so that no copy
     overlaps its source."""

@@ -13,12 +13,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 
 class ToHost:
     """A copy of a tensor to the host, in progress. `read` waits for it."""
 
-    def __init__(self, x: torch.Tensor):
+    def __init__(self, x: Tensor):
         self.host_tensor = x
         self.arrived = None
         if x.is_cuda:
@@ -26,13 +27,13 @@ class ToHost:
             self.host_tensor.copy_(x, non_blocking=True)
             self.arrived = torch.cuda.current_stream(x.device).record_event()
 
-    def read(self) -> torch.Tensor:
+    def read(self) -> Tensor:
         if self.arrived is not None:
             self.arrived.synchronize()
         return self.host_tensor
 
 
-def integers_on_device(values: Sequence[int], device: torch.device) -> torch.Tensor:
+def integers_on_device(values: Sequence[int], device: torch.device) -> Tensor:
     """A few whole numbers of the host as a tensor, copied without waiting."""
     on_host = torch.tensor(values, dtype=torch.int64)
     if device.type != "cuda":
@@ -47,7 +48,7 @@ class UploadStream:
         self.device = device
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def begin(self, tensors: Sequence[torch.Tensor]) -> ToDevice:
+    def begin(self, tensors: Sequence[Tensor]) -> ToDevice:
         if self.stream is None:
             return ToDevice(list(tensors), None)
         with torch.cuda.stream(self.stream):
@@ -58,11 +59,11 @@ class UploadStream:
 class ToDevice:
     """Copies of tensors to the device, in progress. `arrived` is the event behind them."""
 
-    def __init__(self, tensors: list[torch.Tensor], arrived: Any):
+    def __init__(self, tensors: list[Tensor], arrived: Any):
         self.tensors = tensors
         self.arrived = arrived
 
-    def take(self) -> list[torch.Tensor]:
+    def take(self) -> list[Tensor]:
         """The tensors; the current stream waits for the copies before it uses them."""
         if self.arrived is not None:
             current = torch.cuda.current_stream(self.tensors[0].device)

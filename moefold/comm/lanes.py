@@ -15,6 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 
@@ -65,5 +66,5 @@ class Lanes:
 def record_on_stream(tree: Any, stream: torch.cuda.Stream) -> None:
     """Keep the allocator from reusing the memory of these tensors before the stream is done with it."""
     for leaf in tree_leaves(tree):
-        if isinstance(leaf, torch.Tensor) and leaf.is_cuda:
+        if isinstance(leaf, Tensor) and leaf.is_cuda:
             leaf.record_stream(stream)

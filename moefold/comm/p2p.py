@@ -12,12 +12,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from moefold.comm import byte_counters
 from moefold.layout.axes import Axis
 
 
-def staged_through_host(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+def staged_through_host(x: Tensor, axis: Axis) -> Tensor:
     """x, or a copy of it on the host where gloo, which sends host memory only, serves ranks that share a GPU."""
     if not x.is_cuda or axis.size == 1:
         return x
@@ -29,10 +30,10 @@ class PendingReceive:
     """A receive in progress; `device` is where the tensor is wanted."""
 
     work: Any
-    tensor: torch.Tensor
+    tensor: Tensor
     device: torch.device
 
-    def arrived(self) -> torch.Tensor:
+    def arrived(self) -> Tensor:
         self.work.wait()
         return self.tensor.to(self.device)
 
@@ -42,16 +43,16 @@ class PipelineChannel:
     """Messages between the ranks of a pipeline. A tensor that is sent is kept alive until it has left."""
 
     axis: Axis
-    pending_sends: list[tuple[Any, torch.Tensor]] = field(default_factory=list)
+    pending_sends: list[tuple[Any, Tensor]] = field(default_factory=list)
 
-    def send(self, x: torch.Tensor, to: int) -> None:
+    def send(self, x: Tensor, to: int) -> None:
         byte_counters.note_bytes_sent("pipe", self.axis, x.nbytes)
         self.pending_sends = [(work, kept) for work, kept in self.pending_sends if not work.is_completed()]
         x = staged_through_host(x, self.axis)
         work = dist.isend(x, self.axis.ranks[to], group=self.axis.group)
         self.pending_sends.append((work, x))
 
-    def receive(self, like: torch.Tensor, source: int) -> PendingReceive:
+    def receive(self, like: Tensor, source: int) -> PendingReceive:
         """`like` is the memory to receive into."""
         buffer = staged_through_host(like, self.axis)
         work = dist.irecv(buffer, self.axis.ranks[source], group=self.axis.group)
@@ -64,7 +65,7 @@ class PipelineChannel:
         self.pending_sends = []
 
 
-def sum_over_members(x: torch.Tensor, members: Sequence[int], axis: Axis) -> torch.Tensor:
+def sum_over_members(x: Tensor, members: Sequence[int], axis: Axis) -> Tensor:
     """The sum over some of the axis' ranks, on each of them, added in the order of ranks: the same bits on all."""
     if axis.index not in members or len(members) == 1:
         return x

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from moefold.comm import byte_counters
 from moefold.comm.check_collectives import check_agreement
@@ -14,7 +15,7 @@ from moefold.layout.axes import Axis
 class RingShift:
     """Starts to send when it is made; `arrived` waits. On an axis of size one the tensor itself arrives."""
 
-    def __init__(self, x: torch.Tensor, axis: Axis):
+    def __init__(self, x: Tensor, axis: Axis):
         self.device = x.device
         self.sent = staged_through_host(x.contiguous(), axis)
         self.received = self.sent
@@ -32,7 +33,7 @@ class RingShift:
         receive = dist.P2POp(dist.irecv, self.received, before, axis.group)
         return dist.batch_isend_irecv([send, receive])
 
-    def arrived(self) -> torch.Tensor:
+    def arrived(self) -> Tensor:
         for work in self.works:
             work.wait()
         return self.received.to(self.device)

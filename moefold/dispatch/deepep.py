@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from moefold.config.errors import UserError
 from moefold.dispatch.base import HopPlan
@@ -62,7 +63,7 @@ class DeepEpHop:
         self.experts = experts
         self.first = ep.index * experts.held
 
-    def plan(self, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> HopPlan:
+    def plan(self, ids_TK: Tensor, weights_TK: Tensor) -> HopPlan:
         positions_TK = torch.where(ids_TK >= 0, self.experts.position_of(ids_TK), -1)
         sent = SendRouting.apply(weights_TK, positions_TK, self.buffer, self.experts.experts)
         weights_NK, local_NK, handle = sent  # pyright: ignore[reportGeneralTypeIssues]
@@ -71,10 +72,10 @@ class DeepEpHop:
         ids_NK = torch.where(local_NK >= 0, arrived_NK, -1)
         return HopPlan(handle, ids_NK, weights_NK)
 
-    def out(self, h_TD: torch.Tensor, leg: Any) -> torch.Tensor:
+    def out(self, h_TD: Tensor, leg: Any) -> Tensor:
         return DispatchTokens.apply(h_TD, self.buffer, leg)  # pyright: ignore[reportReturnType]
 
-    def back(self, y_ND: torch.Tensor, leg: Any) -> torch.Tensor:
+    def back(self, y_ND: Tensor, leg: Any) -> Tensor:
         return CombineTokens.apply(y_ND, self.buffer, leg)  # pyright: ignore[reportReturnType]
 
 
@@ -108,7 +109,7 @@ class SendRouting(torch.autograd.Function):
         return weights_TK.to(ctx.dtype), None, None, None
 
 
-def make_stub_rows(like: torch.Tensor) -> torch.Tensor:
+def make_stub_rows(like: Tensor) -> Tensor:
     """Rows of the least width, sent where only choices and weights matter."""
     return torch.zeros(len(like), LEAST_ROW_WIDTH, dtype=torch.bfloat16, device=like.device)
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -47,22 +48,22 @@ class ExpertPlacement:
         """Experts on each rank."""
         return self.experts // self.rank_count
 
-    def rank_of(self, ids: torch.Tensor) -> torch.Tensor:
+    def rank_of(self, ids: Tensor) -> Tensor:
         return self.table("ranks", ids.device)[ids]
 
-    def slot_on_rank(self, ids: torch.Tensor, rank: int) -> torch.Tensor:
+    def slot_on_rank(self, ids: Tensor, rank: int) -> Tensor:
         """The slot of each expert on `rank`; `held`, one past the last slot, for other ranks' experts and for -1."""
         return self.table("slots", ids.device, rank)[ids]
 
-    def position_of(self, ids: torch.Tensor) -> torch.Tensor:
+    def position_of(self, ids: Tensor) -> Tensor:
         """rank x held + slot: the expert's number where experts are counted rank by rank."""
         return self.table("positions", ids.device)[ids]
 
-    def expert_at(self, positions: torch.Tensor) -> torch.Tensor:
+    def expert_at(self, positions: Tensor) -> Tensor:
         """The inverse of `position_of`."""
         return self.table("experts", positions.device)[positions]
 
-    def table(self, name: str, device: torch.device, rank: int = 0) -> torch.Tensor:
+    def table(self, name: str, device: torch.device, rank: int = 0) -> Tensor:
         """A lookup table on a device, uploaded once."""
         known = (name, device, rank)
         if known not in self.tables:
@@ -83,7 +84,7 @@ class ExpertPlacement:
         return [*slots, self.held]  # the last entry is the one that an id of -1 finds
 
     @cached_property
-    def tables(self) -> dict[tuple[str, torch.device, int], torch.Tensor]:
+    def tables(self) -> dict[tuple[str, torch.device, int], Tensor]:
         return {}
 
     @property

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from moefold.comm.collectives import all_gather_no_grad, all_to_all, all_to_all_no_grad
 from moefold.dispatch.base import HopPlan
@@ -27,29 +28,29 @@ from moefold.layout.axes import Axis
 class Parcels(NamedTuple):
     """Sorted by destination. `index_P` is a parcel's token, `slots_TC` a token's parcels (-1: none, with `holes`)."""
 
-    index_P: torch.Tensor
-    slots_TC: torch.Tensor
+    index_P: Tensor
+    slots_TC: Tensor
     holes: bool
-    sent_n: torch.Tensor
-    ids_PK: torch.Tensor
-    weights_PK: torch.Tensor
+    sent_n: Tensor
+    ids_PK: Tensor
+    weights_PK: Tensor
 
 
 class Leg(NamedTuple):
     """The send plan of one hop: parcels of each token, and how many parcels go to and come from each rank."""
 
-    index_P: torch.Tensor
-    slots_TC: torch.Tensor
+    index_P: Tensor
+    slots_TC: Tensor
     holes: bool
     send: list[int]
     receive: list[int]
 
 
-RankOf = Callable[[torch.Tensor], torch.Tensor]
-Packer = Callable[[torch.Tensor, torch.Tensor, RankOf, int], Parcels]
+RankOf = Callable[[Tensor], Tensor]
+Packer = Callable[[Tensor, Tensor, RankOf, int], Parcels]
 
 
-def pack_per_choice(ids_TK: torch.Tensor, weights_TK: torch.Tensor, rank_of: RankOf, ranks: int) -> Parcels:
+def pack_per_choice(ids_TK: Tensor, weights_TK: Tensor, rank_of: RankOf, ranks: int) -> Parcels:
     ids = ids_TK.flatten()
     weights = weights_TK.flatten()
     rank = torch.where(ids >= 0, rank_of(ids), -1)
@@ -67,7 +68,7 @@ def pack_per_choice(ids_TK: torch.Tensor, weights_TK: torch.Tensor, rank_of: Ran
     return Parcels(token_P, slots.view(ids_TK.shape), dropped > 0, sent_n, ids_P1, weights_P1)
 
 
-def pack_per_rank(ids_TK: torch.Tensor, weights_TK: torch.Tensor, rank_of: RankOf, ranks: int) -> Parcels:
+def pack_per_rank(ids_TK: Tensor, weights_TK: Tensor, rank_of: RankOf, ranks: int) -> Parcels:
     tokens = len(ids_TK)
     rank_TK = torch.where(ids_TK >= 0, rank_of(ids_TK), ranks)  # row `ranks` of `goes_nT` collects missing choices
     goes_nT = torch.zeros(ranks + 1, tokens, dtype=torch.bool, device=ids_TK.device)
@@ -81,7 +82,7 @@ def pack_per_rank(ids_TK: torch.Tensor, weights_TK: torch.Tensor, rank_of: RankO
     return Parcels(token_P, slots_Tn, True, goes_nT.sum(1), ids_PK, weights_TK[token_P])
 
 
-def pack_for_everyone(ids_TK: torch.Tensor, weights_TK: torch.Tensor, rank_of: RankOf, ranks: int) -> Parcels:
+def pack_for_everyone(ids_TK: Tensor, weights_TK: Tensor, rank_of: RankOf, ranks: int) -> Parcels:
     tokens = len(ids_TK)
     device = ids_TK.device
     token_P = torch.arange(tokens, device=device).repeat(ranks)
@@ -101,7 +102,7 @@ class AllToAllHop:
         self.rank_of = rank_of
         self.kernels = kernels
 
-    def plan(self, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> HopPlan:
+    def plan(self, ids_TK: Tensor, weights_TK: Tensor) -> HopPlan:
         """Waits for the device: the sizes of the all-to-all must be known to the host."""
         axis = self.axis
         parcels = self.pack(ids_TK, weights_TK, self.rank_of, axis.size)
@@ -115,10 +116,10 @@ class AllToAllHop:
         rows_returned = sum(receive) - receive[axis.index]
         return HopPlan(leg, ids_NK, weights_NK, rows_sent, rows_returned)
 
-    def out(self, h_TD: torch.Tensor, leg: Leg) -> torch.Tensor:
+    def out(self, h_TD: Tensor, leg: Leg) -> Tensor:
         sent_PD = self.kernels[gather_rows](h_TD, leg.index_P, leg.slots_TC, leg.holes)
         return all_to_all(sent_PD, leg.send, leg.receive, self.axis)
 
-    def back(self, y_ND: torch.Tensor, leg: Leg) -> torch.Tensor:
+    def back(self, y_ND: Tensor, leg: Leg) -> Tensor:
         returned_PD = all_to_all(y_ND, leg.receive, leg.send, self.axis)
         return self.kernels[sum_rows](returned_PD, leg.index_P, leg.slots_TC, leg.holes)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
+from torch import Tensor
 
 from moefold.dispatch.base import Hop, Receipt, Routing, RowPolicy, Rows
 from moefold.kernels.bound import BoundKernels
@@ -39,12 +39,12 @@ class HopDispatcher:
         rows_returned = sum(plan.rows_returned for plan in plans)
         return Receipt(order, legs, rows_sent, rows_returned)
 
-    def dispatch(self, h_TD: torch.Tensor, receipt: Receipt) -> Rows:
+    def dispatch(self, h_TD: Tensor, receipt: Receipt) -> Rows:
         for hop, leg in zip(self.hops, receipt.legs, strict=True):
             h_TD = hop.out(h_TD, leg)
         return Rows(h_TD, receipt.order)
 
-    def combine(self, y_RD: torch.Tensor, receipt: Receipt) -> torch.Tensor:
+    def combine(self, y_RD: Tensor, receipt: Receipt) -> Tensor:
         order = receipt.order
         y_ND = self.kernels[sum_rows](y_RD, order.index_R, order.slots_NK, order.holes)
         for hop, leg in zip(reversed(self.hops), reversed(receipt.legs), strict=True):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import torch
+from torch import Tensor
 
 from moefold.dispatch.base import Receipt, Routing, RowOrder, RowPolicy, Rows
 from moefold.kernels.bound import BoundKernels
@@ -26,9 +26,9 @@ class LocalDispatcher:
         arranged = self.kernels[arrange_rows](slots_TK, weights_TK, policy.held)
         return Receipt(RowOrder(*arranged, holes=False))
 
-    def dispatch(self, h_TD: torch.Tensor, receipt: Receipt) -> Rows:
+    def dispatch(self, h_TD: Tensor, receipt: Receipt) -> Rows:
         return Rows(h_TD, receipt.order)
 
-    def combine(self, y_RD: torch.Tensor, receipt: Receipt) -> torch.Tensor:
+    def combine(self, y_RD: Tensor, receipt: Receipt) -> Tensor:
         order = receipt.order
         return self.kernels[sum_rows](y_RD, order.index_R, order.slots_NK, order.holes)

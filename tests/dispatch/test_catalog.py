@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from moefold.config.open_names import DISPATCHERS
+from moefold.config.open_names import DISPATCHER_NAMES
 from moefold.config.run import ParallelConfig
 from moefold.dispatch.catalog import (
     DISPATCHER_ENTRIES,
@@ -29,16 +29,16 @@ def teleport_seconds(trip: DispatchTrip, links: LinkSpeeds) -> float:
 
 @pytest.fixture
 def teleport() -> Iterator[str]:
-    DISPATCHERS.add("teleport", "tokens are there at once")
+    DISPATCHER_NAMES.add("teleport", "tokens are there at once")
     yield "teleport"
-    DISPATCHERS.remove("teleport")
+    DISPATCHER_NAMES.remove("teleport")
     DISPATCHER_ENTRIES.pop("teleport", None)
 
 
 def test_every_entry_is_of_a_legal_name_and_says_what_config_says():
-    assert set(DISPATCHER_ENTRIES) == set(DISPATCHERS.builtin) - {"auto"}
+    assert set(DISPATCHER_ENTRIES) == set(DISPATCHER_NAMES.builtin) - {"auto"}
     for name, entry in DISPATCHER_ENTRIES.items():
-        assert entry.says == DISPATCHERS.says(name)
+        assert entry.says == DISPATCHER_NAMES.says(name)
 
 
 def test_what_a_dispatcher_needs_is_said():

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from moefold.comm import byte_counters
-from moefold.config.open_names import DISPATCHERS as LEGAL_NAMES
+from moefold.config.open_names import DISPATCHER_NAMES
 from moefold.config.run import Config, ModelConfig, MoeConfig, ParallelConfig, TrainConfig
 from moefold.dispatch.base import Dispatcher, Routing, RowPolicy
 from moefold.dispatch.build import build_dispatcher
@@ -23,7 +23,7 @@ from moefold.layout.axes import World, create_world
 from tests.support.ranks import run_ranks
 
 # deepep needs its package; test_deepep.py has a stand-in for that
-DISPATCHERS = [name for name in LEGAL_NAMES.builtin if name != "deepep"]
+DISPATCHERS = [name for name in DISPATCHER_NAMES.builtin if name != "deepep"]
 WORLD, EXPERTS, WIDTH, INNER, TOKENS = 4, 8, 6, 8, 12
 LAYOUTS = {"ep 4": {"ep": 4}, "ep 2, etp 2": {"ep": 2, "etp": 2}, "etp 4": {"etp": 4}}
 FACTS = Facts("cpu", "fp64", hidden=WIDTH, ffn=INNER)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from moefold.config.errors import UserError
-from moefold.config.open_names import DISPATCHERS as LEGAL_NAMES
+from moefold.config.open_names import DISPATCHER_NAMES
 from moefold.config.run import Config, ModelConfig, MoeConfig, ParallelConfig, TrainConfig
 from moefold.dispatch.base import Hop, HopPlan, RowPolicy
 from moefold.dispatch.build import DISPATCHER_BUILDERS, DispatchSetting, build_dispatcher, build_from_hops, dedup_hops
@@ -76,7 +76,7 @@ def config_for(world: World, name: str) -> Config:
 
 def shuffled_and_plain(world: World) -> float:
     """The largest difference between dedup and a registered dispatcher that shuffles first."""
-    LEGAL_NAMES.add("shuffled", "dedup after a permutation of the rank's own tokens")
+    DISPATCHER_NAMES.add("shuffled", "dedup after a permutation of the rank's own tokens")
     DISPATCHER_BUILDERS["shuffled"] = build_shuffled_dedup
     ids_TK = ROUTINGS["random"](world.rank)
     tokens, k = ids_TK.shape
@@ -96,11 +96,11 @@ def test_a_registered_dispatcher_is_built_by_its_name():
 
 
 def test_every_built_in_name_has_a_builder():
-    assert set(DISPATCHER_BUILDERS) - {"local"} == set(LEGAL_NAMES.builtin) - {"auto"}
+    assert set(DISPATCHER_BUILDERS) - {"local"} == set(DISPATCHER_NAMES.builtin) - {"auto"}
 
 
 def no_builder(world: World) -> str:
-    LEGAL_NAMES.add("unbuilt", "a name without code")
+    DISPATCHER_NAMES.add("unbuilt", "a name without code")
     with pytest.raises(UserError) as refused:
         build_dispatcher(config_for(world, "unbuilt"), KERNELS, world)
     return str(refused.value)

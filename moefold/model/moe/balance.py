@@ -21,7 +21,7 @@ from operator import itemgetter
 from typing import NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from moefold.comm.collectives import all_reduce_no_grad
 from moefold.comm.host_copies import integers_on_device
@@ -34,10 +34,10 @@ class ExpertLoad(nn.Module):
     """Choices of each expert since the last update, the selection bias, and each expert's share of the choices in the
     last batch that was counted."""
 
-    bias_E: torch.Tensor
-    share_E: torch.Tensor
-    counts_E: torch.Tensor
-    dropped: torch.Tensor
+    bias_E: Tensor
+    share_E: Tensor
+    counts_E: Tensor
+    dropped: Tensor
 
     def __init__(self, experts: int, layer: int = 0):
         super().__init__()
@@ -47,10 +47,10 @@ class ExpertLoad(nn.Module):
         self.register_buffer("counts_E", torch.zeros(experts, dtype=torch.int64), persistent=False)
         self.register_buffer("dropped", torch.zeros((), dtype=torch.int64), persistent=False)
         self.moved = 0  # bytes that dispatch and combine sent; a number of the host
-        self.record: Callable[[torch.Tensor], object] | None = None  # called with the expert ids of each microbatch
+        self.record: Callable[[Tensor], object] | None = None  # called with the expert ids of each microbatch
 
     @torch.no_grad()
-    def count(self, counts_BE: torch.Tensor, ids_TK: torch.Tensor, kept_TK: torch.Tensor) -> None:
+    def count(self, counts_BE: Tensor, ids_TK: Tensor, kept_TK: Tensor) -> None:
         """Add choices: their number by sequence and expert, the ids by token, and the ids that capacity kept."""
         if inside_recompute():
             return
@@ -65,9 +65,7 @@ class ExpertLoad(nn.Module):
             self.moved += sent
 
     @torch.no_grad()
-    def update(
-        self, counts_E: torch.Tensor, moe: MoeConfig, sound: torch.Tensor | bool = True, pace: float = 1.0
-    ) -> None:
+    def update(self, counts_E: Tensor, moe: MoeConfig, sound: Tensor | bool = True, pace: float = 1.0) -> None:
         """Move the bias against the load if the step was finite (`sound`), and reset the counts. `pace` is the learning
         rate as a share of its peak: similar tokens change experts together, so with small weight updates a bias that
         moves at full pace would make them oscillate."""
@@ -82,7 +80,7 @@ class ExpertLoad(nn.Module):
         self.forget_counts()
 
     @torch.no_grad()
-    def remember_batch_shares(self, counts_E: torch.Tensor) -> None:
+    def remember_batch_shares(self, counts_E: Tensor) -> None:
         """Store each expert's share of a whole batch."""
         total = counts_E.sum().clamp(min=1)
         self.share_E.copy_(counts_E / total)
@@ -98,9 +96,9 @@ class LayerLoads(NamedTuple):
     are the numbers of the MoE layers in the model."""
 
     layers: list[int]
-    counts_LE: torch.Tensor
-    dropped_L: torch.Tensor
-    moved_L: torch.Tensor
+    counts_LE: Tensor
+    dropped_L: Tensor
+    moved_L: Tensor
 
 
 def sum_loads_over_ranks(loads: list[ExpertLoad], everyone: Axis) -> LayerLoads:
@@ -130,7 +128,7 @@ def join_pipeline_loads(parts: Sequence[LayerLoads]) -> LayerLoads:
 
 
 def update_selection_biases(
-    loads: list[ExpertLoad], moe: MoeConfig, everyone: Axis, sound: torch.Tensor | bool = True, pace: float = 1.0
+    loads: list[ExpertLoad], moe: MoeConfig, everyone: Axis, sound: Tensor | bool = True, pace: float = 1.0
 ) -> LayerLoads:
     """After a step: sum the counts over ranks and update each layer's bias."""
     summed = sum_loads_over_ranks(loads, everyone)
@@ -150,13 +148,13 @@ def remember_global_shares(loads: list[ExpertLoad], everyone: Axis) -> None:
 
 
 def balance_losses(
-    counts_BE: torch.Tensor,
-    shares_BE: torch.Tensor,
-    squares_B: torch.Tensor,
+    counts_BE: Tensor,
+    shares_BE: Tensor,
+    squares_B: Tensor,
     moe: MoeConfig,
     load: ExpertLoad,
     sharing: Axis,
-) -> torch.Tensor:
+) -> Tensor:
     """This rank's summand of all losses of a layer's router, each with its weight, from the sums over sequences of
     kernels/routing/router_topk.py. Scores are normalised over experts, so that smaller scores do not lower the loss."""
     balance = moe.balance
@@ -174,14 +172,14 @@ def balance_losses(
     return total
 
 
-def mean_over_groups(load_BE: torch.Tensor, groups: int) -> torch.Tensor:
+def mean_over_groups(load_BE: Tensor, groups: int) -> Tensor:
     """Each expert's load replaced by the mean of its group's."""
     experts = load_BE.shape[-1]
     means = load_BE.unflatten(-1, (groups, -1)).mean(-1)
     return means.repeat_interleave(experts // groups, -1)
 
 
-def expert_load_shares(counts_BE: torch.Tensor, moe: MoeConfig, load: ExpertLoad, sharing: Axis) -> torch.Tensor:
+def expert_load_shares(counts_BE: Tensor, moe: MoeConfig, load: ExpertLoad, sharing: Axis) -> Tensor:
     """Each expert's share of the choices that are counted together: (B, E) for sequences, else (1, E). Sequences and
     microbatches are counted over the ranks that hold parts of them (`sharing`)."""
     if moe.balance.aux_over in ("global_batch", "previous_batch"):
@@ -192,6 +190,6 @@ def expert_load_shares(counts_BE: torch.Tensor, moe: MoeConfig, load: ExpertLoad
     return share_of_choices(counts_BE)
 
 
-def share_of_choices(counts_BE: torch.Tensor) -> torch.Tensor:
+def share_of_choices(counts_BE: Tensor) -> Tensor:
     total_B1 = counts_BE.sum(-1, keepdim=True)
     return counts_BE.double() / total_B1.clamp(min=1)

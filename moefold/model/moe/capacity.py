@@ -11,6 +11,7 @@ T tokens of this rank, N tokens that are counted, E experts, K choices.
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from moefold.comm.collectives import all_gather_no_grad
 from moefold.config.run import MoeConfig
@@ -42,7 +43,7 @@ def drop_beyond_capacity(routing: Routing, moe: MoeConfig, share: TokenShard, ov
     return Routing(routing.weights_TK * keep_TK, kept_ids_TK)
 
 
-def keep_priority(routing: Routing, moe: MoeConfig, share: TokenShard) -> torch.Tensor:
+def keep_priority(routing: Routing, moe: MoeConfig, share: TokenShard) -> Tensor:
     """The higher, the sooner a choice is kept: its router weight, or its position in the sequence, early ones first."""
     if moe.capacity.drop == "probability":
         return routing.weights_TK.detach().contiguous()
@@ -50,7 +51,7 @@ def keep_priority(routing: Routing, moe: MoeConfig, share: TokenShard) -> torch.
     return (-position_T1.expand_as(routing.ids_TK)).contiguous()
 
 
-def within_capacity(ids_NK: torch.Tensor, priority_NK: torch.Tensor, experts: int, limit: int) -> torch.Tensor:
+def within_capacity(ids_NK: Tensor, priority_NK: Tensor, experts: int, limit: int) -> Tensor:
     """Which choices are among the first `limit` of their expert by priority; of equals, the earlier."""
     ids = ids_NK.flatten()
     ids = torch.where(ids >= 0, ids, experts)  # sorts behind all others, and is never full

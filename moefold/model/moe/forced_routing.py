@@ -9,13 +9,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from moefold.config.run import MoeConfig
 from moefold.model.moe.balance import ExpertLoad
 
 
-def round_robin_experts(number_T: torch.Tensor, moe: MoeConfig) -> torch.Tensor:
+def round_robin_experts(number_T: Tensor, moe: MoeConfig) -> Tensor:
     """Token t gets experts t x K up to t x K + K - 1, modulo E: an even load on any layout."""
     choice_K = torch.arange(moe.top_k, device=number_T.device)
     first_T1 = number_T[:, None] * moe.top_k
@@ -23,10 +23,10 @@ def round_robin_experts(number_T: torch.Tensor, moe: MoeConfig) -> torch.Tensor:
 
 
 @contextmanager
-def recorded_choices(model: nn.Module) -> Iterator[dict[int, list[torch.Tensor]]]:
+def recorded_choices(model: nn.Module) -> Iterator[dict[int, list[Tensor]]]:
     """Expert ids that every router chooses inside the block, by layer number: one (T, K) tensor for each microbatch, of
     this rank's own tokens. On one rank, unflattened to (B, S, K), it is the model's `imposed` input of that layer."""
-    chosen: dict[int, list[torch.Tensor]] = {}
+    chosen: dict[int, list[Tensor]] = {}
     loads = [module for module in model.modules() if isinstance(module, ExpertLoad)]
     for load in loads:
         load.record = chosen.setdefault(load.layer, []).append

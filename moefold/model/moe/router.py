@@ -6,6 +6,7 @@ T tokens, D width, E experts, K choices. Scores are at least fp32 whatever the m
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from moefold.config.run import ModelConfig, MoeConfig
 from moefold.dispatch.base import Routing
@@ -37,9 +38,7 @@ class Router(DeclaringModule):
         self.load = ExpertLoad(moe.experts, layer)
         self.sharing = world.cp_tp
 
-    def forward(
-        self, h_TD: torch.Tensor, share: TokenShard, imposed_TK: torch.Tensor | None = None
-    ) -> tuple[Routing, torch.Tensor]:
+    def forward(self, h_TD: Tensor, share: TokenShard, imposed_TK: Tensor | None = None) -> tuple[Routing, Tensor]:
         """The routing, and this rank's summand of the balance losses. `imposed_TK` replaces the top-k selection."""
         logits_TE = self.logits(h_TD, share)
         if imposed_TK is None:
@@ -55,7 +54,7 @@ class Router(DeclaringModule):
         losses = balance_losses(counts_BE, shares_BE, squares_B, self.moe, self.load, self.sharing)
         return routing, losses
 
-    def logits(self, h_TD: torch.Tensor, share: TokenShard) -> torch.Tensor:
+    def logits(self, h_TD: Tensor, share: TokenShard) -> Tensor:
         jitter = self.moe.router.jitter
         if jitter and self.training:
             # In fp32: small noise would be lost in the rounding to bf16.
@@ -66,7 +65,7 @@ class Router(DeclaringModule):
             logits_TE = self.router_logits(h_TD, self.weight)
         return logits_TE if self.bias is None else logits_TE + self.bias
 
-    def sequence_wide_choice(self, logits_TE: torch.Tensor, share: TokenShard) -> torch.Tensor | None:
+    def sequence_wide_choice(self, logits_TE: Tensor, share: TokenShard) -> Tensor | None:
         """Choices made over whole sequences, or round robin; None where each token chooses for itself."""
         kind = self.moe.router.kind
         if self.moe.router.force_balance:

@@ -11,13 +11,14 @@ from __future__ import annotations
 import math
 
 import torch
+from torch import Tensor
 
 from moefold.config.run import MoeConfig
 
 SINKHORN_ROUNDS = 16  # a fixed number, so that the host never reads a residual; near-even logits need fewer
 
 
-def expert_choice(logits_BSE: torch.Tensor, moe: MoeConfig) -> torch.Tensor:
+def expert_choice(logits_BSE: Tensor, moe: MoeConfig) -> Tensor:
     """Each expert takes the tokens of largest score, up to its capacity; of equals, the earlier. The result is
     (B, S, E): the expert's own id where it took the token, -1 elsewhere."""
     _, tokens, experts = logits_BSE.shape
@@ -31,7 +32,7 @@ def expert_choice(logits_BSE: torch.Tensor, moe: MoeConfig) -> torch.Tensor:
     return torch.where(taken_BSE, every_expert, -1)
 
 
-def sinkhorn_choice(logits_BSE: torch.Tensor, moe: MoeConfig) -> torch.Tensor:
+def sinkhorn_choice(logits_BSE: Tensor, moe: MoeConfig) -> Tensor:
     """Each token's K best experts by a transport plan whose rows (tokens) and columns (experts) have even sums:
     (B, S, K)."""
     plan_BSE = sinkhorn_log_plan(logits_BSE)
@@ -39,7 +40,7 @@ def sinkhorn_choice(logits_BSE: torch.Tensor, moe: MoeConfig) -> torch.Tensor:
     return order_BSE[..., : moe.top_k]
 
 
-def sinkhorn_log_plan(logits_BSE: torch.Tensor) -> torch.Tensor:
+def sinkhorn_log_plan(logits_BSE: Tensor) -> Tensor:
     """Logarithm of the transport plan: logits plus one potential for each token and each expert, so that every token
     sums to 1 and every expert to S / E."""
     _, tokens, experts = logits_BSE.shape
