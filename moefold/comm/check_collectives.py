@@ -10,9 +10,10 @@ import json
 import sys
 from collections import Counter
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,15 +26,26 @@ PACKAGE_FOLDER = Path(__file__).parent.parent
 TORCH_FOLDER = Path(torch.__file__).parent
 
 
-class RowCount(NamedTuple):
-    """Rows from one rank to another, as each of the two states it, with their call sites."""
+@dataclass(frozen=True)
+class CollectiveNote:
+    """One rank's next collective. `terms` must be equal on all ranks; `rows_to` and `rows_from` must match in pairs."""
 
-    sender: int
-    receiver: int
-    sent: int
-    expected: int
-    sent_at: str
-    expected_at: str
+    what: str
+    axis: str
+    terms: dict[str, Any]
+    rows_to: list[int] | None
+    rows_from: list[int] | None
+    call_site: str
+
+    def __str__(self) -> str:
+        return f"{self.what} of {self.terms} at {self.call_site}"
+
+    def encode_json(self) -> str:
+        return json.dumps(asdict(self))
+
+
+def decode_note(raw: bytes) -> CollectiveNote:
+    return CollectiveNote(**json.loads(raw))
 
 
 class CollectiveChecker:
@@ -43,62 +55,57 @@ class CollectiveChecker:
         self.patience = timedelta(seconds=patience)
         self.turns: Counter[tuple[int, ...]] = Counter()  # collectives so far, by the ranks that take part
 
-    def check(
-        self, what: str, axis: Axis, terms: dict[str, Any], rows_to: list[int] | None, rows_from: list[int] | None
-    ):
+    def check(self, mine: CollectiveNote, axis: Axis) -> None:
         """Publish this rank's next collective, read those of the other ranks, and fail on the first disagreement."""
         turn = self.turns[axis.ranks]
         self.turns[axis.ranks] += 1
-        mine = {"what": what, "terms": terms, "to": rows_to, "from": rows_from, "at": nearest_call_site()}
         prefix = f"contract/{axis.name}/{axis.ranks}/{turn}"
-        self.store.set(f"{prefix}/{self.rank}", json.dumps(mine))
-        self.store.set(f"contract/last/{self.rank}", json.dumps({**mine, "axis": axis.name}))
+        note = mine.encode_json()
+        self.store.set(f"{prefix}/{self.rank}", note)
+        self.store.set(f"contract/last/{self.rank}", note)
         for index, other in enumerate(axis.ranks):
-            theirs = self.read(f"{prefix}/{other}", other, mine, axis)
-            if (mine["what"], mine["terms"]) != (theirs["what"], theirs["terms"]):
-                raise RunFailure(self.describe_disagreement(axis, mine, theirs, other))
-            if rows_to is not None and rows_from is not None:
-                self.check_row_counts(axis, index, mine, theirs)
-
-    def check_row_counts(self, axis: Axis, index: int, mine: dict[str, Any], theirs: dict[str, Any]) -> None:
-        """Both directions are compared on both ranks, so that neither waits for the other."""
-        other, here = axis.ranks[index], axis.index
-        sent = RowCount(self.rank, other, mine["to"][index], theirs["from"][here], mine["at"], theirs["at"])
-        received = RowCount(other, self.rank, theirs["to"][here], mine["from"][index], theirs["at"], mine["at"])
-        for rows in (sent, received):
-            if rows.sent != rows.expected:
+            theirs = self.read_note(f"{prefix}/{other}", other, mine)
+            if mine.what != theirs.what or mine.terms != theirs.terms:
                 raise RunFailure(
-                    f"{mine['what']} over {axis.name}: rank {rows.sender} sends {rows.sent} rows to rank "
-                    f"{rows.receiver} at {rows.sent_at}, but rank {rows.receiver} expects {rows.expected} at "
-                    f"{rows.expected_at}"
+                    f"ranks disagree on a collective over {axis.name}: rank {self.rank} does {mine}, "
+                    f"rank {other} does {theirs}"
                 )
+            # Both directions are compared on both ranks, so that neither waits for the other.
+            self.check_rows(mine, self.rank, axis.index, theirs, other, index)
+            self.check_rows(theirs, other, index, mine, self.rank, axis.index)
 
-    def read(self, name: str, other: int, mine: dict[str, Any], axis: Axis) -> dict[str, Any]:
+    def check_rows(
+        self, sends: CollectiveNote, sender: int, from_index: int, takes: CollectiveNote, receiver: int, to_index: int
+    ) -> None:
+        """Compare the rows that one rank sends to another with those that the other expects."""
+        if sends.rows_to is None or takes.rows_from is None:
+            return
+        sent = sends.rows_to[to_index]
+        expected = takes.rows_from[from_index]
+        if sent != expected:
+            raise RunFailure(
+                f"{sends.what} over {sends.axis}: rank {sender} sends {sent} rows to rank {receiver} at "
+                f"{sends.call_site}, but rank {receiver} expects {expected} at {takes.call_site}"
+            )
+
+    def read_note(self, name: str, other: int, mine: CollectiveNote) -> CollectiveNote:
         try:
             self.store.wait([name], self.patience)
         except (RuntimeError, dist.DistError):
             seconds = self.patience.total_seconds()
+            last = self.last_collective_of(other)
             raise RunFailure(
-                f"rank {self.rank} waits in {mine['what']} over {axis.name} at {mine['at']}, but rank {other} did not "
-                f"come within {seconds:g} s; {self.last_collective_of(other)}"
+                f"rank {self.rank} waits in {mine.what} over {mine.axis} at {mine.call_site}, but rank {other} did not "
+                f"come within {seconds:g} s; {last}"
             ) from None
-        return json.loads(self.store.get(name))
+        return decode_note(self.store.get(name))
 
     def last_collective_of(self, other: int) -> str:
         name = f"contract/last/{other}"
         if not self.store.check([name]):
             return "it has begun no collective yet"
-        last = json.loads(self.store.get(name))
-        return f"its last was {last['what']} over {last['axis']} at {last['at']}"
-
-    def describe_disagreement(self, axis: Axis, mine: dict[str, Any], theirs: dict[str, Any], other: int) -> str:
-        one = describe_collective(mine)
-        two = describe_collective(theirs)
-        return f"ranks disagree on a collective over {axis.name}: rank {self.rank} does {one}, rank {other} does {two}"
-
-
-def describe_collective(note: dict[str, Any]) -> str:
-    return f"{note['what']} of {note['terms']} at {note['at']}"
+        last = decode_note(self.store.get(name))
+        return f"its last was {last.what} over {last.axis} at {last.call_site}"
 
 
 def nearest_call_site() -> str:
@@ -134,7 +141,8 @@ def check_agreement(
         return
     shape = x.shape if rows_to is None else x.shape[1:]
     terms = {"shape": list(shape), "dtype": str(x.dtype)}
-    ACTIVE_CHECKERS[0].check(what, axis, terms, rows_to, rows_from)
+    note = CollectiveNote(what, axis.name, terms, rows_to, rows_from, nearest_call_site())
+    ACTIVE_CHECKERS[0].check(note, axis)
 
 
 @contextmanager

@@ -22,6 +22,8 @@ from moefold.comm import byte_counters
 from moefold.comm.check_collectives import check_agreement
 from moefold.layout.axes import Axis
 
+RowCounts = Sequence[int]  # rows to or from each rank of an axis
+
 # torch 2.13 renamed these two and warns about the old names, which are all that 2.11 has.
 DIST_ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 DIST_REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -80,9 +82,7 @@ def reduce_scatter_no_grad(x: Tensor, axis: Axis) -> Tensor:
     return out
 
 
-def all_to_all_no_grad(
-    x: Tensor, send: Sequence[int], receive: Sequence[int], axis: Axis, what: str = "rows"
-) -> Tensor:
+def all_to_all_no_grad(x: Tensor, send: RowCounts, receive: RowCounts, axis: Axis, what: str = "rows") -> Tensor:
     """`send[i]` rows of x go to rank i, in order; the result is `receive[i]` rows from each rank i, in order."""
     if axis.size == 1:
         return x
@@ -108,7 +108,7 @@ def reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
     return ReduceScatter.apply(x, axis)  # pyright: ignore[reportReturnType]
 
 
-def all_to_all(x: Tensor, send: Sequence[int], receive: Sequence[int], axis: Axis, what: str = "rows") -> Tensor:
+def all_to_all(x: Tensor, send: RowCounts, receive: RowCounts, axis: Axis, what: str = "rows") -> Tensor:
     if axis.size == 1:
         return x
     return AllToAll.apply(x, send, receive, axis, what)  # pyright: ignore[reportReturnType]

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+Work = Callable[[], Any]
+
 
 class Ticket:
     """Work in progress on the comm lane. `result` waits for it."""
@@ -46,14 +48,16 @@ class Lanes:
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="comm lane")
 
-    def send(self, work: Callable[[], Any], inputs: Any = None) -> Ticket:
+    def send(self, work: Work, inputs: Any = None) -> Ticket:
         """Begin work on the comm lane; `inputs` are the tensors of the compute lane that it reads."""
         if self.stream is None:
-            return Ticket(self.thread.submit(lambda: (work(), None)))
-        ready = torch.cuda.current_stream().record_event()
-        return Ticket(self.thread.submit(self.run_on_stream, work, inputs, ready))
+            future = self.thread.submit(run_without_stream, work)
+        else:
+            ready = torch.cuda.current_stream().record_event()
+            future = self.thread.submit(self.run_on_stream, work, inputs, ready)
+        return Ticket(future)
 
-    def run_on_stream(self, work: Callable[[], Any], inputs: Any, ready: Any) -> tuple[Any, Any]:
+    def run_on_stream(self, work: Work, inputs: Any, ready: Any) -> tuple[Any, Any]:
         assert self.stream is not None
         torch.cuda.set_device(self.stream.device)
         with torch.cuda.stream(self.stream):
@@ -61,6 +65,10 @@ class Lanes:
             record_on_stream(inputs, self.stream)
             output = work()
             return output, self.stream.record_event()
+
+
+def run_without_stream(work: Work) -> tuple[Any, None]:
+    return work(), None
 
 
 def record_on_stream(tree: Any, stream: torch.cuda.Stream) -> None:

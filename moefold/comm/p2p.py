@@ -47,15 +47,21 @@ class PipelineChannel:
 
     def send(self, x: Tensor, to: int) -> None:
         byte_counters.note_bytes_sent("pipe", self.axis, x.nbytes)
-        self.pending_sends = [(work, kept) for work, kept in self.pending_sends if not work.is_completed()]
+        self.forget_completed_sends()
         x = staged_through_host(x, self.axis)
-        work = dist.isend(x, self.axis.ranks[to], group=self.axis.group)
+        receiver = self.axis.ranks[to]
+        work = dist.isend(x, receiver, group=self.axis.group)
         self.pending_sends.append((work, x))
+
+    def forget_completed_sends(self) -> None:
+        pending = [(work, kept) for work, kept in self.pending_sends if not work.is_completed()]
+        self.pending_sends = pending
 
     def receive(self, like: Tensor, source: int) -> PendingReceive:
         """`like` is the memory to receive into."""
         buffer = staged_through_host(like, self.axis)
-        work = dist.irecv(buffer, self.axis.ranks[source], group=self.axis.group)
+        sender = self.axis.ranks[source]
+        work = dist.irecv(buffer, sender, group=self.axis.group)
         return PendingReceive(work, buffer, like.device)
 
     def flush(self) -> None:

@@ -13,6 +13,9 @@ CAPACITY = "model.moe.capacity."
 MODEL_RULES = RuleList()
 
 
+# Attention.
+
+
 @MODEL_RULES.rule(
     "rotary dims fit the head",
     (ATTENTION + "rope_dim", ATTENTION + "head_dim"),
@@ -84,6 +87,9 @@ def latents_belong_to_mla(c: ConfigOnRanks) -> bool:
 def full_layers_need_a_window(c: ConfigOnRanks) -> bool:
     a = c.model.attention
     return a.full_every == 1 or a.window > 0
+
+
+# Groups and devices of experts.
 
 
 @MODEL_RULES.rule(
@@ -169,6 +175,9 @@ def device_capacity_is_a_capacity(c: ConfigOnRanks) -> bool:
     return capacity.factor > 0 and not capacity.pad and c.model.moe.router.kind != "expert_choice"
 
 
+# Routers.
+
+
 @MODEL_RULES.rule(
     "forced balance takes the place of the tokens' choice",
     (ROUTER + "force_balance", ROUTER + "kind"),
@@ -227,6 +236,9 @@ def experts_that_choose_are_balanced(c: ConfigOnRanks) -> bool:
 def chosen_softmax_is_normalised(c: ConfigOnRanks) -> bool:
     router = c.model.moe.router
     return router.score != "softmax_chosen" or router.normalize == "chosen"
+
+
+# Shared experts and multi-token prediction.
 
 
 @MODEL_RULES.rule(

@@ -45,6 +45,9 @@ CAPACITY = "model.moe.capacity."
 CROSS_FIELD_RULES = RuleList()
 
 
+# Checkpoints and names.
+
+
 @CROSS_FIELD_RULES.rule(
     "what is kept is written",
     ("checkpoint.keep_every", "checkpoint.every"),
@@ -73,6 +76,9 @@ def checkpoint_path_is_usable(c: ConfigOnRanks) -> bool:
 )
 def name_can_be_a_folder(c: ConfigOnRanks) -> bool:
     return FOLDER_NAME.fullmatch(c.name) is not None
+
+
+# Sizes of the model.
 
 
 @CROSS_FIELD_RULES.rule(
@@ -120,6 +126,9 @@ def dense_layers_within_layers(c: ConfigOnRanks) -> bool:
     return c.model.moe.dense_layers <= c.model.layers
 
 
+# Rotary frequencies.
+
+
 @CROSS_FIELD_RULES.rule(
     "llama3 frequencies in order",
     (ROPE + "low_frequency", ROPE + "high_frequency", ROPE + "scaling"),
@@ -140,6 +149,9 @@ def llama3_frequencies_in_order(c: ConfigOnRanks) -> bool:
 def yarn_rotations_in_order(c: ConfigOnRanks) -> bool:
     rope = c.model.attention.rope
     return rope.scaling != "yarn" or rope.beta_slow <= rope.beta_fast
+
+
+# Data.
 
 
 def describe_files(c: ConfigOnRanks) -> str:
@@ -188,6 +200,9 @@ def documents_need_all_keys(c: ConfigOnRanks) -> bool:
 )
 def bytes_fit_the_vocabulary(c: ConfigOnRanks) -> bool:
     return c.data.tokenizer != "byte" or c.model.vocab >= 256
+
+
+# Grids of ranks and batches.
 
 
 def advise_rank_count(ranks: int, world: int) -> str:
@@ -307,6 +322,9 @@ DIVISIBILITY_RULES = RuleList(
 )
 
 
+# Context parallelism and kernels.
+
+
 def advise_sequence_length(c: ConfigOnRanks) -> str:
     return f"set data.seq_len to a multiple of {sequence_multiple(c.parallel)}"
 
@@ -361,6 +379,9 @@ def padding_has_a_capacity(c: ConfigOnRanks) -> bool:
     if not capacity.pad:
         return True
     return capacity.factor > 0 and capacity.over == "sub_sequence"
+
+
+# Pipeline.
 
 
 def advise_vpp(c: ConfigOnRanks) -> str:

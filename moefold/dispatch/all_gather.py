@@ -26,7 +26,8 @@ class AllGatherDispatcher:
         tokens = len(routing.ids_TK)
         ids_NK = all_gather_no_grad(routing.ids_TK, self.ranks)
         weights_NK = all_gather(routing.weights_TK, self.ranks)
-        order = self.row_policy.order_by_expert(ids_NK, weights_NK, tokens, may_be_remote=True)
+        gathered = Routing(weights_NK, ids_NK)
+        order = self.row_policy.order_by_expert(gathered, tokens, may_be_remote=True)
         copies = tokens * (self.ranks.size - 1)
         return Receipt(order, rows_sent=copies, rows_returned=copies)
 

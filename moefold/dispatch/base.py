@@ -79,20 +79,19 @@ class Dispatcher(Protocol):
 
 
 class HopPlan(NamedTuple):
-    """One hop's share of a receipt, and the tokens that will arrive: their choices (-1: none) and router weights."""
+    """One hop's share of a receipt, and the routing of the tokens that will arrive."""
 
     leg: Any
-    ids_NK: Tensor
-    weights_NK: Tensor
+    routing: Routing
     rows_sent: int = 0
     rows_returned: int = 0
 
 
 class Hop(Protocol):
-    """One exchange of tokens between ranks. The arrivals are again tokens with choices, so hops can follow one another.
-    `out` and `back` are differentiable, and need the leg alone."""
+    """One exchange of tokens between ranks. The arrivals are again tokens with a routing, so hops can follow one
+    another. `out` and `back` are differentiable, and need the leg alone."""
 
-    def plan(self, ids_TK: Tensor, weights_TK: Tensor) -> HopPlan: ...
+    def plan(self, routing: Routing) -> HopPlan: ...
 
     def out(self, h_TD: Tensor, leg: Any) -> Tensor: ...
 
@@ -132,17 +131,19 @@ class RowPolicy:
         """Every choice becomes a row, and there is no padding."""
         return not self.drops and self.multiple == 1 and self.each is None
 
-    def order_by_expert(self, ids_NK: Tensor, weights_NK: Tensor, tokens: int, may_be_remote: bool = False) -> RowOrder:
+    def order_by_expert(self, routing: Routing, tokens: int, may_be_remote: bool = False) -> RowOrder:
         """The rows of N sources, sorted by expert, stably and without atomics. `tokens`: the tokens of this rank before
         dispatch. `may_be_remote`: some choices may be experts of other ranks. Waits for the device where R is not known
         from shapes."""
+        weights_NK, ids_NK = routing
         holes = may_be_remote or not self.one_row_per_choice
+        # Choices sorted by slot; those of other ranks' experts sort behind the last end.
         slot = self.experts.slot_on_rank(ids_NK, self.rank).flatten()
         order = slot.argsort(stable=True)
         sorted_slot = slot[order]
         every_slot = torch.arange(self.held, device=slot.device)
         ends_e = torch.searchsorted(sorted_slot, every_slot, right=True)
-        if holes:
+        if holes:  # cut off what has no row here, and insert padding
             order, ends_e = self.pad(order, sorted_slot, ends_e, tokens)
         index_R = order.div(ids_NK.shape[1], rounding_mode="floor")  # -1 stays -1
         slots_NK = invert_order(order, slot).view(ids_NK.shape)

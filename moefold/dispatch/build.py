@@ -76,11 +76,13 @@ def build_from_hops(build_hops: HopsBuilder, setting: DispatchSetting) -> Dispat
 
 
 def all_to_all_hops(setting: DispatchSetting) -> list[Hop]:
-    return [AllToAllHop(setting.world.ep, pack_per_choice, setting.experts.rank_of, setting.kernels)]
+    ep = setting.world.ep
+    return [AllToAllHop(ep, pack_per_choice, setting.experts.rank_of, setting.kernels)]
 
 
 def dedup_hops(setting: DispatchSetting) -> list[Hop]:
-    return [AllToAllHop(setting.world.ep, pack_per_rank, setting.experts.rank_of, setting.kernels)]
+    ep = setting.world.ep
+    return [AllToAllHop(ep, pack_per_rank, setting.experts.rank_of, setting.kernels)]
 
 
 def hierarchical_hops(setting: DispatchSetting) -> list[Hop]:

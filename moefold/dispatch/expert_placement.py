@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -28,7 +29,7 @@ class ExpertPlacement:
 
     def __post_init__(self):
         places = sorted(zip(self.ranks, self.slots, strict=True))
-        expected = [(rank, slot) for rank in range(self.rank_count) for slot in range(self.held)]
+        expected = list(product(range(self.rank_count), range(self.held)))
         if places != expected:
             raise ValueError(
                 f"experts are placed at (rank, slot) {places}; expected each of {self.rank_count} ranks to hold one "
@@ -49,27 +50,27 @@ class ExpertPlacement:
         return self.experts // self.rank_count
 
     def rank_of(self, ids: Tensor) -> Tensor:
-        return self.table("ranks", ids.device)[ids]
+        return self.lookup_table("ranks", ids.device)[ids]
 
     def slot_on_rank(self, ids: Tensor, rank: int) -> Tensor:
         """The slot of each expert on `rank`; `held`, one past the last slot, for other ranks' experts and for -1."""
-        return self.table("slots", ids.device, rank)[ids]
+        return self.lookup_table("slots", ids.device, rank)[ids]
 
     def position_of(self, ids: Tensor) -> Tensor:
         """rank x held + slot: the expert's number where experts are counted rank by rank."""
-        return self.table("positions", ids.device)[ids]
+        return self.lookup_table("positions", ids.device)[ids]
 
     def expert_at(self, positions: Tensor) -> Tensor:
         """The inverse of `position_of`."""
-        return self.table("experts", positions.device)[positions]
+        return self.lookup_table("experts", positions.device)[positions]
 
-    def table(self, name: str, device: torch.device, rank: int = 0) -> Tensor:
+    def lookup_table(self, name: str, device: torch.device, rank: int = 0) -> Tensor:
         """A lookup table on a device, uploaded once."""
         known = (name, device, rank)
-        if known not in self.tables:
+        if known not in self.uploaded_tables:
             values = self.table_values(name, rank)
-            self.tables[known] = torch.tensor(values, dtype=torch.int64, device=device)
-        return self.tables[known]
+            self.uploaded_tables[known] = torch.tensor(values, dtype=torch.int64, device=device)
+        return self.uploaded_tables[known]
 
     def table_values(self, name: str, rank: int) -> list[int]:
         if name == "ranks":
@@ -84,7 +85,7 @@ class ExpertPlacement:
         return [*slots, self.held]  # the last entry is the one that an id of -1 finds
 
     @cached_property
-    def tables(self) -> dict[tuple[str, torch.device, int], Tensor]:
+    def uploaded_tables(self) -> dict[tuple[str, torch.device, int], Tensor]:
         return {}
 
     @property

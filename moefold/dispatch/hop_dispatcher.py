@@ -26,14 +26,14 @@ class HopDispatcher:
         self.kernels = kernels
 
     def plan(self, routing: Routing) -> Receipt:
-        ids_NK, weights_NK = routing.ids_TK, routing.weights_TK
+        tokens = len(routing.ids_TK)
         plans = []
         for hop in self.hops:
-            plan = hop.plan(ids_NK, weights_NK)
-            ids_NK, weights_NK = plan.ids_NK, plan.weights_NK
+            plan = hop.plan(routing)
+            routing = plan.routing  # of the arrivals
             plans.append(plan)
-        may_be_remote = ids_NK.shape[1] > 1  # a parcel of one choice is always for an expert here
-        order = self.row_policy.order_by_expert(ids_NK, weights_NK, len(routing.ids_TK), may_be_remote)
+        may_be_remote = routing.ids_TK.shape[1] > 1  # a parcel of one choice is always for an expert here
+        order = self.row_policy.order_by_expert(routing, tokens, may_be_remote)
         legs = tuple(plan.leg for plan in plans)
         rows_sent = sum(plan.rows_sent for plan in plans)
         rows_returned = sum(plan.rows_returned for plan in plans)

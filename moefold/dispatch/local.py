@@ -18,9 +18,9 @@ class LocalDispatcher:
 
     def plan(self, routing: Routing) -> Receipt:
         policy = self.row_policy
-        ids_TK, weights_TK = routing.ids_TK, routing.weights_TK
+        weights_TK, ids_TK = routing
         if not policy.one_row_per_choice:
-            order = policy.order_by_expert(ids_TK, weights_TK, len(ids_TK))
+            order = policy.order_by_expert(routing, len(ids_TK))
             return Receipt(order)
         slots_TK = ids_TK if self.in_order else policy.experts.position_of(ids_TK)
         arranged = self.kernels[arrange_rows](slots_TK, weights_TK, policy.held)

@@ -89,15 +89,16 @@ def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("may_be_remote", [False, True])
 def test_with_a_bound_nothing_waits_for_the_device(no_waiting: None, may_be_remote: bool):
-    ids_TK, weights_TK = ROUTINGS["random"](0), numbers(12, 3, seed=2)
-    bounded_policy(8, rank=1).order_by_expert(ids_TK, weights_TK, 12, may_be_remote)
+    routing = Routing(numbers(12, 3, seed=2), ROUTINGS["random"](0))
+    bounded_policy(8, rank=1).order_by_expert(routing, 12, may_be_remote)
     with pytest.raises(WaitedForDevice):
-        RowPolicy(PLACEMENT, 1, multiple=8).order_by_expert(ids_TK, weights_TK, 12, may_be_remote)
+        RowPolicy(PLACEMENT, 1, multiple=8).order_by_expert(routing, 12, may_be_remote)
 
 
 def test_padding_to_a_fixed_number_of_rows_does_not_wait_either(no_waiting: None):
     policy = RowPolicy(PLACEMENT, drops=True, each=lambda tokens: 2 * tokens)
-    order = policy.order_by_expert(ROUTINGS["random"](0), numbers(12, 3, seed=2), 12)
+    routing = Routing(numbers(12, 3, seed=2), ROUTINGS["random"](0))
+    order = policy.order_by_expert(routing, 12)
     assert len(order.index_R) == 24 * PLACEMENT.held
 
 

@@ -10,7 +10,7 @@ import torch
 from moefold.config.errors import UserError
 from moefold.config.open_names import DISPATCHER_NAMES
 from moefold.config.run import Config, ModelConfig, MoeConfig, ParallelConfig, TrainConfig
-from moefold.dispatch.base import Hop, HopPlan, RowPolicy
+from moefold.dispatch.base import Hop, HopPlan, Routing, RowPolicy
 from moefold.dispatch.build import DISPATCHER_BUILDERS, DispatchSetting, build_dispatcher, build_from_hops, dedup_hops
 from moefold.dispatch.expert_placement import contiguous_placement
 from moefold.dispatch.hop_dispatcher import HopDispatcher
@@ -25,9 +25,9 @@ KERNELS = BINDINGS["chosen"]
 class ShufflingHop:
     """Sends nothing: tokens arrive in another order on their own rank."""
 
-    def plan(self, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> HopPlan:
-        order_T = torch.randperm(len(ids_TK), generator=torch.Generator().manual_seed(7))
-        return HopPlan(order_T, ids_TK[order_T], weights_TK[order_T])
+    def plan(self, routing: Routing) -> HopPlan:
+        order_T = torch.randperm(len(routing.ids_TK), generator=torch.Generator().manual_seed(7))
+        return HopPlan(order_T, Routing(routing.weights_TK[order_T], routing.ids_TK[order_T]))
 
     def out(self, h_TD: torch.Tensor, leg: Any) -> torch.Tensor:
         return h_TD[leg]
