@@ -10,7 +10,8 @@ ROOT = Path(__file__).parent.parent / "moefold"
 FLOORS = [
     ["schedule", "observe"],
     ["config"],
-    ["layout", "presets", "anatomy"],
+    ["layout", "presets"],
+    ["anatomy"],
     ["kernels", "comm"],
     ["precision", "dispatch", "data"],
     ["model"],

@@ -22,9 +22,10 @@ from math import prod
 from typing import Literal
 
 from moefold.config.run import ModelConfig
+from moefold.layout import placement
+from moefold.layout.placement import DimCuts
 
 Lane = Literal["compute", "comm"]
-DimCuts = tuple[tuple[int, str], ...]  # dims of a tensor with the axes that cut them, as a placement has them
 
 
 @dataclass(frozen=True)
@@ -58,11 +59,11 @@ Weights = tuple[WeightSpec, ...]
 
 
 def sharded_over_tp(dim: int) -> DimCuts:
-    return ((dim, "tp"),)
+    return placement.sharded_over_tp(dim).cut
 
 
 def sharded_over_experts(inner: int) -> DimCuts:
-    return ((0, "ep"), (inner, "etp"))
+    return placement.sharded_over_experts(inner).cut
 
 
 def tp_weight(name: str, *shape: int, dim: int = 0) -> WeightSpec:

@@ -1,7 +1,7 @@
-"""Debug mode: before every collective the ranks tell each other what they are about to do, and where.
+"""Checker of collectives (debug): before each one, ranks compare its kind, shape and call site through the store.
 
-A wrong shape, another collective or a partner who never comes is then named within seconds, with both places in the
-code, instead of a hang or a wrong number. Costs a message per rank and collective, so it is off unless asked for.
+A wrong shape, another collective or a missing rank is then named within seconds, with both call sites, instead of a
+hang or a wrong number. Costs a message per rank and collective, so it is off by default.
 """
 
 from __future__ import annotations
@@ -10,12 +10,14 @@ import json
 import sys
 from collections import Counter
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from moefold.config.errors import RunFailure
 from moefold.layout.axes import Axis
@@ -24,68 +26,98 @@ PACKAGE_FOLDER = Path(__file__).parent.parent
 TORCH_FOLDER = Path(torch.__file__).parent
 
 
+@dataclass(frozen=True)
+class CollectiveNote:
+    """One rank's next collective. `terms` must be equal on all ranks; `rows_to` and `rows_from` must match in pairs."""
+
+    what: str
+    axis: str
+    terms: dict[str, Any]
+    rows_to: list[int] | None
+    rows_from: list[int] | None
+    call_site: str
+
+    def __str__(self) -> str:
+        return f"{self.what} of {self.terms} at {self.call_site}"
+
+    def encode_json(self) -> str:
+        return json.dumps(asdict(self))
+
+
+def decode_note(raw: bytes) -> CollectiveNote:
+    return CollectiveNote(**json.loads(raw))
+
+
 class CollectiveChecker:
     def __init__(self, store: dist.Store, rank: int, patience: float = 20.0):
-        self.store, self.rank, self.patience = store, rank, timedelta(seconds=patience)
-        self.turns: Counter[tuple[int, ...]] = Counter()
+        self.store = store
+        self.rank = rank
+        self.patience = timedelta(seconds=patience)
+        self.turns: Counter[tuple[int, ...]] = Counter()  # collectives so far, by the ranks that take part
 
-    def check(
-        self, what: str, axis: Axis, terms: dict[str, Any], rows_to: list[int] | None, rows_from: list[int] | None
-    ):
-        """Publish what this rank is about to do, read what the others are, and fail on the first disagreement."""
+    def check(self, mine: CollectiveNote, axis: Axis) -> None:
+        """Publish this rank's next collective, read those of the other ranks, and fail on the first disagreement."""
         turn = self.turns[axis.ranks]
         self.turns[axis.ranks] += 1
-        mine = {"what": what, "terms": terms, "to": rows_to, "from": rows_from, "at": nearest_call_site()}
         prefix = f"contract/{axis.name}/{axis.ranks}/{turn}"
-        self.store.set(f"{prefix}/{self.rank}", json.dumps(mine))
-        self.store.set(f"contract/last/{self.rank}", json.dumps({**mine, "axis": axis.name}))
-        for place, other in enumerate(axis.ranks):
-            theirs = self.read(f"{prefix}/{other}", other, mine, axis)
-            if (mine["what"], mine["terms"]) != (theirs["what"], theirs["terms"]):
-                raise RunFailure(self.describe_disagreement(axis, mine, theirs, other))
-            if rows_to is None or rows_from is None:
-                continue
-            for giver, taker, sent, expected in (
-                ((self.rank, mine), (other, theirs), rows_to[place], theirs["from"][axis.index]),
-                ((other, theirs), (self.rank, mine), theirs["to"][axis.index], rows_from[place]),
-            ):  # both notice, so that neither waits for the other
-                if sent != expected:
-                    raise RunFailure(
-                        f"{what} over {axis.name}: rank {giver[0]} sends {sent} rows to rank {taker[0]} at "
-                        f"{giver[1]['at']}, but rank {taker[0]} expects {expected} at {taker[1]['at']}"
-                    )
+        note = mine.encode_json()
+        self.store.set(f"{prefix}/{self.rank}", note)
+        self.store.set(f"contract/last/{self.rank}", note)
+        for index, other in enumerate(axis.ranks):
+            theirs = self.read_note(f"{prefix}/{other}", other, mine)
+            if mine.what != theirs.what or mine.terms != theirs.terms:
+                raise RunFailure(
+                    f"ranks disagree on a collective over {axis.name}: rank {self.rank} does {mine}, "
+                    f"rank {other} does {theirs}"
+                )
+            # Both directions are compared on both ranks, so that neither waits for the other.
+            self.check_rows(mine, self.rank, axis.index, theirs, other, index)
+            self.check_rows(theirs, other, index, mine, self.rank, axis.index)
 
-    def read(self, name: str, other: int, mine: dict[str, Any], axis: Axis) -> dict[str, Any]:
+    def check_rows(
+        self, sends: CollectiveNote, sender: int, from_index: int, takes: CollectiveNote, receiver: int, to_index: int
+    ) -> None:
+        """Compare the rows that one rank sends to another with those that the other expects."""
+        if sends.rows_to is None or takes.rows_from is None:
+            return
+        sent = sends.rows_to[to_index]
+        expected = takes.rows_from[from_index]
+        if sent != expected:
+            raise RunFailure(
+                f"{sends.what} over {sends.axis}: rank {sender} sends {sent} rows to rank {receiver} at "
+                f"{sends.call_site}, but rank {receiver} expects {expected} at {takes.call_site}"
+            )
+
+    def read_note(self, name: str, other: int, mine: CollectiveNote) -> CollectiveNote:
         try:
             self.store.wait([name], self.patience)
         except (RuntimeError, dist.DistError):
+            seconds = self.patience.total_seconds()
+            last = self.last_collective_of(other)
             raise RunFailure(
-                f"rank {self.rank} waits in {mine['what']} over {axis.name} at {mine['at']}, but rank {other} did not "
-                f"come within {self.patience.total_seconds():g} s; {self.last_collective_of(other)}"
+                f"rank {self.rank} waits in {mine.what} over {mine.axis} at {mine.call_site}, but rank {other} did not "
+                f"come within {seconds:g} s; {last}"
             ) from None
-        return json.loads(self.store.get(name))
+        return decode_note(self.store.get(name))
 
     def last_collective_of(self, other: int) -> str:
         name = f"contract/last/{other}"
         if not self.store.check([name]):
             return "it has begun no collective yet"
-        last = json.loads(self.store.get(name))
-        return f"its last was {last['what']} over {last['axis']} at {last['at']}"
-
-    def describe_disagreement(self, axis: Axis, mine: dict[str, Any], theirs: dict[str, Any], other: int) -> str:
-        one, two = (f"{m['what']} of {m['terms']} at {m['at']}" for m in (mine, theirs))
-        return f"ranks disagree on a collective over {axis.name}: rank {self.rank} does {one}, rank {other} does {two}"
+        last = decode_note(self.store.get(name))
+        return f"its last was {last.what} over {last.axis} at {last.call_site}"
 
 
 def nearest_call_site() -> str:
-    """The nearest caller outside of this room and of torch."""
+    """File and line of the nearest caller outside of moefold/comm and torch."""
     frame = sys._getframe(1)
     while frame.f_back and is_comm_or_torch_file(Path(frame.f_code.co_filename)):
         frame = frame.f_back
     path = Path(frame.f_code.co_filename)
     if is_comm_or_torch_file(path):
         return "the backward pass"
-    shown = path.relative_to(PACKAGE_FOLDER.parent) if PACKAGE_FOLDER in path.parents else path.name
+    inside_package = PACKAGE_FOLDER in path.parents
+    shown = path.relative_to(PACKAGE_FOLDER.parent) if inside_package else path.name
     return f"{shown}:{frame.f_lineno}"
 
 
@@ -99,14 +131,18 @@ ACTIVE_CHECKERS: list[CollectiveChecker] = []
 def check_agreement(
     what: str,
     axis: Axis,
-    x: torch.Tensor,
+    x: Tensor,
     rows_to: list[int] | None = None,
     rows_from: list[int] | None = None,
 ) -> None:
-    """Check a collective on x, if somebody asked for checks. Rows may differ where `rows_to` says how many go where."""
-    if ACTIVE_CHECKERS:
-        shape = list(x.shape if rows_to is None else x.shape[1:])
-        ACTIVE_CHECKERS[0].check(what, axis, {"shape": shape, "dtype": str(x.dtype)}, rows_to, rows_from)
+    """Check a collective on x, if a checker is active. The number of rows may differ between ranks where `rows_to` and
+    `rows_from` are given."""
+    if not ACTIVE_CHECKERS:
+        return
+    shape = x.shape if rows_to is None else x.shape[1:]
+    terms = {"shape": list(shape), "dtype": str(x.dtype)}
+    note = CollectiveNote(what, axis.name, terms, rows_to, rows_from, nearest_call_site())
+    ACTIVE_CHECKERS[0].check(note, axis)
 
 
 @contextmanager

@@ -1,9 +1,9 @@
-"""Summing gradients over ranks, each rank keeping its part, without waiting until the result is needed.
+"""Asynchronous reduce-scatter of gradients: each rank keeps its part of the sum, and waits when the result is needed.
 
-As fp32: one reduce-scatter. As bf16: every rank sends each other rank its part in bf16 and sums what it gets in fp32;
-half the bytes of fp32, and one rounding of each summand where a bf16 ring would round at every hop. Nothing is
-allocated for it: rounded, the gradients take half of their own memory, and what arrives takes the other half. Gradients
-that are bf16 from the start need memory for what arrives, and their sum is fp32 all the same.
+As fp32: one reduce-scatter. As bf16: every rank sends each other rank its part in bf16 (all-to-all) and sums the parts
+it receives in fp32; half the bytes of fp32, and one rounding of each summand where a bf16 ring would round every hop.
+Nothing is allocated for it: rounded, fp32 gradients take half of their own memory, and received parts the other half.
+Gradients that are bf16 from the start need memory for the received parts; their sum is fp32, too.
 
     fp32    | g0      | g1      | g2      | g3      |
     bf16    | g0 | g1 | g2 | g3 | from 0  | from 1 ..
@@ -16,21 +16,22 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from moefold.comm import byte_counters
 from moefold.comm.check_collectives import check_agreement
-from moefold.comm.collectives import DIST_REDUCE_SCATTER
+from moefold.comm.collectives import DIST_REDUCE_SCATTER, reduce_scatter_bytes
 from moefold.layout.axes import Axis
 
 
 @dataclass
 class PendingReduction:
-    """A sum under way; `arrived` waits for it."""
+    """A reduction in progress; `arrived` waits for it."""
 
     wait: Callable[[], object]
-    result: Callable[[], torch.Tensor]
+    result: Callable[[], Tensor]
 
-    def arrived(self) -> torch.Tensor:
+    def arrived(self) -> Tensor:
         self.wait()
         return self.result()
 
@@ -38,38 +39,43 @@ class PendingReduction:
 def wait_for_nothing() -> None: ...
 
 
-def reduce_scatter_fp32(x: torch.Tensor, axis: Axis) -> PendingReduction:
+def reduce_scatter_fp32(x: Tensor, axis: Axis) -> PendingReduction:
     if axis.size == 1:
         return PendingReduction(wait_for_nothing, lambda: x)
     check_agreement("reduce", axis, x)
-    byte_counters.note_bytes_sent("reduce", axis, x.nbytes * (axis.size - 1) // axis.size)
+    byte_counters.note_bytes_sent("reduce", axis, reduce_scatter_bytes(x, axis))
     out = x.new_empty(len(x) // axis.size)
     work = DIST_REDUCE_SCATTER(out, x, group=axis.group, async_op=True)
     return PendingReduction(work.wait, lambda: out)  # pyright: ignore[reportOptionalMemberAccess]
 
 
-def reduce_scatter_bf16(x: torch.Tensor, axis: Axis) -> PendingReduction:
+def reduce_scatter_bf16(x: Tensor, axis: Axis) -> PendingReduction:
     if axis.size == 1:
         return PendingReduction(wait_for_nothing, lambda: x)
-    sent, received = (x, torch.empty_like(x)) if x.dtype == torch.bfloat16 else round_to_bf16_in_place(x)
-    wide = torch.promote_types(x.dtype, torch.float32)
+    if x.dtype == torch.bfloat16:
+        sent, received = x, torch.empty_like(x)
+    else:
+        sent, received = round_to_bf16_in_place(x)
+    sum_dtype = torch.promote_types(x.dtype, torch.float32)
     check_agreement("reduce", axis, sent)
-    byte_counters.note_bytes_sent("reduce", axis, sent.nbytes * (axis.size - 1) // axis.size)
+    byte_counters.note_bytes_sent("reduce", axis, reduce_scatter_bytes(sent, axis))
     work = dist.all_to_all_single(received, sent, group=axis.group, async_op=True)
-    return PendingReduction(work.wait, lambda: sum_part_by_part(received.view(axis.size, -1), wide))  # pyright: ignore[reportOptionalMemberAccess]
+    parts = received.view(axis.size, -1)
+    return PendingReduction(work.wait, lambda: sum_part_by_part(parts, sum_dtype))  # pyright: ignore[reportOptionalMemberAccess]
 
 
-def sum_part_by_part(parts: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The sum over dim 0 in that type, part by part: torch's own would first widen all of them."""
+def sum_part_by_part(parts: Tensor, dtype: torch.dtype) -> Tensor:
+    """The sum over dim 0 in that dtype, one part after the other: torch's own sum would first convert all of them."""
     total = parts[0].to(dtype)
     for part in parts[1:]:
         total += part
     return total
 
 
-def round_to_bf16_in_place(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """x as bf16 in the first part of its own memory, and as much of the rest; x itself is gone. Elements move towards
-    the front, each block into what the blocks before it have left, so that no copy overlaps itself."""
+def round_to_bf16_in_place(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x as bf16 in the first half of its own memory, and the second half as a buffer; x itself is overwritten. Elements
+    move towards the front in blocks of doubling size, each into space that earlier blocks have left, so that no copy
+    overlaps its source."""
     narrow = x.view(torch.bfloat16)
     first = min(len(x), 4096)
     narrow[:first] = x[:first].to(torch.bfloat16)

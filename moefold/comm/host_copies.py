@@ -1,9 +1,9 @@
-"""Between host and device without waiting: pinned memory, copies on a stream, and events that tell when they are done.
+"""Asynchronous copies between host and device: pinned memory, copies on a stream, and events for their completion.
 
-    host     step 1 | step 2 | reads 1 | step 3 | reads 2        numbers are asked for at once and read a step later
+    host     step 1 | step 2 | reads 1 | step 3 | reads 2        results are requested at once and read a step later
     device     ---- step 1 ---- | ---- step 2 ---- | ----
 
-On a CPU everything is there at once, and the same calls simply return it.
+On a CPU nothing is copied, and the same calls return the tensors themselves.
 """
 
 from __future__ import annotations
@@ -13,38 +13,42 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 
 class ToHost:
-    """A tensor on its way to the host. `read` waits until it is there."""
+    """A copy of a tensor to the host, in progress. `read` waits for it."""
 
-    def __init__(self, x: torch.Tensor):
-        self.host_tensor, self.arrived = x, None
+    def __init__(self, x: Tensor):
+        self.host_tensor = x
+        self.arrived = None
         if x.is_cuda:
             self.host_tensor = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
             self.host_tensor.copy_(x, non_blocking=True)
             self.arrived = torch.cuda.current_stream(x.device).record_event()
 
-    def read(self) -> torch.Tensor:
+    def read(self) -> Tensor:
         if self.arrived is not None:
             self.arrived.synchronize()
         return self.host_tensor
 
 
-def integers_on_device(values: Sequence[int], device: torch.device) -> torch.Tensor:
-    """A few whole numbers that the host knows."""
-    here = torch.tensor(values, dtype=torch.int64)
-    return here.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else here
+def integers_on_device(values: Sequence[int], device: torch.device) -> Tensor:
+    """A few whole numbers of the host as a tensor, copied without waiting."""
+    on_host = torch.tensor(values, dtype=torch.int64)
+    if device.type != "cuda":
+        return on_host
+    return on_host.pin_memory().to(device, non_blocking=True)
 
 
 class UploadStream:
-    """Copies to the device beside its work, on a stream of their own."""
+    """A stream for copies to the device, concurrent with its compute."""
 
     def __init__(self, device: torch.device):
         self.device = device
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def begin(self, tensors: Sequence[torch.Tensor]) -> ToDevice:
+    def begin(self, tensors: Sequence[Tensor]) -> ToDevice:
         if self.stream is None:
             return ToDevice(list(tensors), None)
         with torch.cuda.stream(self.stream):
@@ -53,23 +57,24 @@ class UploadStream:
 
 
 class ToDevice:
-    """Tensors on their way to the device."""
+    """Copies of tensors to the device, in progress. `arrived` is the event behind them."""
 
-    def __init__(self, tensors: list[torch.Tensor], arrived: Any):
-        self.tensors, self.arrived = tensors, arrived
+    def __init__(self, tensors: list[Tensor], arrived: Any):
+        self.tensors = tensors
+        self.arrived = arrived
 
-    def take(self) -> list[torch.Tensor]:
-        """For use on the present stream, from when they are there."""
+    def take(self) -> list[Tensor]:
+        """The tensors; the current stream waits for the copies before it uses them."""
         if self.arrived is not None:
-            here = torch.cuda.current_stream(self.tensors[0].device)
-            here.wait_event(self.arrived)
+            current = torch.cuda.current_stream(self.tensors[0].device)
+            current.wait_event(self.arrived)
             for x in self.tensors:
-                x.record_stream(here)
+                x.record_stream(current)
         return self.tensors
 
 
 class DeviceTime:
-    """A point in a device's work: when it gets there, or on a CPU now."""
+    """A time stamp in a device's stream; on a CPU, the present time."""
 
     def __init__(self, device: torch.device):
         self.event = torch.cuda.Event(enable_timing=True) if device.type == "cuda" else None
@@ -78,7 +83,7 @@ class DeviceTime:
             self.event.record(torch.cuda.current_stream(device))
 
     def seconds_until(self, later: DeviceTime) -> float:
-        """Waits until the later one is reached."""
+        """Waits until the device has reached the later one."""
         if self.event is None or later.event is None:
             return later.clock - self.clock
         later.event.synchronize()

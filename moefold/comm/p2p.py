@@ -1,7 +1,7 @@
-"""Sends and receives between pipeline ranks, and the few sums that only some of them take part in.
+"""Point-to-point sends and receives between pipeline ranks, and sums over some of them.
 
-Messages of one rank to another arrive in the order in which they were sent, so a receiver that knows the sender's
-program asks for them in that order, and needs no tags.
+Messages from one rank to another arrive in the order in which they were sent. A receiver follows the sender's program,
+so messages need no tags.
 """
 
 from __future__ import annotations
@@ -12,56 +12,67 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from moefold.comm import byte_counters
 from moefold.layout.axes import Axis
 
 
-def staged_through_host(x: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """x, or a copy of it on the host: gloo sends and receives nothing else. Only ranks that share a GPU need it."""
-    return x.cpu() if x.is_cuda and axis.size > 1 and dist.get_backend(axis.group) == "gloo" else x
+def staged_through_host(x: Tensor, axis: Axis) -> Tensor:
+    """x, or a copy of it on the host where gloo, which sends host memory only, serves ranks that share a GPU."""
+    if not x.is_cuda or axis.size == 1:
+        return x
+    return x.cpu() if dist.get_backend(axis.group) == "gloo" else x
 
 
 @dataclass
 class PendingReceive:
-    """A tensor that is on its way here, to a device."""
+    """A receive in progress; `device` is where the tensor is wanted."""
 
     work: Any
-    tensor: torch.Tensor
+    tensor: Tensor
     device: torch.device
 
-    def arrived(self) -> torch.Tensor:
+    def arrived(self) -> Tensor:
         self.work.wait()
         return self.tensor.to(self.device)
 
 
 @dataclass
 class PipelineChannel:
-    """The ranks of a pipeline. What is sent is kept until it has left."""
+    """Messages between the ranks of a pipeline. A tensor that is sent is kept alive until it has left."""
 
     axis: Axis
-    pending_sends: list[tuple[Any, torch.Tensor]] = field(default_factory=list)
+    pending_sends: list[tuple[Any, Tensor]] = field(default_factory=list)
 
-    def send(self, x: torch.Tensor, to: int) -> None:
+    def send(self, x: Tensor, to: int) -> None:
         byte_counters.note_bytes_sent("pipe", self.axis, x.nbytes)
-        self.pending_sends = [(work, kept) for work, kept in self.pending_sends if not work.is_completed()]
+        self.forget_completed_sends()
         x = staged_through_host(x, self.axis)
-        self.pending_sends.append((dist.isend(x, self.axis.ranks[to], group=self.axis.group), x))
+        receiver = self.axis.ranks[to]
+        work = dist.isend(x, receiver, group=self.axis.group)
+        self.pending_sends.append((work, x))
 
-    def receive(self, like: torch.Tensor, source: int) -> PendingReceive:
-        """`like` is where it will be."""
-        here = staged_through_host(like, self.axis)
-        return PendingReceive(dist.irecv(here, self.axis.ranks[source], group=self.axis.group), here, like.device)
+    def forget_completed_sends(self) -> None:
+        pending = [(work, kept) for work, kept in self.pending_sends if not work.is_completed()]
+        self.pending_sends = pending
+
+    def receive(self, like: Tensor, source: int) -> PendingReceive:
+        """`like` is the memory to receive into."""
+        buffer = staged_through_host(like, self.axis)
+        sender = self.axis.ranks[source]
+        work = dist.irecv(buffer, sender, group=self.axis.group)
+        return PendingReceive(work, buffer, like.device)
 
     def flush(self) -> None:
-        """Wait until all has left."""
+        """Wait until every message has left."""
         for work, _ in self.pending_sends:
             work.wait()
         self.pending_sends = []
 
 
-def sum_over_members(x: torch.Tensor, members: Sequence[int], axis: Axis) -> torch.Tensor:
-    """The sum over some of the axis' ranks, on each of them, added up in the order of ranks: the same bits on all."""
+def sum_over_members(x: Tensor, members: Sequence[int], axis: Axis) -> Tensor:
+    """The sum over some of the axis' ranks, on each of them, added in the order of ranks: the same bits on all."""
     if axis.index not in members or len(members) == 1:
         return x
     pipe = PipelineChannel(axis)

@@ -1,9 +1,10 @@
-"""A turn of the ring: hand a tensor to the next rank and take the previous rank's, while something else is computed."""
+"""Ring shift: send a tensor to the next rank and receive the previous rank's, overlapped with compute."""
 
 from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from moefold.comm import byte_counters
 from moefold.comm.check_collectives import check_agreement
@@ -12,24 +13,27 @@ from moefold.layout.axes import Axis
 
 
 class RingShift:
-    """Starts sending at once; `arrived` waits. On an axis of size one the tensor itself arrives."""
+    """Starts to send when it is made; `arrived` waits. On an axis of size one the tensor itself arrives."""
 
-    def __init__(self, x: torch.Tensor, axis: Axis):
-        self.sent, self.device = staged_through_host(x.contiguous(), axis), x.device
-        self.received, self.waits = self.sent, []
+    def __init__(self, x: Tensor, axis: Axis):
+        self.device = x.device
+        self.sent = staged_through_host(x.contiguous(), axis)
+        self.received = self.sent
+        self.works = []
         if axis.size > 1:
             check_agreement("turn", axis, x)
             byte_counters.note_bytes_sent("turn", axis, x.nbytes)
             self.received = torch.empty_like(self.sent)
-            after, before = axis.ranks[(axis.index + 1) % axis.size], axis.ranks[axis.index - 1]
-            self.waits = dist.batch_isend_irecv(
-                [
-                    dist.P2POp(dist.isend, self.sent, after, axis.group),
-                    dist.P2POp(dist.irecv, self.received, before, axis.group),
-                ]
-            )
+            self.works = self.start_exchange(axis)
 
-    def arrived(self) -> torch.Tensor:
-        for wait in self.waits:
-            wait.wait()
+    def start_exchange(self, axis: Axis) -> list[dist.Work]:
+        after = axis.ranks[(axis.index + 1) % axis.size]
+        before = axis.ranks[axis.index - 1]
+        send = dist.P2POp(dist.isend, self.sent, after, axis.group)
+        receive = dist.P2POp(dist.irecv, self.received, before, axis.group)
+        return dist.batch_isend_irecv([send, receive])
+
+    def arrived(self) -> Tensor:
+        for work in self.works:
+            work.wait()
         return self.received.to(self.device)

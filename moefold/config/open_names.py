@@ -60,7 +60,7 @@ class OpenNames:
         return len(self.lines)
 
 
-DISPATCHERS = OpenNames(
+DISPATCHER_NAMES = OpenNames(
     "dispatcher",
     {
         "auto": "the one of least predicted time",
@@ -72,7 +72,7 @@ DISPATCHERS = OpenNames(
     },
 )
 
-ROUTER_SCORES = OpenNames(
+ROUTER_SCORE_NAMES = OpenNames(
     "router score",
     {
         "softmax": "softmax of the router logits over all experts",
@@ -81,7 +81,7 @@ ROUTER_SCORES = OpenNames(
     },
 )
 
-ATTENTION_KINDS = OpenNames(
+ATTENTION_NAMES = OpenNames(
     "attention kind",
     {
         "gqa": "grouped-query attention",
@@ -89,9 +89,9 @@ ATTENTION_KINDS = OpenNames(
     },
 )
 
-OPTIMIZER_RULES = OpenNames("optimizer rule", {"adamw": "AdamW: Adam with decoupled weight decay"})
+OPTIMIZER_NAMES = OpenNames("optimizer rule", {"adamw": "AdamW: Adam with decoupled weight decay"})
 
-DATA_SOURCES = OpenNames(
+DATA_SOURCE_NAMES = OpenNames(
     "data source",
     {
         "stdlib": "source code of Python's standard library",

@@ -1,31 +1,86 @@
-"""What a rule is: data that checks a configuration on a number of ranks, says what is wrong and how to mend it."""
+"""Rules of the configuration: data that checks it on a number of ranks, says what is wrong and what to do.
+
+    @MODEL_RULES.rule("top-k within experts", reads, says="<model.moe.top_k> exceeds <model.moe.experts>", fix="...")
+    def top_k_within_experts(c): ...
+
+Messages are templates: `<model.moe.top_k>` becomes `model.moe.top_k = 9`, and `{model.moe.top_k}` becomes `9`. A
+message that needs more is a function of the case.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from operator import attrgetter
+from typing import Any
 
 from moefold.config.errors import printable_text
 from moefold.config.keys import format_value
-from moefold.config.run import Config
+from moefold.config.run import (
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    KernelsConfig,
+    ModelConfig,
+    OptimConfig,
+    ParallelConfig,
+    PipelineConfig,
+    TrainConfig,
+)
 
 
 @dataclass(frozen=True)
 class ConfigOnRanks:
-    """A configuration on a number of ranks: what rules look at."""
+    """A configuration on a number of ranks: the case that rules judge. Sections are at hand by their names."""
 
     config: Config
     world: int = 1
 
     @property
+    def model(self) -> ModelConfig:
+        return self.config.model
+
+    @property
+    def data(self) -> DataConfig:
+        return self.config.data
+
+    @property
+    def train(self) -> TrainConfig:
+        return self.config.train
+
+    @property
+    def optim(self) -> OptimConfig:
+        return self.config.optim
+
+    @property
+    def parallel(self) -> ParallelConfig:
+        return self.config.parallel
+
+    @property
+    def pipeline(self) -> PipelineConfig:
+        return self.config.pipeline
+
+    @property
+    def kernels(self) -> KernelsConfig:
+        return self.config.kernels
+
+    @property
+    def checkpoint(self) -> CheckpointConfig:
+        return self.config.checkpoint
+
+    @property
+    def name(self) -> str:
+        return self.config.name
+
+    @property
     def dense_model_ranks(self) -> int:
-        p = self.config.parallel
+        p = self.parallel
         return p.tp * p.cp * p.pp
 
     @property
     def expert_model_ranks(self) -> int:
-        p = self.config.parallel
+        p = self.parallel
         return p.etp * p.ep * p.pp
 
     @property
@@ -35,38 +90,89 @@ class ConfigOnRanks:
     @property
     def share(self) -> int:
         """Sequences of a global batch that one data-parallel rank gets, at least one."""
-        return max(1, self.config.train.global_batch // self.dp)
+        return max(1, self.train.global_batch // self.dp)
+
+
+Condition = Callable[[ConfigOnRanks], bool]
+MessageOf = Callable[[ConfigOnRanks], str]
+Message = str | MessageOf
 
 
 @dataclass(frozen=True)
 class ConfigRule:
+    """`reads` names the rule's keys: it is passed over when one of them is known to be illegal. `says` states what is
+    wrong, `fix` what to set."""
+
     name: str
     reads: tuple[str, ...]
-    holds: Callable[[ConfigOnRanks], bool]
-    says: Callable[[ConfigOnRanks], str]
-    fix: Callable[[ConfigOnRanks], str]
+    holds: Condition
+    says: MessageOf
+    fix: MessageOf
+
+
+class RuleList(list[ConfigRule]):
+    """Rules in the order in which they are written."""
+
+    def rule(
+        self, name: str, reads: tuple[str, ...], fix: Message, says: Message = "", why: str = ""
+    ) -> Callable[[Condition], Condition]:
+        """Add the decorated condition as a rule. With `why`, its message is its keys' values and the reason."""
+        if why:
+            keys = ", ".join(f"<{path}>" for path in reads)
+            says = f"{keys}: {why}"
+
+        def add_condition(holds: Condition) -> Condition:
+            self.append(ConfigRule(name, reads, holds, message_of(says), message_of(fix)))
+            return holds
+
+        return add_condition
+
+
+def message_of(message: Message) -> MessageOf:
+    """The message as a function of the case: itself, or its template filled in."""
+    if not isinstance(message, str):
+        return message
+    template = message
+
+    def fill_template(c: ConfigOnRanks) -> str:
+        return render_message(template, c)
+
+    return fill_template
+
+
+def render_message(template: str, c: ConfigOnRanks) -> str:
+    """`<path>` becomes `path = value`, `{path}` becomes the value."""
+
+    def shown_value(found: re.Match[str]) -> str:
+        key_and_value, value_only = found.groups()
+        if key_and_value:
+            return f"{key_and_value} = {show_value_at(key_and_value, c)}"
+        return show_value_at(value_only, c)
+
+    return re.sub(r"<([\w.]+)>|\{([\w.]+)\}", shown_value, template)
+
+
+def show_value_at(path: str, c: ConfigOnRanks) -> str:
+    value: Any = attrgetter(path)(c)
+    if isinstance(value, float):
+        return f"{value:g}"
+    return printable_text(format_value(value))
+
+
+def set_to_divisor(key: str, of: str) -> MessageOf:
+    """The advice to set a key to one of the divisors of another key's value."""
+
+    def list_divisors(c: ConfigOnRanks) -> str:
+        return f"set {key} to one of {divisors_in_words(attrgetter(of)(c))}"
+
+    return list_divisors
 
 
 def divisors_in_words(n: int, most: int = 12) -> str:
-    """The divisors of n in words, the largest few when there are many."""
+    """The divisors of n in words; where there are many, three small ones and the largest."""
     small = [d for d in range(1, int(n**0.5) + 1) if n % d == 0]
-    found = sorted({*small, *(n // d for d in small)})
-    return ", ".join(map(str, found if len(found) <= most else [*found[:3], *found[-(most - 3) :]]))
-
-
-def simple_rule(
-    name: str, reads: tuple[str, ...], holds: Callable[[Config], bool], why: str, fix: str | Callable[[Config], str]
-) -> ConfigRule:
-    """A rule whose message is the values of its keys and one reason."""
-
-    def values_and_reason(c: ConfigOnRanks) -> str:
-        values = (f"{key} = {printable_text(format_value(attrgetter(key)(c.config)))}" for key in reads)
-        return f"{', '.join(values)}: {why}"
-
-    return ConfigRule(
-        name,
-        reads,
-        lambda c: holds(c.config),
-        values_and_reason,
-        lambda c: fix if isinstance(fix, str) else fix(c.config),
-    )
+    large = [n // d for d in small]
+    divisors = sorted({*small, *large})
+    if len(divisors) > most:
+        divisors = [*divisors[:3], *divisors[3 - most :]]
+    return ", ".join(map(str, divisors))

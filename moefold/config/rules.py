@@ -1,7 +1,7 @@
-"""Every rule that ties keys together, as data: the checks, the messages and the planner's pruning read one list.
+"""Rules that tie keys together, as data: the checks, the messages and the planner's pruning read one list.
 
-A rule is (name, reads, holds, says, fix). `reads` names its keys, so that a rule is passed over when one of them
-is already known to be illegal and arithmetic on it would only add noise.
+A rule is (name, reads, holds, says, fix), see config/rule.py. `reads` names its keys, so that a rule is passed over
+when one of them is already known to be illegal.
 """
 
 from __future__ import annotations
@@ -10,390 +10,530 @@ import re
 from collections.abc import Callable, Iterable
 from operator import attrgetter
 
-from moefold.config.errors import UserError, printable_text
+from moefold.config.errors import UserError
 from moefold.config.model_rules import MODEL_RULES
 from moefold.config.optimizer_groups import group_problems
-from moefold.config.rule import ConfigOnRanks, ConfigRule, divisors_in_words, simple_rule
+from moefold.config.rule import (
+    ConfigOnRanks,
+    ConfigRule,
+    RuleList,
+    divisors_in_words,
+    render_message,
+    set_to_divisor,
+)
 from moefold.config.run import Config, ParallelConfig
 from moefold.schedule import stage_layout
 from moefold.schedule.schedule_catalog import SCHEDULES
 from moefold.schedule.schedule_error import ScheduleError
 
-CROSS_FIELD_RULES: list[ConfigRule] = [
-    ConfigRule(
-        "what is kept is written",
-        ("checkpoint.keep_every", "checkpoint.every"),
-        lambda c: c.config.checkpoint.keep_every % c.config.checkpoint.every == 0,
-        lambda c: (
-            f"checkpoint.keep_every = {c.config.checkpoint.keep_every} is no multiple of checkpoint.every = "
-            f"{c.config.checkpoint.every}: steps to keep would not be written"
-        ),
-        lambda c: f"set checkpoint.keep_every to one of 0, {c.config.checkpoint.every}",
-    ),
-    ConfigRule(
-        "the checkpoint path names a place",
-        ("checkpoint.path",),
-        lambda c: re.fullmatch(r"([A-Za-z][\w+.:-]*://)?[^\x00-\x1f:]*", c.config.checkpoint.path) is not None,
-        lambda c: (
-            f"checkpoint.path = {printable_text(c.config.checkpoint.path)} names no place; "
-            "expected a folder, or a path such as s3://bucket/run"
-        ),
-        lambda c: 'set checkpoint.path to ""',
-    ),
-    ConfigRule(
-        "the name can be a folder's",
-        ("name",),
-        lambda c: re.fullmatch(r"\w[\w.+-]{0,80}", c.config.name, re.ASCII) is not None,
-        lambda c: f"name = {printable_text(c.config.name)} cannot name a folder; expected letters, digits and . _ + -",
-        lambda c: "set name to something like my-run",
-    ),
-    ConfigRule(
-        "kv heads divide heads",
-        ("model.attention.heads", "model.attention.kv_heads"),
-        lambda c: c.config.model.attention.heads % c.config.model.attention.kv_heads == 0,
-        lambda c: (
-            f"model.attention.kv_heads = {c.config.model.attention.kv_heads} does not divide "
-            f"model.attention.heads = {c.config.model.attention.heads}"
-        ),
-        lambda c: f"set model.attention.kv_heads to one of {divisors_in_words(c.config.model.attention.heads)}",
-    ),
-    ConfigRule(
-        "head width is even",
-        ("model.attention.head_dim",),
-        lambda c: c.config.model.attention.head_dim % 2 == 0,
-        lambda c: f"model.attention.head_dim = {c.config.model.attention.head_dim} is odd; RoPE turns pairs",
-        lambda c: f"set model.attention.head_dim to {c.config.model.attention.head_dim + 1}",
-    ),
-    ConfigRule(
-        "top-k within experts",
-        ("model.moe.top_k", "model.moe.experts"),
-        lambda c: c.config.model.moe.top_k <= c.config.model.moe.experts,
-        lambda c: (
-            f"model.moe.top_k = {c.config.model.moe.top_k} exceeds model.moe.experts = {c.config.model.moe.experts}"
-        ),
-        lambda c: f"set model.moe.top_k to at most {c.config.model.moe.experts}",
-    ),
-    ConfigRule(
-        "dense layers within layers",
-        ("model.moe.dense_layers", "model.layers"),
-        lambda c: c.config.model.moe.dense_layers <= c.config.model.layers,
-        lambda c: (
-            f"model.moe.dense_layers = {c.config.model.moe.dense_layers} exceeds model.layers = {c.config.model.layers}"
-        ),
-        lambda c: f"set model.moe.dense_layers to at most {c.config.model.layers}",
-    ),
-    ConfigRule(
-        "llama3 frequencies in order",
-        ("model.attention.rope.low_frequency", "model.attention.rope.high_frequency", "model.attention.rope.scaling"),
-        lambda c: (
-            c.config.model.attention.rope.scaling != "llama3"
-            or c.config.model.attention.rope.low_frequency < c.config.model.attention.rope.high_frequency
-        ),
-        lambda c: (
-            f"model.attention.rope.low_frequency = {c.config.model.attention.rope.low_frequency:g} is not below "
-            f"model.attention.rope.high_frequency = {c.config.model.attention.rope.high_frequency:g}"
-        ),
-        lambda c: f"set model.attention.rope.high_frequency above {c.config.model.attention.rope.low_frequency:g}",
-    ),
-    ConfigRule(
-        "yarn turns in order",
-        ("model.attention.rope.beta_fast", "model.attention.rope.beta_slow", "model.attention.rope.scaling"),
-        lambda c: (
-            c.config.model.attention.rope.scaling != "yarn"
-            or c.config.model.attention.rope.beta_slow <= c.config.model.attention.rope.beta_fast
-        ),
-        lambda c: (
-            f"model.attention.rope.beta_slow = {c.config.model.attention.rope.beta_slow:g} is above "
-            f"model.attention.rope.beta_fast = {c.config.model.attention.rope.beta_fast:g}"
-        ),
-        lambda c: f"set model.attention.rope.beta_fast to at least {c.config.model.attention.rope.beta_slow:g}",
-    ),
-    ConfigRule(
-        "files are named",
-        ("data.source", "data.files"),
-        lambda c: (c.config.data.source == "files") == bool(c.config.data.files),
-        lambda c: (
-            "data.source = files, but data.files is empty"
-            if c.config.data.source == "files"
-            else f"data.files = {printable_text(','.join(c.config.data.files))}, but data.source = {c.config.data.source}"
-        ),
-        lambda c: "set data.files to your files, such as --data.source files --data.files corpus.txt",
-    ),
-    simple_rule(
-        "there are documents to attend within",
-        ("data.attend", "data.source"),
-        lambda c: c.data.attend == "sequence" or c.data.source != "zipf",
-        "random tokens are one document without end",
-        "set data.attend to sequence",
-    ),
-    simple_rule(
-        "documents are met whole",
-        ("data.attend", "parallel.cp", "parallel.context"),
-        lambda c: (
-            c.data.attend == "sequence" or c.parallel.cp == 1 or c.parallel.context not in ("ring", "hierarchical")
-        ),
-        "a block of keys that goes round a ring does not know where documents begin",
-        "set parallel.context to all_gather",
-    ),
-    ConfigRule(
-        "bytes fit the vocabulary",
-        ("data.tokenizer", "model.vocab"),
-        lambda c: c.config.data.tokenizer != "byte" or c.config.model.vocab >= 256,
-        lambda c: f"model.vocab = {c.config.model.vocab} cannot hold the 256 tokens of data.tokenizer = byte",
-        lambda c: "set model.vocab to 256 or more",
-    ),
-    ConfigRule(
-        "dense grid fits the world",
-        ("parallel.tp", "parallel.cp", "parallel.pp"),
-        lambda c: c.world % c.dense_model_ranks == 0,
-        lambda c: f"parallel.tp x cp x pp = {c.dense_model_ranks} does not divide the number of ranks, {c.world}",
-        lambda c: (
-            f"start a multiple of {c.dense_model_ranks} ranks, or choose a product among {divisors_in_words(c.world)}"
-        ),
-    ),
-    ConfigRule(
-        "expert grid fits the world",
-        ("parallel.ep", "parallel.etp", "parallel.pp"),
-        lambda c: c.world % c.expert_model_ranks == 0,
-        lambda c: f"parallel.etp x ep x pp = {c.expert_model_ranks} does not divide the number of ranks, {c.world}",
-        lambda c: (
-            f"start a multiple of {c.expert_model_ranks} ranks, or choose a product among {divisors_in_words(c.world)}"
-        ),
-    ),
-    ConfigRule(
-        "global batch splits evenly",
-        ("train.global_batch", "train.micro_batch", "parallel.tp", "parallel.cp", "parallel.pp"),
-        lambda c: c.config.train.global_batch % (c.dp * min(c.config.train.micro_batch, c.share)) == 0,
-        lambda c: (
-            f"train.global_batch = {c.config.train.global_batch} does not split over {c.dp} data-parallel ranks "
-            f"in parts of train.micro_batch = {c.config.train.micro_batch}"
-        ),
-        lambda c: (
-            f"set train.micro_batch to one of {divisors_in_words(c.config.train.global_batch // c.dp)}"
-            if c.config.train.global_batch % c.dp == 0
-            else f"set train.global_batch to a multiple of {c.dp * c.config.train.micro_batch}"
-        ),
-    ),
+__all__ = [
+    "RULES",
+    "ConfigOnRanks",
+    "ConfigRule",
+    "broken_rules",
+    "check_config",
+    "divisors_in_words",
+    "sequence_multiple",
 ]
+
+CHECKPOINT_PATH = re.compile(r"([A-Za-z][\w+.:-]*://)?[^\x00-\x1f:]*")
+FOLDER_NAME = re.compile(r"\w[\w.+-]{0,80}", re.ASCII)
+HEADS = "model.attention.heads"
+KV_HEADS = "model.attention.kv_heads"
+ROPE = "model.attention.rope."
+CAPACITY = "model.moe.capacity."
+
+CROSS_FIELD_RULES = RuleList()
+
+
+# Checkpoints and names.
+
+
+@CROSS_FIELD_RULES.rule(
+    "what is kept is written",
+    ("checkpoint.keep_every", "checkpoint.every"),
+    says="<checkpoint.keep_every> is no multiple of <checkpoint.every>: steps to keep would not be written",
+    fix="set checkpoint.keep_every to one of 0, {checkpoint.every}",
+)
+def kept_steps_are_written(c: ConfigOnRanks) -> bool:
+    return c.checkpoint.keep_every % c.checkpoint.every == 0
+
+
+@CROSS_FIELD_RULES.rule(
+    "the checkpoint path names a place",
+    ("checkpoint.path",),
+    says="<checkpoint.path> names no place; expected a folder, or a path such as s3://bucket/run",
+    fix='set checkpoint.path to ""',
+)
+def checkpoint_path_is_usable(c: ConfigOnRanks) -> bool:
+    return CHECKPOINT_PATH.fullmatch(c.checkpoint.path) is not None
+
+
+@CROSS_FIELD_RULES.rule(
+    "the name can be a folder's",
+    ("name",),
+    says="<name> cannot name a folder; expected letters, digits and . _ + -",
+    fix="set name to something like my-run",
+)
+def name_can_be_a_folder(c: ConfigOnRanks) -> bool:
+    return FOLDER_NAME.fullmatch(c.name) is not None
+
+
+# Sizes of the model.
+
+
+@CROSS_FIELD_RULES.rule(
+    "kv heads divide heads",
+    (HEADS, KV_HEADS),
+    says="<model.attention.kv_heads> does not divide <model.attention.heads>",
+    fix=set_to_divisor(KV_HEADS, of=HEADS),
+)
+def kv_heads_divide_heads(c: ConfigOnRanks) -> bool:
+    a = c.model.attention
+    return a.heads % a.kv_heads == 0
+
+
+def advise_even_head_dim(c: ConfigOnRanks) -> str:
+    return f"set model.attention.head_dim to {c.model.attention.head_dim + 1}"
+
+
+@CROSS_FIELD_RULES.rule(
+    "head width is even",
+    ("model.attention.head_dim",),
+    says="<model.attention.head_dim> is odd; RoPE rotates pairs",
+    fix=advise_even_head_dim,
+)
+def head_width_is_even(c: ConfigOnRanks) -> bool:
+    return c.model.attention.head_dim % 2 == 0
+
+
+@CROSS_FIELD_RULES.rule(
+    "top-k within experts",
+    ("model.moe.top_k", "model.moe.experts"),
+    says="<model.moe.top_k> exceeds <model.moe.experts>",
+    fix="set model.moe.top_k to at most {model.moe.experts}",
+)
+def top_k_within_experts(c: ConfigOnRanks) -> bool:
+    return c.model.moe.top_k <= c.model.moe.experts
+
+
+@CROSS_FIELD_RULES.rule(
+    "dense layers within layers",
+    ("model.moe.dense_layers", "model.layers"),
+    says="<model.moe.dense_layers> exceeds <model.layers>",
+    fix="set model.moe.dense_layers to at most {model.layers}",
+)
+def dense_layers_within_layers(c: ConfigOnRanks) -> bool:
+    return c.model.moe.dense_layers <= c.model.layers
+
+
+# Rotary frequencies.
+
+
+@CROSS_FIELD_RULES.rule(
+    "llama3 frequencies in order",
+    (ROPE + "low_frequency", ROPE + "high_frequency", ROPE + "scaling"),
+    says="<model.attention.rope.low_frequency> is not below <model.attention.rope.high_frequency>",
+    fix="set model.attention.rope.high_frequency above {model.attention.rope.low_frequency}",
+)
+def llama3_frequencies_in_order(c: ConfigOnRanks) -> bool:
+    rope = c.model.attention.rope
+    return rope.scaling != "llama3" or rope.low_frequency < rope.high_frequency
+
+
+@CROSS_FIELD_RULES.rule(
+    "yarn rotations in order",
+    (ROPE + "beta_fast", ROPE + "beta_slow", ROPE + "scaling"),
+    says="<model.attention.rope.beta_slow> is above <model.attention.rope.beta_fast>",
+    fix="set model.attention.rope.beta_fast to at least {model.attention.rope.beta_slow}",
+)
+def yarn_rotations_in_order(c: ConfigOnRanks) -> bool:
+    rope = c.model.attention.rope
+    return rope.scaling != "yarn" or rope.beta_slow <= rope.beta_fast
+
+
+# Data.
+
+
+def describe_files(c: ConfigOnRanks) -> str:
+    if c.data.source == "files":
+        return "data.source = files, but data.files is empty"
+    return render_message("<data.files>, but <data.source>", c)
+
+
+@CROSS_FIELD_RULES.rule(
+    "files are named",
+    ("data.source", "data.files"),
+    says=describe_files,
+    fix="set data.files to your files, such as --data.source files --data.files corpus.txt",
+)
+def files_are_named(c: ConfigOnRanks) -> bool:
+    return (c.data.source == "files") == bool(c.data.files)
+
+
+@CROSS_FIELD_RULES.rule(
+    "there are documents to attend within",
+    ("data.attend", "data.source"),
+    why="random tokens are one document without end",
+    fix="set data.attend to sequence",
+)
+def source_has_documents(c: ConfigOnRanks) -> bool:
+    return c.data.attend == "sequence" or c.data.source != "zipf"
+
+
+@CROSS_FIELD_RULES.rule(
+    "documents need all keys",
+    ("data.attend", "parallel.cp", "parallel.context"),
+    why="ring attention has no document boundaries for the key blocks of other ranks",
+    fix="set parallel.context to all_gather",
+)
+def documents_need_all_keys(c: ConfigOnRanks) -> bool:
+    if c.data.attend == "sequence" or c.parallel.cp == 1:
+        return True
+    return c.parallel.context not in ("ring", "hierarchical")
+
+
+@CROSS_FIELD_RULES.rule(
+    "bytes fit the vocabulary",
+    ("data.tokenizer", "model.vocab"),
+    says="<model.vocab> cannot hold the 256 tokens of data.tokenizer = byte",
+    fix="set model.vocab to 256 or more",
+)
+def bytes_fit_the_vocabulary(c: ConfigOnRanks) -> bool:
+    return c.data.tokenizer != "byte" or c.model.vocab >= 256
+
+
+# Grids of ranks and batches.
+
+
+def advise_rank_count(ranks: int, world: int) -> str:
+    return f"start a multiple of {ranks} ranks, or choose a product among {divisors_in_words(world)}"
+
+
+def advise_dense_ranks(c: ConfigOnRanks) -> str:
+    return advise_rank_count(c.dense_model_ranks, c.world)
+
+
+def advise_expert_ranks(c: ConfigOnRanks) -> str:
+    return advise_rank_count(c.expert_model_ranks, c.world)
+
+
+@CROSS_FIELD_RULES.rule(
+    "dense grid fits the world",
+    ("parallel.tp", "parallel.cp", "parallel.pp"),
+    says="parallel.tp x cp x pp = {dense_model_ranks} does not divide the number of ranks, {world}",
+    fix=advise_dense_ranks,
+)
+def dense_grid_fits_the_world(c: ConfigOnRanks) -> bool:
+    return c.world % c.dense_model_ranks == 0
+
+
+@CROSS_FIELD_RULES.rule(
+    "expert grid fits the world",
+    ("parallel.ep", "parallel.etp", "parallel.pp"),
+    says="parallel.etp x ep x pp = {expert_model_ranks} does not divide the number of ranks, {world}",
+    fix=advise_expert_ranks,
+)
+def expert_grid_fits_the_world(c: ConfigOnRanks) -> bool:
+    return c.world % c.expert_model_ranks == 0
+
+
+def advise_batch(c: ConfigOnRanks) -> str:
+    if c.train.global_batch % c.dp:
+        return f"set train.global_batch to a multiple of {c.dp * c.train.micro_batch}"
+    return f"set train.micro_batch to one of {divisors_in_words(c.train.global_batch // c.dp)}"
+
+
+@CROSS_FIELD_RULES.rule(
+    "global batch splits evenly",
+    ("train.global_batch", "train.micro_batch", "parallel.tp", "parallel.cp", "parallel.pp"),
+    says="<train.global_batch> does not split over {dp} data-parallel ranks in parts of <train.micro_batch>",
+    fix=advise_batch,
+)
+def global_batch_splits_evenly(c: ConfigOnRanks) -> bool:
+    microbatch = min(c.train.micro_batch, c.share)
+    return c.train.global_batch % (c.dp * microbatch) == 0
 
 
 def divisibility_rule(
-    degree: str, key: str, what: str, when: Callable[[ConfigOnRanks], bool] = lambda c: True, times: int = 1
+    degree: str, key: str, what: str, applies: Callable[[ConfigOnRanks], bool] | None = None
 ) -> ConfigRule:
-    """`parallel.DEGREE` (times a factor) must divide the whole number at `key`."""
+    """`parallel.DEGREE` must divide the whole number at `key`."""
+    degree_key = f"parallel.{degree}"
 
-    def size_at_key(c: ConfigOnRanks) -> int:
-        return attrgetter(key)(c.config)
+    def degree_divides(c: ConfigOnRanks) -> bool:
+        if applies is not None and not applies(c):
+            return True
+        return attrgetter(key)(c) % attrgetter(degree_key)(c) == 0
 
-    def number_of_parts(c: ConfigOnRanks) -> int:
-        return getattr(c.config.parallel, degree) * times
+    def describe_remainder(c: ConfigOnRanks) -> str:
+        return render_message(f"<{degree_key}> does not divide <{key}>, {what}", c)
 
-    factor = f"{times} x " if times > 1 else ""
-    return ConfigRule(
-        f"{degree} splits {key}",
-        (f"parallel.{degree}", key),
-        lambda c: number_of_parts(c) <= times or not when(c) or size_at_key(c) % number_of_parts(c) == 0,
-        lambda c: f"{factor}parallel.{degree} = {number_of_parts(c)} does not divide {key} = {size_at_key(c)}, {what}",
-        lambda c: (
-            f"set parallel.{degree} to one of {divisors_in_words(size_at_key(c) // times)}"
-            if size_at_key(c) % times == 0
-            else f"set {key} to a multiple of {number_of_parts(c)}"
-        ),
-    )
+    advice = set_to_divisor(degree_key, of=key)
+    return ConfigRule(f"{degree} splits {key}", (degree_key, key), degree_divides, describe_remainder, advice)
 
 
 def sequence_multiple(p: ParallelConfig) -> int:
-    """What a sequence's length must be a multiple of: two chunks for each cp rank, cut over the tp ranks."""
-    return p.tp * p.cp * (2 if p.cp > 1 else 1)
+    """The number that a sequence's length must be a multiple of: two chunks for each cp rank, sharded over tp."""
+    chunks = 2 if p.cp > 1 else 1
+    return p.tp * p.cp * chunks
 
 
 def ranks_sharing_heads(c: ConfigOnRanks) -> int:
-    """Over how many ranks the heads of one rank are spread by all-to-all context parallelism."""
-    return c.config.parallel.tp * c.config.parallel.cp
+    """Over how many ranks all-to-all context parallelism distributes the heads."""
+    return c.parallel.tp * c.parallel.cp
 
 
 def has_dense_layers(c: ConfigOnRanks) -> bool:
-    return c.config.model.moe.dense_layers > 0 or c.config.model.moe.every > 1
+    return c.model.moe.dense_layers > 0 or c.model.moe.every > 1
 
 
-def pipeline_stage_count(config: Config) -> int:
-    return config.parallel.pp * config.pipeline.vpp
+def pipeline_stage_count(c: ConfigOnRanks) -> int:
+    return c.parallel.pp * c.pipeline.vpp
 
 
-def pipeline_piece_count(config: Config) -> int:
-    return config.model.layers + config.model.mtp + 2
+def pipeline_piece_count(c: ConfigOnRanks) -> int:
+    """Layers, multi-token prediction layers, embedding and loss."""
+    return c.model.layers + c.model.mtp + 2
 
 
-def layout_problems(config: Config) -> list[str]:
-    """What is wrong with the layout string; nothing where there is none."""
-    m = config.model
-    if not config.pipeline.layout:
+def layout_problems(c: ConfigOnRanks) -> list[str]:
+    """Problems of the layout string; none where it is empty."""
+    model = c.model
+    if not c.pipeline.layout:
         return []
+    stages = pipeline_stage_count(c)
     try:
-        return stage_layout.stage_layout_problems(
-            stage_layout.parse_layout(config.pipeline.layout),
-            pipeline_stage_count(config),
-            m.layers,
-            m.moe.dense_layers,
-            m.mtp,
-        )
+        layout = stage_layout.parse_layout(c.pipeline.layout)
+        return stage_layout.stage_layout_problems(layout, stages, model.layers, model.moe.dense_layers, model.mtp)
     except ScheduleError as unsound:
         return list(unsound.problems)
 
 
-DIVISIBILITY_RULES = [
-    divisibility_rule("tp", "model.attention.heads", "whose heads it spreads"),
-    divisibility_rule("tp", "model.attention.kv_heads", "whose heads it spreads"),
-    divisibility_rule("tp", "model.vocab", "whose words it spreads"),
-    divisibility_rule("tp", "model.dense_ffn", "which it cuts", has_dense_layers),
-    divisibility_rule("tp", "model.moe.shared_ffn", "which it cuts"),
-    divisibility_rule("ep", "model.moe.experts", "which it spreads"),
-    divisibility_rule("etp", "model.moe.ffn", "which it cuts"),
-    ConfigRule(
-        "sequences split evenly",
-        ("data.seq_len", "parallel.cp", "parallel.tp"),
-        lambda c: c.config.data.seq_len % sequence_multiple(c.config.parallel) == 0,
-        lambda c: (
-            f"data.seq_len = {c.config.data.seq_len} does not split over parallel.cp = {c.config.parallel.cp} "
-            f"(two chunks a rank) and parallel.tp = {c.config.parallel.tp}"
-        ),
-        lambda c: f"set data.seq_len to a multiple of {sequence_multiple(c.config.parallel)}",
-    ),
-    ConfigRule(
-        "all-to-all context has heads to swap",
-        ("parallel.cp", "parallel.tp", "parallel.context", "model.attention.heads", "model.attention.kv_heads"),
-        lambda c: (
-            c.config.parallel.context != "all_to_all" or c.config.model.attention.kv_heads % ranks_sharing_heads(c) == 0
-        ),
-        lambda c: (
-            f"parallel.tp x cp = {ranks_sharing_heads(c)} does not divide model.attention.kv_heads = "
-            f"{c.config.model.attention.kv_heads}, which parallel.context = all_to_all spreads over both"
-        ),
-        lambda c: "set parallel.context to ring or all_gather",
-    ),
-    ConfigRule(
-        "the reference loss has all words",
-        ("parallel.tp", "kernels.force"),
-        lambda c: c.config.parallel.tp == 1 or "cross_entropy=reference" not in c.config.kernels.force,
-        lambda c: (
-            f"kernels.force = {printable_text(','.join(c.config.kernels.force))} needs all words on a rank, but "
-            f"parallel.tp = {c.config.parallel.tp} spreads them"
-        ),
-        lambda c: "set parallel.tp to 1, or leave cross_entropy=reference out",
-    ),
-    ConfigRule(
-        "padding to capacity has a capacity",
-        ("model.moe.capacity.pad", "model.moe.capacity.factor", "model.moe.capacity.over"),
-        lambda c: (
-            not c.config.model.moe.capacity.pad
-            or (c.config.model.moe.capacity.factor > 0 and c.config.model.moe.capacity.over == "sub_sequence")
-        ),
-        lambda c: (
-            f"model.moe.capacity.pad = true with model.moe.capacity.factor = {c.config.model.moe.capacity.factor:g} "
-            f"and model.moe.capacity.over = {c.config.model.moe.capacity.over}: there is no capacity of a rank to pad to"
-        ),
-        lambda c: "set model.moe.capacity.factor above 0, such as 1.25, and model.moe.capacity.over to sub_sequence",
-    ),
-    ConfigRule(
-        "the schedule takes vpp",
-        ("pipeline.schedule", "pipeline.vpp"),
-        lambda c: SCHEDULES[c.config.pipeline.schedule].accepts_vpp(c.config.pipeline.vpp),
-        lambda c: (
-            f"pipeline.schedule = {c.config.pipeline.schedule} does not run pipeline.vpp = {c.config.pipeline.vpp}"
-        ),
-        lambda c: f"set pipeline.vpp to {SCHEDULES[c.config.pipeline.schedule].legal_vpp}",
-    ),
-    ConfigRule(
-        "the layout fits the model",
-        ("pipeline.layout", "pipeline.vpp", "parallel.pp", "model.layers", "model.mtp", "model.moe.dense_layers"),
-        lambda c: not layout_problems(c.config),
-        lambda c: (
-            f"pipeline.layout = {printable_text(c.config.pipeline.layout)}: {'; '.join(layout_problems(c.config))}"
-        ),
-        lambda c: 'set pipeline.layout to ""',
-    ),
-    ConfigRule(
-        "there are pieces for all stages",
-        ("parallel.pp", "pipeline.vpp", "model.layers", "model.mtp"),
-        lambda c: pipeline_stage_count(c.config) <= pipeline_piece_count(c.config),
-        lambda c: (
-            f"parallel.pp x pipeline.vpp = {pipeline_stage_count(c.config)} stages are more than the model has pieces, "
-            f"{pipeline_piece_count(c.config)} (embedding, layers, loss)"
-        ),
-        lambda c: f"set pipeline.vpp x parallel.pp to at most {pipeline_piece_count(c.config)}",
-    ),
-    ConfigRule(
-        "several stages need several ranks",
-        ("parallel.pp", "pipeline.vpp"),
-        lambda c: c.config.parallel.pp > 1 or c.config.pipeline.vpp == 1,
-        lambda c: f"pipeline.vpp = {c.config.pipeline.vpp} stages a rank, but parallel.pp = {c.config.parallel.pp}",
-        lambda c: "set pipeline.vpp to 1, or parallel.pp to 2 or more",
-    ),
-]
+DIVISIBILITY_RULES = RuleList(
+    [
+        divisibility_rule("tp", HEADS, "whose heads it shards"),
+        divisibility_rule("tp", KV_HEADS, "whose heads it shards"),
+        divisibility_rule("tp", "model.vocab", "which it shards"),
+        divisibility_rule("tp", "model.dense_ffn", "which it shards", has_dense_layers),
+        divisibility_rule("tp", "model.moe.shared_ffn", "which it shards"),
+        divisibility_rule("ep", "model.moe.experts", "which it spreads"),
+        divisibility_rule("etp", "model.moe.ffn", "which it shards"),
+    ]
+)
 
-OPTIMIZER_RULES = [
-    simple_rule(
-        "halves are of bf16 weights",
-        ("optim.main", "train.precision"),
-        lambda c: c.optim.main == "fp32" or c.train.precision in ("auto", "bf16"),
-        "only bf16 weights are the upper half of fp32 ones",
-        "set optim.main to fp32",
-    ),
-    simple_rule(
-        "bf16 gradients are of bf16 weights",
-        ("optim.gradients", "train.precision"),
-        lambda c: c.optim.gradients == "fp32" or c.train.precision in ("auto", "bf16"),
-        "gradients are kept at least as precisely as weights",
-        "set optim.gradients to fp32",
-    ),
-    simple_rule(
-        "stochastic rounding has something to round",
-        ("optim.rounding", "optim.moments"),
-        lambda c: c.optim.rounding == "nearest" or c.optim.moments == "bf16",
-        "fp32 moments are not rounded",
-        "set optim.rounding to nearest",
-    ),
-    ConfigRule(
-        "bf16 gradients are of one microbatch",
-        ("optim.gradients", "train.global_batch", "train.micro_batch"),
-        lambda c: c.config.optim.gradients == "fp32" or c.share <= c.config.train.micro_batch,
-        lambda c: (
-            f"optim.gradients = bf16 with {c.share} sequences a rank in parts of train.micro_batch = "
-            f"{c.config.train.micro_batch}: the gradients of several microbatches do not add up in bf16"
-        ),
-        lambda c: "set optim.gradients to fp32",
-    ),
-    ConfigRule(
-        "bf16 gradients are sent as bf16",
-        ("optim.gradients", "optim.gradient_reduce"),
-        lambda c: (c.config.optim.gradients, c.config.optim.gradient_reduce) != ("bf16", "fp32") or c.world == 1,
-        lambda c: (
-            f"optim.gradients = bf16, but optim.gradient_reduce = fp32 between {c.world} ranks: "
-            "bf16 gradients have no fp32 bits to send"
-        ),
-        lambda c: "set optim.gradient_reduce to bf16",
-    ),
-    ConfigRule(
-        "optimizer groups can be read",
-        ("optim.groups",),
-        lambda c: not group_problems(c.config.optim.groups),
-        lambda c: group_problems(c.config.optim.groups),
-        lambda c: 'set optim.groups to ""',
-    ),
-]
 
-RULES = CROSS_FIELD_RULES + MODEL_RULES + DIVISIBILITY_RULES + OPTIMIZER_RULES
+# Context parallelism and kernels.
+
+
+def advise_sequence_length(c: ConfigOnRanks) -> str:
+    return f"set data.seq_len to a multiple of {sequence_multiple(c.parallel)}"
+
+
+@DIVISIBILITY_RULES.rule(
+    "sequences split evenly",
+    ("data.seq_len", "parallel.cp", "parallel.tp"),
+    says="<data.seq_len> does not split over <parallel.cp> (two chunks a rank) and <parallel.tp>",
+    fix=advise_sequence_length,
+)
+def sequences_split_evenly(c: ConfigOnRanks) -> bool:
+    return c.data.seq_len % sequence_multiple(c.parallel) == 0
+
+
+def describe_head_split(c: ConfigOnRanks) -> str:
+    ranks = ranks_sharing_heads(c)
+    template = "does not divide <model.attention.kv_heads>, which parallel.context = all_to_all distributes over both"
+    return f"parallel.tp x cp = {ranks} {render_message(template, c)}"
+
+
+@DIVISIBILITY_RULES.rule(
+    "all-to-all context has heads to swap",
+    ("parallel.cp", "parallel.tp", "parallel.context", HEADS, KV_HEADS),
+    says=describe_head_split,
+    fix="set parallel.context to ring or all_gather",
+)
+def all_to_all_context_has_heads(c: ConfigOnRanks) -> bool:
+    if c.parallel.context != "all_to_all":
+        return True
+    return c.model.attention.kv_heads % ranks_sharing_heads(c) == 0
+
+
+@DIVISIBILITY_RULES.rule(
+    "the reference loss has the whole vocabulary",
+    ("parallel.tp", "kernels.force"),
+    says="<kernels.force> needs the whole vocabulary on a rank, but <parallel.tp> shards it",
+    fix="set parallel.tp to 1, or leave cross_entropy=reference out",
+)
+def reference_loss_has_the_vocabulary(c: ConfigOnRanks) -> bool:
+    return c.parallel.tp == 1 or "cross_entropy=reference" not in c.kernels.force
+
+
+@DIVISIBILITY_RULES.rule(
+    "padding to capacity has a capacity",
+    (CAPACITY + "pad", CAPACITY + "factor", CAPACITY + "over"),
+    says="model.moe.capacity.pad = true with <model.moe.capacity.factor> and <model.moe.capacity.over>: "
+    "there is no capacity of a rank to pad to",
+    fix="set model.moe.capacity.factor above 0, such as 1.25, and model.moe.capacity.over to sub_sequence",
+)
+def padding_has_a_capacity(c: ConfigOnRanks) -> bool:
+    capacity = c.model.moe.capacity
+    if not capacity.pad:
+        return True
+    return capacity.factor > 0 and capacity.over == "sub_sequence"
+
+
+# Pipeline.
+
+
+def advise_vpp(c: ConfigOnRanks) -> str:
+    return f"set pipeline.vpp to {SCHEDULES[c.pipeline.schedule].legal_vpp}"
+
+
+@DIVISIBILITY_RULES.rule(
+    "the schedule takes vpp",
+    ("pipeline.schedule", "pipeline.vpp"),
+    says="<pipeline.schedule> does not run <pipeline.vpp>",
+    fix=advise_vpp,
+)
+def schedule_takes_vpp(c: ConfigOnRanks) -> bool:
+    return SCHEDULES[c.pipeline.schedule].accepts_vpp(c.pipeline.vpp)
+
+
+def describe_layout(c: ConfigOnRanks) -> str:
+    problems = "; ".join(layout_problems(c))
+    return render_message("<pipeline.layout>: ", c) + problems
+
+
+@DIVISIBILITY_RULES.rule(
+    "the layout fits the model",
+    ("pipeline.layout", "pipeline.vpp", "parallel.pp", "model.layers", "model.mtp", "model.moe.dense_layers"),
+    says=describe_layout,
+    fix='set pipeline.layout to ""',
+)
+def layout_fits_the_model(c: ConfigOnRanks) -> bool:
+    return not layout_problems(c)
+
+
+def describe_stages(c: ConfigOnRanks) -> str:
+    stages = pipeline_stage_count(c)
+    pieces = pipeline_piece_count(c)
+    return (
+        f"parallel.pp x pipeline.vpp = {stages} stages are more than the model has pieces, {pieces} "
+        "(embedding, layers, loss)"
+    )
+
+
+def advise_stages(c: ConfigOnRanks) -> str:
+    return f"set pipeline.vpp x parallel.pp to at most {pipeline_piece_count(c)}"
+
+
+@DIVISIBILITY_RULES.rule(
+    "there are pieces for all stages",
+    ("parallel.pp", "pipeline.vpp", "model.layers", "model.mtp"),
+    says=describe_stages,
+    fix=advise_stages,
+)
+def stages_have_pieces(c: ConfigOnRanks) -> bool:
+    return pipeline_stage_count(c) <= pipeline_piece_count(c)
+
+
+@DIVISIBILITY_RULES.rule(
+    "several stages need several ranks",
+    ("parallel.pp", "pipeline.vpp"),
+    says="<pipeline.vpp> stages a rank, but <parallel.pp>",
+    fix="set pipeline.vpp to 1, or parallel.pp to 2 or more",
+)
+def several_stages_have_several_ranks(c: ConfigOnRanks) -> bool:
+    return c.parallel.pp > 1 or c.pipeline.vpp == 1
+
+
+OPTIMIZER_RULES = RuleList()
+
+
+@OPTIMIZER_RULES.rule(
+    "split main weights are of bf16 weights",
+    ("optim.main", "train.precision"),
+    why="only bf16 weights are the upper half of fp32 ones",
+    fix="set optim.main to fp32",
+)
+def split_weights_are_bf16(c: ConfigOnRanks) -> bool:
+    return c.optim.main == "fp32" or c.train.precision in ("auto", "bf16")
+
+
+@OPTIMIZER_RULES.rule(
+    "bf16 gradients are of bf16 weights",
+    ("optim.gradients", "train.precision"),
+    why="gradients are kept at least as precisely as weights",
+    fix="set optim.gradients to fp32",
+)
+def bf16_gradients_of_bf16_weights(c: ConfigOnRanks) -> bool:
+    return c.optim.gradients == "fp32" or c.train.precision in ("auto", "bf16")
+
+
+@OPTIMIZER_RULES.rule(
+    "stochastic rounding has something to round",
+    ("optim.rounding", "optim.moments"),
+    why="fp32 moments are not rounded",
+    fix="set optim.rounding to nearest",
+)
+def stochastic_rounding_has_bf16_moments(c: ConfigOnRanks) -> bool:
+    return c.optim.rounding == "nearest" or c.optim.moments == "bf16"
+
+
+@OPTIMIZER_RULES.rule(
+    "bf16 gradients are of one microbatch",
+    ("optim.gradients", "train.global_batch", "train.micro_batch"),
+    says="<optim.gradients> with {share} sequences a rank in parts of <train.micro_batch>: "
+    "gradients of several microbatches are not accumulated in bf16",
+    fix="set optim.gradients to fp32",
+)
+def bf16_gradients_of_one_microbatch(c: ConfigOnRanks) -> bool:
+    return c.optim.gradients == "fp32" or c.share <= c.train.micro_batch
+
+
+@OPTIMIZER_RULES.rule(
+    "bf16 gradients are sent as bf16",
+    ("optim.gradients", "optim.gradient_reduce"),
+    says="<optim.gradients>, but <optim.gradient_reduce> between {world} ranks: "
+    "bf16 gradients have no fp32 bits to send",
+    fix="set optim.gradient_reduce to bf16",
+)
+def bf16_gradients_are_sent_as_bf16(c: ConfigOnRanks) -> bool:
+    if c.world == 1 or c.optim.gradients == "fp32":
+        return True
+    return c.optim.gradient_reduce == "bf16"
+
+
+def optimizer_group_problems(c: ConfigOnRanks) -> str:
+    return group_problems(c.optim.groups)
+
+
+@OPTIMIZER_RULES.rule(
+    "optimizer groups can be read",
+    ("optim.groups",),
+    says=optimizer_group_problems,
+    fix='set optim.groups to ""',
+)
+def optimizer_groups_can_be_read(c: ConfigOnRanks) -> bool:
+    return not optimizer_group_problems(c)
+
+
+RULES: list[ConfigRule] = [*CROSS_FIELD_RULES, *MODEL_RULES, *DIVISIBILITY_RULES, *OPTIMIZER_RULES]
 
 
 def broken_rules(case: ConfigOnRanks, illegal: Iterable[str] = ()) -> list[str]:
     """The message and the fix of every broken rule whose keys are themselves legal."""
-    skip = set(illegal)
-    found = [rule for rule in RULES if not skip & set(rule.reads) and not rule.holds(case)]
-    return [f"{rule.says(case)}; {rule.fix(case)}" for rule in found]
+    skipped = set(illegal)
+    messages: list[str] = []
+    for rule in RULES:
+        if skipped.isdisjoint(rule.reads) and not rule.holds(case):
+            messages.append(f"{rule.says(case)}; {rule.fix(case)}")
+    return messages
 
 
 def check_config(config: Config, world: int = 1) -> Config:
     """Return the configuration if every rule holds on that many ranks; otherwise refuse with all broken rules."""
-    if problems := broken_rules(ConfigOnRanks(config, world)):
+    problems = broken_rules(ConfigOnRanks(config, world))
+    if problems:
         raise UserError(*problems)
     return config

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from moefold.config.keys import key, section
-from moefold.config.open_names import ATTENTION_KINDS, DATA_SOURCES, DISPATCHERS, ROUTER_SCORES
+from moefold.config.open_names import ATTENTION_NAMES, DATA_SOURCE_NAMES, DISPATCHER_NAMES, ROUTER_SCORE_NAMES
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class AttentionConfig:
     kv_heads: int = key(2, "number of key/value heads, each shared by a group of query heads", at_least=1, at_most=4096)
     head_dim: int = key(32, "width of a query and key head", at_least=2, at_most=4096)
     rope_dim: int = key(0, "rotary dims of a head; 0: all", at_least=0, at_most=4096)
-    kind: str = key("gqa", "attention mechanism", names=ATTENTION_KINDS)
+    kind: str = key("gqa", "attention mechanism", names=ATTENTION_NAMES)
     q_rank: int = key(0, "MLA: width of the query latent; 0: queries are projected from the stream", at_least=0)
     kv_rank: int = key(64, "MLA: width of the key/value latent", at_least=1)
     value_dim: int = key(0, "MLA: width of a value head; 0: as head_dim", at_least=0, at_most=4096)
@@ -67,7 +67,7 @@ class RouterConfig:
         "tokens choose experts, experts choose tokens of each sequence, or both by optimal transport (Sinkhorn)",
     )
     looks_ahead: bool = key(False, "accept that expert_choice and sinkhorn see later tokens of a sequence")
-    score: str = key("softmax", "expert scores from router logits", names=ROUTER_SCORES)
+    score: str = key("softmax", "expert scores from router logits", names=ROUTER_SCORE_NAMES)
     normalize: Literal["chosen", "all", "none"] = key(
         "chosen", "router weights sum to one over the chosen experts, over all experts, or are not normalised"
     )
@@ -164,7 +164,7 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    source: str = key("stdlib", "origin of the training text", names=DATA_SOURCES)
+    source: str = key("stdlib", "origin of the training text", names=DATA_SOURCE_NAMES)
     files: tuple[str, ...] = key((), "source files: text or .jsonl files, or folders of them")
     text_key: str = key("text", "field of a .jsonl line that holds the text")
     tokenizer: str = key("byte", "byte, or the path of a Hugging Face tokenizer.json")
@@ -230,7 +230,7 @@ class ParallelConfig:
     context: Literal["all_gather", "all_to_all", "ring", "hierarchical"] = key(
         "ring", "context parallelism: how queries meet the keys of other cp ranks"
     )
-    dispatcher: str = key("auto", "how tokens are sent to the experts of other ranks", names=DISPATCHERS)
+    dispatcher: str = key("auto", "how tokens are sent to the experts of other ranks", names=DISPATCHER_NAMES)
 
 
 @dataclass(frozen=True)

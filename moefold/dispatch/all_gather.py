@@ -7,7 +7,7 @@ ranks. Expert tensor parallelism needs no hop of its own: partial results are su
 
 from __future__ import annotations
 
-import torch
+from torch import Tensor
 
 from moefold.comm.collectives import all_gather, all_gather_no_grad, reduce_scatter
 from moefold.dispatch.base import Receipt, Routing, RowPolicy, Rows
@@ -26,15 +26,16 @@ class AllGatherDispatcher:
         tokens = len(routing.ids_TK)
         ids_NK = all_gather_no_grad(routing.ids_TK, self.ranks)
         weights_NK = all_gather(routing.weights_TK, self.ranks)
-        order = self.row_policy.order_by_expert(ids_NK, weights_NK, tokens, may_be_remote=True)
+        gathered = Routing(weights_NK, ids_NK)
+        order = self.row_policy.order_by_expert(gathered, tokens, may_be_remote=True)
         copies = tokens * (self.ranks.size - 1)
         return Receipt(order, rows_sent=copies, rows_returned=copies)
 
-    def dispatch(self, h_TD: torch.Tensor, receipt: Receipt) -> Rows:
+    def dispatch(self, h_TD: Tensor, receipt: Receipt) -> Rows:
         source_ND = all_gather(h_TD, self.ranks)
         return Rows(source_ND, receipt.order)
 
-    def combine(self, y_RD: torch.Tensor, receipt: Receipt) -> torch.Tensor:
+    def combine(self, y_RD: Tensor, receipt: Receipt) -> Tensor:
         order = receipt.order
         y_ND = self.kernels[sum_rows](y_RD, order.index_R, order.slots_NK, order.holes)
         return reduce_scatter(y_ND, self.ranks)

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch import Tensor
 
 from moefold.dispatch.expert_placement import ExpertPlacement
 
@@ -26,8 +27,8 @@ from moefold.dispatch.expert_placement import ExpertPlacement
 class Routing(NamedTuple):
     """The router's decision: for each token its experts (-1: none) and their router weights (differentiable)."""
 
-    weights_TK: torch.Tensor
-    ids_TK: torch.Tensor
+    weights_TK: Tensor
+    ids_TK: Tensor
 
 
 class RowOrder(NamedTuple):
@@ -41,17 +42,17 @@ class RowOrder(NamedTuple):
     may leave them unwritten, no slot points to them, their index is -1 and their weight is zero.
     """
 
-    index_R: torch.Tensor
-    slots_NK: torch.Tensor
-    weight_R: torch.Tensor
-    ends_e: torch.Tensor
+    index_R: Tensor
+    slots_NK: Tensor
+    weight_R: Tensor
+    ends_e: Tensor
     holes: bool
 
 
 class Rows(NamedTuple):
     """The experts' input: the tokens that arrived, and the order of rows made of them."""
 
-    source_ND: torch.Tensor
+    source_ND: Tensor
     order: RowOrder
 
 
@@ -72,30 +73,29 @@ class Receipt(NamedTuple):
 class Dispatcher(Protocol):
     def plan(self, routing: Routing) -> Receipt: ...
 
-    def dispatch(self, h_TD: torch.Tensor, receipt: Receipt) -> Rows: ...
+    def dispatch(self, h_TD: Tensor, receipt: Receipt) -> Rows: ...
 
-    def combine(self, y_RD: torch.Tensor, receipt: Receipt) -> torch.Tensor: ...
+    def combine(self, y_RD: Tensor, receipt: Receipt) -> Tensor: ...
 
 
 class HopPlan(NamedTuple):
-    """One hop's share of a receipt, and the tokens that will arrive: their choices (-1: none) and router weights."""
+    """One hop's share of a receipt, and the routing of the tokens that will arrive."""
 
     leg: Any
-    ids_NK: torch.Tensor
-    weights_NK: torch.Tensor
+    routing: Routing
     rows_sent: int = 0
     rows_returned: int = 0
 
 
 class Hop(Protocol):
-    """One exchange of tokens between ranks. The arrivals are again tokens with choices, so hops can follow one another.
-    `out` and `back` are differentiable, and need the leg alone."""
+    """One exchange of tokens between ranks. The arrivals are again tokens with a routing, so hops can follow one
+    another. `out` and `back` are differentiable, and need the leg alone."""
 
-    def plan(self, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> HopPlan: ...
+    def plan(self, routing: Routing) -> HopPlan: ...
 
-    def out(self, h_TD: torch.Tensor, leg: Any) -> torch.Tensor: ...
+    def out(self, h_TD: Tensor, leg: Any) -> Tensor: ...
 
-    def back(self, y_ND: torch.Tensor, leg: Any) -> torch.Tensor:
+    def back(self, y_ND: Tensor, leg: Any) -> Tensor:
         """Results of the arrivals, returned to the tokens' ranks and summed per token."""
         ...
 
@@ -131,28 +131,26 @@ class RowPolicy:
         """Every choice becomes a row, and there is no padding."""
         return not self.drops and self.multiple == 1 and self.each is None
 
-    def order_by_expert(
-        self, ids_NK: torch.Tensor, weights_NK: torch.Tensor, tokens: int, may_be_remote: bool = False
-    ) -> RowOrder:
+    def order_by_expert(self, routing: Routing, tokens: int, may_be_remote: bool = False) -> RowOrder:
         """The rows of N sources, sorted by expert, stably and without atomics. `tokens`: the tokens of this rank before
         dispatch. `may_be_remote`: some choices may be experts of other ranks. Waits for the device where R is not known
         from shapes."""
+        weights_NK, ids_NK = routing
         holes = may_be_remote or not self.one_row_per_choice
+        # Choices sorted by slot; those of other ranks' experts sort behind the last end.
         slot = self.experts.slot_on_rank(ids_NK, self.rank).flatten()
         order = slot.argsort(stable=True)
         sorted_slot = slot[order]
         every_slot = torch.arange(self.held, device=slot.device)
         ends_e = torch.searchsorted(sorted_slot, every_slot, right=True)
-        if holes:
+        if holes:  # cut off what has no row here, and insert padding
             order, ends_e = self.pad(order, sorted_slot, ends_e, tokens)
         index_R = order.div(ids_NK.shape[1], rounding_mode="floor")  # -1 stays -1
         slots_NK = invert_order(order, slot).view(ids_NK.shape)
         weight_R = gather_weights(weights_NK, order, holes)
         return RowOrder(index_R, slots_NK, weight_R, ends_e.int(), holes)
 
-    def pad(
-        self, order: torch.Tensor, slot: torch.Tensor, ends_e: torch.Tensor, tokens: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def pad(self, order: Tensor, slot: Tensor, ends_e: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
         """The sorted choices of experts held here, each expert's rows as many as asked for, with -1 for padding; and
         the new ends."""
         counts_e = ends_e.diff(prepend=ends_e.new_zeros(1))
@@ -167,7 +165,7 @@ class RowPolicy:
         padded = padded.scatter_(0, row, order)
         return padded[:total], padded_ends_e
 
-    def padded_sizes(self, counts_e: torch.Tensor, tokens: int, choices: int) -> tuple[torch.Tensor, int]:
+    def padded_sizes(self, counts_e: Tensor, tokens: int, choices: int) -> tuple[Tensor, int]:
         """Rows of each expert with padding, and R. Without `each` and `bound`, this waits for the device."""
         if self.each is not None:
             size = self.each(tokens)
@@ -178,7 +176,7 @@ class RowPolicy:
         return sizes_e, int(sizes_e.sum())
 
 
-def invert_order(order: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def invert_order(order: Tensor, like: Tensor) -> Tensor:
     """For each choice the row that was made of it, -1 for none."""
     row = torch.arange(len(order), device=order.device)
     slots = torch.full((len(like) + 1,), -1, device=like.device)  # the last one takes the rows of padding
@@ -186,7 +184,7 @@ def invert_order(order: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return slots.scatter_(0, choice, row)[:-1]
 
 
-def gather_weights(weights_NK: torch.Tensor, order: torch.Tensor, holes: bool) -> torch.Tensor:
+def gather_weights(weights_NK: Tensor, order: Tensor, holes: bool) -> Tensor:
     """The router weight of each row; zero for padding."""
     weights = weights_NK.flatten()
     if holes:

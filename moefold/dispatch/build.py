@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from moefold.anatomy.step_specs import dispatched_width
 from moefold.config.errors import one_of
@@ -75,11 +76,13 @@ def build_from_hops(build_hops: HopsBuilder, setting: DispatchSetting) -> Dispat
 
 
 def all_to_all_hops(setting: DispatchSetting) -> list[Hop]:
-    return [AllToAllHop(setting.world.ep, pack_per_choice, setting.experts.rank_of, setting.kernels)]
+    ep = setting.world.ep
+    return [AllToAllHop(ep, pack_per_choice, setting.experts.rank_of, setting.kernels)]
 
 
 def dedup_hops(setting: DispatchSetting) -> list[Hop]:
-    return [AllToAllHop(setting.world.ep, pack_per_rank, setting.experts.rank_of, setting.kernels)]
+    ep = setting.world.ep
+    return [AllToAllHop(ep, pack_per_rank, setting.experts.rank_of, setting.kernels)]
 
 
 def hierarchical_hops(setting: DispatchSetting) -> list[Hop]:
@@ -87,10 +90,10 @@ def hierarchical_hops(setting: DispatchSetting) -> list[Hop]:
     nodes = setting.world.ep_nodes
     inside = setting.world.ep_inside
 
-    def node_of_expert(ids: torch.Tensor) -> torch.Tensor:
+    def node_of_expert(ids: Tensor) -> Tensor:
         return experts.rank_of(ids) // inside.size
 
-    def rank_within_node(ids: torch.Tensor) -> torch.Tensor:
+    def rank_within_node(ids: Tensor) -> Tensor:
         return experts.rank_of(ids) % inside.size
 
     between_nodes = AllToAllHop(nodes, pack_per_rank, node_of_expert, setting.kernels)

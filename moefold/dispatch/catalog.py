@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from math import comb, log2
 from typing import NamedTuple
 
-from moefold.config.open_names import DISPATCHERS
+from moefold.config.open_names import DISPATCHER_NAMES
 
 HOP_LATENCY = 155e-6
 LATENCY_PER_DOUBLING = 30e-6  # for every doubling of the ranks that one kernel writes to
@@ -122,24 +122,24 @@ def hierarchical_seconds(trip: DispatchTrip, links: LinkSpeeds) -> float:
 
 # In the order in which auto prefers equals.
 DISPATCHER_ENTRIES = {
-    "dedup": DispatcherEntry(DISPATCHERS.says("dedup"), seconds=dedup_seconds),
-    "all_gather": DispatcherEntry(DISPATCHERS.says("all_gather"), seconds=all_gather_seconds, joins_etp=True),
-    "all_to_all": DispatcherEntry(DISPATCHERS.says("all_to_all"), seconds=all_to_all_seconds),
+    "dedup": DispatcherEntry(DISPATCHER_NAMES.says("dedup"), seconds=dedup_seconds),
+    "all_gather": DispatcherEntry(DISPATCHER_NAMES.says("all_gather"), seconds=all_gather_seconds, joins_etp=True),
+    "all_to_all": DispatcherEntry(DISPATCHER_NAMES.says("all_to_all"), seconds=all_to_all_seconds),
     "hierarchical": DispatcherEntry(
-        DISPATCHERS.says("hierarchical"), "ranks on several nodes", hierarchical_seconds, several_nodes=True
+        DISPATCHER_NAMES.says("hierarchical"), "ranks on several nodes", hierarchical_seconds, several_nodes=True
     ),
-    "deepep": DispatcherEntry(DISPATCHERS.says("deepep"), "the package deep_ep, CUDA devices, bf16"),
+    "deepep": DispatcherEntry(DISPATCHER_NAMES.says("deepep"), "the package deep_ep, CUDA devices, bf16"),
 }
 
 
 def dispatcher_entry(name: str) -> DispatcherEntry:
     """The entry of a legal name; one without a price where none was attached."""
-    return DISPATCHER_ENTRIES.get(name) or DispatcherEntry(DISPATCHERS.says(name))
+    return DISPATCHER_ENTRIES.get(name) or DispatcherEntry(DISPATCHER_NAMES.says(name))
 
 
 def attach_price(name: str, seconds: Seconds, needs: str = "", several_nodes: bool = False) -> None:
     """Let auto choose a dispatcher that was added to config's names."""
-    DISPATCHER_ENTRIES[name] = DispatcherEntry(DISPATCHERS.says(name), needs, seconds, several_nodes)
+    DISPATCHER_ENTRIES[name] = DispatcherEntry(DISPATCHER_NAMES.says(name), needs, seconds, several_nodes)
 
 
 def dispatch_seconds(name: str, trip: DispatchTrip, links: LinkSpeeds) -> float:

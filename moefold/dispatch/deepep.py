@@ -13,9 +13,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from moefold.config.errors import UserError
-from moefold.dispatch.base import HopPlan
+from moefold.dispatch.base import HopPlan, Routing
 from moefold.dispatch.expert_placement import ExpertPlacement
 from moefold.layout.axes import Axis
 
@@ -62,19 +63,21 @@ class DeepEpHop:
         self.experts = experts
         self.first = ep.index * experts.held
 
-    def plan(self, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> HopPlan:
+    def plan(self, routing: Routing) -> HopPlan:
+        weights_TK, ids_TK = routing
         positions_TK = torch.where(ids_TK >= 0, self.experts.position_of(ids_TK), -1)
         sent = SendRouting.apply(weights_TK, positions_TK, self.buffer, self.experts.experts)
         weights_NK, local_NK, handle = sent  # pyright: ignore[reportGeneralTypeIssues]
         # Experts of the receiving rank are numbered from zero; -1 is no choice.
-        arrived_NK = self.experts.expert_at((local_NK + self.first).clamp(min=0))
+        positions_NK = local_NK + self.first
+        arrived_NK = self.experts.expert_at(positions_NK.clamp(min=0))
         ids_NK = torch.where(local_NK >= 0, arrived_NK, -1)
-        return HopPlan(handle, ids_NK, weights_NK)
+        return HopPlan(handle, Routing(weights_NK, ids_NK))
 
-    def out(self, h_TD: torch.Tensor, leg: Any) -> torch.Tensor:
+    def out(self, h_TD: Tensor, leg: Any) -> Tensor:
         return DispatchTokens.apply(h_TD, self.buffer, leg)  # pyright: ignore[reportReturnType]
 
-    def back(self, y_ND: torch.Tensor, leg: Any) -> torch.Tensor:
+    def back(self, y_ND: Tensor, leg: Any) -> Tensor:
         return CombineTokens.apply(y_ND, self.buffer, leg)  # pyright: ignore[reportReturnType]
 
 
@@ -108,7 +111,7 @@ class SendRouting(torch.autograd.Function):
         return weights_TK.to(ctx.dtype), None, None, None
 
 
-def make_stub_rows(like: torch.Tensor) -> torch.Tensor:
+def make_stub_rows(like: Tensor) -> Tensor:
     """Rows of the least width, sent where only choices and weights matter."""
     return torch.zeros(len(like), LEAST_ROW_WIDTH, dtype=torch.bfloat16, device=like.device)
 
@@ -116,20 +119,28 @@ def make_stub_rows(like: torch.Tensor) -> torch.Tensor:
 class DispatchTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx, h_TD, buffer, handle):
-        ctx.buffer, ctx.handle = buffer, handle
-        return buffer.dispatch(h_TD.contiguous(), handle=handle)[0]
+        ctx.buffer = buffer
+        ctx.handle = handle
+        h_ND, *_ = buffer.dispatch(h_TD.contiguous(), handle=handle)
+        return h_ND
 
     @staticmethod
     def backward(ctx, *gradients):
-        return ctx.buffer.combine(gradients[0].contiguous(), ctx.handle)[0], None, None
+        dy_ND = gradients[0].contiguous()
+        dh_TD, *_ = ctx.buffer.combine(dy_ND, ctx.handle)
+        return dh_TD, None, None
 
 
 class CombineTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx, y_ND, buffer, handle):
-        ctx.buffer, ctx.handle = buffer, handle
-        return buffer.combine(y_ND.contiguous(), handle)[0]
+        ctx.buffer = buffer
+        ctx.handle = handle
+        y_TD, *_ = buffer.combine(y_ND.contiguous(), handle)
+        return y_TD
 
     @staticmethod
     def backward(ctx, *gradients):
-        return ctx.buffer.dispatch(gradients[0].contiguous(), handle=ctx.handle)[0], None, None
+        dy_TD = gradients[0].contiguous()
+        dy_ND, *_ = ctx.buffer.dispatch(dy_TD, handle=ctx.handle)
+        return dy_ND, None, None

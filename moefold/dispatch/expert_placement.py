@@ -13,8 +13,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 
 import torch
+from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,7 @@ class ExpertPlacement:
 
     def __post_init__(self):
         places = sorted(zip(self.ranks, self.slots, strict=True))
-        expected = [(rank, slot) for rank in range(self.rank_count) for slot in range(self.held)]
+        expected = list(product(range(self.rank_count), range(self.held)))
         if places != expected:
             raise ValueError(
                 f"experts are placed at (rank, slot) {places}; expected each of {self.rank_count} ranks to hold one "
@@ -47,28 +49,28 @@ class ExpertPlacement:
         """Experts on each rank."""
         return self.experts // self.rank_count
 
-    def rank_of(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.table("ranks", ids.device)[ids]
+    def rank_of(self, ids: Tensor) -> Tensor:
+        return self.lookup_table("ranks", ids.device)[ids]
 
-    def slot_on_rank(self, ids: torch.Tensor, rank: int) -> torch.Tensor:
+    def slot_on_rank(self, ids: Tensor, rank: int) -> Tensor:
         """The slot of each expert on `rank`; `held`, one past the last slot, for other ranks' experts and for -1."""
-        return self.table("slots", ids.device, rank)[ids]
+        return self.lookup_table("slots", ids.device, rank)[ids]
 
-    def position_of(self, ids: torch.Tensor) -> torch.Tensor:
+    def position_of(self, ids: Tensor) -> Tensor:
         """rank x held + slot: the expert's number where experts are counted rank by rank."""
-        return self.table("positions", ids.device)[ids]
+        return self.lookup_table("positions", ids.device)[ids]
 
-    def expert_at(self, positions: torch.Tensor) -> torch.Tensor:
+    def expert_at(self, positions: Tensor) -> Tensor:
         """The inverse of `position_of`."""
-        return self.table("experts", positions.device)[positions]
+        return self.lookup_table("experts", positions.device)[positions]
 
-    def table(self, name: str, device: torch.device, rank: int = 0) -> torch.Tensor:
+    def lookup_table(self, name: str, device: torch.device, rank: int = 0) -> Tensor:
         """A lookup table on a device, uploaded once."""
         known = (name, device, rank)
-        if known not in self.tables:
+        if known not in self.uploaded_tables:
             values = self.table_values(name, rank)
-            self.tables[known] = torch.tensor(values, dtype=torch.int64, device=device)
-        return self.tables[known]
+            self.uploaded_tables[known] = torch.tensor(values, dtype=torch.int64, device=device)
+        return self.uploaded_tables[known]
 
     def table_values(self, name: str, rank: int) -> list[int]:
         if name == "ranks":
@@ -83,7 +85,7 @@ class ExpertPlacement:
         return [*slots, self.held]  # the last entry is the one that an id of -1 finds
 
     @cached_property
-    def tables(self) -> dict[tuple[str, torch.device, int], torch.Tensor]:
+    def uploaded_tables(self) -> dict[tuple[str, torch.device, int], Tensor]:
         return {}
 
     @property

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
+from torch import Tensor
 
 from moefold.dispatch.base import Hop, Receipt, Routing, RowPolicy, Rows
 from moefold.kernels.bound import BoundKernels
@@ -26,25 +26,25 @@ class HopDispatcher:
         self.kernels = kernels
 
     def plan(self, routing: Routing) -> Receipt:
-        ids_NK, weights_NK = routing.ids_TK, routing.weights_TK
+        tokens = len(routing.ids_TK)
         plans = []
         for hop in self.hops:
-            plan = hop.plan(ids_NK, weights_NK)
-            ids_NK, weights_NK = plan.ids_NK, plan.weights_NK
+            plan = hop.plan(routing)
+            routing = plan.routing  # of the arrivals
             plans.append(plan)
-        may_be_remote = ids_NK.shape[1] > 1  # a parcel of one choice is always for an expert here
-        order = self.row_policy.order_by_expert(ids_NK, weights_NK, len(routing.ids_TK), may_be_remote)
+        may_be_remote = routing.ids_TK.shape[1] > 1  # a parcel of one choice is always for an expert here
+        order = self.row_policy.order_by_expert(routing, tokens, may_be_remote)
         legs = tuple(plan.leg for plan in plans)
         rows_sent = sum(plan.rows_sent for plan in plans)
         rows_returned = sum(plan.rows_returned for plan in plans)
         return Receipt(order, legs, rows_sent, rows_returned)
 
-    def dispatch(self, h_TD: torch.Tensor, receipt: Receipt) -> Rows:
+    def dispatch(self, h_TD: Tensor, receipt: Receipt) -> Rows:
         for hop, leg in zip(self.hops, receipt.legs, strict=True):
             h_TD = hop.out(h_TD, leg)
         return Rows(h_TD, receipt.order)
 
-    def combine(self, y_RD: torch.Tensor, receipt: Receipt) -> torch.Tensor:
+    def combine(self, y_RD: Tensor, receipt: Receipt) -> Tensor:
         order = receipt.order
         y_ND = self.kernels[sum_rows](y_RD, order.index_R, order.slots_NK, order.holes)
         for hop, leg in zip(reversed(self.hops), reversed(receipt.legs), strict=True):

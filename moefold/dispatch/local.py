@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import torch
+from torch import Tensor
 
 from moefold.dispatch.base import Receipt, Routing, RowOrder, RowPolicy, Rows
 from moefold.kernels.bound import BoundKernels
@@ -18,17 +18,17 @@ class LocalDispatcher:
 
     def plan(self, routing: Routing) -> Receipt:
         policy = self.row_policy
-        ids_TK, weights_TK = routing.ids_TK, routing.weights_TK
+        weights_TK, ids_TK = routing
         if not policy.one_row_per_choice:
-            order = policy.order_by_expert(ids_TK, weights_TK, len(ids_TK))
+            order = policy.order_by_expert(routing, len(ids_TK))
             return Receipt(order)
         slots_TK = ids_TK if self.in_order else policy.experts.position_of(ids_TK)
         arranged = self.kernels[arrange_rows](slots_TK, weights_TK, policy.held)
         return Receipt(RowOrder(*arranged, holes=False))
 
-    def dispatch(self, h_TD: torch.Tensor, receipt: Receipt) -> Rows:
+    def dispatch(self, h_TD: Tensor, receipt: Receipt) -> Rows:
         return Rows(h_TD, receipt.order)
 
-    def combine(self, y_RD: torch.Tensor, receipt: Receipt) -> torch.Tensor:
+    def combine(self, y_RD: Tensor, receipt: Receipt) -> Tensor:
         order = receipt.order
         return self.kernels[sum_rows](y_RD, order.index_R, order.slots_NK, order.holes)

@@ -1,4 +1,4 @@
-"""Which rank this process is, from the environment its launcher left. Torch-free.
+"""Rank and rendezvous of this process, from the environment variables of its launcher. Torch-free.
 
 One process, `moefold train --nproc 4`, torchrun and Slurm differ only in these variables.
 """
@@ -14,7 +14,8 @@ from moefold.config.errors import UserError, printable_text
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """What the launcher said. `attempt` counts restarts; `agent` means the launcher already serves the store."""
+    """This rank and the address where ranks meet. `attempt` counts restarts; with `agent` the launcher serves the
+    store."""
 
     rank: int = 0
     size: int = 1
@@ -27,43 +28,60 @@ class Rendezvous:
 
 
 def read_environment(env: Mapping[str, str]) -> Rendezvous:
-    """Read torchrun's variables, else Slurm's, else be alone."""
+    """Torchrun's variables, else Slurm's, else a single rank."""
     if "RANK" in env and "WORLD_SIZE" in env:
-        rank, size = environment_number(env, "RANK"), environment_number(env, "WORLD_SIZE")
-        return Rendezvous(
-            rank=rank,
-            size=size,
-            local_rank=environment_number(env, "LOCAL_RANK", rank),
-            local_size=environment_number(env, "LOCAL_WORLD_SIZE", size),
-            host=env.get("MASTER_ADDR", "127.0.0.1"),
-            port=environment_number(env, "MASTER_PORT", 29_500),
-            attempt=env.get("TORCHELASTIC_RESTART_COUNT", "0"),
-            agent=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-        )
+        return read_torchrun(env)
     if "SLURM_PROCID" in env and environment_number(env, "SLURM_NTASKS", 1) > 1:
-        return Rendezvous(
-            rank=environment_number(env, "SLURM_PROCID"),
-            size=environment_number(env, "SLURM_NTASKS"),
-            local_rank=environment_number(env, "SLURM_LOCALID", 0),
-            local_size=slurm_tasks_on_node(env),
-            host=env.get("MASTER_ADDR") or first_slurm_host(env),
-            port=environment_number(env, "MASTER_PORT", 20_000 + environment_number(env, "SLURM_JOB_ID", 0) % 20_000),
-            attempt=env.get("SLURM_RESTART_COUNT", "0"),
-        )
+        return read_slurm(env)
     return Rendezvous()
+
+
+def read_torchrun(env: Mapping[str, str]) -> Rendezvous:
+    rank = environment_number(env, "RANK")
+    size = environment_number(env, "WORLD_SIZE")
+    return Rendezvous(
+        rank=rank,
+        size=size,
+        local_rank=environment_number(env, "LOCAL_RANK", rank),
+        local_size=environment_number(env, "LOCAL_WORLD_SIZE", size),
+        host=env.get("MASTER_ADDR", "127.0.0.1"),
+        port=environment_number(env, "MASTER_PORT", 29_500),
+        attempt=env.get("TORCHELASTIC_RESTART_COUNT", "0"),
+        agent=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+    )
+
+
+def read_slurm(env: Mapping[str, str]) -> Rendezvous:
+    """Without MASTER_PORT the port follows from the job's number, so that jobs of one node do not collide."""
+    job = environment_number(env, "SLURM_JOB_ID", 0)
+    return Rendezvous(
+        rank=environment_number(env, "SLURM_PROCID"),
+        size=environment_number(env, "SLURM_NTASKS"),
+        local_rank=environment_number(env, "SLURM_LOCALID", 0),
+        local_size=slurm_tasks_on_node(env),
+        host=env.get("MASTER_ADDR") or first_slurm_host(env),
+        port=environment_number(env, "MASTER_PORT", 20_000 + job % 20_000),
+        attempt=env.get("SLURM_RESTART_COUNT", "0"),
+    )
 
 
 def first_slurm_host(env: Mapping[str, str]) -> str:
     """`node[07-09,12]` -> `node07`; a plain list gives its first name."""
-    nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or env.get("SLURM_NODELIST") or "127.0.0.1"
-    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)  # up to the first comma outside brackets
-    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first.group() if first else nodes)
+    nodes = "127.0.0.1"
+    for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"):
+        if env.get(name):
+            nodes = env[name]
+            break
+    match = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)  # up to the first comma outside brackets
+    first = match.group() if match else nodes
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first)
 
 
 def slurm_tasks_on_node(env: Mapping[str, str]) -> int:
     """`4(x2),3` -> 4."""
-    said = env.get("SLURM_NTASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE") or "1"
-    return environment_number({"SLURM_TASKS_PER_NODE": re.split(r"[(,]", said)[0]}, "SLURM_TASKS_PER_NODE")
+    tasks = env.get("SLURM_NTASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE") or "1"
+    first, *_ = re.split(r"[(,]", tasks)
+    return environment_number({"SLURM_TASKS_PER_NODE": first}, "SLURM_TASKS_PER_NODE")
 
 
 def environment_number(env: Mapping[str, str], name: str, default: int | None = None) -> int:

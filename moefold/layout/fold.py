@@ -27,30 +27,32 @@ class Grid:
         return prod(self.sizes.values())
 
     def coordinates_of_rank(self, rank: int) -> dict[str, int]:
-        at: dict[str, int] = {}
+        coordinates: dict[str, int] = {}
         for name, size in reversed(self.sizes.items()):
-            rank, at[name] = divmod(rank, size)
-        return at
+            rank, coordinates[name] = divmod(rank, size)
+        return coordinates
 
     def groups(self, *axes: str) -> list[tuple[int, ...]]:
         """Partition the ranks: two ranks share a group when they differ only along `axes`."""
-        if missing := set(axes) - set(self.sizes):
+        missing = set(axes) - set(self.sizes)
+        if missing:
             raise ValueError(f"no axis {sorted(missing)} in this grid; it has {list(self.sizes)}")
-        found: dict[tuple[int, ...], list[int]] = {}
+        groups: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.world):
-            at = self.coordinates_of_rank(rank)
-            found.setdefault(tuple(v for k, v in at.items() if k not in axes), []).append(rank)
-        return [tuple(group) for group in found.values()]
+            coordinates = self.coordinates_of_rank(rank)
+            elsewhere = tuple(index for name, index in coordinates.items() if name not in axes)
+            groups.setdefault(elsewhere, []).append(rank)
+        return [tuple(group) for group in groups.values()]
 
 
 def fold_into_grids(world: int, parallel: ParallelConfig) -> tuple[Grid, Grid]:
     """Dense grid (pp, dp, cp, tp) and expert grid (pp, edp, ep, etp) over the same ranks, sharing pp."""
     p = parallel
-    dense, expert = p.tp * p.cp * p.pp, p.etp * p.ep * p.pp
-    for name, part in {"tp x cp x pp": dense, "etp x ep x pp": expert}.items():
-        if world % part:
-            raise UserError(f"parallel {name} = {part} does not divide the number of ranks, {world}")
-    return (
-        Grid({"pp": p.pp, "dp": world // dense, "cp": p.cp, "tp": p.tp}),
-        Grid({"pp": p.pp, "edp": world // expert, "ep": p.ep, "etp": p.etp}),
-    )
+    dense_ranks = p.tp * p.cp * p.pp
+    expert_ranks = p.etp * p.ep * p.pp
+    for name, ranks in {"tp x cp x pp": dense_ranks, "etp x ep x pp": expert_ranks}.items():
+        if world % ranks:
+            raise UserError(f"parallel {name} = {ranks} does not divide the number of ranks, {world}")
+    dense = Grid({"pp": p.pp, "dp": world // dense_ranks, "cp": p.cp, "tp": p.tp})
+    expert = Grid({"pp": p.pp, "edp": world // expert_ranks, "ep": p.ep, "etp": p.etp})
+    return dense, expert

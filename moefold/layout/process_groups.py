@@ -1,4 +1,4 @@
-"""Meet the other ranks, and choose the device."""
+"""Process groups: the rendezvous of all ranks, and the device of this one."""
 
 from __future__ import annotations
 
@@ -19,8 +19,12 @@ from moefold.layout.environment import Rendezvous, read_environment
 COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=10)
 
 
+# Words by which a RuntimeError of torch.distributed is known: another rank is gone.
+LOST_CONTACT_WORDS = ("gloo", "Gloo", "NCCL", "Connection closed", "Connection reset")
+
+
 def choose_device(wanted: str, place: Rendezvous) -> torch.device:
-    """The device of this rank. More ranks than GPUs share them, which only gloo can do."""
+    """The device of this rank. More ranks than GPUs share them, which needs gloo."""
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
@@ -32,7 +36,7 @@ def choose_device(wanted: str, place: Rendezvous) -> torch.device:
 
 @contextmanager
 def joined_world(parallel: ParallelConfig, wanted_device: str) -> Iterator[World]:
-    """The world, for as long as the run lasts. Alone, nothing is started and every axis has size one."""
+    """The world, for as long as the run lasts. A single rank starts no process group; every axis has size one."""
     place = read_environment(os.environ)
     device = choose_device(wanted_device, place)
     if place.size == 1:
@@ -48,22 +52,25 @@ def joined_world(parallel: ParallelConfig, wanted_device: str) -> Iterator[World
     try:
         yield create_world(place.rank, place.size, device, parallel, place.local_size, store)
     except RuntimeError as error:
-        if any(word in str(error) for word in ("gloo", "Gloo", "NCCL", "Connection closed", "Connection reset")):
-            raise RunFailure(f"rank {place.rank} lost contact with another rank: {first_error_line(error)}") from None
-        raise
+        if not any(word in str(error) for word in LOST_CONTACT_WORDS):
+            raise
+        reason = first_error_line(error)
+        raise RunFailure(f"rank {place.rank} lost contact with another rank: {reason}") from None
     finally:
         dist.destroy_process_group()
 
 
 def first_error_line(error: Exception) -> str:
-    """The first sentence of torch's message, without the place in torch's sources."""
-    line = str(error).strip().split("\n")[0]
-    return re.sub(r"^\[\S+:\d+\] ", "", line).split(". ")[0][:200]
+    """The first sentence of torch's message, without the file and line in torch's sources."""
+    line, *_ = str(error).strip().split("\n")
+    text = re.sub(r"^\[\S+:\d+\] ", "", line)
+    sentence, *_ = text.split(". ")
+    return sentence[:200]
 
 
 def rendezvous_store(place: Rendezvous) -> dist.Store:
-    """A key-value store all ranks reach. Prefixed by the attempt: after a restart, ranks would otherwise read the
-    addresses that the dead generation left there."""
+    """A key-value store that all ranks reach. Prefixed by the attempt: after a restart, ranks would otherwise read the
+    addresses of the ranks before it."""
     serves = place.rank == 0 and not place.agent
     try:
         store = dist.TCPStore(place.host, place.port, place.size, is_master=serves, timeout=COLLECTIVE_TIMEOUT)

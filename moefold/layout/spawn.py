@@ -1,7 +1,7 @@
-"""`--nproc N`: start N copies of this command as ranks of one machine and watch them. Torch-free.
+"""Local ranks (`--nproc N`): start N copies of this command on one machine and watch them. Torch-free.
 
-Rank 0 keeps the terminal. The others write to files, and the last lines of a rank that fails are shown. When one rank
-ends badly the others are stopped: they would wait for it until the timeout.
+Rank 0 keeps the terminal. The others write to files, and the last lines of a rank that fails are printed. When one rank
+fails the others are stopped: they would wait for it until the timeout.
 """
 
 from __future__ import annotations
@@ -14,39 +14,49 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from moefold.config.errors import UserError
 
 MEETING_PORTS = range(20_000, 32_000)  # Linux gives 32768 and above to connections
-GRACE_SECONDS = 10.0  # seconds a rank has to follow a failing one by itself, and then to obey SIGTERM
+GRACE_SECONDS = 10.0  # that ranks have to end by themselves after one has failed, and then to obey SIGTERM
+POLL_SECONDS = 0.05
+LOG_LINES_SHOWN = 8
+
+RankProcess = subprocess.Popen[bytes]
 
 
 def find_free_port() -> int:
-    """One that is free now and likely to stay so until ranks meet there, seconds later: not of the range from which
-    connections get theirs, of which ranks make hundreds, and not the one that another run takes in this moment."""
+    """A port that is free now and likely to stay so until ranks meet there, seconds later: outside the range from which
+    connections get theirs, of which ranks make hundreds, and drawn at random, so that two runs do not take the same."""
     for port in random.SystemRandom().sample(MEETING_PORTS, 100):
-        with socket.socket() as s:
-            try:
-                s.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-            return port
+        try:
+            bind_port(port)
+        except OSError:
+            continue
+        return port
     raise UserError(f"none of 100 ports from {MEETING_PORTS[0]} on is free; expected one; set --port")
 
 
 def check_port_is_free(port: int) -> int:
     """The port, if it can be bound now."""
-    with socket.socket() as s:
-        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            s.bind(("127.0.0.1", port))
-        except (OSError, OverflowError) as error:
-            raise UserError(
-                f"port {port} cannot be used ({error}); expected a free one; leave --port out, or try {find_free_port()}"
-            ) from None
+    try:
+        bind_port(port, reuse=True)
+    except (OSError, OverflowError) as error:
+        another = find_free_port()
+        raise UserError(
+            f"port {port} cannot be used ({error}); expected a free one; leave --port out, or try {another}"
+        ) from None
     return port
+
+
+def bind_port(port: int, reuse: bool = False) -> None:
+    """Bind and release a port; OSError where it is taken. `reuse`: one in TIME_WAIT counts as free."""
+    with socket.socket() as probe:
+        if reuse:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind(("127.0.0.1", port))
 
 
 def run_local_ranks(arguments: Sequence[str], nproc: int, port: int | None = None) -> int:
@@ -65,18 +75,18 @@ def run_local_ranks(arguments: Sequence[str], nproc: int, port: int | None = Non
 
 def start_rank_process(
     arguments: Sequence[str], rank: int, nproc: int, port: int, threads: int, log: Path
-) -> subprocess.Popen[bytes]:
-    place = {
-        "RANK": rank,
-        "LOCAL_RANK": rank,
-        "WORLD_SIZE": nproc,
-        "LOCAL_WORLD_SIZE": nproc,
+) -> RankProcess:
+    rendezvous = {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(nproc),
+        "LOCAL_WORLD_SIZE": str(nproc),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
+        "MASTER_PORT": str(port),
     }
-    env = {"OMP_NUM_THREADS": str(threads), **os.environ, **{k: str(v) for k, v in place.items()}}
+    env = {"OMP_NUM_THREADS": str(threads), **os.environ, **rendezvous}
     command = [sys.executable, "-m", "moefold", *arguments]
-    # A process group of its own: Ctrl-C in a terminal then reaches the parent alone, which hands it on once.
+    # A process group of its own: Ctrl-C in a terminal then reaches the parent alone, which forwards it once.
     if rank == 0:
         return subprocess.Popen(command, env=env, process_group=0)
     with log.open("wb") as output:
@@ -85,8 +95,9 @@ def start_rank_process(
         )
 
 
-def forward_signals(ranks: Sequence[subprocess.Popen[bytes]]):
-    """Hand SIGTERM and SIGINT on to every rank; they save and end by themselves. Returns what undoes this."""
+def forward_signals(ranks: Sequence[RankProcess]) -> Callable[[], None]:
+    """Forward SIGTERM and SIGINT to every rank, which then saves and ends by itself. Returns a function that restores
+    the handlers from before."""
 
     def send_to_every_rank(number: int, _frame: object) -> None:
         for rank in ranks:
@@ -94,48 +105,75 @@ def forward_signals(ranks: Sequence[subprocess.Popen[bytes]]):
                 rank.send_signal(number)
 
     before = {number: signal.signal(number, send_to_every_rank) for number in (signal.SIGTERM, signal.SIGINT)}
-    return lambda: [signal.signal(number, handler) for number, handler in before.items()]
+
+    def restore_handlers() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+    return restore_handlers
 
 
-def watch_rank_processes(ranks: Sequence[subprocess.Popen[bytes]], logs: Sequence[Path]) -> int:
-    while any(rank.poll() is None for rank in ranks):
-        failed = [i for i, rank in enumerate(ranks) if rank.poll() not in (None, 0)]
-        if failed:
-            return stop_after_failure(first_failed_rank(failed, ranks), ranks, logs)
-        time.sleep(0.05)
-    failed = [i for i, rank in enumerate(ranks) if rank.returncode != 0]
-    return stop_after_failure(first_failed_rank(failed, ranks), ranks, logs) if failed else 0
+def watch_rank_processes(ranks: Sequence[RankProcess], logs: Sequence[Path]) -> int:
+    """Wait for all ranks, or for the first that fails; the exit code."""
+    while any_running(ranks):
+        if failed_ranks(ranks):
+            break
+        time.sleep(POLL_SECONDS)
+    failed = failed_ranks(ranks)
+    if not failed:
+        return 0
+    return stop_after_failure(first_failed_rank(failed, ranks), ranks, logs)
 
 
-def first_failed_rank(failed: Sequence[int], ranks: Sequence[subprocess.Popen[bytes]]) -> int:
-    """Who failed first, of those seen at the same moment: one that was killed could not have followed another."""
-    return min(failed, key=lambda i: ranks[i].returncode >= 0)
+def any_running(ranks: Sequence[RankProcess]) -> bool:
+    return any(rank.poll() is None for rank in ranks)
 
 
-def stop_after_failure(first: int, ranks: Sequence[subprocess.Popen[bytes]], logs: Sequence[Path]) -> int:
-    """One rank failed: let the rest follow, stop those that do not, say who was first and why."""
+def failed_ranks(ranks: Sequence[RankProcess]) -> list[int]:
+    return [number for number, rank in enumerate(ranks) if rank.poll() not in (None, 0)]
+
+
+def first_failed_rank(failed: Sequence[int], ranks: Sequence[RankProcess]) -> int:
+    """The rank that failed first, of those seen at the same moment: one that was killed did not follow another."""
+    return min(failed, key=lambda number: ranks[number].returncode >= 0)
+
+
+def stop_after_failure(first: int, ranks: Sequence[RankProcess], logs: Sequence[Path]) -> int:
+    """One rank failed: wait for the rest, stop those that go on, and print which rank was first and why."""
     code = ranks[first].returncode
-    deadline = time.monotonic() + (GRACE_SECONDS if code == 2 else 1.0)
+    end_all_ranks(ranks, GRACE_SECONDS if code == 2 else 1.0)
+    refusing = [number for number, rank in enumerate(ranks) if rank.returncode == 2]
+    if refusing:  # a refusal explains the other failures; rank 0 has printed its own
+        first, code = refusing[0], 2
+    report_failed_rank(first, code, logs[first])
+    print("the other ranks were stopped; what was committed is safe: continue with --resume auto", file=sys.stderr)
+    return code if code > 0 else 1
+
+
+def end_all_ranks(ranks: Sequence[RankProcess], patience: float) -> None:
+    """Wait `patience` seconds for all ranks to end by themselves, then send SIGTERM, then SIGKILL."""
+    deadline = time.monotonic() + patience
     for stop in (None, signal.SIGTERM, signal.SIGKILL):
         for rank in ranks:
             if stop and rank.poll() is None:
                 rank.send_signal(stop)
-        while time.monotonic() < deadline and any(rank.poll() is None for rank in ranks):
-            time.sleep(0.05)
+        while time.monotonic() < deadline and any_running(ranks):
+            time.sleep(POLL_SECONDS)
         deadline = time.monotonic() + GRACE_SECONDS
     for rank in ranks:
         rank.wait()
-    refusing = next((i for i, rank in enumerate(ranks) if rank.returncode == 2), None)
-    if refusing is not None:  # a refusal explains the other failures; rank 0 has printed its own
-        first, code = refusing, 2
-    if code < 0:
-        how = f"was killed by {signal.Signals(-code).name}"
-    else:
-        how = f"ended with code {code}"
-    if first != 0:
-        said = logs[first].read_text(errors="replace").strip().splitlines()[-8:] if logs[first].exists() else []
-        print(f"rank {first} {how}" + (":\n  " + "\n  ".join(said) if said else ""), file=sys.stderr)
-    elif code < 0:
-        print(f"rank 0 {how}", file=sys.stderr)
-    print("the other ranks were stopped; what was committed is safe: continue with --resume auto", file=sys.stderr)
-    return code if code > 0 else 1
+
+
+def report_failed_rank(number: int, code: int, log: Path) -> None:
+    """How a rank ended, with the last lines of its log. Rank 0 has printed its own error, unless it was killed."""
+    killed = code < 0
+    ending = f"was killed by {signal.Signals(-code).name}" if killed else f"ended with code {code}"
+    message = f"rank {number} {ending}"
+    if number == 0 and not killed:
+        return
+    if number > 0 and log.exists():
+        lines = log.read_text(errors="replace").strip().splitlines()
+        last_lines = lines[-LOG_LINES_SHOWN:]
+        if last_lines:
+            message += ":\n  " + "\n  ".join(last_lines)
+    print(message, file=sys.stderr)

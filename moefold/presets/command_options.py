@@ -1,4 +1,4 @@
-"""Options of a command: its own are a dataclass, read by tyro; every other `--section.key value` is a configuration key."""
+"""Options of a command: its own are a dataclass, read by tyro; others are configuration keys, `--section.key value`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The models people train, each as a function that returns a whole configuration. Sizes are the published ones."""
+"""Presets: published models, each a function that returns a whole configuration. Sizes are the published ones."""
 
 from __future__ import annotations
 
@@ -24,16 +24,24 @@ PRESETS: dict[str, Callable[[], Config]] = {}
 
 
 def register_preset(make: Callable[[], Config], name: str = "") -> Callable[[], Config]:
-    """Register a preset under its function's name, written with dashes, and its tiny form beside it."""
+    """Register a preset under its function's name, written with dashes, and its tiny variant."""
     name = name or make.__name__.replace("_", "-")
-    PRESETS[name] = lambda: replace(make(), name=name)
+    tiny_name = f"{name}-tiny"
+
+    def make_named() -> Config:
+        return replace(make(), name=name)
+
+    def make_tiny() -> Config:
+        return replace(tiny_variant(make()), name=tiny_name)
+
+    PRESETS[name] = make_named
     if name != "tiny":
-        PRESETS[f"{name}-tiny"] = lambda: replace(tiny_variant(make()), name=f"{name}-tiny")
+        PRESETS[tiny_name] = make_tiny
     return make
 
 
 def pretraining_config(model: ModelConfig, seq_len: int = 4096) -> Config:
-    """A sound start for a large model: the recipe its users then change."""
+    """Training settings for a large model, as a starting point."""
     return Config(
         model=model,
         data=DataConfig(seq_len=seq_len),
@@ -44,7 +52,7 @@ def pretraining_config(model: ModelConfig, seq_len: int = 4096) -> Config:
 
 
 def tiny_variant(config: Config) -> Config:
-    """Every mechanism of a model at sizes that a CPU trains in seconds: what tests use, and a first try of a change."""
+    """All mechanisms of a model at sizes that a CPU trains in seconds, for tests and first tries."""
     m, a, moe = config.model, config.model.attention, config.model.moe
     attention = replace(
         a,
@@ -188,7 +196,7 @@ def qwen2_57b_a14b() -> Config:
 
 
 def deepseek_attention(heads: int, q_rank: int, rope: RopeConfig) -> AttentionConfig:
-    """Latent attention as in all of DeepSeek's models from V2 on: 128 still dims and 64 that turn, values of 128."""
+    """Latent attention of DeepSeek's models from V2 on: 128 dims without RoPE, 64 rotary dims, values of 128."""
     return AttentionConfig(
         kind="mla",
         heads=heads,

@@ -73,7 +73,7 @@ def test_a_disagreement_is_named_with_both_places_within_seconds(work, says: lis
     begun = time.monotonic()
     (text, seconds), *_ = run_ranks(told, 2, str(tmp_path / "store"), work)
     assert time.monotonic() - begun < 60, "nobody is left waiting"
-    for part in [*says, "test_contract.py:"]:
+    for part in [*says, "test_check_collectives.py:"]:
         assert part in text, text
     assert seconds < 5
 

@@ -6,30 +6,30 @@ import pytest
 
 from moefold.config.errors import UserError
 from moefold.config.open_names import (
-    ATTENTION_KINDS,
-    DATA_SOURCES,
-    DISPATCHERS,
-    OPTIMIZER_RULES,
-    ROUTER_SCORES,
+    ATTENTION_NAMES,
+    DATA_SOURCE_NAMES,
+    DISPATCHER_NAMES,
+    OPTIMIZER_NAMES,
+    ROUTER_SCORE_NAMES,
     OpenNames,
 )
 from moefold.presets.command_options import list_config_keys
 from moefold.presets.recipe import resolve_recipe
 
 BY_KEY = {
-    "parallel.dispatcher": DISPATCHERS,
-    "model.moe.router.score": ROUTER_SCORES,
-    "model.attention.kind": ATTENTION_KINDS,
-    "data.source": DATA_SOURCES,
+    "parallel.dispatcher": DISPATCHER_NAMES,
+    "model.moe.router.score": ROUTER_SCORE_NAMES,
+    "model.attention.kind": ATTENTION_NAMES,
+    "data.source": DATA_SOURCE_NAMES,
 }
 
 
 @pytest.fixture
 def pigeon() -> Iterator[str]:
     """A dispatcher that somebody else has written."""
-    DISPATCHERS.add("pigeon", "one pigeon per token")
+    DISPATCHER_NAMES.add("pigeon", "one pigeon per token")
     yield "pigeon"
-    DISPATCHERS.remove("pigeon")
+    DISPATCHER_NAMES.remove("pigeon")
 
 
 def test_a_name_that_was_added_is_legal_and_listed_in_help(pigeon: str):
@@ -82,4 +82,4 @@ def test_a_name_can_be_written_on_a_command_line(name: str):
 
 
 def test_adamw_is_the_optimizer_rule_that_is_built_in():
-    assert list(OPTIMIZER_RULES) == ["adamw"]
+    assert list(OPTIMIZER_NAMES) == ["adamw"]

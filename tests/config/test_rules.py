@@ -18,7 +18,7 @@ from moefold.presets.zoo import PRESETS
 
 # rule -> (overrides that break it, number of ranks, what its message must name)
 BREAKS: dict[str, list[tuple[str, int, str]]] = {
-    "halves are of bf16 weights": [("--optim.main=split --train.precision=fp32", 1, "optim.main = split")],
+    "split main weights are of bf16 weights": [("--optim.main=split --train.precision=fp32", 1, "optim.main = split")],
     "bf16 gradients are of bf16 weights": [
         ("--optim.gradients=bf16 --train.precision=fp32 --train.micro_batch=16", 1, "optim.gradients = bf16")
     ],
@@ -41,7 +41,7 @@ BREAKS: dict[str, list[tuple[str, int, str]]] = {
         ("--checkpoint.path=://run", 1, "checkpoint.path = ://run"),
         ("--checkpoint.path=s3:bucket", 1, "checkpoint.path = s3:bucket"),
     ],
-    "the reference loss has all words": [
+    "the reference loss has the whole vocabulary": [
         ("--parallel.tp=2 --kernels.force=cross_entropy=reference", 2, "kernels.force = cross_entropy=reference")
     ],
     "the name can be a folder's": [("--name=../up", 1, "name = ../up")],
@@ -55,7 +55,7 @@ BREAKS: dict[str, list[tuple[str, int, str]]] = {
     "llama3 frequencies in order": [
         ("--model.attention.rope.scaling=llama3 --model.attention.rope.low_frequency=4", 1, "low_frequency = 4")
     ],
-    "yarn turns in order": [
+    "yarn rotations in order": [
         ("--model.attention.rope.scaling=yarn --model.attention.rope.beta_slow=40", 1, "beta_slow = 40")
     ],
     "files are named": [
@@ -63,7 +63,7 @@ BREAKS: dict[str, list[tuple[str, int, str]]] = {
         ("--data.files=a.txt,b.txt", 1, "data.files = a.txt,b.txt"),
     ],
     "there are documents to attend within": [("--data.attend=document --data.source=zipf", 1, "data.source = zipf")],
-    "documents are met whole": [
+    "documents need all keys": [
         ("--data.attend=document --parallel.cp=2", 2, "parallel.context = ring"),
         ("--data.attend=document --parallel.cp=2 --parallel.context=hierarchical", 2, "data.attend = document"),
     ],
@@ -108,11 +108,11 @@ BREAKS: dict[str, list[tuple[str, int, str]]] = {
             "model.moe.capacity.over = full_sequence",
         ),
     ],
-    "turning dims fit the head": [
+    "rotary dims fit the head": [
         ("--model.attention.rope_dim=7", 1, "model.attention.rope_dim = 7"),
         ("--model.attention.rope_dim=64", 1, "model.attention.head_dim = 32"),
     ],
-    "mla has still and turning dims": [
+    "mla has rotary and other dims": [
         ("--model.attention.kind=mla", 1, "model.attention.rope_dim = 0"),
         ("--model.attention.kind=mla --model.attention.rope_dim=32", 1, "model.attention.head_dim = 32"),
         (
@@ -155,18 +155,19 @@ BREAKS: dict[str, list[tuple[str, int, str]]] = {
             "model.moe.capacity.pad = true",
         ),
     ],
-    "looking ahead is said": [
+    "looking ahead is accepted": [
         ("--model.moe.router.kind=expert_choice", 1, "model.moe.router.kind = expert_choice"),
         ("--model.moe.router.kind=sinkhorn", 1, "model.moe.router.looks_ahead = false"),
     ],
-    "routers that even out by themselves have no bias": [
+    "routers that balance by themselves have no bias": [
         ("--model.moe.router.kind=sinkhorn --model.moe.balance.bias_rate=0.1", 1, "model.moe.balance.bias_rate = 0.1"),
         ("--model.moe.router.kind=expert_choice --model.moe.router.groups=2", 1, "model.moe.router.groups = 2"),
     ],
     "devices are for something": [("--model.moe.balance.devices=4", 1, "model.moe.balance.devices = 4")],
     "forced balance takes the place of the tokens' choice": [
         (
-            "--model.moe.router.kind=sinkhorn --model.moe.router.looks_ahead=true --model.moe.router.force_balance=true",
+            "--model.moe.router.kind=sinkhorn --model.moe.router.looks_ahead=true "
+            "--model.moe.router.force_balance=true",
             1,
             "model.moe.router.force_balance = true",
         )

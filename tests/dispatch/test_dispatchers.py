@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from moefold.comm import byte_counters
-from moefold.config.open_names import DISPATCHERS as LEGAL_NAMES
+from moefold.config.open_names import DISPATCHER_NAMES
 from moefold.config.run import Config, ModelConfig, MoeConfig, ParallelConfig, TrainConfig
 from moefold.dispatch.base import Dispatcher, Routing, RowPolicy
 from moefold.dispatch.build import build_dispatcher
@@ -24,7 +24,7 @@ from moefold.layout.axes import World, create_world
 from tests.support.ranks import run_ranks
 
 # deepep needs its package; test_deepep.py has a stand-in for that
-DISPATCHERS = [name for name in LEGAL_NAMES.builtin if name != "deepep"]
+DISPATCHERS = [name for name in DISPATCHER_NAMES.builtin if name != "deepep"]
 WORLD, EXPERTS, WIDTH, INNER, TOKENS = 4, 8, 6, 8, 12
 LAYOUTS = {"ep 4": {"ep": 4}, "ep 2, etp 2": {"ep": 2, "etp": 2}, "etp 4": {"etp": 4}}
 FACTS = Facts("cpu", "fp64", hidden=WIDTH, ffn=INNER)
@@ -92,10 +92,10 @@ def worth_running(routing: str, binding: str, node_size: int) -> list[str]:
 def agreement(world: World) -> dict[tuple[str, str, str, int], dict[str, float]]:
     """Each rank's distance from the local dispatcher on the tokens of all ranks."""
     found = {}
-    p = {"ep": world.axis("ep").size, "etp": world.axis("etp").size}
+    parallel = ParallelConfig(ep=world.ep.size, etp=world.etp.size)
     up, down = numbers(EXPERTS, INNER, WIDTH, seed=1), numbers(EXPERTS, WIDTH, INNER, seed=2)
     for node_size in (4, 2):
-        here = create_world(world.rank, WORLD, world.device, ParallelConfig(**p), node_size)
+        here = create_world(world.rank, WORLD, world.device, parallel, node_size)
         ep, etp = here.axis("ep"), here.axis("etp")
         experts = slice(ep.index * EXPERTS // ep.size, (ep.index + 1) * EXPERTS // ep.size)
         inner = slice(etp.index * INNER // etp.size, (etp.index + 1) * INNER // etp.size)

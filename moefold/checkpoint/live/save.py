@@ -13,6 +13,7 @@ import errno
 import hashlib
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -50,6 +51,7 @@ from moefold.checkpoint.format.write_plan import WritePlan, assign_writers
 from moefold.checkpoint.live.host_image import HostImage, PieceDigests, WrittenFile
 from moefold.checkpoint.live.logical_tensors import LogicalTensors, TensorPart, as_tensor_part
 from moefold.comm.collectives import all_gather_objects
+from moefold.comm.consensus import gather_results, result_of_rank_zero
 from moefold.config.errors import UserError
 from moefold.layout.axes import World
 from moefold.version import __version__
@@ -100,23 +102,13 @@ def write_checkpoint(
 
 
 def run_on_every_rank(work: Callable[[], T], world: World, place: StoragePath) -> list[T]:
-    """Every rank does its work and gets what all of them did, or refuses as the first that could not. Nobody is left
-    waiting."""
-    result, problem = None, None
-    try:
-        result = work()
-    except Exception as error:
-        problem = explain_write_error(error, place)
-    found = all_gather_objects((result, problem), world.everyone)
-    for _, problem in found:
-        if problem:
-            raise problem
-    return [result for result, _ in found]
+    """Results of the work on all ranks; if it fails, all ranks raise the same error, as a message about `place`."""
+    return gather_results(work, world, partial(explain_write_error, place=place))
 
 
 def run_on_rank_zero(work: Callable[[], T], world: World, place: StoragePath) -> T:
-    """Rank 0 does the work; every rank gets its result, or refuses as it did."""
-    return run_on_every_rank(work if world.rank == 0 else lambda: None, world, place)[0]  # pyright: ignore[reportReturnType]
+    """Rank 0 does the work; every rank gets its result, or its error as a message about `place`."""
+    return result_of_rank_zero(work, world, partial(explain_write_error, place=place))
 
 
 def hash_split_pieces(folder: StoragePath, plan: WritePlan, written: list[WrittenFile], world: World) -> PieceDigests:

@@ -1,6 +1,6 @@
-"""Choices that nobody makes: for benchmarks, and to repeat what another engine chose (replay, in RL).
+"""Routing set from outside: round robin for benchmarks, recording and replay of expert ids (for RL).
 
-The selection is imposed; weights and their gradients still come from the scores. T tokens, K choices, L MoE layers.
+The selection is imposed; router weights and their gradients still come from the scores. T tokens, K choices.
 """
 
 from __future__ import annotations
@@ -9,22 +9,24 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from moefold.config.run import MoeConfig
 from moefold.model.moe.balance import ExpertLoad
 
 
-def round_robin_experts(number_T: torch.Tensor, moe: MoeConfig) -> torch.Tensor:
-    """Tokens go round the experts in their order, K at a time: as even as can be, on any layout."""
-    return (number_T[:, None] * moe.top_k + torch.arange(moe.top_k, device=number_T.device)) % moe.experts
+def round_robin_experts(number_T: Tensor, moe: MoeConfig) -> Tensor:
+    """Token t gets experts t x K up to t x K + K - 1, modulo E: an even load on any layout."""
+    choice_K = torch.arange(moe.top_k, device=number_T.device)
+    first_T1 = number_T[:, None] * moe.top_k
+    return (first_T1 + choice_K) % moe.experts
 
 
 @contextmanager
-def recorded_choices(model: nn.Module) -> Iterator[dict[int, list[torch.Tensor]]]:
-    """What every router chooses inside the block, by number of layer: one (T, K) for each microbatch, of this rank's
-    own tokens. On one rank, unflattened to (B, S, K), it is what the model's `imposed` takes for that layer."""
-    chosen: dict[int, list[torch.Tensor]] = {}
+def recorded_choices(model: nn.Module) -> Iterator[dict[int, list[Tensor]]]:
+    """Expert ids that every router chooses inside the block, by layer number: one (T, K) tensor for each microbatch, of
+    this rank's own tokens. On one rank, unflattened to (B, S, K), it is the model's `imposed` input of that layer."""
+    chosen: dict[int, list[Tensor]] = {}
     loads = [module for module in model.modules() if isinstance(module, ExpertLoad)]
     for load in loads:
         load.record = chosen.setdefault(load.layer, []).append

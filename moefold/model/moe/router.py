@@ -1,11 +1,12 @@
-"""The router: which experts each token visits, and with what weight.
+"""The router: the K experts of each token, their weights, and the balance losses.
 
-T tokens, D width, E experts, K choices. Scores are fp32 whatever the model's precision.
+T tokens, D width, E experts, K choices. Scores are at least fp32 whatever the model's precision.
 """
 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from moefold.config.run import ModelConfig, MoeConfig
 from moefold.dispatch.base import Routing
@@ -28,57 +29,63 @@ class Router(DeclaringModule):
     def __init__(self, model: ModelConfig, layer: int, kernels: BoundKernels, world: World):
         super().__init__(world)
         moe = self.moe = model.moe
-        self.layer, self.how = layer, router_spec_of(moe)
-        self.router_logits, self.router_topk = kernels[router_logits], kernels[router_topk]
+        self.layer = layer
+        self.spec = router_spec_of(moe)
+        self.router_logits = kernels[router_logits]
+        self.router_topk = kernels[router_topk]
         self.weight = self.declare_parameter("weight", moe.experts, model.hidden, std=model.init_std)
         self.bias = self.declare_parameter("bias", moe.experts, std=0.0) if moe.biases else None
         self.load = ExpertLoad(moe.experts, layer)
-        self.sharing = world.axis("cp", "tp")  # the ranks that hold parts of the same sequences
+        self.sharing = world.cp_tp
 
-    def forward(
-        self, h_TD: torch.Tensor, share: TokenShard, imposed_TK: torch.Tensor | None = None
-    ) -> tuple[Routing, torch.Tensor]:
-        """The routing, and this rank's summand of the balance losses. `imposed_TK` takes the place of the choice."""
+    def forward(self, h_TD: Tensor, share: TokenShard, imposed_TK: Tensor | None = None) -> tuple[Routing, Tensor]:
+        """The routing, and this rank's summand of the balance losses. `imposed_TK` replaces the top-k selection."""
         logits_TE = self.logits(h_TD, share)
         if imposed_TK is None:
             imposed_TK = self.sequence_wide_choice(logits_TE, share)
         bias_E = self.load.bias_E.to(logits_TE.dtype)
-        chosen = self.router_topk(logits_TE, bias_E, self.how, imposed_TK, share.span)
+        chosen = self.router_topk(logits_TE, bias_E, self.spec, imposed_TK, share.span)
         weights_TK, ids_TK, counts_BE, shares_BE, squares_B = chosen
         routing = drop_beyond_capacity(Routing(weights_TK, ids_TK), self.moe, share, self.sharing)
         if self.training:
             self.load.count(counts_BE, ids_TK, routing.ids_TK)
         if self.load.record and not inside_recompute():
             self.load.record(ids_TK)
-        return routing, balance_losses(counts_BE, shares_BE, squares_B, self.moe, self.load, self.sharing)
+        losses = balance_losses(counts_BE, shares_BE, squares_B, self.moe, self.load, self.sharing)
+        return routing, losses
 
-    def logits(self, h_TD: torch.Tensor, share: TokenShard) -> torch.Tensor:
-        if self.moe.router.jitter and self.training:  # in fp32: rounded to bf16, little noise is none
+    def logits(self, h_TD: Tensor, share: TokenShard) -> Tensor:
+        jitter = self.moe.router.jitter
+        if jitter and self.training:
+            # In fp32: small noise would be lost in the rounding to bf16.
             wide_TD = h_TD.to(torch.promote_types(h_TD.dtype, torch.float32))
-            logits_TE = router_logits(
-                multiply_by_jitter(wide_TD, self.moe.router.jitter, share.token_number_T, self.layer), self.weight
-            )
+            noisy_TD = multiply_by_jitter(wide_TD, jitter, share.token_number_T, self.layer)
+            logits_TE = router_logits(noisy_TD, self.weight)
         else:
             logits_TE = self.router_logits(h_TD, self.weight)
         return logits_TE if self.bias is None else logits_TE + self.bias
 
-    def sequence_wide_choice(self, logits_TE: torch.Tensor, share: TokenShard) -> torch.Tensor | None:
-        """Choices that are not each token's own: they are made over whole sequences, or in turn."""
+    def sequence_wide_choice(self, logits_TE: Tensor, share: TokenShard) -> Tensor | None:
+        """Choices made over whole sequences, or round robin; None where each token chooses for itself."""
+        kind = self.moe.router.kind
         if self.moe.router.force_balance:
             return round_robin_experts(share.token_number_T, self.moe)
-        if self.moe.router.kind == "token_choice":
+        if kind == "token_choice":
             return None
-        choose = expert_choice if self.moe.router.kind == "expert_choice" else sinkhorn_choice
-        return share.slice_for_rank(choose(share.gather_all_tokens(logits_TE, self.sharing), self.moe))
+        choose = expert_choice if kind == "expert_choice" else sinkhorn_choice
+        logits_BSE = share.gather_all_tokens(logits_TE, self.sharing)
+        ids_BSK = choose(logits_BSE, self.moe)
+        return share.slice_for_rank(ids_BSK)
 
 
 def router_spec_of(moe: MoeConfig) -> RouterSpec:
+    router = moe.router
     return RouterSpec(
         moe.top_k,
-        moe.router.score,
-        moe.router.normalize,
-        moe.router.scale,
-        moe.router.groups,
-        moe.router.groups_chosen,
-        moe.router.group_score,
+        router.score,
+        router.normalize,
+        router.scale,
+        router.groups,
+        router.groups_chosen,
+        router.group_score,
     )

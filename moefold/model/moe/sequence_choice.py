@@ -1,7 +1,7 @@
-"""Choices made for all tokens of a sequence together: experts choose tokens, or both are matched by optimal transport.
+"""Sequence-wide routing: expert choice, and Sinkhorn (tokens and experts matched by optimal transport).
 
-Both look at later tokens to choose for earlier ones, which a causal model must be told to accept
-(`moe.router.looks_ahead`). The set that is chosen over is one sequence, so that a batch may be split in any way.
+Both use later tokens to choose for earlier ones, which a causal model must accept explicitly
+(`moe.router.looks_ahead`). The choice is made over one sequence at a time, so that a batch may be split in any way.
 
 B sequences of S tokens, E experts, K choices of a token on average (exactly, for Sinkhorn).
 """
@@ -11,34 +11,42 @@ from __future__ import annotations
 import math
 
 import torch
+from torch import Tensor
 
 from moefold.config.run import MoeConfig
 
-SINKHORN_ROUNDS = 16  # of Sinkhorn: for near-even logits fewer do, and a fixed number needs no look at the result
+SINKHORN_ROUNDS = 16  # a fixed number, so that the host never reads a residual; near-even logits need fewer
 
 
-def expert_choice(logits_BSE: torch.Tensor, moe: MoeConfig) -> torch.Tensor:
-    """Each expert takes its capacity of tokens, those that like it best: (B, S, E) with the expert's own number where
-    it took the token and -1 elsewhere. Of equals it takes the earlier."""
+def expert_choice(logits_BSE: Tensor, moe: MoeConfig) -> Tensor:
+    """Each expert takes the tokens of largest score, up to its capacity; of equals, the earlier. The result is
+    (B, S, E): the expert's own id where it took the token, -1 elsewhere."""
     _, tokens, experts = logits_BSE.shape
-    most = min(tokens, math.ceil((moe.capacity.factor or 1.0) * tokens * moe.top_k / experts))
-    best = logits_BSE.softmax(-1).sort(dim=1, descending=True, stable=True).indices[:, :most]
-    taken = torch.zeros_like(logits_BSE, dtype=torch.bool).scatter_(1, best, True)
-    return torch.where(taken, torch.arange(experts, device=taken.device), -1)
+    factor = moe.capacity.factor or 1.0
+    capacity = math.ceil(factor * tokens * moe.top_k / experts)
+    scores_BSE = logits_BSE.softmax(-1)
+    order_BSE = scores_BSE.sort(dim=1, descending=True, stable=True).indices
+    best_BCE = order_BSE[:, : min(tokens, capacity)]
+    taken_BSE = torch.zeros_like(logits_BSE, dtype=torch.bool).scatter_(1, best_BCE, True)
+    every_expert = torch.arange(experts, device=taken_BSE.device)
+    return torch.where(taken_BSE, every_expert, -1)
 
 
-def sinkhorn_choice(logits_BSE: torch.Tensor, moe: MoeConfig) -> torch.Tensor:
-    """Each token's K best experts by a plan whose rows (tokens) and columns (experts) have even sums: (B, S, K)."""
-    plan = sinkhorn_log_plan(logits_BSE)
-    return plan.sort(dim=-1, descending=True, stable=True).indices[..., : moe.top_k]
+def sinkhorn_choice(logits_BSE: Tensor, moe: MoeConfig) -> Tensor:
+    """Each token's K best experts by a transport plan whose rows (tokens) and columns (experts) have even sums:
+    (B, S, K)."""
+    plan_BSE = sinkhorn_log_plan(logits_BSE)
+    order_BSE = plan_BSE.sort(dim=-1, descending=True, stable=True).indices
+    return order_BSE[..., : moe.top_k]
 
 
-def sinkhorn_log_plan(logits_BSE: torch.Tensor) -> torch.Tensor:
-    """log of the plan: logits plus something for each token and each expert, so that all tokens sum to 1 and all
-    experts to S / E."""
+def sinkhorn_log_plan(logits_BSE: Tensor) -> Tensor:
+    """Logarithm of the transport plan: logits plus one potential for each token and each expert, so that every token
+    sums to 1 and every expert to S / E."""
     _, tokens, experts = logits_BSE.shape
-    plan = logits_BSE
+    log_share = math.log(tokens / experts)
+    plan_BSE = logits_BSE
     for _ in range(SINKHORN_ROUNDS):
-        plan = plan - plan.logsumexp(1, keepdim=True) + math.log(tokens / experts)
-        plan = plan - plan.logsumexp(2, keepdim=True)
-    return plan
+        plan_BSE = plan_BSE - plan_BSE.logsumexp(1, keepdim=True) + log_share  # experts
+        plan_BSE = plan_BSE - plan_BSE.logsumexp(2, keepdim=True)  # tokens
+    return plan_BSE
