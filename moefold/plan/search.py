@@ -13,7 +13,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
-from moefold.config.rules import RULES, ConfigOnRanks
+from moefold.config.rule import ConfigOnRanks
+from moefold.config.rules import RULES
 from moefold.config.run import Config
 from moefold.plan.machine.cluster import Cluster
 from moefold.plan.machine.gpu import Gpu

@@ -1,7 +1,7 @@
 """Costs of one layer for one microbatch on one rank, step by step: parameters, FLOPs, saved bytes and sent bytes.
 
-Torch-free. Weights, their cuts and FLOPs come from `anatomy/`; what is saved for backward comes from the tables of a stack.
-Results are cached: a search asks for the same layer many times.
+Torch-free. Weights, their cuts and FLOPs come from `anatomy/`; what is saved for backward comes from the tables of a
+stack. Results are cached: a search asks for the same layer many times.
 """
 
 from __future__ import annotations
