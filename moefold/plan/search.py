@@ -216,7 +216,7 @@ class LayoutSearch:
     def piece_prices(self, s: RunSetting, cut: PipelineCut) -> PiecePrices:
         """Pieces cost the same whatever the pipeline, unless their weights are gathered."""
         fsdp_ranks = s.degrees["dp"] if s.choices.sharding == "fsdp" else 0
-        key = (*cost_cache_key(s), s.config.train.micro_batch, fsdp_ranks)
+        key = (*cost_cache_key(s), s.train.micro_batch, fsdp_ranks)
         prices = self.price_cache.setdefault(key, {})
         missing = [kind for kind in cut.kinds if kind not in prices]
         if missing:
@@ -226,7 +226,7 @@ class LayoutSearch:
         return prices
 
     def piece_memories(self, s: RunSetting, cut: PipelineCut) -> PieceMemories:
-        key = (*cost_cache_key(s), s.config.pipeline.pair)
+        key = (*cost_cache_key(s), s.pipeline.pair)
         memories = self.memory_cache.setdefault(key, {})
         for kind in cut.kinds:
             if kind not in memories:
@@ -301,7 +301,7 @@ class LayoutSearch:
 
 def cost_cache_key(s: RunSetting) -> CacheKey:
     """What a rank's share of a layer depends on, beside the sequences of a microbatch."""
-    p = s.config.parallel
+    p = s.parallel
     return p.tp, p.cp, p.ep, p.etp, s.choices.recompute
 
 

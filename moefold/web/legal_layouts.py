@@ -39,29 +39,31 @@ CONTEXT_TOKENS = 1024  # a context-parallel rank gets at least so many
 MAX_LAYOUTS_TRIED = 20_000  # in the search for the nearest layout: half a second
 SHORT_NAMES = {key: name for name, key in SHORT_KEYS.items()}
 
+JsonObject = dict[str, Any]
+Layout = Mapping[str, int]  # values by key
 SliderValues = Mapping[str, Sequence[int]]
 SliderPlaces = tuple[int, ...]  # of each slider, the index of its value
 
 
-def legal_layouts(raw: Mapping[str, Any], hold: str = "") -> dict[str, Any]:
+def legal_layouts(raw: Mapping[str, Any], hold: str = "") -> JsonObject:
     """`values` that each key may take; `problems` of the layout, with the keys that have part in each; `changes` that
     lead to the nearest legal layout, where `hold` stays as it is; None when there is none near."""
     r = read_request(raw)
     case = ConfigOnRanks(r.config, r.gpus)
     values = {key: offered_values(r, key) for key in SLIDER_KEYS}
-    problems = [describe_problem(rule, case) for rule in RULES if not rule.holds(case)]
-    changes: dict[str, int] | None = {}
-    if problems:
+    broken = [rule for rule in RULES if not rule.holds(case)]
+    changes: Layout | None = {}
+    if broken:
         held_key = SHORT_KEYS.get(hold, hold)
         changes = nearest_legal_layout(case, values, held_key)
     return {
-        "values": {slider_name(key): of_key for key, of_key in values.items()},
-        "problems": problems,
+        "values": with_slider_names(values),
+        "problems": [describe_problem(rule, case) for rule in broken],
         "changes": changes,
     }
 
 
-def describe_problem(rule: ConfigRule, case: ConfigOnRanks) -> dict[str, Any]:
+def describe_problem(rule: ConfigRule, case: ConfigOnRanks) -> JsonObject:
     keys = [slider_name(key) for key in rule.reads]
     return {"keys": keys, "text": f"{rule.says(case)}; {rule.fix(case)}"}
 
@@ -70,13 +72,18 @@ def slider_name(key: str) -> str:
     return SHORT_NAMES.get(key, key)
 
 
+def with_slider_names(by_key: Mapping[str, Any]) -> JsonObject:
+    return {slider_name(key): value for key, value in by_key.items()}
+
+
 def offered_values(r: PlanRequest, key: str) -> list[int]:
     """Values that the model and the cluster allow a key by itself, and its present one."""
     rules_of_key = [rule for rule in RULES if sliders_of_rule(rule) == {key}]
     offered = {config_value(r.config, key)}
     for value in candidate_values(r, key):
         config = config_with_layout(r.config, {key: value})
-        if all_rules_hold(rules_of_key, ConfigOnRanks(config, r.gpus)):
+        case = ConfigOnRanks(config, r.gpus)
+        if all_rules_hold(rules_of_key, case):
             offered.add(value)
     return sorted(offered)
 
@@ -93,7 +100,8 @@ def candidate_values(r: PlanRequest, key: str) -> Sequence[int]:
     model = r.config.model
     pieces = model.layers + model.mtp + 2
     if key in ("parallel.tp", "parallel.etp"):
-        return dividing(r.gpus, powers_of_two(min(MOST_TENSOR, r.gpu.domain)))
+        most = min(MOST_TENSOR, r.gpu.domain)
+        return dividing(r.gpus, powers_of_two(most))
     if key == "parallel.cp":
         most = max(1, r.config.data.seq_len // CONTEXT_TOKENS)
         return dividing(r.gpus, powers_of_two(most))
@@ -118,15 +126,16 @@ def global_batches(world: int) -> list[int]:
     """Powers of two, and batches that split over all ranks, or over a half, a quarter, ... of them."""
     odd_part = world // (world & -world)
     powers = powers_of_two(MOST_BATCH)
-    batches = {*powers, *(odd_part * power for power in powers)}
-    return [batch for batch in sorted(batches) if batch <= MOST_BATCH]
+    multiples = [odd_part * power for power in powers]
+    batches = sorted({*powers, *multiples})
+    return [batch for batch in batches if batch <= MOST_BATCH]
 
 
 def config_value(config: Config, key: str) -> int:
     return attrgetter(key)(config)
 
 
-def config_with_layout(config: Config, layout: Mapping[str, int]) -> Config:
+def config_with_layout(config: Config, layout: Layout) -> Config:
     """The configuration with another layout."""
     sections: dict[str, dict[str, int]] = {}
     for key, value in layout.items():
@@ -138,7 +147,7 @@ def config_with_layout(config: Config, layout: Mapping[str, int]) -> Config:
     return replace(config, **changed)
 
 
-def nearest_legal_layout(case: ConfigOnRanks, values: SliderValues, hold: str) -> dict[str, int] | None:
+def nearest_legal_layout(case: ConfigOnRanks, values: SliderValues, hold: str) -> Layout | None:
     """Best-first search over layouts by distance, one step of one slider at a time, until one breaks no rule."""
     movable = [rule for rule in RULES if sliders_of_rule(rule)]
     fixed = [rule for rule in RULES if not sliders_of_rule(rule)]
@@ -152,19 +161,25 @@ def nearest_legal_layout(case: ConfigOnRanks, values: SliderValues, hold: str) -
         _, _, places = heapq.heappop(queue)
         layout = layout_at_places(places, values)
         config = config_with_layout(case.config, layout)
-        if all_rules_hold(movable, ConfigOnRanks(config, case.world)):
-            return {slider_name(key): value for key, value in layout.items() if value != now[key]}
+        moved_case = ConfigOnRanks(config, case.world)
+        if all_rules_hold(movable, moved_case):
+            changed = {key: layout[key] for key in SLIDER_KEYS if layout[key] != now[key]}
+            return with_slider_names(changed)
         for neighbour in neighbour_places(places, values, hold):
             if neighbour in seen:
                 continue
             seen.add(neighbour)
-            distance = layout_distance(now, layout_at_places(neighbour, values))
+            neighbour_layout = layout_at_places(neighbour, values)
+            distance = layout_distance(now, neighbour_layout)
             heapq.heappush(queue, (distance, len(seen), neighbour))
     return None
 
 
-def layout_at_places(places: SliderPlaces, values: SliderValues) -> dict[str, int]:
-    return {key: values[key][place] for key, place in zip(SLIDER_KEYS, places, strict=True)}
+def layout_at_places(places: SliderPlaces, values: SliderValues) -> Layout:
+    layout: dict[str, int] = {}
+    for key, place in zip(SLIDER_KEYS, places, strict=True):
+        layout[key] = values[key][place]
+    return layout
 
 
 def neighbour_places(places: SliderPlaces, values: SliderValues, hold: str) -> Iterator[SliderPlaces]:
@@ -177,7 +192,7 @@ def neighbour_places(places: SliderPlaces, values: SliderValues, hold: str) -> I
                 yield (*places[:i], place, *places[i + 1 :])
 
 
-def layout_distance(now: Mapping[str, int], layout: Mapping[str, int]) -> float:
+def layout_distance(now: Layout, layout: Layout) -> float:
     """Halvings and doublings between two layouts, weighted by key."""
     distance = 0.0
     for key in SLIDER_KEYS:

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
 
+FileNames = Sequence[str]
+
 PLACEHOLDER = re.compile(r"\{\{(\w+)\}\}")
 
 
@@ -22,7 +24,7 @@ class RenderedPage:
     script: str
 
 
-def render_page(template: str, styles: Sequence[str], scripts: Sequence[str], title: str, data: Any) -> RenderedPage:
+def render_page(template: str, styles: FileNames, scripts: FileNames, title: str, data: Any) -> RenderedPage:
     """Everything is inserted in one pass, so that no inserted text is taken for a placeholder."""
     style = read_page_files(styles)
     script = read_page_files(scripts)
@@ -37,7 +39,7 @@ def render_page(template: str, styles: Sequence[str], scripts: Sequence[str], ti
     return RenderedPage(text, style, script)
 
 
-def read_page_files(names: Sequence[str]) -> str:
+def read_page_files(names: FileNames) -> str:
     folder = files("moefold.web") / "page"
     texts = [(folder / name).read_text(encoding="utf-8") for name in names]
     return "\n".join(texts)

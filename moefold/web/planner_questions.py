@@ -20,10 +20,11 @@ from moefold.presets.zoo import PRESETS
 from moefold.web.legal_layouts import legal_layouts
 
 RawQuestion = Mapping[str, Any]
-Reply = tuple[int, dict[str, Any]]
+JsonObject = dict[str, Any]
+Reply = tuple[int, JsonObject]
 
 
-def reply_or_refusal(answer: Callable[[RawQuestion], dict[str, Any]], raw: RawQuestion) -> Reply:
+def reply_or_refusal(answer: Callable[[RawQuestion], JsonObject], raw: RawQuestion) -> Reply:
     try:
         require_known_names(raw)
         return 200, answer(raw)
@@ -54,7 +55,7 @@ def ask_needs_search(raw: RawQuestion) -> Reply:
     return reply_or_refusal(needs_search, raw)
 
 
-def needs_search(raw: RawQuestion) -> dict[str, Any]:
+def needs_search(raw: RawQuestion) -> JsonObject:
     request = read_request(raw)
     return {"search": request.search}
 

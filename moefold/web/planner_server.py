@@ -36,7 +36,10 @@ from moefold.config.errors import UserError, printable_text
 from moefold.layout.spawn import check_port_is_free
 from moefold.web.page_template import RenderedPage, render_page
 from moefold.web.planner_page import planner_page_data
-from moefold.web.planner_questions import Reply, ask_legal_layouts, ask_needs_search, ask_plan_answer
+from moefold.web.planner_questions import JsonObject, Reply, ask_legal_layouts, ask_needs_search, ask_plan_answer
+
+AskPlanner = Callable[[JsonObject], Reply]
+AsyncReply = Callable[[JsonObject], Awaitable[Reply]]
 
 LOOPBACK = "127.0.0.1"
 MAX_QUESTION_BYTES = 16_384
@@ -55,8 +58,10 @@ def serve_planner(port: int, browser: bool) -> None:
     print(f"the planner is at {address} (Ctrl-C ends it)", flush=True)
     if browser:
         webbrowser.open(address)
-    config = uvicorn.Config(planner_app(), log_level="warning", server_header=False, timeout_graceful_shutdown=1)
-    uvicorn.Server(config).run(sockets=[listening])
+    app = planner_app()
+    config = uvicorn.Config(app, log_level="warning", server_header=False, timeout_graceful_shutdown=1)
+    server = uvicorn.Server(config)
+    server.run(sockets=[listening])
 
 
 def planner_app() -> Starlette:
@@ -112,7 +117,10 @@ class HeadersMiddleware:
 
     def __init__(self, app: ASGIApp, headers: Mapping[str, str]):
         self.app = app
-        self.headers = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
+        self.headers: list[tuple[bytes, bytes]] = []
+        for name, value in headers.items():
+            lower_name = name.lower()
+            self.headers.append((lower_name.encode(), value.encode()))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def send_with_headers(message: Message) -> None:
@@ -134,13 +142,13 @@ class PlannerEndpoints:
         self.searching = 0
 
     async def post_legal(self, request: Request) -> Response:
-        async def find_legal_layouts(raw: dict[str, Any]) -> Reply:
+        async def find_legal_layouts(raw: JsonObject) -> Reply:
             return await self.answer_in_slot(request, ask_legal_layouts, raw)
 
         return await respond_json(request, find_legal_layouts)
 
     async def post_answer(self, request: Request) -> Response:
-        async def answer_or_search(raw: dict[str, Any]) -> Reply:
+        async def answer_or_search(raw: JsonObject) -> Reply:
             status, body = await run_in_threadpool(ask_needs_search, raw)
             if status != 200:
                 return status, body
@@ -150,15 +158,13 @@ class PlannerEndpoints:
 
         return await respond_json(request, answer_or_search)
 
-    async def answer_in_slot(
-        self, request: Request, ask: Callable[[dict[str, Any]], Reply], raw: dict[str, Any]
-    ) -> Reply:
+    async def answer_in_slot(self, request: Request, ask: AskPlanner, raw: JsonObject) -> Reply:
         async with self.slots:
             if await request.is_disconnected():  # the slider moved on while the question waited
                 return 499, {}
             return await run_in_threadpool(ask, raw)
 
-    async def search_layouts(self, request: Request, raw: dict[str, Any]) -> Reply:
+    async def search_layouts(self, request: Request, raw: JsonObject) -> Reply:
         if self.searching >= MAX_CONCURRENT:
             problem = f"{self.searching} searches are running; wait for one to end, or cancel it"
             return 429, {"problems": [problem]}
@@ -169,7 +175,7 @@ class PlannerEndpoints:
             self.searching -= 1
 
 
-async def search_in_subprocess(request: Request, raw: dict[str, Any]) -> Reply:
+async def search_in_subprocess(request: Request, raw: JsonObject) -> Reply:
     """Search in a process of its own, which is killed when the client disconnects."""
     process = await asyncio.create_subprocess_exec(
         *SEARCH_COMMAND,
@@ -204,7 +210,7 @@ async def wait_for_disconnect(request: Request) -> None:
         message = await request.receive()
 
 
-async def respond_json(request: Request, reply: Callable[[dict[str, Any]], Awaitable[Reply]]) -> Response:
+async def respond_json(request: Request, reply: AsyncReply) -> Response:
     try:
         raw = await read_question(request)
     except UserError as refused:
@@ -213,7 +219,7 @@ async def respond_json(request: Request, reply: Callable[[dict[str, Any]], Await
     return JSONResponse(body, status)
 
 
-async def read_question(request: Request) -> dict[str, Any]:
+async def read_question(request: Request) -> JsonObject:
     """The body as keys with plain values, or a refusal."""
     content_type = request.headers.get("content-type", "")
     kind = content_type.partition(";")[0].strip()

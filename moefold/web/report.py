@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from moefold.config.errors import UserError
 from moefold.web.page_template import render_page
-from moefold.web.run_summary import require_run_folder, summarize_run
+from moefold.web.run_summary import JsonObject, require_run_folder, summarize_run
 
 MAX_RUNS = 8  # curves in one plot whose colours can be told apart
 REPORT_SCRIPTS = ("marks.js", "curves.js", "heat.js", "page.js")
@@ -22,7 +21,7 @@ def render_report(folders: Sequence[Path]) -> str:
         require_run_folder(folder)
     refuse_repeated_folders(folders)
     labels = distinct_labels([folder.resolve() for folder in folders])
-    runs: list[dict[str, Any]] = []
+    runs: list[JsonObject] = []
     for folder, label in zip(folders, labels, strict=True):
         runs.append(summarize_run(folder, label, len(folders)))
     title = " and ".join(run["label"] for run in runs)
@@ -33,14 +32,21 @@ def render_report(folders: Sequence[Path]) -> str:
 def refuse_repeated_folders(folders: Sequence[Path]) -> None:
     seen: set[Path] = set()
     for folder in folders:
-        if folder.resolve() in seen:
+        path = folder.resolve()
+        if path in seen:
             raise UserError(f"{folder} is given twice; expected different runs: leave one out")
-        seen.add(folder.resolve())
+        seen.add(path)
 
 
 def distinct_labels(paths: Sequence[Path]) -> list[str]:
     """The last parts of each path, as many as it takes to tell them apart."""
     count = 1
-    while len({path.parts[-count:] for path in paths}) < len(paths):
+    labels = last_parts(paths, count)
+    while len(set(labels)) < len(paths):
         count += 1
+        labels = last_parts(paths, count)
+    return labels
+
+
+def last_parts(paths: Sequence[Path], count: int) -> list[str]:
     return ["/".join(path.parts[-count:]) for path in paths]

@@ -40,6 +40,8 @@ MOST_STEPS = 2**53  # JavaScript's integers end there
 SHOWN_RUNS = 5
 RUN_FILES = ("config.yaml", "metrics.jsonl")
 
+JsonObject = dict[str, Any]
+
 
 def require_run_folder(folder: Path) -> None:
     """Refuse a folder that holds no run, and say what to give instead."""
@@ -69,13 +71,16 @@ class MetricSeries:
     """Curves and layer maps of a run, filled line by line from metrics.jsonl."""
 
     def __init__(self, map_columns: int):
-        curve_names = (*CURVE_METRICS, "worst_violation", "mean_violation")
-        self.curves = {name: DownsampledSeries(MAX_CURVE_POINTS) for name in curve_names}
-        self.maps = {name: DownsampledSeries(map_columns) for name in LAYER_METRICS}
+        self.curves: dict[str, DownsampledSeries] = {}
+        for name in (*CURVE_METRICS, "worst_violation", "mean_violation"):
+            self.curves[name] = DownsampledSeries(MAX_CURVE_POINTS)
+        self.maps: dict[str, DownsampledSeries] = {}
+        for name in LAYER_METRICS:
+            self.maps[name] = DownsampledSeries(map_columns)
         self.last: dict[str, float] = {}
         self.last_step = -1
 
-    def add_record(self, record: dict[str, Any]) -> None:
+    def add_record(self, record: JsonObject) -> None:
         """Add one line; what is no number, and steps that do not ascend, are left out."""
         step = record["step"]
         if not self.last_step < step < MOST_STEPS:
@@ -97,13 +102,31 @@ class MetricSeries:
                 total = value_L.mean() if name == "drop_rate" else value_L.sum()
                 self.last[name] = float(total)
 
+    def last_values(self) -> dict[str, float | None]:
+        return {name: round_significant(value) for name, value in self.last.items()}
 
-def summarize_run(folder: Path, label: str, runs: int) -> dict[str, Any]:
+    def curve_data(self) -> JsonObject:
+        curves: JsonObject = {}
+        for name, series in self.curves.items():
+            if series.columns:
+                curves[name] = curve_columns(series)
+        return curves
+
+    def map_data(self) -> JsonObject:
+        maps: JsonObject = {}
+        for name, series in self.maps.items():
+            if series.columns:
+                maps[name] = layer_heatmap(name, series)
+        return maps
+
+
+def summarize_run(folder: Path, label: str, runs: int) -> JsonObject:
     """Everything the page shows of one run of `runs`, as plain data."""
     unknown_keys: dict[str, str] = {}
     config = recipe_base(str(folder / "config.yaml"), unknown_keys)
     path = folder / "metrics.jsonl"
-    series = MetricSeries(max(MIN_MAP_COLUMNS, MAX_MAP_COLUMNS // runs))
+    map_columns = max(MIN_MAP_COLUMNS, MAX_MAP_COLUMNS // runs)
+    series = MetricSeries(map_columns)
     for record in iterate_records(path):
         series.add_record(record)
     if series.last_step < 0:
@@ -114,10 +137,10 @@ def summarize_run(folder: Path, label: str, runs: int) -> dict[str, Any]:
         "label": printable_text(label),
         "facts": describe_run(config, series.last_step),
         "strange": [printable_text(key) for key in unknown_keys],
-        "last": {name: round_significant(value) for name, value in series.last.items()},
-        "curves": {name: curve_columns(curve) for name, curve in series.curves.items() if curve.columns},
+        "last": series.last_values(),
+        "curves": series.curve_data(),
         "layers": layers,
-        "maps": {name: layer_heatmap(name, rows) for name, rows in series.maps.items() if rows.columns},
+        "maps": series.map_data(),
         "load": load,
     }
 
@@ -140,19 +163,22 @@ def as_float_array(value: Any, dims: int) -> np.ndarray | None:
     return array
 
 
-def curve_columns(series: DownsampledSeries) -> dict[str, Any]:
+def curve_columns(series: DownsampledSeries) -> JsonObject:
     """The mean of each column; and, where steps were merged, its minimum and maximum."""
-    columns: dict[str, Any] = dict(series.column_steps())
-    columns["mean"] = rounded_values([column.mean for column in series.columns])
+    columns: JsonObject = dict(series.column_steps())
+    means = [column.mean for column in series.columns]
+    columns["mean"] = rounded_values(means)
     if series.lines_per_column > 1:
-        columns["low"] = rounded_values([column.low for column in series.columns])
-        columns["high"] = rounded_values([column.high for column in series.columns])
+        lows = [column.low for column in series.columns]
+        highs = [column.high for column in series.columns]
+        columns["low"] = rounded_values(lows)
+        columns["high"] = rounded_values(highs)
     return columns
 
 
-def layer_heatmap(name: str, series: DownsampledSeries) -> dict[str, Any]:
+def layer_heatmap(name: str, series: DownsampledSeries) -> JsonObject:
     """A value for each layer of each column."""
-    heatmap: dict[str, Any] = dict(series.column_steps())
+    heatmap: JsonObject = dict(series.column_steps())
     values: list[list[float | None]] = []
     for column in series.columns:
         value_L = column.high if name in WORST_STEP_METRICS else column.mean
@@ -175,7 +201,7 @@ def round_significant(value: float) -> float | None:
     return short
 
 
-def read_expert_load(path: Path, cells: int) -> dict[str, Any] | None:
+def read_expert_load(path: Path, cells: int) -> JsonObject | None:
     """The load of layers x experts x columns as multiples of the even share, coded; None when nothing was logged."""
     series: DownsampledSeries | None = None
     layers: list[int] = []
@@ -193,12 +219,13 @@ def read_expert_load(path: Path, cells: int) -> dict[str, Any] | None:
         return None
     ratios_CLE = np.stack([column.mean for column in series.columns])
     low, high, codes = encode_log_bytes(ratios_CLE)
-    load: dict[str, Any] = dict(series.column_steps())
+    load: JsonObject = dict(series.column_steps())
     load["layers"] = layers
     load["experts"] = ratios_CLE.shape[2]
     load["low"] = low
     load["high"] = high
-    load["codes"] = base64.b64encode(codes.tobytes()).decode()
+    encoded = base64.b64encode(codes.tobytes())
+    load["codes"] = encoded.decode()
     return load
 
 
@@ -210,10 +237,12 @@ def even_share_multiples(load_LE: np.ndarray) -> np.ndarray:
     return load_LE * experts / divisor_L1
 
 
-def logged_layer_numbers(record: dict[str, Any], count: int) -> list[int]:
+def logged_layer_numbers(record: JsonObject, count: int) -> list[int]:
     """The layers' numbers as logged, or counted from zero where the line has none."""
     layers = as_float_array(record.get("layers"), 1)
-    if layers is None or len(layers) != count or not np.isfinite(layers).all():
+    if layers is None or len(layers) != count:
+        return list(range(count))
+    if not np.isfinite(layers).all():
         return list(range(count))
     return [int(layer) for layer in layers]
 
@@ -229,7 +258,8 @@ def encode_log_bytes(ratios: np.ndarray) -> tuple[float, float, np.ndarray]:
         high = float(np.log2(positive.max()))
     span = max(high - low, 1e-9)
     with np.errstate(divide="ignore", invalid="ignore"):
-        place = 1 + np.rint((np.log2(ratios) - low) / span * (HIGHEST_CODE - 1))
+        share = (np.log2(ratios) - low) / span
+        place = 1 + np.rint(share * (HIGHEST_CODE - 1))
     without_tokens = np.where(finite, CODE_NONE, CODE_UNKNOWN)
     codes = np.where(ratios > 0, place, without_tokens)
     return low, high, codes.astype(np.uint8)

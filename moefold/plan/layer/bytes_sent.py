@@ -39,7 +39,7 @@ def step_bytes_sent(spec: StepSpec, s: RankShapes) -> list[AxisTraffic]:
 
 def tensor_parallel_bytes(step: str, s: RankShapes) -> list[AxisTraffic]:
     """Gathers of tokens before column-cut weights, sums behind row-cut ones."""
-    wide = s.choices.recipe.wide
+    wide = s.recipe.wide
     other_ranks = s.portion.tp - 1
     stream = s.T * s.D * wide * other_ranks
     sent: list[tuple[str, float]] = []
@@ -61,7 +61,7 @@ def context_parallel_bytes(s: RankShapes) -> tuple[float, float]:
     """Context parallelism, forward and backward. Gathered keys' gradients are summed back; a ring sends keys and
     values once more and their fp32 gradients with them; an exchange of heads is the same both ways."""
     cp = s.portion.cp
-    wide = s.choices.recipe.wide
+    wide = s.recipe.wide
     keys = s.C * s.G * (s.Q + s.V)
     if s.portion.context == "all_gather":
         gathered = keys * wide * (cp - 1)
@@ -83,7 +83,7 @@ def context_parallel_bytes(s: RankShapes) -> tuple[float, float]:
 
 def expert_parallel_bytes(step: str, s: RankShapes) -> list[AxisTraffic]:
     """Tokens to experts or back, by dispatcher. Backward sends gradients of the same rows the other way."""
-    wide = s.choices.recipe.wide
+    wide = s.recipe.wide
     forward_bytes = wide
     if step == "dispatch" and s.choices.travel == "fp8":
         forward_bytes = FP8_ROW_BYTES

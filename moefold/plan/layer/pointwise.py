@@ -38,7 +38,7 @@ def activation_elements(s: RankShapes) -> float:
 
 
 def runs_fused_experts(s: RankShapes) -> bool:
-    if s.choices.stack != "moefold" or s.choices.recipe.quantizes:
+    if s.choices.stack != "moefold" or s.recipe.quantizes:
         return False
     return s.fuses_experts
 
@@ -142,7 +142,7 @@ def low_precision_gemms(gemms: tuple[Gemm, ...]) -> list[Gemm]:
 
 def input_quantization_bytes(gemms: tuple[Gemm, ...], s: RankShapes) -> float:
     """Bytes of quantising what the GEMMs of a forward read. GEMMs with the same input share its quantised form."""
-    if not s.choices.recipe.quantizes:
+    if not s.recipe.quantizes:
         return 0.0
     by_input = {(gemm.rows, gemm.k): gemm for gemm in low_precision_gemms(gemms)}
     elements = sum(gemm.rows * gemm.groups * gemm.k for gemm in by_input.values())
@@ -151,7 +151,7 @@ def input_quantization_bytes(gemms: tuple[Gemm, ...], s: RankShapes) -> float:
 
 def gradient_quantization_bytes(gemms: tuple[Gemm, ...], s: RankShapes) -> float:
     """Bytes of quantising the gradients of what the GEMMs gave, in backward."""
-    if not s.choices.recipe.quantizes:
+    if not s.recipe.quantizes:
         return 0.0
     by_output = {(gemm.rows, gemm.n, gemm.name): gemm for gemm in low_precision_gemms(gemms)}
     elements = sum(gemm.rows * gemm.groups * gemm.n for gemm in by_output.values())
@@ -160,13 +160,13 @@ def gradient_quantization_bytes(gemms: tuple[Gemm, ...], s: RankShapes) -> float
 
 def quantized_element_bytes(s: RankShapes) -> float:
     """Read in bf16, written twice."""
-    return 2 + 2 * s.choices.recipe.linear
+    return 2 + 2 * s.recipe.linear
 
 
 def count_launches(step: str, gemms: tuple[Gemm, ...], s: RankShapes) -> tuple[float, float]:
     """Kernels of a forward: those in sequence, and those of a loop over experts, which run in parallel on the device.
     Megatron's layers run each expert's GEMM by itself and quantise each operand."""
-    quantizes = s.choices.recipe.quantizes
+    quantizes = s.recipe.quantizes
     count = KERNEL_LAUNCHES[step]
     if runs_fused_experts(s):
         count = FUSED_KERNEL_LAUNCHES.get(step, count)

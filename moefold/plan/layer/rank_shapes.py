@@ -59,6 +59,7 @@ class RankShapes:
         self.model = model
         self.portion = p
         self.choices = choices
+        self.recipe = choices.recipe
         self.window = window
         # Tokens and the stream.
         self.T = p.tokens

@@ -57,7 +57,7 @@ class TensorEntry:
     layer_input: bool = False
 
     def element_bytes(self, s: RankShapes) -> float:
-        return element_bytes(self.storage, s.choices.recipe)
+        return element_bytes(self.storage, s.recipe)
 
     def total_bytes(self, s: RankShapes) -> float:
         return self.rows(s) * self.width(s) * self.element_bytes(s)

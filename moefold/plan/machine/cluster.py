@@ -64,7 +64,7 @@ class Cluster:
 
     def exchange_seconds(self, parameters: Mapping[ParameterClass, float], s: RunSetting, element: float) -> float:
         """Seconds of an all-gather or reduce-scatter of parameters over their replicas, `element` bytes each."""
-        p = s.config.parallel
+        p = s.parallel
         stride_and_ranks = {
             "dense": (p.tp, s.degrees["dp"] * p.cp),
             "expert": (p.ep * p.etp, s.degrees["edp"]),

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from moefold.config.errors import UserError
 from moefold.config.run import Config
-from moefold.plan.layer.layer_costs import PieceCount, count_piece
+from moefold.plan.layer.layer_costs import PieceCount
 from moefold.plan.memory.peak_memory import RankMemory, fullest_rank, memory_by_rank, stage_counts
 from moefold.plan.memory.rank_stages import RankStages, StagePieces, stages_by_rank
 from moefold.plan.memory.resident import rank_parameters, replica_count
@@ -65,7 +65,7 @@ def resident_lines(s: RunSetting, held: RankStages, rank: RankMemory) -> Iterato
     count = rank.parameters
     yield format_line("weights", rank.weights, f"{count:,.0f} parameters x {rank.weights / count:.3g} B")
     yield format_line("gradients", rank.gradients, f"{count:,.0f} x {rank.gradients / count:.3g} B")
-    main_bytes = 4 if s.choices.recipe.wide < 4 else 0
+    main_bytes = 4 if s.recipe.wide < 4 else 0
     state_bytes = main_bytes + rank.moments / max(1.0, owned_parameters(s, held))
     states = rank.main + rank.moments
     yield format_line("main weights and moments", states, f"{state_bytes:.3g} B for each of its share:")
@@ -97,7 +97,7 @@ def activation_lines(s: RunSetting, held: RankStages, rank: RankMemory) -> Itera
     kinds: dict[tuple[str, int], PieceCount] = {}
     for number, pieces, microbatches in zip(held.numbers, held.pieces, rank.live, strict=True):
         for piece, layer in pieces:
-            kinds[piece, layer] = count_piece(s.config.model, piece, layer, s.portion, s.choices)
+            kinds[piece, layer] = s.count_piece(piece, layer)
         kept = sum(kinds[piece].kept for piece in pieces)
         explanation = f"{microbatches} x {format_gib(kept)}: {list_pieces(pieces)}"
         yield format_line(f"stage {number}", microbatches * kept, explanation, depth=2)

@@ -21,7 +21,6 @@ from moefold.plan.memory.rank_stages import (
     RankStages,
     StageCount,
     StagePieces,
-    count_stage,
     stages_by_rank,
 )
 from moefold.plan.memory.resident import STATE_ELEMENT_BYTES, ResidentState, resident_state
@@ -120,8 +119,7 @@ def rank_kind_costs(s: RunSetting, rank: RankStages) -> RankKindCosts:
 
 
 def stage_counts(s: RunSetting, rank: RankStages, load: float = 1.0) -> list[StageCount]:
-    model = s.config.model
-    return [count_stage(model, pieces, s.portion, s.choices, load) for pieces in rank.pieces]
+    return [s.count_stage(pieces, load) for pieces in rank.pieces]
 
 
 def bytes_by_stage(stages: list[StageCount]) -> StageBytes:
@@ -173,7 +171,7 @@ def program_peak(s: RunSetting, number: int, rank: RankStages, costs: RankKindCo
 
 def one_microbatch_moments(s: RunSetting, costs: RankKindCosts) -> Iterator[PeakMoment]:
     """The moments of a step's only microbatch: forward, when no gradient exists, and every step of backward."""
-    gradient_bytes = STATE_ELEMENT_BYTES[s.config.optim.gradients]
+    gradient_bytes = STATE_ELEMENT_BYTES[s.optim.gradients]
     even = costs.stages[0]
     full = costs.fullest[0]
     fullest_forward = full.kept + full.forward - even.forward
@@ -221,7 +219,7 @@ def optimizer_workspace(s: RunSetting, state: ResidentState) -> float:
     """The received gradient sums that the optimizer's one pass reads."""
     if s.choices.stack != "moefold":
         return 0.0
-    return state.reduced * STATE_ELEMENT_BYTES[s.config.optim.gradients]
+    return state.reduced * STATE_ELEMENT_BYTES[s.optim.gradients]
 
 
 def layer_count(pieces: StagePieces) -> int:
@@ -231,11 +229,11 @@ def layer_count(pieces: StagePieces) -> int:
 def buffer_bytes(s: RunSetting, rank: RankStages, state: ResidentState) -> float:
     """Messages between pipeline ranks; RoPE tables; the GEMM library's workspace; and with FSDP two layers' weights and
     one's gradients, whole."""
-    model = s.config.model
+    model = s.model
     choices = s.choices
     wide = choices.recipe.wide
     size = CUBLAS_WORKSPACE if choices.device == "cuda" else 0.0
-    if s.config.parallel.pp > 1:
+    if s.parallel.pp > 1:
         streams = 1 + rank.aside
         size += PIPELINE_MESSAGES * s.portion.tokens * model.hidden * wide * streams
     layers = sum(map(layer_count, rank.pieces))
@@ -244,7 +242,7 @@ def buffer_bytes(s: RunSetting, rank: RankStages, state: ResidentState) -> float
         size += layers * s.portion.seq_len * rotated * 4
     if choices.sharding == "fsdp":
         layer_parameters = state.parameters / max(1, layers)
-        gradient = STATE_ELEMENT_BYTES[s.config.optim.gradients]
+        gradient = STATE_ELEMENT_BYTES[s.optim.gradients]
         size += layer_parameters * (2 * wide + gradient)
     return size
 
@@ -255,4 +253,4 @@ def graph_input_bytes(s: RunSetting, rank: RankStages, live: tuple[int, ...]) ->
         return 0.0
     layers = map(layer_count, rank.pieces)
     captured = sum(n * count for n, count in zip(live, layers, strict=True))
-    return captured * s.portion.tokens * s.config.model.hidden * s.choices.recipe.wide
+    return captured * s.portion.tokens * s.model.hidden * s.recipe.wide

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import prod
 
 from moefold.layout.placement import GRID_AXES
-from moefold.plan.layer.layer_costs import ParameterClass, count_piece
+from moefold.plan.layer.layer_costs import ParameterClass
 from moefold.plan.memory.rank_stages import RankStages, StageCount
 from moefold.plan.memory.run_setting import RunSetting
 
@@ -32,8 +32,8 @@ class ResidentState:
 def resident_state(s: RunSetting, rank: RankStages, stages: list[StageCount]) -> ResidentState:
     """Weights, gradients, main weights and moments, whole or sharded over replicas. Weights of a low precision have
     the copies that GEMMs read."""
-    recipe = s.choices.recipe
-    optim = s.config.optim
+    recipe = s.recipe
+    optim = s.optim
     parameters = share = reduced = 0.0
     for kind, count in rank_parameters(s, rank, stages).items():
         replicas = replica_count(s, kind)
@@ -68,7 +68,7 @@ def rank_parameters(s: RunSetting, rank: RankStages, stages: list[StageCount]) -
     for stage in stages:
         parameters.update(dict(stage.parameters))
     if rank.copies_embedding:
-        embedding = count_piece(s.config.model, "E", 0, s.portion, s.choices)
+        embedding = s.count_piece("E", 0)
         parameters.update(embedding.parameters)
     return parameters
 

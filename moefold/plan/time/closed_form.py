@@ -114,8 +114,8 @@ def measure_piece_memory(s: RunSetting, kind: PieceKind) -> PieceMemory:
     """All kept bytes grow with the sequences of a microbatch; workspace has a part that does not."""
     one_sequence = replace(s.portion, micro_batch=1)
     two_sequences = replace(s.portion, micro_batch=2)
-    one = count_stage(s.config.model, (kind,), one_sequence, s.choices)
-    two = count_stage(s.config.model, (kind,), two_sequences, s.choices)
+    one = count_stage(s.model, (kind,), one_sequence, s.choices)
+    two = count_stage(s.model, (kind,), two_sequences, s.choices)
     grids = {"dense": 0.0, "expert": 0.0}
     for (grid, _), count in one.parameters:
         grids[grid] += count
@@ -137,8 +137,8 @@ def paired_seconds(compute: float, travel: float) -> float:
 def estimate_step_seconds(
     s: RunSetting, cluster: Cluster, cut: PipelineCut, prices: PiecePrices, memories: PieceMemories
 ) -> float:
-    pipeline = s.config.pipeline
-    pp = s.config.parallel.pp
+    pipeline = s.pipeline
+    pp = s.parallel.pp
     all_ranks = 0.0
     slowest = busiest = 0.0
     update = 0.0
@@ -165,9 +165,9 @@ def estimate_update_seconds(
     exposed = 0.0
     if s.choices.sharding != "fsdp":
         parameters: dict[ParameterClass, float] = {("dense", ()): dense, ("expert", ()): expert}
-        gradient = STATE_ELEMENT_BYTES[s.config.optim.gradient_reduce]
+        gradient = STATE_ELEMENT_BYTES[s.optim.gradient_reduce]
         scatter = cluster.exchange_seconds(parameters, s, gradient)
-        gather = cluster.exchange_seconds(parameters, s, s.choices.recipe.wide)
+        gather = cluster.exchange_seconds(parameters, s, s.recipe.wide)
         backward = sum_over_pieces("backward", kinds, prices)
         forward = sum_over_pieces("forward", kinds, prices)
         exposed = max(0.0, scatter - backward) + max(0.0, gather - forward)
@@ -181,7 +181,7 @@ def owned_state_share(s: RunSetting, grid: str) -> float:
         return 1.0
     if grid == "expert":
         return 1 / s.degrees["edp"]
-    return 1 / (s.degrees["dp"] * s.config.parallel.cp)
+    return 1 / (s.degrees["dp"] * s.parallel.cp)
 
 
 def max_live_chunks(pp: int, vpp: int, rank: int, microbatches: int, pair: bool) -> int:
@@ -207,9 +207,9 @@ def estimate_rank_bytes(s: RunSetting, kinds: PieceKindCounts, memories: PieceMe
     size = estimate_activation_bytes(s, kinds, memories, rank)
     state = 0.0
     if not choices.states_on_host:
-        optim = s.config.optim
+        optim = s.optim
         state = MAIN_WEIGHT_BYTES[optim.main] + 2 * STATE_ELEMENT_BYTES[optim.moments]
-    weight_and_gradient = recipe.wide + STATE_ELEMENT_BYTES[s.config.optim.gradients]
+    weight_and_gradient = recipe.wide + STATE_ELEMENT_BYTES[s.optim.gradients]
     for grid in ("dense", "expert"):
         share = owned_state_share(s, grid)
         weight_share = share if choices.sharding == "fsdp" else 1.0
@@ -224,9 +224,9 @@ def estimate_rank_bytes(s: RunSetting, kinds: PieceKindCounts, memories: PieceMe
 def estimate_activation_bytes(s: RunSetting, kinds: PieceKindCounts, memories: PieceMemories, rank: int) -> float:
     """What live microbatches keep, and the largest workspace. A microbatch on the head turns from forward to backward
     at once."""
-    pipeline = s.config.pipeline
-    sequences = s.config.train.micro_batch
-    chunks = max_live_chunks(s.config.parallel.pp, pipeline.vpp, rank, s.microbatches, pipeline.pair)
+    pipeline = s.pipeline
+    sequences = s.train.micro_batch
+    chunks = max_live_chunks(s.parallel.pp, pipeline.vpp, rank, s.microbatches, pipeline.pair)
     live = chunks / pipeline.vpp
     live_on_head = 2.0 if pipeline.pair else 1.0
     kept = 0.0

@@ -17,9 +17,8 @@ from collections.abc import Callable, Iterable
 from functools import cached_property
 from typing import NamedTuple
 
-from moefold.anatomy.step_specs import sliding_window_of
 from moefold.plan.layer import pointwise
-from moefold.plan.layer.layer_costs import Gemm, StepCount, count_piece
+from moefold.plan.layer.layer_costs import Gemm, StepCount
 from moefold.plan.layer.moefold_layers import writes_score_gradients
 from moefold.plan.layer.rank_shapes import RankShapes
 from moefold.plan.machine.cluster import Cluster
@@ -91,7 +90,9 @@ class StepClock:
 
     def __init__(self, setting: RunSetting, gpu: Gpu):
         self.setting = setting
+        self.choices = setting.choices
         self.gpu = gpu
+        self.kernels = gpu.kernels
         self.piece_seconds: dict[tuple[str, int], PassSeconds] = {}
         self.stage_seconds: dict[StagePieces, PassSeconds] = {}
 
@@ -106,7 +107,7 @@ class StepClock:
     @cached_property
     def one_way_seconds(self) -> float:
         """Seconds of experts' rows one way."""
-        return self.cluster.dispatch_seconds(self.setting.config, self.setting.choices)
+        return self.cluster.dispatch_seconds(self.setting.config, self.choices)
 
     def time_stage(self, pieces: StagePieces) -> PassSeconds:
         if pieces not in self.stage_seconds:
@@ -124,10 +125,8 @@ class StepClock:
 
     def time_steps(self, piece: str, layer: int) -> dict[str, PassSeconds]:
         """Every step of a piece by its name."""
-        s = self.setting
-        model = s.config.model
-        shapes = RankShapes(model, s.portion, s.choices, sliding_window_of(model, layer))
-        count = count_piece(model, piece, layer, s.portion, s.choices)
+        shapes = self.setting.layer_shapes(layer)
+        count = self.setting.count_piece(piece, layer)
         return {step.name: self.time_step(step, shapes) for step in count.steps}
 
     def time_step(self, step: StepCount, s: RankShapes) -> PassSeconds:
@@ -138,12 +137,13 @@ class StepClock:
         return PassSeconds(forward, data_gradient, weight_gradient)
 
     def time_forward(self, step: StepCount, s: RankShapes) -> OpSeconds:
-        kernels = self.gpu.kernels
         launches, looped = pointwise.count_launches(step.name, step.gemms, s)
         products = self.forward_gemm_seconds(step.gemms)
-        attention = self.attention_seconds(step, s, step.attention, kernels.attention_forward, kernels.forward_half)
+        attention = self.attention_seconds(
+            step, s, step.attention, self.kernels.attention_forward, self.kernels.forward_half
+        )
         moved = pointwise.pointwise_bytes(step.name, s) + pointwise.input_quantization_bytes(step.gemms, s)
-        passes = moved / self.pointwise_bandwidth + launches * kernels.start
+        passes = moved / self.pointwise_bandwidth + launches * self.kernels.start
         device = products + attention + passes
         return OpSeconds(
             ideal=self.ideal_seconds(step),
@@ -157,7 +157,6 @@ class StepClock:
 
     def time_backward(self, step: StepCount, s: RankShapes) -> tuple[OpSeconds, OpSeconds]:
         """Data gradient and weight gradient."""
-        kernels = self.gpu.kernels
         launches, looped = pointwise.count_launches(step.name, step.gemms, s)
         products = sum(self.data_gradient_seconds(gemm) for gemm in step.gemms)
         weights = sum(self.weight_gradient_seconds(gemm) for gemm in step.gemms)
@@ -166,7 +165,7 @@ class StepClock:
         attention = self.attention_seconds(step, s, attention_flops, share, half)
         quantized = pointwise.gradient_quantization_bytes(step.gemms, s)
         moved = 2 * pointwise.pointwise_bytes(step.name, s) + quantized
-        passes = moved / self.pointwise_bandwidth + BACKWARD_LAUNCH_RATIO * launches * kernels.start
+        passes = moved / self.pointwise_bandwidth + BACKWARD_LAUNCH_RATIO * launches * self.kernels.start
         device = products + attention + passes
 
         # The ideal time of a backward is twice the forward's; the weights' part is that of the GEMMs.
@@ -189,8 +188,7 @@ class StepClock:
         """Attention's backward: its share of the peak, and the length at which it reaches half of it."""
         if s.choices.stack == "moefold" and writes_score_gradients(s):
             return HOPPER_BACKWARD_SHARE, HOPPER_BACKWARD_HALF
-        kernels = self.gpu.kernels
-        return kernels.attention_backward, kernels.backward_half
+        return self.kernels.attention_backward, self.kernels.backward_half
 
     def forward_gemm_seconds(self, gemms: Iterable[Gemm]) -> float:
         seconds = 0.0
@@ -210,8 +208,7 @@ class StepClock:
 
     def gemm_seconds(self, gemm: Gemm, read: float, written: float) -> float:
         """Seconds of `groups` GEMMs, each reading so many elements of operands and writing so many bytes."""
-        kernels = self.gpu.kernels
-        choices = self.setting.choices
+        choices = self.choices
         precision = "bf16"
         element = choices.recipe.wide
         if gemm.kind in pointwise.LOW_PRECISION_GEMMS:
@@ -220,11 +217,11 @@ class StepClock:
         rate = self.gpu.achieved_rate(precision)
         rows = gemm.rows
         if gemm.groups > 1:
-            rate *= kernels.grouped
+            rate *= self.kernels.grouped
             rows += EXPERT_TILE_ROWS / 2
         computing = 2 * rows * gemm.n * gemm.k * gemm.groups / rate
         moving = (read * element + written) * gemm.groups / self.gpu.hbm
-        return roofline_seconds(computing, moving, kernels.blend)
+        return roofline_seconds(computing, moving, self.kernels.blend)
 
     def attention_seconds(self, step: StepCount, s: RankShapes, flops: float, share: float, half: float) -> float:
         """A ring of cp ranks works on one chunk of keys at a time."""
@@ -238,11 +235,11 @@ class StepClock:
 
     def ideal_seconds(self, step: StepCount) -> float:
         """Seconds of a forward's FLOPs at the peak of the recipe."""
-        return step.flops / self.gpu.peak_flops(self.setting.choices.precision)
+        return step.flops / self.gpu.peak_flops(self.choices.precision)
 
     def launch_wait_seconds(self, step: StepCount, device: float, launches: float) -> float:
         """Seconds in which the device waits for launches: host and device work in parallel, but not perfectly."""
-        graphs = self.setting.choices.graphs
+        graphs = self.choices.graphs
         if graphs == "whole" or (graphs == "static" and step.spec.static):
             return 0.0
         host = launches * self.gpu.host.launch
@@ -251,7 +248,7 @@ class StepClock:
     def sync_seconds(self, step: StepCount) -> float:
         """The number of rows that arrive is known on the device; the host reads it once, unless a graph holds the
         layer."""
-        if step.name != "dispatch" or self.setting.choices.graphs == "whole":
+        if step.name != "dispatch" or self.choices.graphs == "whole":
             return 0.0
         return self.gpu.host.sync if self.one_way_seconds > 0 else 0.0
 
@@ -260,7 +257,7 @@ class StepClock:
 
     def collective_seconds(self, step: StepCount, pass_name: str, attention: float) -> float:
         """Collectives of tp and cp. In a ring, keys and values are sent while attention works on earlier ones."""
-        p = self.setting.config.parallel
+        p = self.setting.parallel
         seconds = 0.0
         for traffic in step.sent:
             size = getattr(traffic, pass_name)
@@ -275,7 +272,7 @@ class StepClock:
     def restore_seconds(self, step: StepCount, s: RankShapes, forward: OpSeconds) -> float:
         """What recompute adds to the backward of this step, and offloading that compute does not hide."""
         recomputing = 0.0
-        for region in self.setting.choices.recomputed:
+        for region in self.choices.recomputed:
             recomputing += RECOMPUTE_COSTS[region](self, step, s, forward)
         offloaded = sum(tensor.bytes for tensor in step.saved if tensor.fate == "offloaded")
         copying = offloaded / self.gpu.host_link
@@ -318,9 +315,9 @@ class StepClock:
         s = self.setting
         if s.choices.sharding != "fsdp":
             return passes
-        count = count_piece(s.config.model, piece, layer, s.portion, s.choices)
-        gradient = STATE_ELEMENT_BYTES[s.config.optim.gradient_reduce]
-        gather = self.cluster.exchange_seconds(count.parameters, s, s.choices.recipe.wide)
+        count = s.count_piece(piece, layer)
+        gradient = STATE_ELEMENT_BYTES[s.optim.gradient_reduce]
+        gather = self.cluster.exchange_seconds(count.parameters, s, s.recipe.wide)
         scatter = self.cluster.exchange_seconds(count.parameters, s, gradient)
         F, D, W = passes
         exposed_forward = max(0.0, gather - F.compute)
