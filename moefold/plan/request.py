@@ -79,14 +79,18 @@ def read_request(raw: RawRequest) -> PlanRequest:
     check_precision(gpu, choices.precision)
     if "capability" not in given:
         choices = replace(choices, capability=gpu.capability)
-    choices = replace(choices, node=min(gpu.domain, gpus))
+    node = min(gpu.domain, gpus)
+    choices = replace(choices, node=node)
+    fixed = set(config_values)
+    if "recompute" in given:
+        fixed.add("recompute")
     gives_layout = any(key.startswith(LAYOUT_SECTIONS) for key in config_values)
     return PlanRequest(
         config=config,
         choices=choices,
         gpu=gpu,
         gpus=gpus,
-        fixed=frozenset(key for key in given if "." in key or key == "recompute"),
+        fixed=frozenset(fixed),
         search=flag_is_set(given, "search") or not gives_layout,
         tokens=read_positive_number(given.get("tokens", 1e12), "tokens"),
         best=read_whole_number(given.get("best", 10), "best", MOST_LAYOUTS),
@@ -110,7 +114,8 @@ def with_full_names(raw: RawRequest) -> dict[str, Any]:
 def report_unknown_options(given: RawRequest, problems: dict[str, str]) -> None:
     known = [*REQUEST_KEYS, *SHORT_KEYS, *CHOICE_KEYS]
     plain_keys = {key for key in given if "." not in key}
-    for key in plain_keys - set(REQUEST_KEYS) - set(CHOICE_KEYS):
+    unknown = plain_keys - {*REQUEST_KEYS, *CHOICE_KEYS}
+    for key in unknown:
         shown = printable_text(key)
         problems[key] = f'no option "{shown}"{did_you_mean(key, known)}; there are: {", ".join(known)}'
 

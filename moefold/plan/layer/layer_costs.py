@@ -56,6 +56,9 @@ class SavedActivation:
         return f"{self.rows:,.0f} x {self.width:,.0f} x {self.element_bytes:g} B"
 
 
+SavedTensors = tuple[SavedActivation, ...]
+
+
 @dataclass(frozen=True)
 class Gemm:
     """`groups` products of (rows, k) by (k, n), done `times` times in a forward pass of the step."""
@@ -73,6 +76,7 @@ class Gemm:
         return 2 * self.rows * self.n * self.k * self.groups * self.times
 
 
+Gemms = tuple[Gemm, ...]
 ParameterClass = tuple[str, tuple[str, ...]]  # of parameters: their grid, and the axes that cut them
 
 
@@ -84,9 +88,9 @@ class StepCount:
     parameters: tuple[tuple[ParameterClass, float], ...]
     quantized: float
     flops: float
-    gemms: tuple[Gemm, ...]
+    gemms: Gemms
     attention: float
-    saved: tuple[SavedActivation, ...]
+    saved: SavedTensors
     sent: tuple[AxisTraffic, ...]
     working: tuple[float, float]  # bytes of the working sets of forward and backward, beside what is kept
 
@@ -168,7 +172,7 @@ def piece_steps(model: ModelConfig, piece: str, layer: int) -> list[StepSpec]:
     return [look_ahead_step(model), *block, set_aside_step(model)]
 
 
-def count_step(spec: StepSpec, s: RankShapes, saved: tuple[SavedActivation, ...]) -> StepCount:
+def count_step(spec: StepSpec, s: RankShapes, saved: SavedTensors) -> StepCount:
     stack = LAYER_STACKS[s.choices.stack]
     parameters = Counter[ParameterClass]()
     quantized = 0.0
@@ -203,7 +207,8 @@ def gemms_of_step(spec: StepSpec, s: RankShapes) -> list[Gemm]:
     if spec.name == "embed":
         return []
     if spec.name == "predict":
-        return [Gemm("head", "head", s.C, s.P, s.D, times=1 + s.model.mtp)]
+        heads = 1 + s.model.mtp
+        return [Gemm("head", "head", s.C, s.P, s.D, times=heads)]
     gemms: list[Gemm] = []
     for weight in filter(is_weight_matrix, spec.weights):
         *outer, k = weight.part(s.portion.degrees)
@@ -211,11 +216,13 @@ def gemms_of_step(spec: StepSpec, s: RankShapes) -> list[Gemm]:
         name = gemm_name(weight)
         if "ep" in axes:
             rows_per_expert = s.R / s.e
-            gemms.append(Gemm(name, "grouped", rows_per_expert, prod(outer[1:]), k, groups=s.e))
+            n = prod(outer[1:])
+            gemms.append(Gemm(name, "grouped", rows_per_expert, n, k, groups=s.e))
         else:
             kind = "router" if spec.name == "route" else "dense"
             rows = s.C if "tp" in axes else s.T
-            gemms.append(Gemm(name, kind, rows, prod(outer), k))
+            n = prod(outer)
+            gemms.append(Gemm(name, kind, rows, n, k))
     return gemms
 
 
@@ -225,7 +232,7 @@ def gemm_name(weight: WeightSpec) -> str:
     return parts[-1] if "experts" in weight.name else parts[-2]
 
 
-def saved_by_steps(specs: list[StepSpec], s: RankShapes) -> dict[str, tuple[SavedActivation, ...]]:
+def saved_by_steps(specs: list[StepSpec], s: RankShapes) -> dict[str, SavedTensors]:
     """What each step saves, with its fate."""
     saved: dict[str, list[SavedActivation]] = {spec.name: [] for spec in specs}
     in_layer = "attend" in saved
@@ -242,7 +249,7 @@ def saved_by_steps(specs: list[StepSpec], s: RankShapes) -> dict[str, tuple[Save
             linear=entry.storage in LINEAR_STORAGE,
         )
         saved[entry.step].append(tensor)
-    return {name: tuple(tensors) for name, tensors in saved.items()}
+    return {step: tuple(tensors) for step, tensors in saved.items()}
 
 
 def tensor_fate(entry: TensorEntry, choices: PlanChoices, in_layer: bool) -> str:

@@ -130,7 +130,10 @@ class RankShapes:
         c = self.choices
         capability = divmod(c.capability, 10)
         dtype = "fp32" if c.precision == "fp32" else "bf16"
-        return Facts(c.device, dtype, capability, int(self.W), int(self.F), triton=c.device == "cuda")
+        hidden = int(self.W)
+        ffn = int(self.F)
+        has_triton = c.device == "cuda"
+        return Facts(c.device, dtype, capability, hidden, ffn, triton=has_triton)
 
     def chosen_implementation(self, op: str) -> str:
         """The implementation of an operation that would be bound there."""

@@ -66,7 +66,8 @@ def resident_lines(s: RunSetting, held: RankStages, rank: RankMemory) -> Iterato
     yield format_line("weights", rank.weights, f"{count:,.0f} parameters x {rank.weights / count:.3g} B")
     yield format_line("gradients", rank.gradients, f"{count:,.0f} x {rank.gradients / count:.3g} B")
     main_bytes = 4 if s.recipe.wide < 4 else 0
-    state_bytes = main_bytes + rank.moments / max(1.0, owned_parameters(s, held))
+    owned = max(1.0, owned_parameters(s, held))
+    state_bytes = main_bytes + rank.moments / owned
     states = rank.main + rank.moments
     yield format_line("main weights and moments", states, f"{state_bytes:.3g} B for each of its share:")
     parameters = rank_parameters(s, held, stage_counts(s, held))
@@ -82,7 +83,8 @@ def resident_lines(s: RunSetting, held: RankStages, rank: RankMemory) -> Iterato
 def owned_parameters(s: RunSetting, held: RankStages) -> float:
     """Parameters whose optimizer state this rank holds."""
     owned = 0.0
-    for kind, count in rank_parameters(s, held, stage_counts(s, held)).items():
+    parameters = rank_parameters(s, held, stage_counts(s, held))
+    for kind, count in parameters.items():
         shards = 1 if s.choices.sharding == "none" else replica_count(s, kind)
         owned += count / shards
     return owned
@@ -129,7 +131,9 @@ def piece_name(piece: str, layer: int) -> str:
 def list_pieces(pieces: StagePieces) -> str:
     """2 x layer 0, head"""
     counts = Counter(piece_name(*piece) for piece in pieces)
-    items = [name if count == 1 else f"{count} x {name}" for name, count in counts.items()]
+    items: list[str] = []
+    for name, count in counts.items():
+        items.append(name if count == 1 else f"{count} x {name}")
     return ", ".join(items)
 
 

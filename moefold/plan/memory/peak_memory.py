@@ -61,7 +61,8 @@ class RankMemory:
 
     @property
     def total(self) -> float:
-        return self.state + self.activations + self.working + self.margin + self.buffers + self.graphs
+        peak = self.state + self.activations + self.working + self.margin
+        return peak + self.buffers + self.graphs
 
 
 def plan_memory(
@@ -166,7 +167,8 @@ def program_peak(s: RunSetting, number: int, rank: RankStages, costs: RankKindCo
     full = sum(moment.bytes_held(costs.full))
     kind, chunk = running_op(moment)
     description = f"{OP_DESCRIPTIONS[kind]} of stage {rank.numbers[chunk]}"
-    return PeakMoment(kept, full - working, working, costs.state.gradients, moment.live, description)
+    gradients = costs.state.gradients
+    return PeakMoment(kept, full - working, working, gradients, moment.live, description)
 
 
 def one_microbatch_moments(s: RunSetting, costs: RankKindCosts) -> Iterator[PeakMoment]:
@@ -194,7 +196,8 @@ def rank_memory(s: RunSetting, number: int, rank: RankStages, costs: RankKindCos
     if s.choices.states_on_host:
         host = main + moments
         main = moments = 0.0
-    offloaded = sum(n * stage.offloaded for n, stage in zip(peak.live, costs.stages, strict=True))
+    for microbatches, stage in zip(peak.live, costs.stages, strict=True):
+        host += microbatches * stage.offloaded
     return RankMemory(
         rank=number,
         stages=rank.numbers,
@@ -208,7 +211,7 @@ def rank_memory(s: RunSetting, number: int, rank: RankStages, costs: RankKindCos
         margin=peak.full - peak.even,
         buffers=costs.buffers,
         graphs=graph_input_bytes(s, rank, peak.live),
-        host=host + offloaded,
+        host=host,
         outside=s.outside,
         live=peak.live,
         at=peak.running_op,
@@ -251,6 +254,8 @@ def graph_input_bytes(s: RunSetting, rank: RankStages, live: tuple[int, ...]) ->
     """Static inputs of captured steps: one stream for each layer and live microbatch."""
     if s.choices.graphs == "none":
         return 0.0
-    layers = map(layer_count, rank.pieces)
-    captured = sum(n * count for n, count in zip(live, layers, strict=True))
-    return captured * s.portion.tokens * s.model.hidden * s.recipe.wide
+    captured = 0
+    for microbatches, pieces in zip(live, rank.pieces, strict=True):
+        captured += microbatches * layer_count(pieces)
+    elements = captured * s.portion.tokens * s.model.hidden
+    return elements * s.recipe.wide

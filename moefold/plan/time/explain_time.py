@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from moefold.plan.layer import pointwise
 from moefold.plan.layer.layer_costs import Gemm, StepCount
+from moefold.plan.layer.pointwise import count_launches, input_quantization_bytes, pointwise_bytes
 from moefold.plan.layer.rank_shapes import RankShapes
 from moefold.plan.machine.gpu import Gpu
 from moefold.plan.memory.explain_memory import piece_name
@@ -60,8 +60,9 @@ def step_time_lines(step: StepCount, s: RankShapes, passes: PassSeconds) -> Iter
             yield f"  {step.name:<10} {kind} {seconds.total * 1e3:9.3f}   {format_op_seconds(seconds)}"
     for gemm in step.gemms:
         yield f"    {gemm.name}: {gemm_shape(gemm)} = {gemm.flops / 1e12:.3f} TFLOP forward"
-    launched, looped = pointwise.count_launches(step.name, step.gemms, s)
-    moved = pointwise.pointwise_bytes(step.name, s) + pointwise.input_quantization_bytes(step.gemms, s)
+    launched, looped = count_launches(step.name, step.gemms, s)
+    quantized = input_quantization_bytes(step.gemms, s)
+    moved = pointwise_bytes(step.name, s) + quantized
     yield f"    {moved / 1e9:.3f} GB of pointwise passes, {launched + looped:g} launches forward"
 
 

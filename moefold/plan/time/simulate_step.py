@@ -20,7 +20,7 @@ from moefold.plan.machine.gpu import Gpu
 from moefold.plan.memory.peak_memory import STATE_ELEMENT_BYTES, RunSetting
 from moefold.plan.memory.rank_stages import StagePieces, stages_by_rank
 from moefold.plan.memory.resident import MAIN_WEIGHT_BYTES
-from moefold.plan.time.step_times import PassSeconds, StepClock, sum_pass_seconds
+from moefold.plan.time.step_times import OpSeconds, PassSeconds, StepClock, sum_pass_seconds
 from moefold.schedule.program import OP_KINDS
 from moefold.schedule.simulate_program import Timeline, simulate_program
 from moefold.schedule.stage_costs import StageCosts
@@ -47,12 +47,13 @@ def pipeline_costs(clock: StepClock, passes: list[PassSeconds]) -> StageCosts:
     compute: dict[str, list[float]] = {}
     travel: dict[str, list[float]] = {}
     for kind in OP_KINDS:
-        ops = [getattr(seconds, kind) for seconds in passes]
+        ops: list[OpSeconds] = [getattr(seconds, kind) for seconds in passes]
         compute[kind] = [op.compute for op in ops]
         travel[kind] = [op.travel for op in ops]
     send = 0.0
     if s.parallel.pp > 1:
-        message = s.recipe.wide * s.model.hidden * s.portion.tokens
+        row = s.recipe.wide * s.model.hidden
+        message = row * s.portion.tokens
         send = clock.cluster.neighbour_seconds(message, s.world)
     return StageCosts(compute, travel, send, zeros, zeros, OVERLAP_FRICTION)
 
@@ -105,7 +106,8 @@ def time_training_step(setting: RunSetting, gpu: Gpu) -> StepTime:
         by_rank.append(of_rank)
         updates.append(exposed_update_seconds(clock, rank.pieces, of_rank))
 
-    costs = pipeline_costs(clock, [by_stage[number] for number in range(len(by_stage))])
+    in_order = [by_stage[number] for number in sorted(by_stage)]
+    costs = pipeline_costs(clock, in_order)
     pipeline_time = time_pipeline(setting, costs)
     exchange = max(exchange for exchange, _ in updates)
     optimizer = max(optimizer for _, optimizer in updates)
@@ -130,8 +132,9 @@ def exposed_update_seconds(
         gradient = STATE_ELEMENT_BYTES[s.optim.gradient_reduce]
         scatter = clock.cluster.exchange_seconds(parameters, s, gradient)
         gather = clock.cluster.exchange_seconds(parameters, s, s.recipe.wide)
-        exposed_scatter = max(0.0, scatter - passes.D.compute - passes.W.compute)
-        exposed_gather = max(0.0, gather - passes.F.compute)
+        F, D, W = passes
+        exposed_scatter = max(0.0, scatter - D.compute - W.compute)
+        exposed_gather = max(0.0, gather - F.compute)
         exposed = exposed_scatter + exposed_gather
     return exposed, optimizer_seconds(clock, parameters)
 
@@ -141,9 +144,13 @@ def optimizer_seconds(clock: StepClock, parameters: Counter[ParameterClass]) -> 
     s = clock.setting
     shards = {"dense": 1, "expert": 1}
     if s.choices.sharding != "none":
-        shards = {"dense": s.degrees["dp"] * s.parallel.cp, "expert": s.degrees["edp"]}
-    owned = sum(count / shards[grid] for (grid, _), count in parameters.items())
-    seconds = owned * optimizer_bytes(s) / clock.pointwise_bandwidth
+        shards["dense"] = s.degrees["dp"] * s.parallel.cp
+        shards["expert"] = s.degrees["edp"]
+    owned = 0.0
+    for (grid, _), count in parameters.items():
+        owned += count / shards[grid]
+    moved = owned * optimizer_bytes(s)
+    seconds = moved / clock.pointwise_bandwidth
     if not s.choices.states_on_host:
         return seconds
     copied = owned * (optimizer_bytes(s) - s.recipe.wide)
