@@ -63,6 +63,7 @@ def answer_request(request: Mapping[str, Any]) -> JsonObject:
         answer = plan_layout(r, config, r.choices)
         answer["searched"] = None
         return answer
+    # No layout is given: search for the best, then answer for it as if it had been given.
     result = search_layouts(r.config, r.gpus, r.choices, r.gpu, r.fixed, r.best)
     if not result.layouts:
         raise UserError(explain_nothing_fits(r, result))
@@ -84,6 +85,7 @@ def plan_layout(r: PlanRequest, config: Config, choices: PlanChoices) -> JsonObj
         "parameters": total_parameters(config.model) + mtp_parameters(config.model),
         "active_parameters": active_parameters(config.model),
     }
+    # Speed, memory, then where the time goes.
     answer.update(speed_and_budget(r, config, choices, time.seconds))
     answer.update(memory_answer(r, setting))
     answer["time_by_wall"] = time.walls
@@ -193,8 +195,12 @@ def timeline_spans(time: StepTime) -> JsonObject:
     timeline = time.pipeline_time.timeline
     spans: list[JsonObject] = []
     for span in timeline.spans[:MAX_TIMELINE_SPANS]:
-        entry: JsonObject = {"rank": span.rank, "start": span.start, "end": span.end}
-        entry["ops"] = [str(op) for op in span.slot]
+        entry: JsonObject = {
+            "rank": span.rank,
+            "start": span.start,
+            "end": span.end,
+            "ops": [str(op) for op in span.slot],
+        }
         spans.append(entry)
     return {
         "microbatches": time.pipeline_time.shown_microbatches,
@@ -238,7 +244,8 @@ def refusal_entries(result: SearchResult) -> list[JsonObject]:
     examples = result.refusals.examples
     entries: list[JsonObject] = []
     for reason, count in result.refusals.by_count():
-        entries.append({"reason": reason, "count": count, "example": examples[reason]})
+        example = examples[reason]
+        entries.append({"reason": reason, "count": count, "example": example})
     return entries
 
 
@@ -249,6 +256,7 @@ def explain_nothing_fits(r: PlanRequest, result: SearchResult) -> str:
         reasons.append(f"{count} x {reason} ({result.refusals.examples[reason]})")
     tried = f"of {result.layouts_tried} looked at: {'; '.join(reasons)}"
     problem = f"no layout of {r.config.name} fits {r.gpus} x {r.gpu.name}, {tried}"
+    # The first larger cluster, with the same batch for each GPU, that has a feasible layout.
     for factor in GROWTH_FACTORS:
         more = r.gpus * factor
         batch = r.config.train.global_batch * more // r.gpus

@@ -31,7 +31,12 @@ SHORT_KEYS = {
 VALUE_ALIASES = {  # names in other trainers
     "parallel.dispatcher": {"alltoall": "all_to_all", "hybridep": "deepep"},
     "graphs": {"off": "none", "partial": "static", "full": "whole"},
-    "precision": {"fp8-blk": "fp8-blockwise", "blockwise": "fp8-blockwise", "fp8-mx": "mxfp8", "fp8-cs": "fp8"},
+    "precision": {
+        "fp8-blk": "fp8-blockwise",
+        "blockwise": "fp8-blockwise",
+        "fp8-mx": "mxfp8",
+        "fp8-cs": "fp8",
+    },
 }
 REQUEST_KEYS = ("model", "gpu", "gpus", "search", "tokens", "best", "explain")
 CHOICE_KEYS = tuple(key.path for key in iterate_keys(PlanChoices()))
@@ -73,6 +78,7 @@ def read_request(raw: RawRequest) -> PlanRequest:
     if problems:
         raise UserError(*problems.values())
 
+    # What neither the user nor the recipe says follows from the cluster.
     if "train.global_batch" not in given and config.train.global_batch < gpus:
         train = replace(config.train, global_batch=SEQUENCES_PER_GPU * gpus)
         config = replace(config, train=train)

@@ -92,7 +92,8 @@ class Refusals:
         self.examples: dict[str, str] = {}
 
     def add_refusal(self, reason: str, example: str) -> None:
-        self.counts[reason] = self.counts.get(reason, 0) + 1
+        count = self.counts.get(reason, 0)
+        self.counts[reason] = count + 1
         self.examples.setdefault(reason, example)
 
     def by_count(self) -> list[tuple[str, int]]:
@@ -278,6 +279,7 @@ class LayoutSearch:
             memories = self.piece_memories(s, cut)
             return largest_rank_gib(s, cut, memories)
 
+        # Refused where even the last rung does not fit; else the first rung that does.
         limit = self.gpu.memory
         least = gib_needed(len(self.ladder) - 1)
         if least > limit:
@@ -290,7 +292,8 @@ class LayoutSearch:
         prices = self.piece_prices(s, cut)
         memories = self.piece_memories(s, cut)
         seconds = estimate_step_seconds(s, self.cluster, cut, prices, memories)
-        return Candidate(config, s.choices, s, seconds, gib_needed(rung), rung)
+        gib = gib_needed(rung)
+        return Candidate(config, s.choices, s, seconds, gib, rung)
 
     def rank_candidate(self, candidate: Candidate) -> RankedLayout | None:
         """The candidate simulated, if its memory in the real program fits as well."""
@@ -354,6 +357,7 @@ def search_layouts(
     for number, candidate in enumerate(candidates):
         queue.append((candidate.seconds, number, candidate))
     enough = max(best, SIMULATED_CANDIDATES)
+    # The best by the closed form are simulated; one that does not fit returns with more recompute.
     ranked: list[RankedLayout] = []
     while queue and len(ranked) < enough:
         _, number, candidate = heapq.heappop(queue)

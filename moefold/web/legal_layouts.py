@@ -153,8 +153,12 @@ def nearest_legal_layout(case: ConfigOnRanks, values: SliderValues, hold: str) -
     fixed = [rule for rule in RULES if not sliders_of_rule(rule)]
     if not all_rules_hold(fixed, case):
         return None
-    now = {key: config_value(case.config, key) for key in SLIDER_KEYS}
-    start = tuple(values[key].index(now[key]) for key in SLIDER_KEYS)
+    now: dict[str, int] = {}
+    start: SliderPlaces = ()
+    for key in SLIDER_KEYS:
+        now[key] = config_value(case.config, key)
+        start += (values[key].index(now[key]),)
+    # Nearest layouts first; a layout's neighbours are one step of one slider away.
     seen = {start}
     queue = [(0.0, 1, start)]  # of equally near layouts, the one found first
     while queue and len(seen) <= MAX_LAYOUTS_TRIED:
@@ -163,8 +167,7 @@ def nearest_legal_layout(case: ConfigOnRanks, values: SliderValues, hold: str) -
         config = config_with_layout(case.config, layout)
         moved_case = ConfigOnRanks(config, case.world)
         if all_rules_hold(movable, moved_case):
-            changed = {key: layout[key] for key in SLIDER_KEYS if layout[key] != now[key]}
-            return with_slider_names(changed)
+            return changed_values(now, layout)
         for neighbour in neighbour_places(places, values, hold):
             if neighbour in seen:
                 continue
@@ -173,6 +176,14 @@ def nearest_legal_layout(case: ConfigOnRanks, values: SliderValues, hold: str) -
             distance = layout_distance(now, neighbour_layout)
             heapq.heappush(queue, (distance, len(seen), neighbour))
     return None
+
+
+def changed_values(now: Layout, layout: Layout) -> JsonObject:
+    changed: JsonObject = {}
+    for key in SLIDER_KEYS:
+        if layout[key] != now[key]:
+            changed[slider_name(key)] = layout[key]
+    return changed
 
 
 def layout_at_places(places: SliderPlaces, values: SliderValues) -> Layout:
@@ -187,9 +198,12 @@ def neighbour_places(places: SliderPlaces, values: SliderValues, hold: str) -> I
     for i, key in enumerate(SLIDER_KEYS):
         if key == hold:
             continue
+        count = len(values[key])
+        before = places[:i]
+        after = places[i + 1 :]
         for place in (places[i] - 1, places[i] + 1):
-            if 0 <= place < len(values[key]):
-                yield (*places[:i], place, *places[i + 1 :])
+            if 0 <= place < count:
+                yield (*before, place, *after)
 
 
 def layout_distance(now: Layout, layout: Layout) -> float:

@@ -25,7 +25,8 @@ PICKED_OPTIONS = ("sharding", "graphs")  # keys of PlanChoices with a few values
 
 
 def planner_page_data() -> dict[str, Any]:
-    all_keys = [*iterate_keys(PRESETS["tiny"]()), *iterate_keys(PlanChoices())]
+    example = PRESETS["tiny"]()
+    all_keys = [*iterate_keys(example), *iterate_keys(PlanChoices())]
     by_path = {key.path: key for key in all_keys}
     paths = {name: name for name in (*PICKED_OPTIONS, *EXPLAINED_KEYS)}
     paths.update(SHORT_KEYS)

@@ -119,8 +119,9 @@ class HeadersMiddleware:
         self.app = app
         self.headers: list[tuple[bytes, bytes]] = []
         for name, value in headers.items():
-            lower_name = name.lower()
-            self.headers.append((lower_name.encode(), value.encode()))
+            raw_name = name.lower().encode()
+            raw_value = value.encode()
+            self.headers.append((raw_name, raw_value))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def send_with_headers(message: Message) -> None:
@@ -186,6 +187,7 @@ async def search_in_subprocess(request: Request, raw: JsonObject) -> Reply:
     question = json.dumps(raw).encode()
     search = asyncio.create_task(process.communicate(question))
     disconnect = asyncio.create_task(wait_for_disconnect(request))
+    # Whichever comes first: the answer, or the end of the connection.
     try:
         await asyncio.wait({search, disconnect}, return_when=asyncio.FIRST_COMPLETED)
         if not search.done():

@@ -10,6 +10,7 @@ from moefold.web.page_template import render_page
 from moefold.web.run_summary import JsonObject, require_run_folder, summarize_run
 
 MAX_RUNS = 8  # curves in one plot whose colours can be told apart
+REPORT_STYLES = ("page.css",)
 REPORT_SCRIPTS = ("marks.js", "curves.js", "heat.js", "page.js")
 
 
@@ -25,7 +26,8 @@ def render_report(folders: Sequence[Path]) -> str:
     for folder, label in zip(folders, labels, strict=True):
         runs.append(summarize_run(folder, label, len(folders)))
     title = " and ".join(run["label"] for run in runs)
-    page = render_page("page.html", ["page.css"], REPORT_SCRIPTS, title, {"runs": runs})
+    data = {"runs": runs}
+    page = render_page("page.html", REPORT_STYLES, REPORT_SCRIPTS, title, data)
     return page.text
 
 

@@ -52,7 +52,11 @@ def require_run_folder(folder: Path) -> None:
         raise UserError(f"no folder {folder}{guess}; {expected}")
     if not folder.is_dir():
         raise UserError(f"{folder} is a file; expected the folder of a run, such as {folder.parent}")
-    missing = [name for name in RUN_FILES if not (folder / name).is_file()]
+    missing: list[str] = []
+    for name in RUN_FILES:
+        path = folder / name
+        if not path.is_file():
+            missing.append(name)
     if missing:
         hint = "give a folder `moefold train` wrote"
         inside = [str(run) for run in run_folders_in(folder)]
@@ -86,7 +90,10 @@ class MetricSeries:
         if not self.last_step < step < MOST_STEPS:
             return
         self.last_step = step
-        curves = {name: as_float_array(record.get(name), 0) for name in CURVE_METRICS}
+        # Curves: one number a step.
+        curves: JsonObject = {}
+        for name in CURVE_METRICS:
+            curves[name] = as_float_array(record.get(name), 0)
         violation_L = as_float_array(record.get("max_violation"), 1)
         if violation_L is not None:
             curves["worst_violation"] = violation_L.max()
@@ -95,6 +102,7 @@ class MetricSeries:
             if value is not None and np.isfinite(value):
                 self.curves[name].add_step(step, np.asarray(value))
                 self.last[name] = float(value)
+        # Maps: one number a layer.
         for name in LAYER_METRICS:
             value_L = as_float_array(record.get(name), 1)
             if value_L is not None:
@@ -217,7 +225,8 @@ def read_expert_load(path: Path, cells: int) -> JsonObject | None:
         series.add_step(step, even_share_multiples(load_LE))
     if series is None:
         return None
-    ratios_CLE = np.stack([column.mean for column in series.columns])
+    means = [column.mean for column in series.columns]
+    ratios_CLE = np.stack(means)
     low, high, codes = encode_log_bytes(ratios_CLE)
     load: JsonObject = dict(series.column_steps())
     load["layers"] = layers
@@ -303,5 +312,8 @@ def describe_balance(moe: MoeConfig) -> str:
 
 
 def describe_degrees(config: Config) -> str:
-    axes = vars(config.parallel).items()
-    return ", ".join(f"{axis} {size}" for axis, size in axes if isinstance(size, int))
+    degrees: list[str] = []
+    for axis, size in vars(config.parallel).items():
+        if isinstance(size, int):
+            degrees.append(f"{axis} {size}")
+    return ", ".join(degrees)

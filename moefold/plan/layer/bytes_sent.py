@@ -47,10 +47,12 @@ def tensor_parallel_bytes(step: str, s: RankShapes) -> list[AxisTraffic]:
     sent: list[tuple[str, float]] = []
     if step in ("embed", "look_ahead"):
         sent.append(("sum of words", stream))
-    if step in ("mlp", "shared") or (step == "attend" and not s.mla):
+    gathers_stream = step in ("mlp", "shared") or (step == "attend" and not s.mla)
+    if gathers_stream:
         sent.append(("gather", stream))
     if step == "predict":
-        sent.append(("gather", stream * (1 + s.model.mtp)))
+        streams = 1 + s.model.mtp
+        sent.append(("gather", stream * streams))
     if step == "attend" and s.mla:
         latents = (s.q_rank or s.D) + s.kv_rank + s.rope
         gathered = s.T * latents * wide * other_ranks
@@ -118,11 +120,14 @@ def expert_parallel_elements(s: RankShapes) -> list[SentElements]:
     if p.dispatcher == "all_gather":
         return [("ep", "all_gather", token * (expert_ranks - 1))]
 
+    # Tokens to the ranks of experts, a copy for each choice or for each distinct rank; then among etp ranks.
     sent: list[SentElements] = []
     experts_per_node = max(1, s.choices.node // p.etp)
     inside = min(p.ep, experts_per_node)
     nodes = p.ep / inside
-    copies = s.K if p.dispatcher == "all_to_all" else expected_distinct(s.K, p.ep)
+    copies = s.K
+    if p.dispatcher != "all_to_all":
+        copies = expected_distinct(s.K, p.ep)
     if p.dispatcher == "hierarchical" and nodes > 1:
         node_copies = expected_distinct(s.K, nodes)
         between_nodes = token * node_copies * (nodes - 1) / nodes

@@ -73,7 +73,8 @@ class Gemm:
 
     @property
     def flops(self) -> float:
-        return 2 * self.rows * self.n * self.k * self.groups * self.times
+        one = 2 * self.rows * self.n * self.k
+        return one * self.groups * self.times
 
 
 Gemms = tuple[Gemm, ...]
@@ -95,15 +96,20 @@ class StepCount:
     working: tuple[float, float]  # bytes of the working sets of forward and backward, beside what is kept
 
     @property
+    def kept_tensors(self) -> list[SavedActivation]:
+        return [tensor for tensor in self.saved if tensor.fate == "kept"]
+
+    @property
     def kept(self) -> float:
-        return sum(tensor.bytes for tensor in self.saved if tensor.fate == "kept")
+        return sum(tensor.bytes for tensor in self.kept_tensors)
 
     @property
     def waiting(self) -> float:
         """Bytes that deferred weight gradients need: inputs of GEMMs, and gradients of their results."""
-        kept = [tensor for tensor in self.saved if tensor.fate == "kept"]
-        inputs = sum(tensor.bytes for tensor in kept if tensor.linear)
-        outputs = sum(gemm.rows * gemm.n * gemm.groups for gemm in self.gemms)
+        inputs = sum(tensor.bytes for tensor in self.kept_tensors if tensor.linear)
+        outputs = 0.0
+        for gemm in self.gemms:
+            outputs += gemm.rows * gemm.n * gemm.groups
         return inputs + outputs * 2
 
     @property
@@ -157,7 +163,9 @@ def count_piece(
     window = sliding_window_of(model, layer)
     shapes = RankShapes(model, portion, choices, window, load)
     saved = saved_by_steps(specs, shapes)
-    steps = [count_step(spec, shapes, saved[spec.name]) for spec in specs]
+    steps: list[StepCount] = []
+    for spec in specs:
+        steps.append(count_step(spec, shapes, saved[spec.name]))
     return PieceCount(piece, tuple(steps))
 
 
@@ -176,6 +184,7 @@ def count_step(spec: StepSpec, s: RankShapes, saved: SavedTensors) -> StepCount:
     stack = LAYER_STACKS[s.choices.stack]
     parameters = Counter[ParameterClass]()
     quantized = 0.0
+    # Parameters of the rank's share, by the axes that cut them.
     for weight in spec.weights:
         held = prod(weight.part(s.portion.degrees))
         axes = tuple(axis for _, axis in weight.cut)
@@ -183,6 +192,7 @@ def count_step(spec: StepSpec, s: RankShapes, saved: SavedTensors) -> StepCount:
         parameters[grid, axes] += held  # pyright: ignore[reportArgumentType]
         if is_weight_matrix(weight) and spec.name not in UNQUANTIZED_STEPS:
             quantized += held
+    attention_flops = s.T * 2 * spec.context * spec.seen(s.S)
     forward_working = stack.working_bytes(spec.name, "F", s)
     backward_working = stack.working_bytes(spec.name, "B", s)
     return StepCount(
@@ -191,7 +201,7 @@ def count_step(spec: StepSpec, s: RankShapes, saved: SavedTensors) -> StepCount:
         quantized=quantized,
         flops=s.T * spec.flops(s.S),
         gemms=tuple(gemms_of_step(spec, s)),
-        attention=s.T * 2 * spec.context * spec.seen(s.S),
+        attention=attention_flops,
         saved=saved,
         sent=tuple(step_bytes_sent(spec, s)),
         working=(forward_working, backward_working),
@@ -234,7 +244,9 @@ def gemm_name(weight: WeightSpec) -> str:
 
 def saved_by_steps(specs: list[StepSpec], s: RankShapes) -> dict[str, SavedTensors]:
     """What each step saves, with its fate."""
-    saved: dict[str, list[SavedActivation]] = {spec.name: [] for spec in specs}
+    saved: dict[str, list[SavedActivation]] = {}
+    for spec in specs:
+        saved[spec.name] = []
     in_layer = "attend" in saved
     for entry in LAYER_STACKS[s.choices.stack].saved:
         if entry.step not in saved or not entry.condition(s):

@@ -57,7 +57,8 @@ def cross_entropy_elements(s: RankShapes) -> float:
     once."""
     fused = s.choices.stack == "moefold" and s.chosen_implementation("cross_entropy") == "triton"
     passes = 2 / 3 if fused else 6
-    return passes * s.C * s.P * (1 + s.model.mtp)
+    heads = 1 + s.model.mtp
+    return passes * s.C * s.P * heads
 
 
 def embed_elements(s: RankShapes) -> float:
@@ -69,19 +70,23 @@ def attend_elements(s: RankShapes) -> float:
 
 
 def mlp_elements(s: RankShapes) -> float:
-    return NORM_PASSES * s.T * s.D + 3 * s.C * s.M
+    norm = NORM_PASSES * s.T * s.D
+    return norm + 3 * s.C * s.M
 
 
 def route_elements(s: RankShapes) -> float:
-    return 3 * s.T * s.D + 12 * s.T * s.E
+    norm = 3 * s.T * s.D
+    return norm + 12 * s.T * s.E
 
 
 def shared_elements(s: RankShapes) -> float:
-    return 2 * s.T * s.D + 3 * s.C * s.A
+    stream = 2 * s.T * s.D
+    return stream + 3 * s.C * s.A
 
 
 def combine_elements(s: RankShapes) -> float:
-    return s.R * s.W + 3 * s.T * s.D
+    rows = s.R * s.W
+    return rows + 3 * s.T * s.D
 
 
 def look_ahead_elements(s: RankShapes) -> float:

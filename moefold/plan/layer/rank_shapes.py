@@ -94,8 +94,9 @@ class RankShapes:
         self.K = moe.top_k
         self.F = moe.ffn / p.etp
         self.A = moe.shared_ffn / p.tp
+        arrival_load = load if p.ep > 1 else 1.0
         self.R = self.even_expert_rows() * load
-        self.N = self.even_arrived_tokens() * (load if p.ep > 1 else 1.0)
+        self.N = self.even_arrived_tokens() * arrival_load
         self.gate_inside = moe.gate == "activation"
         self.latent = moe.latent > 0
 
@@ -153,7 +154,8 @@ class RankShapes:
         """Whether attention is composed of plain ops: on a CPU, for shapes that torch's own attention does not take."""
         if self.choices.device != "cpu":
             return False
-        return self.V != self.Q or self.window > 0 or self.model.attention.sinks
+        has_window = self.window > 0
+        return self.V != self.Q or has_window or self.model.attention.sinks
 
     @cached_property
     def composed_rmsnorm(self) -> bool:

@@ -14,7 +14,12 @@ from moefold.plan.memory.resident import rank_parameters, replica_count
 from moefold.plan.memory.run_setting import GIB, RunSetting, build_run_setting
 from moefold.plan.options import PlanChoices
 
-PIECE_NAMES = {"E": "embedding", "t": "layer", "m": "layer ahead", "L": "head"}
+PIECE_NAMES = {
+    "E": "embedding",
+    "t": "layer",
+    "m": "layer ahead",
+    "L": "head",
+}
 NAME_COLUMN = 40  # characters of a line's name, indentation included
 
 
@@ -85,7 +90,9 @@ def owned_parameters(s: RunSetting, held: RankStages) -> float:
     owned = 0.0
     parameters = rank_parameters(s, held, stage_counts(s, held))
     for kind, count in parameters.items():
-        shards = 1 if s.choices.sharding == "none" else replica_count(s, kind)
+        shards = 1
+        if s.choices.sharding != "none":
+            shards = replica_count(s, kind)
         owned += count / shards
     return owned
 
@@ -97,7 +104,8 @@ def activation_lines(s: RunSetting, held: RankStages, rank: RankMemory) -> Itera
     live = " + ".join(map(str, rank.live))
     yield format_line("activations", rank.activations, f"microbatches under way on its stages: {live}")
     kinds: dict[tuple[str, int], PieceCount] = {}
-    for number, pieces, microbatches in zip(held.numbers, held.pieces, rank.live, strict=True):
+    stages = zip(held.numbers, held.pieces, rank.live, strict=True)
+    for number, pieces, microbatches in stages:
         for piece, layer in pieces:
             kinds[piece, layer] = s.count_piece(piece, layer)
         kept = sum(kinds[piece].kept for piece in pieces)

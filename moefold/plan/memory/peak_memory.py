@@ -81,9 +81,10 @@ def memory_by_rank(s: RunSetting, ranks: Iterable[int] | None = None) -> list[Ra
     memory: list[RankMemory] = []
     for number in ranks:
         stages = all_stages[number]
-        if stages.kind not in costs:
-            costs[stages.kind] = rank_kind_costs(s, stages)
-        memory.append(rank_memory(s, number, stages, costs[stages.kind]))
+        kind = stages.kind
+        if kind not in costs:
+            costs[kind] = rank_kind_costs(s, stages)
+        memory.append(rank_memory(s, number, stages, costs[kind]))
     return memory
 
 
@@ -151,9 +152,11 @@ class PeakMoment(NamedTuple):
 def find_peak_moment(s: RunSetting, number: int, rank: RankStages, costs: RankKindCosts) -> PeakMoment:
     gradients = costs.state.gradients
     if s.grows_gradients:
-        peak = max(one_microbatch_moments(s, costs), key=lambda moment: moment.total)
+        moments = one_microbatch_moments(s, costs)
+        peak = max(moments, key=lambda moment: moment.total)
     else:
         peak = program_peak(s, number, rank, costs)
+    # The optimizer runs when no microbatch is live.
     if costs.update + gradients > peak.total:
         no_microbatch = (0,) * len(peak.live)
         return PeakMoment(0.0, 0.0, costs.update, gradients, no_microbatch, "optimizer step")
@@ -178,7 +181,8 @@ def one_microbatch_moments(s: RunSetting, costs: RankKindCosts) -> Iterator[Peak
     full = costs.fullest[0]
     fullest_forward = full.kept + full.forward - even.forward
     yield PeakMoment(even.kept, fullest_forward, even.forward, 0.0, (1,), "forward of stage 0")
-    for even_step, full_step in zip(even.backward_steps, full.backward_steps, strict=True):
+    steps = zip(even.backward_steps, full.backward_steps, strict=True)
+    for even_step, full_step in steps:
         even_freed, with_gradients, even_workspace = even_step
         full_freed, _, full_workspace = full_step
         kept = even.kept - even_freed

@@ -71,7 +71,7 @@ def count_stage(
             backward = max(backward, workspace - freed)
             backward_steps.append((freed, with_gradients, workspace))
             freed += step.kept
-            with_gradients += sum(parameters_of_class for _, parameters_of_class in step.parameters)
+            with_gradients += sum(size for _, size in step.parameters)
 
     steps = [step for piece in counts for step in piece.steps]
     return StageCount(

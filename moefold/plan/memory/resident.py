@@ -51,7 +51,9 @@ def resident_state(s: RunSetting, rank: RankStages, stages: list[StageCount]) ->
     plain = weight_count
     if s.choices.quantized_weights:
         plain -= quantized
-    main = state_count * MAIN_WEIGHT_BYTES[optim.main] if recipe.wide < 4 else 0.0
+    main = 0.0
+    if recipe.wide < 4:  # fp32 weights are their own main weights
+        main = state_count * MAIN_WEIGHT_BYTES[optim.main]
     return ResidentState(
         parameters=parameters,
         share=share,
@@ -76,4 +78,5 @@ def rank_parameters(s: RunSetting, rank: RankStages, stages: list[StageCount]) -
 def replica_count(s: RunSetting, kind: ParameterClass) -> int:
     """How many ranks hold the same parameters of a class: those along the axes of their grid that do not cut them."""
     grid, cut_axes = kind
-    return prod(s.degrees[axis] for axis in GRID_AXES[grid] if axis not in cut_axes)
+    uncut_axes = [axis for axis in GRID_AXES[grid] if axis not in cut_axes]
+    return prod(s.degrees[axis] for axis in uncut_axes)

@@ -129,7 +129,8 @@ def microbatches_per_step(config: Config, world: int) -> int:
     """How many microbatches pass one pipeline in a step."""
     p = config.parallel
     train = config.train
-    dp = max(1, world // (p.tp * p.cp * p.pp))
+    ranks_of_replica = p.tp * p.cp * p.pp
+    dp = max(1, world // ranks_of_replica)
     return max(1, train.global_batch // (dp * train.micro_batch))
 
 
@@ -138,7 +139,8 @@ def build_run_setting(config: Config, world: int, choices: PlanChoices) -> RunSe
     pp = config.parallel.pp
     microbatches = microbatches_per_step(config, world)
     moments = moments_by_rank(pipeline.schedule, pp, pipeline.vpp, microbatches, pipeline.pair, pipeline.defer)
-    dispatcher, _ = cheapest_dispatcher(config, choices.node, int(choices.recipe.wide))
+    element = int(choices.recipe.wide)
+    dispatcher, _ = cheapest_dispatcher(config, choices.node, element)
     fills_gaps = pipeline.pair and pipeline.fill
     defers_wgrad = fills_gaps or any(rank.separate_wgrad for rank in moments)
     portion = make_rank_portion(config, dispatcher, defers_wgrad, accumulates=microbatches > 1)

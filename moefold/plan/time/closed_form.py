@@ -158,6 +158,7 @@ def estimate_step_seconds(
     all_ranks = 0.0
     slowest = busiest = 0.0
     update = 0.0
+    # The busiest rank bounds the steady state, the mean rank the fill and the drain.
     for kinds, ranks, _ in cut.groups:
         compute = sum_over_pieces("compute", kinds, prices)
         travel = sum_over_pieces("travel", kinds, prices)
@@ -191,7 +192,9 @@ def estimate_update_seconds(
         gather = cluster.exchange_seconds(parameters, s, s.recipe.wide)
         backward = sum_over_pieces("backward", kinds, prices)
         forward = sum_over_pieces("forward", kinds, prices)
-        exposed = max(0.0, scatter - backward) + max(0.0, gather - forward)
+        exposed_scatter = max(0.0, scatter - backward)
+        exposed_gather = max(0.0, gather - forward)
+        exposed = exposed_scatter + exposed_gather
     owned_dense = owned_state_share(s, "dense") * dense
     owned_expert = owned_state_share(s, "expert") * expert
     owned = owned_dense + owned_expert
@@ -237,6 +240,7 @@ def estimate_rank_bytes(s: RunSetting, kinds: PieceKindCounts, memories: PieceMe
         moments = 2 * STATE_ELEMENT_BYTES[optim.moments]
         state = MAIN_WEIGHT_BYTES[optim.main] + moments
     weight_and_gradient = recipe.wide + STATE_ELEMENT_BYTES[s.optim.gradients]
+    # Weights and gradients whole or sharded, optimizer state sharded over the replicas of its grid.
     for grid in ("dense", "expert"):
         share = owned_state_share(s, grid)
         weight_share = share if choices.sharding == "fsdp" else 1.0

@@ -107,6 +107,7 @@ def time_training_step(setting: RunSetting, gpu: Gpu) -> StepTime:
         updates.append(exposed_update_seconds(clock, rank.pieces, of_rank))
 
     in_order = [by_stage[number] for number in sorted(by_stage)]
+    # The pipeline in order of its stages, then what its last backward and first forward do not hide.
     costs = pipeline_costs(clock, in_order)
     pipeline_time = time_pipeline(setting, costs)
     exchange = max(exchange for exchange, _ in updates)
@@ -173,7 +174,8 @@ def mean_time_walls(s: RunSetting, ranks: list[PassSeconds], pipeline_time: Pipe
     def mean_seconds(field: str) -> float:
         by_rank: list[float] = []
         for passes in ranks:
-            by_rank.append(sum(getattr(op, field) for op in passes))
+            parts = [getattr(op, field) for op in passes]
+            by_rank.append(sum(parts))
         return s.microbatches * mean(by_rank)
 
     ideal = mean_seconds("ideal")

@@ -136,7 +136,10 @@ class StepClock:
         """Every step of a piece by its name."""
         shapes = self.setting.layer_shapes(layer)
         count = self.setting.count_piece(piece, layer)
-        return {step.name: self.time_step(step, shapes) for step in count.steps}
+        seconds: dict[str, PassSeconds] = {}
+        for step in count.steps:
+            seconds[step.name] = self.time_step(step, shapes)
+        return seconds
 
     def time_step(self, step: StepCount, s: RankShapes) -> PassSeconds:
         forward = self.time_forward(step, s)
@@ -232,10 +235,12 @@ class StepClock:
             element = choices.recipe.linear
         rate = self.gpu.achieved_rate(precision)
         rows = gemm.rows
+        # Grouped GEMMs work on whole tiles: half a tile of rows is empty for each group.
         if gemm.groups > 1:
             rate *= self.kernels.grouped
             rows += EXPERT_TILE_ROWS / 2
-        computing = 2 * rows * gemm.n * gemm.k * gemm.groups / rate
+        flops = 2 * rows * gemm.n * gemm.k * gemm.groups
+        computing = flops / rate
         moved = (read * element + written) * gemm.groups
         moving = moved / self.gpu.hbm
         return roofline_seconds(computing, moving, self.kernels.blend)
@@ -293,10 +298,14 @@ class StepClock:
     def restore_seconds(self, step: StepCount, s: RankShapes, forward: OpSeconds) -> float:
         """What recompute adds to the backward of this step, and offloading that compute does not hide."""
         recomputing = 0.0
+        # Regions may overlap: all of them together repeat the forward at most once.
         for region in self.choices.recomputed:
             recompute_seconds = RECOMPUTE_COSTS[region]
             recomputing += recompute_seconds(self, step, s, forward)
-        offloaded = sum(tensor.bytes for tensor in step.saved if tensor.fate == "offloaded")
+        offloaded = 0.0
+        for tensor in step.saved:
+            if tensor.fate == "offloaded":
+                offloaded += tensor.bytes
         copying = offloaded / self.gpu.host_link
         exposed_copy = max(0.0, copying - forward.device)
         return min(recomputing, forward.total) + 2 * exposed_copy
