@@ -26,6 +26,8 @@ from moefold.plan.search import Candidate, LayoutSearch, RankedLayout, SearchRes
 from moefold.plan.time.explain_time import explain_time
 from moefold.plan.time.simulate_step import StepTime, time_training_step
 
+JsonObject = dict[str, Any]
+
 MEMORY_PARTS = (
     "weights",
     "gradients",
@@ -53,7 +55,7 @@ SECONDS_PER_DAY = 86_400
 DEGREE_NAMES = ("tp", "cp", "pp", "ep", "etp")
 
 
-def answer_request(request: Mapping[str, Any]) -> dict[str, Any]:
+def answer_request(request: Mapping[str, Any]) -> JsonObject:
     """The whole answer to a request; with `explain`, the arithmetic of each number."""
     r = read_request(request)
     if not r.search:
@@ -61,6 +63,7 @@ def answer_request(request: Mapping[str, Any]) -> dict[str, Any]:
         answer = plan_layout(r, config, r.choices)
         answer["searched"] = None
         return answer
+    # No layout is given: search for the best, then answer for it as if it had been given.
     result = search_layouts(r.config, r.gpus, r.choices, r.gpu, r.fixed, r.best)
     if not result.layouts:
         raise UserError(explain_nothing_fits(r, result))
@@ -70,18 +73,19 @@ def answer_request(request: Mapping[str, Any]) -> dict[str, Any]:
     return answer
 
 
-def plan_layout(r: PlanRequest, config: Config, choices: PlanChoices) -> dict[str, Any]:
+def plan_layout(r: PlanRequest, config: Config, choices: PlanChoices) -> JsonObject:
     """Time and memory of one layout."""
     config, dispatcher_reason = with_dispatcher(config, choices, r.gpu, r.gpus)
     setting = build_run_setting(config, r.gpus, choices)
     time = time_training_step(setting, r.gpu)
-    answer: dict[str, Any] = {
+    answer: JsonObject = {
         "name": config.name,
         "gpu": r.gpu.name,
         "gpus": r.gpus,
         "parameters": total_parameters(config.model) + mtp_parameters(config.model),
         "active_parameters": active_parameters(config.model),
     }
+    # Speed, memory, then where the time goes.
     answer.update(speed_and_budget(r, config, choices, time.seconds))
     answer.update(memory_answer(r, setting))
     answer["time_by_wall"] = time.walls
@@ -98,7 +102,7 @@ def plan_layout(r: PlanRequest, config: Config, choices: PlanChoices) -> dict[st
     return answer
 
 
-def memory_answer(r: PlanRequest, setting: RunSetting) -> dict[str, Any]:
+def memory_answer(r: PlanRequest, setting: RunSetting) -> JsonObject:
     memory = memory_by_rank(setting)
     fullest = fullest_rank(memory)
     need = (fullest.total + fullest.outside) / GIB
@@ -106,7 +110,11 @@ def memory_answer(r: PlanRequest, setting: RunSetting) -> dict[str, Any]:
         "memory_gib": fullest.total / GIB,
         "memory_limit_gib": r.gpu.memory,
         "fits": need <= r.gpu.memory,
-        "largest_rank": {"rank": fullest.rank, "at": fullest.at, "live": list(fullest.live)},
+        "largest_rank": {
+            "rank": fullest.rank,
+            "at": fullest.at,
+            "live": list(fullest.live),
+        },
         "memory_by_rank": [rank.total / GIB for rank in memory],
         "memory_parts_by_rank": [memory_parts(rank) for rank in memory],
     }
@@ -124,7 +132,7 @@ def explain_plan(setting: RunSetting, gpu: Gpu) -> list[str]:
     return lines
 
 
-def speed_and_budget(r: PlanRequest, config: Config, choices: PlanChoices, seconds: float) -> dict[str, Any]:
+def speed_and_budget(r: PlanRequest, config: Config, choices: PlanChoices, seconds: float) -> JsonObject:
     seq_len = config.data.seq_len
     tokens_per_step = config.train.global_batch * seq_len
     flops = train_flops_per_token(config.model, seq_len)
@@ -157,10 +165,12 @@ def memory_parts(rank: RankMemory) -> dict[str, float]:
     return {name: getattr(rank, name) / GIB for name in MEMORY_PARTS}
 
 
-def layout_keys(config: Config, choices: PlanChoices, gpus: int) -> dict[str, Any]:
+def layout_keys(config: Config, choices: PlanChoices, gpus: int) -> JsonObject:
     """A layout as the keys and values of a request for it."""
     setting = build_run_setting(config, gpus, choices)
-    keys: dict[str, Any] = {name: getattr(config.parallel, name) for name in DEGREE_NAMES}
+    keys: JsonObject = {}
+    for name in DEGREE_NAMES:
+        keys[name] = getattr(config.parallel, name)
     keys["vpp"] = config.pipeline.vpp
     keys["dp"] = setting.degrees["dp"]
     keys["edp"] = setting.degrees["edp"]
@@ -180,13 +190,18 @@ def layout_keys(config: Config, choices: PlanChoices, gpus: int) -> dict[str, An
     return keys
 
 
-def timeline_spans(time: StepTime) -> dict[str, Any]:
+def timeline_spans(time: StepTime) -> JsonObject:
     """The pipeline's slots: ops written as F2.5 (forward of microbatch 5 through stage 2), D and W likewise."""
     timeline = time.pipeline_time.timeline
-    spans: list[dict[str, Any]] = []
+    spans: list[JsonObject] = []
     for span in timeline.spans[:MAX_TIMELINE_SPANS]:
-        ops = [str(op) for op in span.slot]
-        spans.append({"rank": span.rank, "start": span.start, "end": span.end, "ops": ops})
+        entry: JsonObject = {
+            "rank": span.rank,
+            "start": span.start,
+            "end": span.end,
+            "ops": [str(op) for op in span.slot],
+        }
+        spans.append(entry)
     return {
         "microbatches": time.pipeline_time.shown_microbatches,
         "makespan": timeline.makespan,
@@ -195,26 +210,27 @@ def timeline_spans(time: StepTime) -> dict[str, Any]:
     }
 
 
-def search_outcome(r: PlanRequest, result: SearchResult) -> dict[str, Any]:
+def search_outcome(r: PlanRequest, result: SearchResult) -> JsonObject:
     return {
         "layouts": [layout_summary(r, layout) for layout in result.layouts],
         "front": [front_entry(*entry) for entry in result.pareto_front],
         "searched": result.layouts_tried,
-        "rejected": [refusal_entry(result, reason, count) for reason, count in result.refusals.by_count()],
+        "rejected": refusal_entries(result),
     }
 
 
-def layout_summary(r: PlanRequest, layout: RankedLayout) -> dict[str, Any]:
-    summary: dict[str, Any] = {
+def layout_summary(r: PlanRequest, layout: RankedLayout) -> JsonObject:
+    summary: JsonObject = {
         "text": describe_layout(layout.config),
         "layout": layout_keys(layout.config, layout.choices, r.gpus),
     }
-    summary.update(speed_and_budget(r, layout.config, layout.choices, layout.time.seconds))
+    seconds = layout.time.seconds
+    summary.update(speed_and_budget(r, layout.config, layout.choices, seconds))
     summary["memory_gib"] = layout.largest_gib
     return summary
 
 
-def front_entry(gib: float, rate: float, candidate: Candidate) -> dict[str, Any]:
+def front_entry(gib: float, rate: float, candidate: Candidate) -> JsonObject:
     world = candidate.setting.world
     return {
         "memory_gib": gib,
@@ -224,8 +240,13 @@ def front_entry(gib: float, rate: float, candidate: Candidate) -> dict[str, Any]
     }
 
 
-def refusal_entry(result: SearchResult, reason: str, count: int) -> dict[str, Any]:
-    return {"reason": reason, "count": count, "example": result.refusals.examples[reason]}
+def refusal_entries(result: SearchResult) -> list[JsonObject]:
+    examples = result.refusals.examples
+    entries: list[JsonObject] = []
+    for reason, count in result.refusals.by_count():
+        example = examples[reason]
+        entries.append({"reason": reason, "count": count, "example": example})
+    return entries
 
 
 def explain_nothing_fits(r: PlanRequest, result: SearchResult) -> str:
@@ -235,10 +256,12 @@ def explain_nothing_fits(r: PlanRequest, result: SearchResult) -> str:
         reasons.append(f"{count} x {reason} ({result.refusals.examples[reason]})")
     tried = f"of {result.layouts_tried} looked at: {'; '.join(reasons)}"
     problem = f"no layout of {r.config.name} fits {r.gpus} x {r.gpu.name}, {tried}"
+    # The first larger cluster, with the same batch for each GPU, that has a feasible layout.
     for factor in GROWTH_FACTORS:
         more = r.gpus * factor
         batch = r.config.train.global_batch * more // r.gpus
-        grown = replace(r.config, train=replace(r.config.train, global_batch=batch))
+        train = replace(r.config.train, global_batch=batch)
+        grown = replace(r.config, train=train)
         search = LayoutSearch(more, r.gpu, r.choices, r.fixed)
         if any(search.feasible_candidates(grown)):
             return f"{problem}; take {more} GPUs, a card with more memory, a lower precision or a shorter sequence"

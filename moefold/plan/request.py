@@ -31,7 +31,12 @@ SHORT_KEYS = {
 VALUE_ALIASES = {  # names in other trainers
     "parallel.dispatcher": {"alltoall": "all_to_all", "hybridep": "deepep"},
     "graphs": {"off": "none", "partial": "static", "full": "whole"},
-    "precision": {"fp8-blk": "fp8-blockwise", "blockwise": "fp8-blockwise", "fp8-mx": "mxfp8", "fp8-cs": "fp8"},
+    "precision": {
+        "fp8-blk": "fp8-blockwise",
+        "blockwise": "fp8-blockwise",
+        "fp8-mx": "mxfp8",
+        "fp8-cs": "fp8",
+    },
 }
 REQUEST_KEYS = ("model", "gpu", "gpus", "search", "tokens", "best", "explain")
 CHOICE_KEYS = tuple(key.path for key in iterate_keys(PlanChoices()))
@@ -73,20 +78,25 @@ def read_request(raw: RawRequest) -> PlanRequest:
     if problems:
         raise UserError(*problems.values())
 
+    # What neither the user nor the recipe says follows from the cluster.
     if "train.global_batch" not in given and config.train.global_batch < gpus:
         train = replace(config.train, global_batch=SEQUENCES_PER_GPU * gpus)
         config = replace(config, train=train)
     check_precision(gpu, choices.precision)
     if "capability" not in given:
         choices = replace(choices, capability=gpu.capability)
-    choices = replace(choices, node=min(gpu.domain, gpus))
+    node = min(gpu.domain, gpus)
+    choices = replace(choices, node=node)
+    fixed = set(config_values)
+    if "recompute" in given:
+        fixed.add("recompute")
     gives_layout = any(key.startswith(LAYOUT_SECTIONS) for key in config_values)
     return PlanRequest(
         config=config,
         choices=choices,
         gpu=gpu,
         gpus=gpus,
-        fixed=frozenset(key for key in given if "." in key or key == "recompute"),
+        fixed=frozenset(fixed),
         search=flag_is_set(given, "search") or not gives_layout,
         tokens=read_positive_number(given.get("tokens", 1e12), "tokens"),
         best=read_whole_number(given.get("best", 10), "best", MOST_LAYOUTS),
@@ -110,7 +120,8 @@ def with_full_names(raw: RawRequest) -> dict[str, Any]:
 def report_unknown_options(given: RawRequest, problems: dict[str, str]) -> None:
     known = [*REQUEST_KEYS, *SHORT_KEYS, *CHOICE_KEYS]
     plain_keys = {key for key in given if "." not in key}
-    for key in plain_keys - set(REQUEST_KEYS) - set(CHOICE_KEYS):
+    unknown = plain_keys - {*REQUEST_KEYS, *CHOICE_KEYS}
+    for key in unknown:
         shown = printable_text(key)
         problems[key] = f'no option "{shown}"{did_you_mean(key, known)}; there are: {", ".join(known)}'
 

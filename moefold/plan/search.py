@@ -13,7 +13,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
-from moefold.config.rules import RULES, ConfigOnRanks
+from moefold.config.rule import ConfigOnRanks
+from moefold.config.rules import RULES
 from moefold.config.run import Config
 from moefold.plan.machine.cluster import Cluster
 from moefold.plan.machine.gpu import Gpu
@@ -53,6 +54,8 @@ MICRO_BATCH_CHOICES = (1, 2, 4, 8)
 SIMULATED_CANDIDATES = 8  # of the best by the closed form
 
 CacheKey = tuple[object, ...]
+NO_KEYS: frozenset[str] = frozenset()
+FixedKeys = frozenset[str]  # keys of a configuration that a search leaves as they are
 
 
 @dataclass(frozen=True)
@@ -89,7 +92,8 @@ class Refusals:
         self.examples: dict[str, str] = {}
 
     def add_refusal(self, reason: str, example: str) -> None:
-        self.counts[reason] = self.counts.get(reason, 0) + 1
+        count = self.counts.get(reason, 0)
+        self.counts[reason] = count + 1
         self.examples.setdefault(reason, example)
 
     def by_count(self) -> list[tuple[str, int]]:
@@ -111,7 +115,8 @@ class SearchResult:
 
 
 def divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]
+    candidates = range(1, n + 1)
+    return [d for d in candidates if n % d == 0]
 
 
 def powers_of_two(most: int) -> list[int]:
@@ -119,7 +124,7 @@ def powers_of_two(most: int) -> list[int]:
     return [power for power in powers if power <= most]
 
 
-def degree_combinations(base: Config, world: int, gpu: Gpu, fixed: frozenset[str]) -> Iterator[Config]:
+def degree_combinations(base: Config, world: int, gpu: Gpu, fixed: FixedKeys) -> Iterator[Config]:
     """Every combination of the degrees left open that divides the world; rules check the rest."""
     p = base.parallel
     experts = base.model.moe.experts
@@ -145,7 +150,7 @@ def degree_combinations(base: Config, world: int, gpu: Gpu, fixed: frozenset[str
             if ranks % (tp * cp) or ranks % (ep * etp):
                 continue
             if "parallel.etp" in fixed or spreads_whole_experts(base, ep, etp):
-                parallel = replace(p, pp=pp, tp=tp, cp=cp, ep=ep, etp=etp)
+                parallel = replace(p, tp=tp, cp=cp, pp=pp, ep=ep, etp=etp)
                 yield replace(base, parallel=parallel)
 
 
@@ -154,12 +159,14 @@ def spreads_whole_experts(base: Config, ep: int, etp: int) -> bool:
     return etp == 1 or ep == base.model.moe.experts
 
 
-def pipeline_variants(config: Config, fixed: frozenset[str]) -> Iterator[Config]:
+def pipeline_variants(config: Config, fixed: FixedKeys) -> Iterator[Config]:
     """One grid with its choices of stages a rank, sequences a microbatch, and pairing."""
     p = config.parallel
     sends_rows = p.ep * p.etp > 1
-    variants = product(vpp_choices(config, fixed), micro_batch_choices(config, fixed), pairing_choices(config, fixed))
-    for vpp, micro_batch, pair in variants:
+    stage_counts = vpp_choices(config, fixed)
+    micro_batches = micro_batch_choices(config, fixed)
+    pairings = pairing_choices(config, fixed)
+    for vpp, micro_batch, pair in product(stage_counts, micro_batches, pairings):
         if pair and not sends_rows:
             continue  # there is no communication that could hide
         pipeline = replace(config.pipeline, vpp=vpp, pair=pair)
@@ -167,7 +174,7 @@ def pipeline_variants(config: Config, fixed: frozenset[str]) -> Iterator[Config]
         yield replace(config, pipeline=pipeline, train=train)
 
 
-def vpp_choices(config: Config, fixed: frozenset[str]) -> list[int]:
+def vpp_choices(config: Config, fixed: FixedKeys) -> list[int]:
     if "pipeline.vpp" in fixed:
         return [config.pipeline.vpp]
     pp = config.parallel.pp
@@ -177,14 +184,16 @@ def vpp_choices(config: Config, fixed: frozenset[str]) -> list[int]:
     return [vpp for vpp in VPP_CHOICES if pp * vpp <= pieces]
 
 
-def micro_batch_choices(config: Config, fixed: frozenset[str]) -> list[int]:
+def micro_batch_choices(config: Config, fixed: FixedKeys) -> list[int]:
     if "train.micro_batch" in fixed:
         return [config.train.micro_batch]
-    tokens = config.data.seq_len // (config.parallel.tp * config.parallel.cp)
-    return [size for size in MICRO_BATCH_CHOICES if size == 1 or size * tokens <= MOST_TOKENS]
+    p = config.parallel
+    tokens = config.data.seq_len // (p.tp * p.cp)
+    larger = [size for size in MICRO_BATCH_CHOICES if size * tokens <= MOST_TOKENS]
+    return larger or [1]
 
 
-def pairing_choices(config: Config, fixed: frozenset[str]) -> list[bool]:
+def pairing_choices(config: Config, fixed: FixedKeys) -> list[bool]:
     if "pipeline.pair" in fixed:
         return [config.pipeline.pair]
     return [False, True]
@@ -193,12 +202,14 @@ def pairing_choices(config: Config, fixed: frozenset[str]) -> list[bool]:
 class LayoutSearch:
     """Shares between candidates what they have in common: a piece's price, a cut of the model."""
 
-    def __init__(self, world: int, gpu: Gpu, choices: PlanChoices, fixed: frozenset[str]):
+    def __init__(self, world: int, gpu: Gpu, choices: PlanChoices, fixed: FixedKeys):
         self.world = world
         self.gpu = gpu
         self.fixed = fixed
         self.cluster = Cluster(gpu, world)
-        rungs = [choices.recompute] if "recompute" in fixed else RECOMPUTE_LADDER
+        rungs = RECOMPUTE_LADDER
+        if "recompute" in fixed:
+            rungs = (choices.recompute,)
         self.ladder = [replace(choices, recompute=rung) for rung in rungs]
         self.price_cache: dict[CacheKey, dict[PieceKind, PiecePrice]] = {}
         self.memory_cache: dict[CacheKey, dict[PieceKind, PieceMemory]] = {}
@@ -214,8 +225,10 @@ class LayoutSearch:
 
     def piece_prices(self, s: RunSetting, cut: PipelineCut) -> PiecePrices:
         """Pieces cost the same whatever the pipeline, unless their weights are gathered."""
-        fsdp_ranks = s.degrees["dp"] if s.choices.sharding == "fsdp" else 0
-        key = (*cost_cache_key(s), s.config.train.micro_batch, fsdp_ranks)
+        fsdp_ranks = 0
+        if s.choices.sharding == "fsdp":
+            fsdp_ranks = s.degrees["dp"]
+        key = (*cost_cache_key(s), s.train.micro_batch, fsdp_ranks)
         prices = self.price_cache.setdefault(key, {})
         missing = [kind for kind in cut.kinds if kind not in prices]
         if missing:
@@ -225,7 +238,7 @@ class LayoutSearch:
         return prices
 
     def piece_memories(self, s: RunSetting, cut: PipelineCut) -> PieceMemories:
-        key = (*cost_cache_key(s), s.config.pipeline.pair)
+        key = (*cost_cache_key(s), s.pipeline.pair)
         memories = self.memory_cache.setdefault(key, {})
         for kind in cut.kinds:
             if kind not in memories:
@@ -238,8 +251,9 @@ class LayoutSearch:
             if not rule.holds(case):
                 self.refusals.add_refusal(rule.name, rule.says(case))
                 return False
+        microbatch_tokens = config.train.micro_batch * config.data.seq_len
         ranks_of_sequence = config.parallel.tp * config.parallel.cp
-        tokens = config.train.micro_batch * config.data.seq_len / ranks_of_sequence
+        tokens = microbatch_tokens / ranks_of_sequence
         if tokens < FEWEST_TOKENS:
             example = f"{tokens:g} tokens a rank and microbatch; expected {FEWEST_TOKENS}"
             self.refusals.add_refusal("tokens of a rank", example)
@@ -262,8 +276,10 @@ class LayoutSearch:
 
         def gib_needed(rung: int) -> float:
             s = closed_form_setting(config, self.world, self.ladder[rung])
-            return largest_rank_gib(s, cut, self.piece_memories(s, cut))
+            memories = self.piece_memories(s, cut)
+            return largest_rank_gib(s, cut, memories)
 
+        # Refused where even the last rung does not fit; else the first rung that does.
         limit = self.gpu.memory
         least = gib_needed(len(self.ladder) - 1)
         if least > limit:
@@ -276,7 +292,8 @@ class LayoutSearch:
         prices = self.piece_prices(s, cut)
         memories = self.piece_memories(s, cut)
         seconds = estimate_step_seconds(s, self.cluster, cut, prices, memories)
-        return Candidate(config, s.choices, s, seconds, gib_needed(rung), rung)
+        gib = gib_needed(rung)
+        return Candidate(config, s.choices, s, seconds, gib, rung)
 
     def rank_candidate(self, candidate: Candidate) -> RankedLayout | None:
         """The candidate simulated, if its memory in the real program fits as well."""
@@ -284,8 +301,9 @@ class LayoutSearch:
         memory = memory_by_rank(setting)
         fullest = fullest_rank(memory)
         if fullest.total + fullest.outside > self.gpu.memory * GIB:
+            layout = describe_layout(candidate.config)
             need = f"needs {fullest.total / GIB:.0f} GiB on rank {fullest.rank}"
-            self.refusals.add_refusal("memory", f"{describe_layout(candidate.config)} {need}")
+            self.refusals.add_refusal("memory", f"{layout} {need}")
             return None
         time = time_training_step(setting, self.gpu)
         return RankedLayout(candidate.config, candidate.choices, time, memory)
@@ -300,7 +318,7 @@ class LayoutSearch:
 
 def cost_cache_key(s: RunSetting) -> CacheKey:
     """What a rank's share of a layer depends on, beside the sequences of a microbatch."""
-    p = s.config.parallel
+    p = s.parallel
     return p.tp, p.cp, p.ep, p.etp, s.choices.recompute
 
 
@@ -327,15 +345,19 @@ def describe_layout(config: Config) -> str:
 
 
 def search_layouts(
-    base: Config, world: int, choices: PlanChoices, gpu: Gpu, fixed: frozenset[str] = frozenset(), best: int = 10
+    base: Config, world: int, choices: PlanChoices, gpu: Gpu, fixed: FixedKeys = NO_KEYS, best: int = 10
 ) -> SearchResult:
     """The best layouts; keys in `fixed` stay as they are in `base`. A layout that fits by the closed form only is tried
     again with more recompute, in its new place among the others."""
     search = LayoutSearch(world, gpu, choices, fixed)
-    candidates = sorted(search.feasible_candidates(base), key=lambda candidate: candidate.seconds)
+    candidates = list(search.feasible_candidates(base))
+    candidates.sort(key=lambda candidate: candidate.seconds)
     # A sorted list is a heap; the number keeps the order of equal seconds.
-    queue = [(candidate.seconds, number, candidate) for number, candidate in enumerate(candidates)]
+    queue: list[tuple[float, int, Candidate]] = []
+    for number, candidate in enumerate(candidates):
+        queue.append((candidate.seconds, number, candidate))
     enough = max(best, SIMULATED_CANDIDATES)
+    # The best by the closed form are simulated; one that does not fit returns with more recompute.
     ranked: list[RankedLayout] = []
     while queue and len(ranked) < enough:
         _, number, candidate = heapq.heappop(queue)

@@ -11,16 +11,19 @@ from moefold.schedule.stage_layout import StageLayout
 
 ROUNDING_SLACK = 1 + 1e-12  # two sums of the same costs may differ in the last bits
 
+Costs = Sequence[float]
 JoinCosts = Callable[[float, float], float]
 
 
 def model_pieces(layers: int, dense_layers: int = 0, mtp_layers: int = 0) -> str:
     """The pieces of a model in order: `model_pieces(4, 1, 1)` is "EdtttmL"."""
-    moe_layers = layers - dense_layers
-    return "E" + "d" * dense_layers + "t" * moe_layers + "m" * mtp_layers + "L"
+    dense = "d" * dense_layers
+    moe = "t" * (layers - dense_layers)
+    ahead = "m" * mtp_layers
+    return f"E{dense}{moe}{ahead}L"
 
 
-def propose_layout(pieces: str, costs: Sequence[float], stages: int) -> StageLayout:
+def propose_layout(pieces: str, costs: Costs, stages: int) -> StageLayout:
     """Cut `pieces`, each with its cost, into `stages` runs: least slowest stage first, then least sum of squares.
 
     Exact, by dynamic programming over where the last stage begins: the best way to put the first j pieces on s stages
@@ -32,22 +35,24 @@ def propose_layout(pieces: str, costs: Sequence[float], stages: int) -> StageLay
     cumulative = [0.0, *accumulate(costs)]
     slowest, _ = cut_into_stages(cumulative, stages, math.inf, max)
     _, bounds = cut_into_stages(cumulative, stages, slowest, add_squared_cost)
-    return StageLayout(tuple(pieces[start:end] for start, end in pairwise(bounds)))
+    cuts = pairwise(bounds)
+    return StageLayout(tuple(pieces[start:end] for start, end in cuts))
 
 
 def add_squared_cost(total: float, stage_cost: float) -> float:
     return total + stage_cost * stage_cost
 
 
-def cut_into_stages(cumulative: Sequence[float], stages: int, limit: float, join: JoinCosts) -> tuple[float, list[int]]:
+def cut_into_stages(cumulative: Costs, stages: int, limit: float, join: JoinCosts) -> tuple[float, list[int]]:
     """The least value of `join` over all cuts into stages of at most `limit`, and the bounds of the first such cut."""
     pieces = len(cumulative) - 1
     best = [math.inf] * (pieces + 1)  # best[j]: the first j pieces on the stages so far
     best[0] = 0.0
     starts_by_stage: list[list[int]] = []
     for stage in range(1, stages + 1):
-        stages_left = stages - stage
-        best, starts = extend_by_one_stage(best, cumulative, stage, stages_left, limit, join)
+        last_end = pieces - (stages - stage)  # every later stage needs a piece
+        ends = range(stage, last_end + 1)
+        best, starts = extend_by_one_stage(best, cumulative, ends, limit, join)
         starts_by_stage.append(starts)
 
     # The last stage ends with the last piece; each start is the end of the stage before.
@@ -59,14 +64,16 @@ def cut_into_stages(cumulative: Sequence[float], stages: int, limit: float, join
 
 
 def extend_by_one_stage(
-    best: list[float], cumulative: Sequence[float], stage: int, stages_left: int, limit: float, join: JoinCosts
+    best: Costs, cumulative: Costs, ends: range, limit: float, join: JoinCosts
 ) -> tuple[list[float], list[int]]:
-    """One row of the dynamic program: by end, the least value with `stage` stages, and where the last one starts."""
+    """One row of the dynamic program: by end, the least value with one stage more, and where that stage starts. Each of
+    the stages before has a piece, so it starts at `ends[0] - 1` or later."""
     pieces = len(cumulative) - 1
     values = [math.inf] * (pieces + 1)
     starts = [0] * (pieces + 1)
-    for end in range(stage, pieces - stages_left + 1):
-        for start in range(end - 1, stage - 2, -1):
+    first_start = ends[0] - 1
+    for end in ends:
+        for start in reversed(range(first_start, end)):
             cost = cumulative[end] - cumulative[start]
             if cost > limit * ROUNDING_SLACK:
                 break  # costs are not negative: an earlier start only adds

@@ -13,7 +13,11 @@ from moefold.schedule.program import Program, is_paired, rank_by_stage
 from moefold.schedule.simulate_program import LaneInterval, SlotSpan, Timeline, lane_intervals
 from moefold.schedule.stage_costs import StageCosts
 
-OP_COLOURS = {"F": (49, 104, 189), "D": (30, 132, 90), "W": (222, 148, 20)}
+OP_COLOURS = {
+    "F": (49, 104, 189),
+    "D": (30, 132, 90),
+    "W": (222, 148, 20),
+}
 COMM_COLOUR = "#b0388f"
 OP_NAMES = {"F": "forward", "D": "data gradient", "W": "weight gradient"}
 LEFT = 66
@@ -47,17 +51,21 @@ def draw_timeline(program: Program, timeline: Timeline, costs: StageCosts, title
 
     body = [draw_heading(timeline, title)]
     for rank in range(len(program)):
-        body.append(draw_rank_row(rank, timeline, TOP + rank * row, height, scale))
+        y = TOP + rank * row
+        body.append(draw_rank_row(rank, timeline, y, height, scale))
     for span in timeline.spans:
         y = TOP + span.rank * row
         for part in lane_intervals(span, costs):
-            body.append(draw_op_box(part, y, scale, chunks[part.op.stage]))
+            chunk = chunks[part.op.stage]
+            body.append(draw_op_box(part, y, scale, chunk))
     # Frames lie over the boxes of their pair.
     pairs = [span for span in timeline.spans if is_paired(span.slot)]
     for span in pairs:
-        body.append(draw_pair_frame(span, TOP + span.rank * row, height, scale))
+        y = TOP + span.rank * row
+        body.append(draw_pair_frame(span, y, height, scale))
     body.append(draw_time_axis(timeline.makespan, bottom, scale))
-    body.append(draw_legend(bottom + 40, max(chunks) > 0, communicates, bool(pairs)))
+    several_chunks = max(chunks) > 0
+    body.append(draw_legend(bottom + 40, several_chunks, communicates, bool(pairs)))
 
     width = LEFT + math.ceil(timeline.makespan * scale) + RIGHT
     return svg_document(max(width, MIN_WIDTH), bottom + 62, body)
@@ -139,7 +147,8 @@ def draw_time_axis(makespan: float, y: float, scale: float) -> str:
     """Ticks at a round distance, about eighty pixels apart."""
     rough = TICK_PIXELS / scale
     power = 10 ** math.floor(math.log10(rough))
-    step = next(power * n for n in (1, 2, 5, 10) if power * n >= rough)
+    round_steps = [power * n for n in (1, 2, 5, 10)]
+    step = next(size for size in round_steps if size >= rough)
     axis = ""
     for tick in range(int(makespan / step) + 1):
         seconds = tick * step

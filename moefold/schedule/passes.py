@@ -11,17 +11,29 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-from moefold.schedule.program import PipelineOp, Program, Slot, last_stage_of, op_dependencies, walk_program
+from moefold.schedule.program import (
+    PipelineOp,
+    Program,
+    RankSlots,
+    Slot,
+    last_stage_of,
+    op_dependencies,
+    walk_program,
+)
 
-RankBackward = list[Slot]  # a slot with D, then the slots of lone W that followed it
+RankBackward = RankSlots  # a slot with D, then the slots of lone W that followed it
+SlotCondition = Callable[[Slot], bool]
 
 
 def defer_weight_grads(program: Program) -> Program:
     """Rank r defers r weight gradients: data gradients run first, and no rank holds more than rank 0 did."""
-    return [defer_rank_wgrads(slots, limit=rank) for rank, slots in enumerate(program)]
+    deferred: Program = []
+    for rank, slots in enumerate(program):
+        deferred.append(defer_rank_wgrads(slots, limit=rank))
+    return deferred
 
 
-def defer_rank_wgrads(slots: list[Slot], limit: int) -> list[Slot]:
+def defer_rank_wgrads(slots: RankSlots, limit: int) -> RankSlots:
     """The slots of a rank with at most `limit` weight gradients deferred at a time."""
     deferred: deque[PipelineOp] = deque()
     reordered: list[Slot] = []
@@ -80,9 +92,7 @@ def ignore_slot(rank: int, slot: Slot) -> None:
     pass
 
 
-def take_ready_slots(
-    forwards: deque[Slot], backwards: deque[RankBackward], is_ready: Callable[[Slot], bool]
-) -> list[Slot]:
+def take_ready_slots(forwards: deque[Slot], backwards: deque[RankBackward], is_ready: SlotCondition) -> RankSlots:
     """What a rank runs in one tick: its next forward and its next backward, in one slot where both are ready."""
     first_slot: Slot = ()
     lone_wgrads: list[Slot] = []
@@ -91,10 +101,11 @@ def take_ready_slots(
     if backwards and is_ready(backwards[0][0]):
         data_grad, *lone_wgrads = backwards.popleft()
         first_slot += data_grad
-    return [slot for slot in (first_slot, *lone_wgrads) if slot]
+    slots = [first_slot, *lone_wgrads]
+    return [slot for slot in slots if slot]
 
 
-def split_directions(slots: list[Slot]) -> tuple[deque[Slot], deque[RankBackward]]:
+def split_directions(slots: RankSlots) -> tuple[deque[Slot], deque[RankBackward]]:
     """A rank's forwards, and its backwards: each a slot with D, and the slots of lone W that followed it."""
     forwards: deque[Slot] = deque()
     backwards: deque[RankBackward] = deque()

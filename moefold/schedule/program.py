@@ -19,7 +19,7 @@ the simulator clocks it, the drawing shows it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from itertools import product
 from typing import Literal, NamedTuple
 
@@ -39,7 +39,11 @@ class PipelineOp(NamedTuple):
 
 
 Slot = tuple[PipelineOp, ...]
-Program = list[list[Slot]]
+RankSlots = list[Slot]
+Program = list[RankSlots]
+RankOfOps = dict[PipelineOp, int]
+OpCounts = Counter[PipelineOp]
+Limit = int | None  # a number of stages or microbatches, or what the program itself has
 
 
 def op_dependencies(op: PipelineOp, last_stage: int) -> list[PipelineOp]:
@@ -97,15 +101,20 @@ def walk_program(program: Program, finish: Callable[[int, Slot], object]) -> Non
     position = [0] * len(program)
 
     def unmet_dependencies(slot: Slot) -> list[PipelineOp]:
-        needs = [need for op in slot for need in op_dependencies(op, last_stage)]
-        return [need for need in needs if need not in finished and need not in slot]
+        unmet: list[PipelineOp] = []
+        for op in slot:
+            for need in op_dependencies(op, last_stage):
+                if need not in finished and need not in slot:
+                    unmet.append(need)
+        return unmet
 
     # Each round runs every rank as far as it can go; a round without progress is the end or a deadlock.
     progress = True
     while progress:
         progress = False
         for rank, slots in enumerate(program):
-            for slot in slots[position[rank] :]:
+            remaining = slots[position[rank] :]
+            for slot in remaining:
                 if unmet_dependencies(slot):
                     break
                 finish(rank, slot)
@@ -114,26 +123,33 @@ def walk_program(program: Program, finish: Callable[[int, Slot], object]) -> Non
                 progress = True
 
     deadlocks: list[str] = []
-    homes = {op: rank for rank, op in ops_with_ranks(program)}
+    homes = rank_of_ops(program)
     for rank, slots in enumerate(program):
         if position[rank] < len(slots):
             slot = slots[position[rank]]
-            deadlocks.append(describe_deadlock(rank, slot, unmet_dependencies(slot), homes))
+            unmet = unmet_dependencies(slot)
+            deadlocks.append(describe_deadlock(rank, slot, unmet, homes))
     if deadlocks:
         raise ScheduleError(*first_problems(deadlocks))
 
 
-def describe_deadlock(rank: int, slot: Slot, missing: Iterable[PipelineOp], homes: dict[PipelineOp, int]) -> str:
+def rank_of_ops(program: Program) -> RankOfOps:
+    return {op: rank for rank, op in ops_with_ranks(program)}
+
+
+def describe_deadlock(rank: int, slot: Slot, missing: list[PipelineOp], homes: RankOfOps) -> str:
     """One rank's line of a deadlock: the slot it waits at and the ops that should have run before."""
     reasons: dict[PipelineOp, str] = {}
     for op in missing:
-        place = f"rank {homes[op]} only runs later" if op in homes else "no rank runs"
+        place = "no rank runs"
+        if op in homes:
+            place = f"rank {homes[op]} only runs later"
         reasons[op] = f"{op}, which {place}"
     waits_for = " and ".join(reasons.values())
     return f"deadlock: rank {rank} waits at {slot_text(slot)} for {waits_for}; move what is waited for up"
 
 
-def program_problems(program: Program, stages: int | None = None, microbatches: int | None = None) -> list[str]:
+def program_problems(program: Program, stages: Limit = None, microbatches: Limit = None) -> list[str]:
     """Everything that keeps a program from being one whole training step; nothing when it is one.
 
     Without `stages` and `microbatches`, the largest of each in the program count.
@@ -166,7 +182,7 @@ def deadlock_problems(program: Program) -> list[str]:
     return []
 
 
-def check_program(program: Program, stages: int | None = None, microbatches: int | None = None) -> Program:
+def check_program(program: Program, stages: Limit = None, microbatches: Limit = None) -> Program:
     """Return the program if it is one whole training step; otherwise raise ScheduleError with all problems."""
     problems = program_problems(program, stages, microbatches)
     if problems:
@@ -184,17 +200,21 @@ def find_unknown_ops(program: Program, stages: int, microbatches: int) -> list[s
     return problems
 
 
-def find_repeated_ops(program: Program, op_counts: Counter[PipelineOp]) -> list[str]:
+def find_repeated_ops(program: Program, op_counts: OpCounts) -> list[str]:
     problems: list[str] = []
     for op, count in op_counts.items():
         if count == 1:
             continue
-        ranks = [str(rank) for rank, other in ops_with_ranks(program) if other == op]
-        problems.append(f"{op} runs {count} times, on rank {', '.join(ranks)}; expected once: keep one")
+        ranks: list[str] = []
+        for rank, other in ops_with_ranks(program):
+            if other == op:
+                ranks.append(str(rank))
+        names = ", ".join(ranks)
+        problems.append(f"{op} runs {count} times, on rank {names}; expected once: keep one")
     return problems
 
 
-def find_missing_ops(program: Program, op_counts: Counter[PipelineOp], stages: int, microbatches: int) -> list[str]:
+def find_missing_ops(program: Program, op_counts: OpCounts, stages: int, microbatches: int) -> list[str]:
     """Ops that every microbatch must pass and this program drops."""
     homes = {op.stage: rank for rank, op in ops_with_ranks(program)}
     expected = f"expected F, D and W of every microbatch 0 to {microbatches - 1}"
@@ -237,7 +257,10 @@ def find_entangled_slots(program: Program, last_stage: int) -> list[str]:
 def entangled_ops(slot: Slot, last_stage: int) -> Iterator[tuple[PipelineOp, PipelineOp]]:
     """Each op of a slot that depends on another op of it, with the first such dependency."""
     for position, op in enumerate(slot):
-        inside = [need for need in op_dependencies(op, last_stage) if need in slot]
+        needs = op_dependencies(op, last_stage)
+        inside = [need for need in needs if need in slot]
         earlier_ops = slot[:position]
-        if any(op.kind != "W" or need not in earlier_ops for need in inside):
-            yield op, inside[0]
+        for need in inside:
+            if op.kind != "W" or need not in earlier_ops:
+                yield op, inside[0]
+                break

@@ -15,10 +15,10 @@ it takes the next: the pipe fills in steps of a chunk, so that the bubble is `ch
 
 from __future__ import annotations
 
-from itertools import pairwise, product
+from itertools import product
 
 from moefold.schedule.passes import defer_weight_grads
-from moefold.schedule.program import PipelineOp, Program, Slot
+from moefold.schedule.program import PipelineOp, Program, RankSlots, Slot
 
 
 def forward_slot(stage: int, microbatch: int) -> Slot:
@@ -33,15 +33,16 @@ def backward_slot(stage: int, microbatch: int) -> Slot:
 
 def gpipe(ranks: int, microbatches: int, chunks: int = 1) -> Program:
     """All forwards, chunk by chunk, then all backwards. Makespan (m + p - 1)(f + b); every microbatch is live."""
-    return [gpipe_rank(rank, ranks, microbatches, chunks) for rank in range(ranks)]
-
-
-def gpipe_rank(rank: int, ranks: int, microbatches: int, chunks: int) -> list[Slot]:
-    stages = range(rank, chunks * ranks, ranks)
-    each_microbatch = range(microbatches)
-    forwards = [forward_slot(*place) for place in product(stages, each_microbatch)]
-    backwards = [backward_slot(*place) for place in product(reversed(stages), each_microbatch)]
-    return forwards + backwards
+    program: Program = []
+    for rank in range(ranks):
+        stages = range(rank, chunks * ranks, ranks)
+        slots: RankSlots = []
+        for stage in stages:
+            slots += [forward_slot(stage, m) for m in range(microbatches)]
+        for stage in reversed(stages):
+            slots += [backward_slot(stage, m) for m in range(microbatches)]
+        program.append(slots)
+    return program
 
 
 def one_f_one_b(ranks: int, microbatches: int, chunks: int = 1) -> Program:
@@ -73,9 +74,14 @@ def interleaved_1f1b(ranks: int, microbatches: int, chunks: int) -> Program:
     program: Program = []
     for rank in range(ranks):
         stages = [chunk * ranks + rank for chunk in range(chunks)]
-        forwards = [forward_slot(stages[chunk], m) for chunk, m in order]
-        backwards = [backward_slot(stages[-1 - chunk], m) for chunk, m in order]
-        warmup = 2 * (ranks - rank - 1) + (chunks - 1) * largest_group
+        forwards: RankSlots = []
+        backwards: RankSlots = []
+        for chunk, m in order:
+            last_chunk_first = chunks - 1 - chunk
+            forwards.append(forward_slot(stages[chunk], m))
+            backwards.append(backward_slot(stages[last_chunk_first], m))
+        later_ranks = ranks - rank - 1
+        warmup = 2 * later_ranks + (chunks - 1) * largest_group
         program.append(warm_up_and_alternate(forwards, backwards, warmup))
     return program
 
@@ -93,11 +99,18 @@ def microbatch_groups(ranks: int, microbatches: int) -> list[range]:
     """
     count = max(1, microbatches // ranks)
     size, larger_groups = divmod(microbatches, count)
-    starts = [group * size + min(group, larger_groups) for group in range(count + 1)]
-    return [range(start, end) for start, end in pairwise(starts)]
+    groups: list[range] = []
+    start = 0
+    for group in range(count):
+        end = start + size
+        if group < larger_groups:
+            end += 1
+        groups.append(range(start, end))
+        start = end
+    return groups
 
 
-def warm_up_and_alternate(forwards: list[Slot], backwards: list[Slot], warmup: int) -> list[Slot]:
+def warm_up_and_alternate(forwards: RankSlots, backwards: RankSlots, warmup: int) -> RankSlots:
     """`warmup` forwards, then one forward and one backward alternately, then the backwards that are left."""
     warmup = min(warmup, len(forwards))
     alternating = len(forwards) - warmup

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from moefold.schedule.program import (
     PipelineOp,
     Program,
+    RankSlots,
     Slot,
     is_paired,
     last_stage_of,
@@ -93,6 +94,9 @@ class ProgramClock:
                     latest = max(latest, self.arrival_time(need, rank))
         return latest
 
+    def exposed_seconds(self, rank: int) -> float:
+        return self.busy[rank] - self.compute[rank]
+
     def arrival_time(self, need: PipelineOp, rank: int) -> float:
         if self.home[need.stage] == rank:
             return self.op_end[need]
@@ -113,7 +117,7 @@ def simulate_program(program: Program, costs: StageCosts) -> Timeline:
     bubble = [idle_share(busy, makespan) for busy in clock.busy]
     live = [int(most_held_at_once(slots, count_one, count_one)) for slots in program]
     size = [most_held_at_once(slots, saved_bytes, held_bytes) for slots in program]
-    exposed = [busy - compute for busy, compute in zip(clock.busy, clock.compute, strict=True)]
+    exposed = [clock.exposed_seconds(rank) for rank in range(len(program))]
     return Timeline(clock.spans, makespan, bubble, live, size, exposed)
 
 
@@ -128,17 +132,23 @@ def count_one(op: PipelineOp) -> float:
 
 
 def slot_duration(slot: Slot, costs: StageCosts) -> float:
-    compute = [costs.compute_seconds(op) for op in slot]
-    comm = [costs.comm_seconds(op) for op in slot]
-    alone = [a + b for a, b in zip(compute, comm, strict=True)]
+    compute = comm = alone = longest = 0.0
+    for op in slot:
+        op_compute = costs.compute_seconds(op)
+        op_comm = costs.comm_seconds(op)
+        op_alone = op_compute + op_comm
+        compute += op_compute
+        comm += op_comm
+        alone += op_alone
+        longest = max(longest, op_alone)
     if not is_paired(slot):
-        return sum(alone)
-    best = max(sum(compute), sum(comm), *alone)
-    hidden = sum(alone) - best
+        return alone
+    best = max(compute, comm, longest)
+    hidden = alone - best
     return best + costs.friction * hidden
 
 
-def most_held_at_once(slots: list[Slot], saved: OpBytes, until_wgrad: OpBytes) -> float:
+def most_held_at_once(slots: RankSlots, saved: OpBytes, until_wgrad: OpBytes) -> float:
     """The most a rank holds at once: F adds `saved`, D frees all of it but `until_wgrad`, W frees that."""
     held = most = 0.0
     for slot in slots:

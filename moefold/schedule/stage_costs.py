@@ -29,6 +29,7 @@ BYTES_NAMES = ("saved", "held")
 MAX_COST = 1e30
 
 CostTree = Mapping[str, Any]
+StageValues = Sequence[float]  # one number a stage
 
 
 @dataclass(frozen=True)
@@ -37,11 +38,11 @@ class StageCosts:
     `friction`: the share of hidden communication that still slows a paired slot, since its kernels take a part of the
     device."""
 
-    compute: Mapping[str, Sequence[float]]
-    comm: Mapping[str, Sequence[float]]
+    compute: Mapping[str, StageValues]
+    comm: Mapping[str, StageValues]
     send: float
-    saved: Sequence[float]
-    held: Sequence[float]
+    saved: StageValues
+    held: StageValues
     friction: float = 0.0
 
     def compute_seconds(self, op: PipelineOp) -> float:
@@ -57,7 +58,7 @@ def uniform_costs(stages: int, chunks: int = 1, comm: float = 0.0) -> StageCosts
     zeros = [0.0] * stages
     compute_share = [1 / chunks] * stages
     comm_share = [comm / chunks] * stages
-    compute: dict[str, Sequence[float]] = dict.fromkeys(OP_KINDS, compute_share)
+    compute: dict[str, StageValues] = dict.fromkeys(OP_KINDS, compute_share)
     comm_by_kind = {"F": comm_share, "D": comm_share, "W": zeros}
     return StageCosts(compute, comm_by_kind, 0.0, zeros, zeros)
 
@@ -83,8 +84,11 @@ class StageCostsReader:
         bytes_tree = self.read_section(tree, "bytes", BYTES_NAMES)
         base = uniform_costs(self.stages, self.chunks)
         saved = self.stage_values(bytes_tree, "saved", "bytes.", base.saved)
-        compute = {kind: self.stage_values(tree, kind, "", base.compute[kind]) for kind in OP_KINDS}
-        comm = {kind: self.stage_values(comm_tree, kind, "comm.", base.comm[kind]) for kind in OP_KINDS}
+        compute: dict[str, StageValues] = {}
+        comm: dict[str, StageValues] = {}
+        for kind in OP_KINDS:
+            compute[kind] = self.stage_values(tree, kind, "", base.compute[kind])
+            comm[kind] = self.stage_values(comm_tree, kind, "comm.", base.comm[kind])
         send = self.read_number(tree.get("send", 0.0), "send")
         held = self.stage_values(bytes_tree, "held", "bytes.", saved)
         if not self.problems:
@@ -93,7 +97,7 @@ class StageCostsReader:
             raise ScheduleError(*self.problems)
         return StageCosts(compute, comm, send, saved, held)
 
-    def check_held_within_saved(self, held: Sequence[float], saved: Sequence[float]) -> None:
+    def check_held_within_saved(self, held: StageValues, saved: StageValues) -> None:
         """Reports the first stage that holds more until W than F saved."""
         for stage in range(self.stages):
             if held[stage] > saved[stage]:
@@ -124,7 +128,7 @@ class StageCostsReader:
         self.check_names(section, names, name + ".")
         return section
 
-    def stage_values(self, tree: CostTree, name: str, prefix: str, default: Sequence[float]) -> Sequence[float]:
+    def stage_values(self, tree: CostTree, name: str, prefix: str, default: StageValues) -> StageValues:
         """One number a stage, from a number, a list or a mapping by piece."""
         if name not in tree:
             return default
@@ -137,14 +141,17 @@ class StageCostsReader:
         share = self.read_number(raw, path) / self.chunks
         return [share] * self.stages
 
-    def values_by_stage(self, numbers: list[Any], path: str, default: Sequence[float]) -> Sequence[float]:
+    def values_by_stage(self, numbers: list[Any], path: str, default: StageValues) -> StageValues:
         if len(numbers) != self.stages:
             expected = f"expected {self.stages}, one for each of the pp x vpp stages"
             self.problems.append(f"{path} has {len(numbers)} numbers; {expected}")
             return default
-        return [self.read_number(raw, f"{path}[{stage}]") for stage, raw in enumerate(numbers)]
+        values: list[float] = []
+        for stage, raw in enumerate(numbers):
+            values.append(self.read_number(raw, f"{path}[{stage}]"))
+        return values
 
-    def values_by_piece(self, raw: CostTree, path: str, default: Sequence[float]) -> Sequence[float]:
+    def values_by_piece(self, raw: CostTree, path: str, default: StageValues) -> StageValues:
         """Each stage costs the sum of its pieces; a piece that is not named costs nothing."""
         if self.layout is None:
             problem = f"{path} is given by piece, but there is no layout"
@@ -155,7 +162,10 @@ class StageCostsReader:
         for piece in PIECE_LETTERS:
             if piece in raw:
                 costs[piece] = self.read_number(raw[piece], f"{path}.{piece}")
-        return [sum(costs[piece] for piece in pieces) for pieces in self.layout.stages]
+        values: list[float] = []
+        for pieces in self.layout.stages:
+            values.append(sum(costs[piece] for piece in pieces))
+        return values
 
     def read_number(self, raw: Any, path: str) -> float:
         value = float_or_nan(raw)

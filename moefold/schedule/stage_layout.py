@@ -21,7 +21,13 @@ from dataclasses import dataclass
 
 from moefold.schedule.schedule_error import ScheduleError, printable_excerpt
 
-PIECE_LETTERS = {"E": "embedding", "d": "dense layer", "t": "transformer layer", "m": "MTP layer", "L": "loss"}
+PIECE_LETTERS = {
+    "E": "embedding",
+    "d": "dense layer",
+    "t": "transformer layer",
+    "m": "MTP layer",
+    "L": "loss",
+}
 MAX_LAYOUT_LENGTH = 100_000  # pieces and boundaries of a layout written out
 MAX_NESTING = 20  # parentheses in parentheses
 REPEAT_PATTERN = re.compile(r"\s*\*\s*([0-9]{1,6})")
@@ -161,7 +167,8 @@ def stage_layout_problems(
         empty = layout.stages.index("")
         problems.append(f"stage {empty} of layout {shown} is empty; expected a piece: remove a `|`")
     all_pieces = "".join(layout.stages)
-    for letters, expected in (("E", 1), ("td", layers), ("m", mtp_layers), ("L", 1)):
+    expected_counts = {"E": 1, "td": layers, "m": mtp_layers, "L": 1}
+    for letters, expected in expected_counts.items():
         count = count_letters(all_pieces, letters)
         if count > expected:
             difference = f"{count - expected} too many"

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 
-from moefold.schedule.program import OpKind, PipelineOp, Program, Slot
+from moefold.schedule.program import OpKind, PipelineOp, Program, RankSlots
 
 
 def zero_bubble_v(ranks: int, microbatches: int, chunks: int = 2) -> Program:
@@ -22,11 +22,13 @@ def zero_bubble_v(ranks: int, microbatches: int, chunks: int = 2) -> Program:
     Needs 2p - 1 microbatches for that.
     """
     enough = max(microbatches, 2 * ranks - 1)
-    program = [zero_bubble_v_rank(rank, ranks, enough) for rank in range(ranks)]
+    program: Program = []
+    for rank in range(ranks):
+        program.append(zero_bubble_v_rank(rank, ranks, enough))
     return drop_extra_microbatches(program, microbatches)
 
 
-def zero_bubble_v_rank(rank: int, ranks: int, microbatches: int) -> list[Slot]:
+def zero_bubble_v_rank(rank: int, ranks: int, microbatches: int) -> RankSlots:
     down = rank
     up = 2 * ranks - 1 - rank
     ranks_below = ranks - rank  # this rank included
@@ -68,11 +70,13 @@ def dualpipe_v(ranks: int, microbatches: int, chunks: int = 2) -> Program:
     With F = D = W = 1 a stage: 6m + 2 (p - 1) unpaired, and 2p + 1 live chunks. Needs 2p microbatches for that.
     """
     enough = max(microbatches, 2 * ranks)
-    program = [dualpipe_v_rank(rank, ranks, enough) for rank in range(ranks)]
+    program: Program = []
+    for rank in range(ranks):
+        program.append(dualpipe_v_rank(rank, ranks, enough))
     return drop_extra_microbatches(program, microbatches)
 
 
-def dualpipe_v_rank(rank: int, ranks: int, microbatches: int) -> list[Slot]:
+def dualpipe_v_rank(rank: int, ranks: int, microbatches: int) -> RankSlots:
     down = rank
     up = 2 * ranks - 1 - rank
     ranks_below = ranks - rank - 1
@@ -87,7 +91,8 @@ def dualpipe_v_rank(rank: int, ranks: int, microbatches: int) -> list[Slot]:
         writer.add_data_and_weight_grad(up)
         writer.add_slot("F", up)
     # Steady state: pairs. At the bottom of the V the first backward is not there in time to pair.
-    for tick in range(microbatches - 2 * ranks + rank + 1):
+    steady_ticks = microbatches - 2 * ranks + rank + 1
+    for tick in range(steady_ticks):
         if ranks_below == 0 and tick == 0:
             writer.add_slot("F", down)
             writer.add_slot("DW", up)
@@ -114,7 +119,7 @@ class SlotWriter:
     """Writes the slots of one rank in order: each op takes the next microbatch of its kind and stage."""
 
     def __init__(self) -> None:
-        self.slots: list[Slot] = []
+        self.slots: RankSlots = []
         self.deferred: deque[PipelineOp] = deque()  # weight gradients whose data gradient has run
         self.next_microbatch: Counter[tuple[str, int]] = Counter()
 
@@ -160,8 +165,8 @@ def drop_extra_microbatches(program: Program, microbatches: int) -> Program:
     return [drop_from_rank(slots, microbatches) for slots in program]
 
 
-def drop_from_rank(slots: list[Slot], microbatches: int) -> list[Slot]:
-    remaining: list[Slot] = []
+def drop_from_rank(slots: RankSlots, microbatches: int) -> RankSlots:
+    remaining: RankSlots = []
     for slot in slots:
         ops = tuple(op for op in slot if op.microbatch < microbatches)
         if ops:

@@ -1,4 +1,4 @@
-"""Long stories told in few columns: rows come in step by step, and when there are too many, neighbours join in twos.
+"""Downsampling of a long series to at most `limit` columns, by merging neighbours.
 
     limit 4:   1 2 3 4  ->  12 34 5. ..  ->  12 34 56 78  ->  1234 5678 9... ....
 
@@ -14,7 +14,7 @@ import numpy as np
 
 @dataclass
 class SeriesColumn:
-    """Some steps in a row, joined: of each value how often it was measured, the sum, the least and the most."""
+    """Consecutive steps, merged: of each value how often it was measured, its sum, minimum and maximum."""
 
     first: int
     last: int
@@ -24,48 +24,63 @@ class SeriesColumn:
     low: np.ndarray
     high: np.ndarray
 
-    def join(self, other: SeriesColumn) -> None:
-        self.last, self.lines = other.last, self.lines + other.lines
+    def merge_with(self, other: SeriesColumn) -> None:
+        self.last = other.last
+        self.lines += other.lines
         self.count = self.count + other.count
         self.total = self.total + other.total
-        self.low, self.high = np.fmin(self.low, other.low), np.fmax(self.high, other.high)
+        self.low = np.fmin(self.low, other.low)
+        self.high = np.fmax(self.high, other.high)
 
     @property
     def mean(self) -> np.ndarray:
-        return np.where(self.count > 0, self.total / np.maximum(self.count, 1), np.nan)
+        divisor = np.maximum(self.count, 1)
+        return np.where(self.count > 0, self.total / divisor, np.nan)
 
 
 def single_step_column(step: int, values: np.ndarray) -> SeriesColumn:
-    """One step alone; what is no finite number was not measured."""
-    known = np.isfinite(values)
-    whole = np.where(known, values, np.nan)
-    return SeriesColumn(step, step, 1, known.astype(np.int64), np.where(known, values, 0.0), whole, whole)
+    """A column of one step; values that are not finite count as not measured."""
+    finite = np.isfinite(values)
+    count = finite.astype(np.int64)
+    total = np.where(finite, values, 0.0)
+    measured = np.where(finite, values, np.nan)
+    return SeriesColumn(step, step, 1, count, total, measured, measured)
 
 
 class DownsampledSeries:
     """At most `limit` columns of equally shaped values, in the order of their steps."""
 
     def __init__(self, limit: int):
-        self.limit = max(2, limit - limit % 2)
-        self.per = 1  # lines a full column holds
+        even_limit = limit - limit % 2
+        self.limit = max(2, even_limit)
+        self.lines_per_column = 1
         self.columns: list[SeriesColumn] = []
 
-    def add(self, step: int, values: np.ndarray) -> None:
-        """Take one more row; one that goes back in time, or has another shape than the first, is passed over."""
-        if self.columns and (step <= self.columns[-1].last or values.shape != self.columns[-1].total.shape):
+    def add_step(self, step: int, values: np.ndarray) -> None:
+        """Add one row; a row of an earlier step, or of another shape than the first, is skipped."""
+        column = single_step_column(step, values)
+        if not self.columns:
+            self.columns.append(column)
             return
-        new = single_step_column(step, values)
-        if self.columns and self.columns[-1].lines < self.per:
-            self.columns[-1].join(new)
+        newest = self.columns[-1]
+        if step <= newest.last or values.shape != newest.total.shape:
+            return
+        if newest.lines < self.lines_per_column:
+            newest.merge_with(column)
             return
         if len(self.columns) == self.limit:
             self.merge_neighbours()
-        self.columns.append(new)
+        self.columns.append(column)
 
     def merge_neighbours(self) -> None:
-        for left, right in zip(self.columns[::2], self.columns[1::2], strict=True):
-            left.join(right)
-        self.columns, self.per = self.columns[::2], 2 * self.per
+        left_columns = self.columns[::2]
+        right_columns = self.columns[1::2]
+        for left, right in zip(left_columns, right_columns, strict=True):
+            left.merge_with(right)
+        self.columns = left_columns
+        self.lines_per_column *= 2
 
-    def steps(self) -> dict[str, list[int]]:
-        return {"first": [c.first for c in self.columns], "last": [c.last for c in self.columns]}
+    def column_steps(self) -> dict[str, list[int]]:
+        first = [column.first for column in self.columns]
+        last = [column.last for column in self.columns]
+        return {"first": first, "last": last}

@@ -1,21 +1,21 @@
-"""Where sliders may stand: values a model and a cluster allow, what is wrong with a layout, and the nearest sound one.
+"""Legal positions of the page's sliders: values that are allowed, problems of a layout, and the nearest legal layout.
 
     pp 1 -> 2 on 8 GPUs with ep 8:  etp x ep x pp = 16 does not divide 8  ->  ep 4
 
-What a person has just moved stays; the rest follows by as few halvings and doublings as the rules allow.
+The slider that was just moved stays; the others follow in as few halvings and doublings as the rules allow.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import count
 from math import log2
 from operator import attrgetter
 from typing import Any
 
-from moefold.config.rules import RULES, ConfigOnRanks
+from moefold.config.rule import ConfigOnRanks, ConfigRule
+from moefold.config.rules import RULES
 from moefold.config.run import Config
 from moefold.plan.request import SHORT_KEYS, PlanRequest, read_request
 from moefold.plan.search import MOST_PIPELINE, divisors, powers_of_two
@@ -30,111 +30,186 @@ SLIDER_KEYS = (
     "train.micro_batch",
     "train.global_batch",
 )
-DISTANCE_WEIGHTS = {"train.global_batch": 4.0}  # a batch is what learning depends on: rather move a degree
-MOST_STAGES, MOST_SEQUENCES, MOST_BATCH = 16, 64, 65_536
-MAX_LAYOUTS_TRIED = 20_000  # layouts that the nearest is looked for among: half a second
+DISTANCE_WEIGHTS = {"train.global_batch": 4.0}  # learning depends on the batch: rather move a degree
+MOST_STAGES = 16
+MOST_SEQUENCES = 64
+MOST_BATCH = 65_536
+MOST_TENSOR = 8
+CONTEXT_TOKENS = 1024  # a context-parallel rank gets at least so many
+MAX_LAYOUTS_TRIED = 20_000  # in the search for the nearest layout: half a second
 SHORT_NAMES = {key: name for name, key in SHORT_KEYS.items()}
 
+JsonObject = dict[str, Any]
+Layout = Mapping[str, int]  # values by key
+SliderValues = Mapping[str, Sequence[int]]
+SliderPlaces = tuple[int, ...]  # of each slider, the index of its value
 
-def legal_layouts(raw: Mapping[str, Any], hold: str = "") -> dict[str, Any]:
+
+def legal_layouts(raw: Mapping[str, Any], hold: str = "") -> JsonObject:
     """`values` that each key may take; `problems` of the layout, with the keys that have part in each; `changes` that
-    lead to the nearest layout without any, where `hold` stays as it is; None when there is none near."""
+    lead to the nearest legal layout, where `hold` stays as it is; None when there is none near."""
     r = read_request(raw)
     case = ConfigOnRanks(r.config, r.gpus)
     values = {key: offered_values(r, key) for key in SLIDER_KEYS}
     broken = [rule for rule in RULES if not rule.holds(case)]
+    changes: Layout | None = {}
+    if broken:
+        held_key = SHORT_KEYS.get(hold, hold)
+        changes = nearest_legal_layout(case, values, held_key)
     return {
-        "values": {slider_name(key): each for key, each in values.items()},
-        "problems": [
-            {"keys": [slider_name(key) for key in rule.reads], "text": f"{rule.says(case)}; {rule.fix(case)}"}
-            for rule in broken
-        ],
-        "changes": nearest_legal_layout(case, values, SHORT_KEYS.get(hold, hold)) if broken else {},
+        "values": with_slider_names(values),
+        "problems": [describe_problem(rule, case) for rule in broken],
+        "changes": changes,
     }
+
+
+def describe_problem(rule: ConfigRule, case: ConfigOnRanks) -> JsonObject:
+    keys = [slider_name(key) for key in rule.reads]
+    return {"keys": keys, "text": f"{rule.says(case)}; {rule.fix(case)}"}
 
 
 def slider_name(key: str) -> str:
     return SHORT_NAMES.get(key, key)
 
 
+def with_slider_names(by_key: Mapping[str, Any]) -> JsonObject:
+    return {slider_name(key): value for key, value in by_key.items()}
+
+
 def offered_values(r: PlanRequest, key: str) -> list[int]:
-    """What the model and the cluster allow a key by itself, and where it stands now."""
-    alone = [rule for rule in RULES if set(rule.reads) & set(SLIDER_KEYS) == {key}]
-    now = config_value(r.config, key)
-    sound = [
-        v
-        for v in candidate_values(r, key)
-        if all(rule.holds(ConfigOnRanks(config_with_layout(r.config, {key: v}), r.gpus)) for rule in alone)
-    ]
-    return sorted({now, *sound})
+    """Values that the model and the cluster allow a key by itself, and its present one."""
+    rules_of_key = [rule for rule in RULES if sliders_of_rule(rule) == {key}]
+    offered = {config_value(r.config, key)}
+    for value in candidate_values(r, key):
+        config = config_with_layout(r.config, {key: value})
+        case = ConfigOnRanks(config, r.gpus)
+        if all_rules_hold(rules_of_key, case):
+            offered.add(value)
+    return sorted(offered)
 
 
-def candidate_values(r: PlanRequest, key: str) -> list[int]:
-    world, model = r.gpus, r.config.model
-    inside = [n for n in powers_of_two(min(8, r.gpu.domain)) if world % n == 0]
+def sliders_of_rule(rule: ConfigRule) -> set[str]:
+    return set(rule.reads) & set(SLIDER_KEYS)
+
+
+def all_rules_hold(rules: Sequence[ConfigRule], case: ConfigOnRanks) -> bool:
+    return all(rule.holds(case) for rule in rules)
+
+
+def candidate_values(r: PlanRequest, key: str) -> Sequence[int]:
+    model = r.config.model
     pieces = model.layers + model.mtp + 2
-    return {
-        "parallel.tp": inside,
-        "parallel.cp": [n for n in powers_of_two(max(1, r.config.data.seq_len // 1024)) if world % n == 0],
-        "parallel.pp": [n for n in range(1, min(MOST_PIPELINE, pieces) + 1) if world % n == 0],
-        "pipeline.vpp": list(range(1, min(MOST_STAGES, max(1, pieces // 2)) + 1)),
-        "parallel.ep": [n for n in divisors(model.moe.experts) if world % n == 0],
-        "parallel.etp": inside,
-        "train.micro_batch": powers_of_two(MOST_SEQUENCES),
-        "train.global_batch": [
-            n for n in sorted({*powers_of_two(MOST_BATCH), *batch_multiples(world)}) if n <= MOST_BATCH
-        ],
-    }[key]
+    if key in ("parallel.tp", "parallel.etp"):
+        most = min(MOST_TENSOR, r.gpu.domain)
+        return dividing(r.gpus, powers_of_two(most))
+    if key == "parallel.cp":
+        most = max(1, r.config.data.seq_len // CONTEXT_TOKENS)
+        return dividing(r.gpus, powers_of_two(most))
+    if key == "parallel.pp":
+        most = min(MOST_PIPELINE, pieces)
+        return dividing(r.gpus, range(1, most + 1))
+    if key == "pipeline.vpp":
+        most = min(MOST_STAGES, max(1, pieces // 2))
+        return range(1, most + 1)
+    if key == "parallel.ep":
+        return dividing(r.gpus, divisors(model.moe.experts))
+    if key == "train.micro_batch":
+        return powers_of_two(MOST_SEQUENCES)
+    return global_batches(r.gpus)
 
 
-def batch_multiples(world: int) -> Iterator[int]:
-    """What splits over so many ranks, and over halves of them."""
-    odd = world // (world & -world)
-    yield from (odd * n for n in powers_of_two(MOST_BATCH))
+def dividing(world: int, values: Sequence[int]) -> list[int]:
+    return [value for value in values if world % value == 0]
+
+
+def global_batches(world: int) -> list[int]:
+    """Powers of two, and batches that split over all ranks, or over a half, a quarter, ... of them."""
+    odd_part = world // (world & -world)
+    powers = powers_of_two(MOST_BATCH)
+    multiples = [odd_part * power for power in powers]
+    batches = sorted({*powers, *multiples})
+    return [batch for batch in batches if batch <= MOST_BATCH]
 
 
 def config_value(config: Config, key: str) -> int:
     return attrgetter(key)(config)
 
 
-def config_with_layout(config: Config, layout: Mapping[str, int]) -> Config:
+def config_with_layout(config: Config, layout: Layout) -> Config:
     """The configuration with another layout."""
     sections: dict[str, dict[str, int]] = {}
     for key, value in layout.items():
         section, name = key.split(".")
         sections.setdefault(section, {})[name] = value
-    return replace(config, **{name: replace(getattr(config, name), **values) for name, values in sections.items()})
+    changed: dict[str, Any] = {}
+    for section, values in sections.items():
+        changed[section] = replace(getattr(config, section), **values)
+    return replace(config, **changed)
 
 
-def nearest_legal_layout(case: ConfigOnRanks, values: Mapping[str, list[int]], hold: str) -> dict[str, int] | None:
-    """Layouts in the order of their distance, a step on one slider at a time, until one breaks no rule."""
-    movable = [rule for rule in RULES if set(rule.reads) & set(SLIDER_KEYS)]
-    if not all(rule.holds(case) for rule in RULES if rule not in movable):
+def nearest_legal_layout(case: ConfigOnRanks, values: SliderValues, hold: str) -> Layout | None:
+    """Best-first search over layouts by distance, one step of one slider at a time, until one breaks no rule."""
+    movable = [rule for rule in RULES if sliders_of_rule(rule)]
+    fixed = [rule for rule in RULES if not sliders_of_rule(rule)]
+    if not all_rules_hold(fixed, case):
         return None
-    now = {key: config_value(case.config, key) for key in SLIDER_KEYS}
-    order = count()  # of equally near layouts the one found first
-    ahead = [(0.0, next(order), tuple(values[key].index(now[key]) for key in SLIDER_KEYS))]
-    seen = {ahead[0][2]}
-    while ahead and len(seen) <= MAX_LAYOUTS_TRIED:
-        _, _, places = heapq.heappop(ahead)
-        layout = {key: values[key][place] for key, place in zip(SLIDER_KEYS, places, strict=True)}
-        then = ConfigOnRanks(config_with_layout(case.config, layout), case.world)
-        if all(rule.holds(then) for rule in movable):
-            return {slider_name(key): value for key, value in layout.items() if value != now[key]}
-        for step in neighbour_layouts(places, values, hold):
-            if step not in seen:
-                seen.add(step)
-                far = (slider_distance(key, now[key], values[key][i]) for key, i in zip(SLIDER_KEYS, step, strict=True))
-                heapq.heappush(ahead, (sum(far), next(order), step))
+    now: dict[str, int] = {}
+    start: SliderPlaces = ()
+    for key in SLIDER_KEYS:
+        now[key] = config_value(case.config, key)
+        start += (values[key].index(now[key]),)
+    # Nearest layouts first; a layout's neighbours are one step of one slider away.
+    seen = {start}
+    queue = [(0.0, 1, start)]  # of equally near layouts, the one found first
+    while queue and len(seen) <= MAX_LAYOUTS_TRIED:
+        _, _, places = heapq.heappop(queue)
+        layout = layout_at_places(places, values)
+        config = config_with_layout(case.config, layout)
+        moved_case = ConfigOnRanks(config, case.world)
+        if all_rules_hold(movable, moved_case):
+            return changed_values(now, layout)
+        for neighbour in neighbour_places(places, values, hold):
+            if neighbour in seen:
+                continue
+            seen.add(neighbour)
+            neighbour_layout = layout_at_places(neighbour, values)
+            distance = layout_distance(now, neighbour_layout)
+            heapq.heappush(queue, (distance, len(seen), neighbour))
     return None
 
 
-def neighbour_layouts(places: tuple[int, ...], values: Mapping[str, list[int]], hold: str) -> Iterator[tuple[int, ...]]:
+def changed_values(now: Layout, layout: Layout) -> JsonObject:
+    changed: JsonObject = {}
+    for key in SLIDER_KEYS:
+        if layout[key] != now[key]:
+            changed[slider_name(key)] = layout[key]
+    return changed
+
+
+def layout_at_places(places: SliderPlaces, values: SliderValues) -> Layout:
+    layout: dict[str, int] = {}
+    for key, place in zip(SLIDER_KEYS, places, strict=True):
+        layout[key] = values[key][place]
+    return layout
+
+
+def neighbour_places(places: SliderPlaces, values: SliderValues, hold: str) -> Iterator[SliderPlaces]:
+    """The layouts one step away, with the held slider where it is."""
     for i, key in enumerate(SLIDER_KEYS):
+        if key == hold:
+            continue
+        count = len(values[key])
+        before = places[:i]
+        after = places[i + 1 :]
         for place in (places[i] - 1, places[i] + 1):
-            if key != hold and 0 <= place < len(values[key]):
-                yield (*places[:i], place, *places[i + 1 :])
+            if 0 <= place < count:
+                yield (*before, place, *after)
 
 
-def slider_distance(key: str, now: int, then: int) -> float:
-    return abs(log2(then / now)) * DISTANCE_WEIGHTS.get(key, 1.0)
+def layout_distance(now: Layout, layout: Layout) -> float:
+    """Halvings and doublings between two layouts, weighted by key."""
+    distance = 0.0
+    for key in SLIDER_KEYS:
+        doublings = abs(log2(layout[key] / now[key]))
+        distance += doublings * DISTANCE_WEIGHTS.get(key, 1.0)
+    return distance

@@ -1,4 +1,4 @@
-"""A page is one file: its template with style, code and data laid in, which asks nobody for anything to be drawn."""
+"""Pages of one file: a template with style, script and data inserted, which loads nothing else."""
 
 from __future__ import annotations
 
@@ -10,31 +10,44 @@ from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
 
+FileNames = Sequence[str]
+
+PLACEHOLDER = re.compile(r"\{\{(\w+)\}\}")
+
 
 @dataclass(frozen=True)
 class RenderedPage:
-    """The whole text, and the two parts of it that a browser acts on."""
+    """The whole text, and the two parts of it that a browser executes."""
 
     text: str
     style: str
     script: str
 
 
-def render_page(template: str, styles: Sequence[str], scripts: Sequence[str], title: str, data: Any) -> RenderedPage:
-    """Everything is laid in in one pass, so that nothing inserted is read as a place to insert."""
-    style, script = read_page_files(styles), read_page_files(scripts)
-    texts = {"title": html.escape(title), "style": style, "script": script, "data": script_safe_json(data)}
-    return RenderedPage(
-        re.sub(r"\{\{(\w+)\}\}", lambda place: texts[place[1]], read_page_files([template])), style, script
-    )
+def render_page(template: str, styles: FileNames, scripts: FileNames, title: str, data: Any) -> RenderedPage:
+    """Everything is inserted in one pass, so that no inserted text is taken for a placeholder."""
+    style = read_page_files(styles)
+    script = read_page_files(scripts)
+    texts = {
+        "title": html.escape(title),
+        "style": style,
+        "script": script,
+        "data": script_safe_json(data),
+    }
+    skeleton = read_page_files([template])
+    text = PLACEHOLDER.sub(lambda place: texts[place[1]], skeleton)
+    return RenderedPage(text, style, script)
 
 
-def read_page_files(names: Sequence[str]) -> str:
+def read_page_files(names: FileNames) -> str:
     folder = files("moefold.web") / "page"
-    return "\n".join((folder / name).read_text(encoding="utf-8") for name in names)
+    texts = [(folder / name).read_text(encoding="utf-8") for name in names]
+    return "\n".join(texts)
 
 
 def script_safe_json(data: Any) -> str:
-    """JSON that may stand inside a script element: no text in it can end that element."""
+    """JSON for the inside of a script element: no text in it can end that element."""
     text = json.dumps(data, allow_nan=False, separators=(",", ":"))
-    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+    for character in "<>&":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return text

@@ -1,4 +1,4 @@
-"""What the planner's page offers: models, GPUs and choices, each with the words that explain it."""
+"""Data of the planner's page: models, GPUs and choices, each with its explanation."""
 
 from __future__ import annotations
 
@@ -12,23 +12,31 @@ from moefold.plan.options import RECOMPUTE_REGIONS, PlanChoices
 from moefold.plan.request import SHORT_KEYS
 from moefold.presets.zoo import PRESETS
 
-EXPLAINED_AXES = ("tp", "cp", "pp", "ep", "etp")  # keys of parallel
-PICKED_OPTIONS = ("sharding", "graphs")  # keys of Choices with a few values
+EXPLAINED_KEYS = (
+    "parallel.tp",
+    "parallel.cp",
+    "parallel.pp",
+    "parallel.ep",
+    "parallel.etp",
+    "pipeline.vpp",
+    "pipeline.schedule",
+)
+PICKED_OPTIONS = ("sharding", "graphs")  # keys of PlanChoices with a few values
 
 
 def planner_page_data() -> dict[str, Any]:
-    keys = {key.path: key for key in (*iterate_keys(PRESETS["tiny"]()), *iterate_keys(PlanChoices()))}
-    names = {
-        **{name: name for name in PICKED_OPTIONS},
-        **{f"parallel.{name}": f"parallel.{name}" for name in EXPLAINED_AXES},
-    }
-    names |= {"pipeline.vpp": "pipeline.vpp", "pipeline.schedule": "pipeline.schedule", **SHORT_KEYS}
+    example = PRESETS["tiny"]()
+    all_keys = [*iterate_keys(example), *iterate_keys(PlanChoices())]
+    by_path = {key.path: key for key in all_keys}
+    paths = {name: name for name in (*PICKED_OPTIONS, *EXPLAINED_KEYS)}
+    paths.update(SHORT_KEYS)
+    models = [name for name in PRESETS if not name.endswith("-tiny")]
     return {
-        "models": [describe_preset(name) for name in PRESETS if not name.endswith("-tiny")],
+        "models": [describe_preset(name) for name in models],
         "gpus": [describe_gpu(name) for name in known_gpu_names()],
         "regions": RECOMPUTE_REGIONS,
         "walls": TIME_WALLS,
-        "keys": {name: explain_key(keys[path]) for name, path in names.items()},
+        "keys": {name: explain_key(by_path[path]) for name, path in paths.items()},
     }
 
 
@@ -37,15 +45,19 @@ def explain_key(key: ConfigKey) -> dict[str, Any]:
 
 
 def describe_preset(name: str) -> dict[str, Any]:
-    config = PRESETS[name]().model
-    return {"name": name, "parameters": total_parameters(config), "active": active_parameters(config)}
+    model = PRESETS[name]().model
+    return {
+        "name": name,
+        "parameters": total_parameters(model),
+        "active": active_parameters(model),
+    }
 
 
 def describe_gpu(name: str) -> dict[str, Any]:
-    known = find_gpu_by_name(name)
+    gpu = find_gpu_by_name(name)
     return {
         "name": name,
-        "about": f"{known.memory:.0f} GiB, {known.domain} by NVLink, ${known.dollars:g}/h",
-        "precisions": known.precisions,
-        "origin": known.origin,
+        "about": f"{gpu.memory:.0f} GiB, {gpu.domain} by NVLink, ${gpu.dollars:g}/h",
+        "precisions": gpu.precisions,
+        "origin": gpu.origin,
     }

@@ -1,6 +1,6 @@
-"""One question from the page to the planner: JSON in, a status and JSON out. What cannot be is told in sentences.
+"""Questions of the page to the planner: JSON in, a status and JSON out; a refusal is a list of sentences.
 
-The page's questions are answered here, in this process or, for a search, in one that can be ended:
+They are answered in this process or, for a search, in one that can be killed:
 
     echo '{"model": "qwen3-30b-a3b", "search": true}' | python -m moefold.web.planner_questions
 """
@@ -19,37 +19,47 @@ from moefold.plan.request import read_request
 from moefold.presets.zoo import PRESETS
 from moefold.web.legal_layouts import legal_layouts
 
-Reply = tuple[int, dict[str, Any]]
+RawQuestion = Mapping[str, Any]
+JsonObject = dict[str, Any]
+Reply = tuple[int, JsonObject]
 
 
-def reply_or_refusal(question: Callable[[], dict[str, Any]]) -> Reply:
+def reply_or_refusal(answer: Callable[[RawQuestion], JsonObject], raw: RawQuestion) -> Reply:
     try:
-        return 200, question()
+        require_known_names(raw)
+        return 200, answer(raw)
     except UserError as refused:
         return 422, {"problems": list(refused.problems)}
 
 
-def require_known_names(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The request, if it names nothing but what the package holds: a page reads no files of the machine it runs on."""
-    one_of("model", str(raw.get("model", "tiny")), PRESETS)
-    one_of("GPU", str(raw.get("gpu", "h100")).lower(), known_gpu_names())
-    return raw
+def require_known_names(raw: RawQuestion) -> None:
+    """Refuse models and GPUs that the package does not hold: a page reads no files of the machine it runs on."""
+    model = str(raw.get("model", "tiny"))
+    gpu = str(raw.get("gpu", "h100"))
+    one_of("model", model, PRESETS)
+    one_of("GPU", gpu.lower(), known_gpu_names())
 
 
-def ask_plan_answer(raw: Mapping[str, Any]) -> Reply:
-    return reply_or_refusal(lambda: answer_request(require_known_names(raw)))
+def ask_plan_answer(raw: RawQuestion) -> Reply:
+    return reply_or_refusal(answer_request, raw)
 
 
-def ask_legal_layouts(raw: Mapping[str, Any]) -> Reply:
-    asked = dict(raw)
-    hold = str(asked.pop("hold", ""))
-    return reply_or_refusal(lambda: legal_layouts(require_known_names(asked), hold))
+def ask_legal_layouts(raw: RawQuestion) -> Reply:
+    request = dict(raw)
+    hold = str(request.pop("hold", ""))
+    return reply_or_refusal(lambda request: legal_layouts(request, hold), request)
 
 
-def ask_needs_search(raw: Mapping[str, Any]) -> Reply:
+def ask_needs_search(raw: RawQuestion) -> Reply:
     """Whether an answer takes a search, which takes seconds."""
-    return reply_or_refusal(lambda: {"search": read_request(require_known_names(raw)).search})
+    return reply_or_refusal(needs_search, raw)
+
+
+def needs_search(raw: RawQuestion) -> JsonObject:
+    request = read_request(raw)
+    return {"search": request.search}
 
 
 if __name__ == "__main__":
-    json.dump(ask_plan_answer(json.load(sys.stdin)), sys.stdout)
+    question = json.load(sys.stdin)
+    json.dump(ask_plan_answer(question), sys.stdout)

@@ -4,9 +4,9 @@
     POST /answer   a request of plan.answer  -> its answer, or 422 and the problems in sentences
     POST /legal    a request and `hold`      -> where sliders may stand, and the nearest legal layout
 
-Only this machine is listened to, and only under its own name, so that no page from elsewhere can ask under another.
-Questions are JSON in a body, which a browser does not let foreign pages send. A search runs in a process of its own:
-sliders stay quick, and a search that nobody waits for is ended.
+The server listens on this machine only, and only under its own name, so that no page from elsewhere can ask under
+another. Questions are JSON in a body, which a browser does not let foreign pages send. A search runs in a process of
+its own: sliders stay quick, and a search that nobody waits for is killed.
 """
 
 from __future__ import annotations
@@ -36,60 +36,70 @@ from moefold.config.errors import UserError, printable_text
 from moefold.layout.spawn import check_port_is_free
 from moefold.web.page_template import RenderedPage, render_page
 from moefold.web.planner_page import planner_page_data
-from moefold.web.planner_questions import Reply, ask_legal_layouts, ask_needs_search, ask_plan_answer
+from moefold.web.planner_questions import JsonObject, Reply, ask_legal_layouts, ask_needs_search, ask_plan_answer
+
+AskPlanner = Callable[[JsonObject], Reply]
+AsyncReply = Callable[[JsonObject], Awaitable[Reply]]
 
 LOOPBACK = "127.0.0.1"
-MAX_QUESTION_BYTES = 16_384  # bytes of a question
-MAX_CONCURRENT = 2  # searches, and answers being worked out
+MAX_QUESTION_BYTES = 16_384
+MAX_CONCURRENT = 2  # searches, and other answers, at the same time
+SEARCH_COMMAND = (sys.executable, "-m", "moefold.web.planner_questions")
 PLANNER_STYLES = ("page.css", "planner.css")
 PLANNER_SCRIPTS = ("marks.js", "explore.js", "charts.js", "controls.js", "planner.js")
 
 
 def serve_planner(port: int, browser: bool) -> None:
     """Serve until interrupted."""
-    listening = socket.create_server((LOOPBACK, check_port_is_free(port)))
-    address = f"http://{LOOPBACK}:{listening.getsockname()[1]}/"
+    free_port = check_port_is_free(port)
+    listening = socket.create_server((LOOPBACK, free_port))
+    _, bound_port = listening.getsockname()
+    address = f"http://{LOOPBACK}:{bound_port}/"
     print(f"the planner is at {address} (Ctrl-C ends it)", flush=True)
     if browser:
         webbrowser.open(address)
-    config = uvicorn.Config(planner_app(), log_level="warning", server_header=False, timeout_graceful_shutdown=1)
-    uvicorn.Server(config).run(sockets=[listening])
+    app = planner_app()
+    config = uvicorn.Config(app, log_level="warning", server_header=False, timeout_graceful_shutdown=1)
+    server = uvicorn.Server(config)
+    server.run(sockets=[listening])
 
 
 def planner_app() -> Starlette:
-    made = render_page("planner.html", PLANNER_STYLES, PLANNER_SCRIPTS, "moefold planner", planner_page_data())
-    questions = PlannerEndpoints()
+    data = planner_page_data()
+    page = render_page("planner.html", PLANNER_STYLES, PLANNER_SCRIPTS, "moefold planner", data)
+    endpoints = PlannerEndpoints()
 
     async def show_page(request: Request) -> Response:
-        return HTMLResponse(made.text)
+        return HTMLResponse(page.text)
 
-    return Starlette(
-        routes=[
-            Route("/", show_page, methods=["GET"]),
-            Route("/answer", questions.post_answer, methods=["POST"]),
-            Route("/legal", questions.legal, methods=["POST"]),
-        ],
-        middleware=[
-            Middleware(HeadersMiddleware, headers=security_headers(made)),
-            Middleware(TrustedHostMiddleware, allowed_hosts=[LOOPBACK, "localhost"], www_redirect=False),
-        ],
-    )
+    routes = [
+        Route("/", show_page, methods=["GET"]),
+        Route("/answer", endpoints.post_answer, methods=["POST"]),
+        Route("/legal", endpoints.post_legal, methods=["POST"]),
+    ]
+    allowed_hosts = [LOOPBACK, "localhost"]
+    middleware = [
+        Middleware(HeadersMiddleware, headers=security_headers(page)),
+        Middleware(TrustedHostMiddleware, allowed_hosts=allowed_hosts, www_redirect=False),
+    ]
+    return Starlette(routes=routes, middleware=middleware)
 
 
-def security_headers(made: RenderedPage) -> dict[str, str]:
-    """Nothing runs in the page but its own code, and it talks to nobody but this server."""
+def security_headers(page: RenderedPage) -> dict[str, str]:
+    """Only the page's own script runs in it, and it connects to this server only."""
     policy = {
         "default-src": "'none'",
-        "script-src": csp_digest(made.script),
-        "style-src": csp_digest(made.style),
+        "script-src": csp_digest(page.script),
+        "style-src": csp_digest(page.style),
         "connect-src": "'self'",
         "img-src": "data:",
         "base-uri": "'none'",
         "form-action": "'none'",
         "frame-ancestors": "'none'",
     }
+    directives = [f"{name} {value}" for name, value in policy.items()]
     return {
-        "Content-Security-Policy": "; ".join(f"{name} {value}" for name, value in policy.items()),
+        "Content-Security-Policy": "; ".join(directives),
         "X-Content-Type-Options": "nosniff",
         "Referrer-Policy": "no-referrer",
         "Cross-Origin-Resource-Policy": "same-origin",
@@ -98,15 +108,20 @@ def security_headers(made: RenderedPage) -> dict[str, str]:
 
 
 def csp_digest(text: str) -> str:
-    return f"'sha256-{b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+    digest = hashlib.sha256(text.encode()).digest()
+    return f"'sha256-{b64encode(digest).decode()}'"
 
 
 class HeadersMiddleware:
-    """Lays the same headers on every response."""
+    """Adds the same headers to every response."""
 
     def __init__(self, app: ASGIApp, headers: Mapping[str, str]):
         self.app = app
-        self.headers = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
+        self.headers: list[tuple[bytes, bytes]] = []
+        for name, value in headers.items():
+            raw_name = name.lower().encode()
+            raw_value = value.encode()
+            self.headers.append((raw_name, raw_value))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def send_with_headers(message: Message) -> None:
@@ -114,44 +129,46 @@ class HeadersMiddleware:
                 message["headers"] = [*message["headers"], *self.headers]
             await send(message)
 
-        await self.app(scope, receive, send_with_headers if scope["type"] == "http" else send)
+        if scope["type"] == "http":
+            await self.app(scope, receive, send_with_headers)
+        else:
+            await self.app(scope, receive, send)
 
 
 class PlannerEndpoints:
     """Answers the page, a few questions at a time."""
 
     def __init__(self) -> None:
-        self.turns = asyncio.Semaphore(MAX_CONCURRENT)
+        self.slots = asyncio.Semaphore(MAX_CONCURRENT)
         self.searching = 0
 
-    async def legal(self, request: Request) -> Response:
-        return await respond_json(request, self.wait_turn(request, ask_legal_layouts))
+    async def post_legal(self, request: Request) -> Response:
+        async def find_legal_layouts(raw: JsonObject) -> Reply:
+            return await self.answer_in_slot(request, ask_legal_layouts, raw)
+
+        return await respond_json(request, find_legal_layouts)
 
     async def post_answer(self, request: Request) -> Response:
-        async def answer_or_search(raw: dict[str, Any]) -> Reply:
-            status, kind = await run_in_threadpool(ask_needs_search, raw)
+        async def answer_or_search(raw: JsonObject) -> Reply:
+            status, body = await run_in_threadpool(ask_needs_search, raw)
             if status != 200:
-                return status, kind
-            return await (
-                self.search(request, raw) if kind["search"] else self.wait_turn(request, ask_plan_answer)(raw)
-            )
+                return status, body
+            if body["search"]:
+                return await self.search_layouts(request, raw)
+            return await self.answer_in_slot(request, ask_plan_answer, raw)
 
         return await respond_json(request, answer_or_search)
 
-    def wait_turn(
-        self, request: Request, ask: Callable[[dict[str, Any]], Reply]
-    ) -> Callable[[dict[str, Any]], Awaitable[Reply]]:
-        async def reply_in_turn(raw: dict[str, Any]) -> Reply:
-            async with self.turns:
-                if await request.is_disconnected():  # while it waited, the slider moved on
-                    return 499, {}
-                return await run_in_threadpool(ask, raw)
+    async def answer_in_slot(self, request: Request, ask: AskPlanner, raw: JsonObject) -> Reply:
+        async with self.slots:
+            if await request.is_disconnected():  # the slider moved on while the question waited
+                return 499, {}
+            return await run_in_threadpool(ask, raw)
 
-        return reply_in_turn
-
-    async def search(self, request: Request, raw: dict[str, Any]) -> Reply:
+    async def search_layouts(self, request: Request, raw: JsonObject) -> Reply:
         if self.searching >= MAX_CONCURRENT:
-            return 429, {"problems": [f"{self.searching} searches are running; wait for one to end, or cancel it"]}
+            problem = f"{self.searching} searches are running; wait for one to end, or cancel it"
+            return 429, {"problems": [problem]}
         self.searching += 1
         try:
             return await search_in_subprocess(request, raw)
@@ -159,64 +176,71 @@ class PlannerEndpoints:
             self.searching -= 1
 
 
-async def search_in_subprocess(request: Request, raw: dict[str, Any]) -> Reply:
-    """Search in a process of its own, which ends with the connection that asked."""
+async def search_in_subprocess(request: Request, raw: JsonObject) -> Reply:
+    """Search in a process of its own, which is killed when the client disconnects."""
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "moefold.web.planner_questions"),
+        *SEARCH_COMMAND,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         start_new_session=True,  # Ctrl-C reaches the server alone, which ends it
     )
-    work = asyncio.create_task(process.communicate(json.dumps(raw).encode()))
-    gone = asyncio.create_task(wait_for_disconnect(request))
+    question = json.dumps(raw).encode()
+    search = asyncio.create_task(process.communicate(question))
+    disconnect = asyncio.create_task(wait_for_disconnect(request))
+    # Whichever comes first: the answer, or the end of the connection.
     try:
-        await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if not work.done():
+        await asyncio.wait({search, disconnect}, return_when=asyncio.FIRST_COMPLETED)
+        if not search.done():
             return 499, {}
-        output, _ = work.result()
+        output, _ = search.result()
         if process.returncode:
             return 500, {"problems": ["the search failed; the terminal of moefold web tells why"]}
-        status, found = json.loads(output)
-        return status, found
+        status, body = json.loads(output)
+        return status, body
     except asyncio.CancelledError:
-        return 503, {"problems": ["moefold web is ending"]}  # nothing waits for this task: it may end as an answer
+        # Nothing waits for this task when the server shuts down: it may end as an answer.
+        return 503, {"problems": ["moefold web is ending"]}
     finally:
-        gone.cancel()
+        disconnect.cancel()
         if process.returncode is None:
             process.kill()
 
 
 async def wait_for_disconnect(request: Request) -> None:
-    """Returns when the one who asked has gone."""
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
+    message = await request.receive()
+    while message["type"] != "http.disconnect":
+        message = await request.receive()
 
 
-async def respond_json(request: Request, reply: Callable[[dict[str, Any]], Awaitable[Reply]]) -> Response:
+async def respond_json(request: Request, reply: AsyncReply) -> Response:
     try:
         raw = await read_question(request)
     except UserError as refused:
         return JSONResponse({"problems": list(refused.problems)}, 400)
-    status, found = await reply(raw)
-    return JSONResponse(found, status)
+    status, body = await reply(raw)
+    return JSONResponse(body, status)
 
 
-async def read_question(request: Request) -> dict[str, Any]:
+async def read_question(request: Request) -> JsonObject:
     """The body as keys with plain values, or a refusal."""
-    kind = request.headers.get("content-type", "").partition(";")[0].strip()
+    content_type = request.headers.get("content-type", "")
+    kind = content_type.partition(";")[0].strip()
     if kind != "application/json":
         raise UserError(f'a question of type "{printable_text(kind)}"; expected application/json')
     body = b""
     async for chunk in request.stream():
         body += chunk
         if len(body) > MAX_QUESTION_BYTES:
-            raise UserError(
-                f"a question of more than {MAX_QUESTION_BYTES} bytes; expected a few keys, such as model and gpus"
-            )
+            expected = "expected a few keys, such as model and gpus"
+            raise UserError(f"a question of more than {MAX_QUESTION_BYTES} bytes; {expected}")
     try:
         raw = json.loads(body, parse_constant=lambda name: name)
     except (ValueError, RecursionError):
         raise UserError('the question is no JSON; expected keys and values, such as {"model": "tiny"}') from None
-    if not isinstance(raw, dict) or not all(isinstance(v, str | int | float | None) for v in raw.values()):
+    if not isinstance(raw, dict) or not all(map(is_plain_value, raw.values())):
         raise UserError('the question is no list of keys with plain values; expected such as {"model": "tiny"}')
     return raw
+
+
+def is_plain_value(value: Any) -> bool:
+    return value is None or isinstance(value, str | int | float)

@@ -11,7 +11,7 @@ from moefold.web.downsample import DownsampledSeries
 def thinned(values: np.ndarray, limit: int, every: int = 1) -> DownsampledSeries:
     found = DownsampledSeries(limit)
     for i, row in enumerate(values):
-        found.add(every * (i + 1), row)
+        found.add_step(every * (i + 1), row)
     return found
 
 
@@ -35,7 +35,7 @@ def test_few_steps_stay_as_they_are():
     values = np.arange(8.0)
     found = thinned(values, 8, every=5)
     assert [float(c.mean) for c in found.columns] == values.tolist()
-    assert found.steps() == {"first": list(range(5, 41, 5)), "last": list(range(5, 41, 5))}
+    assert found.column_steps() == {"first": list(range(5, 41, 5)), "last": list(range(5, 41, 5))}
 
 
 def test_what_was_not_measured_does_not_count():
@@ -49,5 +49,5 @@ def test_what_was_not_measured_does_not_count():
 def test_rows_that_go_back_in_time_or_change_shape_are_passed_over():
     found = DownsampledSeries(8)
     for step, width in ((1, 2), (2, 2), (2, 2), (1, 2), (3, 5), (4, 2)):
-        found.add(step, np.zeros(width))
-    assert found.steps()["first"] == [1, 2, 4]
+        found.add_step(step, np.zeros(width))
+    assert found.column_steps()["first"] == [1, 2, 4]

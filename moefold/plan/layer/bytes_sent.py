@@ -13,6 +13,8 @@ from moefold.plan.layer.rank_shapes import RankShapes
 FP8_ROW_BYTES = 1 + 4 / 128  # an element in fp8 with its share of a block's fp32 scale
 FP32_BYTES = 4
 
+SentElements = tuple[str, str, float]  # axis, what, elements
+
 
 @dataclass(frozen=True)
 class AxisTraffic:
@@ -39,62 +41,77 @@ def step_bytes_sent(spec: StepSpec, s: RankShapes) -> list[AxisTraffic]:
 
 def tensor_parallel_bytes(step: str, s: RankShapes) -> list[AxisTraffic]:
     """Gathers of tokens before column-cut weights, sums behind row-cut ones."""
-    wide = s.choices.recipe.wide
+    wide = s.recipe.wide
     other_ranks = s.portion.tp - 1
     stream = s.T * s.D * wide * other_ranks
     sent: list[tuple[str, float]] = []
     if step in ("embed", "look_ahead"):
         sent.append(("sum of words", stream))
-    if step in ("mlp", "shared") or (step == "attend" and not s.mla):
+    gathers_stream = step in ("mlp", "shared") or (step == "attend" and not s.mla)
+    if gathers_stream:
         sent.append(("gather", stream))
     if step == "predict":
-        sent.append(("gather", stream * (1 + s.model.mtp)))
+        streams = 1 + s.model.mtp
+        sent.append(("gather", stream * streams))
     if step == "attend" and s.mla:
         latents = (s.q_rank or s.D) + s.kv_rank + s.rope
-        sent.append(("gather", s.T * latents * wide * other_ranks))
+        gathered = s.T * latents * wide * other_ranks
+        sent.append(("gather", gathered))
     if step in ("attend", "mlp", "shared"):
         sent.append(("sum", stream))
-    return [AxisTraffic(step, "tp", what, size, size) for what, size in sent if size]
+    traffic: list[AxisTraffic] = []
+    for what, size in sent:
+        if size:
+            traffic.append(AxisTraffic(step, "tp", what, size, size))
+    return traffic
 
 
 def context_parallel_bytes(s: RankShapes) -> tuple[float, float]:
     """Context parallelism, forward and backward. Gathered keys' gradients are summed back; a ring sends keys and
     values once more and their fp32 gradients with them; an exchange of heads is the same both ways."""
     cp = s.portion.cp
-    wide = s.choices.recipe.wide
-    keys = s.C * s.G * (s.Q + s.V)
+    wide = s.recipe.wide
+    key_and_value = s.Q + s.V
+    keys = s.C * s.G * key_and_value
     if s.portion.context == "all_gather":
         gathered = keys * wide * (cp - 1)
         return gathered, gathered
     if s.portion.context == "ring":
-        return keys * wide * (cp - 1), keys * (wide * (cp - 1) + FP32_BYTES * cp)
+        again = wide * (cp - 1)
+        gradients = FP32_BYTES * cp
+        return keys * wide * (cp - 1), keys * (again + gradients)
 
     # Heads are exchanged inside a node; between nodes keys go round a ring.
     inside = cp
     if s.portion.context != "all_to_all":
         inside = min(cp, s.choices.node)
-    heads = s.H * (s.Q + s.V) + s.G * (s.Q + s.V)
+    heads = s.H * key_and_value + s.G * key_and_value
     exchanged = s.C * heads * wide * (inside - 1) / inside
     nodes = cp / inside
+    other_nodes = nodes - 1
+    ring = wide * other_nodes
     ring_gradients = FP32_BYTES * nodes if nodes > 1 else 0
-    ring = wide * (nodes - 1)
-    return exchanged + keys * wide * (nodes - 1), exchanged + keys * (ring + ring_gradients)
+    forward = exchanged + keys * wide * other_nodes
+    backward = exchanged + keys * (ring + ring_gradients)
+    return forward, backward
 
 
 def expert_parallel_bytes(step: str, s: RankShapes) -> list[AxisTraffic]:
     """Tokens to experts or back, by dispatcher. Backward sends gradients of the same rows the other way."""
-    wide = s.choices.recipe.wide
+    wide = s.recipe.wide
     forward_bytes = wide
     if step == "dispatch" and s.choices.travel == "fp8":
         forward_bytes = FP8_ROW_BYTES
     traffic: list[AxisTraffic] = []
     for axis, what, elements in expert_parallel_elements(s):
-        traffic.append(AxisTraffic(step, axis, what, elements * forward_bytes, elements * wide))
+        forward = elements * forward_bytes
+        backward = elements * wide
+        traffic.append(AxisTraffic(step, axis, what, forward, backward))
     return traffic
 
 
-def expert_parallel_elements(s: RankShapes) -> list[tuple[str, str, float]]:
-    """(axis, what, elements) of one way."""
+def expert_parallel_elements(s: RankShapes) -> list[SentElements]:
+    """Elements sent one way."""
     p = s.portion
     expert_ranks = p.ep * p.etp
     token = s.T * dispatched_width(s.model)
@@ -103,17 +120,25 @@ def expert_parallel_elements(s: RankShapes) -> list[tuple[str, str, float]]:
     if p.dispatcher == "all_gather":
         return [("ep", "all_gather", token * (expert_ranks - 1))]
 
-    sent: list[tuple[str, str, float]] = []
-    inside = min(p.ep, max(1, s.choices.node // p.etp))
+    # Tokens to the ranks of experts, a copy for each choice or for each distinct rank; then among etp ranks.
+    sent: list[SentElements] = []
+    experts_per_node = max(1, s.choices.node // p.etp)
+    inside = min(p.ep, experts_per_node)
     nodes = p.ep / inside
-    copies = s.K if p.dispatcher == "all_to_all" else expected_distinct(s.K, p.ep)
+    copies = s.K
+    if p.dispatcher != "all_to_all":
+        copies = expected_distinct(s.K, p.ep)
     if p.dispatcher == "hierarchical" and nodes > 1:
         node_copies = expected_distinct(s.K, nodes)
-        sent.append(("ep nodes", "hierarchical", token * node_copies * (nodes - 1) / nodes))
-        sent.append(("ep inside", "hierarchical", token * copies * (inside - 1) / inside))
+        between_nodes = token * node_copies * (nodes - 1) / nodes
+        inside_node = token * copies * (inside - 1) / inside
+        sent.append(("ep nodes", "hierarchical", between_nodes))
+        sent.append(("ep inside", "hierarchical", inside_node))
     elif p.ep > 1:
-        sent.append(("ep", p.dispatcher, token * copies * (p.ep - 1) / p.ep))
+        to_ranks = token * copies * (p.ep - 1) / p.ep
+        sent.append(("ep", p.dispatcher, to_ranks))
     if p.etp > 1:
         arrived = copies if p.ep > 1 else 1
-        sent.append(("etp", "to everyone", token * arrived * (p.etp - 1)))
+        gathered = token * arrived * (p.etp - 1)
+        sent.append(("etp", "to everyone", gathered))
     return sent

@@ -1,7 +1,7 @@
 """Costs of one layer for one microbatch on one rank, step by step: parameters, FLOPs, saved bytes and sent bytes.
 
-Torch-free. Weights, their cuts and FLOPs come from `anatomy/`; what is saved for backward comes from the tables of a stack.
-Results are cached: a search asks for the same layer many times.
+Torch-free. Weights, their cuts and FLOPs come from `anatomy/`; what is saved for backward comes from the tables of a
+stack. Results are cached: a search asks for the same layer many times.
 """
 
 from __future__ import annotations
@@ -56,6 +56,9 @@ class SavedActivation:
         return f"{self.rows:,.0f} x {self.width:,.0f} x {self.element_bytes:g} B"
 
 
+SavedTensors = tuple[SavedActivation, ...]
+
+
 @dataclass(frozen=True)
 class Gemm:
     """`groups` products of (rows, k) by (k, n), done `times` times in a forward pass of the step."""
@@ -70,9 +73,11 @@ class Gemm:
 
     @property
     def flops(self) -> float:
-        return 2 * self.rows * self.n * self.k * self.groups * self.times
+        one = 2 * self.rows * self.n * self.k
+        return one * self.groups * self.times
 
 
+Gemms = tuple[Gemm, ...]
 ParameterClass = tuple[str, tuple[str, ...]]  # of parameters: their grid, and the axes that cut them
 
 
@@ -84,22 +89,27 @@ class StepCount:
     parameters: tuple[tuple[ParameterClass, float], ...]
     quantized: float
     flops: float
-    gemms: tuple[Gemm, ...]
+    gemms: Gemms
     attention: float
-    saved: tuple[SavedActivation, ...]
+    saved: SavedTensors
     sent: tuple[AxisTraffic, ...]
     working: tuple[float, float]  # bytes of the working sets of forward and backward, beside what is kept
 
     @property
+    def kept_tensors(self) -> list[SavedActivation]:
+        return [tensor for tensor in self.saved if tensor.fate == "kept"]
+
+    @property
     def kept(self) -> float:
-        return sum(tensor.bytes for tensor in self.saved if tensor.fate == "kept")
+        return sum(tensor.bytes for tensor in self.kept_tensors)
 
     @property
     def waiting(self) -> float:
         """Bytes that deferred weight gradients need: inputs of GEMMs, and gradients of their results."""
-        kept = [tensor for tensor in self.saved if tensor.fate == "kept"]
-        inputs = sum(tensor.bytes for tensor in kept if tensor.linear)
-        outputs = sum(gemm.rows * gemm.n * gemm.groups for gemm in self.gemms)
+        inputs = sum(tensor.bytes for tensor in self.kept_tensors if tensor.linear)
+        outputs = 0.0
+        for gemm in self.gemms:
+            outputs += gemm.rows * gemm.n * gemm.groups
         return inputs + outputs * 2
 
     @property
@@ -153,7 +163,9 @@ def count_piece(
     window = sliding_window_of(model, layer)
     shapes = RankShapes(model, portion, choices, window, load)
     saved = saved_by_steps(specs, shapes)
-    steps = [count_step(spec, shapes, saved[spec.name]) for spec in specs]
+    steps: list[StepCount] = []
+    for spec in specs:
+        steps.append(count_step(spec, shapes, saved[spec.name]))
     return PieceCount(piece, tuple(steps))
 
 
@@ -168,10 +180,11 @@ def piece_steps(model: ModelConfig, piece: str, layer: int) -> list[StepSpec]:
     return [look_ahead_step(model), *block, set_aside_step(model)]
 
 
-def count_step(spec: StepSpec, s: RankShapes, saved: tuple[SavedActivation, ...]) -> StepCount:
+def count_step(spec: StepSpec, s: RankShapes, saved: SavedTensors) -> StepCount:
     stack = LAYER_STACKS[s.choices.stack]
     parameters = Counter[ParameterClass]()
     quantized = 0.0
+    # Parameters of the rank's share, by the axes that cut them.
     for weight in spec.weights:
         held = prod(weight.part(s.portion.degrees))
         axes = tuple(axis for _, axis in weight.cut)
@@ -179,6 +192,7 @@ def count_step(spec: StepSpec, s: RankShapes, saved: tuple[SavedActivation, ...]
         parameters[grid, axes] += held  # pyright: ignore[reportArgumentType]
         if is_weight_matrix(weight) and spec.name not in UNQUANTIZED_STEPS:
             quantized += held
+    attention_flops = s.T * 2 * spec.context * spec.seen(s.S)
     forward_working = stack.working_bytes(spec.name, "F", s)
     backward_working = stack.working_bytes(spec.name, "B", s)
     return StepCount(
@@ -187,7 +201,7 @@ def count_step(spec: StepSpec, s: RankShapes, saved: tuple[SavedActivation, ...]
         quantized=quantized,
         flops=s.T * spec.flops(s.S),
         gemms=tuple(gemms_of_step(spec, s)),
-        attention=s.T * 2 * spec.context * spec.seen(s.S),
+        attention=attention_flops,
         saved=saved,
         sent=tuple(step_bytes_sent(spec, s)),
         working=(forward_working, backward_working),
@@ -203,7 +217,8 @@ def gemms_of_step(spec: StepSpec, s: RankShapes) -> list[Gemm]:
     if spec.name == "embed":
         return []
     if spec.name == "predict":
-        return [Gemm("head", "head", s.C, s.P, s.D, times=1 + s.model.mtp)]
+        heads = 1 + s.model.mtp
+        return [Gemm("head", "head", s.C, s.P, s.D, times=heads)]
     gemms: list[Gemm] = []
     for weight in filter(is_weight_matrix, spec.weights):
         *outer, k = weight.part(s.portion.degrees)
@@ -211,11 +226,13 @@ def gemms_of_step(spec: StepSpec, s: RankShapes) -> list[Gemm]:
         name = gemm_name(weight)
         if "ep" in axes:
             rows_per_expert = s.R / s.e
-            gemms.append(Gemm(name, "grouped", rows_per_expert, prod(outer[1:]), k, groups=s.e))
+            n = prod(outer[1:])
+            gemms.append(Gemm(name, "grouped", rows_per_expert, n, k, groups=s.e))
         else:
             kind = "router" if spec.name == "route" else "dense"
             rows = s.C if "tp" in axes else s.T
-            gemms.append(Gemm(name, kind, rows, prod(outer), k))
+            n = prod(outer)
+            gemms.append(Gemm(name, kind, rows, n, k))
     return gemms
 
 
@@ -225,9 +242,11 @@ def gemm_name(weight: WeightSpec) -> str:
     return parts[-1] if "experts" in weight.name else parts[-2]
 
 
-def saved_by_steps(specs: list[StepSpec], s: RankShapes) -> dict[str, tuple[SavedActivation, ...]]:
+def saved_by_steps(specs: list[StepSpec], s: RankShapes) -> dict[str, SavedTensors]:
     """What each step saves, with its fate."""
-    saved: dict[str, list[SavedActivation]] = {spec.name: [] for spec in specs}
+    saved: dict[str, list[SavedActivation]] = {}
+    for spec in specs:
+        saved[spec.name] = []
     in_layer = "attend" in saved
     for entry in LAYER_STACKS[s.choices.stack].saved:
         if entry.step not in saved or not entry.condition(s):
@@ -242,7 +261,7 @@ def saved_by_steps(specs: list[StepSpec], s: RankShapes) -> dict[str, tuple[Save
             linear=entry.storage in LINEAR_STORAGE,
         )
         saved[entry.step].append(tensor)
-    return {name: tuple(tensors) for name, tensors in saved.items()}
+    return {step: tuple(tensors) for step, tensors in saved.items()}
 
 
 def tensor_fate(entry: TensorEntry, choices: PlanChoices, in_layer: bool) -> str:

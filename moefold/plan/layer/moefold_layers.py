@@ -217,11 +217,14 @@ def attend_tensors() -> list[TensorEntry]:
     gqa = table.only(uses_gqa)
     # Inputs of the projections.
     add_rmsnorm(table, "stream", rank_tokens, stream_width, layer_input=True)
-    gqa.remade_by("norm").add("normed", context_tokens, stream_width, "linear")
-    mla.remade_by("norm").add("normed", rank_tokens, stream_width, "linear")
-    add_rmsnorm(table.only(has_query_latent), "query latent", rank_tokens, query_latent_width)
+    gqa_norm = gqa.remade_by("norm")
+    gqa_norm.add("normed", context_tokens, stream_width, "linear")
+    mla_norm = mla.remade_by("norm")
+    mla_norm.add("normed", rank_tokens, stream_width, "linear")
+    query_latent = table.only(has_query_latent)
+    add_rmsnorm(query_latent, "query latent", rank_tokens, query_latent_width)
     add_rmsnorm(mla, "key latent", rank_tokens, key_latent_width)
-    mla.remade_by("norm").add("latents", context_tokens, latents_width, "linear", read_by="up")
+    mla_norm.add("latents", context_tokens, latents_width, "linear", read_by="up")
     # Norms of queries and keys: by head, fused with RoPE, or over all heads.
     by_head = table.only(norms_each_head)
     add_rmsnorm(by_head, "query", all_query_heads, head_width)
@@ -239,18 +242,22 @@ def attend_tensors() -> list[TensorEntry]:
     core.add("attended", context_tokens, attended_width, "linear", read_by="out")
     reordered = core.only(reorders_attended)
     reordered.add("attended, before it is put in order", context_tokens, attended_width)
-    table.only(cuts_context).add("angles of its positions", context_positions, rope_table_width, "fp32")
+    cut = table.only(cuts_context)
+    cut.add("angles of its positions", context_positions, rope_table_width, "fp32")
     masks = table.only(needs_chunk_masks)
     masks.add("masks of its two chunks", half_chunk_positions, chunk_mask_width, "fp32")
-    core.only(uses_flash_attention).add("log-sum-exp", context_tokens, query_heads, "fp32")
-    core.only(uses_plain_attention).add("probabilities", context_tokens, probabilities_width, "fp32")
+    flash = core.only(uses_flash_attention)
+    flash.add("log-sum-exp", context_tokens, query_heads, "fp32")
+    plain = core.only(uses_plain_attention)
+    plain.add("probabilities", context_tokens, probabilities_width, "fp32")
     return table.entries
 
 
 def mlp_tensors() -> list[TensorEntry]:
     table = TensorTable("mlp")
     add_rmsnorm(table, "stream", rank_tokens, stream_width)
-    table.remade_by("norm").add("normed", context_tokens, stream_width, "linear")
+    normed = table.remade_by("norm")
+    normed.add("normed", context_tokens, stream_width, "linear")
     mlp = table.remade_by("mlp")
     mlp.add("gate and up", context_tokens, dense_gate_up_width)
     mlp.add("activated", context_tokens, dense_inner_width, "linear")
@@ -330,22 +337,31 @@ def choices_per_token(s: RankShapes) -> float:
 def route_tensors() -> list[TensorEntry]:
     table = TensorTable("route")
     add_rmsnorm(table, "stream", rank_tokens, stream_width)
-    table.remade_by("norm").add("normed", rank_tokens, stream_width, read_by="experts")
+    normed = table.remade_by("norm")
+    normed.add("normed", rank_tokens, stream_width, read_by="experts")
     # Scores of all experts.
     router = table.remade_by("moe")
     composed = router.only(composed_router)
     log_sigmoids = router.only(keeps_log_sigmoids)
-    router.only(keeps_logits).add("logits", rank_tokens, expert_count, "fp32")
-    router.only(keeps_score_shares).add("shares", rank_tokens, expert_count, "fp32")
-    router.only(keeps_sigmoids).add("sigmoids", rank_tokens, expert_count, "fp32")
-    log_sigmoids.only(normalizes_chosen).add("logs of sigmoids", rank_tokens, expert_count, "fp32")
-    log_sigmoids.only(composes_rmsnorm).add("what their gradient needs", rank_tokens, expert_count, "fp32")
+    logits = router.only(keeps_logits)
+    logits.add("logits", rank_tokens, expert_count, "fp32")
+    shares = router.only(keeps_score_shares)
+    shares.add("shares", rank_tokens, expert_count, "fp32")
+    sigmoids = router.only(keeps_sigmoids)
+    sigmoids.add("sigmoids", rank_tokens, expert_count, "fp32")
+    chosen = log_sigmoids.only(normalizes_chosen)
+    chosen.add("logs of sigmoids", rank_tokens, expert_count, "fp32")
+    gradients = log_sigmoids.only(composes_rmsnorm)
+    gradients.add("what their gradient needs", rank_tokens, expert_count, "fp32")
     # The choice, its weights and the losses.
     router.add("choice", rank_tokens, choices_per_token, "int64")
     composed.add("which choices are none", rank_tokens, choices_per_token, "byte")
-    router.only(keeps_chosen_weights).add("weights", rank_tokens, choices_per_token, "fp32")
-    router.only(has_balance_loss).add("price of each expert", balance_loss_rows, expert_count, "fp32")
-    composed.only(has_z_loss).add("log-sum-exp", rank_tokens, one_column, "fp32")
+    weights = router.only(keeps_chosen_weights)
+    weights.add("weights", rank_tokens, choices_per_token, "fp32")
+    balance = router.only(has_balance_loss)
+    balance.add("price of each expert", balance_loss_rows, expert_count, "fp32")
+    z_loss = composed.only(has_z_loss)
+    z_loss.add("log-sum-exp", rank_tokens, one_column, "fp32")
     return table.entries
 
 
@@ -400,8 +416,10 @@ def arrived_tokens(s: RankShapes) -> float:
 def dispatch_tensors() -> list[TensorEntry]:
     table = TensorTable("dispatch")
     moe = table.remade_by("moe")
-    moe.only(reference_arrange_rows).add("order of rows", expert_rows, one_column, "int64")
-    moe.only(experts_are_remote).add("who went where", routed_choices, two_columns, "int64")
+    arranged = moe.only(reference_arrange_rows)
+    arranged.add("order of rows", expert_rows, one_column, "int64")
+    remote = moe.only(experts_are_remote)
+    remote.add("who went where", routed_choices, two_columns, "int64")
     return table.entries
 
 
@@ -414,28 +432,34 @@ def expert_tensors() -> list[TensorEntry]:
     unfused = experts.only(unfused_experts)
     remote = fused.only(experts_are_remote)
     remote.add("tokens that came", arrived_tokens, dispatched_token_width, read_by="experts")
-    fused.only(has_local_latents).add("latents", rank_tokens, dispatched_token_width, read_by="experts")
+    local = fused.only(has_local_latents)
+    local.add("latents", rank_tokens, dispatched_token_width, read_by="experts")
     experts.add("index and slots", expert_rows, two_columns, "int32")
     experts.add("weights", expert_rows, one_column, "fp32")
     unfused.add("rows", expert_rows, dispatched_token_width, "linear", read_by="experts")
     # Inside and behind the expert MLP.
     experts.add("gate and up", expert_rows, expert_gate_up_width, read_by="activation")
-    activation.only(unfused_experts).add("activated", expert_rows, expert_inner_width, "linear")
+    activated = activation.only(unfused_experts)
+    activated.add("activated", expert_rows, expert_inner_width, "linear")
     weighed = experts.only(weighs_expert_outputs)
     weighed.add("results", expert_rows, dispatched_token_width)
-    weighed.only(rounds_router_weights).add("weights, rounded", expert_rows, one_column)
+    rounded = weighed.only(rounds_router_weights)
+    rounded.add("weights, rounded", expert_rows, one_column)
     biased = experts.only(has_expert_biases)
     biased.add("expert of each row, twice", expert_rows, two_columns, "int64")
-    biased.only(weighs_activations).add("biases of rows", expert_rows, dispatched_token_width)
+    weighed_biases = biased.only(weighs_activations)
+    weighed_biases.add("biases of rows", expert_rows, dispatched_token_width)
     return table.entries
 
 
 def combine_tensors() -> list[TensorEntry]:
     widen = TensorTable("widen")
-    widen.remade_by("moe").add("results in latents", rank_tokens, dispatched_token_width, "linear")
+    latents = widen.remade_by("moe")
+    latents.add("results in latents", rank_tokens, dispatched_token_width, "linear")
     combine = TensorTable("combine")
-    woven = combine.only(pairs_microbatches).only(weighs_activations)
-    woven.add("results, while woven", expert_rows, dispatched_token_width)
+    paired = combine.only(pairs_microbatches)
+    weighed = paired.only(weighs_activations)
+    weighed.add("results, while woven", expert_rows, dispatched_token_width)
     return widen.entries + combine.entries
 
 
@@ -450,7 +474,8 @@ def gates_shared_experts(s: RankShapes) -> bool:
 def shared_expert_tensors() -> list[TensorEntry]:
     table = TensorTable("shared")
     shared = table.remade_by("shared", "moe")
-    shared.only(cuts_tokens_over_tp).add("normed, gathered", context_tokens, stream_width, "linear")
+    gathered = shared.only(cuts_tokens_over_tp)
+    gathered.add("normed, gathered", context_tokens, stream_width, "linear")
     shared.add("gate and up", context_tokens, shared_gate_up_width)
     shared.add("activated", context_tokens, shared_inner_width, "linear")
     gated = shared.only(gates_shared_experts)
@@ -628,7 +653,8 @@ def expert_backward_end() -> WorkingSet:
     """When the gradients of rows and weights exist."""
     table = backward_table()
     table.add("gradient of results", expert_rows, dispatched_token_width)
-    table.only(unfused_experts).add("gradient of gate and up", expert_rows, expert_gate_up_width)
+    unfused = table.only(unfused_experts)
+    unfused.add("gradient of gate and up", expert_rows, expert_gate_up_width)
     table.add("rows and their gradient", expert_rows, expert_row_pair_width)
     table.add("gradient of what arrived", arrived_tokens, dispatched_token_width)
     wgrad = table.only(separate_expert_wgrad)
@@ -649,7 +675,8 @@ def expert_backward_start() -> WorkingSet:
 
 def expert_backward_activation() -> WorkingSet:
     table = backward_table()
-    add_swiglu_backward(table.only(unfused_experts), expert_rows, expert_inner_width)
+    unfused = table.only(unfused_experts)
+    add_swiglu_backward(unfused, expert_rows, expert_inner_width)
     return table.entries
 
 

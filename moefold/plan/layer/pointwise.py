@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from moefold.plan.layer.layer_costs import Gemm
+from moefold.plan.layer.layer_costs import Gemm, Gemms
 from moefold.plan.layer.rank_shapes import RankShapes
 
 LOW_PRECISION_GEMMS = ("dense", "grouped")  # those that a low precision takes over; router and head stay as they are
@@ -33,12 +33,14 @@ def activation_elements(s: RankShapes) -> float:
     activation with the GEMMs."""
     if runs_fused_experts(s):
         return 0.0
-    biases = 4 * s.F + 2 * s.W if s.model.moe.biases else 0
-    return s.R * (3 * s.F + biases)
+    elements = 3 * s.F
+    if s.model.moe.biases:
+        elements += 4 * s.F + 2 * s.W
+    return s.R * elements
 
 
 def runs_fused_experts(s: RankShapes) -> bool:
-    if s.choices.stack != "moefold" or s.choices.recipe.quantizes:
+    if s.choices.stack != "moefold" or s.recipe.quantizes:
         return False
     return s.fuses_experts
 
@@ -55,7 +57,8 @@ def cross_entropy_elements(s: RankShapes) -> float:
     once."""
     fused = s.choices.stack == "moefold" and s.chosen_implementation("cross_entropy") == "triton"
     passes = 2 / 3 if fused else 6
-    return passes * s.C * s.P * (1 + s.model.mtp)
+    heads = 1 + s.model.mtp
+    return passes * s.C * s.P * heads
 
 
 def embed_elements(s: RankShapes) -> float:
@@ -67,19 +70,23 @@ def attend_elements(s: RankShapes) -> float:
 
 
 def mlp_elements(s: RankShapes) -> float:
-    return NORM_PASSES * s.T * s.D + 3 * s.C * s.M
+    norm = NORM_PASSES * s.T * s.D
+    return norm + 3 * s.C * s.M
 
 
 def route_elements(s: RankShapes) -> float:
-    return 3 * s.T * s.D + 12 * s.T * s.E
+    norm = 3 * s.T * s.D
+    return norm + 12 * s.T * s.E
 
 
 def shared_elements(s: RankShapes) -> float:
-    return 2 * s.T * s.D + 3 * s.C * s.A
+    stream = 2 * s.T * s.D
+    return stream + 3 * s.C * s.A
 
 
 def combine_elements(s: RankShapes) -> float:
-    return s.R * s.W + 3 * s.T * s.D
+    rows = s.R * s.W
+    return rows + 3 * s.T * s.D
 
 
 def look_ahead_elements(s: RankShapes) -> float:
@@ -136,37 +143,41 @@ def pointwise_bytes(step: str, s: RankShapes) -> float:
     return 2.0 * POINTWISE_ELEMENTS[step](s)
 
 
-def low_precision_gemms(gemms: tuple[Gemm, ...]) -> list[Gemm]:
+def low_precision_gemms(gemms: Gemms) -> list[Gemm]:
     return [gemm for gemm in gemms if gemm.kind in LOW_PRECISION_GEMMS]
 
 
-def input_quantization_bytes(gemms: tuple[Gemm, ...], s: RankShapes) -> float:
+def input_quantization_bytes(gemms: Gemms, s: RankShapes) -> float:
     """Bytes of quantising what the GEMMs of a forward read. GEMMs with the same input share its quantised form."""
-    if not s.choices.recipe.quantizes:
+    if not s.recipe.quantizes:
         return 0.0
-    by_input = {(gemm.rows, gemm.k): gemm for gemm in low_precision_gemms(gemms)}
-    elements = sum(gemm.rows * gemm.groups * gemm.k for gemm in by_input.values())
-    return quantized_element_bytes(s) * elements
+    elements: dict[tuple[float, float], float] = {}
+    for gemm in low_precision_gemms(gemms):
+        shared_input = (gemm.rows, gemm.k)
+        elements[shared_input] = gemm.rows * gemm.groups * gemm.k
+    return quantized_element_bytes(s) * sum(elements.values())
 
 
-def gradient_quantization_bytes(gemms: tuple[Gemm, ...], s: RankShapes) -> float:
+def gradient_quantization_bytes(gemms: Gemms, s: RankShapes) -> float:
     """Bytes of quantising the gradients of what the GEMMs gave, in backward."""
-    if not s.choices.recipe.quantizes:
+    if not s.recipe.quantizes:
         return 0.0
-    by_output = {(gemm.rows, gemm.n, gemm.name): gemm for gemm in low_precision_gemms(gemms)}
-    elements = sum(gemm.rows * gemm.groups * gemm.n for gemm in by_output.values())
-    return quantized_element_bytes(s) * elements
+    elements: dict[tuple[float, float, str], float] = {}
+    for gemm in low_precision_gemms(gemms):
+        output = (gemm.rows, gemm.n, gemm.name)
+        elements[output] = gemm.rows * gemm.groups * gemm.n
+    return quantized_element_bytes(s) * sum(elements.values())
 
 
 def quantized_element_bytes(s: RankShapes) -> float:
     """Read in bf16, written twice."""
-    return 2 + 2 * s.choices.recipe.linear
+    return 2 + 2 * s.recipe.linear
 
 
-def count_launches(step: str, gemms: tuple[Gemm, ...], s: RankShapes) -> tuple[float, float]:
+def count_launches(step: str, gemms: Gemms, s: RankShapes) -> tuple[float, float]:
     """Kernels of a forward: those in sequence, and those of a loop over experts, which run in parallel on the device.
     Megatron's layers run each expert's GEMM by itself and quantise each operand."""
-    quantizes = s.choices.recipe.quantizes
+    quantizes = s.recipe.quantizes
     count = KERNEL_LAUNCHES[step]
     if runs_fused_experts(s):
         count = FUSED_KERNEL_LAUNCHES.get(step, count)
@@ -176,5 +187,7 @@ def count_launches(step: str, gemms: tuple[Gemm, ...], s: RankShapes) -> tuple[f
         count += MLA_EXTRA_LAUNCHES
     if s.choices.stack != "megatron":
         return count, 0
-    expert_gemms = sum(gemm.groups for gemm in gemms if gemm.kind == "grouped")
-    return count, expert_gemms * (QUANTIZED_LOOP_LAUNCHES if quantizes else 1)
+    looped = sum(gemm.groups for gemm in gemms if gemm.kind == "grouped")
+    if quantizes:
+        looped *= QUANTIZED_LOOP_LAUNCHES
+    return count, looped

@@ -60,6 +60,7 @@ class RankShapes:
         self.model = model
         self.portion = p
         self.choices = choices
+        self.recipe = choices.recipe
         self.window = window
         # Tokens and the stream.
         self.T = p.tokens
@@ -94,8 +95,9 @@ class RankShapes:
         self.K = moe.top_k
         self.F = moe.ffn / p.etp
         self.A = moe.shared_ffn / p.tp
+        arrival_load = load if p.ep > 1 else 1.0
         self.R = self.even_expert_rows() * load
-        self.N = self.even_arrived_tokens() * (load if p.ep > 1 else 1.0)
+        self.N = self.even_arrived_tokens() * arrival_load
         self.gate_inside = moe.gate == "activation"
         self.latent = moe.latent > 0
 
@@ -130,7 +132,10 @@ class RankShapes:
         c = self.choices
         capability = divmod(c.capability, 10)
         dtype = "fp32" if c.precision == "fp32" else "bf16"
-        return Facts(c.device, dtype, capability, int(self.W), int(self.F), triton=c.device == "cuda")
+        hidden = int(self.W)
+        ffn = int(self.F)
+        has_triton = c.device == "cuda"
+        return Facts(c.device, dtype, capability, hidden, ffn, triton=has_triton)
 
     def chosen_implementation(self, op: str) -> str:
         """The implementation of an operation that would be bound there."""
@@ -150,7 +155,8 @@ class RankShapes:
         """Whether attention is composed of plain ops: on a CPU, for shapes that torch's own attention does not take."""
         if self.choices.device != "cpu":
             return False
-        return self.V != self.Q or self.window > 0 or self.model.attention.sinks
+        has_window = self.window > 0
+        return self.V != self.Q or has_window or self.model.attention.sinks
 
     @cached_property
     def composed_rmsnorm(self) -> bool:

@@ -15,7 +15,12 @@ from moefold.plan.options import PrecisionRecipe
 ShapeFunction = Callable[[RankShapes], float]
 ShapeCondition = Callable[[RankShapes], bool]
 
-FIXED_ELEMENT_BYTES = {"fp32": 4.0, "int64": 8.0, "int32": 4.0, "byte": 1.0}
+FIXED_ELEMENT_BYTES = {
+    "fp32": 4.0,
+    "int64": 8.0,
+    "int32": 4.0,
+    "byte": 1.0,
+}
 
 
 def element_bytes(storage: str, recipe: PrecisionRecipe) -> float:
@@ -57,10 +62,11 @@ class TensorEntry:
     layer_input: bool = False
 
     def element_bytes(self, s: RankShapes) -> float:
-        return element_bytes(self.storage, s.choices.recipe)
+        return element_bytes(self.storage, s.recipe)
 
     def total_bytes(self, s: RankShapes) -> float:
-        return self.rows(s) * self.width(s) * self.element_bytes(s)
+        elements = self.rows(s) * self.width(s)
+        return elements * self.element_bytes(s)
 
 
 class TensorTable:
@@ -124,9 +130,13 @@ class LayerStack:
         """Bytes of a step's largest working set."""
         largest = 0.0
         for working_set in self.working_sets.get((step, pass_name), ()):
-            size = sum(entry.total_bytes(s) for entry in working_set if entry.condition(s))
+            present = [entry for entry in working_set if entry.condition(s)]
+            size = sum(entry.total_bytes(s) for entry in present)
             largest = max(largest, size)
         return largest
+
+
+# Rows, widths and conditions that both stacks use.
 
 
 def rank_tokens(s: RankShapes) -> float:
@@ -194,7 +204,8 @@ def query_heads(s: RankShapes) -> float:
 
 
 def qkv_width(s: RankShapes) -> float:
-    return s.H * s.Q + s.G * (s.Q + s.V)
+    queries = s.H * s.Q
+    return queries + s.G * (s.Q + s.V)
 
 
 def vocab_shard_width(s: RankShapes) -> float:

@@ -16,6 +16,8 @@ from moefold.plan.machine.gpu import Gpu
 from moefold.plan.memory.peak_memory import RunSetting
 from moefold.plan.options import PlanChoices
 
+ParameterCounts = Mapping[ParameterClass, float]
+
 COLLECTIVE_LATENCY = 20e-6  # of a collective or a message between neighbours
 NVLINK_EFFICIENCY = 0.79  # share of NVLink's peak that collectives reach, as a plain all-to-all does
 
@@ -62,16 +64,19 @@ class Cluster:
         bandwidth = self.nvlink_bandwidth if span <= self.domain else self.gpu.network
         return COLLECTIVE_LATENCY + size / bandwidth
 
-    def exchange_seconds(self, parameters: Mapping[ParameterClass, float], s: RunSetting, element: float) -> float:
+    def exchange_seconds(self, parameters: ParameterCounts, s: RunSetting, element: float) -> float:
         """Seconds of an all-gather or reduce-scatter of parameters over their replicas, `element` bytes each."""
-        p = s.config.parallel
+        p = s.parallel
         stride_and_ranks = {
             "dense": (p.tp, s.degrees["dp"] * p.cp),
             "expert": (p.ep * p.etp, s.degrees["edp"]),
         }
         seconds = 0.0
         for grid, (stride, ranks) in stride_and_ranks.items():
-            held = sum(count for (of_grid, _), count in parameters.items() if of_grid == grid)
+            held = 0.0
+            for (of_grid, _), count in parameters.items():
+                if of_grid == grid:
+                    held += count
             sent = element * held * (ranks - 1) / ranks
             seconds += self.ring_seconds(sent, stride, ranks)
         return seconds
@@ -83,11 +88,14 @@ class Cluster:
         if p.ep * p.etp == 1:
             return 0.0
         wide = choices.recipe.wide
-        name, seconds = price.predicted_one_way(config, self.domain, int(wide), self.link_bandwidths)
+        links = self.link_bandwidths
+        name, seconds = price.predicted_one_way(config, self.domain, int(wide), links)
         if p.etp == 1 or name == "all_gather":
             return seconds
-        tokens = config.train.micro_batch * config.data.seq_len / (p.cp * p.tp)
+        microbatch_tokens = config.train.micro_batch * config.data.seq_len
+        tokens = microbatch_tokens / (p.cp * p.tp)
         row = wide * dispatched_width(config.model)
-        gathered = row * tokens * config.model.moe.top_k * (p.etp - 1)
+        top_k = config.model.moe.top_k
+        gathered = row * tokens * top_k * (p.etp - 1)
         gather = self.ring_seconds(gathered, 1, p.etp)
         return seconds + gather if p.ep > 1 else gather

@@ -7,7 +7,7 @@ which 10 % too fast and 10 % too slow weigh the same.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import mean, median
 
@@ -37,19 +37,23 @@ class TimedKernel:
         """FLOPs with the rows that fill tiles."""
         if self.what != "grouped":
             return self.flops
-        return self.flops * (1 + EXPERT_TILE_ROWS / 2 / self.rows)
+        padding = EXPERT_TILE_ROWS / 2 / self.rows
+        return self.flops * (1 + padding)
 
 
 TimedKernels = Sequence[TimedKernel]
+TimePrediction = Callable[[TimedKernel], float]
+Efficiencies = dict[str, object]
+Curve = Callable[[float], float]
 
 
-def mean_squared_log_error(points: TimedKernels, predict: Callable[[TimedKernel], float]) -> float:
+def mean_squared_log_error(points: TimedKernels, predict: TimePrediction) -> float:
     """Mean square of the log of predicted over measured time."""
     ratios = [predict(point) / point.seconds for point in points]
     return mean(math.log(ratio) ** 2 for ratio in ratios)
 
 
-def minimize_unimodal(f: Callable[[float], float], low: float, high: float) -> float:
+def minimize_unimodal(f: Curve, low: float, high: float) -> float:
     """Where f is least, for f with one valley, by narrowing."""
     for _ in range(SEARCH_STEPS):
         third = (high - low) / 3
@@ -64,7 +68,9 @@ def minimize_unimodal(f: Callable[[float], float], low: float, high: float) -> f
 
 def gemm_error(points: TimedKernels, rate: float, hbm: float, blend: float) -> float:
     def predicted_seconds(kernel: TimedKernel) -> float:
-        return roofline_seconds(kernel.padded_flops / rate, kernel.bytes / hbm, blend)
+        computing = kernel.padded_flops / rate
+        moving = kernel.bytes / hbm
+        return roofline_seconds(computing, moving, blend)
 
     return mean_squared_log_error(points, predicted_seconds)
 
@@ -76,7 +82,9 @@ def fit_flop_rate(points: TimedKernels, hbm: float, blend: float) -> float:
     def error_at_log_rate(log_rate: float) -> float:
         return gemm_error(points, math.exp(log_rate), hbm, blend)
 
-    log_rate = minimize_unimodal(error_at_log_rate, math.log(best / 20), math.log(best * 20))
+    lowest = math.log(best / 20)
+    highest = math.log(best * 20)
+    log_rate = minimize_unimodal(error_at_log_rate, lowest, highest)
     return math.exp(log_rate)
 
 
@@ -87,7 +95,8 @@ def fit_roofline_blend(sets: Sequence[TimedKernels], hbm: float) -> float:
         error = 0.0
         for points in sets:
             rate = fit_flop_rate(points, hbm, blend)
-            error += len(points) * gemm_error(points, rate, hbm, blend)
+            mean_error = gemm_error(points, rate, hbm, blend)
+            error += len(points) * mean_error
         return error
 
     candidates = [1 + step / 20 for step in range(BLEND_STEPS)]
@@ -99,7 +108,8 @@ def fit_attention_rate(points: TimedKernels, half: float) -> float:
     log_rates: list[float] = []
     for point in points:
         efficiency = attention_efficiency(point.length, point.width, half)
-        log_rates.append(math.log(point.flops / point.seconds / efficiency))
+        rate = point.flops / point.seconds / efficiency
+        log_rates.append(math.log(rate))
     return math.exp(mean(log_rates))
 
 
@@ -110,7 +120,8 @@ def fit_half_rate_length(points: TimedKernels) -> float:
         rate = fit_attention_rate(points, half)
 
         def predicted_seconds(kernel: TimedKernel) -> float:
-            return kernel.flops / rate / attention_efficiency(kernel.length, kernel.width, half)
+            efficiency = attention_efficiency(kernel.length, kernel.width, half)
+            return kernel.flops / rate / efficiency
 
         return mean_squared_log_error(points, predicted_seconds)
 
@@ -119,10 +130,11 @@ def fit_half_rate_length(points: TimedKernels) -> float:
 
 def attention_efficiency(length: float, width: float, half: float) -> float:
     """The share of its rate that attention reaches at this length and width of heads."""
-    return length / (length + half) * width / (width + HALF_RATE_HEAD_WIDTH)
+    by_length = length / (length + half)
+    return by_length * width / (width + HALF_RATE_HEAD_WIDTH)
 
 
-def fit_efficiencies(points: TimedKernels, peak: dict[str, float], hbm: float, start: float) -> dict[str, object]:
+def fit_efficiencies(points: TimedKernels, peak: Mapping[str, float], hbm: float, start: float) -> Efficiencies:
     """The `kernels` section of a GPU's file. `peak` is by precision here."""
     by_kind: dict[str, list[TimedKernel]] = {}
     for point in points:
@@ -135,6 +147,7 @@ def fit_efficiencies(points: TimedKernels, peak: dict[str, float], hbm: float, s
     grouped = by_kind["grouped"]
     blend = fit_roofline_blend([by_precision["bf16"], grouped], hbm)
     rate = fit_flop_rate(by_precision["bf16"], hbm, blend)
+    grouped_rate = fit_flop_rate(grouped, hbm, blend)
     gemm = {"bf16": round(rate / peak["bf16"], 3)}
     for precision in sorted(set(by_precision) - {"bf16"}):
         low_rate = fit_flop_rate(by_precision[precision], hbm, blend)
@@ -150,7 +163,7 @@ def fit_efficiencies(points: TimedKernels, peak: dict[str, float], hbm: float, s
     bandwidth = median(point.bytes / point.seconds for point in by_kind["stream"])
     return {
         "gemm": gemm,
-        "grouped": round(fit_flop_rate(grouped, hbm, blend) / rate, 3),
+        "grouped": round(grouped_rate / rate, 3),
         "blend": round(blend, 2),
         "start": start,
         "attention_forward": round(forward_rate / peak["bf16"], 3),

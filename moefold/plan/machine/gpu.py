@@ -99,7 +99,11 @@ def check_precision(gpu: Gpu, precision: str) -> str:
         return precision
     order = list(PEAK_BY_PRECISION)
     wanted = order.index(precision)
-    nearest = min(gpu.precisions, key=lambda name: abs(order.index(name) - wanted))
+
+    def distance(name: str) -> int:
+        return abs(order.index(name) - wanted)
+
+    nearest = min(gpu.precisions, key=distance)
     known = ", ".join(gpu.precisions)
     raise UserError(f"{gpu.name} does not multiply in {precision}; it has {known}: set --precision {nearest}")
 
@@ -165,7 +169,8 @@ def build_dataclass(kind: type[Any], tree: Tree, prefix: str) -> Any:
             problems.append(f"the GPU's file has no {path}; add it, or begin with `like: h100` to take over the rest")
             continue
         try:
-            values[field.name] = parse_field(hints[field.name], tree[field.name], path)
+            raw = tree[field.name]
+            values[field.name] = parse_field(hints[field.name], raw, path)
         except UserError as refused:
             problems += refused.problems
     if problems:
@@ -182,11 +187,15 @@ def parse_field(kind: Any, raw: Any, path: str) -> Any:
     if is_dataclass(kind):
         if not isinstance(raw, Mapping):
             raise UserError(f"{path} = {shown}; expected keys below it")
-        return build_dataclass(cast(type[Any], kind), cast(Tree, raw), path + ".")
+        section = cast(Tree, raw)
+        return build_dataclass(cast(type[Any], kind), section, path + ".")
     if not isinstance(raw, Mapping):
         raise UserError(f"{path} = {shown}; expected numbers by precision, such as {{bf16: 989e12}}")
     numbers = cast(Tree, raw)
-    return {str(name): parse_number(number, f"{path}.{name}") for name, number in numbers.items()}
+    by_precision: dict[str, float] = {}
+    for name, number in numbers.items():
+        by_precision[str(name)] = parse_number(number, f"{path}.{name}")
+    return by_precision
 
 
 def parse_number(raw: Any, path: str) -> float:

@@ -7,14 +7,19 @@ from collections.abc import Iterator
 
 from moefold.config.errors import UserError
 from moefold.config.run import Config
-from moefold.plan.layer.layer_costs import PieceCount, count_piece
+from moefold.plan.layer.layer_costs import PieceCount
 from moefold.plan.memory.peak_memory import RankMemory, fullest_rank, memory_by_rank, stage_counts
 from moefold.plan.memory.rank_stages import RankStages, StagePieces, stages_by_rank
 from moefold.plan.memory.resident import rank_parameters, replica_count
 from moefold.plan.memory.run_setting import GIB, RunSetting, build_run_setting
 from moefold.plan.options import PlanChoices
 
-PIECE_NAMES = {"E": "embedding", "t": "layer", "m": "layer ahead", "L": "head"}
+PIECE_NAMES = {
+    "E": "embedding",
+    "t": "layer",
+    "m": "layer ahead",
+    "L": "head",
+}
 NAME_COLUMN = 40  # characters of a line's name, indentation included
 
 
@@ -65,8 +70,9 @@ def resident_lines(s: RunSetting, held: RankStages, rank: RankMemory) -> Iterato
     count = rank.parameters
     yield format_line("weights", rank.weights, f"{count:,.0f} parameters x {rank.weights / count:.3g} B")
     yield format_line("gradients", rank.gradients, f"{count:,.0f} x {rank.gradients / count:.3g} B")
-    main_bytes = 4 if s.choices.recipe.wide < 4 else 0
-    state_bytes = main_bytes + rank.moments / max(1.0, owned_parameters(s, held))
+    main_bytes = 4 if s.recipe.wide < 4 else 0
+    owned = max(1.0, owned_parameters(s, held))
+    state_bytes = main_bytes + rank.moments / owned
     states = rank.main + rank.moments
     yield format_line("main weights and moments", states, f"{state_bytes:.3g} B for each of its share:")
     parameters = rank_parameters(s, held, stage_counts(s, held))
@@ -82,8 +88,11 @@ def resident_lines(s: RunSetting, held: RankStages, rank: RankMemory) -> Iterato
 def owned_parameters(s: RunSetting, held: RankStages) -> float:
     """Parameters whose optimizer state this rank holds."""
     owned = 0.0
-    for kind, count in rank_parameters(s, held, stage_counts(s, held)).items():
-        shards = 1 if s.choices.sharding == "none" else replica_count(s, kind)
+    parameters = rank_parameters(s, held, stage_counts(s, held))
+    for kind, count in parameters.items():
+        shards = 1
+        if s.choices.sharding != "none":
+            shards = replica_count(s, kind)
         owned += count / shards
     return owned
 
@@ -95,9 +104,10 @@ def activation_lines(s: RunSetting, held: RankStages, rank: RankMemory) -> Itera
     live = " + ".join(map(str, rank.live))
     yield format_line("activations", rank.activations, f"microbatches under way on its stages: {live}")
     kinds: dict[tuple[str, int], PieceCount] = {}
-    for number, pieces, microbatches in zip(held.numbers, held.pieces, rank.live, strict=True):
+    stages = zip(held.numbers, held.pieces, rank.live, strict=True)
+    for number, pieces, microbatches in stages:
         for piece, layer in pieces:
-            kinds[piece, layer] = count_piece(s.config.model, piece, layer, s.portion, s.choices)
+            kinds[piece, layer] = s.count_piece(piece, layer)
         kept = sum(kinds[piece].kept for piece in pieces)
         explanation = f"{microbatches} x {format_gib(kept)}: {list_pieces(pieces)}"
         yield format_line(f"stage {number}", microbatches * kept, explanation, depth=2)
@@ -129,7 +139,9 @@ def piece_name(piece: str, layer: int) -> str:
 def list_pieces(pieces: StagePieces) -> str:
     """2 x layer 0, head"""
     counts = Counter(piece_name(*piece) for piece in pieces)
-    items = [name if count == 1 else f"{count} x {name}" for name, count in counts.items()]
+    items: list[str] = []
+    for name, count in counts.items():
+        items.append(name if count == 1 else f"{count} x {name}")
     return ", ".join(items)
 
 

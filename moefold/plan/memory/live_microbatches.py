@@ -14,7 +14,7 @@ from operator import mul
 from typing import NamedTuple
 
 from moefold.schedule.passes import defer_weight_grads, pair_forward_with_backward
-from moefold.schedule.program import OP_KINDS, PipelineOp, Slot
+from moefold.schedule.program import OP_KINDS, PipelineOp, RankSlots, Slot
 from moefold.schedule.schedule_catalog import SCHEDULES, build_program
 
 
@@ -59,27 +59,31 @@ class RankMoments:
         return max(self.moments, key=total_bytes)
 
 
+AllMoments = list[RankMoments]  # by rank
+
+
 def running_op(moment: LiveMoment) -> tuple[str, int]:
     """Kind of the op that runs at a moment, and its stage among those of the rank."""
     kind, chunk = divmod(moment.running, len(moment.live))
     return OP_KINDS[kind], chunk
 
 
-def moments_by_rank(schedule: str, pp: int, vpp: int, microbatches: int, pair: bool, defer: bool) -> list[RankMoments]:
+def moments_by_rank(schedule: str, pp: int, vpp: int, microbatches: int, pair: bool, defer: bool) -> AllMoments:
     enough = enough_microbatches(schedule, pp, microbatches)
     return walk_schedule(schedule, pp, vpp, enough, pair, defer)
 
 
 @lru_cache(maxsize=1024)
-def walk_schedule(schedule: str, pp: int, vpp: int, microbatches: int, pair: bool, defer: bool) -> list[RankMoments]:
+def walk_schedule(schedule: str, pp: int, vpp: int, microbatches: int, pair: bool, defer: bool) -> AllMoments:
     program = build_program(schedule, pp, vpp, microbatches)
     if pair:
         program = pair_forward_with_backward(program)
     if defer:
         program = defer_weight_grads(program)
-    by_rank: list[RankMoments] = []
+    by_rank: AllMoments = []
+    placement = SCHEDULES[schedule]
     for rank, slots in enumerate(program):
-        stages = SCHEDULES[schedule].stages_on_rank(rank, pp, vpp)
+        stages = placement.stages_on_rank(rank, pp, vpp)
         by_rank.append(walk_rank_slots(slots, stages))
     return by_rank
 
@@ -93,7 +97,7 @@ def enough_microbatches(schedule: str, pp: int, microbatches: int) -> int:
     return few + microbatches % pp
 
 
-def walk_rank_slots(slots: list[Slot], stages: list[int]) -> RankMoments:
+def walk_rank_slots(slots: RankSlots, stages: list[int]) -> RankMoments:
     live = [0] * len(stages)
     waiting = [0] * len(stages)
     moments: dict[LiveMoment, None] = {}  # distinct ones, in order
@@ -102,21 +106,29 @@ def walk_rank_slots(slots: list[Slot], stages: list[int]) -> RankMoments:
             chunk = stages.index(op.stage)
             if op.kind == "F":
                 live[chunk] += 1
-            running = OP_KINDS.index(op.kind) * len(stages) + chunk
-            moments[LiveMoment(running, tuple(live), tuple(waiting))] = None
+            kind = OP_KINDS.index(op.kind)
+            running = kind * len(stages) + chunk
+            moment = LiveMoment(running, tuple(live), tuple(waiting))
+            moments[moment] = None
             # The op has run: a data gradient ends a live microbatch, and may leave a weight gradient waiting.
             if op.kind == "D":
                 live[chunk] -= 1
             waiting[chunk] += waiting_change(op, slot)
-    separate_wgrad = any([op.kind for op in slot] == ["W"] for slot in slots)
+    separate_wgrad = any(map(is_lone_wgrad, slots))
     return RankMoments(list(moments), separate_wgrad)
+
+
+def is_lone_wgrad(slot: Slot) -> bool:
+    return len(slot) == 1 and slot[0].kind == "W"
 
 
 def waiting_change(op: PipelineOp, slot: Slot) -> int:
     """How an op changes the number of waiting weight gradients: not at all where D and W share the slot."""
     _, stage, microbatch = op
-    if op.kind == "D" and PipelineOp("W", stage, microbatch) not in slot:
+    data_gradient = PipelineOp("D", stage, microbatch)
+    weight_gradient = PipelineOp("W", stage, microbatch)
+    if op == data_gradient and weight_gradient not in slot:
         return 1
-    if op.kind == "W" and PipelineOp("D", stage, microbatch) not in slot:
+    if op == weight_gradient and data_gradient not in slot:
         return -1
     return 0

@@ -21,7 +21,6 @@ from moefold.plan.memory.rank_stages import (
     RankStages,
     StageCount,
     StagePieces,
-    count_stage,
     stages_by_rank,
 )
 from moefold.plan.memory.resident import STATE_ELEMENT_BYTES, ResidentState, resident_state
@@ -62,7 +61,8 @@ class RankMemory:
 
     @property
     def total(self) -> float:
-        return self.state + self.activations + self.working + self.margin + self.buffers + self.graphs
+        peak = self.state + self.activations + self.working + self.margin
+        return peak + self.buffers + self.graphs
 
 
 def plan_memory(
@@ -81,9 +81,10 @@ def memory_by_rank(s: RunSetting, ranks: Iterable[int] | None = None) -> list[Ra
     memory: list[RankMemory] = []
     for number in ranks:
         stages = all_stages[number]
-        if stages.kind not in costs:
-            costs[stages.kind] = rank_kind_costs(s, stages)
-        memory.append(rank_memory(s, number, stages, costs[stages.kind]))
+        kind = stages.kind
+        if kind not in costs:
+            costs[kind] = rank_kind_costs(s, stages)
+        memory.append(rank_memory(s, number, stages, costs[kind]))
     return memory
 
 
@@ -120,8 +121,7 @@ def rank_kind_costs(s: RunSetting, rank: RankStages) -> RankKindCosts:
 
 
 def stage_counts(s: RunSetting, rank: RankStages, load: float = 1.0) -> list[StageCount]:
-    model = s.config.model
-    return [count_stage(model, pieces, s.portion, s.choices, load) for pieces in rank.pieces]
+    return [s.count_stage(pieces, load) for pieces in rank.pieces]
 
 
 def bytes_by_stage(stages: list[StageCount]) -> StageBytes:
@@ -152,9 +152,11 @@ class PeakMoment(NamedTuple):
 def find_peak_moment(s: RunSetting, number: int, rank: RankStages, costs: RankKindCosts) -> PeakMoment:
     gradients = costs.state.gradients
     if s.grows_gradients:
-        peak = max(one_microbatch_moments(s, costs), key=lambda moment: moment.total)
+        moments = one_microbatch_moments(s, costs)
+        peak = max(moments, key=lambda moment: moment.total)
     else:
         peak = program_peak(s, number, rank, costs)
+    # The optimizer runs when no microbatch is live.
     if costs.update + gradients > peak.total:
         no_microbatch = (0,) * len(peak.live)
         return PeakMoment(0.0, 0.0, costs.update, gradients, no_microbatch, "optimizer step")
@@ -168,17 +170,19 @@ def program_peak(s: RunSetting, number: int, rank: RankStages, costs: RankKindCo
     full = sum(moment.bytes_held(costs.full))
     kind, chunk = running_op(moment)
     description = f"{OP_DESCRIPTIONS[kind]} of stage {rank.numbers[chunk]}"
-    return PeakMoment(kept, full - working, working, costs.state.gradients, moment.live, description)
+    gradients = costs.state.gradients
+    return PeakMoment(kept, full - working, working, gradients, moment.live, description)
 
 
 def one_microbatch_moments(s: RunSetting, costs: RankKindCosts) -> Iterator[PeakMoment]:
     """The moments of a step's only microbatch: forward, when no gradient exists, and every step of backward."""
-    gradient_bytes = STATE_ELEMENT_BYTES[s.config.optim.gradients]
+    gradient_bytes = STATE_ELEMENT_BYTES[s.optim.gradients]
     even = costs.stages[0]
     full = costs.fullest[0]
     fullest_forward = full.kept + full.forward - even.forward
     yield PeakMoment(even.kept, fullest_forward, even.forward, 0.0, (1,), "forward of stage 0")
-    for even_step, full_step in zip(even.backward_steps, full.backward_steps, strict=True):
+    steps = zip(even.backward_steps, full.backward_steps, strict=True)
+    for even_step, full_step in steps:
         even_freed, with_gradients, even_workspace = even_step
         full_freed, _, full_workspace = full_step
         kept = even.kept - even_freed
@@ -196,7 +200,8 @@ def rank_memory(s: RunSetting, number: int, rank: RankStages, costs: RankKindCos
     if s.choices.states_on_host:
         host = main + moments
         main = moments = 0.0
-    offloaded = sum(n * stage.offloaded for n, stage in zip(peak.live, costs.stages, strict=True))
+    for microbatches, stage in zip(peak.live, costs.stages, strict=True):
+        host += microbatches * stage.offloaded
     return RankMemory(
         rank=number,
         stages=rank.numbers,
@@ -210,7 +215,7 @@ def rank_memory(s: RunSetting, number: int, rank: RankStages, costs: RankKindCos
         margin=peak.full - peak.even,
         buffers=costs.buffers,
         graphs=graph_input_bytes(s, rank, peak.live),
-        host=host + offloaded,
+        host=host,
         outside=s.outside,
         live=peak.live,
         at=peak.running_op,
@@ -221,7 +226,7 @@ def optimizer_workspace(s: RunSetting, state: ResidentState) -> float:
     """The received gradient sums that the optimizer's one pass reads."""
     if s.choices.stack != "moefold":
         return 0.0
-    return state.reduced * STATE_ELEMENT_BYTES[s.config.optim.gradients]
+    return state.reduced * STATE_ELEMENT_BYTES[s.optim.gradients]
 
 
 def layer_count(pieces: StagePieces) -> int:
@@ -231,11 +236,11 @@ def layer_count(pieces: StagePieces) -> int:
 def buffer_bytes(s: RunSetting, rank: RankStages, state: ResidentState) -> float:
     """Messages between pipeline ranks; RoPE tables; the GEMM library's workspace; and with FSDP two layers' weights and
     one's gradients, whole."""
-    model = s.config.model
+    model = s.model
     choices = s.choices
     wide = choices.recipe.wide
     size = CUBLAS_WORKSPACE if choices.device == "cuda" else 0.0
-    if s.config.parallel.pp > 1:
+    if s.parallel.pp > 1:
         streams = 1 + rank.aside
         size += PIPELINE_MESSAGES * s.portion.tokens * model.hidden * wide * streams
     layers = sum(map(layer_count, rank.pieces))
@@ -244,7 +249,7 @@ def buffer_bytes(s: RunSetting, rank: RankStages, state: ResidentState) -> float
         size += layers * s.portion.seq_len * rotated * 4
     if choices.sharding == "fsdp":
         layer_parameters = state.parameters / max(1, layers)
-        gradient = STATE_ELEMENT_BYTES[s.config.optim.gradients]
+        gradient = STATE_ELEMENT_BYTES[s.optim.gradients]
         size += layer_parameters * (2 * wide + gradient)
     return size
 
@@ -253,6 +258,8 @@ def graph_input_bytes(s: RunSetting, rank: RankStages, live: tuple[int, ...]) ->
     """Static inputs of captured steps: one stream for each layer and live microbatch."""
     if s.choices.graphs == "none":
         return 0.0
-    layers = map(layer_count, rank.pieces)
-    captured = sum(n * count for n, count in zip(live, layers, strict=True))
-    return captured * s.portion.tokens * s.config.model.hidden * s.choices.recipe.wide
+    captured = 0
+    for microbatches, pieces in zip(live, rank.pieces, strict=True):
+        captured += microbatches * layer_count(pieces)
+    elements = captured * s.portion.tokens * s.model.hidden
+    return elements * s.recipe.wide

@@ -42,7 +42,8 @@ def pieces_of_stage(model: ModelConfig, stage: Stage) -> StagePieces:
     for layer in stage.layers:
         pieces.append(("t", alike[layer]))
     for depth in stage.ahead:
-        pieces.append(("m", alike[model.layers + depth - 1]))
+        layer = model.layers + depth - 1
+        pieces.append(("m", alike[layer]))
     if stage.predicts:
         pieces.append(("L", 0))
     return tuple(pieces)
@@ -52,23 +53,25 @@ def pieces_of_stage(model: ModelConfig, stage: Stage) -> StagePieces:
 def count_stage(
     model: ModelConfig, pieces: StagePieces, portion: RankPortion, choices: PlanChoices, load: float = 1.0
 ) -> StageCount:
-    counts = [count_piece(model, piece, layer, portion, choices, load) for piece, layer in pieces]
+    counts: list[PieceCount] = []
     parameters: Counter[ParameterClass] = Counter()
-    for piece in counts:
-        parameters.update(piece.parameters)
+    for piece, layer in pieces:
+        count = count_piece(model, piece, layer, portion, choices, load)
+        counts.append(count)
+        parameters.update(count.parameters)
 
     # From the last step back: what later steps keep does not exist yet in forward, and is freed again in backward.
     freed = forward = backward = with_gradients = 0.0
     backward_steps: list[BackwardStep] = []
-    for piece in reversed(counts):
-        for step in reversed(piece.steps):
+    for count in reversed(counts):
+        for step in reversed(count.steps):
             forward_workspace, backward_workspace = step.working
-            workspace = backward_workspace + piece.restored_bytes
+            workspace = backward_workspace + count.restored_bytes
             forward = max(forward, forward_workspace - freed)
             backward = max(backward, workspace - freed)
             backward_steps.append((freed, with_gradients, workspace))
             freed += step.kept
-            with_gradients += sum(count for _, count in step.parameters)
+            with_gradients += sum(size for _, size in step.parameters)
 
     steps = [step for piece in counts for step in piece.steps]
     return StageCount(
@@ -117,7 +120,8 @@ class RankStages:
 def stages_by_rank(config: Config) -> list[RankStages]:
     pipeline = config.pipeline
     pp = config.parallel.pp
-    return arrange_stages(config.model, config.data.seq_len, pp, pipeline.vpp, pipeline.schedule, pipeline.layout)
+    seq_len = config.data.seq_len
+    return arrange_stages(config.model, seq_len, pp, pipeline.vpp, pipeline.schedule, pipeline.layout)
 
 
 @lru_cache(maxsize=4096)
@@ -128,7 +132,8 @@ def arrange_stages(model: ModelConfig, seq_len: int, pp: int, vpp: int, schedule
     parallel = ParallelConfig(pp=pp)
     config = Config(model=model, data=data, parallel=parallel, pipeline=pipeline)
     stages_of: list[list[Stage]] = [[] for _ in range(pp)]
-    for stage, rank in zip(pipeline_stages(config), rank_of_each_stage(config), strict=True):
+    homes = rank_of_each_stage(config)
+    for stage, rank in zip(pipeline_stages(config), homes, strict=True):
         stages_of[rank].append(stage)
     return [rank_stages(model, stages) for stages in stages_of]
 

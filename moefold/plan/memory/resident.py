@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import prod
 
 from moefold.layout.placement import GRID_AXES
-from moefold.plan.layer.layer_costs import ParameterClass, count_piece
+from moefold.plan.layer.layer_costs import ParameterClass
 from moefold.plan.memory.rank_stages import RankStages, StageCount
 from moefold.plan.memory.run_setting import RunSetting
 
@@ -32,8 +32,8 @@ class ResidentState:
 def resident_state(s: RunSetting, rank: RankStages, stages: list[StageCount]) -> ResidentState:
     """Weights, gradients, main weights and moments, whole or sharded over replicas. Weights of a low precision have
     the copies that GEMMs read."""
-    recipe = s.choices.recipe
-    optim = s.config.optim
+    recipe = s.recipe
+    optim = s.optim
     parameters = share = reduced = 0.0
     for kind, count in rank_parameters(s, rank, stages).items():
         replicas = replica_count(s, kind)
@@ -51,7 +51,9 @@ def resident_state(s: RunSetting, rank: RankStages, stages: list[StageCount]) ->
     plain = weight_count
     if s.choices.quantized_weights:
         plain -= quantized
-    main = state_count * MAIN_WEIGHT_BYTES[optim.main] if recipe.wide < 4 else 0.0
+    main = 0.0
+    if recipe.wide < 4:  # fp32 weights are their own main weights
+        main = state_count * MAIN_WEIGHT_BYTES[optim.main]
     return ResidentState(
         parameters=parameters,
         share=share,
@@ -68,7 +70,7 @@ def rank_parameters(s: RunSetting, rank: RankStages, stages: list[StageCount]) -
     for stage in stages:
         parameters.update(dict(stage.parameters))
     if rank.copies_embedding:
-        embedding = count_piece(s.config.model, "E", 0, s.portion, s.choices)
+        embedding = s.count_piece("E", 0)
         parameters.update(embedding.parameters)
     return parameters
 
@@ -76,4 +78,5 @@ def rank_parameters(s: RunSetting, rank: RankStages, stages: list[StageCount]) -
 def replica_count(s: RunSetting, kind: ParameterClass) -> int:
     """How many ranks hold the same parameters of a class: those along the axes of their grid that do not cut them."""
     grid, cut_axes = kind
-    return prod(s.degrees[axis] for axis in GRID_AXES[grid] if axis not in cut_axes)
+    uncut_axes = [axis for axis in GRID_AXES[grid] if axis not in cut_axes]
+    return prod(s.degrees[axis] for axis in uncut_axes)

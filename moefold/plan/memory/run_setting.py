@@ -7,11 +7,22 @@ from functools import cached_property, lru_cache
 from math import sqrt
 from statistics import NormalDist
 
-from moefold.config.run import Config
+from moefold.anatomy.step_specs import sliding_window_of
+from moefold.config.run import (
+    Config,
+    DataConfig,
+    ModelConfig,
+    OptimConfig,
+    ParallelConfig,
+    PipelineConfig,
+    TrainConfig,
+)
 from moefold.dispatch.price import cheapest_dispatcher
-from moefold.plan.layer.rank_shapes import RankPortion, make_rank_portion
+from moefold.plan.layer.layer_costs import PieceCount, count_piece
+from moefold.plan.layer.rank_shapes import RankPortion, RankShapes, make_rank_portion
 from moefold.plan.memory.live_microbatches import RankMoments, moments_by_rank
-from moefold.plan.options import PlanChoices
+from moefold.plan.memory.rank_stages import StageCount, StagePieces, count_stage
+from moefold.plan.options import PlanChoices, PrecisionRecipe
 
 GIB = 2**30
 CUDA_CONTEXT_BYTES = 0.6 * GIB  # of CUDA itself, and its kernels
@@ -29,9 +40,47 @@ class RunSetting:
     moments: list[RankMoments]
     microbatches: int
 
+    @property
+    def model(self) -> ModelConfig:
+        return self.config.model
+
+    @property
+    def data(self) -> DataConfig:
+        return self.config.data
+
+    @property
+    def train(self) -> TrainConfig:
+        return self.config.train
+
+    @property
+    def parallel(self) -> ParallelConfig:
+        return self.config.parallel
+
+    @property
+    def pipeline(self) -> PipelineConfig:
+        return self.config.pipeline
+
+    @property
+    def optim(self) -> OptimConfig:
+        return self.config.optim
+
+    @property
+    def recipe(self) -> PrecisionRecipe:
+        return self.choices.recipe
+
+    def count_piece(self, piece: str, layer: int) -> PieceCount:
+        return count_piece(self.model, piece, layer, self.portion, self.choices)
+
+    def count_stage(self, pieces: StagePieces, load: float = 1.0) -> StageCount:
+        return count_stage(self.model, pieces, self.portion, self.choices, load)
+
+    def layer_shapes(self, layer: int) -> RankShapes:
+        window = sliding_window_of(self.model, layer)
+        return RankShapes(self.model, self.portion, self.choices, window)
+
     @cached_property
     def degrees(self) -> dict[str, int]:
-        p = self.config.parallel
+        p = self.parallel
         dense_ranks = p.tp * p.cp * p.pp
         expert_ranks = p.etp * p.ep * p.pp
         degrees = dict(self.portion.degrees)
@@ -43,13 +92,13 @@ class RunSetting:
     def grows_gradients(self) -> bool:
         """Whether gradients are allocated one after the other while activations are freed: this trainer allocates them
         when backward reaches them, and a second microbatch finds them there."""
-        stages = self.config.parallel.pp * self.config.pipeline.vpp
+        stages = self.parallel.pp * self.pipeline.vpp
         return self.choices.stack == "moefold" and self.microbatches == 1 and stages == 1
 
     @cached_property
     def outside(self) -> float:
         """Bytes on the card that torch's allocator does not count."""
-        sizes = (*self.degrees.values(), self.config.parallel.pp)
+        sizes = (*self.degrees.values(), self.parallel.pp)
         groups = sum(size > 1 for size in sizes)
         return CUDA_CONTEXT_BYTES + NCCL_GROUP_BYTES * groups
 
@@ -59,7 +108,7 @@ class RunSetting:
         averages over those it holds, and sampling adds its own variance. A rank that holds all experts has neither."""
         portion = self.portion
         choices = self.choices
-        moe = self.config.model.moe
+        moe = self.model.moe
         if portion.ep == 1 or choices.spread == 0:
             return 1.0
         expert_variance = choices.spread**2 * portion.ep / moe.experts
@@ -80,7 +129,8 @@ def microbatches_per_step(config: Config, world: int) -> int:
     """How many microbatches pass one pipeline in a step."""
     p = config.parallel
     train = config.train
-    dp = max(1, world // (p.tp * p.cp * p.pp))
+    ranks_of_replica = p.tp * p.cp * p.pp
+    dp = max(1, world // ranks_of_replica)
     return max(1, train.global_batch // (dp * train.micro_batch))
 
 
@@ -89,7 +139,8 @@ def build_run_setting(config: Config, world: int, choices: PlanChoices) -> RunSe
     pp = config.parallel.pp
     microbatches = microbatches_per_step(config, world)
     moments = moments_by_rank(pipeline.schedule, pp, pipeline.vpp, microbatches, pipeline.pair, pipeline.defer)
-    dispatcher, _ = cheapest_dispatcher(config, choices.node, int(choices.recipe.wide))
+    element = int(choices.recipe.wide)
+    dispatcher, _ = cheapest_dispatcher(config, choices.node, element)
     fills_gaps = pipeline.pair and pipeline.fill
     defers_wgrad = fills_gaps or any(rank.separate_wgrad for rank in moments)
     portion = make_rank_portion(config, dispatcher, defers_wgrad, accumulates=microbatches > 1)

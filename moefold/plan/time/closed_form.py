@@ -51,15 +51,22 @@ class PipelineCut:
 
     @cached_property
     def kinds(self) -> set[PieceKind]:
-        return {kind for group in self.groups for kind, _ in group.kinds}
+        kinds: set[PieceKind] = set()
+        for group in self.groups:
+            kinds.update(kind for kind, _ in group.kinds)
+        return kinds
 
 
 def cut_pipeline(config: Config) -> PipelineCut:
     by_rank: list[PieceKindCounts] = []
     for rank in stages_by_rank(config):
         pieces = Counter(piece for stage in rank.pieces for piece in stage)
-        by_rank.append(tuple(sorted(pieces.items())))
-    groups = [RankGroup(kinds, ranks, by_rank.index(kinds)) for kinds, ranks in Counter(by_rank).items()]
+        kinds = sorted(pieces.items())
+        by_rank.append(tuple(kinds))
+    groups: list[RankGroup] = []
+    for kinds, ranks in Counter(by_rank).items():
+        first = by_rank.index(kinds)
+        groups.append(RankGroup(kinds, ranks, first))
     return PipelineCut(tuple(groups))
 
 
@@ -114,17 +121,26 @@ def measure_piece_memory(s: RunSetting, kind: PieceKind) -> PieceMemory:
     """All kept bytes grow with the sequences of a microbatch; workspace has a part that does not."""
     one_sequence = replace(s.portion, micro_batch=1)
     two_sequences = replace(s.portion, micro_batch=2)
-    one = count_stage(s.config.model, (kind,), one_sequence, s.choices)
-    two = count_stage(s.config.model, (kind,), two_sequences, s.choices)
+    one = count_stage(s.model, (kind,), one_sequence, s.choices)
+    two = count_stage(s.model, (kind,), two_sequences, s.choices)
     grids = {"dense": 0.0, "expert": 0.0}
     for (grid, _), count in one.parameters:
         grids[grid] += count
-    growth = two.backward - one.backward
-    return PieceMemory(one.kept, one.backward, growth, grids["dense"], grids["expert"], one.quantized)
+    return PieceMemory(
+        kept=one.kept,
+        workspace=one.backward,
+        workspace_growth=two.backward - one.backward,
+        dense=grids["dense"],
+        expert=grids["expert"],
+        quantized=one.quantized,
+    )
 
 
 def sum_over_pieces(field: str, kinds: PieceKindCounts, values: PiecePrices | PieceMemories) -> float:
-    return sum(count * getattr(values[kind], field) for kind, count in kinds)
+    total = 0.0
+    for kind, count in kinds:
+        total += count * getattr(values[kind], field)
+    return total
 
 
 def paired_seconds(compute: float, travel: float) -> float:
@@ -137,11 +153,12 @@ def paired_seconds(compute: float, travel: float) -> float:
 def estimate_step_seconds(
     s: RunSetting, cluster: Cluster, cut: PipelineCut, prices: PiecePrices, memories: PieceMemories
 ) -> float:
-    pipeline = s.config.pipeline
-    pp = s.config.parallel.pp
+    pipeline = s.pipeline
+    pp = s.parallel.pp
     all_ranks = 0.0
     slowest = busiest = 0.0
     update = 0.0
+    # The busiest rank bounds the steady state, the mean rank the fill and the drain.
     for kinds, ranks, _ in cut.groups:
         compute = sum_over_pieces("compute", kinds, prices)
         travel = sum_over_pieces("travel", kinds, prices)
@@ -150,10 +167,13 @@ def estimate_step_seconds(
         all_ranks += unpaired * ranks
         slowest = max(slowest, unpaired)
         busiest = max(busiest, busy)
-        update = max(update, estimate_update_seconds(s, cluster, kinds, prices, memories))
+        group_update = estimate_update_seconds(s, cluster, kinds, prices, memories)
+        update = max(update, group_update)
     mean_rank = all_ranks / pp
-    ends = (slowest - busiest) / pipeline.vpp  # the first forward and the last backward are not paired
-    return s.microbatches * busiest + (pp - 1) * mean_rank / pipeline.vpp + ends + update
+    steady = s.microbatches * busiest
+    fill_and_drain = (pp - 1) * mean_rank / pipeline.vpp
+    unpaired_ends = (slowest - busiest) / pipeline.vpp  # the first forward and the last backward
+    return steady + fill_and_drain + unpaired_ends + update
 
 
 def estimate_update_seconds(
@@ -164,14 +184,20 @@ def estimate_update_seconds(
     expert = sum_over_pieces("expert", kinds, memories)
     exposed = 0.0
     if s.choices.sharding != "fsdp":
-        parameters: dict[ParameterClass, float] = {("dense", ()): dense, ("expert", ()): expert}
-        gradient = STATE_ELEMENT_BYTES[s.config.optim.gradient_reduce]
+        parameters: dict[ParameterClass, float] = {}
+        parameters["dense", ()] = dense
+        parameters["expert", ()] = expert
+        gradient = STATE_ELEMENT_BYTES[s.optim.gradient_reduce]
         scatter = cluster.exchange_seconds(parameters, s, gradient)
-        gather = cluster.exchange_seconds(parameters, s, s.choices.recipe.wide)
+        gather = cluster.exchange_seconds(parameters, s, s.recipe.wide)
         backward = sum_over_pieces("backward", kinds, prices)
         forward = sum_over_pieces("forward", kinds, prices)
-        exposed = max(0.0, scatter - backward) + max(0.0, gather - forward)
-    owned = owned_state_share(s, "dense") * dense + owned_state_share(s, "expert") * expert
+        exposed_scatter = max(0.0, scatter - backward)
+        exposed_gather = max(0.0, gather - forward)
+        exposed = exposed_scatter + exposed_gather
+    owned_dense = owned_state_share(s, "dense") * dense
+    owned_expert = owned_state_share(s, "expert") * expert
+    owned = owned_dense + owned_expert
     return exposed + owned * optimizer_bytes(s) / cluster.pointwise_bandwidth
 
 
@@ -181,7 +207,7 @@ def owned_state_share(s: RunSetting, grid: str) -> float:
         return 1.0
     if grid == "expert":
         return 1 / s.degrees["edp"]
-    return 1 / (s.degrees["dp"] * s.config.parallel.cp)
+    return 1 / (s.degrees["dp"] * s.parallel.cp)
 
 
 def max_live_chunks(pp: int, vpp: int, rank: int, microbatches: int, pair: bool) -> int:
@@ -197,8 +223,11 @@ def max_live_chunks(pp: int, vpp: int, rank: int, microbatches: int, pair: bool)
 
 def largest_rank_gib(s: RunSetting, cut: PipelineCut, memories: PieceMemories) -> float:
     """GiB of the rank that needs most."""
-    sizes = [estimate_rank_bytes(s, group.kinds, memories, group.first) for group in cut.groups]
-    return max(sizes) / GIB
+    most = 0.0
+    for kinds, _, first in cut.groups:
+        size = estimate_rank_bytes(s, kinds, memories, first)
+        most = max(most, size)
+    return most / GIB
 
 
 def estimate_rank_bytes(s: RunSetting, kinds: PieceKindCounts, memories: PieceMemories, rank: int) -> float:
@@ -207,9 +236,11 @@ def estimate_rank_bytes(s: RunSetting, kinds: PieceKindCounts, memories: PieceMe
     size = estimate_activation_bytes(s, kinds, memories, rank)
     state = 0.0
     if not choices.states_on_host:
-        optim = s.config.optim
-        state = MAIN_WEIGHT_BYTES[optim.main] + 2 * STATE_ELEMENT_BYTES[optim.moments]
-    weight_and_gradient = recipe.wide + STATE_ELEMENT_BYTES[s.config.optim.gradients]
+        optim = s.optim
+        moments = 2 * STATE_ELEMENT_BYTES[optim.moments]
+        state = MAIN_WEIGHT_BYTES[optim.main] + moments
+    weight_and_gradient = recipe.wide + STATE_ELEMENT_BYTES[s.optim.gradients]
+    # Weights and gradients whole or sharded, optimizer state sharded over the replicas of its grid.
     for grid in ("dense", "expert"):
         share = owned_state_share(s, grid)
         weight_share = share if choices.sharding == "fsdp" else 1.0
@@ -224,16 +255,19 @@ def estimate_rank_bytes(s: RunSetting, kinds: PieceKindCounts, memories: PieceMe
 def estimate_activation_bytes(s: RunSetting, kinds: PieceKindCounts, memories: PieceMemories, rank: int) -> float:
     """What live microbatches keep, and the largest workspace. A microbatch on the head turns from forward to backward
     at once."""
-    pipeline = s.config.pipeline
-    sequences = s.config.train.micro_batch
-    chunks = max_live_chunks(s.config.parallel.pp, pipeline.vpp, rank, s.microbatches, pipeline.pair)
+    pipeline = s.pipeline
+    sequences = s.train.micro_batch
+    pp = s.parallel.pp
+    chunks = max_live_chunks(pp, pipeline.vpp, rank, s.microbatches, pipeline.pair)
     live = chunks / pipeline.vpp
     live_on_head = 2.0 if pipeline.pair else 1.0
     kept = 0.0
     workspace = 0.0
     for kind, count in kinds:
         memory = memories[kind]
-        live_pieces = count * (live_on_head if kind[0] == "L" else live)
+        piece, _ = kind
+        live_pieces = count * (live_on_head if piece == "L" else live)
         kept += live_pieces * memory.kept
-        workspace = max(workspace, memory.workspace + (sequences - 1) * memory.workspace_growth)
+        growth = (sequences - 1) * memory.workspace_growth
+        workspace = max(workspace, memory.workspace + growth)
     return sequences * kept + workspace

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from moefold.anatomy.step_specs import sliding_window_of
-from moefold.plan.layer import pointwise
-from moefold.plan.layer.layer_costs import Gemm, StepCount, count_piece
+from moefold.plan.layer.layer_costs import Gemm, StepCount
+from moefold.plan.layer.pointwise import count_launches, input_quantization_bytes, pointwise_bytes
 from moefold.plan.layer.rank_shapes import RankShapes
 from moefold.plan.machine.gpu import Gpu
 from moefold.plan.memory.explain_memory import piece_name
@@ -48,10 +47,8 @@ def describe_gpu_rates(gpu: Gpu, s: RunSetting) -> str:
 
 
 def piece_time_lines(clock: StepClock, piece: str, layer: int) -> Iterator[str]:
-    s = clock.setting
-    model = s.config.model
-    shapes = RankShapes(model, s.portion, s.choices, sliding_window_of(model, layer))
-    count = count_piece(model, piece, layer, s.portion, s.choices)
+    shapes = clock.setting.layer_shapes(layer)
+    count = clock.setting.count_piece(piece, layer)
     seconds = clock.time_steps(piece, layer)
     for step in count.steps:
         yield from step_time_lines(step, shapes, seconds[step.name])
@@ -63,8 +60,9 @@ def step_time_lines(step: StepCount, s: RankShapes, passes: PassSeconds) -> Iter
             yield f"  {step.name:<10} {kind} {seconds.total * 1e3:9.3f}   {format_op_seconds(seconds)}"
     for gemm in step.gemms:
         yield f"    {gemm.name}: {gemm_shape(gemm)} = {gemm.flops / 1e12:.3f} TFLOP forward"
-    launched, looped = pointwise.count_launches(step.name, step.gemms, s)
-    moved = pointwise.pointwise_bytes(step.name, s) + pointwise.input_quantization_bytes(step.gemms, s)
+    launched, looped = count_launches(step.name, step.gemms, s)
+    quantized = input_quantization_bytes(step.gemms, s)
+    moved = pointwise_bytes(step.name, s) + quantized
     yield f"    {moved / 1e9:.3f} GB of pointwise passes, {launched + looped:g} launches forward"
 
 
@@ -88,8 +86,8 @@ def format_op_seconds(seconds: OpSeconds) -> str:
 
 
 def whole_step_lines(s: RunSetting, step: StepTime) -> Iterator[str]:
-    pipeline = s.config.pipeline
-    shape = f"{s.microbatches} microbatches over {s.config.parallel.pp} ranks x {pipeline.vpp} stages"
+    pipeline = s.pipeline
+    shape = f"{s.microbatches} microbatches over {s.parallel.pp} ranks x {pipeline.vpp} stages"
     program = f"clocked by the program of {pipeline.schedule}"
     if pipeline.pair:
         program += f", paired; of travel that a paired slot hides, {OVERLAP_FRICTION:.0%} still slows it"
@@ -97,6 +95,6 @@ def whole_step_lines(s: RunSetting, step: StepTime) -> Iterator[str]:
     replicas = f"dp {s.degrees['dp']} and edp {s.degrees['edp']}"
     yield f"exchange of gradients and weights over {replicas} that no compute hides: {step.exchange:.4f} s"
     yield f"optimizer: {step.optimizer:.4f} s"
-    batch = s.config.train.global_batch * s.config.data.seq_len
+    batch = s.train.global_batch * s.data.seq_len
     rate = batch / step.seconds / s.world
     yield f"step: {step.seconds:.4f} s for {batch:,} tokens on {s.world:,} GPUs = {rate:,.0f} tokens/s a GPU"

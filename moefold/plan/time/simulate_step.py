@@ -18,9 +18,9 @@ from moefold.anatomy.stage_contents import pipeline_program
 from moefold.plan.layer.layer_costs import ParameterClass
 from moefold.plan.machine.gpu import Gpu
 from moefold.plan.memory.peak_memory import STATE_ELEMENT_BYTES, RunSetting
-from moefold.plan.memory.rank_stages import StagePieces, count_stage, stages_by_rank
+from moefold.plan.memory.rank_stages import StagePieces, stages_by_rank
 from moefold.plan.memory.resident import MAIN_WEIGHT_BYTES
-from moefold.plan.time.step_times import PassSeconds, StepClock, sum_pass_seconds
+from moefold.plan.time.step_times import OpSeconds, PassSeconds, StepClock, sum_pass_seconds
 from moefold.schedule.program import OP_KINDS
 from moefold.schedule.simulate_program import Timeline, simulate_program
 from moefold.schedule.stage_costs import StageCosts
@@ -47,12 +47,13 @@ def pipeline_costs(clock: StepClock, passes: list[PassSeconds]) -> StageCosts:
     compute: dict[str, list[float]] = {}
     travel: dict[str, list[float]] = {}
     for kind in OP_KINDS:
-        ops = [getattr(seconds, kind) for seconds in passes]
+        ops: list[OpSeconds] = [getattr(seconds, kind) for seconds in passes]
         compute[kind] = [op.compute for op in ops]
         travel[kind] = [op.travel for op in ops]
     send = 0.0
-    if s.config.parallel.pp > 1:
-        message = s.choices.recipe.wide * s.config.model.hidden * s.portion.tokens
+    if s.parallel.pp > 1:
+        row = s.recipe.wide * s.model.hidden
+        message = row * s.portion.tokens
         send = clock.cluster.neighbour_seconds(message, s.world)
     return StageCosts(compute, travel, send, zeros, zeros, OVERLAP_FRICTION)
 
@@ -77,7 +78,7 @@ class PipelineTime:
 
 
 def time_pipeline(setting: RunSetting, costs: StageCosts) -> PipelineTime:
-    pp = setting.config.parallel.pp
+    pp = setting.parallel.pp
     shown = simulated_microbatches(setting.microbatches, pp)
     program = pipeline_program(setting.config, shown)
     timeline = simulate_program(program, costs)
@@ -105,7 +106,9 @@ def time_training_step(setting: RunSetting, gpu: Gpu) -> StepTime:
         by_rank.append(of_rank)
         updates.append(exposed_update_seconds(clock, rank.pieces, of_rank))
 
-    costs = pipeline_costs(clock, [by_stage[number] for number in range(len(by_stage))])
+    in_order = [by_stage[number] for number in sorted(by_stage)]
+    # The pipeline in order of its stages, then what its last backward and first forward do not hide.
+    costs = pipeline_costs(clock, in_order)
     pipeline_time = time_pipeline(setting, costs)
     exchange = max(exchange for exchange, _ in updates)
     optimizer = max(optimizer for _, optimizer in updates)
@@ -123,15 +126,16 @@ def exposed_update_seconds(
     s = clock.setting
     parameters: Counter[ParameterClass] = Counter()
     for pieces in stages:
-        stage = count_stage(s.config.model, pieces, s.portion, s.choices)
+        stage = s.count_stage(pieces)
         parameters.update(dict(stage.parameters))
     exposed = 0.0
     if s.choices.sharding != "fsdp":  # FSDP exchanges weights and gradients with every microbatch
-        gradient = STATE_ELEMENT_BYTES[s.config.optim.gradient_reduce]
+        gradient = STATE_ELEMENT_BYTES[s.optim.gradient_reduce]
         scatter = clock.cluster.exchange_seconds(parameters, s, gradient)
-        gather = clock.cluster.exchange_seconds(parameters, s, s.choices.recipe.wide)
-        exposed_scatter = max(0.0, scatter - passes.D.compute - passes.W.compute)
-        exposed_gather = max(0.0, gather - passes.F.compute)
+        gather = clock.cluster.exchange_seconds(parameters, s, s.recipe.wide)
+        F, D, W = passes
+        exposed_scatter = max(0.0, scatter - D.compute - W.compute)
+        exposed_gather = max(0.0, gather - F.compute)
         exposed = exposed_scatter + exposed_gather
     return exposed, optimizer_seconds(clock, parameters)
 
@@ -141,22 +145,26 @@ def optimizer_seconds(clock: StepClock, parameters: Counter[ParameterClass]) -> 
     s = clock.setting
     shards = {"dense": 1, "expert": 1}
     if s.choices.sharding != "none":
-        shards = {"dense": s.degrees["dp"] * s.config.parallel.cp, "expert": s.degrees["edp"]}
-    owned = sum(count / shards[grid] for (grid, _), count in parameters.items())
-    seconds = owned * optimizer_bytes(s) / clock.pointwise_bandwidth
+        shards["dense"] = s.degrees["dp"] * s.parallel.cp
+        shards["expert"] = s.degrees["edp"]
+    owned = 0.0
+    for (grid, _), count in parameters.items():
+        owned += count / shards[grid]
+    moved = owned * optimizer_bytes(s)
+    seconds = moved / clock.pointwise_bandwidth
     if not s.choices.states_on_host:
         return seconds
-    copied = owned * (optimizer_bytes(s) - s.choices.recipe.wide)
+    copied = owned * (optimizer_bytes(s) - s.recipe.wide)
     return max(seconds, copied / clock.gpu.host_link)
 
 
 def optimizer_bytes(s: RunSetting) -> float:
     """Of a parameter: its gradient is read, main weight and moments are read and written, the weight is written."""
-    optim = s.config.optim
+    optim = s.optim
     gradient = STATE_ELEMENT_BYTES[optim.gradients]
     moments = 2 * STATE_ELEMENT_BYTES[optim.moments]
     state = 2 * MAIN_WEIGHT_BYTES[optim.main] + 2 * moments
-    return gradient + state + s.choices.recipe.wide
+    return gradient + state + s.recipe.wide
 
 
 def mean_time_walls(s: RunSetting, ranks: list[PassSeconds], pipeline_time: PipelineTime) -> dict[str, float]:
@@ -166,7 +174,8 @@ def mean_time_walls(s: RunSetting, ranks: list[PassSeconds], pipeline_time: Pipe
     def mean_seconds(field: str) -> float:
         by_rank: list[float] = []
         for passes in ranks:
-            by_rank.append(sum(getattr(op, field) for op in passes))
+            parts = [getattr(op, field) for op in passes]
+            by_rank.append(sum(parts))
         return s.microbatches * mean(by_rank)
 
     ideal = mean_seconds("ideal")

@@ -15,12 +15,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from functools import cached_property
+from operator import add
 from typing import NamedTuple
 
-from moefold.anatomy.step_specs import sliding_window_of
-from moefold.plan.layer import pointwise
-from moefold.plan.layer.layer_costs import Gemm, StepCount, count_piece
+from moefold.plan.layer.layer_costs import Gemm, StepCount
 from moefold.plan.layer.moefold_layers import writes_score_gradients
+from moefold.plan.layer.pointwise import (
+    LOW_PRECISION_GEMMS,
+    activation_elements,
+    attention_elements,
+    count_launches,
+    gradient_quantization_bytes,
+    input_quantization_bytes,
+    pointwise_bytes,
+)
 from moefold.plan.layer.rank_shapes import RankShapes
 from moefold.plan.machine.cluster import Cluster
 from moefold.plan.machine.efficiency_fit import EXPERT_TILE_ROWS, attention_efficiency
@@ -33,6 +41,7 @@ BACKWARD_ATTENTION_RATIO = 2.5  # FLOPs of attention's backward, over those of i
 ADDED_GRADIENT_BYTES = 8  # a weight gradient is added to an fp32 sum, which is read and written
 HOPPER_BACKWARD_SHARE = 0.86  # of moefold's attention backward, as `plan/machine/gpu.py` has it for others
 HOPPER_BACKWARD_HALF = 200.0  # both by `moefold bench attention`
+UP_PROJECTIONS = ("query", "key", "value")
 NORMED_STEPS = ("attend", "route", "mlp")
 
 
@@ -71,8 +80,7 @@ class PassSeconds(NamedTuple):
 
 
 def add_op_seconds(first: OpSeconds, second: OpSeconds) -> OpSeconds:
-    sums = [a + b for a, b in zip(first, second, strict=True)]
-    return OpSeconds(*sums)
+    return OpSeconds(*map(add, first, second))
 
 
 def add_pass_seconds(first: PassSeconds, second: PassSeconds) -> PassSeconds:
@@ -91,7 +99,9 @@ class StepClock:
 
     def __init__(self, setting: RunSetting, gpu: Gpu):
         self.setting = setting
+        self.choices = setting.choices
         self.gpu = gpu
+        self.kernels = gpu.kernels
         self.piece_seconds: dict[tuple[str, int], PassSeconds] = {}
         self.stage_seconds: dict[StagePieces, PassSeconds] = {}
 
@@ -106,7 +116,7 @@ class StepClock:
     @cached_property
     def one_way_seconds(self) -> float:
         """Seconds of experts' rows one way."""
-        return self.cluster.dispatch_seconds(self.setting.config, self.setting.choices)
+        return self.cluster.dispatch_seconds(self.setting.config, self.choices)
 
     def time_stage(self, pieces: StagePieces) -> PassSeconds:
         if pieces not in self.stage_seconds:
@@ -124,11 +134,12 @@ class StepClock:
 
     def time_steps(self, piece: str, layer: int) -> dict[str, PassSeconds]:
         """Every step of a piece by its name."""
-        s = self.setting
-        model = s.config.model
-        shapes = RankShapes(model, s.portion, s.choices, sliding_window_of(model, layer))
-        count = count_piece(model, piece, layer, s.portion, s.choices)
-        return {step.name: self.time_step(step, shapes) for step in count.steps}
+        shapes = self.setting.layer_shapes(layer)
+        count = self.setting.count_piece(piece, layer)
+        seconds: dict[str, PassSeconds] = {}
+        for step in count.steps:
+            seconds[step.name] = self.time_step(step, shapes)
+        return seconds
 
     def time_step(self, step: StepCount, s: RankShapes) -> PassSeconds:
         forward = self.time_forward(step, s)
@@ -138,41 +149,46 @@ class StepClock:
         return PassSeconds(forward, data_gradient, weight_gradient)
 
     def time_forward(self, step: StepCount, s: RankShapes) -> OpSeconds:
-        kernels = self.gpu.kernels
-        launches, looped = pointwise.count_launches(step.name, step.gemms, s)
+        launches, looped = count_launches(step.name, step.gemms, s)
         products = self.forward_gemm_seconds(step.gemms)
-        attention = self.attention_seconds(step, s, step.attention, kernels.attention_forward, kernels.forward_half)
-        moved = pointwise.pointwise_bytes(step.name, s) + pointwise.input_quantization_bytes(step.gemms, s)
-        passes = moved / self.pointwise_bandwidth + launches * kernels.start
+        share = self.kernels.attention_forward
+        half = self.kernels.forward_half
+        attention = self.attention_seconds(step, s, step.attention, share, half)
+        quantized = input_quantization_bytes(step.gemms, s)
+        moved = pointwise_bytes(step.name, s) + quantized
+        starting = launches * self.kernels.start
+        passes = moved / self.pointwise_bandwidth + starting
         device = products + attention + passes
+        launching = self.launch_wait_seconds(step, device, launches + looped)
         return OpSeconds(
             ideal=self.ideal_seconds(step),
             products=products,
             attention=attention,
             passes=passes,
-            host=self.launch_wait_seconds(step, device, launches + looped) + self.sync_seconds(step),
+            host=launching + self.sync_seconds(step),
             joined=self.collective_seconds(step, "forward", attention),
             travel=self.travel_seconds(step),
         )
 
     def time_backward(self, step: StepCount, s: RankShapes) -> tuple[OpSeconds, OpSeconds]:
         """Data gradient and weight gradient."""
-        kernels = self.gpu.kernels
-        launches, looped = pointwise.count_launches(step.name, step.gemms, s)
-        products = sum(self.data_gradient_seconds(gemm) for gemm in step.gemms)
-        weights = sum(self.weight_gradient_seconds(gemm) for gemm in step.gemms)
+        launches, looped = count_launches(step.name, step.gemms, s)
+        products = sum(map(self.data_gradient_seconds, step.gemms))
+        weights = sum(map(self.weight_gradient_seconds, step.gemms))
         share, half = self.backward_efficiency(s)
         attention_flops = BACKWARD_ATTENTION_RATIO * step.attention
         attention = self.attention_seconds(step, s, attention_flops, share, half)
-        quantized = pointwise.gradient_quantization_bytes(step.gemms, s)
-        moved = 2 * pointwise.pointwise_bytes(step.name, s) + quantized
-        passes = moved / self.pointwise_bandwidth + BACKWARD_LAUNCH_RATIO * launches * kernels.start
+        quantized = gradient_quantization_bytes(step.gemms, s)
+        moved = 2 * pointwise_bytes(step.name, s) + quantized
+        starting = BACKWARD_LAUNCH_RATIO * launches * self.kernels.start
+        passes = moved / self.pointwise_bandwidth + starting
         device = products + attention + passes
 
         # The ideal time of a backward is twice the forward's; the weights' part is that of the GEMMs.
         ideal = self.ideal_seconds(step)
         gemm_flops = sum(gemm.flops for gemm in step.gemms)
-        weights_ideal = ideal * gemm_flops / max(1.0, gemm_flops + step.attention)
+        all_flops = max(1.0, gemm_flops + step.attention)
+        weights_ideal = ideal * gemm_flops / all_flops
         backward_launches = BACKWARD_LAUNCH_RATIO * (launches + looped)
         data_gradient = OpSeconds(
             ideal=2 * ideal - weights_ideal,
@@ -189,19 +205,20 @@ class StepClock:
         """Attention's backward: its share of the peak, and the length at which it reaches half of it."""
         if s.choices.stack == "moefold" and writes_score_gradients(s):
             return HOPPER_BACKWARD_SHARE, HOPPER_BACKWARD_HALF
-        kernels = self.gpu.kernels
-        return kernels.attention_backward, kernels.backward_half
+        return self.kernels.attention_backward, self.kernels.backward_half
 
     def forward_gemm_seconds(self, gemms: Iterable[Gemm]) -> float:
         seconds = 0.0
         for gemm in gemms:
             read = gemm.rows * gemm.k + gemm.n * gemm.k
-            seconds += self.gemm_seconds(gemm, read, 2 * gemm.rows * gemm.n) * gemm.times
+            written = 2 * gemm.rows * gemm.n
+            seconds += self.gemm_seconds(gemm, read, written) * gemm.times
         return seconds
 
     def data_gradient_seconds(self, gemm: Gemm) -> float:
         read = gemm.rows * gemm.n + gemm.n * gemm.k
-        return self.gemm_seconds(gemm, read, 2 * gemm.rows * gemm.k) * gemm.times
+        written = 2 * gemm.rows * gemm.k
+        return self.gemm_seconds(gemm, read, written) * gemm.times
 
     def weight_gradient_seconds(self, gemm: Gemm) -> float:
         read = gemm.rows * (gemm.n + gemm.k)
@@ -210,21 +227,23 @@ class StepClock:
 
     def gemm_seconds(self, gemm: Gemm, read: float, written: float) -> float:
         """Seconds of `groups` GEMMs, each reading so many elements of operands and writing so many bytes."""
-        kernels = self.gpu.kernels
-        choices = self.setting.choices
+        choices = self.choices
         precision = "bf16"
         element = choices.recipe.wide
-        if gemm.kind in pointwise.LOW_PRECISION_GEMMS:
+        if gemm.kind in LOW_PRECISION_GEMMS:
             precision = choices.precision
             element = choices.recipe.linear
         rate = self.gpu.achieved_rate(precision)
         rows = gemm.rows
+        # Grouped GEMMs work on whole tiles: half a tile of rows is empty for each group.
         if gemm.groups > 1:
-            rate *= kernels.grouped
+            rate *= self.kernels.grouped
             rows += EXPERT_TILE_ROWS / 2
-        computing = 2 * rows * gemm.n * gemm.k * gemm.groups / rate
-        moving = (read * element + written) * gemm.groups / self.gpu.hbm
-        return roofline_seconds(computing, moving, kernels.blend)
+        flops = 2 * rows * gemm.n * gemm.k * gemm.groups
+        computing = flops / rate
+        moved = (read * element + written) * gemm.groups
+        moving = moved / self.gpu.hbm
+        return roofline_seconds(computing, moving, self.kernels.blend)
 
     def attention_seconds(self, step: StepCount, s: RankShapes, flops: float, share: float, half: float) -> float:
         """A ring of cp ranks works on one chunk of keys at a time."""
@@ -233,16 +252,18 @@ class StepClock:
         chunk = s.S / s.portion.cp
         length = min(step.spec.window or chunk, chunk)
         width = (s.Q + s.V) / 2
-        rate = self.gpu.peak["bf16"] * share * attention_efficiency(length, width, half)
+        efficiency = attention_efficiency(length, width, half)
+        rate = self.gpu.peak["bf16"] * share * efficiency
         return flops / rate
 
     def ideal_seconds(self, step: StepCount) -> float:
         """Seconds of a forward's FLOPs at the peak of the recipe."""
-        return step.flops / self.gpu.peak_flops(self.setting.choices.precision)
+        peak = self.gpu.peak_flops(self.choices.precision)
+        return step.flops / peak
 
     def launch_wait_seconds(self, step: StepCount, device: float, launches: float) -> float:
         """Seconds in which the device waits for launches: host and device work in parallel, but not perfectly."""
-        graphs = self.setting.choices.graphs
+        graphs = self.choices.graphs
         if graphs == "whole" or (graphs == "static" and step.spec.static):
             return 0.0
         host = launches * self.gpu.host.launch
@@ -251,16 +272,18 @@ class StepClock:
     def sync_seconds(self, step: StepCount) -> float:
         """The number of rows that arrive is known on the device; the host reads it once, unless a graph holds the
         layer."""
-        if step.name != "dispatch" or self.setting.choices.graphs == "whole":
+        if step.name != "dispatch" or self.choices.graphs == "whole":
             return 0.0
-        return self.gpu.host.sync if self.one_way_seconds > 0 else 0.0
+        if self.one_way_seconds == 0:
+            return 0.0
+        return self.gpu.host.sync
 
     def travel_seconds(self, step: StepCount) -> float:
         return self.one_way_seconds if step.spec.lane == "comm" else 0.0
 
     def collective_seconds(self, step: StepCount, pass_name: str, attention: float) -> float:
         """Collectives of tp and cp. In a ring, keys and values are sent while attention works on earlier ones."""
-        p = self.setting.config.parallel
+        p = self.setting.parallel
         seconds = 0.0
         for traffic in step.sent:
             size = getattr(traffic, pass_name)
@@ -275,9 +298,14 @@ class StepClock:
     def restore_seconds(self, step: StepCount, s: RankShapes, forward: OpSeconds) -> float:
         """What recompute adds to the backward of this step, and offloading that compute does not hide."""
         recomputing = 0.0
-        for region in self.setting.choices.recomputed:
-            recomputing += RECOMPUTE_COSTS[region](self, step, s, forward)
-        offloaded = sum(tensor.bytes for tensor in step.saved if tensor.fate == "offloaded")
+        # Regions may overlap: all of them together repeat the forward at most once.
+        for region in self.choices.recomputed:
+            recompute_seconds = RECOMPUTE_COSTS[region]
+            recomputing += recompute_seconds(self, step, s, forward)
+        offloaded = 0.0
+        for tensor in step.saved:
+            if tensor.fate == "offloaded":
+                offloaded += tensor.bytes
         copying = offloaded / self.gpu.host_link
         exposed_copy = max(0.0, copying - forward.device)
         return min(recomputing, forward.total) + 2 * exposed_copy
@@ -291,14 +319,15 @@ class StepClock:
         """Queries, keys and values from their latents."""
         if step.name != "attend" or not s.mla:
             return 0.0
-        products = self.forward_gemm_seconds(gemm for gemm in step.gemms if gemm.name in ("query", "key", "value"))
-        passes = 2.0 * pointwise.attention_elements(s) / self.pointwise_bandwidth
+        projections = [gemm for gemm in step.gemms if gemm.name in UP_PROJECTIONS]
+        products = self.forward_gemm_seconds(projections)
+        passes = 2.0 * attention_elements(s) / self.pointwise_bandwidth
         return products + passes + forward.host / 2
 
     def recompute_activation(self, step: StepCount, s: RankShapes, forward: OpSeconds) -> float:
         if step.name != "experts":
             return 0.0
-        return 2.0 * pointwise.activation_elements(s) / self.pointwise_bandwidth
+        return 2.0 * activation_elements(s) / self.pointwise_bandwidth
 
     def recompute_core(self, step: StepCount, s: RankShapes, forward: OpSeconds) -> float:
         return forward.attention
@@ -318,13 +347,15 @@ class StepClock:
         s = self.setting
         if s.choices.sharding != "fsdp":
             return passes
-        count = count_piece(s.config.model, piece, layer, s.portion, s.choices)
-        gradient = STATE_ELEMENT_BYTES[s.config.optim.gradient_reduce]
-        gather = self.cluster.exchange_seconds(count.parameters, s, s.choices.recipe.wide)
-        scatter = self.cluster.exchange_seconds(count.parameters, s, gradient)
+        count = s.count_piece(piece, layer)
+        gradient = STATE_ELEMENT_BYTES[s.optim.gradient_reduce]
+        parameters = count.parameters
+        gather = self.cluster.exchange_seconds(parameters, s, s.recipe.wide)
+        scatter = self.cluster.exchange_seconds(parameters, s, gradient)
         F, D, W = passes
         exposed_forward = max(0.0, gather - F.compute)
-        exposed_backward = max(0.0, gather + scatter - D.compute - W.compute)
+        exchange = gather + scatter
+        exposed_backward = max(0.0, exchange - D.compute - W.compute)
         forward = F._replace(joined=F.joined + exposed_forward)
         data_gradient = D._replace(joined=D.joined + exposed_backward)
         return PassSeconds(forward, data_gradient, W)

@@ -93,7 +93,7 @@ def test_experts_travel_only_between_ranks_and_farther_beyond_a_domain():
     s = build_run_setting(
         resolve_recipe("qwen3-30b-a3b", ["--parallel.ep=64", "--train.global_batch=64"], 64), 64, PlanChoices()
     )
-    far, near = (StepClock(s, replace(find_gpu_by_name("h100"), domain=domain)).travel for domain in (8, 64))
+    far, near = (StepClock(s, replace(find_gpu_by_name("h100"), domain=domain)).one_way_seconds for domain in (8, 64))
     assert far > 2 * near
 
 
