@@ -71,7 +71,7 @@ def kernel_variants(config: Config) -> dict[str, Config]:
 
 def training_losses(config: Config, corpus: Corpus) -> list[float]:
     run = assemble_run(config, single_rank_world(config.train.device), Path("."), corpus)
-    reports = [train_step(run, run.loader.next()) for _ in range(config.train.steps)]
+    reports = [train_step(run, run.loader.next_batch()) for _ in range(config.train.steps)]
     run.gradients.remove_hooks()
     return [report.loss for report in reports]
 

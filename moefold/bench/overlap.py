@@ -124,11 +124,11 @@ def measure_overlap(config: Config, world: World, exchanges: SpanRecorder) -> tu
     from moefold.train.step import train_step
 
     run = assemble_run(config, world, Path("."), random_corpus(config))
-    train_step(run, run.loader.next())
+    train_step(run, run.loader.next_batch())
     exchanges.events.clear()
     run.executor.spans.start_recording()
     begun = time.perf_counter()
-    train_step(run, run.loader.next())
+    train_step(run, run.loader.next_batch())
     seconds = time.perf_counter() - begun
     events = sorted(run.executor.spans.events, key=lambda event: event.start)
     waited = [event for event in events if event.lane == "waiting"]

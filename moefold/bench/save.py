@@ -81,8 +81,8 @@ def write_bandwidth(folder: Path, options: SaveOptions) -> dict[str, float]:
     parts = {str(n): as_tensor_part(torch.rand(1 << 18)) for n in range(options.mib)}
     plan = gather_write_plan(parts, world)
     image = HostImage(plan, 0, pinned=False)
-    image.fill(parts)
-    raw = image.whole.numpy().data
+    image.copy_parts(parts)
+    raw = image.file_bytes.numpy().data
     times: dict[str, list[float]] = {"plain": [], "direct": [], "checkpoint": []}
     for number in range(options.repeat + 1):  # the first is for warming up
         for name, write in (("plain", write_and_fsync), ("direct", write_synced_file)):
@@ -125,7 +125,7 @@ def step_delay_by_save(folder: Path, config: Config, repeat: int) -> dict[str, f
                 begin_checkpoint(run, saver)
                 synchronized_step(run)
                 times["step_with_save"].append(time.perf_counter() - begun)
-                saver.wait()
+                saver.wait_until_written()
         size = saver.plan.bytes if saver.plan else 0
     return {name: median(each[1:]) for name, each in times.items()} | {"state_bytes": float(size)}
 
@@ -136,7 +136,7 @@ def synchronized_step(run: Run) -> None:
 
     from moefold.train.step import train_step
 
-    train_step(run, run.loader.next())
+    train_step(run, run.loader.next_batch())
     run.parameters.await_all_buckets()
     if run.world.device.type == "cuda":
         torch.cuda.synchronize()

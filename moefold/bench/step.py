@@ -99,7 +99,7 @@ def initialise_on_device(model: Transformer) -> None:
 
 def time_moefold_steps(config: Config, steps: int, profile: Path | None) -> StepTiming:
     run = run_on_random_tokens(config, steps + WARM_UP_STEPS + 2)
-    take = lambda: train_step(run, run.loader.next())  # noqa: E731
+    take = lambda: train_step(run, run.loader.next_batch())  # noqa: E731
     found = time_training_steps(take, lambda report: report.loss, config, steps)
     if profile is not None:
         run.out = profile
