@@ -56,8 +56,8 @@ class CorpusSide:
 
     def document_starts(self) -> np.ndarray:
         """Where documents begin. A document may have no token on this side."""
-        starts = [0, *self.document_ends[:-1]] if self.document_ends else []
-        return np.unique(np.array(starts, dtype=np.int64))
+        ends = np.array([0, *self.document_ends], dtype=np.int64)
+        return np.unique(ends[:-1])
 
 
 def load_corpus(data: DataConfig, tokenizer: Tokenizer, vocab: int) -> Corpus:

@@ -26,7 +26,8 @@ def stdlib_documents() -> Documents:
     """The source of Python's standard library, from the running interpreter. Needs no download."""
     root = Path(sysconfig.get_path("stdlib"))
     count = 0
-    for name in sorted(path.relative_to(root).as_posix() for path in root.rglob("*.py")):
+    names = [path.relative_to(root).as_posix() for path in root.rglob("*.py")]
+    for name in sorted(names):
         if SKIPPED_FOLDERS & set(Path(name).parts):
             continue
         try:
@@ -59,7 +60,10 @@ def named_files(name: str) -> list[Path]:
         raise UserError(f"data.files: {shown} is no usable path ({error}); expected a file or folder") from None
     if not is_folder:
         return [path]
-    files = [file for file in sorted(path.rglob("*")) if file.suffix in TEXT_SUFFIXES and file.is_file()]
+    files: list[Path] = []
+    for file in sorted(path.rglob("*")):
+        if file.suffix in TEXT_SUFFIXES and file.is_file():
+            files.append(file)
     if not files:
         raise UserError(f"data.files: the folder {path} holds no .txt, .md, .py or .jsonl file")
     return files

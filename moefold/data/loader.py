@@ -68,16 +68,19 @@ class BatchLoader:
         position, upload = self.prefetched or (-1, None)
         if upload is None or position != self.consumed:  # the first batch, or `consumed` was set by a resume
             upload = self.begin_upload(self.consumed, self.batch)
-        batch = self.receive_batch(upload, self.first_sequence(self.consumed, self.batch))
+        first = self.first_sequence(self.consumed, self.batch)
+        batch = self.receive_batch(upload, first)
         self.consumed += self.batch
         if self.uploads.stream is not None:
-            self.prefetched = (self.consumed, self.begin_upload(self.consumed, self.batch))
+            following = self.begin_upload(self.consumed, self.batch)
+            self.prefetched = (self.consumed, following)
         return batch
 
     def batch_at(self, consumed: int, count: int) -> Batch:
         """This rank's share of the `count` sequences behind the first `consumed`."""
         upload = self.begin_upload(consumed, count)
-        return self.receive_batch(upload, self.first_sequence(consumed, count))
+        first = self.first_sequence(consumed, count)
+        return self.receive_batch(upload, first)
 
     def receive_batch(self, upload: ToDevice, first: int) -> Batch:
         tokens, labels, *begins = upload.take()
@@ -95,11 +98,13 @@ class BatchLoader:
         """Begin to copy tokens, labels and, if needed, document begins to the device."""
         first = self.first_sequence(consumed, count)
         numbers = range(first, first + self.sequences_per_rank(count))
-        rows = np.zeros((len(numbers), self.seq_len + 1), dtype=np.int64)
+        row_length = self.seq_len + 1  # the last token is a label only
+        rows = np.zeros((len(numbers), row_length), dtype=np.int64)
         for row, number in zip(rows, numbers, strict=True):
             start = self.window_of_sequence(number) * self.seq_len
-            row[:] = self.tokens[start : start + self.seq_len + 1]
-        tokens, labels = rows[:, :-1].copy(), rows[:, 1:].copy()
+            row[:] = self.tokens[start : start + row_length]
+        tokens = rows[:, :-1].copy()
+        labels = rows[:, 1:].copy()
         wanted = max(0, consumed + count - first)  # the rows behind are surplus
         labels[wanted:] = IGNORE_INDEX
         arrays = [tokens, labels]
@@ -109,7 +114,8 @@ class BatchLoader:
             next_positions = np.arange(1, self.seq_len + 1)
             labels[begins[:, 1:] == next_positions] = IGNORE_INDEX
             arrays.append(begins[:, :-1].copy())
-        return self.uploads.begin([torch.from_numpy(array) for array in arrays])
+        tensors = list(map(torch.from_numpy, arrays))
+        return self.uploads.begin(tensors)
 
     def document_begins(self, number: int) -> np.ndarray:
         """For each token of a sequence, and the one behind it: the position in the sequence at which its document

@@ -153,7 +153,9 @@ def make_loaders(config: Config, corpus: Corpus, world: World) -> tuple[BatchLoa
 
 
 def choose_kernels(config: Config, world: World) -> BoundKernels:
-    capability = torch.cuda.get_device_capability(world.device) if world.device.type == "cuda" else (0, 0)
+    capability = (0, 0)
+    if world.device.type == "cuda":
+        capability = torch.cuda.get_device_capability(world.device)
     facts = facts_from_config(config, world.device.type, config.train.precision, capability)
     share_attention_timings(facts, world)
     return BoundKernels(facts, config.kernels.force)

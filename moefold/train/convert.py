@@ -118,7 +118,10 @@ def plan_written_tensors(table: NameTable, source: WeightSource, request: Conver
             return torch.float32
         return DTYPES[request.dtype]
 
-    return [PlannedTensor(name, shape, written_dtype(name)) for name, shape in table.written.items()]
+    plan: list[PlannedTensor] = []
+    for name, shape in table.written.items():
+        plan.append(PlannedTensor(name, shape, written_dtype(name)))
+    return plan
 
 
 def planned_tensors(
@@ -179,7 +182,11 @@ def nonzero_biases(saved: SavedModel, experts: int) -> tuple[str, ...]:
     """The names of the selection biases that are not zero."""
     biases = filter(is_selection_bias, saved.names)
     box = whole_box([experts])
-    return tuple(name for name in biases if saved.fetch_box(name, box).count_nonzero())
+    nonzero: list[str] = []
+    for name in biases:
+        if saved.fetch_box(name, box).count_nonzero():
+            nonzero.append(name)
+    return tuple(nonzero)
 
 
 def tokenizer_folder(tokenizer: str) -> Path | None:

@@ -60,7 +60,8 @@ def sample_text(run: Run, prompt: str, temperature: float = 0.7) -> str:
 
 def logits_at_position(run: Run, window_1S: torch.Tensor, position: int) -> torch.Tensor:
     """The logits at one position of one sequence, in fp32, on every rank: ranks without the last stage add zeros."""
-    logits_V = torch.zeros(run.config.model.vocab, device=run.world.device)
+    vocab = run.config.model.vocab
+    logits_V = torch.zeros(vocab, device=run.world.device)
 
     def keep_logits(carry: Carry) -> None:
         logits_1SV = run.model.logits_from_carry(carry)

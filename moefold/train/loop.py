@@ -69,8 +69,10 @@ def no_gradient_warnings(run: Run) -> list[str]:
     """A warning for each parameter that has had no gradient so far: it is probably not connected."""
     everyone = run.world.everyone
     mine = {parameter.name for parameter in declared_parameters(run.model)}
-    moved = set[str]().union(*all_gather_objects(run.gradients.moved, everyone))
-    declared = set[str]().union(*all_gather_objects(mine, everyone))
+    declared, moved = set[str](), set[str]()
+    for rank_declared, rank_moved in all_gather_objects((mine, run.gradients.moved), everyone):
+        declared |= rank_declared
+        moved |= rank_moved
     still = sorted(declared - moved)
     return [f"warning: {name} has had no gradient in {run.step} steps; is it connected?" for name in still]
 
@@ -95,7 +97,8 @@ def introduction_lines(run: Run) -> list[str]:
     total = compact_number(total_parameters(config.model))
     active = compact_number(active_parameters(config.model))
     sizes = f"{total} parameters, {active} active per token"
-    tokens, held_out = compact_number(len(run.loader.tokens)), compact_number(len(run.validation.tokens))
+    tokens = compact_number(len(run.loader.tokens))
+    held_out = compact_number(len(run.validation.tokens))
     text = f"{tokens} tokens of {config.data.source}, {held_out} held out"
     ranks = "1 rank" if world.size == 1 else f"{world.size} ranks"
     where = f"{ranks} on {config.train.device} in {config.train.precision}"
@@ -145,7 +148,8 @@ class RunRecorder:
         """Log the expert load of all layers, and warn of dead experts."""
         loads_by_stage = all_gather_objects(report.loads, self.run.world.axis("pp"))
         loads = join_pipeline_loads(loads_by_stage)
-        counts = RouterCounts(loads.layers, *(tensor.tolist() for tensor in loads[1:]))
+        layers, *tensors = loads
+        counts = RouterCounts(layers, *(tensor.tolist() for tensor in tensors))
         if self.router_log:
             self.router_log.write(report.number, counts)
         warning = self.dead_experts.look(counts)
@@ -241,7 +245,8 @@ class TrainingLoop:
         stop = False
         if self.in_flight is not None:
             stop = recorder.finish_and_record(self.in_flight)
-        validates = self.is_last_step() or run.step % run.config.train.validate_every == 0
+        validate_every = run.config.train.validate_every
+        validates = self.is_last_step() or run.step % validate_every == 0
         if validates or stop or self.is_checkpoint_due():
             stop = recorder.finish_and_record(begun, validates) or stop
             self.in_flight = None

@@ -138,7 +138,8 @@ def shrink_data(config: Config) -> DataConfig:
 
 def shrink_training(config: Config, world: int) -> TrainConfig:
     parallel = config.parallel
-    dp = max(1, world // (parallel.tp * parallel.cp * parallel.pp))
+    model_ranks = parallel.tp * parallel.cp * parallel.pp
+    dp = max(1, world // model_ranks)
     microbatches = 2 if parallel.pp == 1 else 2 * parallel.pp + 1
     return replace(config.train, device="cpu", global_batch=dp * microbatches, micro_batch=1, steps=8)
 
@@ -205,7 +206,8 @@ def trace_one_step(run: Run) -> list[TraceEntry]:
 
 
 def scalar_entry(what: str, value: float) -> TraceEntry:
-    return TraceEntry(what, (), torch.tensor(value, dtype=torch.float64))
+    scalar = torch.tensor(value, dtype=torch.float64)
+    return TraceEntry(what, (), scalar)
 
 
 def local_weights(run: Run, when: str) -> list[TraceEntry]:
@@ -230,7 +232,8 @@ def expert_token_counts(loads: LayerLoads, when: str) -> list[TraceEntry]:
 def local_gradients(run: Run, when: str) -> list[TraceEntry]:
     """This rank's share of every gradient, as boxes of the whole parameter."""
     entries: list[TraceEntry] = []
-    for bucket, share in zip(run.gradients.buckets, run.gradients.gradient_shares(), strict=True):
+    buckets, shares = run.gradients.buckets, run.gradients.gradient_shares()
+    for bucket, share in zip(buckets, shares, strict=True):
         for parameter, first, last, offset in bucket.pieces():
             for begin, box in boxes_in_whole(first, last, parameter):
                 start = offset + begin - first

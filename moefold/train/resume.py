@@ -42,7 +42,11 @@ def make_background_saver(run: Run, say: Printer) -> BackgroundSaver:
 def begin_checkpoint(run: Run, saver: BackgroundSaver) -> None:
     """Begin a checkpoint of the run as it is now."""
     tensors = collect_tensors(run.model, run.optimizer) | rng_state_tensors(run.world)
-    state = {"step": run.step, "consumed": run.loader.consumed, "config": flat_settings(run)}
+    state = {
+        "step": run.step,
+        "consumed": run.loader.consumed,
+        "config": flat_settings(run),
+    }
     saver.begin_save(run.step, tensors, state)
 
 

@@ -158,6 +158,6 @@ def test_without_documents_nothing_is_said_of_them():
 def test_shares_and_microbatches_have_the_documents_of_their_sequences(ranks: int):
     whole = within().batch_at(5, 12).begins_BS
     assert whole is not None
-    shares = [within(ranks=ranks, index=index).at(5, 12) for index in range(ranks)]
+    shares = [within(ranks=ranks, index=index).batch_at(5, 12) for index in range(ranks)]
     parts = [part.begins_BS for share in shares for part in share.microbatches(3)]
     assert torch.equal(torch.cat([part for part in parts if part is not None]), whole)

@@ -87,7 +87,7 @@ class LedgerEntry:
 
 
 Ledger = dict[str, LedgerEntry]
-Digests = Sequence[bytes | None]
+ExpertDigests = Sequence[str | None]
 
 
 def hash_pieces(spec: TensorSpec) -> Iterator[HashPiece]:
@@ -104,7 +104,7 @@ def sha256_digest(data: Any) -> bytes:
     return hashlib.sha256(data).digest()
 
 
-def joined_digest(digests: Digests) -> bytes | None:
+def joined_digest(digests: Sequence[bytes | None]) -> bytes | None:
     """The digest of several digests; None if one of them is missing."""
     known = [digest for digest in digests if digest is not None]
     if len(known) < len(digests):
@@ -114,10 +114,11 @@ def joined_digest(digests: Digests) -> bytes | None:
 
 def ledger_entry(spec: TensorSpec, digests: Mapping[int, bytes | None]) -> LedgerEntry:
     """The entry of a tensor, from the digests of its pieces by the flat index of their first element."""
-    pieces_by_unit: list[list[bytes | None]] = [[] for _ in range(spec.units)]
+    piece_digests: list[list[bytes | None]] = [[] for _ in range(spec.units)]
     for piece in hash_pieces(spec):
-        pieces_by_unit[piece.unit].append(digests.get(piece.first))
-    unit_digests = [joined_digest(pieces) for pieces in pieces_by_unit]
+        digest = digests.get(piece.first)
+        piece_digests[piece.unit].append(digest)
+    unit_digests = list(map(joined_digest, piece_digests))
     if not spec.stacked:
         return LedgerEntry(spec.dtype, spec.shape, hex_or_empty(unit_digests[0]))
     experts = tuple(digest.hex() if digest else None for digest in unit_digests)
@@ -140,7 +141,11 @@ def encode_ledger(ledger: Ledger) -> bytes:
 
 
 def entry_as_json(entry: LedgerEntry) -> dict[str, Any]:
-    content: dict[str, Any] = {"dtype": entry.dtype, "shape": entry.shape, "sha256": entry.sha256}
+    content: dict[str, Any] = {
+        "dtype": entry.dtype,
+        "shape": entry.shape,
+        "sha256": entry.sha256,
+    }
     if entry.experts is not None:
         content["experts"] = entry.experts
     return content
@@ -228,31 +233,34 @@ def entry_changes(old: LedgerEntry, new: LedgerEntry) -> Iterator[tuple[str, str
         yield "dtype", f" is {new.dtype}; expected {old.dtype}"
     if old.shape != new.shape:
         yield "shape", f" has shape {list(new.shape)}; expected {list(old.shape)}"
-    if old.experts is not None and new.experts is not None and old.shape[1:] == new.shape[1:]:
+    same_experts = old.shape[1:] == new.shape[1:]
+    if old.experts is not None and new.experts is not None and same_experts:
         yield from stacked_changes(old.experts, new.experts)
-        return
-    same_spec = (old.dtype, old.shape) == (new.dtype, new.shape)
-    if same_spec and old.sha256 != new.sha256:
+    elif old.dtype == new.dtype and old.shape == new.shape and old.sha256 != new.sha256:
         yield "values", " has other values" if new.sha256 else ": values are missing"
 
 
-def stacked_changes(old: Sequence[str | None], new: Sequence[str | None]) -> Iterator[tuple[str, str]]:
-    all_differ = len(old) == len(new) and not set(old) & set(new)
-    if all_differ and None not in new:
+def stacked_changes(old: ExpertDigests, new: ExpertDigests) -> Iterator[tuple[str, str]]:
+    all_differ = set(old).isdisjoint(new)
+    if all_differ and len(old) == len(new) and None not in new:
         yield "values", f" has other values in all {len(new)} experts"
         return
     for text in expert_changes(old, new):
         yield "experts", text
 
 
-def expert_changes(old: Sequence[str | None], new: Sequence[str | None]) -> Iterator[str]:
+def expert_changes(old: ExpertDigests, new: ExpertDigests) -> Iterator[str]:
     """The change of each expert: dropped, added, swapped, moved or changed."""
     if len(old) != len(new):
         yield from resized_stack_changes(old, new)
         return
-    changed = [expert for expert in range(len(old)) if new[expert] != old[expert]]
-    position = {new[expert]: expert for expert in changed}  # where the values of a digest are now
-    for expert in changed:
+    position: dict[str | None, int] = {}  # where the values of a digest are now
+    for expert, digest in enumerate(new):
+        if digest != old[expert]:
+            position[digest] = expert
+    for expert in range(len(old)):
+        if new[expert] == old[expert]:
+            continue
         moved_to = position.get(old[expert])
         if new[expert] is None:
             yield f": expert {expert} is missing"
@@ -264,7 +272,7 @@ def expert_changes(old: Sequence[str | None], new: Sequence[str | None]) -> Iter
             yield f": experts {expert} and {moved_to} are swapped"
 
 
-def resized_stack_changes(old: Sequence[str | None], new: Sequence[str | None]) -> Iterator[str]:
+def resized_stack_changes(old: ExpertDigests, new: ExpertDigests) -> Iterator[str]:
     for expert, sha256 in enumerate(old):
         if sha256 not in new:
             yield f": expert {expert} is missing"

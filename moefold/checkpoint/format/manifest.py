@@ -79,7 +79,8 @@ def listed_files(content: dict[str, Any]) -> FileList:
     files: FileList = {}
     try:
         for name, entry in content["files"].items():
-            files[name] = (int(entry["bytes"]), str(entry["sha256"]))
+            size, sha256 = int(entry["bytes"]), str(entry["sha256"])
+            files[name] = (size, sha256)
     except (KeyError, TypeError, ValueError, AttributeError):
         raise DamagedCheckpoint(f"{MANIFEST_FILE} does not list files with sizes and digests") from None
     for name in METADATA_FILES:

@@ -92,10 +92,15 @@ def parse_chunk_name(chunk: str, sizes: Sequence[int]) -> tuple[str, Box]:
     """The logical tensor and the box of a chunk, from its name and shape."""
     name, separator, corner = chunk.rpartition("@")
     starts = corner.split(",") if corner else []
-    legal = all(start.isdecimal() and len(start) < 20 for start in starts)
+    legal = all(map(is_short_number, starts))
     if not separator or len(starts) != len(sizes) or not legal:
         raise ValueError(f'"{chunk}" does not say which part of which tensor it is')
-    return name, tuple(zip(map(int, starts), sizes, strict=True))
+    box = zip(map(int, starts), sizes, strict=True)
+    return name, tuple(box)
+
+
+def is_short_number(text: str) -> bool:
+    return text.isdecimal() and len(text) < 20
 
 
 class BoxReader:

@@ -13,7 +13,7 @@ from moefold.checkpoint.format.manifest import MANIFEST_FILE, STATE_FILE
 from moefold.checkpoint.format.storage import StoragePath, remove_tree, rename_tree
 from moefold.config.errors import UserError
 
-STEP_PREFIX = "step-"
+STEP_PREFIX = "step"
 
 
 @dataclass(frozen=True)
@@ -28,16 +28,17 @@ class RetentionPolicy:
 
 
 def step_folder_name(step: int) -> str:
-    return f"{STEP_PREFIX}{step:08d}"
+    return f"{STEP_PREFIX}-{step:08d}"
 
 
 def step_of_folder(checkpoint: StoragePath) -> int:
-    return int(checkpoint.name.removeprefix(STEP_PREFIX))
+    _, step = checkpoint.name.split("-")
+    return int(step)
 
 
 def is_step_folder(path: StoragePath) -> bool:
-    named = path.name.startswith(STEP_PREFIX) and path.name.removeprefix(STEP_PREFIX).isdecimal()
-    return named and path.is_dir()
+    prefix, _, step = path.name.partition("-")
+    return prefix == STEP_PREFIX and step.isdecimal() and path.is_dir()
 
 
 def is_committed(checkpoint: StoragePath) -> bool:
@@ -60,8 +61,9 @@ def checkpoints_at(path: StoragePath) -> list[StoragePath]:
         checkpoints = committed_checkpoints(folder)
         if checkpoints:
             return checkpoints
-    if (path / MANIFEST_FILE).exists() or (path / STATE_FILE).exists():
-        return [path]
+    for name in (MANIFEST_FILE, STATE_FILE):
+        if (path / name).exists():
+            return [path]
     return []
 
 

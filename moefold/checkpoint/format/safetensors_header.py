@@ -53,7 +53,11 @@ class HeaderEntry:
     end: int
 
     def as_json(self) -> dict[str, Any]:
-        return {"dtype": self.dtype, "shape": list(self.shape), "data_offsets": [self.begin, self.end]}
+        return {
+            "dtype": self.dtype,
+            "shape": list(self.shape),
+            "data_offsets": [self.begin, self.end],
+        }
 
 
 def encode_safetensors_header(entries: Mapping[str, Any]) -> bytes:
@@ -68,7 +72,9 @@ def read_raw_header(file: StoragePath) -> bytes:
     size = file.stat().st_size
     with file.open("rb") as opened:
         prefix = opened.read(LENGTH_BYTES)
-        length = struct.unpack("<Q", prefix)[0] if len(prefix) == LENGTH_BYTES else 0
+        length = 0
+        if len(prefix) == LENGTH_BYTES:
+            (length,) = struct.unpack("<Q", prefix)
         longest = min(LONGEST_HEADER, size - LENGTH_BYTES)
         if not 2 <= length <= longest:
             raise UserError(
@@ -90,7 +96,8 @@ def tensors_in_file(file: StoragePath, raw: bytes | None = None) -> dict[str, St
     check_data_is_dense(file, data_start, list(entries.values()))
     tensors: dict[str, StoredTensor] = {}
     for name, entry in entries.items():
-        tensors[name] = StoredTensor(file, entry.dtype, entry.shape, data_start + entry.begin)
+        offset = data_start + entry.begin
+        tensors[name] = StoredTensor(file, entry.dtype, entry.shape, offset)
     return tensors
 
 
@@ -101,7 +108,9 @@ def parse_header_entries(raw: bytes) -> dict[str, HeaderEntry]:
 
 
 def parse_header_entry(entry: Mapping[str, Any]) -> HeaderEntry:
-    dtype, shape, offsets = entry["dtype"], tuple(entry["shape"]), tuple(entry["data_offsets"])
+    dtype = entry["dtype"]
+    shape = tuple(entry["shape"])
+    offsets = tuple(entry["data_offsets"])
     if not is_sound_entry(dtype, shape, offsets):
         raise ValueError("a tensor's shape and place do not agree")
     return HeaderEntry(dtype, shape, *offsets)
@@ -129,12 +138,12 @@ def refuse_repeated_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def check_data_is_dense(file: StoragePath, data_start: int, entries: Sequence[HeaderEntry]) -> None:
     """Refuse a file whose tensors overlap, leave gaps, or end elsewhere than the file."""
     position = 0
-    for begin, end in sorted((entry.begin, entry.end) for entry in entries):
-        if begin != position:
+    for entry in sorted(entries, key=lambda entry: (entry.begin, entry.end)):
+        if entry.begin != position:
             raise UserError(
                 f"{file} is damaged: its tensors overlap or leave gaps at byte {position}; fetch the file again"
             )
-        position = end
+        position = entry.end
     size, needed = file.stat().st_size, data_start + position
     if size != needed:
         raise UserError(f"{file} has {size} bytes; its tensors need {needed}; fetch the file again")

@@ -59,17 +59,22 @@ class OpenedCheckpoint:
         return BoxReader(self.path, self.index, self.specs)
 
     def pieces_to_hash(self) -> HashWork:
+        """Every piece of every stored tensor, with the tensor's name."""
         pieces: HashWork = []
         for name in sorted(self.index):
-            pieces += [(name, piece) for piece in hash_pieces(self.specs[name])]
+            spec = self.specs[name]
+            pieces += [(name, piece) for piece in hash_pieces(spec)]
         return pieces
 
     def raise_if_damaged(self, digests: FoundDigests) -> None:
         """Compare the digests of all pieces with the ledger, and raise every problem."""
-        empty = [name for name, entry in self.ledger.items() if 0 in entry.shape]  # nothing is stored of these
-        by_name: dict[str, dict[int, bytes | None]] = {name: {} for name in (*self.index, *empty)}
+        by_name: dict[str, dict[int, bytes | None]] = {name: {} for name in self.index}
         for (name, first), digest in digests.items():
             by_name[name][first] = digest
+        # Nothing is stored of tensors without elements: they are intact.
+        for name, entry in self.ledger.items():
+            if 0 in entry.shape:
+                by_name.setdefault(name, {})
         actual: Ledger = {}
         for name, pieces in by_name.items():
             actual[name] = ledger_entry(self.specs[name], pieces)
@@ -89,7 +94,7 @@ def stored_specs(ledger: Ledger, index: ChunkIndex) -> dict[str, TensorSpec]:
             raise DamagedCheckpoint(f'chunks of "{printable_text(name)}" are of different dims')
         entry = ledger.get(name)
         if entry and chunks_fit_entry(chunks, entry):
-            specs[name] = TensorSpec(chunks[0].dtype, entry.shape, entry.experts is not None)
+            specs[name] = entry.spec._replace(dtype=chunks[0].dtype)
         else:
             # Renamed or reshaped: a lost tensor of the same inner shape says whether dim 0 counts experts.
             specs[name] = spec_from_chunks(name, chunks, [entry] if entry else lost)
@@ -108,8 +113,10 @@ def spec_from_chunks(name: str, chunks: Sequence[StoredChunk], candidates: Seque
     stored = stored_elements(chunks)
     if prod(shape) != stored:
         raise DamagedCheckpoint(f'chunks of "{printable_text(name)}" hold {stored} values, and do not make a tensor')
-    alike = [entry for entry in candidates if entry.shape[1:] == shape[1:]]
-    stacked = any(entry.experts is not None for entry in alike)
+    stacked = False
+    for entry in candidates:
+        if entry.shape[1:] == shape[1:] and entry.experts is not None:
+            stacked = True
     return TensorSpec(chunks[0].dtype, shape, stacked)
 
 
@@ -120,7 +127,8 @@ def stored_elements(chunks: Sequence[StoredChunk]) -> int:
 def box_fits_shape(box: Box, shape: Sequence[int]) -> bool:
     if len(box) != len(shape):
         return False
-    return all(sum(ranges) <= size for ranges, size in zip(box, shape, strict=True))
+    ends = map(sum, box)
+    return all(end <= size for end, size in zip(ends, shape, strict=True))
 
 
 def open_checkpoint(path: StoragePath) -> OpenedCheckpoint:
@@ -128,11 +136,15 @@ def open_checkpoint(path: StoragePath) -> OpenedCheckpoint:
     DamagedCheckpoint otherwise."""
     manifest = read_manifest(path)
     files = listed_files(manifest)
-    file_problems = [file_problem(path, name, size) for name, (size, _) in files.items()]
-    missing = [problem for problem in file_problems if problem]
-    if missing:
-        raise DamagedCheckpoint(*missing)
-    sha256 = {name: digest for name, (_, digest) in files.items()}
+    file_problems: list[str] = []
+    sha256: dict[str, str] = {}
+    for name, (size, digest) in files.items():
+        sha256[name] = digest
+        problem = file_problem(path, name, size)
+        if problem:
+            file_problems.append(problem)
+    if file_problems:
+        raise DamagedCheckpoint(*file_problems)
     ledger = parse_ledger(read_verified(path, LEDGER_FILE, sha256[LEDGER_FILE]))
     state = parse_run_state(read_verified(path, STATE_FILE, sha256[STATE_FILE]))
     headers = {name: sha256[name] for name in tensor_data_files(files)}

@@ -11,17 +11,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
-from moefold.checkpoint.format.boxes import Box, contiguous_range, element_count
+from moefold.checkpoint.format.boxes import Box, Range, contiguous_range, element_count
 from moefold.checkpoint.format.ledger import HashPiece, TensorSpec, hash_pieces
 
 RankHoldings = Mapping[str, tuple[TensorSpec, Sequence[Box]]]  # of one rank: for each tensor the boxes that it holds
-ChunkKey = tuple[str, Box]
+ChunkKey = tuple[str, Box]  # a box of a tensor
+WrittenBox = tuple[Box, int]  # a box and the rank that writes it
 
 
 @dataclass(frozen=True)
 class WritePlan:
     specs: dict[str, TensorSpec]
-    chunks: dict[str, list[tuple[Box, int]]] = field(default_factory=dict)  # of each tensor: boxes and their writers
+    chunks: dict[str, list[WrittenBox]] = field(default_factory=dict)  # by tensor
 
     @property
     def bytes(self) -> int:
@@ -31,7 +32,9 @@ class WritePlan:
         """The chunks that a rank writes, those of wide elements first, so that all are aligned."""
         mine: list[ChunkKey] = []
         for name, chunks in self.chunks.items():
-            mine += [(name, box) for box, writer in chunks if writer == rank]
+            for box, writer in chunks:
+                if writer == rank:
+                    mine.append((name, box))
         return sorted(mine, key=self.file_order)
 
     def file_order(self, chunk: ChunkKey) -> tuple[int, str, Box]:
@@ -48,11 +51,15 @@ class WritePlan:
                 if candidate < 0 or sum(runs[candidate]) < piece.last:
                     yield name, piece
 
-    def contiguous_runs(self, name: str) -> list[tuple[int, int]]:
+    def contiguous_runs(self, name: str) -> list[Range]:
         """(first, count) of every chunk of a tensor that is contiguous in the flattened tensor, sorted."""
         shape = self.specs[name].shape
-        runs = [contiguous_range(box, shape) for box, _ in self.chunks[name]]
-        return sorted(run for run in runs if run)
+        runs: list[Range] = []
+        for box, _ in self.chunks[name]:
+            run = contiguous_range(box, shape)
+            if run:
+                runs.append(run)
+        return sorted(runs)
 
 
 def assign_writers(holdings: Sequence[RankHoldings]) -> WritePlan:
@@ -60,18 +67,21 @@ def assign_writers(holdings: Sequence[RankHoldings]) -> WritePlan:
     fewest bytes so far."""
     specs: dict[str, TensorSpec] = {}
     for held in holdings:
-        specs |= {name: spec for name, (spec, _) in held.items()}
+        for name, (spec, _) in held.items():
+            specs[name] = spec
     holders = holders_of_boxes(holdings, specs)
-    chunk_bytes: dict[ChunkKey, int] = {}
+    sized_chunks: list[tuple[int, str, Box]] = []
     for name, box in holders:
-        chunk_bytes[name, box] = element_count(box) * specs[name].itemsize
-    plan = WritePlan(dict(sorted(specs.items())), {name: [] for name in specs})
-    load = [0] * len(holdings)
-    # Largest first: what is left for the end is small, and evens out the load.
-    for name, box in sorted(holders, key=lambda chunk: (-chunk_bytes[chunk], *chunk)):
+        size = element_count(box) * specs[name].itemsize
+        sized_chunks.append((-size, name, box))
+    chunks: dict[str, list[WrittenBox]] = {name: [] for name in specs}
+    load = [0] * len(holdings)  # bytes of each rank
+    # Largest first: the small ones at the end even out the load.
+    for negative_size, name, box in sorted(sized_chunks):
         writer = min(holders[name, box], key=load.__getitem__)
-        load[writer] += chunk_bytes[name, box]
-        plan.chunks[name].append((box, writer))
+        load[writer] -= negative_size
+        chunks[name].append((box, writer))
+    plan = WritePlan(dict(sorted(specs.items())), chunks)
     require_complete(plan)
     return plan
 
@@ -89,7 +99,8 @@ def holders_of_boxes(holdings: Sequence[RankHoldings], specs: Mapping[str, Tenso
 
 def require_complete(plan: WritePlan) -> None:
     for name, spec in plan.specs.items():
-        written = sum(element_count(box) for box, _ in plan.chunks[name])
+        boxes = [box for box, _ in plan.chunks[name]]
+        written = sum(map(element_count, boxes))
         expected = prod(spec.shape)
         if written != expected:
             raise ValueError(f'ranks hold {written} of {expected} values of "{name}"')

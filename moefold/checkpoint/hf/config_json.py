@@ -132,7 +132,8 @@ def without_missing_mtp(described: DescribedModel, folder: ModelFolder) -> Descr
         if any(name.startswith(prefix) for name in folder.tensors):
             return described
     note = f"{folder.path} has no tensors of the {model.mtp} layers that predict further tokens; going on without"
-    return DescribedModel(described.family, replace(model, mtp=0), (note,))
+    without_mtp = replace(model, mtp=0)
+    return DescribedModel(described.family, without_mtp, (note,))
 
 
 def essential_values(model: ModelConfig) -> dict[str, Any]:
@@ -181,7 +182,11 @@ def config_json_for(family: ModelFamily, model: ModelConfig) -> dict[str, Any]:
 
 def write_and_read_back(family: ModelFamily, model: ModelConfig) -> tuple[dict[str, Any], list[str]]:
     """config.json of a model, and the differences after reading it again."""
-    written = {"architectures": [family.architecture], "model_type": family.kind, **family.write(model)}
+    written = {
+        "architectures": [family.architecture],
+        "model_type": family.kind,
+        **family.write(model),
+    }
     try:
         model_again = read_model_config(family, ConfigOptions(written, "config.json"))
     except UserError as refused:

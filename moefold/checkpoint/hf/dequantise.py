@@ -23,7 +23,8 @@ FP8_SCALE_SUFFIX = "_scale_inv"
 MXFP4_BLOCKS_SUFFIX = "_blocks"
 MXFP4_SCALES_SUFFIX = "_scales"
 DERIVED_SUFFIX = ".rotary_emb.inv_freq"  # stored by older files; it follows from config.json
-FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+FP4_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+FP4_VALUES = (*FP4_MAGNITUDES, *(-value for value in FP4_MAGNITUDES))  # by code; the highest bit is the sign
 
 RawFetch = Callable[[str, Box], torch.Tensor]  # a box of the stored tensor of that name
 
@@ -116,7 +117,8 @@ def dequantised_fp8(name: str, stored: StoredTensor, scales: StoredTensor | None
 
 def dequantised_mxfp4(name: str, blocks: StoredTensor, scales: StoredTensor | None, raw: RawFetch) -> DequantisedTensor:
     *scales_shape, _ = blocks.shape or (0,)
-    sound_blocks = blocks.dtype == "U8" and blocks.shape[-1:] == (MXFP4_BYTES,)
+    last_dim = blocks.shape[-1:]
+    sound_blocks = blocks.dtype == "U8" and last_dim == (MXFP4_BYTES,)
     problem = ""
     if scales is None or not sound_blocks or scales.shape != tuple(scales_shape):
         problem = (

@@ -84,7 +84,9 @@ class GatheredBoxes:
     def __init__(self, held: dict[str, LocalTensor], world: World):
         self.held = held
         self.world = world
-        mine = {name: (local.tensor.dtype, local.part) for name, local in held.items()}
+        mine: dict[str, tuple[torch.dtype, Box]] = {}
+        for name, local in held.items():
+            mine[name] = (local.tensor.dtype, local.part)
         self.dtypes: dict[str, torch.dtype] = {}
         contributor: dict[tuple[str, Box], int] = {}
         for rank, parts in enumerate(all_gather_objects(mine, world.everyone)):
@@ -97,7 +99,8 @@ class GatheredBoxes:
                 self.contributed.add(name)
 
     def fetch_box(self, name: str, box: Box) -> torch.Tensor:
-        values = torch.zeros(box_sizes(box), dtype=self.dtypes[name], device=self.world.device)
+        dtype, device = self.dtypes[name], self.world.device
+        values = torch.zeros(box_sizes(box), dtype=dtype, device=device)
         if name in self.contributed:
             self.copy_overlap(self.held[name], box, values)
         all_reduce_no_grad(values.view(torch.uint8), self.world.everyone)
@@ -107,6 +110,7 @@ class GatheredBoxes:
         shared = box_overlap(local.part, box)
         if shared is None:
             return
-        source = local.tensor[box_slices(relative_box(shared, local.part))]
-        target = values[box_slices(relative_box(shared, box))]
-        target.copy_(source)
+        source_box = relative_box(shared, local.part)
+        target_box = relative_box(shared, box)
+        source = local.tensor[box_slices(source_box)]
+        values[box_slices(target_box)].copy_(source)

@@ -111,9 +111,10 @@ def read_sparse_layers(options: ConfigOptions, layers: int) -> dict[str, Any]:
     """Qwen's choice of MoE layers: every `decoder_sparse_step`-th, but for `mlp_only_layers`."""
     step = options.take_value("decoder_sparse_step", default=1)
     only = options.take_value("mlp_only_layers", default=[])
-    dense = [layer for layer in range(layers) if layer in only or (layer + 1) % step]
+    between = {layer for layer in range(layers) if (layer + 1) % step}
+    dense = between.union(layer for layer in range(layers) if layer in only)
     for first in range(layers + 1):
-        if dense == [layer for layer in range(layers) if layer < first or (layer + 1) % step]:
+        if dense == between.union(range(first)):
             return {"moe.dense_layers": first, "moe.every": step}
     options.add_problem(f"mlp_only_layers = {only} is not supported; expected the first few layers")
     return {}

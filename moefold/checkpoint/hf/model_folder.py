@@ -54,7 +54,9 @@ def file_in_folder(folder: Path, name: str) -> Path:
 
 
 def is_plain_name(name: Any) -> bool:
-    return isinstance(name, str) and Path(name).name == name and name not in ("", ".", "..")
+    if not isinstance(name, str) or name in ("", ".", ".."):
+        return False
+    return Path(name).name == name
 
 
 def read_json_file(path: Path) -> dict[str, Any]:

@@ -62,7 +62,11 @@ class MappedPiece:
 
     @property
     def their_shape(self) -> tuple[int, ...]:
-        return tuple(prod(self.sizes[letter] for letter in group) for group in self.their_groups)
+        shape: list[int] = []
+        for group in self.their_groups:
+            letter_sizes = [self.sizes[letter] for letter in group]
+            shape.append(prod(letter_sizes))
+        return tuple(shape)
 
     def letter_range(self, letter: str) -> Range:
         """The range of a letter, on their side, that this piece covers."""

@@ -7,8 +7,8 @@ from math import prod
 
 import torch
 
-from moefold.checkpoint.format.boxes import Box, Range, box_overlap, box_slices
-from moefold.checkpoint.hf.name_table import DimGroup, MappedPiece, flat_letters
+from moefold.checkpoint.format.boxes import Box, Range, box_overlap, box_slices, relative_box
+from moefold.checkpoint.hf.name_table import DimGroup, DimGroups, MappedPiece, flat_letters
 
 FetchBox = Callable[[str, Box], torch.Tensor]  # a box of the tensor of that name
 
@@ -23,22 +23,34 @@ def read_piece_values(piece: MappedPiece, box: Box, fetch: FetchBox) -> tuple[Bo
     their_box = tuple(their_range(piece, group, wanted) for group in piece.their_groups)
     theirs = split_their_dims(piece, wanted, fetch(piece.theirs, their_box))
     # Reorder the letters, and join those that are one dim of ours.
-    letters = flat_letters(piece.their_groups)
-    ours = theirs.permute([letters.index(letter) for letter in flat_letters(piece.our_groups)])
-    our_sizes = [prod(wanted[letter][1] for letter in group) for group in piece.our_groups]
-    return shared, ours.reshape(our_sizes)[box_slices(remaining)]
+    ours = permute_letters(theirs, piece.their_groups, piece.our_groups)
+    our_sizes: list[int] = []
+    for group in piece.our_groups:
+        letter_sizes = [wanted[letter][1] for letter in group]
+        our_sizes.append(prod(letter_sizes))
+    values = ours.reshape(our_sizes)
+    return shared, values[box_slices(remaining)]
+
+
+def permute_letters(x: torch.Tensor, source: DimGroups, target: DimGroups) -> torch.Tensor:
+    """A tensor with one dim per letter of `source`, permuted to the order of the letters of `target`."""
+    letters = flat_letters(source)
+    order = map(letters.index, flat_letters(target))
+    return x.permute(*order)
 
 
 def split_their_dims(piece: MappedPiece, wanted: dict[str, Range], theirs: torch.Tensor) -> torch.Tensor:
     """A fetched box of their tensor with one dim per letter, cut to the wanted ranges."""
     letters = flat_letters(piece.their_groups)
-    outermost = {group[0] for group in piece.their_groups}  # fetched as wanted; inner letters are fetched whole
-    sizes: list[int] = []
-    for letter in letters:
-        sizes.append(wanted[letter][1] if letter in outermost else piece.sizes[letter])
-    theirs = theirs.reshape(sizes)
+    # Outermost letters of a dim are fetched as wanted, inner ones whole.
+    fetched = dict(piece.sizes)
+    inner = set(letters)
+    for outermost, *_ in piece.their_groups:
+        fetched[outermost] = wanted[outermost][1]
+        inner.remove(outermost)
+    theirs = theirs.reshape([fetched[letter] for letter in letters])
     for dim, letter in enumerate(letters):
-        if letter not in outermost:
+        if letter in inner:
             theirs = theirs.narrow(dim, *wanted[letter])
         if letter == piece.deinterleave:
             theirs = deinterleave_pairs(theirs, dim)
@@ -48,33 +60,35 @@ def split_their_dims(piece: MappedPiece, wanted: dict[str, Range], theirs: torch
 def letter_ranges(piece: MappedPiece, shared: Box) -> tuple[dict[str, Range], Box]:
     """The range to take of every letter, and the cut of our dims that remains to be made. A dim of ours that is one
     letter, not deinterleaved, is cut on their side already."""
-    wanted = {letter: piece.letter_range(letter) for letter in flat_letters(piece.their_groups)}
-    remaining: list[Range] = []
-    for group, our_range, shared_range in zip(piece.our_groups, piece.box_in_ours, shared, strict=True):
-        start, size = shared_range
-        offset = start - our_range[0]
-        if len(group) == 1 and group[0] != piece.deinterleave:
-            letter = group[0]
-            wanted[letter] = (wanted[letter][0] + offset, size)
-            remaining.append((0, size))
-        else:
-            remaining.append((offset, size))
+    letters = flat_letters(piece.their_groups)
+    wanted = {letter: piece.letter_range(letter) for letter in letters}
+    remaining = list(relative_box(shared, piece.box_in_ours))
+    for dim, group in enumerate(piece.our_groups):
+        if len(group) != 1 or group[0] == piece.deinterleave:
+            continue
+        (letter,) = group
+        offset, size = remaining[dim]
+        start, _ = wanted[letter]
+        wanted[letter] = (start + offset, size)
+        remaining[dim] = (0, size)
     return wanted, tuple(remaining)
 
 
 def their_range(piece: MappedPiece, group: DimGroup, wanted: dict[str, Range]) -> Range:
     """The range of their dim that covers the wanted ranges: of its outermost letter a range, all of the others."""
-    start, size = wanted[group[0]]
-    inner = prod(piece.sizes[letter] for letter in group[1:])
-    return start * inner, size * inner
+    outermost, *inner = group
+    start, size = wanted[outermost]
+    inner_size = prod(piece.sizes[letter] for letter in inner)
+    return start * inner_size, size * inner_size
 
 
 def write_piece_values(piece: MappedPiece, values: torch.Tensor, theirs: torch.Tensor) -> None:
     """Write the values of the piece's box of our tensor to its box of theirs, which is contiguous."""
     our_letters = flat_letters(piece.our_groups)
     letters = flat_letters(piece.their_groups)
-    split = values.reshape([piece.letter_size(letter) for letter in our_letters])
-    split = split.permute([our_letters.index(letter) for letter in letters])
+    sizes = list(map(piece.letter_size, our_letters))
+    split = values.reshape(sizes)
+    split = permute_letters(split, piece.our_groups, piece.their_groups)
     target = theirs.view([piece.sizes[letter] for letter in letters])
     for dim, letter in enumerate(letters):
         target = target.narrow(dim, *piece.letter_range(letter))

@@ -42,9 +42,11 @@ def local_tensors(model: nn.Module) -> dict[str, LocalTensor]:
     for name, tensor in model.state_dict().items():
         if name in declared:
             parameter = declared[name]
-            held[name] = LocalTensor(tensor.detach(), tuple(parameter.part), parameter.declaration.stacked)
+            part, stacked = tuple(parameter.part), parameter.declaration.stacked
+            held[name] = LocalTensor(tensor.detach(), part, stacked)
         elif is_selection_bias(name):
-            held[name] = LocalTensor(tensor.detach(), whole_box(tensor.shape))
+            part = whole_box(tensor.shape)
+            held[name] = LocalTensor(tensor.detach(), part)
     return held
 
 
@@ -85,7 +87,7 @@ def check_names_and_shapes(weights: FolderWeights, table: NameTable) -> None:
     problems = [*weights.problems]
     problems += [f'"{name}" is not in the files{did_you_mean(name, similar)}' for name in missing]
     problems += [f'"{name}" is in the files, but the model has no such tensor' for name in left_over]
-    for name, shape in (*required.items(), *optional.items()):
+    for name, shape in (required | optional).items():
         problems += tensor_problems(name, tensors.get(name), shape)
     if problems:
         raise UserError(f"{weights.folder.path} does not fit its config.json:", *first_few_lines(problems))
@@ -136,7 +138,8 @@ def fill_local_tensor(name: str, held: LocalTensor, weights: FolderWeights, tabl
             if part is None:
                 continue
             shared, values = part
-            held.tensor[box_slices(relative_box(shared, held.part))].copy_(values)
+            target_box = relative_box(shared, held.part)
+            held.tensor[box_slices(target_box)].copy_(values)
             filled += values.numel()
     expected = held.tensor.numel()
     if filled != expected:
@@ -148,7 +151,8 @@ def expert_boxes(held: LocalTensor) -> list[Box]:
     if not held.stacked:
         return [held.part]
     (first, count), *rest = held.part
-    return [((expert, 1), *rest) for expert in range(first, first + count)]
+    experts = range(first, first + count)
+    return [((expert, 1), *rest) for expert in experts]
 
 
 def check_aliases(weights: FolderWeights, table: NameTable) -> None:
@@ -167,8 +171,10 @@ def alias_is_equal(weights: FolderWeights, alias: TensorAlias) -> bool:
     row_elements = max(1, row_shape[0] if row_shape else 1)
     step = max(1, COMPARED_BYTES // (4 * row_elements))
     for first in range(0, rows, step):
-        box = ((first, min(step, rows - first)), *whole_box(row_shape))
-        copy, original = weights.fetch_box(alias.theirs, box), weights.fetch_box(alias.of, box)
+        count = min(step, rows - first)
+        box = ((first, count), *whole_box(row_shape))
+        copy = weights.fetch_box(alias.theirs, box)
+        original = weights.fetch_box(alias.of, box)
         if not torch.equal(copy, original):
             return False
     return True
@@ -186,7 +192,8 @@ def our_box_fetcher(weights: FolderWeights, table: NameTable) -> FetchBox:
             shared, values = part
             if joined is None:
                 joined = values.new_empty(box_sizes(box))
-            joined[box_slices(relative_box(shared, box))].copy_(values)
+            target_box = relative_box(shared, box)
+            joined[box_slices(target_box)].copy_(values)
         assert joined is not None
         return joined
 

@@ -75,7 +75,8 @@ def read_yarn_mscale(inner: ConfigOptions, factor: float, latent: bool) -> dict[
         if direct < 1 or factor <= 1:
             inner.add_problem(f"attention_factor = {direct} is not supported; expected 1 or more")
             return {}
-        return {"mscale": (direct - 1) / (0.1 * math.log(factor))}
+        slope = 0.1 * math.log(factor)
+        return {"mscale": (direct - 1) / slope}
     both = bool(mscale) and bool(mscale_all)
     neither = not mscale and not mscale_all
     legal = neither or (latent and both)
@@ -113,5 +114,6 @@ def write_yarn_mscale(rope: RopeConfig) -> dict[str, float]:
     if rope.mscale_all:
         return {"mscale": rope.mscale, "mscale_all_dim": rope.mscale_all}
     if rope.mscale != 1.0:
-        return {"attention_factor": 0.1 * rope.mscale * math.log(rope.factor) + 1}
+        attention_factor = 0.1 * rope.mscale * math.log(rope.factor) + 1
+        return {"attention_factor": attention_factor}
     return {}

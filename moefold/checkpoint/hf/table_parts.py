@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from moefold.anatomy.step_specs import is_moe_layer
 from moefold.checkpoint.hf.name_table import MappedPiece, NameTable, TensorAlias
@@ -10,8 +10,16 @@ from moefold.config.run import ModelConfig
 
 Pieces = Iterator[MappedPiece]
 BlockPieces = Callable[[ModelConfig, int, str, str], Pieces]  # (model, layer, theirs, ours)
+Row = tuple[str, str, str]  # their name, our name, pattern
 
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
+
+
+def whole_tensors(theirs: str, ours: str, sizes: Mapping[str, int], *rows: Row) -> Pieces:
+    """Pieces that are whole tensors on both sides."""
+    for their_name, our_name, pattern in rows:
+        yield MappedPiece(theirs + their_name, ours + our_name, pattern, sizes)
 
 
 def build_name_table(model: ModelConfig, block_pieces: BlockPieces) -> NameTable:
@@ -22,11 +30,12 @@ def build_name_table(model: ModelConfig, block_pieces: BlockPieces) -> NameTable
         pieces += block_pieces(model, layer, f"model.layers.{layer}.", f"blocks.{layer}.")
     pieces.append(MappedPiece("model.norm.weight", "head.norm.weight", "d -> d", sizes))
     aliases: list[TensorAlias] = []
+    head = HEAD
     if model.tied_head:
+        head = EMBEDDING
         aliases.append(TensorAlias(HEAD, EMBEDDING, written=False))
     else:
         pieces.append(MappedPiece(HEAD, "head.weight", "v d -> v d", sizes))
-    head = EMBEDDING if model.tied_head else HEAD
     for depth in range(model.mtp):
         layer = model.layers + depth
         theirs, ours = f"model.layers.{layer}.", f"ahead.{depth}."
@@ -39,80 +48,97 @@ def build_name_table(model: ModelConfig, block_pieces: BlockPieces) -> NameTable
 
 
 def mtp_pieces(model: ModelConfig, theirs: str, ours: str) -> Pieces:
-    """The norms and the projection that join the next token to the stream. Theirs has the token's half of the matrix
-    first, ours the stream's."""
+    """The norms and the projection that join the next token to the stream."""
     d = model.hidden
     sizes = {"d": d, "i": 2 * d}
-    yield MappedPiece(theirs + "enorm.weight", ours + "token_norm.weight", "d -> d", sizes)
-    yield MappedPiece(theirs + "hnorm.weight", ours + "stream_norm.weight", "d -> d", sizes)
-    projection = (theirs + "eh_proj.weight", ours + "join.weight", "d i -> d i")
-    for their_start, our_start in ((0, d), (d, 0)):
-        cut = {"i": (their_start, d)}
-        yield MappedPiece(*projection, sizes, cut, corner=(0, our_start))
+    yield from whole_tensors(
+        theirs,
+        ours,
+        sizes,
+        ("enorm.weight", "token_norm.weight", "d -> d"),
+        ("hnorm.weight", "stream_norm.weight", "d -> d"),
+    )
+    # Theirs has the token's half of the projection first, ours the stream's.
+    projection = (theirs + "eh_proj.weight", ours + "join.weight", "d i -> d i", sizes)
+    yield MappedPiece(*projection, cut={"i": (0, d)}, corner=(0, d))
+    yield MappedPiece(*projection, cut={"i": (d, d)}, corner=(0, 0))
     yield MappedPiece(theirs + "shared_head.norm.weight", ours + "norm.weight", "d -> d", sizes)
 
 
 def norm_pieces(model: ModelConfig, layer: int, theirs: str, ours: str) -> Pieces:
-    sizes = {"d": model.hidden}
     second = "moe" if is_moe_layer(model, layer) else "dense"
-    yield MappedPiece(theirs + "input_layernorm.weight", ours + "attention.norm.weight", "d -> d", sizes)
-    yield MappedPiece(theirs + "post_attention_layernorm.weight", f"{ours}{second}.norm.weight", "d -> d", sizes)
+    yield from whole_tensors(
+        theirs,
+        ours,
+        {"d": model.hidden},
+        ("input_layernorm.weight", "attention.norm.weight", "d -> d"),
+        ("post_attention_layernorm.weight", f"{second}.norm.weight", "d -> d"),
+    )
 
 
 def grouped_attention_pieces(model: ModelConfig, theirs: str, ours: str) -> Pieces:
     a = model.attention
-    theirs, ours = theirs + "self_attn.", ours + "attention."
-    yield from head_projection_pieces(model, theirs + "q", ours + "query", a.heads)
-    yield from head_projection_pieces(model, theirs + "k", ours + "key", a.kv_heads)
-    yield from head_projection_pieces(model, theirs + "v", ours + "value", a.kv_heads, normed=False)
+    theirs += "self_attn."
+    ours += "attention."
+    has_norm = a.qk_norm != "none"
+    yield from head_projection_pieces(model, theirs + "q", ours + "query", a.heads, has_norm)
+    yield from head_projection_pieces(model, theirs + "k", ours + "key", a.kv_heads, has_norm)
+    yield from head_projection_pieces(model, theirs + "v", ours + "value", a.kv_heads, False)
     yield from attention_out_pieces(model, theirs, ours, a.heads * a.head_dim)
 
 
-def head_projection_pieces(model: ModelConfig, theirs: str, ours: str, heads: int, normed: bool = True) -> Pieces:
+def head_projection_pieces(model: ModelConfig, theirs: str, ours: str, heads: int, has_norm: bool) -> Pieces:
     """Weight, bias and norm of the query, key or value projection."""
     a = model.attention
-    sizes = {"h": heads, "x": a.head_dim, "d": model.hidden, "n": heads * a.head_dim}
-    yield MappedPiece(theirs + "_proj.weight", ours + ".weight", "(h x) d -> h x d", sizes)
+    width = heads * a.head_dim
+    sizes = {"h": heads, "x": a.head_dim, "d": model.hidden, "n": width}
+    rows = [("_proj.weight", ".weight", "(h x) d -> h x d")]
     if a.qkv_bias:
-        yield MappedPiece(theirs + "_proj.bias", ours + ".bias", "(h x) -> h x", sizes)
-    if normed and a.qk_norm != "none":
+        rows.append(("_proj.bias", ".bias", "(h x) -> h x"))
+    if has_norm:
         pattern = "x -> x" if a.qk_norm == "head" else "n -> n"
-        yield MappedPiece(theirs + "_norm.weight", ours + "_norm.weight", pattern, sizes)
+        rows.append(("_norm.weight", "_norm.weight", pattern))
+    yield from whole_tensors(theirs, ours, sizes, *rows)
 
 
 def attention_out_pieces(model: ModelConfig, theirs: str, ours: str, width: int) -> Pieces:
     sizes = {"d": model.hidden, "n": width}
-    yield MappedPiece(theirs + "o_proj.weight", ours + "out.weight", "d n -> d n", sizes)
+    rows = [("o_proj.weight", "out.weight", "d n -> d n")]
     if model.attention.out_bias:
-        yield MappedPiece(theirs + "o_proj.bias", ours + "out.bias", "d -> d", sizes)
+        rows.append(("o_proj.bias", "out.bias", "d -> d"))
+    yield from whole_tensors(theirs, ours, sizes, *rows)
 
 
 def latent_attention_pieces(model: ModelConfig, theirs: str, ours: str) -> Pieces:
     """DeepSeek's MLA. One tensor of theirs holds the nope and rope dims of a query, one the kv latent and the rope key,
     one keys and values. Rope dims are in adjacent pairs on their side and in halves on ours."""
     a = model.attention
-    theirs, ours = theirs + "self_attn.", ours + "attention."
+    theirs += "self_attn."
+    ours += "attention."
+    value_dim = a.value_dim or a.head_dim
     yield from latent_query_pieces(model, theirs, ours)
     yield from latent_down_pieces(model, theirs, ours)
-    yield from latent_up_pieces(model, theirs, ours)
-    yield from attention_out_pieces(model, theirs, ours, a.heads * (a.value_dim or a.head_dim))
+    yield from latent_up_pieces(model, theirs, ours, value_dim)
+    yield from attention_out_pieces(model, theirs, ours, a.heads * value_dim)
 
 
 def latent_query_pieces(model: ModelConfig, theirs: str, ours: str) -> Pieces:
-    a, d = model.attention, model.hidden
-    their_query = theirs + "q_proj.weight"
+    a = model.attention
+    their_query, rank = "q_proj.weight", model.hidden
     if a.q_rank:
-        their_query = theirs + "q_b_proj.weight"
-        sizes = {"r": a.q_rank, "d": d}
-        yield MappedPiece(theirs + "q_a_proj.weight", ours + "query_down.weight", "r d -> r d", sizes)
+        # Queries come from a latent, by a down and an up projection.
+        their_query, rank = "q_b_proj.weight", a.q_rank
+        rows = [("q_a_proj.weight", "query_down.weight", "r d -> r d")]
         if a.qkv_bias:
-            yield MappedPiece(theirs + "q_a_proj.bias", ours + "query_down.bias", "r -> r", sizes)
-        yield MappedPiece(theirs + "q_a_layernorm.weight", ours + "query_norm.weight", "r -> r", sizes)
+            rows.append(("q_a_proj.bias", "query_down.bias", "r -> r"))
+        rows.append(("q_a_layernorm.weight", "query_norm.weight", "r -> r"))
+        yield from whole_tensors(theirs, ours, {"r": rank, "d": model.hidden}, *rows)
     nope = a.head_dim - a.rope_dim
-    sizes = {"h": a.heads, "x": a.head_dim, "r": a.q_rank or d}
-    query = (their_query, ours + "query.weight", "(h x) r -> h x r", sizes)
-    yield MappedPiece(*query, cut={"x": (0, nope)}, corner=(0, 0, 0))
-    yield MappedPiece(*query, cut={"x": (nope, a.rope_dim)}, corner=(0, nope, 0), deinterleave="x")
+    sizes = {"h": a.heads, "x": a.head_dim, "r": rank}
+    query = (theirs + their_query, ours + "query.weight", "(h x) r -> h x r", sizes)
+    rope_dims = (nope, a.rope_dim)
+    yield MappedPiece(*query, cut={"x": (0, nope)})
+    yield MappedPiece(*query, cut={"x": rope_dims}, corner=(0, nope, 0), deinterleave="x")
 
 
 def latent_down_pieces(model: ModelConfig, theirs: str, ours: str) -> Pieces:
@@ -120,43 +146,47 @@ def latent_down_pieces(model: ModelConfig, theirs: str, ours: str) -> Pieces:
     a = model.attention
     sizes = {"r": a.kv_rank + a.rope_dim, "d": model.hidden}
     down = theirs + "kv_a_proj_with_mqa."
-    latent, rope_key = {"r": (0, a.kv_rank)}, {"r": (a.kv_rank, a.rope_dim)}
-    for name, cut, pairs in (("latent", latent, ""), ("turning", rope_key, "r")):
-        our_name = ours + name
-        yield MappedPiece(down + "weight", our_name + ".weight", "r d -> r d", sizes, cut, deinterleave=pairs)
-        if a.qkv_bias:
-            yield MappedPiece(down + "bias", our_name + ".bias", "r -> r", sizes, cut, deinterleave=pairs)
-    yield MappedPiece(theirs + "kv_a_layernorm.weight", ours + "latent_norm.weight", "r -> r", {"r": a.kv_rank})
+    rows = [("weight", "r d -> r d")]
+    if a.qkv_bias:
+        rows.append(("bias", "r -> r"))
+    latent, rope_key = (0, a.kv_rank), (a.kv_rank, a.rope_dim)
+    for name, pattern in rows:
+        yield MappedPiece(down + name, f"{ours}latent.{name}", pattern, sizes, {"r": latent})
+    for name, pattern in rows:
+        yield MappedPiece(down + name, f"{ours}turning.{name}", pattern, sizes, {"r": rope_key}, deinterleave="r")
+    norm_sizes = {"r": a.kv_rank}
+    yield MappedPiece(theirs + "kv_a_layernorm.weight", ours + "latent_norm.weight", "r -> r", norm_sizes)
 
 
-def latent_up_pieces(model: ModelConfig, theirs: str, ours: str) -> Pieces:
+def latent_up_pieces(model: ModelConfig, theirs: str, ours: str, value_dim: int) -> Pieces:
     """The up projection from the kv latent to keys and values."""
     a = model.attention
-    nope, value_dim = a.head_dim - a.rope_dim, a.value_dim or a.head_dim
-    sizes = {"h": a.heads, "x": nope + value_dim, "r": a.kv_rank}
-    up = theirs + "kv_b_proj.weight"
-    keys, values = {"x": (0, nope)}, {"x": (nope, value_dim)}
-    yield MappedPiece(up, ours + "key.weight", "(h x) r -> h x r", sizes, keys)
-    yield MappedPiece(up, ours + "value.weight", "(h x) r -> h x r", sizes, values)
+    nope = a.head_dim - a.rope_dim
+    width = nope + value_dim
+    sizes = {"h": a.heads, "x": width, "r": a.kv_rank}
+    up, pattern = theirs + "kv_b_proj.weight", "(h x) r -> h x r"
+    key_dims, value_dims = (0, nope), (nope, value_dim)
+    yield MappedPiece(up, ours + "key.weight", pattern, sizes, {"x": key_dims})
+    yield MappedPiece(up, ours + "value.weight", pattern, sizes, {"x": value_dims})
 
 
 def gated_mlp_pieces(model: ModelConfig, ffn: int, theirs: str, ours: str) -> Pieces:
     sizes = {"f": ffn, "d": model.hidden}
-    for side, name in enumerate(("gate", "up")):
-        their_name = f"{theirs}{name}_proj.weight"
-        yield MappedPiece(their_name, ours + "gate_up.weight", "f d -> 1 f d", sizes, corner=(side, 0, 0))
+    gate_up = ours + "gate_up.weight"  # gate and up stacked in one tensor
+    yield MappedPiece(theirs + "gate_proj.weight", gate_up, "f d -> 1 f d", sizes, corner=(0, 0, 0))
+    yield MappedPiece(theirs + "up_proj.weight", gate_up, "f d -> 1 f d", sizes, corner=(1, 0, 0))
     yield MappedPiece(theirs + "down_proj.weight", ours + "down.weight", "d f -> d f", sizes)
 
 
 def router_pieces(model: ModelConfig, theirs: str, ours: str, name: str = "gate", correction: bool = False) -> Pieces:
     """The router, and with `correction` the selection bias."""
     sizes = {"e": model.moe.experts, "d": model.hidden}
-    theirs += name
-    yield MappedPiece(theirs + ".weight", ours + "router.weight", "e d -> e d", sizes)
+    rows = [(".weight", ".weight", "e d -> e d")]
     if model.moe.biases:
-        yield MappedPiece(theirs + ".bias", ours + "router.bias", "e -> e", sizes)
+        rows.append((".bias", ".bias", "e -> e"))
     if correction:
-        yield MappedPiece(theirs + ".e_score_correction_bias", ours + "router.load.bias_E", "e -> e", sizes)
+        rows.append((".e_score_correction_bias", ".load.bias_E", "e -> e"))
+    yield from whole_tensors(theirs + name, ours + "router", sizes, *rows)
 
 
 def expert_pieces(
@@ -169,7 +199,8 @@ def expert_pieces(
     sizes = {"f": model.moe.ffn, "d": model.hidden}
     gate_up, down = ours + "experts.gate_up", ours + "experts.down"
     for e in range(model.moe.experts):
-        gate_name, up_name, down_name = (f"{theirs}experts.{e}.{name}.weight" for name in names)
+        expert = f"{theirs}experts.{e}."
+        gate_name, up_name, down_name = (f"{expert}{name}.weight" for name in names)
         yield MappedPiece(gate_name, gate_up, "f d -> 1 1 f d", sizes, corner=(e, 0, 0, 0))
         yield MappedPiece(up_name, gate_up, "f d -> 1 1 f d", sizes, corner=(e, 1, 0, 0))
         yield MappedPiece(down_name, down, "d f -> 1 d f", sizes, corner=(e, 0, 0))

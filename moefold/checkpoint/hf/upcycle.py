@@ -117,7 +117,9 @@ class UpcycledWeights:
     def router_weight(self, name: str) -> torch.Tensor:
         """Random rows, one for each copy, repeated for its shards."""
         digest = hashlib.sha256(f"{self.seed}/{name}".encode()).digest()
-        generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest[:7], "big"))
-        rows = torch.empty(self.plan.copies, self.dense.hidden, dtype=torch.float32, device="cpu")
+        seed = int.from_bytes(digest[:7], "big")
+        generator = torch.Generator("cpu").manual_seed(seed)
+        shape = (self.plan.copies, self.dense.hidden)
+        rows = torch.empty(shape, dtype=torch.float32, device="cpu")
         rows.normal_(0.0, self.dense.init_std, generator=generator)
         return rows.repeat_interleave(self.plan.shards, dim=0)

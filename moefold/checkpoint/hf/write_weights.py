@@ -23,7 +23,12 @@ from moefold.checkpoint.hf.model_folder import INDEX_FILE, SINGLE_FILE, file_in_
 from moefold.config.errors import UserError
 
 SHARD_BYTES = 5 * 10**9  # bytes of a file, unless one tensor is larger
-DTYPE_CODES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+DTYPE_CODES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+}
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -109,7 +114,8 @@ def move_into_place(staging: Path, out: Path) -> None:
     if not out.exists():
         os.rename(staging, out)
         return
-    for former in [*out.glob("model-*.safetensors"), out / SINGLE_FILE, out / INDEX_FILE]:
+    shards = out.glob("model-*.safetensors")
+    for former in (*shards, out / SINGLE_FILE, out / INDEX_FILE):
         former.unlink(missing_ok=True)
     for file in staging.iterdir():
         os.replace(file, out / file.name)
@@ -155,8 +161,9 @@ def write_shard_file(file: BinaryIO, shard: list[PlannedTensor], tensors: Tensor
         actual = PlannedTensor(name, tuple(tensor.shape), tensor.dtype)
         if actual != planned:
             raise ValueError(f"{actual} came where {planned} was planned")
-        raw = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
-        file.write(raw.numpy().data)
+        flat = tensor.detach().cpu().contiguous().flatten()
+        raw = flat.view(torch.uint8).numpy()
+        file.write(raw.data)
 
 
 def encode_shard_header(shard: list[PlannedTensor]) -> bytes:

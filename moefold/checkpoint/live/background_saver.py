@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -77,13 +78,11 @@ class BackgroundSaver:
         ready = None
         if runs_on_gpu(self.world):
             ready = torch.cuda.current_stream(self.world.device).record_event()
-        arguments = (self.plan, self.image, parts, state, ready)
-        self.thread = threading.Thread(target=self.copy_and_write, args=arguments, daemon=True, name="checkpoint")
+        save = partial(self.copy_and_write, self.plan, self.image, parts, state, ready)
+        self.thread = threading.Thread(target=save, daemon=True, name="checkpoint")
         self.thread.start()
 
-    def copy_and_write(
-        self, plan: WritePlan, image: HostImage, parts: Parts, state: dict[str, Any], ready: Any
-    ) -> None:
+    def copy_and_write(self, plan: WritePlan, image: HostImage, parts: Parts, state: RunState, ready: Any) -> None:
         """The body of the thread. Its error, of any kind, is kept for the training thread to raise."""
         try:
             try:
@@ -145,6 +144,7 @@ def copy_to_host(image: HostImage, parts: Parts, ready: Any, world: World) -> No
     if ready is None:
         image.copy_parts(parts)
         return
-    with torch.cuda.device(world.device), torch.cuda.stream(torch.cuda.Stream(world.device)):
-        torch.cuda.current_stream().wait_event(ready)
+    copy_stream = torch.cuda.Stream(world.device)
+    with torch.cuda.device(world.device), torch.cuda.stream(copy_stream):
+        copy_stream.wait_event(ready)
         image.copy_parts(parts)

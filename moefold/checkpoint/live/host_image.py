@@ -71,18 +71,20 @@ class HostImage:
         self.chunks = place_chunks(plan, rank)
         data_bytes = self.chunks[-1].end if self.chunks else 0
         self.header = encode_chunk_header(self.chunks)
-        header_bytes = len(self.header)
-        self.file_bytes = aligned_bytes(header_bytes + data_bytes, pinned and data_bytes > 0)
-        self.file_bytes[:header_bytes] = torch.frombuffer(bytearray(self.header), dtype=torch.uint8)
-        self.data = self.file_bytes[header_bytes:]
+        header = torch.frombuffer(bytearray(self.header), dtype=torch.uint8)
+        pinned = pinned and data_bytes > 0
+        self.file_bytes = aligned_bytes(len(header) + data_bytes, pinned)
+        self.file_bytes[: len(header)] = header
+        self.data = self.file_bytes[len(header) :]
 
     def copy_parts(self, parts: dict[str, TensorPart]) -> None:
         """Copy the current values. On a GPU, copies are queued on the current stream and waited for at the end."""
         for chunk in self.chunks:
             part = parts[chunk.name]
             held = next(held for held in part.held if held.box == chunk.box)
-            target = self.data[chunk.begin : chunk.end].view(part.dtype)
-            target.view(box_sizes(chunk.box)).copy_(held.read(), non_blocking=True)
+            raw = self.data[chunk.begin : chunk.end]
+            target = raw.view(part.dtype).view(box_sizes(chunk.box))
+            target.copy_(held.read(), non_blocking=True)
         if self.data.is_pinned():
             torch.cuda.current_stream().synchronize()
 
@@ -135,7 +137,8 @@ def place_chunks(plan: WritePlan, rank: int) -> list[PlacedChunk]:
 def digest_pieces(raw: memoryview, pieces: Sequence[PieceSpan]) -> PieceDigests:
     digests: PieceDigests = {}
     for piece in pieces:
-        digests[piece.name, piece.first] = sha256_digest(raw[piece.begin : piece.end])
+        values = raw[piece.begin : piece.end]
+        digests[piece.name, piece.first] = sha256_digest(values)
     return digests
 
 
@@ -162,4 +165,5 @@ def lower_priority() -> None:
         return
     with suppress(OSError):
         priority = os.getpriority(os.PRIO_PROCESS, 0) + NICE_STEPS
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), min(19, priority))
+        thread = threading.get_native_id()
+        os.setpriority(os.PRIO_PROCESS, thread, min(19, priority))

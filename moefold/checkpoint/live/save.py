@@ -147,13 +147,18 @@ def hash_split_pieces(folder: StoragePath, plan: WritePlan, written: list[Writte
     headers = {file.name: file.sha256 for file in written}
     index, _ = read_chunk_index(folder, headers)
     reader = BoxReader(folder, index, plan.specs)
-    return {(name, piece.first): reader.piece_digest(name, piece) for name, piece in mine}
+    digests: PieceDigests = {}
+    for name, piece in mine:
+        digests[name, piece.first] = reader.piece_digest(name, piece)
+    return digests
 
 
 def checkpoint_bytes(tensors: LogicalTensors, world: World) -> int:
     """Bytes of a checkpoint: every logical tensor of all pipeline ranks, whole."""
-    stage_bytes = sum(as_tensor_part(tensor).spec.bytes for tensor in tensors.values())
-    return sum(all_gather_objects(stage_bytes, world.axis("pp"))) + METADATA_BYTES
+    parts = map(as_tensor_part, tensors.values())
+    stage_bytes = sum(part.spec.bytes for part in parts)
+    bytes_by_stage = all_gather_objects(stage_bytes, world.axis("pp"))
+    return sum(bytes_by_stage) + METADATA_BYTES
 
 
 def prepare_staging(folder: StoragePath, needed: int) -> None:
@@ -179,10 +184,13 @@ def commit_checkpoint(
     """Write ledger, state and, last, the manifest; then give the folder its final name."""
     ledger = encode_ledger(make_ledger(plan, digests))
     raw_state = json.dumps(state, indent=1).encode()
-    files = {file.name: {"bytes": file.bytes, "sha256": file.sha256} for file in written}
+    files: dict[str, dict[str, Any]] = {}
+    for file in written:
+        files[file.name] = {"bytes": file.bytes, "sha256": file.sha256}
     for name, raw in ((LEDGER_FILE, ledger), (STATE_FILE, raw_state)):
         write_synced_file(folder / name, raw)
-        files[name] = {"bytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}
+        sha256 = hashlib.sha256(raw).hexdigest()
+        files[name] = {"bytes": len(raw), "sha256": sha256}
     content = {
         "format": CHECKPOINT_FORMAT,
         "step": step,
