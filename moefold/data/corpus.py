@@ -119,6 +119,7 @@ def read_corpus(data: DataConfig, tokenizer: Tokenizer) -> Corpus:
             side = held_out if is_held_out(number, data.held_out) else train
             side.append_tokens(tokenizer.encode(piece))
             number += 1
+        # The end token goes to the training side, also of a document that ends in a held-out piece.
         train.append_tokens(end)
         train.end_document()
         held_out.end_document()

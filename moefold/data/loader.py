@@ -103,6 +103,7 @@ class BatchLoader:
         for row, number in zip(rows, numbers, strict=True):
             start = self.window_of_sequence(number) * self.seq_len
             row[:] = self.tokens[start : start + row_length]
+        # Labels are the tokens shifted by one.
         tokens = rows[:, :-1].copy()
         labels = rows[:, 1:].copy()
         wanted = max(0, consumed + count - first)  # the rows behind are surplus

@@ -37,13 +37,12 @@ from moefold.config.read import with_values
 from moefold.config.run import Config, ModelConfig
 from moefold.kernels.registry import DTYPES
 from moefold.layout.axes import single_rank_world
+from moefold.observe.printer import Printer
 from moefold.train.layerwise_logits import logits_by_layer
 
 LOGITS_TOLERANCE = 1e-5  # of an upcycled model's fp32 logits, relative to the largest of the dense model's
 COMPARED_TOKENS = 64
 DEFAULT_LENGTH = 4096  # of a sequence, where config.json has none
-
-Printer = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -72,11 +71,13 @@ class WeightSource:
 def convert_weights(source: Path, out: Path, request: ConvertRequest, say: Printer) -> None:
     check_output_folder(out, request.overwrite)
     weights = open_weight_source(source, request, say)
+    # Everything that can be refused is refused before the first byte is written.
     family = family_for_model(weights.model, request.family)
     options = config_json_for(family, weights.model)
     table = family.name_table(weights.model)
     refuse_unplaced_biases(weights.biases, table)
     plan = plan_written_tensors(table, weights, request)
+    # config.json names one dtype: the most frequent.
     dtypes = [torch_dtype_text(tensor.dtype) for tensor in plan]
     options["max_position_embeddings"] = longest_sequence(weights)
     options["dtype"] = max(set(dtypes), key=dtypes.count)

@@ -28,6 +28,7 @@ def validation_loss(run: Run) -> float:
     run.model.eval()
     run.executor.forward_only(parts, add_losses)
     run.model.train()
+    # Sum over the ranks that have other tokens, then over the pipeline.
     token_ranks = world.axis("dp", "cp")
     loss_sum = all_reduce_no_grad(loss_sum, token_ranks)
     loss_sum = all_reduce_no_grad(loss_sum, world.axis("pp"))  # only the last stage has added losses

@@ -17,6 +17,7 @@ from moefold.config.run import Config, DataConfig, TrainConfig
 from moefold.kernels.registry import DTYPES
 from moefold.layout.axes import World, single_rank_world
 from moefold.model.transformer import Transformer
+from moefold.observe.printer import Printer, print_nothing
 from moefold.train.assemble import build_model, choose_kernels, resolve_auto_values
 
 WeightFiller = Callable[[Transformer], None]
@@ -28,6 +29,7 @@ def from_hf(
     """The model in a folder of safetensors, ready for `logits(ids_BS)` of up to `seq_len` tokens."""
     folder = open_model_folder(Path(path))
     described = describe_model(folder)
+    # A configuration as a run would have it, so that kernels are chosen and rules checked in the same way.
     names = {torch_dtype: name for name, torch_dtype in DTYPES.items()}
     precision = one_of("precision", names.get(dtype, str(dtype)), ("fp32", "bf16", "fp64"))
     kind = "cpu" if device == "cpu" else "cuda"
@@ -42,10 +44,7 @@ def from_hf(
     return model.eval()
 
 
-def print_nothing(_: str) -> None: ...
-
-
-def starting_weights(path: Path, config: Config, world: World, say: Callable[[str], None]) -> WeightFiller:
+def starting_weights(path: Path, config: Config, world: World, say: Printer) -> WeightFiller:
     """A function that fills a rank's part of the configured model with the weights of a folder."""
 
     def fill_from_folder(model: Transformer) -> None:

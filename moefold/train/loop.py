@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,11 +24,12 @@ from moefold.layout.axes import World
 from moefold.layout.declare import declared_parameters
 from moefold.model.moe.balance import join_pipeline_loads
 from moefold.observe.metrics import JsonLines, MetricsSink, TensorBoard
+from moefold.observe.printer import Printer, print_line, print_nothing
 from moefold.observe.progress import SilentProgress, compact_number, make_progress
 from moefold.observe.router_stats import DeadExpertWatch, RouterCounts, RouterLog, balance_summary
 from moefold.train.assemble import Run, assemble_run
 from moefold.train.evaluate import sample_text, validation_loss
-from moefold.train.from_hf import print_nothing, starting_weights
+from moefold.train.from_hf import starting_weights
 from moefold.train.host_duties import any_rank_asks, collect_garbage_manually, stop_requests
 from moefold.train.resume import begin_checkpoint, checkpoint_folder, make_background_saver, resume_run
 from moefold.train.step import StepReport, refuse_non_finite, train_step
@@ -38,17 +39,17 @@ SAMPLE_PROMPT = "def "
 FIRST_STEPS = 3  # after which every parameter should have had a gradient
 PROFILED_STEP = 10  # or the last step of a shorter run: by then kernels and caches are warm
 
-Printer = Callable[[str], None]
-
 
 def run_training(config: Config, world: World, out: Path, resume: str | None, from_hf: Path | None = None) -> None:
     """Train as configured, from random weights or those of a folder. Every rank calls this."""
     run_on_rank_zero(lambda: claim_run_folder(out, resume), world, out)
     say = rank_zero_printer(world)
+    # Build the run, and make sure that its checkpoints fit before any step is spent.
     weights = starting_weights(from_hf, config, world, say) if from_hf else None
     run = assemble_run(config, world, out, weights=weights)
     needed = checkpoint_bytes(collect_tensors(run.model, run.optimizer), world)
     run_on_rank_zero(lambda: require_free_space(checkpoint_folder(run), needed), world, out)
+    # Continue from a checkpoint, and write down the settings that are in effect.
     continues = resume is not None and resume_run(run, resume, say)
     settings = config_as_yaml(run.config)
     run_on_rank_zero(lambda: (out / "config.yaml").write_text(settings), world, out)
@@ -79,10 +80,6 @@ def no_gradient_warnings(run: Run) -> list[str]:
 
 def rank_zero_printer(world: World) -> Printer:
     return print_line if world.rank == 0 else print_nothing
-
-
-def print_line(text: str) -> None:
-    print(text, flush=True)
 
 
 def claim_run_folder(out: Path, resume: str | None) -> None:
@@ -242,12 +239,14 @@ class TrainingLoop:
         requests = self.local_requests()
         report = begin_next_step(run, recorder)
         begun = StepInFlight(report, any_rank_asks(requests, run.world))
+        # The device works on the step just begun; the one before is done, so reading it waits for nothing.
         stop = False
         if self.in_flight is not None:
             stop = recorder.finish_and_record(self.in_flight)
         validate_every = run.config.train.validate_every
         validates = self.is_last_step() or run.step % validate_every == 0
         if validates or stop or self.is_checkpoint_due():
+            # These need a finished and finite step: wait for it.
             stop = recorder.finish_and_record(begun, validates) or stop
             self.in_flight = None
         else:

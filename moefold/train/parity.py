@@ -268,6 +268,7 @@ def first_mismatch(
             by_rank = errors.setdefault(entry.what, {})
             by_rank[rank] = max(by_rank.get(rank, 0.0), error)
             covered[entry.what] += entry.values.numel()
+    # In the order of the one-rank trace: what goes wrong first is named, not what follows from it.
     for what, values in reference.items():
         if covered[what] < values.numel():
             missing = f"{what}: only {covered[what]} of {values.numel()} elements are held by any rank, and it"

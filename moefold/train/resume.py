@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from moefold.checkpoint.format.retention import RetentionPolicy, retire_later_checkpoints
@@ -14,12 +13,11 @@ from moefold.checkpoint.live.save import run_on_rank_zero
 from moefold.config.errors import UserError
 from moefold.config.keys import format_value, iterate_keys
 from moefold.config.renamed_keys import with_new_names
+from moefold.observe.printer import Printer
 from moefold.train.assemble import Run
 
 FIXED_SETTINGS = ("model.", "train.precision")  # another value would be another model
 NOTED_SETTINGS = ("data.", "optim.", "train.seed", "train.global_batch")  # a changed value is printed
-
-Printer = Callable[[str], None]
 
 
 def checkpoint_folder(run: Run) -> StoragePath:
@@ -66,10 +64,12 @@ def resume_run(run: Run, source: str, say: Printer) -> bool:
         say(f"no checkpoint in {own} yet; starting from step 0")
         return False
     compare_settings(run, found, say)
+    # Ranks that the saving run did not have keep their own random state.
     rng_state = rng_state_tensors(run.world)
     tensors = collect_tensors(run.model, run.optimizer) | rng_state
     load_checkpoint(found, tensors, optional=set(rng_state), world=run.world)
     restore_rng_state(rng_state, run.world)
+    # Checkpoints of the abandoned continuation must not be found by the next --resume auto.
     step = found.state["step"]
     is_own = found.path.parent.resolve() == own.resolve()
     last_kept = step if is_own else -1  # a run that continues another one keeps none of its own checkpoints

@@ -198,6 +198,7 @@ class LedgerDifference(NamedTuple):
 
 def compare_ledgers(expected: Ledger, actual: Ledger) -> list[LedgerDifference]:
     """All differences, by name. A tensor with another name and the same values is reported as renamed."""
+    # Names that only one of the two has: renamed, missing or extra.
     gone = sorted(expected.keys() - actual.keys())
     new = sorted(actual.keys() - expected.keys())
     renamed = renamed_tensors(expected, actual, gone, new)
@@ -211,6 +212,7 @@ def compare_ledgers(expected: Ledger, actual: Ledger) -> list[LedgerDifference]:
     for name in new:
         if name not in new_names:
             differences.append(LedgerDifference("extra", name, f'"{name}" is new{did_you_mean(name, gone)}'))
+    # Names that both have: other dtype, shape or values.
     for name in sorted(expected.keys() & actual.keys()):
         for kind, text in entry_changes(expected[name], actual[name]):
             differences.append(LedgerDifference(kind, name, f'"{name}"{text}'))

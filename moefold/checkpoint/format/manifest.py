@@ -50,6 +50,7 @@ def unseal_manifest(raw: bytes) -> dict[str, Any]:
         claimed = content.pop("sha256")
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
         raise DamagedCheckpoint(f"{MANIFEST_FILE} is not readable") from None
+    # The second test refuses another spelling of the same content, such as other spaces.
     if claimed != content_digest(content) or seal_manifest(content) != raw:
         raise DamagedCheckpoint(f"{MANIFEST_FILE} does not match its own digest")
     if content.get("format") != CHECKPOINT_FORMAT:

@@ -121,10 +121,12 @@ class BoxReader:
             shared = box_overlap(chunk.box, box)
             if shared is None:
                 continue
-            part = self.read_chunk_box(chunk, relative_box(shared, chunk.box), itemsize)
+            source_box = relative_box(shared, chunk.box)
+            part = self.read_chunk_box(chunk, source_box, itemsize)
             if shared == box:
-                return part
-            values[box_slices(relative_box(shared, box))] = part
+                return part  # without a copy
+            target_box = relative_box(shared, box)
+            values[box_slices(target_box)] = part
             filled += element_count(shared)
         count = element_count(box)
         if filled < count:
@@ -134,6 +136,7 @@ class BoxReader:
     def read_chunk_box(self, chunk: StoredChunk, box: Box, itemsize: int) -> ByteArray:
         """A box of a chunk. The rows of the outermost dim are read whole, then cut."""
         sizes = box_sizes(chunk.box)
+        # A scalar has no dims: it is read as one row.
         first, rows = box[0] if box else (0, 1)
         row_bytes = prod(sizes[1:]) * itemsize
         begin = chunk.offset + first * row_bytes

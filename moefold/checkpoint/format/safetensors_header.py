@@ -144,6 +144,7 @@ def check_data_is_dense(file: StoragePath, data_start: int, entries: Sequence[He
                 f"{file} is damaged: its tensors overlap or leave gaps at byte {position}; fetch the file again"
             )
         position = entry.end
+    # The last tensor must end where the file does.
     size, needed = file.stat().st_size, data_start + position
     if size != needed:
         raise UserError(f"{file} has {size} bytes; its tensors need {needed}; fetch the file again")

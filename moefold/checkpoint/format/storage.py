@@ -179,6 +179,7 @@ def write_direct_io(handle: int, raw: memoryview) -> None:
     while written < len(raw):
         size = len(raw) - written
         if direct and size < DISK_BLOCK:
+            # The rest is no whole block.
             direct = set_direct_io(handle, False)
         if direct:
             size -= size % DISK_BLOCK
@@ -188,6 +189,7 @@ def write_direct_io(handle: int, raw: memoryview) -> None:
         except OSError as error:
             if not direct or error.errno != errno.EINVAL:
                 raise
+            # The memory is not aligned, or the file system refuses direct writes after all.
             direct = set_direct_io(handle, False)
 
 

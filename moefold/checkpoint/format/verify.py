@@ -138,6 +138,7 @@ def open_checkpoint(path: StoragePath) -> OpenedCheckpoint:
     files = listed_files(manifest)
     file_problems: list[str] = []
     sha256: dict[str, str] = {}
+    # Names, links and sizes first: no file is opened before they are right.
     for name, (size, digest) in files.items():
         sha256[name] = digest
         problem = file_problem(path, name, size)
@@ -147,6 +148,7 @@ def open_checkpoint(path: StoragePath) -> OpenedCheckpoint:
         raise DamagedCheckpoint(*file_problems)
     ledger = parse_ledger(read_verified(path, LEDGER_FILE, sha256[LEDGER_FILE]))
     state = parse_run_state(read_verified(path, STATE_FILE, sha256[STATE_FILE]))
+    # Of the files of tensors only the headers are read here.
     headers = {name: sha256[name] for name in tensor_data_files(files)}
     index, problems = read_chunk_index(path, headers)
     specs = stored_specs(ledger, index)

@@ -47,6 +47,7 @@ class WritePlan:
             runs = self.contiguous_runs(name)
             starts = [first for first, _ in runs]
             for piece in hash_pieces(spec):
+                # The last run that begins at or before the piece is the only one that can contain it.
                 candidate = bisect_right(starts, piece.first) - 1
                 if candidate < 0 or sum(runs[candidate]) < piece.last:
                     yield name, piece

@@ -61,7 +61,7 @@ ROPE_KEYS = {  # below attention.rope, by the kind of scaling: those that the ki
     "llama3": ("factor", "original_length", "low_frequency", "high_frequency"),
     "yarn": ("factor", "original_length", "beta_fast", "beta_slow", "round_dims", "mscale", "mscale_all"),
 }
-MOST_EXPERTS_A_TENSOR = 1000  # layers x experts per stored tensor; a name table of more would not end
+MOST_EXPERTS_A_TENSOR = 1000  # layers x experts per stored tensor
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,9 @@ def describe_model(folder: ModelFolder) -> DescribedModel:
     options = ConfigOptions(folder.options, where)
     check_quantisation(options)
     model = read_model_config(family, options)
-    tensors, experts = len(folder.tensors), model.layers * model.moe.experts
+    # Sizes that the files cannot have would make name tables without end.
+    tensors = len(folder.tensors)
+    experts = model.layers * model.moe.experts
     if model.layers > tensors or experts > MOST_EXPERTS_A_TENSOR * tensors:
         sizes = f"{model.layers} layers with {model.moe.experts} experts"
         raise UserError(f"{where} tells of {sizes}, but the files hold {tensors} tensors; one of the two is wrong")

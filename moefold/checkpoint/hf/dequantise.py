@@ -107,6 +107,7 @@ def dequantised_fp8(name: str, stored: StoredTensor, scales: StoredTensor | None
     def fetch_dequantised(box: Box) -> torch.Tensor:
         blocks = tuple(covering_blocks(start, size, FP8_BLOCK) for start, size in box)
         factors = raw(name + FP8_SCALE_SUFFIX, blocks).float()
+        # One factor per element, of the blocks around the box, cut to the box.
         for dim, (start, size) in enumerate(box):
             repeated = factors.repeat_interleave(FP8_BLOCK, dim)
             factors = repeated.narrow(dim, start % FP8_BLOCK, size)

@@ -91,6 +91,7 @@ class GatheredBoxes:
         contributor: dict[tuple[str, Box], int] = {}
         for rank, parts in enumerate(all_gather_objects(mine, world.everyone)):
             for name, (dtype, part) in parts.items():
+                # The first rank that has a part contributes it.
                 self.dtypes[name] = dtype
                 contributor.setdefault((name, part), rank)
         self.contributed: set[str] = set()

@@ -90,6 +90,7 @@ def tensors_by_index(folder: Path) -> dict[str, StoredTensor]:
     tensors: dict[str, StoredTensor] = {}
     for stored in tensors_by_file.values():
         tensors |= stored
+    # Index and files must name the same tensors.
     problems: list[str] = []
     for name, file in weight_map.items():
         if name not in tensors_by_file[file]:

@@ -81,12 +81,14 @@ def check_names_and_shapes(weights: FolderWeights, table: NameTable) -> None:
     required = {name: pieces[0].their_shape for name, pieces in expected.items()}
     optional = {alias.theirs: required[alias.of] for alias in table.aliases}
     optional |= {placeholder.theirs: placeholder.shape for placeholder in table.placeholders}
+    # What is in the files and what should be.
     left_over = [name for name in tensors if name not in required and name not in optional]
     missing = [name for name in required if name not in tensors]
     similar = left_over[:MOST_GUESSES] if len(missing) <= MOST_GUESSES else []
     problems = [*weights.problems]
     problems += [f'"{name}" is not in the files{did_you_mean(name, similar)}' for name in missing]
     problems += [f'"{name}" is in the files, but the model has no such tensor' for name in left_over]
+    # Shapes and dtypes of those that are there.
     for name, shape in (required | optional).items():
         problems += tensor_problems(name, tensors.get(name), shape)
     if problems:

@@ -26,6 +26,7 @@ def read_rope_options(
     if not isinstance(given, Mapping) or not isinstance(scaling, Mapping):
         options.add_problem("rope_parameters and rope_scaling are objects")
         return {}
+    # Both spellings in one: options of their own, of which none may be left over.
     inner = ConfigOptions({**scaling, **given}, f"{options.where}: rope_parameters")
     outer_theta = options.take_optional("rope_theta") or theta
     values = {"theta": inner.take_value("rope_theta", default=outer_theta)}
@@ -77,6 +78,7 @@ def read_yarn_mscale(inner: ConfigOptions, factor: float, latent: bool) -> dict[
             return {}
         slope = 0.1 * math.log(factor)
         return {"mscale": (direct - 1) / slope}
+    # Without attention_factor: none of the two, or with MLA both.
     both = bool(mscale) and bool(mscale_all)
     neither = not mscale and not mscale_all
     legal = neither or (latent and both)

@@ -11,7 +11,6 @@ At most one save is in progress; the next one waits for it. The error of a faile
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -28,6 +27,7 @@ from moefold.checkpoint.live.logical_tensors import LogicalTensors, TensorPart, 
 from moefold.checkpoint.live.save import gather_write_plan, write_checkpoint
 from moefold.config.errors import RunFailure, UserError
 from moefold.layout.axes import World
+from moefold.observe.printer import Printer
 
 GLOO_TIMEOUT = timedelta(hours=2)  # how long ranks wait for the slowest to write its file
 
@@ -39,7 +39,7 @@ class BackgroundSaver:
     """Saves checkpoints into one folder from a thread. The savers of all ranks communicate over a process group of
     their own, concurrently with the collectives of training."""
 
-    def __init__(self, checkpoints: StoragePath, keep: RetentionPolicy, world: World, say: Callable[[str], None]):
+    def __init__(self, checkpoints: StoragePath, keep: RetentionPolicy, world: World, say: Printer):
         self.checkpoints = checkpoints
         self.keep = keep
         self.say = say
@@ -75,6 +75,7 @@ class BackgroundSaver:
             self.image = HostImage(self.plan, self.world.rank, pinned=runs_on_gpu(self.world))
         self.step = step
         self.copied = threading.Event()
+        # The copy waits on the GPU for the work that was queued before the save.
         ready = None
         if runs_on_gpu(self.world):
             ready = torch.cuda.current_stream(self.world.device).record_event()

@@ -94,6 +94,7 @@ class HostImage:
             return None
         digests: PieceDigests = {}
         with ThreadPoolExecutor(HASH_THREADS, initializer=lower_priority) as pool:
+            # Threads hash while this one writes.
             raw = self.data.numpy().data
             hashing = [pool.submit(digest_pieces, raw, batch) for batch in self.hash_batches()]
             write_synced_file(folder / self.file, self.file_bytes.numpy().data)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from moefold.checkpoint.live.saved_model import read_tensor_box
 from moefold.comm.collectives import all_gather_objects
 from moefold.config.errors import UserError, did_you_mean
 from moefold.layout.axes import World
+from moefold.observe.printer import Printer
 
 SHOWN_PROBLEMS = 3  # of a damaged checkpoint that is skipped; `moefold ckpt verify` shows all
 MOST_MISMATCHES = 20  # shown in full when a checkpoint does not fit
@@ -37,7 +38,7 @@ class FoundCheckpoint:
         return self.opened.state
 
 
-def find_checkpoint(path: StoragePath, world: World, say: Callable[[str], None]) -> FoundCheckpoint | None:
+def find_checkpoint(path: StoragePath, world: World, say: Printer) -> FoundCheckpoint | None:
     """The newest intact checkpoint at `path`: a checkpoint itself, a folder of them, or a run. Damaged ones are
     skipped with a message. None if there is no checkpoint; a refusal if all are damaged."""
     damaged: list[str] = []
@@ -72,7 +73,7 @@ def verify_on_all_ranks(path: StoragePath, world: World) -> OpenedCheckpoint:
     return opened
 
 
-def require_checkpoint(path: StoragePath, world: World, say: Callable[[str], None]) -> FoundCheckpoint:
+def require_checkpoint(path: StoragePath, world: World, say: Printer) -> FoundCheckpoint:
     """As `find_checkpoint`, for a path that the user named: no checkpoint there is a refusal."""
     found = find_checkpoint(path, world, say)
     if found is None:

@@ -199,6 +199,7 @@ def commit_checkpoint(
         "layout": {"dense": world.dense.sizes, "expert": world.expert.sizes},
         "files": files,
     }
+    # The manifest makes the folder a checkpoint: it is written when all else is on the disk.
     write_synced_file(folder / MANIFEST_FILE, seal_manifest(content))
     fsync_folder(folder)
     if folder != final:
