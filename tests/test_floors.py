@@ -18,6 +18,7 @@ FLOORS = [
     ["pipeline", "optim"],
     ["checkpoint"],
     ["train", "plan"],
+    ["api"],
     ["web", "bench"],
     ["cli"],
 ]
@@ -37,6 +38,8 @@ TORCH_FREE = {
     "kernels/catalog.py",
     "kernels/attention/workspace.py",
     "kernels/attention/timings.py",
+    "printable.py",
+    "dispatch/catalog.py",
     "dispatch/price.py",
     "checkpoint/format",
     "checkpoint/hf/config_json.py",

@@ -265,16 +265,24 @@ def is_moe_layer(model: ModelConfig, layer: int) -> bool:
 
 def block_step_specs(model: ModelConfig, layer: int) -> list[StepSpec]:
     """The steps of one block, in the order in which they run."""
-    first = attend_step(model, layer)
+    attend = attend_step(model, layer)
     if not is_moe_layer(model, layer):
-        return [first, dense_mlp_step(model)]
-    middle = [shared_experts_step(model)] if model.moe.shared_ffn else []
-    travel = [dispatch_step(model), *middle, experts_step(model), combine_step(model)]
-    return [
-        first,
-        route_step(model),
-        *([narrow_step(model), *travel, widen_step(model)] if model.moe.latent else travel),
-    ]
+        return [attend, dense_mlp_step(model)]
+    return [attend, *moe_step_specs(model)]
+
+
+def moe_step_specs(model: ModelConfig) -> list[StepSpec]:
+    """The steps of one MoE layer, in the order in which they run."""
+    steps = [route_step(model)]
+    if model.moe.latent:
+        steps.append(narrow_step(model))
+    steps.append(dispatch_step(model))
+    if model.moe.shared_ffn:
+        steps.append(shared_experts_step(model))
+    steps += [experts_step(model), combine_step(model)]
+    if model.moe.latent:
+        steps.append(widen_step(model))
+    return steps
 
 
 def embed_step(model: ModelConfig) -> StepSpec:

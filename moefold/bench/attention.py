@@ -1,5 +1,7 @@
-"""`moefold bench attention`: every way of attending at the shapes of known models, and whether two runs agree to the
-bit. What it prints is what `kernels/attention/timings.py` ships."""
+"""`moefold bench attention`: every attention kernel at the shapes of known models, and which repeat to the bit.
+
+`kernels/attention/timings.py` ships the printed times.
+"""
 
 from __future__ import annotations
 
@@ -10,55 +12,71 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from moefold.bench.layer import machine_facts
+from moefold.bench.machine import cuda_capability, machine_facts, resolve_device
+from moefold.bench.options import AttentionOptions
+from moefold.bench.report import Report, show_report
 from moefold.kernels.attention.autotune import candidate_names, forward_and_backward, measure_candidates, random_inputs
 from moefold.kernels.catalog import Facts, facts_from_config
 from moefold.kernels.registry import DTYPES
 from moefold.presets.zoo import PRESETS
 
 ATTENTION_MODELS = ("olmoe-1b-7b", "qwen3-30b-a3b", "mixtral-8x22b", "mixtral-8x7b", "qwen3-235b-a22b", "deepseek-v3")
+COMPARED_RUNS = 6
 
 
-def attention_report(device: str) -> dict[str, Any]:
-    results = (
-        [measured_shape(name, facts) for name, facts in attention_cases(device).items()] if device == "cuda" else []
-    )
+def run_benchmark(options: AttentionOptions) -> int:
+    report = attention_report(resolve_device(options.device))
+    return show_report(report, options.json, print_attention_report)
+
+
+def attention_report(device: str) -> Report:
+    """The times of every shape; none on a CPU, which has no attention kernels to choose from."""
+    results: list[dict[str, Any]] = []
+    if device == "cuda":
+        for name, facts in attention_cases(device).items():
+            results.append(measured_shape(name, facts))
     return {**machine_facts(device), "results": results}
 
 
 def attention_cases(device: str) -> dict[str, Facts]:
-    """One for each shape, by the first model that has it."""
-    capability = torch.cuda.get_device_capability()
-    found: dict[Any, tuple[str, Facts]] = {}
+    """The distinct attention shapes, each by the first model that has it."""
+    capability = cuda_capability(device)
+    cases: dict[Any, tuple[str, Facts]] = {}
     for name in ATTENTION_MODELS:
         facts = facts_from_config(PRESETS[name](), device, "bf16", capability)
-        found.setdefault(facts.attention, (name, replace(facts, repeatable=False)))
-    return dict(found.values())
+        every_kernel = replace(facts, repeatable=False)
+        cases.setdefault(facts.attention, (name, every_kernel))
+    return dict(cases.values())
 
 
 def measured_shape(name: str, facts: Facts) -> dict[str, Any]:
     assert facts.attention is not None
     times = measure_candidates(facts)
-    repeats = {way: is_bit_reproducible(way, facts) for way in candidate_names(facts)}
+    repeats = {kernel: is_bit_reproducible(kernel, facts) for kernel in candidate_names(facts)}
     return {"model": name, "shape": str(facts.attention), "milliseconds": times, "repeats": repeats}
 
 
-def is_bit_reproducible(way: str, facts: Facts, times: int = 6) -> bool:
-    """Whether all gradients come out the same, to the bit, every time."""
+def is_bit_reproducible(kernel: str, facts: Facts) -> bool:
+    """Whether several runs give the same gradients, to the bit."""
     assert facts.attention is not None
-    both = forward_and_backward(way, *random_inputs(facts.attention, DTYPES[facts.dtype]))
-    first = both()
-    return all(torch.equal(a, b) for _ in range(times) for a, b in zip(first, both(), strict=True))
+    inputs = random_inputs(facts.attention, DTYPES[facts.dtype])
+    run_once = forward_and_backward(kernel, *inputs)
+    first = run_once()
+    return all(equal_to_the_bit(first, run_once()) for _ in range(COMPARED_RUNS))
 
 
-def print_attention_report(report: dict[str, Any]) -> None:
-    title = (
-        f"{report['card']}, {report['date']}, torch {report['versions']['torch']}: ms for 16384 tokens there and back"
-    )
-    table = Table("model", "shape", "way", title=title, title_justify="left")
+def equal_to_the_bit(first: Any, second: Any) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def print_attention_report(report: Report) -> None:
+    machine = f"{report['card']}, {report['date']}, torch {report['versions']['torch']}"
+    title = f"{machine}: ms for 16384 tokens, forward and backward"
+    table = Table("model", "shape", "kernel", title=title, title_justify="left")
     table.add_column("ms", justify="right")
     table.add_column("repeats to the bit")
     for row in report["results"]:
-        for way, time in row["milliseconds"].items():
-            table.add_row(row["model"], row["shape"], way, f"{time:.2f}", "yes" if row["repeats"][way] else "no")
+        for kernel, milliseconds in row["milliseconds"].items():
+            repeats = "yes" if row["repeats"][kernel] else "no"
+            table.add_row(row["model"], row["shape"], kernel, f"{milliseconds:.2f}", repeats)
     Console().print(table)

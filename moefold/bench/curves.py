@@ -1,21 +1,22 @@
-"""`moefold bench curves`: do fast kernels learn what references learn? The same steps on the same text, three times.
+"""`moefold bench curves`: loss curves of fast kernels and of reference kernels, over the same steps on the same text.
 
-The third run is in fp32 with references alone: how far the two in bf16 stray from it is what rounding does, and fast
-kernels should stray no further than references do.
+Three runs: fast kernels in bf16, references in bf16, references in fp32. The distance of the two bf16 curves from the
+fp32 curve is the effect of rounding; that of the fast kernels should be no larger than that of the references.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from moefold.bench.layer import machine_facts
+from moefold.bench.machine import machine_facts, resolve_device
+from moefold.bench.options import CurvesOptions
+from moefold.bench.report import Report, show_report
 from moefold.config.run import (
     AttentionConfig,
     BalanceConfig,
@@ -39,47 +40,61 @@ CURVE_TITLES = {"fast": "fast kernels, bf16", "reference": "references, bf16", "
 CURVE_COLOURS = {"fast": "#c2410c", "reference": "#1d4ed8", "exact": "#111827"}
 
 
+Curves = dict[str, list[float]]  # the loss of every step, by variant
+
+
+def run_benchmark(options: CurvesOptions) -> int:
+    report = curves_report(resolve_device(options.device), options.steps)
+    if options.out:
+        options.out.mkdir(parents=True, exist_ok=True)
+        (options.out / "curves.svg").write_text(curves_as_svg(report["losses"]))
+    return show_report(report, options.json, print_curves_report)
+
+
 def curves_config(device: str, steps: int) -> Config:
-    """Small enough for references, large enough for every fast kernel; on a CPU smaller still, to see that it runs."""
+    """Small enough for references, large enough for every fast kernel; on a CPU smaller still, as a smoke test."""
     if device != "cuda":
         config = PRESETS["qwen3-30b-a3b-tiny"]()
-        return replace(config, train=replace(config.train, device=device, steps=steps, global_batch=2))
-    return Config(
-        name="curves",
-        model=ModelConfig(
-            layers=4,
-            hidden=512,
-            vocab=256,
-            attention=AttentionConfig(heads=8, kv_heads=2, head_dim=64, qk_norm="head"),
-            moe=MoeConfig(experts=16, top_k=4, ffn=512, balance=BalanceConfig(aux_loss=0.01)),
-        ),
-        data=DataConfig(seq_len=512),
-        train=TrainConfig(steps=steps, global_batch=8, micro_batch=8, device=device),
-        optim=OptimConfig(lr=1e-3, warmup=20),
+        train = replace(config.train, device=device, steps=steps, global_batch=2)
+        return replace(config, train=train)
+    model = ModelConfig(
+        layers=4,
+        hidden=512,
+        vocab=256,
+        attention=AttentionConfig(heads=8, kv_heads=2, head_dim=64, qk_norm="head"),
+        moe=MoeConfig(experts=16, top_k=4, ffn=512, balance=BalanceConfig(aux_loss=0.01)),
     )
+    data = DataConfig(seq_len=512)
+    train = TrainConfig(steps=steps, global_batch=8, micro_batch=8, device=device)
+    optim = OptimConfig(lr=1e-3, warmup=20)
+    return Config(name="curves", model=model, data=data, train=train, optim=optim)
 
 
 def kernel_variants(config: Config) -> dict[str, Config]:
-    forced = replace(config.kernels, force=FORCED_REFERENCES)
-    half, full = (replace(config.train, precision=precision) for precision in ("bf16", "fp32"))
+    bf16 = replace(config.train, precision="bf16")
+    fp32 = replace(config.train, precision="fp32")
+    references = replace(config.kernels, force=FORCED_REFERENCES)
     return {
-        "fast": replace(config, train=half),
-        "reference": replace(config, train=half, kernels=forced),
-        "exact": replace(config, train=full, kernels=forced),
+        "fast": replace(config, train=bf16),
+        "reference": replace(config, train=bf16, kernels=references),
+        "exact": replace(config, train=fp32, kernels=references),
     }
 
 
 def training_losses(config: Config, corpus: Corpus) -> list[float]:
-    run = assemble_run(config, single_rank_world(config.train.device), Path("."), corpus)
+    world = single_rank_world(config.train.device)
+    run = assemble_run(config, world, Path("."), corpus)
     reports = [train_step(run, run.loader.next_batch()) for _ in range(config.train.steps)]
     run.gradients.remove_hooks()
     return [report.loss for report in reports]
 
 
-def curves_report(device: str, steps: int) -> dict[str, Any]:
+def curves_report(device: str, steps: int) -> Report:
     config = curves_config(device, steps)
-    corpus = load_corpus(config.data, load_tokenizer(config.data.tokenizer), config.model.vocab)
-    curves = {way: training_losses(each, corpus) for way, each in kernel_variants(config).items()}
+    tokenizer = load_tokenizer(config.data.tokenizer)
+    corpus = load_corpus(config.data, tokenizer, config.model.vocab)
+    variants = kernel_variants(config)
+    curves = {name: training_losses(variant, corpus) for name, variant in variants.items()}
     return {
         **machine_facts(device),
         "steps": steps,
@@ -89,56 +104,104 @@ def curves_report(device: str, steps: int) -> dict[str, Any]:
     }
 
 
-def loss_distances(curves: dict[str, list[float]]) -> dict[str, dict[str, float]]:
-    """Of each way: the mean loss of the last tenth, and how far it strays from fp32, on average and at most."""
-    found: dict[str, dict[str, float]] = {}
-    for way, losses in curves.items():
-        apart = [abs(a - b) for a, b in zip(losses, curves["exact"], strict=True)]
-        last = losses[-max(1, len(losses) // 10) :]
-        found[way] = {"last": mean(last), "strays": mean(apart), "at_most": max(apart)}
-    return found
+def loss_distances(curves: Curves) -> dict[str, dict[str, float]]:
+    """By variant: the mean loss of the last tenth, and the mean and largest distance from the fp32 curve."""
+    distances: dict[str, dict[str, float]] = {}
+    for name, losses in curves.items():
+        apart = [abs(difference) for difference in difference_from_exact(curves, name)]
+        tenth = max(1, len(losses) // 10)
+        distances[name] = {"last": mean(losses[-tenth:]), "strays": mean(apart), "at_most": max(apart)}
+    return distances
 
 
-def print_curves_report(report: dict[str, Any]) -> None:
+def difference_from_exact(curves: Curves, name: str) -> list[float]:
+    pairs = zip(curves[name], curves["exact"], strict=True)
+    return [loss - exact for loss, exact in pairs]
+
+
+def print_curves_report(report: Report) -> None:
     title = f"{report['card']}, {report['date']}: {report['steps']} steps of Python's own library"
     table = Table("run", title=title, title_justify="left")
     for column in ("last tenth", "strays from fp32", "at most"):
         table.add_column(column, justify="right")
-    for way, row in report["summary"].items():
-        table.add_row(CURVE_TITLES[way], f"{row['last']:.4f}", f"{row['strays']:.4f}", f"{row['at_most']:.4f}")
+    for name, row in report["summary"].items():
+        figures = (row["last"], row["strays"], row["at_most"])
+        table.add_row(CURVE_TITLES[name], *(f"{figure:.4f}" for figure in figures))
     Console().print(table)
 
 
-def curves_as_svg(report: dict[str, Any]) -> str:
-    """Both pictures as one SVG: the losses, and what the two in bf16 are apart from fp32."""
-    curves: dict[str, list[float]] = report["losses"]
-    apart = {way: [a - b for a, b in zip(curves[way], curves["exact"], strict=True)] for way in ("fast", "reference")}
-    body = [loss_panel_svg(curves, 20, "loss"), loss_panel_svg(apart, 320, "loss less that of fp32")]
-    for place, way in enumerate(curves):
-        x = 90 + 190 * place
-        body.append(f'<line x1="{x}" y1="618" x2="{x + 24}" y2="618" stroke="{CURVE_COLOURS[way]}" stroke-width="2"/>')
-        body.append(f'<text x="{x + 30}" y="622">{CURVE_TITLES[way]}</text>')
+@dataclass(frozen=True)
+class LossPanel:
+    """Axes of one plot: steps to x, losses to y, in pixels of the SVG."""
+
+    top: float
+    low: float
+    high: float
+    steps: int
+    left: float = 80
+    width: float = 640
+    height: float = 230
+
+    @property
+    def span(self) -> float:
+        return (self.high - self.low) or 1.0
+
+    def step_to_x(self, step: int) -> float:
+        return self.left + self.width * step / (self.steps - 1)
+
+    def loss_to_y(self, loss: float) -> float:
+        return self.top + 20 + self.height * (self.high - loss) / self.span
+
+
+def curves_as_svg(curves: Curves) -> str:
+    """Two plots in one SVG: the losses, and the differences of the bf16 curves from the fp32 curve."""
+    differences = {name: difference_from_exact(curves, name) for name in ("fast", "reference")}
+    plots = [loss_plot(curves, 20, "loss"), loss_plot(differences, 320, "loss less that of fp32")]
     frame = '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 760 640" font-family="sans-serif" font-size="12">'
-    return "\n".join([frame, '<rect width="760" height="640" fill="white"/>', *body, "</svg>\n"])
+    background = '<rect width="760" height="640" fill="white"/>'
+    return "\n".join([frame, background, *plots, *curve_legend(curves), "</svg>\n"])
 
 
-def loss_panel_svg(
-    curves: dict[str, list[float]], top: float, title: str, width: float = 640, height: float = 230
-) -> str:
+def curve_legend(curves: Curves) -> list[str]:
+    parts: list[str] = []
+    for number, name in enumerate(curves):
+        x = 90 + 190 * number
+        colour = CURVE_COLOURS[name]
+        parts.append(f'<line x1="{x}" y1="618" x2="{x + 24}" y2="618" stroke="{colour}" stroke-width="2"/>')
+        parts.append(f'<text x="{x + 30}" y="622">{CURVE_TITLES[name]}</text>')
+    return parts
+
+
+def loss_plot(curves: Curves, top: float, title: str) -> str:
     values = [value for losses in curves.values() for value in losses]
-    low, high = min(values), max(values)
-    span, steps = (high - low) or 1.0, max(2, max(map(len, curves.values())))
-    x = lambda step: 80 + width * step / (steps - 1)  # noqa: E731
-    y = lambda value: top + 20 + height * (high - value) / span  # noqa: E731
-    parts = [f'<text x="80" y="{top + 8}" font-weight="bold">{title}</text>']
-    for value in [low + span * i / 4 for i in range(5)]:
-        parts.append(f'<line x1="80" x2="{80 + width}" y1="{y(value):.1f}" y2="{y(value):.1f}" stroke="#ddd"/>')
-        parts.append(f'<text x="72" y="{y(value) + 4:.1f}" text-anchor="end">{value:.3g}</text>')
-    for step in range(0, steps, max(1, steps // 4)):
-        parts.append(f'<text x="{x(step):.1f}" y="{top + height + 38}" text-anchor="middle">{step}</text>')
-    return "\n".join([*parts, *(loss_polyline_svg(losses, CURVE_COLOURS[way], x, y) for way, losses in curves.items())])
+    longest = max(map(len, curves.values()))
+    panel = LossPanel(top, min(values), max(values), steps=max(2, longest))
+    heading = f'<text x="{panel.left}" y="{top + 8}" font-weight="bold">{title}</text>'
+    lines = [loss_polyline(losses, CURVE_COLOURS[name], panel) for name, losses in curves.items()]
+    return "\n".join([heading, *loss_axis(panel), *step_axis(panel), *lines])
 
 
-def loss_polyline_svg(losses: Sequence[float], colour: str, x: Any, y: Any) -> str:
-    points = " ".join(f"{x(step):.1f},{y(loss):.1f}" for step, loss in enumerate(losses))
-    return f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="1.4"/>'
+def loss_axis(panel: LossPanel) -> list[str]:
+    """Five horizontal grid lines with their losses."""
+    parts: list[str] = []
+    right = panel.left + panel.width
+    for quarter in range(5):
+        value = panel.low + panel.span * quarter / 4
+        y = panel.loss_to_y(value)
+        parts.append(f'<line x1="{panel.left}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}" stroke="#ddd"/>')
+        parts.append(f'<text x="{panel.left - 8}" y="{y + 4:.1f}" text-anchor="end">{value:.3g}</text>')
+    return parts
+
+
+def step_axis(panel: LossPanel) -> list[str]:
+    parts: list[str] = []
+    y = panel.top + panel.height + 38
+    for step in range(0, panel.steps, max(1, panel.steps // 4)):
+        x = panel.step_to_x(step)
+        parts.append(f'<text x="{x:.1f}" y="{y}" text-anchor="middle">{step}</text>')
+    return parts
+
+
+def loss_polyline(losses: Sequence[float], colour: str, panel: LossPanel) -> str:
+    points = [f"{panel.step_to_x(step):.1f},{panel.loss_to_y(loss):.1f}" for step, loss in enumerate(losses)]
+    return f'<polyline points="{" ".join(points)}" fill="none" stroke="{colour}" stroke-width="1.4"/>'

@@ -1,20 +1,18 @@
-"""`moefold bench layer`: one MoE layer of known models, forward and backward, transformers' own layer beside ours.
+"""`moefold bench layer`: one MoE layer of known models, forward and backward, moefold's and transformers'.
 
-TFLOP/s count 18 T K D F operations, the six products of the routed experts, over the time of everything from the
-router's input to the layer's output and back. Saved is what the layer holds between forward and backward, its input
-included. T tokens, K experts of a token, D width, F inner width, E experts.
+TFLOP/s count 18 T K D F operations, the six products of the routed experts, over the time from the router's input to
+the layer's output and back. Saved bytes are those held between forward and backward, the input included.
+T tokens, K experts of a token, D hidden width, F inner width, E experts.
 """
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from datetime import date
-from importlib.metadata import PackageNotFoundError, version
+from functools import partial
 from itertools import pairwise
 from statistics import median
-from time import perf_counter, sleep
+from time import sleep
 from typing import Any, NamedTuple
 
 import torch
@@ -23,11 +21,18 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
+from moefold.bench.clock import wall_clock_seconds
+from moefold.bench.machine import machine_facts, resolve_device, resolve_dtype
+from moefold.bench.options import LayerOptions
+from moefold.bench.report import Report, report_heading, show_report
+from moefold.bench.versions import installed_version
+from moefold.config.errors import one_of
 from moefold.config.run import Config, DataConfig
 from moefold.dispatch.base import Routing
 from moefold.dispatch.build import build_dispatcher
 from moefold.kernels.bound import BoundKernels
 from moefold.kernels.catalog import facts_from_config
+from moefold.kernels.registry import DTYPES
 from moefold.layout.axes import single_rank_world
 from moefold.model.attention.context_parallel import choose_context_mechanism
 from moefold.model.block import MoeBlock
@@ -56,7 +61,8 @@ LAYER_SHAPES = {
     "qwen3-235b": LayerShape(4096, 1536, 128, 8, 16384),
     "dsv3-32of256": LayerShape(7168, 2048, 32, 8, 4096),
 }
-CPU_SHAPE = LayerShape(128, 256, 8, 2, 64)  # where there is no GPU: to see that it runs
+CPU_SHAPE = LayerShape(128, 256, 8, 2, 64)  # a smoke test where there is no GPU
+STEPS_PER_MARK = 10
 
 LAYER_CAPTION = (
     "TF/s: forward and backward of a whole layer, step after step. cool: the same after a pause, before the card slows "
@@ -65,6 +71,7 @@ LAYER_CAPTION = (
 )
 
 LayerForward = Callable[[torch.Tensor], torch.Tensor]
+BuiltLayer = tuple[LayerForward, nn.Module]
 
 
 class LayerTiming(NamedTuple):
@@ -72,6 +79,14 @@ class LayerTiming(NamedTuple):
     tflops: float
     cool_tflops: float
     saved_gib: float
+
+
+def run_benchmark(options: LayerOptions) -> int:
+    device = resolve_device(options.device)
+    dtype = DTYPES[resolve_dtype(options.dtype, device)]
+    names = [one_of("layer", name, LAYER_SHAPES) for name in options.layer]
+    report = layer_report(names or list(LAYER_SHAPES), device, dtype, options.repeat)
+    return show_report(report, options.json, print_layer_report)
 
 
 def moefold_layer(layer: LayerShape, device: str, dtype: torch.dtype, zipf: bool) -> tuple[LayerForward, nn.Module]:
@@ -116,12 +131,13 @@ def moefold_layer(layer: LayerShape, device: str, dtype: torch.dtype, zipf: bool
 
 def zipf_expert_ids(layer: LayerShape, device: str) -> torch.Tensor:
     """K distinct experts for each token, expert i drawn in proportion to 1 / i."""
-    weights = 1 / torch.arange(1, layer.experts + 1, device=device)
+    weights_E = 1 / torch.arange(1, layer.experts + 1, device=device)
     generator = torch.Generator(device).manual_seed(0)
-    return torch.multinomial(weights.expand(layer.tokens, -1), layer.top_k, generator=generator)
+    weights_TE = weights_E.expand(layer.tokens, -1)
+    return torch.multinomial(weights_TE, layer.top_k, generator=generator)
 
 
-def transformers_layer(layer: LayerShape, device: str, dtype: torch.dtype) -> tuple[LayerForward, nn.Module]:
+def transformers_layer(layer: LayerShape, device: str, dtype: torch.dtype) -> BuiltLayer:
     from transformers import Qwen3MoeConfig  # pyright: ignore[reportMissingImports]
     from transformers.models.qwen3_moe import modeling_qwen3_moe as qwen  # pyright: ignore[reportMissingImports]
 
@@ -137,65 +153,69 @@ def transformers_layer(layer: LayerShape, device: str, dtype: torch.dtype) -> tu
         block = qwen.Qwen3MoeSparseMoeBlock(config).to(dtype)
     for parameter in block.parameters():
         nn.init.normal_(parameter, std=0.02)
-    return lambda h_TD: block(h_TD[None])[0], block
+
+    def block_forward(h_TD: torch.Tensor) -> torch.Tensor:
+        return block(h_TD[None])[0]
+
+    return block_forward, block
 
 
-def measure_layer(
-    made: tuple[LayerForward, nn.Module], layer: LayerShape, device: str, dtype: torch.dtype, repeat: int
-) -> LayerTiming:
-    forward, module = made
+def measure_layer(built: BuiltLayer, layer: LayerShape, device: str, dtype: torch.dtype, repeat: int) -> LayerTiming:
+    forward, module = built
     generator = torch.Generator(device).manual_seed(1)
-    h_TD, d_TD = (torch.randn(layer.tokens, layer.hidden, device=device, generator=generator) for _ in range(2))
-    h_TD, d_TD = h_TD.to(dtype).requires_grad_(), d_TD.to(dtype)
+    make_noise = partial(torch.randn, layer.tokens, layer.hidden, device=device, generator=generator)
+    h_TD = make_noise().to(dtype).requires_grad_()
+    d_TD = make_noise().to(dtype)
 
     def forward_backward() -> None:
         h_TD.grad = None
         module.zero_grad(set_to_none=True)
         forward(h_TD).backward(d_TD)
 
-    for _ in range(3):
+    for _ in range(3):  # warm-up: compilation, autotuning, the allocator
         forward_backward()
+    saved = saved_bytes(forward, h_TD, device)
+    cool = median(cool_milliseconds(forward_backward, device) for _ in range(repeat))
+    sustained = median(sustained_milliseconds(forward_backward, device, repeat))
+    flops = layer.flops_per_step
+    return LayerTiming(sustained, flops / sustained / 1e9, flops / cool / 1e9, saved / 2**30)
+
+
+def saved_bytes(forward: LayerForward, h_TD: torch.Tensor, device: str) -> int:
+    """Bytes held between forward and backward: the input counts, the output does not."""
     before = allocated_bytes(device)
     out_TD = forward(h_TD)
-    saved = allocated_bytes(device) - before + tensor_bytes(h_TD) - tensor_bytes(out_TD)
-    del out_TD
-    cool = median(cool_milliseconds(forward_backward, device) for _ in range(repeat))
-    milliseconds = median(sustained_milliseconds(forward_backward, device, repeat))
-    return LayerTiming(
-        milliseconds, layer.flops_per_step / milliseconds / 1e9, layer.flops_per_step / cool / 1e9, saved / 2**30
-    )
-
-
-def tensor_bytes(x: torch.Tensor) -> int:
-    return x.numel() * x.element_size()
+    grown = allocated_bytes(device) - before
+    return grown + h_TD.nbytes - out_TD.nbytes
 
 
 def allocated_bytes(device: str) -> int:
     return torch.cuda.memory_allocated() if device == "cuda" else 0
 
 
-def sustained_milliseconds(step: Callable[[], Any], device: str, repeat: int, steps: int = 10) -> list[float]:
-    """Milliseconds of one step, of a few in a row, so many times. All follow each other without a wait, as in training:
-    the host runs ahead of the device, by the steps before the first mark too, and the card is as warm as it gets."""
+def sustained_milliseconds(step: Callable[[], Any], device: str, repeat: int) -> list[float]:
+    """Milliseconds of one step, as the mean of ten, `repeat` times. Steps follow each other without a wait, as in
+    training: the host runs ahead of the device, and the card is at its working temperature."""
     if device != "cuda":
         return [wall_clock_seconds(step) * 1e3 for _ in range(repeat)]
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeat + 1)]
     for mark in marks:
-        for _ in range(steps):
+        for _ in range(STEPS_PER_MARK):
             step()
         mark.record()
     torch.cuda.synchronize()
-    return [begin.elapsed_time(end) / steps for begin, end in pairwise(marks)]
+    return [begin.elapsed_time(end) / STEPS_PER_MARK for begin, end in pairwise(marks)]
 
 
 def cool_milliseconds(step: Callable[[], Any], device: str) -> float:
-    """Milliseconds of one step, the mean of two after a pause and two more: before the card lowers its clock to stay
-    within its power. Short benchmarks see this, training does not."""
+    """Milliseconds of one step, as the mean of two that follow a pause and two warm-up steps: before the card lowers
+    its clock to stay within its power. Short benchmarks measure this time, training does not."""
     if device != "cuda":
         return wall_clock_seconds(step) * 1e3
     torch.cuda.synchronize()
     sleep(0.2)
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin = torch.cuda.Event(enable_timing=True)
+    end = torch.cuda.Event(enable_timing=True)
     for mark in (begin, end):
         step()
         step()
@@ -204,52 +224,33 @@ def cool_milliseconds(step: Callable[[], Any], device: str) -> float:
     return begin.elapsed_time(end) / 2
 
 
-def wall_clock_seconds(step: Callable[[], Any]) -> float:
-    begun = perf_counter()
-    step()
-    return perf_counter() - begun
-
-
-def layer_report(names: list[str], device: str, dtype: torch.dtype, repeat: int) -> dict[str, Any]:
+def layer_report(names: list[str], device: str, dtype: torch.dtype, repeat: int) -> Report:
     """Every layer in turn: ours, ours with skewed routing, transformers'."""
-    layers = {name: LAYER_SHAPES[name] for name in names} if device == "cuda" else {"small": CPU_SHAPE}
+    cuda = device == "cuda"
+    layers = {name: LAYER_SHAPES[name] for name in names} if cuda else {"small": CPU_SHAPE}
     results: list[dict[str, Any]] = []
     for name, layer in layers.items():
         row: dict[str, Any] = {"layer": name, **asdict(layer)}
-        contenders: dict[str, Callable[[], tuple[LayerForward, nn.Module]]] = {
-            "ours": lambda layer=layer: moefold_layer(layer, device, dtype, zipf=False),
-            "ours_zipf": lambda layer=layer: moefold_layer(layer, device, dtype, zipf=True),
-        }
-        if installed_version("transformers") is not None:
-            contenders["transformers"] = lambda layer=layer: transformers_layer(layer, device, dtype)
-        for who, make in contenders.items():
-            row[who] = measure_layer(make(), layer, device, dtype, repeat)._asdict()
-            if device == "cuda":
+        for contender, build_layer in layer_contenders(layer, device, dtype).items():
+            timing = measure_layer(build_layer(), layer, device, dtype, repeat)
+            row[contender] = timing._asdict()
+            if cuda:
                 torch.cuda.empty_cache()
         results.append(row)
     return {**machine_facts(device), "results": results}
 
 
-def machine_facts(device: str) -> dict[str, Any]:
-    card = torch.cuda.get_device_name() if device == "cuda" else platform.machine()
-    versions = {name: installed_version(name) for name in ("torch", "triton", "transformers")}
-    return {"date": date.today().isoformat(), "card": card, "versions": versions}
+def layer_contenders(layer: LayerShape, device: str, dtype: torch.dtype) -> dict[str, Callable[[], BuiltLayer]]:
+    contenders: dict[str, Callable[[], BuiltLayer]] = {
+        "ours": partial(moefold_layer, layer, device, dtype, zipf=False),
+        "ours_zipf": partial(moefold_layer, layer, device, dtype, zipf=True),
+    }
+    if installed_version("transformers"):
+        contenders["transformers"] = partial(transformers_layer, layer, device, dtype)
+    return contenders
 
 
-def installed_version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
-def report_heading(report: dict[str, Any]) -> str:
-    """What was measured on, when, and with which versions."""
-    names = ", ".join(f"{name} {number}" for name, number in report["versions"].items() if number)
-    return f"{report['card']}, {report['date']}, {names}"
-
-
-def print_layer_report(report: dict[str, Any]) -> None:
+def print_layer_report(report: Report) -> None:
     table = Table(
         title=report_heading(report),
         title_justify="left",
@@ -262,16 +263,21 @@ def print_layer_report(report: dict[str, Any]) -> None:
     for column in ("TF/s", "cool", "GiB", "Zipf", "kept", "HF", "cool", "GiB", "ratio"):
         table.add_column(column, justify="right", no_wrap=True)
     for row in report["results"]:
-        mine, skewed, other = row["ours"], row["ours_zipf"], row.get("transformers")
-        beside = ("",) * 4
-        if other:
-            beside = (
-                f"{other['tflops']:.0f}",
-                f"{other['cool_tflops']:.0f}",
-                f"{other['saved_gib']:.2f}",
-                f"{other['milliseconds'] / mine['milliseconds']:.2f}",
-            )
-        share = f"{skewed['tflops'] / mine['tflops']:.0%}"
-        figures = (f"{mine['tflops']:.0f}", f"{mine['cool_tflops']:.0f}", f"{mine['saved_gib']:.3f}")
-        table.add_row(row["layer"], *figures, f"{skewed['tflops']:.0f}", share, *beside)
+        table.add_row(row["layer"], *own_cells(row), *transformers_cells(row))
     Console().print(table)
+
+
+def own_cells(row: dict[str, Any]) -> list[str]:
+    ours, skewed = row["ours"], row["ours_zipf"]["tflops"]
+    kept = skewed / ours["tflops"]
+    speeds = [f"{ours['tflops']:.0f}", f"{ours['cool_tflops']:.0f}"]
+    return [*speeds, f"{ours['saved_gib']:.3f}", f"{skewed:.0f}", f"{kept:.0%}"]
+
+
+def transformers_cells(row: dict[str, Any]) -> list[str]:
+    if "transformers" not in row:
+        return [""] * 4
+    theirs = row["transformers"]
+    ratio = theirs["milliseconds"] / row["ours"]["milliseconds"]
+    speeds = [f"{theirs['tflops']:.0f}", f"{theirs['cool_tflops']:.0f}"]
+    return [*speeds, f"{theirs['saved_gib']:.2f}", f"{ratio:.2f}"]

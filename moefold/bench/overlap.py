@@ -1,8 +1,8 @@
-"""`moefold bench overlap`: how much of experts' communication hides behind compute, on two CPU ranks.
+"""`moefold bench overlap`: how much of the experts' communication hides behind compute, on two CPU ranks.
 
-Each exchange of rows is made to take as long as asked, as a slow network would. Three ways of the same step, in one
-run: one microbatch after the other; a forward paired with a backward; and weight gradients split off to fill gaps.
-Exposed is the time in which the compute lane waits for travel, or travels itself.
+Each all-to-all of rows is slowed to a given time, as on a slow network. Three variants of the same step are measured in
+one run: one microbatch after the other; a forward paired with a backward; and paired, with weight gradients split off
+to fill gaps. Exposed time is that in which the compute lane waits for an all-to-all, or runs one itself.
 """
 
 from __future__ import annotations
@@ -13,82 +13,87 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
+from functools import partial
+from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
-from moefold.config.errors import UserError
+from moefold.bench.clock import wall_clock_seconds
+from moefold.bench.options import OverlapOptions
+from moefold.bench.report import show_report
+from moefold.comm import collectives
 from moefold.config.run import Config, ParallelConfig, PipelineConfig
+from moefold.layout.axes import World
+from moefold.layout.process_groups import joined_world
 from moefold.layout.spawn import run_local_ranks
 from moefold.observe.trace import SpanRecorder, TraceEvent, write_trace
-from moefold.presets.command_options import read_options
 from moefold.presets.zoo import PRESETS
-
-if TYPE_CHECKING:
-    from moefold.layout.axes import World
+from moefold.train.assemble import assemble_run
+from moefold.train.parity import random_corpus
+from moefold.train.step import train_step
 
 RANKS = 2
+BASELINE = "one after the other"
 OVERLAP_WAYS = {
-    "one after the other": PipelineConfig(),
+    BASELINE: PipelineConfig(),
     "paired": PipelineConfig(pair=True, fill=False),
     "paired, weight gradients fill gaps": PipelineConfig(pair=True),
 }
+RankFigures = dict[str, Any]  # a rank's `ways` (seconds by variant) and `events` (of the last variant)
 
 
-@dataclass(frozen=True)
-class OverlapOptions:
-    """Show how much of the travel to experts hides behind compute, on two CPU ranks with a slow network."""
-
-    delay_ms: float = 10.0
-    """How long each exchange of rows takes at least."""
-    microbatches: int = 16
-    """Of one step."""
-    json: bool = False
-    """Print JSON instead of a table."""
-    trace: Path | None = None
-    """Write what both ranks did, in the last way, for Perfetto."""
-    found: Path | None = None
-    """Where ranks leave what they measured; set by the command for the ranks it starts."""
-
-
-def run_command(argv: Sequence[str]) -> int:
-    options, _ = read_options(OverlapOptions, argv, "bench overlap", config_keys=False)
-    if options.delay_ms < 0 or options.microbatches < 2:
-        raise UserError("--delay-ms must be at least 0 and --microbatches at least 2; such as 10 and 16")
-    if options.found:
-        return measure_every_way(options)
+def run_benchmark(options: OverlapOptions) -> int:
+    if options.found:  # this process is one of the ranks
+        measure_every_way(options, options.found)
+        return 0
     with tempfile.TemporaryDirectory(prefix="moefold-overlap-") as folder:
-        if code := run_local_ranks(["bench", "overlap", *argv, "--found", folder], RANKS):
+        if code := run_local_ranks(rank_arguments(options, folder), RANKS):
             return code
-        found = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(RANKS)]
-    results = overlap_summary(found)
-    print(json.dumps(results, indent=1)) if options.json else print_overlap_table(results, options)
+        figures = [read_rank_figures(Path(folder), rank) for rank in range(RANKS)]
+    show_report(overlap_summary(figures), options.json, partial(print_overlap_table, options))
     if options.trace:
-        write_trace(options.trace, [TraceEvent(**event) for rank in found for event in rank["events"]])
+        events = [TraceEvent(**event) for rank in figures for event in rank["events"]]
+        write_trace(options.trace, events)
     return 0
 
 
-def overlap_summary(found: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """Seconds of a step by way, the mean over ranks."""
+def rank_arguments(options: OverlapOptions, folder: str) -> list[str]:
+    sizes = ["--delay-ms", str(options.delay_ms), "--microbatches", str(options.microbatches)]
+    return ["bench", "overlap", *sizes, "--found", folder]
+
+
+def read_rank_figures(folder: Path, rank: int) -> RankFigures:
+    return json.loads((folder / f"{rank}.json").read_text())
+
+
+def overlap_summary(figures: list[RankFigures]) -> dict[str, dict[str, float]]:
+    """Seconds of a step by variant, the mean over ranks; hidden: share of the baseline's exposed time."""
 
     def mean_over_ranks(way: str, key: str) -> float:
-        return sum(rank["ways"][way][key] for rank in found) / len(found)
+        return sum(rank["ways"][way][key] for rank in figures) / len(figures)
 
-    both = {way: {key: mean_over_ranks(way, key) for key in ("step", "exposed")} for way in OVERLAP_WAYS}
-    first = both["one after the other"]["exposed"]
-    return {way: {**values, "hidden": 1 - values["exposed"] / max(first, 1e-9)} for way, values in both.items()}
+    baseline = mean_over_ranks(BASELINE, "exposed")
+    summary: dict[str, dict[str, float]] = {}
+    for way in OVERLAP_WAYS:
+        exposed = mean_over_ranks(way, "exposed")
+        hidden = 1 - exposed / max(baseline, 1e-9)
+        summary[way] = {"step": mean_over_ranks(way, "step"), "exposed": exposed, "hidden": hidden}
+    return summary
 
 
-def print_overlap_table(results: dict[str, dict[str, float]], options: OverlapOptions) -> None:
+def print_overlap_table(options: OverlapOptions, summary: dict[str, dict[str, float]]) -> None:
     title = f"{options.microbatches} microbatches, {options.delay_ms:g} ms an exchange, 2 CPU ranks; ms of one step"
     table = Table("way", title=title, title_justify="left")
     for column in ("step", "exposed", "hidden"):
         table.add_column(column, justify="right")
-    for way, values in results.items():
-        table.add_row(way, *(f"{values[key] * 1e3:.0f}" for key in ("step", "exposed")), f"{values['hidden']:.1%}")
+    for way, figures in summary.items():
+        step, exposed = 1e3 * figures["step"], 1e3 * figures["exposed"]
+        table.add_row(way, f"{step:.0f}", f"{exposed:.0f}", f"{figures['hidden']:.1%}")
     Console().print(table)
 
 
@@ -96,51 +101,53 @@ def overlap_config(microbatches: int) -> Config:
     config = PRESETS["tiny"]()
     train = replace(config.train, device="cpu", precision="fp32", global_batch=RANKS * microbatches, micro_batch=1)
     parallel = ParallelConfig(ep=RANKS, dispatcher="all_to_all")
-    wider = replace(config.model, layers=2, hidden=256)  # so that a step of it takes longer than an exchange
-    return replace(config, train=train, parallel=parallel, model=wider, data=replace(config.data, seq_len=512))
+    wider = replace(config.model, layers=2, hidden=256)  # its compute takes longer than an all-to-all
+    data = replace(config.data, seq_len=512)
+    return replace(config, train=train, parallel=parallel, model=wider, data=data)
 
 
-def measure_every_way(options: OverlapOptions) -> int:
-    import torch
-
-    from moefold.layout.process_groups import joined_world
-
+def measure_every_way(options: OverlapOptions, folder: Path) -> None:
+    """The figures of this rank, written to `folder`."""
     torch.set_num_threads(1)
-    config, ways, events = overlap_config(options.microbatches), dict[str, Any](), list[TraceEvent]()
-    with joined_world(config.parallel, "cpu") as world, slowed_all_to_all(options.delay_ms / 1e3) as spans:
+    config = overlap_config(options.microbatches)
+    delay = options.delay_ms / 1e3
+    ways: dict[str, dict[str, float]] = {}
+    events: list[TraceEvent] = []
+    with joined_world(config.parallel, "cpu") as world, slowed_all_to_all(delay) as exchanges:
         for way, pipeline in OVERLAP_WAYS.items():
-            ways[way], events = measure_overlap(replace(config, pipeline=pipeline), world, spans)
-        start = events[0].start if events else 0.0
-        shown = [asdict(replace(e, start=e.start - start, end=e.end - start)) for e in events]
-        assert options.found is not None
-        (options.found / f"{world.rank}.json").write_text(json.dumps({"ways": ways, "events": shown}))
-    return 0
+            ways[way], events = measure_overlap(replace(config, pipeline=pipeline), world, exchanges)
+    figures = {"ways": ways, "events": events_from_zero(events)}
+    (folder / f"{world.rank}.json").write_text(json.dumps(figures))
+
+
+def events_from_zero(events: list[TraceEvent]) -> list[dict[str, Any]]:
+    start = events[0].start if events else 0.0
+    shifted = [replace(event, start=event.start - start, end=event.end - start) for event in events]
+    return [asdict(event) for event in shifted]
 
 
 def measure_overlap(config: Config, world: World, exchanges: SpanRecorder) -> tuple[dict[str, float], list[TraceEvent]]:
-    """Seconds of a step and of exposed travel, after one step to warm up."""
-    from moefold.train.assemble import assemble_run
-    from moefold.train.parity import random_corpus
-    from moefold.train.step import train_step
-
+    """Seconds of a step and of exposed all-to-all, after one step to warm up."""
     run = assemble_run(config, world, Path("."), random_corpus(config))
-    train_step(run, run.loader.next_batch())
+
+    def overlap_step() -> None:
+        train_step(run, run.loader.next_batch())
+
+    overlap_step()
     exchanges.events.clear()
-    run.executor.spans.start_recording()
-    begun = time.perf_counter()
-    train_step(run, run.loader.next_batch())
-    seconds = time.perf_counter() - begun
-    events = sorted(run.executor.spans.events, key=lambda event: event.start)
-    waited = [event for event in events if event.lane == "waiting"]
-    exposed = sum(event.end - event.start for event in [*waited, *exchanges.events])
-    return {"step": seconds, "exposed": exposed}, [event for event in events if event.lane != "waiting"]
+    spans = run.executor.spans
+    spans.start_recording()
+    seconds = wall_clock_seconds(overlap_step)
+    events = sorted(spans.events, key=attrgetter("start"))
+    waits = [event for event in events if event.lane == "waiting"]
+    work = [event for event in events if event.lane != "waiting"]
+    exposed = sum(event.end - event.start for event in [*waits, *exchanges.events])
+    return {"step": seconds, "exposed": exposed}, work
 
 
 @contextmanager
 def slowed_all_to_all(seconds: float) -> Iterator[SpanRecorder]:
-    """Every exchange of rows takes at least so long. Those that hold up the compute lane are noted."""
-    from moefold.comm import collectives
-
+    """Makes every all-to-all of rows take at least `seconds`, and records those that block the compute lane."""
     quick, main = collectives.all_to_all_no_grad, threading.main_thread()
     spans = SpanRecorder(0, recording=True)
 

@@ -1,18 +1,18 @@
-"""`moefold bench step`: whole training steps of known models on one device, transformers' beside ours in the same run.
+"""`moefold bench step`: whole training steps of known models on one device, moefold's and transformers'.
 
-Ours is the ordinary trainer: assembled as `moefold train` does, its steps one after the other, main weights in fp32.
-Theirs is set as its users set it: weights and AdamW's moments in bf16, grouped_mm experts, sdpa. Both see the same
-random tokens. TFLOP/s count the model's FLOPs, as `moefold explain` does.
+moefold's steps are the ordinary trainer's: assembled as by `moefold train`, main weights in fp32. transformers is set
+as its users set it: weights and AdamW's moments in bf16, grouped_mm experts, sdpa. Both read the same random tokens.
+TFLOP/s count the model's FLOPs, as `moefold explain` does.
 """
 
 from __future__ import annotations
 
-import gc
 import json
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,8 +22,12 @@ from rich.console import Console
 from rich.table import Table
 
 from moefold.anatomy.model_totals import train_flops_per_token
-from moefold.bench.layer import installed_version, machine_facts, report_heading
+from moefold.bench.machine import free_device_memory, machine_facts, resolve_device, synchronize_device
+from moefold.bench.options import StepOptions
+from moefold.bench.report import Report, report_heading, show_report
+from moefold.bench.versions import installed_version
 from moefold.checkpoint.hf.config_json import config_json_for, family_for_model
+from moefold.config.errors import one_of
 from moefold.config.run import Config
 from moefold.data.corpus import Corpus
 from moefold.layout.axes import single_rank_world
@@ -38,11 +42,12 @@ from moefold.train.step_profile import profile_step, profile_text, write_profile
 WARM_UP_STEPS = 4
 STEP_CAPTION = """tokens/s of whole steps: forward, backward, clipping, update. goal: at least.
 peak: GiB of device memory. most: at most. HF: transformers' tokens/s. times: ours over it."""
+LEAN_STATE = {"main": "split", "moments": "bf16", "gradients": "bf16"}
 
 
 @dataclass(frozen=True)
 class StepGoal:
-    """How many layers of a model are run, and what a step of them should reach on an H200."""
+    """Layers of a model that are run, and the speed and memory that a step of them should reach on an H200."""
 
     layers: int
     tokens_per_s: float
@@ -65,92 +70,116 @@ class StepTiming(NamedTuple):
     last_loss: float
 
 
+def run_benchmark(options: StepOptions) -> int:
+    device = resolve_device(options.device)
+    names = [one_of("model", name, STEP_GOALS) for name in options.model]
+    report = step_report(names or list(STEP_GOALS), device, options.steps, options.out)
+    return show_report(report, options.json, print_step_report)
+
+
 def step_bench_config(name: str, device: str) -> Config:
-    """The preset's own shapes at 4 sequences of 4096; on a CPU its tiny form, to see that it runs."""
-    config = PRESETS[name if device == "cuda" else f"{name}-tiny"]()
-    if device == "cuda":
-        config = replace(config, model=replace(config.model, layers=STEP_GOALS[name].layers))
+    """The preset's own shapes at 4 sequences of 4096; on a CPU the preset's tiny form, as a smoke test."""
+    cuda = device == "cuda"
+    config = PRESETS[name if cuda else f"{name}-tiny"]()
     train = replace(config.train, device=device, global_batch=4, micro_batch=4, steps=1000)
-    lean = {"main": "split", "moments": "bf16", "gradients": "bf16"} if device == "cuda" else {}
-    return replace(config, train=train, optim=replace(config.optim, lr=1e-4, **lean))
+    config = replace(config, train=train, optim=replace(config.optim, lr=1e-4))
+    if not cuda:
+        return config
+    model = replace(config.model, layers=STEP_GOALS[name].layers)
+    return replace(config, model=model, optim=replace(config.optim, **LEAN_STATE))
 
 
 def random_tokens(config: Config, steps: int) -> np.ndarray:
     count = config.train.global_batch * config.data.seq_len * steps + 1
-    return np.random.default_rng(0).integers(0, config.model.vocab, size=count, dtype=np.uint32)
+    generator = np.random.default_rng(0)
+    return generator.integers(0, config.model.vocab, size=count, dtype=np.uint32)
 
 
 def run_on_random_tokens(config: Config, steps: int) -> Run:
     tokens = random_tokens(config, steps)
-    return assemble_run(
-        config, single_rank_world(config.train.device), Path("."), Corpus(tokens, tokens), initialise_on_device
-    )
+    world = single_rank_world(config.train.device)
+    return assemble_run(config, world, Path("."), Corpus(tokens, tokens), initialise_on_device)
 
 
 @torch.no_grad()
 def initialise_on_device(model: Transformer) -> None:
-    """Random weights of the declared spread, drawn where they lie: quicker than those of a run, which do not depend on
-    the device."""
+    """Random weights of the declared spread, drawn on the device. A run draws its weights on the CPU, which takes
+    longer, so that they are the same on every device."""
     torch.manual_seed(0)
     for parameter in declared_parameters(model):
         std = parameter.declaration.std
-        parameter.tensor.fill_(1.0 if std is None else 0.0) if not std else parameter.tensor.normal_(0.0, std)
+        if std:
+            parameter.tensor.normal_(0.0, std)
+        else:
+            parameter.tensor.fill_(1.0 if std is None else 0.0)
 
 
 def time_moefold_steps(config: Config, steps: int, profile: Path | None) -> StepTiming:
+    """Timing of moefold's steps; one more step is profiled into the folder `profile`."""
     run = run_on_random_tokens(config, steps + WARM_UP_STEPS + 2)
-    take = lambda: train_step(run, run.loader.next_batch())  # noqa: E731
-    found = time_training_steps(take, lambda report: report.loss, config, steps)
+
+    def moefold_step() -> Any:
+        return train_step(run, run.loader.next_batch())
+
+    def reported_loss(report: Any) -> float:
+        return report.loss
+
+    timing = time_training_steps(moefold_step, reported_loss, config, steps)
     if profile is not None:
         run.out = profile
-        _, watched = profile_step(run, take)
-        (profile / "profile.txt").write_text(profile_text(run, watched) + "\n")
-        write_profile_trace(run, watched)
+        _, profiled = profile_step(run, moefold_step)
+        (profile / "profile.txt").write_text(profile_text(run, profiled) + "\n")
+        write_profile_trace(run, profiled)
     run.gradients.remove_hooks()
-    return found
+    return timing
 
 
 def time_transformers_steps(config: Config, steps: int) -> StepTiming:
-    from transformers import AutoConfig, AutoModelForCausalLM  # pyright: ignore[reportMissingImports]
-
-    options = config_json_for(family_for_model(config.model), config.model)
-    described = AutoConfig.for_model(**options, use_cache=False)
-    dtype = torch.bfloat16 if config.train.device == "cuda" else torch.float32
-    with torch.device(config.train.device):
-        made = AutoModelForCausalLM.from_config(
-            described, attn_implementation="sdpa", experts_implementation="grouped_mm", dtype=dtype
-        )
-    optimizer = torch.optim.AdamW(made.parameters(), lr=config.optim.lr, fused=True)
-    tokens = random_tokens(config, steps + WARM_UP_STEPS)
-    rows = torch.from_numpy(tokens[:-1].astype(np.int64)).view(-1, config.train.global_batch, config.data.seq_len)
-    batches = iter(rows.to(config.train.device))
+    model = transformers_model(config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=config.optim.lr, fused=True)
+    tokens = random_tokens(config, steps + WARM_UP_STEPS)[:-1]
+    ids_NBS = torch.from_numpy(tokens.astype(np.int64)).view(-1, config.train.global_batch, config.data.seq_len)
+    batches = iter(ids_NBS.to(config.train.device))
 
     def transformers_step() -> torch.Tensor:
         ids_BS = next(batches)
-        loss = made(input_ids=ids_BS, labels=ids_BS).loss
+        loss = model(input_ids=ids_BS, labels=ids_BS).loss
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(made.parameters(), config.optim.max_norm)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), config.optim.max_norm)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         return loss.detach()
 
-    return time_training_steps(transformers_step, lambda loss: loss.item(), config, steps)
+    return time_training_steps(transformers_step, torch.Tensor.item, config, steps)
+
+
+def transformers_model(config: Config) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM  # pyright: ignore[reportMissingImports]
+
+    family = family_for_model(config.model)
+    options = config_json_for(family, config.model)
+    hf_config = AutoConfig.for_model(**options, use_cache=False)
+    dtype = torch.bfloat16 if config.train.device == "cuda" else torch.float32
+    with torch.device(config.train.device):
+        return AutoModelForCausalLM.from_config(
+            hf_config, attn_implementation="sdpa", experts_implementation="grouped_mm", dtype=dtype
+        )
 
 
 def time_training_steps(
-    take: Callable[[], Any], loss_of: Callable[[Any], float], config: Config, steps: int
+    take_step: Callable[[], Any], loss_of: Callable[[Any], float], config: Config, steps: int
 ) -> StepTiming:
-    """Some steps to warm up, then the time of several in a row; the losses are read when all are done."""
-    cuda = config.train.device == "cuda"
-    wait = torch.cuda.synchronize if cuda else lambda: None
-    first, *_ = [take() for _ in range(WARM_UP_STEPS)]
-    wait()
+    """Some steps to warm up, then the time of `steps` in a row. Losses are read at the end: reading one waits."""
+    device = config.train.device
+    cuda = device == "cuda"
+    first, *_ = [take_step() for _ in range(WARM_UP_STEPS)]
+    synchronize_device(device)
     if cuda:
         torch.cuda.reset_peak_memory_stats()
     with collect_garbage_manually():
         begun = time.perf_counter()
-        *_, last = [take() for _ in range(steps)]
-        wait()
+        *_, last = [take_step() for _ in range(steps)]
+        synchronize_device(device)
         seconds = (time.perf_counter() - begun) / steps
     speed = config.train.global_batch * config.data.seq_len / seconds
     flops = train_flops_per_token(config.model, config.data.seq_len)
@@ -158,58 +187,58 @@ def time_training_steps(
     return StepTiming(seconds * 1e3, speed, speed * flops / 1e12, peak, loss_of(first), loss_of(last))
 
 
-def step_report(names: list[str], device: str, steps: int, out: Path | None) -> dict[str, Any]:
-    """Every model in turn, ours and transformers'. Each is told when it is measured, and what there is so far is
-    written to `out`: a run that is cut short loses nothing."""
-    report: dict[str, Any] = {**machine_facts(device), "results": []}
+def step_report(names: list[str], device: str, steps: int, out: Path | None) -> Report:
+    """Every model in turn, by moefold and by transformers. Each timing is printed when it is measured, and the report
+    so far is written to `out`, so that an interrupted run loses nothing."""
+    report: Report = {**machine_facts(device), "results": []}
     for name in names:
         config = step_bench_config(name, device)
         row: dict[str, Any] = {"model": name, "layers": config.model.layers, "goal": vars(STEP_GOALS[name])}
         report["results"].append(row)
         folder = out / name if out else None
-        for who, measure in step_contenders(config, steps, folder).items():
-            found = measure()
+        for contender, measure in step_contenders(config, steps, folder).items():
+            timing = measure()
             free_device_memory(device)
-            row[who] = found._asdict()
-            said = f"{found.milliseconds:.1f} ms, {found.tokens_per_s:,.0f} tokens/s, peak {found.peak_gib:.1f} GiB"
-            print(f"{name}, {who}: {said}", file=sys.stderr, flush=True)
+            row[contender] = timing._asdict()
+            print(f"{name}, {contender}: {timing_text(timing)}", file=sys.stderr, flush=True)
             if out:
                 (out / "step.json").write_text(json.dumps(report, indent=1))
     return report
 
 
+def timing_text(timing: StepTiming) -> str:
+    return f"{timing.milliseconds:.1f} ms, {timing.tokens_per_s:,.0f} tokens/s, peak {timing.peak_gib:.1f} GiB"
+
+
 def step_contenders(config: Config, steps: int, profile: Path | None) -> dict[str, Callable[[], StepTiming]]:
     if profile:
         profile.mkdir(parents=True, exist_ok=True)
-    found = {"ours": lambda: time_moefold_steps(config, steps, profile)}
-    return found | (
-        {"transformers": lambda: time_transformers_steps(config, steps)} if installed_version("transformers") else {}
-    )
+    contenders: dict[str, Callable[[], StepTiming]] = {"ours": partial(time_moefold_steps, config, steps, profile)}
+    if installed_version("transformers"):
+        contenders["transformers"] = partial(time_transformers_steps, config, steps)
+    return contenders
 
 
-def free_device_memory(device: str) -> None:
-    gc.collect()
-    if device == "cuda":
-        torch.cuda.empty_cache()
-
-
-def print_step_report(report: dict[str, Any]) -> None:
-    table = Table(
-        title=report_heading(report),
-        title_justify="left",
-        caption=STEP_CAPTION,
-        caption_justify="left",
-    )
+def print_step_report(report: Report) -> None:
+    heading = report_heading(report)
+    table = Table(title=heading, title_justify="left", caption=STEP_CAPTION, caption_justify="left")
     table.add_column("model, layers", no_wrap=True)
     for column in ("tokens/s", "goal", "TF/s", "peak", "most", "HF", "HF peak", "times"):
         table.add_column(column, justify="right", no_wrap=True)
     for row in report["results"]:
-        mine, other, goal = row["ours"], row.get("transformers"), row["goal"]
-        beside = ("", "", "")
-        if other:
-            ratio = f"{mine['tokens_per_s'] / other['tokens_per_s']:.2f}"
-            beside = (f"{other['tokens_per_s']:,.0f}", f"{other['peak_gib']:.1f}", ratio)
-        own = (f"{mine['tokens_per_s']:,.0f}", f"{goal['tokens_per_s']:,.0f}", f"{mine['tflops']:.0f}")
-        peaks = (f"{mine['peak_gib']:.1f}", f"{goal['peak_gib']:.1f}")
-        table.add_row(f"{row['model']}, {row['layers']}", *own, *peaks, *beside)
+        table.add_row(f"{row['model']}, {row['layers']}", *own_cells(row), *transformers_cells(row))
     Console().print(table)
+
+
+def own_cells(row: dict[str, Any]) -> list[str]:
+    ours, goal = row["ours"], row["goal"]
+    speeds = [f"{ours['tokens_per_s']:,.0f}", f"{goal['tokens_per_s']:,.0f}", f"{ours['tflops']:.0f}"]
+    return [*speeds, f"{ours['peak_gib']:.1f}", f"{goal['peak_gib']:.1f}"]
+
+
+def transformers_cells(row: dict[str, Any]) -> list[str]:
+    if "transformers" not in row:
+        return ["", "", ""]
+    ours, theirs = row["ours"], row["transformers"]
+    ratio = ours["tokens_per_s"] / theirs["tokens_per_s"]
+    return [f"{theirs['tokens_per_s']:,.0f}", f"{theirs['peak_gib']:.1f}", f"{ratio:.2f}"]

@@ -1,13 +1,16 @@
-"""The one exception for what a user can mend: the command line prints it without a traceback and exits with code 2."""
+"""Exceptions that the command line prints without a traceback: exit code 2 for a user's error, 1 for a failed run."""
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable
+
+from moefold.printable import did_you_mean, printable_text
+
+__all__ = ["RunFailure", "UserError", "did_you_mean", "one_of", "printable_text"]
 
 
 class UserError(Exception):
-    """Something asked for cannot be done. Each problem says what is, what was expected and what to do."""
+    """A request that cannot be met. Each problem says what is, what was expected and what to do."""
 
     def __init__(self, *problems: str):
         self.problems = problems
@@ -15,24 +18,14 @@ class UserError(Exception):
 
 
 class RunFailure(Exception):
-    """Something broke while running that no other input would have prevented: told in one line, exit code 1."""
-
-
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """` (did you mean "x"?)` for the nearest known name, or nothing when none is near."""
-    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
-    return f' (did you mean "{near[0]}"?)' if near else ""
-
-
-def printable_text(text: str) -> str:
-    """The user's own words as they may be shown again: short, control characters and lone surrogates escaped."""
-    text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-    return text if len(text) <= 80 else text[:77] + "..."
+    """A failure at run time that no other input would have prevented: printed in one line, exit code 1."""
 
 
 def one_of(what: str, name: str, known: Iterable[str]) -> str:
-    """Return `name` if it is known; otherwise refuse, listing what there is and the nearest."""
+    """Return `name` if it is known; otherwise refuse, listing the known names and the nearest."""
     names = sorted(known)
     if name in names:
         return name
-    raise UserError(f'no {what} "{printable_text(name)}"{did_you_mean(name, names)}; there are: {", ".join(names)}')
+    guess = did_you_mean(name, names)
+    listed = ", ".join(names)
+    raise UserError(f'no {what} "{printable_text(name)}"{guess}; there are: {listed}')

@@ -1,4 +1,4 @@
-"""How a configuration key is declared: its default, one sentence for people, and the values it may take."""
+"""Declaration of a configuration key: its default, one sentence for --help, and its legal values."""
 
 from __future__ import annotations
 
@@ -8,12 +8,17 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
+from moefold.config.open_names import OpenNames
+
 T = TypeVar("T")
+
+LARGEST_WHOLE_NUMBER = 1e9
+TYPES_IN_WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
 
 
 @dataclass(frozen=True)
 class NumberBounds:
-    """The legal range of a number; `above` excludes its end, the others include it."""
+    """The legal range of a number; `above` and `below` exclude their end, the others include it."""
 
     at_least: float = -math.inf
     above: float = -math.inf
@@ -21,22 +26,27 @@ class NumberBounds:
     below: float = math.inf
 
     def contains_number(self, value: float) -> bool:
-        return self.above < value < self.below and self.at_least <= value <= self.at_most
+        inside = self.above < value < self.below
+        return inside and self.at_least <= value <= self.at_most
 
     def __str__(self) -> str:
-        parts = [f"at least {self.at_least:g}"] if self.at_least > -math.inf else []
-        parts += [f"above {self.above:g}"] if self.above > -math.inf else []
-        parts += [f"at most {self.at_most:g}"] if self.at_most < math.inf else []
-        parts += [f"below {self.below:g}"] if self.below < math.inf else []
-        return " and ".join(parts)
+        limits = {
+            "at least": self.at_least,
+            "above": self.above,
+            "at most": self.at_most,
+            "below": self.below,
+        }
+        finite = {words: limit for words, limit in limits.items() if math.isfinite(limit)}
+        return " and ".join(f"{words} {limit:g}" for words, limit in finite.items())
 
 
-def key(default: T, doc: str, **bounds: float) -> T:
-    """A key with its default, what it means, and its bounds (`at_least=1`, `above=0`, ...). Whole numbers without an
-    upper bound of their own get one beyond all sense, so that arithmetic on them stays quick."""
+def key(default: T, doc: str, names: OpenNames | None = None, **bounds: float) -> T:
+    """A key with its default, its meaning, and its bounds (`at_least=1`, `above=0`, ...) or its open set of names.
+    Whole numbers without an upper bound of their own are capped at 1e9, so that rule arithmetic cannot blow up."""
     if type(default) is int:
-        bounds.setdefault("at_most", 1e9)
-    return field(default=default, metadata={"doc": doc, "bounds": NumberBounds(**bounds)})
+        bounds.setdefault("at_most", LARGEST_WHOLE_NUMBER)
+    metadata = {"doc": doc, "bounds": NumberBounds(**bounds), "names": names}
+    return field(default=default, metadata=metadata)
 
 
 def section(make: type[T]) -> T:
@@ -46,28 +56,31 @@ def section(make: type[T]) -> T:
 
 @dataclass(frozen=True)
 class ConfigKey:
-    """One leaf of the configuration, found by walking the dataclasses."""
+    """One leaf of the configuration tree."""
 
     path: str
     type: Any
     default: Any
     doc: str
     bounds: NumberBounds
+    names: OpenNames | None = None
 
     @property
     def choices(self) -> tuple[str, ...]:
+        """The legal names, where the key takes one of several: a closed set (Literal) or an open one."""
+        if self.names is not None:
+            return tuple(self.names)
         return get_args(self.type) if get_origin(self.type) is Literal else ()
 
     @property
     def expected_values(self) -> str:
-        """The legal values, in words, ending with one that certainly works."""
+        """The legal values in words, ending with one that certainly works."""
         if self.choices:
             return "one of " + ", ".join(self.choices)
-        kind = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}.get(
-            self.type, "a list of texts, as a,b,c"
-        )
+        kind = TYPES_IN_WORDS.get(self.type, "a list of texts, as a,b,c")
         bounds = f" {self.bounds}" if str(self.bounds) else ""
-        return f"{kind}{bounds}, such as {format_value(self.default)}"
+        example = format_value(self.default)
+        return f"{kind}{bounds}, such as {example}"
 
 
 def format_value(value: Any) -> str:
@@ -75,21 +88,23 @@ def format_value(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, tuple):
-        return ",".join(str(v) for v in value) or '""'  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
+        value = ",".join(map(str, value))  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
     return str(value) if value != "" else '""'
 
 
 def iterate_keys(instance: Any, prefix: str = "") -> Iterator[ConfigKey]:
     """Every leaf key below a configuration object, with its present value as the default."""
     hints = cached_type_hints(type(instance))  # pyright: ignore[reportUnknownArgumentType]
-    for each in fields(instance):
-        value, path = getattr(instance, each.name), prefix + each.name
+    for declared in fields(instance):
+        path = prefix + declared.name
+        value = getattr(instance, declared.name)
         if is_dataclass(value):
             yield from iterate_keys(value, path + ".")
-        else:
-            yield ConfigKey(path, hints[each.name], value, each.metadata["doc"], each.metadata["bounds"])
+            continue
+        about = declared.metadata
+        yield ConfigKey(path, hints[declared.name], value, about["doc"], about["bounds"], about["names"])
 
 
-@cache  # annotations are texts until they are evaluated, which takes longer than all the rest
+@cache  # evaluating the annotations, which are texts, takes longer than all the rest
 def cached_type_hints(kind: type) -> dict[str, Any]:
     return get_type_hints(kind)

@@ -1,4 +1,4 @@
-"""Nested mappings (YAML) and dotted overrides (command line) become a Config, and back.
+"""Reading of nested mappings (YAML) and dotted overrides (command line) into a Config, and writing it back.
 
 Both go through `with_values`: a flat {"parallel.ep": raw} laid over a base configuration. All problems of one
 reading are collected and refused together, each naming the key, the value and a legal one.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, is_dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -17,102 +17,139 @@ import yaml
 
 from moefold.config.errors import UserError, did_you_mean, printable_text
 from moefold.config.keys import ConfigKey, format_value, iterate_keys
-from moefold.config.renamed_keys import report_renamed_keys, with_new_names
+from moefold.config.renamed_keys import keys_given_twice, report_renamed_keys, with_new_names
 from moefold.config.run import Config
 
 BOOLEAN_WORDS = {"true": True, "false": False, "yes": True, "no": False, "on": True, "off": False}
+DEEPEST_SECTION = 20  # no configuration is deeper: beyond it, a YAML alias contains itself
 
 
 def convert_value(key: ConfigKey, raw: Any) -> Any:
-    """The raw value as the key's type, or ValueError. Text is read as a person would mean it; nothing is truncated."""
-    if isinstance(raw, str) and key.type in (int, float):
-        raw = float(raw) if key.type is float else int(raw.replace("_", ""))
-    if key.type is bool:
-        value = BOOLEAN_WORDS.get(raw.lower()) if isinstance(raw, str) else raw
-        return value if isinstance(value, bool) else raise_value_error()
-    if key.type is int:
-        return (
-            raw
-            if isinstance(raw, int) and not isinstance(raw, bool) and key.bounds.contains_number(raw)
-            else raise_value_error()
-        )
-    if key.type is float:
-        number = float(raw) if isinstance(raw, int | float) and not isinstance(raw, bool) else math.nan
-        return number if math.isfinite(number) and key.bounds.contains_number(number) else raise_value_error()
+    """The raw value as the key's type, or ValueError. Text is parsed leniently; nothing is truncated."""
     if key.choices:
-        return raw if raw in key.choices else raise_value_error()
-    if key.type is str:
-        return raw if isinstance(raw, str) else raise_value_error()
-    if not isinstance(raw, str | list | tuple):
-        return raise_value_error()
-    texts: list[Any] = [t.strip() for t in raw.split(",") if t.strip()] if isinstance(raw, str) else list(raw)  # pyright: ignore[reportUnknownArgumentType]
-    return tuple(texts) if all(isinstance(t, str) for t in texts) else raise_value_error()
+        return require_legal(raw in key.choices, raw)
+    convert = CONVERTERS.get(key.type, convert_text_list)
+    return convert(raw, key)
 
 
-def raise_value_error() -> Any:
-    raise ValueError
+def convert_boolean(raw: Any, key: ConfigKey) -> bool:
+    value = BOOLEAN_WORDS.get(raw.lower()) if isinstance(raw, str) else raw
+    return require_legal(isinstance(value, bool), value)
+
+
+def convert_whole_number(raw: Any, key: ConfigKey) -> int:
+    number = int(raw.replace("_", "")) if isinstance(raw, str) else raw
+    is_whole = isinstance(number, int) and not isinstance(number, bool)
+    return require_legal(is_whole and key.bounds.contains_number(number), number)
+
+
+def convert_number(raw: Any, key: ConfigKey) -> float:
+    require_legal(isinstance(raw, int | float | str) and not isinstance(raw, bool), raw)
+    number = float(raw)
+    return require_legal(math.isfinite(number) and key.bounds.contains_number(number), number)
+
+
+def convert_text(raw: Any, key: ConfigKey) -> str:
+    return require_legal(isinstance(raw, str), raw)
+
+
+def convert_text_list(raw: Any, key: ConfigKey) -> tuple[str, ...]:
+    """A list of texts, or one text with commas between them."""
+    if isinstance(raw, str):
+        parts = [part.strip() for part in raw.split(",")]
+        return tuple(part for part in parts if part)
+    require_legal(isinstance(raw, list | tuple), raw)
+    texts = tuple(raw)
+    return require_legal(all(isinstance(text, str) for text in texts), texts)
+
+
+CONVERTERS: dict[Any, Callable[[Any, ConfigKey], Any]] = {
+    bool: convert_boolean,
+    int: convert_whole_number,
+    float: convert_number,
+    str: convert_text,
+}
+
+
+def require_legal(legal: bool, value: Any) -> Any:
+    if not legal:
+        raise ValueError
+    return value
 
 
 def with_values(base: Config, values: Mapping[str, Any], problems: dict[str, str]) -> Config:
-    """`base` with the given keys set; what cannot be set stays as it was and is told in `problems`, by key."""
+    """`base` with the given keys set. A key that cannot be set keeps its value and gets a line in `problems`."""
     known = {key.path: key for key in iterate_keys(base)}
+    problems.update(keys_given_twice(values))
     values, renamed = with_new_names(values)
     report_renamed_keys(renamed)
-    good: dict[str, Any] = {}
+    legal: dict[str, Any] = {}
     for path, raw in values.items():
         key = known.get(path)
         if key is None:
             problems[path] = unknown_key_message(path, known)
             continue
         try:
-            good[path] = convert_value(key, raw)
+            legal[path] = convert_value(key, raw)
         except (ValueError, TypeError, OverflowError):
-            problems[path] = f"{path} = {printable_value(raw)} is not legal; expected {key.expected_values}"
-    return cast(Config, replace_values(base, good, ""))
+            problems[path] = illegal_value_message(key, raw)
+    return cast(Config, replace_values(base, legal, ""))
+
+
+def illegal_value_message(key: ConfigKey, raw: Any) -> str:
+    guess = did_you_mean(raw, key.names) if key.names is not None and isinstance(raw, str) else ""
+    return f"{key.path} = {printable_value(raw)} is not legal{guess}; expected {key.expected_values}"
 
 
 def unknown_key_message(path: str, known: Mapping[str, ConfigKey]) -> str:
     """The message for a key that does not exist, with the nearest that does."""
-    inside = [k for k in known if k.startswith(path + ".")]
+    inside = [name for name in known if name.startswith(path + ".")]
     if inside:
         return f"{path} is a section, not a key; its keys are {', '.join(inside)}"
-    by_end = {k.split(".")[-1]: k for k in known}
-    ends = difflib.get_close_matches(path.split(".")[-1], by_end, n=1, cutoff=0.6)
-    guess = did_you_mean(path, known) or (f' (did you mean "{by_end[ends[0]]}"?)' if ends else "")
+    guess = did_you_mean(path, known) or guess_by_last_word(path, known)
     return f'no key "{printable_value(path)}"{guess}; `moefold train --help` lists all of them, such as parallel.ep'
 
 
+def guess_by_last_word(path: str, known: Mapping[str, ConfigKey]) -> str:
+    """The key whose last word is nearest to the path's: `topk` -> `model.moe.top_k`."""
+    by_last_word = {name.split(".")[-1]: name for name in known}
+    last_word = path.split(".")[-1]
+    near = difflib.get_close_matches(last_word, by_last_word, n=1, cutoff=0.6)
+    return f' (did you mean "{by_last_word[near[0]]}"?)' if near else ""
+
+
 def printable_value(raw: Any) -> str:
-    """A value as it may be shown: short, and with nothing that would act on a terminal."""
+    """A value as a message may show it: short, without control characters."""
+    plain = isinstance(raw, (bool, int, float, str, tuple))
     try:
-        text = format_value(raw) if isinstance(raw, (bool, int, float, str, tuple)) else repr(raw)  # pyright: ignore[reportUnknownArgumentType]
+        text = format_value(raw) if plain else repr(raw)
     except ValueError:  # Python does not print whole numbers of thousands of digits
         text = "a number of thousands of digits"
     return printable_text(text)
 
 
-def replace_values(node: Any, good: Mapping[str, Any], prefix: str) -> Any:
+def replace_values(node: Any, values: Mapping[str, Any], prefix: str) -> Any:
     changes: dict[str, Any] = {}
     for name, value in cast(dict[str, Any], vars(node)).items():
         path = prefix + name
         if is_dataclass(value):
-            changes[name] = replace_values(value, good, path + ".")
-        elif path in good:
-            changes[name] = good[path]
+            changes[name] = replace_values(value, values, path + ".")
+        elif path in values:
+            changes[name] = values[path]
     return replace(node, **changes)
 
 
 def flatten_sections(tree: Mapping[Any, Any], prefix: str = "", depth: int = 0) -> dict[str, Any]:
-    """{"a": {"b": 1}} -> {"a.b": 1}. An empty section says nothing."""
+    """{"a": {"b": 1}} -> {"a.b": 1}. Empty sections and null values are left out."""
     flat: dict[str, Any] = {}
-    if depth > 20:  # deeper than any configuration: an alias that contains itself
-        raise UserError(
-            f"{printable_value(prefix)} contains itself; expected sections of keys, such as\ntrain:\n  steps: 20"
-        )
+    if depth > DEEPEST_SECTION:
+        where = printable_value(prefix)
+        raise UserError(f"{where} contains itself; expected sections of keys, such as\ntrain:\n  steps: 20")
     for name, value in tree.items():
         path = f"{prefix}{name}"
         if isinstance(value, Mapping):
-            flat.update(flatten_sections(cast(Mapping[Any, Any], value), path + ".", depth + 1))
+            inner = cast(Mapping[Any, Any], value)
+            flat.update(flatten_sections(inner, path + ".", depth + 1))
         elif value is not None:
             flat[path] = value
     return flat
@@ -121,34 +158,38 @@ def flatten_sections(tree: Mapping[Any, Any], prefix: str = "", depth: int = 0) 
 def parse_overrides(words: Iterable[str]) -> dict[str, str]:
     """`--parallel.ep 4 --train.steps=20` -> {"parallel.ep": "4", "train.steps": "20"}."""
     values: dict[str, str] = {}
-    waiting: str | None = None
+    waiting: str | None = None  # the name that the next word is the value of
     for word in words:
         if waiting is not None:
-            values[waiting], waiting = word, None
-        elif word.startswith("--") and "=" in word:
-            name, _, value = word[2:].partition("=")
-            values[name] = value
-        elif word.startswith("--") and len(word) > 2:
-            waiting = word[2:]
-        else:
+            values[waiting] = word
+            waiting = None
+            continue
+        if not word.startswith("--") or word == "--":
             raise UserError(
                 f'cannot read "{printable_value(word)}"; expected --section.key value, such as --train.steps 20'
             )
+        name, equals, value = word[2:].partition("=")
+        if equals:
+            values[name] = value
+        else:
+            waiting = name
     if waiting is not None:
-        raise UserError(f"--{printable_value(waiting)} has no value; expected --{printable_value(waiting)} VALUE")
+        name = printable_value(waiting)
+        raise UserError(f"--{name} has no value; expected --{name} VALUE")
     return values
 
 
 def read_yaml_mapping(path: Path) -> dict[str, Any]:
-    """The mapping in a YAML file; anything else is refused with the place."""
+    """The mapping in a YAML file; anything else is refused with the file's path."""
     try:
         tree: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"no file {path}; expected a YAML configuration") from None
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read {path}: {error}; expected a YAML configuration in UTF-8") from None
-    except Exception as error:  # its constructors raise whatever they stumble over
-        raise UserError(f"{path} is not valid YAML: {' '.join(str(error).split())[:300]}") from None
+    except Exception as error:  # YAML constructors raise exceptions of any type
+        reason = " ".join(str(error).split())[:300]
+        raise UserError(f"{path} is not valid YAML: {reason}") from None
     if tree is None:
         return {}
     if not isinstance(tree, dict):
@@ -158,11 +199,12 @@ def read_yaml_mapping(path: Path) -> dict[str, Any]:
 
 def config_as_yaml(config: Config) -> str:
     """The whole configuration as YAML that `moefold train FILE` reads back to an equal one."""
-    plain = {k: plain_yaml_value(v) for k, v in asdict(config).items()}
+    plain = plain_yaml_value(asdict(config))
     return yaml.safe_dump(plain, sort_keys=False)
 
 
 def plain_yaml_value(value: Any) -> Any:
     if isinstance(value, dict):
-        return {k: plain_yaml_value(v) for k, v in cast(dict[str, Any], value).items()}
+        items = cast(dict[str, Any], value).items()
+        return {name: plain_yaml_value(inner) for name, inner in items}
     return list(cast(tuple[Any, ...], value)) if isinstance(value, tuple) else value

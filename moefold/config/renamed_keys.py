@@ -1,11 +1,12 @@
-"""Keys of earlier versions and their names now. Old names in YAML files, checkpoints and on the command line still work;
-each one is reported once, with its new name."""
+"""Keys of earlier versions and their present names. Old names in YAML files, checkpoints and on the command line still
+work; each one is reported once per process, with its new name."""
 
 from __future__ import annotations
 
 import os
 import sys
 from collections.abc import Mapping
+from functools import cache
 from typing import TypeVar
 
 Value = TypeVar("Value")
@@ -42,14 +43,34 @@ RENAMED_KEYS = {
 
 
 def with_new_names(values: Mapping[str, Value]) -> tuple[dict[str, Value], dict[str, str]]:
-    """The values under today's names, and the old names among them with their new ones."""
+    """The values under their present names, and the old names among them with their new ones. Where a key is given
+    under both names, the new name's value is kept; `keys_given_twice` finds such keys."""
     renamed = {path: RENAMED_KEYS[path] for path in values if path in RENAMED_KEYS}
-    return {renamed.get(path, path): value for path, value in values.items()}, renamed
+    under_new_names: dict[str, Value] = {}
+    for path, value in values.items():
+        name = renamed.get(path, path)
+        if name == path or name not in values:
+            under_new_names[name] = value
+    return under_new_names, renamed
+
+
+def keys_given_twice(values: Mapping[str, object]) -> dict[str, str]:
+    """A refusal for each old name whose new name is given too, by the old name."""
+    problems: dict[str, str] = {}
+    for old, new in RENAMED_KEYS.items():
+        if old in values and new in values:
+            problems[old] = f"{old} and {new} are both given, but {old} is the old name of {new}; leave {old} out"
+    return problems
 
 
 def report_renamed_keys(renamed: Mapping[str, str]) -> None:
-    """One line on standard error for each old name; from the first rank alone."""
+    """One line on standard error for each old name, from rank 0 only."""
     if os.environ.get("RANK", "0") != "0":
         return
     for old, new in renamed.items():
-        print(f"note: {old} is now called {new}", file=sys.stderr)
+        report_renamed_key(old, new)
+
+
+@cache  # a file and the command line may both use the old name: one line is enough
+def report_renamed_key(old: str, new: str) -> None:
+    print(f"note: {old} is now called {new}", file=sys.stderr)

@@ -12,6 +12,7 @@ from operator import attrgetter
 
 from moefold.config.errors import UserError, printable_text
 from moefold.config.model_rules import MODEL_RULES
+from moefold.config.optimizer_groups import group_problems
 from moefold.config.rule import ConfigOnRanks, ConfigRule, divisors_in_words, simple_rule
 from moefold.config.run import Config, ParallelConfig
 from moefold.schedule import stage_layout
@@ -363,11 +364,21 @@ OPTIMIZER_RULES = [
         lambda c: "set optim.gradients to fp32",
     ),
     ConfigRule(
-        "bf16 gradients travel as bf16",
-        ("optim.gradients", "optim.gradient_travel"),
+        "bf16 gradients are sent as bf16",
+        ("optim.gradients", "optim.gradient_reduce"),
         lambda c: (c.config.optim.gradients, c.config.optim.gradient_reduce) != ("bf16", "fp32") or c.world == 1,
-        lambda c: f"optim.gradients = bf16, but optim.gradient_travel = fp32 between {c.world} ranks: there is no more",
-        lambda c: "set optim.gradient_travel to bf16",
+        lambda c: (
+            f"optim.gradients = bf16, but optim.gradient_reduce = fp32 between {c.world} ranks: "
+            "bf16 gradients have no fp32 bits to send"
+        ),
+        lambda c: "set optim.gradient_reduce to bf16",
+    ),
+    ConfigRule(
+        "optimizer groups can be read",
+        ("optim.groups",),
+        lambda c: not group_problems(c.config.optim.groups),
+        lambda c: group_problems(c.config.optim.groups),
+        lambda c: 'set optim.groups to ""',
     ),
 ]
 

@@ -1,7 +1,8 @@
-"""Every rank gets every token, works on the rows of its own experts, and the results are summed and scattered.
+"""The all-gather dispatcher: every rank gathers all tokens, computes the rows of its own experts, and results are
+reduce-scattered.
 
-Moves T x (n - 1) tokens each way whatever K is, in two plain collectives: good when K is large against the number of
-ranks. Expert tensor parallelism needs nothing more: its ranks' partial results are summed in the same scatter.
+Sends T x (n - 1) tokens each way whatever K is, in two plain collectives: good when K is large against the number of
+ranks. Expert tensor parallelism needs no hop of its own: partial results are summed in the same reduce-scatter.
 """
 
 from __future__ import annotations
@@ -17,14 +18,21 @@ from moefold.layout.axes import World
 
 class AllGatherDispatcher:
     def __init__(self, row_policy: RowPolicy, kernels: BoundKernels, world: World):
-        self.row_policy, self.kernels, self.ranks = row_policy, kernels, world.axis("ep", "etp")
+        self.row_policy = row_policy
+        self.kernels = kernels
+        self.ranks = world.ep_etp
 
     def plan(self, routing: Routing) -> Receipt:
-        ids_NK, weights_NK = all_gather_no_grad(routing.ids_TK, self.ranks), all_gather(routing.weights_TK, self.ranks)
-        return Receipt(self.row_policy.order_by_expert(ids_NK, weights_NK, len(routing.ids_TK), may_be_remote=True))
+        tokens = len(routing.ids_TK)
+        ids_NK = all_gather_no_grad(routing.ids_TK, self.ranks)
+        weights_NK = all_gather(routing.weights_TK, self.ranks)
+        order = self.row_policy.order_by_expert(ids_NK, weights_NK, tokens, may_be_remote=True)
+        copies = tokens * (self.ranks.size - 1)
+        return Receipt(order, rows_sent=copies, rows_returned=copies)
 
     def dispatch(self, h_TD: torch.Tensor, receipt: Receipt) -> Rows:
-        return Rows(all_gather(h_TD, self.ranks), receipt.order)
+        source_ND = all_gather(h_TD, self.ranks)
+        return Rows(source_ND, receipt.order)
 
     def combine(self, y_RD: torch.Tensor, receipt: Receipt) -> torch.Tensor:
         order = receipt.order

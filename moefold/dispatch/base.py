@@ -1,12 +1,15 @@
-"""The contract of a dispatcher: three verbs between the router and the experts.
+"""Contracts of dispatch: the three verbs of a dispatcher between router and experts, and the hops it may be made of.
 
-    plan(routing) -> Receipt          all metadata; the only place that may wait for the device
-    dispatch(h_TD, receipt) -> Rows   tokens travel to where their experts are
-    combine(y_RD, receipt) -> h_TD    results come back and are summed per token
+    plan(routing) -> Receipt          all metadata and the router weights; the only verb that may wait for the device
+    dispatch(h_TD, receipt) -> Rows   tokens are sent to the ranks of their experts
+    combine(y_RD, receipt) -> h_TD    results are sent back and summed per token
 
-T tokens, K choices of a token, R rows (one for each token and chosen expert held here), E experts, e experts held
-here, N source rows, D width. Rows are described, not copied: row r is `source_ND[index_R[r]]`, and a kernel may gather
-inside its GEMM. No collective may depend on the routing of one rank: a rank with no rows takes part like any other.
+`dispatch` and `combine` need nothing but the receipt, so `plan` can run as a step of its own, earlier than they do.
+
+T tokens, K choices of a token, R rows (one for each token and chosen expert held here, and padding), E experts,
+e experts held here, N source rows, D width. Rows are described, not copied: row r is `source_ND[index_R[r]]`, and a
+kernel may gather inside its GEMM. No collective may depend on the routing of one rank: a rank with no rows takes part
+like any other.
 """
 
 from __future__ import annotations
@@ -17,28 +20,26 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from moefold.dispatch.expert_placement import ExpertPlacement
+
 
 class Routing(NamedTuple):
-    """What a router decided: for each token its experts and their weights (the gates, differentiable)."""
+    """The router's decision: for each token its experts (-1: none) and their router weights (differentiable)."""
 
     weights_TK: torch.Tensor
     ids_TK: torch.Tensor
 
 
-class Rows(NamedTuple):
-    """The experts' input. The rows of one expert are contiguous and end before `offsets_e[e]` (int32, on the device).
-
-    `slots_NK[n]` are the rows made from source n, -1 where it has fewer than K (possible only with `holes`), so that
-    the backward of the gather is itself a gather.
-    """
-
-    source_ND: torch.Tensor
-    order: RowOrder
-
-
 class RowOrder(NamedTuple):
-    """Which row is which: the part of `Rows` that routing alone decides. With `holes`, a slot may be -1 (a choice that
-    has no row here) and so may an index (a row of padding: zeros)."""
+    """Which row is which: the part of `Rows` that routing alone decides.
+
+    Rows of one expert are contiguous and end before `ends_e[e]` (int32, on the device). `slots_NK[n]` are the rows made
+    from source n, so that the backward of the gather is itself a gather. With `holes`, a slot may be -1 (a choice
+    without a row here) and so may an index (a row of padding).
+
+    R may exceed `ends_e[-1]`. Rows behind the last end belong to no expert, and their values are undefined: a kernel
+    may leave them unwritten, no slot points to them, their index is -1 and their weight is zero.
+    """
 
     index_R: torch.Tensor
     slots_NK: torch.Tensor
@@ -47,12 +48,25 @@ class RowOrder(NamedTuple):
     holes: bool
 
 
+class Rows(NamedTuple):
+    """The experts' input: the tokens that arrived, and the order of rows made of them."""
+
+    source_ND: torch.Tensor
+    order: RowOrder
+
+
 class Receipt(NamedTuple):
-    """How this routing travels: kept between dispatch and combine, and for their backward. `legs` are a dispatcher's
-    own."""
+    """The plan of one routing, kept from `plan` to `combine` and for their backward. `legs` are a dispatcher's own.
+    `rows_sent` leave this rank in `dispatch`, `rows_returned` in `combine`; both are known to the host."""
 
     order: RowOrder
     legs: tuple[Any, ...] = ()
+    rows_sent: int = 0
+    rows_returned: int = 0
+
+    def bytes_moved(self, row_bytes: int) -> int:
+        """Bytes that leave this rank in one dispatch and one combine of rows of that size."""
+        return (self.rows_sent + self.rows_returned) * row_bytes
 
 
 class Dispatcher(Protocol):
@@ -63,61 +77,118 @@ class Dispatcher(Protocol):
     def combine(self, y_RD: torch.Tensor, receipt: Receipt) -> torch.Tensor: ...
 
 
+class HopPlan(NamedTuple):
+    """One hop's share of a receipt, and the tokens that will arrive: their choices (-1: none) and router weights."""
+
+    leg: Any
+    ids_NK: torch.Tensor
+    weights_NK: torch.Tensor
+    rows_sent: int = 0
+    rows_returned: int = 0
+
+
+class Hop(Protocol):
+    """One exchange of tokens between ranks. The arrivals are again tokens with choices, so hops can follow one another.
+    `out` and `back` are differentiable, and need the leg alone."""
+
+    def plan(self, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> HopPlan: ...
+
+    def out(self, h_TD: torch.Tensor, leg: Any) -> torch.Tensor: ...
+
+    def back(self, y_ND: torch.Tensor, leg: Any) -> torch.Tensor:
+        """Results of the arrivals, returned to the tokens' ranks and summed per token."""
+        ...
+
+
+def most_padded_rows(choices: int, held: int, multiple: int) -> int:
+    """Rows that so many choices need at most, when each of `held` experts is padded to a multiple."""
+    return choices + held * (multiple - 1)
+
+
 @dataclass(frozen=True)
 class RowPolicy:
-    """How rows are made for the experts `first`..`first + held`.
+    """How rows are made for the experts that `rank` of the expert-parallel axis holds.
 
     `drops`: a choice may be -1, none. `multiple`: each expert's rows are padded to a multiple of it. `each`: every
-    expert gets exactly so many rows for so many tokens of a rank, padded: shapes are then known without waiting.
+    expert gets exactly so many rows for so many tokens of a rank, padded. `bound`: R for so many choices, known from
+    shapes; it must be at least the rows needed (`most_padded_rows`). With `each` or `bound` the host does not wait for
+    the device; with `bound`, R exceeds the last end.
     """
 
-    first: int
-    held: int
+    experts: ExpertPlacement
+    rank: int = 0
     drops: bool = False
     multiple: int = 1
     each: Callable[[int], int] | None = None
+    bound: Callable[[int], int] | None = None
+
+    @property
+    def held(self) -> int:
+        return self.experts.held
 
     @property
     def one_row_per_choice(self) -> bool:
-        """Every choice becomes a row, and no others are made."""
+        """Every choice becomes a row, and there is no padding."""
         return not self.drops and self.multiple == 1 and self.each is None
 
     def order_by_expert(
         self, ids_NK: torch.Tensor, weights_NK: torch.Tensor, tokens: int, may_be_remote: bool = False
     ) -> RowOrder:
-        """The rows of N sources, sorted by expert, stably and without atomics. `tokens`: how many this rank began with.
-        `may_be_remote`: some choices may be experts held elsewhere. Where the number of rows is not known from shapes,
-        this waits for the device."""
+        """The rows of N sources, sorted by expert, stably and without atomics. `tokens`: the tokens of this rank before
+        dispatch. `may_be_remote`: some choices may be experts of other ranks. Waits for the device where R is not known
+        from shapes."""
         holes = may_be_remote or not self.one_row_per_choice
-        here = (ids_NK - self.first).flatten()
+        slot = self.experts.slot_on_rank(ids_NK, self.rank).flatten()
+        order = slot.argsort(stable=True)
+        sorted_slot = slot[order]
+        every_slot = torch.arange(self.held, device=slot.device)
+        ends_e = torch.searchsorted(sorted_slot, every_slot, right=True)
         if holes:
-            here = torch.where((here >= 0) & (here < self.held), here, self.held)
-        order = here.argsort(stable=True)
-        ends_e = torch.searchsorted(here[order], torch.arange(self.held, device=here.device), right=True)
-        if holes:
-            order, ends_e = self.pad(order, here[order], ends_e, tokens)
-        row = torch.arange(len(order), device=order.device)
-        slots = torch.full((len(here) + 1,), -1, device=here.device)  # the last takes what padding writes
-        slots = slots.scatter_(0, torch.where(order >= 0, order, len(here)), row)[:-1]
+            order, ends_e = self.pad(order, sorted_slot, ends_e, tokens)
         index_R = order.div(ids_NK.shape[1], rounding_mode="floor")  # -1 stays -1
-        weights = weights_NK.flatten()
-        weight_R = torch.cat((weights, weights.new_zeros(1)))[order] if holes else weights[order]
-        return RowOrder(index_R, slots.view(ids_NK.shape), weight_R, ends_e.int(), holes)
+        slots_NK = invert_order(order, slot).view(ids_NK.shape)
+        weight_R = gather_weights(weights_NK, order, holes)
+        return RowOrder(index_R, slots_NK, weight_R, ends_e.int(), holes)
 
     def pad(
-        self, order: torch.Tensor, here: torch.Tensor, ends_e: torch.Tensor, tokens: int
+        self, order: torch.Tensor, slot: torch.Tensor, ends_e: torch.Tensor, tokens: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The rows of experts held here, each expert's as many as asked for, with -1 for padding."""
+        """The sorted choices of experts held here, each expert's rows as many as asked for, with -1 for padding; and
+        the new ends."""
         counts_e = ends_e.diff(prepend=ends_e.new_zeros(1))
+        sizes_e, total = self.padded_sizes(counts_e, tokens, len(order))
+        padded_ends_e = sizes_e.cumsum(0)
+        # A row moves by the difference between its expert's new and old begin.
+        shift_e = (padded_ends_e - sizes_e) - (ends_e - counts_e)
+        row = torch.arange(len(order), device=order.device)
+        row = row + shift_e[slot.clamp(max=self.held - 1)]
+        row = torch.where(slot < self.held, row, total)  # the extra row takes choices without a row here
+        padded = torch.full((total + 1,), -1, device=order.device)
+        padded = padded.scatter_(0, row, order)
+        return padded[:total], padded_ends_e
+
+    def padded_sizes(self, counts_e: torch.Tensor, tokens: int, choices: int) -> tuple[torch.Tensor, int]:
+        """Rows of each expert with padding, and R. Without `each` and `bound`, this waits for the device."""
         if self.each is not None:
             size = self.each(tokens)
-            sizes_e, total = torch.full_like(counts_e, size), size * self.held
-        else:
-            sizes_e = -(-counts_e // self.multiple) * self.multiple
-            total = int(sizes_e.sum())
-        new_ends_e = sizes_e.cumsum(0)
-        shift_e = (new_ends_e - sizes_e) - (ends_e - counts_e)
-        place = torch.arange(len(order), device=order.device) + shift_e[here.clamp(max=self.held - 1)]
-        place = torch.where(here < self.held, place, total)
-        padded = torch.full((total + 1,), -1, device=order.device).scatter_(0, place, order)
-        return padded[:total], new_ends_e
+            return torch.full_like(counts_e, size), size * self.held
+        sizes_e = -(-counts_e // self.multiple) * self.multiple
+        if self.bound is not None:
+            return sizes_e, self.bound(choices)
+        return sizes_e, int(sizes_e.sum())
+
+
+def invert_order(order: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """For each choice the row that was made of it, -1 for none."""
+    row = torch.arange(len(order), device=order.device)
+    slots = torch.full((len(like) + 1,), -1, device=like.device)  # the last one takes the rows of padding
+    choice = torch.where(order >= 0, order, len(like))
+    return slots.scatter_(0, choice, row)[:-1]
+
+
+def gather_weights(weights_NK: torch.Tensor, order: torch.Tensor, holes: bool) -> torch.Tensor:
+    """The router weight of each row; zero for padding."""
+    weights = weights_NK.flatten()
+    if holes:
+        weights = torch.cat((weights, weights.new_zeros(1)))  # what an index of -1 finds
+    return weights[order]

@@ -1,15 +1,23 @@
-"""Which dispatcher a run uses: what was asked for, the one of least predicted time, or the local one."""
+"""Builders of dispatchers by name: code attached to the names of config/open_names.py, and the choice for a run."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
+import torch
+
 from moefold.anatomy.step_specs import dispatched_width
+from moefold.config.errors import one_of
 from moefold.config.run import Config, MoeConfig
 from moefold.dispatch.all_gather import AllGatherDispatcher
-from moefold.dispatch.base import Dispatcher, RowPolicy
-from moefold.dispatch.hop_dispatcher import build_hop_dispatcher
+from moefold.dispatch.base import Dispatcher, Hop, RowPolicy
+from moefold.dispatch.deepep import DeepEpHop, make_deepep_buffer, require_deepep
+from moefold.dispatch.expert_placement import ExpertPlacement, contiguous_placement
+from moefold.dispatch.hop import AllToAllHop, pack_for_everyone, pack_per_choice, pack_per_rank
+from moefold.dispatch.hop_dispatcher import HopDispatcher
 from moefold.dispatch.local import LocalDispatcher
 from moefold.dispatch.price import cheapest_dispatcher
 from moefold.kernels.bound import BoundKernels
@@ -25,24 +33,112 @@ def expert_capacity(moe: MoeConfig, tokens: int) -> int:
 
 def most_rows_per_expert(moe: MoeConfig, ranks: int, tokens: int) -> int:
     """The most rows an expert can get when each of `ranks` sends it up to its capacity, padded as asked."""
-    return -(-expert_capacity(moe, tokens) * ranks // moe.capacity.pad_rows) * moe.capacity.pad_rows
+    most = expert_capacity(moe, tokens) * ranks
+    multiple = moe.capacity.pad_rows
+    return -(-most // multiple) * multiple
 
 
-def build_dispatcher(config: Config, kernels: BoundKernels, world: World) -> Dispatcher:
+@dataclass(frozen=True)
+class DispatchSetting:
+    """What a builder may use: the run's ranks and kernels, the placement of experts, and the rows to be sent."""
+
+    world: World
+    kernels: BoundKernels
+    row_policy: RowPolicy
+    row_width: int
+    dtype: torch.dtype
+
+    @property
+    def experts(self) -> ExpertPlacement:
+        return self.row_policy.experts
+
+
+DispatcherBuilder = Callable[[DispatchSetting], Dispatcher]
+HopsBuilder = Callable[[DispatchSetting], list[Hop]]
+
+
+def build_local(setting: DispatchSetting) -> Dispatcher:
+    return LocalDispatcher(setting.row_policy, setting.kernels)
+
+
+def build_all_gather(setting: DispatchSetting) -> Dispatcher:
+    return AllGatherDispatcher(setting.row_policy, setting.kernels, setting.world)
+
+
+def build_from_hops(build_hops: HopsBuilder, setting: DispatchSetting) -> Dispatcher:
+    """A dispatcher of these hops over ep; where experts are sharded over etp, one more hop over etp."""
+    hops = build_hops(setting)
+    etp = setting.world.etp
+    if etp.size > 1:
+        hops.append(AllToAllHop(etp, pack_for_everyone, setting.experts.rank_of, setting.kernels))
+    return HopDispatcher(hops, setting.row_policy, setting.kernels)
+
+
+def all_to_all_hops(setting: DispatchSetting) -> list[Hop]:
+    return [AllToAllHop(setting.world.ep, pack_per_choice, setting.experts.rank_of, setting.kernels)]
+
+
+def dedup_hops(setting: DispatchSetting) -> list[Hop]:
+    return [AllToAllHop(setting.world.ep, pack_per_rank, setting.experts.rank_of, setting.kernels)]
+
+
+def hierarchical_hops(setting: DispatchSetting) -> list[Hop]:
+    experts = setting.experts
+    nodes = setting.world.ep_nodes
+    inside = setting.world.ep_inside
+
+    def node_of_expert(ids: torch.Tensor) -> torch.Tensor:
+        return experts.rank_of(ids) // inside.size
+
+    def rank_within_node(ids: torch.Tensor) -> torch.Tensor:
+        return experts.rank_of(ids) % inside.size
+
+    between_nodes = AllToAllHop(nodes, pack_per_rank, node_of_expert, setting.kernels)
+    within_node = AllToAllHop(inside, pack_per_rank, rank_within_node, setting.kernels)
+    return [between_nodes, within_node]
+
+
+def deepep_hops(setting: DispatchSetting) -> list[Hop]:
+    ep = setting.world.ep
+    package = require_deepep(setting.world.device.type, setting.dtype, setting.row_width)
+    row_bytes = setting.row_width * setting.dtype.itemsize
+    buffer = make_deepep_buffer(package, ep, row_bytes)
+    return [DeepEpHop(buffer, ep, setting.experts)]
+
+
+DISPATCHER_BUILDERS: dict[str, DispatcherBuilder] = {
+    "local": build_local,
+    "all_gather": build_all_gather,
+    "all_to_all": partial(build_from_hops, all_to_all_hops),
+    "dedup": partial(build_from_hops, dedup_hops),
+    "hierarchical": partial(build_from_hops, hierarchical_hops),
+    "deepep": partial(build_from_hops, deepep_hops),
+}
+
+
+def row_policy_of(moe: MoeConfig, world: World, experts: ExpertPlacement) -> RowPolicy:
+    drops = moe.capacity.factor > 0 or moe.router.kind == "expert_choice"
+    each = None
+    if moe.capacity.pad:
+        each = partial(most_rows_per_expert, moe, world.ep_etp.size)
+    return RowPolicy(experts, world.ep.index, drops, moe.capacity.pad_rows, each)
+
+
+def build_dispatcher(
+    config: Config, kernels: BoundKernels, world: World, experts: ExpertPlacement | None = None
+) -> Dispatcher:
+    """The dispatcher of a run: the one asked for, the one of least predicted time, or the local one. `experts`: where
+    they are placed, contiguously by default."""
     moe = config.model.moe
-    ep = world.axis("ep")
-    name, _ = cheapest_dispatcher(config, world.node_size, BYTES_PER_ELEMENT[config.train.precision])
-    held = moe.experts // ep.size
-    row_policy = RowPolicy(
-        ep.index * held,
-        held,
-        drops=moe.capacity.factor > 0 or moe.router.kind == "expert_choice",
-        multiple=moe.capacity.pad_rows,
-        each=partial(most_rows_per_expert, moe, world.axis("ep", "etp").size) if moe.capacity.pad else None,
+    bytes_each = BYTES_PER_ELEMENT[config.train.precision]
+    name, _ = cheapest_dispatcher(config, world.node_size, bytes_each)
+    build = DISPATCHER_BUILDERS[one_of("builder of a dispatcher", name, DISPATCHER_BUILDERS)]
+    experts = experts or contiguous_placement(moe.experts, world.ep.size)
+    setting = DispatchSetting(
+        world,
+        kernels,
+        row_policy_of(moe, world, experts),
+        dispatched_width(config.model),
+        DTYPES[config.train.precision],
     )
-    if name == "local":
-        return LocalDispatcher(row_policy, kernels)
-    if name == "all_gather":
-        return AllGatherDispatcher(row_policy, kernels, world)
-    dtype = DTYPES[config.train.precision]
-    return build_hop_dispatcher(name, row_policy, kernels, world, dispatched_width(config.model), dtype)
+    return build(setting)

@@ -1,8 +1,8 @@
-"""Tokens travel by DeepEP's kernels, where that package is installed: the only file that touches it.
+"""The DeepEP hop: tokens are sent by DeepEP's kernels, where that package is installed. The only file that touches it.
 
-A hop like any other: one parcel for each distinct rank among a token's experts, sent over NVLink and RDMA by kernels
-that the device starts itself. `plan` sends choices and gates, with a token of the least width; what comes back is a
-handle with which hidden states then travel both ways. Each of dispatch and combine is the other's backward.
+One copy of a token for each distinct rank among its experts, sent over NVLink and RDMA by kernels that the device
+starts itself. `plan` sends choices and router weights, with a token of the least width; it gets a handle with which
+hidden states are then sent both ways. Dispatch and combine are each other's backward.
 
 T tokens, N tokens that arrive, K choices, D width. Written to the package's documented interface (`Buffer.dispatch`,
 `combine`, `get_dispatch_layout`) and tested with a stand-in of the same interface over gloo; never run on its hardware.
@@ -15,20 +15,23 @@ from typing import Any
 import torch
 
 from moefold.config.errors import UserError
+from moefold.dispatch.base import HopPlan
+from moefold.dispatch.expert_placement import ExpertPlacement
 from moefold.layout.axes import Axis
 
-LEAST_ROW_WIDTH = 512  # bf16 elements: its kernels move a kilobyte of a token at a time
+LEAST_ROW_WIDTH = 512  # bf16 elements: the kernels send a kilobyte of a token at a time
 
 
-def require_deepep(device: str, dtype: torch.dtype, hidden: int) -> Any:
+def require_deepep(device: str, dtype: torch.dtype, row_width: int) -> Any:
     """The package, or a refusal that says what is missing."""
     instead = "; set parallel.dispatcher to auto, dedup or hierarchical, which need nothing"
     if device != "cuda":
         raise UserError(f"parallel.dispatcher = deepep needs CUDA devices, but this run is on {device}{instead}")
-    if dtype != torch.bfloat16 or hidden % LEAST_ROW_WIDTH:
+    if dtype != torch.bfloat16 or row_width % LEAST_ROW_WIDTH:
+        dtype_name = str(dtype).removeprefix("torch.")
         raise UserError(
-            f"parallel.dispatcher = deepep moves bf16 rows of a multiple of {LEAST_ROW_WIDTH} elements, but this run has "
-            f"{str(dtype).removeprefix('torch.')} rows of {hidden}{instead}"
+            f"parallel.dispatcher = deepep moves bf16 rows of a multiple of {LEAST_ROW_WIDTH} elements, but this run "
+            f"has {dtype_name} rows of {row_width}{instead}"
         )
     try:
         import deep_ep  # pyright: ignore[reportMissingImports]
@@ -41,37 +44,47 @@ def require_deepep(device: str, dtype: torch.dtype, hidden: int) -> Any:
 
 def make_deepep_buffer(deep_ep: Any, ep: Axis, row_bytes: int) -> Any:
     """Staging memory of the size that the package itself advises for rows of so many bytes."""
-    configs = (deep_ep.Buffer.get_dispatch_config(ep.size), deep_ep.Buffer.get_combine_config(ep.size))
-    inside = max(config.get_nvl_buffer_size_hint(row_bytes, ep.size) for config in configs)
-    across = max(config.get_rdma_buffer_size_hint(row_bytes, ep.size) for config in configs)
-    return deep_ep.Buffer(ep.group, inside, across)
+    dispatch_config = deep_ep.Buffer.get_dispatch_config(ep.size)
+    combine_config = deep_ep.Buffer.get_combine_config(ep.size)
+    nvlink_bytes, rdma_bytes = 0, 0
+    for config in (dispatch_config, combine_config):
+        nvlink_bytes = max(nvlink_bytes, config.get_nvl_buffer_size_hint(row_bytes, ep.size))
+        rdma_bytes = max(rdma_bytes, config.get_rdma_buffer_size_hint(row_bytes, ep.size))
+    return deep_ep.Buffer(ep.group, nvlink_bytes, rdma_bytes)
 
 
 class DeepEpHop:
-    """Takes the place of a `Hop` over ep whose parcels are per rank."""
+    """A hop over ep with one parcel per rank. The package counts experts rank by rank: ids are mapped to positions of
+    the placement and back. Rows sent are not counted: their number never comes to the host."""
 
-    def __init__(self, buffer: Any, ep: Axis, held: int):
-        self.buffer, self.first, self.experts = buffer, ep.index * held, ep.size * held
+    def __init__(self, buffer: Any, ep: Axis, experts: ExpertPlacement):
+        self.buffer = buffer
+        self.experts = experts
+        self.first = ep.index * experts.held
 
-    def plan(self, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> tuple[Any, torch.Tensor, torch.Tensor]:
-        weights_NK, ids_NK, handle = SendRouting.apply(weights_TK, ids_TK, self.buffer, self.experts)  # pyright: ignore
-        here_NK = torch.where(ids_NK >= 0, ids_NK + self.first, -1)  # it numbers the experts of a rank from zero
-        return handle, here_NK, weights_NK
+    def plan(self, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> HopPlan:
+        positions_TK = torch.where(ids_TK >= 0, self.experts.position_of(ids_TK), -1)
+        sent = SendRouting.apply(weights_TK, positions_TK, self.buffer, self.experts.experts)
+        weights_NK, local_NK, handle = sent  # pyright: ignore[reportGeneralTypeIssues]
+        # Experts of the receiving rank are numbered from zero; -1 is no choice.
+        arrived_NK = self.experts.expert_at((local_NK + self.first).clamp(min=0))
+        ids_NK = torch.where(local_NK >= 0, arrived_NK, -1)
+        return HopPlan(handle, ids_NK, weights_NK)
 
-    def out(self, h_TD: torch.Tensor, handle: Any) -> torch.Tensor:
-        return DispatchTokens.apply(h_TD, self.buffer, handle)  # pyright: ignore[reportReturnType]
+    def out(self, h_TD: torch.Tensor, leg: Any) -> torch.Tensor:
+        return DispatchTokens.apply(h_TD, self.buffer, leg)  # pyright: ignore[reportReturnType]
 
-    def back(self, y_ND: torch.Tensor, handle: Any) -> torch.Tensor:
-        return CombineTokens.apply(y_ND, self.buffer, handle)  # pyright: ignore[reportReturnType]
+    def back(self, y_ND: torch.Tensor, leg: Any) -> torch.Tensor:
+        return CombineTokens.apply(y_ND, self.buffer, leg)  # pyright: ignore[reportReturnType]
 
 
 class SendRouting(torch.autograd.Function):
-    """Choices and gates to the ranks that will see the tokens; gradients of the gates come home."""
+    """Choices and router weights are sent to the ranks that get the tokens; backward returns the weights' gradients."""
 
     @staticmethod
     def forward(ctx, weights_TK, ids_TK, buffer, experts):
         per_rank, per_node, per_expert, goes_Tn, _ = buffer.get_dispatch_layout(ids_TK, experts)
-        stub = torch.zeros(len(ids_TK), LEAST_ROW_WIDTH, dtype=torch.bfloat16, device=ids_TK.device)
+        stub = make_stub_rows(ids_TK)
         _, ids_NK, weights_NK, _, handle, _ = buffer.dispatch(
             stub,
             topk_idx=ids_TK,
@@ -81,16 +94,23 @@ class SendRouting(torch.autograd.Function):
             is_token_in_rank=goes_Tn,
             num_tokens_per_expert=per_expert,
         )
-        ctx.buffer, ctx.handle, ctx.dtype = buffer, handle, weights_TK.dtype
+        ctx.buffer = buffer
+        ctx.handle = handle
+        ctx.dtype = weights_TK.dtype
         ctx.mark_non_differentiable(ids_NK)
         return weights_NK.to(weights_TK.dtype), ids_NK, handle
 
     @staticmethod
     def backward(ctx, *gradients):
         weights_NK = gradients[0].float().contiguous()
-        stub = torch.zeros(len(weights_NK), LEAST_ROW_WIDTH, dtype=torch.bfloat16, device=weights_NK.device)
+        stub = make_stub_rows(weights_NK)
         _, weights_TK, _ = ctx.buffer.combine(stub, ctx.handle, topk_weights=weights_NK)
         return weights_TK.to(ctx.dtype), None, None, None
+
+
+def make_stub_rows(like: torch.Tensor) -> torch.Tensor:
+    """Rows of the least width, sent where only choices and weights matter."""
+    return torch.zeros(len(like), LEAST_ROW_WIDTH, dtype=torch.bfloat16, device=like.device)
 
 
 class DispatchTokens(torch.autograd.Function):

@@ -1,13 +1,13 @@
-"""A hop: tokens leave for the ranks of one axis as parcels, and the results come back the same way and are summed.
+"""The all-to-all hop: copies of tokens ("parcels") are sent to the ranks of one axis; results return and are summed.
 
 A packer decides which parcels there are:
 
-    per_choice   one for each chosen expert: what a plain all-to-all sends
-    per_rank     one for each distinct rank among a token's experts, with the list of its experts there
-    to_everyone  one for each rank of the axis: what expert tensor parallelism needs
+    per_choice    one for each chosen expert: a plain all-to-all
+    per_rank      one for each distinct rank among a token's experts, with the list of its experts there
+    for_everyone  one for each rank of the axis: for expert tensor parallelism
 
-Hops follow one another: what arrives is again tokens with choices. T tokens, K choices of a token, P parcels, C parcels
-of a token at most, N tokens that arrive, D width. An id of -1 is no choice.
+T tokens, K choices of a token, P parcels, C parcels of a token at most, N tokens that arrive, n ranks of the axis,
+D width. An id of -1 is no choice.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 
 from moefold.comm.collectives import all_gather_no_grad, all_to_all, all_to_all_no_grad
+from moefold.dispatch.base import HopPlan
 from moefold.kernels.bound import BoundKernels
 from moefold.kernels.routing.gather_rows import gather_rows, sum_rows
 from moefold.layout.axes import Axis
@@ -35,7 +36,7 @@ class Parcels(NamedTuple):
 
 
 class Leg(NamedTuple):
-    """One hop's travel plan."""
+    """The send plan of one hop: parcels of each token, and how many parcels go to and come from each rank."""
 
     index_P: torch.Tensor
     slots_TC: torch.Tensor
@@ -50,49 +51,69 @@ Packer = Callable[[torch.Tensor, torch.Tensor, RankOf, int], Parcels]
 
 def pack_per_choice(ids_TK: torch.Tensor, weights_TK: torch.Tensor, rank_of: RankOf, ranks: int) -> Parcels:
     ids = ids_TK.flatten()
-    order = ids.argsort(stable=True)
-    order = order[int((ids < 0).sum()) :]  # dropped choices, -1, sort first
-    slots = torch.full_like(ids, -1).scatter_(0, order, torch.arange(len(order), device=order.device))
-    ids_P, weights_P = ids[order], weights_TK.flatten()[order]
-    none = torch.zeros(ranks, dtype=torch.int64, device=ids.device)
-    sent = none.scatter_add_(0, rank_of(ids_P), torch.ones_like(ids_P))
-    holes = len(order) < len(ids)
-    return Parcels(order // ids_TK.shape[1], slots.view(ids_TK.shape), holes, sent, ids_P[:, None], weights_P[:, None])
+    weights = weights_TK.flatten()
+    rank = torch.where(ids >= 0, rank_of(ids), -1)
+    order = rank.argsort(stable=True)
+    dropped = int((ids < 0).sum())  # they sort first
+    order = order[dropped:]
+    number = torch.arange(len(order), device=order.device)
+    slots = torch.full_like(ids, -1).scatter_(0, order, number)
+    rank_P = rank[order]
+    sent_n = torch.zeros(ranks, dtype=torch.int64, device=ids.device)
+    sent_n.scatter_add_(0, rank_P, torch.ones_like(rank_P))
+    token_P = order // ids_TK.shape[1]
+    ids_P1 = ids[order][:, None]
+    weights_P1 = weights[order][:, None]
+    return Parcels(token_P, slots.view(ids_TK.shape), dropped > 0, sent_n, ids_P1, weights_P1)
 
 
 def pack_per_rank(ids_TK: torch.Tensor, weights_TK: torch.Tensor, rank_of: RankOf, ranks: int) -> Parcels:
-    rank_TK = torch.where(ids_TK >= 0, rank_of(ids_TK), ranks)  # column `ranks` collects what goes nowhere
-    goes_nT = torch.zeros(ranks + 1, len(ids_TK), dtype=torch.bool, device=ids_TK.device)
+    tokens = len(ids_TK)
+    rank_TK = torch.where(ids_TK >= 0, rank_of(ids_TK), ranks)  # row `ranks` of `goes_nT` collects missing choices
+    goes_nT = torch.zeros(ranks + 1, tokens, dtype=torch.bool, device=ids_TK.device)
     goes_nT = goes_nT.scatter_(0, rank_TK.T, True)[:ranks]
     rank_P, token_P = goes_nT.nonzero(as_tuple=True)
-    slots_Tn = torch.full((len(ids_TK), ranks), -1, device=ids_TK.device)
+    slots_Tn = torch.full((tokens, ranks), -1, device=ids_TK.device)
     slots_Tn[token_P, rank_P] = torch.arange(len(token_P), device=ids_TK.device)
-    meant_PK = rank_TK[token_P] == rank_P[:, None]
-    ids_PK = torch.where(meant_PK, ids_TK[token_P], -1)
+    # A parcel lists the choices that its rank holds, -1 in place of the others.
+    held_there_PK = rank_TK[token_P] == rank_P[:, None]
+    ids_PK = torch.where(held_there_PK, ids_TK[token_P], -1)
     return Parcels(token_P, slots_Tn, True, goes_nT.sum(1), ids_PK, weights_TK[token_P])
 
 
 def pack_for_everyone(ids_TK: torch.Tensor, weights_TK: torch.Tensor, rank_of: RankOf, ranks: int) -> Parcels:
     tokens = len(ids_TK)
-    index_P = torch.arange(tokens, device=ids_TK.device).repeat(ranks)
-    slots_Tn = torch.arange(ranks * tokens, device=ids_TK.device).view(ranks, tokens).T
-    sent = torch.full((ranks,), tokens, device=ids_TK.device)
-    return Parcels(index_P, slots_Tn, False, sent, ids_TK.repeat(ranks, 1), weights_TK.repeat(ranks, 1))
+    device = ids_TK.device
+    token_P = torch.arange(tokens, device=device).repeat(ranks)
+    slots_nT = torch.arange(ranks * tokens, device=device).view(ranks, tokens)
+    sent_n = torch.full((ranks,), tokens, device=device)
+    ids_PK = ids_TK.repeat(ranks, 1)
+    weights_PK = weights_TK.repeat(ranks, 1)
+    return Parcels(token_P, slots_nT.T, False, sent_n, ids_PK, weights_PK)
 
 
-class Hop:
+class AllToAllHop:
+    """A hop over one axis by all-to-all collectives. `rank_of` maps expert ids to ranks of the axis."""
+
     def __init__(self, axis: Axis, pack: Packer, rank_of: RankOf, kernels: BoundKernels):
-        self.axis, self.pack, self.rank_of, self.kernels = axis, pack, rank_of, kernels
+        self.axis = axis
+        self.pack = pack
+        self.rank_of = rank_of
+        self.kernels = kernels
 
-    def plan(self, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> tuple[Leg, torch.Tensor, torch.Tensor]:
-        """The leg, and the choices of the tokens that will arrive. Waits for the device: sizes must be known."""
-        parcels = self.pack(ids_TK, weights_TK, self.rank_of, self.axis.size)
-        sent_nn = all_gather_no_grad(parcels.sent_n[None], self.axis).tolist()
-        send, receive = sent_nn[self.axis.index], [row[self.axis.index] for row in sent_nn]
+    def plan(self, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> HopPlan:
+        """Waits for the device: the sizes of the all-to-all must be known to the host."""
+        axis = self.axis
+        parcels = self.pack(ids_TK, weights_TK, self.rank_of, axis.size)
+        sent_nn = all_gather_no_grad(parcels.sent_n[None], axis).tolist()
+        send = sent_nn[axis.index]
+        receive = [row[axis.index] for row in sent_nn]
         leg = Leg(parcels.index_P, parcels.slots_TC, parcels.holes, send, receive)
-        ids_NK = all_to_all_no_grad(parcels.ids_PK, send, receive, self.axis, what="ids")
-        weights_NK = all_to_all(parcels.weights_PK, send, receive, self.axis, what="gates")
-        return leg, ids_NK, weights_NK
+        ids_NK = all_to_all_no_grad(parcels.ids_PK, send, receive, axis, what="ids")
+        weights_NK = all_to_all(parcels.weights_PK, send, receive, axis, what="gates")
+        rows_sent = sum(send) - send[axis.index]
+        rows_returned = sum(receive) - receive[axis.index]
+        return HopPlan(leg, ids_NK, weights_NK, rows_sent, rows_returned)
 
     def out(self, h_TD: torch.Tensor, leg: Leg) -> torch.Tensor:
         sent_PD = self.kernels[gather_rows](h_TD, leg.index_P, leg.slots_TC, leg.holes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any, ParamSpec, TypeVar
 
 from moefold.kernels.catalog import Facts, forced_implementations, pick_implementation
@@ -22,12 +23,18 @@ class BoundKernels:
 
     def __getitem__(self, op: KernelOp[P, R]) -> Callable[P, R]:
         if op.name not in self.chosen:
-            name, _ = pick_implementation(op.name, self.facts, self.forced.get(op.name))
-            self.chosen[op.name] = op.implementations[name]
+            self.chosen[op.name] = op.implementations[self.implementation_name(op)]
         return self.chosen[op.name]
 
-    def with_implementation(self, op: KernelOp[P, R], implementation: Callable[P, R]) -> BoundKernels:
-        """The same choices but for one op."""
-        other = BoundKernels(self.facts)
-        other.forced, other.chosen = self.forced, {**self.chosen, op.name: implementation}
+    def implementation_name(self, op: KernelOp[P, R]) -> str:
+        name, _ = pick_implementation(op.name, self.facts, self.forced.get(op.name))
+        return name
+
+    def with_facts(self, **changes: Any) -> BoundKernels:
+        """The choices for facts that differ from those of the run, such as the recipe of one product."""
+        facts = replace(self.facts, **changes)
+        if facts == self.facts:
+            return self
+        other = BoundKernels(facts)
+        other.forced = self.forced
         return other

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cache
 
-from moefold.anatomy.step_specs import dispatched_width
+from moefold.anatomy.step_specs import dispatched_width, fits_fused_expert_mlp
 from moefold.config.errors import UserError, one_of
 from moefold.config.run import Config
 from moefold.kernels.attention.timings import TIMED_TOKENS, AttentionShape, known_times
@@ -40,6 +40,8 @@ class Facts:
     attention: AttentionShape | None = None
     sees_all: bool = True  # every query sees all positions up to its own and no sink
     repeatable: bool = True
+    recipe: str = "plain"
+    swiglu_experts: bool = True  # SwiGLU with the router's weight inside and without biases
     triton: bool = field(default_factory=has_triton)
 
     def rows_aligned_to(self, to: int) -> bool:
@@ -82,6 +84,8 @@ def expert_gemm_runs(f: Facts) -> bool:
     wants rows that begin at multiples of 16 bytes."""
     return (
         f.dtype == "bf16"
+        and f.recipe == "plain"
+        and f.swiglu_experts
         and f.capability[0] == 9
         and f.hidden > 0
         and f.ffn > 0
@@ -229,6 +233,7 @@ CATALOG: dict[str, tuple[Choice, ...]] = {
             "products add up the gradients of one input and write those of weights in their places",
         ),
     ),
+    "grouped_linear": (),
     "rope": (ROPE_IN_ONE_PASS,),
     "norm_rope": (ROPE_IN_ONE_PASS,),
     "attention": ATTENTION_CHOICES,
@@ -278,7 +283,7 @@ CATALOG: dict[str, tuple[Choice, ...]] = {
         Choice(
             "gluon",
             expert_gemm_runs,
-            "bf16 on Hopper with Triton, a hidden size and an expert's that are multiples of 8",
+            "bf16 on Hopper with Triton, SwiGLU experts without biases, a hidden size and an expert's that are multiples of 8",
             "activation and its gradient inside the GEMMs; keeps the tokens and the pre-activation, nothing else",
         ),
     ),
@@ -368,6 +373,7 @@ def facts_from_config(config: Config, device: str, dtype: str, capability: tuple
         attention_shape(config),
         attention_sees_all(config),
         config.kernels.repeatable,
+        swiglu_experts=fits_fused_expert_mlp(config.model),
     )
 
 

@@ -1,9 +1,13 @@
-"""A module declares each parameter once: shape, placement and how it starts. Everything else reads the declaration."""
+"""Declarations of parameters: shape, placement and initial spread, stated once by the module that owns the parameter.
+
+Initialisation, gradient buckets, optimizer, checkpoints and name tables read the declaration.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import nn
@@ -11,12 +15,14 @@ from torch import nn
 from moefold.layout.axes import World
 from moefold.layout.placement import REPLICATED, Placement
 
+MatrixShape = tuple[int, int]  # (rows, columns)
+
 
 @dataclass(frozen=True)
 class Declaration:
-    """`shape` is that of the whole tensor, over all ranks. `std` None starts at one (norms), 0 at zero (biases), else
+    """`shape` is that of the logical tensor, over all ranks. `std` None starts at one (norms), 0 at zero (biases), else
     normal. `stacked`: dim 0 counts independent matrices (experts), each drawn by itself, so that a rank can draw only
-    those it holds."""
+    the matrices it holds."""
 
     shape: tuple[int, ...]
     placement: Placement
@@ -24,7 +30,7 @@ class Declaration:
     stacked: bool = False
 
     def part(self, world: World) -> list[tuple[int, int]]:
-        """Where this rank's part lies in the whole: (start, size) along every dim."""
+        """This rank's part of the logical tensor: (start, size) along every dim."""
         cuts = [(0, size) for size in self.shape]
         for dim, name in self.placement.cut:
             axis = world.axis(name)
@@ -36,8 +42,24 @@ class Declaration:
 
     @property
     def decays(self) -> bool:
-        """Weight decay is for what starts random: matrices and embeddings, not norms or biases."""
+        """Weight decay applies to parameters that start random: matrices and embeddings, not norms or biases."""
         return bool(self.std)
+
+    @property
+    def matrix(self) -> MatrixShape | None:
+        """The logical matrix, over all ranks; None for norms and biases."""
+        return self.matrix_within(self.shape)
+
+    def matrix_within(self, shape: Sequence[int]) -> MatrixShape | None:
+        """The matrix in a tensor of that shape, which has the dims of this declaration: the last dim is the columns,
+        the dims before it are the rows. (heads, width, hidden) is (heads * width, hidden); of a stack it is the shape
+        of one matrix."""
+        if not self.decays:
+            return None
+        dims = shape[1:] if self.stacked else shape
+        if len(dims) < 2:
+            return None
+        return prod(dims[:-1]), dims[-1]
 
 
 class DeclaringModule(nn.Module):
@@ -47,7 +69,7 @@ class DeclaringModule(nn.Module):
         super().__init__()
         self.world = world
         self.declared: dict[str, Declaration] = {}
-        self.borrowed: tuple[nn.Parameter, ...] = ()  # parameters of other modules that it reads when it is called
+        self.borrowed: tuple[nn.Parameter, ...] = ()  # parameters of other modules that its forward reads
 
     def declare_parameter(
         self,
@@ -57,26 +79,34 @@ class DeclaringModule(nn.Module):
         std: float | None,
         stacked: bool = False,
     ) -> nn.Parameter:
-        """This rank's part of a parameter of that (whole) shape, empty; `model/initialise.py` fills it."""
-        self.declared[name] = made = Declaration(shape, placement, std, stacked)
-        return nn.Parameter(torch.empty([size for _, size in made.part(self.world)]))
+        """This rank's part of a parameter of that logical shape, without values; `model/initialise.py` fills it."""
+        declaration = Declaration(shape, placement, std, stacked)
+        self.declared[name] = declaration
+        sizes = [size for _, size in declaration.part(self.world)]
+        return nn.Parameter(torch.empty(sizes))
 
 
 @dataclass(frozen=True)
 class DeclaredParameter:
-    """A parameter with its full name, its declaration, and where this rank's part lies: (start, size) of each dim."""
+    """A parameter with its full name, its declaration, and this rank's part of it: (start, size) of each dim."""
 
     name: str
     tensor: nn.Parameter
     declaration: Declaration
     part: list[tuple[int, int]]
 
+    @property
+    def matrix(self) -> MatrixShape | None:
+        """The matrix that this rank holds: the logical matrix, cut where the placement cuts its rows or columns."""
+        return self.declaration.matrix_within(self.tensor.shape)
+
 
 def declared_parameters(model: nn.Module) -> Iterator[DeclaredParameter]:
-    """Every parameter of the model, in the model's order; one that nobody declared is a programming error."""
+    """Every parameter of the model, in the model's order. A parameter without a declaration is a programming error."""
     for prefix, module in model.named_modules():
         for name, tensor in module.named_parameters(recurse=False):
+            full_name = f"{prefix}.{name}" if prefix else name
             if not isinstance(module, DeclaringModule) or name not in module.declared:
-                raise TypeError(f"{prefix}.{name} was not declared; create it with DeclaringModule.declare_parameter")
-            made = module.declared[name]
-            yield DeclaredParameter(f"{prefix}.{name}" if prefix else name, tensor, made, made.part(module.world))
+                raise TypeError(f"{full_name} was not declared; create it with DeclaringModule.declare_parameter")
+            declaration = module.declared[name]
+            yield DeclaredParameter(full_name, tensor, declaration, declaration.part(module.world))

@@ -12,7 +12,6 @@ from moefold.kernels.experts.swiglu import swiglu
 from moefold.layout.axes import World
 from moefold.layout.placement import sharded_over_tp
 from moefold.model.norm import AddNorm
-from moefold.model.steps import Region
 from moefold.precision.linear import Linear
 
 
@@ -23,22 +22,16 @@ class GatedMlp(nn.Module):
         self.gate_up = Linear(world, model.hidden, 2, ffn, std=model.init_std, placement=sharded_over_tp(1))
         self.down = Linear(world, ffn, model.hidden, std=down_std, placement=sharded_over_tp(1))
         self.swiglu, self.tp = kernels[swiglu], world.axis("tp")
-        self.activation = Region()
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
         x_CD = all_gather(x_TD, self.tp)  # all tokens of this cp rank meet this rank's part of the width
-        summand_CD = self.down(self.activation(self.swiglu, self.gate_up(x_CD)))
+        summand_CD = self.down(self.swiglu(self.gate_up(x_CD)))
         return reduce_scatter(summand_CD, self.tp)
 
 
 class DenseMlp(GatedMlp):
-    """The MLP of a dense block, with its own norm: takes the stream and what attention gives for it, and returns the
-    stream with that on it, and what the MLP gives."""
+    """The MLP of a dense block, with the norm that the block applies before it."""
 
     def __init__(self, model: ModelConfig, kernels: BoundKernels, world: World):
         super().__init__(model, model.dense_ffn, kernels, world)
         self.norm = AddNorm(model.hidden, model.norm_eps, kernels, world)
-
-    def forward(self, x_TD: torch.Tensor, given_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        x_TD, h_TD, _ = self.norm(x_TD, given_TD)
-        return x_TD, super().forward(h_TD)

@@ -23,14 +23,14 @@ from moefold.precision.linear import Linear
 
 
 class MtpLayer(nn.Module):
-    def __init__(self, model: ModelConfig, depth: int, choices: ModelParts):
+    def __init__(self, model: ModelConfig, depth: int, parts: ModelParts):
         super().__init__()
-        d, eps, kernels, world = model.hidden, model.norm_eps, choices.kernels, choices.world
+        d, eps, kernels, world = model.hidden, model.norm_eps, parts.kernels, parts.world
         self.depth = depth
         self.stream_norm = RMSNorm(d, eps, kernels, world)
         self.token_norm = RMSNorm(d, eps, kernels, world)
         self.join = Linear(world, 2 * d, d, std=model.init_std)
-        self.block = make_transformer_block(model, model.layers + depth - 1, choices)
+        self.block = make_transformer_block(model, model.layers + depth - 1, parts)
         self.norm = AddNorm(d, eps, kernels, world)
 
     def forward(self, h_TD: torch.Tensor, token_TD: torch.Tensor) -> torch.Tensor:

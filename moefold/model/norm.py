@@ -9,7 +9,7 @@ from moefold.kernels.bound import BoundKernels
 from moefold.kernels.norm.add_rmsnorm import add_rmsnorm
 from moefold.kernels.norm.norm_rope import norm_rope
 from moefold.kernels.norm.rmsnorm import rmsnorm
-from moefold.kernels.norm.rope import RopeAngles
+from moefold.kernels.norm.rope import RopeAngles, rope
 from moefold.layout.axes import World
 from moefold.layout.declare import DeclaringModule
 from moefold.layout.placement import sharded_over_tp
@@ -21,7 +21,7 @@ class RMSNorm(DeclaringModule):
         super().__init__(world)
         self.weight = self.declare_parameter("weight", width, std=None)
         self.eps, self.rmsnorm = eps, kernels[rmsnorm]
-        self.norm = Region()
+        self.norm = Region("norm")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.norm(self.rmsnorm, x, self.weight, self.eps)
@@ -42,29 +42,40 @@ class AddNorm(RMSNorm):
 
 
 class RopeNorm(RMSNorm):
-    """Norms heads, each by itself or all of a token together as the width says, and turns them by position."""
+    """Norms each head by itself, then rotates it by position."""
 
     def __init__(self, width: int, eps: float, kernels: BoundKernels, world: World):
         super().__init__(width, eps, kernels, world)
-        self.norm_rope = kernels[norm_rope]
+        self.norm_rope, self.rope = kernels[norm_rope], kernels[rope]
 
     def forward(self, x_BSHD: torch.Tensor, angles: RopeAngles) -> torch.Tensor:
-        return self.norm(self.norm_rope, x_BSHD, self.weight, angles, self.eps)
+        return self.norm(self.norm_rope, x_BSHD, self.weight, angles, self.eps, self.rmsnorm, self.rope)
 
 
 class RMSNormOverTp(DeclaringModule):
-    """The same over a width that is cut over tp: the mean square is one number over all ranks."""
+    """RMSNorm over a width that is sharded over tp: the mean square is one number over all ranks."""
 
     def __init__(self, width: int, eps: float, world: World):
         super().__init__(world)
         self.weight = self.declare_parameter("weight", width, placement=sharded_over_tp(0), std=None)
         self.width, self.eps, self.tp = width, eps, world.axis("tp")
-        self.norm = Region()
+        self.norm = Region("norm")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.norm(self.apply_rmsnorm, x)
+        return self.norm(self.apply_rmsnorm, x, self.weight, self.eps)
 
-    def apply_rmsnorm(self, x: torch.Tensor) -> torch.Tensor:
+    def apply_rmsnorm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         mean_square = all_reduce(wide.square().sum(-1, keepdim=True), self.tp) / self.width
-        return (wide * torch.rsqrt(mean_square + self.eps) * self.weight).to(x.dtype)
+        return (wide * torch.rsqrt(mean_square + eps) * weight).to(x.dtype)
+
+
+class RopeNormOverTp(RMSNormOverTp):
+    """Norms all heads of a token together, then rotates each by position. For tp of size 1: a rank has all heads."""
+
+    def __init__(self, width: int, eps: float, kernels: BoundKernels, world: World):
+        super().__init__(width, eps, world)
+        self.norm_rope, self.rope = kernels[norm_rope], kernels[rope]
+
+    def forward(self, x_BSHD: torch.Tensor, angles: RopeAngles) -> torch.Tensor:
+        return self.norm(self.norm_rope, x_BSHD, self.weight, angles, self.eps, self.apply_rmsnorm, self.rope)

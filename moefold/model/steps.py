@@ -1,35 +1,63 @@
-"""The two ideas the model is written in: a layer is a list of steps, and a region is a named place inside a step.
+"""Steps, regions and observers: the ideas the model is written in.
 
-A step takes the carry (everything a microbatch has with it at that point) and returns the next. Running them in order
-is the plain forward; a pipeline may weave two such lists, a graph may capture the static ones. A region runs its
-function as it is until a memory policy replaces `around`; the model does not know.
+A step takes the carry (everything that a microbatch has at that point) and returns the next. Running the steps in
+order is the plain forward; a pipeline may interleave two step lists, a graph may capture the static steps. A region is
+a named part of a step whose saved tensors a memory policy may rebuild or offload: it calls its function as it is until
+a policy is attached (memory/policy.py). An observer is called before and after each step, forward and backward
+(model/step_borders.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import nn
 
+from moefold.anatomy.regions import REGIONS
 from moefold.anatomy.step_specs import StepSpec
 
 Carry = dict[str, Any]
+PassKind = Literal["F", "D"]  # forward; backward, which gives the data gradient
+PassKey = tuple[int, int]  # stage, microbatch
 
 
 @dataclass(frozen=True)
 class Step:
-    """A step of the anatomy with the code that does it."""
+    """A step of the anatomy with the code that runs it."""
 
     spec: StepSpec
     run: Callable[[Carry], Carry]
 
 
-def bind_step_methods(specs: Sequence[StepSpec], owner: nn.Module) -> list[Step]:
-    """Each step is the owner's method of the same name."""
-    return [Step(spec, getattr(owner, spec.name)) for spec in specs]
+StepRewrite = Callable[[list[Step]], list[Step]]
+
+
+class Around(Protocol):
+    """An observer of steps. `key` is (stage, microbatch); `kind` is F in forward and D in backward.
+
+    `before` D comes when the gradients of the step's outputs are there, `after` D when those of its inputs are. A step
+    without trainable tensors before it has no D. Calls come on the thread that runs the step: with paired slots on two
+    threads, on CUDA from autograd's thread in backward.
+    """
+
+    def before(self, step: Step, kind: PassKind, key: PassKey) -> None: ...
+
+    def after(self, step: Step, kind: PassKind, key: PassKey) -> None: ...
+
+
+def bind_steps(specs: Sequence[StepSpec], methods: Mapping[str, Callable[[Carry], Carry]]) -> list[Step]:
+    """Each step of the anatomy with the method of its name."""
+    return [Step(spec, methods[spec.name]) for spec in specs]
+
+
+def drop_from_carry(carry: Carry, *names: str) -> Carry:
+    """The carry without entries that no later step reads, so that their memory can be freed."""
+    return {name: value for name, value in carry.items() if name not in names}
 
 
 def run_step_sequence(steps: Sequence[Step], carry: Carry) -> Carry:
@@ -38,18 +66,64 @@ def run_step_sequence(steps: Sequence[Step], carry: Carry) -> Carry:
     return carry
 
 
+def steps_as_given(steps: list[Step]) -> list[Step]:
+    """The rewrite of a step list that changes nothing."""
+    return steps
+
+
+class RerunState(threading.local):
+    """The key of the pass whose step this thread runs again, or None."""
+
+    key: PassKey | None = None
+
+
+RERUN = RerunState()
+
+
+def rerun_step(step: Step, carry: Carry, key: PassKey) -> Carry:
+    """Run a step's forward again for its backward, with gradients, under the key of its first run. Nothing is counted
+    or recorded a second time, and observers are not called: they had `before` D, which comes first."""
+    with rerunning(key), torch.enable_grad():
+        return step.run(carry)
+
+
+@contextmanager
+def rerunning(key: PassKey) -> Iterator[None]:
+    """Mark what this thread runs as a repetition of the pass with this key."""
+    outer, RERUN.key = RERUN.key, key
+    try:
+        yield
+    finally:
+        RERUN.key = outer
+
+
+def rerun_key() -> PassKey | None:
+    """The key of the pass that is being run again on this thread, if any."""
+    return RERUN.key
+
+
 def inside_recompute() -> bool:
-    """Whether this forward runs inside a backward, to make again what a memory policy threw away. What is counted has
-    been counted."""
-    return torch._C._current_graph_task_id() != -1  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType, reportAttributeAccessIssue]
+    """Whether this forward repeats one that was counted and recorded: inside `rerun_step`, or inside any backward."""
+    if RERUN.key is not None:
+        return True
+    task: int = torch._C._current_graph_task_id()  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType, reportAttributeAccessIssue]
+    return task != -1
 
 
 class Region(nn.Module):
-    """A named place where a memory policy may act: keep, recompute, offload."""
+    """A named place inside a step where a memory policy may act. Names are those of anatomy/regions.py."""
 
-    def __init__(self):
+    def __init__(self, name: str):
         super().__init__()
-        self.around: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda fn: fn
+        if name not in REGIONS or not REGIONS[name].inside:
+            inside = [region.name for region in REGIONS.values() if region.inside]
+            raise ValueError(f'no region "{name}" inside a step; anatomy/regions.py has: {", ".join(inside)}')
+        self.name = name
+        self.around: Callable[..., Any] = call_directly  # a policy's method, once one is attached
 
     def forward(self, fn: Callable[..., Any], *inputs: Any) -> Any:
-        return self.around(fn)(*inputs)
+        return self.around(fn, *inputs)
+
+
+def call_directly(fn: Callable[..., Any], *inputs: Any) -> Any:
+    return fn(*inputs)

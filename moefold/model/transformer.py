@@ -1,4 +1,8 @@
-"""The whole model: embed, blocks, predict. Its losses are sums over tokens; whoever calls divides, once."""
+"""The transformer: embed, blocks, predict. Losses are sums over tokens; the caller divides, once.
+
+B sequences of S positions, T tokens of this rank, C tokens of its cp rank, D width, V vocabulary, M layers of
+multi-token prediction.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +18,14 @@ from moefold.anatomy.step_specs import embed_step, look_ahead_step, predict_step
 from moefold.comm.collectives import all_gather
 from moefold.config.run import ModelConfig
 from moefold.kernels.vocabulary.vocab_shard import IGNORE_INDEX
-from moefold.model.block import drop_from_carry, make_transformer_block, settle_residual
+from moefold.model.block import make_transformer_block
 from moefold.model.embedding import Embedding
 from moefold.model.head import FinalNorm, Head
 from moefold.model.moe.balance import ExpertLoad, LayerLoads, remember_global_shares, update_selection_biases
 from moefold.model.mtp import MtpLayer, labels_shifted_by, tokens_shifted_by
-from moefold.model.norm import AddNorm
 from moefold.model.parts import ModelParts
-from moefold.model.steps import Carry, Step, run_step_sequence
+from moefold.model.residual import ResidualStream
+from moefold.model.steps import Carry, Step, StepRewrite, drop_from_carry, run_step_sequence, steps_as_given
 from moefold.model.token_layout import make_token_shard
 
 
@@ -53,26 +57,27 @@ class NumberedModules(nn.Module):
 
 
 class Transformer(nn.Module):
-    """What this rank holds of the model: all of it, or some pipeline stages."""
+    """The part of the model that this rank holds: all of it, or some pipeline stages."""
 
-    def __init__(self, model: ModelConfig, choices: ModelParts, stages: Sequence[Stage] | None = None):
+    def __init__(self, model: ModelConfig, parts: ModelParts, stages: Sequence[Stage] | None = None):
         super().__init__()
         self.model = model
-        self.world = choices.world
-        self.stages = list(stages) if stages is not None else [whole_model_stage(model)]
+        self.world = parts.world
+        self.rewrite_steps: StepRewrite = steps_as_given  # memory policies may join steps (memory/policy.py)
+        self.stages = [whole_model_stage(model)] if stages is None else list(stages)
         predicts = any(stage.predicts for stage in self.stages)
-        if any(stage.uses_embedding for stage in self.stages) or (predicts and model.tied_head):
-            self.embedding = Embedding(model, choices.kernels, choices.world)
-        self.blocks = NumberedModules(
-            {n: make_transformer_block(model, n, choices) for stage in self.stages for n in stage.layers}
-        )
+        ties_embedding = predicts and model.tied_head
+        if ties_embedding or any(stage.uses_embedding for stage in self.stages):
+            self.embedding = Embedding(model, parts.kernels, parts.world)
+        layers = [layer for stage in self.stages for layer in stage.layers]
+        self.blocks = NumberedModules({layer: make_transformer_block(model, layer, parts) for layer in layers})
         if predicts:
-            tied = self.embedding if model.tied_head else None
-            self.head = Head(model, tied, choices.kernels, choices.world)
+            tied = self.embedding if ties_embedding else None
+            self.head = Head(model, tied, parts.kernels, parts.world)
         elif any(stage.uses_final_norm for stage in self.stages):
-            self.head = FinalNorm(model, choices.kernels, choices.world)
+            self.head = FinalNorm(model, parts.kernels, parts.world)
         depths = [depth for stage in self.stages for depth in stage.ahead]
-        self.ahead = NumberedModules({depth - 1: MtpLayer(model, depth, choices) for depth in depths})
+        self.ahead = NumberedModules({depth - 1: MtpLayer(model, depth, parts) for depth in depths})
 
     def begin(
         self,
@@ -82,64 +87,87 @@ class Transformer(nn.Module):
         begins_BS: torch.Tensor | None = None,
         imposed: Mapping[int, torch.Tensor] | None = None,
     ) -> Carry:
-        """What a microbatch has with it before any step."""
+        """The carry of a microbatch before the first step."""
         dtype = torch.promote_types(next(self.parameters()).dtype, torch.float32)
         return {
             "tokens_BS": tokens_BS,
             "labels_BS": labels_BS,
             "imposed": imposed or {},
-            "share": make_token_shard(tokens_BS, self.world, first, begins_BS),
+            "token_shard": make_token_shard(tokens_BS, self.world, first, begins_BS),
             "aux": torch.zeros((), dtype=dtype, device=tokens_BS.device),
             "streams": [],
         }
 
+    # ---- steps of the model's own; those of a block are in block.py ----
+
     def embed(self, carry: Carry) -> Carry:
-        return {**carry, "x_TD": self.embedding(carry["share"].slice_for_cp_rank(carry["tokens_BS"]))}
+        tokens_C = carry["token_shard"].slice_for_cp_rank(carry["tokens_BS"])
+        return {**carry, "stream": ResidualStream(self.embedding(tokens_C))}
 
     def look_ahead(self, layer: MtpLayer, carry: Carry) -> Carry:
-        """A layer reads the normed stream that the head reads for the token before: the model's own, or that of the
-        layer before it. This is what published weights of such layers were trained on."""
-        token_C = carry["share"].slice_for_cp_rank(tokens_shifted_by(carry["tokens_BS"], layer.depth))
-        streams = carry["streams"] or [normed_stream(self.head.norm, carry)]
-        x_TD = layer(streams[-1], self.embedding(token_C))
-        return drop_from_carry({**carry, "streams": streams, "x_TD": x_TD, "aux_before": carry["aux"]}, "given_TD")
+        """The input of a layer of multi-token prediction: the normed stream that the head reads for the token before
+        (the model's own, or that of the MTP layer before), joined with the next token. Published weights of such layers
+        were trained on this."""
+        next_tokens_BS = tokens_shifted_by(carry["tokens_BS"], layer.depth)
+        next_tokens_C = carry["token_shard"].slice_for_cp_rank(next_tokens_BS)
+        streams = carry["streams"] or [self.head_input(carry)]
+        x_TD = layer(streams[-1], self.embedding(next_tokens_C))
+        return {**carry, "streams": streams, "stream": ResidualStream(x_TD), "aux_before": carry["aux"]}
 
     def set_aside(self, layer: MtpLayer, carry: Carry) -> Carry:
-        """Keep the normed stream for its loss. The layer's balance losses count as much as that one does."""
-        before, weight = carry["aux_before"], self.model.mtp_loss / self.model.mtp
+        """Keeps the normed stream of an MTP layer for its loss. The layer's balance losses get the weight of that
+        loss."""
+        before = carry["aux_before"]
+        weight = self.model.mtp_loss / self.model.mtp
         aux = before + weight * (carry["aux"] - before)
-        streams = [*carry["streams"], normed_stream(layer.norm, carry)]
-        return drop_from_carry({**carry, "streams": streams, "aux": aux}, "aux_before")
+        _, h_TD = carry["stream"].normed(layer.norm)
+        return drop_from_carry({**carry, "streams": [*carry["streams"], h_TD], "aux": aux}, "aux_before")
 
     def predict(self, carry: Carry) -> Carry:
-        """One loss for each normed stream: the model's own alone, or with it those of layers ahead."""
-        streams = carry["streams"] or [normed_stream(self.head.norm, carry)]
-        labels = [
-            carry["share"].slice_for_cp_rank(labels_shifted_by(carry["labels_BS"], m)) for m in range(len(streams))
-        ]
-        each = zip(streams, labels, strict=True)
-        return {**carry, "losses_1M": torch.stack([self.head(h_TD, labels_C) for h_TD, labels_C in each])}
+        """One loss for each normed stream: the model's own, and those of MTP layers."""
+        streams = carry["streams"] or [self.head_input(carry)]
+        losses = [self.head(h_TD, self.labels_ahead(carry, depth)) for depth, h_TD in enumerate(streams)]
+        return {**carry, "losses_1M": torch.stack(losses)}
+
+    def labels_ahead(self, carry: Carry, depth: int) -> torch.Tensor:
+        """The labels `depth` tokens further ahead, of this cp rank's tokens: (C,)."""
+        return carry["token_shard"].slice_for_cp_rank(labels_shifted_by(carry["labels_BS"], depth))
+
+    def head_input(self, carry: Carry) -> torch.Tensor:
+        """The stream behind the final norm."""
+        _, h_TD = carry["stream"].normed(self.head.norm)
+        return h_TD
+
+    # ---- lists of steps ----
 
     def body(self, stage: Stage) -> list[Step]:
-        """A stage's steps up to the streams. Further tokens are predicted in training only. The head's norm adds what
-        the last layer gives; to another stage one stream is handed on."""
-        begin = [Step(embed_step(self.model), self.embed)] if stage.embeds else []
-        layers = [step for number in stage.layers for step in self.blocks[number].steps()]
-        depths = stage.ahead if self.training else ()
-        ahead = [step for depth in depths for step in self.bound_mtp_steps(self.ahead[depth - 1])]
-        steps = [*begin, *layers, *ahead]
+        """A stage's steps up to the head. MTP layers run in training only. The head's norm adds the last layer's
+        output; a stage without the head adds it itself, since one tensor is sent to the next stage."""
+        steps: list[Step] = []
+        if stage.embeds:
+            steps.append(Step(embed_step(self.model), self.embed))
+        for layer in stage.layers:
+            steps += self.blocks[layer].steps()
+        for depth in stage.ahead if self.training else ():
+            steps += self.bound_mtp_steps(self.ahead[depth - 1])
         if steps and not stage.predicts:
             last = steps.pop()
-            steps.append(Step(last.spec, lambda carry: settle_residual(last.run(carry))))
+            steps.append(Step(last.spec, partial(run_and_settle, last)))
         return steps
 
     def bound_mtp_steps(self, layer: MtpLayer) -> list[Step]:
-        begin = Step(look_ahead_step(self.model), partial(self.look_ahead, layer))
-        return [begin, *layer.block.steps(), Step(set_aside_step(self.model), partial(self.set_aside, layer))]
+        first = Step(look_ahead_step(self.model), partial(self.look_ahead, layer))
+        last = Step(set_aside_step(self.model), partial(self.set_aside, layer))
+        return [first, *layer.block.steps(), last]
 
     def steps(self, stage: Stage) -> list[Step]:
         """A stage's steps, up to the losses if it has them."""
-        return [*self.body(stage), *([Step(predict_step(self.model), self.predict)] if stage.predicts else [])]
+        steps = self.body(stage)
+        if stage.predicts:
+            steps.append(Step(predict_step(self.model), self.predict))
+        return self.rewrite_steps(steps)
+
+    # ---- calls on a rank that holds all stages ----
 
     def forward(
         self,
@@ -149,49 +177,54 @@ class Transformer(nn.Module):
         begins_BS: torch.Tensor | None = None,
         imposed: Mapping[int, torch.Tensor] | None = None,
     ) -> MicrobatchLosses:
-        """For a rank that holds all stages. `first` is the number of the first sequence in the run's order. `begins_BS`
-        is where the document of each token begins, if it shall see no other. `imposed` are the experts (B, S, K) that
-        the routers of some layers, by their number, shall choose."""
+        """`first` is the number of the first sequence in the run's order. `begins_BS` is where the document of each
+        token begins, if attention stays within documents. `imposed` are expert ids (B, S, K) by layer that replace the
+        routers' choices."""
         carry = self.begin(tokens_BS, labels_BS, first, begins_BS, imposed)
         for stage in self.stages:
             carry = run_step_sequence(self.steps(stage), carry)
-        return MicrobatchLosses(carry["losses_1M"][0], carry["aux"], carry["losses_1M"][1:])
-
-    def labelled_token_counts(self, labels_BS: torch.Tensor) -> torch.Tensor:
-        """How many of the tokens behind `cross_entropy` have a label, and behind each loss of `ahead_M`: (1 + M,)."""
-        share = make_token_shard(labels_BS, self.world)
-        depths = range(1 + self.model.mtp)
-        return torch.stack(
-            [(share.slice_for_cp_rank(labels_shifted_by(labels_BS, m)) != IGNORE_INDEX).sum() for m in depths]
-        )
+        losses_1M = carry["losses_1M"]
+        return MicrobatchLosses(losses_1M[0], carry["aux"], losses_1M[1:])
 
     def logits(self, ids_BS: torch.Tensor) -> torch.Tensor:
-        """All logits (B, S, V), on a rank that holds all stages."""
+        """All logits (B, S, V)."""
         carry = self.begin(ids_BS)
         for stage in self.stages:
             carry = run_step_sequence(self.body(stage), carry)
         return self.logits_from_carry(carry)
 
     def logits_from_carry(self, carry: Carry) -> torch.Tensor:
-        """The logits of all positions, from the end of the last stage's body."""
-        share = carry["share"]
-        logits_BSV = self.head(normed_stream(self.head.norm, carry)).unflatten(0, (share.sequences, -1))
-        return all_gather(logits_BSV.transpose(0, 1), share.cp)[share.sequence_order].transpose(0, 1)
+        """The logits of all positions, from the carry at the end of the last stage's body."""
+        shard = carry["token_shard"]
+        logits_CV = self.head(self.head_input(carry))
+        logits_BSV = logits_CV.unflatten(0, (shard.sequences, -1))
+        gathered_SBV = all_gather(logits_BSV.transpose(0, 1), shard.cp)
+        return gathered_SBV[shard.sequence_order].transpose(0, 1)
+
+    def labelled_token_counts(self, labels_BS: torch.Tensor) -> torch.Tensor:
+        """The number of this cp rank's tokens that have a label, for `cross_entropy` and each loss of `ahead_M`: (1 +
+        M,)."""
+        shard = make_token_shard(labels_BS, self.world)
+        depths = range(1 + self.model.mtp)
+        labels = [shard.slice_for_cp_rank(labels_shifted_by(labels_BS, depth)) for depth in depths]
+        return torch.stack([(labels_C != IGNORE_INDEX).sum() for labels_C in labels])
+
+    # ---- expert load ----
 
     def loads(self) -> list[ExpertLoad]:
         return [module for module in self.modules() if isinstance(module, ExpertLoad)]
 
     def remember_batch_shares(self) -> None:
-        """After a pass over the whole batch that only counted: what the balance loss over it needs to know."""
+        """After a counting pass over the whole batch: the shares that the balance loss over it needs."""
         remember_global_shares(self.loads(), self.world.axis("dp", "cp", "tp"))
 
     def balance(self, sound: torch.Tensor | bool = True, pace: float = 1.0) -> LayerLoads:
-        """After a step: move the selection biases, unless it was not `sound`; `pace` is the learning rate as a share of
-        its highest. Returns what the routing came to."""
+        """After a step: moves the selection biases, unless the step was not `sound`; `pace` is the learning rate as a
+        share of its highest. Returns the load of every layer's experts."""
         return update_selection_biases(self.loads(), self.model.moe, self.world.axis("dp", "cp", "tp"), sound, pace)
 
 
-def normed_stream(norm: AddNorm, carry: Carry) -> torch.Tensor:
-    """The stream as the head reads it."""
-    _, h_TD, _ = norm(carry["x_TD"], carry.get("given_TD"))
-    return h_TD
+def run_and_settle(step: Step, carry: Carry) -> Carry:
+    """The step, with its output added to the stream."""
+    carry = step.run(carry)
+    return {**carry, "stream": ResidualStream(carry["stream"].settled())}

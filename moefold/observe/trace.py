@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 LANE_ORDER = ("compute", "comm")  # the order in which a rank's lanes are shown; others follow
 
@@ -57,14 +57,14 @@ def write_trace(path: Path, events: Iterable[TraceEvent]) -> None:
 
 
 class SpanRecorder:
-    """What a rank did when, by its own clock. Nothing is noted unless somebody listens."""
+    """Spans of work on one rank, by the clock of its machine. Nothing is recorded until recording starts."""
 
     def __init__(self, rank: int, recording: bool = False):
         self.rank, self.recording = rank, recording
         self.events: list[TraceEvent] = []
 
     def start_recording(self) -> None:
-        """From now on, with nothing noted yet."""
+        """Record from now on, beginning with an empty list."""
         self.recording, self.events = True, []
 
     @contextmanager
@@ -76,4 +76,39 @@ class SpanRecorder:
         try:
             yield
         finally:
-            self.events.append(TraceEvent(self.rank, lane, name, start, time.time()))
+            self.add_span(name, lane, start)
+
+    def add_span(self, name: str, lane: str, start: float) -> None:
+        """Record a span that ends now."""
+        self.events.append(TraceEvent(self.rank, lane, name, start, time.time()))
+
+
+class ObservedSpec(Protocol):
+    """The fields of a step's specification that a trace shows."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def lane(self) -> str: ...
+
+
+class ObservedStep(Protocol):
+    @property
+    def spec(self) -> ObservedSpec: ...
+
+
+class StepTracer:
+    """An observer of steps (`Around` in model/steps.py) that records a span for each, on the step's own lane."""
+
+    def __init__(self, spans: SpanRecorder):
+        self.spans = spans
+        self.started: dict[tuple[int, str, tuple[int, int]], float] = {}
+
+    def before(self, step: ObservedStep, kind: str, key: tuple[int, int]) -> None:
+        self.started[id(step), kind, key] = time.time()
+
+    def after(self, step: ObservedStep, kind: str, key: tuple[int, int]) -> None:
+        start = self.started.pop((id(step), kind, key))
+        stage, microbatch = key
+        self.spans.add_span(f"{step.spec.name} {kind}{stage}.{microbatch}", step.spec.lane, start)

@@ -1,81 +1,59 @@
-"""AdamW over flat buckets, with fp32 main weights beside a model in lower precision."""
+"""AdamW as a rule: two moments for every element, fp32 main weights beside a model in lower precision."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 
+from moefold.config.optimizer_groups import RULE_NAMES, OptimizerGroup
 from moefold.config.run import OptimConfig
 from moefold.kernels.bound import BoundKernels
-from moefold.kernels.optimizer.adamw import AdamWStep, adamw
-from moefold.layout.declare import DeclaredParameter
-from moefold.shard.buckets import Bucket
-from moefold.shard.split_storage import SplitFp32
+from moefold.kernels.optimizer.adamw import AdamWOptions, adamw, adamw_scalars
+from moefold.optim.rule import BucketShare, register_rule
 
 
-@dataclass
-class StateSlice:
-    """The optimizer's state for this rank's share of a bucket. `weights` are the model's, which for an fp32 model are
-    the main weights themselves. Where main weights are kept as halves, `main` is the lower one."""
-
-    bucket: Bucket
-    weights: torch.Tensor
-    main: torch.Tensor
-    mean: torch.Tensor
-    mean_square: torch.Tensor
-
-    @property
-    def has_main_copy(self) -> bool:
-        return self.main is not self.weights
-
-    def kinds(self) -> dict[str, torch.Tensor]:
-        """What is to be remembered, by name; it can be loaded into."""
-        kinds = {"mean": self.mean, "mean_square": self.mean_square}
-        if not self.has_main_copy:
-            return kinds
-        return kinds | {"main": SplitFp32(self.weights, self.main) if self.main.dtype == torch.int16 else self.main}
-
-
+@register_rule("adamw", RULE_NAMES["adamw"])
 class AdamW:
-    def __init__(self, buckets: list[Bucket], optim: OptimConfig, kernels: BoundKernels):
-        self.optim, self.adamw = optim, kernels[adamw]
-        self.slices = [self.make_state_slice(bucket) for bucket in buckets]
+    kinds = ("mean", "mean_square")
+    whole = False
 
-    def make_state_slice(self, bucket: Bucket) -> StateSlice:
-        weights = bucket.weights[bucket.share]
-        wide = torch.promote_types(weights.dtype, torch.float32)
-        moments = torch.bfloat16 if self.optim.moments == "bf16" else wide
-        mean, mean_square = (torch.zeros_like(weights, dtype=moments) for _ in range(2))
-        split = self.optim.main == "split" and weights.dtype == torch.bfloat16
-        main = torch.zeros_like(weights, dtype=torch.int16) if split else weights.to(wide)
-        return StateSlice(bucket, weights, main, mean, mean_square)
+    def __init__(self, group: OptimizerGroup, optim: OptimConfig, kernels: BoundKernels):
+        beta1, beta2 = group.betas or (optim.beta1, optim.beta2)
+        eps = optim.eps if group.eps is None else group.eps
+        decay = optim.weight_decay if group.decay is None else group.decay
+        stochastic = optim.moments == "bf16" and optim.rounding == "stochastic"
+        self.options = AdamWOptions(beta1, beta2, eps, decay, stochastic)
+        self.bf16_moments = optim.moments == "bf16"
+        self.adamw = kernels[adamw]
 
-    def step(self, number: int, lr: float, scale: torch.Tensor | None = None) -> None:
-        """Update the main weights from the buckets' gradients times `scale`, and round them into the model's; `number`
-        counts from one. Other ranks see the new weights once they are published."""
-        o = self.optim
-        for place, s in enumerate(self.slices):
-            decay = o.weight_decay if s.bucket.decays else 0.0
-            seed = (
-                stochastic_rounding_seed(number, place) if (o.moments, o.rounding) == ("bf16", "stochastic") else None
-            )
-            pace = AdamWStep(number, lr, o.beta1, o.beta2, o.eps, decay, seed)
-            gradients = s.bucket.reduced_gradient_share
-            factor = gradients.new_ones((), dtype=torch.float64) if scale is None else scale
-            self.adamw(s.main, gradients, s.mean, s.mean_square, s.weights if s.has_main_copy else None, factor, pace)
+    def options_of(self, share: BucketShare) -> AdamWOptions:
+        """The options of a bucket: norms and biases do not decay."""
+        if share.bucket.decays:
+            return self.options
+        return self.options._replace(decay=0.0)
 
-    def state(self) -> Iterator[tuple[DeclaredParameter, str, int, torch.Tensor]]:
-        """Every piece of state this rank holds: (parameter, kind, from, values), the values being those of the
-        flattened parameter from there on, as views that can be loaded into."""
-        for s in self.slices:
-            kinds = s.kinds()
-            for parameter, first, last, at in s.bucket.pieces():
-                for kind, flat in kinds.items():
-                    yield parameter, kind, first, flat[at : at + last - first]
+    def state(self, share: BucketShare) -> dict[str, torch.Tensor]:
+        dtype = torch.bfloat16 if self.bf16_moments else share.wide_dtype
+        return {kind: torch.zeros_like(share.weights, dtype=dtype) for kind in self.kinds}
+
+    def scalars(self, share: BucketShare, step: int, lr: float) -> Sequence[float]:
+        seed = stochastic_rounding_seed(step, share.number)
+        return adamw_scalars(step, lr, self.options_of(share), seed)
+
+    def update(self, share: BucketShare, scale: torch.Tensor, scalars: torch.Tensor) -> None:
+        storage = share.storage
+        moments = (share.state["mean"], share.state["mean_square"])
+        options = self.options_of(share)
+        fused = storage.fused_operands()
+        if fused is not None:
+            self.adamw(fused.main, share.gradient, *moments, fused.weights, scale, scalars, options)
+            return
+        main = storage.main_values()
+        self.adamw(main, share.gradient, *moments, None, scale, scalars, options)
+        storage.refresh(main)
 
 
 def stochastic_rounding_seed(step: int, bucket: int) -> int:
-    """Another for every step and bucket, below 2^31."""
+    """A seed below 2^31, another for every step and bucket."""
     return (step * 1_000_003 + bucket * 7_919) % (1 << 31)

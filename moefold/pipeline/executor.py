@@ -1,240 +1,375 @@
-"""Runs this rank's part of a program: forwards, data gradients, weight gradients, slot by slot.
+"""The pipeline executor: runs this rank's part of a program slot by slot (forwards, data and weight gradients).
 
-What is sent and received follows from the program alone. A stage's input is one tensor, its cargo: the residual stream
-and, behind layers that look ahead, the streams set aside. Within a paired slot a forward and a backward are woven, step
-by step, so that one's travel to experts runs beside the other's work.
+What is sent and received follows from the program alone. Between stages one tensor is sent, the cargo: the residual
+stream and, behind multi-token prediction layers, the streams that they set aside. In a paired slot the steps of a
+forward and of a backward are interleaved, so that the all-to-all of one runs while the other computes.
 
 N streams of T tokens of width D.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 
 import torch
 
 from moefold.anatomy.stage_contents import Stage, pipeline_program, pipeline_stages, rank_of_each_stage
+from moefold.anatomy.step_specs import Lane
 from moefold.comm.lanes import Lanes
 from moefold.comm.p2p import PipelineChannel
 from moefold.config.run import Config
 from moefold.data.loader import Batch
 from moefold.layout.axes import World
-from moefold.model.steps import Carry, Step, run_step_sequence
+from moefold.layout.deferred_wgrad import DeferredWork, deferring_weight_grads
+from moefold.model.residual import ResidualStream
+from moefold.model.step_borders import ObservedSteps
+from moefold.model.steps import Around, Carry, PassKey, Step, StepRewrite, run_step_sequence
 from moefold.model.transformer import Transformer
-from moefold.observe.trace import SpanRecorder
+from moefold.observe.trace import SpanRecorder, StepTracer
+from moefold.pipeline.bound_program import BoundProgram, bind_program, forward_program
 from moefold.pipeline.inbox import Inbox
-from moefold.pipeline.last_gradients import last_gradient_slots, stages_using_parameters
-from moefold.pipeline.pair_order import StrandPiece, interleave_strands
+from moefold.pipeline.last_gradients import stages_using_parameters
+from moefold.pipeline.pair_order import paired_slot_order
 from moefold.pipeline.pair_runner import PairRunner
 from moefold.pipeline.passage import Passage
-from moefold.precision.deferred_wgrad import DeferredWork, deferring_weight_grads
-from moefold.schedule.program import PipelineOp, Program, Slot, is_paired
+from moefold.schedule.program import PipelineOp, Slot, is_paired
 from moefold.shard.gradients import Gradients
 
-StageMicrobatch = tuple[int, int]  # stage, microbatch
+StepListKey = tuple[int, bool, StepRewrite]  # stage, whether the model trains, how memory policies join steps
 
 
 class Executor:
-    def __init__(self, config: Config, model: Transformer, gradients: Gradients, world: World, spans: SpanRecorder):
-        self.config, self.model, self.gradients, self.world, self.spans = config, model, gradients, world, spans
-        self.stages, self.homes = pipeline_stages(config), rank_of_each_stage(config)
-        self.me, self.pipe = world.axis("pipe").index, PipelineChannel(world.axis("pipe"))
+    """Trains and evaluates the stages that this rank holds. `around`: observers of every step (model/steps.py)."""
+
+    def __init__(
+        self,
+        config: Config,
+        model: Transformer,
+        gradients: Gradients,
+        world: World,
+        spans: SpanRecorder,
+        around: Sequence[Around] = (),
+    ):
+        self.config, self.model, self.gradients, self.world = config, model, gradients, world
+        self.spans, self.around = spans, tuple(around)
+        self.stages = pipeline_stages(config)
+        self.homes = rank_of_each_stage(config)
+        self.rank = world.axis("pipe").index
+        self.pipe = PipelineChannel(world.axis("pipe"))
         self.lanes = Lanes(world.device)
         self.users = stages_using_parameters(model)
-
-    def watch(self, steps: list[Step]) -> list[Step]:
-        """The steps of a passage, as they are; whoever wants to watch them takes this method's place."""
-        return steps
+        # Made once, when first asked for: the same in every step of a run.
+        self.train_programs: dict[int, BoundProgram] = {}
+        self.forward_programs: dict[int, BoundProgram] = {}
+        self.train_steps: dict[StepListKey, list[Step]] = {}
+        self.forward_steps: dict[StepListKey, list[Step]] = {}
 
     def train(self, parts: Sequence[Batch], weight_1M: torch.Tensor) -> torch.Tensor:
-        """Forward and backward of all microbatches; gradients end in their buckets. Returns the sums of the losses of
-        those that ended here: zeros on ranks without the last stage."""
-        program = pipeline_program(self.config, len(parts))
+        """Forward and backward of all microbatches; gradients are added to their buckets. Returns the summed losses of
+        microbatches whose last stage is here: zeros on ranks without the last stage."""
+        program = self.train_program(len(parts))
         return StepRun(self, program, parts, weight_1M).run()
 
     @torch.no_grad()
     def forward_only(self, parts: Sequence[Batch], finish: Callable[[Carry], None]) -> None:
-        """Forward alone; `finish` gets what came out of the last stage, microbatch by microbatch, where that is."""
-        stages = [[number for number, home in enumerate(self.homes) if home == rank] for rank in set(self.homes)]
-        program: Program = [[(PipelineOp("F", s, m),) for s in mine for m in range(len(parts))] for mine in stages]
-        trip = StepRun(self, program, parts, finish=finish)
-        trip.run()
+        """Forward only. The rank with the last stage calls `finish(carry)` once per microbatch."""
+        program = self.forward_program(len(parts))
+        StepRun(self, program, parts, finish=finish).run()
+
+    @contextmanager
+    def observed_by(self, *observers: Around) -> Iterator[None]:
+        """Call further observers around every step that runs inside."""
+        before = self.around
+        self.around = (*before, *observers)
+        try:
+            yield
+        finally:
+            self.around = before
+
+    def observers_of_pass(self, is_cut: bool) -> tuple[Around, ...]:
+        """The observers, and where steps run on two lanes the tracer of the spans, if spans are recorded."""
+        if is_cut and self.spans.recording:
+            return (*self.around, StepTracer(self.spans))
+        return self.around
+
+    def train_program(self, microbatches: int) -> BoundProgram:
+        if microbatches not in self.train_programs:
+            program = pipeline_program(self.config, microbatches)
+            self.train_programs[microbatches] = bind_program(program, self.homes, self.rank, self.users)
+        return self.train_programs[microbatches]
+
+    def forward_program(self, microbatches: int) -> BoundProgram:
+        if microbatches not in self.forward_programs:
+            program = forward_program(self.homes, microbatches)
+            self.forward_programs[microbatches] = bind_program(program, self.homes, self.rank, {})
+        return self.forward_programs[microbatches]
+
+    def steps_to_train(self, stage: int) -> list[Step]:
+        """A stage's steps, up to the losses if it has them."""
+        key = self.step_list_key(stage)
+        if key not in self.train_steps:
+            self.train_steps[key] = self.model.steps(self.stages[stage])
+        return self.train_steps[key]
+
+    def steps_to_streams(self, stage: int) -> list[Step]:
+        """A stage's steps without the losses."""
+        key = self.step_list_key(stage)
+        if key not in self.forward_steps:
+            self.forward_steps[key] = self.model.body(self.stages[stage])
+        return self.forward_steps[key]
+
+    def step_list_key(self, stage: int) -> StepListKey:
+        return stage, self.model.training, self.model.rewrite_steps
+
+
+@dataclass
+class PairedForward:
+    """The forward of a paired slot, run step by step."""
+
+    op: PipelineOp
+    passage: Passage
+    carry: Carry
+
+    def run_next(self) -> Carry:
+        self.carry = self.passage.forward(self.carry)
+        return self.carry
+
+
+@dataclass
+class PairedBackward:
+    """The backward of a paired slot, run step by step; weight gradients go into the queue, if there is one."""
+
+    op: PipelineOp
+    passage: Passage
+    queue: list[DeferredWork] | None
+
+    def run_next(self) -> object:
+        return backward_next_segment(self.passage, self.queue)
 
 
 class StepRun:
-    """One run of a program over one batch."""
+    """One run of a program over one batch. With `finish` it is forward only."""
 
     def __init__(
         self,
         executor: Executor,
-        program: Program,
+        program: BoundProgram,
         parts: Sequence[Batch],
         weight_1M: torch.Tensor | None = None,
         finish: Callable[[Carry], None] | None = None,
     ):
-        self.at, self.program, self.parts, self.weight_1M, self.finish = executor, program, parts, weight_1M, finish
-        self.slots = program[executor.me]
-        self.inbox = Inbox(program, executor.homes, executor.pipe, self.empty)
-        self.handed: dict[PipelineOp, torch.Tensor] = {}  # between stages of this rank
-        self.passages: dict[StageMicrobatch, Passage] = {}
-        self.cargo: dict[StageMicrobatch, list[torch.Tensor]] = {}
-        self.waiting: dict[StageMicrobatch, list[DeferredWork]] = {}
-        paired = [op for slot in self.slots if is_paired(slot) for op in slot]
-        self.cut = {(op.stage, op.microbatch) for op in paired}
-        self.last_gradient_slots = last_gradient_slots(self.slots, executor.users)
-        self.losses_1M = torch.zeros(1 + executor.model.model.mtp, dtype=torch.float64, device=executor.world.device)
+        self.executor, self.program, self.parts = executor, program, parts
+        self.weight_1M, self.finish = weight_1M, finish
+        self.inbox = Inbox(program.messages, executor.pipe, self.empty_cargo)
+        self.local_cargo: dict[PipelineOp, torch.Tensor] = {}  # between stages of this rank
+        self.passages: dict[PassKey, Passage] = {}
+        self.input_streams: dict[PassKey, list[torch.Tensor]] = {}
+        self.deferred_work: dict[PassKey, list[DeferredWork]] = {}
+        losses = 1 + executor.model.model.mtp
+        self.losses_1M = torch.zeros(losses, dtype=torch.float64, device=executor.world.device)
 
     def run(self) -> torch.Tensor:
-        for number, slot in enumerate(self.slots):
-            self.inbox.expect([op for near in self.slots[number : number + 2] for op in near])
-            names, leave_early = self.last_gradient_slots.get(number, set()), self.is_one_backward(slot)
-            if leave_early:
-                self.at.gradients.expect_last_gradients(names)
-            if is_paired(slot):
-                self.run_paired_slot(slot)
-            else:
-                for op in slot:
-                    self.run_unpaired_op(op, slot)
-            if names and not leave_early:
-                self.at.gradients.mark_complete(names)
-        self.at.pipe.flush()
+        slots, gradients = self.program.slots, self.executor.gradients
+        for number, slot in enumerate(slots):
+            # Receives of this slot and of the next are posted before the slot's work begins.
+            for near in slots[number : number + 2]:
+                self.inbox.expect(near)
+            finished = self.program.last_gradients.get(number, set())
+            reduces_early = self.is_one_backward(slot)
+            if reduces_early:
+                gradients.expect_last_gradients(finished)
+            self.run_slot(slot)
+            if finished and not reduces_early:
+                gradients.mark_complete(finished)
+        self.executor.pipe.flush()
         return self.losses_1M
 
     def is_one_backward(self, slot: Slot) -> bool:
-        """Whether all gradients of a slot come of one call of backward: its parameters leave as it finishes them."""
+        """Whether one call of backward gives all gradients of the slot: each bucket is then reduced as soon as that
+        call has completed it."""
         kinds = [op.kind for op in slot]
-        return kinds == ["D", "W"] and (slot[0].stage, slot[0].microbatch) not in self.cut
+        return kinds == ["D", "W"] and pass_key(slot[0]) not in self.program.cut_passes
+
+    def run_slot(self, slot: Slot) -> None:
+        if is_paired(slot):
+            self.run_paired_slot(slot)
+            return
+        for op in slot:
+            self.run_unpaired_op(op, slot)
 
     def run_unpaired_op(self, op: PipelineOp, slot: Slot) -> None:
-        key = (op.stage, op.microbatch)
-        with self.at.spans.span(str(op), "compute"):
+        with self.executor.spans.span(str(op), "compute"):
             if op.kind == "F":
-                self.finish_stage(op, self.run_all_segments(self.begin_stage(op), self.begin_passage(op)))
+                self.run_forward(op)
             elif op.kind == "D":
-                passage = self.passage_with_gradients(op)
-                queue = self.waiting.setdefault(key, []) if PipelineOp("W", *key) not in slot else None
-                while passage.cuts:
-                    backward_next_segment(passage, queue)
-                self.send_input_gradient(op, passage)
+                self.run_backward(op, slot)
             else:
-                for work in self.waiting.pop(key, []):
-                    work()
+                self.run_deferred_work(op)
 
-    def run_all_segments(self, carry: Carry, passage: Passage | None) -> Carry:
-        if passage is None:
-            return carry
-        for _ in passage.segments:
-            carry = passage.forward(carry)
-        return carry
+    def run_forward(self, op: PipelineOp) -> None:
+        carry = self.begin_carry(op)
+        if self.finish is None:
+            passage = self.begin_passage(op)
+            for _ in passage.segments:
+                carry = passage.forward(carry)
+        else:
+            carry = self.run_without_gradients(op, carry)
+        self.send_activation(op, carry)
+
+    def run_backward(self, op: PipelineOp, slot: Slot) -> None:
+        passage = self.passage_with_gradients(op)
+        queue = None
+        if not has_weight_op(slot, op):
+            queue = self.deferred_work.setdefault(pass_key(op), [])
+        while passage.runs:
+            backward_next_segment(passage, queue)
+        self.send_gradient(op, passage)
+
+    def run_deferred_work(self, op: PipelineOp) -> None:
+        for work in self.deferred_work.pop(pass_key(op), []):
+            work()
+
+    def run_without_gradients(self, op: PipelineOp, carry: Carry) -> Carry:
+        steps = self.executor.steps_to_streams(op.stage)
+        observers = self.executor.around
+        if observers:
+            return ObservedSteps(steps, observers, pass_key(op)).forward(carry)
+        return run_step_sequence(steps, carry)
 
     # ---- one stage's forward and backward, from cargo to cargo ----
 
-    def stage(self, op: PipelineOp) -> Stage:
-        return self.at.stages[op.stage]
+    def stage_of(self, op: PipelineOp) -> Stage:
+        return self.executor.stages[op.stage]
 
-    def begin_passage(self, op: PipelineOp) -> Passage | None:
-        if self.finish is not None:
-            return None
-        key = (op.stage, op.microbatch)
-        steps = self.at.watch(self.at.model.steps(self.stage(op)))
-        passage = self.passages[key] = Passage(steps, key in self.cut)
+    def begin_passage(self, op: PipelineOp) -> Passage:
+        key = pass_key(op)
+        is_cut = key in self.program.cut_passes
+        steps = self.executor.steps_to_train(op.stage)
+        passage = Passage(steps, is_cut, self.executor.observers_of_pass(is_cut), key)
+        self.passages[key] = passage
         return passage
 
-    def begin_stage(self, op: PipelineOp) -> Carry:
-        """The carry at the beginning of a stage; without gradients, the one at its end."""
-        model, part = self.at.model, self.parts[op.microbatch]
-        carry = model.begin(part.tokens_BS, part.labels_BS, part.first, part.begins_BS)
+    def begin_carry(self, op: PipelineOp) -> Carry:
+        """The carry at the beginning of a stage."""
+        part = self.parts[op.microbatch]
+        carry = self.executor.model.begin(part.tokens_BS, part.labels_BS, part.first, part.begins_BS)
         if op.stage > 0:
-            cargo_NTD = self.handed.pop(op) if op in self.handed else self.inbox.take(op)
-            streams = [x_TD.detach().requires_grad_(self.finish is None) for x_TD in cargo_NTD]
-            self.cargo[op.stage, op.microbatch] = streams
-            carry |= {"x_TD": streams[0], "streams": streams[1:]}
-        return carry if self.finish is None else run_step_sequence(model.body(self.stage(op)), carry)
+            cargo_NTD = self.take_cargo(op)
+            trains = self.finish is None
+            streams = [x_TD.detach().requires_grad_(trains) for x_TD in cargo_NTD]
+            self.input_streams[pass_key(op)] = streams
+            carry |= {"stream": ResidualStream(streams[0]), "streams": streams[1:]}
+        return carry
 
-    def finish_stage(self, op: PipelineOp, carry: Carry) -> None:
-        """Send a stage's result on, or keep the losses."""
-        if not self.stage(op).predicts:
-            self.send_cargo(torch.stack([carry["x_TD"].detach(), *(x.detach() for x in carry["streams"])]), op, +1)
+    def send_activation(self, op: PipelineOp, carry: Carry) -> None:
+        """Send a stage's output to the next stage, or add its losses."""
+        if not self.stage_of(op).predicts:
+            streams = [carry["stream"].x_TD, *carry["streams"]]
+            cargo_NTD = torch.stack([x_TD.detach() for x_TD in streams])
+            self.send_cargo(cargo_NTD, PipelineOp("F", op.stage + 1, op.microbatch))
         elif self.finish is not None:
             self.finish(carry)
         else:
             self.losses_1M += carry["losses_1M"].detach()
 
     def passage_with_gradients(self, op: PipelineOp) -> Passage:
-        """A microbatch's passage with the gradients of what came out of it."""
-        passage = self.passages.pop((op.stage, op.microbatch))
+        """A microbatch's pass with the gradients of its outputs: of the losses, or as the next stage sent them."""
+        passage = self.passages.pop(pass_key(op))
         out = passage.out
-        if self.stage(op).predicts:
+        if self.stage_of(op).predicts:
             assert self.weight_1M is not None
-            loss = (out["losses_1M"] * self.weight_1M.to(out["losses_1M"].dtype)).sum() + out["aux"]
+            weight_1M = self.weight_1M.to(out["losses_1M"].dtype)
+            loss = (out["losses_1M"] * weight_1M).sum() + out["aux"]
             passage.set_output_gradients([loss], [torch.ones_like(loss)])
         else:
-            cargo_NTD = self.handed.pop(op) if op in self.handed else self.inbox.take(op)
-            outputs = [out["x_TD"], *out["streams"], out["aux"]]
+            cargo_NTD = self.take_cargo(op)
+            outputs = [out["stream"].x_TD, *out["streams"], out["aux"]]
             passage.set_output_gradients(outputs, [*cargo_NTD, torch.ones_like(out["aux"])])
         return passage
 
-    def send_input_gradient(self, op: PipelineOp, passage: Passage) -> None:
-        """Send the gradient of a stage's cargo to where it came from."""
-        streams = self.cargo.pop((op.stage, op.microbatch), None)
-        if streams is not None:
-            self.send_cargo(torch.stack([passage.gradient_of_input(x_TD) for x_TD in streams]), op, -1)
+    def send_gradient(self, op: PipelineOp, passage: Passage) -> None:
+        """Send the gradient of a stage's input to the stage before."""
+        streams = self.input_streams.pop(pass_key(op), None)
+        if streams is None:
+            return
+        cargo_NTD = torch.stack([passage.gradient_of_input(x_TD) for x_TD in streams])
+        self.send_cargo(cargo_NTD, PipelineOp("D", op.stage - 1, op.microbatch))
 
-    def send_cargo(self, cargo_NTD: torch.Tensor, op: PipelineOp, by: int) -> None:
-        to = PipelineOp(op.kind, op.stage + by, op.microbatch)
-        home = self.at.homes[to.stage]
-        if home == self.at.me:
-            self.handed[to] = cargo_NTD
+    def send_cargo(self, cargo_NTD: torch.Tensor, receiver: PipelineOp) -> None:
+        home = self.executor.homes[receiver.stage]
+        if home == self.executor.rank:
+            self.local_cargo[receiver] = cargo_NTD
         else:
-            self.at.pipe.send(cargo_NTD, home)
+            self.executor.pipe.send(cargo_NTD, home)
 
-    def empty(self, op: PipelineOp) -> torch.Tensor:
-        """Where an op's cargo, or its gradient, will be: shapes follow from the microbatch, which every rank has."""
-        border = self.at.stages[op.stage if op.kind == "F" else op.stage + 1]
-        axes = self.at.world
-        tokens = self.parts[op.microbatch].tokens_BS.numel() // (axes.axis("cp").size * axes.axis("tp").size)
-        like = next(self.at.model.parameters())
-        streams = 1 + (border.aside if self.at.model.training else 0)
-        return torch.empty(streams, tokens, self.at.model.model.hidden, dtype=like.dtype, device=like.device)
+    def take_cargo(self, op: PipelineOp) -> torch.Tensor:
+        """The cargo that an op reads, from a stage of this rank or of another."""
+        if op in self.local_cargo:
+            return self.local_cargo.pop(op)
+        return self.inbox.take(op)
 
-    # ---- a forward and a backward, woven ----
+    def empty_cargo(self, op: PipelineOp) -> torch.Tensor:
+        """Memory for an op's cargo, or its gradient: shapes follow from the microbatch, which every rank has."""
+        model, world = self.executor.model, self.executor.world
+        later_stage = op.stage if op.kind == "F" else op.stage + 1
+        aside = self.executor.stages[later_stage].aside if model.training else 0
+        ranks = world.axis("cp").size * world.axis("tp").size
+        tokens = self.parts[op.microbatch].tokens_BS.numel() // ranks
+        like = next(model.parameters())
+        return torch.empty(1 + aside, tokens, model.model.hidden, dtype=like.dtype, device=like.device)
+
+    # ---- paired slots: a forward and a backward, interleaved ----
 
     def run_paired_slot(self, slot: Slot) -> None:
-        """One forward and one backward of other microbatches; weight gradients that are here too fill gaps."""
-        ahead, behind = (next(op for op in slot if op.kind == kind) for kind in "FD")
-        carry, forward = self.begin_stage(ahead), self.begin_passage(ahead)
-        passage = self.passage_with_gradients(behind)
-        assert forward is not None
-        out = [segment[0].spec for segment in forward.segments]
-        back = [segment[0].spec for segment in reversed(passage.segments)]
-        key, fillers = (behind.stage, behind.microbatch), list[DeferredWork]()
-        if PipelineOp("W", *key) not in slot:
-            queue = self.waiting.setdefault(key, [])
-        else:
-            queue = fillers if self.at.config.pipeline.fill else None
+        """A forward and a backward of different microbatches. Weight gradients of the slot fill gaps of the compute
+        lane."""
+        forward_op = next(op for op in slot if op.kind == "F")
+        backward_op = next(op for op in slot if op.kind == "D")
+        forward = PairedForward(forward_op, self.begin_passage(forward_op), self.begin_carry(forward_op))
+        fillers: list[DeferredWork] = []
+        queue = self.weight_grad_queue(slot, backward_op, fillers)
+        backward = PairedBackward(backward_op, self.passage_with_gradients(backward_op), queue)
+        forward_lanes = segment_lanes(forward.passage)
+        backward_lanes = segment_lanes(backward.passage)[::-1]
+        runner = PairRunner(self.executor.lanes, self.executor.spans, fillers)
+        for strand, index in paired_slot_order(forward_lanes, backward_lanes):
+            if strand == 0:
+                runner.begin(strand, forward_lanes[index], forward.run_next, forward.carry)
+            else:
+                inputs = backward.passage.output_gradients
+                runner.begin(strand, backward_lanes[index], backward.run_next, inputs)
+        runner.end()
+        self.send_activation(forward_op, forward.carry)
+        self.send_gradient(backward_op, backward.passage)
 
-        def step_forward() -> Carry:
-            nonlocal carry
-            carry = forward.forward(carry)
-            return carry
+    def weight_grad_queue(self, slot: Slot, op: PipelineOp, fillers: list[DeferredWork]) -> list[DeferredWork] | None:
+        """Where the weight gradients of a paired backward go: to a later W, to the slot's fillers, or nowhere (None:
+        they are computed at once)."""
+        if not has_weight_op(slot, op):
+            return self.deferred_work.setdefault(pass_key(op), [])
+        return fillers if self.executor.config.pipeline.fill else None
 
-        weaving = PairRunner(self.at.lanes, self.at.spans, fillers)
-        for strand, index in interleave_strands([[StrandPiece(spec.lane) for spec in specs] for specs in (out, back)]):
-            op, spec, work, inputs = (
-                (ahead, out[index], step_forward, carry)
-                if strand == 0
-                else (behind, back[index], partial(backward_next_segment, passage, queue), passage.handed)
-            )
-            weaving.begin(strand, spec.lane, f"{spec.name} {op}", work, inputs)
-        weaving.end()
-        self.finish_stage(ahead, carry)
-        self.send_input_gradient(behind, passage)
+
+def pass_key(op: PipelineOp) -> PassKey:
+    return op.stage, op.microbatch
+
+
+def has_weight_op(slot: Slot, op: PipelineOp) -> bool:
+    """Whether the weight gradients that belong to a data gradient are in the same slot."""
+    return PipelineOp("W", op.stage, op.microbatch) in slot
+
+
+def segment_lanes(passage: Passage) -> tuple[Lane, ...]:
+    """The lane of each segment of a cut pass, in forward order."""
+    return tuple(steps[0].spec.lane for steps in passage.segments)
 
 
 def backward_next_segment(passage: Passage, queue: list[DeferredWork] | None) -> object:
-    """The next segment backward; its weight gradients into the queue, if there is one. Returns what it hands over."""
-    with deferring_weight_grads(queue) if queue is not None else nullcontext():
+    """Run the next segment backward; its weight gradients go into the queue, if there is one. Returns the gradients for
+    the segment before."""
+    deferring = nullcontext() if queue is None else deferring_weight_grads(queue)
+    with deferring:
         passage.backward()
-    return passage.handed
+    return passage.output_gradients

@@ -1,44 +1,62 @@
-"""When a parameter has all of its gradients: which stages use it, and where in a program the last of them comes."""
+"""The slot of a program in which a parameter gets its last gradient: from then on its bucket may be reduced."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
+from moefold.anatomy.stage_contents import Stage
 from moefold.layout.declare import declared_parameters
 from moefold.model.transformer import Transformer
 from moefold.schedule.program import Slot
 
+StagesUsing = Mapping[str, tuple[set[int], bool]]  # by parameter: the stages, and whether its gradient may come with W
 
-def stages_using_parameters(model: Transformer) -> dict[str, tuple[set[int], bool]]:
+
+def stages_using_parameters(model: Transformer) -> StagesUsing:
     """For each parameter, the stages that use it, and whether its gradient may come with W instead of D."""
-    places: dict[str, set[int]] = {}
+    stages_of: dict[str, set[int]] = {}
     for stage in model.stages:
-        prefixes = [*(f"blocks.{n}." for n in stage.layers), *(f"ahead.{depth - 1}." for depth in stage.ahead)]
-        prefixes += ["embedding."] if stage.uses_embedding or (stage.predicts and model.model.tied_head) else []
-        prefixes += ["head."] if stage.predicts else ["head.norm."] if stage.uses_final_norm else []
+        prefixes = tuple(parameter_prefixes(stage, model.model.tied_head))
         for parameter in declared_parameters(model):
-            if parameter.name.startswith(tuple(prefixes)):
-                places.setdefault(parameter.name, set()).add(stage.number)
-    return {name: (stages, may_defer_weight_grad(name)) for name, stages in places.items()}
+            if parameter.name.startswith(prefixes):
+                stages_of.setdefault(parameter.name, set()).add(stage.number)
+    return {name: (stages, may_defer_weight_grad(name)) for name, stages in stages_of.items()}
+
+
+def parameter_prefixes(stage: Stage, tied_head: bool) -> Iterator[str]:
+    """The beginnings of the names of all parameters that a stage uses."""
+    for layer in stage.layers:
+        yield f"blocks.{layer}."
+    for depth in stage.ahead:
+        yield f"ahead.{depth - 1}."
+    if stage.uses_embedding or (stage.predicts and tied_head):
+        yield "embedding."
+    if stage.predicts:
+        yield "head."
+    elif stage.uses_final_norm:
+        yield "head.norm."
 
 
 def may_defer_weight_grad(name: str) -> bool:
-    """Matrices of linear layers and experts inside blocks; not norms, biases, routers, embedding and head."""
-    inside = name.startswith(("blocks.", "ahead."))
-    matrix = name.endswith((".weight", ".gate_up", ".down")) and not name.endswith(("norm.weight", "router.weight"))
-    return inside and matrix
+    """Whether the gradient is a deferrable product: matrices of linear layers and experts inside blocks are; norms,
+    biases, routers, embedding and head are not."""
+    inside_block = name.startswith(("blocks.", "ahead."))
+    is_weight = name.endswith((".weight", ".gate_up", ".down"))
+    is_excluded = name.endswith(("norm.weight", "router.weight"))
+    return inside_block and is_weight and not is_excluded
 
 
-def last_gradient_slots(slots: Sequence[Slot], users: dict[str, tuple[set[int], bool]]) -> dict[int, set[str]]:
-    """By number of slot: the parameters that get their last gradient there."""
-    last: dict[tuple[str, int], int] = {}
+def last_gradient_slots(slots: Sequence[Slot], users: StagesUsing) -> dict[int, set[str]]:
+    """By slot number: the parameters that get their last gradient there."""
+    last_slot: dict[tuple[str, int], int] = {}
     for number, slot in enumerate(slots):
         for op in slot:
-            last[op.kind, op.stage] = number
-    found: dict[int, set[str]] = {}
-    for name, (stages, waits) in users.items():
-        kinds = "DW" if waits else "D"
-        where = [last[kind, stage] for stage in stages for kind in kinds if (kind, stage) in last]
-        if where:
-            found.setdefault(max(where), set()).add(name)
-    return found
+            last_slot[op.kind, op.stage] = number
+    finished: dict[int, set[str]] = {}
+    for name, (stages, may_defer) in users.items():
+        kinds = "DW" if may_defer else "D"
+        ops = [(kind, stage) for stage in stages for kind in kinds]
+        gradient_slots = [last_slot[op] for op in ops if op in last_slot]
+        if gradient_slots:
+            finished.setdefault(max(gradient_slots), set()).add(name)
+    return finished

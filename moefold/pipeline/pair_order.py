@@ -1,7 +1,7 @@
-"""Weaving two strands of work into one order, so that communication of one faces compute of the other.
+"""The order of a paired slot: two strands of work interleaved so that one communicates while the other computes.
 
-A strand is a chain: each piece waits for the one before it. Pieces of the comm lane run beside those of the compute
-lane. A forward, and the backward of another microbatch, of one MoE layer:
+A strand is a chain: each piece waits for the one before it. Pieces of the comm lane run concurrently with those of the
+compute lane. A forward, and the backward of another microbatch, of one MoE layer:
 
     forward    attend route DISPATCH experts COMBINE
     backward   COMBINE experts DISPATCH route attend
@@ -9,14 +9,15 @@ lane. A forward, and the backward of another microbatch, of one MoE layer:
     compute    attend.F  route.F  experts.B  experts.F   route.B  attend.B
     comm       COMBINE.B      DISPATCH.F   DISPATCH.B   COMBINE.F
 
-Pure: pieces in, order out. Every rank that shares experts weaves the same way, so their collectives meet. Weight
-gradients are not woven: they have no order to keep, and are done whenever the compute lane would wait.
+Pure: pieces in, order out. Every rank that shares experts interleaves the same way, so that their collectives match.
+Weight gradients are not part of the order: they depend on nothing, and run whenever the compute lane would wait.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from moefold.anatomy.step_specs import Lane
 
@@ -27,23 +28,34 @@ class StrandPiece:
     cost: float = 1.0
 
 
+@lru_cache(maxsize=256)
+def paired_slot_order(forward: tuple[Lane, ...], backward: tuple[Lane, ...]) -> tuple[tuple[int, int], ...]:
+    """The order of a forward (strand 0) and a backward (strand 1), given the lane of each step."""
+    strands = [[StrandPiece(lane) for lane in lanes] for lanes in (forward, backward)]
+    return tuple(interleave_strands(strands))
+
+
 def interleave_strands(strands: Sequence[Sequence[StrandPiece]]) -> list[tuple[int, int]]:
-    """The order in which to begin pieces, as (strand, index): always the one that can begin first, by a simulated
-    clock; of several, communication first, then the strand that has more left."""
-    free = {"compute": 0.0, "comm": 0.0}
-    ended = [0.0] * len(strands)
-    at = [0] * len(strands)
+    """The order in which to begin pieces, as (strand, index). The next piece is the one that can begin first by a
+    simulated clock; of several, communication first, then the strand with more cost left."""
+    lane_free = {"compute": 0.0, "comm": 0.0}
+    strand_free = [0.0] * len(strands)
+    position = [0] * len(strands)
     order: list[tuple[int, int]] = []
 
-    def start_priority(s: int) -> tuple[float, bool, float, int]:
-        piece = strands[s][at[s]]
-        left = sum(piece.cost for piece in strands[s][at[s] :])
-        return max(ended[s], free[piece.lane]), piece.lane == "compute", -left, s
+    def start_priority(strand: int) -> tuple[float, bool, float, int]:
+        rest = strands[strand][position[strand] :]
+        lane = rest[0].lane
+        start = max(strand_free[strand], lane_free[lane])
+        cost_left = sum(piece.cost for piece in rest)
+        return start, lane == "compute", -cost_left, strand
 
-    while waiting := [s for s, strand in enumerate(strands) if at[s] < len(strand)]:
-        s = min(waiting, key=start_priority)
-        piece = strands[s][at[s]]
-        free[piece.lane] = ended[s] = start_priority(s)[0] + piece.cost
-        order.append((s, at[s]))
-        at[s] += 1
-    return order
+    while True:
+        unfinished = [s for s, strand in enumerate(strands) if position[s] < len(strand)]
+        if not unfinished:
+            return order
+        start, _, _, strand = min(map(start_priority, unfinished))
+        piece = strands[strand][position[strand]]
+        lane_free[piece.lane] = strand_free[strand] = start + piece.cost
+        order.append((strand, position[strand]))
+        position[strand] += 1

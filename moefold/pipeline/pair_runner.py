@@ -1,47 +1,47 @@
-"""Two strands of work on two lanes, in the order that `weave` gives."""
+"""Execution of a paired slot: two strands of work on the compute lane and the comm lane."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 from moefold.comm.lanes import Lanes, Ticket
+from moefold.layout.deferred_wgrad import DeferredWork
 from moefold.observe.trace import SpanRecorder
-from moefold.precision.deferred_wgrad import DeferredWork
 
 
 class PairRunner:
-    """Runs pieces in the order given, each strand in its own order, on two lanes. Whenever the compute lane would wait,
-    it takes one of the `fillers`; what is left of them is done at the end."""
+    """Runs pieces in the order in which they are begun, each strand in its own order. Whenever the compute lane would
+    wait for the comm lane, it runs one of the `fillers`; the rest of them run at the end."""
 
     def __init__(self, lanes: Lanes, spans: SpanRecorder, fillers: list[DeferredWork]):
         self.lanes, self.spans, self.fillers = lanes, spans, fillers
         self.under_way: dict[int, Ticket] = {}
 
-    def begin(self, strand: int, lane: str, name: str, work: Callable[[], object], inputs: object = None) -> None:
-        """What the comm lane does of a strand comes before what follows in that strand; it keeps its own order. The
-        lanes keep the memory of `inputs`, and of what the work returns, for each other."""
+    def begin(self, strand: int, lane: str, work: Callable[[], object], inputs: object = None) -> None:
+        """Begin the next piece of a strand. A piece on the comm lane ends before the strand's next compute piece
+        begins. The lanes keep the memory of `inputs`, and of what `work` returns, for each other."""
         if lane == "comm":
-            self.under_way[strand] = self.lanes.send(partial(self.run_in_span, name, lane, work), inputs)
+            self.under_way[strand] = self.lanes.send(work, inputs)
         else:
             self.await_strand(strand)
-            self.run_in_span(name, lane, work)
-
-    def run_in_span(self, name: str, lane: str, work: Callable[[], object]) -> object:
-        with self.spans.span(name, lane):
-            return work()
+            work()
 
     def await_strand(self, strand: int) -> None:
         ticket = self.under_way.pop(strand, None)
         if ticket is None:
             return
         while self.fillers and not ticket.done():
-            self.run_in_span("weights", "compute", self.fillers.pop(0))
+            self.run_next_filler()
         with self.spans.span("wait", "waiting"):
             ticket.result()
 
+    def run_next_filler(self) -> None:
+        with self.spans.span("weights", "compute"):
+            self.fillers.pop(0)()
+
     def end(self) -> None:
+        """Wait for all pieces, and run the fillers that are left."""
         for strand in list(self.under_way):
             self.await_strand(strand)
         while self.fillers:
-            self.run_in_span("weights", "compute", self.fillers.pop(0))
+            self.run_next_filler()

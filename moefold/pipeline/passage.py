@@ -1,7 +1,8 @@
-"""One microbatch's way through the steps of a stage, forward and, from the other end, backward.
+"""One microbatch's pass through the steps of a stage: forward and then, from the last step on, backward.
 
-The way is one piece, or cut at every step: then each step can be run, and later run backward, by itself, while another
-microbatch's steps run between. At a cut the carry's tensors become leaves, and their gradients are handed over.
+A pass is one segment, or it is cut at every step: then each step can be run forward, and later backward, by itself,
+while steps of another microbatch run in between. At a cut the carry's tensors become autograd leaves, and the gradients
+of one segment's inputs are those of the outputs of the segment before.
 
     forward    step 0 | cut | step 1 | cut | step 2 ...
     backward   step 0 <- grads <- step 1 <- grads <- step 2
@@ -10,81 +11,89 @@ microbatch's steps run between. At a cut the carry's tensors become leaves, and 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from moefold.model.steps import Carry, Step, run_step_sequence
-
-
-def is_differentiable(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) and leaf.requires_grad
+from moefold.model.step_borders import ObservedSteps, is_differentiable
+from moefold.model.steps import Around, Carry, PassKey, Step, run_step_sequence
 
 
 class SegmentRun:
-    """A segment that has been run: the leaves it began with, and what came out."""
+    """A segment that has run forward: the leaves of its input carry, and its output carry."""
 
-    def __init__(self, carry: Carry, steps: Sequence[Step]):
-        flat, shape = tree_flatten(carry)
-        leaves: dict[int, torch.Tensor] = {}  # a tensor that is in the carry twice stays one
+    def __init__(self, carry: Carry, steps: Sequence[Step], observers: Sequence[Around], key: PassKey):
+        flat, structure = tree_flatten(carry)
+        self.leaves: dict[int, torch.Tensor] = {}  # by id: a tensor that the carry holds twice stays one
         for leaf in flat:
-            if is_differentiable(leaf) and id(leaf) not in leaves:
-                leaves[id(leaf)] = leaf.detach().requires_grad_()
-        self.leaves = leaves
-        self.began = [leaves.get(id(leaf), leaf) if is_differentiable(leaf) else leaf for leaf in flat]
-        self.out = run_step_sequence(steps, tree_unflatten(self.began, shape))
+            if is_differentiable(leaf) and id(leaf) not in self.leaves:
+                self.leaves[id(leaf)] = leaf.detach().requires_grad_()
+        self.flat_inputs = [self.leaves.get(id(leaf), leaf) for leaf in flat]
+        self.observed = ObservedSteps(steps, observers, key) if observers else None
+        inputs = tree_unflatten(self.flat_inputs, structure)
+        self.out = self.observed.forward(inputs) if self.observed else run_step_sequence(steps, inputs)
 
     def backward(self, outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
-        torch.autograd.backward(list(outputs), list(gradients))
+        moments = self.observed.around_backward() if self.observed else nullcontext()
+        with moments:
+            torch.autograd.backward(list(outputs), list(gradients))
 
-    def gradients(self) -> list[torch.Tensor | None]:
-        """Of what it began with, by place in the flattened carry; each tensor's once."""
+    def input_gradients(self) -> list[torch.Tensor | None]:
+        """The gradient of each leaf of the flattened input carry; of a repeated tensor only once."""
         seen: set[int] = set()
-        found: list[torch.Tensor | None] = []
-        for leaf in self.began:
-            again = id(leaf) in seen
+        gradients: list[torch.Tensor | None] = []
+        for leaf in self.flat_inputs:
+            is_first = id(leaf) not in seen
             seen.add(id(leaf))
-            found.append(leaf.grad if isinstance(leaf, torch.Tensor) and leaf.is_leaf and not again else None)
-        return found
+            has_gradient = is_first and isinstance(leaf, torch.Tensor) and leaf.is_leaf
+            gradients.append(leaf.grad if has_gradient else None)
+        return gradients
 
 
 class Passage:
-    def __init__(self, steps: Sequence[Step], cut: bool):
+    """The pass with the key (stage, microbatch). `observers` are called around its steps."""
+
+    def __init__(self, steps: Sequence[Step], cut: bool, observers: Sequence[Around] = (), key: PassKey = (0, 0)):
         self.segments = [[step] for step in steps] if cut else [list(steps)]
-        self.cuts: list[SegmentRun] = []
-        self.entry: SegmentRun | None = None
-        self.handed: list[tuple[torch.Tensor, torch.Tensor]] = []  # outputs and their gradients, for the next backward
+        self.observers, self.key = observers, key
+        self.runs: list[SegmentRun] = []  # those that have not run backward
+        self.first_run: SegmentRun | None = None
+        self.output_gradients: list[tuple[torch.Tensor, torch.Tensor]] = []  # outputs with gradients, for backward
 
     def forward(self, carry: Carry) -> Carry:
-        """The next segment."""
-        cut = SegmentRun(carry, self.segments[len(self.cuts)])
-        self.cuts.append(cut)
-        self.entry = self.entry or cut
-        return cut.out
+        """Run the next segment."""
+        steps = self.segments[len(self.runs)]
+        run = SegmentRun(carry, steps, self.observers, self.key)
+        self.runs.append(run)
+        if self.first_run is None:
+            self.first_run = run
+        return run.out
 
     @property
     def out(self) -> Carry:
-        """What came out of the last segment."""
-        return self.cuts[-1].out
+        """The output carry of the last segment."""
+        return self.runs[-1].out
 
     def gradient_of_input(self, x: torch.Tensor) -> torch.Tensor:
-        """Of a tensor in the carry that the way began with, when all of it has been run backward."""
-        assert self.entry is not None
-        gradient = self.entry.leaves[id(x)].grad
+        """The gradient of a tensor in the first carry, when all segments have run backward."""
+        assert self.first_run is not None
+        gradient = self.first_run.leaves[id(x)].grad
         return torch.zeros_like(x) if gradient is None else gradient
 
-    def set_output_gradients(self, outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
-        """What the last segment's outputs get from outside."""
-        self.handed = [(y, dy) for y, dy in zip(outputs, gradients, strict=True) if y.requires_grad]
+    def set_output_gradients(self, outputs: Sequence[Any], gradients: Sequence[Any]) -> None:
+        """The gradients of the last segment's outputs; those of non-differentiable outputs are dropped."""
+        pairs = zip(outputs, gradients, strict=True)
+        self.output_gradients = [(y, dy) for y, dy in pairs if dy is not None and y.requires_grad]
 
     def backward(self) -> None:
-        """The last segment that has not been run backward; its memory goes."""
-        cut = self.cuts.pop()
-        if self.handed:
-            cut.backward(*zip(*self.handed, strict=True))
-        self.handed = []
-        if self.cuts:
-            flat, _ = tree_flatten(self.cuts[-1].out)
-            pairs = zip(flat, cut.gradients(), strict=True)
-            self.handed = [(y, dy) for y, dy in pairs if dy is not None and y.requires_grad]
+        """Run the last segment that has not run backward, and free its memory."""
+        run = self.runs.pop()
+        if self.output_gradients:
+            outputs, gradients = zip(*self.output_gradients, strict=True)
+            run.backward(outputs, gradients)
+        self.output_gradients = []
+        if self.runs:
+            flat, _ = tree_flatten(self.runs[-1].out)
+            self.set_output_gradients(flat, run.input_gradients())

@@ -1,9 +1,9 @@
-"""The one question to the planner, and its answer as plain data: the command's --json and the page both ask here.
+"""Answers of the planner as plain data, for the command's --json and for the page.
 
-    answer({"model": "qwen3-30b-a3b", "gpus": 8, "gpu": "h200", "parallel.ep": 8})["tokens_per_s_per_gpu"]
+    answer_request({"model": "qwen3-30b-a3b", "gpus": 8, "gpu": "h200", "parallel.ep": 8})["tokens_per_s_per_gpu"]
 
-Without a layout the best one is searched for; with `search` the best few come with it, and the front of memory and
-speed. What cannot be is refused (`config.refused.Refused`), with a legal choice.
+Without a layout the best one is searched for; with `search` the best few are returned with it, and the Pareto front of
+memory and speed. A request that cannot be met is refused (`config.errors.UserError`), with a legal choice.
 """
 
 from __future__ import annotations
@@ -47,81 +47,109 @@ TIME_WALLS = {
     "communication": "communication wall: travel that shows",
     "bubble": "waiting for other pipeline ranks",
 }
+GROWTH_FACTORS = (2, 4, 8, 16, 32, 64, 128, 256, 512)  # of the number of GPUs, where no layout fits
+SHOWN_REASONS = 4
+SECONDS_PER_DAY = 86_400
+DEGREE_NAMES = ("tp", "cp", "pp", "ep", "etp")
 
 
 def answer_request(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Everything there is to say about a request; with `explain`, how each number comes about."""
+    """The whole answer to a request; with `explain`, the arithmetic of each number."""
     r = read_request(request)
     if not r.search:
         config = check_config(r.config, r.gpus)
-        return {**plan_layout(r, config, r.choices), "searched": None}
-    found = search_layouts(r.config, r.gpus, r.choices, r.gpu, r.fixed, r.best)
-    if not found.layouts:
-        raise UserError(*explain_nothing_fits(r, found))
-    best = found.layouts[0]
-    return {**plan_layout(r, best.config, best.choices), **search_outcome(r, found)}
+        answer = plan_layout(r, config, r.choices)
+        answer["searched"] = None
+        return answer
+    result = search_layouts(r.config, r.gpus, r.choices, r.gpu, r.fixed, r.best)
+    if not result.layouts:
+        raise UserError(explain_nothing_fits(r, result))
+    best = result.layouts[0]
+    answer = plan_layout(r, best.config, best.choices)
+    answer.update(search_outcome(r, result))
+    return answer
 
 
 def plan_layout(r: PlanRequest, config: Config, choices: PlanChoices) -> dict[str, Any]:
-    """One layout."""
-    config, why = with_dispatcher(config, choices, r.gpu, r.gpus)
+    """Time and memory of one layout."""
+    config, dispatcher_reason = with_dispatcher(config, choices, r.gpu, r.gpus)
     setting = build_run_setting(config, r.gpus, choices)
-    time, memory = time_training_step(setting, r.gpu), memory_by_rank(setting)
-    fullest = fullest_rank(memory)
-    need = (fullest.total + fullest.outside) / GIB
-    return {
+    time = time_training_step(setting, r.gpu)
+    answer: dict[str, Any] = {
         "name": config.name,
         "gpu": r.gpu.name,
         "gpus": r.gpus,
         "parameters": total_parameters(config.model) + mtp_parameters(config.model),
         "active_parameters": active_parameters(config.model),
-        **speed_and_budget(r, config, choices, time.seconds),
+    }
+    answer.update(speed_and_budget(r, config, choices, time.seconds))
+    answer.update(memory_answer(r, setting))
+    answer["time_by_wall"] = time.walls
+    answer["time_parts"] = {
+        "pipeline": time.pipeline_time.seconds,
+        "exchange": time.exchange,
+        "optimizer": time.optimizer,
+    }
+    answer["layout"] = layout_keys(config, choices, r.gpus)
+    answer["dispatcher"] = dispatcher_reason
+    answer["timeline"] = timeline_spans(time)
+    if r.explain:
+        answer["explained"] = explain_plan(setting, r.gpu)
+    return answer
+
+
+def memory_answer(r: PlanRequest, setting: RunSetting) -> dict[str, Any]:
+    memory = memory_by_rank(setting)
+    fullest = fullest_rank(memory)
+    need = (fullest.total + fullest.outside) / GIB
+    return {
         "memory_gib": fullest.total / GIB,
         "memory_limit_gib": r.gpu.memory,
         "fits": need <= r.gpu.memory,
         "largest_rank": {"rank": fullest.rank, "at": fullest.at, "live": list(fullest.live)},
         "memory_by_rank": [rank.total / GIB for rank in memory],
         "memory_parts_by_rank": [memory_parts(rank) for rank in memory],
-        "time_by_wall": time.walls,
-        "time_parts": {"pipeline": time.pipeline_time.seconds, "exchange": time.exchange, "optimizer": time.optimizer},
-        "layout": layout_keys(config, choices, r.gpus),
-        "dispatcher": why,
-        "timeline": timeline_spans(time),
-        **({"explained": explain_plan(setting, r.gpu)} if r.explain else {}),
     }
 
 
 def explain_plan(setting: RunSetting, gpu: Gpu) -> list[str]:
     """FLOPs, then memory, then time, every number as a line of arithmetic."""
     config = setting.config
-    flops = train_flops_per_token(config.model, config.data.seq_len)
-    return [
-        f"{flops / 1e9:.3f} GFLOP a token to train: 3 x (2 x active matmul parameters + attention over half of "
-        f"{config.data.seq_len} tokens), as `moefold explain` lists by step",
-        *explain_memory(config, setting.world, setting.choices),
-        *explain_time(setting, gpu),
-    ]
+    seq_len = config.data.seq_len
+    flops = train_flops_per_token(config.model, seq_len)
+    formula = f"3 x (2 x active matmul parameters + attention over half of {seq_len} tokens)"
+    lines = [f"{flops / 1e9:.3f} GFLOP a token to train: {formula}, as `moefold explain` lists by step"]
+    lines += explain_memory(config, setting.world, setting.choices)
+    lines += explain_time(setting, gpu)
+    return lines
 
 
 def speed_and_budget(r: PlanRequest, config: Config, choices: PlanChoices, seconds: float) -> dict[str, Any]:
-    batch = config.train.global_batch * config.data.seq_len
-    flops = train_flops_per_token(config.model, config.data.seq_len)
-    rate = batch / seconds / r.gpus
-    days = r.tokens / (rate * r.gpus) / 86_400
+    seq_len = config.data.seq_len
+    tokens_per_step = config.train.global_batch * seq_len
+    flops = train_flops_per_token(config.model, seq_len)
+    rate = tokens_per_step / seconds / r.gpus
     return {
         "flops_per_token": flops,
-        "tokens_per_step": batch,
+        "tokens_per_step": tokens_per_step,
         "step_s": seconds,
         "tflops_per_gpu": rate * flops / 1e12,
         "tokens_per_s_per_gpu": rate,
         "tokens_per_s": rate * r.gpus,
         "mfu": rate * flops / r.gpu.peak_flops(choices.precision),
-        "budget": {
-            "tokens": r.tokens,
-            "days": days,
-            "gpu_hours": days * 24 * r.gpus,
-            "dollars": days * 24 * r.gpus * r.gpu.dollars,
-        },
+        "budget": training_budget(r, rate),
+    }
+
+
+def training_budget(r: PlanRequest, rate: float) -> dict[str, float]:
+    """Days, GPU hours and dollars of the request's tokens at a rate of tokens a second and GPU."""
+    days = r.tokens / (rate * r.gpus) / SECONDS_PER_DAY
+    gpu_hours = days * 24 * r.gpus
+    return {
+        "tokens": r.tokens,
+        "days": days,
+        "gpu_hours": gpu_hours,
+        "dollars": gpu_hours * r.gpu.dollars,
     }
 
 
@@ -130,85 +158,88 @@ def memory_parts(rank: RankMemory) -> dict[str, float]:
 
 
 def layout_keys(config: Config, choices: PlanChoices, gpus: int) -> dict[str, Any]:
-    """A layout as keys and values that make it again."""
-    p, c, t = config.parallel, config.pipeline, config.train
-    degrees = build_run_setting(config, gpus, choices).degrees
-    return {
-        **{name: getattr(p, name) for name in ("tp", "cp", "pp", "ep", "etp")},
-        "vpp": c.vpp,
-        "dp": degrees["dp"],
-        "edp": degrees["edp"],
-        "seq": config.data.seq_len,
-        "mbs": t.micro_batch,
-        "gbs": t.global_batch,
-        "microbatches": build_run_setting(config, gpus, choices).microbatches,
-        "schedule": c.schedule,
-        "stages": str(pipeline_layout(config)),
-        "overlap": c.pair,
-        "dispatcher": p.dispatcher,
-        "precision": choices.precision,
-        "recompute": list(choices.recompute),
-        "offload": list(choices.offload),
-        "graphs": choices.graphs,
-        "sharding": choices.sharding,
-    }
+    """A layout as the keys and values of a request for it."""
+    setting = build_run_setting(config, gpus, choices)
+    keys: dict[str, Any] = {name: getattr(config.parallel, name) for name in DEGREE_NAMES}
+    keys["vpp"] = config.pipeline.vpp
+    keys["dp"] = setting.degrees["dp"]
+    keys["edp"] = setting.degrees["edp"]
+    keys["seq"] = config.data.seq_len
+    keys["mbs"] = config.train.micro_batch
+    keys["gbs"] = config.train.global_batch
+    keys["microbatches"] = setting.microbatches
+    keys["schedule"] = config.pipeline.schedule
+    keys["stages"] = str(pipeline_layout(config))
+    keys["overlap"] = config.pipeline.pair
+    keys["dispatcher"] = config.parallel.dispatcher
+    keys["precision"] = choices.precision
+    keys["recompute"] = list(choices.recompute)
+    keys["offload"] = list(choices.offload)
+    keys["graphs"] = choices.graphs
+    keys["sharding"] = choices.sharding
+    return keys
 
 
 def timeline_spans(time: StepTime) -> dict[str, Any]:
     """The pipeline's slots: ops written as F2.5 (forward of microbatch 5 through stage 2), D and W likewise."""
-    spans = [
-        {"rank": span.rank, "start": span.start, "end": span.end, "ops": [str(op) for op in span.slot]}
-        for span in time.pipeline_time.timeline.spans[:MAX_TIMELINE_SPANS]
-    ]
+    timeline = time.pipeline_time.timeline
+    spans: list[dict[str, Any]] = []
+    for span in timeline.spans[:MAX_TIMELINE_SPANS]:
+        ops = [str(op) for op in span.slot]
+        spans.append({"rank": span.rank, "start": span.start, "end": span.end, "ops": ops})
     return {
         "microbatches": time.pipeline_time.shown_microbatches,
-        "makespan": time.pipeline_time.timeline.makespan,
-        "bubble": time.pipeline_time.timeline.bubble,
+        "makespan": timeline.makespan,
+        "bubble": timeline.bubble,
         "spans": spans,
     }
 
 
-def search_outcome(r: PlanRequest, found: SearchResult) -> dict[str, Any]:
+def search_outcome(r: PlanRequest, result: SearchResult) -> dict[str, Any]:
     return {
-        "layouts": [layout_summary(r, each) for each in found.layouts],
-        "front": [
-            {
-                "memory_gib": gib,
-                "tokens_per_s_per_gpu": rate,
-                "layout": candidate_layout(each),
-                "text": describe_layout(each.config),
-            }
-            for gib, rate, each in found.pareto_front
-        ],
-        "searched": found.layouts_tried,
-        "rejected": [
-            {"reason": reason, "count": count, "example": found.refusals.examples[reason]}
-            for reason, count in sorted(found.refusals.counts.items(), key=lambda each: -each[1])
-        ],
+        "layouts": [layout_summary(r, layout) for layout in result.layouts],
+        "front": [front_entry(*entry) for entry in result.pareto_front],
+        "searched": result.layouts_tried,
+        "rejected": [refusal_entry(result, reason, count) for reason, count in result.refusals.by_count()],
     }
 
 
-def layout_summary(r: PlanRequest, each: RankedLayout) -> dict[str, Any]:
+def layout_summary(r: PlanRequest, layout: RankedLayout) -> dict[str, Any]:
+    summary: dict[str, Any] = {
+        "text": describe_layout(layout.config),
+        "layout": layout_keys(layout.config, layout.choices, r.gpus),
+    }
+    summary.update(speed_and_budget(r, layout.config, layout.choices, layout.time.seconds))
+    summary["memory_gib"] = layout.largest_gib
+    return summary
+
+
+def front_entry(gib: float, rate: float, candidate: Candidate) -> dict[str, Any]:
+    world = candidate.setting.world
     return {
-        "text": describe_layout(each.config),
-        "layout": layout_keys(each.config, each.choices, r.gpus),
-        **speed_and_budget(r, each.config, each.choices, each.time.seconds),
-        "memory_gib": each.largest_gib,
+        "memory_gib": gib,
+        "tokens_per_s_per_gpu": rate,
+        "layout": layout_keys(candidate.config, candidate.choices, world),
+        "text": describe_layout(candidate.config),
     }
 
 
-def candidate_layout(each: Candidate) -> dict[str, Any]:
-    return layout_keys(each.config, each.choices, each.setting.world)
+def refusal_entry(result: SearchResult, reason: str, count: int) -> dict[str, Any]:
+    return {"reason": reason, "count": count, "example": result.refusals.examples[reason]}
 
 
-def explain_nothing_fits(r: PlanRequest, found: SearchResult) -> list[str]:
-    """Why no layout is left, and what would be nearest to one."""
-    reasons = sorted(found.refusals.counts.items(), key=lambda each: -each[1])[:4]
-    said = "; ".join(f"{count} x {reason} ({found.refusals.examples[reason]})" for reason, count in reasons)
-    problem = f"no layout of {r.config.name} fits {r.gpus} x {r.gpu.name}, of {found.layouts_tried} looked at: {said}"
-    for more in (r.gpus * times for times in (2, 4, 8, 16, 32, 64, 128, 256, 512)):
+def explain_nothing_fits(r: PlanRequest, result: SearchResult) -> str:
+    """Why no layout is left, and the smallest cluster that would have one."""
+    reasons: list[str] = []
+    for reason, count in result.refusals.by_count()[:SHOWN_REASONS]:
+        reasons.append(f"{count} x {reason} ({result.refusals.examples[reason]})")
+    tried = f"of {result.layouts_tried} looked at: {'; '.join(reasons)}"
+    problem = f"no layout of {r.config.name} fits {r.gpus} x {r.gpu.name}, {tried}"
+    for factor in GROWTH_FACTORS:
+        more = r.gpus * factor
         batch = r.config.train.global_batch * more // r.gpus
         grown = replace(r.config, train=replace(r.config.train, global_batch=batch))
-        if any(LayoutSearch(more, r.gpu, r.choices, r.fixed).feasible_candidates(grown)):
-            return [f"{problem}; take {more} GPUs, a card with more memory, a lower precision or a shorter sequence"]
-    return [f"{problem}; leave more of the layout open, or take more GPUs"]
+        search = LayoutSearch(more, r.gpu, r.choices, r.fixed)
+        if any(search.feasible_candidates(grown)):
+            return f"{problem}; take {more} GPUs, a card with more memory, a lower precision or a shorter sequence"
+    return f"{problem}; leave more of the layout open, or take more GPUs"

@@ -1,8 +1,8 @@
-"""What a plan may choose beyond a run's configuration: precision, what is recomputed or offloaded, how state is cut.
+"""Choices of a plan beyond a run's configuration: precision, recompute and offload, sharding of state.
 
-The keys of a run (`config/run.py`) already say degrees, schedule, pairing, dispatcher, where the router's weight acts
-and how moments are kept. Here is the rest. The planner plans for all of it; what the trainer cannot do yet is marked
-in `docs/planner.md`.
+The keys of a run (`config/run.py`) hold degrees, schedule, pairing, dispatcher, where the router's weight acts and how
+moments are stored. Here is the rest. The planner plans for all of it; what the trainer cannot do yet is marked in
+`docs/planner.md`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, get_args
 
+from moefold.anatomy.regions import REGIONS
 from moefold.config.errors import UserError, did_you_mean, printable_text
 from moefold.config.keys import key
 
@@ -21,8 +22,8 @@ PrecisionName = Literal["fp32", "bf16", "fp8", "fp8-blockwise", "mxfp8", "nvfp4"
 
 @dataclass(frozen=True)
 class PrecisionRecipe:
-    """Bytes an element takes: of a plain tensor; of a linear layer's input as it is kept; of the copies of a weight
-    that GEMMs read beside the weight itself. Scales of blocks are counted in."""
+    """Bytes of an element: of a plain tensor; of a linear layer's input as it is saved; of the copies of a weight that
+    GEMMs read beside the weight itself. Scales of blocks are included."""
 
     wide: float
     linear: float
@@ -36,24 +37,13 @@ class PrecisionRecipe:
 PRECISION_RECIPES: dict[str, PrecisionRecipe] = {
     "fp32": PrecisionRecipe(4, 4),
     "bf16": PrecisionRecipe(2, 2),
-    "fp8": PrecisionRecipe(2, 1, 2),  # weights twice: both products of a backward want rows of their own
+    "fp8": PrecisionRecipe(2, 1, 2),  # weights twice: the two GEMMs of a backward read them along different axes
     "fp8-blockwise": PrecisionRecipe(2, 1 + 4 / 128, 2 * (1 + 4 / 128**2)),  # an fp32 scale for 1 x 128, for 128 x 128
     "mxfp8": PrecisionRecipe(2, 1 + 1 / 32, 2 * (1 + 1 / 32)),  # a one-byte scale for 32 elements
     "nvfp4": PrecisionRecipe(2, 0.5 + 1 / 16, 2 * (0.5 + 1 / 16)),  # a one-byte scale for 16
 }
 
-RECOMPUTE_REGIONS = {
-    "norm": "RMSNorms before attention, MLP and experts",
-    "up": "latent attention: projections up from the latents, with their norms",
-    "core": "attention itself, from queries, keys and values to its result",
-    "out": "attention's projection back to the stream",
-    "mlp": "the MLP of dense layers",
-    "shared": "shared experts",
-    "experts": "routed experts, all of them",
-    "activation": "the activation inside routed experts",
-    "moe": "all of an MoE layer behind its norm",
-    "layer": "a whole layer: only its input is kept",
-}
+RECOMPUTE_REGIONS = {name: region.meaning for name, region in REGIONS.items()}
 REGION_ALIASES = {  # as other trainers say it
     "layernorm": "norm",
     "mla_up_proj": "up",
@@ -67,23 +57,35 @@ REGION_ALIASES = {  # as other trainers say it
 
 
 def parse_regions(names: Iterable[str]) -> frozenset[str]:
-    """The regions meant; names of other trainers are understood, others refused with the nearest."""
-    meant = {name: REGION_ALIASES.get(name, name) for name in names}
-    strange = [name for name, region in meant.items() if region not in RECOMPUTE_REGIONS]
-    if strange:
-        known = [*RECOMPUTE_REGIONS, *REGION_ALIASES]
-        raise UserError(
-            *(
-                f'no region "{printable_text(name)}"{did_you_mean(name, known)}; there are: {", ".join(RECOMPUTE_REGIONS)}'
-                for name in strange
-            )
-        )
-    return frozenset(meant.values())
+    """The regions named; names of other trainers are understood, others refused with the nearest."""
+    regions: set[str] = set()
+    problems: list[str] = []
+    for name in names:
+        region = REGION_ALIASES.get(name, name)
+        if region in RECOMPUTE_REGIONS:
+            regions.add(region)
+        else:
+            problems.append(unknown_region_problem(name))
+    if problems:
+        raise UserError(*problems)
+    return frozenset(regions)
+
+
+def unknown_region_problem(name: str) -> str:
+    guess = did_you_mean(name, [*RECOMPUTE_REGIONS, *REGION_ALIASES])
+    return f'no region "{printable_text(name)}"{guess}; there are: {", ".join(RECOMPUTE_REGIONS)}'
+
+
+def check_known_name(what: str, name: str, known: tuple[str, ...]) -> None:
+    if name in known:
+        return
+    guess = did_you_mean(str(name), known)
+    raise UserError(f'no {what} "{printable_text(str(name))}"{guess}; there are: {", ".join(known)}')
 
 
 @dataclass(frozen=True)
 class PlanChoices:
-    """Beside a run's configuration. A key's doc says what it means; `keys_of(Choices())` lists them."""
+    """Choices beside a run's configuration. `iterate_keys(PlanChoices())` lists the keys with their docs."""
 
     stack: StackName = key("moefold", "whose layers are planned: what they keep for backward differs")
     precision: PrecisionName = key("bf16", "of weights, activations and GEMMs")
@@ -105,14 +107,9 @@ class PlanChoices:
     capability: int = key(90, "compute capability of the GPU: 90 is 9.0, Hopper", at_least=0)
 
     def __post_init__(self) -> None:
-        for name, kind in (("stack", StackName), ("precision", PrecisionName)):
-            value = getattr(self, name)
-            if value not in get_args(kind):
-                raise UserError(
-                    f'no {name} "{printable_text(str(value))}"{did_you_mean(str(value), get_args(kind))}; '
-                    f"there are: {', '.join(get_args(kind))}"
-                )
-        _ = self.recomputed, self.offloaded
+        check_known_name("stack", self.stack, get_args(StackName))
+        check_known_name("precision", self.precision, get_args(PrecisionName))
+        _ = self.recomputed, self.offloaded  # refuses unknown regions
 
     @property
     def recipe(self) -> PrecisionRecipe:
@@ -128,7 +125,8 @@ class PlanChoices:
 
     @cached_property
     def identity(self) -> int:
-        return hash(tuple(vars(self)[name] for name in self.__dataclass_fields__))
+        values = vars(self)
+        return hash(tuple(values[name] for name in self.__dataclass_fields__))
 
     def __hash__(self) -> int:
         return self.identity

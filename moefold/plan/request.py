@@ -1,8 +1,8 @@
-"""What a person asks of the planner: names of the command line and of the page become a configuration on a cluster.
+"""Requests to the planner: options of the command line and of the page, read into a configuration on a cluster.
 
     {"model": "deepseek-v3", "gpus": 256, "gpu": "gb200", "precision": "mxfp8", "parallel.pp": 4, "recompute": "mlp"}
 
-Keys with a dot are those of a run's configuration; the others are the short forms below and the keys of `Choices`.
+Keys with a dot are those of a run's configuration; the others are the short forms below and the keys of `PlanChoices`.
 """
 
 from __future__ import annotations
@@ -28,14 +28,20 @@ SHORT_KEYS = {
     "dispatcher": "parallel.dispatcher",
     "overlap": "pipeline.pair",
 }
-VALUE_ALIASES = {  # as others say it
+VALUE_ALIASES = {  # names in other trainers
     "parallel.dispatcher": {"alltoall": "all_to_all", "hybridep": "deepep"},
     "graphs": {"off": "none", "partial": "static", "full": "whole"},
     "precision": {"fp8-blk": "fp8-blockwise", "blockwise": "fp8-blockwise", "fp8-mx": "mxfp8", "fp8-cs": "fp8"},
 }
 REQUEST_KEYS = ("model", "gpu", "gpus", "search", "tokens", "best", "explain")
+CHOICE_KEYS = tuple(key.path for key in iterate_keys(PlanChoices()))
 SEQUENCES_PER_GPU = 8  # of a global batch for each GPU, where neither the user nor the recipe says how many
 LAYOUT_SECTIONS = ("parallel.", "pipeline.")
+MOST_GPUS = 1_000_000
+MOST_LAYOUTS = 100  # that a search returns
+WHOLE_NUMBER_DIGITS = 12
+
+RawRequest = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -53,58 +59,75 @@ class PlanRequest:
     explain: bool
 
 
-def read_request(raw: Mapping[str, Any]) -> PlanRequest:
+def read_request(raw: RawRequest) -> PlanRequest:
     """All problems of a request at once."""
-    given = {SHORT_KEYS.get(key, key): value for key, value in raw.items() if value is not None}
-    for key, words in VALUE_ALIASES.items():
-        if isinstance(given.get(key), str):
-            given[key] = words.get(given[key].lower(), given[key])
-    gpus = read_whole_number(given.get("gpus", 8), "gpus", 1_000_000)
+    given = with_full_names(raw)
+    gpus = read_whole_number(given.get("gpus", 8), "gpus", MOST_GPUS)
     gpu = find_gpu_by_name(str(given.get("gpu", "h100")))
     problems: dict[str, str] = {}
     choices = read_plan_choices(given, problems)
     config = recipe_base(str(given.get("model", "tiny")), problems)
-    dotted = {key: value for key, value in given.items() if "." in key}
-    config = with_values(config, dotted, problems)
-    for key in set(given) - set(dotted) - set(REQUEST_KEYS) - {key.path for key in iterate_keys(PlanChoices())}:
-        known = [*REQUEST_KEYS, *SHORT_KEYS, *(each.path for each in iterate_keys(PlanChoices()))]
-        problems[key] = f'no option "{printable_text(key)}"{did_you_mean(key, known)}; there are: {", ".join(known)}'
+    config_values = {key: value for key, value in given.items() if "." in key}
+    config = with_values(config, config_values, problems)
+    report_unknown_options(given, problems)
     if problems:
         raise UserError(*problems.values())
+
     if "train.global_batch" not in given and config.train.global_batch < gpus:
-        config = replace(config, train=replace(config.train, global_batch=SEQUENCES_PER_GPU * gpus))
+        train = replace(config.train, global_batch=SEQUENCES_PER_GPU * gpus)
+        config = replace(config, train=train)
     check_precision(gpu, choices.precision)
-    chip = {} if "capability" in given else {"capability": gpu.capability}
-    choices = replace(choices, node=min(gpu.domain, gpus), **chip)
+    if "capability" not in given:
+        choices = replace(choices, capability=gpu.capability)
+    choices = replace(choices, node=min(gpu.domain, gpus))
+    gives_layout = any(key.startswith(LAYOUT_SECTIONS) for key in config_values)
     return PlanRequest(
-        config,
-        choices,
-        gpu,
-        gpus,
+        config=config,
+        choices=choices,
+        gpu=gpu,
+        gpus=gpus,
         fixed=frozenset(key for key in given if "." in key or key == "recompute"),
-        search=flag_is_set(given, "search") or not any(key.startswith(LAYOUT_SECTIONS) for key in dotted),
+        search=flag_is_set(given, "search") or not gives_layout,
         tokens=read_positive_number(given.get("tokens", 1e12), "tokens"),
-        best=read_whole_number(given.get("best", 10), "best", 100),
+        best=read_whole_number(given.get("best", 10), "best", MOST_LAYOUTS),
         explain=flag_is_set(given, "explain"),
     )
 
 
-def read_plan_choices(given: Mapping[str, Any], problems: dict[str, str]) -> PlanChoices:
-    """The keys of `Choices` among those given."""
+def with_full_names(raw: RawRequest) -> dict[str, Any]:
+    """The request with short keys and other trainers' values replaced, and without empty entries."""
+    given: dict[str, Any] = {}
+    for key, value in raw.items():
+        if value is not None:
+            given[SHORT_KEYS.get(key, key)] = value
+    for key, aliases in VALUE_ALIASES.items():
+        value = given.get(key)
+        if isinstance(value, str):
+            given[key] = aliases.get(value.lower(), value)
+    return given
+
+
+def report_unknown_options(given: RawRequest, problems: dict[str, str]) -> None:
+    known = [*REQUEST_KEYS, *SHORT_KEYS, *CHOICE_KEYS]
+    plain_keys = {key for key in given if "." not in key}
+    for key in plain_keys - set(REQUEST_KEYS) - set(CHOICE_KEYS):
+        shown = printable_text(key)
+        problems[key] = f'no option "{shown}"{did_you_mean(key, known)}; there are: {", ".join(known)}'
+
+
+def read_plan_choices(given: RawRequest, problems: dict[str, str]) -> PlanChoices:
+    """The keys of `PlanChoices` among those given."""
     values: dict[str, Any] = {}
-    if "precision" in given and given["precision"] not in (*PEAK_BY_PRECISION, "fp32"):
-        problems["precision"] = (
-            f'no precision "{printable_text(str(given["precision"]))}"{did_you_mean(str(given["precision"]), PEAK_BY_PRECISION)}; '
-            f"there are: {', '.join(PEAK_BY_PRECISION)}"
-        )
+    report_unknown_precision(given, problems)
     for key in iterate_keys(PlanChoices()):
-        if key.path in given and key.path not in problems:
-            try:
-                values[key.path] = convert_value(key, given[key.path])
-            except (ValueError, TypeError, OverflowError):
-                problems[key.path] = (
-                    f"{key.path} = {printable_value(given[key.path])} is not legal; expected {key.expected_values}"
-                )
+        if key.path not in given or key.path in problems:
+            continue
+        value = given[key.path]
+        try:
+            values[key.path] = convert_value(key, value)
+        except (ValueError, TypeError, OverflowError):
+            shown = printable_value(value)
+            problems[key.path] = f"{key.path} = {shown} is not legal; expected {key.expected_values}"
     try:
         return PlanChoices(**values)
     except UserError as refused:
@@ -112,17 +135,29 @@ def read_plan_choices(given: Mapping[str, Any], problems: dict[str, str]) -> Pla
         return PlanChoices()
 
 
-def flag_is_set(given: Mapping[str, Any], name: str) -> bool:
+def report_unknown_precision(given: RawRequest, problems: dict[str, str]) -> None:
+    precision = given.get("precision", "bf16")
+    if precision in (*PEAK_BY_PRECISION, "fp32"):
+        return
+    name = str(precision)
+    known = ", ".join(PEAK_BY_PRECISION)
+    guess = did_you_mean(name, PEAK_BY_PRECISION)
+    problems["precision"] = f'no precision "{printable_text(name)}"{guess}; there are: {known}'
+
+
+def flag_is_set(given: RawRequest, name: str) -> bool:
     value = given.get(name, False)
-    return BOOLEAN_WORDS.get(value.lower(), False) if isinstance(value, str) else bool(value)
+    if isinstance(value, str):
+        return BOOLEAN_WORDS.get(value.lower(), False)
+    return bool(value)
 
 
 def read_whole_number(raw: Any, name: str, most: int) -> int:
     text = str(raw).replace("_", "")
-    if not (text.isascii() and text.isdigit() and 1 <= int(text[:12]) <= most):
-        raise UserError(
-            f"{name} = {printable_value(raw)} is not legal; expected a whole number from 1 to {most}, such as 8"
-        )
+    is_number = text.isascii() and text.isdigit()
+    if not is_number or not 1 <= int(text[:WHOLE_NUMBER_DIGITS]) <= most:
+        expected = f"expected a whole number from 1 to {most}, such as 8"
+        raise UserError(f"{name} = {printable_value(raw)} is not legal; {expected}")
     return int(text)
 
 
@@ -139,7 +174,9 @@ def read_positive_number(raw: Any, name: str) -> float:
 def with_dispatcher(config: Config, choices: PlanChoices, gpu: Gpu, gpus: int) -> tuple[Config, str]:
     """The configuration with the dispatcher that this cluster's links choose, and why."""
     cluster = Cluster(gpu, gpus)
-    name, why = price.cheapest_dispatcher(config, cluster.domain, int(choices.recipe.wide), cluster.link_bandwidths)
+    element = int(choices.recipe.wide)
+    name, reason = price.cheapest_dispatcher(config, cluster.domain, element, cluster.link_bandwidths)
     if name == "local":
-        return config, why
-    return replace(config, parallel=replace(config.parallel, dispatcher=name)), f"{name}: {why}"  # pyright: ignore[reportArgumentType]
+        return config, reason
+    parallel = replace(config.parallel, dispatcher=name)  # pyright: ignore[reportArgumentType]
+    return replace(config, parallel=parallel), f"{name}: {reason}"

@@ -1,15 +1,17 @@
-"""The best layouts for a model, a cluster and a batch.
+"""Search for the best layouts of a model, a cluster and a batch.
 
-Every degree that the user left open is tried. What a rule of `config/rules.py` forbids is left out with that rule's
-name; what does not fit the card, even when more is recomputed, is left out with the bytes it lacks. The rest is ranked
-by the closed form, and the best few are clocked by simulation.
+Every degree that the user left open is tried. A layout that a rule of `config/rules.py` forbids is refused under that
+rule's name; one that does not fit the card, even with all recompute, is refused with the bytes it lacks. The rest is
+ranked by the closed form, and the best few are simulated.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 
 from moefold.config.rules import RULES, ConfigOnRanks
 from moefold.config.run import Config
@@ -19,8 +21,10 @@ from moefold.plan.memory.peak_memory import GIB, RankMemory, RunSetting, build_r
 from moefold.plan.options import PlanChoices
 from moefold.plan.time.closed_form import (
     PieceKind,
+    PieceMemories,
     PieceMemory,
     PiecePrice,
+    PiecePrices,
     PipelineCut,
     closed_form_setting,
     cut_pipeline,
@@ -42,12 +46,18 @@ RECOMPUTE_LADDER: tuple[tuple[str, ...], ...] = (  # what is recomputed, from th
 FEWEST_TOKENS = 512  # of a rank in a microbatch: below, nothing but launches would take time
 MOST_TOKENS = 16_384  # above, a larger microbatch makes no kernel faster
 MOST_PIPELINE = 64
-SIMULATED_CANDIDATES = 8  # of the best, by simulation
+MOST_TENSOR = 8
+CONTEXT_TOKENS = 4096  # a context-parallel rank gets at least so many
+VPP_CHOICES = (1, 2, 3, 4, 6, 8, 12)
+MICRO_BATCH_CHOICES = (1, 2, 4, 8)
+SIMULATED_CANDIDATES = 8  # of the best by the closed form
+
+CacheKey = tuple[object, ...]
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout that is legal and fits, by the closed form, with so many rungs of recompute."""
+    """A layout that is legal and fits by the closed form, with the first `rung` of recompute that makes it fit."""
 
     config: Config
     choices: PlanChoices
@@ -59,7 +69,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class RankedLayout:
-    """A layout whose every rank fits, clocked."""
+    """A simulated layout whose every rank fits."""
 
     config: Config
     choices: PlanChoices
@@ -72,23 +82,30 @@ class RankedLayout:
 
 
 class Refusals:
-    """Why layouts were left out: how many for each reason, with one example."""
+    """Why layouts were refused: how many for each reason, with one example."""
 
     def __init__(self) -> None:
         self.counts: dict[str, int] = {}
         self.examples: dict[str, str] = {}
 
-    def add(self, reason: str, example: str) -> None:
+    def add_refusal(self, reason: str, example: str) -> None:
         self.counts[reason] = self.counts.get(reason, 0) + 1
         self.examples.setdefault(reason, example)
+
+    def by_count(self) -> list[tuple[str, int]]:
+        """Reasons with their counts, the most frequent first."""
+        return sorted(self.counts.items(), key=lambda item: -item[1])
+
+
+ParetoFront = list[tuple[float, float, Candidate]]  # GiB, tokens a second of a GPU, layout
 
 
 @dataclass(frozen=True)
 class SearchResult:
-    """`layouts` best first; `front` are (GiB, tokens a second of a GPU, layout) that none other beats in both."""
+    """`layouts` best first; `pareto_front`: layouts that no other beats in both memory and speed."""
 
     layouts: list[RankedLayout]
-    pareto_front: list[tuple[float, float, Candidate]]
+    pareto_front: ParetoFront
     refusals: Refusals
     layouts_tried: int
 
@@ -98,95 +115,134 @@ def divisors(n: int) -> list[int]:
 
 
 def powers_of_two(most: int) -> list[int]:
-    return [2**at for at in range(most.bit_length()) if 2**at <= most]
+    powers = [2**exponent for exponent in range(most.bit_length())]
+    return [power for power in powers if power <= most]
 
 
 def degree_combinations(base: Config, world: int, gpu: Gpu, fixed: frozenset[str]) -> Iterator[Config]:
-    """Every combination of the degrees left open that fits the grids at all; rules look at the rest."""
-    p, moe = base.parallel, base.model.moe
+    """Every combination of the degrees left open that divides the world; rules check the rest."""
+    p = base.parallel
+    experts = base.model.moe.experts
+    tensor_degrees = powers_of_two(min(MOST_TENSOR, gpu.domain))
+    context_degrees = powers_of_two(max(1, base.data.seq_len // CONTEXT_TOKENS))
+    pipeline_degrees = [pp for pp in divisors(world) if pp <= MOST_PIPELINE]
 
-    def open_values(key: str, values: list[int], given: int) -> list[int]:
-        return [given] if key in fixed else values
+    def choose(key: str, choices: Sequence[int]) -> Sequence[int]:
+        if f"parallel.{key}" in fixed:
+            return [getattr(p, key)]
+        return choices
 
-    for pp in open_values("parallel.pp", [d for d in divisors(world) if d <= MOST_PIPELINE], p.pp):
+    for pp in choose("pp", pipeline_degrees):
         ranks = world // pp
-        for tp in open_values("parallel.tp", powers_of_two(min(8, gpu.domain)), p.tp):
-            for cp in open_values("parallel.cp", powers_of_two(max(1, base.data.seq_len // 4096)), p.cp):
-                for ep in open_values("parallel.ep", [d for d in divisors(moe.experts) if ranks % d == 0], p.ep):
-                    for etp in open_values("parallel.etp", powers_of_two(min(8, gpu.domain)), p.etp):
-                        whole = ranks % (tp * cp) == 0 and ranks % (ep * etp) == 0
-                        if whole and ("parallel.etp" in fixed or spreads_whole_experts(base, ep, etp)):
-                            yield replace(base, parallel=replace(p, pp=pp, tp=tp, cp=cp, ep=ep, etp=etp))
+        expert_degrees = [ep for ep in divisors(experts) if ranks % ep == 0]
+        grids = product(
+            choose("tp", tensor_degrees),
+            choose("cp", context_degrees),
+            choose("ep", expert_degrees),
+            choose("etp", tensor_degrees),
+        )
+        for tp, cp, ep, etp in grids:
+            if ranks % (tp * cp) or ranks % (ep * etp):
+                continue
+            if "parallel.etp" in fixed or spreads_whole_experts(base, ep, etp):
+                parallel = replace(p, pp=pp, tp=tp, cp=cp, ep=ep, etp=etp)
+                yield replace(base, parallel=parallel)
 
 
 def spreads_whole_experts(base: Config, ep: int, etp: int) -> bool:
-    """Whole experts are spread over ranks before any is cut: the same memory with less talk."""
+    """Whole experts are spread over ranks before any is cut: the same memory with less communication."""
     return etp == 1 or ep == base.model.moe.experts
 
 
 def pipeline_variants(config: Config, fixed: frozenset[str]) -> Iterator[Config]:
     """One grid with its choices of stages a rank, sequences a microbatch, and pairing."""
-    pp, c = config.parallel.pp, config.pipeline
+    p = config.parallel
+    sends_rows = p.ep * p.etp > 1
+    variants = product(vpp_choices(config, fixed), micro_batch_choices(config, fixed), pairing_choices(config, fixed))
+    for vpp, micro_batch, pair in variants:
+        if pair and not sends_rows:
+            continue  # there is no communication that could hide
+        pipeline = replace(config.pipeline, vpp=vpp, pair=pair)
+        train = replace(config.train, micro_batch=micro_batch)
+        yield replace(config, pipeline=pipeline, train=train)
+
+
+def vpp_choices(config: Config, fixed: frozenset[str]) -> list[int]:
+    if "pipeline.vpp" in fixed:
+        return [config.pipeline.vpp]
+    pp = config.parallel.pp
+    if pp == 1:
+        return [1]
     pieces = config.model.layers + config.model.mtp + 2
-    chunks = [v for v in (1, 2, 3, 4, 6, 8, 12) if pp * v <= pieces] if pp > 1 else [1]
+    return [vpp for vpp in VPP_CHOICES if pp * vpp <= pieces]
+
+
+def micro_batch_choices(config: Config, fixed: frozenset[str]) -> list[int]:
+    if "train.micro_batch" in fixed:
+        return [config.train.micro_batch]
     tokens = config.data.seq_len // (config.parallel.tp * config.parallel.cp)
-    sizes = [n for n in (1, 2, 4, 8) if n == 1 or n * tokens <= MOST_TOKENS]
-    for vpp in [c.vpp] if "pipeline.vpp" in fixed else chunks:
-        for mbs in [config.train.micro_batch] if "train.micro_batch" in fixed else sizes:
-            for pair in [c.pair] if "pipeline.pair" in fixed else (False, True):
-                if pair and config.parallel.ep * config.parallel.etp == 1:
-                    continue  # nothing travels that could hide
-                yield replace(
-                    config,
-                    pipeline=replace(c, vpp=vpp, pair=pair),
-                    train=replace(config.train, micro_batch=mbs),
-                )
+    return [size for size in MICRO_BATCH_CHOICES if size == 1 or size * tokens <= MOST_TOKENS]
+
+
+def pairing_choices(config: Config, fixed: frozenset[str]) -> list[bool]:
+    if "pipeline.pair" in fixed:
+        return [config.pipeline.pair]
+    return [False, True]
 
 
 class LayoutSearch:
     """Shares between candidates what they have in common: a piece's price, a cut of the model."""
 
     def __init__(self, world: int, gpu: Gpu, choices: PlanChoices, fixed: frozenset[str]):
-        self.world, self.gpu, self.fixed = world, gpu, fixed
+        self.world = world
+        self.gpu = gpu
+        self.fixed = fixed
         self.cluster = Cluster(gpu, world)
         rungs = [choices.recompute] if "recompute" in fixed else RECOMPUTE_LADDER
         self.ladder = [replace(choices, recompute=rung) for rung in rungs]
-        self.prices: dict[tuple[object, ...], dict[PieceKind, PiecePrice]] = {}
-        self.holdings: dict[tuple[object, ...], dict[PieceKind, PieceMemory]] = {}
-        self.cuts: dict[tuple[int, int], PipelineCut] = {}
+        self.price_cache: dict[CacheKey, dict[PieceKind, PiecePrice]] = {}
+        self.memory_cache: dict[CacheKey, dict[PieceKind, PieceMemory]] = {}
+        self.cut_cache: dict[tuple[int, int], PipelineCut] = {}
         self.refusals = Refusals()
         self.layouts_tried = 0
 
-    def cut(self, config: Config) -> PipelineCut:
+    def pipeline_cut(self, config: Config) -> PipelineCut:
         key = (config.parallel.pp, config.pipeline.vpp)
-        if key not in self.cuts:
-            self.cuts[key] = cut_pipeline(config)
-        return self.cuts[key]
+        if key not in self.cut_cache:
+            self.cut_cache[key] = cut_pipeline(config)
+        return self.cut_cache[key]
 
-    def piece_prices(self, s: RunSetting, cut: PipelineCut) -> Mapping[PieceKind, PiecePrice]:
-        """Pieces cost the same whatever the pipeline, unless their weights travel."""
-        fsdp = s.degrees["dp"] if s.choices.sharding == "fsdp" else 0
-        known = self.prices.setdefault((*cost_cache_key(s), s.config.train.micro_batch, fsdp), {})
-        missing = [kind for kind in cut.kinds if kind not in known]
+    def piece_prices(self, s: RunSetting, cut: PipelineCut) -> PiecePrices:
+        """Pieces cost the same whatever the pipeline, unless their weights are gathered."""
+        fsdp_ranks = s.degrees["dp"] if s.choices.sharding == "fsdp" else 0
+        key = (*cost_cache_key(s), s.config.train.micro_batch, fsdp_ranks)
+        prices = self.price_cache.setdefault(key, {})
+        missing = [kind for kind in cut.kinds if kind not in prices]
         if missing:
-            pace = StepClock(s, self.gpu)
-            known.update((kind, price_piece(pace, kind)) for kind in missing)
-        return known
+            clock = StepClock(s, self.gpu)
+            for kind in missing:
+                prices[kind] = price_piece(clock, kind)
+        return prices
 
-    def held(self, s: RunSetting, cut: PipelineCut) -> Mapping[PieceKind, PieceMemory]:
-        known = self.holdings.setdefault((*cost_cache_key(s), s.config.pipeline.pair), {})
-        known.update((kind, measure_piece_memory(s, kind)) for kind in cut.kinds if kind not in known)
-        return known
+    def piece_memories(self, s: RunSetting, cut: PipelineCut) -> PieceMemories:
+        key = (*cost_cache_key(s), s.config.pipeline.pair)
+        memories = self.memory_cache.setdefault(key, {})
+        for kind in cut.kinds:
+            if kind not in memories:
+                memories[kind] = measure_piece_memory(s, kind)
+        return memories
 
-    def legal(self, config: Config) -> bool:
+    def is_legal(self, config: Config) -> bool:
         case = ConfigOnRanks(config, self.world)
         for rule in RULES:
             if not rule.holds(case):
-                self.refusals.add(rule.name, rule.says(case))
+                self.refusals.add_refusal(rule.name, rule.says(case))
                 return False
-        tokens = config.train.micro_batch * config.data.seq_len / (config.parallel.tp * config.parallel.cp)
+        ranks_of_sequence = config.parallel.tp * config.parallel.cp
+        tokens = config.train.micro_batch * config.data.seq_len / ranks_of_sequence
         if tokens < FEWEST_TOKENS:
-            self.refusals.add("tokens of a rank", f"{tokens:g} tokens a rank and microbatch; expected {FEWEST_TOKENS}")
+            example = f"{tokens:g} tokens a rank and microbatch; expected {FEWEST_TOKENS}"
+            self.refusals.add_refusal("tokens of a rank", example)
             return False
         return True
 
@@ -194,80 +250,114 @@ class LayoutSearch:
         for grid in degree_combinations(base, self.world, self.gpu, self.fixed):
             for config in pipeline_variants(grid, self.fixed):
                 self.layouts_tried += 1
-                if self.legal(config) and (found := self.fit_with_recompute(config)):
-                    yield found
+                if not self.is_legal(config):
+                    continue
+                candidate = self.fit_with_recompute(config)
+                if candidate:
+                    yield candidate
 
     def fit_with_recompute(self, config: Config, rung: int = 0) -> Candidate | None:
-        """The layout with as little recomputed as fits, from this rung on."""
-        cut = self.cut(config)
+        """The layout with as little recompute as fits, from this rung on."""
+        cut = self.pipeline_cut(config)
 
         def gib_needed(rung: int) -> float:
             s = closed_form_setting(config, self.world, self.ladder[rung])
-            return largest_rank_gib(s, cut, self.held(s, cut))
+            return largest_rank_gib(s, cut, self.piece_memories(s, cut))
 
+        limit = self.gpu.memory
         least = gib_needed(len(self.ladder) - 1)
-        if least > self.gpu.memory:
-            what = f"{describe_layout(config)} needs {least:.0f} GiB with all recomputed, the card has {self.gpu.memory:.0f}"
-            self.refusals.add("memory", what)
+        if least > limit:
+            need = f"{describe_layout(config)} needs {least:.0f} GiB with all recomputed"
+            self.refusals.add_refusal("memory", f"{need}, the card has {limit:.0f}")
             return None
-        while gib_needed(rung) > self.gpu.memory:
+        while gib_needed(rung) > limit:
             rung += 1
         s = closed_form_setting(config, self.world, self.ladder[rung])
-        seconds = estimate_step_seconds(s, self.cluster, cut, self.piece_prices(s, cut), self.held(s, cut))
+        prices = self.piece_prices(s, cut)
+        memories = self.piece_memories(s, cut)
+        seconds = estimate_step_seconds(s, self.cluster, cut, prices, memories)
         return Candidate(config, s.choices, s, seconds, gib_needed(rung), rung)
 
-    def exact_memory(self, candidate: Candidate) -> tuple[RunSetting, list[RankMemory]] | None:
-        """The layout walked: its memory, if that fits as well."""
+    def rank_candidate(self, candidate: Candidate) -> RankedLayout | None:
+        """The candidate simulated, if its memory in the real program fits as well."""
         setting = build_run_setting(candidate.config, self.world, candidate.choices)
         memory = memory_by_rank(setting)
         fullest = fullest_rank(memory)
-        if fullest.total + fullest.outside <= self.gpu.memory * GIB:
-            return setting, memory
-        what = f"{describe_layout(candidate.config)} needs {fullest.total / GIB:.0f} GiB on rank {fullest.rank}"
-        self.refusals.add("memory", what)
-        return None
+        if fullest.total + fullest.outside > self.gpu.memory * GIB:
+            need = f"needs {fullest.total / GIB:.0f} GiB on rank {fullest.rank}"
+            self.refusals.add_refusal("memory", f"{describe_layout(candidate.config)} {need}")
+            return None
+        time = time_training_step(setting, self.gpu)
+        return RankedLayout(candidate.config, candidate.choices, time, memory)
+
+    def next_rung(self, candidate: Candidate) -> Candidate | None:
+        """The candidate with more recompute, if the ladder has a further rung."""
+        rung = candidate.rung + 1
+        if rung == len(self.ladder):
+            return None
+        return self.fit_with_recompute(candidate.config, rung)
 
 
-def cost_cache_key(s: RunSetting) -> tuple[object, ...]:
+def cost_cache_key(s: RunSetting) -> CacheKey:
     """What a rank's share of a layer depends on, beside the sequences of a microbatch."""
     p = s.config.parallel
     return p.tp, p.cp, p.ep, p.etp, s.choices.recompute
 
 
 def describe_layout(config: Config) -> str:
-    p, c = config.parallel, config.pipeline
-    degrees = {"tp": p.tp, "cp": p.cp, "pp": p.pp, "vpp": c.vpp, "ep": p.ep, "etp": p.etp}
-    said = [f"{name} {n}" for name, n in degrees.items() if n > 1 or name in ("tp", "pp", "ep")]
-    return ", ".join([*said, f"mbs {config.train.micro_batch}", *(["overlap"] if c.pair else [])])
+    """tp 2, pp 4, ep 8, mbs 1, overlap"""
+    parallel = config.parallel
+    pipeline = config.pipeline
+    degrees = {
+        "tp": parallel.tp,
+        "cp": parallel.cp,
+        "pp": parallel.pp,
+        "vpp": pipeline.vpp,
+        "ep": parallel.ep,
+        "etp": parallel.etp,
+    }
+    parts: list[str] = []
+    for name, degree in degrees.items():
+        if degree > 1 or name in ("tp", "pp", "ep"):
+            parts.append(f"{name} {degree}")
+    parts.append(f"mbs {config.train.micro_batch}")
+    if pipeline.pair:
+        parts.append("overlap")
+    return ", ".join(parts)
 
 
 def search_layouts(
     base: Config, world: int, choices: PlanChoices, gpu: Gpu, fixed: frozenset[str] = frozenset(), best: int = 10
 ) -> SearchResult:
-    """The best layouts; keys in `fixed` stay as they are in `base`. What fits by the closed form alone is tried again
-    with more recomputed, in its new place among the others."""
-    looking = LayoutSearch(world, gpu, choices, fixed)
-    candidates = sorted(looking.feasible_candidates(base), key=lambda each: each.seconds)
-    waiting = [(each.seconds, at, each) for at, each in enumerate(candidates)]  # sorted, so a heap
+    """The best layouts; keys in `fixed` stay as they are in `base`. A layout that fits by the closed form only is tried
+    again with more recompute, in its new place among the others."""
+    search = LayoutSearch(world, gpu, choices, fixed)
+    candidates = sorted(search.feasible_candidates(base), key=lambda candidate: candidate.seconds)
+    # A sorted list is a heap; the number keeps the order of equal seconds.
+    queue = [(candidate.seconds, number, candidate) for number, candidate in enumerate(candidates)]
+    enough = max(best, SIMULATED_CANDIDATES)
     ranked: list[RankedLayout] = []
-    while waiting and len(ranked) < max(best, SIMULATED_CANDIDATES):
-        _, at, each = heapq.heappop(waiting)
-        if found := looking.exact_memory(each):
-            setting, memory = found
-            ranked.append(RankedLayout(each.config, each.choices, time_training_step(setting, gpu), memory))
-        elif each.rung + 1 < len(looking.ladder) and (more := looking.fit_with_recompute(each.config, each.rung + 1)):
-            heapq.heappush(waiting, (more.seconds, at, more))
-    ranked.sort(key=lambda each: each.time.seconds)
-    return SearchResult(
-        ranked[:best], find_pareto_front(candidates, base, world), looking.refusals, looking.layouts_tried
-    )
+    while queue and len(ranked) < enough:
+        _, number, candidate = heapq.heappop(queue)
+        layout = search.rank_candidate(candidate)
+        if layout:
+            ranked.append(layout)
+            continue
+        retry = search.next_rung(candidate)
+        if retry:
+            heapq.heappush(queue, (retry.seconds, number, retry))
+    ranked.sort(key=lambda layout: layout.time.seconds)
+    front = find_pareto_front(candidates, base, world)
+    return SearchResult(ranked[:best], front, search.refusals, search.layouts_tried)
 
 
-def find_pareto_front(candidates: list[Candidate], base: Config, world: int) -> list[tuple[float, float, Candidate]]:
+def find_pareto_front(candidates: list[Candidate], base: Config, world: int) -> ParetoFront:
     """Of layouts from the fastest on, those that need less memory than all faster ones."""
-    front: list[tuple[float, float, Candidate]] = []
+    front: ParetoFront = []
     tokens = base.train.global_batch * base.data.seq_len / world
-    for each in candidates:
-        if not front or each.largest_gib < front[-1][0]:
-            front.append((each.largest_gib, tokens / each.seconds, each))
+    least_gib = math.inf
+    for candidate in candidates:
+        if candidate.largest_gib < least_gib:
+            least_gib = candidate.largest_gib
+            front.append((least_gib, tokens / candidate.seconds, candidate))
     return front

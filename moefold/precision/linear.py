@@ -1,27 +1,32 @@
-"""The linear layer every dense projection is made of: where a precision recipe will act."""
+"""Linear layers, dense and grouped: the modules that a precision recipe is attached to (precision/recipes.py).
+
+The model's classes create them; `use_recipe` sets the number format of their operands and the kernels for it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
 
+from moefold.kernels.bound import BoundKernels
+from moefold.kernels.experts.grouped_gemm import grouped_gemm, grouped_gemm_weight
+from moefold.kernels.linear.grouped_linear import GroupedProducts, grouped_linear
 from moefold.kernels.linear.linear import linear
+from moefold.kernels.linear.product import PLAIN, Recipe, WeightAndBias
 from moefold.layout.axes import World
 from moefold.layout.declare import DeclaringModule
 from moefold.layout.placement import REPLICATED, Placement
 
-Products = Callable[
-    ..., tuple[torch.Tensor, ...]
-]  # of x with weight, bias, weight, bias, ... (kernels/linear/linear.py)
+MultiplyLayers = Callable[[torch.Tensor, Sequence[WeightAndBias], Recipe], tuple[torch.Tensor, ...]]
 
 
 class Linear(DeclaringModule):
     """y = x W^T + b. With `outputs` of several sizes, such as (2, F), the result has them as its last dims.
 
-    Cut over tp along an output dim, each rank makes its part of y, bias included. Cut along the inputs (the last dim),
-    each rank makes a summand of y; the first adds the whole bias, so that the sum holds it once.
+    Sharded over tp along an output dim, each rank computes its part of y, bias included. Sharded along the inputs (the
+    last dim), each rank computes a summand of y; the first rank adds the whole bias, so that the sum holds it once.
     """
 
     def __init__(
@@ -35,41 +40,67 @@ class Linear(DeclaringModule):
     ):
         super().__init__(world)
         self.weight = self.declare_parameter("weight", *outputs, inputs, std=std, placement=placement)
-        summand = placement.sharded_dims == (len(outputs),)
-        self.bias_factor = 0.0 if summand and world.axis("tp").index > 0 else 1.0
-        bias_placement = REPLICATED if summand else placement
-        self.bias = self.declare_parameter("bias", *outputs, std=0.0, placement=bias_placement) if bias else None
-        self.products: Products = linear.reference
+        gives_summand = placement.sharded_dims == (len(outputs),)
+        adds_bias = not gives_summand or world.axis("tp").index == 0
+        self.bias_factor = 1.0 if adds_bias else 0.0
+        self.bias = None
+        if bias:
+            bias_placement = REPLICATED if gives_summand else placement
+            self.bias = self.declare_parameter("bias", *outputs, std=0.0, placement=bias_placement)
+        self.recipe: Recipe = PLAIN
+        self.multiply_layers: MultiplyLayers = linear.reference
+
+    def use_recipe(self, recipe: Recipe, kernels: BoundKernels) -> None:
+        self.recipe = recipe
+        self.multiply_layers = kernels.with_facts(recipe=recipe.name)[linear]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        (y,) = products_of_layers(x, self)
-        return y
+        (y,) = self.multiply_layers(x, [self.weight_and_bias()], self.recipe)
+        return self.unflatten_outputs(y)
 
-    def weight_and_bias(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        bias = self.bias.flatten() * self.bias_factor if self.bias is not None else None
-        return self.weight.flatten(0, -2), bias
+    def weight_and_bias(self) -> WeightAndBias:
+        """As matrix and vector."""
+        weight = self.weight.flatten(0, -2)
+        if self.bias is None:
+            return weight, None
+        return weight, self.bias.flatten() * self.bias_factor
+
+    def unflatten_outputs(self, y: torch.Tensor) -> torch.Tensor:
+        return y.unflatten(-1, self.weight.shape[:-1])
 
 
 class LinearGroup(DeclaringModule):
-    """Linear layers that read the same input, called as one: what they give back for it need not be added apart. They
-    are members of whoever made them, and keep their names."""
+    """Linear layers that read the same input, called as one op, which may sum their input gradients inside the products.
+    The layers stay members of the module that made them and keep their names."""
 
     def __init__(self, world: World, *layers: Linear):
         super().__init__(world)
-        self.layers = layers  # a tuple: they are not this module's own
+        self.layers = layers  # a tuple, so that torch does not register them here
         self.borrowed = tuple(parameter for layer in layers for parameter in layer.parameters())
 
     def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
-        return products_of_layers(x, *self.layers)
+        first = self.layers[0]
+        if any(layer.recipe is not first.recipe for layer in self.layers):
+            return [layer(x) for layer in self.layers]  # each recipe has its own operand of the input
+        weights_and_biases = [layer.weight_and_bias() for layer in self.layers]
+        outputs = first.multiply_layers(x, weights_and_biases, first.recipe)
+        return [layer.unflatten_outputs(y) for layer, y in zip(self.layers, outputs, strict=True)]
 
 
-def products_of_layers(x: torch.Tensor, *layers: Linear) -> list[torch.Tensor]:
-    results = layers[0].products(x, *(operand for layer in layers for operand in layer.weight_and_bias()))
-    return [y.unflatten(-1, layer.weight.shape[:-1]) for y, layer in zip(results, layers, strict=True)]
+class GroupedLinear(nn.Module):
+    """One linear layer per expert: rows sorted by expert, (R, D) to (R, ...). The weight (e, ..., D) is a parameter of
+    the calling module and is passed in, so that the parameter's name does not depend on this class."""
 
+    def __init__(self, kernels: BoundKernels):
+        super().__init__()
+        self.use_recipe(PLAIN, kernels)
 
-def set_linear_products(model: nn.Module, products: Products) -> None:
-    """Of every linear layer, from now on."""
-    for module in model.modules():
-        if isinstance(module, Linear):
-            module.products = products
+    def use_recipe(self, recipe: Recipe, kernels: BoundKernels) -> None:
+        self.recipe = recipe
+        self.kernels = kernels.with_facts(recipe=recipe.name)
+        self.products = GroupedProducts(self.kernels[grouped_gemm], self.kernels[grouped_gemm_weight])
+
+    def forward(self, x_RD: torch.Tensor, weight: torch.Tensor, ends_e: torch.Tensor) -> torch.Tensor:
+        multiply_rows = self.kernels[grouped_linear]
+        y_RN = multiply_rows(x_RD, weight.flatten(1, -2), ends_e, self.recipe, self.products)
+        return y_RN.unflatten(-1, weight.shape[1:-1])

@@ -1,4 +1,4 @@
-"""A command's own options are a dataclass, read by tyro; every other `--section.key value` is a configuration key."""
+"""Options of a command: its own are a dataclass, read by tyro; every other `--section.key value` is a configuration key."""
 
 from __future__ import annotations
 
@@ -11,34 +11,50 @@ from typing import Any, TypeVar
 import tyro
 
 from moefold.config.errors import UserError, printable_text
-from moefold.config.keys import format_value, iterate_keys
+from moefold.config.keys import ConfigKey, format_value, iterate_keys
 from moefold.presets.zoo import PRESETS
 
 T = TypeVar("T")
 
+LARGEST_RANK_COUNT = 1_000_000
+
 
 def split_overrides(options: type[Any], argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """The words that are the command's own, and those that override the configuration."""
-    own = {"help", *(name for f in fields(options) for name in option_spellings(f.name))}
-    switches = {f"--{key.path}" for key in iterate_keys(PRESETS["tiny"]()) if key.type is bool}
+    own = {"help"}
+    for option in fields(options):
+        own.update(option_spellings(option.name))
+    switches = boolean_switches()
     mine: list[str] = []
     overrides: list[str] = []
     words = deque(argv)
     while words:
         word = words.popleft()
-        if not word.startswith("--") or word[2:].partition("=")[0] in own:
+        if not word.startswith("--") or option_name(word) in own:
             mine.append(word)
             continue
         overrides.append(word)
-        if word in switches and (not words or words[0].startswith("--")):  # said without a value
+        # A boolean key may be given without a value; any other key takes the next word.
+        if word in switches and (not words or words[0].startswith("--")):
             overrides.append("true")
         elif "=" not in word and words:
             overrides.append(words.popleft())
     return mine, overrides
 
 
+def option_name(word: str) -> str:
+    """`--train.steps=20` -> `train.steps`."""
+    name, _, _ = word[2:].partition("=")
+    return name
+
+
+def boolean_switches() -> set[str]:
+    keys = iterate_keys(PRESETS["tiny"]())
+    return {f"--{key.path}" for key in keys if key.type is bool}
+
+
 def check_rank_count(count: int) -> int:
-    if not 1 <= count <= 1_000_000:
+    if not 1 <= count <= LARGEST_RANK_COUNT:
         raise UserError(f"--nproc {count} is not legal; expected a whole number at least 1, such as 4")
     return count
 
@@ -49,8 +65,10 @@ def option_spellings(name: str) -> tuple[str, ...]:
 
 
 def read_options(options: type[T], argv: Sequence[str], command: str, config_keys: bool = True) -> tuple[T, list[str]]:
-    """The command's options and the overrides. `--help` prints both, then leaves."""
-    mine, overrides = split_overrides(options, argv) if config_keys else (list(argv), [])
+    """The command's options and the overrides. `--help` prints both and exits."""
+    mine, overrides = list(argv), []
+    if config_keys:
+        mine, overrides = split_overrides(options, argv)
     refuse_misspelt_option(options, overrides)
     asks_help = "--help" in mine or "-h" in mine
     try:
@@ -62,13 +80,15 @@ def read_options(options: type[T], argv: Sequence[str], command: str, config_key
 
 
 def refuse_misspelt_option(options: type[Any], overrides: Sequence[str]) -> None:
-    """An override that is no configuration key but looks like one of the command's own options."""
-    own = [f.name.replace("_", "-") for f in fields(options)]
+    """Refuse an override that is no configuration key but resembles one of the command's own options."""
+    own = [option.name.replace("_", "-") for option in fields(options)]
     keys = {key.path for key in iterate_keys(PRESETS["tiny"]())}
     for word in overrides:
-        name = word[2:].partition("=")[0]
+        name = option_name(word)
+        if not word.startswith("--") or "." in name or name in keys:
+            continue
         near = difflib.get_close_matches(name, own, n=1, cutoff=0.6)
-        if word.startswith("--") and "." not in name and name not in keys and near:
+        if near:
             raise UserError(f'no option "--{printable_text(name)}" (did you mean "--{near[0]}"?)')
 
 
@@ -76,6 +96,14 @@ def list_config_keys() -> str:
     """Every configuration key with its default in the preset `tiny` and its meaning."""
     lines = ["", "configuration keys, set as --section.key VALUE (defaults of the preset tiny):", ""]
     for key in iterate_keys(PRESETS["tiny"]()):
-        choices = f" [{', '.join(key.choices)}]" if key.choices else ""
-        lines.append(f"  --{key.path} {format_value(key.default)}{choices}\n      {key.doc}")
+        lines += describe_config_key(key)
     return "\n".join(lines)
+
+
+def describe_config_key(key: ConfigKey) -> list[str]:
+    """Lines of --help: the key with its default and legal names, its meaning, and one line for each open name."""
+    choices = f" [{', '.join(key.choices)}]" if key.choices else ""
+    lines = [f"  --{key.path} {format_value(key.default)}{choices}", f"      {key.doc}"]
+    for name in key.names or ():
+        lines.append(f"        {name}: {key.names.says(name)}")  # pyright: ignore[reportOptionalMemberAccess]
+    return lines

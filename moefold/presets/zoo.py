@@ -202,15 +202,15 @@ def deepseek_attention(heads: int, q_rank: int, rope: RopeConfig) -> AttentionCo
     )
 
 
-def deepseek_yarn(sharpen: float, factor: float = 40.0, theta: float = 10_000.0, beta_fast: float = 32.0) -> RopeConfig:
+def deepseek_yarn(mscale: float, factor: float = 40.0, theta: float = 10_000.0, beta_fast: float = 32.0) -> RopeConfig:
     return RopeConfig(
         theta=theta,
         scaling="yarn",
         factor=factor,
         original_length=4096,
         beta_fast=beta_fast,
-        mscale=sharpen,
-        mscale_all=sharpen,
+        mscale=mscale,
+        mscale_all=mscale,
     )
 
 

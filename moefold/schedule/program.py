@@ -1,4 +1,4 @@
-"""A pipeline schedule is data: per rank a list of slots, per slot the ops that may run woven into each other.
+"""Pipeline programs: per rank a list of slots, per slot the ops that may run interleaved with each other.
 
 There are three kinds of op: F forward, D data gradient, W weight gradient. A classic backward is D and W in one slot.
 An op is written kind, stage, microbatch: D2.5 is the data gradient of microbatch 5 through stage 2. Stage 0 holds the
@@ -12,19 +12,21 @@ and in time
     rank 0    F0.0 F0.1           D0.0 W0.0           D0.1 W0.1
     rank 1         F1.0 D1.0 W1.0 F1.1 D1.1 W1.1
 
-Gaps are not written: they follow from `needs`, the one statement of causality. The executor runs a program, the
-simulator clocks it, the drawing shows it: one program, three readers.
+Gaps are not written: they follow from `op_dependencies`, the one statement of causality. The executor runs a program,
+the simulator clocks it, the drawing shows it.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from itertools import product
 from typing import Literal, NamedTuple
 
 from moefold.schedule.schedule_error import ScheduleError, first_problems
 
 OpKind = Literal["F", "D", "W"]
+OP_KINDS: tuple[OpKind, ...] = ("F", "D", "W")
 
 
 class PipelineOp(NamedTuple):
@@ -43,73 +45,92 @@ Program = list[list[Slot]]
 def op_dependencies(op: PipelineOp, last_stage: int) -> list[PipelineOp]:
     """What must have finished, on any rank, before `op` may start."""
     kind, stage, microbatch = op
-    if kind == "F":
-        return [PipelineOp("F", stage - 1, microbatch)] if stage > 0 else []
+    if kind == "W":
+        return [PipelineOp("D", stage, microbatch)]
     if kind == "D":
-        return [
-            PipelineOp("F", stage, microbatch),
-            *([PipelineOp("D", stage + 1, microbatch)] if stage < last_stage else []),
-        ]
-    return [PipelineOp("D", stage, microbatch)]
+        needs = [PipelineOp("F", stage, microbatch)]
+        if stage < last_stage:
+            needs.append(PipelineOp("D", stage + 1, microbatch))
+        return needs
+    if stage == 0:
+        return []
+    return [PipelineOp("F", stage - 1, microbatch)]
 
 
 def ops_with_ranks(program: Program) -> Iterator[tuple[int, PipelineOp]]:
     """Every op with its rank, in each rank's order."""
-    return ((rank, op) for rank, slots in enumerate(program) for slot in slots for op in slot)
+    for rank, slots in enumerate(program):
+        for slot in slots:
+            for op in slot:
+                yield rank, op
 
 
 def last_stage_of(program: Program) -> int:
-    return max((op.stage for _, op in ops_with_ranks(program)), default=-1)
+    stages = (op.stage for _, op in ops_with_ranks(program))
+    return max(stages, default=-1)
 
 
 def rank_by_stage(program: Program) -> list[int]:
-    """Which rank holds which stage: `rank_of(program)[stage]`, read off the program itself."""
+    """Which rank holds which stage: `rank_by_stage(program)[stage]`, read off the program."""
     homes = {op.stage: rank for rank, op in ops_with_ranks(program)}
     return [homes[stage] for stage in range(len(homes))]
 
 
 def is_paired(slot: Slot) -> bool:
-    """Whether a forward and a backward share the slot, so that one's communication faces the other's compute."""
+    """Whether a forward and a backward share the slot, so that one's communication overlaps the other's compute."""
     kinds = {op.kind for op in slot}
     return "F" in kinds and "D" in kinds
+
+
+def slot_text(slot: Slot) -> str:
+    return "+".join(map(str, slot))
 
 
 def walk_program(program: Program, finish: Callable[[int, Slot], object]) -> None:
     """Visit all slots in an order every rank could follow, calling `finish(rank, slot)` on each.
 
-    A slot starts when all that its ops need has finished, its own ops aside. Raises Unsound on a deadlock, naming who
-    waits for what.
+    A slot starts when all dependencies of its ops have finished, its own ops aside. Raises ScheduleError on a deadlock,
+    naming which rank waits for what.
     """
-    last = last_stage_of(program)
-    done: set[PipelineOp] = set()
-    cursor = [0] * len(program)
+    last_stage = last_stage_of(program)
+    finished: set[PipelineOp] = set()
+    position = [0] * len(program)
 
     def unmet_dependencies(slot: Slot) -> list[PipelineOp]:
-        return [need for op in slot for need in op_dependencies(op, last) if need not in done and need not in slot]
+        needs = [need for op in slot for need in op_dependencies(op, last_stage)]
+        return [need for need in needs if need not in finished and need not in slot]
 
-    moved = True
-    while moved:
-        moved = False
+    # Each round runs every rank as far as it can go; a round without progress is the end or a deadlock.
+    progress = True
+    while progress:
+        progress = False
         for rank, slots in enumerate(program):
-            while cursor[rank] < len(slots) and not unmet_dependencies(slots[cursor[rank]]):
-                slot = slots[cursor[rank]]
+            for slot in slots[position[rank] :]:
+                if unmet_dependencies(slot):
+                    break
                 finish(rank, slot)
-                done.update(slot)
-                cursor[rank] += 1
-                moved = True
-    stuck = [(rank, slots[at]) for rank, (at, slots) in enumerate(zip(cursor, program, strict=True)) if at < len(slots)]
-    if stuck:
-        homes = {op: rank for rank, op in ops_with_ranks(program)}
-        raise ScheduleError(
-            *first_problems([describe_deadlock(rank, slot, unmet_dependencies(slot), homes) for rank, slot in stuck])
-        )
+                finished.update(slot)
+                position[rank] += 1
+                progress = True
+
+    deadlocks: list[str] = []
+    homes = {op: rank for rank, op in ops_with_ranks(program)}
+    for rank, slots in enumerate(program):
+        if position[rank] < len(slots):
+            slot = slots[position[rank]]
+            deadlocks.append(describe_deadlock(rank, slot, unmet_dependencies(slot), homes))
+    if deadlocks:
+        raise ScheduleError(*first_problems(deadlocks))
 
 
 def describe_deadlock(rank: int, slot: Slot, missing: Iterable[PipelineOp], homes: dict[PipelineOp, int]) -> str:
-    """One rank's line of a deadlock: where it stands and who should have come first."""
-    where = {op: f"rank {homes[op]} only runs later" if op in homes else "no rank runs" for op in missing}
-    reasons = " and ".join(f"{op}, which {place}" for op, place in where.items())
-    return f"deadlock: rank {rank} waits at {'+'.join(map(str, slot))} for {reasons}; move what is waited for up"
+    """One rank's line of a deadlock: the slot it waits at and the ops that should have run before."""
+    reasons: dict[PipelineOp, str] = {}
+    for op in missing:
+        place = f"rank {homes[op]} only runs later" if op in homes else "no rank runs"
+        reasons[op] = f"{op}, which {place}"
+    waits_for = " and ".join(reasons.values())
+    return f"deadlock: rank {rank} waits at {slot_text(slot)} for {waits_for}; move what is waited for up"
 
 
 def program_problems(program: Program, stages: int | None = None, microbatches: int | None = None) -> list[str]:
@@ -117,72 +138,76 @@ def program_problems(program: Program, stages: int | None = None, microbatches: 
 
     Without `stages` and `microbatches`, the largest of each in the program count.
     """
-    seen = Counter(op for _, op in ops_with_ranks(program))
-    if not seen:
+    op_counts = Counter(op for _, op in ops_with_ranks(program))
+    if not op_counts:
         return ["the program has no op; expected at least F0.0 and then D0.0+W0.0 on rank 0"]
-    stages = stages or last_stage_of(program) + 1
-    microbatches = microbatches or max(op.microbatch for op in seen) + 1
-    problems = [
-        *first_problems(find_unknown_ops(program, stages, microbatches)),
-        *first_problems(find_repeated_ops(program, seen)),
-        *first_problems(find_missing_ops(program, seen, stages, microbatches)),
-        *first_problems(find_scattered_stages(program)),
-        *first_problems(find_entangled_slots(program, stages - 1)),
-    ]
-    if not problems:
-        try:
-            walk_program(program, lambda rank, slot: None)
-        except ScheduleError as deadlock:
-            return list(deadlock.problems)
-    return problems
+    if not stages:
+        stages = last_stage_of(program) + 1
+    if not microbatches:
+        microbatches = max(op.microbatch for op in op_counts) + 1
+    problems_by_kind = (
+        find_unknown_ops(program, stages, microbatches),
+        find_repeated_ops(program, op_counts),
+        find_missing_ops(program, op_counts, stages, microbatches),
+        find_scattered_stages(program),
+        find_entangled_slots(program, stages - 1),
+    )
+    problems: list[str] = []
+    for of_kind in problems_by_kind:
+        problems += first_problems(of_kind)
+    return problems or deadlock_problems(program)
+
+
+def deadlock_problems(program: Program) -> list[str]:
+    try:
+        walk_program(program, lambda rank, slot: None)
+    except ScheduleError as deadlock:
+        return list(deadlock.problems)
+    return []
 
 
 def check_program(program: Program, stages: int | None = None, microbatches: int | None = None) -> Program:
-    """Return the program if it is one whole training step; otherwise raise Unsound with all that is wrong."""
-    if problems := program_problems(program, stages, microbatches):
+    """Return the program if it is one whole training step; otherwise raise ScheduleError with all problems."""
+    problems = program_problems(program, stages, microbatches)
+    if problems:
         raise ScheduleError(*problems)
     return program
 
 
 def find_unknown_ops(program: Program, stages: int, microbatches: int) -> list[str]:
     """Ops of stages or microbatches that do not exist."""
-    return [
-        f"rank {rank} runs {op}, but there are {stages} stages and {microbatches} microbatches, both counted from 0; "
-        f"leave it out"
-        for rank, op in ops_with_ranks(program)
-        if op.stage >= stages or op.microbatch >= microbatches
-    ]
+    bounds = f"there are {stages} stages and {microbatches} microbatches, both counted from 0"
+    problems: list[str] = []
+    for rank, op in ops_with_ranks(program):
+        if op.stage >= stages or op.microbatch >= microbatches:
+            problems.append(f"rank {rank} runs {op}, but {bounds}; leave it out")
+    return problems
 
 
-def find_repeated_ops(program: Program, seen: Counter[PipelineOp]) -> list[str]:
-    twice = {
-        op: [rank for rank, other in ops_with_ranks(program) if other == op] for op, count in seen.items() if count > 1
-    }
-    return [
-        f"{op} runs {len(ranks)} times, on rank {', '.join(map(str, ranks))}; expected once: keep one"
-        for op, ranks in twice.items()
-    ]
+def find_repeated_ops(program: Program, op_counts: Counter[PipelineOp]) -> list[str]:
+    problems: list[str] = []
+    for op, count in op_counts.items():
+        if count == 1:
+            continue
+        ranks = [str(rank) for rank, other in ops_with_ranks(program) if other == op]
+        problems.append(f"{op} runs {count} times, on rank {', '.join(ranks)}; expected once: keep one")
+    return problems
 
 
-def find_missing_ops(program: Program, seen: Counter[PipelineOp], stages: int, microbatches: int) -> list[str]:
+def find_missing_ops(program: Program, op_counts: Counter[PipelineOp], stages: int, microbatches: int) -> list[str]:
     """Ops that every microbatch must pass and this program drops."""
     homes = {op.stage: rank for rank, op in ops_with_ranks(program)}
-    found: list[str] = []
+    expected = f"expected F, D and W of every microbatch 0 to {microbatches - 1}"
+    problems: list[str] = []
     for stage in range(stages):
         if stage not in homes:
-            found.append(f"no rank runs stage {stage} of {stages}; give it to one")
+            problems.append(f"no rank runs stage {stage} of {stages}; give it to one")
             continue
-        found += [
-            f"rank {homes[stage]} drops {op}; expected F, D and W of every microbatch 0 to {microbatches - 1}: add it"
-            for microbatch in range(microbatches)
-            for op in (
-                PipelineOp("F", stage, microbatch),
-                PipelineOp("D", stage, microbatch),
-                PipelineOp("W", stage, microbatch),
-            )
-            if op not in seen
-        ]
-    return found
+        for microbatch, kind in product(range(microbatches), OP_KINDS):
+            op = PipelineOp(kind, stage, microbatch)
+            if op not in op_counts:
+                problems.append(f"rank {homes[stage]} drops {op}; {expected}: add it")
+    return problems
 
 
 def find_scattered_stages(program: Program) -> list[str]:
@@ -190,23 +215,29 @@ def find_scattered_stages(program: Program) -> list[str]:
     homes: dict[int, set[int]] = {}
     for rank, op in ops_with_ranks(program):
         homes.setdefault(op.stage, set()).add(rank)
-    return [
-        f"stage {stage} runs on ranks {', '.join(map(str, sorted(ranks)))}; expected one: its weights are there"
-        for stage, ranks in sorted(homes.items())
-        if len(ranks) > 1
-    ]
+    problems: list[str] = []
+    for stage, ranks in sorted(homes.items()):
+        if len(ranks) > 1:
+            names = ", ".join(map(str, sorted(ranks)))
+            problems.append(f"stage {stage} runs on ranks {names}; expected one: its weights are there")
+    return problems
 
 
 def find_entangled_slots(program: Program, last_stage: int) -> list[str]:
     """Slots whose ops need each other: only a weight gradient may stand behind its own data gradient."""
-    found: list[str] = []
+    problems: list[str] = []
     for rank, slots in enumerate(program):
         for slot in slots:
-            for at, op in enumerate(slot):
-                inside = [need for need in op_dependencies(op, last_stage) if need in slot]
-                if any(op.kind != "W" or need not in slot[:at] for need in inside):
-                    found.append(
-                        f"rank {rank} puts {'+'.join(map(str, slot))} into one slot, but {op} needs {inside[0]} "
-                        f"finished; put it into a later slot"
-                    )
-    return found
+            for op, need in entangled_ops(slot, last_stage):
+                clash = f"rank {rank} puts {slot_text(slot)} into one slot, but {op} needs {need} finished"
+                problems.append(f"{clash}; put it into a later slot")
+    return problems
+
+
+def entangled_ops(slot: Slot, last_stage: int) -> Iterator[tuple[PipelineOp, PipelineOp]]:
+    """Each op of a slot that depends on another op of it, with the first such dependency."""
+    for position, op in enumerate(slot):
+        inside = [need for need in op_dependencies(op, last_stage) if need in slot]
+        earlier_ops = slot[:position]
+        if any(op.kind != "W" or need not in earlier_ops for need in inside):
+            yield op, inside[0]

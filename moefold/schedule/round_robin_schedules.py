@@ -1,4 +1,4 @@
-"""Schedules whose stages lie round robin: stage s on rank s mod p. Each is (ranks, microbatches, chunks) -> program.
+"""Schedules with round-robin stages: stage s on rank s mod p. Each is (ranks, microbatches, chunks) -> program.
 
 One character a unit of time: forwards of microbatches 0, 1, ... as digits, their data gradients as A, B, ..., their
 weight gradients as a, b, ...; dots are bubble.
@@ -15,7 +15,7 @@ it takes the next: the pipe fills in steps of a chunk, so that the bubble is `ch
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import pairwise, product
 
 from moefold.schedule.passes import defer_weight_grads
 from moefold.schedule.program import PipelineOp, Program, Slot
@@ -26,30 +26,35 @@ def forward_slot(stage: int, microbatch: int) -> Slot:
 
 
 def backward_slot(stage: int, microbatch: int) -> Slot:
-    return (PipelineOp("D", stage, microbatch), PipelineOp("W", stage, microbatch))
+    data_grad = PipelineOp("D", stage, microbatch)
+    weight_grad = PipelineOp("W", stage, microbatch)
+    return (data_grad, weight_grad)
 
 
 def gpipe(ranks: int, microbatches: int, chunks: int = 1) -> Program:
     """All forwards, chunk by chunk, then all backwards. Makespan (m + p - 1)(f + b); every microbatch is live."""
-    return [
-        [forward_slot(chunk * ranks + rank, m) for chunk in range(chunks) for m in range(microbatches)]
-        + [backward_slot(chunk * ranks + rank, m) for chunk in reversed(range(chunks)) for m in range(microbatches)]
-        for rank in range(ranks)
-    ]
+    return [gpipe_rank(rank, ranks, microbatches, chunks) for rank in range(ranks)]
+
+
+def gpipe_rank(rank: int, ranks: int, microbatches: int, chunks: int) -> list[Slot]:
+    stages = range(rank, chunks * ranks, ranks)
+    each_microbatch = range(microbatches)
+    forwards = [forward_slot(*place) for place in product(stages, each_microbatch)]
+    backwards = [backward_slot(*place) for place in product(reversed(stages), each_microbatch)]
+    return forwards + backwards
 
 
 def one_f_one_b(ranks: int, microbatches: int, chunks: int = 1) -> Program:
     """1F1B: makespan (m + p - 1)(f + b), at most p - r live on rank r. With several chunks, the interleaved form."""
     if chunks > 1:
         return interleaved_1f1b(ranks, microbatches, chunks)
-    return [
-        warm_up_and_alternate(
-            [forward_slot(rank, m) for m in range(microbatches)],
-            [backward_slot(rank, m) for m in range(microbatches)],
-            warmup=ranks - rank - 1,
-        )
-        for rank in range(ranks)
-    ]
+    program: Program = []
+    for rank in range(ranks):
+        forwards = [forward_slot(rank, m) for m in range(microbatches)]
+        backwards = [backward_slot(rank, m) for m in range(microbatches)]
+        warmup = ranks - rank - 1
+        program.append(warm_up_and_alternate(forwards, backwards, warmup))
+    return program
 
 
 def interleaved_1f1b(ranks: int, microbatches: int, chunks: int) -> Program:
@@ -59,21 +64,26 @@ def interleaved_1f1b(ranks: int, microbatches: int, chunks: int) -> Program:
     (fewer only if there are fewer), larger groups first: a rank's backward order then never asks for a microbatch
     that the forward order has not finished.
     """
-    order = [(chunk, m) for group in microbatch_groups(ranks, microbatches) for chunk in range(chunks) for m in group]
-    first = len(microbatch_groups(ranks, microbatches)[0])
-    return [
-        warm_up_and_alternate(
-            [forward_slot(chunk * ranks + rank, m) for chunk, m in order],
-            [backward_slot((chunks - 1 - chunk) * ranks + rank, m) for chunk, m in order],
-            warmup=2 * (ranks - rank - 1) + (chunks - 1) * first,
-        )
-        for rank in range(ranks)
-    ]
+    groups = microbatch_groups(ranks, microbatches)
+    order: list[tuple[int, int]] = []  # (chunk, microbatch), the same on every rank
+    for group in groups:
+        order += product(range(chunks), group)
+    largest_group = len(groups[0])
+
+    program: Program = []
+    for rank in range(ranks):
+        stages = [chunk * ranks + rank for chunk in range(chunks)]
+        forwards = [forward_slot(stages[chunk], m) for chunk, m in order]
+        backwards = [backward_slot(stages[-1 - chunk], m) for chunk, m in order]
+        warmup = 2 * (ranks - rank - 1) + (chunks - 1) * largest_group
+        program.append(warm_up_and_alternate(forwards, backwards, warmup))
+    return program
 
 
 def zero_bubble_h1(ranks: int, microbatches: int, chunks: int = 1) -> Program:
     """Zero-bubble H1: 1F1B whose rank r is r weight gradients behind. 3m + p - 1 when F = D = W = 1, at most p live."""
-    return defer_weight_grads(one_f_one_b(ranks, microbatches, chunks))
+    program = one_f_one_b(ranks, microbatches, chunks)
+    return defer_weight_grads(program)
 
 
 def microbatch_groups(ranks: int, microbatches: int) -> list[range]:
@@ -82,15 +92,16 @@ def microbatch_groups(ranks: int, microbatches: int) -> list[range]:
     10 over 4 ranks: 0-4, 5-9.   11 over 4 ranks: 0-5, 6-10.   3 over 4 ranks: 0-2.
     """
     count = max(1, microbatches // ranks)
-    size, larger = divmod(microbatches, count)
-    starts = [g * size + min(g, larger) for g in range(count + 1)]
-    return [range(a, b) for a, b in pairwise(starts)]
+    size, larger_groups = divmod(microbatches, count)
+    starts = [group * size + min(group, larger_groups) for group in range(count + 1)]
+    return [range(start, end) for start, end in pairwise(starts)]
 
 
 def warm_up_and_alternate(forwards: list[Slot], backwards: list[Slot], warmup: int) -> list[Slot]:
-    """`warmup` forwards, then one forward and one backward in turn, then the backwards that are left."""
+    """`warmup` forwards, then one forward and one backward alternately, then the backwards that are left."""
     warmup = min(warmup, len(forwards))
+    alternating = len(forwards) - warmup
     slots = forwards[:warmup]
-    for ahead, behind in zip(forwards[warmup:], backwards, strict=False):
-        slots += [ahead, behind]
-    return slots + backwards[len(forwards) - warmup :]
+    for forward, backward in zip(forwards[warmup:], backwards, strict=False):
+        slots += [forward, backward]
+    return slots + backwards[alternating:]

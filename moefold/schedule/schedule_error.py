@@ -1,8 +1,10 @@
-"""What is wrong with a program, a layout or a table of costs, all of it told at once."""
+"""Errors of a program, a stage layout or a table of stage costs, all problems at once."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+
+EXCERPT_LENGTH = 80
 
 
 class ScheduleError(ValueError):
@@ -13,12 +15,24 @@ class ScheduleError(ValueError):
         super().__init__("\n".join(problems))
 
 
-def first_problems(found: Sequence[str], most: int = 4) -> list[str]:
+def first_problems(problems: Sequence[str], limit: int = 4) -> list[str]:
     """The first few of many problems of one kind, and how many more there are."""
-    return [*found[:most], *([f"... and {len(found) - most} more of that kind"] if len(found) > most else [])]
+    shown = list(problems[:limit])
+    hidden = len(problems) - limit
+    if hidden > 0:
+        shown.append(f"... and {hidden} more of that kind")
+    return shown
 
 
 def printable_excerpt(text: str) -> str:
-    """A user's own words as they may be repeated: short, and with nothing that acts on a terminal."""
-    text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-    return text if len(text) <= 80 else text[:77] + "..."
+    """A user's input as an error may repeat it: short, and without control characters."""
+    escaped = "".join(map(escape_unprintable, text))
+    if len(escaped) <= EXCERPT_LENGTH:
+        return escaped
+    return escaped[: EXCERPT_LENGTH - 3] + "..."
+
+
+def escape_unprintable(character: str) -> str:
+    if character.isprintable():
+        return character
+    return character.encode("unicode_escape").decode()

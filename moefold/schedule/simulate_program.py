@@ -1,7 +1,7 @@
-"""Clocks a program: when each slot runs, how long ranks idle, how much they hold. The same `walk` an executor follows.
+"""Simulation of a pipeline program: when each slot runs, how long ranks idle, how much they hold.
 
-A slot of one forward or one backward takes its compute and then its communication. In a paired slot the two face each
-other, and the slot takes as long as the busier of the two lanes, or as the longer op would take by itself:
+A slot of one forward or one backward takes its compute and then its communication. In a paired slot the two overlap,
+and the slot takes as long as the busier of the two lanes, or as the longer op would take by itself:
 
     alone     compute  F F F           D D D W W W          paired    compute  F F F D D D W W W
               comm           f f f d d                                comm     d d   f f f
@@ -23,6 +23,8 @@ from moefold.schedule.program import (
     walk_program,
 )
 from moefold.schedule.stage_costs import StageCosts
+
+OpBytes = Callable[[PipelineOp], float]
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ class LaneInterval:
 
 @dataclass(frozen=True)
 class Timeline:
-    """A program on the clock. Lists are by rank; `live` counts the most microbatches between F and W, chunk by chunk;
+    """A simulated program. Lists are by rank; `live` counts the most microbatches between F and W, chunk by chunk;
     `exposed` is communication that no compute of the same rank hid."""
 
     spans: list[SlotSpan]
@@ -58,74 +60,123 @@ class Timeline:
     exposed: list[float]
 
 
+class ProgramClock:
+    """Start and end of every slot, as `walk_program` visits them."""
+
+    def __init__(self, program: Program, costs: StageCosts):
+        self.costs = costs
+        self.last_stage = last_stage_of(program)
+        self.home = rank_by_stage(program)
+        self.spans: list[SlotSpan] = []
+        self.op_end: dict[PipelineOp, float] = {}
+        # By rank: when it is free next, seconds in slots, seconds of compute in them.
+        self.free = [0.0] * len(program)
+        self.busy = [0.0] * len(program)
+        self.compute = [0.0] * len(program)
+
+    def finish_slot(self, rank: int, slot: Slot) -> None:
+        start = max(self.free[rank], self.inputs_ready(rank, slot))
+        end = start + slot_duration(slot, self.costs)
+        self.free[rank] = end
+        self.busy[rank] += end - start
+        self.compute[rank] += sum(map(self.costs.compute_seconds, slot))
+        self.spans.append(SlotSpan(rank, slot, start, end))
+        for op in slot:
+            self.op_end[op] = end
+
+    def inputs_ready(self, rank: int, slot: Slot) -> float:
+        """When the last input of a slot has arrived on its rank."""
+        latest = 0.0
+        for op in slot:
+            for need in op_dependencies(op, self.last_stage):
+                if need not in slot:
+                    latest = max(latest, self.arrival_time(need, rank))
+        return latest
+
+    def arrival_time(self, need: PipelineOp, rank: int) -> float:
+        if self.home[need.stage] == rank:
+            return self.op_end[need]
+        return self.op_end[need] + self.costs.send
+
+
 def simulate_program(program: Program, costs: StageCosts) -> Timeline:
-    last, home, ranks = last_stage_of(program), rank_by_stage(program), len(program)
-    end: dict[PipelineOp, float] = {}
-    free, compute, busy = [0.0] * ranks, [0.0] * ranks, [0.0] * ranks
-    spans: list[SlotSpan] = []
+    clock = ProgramClock(program, costs)
+    walk_program(program, clock.finish_slot)
+    makespan = max(clock.free)
 
-    def arrival_time(need: PipelineOp, rank: int) -> float:
-        return end[need] + (costs.send if home[need.stage] != rank else 0.0)
+    def saved_bytes(op: PipelineOp) -> float:
+        return costs.saved[op.stage]
 
-    def finish_slot(rank: int, slot: Slot) -> None:
-        inputs = [arrival_time(need, rank) for op in slot for need in op_dependencies(op, last) if need not in slot]
-        start = max([free[rank], *inputs])
-        free[rank] = start + slot_duration(slot, costs)
-        busy[rank] += free[rank] - start
-        compute[rank] += sum(costs.seconds(op) for op in slot)
-        end.update((op, free[rank]) for op in slot)
-        spans.append(SlotSpan(rank, slot, start, free[rank]))
+    def held_bytes(op: PipelineOp) -> float:
+        return costs.held[op.stage]
 
-    walk_program(program, finish_slot)
-    makespan = max(free)
-    return Timeline(
-        spans,
-        makespan,
-        bubble=[1 - b / makespan if makespan else 0.0 for b in busy],
-        live=[int(most_held_at_once(slots, lambda op: 1, lambda op: 1)) for slots in program],
-        bytes=[
-            most_held_at_once(slots, lambda op: costs.saved[op.stage], lambda op: costs.held[op.stage])
-            for slots in program
-        ],
-        exposed=[b - c for b, c in zip(busy, compute, strict=True)],
-    )
+    bubble = [idle_share(busy, makespan) for busy in clock.busy]
+    live = [int(most_held_at_once(slots, count_one, count_one)) for slots in program]
+    size = [most_held_at_once(slots, saved_bytes, held_bytes) for slots in program]
+    exposed = [busy - compute for busy, compute in zip(clock.busy, clock.compute, strict=True)]
+    return Timeline(clock.spans, makespan, bubble, live, size, exposed)
+
+
+def idle_share(busy: float, makespan: float) -> float:
+    if not makespan:
+        return 0.0
+    return 1 - busy / makespan
+
+
+def count_one(op: PipelineOp) -> float:
+    return 1
 
 
 def slot_duration(slot: Slot, costs: StageCosts) -> float:
-    alone = {op: costs.seconds(op) + costs.travel(op) for op in slot}
+    compute = [costs.compute_seconds(op) for op in slot]
+    comm = [costs.comm_seconds(op) for op in slot]
+    alone = [a + b for a, b in zip(compute, comm, strict=True)]
     if not is_paired(slot):
-        return sum(alone.values())
-    best = max(sum(map(costs.seconds, slot)), sum(map(costs.travel, slot)), *alone.values())
-    return best + costs.friction * (sum(alone.values()) - best)
+        return sum(alone)
+    best = max(sum(compute), sum(comm), *alone)
+    hidden = sum(alone) - best
+    return best + costs.friction * hidden
 
 
-def most_held_at_once(
-    slots: list[Slot], saved: Callable[[PipelineOp], float], until_w: Callable[[PipelineOp], float]
-) -> float:
-    """The most a rank holds at once: F adds `saved`, D drops all of it but `until_w`, W drops that."""
-    now = most = 0.0
+def most_held_at_once(slots: list[Slot], saved: OpBytes, until_wgrad: OpBytes) -> float:
+    """The most a rank holds at once: F adds `saved`, D frees all of it but `until_wgrad`, W frees that."""
+    held = most = 0.0
     for slot in slots:
         for op in slot:
-            now += {"F": saved(op), "D": until_w(op) - saved(op), "W": -until_w(op)}[op.kind]
-            most = max(most, now)
+            if op.kind == "F":
+                held += saved(op)
+            elif op.kind == "D":
+                held += until_wgrad(op) - saved(op)
+            else:
+                held -= until_wgrad(op)
+            most = max(most, held)
     return most
 
 
 def lane_intervals(span: SlotSpan, costs: StageCosts) -> list[LaneInterval]:
     """A slot's compute and communication as they might lie in it; those of a real run come from its trace."""
-    found: list[LaneInterval] = []
-    at = wire = span.start
+    intervals: list[LaneInterval] = []
     paired = is_paired(span.slot)
-    for op in span.slot if paired else ():
-        if op.kind == "D" and costs.travel(op):  # a backward begins with communication
-            found.append(LaneInterval("comm", op, wire, wire + costs.travel(op)))
-            wire += costs.travel(op)
+    compute_end = comm_end = span.start
+
+    # In a pair the backward begins with its communication, beside the forward's compute.
     for op in span.slot:
-        found.append(LaneInterval("compute", op, at, at + costs.seconds(op)))
-        at += costs.seconds(op)
-        if costs.travel(op) and not (paired and op.kind == "D"):
-            begin = max(at, wire)
-            wire = begin + costs.travel(op)
-            found.append(LaneInterval("comm", op, begin, wire))
-            at = at if paired else wire
-    return found
+        duration = costs.comm_seconds(op)
+        if paired and op.kind == "D" and duration:
+            intervals.append(LaneInterval("comm", op, comm_end, comm_end + duration))
+            comm_end += duration
+
+    for op in span.slot:
+        start = compute_end
+        compute_end = start + costs.compute_seconds(op)
+        intervals.append(LaneInterval("compute", op, start, compute_end))
+        duration = costs.comm_seconds(op)
+        already_sent = paired and op.kind == "D"
+        if not duration or already_sent:
+            continue
+        start = max(compute_end, comm_end)
+        comm_end = start + duration
+        intervals.append(LaneInterval("comm", op, start, comm_end))
+        if not paired:
+            compute_end = comm_end
+    return intervals

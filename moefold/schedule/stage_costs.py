@@ -1,4 +1,4 @@
-"""What one microbatch costs on each stage, in seconds and bytes, and how a person writes it down.
+"""Costs of one microbatch on each pipeline stage, in seconds and bytes, and their form in a YAML file.
 
     F: 1.0                       # a number: a rank's whole share, which its vpp stages split evenly
     D: [1, 1, 1.5, 2]            # a list: one number a stage, all pp x vpp of them
@@ -9,7 +9,7 @@
       saved: 2.0e9               # what a forward keeps for its backward
       held: 0.5e9                # the part of it that stays until W; all of it if left out
 
-What is left out is 1 for F, D and W and 0 for the rest.
+Missing entries are 1 for F, D and W and 0 for the rest.
 """
 
 from __future__ import annotations
@@ -17,18 +17,25 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, cast
 
-from moefold.schedule.program import PipelineOp
+from moefold.schedule.program import OP_KINDS, PipelineOp
 from moefold.schedule.schedule_error import ScheduleError, printable_excerpt
 from moefold.schedule.stage_layout import PIECE_LETTERS, StageLayout
+
+COST_NAMES = (*OP_KINDS, "comm", "send", "bytes")
+BYTES_NAMES = ("saved", "held")
+MAX_COST = 1e30
+
+CostTree = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class StageCosts:
-    """By kind and stage: seconds of compute and of communication; by stage: bytes saved by F, and held until W. What
-    a paired slot hides slows it still by its share `friction`: communication's kernels take a part of the device."""
+    """By kind and stage: seconds of compute and of communication; by stage: bytes saved by F, and held until W.
+    `friction`: the share of hidden communication that still slows a paired slot, since its kernels take a part of the
+    device."""
 
     compute: Mapping[str, Sequence[float]]
     comm: Mapping[str, Sequence[float]]
@@ -37,118 +44,133 @@ class StageCosts:
     held: Sequence[float]
     friction: float = 0.0
 
-    def seconds(self, op: PipelineOp) -> float:
+    def compute_seconds(self, op: PipelineOp) -> float:
         return self.compute[op.kind][op.stage]
 
-    def travel(self, op: PipelineOp) -> float:
+    def comm_seconds(self, op: PipelineOp) -> float:
         """Seconds of communication inside the op."""
         return self.comm[op.kind][op.stage]
 
 
 def uniform_costs(stages: int, chunks: int = 1, comm: float = 0.0) -> StageCosts:
     """F = D = W = 1 for a rank's share of a microbatch, split evenly over its chunks; `comm` likewise in F and D."""
-    each, nothing = [1 / chunks] * stages, [0.0] * stages
-    travel = {"F": [comm / chunks] * stages, "D": [comm / chunks] * stages, "W": nothing}
-    return StageCosts(dict.fromkeys(("F", "D", "W"), each), travel, 0.0, nothing, nothing)
+    zeros = [0.0] * stages
+    compute_share = [1 / chunks] * stages
+    comm_share = [comm / chunks] * stages
+    compute: dict[str, Sequence[float]] = dict.fromkeys(OP_KINDS, compute_share)
+    comm_by_kind = {"F": comm_share, "D": comm_share, "W": zeros}
+    return StageCosts(compute, comm_by_kind, 0.0, zeros, zeros)
 
 
-def read_stage_costs(
-    tree: Mapping[str, Any], stages: int, chunks: int, layout: StageLayout | None = None
-) -> StageCosts:
-    """The costs a mapping describes, laid over the defaults; Unsound with all its problems at once."""
-    return StageCostsReader(stages, chunks, layout).read(tree)
+def read_stage_costs(tree: CostTree, stages: int, chunks: int, layout: StageLayout | None = None) -> StageCosts:
+    """The costs a mapping describes, laid over the defaults; ScheduleError with all its problems at once."""
+    reader = StageCostsReader(stages, chunks, layout)
+    return reader.read_costs(tree)
 
 
 class StageCostsReader:
     """Reads the entries of a table of costs and collects what is wrong with them."""
 
     def __init__(self, stages: int, chunks: int, layout: StageLayout | None):
-        self.stages, self.chunks, self.layout = stages, chunks, layout
+        self.stages = stages
+        self.chunks = chunks
+        self.layout = layout
         self.problems: list[str] = []
 
-    def read(self, tree: Mapping[str, Any]) -> StageCosts:
-        self.check_names(tree, ("F", "D", "W", "comm", "send", "bytes"), "")
-        comm, size = (
-            self.read_section(tree, "comm", ("F", "D", "W")),
-            self.read_section(tree, "bytes", ("saved", "held")),
-        )
+    def read_costs(self, tree: CostTree) -> StageCosts:
+        self.check_names(tree, COST_NAMES, "")
+        comm_tree = self.read_section(tree, "comm", OP_KINDS)
+        bytes_tree = self.read_section(tree, "bytes", BYTES_NAMES)
         base = uniform_costs(self.stages, self.chunks)
-        saved = self.values(size, "saved", "bytes.", base.saved)
-        costs = replace(
-            base,
-            compute={kind: self.values(tree, kind, "", base.compute[kind]) for kind in base.compute},
-            comm={kind: self.values(comm, kind, "comm.", base.comm[kind]) for kind in base.comm},
-            send=self.number(tree["send"], "send") if "send" in tree else 0.0,
-            saved=saved,
-            held=self.values(size, "held", "bytes.", saved),
-        )
-        over = [s for s in range(self.stages) if costs.held[s] > costs.saved[s]]
-        if over and not self.problems:
-            self.problems.append(
-                f"bytes.held is {costs.held[over[0]]:g} on stage {over[0]}, more than bytes.saved, "
-                f"{costs.saved[over[0]]:g}, of which it is a part; lower held or raise saved"
-            )
+        saved = self.stage_values(bytes_tree, "saved", "bytes.", base.saved)
+        compute = {kind: self.stage_values(tree, kind, "", base.compute[kind]) for kind in OP_KINDS}
+        comm = {kind: self.stage_values(comm_tree, kind, "comm.", base.comm[kind]) for kind in OP_KINDS}
+        send = self.read_number(tree.get("send", 0.0), "send")
+        held = self.stage_values(bytes_tree, "held", "bytes.", saved)
+        if not self.problems:
+            self.check_held_within_saved(held, saved)
         if self.problems:
             raise ScheduleError(*self.problems)
-        return costs
+        return StageCosts(compute, comm, send, saved, held)
 
-    def check_names(self, tree: Mapping[str, Any], names: Sequence[str], prefix: str) -> None:
+    def check_held_within_saved(self, held: Sequence[float], saved: Sequence[float]) -> None:
+        """Reports the first stage that holds more until W than F saved."""
+        for stage in range(self.stages):
+            if held[stage] > saved[stage]:
+                excess = f"bytes.held is {held[stage]:g} on stage {stage}, more than bytes.saved, {saved[stage]:g}"
+                self.problems.append(f"{excess}, of which it is a part; lower held or raise saved")
+                return
+
+    def check_names(self, tree: CostTree, names: Sequence[str], prefix: str) -> None:
+        known = ", ".join(prefix + name for name in names)
         for name in tree:
-            if name not in names:
-                near = difflib.get_close_matches(str(name), names, n=1, cutoff=0.5)
-                guess = f' (did you mean "{prefix}{near[0]}"?)' if near else ""
-                self.problems.append(
-                    f'no cost "{printable_excerpt(prefix + str(name))}"{guess}; there are: {", ".join(prefix + n for n in names)}'
-                )
+            if name in names:
+                continue
+            guess = ""
+            close = difflib.get_close_matches(str(name), names, n=1, cutoff=0.5)
+            if close:
+                guess = f' (did you mean "{prefix}{close[0]}"?)'
+            shown = printable_excerpt(prefix + str(name))
+            self.problems.append(f'no cost "{shown}"{guess}; there are: {known}')
 
-    def read_section(self, tree: Mapping[str, Any], name: str, names: Sequence[str]) -> Mapping[str, Any]:
+    def read_section(self, tree: CostTree, name: str, names: Sequence[str]) -> CostTree:
         value = tree.get(name, {})
         if not isinstance(value, Mapping):
-            self.problems.append(
-                f"{name} = {printable_excerpt(str(value))}; expected a mapping, such as {{{names[0]}: 0.5}}"
-            )
+            shown = printable_excerpt(str(value))
+            example = f"{{{names[0]}: 0.5}}"
+            self.problems.append(f"{name} = {shown}; expected a mapping, such as {example}")
             return {}
-        inside = cast(Mapping[str, Any], value)
-        self.check_names(inside, names, name + ".")
-        return inside
+        section = cast(CostTree, value)
+        self.check_names(section, names, name + ".")
+        return section
 
-    def values(self, tree: Mapping[str, Any], name: str, prefix: str, default: Sequence[float]) -> Sequence[float]:
+    def stage_values(self, tree: CostTree, name: str, prefix: str, default: Sequence[float]) -> Sequence[float]:
         """One number a stage, from a number, a list or a mapping by piece."""
         if name not in tree:
             return default
         raw: Any = tree[name]
         path = prefix + name
         if isinstance(raw, list):
-            numbers = cast(list[Any], raw)
-            if len(numbers) != self.stages:
-                self.problems.append(
-                    f"{path} has {len(numbers)} numbers; expected {self.stages}, one for each of the pp x vpp stages"
-                )
-                return default
-            return [self.number(each, f"{path}[{at}]") for at, each in enumerate(numbers)]
+            return self.values_by_stage(cast(list[Any], raw), path, default)
         if isinstance(raw, Mapping):
-            return self.values_by_piece(cast(Mapping[str, Any], raw), path, default)
-        return [self.number(raw, path) / self.chunks] * self.stages
+            return self.values_by_piece(cast(CostTree, raw), path, default)
+        share = self.read_number(raw, path) / self.chunks
+        return [share] * self.stages
 
-    def values_by_piece(self, raw: Mapping[str, Any], path: str, default: Sequence[float]) -> Sequence[float]:
+    def values_by_stage(self, numbers: list[Any], path: str, default: Sequence[float]) -> Sequence[float]:
+        if len(numbers) != self.stages:
+            expected = f"expected {self.stages}, one for each of the pp x vpp stages"
+            self.problems.append(f"{path} has {len(numbers)} numbers; {expected}")
+            return default
+        return [self.read_number(raw, f"{path}[{stage}]") for stage, raw in enumerate(numbers)]
+
+    def values_by_piece(self, raw: CostTree, path: str, default: Sequence[float]) -> Sequence[float]:
         """Each stage costs the sum of its pieces; a piece that is not named costs nothing."""
         if self.layout is None:
-            self.problems.append(
-                f"{path} is given by piece, but there is no layout; add one, or give a number or a list"
-            )
+            problem = f"{path} is given by piece, but there is no layout"
+            self.problems.append(f"{problem}; add one, or give a number or a list")
             return default
         self.check_names(raw, list(PIECE_LETTERS), path + ".")
-        price = {piece: self.number(raw[piece], f"{path}.{piece}") for piece in PIECE_LETTERS if piece in raw}
-        return [sum(price.get(piece, 0.0) for piece in stage) for stage in self.layout.stages]
+        costs = dict.fromkeys(PIECE_LETTERS, 0.0)
+        for piece in PIECE_LETTERS:
+            if piece in raw:
+                costs[piece] = self.read_number(raw[piece], f"{path}.{piece}")
+        return [sum(costs[piece] for piece in pieces) for pieces in self.layout.stages]
 
-    def number(self, raw: Any, path: str) -> float:
-        try:  # YAML reads 2e9, without a sign in the exponent, as a text
-            value = float(raw) if isinstance(raw, int | float | str) and not isinstance(raw, bool) else math.nan
-        except (ValueError, OverflowError):
-            value = math.nan
-        if not 0 <= value <= 1e30:
-            self.problems.append(
-                f"{path} = {printable_excerpt(str(raw))} is not legal; expected a number at least 0, such as 1.5"
-            )
-            return 0.0
-        return value
+    def read_number(self, raw: Any, path: str) -> float:
+        value = float_or_nan(raw)
+        if 0 <= value <= MAX_COST:
+            return value
+        shown = printable_excerpt(str(raw))
+        self.problems.append(f"{path} = {shown} is not legal; expected a number at least 0, such as 1.5")
+        return 0.0
+
+
+def float_or_nan(raw: Any) -> float:
+    """A number or its text as a float. YAML reads 2e9, without a sign in the exponent, as a text."""
+    if isinstance(raw, bool) or not isinstance(raw, int | float | str):
+        return math.nan
+    try:
+        return float(raw)
+    except (ValueError, OverflowError):
+        return math.nan

@@ -1,4 +1,4 @@
-"""Which piece of the model lies on which stage, as one string: `Et*3|(tt|)*29m|L`.
+"""Stage layouts: which piece of the model lies on which stage, as one string: `Et*3|(tt|)*29m|L`.
 
     E   the embedding                          |       next stage
     t   a transformer layer, of either kind    x*3     the piece x three times
@@ -7,8 +7,8 @@
     L   the final norm, the head and the loss
 
 Layers come in the model's order, so a letter needs no number: the first `t` is layer 0. Whether a layer is dense or
-MoE follows from its index (`model.moe.dense_layers`), and `t` is right for both, as in published strings. Who writes
-`d` says so explicitly: it is checked against the model, and costs given by piece can tell the two apart.
+MoE follows from its index (`model.moe.dense_layers`), and `t` is right for both, as in published strings. `d` marks a
+dense layer explicitly: it is checked against the model, and costs given by piece can tell the two apart.
 
     Et*3|(tt|)*29m|L     32 stages:   Ettt | tt | tt | ... | tt | m | L
     stage                              0     1    2         29  30  31
@@ -24,6 +24,10 @@ from moefold.schedule.schedule_error import ScheduleError, printable_excerpt
 PIECE_LETTERS = {"E": "embedding", "d": "dense layer", "t": "transformer layer", "m": "MTP layer", "L": "loss"}
 MAX_LAYOUT_LENGTH = 100_000  # pieces and boundaries of a layout written out
 MAX_NESTING = 20  # parentheses in parentheses
+REPEAT_PATTERN = re.compile(r"\s*\*\s*([0-9]{1,6})")
+RUN_PATTERN = re.compile(r"(.)\1{2,}")  # a letter three times or more
+MAX_ORDER_PROBLEMS = 4
+PIECE_ORDER = "EtmL"
 
 
 @dataclass(frozen=True)
@@ -37,14 +41,16 @@ class StageLayout:
 
     def layers(self, stage: int) -> range:
         """The transformer layers a stage holds, by their index in the model."""
-        return self.span(stage, "td")
+        return self.piece_numbers(stage, "td")
 
     def mtp_layers(self, stage: int) -> range:
-        return self.span(stage, "m")
+        return self.piece_numbers(stage, "m")
 
-    def span(self, stage: int, letters: str) -> range:
-        before = count_letters("".join(self.stages[:stage]), letters)
-        return range(before, before + count_letters(self.stages[stage], letters))
+    def piece_numbers(self, stage: int, letters: str) -> range:
+        earlier_pieces = "".join(self.stages[:stage])
+        first = count_letters(earlier_pieces, letters)
+        count = count_letters(self.stages[stage], letters)
+        return range(first, first + count)
 
 
 def count_letters(pieces: str, letters: str) -> int:
@@ -52,126 +58,157 @@ def count_letters(pieces: str, letters: str) -> int:
 
 
 def parse_layout(text: str) -> StageLayout:
-    """The layout a string describes, whatever the model; `check` holds it against one."""
-    if text.count("(") != text.count(")"):
-        raise ScheduleError(
-            f"layout {printable_excerpt(text)} has {text.count('(')} `(` but {text.count(')')} `)`; expected as many"
-        )
+    """The layout a string describes, whatever the model; `check_layout` compares it with one."""
+    shown = printable_excerpt(text)
+    opened = text.count("(")
+    closed = text.count(")")
+    if opened != closed:
+        raise ScheduleError(f"layout {shown} has {opened} `(` but {closed} `)`; expected as many")
     pieces, end = expand_repeats(text, 0, 0)
     if end < len(text):
-        raise ScheduleError(
-            f"layout {printable_excerpt(text)} closes at character {end + 1} what was not opened; remove this `)`"
-        )
+        problem = f"layout {shown} closes at character {end + 1} what was not opened"
+        raise ScheduleError(f"{problem}; remove this `)`")
     return StageLayout(tuple(pieces.split("|")))
 
 
-def expand_repeats(text: str, at: int, depth: int) -> tuple[str, int]:
-    """The string with its repetitions written out, from `at` to the closing parenthesis or the end."""
-    out = ""
-    while at < len(text) and text[at] != ")":
-        letter, at = text[at], at + 1
+def expand_repeats(text: str, position: int, depth: int) -> tuple[str, int]:
+    """The string with its repetitions written out, from `position` to the closing parenthesis or the end."""
+    expanded = ""
+    while position < len(text) and text[position] != ")":
+        letter = text[position]
+        position += 1
         if letter.isspace():
             continue
         if letter == "(" and depth < MAX_NESTING:
-            part, at = expand_repeats(text, at, depth + 1)
-            at += 1
+            part, closing = expand_repeats(text, position, depth + 1)
+            position = closing + 1
         elif letter in PIECE_LETTERS or letter == "|":
             part = letter
         else:
-            raise ScheduleError(
-                f"layout {printable_excerpt(text)} has {printable_excerpt(letter)!r} as character {at}; expected "
-                + ", ".join(f"{key} ({what})" for key, what in PIECE_LETTERS.items())
-                + ", | between stages, ( ) and *n"
-            )
-        times = re.compile(r"\s*\*\s*([0-9]{1,6})").match(text, at)
-        if times:
-            at = times.end()
-        out += part * (int(times[1]) if times else 1)
-        if len(out) > MAX_LAYOUT_LENGTH or (times and int(times[1]) < 1):
-            problem = (
-                "repeats a piece 0 times"
-                if len(out) <= MAX_LAYOUT_LENGTH
-                else f"is longer than {MAX_LAYOUT_LENGTH} pieces"
-            )
-            raise ScheduleError(
-                f"layout {printable_excerpt(text)} {problem}, up to character {at}; expected *n with n from 1 on"
-            )
-    return out, at
+            raise ScheduleError(unknown_letter_problem(text, letter, position))
+        times = 1
+        if match := REPEAT_PATTERN.match(text, position):
+            times = int(match[1])
+            position = match.end()
+        expanded += part * times
+        check_repetition(text, expanded, times, position)
+    return expanded, position
+
+
+def unknown_letter_problem(text: str, letter: str, position: int) -> str:
+    known = ", ".join(f"{key} ({name})" for key, name in PIECE_LETTERS.items())
+    shown = printable_excerpt(letter)
+    problem = f"layout {printable_excerpt(text)} has {shown!r} as character {position}"
+    return f"{problem}; expected {known}, | between stages, ( ) and *n"
+
+
+def check_repetition(text: str, expanded: str, times: int, position: int) -> None:
+    """Refuses a repetition of nothing, and a layout too long to be meant."""
+    if len(expanded) > MAX_LAYOUT_LENGTH:
+        problem = f"is longer than {MAX_LAYOUT_LENGTH} pieces"
+    elif times < 1:
+        problem = "repeats a piece 0 times"
+    else:
+        return
+    shown = printable_excerpt(text)
+    raise ScheduleError(f"layout {shown} {problem}, up to character {position}; expected *n with n from 1 on")
 
 
 def write_layout(layout: StageLayout) -> str:
     """The shortest string for a layout that repeats pieces within a stage and runs of whole stages."""
-    texts = [re.sub(r"(.)\1{2,}", lambda run: f"{run[1]}*{len(run[0])}", pieces) for pieces in layout.stages]
+    texts = [RUN_PATTERN.sub(shorten_run, pieces) for pieces in layout.stages]
     last = len(texts) - 1
-    best = {last: texts[last]}
-    for at in reversed(range(last)):
-        choices = [f"{texts[at]}|{best[at + 1]}"]
-        for period in range(1, (last - at) // 2 + 1):
-            times = 1
-            body = texts[at : at + period]
-            while at + (times + 1) * period <= last and texts[at + times * period : at + (times + 1) * period] == body:
-                times += 1
+    shortest = {last: texts[last]}  # by first stage, the shortest string of all stages from there on
+    for start in reversed(range(last)):
+        choices = [f"{texts[start]}|{shortest[start + 1]}"]
+        for period in range(1, (last - start) // 2 + 1):
+            times = count_repeats(texts, start, period)
             if times > 1:
-                choices.append(f"({'|'.join(body)}|)*{times}{best[at + times * period]}")
-        best[at] = min(choices, key=len)
-    return best[0]
+                body = "|".join(texts[start : start + period])
+                rest = shortest[start + times * period]
+                choices.append(f"({body}|)*{times}{rest}")
+        shortest[start] = min(choices, key=len)
+    return shortest[0]
+
+
+def shorten_run(run: re.Match[str]) -> str:
+    return f"{run[1]}*{len(run[0])}"
+
+
+def count_repeats(texts: list[str], start: int, period: int) -> int:
+    """How often the `period` stages from `start` on follow each other, the last stage left out."""
+    last = len(texts) - 1
+    body = texts[start : start + period]
+    times = 1
+    following = start + period
+    while following + period <= last and texts[following : following + period] == body:
+        times += 1
+        following += period
+    return times
 
 
 def stage_layout_problems(
     layout: StageLayout, stages: int, layers: int, dense_layers: int = 0, mtp_layers: int = 0
 ) -> list[str]:
     """Every reason why a layout does not fit a model of so many layers on pp x vpp = `stages` stages."""
-    flat = "".join(layout.stages)
+    shown = printable_excerpt(str(layout))
     problems: list[str] = []
-    if len(layout.stages) != stages:
-        problems.append(
-            f"layout {printable_excerpt(str(layout))} has {len(layout.stages)} stages; expected pp x vpp = {stages}: "
-            f"change its `|`, or pp or vpp"
-        )
-    if empty := [at for at, pieces in enumerate(layout.stages) if not pieces]:
-        problems.append(
-            f"stage {empty[0]} of layout {printable_excerpt(str(layout))} is empty; expected a piece: remove a `|`"
-        )
+    stage_count = len(layout.stages)
+    if stage_count != stages:
+        expected = f"expected pp x vpp = {stages}: change its `|`, or pp or vpp"
+        problems.append(f"layout {shown} has {stage_count} stages; {expected}")
+    if "" in layout.stages:
+        empty = layout.stages.index("")
+        problems.append(f"stage {empty} of layout {shown} is empty; expected a piece: remove a `|`")
+    all_pieces = "".join(layout.stages)
     for letters, expected in (("E", 1), ("td", layers), ("m", mtp_layers), ("L", 1)):
-        found = count_letters(flat, letters)
-        if found != expected:
-            amiss = f"{found - expected} too many" if found > expected else f"{expected - found} missing"
-            problems.append(
-                f"layout {printable_excerpt(str(layout))} has {found} {describe_letters(letters)}, {amiss}; expected {expected}"
-            )
+        count = count_letters(all_pieces, letters)
+        if count > expected:
+            difference = f"{count - expected} too many"
+        elif count < expected:
+            difference = f"{expected - count} missing"
+        else:
+            continue
+        what = describe_letters(letters)
+        problems.append(f"layout {shown} has {count} {what}, {difference}; expected {expected}")
     return problems + pieces_out_of_order(layout, dense_layers)
 
 
 def pieces_out_of_order(layout: StageLayout, dense_layers: int) -> list[str]:
-    """Pieces that stand before one they need, and layers called dense that are not."""
+    """Pieces that stand before one they need, and layers marked dense that are not."""
     problems: list[str] = []
-    order, reached, layer = "EtmL", "E", 0
-    for at, pieces in enumerate(layout.stages):
+    reached = "E"
+    layer = 0
+    for stage, pieces in enumerate(layout.stages):
         for piece in pieces:
             kind = "t" if piece == "d" else piece
-            if order.index(kind) < order.index(reached):
-                problems.append(
-                    f"stage {at} has {describe_letters(piece)} behind {describe_letters(reached)}; expected the embedding first, then "
-                    f"layers, then MTP layers, and the loss last: move it"
-                )
-            reached = max(kind, reached, key=order.index)
+            if PIECE_ORDER.index(kind) < PIECE_ORDER.index(reached):
+                problems.append(order_problem(stage, piece, reached))
+            reached = max(kind, reached, key=PIECE_ORDER.index)
             if piece == "d" and layer >= dense_layers:
-                problems.append(
-                    f"stage {at} calls layer {layer} dense (d), but the model has {dense_layers} dense layers; write t"
-                )
-            layer += kind == "t"
-    return problems[:4]
+                fact = f"the model has {dense_layers} dense layers"
+                problems.append(f"stage {stage} calls layer {layer} dense (d), but {fact}; write t")
+            if kind == "t":
+                layer += 1
+    return problems[:MAX_ORDER_PROBLEMS]
+
+
+def order_problem(stage: int, piece: str, reached: str) -> str:
+    expected = "expected the embedding first, then layers, then MTP layers, and the loss last: move it"
+    return f"stage {stage} has {describe_letters(piece)} behind {describe_letters(reached)}; {expected}"
 
 
 def describe_letters(letters: str) -> str:
     """t or d (transformer layer)"""
-    return f"{' or '.join(letters)} ({PIECE_LETTERS[letters[0]]})"
+    name = PIECE_LETTERS[letters[0]]
+    return f"{' or '.join(letters)} ({name})"
 
 
 def check_layout(
     layout: StageLayout, stages: int, layers: int, dense_layers: int = 0, mtp_layers: int = 0
 ) -> StageLayout:
-    """Return the layout if it fits the model; otherwise raise Unsound with all that does not."""
-    if problems := stage_layout_problems(layout, stages, layers, dense_layers, mtp_layers):
+    """Return the layout if it fits the model; otherwise raise ScheduleError with all problems."""
+    problems = stage_layout_problems(layout, stages, layers, dense_layers, mtp_layers)
+    if problems:
         raise ScheduleError(*problems)
     return layout

@@ -1,12 +1,12 @@
-"""Schedules whose stages lie in a V: rank r holds stage r on the way down and stage 2p - 1 - r on the way up.
+"""Schedules with V-shaped stages: rank r holds stage r on the way down and stage 2p - 1 - r on the way up.
 
     rank 0    0           7      rank 0 holds the embedding and the loss, so its first backward follows its own forward
     rank 1      1       6        and needs no message; ranks low in the V have little to fill, ranks high have much,
     rank 2        2   5          and all hold equally many live chunks
     rank 3          3 4
 
-Both are written down phase by phase, from the published figures. The phases are those of many microbatches; with few,
-the same program is made for enough of them and what does not exist is left out, which no dependency can notice.
+Both are written phase by phase, from the published figures. The phases are those of many microbatches; with few, the
+program is made for enough of them and ops of microbatches that do not exist are dropped, which breaks no dependency.
 """
 
 from __future__ import annotations
@@ -22,31 +22,44 @@ def zero_bubble_v(ranks: int, microbatches: int, chunks: int = 2) -> Program:
     Needs 2p - 1 microbatches for that.
     """
     enough = max(microbatches, 2 * ranks - 1)
-    return drop_extra_microbatches([zero_bubble_v_rank(rank, ranks, enough) for rank in range(ranks)], microbatches)
+    program = [zero_bubble_v_rank(rank, ranks, enough) for rank in range(ranks)]
+    return drop_extra_microbatches(program, microbatches)
 
 
 def zero_bubble_v_rank(rank: int, ranks: int, microbatches: int) -> list[Slot]:
-    down, up = rank, 2 * ranks - 1 - rank
-    line = SlotWriter()
-    for _ in range(2 * (ranks - rank) - 1):  # until the first microbatch comes back up
-        line.add("F", down)
+    down = rank
+    up = 2 * ranks - 1 - rank
+    ranks_below = ranks - rank  # this rank included
+    writer = SlotWriter()
+    # Warm-up: forwards until the first microbatch comes back up.
+    for _ in range(2 * ranks_below - 1):
+        writer.add_slot("F", down)
     for _ in range(rank):
-        line.add("F", up).add("F", down)
-    for _ in range(ranks - rank):  # until its backward comes back up too
-        line.add("F", up).add("D", up).add("W", up)
-    for at in range(microbatches - ranks):
-        if at < microbatches - 2 * ranks + rank + 1:
-            line.add("F", down)
-        line.add("D", down).add("W", down).add("F", up).add("D", up).add("W", up)
-    for _ in range(rank):  # what others wait for first
-        line.add("D", down).add("D", up)
-    for _ in range(ranks - rank):
-        line.add("D", down).add("W", down)
+        writer.add_slot("F", up)
+        writer.add_slot("F", down)
+    # Until the first backward comes back up too.
+    for _ in range(ranks_below):
+        writer.add_slot("F", up)
+        writer.add_data_and_weight_grad(up)
+    # Steady state: forward and backward on both stages.
+    last_forward_down = microbatches - 2 * ranks + rank
+    for tick in range(microbatches - ranks):
+        if tick <= last_forward_down:
+            writer.add_slot("F", down)
+        writer.add_data_and_weight_grad(down)
+        writer.add_slot("F", up)
+        writer.add_data_and_weight_grad(up)
+    # Drain: data gradients that other ranks need first, then the deferred weight gradients.
     for _ in range(rank):
-        line.add("W", up)
+        writer.add_slot("D", down)
+        writer.add_slot("D", up)
+    for _ in range(ranks_below):
+        writer.add_data_and_weight_grad(down)
     for _ in range(rank):
-        line.add("W", down)
-    return line.slots
+        writer.add_slot("W", up)
+    for _ in range(rank):
+        writer.add_slot("W", down)
+    return writer.slots
 
 
 def dualpipe_v(ranks: int, microbatches: int, chunks: int = 2) -> Program:
@@ -55,68 +68,102 @@ def dualpipe_v(ranks: int, microbatches: int, chunks: int = 2) -> Program:
     With F = D = W = 1 a stage: 6m + 2 (p - 1) unpaired, and 2p + 1 live chunks. Needs 2p microbatches for that.
     """
     enough = max(microbatches, 2 * ranks)
-    return drop_extra_microbatches([dualpipe_v_rank(rank, ranks, enough) for rank in range(ranks)], microbatches)
+    program = [dualpipe_v_rank(rank, ranks, enough) for rank in range(ranks)]
+    return drop_extra_microbatches(program, microbatches)
 
 
 def dualpipe_v_rank(rank: int, ranks: int, microbatches: int) -> list[Slot]:
-    down, up = rank, 2 * ranks - 1 - rank
-    line = SlotWriter()
-    for _ in range(2 * (ranks - rank - 1)):
-        line.add("F", down)
+    down = rank
+    up = 2 * ranks - 1 - rank
+    ranks_below = ranks - rank - 1
+    writer = SlotWriter()
+    # Warm-up: forwards down, then on both stages, then the first backwards up.
+    for _ in range(2 * ranks_below):
+        writer.add_slot("F", down)
     for _ in range(rank + 1):
-        line.add("F", down).add("F", up)
-    for _ in range(ranks - rank - 1):
-        line.add("D", up).add("W", up).add("F", up)
-    for at in range(microbatches - 2 * ranks + rank + 1):
-        if rank == ranks - 1 and at == 0:  # at the bottom of the V the first backward is not there in time to pair
-            line.add("F", down).add("DW", up)
+        writer.add_slot("F", down)
+        writer.add_slot("F", up)
+    for _ in range(ranks_below):
+        writer.add_data_and_weight_grad(up)
+        writer.add_slot("F", up)
+    # Steady state: pairs. At the bottom of the V the first backward is not there in time to pair.
+    for tick in range(microbatches - 2 * ranks + rank + 1):
+        if ranks_below == 0 and tick == 0:
+            writer.add_slot("F", down)
+            writer.add_slot("DW", up)
         else:
-            line.add("FDW", down, up)
-        line.add("FDW", up, down)
-    for _ in range(ranks - rank - 1):
-        line.add("DW", up).add("FDW", up, down)
-    for at in range(2 * (rank + 1)):  # the first half whole; then weight gradients let others go first
-        line.add("DW" if at <= rank else "D", down if at % 2 else up)
-    for _ in range(ranks - rank - 1):
-        line.add_deferred_wgrad().add("D", down)
-    while line.held:
-        line.add_deferred_wgrad()
-    return line.slots
+            writer.add_slot("FDW", down, up)
+        writer.add_slot("FDW", up, down)
+    # Drain: the first half of the backwards whole, then data gradients before deferred weight gradients.
+    for _ in range(ranks_below):
+        writer.add_slot("DW", up)
+        writer.add_slot("FDW", up, down)
+    for tick in range(2 * (rank + 1)):
+        kinds = "DW" if tick <= rank else "D"
+        stage = down if tick % 2 else up
+        writer.add_slot(kinds, stage)
+    for _ in range(ranks_below):
+        writer.add_deferred_wgrad()
+        writer.add_slot("D", down)
+    while writer.deferred:
+        writer.add_deferred_wgrad()
+    return writer.slots
 
 
 class SlotWriter:
-    """The slots of one rank as they are written: each op takes the next microbatch of its kind and stage."""
+    """Writes the slots of one rank in order: each op takes the next microbatch of its kind and stage."""
 
     def __init__(self) -> None:
         self.slots: list[Slot] = []
-        self.held: deque[PipelineOp] = deque()  # weight gradients whose data gradient has run
-        self.next: Counter[tuple[str, int]] = Counter()
+        self.deferred: deque[PipelineOp] = deque()  # weight gradients whose data gradient has run
+        self.next_microbatch: Counter[tuple[str, int]] = Counter()
 
-    def add(self, kinds: str, stage: int, behind: int | None = None) -> SlotWriter:
-        """One slot: "F", "D", "W", "DW", or "FDW" with the forward on `stage` and the backward on `behind`."""
-        ops = [self.take("F", stage)] if "F" in kinds else []
-        stage = stage if behind is None else behind
+    def add_slot(self, kinds: str, stage: int, backward_stage: int | None = None) -> None:
+        """One slot: "F", "D", "W", "DW", or "FDW" with the forward on `stage` and the backward on `backward_stage`."""
+        ops: list[PipelineOp] = []
+        if "F" in kinds:
+            ops.append(self.next_op("F", stage))
+        if backward_stage is not None:
+            stage = backward_stage
         if "D" in kinds:
-            ops.append(self.take("D", stage))
-            self.held.append(PipelineOp("W", stage, ops[-1].microbatch))
+            data_grad = self.next_op("D", stage)
+            ops.append(data_grad)
+            self.deferred.append(PipelineOp("W", stage, data_grad.microbatch))
         if "W" in kinds:
-            ops.append(next(op for op in self.held if op.stage == stage))
-            self.held.remove(ops[-1])
+            ops.append(self.oldest_wgrad(stage))
         self.slots.append(tuple(ops))
-        return self
 
-    def add_deferred_wgrad(self) -> SlotWriter:
-        """The weight gradient that has waited longest, if any has."""
-        if self.held:
-            self.slots.append((self.held.popleft(),))
-        return self
+    def add_data_and_weight_grad(self, stage: int) -> None:
+        """A backward in two slots."""
+        self.add_slot("D", stage)
+        self.add_slot("W", stage)
 
-    def take(self, kind: OpKind, stage: int) -> PipelineOp:
-        self.next[kind, stage] += 1
-        return PipelineOp(kind, stage, self.next[kind, stage] - 1)
+    def add_deferred_wgrad(self) -> None:
+        """A slot with the weight gradient that was deferred longest, if there is one."""
+        if self.deferred:
+            oldest = self.deferred.popleft()
+            self.slots.append((oldest,))
+
+    def oldest_wgrad(self, stage: int) -> PipelineOp:
+        oldest = next(op for op in self.deferred if op.stage == stage)
+        self.deferred.remove(oldest)
+        return oldest
+
+    def next_op(self, kind: OpKind, stage: int) -> PipelineOp:
+        microbatch = self.next_microbatch[kind, stage]
+        self.next_microbatch[kind, stage] += 1
+        return PipelineOp(kind, stage, microbatch)
 
 
 def drop_extra_microbatches(program: Program, microbatches: int) -> Program:
-    """The program without the microbatches that do not exist."""
-    kept = [[tuple(op for op in slot if op.microbatch < microbatches) for slot in slots] for slots in program]
-    return [[slot for slot in slots if slot] for slots in kept]
+    """The program without ops of microbatches that do not exist."""
+    return [drop_from_rank(slots, microbatches) for slots in program]
+
+
+def drop_from_rank(slots: list[Slot], microbatches: int) -> list[Slot]:
+    remaining: list[Slot] = []
+    for slot in slots:
+        ops = tuple(op for op in slot if op.microbatch < microbatches)
+        if ops:
+            remaining.append(ops)
+    return remaining

@@ -1,60 +1,81 @@
-"""The gradients of a bucket, side by side in one flat tensor that is there only while it is needed.
+"""Gradient memory of a bucket: one flat tensor in which the gradients of all microbatches add up.
 
-It is made when the first gradient of a step arrives, without clearing it: the first gradient of a parameter is written,
-the next ones are added, and what got none is zeroed at the end. So gradients take the place of activations that
-backward has used up, and one that a kernel wrote in its place costs nothing more.
+Fleeting memory is allocated when the first gradient of a step arrives, without clearing: the first gradient of a
+parameter is written, the next ones are added, and parameters without a gradient are zeroed at the end. So gradients
+take the place of activations that backward has freed, and a gradient that a kernel wrote in place costs no copy.
+
+Standing memory is allocated once and has the same addresses in every step, as a captured graph needs. Whether a
+gradient is the first of the step is then no decision of the host: a flag per parameter on the device says so.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 
+GradientMemory = Literal["fleeting", "standing"]
+Span = tuple[int, int]  # first element and end
+
 
 class GradientSums:
-    def __init__(self, spans: Sequence[tuple[int, int]], size: int, like: torch.Tensor, dtype: torch.dtype):
-        self.spans, self.size, self.device, self.dtype = list(spans), size, like.device, dtype
-        ends = [0, *(end for _, end in self.spans)]
-        starts = [*(start for start, _ in self.spans), size]
-        self.gaps = [slice(a, b) for a, b in zip(ends, starts, strict=True) if a < b]
+    """Fleeting gradient memory."""
+
+    def __init__(self, spans: Sequence[Span], size: int, device: torch.device, dtype: torch.dtype):
+        self.spans, self.size = list(spans), size
+        self.device, self.dtype = device, dtype
+        self.gaps = gaps_between(self.spans, size)
+        self.flat: torch.Tensor | None = None
         self.release()
 
+    @property
+    def nbytes(self) -> int:
+        """Memory of the flat tensor, whether it is allocated or not."""
+        return self.size * self.dtype.itemsize
+
     def release(self) -> None:
-        """Forget all gradients, and give the memory back."""
-        self.reduced: torch.Tensor | None = None  # this rank's share of the sum over ranks, when that has come
-        self.flat: torch.Tensor | None = None
+        """Forget all gradients, and free the memory."""
+        self.reduced: torch.Tensor | None = None  # this rank's share of the sum over ranks, once it has arrived
+        self.flat = None
         self.filled: set[int] = set()
         self.lent: set[int] = set()
-        self.adding: set[int] = set()  # a product adds to these itself
+        self.adding: set[int] = set()  # parameters whose product has added to the sum by itself
+
+    def allocate(self) -> torch.Tensor:
+        """The flat tensor without values, but for zeros between parameters."""
+        flat = torch.empty(self.size, dtype=self.dtype, device=self.device)
+        for gap in self.gaps:
+            flat[gap].zero_()
+        return flat
 
     def place(self, number: int) -> torch.Tensor:
-        """Where the gradient of a parameter lies, whatever is there."""
+        """The memory of a parameter's gradient, whatever it holds."""
         if self.flat is None:
-            self.flat = torch.empty(self.size, dtype=self.dtype, device=self.device)
-            for gap in self.gaps:
-                self.flat[gap].zero_()
-        return self.flat[slice(*self.spans[number])]
+            self.flat = self.allocate()
+        start, end = self.spans[number]
+        return self.flat[start:end]
 
     def lend_gradient_memory(self, number: int, dtype: torch.dtype) -> torch.Tensor | None:
-        """A parameter's place to write its gradient to: once, if none is there yet and the type is that of the sum."""
+        """A parameter's memory for a kernel to write its gradient to: once a step, while the sum is empty, and if the
+        kernel writes the dtype of the sum."""
         if dtype != self.dtype or number in self.filled or number in self.lent:
             return None
         self.lent.add(number)
         return self.place(number)
 
     def running_sum(self, number: int) -> torch.Tensor | None:
-        """The sum of a parameter's gradients so far, for a product to add to; autograd then gets none of it."""
+        """The sum of a parameter's gradients so far, for a product to add to; autograd then gets no gradient."""
         if number not in self.filled:
             return None
         self.adding.add(number)
         return self.place(number)
 
     def was_added_in_place(self, number: int) -> bool:
-        """Whether a product has just added to this sum, once."""
-        was = number in self.adding
+        """Whether a product has added to this sum since the last call."""
+        added = number in self.adding
         self.adding.discard(number)
-        return was
+        return added
 
     def add(self, number: int, gradient: torch.Tensor) -> None:
         place = self.place(number)
@@ -65,9 +86,69 @@ class GradientSums:
         self.filled.add(number)
 
     def whole(self) -> torch.Tensor:
-        """All of it; zeros for a parameter that got no gradient."""
-        for number in set(range(len(self.spans))) - self.filled:
-            self.place(number).zero_()
-            self.filled.add(number)
+        """The flat tensor, with zeros for parameters without a gradient."""
+        for number in range(len(self.spans)):
+            if number not in self.filled:
+                self.place(number).zero_()
+                self.filled.add(number)
         assert self.flat is not None
         return self.flat
+
+
+class StandingSums(GradientSums):
+    """Standing gradient memory. Kernels neither write nor add in place: they would have to know on the host whether
+    the sum is empty."""
+
+    def __init__(self, spans: Sequence[Span], size: int, device: torch.device, dtype: torch.dtype):
+        self.standing = torch.zeros(size, dtype=dtype, device=device)
+        self.has_gradient = torch.zeros(len(spans), dtype=torch.bool, device=device)
+        super().__init__(spans, size, device, dtype)
+
+    def release(self) -> None:
+        """Forget all gradients; the memory stays."""
+        self.reduced = None
+        self.flat = self.standing
+        self.has_gradient.zero_()
+
+    def lend_gradient_memory(self, number: int, dtype: torch.dtype) -> torch.Tensor | None:
+        return None
+
+    def running_sum(self, number: int) -> torch.Tensor | None:
+        return None
+
+    def was_added_in_place(self, number: int) -> bool:
+        return False
+
+    def add(self, number: int, gradient: torch.Tensor) -> None:
+        place = self.place(number).view(gradient.shape)
+        is_further = self.has_gradient[number]
+        # A select, not a product with zero: the memory may hold non-finite values of an earlier step.
+        place.copy_(torch.where(is_further, place + gradient, gradient))
+        is_further.fill_(True)
+
+    def whole(self) -> torch.Tensor:
+        for number, has_gradient in enumerate(self.has_gradient):
+            place = self.place(number)
+            place.copy_(place.where(has_gradient, 0))
+        for gap in self.gaps:
+            self.standing[gap].zero_()  # a reduction may have used the memory
+        self.has_gradient.fill_(True)
+        return self.standing
+
+
+def make_gradient_sums(
+    memory: GradientMemory, spans: Sequence[Span], size: int, device: torch.device, dtype: torch.dtype
+) -> GradientSums:
+    kind = StandingSums if memory == "standing" else GradientSums
+    return kind(spans, size, device, dtype)
+
+
+def gaps_between(spans: Sequence[Span], size: int) -> list[slice]:
+    """The elements of a flat tensor that belong to no parameter."""
+    gaps: list[slice] = []
+    covered = 0
+    for start, end in [*spans, (size, size)]:
+        if covered < start:
+            gaps.append(slice(covered, start))
+        covered = end
+    return gaps

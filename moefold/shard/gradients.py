@@ -1,9 +1,9 @@
-"""Gradients are sums: over microbatches, then over the ranks that saw other tokens, then divided once by the tokens.
+"""Gradients as sums: over microbatches, then over the ranks that saw other tokens, then divided once by the tokens.
 
-There is no averaging and no factor that depends on the layout. Which ranks to sum over is read off the placement. Each
-rank keeps the sum of its share of a bucket; during the last microbatch's backward a bucket starts travelling as soon as
-its last gradient is there. Dividing and clipping are one factor, `scale`, which stays on the device and is applied by
-whoever reads the sums: they are not written again.
+There is no averaging and no factor that depends on the layout. The ranks to sum over are read off the placement. Each
+rank keeps the sum of its share of a bucket; during the last microbatch's backward the reduce-scatter of a bucket starts
+as soon as its last gradient is complete. Dividing and clipping are one factor, the unit's `scale`, which stays on the
+device and is applied by whatever reads the sums: they are not written again.
 
     backward   ... layer 3 | layer 2 | layer 1 | layer 0
     network              bucket 0 ->|  bucket 1 ->|  bucket 2 ->
@@ -11,7 +11,7 @@ whoever reads the sums: they are not written again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Collection, Iterator, Set
 from functools import partial
 
 import torch
@@ -26,122 +26,166 @@ from moefold.layout.gradient_sink import attach_gradient_sink
 from moefold.shard.buckets import Bucket
 
 GRADIENT_REDUCTIONS = {"fp32": reduce_scatter_fp32, "bf16": reduce_scatter_bf16}
+AccumulationHook = Callable[[torch.Tensor], None]
 
 
 class Gradients:
+    """The gradients of a model in buckets. `reduction`: the dtype of the reduce-scatter between ranks."""
+
     def __init__(
         self,
         buckets: list[Bucket],
         world: World,
-        travel: str = "fp32",
+        reduction: str = "fp32",
         add_squares: Callable[..., None] = add_squares,
     ):
-        self.buckets, self.world, self.reduce, self.add_squares = (
-            buckets,
-            world,
-            GRADIENT_REDUCTIONS[travel],
-            add_squares,
-        )
-        self.scale = torch.ones((), dtype=torch.float64, device=world.device)
+        self.buckets, self.world = buckets, world
+        self.reduce, self.add_squares = GRADIENT_REDUCTIONS[reduction], add_squares
+        self.units = list(dict.fromkeys(bucket.unit for bucket in buckets))
+        one = torch.ones((), dtype=torch.float64, device=world.device)
+        self.scales = dict.fromkeys(self.units, one)  # of each unit: what its sums are multiplied by when read
         self.last: Set[str] = set()  # parameters whose next gradient is the last of the step
-        self.moved: set[str] = set()  # parameters that have had a gradient, as far as this rank's shares know
-        self.missing: list[int] = []
-        self.travelling: list[PendingReduction] = []
+        self.moved: set[str] = set()  # parameters of which this rank's shares have seen a non-zero gradient
+        self.missing: list[int] = []  # of each bucket: parameters whose gradients are incomplete
+        self.reductions: list[PendingReduction] = []  # of the first buckets, in their order
+        self.number_of: dict[str, int] = {}
         self.hooks: list[RemovableHandle] = []
         for number, bucket in enumerate(buckets):
-            for place, parameter in enumerate(bucket.parameters):
-                attach_gradient_sink(
-                    parameter.tensor,
-                    partial(bucket.sums.lend_gradient_memory, place),
-                    partial(bucket.sums.running_sum, place),
-                )
-                hook = self.accumulation_hook(number, place, parameter.name)
-                self.hooks.append(parameter.tensor.register_post_accumulate_grad_hook(hook))
-        self.number_of = {p.name: number for number, bucket in enumerate(buckets) for p in bucket.parameters}
+            self.attach_bucket(number, bucket)
+
+    def attach_bucket(self, number: int, bucket: Bucket) -> None:
+        """Let backward write and add the gradients of these parameters to the bucket."""
+        sums = bucket.sums
+        for place, parameter in enumerate(bucket.parameters):
+            lend = partial(sums.lend_gradient_memory, place)
+            running = partial(sums.running_sum, place)
+            attach_gradient_sink(parameter.tensor, lend, running)
+            hook = self.accumulation_hook(number, place, parameter.name)
+            handle = parameter.tensor.register_post_accumulate_grad_hook(hook)
+            self.hooks.append(handle)
+            self.number_of[parameter.name] = number
 
     def remove_hooks(self) -> None:
-        """Of the parameters, so that a run which is done with can be freed: Python does not see what hooks hold."""
+        """Remove the hooks of the parameters, so that a finished run can be freed: Python's collector does not see the
+        references that hooks hold."""
         for hook in self.hooks:
             hook.remove()
 
     def begin(self) -> None:
-        """Before the first microbatch."""
-        self.last, self.travelling = set(), []
+        """Forget the step before; to be called before the first microbatch."""
+        self.last, self.reductions = set(), []
         self.missing = [len(bucket.parameters) for bucket in self.buckets]
         for bucket in self.buckets:
             bucket.sums.release()
 
     def expect_last_gradients(self, names: Set[str]) -> None:
-        """Before a backward that is the last to add to these parameters: what it finishes may leave."""
+        """Announce a backward that is the last to add to these parameters: buckets it completes may be reduced."""
         self.last = names
 
     def mark_complete(self, names: Set[str]) -> None:
-        """These parameters have all of their gradients."""
+        """Declare that these parameters have all of their gradients."""
         self.last = set()
         for name in names:
             self.missing[self.number_of[name]] -= 1
-        self.send_finished_buckets()
+        self.reduce_complete_buckets()
 
-    def accumulation_hook(self, number: int, place: int, name: str):
-        """A hook that adds a parameter's finished gradient to its place in a bucket and lets it go."""
+    def accumulation_hook(self, number: int, place: int, name: str) -> AccumulationHook:
+        """A hook that adds a parameter's gradient to its place in a bucket and frees it."""
         sums = self.buckets[number].sums
 
         def accumulate_gradient(tensor: torch.Tensor) -> None:
             added = sums.was_added_in_place(place)
-            if tensor.grad is None and not added:  # it comes later, apart from the data gradient
+            if tensor.grad is None and not added:  # a deferred weight gradient: the hook runs again for it
                 return
-            if number < len(self.travelling):
+            if number < len(self.reductions):
                 raise AssertionError(f"{name} got a gradient after its bucket had left; that sum would be wrong")
             if tensor.grad is not None:
                 sums.add(place, tensor.grad)
                 tensor.grad = None
             if name in self.last:
                 self.missing[number] -= 1
-                self.send_finished_buckets()
+                self.reduce_complete_buckets()
 
         return accumulate_gradient
 
-    def send_finished_buckets(self) -> None:
-        """Buckets leave in their fixed order, the same on every rank, whatever order they are finished in."""
-        while len(self.travelling) < len(self.buckets) and self.missing[len(self.travelling)] <= 0:
-            bucket = self.buckets[len(self.travelling)]
-            self.travelling.append(self.reduce(bucket.gradients, bucket.replicas))
+    def reduce_complete_buckets(self) -> None:
+        """Start the reductions of complete buckets. Buckets leave in their fixed order, the same on every rank,
+        whatever order they are completed in."""
+        while len(self.reductions) < len(self.buckets):
+            number = len(self.reductions)
+            if self.missing[number] > 0:
+                return
+            bucket = self.buckets[number]
+            self.reductions.append(self.reduce(bucket.gradients, bucket.replicas))
 
     def finish(self, tokens: torch.Tensor) -> None:
         """Wait for the sums over all ranks, to be divided by the number of tokens of the global batch."""
-        self.missing = [0] * len(self.buckets)  # a parameter that took no part has the gradient zero
-        self.send_finished_buckets()
-        for bucket, reduction in zip(self.buckets, self.travelling, strict=True):
-            bucket.sums.reduced = sum_over_members(reduction.arrived(), bucket.holders, self.world.axis("pipe"))
-        self.scale = tokens.double().clamp(min=1).reciprocal()  # a batch may have nothing to learn from
+        self.complete_all()
+        for unit in self.units:
+            self.await_unit(unit)
+        self.divide_by(tokens)
+
+    def complete_all(self) -> None:
+        """Reduce all buckets: a parameter that took no part in the step has the gradient zero."""
+        self.missing = [0] * len(self.buckets)
+        self.reduce_complete_buckets()
+
+    def await_unit(self, unit: str) -> None:
+        """Wait for the sums of a unit over all ranks."""
+        pipe = self.world.axis("pipe")
+        for number, bucket in enumerate(self.buckets):
+            if bucket.unit == unit:
+                arrived = self.reductions[number].arrived()
+                bucket.sums.reduced = sum_over_members(arrived, bucket.holders, pipe)
+
+    def divide_by(self, tokens: torch.Tensor) -> None:
+        """Set the scale of all units to one over the tokens; a batch may have no label at all."""
+        scale = tokens.double().clamp(min=1).reciprocal()
+        self.scales = dict.fromkeys(self.units, scale)
+
+    def invalidate_unless(self, finite: torch.Tensor) -> None:
+        """Make every scale NaN where a flag on the device is false: an optimizer then updates nothing."""
+        for unit, scale in self.scales.items():
+            self.scales[unit] = scale.where(finite, torch.nan)
 
     def gradient_shares(self) -> Iterator[torch.Tensor]:
         """This rank's share of the gradient in each bucket, as copies."""
         for bucket in self.buckets:
             total = bucket.reduced_gradient_share
-            yield total.to(torch.promote_types(total.dtype, torch.float32)) * self.scale
+            wide = torch.promote_types(total.dtype, torch.float32)
+            yield total.to(wide) * self.scales[bucket.unit]
 
     def note_moved(self) -> None:
-        """Remember which parameters have a gradient that is not zero in this rank's shares. Waits for the device."""
+        """Remember which parameters have a non-zero gradient in this rank's shares. Waits for the device."""
         for bucket in self.buckets:
             share = bucket.reduced_gradient_share
-            for parameter, first, last, at in bucket.pieces():
-                if parameter.name not in self.moved and share[at : at + last - first].any():
-                    self.moved.add(parameter.name)
+            for piece in bucket.pieces():
+                name = piece.parameter.name
+                if name not in self.moved and share[piece.window].any():
+                    self.moved.add(name)
 
-    def norm(self) -> torch.Tensor:
-        """The length of the whole gradient, dense and expert parameters together. Each element lies in the share of
-        exactly one rank, but for copies on other pipeline ranks, which are left out; so one sum counts it once."""
-        me = self.world.axis("pp").index
+    def norm(self, units: Collection[str] | None = None) -> torch.Tensor:
+        """The norm of the gradient, dense and expert parameters together, of some units or of all. Each element lies in
+        the share of exactly one rank; of copies on several pipeline ranks one is counted."""
+        units = self.units if units is None else units
         total = torch.zeros((), dtype=torch.float64, device=self.world.device)
-        counted = [bucket for bucket in self.buckets if not bucket.holders or bucket.holders[0] == me]
-        self.add_squares(total, *(bucket.reduced_gradient_share for bucket in counted))
-        return all_reduce_no_grad(total, self.world.everyone).sqrt() * self.scale
+        shares = [bucket.reduced_gradient_share for bucket in self.buckets if self.counts_in_norm(bucket, units)]
+        self.add_squares(total, *shares)
+        root = all_reduce_no_grad(total, self.world.everyone).sqrt()
+        return root * self.scales[next(iter(units))]
 
-    def clip(self, max_norm: float) -> torch.Tensor:
-        """Scale the gradient down to `max_norm` if it is longer; returns the norm before that. If that is no finite
-        number, the scale is none either, and the optimizer will touch nothing."""
-        norm = self.norm()
-        clipped = self.scale * (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        self.scale = clipped.where(norm.isfinite(), torch.nan)
+    def counts_in_norm(self, bucket: Bucket, units: Collection[str]) -> bool:
+        if bucket.unit not in units:
+            return False
+        return not bucket.holders or bucket.holders[0] == self.world.axis("pp").index
+
+    def clip(self, max_norm: float, units: Collection[str] | None = None) -> torch.Tensor:
+        """Scale the gradient of some units, or of all, down to `max_norm` if its norm is larger; returns the norm
+        before. If the norm is not finite, the scale becomes NaN, and an optimizer updates nothing."""
+        units = self.units if units is None else units
+        norm = self.norm(units)
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        clipped = self.scales[next(iter(units))] * factor
+        scale = clipped.where(norm.isfinite(), torch.nan)
+        self.scales |= dict.fromkeys(units, scale)
         return norm

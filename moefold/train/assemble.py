@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 
@@ -16,8 +16,8 @@ from moefold.anatomy.stage_contents import (
     final_norm_ranks,
     pipeline_stages,
     rank_of_each_stage,
-    separates_weight_grads,
 )
+from moefold.checkpoint.live.logical_tensors import StateProvider
 from moefold.comm.collectives import all_gather_objects
 from moefold.config.errors import UserError
 from moefold.config.keys import format_value, iterate_keys
@@ -31,7 +31,6 @@ from moefold.kernels.attention.autotune import known_or_measured_times
 from moefold.kernels.attention.timings import known_times, remember_times
 from moefold.kernels.bound import BoundKernels
 from moefold.kernels.catalog import Facts, facts_from_config, training_precision
-from moefold.kernels.linear.linear import linear
 from moefold.kernels.optimizer.add_squares import add_squares
 from moefold.kernels.registry import DTYPES
 from moefold.layout.axes import World
@@ -40,14 +39,20 @@ from moefold.model.initialise import initialise_parameters
 from moefold.model.parts import ModelParts
 from moefold.model.transformer import Transformer
 from moefold.observe.trace import SpanRecorder
-from moefold.optim.adamw import AdamW
+from moefold.optim.optimizer import Optimizer
+from moefold.optim.parameter_groups import ParameterGroups
 from moefold.pipeline.executor import Executor
-from moefold.precision.deferred_wgrad import split_weight_gradients, splitting_kernels
-from moefold.precision.linear import set_linear_products
-from moefold.shard.buckets import fill_buckets
+from moefold.precision.recipes import attach_recipes
+from moefold.shard.buckets import Bucket, fill_buckets
+from moefold.shard.clipping import ClippingPolicy, GlobalNormClipping
 from moefold.shard.gradients import Gradients
 from moefold.shard.publish import Publisher
+from moefold.shard.storage import storage_maker
 from moefold.version import __version__
+
+
+def unobserved_phase(name: str) -> AbstractContextManager[object]:
+    return nullcontext()
 
 
 @dataclass
@@ -63,11 +68,14 @@ class Run:
     model: Transformer
     gradients: Gradients
     executor: Executor
-    optimizer: AdamW
+    optimizer: Optimizer
+    clipping: ClippingPolicy
     parameters: Publisher
     all_finite: torch.Tensor  # on the device: whether every loss and gradient so far was a number
     step: int = 0
-    before_update: Callable[[], None] = lambda: None  # whoever still reads the weights (a checkpoint) is waited for
+    before_update: Callable[[], None] = lambda: None  # waits for readers of the weights, such as a checkpoint
+    further_state: dict[str, StateProvider] = field(default_factory=dict)  # checkpointed beside model and optimizer
+    phase: Callable[[str], AbstractContextManager[object]] = unobserved_phase  # around each phase of train_step
 
 
 def assemble_run(
@@ -88,7 +96,8 @@ def assemble_run(
     loader, validation = make_loaders(config, corpus, world)
     kernels = choose_kernels(config, world)
     model = build_model(config, world, kernels, weights)
-    buckets = fill_buckets(model, world, held=pipeline_shared_weights(config), gradients=config.optim.gradients)
+    groups = ParameterGroups(config.optim, kernels)
+    buckets = fill_run_buckets(config, model, world, groups)
     gradients = Gradients(buckets, world, config.optim.gradient_reduce, kernels[add_squares])
     return Run(
         config=config,
@@ -100,9 +109,26 @@ def assemble_run(
         model=model,
         gradients=gradients,
         executor=Executor(config, model, gradients, world, SpanRecorder(world.rank)),
-        optimizer=AdamW(buckets, config.optim, kernels),
+        optimizer=Optimizer(buckets, groups.rules),
+        clipping=GlobalNormClipping(config.optim.max_norm),
         parameters=Publisher(model, buckets),
         all_finite=torch.ones((), dtype=torch.bool, device=world.device),
+    )
+
+
+def fill_run_buckets(config: Config, model: Transformer, world: World, groups: ParameterGroups) -> list[Bucket]:
+    """The model's parameters in buckets that follow the optimizer's groups. A pattern may match on other ranks only."""
+    if groups.entries:
+        names = [name for name, _ in model.named_parameters()]
+        every_name = set[str]().union(*all_gather_objects(names, world.everyone))
+        groups.require_matches(every_name)
+    return fill_buckets(
+        model,
+        world,
+        held=pipeline_shared_weights(config),
+        gradients=config.optim.gradients,
+        group=groups.group_of,
+        storage=storage_maker(config.optim.main),
     )
 
 
@@ -173,24 +199,23 @@ def build_model(
 ) -> Transformer:
     """This rank's part of the model on its device in its precision, initialised by name and seed, or filled by `start`,
     which gives every parameter its value."""
-    splits = separates_weight_grads(config)
-    choices = make_model_parts(config, world, kernels, splits)
+    choices = make_model_parts(config, world, kernels)
     here = world.axis("pp").index
     stages = [s for s, home in zip(pipeline_stages(config), rank_of_each_stage(config), strict=True) if home == here]
     with world.device, default_dtype(DTYPES[config.train.precision]):
         model = Transformer(config.model, choices, stages)
-    split_weight_gradients(model) if splits else set_linear_products(model, kernels[linear])
-    start(model) if start else initialise_parameters(model, config.train.seed)
+    attach_recipes(model, {}, kernels)  # every product is plain
+    if start is not None:
+        start(model)
+    else:
+        initialise_parameters(model, config.train.seed)
     return model
 
 
-def make_model_parts(config: Config, world: World, kernels: BoundKernels, splits: bool = False) -> ModelParts:
-    """`splits`: weight gradients are computed apart from data gradients."""
+def make_model_parts(config: Config, world: World, kernels: BoundKernels) -> ModelParts:
     context = choose_context_mechanism(config.parallel.context, kernels, world)
     dispatcher = build_dispatcher(config, kernels, world)
-    return ModelParts(
-        world, splitting_kernels(kernels) if splits else kernels, dispatcher, context, config.data.seq_len
-    )
+    return ModelParts(world, kernels, dispatcher, context, config.data.seq_len)
 
 
 def pipeline_shared_weights(config: Config) -> dict[str, tuple[int, ...]]:

@@ -47,7 +47,7 @@ def run_training(config: Config, world: World, out: Path, resume: str | None, fr
     # Build the run, and make sure that its checkpoints fit before any step is spent.
     weights = starting_weights(from_hf, config, world, say) if from_hf else None
     run = assemble_run(config, world, out, weights=weights)
-    needed = checkpoint_bytes(collect_tensors(run.model, run.optimizer), world)
+    needed = checkpoint_bytes(collect_tensors(run.model, run.optimizer, run.further_state), world)
     run_on_rank_zero(lambda: require_free_space(checkpoint_folder(run), needed), world, out)
     # Continue from a checkpoint, and write down the settings that are in effect.
     continues = resume is not None and resume_run(run, resume, say)

@@ -39,7 +39,8 @@ def make_background_saver(run: Run, say: Printer) -> BackgroundSaver:
 
 def begin_checkpoint(run: Run, saver: BackgroundSaver) -> None:
     """Begin a checkpoint of the run as it is now."""
-    tensors = collect_tensors(run.model, run.optimizer) | rng_state_tensors(run.world)
+    tensors = collect_tensors(run.model, run.optimizer, run.further_state)
+    tensors |= rng_state_tensors(run.world)
     state = {
         "step": run.step,
         "consumed": run.loader.consumed,
@@ -66,8 +67,8 @@ def resume_run(run: Run, source: str, say: Printer) -> bool:
     compare_settings(run, found, say)
     # Ranks that the saving run did not have keep their own random state.
     rng_state = rng_state_tensors(run.world)
-    tensors = collect_tensors(run.model, run.optimizer) | rng_state
-    load_checkpoint(found, tensors, optional=set(rng_state), world=run.world)
+    tensors = collect_tensors(run.model, run.optimizer, run.further_state)
+    load_checkpoint(found, tensors | rng_state, optional=set(rng_state), world=run.world)
     restore_rng_state(rng_state, run.world)
     # Checkpoints of the abandoned continuation must not be found by the next --resume auto.
     step = found.state["step"]

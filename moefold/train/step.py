@@ -1,8 +1,8 @@
-"""One training step. Read this first: follow the calls in order and you have been a token.
+"""One training step. Read this first, and follow the calls in order (docs/walk.md).
 
-Nothing here waits for the device. What a step gave is on its way to the host while the next one is begun, so whether it
-was sound is decided on the device: a loss or a gradient that is no number, in this step or an earlier one, keeps every
-weight as it is, and the host hears of it a step later.
+Nothing here waits for the device. The numbers of a step are copied to the host while the next step is launched, so
+whether they are finite is decided on the device: a loss or gradient that is not finite, in this step or an earlier one,
+leaves every weight as it is, and the host reads of it a step later.
 """
 
 from __future__ import annotations
@@ -64,30 +64,45 @@ class StepReport:
 
 def train_step(run: Run, batch: Batch) -> StepReport:
     begun = DeviceTime(run.world.device)
-    parts = list(batch.microbatches(run.config.train.micro_batch))
-    tokens_1M = count_labels(run, batch)  # of the whole global batch, for each token that is predicted ahead
+    microbatches = list(batch.microbatches(run.config.train.micro_batch))
+    tokens_1M = count_labels(run, batch)  # of the global batch, for each token that is predicted ahead
     if run.config.model.moe.balance.aux_over == "global_batch":
-        survey_routing(run, parts)
-    run.gradients.begin()
-    losses_1M = run.executor.train(
-        parts, loss_weights(run, tokens_1M)
-    )  # forward and backward; gradients add up in buckets
+        survey_routing(run, microbatches)
 
-    losses_1M = all_reduce_no_grad(all_reduce_no_grad(losses_1M, run.world.axis("dp", "cp")), run.world.axis("pp"))
-    run.gradients.finish(tokens=tokens_1M[0])  # sum over ranks, to be divided once
-    norm = run.gradients.clip(run.config.optim.max_norm)  # one norm over dense and expert parameters
+    # Forward and backward of all microbatches; gradients add up in buckets.
+    with run.phase("begin"):
+        run.gradients.begin()
+    losses_1M = run.executor.train(microbatches, loss_weights(run, tokens_1M))
+    losses_1M = sum_over_ranks(run, losses_1M)
+
+    # Gradients are sums over ranks; division by tokens and clipping are one factor, which the optimizer applies.
+    with run.phase("sum gradients"):
+        run.gradients.finish(tokens=tokens_1M[0])
+    with run.phase("norm"):
+        norm = run.clipping.clip_units(run.gradients, run.gradients.units)
     numbers = torch.cat((losses_1M / tokens_1M.clamp(min=1), tokens_1M[:1], norm[None]))
-    run.all_finite &= numbers.isfinite().all()  # once it is not, it stays so
+    run.all_finite &= numbers.isfinite().all()  # once false, it stays so
+    run.gradients.invalidate_unless(run.all_finite)  # a NaN factor updates nothing
 
+    # Update this rank's share of the weights, gather the others', move the selection biases.
     number = run.step + 1
     lr = learning_rate(number, run.config.train.steps, run.config.optim)
-    scale = run.gradients.scale.where(run.all_finite, torch.nan)  # with which nothing is updated
     run.before_update()
-    run.optimizer.step(number, lr, scale)  # update this rank's share of the weights
-    run.parameters.publish()  # hand it to the other ranks
-    loads = run.model.balance(run.all_finite, lr / run.config.optim.lr)  # even out expert load
+    with run.phase("update"):
+        run.optimizer.step(number, lr, run.gradients.scales)
+    with run.phase("publish"):
+        run.parameters.publish()
+    with run.phase("balance"):
+        loads = run.model.balance(run.all_finite, lr / run.config.optim.lr)
     run.step = number
     return StepReport(number, lr, begun, numbers, loads)
+
+
+def sum_over_ranks(run: Run, losses_1M: torch.Tensor) -> torch.Tensor:
+    """Over the ranks that hold other tokens, then over pipeline ranks, of which one has the losses and the others
+    zeros."""
+    of_all_tokens_1M = all_reduce_no_grad(losses_1M, run.world.axis("dp", "cp"))
+    return all_reduce_no_grad(of_all_tokens_1M, run.world.axis("pp"))
 
 
 def count_labels(run: Run, batch: Batch) -> torch.Tensor:
@@ -96,22 +111,22 @@ def count_labels(run: Run, batch: Batch) -> torch.Tensor:
 
 
 def loss_weights(run: Run, tokens_1M: torch.Tensor) -> torch.Tensor:
-    """Of the sums of losses: one for the model's own. Those of further tokens are means over their own labels, in a sum
-    that will be divided by the number of the first."""
+    """Weights of the summed losses: one for the model's own. A loss of multi-token prediction is a mean over its own
+    labels, in a sum that is divided by the number of the model's."""
     m = run.config.model
     ahead_M = m.mtp_loss / max(1, m.mtp) * tokens_1M[0] / tokens_1M[1:].clamp(min=1)
     return torch.cat((torch.ones_like(tokens_1M[:1]), ahead_M))
 
 
-def survey_routing(run: Run, parts: list[Batch]) -> None:
-    """A forward pass over all of the batch for its routing alone: a loss over the global batch weighs each token's
-    scores by counts that are known only at the end."""
-    run.executor.forward_only(parts, lambda carry: None)
+def survey_routing(run: Run, microbatches: list[Batch]) -> None:
+    """A forward pass over the whole batch for its routing alone: a balance loss over the global batch needs counts that
+    are known only at its end."""
+    run.executor.forward_only(microbatches, lambda carry: None)
     run.model.remember_batch_shares()
 
 
 def refuse_non_finite(run: Run, report: StepReport) -> None:
-    """Stop a run whose loss or gradient is no number. Neither that step nor one begun since touched the weights."""
+    """Stop a run whose loss or gradient is not finite. Neither that step nor one launched since changed the weights."""
     loss, norm = report.loss, report.grad_norm
     if all(map(isfinite, report.read)):
         return

@@ -1,13 +1,13 @@
-"""One step of a run, watched: time by step and lane, the rate of each class of product, memory by region, launch gaps.
+"""Profile of one training step: time by step and lane, rate of each class of products, memory by region, launch gaps.
 
-The step that is watched is an ordinary one. Marks are put around the steps of the model and the phases behind backward,
-and taken off again; what autograd keeps between forward and backward is counted where it is saved.
+The profiled step is an ordinary one. Observers of the executor (`Around` in model/steps.py) mark the steps of the model
+for torch's profiler and count what autograd saves between forward and backward; `run.phase` marks the rest of the step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from io import StringIO
 from typing import Any, TypeVar
@@ -18,20 +18,22 @@ from rich.table import Table
 
 from moefold.anatomy.step_specs import StepSpec, prefixed_model_steps, prefixed_mtp_steps
 from moefold.comm.collectives import all_gather_objects
-from moefold.config.run import Config
-from moefold.model.steps import Carry, Region, Step
-from moefold.observe.profile import StepProfile, profile_device, profiler_mark
-from moefold.observe.trace import write_trace
+from moefold.config.run import Config, ModelConfig
+from moefold.model.steps import PassKey, PassKind, Region, Step
+from moefold.observe.profile import StepPhase, StepProfile, profile_device, profiler_mark
+from moefold.observe.trace import TraceEvent, write_trace
 from moefold.train.assemble import Run
 
 T = TypeVar("T")
 GIB = 2**30
+LONG_GAP = 20e-6  # seconds
+DIRECTIONS = ("forward", "backward", "")
 
 
 @dataclass
 class StepMemory:
-    """Bytes: what the run holds, what one microbatch keeps for its backward by step and region, and the most that was
-    held at once (0 where torch does not count)."""
+    """Bytes: resident in the run, saved by one microbatch for its backward by step and region, and the peak (0 where
+    torch does not count)."""
 
     resident: dict[str, int] = field(default_factory=dict[str, int])
     saved: dict[str, int] = field(default_factory=dict[str, int])
@@ -47,98 +49,105 @@ class WatchedStep:
 
 def profile_step(run: Run, take: Callable[[], T]) -> tuple[T, WatchedStep]:
     """Take a step and see where its time and memory went."""
-    keeper = SavedTensorCounter(run)
-    with profile_device(run.world.device) as profiled, keeper.counting_saved(), phase_marks(run, keeper):
-        if run.world.device.type == "cuda":
+    counter = SavedTensorCounter(run)
+    on_cuda = run.world.device.type == "cuda"
+    spans = run.executor.spans
+    with profile_device(run.world.device) as read_profile, counter.counting_saved(), step_observers(run, counter):
+        if on_cuda:
             torch.cuda.reset_peak_memory_stats()
-        run.executor.spans.start_recording()
+        spans.start_recording()
         report = take()
-    run.executor.spans.recording = False
-    profile = profiled()
-    memory = StepMemory(resident_bytes(run), keeper.saved)
-    if run.world.device.type == "cuda":
+    spans.recording = False
+    profile = read_profile()
+    memory = StepMemory(resident_bytes(run), counter.saved)
+    if on_cuda:
         memory.peak = torch.cuda.max_memory_allocated()
-    return report, WatchedStep(profile, memory, product_rates(run.config, profile, run.world.size))
+    products = product_rates(run.config, profile, run.world.size)
+    return report, WatchedStep(profile, memory, products)
 
 
 @contextmanager
-def phase_marks(run: Run, keeper: SavedTensorCounter) -> Iterator[None]:
-    """Around every step of the model, and around every phase of train_step but forward and backward themselves."""
-    phases = [
-        (run.gradients, "begin", "begin"),
-        (run.gradients, "finish", "sum gradients"),
-        (run.gradients, "norm", "norm"),
-        (run.optimizer, "step", "update"),
-        (run.parameters, "publish", "publish"),
-        (run.model, "balance", "balance"),
-    ]
-    with ExitStack() as undo:
-        for owner, method, name in phases:
-            setattr(owner, method, wrap_in_mark(name, getattr(owner, method)))
-            undo.callback(delattr, owner, method)
-        run.executor.watch = lambda steps: keeper.watch([mark_model_step(step, keeper) for step in steps])
-        undo.callback(delattr, run.executor, "watch")
-        yield
+def step_observers(run: Run, counter: SavedTensorCounter) -> Iterator[None]:
+    """Observe every step of the model, and every phase of train_step but forward and backward themselves."""
+    unobserved = run.phase
+    run.phase = profiler_mark
+    try:
+        with run.executor.observed_by(ForwardMarks(), counter):
+            yield
+    finally:
+        run.phase = unobserved
 
 
-def wrap_in_mark(name: str, work: Callable[..., T]) -> Callable[..., T]:
-    def call_in_mark(*args: Any, **more: Any) -> T:
-        with profiler_mark(name):
-            return work(*args, **more)
+class ForwardMarks:
+    """An observer that puts a profiler mark around each step's forward. Backward needs none: the nodes of autograd have
+    the numbers of the operations that made them (observe/profile.py)."""
 
-    return call_in_mark
+    def __init__(self):
+        self.open_marks: dict[tuple[int, PassKey], Any] = {}
 
+    def before(self, step: Step, kind: PassKind, key: PassKey) -> None:
+        if kind == "F":
+            mark = profiler_mark(step.spec.name, "forward")
+            mark.__enter__()
+            self.open_marks[id(step), key] = mark
 
-def mark_model_step(step: Step, keeper: SavedTensorCounter) -> Step:
-    def run_in_mark(carry: Carry) -> Carry:
-        with profiler_mark(step.spec.name, "forward"), keeper.inside(step.spec.name):
-            return step.run(carry)
-
-    return replace(step, run=run_in_mark)
+    def after(self, step: Step, kind: PassKind, key: PassKey) -> None:
+        if kind == "F":
+            mark = self.open_marks.pop((id(step), key))
+            mark.__exit__(None, None, None)
 
 
 class SavedTensorCounter:
-    """Counts what the first microbatch keeps for its backward, by the step and region that saved it first."""
+    """An observer that counts what the first pass saves for its backward, by the step and region that saved it."""
 
     def __init__(self, run: Run):
         self.saved: dict[str, int] = {}
-        self.where: list[str] = []
-        self.passages = 0
+        self.open_names: list[str] = []  # the step and the region that run now
+        self.first_key: PassKey | None = None
+        self.has_finished = False
         self.seen = {storage_address(p) for p in run.model.parameters()}
-        self.regions = [(n.rsplit(".", 1)[-1], m) for n, m in run.model.named_modules() if isinstance(m, Region)]
+        self.regions = [module for module in run.model.modules() if isinstance(module, Region)]
 
-    def watch(self, steps: list[Step]) -> list[Step]:
-        self.passages += 1
-        return steps
+    def before(self, step: Step, kind: PassKind, key: PassKey) -> None:
+        if self.first_key is None:
+            self.first_key = key
+        if key != self.first_key:
+            self.has_finished = True
+        if kind == "F":
+            self.open_names.append(step.spec.name)
 
-    @contextmanager
-    def inside(self, name: str) -> Iterator[None]:
-        self.where.append(name)
-        try:
-            yield
-        finally:
-            self.where.pop()
+    def after(self, step: Step, kind: PassKind, key: PassKey) -> None:
+        if kind == "F":
+            self.open_names.remove(step.spec.name)
 
     @contextmanager
     def counting_saved(self) -> Iterator[None]:
-        hooks = [hook for name, region in self.regions for hook in self.around(name, region)]
-        with torch.autograd.graph.saved_tensors_hooks(self.count, lambda x: x):
+        hooks = [hook for region in self.regions for hook in self.region_hooks(region)]
+        with torch.autograd.graph.saved_tensors_hooks(self.count, unpacked_as_saved):
             yield
         for hook in hooks:
             hook.remove()
 
-    def around(self, name: str, region: Region) -> Sequence[Any]:
-        return (
-            region.register_forward_pre_hook(lambda *_: self.where.append(name)),
-            region.register_forward_hook(lambda *_: self.where.remove(name)),
-        )
+    def region_hooks(self, region: Region) -> Iterable[Any]:
+        def enter_region(*_: object) -> None:
+            self.open_names.append(region.name)
+
+        def leave_region(*_: object) -> None:
+            self.open_names.remove(region.name)
+
+        return region.register_forward_pre_hook(enter_region), region.register_forward_hook(leave_region)
 
     def count(self, x: torch.Tensor) -> torch.Tensor:
-        if self.where and self.passages <= 1 and (storage := storage_address(x)) not in self.seen:
+        storage = storage_address(x)
+        if self.open_names and not self.has_finished and storage not in self.seen:
             self.seen.add(storage)
-            place = " ".join(self.where)
+            place = " ".join(self.open_names)
             self.saved[place] = self.saved.get(place, 0) + x.untyped_storage().nbytes()
         return x
+
+
+def unpacked_as_saved(x: torch.Tensor) -> torch.Tensor:
+    return x
 
 
 def storage_address(x: torch.Tensor) -> int:
@@ -147,25 +156,38 @@ def storage_address(x: torch.Tensor) -> int:
 
 def resident_bytes(run: Run) -> dict[str, int]:
     """Weights, optimizer state, and gradients, which are made as backward reaches them."""
-    slices, sums = run.optimizer.slices, [bucket.sums for bucket in run.gradients.buckets]
+    buckets, state = run.gradients.buckets, run.optimizer.bytes()
+    main = state.pop("main")
     return {
-        "weights": sum(bucket.weights.nbytes for bucket in run.gradients.buckets),
-        "main weights": sum(s.main.nbytes for s in slices if s.has_main_copy),
-        "moments": sum(s.mean.nbytes + s.mean_square.nbytes for s in slices),
-        "gradients": sum(each.size * each.dtype.itemsize for each in sums),
+        "weights": sum(bucket.weights.nbytes for bucket in buckets),
+        "main weights": main,
+        "moments": sum(state.values()),
+        "gradients": sum(bucket.sums.nbytes for bucket in buckets),
     }
+
+
+def all_step_specs(model: ModelConfig) -> list[StepSpec]:
+    """Every step of the model, multi-token prediction included."""
+    prefixed = (*prefixed_model_steps(model), *prefixed_mtp_steps(model))
+    return [step for _, step in prefixed]
 
 
 def product_rates(config: Config, profile: StepProfile, ranks: int) -> list[tuple[str, float, float]]:
     """Each class of products with the FLOPs of its forward and backward (twice the forward) on one rank, and the time
-    its kernels took. Those of attention with the context are a class of their own."""
+    of its kernels. Products of attention with the context are a class of their own."""
     tokens = config.train.global_batch * config.data.seq_len / ranks
     flops: dict[tuple[str, str], float] = {}
-    for _, step in (*prefixed_model_steps(config.model), *prefixed_mtp_steps(config.model)):
-        for kind, each in step_flops_by_kind(step, config.data.seq_len):
-            flops[step.name, kind] = flops.get((step.name, kind), 0.0) + 3 * each * tokens
-    found = [(name, kind, total, profile.seconds_of_kind(name, kind)) for (name, kind), total in flops.items() if total]
-    return [(f"{name} core" if kind == "attention" else name, total, s) for name, kind, total, s in found if s]
+    for step in all_step_specs(config.model):
+        for kind, forward_flops in step_flops_by_kind(step, config.data.seq_len):
+            before = flops.get((step.name, kind), 0.0)
+            flops[step.name, kind] = before + 3 * forward_flops * tokens
+    rates: list[tuple[str, float, float]] = []
+    for (name, kind), total in flops.items():
+        seconds = profile.seconds_of_kind(name, kind)
+        if total and seconds:
+            label = f"{name} core" if kind == "attention" else name
+            rates.append((label, total, seconds))
+    return rates
 
 
 def step_flops_by_kind(step: StepSpec, seq_len: int) -> list[tuple[str, float]]:
@@ -173,47 +195,58 @@ def step_flops_by_kind(step: StepSpec, seq_len: int) -> list[tuple[str, float]]:
 
 
 def write_profile_trace(run: Run, watched: WatchedStep) -> None:
-    """What every rank did, into one trace, from the first event on."""
+    """The events of every rank in one trace, whose first event begins at 0."""
     own = [*watched.profile.events(run.world.rank), *run.executor.spans.events]
-    every = [event for events in all_gather_objects(own, run.world.everyone) for event in events]
-    if run.world.rank == 0:
-        begun = min(event.start for event in every)
-        shifted = [replace(event, start=event.start - begun, end=event.end - begun) for event in every]
-        write_trace(run.out / "trace.json", shifted)
+    by_rank = all_gather_objects(own, run.world.everyone)
+    if run.world.rank != 0:
+        return
+    events = [event for events in by_rank for event in events]
+    begun = min(event.start for event in events)
+    write_trace(run.out / "trace.json", [shifted_event(event, begun) for event in events])
+
+
+def shifted_event(event: TraceEvent, begun: float) -> TraceEvent:
+    return replace(event, start=event.start - begun, end=event.end - begun)
 
 
 def profile_text(run: Run, watched: WatchedStep) -> str:
-    """All there is to see, for people."""
+    """The profile as tables."""
     profile = watched.profile
     console = Console(width=100, record=True, file=StringIO())
-    console.print(
-        f"step {run.step}, watched: {profile.seconds * 1e3:.1f} ms, of which {profile.busy_seconds * 1e3:.1f} ms "
-        f"something ran on {profile.device}"
-    )
-    for table in (step_time_table(run, profile), product_rate_table(watched), memory_table(watched.memory)):
-        console.print(table)
+    total, busy = profile.seconds * 1e3, profile.busy_seconds * 1e3
+    console.print(f"step {run.step}, watched: {total:.1f} ms, of which {busy:.1f} ms something ran on {profile.device}")
+    console.print(step_time_table(run, profile))
+    console.print(product_rate_table(watched))
+    console.print(memory_table(watched.memory))
     if profile.device == "cuda":
         console.print("\n".join(launch_gap_lines(profile)))
     return console.export_text().rstrip()
 
 
 def step_time_table(run: Run, profile: StepProfile) -> Table:
-    lanes = {
-        step.name: step.lane
-        for _, step in (*prefixed_model_steps(run.config.model), *prefixed_mtp_steps(run.config.model))
-    }
+    lanes = {step.name: step.lane for step in all_step_specs(run.config.model)}
     times = profile.seconds_by_phase()
-    names = list(dict.fromkeys(place.name for place in times))
-    order = [*lanes, *(name for name in names if name not in lanes)]
+    names = dict.fromkeys(phase.name for phase in times)
+    # Steps in the order of the model, then phases in the order in which they ran.
+    ordered = [name for name in lanes if name in names]
+    ordered += [name for name in names if name not in lanes]
     table = Table("step", "lane", title="time, ms", title_justify="left")
     for column in ("forward", "backward", "otherwise", "share"):
         table.add_column(column, justify="right")
-    total = sum(times.values())
-    for name in (name for name in order if name in names):
-        by = {place.direction: seconds for place, seconds in times.items() if place.name == name}
-        cells = [f"{by[d] * 1e3:.2f}" if d in by else "" for d in ("forward", "backward", "")]
-        table.add_row(name, lanes.get(name, ""), *cells, f"{sum(by.values()) / total:.1%}")
+    for name in ordered:
+        table.add_row(name, lanes.get(name, ""), *step_time_cells(name, times))
     return table
+
+
+def step_time_cells(name: str, times: dict[StepPhase, float]) -> list[str]:
+    """Milliseconds of a step in each direction, and its share of all time."""
+    seconds_by_direction = {phase.direction: seconds for phase, seconds in times.items() if phase.name == name}
+    cells: list[str] = []
+    for direction in DIRECTIONS:
+        seconds = seconds_by_direction.get(direction)
+        cells.append("" if seconds is None else f"{seconds * 1e3:.2f}")
+    share = sum(seconds_by_direction.values()) / sum(times.values())
+    return [*cells, f"{share:.1%}"]
 
 
 def product_rate_table(watched: WatchedStep) -> Table:
@@ -221,7 +254,8 @@ def product_rate_table(watched: WatchedStep) -> Table:
     for column in ("TFLOP", "ms", "TFLOP/s"):
         table.add_column(column, justify="right")
     for name, flops, seconds in watched.products:
-        table.add_row(name, f"{flops / 1e12:.3g}", f"{seconds * 1e3:.2f}", f"{flops / seconds / 1e12:.3g}")
+        teraflops = flops / 1e12
+        table.add_row(name, f"{teraflops:.3g}", f"{seconds * 1e3:.2f}", f"{teraflops / seconds:.3g}")
     return table
 
 
@@ -231,8 +265,9 @@ def memory_table(memory: StepMemory) -> Table:
     for name, size in memory.resident.items():
         table.add_row(name, f"{size / GIB:.3f}")
     table.add_section()
-    for name, size in sorted(memory.saved.items(), key=lambda item: -item[1]):
-        table.add_row(f"saved in {name}", f"{size / GIB:.3f}")
+    largest_first = sorted(memory.saved, key=memory.saved.__getitem__, reverse=True)
+    for name in largest_first:
+        table.add_row(f"saved in {name}", f"{memory.saved[name] / GIB:.3f}")
     if memory.peak:
         table.add_section()
         table.add_row("peak", f"{memory.peak / GIB:.3f}")
@@ -241,12 +276,20 @@ def memory_table(memory: StepMemory) -> Table:
 
 def launch_gap_lines(profile: StepProfile) -> list[str]:
     gaps = profile.gaps()
-    idle = sum(gap.seconds for gap in gaps)
-    long = [gap for gap in gaps if gap.seconds > 20e-6]
-    lead = sorted(work.start - work.launched for work in profile.kernels_run)
-    ahead = lead[len(lead) // 2] * 1e3 if lead else 0.0
+    idle = sum(gap.seconds for gap in gaps) * 1e3
+    long_gaps = [gap for gap in gaps if gap.seconds > LONG_GAP]
+    kernels = profile.kernels_run
+    lead = median_launch_lead(profile) * 1e3
     lines = [
-        f"launch gaps: {idle * 1e3:.2f} ms in all, {len(long)} of more than 20 us; "
-        f"{len(profile.kernels_run)} works, the host {ahead:.1f} ms ahead of the device (median)"
+        f"launch gaps: {idle:.2f} ms in all, {len(long_gaps)} of more than 20 us; "
+        f"{len(kernels)} works, the host {lead:.1f} ms ahead of the device (median)"
     ]
-    return lines + [f"  {g.seconds * 1e6:.0f} us before {g.before.name} {g.before.direction}" for g in long[:5]]
+    for gap in long_gaps[:5]:
+        lines.append(f"  {gap.seconds * 1e6:.0f} us before {gap.before.name} {gap.before.direction}")
+    return lines
+
+
+def median_launch_lead(profile: StepProfile) -> float:
+    """Seconds between the launch of a kernel and its start, median over kernels."""
+    leads = sorted(kernel.start - kernel.launched for kernel in profile.kernels_run)
+    return leads[len(leads) // 2] if leads else 0.0

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from moefold.config.errors import UserError, printable_text
 from moefold.config.keys import ConfigKey, format_value, iterate_keys
 from moefold.config.read import convert_value, flatten_sections, printable_value
+from moefold.config.renamed_keys import with_new_names
 from moefold.config.run import Config
 from moefold.presets.recipe import resolve_recipe
 from moefold.presets.zoo import PRESETS
@@ -78,7 +79,7 @@ def legal_values(key: ConfigKey, expected: str) -> list[str]:
 
 def judge(line: str, given: dict[str, Any]) -> str | None:
     """What is wrong with a line of a refusal, or None. It must name the key, the value and a legal value."""
-    if found := re.match(r"(\S+) = (.*) is not legal; expected (.*)$", line, re.DOTALL):
+    if found := re.match(r"(\S+) = (.*) is not legal(?: \(did you mean .*\))?; expected (.*)$", line, re.DOTALL):
         key = KEYS.get(found[1])
         if key is None or found[1] not in given:
             return "names no key that was given"
@@ -95,6 +96,8 @@ def judge(line: str, given: dict[str, Any]) -> str | None:
     if found := re.match(r"(\S+) is a section, not a key; its keys are (.*)$", line):
         inside = found[2].split(", ")
         return None if found[1] in SECTIONS and all(path in KEYS for path in inside) else "names no section"
+    if found := re.match(r"(\S+) and (\S+) are both given", line):
+        return None if found[1] in given and found[2] in given else "names no key that was given"
     if re.match(r'(cannot read ".*"|--.* has no value); expected --', line, re.DOTALL):
         return None
     return judge_rule(line, given)
@@ -136,6 +139,7 @@ def outcome(recipe: str, words: list[str], world: int, given: dict[str, Any]) ->
     try:
         return resolve_recipe(recipe, words, world), []
     except UserError as refused:
+        given = given | with_new_names(given)[0]
         wrong = [(judge(line, given), line) for line in refused.problems or ("",)]
         return None, [f"{complaint}: {line[:300]!r}" for complaint, line in wrong if complaint]
 

@@ -26,8 +26,8 @@ BREAKS: dict[str, list[tuple[str, int, str]]] = {
     "bf16 gradients are of one microbatch": [
         ("--optim.gradients=bf16 --train.global_batch=8 --train.micro_batch=4", 1, "train.micro_batch = 4")
     ],
-    "bf16 gradients travel as bf16": [
-        ("--optim.gradients=bf16 --train.micro_batch=16", 2, "optim.gradient_travel = fp32")
+    "bf16 gradients are sent as bf16": [
+        ("--optim.gradients=bf16 --train.micro_batch=16", 2, "optim.gradient_reduce = fp32")
     ],
     "what is kept is written": [
         ("--checkpoint.every=100 --checkpoint.keep_every=250", 1, "checkpoint.keep_every = 250"),
@@ -169,7 +169,7 @@ BREAKS: dict[str, list[tuple[str, int, str]]] = {
     ],
     "experts that choose are balanced": [
         (f"--model.moe.router.kind=expert_choice --model.moe.{key}", 1, f"model.moe.{key.replace('=', ' = ')}")
-        for key in ("aux_loss=0.5", "device_loss=0.5", "pad_to_capacity=true")
+        for key in ("balance.aux_loss=0.5", "balance.device_loss=0.5", "capacity.pad=true")
     ],
     "a softmax over the chosen is normalised over them": [
         (

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from moefold.config.errors import UserError
-from moefold.dispatch.base import RowPolicy
+from moefold.dispatch.base import Hop, RowPolicy
 from moefold.dispatch.deepep import DeepEpHop, make_deepep_buffer, require_deepep
-from moefold.dispatch.hop import Hop, pack_for_everyone
+from moefold.dispatch.expert_placement import contiguous_placement
+from moefold.dispatch.hop import AllToAllHop, pack_for_everyone
 from moefold.dispatch.hop_dispatcher import HopDispatcher
 from moefold.dispatch.local import LocalDispatcher
 from moefold.layout.axes import World
@@ -23,10 +24,11 @@ def distances(world: World) -> dict[tuple[str, str], float]:
     """How far each value is from that of the local dispatcher with the tokens of all ranks."""
     ep, etp = world.axis("ep"), world.axis("etp")
     held = EXPERTS // ep.size
-    hops: list[Hop | DeepEpHop] = [DeepEpHop(make_deepep_buffer(deep_ep_over_gloo, ep, WIDTH * 8), ep, held)]
+    placement = contiguous_placement(EXPERTS, ep.size)
+    hops: list[Hop] = [DeepEpHop(make_deepep_buffer(deep_ep_over_gloo, ep, WIDTH * 8), ep, placement)]
     if etp.size > 1:
-        hops.append(Hop(etp, pack_for_everyone, lambda ids: ids // held, KERNELS))
-    there = HopDispatcher(hops, RowPolicy(ep.index * held, held), KERNELS)
+        hops.append(AllToAllHop(etp, pack_for_everyone, placement.rank_of, KERNELS))
+    there = HopDispatcher(hops, RowPolicy(placement, ep.index), KERNELS)
     up, down = numbers(EXPERTS, INNER, WIDTH, seed=1), numbers(EXPERTS, WIDTH, INNER, seed=2)
     experts = slice(ep.index * held, (ep.index + 1) * held)
     inner = slice(etp.index * INNER // etp.size, (etp.index + 1) * INNER // etp.size)
@@ -38,7 +40,7 @@ def distances(world: World) -> dict[tuple[str, str], float]:
         gates = [numbers(tokens, k, seed=20 + r).float().double() for r in range(WORLD)]  # they travel as fp32
         ways = [numbers(tokens, WIDTH, seed=30 + r) for r in range(WORLD)]
         whole = [x.clone().requires_grad_() for x in (torch.cat(h), torch.cat(gates), up, down)]
-        local = LocalDispatcher(RowPolicy(0, EXPERTS), KERNELS)
+        local = LocalDispatcher(RowPolicy(contiguous_placement(EXPERTS)), KERNELS)
         y, dh, dg, d_up, d_down = through(local, KERNELS, torch.cat(ids), whole, torch.cat(ways))
         mine = slice(world.rank * tokens, (world.rank + 1) * tokens)
         expected = (y[mine], dh[mine], dg[mine], d_up[experts, inner], d_down[experts, :, inner])

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 import pytest
 import torch
 
 from moefold.comm import byte_counters
+from moefold.config.open_names import DISPATCHERS as LEGAL_NAMES
 from moefold.config.run import Config, ModelConfig, MoeConfig, ParallelConfig, TrainConfig
 from moefold.dispatch.base import Dispatcher, Routing, RowPolicy
 from moefold.dispatch.build import build_dispatcher
+from moefold.dispatch.expert_placement import contiguous_placement
 from moefold.dispatch.local import LocalDispatcher
 from moefold.kernels.bound import BoundKernels
 from moefold.kernels.catalog import CATALOG, Facts
@@ -21,7 +23,7 @@ from moefold.layout.axes import World, create_world
 from tests.support.ranks import run_ranks
 
 # deepep needs its package; test_deepep.py has a stand-in for that
-DISPATCHERS = [name for name in get_args(get_type_hints(ParallelConfig)["dispatcher"]) if name != "deepep"]
+DISPATCHERS = [name for name in LEGAL_NAMES.builtin if name != "deepep"]
 WORLD, EXPERTS, WIDTH, INNER, TOKENS = 4, 8, 6, 8, 12
 LAYOUTS = {"ep 4": {"ep": 4}, "ep 2, etp 2": {"ep": 2, "etp": 2}, "etp 4": {"etp": 4}}
 FACTS = Facts("cpu", "fp64", hidden=WIDTH, ffn=INNER)
@@ -62,7 +64,7 @@ ROUTINGS = {
 
 def choose(name: str, kernels: Any, world: World) -> Dispatcher:
     model = ModelConfig(hidden=WIDTH, moe=MoeConfig(experts=EXPERTS, ffn=INNER))
-    parallel = ParallelConfig(ep=world.axis("ep").size, etp=world.axis("etp").size, dispatcher=name)  # pyright: ignore[reportArgumentType]
+    parallel = ParallelConfig(ep=world.axis("ep").size, etp=world.axis("etp").size, dispatcher=name)
     config = Config(model=model, parallel=parallel, train=TrainConfig(precision="fp64"))
     return build_dispatcher(config, kernels, world)
 
@@ -106,7 +108,7 @@ def agreement(world: World) -> dict[tuple[str, str, str, int], dict[str, float]]
                     continue
                 together = [torch.cat([h for h, _ in held]), torch.cat([g for _, g in held]), up, down]
                 together = [x.clone().requires_grad_() for x in together]
-                local = LocalDispatcher(RowPolicy(0, EXPERTS), kernels)
+                local = LocalDispatcher(RowPolicy(contiguous_placement(EXPERTS)), kernels)
                 y, dh, dg, d_up, d_down = through(local, kernels, torch.cat(ids), together, torch.cat(directions))
                 mine = slice(world.rank * tokens, (world.rank + 1) * tokens)
                 expected = (y[mine], dh[mine], dg[mine], d_up[experts, inner], d_down[experts, :, inner])

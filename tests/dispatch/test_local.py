@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moefold.dispatch.base import Routing, RowPolicy
+from moefold.dispatch.expert_placement import contiguous_placement
 from moefold.dispatch.local import LocalDispatcher
 from moefold.kernels.bound import BoundKernels
 from moefold.kernels.catalog import CATALOG, Facts
@@ -35,7 +36,7 @@ def choices(tokens: int, experts: int, k: int, seed: int, towards: float = 0.0) 
 
 def through_dispatcher(h_TD, weights_TK, ids_TK, matrix_EDD, kernels):
     """Each expert is a matrix, each row is scaled by its gate."""
-    dispatcher = LocalDispatcher(RowPolicy(0, len(matrix_EDD)), kernels)
+    dispatcher = LocalDispatcher(RowPolicy(contiguous_placement(len(matrix_EDD))), kernels)
     receipt = dispatcher.plan(Routing(weights_TK, ids_TK))
     rows = dispatcher.dispatch(h_TD, receipt)
     x_RD = kernels[gather_rows](rows.source_ND, rows.order.index_R, rows.order.slots_NK)
@@ -89,7 +90,8 @@ def test_the_rows_of_an_expert_are_contiguous_and_in_the_order_of_their_tokens(r
     ids_TK, experts = ROUTINGS[routing]
     tokens, k = ids_TK.shape
     weights_TK = numbers(tokens, k, seed=2)
-    order = LocalDispatcher(RowPolicy(0, experts), KERNELS["chosen"]).plan(Routing(weights_TK, ids_TK)).order
+    dispatcher = LocalDispatcher(RowPolicy(contiguous_placement(experts)), KERNELS["chosen"])
+    order = dispatcher.plan(Routing(weights_TK, ids_TK)).order
     assert not order.holes
     assert order.ends_e.dtype == torch.int32
     assert order.ends_e.shape == (experts,)
@@ -126,6 +128,6 @@ def test_two_runs_give_the_same_bits():
 
 def test_nothing_travels_and_nothing_is_copied():
     h_TD = numbers(5, WIDTH, seed=1)
-    dispatcher = LocalDispatcher(RowPolicy(0, 3), KERNELS["chosen"])
+    dispatcher = LocalDispatcher(RowPolicy(contiguous_placement(3)), KERNELS["chosen"])
     receipt = dispatcher.plan(Routing(numbers(5, 1, seed=2), choices(5, 3, 1, seed=3)))
     assert dispatcher.dispatch(h_TD, receipt).source_ND is h_TD

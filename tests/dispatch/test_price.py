@@ -5,14 +5,14 @@ from dataclasses import replace
 import pytest
 
 from moefold.config.run import ParallelConfig
-from moefold.dispatch.price import (
+from moefold.dispatch.catalog import (
     DispatchTrip,
     LinkSpeeds,
-    cheapest_dispatcher,
     dispatch_seconds,
     expected_distinct,
     expected_nodes_reached,
 )
+from moefold.dispatch.price import cheapest_dispatcher
 from moefold.presets.zoo import PRESETS
 
 

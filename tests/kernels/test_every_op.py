@@ -423,13 +423,13 @@ def plain_expert_mlp(source, gate_up, down, weight, index, slots, offsets, holes
     return plain_grouped_gemm(inner, down, offsets)
 
 
-def plain_adamw(w, g, m, v, weights, scale, pace):
-    step, lr, beta1, beta2, eps, decay, _ = pace
+def plain_adamw(w, g, m, v, weights, scale, scalars, options):
+    (step, lr, *_), (beta1, beta2, eps, decay, _) = scalars, options
     given, g = g, [scale * a for a in g]
     m = [beta1 * a + (1 - beta1) * b for a, b in zip(m, g, strict=True)]
     v = [beta2 * a + (1 - beta2) * b * b for a, b in zip(v, g, strict=True)]
     moves = [a / (1 - beta1**step) / (math.sqrt(b / (1 - beta2**step)) + eps) for a, b in zip(m, v, strict=True)]
-    return [a - lr * decay * a - lr * move for a, move in zip(w, moves, strict=True)], given, m, v, scale
+    return [a - lr * decay * a - lr * move for a, move in zip(w, moves, strict=True)], given, m, v, scale, scalars
 
 
 def plain_add_squares(total, *flats):

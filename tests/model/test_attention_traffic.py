@@ -16,6 +16,7 @@ from moefold.model.block import ATTENTION_KINDS
 from moefold.model.initialise import initialise_parameters
 from moefold.model.parts import ModelParts
 from moefold.model.token_layout import TokenShard
+from tests.support.models import attend
 from tests.support.ranks import run_ranks
 
 N, BATCH, LENGTH, HIDDEN = 4, 2, 32, 64
@@ -36,7 +37,7 @@ def sent(world: World, model: ModelConfig, parallel: ParallelConfig) -> Counter[
     initialise_parameters(attention, seed=1)
     share = TokenShard(BATCH, LENGTH, world.axis("cp"), world.axis("tp"), torch.device("cpu"))
     with counted_bytes_sent() as counter, torch.no_grad():
-        attention(torch.zeros(BATCH * LENGTH // N, HIDDEN), None, share)
+        attend(attention, torch.zeros(BATCH * LENGTH // N, HIDDEN), share)
     return counter
 
 

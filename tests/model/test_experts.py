@@ -12,6 +12,7 @@ from torch.func import functional_call
 
 from moefold.config.run import ModelConfig, MoeConfig
 from moefold.dispatch.base import Routing, RowPolicy
+from moefold.dispatch.expert_placement import contiguous_placement
 from moefold.dispatch.local import LocalDispatcher
 from moefold.kernels.bound import BoundKernels
 from moefold.kernels.catalog import CATALOG, Facts
@@ -34,7 +35,7 @@ def saved_bytes(gate: str) -> int:
     h = torch.randn(TOKENS, HIDDEN, generator=torch.Generator().manual_seed(1)).bfloat16().requires_grad_()
     probs = torch.rand(TOKENS, K, generator=torch.Generator().manual_seed(2)).bfloat16().requires_grad_()
     ids = torch.stack((torch.arange(TOKENS) % 4, (torch.arange(TOKENS) + 1) % 4), dim=1)
-    dispatcher = LocalDispatcher(RowPolicy(0, 4), kernels)
+    dispatcher = LocalDispatcher(RowPolicy(contiguous_placement(4)), kernels)
     rows = dispatcher.dispatch(h, dispatcher.plan(Routing(probs, ids)))
     known = {t.untyped_storage().data_ptr() for t in (*experts.parameters(), h, probs, *rows.order[:4])}
     kept: dict[int, int] = {}
@@ -111,7 +112,7 @@ def by_loop(p: dict[str, torch.Tensor], h_TD: torch.Tensor, weights_TK: torch.Te
 def test_every_kind_of_expert_equals_a_loop_and_its_gradients_pass_gradcheck(variant: str, gate: str, kernels: str):
     experts = make_experts(kernels, gate=gate, **VARIANTS[variant])
     moe = with_moe_keys(MoeConfig(experts=4, top_k=2, ffn=3, gate=gate), **VARIANTS[variant])
-    dispatcher = LocalDispatcher(RowPolicy(0, 4, drops=True, multiple=3), BINDINGS[kernels])
+    dispatcher = LocalDispatcher(RowPolicy(contiguous_placement(4), drops=True, multiple=3), BINDINGS[kernels])
     generator = torch.Generator().manual_seed(2)
     shapes = (5, moe.latent or 4), (5, 2)
     h_TD, weights_TK = (torch.randn(*s, generator=generator, dtype=torch.float64).requires_grad_() for s in shapes)

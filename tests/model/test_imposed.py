@@ -19,6 +19,7 @@ from moefold.layout.axes import Axis, World, create_world
 from moefold.model.initialise import initialise_parameters
 from moefold.model.moe.balance import ExpertLoad
 from moefold.model.moe.forced_routing import recorded_choices, round_robin_experts
+from moefold.model.residual import ResidualStream
 from moefold.model.token_layout import TokenShard
 from moefold.model.transformer import Transformer
 from moefold.train.assemble import default_dtype
@@ -205,10 +206,12 @@ def test_an_imposed_choice_of_no_expert_is_passed_by():
 def test_choices_are_recorded_once_for_each_microbatch_also_where_a_block_is_computed_again():
     made = make()
     x_TD = torch.randn(SEQUENCES * LENGTH, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    carry = {"x_TD": x_TD.requires_grad_(), "share": share(SEQUENCES, LENGTH), "aux": torch.zeros((), dtype=x_TD.dtype)}
+    stream = ResidualStream(x_TD.requires_grad_())
+    aux = torch.zeros((), dtype=x_TD.dtype)
+    carry = {"stream": stream, "token_shard": share(SEQUENCES, LENGTH), "aux": aux}
     with recorded_choices(made) as chosen:
         out: Any = checkpoint(made.blocks[1], carry, use_reentrant=False)
-        out["given_TD"].sum().backward()
+        out["stream"].pending_TD.sum().backward()
         made.blocks[1](carry)
     assert len(chosen[1]) == 2
 

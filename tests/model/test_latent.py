@@ -15,7 +15,8 @@ from moefold.kernels.catalog import Facts
 from moefold.layout.axes import World, create_world
 from moefold.model.block import MoeBlock, make_transformer_block
 from moefold.model.initialise import initialise_parameters
-from moefold.model.moe.layer import MoeLayer
+from moefold.model.moe.layer import MoeSublayer
+from moefold.model.residual import ResidualStream
 from moefold.model.steps import Carry
 from tests.support.models import choices, share
 from tests.support.ranks import run_ranks
@@ -51,8 +52,8 @@ def moved(world: World) -> dict[tuple[str, int], tuple[int, int, int]]:
         for width in WIDTHS:
             block = block_of(width, here, parallel)
             carry: Carry = {
-                "x_TD": torch.randn(SEQUENCES * LENGTH, HIDDEN).requires_grad_(),
-                "share": share(SEQUENCES, LENGTH, here),
+                "stream": ResidualStream(torch.randn(SEQUENCES * LENGTH, HIDDEN).requires_grad_()),
+                "token_shard": share(SEQUENCES, LENGTH, here),
                 "imposed": {0: choices_of(world.rank)},
                 "aux": torch.zeros(()),
             }
@@ -68,7 +69,7 @@ def choices_of(rank: int) -> torch.Tensor:
     return torch.rand(SEQUENCES, LENGTH, 8, generator=generator).argsort(dim=-1)[..., :2]
 
 
-def travel(moe: MoeLayer, carry: Carry) -> tuple[int, int, int]:
+def travel(moe: MoeSublayer, carry: Carry) -> tuple[int, int, int]:
     receipt, h_TD = moe.dispatcher.plan(carry["routing"]), carry["h_TD"]
     travelling = moe.narrow(h_TD) if hasattr(moe, "narrow") else h_TD
     with counted_bytes_sent() as out:

@@ -16,7 +16,7 @@ from moefold.model.attention.mla import LatentAttention
 from moefold.model.initialise import initialise_parameters
 from moefold.train.assemble import default_dtype
 from tests.model.test_positions import mscale, plain, yarn
-from tests.support.models import attend, choices, share
+from tests.support.models import NormedAttention, attend, choices, share
 
 LENGTH, HIDDEN, EPS = 9, 20, 1e-6
 BASE = AttentionConfig(
@@ -37,8 +37,8 @@ VARIANTS = {
     "sinks": {"sinks": True, "q_rank": 5},
     "a window and sinks": {"window": 4, "sinks": True, "q_rank": 5},
     "yarn, turned dims sharpened": {"rope": YARN, "q_rank": 5},
-    "yarn, whole scores sharpened": {"rope": replace(YARN, sharpen=0.8, sharpen_all=0.8), "q_rank": 5},
-    "yarn, both": {"rope": replace(YARN, sharpen=1.5, sharpen_all=0.7), "window": 5, "sinks": True, "qkv_bias": True},
+    "yarn, whole scores sharpened": {"rope": replace(YARN, mscale=0.8, mscale_all=0.8), "q_rank": 5},
+    "yarn, both": {"rope": replace(YARN, mscale=1.5, mscale_all=0.7), "window": 5, "sinks": True, "qkv_bias": True},
 }
 
 
@@ -73,12 +73,12 @@ def normed(x: Vector, weight: Vector) -> Vector:
 
 def turned(x: Vector, position: int, rope: RopeConfig) -> Vector:
     """A vector of turning dims at its position, pairs half of them apart, sharpened as DeepSeek does."""
-    half, sharpen = len(x) // 2, 1.0
+    half, factor = len(x) // 2, 1.0
     frequency = [plain(i, len(x), rope.theta) for i in range(half)]
     if rope.scaling == "yarn":
         frequency = yarn(len(x), rope)
-        sharpen = mscale(rope.factor, rope.mscale) / mscale(rope.factor, rope.mscale_all)
-    pairs = [complex(x[i], x[i + half]) * sharpen for i in range(half)]
+        factor = mscale(rope.factor, rope.mscale) / mscale(rope.factor, rope.mscale_all)
+    pairs = [complex(x[i], x[i + half]) * factor for i in range(half)]
     angles = [position * f for f in frequency]
     pairs = [z * complex(math.cos(t), math.sin(t)) for z, t in zip(pairs, angles, strict=True)]
     return [z.real for z in pairs] + [z.imag for z in pairs]
@@ -135,10 +135,11 @@ def test_the_layer_equals_its_formula_written_out(variant: str, kernels: str):
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_gradients_of_the_layer_are_those_of_finite_differences(variant: str, kernels: str):
     module = make(replace(BASE, **VARIANTS[variant]), kernels)
-    names, values = zip(*module.named_parameters(), strict=True)
+    normed = NormedAttention(module)
+    names, values = zip(*normed.named_parameters(), strict=True)
 
     def run(x_TD: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
-        return functional_call(module, dict(zip(names, parameters, strict=True)), (x_TD, None, share(2, LENGTH)))[1]
+        return functional_call(normed, dict(zip(names, parameters, strict=True)), (x_TD, share(2, LENGTH)))
 
     assert torch.autograd.gradcheck(run, (stream().requires_grad_(), *values), fast_mode=True)
 

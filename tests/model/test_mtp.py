@@ -27,9 +27,9 @@ from moefold.kernels.bound import BoundKernels
 from moefold.kernels.catalog import Facts
 from moefold.kernels.vocabulary.vocab_shard import IGNORE_INDEX
 from moefold.layout.axes import World, create_world, single_rank_world
-from moefold.model.block import settle_residual
 from moefold.model.initialise import initialise_parameters
 from moefold.model.mtp import labels_shifted_by
+from moefold.model.residual import ResidualStream
 from moefold.model.steps import run_step_sequence
 from moefold.model.transformer import Transformer
 from moefold.train.assemble import Run, assemble_run, default_dtype
@@ -90,7 +90,7 @@ def ahead_by_loop(made: Transformer, tokens: torch.Tensor, labels: torch.Tensor)
     """The loss of each layer that looks ahead, position by position, from the model's last residual stream on."""
     p, rows, known = dict(made.named_parameters()), labels.tolist(), tokens.tolist()
     made.eval()  # without the layers that look ahead
-    x_TD = settle_residual(run_step_sequence(made.body(made.stages[0]), made.begin(tokens)))["x_TD"]
+    x_TD = run_step_sequence(made.body(made.stages[0]), made.begin(tokens))["stream"].settled()
     made.train()
     h_TD = torch.stack([normed(x, p["head.norm.weight"]) for x in x_TD])  # what the head reads
     losses = []
@@ -103,9 +103,10 @@ def ahead_by_loop(made: Transformer, tokens: torch.Tensor, labels: torch.Tensor)
             at = f"ahead.{depth - 1}."
             both = (normed(h, p[at + "stream_norm.weight"]), normed(vector, p[at + "token_norm.weight"]))
             joined.append(p[at + "join.weight"] @ torch.cat(both))
-        carry = {"x_TD": torch.stack(joined), "share": share(SEQUENCES, LENGTH), "aux": torch.zeros(())}
+        stream = ResidualStream(torch.stack(joined))
+        carry = {"stream": stream, "token_shard": share(SEQUENCES, LENGTH), "aux": torch.zeros(())}
         h_TD = torch.stack(
-            [normed(x, p[f"ahead.{depth - 1}.norm.weight"]) for x in settle_residual(layer.block(carry))["x_TD"]]
+            [normed(x, p[f"ahead.{depth - 1}.norm.weight"]) for x in layer.block(carry)["stream"].settled()]
         )
         loss = torch.zeros((), dtype=torch.float64)
         for t, h in enumerate(h_TD):

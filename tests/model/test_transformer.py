@@ -25,7 +25,7 @@ from moefold.layout.declare import declared_parameters
 from moefold.model.initialise import initialise_parameters
 from moefold.model.steps import Region
 from moefold.model.transformer import Transformer
-from moefold.optim.adamw import AdamW
+from moefold.optim.optimizer import build_optimizer
 from moefold.shard.buckets import fill_buckets
 from moefold.shard.gradients import Gradients
 from moefold.train.assemble import default_dtype
@@ -190,7 +190,7 @@ def test_a_model_of_every_kind_trains(dtype: str, model: ModelConfig):
     world = single_rank_world()
     buckets = fill_buckets(made, world)
     sums = Gradients(buckets, world)
-    optimizer = AdamW(buckets, OptimConfig(), BoundKernels(Facts("cpu", dtype, hidden=16, ffn=16)))
+    optimizer = build_optimizer(buckets, OptimConfig(), BoundKernels(Facts("cpu", dtype, hidden=16, ffn=16)))
     before = {name: p.detach().clone() for name, p in made.named_parameters()}
     tokens, labels = batch()
     seen = []

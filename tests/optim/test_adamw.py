@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -16,8 +17,9 @@ from moefold.kernels.registry import DTYPES
 from moefold.layout.axes import single_rank_world
 from moefold.model.initialise import initialise_parameters
 from moefold.model.transformer import Transformer
-from moefold.optim.adamw import AdamW
+from moefold.optim.optimizer import Optimizer, build_optimizer
 from moefold.shard.buckets import Bucket, fill_buckets
+from moefold.shard.storage import storage_maker
 from moefold.train.assemble import default_dtype
 from tests.support.models import transformer
 
@@ -41,11 +43,11 @@ def make(dtype: str) -> Transformer:
 
 def make_both(
     dtype: str, force: tuple[str, ...] = (), optim: OptimConfig = OPTIM
-) -> tuple[Transformer, list[Bucket], AdamW]:
+) -> tuple[Transformer, list[Bucket], Optimizer]:
     model = make(dtype)
-    buckets = fill_buckets(model, single_rank_world())
+    buckets = fill_buckets(model, single_rank_world(), storage=storage_maker(optim.main))
     facts = Facts("cpu", dtype, hidden=16, ffn=16, moments=optim.moments, main=optim.main)
-    return model, buckets, AdamW(buckets, optim, BoundKernels(facts, force))
+    return model, buckets, build_optimizer(buckets, optim, BoundKernels(facts, force))
 
 
 def put_gradients(buckets: list[Bucket], step: int) -> dict[str, torch.Tensor]:
@@ -59,7 +61,12 @@ def put_gradients(buckets: list[Bucket], step: int) -> dict[str, torch.Tensor]:
     return found
 
 
-def named(optimizer: AdamW) -> dict[str, torch.Tensor]:
+def copied(values: Any) -> torch.Tensor:
+    """State as a tensor of its own, whatever form it is kept in."""
+    return values.clone() if isinstance(values, torch.Tensor) else values.get(0, len(values))
+
+
+def named(optimizer: Optimizer) -> dict[str, Any]:
     """The state of one rank, which has all of every parameter, by name."""
     found = {f"{p.name}.{kind}": (p, first, values) for p, kind, first, values in optimizer.state()}
     assert all(first == 0 and len(values) == p.tensor.numel() for p, first, values in found.values())
@@ -112,10 +119,11 @@ def test_without_gradients_matrices_decay_and_norms_and_biases_stay():
 
 def test_an_fp32_model_has_no_second_copy_of_its_weights():
     _, buckets, optimizer = make_both("fp32")
-    assert all(
-        s.main.data_ptr() == b.weights.data_ptr() and len(s.main) == len(b.weights)
-        for s, b in zip(optimizer.slices, buckets, strict=True)
-    )
+    for share, bucket in zip(optimizer.shares, buckets, strict=True):
+        main = share.storage.main_values()
+        assert main.data_ptr() == bucket.weights.data_ptr()
+        assert len(main) == len(bucket.weights)
+    assert optimizer.bytes()["main"] == 0
     assert not any(name.endswith(".main") for name in named(optimizer))
 
 
@@ -165,7 +173,7 @@ def test_the_state_names_every_tensor_once_and_gives_views_that_can_be_loaded_in
 
 
 @pytest.mark.parametrize("moments", ["fp32", "bf16"])
-def test_main_weights_kept_as_halves_are_those_of_a_whole_copy_to_the_bit(moments: str):
+def test_split_main_weights_are_those_of_a_copy_to_the_bit(moments: str):
     ways = {}
     for main in ("fp32", "split"):
         optim = replace(OPTIM, main=main, moments=moments)  # pyright: ignore[reportArgumentType]
@@ -173,19 +181,19 @@ def test_main_weights_kept_as_halves_are_those_of_a_whole_copy_to_the_bit(moment
         for step in range(1, 6):
             put_gradients(buckets, step)
             optimizer.step(step, 1e-2)
-        ways[main] = {n: t.clone() for n, t in named(optimizer).items()} | dict(model.named_parameters())
+        ways[main] = {n: copied(t) for n, t in named(optimizer).items()} | dict(model.named_parameters())
     assert ways["fp32"].keys() == ways["split"].keys()
     for name, value in ways["fp32"].items():
         assert torch.equal(value, ways["split"][name]), name
 
 
-def test_halves_can_be_loaded_into_and_give_the_model_its_weights():
+def test_split_main_weights_can_be_loaded_into_and_give_the_model_its_weights():
     model, _, optimizer = make_both("bf16", optim=replace(OPTIM, main="split"))
     wanted = {n: torch.randn(len(t)) for n, t in named(optimizer).items() if n.endswith(".main")}
     for name, value in wanted.items():
-        named(optimizer)[name].copy_(value)
+        named(optimizer)[name].put(0, len(value), value)
     for name, value in wanted.items():
-        assert torch.equal(named(optimizer)[name].clone(), value)
+        assert torch.equal(copied(named(optimizer)[name]), value)
         weight = dict(model.named_parameters())[name.removesuffix(".main")]
         assert torch.equal(weight.flatten(), round_to_nearest(value, torch.bfloat16))
 
@@ -198,7 +206,7 @@ def moments_after(rounding: str, steps: int) -> torch.Tensor:
         for bucket in buckets:
             bucket.gradients.fill_(1.0)
         optimizer.step(step, 1e-4)
-    return torch.cat([s.mean_square.float()[:640] for s in optimizer.slices])
+    return torch.cat([share.state["mean_square"].float()[:640] for share in optimizer.shares])
 
 
 def test_stochastic_rounding_keeps_moments_moving_where_nearest_stops_them():
@@ -216,10 +224,10 @@ def test_a_scale_that_is_no_number_leaves_everything_as_it_is(scale: float, main
     model, buckets, optimizer = make_both("bf16", optim=replace(OPTIM, main=main))  # pyright: ignore[reportArgumentType]
     put_gradients(buckets, 1)
     optimizer.step(1, 1e-2)
-    before = {n: t.clone() for n, t in [*named(optimizer).items(), *model.named_parameters()]}
-    optimizer.step(2, 1e-2, torch.tensor(scale))
+    before = {n: copied(t) for n, t in [*named(optimizer).items(), *model.named_parameters()]}
+    optimizer.step(2, 1e-2, {"": torch.tensor(scale)})
     for name, value in [*named(optimizer).items(), *model.named_parameters()]:
-        assert torch.equal(value, before[name]), name
+        assert torch.equal(copied(value), before[name]), name
 
 
 def test_the_scale_acts_on_the_gradient():
@@ -229,7 +237,7 @@ def test_the_scale_acts_on_the_gradient():
         put_gradients(buckets, 1)
         for bucket in buckets:
             bucket.gradients.mul_(1 / factor)
-        optimizer.step(1, 1e-2, torch.tensor(factor, dtype=torch.float64))
+        optimizer.step(1, 1e-2, {"": torch.tensor(factor, dtype=torch.float64)})
         states.append(named(optimizer))
     for name, value in states[0].items():
         torch.testing.assert_close(value, states[1][name], rtol=1e-6, atol=0)

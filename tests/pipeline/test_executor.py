@@ -17,11 +17,11 @@ from moefold.comm.lanes import Lanes
 from moefold.config.run import Config, ParallelConfig, PipelineConfig
 from moefold.data.loader import Batch
 from moefold.layout.axes import World, single_rank_world
+from moefold.layout.deferred_wgrad import DeferredWork, deferring_weight_grads
 from moefold.observe.trace import SpanRecorder
 from moefold.pipeline.executor import StepRun
 from moefold.pipeline.last_gradients import last_gradient_slots, may_defer_weight_grad
 from moefold.pipeline.pair_runner import PairRunner
-from moefold.precision.deferred_wgrad import DeferredWork, deferring_weight_grads
 from moefold.presets.zoo import PRESETS
 from moefold.schedule.program import Program
 from moefold.train.assemble import Run, assemble_run
@@ -134,7 +134,8 @@ def run_uneven(world: World, ways: list[PipelineConfig]) -> list[tuple[list[Any]
             StepRun.run = original  # type: ignore[method-assign]
         run.gradients.finish(torch.ones((), dtype=torch.float64))
         (trip,) = trips
-        kept = [name for name in ("handed", "passages", "cargo", "waiting") if any(getattr(trip, name).values())]
+        places = ("local_cargo", "passages", "input_streams", "deferred_work")
+        kept = [name for name in places if any(getattr(trip, name).values())]
         kept += ["inbox"] if trip.inbox.arriving or trip.inbox.sender else []
         kept += ["pipe"] if run.executor.pipe.pending_sends else []
         seen = [(s.what, s.values) for s in local_gradients(run, "")]
@@ -200,7 +201,7 @@ def leaves_early(world: World) -> list[list[int]]:
         counts: list[int] = []
 
         def noted(self: StepRun, *args: Any, run: Run = run, counts: list[int] = counts) -> None:
-            counts.append(len(run.gradients.travelling))
+            counts.append(len(run.gradients.reductions))
             original(self, *args)
 
         StepRun.run_unpaired_op = noted  # type: ignore[method-assign]
@@ -210,7 +211,7 @@ def leaves_early(world: World) -> list[list[int]]:
             run.executor.train(parts, torch.ones(1, dtype=torch.float64))
         finally:
             StepRun.run_unpaired_op = original  # type: ignore[method-assign]
-        found.append([*counts, len(run.gradients.travelling), len(run.gradients.buckets)])
+        found.append([*counts, len(run.gradients.reductions), len(run.gradients.buckets)])
         run.gradients.finish(torch.ones((), dtype=torch.float64))
     return found
 
@@ -243,11 +244,11 @@ def weaving(fillers: list[DeferredWork]) -> tuple[PairRunner, SpanRecorder]:
 def test_work_of_a_strand_waits_for_its_own_travel_and_not_for_the_others():
     go, order = threading.Event(), []
     woven, _ = weaving([])
-    woven.begin(0, "comm", "dispatch", lambda: (go.wait(10), order.append("travel 0"))[1])
-    woven.begin(1, "compute", "experts", lambda: order.append("work 1"))
+    woven.begin(0, "comm", lambda: (go.wait(10), order.append("travel 0"))[1])
+    woven.begin(1, "compute", lambda: order.append("work 1"))
     assert order == ["work 1"]
     go.set()
-    woven.begin(0, "compute", "experts", lambda: order.append("work 0"))
+    woven.begin(0, "compute", lambda: order.append("work 0"))
     assert order == ["work 1", "travel 0", "work 0"]
 
 
@@ -259,8 +260,8 @@ def test_fillers_run_while_travel_is_awaited_and_the_rest_at_the_end():
         lambda: order.append("c"),
     ]
     woven, spans = weaving(fillers)
-    woven.begin(0, "comm", "dispatch", lambda: (go.wait(10), order.append("travel"))[1])
-    woven.begin(0, "compute", "experts", lambda: order.append("work"))
+    woven.begin(0, "comm", lambda: (go.wait(10), order.append("travel"))[1])
+    woven.begin(0, "compute", lambda: order.append("work"))
     assert order[:2] == ["a", "b"], "the travel ends only when these have run"
     assert order.index("travel") < order.index("work")
     woven.end()
@@ -270,16 +271,16 @@ def test_fillers_run_while_travel_is_awaited_and_the_rest_at_the_end():
 
 def test_what_goes_wrong_in_travel_is_raised_where_it_is_awaited():
     woven, _ = weaving([])
-    woven.begin(0, "comm", "dispatch", lambda: [][0])
+    woven.begin(0, "comm", lambda: [][0])
     with pytest.raises(IndexError):
-        woven.begin(0, "compute", "experts", lambda: None)
+        woven.begin(0, "compute", lambda: None)
 
 
 def test_the_end_waits_for_all_travel():
     order: list[str] = []
     woven, _ = weaving([])
-    woven.begin(0, "comm", "combine", lambda: order.append("0"))
-    woven.begin(1, "comm", "combine", lambda: order.append("1"))
+    woven.begin(0, "comm", lambda: order.append("0"))
+    woven.begin(1, "comm", lambda: order.append("1"))
     woven.end()
     assert order == ["0", "1"]
     assert not woven.under_way

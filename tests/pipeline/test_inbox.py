@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moefold.layout.axes import Axis
-from moefold.pipeline.inbox import Inbox, messages_between
+from moefold.pipeline.inbox import Inbox, incoming_messages, messages_between
 from moefold.schedule.passes import defer_weight_grads, pair_forward_with_backward
 from moefold.schedule.program import PipelineOp, Program, op_dependencies, ops_with_ranks, rank_by_stage
 from moefold.schedule.schedule_catalog import SCHEDULES, build_program
@@ -91,7 +91,7 @@ def test_every_op_takes_what_was_sent_for_it_into_a_place_made_for_it(made: tupl
     program, homes = made
     for me, slots in enumerate(program):
         wire: Any = Wire(program, homes, me)
-        inbox = Inbox(program, homes, wire, lambda op: op)  # pyright: ignore[reportArgumentType]
+        inbox = Inbox(incoming_messages(program, homes, me), wire, lambda op: op)  # pyright: ignore[reportArgumentType]
         for number, slot in enumerate(slots):
             inbox.expect([op for near in slots[number : number + ahead] for op in near])
             for op in slot:
@@ -108,7 +108,7 @@ def test_waiting_for_a_later_message_asks_for_the_ones_before_it_first():
         [(PipelineOp("F", 1, 1),), (PipelineOp("F", 1, 0),)],
     ]
     wire: Any = Wire(program, [0, 1], 1)
-    inbox = Inbox(program, [0, 1], wire, lambda op: torch.empty(0))
+    inbox = Inbox(incoming_messages(program, [0, 1], 1), wire, lambda op: torch.empty(0))
     assert inbox.take(PipelineOp("F", 1, 1))[1] == PipelineOp("F", 1, 1)
     assert wire.asked[0] == 2
     assert inbox.take(PipelineOp("F", 1, 0))[1] == PipelineOp("F", 1, 0)
@@ -119,4 +119,4 @@ def test_what_nobody_sends_cannot_be_taken():
     program: Program = [[(PipelineOp("F", 0, 0),)], [(PipelineOp("F", 1, 0),)]]
     wire: Any = Wire(program, [0, 1], 1)
     with pytest.raises(KeyError):
-        Inbox(program, [0, 1], wire, lambda op: torch.empty(0)).take(PipelineOp("F", 1, 5))
+        Inbox(incoming_messages(program, [0, 1], 1), wire, lambda op: torch.empty(0)).take(PipelineOp("F", 1, 5))

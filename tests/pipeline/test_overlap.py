@@ -48,7 +48,7 @@ class Faces:
 
         def held_up(lanes: Lanes, work: Callable[[], Any], inputs: Any = None) -> Ticket:
             number, before = len(owner.faced), owner.begun
-            name = f"{number} {work.args[0]}"  # pyright: ignore[reportFunctionMemberAccess]
+            name = f"{number} {type(work.__self__).__name__}"  # pyright: ignore[reportFunctionMemberAccess]
             owner.faced[name] = False
 
             def later() -> Any:
@@ -61,7 +61,7 @@ class Faces:
             ticket.number = number  # pyright: ignore[reportAttributeAccessIssue]
             return ticket
 
-        def noted(weaving: PairRunner, strand: int, lane: str, name: str, work: Callable[[], Any], inputs: Any) -> None:
+        def noted(weaving: PairRunner, strand: int, lane: str, work: Callable[[], Any], inputs: Any) -> None:
             def begins() -> None:
                 if lane == "compute":
                     with owner.moved:
@@ -69,7 +69,7 @@ class Faces:
                         owner.moved.notify_all()
                 work()
 
-            begin(weaving, strand, lane, name, begins if lane == "compute" else work, inputs)
+            begin(weaving, strand, lane, begins if lane == "compute" else work, inputs)
 
         def waits(ticket: Ticket) -> Any:
             with owner.moved:

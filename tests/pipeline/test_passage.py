@@ -46,10 +46,10 @@ def gradients(steps: Sequence[Step], carry: Carry, leaves: Sequence[torch.Tensor
     for _ in passage.segments:
         now = passage.forward(now)
     passage.set_output_gradients([now["x"]], [weights(*now["x"].shape, seed=99)])
-    count = len(passage.cuts)
+    count = len(passage.runs)
     for _ in range(count):
         passage.backward()
-    assert not passage.cuts
+    assert not passage.runs
     inputs = [x for x in leaves if any(x is value for value in carry.values())]
     return [passage.gradient_of_input(x) if any(x is y for y in inputs) else x.grad for x in leaves]
 
@@ -211,7 +211,7 @@ def test_a_whole_model_cut_at_every_step_has_the_bits_of_one_that_is_not(latent:
             carry = passage.forward(carry)
         loss = carry["losses_1M"].sum() + carry["aux"]
         passage.set_output_gradients([loss], [torch.ones_like(loss)])
-        while passage.cuts:
+        while passage.runs:
             passage.backward()
         found.append({name: p.grad for name, p in model.named_parameters()})
     shared = {"embedding.weight"}  # looked up in two steps: their gradients are added in another order

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from moefold.bench.machine import free_device_memory
 from moefold.bench.plan import PLAN_CASES, plan_case_config, planned_figures
-from moefold.bench.step import free_device_memory, time_moefold_steps
+from moefold.bench.step import time_moefold_steps
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

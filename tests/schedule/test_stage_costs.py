@@ -16,7 +16,7 @@ from moefold.schedule.stage_layout import parse_layout
 def test_nothing_given_is_one_for_a_ranks_share_split_over_its_chunks():
     assert read_stage_costs({}, 8, 2) == uniform_costs(8, 2)
     assert read_stage_costs({"F": 1, "D": 1, "W": 1}, 8, 2) == uniform_costs(8, 2)
-    assert uniform_costs(8, 2).seconds(PipelineOp("D", 5, 0)) == 0.5
+    assert uniform_costs(8, 2).compute_seconds(PipelineOp("D", 5, 0)) == 0.5
 
 
 def test_a_list_is_by_stage_and_a_mapping_by_piece():
@@ -32,7 +32,7 @@ def test_the_documented_example_reads():
         found = read_stage_costs(yaml.safe_load(text), 4, 1, parse_layout("Ed|tt|tt|mL"))
         assert list(found.compute["W"]) == pytest.approx([0.7, 2, 2, 2.1])
         assert list(found.held) == [0.5e9] * 4
-        assert found.travel(PipelineOp("F", 2, 0)) == 0.4
+        assert found.comm_seconds(PipelineOp("F", 2, 0)) == 0.4
         assert found.send == 0.05
 
 

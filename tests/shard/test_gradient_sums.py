@@ -24,7 +24,7 @@ def dirty(monkeypatch: pytest.MonkeyPatch):
 
 
 def sums(dtype: torch.dtype = torch.float32) -> GradientSums:
-    return GradientSums([(0, 6), (8, 12), (12, 15)], 20, torch.zeros(0), dtype)
+    return GradientSums([(0, 6), (8, 12), (12, 15)], 20, torch.device("cpu"), dtype)
 
 
 def test_the_first_gradient_is_written_the_next_is_added_and_what_got_none_is_zero(dirty: None):

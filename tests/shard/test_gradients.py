@@ -21,9 +21,10 @@ from moefold.kernels.registry import DTYPES
 from moefold.layout.axes import World, single_rank_world
 from moefold.model.initialise import initialise_parameters
 from moefold.model.transformer import Transformer
-from moefold.optim.adamw import AdamW
+from moefold.optim.optimizer import build_optimizer
 from moefold.shard.buckets import ALIGNMENT, fill_buckets
 from moefold.shard.gradients import Gradients
+from moefold.shard.storage import storage_maker
 from moefold.train.assemble import default_dtype
 from tests.support.models import transformer
 from tests.support.ranks import run_ranks
@@ -189,7 +190,7 @@ def test_a_gradient_that_is_no_number_leaves_no_scale_to_apply_it_with(value: fl
     gradients = ready(make("fp32"))
     gradients.buckets[0].gradients[5] = value
     assert not gradients.clip(1.0).isfinite()
-    assert gradients.scale.isnan()
+    assert gradients.scales[""].isnan()
 
 
 def test_finished_gradients_live_in_the_buckets_only_and_begin_empties_them():
@@ -217,14 +218,13 @@ def test_microbatches_of_a_bf16_model_add_up_in_fp32():
 def optimizer_bytes(world: World, moments: str, main: str) -> tuple[int, int, int, int]:
     """On this rank: bytes of optimizer state, elements of its shares, of these parameters, and the alignment's most."""
     model = make("bf16", WIDE, world)
-    buckets = fill_buckets(model, world)
+    buckets = fill_buckets(model, world, storage=storage_maker(main))
     kernels = BoundKernels(Facts("cpu", "bf16", hidden=64, ffn=64))
-    optimizer = AdamW(buckets, OptimConfig(moments=moments, main=main), kernels)  # pyright: ignore[reportArgumentType]
-    held = {
-        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
-        for s in optimizer.slices
-        for t in (s.main, s.mean, s.mean_square)
-    }
+    optimizer = build_optimizer(buckets, OptimConfig(moments=moments, main=main), kernels)  # pyright: ignore[reportArgumentType]
+    state = [values for share in optimizer.shares for values in share.state.values()]
+    state += [share.storage.fused_operands().main for share in optimizer.shares]
+    held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in state}
+    assert sum(held.values()) == sum(optimizer.bytes().values())
     elements = sum(b.share.stop - b.share.start for b in buckets)
     own = sum(last - first for b in buckets for _, first, last, _ in b.pieces())
     return sum(held.values()), elements, own, ALIGNMENT * sum(len(b.parameters) + 1 for b in buckets)
@@ -298,7 +298,7 @@ def leaving(world: World, most: int, microbatches: int) -> tuple[list[tuple[str,
     gradients = Gradients(fill_buckets(model, world, most), world)
     fired: list[tuple[str, int]] = []
     for name, parameter in model.named_parameters():
-        parameter.register_post_accumulate_grad_hook(lambda _, n=name: fired.append((n, len(gradients.travelling))))
+        parameter.register_post_accumulate_grad_hook(lambda _, n=name: fired.append((n, len(gradients.reductions))))
     tokens, labels = (x[own_sequences(world)] for x in batch())
     gradients.begin()
     before = []
@@ -307,7 +307,7 @@ def leaving(world: World, most: int, microbatches: int) -> tuple[list[tuple[str,
         losses = model(tokens, labels)
         if number == microbatches - 1:
             gradients.expect_last_gradients(set(gradients.number_of))
-        before.append(len(gradients.travelling))
+        before.append(len(gradients.reductions))
         (losses.cross_entropy + losses.balance).backward()
     done = list(fired)
     gradients.finish((batch()[1] >= 0).sum())

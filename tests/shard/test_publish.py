@@ -16,7 +16,7 @@ from moefold.layout.axes import World, single_rank_world
 from moefold.layout.declare import declared_parameters
 from moefold.model.initialise import initialise_parameters
 from moefold.model.transformer import Transformer
-from moefold.optim.adamw import AdamW
+from moefold.optim.optimizer import build_optimizer
 from moefold.shard.buckets import Bucket, fill_buckets
 from moefold.shard.publish import Publisher
 from moefold.train.assemble import default_dtype
@@ -47,7 +47,7 @@ def stepped(
 ) -> tuple[dict[str, tuple[Any, torch.Tensor]], dict[str, int], list[int]]:
     """A step of random gradients, the same wherever a parameter is held; weights by name with their place."""
     model, buckets, publisher = make(world, dtype, most)
-    optimizer = AdamW(buckets, OptimConfig(), BoundKernels(Facts("cpu", dtype, hidden=16, ffn=16)))
+    optimizer = build_optimizer(buckets, OptimConfig(), BoundKernels(Facts("cpu", dtype, hidden=16, ffn=16)))
     for bucket in buckets:
         for parameter, view in bucket.parameter_views(bucket.gradients):
             seed = sum(map(ord, parameter.name))
@@ -95,7 +95,7 @@ class Pending:
 def late(publisher: Publisher) -> None:
     """Every bucket is still travelling."""
     for number, bucket in enumerate(publisher.buckets):
-        publisher.under_way[number] = (Pending(bucket), bucket.weights)
+        publisher.under_way[number] = Pending(bucket)  # pyright: ignore[reportArgumentType]
 
 
 def tokens() -> torch.Tensor:

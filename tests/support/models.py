@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import nn
 
 from moefold.config.renamed_keys import RENAMED_KEYS
 from moefold.config.run import Config, DataConfig, ModelConfig, MoeConfig, ParallelConfig, TrainConfig
@@ -16,6 +17,7 @@ from moefold.model.attention.context_parallel import choose_context_mechanism
 from moefold.model.attention.gqa import GroupedQueryAttention
 from moefold.model.attention.mla import LatentAttention
 from moefold.model.parts import ModelParts
+from moefold.model.residual import ResidualStream
 from moefold.model.token_layout import TokenShard
 from moefold.model.transformer import Transformer
 
@@ -49,8 +51,19 @@ def transformer(
 
 def attend(module: GroupedQueryAttention | LatentAttention, x_TD: torch.Tensor, where: TokenShard) -> torch.Tensor:
     """What attention gives for the stream, to which nothing is added before."""
-    _, given_TD = module(x_TD, None, where)
-    return given_TD
+    _, h_TD = ResidualStream(x_TD).normed(module.norm)
+    return module(h_TD, where)
+
+
+class NormedAttention(nn.Module):
+    """Attention behind its norm, as a block runs it: a module, so that its parameters can be replaced."""
+
+    def __init__(self, attention: GroupedQueryAttention | LatentAttention):
+        super().__init__()
+        self.attention = attention
+
+    def forward(self, x_TD: torch.Tensor, where: TokenShard) -> torch.Tensor:
+        return attend(self.attention, x_TD, where)
 
 
 def share(sequences: int, length: int, world: World | None = None) -> TokenShard:

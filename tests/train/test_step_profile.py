@@ -10,7 +10,7 @@ import pytest
 
 from moefold.layout.axes import single_rank_world
 from moefold.presets.zoo import PRESETS
-from moefold.train.assemble import Run, assemble_run
+from moefold.train.assemble import Run, assemble_run, unobserved_phase
 from moefold.train.parity import random_corpus, shrink_config
 from moefold.train.step import train_step
 from moefold.train.step_profile import WatchedStep, profile_step, profile_text, write_profile_trace
@@ -36,7 +36,8 @@ def test_losses_of_a_run_with_a_watched_step_are_those_of_one_without(watched: t
 
 def test_nothing_of_the_watching_is_left(watched: tuple):
     run = watched[0]
-    assert not {"watch"} & set(vars(run.executor))
+    assert run.executor.around == ()
+    assert run.phase is unobserved_phase
     for owner, method in ((run.gradients, "begin"), (run.optimizer, "step"), (run.parameters, "publish")):
         assert method not in vars(owner)
     assert not any(module._forward_hooks for module in run.model.modules())

@@ -6,7 +6,7 @@ declaration. So a checkpoint does not depend on the layout that wrote it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -25,6 +25,7 @@ from moefold.checkpoint.format.boxes import (
 from moefold.checkpoint.format.ledger import TensorSpec
 from moefold.layout.axes import World
 from moefold.layout.declare import DeclaredParameter, declared_parameters
+from moefold.shard.storage import LogicalValues
 
 
 @dataclass(frozen=True)
@@ -53,11 +54,22 @@ class TensorPart:
 LogicalTensors = Mapping[str, torch.Tensor | TensorPart]  # a tensor that every rank holds whole needs no description
 
 
+FlatValues = torch.Tensor | LogicalValues
+
+
 class CheckpointedOptimizer(Protocol):
     """The interface of an optimizer whose state is saved."""
 
-    def state(self) -> Iterator[tuple[DeclaredParameter, str, int, torch.Tensor]]:
+    def state(self) -> Iterator[tuple[DeclaredParameter, str, int, FlatValues]]:
         """(parameter, kind, first, values): the values from element `first` on of this rank's flattened part."""
+        ...
+
+
+class StateProvider(Protocol):
+    """Anything else that has state to save, such as the scales of a precision recipe."""
+
+    def named_state(self) -> Iterable[tuple[str, torch.Tensor | TensorPart]]:
+        """Live tensors by name: loading into them is enough."""
         ...
 
 
@@ -65,9 +77,11 @@ def torch_dtype_text(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def collect_tensors(model: nn.Module, optimizer: CheckpointedOptimizer) -> dict[str, torch.Tensor | TensorPart]:
-    """The live tensors of model and optimizer, by name: loading into them is enough. The optimizer's come last, and are
-    loaded last: the model's weights may be a rounded copy of its main weights."""
+def collect_tensors(
+    model: nn.Module, optimizer: CheckpointedOptimizer, further: Mapping[str, StateProvider] | None = None
+) -> dict[str, torch.Tensor | TensorPart]:
+    """The live tensors of model, optimizer and further providers of state, by name: loading into them is enough. The
+    optimizer's are loaded last, since the model's weights may be a rounded copy of its main weights."""
     declared = {parameter.name: parameter for parameter in declared_parameters(model)}
     tensors: dict[str, torch.Tensor | TensorPart] = {}
     for name, tensor in model.state_dict().items():
@@ -75,12 +89,15 @@ def collect_tensors(model: nn.Module, optimizer: CheckpointedOptimizer) -> dict[
             tensors[f"model.{name}"] = part_of_parameter(tensor.detach(), declared[name])
         else:
             tensors[f"model.{name}"] = tensor
+    for prefix, provider in (further or {}).items():
+        for name, tensor in provider.named_state():
+            tensors[f"{prefix}.{name}"] = tensor
     for parameter, kind, first, values in optimizer.state():
         tensors[f"optimizer.{parameter.name}.{kind}"] = part_of_state(parameter, first, values)
     return tensors
 
 
-def part_of_state(parameter: DeclaredParameter, first: int, values: torch.Tensor) -> TensorPart:
+def part_of_state(parameter: DeclaredParameter, first: int, values: FlatValues) -> TensorPart:
     """Optimizer state of a parameter: flat values from element `first` of the rank's flattened part on."""
     held: list[HeldBox] = []
     for begin, box in boxes_in_whole(first, first + len(values), parameter):
@@ -100,10 +117,19 @@ def hold_box(box: Box, values: torch.Tensor) -> HeldBox:
     return HeldBox(box, lambda: values, values.copy_)
 
 
-def hold_flat_box(box: Box, first: int, values: torch.Tensor) -> HeldBox:
+def hold_flat_box(box: Box, first: int, values: FlatValues) -> HeldBox:
     """A box whose elements are contiguous in flat values, from `first` on."""
-    last = first + element_count(box)
-    return hold_box(box, values[first:last].view(box_sizes(box)))
+    last, sizes = first + element_count(box), box_sizes(box)
+    if isinstance(values, torch.Tensor):
+        return hold_box(box, values[first:last].view(sizes))
+
+    def read_values() -> torch.Tensor:
+        return values.get(first, last).view(sizes)
+
+    def write_values(new: torch.Tensor) -> None:
+        values.put(first, last, new.flatten())
+
+    return HeldBox(box, read_values, write_values)
 
 
 def part_of_parameter(tensor: torch.Tensor, parameter: DeclaredParameter) -> TensorPart:

@@ -1,21 +1,23 @@
-"""The routed experts' MLP, rows in and rows out: gather, up and gate, SwiGLU times the router's weight, down.
+"""The routed experts' MLP, rows in and rows out: gather, up and gate, activation times the router's weight, down.
 
 N source rows, R rows in expert order, D width, F inner width, K rows at most per source row, E experts. Row r is
-`source_ND[index_R[r]]`; expert e's rows end before `offsets_E[e]`.
+`source_ND[index_R[r]]`; expert e's rows end before `ends_E[e]`.
 
     x_RD = source[index]     h_R2F = x W_gate_up     a_RF = silu(gate) * up * weight     y_RD = a W_down
 
-The weight is inside, so y is linear in the activation behind it and y itself is not needed for any gradient:
-d weight_r = (dy_r W_down) . silu(gate_r) * up_r.
+The router's weight acts before the second product, which is linear, so y is not needed for any gradient:
+d weight_r = (dy_r W_down) . silu(gate_r) * up_r. Applied behind the product (`weight_inside` False), the weight keeps
+low-precision products more accurate, and y is saved.
 
-A weight may have an attribute `gradient_sum`: a function that gives the tensor its gradients add up in, fp32 or bf16,
-or None if there is none now. The fast implementation asks it in backward, adds to that tensor inside the product,
-unrounded, and gives autograd no gradient for that weight; hooks that wait for one are called all the same.
+The reference composes the parts that the caller passes in: products of a recipe, an activation, biases. The fused
+kernel is a fast path of that composition for plain SwiGLU experts; the catalog chooses it by facts about the model.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,35 +25,80 @@ from moefold.kernels.experts.grouped_gemm import EXPERT_ROW_COUNTS, grouped_gemm
 from moefold.kernels.experts.swiglu import swiglu
 from moefold.kernels.registry import KernelCase, register_op, seeded_randn
 from moefold.kernels.routing.gather_rows import gather_rows, shuffled_rows
+from moefold.layout.deferred_wgrad import gradient_or_defer
+from moefold.layout.gradient_sink import running_gradient_sum
+
+Tensor = torch.Tensor
+
+
+def plain_up_product(x_RD: Tensor, gate_up_E2FD: Tensor, ends_E: Tensor) -> Tensor:
+    h_RN = grouped_gemm(x_RD, gate_up_E2FD.flatten(1, 2), ends_E)
+    return h_RN.unflatten(-1, (2, -1))
+
+
+def plain_down_product(a_RF: Tensor, down_EDF: Tensor, ends_E: Tensor, inside_R: Tensor | None) -> Tensor:
+    return grouped_gemm(a_RF, down_EDF, ends_E)
+
+
+class ExpertParts(NamedTuple):
+    """The ops that the experts are composed of; by default the references. `up` and `down` add biases, `down` times the
+    router's weights where these act inside the activation."""
+
+    gather: Callable[[Tensor, Tensor, Tensor, bool], Tensor] = gather_rows
+    up: Callable[[Tensor, Tensor, Tensor], Tensor] = plain_up_product
+    activation: Callable[[Tensor, Tensor | None], Tensor] = swiglu
+    down: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor] = plain_down_product
+    weight_inside: bool = True
+
+
+PLAIN_PARTS = ExpertParts()
 
 
 @register_op
 def expert_mlp(
-    source_ND: torch.Tensor,
-    gate_up_E2FD: torch.Tensor,
-    down_EDF: torch.Tensor,
-    weight_R: torch.Tensor,
-    index_R: torch.Tensor,
-    slots_NK: torch.Tensor,
-    ends_E: torch.Tensor,
+    source_ND: Tensor,
+    gate_up_E2FD: Tensor,
+    down_EDF: Tensor,
+    weight_R: Tensor,
+    index_R: Tensor,
+    slots_NK: Tensor,
+    ends_E: Tensor,
     holes: bool = False,
-) -> torch.Tensor:
+    parts: ExpertParts = PLAIN_PARTS,
+) -> Tensor:
     """y_RD: each row through its expert, times its weight."""
-    x_RD = gather_rows(source_ND, index_R, slots_NK, holes)
-    h_R2F = grouped_gemm(x_RD, gate_up_E2FD.flatten(1, 2), ends_E).unflatten(-1, (2, -1))
-    return grouped_gemm(swiglu(h_R2F, weight_R), down_EDF, ends_E)
+    inside_R = weight_R if parts.weight_inside else None
+    x_RD = parts.gather(source_ND, index_R, slots_NK, holes)
+    h_R2F = parts.up(x_RD, gate_up_E2FD, ends_E)
+    a_RF = parts.activation(h_R2F, inside_R)
+    y_RD = parts.down(a_RF, down_EDF, ends_E, inside_R)
+    if parts.weight_inside:
+        return y_RD
+    return y_RD * weight_R[:, None].to(y_RD.dtype)
 
 
 @expert_mlp.register_fast("gluon")
-def _(source_ND, gate_up_E2FD, down_EDF, weight_R, index_R, slots_NK, ends_E, holes=False) -> torch.Tensor:
-    if not len(index_R):
-        return expert_mlp.reference(source_ND, gate_up_E2FD, down_EDF, weight_R, index_R, slots_NK, ends_E, holes)
-    return ExpertMlpFunction.apply(source_ND, gate_up_E2FD, down_EDF, weight_R, index_R, slots_NK, ends_E)  # pyright: ignore[reportReturnType]
+def expert_mlp_gluon(
+    source_ND: Tensor,
+    gate_up_E2FD: Tensor,
+    down_EDF: Tensor,
+    weight_R: Tensor,
+    index_R: Tensor,
+    slots_NK: Tensor,
+    ends_E: Tensor,
+    holes: bool = False,
+    parts: ExpertParts = PLAIN_PARTS,
+) -> Tensor:
+    inputs = (source_ND, gate_up_E2FD, down_EDF, weight_R, index_R, slots_NK, ends_E)
+    if len(index_R) == 0:  # nothing to launch
+        return expert_mlp.reference(*inputs, holes, parts)
+    return ExpertMlpFunction.apply(*inputs)  # pyright: ignore[reportReturnType]
 
 
 class ExpertMlpFunction(torch.autograd.Function):
-    """Keeps the source rows and the pre-activation; rows are gathered, and the activation made, a second time. The
-    pre-activation's gradient takes its place: the largest of all that is alive then would be there twice."""
+    """Saves the source rows and the pre-activation; backward gathers the rows and computes the activation again. The
+    gradient of the pre-activation overwrites it: it is the largest tensor alive then, and a second one would be as
+    large. Weight gradients are computed now or deferred, as those of linear products."""
 
     @staticmethod
     def forward(ctx: Any, source_ND, gate_up_E2FD, down_EDF, weight_R, index_R, slots_NK, ends_E):
@@ -61,7 +108,8 @@ class ExpertMlpFunction(torch.autograd.Function):
         x_PD = launch.gather_expert_rows(source_ND, index_R, plan)
         h_R2F, a_RF = launch.up_projection(x_PD, gate_up_E2FD, weight_R.float(), plan)
         del x_PD
-        ctx.weights, ctx.used = (gate_up_E2FD, down_EDF), False  # themselves: they know where their gradients go
+        ctx.weights = (gate_up_E2FD, down_EDF)  # the Parameter objects: their gradient sink is an attribute
+        ctx.used = False
         ctx.save_for_backward(source_ND, gate_up_E2FD, down_EDF, weight_R, index_R, slots_NK, h_R2F, *plan)
         return launch.down_projection(a_RF, down_EDF, plan)
 
@@ -74,61 +122,86 @@ class ExpertMlpFunction(torch.autograd.Function):
         plan = launch.RowTilePlan(*plan)
         gate_up, down = ctx.weights
         dy_RD = dy_RD.contiguous()
+        # Down: the data gradient, the activation once more, and the weight gradient of both.
         a_PF, dweight_R = launch.down_projection_dgrad(dy_RD, down_EDF, h_R2F, weight_R.float(), plan)
-        dh_R2F = h_R2F  # by now
-        ddown_EDF = launch.expert_wgrad(dy_RD, a_PF, down, plan, running_gradient_sum(down))
-        del a_PF
-        dsource_ND = launch.sum_over_slots(launch.up_projection_dgrad(dh_R2F, gate_up_E2FD, plan), slots_NK)
-        x_PD = launch.gather_expert_rows(source_ND, index_R, plan)
-        dgate_up_E2FD = launch.expert_wgrad(dh_R2F.flatten(1), x_PD, gate_up, plan, running_gradient_sum(gate_up))
+        dh_R2F = h_R2F  # down_projection_dgrad has overwritten the pre-activation with its gradient
+        ddown_EDF = gradient_or_defer(down, partial(expert_weight_gradient, dy_RD, a_PF, down, plan))
+        del a_PF  # unless the deferred product holds it, its memory is free for the rows below
+        # Up: the data gradient summed over each source row's slots, and the weight gradient.
+        dx_RD = launch.up_projection_dgrad(dh_R2F, gate_up_E2FD, plan)
+        dsource_ND = launch.sum_over_slots(dx_RD, slots_NK)
+        del dx_RD
+        up_wgrad = partial(up_weight_gradient, dh_R2F, source_ND, index_R, gate_up, plan)
+        dgate_up_E2FD = gradient_or_defer(gate_up, up_wgrad)
         return dsource_ND, dgate_up_E2FD, ddown_EDF, dweight_R.to(weight_R.dtype), None, None, None
+
+
+def up_weight_gradient(
+    dh_R2F: Tensor, source_ND: Tensor, index_R: Tensor, gate_up_E2FD: Tensor, plan: Any
+) -> Tensor | None:
+    """Gathers the rows when it is called: a deferred gradient holds the source rows only."""
+    from moefold.kernels.experts import grouped_gemm_launch as launch
+
+    x_PD = launch.gather_expert_rows(source_ND, index_R, plan)
+    return expert_weight_gradient(dh_R2F.flatten(1), x_PD, gate_up_E2FD, plan)
+
+
+def expert_weight_gradient(left_RM: Tensor, right_PN: Tensor, weight: Tensor, plan: Any) -> Tensor | None:
+    """The gradient of a weight; or None if it was added, unrounded, to the sum in the weight's sink."""
+    from moefold.kernels.experts import grouped_gemm_launch as launch
+
+    return launch.expert_wgrad(left_RM, right_PN, weight, plan, running_gradient_sum(weight))
 
 
 def refuse_second_backward(ctx: Any) -> None:
     if ctx.used:
         raise RuntimeError(
-            "a second backward through the same experts: the first has written gradients over the pre-activation it "
-            "kept. Run the forward pass again, or choose the reference of expert_mlp, which keeps its inputs"
+            "a second backward through the same experts: the first has overwritten the saved pre-activation with its "
+            "gradient. Run the forward pass again, or choose the reference of expert_mlp, which keeps its inputs"
         )
     ctx.used = True
 
 
-def running_gradient_sum(weight: torch.Tensor) -> torch.Tensor | None:
-    """What the weight's gradients add up in, if they do already."""
-    running = getattr(weight, "gradient_sum", None)
-    return running() if running else None
-
-
-def shuffled_routing(counts: list[int], k: int, device: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, bool]:
-    """An index, its slots and offsets for experts with so many rows, of k rows for each source row."""
+def shuffled_routing(counts: list[int], k: int, device: str) -> tuple[Tensor, Tensor, Tensor, bool]:
+    """Index, slots and ends for experts with so many rows, k rows for each source row; and that no slot is empty."""
     rows = sum(counts)
     order = torch.randperm(rows, generator=torch.Generator().manual_seed(rows))
     slots = torch.empty_like(order).scatter_(0, order, torch.arange(rows))
-    offsets = torch.tensor(counts).cumsum(0).int()
-    return (order // k).to(device), slots.view(-1, k).to(device), offsets.to(device), False
+    ends = torch.tensor(counts).cumsum(0).int()
+    index = order // k
+    return index.to(device), slots.view(-1, k).to(device), ends.to(device), False
+
+
+LARGE_ROW_COUNTS = {
+    "more than a tile": [130, 0, 63, 319],
+    "all to one": [0, 0, 512, 0],
+    "a tile and a half": [192, 64, 1, 127],
+}
 
 
 @expert_mlp.register_cases
-def _(device: str, dtype: torch.dtype):
-    wide = torch.promote_types(dtype, torch.float32)
-    large = {
-        "more than a tile": [130, 0, 63, 319],
-        "all to one": [0, 0, 512, 0],
-        "a tile and a half": [192, 64, 1, 127],
-    }
-    for name, counts in {**EXPERT_ROW_COUNTS, **large}.items():
+def expert_mlp_cases(device: str, dtype: torch.dtype) -> Iterator[KernelCase]:
+    for name, counts in (EXPERT_ROW_COUNTS | LARGE_ROW_COUNTS).items():
+        k = 1 if sum(counts) % 2 else 2
+        routing = shuffled_routing(counts, k, device)
         for d, f in [(16, 24), (128, 256)]:
-            rows, k = sum(counts), 1 if sum(counts) % 2 else 2
-            index, slots, offsets, holes = shuffled_routing(counts, k, device)
-            source = seeded_randn(device, dtype, rows // k, d)
-            gate_up = seeded_randn(device, dtype, len(counts), 2, f, d, seed=1, scale=d**-0.5)
-            down = seeded_randn(device, dtype, len(counts), d, f, seed=2, scale=f**-0.5)
-            weight = seeded_randn(device, wide, rows, seed=3).abs()
-            inputs = (source, gate_up, down, weight, index, slots, offsets, holes)
-            yield KernelCase(f"{name}, {d} by {f}", inputs, hidden=d, ffn=f)
-    index, slots, holes = shuffled_rows(32, 4, device, drop=3)  # rows of padding, and choices that have no row
-    ends = torch.tensor([len(index) // 3, len(index) // 3, len(index)], dtype=torch.int32, device=device)
-    source, weight = seeded_randn(device, dtype, 32, 128), seeded_randn(device, wide, len(index), seed=3).abs()
-    gate_up = seeded_randn(device, dtype, 3, 2, 256, 128, seed=1, scale=128**-0.5)
-    down = seeded_randn(device, dtype, 3, 128, 256, seed=2, scale=256**-0.5)
-    yield KernelCase("with holes", (source, gate_up, down, weight, index, slots, ends, holes), hidden=128, ffn=256)
+            floats = random_experts(device, dtype, sum(counts) // k, sum(counts), len(counts), d, f)
+            yield KernelCase(f"{name}, {d} by {f}", (*floats, *routing), hidden=d, ffn=f)
+    # Rows of padding, and choices that have no row.
+    index, slots, holes = shuffled_rows(32, 4, device, drop=3)
+    rows = len(index)
+    ends = torch.tensor([rows // 3, rows // 3, rows], dtype=torch.int32, device=device)
+    floats = random_experts(device, dtype, 32, rows, 3, 128, 256)
+    yield KernelCase("with holes", (*floats, index, slots, ends, holes), hidden=128, ffn=256)
+
+
+def random_experts(
+    device: str, dtype: torch.dtype, sources: int, rows: int, experts: int, d: int, f: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Source rows, both weights, and the router's weight of each row."""
+    wide = torch.promote_types(dtype, torch.float32)
+    source = seeded_randn(device, dtype, sources, d)
+    gate_up = seeded_randn(device, dtype, experts, 2, f, d, seed=1, scale=d**-0.5)
+    down = seeded_randn(device, dtype, experts, d, f, seed=2, scale=f**-0.5)
+    weight = seeded_randn(device, wide, rows, seed=3).abs()
+    return source, gate_up, down, weight

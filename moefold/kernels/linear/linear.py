@@ -1,66 +1,90 @@
-"""Several linear layers of one input: y = x W^T + b for each. (..., D) to (..., N)."""
+"""Linear layers that read one input: y = x W^T + b for each. (..., D) to (..., N).
+
+The op is the autograd function of kernels/linear/product.py; its implementations differ in their products.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
 
+from moefold.kernels.linear.product import PLAIN, Operand, Recipe, WeightAndBias, multiply
 from moefold.kernels.registry import KernelCase, register_op, seeded_randn
 from moefold.layout.gradient_sink import memory_for_gradient
 
-OptionalTensor = torch.Tensor | None
+
+class DenseProducts:
+    """Plain torch products of dequantised operands: the reference of any recipe."""
+
+    def forward(self, x: Operand, w: Operand, bias: torch.Tensor | None, ends_E: torch.Tensor | None) -> torch.Tensor:
+        x_TD = x.dequantised()
+        if bias is not None:
+            bias = bias.to(x_TD.dtype)
+        return F.linear(x_TD, w.dequantised(), bias)
+
+    def data(self, dy: Operand, w: Operand, ends_E: torch.Tensor | None, into: torch.Tensor | None) -> torch.Tensor:
+        dx = dy.dequantised() @ w.dequantised()
+        return dx if into is None else into.add_(dx)
+
+    def weight(self, dy: Operand, x: Operand, weight: torch.Tensor, ends_E: torch.Tensor | None) -> torch.Tensor | None:
+        dy_TN = dy.along_columns().dequantised()
+        x_TD = x.along_columns().dequantised()
+        return (dy_TN.T @ x_TD).to(weight.dtype)
+
+
+class FusedDgradProducts(DenseProducts):
+    """The GEMMs accumulate the input gradients of several layers and write weight gradients to their places in the
+    buckets, so neither takes a further pass over memory."""
+
+    def data(self, dy: Operand, w: Operand, ends_E: torch.Tensor | None, into: torch.Tensor | None) -> torch.Tensor:
+        dy_TN, w_ND = dy.dequantised(), w.dequantised()
+        return dy_TN @ w_ND if into is None else into.addmm_(dy_TN, w_ND)
+
+    def weight(self, dy: Operand, x: Operand, weight: torch.Tensor, ends_E: torch.Tensor | None) -> torch.Tensor | None:
+        dy_TN = dy.along_columns().dequantised()
+        x_TD = x.along_columns().dequantised()
+        if x_TD.dtype != weight.dtype:
+            return super().weight(dy, x, weight, ends_E)
+        return torch.mm(dy_TN.T, x_TD, out=memory_for_gradient(weight))
+
+
+DENSE_PRODUCTS = DenseProducts()
+FUSED_DGRAD_PRODUCTS = FusedDgradProducts()
 
 
 @register_op
-def linear(x: torch.Tensor, *layers: OptionalTensor) -> tuple[torch.Tensor, ...]:
-    """`layers`: the weight and the bias, or None, of each in turn."""
-    return tuple(F.linear(x, w_ND, b_N) for w_ND, b_N in weight_bias_pairs(layers))  # pyright: ignore[reportArgumentType]
-
-
-def weight_bias_pairs(layers: tuple[OptionalTensor, ...]) -> list[tuple[OptionalTensor, OptionalTensor]]:
-    return list(zip(layers[::2], layers[1::2], strict=True))
+def linear(x: torch.Tensor, layers: Sequence[WeightAndBias], recipe: Recipe = PLAIN) -> tuple[torch.Tensor, ...]:
+    """The output of each layer. Autograd sums the input gradients of the layers."""
+    return tuple(multiply(x, [layer], recipe, DENSE_PRODUCTS)[0] for layer in layers)
 
 
 @linear.register_fast("adding")
-def _(x: torch.Tensor, *layers: OptionalTensor) -> tuple[torch.Tensor, ...]:
-    return FusedDgradLinear.apply(x, *layers)  # pyright: ignore[reportReturnType]
+def linear_fused_dgrad(
+    x: torch.Tensor, layers: Sequence[WeightAndBias], recipe: Recipe = PLAIN
+) -> tuple[torch.Tensor, ...]:
+    return multiply(x, layers, recipe, FUSED_DGRAD_PRODUCTS)
 
 
-class FusedDgradLinear(torch.autograd.Function):
-    """The gradients that the layers give for their input are added by the products that make them, and those of weights
-    are written in their places: no pass over memory for either."""
-
-    @staticmethod
-    def forward(ctx, x, *layers):
-        ctx.save_for_backward(x)
-        ctx.weights = layers[::2]  # themselves: they know where their gradients go
-        return linear.reference(x, *layers)
-
-    @staticmethod
-    def backward(ctx, *gradients):
-        (x,) = ctx.saved_tensors
-        rows_TD, dx_TD = x.flatten(0, -2), None
-        found: list[OptionalTensor] = []
-        for number, (dy, weight_ND) in enumerate(zip(gradients, ctx.weights, strict=True)):
-            dy_TN = dy.flatten(0, -2)
-            if ctx.needs_input_grad[0]:
-                dx_TD = dy_TN @ weight_ND if dx_TD is None else dx_TD.addmm_(dy_TN, weight_ND)
-            found.append(torch.mm(dy_TN.T, rows_TD, out=memory_for_gradient(weight_ND)))
-            found.append(dy_TN.sum(0) if ctx.needs_input_grad[2 * number + 2] else None)
-        return None if dx_TD is None else dx_TD.view(x.shape), *found
+LINEAR_SHAPES: list[tuple[tuple[int, ...], int, tuple[int, ...], bool]] = [
+    ((5,), 8, (16,), True),
+    ((2, 3), 16, (8, 24, 8), False),
+    ((33,), 64, (64, 8), True),
+    ((0,), 8, (4, 4), False),
+]  # leading dims, D, the N of each layer, whether the first has a bias
 
 
 @linear.register_cases
-def _(device: str, dtype: torch.dtype):
-    for lead, d, widths, biased in [
-        ((5,), 8, (16,), True),
-        ((2, 3), 16, (8, 24, 8), False),
-        ((33,), 64, (64, 8), True),
-        ((0,), 8, (4, 4), False),
-    ]:
-        layers: list[OptionalTensor] = []
+def linear_cases(device: str, dtype: torch.dtype) -> Iterator[KernelCase]:
+    for lead, d, widths, biased in LINEAR_SHAPES:
+        layers: list[WeightAndBias] = []
         for i, n in enumerate(widths):
-            bias = seeded_randn(device, dtype, n, seed=20 + i) if biased and i == 0 else None
-            layers += [seeded_randn(device, dtype, n, d, seed=i + 1, scale=d**-0.5), bias]
-        name = f"{'x'.join(map(str, lead))} rows of {d} to {', '.join(map(str, widths))}"
-        yield KernelCase(name, (seeded_randn(device, dtype, *lead, d), *layers))
+            weight = seeded_randn(device, dtype, n, d, seed=i + 1, scale=d**-0.5)
+            has_bias = biased and i == 0
+            bias = seeded_randn(device, dtype, n, seed=20 + i) if has_bias else None
+            layers.append((weight, bias))
+        rows = "x".join(map(str, lead))
+        outputs = ", ".join(map(str, widths))
+        x = seeded_randn(device, dtype, *lead, d)
+        yield KernelCase(f"{rows} rows of {d} to {outputs}", (x, layers))

@@ -5,23 +5,43 @@ B sequences, S positions, H heads, D head width.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from moefold.kernels.norm.rmsnorm import rmsnorm
 from moefold.kernels.norm.rope import RopeAngles, random_rope_angles, rope
 from moefold.kernels.registry import KernelCase, register_op, seeded_randn
 
+HeadNorm = Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
+RotateHeads = Callable[[torch.Tensor, RopeAngles], torch.Tensor]
+
 
 @register_op
-def norm_rope(x_BSHD: torch.Tensor, w: torch.Tensor, angles: RopeAngles, eps: float) -> torch.Tensor:
-    """A weight (D,) is for each head, one (H x D,) for all of them."""
-    over_heads = w.numel() == x_BSHD.shape[-1]
-    normed = rmsnorm(x_BSHD if over_heads else x_BSHD.flatten(-2), w, eps)
-    return rope(normed.view(x_BSHD.shape), angles)
+def norm_rope(
+    x_BSHD: torch.Tensor,
+    w: torch.Tensor,
+    angles: RopeAngles,
+    eps: float,
+    norm: HeadNorm = rmsnorm,
+    rotate: RotateHeads = rope,
+) -> torch.Tensor:
+    """A weight (D,) is for each head, one (H x D,) for all of them. The reference composes the given norm and rope."""
+    each_head = w.numel() == x_BSHD.shape[-1]
+    rows = x_BSHD if each_head else x_BSHD.flatten(-2)
+    normed = norm(rows, w, eps)
+    return rotate(normed.view(x_BSHD.shape), angles)
 
 
 @norm_rope.register_fast("triton")
-def _(x_BSHD, w, angles, eps) -> torch.Tensor:
+def norm_rope_triton(
+    x_BSHD: torch.Tensor,
+    w: torch.Tensor,
+    angles: RopeAngles,
+    eps: float,
+    norm: HeadNorm = rmsnorm,
+    rotate: RotateHeads = rope,
+) -> torch.Tensor:
     return NormRopeFunction.apply(x_BSHD, w, angles, eps)  # pyright: ignore[reportReturnType]
 
 

@@ -3,8 +3,9 @@
 m = b1 m + (1-b1) g        v = b2 v + (1-b2) g^2
 w = w - lr decay w - lr (m / (1-b1^t)) / (sqrt(v / (1-b2^t)) + eps)
 
-g is the gradient times a factor that is on the device: one over the number of tokens, less where the gradient is
-clipped. A factor that is no finite number leaves everything as it is, so nobody needs to wait for it.
+g is the gradient times a factor on the device: one over the number of tokens, less where the gradient is clipped. A
+factor that is not finite leaves everything as it is, so the host need not wait for it. The numbers that change from
+step to step are on the device too (`AdamWScalars`): a captured graph reads those of the step it is replayed for.
 """
 
 from __future__ import annotations
@@ -17,17 +18,46 @@ from moefold.kernels.optimizer.split_fp32 import joined_fp32, lower_16_bits, rou
 from moefold.kernels.registry import KernelCase, register_in_place_op, seeded_randn
 
 
-class AdamWStep(NamedTuple):
-    """The numbers of one step; `step` counts from one. With a `seed`, bf16 moments are rounded up or down by chance,
-    in proportion to how near they are: then changes below the resolution of bf16 add up in the mean."""
+class AdamWOptions(NamedTuple):
+    """The numbers that stay the same over a run. `stochastic`: bf16 moments are rounded up or down at random, with
+    probabilities by distance, so that changes below the resolution of bf16 add up in the mean."""
 
-    step: int
-    lr: float
     beta1: float
     beta2: float
     eps: float
     decay: float
-    seed: int | None = None
+    stochastic: bool = False
+
+
+class AdamWScalars(NamedTuple):
+    """The numbers of one step, in the order in which they lie in a tensor of fp64 on the device."""
+
+    step: float  # counts from one
+    lr: float
+    step_size: float  # the learning rate, corrected for the mean's start at zero
+    keep: float  # what weight decay leaves of a weight
+    square_correction: float  # what the mean square is divided by, since it started at zero
+    inverse_root: float  # one over the square root of that
+    seed: float  # of stochastic rounding, a whole number below 2^31
+
+
+def adamw_scalars(step: int, lr: float, options: AdamWOptions, seed: int = 0) -> AdamWScalars:
+    mean_correction = 1 - options.beta1**step
+    square_correction = 1 - options.beta2**step
+    return AdamWScalars(
+        step=step,
+        lr=lr,
+        step_size=lr / mean_correction,
+        keep=1 - lr * options.decay,
+        square_correction=square_correction,
+        inverse_root=square_correction**-0.5,
+        seed=seed,
+    )
+
+
+def scalars_on_host(scalars: torch.Tensor) -> AdamWScalars:
+    """The numbers of the step; waits for the device, if they are not in host memory."""
+    return AdamWScalars(*scalars.tolist()[: len(AdamWScalars._fields)])
 
 
 @register_in_place_op
@@ -38,72 +68,91 @@ def adamw(
     v: torch.Tensor,
     weights: torch.Tensor | None,
     scale: torch.Tensor,
-    pace: AdamWStep,
+    scalars: torch.Tensor,
+    options: AdamWOptions,
 ) -> None:
     """`main` are fp32 or better: the model's own weights, or else `weights` are the model's and get the rounded
-    result. As int16, `main` is what `weights` lack of fp32 (halves.py)."""
+    result. As int16, `main` is what bf16 `weights` lack of fp32 (split_fp32.py)."""
     if not scale.isfinite():
         return
-    step, lr, beta1, beta2, eps, decay, seed = pace
-    split = weights is not None and main.dtype == torch.int16
-    w = joined_fp32(weights, main) if split else main  # pyright: ignore[reportArgumentType]
+    now = scalars_on_host(scalars)
+    w = main
+    if main.dtype == torch.int16:
+        assert weights is not None
+        w = joined_fp32(weights, main)
+    # Moments: m and v themselves, unless they are kept in lower precision.
     g = scaled_gradient(g, scale, w.dtype)
-    mean = m.to(w.dtype).lerp_(g, 1 - beta1)  # m itself, unless it is kept in lower precision
-    square = v.to(w.dtype).mul_(beta2).addcmul_(g, g, value=1 - beta2)
-    root = (square / (1 - beta2**step)).sqrt_().add_(eps)
-    w.mul_(1 - lr * decay).addcdiv_(mean, root, value=-lr / (1 - beta1**step))
-    chance = None if seed is None else hashed_random_bits(len(w), seed, w.device)
-    m.copy_(round_to_nearest(mean, m.dtype) if chance is None else stochastic_round(mean, m.dtype, chance & 0xFFFF))
-    v.copy_(round_to_nearest(square, v.dtype) if chance is None else stochastic_round(square, v.dtype, chance >> 16))
-    if split:
+    mean = m.to(w.dtype).lerp_(g, 1 - options.beta1)
+    square = v.to(w.dtype).mul_(options.beta2).addcmul_(g, g, value=1 - options.beta2)
+    # Weights: decay, then the step.
+    root = (square / now.square_correction).sqrt_().add_(options.eps)
+    w.mul_(now.keep).addcdiv_(mean, root, value=-now.step_size)
+    store_moments(m, v, mean, square, int(now.seed) if options.stochastic else None)
+    if main.dtype == torch.int16:
         main.copy_(lower_16_bits(w))
     if weights is not None:
         weights.copy_(round_to_nearest(w, weights.dtype))
 
 
 def scaled_gradient(g: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return (g.to(torch.promote_types(g.dtype, dtype)) * scale).to(dtype)
+    wide = torch.promote_types(g.dtype, dtype)
+    return (g.to(wide) * scale).to(dtype)
+
+
+def store_moments(m: torch.Tensor, v: torch.Tensor, mean: torch.Tensor, square: torch.Tensor, seed: int | None) -> None:
+    """Round the moments into the precision in which they are kept: stochastically with a seed, else to nearest."""
+    if seed is None:
+        m.copy_(round_to_nearest(mean, m.dtype))
+        v.copy_(round_to_nearest(square, v.dtype))
+        return
+    random_bits = hashed_random_bits(len(m), seed, m.device)
+    m.copy_(stochastic_round(mean, m.dtype, random_bits & 0xFFFF))
+    v.copy_(stochastic_round(square, v.dtype, random_bits >> 16))
 
 
 def hashed_random_bits(n: int, seed: int, device: torch.device) -> torch.Tensor:
-    """32 random bits for each of n elements, as int64: the number of the element, mixed with the seed until every bit
+    """32 random bits for each of n elements, as int64: the index of the element, mixed with the seed until every bit
     depends on every other (shifts and odd factors, each of which can be undone: no two elements get the same)."""
     x = torch.arange(n, device=device) ^ seed
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
-        x = ((x ^ (x >> shift)) * factor) & 0xFFFFFFFF
+        mixed = (x ^ (x >> shift)) * factor
+        x = mixed & 0xFFFFFFFF
     return x ^ (x >> 16)
 
 
-def stochastic_round(x: torch.Tensor, dtype: torch.dtype, chance: torch.Tensor) -> torch.Tensor:
+def stochastic_round(x: torch.Tensor, dtype: torch.dtype, random_bits: torch.Tensor) -> torch.Tensor:
     """fp32 to bf16: up in magnitude if the 16 bits that go exceed a random number. Other types are kept as they are."""
     if (x.dtype, dtype) != (torch.float32, torch.bfloat16):
         return x
-    return ((x.view(torch.int32) + chance.to(torch.int32)) & -65536).view(torch.float32)
+    bits = x.view(torch.int32) + random_bits.to(torch.int32)
+    return (bits & -65536).view(torch.float32)
 
 
 @adamw.register_fast("triton")
-def _(main, g, m, v, weights, scale, pace) -> None:
+def adamw_triton(main, g, m, v, weights, scale, scalars, options) -> None:
     from moefold.kernels.optimizer import optimizer_triton
 
-    optimizer_triton.launch_adamw(main, g, m, v, weights, scale, pace)
+    optimizer_triton.launch_adamw(main, g, m, v, weights, scale, scalars, options)
 
 
 @adamw.register_fast("fused")
-def _(main, g, m, v, weights, scale, pace) -> None:
+def adamw_fused(main, g, m, v, weights, scale, scalars, options) -> None:
     if not scale.isfinite():
         return
+    now = scalars_on_host(scalars)
+    step = torch.tensor(now.step, dtype=torch.float32, device=main.device)
     torch._fused_adamw_(
         [main],
         [scaled_gradient(g, scale, main.dtype)],
         [m],
         [v],
         [],
-        [torch.tensor(float(pace.step), device=main.device)],
-        lr=pace.lr,
-        beta1=pace.beta1,
-        beta2=pace.beta2,
-        weight_decay=pace.decay,
-        eps=pace.eps,
+        [step],
+        lr=now.lr,
+        beta1=options.beta1,
+        beta2=options.beta2,
+        weight_decay=options.decay,
+        eps=options.eps,
         amsgrad=False,
         maximize=False,
     )
@@ -112,19 +161,28 @@ def _(main, g, m, v, weights, scale, pace) -> None:
 
 
 @adamw.register_cases
-def _(device: str, dtype: torch.dtype):
-    wide = torch.promote_types(dtype, torch.float32)
+def adamw_cases(device: str, dtype: torch.dtype):
     for n in (1, 33, 100_003):
         for step in (1, 100):
-            main, g, m = (seeded_randn(device, wide, n, seed=i) for i in range(3))
-            v, scale = seeded_randn(device, wide, n, seed=3).square(), torch.tensor(0.5, dtype=wide, device=device)
-            pace = AdamWStep(step, 1e-3, 0.9, 0.95, 1e-8, 0.1)
-            weights = None if wide == dtype else round_to_nearest(main, dtype)
-            yield KernelCase(f"{n} weights, step {step}", (main, g, m, v, weights, scale, pace))
-            if weights is None:
-                continue
-            state = (g.to(dtype), m.to(dtype), v.to(dtype), weights, scale)
-            for name, how in {"nearest": pace, "by chance": pace._replace(seed=7)}.items():
-                about = f"{n} weights, step {step}, bf16 gradients and moments, {name}"
-                yield KernelCase(about, (main, *state, how), moments="bf16")
-                yield KernelCase(f"{about}, halves", (lower_16_bits(main), *state, how), moments="bf16", main="split")
+            yield from cases_of_size(device, dtype, n, step)
+
+
+def cases_of_size(device: str, dtype: torch.dtype, n: int, step: int):
+    wide = torch.promote_types(dtype, torch.float32)
+    main, g, m = (seeded_randn(device, wide, n, seed=i) for i in range(3))
+    v = seeded_randn(device, wide, n, seed=3).square()
+    scale = torch.tensor(0.5, dtype=wide, device=device)
+    options = AdamWOptions(0.9, 0.95, 1e-8, 0.1)
+    now = adamw_scalars(step, 1e-3, options, seed=7)
+    scalars = torch.tensor(now, dtype=torch.float64, device=device)
+    weights = None if wide == dtype else round_to_nearest(main, dtype)
+    name = f"{n} weights, step {step}"
+    yield KernelCase(name, (main, g, m, v, weights, scale, scalars, options))
+    if weights is None:
+        return
+    state = (g.to(dtype), m.to(dtype), v.to(dtype), weights, scale, scalars)
+    for rounding in ("nearest", "stochastic"):
+        rounded = options._replace(stochastic=rounding == "stochastic")
+        about = f"{name}, bf16 gradients and moments, {rounding}"
+        yield KernelCase(about, (main, *state, rounded), moments="bf16")
+        yield KernelCase(f"{about}, split", (lower_16_bits(main), *state, rounded), moments="bf16", main="split")

@@ -1,4 +1,4 @@
-"""The sum of the squares of flat tensors' elements, added to a running total in fp64: the gradient norm's share."""
+"""Sums of squares of flat tensors, added to a running total in fp64: this rank's summand of the gradient norm."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ def add_squares(total: torch.Tensor, *flats: torch.Tensor) -> None:
 
 
 @add_squares.register_fast("triton")
-def _(total: torch.Tensor, *flats: torch.Tensor) -> None:
+def add_squares_triton(total: torch.Tensor, *flats: torch.Tensor) -> None:
     from moefold.kernels.optimizer import optimizer_triton
 
     optimizer_triton.launch_add_squares(total, *flats)
 
 
 @add_squares.register_cases
-def _(device: str, dtype: torch.dtype):
+def add_squares_cases(device: str, dtype: torch.dtype):
     for sizes in ((0,), (1,), (33,), (100_003,), (40_000, 0, 7)):
         total = torch.tensor(0.25, dtype=torch.float64, device=device)
-        flats = (seeded_randn(device, dtype, n, seed=i) for i, n in enumerate(sizes))
-        yield KernelCase(f"{' and '.join(map(str, sizes))} elements", (total, *flats))
+        flats = [seeded_randn(device, dtype, n, seed=i) for i, n in enumerate(sizes)]
+        name = " and ".join(map(str, sizes))
+        yield KernelCase(f"{name} elements", (total, *flats))

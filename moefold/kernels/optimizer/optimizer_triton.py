@@ -1,5 +1,6 @@
-"""The optimizer's passes over flat buckets, in Triton: every element is read once and written once. Imported only where
-Triton is."""
+"""Triton kernels of the optimizer: passes over flat buckets that read every element once and write it once.
+
+Imported only where Triton is installed."""
 
 # pyright: reportMissingImports=false, reportIndexIssue=false, reportArgumentType=false, reportCallIssue=false
 # pyright: reportPossiblyUnboundVariable=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
@@ -11,39 +12,53 @@ import torch
 import triton
 import triton.language as tl
 
+from moefold.kernels.optimizer.adamw import AdamWScalars
+
 BLOCK = 1024  # elements of a program: eight a thread, which is 16 bytes of bf16
 SQUARES_PER_PROGRAM = 16 * BLOCK  # elements of which a program adds up the squares
+
+# Places in the tensor of a step's numbers, as AdamWScalars has them
+STEP_SIZE = tl.constexpr(AdamWScalars._fields.index("step_size"))
+KEEP = tl.constexpr(AdamWScalars._fields.index("keep"))
+INVERSE_ROOT = tl.constexpr(AdamWScalars._fields.index("inverse_root"))
+SEED = tl.constexpr(AdamWScalars._fields.index("seed"))
 
 
 @triton.jit
 def hashed_bits(x):
-    """A random number for each number, as in adamw.py."""
+    """32 random bits for each index, as `hashed_random_bits` in adamw.py."""
     x = (x ^ (x >> 16)) * 0x7FEB352D
     x = (x ^ (x >> 15)) * 0x846CA68B
     return x ^ (x >> 16)
 
 
 @triton.jit
-def store_rounded(at, x, chance, there, CHANCE: tl.constexpr):
-    """As fp32, or as bf16: by chance, or the nearest (halves.py)."""
+def store_rounded(at, x, random_bits, there, STOCHASTIC: tl.constexpr):
+    """Store as fp32, or as bf16 rounded stochastically or to nearest (split_fp32.py)."""
     if at.dtype.element_ty == tl.bfloat16:
-        bits = x.to(tl.int32, bitcast=True) + (chance.to(tl.int32) if CHANCE else 0x8000)
+        bits = x.to(tl.int32, bitcast=True) + (random_bits.to(tl.int32) if STOCHASTIC else 0x8000)
         x = (bits & -65536).to(tl.float32, bitcast=True)
     tl.store(at, x.to(at.dtype.element_ty), mask=there)
 
 
-@triton.jit(do_not_specialize=["seed"])
+@triton.jit
 def adamw_kernel(
-    main, gradient, mean, square, weights, scale, n,
-    lr, keep, beta1, beta2, eps, root, seed,
-    HALVES: tl.constexpr, COPY: tl.constexpr, CHANCE: tl.constexpr, BLOCK: tl.constexpr,
+    main, gradient, mean, square, weights, scale, scalars, n,
+    beta1, beta2, eps,
+    SPLIT: tl.constexpr, COPY: tl.constexpr, STOCHASTIC: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """`lr` is corrected for the mean's start, `root` for the mean square's; the betas are the new value's share."""
+    """The betas are the new value's share. SPLIT: `main` are the lower 16 bits; COPY: bf16 weights are apart from `main`."""
     factor = tl.load(scale).to(tl.float32)
     if tl.abs(factor) < float("inf"):  # neither infinite nor NaN
+        # The numbers of this step
+        lr = tl.load(scalars + STEP_SIZE).to(tl.float32)
+        keep = tl.load(scalars + KEEP).to(tl.float32)
+        root = tl.load(scalars + INVERSE_ROOT).to(tl.float32)
+        seed = tl.load(scalars + SEED).to(tl.int64)
+        # Main weights, gradient and moments of this program's block
         i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         there = i < n
-        if HALVES:
+        if SPLIT:
             upper = tl.load(weights + i, mask=there, other=0).to(tl.int32)
             lower = tl.load(main + i, mask=there, other=0).to(tl.int32)
             w = ((upper << 16) + lower).to(tl.float32, bitcast=True)
@@ -52,16 +67,18 @@ def adamw_kernel(
         g = tl.load(gradient + i, mask=there, other=0.0).to(tl.float32) * factor
         m = tl.load(mean + i, mask=there, other=0.0).to(tl.float32)
         v = tl.load(square + i, mask=there, other=0.0).to(tl.float32)
+        # The update
         m += (g - m) * beta1
         v += (g * g - v) * beta2
         w = w * keep - lr * m / (tl.sqrt(v) * root + eps)
-        chance = hashed_bits(i.to(tl.uint32) ^ seed.to(tl.uint32)) if CHANCE else i
-        store_rounded(mean + i, m, chance & 0xFFFF, there, CHANCE)
-        store_rounded(square + i, v, chance >> 16, there, CHANCE)
+        # Everything back, rounded
+        random_bits = hashed_bits(i.to(tl.uint32) ^ seed.to(tl.uint32)) if STOCHASTIC else i
+        store_rounded(mean + i, m, random_bits & 0xFFFF, there, STOCHASTIC)
+        store_rounded(square + i, v, random_bits >> 16, there, STOCHASTIC)
         bits = w.to(tl.int32, bitcast=True)
         if COPY:
             tl.store(weights + i, ((bits + 0x8000) >> 16).to(tl.int16), mask=there)
-        if HALVES:
+        if SPLIT:
             tl.store(main + i, bits.to(tl.int16), mask=there)
         else:
             tl.store(main + i, w, mask=there)
@@ -69,6 +86,7 @@ def adamw_kernel(
 
 @triton.jit
 def sum_squares_kernel(x, parts, n, SQUARES: tl.constexpr, BLOCK: tl.constexpr):
+    """The sum of the squares of this program's elements: fp32 by lane, then over lanes."""
     first = tl.program_id(0).to(tl.int64) * SQUARES + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
     for step in tl.static_range(SQUARES // BLOCK):
@@ -78,21 +96,20 @@ def sum_squares_kernel(x, parts, n, SQUARES: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(parts + tl.program_id(0), tl.sum(total, 0).to(tl.float64))
 
 
-def launch_adamw(main, g, m, v, weights, scale, pace) -> None:
-    """Weights are bf16, or none are apart from `main`; see adamw.py."""
-    step, lr, beta1, beta2, eps, decay, seed = pace
+def launch_adamw(main, g, m, v, weights, scale, scalars, options) -> None:
+    """Weights are bf16, or None where `main` are the model's own; see adamw.py."""
     n = len(main)
-    correction = 1 - beta2**step
+    beta1, beta2, eps, _, stochastic = options
+    bf16_weights = main if weights is None else weights.view(torch.int16)
     adamw_kernel[(triton.cdiv(n, BLOCK),)](
-        main, g, m, v, main if weights is None else weights.view(torch.int16), scale, n,
-        lr / (1 - beta1**step), 1 - lr * decay, 1 - beta1, 1 - beta2, eps, correction**-0.5, seed or 0,
-        HALVES=main.dtype == torch.int16, COPY=weights is not None, CHANCE=seed is not None, BLOCK=BLOCK,
+        main, g, m, v, bf16_weights, scale, scalars, n,
+        1 - beta1, 1 - beta2, eps,
+        SPLIT=main.dtype == torch.int16, COPY=weights is not None, STOCHASTIC=stochastic, BLOCK=BLOCK,
     )  # fmt: skip
 
 
 def launch_add_squares(total: torch.Tensor, *flats: torch.Tensor) -> None:
-    """Programs leave their sums, which are then added in fp64, those of all tensors at once: the same order every
-    time."""
+    """Each program stores its sum; the sums of all tensors are then added in fp64, in the same order every time."""
     programs = [triton.cdiv(len(x), SQUARES_PER_PROGRAM) for x in flats]
     parts = torch.empty(sum(programs), dtype=torch.float64, device=total.device)
     for x, mine in zip(flats, parts.split(programs), strict=True):

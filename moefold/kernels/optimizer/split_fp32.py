@@ -1,11 +1,11 @@
-"""fp32 numbers as two halves: the nearest bf16, and the 16 bits that it lacks.
+"""Split fp32: the nearest bf16 of an fp32 number, and the 16 bits that it lacks.
 
     fp32 as an integer  =  bf16 as an integer x 65536  +  a signed 16-bit number
 
 Nearest, and of two equally near the one further from zero: then exactly 65536 fp32 numbers belong to every bf16 and the
-pair is the fp32 number, bit for bit. (With torch's own rule, the even one of two, 65537 belong to every second bf16.)
-A model's bf16 weights are rounded by this rule from fp32 main weights, whether these are kept whole or as halves, and
-so are moments that are kept as bf16.
+pair is the fp32 number, bit for bit. (With torch's own rule, ties to even, 65537 belong to every second bf16.) A
+model's bf16 weights are rounded by this rule from fp32 main weights, whether these are stored whole or split, and so
+are moments that are kept as bf16.
 """
 
 from __future__ import annotations
@@ -14,12 +14,15 @@ import torch
 
 
 def round_to_nearest(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """x in a type, which for fp32 to bf16 follows the rule above."""
-    return upper_bfloat16(x) if (x.dtype, dtype) == (torch.float32, torch.bfloat16) else x.to(dtype)
+    """x in another dtype; fp32 to bf16 follows the rule above."""
+    if (x.dtype, dtype) == (torch.float32, torch.bfloat16):
+        return upper_bfloat16(x)
+    return x.to(dtype)
 
 
 def upper_bfloat16(x: torch.Tensor) -> torch.Tensor:
-    return ((x.view(torch.int32) + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16)
+    bits = x.view(torch.int32) + 0x8000
+    return (bits >> 16).to(torch.int16).view(torch.bfloat16)
 
 
 def lower_16_bits(x: torch.Tensor) -> torch.Tensor:
@@ -27,5 +30,6 @@ def lower_16_bits(x: torch.Tensor) -> torch.Tensor:
 
 
 def joined_fp32(upper: torch.Tensor, lower: torch.Tensor) -> torch.Tensor:
-    bits = (upper.to(torch.bfloat16).view(torch.int16).to(torch.int32) << 16) + lower
+    upper_bits = upper.to(torch.bfloat16).view(torch.int16)
+    bits = (upper_bits.to(torch.int32) << 16) + lower
     return bits.view(torch.float32)

@@ -10,21 +10,22 @@ import torch
 
 from moefold.comm.collectives import all_gather, reduce_scatter
 from moefold.config.run import ModelConfig
-from moefold.kernels.norm.norm_rope import norm_rope
 from moefold.layout.placement import sharded_over_tp
 from moefold.model.attention.attention_base import AttentionBase
 from moefold.model.attention.rotary import Rotary
-from moefold.model.norm import AddNorm, RMSNorm, RMSNormOverTp, RopeNorm
+from moefold.model.norm import AddNorm, RMSNorm, RMSNormOverTp, RopeNorm, RopeNormOverTp
 from moefold.model.parts import ModelParts
 from moefold.model.steps import Region
 from moefold.model.token_layout import TokenShard
 from moefold.precision.linear import Linear, LinearGroup
 
+HeadNorm = RMSNorm | RMSNormOverTp
+
 
 class GroupedQueryAttention(AttentionBase):
-    def __init__(self, model: ModelConfig, layer: int, choices: ModelParts):
-        super().__init__(model, layer, choices.world)
-        world, kernels = choices.world, choices.kernels
+    def __init__(self, model: ModelConfig, layer: int, parts: ModelParts):
+        super().__init__(model, layer, parts.world)
+        world, kernels = parts.world, parts.kernels
         a, d, std = model.attention, model.hidden, model.init_std
         self.qk_norm, self.tp = a.qk_norm, world.axis("tp")
         self.norm = AddNorm(d, model.norm_eps, kernels, world)
@@ -35,42 +36,52 @@ class GroupedQueryAttention(AttentionBase):
         self.projections = LinearGroup(world, self.query, self.key, self.value)
         out_std = std / (2 * model.layers) ** 0.5
         self.out = Linear(world, a.heads * a.head_dim, d, bias=a.out_bias, std=out_std, placement=sharded_over_tp(1))
-        whole = a.rope_dim in (0, a.head_dim) and (a.qk_norm == "head" or (a.qk_norm == "full" and self.tp.size == 1))
-        self.ropes_in_norm = whole and kernels[norm_rope] is not norm_rope.reference
-        if self.ropes_in_norm:
-            over = [1, 1] if a.qk_norm == "head" else [a.heads, a.kv_heads]
-            self.query_norm, self.key_norm = (RopeNorm(n * a.head_dim, model.norm_eps, kernels, world) for n in over)
-        elif a.qk_norm == "head":
-            self.query_norm = RMSNorm(a.head_dim, model.norm_eps, kernels, world)
-            self.key_norm = RMSNorm(a.head_dim, model.norm_eps, kernels, world)
-        elif a.qk_norm == "full":
-            self.query_norm = RMSNormOverTp(a.heads * a.head_dim, model.norm_eps, world)
-            self.key_norm = RMSNormOverTp(a.kv_heads * a.head_dim, model.norm_eps, world)
-        self.core, self.context = Region(), choices.context
-        self.rotary = Rotary(a.rope_dim or a.head_dim, a.rope, choices.seq_len, kernels)
+        self.rope_dim = a.rope_dim or a.head_dim
+        self.ropes_in_norm = self.rotates_all_that_is_normed(model)
+        if a.qk_norm != "none":
+            self.query_norm = self.make_head_norm(a.heads, model, parts)
+            self.key_norm = self.make_head_norm(a.kv_heads, model, parts)
+        self.core, self.out_region = Region("core"), Region("out")
+        self.context = parts.context
+        self.rotary = Rotary(self.rope_dim, a.rope, parts.seq_len, kernels)
 
-    def forward(
-        self, x_TD: torch.Tensor, given_TD: torch.Tensor | None, share: TokenShard
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The residual stream with what the layer before gives, and what attention gives for it."""
-        x_TD, h_TD, _ = self.norm(x_TD, given_TD)
+    def rotates_all_that_is_normed(self, model: ModelConfig) -> bool:
+        """Whether norm and rope of queries and keys are one op: the rank has all that is normed together, and all dims
+        of a head are rotated."""
+        a = model.attention
+        held_here = a.qk_norm == "head" or (a.qk_norm == "full" and self.tp.size == 1)
+        return held_here and self.rope_dim == a.head_dim
+
+    def make_head_norm(self, heads: int, model: ModelConfig, parts: ModelParts) -> HeadNorm:
+        width, eps = model.attention.head_dim, model.norm_eps
+        kernels, world = parts.kernels, parts.world
+        if self.qk_norm == "head":
+            head_norm = RopeNorm if self.ropes_in_norm else RMSNorm
+            return head_norm(width, eps, kernels, world)
+        if self.ropes_in_norm:
+            return RopeNormOverTp(heads * width, eps, kernels, world)
+        return RMSNormOverTp(heads * width, eps, world)
+
+    def forward(self, h_TD: torch.Tensor, shard: TokenShard) -> torch.Tensor:
+        """Attention over normed tokens; the residual connection is the block's."""
         h_CD = all_gather(h_TD, self.tp)  # all tokens of this cp rank meet this rank's heads
-        q, k, v = map(share.unflatten_sequences, self.projections(h_CD))
-        q, k = self.norm_and_rope(q, k, share)
-        y_BSHD = self.core(self.context, q, k, v, share, self.attend_spec())
-        summand_CD = self.out(y_BSHD.reshape(h_CD.shape[0], -1))
-        return x_TD, reduce_scatter(summand_CD, self.tp)  # add up all heads; each rank keeps its own tokens
+        q, k, v = map(shard.unflatten_sequences, self.projections(h_CD))
+        q, k = self.norm_and_rope(q, k, shard)
+        y_BSHD = self.core(self.context, q, k, v, shard, self.attend_spec())
+        summand_CD = self.out_region(self.out, y_BSHD.reshape(h_CD.shape[0], -1))
+        return reduce_scatter(summand_CD, self.tp)  # the sum over all heads; each rank keeps its own tokens
 
     def norm_and_rope(self, q: torch.Tensor, k: torch.Tensor, share: TokenShard) -> tuple[torch.Tensor, torch.Tensor]:
-        """Queries and keys, normed if the model does that, and turned by position."""
+        """Queries and keys, normed if the model norms them, and rotated by position."""
         if self.ropes_in_norm:
             angles = self.rotary.angles(share)
             return self.query_norm(q, angles), self.key_norm(k, angles)
         if self.qk_norm != "none":
-            q, k = self.apply_rmsnorm(q, self.query_norm), self.apply_rmsnorm(k, self.key_norm)
+            q = self.apply_rmsnorm(q, self.query_norm)
+            k = self.apply_rmsnorm(k, self.key_norm)
         return self.rotary.first(q, share), self.rotary.first(k, share)
 
-    def apply_rmsnorm(self, x_BSHD: torch.Tensor, norm: RMSNorm | RMSNormOverTp) -> torch.Tensor:
+    def apply_rmsnorm(self, x_BSHD: torch.Tensor, norm: HeadNorm) -> torch.Tensor:
         if self.qk_norm == "head":
             return norm(x_BSHD)
         return norm(x_BSHD.flatten(-2)).view_as(x_BSHD)

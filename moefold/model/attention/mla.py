@@ -1,13 +1,13 @@
 """Multi-head latent attention: keys and values of all heads come from one narrow latent, and so may queries.
 
-    x_TD --down--> latent --norm--> q_rank  --up--> H queries [still | turning]
-    x_TD --down--> latent --norm--> kv_rank --up--> H keys [still], H values
-                   turning, one for all heads ----> H keys [still | turning]
+    h_TD --down--> latent --norm--> q_rank  --up--> H queries [nope | rope]
+    h_TD --down--> latent --norm--> kv_rank --up--> H keys [nope], H values
+                   k_rope, one for all heads -----> H keys [nope | rope]
 
-Latents are made of this rank's own tokens and only then gathered over tp: they are narrower than the stream.
+Latents are computed from this rank's own tokens and then gathered over tp: they are narrower than the residual stream.
 
 T tokens of this rank, C tokens of its cp rank (B sequences of S positions each); H heads, D their width, of which the
-last dims turn by position; V width of a value head.
+last dims are rotated by position (rope); V width of a value head.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from moefold.precision.linear import Linear, LinearGroup
 
 
 class LatentAttention(AttentionBase):
-    def __init__(self, model: ModelConfig, layer: int, choices: ModelParts):
-        super().__init__(model, layer, choices.world)
-        world, kernels = choices.world, choices.kernels
+    def __init__(self, model: ModelConfig, layer: int, parts: ModelParts):
+        super().__init__(model, layer, parts.world)
+        world, kernels = parts.world, parts.kernels
         a, d, std, eps = model.attention, model.hidden, model.init_std, model.norm_eps
         value_dim, self.nope_dim = a.value_dim or a.head_dim, a.head_dim - a.rope_dim
         self.tp = world.axis("tp")
@@ -47,22 +47,31 @@ class LatentAttention(AttentionBase):
         self.up = LinearGroup(world, self.key, self.value)
         out_std = std / (2 * model.layers) ** 0.5
         self.out = Linear(world, a.heads * value_dim, d, bias=a.out_bias, std=out_std, placement=sharded_over_tp(1))
-        self.core, self.context = Region(), choices.context
-        self.rotary = Rotary(a.rope_dim, a.rope, choices.seq_len, kernels)
+        self.core, self.up_region, self.out_region = Region("core"), Region("up"), Region("out")
+        self.context = parts.context
+        self.rotary = Rotary(a.rope_dim, a.rope, parts.seq_len, kernels)
 
-    def forward(
-        self, x_TD: torch.Tensor, given_TD: torch.Tensor | None, share: TokenShard
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The residual stream with what the layer before gives, and what attention gives for it."""
-        x_TD, h_TD, _ = self.norm(x_TD, given_TD)
-        *query, latent, turning = self.down(h_TD)
-        source = self.query_norm(*query) if query else h_TD
-        latents = (source, self.latent_norm(latent), turning)
+    def forward(self, h_TD: torch.Tensor, shard: TokenShard) -> torch.Tensor:
+        """Attention over normed tokens; the residual connection is the block's."""
+        *query, latent, k_rope = self.down(h_TD)
+        query_source = self.query_norm(*query) if query else h_TD
+        latents = (query_source, self.latent_norm(latent), k_rope)
+        widths = [x.shape[-1] for x in latents]
         joined = all_gather(torch.cat(latents, dim=-1), self.tp)  # one message; all tokens meet this rank's heads
-        source_C, latent_C, turning_C = joined.split([x.shape[-1] for x in latents], dim=-1)
-        q = self.rotary.last(share.unflatten_sequences(self.query(source_C)), share)
-        turned = self.rotary.last(share.unflatten_sequences(turning_C[:, None]), share)
-        still, v = map(share.unflatten_sequences, self.up(latent_C))
-        k = torch.cat((still, turned.expand(*still.shape[:-1], -1)), dim=-1)
-        y_BSHV = self.core(self.context, q, k, v, share, self.attend_spec())
-        return x_TD, reduce_scatter(self.out(y_BSHV.reshape(len(joined), -1)), self.tp)
+        query_source_C, latent_C, k_rope_C = joined.split(widths, dim=-1)
+        q, k, v = self.up_region(self.project_up, query_source_C, latent_C, k_rope_C, shard)
+        y_BSHV = self.core(self.context, q, k, v, shard, self.attend_spec())
+        summand_CD = self.out_region(self.out, y_BSHV.reshape(len(joined), -1))
+        return reduce_scatter(summand_CD, self.tp)
+
+    def project_up(
+        self, query_source_C: torch.Tensor, latent_C: torch.Tensor, k_rope_C: torch.Tensor, shard: TokenShard
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries, keys and values of this rank's heads, from the latents."""
+        q = shard.unflatten_sequences(self.query(query_source_C))
+        q = self.rotary.last(q, shard)
+        k_rope = shard.unflatten_sequences(k_rope_C[:, None])
+        k_rope = self.rotary.last(k_rope, shard)
+        k_nope, v = map(shard.unflatten_sequences, self.up(latent_C))
+        k = torch.cat((k_nope, k_rope.expand(*k_nope.shape[:-1], -1)), dim=-1)
+        return q, k, v

@@ -46,8 +46,8 @@ def yarn_kept_share(head_dim: int, rope: RopeConfig) -> torch.Tensor:
 def rotary_tables(length: int, head_dim: int, rope: RopeConfig) -> tuple[torch.Tensor, torch.Tensor]:
     """cos_Sd and sin_Sd in fp64. YaRN also sharpens attention: its factor goes into both, so into q k^T squared."""
     angles = torch.arange(length, dtype=torch.float64, device="cpu")[:, None] * rope_frequencies(head_dim, rope)
-    sharpen = yarn_mscale(rope, rope.mscale) / yarn_mscale(rope, rope.mscale_all)
-    return angles.cos() * sharpen, angles.sin() * sharpen
+    mscale = yarn_mscale(rope, rope.mscale) / yarn_mscale(rope, rope.mscale_all)
+    return angles.cos() * mscale, angles.sin() * mscale
 
 
 def yarn_mscale(rope: RopeConfig, strength: float) -> float:

@@ -146,7 +146,8 @@ def balance_losses(
     sharing: Axis,
 ) -> torch.Tensor:
     """This rank's summand of all losses that a layer's router has, each with its weight, from the sums over sequences
-    that kernels/routing/router_topk.py gives. Scores are shares of one, so that no router lowers its loss by shrinking all."""
+    that kernels/routing/router_topk.py gives. Scores are shares of one, so that no router lowers its loss by shrinking
+    all."""
     total = shares_BE.new_zeros(())
     if moe.balance.aux_loss or moe.balance.device_loss:
         load_BE = expert_load_shares(counts_BE, moe, load, sharing)

@@ -1,4 +1,4 @@
-"""The routed experts of a layer: two grouped GEMMs with the gated activation between them.
+"""The routed experts of a layer: two grouped products with the gated activation between them.
 
 R rows sorted by expert, D width of a row (the stream's, or that of a latent), F inner width, e experts held here.
 """
@@ -15,65 +15,87 @@ from moefold.dispatch.base import Rows
 from moefold.kernels.bound import BoundKernels
 from moefold.kernels.experts.clamped_swiglu import clamped_swiglu
 from moefold.kernels.experts.expert_bias import expert_bias
-from moefold.kernels.experts.expert_mlp import expert_mlp
-from moefold.kernels.experts.grouped_gemm import grouped_gemm
+from moefold.kernels.experts.expert_mlp import ExpertParts, expert_mlp
 from moefold.kernels.experts.swiglu import swiglu
 from moefold.kernels.routing.gather_rows import gather_rows
 from moefold.layout.axes import World
 from moefold.layout.declare import DeclaringModule
 from moefold.layout.placement import Placement, sharded_over_experts
 from moefold.model.steps import Region
+from moefold.precision.linear import GroupedLinear
+
+EXPERT_MATRICES = sharded_over_experts(2)
 
 
 class Experts(DeclaringModule):
+    """`kernels[expert_mlp]` computes all of it: a fused kernel, or the composition of `self.parts`."""
+
     def __init__(self, model: ModelConfig, kernels: BoundKernels, world: World):
         super().__init__(world)
+        self.declare_weights(model)
+        moe = model.moe
+        self.kernels = kernels.with_facts(swiglu_experts=fits_fused_expert_mlp(model))
+        self.up_product = GroupedLinear(self.kernels)
+        self.down_product = GroupedLinear(self.kernels)
+        self.adds_bias = world.axis("etp").index == 0  # etp ranks compute summands: one of them adds the bias
+        self.activate = kernels[swiglu]
+        if moe.activation == "clamped_swiglu":
+            self.activate = partial(kernels[clamped_swiglu], limit=moe.clamp)
+        self.activation = Region("activation")
+        self.parts = ExpertParts(
+            gather=kernels[gather_rows],
+            up=self.project_up,
+            activation=partial(self.activation, self.activate),
+            down=self.project_down,
+            weight_inside=moe.gate == "activation",
+        )
+
+    def declare_weights(self, model: ModelConfig) -> None:
         moe, std = model.moe, model.init_std
         e, f, d = moe.experts, moe.ffn, moe.latent or model.hidden
-        self.gate_up = self.declare_parameter(
-            "gate_up", e, 2, f, d, placement=sharded_over_experts(2), std=std, stacked=True
-        )
         down_std = std / (2 * model.layers) ** 0.5
-        self.down = self.declare_parameter(
-            "down", e, d, f, placement=sharded_over_experts(2), std=down_std, stacked=True
-        )
+        declare_matrices = partial(self.declare_parameter, placement=EXPERT_MATRICES, stacked=True)
+        self.gate_up = declare_matrices("gate_up", e, 2, f, d, std=std)
+        self.down = declare_matrices("down", e, d, f, std=down_std)
         self.gate_up_bias = self.down_bias = None
         if moe.biases:
-            self.gate_up_bias = self.declare_parameter(
-                "gate_up_bias", e, 2, f, placement=sharded_over_experts(2), std=0.0
-            )
-            self.down_bias = self.declare_parameter(
-                "down_bias", e, d, placement=Placement("expert", ((0, "ep"),)), std=0.0
-            )
-        self.adds_bias = world.axis("etp").index == 0  # the ranks of etp give summands: one of them has the bias
-        self.kernels, self.gate_inside = kernels, moe.gate == "activation"
-        clamped = partial(kernels[clamped_swiglu], limit=moe.clamp)
-        self.act = clamped if moe.activation == "clamped_swiglu" else kernels[swiglu]
-        self.whole = fits_fused_expert_mlp(model) and kernels[expert_mlp] is not expert_mlp.reference
-        self.activation = Region()
+            over_ep = Placement("expert", ((0, "ep"),))
+            self.gate_up_bias = self.declare_parameter("gate_up_bias", e, 2, f, placement=EXPERT_MATRICES, std=0.0)
+            self.down_bias = self.declare_parameter("down_bias", e, d, placement=over_ep, std=0.0)
 
     def forward(self, rows: Rows) -> torch.Tensor:
-        """Each row through its expert, times its gate. Acting before the second GEMM, which is linear, the gate saves
-        keeping the expert's output for its gradient; acting behind it, it keeps low-precision GEMMs more accurate."""
+        """Each row through its expert, times the router's weight."""
         order = rows.order
-        if self.whole:
-            return self.kernels[expert_mlp](
-                rows.source_ND,
-                self.gate_up,
-                self.down,
-                order.weight_R,
-                order.index_R,
-                order.slots_NK,
-                order.ends_e,
-                order.holes,
-            )
-        x_RD = self.kernels[gather_rows](rows.source_ND, order.index_R, order.slots_NK, order.holes)
-        gate_up = self.kernels[grouped_gemm](x_RD, self.gate_up.flatten(1, 2), order.ends_e)
-        if self.gate_up_bias is not None:
-            gate_up = self.kernels[expert_bias](gate_up, self.gate_up_bias.flatten(1), order.ends_e)
-        inside = order.weight_R if self.gate_inside else None
-        inner_RF = self.activation(self.act, gate_up.unflatten(-1, (2, -1)), inside)
-        y_RD = self.kernels[grouped_gemm](inner_RF, self.down, order.ends_e)
-        if self.down_bias is not None:
-            y_RD = self.kernels[expert_bias](y_RD, self.down_bias * self.adds_bias, order.ends_e, inside)
-        return y_RD if self.gate_inside else y_RD * order.weight_R[:, None].to(y_RD.dtype)
+        run_experts = self.kernels_for_recipe()[expert_mlp]
+        routing = (order.index_R, order.slots_NK, order.ends_e, order.holes)
+        return run_experts(rows.source_ND, self.gate_up, self.down, order.weight_R, *routing, self.parts)
+
+    @property
+    def fused(self) -> bool:
+        """Whether one kernel runs all of it, so that there is no activation to keep or rebuild by itself."""
+        return self.kernels_for_recipe().implementation_name(expert_mlp) != "reference"
+
+    def kernels_for_recipe(self) -> BoundKernels:
+        """The kernels for the recipe of both products."""
+        up, down = self.up_product, self.down_product
+        if up.recipe.name == down.recipe.name:
+            return up.kernels
+        return self.kernels.with_facts(recipe="mixed")
+
+    def project_up(self, x_RD: torch.Tensor, gate_up_e2FD: torch.Tensor, ends_e: torch.Tensor) -> torch.Tensor:
+        h_R2F = self.up_product(x_RD, gate_up_e2FD, ends_e)
+        if self.gate_up_bias is None:
+            return h_R2F
+        bias_eN = self.gate_up_bias.flatten(1)
+        biased_RN = self.kernels[expert_bias](h_R2F.flatten(1), bias_eN, ends_e)
+        return biased_RN.view_as(h_R2F)
+
+    def project_down(
+        self, a_RF: torch.Tensor, down_eDF: torch.Tensor, ends_e: torch.Tensor, inside_R: torch.Tensor | None
+    ) -> torch.Tensor:
+        """`inside_R`: the router's weights that the rows were multiplied by already; the bias is, too."""
+        y_RD = self.down_product(a_RF, down_eDF, ends_e)
+        if self.down_bias is None:
+            return y_RD
+        bias_eD = self.down_bias * self.adds_bias
+        return self.kernels[expert_bias](y_RD, bias_eD, ends_e, inside_R)

@@ -1,28 +1,149 @@
-"""What an MoE block has in place of its MLP: norm, router, shared experts, routed experts and their dispatcher."""
+"""A Mixture-of-Experts layer: router, dispatcher, routed experts, shared experts.
+
+Each step of the layer is a method here, from carry to carry. `forward` runs them in the anatomy's order and a block
+runs the same methods as its steps, so there is one statement of the layer. A block gives the layer the norm before it
+as a member, as checkpoints name it, and applies it; neither norm nor residual connection is part of `forward`.
+
+The carry between the steps: `h_TD` the normed tokens, `for_router_TD` the same tensor for the router, `routing`,
+`receipt` (the dispatcher's metadata), `latent_TL`, `rows`, `y_RD`, `shared_TD`, and in the end `output_TD`; `aux` the
+sum of the balance losses so far.
+
+T tokens of this rank, D width, L width of a latent, R rows of the experts held here, K experts of a token.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from math import prod
+from typing import TypeVar
+
+import torch
 from torch import nn
 
+from moefold.anatomy.step_specs import moe_step_specs
+from moefold.comm import byte_counters
 from moefold.config.run import ModelConfig
 from moefold.model.moe.experts import Experts
 from moefold.model.moe.router import Router
 from moefold.model.moe.shared import SharedExperts
 from moefold.model.norm import AddNorm
 from moefold.model.parts import ModelParts
+from moefold.model.steps import Carry, drop_from_carry
+from moefold.model.token_layout import TokenShard, make_token_shard
 from moefold.precision.linear import Linear
 
+Sent = TypeVar("Sent")
 
-class MoeLayer(nn.Module):
-    def __init__(self, model: ModelConfig, layer: int, choices: ModelParts):
+
+class MoeSublayer(nn.Module):
+    def __init__(self, model: ModelConfig, layer: int, parts: ModelParts, norm: AddNorm | None = None):
         super().__init__()
-        moe, kernels, world = model.moe, choices.kernels, choices.world
-        self.norm = AddNorm(model.hidden, model.norm_eps, kernels, world)
+        moe, kernels, world = model.moe, parts.kernels, parts.world
+        self.world = world
+        self.specs = moe_step_specs(model)
+        if norm is not None:
+            self.norm = norm
         self.router = Router(model, layer, kernels, world)
         self.experts = Experts(model, kernels, world)
         if moe.shared_ffn:
             self.shared = SharedExperts(model, kernels, world)
-        if moe.latent:  # tokens travel and experts work at this width
+        if moe.latent:  # the width of tokens in the all-to-all and inside the experts
             self.narrow = Linear(world, model.hidden, moe.latent, std=model.init_std)
             self.widen = Linear(world, moe.latent, model.hidden, std=model.init_std)
-        self.dispatcher = choices.dispatcher
+        self.dispatcher = parts.dispatcher
+
+    def forward(
+        self, x_BSD: torch.Tensor, imposed_BSK: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The layer on normed tokens of any leading shape; the last dim but one counts the positions of a sequence.
+        Returns the output in the same shape, and the balance losses: weighted, summed over this rank's tokens.
+        `imposed_BSK` are expert ids that replace the router's choice."""
+        positions = x_BSD.shape[-2] if x_BSD.dim() > 1 else 1
+        sequences = x_BSD.reshape(prod(x_BSD.shape[:-2]), positions, x_BSD.shape[-1])
+        h_TD = sequences.flatten(0, 1)
+        carry = {
+            "h_TD": h_TD,
+            "for_router_TD": h_TD,
+            "token_shard": self.token_shard(sequences),
+            "imposed": imposed_experts(self.router.layer, imposed_BSK, sequences),
+            "aux": torch.zeros((), dtype=torch.promote_types(h_TD.dtype, torch.float32), device=h_TD.device),
+        }
+        methods = self.step_methods()
+        for spec in self.specs:
+            carry = methods[spec.name](carry)
+        return carry["output_TD"].view(x_BSD.shape), carry["aux"]
+
+    def token_shard(self, sequences_BSD: torch.Tensor) -> TokenShard:
+        """All tokens given are this rank's own, as on a rank of its own sequences."""
+        numbers_BS = torch.empty(sequences_BSD.shape[:2], device=sequences_BSD.device)
+        return make_token_shard(numbers_BS, self.world)
+
+    def step_methods(self) -> dict[str, Callable[[Carry], Carry]]:
+        """The methods by the names that the anatomy gives the steps."""
+        return {
+            "route": self.route_tokens,
+            "narrow": self.narrow_tokens,
+            "dispatch": self.dispatch_tokens,
+            "shared": self.run_shared_experts,
+            "experts": self.run_routed_experts,
+            "combine": self.combine_rows,
+            "widen": self.widen_tokens,
+        }
+
+    def route_tokens(self, carry: Carry) -> Carry:
+        shard = carry["token_shard"]
+        imposed_BSK = carry.get("imposed", {}).get(self.router.layer)
+        imposed_TK = None if imposed_BSK is None else shard.slice_for_rank(imposed_BSK)
+        routing, aux = self.router(carry["for_router_TD"], shard, imposed_TK)
+        carry = {**carry, "routing": routing, "aux": carry["aux"] + aux}
+        return drop_from_carry(carry, "for_router_TD")
+
+    def narrow_tokens(self, carry: Carry) -> Carry:
+        return {**carry, "latent_TL": self.narrow(carry["h_TD"])}
+
+    def dispatch_tokens(self, carry: Carry) -> Carry:
+        tokens = carry["latent_TL"] if "latent_TL" in carry else carry["h_TD"]
+        receipt = self.dispatcher.plan(carry["routing"])
+        rows = self.counting_bytes(lambda: self.dispatcher.dispatch(tokens, receipt))
+        carry = {**carry, "receipt": receipt, "rows": rows}
+        return drop_from_carry(carry, "latent_TL", "routing")
+
+    def run_shared_experts(self, carry: Carry) -> Carry:
+        return {**carry, "shared_TD": self.shared(carry["h_TD"])}
+
+    def run_routed_experts(self, carry: Carry) -> Carry:
+        carry = {**carry, "y_RD": self.experts(carry["rows"])}
+        return drop_from_carry(carry, "rows", "h_TD")
+
+    def combine_rows(self, carry: Carry) -> Carry:
+        combined = self.counting_bytes(lambda: self.dispatcher.combine(carry["y_RD"], carry["receipt"]))
+        carry = drop_from_carry(carry, "y_RD", "receipt")
+        if hasattr(self, "widen"):
+            return {**carry, "latent_TL": combined}
+        return self.add_shared_experts(carry, combined)
+
+    def widen_tokens(self, carry: Carry) -> Carry:
+        output_TD = self.widen(carry["latent_TL"])
+        return self.add_shared_experts(drop_from_carry(carry, "latent_TL"), output_TD)
+
+    def add_shared_experts(self, carry: Carry, output_TD: torch.Tensor) -> Carry:
+        if "shared_TD" in carry:
+            output_TD = output_TD + carry["shared_TD"]
+        return drop_from_carry({**carry, "output_TD": output_TD}, "shared_TD")
+
+    def counting_bytes(self, send: Callable[[], Sent]) -> Sent:
+        """Runs `send`, and adds the bytes that left this rank to the layer's statistics."""
+        with byte_counters.counted_bytes_sent(this_thread=True) as sent:
+            result = send()
+        if self.training:
+            self.router.load.note_moved(sum(sent.values()))
+        return result
+
+
+def imposed_experts(
+    layer: int, imposed_BSK: torch.Tensor | None, sequences_BSD: torch.Tensor
+) -> dict[int, torch.Tensor]:
+    """Expert ids set from outside, by layer, as a carry holds them."""
+    if imposed_BSK is None:
+        return {}
+    return {layer: imposed_BSK.reshape(*sequences_BSD.shape[:2], -1)}

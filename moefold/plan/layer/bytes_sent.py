@@ -1,5 +1,5 @@
-"""What leaves a rank in a step of one microbatch, by axis: tokens that are gathered, keys that meet other queries, rows
-that go to experts. Torch-free.
+"""Bytes that a rank sends in a step of one microbatch, by axis: gathered tokens, keys and values of context
+parallelism, rows to experts. Torch-free.
 """
 
 from __future__ import annotations
@@ -7,8 +7,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from moefold.anatomy.step_specs import StepSpec, dispatched_width
-from moefold.dispatch.price import expected_distinct
+from moefold.dispatch.catalog import expected_distinct
 from moefold.plan.layer.rank_shapes import RankShapes
+
+FP8_ROW_BYTES = 1 + 4 / 128  # an element in fp8 with its share of a block's fp32 scale
+FP32_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -23,64 +26,94 @@ class AxisTraffic:
 
 
 def step_bytes_sent(spec: StepSpec, s: RankShapes) -> list[AxisTraffic]:
-    """Bytes that leave this rank. A gather's backward is a sum over ranks of as many bytes, and the reverse."""
-    p, wide = s.portion, s.choices.recipe.wide
-    found: list[AxisTraffic] = []
+    """Bytes that leave this rank. A gather's backward is a reduce-scatter of as many bytes, and the reverse."""
+    step = spec.name
+    traffic = tensor_parallel_bytes(step, s)
+    if step == "attend" and s.portion.cp > 1:
+        forward, backward = context_parallel_bytes(s)
+        traffic.append(AxisTraffic(step, "cp", s.portion.context, forward, backward))
+    if step in ("dispatch", "combine"):
+        traffic += expert_parallel_bytes(step, s)
+    return traffic
 
-    def add_both_ways(axis: str, what: str, size: float, backward: float | None = None) -> None:
-        if size:
-            found.append(AxisTraffic(spec.name, axis, what, size, size if backward is None else backward))
 
-    stream = s.T * s.D * wide * (p.tp - 1)
-    if spec.name in ("embed", "look_ahead"):
-        add_both_ways("tp", "sum of words", stream)
-    if spec.name in ("mlp", "shared") or (spec.name == "attend" and not s.mla):
-        add_both_ways("tp", "gather", stream)
-    if spec.name == "predict":
-        add_both_ways("tp", "gather", stream * (1 + s.model.mtp))
-    if spec.name == "attend" and s.mla:
-        add_both_ways("tp", "gather", s.T * ((s.q_rank or s.D) + s.kv_rank + s.rope) * wide * (p.tp - 1))
-    if spec.name in ("attend", "mlp", "shared"):
-        add_both_ways("tp", "sum", stream)
-    if spec.name == "attend" and p.cp > 1:
-        found += [AxisTraffic(spec.name, "cp", p.context, *context_parallel_bytes(s))]
-    if spec.name in ("dispatch", "combine"):
-        found += expert_parallel_bytes(spec.name, s)
-    return found
+def tensor_parallel_bytes(step: str, s: RankShapes) -> list[AxisTraffic]:
+    """Gathers of tokens before column-cut weights, sums behind row-cut ones."""
+    wide = s.choices.recipe.wide
+    other_ranks = s.portion.tp - 1
+    stream = s.T * s.D * wide * other_ranks
+    sent: list[tuple[str, float]] = []
+    if step in ("embed", "look_ahead"):
+        sent.append(("sum of words", stream))
+    if step in ("mlp", "shared") or (step == "attend" and not s.mla):
+        sent.append(("gather", stream))
+    if step == "predict":
+        sent.append(("gather", stream * (1 + s.model.mtp)))
+    if step == "attend" and s.mla:
+        latents = (s.q_rank or s.D) + s.kv_rank + s.rope
+        sent.append(("gather", s.T * latents * wide * other_ranks))
+    if step in ("attend", "mlp", "shared"):
+        sent.append(("sum", stream))
+    return [AxisTraffic(step, "tp", what, size, size) for what, size in sent if size]
 
 
 def context_parallel_bytes(s: RankShapes) -> tuple[float, float]:
     """Context parallelism, forward and backward. Gathered keys' gradients are summed back; a ring sends keys and
-    values round once more and their fp32 gradients with them; swapping heads is the same both ways."""
-    p, wide = s.portion, s.choices.recipe.wide
+    values once more and their fp32 gradients with them; an exchange of heads is the same both ways."""
+    cp = s.portion.cp
+    wide = s.choices.recipe.wide
     keys = s.C * s.G * (s.Q + s.V)
-    if p.context == "all_gather":
-        return keys * wide * (p.cp - 1), keys * wide * (p.cp - 1)
-    if p.context == "ring":
-        return keys * wide * (p.cp - 1), keys * (wide * (p.cp - 1) + 4 * p.cp)
-    inside = p.cp if p.context == "all_to_all" else min(p.cp, s.choices.node)
-    swapped = s.C * (s.H * (s.Q + s.V) + s.G * (s.Q + s.V)) * wide * (inside - 1) / inside
-    nodes = p.cp / inside
-    return swapped + keys * wide * (nodes - 1), swapped + keys * (wide * (nodes - 1) + (4 * nodes if nodes > 1 else 0))
+    if s.portion.context == "all_gather":
+        gathered = keys * wide * (cp - 1)
+        return gathered, gathered
+    if s.portion.context == "ring":
+        return keys * wide * (cp - 1), keys * (wide * (cp - 1) + FP32_BYTES * cp)
+
+    # Heads are exchanged inside a node; between nodes keys go round a ring.
+    inside = cp
+    if s.portion.context != "all_to_all":
+        inside = min(cp, s.choices.node)
+    heads = s.H * (s.Q + s.V) + s.G * (s.Q + s.V)
+    exchanged = s.C * heads * wide * (inside - 1) / inside
+    nodes = cp / inside
+    ring_gradients = FP32_BYTES * nodes if nodes > 1 else 0
+    ring = wide * (nodes - 1)
+    return exchanged + keys * wide * (nodes - 1), exchanged + keys * (ring + ring_gradients)
 
 
 def expert_parallel_bytes(step: str, s: RankShapes) -> list[AxisTraffic]:
     """Tokens to experts or back, by dispatcher. Backward sends gradients of the same rows the other way."""
-    p, wide = s.portion, s.choices.recipe.wide
-    there = (1 + 4 / 128 if s.choices.travel == "fp8" else wide) if step == "dispatch" else wide
+    wide = s.choices.recipe.wide
+    forward_bytes = wide
+    if step == "dispatch" and s.choices.travel == "fp8":
+        forward_bytes = FP8_ROW_BYTES
+    traffic: list[AxisTraffic] = []
+    for axis, what, elements in expert_parallel_elements(s):
+        traffic.append(AxisTraffic(step, axis, what, elements * forward_bytes, elements * wide))
+    return traffic
+
+
+def expert_parallel_elements(s: RankShapes) -> list[tuple[str, str, float]]:
+    """(axis, what, elements) of one way."""
+    p = s.portion
+    expert_ranks = p.ep * p.etp
     token = s.T * dispatched_width(s.model)
-    found: list[tuple[str, str, float]] = []
-    if p.ep * p.etp > 1 and p.dispatcher == "all_gather":
-        found.append(("ep", "all_gather", token * (p.ep * p.etp - 1)))
-    elif p.ep * p.etp > 1:
-        inside = min(p.ep, max(1, s.choices.node // p.etp))
-        nodes = p.ep / inside
-        copies = s.K if p.dispatcher == "all_to_all" else expected_distinct(s.K, p.ep)
-        if p.dispatcher == "hierarchical" and nodes > 1:
-            found.append(("ep nodes", "hierarchical", token * expected_distinct(s.K, nodes) * (nodes - 1) / nodes))
-            found.append(("ep inside", "hierarchical", token * copies * (inside - 1) / inside))
-        elif p.ep > 1:
-            found.append(("ep", p.dispatcher, token * copies * (p.ep - 1) / p.ep))
-        if p.etp > 1:
-            found.append(("etp", "to everyone", token * (copies if p.ep > 1 else 1) * (p.etp - 1)))
-    return [AxisTraffic(step, axis, what, size * there, size * wide) for axis, what, size in found]
+    if expert_ranks == 1:
+        return []
+    if p.dispatcher == "all_gather":
+        return [("ep", "all_gather", token * (expert_ranks - 1))]
+
+    sent: list[tuple[str, str, float]] = []
+    inside = min(p.ep, max(1, s.choices.node // p.etp))
+    nodes = p.ep / inside
+    copies = s.K if p.dispatcher == "all_to_all" else expected_distinct(s.K, p.ep)
+    if p.dispatcher == "hierarchical" and nodes > 1:
+        node_copies = expected_distinct(s.K, nodes)
+        sent.append(("ep nodes", "hierarchical", token * node_copies * (nodes - 1) / nodes))
+        sent.append(("ep inside", "hierarchical", token * copies * (inside - 1) / inside))
+    elif p.ep > 1:
+        sent.append(("ep", p.dispatcher, token * copies * (p.ep - 1) / p.ep))
+    if p.etp > 1:
+        arrived = copies if p.ep > 1 else 1
+        sent.append(("etp", "to everyone", token * arrived * (p.etp - 1)))
+    return sent

@@ -1,7 +1,7 @@
-"""What one rank has to hold, compute and send for one microbatch, step by step. Torch-free.
+"""Costs of one layer for one microbatch on one rank, step by step: parameters, FLOPs, saved bytes and sent bytes.
 
-Weights, their cuts and FLOPs are the anatomy's; what is kept for backward is read off a stack of tables.
-Figures are those of one rank and one microbatch. Results are cached: a search asks for the same layer many times.
+Torch-free. Weights, their cuts and FLOPs come from `anatomy/`; what is saved for backward comes from the tables of a stack.
+Results are cached: a search asks for the same layer many times.
 """
 
 from __future__ import annotations
@@ -27,32 +27,33 @@ from moefold.plan.layer.bytes_sent import AxisTraffic, step_bytes_sent
 from moefold.plan.layer.megatron_layers import MEGATRON_STACK
 from moefold.plan.layer.moefold_layers import MOEFOLD_STACK
 from moefold.plan.layer.rank_shapes import RankPortion, RankShapes
-from moefold.plan.layer.tensor_table import LayerStack
+from moefold.plan.layer.tensor_table import LayerStack, TensorEntry
 from moefold.plan.options import PlanChoices
 
-LINEAR_INPUTS = ("linear", "each")
+LINEAR_STORAGE = ("linear", "each")  # storage of GEMM inputs, as `tensor_table.element_bytes` names it
+UNQUANTIZED_STEPS = ("embed", "route", "predict")
 LAYER_STACKS: dict[str, LayerStack] = {"moefold": MOEFOLD_STACK, "megatron": MEGATRON_STACK}
 
 
 @dataclass(frozen=True)
 class SavedActivation:
-    """A tensor that a step keeps for its backward. `fate`: kept, recomputed or offloaded."""
+    """A tensor that a step saves for its backward. `fate`: kept, recomputed or offloaded."""
 
     name: str
     step: str
     rows: float
     width: float
-    each: float
+    element_bytes: float
     fate: str = "kept"
-    linear: bool = False  # the input of a product with weights
+    linear: bool = False  # the input of a GEMM with weights
 
     @property
     def bytes(self) -> float:
-        return self.rows * self.width * self.each
+        return self.rows * self.width * self.element_bytes
 
     @property
-    def how(self) -> str:
-        return f"{self.rows:,.0f} x {self.width:,.0f} x {self.each:g} B"
+    def arithmetic(self) -> str:
+        return f"{self.rows:,.0f} x {self.width:,.0f} x {self.element_bytes:g} B"
 
 
 @dataclass(frozen=True)
@@ -87,17 +88,19 @@ class StepCount:
     attention: float
     saved: tuple[SavedActivation, ...]
     sent: tuple[AxisTraffic, ...]
-    working: tuple[float, float]  # beside what is kept, forward and backward
+    working: tuple[float, float]  # bytes of the working sets of forward and backward, beside what is kept
 
     @property
     def kept(self) -> float:
-        return sum(t.bytes for t in self.saved if t.fate == "kept")
+        return sum(tensor.bytes for tensor in self.saved if tensor.fate == "kept")
 
     @property
     def waiting(self) -> float:
-        """What weight gradients need that are computed apart: inputs of products, and gradients of their results."""
-        inputs = sum(t.bytes for t in self.saved if t.fate == "kept" and t.linear)
-        return inputs + sum(g.rows * g.n * g.groups for g in self.gemms) * 2
+        """Bytes that deferred weight gradients need: inputs of GEMMs, and gradients of their results."""
+        kept = [tensor for tensor in self.saved if tensor.fate == "kept"]
+        inputs = sum(tensor.bytes for tensor in kept if tensor.linear)
+        outputs = sum(gemm.rows * gemm.n * gemm.groups for gemm in self.gemms)
+        return inputs + outputs * 2
 
     @property
     def name(self) -> str:
@@ -117,8 +120,9 @@ class PieceCount:
 
     @cached_property
     def restored_bytes(self) -> float:
-        """What is made again in backward, or comes back from the host."""
-        return sum(t.bytes for step in self.steps for t in step.saved if t.fate != "kept")
+        """Bytes that are recomputed in backward, or copied back from the host."""
+        saved = [tensor for step in self.steps for tensor in step.saved]
+        return sum(tensor.bytes for tensor in saved if tensor.fate != "kept")
 
     @cached_property
     def parameters(self) -> Counter[ParameterClass]:
@@ -133,47 +137,60 @@ class PieceCount:
 def first_alike_layers(model: ModelConfig) -> tuple[int, ...]:
     """For each layer, those of multi-token prediction behind the others, the first one that is the same."""
     first: dict[tuple[bool, int], int] = {}
-    kinds = [(is_moe_layer(model, layer), sliding_window_of(model, layer)) for layer in range(model.layers + model.mtp)]
-    return tuple(first.setdefault(kind, layer) for layer, kind in enumerate(kinds))
+    alike: list[int] = []
+    for layer in range(model.layers + model.mtp):
+        kind = (is_moe_layer(model, layer), sliding_window_of(model, layer))
+        alike.append(first.setdefault(kind, layer))
+    return tuple(alike)
 
 
 @lru_cache(maxsize=65_536)
 def count_piece(
     model: ModelConfig, piece: str, layer: int, portion: RankPortion, choices: PlanChoices, load: float = 1.0
 ) -> PieceCount:
-    """E the embedding, t a layer, m a layer of multi-token prediction, L the head; `load` as in Sizes."""
-    specs = {
-        "E": lambda: [embed_step(model)],
-        "t": lambda: block_step_specs(model, layer),
-        "m": lambda: [look_ahead_step(model), *block_step_specs(model, layer), set_aside_step(model)],
-        "L": lambda: [predict_step(model)],
-    }[piece]()
-    sizes = RankShapes(model, portion, choices, sliding_window_of(model, layer), load)
-    saved = saved_by_steps(specs, sizes)
-    return PieceCount(piece, tuple(count_step(spec, sizes, saved[spec.name]) for spec in specs))
+    """E the embedding, t a layer, m a layer of multi-token prediction, L the head; `load` as in RankShapes."""
+    specs = piece_steps(model, piece, layer)
+    window = sliding_window_of(model, layer)
+    shapes = RankShapes(model, portion, choices, window, load)
+    saved = saved_by_steps(specs, shapes)
+    steps = [count_step(spec, shapes, saved[spec.name]) for spec in specs]
+    return PieceCount(piece, tuple(steps))
+
+
+def piece_steps(model: ModelConfig, piece: str, layer: int) -> list[StepSpec]:
+    if piece == "E":
+        return [embed_step(model)]
+    if piece == "L":
+        return [predict_step(model)]
+    block = block_step_specs(model, layer)
+    if piece == "t":
+        return block
+    return [look_ahead_step(model), *block, set_aside_step(model)]
 
 
 def count_step(spec: StepSpec, s: RankShapes, saved: tuple[SavedActivation, ...]) -> StepCount:
-    stack, parameters = LAYER_STACKS[s.choices.stack], Counter[ParameterClass]()
+    stack = LAYER_STACKS[s.choices.stack]
+    parameters = Counter[ParameterClass]()
     quantized = 0.0
     for weight in spec.weights:
         held = prod(weight.part(s.portion.degrees))
         axes = tuple(axis for _, axis in weight.cut)
-        parameters["expert" if "ep" in axes else "dense", axes] += held  # pyright: ignore[reportArgumentType]
-        if is_weight_matrix(weight) and spec.name not in ("embed", "route", "predict"):
+        grid = "expert" if "ep" in axes else "dense"
+        parameters[grid, axes] += held  # pyright: ignore[reportArgumentType]
+        if is_weight_matrix(weight) and spec.name not in UNQUANTIZED_STEPS:
             quantized += held
-    attention = s.T * 2 * spec.context * spec.seen(s.S)
-    flops = s.T * spec.flops(s.S)
+    forward_working = stack.working_bytes(spec.name, "F", s)
+    backward_working = stack.working_bytes(spec.name, "B", s)
     return StepCount(
-        spec,
-        tuple(parameters.items()),
-        quantized,
-        flops,
-        tuple(gemms_of_step(spec, s)),
-        attention,
-        saved,
-        tuple(step_bytes_sent(spec, s)),
-        (stack.working(spec.name, "F", s), stack.working(spec.name, "B", s)),
+        spec=spec,
+        parameters=tuple(parameters.items()),
+        quantized=quantized,
+        flops=s.T * spec.flops(s.S),
+        gemms=tuple(gemms_of_step(spec, s)),
+        attention=s.T * 2 * spec.context * spec.seen(s.S),
+        saved=saved,
+        sent=tuple(step_bytes_sent(spec, s)),
+        working=(forward_working, backward_working),
     )
 
 
@@ -182,35 +199,59 @@ def is_weight_matrix(weight: WeightSpec) -> bool:
 
 
 def gemms_of_step(spec: StepSpec, s: RankShapes) -> list[Gemm]:
-    """The products a step makes with its weights. What tp cuts meets all tokens of the cp rank."""
+    """The GEMMs of a step with its weights. Weights cut over tp multiply all tokens of the cp rank."""
     if spec.name == "embed":
         return []
     if spec.name == "predict":
         return [Gemm("head", "head", s.C, s.P, s.D, times=1 + s.model.mtp)]
-    found: list[Gemm] = []
+    gemms: list[Gemm] = []
     for weight in filter(is_weight_matrix, spec.weights):
         *outer, k = weight.part(s.portion.degrees)
-        name, axes = weight.name.split(".")[-1 if "experts" in weight.name else -2], dict(weight.cut).values()
+        axes = [axis for _, axis in weight.cut]
+        name = gemm_name(weight)
         if "ep" in axes:
-            found.append(Gemm(name, "grouped", s.R / s.e, prod(outer[1:]), k, groups=s.e))
+            rows_per_expert = s.R / s.e
+            gemms.append(Gemm(name, "grouped", rows_per_expert, prod(outer[1:]), k, groups=s.e))
         else:
             kind = "router" if spec.name == "route" else "dense"
-            found.append(Gemm(name, kind, s.C if "tp" in axes else s.T, prod(outer), k))
-    return found
+            rows = s.C if "tp" in axes else s.T
+            gemms.append(Gemm(name, kind, rows, prod(outer), k))
+    return gemms
+
+
+def gemm_name(weight: WeightSpec) -> str:
+    """Experts' weights end with the GEMM's name, others with `.weight` behind it."""
+    parts = weight.name.split(".")
+    return parts[-1] if "experts" in weight.name else parts[-2]
 
 
 def saved_by_steps(specs: list[StepSpec], s: RankShapes) -> dict[str, tuple[SavedActivation, ...]]:
-    """What each step keeps, with its fate. Where whole layers are recomputed, only their inputs stay."""
-    found: dict[str, list[SavedActivation]] = {spec.name: [] for spec in specs}
-    whole = "layer" in s.choices.recomputed and "attend" in found
-    for line in LAYER_STACKS[s.choices.stack].kept:
-        if line.step not in found or not line.when(s):
+    """What each step saves, with its fate."""
+    saved: dict[str, list[SavedActivation]] = {spec.name: [] for spec in specs}
+    in_layer = "attend" in saved
+    for entry in LAYER_STACKS[s.choices.stack].saved:
+        if entry.step not in saved or not entry.condition(s):
             continue
-        fate = "offloaded" if line.read in s.choices.offloaded else "kept"
-        if (whole and not line.entry) or not s.choices.recomputed.isdisjoint(line.made):
-            fate = "recomputed"
         tensor = SavedActivation(
-            line.name, line.step, line.rows(s), line.width(s), line.each(s), fate, line.held in LINEAR_INPUTS
+            name=entry.name,
+            step=entry.step,
+            rows=entry.rows(s),
+            width=entry.width(s),
+            element_bytes=entry.element_bytes(s),
+            fate=tensor_fate(entry, s.choices, in_layer),
+            linear=entry.storage in LINEAR_STORAGE,
         )
-        found[line.step].append(tensor)
-    return {name: tuple(tensors) for name, tensors in found.items()}
+        saved[entry.step].append(tensor)
+    return {name: tuple(tensors) for name, tensors in saved.items()}
+
+
+def tensor_fate(entry: TensorEntry, choices: PlanChoices, in_layer: bool) -> str:
+    """Kept, recomputed or offloaded. Where whole layers are recomputed, only their inputs stay."""
+    layer_recomputed = in_layer and "layer" in choices.recomputed
+    if layer_recomputed and not entry.layer_input:
+        return "recomputed"
+    if not choices.recomputed.isdisjoint(entry.remade_by):
+        return "recomputed"
+    if entry.read_by in choices.offloaded:
+        return "offloaded"
+    return "kept"

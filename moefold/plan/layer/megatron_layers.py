@@ -1,60 +1,167 @@
-"""What Megatron-Core's layers keep for backward, as its published memory tables count it.
+"""Tensors that Megatron-Core's layers save for backward, as its published memory tables count them.
 
-Norms and RoPE are fused and keep their inputs; the permutation writes the experts' rows; logits are all there at once.
+Norms and RoPE are fused and keep their inputs; the permutation writes the experts' rows; logits exist all at once.
 """
 
 from __future__ import annotations
 
-from moefold.plan.layer.tensor_table import C, D, LayerStack, R, T, TensorEntry, W, qkv_width, uses_gqa, uses_mla
-
-MEGATRON_SAVED = (
-    TensorEntry("stream", "attend", T, D, read="norm", entry=True),
-    TensorEntry("normed", "attend", T, D, "each", ("norm",), when=uses_mla),
-    TensorEntry("normed", "attend", T, D, "linear", ("norm",), when=uses_gqa),
-    TensorEntry("query latent", "attend", T, lambda s: s.q_rank, when=uses_mla),
-    TensorEntry("key latent and what turns", "attend", T, lambda s: s.kv_rank + s.rope, when=uses_mla),
-    TensorEntry("key latent by itself", "attend", T, lambda s: s.kv_rank, when=uses_mla),
-    TensorEntry("query latent normed", "attend", T, lambda s: s.q_rank, "linear", ("up",), when=uses_mla),
-    TensorEntry("key latent normed", "attend", T, lambda s: s.kv_rank, "linear", ("up",), when=uses_mla),
-    TensorEntry("q k v", "attend", C, qkv_width, "wide", ("up",), "core", uses_mla),
-    TensorEntry("q k v", "attend", C, qkv_width, "wide", (), "core", uses_gqa),
-    TensorEntry(
-        "attended", "attend", C, lambda s: s.H * s.V, "wide", ("core",), "out"
-    ),  # its projection reads it in bf16
-    TensorEntry("log-sum-exp", "attend", C, lambda s: s.H, "fp32", ("core",)),
-    TensorEntry("stream", "mlp", T, D, read="norm"),
-    TensorEntry("normed", "mlp", T, D, "linear", ("norm",)),
-    TensorEntry("gate and up", "mlp", C, lambda s: 2 * s.M, "wide", ("mlp",)),
-    TensorEntry("activated", "mlp", C, lambda s: s.M, "linear", ("mlp",)),
-    TensorEntry("stream", "route", T, D, read="norm"),
-    TensorEntry("normed", "route", T, D, "wide", ("norm",)),
-    TensorEntry("scores", "route", T, lambda s: s.E, "fp32", ("moe",)),
-    TensorEntry("choice", "route", T, lambda s: s.E, "byte", ("moe",)),
-    TensorEntry("normed, for shared experts", "shared", T, D, "copy", ("norm", "moe")),
-    TensorEntry("gate and up", "shared", C, lambda s: 2 * s.A, "wide", ("shared", "moe")),
-    TensorEntry("activated", "shared", C, lambda s: s.A, "linear", ("shared", "moe")),
-    TensorEntry("rows", "experts", R, W, "linear", ("experts", "moe"), "experts"),
-    TensorEntry("gate and up", "experts", R, lambda s: 2 * s.F, "wide", ("experts", "moe"), "activation"),
-    TensorEntry("activated", "experts", R, lambda s: s.F, "linear", ("activation", "experts", "moe")),
-    TensorEntry("results", "experts", R, W, "wide", ("experts", "moe"), when=lambda s: not s.gate_inside),
-    TensorEntry("stream and token joined", "look_ahead", T, lambda s: 2 * s.D, "linear"),
-    TensorEntry("logits", "predict", C, lambda s: s.P * (1 + s.model.mtp)),
-    TensorEntry("softmax of logits", "predict", C, lambda s: s.P * (1 + s.model.mtp), "fp32"),
+from moefold.plan.layer.rank_shapes import RankShapes
+from moefold.plan.layer.tensor_table import (
+    LayerStack,
+    TensorEntry,
+    TensorTable,
+    WorkingSet,
+    attended_width,
+    context_tokens,
+    dense_gate_up_width,
+    dense_inner_width,
+    dispatched_token_width,
+    expert_count,
+    expert_gate_up_width,
+    expert_inner_width,
+    expert_rows,
+    joined_token_width,
+    key_latent_width,
+    qkv_width,
+    query_heads,
+    query_latent_width,
+    rank_tokens,
+    shared_gate_up_width,
+    shared_inner_width,
+    stream_width,
+    uses_gqa,
+    uses_mla,
+    vocab_shard_width,
+    weighs_expert_outputs,
 )
 
-STREAM_GRADIENT = TensorEntry("gradient of the stream", "", T, D)
+
+def rotary_key_latent_width(s: RankShapes) -> float:
+    return s.kv_rank + s.rope
+
+
+def all_logits_width(s: RankShapes) -> float:
+    return s.P * (1 + s.model.mtp)
+
+
+def attend_tensors() -> list[TensorEntry]:
+    table = TensorTable("attend")
+    mla = table.only(uses_mla)
+    gqa = table.only(uses_gqa)
+    table.add("stream", rank_tokens, stream_width, read_by="norm", layer_input=True)
+    mla.remade_by("norm").add("normed", rank_tokens, stream_width, "each")
+    gqa.remade_by("norm").add("normed", rank_tokens, stream_width, "linear")
+    # Latent attention: latents before and after their norms, then what is projected up from them.
+    mla.add("query latent", rank_tokens, query_latent_width)
+    mla.add("key latent and what turns", rank_tokens, rotary_key_latent_width)
+    mla.add("key latent by itself", rank_tokens, key_latent_width)
+    mla_up = mla.remade_by("up")
+    mla_up.add("query latent normed", rank_tokens, query_latent_width, "linear")
+    mla_up.add("key latent normed", rank_tokens, key_latent_width, "linear")
+    mla_up.add("q k v", context_tokens, qkv_width, read_by="core")
+    gqa.add("q k v", context_tokens, qkv_width, read_by="core")
+    core = table.remade_by("core")
+    core.add("attended", context_tokens, attended_width, read_by="out")  # its projection reads it in bf16
+    core.add("log-sum-exp", context_tokens, query_heads, "fp32")
+    return table.entries
+
+
+def mlp_tensors() -> list[TensorEntry]:
+    table = TensorTable("mlp")
+    table.add("stream", rank_tokens, stream_width, read_by="norm")
+    table.remade_by("norm").add("normed", rank_tokens, stream_width, "linear")
+    mlp = table.remade_by("mlp")
+    mlp.add("gate and up", context_tokens, dense_gate_up_width)
+    mlp.add("activated", context_tokens, dense_inner_width, "linear")
+    return table.entries
+
+
+def route_tensors() -> list[TensorEntry]:
+    table = TensorTable("route")
+    table.add("stream", rank_tokens, stream_width, read_by="norm")
+    table.remade_by("norm").add("normed", rank_tokens, stream_width)
+    router = table.remade_by("moe")
+    router.add("scores", rank_tokens, expert_count, "fp32")
+    router.add("choice", rank_tokens, expert_count, "byte")
+    return table.entries
+
+
+def shared_expert_tensors() -> list[TensorEntry]:
+    table = TensorTable("shared")
+    table.remade_by("norm", "moe").add("normed, for shared experts", rank_tokens, stream_width, "copy")
+    shared = table.remade_by("shared", "moe")
+    shared.add("gate and up", context_tokens, shared_gate_up_width)
+    shared.add("activated", context_tokens, shared_inner_width, "linear")
+    return table.entries
+
+
+def expert_tensors() -> list[TensorEntry]:
+    table = TensorTable("experts")
+    experts = table.remade_by("experts", "moe")
+    activation = table.remade_by("activation", "experts", "moe")
+    experts.add("rows", expert_rows, dispatched_token_width, "linear", read_by="experts")
+    experts.add("gate and up", expert_rows, expert_gate_up_width, read_by="activation")
+    activation.add("activated", expert_rows, expert_inner_width, "linear")
+    experts.only(weighs_expert_outputs).add("results", expert_rows, dispatched_token_width)
+    return table.entries
+
+
+def head_tensors() -> list[TensorEntry]:
+    ahead = TensorTable("look_ahead")
+    ahead.add("stream and token joined", rank_tokens, joined_token_width, "linear")
+    head = TensorTable("predict")
+    head.add("logits", context_tokens, all_logits_width)
+    head.add("softmax of logits", context_tokens, all_logits_width, "fp32")
+    return ahead.entries + head.entries
+
+
+MEGATRON_SAVED = [
+    *attend_tensors(),
+    *mlp_tensors(),
+    *route_tensors(),
+    *shared_expert_tensors(),
+    *expert_tensors(),
+    *head_tensors(),
+]
+
+
+def backward_table() -> TensorTable:
+    table = TensorTable()
+    table.add("gradient of the stream", rank_tokens, stream_width)
+    return table
+
+
+def expert_backward() -> WorkingSet:
+    table = backward_table()
+    table.add("gradient of results", expert_rows, dispatched_token_width)
+    table.add("gradient of gate and up", expert_rows, expert_gate_up_width)
+    table.add("gradient of rows", expert_rows, dispatched_token_width)
+    return table.entries
+
+
+def attend_backward() -> WorkingSet:
+    table = backward_table()
+    table.add("gradients of q k v", context_tokens, qkv_width)
+    return table.entries
+
+
+def mlp_backward() -> WorkingSet:
+    table = backward_table()
+    table.add("gradient of gate and up", context_tokens, dense_gate_up_width)
+    return table.entries
+
+
+def predict_backward() -> WorkingSet:
+    table = backward_table()
+    table.add("gradient of logits", context_tokens, vocab_shard_width)
+    return table.entries
+
+
 MEGATRON_WORKING_SETS = {
-    ("experts", "B"): (
-        (
-            STREAM_GRADIENT,
-            TensorEntry("gradient of results", "", R, W),
-            TensorEntry("gradient of gate and up", "", R, lambda s: 2 * s.F),
-            TensorEntry("gradient of rows", "", R, W),
-        ),
-    ),
-    ("attend", "B"): ((STREAM_GRADIENT, TensorEntry("gradients of q k v", "", C, qkv_width)),),
-    ("mlp", "B"): ((STREAM_GRADIENT, TensorEntry("gradient of gate and up", "", C, lambda s: 2 * s.M)),),
-    ("predict", "B"): ((STREAM_GRADIENT, TensorEntry("gradient of logits", "", C, lambda s: s.P)),),
+    ("experts", "B"): [expert_backward()],
+    ("attend", "B"): [attend_backward()],
+    ("mlp", "B"): [mlp_backward()],
+    ("predict", "B"): [predict_backward()],
 }
 
 MEGATRON_STACK = LayerStack(MEGATRON_SAVED, MEGATRON_WORKING_SETS)

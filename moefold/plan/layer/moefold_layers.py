@@ -1,88 +1,150 @@
-"""What moefold's own layers keep for backward, and what they need for the moment.
+"""Tensors that moefold's layers save for backward, and their working sets.
 
-A test runs the real model with hooks on all that autograd keeps, and compares. Which implementation of an operation is
-bound decides: the fused expert kernel keeps tokens and pre-activations only; on a CPU, RMSNorm is made of operations
-that each keep their own, and attention of odd shapes keeps its probabilities.
+A test runs the model with hooks on all that autograd saves, and compares. The bound implementation of an op decides:
+the fused expert kernel saves tokens and pre-activations only; on a CPU, RMSNorm is composed of ops that each save
+their own, and attention of unusual shapes saves its probabilities.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from moefold.kernels.attention.workspace import HOPPER_HEAD_WIDTHS, score_gradient_bytes
 from moefold.plan.layer.rank_shapes import RankShapes
 from moefold.plan.layer.tensor_table import (
-    C,
-    D,
     LayerStack,
-    R,
     ShapeFunction,
-    T,
     TensorEntry,
-    W,
+    TensorTable,
     WorkingSet,
-    always,
+    attended_width,
+    context_tokens,
+    dense_gate_up_width,
+    dense_inner_width,
+    dispatched_token_width,
+    expert_count,
+    expert_gate_up_width,
+    expert_inner_width,
+    expert_rows,
+    joined_token_width,
+    key_latent_width,
+    one_column,
     qkv_width,
-    single_column,
+    query_heads,
+    query_latent_width,
+    rank_tokens,
+    shared_gate_up_width,
+    shared_inner_width,
+    stream_width,
+    two_columns,
     uses_gqa,
     uses_mla,
+    vocab_shard_width,
+    weighs_expert_outputs,
 )
 
 CHUNK_LOGITS = 1 << 26  # as kernels/vocabulary/cross_entropy.py has these; a test compares
 LOGITS_IN_PLACE = 10 << 26
 EXPERT_PADDING_ROWS = 64  # rows that the fused kernel may add for each expert
+SINK_HEAD_DIMS = 8  # dims that a sink adds to queries and keys where attention takes it as one more key
+HOPPER_CAPABILITY = 90
 
-ShapeCondition = Callable[[RankShapes], bool]
+
+def add_rmsnorm(
+    table: TensorTable, name: str, rows: ShapeFunction, width: ShapeFunction, layer_input: bool = False
+) -> None:
+    """An RMSNorm saves its input and one number a row; a composed one the scaled input as well."""
+    table.add(name, rows, width, read_by="norm", layer_input=layer_input)
+    table.add(f"scale of {name}", rows, one_column, "fp32")
+    composed = table.only(composes_rmsnorm).remade_by("norm")
+    composed.add(f"{name} scaled", rows, width, "fp32")
 
 
-def rmsnorm_tensors(
-    what: str, step: str, rows: ShapeFunction, width: ShapeFunction, when: ShapeCondition = always, entry: bool = False
-) -> tuple[TensorEntry, ...]:
-    """An RMSNorm keeps its input and one number a row."""
-    return (
-        TensorEntry(what, step, rows, width, read="norm", when=when, entry=entry),
-        TensorEntry(f"scale of {what}", step, rows, single_column, "fp32", when=when),
-        TensorEntry(
-            f"{what} scaled", step, rows, width, "fp32", ("norm",), when=lambda s: s.composed_rmsnorm and when(s)
-        ),
-    )
+def composes_rmsnorm(s: RankShapes) -> bool:
+    return s.composed_rmsnorm
+
+
+# Attention.
 
 
 def fuses_norm_and_rope(s: RankShapes) -> bool:
-    """Whether one kernel norms queries and keys and turns them: it keeps its input alone."""
-    a = s.model.attention
-    whole = a.rope_dim in (0, a.head_dim) and (a.qk_norm == "head" or s.portion.tp == 1)
-    return not s.mla and a.qk_norm != "none" and whole and s.chosen_implementation("norm_rope") != "reference"
+    """Whether one kernel norms queries and keys and rotates them: it saves its input alone."""
+    attention = s.model.attention
+    if s.mla or attention.qk_norm == "none":
+        return False
+    rotates_whole_head = attention.rope_dim in (0, attention.head_dim)
+    norm_is_local = attention.qk_norm == "head" or s.portion.tp == 1
+    if not (rotates_whole_head and norm_is_local):
+        return False
+    return s.chosen_implementation("norm_rope") != "reference"
 
 
 def norms_each_head(s: RankShapes) -> bool:
     return s.qk_norm == "head" and not fuses_norm_and_rope(s)
 
 
-def full_norm_tensors(what: str, rows: ShapeFunction, width: ShapeFunction) -> tuple[TensorEntry, ...]:
-    """A norm over all heads, which tp may cut, is made of plain operations in fp32."""
-    return tuple(
-        TensorEntry(
-            name, "attend", rows, wide, "fp32", when=lambda s: s.qk_norm == "full" and not fuses_norm_and_rope(s)
-        )
-        for name, wide in ((f"{what} in fp32", width), (f"{what} scaled", width), (f"scale of {what}", single_column))
-    )
+def norms_all_heads(s: RankShapes) -> bool:
+    return s.qk_norm == "full" and not fuses_norm_and_rope(s)
+
+
+def has_query_latent(s: RankShapes) -> bool:
+    return s.mla and s.q_rank > 0
+
+
+def latents_width(s: RankShapes) -> float:
+    query = s.q_rank or s.D
+    return query + s.kv_rank + s.rope
+
+
+def all_query_heads(s: RankShapes) -> float:
+    return s.C * s.H
+
+
+def all_key_heads(s: RankShapes) -> float:
+    return s.C * s.G
+
+
+def head_width(s: RankShapes) -> float:
+    return s.Q
+
+
+def query_width(s: RankShapes) -> float:
+    return s.H * s.Q
+
+
+def key_width(s: RankShapes) -> float:
+    return s.G * s.Q
 
 
 def sink_key_count(s: RankShapes) -> int:
-    """A sink is one more key, and eight more dims of queries and keys, but where a kernel takes it as it is."""
-    return 1 if s.model.attention.sinks and s.choices.device == "cpu" else 0
+    """A sink is one more key, and eight more dims of queries and keys, unless a kernel takes it as it is."""
+    composed = s.choices.device == "cpu"
+    return 1 if s.model.attention.sinks and composed else 0
 
 
-def kept_key_positions(s: RankShapes) -> float:
-    """Positions of keys and values that are kept: a gather over cp keeps those of all its ranks."""
+def saved_head_width(s: RankShapes) -> float:
+    return s.Q + SINK_HEAD_DIMS * sink_key_count(s)
+
+
+def saved_query_width(s: RankShapes) -> float:
+    return s.H * saved_head_width(s)
+
+
+def saved_key_positions(s: RankShapes) -> float:
+    """Positions of keys and values that are saved: a gather over cp saves those of all its ranks."""
     gathered = s.portion.cp if s.portion.context == "all_gather" else 1
     return s.C * gathered + s.B * sink_key_count(s)
 
 
-def kept_kv_heads(s: RankShapes) -> float:
-    """Heads of keys and values; repeated for every query head where attention is made of plain operations."""
+def saved_kv_heads(s: RankShapes) -> float:
+    """Heads of keys and values; repeated for every query head where attention is composed of plain ops."""
     return s.H if s.plain_attention else s.G
+
+
+def saved_key_width(s: RankShapes) -> float:
+    return saved_kv_heads(s) * saved_head_width(s)
+
+
+def saved_value_width(s: RankShapes) -> float:
+    return saved_kv_heads(s) * s.V
 
 
 def cuts_context(s: RankShapes) -> bool:
@@ -90,8 +152,12 @@ def cuts_context(s: RankShapes) -> bool:
 
 
 def reorders_attended(s: RankShapes) -> bool:
-    """Whether attention's result comes in parts, or by heads, and is put together in other memory."""
+    """Whether attention's result comes in parts, or by heads, and is copied into order."""
     return cuts_context(s) and s.portion.context != "ring"
+
+
+def context_positions(s: RankShapes) -> float:
+    return s.S / s.portion.cp
 
 
 def half_chunk_positions(s: RankShapes) -> float:
@@ -99,122 +165,125 @@ def half_chunk_positions(s: RankShapes) -> float:
     return s.S / (2 * s.portion.cp)
 
 
+def chunk_mask_width(s: RankShapes) -> float:
+    return s.S + half_chunk_positions(s)
+
+
 def needs_chunk_masks(s: RankShapes) -> bool:
-    """Chunks that see gathered keys up to their own end need a mask, but where a kernel knows such sight."""
-    return cuts_context(s) and s.portion.context == "all_gather" and s.composed_rmsnorm
+    """Chunks that see gathered keys up to their own end need a mask, unless a kernel has that causal offset."""
+    gathers = cuts_context(s) and s.portion.context == "all_gather"
+    return gathers and s.composed_rmsnorm
 
 
 def rope_table_width(s: RankShapes) -> float:
-    """Cosines and sines of the positions held here, which queries and keys each take for themselves."""
-    a = s.model.attention
-    return (a.rope_dim or a.head_dim) * (1 if fuses_norm_and_rope(s) else 2)
+    """Cosines and sines of the positions held here, which queries and keys each read."""
+    attention = s.model.attention
+    rotated = attention.rope_dim or attention.head_dim
+    readers = 1 if fuses_norm_and_rope(s) else 2
+    return rotated * readers
 
 
-ATTEND_TENSORS = (
-    *rmsnorm_tensors("stream", "attend", T, D, entry=True),
-    TensorEntry("normed", "attend", C, D, "linear", ("norm",), when=uses_gqa),
-    TensorEntry("normed", "attend", T, D, "linear", ("norm",), when=uses_mla),
-    *rmsnorm_tensors("query latent", "attend", T, lambda s: s.q_rank, lambda s: s.mla and s.q_rank > 0),
-    *rmsnorm_tensors("key latent", "attend", T, lambda s: s.kv_rank, uses_mla),
-    TensorEntry(
-        "latents",
-        "attend",
-        C,
-        lambda s: (s.q_rank or s.D) + s.kv_rank + s.rope,
-        "linear",
-        ("norm",),
-        "up",
-        when=uses_mla,
-    ),
-    *rmsnorm_tensors("query", "attend", lambda s: s.C * s.H, lambda s: s.Q, norms_each_head),
-    *rmsnorm_tensors("key", "attend", lambda s: s.C * s.G, lambda s: s.Q, norms_each_head),
-    TensorEntry("query", "attend", C, lambda s: s.H * s.Q, read="norm", when=fuses_norm_and_rope),
-    TensorEntry("key", "attend", C, lambda s: s.G * s.Q, read="norm", when=fuses_norm_and_rope),
-    *full_norm_tensors("query", C, lambda s: s.H * s.Q),
-    *full_norm_tensors("key", C, lambda s: s.G * s.Q),
-    TensorEntry(
-        "queries", "attend", C, lambda s: s.H * (s.Q + 8 * sink_key_count(s)), "wide", ("up",), "core", uses_mla
-    ),
-    TensorEntry(
-        "keys",
-        "attend",
-        kept_key_positions,
-        lambda s: kept_kv_heads(s) * (s.Q + 8 * sink_key_count(s)),
-        "wide",
-        ("up",),
-        "core",
-        uses_mla,
-    ),
-    TensorEntry(
-        "values", "attend", kept_key_positions, lambda s: kept_kv_heads(s) * s.V, "wide", ("up",), "core", uses_mla
-    ),
-    TensorEntry("queries", "attend", C, lambda s: s.H * (s.Q + 8 * sink_key_count(s)), "wide", (), "core", uses_gqa),
-    TensorEntry(
-        "keys",
-        "attend",
-        kept_key_positions,
-        lambda s: kept_kv_heads(s) * (s.Q + 8 * sink_key_count(s)),
-        "wide",
-        (),
-        "core",
-        uses_gqa,
-    ),
-    TensorEntry("values", "attend", kept_key_positions, lambda s: kept_kv_heads(s) * s.V, "wide", (), "core", uses_gqa),
-    TensorEntry("attended", "attend", C, lambda s: s.H * s.V, "linear", ("core",), "out"),
-    TensorEntry(
-        "attended, before it is put in order",
-        "attend",
-        C,
-        lambda s: s.H * s.V,
-        "wide",
-        ("core",),
-        when=reorders_attended,
-    ),
-    TensorEntry(
-        "angles of its positions", "attend", lambda s: s.S / s.portion.cp, rope_table_width, "fp32", when=cuts_context
-    ),
-    TensorEntry(
-        "masks of its two chunks",
-        "attend",
-        half_chunk_positions,
-        lambda s: s.S + half_chunk_positions(s),
-        "fp32",
-        when=needs_chunk_masks,
-    ),
-    TensorEntry("log-sum-exp", "attend", C, lambda s: s.H, "fp32", ("core",), when=lambda s: not s.plain_attention),
-    TensorEntry(
-        "probabilities",
-        "attend",
-        C,
-        lambda s: s.H * (s.S + sink_key_count(s)),
-        "fp32",
-        ("core",),
-        when=lambda s: s.plain_attention,
-    ),
-)
-MLP_TENSORS = (
-    *rmsnorm_tensors("stream", "mlp", T, D),
-    TensorEntry("normed", "mlp", C, D, "linear", ("norm",)),
-    TensorEntry("gate and up", "mlp", C, lambda s: 2 * s.M, "wide", ("mlp",)),
-    TensorEntry("activated", "mlp", C, lambda s: s.M, "linear", ("mlp",)),
-)
+def uses_plain_attention(s: RankShapes) -> bool:
+    return s.plain_attention
+
+
+def uses_flash_attention(s: RankShapes) -> bool:
+    return not s.plain_attention
+
+
+def probabilities_width(s: RankShapes) -> float:
+    return s.H * (s.S + sink_key_count(s))
+
+
+def add_full_norm(table: TensorTable, name: str, width: ShapeFunction) -> None:
+    """A norm over all heads, which tp may cut, is composed of plain ops in fp32."""
+    table.add(f"{name} in fp32", context_tokens, width, "fp32")
+    table.add(f"{name} scaled", context_tokens, width, "fp32")
+    table.add(f"scale of {name}", context_tokens, one_column, "fp32")
+
+
+def add_saved_qkv(table: TensorTable) -> None:
+    table.add("queries", context_tokens, saved_query_width, read_by="core")
+    table.add("keys", saved_key_positions, saved_key_width, read_by="core")
+    table.add("values", saved_key_positions, saved_value_width, read_by="core")
+
+
+def attend_tensors() -> list[TensorEntry]:
+    table = TensorTable("attend")
+    mla = table.only(uses_mla)
+    gqa = table.only(uses_gqa)
+    # Inputs of the projections.
+    add_rmsnorm(table, "stream", rank_tokens, stream_width, layer_input=True)
+    gqa.remade_by("norm").add("normed", context_tokens, stream_width, "linear")
+    mla.remade_by("norm").add("normed", rank_tokens, stream_width, "linear")
+    add_rmsnorm(table.only(has_query_latent), "query latent", rank_tokens, query_latent_width)
+    add_rmsnorm(mla, "key latent", rank_tokens, key_latent_width)
+    mla.remade_by("norm").add("latents", context_tokens, latents_width, "linear", read_by="up")
+    # Norms of queries and keys: by head, fused with RoPE, or over all heads.
+    by_head = table.only(norms_each_head)
+    add_rmsnorm(by_head, "query", all_query_heads, head_width)
+    add_rmsnorm(by_head, "key", all_key_heads, head_width)
+    fused = table.only(fuses_norm_and_rope)
+    fused.add("query", context_tokens, query_width, read_by="norm")
+    fused.add("key", context_tokens, key_width, read_by="norm")
+    all_heads = table.only(norms_all_heads)
+    add_full_norm(all_heads, "query", query_width)
+    add_full_norm(all_heads, "key", key_width)
+    # Attention's inputs and outputs.
+    add_saved_qkv(mla.remade_by("up"))
+    add_saved_qkv(gqa)
+    core = table.remade_by("core")
+    core.add("attended", context_tokens, attended_width, "linear", read_by="out")
+    reordered = core.only(reorders_attended)
+    reordered.add("attended, before it is put in order", context_tokens, attended_width)
+    table.only(cuts_context).add("angles of its positions", context_positions, rope_table_width, "fp32")
+    masks = table.only(needs_chunk_masks)
+    masks.add("masks of its two chunks", half_chunk_positions, chunk_mask_width, "fp32")
+    core.only(uses_flash_attention).add("log-sum-exp", context_tokens, query_heads, "fp32")
+    core.only(uses_plain_attention).add("probabilities", context_tokens, probabilities_width, "fp32")
+    return table.entries
+
+
+def mlp_tensors() -> list[TensorEntry]:
+    table = TensorTable("mlp")
+    add_rmsnorm(table, "stream", rank_tokens, stream_width)
+    table.remade_by("norm").add("normed", context_tokens, stream_width, "linear")
+    mlp = table.remade_by("mlp")
+    mlp.add("gate and up", context_tokens, dense_gate_up_width)
+    mlp.add("activated", context_tokens, dense_inner_width, "linear")
+    return table.entries
+
+
+# The router.
 
 
 def fused_router(s: RankShapes) -> bool:
-    """Whether one kernel chooses: it keeps logits, choice and weights."""
+    """Whether one kernel chooses: it saves logits, choice and weights."""
     return s.chosen_implementation("router_topk") == "triton"
 
 
+def composed_router(s: RankShapes) -> bool:
+    return not fused_router(s)
+
+
 def weight_normalization(s: RankShapes) -> str:
-    return "chosen" if s.model.moe.router.score == "softmax_chosen" else s.model.moe.router.normalize
+    router = s.model.moe.router
+    if router.score == "softmax_chosen":
+        return "chosen"
+    return router.normalize
 
 
 def normalizes_chosen(s: RankShapes) -> bool:
-    return weight_normalization(s) == "chosen" and not fused_router(s)
+    return weight_normalization(s) == "chosen" and composed_router(s)
 
 
 def has_balance_loss(s: RankShapes) -> bool:
-    return bool(s.model.moe.balance.aux_loss or s.model.moe.balance.device_loss)
+    balance = s.model.moe.balance
+    return bool(balance.aux_loss or balance.device_loss)
+
+
+def has_z_loss(s: RankShapes) -> bool:
+    return s.model.moe.balance.z_loss > 0
 
 
 def balance_loss_rows(s: RankShapes) -> float:
@@ -223,55 +292,61 @@ def balance_loss_rows(s: RankShapes) -> float:
 
 
 def keeps_score_shares(s: RankShapes) -> bool:
-    """Whether scores as shares of one have a use: in balance losses, or as weights."""
-    softmax = weight_normalization(s) == "none" and s.model.moe.router.score == "softmax"
-    return not fused_router(s) and (has_balance_loss(s) or weight_normalization(s) == "all" or softmax)
+    """Whether scores normalised to one are used: in balance losses, or as weights."""
+    if fused_router(s):
+        return False
+    normalization = weight_normalization(s)
+    if normalization == "all" or has_balance_loss(s):
+        return True
+    return normalization == "none" and s.model.moe.router.score == "softmax"
 
 
 def keeps_log_sigmoids(s: RankShapes) -> bool:
-    return (
-        s.model.moe.router.score == "sigmoid"
-        and (keeps_score_shares(s) or normalizes_chosen(s))
-        and not fused_router(s)
-    )
+    if s.model.moe.router.score != "sigmoid" or fused_router(s):
+        return False
+    return keeps_score_shares(s) or normalizes_chosen(s)
 
 
 def keeps_logits(s: RankShapes) -> bool:
-    return fused_router(s) or s.model.moe.balance.z_loss > 0 or keeps_log_sigmoids(s) or normalizes_chosen(s)
+    return fused_router(s) or has_z_loss(s) or keeps_log_sigmoids(s) or normalizes_chosen(s)
 
 
 def keeps_sigmoids(s: RankShapes) -> bool:
-    return s.model.moe.router.score == "sigmoid" and weight_normalization(s) == "none" and not fused_router(s)
+    unnormalized = weight_normalization(s) == "none"
+    return s.model.moe.router.score == "sigmoid" and unnormalized and composed_router(s)
 
 
-def E(s: RankShapes) -> float:
-    return s.E
+def keeps_chosen_weights(s: RankShapes) -> bool:
+    return normalizes_chosen(s) or fused_router(s)
 
 
-def K(s: RankShapes) -> float:
+def choices_per_token(s: RankShapes) -> float:
     return s.K
 
 
-def router_tensor(
-    what: str, when: ShapeCondition, width: ShapeFunction = E, rows: ShapeFunction = T, held: str = "fp32"
-) -> TensorEntry:
-    return TensorEntry(what, "route", rows, width, held, ("moe",), when=when)
+def route_tensors() -> list[TensorEntry]:
+    table = TensorTable("route")
+    add_rmsnorm(table, "stream", rank_tokens, stream_width)
+    table.remade_by("norm").add("normed", rank_tokens, stream_width, read_by="experts")
+    # Scores of all experts.
+    router = table.remade_by("moe")
+    composed = router.only(composed_router)
+    log_sigmoids = router.only(keeps_log_sigmoids)
+    router.only(keeps_logits).add("logits", rank_tokens, expert_count, "fp32")
+    router.only(keeps_score_shares).add("shares", rank_tokens, expert_count, "fp32")
+    router.only(keeps_sigmoids).add("sigmoids", rank_tokens, expert_count, "fp32")
+    log_sigmoids.only(normalizes_chosen).add("logs of sigmoids", rank_tokens, expert_count, "fp32")
+    log_sigmoids.only(composes_rmsnorm).add("what their gradient needs", rank_tokens, expert_count, "fp32")
+    # The choice, its weights and the losses.
+    router.add("choice", rank_tokens, choices_per_token, "int64")
+    composed.add("which choices are none", rank_tokens, choices_per_token, "byte")
+    router.only(keeps_chosen_weights).add("weights", rank_tokens, choices_per_token, "fp32")
+    router.only(has_balance_loss).add("price of each expert", balance_loss_rows, expert_count, "fp32")
+    composed.only(has_z_loss).add("log-sum-exp", rank_tokens, one_column, "fp32")
+    return table.entries
 
 
-ROUTE_TENSORS = (
-    *rmsnorm_tensors("stream", "route", T, D),
-    TensorEntry("normed", "route", T, D, "wide", ("norm",), "experts"),
-    router_tensor("logits", keeps_logits),
-    router_tensor("shares", keeps_score_shares),
-    router_tensor("sigmoids", keeps_sigmoids),
-    router_tensor("logs of sigmoids", lambda s: keeps_log_sigmoids(s) and normalizes_chosen(s)),
-    router_tensor("what their gradient needs", lambda s: keeps_log_sigmoids(s) and s.composed_rmsnorm),
-    router_tensor("choice", always, K, held="int64"),
-    router_tensor("which choices are none", lambda s: not fused_router(s), K, held="byte"),
-    router_tensor("weights", lambda s: normalizes_chosen(s) or fused_router(s), K),
-    router_tensor("price of each expert", has_balance_loss, E, balance_loss_rows),
-    router_tensor("log-sum-exp", lambda s: s.model.moe.balance.z_loss > 0 and not fused_router(s), single_column),
-)
+# Experts.
 
 
 def reference_arrange_rows(s: RankShapes) -> bool:
@@ -279,85 +354,109 @@ def reference_arrange_rows(s: RankShapes) -> bool:
 
 
 def fused_experts(s: RankShapes) -> bool:
-    """Whether one kernel does: in backward it writes the gradient of gate and up over them."""
-    return s.fused
+    """Whether one kernel runs the experts: in backward it writes the gradient of gate and up over them."""
+    return s.fuses_experts
 
 
 def unfused_experts(s: RankShapes) -> bool:
-    return not s.fused
+    return not s.fuses_experts
 
 
 def experts_are_remote(s: RankShapes) -> bool:
     return s.portion.ep * s.portion.etp > 1
 
 
-def weighs_expert_outputs(s: RankShapes) -> bool:
-    return not s.gate_inside
+def has_local_latents(s: RankShapes) -> bool:
+    return s.latent and not experts_are_remote(s)
 
 
 def has_expert_biases(s: RankShapes) -> bool:
     return s.model.moe.biases
 
 
-EXPERT_REGIONS = ("experts", "moe")
-EXPERT_TENSORS = (
-    TensorEntry("order of rows", "dispatch", R, single_column, "int64", ("moe",), when=reference_arrange_rows),
-    TensorEntry(
-        "who went where", "dispatch", lambda s: s.T * s.K, lambda s: 2.0, "int64", ("moe",), when=experts_are_remote
-    ),
-    TensorEntry(
-        "tokens that came",
-        "experts",
-        lambda s: s.N,
-        W,
-        "wide",
-        EXPERT_REGIONS,
-        "experts",
-        lambda s: s.fused and experts_are_remote(s),
-    ),
-    TensorEntry(
-        "latents",
-        "experts",
-        T,
-        W,
-        "wide",
-        EXPERT_REGIONS,
-        "experts",
-        lambda s: s.fused and not experts_are_remote(s) and s.latent,
-    ),
-    TensorEntry("index and slots", "experts", R, lambda s: 2.0, "int32", EXPERT_REGIONS),
-    TensorEntry("weights", "experts", R, single_column, "fp32", EXPERT_REGIONS),
-    TensorEntry("rows", "experts", R, W, "linear", EXPERT_REGIONS, "experts", unfused_experts),
-    TensorEntry("gate and up", "experts", R, lambda s: 2 * s.F, "wide", EXPERT_REGIONS, "activation"),
-    TensorEntry(
-        "activated", "experts", R, lambda s: s.F, "linear", ("activation", *EXPERT_REGIONS), when=unfused_experts
-    ),
-    TensorEntry("results", "experts", R, W, "wide", EXPERT_REGIONS, when=weighs_expert_outputs),
-    TensorEntry(
-        "weights, rounded",
-        "experts",
-        R,
-        single_column,
-        "wide",
-        EXPERT_REGIONS,
-        when=lambda s: weighs_expert_outputs(s) and not s.composed_rmsnorm,
-    ),
-    TensorEntry(
-        "expert of each row, twice", "experts", R, lambda s: 2.0, "int64", EXPERT_REGIONS, when=has_expert_biases
-    ),
-    TensorEntry(
-        "biases of rows", "experts", R, W, "wide", EXPERT_REGIONS, when=lambda s: has_expert_biases(s) and s.gate_inside
-    ),
-    TensorEntry("results in latents", "widen", T, W, "linear", ("moe",)),
-    TensorEntry("results, while woven", "combine", R, W, "wide", when=lambda s: s.portion.weaves and s.gate_inside),
-)
-SHARED_EXPERT_TENSORS = (
-    TensorEntry("normed, gathered", "shared", C, D, "linear", ("shared", "moe"), when=lambda s: s.portion.tp > 1),
-    TensorEntry("gate and up", "shared", C, lambda s: 2 * s.A, "wide", ("shared", "moe")),
-    TensorEntry("activated", "shared", C, lambda s: s.A, "linear", ("shared", "moe")),
-    TensorEntry("results", "shared", T, D, "wide", ("shared", "moe"), when=lambda s: s.model.moe.shared_gate),
-    TensorEntry("gates", "shared", T, single_column, "wide", ("shared", "moe"), when=lambda s: s.model.moe.shared_gate),
-)
+def weighs_activations(s: RankShapes) -> bool:
+    return s.gate_inside
+
+
+def rounds_router_weights(s: RankShapes) -> bool:
+    return not s.composed_rmsnorm
+
+
+def pairs_microbatches(s: RankShapes) -> bool:
+    return s.portion.pairs_microbatches
+
+
+def routed_choices(s: RankShapes) -> float:
+    return s.T * s.K
+
+
+def arrived_tokens(s: RankShapes) -> float:
+    return s.N
+
+
+def dispatch_tensors() -> list[TensorEntry]:
+    table = TensorTable("dispatch")
+    moe = table.remade_by("moe")
+    moe.only(reference_arrange_rows).add("order of rows", expert_rows, one_column, "int64")
+    moe.only(experts_are_remote).add("who went where", routed_choices, two_columns, "int64")
+    return table.entries
+
+
+def expert_tensors() -> list[TensorEntry]:
+    table = TensorTable("experts")
+    experts = table.remade_by("experts", "moe")
+    activation = table.remade_by("activation", "experts", "moe")
+    # Inputs: the fused kernel reads tokens where they lie, others read gathered rows.
+    fused = experts.only(fused_experts)
+    unfused = experts.only(unfused_experts)
+    remote = fused.only(experts_are_remote)
+    remote.add("tokens that came", arrived_tokens, dispatched_token_width, read_by="experts")
+    fused.only(has_local_latents).add("latents", rank_tokens, dispatched_token_width, read_by="experts")
+    experts.add("index and slots", expert_rows, two_columns, "int32")
+    experts.add("weights", expert_rows, one_column, "fp32")
+    unfused.add("rows", expert_rows, dispatched_token_width, "linear", read_by="experts")
+    # Inside and behind the expert MLP.
+    experts.add("gate and up", expert_rows, expert_gate_up_width, read_by="activation")
+    activation.only(unfused_experts).add("activated", expert_rows, expert_inner_width, "linear")
+    weighed = experts.only(weighs_expert_outputs)
+    weighed.add("results", expert_rows, dispatched_token_width)
+    weighed.only(rounds_router_weights).add("weights, rounded", expert_rows, one_column)
+    biased = experts.only(has_expert_biases)
+    biased.add("expert of each row, twice", expert_rows, two_columns, "int64")
+    biased.only(weighs_activations).add("biases of rows", expert_rows, dispatched_token_width)
+    return table.entries
+
+
+def combine_tensors() -> list[TensorEntry]:
+    widen = TensorTable("widen")
+    widen.remade_by("moe").add("results in latents", rank_tokens, dispatched_token_width, "linear")
+    combine = TensorTable("combine")
+    woven = combine.only(pairs_microbatches).only(weighs_activations)
+    woven.add("results, while woven", expert_rows, dispatched_token_width)
+    return widen.entries + combine.entries
+
+
+def cuts_tokens_over_tp(s: RankShapes) -> bool:
+    return s.portion.tp > 1
+
+
+def gates_shared_experts(s: RankShapes) -> bool:
+    return s.model.moe.shared_gate
+
+
+def shared_expert_tensors() -> list[TensorEntry]:
+    table = TensorTable("shared")
+    shared = table.remade_by("shared", "moe")
+    shared.only(cuts_tokens_over_tp).add("normed, gathered", context_tokens, stream_width, "linear")
+    shared.add("gate and up", context_tokens, shared_gate_up_width)
+    shared.add("activated", context_tokens, shared_inner_width, "linear")
+    gated = shared.only(gates_shared_experts)
+    gated.add("results", rank_tokens, stream_width)
+    gated.add("gates", rank_tokens, one_column)
+    return table.entries
+
+
+# The embedding and the head.
 
 
 def prediction_heads(s: RankShapes) -> float:
@@ -365,50 +464,94 @@ def prediction_heads(s: RankShapes) -> float:
     return 1.0 + s.model.mtp
 
 
-EMBED_AND_HEAD_TENSORS = (
-    TensorEntry("tokens", "embed", C, single_column, "int64"),
-    TensorEntry("tokens", "look_ahead", C, single_column, "int64"),
-    *rmsnorm_tensors("normed stream", "look_ahead", T, D),
-    *rmsnorm_tensors("token", "look_ahead", T, D),
-    TensorEntry("stream and token joined", "look_ahead", T, lambda s: 2 * s.D, "linear"),
-    *rmsnorm_tensors("stream", "set_aside", T, D),
-    *rmsnorm_tensors("stream", "predict", T, D),
-    TensorEntry("gradient of streams", "predict", C, lambda s: s.D * prediction_heads(s)),
-    TensorEntry("gradient of the head", "predict", lambda s: s.P, lambda s: s.D * prediction_heads(s), "fp32"),
-)
+def all_streams_width(s: RankShapes) -> float:
+    return s.D * prediction_heads(s)
 
-STREAM_GRADIENT = TensorEntry("gradient of the stream", "", T, D)
+
+def embed_tensors() -> list[TensorEntry]:
+    embed = TensorTable("embed")
+    embed.add("tokens", context_tokens, one_column, "int64")
+    ahead = TensorTable("look_ahead")
+    ahead.add("tokens", context_tokens, one_column, "int64")
+    add_rmsnorm(ahead, "normed stream", rank_tokens, stream_width)
+    add_rmsnorm(ahead, "token", rank_tokens, stream_width)
+    ahead.add("stream and token joined", rank_tokens, joined_token_width, "linear")
+    return embed.entries + ahead.entries
+
+
+def head_tensors() -> list[TensorEntry]:
+    aside = TensorTable("set_aside")
+    add_rmsnorm(aside, "stream", rank_tokens, stream_width)
+    head = TensorTable("predict")
+    add_rmsnorm(head, "stream", rank_tokens, stream_width)
+    head.add("gradient of streams", context_tokens, all_streams_width)
+    head.add("gradient of the head", vocab_shard_width, all_streams_width, "fp32")
+    return aside.entries + head.entries
+
+
+MOEFOLD_SAVED = [
+    *attend_tensors(),
+    *mlp_tensors(),
+    *route_tensors(),
+    *dispatch_tensors(),
+    *expert_tensors(),
+    *combine_tensors(),
+    *shared_expert_tensors(),
+    *embed_tensors(),
+    *head_tensors(),
+]
+
+
+# Working sets: tensors that a step needs for the moment, beside what it saved.
+
+
+def backward_table() -> TensorTable:
+    table = TensorTable()
+    table.add("gradient of the stream", rank_tokens, stream_width)
+    return table
 
 
 def writes_score_gradients(s: RankShapes) -> bool:
-    """Whether attention's backward writes down the gradients of its scores, as its kernels for Hopper do."""
-    a, c = s.model.attention, s.choices
-    plain = not (s.mla or a.window or a.sinks or cuts_context(s)) and s.Q in HOPPER_HEAD_WIDTHS
-    return (
-        plain
-        and c.device == "cuda"
-        and c.capability == 90
-        and c.precision != "fp32"
-        and score_gradient_workspace(s) > 0
-    )
+    """Whether attention's backward stores the gradients of its scores, as its kernels for Hopper do."""
+    attention = s.model.attention
+    choices = s.choices
+    if s.mla or attention.window or attention.sinks or cuts_context(s):
+        return False
+    if s.Q not in HOPPER_HEAD_WIDTHS or choices.precision == "fp32":
+        return False
+    if choices.device != "cuda" or choices.capability != HOPPER_CAPABILITY:
+        return False
+    return score_gradient_workspace(s) > 0
 
 
 def score_gradient_workspace(s: RankShapes) -> float:
-    """Bytes of them; so many heads go at once that it is not too much. None if one head's are too many."""
-    return score_gradient_bytes(s.S, int(s.B * s.G), int(s.H // s.G))
+    """Bytes of these gradients, of as many heads as fit the kernel's limit. None if one head's are too many."""
+    groups = int(s.B * s.G)
+    heads_per_group = int(s.H // s.G)
+    return score_gradient_bytes(s.S, groups, heads_per_group)
 
 
 def separate_expert_wgrad(s: RankShapes) -> bool:
-    """Whether the gradient of experts' weights is there beside the sum it is added to."""
-    return not (s.fused and s.portion.adds)
-
-
-def fused_separate_wgrad(s: RankShapes) -> bool:
-    return s.fused and separate_expert_wgrad(s)
+    """Whether the gradient of experts' weights exists beside the sum it is added to."""
+    return not (s.fuses_experts and s.portion.accumulates)
 
 
 def padded_expert_rows(s: RankShapes) -> float:
-    return s.R + (EXPERT_PADDING_ROWS * s.e if s.fused else 0.0)
+    padding = EXPERT_PADDING_ROWS * s.e if s.fuses_experts else 0.0
+    return s.R + padding
+
+
+def expert_row_pair_width(s: RankShapes) -> float:
+    """Rows and their gradient where the fused kernel gathers rows again; else the gradient alone."""
+    return s.W * (2 if s.fuses_experts else 1)
+
+
+def expert_weight_rows(s: RankShapes) -> float:
+    return s.e * s.W
+
+
+def expert_weight_width(s: RankShapes) -> float:
+    return 3 * s.F
 
 
 def overwrites_logits(s: RankShapes) -> bool:
@@ -421,116 +564,160 @@ def keeps_logits_apart(s: RankShapes) -> bool:
 
 
 def logits_per_chunk(s: RankShapes) -> float:
-    """Logits that the head holds at a time: those of as many tokens as may be, a power of two. A kernel that needs less
-    for each of them takes more at a time."""
-    most = LOGITS_IN_PLACE if overwrites_logits(s) else CHUNK_LOGITS
-    return min(tokens_of_chunk(most, s.P), s.C) * s.P
+    """Logits that the head holds at a time: those of as many tokens as allowed, a power of two. A kernel that needs
+    less for each of them takes more at a time."""
+    limit = LOGITS_IN_PLACE if overwrites_logits(s) else CHUNK_LOGITS
+    tokens = min(tokens_of_chunk(limit, s.P), s.C)
+    return tokens * s.P
 
 
-def tokens_of_chunk(logits: int, words: float) -> int:
-    return 1 << max(0, int(logits // words).bit_length() - 1)
+def tokens_of_chunk(logits: int, vocab: float) -> int:
+    most = int(logits // vocab)
+    return 1 << max(0, most.bit_length() - 1)
 
 
-def swiglu_backward(rows: ShapeFunction, inner: ShapeFunction, when: ShapeCondition = always) -> WorkingSet:
-    """By hand in fp32: gate and up, the incoming gradient, what the formula names, and both results before they are
-    rounded. A kernel has the incoming gradient and both results."""
-
-    def composed_swiglu(s: RankShapes) -> bool:
-        return when(s) and s.chosen_implementation("swiglu") != "triton"
-
-    def fused_swiglu(s: RankShapes) -> bool:
-        return when(s) and not composed_swiglu(s)
-
-    return (
-        TensorEntry(
-            "gradient of the activation, in fp32", "", rows, lambda s: 10 * inner(s), "fp32", when=composed_swiglu
-        ),
-        TensorEntry("gradients of activation, gate and up", "", rows, lambda s: 3 * inner(s), when=fused_swiglu),
-    )
+def attention_gradient_width(s: RankShapes) -> float:
+    return qkv_width(s) + attended_width(s)
 
 
-MOEFOLD_WORKING_SETS: dict[tuple[str, str], tuple[WorkingSet, ...]] = {
-    ("experts", "F"): (
-        (
-            TensorEntry("rows", "", padded_expert_rows, W, when=fused_experts),
-            TensorEntry("activated", "", R, lambda s: s.F, when=fused_experts),
-            TensorEntry("results", "", R, W),
-        ),
-    ),
-    ("experts", "B"): (
-        (
-            STREAM_GRADIENT,
-            TensorEntry("gradient of results", "", R, W),
-            TensorEntry("gradient of gate and up", "", R, lambda s: 2 * s.F, when=unfused_experts),
-            TensorEntry("rows and their gradient", "", R, lambda s: s.W * (2 if s.fused else 1)),
-            TensorEntry("gradient of what arrived", "", lambda s: s.N, W),
-            TensorEntry(
-                "gradients of the experts' weights",
-                "",
-                lambda s: s.e * s.W,
-                lambda s: 3 * s.F,
-                when=separate_expert_wgrad,
-            ),
-        ),
-        (
-            STREAM_GRADIENT,
-            TensorEntry("gradient of results", "", R, W, when=fused_experts),
-            TensorEntry("activation, made again", "", padded_expert_rows, lambda s: s.F, when=fused_experts),
-            TensorEntry("gradient of down", "", lambda s: s.e * s.W, lambda s: s.F, when=fused_separate_wgrad),
-        ),
-        (STREAM_GRADIENT, *swiglu_backward(R, lambda s: s.F, unfused_experts)),
-    ),
-    ("attend", "B"): (
-        (
-            STREAM_GRADIENT,
-            TensorEntry("gradients of q k v and the result", "", C, lambda s: qkv_width(s) + s.H * s.V),
-            TensorEntry("those that turn, in fp32", "", C, lambda s: 2 * s.H * s.Q, "fp32"),
-        ),
-        (
-            STREAM_GRADIENT,
-            TensorEntry("gradients of q k v and the result", "", C, lambda s: qkv_width(s) + s.H * s.V),
-            TensorEntry(
-                "gradients of the scores",
-                "",
-                score_gradient_workspace,
-                single_column,
-                "byte",
-                when=writes_score_gradients,
-            ),
-        ),
-    ),
-    ("mlp", "B"): ((STREAM_GRADIENT, *swiglu_backward(C, lambda s: s.M)),),
-    ("shared", "B"): ((STREAM_GRADIENT, *swiglu_backward(C, lambda s: s.A)),),
-    ("predict", "F"): (
-        (
-            TensorEntry(
-                "logits of a chunk, then their gradient", "", logits_per_chunk, single_column, when=overwrites_logits
-            ),
-        ),
-        (
-            TensorEntry(
-                "logits of a chunk and their exponentials",
-                "",
-                logits_per_chunk,
-                lambda s: 2.0,
-                "fp32",
-                when=keeps_logits_apart,
-            ),
-        ),
-        (
-            TensorEntry("gradient of a chunk's logits", "", logits_per_chunk, single_column, when=keeps_logits_apart),
-            TensorEntry("its part of the head's gradient", "", lambda s: s.P, D, when=keeps_logits_apart),
-        ),
-    ),
-    ("predict", "B"): (
-        (
-            TensorEntry("gradient of the stream", "", T, lambda s: 2 * s.D),
-            TensorEntry("gradient of the head", "", lambda s: s.P, D),
-        ),
-    ),
+def rotated_gradient_width(s: RankShapes) -> float:
+    return 2 * query_width(s)
+
+
+def two_streams_width(s: RankShapes) -> float:
+    return 2 * s.D
+
+
+def fused_swiglu(s: RankShapes) -> bool:
+    return s.chosen_implementation("swiglu") == "triton"
+
+
+def composed_swiglu(s: RankShapes) -> bool:
+    return not fused_swiglu(s)
+
+
+def add_swiglu_backward(table: TensorTable, rows: ShapeFunction, inner: ShapeFunction) -> None:
+    """Composed in fp32: gate and up, the incoming gradient, the formula's intermediate values, and both results before
+    they are rounded. A kernel has the incoming gradient and both results."""
+
+    def composed_width(s: RankShapes) -> float:
+        return 10 * inner(s)
+
+    def fused_width(s: RankShapes) -> float:
+        return 3 * inner(s)
+
+    composed = table.only(composed_swiglu)
+    composed.add("gradient of the activation, in fp32", rows, composed_width, "fp32")
+    fused = table.only(fused_swiglu)
+    fused.add("gradients of activation, gate and up", rows, fused_width)
+
+
+def expert_forward() -> WorkingSet:
+    table = TensorTable()
+    fused = table.only(fused_experts)
+    fused.add("rows", padded_expert_rows, dispatched_token_width)
+    fused.add("activated", expert_rows, expert_inner_width)
+    table.add("results", expert_rows, dispatched_token_width)
+    return table.entries
+
+
+def expert_backward_end() -> WorkingSet:
+    """When the gradients of rows and weights exist."""
+    table = backward_table()
+    table.add("gradient of results", expert_rows, dispatched_token_width)
+    table.only(unfused_experts).add("gradient of gate and up", expert_rows, expert_gate_up_width)
+    table.add("rows and their gradient", expert_rows, expert_row_pair_width)
+    table.add("gradient of what arrived", arrived_tokens, dispatched_token_width)
+    wgrad = table.only(separate_expert_wgrad)
+    wgrad.add("gradients of the experts' weights", expert_weight_rows, expert_weight_width)
+    return table.entries
+
+
+def expert_backward_start() -> WorkingSet:
+    """When the fused kernel has made the activation again."""
+    table = backward_table()
+    fused = table.only(fused_experts)
+    fused.add("gradient of results", expert_rows, dispatched_token_width)
+    fused.add("activation, made again", padded_expert_rows, expert_inner_width)
+    wgrad = fused.only(separate_expert_wgrad)
+    wgrad.add("gradient of down", expert_weight_rows, expert_inner_width)
+    return table.entries
+
+
+def expert_backward_activation() -> WorkingSet:
+    table = backward_table()
+    add_swiglu_backward(table.only(unfused_experts), expert_rows, expert_inner_width)
+    return table.entries
+
+
+def attention_backward_table() -> TensorTable:
+    table = backward_table()
+    table.add("gradients of q k v and the result", context_tokens, attention_gradient_width)
+    return table
+
+
+def attend_backward_rope() -> WorkingSet:
+    table = attention_backward_table()
+    table.add("those that turn, in fp32", context_tokens, rotated_gradient_width, "fp32")
+    return table.entries
+
+
+def attend_backward_core() -> WorkingSet:
+    table = attention_backward_table()
+    scores = table.only(writes_score_gradients)
+    scores.add("gradients of the scores", score_gradient_workspace, one_column, "byte")
+    return table.entries
+
+
+def mlp_backward() -> WorkingSet:
+    table = backward_table()
+    add_swiglu_backward(table, context_tokens, dense_inner_width)
+    return table.entries
+
+
+def shared_backward() -> WorkingSet:
+    table = backward_table()
+    add_swiglu_backward(table, context_tokens, shared_inner_width)
+    return table.entries
+
+
+def predict_in_place() -> WorkingSet:
+    table = TensorTable()
+    in_place = table.only(overwrites_logits)
+    in_place.add("logits of a chunk, then their gradient", logits_per_chunk, one_column)
+    return table.entries
+
+
+def predict_softmax() -> WorkingSet:
+    table = TensorTable()
+    apart = table.only(keeps_logits_apart)
+    apart.add("logits of a chunk and their exponentials", logits_per_chunk, two_columns, "fp32")
+    return table.entries
+
+
+def predict_gradients() -> WorkingSet:
+    table = TensorTable()
+    apart = table.only(keeps_logits_apart)
+    apart.add("gradient of a chunk's logits", logits_per_chunk, one_column)
+    apart.add("its part of the head's gradient", vocab_shard_width, stream_width)
+    return table.entries
+
+
+def predict_backward() -> WorkingSet:
+    table = TensorTable()
+    table.add("gradient of the stream", rank_tokens, two_streams_width)
+    table.add("gradient of the head", vocab_shard_width, stream_width)
+    return table.entries
+
+
+MOEFOLD_WORKING_SETS = {
+    ("experts", "F"): [expert_forward()],
+    ("experts", "B"): [expert_backward_end(), expert_backward_start(), expert_backward_activation()],
+    ("attend", "B"): [attend_backward_rope(), attend_backward_core()],
+    ("mlp", "B"): [mlp_backward()],
+    ("shared", "B"): [shared_backward()],
+    ("predict", "F"): [predict_in_place(), predict_softmax(), predict_gradients()],
+    ("predict", "B"): [predict_backward()],
 }
 
-MOEFOLD_STACK = LayerStack(
-    (*ATTEND_TENSORS, *MLP_TENSORS, *ROUTE_TENSORS, *EXPERT_TENSORS, *SHARED_EXPERT_TENSORS, *EMBED_AND_HEAD_TENSORS),
-    MOEFOLD_WORKING_SETS,
-)
+MOEFOLD_STACK = LayerStack(MOEFOLD_SAVED, MOEFOLD_WORKING_SETS)

@@ -1,7 +1,7 @@
-"""What a forward does beside its products and attention: bytes of pointwise passes, and kernels launched, by step.
+"""Pointwise work of a forward beside GEMMs and attention: bytes of its passes, and kernels launched, by step.
 
-A pass over x elements reads 2 bytes and writes 2 of each. Quantising for a product reads 2 and writes the element
-twice: along rows for this product, along columns for the weight gradient's. Letters are those of `plan/layer/rank_shapes.py`.
+A pass over x elements reads 2 bytes and writes 2 of each. Quantising for a GEMM reads 2 and writes the element twice:
+along rows for this GEMM, along columns for the weight gradient's. Letters are those of `plan/layer/rank_shapes.py`.
 """
 
 from __future__ import annotations
@@ -11,52 +11,101 @@ from collections.abc import Callable
 from moefold.plan.layer.layer_costs import Gemm
 from moefold.plan.layer.rank_shapes import RankShapes
 
-LOW_PRECISION_GEMMS = ("dense", "grouped")  # products that a low precision takes over; router and head stay as they are
+LOW_PRECISION_GEMMS = ("dense", "grouped")  # those that a low precision takes over; router and head stay as they are
+NORM_PASSES = 5  # a norm of the stream, and the sum with what a layer adds to it
 
 
 def attention_elements(s: RankShapes) -> float:
-    """Elements of queries, keys and values that are read or written: turned, normed, put together from latents."""
-    keys = s.G * (s.Q + s.V)
+    """Elements of queries, keys and values that are read or written: rotated, normed, projected up from latents."""
     if s.mla:
-        return 2 * s.C * (s.H * s.Q + keys) + 2 * s.T * (s.q_rank + s.kv_rank)
+        keys = s.G * (s.Q + s.V)
+        heads = 2 * s.C * (s.H * s.Q + keys)
+        latents = 2 * s.T * (s.q_rank + s.kv_rank)
+        return heads + latents
     norms = 2 if s.model.attention.qk_norm != "none" else 1
-    return s.C * (2 * norms * (s.H + s.G) * s.Q + 2 * s.G * s.V)
+    queries_and_keys = 2 * norms * (s.H + s.G) * s.Q
+    values = 2 * s.G * s.V
+    return s.C * (queries_and_keys + values)
 
 
 def activation_elements(s: RankShapes) -> float:
-    """Elements that experts' activation reads and writes, and that biases are added to. In one kernel with the products
-    none are."""
+    """Elements that experts' activation reads and writes, and that biases are added to; none where one kernel does the
+    activation with the GEMMs."""
+    if runs_fused_experts(s):
+        return 0.0
     biases = 4 * s.F + 2 * s.W if s.model.moe.biases else 0
-    return 0.0 if runs_fused_experts(s) else s.R * (3 * s.F + biases)
+    return s.R * (3 * s.F + biases)
 
 
 def runs_fused_experts(s: RankShapes) -> bool:
-    return s.choices.stack == "moefold" and s.fused and not s.choices.recipe.quantizes
+    if s.choices.stack != "moefold" or s.choices.recipe.quantizes:
+        return False
+    return s.fuses_experts
 
 
 def arranged_elements(s: RankShapes) -> float:
-    """Elements of tokens put in the order of experts. Of tokens that never left, each is read from the cache again."""
-    return s.R * s.W * (1 if runs_fused_experts(s) and s.portion.ep * s.portion.etp == 1 else 2)
+    """Elements of tokens gathered in the order of experts. Tokens that never left the rank are read from the cache."""
+    stays_local = s.portion.ep * s.portion.etp == 1
+    passes = 1 if stays_local and runs_fused_experts(s) else 2
+    return s.R * s.W * passes
 
 
 def cross_entropy_elements(s: RankShapes) -> float:
-    """Elements of logits that are read and written beside products, there and back: a kernel of ours does it once."""
-    once = s.choices.stack == "moefold" and s.chosen_implementation("cross_entropy") == "triton"
-    return (2 / 3 if once else 6) * s.C * s.P * (1 + s.model.mtp)
+    """Elements of logits that are read and written beside GEMMs, in forward and backward: the fused kernel does it
+    once."""
+    fused = s.choices.stack == "moefold" and s.chosen_implementation("cross_entropy") == "triton"
+    passes = 2 / 3 if fused else 6
+    return passes * s.C * s.P * (1 + s.model.mtp)
+
+
+def embed_elements(s: RankShapes) -> float:
+    return 2 * s.T * s.D
+
+
+def attend_elements(s: RankShapes) -> float:
+    return NORM_PASSES * s.T * s.D + attention_elements(s)
+
+
+def mlp_elements(s: RankShapes) -> float:
+    return NORM_PASSES * s.T * s.D + 3 * s.C * s.M
+
+
+def route_elements(s: RankShapes) -> float:
+    return 3 * s.T * s.D + 12 * s.T * s.E
+
+
+def shared_elements(s: RankShapes) -> float:
+    return 2 * s.T * s.D + 3 * s.C * s.A
+
+
+def combine_elements(s: RankShapes) -> float:
+    return s.R * s.W + 3 * s.T * s.D
+
+
+def look_ahead_elements(s: RankShapes) -> float:
+    return 8 * s.T * s.D
+
+
+def set_aside_elements(s: RankShapes) -> float:
+    return 2 * s.T * s.D
+
+
+def predict_elements(s: RankShapes) -> float:
+    return 2 * s.T * s.D + cross_entropy_elements(s)
 
 
 POINTWISE_ELEMENTS: dict[str, Callable[[RankShapes], float]] = {
-    "embed": lambda s: 2 * s.T * s.D,
-    "attend": lambda s: 5 * s.T * s.D + attention_elements(s),  # a norm, and what is added to the stream
-    "mlp": lambda s: 5 * s.T * s.D + 3 * s.C * s.M,
-    "route": lambda s: 3 * s.T * s.D + 12 * s.T * s.E,
+    "embed": embed_elements,
+    "attend": attend_elements,
+    "mlp": mlp_elements,
+    "route": route_elements,
     "dispatch": arranged_elements,
-    "shared": lambda s: 2 * s.T * s.D + 3 * s.C * s.A,
+    "shared": shared_elements,
     "experts": activation_elements,
-    "combine": lambda s: s.R * s.W + 3 * s.T * s.D,
-    "look_ahead": lambda s: 8 * s.T * s.D,
-    "set_aside": lambda s: 2 * s.T * s.D,
-    "predict": lambda s: 2 * s.T * s.D + cross_entropy_elements(s),
+    "combine": combine_elements,
+    "look_ahead": look_ahead_elements,
+    "set_aside": set_aside_elements,
+    "predict": predict_elements,
 }
 
 KERNEL_LAUNCHES = {
@@ -75,30 +124,57 @@ KERNEL_LAUNCHES = {
     "predict": 14,
 }
 
-FUSED_KERNEL_LAUNCHES = {"attend": 9, "route": 12, "dispatch": 5, "combine": 2}  # with our kernels
+FUSED_KERNEL_LAUNCHES = {"attend": 9, "route": 12, "dispatch": 5, "combine": 2}  # with moefold's kernels
+MLA_EXTRA_LAUNCHES = 6
+QUANTIZED_LOOP_LAUNCHES = 5  # of one expert's GEMM: each operand is quantised
 
 
 def pointwise_bytes(step: str, s: RankShapes) -> float:
     """Bytes of a forward's pointwise passes."""
-    return 2.0 * POINTWISE_ELEMENTS[step](s) if step in POINTWISE_ELEMENTS else 0.0
+    if step not in POINTWISE_ELEMENTS:
+        return 0.0
+    return 2.0 * POINTWISE_ELEMENTS[step](s)
 
 
-def quantization_bytes(gemms: tuple[Gemm, ...], s: RankShapes, outputs: bool = False) -> float:
-    """Bytes of quantising what the products read, or in backward the gradients of what they gave. Products of one
-    input share its quantised form."""
+def low_precision_gemms(gemms: tuple[Gemm, ...]) -> list[Gemm]:
+    return [gemm for gemm in gemms if gemm.kind in LOW_PRECISION_GEMMS]
+
+
+def input_quantization_bytes(gemms: tuple[Gemm, ...], s: RankShapes) -> float:
+    """Bytes of quantising what the GEMMs of a forward read. GEMMs with the same input share its quantised form."""
     if not s.choices.recipe.quantizes:
         return 0.0
-    low = [g for g in gemms if g.kind in LOW_PRECISION_GEMMS]
-    once = {(g.rows, g.n, g.name) if outputs else (g.rows, g.k): g for g in low}
-    elements = sum(g.rows * g.groups * (g.n if outputs else g.k) for g in once.values())
-    return (2 + 2 * s.choices.recipe.linear) * elements
+    by_input = {(gemm.rows, gemm.k): gemm for gemm in low_precision_gemms(gemms)}
+    elements = sum(gemm.rows * gemm.groups * gemm.k for gemm in by_input.values())
+    return quantized_element_bytes(s) * elements
+
+
+def gradient_quantization_bytes(gemms: tuple[Gemm, ...], s: RankShapes) -> float:
+    """Bytes of quantising the gradients of what the GEMMs gave, in backward."""
+    if not s.choices.recipe.quantizes:
+        return 0.0
+    by_output = {(gemm.rows, gemm.n, gemm.name): gemm for gemm in low_precision_gemms(gemms)}
+    elements = sum(gemm.rows * gemm.groups * gemm.n for gemm in by_output.values())
+    return quantized_element_bytes(s) * elements
+
+
+def quantized_element_bytes(s: RankShapes) -> float:
+    """Read in bf16, written twice."""
+    return 2 + 2 * s.choices.recipe.linear
 
 
 def count_launches(step: str, gemms: tuple[Gemm, ...], s: RankShapes) -> tuple[float, float]:
-    """Kernels of a forward: those one after the other, and those of a loop over experts, side by side on the device.
-    Megatron's layers make each expert's product by itself and quantise each operand."""
-    low = sum(g.kind in LOW_PRECISION_GEMMS for g in gemms) if s.choices.recipe.quantizes else 0
-    few = FUSED_KERNEL_LAUNCHES if runs_fused_experts(s) else {}
-    count = few.get(step, KERNEL_LAUNCHES[step]) + 2 * low + (6 if step == "attend" and s.mla else 0)
-    grouped = sum(g.groups for g in gemms if g.kind == "grouped") if s.choices.stack == "megatron" else 0
-    return count, grouped * (5 if s.choices.recipe.quantizes else 1)
+    """Kernels of a forward: those in sequence, and those of a loop over experts, which run in parallel on the device.
+    Megatron's layers run each expert's GEMM by itself and quantise each operand."""
+    quantizes = s.choices.recipe.quantizes
+    count = KERNEL_LAUNCHES[step]
+    if runs_fused_experts(s):
+        count = FUSED_KERNEL_LAUNCHES.get(step, count)
+    if quantizes:
+        count += 2 * len(low_precision_gemms(gemms))
+    if step == "attend" and s.mla:
+        count += MLA_EXTRA_LAUNCHES
+    if s.choices.stack != "megatron":
+        return count, 0
+    expert_gemms = sum(gemm.groups for gemm in gemms if gemm.kind == "grouped")
+    return count, expert_gemms * (QUANTIZED_LOOP_LAUNCHES if quantizes else 1)

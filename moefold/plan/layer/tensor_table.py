@@ -1,7 +1,7 @@
-"""A tensor that a layer has, as a line of a table: how many rows of what width, and how an element is held.
+"""Tables of a layer's tensors: each entry has a number of rows, a width and the storage of an element.
 
-A stack (`plan/layer/moefold_layers.py`, `plan/layer/megatron_layers.py`) is a table of such lines: what its steps keep for their
-backward, and what they need for the moment. Rows and widths are functions of the letters of `plan/layer/rank_shapes.py`.
+A stack (`plan/layer/moefold_layers.py`, `plan/layer/megatron_layers.py`) has such tables for what its steps save for
+their backward, and for what they need for the moment. Rows and widths are functions of `RankShapes`.
 """
 
 from __future__ import annotations
@@ -13,17 +13,28 @@ from moefold.plan.layer.rank_shapes import RankShapes
 from moefold.plan.options import PrecisionRecipe
 
 ShapeFunction = Callable[[RankShapes], float]
+ShapeCondition = Callable[[RankShapes], bool]
 
-ELEMENT_BYTES: dict[str, Callable[[PrecisionRecipe], float]] = {
-    "wide": lambda r: r.wide,  # in the model's precision
-    "linear": lambda r: r.linear,  # a product's input: quantised where the precision is low
-    "each": lambda r: 2 * r.linear if r.quantizes else r.wide,  # as linear, but two readers quantise it for themselves
-    "copy": lambda r: r.linear if r.quantizes else 0.0,  # quantised, beside a wide one
-    "fp32": lambda r: 4.0,
-    "int64": lambda r: 8.0,
-    "int32": lambda r: 4.0,
-    "byte": lambda r: 1.0,
-}
+FIXED_ELEMENT_BYTES = {"fp32": 4.0, "int64": 8.0, "int32": 4.0, "byte": 1.0}
+
+
+def element_bytes(storage: str, recipe: PrecisionRecipe) -> float:
+    """Bytes of an element.
+
+    wide     in the model's precision
+    linear   a GEMM's input: quantised where the precision is low
+    each     as linear, but two readers quantise it separately
+    copy     quantised, beside a wide one
+    """
+    if storage in FIXED_ELEMENT_BYTES:
+        return FIXED_ELEMENT_BYTES[storage]
+    if storage == "wide":
+        return recipe.wide
+    if storage == "linear":
+        return recipe.linear
+    if storage == "each":
+        return 2 * recipe.linear if recipe.quantizes else recipe.wide
+    return recipe.linear if recipe.quantizes else 0.0
 
 
 def always(_: RankShapes) -> bool:
@@ -32,66 +43,175 @@ def always(_: RankShapes) -> bool:
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """`made`: the regions whose recompute makes it again. `read`: the region whose input it is, which offloading moves.
-    `entry`: a layer's own input, which is there when all of the layer is recomputed."""
+    """`remade_by`: the regions whose recompute makes the tensor again. `read_by`: the region whose input it is, which
+    offloading moves. `layer_input`: a layer's own input, which stays when all of the layer is recomputed."""
 
     name: str
     step: str
     rows: ShapeFunction
     width: ShapeFunction
-    held: str = "wide"
-    made: tuple[str, ...] = ()
-    read: str = ""
-    when: Callable[[RankShapes], bool] = always
-    entry: bool = False
+    storage: str = "wide"
+    remade_by: tuple[str, ...] = ()
+    read_by: str = ""
+    condition: ShapeCondition = always
+    layer_input: bool = False
 
-    def each(self, s: RankShapes) -> float:
-        """Bytes of an element."""
-        return ELEMENT_BYTES[self.held](s.choices.recipe)
+    def element_bytes(self, s: RankShapes) -> float:
+        return element_bytes(self.storage, s.choices.recipe)
 
-    def bytes(self, s: RankShapes) -> float:
-        return self.rows(s) * self.width(s) * self.each(s)
+    def total_bytes(self, s: RankShapes) -> float:
+        return self.rows(s) * self.width(s) * self.element_bytes(s)
 
 
-WorkingSet = tuple[TensorEntry, ...]
+class TensorTable:
+    """The entries of one step as they are added. `only` and `remade_by` give views on the same table, whose entries
+    have a further condition, or other regions."""
+
+    def __init__(self, step: str = ""):
+        self.step = step
+        self.entries: list[TensorEntry] = []
+        self.condition: ShapeCondition = always
+        self.regions: tuple[str, ...] = ()
+
+    def add(
+        self,
+        name: str,
+        rows: ShapeFunction,
+        width: ShapeFunction,
+        storage: str = "wide",
+        read_by: str = "",
+        layer_input: bool = False,
+    ) -> None:
+        regions = self.regions
+        entry = TensorEntry(name, self.step, rows, width, storage, regions, read_by, self.condition, layer_input)
+        self.entries.append(entry)
+
+    def only(self, condition: ShapeCondition) -> TensorTable:
+        outer = self.condition
+
+        def both_hold(s: RankShapes) -> bool:
+            return outer(s) and condition(s)
+
+        view = self.view()
+        view.condition = both_hold
+        return view
+
+    def remade_by(self, *regions: str) -> TensorTable:
+        view = self.view()
+        view.regions = regions
+        return view
+
+    def view(self) -> TensorTable:
+        view = TensorTable(self.step)
+        view.entries = self.entries
+        view.condition = self.condition
+        view.regions = self.regions
+        return view
+
+
+WorkingSet = list[TensorEntry]
 
 
 @dataclass(frozen=True)
 class LayerStack:
-    """A way to build layers: what their steps keep, and the moments of a step, sets of tensors that are there at once,
-    by step and way (F forward, B backward)."""
+    """A way to build layers: what their steps save, and the working sets of a step, tensors that exist at the same
+    time, by step and pass (F forward, B backward)."""
 
-    kept: tuple[TensorEntry, ...]
-    moments: Mapping[tuple[str, str], tuple[WorkingSet, ...]]
+    saved: list[TensorEntry]
+    working_sets: Mapping[tuple[str, str], list[WorkingSet]]
 
-    def working(self, step: str, way: str, s: RankShapes) -> float:
-        """Bytes of a step's largest moment."""
-        moments = self.moments.get((step, way), ())
-        return max((sum(each.bytes(s) for each in moment if each.when(s)) for moment in moments), default=0.0)
+    def working_bytes(self, step: str, pass_name: str, s: RankShapes) -> float:
+        """Bytes of a step's largest working set."""
+        largest = 0.0
+        for working_set in self.working_sets.get((step, pass_name), ()):
+            size = sum(entry.total_bytes(s) for entry in working_set if entry.condition(s))
+            largest = max(largest, size)
+        return largest
 
 
-def T(s: RankShapes) -> float:
+def rank_tokens(s: RankShapes) -> float:
     return s.T
 
 
-def C(s: RankShapes) -> float:
+def context_tokens(s: RankShapes) -> float:
     return s.C
 
 
-def R(s: RankShapes) -> float:
+def expert_rows(s: RankShapes) -> float:
     return s.R
 
 
-def D(s: RankShapes) -> float:
+def stream_width(s: RankShapes) -> float:
     return s.D
 
 
-def W(s: RankShapes) -> float:
+def dispatched_token_width(s: RankShapes) -> float:
     return s.W
 
 
-def single_column(_: RankShapes) -> float:
+def expert_inner_width(s: RankShapes) -> float:
+    return s.F
+
+
+def shared_inner_width(s: RankShapes) -> float:
+    return s.A
+
+
+def dense_inner_width(s: RankShapes) -> float:
+    return s.M
+
+
+def expert_gate_up_width(s: RankShapes) -> float:
+    return 2 * s.F
+
+
+def shared_gate_up_width(s: RankShapes) -> float:
+    return 2 * s.A
+
+
+def dense_gate_up_width(s: RankShapes) -> float:
+    return 2 * s.M
+
+
+def expert_count(s: RankShapes) -> float:
+    return s.E
+
+
+def query_latent_width(s: RankShapes) -> float:
+    return s.q_rank
+
+
+def key_latent_width(s: RankShapes) -> float:
+    return s.kv_rank
+
+
+def attended_width(s: RankShapes) -> float:
+    return s.H * s.V
+
+
+def query_heads(s: RankShapes) -> float:
+    return s.H
+
+
+def qkv_width(s: RankShapes) -> float:
+    return s.H * s.Q + s.G * (s.Q + s.V)
+
+
+def vocab_shard_width(s: RankShapes) -> float:
+    return s.P
+
+
+def joined_token_width(s: RankShapes) -> float:
+    """A stream and a token side by side, as multi-token prediction reads them."""
+    return 2 * s.D
+
+
+def one_column(_: RankShapes) -> float:
     return 1.0
+
+
+def two_columns(_: RankShapes) -> float:
+    return 2.0
 
 
 def uses_mla(s: RankShapes) -> bool:
@@ -102,5 +222,6 @@ def uses_gqa(s: RankShapes) -> bool:
     return not s.mla
 
 
-def qkv_width(s: RankShapes) -> float:
-    return s.H * s.Q + s.G * (s.Q + s.V)
+def weighs_expert_outputs(s: RankShapes) -> bool:
+    """Whether the router's weight multiplies what experts give, rather than their activation."""
+    return not s.gate_inside

@@ -1,6 +1,6 @@
-"""How long messages take on a cluster of GPUs: which ranks share an NVLink domain, and what a collective costs there.
+"""Communication times on a cluster of GPUs: which ranks share an NVLink domain, and the seconds of a collective.
 
-Ranks lie as `layout.fold` has them: tp innermost, then cp, then dp, and pp outermost; etp, ep, edp on the expert side.
+Ranks are ordered as in `layout/fold.py`: tp innermost, then cp, dp, and pp outermost; etp, ep, edp for experts.
 """
 
 from __future__ import annotations
@@ -30,52 +30,64 @@ class Cluster:
         return min(self.gpu.domain, self.world)
 
     @property
-    def stream(self) -> float:
+    def pointwise_bandwidth(self) -> float:
         """Bytes a second of pointwise work in a GPU's memory."""
         return self.gpu.hbm * self.gpu.kernels.stream
+
+    @property
+    def nvlink_bandwidth(self) -> float:
+        """Bytes a second that collectives reach inside a domain."""
+        return NVLINK_EFFICIENCY * self.gpu.inside
 
     @property
     def link_bandwidths(self) -> price.LinkSpeeds:
         return price.LinkSpeeds(self.gpu.inside, self.gpu.network)
 
-    def achieved_rate(self, stride: int, ranks: int) -> float:
+    def ring_bandwidth(self, stride: int, ranks: int) -> float:
         """Bytes a second that a ring over `ranks` that lie `stride` apart sends from each. Beyond a domain, all members
         in a domain send through their own network cards."""
         if stride * ranks <= self.domain:
-            return NVLINK_EFFICIENCY * self.gpu.inside
+            return self.nvlink_bandwidth
         members = max(1, self.domain // stride)
-        return min(NVLINK_EFFICIENCY * self.gpu.inside, members * self.gpu.network)
+        return min(self.nvlink_bandwidth, members * self.gpu.network)
 
     def ring_seconds(self, sent: float, stride: int, ranks: int) -> float:
-        """A gather or scatter in which each rank sends so many bytes."""
-        return COLLECTIVE_LATENCY + sent / self.achieved_rate(stride, ranks) if sent and ranks > 1 else 0.0
+        """Seconds of an all-gather or reduce-scatter in which each rank sends so many bytes."""
+        if not sent or ranks == 1:
+            return 0.0
+        return COLLECTIVE_LATENCY + sent / self.ring_bandwidth(stride, ranks)
 
     def neighbour_seconds(self, size: float, span: int) -> float:
-        """Bytes to a neighbour in a group that spans so many ranks."""
-        return COLLECTIVE_LATENCY + size / (
-            NVLINK_EFFICIENCY * self.gpu.inside if span <= self.domain else self.gpu.network
-        )
+        """Seconds of a message to a neighbour in a group that spans so many ranks."""
+        bandwidth = self.nvlink_bandwidth if span <= self.domain else self.gpu.network
+        return COLLECTIVE_LATENCY + size / bandwidth
 
-    def exchange(self, parameters: Mapping[ParameterClass, float], s: RunSetting, each: float) -> float:
-        """A gather or scatter of parameters over their replicas, `each` bytes a parameter."""
-        p, d = s.config.parallel, s.degrees
-        lies = {"dense": (p.tp, d["dp"] * p.cp), "expert": (p.ep * p.etp, d["edp"])}
+    def exchange_seconds(self, parameters: Mapping[ParameterClass, float], s: RunSetting, element: float) -> float:
+        """Seconds of an all-gather or reduce-scatter of parameters over their replicas, `element` bytes each."""
+        p = s.config.parallel
+        stride_and_ranks = {
+            "dense": (p.tp, s.degrees["dp"] * p.cp),
+            "expert": (p.ep * p.etp, s.degrees["edp"]),
+        }
         seconds = 0.0
-        for grid, (stride, ranks) in lies.items():
-            held = sum(n for (of, _), n in parameters.items() if of == grid)
-            seconds += self.ring_seconds(each * held * (ranks - 1) / ranks, stride, ranks)
+        for grid, (stride, ranks) in stride_and_ranks.items():
+            held = sum(count for (of_grid, _), count in parameters.items() if of_grid == grid)
+            sent = element * held * (ranks - 1) / ranks
+            seconds += self.ring_seconds(sent, stride, ranks)
         return seconds
 
-    def dispatch(self, config: Config, choices: PlanChoices) -> float:
-        """One way of experts' rows, by the dispatcher of least predicted time or the one asked for; ranks that cut an
-        expert among them then show each other what came."""
+    def dispatch_seconds(self, config: Config, choices: PlanChoices) -> float:
+        """Seconds of experts' rows one way, by the dispatcher of least predicted time or the one asked for; ranks that
+        cut an expert among them then gather what arrived."""
         p = config.parallel
         if p.ep * p.etp == 1:
             return 0.0
-        name, seconds = price.predicted_one_way(config, self.domain, int(choices.recipe.wide), self.link_bandwidths)
+        wide = choices.recipe.wide
+        name, seconds = price.predicted_one_way(config, self.domain, int(wide), self.link_bandwidths)
         if p.etp == 1 or name == "all_gather":
             return seconds
         tokens = config.train.micro_batch * config.data.seq_len / (p.cp * p.tp)
-        row = choices.recipe.wide * dispatched_width(config.model)
-        shown = self.ring_seconds(row * tokens * config.model.moe.top_k * (p.etp - 1), 1, p.etp)
-        return (seconds if p.ep > 1 else 0.0) + shown
+        row = wide * dispatched_width(config.model)
+        gathered = row * tokens * config.model.moe.top_k * (p.etp - 1)
+        gather = self.ring_seconds(gathered, 1, p.etp)
+        return seconds + gather if p.ep > 1 else gather

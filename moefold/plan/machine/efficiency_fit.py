@@ -1,4 +1,4 @@
-"""Shares of a GPU's peaks, fitted to what was timed on one. Torch-free: `moefold bench calibrate` brings the points.
+"""Fit of kernel efficiencies to timed kernels of one GPU. Torch-free: `moefold bench calibrate` measures the points.
 
 Every curve has one or two numbers, so a coarse search that narrows is enough: least squares of the log of time, in
 which 10 % too fast and 10 % too slow weigh the same.
@@ -13,13 +13,15 @@ from statistics import mean, median
 
 from moefold.plan.machine.gpu import roofline_seconds
 
-EXPERT_TILE_ROWS = 128  # rows of experts are worked on in tiles: half a one is empty for each expert
-HALF_RATE_HEAD_WIDTH = 64  # width of a head at which attention's exponentials take as long as its products
+EXPERT_TILE_ROWS = 128  # grouped GEMMs work on tiles of rows: half a tile is empty for each expert
+HALF_RATE_HEAD_WIDTH = 64  # width of a head at which attention's exponentials take as long as its GEMMs
+SEARCH_STEPS = 60
+BLEND_STEPS = 61  # 1 to 4 in steps of 1/20
 
 
 @dataclass(frozen=True)
 class TimedKernel:
-    """A kernel that took `seconds`: products have rows, n, k and groups, attention a length and a width of heads."""
+    """A kernel that took `seconds`: GEMMs have rows, n, k and groups, attention a length and a width of heads."""
 
     what: str  # gemm, grouped, attention_forward, attention_backward, stream
     seconds: float
@@ -33,61 +35,84 @@ class TimedKernel:
     @property
     def padded_flops(self) -> float:
         """FLOPs with the rows that fill tiles."""
-        return self.flops * (1 + EXPERT_TILE_ROWS / 2 / self.rows) if self.what == "grouped" else self.flops
+        if self.what != "grouped":
+            return self.flops
+        return self.flops * (1 + EXPERT_TILE_ROWS / 2 / self.rows)
 
 
-def mean_squared_log_error(points: Sequence[TimedKernel], predict: Callable[[TimedKernel], float]) -> float:
+TimedKernels = Sequence[TimedKernel]
+
+
+def mean_squared_log_error(points: TimedKernels, predict: Callable[[TimedKernel], float]) -> float:
     """Mean square of the log of predicted over measured time."""
-    return mean(math.log(predict(point) / point.seconds) ** 2 for point in points)
+    ratios = [predict(point) / point.seconds for point in points]
+    return mean(math.log(ratio) ** 2 for ratio in ratios)
 
 
 def minimize_unimodal(f: Callable[[float], float], low: float, high: float) -> float:
     """Where f is least, for f with one valley, by narrowing."""
-    for _ in range(60):
-        a, b = low + (high - low) / 3, high - (high - low) / 3
-        low, high = (low, b) if f(a) < f(b) else (a, high)
+    for _ in range(SEARCH_STEPS):
+        third = (high - low) / 3
+        left = low + third
+        right = high - third
+        if f(left) < f(right):
+            high = right
+        else:
+            low = left
     return (low + high) / 2
 
 
-def fit_flop_rate(points: Sequence[TimedKernel], hbm: float, blend: float) -> float:
-    """FLOP/s that large products tend to."""
+def gemm_error(points: TimedKernels, rate: float, hbm: float, blend: float) -> float:
+    def predicted_seconds(kernel: TimedKernel) -> float:
+        return roofline_seconds(kernel.padded_flops / rate, kernel.bytes / hbm, blend)
+
+    return mean_squared_log_error(points, predicted_seconds)
+
+
+def fit_flop_rate(points: TimedKernels, hbm: float, blend: float) -> float:
+    """FLOP/s that large GEMMs tend to."""
     best = max(point.padded_flops / point.seconds for point in points)
 
-    def error_at_log_rate(log: float) -> float:
-        return mean_squared_log_error(
-            points, lambda t: roofline_seconds(t.padded_flops / math.exp(log), t.bytes / hbm, blend)
-        )
+    def error_at_log_rate(log_rate: float) -> float:
+        return gemm_error(points, math.exp(log_rate), hbm, blend)
 
-    return math.exp(minimize_unimodal(error_at_log_rate, math.log(best / 20), math.log(best * 20)))
+    log_rate = minimize_unimodal(error_at_log_rate, math.log(best / 20), math.log(best * 20))
+    return math.exp(log_rate)
 
 
-def fit_roofline_blend(sets: Sequence[Sequence[TimedKernel]], hbm: float) -> float:
-    """How the two limits of the roofline blend, one number for sets of products that each have their own rate."""
+def fit_roofline_blend(sets: Sequence[TimedKernels], hbm: float) -> float:
+    """How the two limits of the roofline blend, one number for sets of GEMMs that each have their own rate."""
 
     def fitting_error(blend: float) -> float:
-        rates = [fit_flop_rate(points, hbm, blend) for points in sets]
-        return sum(
-            len(points)
-            * mean_squared_log_error(
-                points, lambda t, rate=rate: roofline_seconds(t.padded_flops / rate, t.bytes / hbm, blend)
-            )
-            for points, rate in zip(sets, rates, strict=True)
-        )
+        error = 0.0
+        for points in sets:
+            rate = fit_flop_rate(points, hbm, blend)
+            error += len(points) * gemm_error(points, rate, hbm, blend)
+        return error
 
-    return min((1 + at / 20 for at in range(61)), key=fitting_error)
+    candidates = [1 + step / 20 for step in range(BLEND_STEPS)]
+    return min(candidates, key=fitting_error)
 
 
-def fit_attention_rate(points: Sequence[TimedKernel], half: float) -> float:
+def fit_attention_rate(points: TimedKernels, half: float) -> float:
     """FLOP/s that attention tends to, where it reaches half at `half` tokens."""
-    return math.exp(mean(math.log(t.flops / t.seconds / attention_efficiency(t.length, t.width, half)) for t in points))
+    log_rates: list[float] = []
+    for point in points:
+        efficiency = attention_efficiency(point.length, point.width, half)
+        log_rates.append(math.log(point.flops / point.seconds / efficiency))
+    return math.exp(mean(log_rates))
 
 
-def fit_half_rate_length(points: Sequence[TimedKernel]) -> float:
-    """The length at which attention reaches half of what it tends to."""
+def fit_half_rate_length(points: TimedKernels) -> float:
+    """The length at which attention reaches half of its rate."""
 
     def fitting_error(half: float) -> float:
         rate = fit_attention_rate(points, half)
-        return mean_squared_log_error(points, lambda t: t.flops / rate / attention_efficiency(t.length, t.width, half))
+
+        def predicted_seconds(kernel: TimedKernel) -> float:
+            return kernel.flops / rate / attention_efficiency(kernel.length, kernel.width, half)
+
+        return mean_squared_log_error(points, predicted_seconds)
 
     return minimize_unimodal(fitting_error, 1.0, 20_000.0)
 
@@ -97,27 +122,40 @@ def attention_efficiency(length: float, width: float, half: float) -> float:
     return length / (length + half) * width / (width + HALF_RATE_HEAD_WIDTH)
 
 
-def fit_efficiencies(
-    points: Sequence[TimedKernel], peak: dict[str, float], hbm: float, start: float
-) -> dict[str, object]:
+def fit_efficiencies(points: TimedKernels, peak: dict[str, float], hbm: float, start: float) -> dict[str, object]:
     """The `kernels` section of a GPU's file. `peak` is by precision here."""
-    of = {what: [t for t in points if t.what == what] for what in {t.what for t in points}}
-    plain = [t for t in of["gemm"] if t.precision == "bf16"]
-    blend = fit_roofline_blend([plain, of["grouped"]], hbm)
-    rate = fit_flop_rate(plain, hbm, blend)
-    shares = {"bf16": rate / peak["bf16"]}
-    for precision in sorted({t.precision for t in of["gemm"]} - {"bf16"}):
-        low = [t for t in of["gemm"] if t.precision == precision]
-        shares[precision] = fit_flop_rate(low, hbm, blend) / peak[precision]
-    there, back = fit_half_rate_length(of["attention_forward"]), fit_half_rate_length(of["attention_backward"])
+    by_kind: dict[str, list[TimedKernel]] = {}
+    for point in points:
+        by_kind.setdefault(point.what, []).append(point)
+    by_precision: dict[str, list[TimedKernel]] = {}
+    for point in by_kind["gemm"]:
+        by_precision.setdefault(point.precision, []).append(point)
+
+    # GEMMs: one blend for all, a rate for each precision.
+    grouped = by_kind["grouped"]
+    blend = fit_roofline_blend([by_precision["bf16"], grouped], hbm)
+    rate = fit_flop_rate(by_precision["bf16"], hbm, blend)
+    gemm = {"bf16": round(rate / peak["bf16"], 3)}
+    for precision in sorted(set(by_precision) - {"bf16"}):
+        low_rate = fit_flop_rate(by_precision[precision], hbm, blend)
+        gemm[precision] = round(low_rate / peak[precision], 3)
+
+    # Attention: forward and backward apart.
+    forward = by_kind["attention_forward"]
+    backward = by_kind["attention_backward"]
+    forward_half = fit_half_rate_length(forward)
+    backward_half = fit_half_rate_length(backward)
+    forward_rate = fit_attention_rate(forward, forward_half)
+    backward_rate = fit_attention_rate(backward, backward_half)
+    bandwidth = median(point.bytes / point.seconds for point in by_kind["stream"])
     return {
-        "gemm": {name: round(share, 3) for name, share in shares.items()},
-        "grouped": round(fit_flop_rate(of["grouped"], hbm, blend) / rate, 3),
+        "gemm": gemm,
+        "grouped": round(fit_flop_rate(grouped, hbm, blend) / rate, 3),
         "blend": round(blend, 2),
         "start": start,
-        "attention_forward": round(fit_attention_rate(of["attention_forward"], there) / peak["bf16"], 3),
-        "attention_backward": round(fit_attention_rate(of["attention_backward"], back) / peak["bf16"], 3),
-        "forward_half": round(there),
-        "backward_half": round(back),
-        "stream": round(median(t.bytes / t.seconds for t in of["stream"]) / hbm, 3),
+        "attention_forward": round(forward_rate / peak["bf16"], 3),
+        "attention_backward": round(backward_rate / peak["bf16"], 3),
+        "forward_half": round(forward_half),
+        "backward_half": round(backward_half),
+        "stream": round(bandwidth / hbm, 3),
     }

@@ -1,12 +1,13 @@
-"""What a GPU and its cluster are: peaks, memory, links, host, and which share of the peaks real work reaches.
+"""GPUs of a plan: peaks, memory, links, host, and the share of the peaks that kernels reach.
 
-One YAML file a GPU lies in `gpus/`; a user's own has the same keys and may begin from one of them (`like: h100`). Peaks
+One YAML file a GPU lies in `gpus/`; a user's own has the same keys and may start from one of them (`like: h100`). Peaks
 are those of the data sheet without sparsity; shares are measured where the file says so (`moefold bench calibrate`
-writes such a file), else published or taken from the nearest GPU that was.
+writes such a file), else published or taken from the nearest measured GPU.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass
@@ -26,17 +27,19 @@ PEAK_BY_PRECISION = {
     "nvfp4": "fp4",
 }  # -> the peak used
 
+Tree = Mapping[str, Any]
+
 
 def roofline_seconds(computing: float, moving: float, blend: float) -> float:
-    """Seconds of a kernel that computes and moves for so long: the larger of the two, and a part of the other."""
+    """Seconds of a kernel that computes and moves bytes for so long: the larger of the two, and a part of the other."""
     return (computing**blend + moving**blend) ** (1 / blend)
 
 
 @dataclass(frozen=True)
 class KernelEfficiency:
-    """Which share of the peaks kernels reach.
+    """The share of the peaks that kernels reach.
 
-    `gemm` by precision is for large products; `grouped` is over that. A product of f FLOPs that moves b bytes takes
+    `gemm` by precision is for large GEMMs; `grouped` is over that. A GEMM of f FLOPs that moves b bytes takes
     ((f / rate)^blend + (b / bandwidth)^blend)^(1 / blend): the two limits of a roofline, joined smoothly. Attention
     reaches its share of the bf16 peak with long sequences and wide heads, and half of it at so many tokens.
     Kernels stand `start` seconds apart.
@@ -55,7 +58,7 @@ class KernelEfficiency:
 
 @dataclass(frozen=True)
 class HostLatency:
-    """What the CPU costs: seconds to launch a kernel from Python, and to wait for the device once."""
+    """Seconds of the CPU: to launch a kernel from Python, and to wait for the device once."""
 
     launch: float
     sync: float
@@ -78,7 +81,7 @@ class Gpu:
     origin: str  # where the shares come from
 
     def achieved_rate(self, precision: str) -> float:
-        """FLOP/s that large products reach."""
+        """FLOP/s that large GEMMs reach."""
         return self.peak_flops(precision) * self.kernels.gemm[precision]
 
     def peak_flops(self, precision: str) -> float:
@@ -95,10 +98,10 @@ def check_precision(gpu: Gpu, precision: str) -> str:
     if precision in gpu.precisions:
         return precision
     order = list(PEAK_BY_PRECISION)
-    nearest = min(gpu.precisions, key=lambda p: abs(order.index(p) - order.index(precision)))
-    raise UserError(
-        f"{gpu.name} does not multiply in {precision}; it has {', '.join(gpu.precisions)}: set --precision {nearest}"
-    )
+    wanted = order.index(precision)
+    nearest = min(gpu.precisions, key=lambda name: abs(order.index(name) - wanted))
+    known = ", ".join(gpu.precisions)
+    raise UserError(f"{gpu.name} does not multiply in {precision}; it has {known}: set --precision {nearest}")
 
 
 def known_gpu_names() -> list[str]:
@@ -109,12 +112,18 @@ def find_gpu_by_name(name: str) -> Gpu:
     """A GPU of the package by its name, whatever the case, or the one that a YAML file describes."""
     if name.endswith((".yaml", ".yml")):
         return read_gpu_file(Path(name))
-    return read_gpu_file(GPU_FOLDER / f"{one_of('GPU', name.lower(), known_gpu_names())}.yaml")
+    return read_gpu_file(packaged_gpu_path(name))
+
+
+def packaged_gpu_path(name: str) -> Path:
+    known = one_of("GPU", name.lower(), known_gpu_names())
+    return GPU_FOLDER / f"{known}.yaml"
 
 
 @cache
 def read_gpu_file(path: Path) -> Gpu:
-    return cast(Gpu, build_dataclass(Gpu, read_gpu_tree(path, ()), ""))
+    tree = read_gpu_tree(path, ())
+    return cast(Gpu, build_dataclass(Gpu, tree, ""))
 
 
 def read_gpu_tree(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
@@ -126,33 +135,37 @@ def read_gpu_tree(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
         return tree
     if path in seen:
         raise UserError(f"{path} is like itself; expected `like` to name another GPU")
-    source = GPU_FOLDER / f"{one_of('GPU', str(base).lower(), known_gpu_names())}.yaml"
-    return merge_trees(read_gpu_tree(source, (*seen, path)), tree)
+    source = packaged_gpu_path(str(base))
+    base_tree = read_gpu_tree(source, (*seen, path))
+    return merge_trees(base_tree, tree)
 
 
-def merge_trees(base: Mapping[str, Any], tree: Mapping[str, Any]) -> dict[str, Any]:
-    both = dict(base)
+def merge_trees(base: Tree, tree: Tree) -> dict[str, Any]:
+    merged = dict(base)
     for key, value in tree.items():
-        old = both.get(key)
-        both[key] = merge_trees(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value  # pyright: ignore
-    return both
+        old = merged.get(key)
+        if isinstance(old, Mapping) and isinstance(value, Mapping):
+            value = merge_trees(cast(Tree, old), cast(Tree, value))
+        merged[key] = value
+    return merged
 
 
-def build_dataclass(kind: type[Any], tree: Mapping[str, Any], prefix: str) -> Any:
+def build_dataclass(kind: type[Any], tree: Tree, prefix: str) -> Any:
     """The dataclass that a mapping describes; all problems at once."""
     problems: list[str] = []
     hints = get_type_hints(kind)
     for key in tree:
         if key not in hints:
-            problems.append(f'a GPU has no "{printable_text(prefix + str(key))}"{did_you_mean(str(key), hints)}')
+            shown = printable_text(prefix + str(key))
+            problems.append(f'a GPU has no "{shown}"{did_you_mean(str(key), hints)}')
     values: dict[str, Any] = {}
-    for each in fields(kind):
-        path = prefix + each.name
-        if each.name not in tree:
+    for field in fields(kind):
+        path = prefix + field.name
+        if field.name not in tree:
             problems.append(f"the GPU's file has no {path}; add it, or begin with `like: h100` to take over the rest")
             continue
         try:
-            values[each.name] = parse_field(hints[each.name], tree[each.name], path)
+            values[field.name] = parse_field(hints[field.name], tree[field.name], path)
         except UserError as refused:
             problems += refused.problems
     if problems:
@@ -161,27 +174,28 @@ def build_dataclass(kind: type[Any], tree: Mapping[str, Any], prefix: str) -> An
 
 
 def parse_field(kind: Any, raw: Any, path: str) -> Any:
-    if is_dataclass(kind):
-        if not isinstance(raw, Mapping):
-            raise UserError(f"{path} = {printable_text(str(raw))}; expected keys below it")
-        return build_dataclass(cast(type[Any], kind), cast(Mapping[str, Any], raw), path + ".")
     if kind is str:
         return str(raw)
     if kind is int or kind is float:
         return kind(parse_number(raw, path))
+    shown = printable_text(str(raw))
+    if is_dataclass(kind):
+        if not isinstance(raw, Mapping):
+            raise UserError(f"{path} = {shown}; expected keys below it")
+        return build_dataclass(cast(type[Any], kind), cast(Tree, raw), path + ".")
     if not isinstance(raw, Mapping):
-        raise UserError(f"{path} = {printable_text(str(raw))}; expected numbers by precision, such as {{bf16: 989e12}}")
-    return {str(k): parse_number(v, f"{path}.{k}") for k, v in cast(Mapping[str, Any], raw).items()}
+        raise UserError(f"{path} = {shown}; expected numbers by precision, such as {{bf16: 989e12}}")
+    numbers = cast(Tree, raw)
+    return {str(name): parse_number(number, f"{path}.{name}") for name, number in numbers.items()}
 
 
 def parse_number(raw: Any, path: str) -> float:
     """YAML reads 2e9, without a sign in the exponent, as a text."""
-    try:
-        value = float(raw) if isinstance(raw, int | float | str) and not isinstance(raw, bool) else math.nan
-    except ValueError:
-        value = math.nan
+    value = math.nan
+    if isinstance(raw, int | float | str) and not isinstance(raw, bool):
+        with contextlib.suppress(ValueError):
+            value = float(raw)
     if not 0 <= value < 1e30:
-        raise UserError(
-            f"{path} = {printable_text(str(raw))} is not legal; expected a number at least 0, such as 3.35e12"
-        )
+        shown = printable_text(str(raw))
+        raise UserError(f"{path} = {shown} is not legal; expected a number at least 0, such as 3.35e12")
     return value

@@ -1,4 +1,4 @@
-"""The arithmetic behind a rank's memory, line by line, as a person would do it."""
+"""The arithmetic of a rank's memory, line by line, as a person would do it."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from collections.abc import Iterator
 from moefold.config.errors import UserError
 from moefold.config.run import Config
 from moefold.plan.layer.layer_costs import PieceCount, count_piece
-from moefold.plan.memory.peak_memory import RankMemory, fullest_rank, memory_by_rank
-from moefold.plan.memory.rank_stages import RankStages, StagePieces, count_stage, stages_by_rank
+from moefold.plan.memory.peak_memory import RankMemory, fullest_rank, memory_by_rank, stage_counts
+from moefold.plan.memory.rank_stages import RankStages, StagePieces, stages_by_rank
 from moefold.plan.memory.resident import rank_parameters, replica_count
 from moefold.plan.memory.run_setting import GIB, RunSetting, build_run_setting
 from moefold.plan.options import PlanChoices
 
 PIECE_NAMES = {"E": "embedding", "t": "layer", "m": "layer ahead", "L": "head"}
+NAME_COLUMN = 40  # characters of a line's name, indentation included
 
 
 def explain_memory(
@@ -23,53 +24,68 @@ def explain_memory(
     """How the memory of a pipeline rank comes about: of the fullest, or of the one asked for."""
     s = build_run_setting(config, world, choices or PlanChoices())
     ranks = memory_by_rank(s)
-    if rank is not None and not 0 <= rank < len(ranks):
+    if rank is None:
+        shown = fullest_rank(ranks)
+    elif 0 <= rank < len(ranks):
+        shown = ranks[rank]
+    else:
         raise UserError(f"no pipeline rank {rank}; there are {len(ranks)}, counted from 0")
-    shown = fullest_rank(ranks) if rank is None else ranks[rank]
     held = stages_by_rank(config)[shown.rank]
-    return [
-        f"pipeline rank {shown.rank} of {len(ranks)}: {format_gib(shown.total)} at its worst moment, {shown.at}",
-        *resident_lines(s, held, shown),
-        *activation_lines(s, held, shown),
-        *(
-            format_line(name, getattr(shown, name), how)
-            for name, how in other_memory_parts(s, shown).items()
-            if getattr(shown, name)
-        ),
-    ]
+    total = format_gib(shown.total)
+    lines = [f"pipeline rank {shown.rank} of {len(ranks)}: {total} at its worst moment, {shown.at}"]
+    lines += resident_lines(s, held, shown)
+    lines += activation_lines(s, held, shown)
+    for name, explanation in other_memory_parts(s, shown).items():
+        size = getattr(shown, name)
+        if size:
+            lines.append(format_line(name, size, explanation))
+    return lines
 
 
 def format_gib(size: float) -> str:
     return f"{size / GIB:,.2f} GiB"
 
 
-def format_line(name: str, size: float, how: str, depth: int = 1) -> str:
-    amount = format_gib(size) if size >= GIB / 10 else f"{size / 2**20:,.1f} MiB"
-    return f"{'  ' * depth}{name:<{40 - 2 * depth}} {amount:>14}   {how}".rstrip()
+def format_line(name: str, size: float, explanation: str, depth: int = 1) -> str:
+    amount = f"{size / 2**20:,.1f} MiB"
+    if size >= GIB / 10:
+        amount = format_gib(size)
+    indent = "  " * depth
+    column = NAME_COLUMN - len(indent)
+    return f"{indent}{name:<{column}} {amount:>14}   {explanation}".rstrip()
 
 
-def count_with_noun(n: int, what: str) -> str:
-    return f"{n} {what}" if n == 1 else f"{n} {what}s"
+def count_with_noun(count: int, noun: str) -> str:
+    if count == 1:
+        return f"{count} {noun}"
+    return f"{count} {noun}s"
 
 
 def resident_lines(s: RunSetting, held: RankStages, rank: RankMemory) -> Iterator[str]:
-    stages = [count_stage(s.config.model, pieces, s.portion, s.choices) for pieces in held.pieces]
     count = rank.parameters
     yield format_line("weights", rank.weights, f"{count:,.0f} parameters x {rank.weights / count:.3g} B")
     yield format_line("gradients", rank.gradients, f"{count:,.0f} x {rank.gradients / count:.3g} B")
-    each = 4 * (s.choices.recipe.wide < 4) + rank.moments / max(1.0, owned_parameters(s, held))
-    yield format_line("main weights and moments", rank.main + rank.moments, f"{each:.3g} B for each of its share:")
-    for kind, parameters in sorted(rank_parameters(s, held, stages).items()):
+    main_bytes = 4 if s.choices.recipe.wide < 4 else 0
+    state_bytes = main_bytes + rank.moments / max(1.0, owned_parameters(s, held))
+    states = rank.main + rank.moments
+    yield format_line("main weights and moments", states, f"{state_bytes:.3g} B for each of its share:")
+    parameters = rank_parameters(s, held, stage_counts(s, held))
+    for kind, count in sorted(parameters.items()):
         grid, axes = kind
-        cut = f", cut over {' and '.join(axes)}" if axes else ""
-        yield f"    {parameters:,.0f} {grid}{cut}, on {count_with_noun(replica_count(s, kind), 'rank')} alike"
+        cut = ""
+        if axes:
+            cut = f", cut over {' and '.join(axes)}"
+        replicas = count_with_noun(replica_count(s, kind), "rank")
+        yield f"    {count:,.0f} {grid}{cut}, on {replicas} alike"
 
 
 def owned_parameters(s: RunSetting, held: RankStages) -> float:
-    stages = [count_stage(s.config.model, pieces, s.portion, s.choices) for pieces in held.pieces]
-    kinds = rank_parameters(s, held, stages)
-    whole = s.choices.sharding == "none"
-    return sum(count / (1 if whole else replica_count(s, kind)) for kind, count in kinds.items())
+    """Parameters whose optimizer state this rank holds."""
+    owned = 0.0
+    for kind, count in rank_parameters(s, held, stage_counts(s, held)).items():
+        shards = 1 if s.choices.sharding == "none" else replica_count(s, kind)
+        owned += count / shards
+    return owned
 
 
 def activation_lines(s: RunSetting, held: RankStages, rank: RankMemory) -> Iterator[str]:
@@ -79,31 +95,42 @@ def activation_lines(s: RunSetting, held: RankStages, rank: RankMemory) -> Itera
     live = " + ".join(map(str, rank.live))
     yield format_line("activations", rank.activations, f"microbatches under way on its stages: {live}")
     kinds: dict[tuple[str, int], PieceCount] = {}
-    for number, pieces, n in zip(held.numbers, held.pieces, rank.live, strict=True):
-        counts = {key: count_piece(s.config.model, *key, s.portion, s.choices) for key in pieces}
-        kinds |= counts
-        kept = sum(counts[key].kept for key in pieces)
-        yield format_line(f"stage {number}", n * kept, f"{n} x {format_gib(kept)}: {list_pieces(pieces)}", depth=2)
+    for number, pieces, microbatches in zip(held.numbers, held.pieces, rank.live, strict=True):
+        for piece, layer in pieces:
+            kinds[piece, layer] = count_piece(s.config.model, piece, layer, s.portion, s.choices)
+        kept = sum(kinds[piece].kept for piece in pieces)
+        explanation = f"{microbatches} x {format_gib(kept)}: {list_pieces(pieces)}"
+        yield format_line(f"stage {number}", microbatches * kept, explanation, depth=2)
     for (piece, layer), count in kinds.items():
         if count.kept:
-            yield format_line(f"{piece_name(piece, layer)} keeps", count.kept, "for one microbatch:", depth=2)
+            name = f"{piece_name(piece, layer)} keeps"
+            yield format_line(name, count.kept, "for one microbatch:", depth=2)
             yield from saved_tensor_lines(count)
 
 
 def saved_tensor_lines(count: PieceCount) -> Iterator[str]:
-    for tensor in (tensor for step in count.steps for tensor in step.saved if tensor.bytes):
-        fate = "" if tensor.fate == "kept" else f"  ({tensor.fate})"
-        yield format_line(f"{tensor.step}: {tensor.name}", tensor.bytes, tensor.how + fate, depth=3)
+    for step in count.steps:
+        for tensor in step.saved:
+            if not tensor.bytes:
+                continue
+            explanation = tensor.arithmetic
+            if tensor.fate != "kept":
+                explanation += f"  ({tensor.fate})"
+            yield format_line(f"{tensor.step}: {tensor.name}", tensor.bytes, explanation, depth=3)
 
 
 def piece_name(piece: str, layer: int) -> str:
-    return f"{PIECE_NAMES[piece]} {layer}" if piece in "tm" else PIECE_NAMES[piece]
+    name = PIECE_NAMES[piece]
+    if piece in "tm":
+        return f"{name} {layer}"
+    return name
 
 
 def list_pieces(pieces: StagePieces) -> str:
     """2 x layer 0, head"""
-    counted = Counter(piece_name(*piece) for piece in pieces)
-    return ", ".join(name if n == 1 else f"{n} x {name}" for name, n in counted.items())
+    counts = Counter(piece_name(*piece) for piece in pieces)
+    items = [name if count == 1 else f"{count} x {name}" for name, count in counts.items()]
+    return ", ".join(items)
 
 
 def other_memory_parts(s: RunSetting, rank: RankMemory) -> dict[str, str]:

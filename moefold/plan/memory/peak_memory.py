@@ -1,11 +1,11 @@
-"""How much memory every pipeline rank needs at its worst moment, and why. Torch-free; a search asks it often.
+"""Peak memory of every pipeline rank, by part. Torch-free; a search asks for it often.
 
     weights + gradients + main weights + moments        what a rank holds all the time
-    + activations + working + margin                    what it holds at its worst moment
+    + activations + working + margin                    what it holds at its peak
     + buffers + graphs                                  what communication and captured graphs keep aside
 
-Activations are those of the microbatches that the rank's own program has under way then, stage by stage. Ranks that
-differ in their tensor, context, data or expert coordinate hold the same.
+Activations are those of the microbatches that are live in the rank's own program at the peak, stage by stage. Ranks
+that differ in their tensor, context, data or expert coordinate hold the same.
 """
 
 from __future__ import annotations
@@ -15,20 +15,28 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from moefold.config.run import Config
-from moefold.plan.memory.live_microbatches import StageBytes
-from moefold.plan.memory.rank_stages import RankKind, RankStages, StageCount, count_stage, stages_by_rank
+from moefold.plan.memory.live_microbatches import StageBytes, running_op
+from moefold.plan.memory.rank_stages import (
+    RankKind,
+    RankStages,
+    StageCount,
+    StagePieces,
+    count_stage,
+    stages_by_rank,
+)
 from moefold.plan.memory.resident import STATE_ELEMENT_BYTES, ResidentState, resident_state
 from moefold.plan.memory.run_setting import GIB, RunSetting, build_run_setting
 from moefold.plan.options import PlanChoices
 
 CUBLAS_WORKSPACE = GIB / 16  # of cuBLAS, which torch allocates
+PIPELINE_MESSAGES = 4  # two received ahead and one sent, each way
 OP_DESCRIPTIONS = {"F": "forward", "D": "backward", "W": "weight gradients"}
 
 
 @dataclass(frozen=True)
 class RankMemory:
-    """One pipeline rank at its worst moment, in bytes. `live`: microbatches under way by stage; `at`: what runs then.
-    `host` lies in host memory, `outside` on the card but out of torch's sight; the total has neither."""
+    """One pipeline rank at its peak, in bytes. `live`: microbatches under way by stage; `at`: what runs then. `host`
+    lies in host memory, `outside` on the card but not in torch's allocator; the total has neither."""
 
     rank: int
     stages: tuple[int, ...]
@@ -60,20 +68,23 @@ class RankMemory:
 def plan_memory(
     config: Config, world: int, choices: PlanChoices | None = None, ranks: Iterable[int] | None = None
 ) -> list[RankMemory]:
-    """Every pipeline rank's memory, or that of the ranks asked for; `worst` picks the one that decides."""
-    return memory_by_rank(build_run_setting(config, world, choices or PlanChoices()), ranks)
+    """Every pipeline rank's memory, or that of the ranks asked for; `fullest_rank` picks the one that decides."""
+    setting = build_run_setting(config, world, choices or PlanChoices())
+    return memory_by_rank(setting, ranks)
 
 
 def memory_by_rank(s: RunSetting, ranks: Iterable[int] | None = None) -> list[RankMemory]:
-    every = stages_by_rank(s.config)
-    kinds: dict[RankKind, RankKindCosts] = {}  # most ranks of a pipeline are of a few kinds
-    found: list[RankMemory] = []
-    for number in range(len(every)) if ranks is None else ranks:
-        kind = every[number].kind
-        if kind not in kinds:
-            kinds[kind] = rank_kind_costs(s, every[number])
-        found.append(rank_memory(s, number, every[number], kinds[kind]))
-    return found
+    all_stages = stages_by_rank(s.config)
+    if ranks is None:
+        ranks = range(len(all_stages))
+    costs: dict[RankKind, RankKindCosts] = {}  # most ranks of a pipeline are of a few kinds
+    memory: list[RankMemory] = []
+    for number in ranks:
+        stages = all_stages[number]
+        if stages.kind not in costs:
+            costs[stages.kind] = rank_kind_costs(s, stages)
+        memory.append(rank_memory(s, number, stages, costs[stages.kind]))
+    return memory
 
 
 def fullest_rank(ranks: list[RankMemory]) -> RankMemory:
@@ -82,7 +93,7 @@ def fullest_rank(ranks: list[RankMemory]) -> RankMemory:
 
 @dataclass(frozen=True)
 class RankKindCosts:
-    """What ranks with the same pieces have in common: stages as they are on average, and with the fullest experts."""
+    """What ranks with the same pieces have in common: stages under an even load, and with the fullest experts."""
 
     state: ResidentState
     update: float
@@ -94,29 +105,37 @@ class RankKindCosts:
 
 
 def rank_kind_costs(s: RunSetting, rank: RankStages) -> RankKindCosts:
-    even = [count_stage(s.config.model, pieces, s.portion, s.choices) for pieces in rank.pieces]
-    full = [count_stage(s.config.model, pieces, s.portion, s.choices, s.load) for pieces in rank.pieces]
+    even = stage_counts(s, rank)
+    full = stage_counts(s, rank, s.load)
     state = resident_state(s, rank, even)
     return RankKindCosts(
-        state,
-        optimizer_workspace(s, state),
-        buffer_bytes(s, rank, state),
-        even,
-        full,
-        bytes_by_stage(even),
-        bytes_by_stage(full),
+        state=state,
+        update=optimizer_workspace(s, state),
+        buffers=buffer_bytes(s, rank, state),
+        stages=even,
+        fullest=full,
+        even=bytes_by_stage(even),
+        full=bytes_by_stage(full),
     )
 
 
+def stage_counts(s: RunSetting, rank: RankStages, load: float = 1.0) -> list[StageCount]:
+    model = s.config.model
+    return [count_stage(model, pieces, s.portion, s.choices, load) for pieces in rank.pieces]
+
+
 def bytes_by_stage(stages: list[StageCount]) -> StageBytes:
-    passes = [*(stage.forward for stage in stages), *(stage.backward for stage in stages), *(0.0 for _ in stages)]
-    kept, waiting = ([getattr(stage, name) for stage in stages] for name in ("kept", "waiting"))
-    return StageBytes(kept, waiting, passes)
+    kept = [stage.kept for stage in stages]
+    waiting = [stage.waiting for stage in stages]
+    forward = [stage.forward for stage in stages]
+    backward = [stage.backward for stage in stages]
+    weight_gradients = [0.0] * len(stages)
+    return StageBytes(kept, waiting, forward + backward + weight_gradients)
 
 
 class PeakMoment(NamedTuple):
-    """A rank's worst moment: what is kept then and needed beside, with experts evenly loaded and at their fullest;
-    gradients that are there; live microbatches, and what runs."""
+    """A rank's peak: bytes kept with experts evenly loaded and at their fullest, working bytes, gradients that exist,
+    live microbatches, and the running op."""
 
     even: float
     full: float
@@ -125,80 +144,115 @@ class PeakMoment(NamedTuple):
     live: tuple[int, ...]
     running_op: str
 
-
-def find_peak_moment(s: RunSetting, number: int, rank: RankStages, p: RankKindCosts) -> PeakMoment:
-    moments, gradients = s.moments[number], p.state.gradients
-    at = moments.peak(p.full)
-    (kept, working), most = moments.holds(at, p.even), sum(moments.holds(at, p.full))
-    kind, chunk, live = moments.says(at)
-    found = PeakMoment(
-        kept, most - working, working, gradients, live, f"{OP_DESCRIPTIONS[kind]} of stage {rank.numbers[chunk]}"
-    )
-    if s.grows:
-        found = max(one_microbatch_moments(s, p), key=lambda each: each.full + each.working + each.gradients)
-    if p.update + gradients > found.full + found.working + found.gradients:
-        return PeakMoment(0.0, 0.0, p.update, gradients, (0,) * len(live), "optimizer step")
-    return found
+    @property
+    def total(self) -> float:
+        return self.full + self.working + self.gradients
 
 
-def one_microbatch_moments(s: RunSetting, p: RankKindCosts) -> Iterator[PeakMoment]:
-    """The moments of a step's only microbatch: forward, when no gradient is there, and every step of the way back."""
-    each = STATE_ELEMENT_BYTES[s.config.optim.gradients]
-    even, full = p.stages[0], p.fullest[0]
-    yield PeakMoment(even.kept, full.kept + full.forward - even.forward, even.forward, 0.0, (1,), "forward of stage 0")
-    for (later, done, needs), (less, _, more) in zip(even.backward_steps, full.backward_steps, strict=True):
-        yield PeakMoment(
-            even.kept - later, full.kept - less + more - needs, needs, done * each, (1,), "backward of stage 0"
-        )
+def find_peak_moment(s: RunSetting, number: int, rank: RankStages, costs: RankKindCosts) -> PeakMoment:
+    gradients = costs.state.gradients
+    if s.grows_gradients:
+        peak = max(one_microbatch_moments(s, costs), key=lambda moment: moment.total)
+    else:
+        peak = program_peak(s, number, rank, costs)
+    if costs.update + gradients > peak.total:
+        no_microbatch = (0,) * len(peak.live)
+        return PeakMoment(0.0, 0.0, costs.update, gradients, no_microbatch, "optimizer step")
+    return peak
 
 
-def rank_memory(s: RunSetting, number: int, rank: RankStages, p: RankKindCosts) -> RankMemory:
-    state, at = p.state, find_peak_moment(s, number, rank, p)
-    on_host = state.main + state.moments if s.choices.states_on_host else 0.0
+def program_peak(s: RunSetting, number: int, rank: RankStages, costs: RankKindCosts) -> PeakMoment:
+    """The peak over the moments of the rank's program, judged with the fullest experts."""
+    moment = s.moments[number].peak_moment(costs.full)
+    kept, working = moment.bytes_held(costs.even)
+    full = sum(moment.bytes_held(costs.full))
+    kind, chunk = running_op(moment)
+    description = f"{OP_DESCRIPTIONS[kind]} of stage {rank.numbers[chunk]}"
+    return PeakMoment(kept, full - working, working, costs.state.gradients, moment.live, description)
+
+
+def one_microbatch_moments(s: RunSetting, costs: RankKindCosts) -> Iterator[PeakMoment]:
+    """The moments of a step's only microbatch: forward, when no gradient exists, and every step of backward."""
+    gradient_bytes = STATE_ELEMENT_BYTES[s.config.optim.gradients]
+    even = costs.stages[0]
+    full = costs.fullest[0]
+    fullest_forward = full.kept + full.forward - even.forward
+    yield PeakMoment(even.kept, fullest_forward, even.forward, 0.0, (1,), "forward of stage 0")
+    for even_step, full_step in zip(even.backward_steps, full.backward_steps, strict=True):
+        even_freed, with_gradients, even_workspace = even_step
+        full_freed, _, full_workspace = full_step
+        kept = even.kept - even_freed
+        fullest_kept = full.kept - full_freed + full_workspace - even_workspace
+        gradients = with_gradients * gradient_bytes
+        yield PeakMoment(kept, fullest_kept, even_workspace, gradients, (1,), "backward of stage 0")
+
+
+def rank_memory(s: RunSetting, number: int, rank: RankStages, costs: RankKindCosts) -> RankMemory:
+    state = costs.state
+    peak = find_peak_moment(s, number, rank, costs)
+    main = state.main
+    moments = state.moments
+    host = 0.0
+    if s.choices.states_on_host:
+        host = main + moments
+        main = moments = 0.0
+    offloaded = sum(n * stage.offloaded for n, stage in zip(peak.live, costs.stages, strict=True))
     return RankMemory(
-        number,
-        rank.numbers,
-        state.parameters,
-        state.weights,
-        at.gradients,
-        0.0 if on_host else state.main,
-        0.0 if on_host else state.moments,
-        at.even,
-        at.working,
-        at.full - at.even,
-        p.buffers,
-        graph_input_bytes(s, rank, at.live),
-        on_host + sum(n * stage.offloaded for n, stage in zip(at.live, p.stages, strict=True)),
-        s.outside,
-        at.live,
-        at.running_op,
+        rank=number,
+        stages=rank.numbers,
+        parameters=state.parameters,
+        weights=state.weights,
+        gradients=peak.gradients,
+        main=main,
+        moments=moments,
+        activations=peak.even,
+        working=peak.working,
+        margin=peak.full - peak.even,
+        buffers=costs.buffers,
+        graphs=graph_input_bytes(s, rank, peak.live),
+        host=host + offloaded,
+        outside=s.outside,
+        live=peak.live,
+        at=peak.running_op,
     )
 
 
-def optimizer_workspace(s: RunSetting, held: ResidentState) -> float:
-    """What the optimizer's one pass needs beside: the sums over ranks that came."""
-    return held.summed * STATE_ELEMENT_BYTES[s.config.optim.gradients] if s.choices.stack == "moefold" else 0.0
+def optimizer_workspace(s: RunSetting, state: ResidentState) -> float:
+    """The received gradient sums that the optimizer's one pass reads."""
+    if s.choices.stack != "moefold":
+        return 0.0
+    return state.reduced * STATE_ELEMENT_BYTES[s.config.optim.gradients]
 
 
-def buffer_bytes(s: RunSetting, rank: RankStages, held: ResidentState) -> float:
-    """What travels between pipeline ranks, two messages ahead and one sent each way; the angles of positions; products'
-    workspace; and with FSDP two layers' weights and one's gradients, whole."""
-    m, c, wide = s.config.model, s.choices, s.choices.recipe.wide
-    found = CUBLAS_WORKSPACE if c.device == "cuda" else 0.0
+def layer_count(pieces: StagePieces) -> int:
+    return sum(piece in "tm" for piece, _ in pieces)
+
+
+def buffer_bytes(s: RunSetting, rank: RankStages, state: ResidentState) -> float:
+    """Messages between pipeline ranks; RoPE tables; the GEMM library's workspace; and with FSDP two layers' weights and
+    one's gradients, whole."""
+    model = s.config.model
+    choices = s.choices
+    wide = choices.recipe.wide
+    size = CUBLAS_WORKSPACE if choices.device == "cuda" else 0.0
     if s.config.parallel.pp > 1:
-        found += 4 * s.portion.tokens * m.hidden * wide * (1 + rank.aside)
-    layers = sum(piece in "tm" for pieces in rank.pieces for piece, _ in pieces)
-    if c.stack == "moefold":
-        found += layers * s.portion.seq_len * (m.attention.rope_dim or m.attention.head_dim) * 4
-    if c.sharding == "fsdp":
-        found += held.parameters / max(1, layers) * (2 * wide + STATE_ELEMENT_BYTES[s.config.optim.gradients])
-    return found
+        streams = 1 + rank.aside
+        size += PIPELINE_MESSAGES * s.portion.tokens * model.hidden * wide * streams
+    layers = sum(map(layer_count, rank.pieces))
+    if choices.stack == "moefold":
+        rotated = model.attention.rope_dim or model.attention.head_dim
+        size += layers * s.portion.seq_len * rotated * 4
+    if choices.sharding == "fsdp":
+        layer_parameters = state.parameters / max(1, layers)
+        gradient = STATE_ELEMENT_BYTES[s.config.optim.gradients]
+        size += layer_parameters * (2 * wide + gradient)
+    return size
 
 
 def graph_input_bytes(s: RunSetting, rank: RankStages, live: tuple[int, ...]) -> float:
-    """Inputs of captured steps lie in places of their own: one stream for each layer and microbatch under way."""
+    """Static inputs of captured steps: one stream for each layer and live microbatch."""
     if s.choices.graphs == "none":
         return 0.0
-    layers = [sum(piece in "tm" for piece, _ in pieces) for pieces in rank.pieces]
+    layers = map(layer_count, rank.pieces)
     captured = sum(n * count for n, count in zip(live, layers, strict=True))
     return captured * s.portion.tokens * s.config.model.hidden * s.choices.recipe.wide

@@ -1,4 +1,4 @@
-"""Pipeline stages as a plan sees them: which pieces each holds, on which rank, and what one microbatch costs there."""
+"""Pipeline stages of each rank in a plan: the pieces each stage holds, and what one microbatch costs there."""
 
 from __future__ import annotations
 
@@ -8,19 +8,20 @@ from functools import lru_cache
 
 from moefold.anatomy.stage_contents import Stage, pipeline_stages, rank_of_each_stage
 from moefold.config.run import Config, DataConfig, ModelConfig, ParallelConfig, PipelineConfig
-from moefold.plan.layer.layer_costs import ParameterClass, count_piece, first_alike_layers
+from moefold.plan.layer.layer_costs import ParameterClass, PieceCount, count_piece, first_alike_layers
 from moefold.plan.layer.rank_shapes import RankPortion
 from moefold.plan.options import PlanChoices
 
 StagePieces = tuple[tuple[str, int], ...]  # of a stage: letters as in a layout, each with the first layer that is alike
+BackwardStep = tuple[float, float, float]  # bytes freed so far, parameters with gradients, workspace
 
 
 @dataclass(frozen=True)
 class StageCount:
-    """One microbatch on one stage of one rank, in bytes: what it keeps until its data gradient, what of that is made
-    again or comes back from the host, what waits for weight gradients computed apart, and what forward and backward
-    need beside. Parameters are counted by class. `way_back` has for each step, as backward comes to it, what is gone by
-    then, parameters that have their gradients, and what it needs beside."""
+    """One microbatch on one stage of one rank, in bytes: kept until its data gradient, restored (recomputed or copied
+    from the host), offloaded, waiting for deferred weight gradients, and the workspaces of forward and backward.
+    Parameters are counted by class. `backward_steps`: per step in backward order (bytes freed so far, parameters with
+    gradients, workspace)."""
 
     parameters: tuple[tuple[ParameterClass, float], ...]
     quantized: float
@@ -30,17 +31,21 @@ class StageCount:
     waiting: float
     forward: float
     backward: float
-    backward_steps: tuple[tuple[float, float, float], ...]
+    backward_steps: tuple[BackwardStep, ...]
 
 
 def pieces_of_stage(model: ModelConfig, stage: Stage) -> StagePieces:
-    same = first_alike_layers(model)
-    return (
-        *([("E", 0)] if stage.embeds else []),
-        *(("t", same[layer]) for layer in stage.layers),
-        *(("m", same[model.layers + depth - 1]) for depth in stage.ahead),
-        *([("L", 0)] if stage.predicts else []),
-    )
+    alike = first_alike_layers(model)
+    pieces: list[tuple[str, int]] = []
+    if stage.embeds:
+        pieces.append(("E", 0))
+    for layer in stage.layers:
+        pieces.append(("t", alike[layer]))
+    for depth in stage.ahead:
+        pieces.append(("m", alike[model.layers + depth - 1]))
+    if stage.predicts:
+        pieces.append(("L", 0))
+    return tuple(pieces)
 
 
 @lru_cache(maxsize=65_536)
@@ -51,27 +56,42 @@ def count_stage(
     parameters: Counter[ParameterClass] = Counter()
     for piece in counts:
         parameters.update(piece.parameters)
-    later = forward = backward = done = 0.0  # what later steps keep is not there yet, or gone again
-    way_back: list[tuple[float, float, float]] = []
+
+    # From the last step back: what later steps keep does not exist yet in forward, and is freed again in backward.
+    freed = forward = backward = with_gradients = 0.0
+    backward_steps: list[BackwardStep] = []
     for piece in reversed(counts):
         for step in reversed(piece.steps):
-            needs = step.working[1] + piece.restored_bytes
-            forward, backward = max(forward, step.working[0] - later), max(backward, needs - later)
-            way_back.append((later, done, needs))
-            later += step.kept
-            done += sum(count for _, count in step.parameters)
+            forward_workspace, backward_workspace = step.working
+            workspace = backward_workspace + piece.restored_bytes
+            forward = max(forward, forward_workspace - freed)
+            backward = max(backward, workspace - freed)
+            backward_steps.append((freed, with_gradients, workspace))
+            freed += step.kept
+            with_gradients += sum(count for _, count in step.parameters)
+
     steps = [step for piece in counts for step in piece.steps]
     return StageCount(
-        tuple(parameters.items()),
-        sum(step.quantized for step in steps),
-        later,
-        sum(piece.restored_bytes for piece in counts),
-        sum(t.bytes for step in steps for t in step.saved if t.fate == "offloaded"),
-        sum(step.waiting for step in steps),
-        forward,
-        backward,
-        tuple(way_back),
+        parameters=tuple(parameters.items()),
+        quantized=sum(step.quantized for step in steps),
+        kept=freed,
+        restored_bytes=sum(piece.restored_bytes for piece in counts),
+        offloaded=offloaded_bytes(counts),
+        waiting=sum(step.waiting for step in steps),
+        forward=forward,
+        backward=backward,
+        backward_steps=tuple(backward_steps),
     )
+
+
+def offloaded_bytes(counts: list[PieceCount]) -> float:
+    size = 0.0
+    for piece in counts:
+        for step in piece.steps:
+            for tensor in step.saved:
+                if tensor.fate == "offloaded":
+                    size += tensor.bytes
+    return size
 
 
 RankKind = tuple[tuple[StagePieces, ...], bool, int]
@@ -79,45 +99,47 @@ RankKind = tuple[tuple[StagePieces, ...], bool, int]
 
 @dataclass(frozen=True)
 class RankStages:
-    """The stages a pipeline rank holds, by number, with their pieces. `copies`: it holds the embedding for layers that
-    look ahead, or for a tied head, and not for the model's beginning."""
+    """The stages a pipeline rank holds, by number, with their pieces. `copies_embedding`: it holds the embedding for
+    layers that look ahead, or for a tied head, and not for the model's beginning. `aside`: streams that wait for their
+    own loss."""
 
     numbers: tuple[int, ...]
     pieces: tuple[StagePieces, ...]
-    copies: bool
+    copies_embedding: bool
     aside: int
 
     @property
     def kind(self) -> RankKind:
         """Ranks of one kind hold the same."""
-        return self.pieces, self.copies, self.aside
+        return self.pieces, self.copies_embedding, self.aside
 
 
 def stages_by_rank(config: Config) -> list[RankStages]:
-    c, p = config.pipeline, config.parallel
-    return arrange_stages(config.model, config.data.seq_len, p.pp, c.vpp, c.schedule, c.layout)
+    pipeline = config.pipeline
+    pp = config.parallel.pp
+    return arrange_stages(config.model, config.data.seq_len, pp, pipeline.vpp, pipeline.schedule, pipeline.layout)
 
 
 @lru_cache(maxsize=4096)
 def arrange_stages(model: ModelConfig, seq_len: int, pp: int, vpp: int, schedule: str, layout: str) -> list[RankStages]:
     """Cutting a model evenly takes milliseconds, and a search asks for the same cut often."""
-    config = Config(
-        model=model,
-        data=DataConfig(seq_len=seq_len),
-        parallel=ParallelConfig(pp=pp),
-        pipeline=PipelineConfig(schedule=schedule, vpp=vpp, layout=layout),  # pyright: ignore[reportArgumentType]
+    pipeline = PipelineConfig(schedule=schedule, vpp=vpp, layout=layout)  # pyright: ignore[reportArgumentType]
+    data = DataConfig(seq_len=seq_len)
+    parallel = ParallelConfig(pp=pp)
+    config = Config(model=model, data=data, parallel=parallel, pipeline=pipeline)
+    stages_of: list[list[Stage]] = [[] for _ in range(pp)]
+    for stage, rank in zip(pipeline_stages(config), rank_of_each_stage(config), strict=True):
+        stages_of[rank].append(stage)
+    return [rank_stages(model, stages) for stages in stages_of]
+
+
+def rank_stages(model: ModelConfig, stages: list[Stage]) -> RankStages:
+    embeds = any(stage.embeds for stage in stages)
+    reads_embedding = any(stage.uses_embedding for stage in stages)
+    has_tied_head = model.tied_head and any(stage.predicts for stage in stages)
+    return RankStages(
+        numbers=tuple(stage.number for stage in stages),
+        pieces=tuple(pieces_of_stage(model, stage) for stage in stages),
+        copies_embedding=(reads_embedding or has_tied_head) and not embeds,
+        aside=max(stage.aside for stage in stages),
     )
-    stages, homes = pipeline_stages(config), rank_of_each_stage(config)
-    found: list[RankStages] = []
-    for rank in range(pp):
-        held = [stage for stage, home in zip(stages, homes, strict=True) if home == rank]
-        needs = any(stage.uses_embedding or (stage.predicts and model.tied_head) for stage in held)
-        found.append(
-            RankStages(
-                tuple(stage.number for stage in held),
-                tuple(pieces_of_stage(model, stage) for stage in held),
-                needs and not any(stage.embeds for stage in held),
-                max(stage.aside for stage in held),
-            )
-        )
-    return found

@@ -1,4 +1,4 @@
-"""What a rank holds all the time: weights, gradients, main weights and moments, cut over replicas as a choice says."""
+"""Resident state of a rank: weights, gradients, main weights and moments, sharded over replicas as a choice says."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ MAIN_WEIGHT_BYTES = {"fp32": 4, "split": 2}  # of a main weight beside one in bf
 
 @dataclass(frozen=True)
 class ResidentState:
-    """What a rank holds all the time: its parameters, how many of them are its share among replicas, how many of these
-    have other ranks' gradients to add, and bytes."""
+    """What a rank holds all the time: its parameters, its share of them among replicas, the part of that share whose
+    gradients are reduced over ranks, and bytes."""
 
     parameters: float
     share: float
-    summed: float
+    reduced: float
     weights: float
     gradients: float
     main: float
@@ -30,36 +30,50 @@ class ResidentState:
 
 
 def resident_state(s: RunSetting, rank: RankStages, stages: list[StageCount]) -> ResidentState:
-    """Weights, gradients, main weights and moments; what is cut over replicas is their share. Weights of a low
-    precision have the copies that products read."""
-    choices, recipe = s.choices, s.choices.recipe
-    counts = {kind: (count, replica_count(s, kind)) for kind, count in rank_parameters(s, rank, stages).items()}
-    whole = sum(count for count, _ in counts.values())
-    share = sum(count / n for count, n in counts.values())
-    weights, states = {"none": (whole, whole), "zero": (whole, share), "fsdp": (share, share)}[choices.sharding]
-    quantized = sum(stage.quantized for stage in stages) * weights / whole if recipe.copies else 0.0
-    plain = weights - (quantized if choices.quantized_weights else 0.0)
+    """Weights, gradients, main weights and moments, whole or sharded over replicas. Weights of a low precision have
+    the copies that GEMMs read."""
+    recipe = s.choices.recipe
+    optim = s.config.optim
+    parameters = share = reduced = 0.0
+    for kind, count in rank_parameters(s, rank, stages).items():
+        replicas = replica_count(s, kind)
+        parameters += count
+        share += count / replicas
+        if replicas > 1:
+            reduced += count / replicas
+
+    # How many of the rank's parameters have weights and state here.
+    weight_count = share if s.choices.sharding == "fsdp" else parameters
+    state_count = parameters if s.choices.sharding == "none" else share
+    quantized = 0.0
+    if recipe.copies:
+        quantized = sum(stage.quantized for stage in stages) * weight_count / parameters
+    plain = weight_count
+    if s.choices.quantized_weights:
+        plain -= quantized
+    main = state_count * MAIN_WEIGHT_BYTES[optim.main] if recipe.wide < 4 else 0.0
     return ResidentState(
-        whole,
-        share,
-        sum(count / n for count, n in counts.values() if n > 1),
-        plain * recipe.wide + quantized * recipe.copies,
-        weights * STATE_ELEMENT_BYTES[s.config.optim.gradients],
-        states * MAIN_WEIGHT_BYTES[s.config.optim.main] if recipe.wide < 4 else 0.0,
-        states * 2 * STATE_ELEMENT_BYTES[s.config.optim.moments],
+        parameters=parameters,
+        share=share,
+        reduced=reduced,
+        weights=plain * recipe.wide + quantized * recipe.copies,
+        gradients=weight_count * STATE_ELEMENT_BYTES[optim.gradients],
+        main=main,
+        moments=state_count * 2 * STATE_ELEMENT_BYTES[optim.moments],
     )
 
 
 def rank_parameters(s: RunSetting, rank: RankStages, stages: list[StageCount]) -> Counter[ParameterClass]:
-    found: Counter[ParameterClass] = Counter()
+    parameters: Counter[ParameterClass] = Counter()
     for stage in stages:
-        found.update(dict(stage.parameters))
-    if rank.copies:
-        found.update(count_piece(s.config.model, "E", 0, s.portion, s.choices).parameters)
-    return found
+        parameters.update(dict(stage.parameters))
+    if rank.copies_embedding:
+        embedding = count_piece(s.config.model, "E", 0, s.portion, s.choices)
+        parameters.update(embedding.parameters)
+    return parameters
 
 
 def replica_count(s: RunSetting, kind: ParameterClass) -> int:
     """How many ranks hold the same parameters of a class: those along the axes of their grid that do not cut them."""
-    grid, axes = kind
-    return prod(s.degrees[axis] for axis in GRID_AXES[grid] if axis not in axes)
+    grid, cut_axes = kind
+    return prod(s.degrees[axis] for axis in GRID_AXES[grid] if axis not in cut_axes)

@@ -1,4 +1,4 @@
-"""A run on so many ranks under a plan's choices, and what follows from it: degrees, microbatches, portions, loads."""
+"""The setting of a plan: a run on a number of ranks under a plan's choices, with degrees, microbatches and loads."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from moefold.plan.options import PlanChoices
 
 GIB = 2**30
 CUDA_CONTEXT_BYTES = 0.6 * GIB  # of CUDA itself, and its kernels
-NCCL_GROUP_BYTES = 0.15 * GIB  # of NCCL, for each axis that talks
+NCCL_GROUP_BYTES = 0.15 * GIB  # of NCCL, for each axis with collectives
 
 
 @dataclass(frozen=True)
 class RunSetting:
-    """A run on so many ranks under these choices, and what follows from it."""
+    """A run on `world` ranks under these choices, and what follows from it."""
 
     config: Config
     world: int
@@ -32,32 +32,42 @@ class RunSetting:
     @cached_property
     def degrees(self) -> dict[str, int]:
         p = self.config.parallel
-        dense, expert = p.tp * p.cp * p.pp, p.etp * p.ep * p.pp
-        return {**self.portion.degrees, "dp": max(1, self.world // dense), "edp": max(1, self.world // expert)}
+        dense_ranks = p.tp * p.cp * p.pp
+        expert_ranks = p.etp * p.ep * p.pp
+        degrees = dict(self.portion.degrees)
+        degrees["dp"] = max(1, self.world // dense_ranks)
+        degrees["edp"] = max(1, self.world // expert_ranks)
+        return degrees
 
     @property
-    def grows(self) -> bool:
-        """Whether gradients come one after the other while activations go: this trainer makes them when backward
-        reaches them, and a second microbatch finds them there."""
-        p, c = self.config.parallel, self.choices
-        return c.stack == "moefold" and self.microbatches == 1 and p.pp * self.config.pipeline.vpp == 1
+    def grows_gradients(self) -> bool:
+        """Whether gradients are allocated one after the other while activations are freed: this trainer allocates them
+        when backward reaches them, and a second microbatch finds them there."""
+        stages = self.config.parallel.pp * self.config.pipeline.vpp
+        return self.choices.stack == "moefold" and self.microbatches == 1 and stages == 1
 
     @cached_property
     def outside(self) -> float:
-        """On the card, but out of torch's sight."""
-        return CUDA_CONTEXT_BYTES + NCCL_GROUP_BYTES * sum(
-            size > 1 for size in (*self.degrees.values(), self.config.parallel.pp)
-        )
+        """Bytes on the card that torch's allocator does not count."""
+        sizes = (*self.degrees.values(), self.config.parallel.pp)
+        groups = sum(size > 1 for size in sizes)
+        return CUDA_CONTEXT_BYTES + NCCL_GROUP_BYTES * groups
 
     @cached_property
     def load(self) -> float:
         """Rows of a rank's experts at the quantile, over their even share: experts differ by `spread`, of which a rank
-        averages over those it holds, and chance does the rest. A rank that holds all experts has neither."""
-        p, moe, c = self.portion, self.config.model.moe, self.choices
-        if p.ep == 1 or c.spread == 0:
+        averages over those it holds, and sampling adds its own variance. A rank that holds all experts has neither."""
+        portion = self.portion
+        choices = self.choices
+        moe = self.config.model.moe
+        if portion.ep == 1 or choices.spread == 0:
             return 1.0
-        variance = c.spread**2 * p.ep / moe.experts + 1 / max(1.0, p.tokens * moe.top_k)
-        return round(max(1.0, 1 + normal_deviations(c.quantile) * sqrt((1 - 1 / p.ep) * variance)), 4)
+        expert_variance = choices.spread**2 * portion.ep / moe.experts
+        sampling_variance = 1 / max(1.0, portion.tokens * moe.top_k)
+        variance = expert_variance + sampling_variance
+        deviation = sqrt((1 - 1 / portion.ep) * variance)
+        load = 1 + normal_deviations(choices.quantile) * deviation
+        return round(max(1.0, load), 4)
 
 
 @lru_cache(maxsize=64)
@@ -67,17 +77,20 @@ def normal_deviations(quantile: float) -> float:
 
 
 def microbatches_per_step(config: Config, world: int) -> int:
-    """How many pass one pipeline in a step."""
-    p, train = config.parallel, config.train
+    """How many microbatches pass one pipeline in a step."""
+    p = config.parallel
+    train = config.train
     dp = max(1, world // (p.tp * p.cp * p.pp))
     return max(1, train.global_batch // (dp * train.micro_batch))
 
 
 def build_run_setting(config: Config, world: int, choices: PlanChoices) -> RunSetting:
-    c = config.pipeline
+    pipeline = config.pipeline
+    pp = config.parallel.pp
     microbatches = microbatches_per_step(config, world)
-    moments = moments_by_rank(c.schedule, config.parallel.pp, c.vpp, microbatches, c.pair, c.defer)
+    moments = moments_by_rank(pipeline.schedule, pp, pipeline.vpp, microbatches, pipeline.pair, pipeline.defer)
     dispatcher, _ = cheapest_dispatcher(config, choices.node, int(choices.recipe.wide))
-    apart = (c.pair and c.fill) or any(each.separate_wgrad for each in moments)
-    portion = make_rank_portion(config, dispatcher, apart, adds=microbatches > 1)
+    fills_gaps = pipeline.pair and pipeline.fill
+    defers_wgrad = fills_gaps or any(rank.separate_wgrad for rank in moments)
+    portion = make_rank_portion(config, dispatcher, defers_wgrad, accumulates=microbatches > 1)
     return RunSetting(config, world, choices, portion, moments, microbatches)

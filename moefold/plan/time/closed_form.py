@@ -1,15 +1,15 @@
-"""A step's time and memory in closed form, for ranking thousands of layouts; the best are then clocked exactly.
+"""Closed forms of a step's time and memory, for ranking thousands of layouts; the best are then simulated.
 
-A rank works on every microbatch in turn, so a step takes at least as long as the busiest rank does with all of them;
-before and after it stand the other ranks' turns at the first and the last, a chunk each:
+A rank works on one microbatch after the other, so a step takes at least as long as the busiest rank does with all of
+them; before and after come the other ranks' first and last microbatch, a chunk each:
 
     unpaired    m x busiest + (p - 1) / v x mean
-    paired      the same, a rank being busy with what a woven forward and backward take, but for the first and last
+    paired      the same, with the time of a paired forward and backward, except for the first and last
 
-Rank r has p - r microbatches under way, or 2 (p - r - 1) + (v - 1) p + 1 chunks of them where it has several stages,
-and one more where a forward is paired with a backward. Of ranks that hold the same, the first has the most.
+Rank r has p - r live microbatches, or 2 (p - r - 1) + (v - 1) p + 1 live chunks where it has several stages, and one
+more where a forward is paired with a backward. Of ranks that hold the same, the first has the most.
 
-Layers of one kind cost the same, so that a rank is a few kinds of pieces and how many it has of each.
+Layers of one kind cost the same, so a rank is described by a few kinds of pieces and how many it has of each.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 from moefold.config.run import Config
+from moefold.plan.layer.layer_costs import ParameterClass
 from moefold.plan.layer.rank_shapes import make_rank_portion
 from moefold.plan.machine.cluster import Cluster
 from moefold.plan.memory.rank_stages import count_stage, stages_by_rank
@@ -33,28 +35,41 @@ PieceKind = tuple[str, int]
 PieceKindCounts = tuple[tuple[PieceKind, int], ...]  # of pieces, with how many there are
 
 
+class RankGroup(NamedTuple):
+    """Pipeline ranks that hold the same pieces: how many ranks, and the first of them."""
+
+    kinds: PieceKindCounts
+    ranks: int
+    first: int
+
+
 @dataclass(frozen=True)
 class PipelineCut:
-    """A model on its pipeline ranks: for each different rank what it holds, how many are like it, and the first."""
+    """A model cut over its pipeline ranks."""
 
-    ranks: tuple[tuple[PieceKindCounts, int, int], ...]
+    groups: tuple[RankGroup, ...]
 
     @cached_property
     def kinds(self) -> set[PieceKind]:
-        return {kind for kinds, _, _ in self.ranks for kind, _ in kinds}
+        return {kind for group in self.groups for kind, _ in group.kinds}
 
 
 def cut_pipeline(config: Config) -> PipelineCut:
-    held = [Counter(piece for stage in rank.pieces for piece in stage) for rank in stages_by_rank(config)]
-    ranks = [tuple(sorted(each.items())) for each in held]
-    return PipelineCut(tuple((kinds, n, ranks.index(kinds)) for kinds, n in Counter(ranks).items()))
+    by_rank: list[PieceKindCounts] = []
+    for rank in stages_by_rank(config):
+        pieces = Counter(piece for stage in rank.pieces for piece in stage)
+        by_rank.append(tuple(sorted(pieces.items())))
+    groups = [RankGroup(kinds, ranks, by_rank.index(kinds)) for kinds, ranks in Counter(by_rank).items()]
+    return PipelineCut(tuple(groups))
 
 
 def closed_form_setting(config: Config, world: int, choices: PlanChoices) -> RunSetting:
-    """A setting whose program nobody has walked: all that the closed forms need."""
-    c = config.pipeline
-    portion = make_rank_portion(config, config.parallel.dispatcher, c.defer or (c.pair and c.fill))
-    return RunSetting(config, world, choices, portion, [], microbatches_per_step(config, world))
+    """A setting without a simulated program: all that the closed forms need."""
+    pipeline = config.pipeline
+    defers_wgrad = pipeline.defer or (pipeline.pair and pipeline.fill)
+    portion = make_rank_portion(config, config.parallel.dispatcher, defers_wgrad)
+    microbatches = microbatches_per_step(config, world)
+    return RunSetting(config, world, choices, portion, [], microbatches)
 
 
 @dataclass(frozen=True)
@@ -69,121 +84,156 @@ class PiecePrice:
 
 @dataclass(frozen=True)
 class PieceMemory:
-    """What one sequence of a piece keeps for its backward, and needs beside; a second one makes the latter grow. And
-    parameters on a rank: of the dense grid, of the expert grid, and quantised ones."""
+    """Bytes of a piece: kept for one sequence, the workspace of one sequence, and by how much a second one makes it
+    grow. Parameters on a rank: of the dense grid, of the expert grid, and quantised ones."""
 
     kept: float
     workspace: float
-    grows: float
+    workspace_growth: float
     dense: float
     expert: float
     quantized: float
-
-
-def price_piece(pace: StepClock, kind: PieceKind) -> PiecePrice:
-    F, D, W = pace.time_piece(*kind)
-    return PiecePrice(
-        F.compute + D.compute + W.compute, F.travel + D.travel + W.travel, F.compute, D.compute + W.compute
-    )
-
-
-def measure_piece_memory(s: RunSetting, kind: PieceKind) -> PieceMemory:
-    """Everything kept grows with the sequences of a microbatch; what is needed beside has a part that does not."""
-    one, two = (count_stage(s.config.model, (kind,), replace(s.portion, micro_batch=n), s.choices) for n in (1, 2))
-    grids = {"dense": 0.0, "expert": 0.0}
-    for (grid, _), n in one.parameters:
-        grids[grid] += n
-    return PieceMemory(one.kept, one.backward, two.backward - one.backward, quantized=one.quantized, **grids)
-
-
-def sum_over_pieces(
-    field: str, kinds: PieceKindCounts, each: Mapping[PieceKind, PiecePrice] | Mapping[PieceKind, PieceMemory]
-) -> float:
-    return sum(n * getattr(each[kind], field) for kind, n in kinds)
-
-
-def paired_seconds(compute: float, travel: float) -> float:
-    """A forward and a backward of these stages in one slot."""
-    most, least = max(compute, travel), min(compute, travel)
-    return most + OVERLAP_FRICTION * least
 
 
 PiecePrices = Mapping[PieceKind, PiecePrice]
 PieceMemories = Mapping[PieceKind, PieceMemory]
 
 
+def price_piece(clock: StepClock, kind: PieceKind) -> PiecePrice:
+    piece, layer = kind
+    F, D, W = clock.time_piece(piece, layer)
+    return PiecePrice(
+        compute=F.compute + D.compute + W.compute,
+        travel=F.travel + D.travel + W.travel,
+        forward=F.compute,
+        backward=D.compute + W.compute,
+    )
+
+
+def measure_piece_memory(s: RunSetting, kind: PieceKind) -> PieceMemory:
+    """All kept bytes grow with the sequences of a microbatch; workspace has a part that does not."""
+    one_sequence = replace(s.portion, micro_batch=1)
+    two_sequences = replace(s.portion, micro_batch=2)
+    one = count_stage(s.config.model, (kind,), one_sequence, s.choices)
+    two = count_stage(s.config.model, (kind,), two_sequences, s.choices)
+    grids = {"dense": 0.0, "expert": 0.0}
+    for (grid, _), count in one.parameters:
+        grids[grid] += count
+    growth = two.backward - one.backward
+    return PieceMemory(one.kept, one.backward, growth, grids["dense"], grids["expert"], one.quantized)
+
+
+def sum_over_pieces(field: str, kinds: PieceKindCounts, values: PiecePrices | PieceMemories) -> float:
+    return sum(count * getattr(values[kind], field) for kind, count in kinds)
+
+
+def paired_seconds(compute: float, travel: float) -> float:
+    """A forward and a backward of these stages in one slot."""
+    longer = max(compute, travel)
+    hidden = min(compute, travel)
+    return longer + OVERLAP_FRICTION * hidden
+
+
 def estimate_step_seconds(
-    s: RunSetting, cluster: Cluster, cut: PipelineCut, prices: PiecePrices, held: PieceMemories
+    s: RunSetting, cluster: Cluster, cut: PipelineCut, prices: PiecePrices, memories: PieceMemories
 ) -> float:
-    c, p, m = s.config.pipeline, s.config.parallel, s.microbatches
-    lanes = [
-        ((sum_over_pieces("compute", kinds, prices), sum_over_pieces("travel", kinds, prices)), n)
-        for kinds, n, _ in cut.ranks
-    ]
-    busiest = max((paired_seconds(*each) if c.pair else sum(each)) for each, _ in lanes)
-    alone = sum(sum(each) * n for each, n in lanes) / p.pp
-    unpaired = (max(sum(each) for each, _ in lanes) - busiest) / c.vpp  # the first forward, the last backward
-    around = max(estimate_update_seconds(s, cluster, kinds, prices, held) for kinds, _, _ in cut.ranks)
-    return m * busiest + (p.pp - 1) * alone / c.vpp + unpaired + around
+    pipeline = s.config.pipeline
+    pp = s.config.parallel.pp
+    all_ranks = 0.0
+    slowest = busiest = 0.0
+    update = 0.0
+    for kinds, ranks, _ in cut.groups:
+        compute = sum_over_pieces("compute", kinds, prices)
+        travel = sum_over_pieces("travel", kinds, prices)
+        unpaired = compute + travel
+        busy = paired_seconds(compute, travel) if pipeline.pair else unpaired
+        all_ranks += unpaired * ranks
+        slowest = max(slowest, unpaired)
+        busiest = max(busiest, busy)
+        update = max(update, estimate_update_seconds(s, cluster, kinds, prices, memories))
+    mean_rank = all_ranks / pp
+    ends = (slowest - busiest) / pipeline.vpp  # the first forward and the last backward are not paired
+    return s.microbatches * busiest + (pp - 1) * mean_rank / pipeline.vpp + ends + update
 
 
 def estimate_update_seconds(
-    s: RunSetting, cluster: Cluster, kinds: PieceKindCounts, prices: PiecePrices, held: PieceMemories
+    s: RunSetting, cluster: Cluster, kinds: PieceKindCounts, prices: PiecePrices, memories: PieceMemories
 ) -> float:
     """Exchange that no compute hides, and the optimizer."""
-    mine = {
-        ("dense", ()): sum_over_pieces("dense", kinds, held),
-        ("expert", ()): sum_over_pieces("expert", kinds, held),
-    }
-    shown = 0.0
+    dense = sum_over_pieces("dense", kinds, memories)
+    expert = sum_over_pieces("expert", kinds, memories)
+    exposed = 0.0
     if s.choices.sharding != "fsdp":
-        scatter = cluster.exchange(mine, s, STATE_ELEMENT_BYTES[s.config.optim.gradient_reduce])
-        gather = cluster.exchange(mine, s, s.choices.recipe.wide)
-        shown = max(0.0, scatter - sum_over_pieces("backward", kinds, prices)) + max(
-            0.0, gather - sum_over_pieces("forward", kinds, prices)
-        )
-    return (
-        shown
-        + sum(owned_state_share(s, grid) * n for (grid, _), n in mine.items()) * optimizer_bytes(s) / cluster.stream
-    )
+        parameters: dict[ParameterClass, float] = {("dense", ()): dense, ("expert", ()): expert}
+        gradient = STATE_ELEMENT_BYTES[s.config.optim.gradient_reduce]
+        scatter = cluster.exchange_seconds(parameters, s, gradient)
+        gather = cluster.exchange_seconds(parameters, s, s.choices.recipe.wide)
+        backward = sum_over_pieces("backward", kinds, prices)
+        forward = sum_over_pieces("forward", kinds, prices)
+        exposed = max(0.0, scatter - backward) + max(0.0, gather - forward)
+    owned = owned_state_share(s, "dense") * dense + owned_state_share(s, "expert") * expert
+    return exposed + owned * optimizer_bytes(s) / cluster.pointwise_bandwidth
 
 
 def owned_state_share(s: RunSetting, grid: str) -> float:
     """The share of a parameter's state that one rank has."""
     if s.choices.sharding == "none":
         return 1.0
-    return 1 / (s.degrees["edp"] if grid == "expert" else s.degrees["dp"] * s.config.parallel.cp)
+    if grid == "expert":
+        return 1 / s.degrees["edp"]
+    return 1 / (s.degrees["dp"] * s.config.parallel.cp)
 
 
 def max_live_chunks(pp: int, vpp: int, rank: int, microbatches: int, pair: bool) -> int:
-    """Chunks of microbatches that a rank has under way at most."""
-    ahead = pp - rank - 1
-    chunks = 2 * ahead + (vpp - 1) * pp + 1 if vpp > 1 or pair else ahead + 1
-    return min(chunks + pair, microbatches * vpp)
+    """The most chunks of microbatches that are live on a rank."""
+    later_ranks = pp - rank - 1
+    chunks = later_ranks + 1
+    if vpp > 1 or pair:
+        chunks = 2 * later_ranks + (vpp - 1) * pp + 1
+    if pair:
+        chunks += 1
+    return min(chunks, microbatches * vpp)
 
 
-def largest_rank_gib(s: RunSetting, cut: PipelineCut, held: PieceMemories) -> float:
+def largest_rank_gib(s: RunSetting, cut: PipelineCut, memories: PieceMemories) -> float:
     """GiB of the rank that needs most."""
-    return max(estimate_rank_bytes(s, kinds, held, first) for kinds, _, first in cut.ranks) / GIB
+    sizes = [estimate_rank_bytes(s, group.kinds, memories, group.first) for group in cut.groups]
+    return max(sizes) / GIB
 
 
-def estimate_rank_bytes(s: RunSetting, kinds: PieceKindCounts, held: PieceMemories, rank: int) -> float:
-    c, choices, recipe = s.config.pipeline, s.choices, s.choices.recipe
-    live = max_live_chunks(s.config.parallel.pp, c.vpp, rank, s.microbatches, c.pair) / c.vpp
-    more = s.config.train.micro_batch - 1
-    lives = {"L": 1.0 + c.pair}  # the head's microbatch turns round at once
-    size = (more + 1) * sum(n * lives.get(kind[0], live) * held[kind].kept for kind, n in kinds)
-    size += max(held[kind].workspace + more * held[kind].grows for kind, _ in kinds)
-    copies = recipe.copies - (recipe.wide if choices.quantized_weights else 0.0) if recipe.copies else 0.0
-    states = (
-        0.0
-        if choices.states_on_host
-        else MAIN_WEIGHT_BYTES[s.config.optim.main] + 2 * STATE_ELEMENT_BYTES[s.config.optim.moments]
-    )
+def estimate_rank_bytes(s: RunSetting, kinds: PieceKindCounts, memories: PieceMemories, rank: int) -> float:
+    choices = s.choices
+    recipe = choices.recipe
+    size = estimate_activation_bytes(s, kinds, memories, rank)
+    state = 0.0
+    if not choices.states_on_host:
+        optim = s.config.optim
+        state = MAIN_WEIGHT_BYTES[optim.main] + 2 * STATE_ELEMENT_BYTES[optim.moments]
+    weight_and_gradient = recipe.wide + STATE_ELEMENT_BYTES[s.config.optim.gradients]
     for grid in ("dense", "expert"):
         share = owned_state_share(s, grid)
-        weights = (recipe.wide + STATE_ELEMENT_BYTES[s.config.optim.gradients]) * (
-            share if choices.sharding == "fsdp" else 1.0
-        )
-        size += sum_over_pieces(grid, kinds, held) * (weights + states * share)
-    return size + sum_over_pieces("quantized", kinds, held) * copies
+        weight_share = share if choices.sharding == "fsdp" else 1.0
+        parameter = weight_and_gradient * weight_share + state * share
+        size += sum_over_pieces(grid, kinds, memories) * parameter
+    copies = recipe.copies
+    if copies and choices.quantized_weights:
+        copies -= recipe.wide
+    return size + sum_over_pieces("quantized", kinds, memories) * copies
+
+
+def estimate_activation_bytes(s: RunSetting, kinds: PieceKindCounts, memories: PieceMemories, rank: int) -> float:
+    """What live microbatches keep, and the largest workspace. A microbatch on the head turns from forward to backward
+    at once."""
+    pipeline = s.config.pipeline
+    sequences = s.config.train.micro_batch
+    chunks = max_live_chunks(s.config.parallel.pp, pipeline.vpp, rank, s.microbatches, pipeline.pair)
+    live = chunks / pipeline.vpp
+    live_on_head = 2.0 if pipeline.pair else 1.0
+    kept = 0.0
+    workspace = 0.0
+    for kind, count in kinds:
+        memory = memories[kind]
+        live_pieces = count * (live_on_head if kind[0] == "L" else live)
+        kept += live_pieces * memory.kept
+        workspace = max(workspace, memory.workspace + (sequences - 1) * memory.workspace_growth)
+    return sequences * kept + workspace

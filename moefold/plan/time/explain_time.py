@@ -1,4 +1,4 @@
-"""The arithmetic behind a step's time, line by line, as a person would do it."""
+"""The arithmetic of a step's time, line by line, as a person would do it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from moefold.anatomy.step_specs import sliding_window_of
 from moefold.plan.layer import pointwise
-from moefold.plan.layer.layer_costs import StepCount, count_piece
+from moefold.plan.layer.layer_costs import Gemm, StepCount, count_piece
 from moefold.plan.layer.rank_shapes import RankShapes
 from moefold.plan.machine.gpu import Gpu
 from moefold.plan.memory.explain_memory import piece_name
@@ -19,62 +19,84 @@ OP_TIME_PARTS = ("products", "attention", "passes", "host", "joined", "memory", 
 
 
 def explain_time(setting: RunSetting, gpu: Gpu) -> list[str]:
-    """How the seconds of a step come about: each kind of piece once, then the pipeline and what stands around it."""
-    pace, step = StepClock(setting, gpu), time_training_step(setting, gpu)
-    kinds = dict.fromkeys(kind for rank in stages_by_rank(setting.config) for stage in rank.pieces for kind in stage)
+    """How the seconds of a step come about: each kind of piece once, then the pipeline and what runs around it."""
+    clock = StepClock(setting, gpu)
+    step = time_training_step(setting, gpu)
+    kinds: dict[tuple[str, int], None] = {}
+    for rank in stages_by_rank(setting.config):
+        for pieces in rank.pieces:
+            kinds.update(dict.fromkeys(pieces))
     lines = [describe_gpu_rates(gpu, setting)]
-    for kind in kinds:
-        lines += [f"{piece_name(*kind)}: milliseconds of one microbatch on one rank, by step and pass"]
-        lines += piece_time_lines(pace, kind)
-    return [*lines, *whole_step_lines(setting, step)]
+    for piece, layer in kinds:
+        lines.append(f"{piece_name(piece, layer)}: milliseconds of one microbatch on one rank, by step and pass")
+        lines += piece_time_lines(clock, piece, layer)
+    lines += whole_step_lines(setting, step)
+    return lines
 
 
 def describe_gpu_rates(gpu: Gpu, s: RunSetting) -> str:
-    k, precision = gpu.kernels, s.choices.precision
+    kernels = gpu.kernels
+    precision = s.choices.precision
+    achieved = gpu.achieved_rate(precision) / 1e12
+    peak = gpu.peak_flops(precision) / 1e12
     return (
-        f"{gpu.name} ({gpu.origin}): products in {precision} tend to {gpu.achieved_rate(precision) / 1e12:,.0f} of "
-        f"{gpu.peak_flops(precision) / 1e12:,.0f} TFLOP/s, grouped ones to {k.grouped:.0%} of that, and blend with "
-        f"{gpu.hbm / 1e12:.2f} TB/s by power {k.blend:g}; passes reach {k.stream:.0%} of it; "
+        f"{gpu.name} ({gpu.origin}): products in {precision} tend to {achieved:,.0f} of "
+        f"{peak:,.0f} TFLOP/s, grouped ones to {kernels.grouped:.0%} of that, and blend with "
+        f"{gpu.hbm / 1e12:.2f} TB/s by power {kernels.blend:g}; passes reach {kernels.stream:.0%} of it; "
         f"a launch takes {gpu.host.launch * 1e6:.1f} us"
     )
 
 
-def piece_time_lines(pace: StepClock, kind: tuple[str, int]) -> Iterator[str]:
-    s = pace.setting
+def piece_time_lines(clock: StepClock, piece: str, layer: int) -> Iterator[str]:
+    s = clock.setting
     model = s.config.model
-    sizes = RankShapes(model, s.portion, s.choices, sliding_window_of(model, kind[1]))
-    counts = {step.name: step for step in count_piece(model, *kind, s.portion, s.choices).steps}
-    for name, passes in pace.steps(*kind).items():
-        yield from step_time_lines(counts[name], sizes, passes)
+    shapes = RankShapes(model, s.portion, s.choices, sliding_window_of(model, layer))
+    count = count_piece(model, piece, layer, s.portion, s.choices)
+    seconds = clock.time_steps(piece, layer)
+    for step in count.steps:
+        yield from step_time_lines(step, shapes, seconds[step.name])
 
 
 def step_time_lines(step: StepCount, s: RankShapes, passes: PassSeconds) -> Iterator[str]:
     for kind, seconds in zip("FDW", passes, strict=True):
-        if seconds.all:
-            yield f"  {step.name:<10} {kind} {seconds.all * 1e3:9.3f}   {format_op_seconds(seconds)}"
-    for g in step.gemms:
-        many = f"{g.groups:g} x " if g.groups > 1 else ""
-        shape = f"{many}({g.rows:,.0f} x {g.k:,.0f} by {g.n:,.0f})" + (f" x {g.times}" if g.times > 1 else "")
-        yield f"    {g.name}: {shape} = {g.flops / 1e12:.3f} TFLOP forward"
+        if seconds.total:
+            yield f"  {step.name:<10} {kind} {seconds.total * 1e3:9.3f}   {format_op_seconds(seconds)}"
+    for gemm in step.gemms:
+        yield f"    {gemm.name}: {gemm_shape(gemm)} = {gemm.flops / 1e12:.3f} TFLOP forward"
     launched, looped = pointwise.count_launches(step.name, step.gemms, s)
-    moved = pointwise.pointwise_bytes(step.name, s) + pointwise.quantization_bytes(step.gemms, s)
+    moved = pointwise.pointwise_bytes(step.name, s) + pointwise.input_quantization_bytes(step.gemms, s)
     yield f"    {moved / 1e9:.3f} GB of pointwise passes, {launched + looped:g} launches forward"
 
 
+def gemm_shape(gemm: Gemm) -> str:
+    """8 x (512 x 2,048 by 1,024)"""
+    shape = f"({gemm.rows:,.0f} x {gemm.k:,.0f} by {gemm.n:,.0f})"
+    if gemm.groups > 1:
+        shape = f"{gemm.groups:g} x {shape}"
+    if gemm.times > 1:
+        shape = f"{shape} x {gemm.times}"
+    return shape
+
+
 def format_op_seconds(seconds: OpSeconds) -> str:
-    parts = {name: getattr(seconds, name) for name in OP_TIME_PARTS}
-    return " + ".join(f"{name} {value * 1e3:.3f}" for name, value in parts.items() if value > 0)
+    parts: list[str] = []
+    for name in OP_TIME_PARTS:
+        value = getattr(seconds, name)
+        if value > 0:
+            parts.append(f"{name} {value * 1e3:.3f}")
+    return " + ".join(parts)
 
 
 def whole_step_lines(s: RunSetting, step: StepTime) -> Iterator[str]:
-    p, c, batch = s.config.parallel, s.config.pipeline, s.config.train.global_batch * s.config.data.seq_len
-    hides = f"; of travel that a paired slot hides, {OVERLAP_FRICTION:.0%} still slows it" if c.pair else ""
-    yield (
-        f"pipeline: {step.pipeline_time.seconds:.4f} s for {s.microbatches} microbatches over {p.pp} ranks x {c.vpp} stages, "
-        f"clocked by the program of {c.schedule}{', paired' if c.pair else ''}{hides}"
-    )
+    pipeline = s.config.pipeline
+    shape = f"{s.microbatches} microbatches over {s.config.parallel.pp} ranks x {pipeline.vpp} stages"
+    program = f"clocked by the program of {pipeline.schedule}"
+    if pipeline.pair:
+        program += f", paired; of travel that a paired slot hides, {OVERLAP_FRICTION:.0%} still slows it"
+    yield f"pipeline: {step.pipeline_time.seconds:.4f} s for {shape}, {program}"
     replicas = f"dp {s.degrees['dp']} and edp {s.degrees['edp']}"
     yield f"exchange of gradients and weights over {replicas} that no compute hides: {step.exchange:.4f} s"
     yield f"optimizer: {step.optimizer:.4f} s"
+    batch = s.config.train.global_batch * s.config.data.seq_len
     rate = batch / step.seconds / s.world
     yield f"step: {step.seconds:.4f} s for {batch:,} tokens on {s.world:,} GPUs = {rate:,.0f} tokens/s a GPU"

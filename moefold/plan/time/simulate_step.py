@@ -1,8 +1,8 @@
-"""A training step on the clock: the costs of every stage go through the pipeline's own program.
+"""Time of a training step by simulation: the costs of every stage go through the pipeline's own program.
 
-The program is the one the executor would run and `schedule.simulate` clocks it, so that bubbles, uneven stages and
-paired slots come out as they would. Around the pipeline stand the exchange of gradients, hidden behind the last
-microbatch's backward as far as it goes, the optimizer, and the return of weights, hidden behind the first forward.
+The program is the one the executor would run and `schedule/simulate_program.py` clocks it, so that bubbles, uneven
+stages and paired slots are included. Around the pipeline come the reduction of gradients, hidden behind the last
+microbatch's backward as far as it goes, the optimizer, and the gather of weights, hidden behind the first forward.
 
 A pipeline that is full repeats itself: beyond a few times pp microbatches, each further pp of them take as long as the
 last pp did.
@@ -21,11 +21,11 @@ from moefold.plan.memory.peak_memory import STATE_ELEMENT_BYTES, RunSetting
 from moefold.plan.memory.rank_stages import StagePieces, count_stage, stages_by_rank
 from moefold.plan.memory.resident import MAIN_WEIGHT_BYTES
 from moefold.plan.time.step_times import PassSeconds, StepClock, sum_pass_seconds
+from moefold.schedule.program import OP_KINDS
 from moefold.schedule.simulate_program import Timeline, simulate_program
 from moefold.schedule.stage_costs import StageCosts
 
 OVERLAP_FRICTION = 0.45  # of hidden travel: its kernels take a part of the device, and slots do not fit perfectly
-OP_KINDS = ("F", "D", "W")
 
 
 @dataclass(frozen=True)
@@ -40,30 +40,35 @@ class StepTime:
     costs: StageCosts
 
 
-def pipeline_costs(pace: StepClock, passes: list[PassSeconds]) -> StageCosts:
-    s = pace.setting
-    cargo = s.choices.recipe.wide * s.config.model.hidden * s.portion.tokens
-    nothing = [0.0] * len(passes)
-    return StageCosts(
-        {kind: [getattr(each, kind).compute for each in passes] for kind in OP_KINDS},
-        {kind: [getattr(each, kind).travel for each in passes] for kind in OP_KINDS},
-        pace.cluster.neighbour_seconds(cargo, s.world) if s.config.parallel.pp > 1 else 0.0,
-        nothing,
-        nothing,
-        OVERLAP_FRICTION,
-    )
+def pipeline_costs(clock: StepClock, passes: list[PassSeconds]) -> StageCosts:
+    """Costs of each stage, in the order of the stages."""
+    s = clock.setting
+    zeros = [0.0] * len(passes)
+    compute: dict[str, list[float]] = {}
+    travel: dict[str, list[float]] = {}
+    for kind in OP_KINDS:
+        ops = [getattr(seconds, kind) for seconds in passes]
+        compute[kind] = [op.compute for op in ops]
+        travel[kind] = [op.travel for op in ops]
+    send = 0.0
+    if s.config.parallel.pp > 1:
+        message = s.choices.recipe.wide * s.config.model.hidden * s.portion.tokens
+        send = clock.cluster.neighbour_seconds(message, s.world)
+    return StageCosts(compute, travel, send, zeros, zeros, OVERLAP_FRICTION)
 
 
 def simulated_microbatches(microbatches: int, pp: int) -> int:
-    """How many microbatches show all that happens; what is left over by groups of pp stays the same."""
+    """How many microbatches show the whole pattern; the remainder over groups of pp stays the same."""
     few = 4 * pp
-    return microbatches if microbatches <= few + pp else few + microbatches % pp
+    if microbatches <= few + pp:
+        return microbatches
+    return few + microbatches % pp
 
 
 @dataclass(frozen=True)
 class PipelineTime:
     """The pipeline of a step: its seconds, those of travel that no compute hid on an average rank, and the timeline of
-    `shown` microbatches."""
+    `shown_microbatches`."""
 
     seconds: float
     exposed: float
@@ -72,86 +77,106 @@ class PipelineTime:
 
 
 def time_pipeline(setting: RunSetting, costs: StageCosts) -> PipelineTime:
-    pp, every = setting.config.parallel.pp, setting.microbatches
-    shown = simulated_microbatches(every, pp)
-    timeline = simulate_program(pipeline_program(setting.config, shown), costs)
-    found = PipelineTime(timeline.makespan, mean(timeline.exposed), timeline, shown)
-    if shown == every:
-        return found
-    before = simulate_program(pipeline_program(setting.config, shown - pp), costs)
-    more = (every - shown) / pp
-    return PipelineTime(
-        found.seconds + more * (found.seconds - before.makespan),
-        found.exposed + more * (found.exposed - mean(before.exposed)),
-        timeline,
-        shown,
-    )
+    pp = setting.config.parallel.pp
+    shown = simulated_microbatches(setting.microbatches, pp)
+    program = pipeline_program(setting.config, shown)
+    timeline = simulate_program(program, costs)
+    seconds = timeline.makespan
+    exposed = mean(timeline.exposed)
+    if shown < setting.microbatches:
+        # Extrapolate by what the last pp of the simulated microbatches took.
+        shorter_program = pipeline_program(setting.config, shown - pp)
+        shorter = simulate_program(shorter_program, costs)
+        groups = (setting.microbatches - shown) / pp
+        seconds += groups * (seconds - shorter.makespan)
+        exposed += groups * (exposed - mean(shorter.exposed))
+    return PipelineTime(seconds, exposed, timeline, shown)
 
 
 def time_training_step(setting: RunSetting, gpu: Gpu) -> StepTime:
-    pace, config = StepClock(setting, gpu), setting.config
-    ranks = stages_by_rank(config)
-    by_rank = [[pace.stage(pieces) for pieces in rank.pieces] for rank in ranks]
-    by_stage = {
-        n: each for rank, mine in zip(ranks, by_rank, strict=True) for n, each in zip(rank.numbers, mine, strict=True)
-    }
-    costs = pipeline_costs(pace, [by_stage[number] for number in range(len(by_stage))])
-    clocked = time_pipeline(setting, costs)
-    around = [
-        exposed_update_seconds(pace, rank.pieces, sum_pass_seconds(mine))
-        for rank, mine in zip(ranks, by_rank, strict=True)
-    ]
-    exchange, optimizer = (max(each) for each in zip(*around, strict=True))
-    walls = mean_time_walls(setting, [sum_pass_seconds(mine) for mine in by_rank], clocked)
+    clock = StepClock(setting, gpu)
+    by_stage: dict[int, PassSeconds] = {}
+    by_rank: list[PassSeconds] = []
+    updates: list[tuple[float, float]] = []
+    for rank in stages_by_rank(setting.config):
+        seconds = [clock.time_stage(pieces) for pieces in rank.pieces]
+        by_stage.update(zip(rank.numbers, seconds, strict=True))
+        of_rank = sum_pass_seconds(seconds)
+        by_rank.append(of_rank)
+        updates.append(exposed_update_seconds(clock, rank.pieces, of_rank))
+
+    costs = pipeline_costs(clock, [by_stage[number] for number in range(len(by_stage))])
+    pipeline_time = time_pipeline(setting, costs)
+    exchange = max(exchange for exchange, _ in updates)
+    optimizer = max(optimizer for _, optimizer in updates)
+    walls = mean_time_walls(setting, by_rank, pipeline_time)
     walls["communication"] += exchange
     walls["memory"] += optimizer
-    return StepTime(clocked.seconds + exchange + optimizer, clocked, exchange, optimizer, walls, costs)
+    seconds = pipeline_time.seconds + exchange + optimizer
+    return StepTime(seconds, pipeline_time, exchange, optimizer, walls, costs)
 
 
-def exposed_update_seconds(pace: StepClock, pieces: tuple[StagePieces, ...], mine: PassSeconds) -> tuple[float, float]:
+def exposed_update_seconds(
+    clock: StepClock, stages: tuple[StagePieces, ...], passes: PassSeconds
+) -> tuple[float, float]:
     """On one rank: seconds of exchange that no compute hides, and of the optimizer."""
-    s = pace.setting
+    s = clock.setting
     parameters: Counter[ParameterClass] = Counter()
-    for each in pieces:
-        parameters.update(dict(count_stage(s.config.model, each, s.portion, s.choices).parameters))
-    shown = 0.0
-    if s.choices.sharding != "fsdp":  # whose weights and gradients travel with every microbatch
-        scatter = pace.cluster.exchange(parameters, s, STATE_ELEMENT_BYTES[s.config.optim.gradient_reduce])
-        gather = pace.cluster.exchange(parameters, s, s.choices.recipe.wide)
-        shown = max(0.0, scatter - mine.D.compute - mine.W.compute) + max(0.0, gather - mine.F.compute)
-    return shown, optimizer_seconds(pace, parameters)
+    for pieces in stages:
+        stage = count_stage(s.config.model, pieces, s.portion, s.choices)
+        parameters.update(dict(stage.parameters))
+    exposed = 0.0
+    if s.choices.sharding != "fsdp":  # FSDP exchanges weights and gradients with every microbatch
+        gradient = STATE_ELEMENT_BYTES[s.config.optim.gradient_reduce]
+        scatter = clock.cluster.exchange_seconds(parameters, s, gradient)
+        gather = clock.cluster.exchange_seconds(parameters, s, s.choices.recipe.wide)
+        exposed_scatter = max(0.0, scatter - passes.D.compute - passes.W.compute)
+        exposed_gather = max(0.0, gather - passes.F.compute)
+        exposed = exposed_scatter + exposed_gather
+    return exposed, optimizer_seconds(clock, parameters)
 
 
-def optimizer_seconds(pace: StepClock, parameters: Counter[ParameterClass]) -> float:
+def optimizer_seconds(clock: StepClock, parameters: Counter[ParameterClass]) -> float:
     """Of the parameters whose state this rank owns."""
-    s = pace.setting
-    cut = {"dense": s.degrees["dp"] * s.config.parallel.cp, "expert": s.degrees["edp"]}
-    owned = sum(n / (cut[grid] if s.choices.sharding != "none" else 1) for (grid, _), n in parameters.items())
-    seconds = owned * optimizer_bytes(s) / pace.stream
-    on_host = owned * (optimizer_bytes(s) - s.choices.recipe.wide) / pace.gpu.host_link
-    return max(seconds, on_host) if s.choices.states_on_host else seconds
+    s = clock.setting
+    shards = {"dense": 1, "expert": 1}
+    if s.choices.sharding != "none":
+        shards = {"dense": s.degrees["dp"] * s.config.parallel.cp, "expert": s.degrees["edp"]}
+    owned = sum(count / shards[grid] for (grid, _), count in parameters.items())
+    seconds = owned * optimizer_bytes(s) / clock.pointwise_bandwidth
+    if not s.choices.states_on_host:
+        return seconds
+    copied = owned * (optimizer_bytes(s) - s.choices.recipe.wide)
+    return max(seconds, copied / clock.gpu.host_link)
 
 
 def optimizer_bytes(s: RunSetting) -> float:
     """Of a parameter: its gradient is read, main weight and moments are read and written, the weight is written."""
     optim = s.config.optim
-    state = 2 * MAIN_WEIGHT_BYTES[optim.main] + 2 * 2 * STATE_ELEMENT_BYTES[optim.moments]
-    return STATE_ELEMENT_BYTES[optim.gradients] + state + s.choices.recipe.wide
+    gradient = STATE_ELEMENT_BYTES[optim.gradients]
+    moments = 2 * STATE_ELEMENT_BYTES[optim.moments]
+    state = 2 * MAIN_WEIGHT_BYTES[optim.main] + 2 * moments
+    return gradient + state + s.choices.recipe.wide
 
 
-def mean_time_walls(s: RunSetting, ranks: list[PassSeconds], clocked: PipelineTime) -> dict[str, float]:
+def mean_time_walls(s: RunSetting, ranks: list[PassSeconds], pipeline_time: PipelineTime) -> dict[str, float]:
     """Where the pipeline's time goes, on the average over ranks: arithmetic at the peak, what the three walls cost
     (memory, communication, compute efficiency with the host's share of it apart), and waiting for other ranks."""
 
     def mean_seconds(field: str) -> float:
-        return s.microbatches * mean(sum(getattr(getattr(rank, kind), field) for kind in OP_KINDS) for rank in ranks)
+        by_rank: list[float] = []
+        for passes in ranks:
+            by_rank.append(sum(getattr(op, field) for op in passes))
+        return s.microbatches * mean(by_rank)
 
     ideal = mean_seconds("ideal")
+    kernels = mean_seconds("products") + mean_seconds("attention") + mean_seconds("passes")
     walls = {
         "arithmetic": ideal,
-        "compute": mean_seconds("products") + mean_seconds("attention") + mean_seconds("passes") - ideal,
+        "compute": kernels - ideal,
         "host": mean_seconds("host"),
         "memory": mean_seconds("memory"),
-        "communication": mean_seconds("joined") + clocked.exposed,
+        "communication": mean_seconds("joined") + pipeline_time.exposed,
     }
-    return {**walls, "bubble": clocked.seconds - sum(walls.values())}
+    walls["bubble"] = pipeline_time.seconds - sum(walls.values())
+    return walls

@@ -1,11 +1,11 @@
-"""How long one microbatch takes in each step of the model on one rank: forward, data gradient, weight gradient.
+"""Seconds of one microbatch in each step of the model on one rank: forward, data gradient, weight gradient.
 
-    products, attention   arithmetic on a soft roofline: the FLOPs and bytes that `plan/layer/layer_costs.py` has
+    products, attention   arithmetic on a soft roofline: the FLOPs and bytes of `plan/layer/layer_costs.py`
     passes                pointwise work, by the memory's bandwidth
-    host                  launches beyond what the device is busy with; none where a graph replays the step
-    joined                collectives of tensor and context parallelism, which stand in the way of the next kernel
+    host                  launches that the device waits for; none where a graph replays the step
+    joined                collectives of tensor and context parallelism, which delay the next kernel
     memory                forwards that recompute repeats, and copies to the host that compute does not hide
-    travel                experts' rows between ranks: the lane that weaving hides
+    travel                experts' rows between ranks: the lane that paired microbatches hide
 
 A piece of a layout (E, t, m, L) costs the sum of its steps, a stage the sum of its pieces.
 """
@@ -13,9 +13,8 @@ A piece of a layout (E, t, m, L) costs the sum of its steps, a stage the sum of 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cached_property
-from operator import add
 from typing import NamedTuple
 
 from moefold.anatomy.step_specs import sliding_window_of
@@ -30,10 +29,11 @@ from moefold.plan.memory.peak_memory import STATE_ELEMENT_BYTES, RunSetting
 from moefold.plan.memory.rank_stages import StagePieces
 
 BACKWARD_LAUNCH_RATIO = 1.5  # launches of a backward, over those of a forward; autograd launches from C++
-HOPPER_BACKWARD_EFFICIENCY = (
-    0.86,
-    200.0,
-)  # of our attention's backward, as `plan/machine/gpu.py` has them: by `moefold bench attention`
+BACKWARD_ATTENTION_RATIO = 2.5  # FLOPs of attention's backward, over those of its forward: five GEMMs instead of two
+ADDED_GRADIENT_BYTES = 8  # a weight gradient is added to an fp32 sum, which is read and written
+HOPPER_BACKWARD_SHARE = 0.86  # of moefold's attention backward, as `plan/machine/gpu.py` has it for others
+HOPPER_BACKWARD_HALF = 200.0  # both by `moefold bench attention`
+NORMED_STEPS = ("attend", "route", "mlp")
 
 
 class OpSeconds(NamedTuple):
@@ -54,11 +54,11 @@ class OpSeconds(NamedTuple):
 
     @property
     def compute(self) -> float:
-        """What keeps the compute lane."""
+        """Seconds of the compute lane."""
         return self.device + self.host + self.joined + self.memory
 
     @property
-    def all(self) -> float:
+    def total(self) -> float:
         return self.compute + self.travel
 
 
@@ -70,176 +70,247 @@ class PassSeconds(NamedTuple):
     W: OpSeconds = OpSeconds()
 
 
-def add_pass_seconds(a: PassSeconds, b: PassSeconds) -> PassSeconds:
-    return PassSeconds(*(OpSeconds(*map(add, x, y)) for x, y in zip(a, b, strict=True)))
+def add_op_seconds(first: OpSeconds, second: OpSeconds) -> OpSeconds:
+    sums = [a + b for a, b in zip(first, second, strict=True)]
+    return OpSeconds(*sums)
 
 
-def sum_pass_seconds(passes: list[PassSeconds]) -> PassSeconds:
-    found = PassSeconds()
-    for each in passes:
-        found = add_pass_seconds(found, each)
-    return found
+def add_pass_seconds(first: PassSeconds, second: PassSeconds) -> PassSeconds:
+    return PassSeconds(*map(add_op_seconds, first, second))
+
+
+def sum_pass_seconds(passes: Iterable[PassSeconds]) -> PassSeconds:
+    total = PassSeconds()
+    for seconds in passes:
+        total = add_pass_seconds(total, seconds)
+    return total
 
 
 class StepClock:
-    """How fast a rank of this setting works on this GPU. Pieces and stages are priced once."""
+    """Times the steps of a rank of this setting on this GPU. Pieces and stages are timed once."""
 
     def __init__(self, setting: RunSetting, gpu: Gpu):
-        self.setting, self.gpu = setting, gpu
-        self.pieces: dict[tuple[str, int], PassSeconds] = {}
-        self.stages: dict[StagePieces, PassSeconds] = {}
+        self.setting = setting
+        self.gpu = gpu
+        self.piece_seconds: dict[tuple[str, int], PassSeconds] = {}
+        self.stage_seconds: dict[StagePieces, PassSeconds] = {}
 
     @cached_property
     def cluster(self) -> Cluster:
         return Cluster(self.gpu, self.setting.world)
 
     @cached_property
-    def stream(self) -> float:
-        return self.cluster.stream
+    def pointwise_bandwidth(self) -> float:
+        return self.cluster.pointwise_bandwidth
 
     @cached_property
-    def travel(self) -> float:
-        """Seconds of one way to experts, or back."""
-        s = self.setting
-        return self.cluster.dispatch(s.config, s.choices)
+    def one_way_seconds(self) -> float:
+        """Seconds of experts' rows one way."""
+        return self.cluster.dispatch_seconds(self.setting.config, self.setting.choices)
 
-    def stage(self, pieces: StagePieces) -> PassSeconds:
-        if pieces not in self.stages:
-            self.stages[pieces] = sum_pass_seconds([self.time_piece(*each) for each in pieces])
-        return self.stages[pieces]
+    def time_stage(self, pieces: StagePieces) -> PassSeconds:
+        if pieces not in self.stage_seconds:
+            seconds = [self.time_piece(piece, layer) for piece, layer in pieces]
+            self.stage_seconds[pieces] = sum_pass_seconds(seconds)
+        return self.stage_seconds[pieces]
 
     def time_piece(self, piece: str, layer: int) -> PassSeconds:
-        if (piece, layer) not in self.pieces:
-            self.pieces[piece, layer] = self.add_fsdp_exchange(
-                piece, layer, sum_pass_seconds(list(self.steps(piece, layer).values()))
-            )
-        return self.pieces[piece, layer]
+        key = (piece, layer)
+        if key not in self.piece_seconds:
+            steps = self.time_steps(piece, layer)
+            seconds = sum_pass_seconds(steps.values())
+            self.piece_seconds[key] = self.add_fsdp_exchange(piece, layer, seconds)
+        return self.piece_seconds[key]
 
-    def steps(self, piece: str, layer: int) -> dict[str, PassSeconds]:
+    def time_steps(self, piece: str, layer: int) -> dict[str, PassSeconds]:
         """Every step of a piece by its name."""
         s = self.setting
         model = s.config.model
-        sizes = RankShapes(model, s.portion, s.choices, sliding_window_of(model, layer))
-        counts = count_piece(model, piece, layer, s.portion, s.choices)
-        return {step.name: self.step(step, sizes) for step in counts.steps}
+        shapes = RankShapes(model, s.portion, s.choices, sliding_window_of(model, layer))
+        count = count_piece(model, piece, layer, s.portion, s.choices)
+        return {step.name: self.time_step(step, shapes) for step in count.steps}
 
-    def step(self, step: StepCount, s: RankShapes) -> PassSeconds:
-        forward = self.forward(step, s)
-        data, weight = self.backward(step, s)
-        return PassSeconds(forward, data._replace(memory=self.recompute_seconds(step, s, forward)), weight)
+    def time_step(self, step: StepCount, s: RankShapes) -> PassSeconds:
+        forward = self.time_forward(step, s)
+        data_gradient, weight_gradient = self.time_backward(step, s)
+        restoring = self.restore_seconds(step, s, forward)
+        data_gradient = data_gradient._replace(memory=restoring)
+        return PassSeconds(forward, data_gradient, weight_gradient)
 
-    def forward(self, step: StepCount, s: RankShapes) -> OpSeconds:
-        k, (launches, looped) = self.gpu.kernels, pointwise.count_launches(step.name, step.gemms, s)
-        products = sum(self.product(g, g.rows * g.k + g.n * g.k, 2 * g.rows * g.n) * g.times for g in step.gemms)
-        attention = self.attention(step, s, step.attention, k.attention_forward, k.forward_half)
-        passes = (
-            pointwise.pointwise_bytes(step.name, s) + pointwise.quantization_bytes(step.gemms, s)
-        ) / self.stream + launches * k.start
+    def time_forward(self, step: StepCount, s: RankShapes) -> OpSeconds:
+        kernels = self.gpu.kernels
+        launches, looped = pointwise.count_launches(step.name, step.gemms, s)
+        products = self.forward_gemm_seconds(step.gemms)
+        attention = self.attention_seconds(step, s, step.attention, kernels.attention_forward, kernels.forward_half)
+        moved = pointwise.pointwise_bytes(step.name, s) + pointwise.input_quantization_bytes(step.gemms, s)
+        passes = moved / self.pointwise_bandwidth + launches * kernels.start
         device = products + attention + passes
         return OpSeconds(
-            self.ideal(step),
-            products,
-            attention,
-            passes,
-            self.host(step, device, launches + looped) + self.waits(step),
-            self.joined(step, "forward", attention),
-            0.0,
-            self.travel if step.spec.lane == "comm" else 0.0,
+            ideal=self.ideal_seconds(step),
+            products=products,
+            attention=attention,
+            passes=passes,
+            host=self.launch_wait_seconds(step, device, launches + looped) + self.sync_seconds(step),
+            joined=self.collective_seconds(step, "forward", attention),
+            travel=self.travel_seconds(step),
         )
 
-    def backward(self, step: StepCount, s: RankShapes) -> tuple[OpSeconds, OpSeconds]:
-        """Data gradient and weight gradient. The weight gradient is added to fp32 sums: 8 bytes an element."""
-        k, (launches, looped) = self.gpu.kernels, pointwise.count_launches(step.name, step.gemms, s)
-        products = sum(self.product(g, g.rows * g.n + g.n * g.k, 2 * g.rows * g.k) * g.times for g in step.gemms)
-        ours = s.choices.stack == "moefold" and writes_score_gradients(s)
-        share, half = HOPPER_BACKWARD_EFFICIENCY if ours else (k.attention_backward, k.backward_half)
-        attention = self.attention(step, s, 2.5 * step.attention, share, half)
-        moved = 2 * pointwise.pointwise_bytes(step.name, s) + pointwise.quantization_bytes(step.gemms, s, outputs=True)
-        passes = moved / self.stream + BACKWARD_LAUNCH_RATIO * launches * k.start
-        weights = sum(self.product(g, g.rows * (g.n + g.k), 8 * g.n * g.k) * g.times for g in step.gemms)
-        ideal = self.ideal(step)
-        of_weights = (
-            ideal * sum(g.flops for g in step.gemms) / max(1.0, sum(g.flops for g in step.gemms) + step.attention)
-        )
+    def time_backward(self, step: StepCount, s: RankShapes) -> tuple[OpSeconds, OpSeconds]:
+        """Data gradient and weight gradient."""
+        kernels = self.gpu.kernels
+        launches, looped = pointwise.count_launches(step.name, step.gemms, s)
+        products = sum(self.data_gradient_seconds(gemm) for gemm in step.gemms)
+        weights = sum(self.weight_gradient_seconds(gemm) for gemm in step.gemms)
+        share, half = self.backward_efficiency(s)
+        attention_flops = BACKWARD_ATTENTION_RATIO * step.attention
+        attention = self.attention_seconds(step, s, attention_flops, share, half)
+        quantized = pointwise.gradient_quantization_bytes(step.gemms, s)
+        moved = 2 * pointwise.pointwise_bytes(step.name, s) + quantized
+        passes = moved / self.pointwise_bandwidth + BACKWARD_LAUNCH_RATIO * launches * kernels.start
         device = products + attention + passes
-        data = OpSeconds(
-            2 * ideal - of_weights,
-            products,
-            attention,
-            passes,
-            self.host(step, device + weights, BACKWARD_LAUNCH_RATIO * (launches + looped)),
-            self.joined(step, "backward", attention),
-            0.0,
-            self.travel if step.spec.lane == "comm" else 0.0,
+
+        # The ideal time of a backward is twice the forward's; the weights' part is that of the GEMMs.
+        ideal = self.ideal_seconds(step)
+        gemm_flops = sum(gemm.flops for gemm in step.gemms)
+        weights_ideal = ideal * gemm_flops / max(1.0, gemm_flops + step.attention)
+        backward_launches = BACKWARD_LAUNCH_RATIO * (launches + looped)
+        data_gradient = OpSeconds(
+            ideal=2 * ideal - weights_ideal,
+            products=products,
+            attention=attention,
+            passes=passes,
+            host=self.launch_wait_seconds(step, device + weights, backward_launches),
+            joined=self.collective_seconds(step, "backward", attention),
+            travel=self.travel_seconds(step),
         )
-        return data, OpSeconds(of_weights, weights)
+        return data_gradient, OpSeconds(ideal=weights_ideal, products=weights)
 
-    def product(self, g: Gemm, read: float, written: float) -> float:
-        """Seconds of `groups` products, each reading so many elements of operands and writing so many bytes."""
-        k, choices = self.gpu.kernels, self.setting.choices
-        low = g.kind in pointwise.LOW_PRECISION_GEMMS
-        rate = self.gpu.achieved_rate(choices.precision if low else "bf16")
-        rows = g.rows
-        if g.groups > 1:
-            rate, rows = rate * k.grouped, g.rows + EXPERT_TILE_ROWS / 2
-        element = choices.recipe.linear if low else choices.recipe.wide
-        seconds = 2 * rows * g.n * g.k * g.groups / rate
-        moving = (read * element + written) * g.groups / self.gpu.hbm
-        return roofline_seconds(seconds, moving, k.blend)
+    def backward_efficiency(self, s: RankShapes) -> tuple[float, float]:
+        """Attention's backward: its share of the peak, and the length at which it reaches half of it."""
+        if s.choices.stack == "moefold" and writes_score_gradients(s):
+            return HOPPER_BACKWARD_SHARE, HOPPER_BACKWARD_HALF
+        kernels = self.gpu.kernels
+        return kernels.attention_backward, kernels.backward_half
 
-    def attention(self, step: StepCount, s: RankShapes, flops: float, share: float, half: float) -> float:
+    def forward_gemm_seconds(self, gemms: Iterable[Gemm]) -> float:
+        seconds = 0.0
+        for gemm in gemms:
+            read = gemm.rows * gemm.k + gemm.n * gemm.k
+            seconds += self.gemm_seconds(gemm, read, 2 * gemm.rows * gemm.n) * gemm.times
+        return seconds
+
+    def data_gradient_seconds(self, gemm: Gemm) -> float:
+        read = gemm.rows * gemm.n + gemm.n * gemm.k
+        return self.gemm_seconds(gemm, read, 2 * gemm.rows * gemm.k) * gemm.times
+
+    def weight_gradient_seconds(self, gemm: Gemm) -> float:
+        read = gemm.rows * (gemm.n + gemm.k)
+        written = ADDED_GRADIENT_BYTES * gemm.n * gemm.k
+        return self.gemm_seconds(gemm, read, written) * gemm.times
+
+    def gemm_seconds(self, gemm: Gemm, read: float, written: float) -> float:
+        """Seconds of `groups` GEMMs, each reading so many elements of operands and writing so many bytes."""
+        kernels = self.gpu.kernels
+        choices = self.setting.choices
+        precision = "bf16"
+        element = choices.recipe.wide
+        if gemm.kind in pointwise.LOW_PRECISION_GEMMS:
+            precision = choices.precision
+            element = choices.recipe.linear
+        rate = self.gpu.achieved_rate(precision)
+        rows = gemm.rows
+        if gemm.groups > 1:
+            rate *= kernels.grouped
+            rows += EXPERT_TILE_ROWS / 2
+        computing = 2 * rows * gemm.n * gemm.k * gemm.groups / rate
+        moving = (read * element + written) * gemm.groups / self.gpu.hbm
+        return roofline_seconds(computing, moving, kernels.blend)
+
+    def attention_seconds(self, step: StepCount, s: RankShapes, flops: float, share: float, half: float) -> float:
         """A ring of cp ranks works on one chunk of keys at a time."""
         if not flops:
             return 0.0
         chunk = s.S / s.portion.cp
-        sees = min(step.spec.window or chunk, chunk)
-        rate = self.gpu.peak["bf16"] * share * attention_efficiency(sees, (s.Q + s.V) / 2, half)
+        length = min(step.spec.window or chunk, chunk)
+        width = (s.Q + s.V) / 2
+        rate = self.gpu.peak["bf16"] * share * attention_efficiency(length, width, half)
         return flops / rate
 
-    def ideal(self, step: StepCount) -> float:
+    def ideal_seconds(self, step: StepCount) -> float:
         """Seconds of a forward's FLOPs at the peak of the recipe."""
         return step.flops / self.gpu.peak_flops(self.setting.choices.precision)
 
-    def host(self, step: StepCount, device: float, launches: float) -> float:
-        """Seconds in which the device waits for launches: host and device work side by side, but not quite."""
+    def launch_wait_seconds(self, step: StepCount, device: float, launches: float) -> float:
+        """Seconds in which the device waits for launches: host and device work in parallel, but not perfectly."""
         graphs = self.setting.choices.graphs
-        replayed = graphs == "whole" or (graphs == "static" and step.spec.static)
-        return 0.0 if replayed else math.hypot(device, launches * self.gpu.host.launch) - device
+        if graphs == "whole" or (graphs == "static" and step.spec.static):
+            return 0.0
+        host = launches * self.gpu.host.launch
+        return math.hypot(device, host) - device
 
-    def waits(self, step: StepCount) -> float:
-        """How many rows arrive is known only to the device, and the host asks once, unless a graph holds the layer."""
-        asks = step.name == "dispatch" and self.travel > 0 and self.setting.choices.graphs != "whole"
-        return self.gpu.host.sync if asks else 0.0
+    def sync_seconds(self, step: StepCount) -> float:
+        """The number of rows that arrive is known on the device; the host reads it once, unless a graph holds the
+        layer."""
+        if step.name != "dispatch" or self.setting.choices.graphs == "whole":
+            return 0.0
+        return self.gpu.host.sync if self.one_way_seconds > 0 else 0.0
 
-    def joined(self, step: StepCount, way: str, attention: float) -> float:
-        """Collectives of tp and cp. Keys and values go round while attention works on those that are there."""
+    def travel_seconds(self, step: StepCount) -> float:
+        return self.one_way_seconds if step.spec.lane == "comm" else 0.0
+
+    def collective_seconds(self, step: StepCount, pass_name: str, attention: float) -> float:
+        """Collectives of tp and cp. In a ring, keys and values are sent while attention works on earlier ones."""
         p = self.setting.config.parallel
         seconds = 0.0
-        for sent in step.sent:
-            size = getattr(sent, way)
-            if sent.axis == "tp":
+        for traffic in step.sent:
+            size = getattr(traffic, pass_name)
+            if traffic.axis == "tp":
                 seconds += self.cluster.ring_seconds(size, 1, p.tp)
-            elif sent.axis == "cp":
+            elif traffic.axis == "cp":
                 hidden = attention if p.context == "ring" else 0.0
-                seconds += max(0.0, self.cluster.neighbour_seconds(size, p.tp * p.cp) - hidden)
+                sending = self.cluster.neighbour_seconds(size, p.tp * p.cp)
+                seconds += max(0.0, sending - hidden)
         return seconds
 
-    def recompute_seconds(self, step: StepCount, s: RankShapes, forward: OpSeconds) -> float:
-        """What recompute adds to the backward of this step, and offloading what compute does not hide."""
-        again = sum(RECOMPUTE_COSTS[name](self, step, s, forward) for name in self.setting.choices.recomputed)
-        waiting = sum(t.bytes for t in step.saved if t.fate == "offloaded") / self.gpu.host_link
-        return min(again, forward.all) + 2 * max(0.0, waiting - forward.device)
+    def restore_seconds(self, step: StepCount, s: RankShapes, forward: OpSeconds) -> float:
+        """What recompute adds to the backward of this step, and offloading that compute does not hide."""
+        recomputing = 0.0
+        for region in self.setting.choices.recomputed:
+            recomputing += RECOMPUTE_COSTS[region](self, step, s, forward)
+        offloaded = sum(tensor.bytes for tensor in step.saved if tensor.fate == "offloaded")
+        copying = offloaded / self.gpu.host_link
+        exposed_copy = max(0.0, copying - forward.device)
+        return min(recomputing, forward.total) + 2 * exposed_copy
 
-    def norm(self, step: StepCount, s: RankShapes, forward: OpSeconds) -> float:
-        return 4.0 * s.T * s.D / self.stream if step.name in ("attend", "route", "mlp") else 0.0
+    def recompute_norm(self, step: StepCount, s: RankShapes, forward: OpSeconds) -> float:
+        if step.name not in NORMED_STEPS:
+            return 0.0
+        return 4.0 * s.T * s.D / self.pointwise_bandwidth
 
-    def up(self, step: StepCount, s: RankShapes, forward: OpSeconds) -> float:
+    def recompute_up(self, step: StepCount, s: RankShapes, forward: OpSeconds) -> float:
         """Queries, keys and values from their latents."""
         if step.name != "attend" or not s.mla:
             return 0.0
-        up = [g for g in step.gemms if g.name in ("query", "key", "value")]
-        products = sum(self.product(g, g.rows * g.k + g.n * g.k, 2 * g.rows * g.n) for g in up)
-        return products + 2.0 * pointwise.attention_elements(s) / self.stream + forward.host / 2
+        products = self.forward_gemm_seconds(gemm for gemm in step.gemms if gemm.name in ("query", "key", "value"))
+        passes = 2.0 * pointwise.attention_elements(s) / self.pointwise_bandwidth
+        return products + passes + forward.host / 2
+
+    def recompute_activation(self, step: StepCount, s: RankShapes, forward: OpSeconds) -> float:
+        if step.name != "experts":
+            return 0.0
+        return 2.0 * pointwise.activation_elements(s) / self.pointwise_bandwidth
+
+    def recompute_core(self, step: StepCount, s: RankShapes, forward: OpSeconds) -> float:
+        return forward.attention
+
+    def recompute_out(self, step: StepCount, s: RankShapes, forward: OpSeconds) -> float:
+        """Nothing: only what the projection reads is needed, and that is kept."""
+        return 0.0
+
+    def recompute_layer(self, step: StepCount, s: RankShapes, forward: OpSeconds) -> float:
+        if step.name in ("embed", "predict"):
+            return 0.0
+        return forward.total
 
     def add_fsdp_exchange(self, piece: str, layer: int, passes: PassSeconds) -> PassSeconds:
         """Fully sharded: weights are gathered before a forward and a backward, gradients scattered after it, each
@@ -247,33 +318,39 @@ class StepClock:
         s = self.setting
         if s.choices.sharding != "fsdp":
             return passes
-        held = count_piece(s.config.model, piece, layer, s.portion, s.choices).parameters
-        gather = self.cluster.exchange(held, s, s.choices.recipe.wide)
-        scatter = self.cluster.exchange(held, s, STATE_ELEMENT_BYTES[s.config.optim.gradient_reduce])
+        count = count_piece(s.config.model, piece, layer, s.portion, s.choices)
+        gradient = STATE_ELEMENT_BYTES[s.config.optim.gradient_reduce]
+        gather = self.cluster.exchange_seconds(count.parameters, s, s.choices.recipe.wide)
+        scatter = self.cluster.exchange_seconds(count.parameters, s, gradient)
         F, D, W = passes
-        before, behind = max(0.0, gather - F.compute), max(0.0, gather + scatter - D.compute - W.compute)
-        return PassSeconds(F._replace(joined=F.joined + before), D._replace(joined=D.joined + behind), W)
+        exposed_forward = max(0.0, gather - F.compute)
+        exposed_backward = max(0.0, gather + scatter - D.compute - W.compute)
+        forward = F._replace(joined=F.joined + exposed_forward)
+        data_gradient = D._replace(joined=D.joined + exposed_backward)
+        return PassSeconds(forward, data_gradient, W)
 
 
 RecomputeCost = Callable[[StepClock, StepCount, RankShapes, OpSeconds], float]
 
 
 def repeated_forward(*names: str) -> RecomputeCost:
-    """The forward of these steps, all of it."""
-    return lambda pace, step, s, forward: forward.all if step.name in names else 0.0
+    """The cost of these steps' whole forward."""
+
+    def forward_seconds(clock: StepClock, step: StepCount, s: RankShapes, forward: OpSeconds) -> float:
+        return forward.total if step.name in names else 0.0
+
+    return forward_seconds
 
 
 RECOMPUTE_COSTS: dict[str, RecomputeCost] = {
-    "norm": StepClock.norm,
-    "up": StepClock.up,
-    "core": lambda pace, step, s, forward: forward.attention,
-    "out": lambda pace, step, s, forward: 0.0,  # only what it reads is wanted, and that is kept
+    "norm": StepClock.recompute_norm,
+    "up": StepClock.recompute_up,
+    "core": StepClock.recompute_core,
+    "out": StepClock.recompute_out,
     "mlp": repeated_forward("mlp"),
     "shared": repeated_forward("shared"),
-    "activation": lambda pace, step, s, f: (
-        2.0 * pointwise.activation_elements(s) / pace.stream if step.name == "experts" else 0.0
-    ),
+    "activation": StepClock.recompute_activation,
     "experts": repeated_forward("experts"),
     "moe": repeated_forward("route", "narrow", "dispatch", "shared", "experts", "combine", "widen"),
-    "layer": lambda pace, step, s, forward: 0.0 if step.name in ("embed", "predict") else forward.all,
+    "layer": StepClock.recompute_layer,
 }

@@ -38,7 +38,7 @@ from moefold.checkpoint.live.save import save_checkpoint
 from moefold.config.errors import UserError
 from moefold.config.run import ParallelConfig
 from moefold.layout.axes import create_world
-from moefold.optim.adamw import AdamW
+from moefold.optim.optimizer import build_optimizer
 from moefold.presets.recipe import resolve_recipe
 from moefold.shard.buckets import fill_buckets
 from moefold.train.assemble import build_model, choose_kernels, resolve_auto_values
@@ -62,7 +62,7 @@ def model_tensors(seed: int = 1) -> dict[str, torch.Tensor | TensorPart]:
     config = resolve_auto_values(resolve_recipe("tiny", [*SMALL, f"--train.seed={seed}"]), ALONE)
     kernels = choose_kernels(config, ALONE)
     model = build_model(config, ALONE, kernels)
-    return collect_tensors(model, AdamW(fill_buckets(model, ALONE), config.optim, kernels))
+    return collect_tensors(model, build_optimizer(fill_buckets(model, ALONE), config.optim, kernels))
 
 
 def same(a: torch.Tensor | TensorPart, b: torch.Tensor | TensorPart) -> bool:

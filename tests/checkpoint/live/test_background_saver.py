@@ -11,13 +11,13 @@ import pytest
 import torch
 
 import moefold.checkpoint.live.save as save_file
-from moefold.checkpoint.format.boxes import Box, box_sizes, element_count, flat_range_boxes, whole_box
+from moefold.checkpoint.format.boxes import flat_range_boxes, whole_box
 from moefold.checkpoint.format.retention import RetentionPolicy, committed_checkpoints
 from moefold.checkpoint.format.verify import verify_checkpoint
 from moefold.checkpoint.live.background_saver import BackgroundSaver
 from moefold.checkpoint.live.host_image import HostImage
 from moefold.checkpoint.live.load import load_checkpoint, require_checkpoint
-from moefold.checkpoint.live.logical_tensors import HeldBox, TensorPart, hold_box
+from moefold.checkpoint.live.logical_tensors import TensorPart, hold_box, hold_flat_box
 from moefold.config.errors import UserError
 from moefold.layout.axes import World, single_rank_world
 from tests.support.ranks import run_ranks
@@ -167,29 +167,26 @@ def test_ranks_agree_about_a_checkpoint_beside_the_collectives_of_training(tmp_p
 
 
 class Split:
-    """State whose memory is not what a checkpoint has: fp32 as pairs of 16 bits, read and written through boxes."""
+    """Flat values whose memory is not what a checkpoint has: fp32 as pairs of 16 bits."""
+
+    dtype = torch.float32
 
     def __init__(self, values: torch.Tensor):
         self.pairs = values.view(torch.int16).clone()
+
+    def __len__(self) -> int:
+        return len(self.pairs) // 2
 
     def get(self, first: int, last: int) -> torch.Tensor:
         return self.pairs[2 * first : 2 * last].clone().view(torch.float32)
 
     def put(self, first: int, last: int, values: torch.Tensor) -> None:
-        self.pairs[2 * first : 2 * last] = values.flatten().contiguous().view(torch.int16)
-
-    def hold_box(self, box: Box, first: int) -> HeldBox:
-        last = first + element_count(box)
-        return HeldBox(
-            box,
-            read=lambda: self.get(first, last).view(box_sizes(box)),
-            write=lambda values: self.put(first, last, values),
-        )
+        self.pairs[2 * first : 2 * last] = values.contiguous().view(torch.int16)
 
 
 def part_of_split(state: Split, first: int, last: int) -> TensorPart:
     boxes = flat_range_boxes(first, last, (4, 5))
-    return TensorPart((4, 5), torch.float32, [state.hold_box(box, begin - first) for begin, box in boxes])
+    return TensorPart((4, 5), torch.float32, [hold_flat_box(box, begin - first, state) for begin, box in boxes])
 
 
 def test_state_that_lies_otherwise_in_memory_is_saved_and_loaded_by_its_values(tmp_path: Path):

@@ -22,7 +22,7 @@ from moefold.layout.axes import World, create_world, single_rank_world
 from moefold.layout.declare import DeclaredParameter, declared_parameters
 from moefold.model.moe.balance import ExpertLoad
 from moefold.model.transformer import Transformer
-from moefold.optim.adamw import AdamW
+from moefold.optim.optimizer import Optimizer, build_optimizer
 from moefold.shard.buckets import fill_buckets
 from moefold.train.assemble import default_dtype
 from tests.support.models import transformer
@@ -42,11 +42,11 @@ KERNELS = BoundKernels(Facts("cpu", "bf16", hidden=12, ffn=12))
 def ignore(_: str) -> None: ...
 
 
-def make(world: World) -> tuple[Transformer, AdamW]:
+def make(world: World) -> tuple[Transformer, Optimizer]:
     with default_dtype(torch.bfloat16):
         model = transformer(MODEL, 16, KERNELS, world)
     buckets = fill_buckets(model, world)
-    return model, AdamW(buckets, OptimConfig(), KERNELS)
+    return model, build_optimizer(buckets, OptimConfig(), KERNELS)
 
 
 def whole_values(parameter: DeclaredParameter, kind: str, dtype: torch.dtype) -> torch.Tensor:
@@ -55,7 +55,7 @@ def whole_values(parameter: DeclaredParameter, kind: str, dtype: torch.dtype) ->
     return torch.randn(parameter.declaration.shape, generator=generator).to(dtype)
 
 
-def pieces(model: Transformer, optimizer: AdamW) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
+def pieces(model: Transformer, optimizer: Optimizer) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
     """(name, what this rank holds, what that should be)."""
     found = []
     for p in declared_parameters(model):

@@ -24,6 +24,7 @@ from moefold.presets.zoo import PRESETS
 from tests.model.test_attention_traffic import BATCH, LATENT, LENGTH, MODEL, N
 from tests.model.test_attention_traffic import sent as sent_ahead
 from tests.plan.layer.test_layer_costs import PLAIN, steps
+from tests.support.models import attend
 from tests.support.ranks import run_ranks
 
 
@@ -92,7 +93,7 @@ def sent_both_ways(world: World, model: ModelConfig, parallel: ParallelConfig) -
     share = TokenShard(BATCH, LENGTH, world.axis("cp"), world.axis("tp"), torch.device("cpu"))
     with counted_bytes_sent() as counter:
         x_TD = torch.ones(BATCH * LENGTH // N, model.hidden, requires_grad=True)
-        attention(x_TD, None, share)[1].sum().backward()
+        attend(attention, x_TD, share).sum().backward()
     return sum(counter.values())
 
 

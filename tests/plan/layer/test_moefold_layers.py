@@ -103,7 +103,7 @@ def kept_by_steps(model: Transformer, config: Config, device: str = "cpu") -> Co
 
 
 def planned(config: Config, choices: PlanChoices, dispatcher: str = "local") -> Counter[str]:
-    model, portion = config.model, make_rank_portion(config, dispatcher, splits=False)
+    model, portion = config.model, make_rank_portion(config, dispatcher, defers_wgrad=False)
     layers = [("t", layer) for layer in range(model.layers)]
     ahead = [("m", model.layers + depth) for depth in range(model.mtp)]
     found: Counter[str] = Counter()

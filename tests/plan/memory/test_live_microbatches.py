@@ -11,6 +11,7 @@ from moefold.plan.memory.live_microbatches import (
     StageBytes,
     enough_microbatches,
     moments_by_rank,
+    running_op,
     walk_rank_slots,
     walk_schedule,
 )
@@ -31,20 +32,23 @@ CASES = [
 
 
 def most(moments: RankMoments, load: StageBytes) -> float:
-    return sum(moments.holds(moments.peak(load), load))
+    return sum(moments.peak_moment(load).bytes_held(load))
 
 
 @pytest.mark.parametrize(("pp", "vpp"), [(2, 2), (4, 4), (8, 4), (16, 2)])
 def test_live_chunks_of_interleaved_1f1b_and_one_more_where_passes_are_paired(pp: int, vpp: int):
     for pair, more in ((False, 1), (True, 2)):
         found = [
-            max(sum(row.live) for row in m.rows) for m in moments_by_rank("interleaved", pp, vpp, 4 * pp, pair, False)
+            max(sum(row.live) for row in m.moments)
+            for m in moments_by_rank("interleaved", pp, vpp, 4 * pp, pair, False)
         ]
         assert found == [2 * (pp - rank - 1) + (vpp - 1) * pp + more for rank in range(pp)]
 
 
 def test_the_published_example_has_19_17_15_and_13():
-    assert [max(sum(row.live) for row in m.rows) for m in moments_by_rank("interleaved", 4, 4, 128, False, False)] == [
+    assert [
+        max(sum(row.live) for row in m.moments) for m in moments_by_rank("interleaved", 4, 4, 128, False, False)
+    ] == [
         19,
         17,
         15,
@@ -85,17 +89,18 @@ def test_a_rank_holds_what_the_simulator_says(schedule: str, vpp: int):
 
 def test_what_waits_is_counted_only_where_weight_gradients_come_later():
     classic = walk_rank_slots([forward_slot(0, 0), backward_slot(0, 0)], [0])
-    assert max(row.waiting for row in classic.rows) == (0,)
+    assert max(row.waiting for row in classic.moments) == (0,)
     assert not classic.separate_wgrad
     data, weights = ((op,) for op in backward_slot(0, 0))
     apart = walk_rank_slots([forward_slot(0, 0), data, forward_slot(0, 1), weights], [0])
-    assert max(row.waiting for row in apart.rows) == (1,)
+    assert max(row.waiting for row in apart.moments) == (1,)
     assert apart.separate_wgrad
 
 
 def test_a_moment_says_what_runs_and_what_lives():
     (moments,) = moments_by_rank("1f1b", 1, 1, 3, False, False)
     load = StageBytes([10.0], [0.0], [1.0, 5.0, 0.0])
-    at = moments.peak(load)
-    assert moments.holds(at, load) == (10.0, 5.0)
-    assert moments.says(at) == ("D", 0, (1,))
+    peak = moments.peak_moment(load)
+    assert peak.bytes_held(load) == (10.0, 5.0)
+    assert running_op(peak) == ("D", 0)
+    assert peak.live == (1,)

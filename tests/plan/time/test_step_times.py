@@ -28,7 +28,7 @@ def passed(
 ) -> PassSeconds:
     s = setting(model, choices=choices, **keys)
     pace = StepClock(s, find_gpu_by_name(gpu))
-    return sum_pass_seconds([pace.stage(pieces) for rank in stages_by_rank(s.config) for pieces in rank.pieces])
+    return sum_pass_seconds([pace.time_stage(pieces) for rank in stages_by_rank(s.config) for pieces in rank.pieces])
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -46,7 +46,7 @@ def test_arithmetic_is_exactly_the_published_flops(model: str):
 
 
 def test_more_tokens_take_longer_but_less_than_in_proportion():
-    one, two = (sum(op.all for op in passed(train__micro_batch=n, train__global_batch=16)) for n in (1, 2))
+    one, two = (sum(op.total for op in passed(train__micro_batch=n, train__global_batch=16)) for n in (1, 2))
     assert one < two < 2 * one
 
 
@@ -73,7 +73,7 @@ def test_recompute_costs_time_and_never_more_than_a_forward(region: str, stack: 
         passed("deepseek-v3", choices=PlanChoices(recompute=r, stack=stack), parallel__ep=8) for r in ((), (region,))
     )
     assert plain.D.memory == 0
-    assert again.D.memory <= again.F.all * 1.001
+    assert again.D.memory <= again.F.total * 1.001
     assert again.F == plain.F
     never_kept = region == "activation" and stack == "moefold"  # its kernel makes it again anyway
     assert (again.D.memory > 0) != never_kept

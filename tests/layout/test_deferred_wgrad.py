@@ -6,13 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
-
-from moefold.kernels.bound import BoundKernels
-from moefold.kernels.catalog import Facts
-from moefold.kernels.experts.grouped_gemm import EXPERT_ROW_COUNTS, grouped_gemm
-from moefold.layout.axes import single_rank_world
-from moefold.layout.declare import declared_parameters
 from moefold.precision.deferred_wgrad import (
     OPEN_QUEUES,
     DeferredWork,
@@ -20,6 +13,13 @@ from moefold.precision.deferred_wgrad import (
     split_weight_gradients,
     splitting_kernels,
 )
+from torch import nn
+
+from moefold.kernels.bound import BoundKernels
+from moefold.kernels.catalog import Facts
+from moefold.kernels.experts.grouped_gemm import EXPERT_ROW_COUNTS, grouped_gemm
+from moefold.layout.axes import single_rank_world
+from moefold.layout.declare import declared_parameters
 from moefold.precision.linear import Linear
 from moefold.train.assemble import default_dtype
 

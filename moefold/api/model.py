@@ -1,0 +1,83 @@
+"""A whole model for a torch loop of one's own: `moefold.Model`."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from moefold.anatomy.step_specs import prefixed_model_steps
+from moefold.api.choices import describe_kernels, explain_kernels, module_config
+from moefold.api.presets import preset, with_keys
+from moefold.config.errors import UserError
+from moefold.config.rules import check_config
+from moefold.config.run import Config
+from moefold.model.moe.balance import LayerLoads
+from moefold.model.steps import Carry, run_step_sequence
+from moefold.train.assemble import build_model, choose_kernels
+
+
+class ModelOutput(NamedTuple):
+    """`loss`: mean cross-entropy over labelled tokens, with the losses of multi-token prediction in their weight.
+    `aux`: balance losses in their weight, over as many tokens. A training loop minimises `loss + aux`."""
+
+    loss: torch.Tensor | None
+    logits: torch.Tensor | None
+    aux: torch.Tensor
+
+
+class Model(nn.Module):
+    """A preset's model, or that of a configuration: `Model("olmoe-1b-7b", layers=4)`. Further keys are those of `model`
+    with `__` for a dot: `moe__experts=16`."""
+
+    def __init__(
+        self,
+        config: str | Config,
+        device: str | torch.device | None = None,
+        dtype: torch.dtype | None = None,
+        seq_len: int | None = None,
+        **keys: Any,
+    ):
+        super().__init__()
+        config = preset(config) if isinstance(config, str) else config
+        config = with_keys(config, keys, "model.")
+        if seq_len is not None:
+            config = with_keys(config, {"seq_len": seq_len}, "data.")
+        config, self.world = module_config(config, device, dtype, None)
+        self.config = check_config(config, 1)
+        self.transformer = build_model(self.config, self.world, choose_kernels(self.config, self.world))
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor | None = None, logits: bool = False) -> ModelOutput:
+        """`ids` and `labels` are (sequences, positions). A label is the token that follows its position, -100 for none.
+        Logits are computed where there are no labels, or where they are asked for: the fused loss needs none."""
+        if labels is ids:
+            raise UserError("labels are the ids themselves; expected the token after each position, such as ids[:, 1:]")
+        model = self.transformer
+        carry = model.begin(ids, labels)
+        for stage in model.stages:
+            carry = run_step_sequence(model.body(stage), carry)
+        wants_logits = logits or labels is None
+        return ModelOutput(
+            loss=None if labels is None else self.mean_loss(carry),
+            logits=model.logits_from_carry(carry) if wants_logits else None,
+            aux=carry["aux"] / max(1, ids.numel()) if labels is None else carry["aux"] / self.labelled(labels)[0],
+        )
+
+    def mean_loss(self, carry: Carry) -> torch.Tensor:
+        losses_1M = self.transformer.predict(carry)["losses_1M"]
+        means_1M = losses_1M / self.labelled(carry["labels_BS"])[: len(losses_1M)]
+        ahead = self.config.model.mtp_loss * means_1M[1:].mean() if len(means_1M) > 1 else 0.0
+        return means_1M[0] + ahead
+
+    def labelled(self, labels: torch.Tensor) -> torch.Tensor:
+        return self.transformer.labelled_token_counts(labels).clamp(min=1)
+
+    def step_balance(self, pace: float = 1.0) -> LayerLoads:
+        """After the optimizer's step: moves every layer's selection bias, and returns the load of its experts."""
+        return self.transformer.balance(pace=pace)
+
+    def explain(self) -> str:
+        """One line for each operation: the implementation in use, and why."""
+        specs = [spec for _, spec in prefixed_model_steps(self.config.model)]
+        return describe_kernels(explain_kernels(specs, self.config, self.world))

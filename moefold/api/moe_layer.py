@@ -1,0 +1,107 @@
+"""A Mixture-of-Experts layer for any torch model: `moefold.MoeLayer`.
+
+It is the layer that moefold's own blocks hold, with kernels chosen as a run would choose them. Norm and residual
+connection are the caller's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from moefold.api.choices import describe_kernels, explain_kernels, module_config
+from moefold.api.presets import preset, with_keys
+from moefold.config.rules import check_config
+from moefold.config.run import Config
+from moefold.kernels.registry import DTYPES
+from moefold.layout.axes import World
+from moefold.model.initialise import initialise_parameters
+from moefold.model.moe.balance import LayerLoads, update_selection_biases
+from moefold.model.moe.layer import MoeSublayer
+from moefold.train.assemble import choose_kernels, default_dtype, make_model_parts
+
+
+class MoeLayer(nn.Module):
+    """`output, aux = layer(x)` for x of shape (..., hidden); the last dim but one counts positions of a sequence.
+
+    `aux` is one scalar, the balance losses with their weights (`balance__aux_loss`, `balance__z_loss`), a mean over
+    tokens: add it to the loss. Further keys are those of `model.moe` with `__` for a dot: `router__scale=2.5`. With
+    `world`, experts are spread over its ep ranks."""
+
+    def __init__(
+        self,
+        hidden: int,
+        experts: int,
+        top_k: int,
+        ffn: int,
+        score: str = "softmax",
+        shared_ffn: int = 0,
+        device: str | torch.device | None = None,
+        dtype: torch.dtype | None = None,
+        seed: int = 1,
+        world: World | None = None,
+        **keys: Any,
+    ):
+        sizes = {"experts": experts, "top_k": top_k, "ffn": ffn, "shared_ffn": shared_ffn, "router__score": score}
+        config = with_keys(Config(), {"hidden": hidden, "layers": 1}, "model.")
+        config = with_keys(config, {**sizes, **keys}, "model.moe.")
+        super().__init__()
+        self.build(config, device, dtype, seed, world)
+
+    @classmethod
+    def like(
+        cls,
+        name: str,
+        device: str | torch.device | None = None,
+        dtype: torch.dtype | None = None,
+        seed: int = 1,
+        world: World | None = None,
+        **keys: Any,
+    ) -> MoeLayer:
+        """The MoE layer of a preset, such as "qwen3-30b-a3b", with keys of `model.moe` changed."""
+        config = with_keys(preset(name), keys, "model.moe.")
+        made = cls.__new__(cls)
+        nn.Module.__init__(made)
+        made.build(config, device, dtype, seed, world)
+        return made
+
+    def build(
+        self,
+        config: Config,
+        device: str | torch.device | None,
+        dtype: torch.dtype | None,
+        seed: int,
+        world: World | None,
+    ) -> None:
+        config = replace(config, model=replace(config.model, moe=replace(config.model.moe, dense_layers=0)))
+        config, self.world = module_config(config, device, dtype, world)
+        self.config = check_config(config, self.world.size)
+        kernels = choose_kernels(self.config, self.world)
+        parts = make_model_parts(self.config, self.world, kernels)
+        with self.world.device, default_dtype(DTYPES[self.config.train.precision]):
+            self.layer = MoeSublayer(self.config.model, 0, parts)
+        initialise_parameters(self.layer, seed)
+
+    def forward(self, x: torch.Tensor, expert_ids: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """`expert_ids` (..., top_k) replace the router's choice; weights and their gradients still come from its
+        scores."""
+        output, aux = self.layer(x, expert_ids)
+        tokens = x.numel() // x.shape[-1]
+        return output, aux / max(1, tokens)
+
+    def step_balance(self, pace: float = 1.0) -> LayerLoads:
+        """After the optimizer's step: moves the selection bias (`balance__bias_rate`) and returns the tokens of each
+        expert since the last call."""
+        everyone = self.world.axis("dp", "cp", "tp")
+        return update_selection_biases([self.layer.router.load], self.config.model.moe, everyone, pace=pace)
+
+    def explain(self) -> str:
+        """One line for each operation: the implementation in use, and why."""
+        return describe_kernels(explain_kernels(self.layer.specs, self.config, self.world, without=("add_rmsnorm",)))
+
+    def extra_repr(self) -> str:
+        moe = self.config.model.moe
+        return f"hidden={self.config.model.hidden}, experts={moe.experts}, top_k={moe.top_k}, ffn={moe.ffn}"

@@ -1,0 +1,98 @@
+"""`moefold bench kernels`: every implementation of every op, on the cases that also test it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from moefold.bench.clock import median_seconds
+from moefold.bench.machine import cuda_capability, resolve_device, resolve_dtype
+from moefold.bench.options import KernelsOptions
+from moefold.bench.report import Report, show_report
+from moefold.kernels.catalog import CATALOG
+from moefold.kernels.registry import DTYPES, KernelCase, import_every_op
+
+
+def run_benchmark(options: KernelsOptions) -> int:
+    device = resolve_device(options.device)
+    dtype = resolve_dtype(options.dtype, device)
+    names = [options.op] if options.op else list(CATALOG)
+    results: list[dict[str, Any]] = []
+    for name in names:
+        results += time_implementations(name, device, dtype, options.repeat)
+    report = {"device": device, "dtype": dtype, "results": results}
+    return show_report(report, options.json, print_kernel_table)
+
+
+def time_implementations(name: str, device: str, dtype: str, repeat: int) -> list[dict[str, Any]]:
+    op = import_every_op()[name]
+    assert op.make_cases is not None
+    rows: list[dict[str, Any]] = []
+    for case in op.make_cases(device, DTYPES[dtype]):
+        for implementation in runnable_implementations(name, case, device, dtype):
+            call = op.implementations[implementation]
+            forward, both = time_kernel_case(call, case.inputs, op.mutates, device, repeat)
+            label = {"op": name, "case": case.name, "implementation": implementation}
+            rows.append({**label, "forward_us": forward * 1e6, "both_us": both * 1e6})
+    return rows
+
+
+def runnable_implementations(name: str, case: KernelCase, device: str, dtype: str) -> list[str]:
+    """The reference, then the implementations whose condition holds for this case."""
+    facts = case.facts(device, dtype, cuda_capability(device))
+    fast = [choice.name for choice in CATALOG[name] if choice.when(facts)]
+    return ["reference", *fast]
+
+
+def time_kernel_case(
+    call: Callable[..., Any], inputs: tuple[Any, ...], mutates: bool, device: str, repeat: int
+) -> tuple[float, float]:
+    """Median seconds of the forward pass, and of forward and backward. An op that mutates has no backward."""
+    leaves = [detached_copy(value) for value in inputs]
+    floats = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
+
+    def forward_only() -> Any:
+        with torch.no_grad():
+            return call(*leaves)
+
+    def forward_backward() -> None:
+        for leaf in floats:
+            leaf.grad = None
+        out = call(*leaves)
+        first = out[0] if isinstance(out, tuple) else out
+        first.backward(torch.ones_like(first))
+
+    forward = median_seconds(forward_only, device, repeat)
+    if mutates:
+        return forward, forward
+    for leaf in floats:
+        leaf.requires_grad_()
+    return forward, median_seconds(forward_backward, device, repeat)
+
+
+def detached_copy(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+
+
+def print_kernel_table(report: Report) -> None:
+    title = f"kernels on {report['device']} in {report['dtype']}, microseconds"
+    table = Table("operation", "case", "kernel", title=title, title_justify="left")
+    for column in ("forward", "+ backward", "speed-up"):
+        table.add_column(column, justify="right", no_wrap=True)
+    reference, op = 1.0, ""
+    for row in report["results"]:
+        forward, both = row["forward_us"], row["both_us"]
+        if row["implementation"] == "reference":
+            reference = both
+        # The operation's name stands on its first row only.
+        is_first = row["op"] != op
+        op = row["op"]
+        if is_first:
+            table.add_section()
+        times = (f"{forward:.1f}", f"{both:.1f}", f"{reference / both:.2f}")
+        table.add_row(op if is_first else "", row["case"], row["implementation"], *times)
+    Console().print(table)

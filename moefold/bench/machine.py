@@ -1,0 +1,52 @@
+"""The device that a benchmark measures: choice, description, synchronization, memory."""
+
+from __future__ import annotations
+
+import gc
+import platform
+from datetime import date
+from typing import Any
+
+import torch
+
+from moefold.bench.versions import installed_version
+from moefold.config.errors import UserError
+
+REPORTED_PACKAGES = ("torch", "triton", "transformers")
+
+
+def resolve_device(wanted: str) -> str:
+    has_cuda = torch.cuda.is_available()
+    if wanted == "auto":
+        return "cuda" if has_cuda else "cpu"
+    if wanted == "cuda" and not has_cuda:
+        raise UserError("--device cuda, but torch sees no CUDA device here; expected cpu or auto")
+    return wanted
+
+
+def resolve_dtype(wanted: str, device: str) -> str:
+    if wanted != "auto":
+        return wanted
+    return "bf16" if device == "cuda" else "fp32"
+
+
+def cuda_capability(device: str) -> tuple[int, int]:
+    return torch.cuda.get_device_capability() if device == "cuda" else (0, 0)
+
+
+def machine_facts(device: str) -> dict[str, Any]:
+    """Head of every report: date, card and versions."""
+    card = torch.cuda.get_device_name() if device == "cuda" else platform.machine()
+    versions = {name: installed_version(name) for name in REPORTED_PACKAGES}
+    return {"date": date.today().isoformat(), "card": card, "versions": versions}
+
+
+def synchronize_device(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def free_device_memory(device: str) -> None:
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()

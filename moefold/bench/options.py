@@ -1,0 +1,177 @@
+"""Options of `moefold bench`, one dataclass a subject.
+
+Torch-free: help and refusals answer before the measuring code is imported.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import tyro
+
+from moefold.config.errors import UserError, one_of
+from moefold.kernels.catalog import CATALOG
+
+DeviceOption = Literal["auto", "cpu", "cuda"]
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    """Options of every subject that prints a report."""
+
+    json: bool = False
+    """Print JSON instead of a table."""
+
+    def check_values(self) -> None:
+        """Refuse values that cannot be measured with."""
+
+
+@dataclass(frozen=True)
+class DeviceOptions(BenchOptions):
+    device: DeviceOption = "auto"
+    """Device to measure; auto: the GPU, or the CPU where torch sees no GPU."""
+
+
+@dataclass(frozen=True)
+class KernelsOptions(DeviceOptions):
+    """Time every implementation of every operation against its reference, forward and backward."""
+
+    op: str | None = None
+    """Only this operation."""
+    dtype: Literal["auto", "fp32", "bf16", "fp64"] = "auto"
+    """Data type of the inputs; auto: bf16 on a GPU, fp32 on a CPU."""
+    repeat: int = 20
+    """Timed repetitions; the median is shown."""
+
+    def check_values(self) -> None:
+        require_positive("repeat", self.repeat)
+        if self.op:
+            one_of("operation", self.op, CATALOG)
+
+
+@dataclass(frozen=True)
+class LayerOptions(DeviceOptions):
+    """Time one MoE layer of known models, forward and backward, against transformers' where it is installed."""
+
+    layer: tuple[str, ...] = ()
+    """Only these layers."""
+    dtype: Literal["auto", "fp32", "bf16"] = "auto"
+    """Data type of the layer; auto: bf16 on a GPU, fp32 on a CPU."""
+    repeat: int = 20
+    """Timed repetitions; the median is shown."""
+
+    def check_values(self) -> None:
+        require_positive("repeat", self.repeat)
+
+
+@dataclass(frozen=True)
+class StepOptions(DeviceOptions):
+    """Time whole training steps of known models, against transformers' where it is installed."""
+
+    model: tuple[str, ...] = ()
+    """Only these models."""
+    steps: int = 10
+    """Timed steps."""
+    out: Path | None = None
+    """Folder for the profile and trace of one step of each model, and for the figures measured so far."""
+
+    def check_values(self) -> None:
+        require_positive("steps", self.steps)
+
+
+@dataclass(frozen=True)
+class AttentionOptions(DeviceOptions):
+    """Time every attention kernel at the shapes of known models, and check which repeat to the bit."""
+
+
+@dataclass(frozen=True)
+class CurvesOptions(DeviceOptions):
+    """Compare the loss curves of fast kernels and of references, over the same steps."""
+
+    steps: int = 200
+    """Compared steps."""
+    out: Path | None = None
+    """Folder for the plot, curves.svg."""
+
+    def check_values(self) -> None:
+        require_positive("steps", self.steps)
+
+
+@dataclass(frozen=True)
+class OverlapOptions(BenchOptions):
+    """Measure how much of the experts' all-to-all hides behind compute, on two CPU ranks with a slowed network."""
+
+    delay_ms: float = 10.0
+    """Least milliseconds of one all-to-all of rows."""
+    microbatches: int = 16
+    """Microbatches of one step."""
+    trace: Path | None = None
+    """Write a trace of both ranks, in the last variant, for Perfetto."""
+    found: Path | None = None
+    """Folder for the figures of each rank; set by the command for the ranks it starts."""
+
+    def check_values(self) -> None:
+        if self.delay_ms < 0 or self.microbatches < 2:
+            raise UserError("--delay-ms must be at least 0 and --microbatches at least 2; such as 10 and 16")
+
+
+@dataclass(frozen=True)
+class SaveOptions(BenchOptions):
+    """Time checkpoints: bytes a second against plain writing, and the delay of a step by a save in progress."""
+
+    recipe: tyro.conf.Positional[str] = "tiny"
+    """The model whose steps are timed: a preset, or a YAML file; --section.key VALUE changes it."""
+    out: Path | None = None
+    """A folder on the disk to measure; by default that of temporary files."""
+    mib: int = 1024
+    """Size of the checkpoint whose writing is timed."""
+    repeat: int = 5
+    """Timed repetitions; medians are shown."""
+    overrides: tyro.conf.Suppress[tuple[str, ...]] = ()  # the configuration keys of the command line
+
+    def check_values(self) -> None:
+        if self.mib < 1 or self.repeat < 1:
+            raise UserError("--mib and --repeat must be at least 1; such as 1024 and 5")
+
+
+@dataclass(frozen=True)
+class CalibrateOptions:
+    """Measure this machine for the planner and write a file for `moefold plan --gpu FILE`."""
+
+    out: Path = Path("machine.yaml")
+    """The file to write."""
+    device: DeviceOption = "auto"
+    """Device to measure; auto: the GPU, or the CPU where torch sees no GPU."""
+    like: str | None = None
+    """The GPU whose peaks and links to copy; by default the one of this name, or h100."""
+    scale: int = 1
+    """Divide all sizes by this number, for a quick estimate."""
+    repeat: int = 7
+    """Timed repetitions; the median counts."""
+
+    def check_values(self) -> None:
+        if self.repeat < 1 or self.scale < 1:
+            raise UserError("--repeat and --scale must be at least 1; such as 7 and 1")
+        folder = self.out.parent
+        if not folder.is_dir():
+            raise UserError(f"no folder {folder} to write {self.out.name} into; make it, or choose another")
+
+
+@dataclass(frozen=True)
+class PlanBenchOptions(DeviceOptions):
+    """Compare the planner's memory and step time with measured steps on this GPU."""
+
+    gpu: str = "h200"
+    """This GPU's name, as `moefold plan --gpu` takes it."""
+    steps: int = 5
+    """Timed steps of each case."""
+
+    def check_values(self) -> None:
+        require_positive("steps", self.steps)
+
+
+def require_positive(name: str, number: int) -> None:
+    if number < 1:
+        raise UserError(f"--{name} {number} is not legal; expected a whole number at least 1, such as 20")

@@ -1,0 +1,23 @@
+"""Reports of the benchmarks: JSON, or a table printed by the subject."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+Report = dict[str, Any]
+
+
+def show_report(report: Report, as_json: bool, print_table: Callable[[Report], None]) -> int:
+    if as_json:
+        print(json.dumps(report, indent=1))
+    else:
+        print_table(report)
+    return 0
+
+
+def report_heading(report: Report) -> str:
+    """Title of a table: card, date and versions."""
+    versions = [f"{name} {number}" for name, number in report["versions"].items() if number]
+    return f"{report['card']}, {report['date']}, {', '.join(versions)}"

@@ -1,0 +1,135 @@
+"""Parameter groups of the optimizer, as text: `*.router.weight: lr=0.5 decay=0 betas=0.9,0.99 eps=1e-8 rule=adamw`.
+
+The pattern is a shell pattern over full parameter names. The first entry whose pattern matches a name applies to it;
+options that an entry leaves out are those of the section `optim`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from moefold.config.errors import UserError, did_you_mean, printable_text
+
+# Names of the update rules, and what they are. Rules registered from elsewhere are added here (optim/rules.py).
+RULE_NAMES = {"adamw": "AdamW, element by element"}
+
+
+@dataclass(frozen=True)
+class OptimizerGroup:
+    """Options of the parameters that match a pattern. `lr` is a factor of the run's learning rate, `decay` the decay of
+    matrices in the group; None: as in the section `optim`."""
+
+    pattern: str = "*"
+    lr: float = 1.0
+    decay: float | None = None
+    betas: tuple[float, float] | None = None
+    eps: float | None = None
+    rule: str = "adamw"
+
+    def matches(self, name: str) -> bool:
+        return fnmatchcase(name, self.pattern)
+
+
+def parse_groups(entries: Iterable[str]) -> list[OptimizerGroup]:
+    """The groups of `optim.groups`, in order; refuses what it cannot read, all problems at once."""
+    groups: list[OptimizerGroup] = []
+    problems: list[str] = []
+    for entry in join_split_entries(entries):
+        try:
+            groups.append(parse_group(entry))
+        except ValueError as error:
+            problems.append(f"optim.groups: {printable_text(entry)}: {error}")
+    if problems:
+        raise UserError(*problems)
+    return groups
+
+
+def join_split_entries(entries: Iterable[str]) -> list[str]:
+    """Entries as they were written: on the command line a list is cut at commas, also at the comma of `betas`."""
+    joined: list[str] = []
+    for entry in entries:
+        if ":" in entry or not joined:
+            joined.append(entry)
+        else:
+            joined[-1] += f",{entry}"
+    return joined
+
+
+def parse_group(entry: str) -> OptimizerGroup:
+    pattern, _, options = entry.partition(":")
+    if not pattern.strip() or not options.strip():
+        raise ValueError("expected a pattern, a colon and options, such as *.router.weight: lr=0.5 decay=0")
+    values: dict[str, object] = {}
+    for option in options.split():
+        name, _, text = option.partition("=")
+        values[name] = read_option(name, text)
+    return OptimizerGroup(pattern.strip(), **values)  # pyright: ignore[reportArgumentType]
+
+
+def read_option(name: str, text: str) -> object:
+    reader = OPTION_READERS.get(name)
+    if reader is None:
+        near = did_you_mean(name, OPTION_READERS)
+        known = ", ".join(OPTION_READERS)
+        raise ValueError(f'no option "{name}"{near}; there are: {known}')
+    return reader(text)
+
+
+def read_factor(text: str) -> float:
+    return number_within(text, 0.0, 100.0, "lr = a factor from 0 to 100, such as 0.5")
+
+
+def read_decay(text: str) -> float:
+    return number_within(text, 0.0, 100.0, "decay = a number from 0 to 100, such as 0.1")
+
+
+def read_eps(text: str) -> float:
+    return number_within(text, 1e-300, 1.0, "eps = a number above 0 and at most 1, such as 1e-8")
+
+
+def read_betas(text: str) -> tuple[float, float]:
+    expected = "betas = two numbers from 0 to below 1, such as 0.9,0.95"
+    parts = text.split(",")
+    if len(parts) != 2:
+        raise ValueError(f"expected {expected}")
+    below_one = 1 - 2**-53
+    first, second = (number_within(part, 0.0, below_one, expected) for part in parts)
+    return first, second
+
+
+def read_rule(text: str) -> str:
+    if text not in RULE_NAMES:
+        near = did_you_mean(text, RULE_NAMES)
+        known = ", ".join(sorted(RULE_NAMES))
+        raise ValueError(f'no rule "{text}"{near}; there are: {known}')
+    return text
+
+
+def number_within(text: str, least: float, most: float, expected: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = float("nan")
+    if not least <= value <= most:
+        raise ValueError(f"expected {expected}")
+    return value
+
+
+OPTION_READERS: Mapping[str, Callable[[str], object]] = {
+    "lr": read_factor,
+    "decay": read_decay,
+    "betas": read_betas,
+    "eps": read_eps,
+    "rule": read_rule,
+}
+
+
+def group_problems(entries: Iterable[str]) -> str:
+    """What is wrong with the entries, in words; nothing, if they can be read."""
+    try:
+        parse_groups(entries)
+    except UserError as error:
+        return "; ".join(error.problems)
+    return ""

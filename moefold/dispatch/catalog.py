@@ -1,0 +1,150 @@
+"""The catalog of dispatchers, torch-free: what each one is, what it needs, and its predicted seconds one way.
+
+    t = latency x hops + bytes / bandwidth
+
+Legal names and their lines are in config/open_names.py, which config, `--help` and this catalog read. Prices are
+attached here and builders in dispatch/build.py. A dispatcher without a price is used where it is asked for, never by
+auto.
+
+Constants follow published measurements on NVLink and InfiniBand nodes: a plain all-to-all reaches 0.79 of NVLink and
+0.90 of the network's peak; one that sends a token once per rank or node runs at about peak. A collective or a hop over
+the network costs 155 us; a kernel that writes to its peers over NVLink costs 30 us for every doubling of them. Of K
+choices over g places, g (1 - (1 - 1/g)^K) are distinct on average; fewer where routing is limited to groups of experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import comb, log2
+from typing import NamedTuple
+
+from moefold.config.open_names import DISPATCHERS
+
+HOP_LATENCY = 155e-6
+LATENCY_PER_DOUBLING = 30e-6  # for every doubling of the ranks that one kernel writes to
+ALL_TO_ALL_OF_NVLINK = 0.79
+ALL_TO_ALL_OF_NETWORK = 0.90
+
+
+@dataclass(frozen=True)
+class LinkSpeeds:
+    """Bytes a second that one rank sends inside its node and between nodes."""
+
+    inside: float = 450e9
+    network: float = 50e9
+
+
+@dataclass(frozen=True)
+class DispatchTrip:
+    """The load of one dispatch: `tokens` of `row` bytes with k choices each, over `ranks` of which `inside` share a
+    node. The choices lie in `chosen` of `groups` groups of experts."""
+
+    tokens: int
+    row: float
+    k: int
+    ranks: int
+    inside: int
+    groups: int = 1
+    chosen: int = 1
+
+    @property
+    def nodes(self) -> float:
+        return self.ranks / self.inside
+
+    @property
+    def bytes(self) -> float:
+        return self.tokens * self.row
+
+
+Seconds = Callable[[DispatchTrip, LinkSpeeds], float]
+
+
+class DispatcherEntry(NamedTuple):
+    """`says`: one line. `needs`: in words, empty if nothing. `seconds`: one way, None if not predicted.
+    `several_nodes`: only for ranks on several nodes. `joins_etp`: it sends over ep and etp ranks together."""
+
+    says: str
+    needs: str = ""
+    seconds: Seconds | None = None
+    several_nodes: bool = False
+    joins_etp: bool = False
+
+
+def expected_distinct(k: int, places: float) -> float:
+    return places * (1 - (1 - 1 / places) ** k)
+
+
+def expected_nodes_reached(trip: DispatchTrip) -> float:
+    """Distinct nodes among a token's experts. With groups, the nodes that hold a chosen group: of the C(groups, chosen)
+    ways to choose, C(groups - held, chosen) leave out a node that holds `held` groups."""
+    if trip.chosen >= trip.groups or trip.groups % trip.nodes:
+        return expected_distinct(trip.k, trip.nodes)
+    held = int(trip.groups // trip.nodes)
+    missed = comb(trip.groups - held, trip.chosen)
+    ways = comb(trip.groups, trip.chosen)
+    return trip.nodes * (1 - missed / ways)
+
+
+def even_spread_seconds(copies: float, trip: DispatchTrip, inside_rate: float, network_rate: float) -> float:
+    """Seconds to send so many copies of every token evenly over all ranks; both links work at the same time."""
+    sent = trip.tokens * trip.row * copies / trip.ranks
+    inside = sent * (trip.inside - 1) / inside_rate
+    across = sent * (trip.ranks - trip.inside) / network_rate
+    return max(inside, across)
+
+
+def all_gather_seconds(trip: DispatchTrip, links: LinkSpeeds) -> float:
+    return HOP_LATENCY + even_spread_seconds(trip.ranks, trip, links.inside, links.network)
+
+
+def all_to_all_seconds(trip: DispatchTrip, links: LinkSpeeds) -> float:
+    inside_rate = ALL_TO_ALL_OF_NVLINK * links.inside
+    network_rate = ALL_TO_ALL_OF_NETWORK * links.network
+    return HOP_LATENCY + even_spread_seconds(trip.k, trip, inside_rate, network_rate)
+
+
+def dedup_seconds(trip: DispatchTrip, links: LinkSpeeds) -> float:
+    one_node = trip.ranks <= trip.inside
+    latency = LATENCY_PER_DOUBLING * log2(trip.ranks) if one_node else HOP_LATENCY
+    copies = expected_distinct(trip.k, trip.ranks)
+    return latency + even_spread_seconds(copies, trip, links.inside, links.network)
+
+
+def hierarchical_seconds(trip: DispatchTrip, links: LinkSpeeds) -> float:
+    """Arrivals from other nodes are handed on inside the node while more arrive."""
+    nodes_reached = expected_nodes_reached(trip)
+    ranks_reached = expected_distinct(trip.k, trip.ranks)
+    across = trip.bytes * nodes_reached * (trip.nodes - 1) / trip.nodes / links.network
+    within = trip.bytes * ranks_reached * (trip.inside - 1) / trip.inside / links.inside
+    return HOP_LATENCY * 2 + max(across, within)
+
+
+# In the order in which auto prefers equals.
+DISPATCHER_ENTRIES = {
+    "dedup": DispatcherEntry(DISPATCHERS.says("dedup"), seconds=dedup_seconds),
+    "all_gather": DispatcherEntry(DISPATCHERS.says("all_gather"), seconds=all_gather_seconds, joins_etp=True),
+    "all_to_all": DispatcherEntry(DISPATCHERS.says("all_to_all"), seconds=all_to_all_seconds),
+    "hierarchical": DispatcherEntry(
+        DISPATCHERS.says("hierarchical"), "ranks on several nodes", hierarchical_seconds, several_nodes=True
+    ),
+    "deepep": DispatcherEntry(DISPATCHERS.says("deepep"), "the package deep_ep, CUDA devices, bf16"),
+}
+
+
+def dispatcher_entry(name: str) -> DispatcherEntry:
+    """The entry of a legal name; one without a price where none was attached."""
+    return DISPATCHER_ENTRIES.get(name) or DispatcherEntry(DISPATCHERS.says(name))
+
+
+def attach_price(name: str, seconds: Seconds, needs: str = "", several_nodes: bool = False) -> None:
+    """Let auto choose a dispatcher that was added to config's names."""
+    DISPATCHER_ENTRIES[name] = DispatcherEntry(DISPATCHERS.says(name), needs, seconds, several_nodes)
+
+
+def dispatch_seconds(name: str, trip: DispatchTrip, links: LinkSpeeds) -> float:
+    """One way; the way back costs the same."""
+    seconds = dispatcher_entry(name).seconds
+    if seconds is None:
+        raise KeyError(f"no price is attached to the dispatcher {name}")
+    return seconds(trip, links)

@@ -1,0 +1,117 @@
+"""Placement of experts: which rank of the expert-parallel axis holds an expert, and in which slot of its weights.
+
+    8 experts, 4 ranks, contiguous      expert  0 1 2 3 4 5 6 7
+                                        rank    0 0 1 1 2 2 3 3
+                                        slot    0 1 0 1 0 1 0 1
+
+Dispatchers look ranks and slots up in this map and do no arithmetic on expert ids, so experts can be moved between
+ranks (for load balance, or because of a failed rank) by giving another map and the weights in its order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+
+@dataclass(frozen=True)
+class ExpertPlacement:
+    """Expert id -> (rank, slot). Every rank holds the same number of experts. Ids of -1 (no choice) look up any value:
+    callers mask them, except `slot_on_rank`, which gives them no slot."""
+
+    ranks: tuple[int, ...]
+    slots: tuple[int, ...]
+
+    def __post_init__(self):
+        places = sorted(zip(self.ranks, self.slots, strict=True))
+        expected = [(rank, slot) for rank in range(self.rank_count) for slot in range(self.held)]
+        if places != expected:
+            raise ValueError(
+                f"experts are placed at (rank, slot) {places}; expected each of {self.rank_count} ranks to hold one "
+                f"expert in each of {self.held} slots"
+            )
+
+    @property
+    def experts(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def rank_count(self) -> int:
+        return max(self.ranks) + 1
+
+    @property
+    def held(self) -> int:
+        """Experts on each rank."""
+        return self.experts // self.rank_count
+
+    def rank_of(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.table("ranks", ids.device)[ids]
+
+    def slot_on_rank(self, ids: torch.Tensor, rank: int) -> torch.Tensor:
+        """The slot of each expert on `rank`; `held`, one past the last slot, for other ranks' experts and for -1."""
+        return self.table("slots", ids.device, rank)[ids]
+
+    def position_of(self, ids: torch.Tensor) -> torch.Tensor:
+        """rank x held + slot: the expert's number where experts are counted rank by rank."""
+        return self.table("positions", ids.device)[ids]
+
+    def expert_at(self, positions: torch.Tensor) -> torch.Tensor:
+        """The inverse of `position_of`."""
+        return self.table("experts", positions.device)[positions]
+
+    def table(self, name: str, device: torch.device, rank: int = 0) -> torch.Tensor:
+        """A lookup table on a device, uploaded once."""
+        known = (name, device, rank)
+        if known not in self.tables:
+            values = self.table_values(name, rank)
+            self.tables[known] = torch.tensor(values, dtype=torch.int64, device=device)
+        return self.tables[known]
+
+    def table_values(self, name: str, rank: int) -> list[int]:
+        if name == "ranks":
+            return list(self.ranks)
+        if name == "positions":
+            return list(self.positions)
+        if name == "experts":
+            every_rank = map(self.experts_of_rank, range(self.rank_count))
+            return [expert for experts in every_rank for expert in experts]
+        places = zip(self.ranks, self.slots, strict=True)
+        slots = [slot if holder == rank else self.held for holder, slot in places]
+        return [*slots, self.held]  # the last entry is the one that an id of -1 finds
+
+    @cached_property
+    def tables(self) -> dict[tuple[str, torch.device, int], torch.Tensor]:
+        return {}
+
+    @property
+    def positions(self) -> tuple[int, ...]:
+        places = zip(self.ranks, self.slots, strict=True)
+        return tuple(rank * self.held + slot for rank, slot in places)
+
+    def experts_of_rank(self, rank: int) -> list[int]:
+        """Ids of the experts that a rank holds, by slot: the order of its weights."""
+        mine = [expert for expert, holder in enumerate(self.ranks) if holder == rank]
+        return sorted(mine, key=self.slots.__getitem__)
+
+
+def contiguous_placement(experts: int, ranks: int = 1) -> ExpertPlacement:
+    """The default: rank r holds experts r x held up to (r + 1) x held, in order."""
+    held = experts // ranks
+    places = [divmod(expert, held) for expert in range(experts)]
+    return placement_of_pairs(places)
+
+
+def permuted_placement(order: Sequence[int], ranks: int = 1) -> ExpertPlacement:
+    """`order` lists expert ids rank by rank, slot by slot."""
+    held = len(order) // ranks
+    place_of = {expert: divmod(position, held) for position, expert in enumerate(order)}
+    return placement_of_pairs([place_of[expert] for expert in range(len(order))])
+
+
+def placement_of_pairs(places: Sequence[tuple[int, int]]) -> ExpertPlacement:
+    ranks = tuple(rank for rank, _ in places)
+    slots = tuple(slot for _, slot in places)
+    return ExpertPlacement(ranks, slots)

@@ -1,0 +1,66 @@
+"""Deferred weight gradients: backward returns the data gradient at once and the weight gradient on request.
+
+    D   dx = dy W          the previous pipeline stage waits for it
+    W   dW = dy^T x        no other rank waits for it: it can fill a bubble
+
+While `deferring_weight_grads(queue)` is open, backward passes append their weight gradients to the queue as work to be
+done; otherwise they compute them at once. The results are equal to the bit. Every backward that computes a weight
+gradient by itself calls `gradient_or_defer`: linear products (kernels/linear/product.py) and the fused expert MLP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+DeferredWork = Callable[[], None]
+ComputeGradient = Callable[[], torch.Tensor | None]  # None: the gradient was added to a running sum in place
+
+OPEN_QUEUES: list[list[DeferredWork]] = []  # a stack; not thread-local, since autograd runs on threads of its own
+
+
+@contextmanager
+def deferring_weight_grads(queue: list[DeferredWork]) -> Iterator[None]:
+    """Weight gradients of backward passes inside the block go into `queue`; of nested blocks the inner one gets them."""
+    OPEN_QUEUES.append(queue)
+    try:
+        yield
+    finally:
+        OPEN_QUEUES.pop()
+
+
+def gradient_or_defer(weight: torch.Tensor, compute_gradient: ComputeGradient) -> torch.Tensor | None:
+    """The weight's gradient now; or None, and the gradient is delivered when the queued work is run."""
+    if not OPEN_QUEUES:
+        return compute_gradient()
+
+    def deliver_deferred_gradient() -> None:
+        with torch.no_grad():
+            gradient = compute_gradient()
+        deliver_gradient(weight, gradient)
+
+    OPEN_QUEUES[-1].append(deliver_deferred_gradient)
+    return None
+
+
+def deliver_gradient(weight: torch.Tensor, gradient: torch.Tensor | None) -> None:
+    """Add the gradient to the weight as a backward pass would. Hooks on the parameter run even if there is none."""
+    if gradient is not None:
+        torch.autograd.backward([weight], [gradient])
+    else:
+        EmptyGradient.apply(weight).backward()  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
+
+
+class EmptyGradient(torch.autograd.Function):
+    """A scalar whose backward reaches the weight without a gradient, so that the weight's hooks run."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor) -> torch.Tensor:
+        return weight.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> None:
+        return None

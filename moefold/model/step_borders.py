@@ -1,0 +1,93 @@
+"""Observed steps: observers are called around each step in forward and, by identity nodes between steps, in backward.
+
+    forward     before F | step 0 | after F  o  before F | step 1 | after F
+    backward    after D  | step 0 | before D o  after D  | step 1 | before D        o: identity node, the border
+
+All differentiable tensors of the carry pass through one border, so its backward runs when the later step's gradients
+are complete and none of the earlier step's has begun. Without observers nothing here runs and no border is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from moefold.model.steps import Around, Carry, PassKey, PassKind, Step
+
+
+def is_differentiable(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.requires_grad
+
+
+class StepBorder(torch.autograd.Function):
+    """The identity on its tensors. Its backward calls `cross` first."""
+
+    @staticmethod
+    def forward(ctx: Any, cross: Callable[[], None], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.cross = cross
+        ctx.set_materialize_grads(False)
+        return tuple(x.detach() for x in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        ctx.cross()
+        return None, *gradients
+
+
+def carry_through_border(carry: Carry, cross: Callable[[], None]) -> Carry:
+    """The same carry behind a border. A tensor that the carry holds twice stays one tensor."""
+    flat, structure = tree_flatten(carry)
+    inputs = {id(leaf): leaf for leaf in flat if is_differentiable(leaf)}
+    if not inputs:
+        return carry
+    outputs = StepBorder.apply(cross, *inputs.values())
+    crossed = dict(zip(inputs, outputs, strict=True))  # pyright: ignore[reportArgumentType]
+    return tree_unflatten([crossed.get(id(leaf), leaf) for leaf in flat], structure)
+
+
+class ObservedSteps:
+    """A run of steps of one pass with the observers around each."""
+
+    def __init__(self, steps: Sequence[Step], observers: Sequence[Around], key: PassKey):
+        self.steps, self.observers, self.key = steps, observers, key
+        self.in_backward: Step | None = None
+
+    def forward(self, carry: Carry) -> Carry:
+        previous: Step | None = None
+        for step in self.steps:
+            if previous is not None:
+                carry = carry_through_border(carry, partial(self.cross_border, previous))
+            self.notify_before(step, "F")
+            carry = step.run(carry)
+            self.notify_after(step, "F")
+            previous = step
+        return carry
+
+    @contextmanager
+    def around_backward(self) -> Iterator[None]:
+        """The backward of all steps: the last begins with it; the one that it reaches last ends with it."""
+        self.in_backward = self.steps[-1]
+        self.notify_before(self.in_backward, "D")
+        yield
+        self.notify_after(self.in_backward, "D")
+        self.in_backward = None
+
+    def cross_border(self, earlier: Step) -> None:
+        """Backward leaves one step and comes to the step before it."""
+        assert self.in_backward is not None, "the backward of observed steps runs inside `around_backward`"
+        self.notify_after(self.in_backward, "D")
+        self.in_backward = earlier
+        self.notify_before(earlier, "D")
+
+    def notify_before(self, step: Step, kind: PassKind) -> None:
+        for observer in self.observers:
+            observer.before(step, kind, self.key)
+
+    def notify_after(self, step: Step, kind: PassKind) -> None:
+        for observer in reversed(self.observers):
+            observer.after(step, kind, self.key)

@@ -1,0 +1,87 @@
+"""Rules of an optimizer: what state a parameter group has, and how its weights are updated.
+
+A rule sees one bucket at a time, as the share of it that this rank holds. Element-wise rules get any run of elements.
+A rule with `whole` gets shares that end between matrices (`BucketShare.matrices`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from moefold.config.optimizer_groups import RULE_NAMES, OptimizerGroup
+from moefold.config.run import OptimConfig
+from moefold.kernels.bound import BoundKernels
+from moefold.layout.declare import DeclaredParameter
+from moefold.shard.buckets import Bucket
+from moefold.shard.storage import WeightStorage
+
+
+@dataclass
+class BucketShare:
+    """This rank's share of a bucket, as a rule sees it: main weights by way of `storage`, the gradient's sum over
+    ranks, and the rule's state by kind. `number` counts the buckets of the optimizer."""
+
+    number: int
+    bucket: Bucket
+    state: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def storage(self) -> WeightStorage:
+        return self.bucket.storage
+
+    @property
+    def gradient(self) -> torch.Tensor:
+        """The sum over ranks, to be multiplied by the scale that `Rule.update` is given."""
+        return self.bucket.reduced_gradient_share
+
+    @property
+    def weights(self) -> torch.Tensor:
+        return self.bucket.weights[self.bucket.share]
+
+    @property
+    def wide_dtype(self) -> torch.dtype:
+        return torch.promote_types(self.weights.dtype, torch.float32)
+
+    def matrices(self, flat: torch.Tensor) -> Iterator[tuple[DeclaredParameter, torch.Tensor]]:
+        """Each parameter's matrices in a flat tensor of the share, as views (matrices, rows, columns). A matrix that
+        the placement cuts over tp or etp is this rank's part of it."""
+        for piece, view in self.bucket.matrix_views(flat):
+            yield piece.parameter, view
+
+
+class Rule(Protocol):
+    """An update rule with the options of one parameter group. Kind names are part of the checkpoint format."""
+
+    kinds: tuple[str, ...]
+    whole: bool
+
+    def state(self, share: BucketShare) -> dict[str, torch.Tensor]:
+        """New state for a share: a flat tensor as long as the share for every kind."""
+        ...
+
+    def scalars(self, share: BucketShare, step: int, lr: float) -> Sequence[float]:
+        """The numbers of a step, to be written to the device before `update`; always equally many."""
+        ...
+
+    def update(self, share: BucketShare, scale: torch.Tensor, scalars: torch.Tensor) -> None:
+        """Update the main weights and the state from the gradient times `scale`, unless that is not finite."""
+        ...
+
+
+RuleMaker = Callable[[OptimizerGroup, OptimConfig, BoundKernels], Rule]
+RULES: dict[str, RuleMaker] = {}
+
+
+def register_rule(name: str, summary: str) -> Callable[[RuleMaker], RuleMaker]:
+    """Register a rule for `optim.groups` under a name. What is registered makes the rule of a group."""
+
+    def register_under_name(make: RuleMaker) -> RuleMaker:
+        RULES[name] = make
+        RULE_NAMES[name] = summary
+        return make
+
+    return register_under_name

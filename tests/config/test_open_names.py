@@ -1,0 +1,85 @@
+"""Open sets of names: a name that was added is legal wherever a built-in one is, and a misspelt one is refused."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from moefold.config.errors import UserError
+from moefold.config.open_names import (
+    ATTENTION_KINDS,
+    DATA_SOURCES,
+    DISPATCHERS,
+    OPTIMIZER_RULES,
+    ROUTER_SCORES,
+    OpenNames,
+)
+from moefold.presets.command_options import list_config_keys
+from moefold.presets.recipe import resolve_recipe
+
+BY_KEY = {
+    "parallel.dispatcher": DISPATCHERS,
+    "model.moe.router.score": ROUTER_SCORES,
+    "model.attention.kind": ATTENTION_KINDS,
+    "data.source": DATA_SOURCES,
+}
+
+
+@pytest.fixture
+def pigeon() -> Iterator[str]:
+    """A dispatcher that somebody else has written."""
+    DISPATCHERS.add("pigeon", "one pigeon per token")
+    yield "pigeon"
+    DISPATCHERS.remove("pigeon")
+
+
+def test_a_name_that_was_added_is_legal_and_listed_in_help(pigeon: str):
+    config = resolve_recipe("tiny", ["--parallel.dispatcher", pigeon])
+    assert config.parallel.dispatcher == pigeon
+    assert "one pigeon per token" in list_config_keys()
+
+
+def test_a_name_that_was_not_added_is_refused_with_the_nearest(pigeon: str):
+    with pytest.raises(UserError) as refused:
+        resolve_recipe("tiny", ["--parallel.dispatcher", "pigoen"])
+    assert 'parallel.dispatcher = pigoen is not legal (did you mean "pigeon"?)' in str(refused.value)
+    assert "expected one of auto, all_gather, all_to_all, dedup, hierarchical, deepep, pigeon" in str(refused.value)
+
+
+@pytest.mark.parametrize("path", BY_KEY)
+def test_every_built_in_name_is_legal_and_has_a_line_in_help(path: str):
+    text = list_config_keys()
+    for name in BY_KEY[path]:
+        assert f"{name}: {BY_KEY[path].says(name)}" in text
+
+
+def test_names_are_those_of_one_kind_in_order():
+    names = OpenNames("bird", {"dove": "white", "crow": "black"})
+    names.add("jay", "blue")
+    assert list(names) == ["dove", "crow", "jay"]
+    assert len(names) == 3
+    assert "jay" in names
+    assert names.says("jay") == "blue"
+    with pytest.raises(UserError, match=r'no bird "crwo" \(did you mean "crow"\?\); there are: crow, dove, jay'):
+        names.require("crwo")
+
+
+def test_a_name_means_one_thing():
+    names = OpenNames("bird", {"dove": "white"})
+    names.add("jay", "blue")
+    names.add("jay", "blue")  # the same module, imported again
+    with pytest.raises(UserError, match="there is a bird"):
+        names.add("jay", "green")
+    with pytest.raises(UserError, match="there is a bird"):
+        names.add("dove", "grey")
+    with pytest.raises(UserError, match="built in"):
+        names.remove("dove")
+
+
+@pytest.mark.parametrize("name", ["", "Jay", "blue jay", "jay=1", "7up", "x" * 60])
+def test_a_name_can_be_written_on_a_command_line(name: str):
+    with pytest.raises(UserError, match="cannot be called"):
+        OpenNames("bird", {}).add(name, "any")
+
+
+def test_adamw_is_the_optimizer_rule_that_is_built_in():
+    assert list(OPTIMIZER_RULES) == ["adamw"]
