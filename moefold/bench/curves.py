@@ -84,7 +84,7 @@ def kernel_variants(config: Config) -> dict[str, Config]:
 def training_losses(config: Config, corpus: Corpus) -> list[float]:
     world = single_rank_world(config.train.device)
     run = assemble_run(config, world, Path("."), corpus)
-    reports = [train_step(run, run.loader.next()) for _ in range(config.train.steps)]
+    reports = [train_step(run, run.loader.next_batch()) for _ in range(config.train.steps)]
     run.gradients.remove_hooks()
     return [report.loss for report in reports]
 

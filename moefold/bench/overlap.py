@@ -131,7 +131,7 @@ def measure_overlap(config: Config, world: World, exchanges: SpanRecorder) -> tu
     run = assemble_run(config, world, Path("."), random_corpus(config))
 
     def overlap_step() -> None:
-        train_step(run, run.loader.next())
+        train_step(run, run.loader.next_batch())
 
     overlap_step()
     exchanges.events.clear()

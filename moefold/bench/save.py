@@ -65,8 +65,8 @@ def write_bandwidth(folder: Path, options: SaveOptions) -> dict[str, float]:
     parts = {str(number): as_tensor_part(torch.rand(MIB_OF_FLOATS)) for number in range(options.mib)}
     plan = gather_write_plan(parts, world)
     image = HostImage(plan, 0, pinned=False)
-    image.fill(parts)
-    raw = image.whole.numpy().data
+    image.copy_parts(parts)
+    raw = image.file_bytes.numpy().data
     shelf, scratch = folder / "shelf", folder / "scratch"
     times: dict[str, list[float]] = {"plain": [], "direct": [], "checkpoint": []}
     for number in range(options.repeat + 1):
@@ -106,7 +106,7 @@ def step_delay_by_save(folder: Path, config: Config, repeat: int) -> dict[str, f
                 times["step"].append(seconds)
                 seconds = wall_clock_seconds(partial(step_with_save, run, saver))
                 times["step_with_save"].append(seconds)
-                saver.wait()
+                saver.wait_until_written()
         size = saver.plan.bytes if saver.plan else 0
     medians = {name: median_after_warm_up(seconds) for name, seconds in times.items()}
     return {**medians, "state_bytes": float(size)}
@@ -123,6 +123,6 @@ def step_with_save(run: Run, saver: BackgroundSaver) -> None:
 
 def synchronized_step(run: Run) -> None:
     """A training step, with all device work that it launched."""
-    train_step(run, run.loader.next())
+    train_step(run, run.loader.next_batch())
     run.parameters.await_all_buckets()
     synchronize_device(run.world.device.type)

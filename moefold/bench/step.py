@@ -119,7 +119,7 @@ def time_moefold_steps(config: Config, steps: int, profile: Path | None) -> Step
     run = run_on_random_tokens(config, steps + WARM_UP_STEPS + 2)
 
     def moefold_step() -> Any:
-        return train_step(run, run.loader.next())
+        return train_step(run, run.loader.next_batch())
 
     def reported_loss(report: Any) -> float:
         return report.loss

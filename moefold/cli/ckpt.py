@@ -67,7 +67,7 @@ def list_tensors(opened: OpenedCheckpoint, as_json: bool) -> int:
     table.add_column("experts", justify="right")
     table.add_column("sha256", no_wrap=True)
     for name, entry in opened.ledger.items():
-        size = f"{entry.what.bytes / 2**20:.2f}"
+        size = f"{entry.spec.bytes / 2**20:.2f}"
         experts = str(len(entry.experts)) if entry.experts is not None else ""
         table.add_row(escape(name), entry.dtype, ",".join(map(str, entry.shape)), size, experts, entry.sha256[:12])
     Console().print(table)
@@ -76,7 +76,7 @@ def list_tensors(opened: OpenedCheckpoint, as_json: bool) -> int:
 
 def checkpoint_facts(opened: OpenedCheckpoint) -> dict[str, Any]:
     known = {key: opened.manifest.get(key) for key in ("step", "moefold", "torch", "layout")}
-    return {"path": str(opened.path), **known, "bytes": sum(e.what.bytes for e in opened.ledger.values())}
+    return {"path": str(opened.path), **known, "bytes": sum(e.spec.bytes for e in opened.ledger.values())}
 
 
 def checkpoint_summary(opened: OpenedCheckpoint) -> str:
