@@ -30,9 +30,7 @@ from moefold.anatomy.step_specs import (
 from moefold.config.run import Config, ModelConfig
 from moefold.dispatch import price
 from moefold.kernels.catalog import CATALOG, forced_implementations, pick_implementation
-from moefold.kernels.facts import BYTES_PER_ELEMENT
-from moefold.kernels.facts import Facts
-from moefold.kernels.facts import expected_facts
+from moefold.kernels.facts import BYTES_PER_ELEMENT, Facts, expected_facts
 from moefold.layout.fold import fold_into_grids
 from moefold.presets.command_options import check_rank_count, read_options
 from moefold.presets.recipe import resolve_recipe

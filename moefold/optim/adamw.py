@@ -10,7 +10,8 @@ from torch import Tensor
 from moefold.config.optimizer_groups import RULE_NAMES, OptimizerGroup
 from moefold.config.run import OptimConfig
 from moefold.kernels.bound import BoundKernels
-from moefold.kernels.optimizer.adamw import AdamWOptions, adamw, adamw_scalars
+from moefold.kernels.optimizer.adamw import adamw
+from moefold.kernels.optimizer.adamw_scalars import AdamWOptions, adamw_scalars
 from moefold.optim.rule import BucketShare, register_rule
 from moefold.shard.storage import FusedOperands
 

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from moefold.kernels.bound import BoundKernels
-from moefold.kernels.facts import Facts
 from moefold.kernels.experts.grouped_gemm import EXPERT_ROW_COUNTS, grouped_gemm
+from moefold.kernels.facts import Facts
 from moefold.kernels.linear.product import Recipe, WeightAndBias
 from moefold.layout.axes import single_rank_world
 from moefold.layout.declare import declared_parameters

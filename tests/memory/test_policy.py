@@ -15,8 +15,8 @@ from moefold.anatomy.regions import REGIONS, regions_of
 from moefold.config.errors import UserError
 from moefold.config.run import AttentionConfig, BalanceConfig, ModelConfig, MoeConfig
 from moefold.kernels.bound import BoundKernels
-from moefold.kernels.facts import Facts
 from moefold.kernels.experts.expert_mlp import expert_mlp
+from moefold.kernels.facts import Facts
 from moefold.memory.policy import Keep, Policy, attach_policies, over_steps, regions_fused_away
 from moefold.model.initialise import initialise_parameters
 from moefold.model.steps import Region

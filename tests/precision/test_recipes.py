@@ -8,8 +8,8 @@ import torch
 from moefold.config.errors import UserError
 from moefold.config.run import ModelConfig, MoeConfig
 from moefold.kernels.bound import BoundKernels
-from moefold.kernels.facts import Facts
 from moefold.kernels.experts.expert_mlp import expert_mlp
+from moefold.kernels.facts import Facts
 from moefold.kernels.linear.product import PLAIN
 from moefold.layout.axes import single_rank_world
 from moefold.model.moe.experts import Experts

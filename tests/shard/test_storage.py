@@ -14,9 +14,9 @@ from moefold.config.run import OptimConfig
 from moefold.kernels.bound import BoundKernels
 from moefold.kernels.facts import Facts
 from moefold.kernels.optimizer.split_fp32 import round_to_nearest
-from moefold.layout.dtypes import DTYPES
 from moefold.layout.axes import World, single_rank_world
 from moefold.layout.declare import declared_parameters
+from moefold.layout.dtypes import DTYPES
 from moefold.model.initialise import initialise_parameters
 from moefold.model.transformer import Transformer
 from moefold.optim.optimizer import Optimizer, build_optimizer

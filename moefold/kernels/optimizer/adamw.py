@@ -10,56 +10,12 @@ step to step are on the device too (`AdamWScalars`): a captured graph reads thos
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
+from moefold.kernels.optimizer.adamw_scalars import AdamWOptions, adamw_scalars, scalars_on_host
 from moefold.kernels.optimizer.split_fp32 import joined_fp32, lower_16_bits, round_to_nearest
 from moefold.kernels.registry import KernelCase, register_in_place_op, seeded_randn
-
-
-class AdamWOptions(NamedTuple):
-    """The numbers that stay the same over a run. `stochastic`: bf16 moments are rounded up or down at random, with
-    probabilities by distance, so that changes below the resolution of bf16 add up in the mean."""
-
-    beta1: float
-    beta2: float
-    eps: float
-    decay: float
-    stochastic: bool = False
-
-
-class AdamWScalars(NamedTuple):
-    """The numbers of one step, in the order in which they lie in a tensor of fp64 on the device."""
-
-    step: float  # counts from one
-    lr: float
-    step_size: float  # the learning rate, corrected for the mean's start at zero
-    keep: float  # what weight decay leaves of a weight
-    square_correction: float  # what the mean square is divided by, since it started at zero
-    inverse_root: float  # one over the square root of that
-    seed: float  # of stochastic rounding, a whole number below 2^31
-
-
-def adamw_scalars(step: int, lr: float, options: AdamWOptions, seed: int = 0) -> AdamWScalars:
-    mean_correction = 1 - options.beta1**step
-    square_correction = 1 - options.beta2**step
-    return AdamWScalars(
-        step=step,
-        lr=lr,
-        step_size=lr / mean_correction,
-        keep=1 - lr * options.decay,
-        square_correction=square_correction,
-        inverse_root=square_correction**-0.5,
-        seed=seed,
-    )
-
-
-def scalars_on_host(scalars: Tensor) -> AdamWScalars:
-    """The numbers of the step; waits for the device, if they are not in host memory."""
-    count = len(AdamWScalars._fields)
-    return AdamWScalars(*scalars[:count].tolist())
 
 
 @register_in_place_op

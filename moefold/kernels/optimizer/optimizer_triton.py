@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moefold.kernels.optimizer.adamw import AdamWScalars
+from moefold.kernels.optimizer.adamw_scalars import AdamWScalars
 
 BLOCK = 1024  # elements of a program: eight a thread, which is 16 bytes of bf16
 SQUARES_PER_PROGRAM = 16 * BLOCK  # elements of which a program adds up the squares

@@ -12,10 +12,10 @@ import torch
 import moefold.kernels.experts
 from moefold.bench.layer import LayerShape, moefold_layer
 from moefold.kernels.catalog import pick_implementation
-from moefold.kernels.facts import Facts, has_triton
 from moefold.kernels.experts.expert_mlp import expert_mlp, expert_mlp_cases, shuffled_routing
 from moefold.kernels.experts.grouped_gemm import grouped_gemm, grouped_gemm_weight
 from moefold.kernels.experts.swiglu import swiglu
+from moefold.kernels.facts import Facts, has_triton
 from moefold.layout.deferred_wgrad import DeferredWork, deferring_weight_grads
 from moefold.layout.gradient_sink import attach_gradient_sink, memory_for_gradient
 

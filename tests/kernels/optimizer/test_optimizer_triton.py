@@ -11,7 +11,8 @@ import torch
 pytest.importorskip("triton")
 
 from moefold.kernels.optimizer import optimizer_triton
-from moefold.kernels.optimizer.adamw import AdamWOptions, adamw, adamw_scalars
+from moefold.kernels.optimizer.adamw import adamw
+from moefold.kernels.optimizer.adamw_scalars import AdamWOptions, adamw_scalars
 from moefold.kernels.optimizer.add_squares import add_squares
 from moefold.kernels.optimizer.split_fp32 import joined_fp32, lower_16_bits, round_to_nearest
 
