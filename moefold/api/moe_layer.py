@@ -29,7 +29,8 @@ class MoeLayer(nn.Module):
 
     `aux` is one scalar, the balance losses with their weights (`balance__aux_loss`, `balance__z_loss`), a mean over
     tokens: add it to the loss. Further keys are those of `model.moe` with `__` for a dot: `router__scale=2.5`. With
-    `world`, experts are spread over its ep ranks."""
+    `world`, experts are spread over its ep ranks. Weights are drawn by `seed`, the same on any layout; with
+    `initialise=False` they stay as allocated."""
 
     def __init__(
         self,
@@ -43,13 +44,14 @@ class MoeLayer(nn.Module):
         dtype: torch.dtype | None = None,
         seed: int = 1,
         world: World | None = None,
+        initialise: bool = True,
         **keys: Any,
     ):
         sizes = {"experts": experts, "top_k": top_k, "ffn": ffn, "shared_ffn": shared_ffn, "router__score": score}
         config = with_keys(Config(), {"hidden": hidden, "layers": 1}, "model.")
         config = with_keys(config, {**sizes, **keys}, "model.moe.")
         super().__init__()
-        self.build(config, device, dtype, seed, world)
+        self.build(config, device, dtype, seed if initialise else None, world)
 
     @classmethod
     def like(
@@ -73,7 +75,7 @@ class MoeLayer(nn.Module):
         config: Config,
         device: str | torch.device | None,
         dtype: torch.dtype | None,
-        seed: int,
+        seed: int | None,
         world: World | None,
     ) -> None:
         config = replace(config, model=replace(config.model, moe=replace(config.model.moe, dense_layers=0)))
@@ -83,7 +85,8 @@ class MoeLayer(nn.Module):
         parts = make_model_parts(self.config, self.world, kernels)
         with self.world.device, default_dtype(DTYPES[self.config.train.precision]):
             self.layer = MoeSublayer(self.config.model, 0, parts)
-        initialise_parameters(self.layer, seed)
+        if seed is not None:
+            initialise_parameters(self.layer, seed)
 
     def forward(self, x: torch.Tensor, expert_ids: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """`expert_ids` (..., top_k) replace the router's choice; weights and their gradients still come from its

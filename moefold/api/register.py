@@ -13,8 +13,8 @@ Implementation = TypeVar("Implementation", bound=Callable[..., Any])
 def register(
     kind: str, name: str, says: str, price: Callable[..., float] | None = None
 ) -> Callable[[Implementation], Implementation]:
-    """`@register("router_score", "relu", "ReLU of the logits")` above a function or class: configurations of this process
-    accept the name. docs/python.md says what each kind is called with."""
+    """`@register("router_score", "relu", "ReLU of the logits")` above a function or class: configurations of this
+    process accept the name. docs/python.md says what each kind is called with."""
 
     def register_implementation(implementation: Implementation) -> Implementation:
         register_extension(Extension(kind, name, says, implementation, price))

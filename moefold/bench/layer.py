@@ -8,7 +8,7 @@ T tokens, K experts of a token, D hidden width, F inner width, E experts.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import pairwise
 from statistics import median
@@ -21,23 +21,14 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
+from moefold.api.moe_layer import MoeLayer
 from moefold.bench.clock import Work, wall_clock_seconds
 from moefold.bench.machine import machine_facts, resolve_device, resolve_dtype
 from moefold.bench.options import LayerOptions
 from moefold.bench.report import Report, Row, add_number_columns, report_heading, show_report
 from moefold.bench.versions import installed_version
 from moefold.config.errors import one_of
-from moefold.config.run import Config, DataConfig
-from moefold.dispatch.base import Routing
-from moefold.dispatch.build import build_dispatcher
-from moefold.kernels.bound import BoundKernels
-from moefold.kernels.facts import facts_from_config
-from moefold.layout.axes import single_rank_world
 from moefold.layout.dtypes import DTYPES
-from moefold.model.attention.context_parallel import choose_context_mechanism
-from moefold.model.block import MoeBlock
-from moefold.model.parts import ModelParts
-from moefold.model.token_layout import make_token_shard
 
 
 @dataclass(frozen=True)
@@ -90,44 +81,18 @@ def run_benchmark(options: LayerOptions) -> int:
     return show_report(report, options.json, print_layer_report)
 
 
-def moefold_layer(layer: LayerShape, device: str, dtype: torch.dtype, zipf: bool) -> tuple[LayerForward, nn.Module]:
-    """Router, dispatcher, experts and combine of a block, as a run would assemble them."""
-    base = Config()
-    moe = replace(base.model.moe, experts=layer.experts, top_k=layer.top_k, ffn=layer.ffn)
-    model = replace(base.model, layers=1, hidden=layer.hidden, moe=moe)
-    name = {torch.bfloat16: "bf16", torch.float32: "fp32"}[dtype]
-    config = replace(
-        base,
-        model=model,
-        data=replace(DataConfig(), seq_len=layer.tokens),
-        train=replace(base.train, precision=name),
-    )
-    world = single_rank_world(device)
-    capability = torch.cuda.get_device_capability() if device == "cuda" else (0, 0)
-    kernels = BoundKernels(facts_from_config(config, device, name, capability))
-    context = choose_context_mechanism(config.parallel.context, kernels, world)
-    choices = ModelParts(world, kernels, build_dispatcher(config, kernels, world), context, layer.tokens)
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with torch.device(device):
-            moe_layer = MoeBlock(model, 0, choices).moe
-    finally:
-        torch.set_default_dtype(before)
-    for parameter in moe_layer.parameters():
+def moefold_layer(layer: LayerShape, device: str, dtype: torch.dtype, zipf: bool) -> BuiltLayer:
+    """`moefold.MoeLayer`, with kernels chosen as in a run; with `zipf`, expert ids are imposed."""
+    module = MoeLayer(layer.hidden, layer.experts, layer.top_k, layer.ffn, device=device, dtype=dtype, initialise=False)
+    for parameter in module.parameters():
         nn.init.normal_(parameter, std=0.02)
-    share = make_token_shard(torch.empty(1, layer.tokens, device=device), world)
-    skewed = zipf_expert_ids(layer, device) if zipf else None
+    expert_ids = zipf_expert_ids(layer, device) if zipf else None
 
-    def routed_forward(h_TD: torch.Tensor) -> torch.Tensor:
-        routing = moe_layer.router(h_TD, share)[0]
-        if skewed is not None:
-            routing = Routing(routing.weights_TK, skewed)
-        receipt = moe_layer.dispatcher.plan(routing)
-        y = moe_layer.experts(moe_layer.dispatcher.dispatch(h_TD, receipt))
-        return moe_layer.dispatcher.combine(y, receipt)
+    def forward_alone(h_TD: torch.Tensor) -> torch.Tensor:
+        output_TD, _ = module(h_TD, expert_ids)
+        return output_TD
 
-    return routed_forward, moe_layer
+    return forward_alone, module
 
 
 def zipf_expert_ids(layer: LayerShape, device: str) -> torch.Tensor:
