@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from moefold.config.errors import UserError, did_you_mean, printable_text
-
-# Names of the update rules, and what they are. Rules registered from elsewhere are added here (optim/rules.py).
-RULE_NAMES = {"adamw": "AdamW, element by element"}
+from moefold.config.extensions import read_entry_points
+from moefold.config.open_names import OPTIMIZER_RULES
 
 
 @dataclass(frozen=True)
@@ -100,9 +99,10 @@ def read_betas(text: str) -> tuple[float, float]:
 
 
 def read_rule(text: str) -> str:
-    if text not in RULE_NAMES:
-        near = did_you_mean(text, RULE_NAMES)
-        known = ", ".join(sorted(RULE_NAMES))
+    read_entry_points()
+    if text not in OPTIMIZER_RULES:
+        near = did_you_mean(text, OPTIMIZER_RULES)
+        known = ", ".join(OPTIMIZER_RULES)
         raise ValueError(f'no rule "{text}"{near}; there are: {known}')
     return text
 

@@ -7,16 +7,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from moefold.config.optimizer_groups import RULE_NAMES, OptimizerGroup
+from moefold.config.optimizer_groups import OptimizerGroup
 from moefold.config.run import OptimConfig
 from moefold.kernels.bound import BoundKernels
 from moefold.kernels.optimizer.adamw import adamw
 from moefold.kernels.optimizer.adamw_scalars import AdamWOptions, adamw_scalars
-from moefold.optim.rule import BucketShare, register_rule
+from moefold.optim.rule import BucketShare
 from moefold.shard.storage import FusedOperands
 
 
-@register_rule("adamw", RULE_NAMES["adamw"])
 class AdamW:
     kinds: tuple[str, ...] = ("mean", "mean_square")
     whole = False

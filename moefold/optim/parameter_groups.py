@@ -9,16 +9,19 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import NamedTuple
 
-from moefold.config.errors import UserError, did_you_mean, one_of
+from moefold.config.errors import UserError, did_you_mean
+from moefold.config.extensions import find_extension
+from moefold.config.open_names import OPTIMIZER_RULES
 from moefold.config.optimizer_groups import OptimizerGroup, parse_groups
 from moefold.config.run import OptimConfig
 from moefold.kernels.bound import BoundKernels
 from moefold.layout.declare import DeclaredParameter
 from moefold.optim.adamw import AdamW
-from moefold.optim.rule import RULES, Rule
+from moefold.optim.rule import Rule, RuleMaker
 from moefold.shard.buckets import BucketGroup
 
 DEFAULT_NAME = ""
+BUILT_IN_RULES: dict[str, RuleMaker] = {"adamw": AdamW}
 
 
 class GroupRule(NamedTuple):
@@ -28,14 +31,22 @@ class GroupRule(NamedTuple):
     lr_factor: float
 
 
+def find_rule(name: str) -> RuleMaker:
+    """The built-in rule of that name, or the one that an extension registered."""
+    extension = find_extension("optimizer_rule", name)
+    if extension is not None:
+        return extension.load()
+    return BUILT_IN_RULES[OPTIMIZER_RULES.require(name)]
+
+
 class ParameterGroups:
     def __init__(self, optim: OptimConfig, kernels: BoundKernels):
         self.entries = parse_groups(optim.groups)
         default = AdamW(OptimizerGroup(), optim, kernels)
         self.rules = {DEFAULT_NAME: GroupRule(default, 1.0)}
         for entry in self.entries:
-            name = one_of("optimizer rule", entry.rule, RULES)
-            rule = RULES[name](entry, optim, kernels)
+            make_rule = find_rule(entry.rule)
+            rule = make_rule(entry, optim, kernels)
             group = GroupRule(rule, entry.lr)
             self.rules.setdefault(entry.pattern, group)
 

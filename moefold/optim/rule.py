@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from moefold.config.optimizer_groups import RULE_NAMES, OptimizerGroup
+from moefold.config.optimizer_groups import OptimizerGroup
 from moefold.config.run import OptimConfig
 from moefold.kernels.bound import BoundKernels
 from moefold.layout.declare import DeclaredParameter
@@ -73,17 +73,5 @@ class Rule(Protocol):
         ...
 
 
+# What an extension of the kind `optimizer_rule` is: a class or function that makes the rule of a group
 RuleMaker = Callable[[OptimizerGroup, OptimConfig, BoundKernels], Rule]
-M = TypeVar("M", bound=RuleMaker)
-RULES: dict[str, RuleMaker] = {}
-
-
-def register_rule(name: str, summary: str) -> Callable[[M], M]:
-    """Register a rule for `optim.groups` under a name. What is registered makes the rule of a group."""
-
-    def register_under_name(make: M) -> M:
-        RULES[name] = make
-        RULE_NAMES[name] = summary
-        return make
-
-    return register_under_name

@@ -11,14 +11,17 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from moefold.shard.buckets import round_up
+
 ScalarRows = Sequence[Sequence[float]]
+ROW_ALIGNMENT = 8  # numbers: rows begin at multiples of 64 bytes, so that one compiled kernel serves all of them
 
 
 class StepScalars:
     """One row of fp64 for every bucket of an optimizer."""
 
     def __init__(self, rows: ScalarRows, device: torch.device):
-        self.width = max(map(len, rows))
+        self.width = round_up(max(map(len, rows)), ROW_ALIGNMENT)
         self.on_device = torch.zeros(len(rows), self.width, dtype=torch.float64, device=device)
 
     def write_rows(self, rows: ScalarRows) -> None:

@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from moefold.config.errors import UserError
-from moefold.config.optimizer_groups import RULE_NAMES, OptimizerGroup
+from moefold.config.extensions import EXTENSIONS, Extension, register_extension
+from moefold.config.open_names import OPTIMIZER_RULES
+from moefold.config.optimizer_groups import OptimizerGroup
 from moefold.config.run import OptimConfig
 from moefold.kernels.bound import BoundKernels
 from moefold.kernels.facts import Facts
@@ -19,7 +21,7 @@ from moefold.layout.declare import declared_parameters
 from moefold.model.transformer import Transformer
 from moefold.optim.optimizer import Optimizer, build_optimizer
 from moefold.optim.parameter_groups import ParameterGroups
-from moefold.optim.rule import RULES, BucketShare, register_rule
+from moefold.optim.rule import BucketShare
 from moefold.shard.buckets import Bucket, block_of_parameter, fill_buckets
 from moefold.shard.publish import Publisher
 from tests.shard.test_gradients import make
@@ -80,13 +82,13 @@ def toy_rules() -> Iterator[None]:
     register_toy_rules()
     yield
     for name in ("momentum", "unit_steps"):
-        RULES.pop(name)
-        RULE_NAMES.pop(name)
+        EXTENSIONS.pop(("optimizer_rule", name))
+        OPTIMIZER_RULES.remove(name)
 
 
 def register_toy_rules() -> None:
-    register_rule("momentum", "SGD with momentum")(Momentum)
-    register_rule("unit_steps", "normalised steps of whole matrices")(UnitSteps)
+    register_extension(Extension("optimizer_rule", "momentum", "SGD with momentum", Momentum))
+    register_extension(Extension("optimizer_rule", "unit_steps", "normalised steps of whole matrices", UnitSteps))
 
 
 def put_gradients(buckets: list[Bucket]) -> None:
