@@ -1,5 +1,5 @@
-"""Set before any test imports Triton: where there is no GPU, its kernels run in its interpreter. Where tests run
-side by side, each has one thread: torch's threads would wait for each other."""
+"""Settings of every test run: Triton's interpreter where there is no GPU, one thread a process where tests run in
+parallel, and the markers `alone` and `extended`."""
 
 from __future__ import annotations
 
@@ -9,16 +9,20 @@ from pathlib import Path
 import pytest
 import torch
 
-if not torch.cuda.is_available():
+from tests.support.extended import mark_extended
+
+if not torch.cuda.is_available():  # before any test imports Triton
     os.environ.setdefault("TRITON_INTERPRET", "1")
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     torch.set_num_threads(1)
 
-ALONE = ("cli", "train", "web")  # they start whole runs and servers, which would take ports and time from each other
+TESTS = Path(__file__).parent
+ALONE = ("bench", "cli", "train", "web")  # folders whose tests start whole runs and servers, or measure time
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    mark_extended(items)
     for item in items:
-        if item.path.parent.relative_to(Path(__file__).parent).parts[:1] in [(folder,) for folder in ALONE]:
+        if item.path.relative_to(TESTS).parts[0] in ALONE:
             item.add_marker(pytest.mark.alone)

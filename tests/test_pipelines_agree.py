@@ -391,9 +391,10 @@ def test_every_balance_loss_agrees_in_a_pipeline_the_one_over_the_global_batch_t
 def left_under_way(world: World, each: Case) -> list[str]:
     """Weights that a step used though the ranks that updated them might not have handed them over yet."""
     run = assemble_run(each.config, world, Path("."), corpus=random_corpus(each.config))
-    train_step(run, run.loader.next())
+    train_step(run, run.loader.next_batch())
     assert run.parameters.under_way, "several ranks update each weight"
-    run.executor.forward_only(list(run.loader.next().microbatches(1)), lambda carry: run.model.predict(carry) and None)
+    parts = list(run.loader.next_batch().microbatches(1))
+    run.executor.forward_only(parts, lambda carry: run.model.predict(carry) and None)
     return [p.name for number in run.parameters.under_way for p in run.parameters.buckets[number].parameters]
 
 

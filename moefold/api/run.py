@@ -32,7 +32,7 @@ class TrainingRun:
 
     def __iter__(self) -> Iterator[Batch]:
         while self.run.step < self.config.train.steps:
-            yield self.run.loader.next()
+            yield self.run.loader.next_batch()
 
     def step(self, batch: Batch) -> StepReport:
         """Forward, backward and update. The report is read when it is asked for; reading its loss waits for the

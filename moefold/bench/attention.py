@@ -14,7 +14,7 @@ from rich.table import Table
 
 from moefold.bench.machine import cuda_capability, machine_facts, resolve_device
 from moefold.bench.options import AttentionOptions
-from moefold.bench.report import Report, show_report
+from moefold.bench.report import Report, Row, show_report
 from moefold.kernels.attention.autotune import candidate_names, forward_and_backward, measure_candidates, random_inputs
 from moefold.kernels.facts import Facts, facts_from_config
 from moefold.layout.dtypes import DTYPES
@@ -31,7 +31,7 @@ def run_benchmark(options: AttentionOptions) -> int:
 
 def attention_report(device: str) -> Report:
     """The times of every shape; none on a CPU, which has no attention kernels to choose from."""
-    results: list[dict[str, Any]] = []
+    results: list[Row] = []
     if device == "cuda":
         for name, facts in attention_cases(device).items():
             results.append(measured_shape(name, facts))
@@ -49,11 +49,14 @@ def attention_cases(device: str) -> dict[str, Facts]:
     return dict(cases.values())
 
 
-def measured_shape(name: str, facts: Facts) -> dict[str, Any]:
+def measured_shape(name: str, facts: Facts) -> Row:
     assert facts.attention is not None
     times = measure_candidates(facts)
-    repeats = {kernel: is_bit_reproducible(kernel, facts) for kernel in candidate_names(facts)}
-    return {"model": name, "shape": str(facts.attention), "milliseconds": times, "repeats": repeats}
+    repeats: dict[str, bool] = {}
+    for kernel in candidate_names(facts):
+        repeats[kernel] = is_bit_reproducible(kernel, facts)
+    shape = str(facts.attention)
+    return {"model": name, "shape": shape, "milliseconds": times, "repeats": repeats}
 
 
 def is_bit_reproducible(kernel: str, facts: Facts) -> bool:
@@ -66,7 +69,8 @@ def is_bit_reproducible(kernel: str, facts: Facts) -> bool:
 
 
 def equal_to_the_bit(first: Any, second: Any) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    pairs = zip(first, second, strict=True)
+    return all(torch.equal(a, b) for a, b in pairs)
 
 
 def print_attention_report(report: Report) -> None:
@@ -76,7 +80,8 @@ def print_attention_report(report: Report) -> None:
     table.add_column("ms", justify="right")
     table.add_column("repeats to the bit")
     for row in report["results"]:
+        model, shape = row["model"], row["shape"]
         for kernel, milliseconds in row["milliseconds"].items():
             repeats = "yes" if row["repeats"][kernel] else "no"
-            table.add_row(row["model"], row["shape"], kernel, f"{milliseconds:.2f}", repeats)
+            table.add_row(model, shape, kernel, f"{milliseconds:.2f}", repeats)
     Console().print(table)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import datetime
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict
 from functools import partial
 from statistics import median
@@ -21,7 +21,7 @@ import torch.nn.functional as F
 import yaml
 from rich.console import Console
 
-from moefold.bench.clock import wall_clock_seconds
+from moefold.bench.clock import Work, wall_clock_seconds
 from moefold.bench.machine import cuda_capability, resolve_device, synchronize_device
 from moefold.bench.options import CalibrateOptions
 from moefold.plan.machine.efficiency_fit import TimedKernel, fit_efficiencies
@@ -53,6 +53,7 @@ ATTENTION_SHAPES = [(16_384, 128), (4096, 128), (1024, 128), (4096, 64), (16_384
 STREAM_SHAPES = [(16_384, 7168), (131_072, 2048)]  # rows, columns
 
 
+ScalePair = tuple[torch.Tensor, torch.Tensor]  # of the input and of the weight
 LAUNCH_COUNT = 500
 SYNC_COUNT = 50
 LEAST_SCALE_ON_CPU = 16
@@ -76,6 +77,15 @@ def peaks_as_measured(points: list[TimedKernel]) -> dict[str, Any]:
     return {"peak": {"bf16": best}, "hbm": hbm, "domain": 1, "inside": hbm, "network": 1e9, "dollars": 0.0}
 
 
+def peaks_by_precision(known: dict[str, float]) -> dict[str, float]:
+    """Peak FLOP/s of each precision that the machine has."""
+    peaks: dict[str, float] = {}
+    for precision, number_format in PEAK_BY_PRECISION.items():
+        if number_format in known:
+            peaks[precision] = known[number_format]
+    return peaks
+
+
 class MachineCalibration:
     """The timings of one machine, and the planner's description of it."""
 
@@ -93,7 +103,7 @@ class MachineCalibration:
         points = self.time_every_kernel()
         launch, start, sync = self.time_launches()
         known = asdict(similar) if self.on_gpu else peaks_as_measured(points)
-        peaks = {p: known["peak"][of] for p, of in PEAK_BY_PRECISION.items() if of in known["peak"]}
+        peaks = peaks_by_precision(known["peak"])
         major, minor = cuda_capability(self.device)
         return {
             **known,
@@ -108,7 +118,10 @@ class MachineCalibration:
         }
 
     def time_every_kernel(self) -> list[TimedKernel]:
-        points = [*self.time_gemms(), *self.time_grouped_gemms(), *self.time_attention(), *self.time_streams()]
+        points = list(self.time_gemms())
+        points += self.time_grouped_gemms()
+        points += self.time_attention()
+        points += self.time_streams()
         if self.on_gpu:
             points += self.time_fp8_gemms()
         return points
@@ -141,7 +154,7 @@ class MachineCalibration:
     def wait(self) -> None:
         synchronize_device(self.device)
 
-    def clock(self, work: Callable[[], Any]) -> float:
+    def clock(self, work: Work) -> float:
         """Median seconds of a call on the device, each measured over enough calls to be resolved by the clock."""
         for _ in range(3):
             work()
@@ -153,9 +166,10 @@ class MachineCalibration:
         calls = int(2e-3 / max(1e-6, estimate))
         calls = max(1, min(20, calls))
         measure = self.event_seconds if self.on_gpu else self.wall_seconds
-        return median(measure(work, calls) / calls for _ in range(self.options.repeat))
+        times = [measure(work, calls) for _ in range(self.options.repeat)]
+        return median(times) / calls
 
-    def event_seconds(self, work: Callable[[], Any], calls: int) -> float:
+    def event_seconds(self, work: Work, calls: int) -> float:
         first = torch.cuda.Event(enable_timing=True)
         last = torch.cuda.Event(enable_timing=True)
         first.record()
@@ -165,7 +179,7 @@ class MachineCalibration:
         self.wait()
         return first.elapsed_time(last) / 1e3
 
-    def wall_seconds(self, work: Callable[[], Any], calls: int) -> float:
+    def wall_seconds(self, work: Work, calls: int) -> float:
         begun = time.perf_counter()
         for _ in range(calls):
             work()
@@ -183,8 +197,12 @@ class MachineCalibration:
             rows, n, k = self.scaled_sizes(*shape)
             x, w = self.normal(rows, k), self.normal(n, k)
             seconds = self.clock(partial(torch.matmul, x, w.mT))
-            size = self.dtype.itemsize * (rows * k + n * k + rows * n)
-            yield TimedKernel("gemm", seconds, 2.0 * rows * n * k, size, rows=rows)
+            flops = 2.0 * rows * n * k
+            yield TimedKernel("gemm", seconds, flops, self.gemm_bytes(rows, n, k), rows=rows)
+
+    def gemm_bytes(self, rows: int, n: int, k: int) -> int:
+        """Bytes of both operands and of the result."""
+        return self.dtype.itemsize * (rows * k + n * k + rows * n)
 
     def time_fp8_gemms(self) -> Iterator[TimedKernel]:
         """GEMMs in fp8, scaled by tensor and by block, where this GPU and this torch have them."""
@@ -192,16 +210,17 @@ class MachineCalibration:
             rows, n, k = self.scaled_sizes(*shape)
             x = self.normal(rows, k).to(torch.float8_e4m3fn)
             w = self.normal(n, k).to(torch.float8_e4m3fn)
-            size = rows * k + n * k + 2.0 * rows * n
+            flops = 2.0 * rows * n * k
+            size = rows * k + n * k + 2.0 * rows * n  # fp8 operands, bf16 result
             for precision, scales in self.fp8_scales(rows, n, k).items():
                 multiply = partial(torch._scaled_mm, x, w.mT, *scales, out_dtype=torch.bfloat16)
                 try:
                     seconds = self.clock(multiply)
                 except (RuntimeError, ValueError):
                     continue  # no kernel here for these shapes and scales
-                yield TimedKernel("gemm", seconds, 2.0 * rows * n * k, size, precision, rows=rows)
+                yield TimedKernel("gemm", seconds, flops, size, precision, rows=rows)
 
-    def fp8_scales(self, rows: int, n: int, k: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    def fp8_scales(self, rows: int, n: int, k: int) -> dict[str, ScalePair]:
         """Scales of both operands: one a tensor, or 1 x 128 and 128 x 128 blocks."""
         one = torch.ones((), device=self.device)
         input_blocks = torch.ones(k // 128, rows, device=self.device).T
@@ -211,23 +230,27 @@ class MachineCalibration:
     def time_grouped_gemms(self) -> Iterator[TimedKernel]:
         for groups, *shape in GROUPED_GEMM_SHAPES:
             rows, n, k = self.scaled_sizes(*shape)
-            x, w = self.normal(groups * rows, k), self.normal(groups, n, k)
-            ends = rows * torch.arange(1, groups + 1, device=self.device, dtype=torch.int32)
-            seconds = self.clock(partial(F.grouped_mm, x, w.mT, offs=ends))
-            size = self.dtype.itemsize * groups * (rows * k + n * k + rows * n)
-            yield TimedKernel("grouped", seconds, 2.0 * groups * rows * n * k, size, rows=rows)
+            x = self.normal(groups * rows, k)
+            w = self.normal(groups, n, k)
+            experts = torch.arange(1, groups + 1, device=self.device, dtype=torch.int32)
+            seconds = self.clock(partial(F.grouped_mm, x, w.mT, offs=rows * experts))
+            size = groups * self.gemm_bytes(rows, n, k)
+            flops = 2.0 * groups * rows * n * k
+            yield TimedKernel("grouped", seconds, flops, size, rows=rows)
 
     def time_attention(self) -> Iterator[TimedKernel]:
         for full_length, width in ATTENTION_SHAPES:
             (length,) = self.scaled_sizes(full_length)
             heads = max(1, 32 * 4096 // length // self.scale)
-            q, k, v = [self.normal(1, heads, length, width).requires_grad_() for _ in range(3)]
+            shape = (1, heads, length, width)
+            q, k, v = [self.normal(*shape).requires_grad_() for _ in range(3)]
             attend = partial(F.scaled_dot_product_attention, q, k, v, is_causal=True)
             with torch.no_grad():
                 forward = self.clock(attend)
             out = attend()
             gradient = torch.randn_like(out)
-            backward = self.clock(partial(torch.autograd.grad, out, (q, k, v), gradient, retain_graph=True))
+            differentiate = partial(torch.autograd.grad, out, (q, k, v), gradient, retain_graph=True)
+            backward = self.clock(differentiate)
             flops = 2.0 * 2 * heads * length * length / 2 * width  # two products, half of the scores
             yield TimedKernel("attention_forward", forward, flops, length=length, width=width)
             yield TimedKernel("attention_backward", backward, 2.5 * flops, length=length, width=width)
@@ -241,7 +264,7 @@ class MachineCalibration:
             index = torch.randperm(rows, device=self.device)
             size = self.dtype.itemsize * rows * width
             # Each pass with its bytes read and written, in units of `size`.
-            passes: list[tuple[Callable[[], Any], float]] = [
+            passes: list[tuple[Work, float]] = [
                 (x.clone, 2.0),
                 (partial(x.__getitem__, index), 2.0),
                 (partial(F.rms_norm, x, weight.shape, weight), 2.0),

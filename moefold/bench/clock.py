@@ -10,15 +10,16 @@ from typing import Any
 from moefold.bench.machine import synchronize_device
 
 WARM_UP_CALLS = 3
+Work = Callable[[], Any]  # a call to be timed
 
 
-def wall_clock_seconds(work: Callable[[], Any]) -> float:
+def wall_clock_seconds(work: Work) -> float:
     begun = time.perf_counter()
     work()
     return time.perf_counter() - begun
 
 
-def median_seconds(work: Callable[[], Any], device: str, repeat: int) -> float:
+def median_seconds(work: Work, device: str, repeat: int) -> float:
     """Median of `repeat` calls, each from an idle device to an idle device, after some to warm up."""
 
     def synchronized_call() -> None:

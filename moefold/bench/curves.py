@@ -33,7 +33,7 @@ from moefold.kernels.catalog import CATALOG
 from moefold.layout.axes import single_rank_world
 from moefold.presets.zoo import PRESETS
 from moefold.train.assemble import assemble_run
-from moefold.train.step import train_step
+from moefold.train.step import StepReport, train_step
 
 FORCED_REFERENCES = tuple(f"{op}=reference" for op in CATALOG)
 CURVE_TITLES = {"fast": "fast kernels, bf16", "reference": "references, bf16", "exact": "references, fp32"}
@@ -41,6 +41,7 @@ CURVE_COLOURS = {"fast": "#c2410c", "reference": "#1d4ed8", "exact": "#111827"}
 
 
 Curves = dict[str, list[float]]  # the loss of every step, by variant
+Distances = dict[str, dict[str, float]]
 
 
 def run_benchmark(options: CurvesOptions) -> int:
@@ -57,13 +58,10 @@ def curves_config(device: str, steps: int) -> Config:
         config = PRESETS["qwen3-30b-a3b-tiny"]()
         train = replace(config.train, device=device, steps=steps, global_batch=2)
         return replace(config, train=train)
-    model = ModelConfig(
-        layers=4,
-        hidden=512,
-        vocab=256,
-        attention=AttentionConfig(heads=8, kv_heads=2, head_dim=64, qk_norm="head"),
-        moe=MoeConfig(experts=16, top_k=4, ffn=512, balance=BalanceConfig(aux_loss=0.01)),
-    )
+    attention = AttentionConfig(heads=8, kv_heads=2, head_dim=64, qk_norm="head")
+    balance = BalanceConfig(aux_loss=0.01)
+    moe = MoeConfig(experts=16, top_k=4, ffn=512, balance=balance)
+    model = ModelConfig(layers=4, hidden=512, vocab=256, attention=attention, moe=moe)
     data = DataConfig(seq_len=512)
     train = TrainConfig(steps=steps, global_batch=8, micro_batch=8, device=device)
     optim = OptimConfig(lr=1e-3, warmup=20)
@@ -84,7 +82,10 @@ def kernel_variants(config: Config) -> dict[str, Config]:
 def training_losses(config: Config, corpus: Corpus) -> list[float]:
     world = single_rank_world(config.train.device)
     run = assemble_run(config, world, Path("."), corpus)
-    reports = [train_step(run, run.loader.next()) for _ in range(config.train.steps)]
+    reports: list[StepReport] = []
+    for _ in range(config.train.steps):
+        batch = run.loader.next_batch()
+        reports.append(train_step(run, batch))
     run.gradients.remove_hooks()
     return [report.loss for report in reports]
 
@@ -93,8 +94,9 @@ def curves_report(device: str, steps: int) -> Report:
     config = curves_config(device, steps)
     tokenizer = load_tokenizer(config.data.tokenizer)
     corpus = load_corpus(config.data, tokenizer, config.model.vocab)
-    variants = kernel_variants(config)
-    curves = {name: training_losses(variant, corpus) for name, variant in variants.items()}
+    curves: Curves = {}
+    for name, variant in kernel_variants(config).items():
+        curves[name] = training_losses(variant, corpus)
     return {
         **machine_facts(device),
         "steps": steps,
@@ -104,13 +106,14 @@ def curves_report(device: str, steps: int) -> Report:
     }
 
 
-def loss_distances(curves: Curves) -> dict[str, dict[str, float]]:
+def loss_distances(curves: Curves) -> Distances:
     """By variant: the mean loss of the last tenth, and the mean and largest distance from the fp32 curve."""
-    distances: dict[str, dict[str, float]] = {}
+    distances: Distances = {}
     for name, losses in curves.items():
         apart = [abs(difference) for difference in difference_from_exact(curves, name)]
         tenth = max(1, len(losses) // 10)
-        distances[name] = {"last": mean(losses[-tenth:]), "strays": mean(apart), "at_most": max(apart)}
+        last = mean(losses[-tenth:])
+        distances[name] = {"last": last, "strays": mean(apart), "at_most": max(apart)}
     return distances
 
 
@@ -150,16 +153,19 @@ class LossPanel:
         return self.left + self.width * step / (self.steps - 1)
 
     def loss_to_y(self, loss: float) -> float:
-        return self.top + 20 + self.height * (self.high - loss) / self.span
+        share = (self.high - loss) / self.span
+        return self.top + 20 + self.height * share
 
 
 def curves_as_svg(curves: Curves) -> str:
     """Two plots in one SVG: the losses, and the differences of the bf16 curves from the fp32 curve."""
     differences = {name: difference_from_exact(curves, name) for name in ("fast", "reference")}
-    plots = [loss_plot(curves, 20, "loss"), loss_plot(differences, 320, "loss less that of fp32")]
+    upper = loss_plot(curves, 20, "loss")
+    lower = loss_plot(differences, 320, "loss less that of fp32")
     frame = '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 760 640" font-family="sans-serif" font-size="12">'
     background = '<rect width="760" height="640" fill="white"/>'
-    return "\n".join([frame, background, *plots, *curve_legend(curves), "</svg>\n"])
+    legend = curve_legend(curves)
+    return "\n".join([frame, background, upper, lower, *legend, "</svg>\n"])
 
 
 def curve_legend(curves: Curves) -> list[str]:
@@ -175,10 +181,13 @@ def curve_legend(curves: Curves) -> list[str]:
 def loss_plot(curves: Curves, top: float, title: str) -> str:
     values = [value for losses in curves.values() for value in losses]
     longest = max(map(len, curves.values()))
-    panel = LossPanel(top, min(values), max(values), steps=max(2, longest))
+    steps = max(2, longest)
+    panel = LossPanel(top, min(values), max(values), steps)
     heading = f'<text x="{panel.left}" y="{top + 8}" font-weight="bold">{title}</text>'
-    lines = [loss_polyline(losses, CURVE_COLOURS[name], panel) for name, losses in curves.items()]
-    return "\n".join([heading, *loss_axis(panel), *step_axis(panel), *lines])
+    parts = [heading, *loss_axis(panel), *step_axis(panel)]
+    for name, losses in curves.items():
+        parts.append(loss_polyline(losses, CURVE_COLOURS[name], panel))
+    return "\n".join(parts)
 
 
 def loss_axis(panel: LossPanel) -> list[str]:
@@ -196,12 +205,16 @@ def loss_axis(panel: LossPanel) -> list[str]:
 def step_axis(panel: LossPanel) -> list[str]:
     parts: list[str] = []
     y = panel.top + panel.height + 38
-    for step in range(0, panel.steps, max(1, panel.steps // 4)):
+    quarter = max(1, panel.steps // 4)
+    for step in range(0, panel.steps, quarter):
         x = panel.step_to_x(step)
         parts.append(f'<text x="{x:.1f}" y="{y}" text-anchor="middle">{step}</text>')
     return parts
 
 
 def loss_polyline(losses: Sequence[float], colour: str, panel: LossPanel) -> str:
-    points = [f"{panel.step_to_x(step):.1f},{panel.loss_to_y(loss):.1f}" for step, loss in enumerate(losses)]
+    points: list[str] = []
+    for step, loss in enumerate(losses):
+        x, y = panel.step_to_x(step), panel.loss_to_y(loss)
+        points.append(f"{x:.1f},{y:.1f}")
     return f'<polyline points="{" ".join(points)}" fill="none" stroke="{colour}" stroke-width="1.4"/>'

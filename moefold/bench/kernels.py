@@ -12,9 +12,9 @@ from rich.table import Table
 from moefold.bench.clock import median_seconds
 from moefold.bench.machine import cuda_capability, resolve_device, resolve_dtype
 from moefold.bench.options import KernelsOptions
-from moefold.bench.report import Report, show_report
+from moefold.bench.report import Report, Row, add_number_columns, show_report
 from moefold.kernels.catalog import CATALOG
-from moefold.kernels.registry import KernelCase, import_every_op
+from moefold.kernels.registry import KernelCase, float_tensors, import_every_op, map_tensors
 from moefold.layout.dtypes import DTYPES
 
 
@@ -22,23 +22,25 @@ def run_benchmark(options: KernelsOptions) -> int:
     device = resolve_device(options.device)
     dtype = resolve_dtype(options.dtype, device)
     names = [options.op] if options.op else list(CATALOG)
-    results: list[dict[str, Any]] = []
+    results: list[Row] = []
     for name in names:
         results += time_implementations(name, device, dtype, options.repeat)
     report = {"device": device, "dtype": dtype, "results": results}
     return show_report(report, options.json, print_kernel_table)
 
 
-def time_implementations(name: str, device: str, dtype: str, repeat: int) -> list[dict[str, Any]]:
+def time_implementations(name: str, device: str, dtype: str, repeat: int) -> list[Row]:
     op = import_every_op()[name]
     assert op.make_cases is not None
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
     for case in op.make_cases(device, DTYPES[dtype]):
         for implementation in runnable_implementations(name, case, device, dtype):
             call = op.implementations[implementation]
             forward, both = time_kernel_case(call, case.inputs, op.mutates, device, repeat)
-            label = {"op": name, "case": case.name, "implementation": implementation}
-            rows.append({**label, "forward_us": forward * 1e6, "both_us": both * 1e6})
+            row: Row = {"op": name, "case": case.name, "implementation": implementation}
+            row["forward_us"] = forward * 1e6
+            row["both_us"] = both * 1e6
+            rows.append(row)
     return rows
 
 
@@ -76,24 +78,25 @@ def time_kernel_case(
 
 
 def detached_copy(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    return value
 
 
 def print_kernel_table(report: Report) -> None:
     title = f"kernels on {report['device']} in {report['dtype']}, microseconds"
     table = Table("operation", "case", "kernel", title=title, title_justify="left")
-    for column in ("forward", "+ backward", "speed-up"):
-        table.add_column(column, justify="right", no_wrap=True)
+    add_number_columns(table, "forward", "+ backward", "speed-up")
     reference, op = 1.0, ""
     for row in report["results"]:
         forward, both = row["forward_us"], row["both_us"]
         if row["implementation"] == "reference":
             reference = both
         # The operation's name stands on its first row only.
-        is_first = row["op"] != op
+        title = "" if row["op"] == op else row["op"]
         op = row["op"]
-        if is_first:
+        if title:
             table.add_section()
         times = (f"{forward:.1f}", f"{both:.1f}", f"{reference / both:.2f}")
-        table.add_row(op if is_first else "", row["case"], row["implementation"], *times)
+        table.add_row(title, row["case"], row["implementation"], *times)
     Console().print(table)

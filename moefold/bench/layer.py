@@ -13,7 +13,7 @@ from functools import partial
 from itertools import pairwise
 from statistics import median
 from time import sleep
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from rich.box import SIMPLE_HEAD
@@ -21,10 +21,10 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from moefold.bench.clock import wall_clock_seconds
+from moefold.bench.clock import Work, wall_clock_seconds
 from moefold.bench.machine import machine_facts, resolve_device, resolve_dtype
 from moefold.bench.options import LayerOptions
-from moefold.bench.report import Report, report_heading, show_report
+from moefold.bench.report import Report, Row, add_number_columns, report_heading, show_report
 from moefold.bench.versions import installed_version
 from moefold.config.errors import one_of
 from moefold.config.run import Config, DataConfig
@@ -72,6 +72,7 @@ LAYER_CAPTION = (
 
 LayerForward = Callable[[torch.Tensor], torch.Tensor]
 BuiltLayer = tuple[LayerForward, nn.Module]
+LayerBuilder = Callable[[], BuiltLayer]
 
 
 class LayerTiming(NamedTuple):
@@ -177,8 +178,8 @@ def measure_layer(built: BuiltLayer, layer: LayerShape, device: str, dtype: torc
     saved = saved_bytes(forward, h_TD, device)
     cool = median(cool_milliseconds(forward_backward, device) for _ in range(repeat))
     sustained = median(sustained_milliseconds(forward_backward, device, repeat))
-    flops = layer.flops_per_step
-    return LayerTiming(sustained, flops / sustained / 1e9, flops / cool / 1e9, saved / 2**30)
+    gflop = layer.flops_per_step / 1e9
+    return LayerTiming(sustained, gflop / sustained, gflop / cool, saved / 2**30)
 
 
 def saved_bytes(forward: LayerForward, h_TD: torch.Tensor, device: str) -> int:
@@ -193,7 +194,7 @@ def allocated_bytes(device: str) -> int:
     return torch.cuda.memory_allocated() if device == "cuda" else 0
 
 
-def sustained_milliseconds(step: Callable[[], Any], device: str, repeat: int) -> list[float]:
+def sustained_milliseconds(step: Work, device: str, repeat: int) -> list[float]:
     """Milliseconds of one step, as the mean of ten, `repeat` times. Steps follow each other without a wait, as in
     training: the host runs ahead of the device, and the card is at its working temperature."""
     if device != "cuda":
@@ -207,7 +208,7 @@ def sustained_milliseconds(step: Callable[[], Any], device: str, repeat: int) ->
     return [begin.elapsed_time(end) / STEPS_PER_MARK for begin, end in pairwise(marks)]
 
 
-def cool_milliseconds(step: Callable[[], Any], device: str) -> float:
+def cool_milliseconds(step: Work, device: str) -> float:
     """Milliseconds of one step, as the mean of two that follow a pause and two warm-up steps: before the card lowers
     its clock to stay within its power. Short benchmarks measure this time, training does not."""
     if device != "cuda":
@@ -227,10 +228,12 @@ def cool_milliseconds(step: Callable[[], Any], device: str) -> float:
 def layer_report(names: list[str], device: str, dtype: torch.dtype, repeat: int) -> Report:
     """Every layer in turn: ours, ours with skewed routing, transformers'."""
     cuda = device == "cuda"
-    layers = {name: LAYER_SHAPES[name] for name in names} if cuda else {"small": CPU_SHAPE}
-    results: list[dict[str, Any]] = []
+    layers = {"small": CPU_SHAPE}
+    if cuda:
+        layers = {name: LAYER_SHAPES[name] for name in names}
+    results: list[Row] = []
     for name, layer in layers.items():
-        row: dict[str, Any] = {"layer": name, **asdict(layer)}
+        row: Row = {"layer": name, **asdict(layer)}
         for contender, build_layer in layer_contenders(layer, device, dtype).items():
             timing = measure_layer(build_layer(), layer, device, dtype, repeat)
             row[contender] = timing._asdict()
@@ -240,8 +243,8 @@ def layer_report(names: list[str], device: str, dtype: torch.dtype, repeat: int)
     return {**machine_facts(device), "results": results}
 
 
-def layer_contenders(layer: LayerShape, device: str, dtype: torch.dtype) -> dict[str, Callable[[], BuiltLayer]]:
-    contenders: dict[str, Callable[[], BuiltLayer]] = {
+def layer_contenders(layer: LayerShape, device: str, dtype: torch.dtype) -> dict[str, LayerBuilder]:
+    contenders: dict[str, LayerBuilder] = {
         "ours": partial(moefold_layer, layer, device, dtype, zipf=False),
         "ours_zipf": partial(moefold_layer, layer, device, dtype, zipf=True),
     }
@@ -260,21 +263,20 @@ def print_layer_report(report: Report) -> None:
         padding=(0, 1, 0, 0),
     )
     table.add_column("layer", no_wrap=True)
-    for column in ("TF/s", "cool", "GiB", "Zipf", "kept", "HF", "cool", "GiB", "ratio"):
-        table.add_column(column, justify="right", no_wrap=True)
+    add_number_columns(table, "TF/s", "cool", "GiB", "Zipf", "kept", "HF", "cool", "GiB", "ratio")
     for row in report["results"]:
         table.add_row(row["layer"], *own_cells(row), *transformers_cells(row))
     Console().print(table)
 
 
-def own_cells(row: dict[str, Any]) -> list[str]:
+def own_cells(row: Row) -> list[str]:
     ours, skewed = row["ours"], row["ours_zipf"]["tflops"]
     kept = skewed / ours["tflops"]
     speeds = [f"{ours['tflops']:.0f}", f"{ours['cool_tflops']:.0f}"]
     return [*speeds, f"{ours['saved_gib']:.3f}", f"{skewed:.0f}", f"{kept:.0%}"]
 
 
-def transformers_cells(row: dict[str, Any]) -> list[str]:
+def transformers_cells(row: Row) -> list[str]:
     if "transformers" not in row:
         return [""] * 4
     theirs = row["transformers"]

@@ -17,6 +17,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from rich.table import Table
 
 from moefold.bench.clock import wall_clock_seconds
 from moefold.bench.options import OverlapOptions
-from moefold.bench.report import show_report
+from moefold.bench.report import add_number_columns, show_report
 from moefold.comm import collectives
 from moefold.config.run import Config, ParallelConfig, PipelineConfig
 from moefold.layout.axes import World
@@ -44,6 +45,7 @@ OVERLAP_WAYS = {
     "paired": PipelineConfig(pair=True, fill=False),
     "paired, weight gradients fill gaps": PipelineConfig(pair=True),
 }
+Seconds = dict[str, float]  # step and exposed; in a summary also hidden, a share
 RankFigures = dict[str, Any]  # a rank's `ways` (seconds by variant) and `events` (of the last variant)
 
 
@@ -63,34 +65,34 @@ def run_benchmark(options: OverlapOptions) -> int:
 
 
 def rank_arguments(options: OverlapOptions, folder: str) -> list[str]:
-    sizes = ["--delay-ms", str(options.delay_ms), "--microbatches", str(options.microbatches)]
-    return ["bench", "overlap", *sizes, "--found", folder]
+    delay, microbatches = str(options.delay_ms), str(options.microbatches)
+    return ["bench", "overlap", "--delay-ms", delay, "--microbatches", microbatches, "--found", folder]
 
 
 def read_rank_figures(folder: Path, rank: int) -> RankFigures:
     return json.loads((folder / f"{rank}.json").read_text())
 
 
-def overlap_summary(figures: list[RankFigures]) -> dict[str, dict[str, float]]:
+def overlap_summary(figures: list[RankFigures]) -> dict[str, Seconds]:
     """Seconds of a step by variant, the mean over ranks; hidden: share of the baseline's exposed time."""
 
     def mean_over_ranks(way: str, key: str) -> float:
-        return sum(rank["ways"][way][key] for rank in figures) / len(figures)
+        return mean(rank["ways"][way][key] for rank in figures)
 
     baseline = mean_over_ranks(BASELINE, "exposed")
-    summary: dict[str, dict[str, float]] = {}
+    summary: dict[str, Seconds] = {}
     for way in OVERLAP_WAYS:
+        step = mean_over_ranks(way, "step")
         exposed = mean_over_ranks(way, "exposed")
         hidden = 1 - exposed / max(baseline, 1e-9)
-        summary[way] = {"step": mean_over_ranks(way, "step"), "exposed": exposed, "hidden": hidden}
+        summary[way] = {"step": step, "exposed": exposed, "hidden": hidden}
     return summary
 
 
-def print_overlap_table(options: OverlapOptions, summary: dict[str, dict[str, float]]) -> None:
+def print_overlap_table(options: OverlapOptions, summary: dict[str, Seconds]) -> None:
     title = f"{options.microbatches} microbatches, {options.delay_ms:g} ms an exchange, 2 CPU ranks; ms of one step"
     table = Table("way", title=title, title_justify="left")
-    for column in ("step", "exposed", "hidden"):
-        table.add_column(column, justify="right")
+    add_number_columns(table, "step", "exposed", "hidden")
     for way, figures in summary.items():
         step, exposed = 1e3 * figures["step"], 1e3 * figures["exposed"]
         table.add_row(way, f"{step:.0f}", f"{exposed:.0f}", f"{figures['hidden']:.1%}")
@@ -99,7 +101,8 @@ def print_overlap_table(options: OverlapOptions, summary: dict[str, dict[str, fl
 
 def overlap_config(microbatches: int) -> Config:
     config = PRESETS["tiny"]()
-    train = replace(config.train, device="cpu", precision="fp32", global_batch=RANKS * microbatches, micro_batch=1)
+    batch = RANKS * microbatches
+    train = replace(config.train, device="cpu", precision="fp32", global_batch=batch, micro_batch=1)
     parallel = ParallelConfig(ep=RANKS, dispatcher="all_to_all")
     wider = replace(config.model, layers=2, hidden=256)  # its compute takes longer than an all-to-all
     data = replace(config.data, seq_len=512)
@@ -111,27 +114,31 @@ def measure_every_way(options: OverlapOptions, folder: Path) -> None:
     torch.set_num_threads(1)
     config = overlap_config(options.microbatches)
     delay = options.delay_ms / 1e3
-    ways: dict[str, dict[str, float]] = {}
+    ways: dict[str, Seconds] = {}
     events: list[TraceEvent] = []
     with joined_world(config.parallel, "cpu") as world, slowed_all_to_all(delay) as exchanges:
         for way, pipeline in OVERLAP_WAYS.items():
-            ways[way], events = measure_overlap(replace(config, pipeline=pipeline), world, exchanges)
+            variant = replace(config, pipeline=pipeline)
+            ways[way], events = measure_overlap(variant, world, exchanges)
     figures = {"ways": ways, "events": events_from_zero(events)}
     (folder / f"{world.rank}.json").write_text(json.dumps(figures))
 
 
 def events_from_zero(events: list[TraceEvent]) -> list[dict[str, Any]]:
     start = events[0].start if events else 0.0
-    shifted = [replace(event, start=event.start - start, end=event.end - start) for event in events]
-    return [asdict(event) for event in shifted]
+    shifted: list[dict[str, Any]] = []
+    for event in events:
+        moved = replace(event, start=event.start - start, end=event.end - start)
+        shifted.append(asdict(moved))
+    return shifted
 
 
-def measure_overlap(config: Config, world: World, exchanges: SpanRecorder) -> tuple[dict[str, float], list[TraceEvent]]:
+def measure_overlap(config: Config, world: World, exchanges: SpanRecorder) -> tuple[Seconds, list[TraceEvent]]:
     """Seconds of a step and of exposed all-to-all, after one step to warm up."""
     run = assemble_run(config, world, Path("."), random_corpus(config))
 
     def overlap_step() -> None:
-        train_step(run, run.loader.next())
+        train_step(run, run.loader.next_batch())
 
     overlap_step()
     exchanges.events.clear()
@@ -141,8 +148,12 @@ def measure_overlap(config: Config, world: World, exchanges: SpanRecorder) -> tu
     events = sorted(spans.events, key=attrgetter("start"))
     waits = [event for event in events if event.lane == "waiting"]
     work = [event for event in events if event.lane != "waiting"]
-    exposed = sum(event.end - event.start for event in [*waits, *exchanges.events])
+    exposed = total_seconds(waits) + total_seconds(exchanges.events)
     return {"step": seconds, "exposed": exposed}, work
+
+
+def total_seconds(events: Sequence[TraceEvent]) -> float:
+    return sum(event.end - event.start for event in events)
 
 
 @contextmanager
@@ -158,7 +169,8 @@ def slowed_all_to_all(seconds: float) -> Iterator[SpanRecorder]:
         result = quick(x, send, receive, axis, what)
         time.sleep(max(0.0, begun + seconds - time.time()))
         if threading.current_thread() is main:
-            spans.events.append(TraceEvent(0, "comm", "exchange", begun, time.time()))
+            event = TraceEvent(0, "comm", "exchange", begun, time.time())
+            spans.events.append(event)
         return result
 
     collectives.all_to_all_no_grad = slow_all_to_all

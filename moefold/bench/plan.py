@@ -16,7 +16,7 @@ from rich.table import Table
 
 from moefold.bench.machine import free_device_memory, machine_facts, resolve_device
 from moefold.bench.options import PlanBenchOptions
-from moefold.bench.report import Report, report_heading, show_report
+from moefold.bench.report import Report, Row, add_number_columns, report_heading, show_report
 from moefold.bench.step import time_moefold_steps
 from moefold.config.errors import UserError
 from moefold.config.read import with_values
@@ -32,9 +32,11 @@ FP32_STATE = {"optim.main": "fp32", "optim.moments": "fp32", "optim.gradients": 
 FP32_STATE_BF16_MOMENTS = FP32_STATE | {"optim.moments": "bf16"}
 
 
-def case_overrides(
-    layers: int, seq_len: int, micro_batch: int, microbatches: int, state: dict[str, Any]
-) -> dict[str, Any]:
+Overrides = dict[str, Any]  # configuration keys
+Figures = dict[str, float]  # peak_gib and step_ms
+
+
+def case_overrides(layers: int, seq_len: int, micro_batch: int, microbatches: int, state: Overrides) -> Overrides:
     return {
         "model.layers": layers,
         "data.seq_len": seq_len,
@@ -44,7 +46,7 @@ def case_overrides(
     }
 
 
-PLAN_CASES: dict[str, tuple[str, dict[str, Any]]] = {
+PLAN_CASES: dict[str, tuple[str, Overrides]] = {
     "olmoe, lean": ("olmoe-1b-7b", case_overrides(16, 4096, 4, 1, BF16_STATE)),
     "olmoe, 3 x 2": ("olmoe-1b-7b", case_overrides(8, 4096, 2, 3, FP32_STATE)),
     "olmoe, short": ("olmoe-1b-7b", case_overrides(6, 1024, 16, 1, FP32_STATE_BF16_MOMENTS)),
@@ -65,7 +67,7 @@ def run_benchmark(options: PlanBenchOptions) -> int:
     return show_report(report, options.json, print_plan_report)
 
 
-def plan_case_config(model: str, values: dict[str, Any]) -> Config:
+def plan_case_config(model: str, values: Overrides) -> Config:
     problems: dict[str, str] = {}
     config = with_values(PRESETS[model](), values, problems)
     assert not problems, problems
@@ -73,13 +75,13 @@ def plan_case_config(model: str, values: dict[str, Any]) -> Config:
     return replace(config, train=train)
 
 
-def planned_figures(model: str, values: dict[str, Any], gpu: str) -> dict[str, float]:
-    request = {"model": model, "gpus": 1, "gpu": gpu, "precision": "bf16", "parallel.pp": 1, **values}
-    answer = answer_request(request)
+def planned_figures(model: str, values: Overrides, gpu: str) -> Figures:
+    one_gpu = {"gpus": 1, "gpu": gpu, "precision": "bf16", "parallel.pp": 1}
+    answer = answer_request({"model": model, **one_gpu, **values})
     return {"peak_gib": answer["memory_gib"], "step_ms": 1e3 * answer["step_s"]}
 
 
-def measured_figures(model: str, values: dict[str, Any], steps: int) -> dict[str, float]:
+def measured_figures(model: str, values: Overrides, steps: int) -> Figures:
     config = plan_case_config(model, values)
     timing = time_moefold_steps(config, steps, None)
     return {"peak_gib": timing.peak_gib, "step_ms": timing.milliseconds}
@@ -87,11 +89,11 @@ def measured_figures(model: str, values: dict[str, Any], steps: int) -> dict[str
 
 def plan_report(names: list[str], gpu: str, steps: int) -> Report:
     """Every case in turn. A case that runs out of memory is reported as failed, and the next one follows."""
-    results: list[dict[str, Any]] = []
+    results: list[Row] = []
     for name in names:
         model, values = PLAN_CASES[name]
         planned = planned_figures(model, values, gpu)
-        row: dict[str, Any] = {"case": name, "model": model, **values, "planned": planned}
+        row: Row = {"case": name, "model": model, **values, "planned": planned}
         try:
             row["measured"] = measured_figures(model, values, steps)
             print(f"{name}: {planned} planned, {row['measured']} measured", file=sys.stderr, flush=True)
@@ -103,25 +105,26 @@ def plan_report(names: list[str], gpu: str, steps: int) -> Report:
 
 
 def print_plan_report(report: Report) -> None:
-    table = Table(title=report_heading(report), title_justify="left", caption=PLAN_CAPTION)
+    heading = report_heading(report)
+    table = Table(title=heading, title_justify="left", caption=PLAN_CAPTION)
     table.add_column("case", no_wrap=True)
-    for column in ("peak", "measured", "off", "step", "measured", "off"):
-        table.add_column(column, justify="right", no_wrap=True)
+    add_number_columns(table, "peak", "measured", "off", "step", "measured", "off")
     for row in report["results"]:
         cells = compared_cells(row) if "measured" in row else failed_cells(row)
         table.add_row(row["case"], *cells)
     Console().print(table)
 
 
-def compared_cells(row: dict[str, Any]) -> list[str]:
+def compared_cells(row: Row) -> list[str]:
     cells: list[str] = []
     for key, digits in (("peak_gib", 2), ("step_ms", 0)):
-        planned, measured = row["planned"][key], row["measured"][key]
+        planned = row["planned"][key]
+        measured = row["measured"][key]
         error = planned / measured - 1
         cells += [f"{planned:.{digits}f}", f"{measured:.{digits}f}", f"{error:+.1%}"]
     return cells
 
 
-def failed_cells(row: dict[str, Any]) -> list[str]:
+def failed_cells(row: Row) -> list[str]:
     planned, reason = row["planned"], row["failed"][:40]
     return [f"{planned['peak_gib']:.2f}", reason, "", f"{planned['step_ms']:.0f}"]

@@ -6,7 +6,10 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-Report = dict[str, Any]
+from rich.table import Table
+
+Row = dict[str, Any]  # one result
+Report = dict[str, Any]  # facts of the machine, and `results`, a list of rows
 
 
 def show_report(report: Report, as_json: bool, print_table: Callable[[Report], None]) -> int:
@@ -21,3 +24,8 @@ def report_heading(report: Report) -> str:
     """Title of a table: card, date and versions."""
     versions = [f"{name} {number}" for name, number in report["versions"].items() if number]
     return f"{report['card']}, {report['date']}, {', '.join(versions)}"
+
+
+def add_number_columns(table: Table, *names: str) -> None:
+    for name in names:
+        table.add_column(name, justify="right", no_wrap=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+from collections import defaultdict
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,7 +25,7 @@ from moefold.checkpoint.format.retention import RetentionPolicy
 from moefold.checkpoint.format.storage import write_synced_file
 from moefold.checkpoint.live.background_saver import BackgroundSaver
 from moefold.checkpoint.live.host_image import HostImage
-from moefold.checkpoint.live.logical_tensors import as_tensor_part
+from moefold.checkpoint.live.logical_tensors import TensorPart, as_tensor_part
 from moefold.checkpoint.live.save import gather_write_plan, write_checkpoint
 from moefold.config.run import Config
 from moefold.layout.axes import single_rank_world
@@ -36,6 +37,7 @@ from moefold.train.step import train_step
 
 MIB_OF_FLOATS = 1 << 18  # elements of a 1 MiB tensor in fp32
 WRITE_BLOCK = 16 << 20  # bytes of one write call
+Times = dict[str, list[float]]  # seconds of every repetition, by name
 
 
 def run_benchmark(options: SaveOptions) -> int:
@@ -62,27 +64,33 @@ def print_save_report(report: dict[str, Any]) -> None:
 def write_bandwidth(folder: Path, options: SaveOptions) -> dict[str, float]:
     """Bytes a second of plain writing, of direct writing as checkpoints do it, and of a whole checkpoint."""
     world = single_rank_world()
-    parts = {str(number): as_tensor_part(torch.rand(MIB_OF_FLOATS)) for number in range(options.mib)}
+    parts: dict[str, TensorPart] = {}
+    for number in range(options.mib):
+        parts[str(number)] = as_tensor_part(torch.rand(MIB_OF_FLOATS))
     plan = gather_write_plan(parts, world)
     image = HostImage(plan, 0, pinned=False)
-    image.fill(parts)
-    raw = image.whole.numpy().data
+    image.copy_parts(parts)
+    raw = image.file_bytes.numpy().data
     shelf, scratch = folder / "shelf", folder / "scratch"
-    times: dict[str, list[float]] = {"plain": [], "direct": [], "checkpoint": []}
+    writers = {"plain": write_and_fsync, "direct": write_synced_file}
+    keep_one = RetentionPolicy(1)
+    times: Times = defaultdict(list)
     for number in range(options.repeat + 1):
-        for name, write_file in (("plain", write_and_fsync), ("direct", write_synced_file)):
+        for name, write_file in writers.items():
             seconds = wall_clock_seconds(partial(write_file, scratch, raw))
             times[name].append(seconds)
             scratch.unlink()
-        save = partial(write_checkpoint, shelf, number, plan, image, {}, RetentionPolicy(1), world)
-        times["checkpoint"].append(wall_clock_seconds(save))
+        save = partial(write_checkpoint, shelf, number, plan, image, {}, keep_one, world)
+        seconds = wall_clock_seconds(save)
+        times["checkpoint"].append(seconds)
         shutil.rmtree(shelf)
     size = options.mib << 20
-    return {name: size / median_after_warm_up(seconds) for name, seconds in times.items()}
+    return {name: size / seconds for name, seconds in medians_of(times).items()}
 
 
-def median_after_warm_up(seconds: list[float]) -> float:
-    return median(seconds[1:])
+def medians_of(times: Times) -> dict[str, float]:
+    """Median seconds by name; the first repetition is a warm-up."""
+    return {name: median(seconds[1:]) for name, seconds in times.items()}
 
 
 def write_and_fsync(path: Path, raw: memoryview) -> None:
@@ -97,7 +105,7 @@ def step_delay_by_save(folder: Path, config: Config, repeat: int) -> dict[str, f
     """Seconds of a step without a save and of one with a save begun right before it, in turn."""
     observe = replace(config.observe, tensorboard=False)
     config = replace(config, observe=observe)
-    times: dict[str, list[float]] = {"step": [], "step_with_save": []}
+    times: Times = defaultdict(list)
     with joined_world(config.parallel, config.train.device) as world:
         run = assemble_run(config, world, folder / "run")
         with make_background_saver(run, ignore_message) as saver:
@@ -106,10 +114,9 @@ def step_delay_by_save(folder: Path, config: Config, repeat: int) -> dict[str, f
                 times["step"].append(seconds)
                 seconds = wall_clock_seconds(partial(step_with_save, run, saver))
                 times["step_with_save"].append(seconds)
-                saver.wait()
+                saver.wait_until_written()
         size = saver.plan.bytes if saver.plan else 0
-    medians = {name: median_after_warm_up(seconds) for name, seconds in times.items()}
-    return {**medians, "state_bytes": float(size)}
+    return {**medians_of(times), "state_bytes": float(size)}
 
 
 def ignore_message(_: str) -> None:
@@ -123,6 +130,6 @@ def step_with_save(run: Run, saver: BackgroundSaver) -> None:
 
 def synchronized_step(run: Run) -> None:
     """A training step, with all device work that it launched."""
-    train_step(run, run.loader.next())
+    train_step(run, run.loader.next_batch())
     run.parameters.await_all_buckets()
     synchronize_device(run.world.device.type)

@@ -24,7 +24,7 @@ from rich.table import Table
 from moefold.anatomy.model_totals import train_flops_per_token
 from moefold.bench.machine import free_device_memory, machine_facts, resolve_device, synchronize_device
 from moefold.bench.options import StepOptions
-from moefold.bench.report import Report, report_heading, show_report
+from moefold.bench.report import Report, Row, add_number_columns, report_heading, show_report
 from moefold.bench.versions import installed_version
 from moefold.checkpoint.hf.config_json import config_json_for, family_for_model
 from moefold.config.errors import one_of
@@ -61,6 +61,9 @@ STEP_GOALS = {
 }
 
 
+StepTimer = Callable[[], "StepTiming"]
+
+
 class StepTiming(NamedTuple):
     milliseconds: float
     tokens_per_s: float
@@ -82,23 +85,29 @@ def step_bench_config(name: str, device: str) -> Config:
     cuda = device == "cuda"
     config = PRESETS[name if cuda else f"{name}-tiny"]()
     train = replace(config.train, device=device, global_batch=4, micro_batch=4, steps=1000)
-    config = replace(config, train=train, optim=replace(config.optim, lr=1e-4))
+    optim = replace(config.optim, lr=1e-4)
     if not cuda:
-        return config
+        return replace(config, train=train, optim=optim)
     model = replace(config.model, layers=STEP_GOALS[name].layers)
-    return replace(config, model=model, optim=replace(config.optim, **LEAN_STATE))
+    lean = replace(optim, **LEAN_STATE)
+    return replace(config, model=model, train=train, optim=lean)
 
 
 def random_tokens(config: Config, steps: int) -> np.ndarray:
-    count = config.train.global_batch * config.data.seq_len * steps + 1
+    count = tokens_per_step(config) * steps + 1
     generator = np.random.default_rng(0)
     return generator.integers(0, config.model.vocab, size=count, dtype=np.uint32)
 
 
+def tokens_per_step(config: Config) -> int:
+    return config.train.global_batch * config.data.seq_len
+
+
 def run_on_random_tokens(config: Config, steps: int) -> Run:
     tokens = random_tokens(config, steps)
+    corpus = Corpus(tokens, tokens)
     world = single_rank_world(config.train.device)
-    return assemble_run(config, world, Path("."), Corpus(tokens, tokens), initialise_on_device)
+    return assemble_run(config, world, Path("."), corpus, initialise_on_device)
 
 
 @torch.no_grad()
@@ -119,7 +128,7 @@ def time_moefold_steps(config: Config, steps: int, profile: Path | None) -> Step
     run = run_on_random_tokens(config, steps + WARM_UP_STEPS + 2)
 
     def moefold_step() -> Any:
-        return train_step(run, run.loader.next())
+        return train_step(run, run.loader.next_batch())
 
     def reported_loss(report: Any) -> float:
         return report.loss
@@ -136,16 +145,18 @@ def time_moefold_steps(config: Config, steps: int, profile: Path | None) -> Step
 
 def time_transformers_steps(config: Config, steps: int) -> StepTiming:
     model = transformers_model(config)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=config.optim.lr, fused=True)
+    parameters = list(model.parameters())
+    optimizer = torch.optim.AdamW(parameters, lr=config.optim.lr, fused=True)
     tokens = random_tokens(config, steps + WARM_UP_STEPS)[:-1]
-    ids_NBS = torch.from_numpy(tokens.astype(np.int64)).view(-1, config.train.global_batch, config.data.seq_len)
+    ids = torch.from_numpy(tokens.astype(np.int64))
+    ids_NBS = ids.view(-1, config.train.global_batch, config.data.seq_len)
     batches = iter(ids_NBS.to(config.train.device))
 
     def transformers_step() -> torch.Tensor:
         ids_BS = next(batches)
         loss = model(input_ids=ids_BS, labels=ids_BS).loss
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), config.optim.max_norm)
+        torch.nn.utils.clip_grad_norm_(parameters, config.optim.max_norm)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         return loss.detach()
@@ -181,10 +192,11 @@ def time_training_steps(
         *_, last = [take_step() for _ in range(steps)]
         synchronize_device(device)
         seconds = (time.perf_counter() - begun) / steps
-    speed = config.train.global_batch * config.data.seq_len / seconds
+    speed = tokens_per_step(config) / seconds
     flops = train_flops_per_token(config.model, config.data.seq_len)
+    tflops = speed * flops / 1e12
     peak = torch.cuda.max_memory_allocated() / 2**30 if cuda else 0.0
-    return StepTiming(seconds * 1e3, speed, speed * flops / 1e12, peak, loss_of(first), loss_of(last))
+    return StepTiming(seconds * 1e3, speed, tflops, peak, loss_of(first), loss_of(last))
 
 
 def step_report(names: list[str], device: str, steps: int, out: Path | None) -> Report:
@@ -193,7 +205,8 @@ def step_report(names: list[str], device: str, steps: int, out: Path | None) -> 
     report: Report = {**machine_facts(device), "results": []}
     for name in names:
         config = step_bench_config(name, device)
-        row: dict[str, Any] = {"model": name, "layers": config.model.layers, "goal": vars(STEP_GOALS[name])}
+        goal = vars(STEP_GOALS[name])
+        row: Row = {"model": name, "layers": config.model.layers, "goal": goal}
         report["results"].append(row)
         folder = out / name if out else None
         for contender, measure in step_contenders(config, steps, folder).items():
@@ -202,7 +215,8 @@ def step_report(names: list[str], device: str, steps: int, out: Path | None) -> 
             row[contender] = timing._asdict()
             print(f"{name}, {contender}: {timing_text(timing)}", file=sys.stderr, flush=True)
             if out:
-                (out / "step.json").write_text(json.dumps(report, indent=1))
+                text = json.dumps(report, indent=1)
+                (out / "step.json").write_text(text)
     return report
 
 
@@ -210,10 +224,11 @@ def timing_text(timing: StepTiming) -> str:
     return f"{timing.milliseconds:.1f} ms, {timing.tokens_per_s:,.0f} tokens/s, peak {timing.peak_gib:.1f} GiB"
 
 
-def step_contenders(config: Config, steps: int, profile: Path | None) -> dict[str, Callable[[], StepTiming]]:
+def step_contenders(config: Config, steps: int, profile: Path | None) -> dict[str, StepTimer]:
     if profile:
         profile.mkdir(parents=True, exist_ok=True)
-    contenders: dict[str, Callable[[], StepTiming]] = {"ours": partial(time_moefold_steps, config, steps, profile)}
+    contenders: dict[str, StepTimer] = {}
+    contenders["ours"] = partial(time_moefold_steps, config, steps, profile)
     if installed_version("transformers"):
         contenders["transformers"] = partial(time_transformers_steps, config, steps)
     return contenders
@@ -223,20 +238,20 @@ def print_step_report(report: Report) -> None:
     heading = report_heading(report)
     table = Table(title=heading, title_justify="left", caption=STEP_CAPTION, caption_justify="left")
     table.add_column("model, layers", no_wrap=True)
-    for column in ("tokens/s", "goal", "TF/s", "peak", "most", "HF", "HF peak", "times"):
-        table.add_column(column, justify="right", no_wrap=True)
+    add_number_columns(table, "tokens/s", "goal", "TF/s", "peak", "most", "HF", "HF peak", "times")
     for row in report["results"]:
-        table.add_row(f"{row['model']}, {row['layers']}", *own_cells(row), *transformers_cells(row))
+        title = f"{row['model']}, {row['layers']}"
+        table.add_row(title, *own_cells(row), *transformers_cells(row))
     Console().print(table)
 
 
-def own_cells(row: dict[str, Any]) -> list[str]:
+def own_cells(row: Row) -> list[str]:
     ours, goal = row["ours"], row["goal"]
     speeds = [f"{ours['tokens_per_s']:,.0f}", f"{goal['tokens_per_s']:,.0f}", f"{ours['tflops']:.0f}"]
     return [*speeds, f"{ours['peak_gib']:.1f}", f"{goal['peak_gib']:.1f}"]
 
 
-def transformers_cells(row: dict[str, Any]) -> list[str]:
+def transformers_cells(row: Row) -> list[str]:
     if "transformers" not in row:
         return ["", "", ""]
     ours, theirs = row["ours"], row["transformers"]

@@ -1,8 +1,9 @@
-"""`moefold ckpt`: what is in a checkpoint, whether it is sound, and in what two differ. Without torch."""
+"""`moefold ckpt`: the tensors of a checkpoint, its soundness, and the differences of two. Needs no torch."""
 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
@@ -20,46 +21,55 @@ from moefold.checkpoint.format.verify import OpenedCheckpoint, open_checkpoint, 
 from moefold.config.errors import UserError
 from moefold.presets.command_options import read_options
 
-MOST_LINES = 50  # lines of differences for people; --json has all
+MOST_LINES = 50  # printed differences and problems; --json has all
+MANIFEST_FACTS = ("step", "moefold", "torch", "layout")
 
 
 @dataclass(frozen=True)
 class CkptOptions:
-    """Look at checkpoints. `ls` lists the tensors of one, from its ledger; `verify` reads all of it and names what is
-    not as it was written; `diff` names the tensors and experts in which two differ. Exit code 0: sound, or the same;
-    1: not; 2: no checkpoint there."""
+    """Inspect checkpoints. `ls` lists the tensors of one, from its ledger; `verify` reads all files and names tensors
+    that are not as written; `diff` names the tensors and experts in which two differ. Exit code 0: sound, or the same;
+    1: damaged, or different; 2: no checkpoint there."""
 
     what: tyro.conf.Positional[Literal["ls", "verify", "diff"]]
     path: tyro.conf.Positional[str]
-    """A run, its checkpoints folder, or one checkpoint; a folder, or a path that fsspec knows."""
+    """A run, its checkpoints folder, or one checkpoint; a folder, or a path that fsspec can open."""
     other: tyro.conf.Positional[str | None] = None
-    """For diff: the one to compare with."""
+    """For diff: the checkpoint to compare with."""
     json: bool = False
     """Print JSON instead of a table."""
 
 
 def run_command(argv: Sequence[str]) -> int:
     options, _ = read_options(CkptOptions, argv, "ckpt", config_keys=False)
-    if (options.what == "diff") != (options.other is not None):
-        raise UserError(f"moefold ckpt {options.what} takes {'two checkpoints' if options.what == 'diff' else 'one'}")
+    compares = options.what == "diff"
+    if compares != (options.other is not None):
+        wanted = "two checkpoints" if compares else "one"
+        raise UserError(f"moefold ckpt {options.what} takes {wanted}")
     path = newest_checkpoint(parse_storage_path(options.path))
     try:
         if options.what == "ls":
             return list_tensors(open_checkpoint(path), options.json)
+        first = verify_checkpoint(path)
         if options.what == "verify":
-            return report_sound(verify_checkpoint(path), options.json)
-        path, first = newest_checkpoint(parse_storage_path(str(options.other))), verify_checkpoint(path)
-        return report_differences(first, verify_checkpoint(path), options.json)
+            return report_sound(first, options.json)
+        path = newest_checkpoint(parse_storage_path(str(options.other)))
+        second = verify_checkpoint(path)
+        return report_differences(first, second, options.json)
     except DamagedCheckpoint as damaged:
         return report_damage(path, damaged, options.json)
 
 
 def list_tensors(opened: OpenedCheckpoint, as_json: bool) -> int:
     if as_json:
-        print_json(
-            {**checkpoint_facts(opened), "tensors": {name: asdict(entry) for name, entry in opened.ledger.items()}}
-        )
-        return 0
+        tensors = {name: asdict(entry) for name, entry in opened.ledger.items()}
+        print_json({**checkpoint_facts(opened), "tensors": tensors})
+    else:
+        print_tensor_table(opened)
+    return 0
+
+
+def print_tensor_table(opened: OpenedCheckpoint) -> None:
     table = Table(title=escape(checkpoint_summary(opened)), title_justify="left")
     for column in ("tensor", "dtype", "shape"):
         table.add_column(column, overflow="fold")
@@ -67,16 +77,17 @@ def list_tensors(opened: OpenedCheckpoint, as_json: bool) -> int:
     table.add_column("experts", justify="right")
     table.add_column("sha256", no_wrap=True)
     for name, entry in opened.ledger.items():
-        size = f"{entry.what.bytes / 2**20:.2f}"
-        experts = str(len(entry.experts)) if entry.experts is not None else ""
-        table.add_row(escape(name), entry.dtype, ",".join(map(str, entry.shape)), size, experts, entry.sha256[:12])
+        shape = ",".join(map(str, entry.shape))
+        size = f"{entry.spec.bytes / 2**20:.2f}"
+        experts = "" if entry.experts is None else str(len(entry.experts))
+        table.add_row(escape(name), entry.dtype, shape, size, experts, entry.sha256[:12])
     Console().print(table)
-    return 0
 
 
 def checkpoint_facts(opened: OpenedCheckpoint) -> dict[str, Any]:
-    known = {key: opened.manifest.get(key) for key in ("step", "moefold", "torch", "layout")}
-    return {"path": str(opened.path), **known, "bytes": sum(e.what.bytes for e in opened.ledger.values())}
+    facts = {key: opened.manifest.get(key) for key in MANIFEST_FACTS}
+    size = sum(entry.spec.bytes for entry in opened.ledger.values())
+    return {"path": str(opened.path), **facts, "bytes": size}
 
 
 def checkpoint_summary(opened: OpenedCheckpoint) -> str:
@@ -96,36 +107,39 @@ def report_sound(opened: OpenedCheckpoint, as_json: bool) -> int:
 def report_damage(path: StoragePath, damaged: DamagedCheckpoint, as_json: bool) -> int:
     if as_json:
         print_json({"path": str(path), "sound": False, "problems": list(damaged.problems)})
-    else:
-        print("\n".join([f"damaged: {path}", *(f"  {problem}" for problem in shorten_listing(damaged.problems))]))
+        return 1
+    print(f"damaged: {path}")
+    for problem in shorten_listing(damaged.problems):
+        print(f"  {problem}")
     return 1
 
 
 def report_differences(a: OpenedCheckpoint, b: OpenedCheckpoint, as_json: bool) -> int:
-    found = compare_ledgers(a.ledger, b.ledger)
+    differences = compare_ledgers(a.ledger, b.ledger)
     if as_json:
-        print_json(
-            {"a": checkpoint_facts(a), "b": checkpoint_facts(b), "differences": [each._asdict() for each in found]}
-        )
-    elif found:
-        print(f"from {checkpoint_summary(a)}\nto   {checkpoint_summary(b)}\n{count_differences(found)}")
-        print("\n".join(shorten_listing([f"  {each.kind:<8} {each.text}" for each in found])))
+        listed = [difference._asdict() for difference in differences]
+        print_json({"a": checkpoint_facts(a), "b": checkpoint_facts(b), "differences": listed})
+    elif differences:
+        print(f"from {checkpoint_summary(a)}")
+        print(f"to   {checkpoint_summary(b)}")
+        print(count_differences(differences))
+        lines = [f"  {difference.kind:<8} {difference.text}" for difference in differences]
+        print("\n".join(shorten_listing(lines)))
     else:
         print(f"the same {len(a.ledger)} tensors: {a.path} and {b.path}")
-    return 1 if found else 0
+    return 1 if differences else 0
 
 
-def count_differences(found: Sequence[LedgerDifference]) -> str:
-    kinds = sorted({each.kind for each in found})
-    return "differences: " + ", ".join(f"{kind} {sum(each.kind == kind for each in found)}" for kind in kinds)
+def count_differences(differences: Sequence[LedgerDifference]) -> str:
+    counts = Counter(difference.kind for difference in differences)
+    return "differences: " + ", ".join(f"{kind} {counts[kind]}" for kind in sorted(counts))
 
 
 def shorten_listing(lines: Sequence[str]) -> list[str]:
-    return (
-        list(lines)
-        if len(lines) <= MOST_LINES
-        else [*lines[:MOST_LINES], f"and {len(lines) - MOST_LINES} more; --json lists all"]
-    )
+    hidden = len(lines) - MOST_LINES
+    if hidden <= 0:
+        return list(lines)
+    return [*lines[:MOST_LINES], f"and {hidden} more; --json lists all"]
 
 
 def print_json(content: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""`moefold convert`: weights as a folder that `transformers` loads, of a run, or of a dense model made sparse."""
+"""`moefold convert`: weights of a run, or of an upcycled dense model, as a folder that `transformers` loads."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ class ConvertOptions:
     source: tyro.conf.Positional[Path]
     """A run, a checkpoint, or a folder with config.json and safetensors."""
     out: tyro.conf.Positional[Path]
-    """The folder to write; it must be empty, or not be there."""
+    """The folder to write; it must be empty or absent."""
     to: Literal["hf"] = "hf"
     """The form to write: hf."""
     family: str | None = None
-    """Which family of models to write, such as qwen3_moe; by default the one that has a place for everything."""
+    """The model family to write, such as qwen3_moe; by default the one that can hold every tensor."""
     dtype: Literal["as_saved", "fp32", "bf16", "fp16"] = "as_saved"
-    """What weights are written as; as_saved: as they are, and bf16 what was quantised."""
+    """Data type of the written weights; as_saved: unchanged, and bf16 for quantised ones."""
     upcycle: str | None = None
-    """Make a dense model one with experts that computes the same: E8T2 (8 copies, 2 chosen), E8G2T2 (cut in 2)."""
+    """Turn a dense model into an MoE model that computes the same: E8T2 (8 copies, top 2), E8G2T2 (each cut in 2)."""
     seed: int = 1
-    """Of the routers that upcycling adds."""
+    """Random seed of the routers that upcycling adds."""
     overwrite: bool = False
     """Replace the model in a folder that is not empty."""
 
@@ -40,6 +40,6 @@ def run_command(argv: Sequence[str]) -> int:
 
     from moefold.train.convert import ConvertRequest, convert_weights  # torch, from here on
 
-    wishes = ConvertRequest(options.family, options.dtype, options.upcycle, options.seed, options.overwrite)
-    convert_weights(options.source, options.out, wishes, print)
+    request = ConvertRequest(options.family, options.dtype, options.upcycle, options.seed, options.overwrite)
+    convert_weights(options.source, options.out, request, print)
     return 0

@@ -1,17 +1,17 @@
-"""`moefold doctor`: what this machine has and whether moefold can work here. Each check is one function."""
+"""`moefold doctor`: checks of this machine's packages, devices, disk and local ranks. Each check is one function."""
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import platform
 import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from moefold.bench.versions import installed_version
 from moefold.cli import parity
 from moefold.layout.spawn import find_free_port
 from moefold.presets.command_options import read_options
@@ -23,8 +23,9 @@ OPTIONAL_PACKAGES = {
     "transformers": "comparisons",
 }
 REQUIRED_PACKAGES = ("torch", "numpy", "safetensors", "PyYAML", "tyro", "rich", "tensorboard")
+RANK_TIMEOUT = 60  # seconds
 
-# What each started rank does: meet the others and add up.
+# The program of each started rank: join a gloo group and all-reduce.
 RANK_SCRIPT = """
 import torch, torch.distributed as dist
 dist.init_process_group("gloo"); x = torch.ones(1); dist.all_reduce(x); assert x.item() == dist.get_world_size()
@@ -33,8 +34,8 @@ dist.init_process_group("gloo"); x = torch.ones(1); dist.all_reduce(x); assert x
 
 @dataclass(frozen=True)
 class DoctorOptions:
-    """Check this machine: versions, devices, ranks that can be started, free disk. `moefold doctor parity PRESET
-    --world 8 --parallel.tp 2 ...` proves a layout equal to one rank."""
+    """Check this machine: versions, devices, free disk, local ranks. `moefold doctor parity PRESET --world 8
+    --parallel.tp 2 ...` proves a layout equal to one rank."""
 
     ranks: int = 2
     """How many ranks to start for the check; 0 leaves it out."""
@@ -43,61 +44,64 @@ class DoctorOptions:
 @dataclass(frozen=True)
 class Finding:
     ok: bool
-    what: str
+    text: str
 
 
 def run_command(argv: Sequence[str]) -> int:
     if argv and argv[0] == "parity":
         return parity.run_command(argv[1:])
     options, _ = read_options(DoctorOptions, argv, "doctor", config_keys=False)
-    checks: list[Callable[[], Iterator[Finding]]] = [
-        check_versions,
-        check_devices,
-        check_disk_space,
-        lambda: check_local_ranks(options.ranks),
-    ]
-    bad = 0
-    for check in checks:
-        for finding in check():
-            print(f"{'ok ' if finding.ok else 'BAD'}  {finding.what}", flush=True)
-            bad += not finding.ok
-    print("all is well" if not bad else f"{bad} to mend")
-    return 1 if bad else 0
+    failures = 0
+    for finding in run_every_check(options):
+        verdict = "ok " if finding.ok else "BAD"
+        print(f"{verdict}  {finding.text}", flush=True)
+        failures += not finding.ok
+    print(f"{failures} to mend" if failures else "all is well")
+    return 1 if failures else 0
 
 
-def installed_version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+def run_every_check(options: DoctorOptions) -> Iterator[Finding]:
+    yield from check_versions()
+    yield from check_devices()
+    yield from check_disk_space()
+    yield from check_local_ranks(options.ranks)
 
 
 def check_versions() -> Iterator[Finding]:
-    good = sys.version_info >= (3, 11)
-    yield Finding(good, f"Python {platform.python_version()} on {platform.machine()} (needs 3.11 or newer)")
-    found = {name: installed_version(name) for name in REQUIRED_PACKAGES}
-    yield Finding(True, f"moefold {__version__}, " + ", ".join(f"{n} {v}" for n, v in found.items() if v))
-    for name in (n for n, v in found.items() if v is None):
-        yield Finding(False, f"{name} is missing; run pip install {name}")
-    have = [
-        f"{name} {installed_version(name)} ({what})"
-        for name, what in OPTIONAL_PACKAGES.items()
-        if installed_version(name)
-    ]
-    lack = [f"{name} ({what})" for name, what in OPTIONAL_PACKAGES.items() if not installed_version(name)]
-    yield Finding(True, f"optional: {', '.join(have) or 'none'}; not here: {', '.join(lack) or 'none'}")
+    new_enough = sys.version_info >= (3, 11)
+    python = f"Python {platform.python_version()} on {platform.machine()}"
+    yield Finding(new_enough, f"{python} (needs 3.11 or newer)")
+    versions = {name: installed_version(name) for name in REQUIRED_PACKAGES}
+    installed = [f"{name} {version}" for name, version in versions.items() if version]
+    yield Finding(True, ", ".join([f"moefold {__version__}", *installed]))
+    for name, version in versions.items():
+        if version is None:
+            yield Finding(False, f"{name} is missing; run pip install {name}")
+    yield optional_packages()
+
+
+def optional_packages() -> Finding:
+    present: list[str] = []
+    absent: list[str] = []
+    for name, purpose in OPTIONAL_PACKAGES.items():
+        if version := installed_version(name):
+            present.append(f"{name} {version} ({purpose})")
+        else:
+            absent.append(f"{name} ({purpose})")
+    return Finding(True, f"optional: {', '.join(present) or 'none'}; not here: {', '.join(absent) or 'none'}")
 
 
 def check_devices() -> Iterator[Finding]:
     import torch
 
-    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
-    yield Finding(True, f"{os.cpu_count()} CPU cores, {pages:.0f} GiB memory")
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
+    yield Finding(True, f"{os.cpu_count()} CPU cores, {memory:.0f} GiB memory")
     if not torch.cuda.is_available():
         yield Finding(True, "no CUDA device: training runs on the CPU in fp32")
-    for i in range(torch.cuda.device_count()):
-        p = torch.cuda.get_device_properties(i)
-        yield Finding(True, f"cuda:{i} {p.name}, {p.total_memory / 2**30:.0f} GiB, capability {p.major}.{p.minor}")
+    for index in range(torch.cuda.device_count()):
+        gpu = torch.cuda.get_device_properties(index)
+        size = gpu.total_memory / 2**30
+        yield Finding(True, f"cuda:{index} {gpu.name}, {size:.0f} GiB, capability {gpu.major}.{gpu.minor}")
 
 
 def check_disk_space() -> Iterator[Finding]:
@@ -106,30 +110,34 @@ def check_disk_space() -> Iterator[Finding]:
 
 
 def check_local_ranks(count: int) -> Iterator[Finding]:
-    """Start real processes that meet over the loopback address and exchange a number."""
+    """Start processes that join a group over the loopback address and all-reduce a number."""
     if count < 1:
         return
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_free_port()), "WORLD_SIZE": str(count)}
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-c", RANK_SCRIPT],
-            env={**os.environ, **place, "RANK": str(rank)},
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(count)
-    ]
-    errors: list[str] = []
-    for process in started:
-        try:
-            _, error = process.communicate(timeout=60)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            error = "no answer within 60 s"
-        if process.returncode:
-            errors.append(error.strip().split("\n")[-1])
+    port = str(find_free_port())
+    processes = [start_rank(rank, count, port) for rank in range(count)]
+    errors = [error for process in processes if (error := rank_error(process))]
     if errors:
         yield Finding(False, f"{count} ranks on {socket.gethostname()} could not meet: {errors[0]}")
     else:
         yield Finding(True, f"{count} ranks started, met over gloo and agreed")
+
+
+def start_rank(rank: int, count: int, port: str) -> subprocess.Popen[str]:
+    rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(count), "RANK": str(rank)}
+    return subprocess.Popen(
+        [sys.executable, "-c", RANK_SCRIPT],
+        env={**os.environ, **rendezvous},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def rank_error(process: subprocess.Popen[str]) -> str:
+    """The last line of a failed rank's errors; empty for a rank that succeeded."""
+    try:
+        _, errors = process.communicate(timeout=RANK_TIMEOUT)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return f"no answer within {RANK_TIMEOUT} s"
+    return errors.strip().split("\n")[-1] if process.returncode else ""

@@ -1,4 +1,4 @@
-"""The command line. Commands are found here and loaded when used, so that help and refusals appear without torch."""
+"""The command line. Commands are imported when used, so that help and refusals appear without torch."""
 
 from __future__ import annotations
 
@@ -14,22 +14,24 @@ from moefold.version import __version__
 COMMANDS = {
     "train": "train a model: moefold train tiny",
     "explain": "show a model step by step, without running it: moefold explain qwen3-30b-a3b",
-    "plan": "know memory, time and the best layout before: moefold plan qwen3-30b-a3b --gpus 16 --gpu h100",
-    "web": "plan with sliders, on a page for this machine alone: moefold web",
-    "simulate": "clock a pipeline schedule and draw it: moefold simulate --schedule 1f1b --pp 4 --microbatches 16",
+    "plan": "predict memory, time and the best layout: moefold plan qwen3-30b-a3b --gpus 16 --gpu h100",
+    "web": "the planner as a page with sliders, served to this machine only: moefold web",
+    "simulate": "simulate and draw a pipeline schedule: moefold simulate --schedule 1f1b --pp 4 --microbatches 16",
     "convert": "write weights as transformers loads them: moefold convert runs/tiny OUT --to hf",
-    "ckpt": "look at checkpoints: moefold ckpt ls RUN, moefold ckpt verify RUN, moefold ckpt diff A B",
-    "report": "show how a run went, as one HTML file: moefold report runs/tiny",
+    "ckpt": "inspect checkpoints: moefold ckpt ls RUN, moefold ckpt verify RUN, moefold ckpt diff A B",
+    "report": "write a run's metrics as one HTML file: moefold report runs/tiny",
     "bench": "time this machine: moefold bench kernels, layer, step, attention, save, calibrate and others",
     "doctor": "check this machine, or prove a layout equal to one rank: moefold doctor parity tiny --world 4",
 }
+OUTPUT_ERRORS = (errno.ENOSPC, errno.EACCES, errno.EROFS, errno.EDQUOT, errno.ENOTDIR, errno.EISDIR)
+MEMORY_ERRORS = ("out of memory", "can't allocate memory", "DefaultCPUAllocator", "not enough memory")
 
 
 def main() -> None:
     code = run_command_line(sys.argv[1:])
     if "RANK" in os.environ or "SLURM_PROCID" in os.environ:
-        # A rank's work is done and its groups are closed. Leaving at once spares it the interpreter's last destructors,
-        # in which a communication thread of torch was once seen to abort a finished run.
+        # A rank is finished and its process groups are closed. os._exit skips the interpreter's last destructors, in
+        # which a communication thread of torch was once seen to abort a finished run.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
@@ -37,7 +39,7 @@ def main() -> None:
 
 
 def run_command_line(argv: Sequence[str]) -> int:
-    """Run a command; the exit code is 0, 1 for a failure while running, 2 for something to mend."""
+    """Run a command. Exit code: 0, 1 for a failure while running, 2 for input that must change."""
     try:
         return dispatch_command(list(argv))
     except UserError as refused:
@@ -47,17 +49,13 @@ def run_command_line(argv: Sequence[str]) -> int:
     except KeyboardInterrupt:
         return report_problem("interrupted", 130)
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EACCES, errno.EROFS, errno.EDQUOT, errno.ENOTDIR, errno.EISDIR):
+        if error.errno not in OUTPUT_ERRORS:
             raise
-        where = f" at {error.filename}" if error.filename else ""
-        return report_problem(
-            f"{error.strerror}{where}; expected a place that can be written; free space or change --out", 2
-        )
+        return report_problem(output_problem(error), 2)
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
-        first = str(error).strip().split("\n")[0][:200]
-        return report_problem(f"out of memory: {first}; try a smaller --train.micro_batch, --data.seq_len or model", 2)
+        return report_problem(memory_problem(error), 2)
 
 
 def dispatch_command(argv: list[str]) -> int:
@@ -68,22 +66,35 @@ def dispatch_command(argv: list[str]) -> int:
         print(f"moefold {__version__}")
         return 0
     command = one_of("command", argv[0], COMMANDS)
-    return importlib.import_module(f"moefold.cli.{command}").run_command(argv[1:])
+    module = importlib.import_module(f"moefold.cli.{command}")
+    return module.run_command(argv[1:])
 
 
 def command_overview() -> str:
     lines = [f"moefold {__version__} trains Mixture-of-Experts language models.", ""]
-    lines += [f"  moefold {name:<9} {what}" for name, what in COMMANDS.items()]
-    return "\n".join([*lines, "", "moefold COMMAND --help tells more."])
+    for name, summary in COMMANDS.items():
+        lines.append(f"  moefold {name:<9} {summary}")
+    return "\n".join([*lines, "", "moefold COMMAND --help lists the options of a command."])
 
 
 def report_problem(message: str, code: int) -> int:
-    """Print a message for people. Of several ranks that all refuse the same thing, the first speaks."""
+    """Print the message and return the code. Of several ranks that refuse the same input, only rank 0 prints."""
     if os.environ.get("RANK", "0") == "0" or code == 1:
         print(f"moefold: {message}", file=sys.stderr)
     return code
 
 
+def output_problem(error: OSError) -> str:
+    where = f" at {error.filename}" if error.filename else ""
+    return f"{error.strerror}{where}; expected a place that can be written; free space or change --out"
+
+
+def memory_problem(error: BaseException) -> str:
+    first_line = str(error).strip().split("\n")[0]
+    return f"out of memory: {first_line[:200]}; try a smaller --train.micro_batch, --data.seq_len or model"
+
+
 def is_out_of_memory(error: BaseException) -> bool:
-    signs = ("out of memory", "can't allocate memory", "DefaultCPUAllocator", "not enough memory")
-    return isinstance(error, MemoryError) or any(sign in str(error) for sign in signs)
+    if isinstance(error, MemoryError):
+        return True
+    return any(sign in str(error) for sign in MEMORY_ERRORS)

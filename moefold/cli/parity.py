@@ -1,13 +1,11 @@
-"""`moefold doctor parity`: is your layout equal to one rank? Shrinks the configuration, runs both here, compares all.
+"""`moefold doctor parity`: a layout against one rank, at a reduced size, on local CPU ranks.
 
-Exit code 0 and "equal", or 1 and the first thing that differs, by how much and on which ranks.
+Exit code 0 and "equal", or 1 and the first difference: which tensor, by how much, on which ranks.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -38,62 +36,76 @@ class ParityOptions:
     precision: Literal["fp64", "fp32"] = "fp64"
     """fp64 is compared to 1e-9, fp32 to 1e-5."""
     trace: Path | None = None
-    """Where ranks leave what they saw; set by the command for the ranks it starts."""
+    """Folder for the traces of the ranks; set by the command for the ranks it starts."""
 
 
 def run_command(argv: Sequence[str]) -> int:
     options, overrides = read_options(ParityOptions, argv, "doctor parity")
-    world = check_rank_count(options.world)
-    config = resolve_recipe(options.recipe, [*overrides, "--train.precision", options.precision], None)
+    ranks = check_rank_count(options.world)
+    in_precision = [*overrides, "--train.precision", options.precision]
+    config = resolve_recipe(options.recipe, in_precision, None)
 
-    from moefold.train.parity import ROUTINGS, shrink_config  # torch, from here on
+    from moefold.train.parity import shrink_config  # torch, from here on
 
-    small = shrink_config(config, world)
-    if options.trace:
-        return write_rank_traces(small, options)
+    small = shrink_config(config, ranks)
+    if options.trace:  # this process is one of the ranks
+        write_rank_traces(small, options.steps, options.trace)
+        return 0
     with tempfile.TemporaryDirectory(prefix="moefold-parity-") as folder:
-        words = ["doctor", "parity", *argv, "--trace", folder]
-        if code := run_local_ranks(words, world):
+        arguments = ["doctor", "parity", *argv, "--trace", folder]
+        if code := run_local_ranks(arguments, ranks):
             return code
-        found = [compare_with_one_rank(small, options, Path(folder), routing) for routing in ROUTINGS]
-    print("equal" if all(found) else "NOT equal")
-    return 0 if all(found) else 1
+        equal = compare_every_routing(small, options, Path(folder))
+    print("equal" if equal else "NOT equal")
+    return 0 if equal else 1
 
 
-def write_rank_traces(config: Config, options: ParityOptions) -> int:
+def write_rank_traces(config: Config, steps: int, folder: Path) -> None:
     from moefold.layout.process_groups import joined_world
     from moefold.train.parity import ROUTINGS, trace_run
 
-    assert options.trace is not None
     with joined_world(config.parallel, "cpu") as world:
         for routing in ROUTINGS:
-            write_observed(options.trace / f"{routing} {world.rank}", trace_run(config, world, options.steps, routing))
-    return 0
+            trace = trace_run(config, world, steps, routing)
+            write_trace_entries(folder / f"{routing} {world.rank}", trace)
+
+
+def compare_every_routing(config: Config, options: ParityOptions, folder: Path) -> bool:
+    from moefold.train.parity import ROUTINGS
+
+    verdicts = [compare_with_one_rank(config, options, folder, routing) for routing in ROUTINGS]
+    return all(verdicts)
 
 
 def compare_with_one_rank(config: Config, options: ParityOptions, folder: Path, routing: str) -> bool:
     from moefold.layout.axes import single_rank_world
     from moefold.train.parity import TOLERANCE, first_mismatch, single_rank_config, trace_run
 
-    whole = trace_run(single_rank_config(config), single_rank_world(), options.steps, routing)
-    ranks = [read_observed(folder / f"{routing} {rank}") for rank in range(options.world)]
-    difference = first_mismatch(whole, ranks, TOLERANCE[options.precision])
-    print(f"{routing} routing, {len(whole)} values and tensors: {difference or 'equal'}", file=sys.stdout, flush=True)
+    expected = trace_run(single_rank_config(config), single_rank_world(), options.steps, routing)
+    by_rank = [read_trace_entries(folder / f"{routing} {rank}") for rank in range(options.world)]
+    difference = first_mismatch(expected, by_rank, TOLERANCE[options.precision])
+    print(f"{routing} routing, {len(expected)} values and tensors: {difference or 'equal'}", flush=True)
     return difference is None
 
 
-def write_observed(path: Path, seen: Sequence[TraceEntry]) -> None:
+def write_trace_entries(path: Path, trace: Sequence[TraceEntry]) -> None:
+    """The tensors as safetensors, by number; their names and starts as JSON, in the same order."""
     from safetensors.torch import save_file
 
-    save_file({str(i): s.values.contiguous() for i, s in enumerate(seen)}, os.fspath(path) + ".safetensors")
-    Path(f"{path}.json").write_text(json.dumps([[s.what, s.starts] for s in seen]))
+    tensors = {str(number): entry.values.contiguous() for number, entry in enumerate(trace)}
+    save_file(tensors, f"{path}.safetensors")
+    names = [[entry.what, entry.starts] for entry in trace]
+    Path(f"{path}.json").write_text(json.dumps(names))
 
 
-def read_observed(path: Path) -> list[TraceEntry]:
+def read_trace_entries(path: Path) -> list[TraceEntry]:
     from safetensors.torch import load_file
 
     from moefold.train.parity import TraceEntry
 
-    tensors = load_file(os.fspath(path) + ".safetensors")
+    tensors = load_file(f"{path}.safetensors")
     names = json.loads(Path(f"{path}.json").read_text())
-    return [TraceEntry(what, tuple(starts), tensors[str(i)]) for i, (what, starts) in enumerate(names)]
+    trace: list[TraceEntry] = []
+    for number, (what, starts) in enumerate(names):
+        trace.append(TraceEntry(what, tuple(starts), tensors[str(number)]))
+    return trace

@@ -1,10 +1,10 @@
-"""`moefold plan`: memory, time and the best layout of a training run, before a GPU is rented. Needs no torch."""
+"""`moefold plan`: predicted memory, step time and best layout of a training run. Needs no torch."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import tyro
@@ -16,46 +16,48 @@ from moefold.config.read import parse_overrides
 from moefold.plan.answer import TIME_WALLS, answer_request
 from moefold.presets.command_options import read_options
 
+LAYOUT_DEGREES = ("tp", "cp", "pp", "vpp", "ep", "etp", "dp", "edp")
+
 
 @dataclass(frozen=True)
 class PlanCommandOptions:
-    """Predict memory and speed of a training run on a cluster, or find its best layout. What is left empty is as the
-    recipe has it."""
+    """Predict memory and speed of a training run on a cluster, or find its best layout. Options left empty keep the
+    recipe's values."""
 
     model: tyro.conf.Positional[str] = "tiny"
     """A preset, or a YAML file of configuration keys."""
     gpus: int = 8
-    """How many GPUs."""
+    """Number of GPUs."""
     gpu: str = "h100"
-    """Which: a100, b200, b300, gb200, gb300, h100, h20, h200, h800, or a YAML file (docs/planner.md)."""
+    """GPU model: a100, b200, b300, gb200, gb300, h100, h20, h200, h800, or a YAML file (docs/planner.md)."""
     seq: int = 0
-    """Tokens of a sequence (data.seq_len)."""
+    """Tokens per sequence (data.seq_len)."""
     mbs: int = 0
-    """Sequences of a microbatch (train.micro_batch)."""
+    """Sequences per microbatch (train.micro_batch)."""
     gbs: int = 0
-    """Sequences of a step (train.global_batch); by default 8 for each GPU."""
+    """Sequences per step (train.global_batch); by default 8 for each GPU."""
     precision: str = ""
     """bf16, fp8, fp8-blockwise, mxfp8 or nvfp4."""
     recompute: str = ""
-    """Regions made again in backward, as norm,activation."""
+    """Regions recomputed in backward, such as norm,activation."""
     offload: str = ""
-    """Regions whose inputs wait in host memory."""
+    """Regions whose inputs are offloaded to host memory."""
     dispatcher: str = ""
-    """How tokens travel to experts: auto, all_gather, all_to_all, dedup, hierarchical, deepep."""
+    """Dispatcher of tokens to experts: auto, all_gather, all_to_all, dedup, hierarchical, deepep."""
     overlap: bool = False
-    """Hide experts' travel behind another microbatch's compute; a search tries both unless this is set."""
+    """Hide expert communication behind another microbatch's compute; a search tries both unless this is set."""
     graphs: str = ""
     """CUDA graphs: none, static, whole."""
     sharding: str = ""
-    """Over replicas: none, zero or fsdp."""
+    """Sharding over data-parallel replicas: none, zero or fsdp."""
     stack: str = ""
-    """Whose layers: moefold or megatron; what they keep and launch differs."""
+    """Layer implementation: moefold or megatron; saved activations and kernel launches differ."""
     tokens: float = 1e12
-    """The budget that days and cost are told for."""
+    """Token budget of the predicted days and cost."""
     search: bool = False
-    """Find the best layouts; also done when no layout is given."""
+    """Search for the best layouts; also done when no layout is given."""
     best: int = 10
-    """How many of them."""
+    """Number of layouts that a search shows."""
     explain: bool = False
     """Print the arithmetic behind the numbers."""
     json: bool = False
@@ -64,81 +66,104 @@ class PlanCommandOptions:
 
 def run_command(argv: Sequence[str]) -> int:
     options, overrides = read_options(PlanCommandOptions, argv, "plan")
-    given = {f.name: getattr(options, f.name) for f in fields(options) if f.name != "json"}
-    asked = {name: value for name, value in given.items() if value or name == "gpus"}
-    found = answer_request({**asked, **parse_overrides(overrides)})
+    answer = answer_request({**plan_request(options), **parse_overrides(overrides)})
     if options.json:
-        print(json.dumps(found, indent=1))
+        print(json.dumps(answer, indent=1))
     else:
-        print_plan(found, Console())
+        print_plan(answer, Console())
     return 0
 
 
-def print_plan(found: dict[str, Any], console: Console) -> None:
-    at = found["layout"]
-    degrees = ", ".join(f"{name} {at[name]}" for name in ("tp", "cp", "pp", "vpp", "ep", "etp", "dp", "edp"))
-    console.print(
-        f"[bold]{escape(found['name'])}[/bold] on {found['gpus']} x {found['gpu']}: {degrees}; {at['precision']}, "
-        f"length {at['seq']}, {at['mbs']} x {at['microbatches']} microbatches x dp = {at['gbs']} sequences a step"
-    )
-    extras = [f"recompute {','.join(at['recompute'])}"] if at["recompute"] else []
-    extras += ["overlap"] if at["overlap"] else []
-    console.print(f"dispatcher {found['dispatcher']}; graphs {at['graphs']}" + "".join(f"; {each}" for each in extras))
-    if at["pp"] > 1:
-        console.print(escape(f"pipeline {at['schedule']}, {at['stages']}"))
-    print_step_time(found, console)
-    print_memory_table(found, console)
-    if found["searched"]:
-        print_layout_table(found, console)
-    for line in found.get("explained", ()):
+def plan_request(options: PlanCommandOptions) -> dict[str, Any]:
+    """The options that were given; the recipe fills in the others."""
+    given = asdict(options)
+    del given["json"]
+    return {name: value for name, value in given.items() if value or name == "gpus"}
+
+
+def print_plan(answer: dict[str, Any], console: Console) -> None:
+    layout = answer["layout"]
+    console.print(layout_headline(answer))
+    choices = [f"dispatcher {answer['dispatcher']}", f"graphs {layout['graphs']}"]
+    if layout["recompute"]:
+        choices.append(f"recompute {','.join(layout['recompute'])}")
+    if layout["overlap"]:
+        choices.append("overlap")
+    console.print("; ".join(choices))
+    if layout["pp"] > 1:
+        console.print(escape(f"pipeline {layout['schedule']}, {layout['stages']}"))
+    print_step_time(answer, console)
+    print_memory_table(answer, console)
+    if answer["searched"]:
+        print_layout_table(answer, console)
+    for line in answer.get("explained", ()):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
-def print_step_time(found: dict[str, Any], console: Console) -> None:
-    budget = found["budget"]
+def layout_headline(answer: dict[str, Any]) -> str:
+    layout = answer["layout"]
+    degrees = ", ".join(f"{name} {layout[name]}" for name in LAYOUT_DEGREES)
+    cluster = f"[bold]{escape(answer['name'])}[/bold] on {answer['gpus']} x {answer['gpu']}"
+    batch = f"{layout['mbs']} x {layout['microbatches']} microbatches x dp = {layout['gbs']} sequences a step"
+    return f"{cluster}: {degrees}; {layout['precision']}, length {layout['seq']}, {batch}"
+
+
+def print_step_time(answer: dict[str, Any], console: Console) -> None:
+    step, budget = answer["step_s"], answer["budget"]
     console.print(
-        f"[bold]{found['step_s']:.4g} s[/bold] a step: {found['tflops_per_gpu']:.4g} TFLOP/s and "
-        f"{found['tokens_per_s_per_gpu']:,.0f} tokens/s a GPU, MFU {found['mfu']:.1%} of the "
-        f"{found['layout']['precision']} peak; {budget['tokens']:.3g} tokens in {budget['days']:,.1f} days, "
+        f"[bold]{step:.4g} s[/bold] a step: {answer['tflops_per_gpu']:.4g} TFLOP/s and "
+        f"{answer['tokens_per_s_per_gpu']:,.0f} tokens/s a GPU, MFU {answer['mfu']:.1%} of the "
+        f"{answer['layout']['precision']} peak; {budget['tokens']:.3g} tokens in {budget['days']:,.1f} days, "
         f"{budget['gpu_hours']:,.0f} GPU hours, about ${budget['dollars']:,.0f}"
     )
     table = Table("where the time goes", title_justify="left")
     table.add_column("seconds", justify="right")
     table.add_column("share", justify="right")
-    for name, seconds in found["time_by_wall"].items():
-        table.add_row(TIME_WALLS[name], f"{seconds:.3f}", f"{seconds / found['step_s']:.1%}")
+    for name, seconds in answer["time_by_wall"].items():
+        table.add_row(TIME_WALLS[name], f"{seconds:.3f}", f"{seconds / step:.1%}")
     console.print(table)
 
 
-def print_memory_table(found: dict[str, Any], console: Console) -> None:
-    largest = found["largest_rank"]
-    verdict = "fits" if found["fits"] else "[bold red]does not fit[/bold red]"
+def print_memory_table(answer: dict[str, Any], console: Console) -> None:
+    largest = answer["largest_rank"]
+    verdict = "fits" if answer["fits"] else "[bold red]does not fit[/bold red]"
     console.print(
-        f"[bold]{found['memory_gib']:.1f} GiB[/bold] on the largest rank ({largest['rank']}, in {largest['at']}), "
-        f"{verdict} {found['memory_limit_gib']:.0f} GiB"
+        f"[bold]{answer['memory_gib']:.1f} GiB[/bold] on the largest rank ({largest['rank']}, in {largest['at']}), "
+        f"{verdict} {answer['memory_limit_gib']:.0f} GiB"
     )
-    ranks = found["memory_parts_by_rank"]
+    parts_by_rank = answer["memory_parts_by_rank"]
     table = Table("GiB by pipeline rank")
-    shown = sorted({0, 1, len(ranks) // 2, len(ranks) - 1, largest["rank"]} & set(range(len(ranks))))
+    shown = shown_ranks(len(parts_by_rank), largest["rank"])
     for rank in shown:
         table.add_column(str(rank), justify="right")
-    for part in ranks[0]:
-        if any(rank[part] for rank in ranks):
-            table.add_row(part, *(f"{ranks[rank][part]:.2f}" for rank in shown))
-    table.add_row("total", *(f"{found['memory_by_rank'][rank]:.2f}" for rank in shown))
+    for part in parts_by_rank[0]:
+        if any(parts[part] for parts in parts_by_rank):
+            sizes = [parts_by_rank[rank][part] for rank in shown]
+            table.add_row(part, *gib_cells(sizes))
+    totals = [answer["memory_by_rank"][rank] for rank in shown]
+    table.add_row("total", *gib_cells(totals))
     console.print(table)
 
 
-def print_layout_table(found: dict[str, Any], console: Console) -> None:
-    table = Table("layout", "recompute", title=f"best of {found['searched']} layouts", title_justify="left")
+def shown_ranks(count: int, largest: int) -> list[int]:
+    """First, second, middle, last and largest of the pipeline ranks."""
+    chosen = {0, 1, count // 2, count - 1, largest}
+    return sorted(chosen & set(range(count)))
+
+
+def gib_cells(sizes: Sequence[float]) -> list[str]:
+    return [f"{size:.2f}" for size in sizes]
+
+
+def print_layout_table(answer: dict[str, Any], console: Console) -> None:
+    table = Table("layout", "recompute", title=f"best of {answer['searched']} layouts", title_justify="left")
     for column in ("s/step", "TFLOP/s", "GiB"):
         table.add_column(column, justify="right")
-    for each in found["layouts"]:
-        numbers = (each["step_s"], each["tflops_per_gpu"], each["memory_gib"])
-        again = ",".join(each["layout"]["recompute"]) or "-"
-        table.add_row(each["text"], again, *(f"{number:.4g}" for number in numbers))
+    for layout in answer["layouts"]:
+        numbers = (layout["step_s"], layout["tflops_per_gpu"], layout["memory_gib"])
+        recompute = ",".join(layout["layout"]["recompute"]) or "-"
+        table.add_row(layout["text"], recompute, *(f"{number:.4g}" for number in numbers))
     console.print(table)
-    for each in found["rejected"]:
-        console.print(
-            f"left out {each['count']} for {each['reason']}: {each['example']}", highlight=False, markup=False
-        )
+    for rejected in answer["rejected"]:
+        line = f"left out {rejected['count']} for {rejected['reason']}: {rejected['example']}"
+        console.print(line, highlight=False, markup=False)

@@ -1,4 +1,4 @@
-"""`moefold report`: a run, or several beside each other, as one HTML file that opens anywhere. Needs no torch."""
+"""`moefold report`: the metrics of one run or several, as one self-contained HTML file. Needs no torch."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from moefold.web.report import render_report
 
 @dataclass(frozen=True)
 class ReportOptions:
-    """Write one self-contained HTML file about a run: loss, speed, and heat-maps of how evenly its experts were used.
-    Several runs are laid into the same plots."""
+    """Write one self-contained HTML file about a run: loss, speed, and heat-maps of expert load. Several runs share the
+    same plots."""
 
     runs: tyro.conf.Positional[tuple[Path, ...]]
     """The folders of the runs, as `moefold train` names them."""
@@ -29,10 +29,15 @@ def run_command(argv: Sequence[str]) -> int:
     if not options.runs:
         raise UserError("no run is given; expected the folder of at least one, such as moefold report runs/tiny")
     page = render_report(options.runs)
-    out = options.out or options.runs[0] / ("report.html" if len(options.runs) == 1 else "comparison.html")
+    out = options.out or default_report_path(options.runs)
     if out.is_dir():
         raise UserError(f"--out {out} is a folder; expected a file, such as --out {out / 'report.html'}")
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(page, encoding="utf-8")
     print(f"wrote {out} ({len(page) / 1e6:.1f} MB); open it in a browser")
     return 0
+
+
+def default_report_path(runs: Sequence[Path]) -> Path:
+    name = "report.html" if len(runs) == 1 else "comparison.html"
+    return runs[0] / name

@@ -1,14 +1,16 @@
-"""`moefold simulate`: a pipeline schedule on the clock, before any GPU is asked.
+"""`moefold simulate`: times of a pipeline schedule, simulated without a GPU. Needs no torch.
 
-Needs no torch. The program it clocks is the one a run would execute.
+The simulated program is the one that a run would execute.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 from rich.console import Console
@@ -33,7 +35,7 @@ MOST_OPS = 1_000_000
 
 @dataclass(frozen=True)
 class SimulateOptions:
-    """Clock a pipeline schedule. Costs are F = D = W = 1 for a rank's share of a microbatch, unless you give them."""
+    """Simulate a pipeline schedule. Costs are F = D = W = 1 for a rank's share of a microbatch, unless given."""
 
     schedule: str | None = None
     """gpipe, 1f1b (the default), interleaved, zb_h1, zb_v or dualpipe_v."""
@@ -46,7 +48,7 @@ class SimulateOptions:
     passes: str = ""
     """Rewrite the program: pair (forwards with backwards), defer (weight gradients), or both, as pair,defer."""
     program: Path | None = None
-    """Clock this program, in its text form, instead of a schedule's."""
+    """Simulate this program, in its text form, instead of a schedule's."""
     costs: Path | None = None
     """A YAML file of seconds and bytes by kind of op; docs/schedules.md shows one."""
     layout: str | None = None
@@ -63,43 +65,43 @@ class SimulateOptions:
 
 def run_command(argv: Sequence[str]) -> int:
     options, _ = read_options(SimulateOptions, argv, "simulate", config_keys=False)
-    for path in (options.trace, options.svg, options.text):
-        if path and not path.parent.is_dir():
-            raise UserError(f"no folder {path.parent} to write {path.name} into; make it, or choose another")
+    refuse_missing_folders(options)
     try:
         title, program = chosen_program(options)
-        stages = last_stage_of(program) + 1
-        layout = parse_layout_option(options, stages)
-        tree = read_yaml_mapping(options.costs) if options.costs else {}
-        costs = read_stage_costs(tree, stages, max(1, stages // len(program)), layout)
+        costs = chosen_costs(options, program)
     except ScheduleError as unsound:
         raise UserError(*unsound.problems) from None
     timeline = simulate_program(program, costs)
-    found = timeline_summary(program, timeline, title)
     if options.trace:
         write_trace(options.trace, timeline_events(timeline, costs))
     if options.svg:
         options.svg.write_text(draw_timeline(program, timeline, costs, title), encoding="utf-8")
     if options.text:
         options.text.write_text(program_text.write_program(program, title), encoding="utf-8")
+    summary = timeline_summary(program, timeline, title)
     if options.json:
-        print(json.dumps(found, indent=1))
+        print(json.dumps(summary, indent=1))
     else:
-        print_timeline_table(found, Console())
+        print_timeline_table(summary, Console())
     return 0
 
 
+def refuse_missing_folders(options: SimulateOptions) -> None:
+    for path in (options.trace, options.svg, options.text):
+        if path and not path.parent.is_dir():
+            raise UserError(f"no folder {path.parent} to write {path.name} into; make it, or choose another")
+
+
 def chosen_program(options: SimulateOptions) -> tuple[str, Program]:
-    """The program to clock, whole and free of deadlock, and what to call it."""
-    passes = [
-        PROGRAM_PASSES[one_of("pass", name.strip(), PROGRAM_PASSES)]
-        for name in options.passes.split(",")
-        if name.strip()
-    ]
+    """The program to simulate, complete and free of deadlock, and its title."""
+    wanted = [name.strip() for name in options.passes.split(",") if name.strip()]
+    passes = [PROGRAM_PASSES[one_of("pass", name, PROGRAM_PASSES)] for name in wanted]
     title, program = program_from_file(options) if options.program else program_from_schedule(options)
     for rewrite in passes:
         program = rewrite(program)
-    return ", ".join([title, *(["passes " + options.passes] if passes else [])]), check_program(program)
+    if passes:
+        title = f"{title}, passes {options.passes}"
+    return title, check_program(program)
 
 
 def program_from_file(options: SimulateOptions) -> tuple[str, Program]:
@@ -108,44 +110,58 @@ def program_from_file(options: SimulateOptions) -> tuple[str, Program]:
     if options.schedule:
         raise UserError(f"--program {path} and --schedule {options.schedule}: expected one of the two; drop one")
     try:
-        found = program_text.read_program(path.read_text(encoding="utf-8"))
+        program = program_text.read_program(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"no file {path}; expected a program, such as `moefold simulate --text FILE` writes") from None
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read {path}: {error}; expected a program in UTF-8") from None
-    return path.name, check_program(found)
+    return path.name, check_program(program)
 
 
 def program_from_schedule(options: SimulateOptions) -> tuple[str, Program]:
     name = one_of("schedule", options.schedule or "1f1b", SCHEDULES)
     vpp = SCHEDULES[name].least_vpp if options.vpp is None else options.vpp
     pp, microbatches = options.pp, options.microbatches
-    numbers = {"--pp": pp, "--vpp": vpp, "--microbatches": microbatches}
-    problems = [f"{flag} {n} is not legal; expected a whole number at least 1" for flag, n in numbers.items() if n < 1]
-    ops = 3 * pp * vpp * microbatches
-    if not problems and ops > MOST_OPS:
-        sizes = " x ".join(f"{flag} {n}" for flag, n in numbers.items())
-        problems = [f"{sizes} are {ops} ops; expected at most {MOST_OPS}: lower one of the three"]
-    if problems:
-        raise UserError(*problems)
-    return f"{name}, pp {pp}, vpp {vpp}, {microbatches} microbatches", build_program(name, pp, vpp, microbatches)
+    refuse_illegal_sizes({"--pp": pp, "--vpp": vpp, "--microbatches": microbatches})
+    title = f"{name}, pp {pp}, vpp {vpp}, {microbatches} microbatches"
+    return title, build_program(name, pp, vpp, microbatches)
+
+
+def refuse_illegal_sizes(sizes: dict[str, int]) -> None:
+    small = [f"{flag} {size}" for flag, size in sizes.items() if size < 1]
+    if small:
+        raise UserError(*(f"{option} is not legal; expected a whole number at least 1" for option in small))
+    ops = 3 * math.prod(sizes.values())  # forward, data gradient, weight gradient
+    if ops > MOST_OPS:
+        product = " x ".join(f"{flag} {size}" for flag, size in sizes.items())
+        raise UserError(f"{product} are {ops} ops; expected at most {MOST_OPS}: lower one of the three")
+
+
+def chosen_costs(options: SimulateOptions, program: Program) -> StageCosts:
+    stages = last_stage_of(program) + 1
+    layout = parse_layout_option(options, stages)
+    tree = read_yaml_mapping(options.costs) if options.costs else {}
+    stages_per_rank = max(1, stages // len(program))
+    return read_stage_costs(tree, stages, stages_per_rank, layout)
 
 
 def parse_layout_option(options: SimulateOptions, stages: int) -> StageLayout | None:
     if options.layout is None:
         return None
     layout = parse_layout(options.layout)
-    if len(layout.stages) != stages:
-        raise UserError(
-            f"--layout {printable_text(str(layout))} has {len(layout.stages)} stages; expected pp x vpp = {stages}: "
-            f"change its `|`, or --pp or --vpp"
-        )
+    count = len(layout.stages)
+    if count != stages:
+        text = printable_text(str(layout))
+        fix = "change its `|`, or --pp or --vpp"
+        raise UserError(f"--layout {text} has {count} stages; expected pp x vpp = {stages}: {fix}")
     return layout
 
 
 def timeline_summary(program: Program, timeline: Timeline, title: str) -> dict[str, Any]:
-    """Everything the command shows, as plain data; lists are by rank."""
-    paired, home = [sum(map(is_paired, slots)) for slots in program], rank_by_stage(program)
+    """Everything that the command shows, as plain data; lists are by rank."""
+    stages: list[list[int]] = [[] for _ in program]
+    for stage, rank in enumerate(rank_by_stage(program)):
+        stages[rank].append(stage)
     return {
         "title": title,
         "makespan": timeline.makespan,
@@ -153,44 +169,54 @@ def timeline_summary(program: Program, timeline: Timeline, title: str) -> dict[s
         "live": timeline.live,
         "bytes": timeline.bytes,
         "exposed": timeline.exposed,
-        "paired": paired,
-        "stages": [[stage for stage, rank in enumerate(home) if rank == at] for at in range(len(program))],
+        "paired": [sum(map(is_paired, slots)) for slots in program],
+        "stages": stages,
     }
 
 
 def timeline_events(timeline: Timeline, costs: StageCosts) -> list[TraceEvent]:
-    """The parts of every slot, as a run's trace would have them."""
-    return [
-        TraceEvent(span.rank, part.lane, str(part.op), part.start, part.end, dict(part.op._asdict()))
-        for span in timeline.spans
-        for part in lane_intervals(span, costs)
-    ]
+    """The parts of every slot, as events of a trace."""
+    events: list[TraceEvent] = []
+    for span in timeline.spans:
+        for part in lane_intervals(span, costs):
+            details = dict(part.op._asdict())
+            events.append(TraceEvent(span.rank, part.lane, str(part.op), part.start, part.end, details))
+    return events
 
 
-def print_timeline_table(found: dict[str, Any], console: Console) -> None:
-    bubble = sum(found["bubble"]) / len(found["bubble"])
-    console.print(
-        f"{found['title']}: makespan {found['makespan']:.6g}, bubble {bubble:.1%}",
-        highlight=False,
-        markup=False,
-        soft_wrap=True,
-    )
-    columns = ["rank", "stages", "bubble", "live chunks"]
-    columns += ["live bytes"] if any(found["bytes"]) else []
-    columns += ["exposed"] if any(each > 1e-9 for each in found["exposed"]) else []
-    columns += ["paired"] if any(found["paired"]) else []
+def print_timeline_table(summary: dict[str, Any], console: Console) -> None:
+    bubble = mean(summary["bubble"])
+    headline = f"{summary['title']}: makespan {summary['makespan']:.6g}, bubble {bubble:.1%}"
+    console.print(headline, highlight=False, markup=False, soft_wrap=True)
+    columns = shown_columns(summary)
     table = Table()
     for column in columns:
         table.add_column(column, justify="left" if column == "stages" else "right")
-    for rank in range(len(found["live"])):
-        cells = {
-            "rank": str(rank),
-            "stages": " ".join(map(str, found["stages"][rank])),
-            "bubble": f"{found['bubble'][rank]:.1%}",
-            "live chunks": str(found["live"][rank]),
-            "live bytes": f"{found['bytes'][rank]:.3g}",
-            "exposed": f"{found['exposed'][rank]:.3g}",
-            "paired": str(found["paired"][rank]),
-        }
+    for rank in range(len(summary["live"])):
+        cells = rank_cells(summary, rank)
         table.add_row(*(cells[column] for column in columns))
     console.print(table)
+
+
+def shown_columns(summary: dict[str, Any]) -> list[str]:
+    """The columns that hold anything but zeros."""
+    columns = ["rank", "stages", "bubble", "live chunks"]
+    if any(summary["bytes"]):
+        columns.append("live bytes")
+    if any(seconds > 1e-9 for seconds in summary["exposed"]):
+        columns.append("exposed")
+    if any(summary["paired"]):
+        columns.append("paired")
+    return columns
+
+
+def rank_cells(summary: dict[str, Any], rank: int) -> dict[str, str]:
+    return {
+        "rank": str(rank),
+        "stages": " ".join(map(str, summary["stages"][rank])),
+        "bubble": f"{summary['bubble'][rank]:.1%}",
+        "live chunks": str(summary["live"][rank]),
+        "live bytes": f"{summary['bytes'][rank]:.3g}",
+        "exposed": f"{summary['exposed'][rank]:.3g}",
+        "paired": str(summary["paired"][rank]),
+    }

@@ -1,4 +1,4 @@
-"""`moefold train`: check everything that can be checked without torch, then train, here or on several ranks."""
+"""`moefold train`: all checks that need no torch, then training, in this process or on several local ranks."""
 
 from __future__ import annotations
 
@@ -37,60 +37,80 @@ class TrainOptions:
     nproc: int = 1
     """How many ranks to start on this machine."""
     port: int | None = None
-    """Where the ranks of --nproc meet; by default a free port."""
+    """Rendezvous port of the ranks of --nproc; by default a free port."""
 
 
 def run_command(argv: Sequence[str]) -> int:
     options, overrides = read_options(TrainOptions, argv, "train")
-    here = read_environment(os.environ)
-    starts = "RANK" not in os.environ and options.nproc != 1
-    world = check_rank_count(options.nproc) if starts else here.size
-    config = resolve_recipe(options.recipe, overrides, world, change_from_hf(options.from_hf))
-    out = options.out or Path("runs") / f"{config.name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    if starts:
+    rendezvous = read_environment(os.environ)
+    starts_ranks = "RANK" not in os.environ and options.nproc != 1
+    ranks = check_rank_count(options.nproc) if starts_ranks else rendezvous.size
+    config = resolve_recipe(options.recipe, overrides, ranks, change_from_hf(options.from_hf))
+    out = options.out or default_run_folder(config)
+    if starts_ranks:
         return run_local_ranks(rank_arguments(options, overrides, out), options.nproc, options.port)
+    train_on_this_rank(config, options, out)
+    return 0
 
+
+def default_run_folder(config: Config) -> Path:
+    now = time.strftime("%Y%m%d-%H%M%S")
+    return Path("runs") / f"{config.name}-{now}"
+
+
+def train_on_this_rank(config: Config, options: TrainOptions, out: Path) -> None:
     from moefold.comm.collectives import all_gather_objects  # torch, from here on
     from moefold.layout.process_groups import joined_world
     from moefold.train.loop import run_training
 
-    with joined_world(config.parallel, config.train.device) as joint:
-        agreed_out = Path(all_gather_objects(str(out), joint.everyone)[0])  # its default name holds the time
-        with checked_collectives(config, joint):
-            run_training(config, joint, agreed_out, options.resume, options.from_hf)
-    return 0
+    with joined_world(config.parallel, config.train.device) as world:
+        # The default folder's name holds the time, which may differ between ranks: rank 0's counts.
+        folders = all_gather_objects(str(out), world.everyone)
+        with collectives_check(config, world):
+            run_training(config, world, Path(folders[0]), options.resume, options.from_hf)
 
 
 def change_from_hf(path: Path | None) -> Callable[[Config], Config]:
-    """The recipe with the model and the tokenizer of a folder. Read without torch, so that what is not supported is
-    refused at once."""
+    """A function that puts a Hugging Face folder's model and tokenizer into a recipe. The folder is read without
+    torch, so that unsupported options are refused at once."""
     if path is None:
-        return lambda recipe: recipe
+        return unchanged_recipe
 
     from moefold.checkpoint.hf.config_json import describe_model
     from moefold.checkpoint.hf.model_folder import file_in_folder, open_model_folder
 
     described = describe_model(open_model_folder(path))
     tokenizer = path / "tokenizer.json"
-    if tokenizer.exists():
+    has_tokenizer = tokenizer.exists()
+    if has_tokenizer:
         file_in_folder(path, tokenizer.name)  # refuses a link that leaves the folder
 
     def with_hf_model(recipe: Config) -> Config:
-        data = replace(recipe.data, tokenizer=str(tokenizer)) if tokenizer.exists() else recipe.data
+        data = recipe.data
+        if has_tokenizer:
+            data = replace(data, tokenizer=str(tokenizer))
         return replace(recipe, name=path.resolve().name, model=described.model, data=data)
 
     return with_hf_model
 
 
-def checked_collectives(config: Config, world: World) -> AbstractContextManager[None]:
+def unchanged_recipe(recipe: Config) -> Config:
+    return recipe
+
+
+def collectives_check(config: Config, world: World) -> AbstractContextManager[None]:
     from moefold.comm.check_collectives import checked_collectives
 
-    wanted = config.observe.check_collectives and world.store is not None
-    return checked_collectives(world.store, world.rank) if wanted else nullcontext()  # pyright: ignore[reportArgumentType]
+    if not config.observe.check_collectives or world.store is None:
+        return nullcontext()
+    return checked_collectives(world.store, world.rank)
 
 
 def rank_arguments(options: TrainOptions, overrides: Sequence[str], out: Path) -> list[str]:
-    """The same command for one rank, with the folder settled so that all ranks agree on it."""
-    resume = ["--resume", options.resume] if options.resume else []
-    from_hf = ["--from-hf", str(options.from_hf)] if options.from_hf else []
-    return ["train", options.recipe, "--out", str(out), *resume, *from_hf, *overrides]
+    """The command line of one rank, with the folder fixed so that all ranks use the same."""
+    arguments = ["train", options.recipe, "--out", str(out)]
+    if options.resume:
+        arguments += ["--resume", options.resume]
+    if options.from_hf:
+        arguments += ["--from-hf", str(options.from_hf)]
+    return [*arguments, *overrides]

@@ -1,4 +1,4 @@
-"""`moefold web`: the planner as a page on this machine, with sliders. Needs no torch, but the extra `web`."""
+"""`moefold web`: the planner's page with sliders, served on this machine. Needs no torch, but the extra `web`."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ from dataclasses import dataclass
 from moefold.config.errors import UserError
 from moefold.presets.command_options import read_options
 
+WEB_PACKAGES = ("starlette", "uvicorn")
+
 
 @dataclass(frozen=True)
 class WebOptions:
-    """Serve the planner's page, for this machine alone: choose model, cluster and layout, see memory and time."""
+    """Serve the planner's page to this machine only: choose model, cluster and layout, see memory and time."""
 
     port: int = 8765
-    """Where it listens, on 127.0.0.1; 0 takes any free port."""
+    """Port on 127.0.0.1; 0 takes any free port."""
     browser: bool = True
     """Open the page in a browser."""
 
@@ -25,11 +27,10 @@ def run_command(argv: Sequence[str]) -> int:
         from moefold.web.planner_server import serve_planner  # starlette and uvicorn are an extra
     except ModuleNotFoundError as missing:
         package = str(missing.name).partition(".")[0]
-        if package not in ("starlette", "uvicorn"):
+        if package not in WEB_PACKAGES:
             raise
-        raise UserError(
-            f"moefold web needs {package}, which is not installed; run: pip install 'moefold[web]'"
-        ) from None
+        problem = f"moefold web needs {package}, which is not installed; run: pip install 'moefold[web]'"
+        raise UserError(problem) from None
     try:
         serve_planner(options.port, options.browser)
     except KeyboardInterrupt:

@@ -1,7 +1,7 @@
-"""All documents as two long rows of token numbers, one to train on and one held out.
+"""The corpus: all documents as two long arrays of token ids, one to train on and one held out.
 
-Documents are cut into pieces of a few thousand characters, and every so many-th piece is held out: the same text gives
-the same split everywhere, wherever its files lie, and every subject has its share on both sides.
+Documents are cut into pieces of a few thousand characters, and evenly spaced pieces are held out. The same text gives
+the same split on every machine, and every document has its share on both sides.
 """
 
 from __future__ import annotations
@@ -15,6 +15,9 @@ from moefold.config.run import DataConfig
 from moefold.data.documents import source_documents
 from moefold.data.tokenizer import Tokenizer
 
+ZIPF_LENGTH = 1 << 22  # tokens of the synthetic corpus
+PIECE_CHARACTERS = 2048  # about this many are trained on or held out together
+
 
 def single_document_start() -> np.ndarray:
     return np.zeros(1, dtype=np.int64)
@@ -22,7 +25,7 @@ def single_document_start() -> np.ndarray:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Two rows of tokens, and where in each a document begins."""
+    """Token ids of both sides, and the positions at which documents begin."""
 
     train: np.ndarray
     held_out: np.ndarray
@@ -30,82 +33,128 @@ class Corpus:
     held_out_starts: np.ndarray = field(default_factory=single_document_start)
 
 
-ZIPF_LENGTH = 1 << 22  # tokens of a stream that has no end of its own
+class CorpusSide:
+    """One side of the split, while it is being read."""
 
+    def __init__(self, dtype: np.dtype):
+        self.dtype = dtype
+        self.arrays: list[np.ndarray] = []
+        self.length = 0
+        self.document_ends: list[int] = []
 
-def zipf_tokens(count: int, size: int, seed: int) -> np.ndarray:
-    """Random tokens, the n-th most frequent about 1 / n as frequent as the first, half of them the fixed successor of
-    the one before: something to learn, for benchmarks, that unbalances a router."""
-    shares = 1 / np.arange(1, size + 1)
-    shares /= shares.sum()
-    after = np.random.Generator(np.random.PCG64(0)).choice(size, size=size, p=shares)  # the same in every stream
-    generator = np.random.Generator(np.random.PCG64(seed))
-    tokens = generator.choice(size, size=count, p=shares)
-    follows = generator.random(count) < 0.5
-    follows[0] = False
-    since = np.arange(count) - np.maximum.accumulate(np.where(follows, 0, np.arange(count)))  # the last one drawn
-    for distance in range(1, int(since.max()) + 1):
-        here = np.flatnonzero(since == distance)
-        tokens[here] = after[tokens[here - 1]]
-    return tokens.astype(np.uint32)
+    def append_tokens(self, tokens: np.ndarray) -> None:
+        self.arrays.append(tokens.astype(self.dtype))
+        self.length += len(tokens)
 
+    def end_document(self) -> None:
+        self.document_ends.append(self.length)
 
-def is_held_out(number: int, share: float) -> bool:
-    """Whether piece `number` is one of the evenly spaced ones that make up the share."""
-    return int((number + 1) * share + 0.5) > int(number * share + 0.5)
+    def joined_tokens(self) -> np.ndarray:
+        if not self.arrays:
+            return np.empty(0, self.dtype)
+        return np.concatenate(self.arrays)
+
+    def document_starts(self) -> np.ndarray:
+        """Where documents begin. A document may have no token on this side."""
+        ends = np.array([0, *self.document_ends], dtype=np.int64)
+        return np.unique(ends[:-1])
 
 
 def load_corpus(data: DataConfig, tokenizer: Tokenizer, vocab: int) -> Corpus:
-    """Read, tokenize and split; refuse what is too short or does not fit the model."""
+    """Read, tokenize and split the text. Refuses a text that is too short and a tokenizer that does not fit."""
     if tokenizer.size > vocab:
         raise UserError(
             f"model.vocab = {vocab}, but data.tokenizer = {data.tokenizer} has {tokenizer.size} tokens; "
             f"set model.vocab to at least {tokenizer.size}"
         )
     if data.source == "zipf":
-        return Corpus(
-            zipf_tokens(ZIPF_LENGTH, tokenizer.size, 1),
-            zipf_tokens(int(ZIPF_LENGTH * data.held_out), tokenizer.size, 2),
-        )
-    dtype = np.uint8 if tokenizer.size <= 2**8 else np.uint16 if tokenizer.size <= 2**16 else np.uint32
-    sides: dict[bool, list[np.ndarray]] = {False: [], True: []}
-    lengths: dict[bool, list[int]] = {False: [], True: []}  # of what each document gave to a side
-    end = np.array([tokenizer.end], dtype=dtype)
-    number = 0
-    for text in source_documents(data):
-        before = {side: len(parts) for side, parts in sides.items()}
-        for piece in split_at_line_ends(text):
-            sides[is_held_out(number, data.held_out)].append(tokenizer.encode(piece).astype(dtype))
-            number += 1
-        sides[False].append(end)
-        for side, parts in sides.items():
-            lengths[side].append(sum(map(len, parts[before[side] :])))
-    rows = (np.concatenate(parts) if parts else np.empty(0, dtype) for parts in sides.values())
-    corpus = Corpus(*rows, *map(document_starts, lengths.values()))
-    shortest = min(len(corpus.train), len(corpus.held_out))
-    for what, tokens in (("to train on", corpus.train), ("held out for validation", corpus.held_out)):
-        if len(tokens) <= data.seq_len:
-            shorter = f"set data.seq_len below {shortest}, " if shortest > 1 else ""
-            raise UserError(
-                f"the text gives {len(tokens)} tokens {what}; expected more than data.seq_len = {data.seq_len}; "
-                f"add text, {shorter}or change data.held_out = {data.held_out:g}"
-            )
+        return zipf_corpus(data, tokenizer.size)
+    corpus = read_corpus(data, tokenizer)
+    refuse_short_corpus(data, corpus)
     return corpus
 
 
-def document_starts(lengths: list[int]) -> np.ndarray:
-    """Where documents of these lengths, which may be none, begin in a row of them."""
-    ends = np.cumsum([0, *lengths], dtype=np.int64)
-    return np.unique(ends[:-1])
+def zipf_corpus(data: DataConfig, vocab: int) -> Corpus:
+    train = zipf_tokens(ZIPF_LENGTH, vocab, seed=1)
+    held_out = zipf_tokens(int(ZIPF_LENGTH * data.held_out), vocab, seed=2)
+    return Corpus(train, held_out)
 
 
-def split_at_line_ends(text: str, size: int = 2048) -> list[str]:
-    """The text in parts of about `size` characters that end at line ends where there are any."""
-    parts, start = [], 0
+def zipf_tokens(count: int, vocab: int, seed: int) -> np.ndarray:
+    """Random tokens with Zipf's frequencies, half of them the fixed successor of the token before: learnable data for
+    benchmarks, which unbalances a router."""
+    shares = 1 / np.arange(1, vocab + 1)
+    shares /= shares.sum()
+    fixed = np.random.Generator(np.random.PCG64(0))  # the same successors for every seed
+    successor = fixed.choice(vocab, size=vocab, p=shares)
+    generator = np.random.Generator(np.random.PCG64(seed))
+    tokens = generator.choice(vocab, size=count, p=shares)
+    follows = generator.random(count) < 0.5
+    follows[0] = False
+    # Distance of each token from the last one that was drawn; successors are filled in by that distance.
+    positions = np.arange(count)
+    last_drawn = np.maximum.accumulate(np.where(follows, 0, positions))
+    distance = positions - last_drawn
+    for step in range(1, int(distance.max()) + 1):
+        here = np.flatnonzero(distance == step)
+        tokens[here] = successor[tokens[here - 1]]
+    return tokens.astype(np.uint32)
+
+
+def smallest_dtype(vocab: int) -> np.dtype:
+    if vocab <= 2**8:
+        return np.dtype(np.uint8)
+    if vocab <= 2**16:
+        return np.dtype(np.uint16)
+    return np.dtype(np.uint32)
+
+
+def read_corpus(data: DataConfig, tokenizer: Tokenizer) -> Corpus:
+    dtype = smallest_dtype(tokenizer.size)
+    train, held_out = CorpusSide(dtype), CorpusSide(dtype)
+    end = np.array([tokenizer.end])
+    number = 0
+    for text in source_documents(data):
+        for piece in split_at_line_ends(text):
+            side = held_out if is_held_out(number, data.held_out) else train
+            side.append_tokens(tokenizer.encode(piece))
+            number += 1
+        # The end token goes to the training side, also of a document that ends in a held-out piece.
+        train.append_tokens(end)
+        train.end_document()
+        held_out.end_document()
+    return Corpus(train.joined_tokens(), held_out.joined_tokens(), train.document_starts(), held_out.document_starts())
+
+
+def is_held_out(number: int, share: float) -> bool:
+    """Whether piece `number` is one of the evenly spaced ones that make up the share."""
+    before = int(number * share + 0.5)
+    after = int((number + 1) * share + 0.5)
+    return after > before
+
+
+def refuse_short_corpus(data: DataConfig, corpus: Corpus) -> None:
+    """Refuse a side that is not longer than a sequence."""
+    shortest = min(len(corpus.train), len(corpus.held_out))
+    shorter = f"set data.seq_len below {shortest}, " if shortest > 1 else ""
+    for purpose, tokens in (("to train on", corpus.train), ("held out for validation", corpus.held_out)):
+        if len(tokens) <= data.seq_len:
+            raise UserError(
+                f"the text gives {len(tokens)} tokens {purpose}; expected more than data.seq_len = {data.seq_len}; "
+                f"add text, {shorter}or change data.held_out = {data.held_out:g}"
+            )
+
+
+def split_at_line_ends(text: str, size: int = PIECE_CHARACTERS) -> list[str]:
+    """The text in pieces of about `size` characters, cut at line ends where there are any."""
+    pieces: list[str] = []
+    start = 0
     while start < len(text):
         end = start + size
-        newline = text.rfind("\n", start, end) if end < len(text) else -1
-        end = newline + 1 if newline > start else end
-        parts.append(text[start:end])
+        if end < len(text):
+            newline = text.rfind("\n", start, end)
+            if newline > start:
+                end = newline + 1
+        pieces.append(text[start:end])
         start = end
-    return parts
+    return pieces

@@ -1,4 +1,4 @@
-"""Where text comes from. Each source yields documents in an order that does not change from run to run."""
+"""Sources of text. Each yields documents in an order that is the same in every run."""
 
 from __future__ import annotations
 
@@ -12,27 +12,31 @@ from moefold.config.run import DataConfig
 
 Documents = Iterator[str]
 
+SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3", "__pycache__"}
+TEXT_SUFFIXES = (".txt", ".md", ".py", ".jsonl")
+
 
 def source_documents(data: DataConfig) -> Documents:
-    return stdlib_documents() if data.source == "stdlib" else file_documents(data)
+    if data.source == "stdlib":
+        return stdlib_documents()
+    return file_documents(data)
 
 
 def stdlib_documents() -> Documents:
-    """The source of Python's own library, from the interpreter that runs this. Needs no download."""
+    """The source of Python's standard library, from the running interpreter. Needs no download."""
     root = Path(sysconfig.get_path("stdlib"))
-    skipped = {"site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3", "__pycache__"}
-    found = 0
-    for path in sorted(root.rglob("*.py"), key=lambda p: p.relative_to(root).as_posix()):
-        name = path.relative_to(root)
-        if skipped & set(name.parts):
+    count = 0
+    names = [path.relative_to(root).as_posix() for path in root.rglob("*.py")]
+    for name in sorted(names):
+        if SKIPPED_FOLDERS & set(Path(name).parts):
             continue
         try:
-            text = path.read_text(encoding="utf-8")
+            text = (root / name).read_text(encoding="utf-8")
         except (UnicodeDecodeError, OSError):
             continue  # a few files of the library are in other encodings on purpose
-        found += 1
+        count += 1
         yield text
-    if not found:
+    if not count:
         raise UserError(
             f"data.source = stdlib, but there is no Python source in {root}; "
             "name your own text with --data.source files --data.files corpus.txt"
@@ -42,23 +46,27 @@ def stdlib_documents() -> Documents:
 def file_documents(data: DataConfig) -> Documents:
     """The named files, and all .txt, .md, .py and .jsonl files of named folders."""
     for name in data.files:
-        try:
-            path = Path(name).expanduser()
-            is_folder = path.is_dir()
-        except (OSError, RuntimeError, ValueError) as error:
-            raise UserError(
-                f"data.files: {printable_text(name)} is no usable path ({error}); expected a file or folder"
-            ) from None
-        if is_folder:
-            inside = [
-                p for p in sorted(path.rglob("*")) if p.suffix in (".txt", ".md", ".py", ".jsonl") and p.is_file()
-            ]
-            if not inside:
-                raise UserError(f"data.files: the folder {path} holds no .txt, .md, .py or .jsonl file")
-            for each in inside:
-                yield from read_documents(each, data.text_key)
-        else:
+        for path in named_files(name):
             yield from read_documents(path, data.text_key)
+
+
+def named_files(name: str) -> list[Path]:
+    """The file of that name, or the text files of the folder of that name."""
+    try:
+        path = Path(name).expanduser()
+        is_folder = path.is_dir()
+    except (OSError, RuntimeError, ValueError) as error:
+        shown = printable_text(name)
+        raise UserError(f"data.files: {shown} is no usable path ({error}); expected a file or folder") from None
+    if not is_folder:
+        return [path]
+    files: list[Path] = []
+    for file in sorted(path.rglob("*")):
+        if file.suffix in TEXT_SUFFIXES and file.is_file():
+            files.append(file)
+    if not files:
+        raise UserError(f"data.files: the folder {path} holds no .txt, .md, .py or .jsonl file")
+    return files
 
 
 def read_documents(path: Path, text_key: str) -> Documents:
@@ -75,10 +83,9 @@ def read_utf8_text(path: Path) -> str:
     except FileNotFoundError:
         raise UserError(f"data.files: no file {path}; expected a text or .jsonl file or a folder of them") from None
     except (OSError, ValueError) as error:
-        why = getattr(error, "strerror", None) or error
-        raise UserError(
-            f"data.files: cannot read {printable_text(str(path))}: {why}; expected a readable file"
-        ) from None
+        reason = getattr(error, "strerror", None) or error
+        shown = printable_text(str(path))
+        raise UserError(f"data.files: cannot read {shown}: {reason}; expected a readable file") from None
     if not raw.strip():
         raise UserError(f"data.files: {path} is empty; expected text to train on")
     try:
@@ -94,14 +101,23 @@ def read_jsonl_texts(path: Path, text: str, text_key: str) -> Documents:
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
-        place = f"data.files: {path}, line {number}"
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise UserError(f"{place} is not JSON ({str(error)[:100]}); expected one object a line") from None
-        if not isinstance(record, dict) or not isinstance(record.get(text_key), str):
-            has = f"has the fields {', '.join(map(str, record))}" if isinstance(record, dict) else "is no object"
-            raise UserError(f'{place} {has}; expected a text in "{text_key}" (set data.text_key to change that)')
-        if any("\ud800" <= c <= "\udfff" for c in record[text_key]):
-            raise UserError(f"{place} holds half of a surrogate pair, which is no character; mend or remove that line")
-        yield record[text_key]
+        yield read_jsonl_line(line, text_key, f"data.files: {path}, line {number}")
+
+
+def read_jsonl_line(line: str, text_key: str, where: str) -> str:
+    """The text of one line of a .jsonl file. `where` is for messages."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{where} is not JSON ({str(error)[:100]}); expected one object a line") from None
+    if not isinstance(record, dict):
+        raise UserError(f'{where} is no object; expected a text in "{text_key}" (set data.text_key to change that)')
+    text = record.get(text_key)
+    if not isinstance(text, str):
+        names = ", ".join(map(str, record))
+        raise UserError(
+            f'{where} has the fields {names}; expected a text in "{text_key}" (set data.text_key to change that)'
+        )
+    if any("\ud800" <= character <= "\udfff" for character in text):
+        raise UserError(f"{where} holds half of a surrogate pair, which is no character; mend or remove that line")
+    return text

@@ -1,10 +1,11 @@
-"""Batches in an order that depends on the seed alone, each data-parallel rank taking its share of every batch.
+"""The batch loader: batches in an order that depends on the seed alone; each data-parallel rank takes its share.
 
-The position is one number, the sequences the whole run has consumed. Any run, on any number of ranks, that starts from
-that number goes on with the same sequences: exact resume, also in the middle of an epoch.
+The position is one number, the sequences that the run has consumed. Any run, on any number of ranks, that starts from
+that number continues with the same sequences: exact resume, also in the middle of an epoch.
 
-B sequences of S tokens; labels are the tokens one place on. Where tokens attend within documents, a batch also says
-where the document of each begins, and the last token of a document has no label: what follows is not its business.
+B sequences of S tokens; labels are the tokens shifted by one. Where tokens attend within documents, a batch also has
+the position at which each token's document begins, and the last token of a document has label IGNORE_INDEX: it must not
+predict the next document.
 """
 
 from __future__ import annotations
@@ -28,18 +29,18 @@ class Batch:
     tokens_BS: torch.Tensor
     labels_BS: torch.Tensor
     first: int = 0  # the number of its first sequence in the run's order; the others follow
-    begins_BS: torch.Tensor | None = None  # the position at which a token's document begins; None: all see the sequence
+    begins_BS: torch.Tensor | None = None  # the position at which a token's document begins; None: one document
 
     def microbatches(self, size: int) -> Iterator[Batch]:
         for start in range(0, len(self.tokens_BS), size):
-            part = slice(start, start + size)
-            begins_BS = self.begins_BS if self.begins_BS is None else self.begins_BS[part]
-            yield Batch(self.tokens_BS[part], self.labels_BS[part], self.first + start, begins_BS)
+            rows = slice(start, start + size)
+            begins_BS = None if self.begins_BS is None else self.begins_BS[rows]
+            yield Batch(self.tokens_BS[rows], self.labels_BS[rows], self.first + start, begins_BS)
 
 
 class BatchLoader:
-    """Non-overlapping windows of a long row of tokens, shuffled anew in every epoch. While a batch is worked on, the
-    next is on its way to the device. `starts` are the places where documents begin, if tokens attend within them."""
+    """Non-overlapping windows of a long array of tokens, shuffled anew in every epoch. While a batch is trained on, the
+    next one is copied to the device. `starts`: where documents begin, if tokens attend within documents."""
 
     def __init__(
         self,
@@ -51,69 +52,90 @@ class BatchLoader:
         device: torch.device,
         starts: np.ndarray | None = None,
     ):
-        self.tokens, self.seq_len, self.batch, self.seed, self.starts = tokens, seq_len, batch, seed, starts
-        self.dp, self.uploads = dp, UploadStream(device)
+        self.tokens = tokens
+        self.seq_len = seq_len
+        self.batch = batch
+        self.seed = seed
+        self.starts = starts
+        self.dp = dp
+        self.uploads = UploadStream(device)
         self.windows = (len(tokens) - 1) // seq_len
         self.consumed = 0
-        self.ahead: tuple[int, ToDevice] | None = None  # what begins behind so many sequences
+        self.prefetched: tuple[int, ToDevice] | None = None  # a batch being copied, by the sequences consumed before it
 
-    def next(self) -> Batch:
-        """The next global batch's share of this rank, and move on."""
-        at, coming = self.ahead or (-1, None)
-        if coming is None or at != self.consumed:  # the first, or somebody set `consumed`
-            coming = self.begin(self.consumed, self.batch)
-        batch = self.arrived(coming, self.first(self.consumed, self.batch))
+    def next_batch(self) -> Batch:
+        """This rank's share of the next global batch. Advances the position."""
+        position, upload = self.prefetched or (-1, None)
+        if upload is None or position != self.consumed:  # the first batch, or `consumed` was set by a resume
+            upload = self.begin_upload(self.consumed, self.batch)
+        first = self.first_sequence(self.consumed, self.batch)
+        batch = self.receive_batch(upload, first)
         self.consumed += self.batch
         if self.uploads.stream is not None:
-            self.ahead = (self.consumed, self.begin(self.consumed, self.batch))
+            following = self.begin_upload(self.consumed, self.batch)
+            self.prefetched = (self.consumed, following)
         return batch
 
-    def at(self, consumed: int, count: int) -> Batch:
-        """This rank's share of the `count` sequences that follow the first `consumed`."""
-        return self.arrived(self.begin(consumed, count), self.first(consumed, count))
+    def batch_at(self, consumed: int, count: int) -> Batch:
+        """This rank's share of the `count` sequences behind the first `consumed`."""
+        upload = self.begin_upload(consumed, count)
+        first = self.first_sequence(consumed, count)
+        return self.receive_batch(upload, first)
 
-    def arrived(self, coming: ToDevice, first: int) -> Batch:
-        tokens, labels, *begins = coming.take()
+    def receive_batch(self, upload: ToDevice, first: int) -> Batch:
+        tokens, labels, *begins = upload.take()
         return Batch(tokens, labels, first, *begins)
 
-    def share(self, count: int) -> int:
-        """All shares are of one size, so that every rank takes part in as many passes; what is over counts for
-        nothing."""
+    def sequences_per_rank(self, count: int) -> int:
+        """Sequences in each rank's share of `count`, rounded up: every rank runs the same number of forward passes.
+        The labels of surplus sequences are ignored."""
         return -(-count // self.dp.size)
 
-    def first(self, consumed: int, count: int) -> int:
-        return consumed + self.dp.index * self.share(count)
+    def first_sequence(self, consumed: int, count: int) -> int:
+        return consumed + self.dp.index * self.sequences_per_rank(count)
 
-    def begin(self, consumed: int, count: int) -> ToDevice:
-        """Tokens and labels, and where documents begin if that matters, on their way to the device."""
-        rows = np.zeros((self.share(count), self.seq_len + 1), dtype=np.int64)
-        first = self.first(consumed, count)
-        for row, number in zip(rows, range(first, first + len(rows)), strict=True):
-            start = self.window(number) * self.seq_len
-            row[:] = self.tokens[start : start + self.seq_len + 1]
+    def begin_upload(self, consumed: int, count: int) -> ToDevice:
+        """Begin to copy tokens, labels and, if needed, document begins to the device."""
+        first = self.first_sequence(consumed, count)
+        numbers = range(first, first + self.sequences_per_rank(count))
+        row_length = self.seq_len + 1  # the last token is a label only
+        rows = np.zeros((len(numbers), row_length), dtype=np.int64)
+        for row, number in zip(rows, numbers, strict=True):
+            start = self.window_of_sequence(number) * self.seq_len
+            row[:] = self.tokens[start : start + row_length]
+        # Labels are the tokens shifted by one.
+        tokens = rows[:, :-1].copy()
         labels = rows[:, 1:].copy()
-        labels[max(0, consumed + count - first) :] = IGNORE_INDEX
-        parts = [rows[:, :-1].copy(), labels]
+        wanted = max(0, consumed + count - first)  # the rows behind are surplus
+        labels[wanted:] = IGNORE_INDEX
+        arrays = [tokens, labels]
         if self.starts is not None:
-            begins = np.stack([self.document_begins(number) for number in range(first, first + len(rows))])
-            labels[begins[:, 1:] == np.arange(1, self.seq_len + 1)] = IGNORE_INDEX  # of another document
-            parts.append(begins[:, :-1].copy())
-        return self.uploads.begin([torch.from_numpy(part) for part in parts])
+            begins = np.stack([self.document_begins(number) for number in numbers])
+            # A label that begins a document must not be predicted from the document before.
+            next_positions = np.arange(1, self.seq_len + 1)
+            labels[begins[:, 1:] == next_positions] = IGNORE_INDEX
+            arrays.append(begins[:, :-1].copy())
+        tensors = list(map(torch.from_numpy, arrays))
+        return self.uploads.begin(tensors)
 
     def document_begins(self, number: int) -> np.ndarray:
-        """For each token of the number-th sequence, and the one behind it, where in the sequence its document begins:
-        at zero if that was before."""
+        """For each token of a sequence, and the one behind it: the position in the sequence at which its document
+        begins, zero if that is before the sequence."""
         assert self.starts is not None
-        here = self.window(number) * self.seq_len + np.arange(self.seq_len + 1)
-        start = self.starts[np.searchsorted(self.starts, here, side="right") - 1]
-        return np.maximum(start - here[0], 0).astype(np.int32)
+        window_start = self.window_of_sequence(number) * self.seq_len
+        positions = window_start + np.arange(self.seq_len + 1)
+        document = np.searchsorted(self.starts, positions, side="right") - 1
+        begins = self.starts[document] - window_start
+        return np.maximum(begins, 0).astype(np.int32)
 
-    def window(self, number: int) -> int:
-        """Which window the number-th sequence of the run is."""
-        epoch, place = divmod(number, self.windows)
-        return int(epoch_permutation(self.seed, epoch, self.windows)[place])
+    def window_of_sequence(self, number: int) -> int:
+        """The window that is the number-th sequence of the run."""
+        epoch, index = divmod(number, self.windows)
+        permutation = epoch_permutation(self.seed, epoch, self.windows)
+        return int(permutation[index])
 
 
 @lru_cache(maxsize=4)
 def epoch_permutation(seed: int, epoch: int, windows: int) -> np.ndarray:
-    return np.random.Generator(np.random.PCG64([seed, epoch])).permutation(windows)
+    generator = np.random.Generator(np.random.PCG64([seed, epoch]))
+    return generator.permutation(windows)

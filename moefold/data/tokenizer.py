@@ -1,5 +1,4 @@
-"""Text to token numbers and back: bytes as they are, or a Hugging Face tokenizer.json. The one file that touches
-the `tokenizers` library."""
+"""Tokenizers: UTF-8 bytes, or a Hugging Face tokenizer.json. Only this file uses the `tokenizers` library."""
 
 from __future__ import annotations
 
@@ -12,8 +11,10 @@ from moefold.config.errors import UserError, printable_text
 
 
 class Tokenizer(Protocol):
-    size: int
-    end: int  # the token put behind every document
+    """Text to token ids and back."""
+
+    size: int  # of the vocabulary
+    end: int  # end-of-document token, appended to every document
 
     def encode(self, text: str) -> np.ndarray: ...
 
@@ -21,7 +22,7 @@ class Tokenizer(Protocol):
 
 
 class ByteTokenizer:
-    """UTF-8 bytes. NUL, which no text holds, ends a document."""
+    """UTF-8 bytes. NUL, which does not occur in text, is the end-of-document token."""
 
     size, end = 256, 0
 
@@ -29,13 +30,14 @@ class ByteTokenizer:
         return np.frombuffer(text.encode("utf-8"), dtype=np.uint8)
 
     def decode(self, tokens: list[int]) -> str:
-        return bytes(t for t in tokens if 0 < t < 256).decode("utf-8", errors="replace")
+        raw = bytes(token for token in tokens if 0 < token < 256)
+        return raw.decode("utf-8", errors="replace")
 
 
 class HuggingFaceTokenizer:
-    """A tokenizer.json, with its end-of-text token as document end."""
+    """A tokenizer.json. Its end-of-text token, the first of END_TOKENS that it has, ends a document."""
 
-    ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
+    END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
 
     def __init__(self, path: Path):
         try:
@@ -49,14 +51,21 @@ class HuggingFaceTokenizer:
             raise UserError(f"data.tokenizer = {path}: no such file; expected byte or the path of a tokenizer.json")
         try:
             self.engine = Engine.from_file(str(path))
-        except Exception as error:  # the library raises plain Exception for whatever it cannot read
+        except Exception as error:  # the library raises plain Exception for any file that it cannot read
             raise UserError(f"data.tokenizer = {path} is not a tokenizer.json: {str(error)[:200]}") from None
         self.size = self.engine.get_vocab_size()
-        known = (self.engine.token_to_id(name) for name in self.ENDS)
-        self.end = next((token for token in known if token is not None), 0)
+        self.end = self.find_end_token()
+
+    def find_end_token(self) -> int:
+        for name in self.END_TOKENS:
+            token = self.engine.token_to_id(name)
+            if token is not None:
+                return token
+        return 0
 
     def encode(self, text: str) -> np.ndarray:
-        return np.asarray(self.engine.encode(text, add_special_tokens=False).ids, dtype=np.uint32)
+        encoding = self.engine.encode(text, add_special_tokens=False)
+        return np.asarray(encoding.ids, dtype=np.uint32)
 
     def decode(self, tokens: list[int]) -> str:
         return self.engine.decode(tokens)

@@ -10,14 +10,15 @@ import importlib
 import pkgutil
 from collections.abc import Callable, Iterable
 from dataclasses import KW_ONLY, dataclass
+from pathlib import Path
 from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
 
-from moefold import kernels
 from moefold.kernels.catalog import CATALOG
 from moefold.kernels.facts import AttentionShape, Capability, Facts
 
+KERNELS_FOLDER = Path(__file__).parent
 DEVICE_CODE = ("_triton", "_hopper", "_launch", ".hopper")  # endings of modules that import Triton
 
 P = ParamSpec("P")
@@ -115,7 +116,7 @@ class KernelOp(Generic[P, R]):
 
 def import_every_op() -> dict[str, KernelOp[..., Any]]:
     """All ops, for tests and benchmarks; a run imports those it calls. Device code, which needs Triton, is left out."""
-    for module in pkgutil.walk_packages(kernels.__path__, "moefold.kernels."):
+    for module in pkgutil.walk_packages([str(KERNELS_FOLDER)], "moefold.kernels."):
         if not module.name.endswith(DEVICE_CODE):
             importlib.import_module(module.name)
     return OPS

@@ -254,7 +254,7 @@ class BucketMaker:
 
     def make_bucket(self, key: BucketKey, parameters: list[DeclaredParameter], holders: tuple[int, ...]) -> Bucket:
         """Move these parameters into a flat tensor."""
-        replicas = self.world.axis("gradients of", *key.placement.gradient_sum_axes)
+        replicas = self.world.gradients_of(key.placement)
         places = placement_of_parameters(key, parameters, replicas.size)
         like = parameters[0].tensor
         storage = self.storage(places.size, like)

@@ -1,4 +1,4 @@
-"""The only place where a configuration becomes objects."""
+"""Assembly of a run: the only place where a configuration becomes objects."""
 
 from __future__ import annotations
 
@@ -85,13 +85,15 @@ def assemble_run(
     corpus: Corpus | None = None,
     weights: Callable[[Transformer], None] | None = None,
 ) -> Run:
-    """Everything a run needs. `corpus` stands in for the text that the configuration names; `weights` fills the model
-    with weights from elsewhere."""
+    """Build everything a run needs. `corpus` replaces the text that the configuration names; `weights` fills the model
+    with given weights instead of random ones."""
     config = check_config(resolve_auto_values(config, world), world.size)
     require_agreement(config, world)
     torch.manual_seed(config.train.seed)
     tokenizer = load_tokenizer(config.data.tokenizer)
-    loader, validation = make_loaders(config, corpus or load_corpus(config.data, tokenizer, config.model.vocab), world)
+    if corpus is None:
+        corpus = load_corpus(config.data, tokenizer, config.model.vocab)
+    loader, validation = make_loaders(config, corpus, world)
     kernels = choose_kernels(config, world)
     model = build_model(config, world, kernels, weights)
     groups = ParameterGroups(config.optim, kernels)
@@ -135,19 +137,19 @@ def require_agreement(config: Config, world: World) -> None:
     mine = {key.path: format_value(key.default) for key in iterate_keys(config)}
     mine |= {"moefold version": __version__, "torch version": torch.__version__, "moefold source": source_digest()}
     everyone = all_gather_objects(mine, world.everyone)
-    differing = [
-        f"{name} = {other[name]} on rank {rank}, but {first} on rank 0; start all ranks alike"
-        for name, first in everyone[0].items()
-        for rank, other in enumerate(everyone)
-        if other[name] != first
-    ]
-    if differing:
-        raise UserError(*differing)
+    problems: list[str] = []
+    for name, first in everyone[0].items():
+        for rank, settings in enumerate(everyone):
+            if settings[name] != first:
+                text = f"{name} = {settings[name]} on rank {rank}, but {first} on rank 0"
+                problems.append(f"{text}; start all ranks alike")
+    if problems:
+        raise UserError(*problems)
 
 
 @cache
 def source_digest() -> str:
-    """Of all source files of this package."""
+    """A digest of all source files of this package."""
     root = Path(__file__).parent.parent
     digest = hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
@@ -156,21 +158,30 @@ def source_digest() -> str:
 
 
 def resolve_auto_values(config: Config, world: World) -> Config:
-    """The configuration with every `auto` replaced by what it means here."""
+    """The configuration with every `auto` replaced by the value for this machine."""
     device = world.device.type
-    return replace(config, train=replace(config.train, device=device, precision=training_precision(device, config)))
+    precision = training_precision(device, config)
+    train = replace(config.train, device=device, precision=precision)
+    return replace(config, train=train)
 
 
 def make_loaders(config: Config, corpus: Corpus, world: World) -> tuple[BatchLoader, BatchLoader]:
-    c, dp = config, world.axis("dp")
-    starts = (corpus.train_starts, corpus.held_out_starts) if c.data.attend == "document" else (None, None)
-    train = BatchLoader(corpus.train, c.data.seq_len, c.train.global_batch, c.train.seed, dp, world.device, starts[0])
-    held_out = BatchLoader(corpus.held_out, c.data.seq_len, c.train.validate_sequences, 0, dp, world.device, starts[1])
-    return train, held_out
+    """The loaders of training and of validation. Validation has the same sequences in every run: its seed is 0."""
+    data, train, dp = config.data, config.train, world.axis("dp")
+    starts, held_out_starts = None, None
+    if data.attend == "document":
+        starts, held_out_starts = corpus.train_starts, corpus.held_out_starts
+    batch, held_out_batch = train.global_batch, train.validate_sequences
+    return (
+        BatchLoader(corpus.train, data.seq_len, batch, train.seed, dp, world.device, starts),
+        BatchLoader(corpus.held_out, data.seq_len, held_out_batch, 0, dp, world.device, held_out_starts),
+    )
 
 
 def choose_kernels(config: Config, world: World) -> BoundKernels:
-    capability = torch.cuda.get_device_capability(world.device) if world.device.type == "cuda" else (0, 0)
+    capability = (0, 0)
+    if world.device.type == "cuda":
+        capability = torch.cuda.get_device_capability(world.device)
     facts = facts_from_config(config, world.device.type, config.train.precision, capability)
     share_attention_timings(facts, world)
     return BoundKernels(facts, config.kernels.force)

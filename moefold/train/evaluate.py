@@ -1,4 +1,4 @@
-"""How good the model is: its loss on held-out text, and a sample of what it writes."""
+"""Evaluation: validation loss on held-out text, and a sample of generated text."""
 
 from __future__ import annotations
 
@@ -14,46 +14,59 @@ from moefold.train.assemble import Run
 @torch.no_grad()
 def validation_loss(run: Run) -> float:
     """Mean loss per token over the same held-out sequences every time."""
-    count = min(run.config.train.validate_sequences, run.validation.windows)
-    batch = run.validation.at(0, count)
-    total = torch.zeros((), dtype=torch.float64, device=run.world.device)
+    config, world = run.config.train, run.world
+    count = min(config.validate_sequences, run.validation.windows)
+    batch = run.validation.batch_at(0, count)
+    parts = list(batch.microbatches(config.micro_batch))
+    loss_sum = torch.zeros((), dtype=torch.float64, device=world.device)
 
     def add_losses(carry: Carry) -> None:
-        nonlocal total
-        total = total + run.model.predict(carry)["losses_1M"][0]
+        nonlocal loss_sum
+        losses_1M = run.model.predict(carry)["losses_1M"]
+        loss_sum = loss_sum + losses_1M[0]
 
     run.model.eval()
-    run.executor.forward_only(list(batch.microbatches(run.config.train.micro_batch)), add_losses)
+    run.executor.forward_only(parts, add_losses)
     run.model.train()
-    total = all_reduce_no_grad(all_reduce_no_grad(total, run.world.axis("dp", "cp")), run.world.axis("pp"))
-    labelled = all_reduce_no_grad(run.model.labelled_token_counts(batch.labels_BS)[0], run.world.axis("dp", "cp"))
-    return (total / labelled.clamp(min=1)).item()
+    # Sum over the ranks that have other tokens, then over the pipeline.
+    token_ranks = world.axis("dp", "cp")
+    loss_sum = all_reduce_no_grad(loss_sum, token_ranks)
+    loss_sum = all_reduce_no_grad(loss_sum, world.axis("pp"))  # only the last stage has added losses
+    labelled = run.model.labelled_token_counts(batch.labels_BS)[0]
+    labelled = all_reduce_no_grad(labelled, token_ranks)
+    return (loss_sum / labelled.clamp(min=1)).item()
 
 
 @torch.no_grad()
 def sample_text(run: Run, prompt: str, temperature: float = 0.7) -> str:
-    """Continue the prompt. The window is recomputed for every token: simple, and quick enough for a few hundred. Every
-    rank takes part. What lies behind the last token pads the window to a length that splits over ranks; no token sees
-    what is behind it (though it counts where experts have a capacity)."""
-    generator = torch.Generator().manual_seed(run.config.train.seed)
-    tokens = [int(t) for t in run.tokenizer.encode(prompt)]
+    """Continue the prompt. The whole window is computed for every token: simple, and fast enough for a few hundred.
+    Every rank calls this. The window is padded to a length that splits over ranks; attention is causal, so padding
+    behind the last token changes nothing (but counts where experts have a capacity)."""
+    config = run.config
+    generator = torch.Generator().manual_seed(config.train.seed)
+    tokens = run.tokenizer.encode(prompt).tolist()
+    multiple = sequence_multiple(config.parallel)
     run.model.eval()
-    for _ in range(run.config.train.sample_tokens):
-        seen = tokens[-run.config.data.seq_len :]
-        padding = [0] * (-len(seen) % sequence_multiple(run.config.parallel))
-        window = torch.tensor([seen + padding], device=run.world.device)
-        logits_V = logits_at_position(run, window, len(seen) - 1)[: run.tokenizer.size].cpu()
-        tokens.append(int(torch.multinomial((logits_V / temperature).softmax(-1), 1, generator=generator)))
+    for _ in range(config.train.sample_tokens):
+        context = tokens[-config.data.seq_len :]
+        padding = [0] * (-len(context) % multiple)
+        window_1S = torch.tensor([context + padding], device=run.world.device)
+        logits_V = logits_at_position(run, window_1S, len(context) - 1)
+        logits_V = logits_V[: run.tokenizer.size].cpu()
+        probs_V = (logits_V / temperature).softmax(-1)
+        tokens.append(int(torch.multinomial(probs_V, 1, generator=generator)))
     run.model.train()
     return run.tokenizer.decode(tokens)
 
 
-def logits_at_position(run: Run, window: torch.Tensor, place: int) -> torch.Tensor:
-    """The logits at one place of one sequence, in fp32, on every rank: those without the last stage add zeros."""
-    found = torch.zeros(run.config.model.vocab, device=run.world.device)
+def logits_at_position(run: Run, window_1S: torch.Tensor, position: int) -> torch.Tensor:
+    """The logits at one position of one sequence, in fp32, on every rank: ranks without the last stage add zeros."""
+    vocab = run.config.model.vocab
+    logits_V = torch.zeros(vocab, device=run.world.device)
 
     def keep_logits(carry: Carry) -> None:
-        found.copy_(run.model.logits_from_carry(carry)[0, place])
+        logits_1SV = run.model.logits_from_carry(carry)
+        logits_V.copy_(logits_1SV[0, position])
 
-    run.executor.forward_only([Batch(window, window)], keep_logits)
-    return all_reduce_no_grad(found, run.world.axis("pp"))
+    run.executor.forward_only([Batch(window_1S, window_1S)], keep_logits)
+    return all_reduce_no_grad(logits_V, run.world.axis("pp"))

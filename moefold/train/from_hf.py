@@ -1,4 +1,4 @@
-"""A model from a folder of Hugging Face weights: for a run to start from, and for notebooks and tests."""
+"""A model with the weights of a Hugging Face folder: for notebooks and tests, and as the start of a run."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ import torch
 from moefold.checkpoint.hf.config_json import describe_model
 from moefold.checkpoint.hf.model_folder import open_model_folder
 from moefold.checkpoint.hf.read_weights import FolderWeights, load_folder_weights
+from moefold.checkpoint.live.logical_tensors import torch_dtype_text
 from moefold.config.errors import one_of
 from moefold.config.rules import check_config
 from moefold.config.run import Config, DataConfig, TrainConfig
 from moefold.layout.axes import World, single_rank_world
 from moefold.layout.dtypes import DTYPES
 from moefold.model.transformer import Transformer
+from moefold.observe.printer import Printer, print_nothing
 from moefold.train.assemble import build_model, choose_kernels, resolve_auto_values
 
 WeightFiller = Callable[[Transformer], None]
@@ -27,28 +29,34 @@ def from_hf(
     """The model in a folder of safetensors, ready for `logits(ids_BS)` of up to `seq_len` tokens."""
     folder = open_model_folder(Path(path))
     described = describe_model(folder)
+    # A configuration as a run would have it, so that kernels are chosen and rules checked in the same way.
     names = {torch_dtype: name for name, torch_dtype in DTYPES.items()}
     precision = one_of("precision", names.get(dtype, str(dtype)), ("fp32", "bf16", "fp64"))
-    train = TrainConfig(device="cpu" if device == "cpu" else "cuda", precision=precision)  # pyright: ignore[reportArgumentType]
-    data = DataConfig(seq_len=seq_len, tokenizer=str(folder.path / "tokenizer.json"))  # which nobody opens here
+    kind = "cpu" if device == "cpu" else "cuda"
+    train = TrainConfig(device=kind, precision=precision)  # pyright: ignore[reportArgumentType]
+    tokenizer = str(folder.path / "tokenizer.json")  # not opened here
+    data = DataConfig(seq_len=seq_len, tokenizer=tokenizer)
+    config = Config(model=described.model, data=data, train=train)
     world = single_rank_world(device)
-    config = check_config(resolve_auto_values(Config(model=described.model, data=data, train=train), world), 1)
-    start = starting_weights(folder.path, config, world, lambda note: None)
-    return build_model(config, world, choose_kernels(config, world), start).eval()
+    config = check_config(resolve_auto_values(config, world), 1)
+    fill_weights = starting_weights(folder.path, config, world, print_nothing)
+    model = build_model(config, world, choose_kernels(config, world), fill_weights)
+    return model.eval()
 
 
-def starting_weights(path: Path, config: Config, world: World, say: Callable[[str], None]) -> WeightFiller:
-    """Fills what a rank holds of a configured model with the weights of a folder."""
+def starting_weights(path: Path, config: Config, world: World, say: Printer) -> WeightFiller:
+    """A function that fills a rank's part of the configured model with the weights of a folder."""
 
     def fill_from_folder(model: Transformer) -> None:
         folder = open_model_folder(path)
         described = describe_model(folder)
         for note in described.notes:
             say(note)
-        load_folder_weights(FolderWeights(folder), described.family.name_table(config.model), model, world)
-        saved = ", ".join(sorted({stored.dtype for stored in folder.tensors.values()}))
-        here = str(next(model.parameters()).dtype).removeprefix("torch.")
-        tensors = f"{len(folder.tensors)} tensors saved as {saved}, {here} here"
-        say(f"starting from {path}: {described.family.kind}, {tensors}")
+        family = described.family
+        load_folder_weights(FolderWeights(folder), family.name_table(config.model), model, world)
+        saved_dtypes = {stored.dtype for stored in folder.tensors.values()}
+        saved = ", ".join(sorted(saved_dtypes))
+        here = torch_dtype_text(next(model.parameters()).dtype)
+        say(f"starting from {path}: {family.kind}, {len(folder.tensors)} tensors saved as {saved}, {here} here")
 
     return fill_from_folder

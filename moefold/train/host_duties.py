@@ -1,5 +1,5 @@
-"""What the host does beside launching work: hear requests to stop, tell the other ranks, and collect its garbage when
-that costs nothing."""
+"""Duties of the host besides launching kernels: stop requests by signal, their exchange between ranks, and garbage
+collection at a time when it delays nothing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from moefold.layout.axes import World
 
 @contextmanager
 def stop_requests() -> Iterator[list[str]]:
-    """SIGTERM and Ctrl-C ask the loop to save and leave after the step it is in; a second Ctrl-C leaves at once."""
+    """A list that grows by SIGTERM and Ctrl-C, upon which the loop saves and leaves after the current step. A second
+    Ctrl-C leaves at once."""
     requests: list[str] = []
 
     def record_signal(number: int, _frame: object) -> None:
@@ -23,24 +24,26 @@ def stop_requests() -> Iterator[list[str]]:
             raise KeyboardInterrupt
         requests.append(signal.Signals(number).name)
 
-    before = {number: signal.signal(number, record_signal) for number in (signal.SIGTERM, signal.SIGINT)}
+    former = {number: signal.signal(number, record_signal) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield requests
     finally:
-        for number, handler in before.items():
+        for number, handler in former.items():
             signal.signal(number, handler)
 
 
-def any_rank_asks(wishes: Sequence[object], world: World) -> ToHost:
-    """Whether any rank has a wish: to be read a step later, when it is there anyway, and then the same on all."""
-    return ToHost(all_reduce_max_no_grad(integers_on_device([len(wishes)], world.device), world.everyone))
+def any_rank_asks(requests: Sequence[object], world: World) -> ToHost:
+    """Whether any rank has a request: a number that is above 0 on all ranks. It is read a step later, when it has
+    arrived on the host without anybody waiting."""
+    count = integers_on_device([len(requests)], world.device)
+    return ToHost(all_reduce_max_no_grad(count, world.everyone))
 
 
 @contextmanager
 def collect_garbage_manually() -> Iterator[Callable[[], object]]:
-    """Python looks for garbage only when the function given is called, not in the middle of launching a step. What is
-    there already, a model and all modules, stays and is not looked through again."""
-    before = gc.isenabled()
+    """Collect garbage only when the yielded function is called, not while a step is being launched. Objects that exist
+    already (the model, all modules) are frozen: they are not scanned again."""
+    was_enabled = gc.isenabled()
     gc.collect()
     gc.freeze()
     gc.disable()
@@ -48,5 +51,5 @@ def collect_garbage_manually() -> Iterator[Callable[[], object]]:
         yield gc.collect
     finally:
         gc.unfreeze()
-        if before:
+        if was_enabled:
             gc.enable()

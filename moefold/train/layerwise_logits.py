@@ -1,4 +1,4 @@
-"""The logits of a model in a folder, computed with one layer in memory at a time."""
+"""Logits of a model folder, computed with one layer in memory at a time."""
 
 from __future__ import annotations
 
@@ -19,28 +19,35 @@ from moefold.train.assemble import choose_kernels, default_dtype, make_model_par
 
 
 def layer_stages(model: ModelConfig) -> Iterator[Stage]:
-    """Embedding, each layer, head: a stage each. Layers that look further ahead take no part in logits."""
-    yield Stage(0, True, range(0), range(0), False, 0)
-    for layer in range(model.layers):
-        yield Stage(layer + 1, False, range(layer, layer + 1), range(0), False, 0)
-    yield Stage(model.layers + 1, False, range(model.layers, model.layers), range(0), True, 0)
+    """The embedding, each layer, and the head as a stage each. MTP layers take no part in logits."""
+    none = range(0)
+    layers = model.layers
+    yield Stage(0, True, none, none, False, 0)
+    for layer in range(layers):
+        yield Stage(layer + 1, False, range(layer, layer + 1), none, False, 0)
+    yield Stage(layers + 1, False, range(layers, layers), none, True, 0)
 
 
 @torch.no_grad()
 def logits_by_layer(folder: ModelFolder, ids_BS: torch.Tensor, precision: str = "fp32") -> torch.Tensor:
-    """(B, S, V). Weights that are missing or wrong are refused before the first layer."""
-    described, world = describe_model(folder), single_rank_world()
+    """Logits (B, S, V). Missing and wrong weights are refused before the first layer."""
+    described = describe_model(folder)
+    model, world = described.model, single_rank_world()
     train = TrainConfig(device="cpu", precision=precision)  # pyright: ignore[reportArgumentType]
-    config = Config(model=described.model, data=DataConfig(seq_len=ids_BS.shape[1]), train=train)
-    choices = make_model_parts(config, world, choose_kernels(config, world))
-    weights, table = FolderWeights(folder), described.family.name_table(described.model)
+    data = DataConfig(seq_len=ids_BS.shape[1])
+    config = Config(model=model, data=data, train=train)
+    parts = make_model_parts(config, world, choose_kernels(config, world))
+    weights = FolderWeights(folder)
+    table = described.family.name_table(model)
     check_names_and_shapes(weights, table)
     carry = None
-    for stage in layer_stages(described.model):
+    for stage in layer_stages(model):
         with default_dtype(DTYPES[precision]):
-            part = Transformer(described.model, choices, [stage]).eval()
-        fill_local_model(weights, table, part)
-        carry = run_step_sequence(part.body(stage), carry or part.begin(ids_BS))
+            layer = Transformer(model, parts, [stage]).eval()
+        fill_local_model(weights, table, layer)
+        if carry is None:
+            carry = layer.begin(ids_BS)
+        carry = run_step_sequence(layer.body(stage), carry)
         if stage.predicts:
-            return part.logits_from_carry(carry)
+            return layer.logits_from_carry(carry)
     raise AssertionError("the last stage predicts")

@@ -1,4 +1,4 @@
-"""A run from start to end: validate, step, record, save, and stop when asked."""
+"""The training loop: validate, step, record, save, and stop on request."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from typing import Any
 import torch.distributed as dist
 
 from moefold.anatomy.model_totals import active_parameters, total_parameters, train_flops_per_token
+from moefold.checkpoint.format.storage import require_free_space
 from moefold.checkpoint.live.background_saver import BackgroundSaver
 from moefold.checkpoint.live.logical_tensors import collect_tensors
-from moefold.checkpoint.live.save import checkpoint_bytes, require_free_space, run_on_rank_zero
+from moefold.checkpoint.live.save import checkpoint_bytes, run_on_rank_zero
 from moefold.comm.collectives import all_gather_objects
 from moefold.comm.host_copies import ToHost
 from moefold.config.errors import UserError
@@ -23,6 +24,7 @@ from moefold.layout.axes import World
 from moefold.layout.declare import declared_parameters
 from moefold.model.moe.balance import join_pipeline_loads
 from moefold.observe.metrics import JsonLines, MetricsSink, TensorBoard
+from moefold.observe.printer import Printer, print_line, print_nothing
 from moefold.observe.progress import SilentProgress, compact_number, make_progress
 from moefold.observe.router_stats import DeadExpertWatch, RouterCounts, RouterLog, balance_summary
 from moefold.train.assemble import Run, assemble_run
@@ -35,116 +37,132 @@ from moefold.train.step_profile import profile_step, profile_text, write_profile
 
 SAMPLE_PROMPT = "def "
 FIRST_STEPS = 3  # after which every parameter should have had a gradient
-PROFILED_STEP = 10  # the step that is watched, or the last of a shorter run: by then everything is warm
+PROFILED_STEP = 10  # or the last step of a shorter run: by then kernels and caches are warm
 
 
 def run_training(config: Config, world: World, out: Path, resume: str | None, from_hf: Path | None = None) -> None:
     """Train as configured, from random weights or those of a folder. Every rank calls this."""
     run_on_rank_zero(lambda: claim_run_folder(out, resume), world, out)
-    speaker = rank_zero_printer(world)
-    weights = starting_weights(from_hf, config, world, speaker) if from_hf else None
+    say = rank_zero_printer(world)
+    # Build the run, and make sure that its checkpoints fit before any step is spent.
+    weights = starting_weights(from_hf, config, world, say) if from_hf else None
     run = assemble_run(config, world, out, weights=weights)
     needed = checkpoint_bytes(collect_tensors(run.model, run.optimizer, run.further_state), world)
     run_on_rank_zero(lambda: require_free_space(checkpoint_folder(run), needed), world, out)
-    continues = resume is not None and resume_run(run, resume, speaker)
-    run_on_rank_zero(lambda: (out / "config.yaml").write_text(config_as_yaml(run.config)), world, out)
+    # Continue from a checkpoint, and write down the settings that are in effect.
+    continues = resume is not None and resume_run(run, resume, say)
+    settings = config_as_yaml(run.config)
+    run_on_rank_zero(lambda: (out / "config.yaml").write_text(settings), world, out)
     for line in introduction_lines(run):
-        speaker(line)
+        say(line)
     with (
-        open_recorder(run, continues) as record,
+        open_recorder(run, continues) as recorder,
         stop_requests() as requests,
-        make_background_saver(run, record.progress.print_message) as saver,
+        make_background_saver(run, recorder.progress.print_message) as saver,
     ):
-        train_to_end(run, record, requests, saver) if run.step < run.config.train.steps else speaker(
-            "nothing left to do"
-        )
+        if run.step < run.config.train.steps:
+            TrainingLoop(run, recorder, requests, saver).run_to_end()
+        else:
+            say("nothing left to do")
 
 
 def no_gradient_warnings(run: Run) -> list[str]:
-    """A warning for each parameter that has had no gradient so far: something is not connected."""
-    moved = set().union(*all_gather_objects(run.gradients.moved, run.world.everyone))
-    every = set().union(*all_gather_objects({p.name for p in declared_parameters(run.model)}, run.world.everyone))
-    return [
-        f"warning: {name} has had no gradient in {run.step} steps; is it connected?" for name in sorted(every - moved)
-    ]
+    """A warning for each parameter that has had no gradient so far: it is probably not connected."""
+    everyone = run.world.everyone
+    mine = {parameter.name for parameter in declared_parameters(run.model)}
+    declared, moved = set[str](), set[str]()
+    for rank_declared, rank_moved in all_gather_objects((mine, run.gradients.moved), everyone):
+        declared |= rank_declared
+        moved |= rank_moved
+    still = sorted(declared - moved)
+    return [f"warning: {name} has had no gradient in {run.step} steps; is it connected?" for name in still]
 
 
-def rank_zero_printer(world: World):
+def rank_zero_printer(world: World) -> Printer:
     return print_line if world.rank == 0 else print_nothing
 
 
-def print_line(text: str) -> None:
-    print(text, flush=True)
-
-
-def print_nothing(_: str) -> None: ...
-
-
 def claim_run_folder(out: Path, resume: str | None) -> None:
-    """Make the run's folder; one that already holds a run is only continued when asked."""
+    """Make the run's folder. A folder that already holds a run is used only to resume it."""
     out.mkdir(parents=True, exist_ok=True)
     if resume is None and (out / "metrics.jsonl").exists():
         raise UserError(f"{out} already holds a run; continue it with --resume auto, or choose another --out")
 
 
 def introduction_lines(run: Run) -> list[str]:
-    c, model = run.config, run.config.model
-    sizes = f"{compact_number(total_parameters(model))} parameters, {compact_number(active_parameters(model))} active per token"
-    text = f"{compact_number(len(run.loader.tokens))} tokens of {c.data.source}, {compact_number(len(run.validation.tokens))} held out"
-    met = f" over {dist.get_backend()}" if run.world.size > 1 else ""
-    ranks = f"{run.world.size} {'rank' if run.world.size == 1 else 'ranks'}"
-    where = f"{ranks} on {c.train.device} in {c.train.precision}{met}"
-    return [f"{c.name}: {sizes} | {where} | {text}", f"writing to {run.out}"]
+    config, world = run.config, run.world
+    total = compact_number(total_parameters(config.model))
+    active = compact_number(active_parameters(config.model))
+    sizes = f"{total} parameters, {active} active per token"
+    tokens = compact_number(len(run.loader.tokens))
+    held_out = compact_number(len(run.validation.tokens))
+    text = f"{tokens} tokens of {config.data.source}, {held_out} held out"
+    ranks = "1 rank" if world.size == 1 else f"{world.size} ranks"
+    where = f"{ranks} on {config.train.device} in {config.train.precision}"
+    if world.size > 1:
+        where += f" over {dist.get_backend()}"
+    return [f"{config.name}: {sizes} | {where} | {text}", f"writing to {run.out}"]
 
 
 @dataclass(frozen=True)
 class StepInFlight:
-    """A step that the device may still be at: what it gives, and whether any rank was asked to stop when it began."""
+    """A step that the device may not have finished: its report, and whether any rank had a stop request when it
+    began."""
 
     report: StepReport
     stop_requested: ToHost
 
 
 class RunRecorder:
-    """Sends what is measured to the progress display and, on rank 0, to the files."""
+    """Sends the measurements of steps to the progress display and, on rank 0, to files."""
 
     def __init__(self, run: Run, progress: SilentProgress, sinks: list[MetricsSink], router_log: RouterLog | None):
-        self.run, self.progress, self.sinks, self.router_log = run, progress, sinks, router_log
+        self.run = run
+        self.progress = progress
+        self.sinks = sinks
+        self.router_log = router_log
         self.dead_experts = DeadExpertWatch()
         self.flops = train_flops_per_token(run.config.model, run.config.data.seq_len)
 
-    def validation(self) -> dict[str, Any]:
+    def validation_values(self) -> dict[str, Any]:
         return {"val_loss": validation_loss(self.run)}
 
-    def step(self, report: StepReport) -> dict[str, Any]:
-        """What there is to write of a step, once it is done; refused if it is nonsense."""
+    def step_values(self, report: StepReport) -> dict[str, Any]:
+        """The measurements of a finished step. A non-finite loss or gradient stops the run."""
         refuse_non_finite(self.run, report)
+        counts = self.record_routing(report)
         speed = report.tokens / report.seconds
-        loads = join_pipeline_loads(all_gather_objects(report.loads, self.run.world.axis("pp")))
-        counts = RouterCounts(loads.layers, *(x.tolist() for x in loads[1:]))
+        values: dict[str, Any] = {"loss": report.loss}
+        if self.run.config.model.mtp:
+            values["mtp_loss"] = report.mtp_loss
+        values["grad_norm"] = report.grad_norm
+        values["lr"] = report.lr
+        values["tokens_per_s"] = round(speed, 1)
+        values["tflops"] = round(speed * self.flops / 1e12, 6)
+        return values | balance_summary(counts)
+
+    def record_routing(self, report: StepReport) -> RouterCounts:
+        """Log the expert load of all layers, and warn of dead experts."""
+        loads_by_stage = all_gather_objects(report.loads, self.run.world.axis("pp"))
+        loads = join_pipeline_loads(loads_by_stage)
+        layers, *tensors = loads
+        counts = RouterCounts(layers, *(tensor.tolist() for tensor in tensors))
         if self.router_log:
             self.router_log.write(report.number, counts)
-        if warning := self.dead_experts.look(counts):
+        warning = self.dead_experts.look(counts)
+        if warning:
             self.progress.print_message(warning)
-        return {
-            "loss": report.loss,
-            **({"mtp_loss": report.mtp_loss} if self.run.config.model.mtp else {}),
-            "grad_norm": report.grad_norm,
-            "lr": report.lr,
-            "tokens_per_s": round(speed, 1),
-            "tflops": round(speed * self.flops / 1e12, 6),
-            **balance_summary(counts),
-        }
+        return counts
 
     def finish_and_record(self, begun: StepInFlight, validates: bool = False) -> bool:
-        """Wait for a step and write down what it gave. Returns whether somebody asks to stop."""
-        values = self.step(begun.report)
+        """Wait for a step and record it. Returns whether any rank has a stop request."""
+        values = self.step_values(begun.report)
         if validates:
-            values |= self.validation()
-        self.write(begun.report.number, values)
+            values |= self.validation_values()
+        self.write_record(begun.report.number, values)
         return begun.stop_requested.read().item() > 0
 
-    def write(self, step: int, values: dict[str, Any]) -> None:
+    def write_record(self, step: int, values: dict[str, Any]) -> None:
         record = {"step": step, **values}
         self.progress.show_record(record)
         for sink in self.sinks:
@@ -153,15 +171,17 @@ class RunRecorder:
 
 @contextmanager
 def open_recorder(run: Run, continues: bool) -> Iterator[RunRecorder]:
-    first = run.world.rank == 0
-    progress = make_progress(first, run.step, run.config.train.steps, run.config.observe.log_every)
+    """The recorder of a run. Records of a resumed run are kept up to its step."""
+    is_first = run.world.rank == 0
+    observe = run.config.observe
+    progress = make_progress(is_first, run.step, run.config.train.steps, observe.log_every)
     sinks: list[MetricsSink] = []
     router_log: RouterLog | None = None
-    if first:
-        kept = run.step if continues else -1
-        sinks.append(JsonLines(run.out / "metrics.jsonl", kept))
-        router_log = RouterLog(run.out / "router.jsonl", run.config.observe.router_every, kept)
-        if run.config.observe.tensorboard:
+    if is_first:
+        last_kept = run.step if continues else -1
+        sinks.append(JsonLines(run.out / "metrics.jsonl", last_kept))
+        router_log = RouterLog(run.out / "router.jsonl", observe.router_every, last_kept)
+        if observe.tensorboard:
             sinks.append(TensorBoard(run.out / "tensorboard", run.step))
     try:
         yield RunRecorder(run, progress, sinks, router_log)
@@ -173,50 +193,105 @@ def open_recorder(run: Run, continues: bool) -> Iterator[RunRecorder]:
             router_log.close()
 
 
-def train_to_end(run: Run, record: RunRecorder, requests: list[str], saver: BackgroundSaver) -> None:
-    """Steps until the last one, or until somebody asks to stop. What a step gave is read when the next is under way,
-    or before anything that needs the step to be sound: validation, a checkpoint, the end."""
-    c, before = run.config, None
-    if run.step == 0:
-        record.write(0, record.validation())
-    with collect_garbage_manually() as collect:
-        while run.step < c.train.steps:
-            wishes = requests[:1] or saver.save_failures()
-            begun = StepInFlight(begin_next_step(run, record), any_rank_asks(wishes, run.world))
-            stop = before is not None and record.finish_and_record(before)
-            last = run.step == c.train.steps
-            validates = last or run.step % c.train.validate_every == 0
-            before = begun
-            if validates or stop or run.step % c.checkpoint.every == 0:
-                stop, before = record.finish_and_record(begun, validates) or stop, None
-            collect()
-            if run.step <= FIRST_STEPS:
-                run.gradients.note_moved()
-            if run.step == FIRST_STEPS:
-                for line in no_gradient_warnings(run):
-                    record.progress.print_message(line)
-            told = all_gather_objects(requests[:1] or saver.save_failures(), run.world.everyone) if stop else []
-            asked = next(filter(None, told), None)
-            if last or asked or run.step % c.checkpoint.every == 0:
-                begin_checkpoint(run, saver)
-            if asked and not last:
-                saver.wait()
-                text = f"{asked[0]}: saved at step {run.step}; continue with --out {run.out} --resume auto"
-                record.progress.print_message(text)
-                return
-    record.progress.close()
-    if c.train.sample_tokens:
-        record.progress.print_message(f"a sample:\n{sample_text(run, SAMPLE_PROMPT)}")
-    saver.wait()
-    record.progress.print_message(f"done: {run.out} holds metrics.jsonl, router.jsonl, config.yaml and the checkpoints")
+class TrainingLoop:
+    """Steps until the last one, or until a stop request. The report of a step is read when the next one has begun, or
+    before anything that needs a sound step: validation, a checkpoint, the end."""
+
+    def __init__(self, run: Run, recorder: RunRecorder, requests: list[str], saver: BackgroundSaver):
+        self.run = run
+        self.recorder = recorder
+        self.requests = requests
+        self.saver = saver
+        self.in_flight: StepInFlight | None = None  # begun and not recorded yet
+        self.say: Printer = recorder.progress.print_message
+
+    def run_to_end(self) -> None:
+        run, recorder = self.run, self.recorder
+        if run.step == 0:
+            recorder.write_record(0, recorder.validation_values())
+        with collect_garbage_manually() as collect_garbage:
+            while not self.is_last_step():
+                stop = self.step_and_record()
+                collect_garbage()
+                self.check_gradients()
+                if self.save_if_due(stop):
+                    return
+        recorder.progress.close()
+        if run.config.train.sample_tokens:
+            self.say(f"a sample:\n{sample_text(run, SAMPLE_PROMPT)}")
+        self.saver.wait_until_written()
+        self.say(f"done: {run.out} holds metrics.jsonl, router.jsonl, config.yaml and the checkpoints")
+
+    def is_last_step(self) -> bool:
+        return self.run.step >= self.run.config.train.steps
+
+    def is_checkpoint_due(self) -> bool:
+        return self.run.step % self.run.config.checkpoint.every == 0
+
+    def local_requests(self) -> list[str]:
+        """This rank's first reason to stop, if any: a signal, or a failed save."""
+        return self.requests[:1] or self.saver.save_failures()
+
+    def step_and_record(self) -> bool:
+        """Begin a step, record the one before, and this one too where its result is needed. Returns whether any rank
+        has a stop request."""
+        run, recorder = self.run, self.recorder
+        requests = self.local_requests()
+        report = begin_next_step(run, recorder)
+        begun = StepInFlight(report, any_rank_asks(requests, run.world))
+        # The device works on the step just begun; the one before is done, so reading it waits for nothing.
+        stop = False
+        if self.in_flight is not None:
+            stop = recorder.finish_and_record(self.in_flight)
+        validate_every = run.config.train.validate_every
+        validates = self.is_last_step() or run.step % validate_every == 0
+        if validates or stop or self.is_checkpoint_due():
+            # These need a finished and finite step: wait for it.
+            stop = recorder.finish_and_record(begun, validates) or stop
+            self.in_flight = None
+        else:
+            self.in_flight = begun
+        return stop
+
+    def check_gradients(self) -> None:
+        """In the first steps, warn of parameters without a gradient."""
+        run = self.run
+        if run.step <= FIRST_STEPS:
+            run.gradients.note_moved()
+        if run.step == FIRST_STEPS:
+            for line in no_gradient_warnings(run):
+                self.say(line)
+
+    def save_if_due(self, stop: bool) -> bool:
+        """Begin a checkpoint if one is due. Returns whether the loop ends before its last step."""
+        run = self.run
+        reason = self.first_request() if stop else None
+        if self.is_last_step() or reason or self.is_checkpoint_due():
+            begin_checkpoint(run, self.saver)
+        if reason is None or self.is_last_step():
+            return False
+        self.saver.wait_until_written()
+        self.say(f"{reason}: saved at step {run.step}; continue with --out {run.out} --resume auto")
+        return True
+
+    def first_request(self) -> str | None:
+        """The stop request of the first rank that has one; the same on all ranks."""
+        for requests in all_gather_objects(self.local_requests(), self.run.world.everyone):
+            if requests:
+                return requests[0]
+        return None
 
 
-def begin_next_step(run: Run, record: RunRecorder) -> StepReport:
-    """Begin the next step; the one that is to be profiled is watched to its end."""
-    take = lambda: train_step(run, run.loader.next())  # noqa: E731
-    if not run.config.observe.profile or run.step + 1 != min(PROFILED_STEP, run.config.train.steps):
-        return take()
-    report, watched = profile_step(run, take)
-    write_profile_trace(run, watched)
-    record.progress.print_message(profile_text(run, watched))
+def begin_next_step(run: Run, recorder: RunRecorder) -> StepReport:
+    """Begin the next step. The profiled step is observed to its end."""
+
+    def take_step() -> StepReport:
+        return train_step(run, run.loader.next_batch())
+
+    profiled = min(PROFILED_STEP, run.config.train.steps)
+    if not run.config.observe.profile or run.step + 1 != profiled:
+        return take_step()
+    report, profile = profile_step(run, take_step)
+    write_profile_trace(run, profile)
+    recorder.progress.print_message(profile_text(run, profile))
     return report

@@ -1,24 +1,34 @@
-"""Is a layout equal to one rank? Run both for a few steps, compare everything, and name the first thing that differs.
+"""Parity of a layout with one rank: both run for a few steps, everything is compared, the first difference is named.
 
-A trace holds, for every step and in the order in which they come about: the loss, the tokens each expert got, every
-gradient, the gradient norm, every updated weight. A rank's trace has its own parts of tensors, each with its place in
-the whole; they are held against the same places of the one-rank trace.
+A trace has, for every step and in this order: the loss, the tokens of each expert, every gradient, the gradient norm,
+every updated weight. A rank's trace has its parts of tensors, each with its position in the whole tensor; they are
+compared with the same positions of the one-rank trace.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import lcm
+from math import inf, isnan, lcm
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from moefold.checkpoint.format.boxes import element_count
+from moefold.checkpoint.format.boxes import box_corner, box_sizes, box_slices, element_count
 from moefold.checkpoint.live.logical_tensors import boxes_in_whole
 from moefold.config.rules import check_config
-from moefold.config.run import Config, ParallelConfig, PipelineConfig
+from moefold.config.run import (
+    AttentionConfig,
+    Config,
+    DataConfig,
+    ModelConfig,
+    MoeConfig,
+    OptimConfig,
+    ParallelConfig,
+    PipelineConfig,
+    TrainConfig,
+)
 from moefold.data.corpus import Corpus
 from moefold.layout.axes import World
 from moefold.layout.declare import declared_parameters
@@ -32,7 +42,7 @@ TOLERANCE = {"fp64": 1e-9, "fp32": 1e-5}
 
 @dataclass(frozen=True)
 class TraceEntry:
-    """One value or tensor part at one moment. `starts` is its place in the whole."""
+    """One value or tensor part of one step. `starts` is its corner in the whole tensor."""
 
     what: str
     starts: tuple[int, ...]
@@ -41,23 +51,53 @@ class TraceEntry:
 
 @dataclass(frozen=True)
 class ParityMismatch:
-    """The first thing that differs: what, by how much (relative), and on which ranks."""
+    """The first difference: of which entry, by how much (relative), and on which ranks."""
 
     what: str
     error: float
     ranks: list[int]
 
     def __str__(self) -> str:
-        return f"{self.what} differs by {self.error:.2e} (relative) on rank{'s' * (len(self.ranks) > 1)} {self.ranks}"
+        ranks = "rank" if len(self.ranks) <= 1 else "ranks"
+        return f"{self.what} differs by {self.error:.2e} (relative) on {ranks} {self.ranks}"
 
 
 def shrink_config(config: Config, world: int) -> Config:
-    """The same mechanisms and degrees at sizes that a CPU handles in a second; refused if the degrees fit no world of
-    that many ranks."""
-    m, a, moe, p = config.model, config.model.attention, config.model.moe, config.parallel
-    spread = p.tp * (p.cp if p.context in ("all_to_all", "hierarchical") else 1)
-    kv_heads = lcm(spread, min(a.kv_heads, 2))
-    attention = replace(
+    """The same mechanisms and degrees at sizes that a CPU handles in a second; refused if the degrees do not fit that
+    many ranks."""
+    small = replace(
+        config,
+        model=shrink_model(config),
+        data=shrink_data(config),
+        train=shrink_training(config, world),
+        optim=comparable_optimizer(config.optim),
+        pipeline=replace(config.pipeline, layout=""),  # the user's layout is for other numbers of layers
+    )
+    return check_config(small, world)
+
+
+def shrink_model(config: Config) -> ModelConfig:
+    model, parallel = config.model, config.parallel
+    virtual_stages = parallel.pp * config.pipeline.vpp
+    return replace(
+        model,
+        layers=max(2 * model.moe.every, virtual_stages),
+        hidden=32,
+        vocab=lcm(256, parallel.tp),
+        dense_ffn=16 * parallel.tp,
+        mtp=min(model.mtp, 2),
+        attention=shrink_attention(model.attention, parallel),
+        moe=shrink_moe(model.moe, parallel),
+    )
+
+
+def shrink_attention(a: AttentionConfig, parallel: ParallelConfig) -> AttentionConfig:
+    head_ranks = parallel.tp  # over which heads are split
+    if parallel.context in ("all_to_all", "hierarchical"):
+        head_ranks *= parallel.cp
+    kv_heads = lcm(head_ranks, min(a.kv_heads, 2))
+    group = min(2, max(1, a.heads // a.kv_heads))
+    return replace(
         a,
         head_dim=8,
         rope_dim=4 if a.rope_dim else 0,
@@ -66,55 +106,67 @@ def shrink_config(config: Config, world: int) -> Config:
         value_dim=6 if a.value_dim else 0,
         window=min(a.window, 3),
         kv_heads=kv_heads,
-        heads=kv_heads * min(2, max(1, a.heads // a.kv_heads)),
+        heads=kv_heads * group,
     )
-    experts = lcm(p.ep, min(moe.experts, 8), min(moe.balance.devices, 4))
+
+
+def shrink_moe(moe: MoeConfig, parallel: ParallelConfig) -> MoeConfig:
+    devices = min(moe.balance.devices, 4)
+    experts = lcm(parallel.ep, min(moe.experts, 8), devices)
     groups = min(moe.router.groups, 4)
-    layers, dense = max(2 * moe.every, p.pp * config.pipeline.vpp), min(moe.dense_layers, 1)
-    moe = replace(
+    most_chosen = max(1, groups // 2)
+    groups_chosen = min(moe.router.groups_chosen, most_chosen)
+    return replace(
         moe,
         experts=experts,
         latent=16 if moe.latent else 0,
-        top_k=min(moe.top_k, experts * max(1, groups // 2) // groups, 4),
-        ffn=8 * p.etp,
-        shared_ffn=8 * p.tp if moe.shared_ffn else 0,
-        dense_layers=dense,
-        router=replace(moe.router, groups=groups, groups_chosen=min(moe.router.groups_chosen, max(1, groups // 2))),
-        balance=replace(moe.balance, devices=min(moe.balance.devices, 4)),
+        top_k=min(moe.top_k, experts * most_chosen // groups, 4),
+        ffn=8 * parallel.etp,
+        shared_ffn=8 * parallel.tp if moe.shared_ffn else 0,
+        dense_layers=min(moe.dense_layers, 1),
+        router=replace(moe.router, groups=groups, groups_chosen=groups_chosen),
+        balance=replace(moe.balance, devices=devices),
         capacity=replace(moe.capacity, over="full_sequence", pad=False),
     )
-    sizes = {"layers": layers, "hidden": 32, "vocab": lcm(256, p.tp), "dense_ffn": 16 * p.tp, "mtp": min(m.mtp, 2)}
-    model = replace(m, **sizes, attention=attention, moe=moe)
-    seq_len = lcm(p.tp * p.cp * 2, 8)
-    dp = max(1, world // (p.tp * p.cp * p.pp))
-    batch = dp * (2 if p.pp == 1 else 2 * p.pp + 1)
-    train = replace(config.train, device="cpu", global_batch=batch, micro_batch=1, steps=8)
-    data = replace(config.data, source="stdlib", files=(), tokenizer="byte", seq_len=seq_len)
-    # Without clipping, gradients can be seen as they are; with a small eps Adam would turn the rounding of gradients
-    # near zero into steps of full size.
-    plain = {"main": "fp32", "moments": "fp32", "gradients": "fp32", "gradient_reduce": "fp32"}
-    optim = replace(config.optim, warmup=0, lr=1e-2, eps=1e-3, max_norm=1e9, **plain)
-    pipeline = replace(config.pipeline, layout="")  # the user's is for other numbers of layers
-    small = replace(config, model=model, data=data, train=train, optim=optim, pipeline=pipeline)
-    return check_config(small, world)
+
+
+def shrink_data(config: Config) -> DataConfig:
+    sequence_ranks = config.parallel.tp * config.parallel.cp
+    seq_len = lcm(2 * sequence_ranks, 8)
+    return replace(config.data, source="stdlib", files=(), tokenizer="byte", seq_len=seq_len)
+
+
+def shrink_training(config: Config, world: int) -> TrainConfig:
+    parallel = config.parallel
+    model_ranks = parallel.tp * parallel.cp * parallel.pp
+    dp = max(1, world // model_ranks)
+    microbatches = 2 if parallel.pp == 1 else 2 * parallel.pp + 1
+    return replace(config.train, device="cpu", global_batch=dp * microbatches, micro_batch=1, steps=8)
+
+
+def comparable_optimizer(optim: OptimConfig) -> OptimConfig:
+    """All in fp32. Without clipping, gradients are traced as they are. With a small eps, Adam would turn the rounding
+    of gradients near zero into steps of full size."""
+    fp32 = replace(optim, main="fp32", moments="fp32", gradients="fp32", gradient_reduce="fp32")
+    return replace(fp32, warmup=0, lr=1e-2, eps=1e-3, max_norm=1e9)
 
 
 def single_rank_config(config: Config) -> Config:
     """The same run on a single rank, in larger microbatches where nothing is counted per microbatch."""
     moe = config.model.moe
-    micro_batch = 2 if moe.capacity.factor == 0 and moe.balance.aux_over != "microbatch" else 1
-    plain = replace(config, parallel=ParallelConfig(), pipeline=PipelineConfig())
-    return replace(plain, train=replace(config.train, micro_batch=micro_batch))
+    counts_microbatches = moe.capacity.factor != 0 or moe.balance.aux_over == "microbatch"
+    train = replace(config.train, micro_batch=1 if counts_microbatches else 2)
+    return replace(config, parallel=ParallelConfig(), pipeline=PipelineConfig(), train=train)
 
 
 def trace_run(config: Config, world: World, steps: int, routing: str = "learned") -> list[TraceEntry]:
-    """What this rank sees in the first steps of a run on random tokens."""
+    """The trace of this rank over the first steps of a run on random tokens."""
     run = assemble_run(config, world, Path("."), corpus=random_corpus(config))
     skew_routing_biases(run, routing)
-    seen: list[TraceEntry] = []
+    trace: list[TraceEntry] = []
     for _ in range(steps):
-        seen += trace_one_step(run)
-    return seen
+        trace += trace_one_step(run)
+    return trace
 
 
 def random_corpus(config: Config) -> Corpus:
@@ -127,82 +179,101 @@ def random_corpus(config: Config) -> Corpus:
 
 
 def skew_routing_biases(run: Run, routing: str) -> None:
-    """Lean the selection biases so that routing is as uneven as asked."""
-    for load in (m for m in run.model.modules() if isinstance(m, ExpertLoad)):
-        number = torch.arange(len(load.bias_E))
-        lean = {
-            "learned": torch.zeros(len(number)),
-            "skewed": -0.1 * number,
-            "one expert": -100.0 * number,
-            "empty experts": -100.0 * (number % 2),
-        }[routing]
-        load.bias_E.copy_(lean)
+    """Set the selection biases so that routing is as uneven as `routing` says."""
+    for module in run.model.modules():
+        if isinstance(module, ExpertLoad):
+            experts_E = torch.arange(len(module.bias_E))
+            biases = {
+                "learned": torch.zeros(len(experts_E)),
+                "skewed": -0.1 * experts_E,
+                "one expert": -100.0 * experts_E,
+                "empty experts": -100.0 * (experts_E % 2),
+            }
+            module.bias_E.copy_(biases[routing])
 
 
 def trace_one_step(run: Run) -> list[TraceEntry]:
-    report = train_step(run, run.loader.next())
+    report = train_step(run, run.loader.next_batch())
     run.parameters.await_all_buckets()
-    at = f"step {run.step}: "
-    weights = [
-        TraceEntry(f"{at}weight {p.name}", tuple(s for s, _ in p.part), p.tensor.detach().clone())
-        for p in declared_parameters(run.model)
-    ]
+    when = f"step {run.step}: "
     return [
-        TraceEntry(f"{at}loss", (), torch.tensor(report.loss, dtype=torch.float64)),
-        *expert_token_counts(report.loads, at),
-        *local_gradients(run, at),
-        TraceEntry(f"{at}gradient norm", (), torch.tensor(report.grad_norm, dtype=torch.float64)),
-        *weights,
+        scalar_entry(f"{when}loss", report.loss),
+        *expert_token_counts(report.loads, when),
+        *local_gradients(run, when),
+        scalar_entry(f"{when}gradient norm", report.grad_norm),
+        *local_weights(run, when),
     ]
+
+
+def scalar_entry(what: str, value: float) -> TraceEntry:
+    scalar = torch.tensor(value, dtype=torch.float64)
+    return TraceEntry(what, (), scalar)
+
+
+def local_weights(run: Run, when: str) -> list[TraceEntry]:
+    """This rank's part of every weight."""
+    entries: list[TraceEntry] = []
+    for parameter in declared_parameters(run.model):
+        corner = tuple(box_corner(parameter.part))
+        values = parameter.tensor.detach().clone()
+        entries.append(TraceEntry(f"{when}weight {parameter.name}", corner, values))
+    return entries
 
 
 def expert_token_counts(loads: LayerLoads, when: str) -> list[TraceEntry]:
-    """How many tokens each expert of this rank's layers got."""
-    return [
-        TraceEntry(f"{when}tokens of each expert of layer {layer}", (0,), counts_E.double())
-        for layer, counts_E in zip(loads.layers, loads.counts_LE, strict=True)
-    ]
+    """The tokens of each expert of this rank's layers."""
+    entries: list[TraceEntry] = []
+    for layer, counts_E in zip(loads.layers, loads.counts_LE, strict=True):
+        what = f"{when}tokens of each expert of layer {layer}"
+        entries.append(TraceEntry(what, (0,), counts_E.double()))
+    return entries
 
 
 def local_gradients(run: Run, when: str) -> list[TraceEntry]:
     """This rank's share of every gradient, as boxes of the whole parameter."""
-    seen: list[TraceEntry] = []
-    for bucket, share in zip(run.gradients.buckets, run.gradients.gradient_shares(), strict=True):
-        for parameter, first, last, at in bucket.pieces():
+    entries: list[TraceEntry] = []
+    buckets, shares = run.gradients.buckets, run.gradients.gradient_shares()
+    for bucket, share in zip(buckets, shares, strict=True):
+        for parameter, first, last, offset in bucket.pieces():
             for begin, box in boxes_in_whole(first, last, parameter):
-                sizes, start = [size for _, size in box], at + begin - first
-                values = share[start : start + element_count(box)].view(sizes).clone()
-                seen.append(TraceEntry(f"{when}gradient {parameter.name}", tuple(s for s, _ in box), values))
-    return seen
+                start = offset + begin - first
+                values = share[start : start + element_count(box)]
+                values = values.view(box_sizes(box)).clone()
+                corner = tuple(box_corner(box))
+                entries.append(TraceEntry(f"{when}gradient {parameter.name}", corner, values))
+    return entries
+
+
+def relative_error(entry: TraceEntry, reference: torch.Tensor) -> float:
+    """The error of a part, relative to the norm of the whole tensor, so that a part of tiny numbers is not wrong for
+    its rounding. Infinite if it is not a number."""
+    box = zip(entry.starts, entry.values.shape, strict=True)
+    expected = reference[box_slices(tuple(box))]
+    difference = entry.values.double() - expected.double()
+    scale = reference.double().norm() + 1e-30
+    error = (difference.norm() / scale).item()
+    return inf if isnan(error) else error
 
 
 def first_mismatch(
-    whole: Sequence[TraceEntry], ranks: Sequence[Sequence[TraceEntry]], tolerance: float
+    single_rank: Sequence[TraceEntry], ranks: Sequence[Sequence[TraceEntry]], tolerance: float
 ) -> ParityMismatch | None:
-    """The first thing, in the order of the one-rank trace, in which some rank differs by more than the tolerance. A
-    tensor's error is measured against the size of the whole tensor, so that a part of tiny numbers does not count as
-    wrong for its rounding."""
-    reference = {seen.what: seen.values for seen in whole}
-    worst: dict[str, dict[int, float]] = {}
-    covered: dict[str, float] = dict.fromkeys(reference, 0.0)
-    for rank, trace_of_rank in enumerate(ranks):
-        for seen in trace_of_rank:
-            expected = reference[seen.what][
-                tuple(slice(s, s + n) for s, n in zip(seen.starts, seen.values.shape, strict=True))
-            ]
-            scale = reference[seen.what].double().norm() + 1e-30
-            error = ((seen.values.double() - expected.double()).norm() / scale).item()
-            found = worst.setdefault(seen.what, {})
-            found[rank] = max(found.get(rank, 0.0), error if error == error else float("inf"))
-            covered[seen.what] += seen.values.numel()
-    for what in reference:
-        if covered[what] < reference[what].numel():
-            return ParityMismatch(
-                f"{what}: only {covered[what]:.0f} of {reference[what].numel()} elements are held by any rank, and it",
-                1.0,
-                [],
-            )
-        bad = {rank: error for rank, error in worst[what].items() if error > tolerance}
-        if bad:
-            return ParityMismatch(what, max(bad.values()), sorted(bad))
+    """The first entry, in the order of the one-rank trace, in which some rank differs by more than the tolerance."""
+    reference = {entry.what: entry.values for entry in single_rank}
+    errors: dict[str, dict[int, float]] = {}  # of every entry, by rank: the largest
+    covered = dict.fromkeys(reference, 0)  # elements that ranks have
+    for rank, trace in enumerate(ranks):
+        for entry in trace:
+            error = relative_error(entry, reference[entry.what])
+            by_rank = errors.setdefault(entry.what, {})
+            by_rank[rank] = max(by_rank.get(rank, 0.0), error)
+            covered[entry.what] += entry.values.numel()
+    # In the order of the one-rank trace: what goes wrong first is named, not what follows from it.
+    for what, values in reference.items():
+        if covered[what] < values.numel():
+            missing = f"{what}: only {covered[what]} of {values.numel()} elements are held by any rank, and it"
+            return ParityMismatch(missing, 1.0, [])
+        wrong = {rank: error for rank, error in errors[what].items() if error > tolerance}
+        if wrong:
+            return ParityMismatch(what, max(wrong.values()), sorted(wrong))
     return None

@@ -1,8 +1,7 @@
-"""Save a run and take it up again where it was, to the bit."""
+"""Saving and resuming a run: a resumed run continues bit for bit."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from moefold.checkpoint.format.retention import RetentionPolicy, retire_later_checkpoints
@@ -14,72 +13,102 @@ from moefold.checkpoint.live.save import run_on_rank_zero
 from moefold.config.errors import UserError
 from moefold.config.keys import format_value, iterate_keys
 from moefold.config.renamed_keys import with_new_names
+from moefold.observe.printer import Printer
 from moefold.train.assemble import Run
 
-# Changing these between sessions would continue another model, or pretend to.
-FIXED_SETTINGS = ("model.", "train.precision")
+FIXED_SETTINGS = ("model.", "train.precision")  # another value would be another model
+NOTED_SETTINGS = ("data.", "optim.", "train.seed", "train.global_batch")  # a changed value is printed
 
 
 def checkpoint_folder(run: Run) -> StoragePath:
-    """Where a run's checkpoints lie."""
-    return parse_storage_path(run.config.checkpoint.path) if run.config.checkpoint.path else run.out / "checkpoints"
+    """The folder of a run's checkpoints."""
+    path = run.config.checkpoint.path
+    if path:
+        return parse_storage_path(path)
+    return run.out / "checkpoints"
 
 
-def make_background_saver(run: Run, say: Callable[[str], None]) -> BackgroundSaver:
-    """Saves the run beside its steps. Updates wait for copies from now on."""
-    c = run.config.checkpoint
-    saver = BackgroundSaver(checkpoint_folder(run), RetentionPolicy(c.keep, c.keep_every), run.world, say)
+def make_background_saver(run: Run, say: Printer) -> BackgroundSaver:
+    """The saver of a run. From now on, updates wait until the copy of a save in progress is done."""
+    config = run.config.checkpoint
+    keep = RetentionPolicy(config.keep, config.keep_every)
+    saver = BackgroundSaver(checkpoint_folder(run), keep, run.world, say)
     run.before_update = saver.wait_for_copy
     return saver
 
 
 def begin_checkpoint(run: Run, saver: BackgroundSaver) -> None:
     """Begin a checkpoint of the run as it is now."""
-    tensors = collect_tensors(run.model, run.optimizer, run.further_state) | rng_state_tensors(run.world)
-    saver.save(run.step, tensors, {"step": run.step, "consumed": run.loader.consumed, "config": flat_settings(run)})
+    tensors = collect_tensors(run.model, run.optimizer, run.further_state)
+    tensors |= rng_state_tensors(run.world)
+    state = {
+        "step": run.step,
+        "consumed": run.loader.consumed,
+        "config": flat_settings(run),
+    }
+    saver.begin_save(run.step, tensors, state)
 
 
 def flat_settings(run: Run) -> dict[str, Any]:
     return {key.path: key.default for key in iterate_keys(run.config)}
 
 
-def resume_run(run: Run, where: str, say: Callable[[str], None]) -> bool:
-    """`auto`: the newest whole checkpoint of this run, if there is one; else the one at the given place.
-    Returns whether the run continues."""
+def resume_run(run: Run, source: str, say: Printer) -> bool:
+    """Load a checkpoint. `auto`: the newest intact one of this run, if there is any; else the one at the path
+    `source`. Returns whether the run continues."""
     own = checkpoint_folder(run)
-    found = (
-        find_checkpoint(own, run.world, say)
-        if where == "auto"
-        else require_checkpoint(parse_storage_path(where), run.world, say)
-    )
+    if source == "auto":
+        found = find_checkpoint(own, run.world, say)
+    else:
+        found = require_checkpoint(parse_storage_path(source), run.world, say)
     if found is None:
         say(f"no checkpoint in {own} yet; starting from step 0")
         return False
     compare_settings(run, found, say)
-    randoms = rng_state_tensors(run.world)
+    # Ranks that the saving run did not have keep their own random state.
+    rng_state = rng_state_tensors(run.world)
     tensors = collect_tensors(run.model, run.optimizer, run.further_state)
-    load_checkpoint(found, tensors | randoms, optional=set(randoms), world=run.world)
-    restore_rng_state(randoms, run.world)
-    left_behind = found.state["step"] if found.path.parent.resolve() == own.resolve() else -1
-    run_on_rank_zero(lambda: retire_later_checkpoints(own, left_behind), run.world, own)
-    run.step, run.loader.consumed = found.state["step"], found.state["consumed"]
+    load_checkpoint(found, tensors | rng_state, optional=set(rng_state), world=run.world)
+    restore_rng_state(rng_state, run.world)
+    # Checkpoints of the abandoned continuation must not be found by the next --resume auto.
+    step = found.state["step"]
+    is_own = found.path.parent.resolve() == own.resolve()
+    last_kept = step if is_own else -1  # a run that continues another one keeps none of its own checkpoints
+    run_on_rank_zero(lambda: retire_later_checkpoints(own, last_kept), run.world, own)
+    run.step = step
+    run.loader.consumed = found.state["consumed"]
     say(f"resumed from {found.path} at step {run.step}")
     return True
 
 
-def compare_settings(run: Run, found: FoundCheckpoint, say: Callable[[str], None]) -> None:
-    """Refuse what cannot change between sessions, and tell what did."""
-    before, now = with_new_names(found.state["config"])[0], flat_settings(run)
-    changed = {k: before[k] for k in now if k in before and show_setting(before[k]) != show_setting(now[k])}
-    texts = {
-        k: f"{k} = {show_setting(now[k])}, but the checkpoint has {show_setting(old)}" for k, old in changed.items()
-    }
-    if refused := [f"{text}; set it back" for key, text in texts.items() if key.startswith(FIXED_SETTINGS)]:
+def compare_settings(run: Run, found: FoundCheckpoint, say: Printer) -> None:
+    """Refuse changes of settings that are fixed during a run, and print the other changes that affect the result."""
+    differences = changed_settings(run, found)
+    refused: list[str] = []
+    for key, text in differences.items():
+        if key.startswith(FIXED_SETTINGS):
+            refused.append(f"{text}; set it back")
+    if refused:
         raise UserError(f"{found.path} belongs to another configuration:", *refused)
-    for key, text in texts.items():
-        if key.startswith(("data.", "optim.", "train.seed", "train.global_batch")):
+    for key, text in differences.items():
+        if key.startswith(NOTED_SETTINGS):
             say(f"note: {text}")
 
 
+def changed_settings(run: Run, found: FoundCheckpoint) -> dict[str, str]:
+    """A text for every setting that differs from the checkpoint's."""
+    saved, _ = with_new_names(found.state["config"])
+    differences: dict[str, str] = {}
+    for key, value in flat_settings(run).items():
+        if key not in saved:
+            continue
+        new, old = show_setting(value), show_setting(saved[key])
+        if new != old:
+            differences[key] = f"{key} = {new}, but the checkpoint has {old}"
+    return differences
+
+
 def show_setting(value: Any) -> str:
-    return format_value(tuple(value) if isinstance(value, list) else value)
+    if isinstance(value, list):  # JSON has no tuples
+        value = tuple(value)
+    return format_value(value)

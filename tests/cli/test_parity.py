@@ -38,14 +38,14 @@ BUGS = {
     ),
     "a missing sum over tp": (
         "layout/placement.py",
-        "if axis not in self.cut_axes)",
-        'if axis not in self.cut_axes and axis != "tp")',
+        "if axis not in self.sharded_axes)",
+        'if axis not in self.sharded_axes and axis != "tp")',
         "norm.weight",
     ),
     "a dropped token": (
         "dispatch/hop.py",
-        "        returned_PD = exchange(y_ND, leg.receive, leg.send, self.axis)\n",
-        "        returned_PD = exchange(y_ND, leg.receive, leg.send, self.axis)\n"
+        "        returned_PD = all_to_all(y_ND, leg.receive, leg.send, self.axis)\n",
+        "        returned_PD = all_to_all(y_ND, leg.receive, leg.send, self.axis)\n"
         "        returned_PD = torch.cat((returned_PD[:1] * (self.axis.index != 3), returned_PD[1:]))\n",
         "step 1: loss differs",
     ),

@@ -26,11 +26,11 @@ def windows_of(batch: Batch) -> list[int]:
 
 
 def take(source: BatchLoader, batches: int) -> list[int]:
-    return [window for _ in range(batches) for window in windows_of(source.next())]
+    return [window for _ in range(batches) for window in windows_of(source.next_batch())]
 
 
 def test_labels_are_the_tokens_one_place_on_and_windows_do_not_overlap():
-    batch = loader(batch=WINDOWS).next()
+    batch = loader(batch=WINDOWS).next_batch()
     assert torch.equal(batch.labels_BS, batch.tokens_BS + 1)
     assert torch.equal(batch.tokens_BS, batch.tokens_BS[:, :1] + torch.arange(SEQ))
     assert (batch.tokens_BS[:, 0] % SEQ == 0).all()
@@ -66,8 +66,8 @@ def test_the_order_depends_on_the_seed_and_not_on_batch_size_or_global_randomnes
 def test_the_shares_of_all_ranks_in_order_are_the_batch_of_one_rank(ranks: int, count: int, consumed: int):
     """All shares are of one size: a rank with fewer would leave others waiting in a collective. What fills them up has
     no labels, so it counts for nothing."""
-    whole = loader().at(consumed, count)
-    shares = [loader(ranks=ranks, index=index).at(consumed, count) for index in range(ranks)]
+    whole = loader().batch_at(consumed, count)
+    shares = [loader(ranks=ranks, index=index).batch_at(consumed, count) for index in range(ranks)]
     assert len({len(share.tokens_BS) for share in shares}) == 1
     tokens, labels = (torch.cat([getattr(s, name) for s in shares]) for name in ("tokens_BS", "labels_BS"))
     assert torch.equal(tokens[:count], whole.tokens_BS)
@@ -81,8 +81,8 @@ def test_steps_of_many_ranks_walk_the_same_sequences_as_one_rank(ranks: int):
     alone = loader(batch=12)
     together = [loader(batch=12, ranks=ranks, index=index) for index in range(ranks)]
     for _ in range(6):
-        whole = alone.next().tokens_BS
-        assert torch.equal(torch.cat([each.next().tokens_BS for each in together]), whole)
+        whole = alone.next_batch().tokens_BS
+        assert torch.equal(torch.cat([each.next_batch().tokens_BS for each in together]), whole)
 
 
 @settings(deadline=None)
@@ -91,25 +91,25 @@ def test_from_any_position_a_new_loader_goes_on_as_the_old_one_would(steps: int,
     """12 batches of up to 7 cross the borders of three epochs."""
     old = loader(batch=batch, ranks=ranks, index=ranks - 1)
     for _ in range(steps):
-        old.next()
+        old.next_batch()
     new = loader(batch=batch, ranks=ranks, index=ranks - 1)
     new.consumed = old.consumed
     assert old.consumed == steps * batch, "the position counts sequences of the whole run, not of this rank"
     for _ in range(5):
-        a, b = old.next(), new.next()
+        a, b = old.next_batch(), new.next_batch()
         assert torch.equal(a.tokens_BS, b.tokens_BS)
         assert torch.equal(a.labels_BS, b.labels_BS)
 
 
 def test_a_batch_across_the_border_of_an_epoch_ends_one_and_begins_the_next():
     source = loader()
-    across = windows_of(source.at(WINDOWS - 2, 5))
-    assert across == windows_of(source.at(WINDOWS - 2, 2)) + windows_of(source.at(WINDOWS, 3))
+    across = windows_of(source.batch_at(WINDOWS - 2, 5))
+    assert across == windows_of(source.batch_at(WINDOWS - 2, 2)) + windows_of(source.batch_at(WINDOWS, 3))
 
 
 def test_looking_ahead_does_not_move_the_loader():
     source = loader()
-    source.at(17, 4)
+    source.batch_at(17, 4)
     assert source.consumed == 0
     assert take(source, 3) == take(loader(), 3)
 
@@ -117,12 +117,12 @@ def test_looking_ahead_does_not_move_the_loader():
 def test_the_last_token_is_a_label_and_what_does_not_fill_a_window_is_left_out():
     assert loader(tokens=TOKENS[: 2 * SEQ + 1]).windows == 2
     assert loader(tokens=TOKENS[: 2 * SEQ]).windows == 1
-    assert loader(tokens=TOKENS[: SEQ + 1], batch=1).next().labels_BS[0, -1] == SEQ
+    assert loader(tokens=TOKENS[: SEQ + 1], batch=1).next_batch().labels_BS[0, -1] == SEQ
 
 
 @pytest.mark.parametrize(("size", "parts"), [(1, [1] * 5), (2, [2, 2, 1]), (5, [5]), (9, [5])])
 def test_microbatches_are_the_batch_in_order(size: int, parts: list[int]):
-    batch = loader(batch=5).next()
+    batch = loader(batch=5).next_batch()
     found = list(batch.microbatches(size))
     assert [len(part.tokens_BS) for part in found] == parts
     assert torch.equal(torch.cat([part.tokens_BS for part in found]), batch.tokens_BS)
@@ -138,7 +138,7 @@ def within(batch: int = WINDOWS, ranks: int = 1, index: int = 0) -> BatchLoader:
 
 
 def test_every_token_is_told_where_its_document_begins_and_the_last_of_one_has_no_label():
-    batch, plain = within().next(), loader(batch=WINDOWS).next()
+    batch, plain = within().next_batch(), loader(batch=WINDOWS).next_batch()
     assert batch.begins_BS is not None
     assert torch.equal(batch.tokens_BS, plain.tokens_BS)
     for tokens, labels, begins in zip(batch.tokens_BS, batch.labels_BS, batch.begins_BS, strict=True):
@@ -150,14 +150,14 @@ def test_every_token_is_told_where_its_document_begins_and_the_last_of_one_has_n
 
 
 def test_without_documents_nothing_is_said_of_them():
-    assert loader().next().begins_BS is None
-    assert all(part.begins_BS is None for part in loader().next().microbatches(2))
+    assert loader().next_batch().begins_BS is None
+    assert all(part.begins_BS is None for part in loader().next_batch().microbatches(2))
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_shares_and_microbatches_have_the_documents_of_their_sequences(ranks: int):
-    whole = within().at(5, 12).begins_BS
+    whole = within().batch_at(5, 12).begins_BS
     assert whole is not None
-    shares = [within(ranks=ranks, index=index).at(5, 12) for index in range(ranks)]
+    shares = [within(ranks=ranks, index=index).batch_at(5, 12) for index in range(ranks)]
     parts = [part.begins_BS for share in shares for part in share.microbatches(3)]
     assert torch.equal(torch.cat([part for part in parts if part is not None]), whole)

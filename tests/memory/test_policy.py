@@ -275,8 +275,8 @@ class FusedKernels(BoundKernels):
 
 
 def run_fused_experts(*inputs: Any) -> torch.Tensor:
-    *inputs, _ = inputs
-    return expert_mlp.reference(*inputs)
+    *tensors, _parts = inputs
+    return expert_mlp.reference(*tensors)
 
 
 def test_a_region_inside_a_fused_kernel_is_refused_and_those_around_it_are_not():

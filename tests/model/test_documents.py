@@ -64,7 +64,7 @@ def packed() -> Batch:
     tokens = np.random.default_rng(3).integers(VOCAB, size=sum(DOCUMENTS) + 1)
     starts = np.cumsum([0, *DOCUMENTS[:-1]])
     count = sum(DOCUMENTS) // LENGTH
-    return BatchLoader(tokens, LENGTH, count, 1, Axis("dp", (0,), 0), torch.device("cpu"), starts).next()
+    return BatchLoader(tokens, LENGTH, count, 1, Axis("dp", (0,), 0), torch.device("cpu"), starts).next_batch()
 
 
 def each_alone(batch: Batch) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -131,6 +131,7 @@ def test_a_run_trains_and_validates_within_documents():
         return sum(losses) / sum((labels != IGNORE_INDEX).sum().item() for _, labels in documents)
 
     with torch.no_grad():
-        held_out, first = mean(run.validation.at(0, config.train.validate_sequences)), mean(run.loader.at(0, 2))
+        held_out = mean(run.validation.batch_at(0, config.train.validate_sequences))
+        first = mean(run.loader.batch_at(0, 2))
     assert validation_loss(run) == pytest.approx(held_out, rel=1e-12)
-    assert train_step(run, run.loader.next()).loss == pytest.approx(first, rel=1e-12)
+    assert train_step(run, run.loader.next_batch()).loss == pytest.approx(first, rel=1e-12)

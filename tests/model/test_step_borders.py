@@ -140,8 +140,8 @@ def test_every_step_of_every_microbatch_has_its_moments_and_the_numbers_stay(way
     watched, plain = small_run(WAYS[way]), small_run(WAYS[way])
     recorder = Recorder()
     with watched.executor.observed_by(recorder):
-        first = train_step(watched, watched.loader.next())
-    assert first.loss == train_step(plain, plain.loader.next()).loss
+        first = train_step(watched, watched.loader.next_batch())
+    assert first.loss == train_step(plain, plain.loader.next_batch()).loss
     for one, two in zip(watched.gradients.buckets, plain.gradients.buckets, strict=True):
         assert torch.equal(one.weights, two.weights)
     executor = watched.executor
@@ -158,7 +158,7 @@ def test_paired_passes_are_interleaved_under_their_own_keys():
     run = small_run(WAYS["paired"])
     recorder = Recorder()
     with run.executor.observed_by(recorder):
-        train_step(run, run.loader.next())
+        train_step(run, run.loader.next_batch())
     passes = [moment[2:] for moment in recorder.moments]
     first, last = passes.index(("F", (0, 1))), len(passes) - passes[::-1].index(("F", (0, 1)))
     assert ("D", (0, 0)) in passes[first:last]
@@ -167,7 +167,7 @@ def test_paired_passes_are_interleaved_under_their_own_keys():
 def test_forward_only_has_forward_moments():
     run = small_run(PipelineConfig())
     recorder = Recorder()
-    parts = list(run.loader.next().microbatches(1))
+    parts = list(run.loader.next_batch().microbatches(1))
     with run.executor.observed_by(recorder):
         run.executor.forward_only(parts, lambda carry: None)
     names = [step.spec.name for step in run.executor.steps_to_streams(0)]
@@ -186,7 +186,7 @@ def test_without_observers_no_border_is_made(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(step_borders, "carry_through_border", refuse)
     for way in ("plain", "paired"):
         run = small_run(WAYS[way])
-        train_step(run, run.loader.next())
+        train_step(run, run.loader.next_batch())
     x = torch.ones(2, requires_grad=True)
     narrator = Narrator()
     out = run_passage([toy_step(narrator, "a"), toy_step(narrator, "b")], False, (), x)

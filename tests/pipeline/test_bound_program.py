@@ -53,7 +53,7 @@ def test_programs_and_step_lists_are_made_once(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(executor_module, "pipeline_program", counted)
     steps = run.executor.steps_to_train(0)
     for _ in range(2):
-        train_step(run, run.loader.next())
+        train_step(run, run.loader.next_batch())
         validation_loss(run)
     assert len(made) == 1
     assert run.executor.steps_to_train(0) is steps
@@ -79,7 +79,7 @@ def moments_of_a_step(
     run = assemble_run(config, world, Path("."), random_corpus(config))
     recorder = Recorder()
     with run.executor.observed_by(recorder):
-        train_step(run, run.loader.next())
+        train_step(run, run.loader.next_batch())
     own = [stage for stage, home in enumerate(run.executor.homes) if home == run.executor.rank]
     microbatches = next(iter(run.executor.train_programs))
     steps = sum(len(run.executor.steps_to_train(stage)) for stage in own)

@@ -68,7 +68,7 @@ def tiny_forms() -> list[str]:
 def test_exactly_the_parameters_said_to_wait_get_their_gradient_with_w(name: str):
     """What came later than said would be added to a bucket that has left; what came earlier would leave late."""
     run = made(small(PipelineConfig(defer=True), 1, name), single_rank_world())
-    batch = run.loader.next()
+    batch = run.loader.next_batch()
     waiting: list[DeferredWork] = []
     run.gradients.begin()
     before = {name: view.clone() for name, view in gradient_views(run)}
@@ -106,7 +106,7 @@ def small_with_layout(pipeline: PipelineConfig, world: int, **parallel: int) -> 
 
 def uneven_parts(run: Run) -> list[Batch]:
     """Microbatches of 2, 1 and 3 sequences, the last ones shorter."""
-    whole = run.loader.at(0, 6 * run.world.axis("dp").size)
+    whole = run.loader.batch_at(0, 6 * run.world.axis("dp").size)
     cuts, lengths = [(0, 2), (2, 3), (3, 6)], [8, 4, 6]
     return [
         Batch(whole.tokens_BS[a:b, :s], whole.labels_BS[a:b, :s], whole.first + a)
@@ -170,7 +170,7 @@ def evaluated(world: World, ways: list[PipelineConfig]) -> list[tuple[float, str
         train = replace(config.train, validate_sequences=5, micro_batch=2, global_batch=4, sample_tokens=3)
         run = made(replace(config, train=train), world)
         found.append((validation_loss(run), sample_text(run, "ab")))
-        train_step(run, run.loader.next())  # training goes on behind it
+        train_step(run, run.loader.next_batch())  # training goes on behind it
     return found
 
 
@@ -207,7 +207,7 @@ def leaves_early(world: World) -> list[list[int]]:
         StepRun.run_unpaired_op = noted  # type: ignore[method-assign]
         try:
             run.gradients.begin()
-            parts = list(run.loader.next().microbatches(1))
+            parts = list(run.loader.next_batch().microbatches(1))
             run.executor.train(parts, torch.ones(1, dtype=torch.float64))
         finally:
             StepRun.run_unpaired_op = original  # type: ignore[method-assign]

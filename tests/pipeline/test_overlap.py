@@ -89,7 +89,7 @@ def test_all_travel_of_a_paired_slot_but_its_last_has_work_of_the_other_microbat
     config = config_of(PipelineConfig(pair=True, fill=False), 1, shared)
     faces = Faces(monkeypatch)
     run = assemble_run(config, single_rank_world(), Path("."), random_corpus(config))
-    train_step(run, run.loader.next())
+    train_step(run, run.loader.next_batch())
     slots, layers = 4 - 1, config.model.layers
     assert len(faces.faced) == slots * 4 * layers, "dispatch and combine of a forward and of a backward"
     uncovered = [name for name, faced in faces.faced.items() if not faced]
@@ -106,10 +106,10 @@ def traced(world: World, ways: list[PipelineConfig]) -> list[tuple[list[TraceEve
     for way in ways:
         config = config_of(way, world.size, ep=2, dispatcher="all_to_all")
         run = assemble_run(config, world, Path("."), random_corpus(config))
-        train_step(run, run.loader.next())
+        train_step(run, run.loader.next_batch())
         with slowed_all_to_all(DELAY) as held_up:
             run.executor.spans.start_recording()
-            train_step(run, run.loader.next())
+            train_step(run, run.loader.next_batch())
         found.append((list(run.executor.spans.events), len(held_up.events)))
     return found
 

@@ -58,7 +58,7 @@ def test_a_parameter_that_never_gets_a_gradient_is_named():
     attention = run.model.blocks[1].attention
     attention.out.weight.register_hook(torch.zeros_like)  # as if its backward were not connected
     for _ in range(3):
-        train_step(run, run.loader.next())
+        train_step(run, run.loader.next_batch())
         run.gradients.note_moved()
     assert [line.split()[1] for line in no_gradient_warnings(run)] == ["blocks.1.attention.out.weight"]
 

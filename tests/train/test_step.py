@@ -41,13 +41,13 @@ def spoil(run: Run) -> list[torch.utils.hooks.RemovableHandle]:
 @pytest.mark.parametrize(("precision", "moments"), [("fp32", "fp32"), ("bf16", "fp32"), ("bf16", "bf16")])
 def test_a_step_that_is_nonsense_changes_nothing_and_neither_do_those_after_it(precision: str, moments: str):
     run = small_run(precision, moments)
-    train_step(run, run.loader.next())
+    train_step(run, run.loader.next_batch())
     before = everything(run)
     hooks = spoil(run)
-    report = train_step(run, run.loader.next())
+    report = train_step(run, run.loader.next_batch())
     for hook in hooks:
         hook.remove()
-    sound_again = train_step(run, run.loader.next())  # begun before anybody has read the one before
+    sound_again = train_step(run, run.loader.next_batch())  # begun before anybody has read the one before
     assert all(torch.equal(a, b) for a, b in zip(before, everything(run), strict=True))
     with pytest.raises(RunFailure, match="step 2: loss is nan and gradient norm is nan; the weights were not touched"):
         refuse_non_finite(run, report)
@@ -57,27 +57,27 @@ def test_a_step_that_is_nonsense_changes_nothing_and_neither_do_those_after_it(p
 def test_a_sound_step_is_not_refused_and_changes_the_weights():
     run = small_run()
     before = everything(run)
-    report = train_step(run, run.loader.next())
+    report = train_step(run, run.loader.next_batch())
     refuse_non_finite(run, report)
     assert not all(torch.equal(a, b) for a, b in zip(before, everything(run), strict=True))
 
 
 def test_a_batch_with_nothing_to_learn_from_is_no_nonsense():
     run = small_run()
-    batch = run.loader.next()
+    batch = run.loader.next_batch()
     report = train_step(run, replace(batch, labels_BS=torch.full_like(batch.labels_BS, IGNORE_INDEX)))
     refuse_non_finite(run, report)
     assert report.loss == 0
-    refuse_non_finite(run, train_step(run, run.loader.next()))
+    refuse_non_finite(run, train_step(run, run.loader.next_batch()))
 
 
 def test_a_report_can_be_read_long_after_its_step():
     """What it tells is of its own step, whatever has happened since."""
     run, other = small_run(), small_run()
-    late = [train_step(run, run.loader.next()) for _ in range(3)]
+    late = [train_step(run, run.loader.next_batch()) for _ in range(3)]
     at_once = []
     for _ in range(3):
-        report = train_step(other, other.loader.next())
+        report = train_step(other, other.loader.next_batch())
         at_once.append((report.number, report.loss, report.grad_norm, report.tokens, report.loads.counts_LE.tolist()))
     read = [(r.number, r.loss, r.grad_norm, r.tokens, r.loads.counts_LE.tolist()) for r in late]
     assert read == at_once
@@ -93,7 +93,7 @@ def run_on_gpu(gradients: str = "fp32", main: str = "fp32") -> Run:
 
 
 def steps(run: Run, count: int) -> list[StepReport]:
-    return [train_step(run, run.loader.next()) for _ in range(count)]
+    return [train_step(run, run.loader.next_batch()) for _ in range(count)]
 
 
 @pytest.mark.gpu

@@ -24,14 +24,14 @@ def small_run(folder: Path) -> Run:
 @pytest.fixture(scope="module")
 def watched(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, WatchedStep, list[float]]:
     run = small_run(tmp_path_factory.mktemp("run"))
-    first = train_step(run, run.loader.next()).loss
-    report, found = profile_step(run, lambda: train_step(run, run.loader.next()))
-    return run, found, [first, report.loss, train_step(run, run.loader.next()).loss]
+    first = train_step(run, run.loader.next_batch()).loss
+    report, found = profile_step(run, lambda: train_step(run, run.loader.next_batch()))
+    return run, found, [first, report.loss, train_step(run, run.loader.next_batch()).loss]
 
 
 def test_losses_of_a_run_with_a_watched_step_are_those_of_one_without(watched: tuple, tmp_path: Path):
     run = small_run(tmp_path)
-    assert watched[2] == [train_step(run, run.loader.next()).loss for _ in range(3)]
+    assert watched[2] == [train_step(run, run.loader.next_batch()).loss for _ in range(3)]
 
 
 def test_nothing_of_the_watching_is_left(watched: tuple):

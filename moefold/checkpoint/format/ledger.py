@@ -1,12 +1,12 @@
-"""The ledger of a checkpoint: every logical tensor with its shape, dtype and digest, and every expert's. Torch-free.
+"""The ledger of a checkpoint: shape, dtype and digest of every logical tensor and of every expert. Torch-free.
 
-A digest depends on the values alone, not on who held which part of them:
+A digest depends on the values alone, not on the layout that wrote them:
 
-    tensor    sha256 of the digests of its pieces; where dim 0 counts experts, of the digests of these
+    tensor    sha256 of the digests of its pieces; where dim 0 counts experts, of the digests of the experts
     expert    sha256 of the digests of its pieces
     piece     sha256 of 4 MiB of the flattened tensor (or expert), the last one shorter
 
-So ranks that hold whole pieces hash them at once; only pieces that lie on several ranks need bytes of others.
+A rank hashes the pieces that it holds whole. Only pieces that are split over ranks are hashed from the files.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from moefold.checkpoint.format.manifest import LEDGER_FILE, DamagedCheckpoint
 from moefold.config.errors import did_you_mean, printable_text
 
 HASH_PIECE_BYTES = 4 << 20  # bytes
-SAFETENSORS_DTYPES = {  # by torch's name: what safetensors calls it, and its bytes
+SAFETENSORS_DTYPES = {  # torch's name: the name in safetensors, and the bytes of an element
     "float64": ("F64", 8),
     "float32": ("F32", 4),
     "float16": ("F16", 2),
@@ -36,10 +36,12 @@ SAFETENSORS_DTYPES = {  # by torch's name: what safetensors calls it, and its by
     "uint8": ("U8", 1),
     "bool": ("BOOL", 1),
 }
+LARGEST_DIM = 1 << 40
+MOST_ELEMENTS = 1 << 62
 
 
 class TensorSpec(NamedTuple):
-    """What a logical tensor is, whatever its values. `stacked`: dim 0 counts experts."""
+    """Dtype and shape of a logical tensor. `stacked`: dim 0 counts experts."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -53,12 +55,17 @@ class TensorSpec(NamedTuple):
     def bytes(self) -> int:
         return prod(self.shape) * self.itemsize
 
+    @property
+    def units(self) -> int:
+        """Parts of the tensor that have a digest each: its experts, or the tensor itself."""
+        return self.shape[0] if self.stacked else 1
+
     def __str__(self) -> str:
         return f"{self.dtype} {list(self.shape)}"
 
 
 class HashPiece(NamedTuple):
-    """Elements first..last of a flattened tensor; `unit` is the expert they belong to, 0 where there are none."""
+    """Elements first..last of a flattened tensor. `unit` is the expert that they belong to, or 0."""
 
     unit: int
     first: int
@@ -67,7 +74,7 @@ class HashPiece(NamedTuple):
 
 @dataclass(frozen=True)
 class LedgerEntry:
-    """A logical tensor and the digest of its values. An expert of which values are missing has none."""
+    """A logical tensor and the digest of its values. An expert with missing values has the digest None."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -75,134 +82,202 @@ class LedgerEntry:
     experts: tuple[str | None, ...] | None = None
 
     @property
-    def what(self) -> TensorSpec:
+    def spec(self) -> TensorSpec:
         return TensorSpec(self.dtype, self.shape, self.experts is not None)
 
 
 Ledger = dict[str, LedgerEntry]
+ExpertDigests = Sequence[str | None]
 
 
-def hash_pieces(what: TensorSpec) -> Iterator[HashPiece]:
-    units = what.shape[0] if what.stacked else 1
-    each, step = prod(what.shape) // max(1, units), HASH_PIECE_BYTES // what.itemsize
-    for unit in range(units):
-        for first in range(unit * each, (unit + 1) * each, step):
-            yield HashPiece(unit, first, min(first + step, (unit + 1) * each))
+def hash_pieces(spec: TensorSpec) -> Iterator[HashPiece]:
+    unit_elements = prod(spec.shape) // max(1, spec.units)
+    piece_elements = HASH_PIECE_BYTES // spec.itemsize
+    for unit in range(spec.units):
+        end = (unit + 1) * unit_elements
+        for first in range(unit * unit_elements, end, piece_elements):
+            last = min(first + piece_elements, end)
+            yield HashPiece(unit, first, last)
 
 
 def sha256_digest(data: Any) -> bytes:
     return hashlib.sha256(data).digest()
 
 
-def ledger_entry(what: TensorSpec, digests: Mapping[int, bytes | None]) -> LedgerEntry:
-    """The entry of a tensor from the digest of every piece, by the number of its first element."""
-    units: list[list[bytes | None]] = [[] for _ in range(what.shape[0] if what.stacked else 1)]
-    for piece in hash_pieces(what):
-        units[piece.unit].append(digests.get(piece.first))
-    joined = [None if None in found else sha256_digest(b"".join(filter(None, found))) for found in units]
-    if not what.stacked:
-        return LedgerEntry(what.dtype, what.shape, joined[0].hex() if joined[0] else "")
-    experts = tuple(each.hex() if each else None for each in joined)
-    sha256 = "" if None in joined else sha256_digest(b"".join(filter(None, joined))).hex()
-    return LedgerEntry(what.dtype, what.shape, sha256, experts)
+def joined_digest(digests: Sequence[bytes | None]) -> bytes | None:
+    """The digest of several digests; None if one of them is missing."""
+    known = [digest for digest in digests if digest is not None]
+    if len(known) < len(digests):
+        return None
+    return sha256_digest(b"".join(known))
+
+
+def ledger_entry(spec: TensorSpec, digests: Mapping[int, bytes | None]) -> LedgerEntry:
+    """The entry of a tensor, from the digests of its pieces by the flat index of their first element."""
+    piece_digests: list[list[bytes | None]] = [[] for _ in range(spec.units)]
+    for piece in hash_pieces(spec):
+        digest = digests.get(piece.first)
+        piece_digests[piece.unit].append(digest)
+    unit_digests = list(map(joined_digest, piece_digests))
+    if not spec.stacked:
+        return LedgerEntry(spec.dtype, spec.shape, hex_or_empty(unit_digests[0]))
+    experts = tuple(digest.hex() if digest else None for digest in unit_digests)
+    sha256 = hex_or_empty(joined_digest(unit_digests))
+    return LedgerEntry(spec.dtype, spec.shape, sha256, experts)
+
+
+def hex_or_empty(digest: bytes | None) -> str:
+    return digest.hex() if digest else ""
 
 
 def encode_ledger(ledger: Ledger) -> bytes:
-    """As JSON with a line for each tensor, the same bytes for the same tensors."""
-    lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(entry_as_json(ledger[name]))}" for name in sorted(ledger))
-    return f'{{"piece": {HASH_PIECE_BYTES}, "tensors": {{\n{lines}\n}}}}\n'.encode()
+    """JSON with one line per tensor: the same bytes for the same tensors."""
+    lines: list[str] = []
+    for name in sorted(ledger):
+        entry = json.dumps(entry_as_json(ledger[name]))
+        lines.append(f"{json.dumps(name)}: {entry}")
+    tensors = ",\n".join(lines)
+    return f'{{"piece": {HASH_PIECE_BYTES}, "tensors": {{\n{tensors}\n}}}}\n'.encode()
 
 
 def entry_as_json(entry: LedgerEntry) -> dict[str, Any]:
-    experts = {} if entry.experts is None else {"experts": entry.experts}
-    return {"dtype": entry.dtype, "shape": entry.shape, "sha256": entry.sha256, **experts}
+    content: dict[str, Any] = {
+        "dtype": entry.dtype,
+        "shape": entry.shape,
+        "sha256": entry.sha256,
+    }
+    if entry.experts is not None:
+        content["experts"] = entry.experts
+    return content
 
 
 def parse_ledger(raw: bytes) -> Ledger:
+    ledger: Ledger = {}
     try:
         content = json.loads(raw)
-        found = {name: parse_ledger_entry(entry) for name, entry in content["tensors"].items()}
+        for name, entry in content["tensors"].items():
+            ledger[name] = parse_ledger_entry(entry)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DamagedCheckpoint(f"{LEDGER_FILE} is not readable: {printable_text(str(error))}") from None
-    if content.get("piece") != HASH_PIECE_BYTES:
+    piece = content.get("piece")
+    if piece != HASH_PIECE_BYTES:
         raise DamagedCheckpoint(
-            f"{LEDGER_FILE} hashes pieces of {content.get('piece')} bytes; this version reads those of {HASH_PIECE_BYTES}"
+            f"{LEDGER_FILE} hashes pieces of {piece} bytes; this version reads those of {HASH_PIECE_BYTES}"
         )
-    return found
+    return ledger
 
 
-def parse_ledger_entry(entry: Mapping[str, Any]) -> LedgerEntry:
-    experts = tuple(map(str, entry["experts"])) if "experts" in entry else None
-    made = LedgerEntry(str(entry["dtype"]), tuple(entry["shape"]), str(entry["sha256"]), experts)
-    if made.dtype not in SAFETENSORS_DTYPES:
-        raise ValueError(f"no dtype {made.dtype}")
-    if not all(type(size) is int and 0 <= size < 1 << 40 for size in made.shape) or prod(made.shape) >= 1 << 62:
-        raise ValueError(f"no shape {made.shape}")
-    if experts is not None and made.shape[:1] != (len(experts),):
-        raise ValueError(f"{len(experts)} experts in a tensor of shape {made.shape}")
-    return made
+def parse_ledger_entry(content: Mapping[str, Any]) -> LedgerEntry:
+    experts = None
+    if "experts" in content:
+        experts = tuple(map(str, content["experts"]))
+    dtype, shape = str(content["dtype"]), tuple(content["shape"])
+    if dtype not in SAFETENSORS_DTYPES:
+        raise ValueError(f"no dtype {dtype}")
+    if not is_legal_shape(shape):
+        raise ValueError(f"no shape {shape}")
+    if experts is not None and shape[:1] != (len(experts),):
+        raise ValueError(f"{len(experts)} experts in a tensor of shape {shape}")
+    return LedgerEntry(dtype, shape, str(content["sha256"]), experts)
+
+
+def is_legal_shape(shape: tuple[Any, ...]) -> bool:
+    for size in shape:
+        if type(size) is not int or not 0 <= size < LARGEST_DIM:
+            return False
+    return prod(shape) < MOST_ELEMENTS
 
 
 class LedgerDifference(NamedTuple):
-    """In what a tensor of one ledger differs from another."""
+    """One difference between a tensor of one ledger and of another."""
 
     kind: str  # missing, extra, renamed, dtype, shape, experts, values
     name: str
     text: str
 
 
-def compare_ledgers(expected: Ledger, found: Ledger) -> list[LedgerDifference]:
-    """All differences, by name. What has another name, but the same values, is told as renamed."""
-    gone, new = sorted(expected.keys() - found.keys()), sorted(found.keys() - expected.keys())
-    renamed = {old: name for old in gone if (name := find_same_values(expected[old], new, found))}
-    told = [LedgerDifference("renamed", old, f'"{old}" is now called "{name}"') for old, name in renamed.items()]
-    lost = [name for name in gone if name not in renamed]
-    told += [LedgerDifference("missing", n, f'"{n}" is missing{did_you_mean(n, new)}') for n in lost]
-    left = [name for name in new if name not in renamed.values()]
-    told += [LedgerDifference("extra", n, f'"{n}" is new{did_you_mean(n, gone)}') for n in left]
-    for name in sorted(expected.keys() & found.keys()):
-        told += [
-            LedgerDifference(kind, name, f'"{name}"{text}') for kind, text in entry_changes(expected[name], found[name])
-        ]
-    return told
+def compare_ledgers(expected: Ledger, actual: Ledger) -> list[LedgerDifference]:
+    """All differences, by name. A tensor with another name and the same values is reported as renamed."""
+    # Names that only one of the two has: renamed, missing or extra.
+    gone = sorted(expected.keys() - actual.keys())
+    new = sorted(actual.keys() - expected.keys())
+    renamed = renamed_tensors(expected, actual, gone, new)
+    differences: list[LedgerDifference] = []
+    for old, name in renamed.items():
+        differences.append(LedgerDifference("renamed", old, f'"{old}" is now called "{name}"'))
+    for name in gone:
+        if name not in renamed:
+            differences.append(LedgerDifference("missing", name, f'"{name}" is missing{did_you_mean(name, new)}'))
+    new_names = set(renamed.values())
+    for name in new:
+        if name not in new_names:
+            differences.append(LedgerDifference("extra", name, f'"{name}" is new{did_you_mean(name, gone)}'))
+    # Names that both have: other dtype, shape or values.
+    for name in sorted(expected.keys() & actual.keys()):
+        for kind, text in entry_changes(expected[name], actual[name]):
+            differences.append(LedgerDifference(kind, name, f'"{name}"{text}'))
+    return differences
 
 
-def find_same_values(entry: LedgerEntry, names: Sequence[str], found: Ledger) -> str | None:
-    """The one of these names under which the same tensor lies, if there is just one."""
-    matches = [name for name in names if found[name] == entry]
-    return matches[0] if len(matches) == 1 else None
+def renamed_tensors(expected: Ledger, actual: Ledger, gone: list[str], new: list[str]) -> dict[str, str]:
+    """The new name of each tensor of `gone` whose values are under exactly one name of `new`."""
+    renamed: dict[str, str] = {}
+    for old in gone:
+        matches = [name for name in new if actual[name] == expected[old]]
+        if len(matches) == 1:
+            renamed[old] = matches[0]
+    return renamed
 
 
 def entry_changes(old: LedgerEntry, new: LedgerEntry) -> Iterator[tuple[str, str]]:
+    """(kind, text) of every difference between two entries of one name."""
     if old.dtype != new.dtype:
         yield "dtype", f" is {new.dtype}; expected {old.dtype}"
     if old.shape != new.shape:
         yield "shape", f" has shape {list(new.shape)}; expected {list(old.shape)}"
-    if old.experts is not None and new.experts is not None and old.shape[1:] == new.shape[1:]:
-        if len(old.experts) == len(new.experts) and not set(old.experts) & set(new.experts) and None not in new.experts:
-            yield "values", f" has other values in all {len(new.experts)} experts"
-            return
-        for text in expert_changes(old.experts, new.experts):
-            yield "experts", text
-    elif (old.dtype, old.shape) == (new.dtype, new.shape) and old.sha256 != new.sha256:
+    same_experts = old.shape[1:] == new.shape[1:]
+    if old.experts is not None and new.experts is not None and same_experts:
+        yield from stacked_changes(old.experts, new.experts)
+    elif old.dtype == new.dtype and old.shape == new.shape and old.sha256 != new.sha256:
         yield "values", " has other values" if new.sha256 else ": values are missing"
 
 
-def expert_changes(old: Sequence[str | None], new: Sequence[str | None]) -> Iterator[str]:
-    """What became of each expert: dropped, added, swapped, moved or changed."""
-    if len(old) != len(new):
-        yield from (f": expert {e} is missing" for e, sha256 in enumerate(old) if sha256 not in new)
-        yield from (f": expert {e} is new" for e, sha256 in enumerate(new) if sha256 not in old)
+def stacked_changes(old: ExpertDigests, new: ExpertDigests) -> Iterator[tuple[str, str]]:
+    all_differ = set(old).isdisjoint(new)
+    if all_differ and len(old) == len(new) and None not in new:
+        yield "values", f" has other values in all {len(new)} experts"
         return
-    wrong = [e for e in range(len(old)) if new[e] != old[e]]
-    places = {new[e]: e for e in wrong}
-    for e in wrong:
-        to = places.get(old[e])
-        if new[e] is None:
-            yield f": expert {e} is missing"
-        elif to is None:
-            yield f": expert {e} has other values"
-        elif new[e] != old[to]:
-            yield f": expert {e} lies where expert {to} was"
-        elif e < to:
-            yield f": experts {e} and {to} are swapped"
+    for text in expert_changes(old, new):
+        yield "experts", text
+
+
+def expert_changes(old: ExpertDigests, new: ExpertDigests) -> Iterator[str]:
+    """The change of each expert: dropped, added, swapped, moved or changed."""
+    if len(old) != len(new):
+        yield from resized_stack_changes(old, new)
+        return
+    position: dict[str | None, int] = {}  # where the values of a digest are now
+    for expert, digest in enumerate(new):
+        if digest != old[expert]:
+            position[digest] = expert
+    for expert in range(len(old)):
+        if new[expert] == old[expert]:
+            continue
+        moved_to = position.get(old[expert])
+        if new[expert] is None:
+            yield f": expert {expert} is missing"
+        elif moved_to is None:
+            yield f": expert {expert} has other values"
+        elif new[expert] != old[moved_to]:
+            yield f": expert {expert} lies where expert {moved_to} was"
+        elif expert < moved_to:
+            yield f": experts {expert} and {moved_to} are swapped"
+
+
+def resized_stack_changes(old: ExpertDigests, new: ExpertDigests) -> Iterator[str]:
+    for expert, sha256 in enumerate(old):
+        if sha256 not in new:
+            yield f": expert {expert} is missing"
+    for expert, sha256 in enumerate(new):
+        if sha256 not in old:
+            yield f": expert {expert} is new"

@@ -1,7 +1,8 @@
-"""What makes a folder a checkpoint: a manifest that lists every file with its size and digest, and its own. Torch-free.
+"""The manifest: what makes a folder a checkpoint. It lists every file with its size and digest. Torch-free.
 
-The manifest is written last. A folder without a valid one was never committed. Of a file of tensors it has the digest
-of the header; the values are vouched for by the ledger, which is itself a file that the manifest lists.
+The manifest carries a digest of its own content and is written last: a folder without a valid manifest was never
+committed. Of a file of tensors the manifest has the digest of the header. The ledger has the digests of the values, and
+is itself a file that the manifest lists.
 """
 
 from __future__ import annotations
@@ -15,11 +16,15 @@ from moefold.checkpoint.format.storage import StoragePath
 MANIFEST_FILE = "manifest.json"
 STATE_FILE = "state.json"
 LEDGER_FILE = "ledger.json"
+METADATA_FILES = (LEDGER_FILE, STATE_FILE)
 CHECKPOINT_FORMAT = "moefold checkpoint 2"
+PICKLE_SUFFIXES = (".pt", ".bin", ".pkl")
+
+FileList = dict[str, tuple[int, str]]  # of every file: its size and sha256
 
 
 class DamagedCheckpoint(Exception):
-    """A folder that is not a whole, unchanged checkpoint; says what is wrong with it."""
+    """A folder that is not a complete, unchanged checkpoint. `problems` says what is wrong with it."""
 
     def __init__(self, *problems: str):
         self.problems = problems
@@ -30,9 +35,13 @@ def canonical_json(content: dict[str, Any]) -> bytes:
     return json.dumps(content, sort_keys=True, indent=1).encode()
 
 
+def content_digest(content: dict[str, Any]) -> str:
+    return hashlib.sha256(canonical_json(content)).hexdigest()
+
+
 def seal_manifest(content: dict[str, Any]) -> bytes:
-    """The manifest's bytes, with a digest over the rest of it."""
-    return canonical_json({**content, "sha256": hashlib.sha256(canonical_json(content)).hexdigest()})
+    """The bytes of a manifest: the content and a digest of it."""
+    return canonical_json({**content, "sha256": content_digest(content)})
 
 
 def unseal_manifest(raw: bytes) -> dict[str, Any]:
@@ -41,7 +50,8 @@ def unseal_manifest(raw: bytes) -> dict[str, Any]:
         claimed = content.pop("sha256")
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
         raise DamagedCheckpoint(f"{MANIFEST_FILE} is not readable") from None
-    if claimed != hashlib.sha256(canonical_json(content)).hexdigest() or seal_manifest(content) != raw:
+    # The second test refuses another spelling of the same content, such as other spaces.
+    if claimed != content_digest(content) or seal_manifest(content) != raw:
         raise DamagedCheckpoint(f"{MANIFEST_FILE} does not match its own digest")
     if content.get("format") != CHECKPOINT_FORMAT:
         raise DamagedCheckpoint(f"its format is {content.get('format')!r}; this version reads {CHECKPOINT_FORMAT!r}")
@@ -50,25 +60,35 @@ def unseal_manifest(raw: bytes) -> dict[str, Any]:
 
 def read_manifest(folder: StoragePath) -> dict[str, Any]:
     path = folder / MANIFEST_FILE
-    if not path.is_file() or path.is_symlink():
-        names = [found.name for found in folder.iterdir()] if folder.is_dir() else []
-        pickled = any(name == ".metadata" or name.endswith((".pt", ".bin", ".pkl")) for name in names)
-        hint = "; it holds pickled files, which moefold never opens" if pickled else ""
-        raise DamagedCheckpoint(f"it has no {MANIFEST_FILE}{hint}")
-    return unseal_manifest(path.read_bytes())
+    if path.is_file() and not path.is_symlink():
+        return unseal_manifest(path.read_bytes())
+    hint = ""
+    if holds_pickled_files(folder):
+        hint = "; it holds pickled files, which moefold never opens"
+    raise DamagedCheckpoint(f"it has no {MANIFEST_FILE}{hint}")
 
 
-def listed_files(content: dict[str, Any]) -> dict[str, tuple[int, str]]:
+def holds_pickled_files(folder: StoragePath) -> bool:
+    if not folder.is_dir():
+        return False
+    names = [path.name for path in folder.iterdir()]
+    return any(name == ".metadata" or name.endswith(PICKLE_SUFFIXES) for name in names)
+
+
+def listed_files(content: dict[str, Any]) -> FileList:
     """Size and digest of every file of a checkpoint, from its manifest."""
+    files: FileList = {}
     try:
-        files = {name: (int(e["bytes"]), str(e["sha256"])) for name, e in content["files"].items()}
+        for name, entry in content["files"].items():
+            size, sha256 = int(entry["bytes"]), str(entry["sha256"])
+            files[name] = (size, sha256)
     except (KeyError, TypeError, ValueError, AttributeError):
         raise DamagedCheckpoint(f"{MANIFEST_FILE} does not list files with sizes and digests") from None
-    for name in (LEDGER_FILE, STATE_FILE):
+    for name in METADATA_FILES:
         if name not in files:
             raise DamagedCheckpoint(f"{MANIFEST_FILE} does not list {name}")
     return files
 
 
-def tensor_data_files(files: dict[str, tuple[int, str]]) -> list[str]:
-    return [name for name in files if name not in (LEDGER_FILE, STATE_FILE)]
+def tensor_data_files(files: FileList) -> list[str]:
+    return [name for name in files if name not in METADATA_FILES]

@@ -1,8 +1,8 @@
-"""Boxes of the tensors in a checkpoint, as bytes: no more is read than is asked for. Torch-free.
+"""Reader of a checkpoint's tensors: any box, as bytes, and no more is read than the box needs. Torch-free.
 
-    rank-00000.safetensors   chunks, each a box of a logical tensor, under "name@start,start"
+    rank-00000.safetensors   chunks, each a box of a logical tensor, under the name "tensor@start,start"
 
-The headers of these files are the only table of chunks there is.
+The headers of these files are the only table of chunks.
 """
 
 from __future__ import annotations
@@ -15,23 +15,34 @@ from typing import Any
 
 import numpy as np
 
-from moefold.checkpoint.format.boxes import Box, box_overlap, box_slices, element_count, flat_range_boxes, relative_box
+from moefold.checkpoint.format.boxes import (
+    Box,
+    box_corner,
+    box_overlap,
+    box_sizes,
+    box_slices,
+    element_count,
+    flat_range_boxes,
+    relative_box,
+)
 from moefold.checkpoint.format.ledger import SAFETENSORS_DTYPES, HashPiece, TensorSpec
 from moefold.checkpoint.format.manifest import DamagedCheckpoint
+from moefold.checkpoint.format.safetensors_header import read_raw_header, tensors_in_file
 from moefold.checkpoint.format.storage import ByteSource, StoragePath, open_byte_source
-from moefold.checkpoint.hf.model_folder import read_raw_header, tensors_in_file
 from moefold.config.errors import UserError, printable_text
 
 TORCH_NAMES = {code: name for name, (code, _) in SAFETENSORS_DTYPES.items()}
 
+ByteArray = np.ndarray[Any, Any]  # of the sizes of a box, and the bytes of an element
+
 
 @dataclass(frozen=True)
 class StoredChunk:
-    """A box of a logical tensor as it lies in a file, from byte `at` on."""
+    """A box of a logical tensor, and the offset of its first byte in a file."""
 
     box: Box
     file: str
-    at: int
+    offset: int
     dtype: str
 
 
@@ -39,27 +50,36 @@ ChunkIndex = dict[str, list[StoredChunk]]
 
 
 def chunk_name(name: str, box: Box) -> str:
-    return f"{name}@{','.join(str(start) for start, _ in box)}"
+    starts = ",".join(map(str, box_corner(box)))
+    return f"{name}@{starts}"
 
 
 def read_chunk_index(folder: StoragePath, headers: Mapping[str, str]) -> tuple[ChunkIndex, list[str]]:
-    """Every chunk of these files, by logical tensor. `headers` are the digests that the files' headers should have;
-    those that differ are told, and read all the same, so that it can be said what changed."""
+    """Every chunk of these files, by logical tensor, and the problems found.
+
+    `headers` has the expected digest of each file's header. A header with another digest is a problem, and is read all
+    the same, so that the report can say what changed."""
     index: ChunkIndex = {}
-    changed: list[str] = []
+    problems: list[str] = []
     for file, sha256 in headers.items():
         try:
             raw = read_raw_header(folder / file)
             if hashlib.sha256(raw).hexdigest() != sha256:
-                changed.append(f"the header of {file} does not match its digest: it changed after it was written")
-            for name, stored in tensors_in_file(folder / file, raw).items():
-                tensor, box = parse_chunk_name(name, stored.shape)
-                index.setdefault(tensor, []).append(StoredChunk(box, file, stored.at, torch_dtype_name(stored.dtype)))
+                problems.append(f"the header of {file} does not match its digest: it changed after it was written")
+            add_file_chunks(index, folder / file, raw)
         except UserError as refused:
-            raise DamagedCheckpoint(*changed, str(refused)) from None
+            raise DamagedCheckpoint(*problems, str(refused)) from None
         except ValueError as error:
-            raise DamagedCheckpoint(*changed, f"{file}: {printable_text(str(error))}") from None
-    return index, changed
+            raise DamagedCheckpoint(*problems, f"{file}: {printable_text(str(error))}") from None
+    return index, problems
+
+
+def add_file_chunks(index: ChunkIndex, file: StoragePath, raw_header: bytes) -> None:
+    for chunk, stored in tensors_in_file(file, raw_header).items():
+        name, box = parse_chunk_name(chunk, stored.shape)
+        dtype = torch_dtype_name(stored.dtype)
+        placed = StoredChunk(box, file.name, stored.offset, dtype)
+        index.setdefault(name, []).append(placed)
 
 
 def torch_dtype_name(code: str) -> str:
@@ -69,61 +89,75 @@ def torch_dtype_name(code: str) -> str:
 
 
 def parse_chunk_name(chunk: str, sizes: Sequence[int]) -> tuple[str, Box]:
-    """The logical tensor and the box that a chunk's name and shape say."""
-    name, at, starts = chunk.rpartition("@")
-    numbers = starts.split(",") if starts else []
-    if not at or len(numbers) != len(sizes) or not all(n.isdecimal() and len(n) < 20 for n in numbers):
+    """The logical tensor and the box of a chunk, from its name and shape."""
+    name, separator, corner = chunk.rpartition("@")
+    starts = corner.split(",") if corner else []
+    legal = all(map(is_short_number, starts))
+    if not separator or len(starts) != len(sizes) or not legal:
         raise ValueError(f'"{chunk}" does not say which part of which tensor it is')
-    return name, tuple(zip(map(int, numbers), sizes, strict=True))
+    box = zip(map(int, starts), sizes, strict=True)
+    return name, tuple(box)
+
+
+def is_short_number(text: str) -> bool:
+    return text.isdecimal() and len(text) < 20
 
 
 class BoxReader:
-    """The tensors of a checkpoint, by box."""
+    """Reads boxes of the tensors of a checkpoint."""
 
-    def __init__(self, folder: StoragePath, index: ChunkIndex, shapes: Mapping[str, TensorSpec]):
-        self.folder, self.index, self.shapes = folder, index, shapes
-        self.windows: dict[str, ByteSource] = {}
+    def __init__(self, folder: StoragePath, index: ChunkIndex, specs: Mapping[str, TensorSpec]):
+        self.folder = folder
+        self.index = index
+        self.specs = specs
+        self.sources: dict[str, ByteSource] = {}
 
-    def fetch_box(self, name: str, box: Box) -> np.ndarray[Any, Any]:
-        """The bytes of a box: of its sizes, and the size of an element. Perhaps a view of the file."""
-        itemsize = self.shapes[name].itemsize
-        found = np.zeros((*(size for _, size in box), itemsize), np.uint8)
+    def fetch_box(self, name: str, box: Box) -> ByteArray:
+        """The bytes of a box; a view of the file if one chunk has all of them."""
+        itemsize = self.specs[name].itemsize
+        values = np.zeros((*box_sizes(box), itemsize), np.uint8)
         filled = 0
         for chunk in self.index.get(name, ()):
             shared = box_overlap(chunk.box, box)
             if shared is None:
                 continue
-            values = self.part(chunk, relative_box(shared, chunk.box), itemsize)
+            source_box = relative_box(shared, chunk.box)
+            part = self.read_chunk_box(chunk, source_box, itemsize)
             if shared == box:
-                return values
-            found[box_slices(relative_box(shared, box))] = values
+                return part  # without a copy
+            target_box = relative_box(shared, box)
+            values[box_slices(target_box)] = part
             filled += element_count(shared)
-        if filled < element_count(box):
-            raise DamagedCheckpoint(
-                f'{element_count(box) - filled} of {element_count(box)} values of "{name}" are missing'
-            )
-        return found
+        count = element_count(box)
+        if filled < count:
+            raise DamagedCheckpoint(f'{count - filled} of {count} values of "{name}" are missing')
+        return values
 
-    def part(self, chunk: StoredChunk, box: Box, itemsize: int) -> np.ndarray[Any, Any]:
-        """A box of a chunk: its outermost rows are read, and cut."""
-        sizes = [size for _, size in chunk.box]
+    def read_chunk_box(self, chunk: StoredChunk, box: Box, itemsize: int) -> ByteArray:
+        """A box of a chunk. The rows of the outermost dim are read whole, then cut."""
+        sizes = box_sizes(chunk.box)
+        # A scalar has no dims: it is read as one row.
         first, rows = box[0] if box else (0, 1)
-        row = prod(sizes[1:]) * itemsize
-        raw = self.window(chunk.file)(chunk.at + first * row, chunk.at + (first + rows) * row)
-        values = np.frombuffer(raw, np.uint8).reshape(*([rows, *sizes[1:]] if box else []), itemsize)
+        row_bytes = prod(sizes[1:]) * itemsize
+        begin = chunk.offset + first * row_bytes
+        raw = self.byte_source(chunk.file)(begin, begin + rows * row_bytes)
+        rows_shape = [rows, *sizes[1:]] if box else []
+        values = np.frombuffer(raw, np.uint8).reshape(*rows_shape, itemsize)
         return values[(slice(None), *box_slices(box[1:]))]
 
-    def window(self, file: str) -> ByteSource:
-        if file not in self.windows:
-            self.windows[file] = open_byte_source(self.folder / file)
-        return self.windows[file]
+    def byte_source(self, file: str) -> ByteSource:
+        if file not in self.sources:
+            self.sources[file] = open_byte_source(self.folder / file)
+        return self.sources[file]
 
-    def digest(self, name: str, piece: HashPiece) -> bytes | None:
-        """Of a piece of a tensor; None if values of it are missing."""
-        found = hashlib.sha256()
+    def piece_digest(self, name: str, piece: HashPiece) -> bytes | None:
+        """The digest of a piece of a tensor; None if values of the piece are missing."""
+        digest = hashlib.sha256()
+        shape = self.specs[name].shape
         try:
-            for _, box in flat_range_boxes(piece.first, piece.last, self.shapes[name].shape):
-                found.update(np.ascontiguousarray(self.fetch_box(name, box)).data)
+            for _, box in flat_range_boxes(piece.first, piece.last, shape):
+                values = np.ascontiguousarray(self.fetch_box(name, box))
+                digest.update(values.data)
         except DamagedCheckpoint:
             return None
-        return found.digest()
+        return digest.digest()

@@ -1,4 +1,7 @@
-"""The checkpoints of a run: one folder each, named by its step. Torch-free."""
+"""Retention: which checkpoints of a run exist, which are kept, and the `latest` link. Torch-free.
+
+A run has one folder per checkpoint, named by its step.
+"""
 
 from __future__ import annotations
 
@@ -10,74 +13,97 @@ from moefold.checkpoint.format.manifest import MANIFEST_FILE, STATE_FILE
 from moefold.checkpoint.format.storage import StoragePath, remove_tree, rename_tree
 from moefold.config.errors import UserError
 
+STEP_PREFIX = "step"
+
 
 @dataclass(frozen=True)
 class RetentionPolicy:
-    """How many checkpoints stay: the last few, and for good those whose step is a multiple of `every` (0: none)."""
+    """The last few checkpoints are kept, and for good those whose step is a multiple of `every` (0: none)."""
 
     last: int
     every: int = 0
 
+    def keeps_forever(self, step: int) -> bool:
+        return self.every > 0 and step % self.every == 0
+
 
 def step_folder_name(step: int) -> str:
-    return f"step-{step:08d}"
+    return f"{STEP_PREFIX}-{step:08d}"
 
 
 def step_of_folder(checkpoint: StoragePath) -> int:
-    return int(checkpoint.name[5:])
+    _, step = checkpoint.name.split("-")
+    return int(step)
 
 
-def committed_checkpoints(shelf: StoragePath) -> list[StoragePath]:
-    """The checkpoints there, newest first. Where nothing can be renamed, one without a manifest is none yet."""
-    if not shelf.is_dir():
+def is_step_folder(path: StoragePath) -> bool:
+    prefix, _, step = path.name.partition("-")
+    return prefix == STEP_PREFIX and step.isdecimal() and path.is_dir()
+
+
+def is_committed(checkpoint: StoragePath) -> bool:
+    """A local folder gets its name by the commit. Remote storage cannot rename: there the manifest commits."""
+    return isinstance(checkpoint, Path) or (checkpoint / MANIFEST_FILE).is_file()
+
+
+def committed_checkpoints(folder: StoragePath) -> list[StoragePath]:
+    """The checkpoints in a folder, newest first."""
+    if not folder.is_dir():
         return []
-    named = [p for p in shelf.iterdir() if p.name.startswith("step-") and p.name[5:].isdecimal() and p.is_dir()]
-    whole = [p for p in named if isinstance(p, Path) or (p / MANIFEST_FILE).is_file()]
-    return sorted(whole, key=step_of_folder, reverse=True)
+    steps = [path for path in folder.iterdir() if is_step_folder(path)]
+    committed = filter(is_committed, steps)
+    return sorted(committed, key=step_of_folder, reverse=True)
 
 
-def checkpoints_at(place: StoragePath) -> list[StoragePath]:
-    """The checkpoints at a place, newest first: it may be a run, a folder of checkpoints, or one checkpoint."""
-    for shelf in (place / "checkpoints", place):
-        if inside := committed_checkpoints(shelf):
-            return inside
-    return [place] if (place / MANIFEST_FILE).exists() or (place / STATE_FILE).exists() else []
+def checkpoints_at(path: StoragePath) -> list[StoragePath]:
+    """The checkpoints at a path, newest first. The path may be a run, a folder of checkpoints, or one checkpoint."""
+    for folder in (path / "checkpoints", path):
+        checkpoints = committed_checkpoints(folder)
+        if checkpoints:
+            return checkpoints
+    for name in (MANIFEST_FILE, STATE_FILE):
+        if (path / name).exists():
+            return [path]
+    return []
 
 
-def newest_checkpoint(place: StoragePath) -> StoragePath:
-    """The checkpoint that a person means by a place, whole or not."""
-    if found := checkpoints_at(place):
-        return found[0]
-    there = "there is none in it" if place.exists() else "no such folder"
-    raise UserError(f"no checkpoint at {place}: {there}; expected a run, its checkpoints folder, or one checkpoint")
+def newest_checkpoint(path: StoragePath) -> StoragePath:
+    """The newest checkpoint at a path that a user named, intact or not."""
+    checkpoints = checkpoints_at(path)
+    if checkpoints:
+        return checkpoints[0]
+    reason = "there is none in it" if path.exists() else "no such folder"
+    raise UserError(f"no checkpoint at {path}: {reason}; expected a run, its checkpoints folder, or one checkpoint")
 
 
-def retire_checkpoint(checkpoint: StoragePath, why: str) -> None:
-    """Rename a checkpoint so that it is no longer found. Nothing is deleted but an older one set aside before."""
-    aside = checkpoint.with_suffix(f".{why}")
-    if aside.exists():
-        remove_tree(aside)
-    rename_tree(checkpoint, aside)
+def retire_checkpoint(checkpoint: StoragePath, reason: str) -> None:
+    """Rename a checkpoint so that it is no longer found. An older one that was retired for the same reason is removed;
+    nothing else is."""
+    retired = checkpoint.with_suffix(f".{reason}")
+    if retired.exists():
+        remove_tree(retired)
+    rename_tree(checkpoint, retired)
 
 
-def retire_later_checkpoints(shelf: StoragePath, step: int) -> None:
-    """A run that continues from an earlier step leaves the later ones behind; one that continues another run, all."""
-    for newer in committed_checkpoints(shelf):
-        if step_of_folder(newer) > step:
-            retire_checkpoint(newer, "superseded")
+def retire_later_checkpoints(folder: StoragePath, step: int) -> None:
+    """Retire the checkpoints after the step from which a run continues; all of them (step -1) if it continues from
+    another run."""
+    for checkpoint in committed_checkpoints(folder):
+        if step_of_folder(checkpoint) > step:
+            retire_checkpoint(checkpoint, "superseded")
 
 
-def prune_checkpoints(shelf: StoragePath, keep: RetentionPolicy, new: StoragePath) -> None:
-    """Let go of what need not be kept; the one just written stays in any case."""
-    others = [old for old in committed_checkpoints(shelf) if old != new]
+def prune_checkpoints(folder: StoragePath, keep: RetentionPolicy, newest: StoragePath) -> None:
+    """Remove the checkpoints that the policy does not keep. The one just written always stays."""
+    others = [old for old in committed_checkpoints(folder) if old != newest]
     for old in others[keep.last - 1 :]:
-        if not keep.every or step_of_folder(old) % keep.every:
+        if not keep.keeps_forever(step_of_folder(old)):
             remove_tree(old)
 
 
 def update_latest_link(final: StoragePath) -> None:
-    """Move the `latest` link by rename, so that it always points at something. It is for people; loading looks for
-    the newest whole checkpoint itself. An object store has no links."""
+    """Point the `latest` link at a checkpoint, by rename, so that it never dangles. The link is for people: loading
+    looks for the newest intact checkpoint itself. Object stores have no links."""
     if isinstance(final, Path):
         link = final.parent / "latest.tmp"
         link.unlink(missing_ok=True)

@@ -1,8 +1,8 @@
-"""Where checkpoints lie: a folder of this machine, or anything fsspec reaches (s3://, gs://, ...). Torch-free.
+"""Storage of checkpoints: a local folder, or anything fsspec reaches (s3://, gs://, ...). Torch-free.
 
-A place is a `pathlib.Path`, or a `RemotePath` with the few methods of one that are used here. What the two do otherwise
-stands in this file: a folder is written aside and renamed, which commits it; an object store cannot rename, so there
-the manifest, which is written last, commits.
+A storage path is a `pathlib.Path`, or a `RemotePath` with those of its methods that are used here. All differences
+between the two are in this file. A local folder is staged under another name, and the rename commits it. An object
+store cannot rename: there the manifest, which is written last, commits.
 """
 
 from __future__ import annotations
@@ -20,20 +20,28 @@ from typing import Any, BinaryIO
 
 from moefold.config.errors import UserError, printable_text
 
-DISK_BLOCK = 4096  # bytes: what begins at a multiple of this, in memory and in a file, a disk can fetch by itself
+DISK_BLOCK = 4096  # bytes: direct I/O needs this alignment, in memory and in the file
 WRITE_BYTES = 16 << 20  # bytes of one write
+METADATA_BYTES = 1 << 20  # bytes beyond the tensors: ledger, manifest, file headers
+MIB = 1 << 20
 
 
 @dataclass(frozen=True)
 class RemotePath:
-    files: Any  # an fsspec file system
+    """A path of an fsspec file system."""
+
+    files: Any  # the file system
     path: PurePosixPath
+
+    @property
+    def key(self) -> str:
+        return str(self.path)
 
     def __truediv__(self, name: str) -> RemotePath:
         return RemotePath(self.files, self.path / name)
 
     def __str__(self) -> str:
-        return self.files.unstrip_protocol(str(self.path))
+        return self.files.unstrip_protocol(self.key)
 
     @property
     def name(self) -> str:
@@ -50,135 +58,172 @@ class RemotePath:
         return self
 
     def is_symlink(self) -> bool:
-        return self.files.isfile(str(self.path)) and bool(self.files.info(str(self.path)).get("islink", False))
+        if not self.is_file():
+            return False
+        return bool(self.files.info(self.key).get("islink", False))
 
     def exists(self) -> bool:
-        return self.files.exists(str(self.path))
+        return self.files.exists(self.key)
 
     def is_file(self) -> bool:
-        return self.files.isfile(str(self.path))
+        return self.files.isfile(self.key)
 
     def is_dir(self) -> bool:
-        return self.files.isdir(str(self.path))
+        return self.files.isdir(self.key)
 
     def iterdir(self) -> Iterator[RemotePath]:
         self.files.invalidate_cache()  # other ranks write here too
-        return (RemotePath(self.files, PurePosixPath(found)) for found in self.files.ls(str(self.path), detail=False))
+        for key in self.files.ls(self.key, detail=False):
+            yield RemotePath(self.files, PurePosixPath(key))
 
     def stat(self) -> SimpleNamespace:
         self.files.invalidate_cache()
-        return SimpleNamespace(st_size=self.files.size(str(self.path)))
+        return SimpleNamespace(st_size=self.files.size(self.key))
 
     def open(self, mode: str) -> Any:
-        return self.files.open(str(self.path), mode)
+        return self.files.open(self.key, mode)
 
     def read_bytes(self) -> bytes:
-        return self.files.cat_file(str(self.path))
+        return self.files.cat_file(self.key)
 
 
 StoragePath = Path | RemotePath
 
 
 def parse_storage_path(text: str) -> StoragePath:
-    """The place that a person named."""
+    """The path that a user wrote: a local one, or a URL of fsspec."""
     if "://" not in text:
         return Path(text)
+    shown = printable_text(text)
     try:
         import fsspec
     except ImportError:
-        raise UserError(f"{printable_text(text)} needs fsspec; install it with pip install 'moefold[remote]'") from None
+        raise UserError(f"{shown} needs fsspec; install it with pip install 'moefold[remote]'") from None
     try:
         files, path = fsspec.url_to_fs(text)
     except (ImportError, ValueError) as error:
-        raise UserError(f"{printable_text(text)} cannot be reached: {printable_text(str(error))}; expected a folder or "
-                      "a path that fsspec knows, such as s3://bucket/run with s3fs installed") from None  # fmt: skip
+        raise UserError(
+            f"{shown} cannot be reached: {printable_text(str(error))}; expected a folder or "
+            "a path that fsspec knows, such as s3://bucket/run with s3fs installed"
+        ) from None
     return RemotePath(files, PurePosixPath(path))
 
 
-def free_disk_bytes(place: StoragePath) -> int | None:
-    """How much fits there, now or once the folder is made; None if nobody can tell."""
-    if not isinstance(place, Path):
+def free_disk_bytes(path: StoragePath) -> int | None:
+    """Free bytes of the disk that has this path, or will have it; None on remote storage, which does not say."""
+    if not isinstance(path, Path):
         return None
-    return shutil.disk_usage(next(p for p in (place, *place.absolute().parents) if p.exists())).free
+    candidates = (path, *path.absolute().parents)
+    existing = next(folder for folder in candidates if folder.exists())
+    return shutil.disk_usage(existing).free
+
+
+def require_free_space(path: StoragePath, needed: int) -> None:
+    """Refuse a write that cannot fit, before it begins."""
+    free = free_disk_bytes(path)
+    if free is not None and free < needed:
+        raise UserError(
+            f"no space on {path}: a checkpoint needs {needed / MIB:.1f} MiB, there are {free / MIB:.1f}; "
+            "free some, or choose another place with --out; checkpoints written before are untouched"
+        )
 
 
 def staging_folder(final: StoragePath) -> StoragePath:
-    """Where a checkpoint is written before it is committed."""
-    return final.with_suffix(".tmp") if isinstance(final, Path) else final
+    """The folder in which a checkpoint is written before it is committed."""
+    if isinstance(final, Path):
+        return final.with_suffix(".tmp")
+    return final
 
 
-def create_folder(place: StoragePath) -> None:
-    """An empty folder. There may be none on an object store until something lies in it."""
-    place.mkdir() if isinstance(place, Path) else place.files.makedirs(str(place.path), exist_ok=True)
-
-
-def remove_tree(place: StoragePath) -> None:
-    shutil.rmtree(place) if isinstance(place, Path) else place.files.rm(str(place.path), recursive=True)
-
-
-def rename_tree(place: StoragePath, to: StoragePath) -> None:
-    if isinstance(place, Path):
-        os.rename(place, to)  # pyright: ignore[reportArgumentType]
+def create_folder(path: StoragePath) -> None:
+    """Make an empty folder. An object store may show none until there is a file in it."""
+    if isinstance(path, Path):
+        path.mkdir()
     else:
-        place.files.mv(str(place.path), str(to.path), recursive=True)  # pyright: ignore[reportAttributeAccessIssue]
+        path.files.makedirs(path.key, exist_ok=True)
 
 
-def write_synced_file(place: StoragePath, raw: bytes | memoryview) -> None:
-    """Write a whole file; it is on the disk when this returns, if that is one of this machine."""
-    if isinstance(place, Path):
-        with place.open("wb", buffering=0) as file:
+def remove_tree(path: StoragePath) -> None:
+    if isinstance(path, Path):
+        shutil.rmtree(path)
+    else:
+        path.files.rm(path.key, recursive=True)
+
+
+def rename_tree(source: StoragePath, target: StoragePath) -> None:
+    if isinstance(source, RemotePath):
+        assert isinstance(target, RemotePath)
+        source.files.mv(source.key, target.key, recursive=True)
+    else:
+        assert isinstance(target, Path)
+        os.rename(source, target)
+
+
+def write_synced_file(path: StoragePath, raw: bytes | memoryview) -> None:
+    """Write a file. A local one is on the disk when this returns."""
+    if isinstance(path, Path):
+        with path.open("wb", buffering=0) as file:
             write_direct_io(file.fileno(), memoryview(raw))
             os.fsync(file.fileno())
-    else:
-        with place.open("wb") as file:
-            for at in range(0, len(raw), WRITE_BYTES):
-                file.write(raw[at : at + WRITE_BYTES])
+        return
+    with path.open("wb") as file:
+        for begin in range(0, len(raw), WRITE_BYTES):
+            file.write(raw[begin : begin + WRITE_BYTES])
 
 
 def write_direct_io(handle: int, raw: memoryview) -> None:
-    """Whole blocks go from their place in memory to the disk: no core copies them into the system's cache, so all are
-    free to hash. Where blocks do not lie as they should, or a file system cannot, through the cache as usual."""
-    at, direct = 0, set_direct_io(handle, True)
-    while at < len(raw):
-        left = len(raw) - at
-        if direct and left < DISK_BLOCK:
+    """Write past the page cache, in whole blocks: no core is busy copying, so all are free to hash. Falls back to the
+    page cache for the last, partial block, for unaligned memory, and where the file system has no direct I/O."""
+    written = 0
+    direct = set_direct_io(handle, True)
+    while written < len(raw):
+        size = len(raw) - written
+        if direct and size < DISK_BLOCK:
+            # The rest is no whole block.
             direct = set_direct_io(handle, False)
-        size = min(left - left % DISK_BLOCK if direct else left, WRITE_BYTES)
+        if direct:
+            size -= size % DISK_BLOCK
+        end = written + min(size, WRITE_BYTES)
         try:
-            at += os.write(handle, raw[at : at + size])
+            written += os.write(handle, raw[written:end])
         except OSError as error:
             if not direct or error.errno != errno.EINVAL:
                 raise
+            # The memory is not aligned, or the file system refuses direct writes after all.
             direct = set_direct_io(handle, False)
 
 
-def set_direct_io(handle: int, on: bool) -> bool:
-    """Whether writes to this file go past the cache from now on."""
-    direct = getattr(os, "O_DIRECT", 0)  # not every system has it
+def set_direct_io(handle: int, enabled: bool) -> bool:
+    """Switch direct I/O of an open file; returns whether it is on now."""
+    direct = getattr(os, "O_DIRECT", 0)  # some systems have none
     flags = fcntl.fcntl(handle, fcntl.F_GETFL)
+    flags = flags | direct if enabled else flags & ~direct
     try:
-        fcntl.fcntl(handle, fcntl.F_SETFL, flags | direct if on else flags & ~direct)
-    except OSError:  # the file system cannot
+        fcntl.fcntl(handle, fcntl.F_SETFL, flags)
+    except OSError:  # the file system has none
         return False
-    return on and bool(direct)
+    return enabled and bool(direct)
 
 
-def fsync_folder(place: StoragePath) -> None:
-    """Make sure a folder's list of names is on the disk."""
-    if isinstance(place, Path):
-        handle = os.open(place, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+def fsync_folder(path: StoragePath) -> None:
+    """Sync a folder's list of names to the disk."""
+    if not isinstance(path, Path):
+        return
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
-def open_byte_source(place: StoragePath) -> ByteSource:
-    return MappedFile(place.open("rb")) if isinstance(place, Path) else RemoteFile(place)
+def open_byte_source(path: StoragePath) -> ByteSource:
+    if isinstance(path, Path):
+        return MappedFile(path.open("rb"))
+    return RemoteFile(path)
 
 
 class MappedFile:
-    """A file of this machine: bytes are read when they are looked at."""
+    """A local file, memory-mapped: the system reads bytes on first access."""
 
     def __init__(self, file: BinaryIO):
         with file:
@@ -189,13 +234,13 @@ class MappedFile:
 
 
 class RemoteFile:
-    """A file elsewhere: bytes are fetched range by range."""
+    """A remote file: every range of bytes is one request."""
 
-    def __init__(self, place: RemotePath):
-        self.place = place
+    def __init__(self, path: RemotePath):
+        self.path = path
 
     def __call__(self, first: int, last: int) -> memoryview | bytes:
-        return self.place.files.cat_file(str(self.place.path), start=first, end=last)
+        return self.path.files.cat_file(self.path.key, start=first, end=last)
 
 
 ByteSource = MappedFile | RemoteFile

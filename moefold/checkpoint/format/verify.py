@@ -1,6 +1,6 @@
-"""Whether a checkpoint is as it was written: its files by the manifest, its values by the ledger. Torch-free.
+"""Verification of a checkpoint: its files against the manifest, its values against the ledger. Torch-free.
 
-Opening one reads no values. Hashing them is work that can be dealt out, to threads or to ranks.
+Opening a checkpoint reads no values. Hashing them is a list of pieces that threads or ranks share.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from moefold.checkpoint.format.boxes import Box, element_count
 from moefold.checkpoint.format.ledger import (
     HashPiece,
     Ledger,
+    LedgerEntry,
     TensorSpec,
     compare_ledgers,
     hash_pieces,
@@ -32,88 +33,130 @@ from moefold.checkpoint.format.manifest import (
     read_manifest,
     tensor_data_files,
 )
-from moefold.checkpoint.format.reader import BoxReader, ChunkIndex, read_chunk_index
+from moefold.checkpoint.format.reader import BoxReader, ChunkIndex, StoredChunk, read_chunk_index
 from moefold.checkpoint.format.storage import StoragePath
 from moefold.config.errors import printable_text
 
-MOST_CLAIMED = 1 << 10  # times the values that are there: a ledger that claims more of a tensor is not believed
+MOST_CLAIMED = 1 << 10  # a ledger that claims more than this many times a tensor's stored values is not believed
 
 HashWork = list[tuple[str, HashPiece]]
-FoundDigests = Mapping[tuple[str, int], bytes | None]
+FoundDigests = Mapping[tuple[str, int], bytes | None]  # by tensor and first element of the piece
 
 
 @dataclass(frozen=True)
 class OpenedCheckpoint:
-    """A checkpoint whose files are all there. `problems`: what is known to be wrong with it before values are read."""
+    """A checkpoint whose files are all there. `problems`: what is known to be wrong before any value is read."""
 
     path: StoragePath
     manifest: dict[str, Any]
     state: dict[str, Any]
     ledger: Ledger
     index: ChunkIndex
-    shapes: dict[str, TensorSpec]
+    specs: dict[str, TensorSpec]
     problems: tuple[str, ...] = ()
 
     def box_reader(self) -> BoxReader:
-        return BoxReader(self.path, self.index, self.shapes)
+        return BoxReader(self.path, self.index, self.specs)
 
-    def work(self) -> HashWork:
-        """Every piece there is to hash."""
-        return [(name, piece) for name in sorted(self.index) for piece in hash_pieces(self.shapes[name])]
+    def pieces_to_hash(self) -> HashWork:
+        """Every piece of every stored tensor, with the tensor's name."""
+        pieces: HashWork = []
+        for name in sorted(self.index):
+            spec = self.specs[name]
+            pieces += [(name, piece) for piece in hash_pieces(spec)]
+        return pieces
 
     def raise_if_damaged(self, digests: FoundDigests) -> None:
-        """Raise what is wrong, now that the values are hashed."""
-        empty = [name for name, entry in self.ledger.items() if 0 in entry.shape]  # of these nothing is stored
-        by_name: dict[str, dict[int, bytes | None]] = {name: {} for name in (*self.index, *empty)}
-        for (name, first), found in digests.items():
-            by_name[name][first] = found
-        found = {name: ledger_entry(self.shapes[name], pieces) for name, pieces in by_name.items()}
-        if problems := [*self.problems, *(each.text for each in compare_ledgers(self.ledger, found))]:
+        """Compare the digests of all pieces with the ledger, and raise every problem."""
+        by_name: dict[str, dict[int, bytes | None]] = {name: {} for name in self.index}
+        for (name, first), digest in digests.items():
+            by_name[name][first] = digest
+        # Nothing is stored of tensors without elements: they are intact.
+        for name, entry in self.ledger.items():
+            if 0 in entry.shape:
+                by_name.setdefault(name, {})
+        actual: Ledger = {}
+        for name, pieces in by_name.items():
+            actual[name] = ledger_entry(self.specs[name], pieces)
+        differences = compare_ledgers(self.ledger, actual)
+        problems = [*self.problems, *(difference.text for difference in differences)]
+        if problems:
             raise DamagedCheckpoint(*problems)
 
 
 def stored_specs(ledger: Ledger, index: ChunkIndex) -> dict[str, TensorSpec]:
-    """What the files hold, by their own headers; the whole shapes are the ledger's where chunks lie inside of these."""
+    """The spec of every tensor: the dtype from the files' headers, the shape from the ledger where the chunks fit it,
+    otherwise from the chunks."""
     lost = [entry for name, entry in ledger.items() if name not in index]
-    found = {name: entry.what for name, entry in ledger.items()}
+    specs = {name: entry.spec for name, entry in ledger.items()}
     for name, chunks in index.items():
-        entry, held = ledger.get(name), sum(element_count(chunk.box) for chunk in chunks)
         if len({len(chunk.box) for chunk in chunks}) > 1:
             raise DamagedCheckpoint(f'chunks of "{printable_text(name)}" are of different dims')
-        if (
-            entry
-            and all(box_fits_shape(chunk.box, entry.shape) for chunk in chunks)
-            and prod(entry.shape) <= MOST_CLAIMED * held
-        ):
-            found[name] = TensorSpec(chunks[0].dtype, entry.shape, entry.experts is not None)
-            continue
-        shape = tuple(max(map(sum, ranges)) for ranges in zip(*(chunk.box for chunk in chunks), strict=True))
-        if prod(shape) != held:
-            raise DamagedCheckpoint(f'chunks of "{printable_text(name)}" hold {held} values, and do not make a tensor')
-        alike = [each for each in ([entry] if entry else lost) if each.shape[1:] == shape[1:]]
-        found[name] = TensorSpec(chunks[0].dtype, shape, any(each.experts is not None for each in alike))
-    return found
+        entry = ledger.get(name)
+        if entry and chunks_fit_entry(chunks, entry):
+            specs[name] = entry.spec._replace(dtype=chunks[0].dtype)
+        else:
+            # Renamed or reshaped: a lost tensor of the same inner shape says whether dim 0 counts experts.
+            specs[name] = spec_from_chunks(name, chunks, [entry] if entry else lost)
+    return specs
+
+
+def chunks_fit_entry(chunks: Sequence[StoredChunk], entry: LedgerEntry) -> bool:
+    inside = all(box_fits_shape(chunk.box, entry.shape) for chunk in chunks)
+    return inside and prod(entry.shape) <= MOST_CLAIMED * stored_elements(chunks)
+
+
+def spec_from_chunks(name: str, chunks: Sequence[StoredChunk], candidates: Sequence[LedgerEntry]) -> TensorSpec:
+    """The spec of a tensor that is exactly these chunks."""
+    ranges_by_dim = zip(*(chunk.box for chunk in chunks), strict=True)
+    shape = tuple(max(map(sum, ranges)) for ranges in ranges_by_dim)
+    stored = stored_elements(chunks)
+    if prod(shape) != stored:
+        raise DamagedCheckpoint(f'chunks of "{printable_text(name)}" hold {stored} values, and do not make a tensor')
+    stacked = False
+    for entry in candidates:
+        if entry.shape[1:] == shape[1:] and entry.experts is not None:
+            stacked = True
+    return TensorSpec(chunks[0].dtype, shape, stacked)
+
+
+def stored_elements(chunks: Sequence[StoredChunk]) -> int:
+    return sum(element_count(chunk.box) for chunk in chunks)
 
 
 def box_fits_shape(box: Box, shape: Sequence[int]) -> bool:
-    return len(box) == len(shape) and all(sum(ranges) <= size for ranges, size in zip(box, shape, strict=True))
+    if len(box) != len(shape):
+        return False
+    ends = map(sum, box)
+    return all(end <= size for end, size in zip(ends, shape, strict=True))
 
 
 def open_checkpoint(path: StoragePath) -> OpenedCheckpoint:
-    """All files are there, of their size, and what is not a value is as it was written; or Damaged."""
+    """Check that all files are there and of their size, and that all but the values is as it was written. Raises
+    DamagedCheckpoint otherwise."""
     manifest = read_manifest(path)
     files = listed_files(manifest)
-    if problems := [problem for name, (size, _) in files.items() if (problem := file_problem(path, name, size))]:
-        raise DamagedCheckpoint(*problems)
-    ledger = parse_ledger(read_verified(path, LEDGER_FILE, files[LEDGER_FILE][1]))
-    state = parse_run_state(read_verified(path, STATE_FILE, files[STATE_FILE][1]))
-    headers = {name: files[name][1] for name in tensor_data_files(files)}
+    file_problems: list[str] = []
+    sha256: dict[str, str] = {}
+    # Names, links and sizes first: no file is opened before they are right.
+    for name, (size, digest) in files.items():
+        sha256[name] = digest
+        problem = file_problem(path, name, size)
+        if problem:
+            file_problems.append(problem)
+    if file_problems:
+        raise DamagedCheckpoint(*file_problems)
+    ledger = parse_ledger(read_verified(path, LEDGER_FILE, sha256[LEDGER_FILE]))
+    state = parse_run_state(read_verified(path, STATE_FILE, sha256[STATE_FILE]))
+    # Of the files of tensors only the headers are read here.
+    headers = {name: sha256[name] for name in tensor_data_files(files)}
     index, problems = read_chunk_index(path, headers)
-    return OpenedCheckpoint(path, manifest, state, ledger, index, stored_specs(ledger, index), tuple(problems))
+    specs = stored_specs(ledger, index)
+    return OpenedCheckpoint(path, manifest, state, ledger, index, specs, tuple(problems))
 
 
 def file_problem(folder: StoragePath, name: str, size: int) -> str | None:
-    """What is wrong with a file before it is opened."""
+    """The problem of a file that can be seen without opening it."""
     if "/" in name or "\0" in name or name in ("", ".", ".."):
         return f"{name!r} is no name of a file"
     file = folder / name
@@ -121,8 +164,10 @@ def file_problem(folder: StoragePath, name: str, size: int) -> str | None:
         return f"{name} is a link; expected the file itself"
     if not file.is_file():
         return f"{name} is missing"
-    there = file.stat().st_size
-    return f"{name} has {there} bytes; expected {size}" if there != size else None
+    actual = file.stat().st_size
+    if actual != size:
+        return f"{name} has {actual} bytes; expected {size}"
+    return None
 
 
 def read_verified(folder: StoragePath, name: str, sha256: str) -> bytes:
@@ -143,15 +188,19 @@ def parse_run_state(raw: bytes) -> dict[str, Any]:
 
 
 def hash_stored_pieces(opened: OpenedCheckpoint, work: HashWork) -> dict[tuple[str, int], bytes | None]:
-    """The digests of these pieces, as the files have them now."""
+    """The digests of these pieces, read from the files."""
     reader = opened.box_reader()
+    names = [name for name, _ in work]
+    pieces = [piece for _, piece in work]
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-        found = pool.map(lambda each: reader.digest(*each), work)
-        return {(name, piece.first): each for (name, piece), each in zip(work, found, strict=True)}
+        digests = pool.map(reader.piece_digest, names, pieces)
+        keys = zip(names, (piece.first for piece in pieces), strict=True)
+        return dict(zip(keys, digests, strict=True))
 
 
 def verify_checkpoint(path: StoragePath) -> OpenedCheckpoint:
-    """The checkpoint, if every byte of it is as it was written; or Damaged, with all that is wrong."""
+    """Open a checkpoint and hash every byte of it. Raises DamagedCheckpoint with all problems."""
     opened = open_checkpoint(path)
-    opened.raise_if_damaged(hash_stored_pieces(opened, opened.work()))
+    digests = hash_stored_pieces(opened, opened.pieces_to_hash())
+    opened.raise_if_damaged(digests)
     return opened

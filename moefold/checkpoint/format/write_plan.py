@@ -1,7 +1,7 @@
-"""Who writes what: every element of every logical tensor once, by a rank that holds it, as evenly as possible.
+"""The write plan of a checkpoint: every element of every logical tensor is written once, by a rank that holds it, with
+the bytes spread over ranks as evenly as possible. Torch-free.
 
-Every rank knows what all hold, so all make the same plan; it serves as long as nobody's holdings change.
-Torch-free.
+Every rank gets the holdings of all ranks and computes the same plan. The plan stays valid while holdings stay the same.
 """
 
 from __future__ import annotations
@@ -11,66 +11,108 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
-from moefold.checkpoint.format.boxes import Box, contiguous_range, element_count
+from moefold.checkpoint.format.boxes import Box, Range, contiguous_range, element_count
 from moefold.checkpoint.format.ledger import HashPiece, TensorSpec, hash_pieces
 
-RankHoldings = Mapping[str, tuple[TensorSpec, Sequence[Box]]]  # what one rank holds: of each tensor some boxes
+RankHoldings = Mapping[str, tuple[TensorSpec, Sequence[Box]]]  # of one rank: for each tensor the boxes that it holds
+ChunkKey = tuple[str, Box]  # a box of a tensor
+WrittenBox = tuple[Box, int]  # a box and the rank that writes it
 
 
 @dataclass(frozen=True)
 class WritePlan:
-    shapes: dict[str, TensorSpec]
-    chunks: dict[str, list[tuple[Box, int]]] = field(default_factory=dict)  # of each tensor: boxes and their writers
+    specs: dict[str, TensorSpec]
+    chunks: dict[str, list[WrittenBox]] = field(default_factory=dict)  # by tensor
 
     @property
     def bytes(self) -> int:
-        return sum(what.bytes for what in self.shapes.values())
+        return sum(spec.bytes for spec in self.specs.values())
 
-    def of(self, rank: int) -> list[tuple[str, Box]]:
-        """What a rank writes, wide elements first, so that all are aligned."""
-        mine = [(name, box) for name, chunks in self.chunks.items() for box, writer in chunks if writer == rank]
-        return sorted(mine, key=lambda chunk: (-self.shapes[chunk[0]].itemsize, *chunk))
+    def chunks_of_rank(self, rank: int) -> list[ChunkKey]:
+        """The chunks that a rank writes, those of wide elements first, so that all are aligned."""
+        mine: list[ChunkKey] = []
+        for name, chunks in self.chunks.items():
+            for box, writer in chunks:
+                if writer == rank:
+                    mine.append((name, box))
+        return sorted(mine, key=self.file_order)
+
+    def file_order(self, chunk: ChunkKey) -> tuple[int, str, Box]:
+        name, box = chunk
+        return -self.specs[name].itemsize, name, box
 
     def split_pieces(self) -> Iterator[tuple[str, HashPiece]]:
-        """Pieces that no rank writes in one run: they are hashed from the files."""
-        for name, what in self.shapes.items():
-            runs = sorted(run for box, _ in self.chunks[name] if (run := contiguous_range(box, what.shape)))
+        """Pieces that no chunk contains as one contiguous run: these are hashed from the files."""
+        for name, spec in self.specs.items():
+            runs = self.contiguous_runs(name)
             starts = [first for first, _ in runs]
-            for piece in hash_pieces(what):
-                before = bisect_right(starts, piece.first) - 1
-                if before < 0 or sum(runs[before]) < piece.last:
+            for piece in hash_pieces(spec):
+                # The last run that begins at or before the piece is the only one that can contain it.
+                candidate = bisect_right(starts, piece.first) - 1
+                if candidate < 0 or sum(runs[candidate]) < piece.last:
                     yield name, piece
 
+    def contiguous_runs(self, name: str) -> list[Range]:
+        """(first, count) of every chunk of a tensor that is contiguous in the flattened tensor, sorted."""
+        shape = self.specs[name].shape
+        runs: list[Range] = []
+        for box, _ in self.chunks[name]:
+            run = contiguous_range(box, shape)
+            if run:
+                runs.append(run)
+        return sorted(runs)
 
-def assign_writers(held: Sequence[RankHoldings]) -> WritePlan:
-    """What each rank writes. Boxes that several ranks hold go to the one that has the least so far."""
-    shapes = {name: what for holdings in held for name, (what, _) in holdings.items()}
-    holders: dict[tuple[str, Box], list[int]] = {}
-    for rank, holdings in enumerate(held):
-        for name, (what, boxes) in holdings.items():
-            if what != shapes[name]:
-                raise ValueError(f'"{name}" is {what} on rank {rank} and {shapes[name]} on another')
-            for box in filter(element_count, boxes):
-                holders.setdefault((name, box), []).append(rank)
-    plan, load = WritePlan(dict(sorted(shapes.items())), {name: [] for name in shapes}), [0] * len(held)
-    sized = {(name, box): element_count(box) * shapes[name].itemsize for name, box in holders}
-    for name, box in sorted(holders, key=lambda chunk: (-sized[chunk], *chunk)):
-        writer = min(holders[name, box], key=lambda rank: load[rank])
-        load[writer] += sized[name, box]
-        plan.chunks[name].append((box, writer))
-    for name, what in shapes.items():
-        written = sum(element_count(box) for box, _ in plan.chunks[name])
-        if written != prod(what.shape):
-            raise ValueError(f'ranks hold {written} of {prod(what.shape)} values of "{name}"')
+
+def assign_writers(holdings: Sequence[RankHoldings]) -> WritePlan:
+    """The plan for these holdings, one entry per rank. A box that several ranks hold goes to the one that has the
+    fewest bytes so far."""
+    specs: dict[str, TensorSpec] = {}
+    for held in holdings:
+        for name, (spec, _) in held.items():
+            specs[name] = spec
+    holders = holders_of_boxes(holdings, specs)
+    sized_chunks: list[tuple[int, str, Box]] = []
+    for name, box in holders:
+        size = element_count(box) * specs[name].itemsize
+        sized_chunks.append((-size, name, box))
+    chunks: dict[str, list[WrittenBox]] = {name: [] for name in specs}
+    load = [0] * len(holdings)  # bytes of each rank
+    # Largest first: the small ones at the end even out the load.
+    for negative_size, name, box in sorted(sized_chunks):
+        writer = min(holders[name, box], key=load.__getitem__)
+        load[writer] -= negative_size
+        chunks[name].append((box, writer))
+    plan = WritePlan(dict(sorted(specs.items())), chunks)
+    require_complete(plan)
     return plan
 
 
-def pieces_inside_box(box: Box, what: TensorSpec) -> Iterator[tuple[HashPiece, int]]:
-    """The pieces of a tensor that lie in a box as one run each, with the place in the box where each begins."""
-    run = contiguous_range(box, what.shape)
+def holders_of_boxes(holdings: Sequence[RankHoldings], specs: Mapping[str, TensorSpec]) -> dict[ChunkKey, list[int]]:
+    holders: dict[ChunkKey, list[int]] = {}
+    for rank, held in enumerate(holdings):
+        for name, (spec, boxes) in held.items():
+            if spec != specs[name]:
+                raise ValueError(f'"{name}" is {spec} on rank {rank} and {specs[name]} on another')
+            for box in filter(element_count, boxes):
+                holders.setdefault((name, box), []).append(rank)
+    return holders
+
+
+def require_complete(plan: WritePlan) -> None:
+    for name, spec in plan.specs.items():
+        boxes = [box for box, _ in plan.chunks[name]]
+        written = sum(map(element_count, boxes))
+        expected = prod(spec.shape)
+        if written != expected:
+            raise ValueError(f'ranks hold {written} of {expected} values of "{name}"')
+
+
+def pieces_inside_box(box: Box, spec: TensorSpec) -> Iterator[tuple[HashPiece, int]]:
+    """The pieces of a tensor that a box contains as one contiguous run, with the offset of each in the box."""
+    run = contiguous_range(box, spec.shape)
     if run is None:
         return
     first, last = run[0], sum(run)
-    for piece in hash_pieces(what):
+    for piece in hash_pieces(spec):
         if first <= piece.first and piece.last <= last:
             yield piece, piece.first - first

@@ -1,4 +1,4 @@
-"""config.json read with care: every key is used, known to change nothing, or refused by name. Torch-free."""
+"""Options of config.json: every key is used, known to be harmless, or refused by name. Torch-free."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from typing import Any
 
 from moefold.config.errors import UserError, printable_text
 
-# Keys that say nothing about what is computed in training: where a model came from, how text is generated with it, and
-# what libraries keep for themselves.
+# Keys without effect on training: a model's origin, text generation, and bookkeeping of libraries.
 HARMLESS_KEYS = {
     "architectures",
     "auto_map",
@@ -42,25 +41,27 @@ HARMLESS_KEYS = {
 
 
 class ConfigOptions:
-    """What is not taken by the end is refused."""
+    """The options of a config.json. A family takes those that it has; `refuse_leftovers` refuses the others."""
 
     def __init__(self, raw: Mapping[str, Any], where: str):
         self.left = {name: value for name, value in raw.items() if value is not None}
-        self.where = where
+        self.where = where  # for messages: the path of the file
         self.problems: list[str] = []
 
-    def take(self, *names: str, default: Any = None) -> Any:
-        """The value under the first of these names that is there, and no longer any of the others."""
-        found = [self.left.pop(name) for name in names if name in self.left]
-        if not found and default is None:
-            self.problems.append(f'{self.where} has no "{names[0]}", which this family needs')
-        if any(other != found[0] for other in found[1:]):
-            self.problems.append(f"{self.where}: {' and '.join(names)} are one option, but have different values")
-        return found[0] if found else default
+    def take_value(self, *names: str, default: Any = None) -> Any:
+        """The value of an option, which may have several names. All of its names count as taken."""
+        values = [self.left.pop(name) for name in names if name in self.left]
+        if not values:
+            if default is None:
+                self.problems.append(f'{self.where} has no "{names[0]}", which this family needs')
+            return default
+        if any(value != values[0] for value in values[1:]):
+            self.add_problem(f"{' and '.join(names)} are one option, but have different values")
+        return values[0]
 
-    def count(self, name: str, most: int) -> int:
-        """A number of things that are gone through one by one: at least 1, and no more than makes sense."""
-        value = self.take(name)
+    def take_count(self, name: str, most: int) -> int:
+        """A number of layers or heads, over which tables loop: at least 1, and at most a plausible number."""
+        value = self.take_value(name)
         if type(value) is int and 1 <= value <= most:
             return value
         if value is not None:
@@ -68,17 +69,16 @@ class ConfigOptions:
         return 1
 
     def take_optional(self, name: str) -> Any:
-        """The value, or None."""
+        """The value of an option, or None if it is absent."""
         return self.left.pop(name, None)
 
     def require_value(self, name: str, *legal: Any, why: str) -> None:
-        """Refuse any value but these; an option that is not there is as the first of them."""
+        """Refuse any value but the legal ones. An absent option has the first of them."""
         value = self.left.pop(name, legal[0])
-        if value not in legal or isinstance(value, bool) != isinstance(legal[0], bool):
+        same_kind = isinstance(value, bool) == isinstance(legal[0], bool)
+        if value not in legal or not same_kind:
             expected = " or ".join(map(str, legal))
-            self.problems.append(
-                f"{self.where}: {name} = {show_value(value)} is not supported ({why}); expected {expected}"
-            )
+            self.add_problem(f"{name} = {show_value(value)} is not supported ({why}); expected {expected}")
 
     def ignore_keys(self, names: Iterable[str]) -> None:
         for name in names:
@@ -87,17 +87,21 @@ class ConfigOptions:
     def add_problem(self, text: str) -> None:
         self.problems.append(f"{self.where}: {text}")
 
-    def finish(self) -> None:
-        """Refuse all that is wrong, and all that nobody took."""
+    def refuse_leftovers(self) -> None:
+        """Raise all problems, and refuse every option that was not taken."""
         self.ignore_keys(HARMLESS_KEYS)
-        unknown = [
-            f"{self.where}: {printable_text(str(name))} = {show_value(value)} is not supported; "
-            "moefold does not know what it changes, so it does not ignore it"
-            for name, value in self.left.items()
-        ]
-        if self.problems or unknown:
-            raise UserError(*self.problems, *unknown)
+        for name, value in self.left.items():
+            shown = printable_text(str(name))
+            self.add_problem(
+                f"{shown} = {show_value(value)} is not supported; "
+                "moefold does not know what it changes, so it does not ignore it"
+            )
+        if self.problems:
+            raise UserError(*self.problems)
 
 
 def show_value(value: Any) -> str:
-    return printable_text(str(value).lower() if isinstance(value, bool) else str(value))
+    text = str(value)
+    if isinstance(value, bool):
+        text = text.lower()
+    return printable_text(text)

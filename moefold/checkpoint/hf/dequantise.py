@@ -1,4 +1,4 @@
-"""Weights that files hold in few bits, made whole as they are read.
+"""Dequantisation of fp8 and mxfp4 weights, box by box, as they are read.
 
 fp8     "X.weight" in F8_E4M3 and "X.weight_scale_inv", one factor for each block of 128 x 128
 mxfp4   "X_blocks" (..., rows, n, 16) with two 4-bit numbers a byte and "X_scales" (..., rows, n): n blocks of 32
@@ -12,114 +12,142 @@ from dataclasses import dataclass
 
 import torch
 
-from moefold.checkpoint.format.boxes import Range
-from moefold.checkpoint.hf.model_folder import StoredTensor
+from moefold.checkpoint.format.boxes import Box, Range
+from moefold.checkpoint.format.safetensors_header import StoredTensor
 
-FP8_BLOCK = 128
-FP8_SCALE_SUFFIX, MXFP4_BLOCKS_SUFFIX, MXFP4_SCALES_SUFFIX = "_scale_inv", "_blocks", "_scales"
-DERIVED_SUFFIX = (
-    ".rotary_emb.inv_freq"  # what older files keep though it follows from config.json, which is what is read
-)
-FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-RawFetch = Callable[[str, tuple[Range, ...]], torch.Tensor]
+FP8_BLOCK = 128  # rows, and columns
+MXFP4_BLOCK = 32  # numbers
+MXFP4_BYTES = 16  # of a block
+EXPONENT_BIAS = 127  # of the powers of two
+FP8_SCALE_SUFFIX = "_scale_inv"
+MXFP4_BLOCKS_SUFFIX = "_blocks"
+MXFP4_SCALES_SUFFIX = "_scales"
+DERIVED_SUFFIX = ".rotary_emb.inv_freq"  # stored by older files; it follows from config.json
+FP4_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+FP4_VALUES = (*FP4_MAGNITUDES, *(-value for value in FP4_MAGNITUDES))  # by code; the highest bit is the sign
+
+RawFetch = Callable[[str, Box], torch.Tensor]  # a box of the stored tensor of that name
 
 
 @dataclass(frozen=True)
 class DequantisedTensor:
-    """A tensor as it is once its quantisation is undone."""
+    """A tensor as it is after dequantisation. `problem` says why its stored form cannot be read; empty: it can."""
 
     shape: tuple[int, ...]
     dtype: str
-    fetch_box: Callable[[tuple[Range, ...]], torch.Tensor]
+    fetch_box: Callable[[Box], torch.Tensor]
+    problem: str = ""
 
 
 def dequantised_tensors(
     tensors: dict[str, StoredTensor], raw: RawFetch
 ) -> tuple[dict[str, DequantisedTensor], list[str]]:
-    """Every tensor under its own name, the factors gone into it; and what is wrong with factors and blocks."""
+    """Every tensor under its own name, scales applied; and the problems of scales and blocks."""
     found: dict[str, DequantisedTensor] = {}
     problems: list[str] = []
     for name, stored in tensors.items():
-        if name.endswith(DERIVED_SUFFIX):
-            continue
-        if (
-            name.endswith(MXFP4_SCALES_SUFFIX)
-            and name.removesuffix(MXFP4_SCALES_SUFFIX) + MXFP4_BLOCKS_SUFFIX in tensors
-        ):
-            continue
-        if name.endswith(FP8_SCALE_SUFFIX) and name.removesuffix(FP8_SCALE_SUFFIX) in tensors:
+        if name.endswith(DERIVED_SUFFIX) or is_scale_tensor(name, tensors):
             continue
         if name.endswith(MXFP4_BLOCKS_SUFFIX):
-            whole, problem = dequantised_mxfp4(
-                name, stored, tensors.get(name.removesuffix(MXFP4_BLOCKS_SUFFIX) + MXFP4_SCALES_SUFFIX), raw
-            )
-            found[name.removesuffix(MXFP4_BLOCKS_SUFFIX)] = whole
+            scales = tensors.get(mxfp4_scales_name(name))
+            tensor = dequantised_mxfp4(name, stored, scales, raw)
         elif stored.dtype == "F8_E4M3" or name + FP8_SCALE_SUFFIX in tensors:
-            found[name], problem = dequantised_fp8(name, stored, tensors.get(name + FP8_SCALE_SUFFIX), raw)
+            scales = tensors.get(name + FP8_SCALE_SUFFIX)
+            tensor = dequantised_fp8(name, stored, scales, raw)
         else:
-            found[name], problem = DequantisedTensor(stored.shape, stored.dtype, fetch_unquantised(name, raw)), ""
-        problems += [problem] if problem else []
+            tensor = unquantised_tensor(name, stored, raw)
+        found[name.removesuffix(MXFP4_BLOCKS_SUFFIX)] = tensor
+        if tensor.problem:
+            problems.append(tensor.problem)
     return found, problems
 
 
-def fetch_unquantised(name: str, raw: RawFetch) -> Callable[[tuple[Range, ...]], torch.Tensor]:
-    return lambda box: raw(name, box)
+def is_scale_tensor(name: str, tensors: dict[str, StoredTensor]) -> bool:
+    """Whether a tensor holds the scales of another one that is there."""
+    if name.endswith(MXFP4_SCALES_SUFFIX):
+        blocks = name.removesuffix(MXFP4_SCALES_SUFFIX) + MXFP4_BLOCKS_SUFFIX
+        return blocks in tensors
+    return name.endswith(FP8_SCALE_SUFFIX) and name.removesuffix(FP8_SCALE_SUFFIX) in tensors
 
 
-def dequantised_fp8(
-    name: str, stored: StoredTensor, scale: StoredTensor | None, raw: RawFetch
-) -> tuple[DequantisedTensor, str]:
+def mxfp4_scales_name(blocks: str) -> str:
+    return blocks.removesuffix(MXFP4_BLOCKS_SUFFIX) + MXFP4_SCALES_SUFFIX
+
+
+def unquantised_tensor(name: str, stored: StoredTensor, raw: RawFetch) -> DequantisedTensor:
+    def fetch_stored(box: Box) -> torch.Tensor:
+        return raw(name, box)
+
+    return DequantisedTensor(stored.shape, stored.dtype, fetch_stored)
+
+
+def dtype_and_shape(stored: StoredTensor | None) -> str:
+    if stored is None:
+        return "nothing"
+    return f"{stored.dtype} {list(stored.shape)}"
+
+
+def covering_blocks(start: int, size: int, block: int) -> Range:
+    """The range of blocks that covers a range of elements."""
+    first = start // block
+    last = -(-(start + size) // block)
+    return first, last - first
+
+
+def dequantised_fp8(name: str, stored: StoredTensor, scales: StoredTensor | None, raw: RawFetch) -> DequantisedTensor:
     expected = tuple(-(-size // FP8_BLOCK) for size in stored.shape)
+    is_matrix = stored.dtype == "F8_E4M3" and len(expected) == 2
     problem = ""
-    if scale is None or stored.dtype != "F8_E4M3" or len(expected) != 2 or scale.shape != expected:
-        there = f"{scale.dtype} {list(scale.shape)}" if scale else "nothing"
+    if scales is None or not is_matrix or scales.shape != expected:
         problem = (
-            f'"{name}" is {stored.dtype} {list(stored.shape)} and "{name}{FP8_SCALE_SUFFIX}" is {there}; '
+            f'"{name}" is {dtype_and_shape(stored)} and "{name}{FP8_SCALE_SUFFIX}" is {dtype_and_shape(scales)}; '
             f"expected F8_E4M3 in two dims and factors of shape {list(expected)}"
         )
 
-    def fetch_dequantised(box: tuple[Range, ...]) -> torch.Tensor:
-        around = tuple(
-            (start // FP8_BLOCK, -(-(start + size) // FP8_BLOCK) - start // FP8_BLOCK) for start, size in box
-        )
-        factors = raw(name + FP8_SCALE_SUFFIX, around).float()
+    def fetch_dequantised(box: Box) -> torch.Tensor:
+        blocks = tuple(covering_blocks(start, size, FP8_BLOCK) for start, size in box)
+        factors = raw(name + FP8_SCALE_SUFFIX, blocks).float()
+        # One factor per element, of the blocks around the box, cut to the box.
         for dim, (start, size) in enumerate(box):
-            factors = factors.repeat_interleave(FP8_BLOCK, dim).narrow(dim, start % FP8_BLOCK, size)
+            repeated = factors.repeat_interleave(FP8_BLOCK, dim)
+            factors = repeated.narrow(dim, start % FP8_BLOCK, size)
         return raw(name, box).float() * factors
 
-    return DequantisedTensor(stored.shape, "F32", fetch_dequantised), problem
+    return DequantisedTensor(stored.shape, "F32", fetch_dequantised, problem)
 
 
-def dequantised_mxfp4(
-    name: str, blocks: StoredTensor, scales: StoredTensor | None, raw: RawFetch
-) -> tuple[DequantisedTensor, str]:
+def dequantised_mxfp4(name: str, blocks: StoredTensor, scales: StoredTensor | None, raw: RawFetch) -> DequantisedTensor:
+    *scales_shape, _ = blocks.shape or (0,)
+    last_dim = blocks.shape[-1:]
+    sound_blocks = blocks.dtype == "U8" and last_dim == (MXFP4_BYTES,)
     problem = ""
-    if scales is None or blocks.dtype != "U8" or blocks.shape[-1:] != (16,) or scales.shape != blocks.shape[:-1]:
-        there = f"{scales.dtype} {list(scales.shape)}" if scales else "nothing"
+    if scales is None or not sound_blocks or scales.shape != tuple(scales_shape):
         problem = (
-            f'"{name}" is {blocks.dtype} {list(blocks.shape)} and its scales are {there}; '
-            f"expected U8, blocks of 16 bytes, and scales of shape {list(blocks.shape[:-1])}"
+            f'"{name}" is {dtype_and_shape(blocks)} and its scales are {dtype_and_shape(scales)}; '
+            f"expected U8, blocks of 16 bytes, and scales of shape {scales_shape}"
         )
-    *stacked, rows, count = blocks.shape[:-1] or (0, 0)
+    *outer_shape, rows, count = scales_shape or (0, 0)
 
-    def fetch_dequantised(box: tuple[Range, ...]) -> torch.Tensor:
-        *outer, (start, size), across = box  # theirs, which is the transposed: blocks lie along the next to last dim
-        first, last = start // 32, -(-(start + size) // 32)
-        around = (*outer, across, (first, last - first))
-        codes, powers = (
-            raw(name, (*around, (0, 16))),
-            raw(name.removesuffix(MXFP4_BLOCKS_SUFFIX) + MXFP4_SCALES_SUFFIX, around),
-        )
-        values = decode_mxfp4(codes, powers)
-        return values.transpose(-1, -2).narrow(-2, start - first * 32, size)
+    def fetch_dequantised(box: Box) -> torch.Tensor:
+        # The box is of the transposed tensor: blocks are along its next to last dim.
+        *outer, (start, size), columns = box
+        first, blocks_needed = covering_blocks(start, size, MXFP4_BLOCK)
+        scales_box = (*outer, columns, (first, blocks_needed))
+        codes = raw(name, (*scales_box, (0, MXFP4_BYTES)))
+        powers = raw(mxfp4_scales_name(name), scales_box)
+        values = decode_mxfp4(codes, powers).transpose(-1, -2)
+        return values.narrow(-2, start - first * MXFP4_BLOCK, size)
 
-    return DequantisedTensor((*stacked, 32 * count, rows), "F32", fetch_dequantised), problem
+    shape = (*outer_shape, MXFP4_BLOCK * count, rows)
+    return DequantisedTensor(shape, "F32", fetch_dequantised, problem)
 
 
 def decode_mxfp4(codes: torch.Tensor, powers: torch.Tensor) -> torch.Tensor:
-    """(..., n, 16) bytes and (..., n) powers of two, biased by 127 -> (..., 32 n). The lower half of a byte is first.
-    Every value is one that bf16 has."""
+    """(..., n, 16) bytes and (..., n) biased powers of two -> (..., 32 n). The low four bits of a byte come first.
+    bf16 represents every value exactly."""
     table = torch.tensor(FP4_VALUES, dtype=torch.float32)
-    pairs = torch.stack((codes & 15, codes >> 4), dim=-1).long()
-    values = torch.ldexp(table[pairs], (powers.int() - 127)[..., None, None])
+    low, high = codes & 15, codes >> 4
+    pairs = torch.stack((low, high), dim=-1).long()
+    exponents = powers.int() - EXPONENT_BIAS
+    values = torch.ldexp(table[pairs], exponents[..., None, None])
     return values.flatten(-3)

@@ -1,7 +1,7 @@
-"""What a family of models is to the bridge: how to read its config.json, write it, and its table of names. Torch-free.
+"""A family of Hugging Face models: how its config.json is read and written, and its name table. Torch-free.
 
-`read` gives our keys below `model.`, `write` the options of config.json; reading what was written gives back the same
-model, and that is how an export finds out whether a family has a place for everything a model has.
+`read` returns our keys below `model.`, `write` the options of config.json. Reading what was written must give the same
+model: that is how an export finds out whether a family has an option for everything in a model.
 """
 
 from __future__ import annotations
@@ -15,10 +15,12 @@ from moefold.checkpoint.hf.name_table import NameTable
 from moefold.checkpoint.hf.rope_options import read_rope_options, write_rope_options
 from moefold.config.run import ModelConfig
 
+FULL, SLIDING = "full_attention", "sliding_attention"  # values of layer_types
+
 
 @dataclass(frozen=True)
 class ModelFamily:
-    """`kind` is model_type in config.json. A `dense` family has no experts: it is there to be upcycled."""
+    """`kind` is model_type in config.json. A `dense` family has no experts: it is read only, for upcycling."""
 
     kind: str
     architecture: str
@@ -31,17 +33,17 @@ class ModelFamily:
 def read_common_options(
     options: ConfigOptions, theta: float, eps: float, latent: bool = False, partial: bool = False
 ) -> dict[str, Any]:
-    """What every family has: sizes of the stream, the head, norms, positions, and what must be as it always is."""
+    """The options of every family: sizes, norms, positions, and those that must have one value."""
     options.require_value("hidden_act", "silu", why="experts and MLPs are gated by SiLU")
     options.require_value("attention_dropout", 0.0, 0, why="there is no dropout")
     return {
-        "layers": options.count("num_hidden_layers", most=10_000),
-        "hidden": options.take("hidden_size"),
-        "vocab": options.take("vocab_size"),
-        "norm_eps": options.take("rms_norm_eps", default=eps),
-        "tied_head": options.take("tie_word_embeddings", default=False),
-        "init_std": options.take("initializer_range", default=0.02),
-        "attention.heads": options.count("num_attention_heads", most=4096),
+        "layers": options.take_count("num_hidden_layers", most=10_000),
+        "hidden": options.take_value("hidden_size"),
+        "vocab": options.take_value("vocab_size"),
+        "norm_eps": options.take_value("rms_norm_eps", default=eps),
+        "tied_head": options.take_value("tie_word_embeddings", default=False),
+        "init_std": options.take_value("initializer_range", default=0.02),
+        "attention.heads": options.take_count("num_attention_heads", most=4096),
         **read_rope_options(options, theta, latent, partial),
     }
 
@@ -62,11 +64,12 @@ def write_common_options(model: ModelConfig) -> dict[str, Any]:
 
 
 def read_gqa_heads(options: ConfigOptions, values: dict[str, Any]) -> dict[str, Any]:
-    """Grouped heads; without a width of their own they share the stream's."""
+    """Grouped-query heads. Without a head_dim, the heads divide the hidden size."""
     heads = values["attention.heads"]
+    head_dim = values["hidden"] // heads
     return {
-        "attention.kv_heads": options.take("num_key_value_heads", default=heads),
-        "attention.head_dim": options.take("head_dim", default=values["hidden"] // heads),
+        "attention.kv_heads": options.take_value("num_key_value_heads", default=heads),
+        "attention.head_dim": options.take_value("head_dim", default=head_dim),
     }
 
 
@@ -77,35 +80,46 @@ def write_gqa_heads(model: ModelConfig) -> dict[str, Any]:
 def read_sliding_windows(
     options: ConfigOptions, layers: int, window: int | None, kinds: list[str] | None
 ) -> dict[str, Any]:
-    """How far layers see: `kinds` are "sliding_attention" or "full_attention" for each; None: all are sliding."""
-    if not window or kinds == ["full_attention"] * layers:
+    """Sliding windows. `kinds` has "sliding_attention" or "full_attention" for each layer; None: all slide."""
+    if not window or kinds == [FULL] * layers:
         return {}
-    if kinds is None or kinds == ["sliding_attention"] * layers:
+    if kinds is None or kinds == [SLIDING] * layers:
         return {"attention.window": window}
     for every in range(2, layers + 1):
-        if kinds == ["full_attention" if (i + 1) % every == 0 else "sliding_attention" for i in range(layers)]:
+        if kinds == layer_types(layers, every):
             return {"attention.window": window, "attention.full_every": every}
     options.add_problem(f"layer_types = {kinds} is not supported; expected every n-th layer to have full attention")
     return {}
 
 
+def layer_types(layers: int, full_every: int) -> list[str]:
+    """The attention of each layer when every n-th has full attention."""
+    numbers = range(1, layers + 1)
+    return [SLIDING if number % full_every else FULL for number in numbers]
+
+
 def attention_layer_types(model: ModelConfig) -> list[str]:
-    a = model.attention
-    full = [not a.window or (a.full_every > 1 and (i + 1) % a.full_every == 0) for i in range(model.layers)]
-    return ["full_attention" if each else "sliding_attention" for each in full]
+    attention = model.attention
+    if not attention.window:
+        return [FULL] * model.layers
+    if attention.full_every <= 1:
+        return [SLIDING] * model.layers
+    return layer_types(model.layers, attention.full_every)
 
 
 def read_sparse_layers(options: ConfigOptions, layers: int) -> dict[str, Any]:
-    """Which layers have experts, as Qwen says it: every `decoder_sparse_step`-th, but for `mlp_only_layers`."""
-    step = options.take("decoder_sparse_step", default=1)
-    only = options.take("mlp_only_layers", default=[])
-    dense = [i for i in range(layers) if i in only or (i + 1) % step]
+    """Qwen's choice of MoE layers: every `decoder_sparse_step`-th, but for `mlp_only_layers`."""
+    step = options.take_value("decoder_sparse_step", default=1)
+    only = options.take_value("mlp_only_layers", default=[])
+    between = {layer for layer in range(layers) if (layer + 1) % step}
+    dense = between.union(layer for layer in range(layers) if layer in only)
     for first in range(layers + 1):
-        if dense == [i for i in range(layers) if i < first or (i + 1) % step]:
+        if dense == between.union(range(first)):
             return {"moe.dense_layers": first, "moe.every": step}
     options.add_problem(f"mlp_only_layers = {only} is not supported; expected the first few layers")
     return {}
 
 
 def write_sparse_layers(model: ModelConfig) -> dict[str, Any]:
-    return {"decoder_sparse_step": model.moe.every, "mlp_only_layers": list(range(model.moe.dense_layers))}
+    dense_layers = range(model.moe.dense_layers)
+    return {"decoder_sparse_step": model.moe.every, "mlp_only_layers": list(dense_layers)}

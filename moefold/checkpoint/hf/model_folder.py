@@ -1,37 +1,23 @@
-"""A folder of safetensors as strangers write them: everything in it is checked before anything is read. Torch-free.
+"""A Hugging Face model folder: config.json and safetensors files from anywhere, checked before anything is read.
+Torch-free.
 
-Files are named by an index or there is one, model.safetensors. A header is read by ourselves, within bounds, so that a
-file that lies about itself is refused in one line; nothing is ever unpickled.
+An index names the files, or there is one, model.safetensors.
 """
 
 from __future__ import annotations
 
 import json
-import struct
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import Any
 
-from moefold.checkpoint.format.storage import StoragePath
+from moefold.checkpoint.format.safetensors_header import StoredTensor, tensors_in_file
 from moefold.config.errors import UserError, printable_text
 
-INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
-LONGEST_HEADER = 100 << 20  # bytes; safetensors itself takes no longer ones
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-EIGHT, FOUR, TWO = ("F64", "I64", "U64"), ("F32", "I32", "U32"), ("F16", "BF16", "I16", "U16")
-ONE = ("F8_E4M3", "F8_E5M2", "F8_E8M0", "I8", "U8", "BOOL")
-DTYPE_BYTES = {dtype: size for size, dtypes in ((8, EIGHT), (4, FOUR), (2, TWO), (1, ONE)) for dtype in dtypes}
-
-
-@dataclass(frozen=True)
-class StoredTensor:
-    """A tensor as a file's header describes it."""
-
-    file: StoragePath
-    dtype: str
-    shape: tuple[int, ...]
-    at: int  # the byte of the file where it begins
+MOST_LINES = 20  # of one error message
 
 
 @dataclass(frozen=True)
@@ -42,7 +28,7 @@ class ModelFolder:
 
 
 def open_model_folder(path: Path) -> ModelFolder:
-    """The folder's config.json and every tensor its files hold, or a refusal."""
+    """The folder's config.json and every tensor of its files, or a refusal."""
     if not path.is_dir():
         raise UserError(f"no folder {path}; expected one with config.json and safetensors files")
     options = read_json_file(file_in_folder(path, "config.json"))
@@ -50,19 +36,27 @@ def open_model_folder(path: Path) -> ModelFolder:
 
 
 def file_in_folder(folder: Path, name: str) -> Path:
-    """A file of the folder. Names that lead elsewhere are refused, and so are links that do, but for those of the hub's
-    own cache, whose snapshots are links into its blobs."""
-    if not isinstance(name, str) or Path(name).name != name or name in ("", ".", ".."):
+    """The path of a file of the folder. Names and links that lead out of the folder are refused. An exception are the
+    snapshots of the hub's cache, which are links into its blobs."""
+    if not is_plain_name(name):
         raise UserError(f'{folder} names the file "{printable_text(str(name))}"; expected a plain name, without a path')
-    real = (folder / name).resolve()
-    homes = [folder.resolve()]
-    if homes[0].parent.name == "snapshots":
-        homes.append(homes[0].parent.parent / "blobs")
-    if real.parent not in homes:
-        raise UserError(f"{folder / name} is a link that leaves the folder, to {real}; put the file itself there")
+    file = folder / name
+    real = file.resolve()
+    home = folder.resolve()
+    allowed = [home]
+    if home.parent.name == "snapshots":
+        allowed.append(home.parent.parent / "blobs")
+    if real.parent not in allowed:
+        raise UserError(f"{file} is a link that leaves the folder, to {real}; put the file itself there")
     if not real.is_file():
-        raise UserError(f"no file {folder / name}; the folder is not complete")
+        raise UserError(f"no file {file}; the folder is not complete")
     return real
+
+
+def is_plain_name(name: Any) -> bool:
+    if not isinstance(name, str) or name in ("", ".", ".."):
+        return False
+    return Path(name).name == name
 
 
 def read_json_file(path: Path) -> dict[str, Any]:
@@ -76,96 +70,54 @@ def read_json_file(path: Path) -> dict[str, Any]:
 
 
 def tensors_in_folder(folder: Path) -> dict[str, StoredTensor]:
-    """What the safetensors files of a folder hold, by its index if it has one."""
+    """The tensors in the safetensors files of a folder, by its index if it has one."""
     if (folder / INDEX_FILE).exists():
         return tensors_by_index(folder)
     if (folder / SINGLE_FILE).exists():
         return tensors_in_file(file_in_folder(folder, SINGLE_FILE))
-    pickled = sorted(p.name for p in folder.iterdir() if p.suffix in PICKLE_SUFFIXES)
-    why = (
-        f"it holds {printable_text(pickled[0])}, a pickled file, which is never opened"
-        if pickled
-        else "nothing to read"
-    )
-    raise UserError(f"{folder} has neither {INDEX_FILE} nor {SINGLE_FILE}: {why}; save the model as safetensors")
+    pickled = sorted(path.name for path in folder.iterdir() if path.suffix in PICKLE_SUFFIXES)
+    reason = "nothing to read"
+    if pickled:
+        reason = f"it holds {printable_text(pickled[0])}, a pickled file, which is never opened"
+    raise UserError(f"{folder} has neither {INDEX_FILE} nor {SINGLE_FILE}: {reason}; save the model as safetensors")
 
 
 def tensors_by_index(folder: Path) -> dict[str, StoredTensor]:
-    """The tensors of the files that an index names. An index that says other than the files is refused."""
-    places = read_json_file(file_in_folder(folder, INDEX_FILE)).get("weight_map")
-    if not isinstance(places, dict) or not places:
-        raise UserError(f"{folder / INDEX_FILE} has no weight_map; expected the file of every tensor")
-    names = sorted(set(map(str, places.values())))
-    if strangers := [name for name in names if not name.endswith(".safetensors")]:
-        raise UserError(
-            f'{folder / INDEX_FILE} names "{printable_text(strangers[0])}"; only safetensors files are read'
-        )
-    homes = {name: tensors_in_file(file_in_folder(folder, name)) for name in names}
-    there = {tensor: stored for held in homes.values() for tensor, stored in held.items()}
-    wrong = [
-        f'"{printable_text(tensor)}" is not in {printable_text(str(file))}, where {INDEX_FILE} says it is'
-        for tensor, file in places.items()
-        if tensor not in homes[str(file)]
-    ]
-    wrong += [
-        f'"{printable_text(tensor)}" is in a file, but not in {INDEX_FILE}' for tensor in there if tensor not in places
-    ]
-    if wrong:
-        raise UserError(f"{folder}: the index does not agree with the files:", *first_few_lines(wrong))
-    return there
+    """The tensors of the files that an index names. An index that contradicts the files is refused."""
+    weight_map = read_weight_map(folder)
+    files = sorted(set(weight_map.values()))
+    tensors_by_file = {file: tensors_in_file(file_in_folder(folder, file)) for file in files}
+    tensors: dict[str, StoredTensor] = {}
+    for stored in tensors_by_file.values():
+        tensors |= stored
+    # Index and files must name the same tensors.
+    problems: list[str] = []
+    for name, file in weight_map.items():
+        if name not in tensors_by_file[file]:
+            shown = printable_text(name)
+            problems.append(f'"{shown}" is not in {printable_text(file)}, where {INDEX_FILE} says it is')
+    for name in tensors:
+        if name not in weight_map:
+            problems.append(f'"{printable_text(name)}" is in a file, but not in {INDEX_FILE}')
+    if problems:
+        raise UserError(f"{folder}: the index does not agree with the files:", *first_few_lines(problems))
+    return tensors
 
 
-def first_few_lines(lines: list[str], most: int = 20) -> list[str]:
-    return lines if len(lines) <= most else [*lines[:most], f"and {len(lines) - most} more"]
+def read_weight_map(folder: Path) -> dict[str, str]:
+    """The file of every tensor, from the index."""
+    index = folder / INDEX_FILE
+    content = read_json_file(file_in_folder(folder, INDEX_FILE)).get("weight_map")
+    if not isinstance(content, dict) or not content:
+        raise UserError(f"{index} has no weight_map; expected the file of every tensor")
+    weight_map = {name: str(file) for name, file in content.items()}
+    for file in sorted(set(weight_map.values())):
+        if not file.endswith(".safetensors"):
+            raise UserError(f'{index} names "{printable_text(file)}"; only safetensors files are read')
+    return weight_map
 
 
-def read_raw_header(file: StoragePath) -> bytes:
-    """The header of a safetensors file, unread, if its length makes sense."""
-    size = file.stat().st_size
-    with file.open("rb") as opened:
-        first = opened.read(8)
-        length = struct.unpack("<Q", first)[0] if len(first) == 8 else 0
-        if not 2 <= length <= min(LONGEST_HEADER, size - 8):
-            raise UserError(
-                f"{file} is no safetensors file: its header claims {length} bytes of {size}; fetch the file again"
-            )
-        return opened.read(length)
-
-
-def tensors_in_file(file: StoragePath, raw: bytes | None = None) -> dict[str, StoredTensor]:
-    """Every tensor of a safetensors file, after checking that the file is as long as they need, to the byte."""
-    raw = read_raw_header(file) if raw is None else raw
-    size, length = file.stat().st_size, len(raw)
-    try:
-        entries = json.loads(raw, object_pairs_hook=refuse_repeated_names)
-        entries.pop("__metadata__", None)
-        found = {name: (e["dtype"], tuple(e["shape"]), tuple(e["data_offsets"])) for name, e in entries.items()}
-        if not all(is_sound_entry(*entry) for entry in found.values()):
-            raise ValueError("a tensor's shape and place do not agree")
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise UserError(f"{file} is no safetensors file: {printable_text(str(error))}; fetch the file again") from None
-    ends = 0
-    for begin, end in sorted(place for _, _, place in found.values()):
-        if begin != ends:
-            raise UserError(
-                f"{file} is damaged: its tensors overlap or leave gaps at byte {ends}; fetch the file again"
-            )
-        ends = end
-    if ends != size - 8 - length:
-        raise UserError(f"{file} has {size} bytes; its tensors need {ends + 8 + length}; fetch the file again")
-    data = 8 + length
-    return {name: StoredTensor(file, dtype, shape, data + begin) for name, (dtype, shape, (begin, _)) in found.items()}
-
-
-def refuse_repeated_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a name appears twice in its header")
-    return found
-
-
-def is_sound_entry(dtype: Any, shape: tuple[Any, ...], place: tuple[Any, ...]) -> bool:
-    numbers = [*shape, *place]
-    if dtype not in DTYPE_BYTES or len(place) != 2 or not all(type(n) is int and 0 <= n < 1 << 62 for n in numbers):
-        return False
-    return place[1] - place[0] == prod(shape) * DTYPE_BYTES[dtype]
+def first_few_lines(lines: list[str], most: int = MOST_LINES) -> list[str]:
+    if len(lines) <= most:
+        return lines
+    return [*lines[:most], f"and {len(lines) - most} more"]

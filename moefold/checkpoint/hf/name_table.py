@@ -1,14 +1,14 @@
-"""A piece is a box of one of our tensors that is also a box of a Hugging Face tensor, with dims split, reordered and
-joined. Torch-free.
+"""Name tables: which box of our tensor is which box of a Hugging Face tensor. Torch-free.
 
-A family's table is a list of pieces, read in both directions: each rank reads only the pieces, and of each only the
-part, that it holds; on the way out every Hugging Face tensor is put together from its pieces.
+A table is a list of pieces. A piece maps a box of one of their tensors to a box of one of ours, with dims split,
+reordered and joined. The list is read in both directions: on import each rank reads only the pieces, and of each piece
+only the part, that it holds; on export every Hugging Face tensor is joined from its pieces.
 
-    Piece("...q_proj.weight", "blocks.0.attention.query.weight", "(h x) d -> h x d", {"h": 4, "x": 16, "d": 64})
+    MappedPiece("...q_proj.weight", "blocks.0.attention.query.weight", "(h x) d -> h x d", {"h": 4, "x": 16, "d": 64})
 
-Letters are dims, those in brackets are one dim on that side, the first outermost. A `1` is a dim that only ours has.
-`cut` takes a range of a letter on their side, `at` says where the piece begins in ours, and `halves` names a letter
-whose pairs lie next to each other on their side (0 1 2 3) and half the range apart on ours (0 2 1 3).
+Letters are dims; letters in brackets are one dim on that side, the first outermost. A `1` is a dim that only ours has.
+`cut` takes a range of a letter on their side, and `corner` is where the piece begins in our tensor. `deinterleave`
+names a letter whose pairs are adjacent on their side (0 1 2 3) and half the range apart on ours (0 2 1 3).
 """
 
 from __future__ import annotations
@@ -19,15 +19,27 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 
-from moefold.checkpoint.format.boxes import Range
+from moefold.checkpoint.format.boxes import Box, Range
 
-DimGroups = tuple[tuple[str, ...], ...]
+DimGroup = tuple[str, ...]
+DimGroups = tuple[DimGroup, ...]
 
 
 def parse_dim_groups(side: str) -> DimGroups:
     """`(h x) d` -> (("h", "x"), ("d",)); a `1` is an empty group."""
-    words = re.findall(r"\(([^)]*)\)|(\S+)", side)
-    return tuple(tuple(inside.split()) if inside else () if one == "1" else (one,) for inside, one in words)
+    groups: list[DimGroup] = []
+    for bracketed, single in re.findall(r"\(([^)]*)\)|(\S+)", side):
+        if bracketed:
+            groups.append(tuple(bracketed.split()))
+        elif single == "1":
+            groups.append(())
+        else:
+            groups.append((single,))
+    return tuple(groups)
+
+
+def flat_letters(groups: DimGroups) -> list[str]:
+    return [letter for group in groups for letter in group]
 
 
 @dataclass(frozen=True)
@@ -37,8 +49,8 @@ class MappedPiece:
     pattern: str
     sizes: Mapping[str, int]  # of every letter, over the whole of their tensor
     cut: Mapping[str, Range] = field(default_factory=dict[str, Range])
-    at: tuple[int, ...] = ()
-    halves: str = ""
+    corner: tuple[int, ...] = ()
+    deinterleave: str = ""
 
     @cached_property
     def their_groups(self) -> DimGroups:
@@ -50,24 +62,31 @@ class MappedPiece:
 
     @property
     def their_shape(self) -> tuple[int, ...]:
-        return tuple(prod(self.sizes[x] for x in group) for group in self.their_groups)
+        shape: list[int] = []
+        for group in self.their_groups:
+            letter_sizes = [self.sizes[letter] for letter in group]
+            shape.append(prod(letter_sizes))
+        return tuple(shape)
 
     def letter_range(self, letter: str) -> Range:
-        """What this piece takes of a letter on their side."""
+        """The range of a letter, on their side, that this piece covers."""
         return self.cut.get(letter, (0, self.sizes[letter]))
 
+    def letter_size(self, letter: str) -> int:
+        return self.letter_range(letter)[1]
+
     @cached_property
-    def box_in_ours(self) -> tuple[Range, ...]:
-        """Where the piece lies in our tensor."""
-        begins = self.at or (0,) * len(self.our_groups)
-        sizes = (prod(self.letter_range(x)[1] for x in group) for group in self.our_groups)
-        return tuple(zip(begins, sizes, strict=True))
+    def box_in_ours(self) -> Box:
+        """The box of our tensor that the piece covers."""
+        corner = self.corner or (0,) * len(self.our_groups)
+        sizes = [prod(map(self.letter_size, group)) for group in self.our_groups]
+        return tuple(zip(corner, sizes, strict=True))
 
 
 @dataclass(frozen=True)
 class TensorAlias:
-    """Another name under which their files may hold a tensor once more. It must be equal to that tensor; `written` says
-    whether we write it too."""
+    """A second name under which their files may hold the tensor `of`, with equal values. `written`: an export writes
+    it too."""
 
     theirs: str
     of: str
@@ -76,7 +95,7 @@ class TensorAlias:
 
 @dataclass(frozen=True)
 class PlaceholderTensor:
-    """A tensor that their model has and nothing comes of: it may be there, and is written as zeros."""
+    """A tensor of their model without any effect: it may be in their files, and is written as zeros."""
 
     theirs: str
     shape: tuple[int, ...]
@@ -84,7 +103,7 @@ class PlaceholderTensor:
 
 @dataclass(frozen=True)
 class NameTable:
-    """One family's names for one model."""
+    """The names of one family for one model."""
 
     pieces: tuple[MappedPiece, ...]
     aliases: tuple[TensorAlias, ...] = ()
@@ -95,21 +114,30 @@ class NameTable:
         return group_pieces((piece.theirs, piece) for piece in self.pieces)
 
     @cached_property
-    def written(self) -> dict[str, tuple[int, ...]]:
-        """The shape of every tensor that is written, in order."""
-        sources = {name: name for name in self.pieces_by_theirs} | {
-            twin.theirs: twin.of for twin in self.aliases if twin.written
-        }
-        shapes = {name: self.pieces_by_theirs[source][0].their_shape for name, source in sources.items()}
-        return shapes | {blank.theirs: blank.shape for blank in self.placeholders}
-
-    @cached_property
     def pieces_by_ours(self) -> dict[str, list[MappedPiece]]:
         return group_pieces((piece.ours, piece) for piece in self.pieces)
 
+    @cached_property
+    def written(self) -> dict[str, tuple[int, ...]]:
+        """The shape of every tensor of an export, in order."""
+        shapes = {name: pieces[0].their_shape for name, pieces in self.pieces_by_theirs.items()}
+        for alias in self.aliases:
+            if alias.written:
+                shapes[alias.theirs] = shapes[alias.of]
+        for placeholder in self.placeholders:
+            shapes[placeholder.theirs] = placeholder.shape
+        return shapes
+
+    def source_pieces(self, name: str) -> list[MappedPiece]:
+        """The pieces of one of their tensors, or of the tensor that it is an alias of; none for a placeholder."""
+        for alias in self.aliases:
+            if alias.theirs == name:
+                name = alias.of
+        return self.pieces_by_theirs.get(name, [])
+
 
 def group_pieces(pairs: Iterable[tuple[str, MappedPiece]]) -> dict[str, list[MappedPiece]]:
-    found: dict[str, list[MappedPiece]] = {}
+    groups: dict[str, list[MappedPiece]] = {}
     for name, piece in pairs:
-        found.setdefault(name, []).append(piece)
-    return found
+        groups.setdefault(name, []).append(piece)
+    return groups

@@ -1,4 +1,4 @@
-"""Move values between our tensors and theirs, along a piece."""
+"""Values of a mapped piece: read from a Hugging Face tensor into ours, and written back."""
 
 from __future__ import annotations
 
@@ -7,71 +7,103 @@ from math import prod
 
 import torch
 
-from moefold.checkpoint.format.boxes import Range, box_overlap, box_slices
-from moefold.checkpoint.hf.name_table import MappedPiece
+from moefold.checkpoint.format.boxes import Box, Range, box_overlap, box_slices, relative_box
+from moefold.checkpoint.hf.name_table import DimGroup, DimGroups, MappedPiece, flat_letters
 
-FetchBox = Callable[[str, tuple[Range, ...]], torch.Tensor]  # a box of the tensor of that name
+FetchBox = Callable[[str, Box], torch.Tensor]  # a box of the tensor of that name
 
 
-def read_piece_values(
-    piece: MappedPiece, box: tuple[Range, ...], fetch: FetchBox
-) -> tuple[tuple[Range, ...], torch.Tensor] | None:
-    """Which part of a box of our tensor this piece has, and its values; no more of theirs is fetched than needed."""
+def read_piece_values(piece: MappedPiece, box: Box, fetch: FetchBox) -> tuple[Box, torch.Tensor] | None:
+    """The part of a box of our tensor that this piece covers, and its values; None if there is no such part. No more
+    of their tensor is fetched than needed."""
     shared = box_overlap(piece.box_in_ours, box)
     if shared is None:
         return None
-    wanted, rest = letter_ranges(piece, shared)
-    theirs = fetch(piece.theirs, tuple(their_range(piece, group, wanted) for group in piece.their_groups))
-    letters = [x for group in piece.their_groups for x in group]
-    outer = {group[0] for group in piece.their_groups}
-    theirs = theirs.reshape([wanted[x][1] if x in outer else piece.sizes[x] for x in letters])
-    for dim, x in enumerate(letters):
-        start, size = wanted[x]
-        theirs = theirs if x in outer else theirs.narrow(dim, start, size)
-        theirs = deinterleave_pairs(theirs, dim) if x == piece.halves else theirs
-    ordered = theirs.permute([letters.index(x) for group in piece.our_groups for x in group])
-    joined = ordered.reshape([prod(wanted[x][1] for x in group) for group in piece.our_groups])
-    return shared, joined[box_slices(rest)]
+    wanted, remaining = letter_ranges(piece, shared)
+    their_box = tuple(their_range(piece, group, wanted) for group in piece.their_groups)
+    theirs = split_their_dims(piece, wanted, fetch(piece.theirs, their_box))
+    # Reorder the letters, and join those that are one dim of ours.
+    ours = permute_letters(theirs, piece.their_groups, piece.our_groups)
+    our_sizes: list[int] = []
+    for group in piece.our_groups:
+        letter_sizes = [wanted[letter][1] for letter in group]
+        our_sizes.append(prod(letter_sizes))
+    values = ours.reshape(our_sizes)
+    return shared, values[box_slices(remaining)]
 
 
-def letter_ranges(piece: MappedPiece, shared: tuple[Range, ...]) -> tuple[dict[str, Range], tuple[Range, ...]]:
-    """What to take of every letter, and what of our dims is then left to cut. A dim of ours that is one letter, and no
-    halves, is cut on their side already."""
-    wanted = {x: piece.letter_range(x) for group in piece.their_groups for x in group}
-    rest: list[Range] = []
-    for group, (begin, _), (start, size) in zip(piece.our_groups, piece.box_in_ours, shared, strict=True):
-        if len(group) == 1 and group[0] != piece.halves:
-            wanted[group[0]] = (wanted[group[0]][0] + start - begin, size)
-            rest.append((0, size))
-        else:
-            rest.append((start - begin, size))
-    return wanted, tuple(rest)
+def permute_letters(x: torch.Tensor, source: DimGroups, target: DimGroups) -> torch.Tensor:
+    """A tensor with one dim per letter of `source`, permuted to the order of the letters of `target`."""
+    letters = flat_letters(source)
+    order = map(letters.index, flat_letters(target))
+    return x.permute(*order)
 
 
-def their_range(piece: MappedPiece, group: tuple[str, ...], wanted: dict[str, Range]) -> Range:
-    """The range of their dim that holds what is wanted: a range of its outermost letter, all of the others."""
-    start, size = wanted[group[0]]
-    inner = prod(piece.sizes[x] for x in group[1:])
-    return start * inner, size * inner
+def split_their_dims(piece: MappedPiece, wanted: dict[str, Range], theirs: torch.Tensor) -> torch.Tensor:
+    """A fetched box of their tensor with one dim per letter, cut to the wanted ranges."""
+    letters = flat_letters(piece.their_groups)
+    # Outermost letters of a dim are fetched as wanted, inner ones whole.
+    fetched = dict(piece.sizes)
+    inner = set(letters)
+    for outermost, *_ in piece.their_groups:
+        fetched[outermost] = wanted[outermost][1]
+        inner.remove(outermost)
+    theirs = theirs.reshape([fetched[letter] for letter in letters])
+    for dim, letter in enumerate(letters):
+        if letter in inner:
+            theirs = theirs.narrow(dim, *wanted[letter])
+        if letter == piece.deinterleave:
+            theirs = deinterleave_pairs(theirs, dim)
+    return theirs
+
+
+def letter_ranges(piece: MappedPiece, shared: Box) -> tuple[dict[str, Range], Box]:
+    """The range to take of every letter, and the cut of our dims that remains to be made. A dim of ours that is one
+    letter, not deinterleaved, is cut on their side already."""
+    letters = flat_letters(piece.their_groups)
+    wanted = {letter: piece.letter_range(letter) for letter in letters}
+    remaining = list(relative_box(shared, piece.box_in_ours))
+    for dim, group in enumerate(piece.our_groups):
+        if len(group) != 1 or group[0] == piece.deinterleave:
+            continue
+        (letter,) = group
+        offset, size = remaining[dim]
+        start, _ = wanted[letter]
+        wanted[letter] = (start + offset, size)
+        remaining[dim] = (0, size)
+    return wanted, tuple(remaining)
+
+
+def their_range(piece: MappedPiece, group: DimGroup, wanted: dict[str, Range]) -> Range:
+    """The range of their dim that covers the wanted ranges: of its outermost letter a range, all of the others."""
+    outermost, *inner = group
+    start, size = wanted[outermost]
+    inner_size = prod(piece.sizes[letter] for letter in inner)
+    return start * inner_size, size * inner_size
 
 
 def write_piece_values(piece: MappedPiece, values: torch.Tensor, theirs: torch.Tensor) -> None:
-    """Write the values of the piece's whole box of our tensor to their place in theirs, which is contiguous."""
-    ours = [x for group in piece.our_groups for x in group]
-    letters = [x for group in piece.their_groups for x in group]
-    split = values.reshape([piece.letter_range(x)[1] for x in ours]).permute([ours.index(x) for x in letters])
-    place = theirs.view([piece.sizes[x] for x in letters])
-    for dim, x in enumerate(letters):
-        place = place.narrow(dim, *piece.letter_range(x))
-        split = interleave_halves(split, dim) if x == piece.halves else split
-    place.copy_(split)
+    """Write the values of the piece's box of our tensor to its box of theirs, which is contiguous."""
+    our_letters = flat_letters(piece.our_groups)
+    letters = flat_letters(piece.their_groups)
+    sizes = list(map(piece.letter_size, our_letters))
+    split = values.reshape(sizes)
+    split = permute_letters(split, piece.our_groups, piece.their_groups)
+    target = theirs.view([piece.sizes[letter] for letter in letters])
+    for dim, letter in enumerate(letters):
+        target = target.narrow(dim, *piece.letter_range(letter))
+        if letter == piece.deinterleave:
+            split = interleave_halves(split, dim)
+    target.copy_(split)
 
 
 def deinterleave_pairs(x: torch.Tensor, dim: int) -> torch.Tensor:
     """a0 b0 a1 b1 -> a0 a1 b0 b1."""
-    return x.unflatten(dim, (-1, 2)).transpose(dim, dim + 1).flatten(dim, dim + 1)
+    pairs = x.unflatten(dim, (-1, 2))
+    return pairs.transpose(dim, dim + 1).flatten(dim, dim + 1)
 
 
 def interleave_halves(x: torch.Tensor, dim: int) -> torch.Tensor:
     """a0 a1 b0 b1 -> a0 b0 a1 b1."""
-    return x.unflatten(dim, (2, -1)).transpose(dim, dim + 1).flatten(dim, dim + 1)
+    halves = x.unflatten(dim, (2, -1))
+    return halves.transpose(dim, dim + 1).flatten(dim, dim + 1)

@@ -1,4 +1,4 @@
-"""Read a folder of Hugging Face weights into what this rank holds of a model: its slices and no more."""
+"""Import of Hugging Face weights: each rank reads the slices of the files that it holds, and no more."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from moefold.checkpoint.format.boxes import Range, box_slices
+from moefold.checkpoint.format.boxes import Box, box_sizes, box_slices, relative_box, whole_box
 from moefold.checkpoint.format.storage import StoragePath
 from moefold.checkpoint.hf.dequantise import DequantisedTensor, dequantised_tensors
-from moefold.checkpoint.hf.model_folder import ModelFolder, StoredTensor, first_few_lines
-from moefold.checkpoint.hf.name_table import NameTable
+from moefold.checkpoint.hf.model_folder import ModelFolder, first_few_lines
+from moefold.checkpoint.hf.name_table import NameTable, TensorAlias
 from moefold.checkpoint.hf.piece_values import FetchBox, read_piece_values
 from moefold.comm.collectives import all_gather_objects
 from moefold.config.errors import UserError, did_you_mean
@@ -22,80 +22,89 @@ from moefold.layout.axes import World
 from moefold.layout.declare import declared_parameters
 
 FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
-COMPARED_BYTES = 1 << 28  # bytes of a twin that are compared at a time
+COMPARED_BYTES = 1 << 28  # bytes of an alias that are compared at a time
+MOST_GUESSES = 2000  # missing names for which similar ones are looked for; more take too long
 
 
 @dataclass(frozen=True)
 class LocalTensor:
-    """What this rank holds of one of our tensors: the values, and where they lie in the whole."""
+    """The part of one of our tensors that this rank holds: its values, and its box in the whole tensor."""
 
     tensor: torch.Tensor
-    part: tuple[Range, ...]
+    part: Box
     stacked: bool = False  # dim 0 counts experts
 
 
 def local_tensors(model: nn.Module) -> dict[str, LocalTensor]:
-    """Parameters and selection biases by name. Asking for the state waits for weights that are still on their way."""
-    declared = {p.name: p for p in declared_parameters(model)}
+    """Parameters and selection biases by name. `state_dict` waits for weights that are still being gathered."""
+    declared = {parameter.name: parameter for parameter in declared_parameters(model)}
     held: dict[str, LocalTensor] = {}
     for name, tensor in model.state_dict().items():
         if name in declared:
-            part = tuple(declared[name].part)
-            held[name] = LocalTensor(tensor.detach(), part, declared[name].declaration.stacked)
-        elif name.endswith("load.bias_E"):
-            held[name] = LocalTensor(tensor.detach(), tuple((0, size) for size in tensor.shape))
+            parameter = declared[name]
+            part, stacked = tuple(parameter.part), parameter.declaration.stacked
+            held[name] = LocalTensor(tensor.detach(), part, stacked)
+        elif is_selection_bias(name):
+            part = whole_box(tensor.shape)
+            held[name] = LocalTensor(tensor.detach(), part)
     return held
 
 
+def is_selection_bias(name: str) -> bool:
+    return name.endswith("load.bias_E")
+
+
 class FolderWeights:
-    """The tensors of a folder, whole or by slices; files are opened once."""
+    """The tensors of a folder, dequantised, by boxes. Each file is opened once."""
 
     def __init__(self, folder: ModelFolder):
         self.folder = folder
         self.opened: dict[StoragePath, Any] = {}
         self.tensors, self.problems = dequantised_tensors(folder.tensors, self.read_raw_box)
 
-    def read_raw_box(self, name: str, box: tuple[Range, ...]) -> torch.Tensor:
-        stored: StoredTensor = self.folder.tensors[name]
+    def read_raw_box(self, name: str, box: Box) -> torch.Tensor:
+        file = self.folder.tensors[name].file
         try:
-            if stored.file not in self.opened:
-                self.opened[stored.file] = safe_open(stored.file, framework="pt")
-            return self.opened[stored.file].get_slice(name)[box_slices(box)]
+            if file not in self.opened:
+                self.opened[file] = safe_open(file, framework="pt")
+            return self.opened[file].get_slice(name)[box_slices(box)]
         except (SafetensorError, OSError) as error:
-            raise UserError(f"{stored.file} cannot be read: {error}; fetch the file again") from None
+            raise UserError(f"{file} cannot be read: {error}; fetch the file again") from None
 
-    def fetch_box(self, name: str, box: tuple[Range, ...]) -> torch.Tensor:
+    def fetch_box(self, name: str, box: Box) -> torch.Tensor:
         return self.tensors[name].fetch_box(box)
 
 
 def check_names_and_shapes(weights: FolderWeights, table: NameTable) -> None:
-    """Refuse tensors that are missing, left over, or of another shape or kind than the model's: all at once."""
-    there, expected = weights.tensors, table.pieces_by_theirs
-    may_be = {twin.theirs: expected[twin.of][0].their_shape for twin in table.aliases}
-    may_be |= {blank.theirs: blank.shape for blank in table.placeholders}
-    left_over = [name for name in there if name not in expected and name not in may_be]
-    missing = [name for name in expected if name not in there]
-    near = left_over[:2000] if len(missing) <= 2000 else []  # of many, no guess is worth the time it takes
-    found = [f'"{n}" is not in the files{did_you_mean(n, near)}' for n in missing]
-    found += [f'"{n}" is in the files, but the model has no such tensor' for n in left_over]
-    for name, pieces in expected.items():
-        found += tensor_problems(name, there.get(name), pieces[0].their_shape)
-    for name, shape in may_be.items():
-        found += tensor_problems(name, there.get(name), shape)
-    if problems := [*weights.problems, *found]:
+    """Refuse tensors that are missing, left over, or of another shape or dtype than the model's: all at once."""
+    tensors, expected = weights.tensors, table.pieces_by_theirs
+    required = {name: pieces[0].their_shape for name, pieces in expected.items()}
+    optional = {alias.theirs: required[alias.of] for alias in table.aliases}
+    optional |= {placeholder.theirs: placeholder.shape for placeholder in table.placeholders}
+    # What is in the files and what should be.
+    left_over = [name for name in tensors if name not in required and name not in optional]
+    missing = [name for name in required if name not in tensors]
+    similar = left_over[:MOST_GUESSES] if len(missing) <= MOST_GUESSES else []
+    problems = [*weights.problems]
+    problems += [f'"{name}" is not in the files{did_you_mean(name, similar)}' for name in missing]
+    problems += [f'"{name}" is in the files, but the model has no such tensor' for name in left_over]
+    # Shapes and dtypes of those that are there.
+    for name, shape in (required | optional).items():
+        problems += tensor_problems(name, tensors.get(name), shape)
+    if problems:
         raise UserError(f"{weights.folder.path} does not fit its config.json:", *first_few_lines(problems))
 
 
-def tensor_problems(name: str, whole: DequantisedTensor | None, shape: tuple[int, ...]) -> list[str]:
-    if whole is None or (whole.shape == shape and whole.dtype in FLOAT_DTYPES):
+def tensor_problems(name: str, tensor: DequantisedTensor | None, shape: tuple[int, ...]) -> list[str]:
+    if tensor is None or (tensor.shape == shape and tensor.dtype in FLOAT_DTYPES):
         return []
     kinds = ", ".join(FLOAT_DTYPES)
-    return [f'"{name}" is {whole.dtype} {list(whole.shape)}; expected one of {kinds}, {list(shape)}']
+    return [f'"{name}" is {tensor.dtype} {list(tensor.shape)}; expected one of {kinds}, {list(shape)}']
 
 
 @torch.no_grad()
 def load_folder_weights(weights: FolderWeights, table: NameTable, model: nn.Module, world: World) -> None:
-    """Fill what this rank holds of the model. Every rank calls this; if one cannot go on, all refuse."""
+    """Fill the local part of the model. Every rank calls this; the problem of one rank is raised on all."""
     problem: UserError | None = None
     try:
         check_names_and_shapes(weights, table)
@@ -104,68 +113,90 @@ def load_folder_weights(weights: FolderWeights, table: NameTable, model: nn.Modu
     except UserError as refused:
         problem = refused
     problems: Iterable[UserError | None] = all_gather_objects(problem, world.everyone)
-    if first := next((each for each in problems if each), None):
-        raise first
+    for rank_problem in problems:
+        if rank_problem:
+            raise rank_problem
 
 
 @torch.no_grad()
 def fill_local_model(weights: FolderWeights, table: NameTable, model: nn.Module) -> None:
-    """What this rank holds, from files that were checked."""
+    """Fill the local part of the model from files that were checked."""
     for name, held in local_tensors(model).items():
         fill_local_tensor(name, held, weights, table)
 
 
 def fill_local_tensor(name: str, held: LocalTensor, weights: FolderWeights, table: NameTable) -> None:
-    """One tensor, of a stack one expert at a time. A selection bias that the family has not is zero."""
+    """Fill one tensor, a stacked one expert by expert. A selection bias that the family lacks is zero."""
     pieces = table.pieces_by_ours.get(name, [])
-    if not pieces and name.endswith("load.bias_E"):
+    if not pieces and is_selection_bias(name):
         held.tensor.zero_()
         return
     if not pieces:
         raise UserError(f'"{name}" has no place in the name table of this family; the model differs from config.json')
-    first, count = held.part[0]
-    experts = range(count) if held.stacked else [None]
     filled = 0
-    for expert in experts:
-        box = held.part if expert is None else ((first + expert, 1), *held.part[1:])
+    for box in expert_boxes(held):
         for piece in pieces:
-            if got := read_piece_values(piece, box, weights.fetch_box):
-                shared, values = got
-                here = tuple(
-                    (start - corner, size) for (start, size), (corner, _) in zip(shared, held.part, strict=True)
-                )
-                held.tensor[box_slices(here)].copy_(values)
-                filled += values.numel()
-    if filled != held.tensor.numel():
-        raise UserError(f'"{name}" has {held.tensor.numel()} values here, of which the files give {filled}')
+            part = read_piece_values(piece, box, weights.fetch_box)
+            if part is None:
+                continue
+            shared, values = part
+            target_box = relative_box(shared, held.part)
+            held.tensor[box_slices(target_box)].copy_(values)
+            filled += values.numel()
+    expected = held.tensor.numel()
+    if filled != expected:
+        raise UserError(f'"{name}" has {expected} values here, of which the files give {filled}')
+
+
+def expert_boxes(held: LocalTensor) -> list[Box]:
+    """The boxes in which a tensor is read: one per expert of a stack, so that few values are in memory twice."""
+    if not held.stacked:
+        return [held.part]
+    (first, count), *rest = held.part
+    experts = range(first, first + count)
+    return [((expert, 1), *rest) for expert in experts]
 
 
 def check_aliases(weights: FolderWeights, table: NameTable) -> None:
-    """Tensors that are there under a second name must be the same ones."""
+    """Refuse tensors whose values under a second name are not the same."""
     differing: list[str] = []
-    for twin in table.aliases:
-        if twin.theirs in weights.tensors:
-            rows, *rest = weights.tensors[twin.theirs].shape
-            step = max(1, COMPARED_BYTES // (4 * max(1, rest[0] if rest else 1)))
-            boxes = [((at, min(step, rows - at)), *((0, size) for size in rest)) for at in range(0, rows, step)]
-            if not all(torch.equal(weights.fetch_box(twin.theirs, b), weights.fetch_box(twin.of, b)) for b in boxes):
-                differing.append(f'"{twin.theirs}" differs from "{twin.of}"; this model has one tensor for both')
+    for alias in table.aliases:
+        if alias.theirs in weights.tensors and not alias_is_equal(weights, alias):
+            differing.append(f'"{alias.theirs}" differs from "{alias.of}"; this model has one tensor for both')
     if differing:
         raise UserError(f"{weights.folder.path} holds tensors twice that are not equal:", *differing)
 
 
-def our_box_fetcher(weights: FolderWeights, table: NameTable) -> FetchBox:
-    """Boxes of our tensors, put together from a folder's."""
+def alias_is_equal(weights: FolderWeights, alias: TensorAlias) -> bool:
+    """Compare two tensors, some rows at a time."""
+    rows, *row_shape = weights.tensors[alias.theirs].shape
+    row_elements = max(1, row_shape[0] if row_shape else 1)
+    step = max(1, COMPARED_BYTES // (4 * row_elements))
+    for first in range(0, rows, step):
+        count = min(step, rows - first)
+        box = ((first, count), *whole_box(row_shape))
+        copy = weights.fetch_box(alias.theirs, box)
+        original = weights.fetch_box(alias.of, box)
+        if not torch.equal(copy, original):
+            return False
+    return True
 
-    def fetch_our_box(name: str, box: tuple[Range, ...]) -> torch.Tensor:
-        found: torch.Tensor | None = None
+
+def our_box_fetcher(weights: FolderWeights, table: NameTable) -> FetchBox:
+    """A function that gives boxes of our tensors, joined from a folder's tensors."""
+
+    def fetch_our_box(name: str, box: Box) -> torch.Tensor:
+        joined: torch.Tensor | None = None
         for piece in table.pieces_by_ours[name]:
-            if got := read_piece_values(piece, box, weights.fetch_box):
-                shared, values = got
-                found = values.new_empty([size for _, size in box]) if found is None else found
-                here = tuple((start - corner, size) for (start, size), (corner, _) in zip(shared, box, strict=True))
-                found[box_slices(here)].copy_(values)
-        assert found is not None
-        return found
+            part = read_piece_values(piece, box, weights.fetch_box)
+            if part is None:
+                continue
+            shared, values = part
+            if joined is None:
+                joined = values.new_empty(box_sizes(box))
+            target_box = relative_box(shared, box)
+            joined[box_slices(target_box)].copy_(values)
+        assert joined is not None
+        return joined
 
     return fetch_our_box

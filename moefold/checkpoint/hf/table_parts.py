@@ -1,125 +1,192 @@
-"""Parts of name tables that several families share: what stands before a block's names is given, ours and theirs."""
+"""Parts of name tables that several families share. `theirs` and `ours` are the prefixes of a block's names."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from moefold.anatomy.step_specs import is_moe_layer
 from moefold.checkpoint.hf.name_table import MappedPiece, NameTable, TensorAlias
 from moefold.config.run import ModelConfig
 
-BlockPieces = Callable[[ModelConfig, int, str, str], Iterator[MappedPiece]]  # (model, layer, theirs, ours)
+Pieces = Iterator[MappedPiece]
+BlockPieces = Callable[[ModelConfig, int, str, str], Pieces]  # (model, layer, theirs, ours)
+Row = tuple[str, str, str]  # their name, our name, pattern
+
+EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
 
 
-def build_name_table(model: ModelConfig, block: BlockPieces) -> NameTable:
-    """Embedding, blocks, head, and layers that look further ahead, which lie behind the model's own."""
-    whole = {"v": model.vocab, "d": model.hidden}
-    embedding, head = "model.embed_tokens.weight", "lm_head.weight"
-    pieces = [MappedPiece(embedding, "embedding.weight", "v d -> v d", whole)]
+def whole_tensors(theirs: str, ours: str, sizes: Mapping[str, int], *rows: Row) -> Pieces:
+    """Pieces that are whole tensors on both sides."""
+    for their_name, our_name, pattern in rows:
+        yield MappedPiece(theirs + their_name, ours + our_name, pattern, sizes)
+
+
+def build_name_table(model: ModelConfig, block_pieces: BlockPieces) -> NameTable:
+    """Embedding, blocks, head, and MTP layers, which are numbered behind the model's own layers."""
+    sizes = {"v": model.vocab, "d": model.hidden}
+    pieces = [MappedPiece(EMBEDDING, "embedding.weight", "v d -> v d", sizes)]
     for layer in range(model.layers):
-        pieces += block(model, layer, f"model.layers.{layer}.", f"blocks.{layer}.")
-    pieces.append(MappedPiece("model.norm.weight", "head.norm.weight", "d -> d", whole))
-    twins = [TensorAlias(head, embedding, written=False)] if model.tied_head else []
-    if not model.tied_head:
-        pieces.append(MappedPiece(head, "head.weight", "v d -> v d", whole))
+        pieces += block_pieces(model, layer, f"model.layers.{layer}.", f"blocks.{layer}.")
+    pieces.append(MappedPiece("model.norm.weight", "head.norm.weight", "d -> d", sizes))
+    aliases: list[TensorAlias] = []
+    head = HEAD
+    if model.tied_head:
+        head = EMBEDDING
+        aliases.append(TensorAlias(HEAD, EMBEDDING, written=False))
+    else:
+        pieces.append(MappedPiece(HEAD, "head.weight", "v d -> v d", sizes))
     for depth in range(model.mtp):
-        theirs, ours = f"model.layers.{model.layers + depth}.", f"ahead.{depth}."
+        layer = model.layers + depth
+        theirs, ours = f"model.layers.{layer}.", f"ahead.{depth}."
         pieces += mtp_pieces(model, theirs, ours)
-        pieces += block(model, model.layers + depth, theirs, ours + "block.")
-        twins.append(TensorAlias(theirs + "embed_tokens.weight", embedding, written=True))
-        twins.append(
-            TensorAlias(theirs + "shared_head.head.weight", embedding if model.tied_head else head, written=True)
-        )
-    return NameTable(tuple(pieces), tuple(twins))
+        pieces += block_pieces(model, layer, theirs, ours + "block.")
+        # Their MTP layers have copies of the embedding and of the head.
+        aliases.append(TensorAlias(theirs + "embed_tokens.weight", EMBEDDING, written=True))
+        aliases.append(TensorAlias(theirs + "shared_head.head.weight", head, written=True))
+    return NameTable(tuple(pieces), tuple(aliases))
 
 
-def mtp_pieces(model: ModelConfig, theirs: str, ours: str) -> Iterator[MappedPiece]:
-    """How a further token is joined to the stream. Theirs has the token's half of the matrix first."""
-    d = {"d": model.hidden, "i": 2 * model.hidden}
-    yield MappedPiece(theirs + "enorm.weight", ours + "token_norm.weight", "d -> d", d)
-    yield MappedPiece(theirs + "hnorm.weight", ours + "stream_norm.weight", "d -> d", d)
-    for half, place in ((0, model.hidden), (model.hidden, 0)):
-        cut = {"i": (half, model.hidden)}
-        yield MappedPiece(theirs + "eh_proj.weight", ours + "join.weight", "d i -> d i", d, cut, (0, place))
-    yield MappedPiece(theirs + "shared_head.norm.weight", ours + "norm.weight", "d -> d", d)
+def mtp_pieces(model: ModelConfig, theirs: str, ours: str) -> Pieces:
+    """The norms and the projection that join the next token to the stream."""
+    d = model.hidden
+    sizes = {"d": d, "i": 2 * d}
+    yield from whole_tensors(
+        theirs,
+        ours,
+        sizes,
+        ("enorm.weight", "token_norm.weight", "d -> d"),
+        ("hnorm.weight", "stream_norm.weight", "d -> d"),
+    )
+    # Theirs has the token's half of the projection first, ours the stream's.
+    projection = (theirs + "eh_proj.weight", ours + "join.weight", "d i -> d i", sizes)
+    yield MappedPiece(*projection, cut={"i": (0, d)}, corner=(0, d))
+    yield MappedPiece(*projection, cut={"i": (d, d)}, corner=(0, 0))
+    yield MappedPiece(theirs + "shared_head.norm.weight", ours + "norm.weight", "d -> d", sizes)
 
 
-def norm_pieces(model: ModelConfig, layer: int, theirs: str, ours: str) -> Iterator[MappedPiece]:
-    d = {"d": model.hidden}
+def norm_pieces(model: ModelConfig, layer: int, theirs: str, ours: str) -> Pieces:
     second = "moe" if is_moe_layer(model, layer) else "dense"
-    yield MappedPiece(theirs + "input_layernorm.weight", ours + "attention.norm.weight", "d -> d", d)
-    yield MappedPiece(theirs + "post_attention_layernorm.weight", f"{ours}{second}.norm.weight", "d -> d", d)
+    yield from whole_tensors(
+        theirs,
+        ours,
+        {"d": model.hidden},
+        ("input_layernorm.weight", "attention.norm.weight", "d -> d"),
+        ("post_attention_layernorm.weight", f"{second}.norm.weight", "d -> d"),
+    )
 
 
-def grouped_attention_pieces(model: ModelConfig, theirs: str, ours: str) -> Iterator[MappedPiece]:
+def grouped_attention_pieces(model: ModelConfig, theirs: str, ours: str) -> Pieces:
     a = model.attention
-    theirs, ours = theirs + "self_attn.", ours + "attention."
-    for short, name, heads in (("q", "query", a.heads), ("k", "key", a.kv_heads), ("v", "value", a.kv_heads)):
-        sizes = {"h": heads, "x": a.head_dim, "d": model.hidden, "n": heads * a.head_dim}
-        yield MappedPiece(f"{theirs}{short}_proj.weight", f"{ours}{name}.weight", "(h x) d -> h x d", sizes)
-        if a.qkv_bias:
-            yield MappedPiece(f"{theirs}{short}_proj.bias", f"{ours}{name}.bias", "(h x) -> h x", sizes)
-        if a.qk_norm != "none" and short != "v":
-            width = "x -> x" if a.qk_norm == "head" else "n -> n"
-            yield MappedPiece(f"{theirs}{short}_norm.weight", f"{ours}{name}_norm.weight", width, sizes)
+    theirs += "self_attn."
+    ours += "attention."
+    has_norm = a.qk_norm != "none"
+    yield from head_projection_pieces(model, theirs + "q", ours + "query", a.heads, has_norm)
+    yield from head_projection_pieces(model, theirs + "k", ours + "key", a.kv_heads, has_norm)
+    yield from head_projection_pieces(model, theirs + "v", ours + "value", a.kv_heads, False)
     yield from attention_out_pieces(model, theirs, ours, a.heads * a.head_dim)
 
 
-def attention_out_pieces(model: ModelConfig, theirs: str, ours: str, width: int) -> Iterator[MappedPiece]:
+def head_projection_pieces(model: ModelConfig, theirs: str, ours: str, heads: int, has_norm: bool) -> Pieces:
+    """Weight, bias and norm of the query, key or value projection."""
+    a = model.attention
+    width = heads * a.head_dim
+    sizes = {"h": heads, "x": a.head_dim, "d": model.hidden, "n": width}
+    rows = [("_proj.weight", ".weight", "(h x) d -> h x d")]
+    if a.qkv_bias:
+        rows.append(("_proj.bias", ".bias", "(h x) -> h x"))
+    if has_norm:
+        pattern = "x -> x" if a.qk_norm == "head" else "n -> n"
+        rows.append(("_norm.weight", "_norm.weight", pattern))
+    yield from whole_tensors(theirs, ours, sizes, *rows)
+
+
+def attention_out_pieces(model: ModelConfig, theirs: str, ours: str, width: int) -> Pieces:
     sizes = {"d": model.hidden, "n": width}
-    yield MappedPiece(theirs + "o_proj.weight", ours + "out.weight", "d n -> d n", sizes)
+    rows = [("o_proj.weight", "out.weight", "d n -> d n")]
     if model.attention.out_bias:
-        yield MappedPiece(theirs + "o_proj.bias", ours + "out.bias", "d -> d", sizes)
+        rows.append(("o_proj.bias", "out.bias", "d -> d"))
+    yield from whole_tensors(theirs, ours, sizes, *rows)
 
 
-def latent_attention_pieces(model: ModelConfig, theirs: str, ours: str) -> Iterator[MappedPiece]:
-    """DeepSeek's: still and turning dims of a query, and the latent and the turning key, are one tensor each; so are
-    keys and values. What turns lies in pairs on their side and in halves on ours."""
-    a, d = model.attention, model.hidden
-    theirs, ours = theirs + "self_attn.", ours + "attention."
-    still, value = a.head_dim - a.rope_dim, a.value_dim or a.head_dim
-    query = "q_proj"
+def latent_attention_pieces(model: ModelConfig, theirs: str, ours: str) -> Pieces:
+    """DeepSeek's MLA. One tensor of theirs holds the nope and rope dims of a query, one the kv latent and the rope key,
+    one keys and values. Rope dims are in adjacent pairs on their side and in halves on ours."""
+    a = model.attention
+    theirs += "self_attn."
+    ours += "attention."
+    value_dim = a.value_dim or a.head_dim
+    yield from latent_query_pieces(model, theirs, ours)
+    yield from latent_down_pieces(model, theirs, ours)
+    yield from latent_up_pieces(model, theirs, ours, value_dim)
+    yield from attention_out_pieces(model, theirs, ours, a.heads * value_dim)
+
+
+def latent_query_pieces(model: ModelConfig, theirs: str, ours: str) -> Pieces:
+    a = model.attention
+    their_query, rank = "q_proj.weight", model.hidden
     if a.q_rank:
-        query, down = "q_b_proj", {"r": a.q_rank, "d": d}
-        yield MappedPiece(theirs + "q_a_proj.weight", ours + "query_down.weight", "r d -> r d", down)
+        # Queries come from a latent, by a down and an up projection.
+        their_query, rank = "q_b_proj.weight", a.q_rank
+        rows = [("q_a_proj.weight", "query_down.weight", "r d -> r d")]
         if a.qkv_bias:
-            yield MappedPiece(theirs + "q_a_proj.bias", ours + "query_down.bias", "r -> r", down)
-        yield MappedPiece(theirs + "q_a_layernorm.weight", ours + "query_norm.weight", "r -> r", down)
-    sizes = {"h": a.heads, "x": a.head_dim, "r": a.q_rank or d}
-    for cut, halves in (((0, still), ""), ((still, a.rope_dim), "x")):
-        names = (f"{theirs}{query}.weight", ours + "query.weight")
-        yield MappedPiece(*names, "(h x) r -> h x r", sizes, {"x": cut}, (0, cut[0], 0), halves)
-    joint = {"r": a.kv_rank + a.rope_dim, "d": d}
-    for name, cut, halves in (("latent", (0, a.kv_rank), ""), ("turning", (a.kv_rank, a.rope_dim), "r")):
-        down = theirs + "kv_a_proj_with_mqa."
-        yield MappedPiece(f"{down}weight", f"{ours}{name}.weight", "r d -> r d", joint, {"r": cut}, halves=halves)
-        if a.qkv_bias:
-            yield MappedPiece(f"{down}bias", f"{ours}{name}.bias", "r -> r", joint, {"r": cut}, halves=halves)
-    yield MappedPiece(theirs + "kv_a_layernorm.weight", ours + "latent_norm.weight", "r -> r", {"r": a.kv_rank})
-    both = {"h": a.heads, "x": still + value, "r": a.kv_rank}
-    for name, cut in (("key", (0, still)), ("value", (still, value))):
-        up = theirs + "kv_b_proj.weight"
-        yield MappedPiece(up, f"{ours}{name}.weight", "(h x) r -> h x r", both, {"x": cut})
-    yield from attention_out_pieces(model, theirs, ours, a.heads * value)
+            rows.append(("q_a_proj.bias", "query_down.bias", "r -> r"))
+        rows.append(("q_a_layernorm.weight", "query_norm.weight", "r -> r"))
+        yield from whole_tensors(theirs, ours, {"r": rank, "d": model.hidden}, *rows)
+    nope = a.head_dim - a.rope_dim
+    sizes = {"h": a.heads, "x": a.head_dim, "r": rank}
+    query = (theirs + their_query, ours + "query.weight", "(h x) r -> h x r", sizes)
+    rope_dims = (nope, a.rope_dim)
+    yield MappedPiece(*query, cut={"x": (0, nope)})
+    yield MappedPiece(*query, cut={"x": rope_dims}, corner=(0, nope, 0), deinterleave="x")
 
 
-def gated_mlp_pieces(model: ModelConfig, ffn: int, theirs: str, ours: str) -> Iterator[MappedPiece]:
+def latent_down_pieces(model: ModelConfig, theirs: str, ours: str) -> Pieces:
+    """The down projection to the kv latent and to the rope key that all heads share."""
+    a = model.attention
+    sizes = {"r": a.kv_rank + a.rope_dim, "d": model.hidden}
+    down = theirs + "kv_a_proj_with_mqa."
+    rows = [("weight", "r d -> r d")]
+    if a.qkv_bias:
+        rows.append(("bias", "r -> r"))
+    latent, rope_key = (0, a.kv_rank), (a.kv_rank, a.rope_dim)
+    for name, pattern in rows:
+        yield MappedPiece(down + name, f"{ours}latent.{name}", pattern, sizes, {"r": latent})
+    for name, pattern in rows:
+        yield MappedPiece(down + name, f"{ours}turning.{name}", pattern, sizes, {"r": rope_key}, deinterleave="r")
+    norm_sizes = {"r": a.kv_rank}
+    yield MappedPiece(theirs + "kv_a_layernorm.weight", ours + "latent_norm.weight", "r -> r", norm_sizes)
+
+
+def latent_up_pieces(model: ModelConfig, theirs: str, ours: str, value_dim: int) -> Pieces:
+    """The up projection from the kv latent to keys and values."""
+    a = model.attention
+    nope = a.head_dim - a.rope_dim
+    width = nope + value_dim
+    sizes = {"h": a.heads, "x": width, "r": a.kv_rank}
+    up, pattern = theirs + "kv_b_proj.weight", "(h x) r -> h x r"
+    key_dims, value_dims = (0, nope), (nope, value_dim)
+    yield MappedPiece(up, ours + "key.weight", pattern, sizes, {"x": key_dims})
+    yield MappedPiece(up, ours + "value.weight", pattern, sizes, {"x": value_dims})
+
+
+def gated_mlp_pieces(model: ModelConfig, ffn: int, theirs: str, ours: str) -> Pieces:
     sizes = {"f": ffn, "d": model.hidden}
-    for side, name in enumerate(("gate", "up")):
-        names = (f"{theirs}{name}_proj.weight", f"{ours}gate_up.weight")
-        yield MappedPiece(*names, "f d -> 1 f d", sizes, at=(side, 0, 0))
-    yield MappedPiece(f"{theirs}down_proj.weight", f"{ours}down.weight", "d f -> d f", sizes)
+    gate_up = ours + "gate_up.weight"  # gate and up stacked in one tensor
+    yield MappedPiece(theirs + "gate_proj.weight", gate_up, "f d -> 1 f d", sizes, corner=(0, 0, 0))
+    yield MappedPiece(theirs + "up_proj.weight", gate_up, "f d -> 1 f d", sizes, corner=(1, 0, 0))
+    yield MappedPiece(theirs + "down_proj.weight", ours + "down.weight", "d f -> d f", sizes)
 
 
-def router_pieces(
-    model: ModelConfig, theirs: str, ours: str, name: str = "gate", correction: bool = False
-) -> Iterator[MappedPiece]:
+def router_pieces(model: ModelConfig, theirs: str, ours: str, name: str = "gate", correction: bool = False) -> Pieces:
+    """The router, and with `correction` the selection bias."""
     sizes = {"e": model.moe.experts, "d": model.hidden}
-    yield MappedPiece(f"{theirs}{name}.weight", ours + "router.weight", "e d -> e d", sizes)
+    rows = [(".weight", ".weight", "e d -> e d")]
     if model.moe.biases:
-        yield MappedPiece(f"{theirs}{name}.bias", ours + "router.bias", "e -> e", sizes)
+        rows.append((".bias", ".bias", "e -> e"))
     if correction:
-        yield MappedPiece(f"{theirs}{name}.e_score_correction_bias", ours + "router.load.bias_E", "e -> e", sizes)
+        rows.append((".e_score_correction_bias", ".load.bias_E", "e -> e"))
+    yield from whole_tensors(theirs + name, ours + "router", sizes, *rows)
 
 
 def expert_pieces(
@@ -127,12 +194,13 @@ def expert_pieces(
     theirs: str,
     ours: str,
     names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
-) -> Iterator[MappedPiece]:
-    """Each expert's three matrices by themselves."""
+) -> Pieces:
+    """The three matrices of each expert, which are separate tensors on their side."""
     sizes = {"f": model.moe.ffn, "d": model.hidden}
+    gate_up, down = ours + "experts.gate_up", ours + "experts.down"
     for e in range(model.moe.experts):
-        for side, name in enumerate(names[:2]):
-            one = f"{theirs}experts.{e}.{name}.weight"
-            yield MappedPiece(one, ours + "experts.gate_up", "f d -> 1 1 f d", sizes, at=(e, side, 0, 0))
-        one = f"{theirs}experts.{e}.{names[2]}.weight"
-        yield MappedPiece(one, ours + "experts.down", "d f -> 1 d f", sizes, at=(e, 0, 0))
+        expert = f"{theirs}experts.{e}."
+        gate_name, up_name, down_name = (f"{expert}{name}.weight" for name in names)
+        yield MappedPiece(gate_name, gate_up, "f d -> 1 1 f d", sizes, corner=(e, 0, 0, 0))
+        yield MappedPiece(up_name, gate_up, "f d -> 1 1 f d", sizes, corner=(e, 1, 0, 0))
+        yield MappedPiece(down_name, down, "d f -> 1 d f", sizes, corner=(e, 0, 0))

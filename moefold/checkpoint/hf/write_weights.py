@@ -1,7 +1,7 @@
-"""Write a folder that `transformers` loads: safetensors in shards with an index, config.json, tokenizer files.
+"""Writing of a Hugging Face model folder: safetensors in shards with an index, config.json, tokenizer files.
 
-Tensors go to the disk one at a time; headers are known before, from the table. The folder is written aside and gets its
-name when it is whole.
+Tensors are written one at a time; headers follow from the name table. The folder is written under a temporary name and
+renamed when it is complete.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import struct
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
@@ -18,29 +17,49 @@ from typing import Any, BinaryIO
 
 import torch
 
-from moefold.checkpoint.hf.model_folder import DTYPE_BYTES, INDEX_FILE, SINGLE_FILE, file_in_folder
-from moefold.checkpoint.live.save import METADATA_BYTES, require_free_space
+from moefold.checkpoint.format.safetensors_header import DTYPE_BYTES, HeaderEntry, encode_safetensors_header
+from moefold.checkpoint.format.storage import METADATA_BYTES, require_free_space
+from moefold.checkpoint.hf.model_folder import INDEX_FILE, SINGLE_FILE, file_in_folder
 from moefold.config.errors import UserError
 
 SHARD_BYTES = 5 * 10**9  # bytes of a file, unless one tensor is larger
-DTYPE_CODES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+DTYPE_CODES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+}
 TOKENIZER_FILES = (
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"),
-    *("merges.txt", "tokenizer.model", "chat_template.jinja", "generation_config.json"),
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+    "generation_config.json",
 )
 
 
 @dataclass(frozen=True)
 class PlannedTensor:
-    """A tensor that will be written."""
+    """Name, shape and dtype of a tensor that will be written."""
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     @property
+    def dtype_code(self) -> str:
+        return DTYPE_CODES[self.dtype]
+
+    @property
     def bytes(self) -> int:
-        return prod(self.shape) * DTYPE_BYTES[DTYPE_CODES[self.dtype]]
+        return prod(self.shape) * DTYPE_BYTES[self.dtype_code]
+
+
+TensorStream = Iterator[tuple[str, torch.Tensor]]  # in the order of the plan
 
 
 def write_model_folder(
@@ -51,22 +70,36 @@ def write_model_folder(
     tokenizer: Path | None = None,
     overwrite: bool = False,
 ) -> None:
-    """`tensors` come in the order of the plan. `tokenizer` is a folder whose tokenizer files are copied."""
+    """Write config.json and the tensors, which come in the order of the plan. `tokenizer` is a folder whose tokenizer
+    files are copied."""
     check_output_folder(out, overwrite)
-    aside = out.with_name(f".{out.name}.tmp")
-    shutil.rmtree(aside, ignore_errors=True)
+    staging = out.with_name(f".{out.name}.tmp")
+    shutil.rmtree(staging, ignore_errors=True)
     out.parent.mkdir(parents=True, exist_ok=True)
-    require_free_space(out.parent, sum(each.bytes for each in planned) + METADATA_BYTES)
-    aside.mkdir()
+    require_free_space(out.parent, total_bytes(planned) + METADATA_BYTES)
+    staging.mkdir()
     try:
-        write_tensor_files(aside, planned, iter(tensors))
-        (aside / "config.json").write_text(json.dumps(options, indent=2) + "\n")
-        for name in TOKENIZER_FILES:
-            if tokenizer and (tokenizer / name).exists():
-                shutil.copyfile(file_in_folder(tokenizer, name), aside / name)
-        move_into_place(aside, out)
+        write_tensor_files(staging, planned, iter(tensors))
+        write_json(staging / "config.json", options)
+        if tokenizer:
+            copy_tokenizer_files(tokenizer, staging)
+        move_into_place(staging, out)
     finally:
-        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def total_bytes(planned: list[PlannedTensor]) -> int:
+    return sum(tensor.bytes for tensor in planned)
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def copy_tokenizer_files(tokenizer: Path, target: Path) -> None:
+    for name in TOKENIZER_FILES:
+        if (tokenizer / name).exists():
+            shutil.copyfile(file_in_folder(tokenizer, name), target / name)
 
 
 def check_output_folder(out: Path, overwrite: bool) -> None:
@@ -76,56 +109,69 @@ def check_output_folder(out: Path, overwrite: bool) -> None:
         raise UserError(f"{out} is not empty; choose another folder, or replace the model in it with --overwrite")
 
 
-def move_into_place(aside: Path, out: Path) -> None:
-    """Move what was written. Of a folder that is there, the former weights go; nothing else is touched."""
+def move_into_place(staging: Path, out: Path) -> None:
+    """Give the staging folder its name. In an existing folder, the former weights are replaced and nothing else."""
     if not out.exists():
-        os.rename(aside, out)
+        os.rename(staging, out)
         return
-    for former in [*out.glob("model-*.safetensors"), out / SINGLE_FILE, out / INDEX_FILE]:
+    shards = out.glob("model-*.safetensors")
+    for former in (*shards, out / SINGLE_FILE, out / INDEX_FILE):
         former.unlink(missing_ok=True)
-    for file in aside.iterdir():
+    for file in staging.iterdir():
         os.replace(file, out / file.name)
 
 
-def write_tensor_files(folder: Path, planned: list[PlannedTensor], tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+def write_tensor_files(folder: Path, planned: list[PlannedTensor], tensors: TensorStream) -> None:
     shards = split_into_shards(planned)
-    names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
-    names = names if len(shards) > 1 else [SINGLE_FILE]
-    for name, shard in zip(names, shards, strict=True):
-        with (folder / name).open("wb") as file:
+    names = shard_file_names(len(shards))
+    weight_map: dict[str, str] = {}
+    for file_name, shard in zip(names, shards, strict=True):
+        weight_map |= {tensor.name: file_name for tensor in shard}
+        with (folder / file_name).open("wb") as file:
             write_shard_file(file, shard, tensors)
             file.flush()
             os.fsync(file.fileno())
     if len(shards) > 1:
-        places = {each.name: name for name, shard in zip(names, shards, strict=True) for each in shard}
-        total = {"total_size": sum(each.bytes for each in planned)}
-        (folder / INDEX_FILE).write_text(json.dumps({"metadata": total, "weight_map": places}, indent=2) + "\n")
+        metadata = {"total_size": total_bytes(planned)}
+        write_json(folder / INDEX_FILE, {"metadata": metadata, "weight_map": weight_map})
+
+
+def shard_file_names(count: int) -> list[str]:
+    if count == 1:
+        return [SINGLE_FILE]
+    return [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
 
 
 def split_into_shards(planned: list[PlannedTensor]) -> list[list[PlannedTensor]]:
     shards: list[list[PlannedTensor]] = [[]]
     size = 0
-    for each in planned:
-        if shards[-1] and size + each.bytes > SHARD_BYTES:
+    for tensor in planned:
+        if shards[-1] and size + tensor.bytes > SHARD_BYTES:
             shards.append([])
             size = 0
-        shards[-1].append(each)
-        size += each.bytes
+        shards[-1].append(tensor)
+        size += tensor.bytes
     return shards
 
 
-def write_shard_file(file: BinaryIO, shard: list[PlannedTensor], tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    at = 0
-    for each in shard:
-        place = [at, at + each.bytes]
-        header[each.name] = {"dtype": DTYPE_CODES[each.dtype], "shape": list(each.shape), "data_offsets": place}
-        at += each.bytes
-    raw = json.dumps(header).encode()
-    raw += b" " * (-len(raw) % 8)  # tensors begin at multiples of eight
-    file.write(struct.pack("<Q", len(raw)) + raw)
-    for each in shard:
+def write_shard_file(file: BinaryIO, shard: list[PlannedTensor], tensors: TensorStream) -> None:
+    file.write(encode_shard_header(shard))
+    for planned in shard:
         name, tensor = next(tensors)
-        if (name, tuple(tensor.shape), tensor.dtype) != (each.name, each.shape, each.dtype):
-            raise ValueError(f"{name} {tuple(tensor.shape)} {tensor.dtype} came where {each} was planned")
-        file.write(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+        actual = PlannedTensor(name, tuple(tensor.shape), tensor.dtype)
+        if actual != planned:
+            raise ValueError(f"{actual} came where {planned} was planned")
+        flat = tensor.detach().cpu().contiguous().flatten()
+        raw = flat.view(torch.uint8).numpy()
+        file.write(raw.data)
+
+
+def encode_shard_header(shard: list[PlannedTensor]) -> bytes:
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    begin = 0
+    for tensor in shard:
+        end = begin + tensor.bytes
+        entry = HeaderEntry(tensor.dtype_code, tensor.shape, begin, end)
+        header[tensor.name] = entry.as_json()
+        begin = end
+    return encode_safetensors_header(header)

@@ -1,19 +1,19 @@
-"""Checkpoints beside the training: a step waits for nothing but, at its end, the copy of what it is about to change.
+"""Checkpoints saved in the background: a step waits only, at its end, for the copy of what it is about to change.
 
     training   | step 9 | save | forward, backward of 10 | update | step 11 ...
     saver                      | copy to the host |          ^ waits for the copy, if it is not done
                                                   | write, hash, agree with the other ranks, commit |
 
-One save is under way at most; the next one waits for it. What goes wrong there is raised at the next save, and `failed`
-tells at the end of any step, so that all ranks stop at the same one.
+At most one save is in progress; the next one waits for it. The error of a failed save is raised at the next save.
+`save_failures` reports it after any step, so that all ranks stop at the same one.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,82 +27,106 @@ from moefold.checkpoint.live.logical_tensors import LogicalTensors, TensorPart, 
 from moefold.checkpoint.live.save import gather_write_plan, write_checkpoint
 from moefold.config.errors import RunFailure, UserError
 from moefold.layout.axes import World
+from moefold.observe.printer import Printer
 
-GLOO_TIMEOUT = timedelta(hours=2)  # ranks wait so long for the slowest to write its file
+GLOO_TIMEOUT = timedelta(hours=2)  # how long ranks wait for the slowest to write its file
+
+Parts = dict[str, TensorPart]
+RunState = dict[str, Any]  # becomes state.json
 
 
 class BackgroundSaver:
-    """Saves to one shelf. Its ranks agree over a process group of their own, beside the collectives of training."""
+    """Saves checkpoints into one folder from a thread. The savers of all ranks communicate over a process group of
+    their own, concurrently with the collectives of training."""
 
-    def __init__(self, shelf: StoragePath, keep: RetentionPolicy, world: World, say: Callable[[str], None]):
-        self.shelf, self.keep, self.print_message = shelf, keep, say
-        self.world = replace(world, everyone=replace(world.everyone, group=make_gloo_group(world)))
+    def __init__(self, checkpoints: StoragePath, keep: RetentionPolicy, world: World, say: Printer):
+        self.checkpoints = checkpoints
+        self.keep = keep
+        self.say = say
+        own_group = replace(world.everyone, group=make_gloo_group(world))
+        self.world = replace(world, everyone=own_group)
         self.plan: WritePlan | None = None
         self.image: HostImage | None = None
-        self.under_way: threading.Thread | None = None
-        self.step, self.problem = 0, None
+        self.thread: threading.Thread | None = None
+        self.step = 0
+        self.error: BaseException | None = None
         self.copied = threading.Event()
 
     def __enter__(self) -> BackgroundSaver:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """What is under way is finished, unless somebody cannot wait."""
+        """Finish the save in progress, unless the run was interrupted by hand."""
         if kind is None:
-            self.wait()
-        elif self.under_way and not issubclass(kind, KeyboardInterrupt):
-            self.under_way.join()
+            self.wait_until_written()
+        elif self.thread and not issubclass(kind, KeyboardInterrupt):
+            self.thread.join()
 
-    def save(self, step: int, tensors: LogicalTensors, state: dict[str, Any]) -> None:
-        """Begin a checkpoint. What is only described may change from `await_copy` on, and no sooner; what is a plain
-        tensor at once. Every rank calls this, after the same step."""
-        if self.under_way and self.under_way.is_alive():
-            self.print_message(
-                f"step {step}: waiting for the checkpoint of step {self.step}, which is still being written"
-            )
-        self.wait()
-        parts = {name: as_tensor_part(t if isinstance(t, TensorPart) else t.clone()) for name, t in tensors.items()}
+    def begin_save(self, step: int, tensors: LogicalTensors, state: RunState) -> None:
+        """Begin a checkpoint. Every rank calls this, after the same step. A plain tensor may change at once; a
+        TensorPart may change after `wait_for_copy`, and no sooner."""
+        if self.thread and self.thread.is_alive():
+            self.say(f"step {step}: waiting for the checkpoint of step {self.step}, which is still being written")
+        self.wait_until_written()
+        parts = snapshot_parts(tensors)
         if self.plan is None or self.image is None:
+            # Holdings do not change during a run: plan and host memory serve every save.
             self.plan = gather_write_plan(parts, self.world)
-            self.image = HostImage(self.plan, self.world.rank, pinned=self.world.device.type == "cuda")
-        self.step, self.copied = step, threading.Event()
-        ready = torch.cuda.current_stream(self.world.device).record_event() if runs_on_gpu(self.world) else None
-        self.under_way = threading.Thread(
-            target=self.work, args=(self.plan, self.image, parts, state, ready), daemon=True, name="checkpoint"
-        )
-        self.under_way.start()
+            self.image = HostImage(self.plan, self.world.rank, pinned=runs_on_gpu(self.world))
+        self.step = step
+        self.copied = threading.Event()
+        # The copy waits on the GPU for the work that was queued before the save.
+        ready = None
+        if runs_on_gpu(self.world):
+            ready = torch.cuda.current_stream(self.world.device).record_event()
+        save = partial(self.copy_and_write, self.plan, self.image, parts, state, ready)
+        self.thread = threading.Thread(target=save, daemon=True, name="checkpoint")
+        self.thread.start()
 
-    def work(
-        self, plan: WritePlan, image: HostImage, parts: dict[str, TensorPart], state: dict[str, Any], ready: Any
-    ) -> None:
+    def copy_and_write(self, plan: WritePlan, image: HostImage, parts: Parts, state: RunState, ready: Any) -> None:
+        """The body of the thread. Its error, of any kind, is kept for the training thread to raise."""
         try:
             try:
                 copy_to_host(image, parts, ready, self.world)
             finally:
                 self.copied.set()
-            write_checkpoint(self.shelf, self.step, plan, image, state, self.keep, self.world)
+            write_checkpoint(self.checkpoints, self.step, plan, image, state, self.keep, self.world)
         except BaseException as error:
-            self.problem = error
+            self.error = error
 
     def wait_for_copy(self) -> None:
-        """Before anything described changes."""
-        if self.under_way:
+        """Wait until the tensors of the save in progress may change."""
+        if self.thread:
             self.copied.wait()
 
     def save_failures(self) -> list[str]:
-        """Whether the last save went wrong: a reason to stop, for all ranks to hear of."""
-        return [f"the checkpoint of step {self.step} failed"] if self.problem else []
+        """The failure of the last save: a reason to stop, which all ranks must hear of."""
+        if self.error is None:
+            return []
+        return [f"the checkpoint of step {self.step} failed"]
 
-    def wait(self) -> None:
-        """Until nothing is under way. Raises what went wrong there."""
-        if self.under_way:
-            self.under_way.join()
-            self.under_way = None
-        problem, self.problem = self.problem, None
-        if isinstance(problem, UserError):
-            raise UserError(f"the checkpoint of step {self.step} was not written: {problem.problems[0]}")
-        if problem:
-            raise RunFailure(f"the checkpoint of step {self.step} was not written: {problem}") from problem
+    def wait_until_written(self) -> None:
+        """Wait until no save is in progress. Raises the error of a failed one."""
+        if self.thread:
+            self.thread.join()
+            self.thread = None
+        error, self.error = self.error, None
+        failed = f"the checkpoint of step {self.step} was not written"
+        if isinstance(error, UserError):
+            raise UserError(f"{failed}: {error.problems[0]}")
+        if error:
+            raise RunFailure(f"{failed}: {error}") from error
+
+
+def snapshot_parts(tensors: LogicalTensors) -> Parts:
+    """Parts to be copied later; plain tensors are cloned now."""
+    parts: Parts = {}
+    for name, tensor in tensors.items():
+        if isinstance(tensor, TensorPart):
+            parts[name] = tensor
+        else:
+            parts[name] = as_tensor_part(tensor.clone())
+    return parts
 
 
 def runs_on_gpu(world: World) -> bool:
@@ -110,17 +134,18 @@ def runs_on_gpu(world: World) -> bool:
 
 
 def make_gloo_group(world: World) -> dist.ProcessGroup | None:
-    """Of all ranks, over gloo: what they tell each other lies on the host, and must not wait for work on a GPU."""
+    """A group of all ranks over gloo: savers exchange host data, which must not wait for work on a GPU."""
     if world.size == 1:
         return None
     return dist.new_group(list(world.everyone.ranks), timeout=GLOO_TIMEOUT, backend="gloo")  # pyright: ignore[reportReturnType]
 
 
-def copy_to_host(image: HostImage, parts: dict[str, TensorPart], ready: Any, world: World) -> None:
-    """Onto the host; on a GPU on a stream of its own, behind what was asked of it before the save."""
+def copy_to_host(image: HostImage, parts: Parts, ready: Any, world: World) -> None:
+    """Copy the parts into the host image; on a GPU on a stream of its own, behind the event `ready`."""
     if ready is None:
-        image.fill(parts)
+        image.copy_parts(parts)
         return
-    with torch.cuda.device(world.device), torch.cuda.stream(torch.cuda.Stream(world.device)):
-        torch.cuda.current_stream().wait_event(ready)
-        image.fill(parts)
+    copy_stream = torch.cuda.Stream(world.device)
+    with torch.cuda.device(world.device), torch.cuda.stream(copy_stream):
+        copy_stream.wait_event(ready)
+        image.copy_parts(parts)

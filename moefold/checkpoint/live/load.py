@@ -1,8 +1,8 @@
-"""Find the newest whole checkpoint and load it into the tensors of a run."""
+"""Loading: the newest intact checkpoint is found, verified, and read into the tensors of a run."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +17,10 @@ from moefold.checkpoint.live.saved_model import read_tensor_box
 from moefold.comm.collectives import all_gather_objects
 from moefold.config.errors import UserError, did_you_mean
 from moefold.layout.axes import World
+from moefold.observe.printer import Printer
 
-TOLD_PROBLEMS = 3  # problems of one checkpoint that are told when it is passed over; `moefold ckpt verify` tells all
+SHOWN_PROBLEMS = 3  # of a damaged checkpoint that is skipped; `moefold ckpt verify` shows all
+MOST_MISMATCHES = 20  # shown in full when a checkpoint does not fit
 
 
 @dataclass(frozen=True)
@@ -36,90 +38,105 @@ class FoundCheckpoint:
         return self.opened.state
 
 
-def find_checkpoint(place: StoragePath, world: World, say: Callable[[str], None]) -> FoundCheckpoint | None:
-    """The newest whole checkpoint at `place`: a checkpoint itself, a folder of them, or a run. Damaged ones are
-    passed over with a message. None if there is no trace of any; a refusal if all are damaged."""
+def find_checkpoint(path: StoragePath, world: World, say: Printer) -> FoundCheckpoint | None:
+    """The newest intact checkpoint at `path`: a checkpoint itself, a folder of them, or a run. Damaged ones are
+    skipped with a message. None if there is no checkpoint; a refusal if all are damaged."""
     damaged: list[str] = []
-    for path in run_on_rank_zero(lambda: checkpoints_at(place), world, place):
+    for checkpoint in run_on_rank_zero(lambda: checkpoints_at(path), world, path):
         try:
-            return FoundCheckpoint(verify_together(path, world))
+            return FoundCheckpoint(verify_on_all_ranks(checkpoint, world))
         except DamagedCheckpoint as damage:
-            told, more = damage.problems[:TOLD_PROBLEMS], len(damage.problems) - TOLD_PROBLEMS
-            damaged.append(f"{path} is damaged: {'; '.join(told)}{f'; and {more} more' if more > 0 else ''}")
+            damaged.append(f"{checkpoint} is damaged: {damage_summary(damage)}")
             if world.rank == 0:
                 say(f"{damaged[-1]}; trying the one before")
-    if damaged:
-        raise UserError(
-            *damaged, f"no whole checkpoint is left in {place}; restore one, or start anew without --resume"
-        )
-    return None
+    if not damaged:
+        return None
+    raise UserError(*damaged, f"no whole checkpoint is left in {path}; restore one, or start anew without --resume")
 
 
-def verify_together(path: StoragePath, world: World) -> OpenedCheckpoint:
-    """As `verify`, each rank hashing its share of the values."""
+def damage_summary(damage: DamagedCheckpoint) -> str:
+    shown = "; ".join(damage.problems[:SHOWN_PROBLEMS])
+    more = len(damage.problems) - SHOWN_PROBLEMS
+    if more > 0:
+        shown += f"; and {more} more"
+    return shown
+
+
+def verify_on_all_ranks(path: StoragePath, world: World) -> OpenedCheckpoint:
+    """Open and verify a checkpoint, each rank hashing a share of the values."""
     opened = run_on_rank_zero(lambda: open_checkpoint(path), world, path)
-    shares = run_on_every_rank(lambda: hash_stored_pieces(opened, opened.work()[world.rank :: world.size]), world, path)
-    opened.raise_if_damaged({piece: found for share in shares for piece, found in share.items()})
+    mine = opened.pieces_to_hash()[world.rank :: world.size]
+    digests: dict[tuple[str, int], bytes | None] = {}
+    for rank_digests in run_on_every_rank(lambda: hash_stored_pieces(opened, mine), world, path):
+        digests |= rank_digests
+    opened.raise_if_damaged(digests)
     return opened
 
 
-def require_checkpoint(place: StoragePath, world: World, say: Callable[[str], None]) -> FoundCheckpoint:
-    """As `find`, where the user named the place: nothing there is a refusal."""
-    found = find_checkpoint(place, world, say)
+def require_checkpoint(path: StoragePath, world: World, say: Printer) -> FoundCheckpoint:
+    """As `find_checkpoint`, for a path that the user named: no checkpoint there is a refusal."""
+    found = find_checkpoint(path, world, say)
     if found is None:
-        raise UserError(run_on_rank_zero(lambda: explain_no_checkpoint(place), world, place))
+        raise UserError(run_on_rank_zero(lambda: explain_no_checkpoint(path), world, path))
     return found
 
 
-def explain_no_checkpoint(place: StoragePath) -> str:
-    if not place.exists():
-        return f"--resume {place}: no such folder; expected a run, its checkpoints folder, or one checkpoint"
+def explain_no_checkpoint(path: StoragePath) -> str:
+    if not path.exists():
+        return f"--resume {path}: no such folder; expected a run, its checkpoints folder, or one checkpoint"
     try:
-        verify_checkpoint(place)
+        verify_checkpoint(path)
     except DamagedCheckpoint as problem:
-        return (
-            f"--resume {place} is no moefold checkpoint: {problem}; expected a run or a checkpoint that moefold wrote"
-        )
-    return f"--resume {place}: no checkpoint there"
+        return f"--resume {path} is no moefold checkpoint: {problem}; expected a run or a checkpoint that moefold wrote"
+    return f"--resume {path}: no checkpoint there"
 
 
 def load_checkpoint(found: FoundCheckpoint, tensors: LogicalTensors, optional: set[str], world: World) -> None:
-    """Fill the tensors in place. All that is missing, left over, or of another shape or dtype is refused together.
-    `optional` names may be absent from the checkpoint (then the tensor stays as it is)."""
-    ledger = found.opened.ledger
-    wanted = {name: as_tensor_part(t) for name, t in tensors.items() if name in ledger or name not in optional}
-    held = set[str]().union(*all_gather_objects(set(wanted), world.everyone))  # by some rank: a pipeline's hold others
-    problems = next(
-        filter(None, all_gather_objects(spec_mismatches(ledger, tensor_specs(wanted), held), world.everyone)),
-        None,
-    )
-    if problems:  # on any rank: then none may wait for it in the load
-        raise UserError(f"{found.path} does not fit this configuration:", *problems)
+    """Fill the tensors in place. Tensors that are missing, left over, or of another shape or dtype are refused, all at
+    once. `optional` names may be absent from the checkpoint; their tensors then stay as they are."""
+    wanted: dict[str, TensorPart] = {}
+    for name, tensor in tensors.items():
+        if name in found.opened.ledger or name not in optional:
+            wanted[name] = as_tensor_part(tensor)
+    refuse_mismatches(found, wanted, world)
     try:
         run_on_every_rank(lambda: fill_held_boxes(found.opened, wanted), world, found.path)
     except DamagedCheckpoint as problem:
         raise UserError(f"{found.path} cannot be read: {problem}") from None
 
 
+def refuse_mismatches(found: FoundCheckpoint, wanted: Mapping[str, TensorPart], world: World) -> None:
+    """Raise the mismatches of the first rank that has any, on all ranks: none may be left waiting in the load."""
+    names_by_rank = all_gather_objects(set(wanted), world.everyone)
+    held = set[str]().union(*names_by_rank)  # by any rank: pipeline ranks hold different tensors
+    specs = {name: part.spec for name, part in wanted.items()}
+    mine = spec_mismatches(found.opened.ledger, specs, held)
+    for problems in all_gather_objects(mine, world.everyone):
+        if problems:
+            raise UserError(f"{found.path} does not fit this configuration:", *problems)
+
+
 def fill_held_boxes(opened: OpenedCheckpoint, wanted: Mapping[str, TensorPart]) -> None:
-    """Read this rank's boxes and no more."""
+    """Read the boxes that this rank holds, and no more."""
     reader = opened.box_reader()
     for name, part in wanted.items():
         for held in part.held:
             held.write(read_tensor_box(reader, name, held.box))
 
 
-def tensor_specs(parts: Mapping[str, TensorPart]) -> dict[str, TensorSpec]:
-    return {name: part.what for name, part in parts.items()}
-
-
-def spec_mismatches(ledger: Ledger, wanted: Mapping[str, TensorSpec], held: set[str], most: int = 20) -> list[str]:
+def spec_mismatches(ledger: Ledger, wanted: Mapping[str, TensorSpec], held: set[str]) -> list[str]:
     """Every difference in names, shapes and dtypes, the first few in full. `held` are the names that any rank has."""
-    found = [f'"{n}" is not in the checkpoint{did_you_mean(n, ledger)}' for n in sorted(wanted.keys() - ledger.keys())]
-    extra = sorted(n for n in ledger.keys() - held if not n.startswith("random."))
-    found += [f'"{n}" is in the checkpoint, but the model has no such tensor' for n in extra]
+    problems: list[str] = []
+    for name in sorted(wanted.keys() - ledger.keys()):
+        problems.append(f'"{name}" is not in the checkpoint{did_you_mean(name, ledger)}')
+    for name in sorted(ledger.keys() - held):
+        if not name.startswith("random."):
+            problems.append(f'"{name}" is in the checkpoint, but the model has no such tensor')
     for name in sorted(wanted.keys() & ledger.keys()):
-        here, there = wanted[name], ledger[name].what
-        if here[:2] != there[:2]:
-            found.append(f'"{name}" is {there} in the checkpoint; the model expects {here}')
-    return found if len(found) <= most else [*found[:most], f"and {len(found) - most} more"]
+        expected, saved = wanted[name], ledger[name].spec
+        if (expected.dtype, expected.shape) != (saved.dtype, saved.shape):
+            problems.append(f'"{name}" is {saved} in the checkpoint; the model expects {expected}')
+    more = len(problems) - MOST_MISMATCHES
+    if more > 0:
+        return [*problems[:MOST_MISMATCHES], f"and {more} more"]
+    return problems

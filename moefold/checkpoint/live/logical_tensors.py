@@ -1,28 +1,36 @@
-"""Everything a run must remember, as logical tensors: weights, balance biases, optimizer state, random state.
+"""Logical tensors: everything a run must remember (weights, balance biases, optimizer state, random state), by name.
 
-A tensor of which a rank holds some boxes is described by its whole shape and their places, both read off the
-declaration. So a checkpoint knows nothing of the layout that wrote it.
+A tensor of which a rank holds some boxes is described by its whole shape and by the boxes, both from the parameter's
+declaration. So a checkpoint does not depend on the layout that wrote it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Protocol
 
 import torch
 from torch import nn
 
-from moefold.checkpoint.format.boxes import Box, element_count, flat_range_boxes, shifted_box, whole_box
+from moefold.checkpoint.format.boxes import (
+    Box,
+    box_corner,
+    box_sizes,
+    element_count,
+    flat_range_boxes,
+    shifted_box,
+    whole_box,
+)
 from moefold.checkpoint.format.ledger import TensorSpec
 from moefold.layout.axes import World
 from moefold.layout.declare import DeclaredParameter, declared_parameters
+from moefold.shard.storage import LogicalValues
 
 
 @dataclass(frozen=True)
 class HeldBox:
-    """One box of a logical tensor that this rank holds: how its values are read, and how new ones are put there."""
+    """A box of a logical tensor that this rank holds. `read` gives its values, `write` sets them."""
 
     box: Box
     read: Callable[[], torch.Tensor]
@@ -31,7 +39,7 @@ class HeldBox:
 
 @dataclass(frozen=True)
 class TensorPart:
-    """What a rank holds of a logical tensor. `stacked`: its dim 0 counts experts."""
+    """The part of a logical tensor that a rank holds. `stacked`: dim 0 counts experts."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -39,28 +47,21 @@ class TensorPart:
     stacked: bool = False
 
     @property
-    def what(self) -> TensorSpec:
-        return TensorSpec(str(self.dtype).removeprefix("torch."), self.shape, self.stacked)
+    def spec(self) -> TensorSpec:
+        return TensorSpec(torch_dtype_text(self.dtype), self.shape, self.stacked)
 
 
-LogicalTensors = Mapping[str, torch.Tensor | TensorPart]  # a tensor that is held whole needs no description
+LogicalTensors = Mapping[str, torch.Tensor | TensorPart]  # a tensor that every rank holds whole needs no description
 
 
-class FlatState(Protocol):
-    """Flat values of the optimizer that lie otherwise than a checkpoint has them."""
-
-    dtype: torch.dtype
-
-    def __len__(self) -> int: ...
-    def get(self, first: int, last: int) -> torch.Tensor: ...
-    def put(self, first: int, last: int, values: torch.Tensor) -> None: ...
+FlatValues = torch.Tensor | LogicalValues
 
 
 class CheckpointedOptimizer(Protocol):
-    """An optimizer, as a checkpoint sees it."""
+    """The interface of an optimizer whose state is saved."""
 
-    def state(self) -> Iterator[tuple[DeclaredParameter, str, int, torch.Tensor | FlatState]]:
-        """(parameter, kind, first, values): the values are those of this rank's part, flattened, from there on."""
+    def state(self) -> Iterator[tuple[DeclaredParameter, str, int, FlatValues]]:
+        """(parameter, kind, first, values): the values from element `first` on of this rank's flattened part."""
         ...
 
 
@@ -72,28 +73,42 @@ class StateProvider(Protocol):
         ...
 
 
+def torch_dtype_text(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def collect_tensors(
     model: nn.Module, optimizer: CheckpointedOptimizer, further: Mapping[str, StateProvider] | None = None
 ) -> dict[str, torch.Tensor | TensorPart]:
-    """Model, optimizer and further providers of state, by name. The tensors are live, so loading into them is enough.
-    Optimizer state is loaded last, since the model's weights may be a rounded copy of its main weights."""
-    places = {p.name: p for p in declared_parameters(model)}
-    found: dict[str, torch.Tensor | TensorPart] = {}
+    """The live tensors of model, optimizer and further providers of state, by name: loading into them is enough. The
+    optimizer's are loaded last, since the model's weights may be a rounded copy of its main weights."""
+    declared = {parameter.name: parameter for parameter in declared_parameters(model)}
+    tensors: dict[str, torch.Tensor | TensorPart] = {}
     for name, tensor in model.state_dict().items():
-        found[f"model.{name}"] = part_of_parameter(tensor.detach(), places[name]) if name in places else tensor
+        if name in declared:
+            tensors[f"model.{name}"] = part_of_parameter(tensor.detach(), declared[name])
+        else:
+            tensors[f"model.{name}"] = tensor
     for prefix, provider in (further or {}).items():
         for name, tensor in provider.named_state():
-            found[f"{prefix}.{name}"] = tensor
+            tensors[f"{prefix}.{name}"] = tensor
     for parameter, kind, first, values in optimizer.state():
-        made, boxes = parameter.declaration, boxes_in_whole(first, first + len(values), parameter)
-        held = [hold_flat_box(box, begin - first, values) for begin, box in boxes]
-        found[f"optimizer.{parameter.name}.{kind}"] = TensorPart(made.shape, values.dtype, held, made.stacked)
-    return found
+        tensors[f"optimizer.{parameter.name}.{kind}"] = part_of_state(parameter, first, values)
+    return tensors
+
+
+def part_of_state(parameter: DeclaredParameter, first: int, values: FlatValues) -> TensorPart:
+    """Optimizer state of a parameter: flat values from element `first` of the rank's flattened part on."""
+    held: list[HeldBox] = []
+    for begin, box in boxes_in_whole(first, first + len(values), parameter):
+        held.append(hold_flat_box(box, begin - first, values))
+    declaration = parameter.declaration
+    return TensorPart(declaration.shape, values.dtype, held, declaration.stacked)
 
 
 def boxes_in_whole(first: int, last: int, parameter: DeclaredParameter) -> Iterator[tuple[int, Box]]:
-    """The elements first..last of this rank's flattened part of a parameter, as boxes of the whole parameter."""
-    corner = [start for start, _ in parameter.part]
+    """Elements first..last of this rank's flattened part of a parameter, as boxes of the whole parameter."""
+    corner = box_corner(parameter.part)
     for begin, box in flat_range_boxes(first, last, parameter.tensor.shape):
         yield begin, shifted_box(box, corner)
 
@@ -102,28 +117,36 @@ def hold_box(box: Box, values: torch.Tensor) -> HeldBox:
     return HeldBox(box, lambda: values, values.copy_)
 
 
-def hold_flat_box(box: Box, first: int, values: torch.Tensor | FlatState) -> HeldBox:
-    """The box whose elements lie one after the other in flat values, from `first` on."""
-    last, sizes = first + element_count(box), [size for _, size in box]
+def hold_flat_box(box: Box, first: int, values: FlatValues) -> HeldBox:
+    """A box whose elements are contiguous in flat values, from `first` on."""
+    last, sizes = first + element_count(box), box_sizes(box)
     if isinstance(values, torch.Tensor):
         return hold_box(box, values[first:last].view(sizes))
-    put = partial(values.put, first, last)
-    return HeldBox(box, lambda: values.get(first, last).view(sizes), lambda new: put(new.flatten()))
+
+    def read_values() -> torch.Tensor:
+        return values.get(first, last).view(sizes)
+
+    def write_values(new: torch.Tensor) -> None:
+        values.put(first, last, new.flatten())
+
+    return HeldBox(box, read_values, write_values)
 
 
 def part_of_parameter(tensor: torch.Tensor, parameter: DeclaredParameter) -> TensorPart:
-    made = parameter.declaration
-    return TensorPart(made.shape, tensor.dtype, [hold_box(tuple(parameter.part), tensor)], made.stacked)
+    declaration = parameter.declaration
+    held = [hold_box(tuple(parameter.part), tensor)]
+    return TensorPart(declaration.shape, tensor.dtype, held, declaration.stacked)
 
 
 def as_tensor_part(tensor: torch.Tensor | TensorPart) -> TensorPart:
     if isinstance(tensor, TensorPart):
         return tensor
-    return TensorPart(tuple(tensor.shape), tensor.dtype, [hold_box(whole_box(tensor.shape), tensor)])
+    held = [hold_box(whole_box(tensor.shape), tensor)]
+    return TensorPart(tuple(tensor.shape), tensor.dtype, held)
 
 
 def rng_state_tensors(world: World) -> dict[str, torch.Tensor]:
-    """This rank's generators, as copies; `restore_random` puts them back."""
+    """Copies of this rank's random generator states; `restore_rng_state` sets them."""
     state = {f"random.{world.rank}.cpu": torch.get_rng_state()}
     if world.device.type == "cuda":
         state[f"random.{world.rank}.cuda"] = torch.cuda.get_rng_state(world.device)

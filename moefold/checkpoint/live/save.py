@@ -1,10 +1,10 @@
-"""Write a checkpoint so that it is either there whole or not there at all.
+"""Atomic writing of a checkpoint: it is there whole, or not at all.
 
     step-00000100.tmp/   every rank writes and hashes its file; rank 0 adds ledger, state and manifest; all is synced
-    step-00000100/       the rename commits it; `latest` then points here; older ones that are not kept go
+    step-00000100/       the rename commits the checkpoint; `latest` points here; older ones are pruned
 
-A folder is never written twice. Whatever interrupts this, the previous checkpoint stays. `save` does it at once,
-checkpoint/live/background_saver.py beside the training.
+A folder is never written twice. Whatever interrupts a save, the previous checkpoint stays. `save_checkpoint` blocks;
+background_saver.py saves concurrently with the training.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from moefold.checkpoint.format.ledger import encode_ledger, hash_pieces, ledger_entry
+from moefold.checkpoint.format.boxes import Box
+from moefold.checkpoint.format.ledger import Ledger, TensorSpec, encode_ledger, hash_pieces, ledger_entry
 from moefold.checkpoint.format.manifest import (
     CHECKPOINT_FORMAT,
     LEDGER_FILE,
@@ -37,12 +38,14 @@ from moefold.checkpoint.format.retention import (
     update_latest_link,
 )
 from moefold.checkpoint.format.storage import (
+    METADATA_BYTES,
     StoragePath,
     create_folder,
     free_disk_bytes,
     fsync_folder,
     remove_tree,
     rename_tree,
+    require_free_space,
     staging_folder,
     write_synced_file,
 )
@@ -56,29 +59,35 @@ from moefold.config.errors import UserError
 from moefold.layout.axes import World
 from moefold.version import __version__
 
-METADATA_BYTES = 1 << 20  # bytes beyond the tensors: ledger, manifest, file headers
-
 T = TypeVar("T")
 
 
 def save_checkpoint(
-    shelf: StoragePath, step: int, tensors: LogicalTensors, state: dict[str, Any], keep: RetentionPolicy, world: World
+    checkpoints: StoragePath,
+    step: int,
+    tensors: LogicalTensors,
+    state: dict[str, Any],
+    keep: RetentionPolicy,
+    world: World,
 ) -> StoragePath:
     """Commit a checkpoint of `step` and return its path. Every rank calls this."""
     parts = {name: as_tensor_part(tensor) for name, tensor in tensors.items()}
     plan = gather_write_plan(parts, world)
     image = HostImage(plan, world.rank, pinned=world.device.type == "cuda")
-    image.fill(parts)
-    return write_checkpoint(shelf, step, plan, image, state, keep, world)
+    image.copy_parts(parts)
+    return write_checkpoint(checkpoints, step, plan, image, state, keep, world)
 
 
 def gather_write_plan(parts: dict[str, TensorPart], world: World) -> WritePlan:
-    mine = {name: (part.what, [held.box for held in part.held]) for name, part in parts.items()}
-    return assign_writers(all_gather_objects(mine, world.everyone))
+    holdings: dict[str, tuple[TensorSpec, list[Box]]] = {}
+    for name, part in parts.items():
+        boxes = [held.box for held in part.held]
+        holdings[name] = (part.spec, boxes)
+    return assign_writers(all_gather_objects(holdings, world.everyone))
 
 
 def write_checkpoint(
-    shelf: StoragePath,
+    checkpoints: StoragePath,
     step: int,
     plan: WritePlan,
     image: HostImage,
@@ -86,18 +95,29 @@ def write_checkpoint(
     keep: RetentionPolicy,
     world: World,
 ) -> StoragePath:
-    """From filled images to a committed checkpoint. Every rank calls this."""
-    final = shelf / step_folder_name(step)
+    """From filled host images to a committed checkpoint. Every rank calls this."""
+    final = checkpoints / step_folder_name(step)
     folder = staging_folder(final)
-    if run_on_rank_zero(lambda: is_already_saved(final), world, shelf):
+    if run_on_rank_zero(lambda: is_already_saved(final), world, checkpoints):
         return final
-    run_on_rank_zero(lambda: prepare_staging(folder, plan.bytes + METADATA_BYTES), world, shelf)
-    written = [each for each in run_on_every_rank(lambda: image.write(folder), world, shelf) if each]
-    digests: PieceDigests = {piece: found for each in written for piece, found in each.digests.items()}
-    for found in run_on_every_rank(lambda: hash_split_pieces(folder, plan, written, world), world, shelf):
-        digests |= found
-    run_on_rank_zero(lambda: commit_checkpoint(folder, final, step, state, plan, written, digests, world), world, shelf)
-    run_on_rank_zero(lambda: prune_checkpoints(shelf, keep, final), world, shelf)
+    needed = plan.bytes + METADATA_BYTES
+    run_on_rank_zero(lambda: prepare_staging(folder, needed), world, checkpoints)
+    # Every rank writes its file, and hashes the pieces that it holds whole.
+    files = run_on_every_rank(lambda: image.write_file(folder), world, checkpoints)
+    written = [file for file in files if file]
+    digests: PieceDigests = {}
+    for file in written:
+        digests |= file.digests
+    # Pieces that are split over files are read back and hashed.
+    split_digests = run_on_every_rank(lambda: hash_split_pieces(folder, plan, written, world), world, checkpoints)
+    for rank_digests in split_digests:
+        digests |= rank_digests
+
+    def commit() -> None:
+        commit_checkpoint(folder, final, step, state, plan, written, digests, world)
+
+    run_on_rank_zero(commit, world, checkpoints)
+    run_on_rank_zero(lambda: prune_checkpoints(checkpoints, keep, final), world, checkpoints)
     return final
 
 
@@ -112,33 +132,29 @@ def run_on_rank_zero(work: Callable[[], T], world: World, place: StoragePath) ->
 
 
 def hash_split_pieces(folder: StoragePath, plan: WritePlan, written: list[WrittenFile], world: World) -> PieceDigests:
-    """This rank's share of the pieces that lie in several files, or not in one run: read back, and hashed."""
+    """The digests of this rank's share of the pieces that are not contiguous in one file: they are read back."""
     mine = list(plan.split_pieces())[world.rank :: world.size]
     if not mine:
         return {}
-    index, _ = read_chunk_index(folder, {each.file: each.sha256 for each in written})
-    reader = BoxReader(folder, index, plan.shapes)
-    return {(name, piece.first): reader.digest(name, piece) for name, piece in mine}
+    headers = {file.name: file.sha256 for file in written}
+    index, _ = read_chunk_index(folder, headers)
+    reader = BoxReader(folder, index, plan.specs)
+    digests: PieceDigests = {}
+    for name, piece in mine:
+        digests[name, piece.first] = reader.piece_digest(name, piece)
+    return digests
 
 
 def checkpoint_bytes(tensors: LogicalTensors, world: World) -> int:
-    """Bytes of a checkpoint: every logical tensor whole, whatever part of it this rank holds, of all pipeline ranks."""
-    here = sum(as_tensor_part(tensor).what.bytes for tensor in tensors.values())
-    return sum(all_gather_objects(here, world.axis("pp"))) + METADATA_BYTES
-
-
-def require_free_space(place: StoragePath, needed: int) -> None:
-    """Refuse before writing what cannot fit."""
-    has = free_disk_bytes(place)
-    if has is not None and has < needed:
-        raise UserError(
-            f"no space on {place}: a checkpoint needs {needed / 2**20:.1f} MiB, there are {has / 2**20:.1f}; "
-            "free some, or choose another place with --out; checkpoints written before are untouched"
-        )
+    """Bytes of a checkpoint: every logical tensor of all pipeline ranks, whole."""
+    parts = map(as_tensor_part, tensors.values())
+    stage_bytes = sum(part.spec.bytes for part in parts)
+    bytes_by_stage = all_gather_objects(stage_bytes, world.axis("pp"))
+    return sum(bytes_by_stage) + METADATA_BYTES
 
 
 def prepare_staging(folder: StoragePath, needed: int) -> None:
-    """An empty folder to write in; what an interrupted save left there goes."""
+    """Make an empty staging folder. What an interrupted save left there is removed."""
     if folder.exists():
         remove_tree(folder)
     if isinstance(folder, Path):
@@ -157,13 +173,16 @@ def commit_checkpoint(
     digests: PieceDigests,
     world: World,
 ) -> None:
-    by_name = {name: {p.first: digests[name, p.first] for p in hash_pieces(what)} for name, what in plan.shapes.items()}
-    ledger = encode_ledger({name: ledger_entry(what, by_name[name]) for name, what in plan.shapes.items()})
-    small = {LEDGER_FILE: ledger, STATE_FILE: json.dumps(state, indent=1).encode()}
-    files = {each.file: {"bytes": each.bytes, "sha256": each.sha256} for each in written}
-    for name, raw in small.items():
+    """Write ledger, state and, last, the manifest; then give the folder its final name."""
+    ledger = encode_ledger(make_ledger(plan, digests))
+    raw_state = json.dumps(state, indent=1).encode()
+    files: dict[str, dict[str, Any]] = {}
+    for file in written:
+        files[file.name] = {"bytes": file.bytes, "sha256": file.sha256}
+    for name, raw in ((LEDGER_FILE, ledger), (STATE_FILE, raw_state)):
         write_synced_file(folder / name, raw)
-        files[name] = {"bytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}
+        sha256 = hashlib.sha256(raw).hexdigest()
+        files[name] = {"bytes": len(raw), "sha256": sha256}
     content = {
         "format": CHECKPOINT_FORMAT,
         "step": step,
@@ -172,6 +191,7 @@ def commit_checkpoint(
         "layout": {"dense": world.dense.sizes, "expert": world.expert.sizes},
         "files": files,
     }
+    # The manifest makes the folder a checkpoint: it is written when all else is on the disk.
     write_synced_file(folder / MANIFEST_FILE, seal_manifest(content))
     fsync_folder(folder)
     if folder != final:
@@ -180,18 +200,26 @@ def commit_checkpoint(
     update_latest_link(final)
 
 
+def make_ledger(plan: WritePlan, digests: PieceDigests) -> Ledger:
+    ledger: Ledger = {}
+    for name, spec in plan.specs.items():
+        pieces = {piece.first: digests[name, piece.first] for piece in hash_pieces(spec)}
+        ledger[name] = ledger_entry(spec, pieces)
+    return ledger
+
+
 def is_already_saved(final: StoragePath) -> bool:
-    """Whether this step is saved already. One that got damaged since is set aside, to be written anew."""
-    if not (final / MANIFEST_FILE).exists() and not isinstance(final, Path):
+    """Whether an intact checkpoint of this step exists. A damaged one is retired, to be written again."""
+    if not isinstance(final, Path) and not (final / MANIFEST_FILE).exists():
         return False  # never committed
     if not final.exists():
         return False
     try:
         verify_checkpoint(final)
-        return True
     except DamagedCheckpoint:
         retire_checkpoint(final, "damaged")
         return False
+    return True
 
 
 def explain_write_error(error: Exception, place: StoragePath) -> Exception:

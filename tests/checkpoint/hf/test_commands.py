@@ -85,7 +85,7 @@ def save_on(world: World, start: str, out: str, steps: int) -> dict[str, torch.T
         weights = starting_weights(folder, config, world, lambda text: None)
         made = assemble_run(config, world, Path(out), corpus, weights)
     for _ in range(steps):
-        train_step(made, made.loader.next())
+        train_step(made, made.loader.next_batch())
     assert bool(made.parameters.under_way) == (steps > 0)
     exported = {name: tensor.clone() for name, tensor in export_hf_weights(made.model, config.model, world)}
     assert not made.parameters.under_way, "weights were read before they had arrived"

@@ -61,10 +61,10 @@ def test_a_save_returns_before_anything_is_copied_and_holds_the_values_of_that_m
     tmp_path: Path, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
 ):
     weight, small, may_copy = torch.full((1000,), 1.0), torch.full((3,), 1.0), threading.Event()
-    fill = HostImage.fill
-    monkeypatch.setattr(HostImage, "fill", lambda *args: may_copy.wait(60) and fill(*args))
+    copy_parts = HostImage.copy_parts
+    monkeypatch.setattr(HostImage, "copy_parts", lambda *args: may_copy.wait(60) and copy_parts(*args))
     with saver(tmp_path) as saves:
-        saves.save(1, {"weight": part(weight), "small": small}, {"step": 1})
+        saves.begin_save(1, {"weight": part(weight), "small": small}, {"step": 1})
         small.fill_(2.0)  # plain tensors may change at once
         threading.Timer(0.3, may_copy.set).start()
         saves.wait_for_copy()
@@ -80,10 +80,10 @@ def test_the_image_is_used_again_and_each_checkpoint_has_its_own_values(tmp_path
     with saver(tmp_path) as saves:
         for step in (1, 2, 3):
             weight.fill_(step)
-            saves.save(step, {"weight": part(weight), "small": torch.full((3,), float(step))}, {"step": step})
+            saves.begin_save(step, {"weight": part(weight), "small": torch.full((3,), float(step))}, {"step": step})
             saves.wait_for_copy()
             assert saves.image
-            memory.add(saves.image.bytes.data_ptr())
+            memory.add(saves.image.data.data_ptr())
     for step in (1, 2, 3):
         assert all((t == step).all() for t in values(tmp_path, step).values())
         assert verify_checkpoint(tmp_path / f"step-{step:08d}")
@@ -93,10 +93,10 @@ def test_the_image_is_used_again_and_each_checkpoint_has_its_own_values(tmp_path
 def test_a_second_save_waits_for_the_first_and_says_so(tmp_path: Path, gate):
     said: list[str] = []
     with saver(tmp_path, said=said) as saves:
-        saves.save(1, {"weight": torch.ones(1000), "small": torch.ones(3)}, {"step": 1})
+        saves.begin_save(1, {"weight": torch.ones(1000), "small": torch.ones(3)}, {"step": 1})
         threading.Timer(0.3, gate.set).start()
         begun = time.monotonic()
-        saves.save(2, {"weight": torch.ones(1000), "small": torch.ones(3)}, {"step": 2})
+        saves.begin_save(2, {"weight": torch.ones(1000), "small": torch.ones(3)}, {"step": 2})
         assert time.monotonic() - begun > 0.2
     assert said == ["step 2: waiting for the checkpoint of step 1, which is still being written"]
     assert [p.name for p in committed_checkpoints(tmp_path)] == ["step-00000002", "step-00000001"]
@@ -105,34 +105,34 @@ def test_a_second_save_waits_for_the_first_and_says_so(tmp_path: Path, gate):
 def test_what_goes_wrong_is_told_at_the_end_of_a_step_and_raised_at_the_next_save(tmp_path: Path, monkeypatch):
     tensors = {"weight": torch.ones(1000), "small": torch.ones(3)}
     saves = saver(tmp_path)
-    saves.save(1, tensors, {"step": 1})
-    saves.wait()
+    saves.begin_save(1, tensors, {"step": 1})
+    saves.wait_until_written()
     assert saves.save_failures() == []
 
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(save_file, "commit_checkpoint", full)
-    saves.save(2, tensors, {"step": 2})
-    assert saves.under_way
-    saves.under_way.join()
+    saves.begin_save(2, tensors, {"step": 2})
+    assert saves.thread
+    saves.thread.join()
     assert saves.save_failures() == ["the checkpoint of step 2 failed"]
     with pytest.raises(UserError, match=f"the checkpoint of step 2 was not written: no space left on {tmp_path}"):
-        saves.save(3, tensors, {"step": 3})
+        saves.begin_save(3, tensors, {"step": 3})
     assert require_checkpoint(tmp_path, single_rank_world(), str).state["step"] == 1
 
 
 def save_without_room(world: World, folder: str) -> tuple[list[str], str]:
     """Rank 1 cannot write."""
     if world.rank == 1:
-        save_file.HostImage.write = lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device"))  # pyright: ignore[reportAttributeAccessIssue]
+        save_file.HostImage.write_file = lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device"))  # pyright: ignore[reportAttributeAccessIssue]
     saves = saver(folder, world)
-    saves.save(1, {f"{n}": torch.ones(100) for n in range(4)}, {"step": 1})
-    assert saves.under_way
-    saves.under_way.join()
+    saves.begin_save(1, {f"{n}": torch.ones(100) for n in range(4)}, {"step": 1})
+    assert saves.thread
+    saves.thread.join()
     failed = saves.save_failures()
     with pytest.raises(UserError) as refused:
-        saves.wait()
+        saves.wait_until_written()
     return failed, str(refused.value)
 
 
@@ -149,7 +149,7 @@ def save_beside_collectives(world: World, folder: str) -> float:
     mine = [hold_box(((world.rank << 18, 1 << 18),), weight)]
     with saver(folder, world) as saves:
         for step in range(1, 6):
-            saves.save(step, {"weight": TensorPart((world.size << 18,), weight.dtype, mine)}, {"step": step})
+            saves.begin_save(step, {"weight": TensorPart((world.size << 18,), weight.dtype, mine)}, {"step": step})
             for _ in range(20):
                 torch.distributed.all_reduce(total.fill_(1.0))
             saves.wait_for_copy()
@@ -167,21 +167,21 @@ def test_ranks_agree_about_a_checkpoint_beside_the_collectives_of_training(tmp_p
 
 
 class Split:
-    """State that lies otherwise than a checkpoint has it: fp32 as two halves of 16 bits."""
+    """Flat values whose memory is not what a checkpoint has: fp32 as pairs of 16 bits."""
 
     dtype = torch.float32
 
     def __init__(self, values: torch.Tensor):
-        self.halves = values.view(torch.int16).clone()
+        self.pairs = values.view(torch.int16).clone()
 
     def __len__(self) -> int:
-        return len(self.halves) // 2
+        return len(self.pairs) // 2
 
     def get(self, first: int, last: int) -> torch.Tensor:
-        return self.halves[2 * first : 2 * last].clone().view(torch.float32)
+        return self.pairs[2 * first : 2 * last].clone().view(torch.float32)
 
     def put(self, first: int, last: int, values: torch.Tensor) -> None:
-        self.halves[2 * first : 2 * last] = values.contiguous().view(torch.int16)
+        self.pairs[2 * first : 2 * last] = values.contiguous().view(torch.int16)
 
 
 def part_of_split(state: Split, first: int, last: int) -> TensorPart:
@@ -192,7 +192,7 @@ def part_of_split(state: Split, first: int, last: int) -> TensorPart:
 def test_state_that_lies_otherwise_in_memory_is_saved_and_loaded_by_its_values(tmp_path: Path):
     right = torch.randn(20)
     with saver(tmp_path) as saves:
-        saves.save(1, {"main": part_of_split(Split(right), 0, 20)}, {"step": 1})
+        saves.begin_save(1, {"main": part_of_split(Split(right), 0, 20)}, {"step": 1})
     some = Split(torch.zeros(14))
     load_checkpoint(
         require_checkpoint(tmp_path, single_rank_world(), str),
@@ -208,7 +208,7 @@ def test_state_that_lies_otherwise_in_memory_is_saved_and_loaded_by_its_values(t
 
 def test_values_that_no_rank_holds_are_named_before_anything_is_written(tmp_path: Path):
     with pytest.raises(ValueError, match='ranks hold 14 of 20 values of "main"'), saver(tmp_path) as saves:
-        saves.save(1, {"main": part_of_split(Split(torch.zeros(14)), 3, 17)}, {"step": 1})
+        saves.begin_save(1, {"main": part_of_split(Split(torch.zeros(14)), 3, 17)}, {"step": 1})
     assert list(tmp_path.iterdir()) == []
 
 
@@ -222,9 +222,9 @@ def test_copies_from_a_gpu_have_the_values_of_the_moment_of_the_save(tmp_path: P
         for step in (1, 2):
             torch.cuda._sleep(100_000_000)
             weight.fill_(step)
-            saves.save(step, {"weight": part(weight)}, {"step": step})
+            saves.begin_save(step, {"weight": part(weight)}, {"step": step})
             assert saves.image
-            assert saves.image.bytes.is_pinned()
+            assert saves.image.data.is_pinned()
             saves.wait_for_copy()
             weight.fill_(-1.0)
     for step in (1, 2):

@@ -1,4 +1,4 @@
-"""DeepSeek-V2: latent attention, softmax routing within the groups of the best experts, shared experts."""
+"""DeepSeek-V2: MLA, softmax routing limited to the groups with the best experts, shared experts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from moefold.checkpoint.hf.config_options import ConfigOptions
 from moefold.checkpoint.hf.families.deepseek_v3 import latent_block_pieces, read_latent_options, write_latent_options
 from moefold.checkpoint.hf.family import ModelFamily
-from moefold.checkpoint.hf.name_table import MappedPiece
+from moefold.checkpoint.hf.name_table import MappedPiece, NameTable
 from moefold.checkpoint.hf.table_parts import build_name_table
 from moefold.config.run import ModelConfig
 
@@ -18,27 +18,30 @@ def read_deepseek_v2(options: ConfigOptions) -> dict[str, Any]:
     options.require_value("scoring_func", "softmax", why="as in DeepSeek-V2")
     options.require_value("norm_topk_prob", False, why="its two published codes differ in what that does")
     options.require_value("mlp_bias", False, why="MLPs have no biases")
-    groups, chosen = options.take_optional("n_group") or 1, options.take_optional("topk_group") or 1
-    method = options.take("topk_method", default="greedy")
+    groups = options.take_optional("n_group") or 1
+    groups_chosen = options.take_optional("topk_group") or 1
+    method = options.take_value("topk_method", default="greedy")
     if method not in ("greedy", "group_limited_greedy"):
         options.add_problem(f"topk_method = {method} is not supported; expected greedy or group_limited_greedy")
-    limited = method == "group_limited_greedy"
+    if method != "group_limited_greedy":
+        groups, groups_chosen = 1, 1
     return values | {
         "moe.router.normalize": "none",
-        "moe.router.groups": groups if limited else 1,
-        "moe.router.groups_chosen": chosen if limited else 1,
+        "moe.router.groups": groups,
+        "moe.router.groups_chosen": groups_chosen,
         "moe.router.group_score": "best",
     }
 
 
 def write_deepseek_v2(model: ModelConfig) -> dict[str, Any]:
+    router = model.moe.router
     return {
         **write_latent_options(model),
         "scoring_func": "softmax",
-        "topk_method": "greedy" if model.moe.router.groups == 1 else "group_limited_greedy",
+        "topk_method": "greedy" if router.groups == 1 else "group_limited_greedy",
         "norm_topk_prob": False,
-        "n_group": model.moe.router.groups,
-        "topk_group": model.moe.router.groups_chosen,
+        "n_group": router.groups,
+        "topk_group": router.groups_chosen,
     }
 
 
@@ -46,10 +49,14 @@ def deepseek_v2_block_pieces(model: ModelConfig, layer: int, theirs: str, ours: 
     return latent_block_pieces(model, layer, theirs, ours, correction=False)
 
 
+def deepseek_v2_table(model: ModelConfig) -> NameTable:
+    return build_name_table(model, deepseek_v2_block_pieces)
+
+
 DEEPSEEK_V2 = ModelFamily(
     "deepseek_v2",
     "DeepseekV2ForCausalLM",
     read_deepseek_v2,
     write_deepseek_v2,
-    lambda model: build_name_table(model, deepseek_v2_block_pieces),
+    deepseek_v2_table,
 )

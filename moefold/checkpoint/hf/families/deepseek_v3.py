@@ -1,5 +1,5 @@
-"""DeepSeek-V3: latent attention, sigmoid routing with a correction bias within groups, shared experts, layers that
-predict further tokens. Kimi-K2 is the same under another name."""
+"""DeepSeek-V3: MLA, sigmoid routing with a selection bias within groups, shared experts, MTP layers. Kimi-K2 is the
+same under another name."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from moefold.anatomy.step_specs import is_moe_layer
 from moefold.checkpoint.hf.config_options import ConfigOptions
 from moefold.checkpoint.hf.family import ModelFamily, read_common_options, write_common_options
-from moefold.checkpoint.hf.name_table import MappedPiece
+from moefold.checkpoint.hf.name_table import MappedPiece, NameTable
 from moefold.checkpoint.hf.table_parts import (
     build_name_table,
     expert_pieces,
@@ -20,40 +20,44 @@ from moefold.checkpoint.hf.table_parts import (
 )
 from moefold.config.run import ModelConfig
 
-LATENT_EPS = 1e-6  # of the norms on latents, in their code, whatever rms_norm_eps says
+LATENT_EPS = 1e-6  # of the norms on latents, fixed in their code, whatever rms_norm_eps is
 
 
 def read_latent_options(options: ConfigOptions) -> dict[str, Any]:
-    """What both generations of DeepSeek's models have: latent attention, dense first layers, shared experts."""
+    """The options that DeepSeek-V2 and V3 share: MLA, dense first layers, shared experts."""
     values = read_common_options(options, theta=10_000.0, eps=1e-6, latent=True)
     if values["norm_eps"] != LATENT_EPS:
         options.add_problem(f"rms_norm_eps = {values['norm_eps']} is not supported: norms on latents have {LATENT_EPS}")
-    turning, still = options.take("qk_rope_head_dim"), options.take("qk_nope_head_dim")
-    heads, bias = values["attention.heads"], options.take("attention_bias", default=False)
+    rope_dim = options.take_value("qk_rope_head_dim")
+    nope_dim = options.take_value("qk_nope_head_dim")
+    heads = values["attention.heads"]
+    bias = options.take_value("attention_bias", default=False)
     options.require_value("num_key_value_heads", heads, why="every head has keys of its own")
     options.require_value("rope_interleave", True, why="turning dims lie in pairs")
     options.require_value("moe_layer_freq", 1, why="all layers behind the dense ones have experts")
     options.ignore_keys(["head_dim", "qk_head_dim"])  # follow from the others
-    ffn = options.take("moe_intermediate_size")
+    ffn = options.take_value("moe_intermediate_size")
+    shared_experts = options.take_optional("n_shared_experts") or 0
+    per_sequence = options.take_value("seq_aux", default=True)
     return values | {
-        "dense_ffn": options.take("intermediate_size"),
+        "dense_ffn": options.take_value("intermediate_size"),
         "attention.kind": "mla",
         "attention.kv_heads": heads,
-        "attention.head_dim": still + turning,
-        "attention.rope_dim": turning,
-        "attention.value_dim": options.take("v_head_dim"),
+        "attention.head_dim": nope_dim + rope_dim,
+        "attention.rope_dim": rope_dim,
+        "attention.value_dim": options.take_value("v_head_dim"),
         "attention.q_rank": options.take_optional("q_lora_rank") or 0,
-        "attention.kv_rank": options.take("kv_lora_rank"),
+        "attention.kv_rank": options.take_value("kv_lora_rank"),
         "attention.qkv_bias": bias,
         "attention.out_bias": bias,
-        "moe.experts": options.take("n_routed_experts", "num_local_experts", "num_experts"),
-        "moe.top_k": options.take("num_experts_per_tok"),
+        "moe.experts": options.take_value("n_routed_experts", "num_local_experts", "num_experts"),
+        "moe.top_k": options.take_value("num_experts_per_tok"),
         "moe.ffn": ffn,
-        "moe.shared_ffn": ffn * (options.take_optional("n_shared_experts") or 0),
-        "moe.dense_layers": options.take("first_k_dense_replace", default=0),
-        "moe.router.scale": options.take("routed_scaling_factor", default=1.0),
-        "moe.balance.aux_loss": options.take("aux_loss_alpha", default=0.0001),
-        "moe.balance.aux_over": "sequence" if options.take("seq_aux", default=True) else "microbatch",
+        "moe.shared_ffn": ffn * shared_experts,
+        "moe.dense_layers": options.take_value("first_k_dense_replace", default=0),
+        "moe.router.scale": options.take_value("routed_scaling_factor", default=1.0),
+        "moe.balance.aux_loss": options.take_value("aux_loss_alpha", default=0.0001),
+        "moe.balance.aux_over": "sequence" if per_sequence else "microbatch",
     }
 
 
@@ -61,13 +65,14 @@ def read_deepseek_v3(options: ConfigOptions) -> dict[str, Any]:
     values = read_latent_options(options)
     options.require_value("scoring_func", "sigmoid", why="as in DeepSeek-V3")
     options.require_value("topk_method", "noaux_tc", why="as in DeepSeek-V3")
+    normalised = options.take_value("norm_topk_prob", default=True)
     return values | {
-        "mtp": options.take("num_nextn_predict_layers", "num_mtp_layers", default=0),
+        "mtp": options.take_value("num_nextn_predict_layers", "num_mtp_layers", default=0),
         "moe.router.score": "sigmoid",
-        "moe.router.normalize": "chosen" if options.take("norm_topk_prob", default=True) else "none",
-        "moe.router.groups": options.take("n_group", default=1),
-        "moe.router.groups_chosen": options.take("topk_group", default=1),
-        "moe.balance.bias_rate": 0.001,  # theirs in training; config.json does not tell
+        "moe.router.normalize": "chosen" if normalised else "none",
+        "moe.router.groups": options.take_value("n_group", default=1),
+        "moe.router.groups_chosen": options.take_value("topk_group", default=1),
+        "moe.balance.bias_rate": 0.001,  # of their training; config.json has no key for it
     }
 
 
@@ -96,14 +101,15 @@ def write_latent_options(model: ModelConfig) -> dict[str, Any]:
 
 
 def write_deepseek_v3(model: ModelConfig) -> dict[str, Any]:
+    router = model.moe.router
     return {
         **write_latent_options(model),
         "num_nextn_predict_layers": model.mtp,
         "scoring_func": "sigmoid",
         "topk_method": "noaux_tc",
-        "norm_topk_prob": model.moe.router.normalize == "chosen",
-        "n_group": model.moe.router.groups,
-        "topk_group": model.moe.router.groups_chosen,
+        "norm_topk_prob": router.normalize == "chosen",
+        "n_group": router.groups,
+        "topk_group": router.groups_chosen,
     }
 
 
@@ -118,18 +124,24 @@ def latent_block_pieces(
 def deepseek_mlp_pieces(
     model: ModelConfig, layer: int, theirs: str, ours: str, correction: bool
 ) -> Iterator[MappedPiece]:
-    """Dense in the first layers, then routed and shared experts."""
+    """A dense MLP in the first layers, then routed and shared experts."""
+    theirs += "mlp."
     if not is_moe_layer(model, layer):
-        yield from gated_mlp_pieces(model, model.dense_ffn, theirs + "mlp.", ours + "dense.")
+        yield from gated_mlp_pieces(model, model.dense_ffn, theirs, ours + "dense.")
         return
-    yield from router_pieces(model, theirs + "mlp.", ours + "moe.", correction=correction)
-    yield from expert_pieces(model, theirs + "mlp.", ours + "moe.")
+    ours += "moe."
+    yield from router_pieces(model, theirs, ours, correction=correction)
+    yield from expert_pieces(model, theirs, ours)
     if model.moe.shared_ffn:
-        yield from gated_mlp_pieces(model, model.moe.shared_ffn, theirs + "mlp.shared_experts.", ours + "moe.shared.")
+        yield from gated_mlp_pieces(model, model.moe.shared_ffn, theirs + "shared_experts.", ours + "shared.")
 
 
 def deepseek_v3_block_pieces(model: ModelConfig, layer: int, theirs: str, ours: str) -> Iterator[MappedPiece]:
     return latent_block_pieces(model, layer, theirs, ours, correction=True)
+
+
+def deepseek_v3_table(model: ModelConfig) -> NameTable:
+    return build_name_table(model, deepseek_v3_block_pieces)
 
 
 DEEPSEEK_V3 = ModelFamily(
@@ -137,5 +149,5 @@ DEEPSEEK_V3 = ModelFamily(
     "DeepseekV3ForCausalLM",
     read_deepseek_v3,
     write_deepseek_v3,
-    lambda model: build_name_table(model, deepseek_v3_block_pieces),
+    deepseek_v3_table,
 )

@@ -1,4 +1,4 @@
-"""The dense families that models are upcycled from: Llama, Mistral, Qwen2, Qwen3. Every layer has a dense MLP."""
+"""Dense families, from which models are upcycled: Llama, Mistral, Qwen2, Qwen3. Every layer has a dense MLP."""
 
 from __future__ import annotations
 
@@ -6,45 +6,55 @@ from collections.abc import Iterator
 from typing import Any
 
 from moefold.checkpoint.hf.config_options import ConfigOptions
-from moefold.checkpoint.hf.family import ModelFamily, read_common_options, read_gqa_heads, read_sliding_windows
-from moefold.checkpoint.hf.name_table import MappedPiece
+from moefold.checkpoint.hf.family import (
+    FULL,
+    SLIDING,
+    ModelFamily,
+    read_common_options,
+    read_gqa_heads,
+    read_sliding_windows,
+)
+from moefold.checkpoint.hf.name_table import MappedPiece, NameTable
 from moefold.checkpoint.hf.table_parts import build_name_table, gated_mlp_pieces, grouped_attention_pieces, norm_pieces
 from moefold.config.run import ModelConfig
 
 
 def read_dense_options(options: ConfigOptions, eps: float) -> dict[str, Any]:
     values = read_common_options(options, theta=10_000.0, eps=eps)
-    ffn = options.take("intermediate_size")
-    return values | read_gqa_heads(options, values) | {"dense_ffn": ffn, "moe.dense_layers": values["layers"]}
+    values |= read_gqa_heads(options, values)
+    values["dense_ffn"] = options.take_value("intermediate_size")
+    values["moe.dense_layers"] = values["layers"]
+    return values
 
 
 def read_llama(options: ConfigOptions) -> dict[str, Any]:
     options.require_value("mlp_bias", False, why="MLPs have no biases")
-    bias = options.take("attention_bias", default=False)
-    return read_dense_options(options, 1e-6) | {"attention.qkv_bias": bias, "attention.out_bias": bias}
+    bias = options.take_value("attention_bias", default=False)
+    values = read_dense_options(options, 1e-6)
+    return values | {"attention.qkv_bias": bias, "attention.out_bias": bias}
 
 
 def read_mistral(options: ConfigOptions) -> dict[str, Any]:
     values = read_dense_options(options, 1e-6)
-    return values | read_sliding_windows(options, values["layers"], options.take_optional("sliding_window"), None)
+    window = options.take_optional("sliding_window")
+    return values | read_sliding_windows(options, values["layers"], window, None)
 
 
 def read_qwen2(options: ConfigOptions) -> dict[str, Any]:
     values = read_dense_options(options, 1e-6)
-    layers, window = values["layers"], options.take_optional("sliding_window")
-    sliding = options.take("use_sliding_window", default=False)
-    most = options.take("max_window_layers", default=28)
-    usual = ["sliding_attention" if i >= most else "full_attention" for i in range(layers)]
-    kinds = options.take_optional("layer_types") or usual
-    return (
-        values
-        | read_sliding_windows(options, layers, window if sliding else None, kinds)
-        | {"attention.qkv_bias": True}
-    )
+    layers = values["layers"]
+    window = options.take_optional("sliding_window")
+    if not options.take_value("use_sliding_window", default=False):
+        window = None
+    full_layers = options.take_value("max_window_layers", default=28)
+    default_kinds = [SLIDING if layer >= full_layers else FULL for layer in range(layers)]
+    kinds = options.take_optional("layer_types") or default_kinds
+    values |= read_sliding_windows(options, layers, window, kinds)
+    return values | {"attention.qkv_bias": True}
 
 
 def read_qwen3(options: ConfigOptions) -> dict[str, Any]:
-    bias = options.take("attention_bias", default=False)
+    bias = options.take_value("attention_bias", default=False)
     return read_qwen2(options) | {
         "attention.qk_norm": "head",
         "attention.qkv_bias": bias,
@@ -59,14 +69,16 @@ def dense_block_pieces(model: ModelConfig, layer: int, theirs: str, ours: str) -
 
 
 def refuse_to_write(_: ModelConfig) -> dict[str, Any]:
-    """Dense models are read, to be upcycled; there is nobody who would write one."""
+    """Dense families are read only: `writable_families` leaves them out."""
     raise NotImplementedError
 
 
+def dense_table(model: ModelConfig) -> NameTable:
+    return build_name_table(model, dense_block_pieces)
+
+
 def dense_family(kind: str, architecture: str, read: Any) -> ModelFamily:
-    return ModelFamily(
-        kind, architecture, read, refuse_to_write, lambda model: build_name_table(model, dense_block_pieces), dense=True
-    )
+    return ModelFamily(kind, architecture, read, refuse_to_write, dense_table, dense=True)
 
 
 LLAMA = dense_family("llama", "LlamaForCausalLM", read_llama)

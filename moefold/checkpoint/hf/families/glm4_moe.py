@@ -1,4 +1,4 @@
-"""GLM-4-MoE: grouped queries of which half the dims turn, DeepSeek-V3's routing, shared experts and further tokens."""
+"""GLM-4-MoE: grouped queries with rope on half of the dims; routing, shared experts and MTP as in DeepSeek-V3."""
 
 from __future__ import annotations
 
@@ -14,38 +14,47 @@ from moefold.checkpoint.hf.family import (
     write_common_options,
     write_gqa_heads,
 )
-from moefold.checkpoint.hf.name_table import MappedPiece
+from moefold.checkpoint.hf.name_table import MappedPiece, NameTable
 from moefold.checkpoint.hf.table_parts import build_name_table, grouped_attention_pieces, norm_pieces
 from moefold.config.run import ModelConfig
 
 
 def read_glm4_moe(options: ConfigOptions) -> dict[str, Any]:
-    inner = options.left.get("rope_parameters")
-    share = inner.get("partial_rotary_factor") if isinstance(inner, Mapping) else None
-    share = options.take("partial_rotary_factor", default=share or 0.5)
+    rope_share = read_rope_share(options)
     values = read_common_options(options, theta=10_000.0, eps=1e-5, partial=True)
     values |= read_gqa_heads(options, values)
-    turning = int(values["attention.head_dim"] * share)
-    ffn = options.take("moe_intermediate_size")
+    head_dim = values["attention.head_dim"]
+    rope_dim = int(head_dim * rope_share)
+    ffn = options.take_value("moe_intermediate_size")
+    shared_experts = options.take_optional("n_shared_experts") or 0
+    normalised = options.take_value("norm_topk_prob", default=True)
+    qk_norm = options.take_value("use_qk_norm", default=False)
     return values | {
-        "mtp": options.take("num_nextn_predict_layers", "num_mtp_layers", default=0),
-        "dense_ffn": options.take("intermediate_size"),
-        "attention.rope_dim": 0 if turning == values["attention.head_dim"] else turning,
-        "attention.qk_norm": "head" if options.take("use_qk_norm", default=False) else "none",
-        "attention.qkv_bias": options.take("attention_bias", default=False),
-        "moe.experts": options.take("n_routed_experts", "num_local_experts"),
-        "moe.top_k": options.take("num_experts_per_tok"),
+        "mtp": options.take_value("num_nextn_predict_layers", "num_mtp_layers", default=0),
+        "dense_ffn": options.take_value("intermediate_size"),
+        "attention.rope_dim": 0 if rope_dim == head_dim else rope_dim,
+        "attention.qk_norm": "head" if qk_norm else "none",
+        "attention.qkv_bias": options.take_value("attention_bias", default=False),
+        "moe.experts": options.take_value("n_routed_experts", "num_local_experts"),
+        "moe.top_k": options.take_value("num_experts_per_tok"),
         "moe.ffn": ffn,
-        "moe.shared_ffn": ffn * (options.take_optional("n_shared_experts") or 0),
-        "moe.dense_layers": options.take("first_k_dense_replace", default=0),
+        "moe.shared_ffn": ffn * shared_experts,
+        "moe.dense_layers": options.take_value("first_k_dense_replace", default=0),
         "moe.router.score": "sigmoid",
-        "moe.router.normalize": "chosen" if options.take("norm_topk_prob", default=True) else "none",
-        "moe.router.scale": options.take("routed_scaling_factor", default=1.0),
-        "moe.router.groups": options.take("n_group", default=1),
-        "moe.router.groups_chosen": options.take("topk_group", default=1),
-        "moe.balance.aux_loss": 0.0001,  # config.json tells neither; as in DeepSeek-V3
+        "moe.router.normalize": "chosen" if normalised else "none",
+        "moe.router.scale": options.take_value("routed_scaling_factor", default=1.0),
+        "moe.router.groups": options.take_value("n_group", default=1),
+        "moe.router.groups_chosen": options.take_value("topk_group", default=1),
+        "moe.balance.aux_loss": 0.0001,  # as in DeepSeek-V3; config.json has no key for it, nor for the next
         "moe.balance.bias_rate": 0.001,
     }
+
+
+def read_rope_share(options: ConfigOptions) -> float:
+    """The share of a head's dims that have rope: an option, or a key of rope_parameters."""
+    rope = options.left.get("rope_parameters")
+    share = rope.get("partial_rotary_factor") if isinstance(rope, Mapping) else None
+    return options.take_value("partial_rotary_factor", default=share or 0.5)
 
 
 def write_glm4_moe(model: ModelConfig) -> dict[str, Any]:
@@ -76,10 +85,14 @@ def glm4_moe_block_pieces(model: ModelConfig, layer: int, theirs: str, ours: str
     yield from deepseek_mlp_pieces(model, layer, theirs, ours, correction=True)
 
 
+def glm4_moe_table(model: ModelConfig) -> NameTable:
+    return build_name_table(model, glm4_moe_block_pieces)
+
+
 GLM4_MOE = ModelFamily(
     "glm4_moe",
     "Glm4MoeForCausalLM",
     read_glm4_moe,
     write_glm4_moe,
-    lambda model: build_name_table(model, glm4_moe_block_pieces),
+    glm4_moe_table,
 )

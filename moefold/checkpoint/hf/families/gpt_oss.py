@@ -1,5 +1,5 @@
-"""GPT-OSS: sinks, alternating windows, biases everywhere, and experts stacked in one tensor, transposed, with gate and
-up in alternating columns."""
+"""GPT-OSS: attention sinks, alternating windows, biases everywhere, and experts stacked in one transposed tensor with
+gate and up in alternating columns."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from moefold.checkpoint.hf.config_options import ConfigOptions
 from moefold.checkpoint.hf.family import (
     ModelFamily,
     attention_layer_types,
+    layer_types,
     read_common_options,
     read_gqa_heads,
     read_sliding_windows,
     write_common_options,
     write_gqa_heads,
 )
-from moefold.checkpoint.hf.name_table import MappedPiece
+from moefold.checkpoint.hf.name_table import MappedPiece, NameTable
 from moefold.checkpoint.hf.table_parts import build_name_table, grouped_attention_pieces, norm_pieces, router_pieces
 from moefold.config.run import ModelConfig
 
@@ -28,22 +29,22 @@ def read_gpt_oss(options: ConfigOptions) -> dict[str, Any]:
     values |= read_gqa_heads(options, values)
     options.require_value("swiglu_alpha", 1.702, why="as in GPT-OSS")
     layers = values["layers"]
-    usual = ["full_attention" if i % 2 else "sliding_attention" for i in range(layers)]
-    kinds = options.take_optional("layer_types") or usual
-    values |= read_sliding_windows(options, layers, options.take_optional("sliding_window"), kinds)
-    bias = options.take("attention_bias", default=True)
+    kinds = options.take_optional("layer_types") or layer_types(layers, full_every=2)
+    window = options.take_optional("sliding_window")
+    values |= read_sliding_windows(options, layers, window, kinds)
+    bias = options.take_value("attention_bias", default=True)
     return values | {
         "attention.qkv_bias": bias,
         "attention.out_bias": bias,
         "attention.sinks": True,
-        "moe.experts": options.take("num_local_experts", "num_experts"),
-        "moe.top_k": options.take("num_experts_per_tok", "experts_per_token"),
-        "moe.ffn": options.take("intermediate_size"),
+        "moe.experts": options.take_value("num_local_experts", "num_experts"),
+        "moe.top_k": options.take_value("num_experts_per_tok", "experts_per_token"),
+        "moe.ffn": options.take_value("intermediate_size"),
         "moe.router.score": "softmax_chosen",
         "moe.biases": True,
         "moe.activation": "clamped_swiglu",
-        "moe.clamp": options.take("swiglu_limit", default=7.0),
-        "moe.balance.aux_loss": options.take("router_aux_loss_coef", default=0.001),
+        "moe.clamp": options.take_value("swiglu_limit", default=7.0),
+        "moe.balance.aux_loss": options.take_value("router_aux_loss_coef", default=0.001),
     }
 
 
@@ -66,9 +67,10 @@ def write_gpt_oss(model: ModelConfig) -> dict[str, Any]:
 def gpt_oss_block_pieces(model: ModelConfig, layer: int, theirs: str, ours: str) -> Iterator[MappedPiece]:
     yield from norm_pieces(model, layer, theirs, ours)
     yield from grouped_attention_pieces(model, theirs, ours)
-    yield MappedPiece(theirs + "self_attn.sinks", ours + "attention.sinks", "h -> h", {"h": model.attention.heads})
+    heads = {"h": model.attention.heads}
+    yield MappedPiece(theirs + "self_attn.sinks", ours + "attention.sinks", "h -> h", heads)
     yield from router_pieces(model, theirs + "mlp.", ours + "moe.", name="router")
-    sizes = {"e": model.moe.experts, "f": model.moe.ffn, "d": model.hidden, "g": 2}
+    sizes = {"e": model.moe.experts, "f": model.moe.ffn, "d": model.hidden, "g": 2}  # g: gate and up
     theirs, ours = theirs + "mlp.experts.", ours + "moe.experts."
     yield MappedPiece(theirs + "gate_up_proj", ours + "gate_up", "e d (f g) -> e g f d", sizes)
     yield MappedPiece(theirs + "gate_up_proj_bias", ours + "gate_up_bias", "e (f g) -> e g f", sizes)
@@ -76,10 +78,14 @@ def gpt_oss_block_pieces(model: ModelConfig, layer: int, theirs: str, ours: str)
     yield MappedPiece(theirs + "down_proj_bias", ours + "down_bias", "e d -> e d", sizes)
 
 
+def gpt_oss_table(model: ModelConfig) -> NameTable:
+    return build_name_table(model, gpt_oss_block_pieces)
+
+
 GPT_OSS = ModelFamily(
     "gpt_oss",
     "GptOssForCausalLM",
     read_gpt_oss,
     write_gpt_oss,
-    lambda model: build_name_table(model, gpt_oss_block_pieces),
+    gpt_oss_table,
 )

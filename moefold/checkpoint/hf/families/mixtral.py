@@ -1,4 +1,4 @@
-"""Mixtral: plain grouped queries, experts in every layer, weights normalised over the chosen."""
+"""Mixtral: grouped queries, experts in every layer, routing weights normalised over the chosen experts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moefold.checkpoint.hf.family import (
     write_common_options,
     write_gqa_heads,
 )
-from moefold.checkpoint.hf.name_table import MappedPiece
+from moefold.checkpoint.hf.name_table import MappedPiece, NameTable
 from moefold.checkpoint.hf.table_parts import (
     build_name_table,
     expert_pieces,
@@ -28,15 +28,15 @@ from moefold.config.run import ModelConfig
 def read_mixtral(options: ConfigOptions) -> dict[str, Any]:
     values = read_common_options(options, theta=1e6, eps=1e-5)
     values |= read_gqa_heads(options, values)
-    values |= read_sliding_windows(options, values["layers"], options.take_optional("sliding_window"), None)
-    options.require_value(
-        "router_jitter_noise", 0.0, 0, why="its noise reaches the experts too; moe.router.jitter is the router's"
-    )
+    window = options.take_optional("sliding_window")
+    values |= read_sliding_windows(options, values["layers"], window, None)
+    reason = "its noise reaches the experts too; moe.router.jitter is the router's"
+    options.require_value("router_jitter_noise", 0.0, 0, why=reason)
     return values | {
-        "moe.experts": options.take("num_local_experts", "num_experts"),
-        "moe.top_k": options.take("num_experts_per_tok"),
-        "moe.ffn": options.take("intermediate_size"),
-        "moe.balance.aux_loss": options.take("router_aux_loss_coef", default=0.001),
+        "moe.experts": options.take_value("num_local_experts", "num_experts"),
+        "moe.top_k": options.take_value("num_experts_per_tok"),
+        "moe.ffn": options.take_value("intermediate_size"),
+        "moe.balance.aux_loss": options.take_value("router_aux_loss_coef", default=0.001),
     }
 
 
@@ -55,8 +55,13 @@ def write_mixtral(model: ModelConfig) -> dict[str, Any]:
 def mixtral_block_pieces(model: ModelConfig, layer: int, theirs: str, ours: str) -> Iterator[MappedPiece]:
     yield from norm_pieces(model, layer, theirs, ours)
     yield from grouped_attention_pieces(model, theirs, ours)
-    yield from router_pieces(model, theirs + "block_sparse_moe.", ours + "moe.")
-    yield from expert_pieces(model, theirs + "block_sparse_moe.", ours + "moe.", names=("w1", "w3", "w2"))
+    theirs, ours = theirs + "block_sparse_moe.", ours + "moe."
+    yield from router_pieces(model, theirs, ours)
+    yield from expert_pieces(model, theirs, ours, names=("w1", "w3", "w2"))
+
+
+def mixtral_table(model: ModelConfig) -> NameTable:
+    return build_name_table(model, mixtral_block_pieces)
 
 
 MIXTRAL = ModelFamily(
@@ -64,5 +69,5 @@ MIXTRAL = ModelFamily(
     "MixtralForCausalLM",
     read_mixtral,
     write_mixtral,
-    lambda model: build_name_table(model, mixtral_block_pieces),
+    mixtral_table,
 )

@@ -1,4 +1,4 @@
-"""OLMoE: queries and keys are normed over all heads together; routing weights are not normalised."""
+"""OLMoE: RMSNorm on queries and keys over all heads together; routing weights are not normalised."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from moefold.checkpoint.hf.config_options import ConfigOptions
 from moefold.checkpoint.hf.family import ModelFamily, read_common_options, read_gqa_heads, write_common_options
-from moefold.checkpoint.hf.name_table import MappedPiece
+from moefold.checkpoint.hf.name_table import MappedPiece, NameTable
 from moefold.checkpoint.hf.table_parts import (
     build_name_table,
     expert_pieces,
@@ -20,28 +20,25 @@ from moefold.config.run import ModelConfig
 
 def read_olmoe(options: ConfigOptions) -> dict[str, Any]:
     values = read_common_options(options, theta=10_000.0, eps=1e-5)
-    heads = read_gqa_heads(options, values)
-    bias = options.take("attention_bias", default=False)
+    values |= read_gqa_heads(options, values)
+    bias = options.take_value("attention_bias", default=False)
     if options.take_optional("clip_qkv") is not None:
         options.add_problem("clip_qkv is not supported; expected none: queries, keys and values are not cut off")
-    return (
-        values
-        | heads
-        | {
-            "attention.qk_norm": "full",
-            "attention.qkv_bias": bias,
-            "attention.out_bias": bias,
-            "moe.experts": options.take("num_experts", "num_local_experts"),
-            "moe.top_k": options.take("num_experts_per_tok"),
-            "moe.ffn": options.take("intermediate_size"),
-            "moe.router.normalize": "chosen" if options.take("norm_topk_prob", default=False) else "none",
-            "moe.balance.aux_loss": options.take("router_aux_loss_coef", default=0.01),
-        }
-    )
+    normalised = options.take_value("norm_topk_prob", default=False)
+    return values | {
+        "attention.qk_norm": "full",
+        "attention.qkv_bias": bias,
+        "attention.out_bias": bias,
+        "moe.experts": options.take_value("num_experts", "num_local_experts"),
+        "moe.top_k": options.take_value("num_experts_per_tok"),
+        "moe.ffn": options.take_value("intermediate_size"),
+        "moe.router.normalize": "chosen" if normalised else "none",
+        "moe.balance.aux_loss": options.take_value("router_aux_loss_coef", default=0.01),
+    }
 
 
 def write_olmoe(model: ModelConfig) -> dict[str, Any]:
-    """A head's width is the stream's share; the family has no option for another."""
+    """The options; there is none for head_dim, which is the hidden size divided by the heads."""
     return {
         **write_common_options(model),
         "num_key_value_heads": model.attention.kv_heads,
@@ -61,6 +58,8 @@ def olmoe_block_pieces(model: ModelConfig, layer: int, theirs: str, ours: str) -
     yield from expert_pieces(model, theirs + "mlp.", ours + "moe.")
 
 
-OLMOE = ModelFamily(
-    "olmoe", "OlmoeForCausalLM", read_olmoe, write_olmoe, lambda model: build_name_table(model, olmoe_block_pieces)
-)
+def olmoe_table(model: ModelConfig) -> NameTable:
+    return build_name_table(model, olmoe_block_pieces)
+
+
+OLMOE = ModelFamily("olmoe", "OlmoeForCausalLM", read_olmoe, write_olmoe, olmoe_table)

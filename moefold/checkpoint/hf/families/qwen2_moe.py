@@ -1,4 +1,4 @@
-"""Qwen2-MoE: biased queries, keys and values, one gated shared expert beside the routed ones."""
+"""Qwen2-MoE: biases on queries, keys and values; one gated shared expert and routed experts."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Any
 from moefold.anatomy.step_specs import is_moe_layer
 from moefold.checkpoint.hf.config_options import ConfigOptions
 from moefold.checkpoint.hf.family import (
+    FULL,
+    SLIDING,
     ModelFamily,
     attention_layer_types,
     read_common_options,
@@ -33,25 +35,28 @@ from moefold.config.run import ModelConfig
 
 def read_qwen2_moe(options: ConfigOptions) -> dict[str, Any]:
     values = read_common_options(options, theta=10_000.0, eps=1e-6)
-    values |= read_gqa_heads(options, values) | read_sparse_layers(options, values["layers"])
-    layers, window = values["layers"], options.take_optional("sliding_window")
-    sliding = options.take("use_sliding_window", default=False)
-    most = options.take("max_window_layers", default=28)
-    usual = ["full_attention" if i % 2 or i >= most else "sliding_attention" for i in range(layers)]
-    values |= read_sliding_windows(
-        options, layers, window if sliding else None, options.take_optional("layer_types") or usual
-    )
-    shared = options.take("shared_expert_intermediate_size")
+    layers = values["layers"]
+    values |= read_gqa_heads(options, values)
+    values |= read_sparse_layers(options, layers)
+    window = options.take_optional("sliding_window")
+    if not options.take_value("use_sliding_window", default=False):
+        window = None
+    most = options.take_value("max_window_layers", default=28)
+    default_kinds = [FULL if layer % 2 or layer >= most else SLIDING for layer in range(layers)]
+    kinds = options.take_optional("layer_types") or default_kinds
+    values |= read_sliding_windows(options, layers, window, kinds)
+    normalised = options.take_value("norm_topk_prob", default=False)
+    shared = options.take_value("shared_expert_intermediate_size")
     return values | {
-        "attention.qkv_bias": options.take("qkv_bias", default=True),
-        "dense_ffn": options.take("intermediate_size"),
-        "moe.experts": options.take("num_experts", "num_local_experts"),
-        "moe.top_k": options.take("num_experts_per_tok"),
-        "moe.ffn": options.take("moe_intermediate_size"),
+        "attention.qkv_bias": options.take_value("qkv_bias", default=True),
+        "dense_ffn": options.take_value("intermediate_size"),
+        "moe.experts": options.take_value("num_experts", "num_local_experts"),
+        "moe.top_k": options.take_value("num_experts_per_tok"),
+        "moe.ffn": options.take_value("moe_intermediate_size"),
         "moe.shared_ffn": shared,
         "moe.shared_gate": shared > 0,
-        "moe.router.normalize": "chosen" if options.take("norm_topk_prob", default=False) else "none",
-        "moe.balance.aux_loss": options.take("router_aux_loss_coef", default=0.001),
+        "moe.router.normalize": "chosen" if normalised else "none",
+        "moe.balance.aux_loss": options.take_value("router_aux_loss_coef", default=0.001),
     }
 
 
@@ -78,28 +83,38 @@ def write_qwen2_moe(model: ModelConfig) -> dict[str, Any]:
 def qwen2_moe_block_pieces(model: ModelConfig, layer: int, theirs: str, ours: str) -> Iterator[MappedPiece]:
     yield from norm_pieces(model, layer, theirs, ours)
     yield from grouped_attention_pieces(model, theirs, ours)
+    theirs += "mlp."
     if not is_moe_layer(model, layer):
-        yield from gated_mlp_pieces(model, model.dense_ffn, theirs + "mlp.", ours + "dense.")
+        yield from gated_mlp_pieces(model, model.dense_ffn, theirs, ours + "dense.")
         return
-    yield from router_pieces(model, theirs + "mlp.", ours + "moe.")
-    yield from expert_pieces(model, theirs + "mlp.", ours + "moe.")
+    ours += "moe."
+    yield from router_pieces(model, theirs, ours)
+    yield from expert_pieces(model, theirs, ours)
     if not model.moe.shared_ffn:
         return
-    yield from gated_mlp_pieces(model, model.moe.shared_ffn, theirs + "mlp.shared_expert.", ours + "moe.shared.")
-    gate = {"o": 1, "d": model.hidden}
-    yield MappedPiece(theirs + "mlp.shared_expert_gate.weight", ours + "moe.shared.gate.weight", "o d -> o d", gate)
+    yield from gated_mlp_pieces(model, model.moe.shared_ffn, theirs + "shared_expert.", ours + "shared.")
+    sizes = {"o": 1, "d": model.hidden}
+    yield MappedPiece(theirs + "shared_expert_gate.weight", ours + "shared.gate.weight", "o d -> o d", sizes)
 
 
 def qwen2_moe_table(model: ModelConfig) -> NameTable:
-    """Their model has a shared expert in any case; where ours has none, theirs has no width."""
-    d, shared = model.hidden, "mlp.shared_expert."
-    shapes = {"gate_proj.weight": (0, d), "up_proj.weight": (0, d), "down_proj.weight": (d, 0)}
-    empty = {shared + name: shape for name, shape in shapes.items()} | {"mlp.shared_expert_gate.weight": (1, d)}
-    layers = [layer for layer in range(model.layers) if is_moe_layer(model, layer) and not model.moe.shared_ffn]
-    blanks = [
-        PlaceholderTensor(f"model.layers.{layer}.{name}", shape) for layer in layers for name, shape in empty.items()
-    ]
-    return replace(build_name_table(model, qwen2_moe_block_pieces), placeholders=tuple(blanks))
+    """The table. Their model always has a shared expert: where ours has none, theirs has width 0."""
+    table = build_name_table(model, qwen2_moe_block_pieces)
+    if model.moe.shared_ffn:
+        return table
+    d = model.hidden
+    empty_shapes = {
+        "shared_expert.gate_proj.weight": (0, d),
+        "shared_expert.up_proj.weight": (0, d),
+        "shared_expert.down_proj.weight": (d, 0),
+        "shared_expert_gate.weight": (1, d),
+    }
+    placeholders: list[PlaceholderTensor] = []
+    for layer in range(model.layers):
+        if is_moe_layer(model, layer):
+            prefix = f"model.layers.{layer}.mlp."
+            placeholders += [PlaceholderTensor(prefix + name, shape) for name, shape in empty_shapes.items()]
+    return replace(table, placeholders=tuple(placeholders))
 
 
 QWEN2_MOE = ModelFamily("qwen2_moe", "Qwen2MoeForCausalLM", read_qwen2_moe, write_qwen2_moe, qwen2_moe_table)

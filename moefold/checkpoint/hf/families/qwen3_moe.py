@@ -1,4 +1,4 @@
-"""Qwen3-MoE: grouped queries with a norm on each head, experts in every layer or every so many."""
+"""Qwen3-MoE: grouped queries with RMSNorm on each head, experts in every layer or every n-th."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from moefold.checkpoint.hf.family import (
     write_gqa_heads,
     write_sparse_layers,
 )
-from moefold.checkpoint.hf.name_table import MappedPiece
+from moefold.checkpoint.hf.name_table import MappedPiece, NameTable
 from moefold.checkpoint.hf.table_parts import (
     build_name_table,
     expert_pieces,
@@ -31,22 +31,26 @@ from moefold.config.run import ModelConfig
 
 def read_qwen3_moe(options: ConfigOptions) -> dict[str, Any]:
     values = read_common_options(options, theta=10_000.0, eps=1e-6)
-    values |= read_gqa_heads(options, values) | read_sparse_layers(options, values["layers"])
+    layers = values["layers"]
+    values |= read_gqa_heads(options, values)
+    values |= read_sparse_layers(options, layers)
     window = options.take_optional("sliding_window")
-    sliding = options.take("use_sliding_window", default=False)
-    values |= read_sliding_windows(options, values["layers"], window if sliding else None, None)
-    options.ignore_keys(["max_window_layers"])  # Qwen3-MoE's own code does not look at it
-    bias = options.take("attention_bias", default=False)
+    if not options.take_value("use_sliding_window", default=False):
+        window = None
+    values |= read_sliding_windows(options, layers, window, None)
+    options.ignore_keys(["max_window_layers"])  # Qwen3-MoE's own code does not read it
+    bias = options.take_value("attention_bias", default=False)
+    normalised = options.take_value("norm_topk_prob", default=False)
     return values | {
         "attention.qk_norm": "head",
         "attention.qkv_bias": bias,
         "attention.out_bias": bias,
-        "dense_ffn": options.take("intermediate_size", default=6144),
-        "moe.experts": options.take("num_experts", "num_local_experts"),
-        "moe.top_k": options.take("num_experts_per_tok"),
-        "moe.ffn": options.take("moe_intermediate_size"),
-        "moe.router.normalize": "chosen" if options.take("norm_topk_prob", default=False) else "none",
-        "moe.balance.aux_loss": options.take("router_aux_loss_coef", default=0.001),
+        "dense_ffn": options.take_value("intermediate_size", default=6144),
+        "moe.experts": options.take_value("num_experts", "num_local_experts"),
+        "moe.top_k": options.take_value("num_experts_per_tok"),
+        "moe.ffn": options.take_value("moe_intermediate_size"),
+        "moe.router.normalize": "chosen" if normalised else "none",
+        "moe.balance.aux_loss": options.take_value("router_aux_loss_coef", default=0.001),
     }
 
 
@@ -70,11 +74,16 @@ def write_qwen3_moe(model: ModelConfig) -> dict[str, Any]:
 def qwen3_moe_block_pieces(model: ModelConfig, layer: int, theirs: str, ours: str) -> Iterator[MappedPiece]:
     yield from norm_pieces(model, layer, theirs, ours)
     yield from grouped_attention_pieces(model, theirs, ours)
+    theirs += "mlp."
     if is_moe_layer(model, layer):
-        yield from router_pieces(model, theirs + "mlp.", ours + "moe.")
-        yield from expert_pieces(model, theirs + "mlp.", ours + "moe.")
+        yield from router_pieces(model, theirs, ours + "moe.")
+        yield from expert_pieces(model, theirs, ours + "moe.")
     else:
-        yield from gated_mlp_pieces(model, model.dense_ffn, theirs + "mlp.", ours + "dense.")
+        yield from gated_mlp_pieces(model, model.dense_ffn, theirs, ours + "dense.")
+
+
+def qwen3_moe_table(model: ModelConfig) -> NameTable:
+    return build_name_table(model, qwen3_moe_block_pieces)
 
 
 QWEN3_MOE = ModelFamily(
@@ -82,5 +91,5 @@ QWEN3_MOE = ModelFamily(
     "Qwen3MoeForCausalLM",
     read_qwen3_moe,
     write_qwen3_moe,
-    lambda model: build_name_table(model, qwen3_moe_block_pieces),
+    qwen3_moe_table,
 )

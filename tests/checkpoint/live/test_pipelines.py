@@ -22,7 +22,7 @@ from moefold.model.moe.balance import ExpertLoad
 from moefold.presets.zoo import PRESETS
 from moefold.train.assemble import Run, assemble_run
 from moefold.train.parity import random_corpus, shrink_config
-from tests.checkpoint.test_layouts import ignore, whole_values
+from tests.checkpoint.live.test_logical_tensors import ignore, whole_values
 from tests.support.ranks import run_ranks
 
 Layout = tuple[PipelineConfig, dict[str, int]]

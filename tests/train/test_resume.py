@@ -91,12 +91,12 @@ def chosen_layouts(seed: int) -> tuple[list[Config], list[int]]:
 
 def write(run: Run, saver: BackgroundSaver) -> OpenedCheckpoint:
     begin_checkpoint(run, saver)
-    saver.wait()
+    saver.wait_until_written()
     return open_checkpoint(run.out / "checkpoints" / step_folder_name(run.step))
 
 
 def losses(run: Run) -> list[tuple[float, float]]:
-    reports = [train_step(run, run.loader.next()) for _ in range(STEPS)]
+    reports = [train_step(run, run.loader.next_batch()) for _ in range(STEPS)]
     return [(report.loss, report.mtp_loss) for report in reports]
 
 

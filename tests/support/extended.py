@@ -1,0 +1,53 @@
+"""The extended tests: long grids of which `make test` runs a sample, and `make test-all` every case.
+
+Of each function listed here every n-th case stays in the sample, in the order of collection; the others are marked
+`extended`. n is coprime to the length of the inner parameters, so that every value of each parameter is sampled.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+import pytest
+
+SAMPLED_GRIDS = {  # seconds are CPU time of the whole grid, measured once
+    "tests/test_layouts_agree.py": {
+        "test_every_layout_on_eight_ranks_agrees_with_one_rank_in_fp64_and_every_third_in_fp32": 3,  # 610 s
+        "test_every_preset_agrees_with_one_rank": 3,  # 170 s
+        "test_every_router_balance_and_expert_variant_agrees_with_one_rank": 3,  # 150 s
+        "test_every_way_of_handling_tokens_agrees_with_on_one_rank": 2,  # 100 s
+    },
+    "tests/dispatch/test_dispatchers.py": {
+        "test_a_dispatcher_equals_the_local_one_forward_and_backward": 4,  # 470 s
+    },
+    "tests/model/test_context.py": {
+        "test_a_mechanism_equals_whole_attention_forward_and_backward": 3,  # 180 s
+    },
+    "tests/model/test_balance.py": {
+        "test_the_global_batch_loss_and_its_gradients_are_those_of_one_microbatch_on_one_rank": 3,  # 100 s
+    },
+    "tests/kernels/attention/test_masked_triton.py": {
+        "test_result_and_gradients_equal_those_of_the_reference": 3,  # 40 s
+    },
+    "tests/checkpoint/hf/test_layouts.py": {
+        "test_logits_and_exports_are_the_same_on_any_layout": 5,  # 30 s
+    },
+    "tests/kernels/routing/test_router_triton.py": {
+        "test_sums_are_those_of_sequences_whole_cut_and_absent": 3,  # 25 s
+    },
+    "tests/cli/test_parity.py": {
+        "test_a_planted_bug_is_named_with_exit_code_1": 3,  # 60 s
+    },
+}
+
+
+def mark_extended(items: Iterable[pytest.Item]) -> None:
+    seen: Counter[str] = Counter()
+    for item in items:
+        function = item.nodeid.partition("[")[0]
+        file, _, name = function.partition("::")
+        nth = SAMPLED_GRIDS.get(file, {}).get(name, 1)
+        if seen[function] % nth:
+            item.add_marker(pytest.mark.extended)
+        seen[function] += 1

@@ -1,0 +1,33 @@
+"""The sample that `make test` takes of the long grids."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.support.extended import SAMPLED_GRIDS, mark_extended
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.mark.parametrize("file", SAMPLED_GRIDS)
+def test_every_listed_function_exists(file: str):
+    source = (ROOT / file).read_text()
+    for name in SAMPLED_GRIDS[file]:
+        assert f"def {name}(" in source, f"{file} has no {name}; mend SAMPLED_GRIDS in tests/support/extended.py"
+
+
+def test_every_nth_case_of_a_listed_function_stays_in_the_sample():
+    file, name, nth = next((file, name, nth) for file, grid in SAMPLED_GRIDS.items() for name, nth in grid.items())
+    marked: list[str] = []
+
+    def collected(nodeid: str) -> Any:
+        return SimpleNamespace(nodeid=nodeid, add_marker=lambda _: marked.append(nodeid))
+
+    cases = [f"{file}::{name}[{number}]" for number in range(2 * nth + 1)]
+    mark_extended(map(collected, [*cases, f"{file}::test_another[0]", f"{file}::test_another[1]"]))
+    assert [case for case in cases if case not in marked] == cases[::nth]
+    assert not any("test_another" in nodeid for nodeid in marked)
