@@ -24,21 +24,21 @@ from typing import Any
 
 from moefold.config.errors import UserError, one_of
 from moefold.config.open_names import (
-    ATTENTION_KINDS,
-    DATA_SOURCES,
-    DISPATCHERS,
-    OPTIMIZER_RULES,
-    ROUTER_SCORES,
+    ATTENTION_NAMES,
+    DATA_SOURCE_NAMES,
+    DISPATCHER_NAMES,
+    OPTIMIZER_NAMES,
+    ROUTER_SCORE_NAMES,
     OpenNames,
 )
 
 ENTRY_POINT_GROUP = "moefold.extensions"
 EXTENSION_KINDS: dict[str, OpenNames] = {
-    "attention": ATTENTION_KINDS,
-    "data_source": DATA_SOURCES,
-    "dispatcher": DISPATCHERS,
-    "optimizer_rule": OPTIMIZER_RULES,
-    "router_score": ROUTER_SCORES,
+    "attention": ATTENTION_NAMES,
+    "data_source": DATA_SOURCE_NAMES,
+    "dispatcher": DISPATCHER_NAMES,
+    "optimizer_rule": OPTIMIZER_NAMES,
+    "router_score": ROUTER_SCORE_NAMES,
 }
 EXTENSIONS: dict[tuple[str, str], Extension] = {}  # by kind and name, those registered in this process
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from moefold.anatomy.step_specs import dispatched_width
 from moefold.config.errors import one_of
+from moefold.config.extensions import find_extension
 from moefold.config.run import Config, MoeConfig
 from moefold.dispatch.all_gather import AllGatherDispatcher
 from moefold.dispatch.base import Dispatcher, Hop, RowPolicy
@@ -127,6 +128,15 @@ def row_policy_of(moe: MoeConfig, world: World, experts: ExpertPlacement) -> Row
     return RowPolicy(experts, world.ep.index, drops, moe.capacity.pad_rows, each)
 
 
+def find_builder(name: str) -> DispatcherBuilder:
+    """The builder of a dispatcher, built in or of an extension."""
+    extension = find_extension("dispatcher", name)
+    if extension is not None:
+        return extension.load()
+    known_name = one_of("builder of a dispatcher", name, DISPATCHER_BUILDERS)
+    return DISPATCHER_BUILDERS[known_name]
+
+
 def build_dispatcher(
     config: Config, kernels: BoundKernels, world: World, experts: ExpertPlacement | None = None
 ) -> Dispatcher:
@@ -135,7 +145,7 @@ def build_dispatcher(
     moe = config.model.moe
     bytes_each = BYTES_PER_ELEMENT[config.train.precision]
     name, _ = cheapest_dispatcher(config, world.node_size, bytes_each)
-    build = DISPATCHER_BUILDERS[one_of("builder of a dispatcher", name, DISPATCHER_BUILDERS)]
+    build = find_builder(name)
     experts = experts or contiguous_placement(moe.experts, world.ep.size)
     setting = DispatchSetting(
         world,

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from math import comb, log2
 from typing import NamedTuple
 
+from moefold.config.extensions import find_extension
 from moefold.config.open_names import DISPATCHER_NAMES
 
 HOP_LATENCY = 155e-6
@@ -133,8 +134,18 @@ DISPATCHER_ENTRIES = {
 
 
 def dispatcher_entry(name: str) -> DispatcherEntry:
-    """The entry of a legal name; one without a price where none was attached."""
-    return DISPATCHER_ENTRIES.get(name) or DispatcherEntry(DISPATCHER_NAMES.says(name))
+    """The entry of a legal name; one without a price where none was attached, here or by an extension."""
+    if name in DISPATCHER_ENTRIES:
+        return DISPATCHER_ENTRIES[name]
+    extension = find_extension("dispatcher", name)
+    price = extension.price if extension is not None else None
+    return DispatcherEntry(DISPATCHER_NAMES.says(name), seconds=price)
+
+
+def all_entries() -> dict[str, DispatcherEntry]:
+    """Entries of all legal names, built-in ones first."""
+    added = [name for name in DISPATCHER_NAMES if name not in DISPATCHER_NAMES.builtin]
+    return DISPATCHER_ENTRIES | {name: dispatcher_entry(name) for name in added}
 
 
 def attach_price(name: str, seconds: Seconds, needs: str = "", several_nodes: bool = False) -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from moefold.anatomy.step_specs import dispatched_width
 from moefold.config.run import Config
-from moefold.dispatch.catalog import DISPATCHER_ENTRIES, DispatchTrip, LinkSpeeds
+from moefold.dispatch.catalog import DispatchTrip, LinkSpeeds, all_entries
 
 
 def tokens_per_rank(config: Config) -> int:
@@ -38,7 +38,7 @@ def seconds_by_dispatcher(config: Config, ranks_on_a_node: int, bytes_each: int,
     joint_ranks = config.parallel.ep * config.parallel.etp
     joint_trip = replace(trip, ranks=joint_ranks, inside=min(joint_ranks, ranks_on_a_node))
     seconds: dict[str, float] = {}
-    for name, entry in DISPATCHER_ENTRIES.items():
+    for name, entry in all_entries().items():
         if entry.seconds is None or (entry.several_nodes and trip.inside >= trip.ranks):
             continue
         seconds[name] = entry.seconds(joint_trip if entry.joins_etp else trip, links)

@@ -12,8 +12,9 @@ from __future__ import annotations
 import re
 from typing import cast
 
+from moefold.printable import printable_text
 from moefold.schedule.program import OpKind, PipelineOp, Program, Slot, slot_text
-from moefold.schedule.schedule_error import ScheduleError, first_problems, printable_excerpt
+from moefold.schedule.schedule_error import ScheduleError, first_problems
 
 RANK_LINE = re.compile(r"rank\s+(\d{1,6})\s*:(.*)", re.ASCII)
 OP_PATTERN = re.compile(r"([FDW])(\d{1,6})\.(\d{1,9})", re.ASCII)
@@ -54,7 +55,7 @@ def read_program(text: str) -> Program:
 
 
 def rank_line_problem(number: int, line: str, rank: int) -> str:
-    start = printable_excerpt(line[:20])
+    start = printable_text(line[:20])
     example = f"`rank {rank}: F0.0 D0.0+W0.0`"
     return f"line {number} starts with {start!r}; expected `rank {rank}:` and its slots, such as {example}"
 
@@ -63,7 +64,7 @@ def slot_problem(text: str) -> str:
     """What is wrong with the text of a slot, or nothing."""
     for word in text.split("+"):
         if not OP_PATTERN.fullmatch(word):
-            excerpt = printable_excerpt(word)
+            excerpt = printable_text(word)
             return f"cannot read {excerpt!r}; expected F, D or W, stage, dot, microbatch, such as D2.5"
     return ""
 

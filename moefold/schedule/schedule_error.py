@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-EXCERPT_LENGTH = 80
-
 
 class ScheduleError(ValueError):
     """Each problem says what is, what was expected and what to do."""
@@ -22,17 +20,3 @@ def first_problems(problems: Sequence[str], limit: int = 4) -> list[str]:
     if hidden > 0:
         shown.append(f"... and {hidden} more of that kind")
     return shown
-
-
-def printable_excerpt(text: str) -> str:
-    """A user's input as an error may repeat it: short, and without control characters."""
-    escaped = "".join(map(escape_unprintable, text))
-    if len(escaped) <= EXCERPT_LENGTH:
-        return escaped
-    return escaped[: EXCERPT_LENGTH - 3] + "..."
-
-
-def escape_unprintable(character: str) -> str:
-    if character.isprintable():
-        return character
-    return character.encode("unicode_escape").decode()

@@ -20,8 +20,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+from moefold.printable import printable_text
 from moefold.schedule.program import OP_KINDS, PipelineOp
-from moefold.schedule.schedule_error import ScheduleError, printable_excerpt
+from moefold.schedule.schedule_error import ScheduleError
 from moefold.schedule.stage_layout import PIECE_LETTERS, StageLayout
 
 COST_NAMES = (*OP_KINDS, "comm", "send", "bytes")
@@ -114,13 +115,13 @@ class StageCostsReader:
             close = difflib.get_close_matches(str(name), names, n=1, cutoff=0.5)
             if close:
                 guess = f' (did you mean "{prefix}{close[0]}"?)'
-            shown = printable_excerpt(prefix + str(name))
+            shown = printable_text(prefix + str(name))
             self.problems.append(f'no cost "{shown}"{guess}; there are: {known}')
 
     def read_section(self, tree: CostTree, name: str, names: Sequence[str]) -> CostTree:
         value = tree.get(name, {})
         if not isinstance(value, Mapping):
-            shown = printable_excerpt(str(value))
+            shown = printable_text(str(value))
             example = f"{{{names[0]}: 0.5}}"
             self.problems.append(f"{name} = {shown}; expected a mapping, such as {example}")
             return {}
@@ -171,7 +172,7 @@ class StageCostsReader:
         value = float_or_nan(raw)
         if 0 <= value <= MAX_COST:
             return value
-        shown = printable_excerpt(str(raw))
+        shown = printable_text(str(raw))
         self.problems.append(f"{path} = {shown} is not legal; expected a number at least 0, such as 1.5")
         return 0.0
 

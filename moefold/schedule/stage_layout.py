@@ -19,7 +19,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from moefold.schedule.schedule_error import ScheduleError, printable_excerpt
+from moefold.printable import printable_text
+from moefold.schedule.schedule_error import ScheduleError
 
 PIECE_LETTERS = {
     "E": "embedding",
@@ -65,7 +66,7 @@ def count_letters(pieces: str, letters: str) -> int:
 
 def parse_layout(text: str) -> StageLayout:
     """The layout a string describes, whatever the model; `check_layout` compares it with one."""
-    shown = printable_excerpt(text)
+    shown = printable_text(text)
     opened = text.count("(")
     closed = text.count(")")
     if opened != closed:
@@ -103,8 +104,8 @@ def expand_repeats(text: str, position: int, depth: int) -> tuple[str, int]:
 
 def unknown_letter_problem(text: str, letter: str, position: int) -> str:
     known = ", ".join(f"{key} ({name})" for key, name in PIECE_LETTERS.items())
-    shown = printable_excerpt(letter)
-    problem = f"layout {printable_excerpt(text)} has {shown!r} as character {position}"
+    shown = printable_text(letter)
+    problem = f"layout {printable_text(text)} has {shown!r} as character {position}"
     return f"{problem}; expected {known}, | between stages, ( ) and *n"
 
 
@@ -116,7 +117,7 @@ def check_repetition(text: str, expanded: str, times: int, position: int) -> Non
         problem = "repeats a piece 0 times"
     else:
         return
-    shown = printable_excerpt(text)
+    shown = printable_text(text)
     raise ScheduleError(f"layout {shown} {problem}, up to character {position}; expected *n with n from 1 on")
 
 
@@ -157,7 +158,7 @@ def stage_layout_problems(
     layout: StageLayout, stages: int, layers: int, dense_layers: int = 0, mtp_layers: int = 0
 ) -> list[str]:
     """Every reason why a layout does not fit a model of so many layers on pp x vpp = `stages` stages."""
-    shown = printable_excerpt(str(layout))
+    shown = printable_text(str(layout))
     problems: list[str] = []
     stage_count = len(layout.stages)
     if stage_count != stages:

@@ -7,8 +7,11 @@ from dataclasses import replace
 
 import pytest
 
+from moefold.config.extensions import EXTENSIONS, Extension, register_extension
 from moefold.config.open_names import DISPATCHER_NAMES
 from moefold.config.run import ParallelConfig
+from moefold.dispatch.base import Dispatcher
+from moefold.dispatch.build import DispatchSetting, find_builder
 from moefold.dispatch.catalog import (
     DISPATCHER_ENTRIES,
     DispatchTrip,
@@ -17,10 +20,15 @@ from moefold.dispatch.catalog import (
     dispatch_seconds,
     dispatcher_entry,
 )
+from moefold.dispatch.local import LocalDispatcher
 from moefold.dispatch.price import cheapest_dispatcher, predicted_one_way
 from moefold.presets.zoo import PRESETS
 
 EIGHT_RANKS = replace(PRESETS["qwen3-30b-a3b"](), parallel=ParallelConfig(ep=8))
+
+
+def build_wormhole(setting: DispatchSetting) -> Dispatcher:
+    return LocalDispatcher(setting.row_policy, setting.kernels)
 
 
 def teleport_seconds(trip: DispatchTrip, links: LinkSpeeds) -> float:
@@ -68,3 +76,15 @@ def test_a_price_that_is_attached_takes_part_in_the_choice(teleport: str):
 def test_a_price_needs_a_legal_name():
     with pytest.raises(Exception, match='no dispatcher "nobody"'):
         attach_price("nobody", teleport_seconds)
+
+
+def test_an_extension_brings_its_price_and_its_builder():
+    extension = Extension("dispatcher", "wormhole", "tokens take a short cut", build_wormhole, teleport_seconds)
+    register_extension(extension)
+    try:
+        assert cheapest_dispatcher(EIGHT_RANKS, 8, 2)[0] == "wormhole"
+        assert find_builder("wormhole") is build_wormhole
+    finally:
+        DISPATCHER_NAMES.remove("wormhole")
+        EXTENSIONS.pop(("dispatcher", "wormhole"))
+    assert cheapest_dispatcher(EIGHT_RANKS, 8, 2)[0] == "dedup"
