@@ -139,8 +139,7 @@ def time_implementations(name: str, device: str, dtype: str, repeat: int) -> lis
     op = import_every_op()[name]
     capability = torch.cuda.get_device_capability() if device == "cuda" else (0, 0)
     rows: list[dict[str, Any]] = []
-    assert op.make_cases is not None
-    for case in op.make_cases(device, DTYPES[dtype]):
+    for case in op.cases(device, DTYPES[dtype]):
         facts = case.facts(device, dtype, capability)
         runnable = ["reference", *(c.name for c in CATALOG[name] if c.when(facts))]
         for which in runnable:
