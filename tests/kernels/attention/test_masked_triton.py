@@ -15,7 +15,7 @@ from moefold.kernels.registry import KernelCase, seeded_randn
 
 GPU = torch.cuda.is_available()
 interpreted = pytest.mark.skipif(GPU, reason="products of fp32 are rounded on a GPU")
-CASES = [case for case in attention.make_cases("cpu", torch.float32) if case.name.startswith(("2x16 ", "2x24 "))]  # pyright: ignore[reportOptionalCall]
+CASES = [case for case in attention.cases("cpu", torch.float32) if case.name.startswith(("2x16 ", "2x24 "))]
 
 
 def outcome(way: str, inputs: tuple) -> list[torch.Tensor]:

@@ -19,8 +19,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 @pytest.mark.parametrize("op", [rmsnorm, add_rmsnorm], ids=lambda op: op.name)
 def test_both_norms_equal_their_references_forward_and_backward(op):
-    assert op.make_cases is not None
-    for case in op.make_cases(DEVICE, torch.float32):
+    for case in op.cases(DEVICE, torch.float32):
         check(op, op.implementations["triton"], case, "fp32")
 
 
