@@ -134,10 +134,11 @@ class LinearProduct(torch.autograd.Function):
             y = products.forward(x_operand, recipe.weight(weight), bias)
             y_shape = (*x.shape[:-1], y.shape[-1])
             outputs.append(y.to(x.dtype).view(y_shape))
+        # What backward needs; the input only if some weight is trained.
         ctx.call, ctx.weights = call, weights
         ctx.x_shape, ctx.x_dtype = x.shape, x.dtype
         kept = None
-        if any(ctx.needs_input_grad[2 : 2 + layers]):  # some weight is trained
+        if any(ctx.needs_input_grad[2 : 2 + layers]):
             kept = kept_operand(x_operand, recipe.keeps)
         ctx.save_for_backward(*pack_operand(kept))
         return tuple(outputs)
@@ -153,7 +154,7 @@ class LinearProduct(torch.autograd.Function):
         for i, weight in enumerate(ctx.weights):
             dy = gradients[i].flatten(0, -2)
             dy_operand = recipe.gradient(dy)
-            if needs_dx:
+            if needs_dx:  # summed over the layers
                 dx = products.data(dy_operand, recipe.weight(weight), dx)
             if needed[i]:
                 compute_wgrad = partial(products.weight, dy_operand, x_operand, weight)
