@@ -315,7 +315,9 @@ def keeps_log_sigmoids(s: RankShapes) -> bool:
 
 
 def keeps_logits(s: RankShapes) -> bool:
-    return fused_router(s) or has_z_loss(s) or keeps_log_sigmoids(s) or normalizes_chosen(s)
+    if fused_router(s) or has_z_loss(s):
+        return True
+    return keeps_log_sigmoids(s) or normalizes_chosen(s)
 
 
 def keeps_sigmoids(s: RankShapes) -> bool:

@@ -149,7 +149,8 @@ def merge_trees(base: Tree, tree: Tree) -> dict[str, Any]:
     for key, value in tree.items():
         old = merged.get(key)
         if isinstance(old, Mapping) and isinstance(value, Mapping):
-            value = merge_trees(cast(Tree, old), cast(Tree, value))
+            base_section = cast(Tree, old)
+            value = merge_trees(base_section, cast(Tree, value))
         merged[key] = value
     return merged
 

@@ -119,10 +119,11 @@ def price_piece(clock: StepClock, kind: PieceKind) -> PiecePrice:
 
 def measure_piece_memory(s: RunSetting, kind: PieceKind) -> PieceMemory:
     """All kept bytes grow with the sequences of a microbatch; workspace has a part that does not."""
+    pieces = (kind,)
     one_sequence = replace(s.portion, micro_batch=1)
     two_sequences = replace(s.portion, micro_batch=2)
-    one = count_stage(s.model, (kind,), one_sequence, s.choices)
-    two = count_stage(s.model, (kind,), two_sequences, s.choices)
+    one = count_stage(s.model, pieces, one_sequence, s.choices)
+    two = count_stage(s.model, pieces, two_sequences, s.choices)
     grids = {"dense": 0.0, "expert": 0.0}
     for (grid, _), count in one.parameters:
         grids[grid] += count
