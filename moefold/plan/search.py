@@ -151,6 +151,7 @@ def degree_combinations(base: Config, world: int, gpu: Gpu, fixed: FixedKeys) ->
             choose("ep", expert_degrees),
             choose("etp", tensor_degrees),
         )
+        # Dense and expert degrees each have to divide the ranks of a stage.
         for tp, cp, ep, etp in grids:
             if ranks % (tp * cp) or ranks % (ep * etp):
                 continue

@@ -46,8 +46,8 @@ JsonObject = dict[str, Any]
 def require_run_folder(folder: Path) -> None:
     """Refuse a folder that holds no run, and say what to give instead."""
     if not folder.exists():
-        siblings = [str(run) for run in run_folders_in(folder.parent)]
-        guess = did_you_mean(str(folder), siblings)
+        siblings = run_folders_in(folder.parent)
+        guess = did_you_mean(str(folder), map(str, siblings))
         expected = "expected the folder of a run, as `moefold train` names when it ends"
         raise UserError(f"no folder {folder}{guess}; {expected}")
     if not folder.is_dir():

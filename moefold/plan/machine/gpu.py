@@ -163,6 +163,7 @@ def build_dataclass(kind: type[Any], tree: Tree, prefix: str) -> Any:
         if key not in hints:
             shown = printable_text(prefix + str(key))
             problems.append(f'a GPU has no "{shown}"{did_you_mean(str(key), hints)}')
+    # Every field has to be there; nested dataclasses collect their own problems.
     values: dict[str, Any] = {}
     for field in fields(kind):
         path = prefix + field.name

@@ -208,7 +208,8 @@ def owned_state_share(s: RunSetting, grid: str) -> float:
         return 1.0
     if grid == "expert":
         return 1 / s.degrees["edp"]
-    return 1 / (s.degrees["dp"] * s.parallel.cp)
+    replicas = s.degrees["dp"] * s.parallel.cp
+    return 1 / replicas
 
 
 def max_live_chunks(pp: int, vpp: int, rank: int, microbatches: int, pair: bool) -> int:
@@ -216,7 +217,8 @@ def max_live_chunks(pp: int, vpp: int, rank: int, microbatches: int, pair: bool)
     later_ranks = pp - rank - 1
     chunks = later_ranks + 1
     if vpp > 1 or pair:
-        chunks = 2 * later_ranks + (vpp - 1) * pp + 1
+        earlier_chunks = (vpp - 1) * pp
+        chunks = 2 * later_ranks + earlier_chunks + 1
     if pair:
         chunks += 1
     return min(chunks, microbatches * vpp)
