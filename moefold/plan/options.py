@@ -126,7 +126,8 @@ class PlanChoices:
     @cached_property
     def identity(self) -> int:
         values = vars(self)
-        return hash(tuple(values[name] for name in self.__dataclass_fields__))
+        fields = [values[name] for name in self.__dataclass_fields__]
+        return hash(tuple(fields))
 
     def __hash__(self) -> int:
         return self.identity

@@ -72,7 +72,8 @@ def read_request(raw: RawRequest) -> PlanRequest:
     problems: dict[str, str] = {}
     choices = read_plan_choices(given, problems)
     config = recipe_base(str(given.get("model", "tiny")), problems)
-    config_values = {key: value for key, value in given.items() if "." in key}
+    config_keys = [key for key in given if "." in key]
+    config_values = {key: given[key] for key in config_keys}
     config = with_values(config, config_values, problems)
     report_unknown_options(given, problems)
     if problems:
@@ -186,7 +187,8 @@ def with_dispatcher(config: Config, choices: PlanChoices, gpu: Gpu, gpus: int) -
     """The configuration with the dispatcher that this cluster's links choose, and why."""
     cluster = Cluster(gpu, gpus)
     element = int(choices.recipe.wide)
-    name, reason = price.cheapest_dispatcher(config, cluster.domain, element, cluster.link_bandwidths)
+    links = cluster.link_bandwidths
+    name, reason = price.cheapest_dispatcher(config, cluster.domain, element, links)
     if name == "local":
         return config, reason
     parallel = replace(config.parallel, dispatcher=name)  # pyright: ignore[reportArgumentType]

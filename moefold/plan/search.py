@@ -98,7 +98,8 @@ class Refusals:
 
     def by_count(self) -> list[tuple[str, int]]:
         """Reasons with their counts, the most frequent first."""
-        return sorted(self.counts.items(), key=lambda item: -item[1])
+        items = self.counts.items()
+        return sorted(items, key=lambda item: -item[1])
 
 
 ParetoFront = list[tuple[float, float, Candidate]]  # GiB, tokens a second of a GPU, layout
@@ -120,8 +121,12 @@ def divisors(n: int) -> list[int]:
 
 
 def powers_of_two(most: int) -> list[int]:
-    powers = [2**exponent for exponent in range(most.bit_length())]
-    return [power for power in powers if power <= most]
+    powers: list[int] = []
+    power = 1
+    while power <= most:
+        powers.append(power)
+        power *= 2
+    return powers
 
 
 def degree_combinations(base: Config, world: int, gpu: Gpu, fixed: FixedKeys) -> Iterator[Config]:
@@ -146,6 +151,7 @@ def degree_combinations(base: Config, world: int, gpu: Gpu, fixed: FixedKeys) ->
             choose("ep", expert_degrees),
             choose("etp", tensor_degrees),
         )
+        # Dense and expert degrees each have to divide the ranks of a stage.
         for tp, cp, ep, etp in grids:
             if ranks % (tp * cp) or ranks % (ep * etp):
                 continue
@@ -261,7 +267,8 @@ class LayoutSearch:
         return True
 
     def feasible_candidates(self, base: Config) -> Iterator[Candidate]:
-        for grid in degree_combinations(base, self.world, self.gpu, self.fixed):
+        grids = degree_combinations(base, self.world, self.gpu, self.fixed)
+        for grid in grids:
             for config in pipeline_variants(grid, self.fixed):
                 self.layouts_tried += 1
                 if not self.is_legal(config):

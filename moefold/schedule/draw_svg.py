@@ -73,8 +73,10 @@ def draw_timeline(program: Program, timeline: Timeline, costs: StageCosts, title
 
 def pixels_per_second(timeline: Timeline, costs: StageCosts) -> float:
     """Wide enough to write into the shortest op, as far as the page allows."""
-    durations = [seconds for of_kind in costs.compute.values() for seconds in of_kind]
-    shortest = min((seconds for seconds in durations if seconds > 0), default=1.0)
+    durations: list[float] = []
+    for of_kind in costs.compute.values():
+        durations += [seconds for seconds in of_kind if seconds > 0]
+    shortest = min(durations, default=1.0)
     makespan = timeline.makespan or 1.0
     return min(MIN_OP_PIXELS / shortest, MAX_TIME_PIXELS / makespan)
 
@@ -131,7 +133,11 @@ def draw_op_box(part: LaneInterval, y: float, scale: float, chunk: int) -> str:
 def op_colour_and_ink(kind: str, chunk: int) -> tuple[str, str]:
     """The colour of a kind, lighter for later chunks, and an ink that is legible on it."""
     towards_white = 1 - 0.58 ** min(chunk, 3)
-    red, green, blue = (round(c + (255 - c) * towards_white) for c in OP_COLOURS[kind])
+
+    def lighten(channel: int) -> int:
+        return round(channel + (255 - channel) * towards_white)
+
+    red, green, blue = map(lighten, OP_COLOURS[kind])
     brightness = 0.299 * red + 0.587 * green + 0.114 * blue
     ink = "#fff" if brightness < 140 else DARK_INK
     return f"#{red:02x}{green:02x}{blue:02x}", ink

@@ -76,4 +76,5 @@ def parse_slot(text: str) -> Slot:
 def parse_op(word: str) -> PipelineOp:
     head, _, microbatch = word.partition(".")
     kind = cast(OpKind, head[0])
-    return PipelineOp(kind, int(head[1:]), int(microbatch))
+    stage = int(head[1:])
+    return PipelineOp(kind, stage, int(microbatch))

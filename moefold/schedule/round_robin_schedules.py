@@ -112,9 +112,11 @@ def microbatch_groups(ranks: int, microbatches: int) -> list[range]:
 
 def warm_up_and_alternate(forwards: RankSlots, backwards: RankSlots, warmup: int) -> RankSlots:
     """`warmup` forwards, then one forward and one backward alternately, then the backwards that are left."""
+    # With few microbatches every forward is part of the warm-up.
     warmup = min(warmup, len(forwards))
     alternating = len(forwards) - warmup
     slots = forwards[:warmup]
-    for forward, backward in zip(forwards[warmup:], backwards, strict=False):
+    steady_forwards = forwards[warmup:]
+    for forward, backward in zip(steady_forwards, backwards, strict=False):
         slots += [forward, backward]
     return slots + backwards[alternating:]

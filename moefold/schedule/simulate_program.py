@@ -76,11 +76,13 @@ class ProgramClock:
         self.compute = [0.0] * len(program)
 
     def finish_slot(self, rank: int, slot: Slot) -> None:
-        start = max(self.free[rank], self.inputs_ready(rank, slot))
+        inputs_ready = self.inputs_ready(rank, slot)
+        start = max(self.free[rank], inputs_ready)
         end = start + slot_duration(slot, self.costs)
         self.free[rank] = end
         self.busy[rank] += end - start
-        self.compute[rank] += sum(map(self.costs.compute_seconds, slot))
+        compute = map(self.costs.compute_seconds, slot)
+        self.compute[rank] += sum(compute)
         self.spans.append(SlotSpan(rank, slot, start, end))
         for op in slot:
             self.op_end[op] = end

@@ -88,8 +88,10 @@ class StageCostsReader:
         compute: dict[str, StageValues] = {}
         comm: dict[str, StageValues] = {}
         for kind in OP_KINDS:
-            compute[kind] = self.stage_values(tree, kind, "", base.compute[kind])
-            comm[kind] = self.stage_values(comm_tree, kind, "comm.", base.comm[kind])
+            default_compute = base.compute[kind]
+            default_comm = base.comm[kind]
+            compute[kind] = self.stage_values(tree, kind, "", default_compute)
+            comm[kind] = self.stage_values(comm_tree, kind, "comm.", default_comm)
         send = self.read_number(tree.get("send", 0.0), "send")
         held = self.stage_values(bytes_tree, "held", "bytes.", saved)
         if not self.problems:
@@ -136,7 +138,8 @@ class StageCostsReader:
         raw: Any = tree[name]
         path = prefix + name
         if isinstance(raw, list):
-            return self.values_by_stage(cast(list[Any], raw), path, default)
+            numbers = cast(list[Any], raw)
+            return self.values_by_stage(numbers, path, default)
         if isinstance(raw, Mapping):
             return self.values_by_piece(cast(CostTree, raw), path, default)
         share = self.read_number(raw, path) / self.chunks

@@ -124,6 +124,7 @@ def check_repetition(text: str, expanded: str, times: int, position: int) -> Non
 def write_layout(layout: StageLayout) -> str:
     """The shortest string for a layout that repeats pieces within a stage and runs of whole stages."""
     texts = [RUN_PATTERN.sub(shorten_run, pieces) for pieces in layout.stages]
+    # From the last stage back: one stage by itself, or a repeated run of stages, whichever is shorter.
     last = len(texts) - 1
     shortest = {last: texts[last]}  # by first stage, the shortest string of all stages from there on
     for start in reversed(range(last)):

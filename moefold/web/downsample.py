@@ -34,8 +34,9 @@ class SeriesColumn:
 
     @property
     def mean(self) -> np.ndarray:
+        measured = self.count > 0
         divisor = np.maximum(self.count, 1)
-        return np.where(self.count > 0, self.total / divisor, np.nan)
+        return np.where(measured, self.total / divisor, np.nan)
 
 
 def single_step_column(step: int, values: np.ndarray) -> SeriesColumn:
@@ -65,6 +66,7 @@ class DownsampledSeries:
         newest = self.columns[-1]
         if step <= newest.last or values.shape != newest.total.shape:
             return
+        # The newest column fills up before a new one begins.
         if newest.lines < self.lines_per_column:
             newest.merge_with(column)
             return

@@ -73,7 +73,10 @@ def slider_name(key: str) -> str:
 
 
 def with_slider_names(by_key: Mapping[str, Any]) -> JsonObject:
-    return {slider_name(key): value for key, value in by_key.items()}
+    named: JsonObject = {}
+    for key, value in by_key.items():
+        named[slider_name(key)] = value
+    return named
 
 
 def offered_values(r: PlanRequest, key: str) -> list[int]:
@@ -142,8 +145,9 @@ def config_with_layout(config: Config, layout: Layout) -> Config:
         section, name = key.split(".")
         sections.setdefault(section, {})[name] = value
     changed: dict[str, Any] = {}
-    for section, values in sections.items():
-        changed[section] = replace(getattr(config, section), **values)
+    for name, values in sections.items():
+        section = getattr(config, name)
+        changed[name] = replace(section, **values)
     return replace(config, **changed)
 
 
@@ -210,6 +214,7 @@ def layout_distance(now: Layout, layout: Layout) -> float:
     """Halvings and doublings between two layouts, weighted by key."""
     distance = 0.0
     for key in SLIDER_KEYS:
-        doublings = abs(log2(layout[key] / now[key]))
-        distance += doublings * DISTANCE_WEIGHTS.get(key, 1.0)
+        ratio = layout[key] / now[key]
+        weight = DISTANCE_WEIGHTS.get(key, 1.0)
+        distance += abs(log2(ratio)) * weight
     return distance

@@ -41,7 +41,10 @@ def render_page(template: str, styles: FileNames, scripts: FileNames, title: str
 
 def read_page_files(names: FileNames) -> str:
     folder = files("moefold.web") / "page"
-    texts = [(folder / name).read_text(encoding="utf-8") for name in names]
+    texts: list[str] = []
+    for name in names:
+        path = folder / name
+        texts.append(path.read_text(encoding="utf-8"))
     return "\n".join(texts)
 
 

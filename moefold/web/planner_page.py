@@ -30,13 +30,16 @@ def planner_page_data() -> dict[str, Any]:
     by_path = {key.path: key for key in all_keys}
     paths = {name: name for name in (*PICKED_OPTIONS, *EXPLAINED_KEYS)}
     paths.update(SHORT_KEYS)
+    explained: dict[str, Any] = {}
+    for name, path in paths.items():
+        explained[name] = explain_key(by_path[path])
     models = [name for name in PRESETS if not name.endswith("-tiny")]
     return {
         "models": [describe_preset(name) for name in models],
         "gpus": [describe_gpu(name) for name in known_gpu_names()],
         "regions": RECOMPUTE_REGIONS,
         "walls": TIME_WALLS,
-        "keys": {name: explain_key(by_path[path]) for name, path in paths.items()},
+        "keys": explained,
     }
 
 

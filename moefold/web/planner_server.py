@@ -20,7 +20,7 @@ import sys
 import webbrowser
 from base64 import b64encode
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import uvicorn
 from starlette.applications import Starlette
@@ -237,9 +237,16 @@ async def read_question(request: Request) -> JsonObject:
         raw = json.loads(body, parse_constant=lambda name: name)
     except (ValueError, RecursionError):
         raise UserError('the question is no JSON; expected keys and values, such as {"model": "tiny"}') from None
-    if not isinstance(raw, dict) or not all(map(is_plain_value, raw.values())):
+    if not is_plain_mapping(raw):
         raise UserError('the question is no list of keys with plain values; expected such as {"model": "tiny"}')
     return raw
+
+
+def is_plain_mapping(raw: Any) -> bool:
+    if not isinstance(raw, dict):
+        return False
+    values = cast(JsonObject, raw).values()
+    return all(map(is_plain_value, values))
 
 
 def is_plain_value(value: Any) -> bool:

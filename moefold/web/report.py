@@ -51,4 +51,8 @@ def distinct_labels(paths: Sequence[Path]) -> list[str]:
 
 
 def last_parts(paths: Sequence[Path], count: int) -> list[str]:
-    return ["/".join(path.parts[-count:]) for path in paths]
+    labels: list[str] = []
+    for path in paths:
+        parts = path.parts[-count:]
+        labels.append("/".join(parts))
+    return labels

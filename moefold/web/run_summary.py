@@ -46,8 +46,8 @@ JsonObject = dict[str, Any]
 def require_run_folder(folder: Path) -> None:
     """Refuse a folder that holds no run, and say what to give instead."""
     if not folder.exists():
-        siblings = [str(run) for run in run_folders_in(folder.parent)]
-        guess = did_you_mean(str(folder), siblings)
+        siblings = run_folders_in(folder.parent)
+        guess = did_you_mean(str(folder), map(str, siblings))
         expected = "expected the folder of a run, as `moefold train` names when it ends"
         raise UserError(f"no folder {folder}{guess}; {expected}")
     if not folder.is_dir():
@@ -100,7 +100,8 @@ class MetricSeries:
             curves["mean_violation"] = violation_L.mean()
         for name, value in curves.items():
             if value is not None and np.isfinite(value):
-                self.curves[name].add_step(step, np.asarray(value))
+                series = self.curves[name]
+                series.add_step(step, np.asarray(value))
                 self.last[name] = float(value)
         # Maps: one number a layer.
         for name in LAYER_METRICS:
@@ -111,7 +112,10 @@ class MetricSeries:
                 self.last[name] = float(total)
 
     def last_values(self) -> dict[str, float | None]:
-        return {name: round_significant(value) for name, value in self.last.items()}
+        rounded: dict[str, float | None] = {}
+        for name, value in self.last.items():
+            rounded[name] = round_significant(value)
+        return rounded
 
     def curve_data(self) -> JsonObject:
         curves: JsonObject = {}

@@ -118,7 +118,8 @@ def expert_parallel_elements(s: RankShapes) -> list[SentElements]:
     if expert_ranks == 1:
         return []
     if p.dispatcher == "all_gather":
-        return [("ep", "all_gather", token * (expert_ranks - 1))]
+        gathered = token * (expert_ranks - 1)
+        return [("ep", "all_gather", gathered)]
 
     # Tokens to the ranks of experts, a copy for each choice or for each distinct rank; then among etp ranks.
     sent: list[SentElements] = []

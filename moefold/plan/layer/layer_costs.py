@@ -220,7 +220,8 @@ def gemms_of_step(spec: StepSpec, s: RankShapes) -> list[Gemm]:
         heads = 1 + s.model.mtp
         return [Gemm("head", "head", s.C, s.P, s.D, times=heads)]
     gemms: list[Gemm] = []
-    for weight in filter(is_weight_matrix, spec.weights):
+    matrices = filter(is_weight_matrix, spec.weights)
+    for weight in matrices:
         *outer, k = weight.part(s.portion.degrees)
         axes = [axis for _, axis in weight.cut]
         name = gemm_name(weight)
@@ -261,7 +262,10 @@ def saved_by_steps(specs: list[StepSpec], s: RankShapes) -> dict[str, SavedTenso
             linear=entry.storage in LINEAR_STORAGE,
         )
         saved[entry.step].append(tensor)
-    return {step: tuple(tensors) for step, tensors in saved.items()}
+    frozen: dict[str, SavedTensors] = {}
+    for step, tensors in saved.items():
+        frozen[step] = tuple(tensors)
+    return frozen
 
 
 def tensor_fate(entry: TensorEntry, choices: PlanChoices, in_layer: bool) -> str:

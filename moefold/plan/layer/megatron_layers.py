@@ -49,8 +49,11 @@ def attend_tensors() -> list[TensorEntry]:
     mla = table.only(uses_mla)
     gqa = table.only(uses_gqa)
     table.add("stream", rank_tokens, stream_width, read_by="norm", layer_input=True)
-    mla.remade_by("norm").add("normed", rank_tokens, stream_width, "each")
-    gqa.remade_by("norm").add("normed", rank_tokens, stream_width, "linear")
+    # Two projections of latent attention quantise its input separately.
+    mla_norm = mla.remade_by("norm")
+    mla_norm.add("normed", rank_tokens, stream_width, "each")
+    gqa_norm = gqa.remade_by("norm")
+    gqa_norm.add("normed", rank_tokens, stream_width, "linear")
     # Latent attention: latents before and after their norms, then what is projected up from them.
     mla.add("query latent", rank_tokens, query_latent_width)
     mla.add("key latent and what turns", rank_tokens, rotary_key_latent_width)

@@ -174,8 +174,9 @@ def chunk_mask_width(s: RankShapes) -> float:
 
 def needs_chunk_masks(s: RankShapes) -> bool:
     """Chunks that see gathered keys up to their own end need a mask, unless a kernel has that causal offset."""
-    gathers = cuts_context(s) and s.portion.context == "all_gather"
-    return gathers and s.composed_rmsnorm
+    if not cuts_context(s) or not s.composed_rmsnorm:
+        return False
+    return s.portion.context == "all_gather"
 
 
 def rope_table_width(s: RankShapes) -> float:
@@ -318,12 +319,15 @@ def keeps_log_sigmoids(s: RankShapes) -> bool:
 
 
 def keeps_logits(s: RankShapes) -> bool:
-    return fused_router(s) or has_z_loss(s) or keeps_log_sigmoids(s) or normalizes_chosen(s)
+    if fused_router(s) or has_z_loss(s):
+        return True
+    return keeps_log_sigmoids(s) or normalizes_chosen(s)
 
 
 def keeps_sigmoids(s: RankShapes) -> bool:
-    unnormalized = weight_normalization(s) == "none"
-    return s.model.moe.router.score == "sigmoid" and unnormalized and composed_router(s)
+    if s.model.moe.router.score != "sigmoid" or fused_router(s):
+        return False
+    return weight_normalization(s) == "none"
 
 
 def keeps_chosen_weights(s: RankShapes) -> bool:
@@ -742,11 +746,19 @@ def predict_backward() -> WorkingSet:
 
 MOEFOLD_WORKING_SETS = {
     ("experts", "F"): [expert_forward()],
-    ("experts", "B"): [expert_backward_end(), expert_backward_start(), expert_backward_activation()],
+    ("experts", "B"): [
+        expert_backward_end(),
+        expert_backward_start(),
+        expert_backward_activation(),
+    ],
     ("attend", "B"): [attend_backward_rope(), attend_backward_core()],
     ("mlp", "B"): [mlp_backward()],
     ("shared", "B"): [shared_backward()],
-    ("predict", "F"): [predict_in_place(), predict_softmax(), predict_gradients()],
+    ("predict", "F"): [
+        predict_in_place(),
+        predict_softmax(),
+        predict_gradients(),
+    ],
     ("predict", "B"): [predict_backward()],
 }
 

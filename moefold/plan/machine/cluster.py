@@ -67,9 +67,12 @@ class Cluster:
     def exchange_seconds(self, parameters: ParameterCounts, s: RunSetting, element: float) -> float:
         """Seconds of an all-gather or reduce-scatter of parameters over their replicas, `element` bytes each."""
         p = s.parallel
+        # Replicas of a dense parameter lie tp ranks apart, those of an expert's ep x etp.
+        dense_replicas = s.degrees["dp"] * p.cp
+        expert_replicas = s.degrees["edp"]
         stride_and_ranks = {
-            "dense": (p.tp, s.degrees["dp"] * p.cp),
-            "expert": (p.ep * p.etp, s.degrees["edp"]),
+            "dense": (p.tp, dense_replicas),
+            "expert": (p.ep * p.etp, expert_replicas),
         }
         seconds = 0.0
         for grid, (stride, ranks) in stride_and_ranks.items():

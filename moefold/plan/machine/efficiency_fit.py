@@ -160,7 +160,8 @@ def fit_efficiencies(points: TimedKernels, peak: Mapping[str, float], hbm: float
     backward_half = fit_half_rate_length(backward)
     forward_rate = fit_attention_rate(forward, forward_half)
     backward_rate = fit_attention_rate(backward, backward_half)
-    bandwidth = median(point.bytes / point.seconds for point in by_kind["stream"])
+    bandwidths = [point.bytes / point.seconds for point in by_kind["stream"]]
+    bandwidth = median(bandwidths)
     return {
         "gemm": gemm,
         "grouped": round(grouped_rate / rate, 3),

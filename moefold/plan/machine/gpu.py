@@ -149,7 +149,8 @@ def merge_trees(base: Tree, tree: Tree) -> dict[str, Any]:
     for key, value in tree.items():
         old = merged.get(key)
         if isinstance(old, Mapping) and isinstance(value, Mapping):
-            value = merge_trees(cast(Tree, old), cast(Tree, value))
+            base_section = cast(Tree, old)
+            value = merge_trees(base_section, cast(Tree, value))
         merged[key] = value
     return merged
 
@@ -162,6 +163,7 @@ def build_dataclass(kind: type[Any], tree: Tree, prefix: str) -> Any:
         if key not in hints:
             shown = printable_text(prefix + str(key))
             problems.append(f'a GPU has no "{shown}"{did_you_mean(str(key), hints)}')
+    # Every field has to be there; nested dataclasses collect their own problems.
     values: dict[str, Any] = {}
     for field in fields(kind):
         path = prefix + field.name

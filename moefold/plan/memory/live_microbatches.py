@@ -76,6 +76,7 @@ def moments_by_rank(schedule: str, pp: int, vpp: int, microbatches: int, pair: b
 @lru_cache(maxsize=1024)
 def walk_schedule(schedule: str, pp: int, vpp: int, microbatches: int, pair: bool, defer: bool) -> AllMoments:
     program = build_program(schedule, pp, vpp, microbatches)
+    # The passes of a run, in its order: pairing, then deferred weight gradients.
     if pair:
         program = pair_forward_with_backward(program)
     if defer:

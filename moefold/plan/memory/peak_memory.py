@@ -167,7 +167,8 @@ def program_peak(s: RunSetting, number: int, rank: RankStages, costs: RankKindCo
     """The peak over the moments of the rank's program, judged with the fullest experts."""
     moment = s.moments[number].peak_moment(costs.full)
     kept, working = moment.bytes_held(costs.even)
-    full = sum(moment.bytes_held(costs.full))
+    full_kept, full_working = moment.bytes_held(costs.full)
+    full = full_kept + full_working
     kind, chunk = running_op(moment)
     description = f"{OP_DESCRIPTIONS[kind]} of stage {rank.numbers[chunk]}"
     gradients = costs.state.gradients
@@ -197,6 +198,7 @@ def rank_memory(s: RunSetting, number: int, rank: RankStages, costs: RankKindCos
     main = state.main
     moments = state.moments
     host = 0.0
+    # Offloaded state and activations are counted on the host instead.
     if s.choices.states_on_host:
         host = main + moments
         main = moments = 0.0
@@ -243,6 +245,7 @@ def buffer_bytes(s: RunSetting, rank: RankStages, state: ResidentState) -> float
     if s.parallel.pp > 1:
         streams = 1 + rank.aside
         size += PIPELINE_MESSAGES * s.portion.tokens * model.hidden * wide * streams
+    # A RoPE table for each layer, in fp32.
     layers = sum(map(layer_count, rank.pieces))
     if choices.stack == "moefold":
         rotated = model.attention.rope_dim or model.attention.head_dim

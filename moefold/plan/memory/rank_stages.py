@@ -132,8 +132,9 @@ def arrange_stages(model: ModelConfig, seq_len: int, pp: int, vpp: int, schedule
     parallel = ParallelConfig(pp=pp)
     config = Config(model=model, data=data, parallel=parallel, pipeline=pipeline)
     stages_of: list[list[Stage]] = [[] for _ in range(pp)]
+    stages = pipeline_stages(config)
     homes = rank_of_each_stage(config)
-    for stage, rank in zip(pipeline_stages(config), homes, strict=True):
+    for stage, rank in zip(stages, homes, strict=True):
         stages_of[rank].append(stage)
     return [rank_stages(model, stages) for stages in stages_of]
 

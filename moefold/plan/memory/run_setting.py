@@ -111,6 +111,7 @@ class RunSetting:
         moe = self.model.moe
         if portion.ep == 1 or choices.spread == 0:
             return 1.0
+        # Variance of a rank's rows, relative to their mean.
         expert_variance = choices.spread**2 * portion.ep / moe.experts
         sampling_variance = 1 / max(1.0, portion.tokens * moe.top_k)
         variance = expert_variance + sampling_variance
@@ -138,7 +139,8 @@ def build_run_setting(config: Config, world: int, choices: PlanChoices) -> RunSe
     pipeline = config.pipeline
     pp = config.parallel.pp
     microbatches = microbatches_per_step(config, world)
-    moments = moments_by_rank(pipeline.schedule, pp, pipeline.vpp, microbatches, pipeline.pair, pipeline.defer)
+    schedule = pipeline.schedule
+    moments = moments_by_rank(schedule, pp, pipeline.vpp, microbatches, pipeline.pair, pipeline.defer)
     element = int(choices.recipe.wide)
     dispatcher, _ = cheapest_dispatcher(config, choices.node, element)
     fills_gaps = pipeline.pair and pipeline.fill

@@ -119,10 +119,11 @@ def price_piece(clock: StepClock, kind: PieceKind) -> PiecePrice:
 
 def measure_piece_memory(s: RunSetting, kind: PieceKind) -> PieceMemory:
     """All kept bytes grow with the sequences of a microbatch; workspace has a part that does not."""
+    pieces = (kind,)
     one_sequence = replace(s.portion, micro_batch=1)
     two_sequences = replace(s.portion, micro_batch=2)
-    one = count_stage(s.model, (kind,), one_sequence, s.choices)
-    two = count_stage(s.model, (kind,), two_sequences, s.choices)
+    one = count_stage(s.model, pieces, one_sequence, s.choices)
+    two = count_stage(s.model, pieces, two_sequences, s.choices)
     grids = {"dense": 0.0, "expert": 0.0}
     for (grid, _), count in one.parameters:
         grids[grid] += count
@@ -207,7 +208,8 @@ def owned_state_share(s: RunSetting, grid: str) -> float:
         return 1.0
     if grid == "expert":
         return 1 / s.degrees["edp"]
-    return 1 / (s.degrees["dp"] * s.parallel.cp)
+    replicas = s.degrees["dp"] * s.parallel.cp
+    return 1 / replicas
 
 
 def max_live_chunks(pp: int, vpp: int, rank: int, microbatches: int, pair: bool) -> int:
@@ -215,7 +217,8 @@ def max_live_chunks(pp: int, vpp: int, rank: int, microbatches: int, pair: bool)
     later_ranks = pp - rank - 1
     chunks = later_ranks + 1
     if vpp > 1 or pair:
-        chunks = 2 * later_ranks + (vpp - 1) * pp + 1
+        earlier_chunks = (vpp - 1) * pp
+        chunks = 2 * later_ranks + earlier_chunks + 1
     if pair:
         chunks += 1
     return min(chunks, microbatches * vpp)

@@ -57,7 +57,9 @@ def piece_time_lines(clock: StepClock, piece: str, layer: int) -> Iterator[str]:
 def step_time_lines(step: StepCount, s: RankShapes, passes: PassSeconds) -> Iterator[str]:
     for kind, seconds in zip("FDW", passes, strict=True):
         if seconds.total:
-            yield f"  {step.name:<10} {kind} {seconds.total * 1e3:9.3f}   {format_op_seconds(seconds)}"
+            milliseconds = seconds.total * 1e3
+            parts = format_op_seconds(seconds)
+            yield f"  {step.name:<10} {kind} {milliseconds:9.3f}   {parts}"
     for gemm in step.gemms:
         yield f"    {gemm.name}: {gemm_shape(gemm)} = {gemm.flops / 1e12:.3f} TFLOP forward"
     launched, looped = count_launches(step.name, step.gemms, s)

@@ -47,9 +47,12 @@ def pipeline_costs(clock: StepClock, passes: list[PassSeconds]) -> StageCosts:
     compute: dict[str, list[float]] = {}
     travel: dict[str, list[float]] = {}
     for kind in OP_KINDS:
-        ops: list[OpSeconds] = [getattr(seconds, kind) for seconds in passes]
-        compute[kind] = [op.compute for op in ops]
-        travel[kind] = [op.travel for op in ops]
+        compute[kind] = []
+        travel[kind] = []
+        for seconds in passes:
+            op: OpSeconds = getattr(seconds, kind)
+            compute[kind].append(op.compute)
+            travel[kind].append(op.travel)
     send = 0.0
     if s.parallel.pp > 1:
         row = s.recipe.wide * s.model.hidden

@@ -120,7 +120,9 @@ class StepClock:
 
     def time_stage(self, pieces: StagePieces) -> PassSeconds:
         if pieces not in self.stage_seconds:
-            seconds = [self.time_piece(piece, layer) for piece, layer in pieces]
+            seconds: list[PassSeconds] = []
+            for piece, layer in pieces:
+                seconds.append(self.time_piece(piece, layer))
             self.stage_seconds[pieces] = sum_pass_seconds(seconds)
         return self.stage_seconds[pieces]
 
@@ -287,6 +289,7 @@ class StepClock:
         seconds = 0.0
         for traffic in step.sent:
             size = getattr(traffic, pass_name)
+            # Gathers and sums over tp are exposed; a ring over cp is hidden behind attention.
             if traffic.axis == "tp":
                 seconds += self.cluster.ring_seconds(size, 1, p.tp)
             elif traffic.axis == "cp":
