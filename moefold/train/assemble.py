@@ -74,7 +74,7 @@ class Run:
     all_finite: torch.Tensor  # on the device: whether every loss and gradient so far was a number
     step: int = 0
     before_update: Callable[[], None] = lambda: None  # waits for readers of the weights, such as a checkpoint
-    further_state: dict[str, StateProvider] = field(default_factory=dict)  # checkpointed beside model and optimizer
+    further_state: dict[str, StateProvider] = field(default_factory=dict)  # saved in checkpoints too
     phase: Callable[[str], AbstractContextManager[object]] = unobserved_phase  # around each phase of train_step
 
 
@@ -133,7 +133,7 @@ def fill_run_buckets(config: Config, model: Transformer, world: World, groups: P
 
 
 def require_agreement(config: Config, world: World) -> None:
-    """Refuse ranks that were given other settings or run other code, before they train something nobody asked for."""
+    """Refuse ranks with different settings or different code, before the first step."""
     mine = {key.path: format_value(key.default) for key in iterate_keys(config)}
     mine |= {"moefold version": __version__, "torch version": torch.__version__, "moefold source": source_digest()}
     everyone = all_gather_objects(mine, world.everyone)

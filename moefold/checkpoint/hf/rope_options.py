@@ -37,7 +37,7 @@ def read_rope_options(
         values |= read_rope_scaling(inner, kind, longest, latent)
         if partial:
             inner.ignore_keys(["partial_rotary_factor"])
-        inner.require_value("partial_rotary_factor", 1.0, 1, why="all dims of a head turn")
+        inner.require_value("partial_rotary_factor", 1.0, 1, why="all dims of a head have rope")
         options.problems += inner.problems
         options.problems += [f"{inner.where}: {name} is not supported" for name in inner.left]
     else:

@@ -33,7 +33,7 @@ def read_latent_options(options: ConfigOptions) -> dict[str, Any]:
     heads = values["attention.heads"]
     bias = options.take_value("attention_bias", default=False)
     options.require_value("num_key_value_heads", heads, why="every head has keys of its own")
-    options.require_value("rope_interleave", True, why="turning dims lie in pairs")
+    options.require_value("rope_interleave", True, why="rope dims are in adjacent pairs")
     options.require_value("moe_layer_freq", 1, why="all layers behind the dense ones have experts")
     options.ignore_keys(["head_dim", "qk_head_dim"])  # follow from the others
     ffn = options.take_value("moe_intermediate_size")
