@@ -156,6 +156,7 @@ class MachineCalibration:
 
     def clock(self, work: Work) -> float:
         """Median seconds of a call on the device, each measured over enough calls to be resolved by the clock."""
+        # Warm up, then estimate one call, to choose how many calls fill about 2 ms.
         for _ in range(3):
             work()
         self.wait()
@@ -247,6 +248,7 @@ class MachineCalibration:
             attend = partial(F.scaled_dot_product_attention, q, k, v, is_causal=True)
             with torch.no_grad():
                 forward = self.clock(attend)
+            # The backward pass alone, over one saved forward pass.
             out = attend()
             gradient = torch.randn_like(out)
             differentiate = partial(torch.autograd.grad, out, (q, k, v), gradient, retain_graph=True)
@@ -291,6 +293,7 @@ class MachineCalibration:
         sync = median(wall_clock_seconds(launch_and_wait) for _ in range(SYNC_COUNT))
         if not self.on_gpu:
             return launch, launch, sync
+        # A graph replays the same launches without Python: what is left is the gap between queued kernels.
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             launch_many()

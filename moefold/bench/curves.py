@@ -164,6 +164,7 @@ def curves_as_svg(curves: Curves) -> str:
     lower = loss_plot(differences, 320, "loss less that of fp32")
     frame = '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 760 640" font-family="sans-serif" font-size="12">'
     background = '<rect width="760" height="640" fill="white"/>'
+    # Frame, background, the two plots, then the legend at the bottom.
     legend = curve_legend(curves)
     return "\n".join([frame, background, upper, lower, *legend, "</svg>\n"])
 

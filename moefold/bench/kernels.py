@@ -69,6 +69,7 @@ def time_kernel_case(
         first = out[0] if isinstance(out, tuple) else out
         first.backward(torch.ones_like(first))
 
+    # Inputs require gradients only after the forward timing.
     forward = median_seconds(forward_only, device, repeat)
     if mutates:
         return forward, forward

@@ -141,6 +141,7 @@ def measure_layer(built: BuiltLayer, layer: LayerShape, device: str, dtype: torc
     for _ in range(3):  # warm-up: compilation, autotuning, the allocator
         forward_backward()
     saved = saved_bytes(forward, h_TD, device)
+    # Cool steps first: after the sustained ones the card has lowered its clock.
     cool = median(cool_milliseconds(forward_backward, device) for _ in range(repeat))
     sustained = median(sustained_milliseconds(forward_backward, device, repeat))
     gflop = layer.flops_per_step / 1e9
@@ -164,6 +165,7 @@ def sustained_milliseconds(step: Work, device: str, repeat: int) -> list[float]:
     training: the host runs ahead of the device, and the card is at its working temperature."""
     if device != "cuda":
         return [wall_clock_seconds(step) * 1e3 for _ in range(repeat)]
+    # The steps before the first mark let the host run ahead; times are taken between marks.
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeat + 1)]
     for mark in marks:
         for _ in range(STEPS_PER_MARK):

@@ -140,7 +140,7 @@ def measure_overlap(config: Config, world: World, exchanges: SpanRecorder) -> tu
     def overlap_step() -> None:
         train_step(run, run.loader.next_batch())
 
-    overlap_step()
+    overlap_step()  # warm-up
     exchanges.events.clear()
     spans = run.executor.spans
     spans.start_recording()
@@ -168,6 +168,7 @@ def slowed_all_to_all(seconds: float) -> Iterator[SpanRecorder]:
         begun = time.time()
         result = quick(x, send, receive, axis, what)
         time.sleep(max(0.0, begun + seconds - time.time()))
+        # The main thread is the compute lane; other threads run all-to-alls beside it.
         if threading.current_thread() is main:
             event = TraceEvent(0, "comm", "exchange", begun, time.time())
             spans.events.append(event)

@@ -75,6 +75,7 @@ def write_bandwidth(folder: Path, options: SaveOptions) -> dict[str, float]:
     writers = {"plain": write_and_fsync, "direct": write_synced_file}
     keep_one = RetentionPolicy(1)
     times: Times = defaultdict(list)
+    # Plain, direct and checkpoint in turn, so that all three meet the same load of the disk.
     for number in range(options.repeat + 1):
         for name, write_file in writers.items():
             seconds = wall_clock_seconds(partial(write_file, scratch, raw))
@@ -114,7 +115,7 @@ def step_delay_by_save(folder: Path, config: Config, repeat: int) -> dict[str, f
                 times["step"].append(seconds)
                 seconds = wall_clock_seconds(partial(step_with_save, run, saver))
                 times["step_with_save"].append(seconds)
-                saver.wait_until_written()
+                saver.wait_until_written()  # the next plain step runs without a save in progress
         size = saver.plan.bytes if saver.plan else 0
     return {**medians_of(times), "state_bytes": float(size)}
 

@@ -189,6 +189,7 @@ def time_training_steps(
         torch.cuda.reset_peak_memory_stats()
     with collect_garbage_manually():
         begun = time.perf_counter()
+        # Steps are only launched here; the synchronization below waits for the last.
         *_, last = [take_step() for _ in range(steps)]
         synchronize_device(device)
         seconds = (time.perf_counter() - begun) / steps

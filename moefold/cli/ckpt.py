@@ -47,6 +47,7 @@ def run_command(argv: Sequence[str]) -> int:
         wanted = "two checkpoints" if compares else "one"
         raise UserError(f"moefold ckpt {options.what} takes {wanted}")
     path = newest_checkpoint(parse_storage_path(options.path))
+    # `path` is the checkpoint being read: damage is reported under its name.
     try:
         if options.what == "ls":
             return list_tensors(open_checkpoint(path), options.json)

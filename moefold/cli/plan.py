@@ -131,6 +131,7 @@ def print_memory_table(answer: dict[str, Any], console: Console) -> None:
         f"[bold]{answer['memory_gib']:.1f} GiB[/bold] on the largest rank ({largest['rank']}, in {largest['at']}), "
         f"{verdict} {answer['memory_limit_gib']:.0f} GiB"
     )
+    # One row a part of memory, one column a shown pipeline rank; parts that are zero everywhere are left out.
     parts_by_rank = answer["memory_parts_by_rank"]
     table = Table("GiB by pipeline rank")
     shown = shown_ranks(len(parts_by_rank), largest["rank"])

@@ -72,6 +72,7 @@ def run_command(argv: Sequence[str]) -> int:
     except ScheduleError as unsound:
         raise UserError(*unsound.problems) from None
     timeline = simulate_program(program, costs)
+    # Files first, then the table or JSON on standard output.
     if options.trace:
         write_trace(options.trace, timeline_events(timeline, costs))
     if options.svg:
