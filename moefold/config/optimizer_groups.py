@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 
 from moefold.config.errors import UserError, did_you_mean, printable_text
 from moefold.config.extensions import read_entry_points
-from moefold.config.open_names import OPTIMIZER_RULES
+from moefold.config.open_names import OPTIMIZER_NAMES
 
 
 @dataclass(frozen=True)
@@ -100,9 +100,9 @@ def read_betas(text: str) -> tuple[float, float]:
 
 def read_rule(text: str) -> str:
     read_entry_points()
-    if text not in OPTIMIZER_RULES:
-        near = did_you_mean(text, OPTIMIZER_RULES)
-        known = ", ".join(OPTIMIZER_RULES)
+    if text not in OPTIMIZER_NAMES:
+        near = did_you_mean(text, OPTIMIZER_NAMES)
+        known = ", ".join(OPTIMIZER_NAMES)
         raise ValueError(f'no rule "{text}"{near}; there are: {known}')
     return text
 

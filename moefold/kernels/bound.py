@@ -15,8 +15,9 @@ R = TypeVar("R")
 
 
 class BoundKernels:
-    """`kernels[swiglu](gate_up, weights)` calls what was chosen for the op `swiglu`. The op is the key, so an editor finds
-    its reference and its types, and a new op is one file with its lines in the catalog: nothing here lists the ops."""
+    """`kernels[swiglu](gate_up, weights)` calls what was chosen for the op `swiglu`. The op is the key, so an editor
+    finds its reference and its types, and a new op is one file with its lines in the catalog: nothing here lists the
+    ops."""
 
     def __init__(self, facts: Facts, force: Iterable[str] = ()):
         self.facts, self.forced = facts, forced_implementations(force)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from moefold.config.errors import UserError, did_you_mean
 from moefold.config.extensions import find_extension
-from moefold.config.open_names import OPTIMIZER_RULES
+from moefold.config.open_names import OPTIMIZER_NAMES
 from moefold.config.optimizer_groups import OptimizerGroup, parse_groups
 from moefold.config.run import OptimConfig
 from moefold.kernels.bound import BoundKernels
@@ -36,7 +36,7 @@ def find_rule(name: str) -> RuleMaker:
     extension = find_extension("optimizer_rule", name)
     if extension is not None:
         return extension.load()
-    return BUILT_IN_RULES[OPTIMIZER_RULES.require(name)]
+    return BUILT_IN_RULES[OPTIMIZER_NAMES.require(name)]
 
 
 class ParameterGroups:

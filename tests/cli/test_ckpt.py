@@ -100,6 +100,7 @@ def test_what_is_no_checkpoint_is_refused(words, told, tmp_path: Path, monkeypat
 
 def test_it_answers_without_torch(stack, tmp_path: Path):
     path = put(tmp_path, stack)
-    code = f"import sys\nfrom moefold.cli.main import run_command_line\nassert run_command_line(['ckpt', 'verify', {str(path)!r}]) == 0\n"
+    code = "import sys\nfrom moefold.cli.main import run_command_line\n"
+    code += f"assert run_command_line(['ckpt', 'verify', {str(path)!r}]) == 0\n"
     done = subprocess.run([sys.executable, "-c", code + "assert 'torch' not in sys.modules"], capture_output=True)
     assert done.returncode == 0, done.stderr

@@ -10,7 +10,8 @@ from moefold.cli.main import run_command_line
 
 
 def test_without_the_extra_one_line_says_what_to_install():
-    hidden = "import sys; sys.modules['starlette'] = None\nfrom moefold.cli.main import run_command_line\nsys.exit(run_command_line(['web']))"
+    hidden = "import sys; sys.modules['starlette'] = None\nfrom moefold.cli.main import run_command_line\n"
+    hidden += "sys.exit(run_command_line(['web']))"
     done = subprocess.run([sys.executable, "-c", hidden], capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stderr == (

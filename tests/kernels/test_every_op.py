@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from operator import itemgetter
 from typing import Any
 
@@ -188,6 +189,10 @@ def test_the_gradients_of_a_reference_are_those_of_finite_differences(op):
         assert torch.autograd.gradcheck(reference, variables, fast_mode=size > 150), f"{op}: {case.name}"
         checked += 1
     assert checked >= 2
+
+
+def defined_list(case: KernelCase, x: torch.Tensor) -> Any:
+    return case.defined(x).tolist()
 
 
 def reference_of_floats(op: KernelOp, case: KernelCase, inputs: list[Any]) -> Callable[..., Any]:
@@ -471,7 +476,7 @@ def test_a_reference_equals_its_formula_in_plain_python(op):
         size = sum(x.numel() for x in inputs if isinstance(x, torch.Tensor))
         if size > 30_000 or any(case.defined(x).numel() == 0 for x in float_tensors(inputs)):
             continue
-        expected = PLAIN[op](*map_tensors(inputs, lambda x: case.defined(x).tolist()))
+        expected = PLAIN[op](*map_tensors(inputs, partial(defined_list, case)))
         out = OPS[op].reference(*inputs)
         outputs = [x for x in inputs if is_float(x)] if OPS[op].mutates else out
         both = zip(outputs, expected, strict=True) if isinstance(outputs, tuple | list) else [(outputs, expected)]

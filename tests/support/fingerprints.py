@@ -1,5 +1,5 @@
-"""Digests of what short training runs compute: losses, gradients and weights, for configurations that together use every
-mechanism. A change that is not meant to change numbers leaves every digest as it is.
+"""Digests of what short training runs compute: losses, gradients and weights, for configurations that together use
+every mechanism. A change that is not meant to change numbers leaves every digest as it is.
 
     python -m tests.support.fingerprints write FILE      # on the tree before the change
     python -m tests.support.fingerprints compare FILE    # on the tree after it, on the same machine
@@ -24,8 +24,8 @@ from pathlib import Path
 from tests.support.runs import corpus, numbers
 
 COMMON = (
-    "--train.device cpu --train.steps 3 --train.validate_sequences 8 --train.sample_tokens 0 --observe.tensorboard false "
-    "--optim.warmup 2 --optim.beta1 0"
+    "--train.device cpu --train.steps 3 --train.validate_sequences 8 --train.sample_tokens 0 "
+    "--observe.tensorboard false --optim.warmup 2 --optim.beta1 0"
 )
 SHORT = "--data.seq_len 64 --train.global_batch 8 --train.micro_batch 2"
 BF16 = "--train.precision bf16"
@@ -64,7 +64,8 @@ RUNS = {
     "ep 2, dedup": f"tiny {SHORT} --nproc 2 --parallel.ep 2 --parallel.dispatcher dedup",
     "tp 2, ep 4": f"qwen3-30b-a3b-tiny {SHORT} --nproc 4 --parallel.tp 2 --parallel.ep 4",
     "cp 2 ring, ep 2": f"tiny {SHORT} --nproc 4 --parallel.cp 2 --parallel.ep 2",
-    "etp 2, ep 2, all_to_all": f"tiny {SHORT} --nproc 4 --parallel.ep 2 --parallel.etp 2 --parallel.dispatcher all_to_all",
+    "etp 2, ep 2, all_to_all": f"tiny {SHORT} --nproc 4 --parallel.ep 2 --parallel.etp 2 "
+    "--parallel.dispatcher all_to_all",
     "ep 4, all_gather, bf16": f"tiny {SHORT} {BF16} --nproc 4 --parallel.ep 4 --parallel.dispatcher all_gather",
     "pp 2, vpp 2, ep 2, paired": f"tiny {SHORT} --nproc 4 --parallel.pp 2 --parallel.ep 2 --pipeline.vpp 2 "
     "--pipeline.pair true --train.micro_batch 1",

@@ -158,6 +158,7 @@ def figures(root: Path) -> dict[str, str]:
     class_names = [node.name for node in classes]
     statements = sum(isinstance(node, ast.stmt) for node in nodes)
     graph = import_graph(files, root)
+    fan_out = [len(imported) for imported in graph.values()]
     return {
         "lines": f"{sum(lines)}",
         "file median / p90 / longest": spread(lines),
@@ -172,7 +173,7 @@ def figures(root: Path) -> dict[str, str]:
         "functions called _": f"{sum(node.name == '_' for node in functions)}",
         "class names with two meanings": f"{len({name for name in class_names if class_names.count(name) > 1})}",
         "largest import knot": f"{largest_knot(graph)}",
-        "imports a module, mean / max": f"{statistics.mean(map(len, graph.values())):.1f} / {max(map(len, graph.values()))}",
+        "imports a module, mean / max": f"{statistics.mean(fan_out):.1f} / {max(fan_out)}",
         "comment lines": f"{100 * sum(d.comment_lines for d in densities) / len(every_line):.1f} %",
         "docstrings: modules / classes / functions": " / ".join(
             f"{share_documented(group):.0f} %" for group in ([file.tree for file in files], classes, functions)

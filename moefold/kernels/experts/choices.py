@@ -52,7 +52,7 @@ CHOICES: Choices = {
         Choice(
             "gluon",
             expert_gemm_runs,
-            "bf16 on Hopper with Triton, SwiGLU experts without biases, hidden and expert sizes that are multiples of 8",
+            "bf16 on Hopper with Triton, SwiGLU experts without biases, sizes that are multiples of 8",
             "activation and its gradient inside the GEMMs; saves tokens and pre-activation only",
         ),
     ),

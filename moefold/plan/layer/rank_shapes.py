@@ -135,7 +135,7 @@ class RankShapes:
         hidden = int(self.W)
         ffn = int(self.F)
         has_triton = c.device == "cuda"
-        return Facts(c.device, dtype, capability, hidden, ffn, triton=has_triton)
+        return Facts(c.device, dtype, capability, hidden=hidden, ffn=ffn, triton=has_triton)
 
     def chosen_implementation(self, op: str) -> str:
         """The implementation of an operation that would be bound there."""

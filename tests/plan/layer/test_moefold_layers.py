@@ -43,7 +43,8 @@ VARIANTS = {
     "sigmoid scores as they are": "--model.moe.router.score=sigmoid --model.moe.router.normalize=none",
     "z loss": "--model.moe.balance.z_loss=0.001",
     "z loss, not normalised": "--model.moe.balance.z_loss=0.001 --model.moe.router.normalize=none",
-    "all losses": "--model.moe.balance.z_loss=0.1 --model.moe.balance.aux_loss=0.1 --model.moe.router.score=sigmoid --model.moe.router.normalize=all",
+    "all losses": "--model.moe.balance.z_loss=0.1 --model.moe.balance.aux_loss=0.1 --model.moe.router.score=sigmoid "
+    "--model.moe.router.normalize=all",
     "sigmoids chosen, no losses": "--model.moe.router.score=sigmoid",
     "a dense layer": "--model.moe.dense_layers=1",
     "shared experts with a gate": "--model.moe.shared_ffn=64 --model.moe.shared_gate=true",
