@@ -16,6 +16,7 @@ from typing import Any, cast
 import yaml
 
 from moefold.config.errors import UserError, did_you_mean, printable_text
+from moefold.config.extensions import read_entry_points
 from moefold.config.keys import ConfigKey, format_value, iterate_keys
 from moefold.config.renamed_keys import keys_given_twice, report_renamed_keys, with_new_names
 from moefold.config.run import Config
@@ -79,6 +80,7 @@ def require_legal(legal: bool, value: Any) -> Any:
 
 def with_values(base: Config, values: Mapping[str, Any], problems: dict[str, str]) -> Config:
     """`base` with the given keys set. A key that cannot be set keeps its value and gets a line in `problems`."""
+    read_entry_points()
     known = {key.path: key for key in iterate_keys(base)}
     problems.update(keys_given_twice(values))
     values, renamed = with_new_names(values)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from moefold.config.errors import UserError, printable_text
+from moefold.config.extensions import find_extension
 from moefold.config.run import DataConfig
 
 Documents = Iterator[str]
@@ -17,6 +18,9 @@ TEXT_SUFFIXES = (".txt", ".md", ".py", ".jsonl")
 
 
 def source_documents(data: DataConfig) -> Documents:
+    extension = find_extension("data_source", data.source)
+    if extension is not None:
+        return extension.load()(data)
     if data.source == "stdlib":
         return stdlib_documents()
     return file_documents(data)

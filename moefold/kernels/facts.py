@@ -9,6 +9,7 @@ from functools import cache
 from typing import NamedTuple
 
 from moefold.anatomy.step_specs import dispatched_width, fits_fused_expert_mlp
+from moefold.config.open_names import ROUTER_SCORE_NAMES
 from moefold.config.run import Config
 
 BYTES_PER_ELEMENT = {"fp64": 8, "fp32": 4, "fp16": 2, "bf16": 2}
@@ -57,6 +58,7 @@ class Facts:
     attention: AttentionShape | None = None
     sees_all: bool = True  # plain causal attention: no window, no documents, no sinks
     repeatable: bool = True
+    built_in_score: bool = True  # the router's score is one that its kernels know
     triton: bool = field(default_factory=has_triton)  # whether Triton is installed there
 
     def rows_aligned_to(self, alignment: int) -> bool:
@@ -78,6 +80,7 @@ def facts_from_config(config: Config, device: str, dtype: str, capability: Capab
         sees_all=attention_sees_all(config),
         repeatable=config.kernels.repeatable,
         swiglu_experts=fits_fused_expert_mlp(config.model),
+        built_in_score=config.model.moe.router.score in ROUTER_SCORE_NAMES.builtin,
     )
 
 

@@ -8,9 +8,13 @@ messages between ranks of experts are sent in `dispatch` and `combine`, so that 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from torch import nn
 
 from moefold.anatomy.step_specs import block_step_specs, is_moe_layer
+from moefold.config.extensions import find_extension
 from moefold.config.run import ModelConfig
 from moefold.model.attention.gqa import GroupedQueryAttention
 from moefold.model.attention.mla import LatentAttention
@@ -23,6 +27,12 @@ from moefold.model.steps import Carry, Step, bind_steps, drop_from_carry, run_st
 ATTENTION_KINDS = {"gqa": GroupedQueryAttention, "mla": LatentAttention}
 
 
+def attention_kind(name: str) -> Callable[[ModelConfig, int, ModelParts], Any]:
+    """The class of an attention, built in or from another package: a module with a `norm`, called on normed tokens."""
+    extension = find_extension("attention", name)
+    return ATTENTION_KINDS[name] if extension is None else extension.load()
+
+
 def make_transformer_block(model: ModelConfig, layer: int, parts: ModelParts) -> Block:
     kind = MoeBlock if is_moe_layer(model, layer) else DenseBlock
     return kind(model, layer, parts)
@@ -33,7 +43,7 @@ class Block(nn.Module):
 
     def __init__(self, model: ModelConfig, layer: int, parts: ModelParts):
         super().__init__()
-        self.attention = ATTENTION_KINDS[model.attention.kind](model, layer, parts)
+        self.attention = attention_kind(model.attention.kind)(model, layer, parts)
         self.specs = block_step_specs(model, layer)
 
     def attend(self, carry: Carry) -> Carry:

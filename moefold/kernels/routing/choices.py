@@ -10,6 +10,10 @@ def bf16_gemm_runs(facts: Facts) -> bool:
     return facts.device == "cuda" and facts.dtype == "bf16" and facts.capability >= (8, 0)
 
 
+def router_kernel_runs(facts: Facts) -> bool:
+    return facts.built_in_score and triton_computes(facts)
+
+
 TRITON_ROWS = Choice(
     "triton", triton_runs, "cuda with Triton", "reads and writes each row once; its backward is the other's forward"
 )
@@ -26,8 +30,8 @@ CHOICES: Choices = {
     "router_topk": (
         Choice(
             "triton",
-            triton_computes,
-            "cuda with Triton, fp32 scores",
+            router_kernel_runs,
+            "cuda with Triton, fp32 scores, a built-in score",
             "softmax, top-k, weights and sums for balance in one pass, no sort",
         ),
     ),

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+
+ScoreFunction = Callable[[torch.Tensor], torch.Tensor]  # logits_TE -> scores_TE, not negative
 
 
 @dataclass(frozen=True)
@@ -19,6 +22,7 @@ class RouterSpec:
     groups: int = 1
     groups_chosen: int = 1
     group_score: str = "best_two"
+    score_function: ScoreFunction | None = None  # of a score from another package, in place of `score`
 
     @property
     def normalized_over(self) -> str:

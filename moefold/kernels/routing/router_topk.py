@@ -38,9 +38,9 @@ def router_topk(
     the weights. Where an id is -1, no expert, the weight is zero.
     """
     span = span or TokenSpan(1, len(logits_TE))
-    logs_TE = F.logsigmoid(logits_TE) if spec.score == "sigmoid" else logits_TE
+    logs_TE = log_scores(logits_TE, spec)
     shares_TE = logs_TE.softmax(-1)  # of sigmoids too: by their logs, so that tiny scores keep their shares
-    scores_TE = logits_TE.sigmoid() if spec.score == "sigmoid" else shares_TE
+    scores_TE = expert_scores(logits_TE, shares_TE, spec)
     ids_TK = imposed_TK
     if ids_TK is None:
         selection_TE = selection_scores(logits_TE, scores_TE, spec) + bias_E
@@ -53,6 +53,20 @@ def router_topk(
     squares_T1 = logits_TE.logsumexp(-1, keepdim=True).square()
     squares_B = span.sum(squares_T1)[:, 0]
     return weights_TK, ids_TK, counts_BE, shares_BE, squares_B
+
+
+def log_scores(logits_TE: torch.Tensor, spec: RouterSpec) -> torch.Tensor:
+    """Logarithms of the scores, up to a summand for each token."""
+    if spec.score_function is not None:
+        scores_TE = spec.score_function(logits_TE)
+        return scores_TE.clamp(min=torch.finfo(scores_TE.dtype).tiny).log()
+    return F.logsigmoid(logits_TE) if spec.score == "sigmoid" else logits_TE
+
+
+def expert_scores(logits_TE: torch.Tensor, shares_TE: torch.Tensor, spec: RouterSpec) -> torch.Tensor:
+    if spec.score_function is not None:
+        return spec.score_function(logits_TE)
+    return logits_TE.sigmoid() if spec.score == "sigmoid" else shares_TE
 
 
 def count_choices(ids_NK: torch.Tensor, experts: int) -> torch.Tensor:

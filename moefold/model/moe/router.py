@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from moefold.config.extensions import find_extension
 from moefold.config.run import ModelConfig, MoeConfig
 from moefold.dispatch.base import Routing
 from moefold.kernels.bound import BoundKernels
@@ -80,6 +81,7 @@ class Router(DeclaringModule):
 
 def router_spec_of(moe: MoeConfig) -> RouterSpec:
     router = moe.router
+    extension = find_extension("router_score", router.score)
     return RouterSpec(
         moe.top_k,
         router.score,
@@ -88,4 +90,5 @@ def router_spec_of(moe: MoeConfig) -> RouterSpec:
         router.groups,
         router.groups_chosen,
         router.group_score,
+        score_function=None if extension is None else extension.load(),
     )
