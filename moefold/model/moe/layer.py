@@ -15,13 +15,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from math import prod
-from typing import TypeVar
 
 import torch
 from torch import nn
 
 from moefold.anatomy.step_specs import moe_step_specs
-from moefold.comm import byte_counters
 from moefold.config.run import ModelConfig
 from moefold.model.moe.experts import Experts
 from moefold.model.moe.router import Router
@@ -31,8 +29,6 @@ from moefold.model.parts import ModelParts
 from moefold.model.steps import Carry, drop_from_carry
 from moefold.model.token_layout import TokenShard, make_token_shard
 from moefold.precision.linear import Linear
-
-Sent = TypeVar("Sent")
 
 
 class MoeSublayer(nn.Module):
@@ -104,7 +100,10 @@ class MoeSublayer(nn.Module):
     def dispatch_tokens(self, carry: Carry) -> Carry:
         tokens = carry["latent_TL"] if "latent_TL" in carry else carry["h_TD"]
         receipt = self.dispatcher.plan(carry["routing"])
-        rows = self.counting_bytes(lambda: self.dispatcher.dispatch(tokens, receipt))
+        rows = self.dispatcher.dispatch(tokens, receipt)
+        if self.training:
+            row_bytes = tokens.shape[1] * tokens.element_size()
+            self.router.load.note_moved(receipt.bytes_moved(row_bytes))
         carry = {**carry, "receipt": receipt, "rows": rows}
         return drop_from_carry(carry, "latent_TL", "routing")
 
@@ -116,7 +115,7 @@ class MoeSublayer(nn.Module):
         return drop_from_carry(carry, "rows", "h_TD")
 
     def combine_rows(self, carry: Carry) -> Carry:
-        combined = self.counting_bytes(lambda: self.dispatcher.combine(carry["y_RD"], carry["receipt"]))
+        combined = self.dispatcher.combine(carry["y_RD"], carry["receipt"])
         carry = drop_from_carry(carry, "y_RD", "receipt")
         if hasattr(self, "widen"):
             return {**carry, "latent_TL": combined}
@@ -130,14 +129,6 @@ class MoeSublayer(nn.Module):
         if "shared_TD" in carry:
             output_TD = output_TD + carry["shared_TD"]
         return drop_from_carry({**carry, "output_TD": output_TD}, "shared_TD")
-
-    def counting_bytes(self, send: Callable[[], Sent]) -> Sent:
-        """Runs `send`, and adds the bytes that left this rank to the layer's statistics."""
-        with byte_counters.counted_bytes_sent(this_thread=True) as sent:
-            result = send()
-        if self.training:
-            self.router.load.note_moved(sum(sent.values()))
-        return result
 
 
 def imposed_experts(
