@@ -39,7 +39,7 @@ def parse_groups(entries: Iterable[str]) -> list[OptimizerGroup]:
         try:
             groups.append(parse_group(entry))
         except ValueError as error:
-            problems.append(f"optim.groups: {printable_text(entry)}: {error}")
+            problems.append(f"optim.groups = {printable_text(entry)}: {error}")
     if problems:
         raise UserError(*problems)
     return groups

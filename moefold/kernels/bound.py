@@ -22,6 +22,8 @@ class BoundKernels:
     def __init__(self, facts: Facts, force: Iterable[str] = ()):
         self.facts, self.forced = facts, forced_implementations(force)
         self.chosen: dict[str, Callable[..., Any]] = {}
+        for op, name in self.forced.items():  # one that cannot run is refused here, not when a run first calls it
+            pick_implementation(op, facts, name)
         self.related: dict[Facts, BoundKernels] = {}  # for other facts
 
     def __getitem__(self, op: KernelOp[P, R]) -> Callable[P, R]:

@@ -24,7 +24,7 @@ class AdamW:
         beta1, beta2 = group.betas or (optim.beta1, optim.beta2)
         eps = optim.eps if group.eps is None else group.eps
         decay = optim.weight_decay if group.decay is None else group.decay
-        stochastic = optim.moments == "bf16" and optim.rounding == "stochastic"
+        stochastic = (optim.moments, optim.rounding) == ("bf16", "stochastic")
         self.options = AdamWOptions(beta1, beta2, eps, decay, stochastic)
         self.bf16_moments = optim.moments == "bf16"
         self.adamw = kernels[adamw]

@@ -30,7 +30,7 @@ BREAKS: dict[str, list[tuple[str, int, str]]] = {
         ("--optim.gradients=bf16 --train.micro_batch=16", 2, "optim.gradient_reduce = fp32")
     ],
     "optimizer groups can be read": [
-        ("--optim.groups=*.weight:lr=fast", 1, "optim.groups: *.weight:lr=fast: expected lr = a factor"),
+        ("--optim.groups=*.weight:lr=fast", 1, "optim.groups = *.weight:lr=fast: expected lr = a factor"),
         ("--optim.groups=*.weight:rule=adam", 1, 'no rule "adam" (did you mean "adamw"?)'),
     ],
     "what is kept is written": [

@@ -392,11 +392,13 @@ def two_steps(world: World, cases: list[tuple[Way, dict[str, Any]]]) -> list[lis
         run = assemble_run(config, here, Path("."), corpus=random_corpus(config))
         if way.again:
             compute_again(run)
-        traces.append([seen for number in (1, 2) for seen in one_step(run, number)])
+        summands = note_balance_losses(run)
+        traces.append([seen for number in (1, 2) for seen in one_step(run, number, summands)])
     return traces
 
 
-def one_step(run: Run, number: int) -> list[TraceEntry]:
+def note_balance_losses(run: Run) -> list[torch.Tensor]:
+    """A list to which every microbatch's balance losses are added; before the first step, which binds the steps."""
     summands: list[torch.Tensor] = []
     predict = run.model.predict
 
@@ -406,8 +408,12 @@ def one_step(run: Run, number: int) -> list[TraceEntry]:
         return predict(carry)
 
     run.model.predict = noting
+    return summands
+
+
+def one_step(run: Run, number: int, summands: list[torch.Tensor]) -> list[TraceEntry]:
+    summands.clear()
     seen = trace_one_step(run)
-    run.model.predict = predict
     total = all_reduce_no_grad(torch.stack(summands).sum(), run.world.axis("dp", "cp", "tp"))
     return [*seen, TraceEntry(f"step {number}: balance losses", (), total)]
 

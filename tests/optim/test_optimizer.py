@@ -11,7 +11,7 @@ import torch
 
 from moefold.config.errors import UserError
 from moefold.config.extensions import EXTENSIONS, Extension, register_extension
-from moefold.config.open_names import OPTIMIZER_RULES
+from moefold.config.open_names import OPTIMIZER_NAMES
 from moefold.config.optimizer_groups import OptimizerGroup
 from moefold.config.run import OptimConfig
 from moefold.kernels.bound import BoundKernels
@@ -83,7 +83,7 @@ def toy_rules() -> Iterator[None]:
     yield
     for name in ("momentum", "unit_steps"):
         EXTENSIONS.pop(("optimizer_rule", name))
-        OPTIMIZER_RULES.remove(name)
+        OPTIMIZER_NAMES.remove(name)
 
 
 def register_toy_rules() -> None:

@@ -29,7 +29,7 @@ RECIPES: dict[str, Callable[[], Any]] = {
     "scaled, both kept": lambda: BlockScaledRecipe("both"),
     "delayed scale": DelayedScaleRecipe,
 }
-PRODUCTS = {"reference": linear.reference, "adding": linear.implementations["adding"]}
+PRODUCTS = {"reference": linear.reference, "fused_dgrad": linear.implementations["fused_dgrad"]}
 Gradients = dict[str, torch.Tensor]
 
 
@@ -98,13 +98,13 @@ def test_a_group_of_layers_has_the_gradients_of_its_operands(recipe: str, produc
         torch.testing.assert_close(layer.weight.grad.reshape(d_weight.shape), d_weight)
         if layer.bias is not None:
             torch.testing.assert_close(layer.bias.grad.flatten(), d_bias)  # pyright: ignore[reportOptionalMemberAccess]
-        if sink and products == "adding":
+        if sink and products == "fused_dgrad":
             assert torch.equal(place.view(d_weight.shape), layer.weight.grad.reshape(d_weight.shape)), "in its place"
     torch.testing.assert_close(x.grad.reshape(6, 8), total)  # pyright: ignore[reportOptionalMemberAccess]
 
 
 def test_plain_gradients_are_those_of_autograd():
-    layers = [make_linear(PLAIN, "adding", 5, bias=i == 0, seed=10 * i) for i in range(3)]
+    layers = [make_linear(PLAIN, "fused_dgrad", 5, bias=i == 0, seed=10 * i) for i in range(3)]
     x = numbers(7, 8, seed=1).requires_grad_()
     mine = LinearGroup(single_rank_world(), *layers)(x)
     right = [torch.nn.functional.linear(x, layer.weight, layer.bias) for layer in layers]
@@ -118,7 +118,7 @@ def test_plain_gradients_are_those_of_autograd():
 
 def test_layers_of_a_group_with_different_recipes_run_by_themselves():
     recipes = [PLAIN, RoundedRecipe()]
-    layers = [make_linear(recipe, "adding", 5, bias=False, seed=i) for i, recipe in enumerate(recipes)]
+    layers = [make_linear(recipe, "fused_dgrad", 5, bias=False, seed=i) for i, recipe in enumerate(recipes)]
     x = numbers(4, 8, seed=9)
     for y, layer in zip(LinearGroup(single_rank_world(), *layers)(x), layers, strict=True):
         torch.testing.assert_close(y, layer(x))
@@ -153,7 +153,7 @@ def test_a_grouped_layer_is_each_experts_own_layer(recipe: str, later: bool):
 
 
 def test_a_frozen_weight_gets_no_gradient_and_its_input_is_not_kept():
-    layer = make_linear(PLAIN, "adding", 5, bias=True, seed=0)
+    layer = make_linear(PLAIN, "fused_dgrad", 5, bias=True, seed=0)
     layer.weight.requires_grad_(False)
     kept: list[torch.Tensor] = []
 

@@ -90,7 +90,7 @@ def run_loss(model, ids: torch.Tensor) -> float:
 
 def test_experts_that_the_fused_kernel_does_not_fit_never_get_it_whatever_kernels_are_attached():
     """The facts of a run say it, and so does the layer itself."""
-    hopper = BoundKernels(Facts("cuda", "bf16", (9, 0), 64, 64, triton=True))
+    hopper = BoundKernels(Facts("cuda", "bf16", (9, 0), hidden=64, ffn=64, triton=True))
     for biases in (False, True):
         moe = MoeConfig(experts=4, top_k=2, ffn=64, biases=biases)
         experts = Experts(ModelConfig(hidden=64, moe=moe), hopper, single_rank_world())

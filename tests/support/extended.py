@@ -30,7 +30,7 @@ SAMPLED_GRIDS = {  # seconds are CPU time of the whole grid, measured once
     "tests/kernels/attention/test_masked_triton.py": {
         "test_result_and_gradients_equal_those_of_the_reference": 3,  # 40 s
     },
-    "tests/checkpoint/hf/test_layouts.py": {
+    "tests/checkpoint/hf/test_export.py": {
         "test_logits_and_exports_are_the_same_on_any_layout": 5,  # 30 s
     },
     "tests/kernels/routing/test_router_triton.py": {

@@ -12,7 +12,7 @@ from moefold.checkpoint.live.load import load_checkpoint, require_checkpoint
 from moefold.checkpoint.live.logical_tensors import collect_tensors
 from moefold.checkpoint.live.save import save_checkpoint
 from moefold.layout.axes import single_rank_world
-from tests.checkpoint.test_layouts import ignore, make
+from tests.checkpoint.live.test_logical_tensors import ignore, make
 
 
 class DelayedAmax:
