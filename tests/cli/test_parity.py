@@ -32,8 +32,9 @@ def test_a_layout_that_agrees_is_called_equal_with_exit_code_0():
 BUGS = {
     "a gradient norm that skips experts": (
         "shard/gradients.py",
-        "if not bucket.holders or bucket.holders[0] == me]",
-        'if bucket.placement.grid == "dense" or self.world.size == 1]',
+        "        if not bucket.holders:\n            return True\n",
+        '        if self.world.size > 1:\n            return bucket.placement.grid == "dense"\n'
+        "        if not bucket.holders:\n            return True\n",
         "step 1: gradient norm differs",
     ),
     "a missing sum over tp": (
