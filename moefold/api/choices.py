@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
 
 from moefold.anatomy.step_specs import StepSpec
 from moefold.config.errors import one_of
@@ -39,16 +38,11 @@ def explain_kernels(
     specs: list[StepSpec], config: Config, world: World, without: tuple[str, ...] = ()
 ) -> dict[str, tuple[str, str]]:
     """For each op of these steps, the implementation that a run would call and the reason."""
-    facts = choose_kernels(config, world).facts
+    kernels = choose_kernels(config, world)
     ops = dict.fromkeys(op for spec in specs for op in spec.ops if op not in without)
-    return {op: pick_implementation(op, facts) for op in ops}
+    return {op: pick_implementation(op, kernels.facts, kernels.forced.get(op)) for op in ops}
 
 
 def describe_kernels(chosen: dict[str, tuple[str, str]]) -> str:
     width = max(map(len, chosen), default=0)
     return "\n".join(f"{op:<{width}}  {name}: {reason}" for op, (name, reason) in chosen.items())
-
-
-def parameters_in_words(module: nn.Module) -> str:
-    count = sum(parameter.numel() for parameter in module.parameters())
-    return f"{count:,} parameters"

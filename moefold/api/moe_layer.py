@@ -98,7 +98,7 @@ class MoeLayer(nn.Module):
     def step_balance(self, pace: float = 1.0) -> LayerLoads:
         """After the optimizer's step: moves the selection bias (`balance__bias_rate`) and returns the tokens of each
         expert since the last call."""
-        everyone = self.world.axis("dp", "cp", "tp")
+        everyone = self.world.dp_cp_tp
         return update_selection_biases([self.layer.router.load], self.config.model.moe, everyone, pace=pace)
 
     def explain(self) -> str:

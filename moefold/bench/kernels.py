@@ -31,9 +31,8 @@ def run_benchmark(options: KernelsOptions) -> int:
 
 def time_implementations(name: str, device: str, dtype: str, repeat: int) -> list[Row]:
     op = import_every_op()[name]
-    assert op.make_cases is not None
     rows: list[Row] = []
-    for case in op.make_cases(device, DTYPES[dtype]):
+    for case in op.cases(device, DTYPES[dtype]):
         for implementation in runnable_implementations(name, case, device, dtype):
             call = op.implementations[implementation]
             forward, both = time_kernel_case(call, case.inputs, op.mutates, device, repeat)

@@ -216,12 +216,12 @@ class Transformer(nn.Module):
 
     def remember_batch_shares(self) -> None:
         """After a counting pass over the whole batch: the shares that the balance loss over it needs."""
-        remember_global_shares(self.loads(), self.world.axis("dp", "cp", "tp"))
+        remember_global_shares(self.loads(), self.world.dp_cp_tp)
 
     def balance(self, sound: torch.Tensor | bool = True, pace: float = 1.0) -> LayerLoads:
         """After a step: moves the selection biases, unless the step was not `sound`; `pace` is the learning rate as a
         share of its highest. Returns the load of every layer's experts."""
-        return update_selection_biases(self.loads(), self.model.moe, self.world.axis("dp", "cp", "tp"), sound, pace)
+        return update_selection_biases(self.loads(), self.model.moe, self.world.dp_cp_tp, sound, pace)
 
 
 def run_and_settle(step: Step, carry: Carry) -> Carry:

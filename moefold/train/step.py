@@ -101,13 +101,13 @@ def train_step(run: Run, batch: Batch) -> StepReport:
 def sum_over_ranks(run: Run, losses_1M: torch.Tensor) -> torch.Tensor:
     """Over the ranks that hold other tokens, then over pipeline ranks, of which one has the losses and the others
     zeros."""
-    of_all_tokens_1M = all_reduce_no_grad(losses_1M, run.world.axis("dp", "cp"))
+    of_all_tokens_1M = all_reduce_no_grad(losses_1M, run.world.dp_cp)
     return all_reduce_no_grad(of_all_tokens_1M, run.world.axis("pp"))
 
 
 def count_labels(run: Run, batch: Batch) -> torch.Tensor:
     """How many tokens of the global batch have a label to predict, one token ahead and further: (1 + M,)."""
-    return all_reduce_no_grad(run.model.labelled_token_counts(batch.labels_BS).double(), run.world.axis("dp", "cp"))
+    return all_reduce_no_grad(run.model.labelled_token_counts(batch.labels_BS).double(), run.world.dp_cp)
 
 
 def loss_weights(run: Run, tokens_1M: torch.Tensor) -> torch.Tensor:

@@ -69,8 +69,8 @@ def ulysses_context(kernels: BoundKernels, world: World) -> ContextMechanism:
 def hierarchical_context(kernels: BoundKernels, world: World) -> ContextMechanism:
     """Inside a node ranks swap positions for heads, which makes the node's positions one early and one late chunk: a
     zig-zag over nodes, round which the ring goes."""
-    nodes = world.axis("cp nodes")
-    inside = world.axis("cp inside")
+    nodes = world.cp_nodes
+    inside = world.cp_inside
     return ulysses_attention(ring_attention(nodes, kernels), inside)
 
 
