@@ -26,6 +26,7 @@ from torch.profiler import ProfilerActivity
 from moefold.observe.trace import TraceEvent
 
 MARK_PREFIX = "moefold:"
+GLOO_PREFIX = "gloo:"  # a collective in one of gloo's own threads
 NODE_PREFIX = "autograd::engine::evaluate_function: "
 RUNTIME_CALL = re.compile(r"cu(da)?[A-Z]")  # a call of the CUDA runtime or driver, such as a launch
 DEEPEST_NESTING = 8  # of marks or of nodes
@@ -46,6 +47,7 @@ class StepPhase:
 
 
 UNASSIGNED = StepPhase("elsewhere")
+IN_BACKGROUND = StepPhase("collectives")  # in gloo's threads, beside the steps: no part of the sum of their times
 
 
 @dataclass(frozen=True)
@@ -294,7 +296,8 @@ def host_operations(host: Sequence[Any], phases: PhaseLookup) -> list[ProfiledKe
         own_time = event.duration_ns() - inner_times.get(id(event), 0)
         if own_time > 0:
             thread = event.start_thread_id()
-            phase = phases.phase_at(event.start_ns(), thread)
+            in_background = event.name().startswith(GLOO_PREFIX)
+            phase = IN_BACKGROUND if in_background else phases.phase_at(event.start_ns(), thread)
             operations.append(profiled_kernel(event, phase, f"thread {thread}", own_time, event.start_ns()))
     return operations
 

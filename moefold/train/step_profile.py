@@ -20,7 +20,7 @@ from moefold.anatomy.step_specs import StepSpec, prefixed_model_steps, prefixed_
 from moefold.comm.collectives import all_gather_objects
 from moefold.config.run import Config, ModelConfig
 from moefold.model.steps import PassKey, PassKind, Region, Step
-from moefold.observe.profile import StepPhase, StepProfile, profile_device, profiler_mark
+from moefold.observe.profile import IN_BACKGROUND, StepPhase, StepProfile, profile_device, profiler_mark
 from moefold.observe.trace import TraceEvent, write_trace
 from moefold.train.assemble import Run
 
@@ -57,6 +57,8 @@ def profile_step(run: Run, take: Callable[[], T]) -> tuple[T, WatchedStep]:
             torch.cuda.reset_peak_memory_stats()
         spans.start_recording()
         report = take()
+        # A gather that completes while torch's profiler stops corrupts the profiler's list of events.
+        run.parameters.await_all_buckets()
     spans.recording = False
     profile = read_profile()
     memory = StepMemory(resident_bytes(run), counter.saved)
@@ -245,7 +247,10 @@ def step_time_cells(name: str, times: dict[StepPhase, float]) -> list[str]:
     for direction in DIRECTIONS:
         seconds = seconds_by_direction.get(direction)
         cells.append("" if seconds is None else f"{seconds * 1e3:.2f}")
-    share = sum(seconds_by_direction.values()) / sum(times.values())
+    if name == IN_BACKGROUND.name:
+        return [*cells, ""]
+    total = sum(seconds for phase, seconds in times.items() if phase != IN_BACKGROUND)
+    share = sum(seconds_by_direction.values()) / total
     return [*cells, f"{share:.1%}"]
 
 

@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from moefold.layout.axes import single_rank_world
+from moefold.layout.axes import World, single_rank_world
 from moefold.presets.zoo import PRESETS
 from moefold.train.assemble import Run, assemble_run, unobserved_phase
 from moefold.train.parity import random_corpus, shrink_config
 from moefold.train.step import train_step
 from moefold.train.step_profile import WatchedStep, profile_step, profile_text, write_profile_trace
+from tests.support.ranks import run_ranks
 
 
 def small_run(folder: Path) -> Run:
@@ -95,3 +96,20 @@ def test_the_text_and_the_trace_name_the_steps(watched: tuple):
     lanes = {e["args"]["name"] for e in events if e["name"] == "thread_name"}
     assert {"compute", "steps"} <= lanes
     assert min(e["ts"] for e in events if e["ph"] == "X") == 0.0
+
+
+def watched_on_two_ranks(world: World, folder: Path) -> tuple[int, str]:
+    config = shrink_config(PRESETS["tiny"](), world.size)
+    run = assemble_run(config, world, folder, random_corpus(config))
+    _, found = profile_step(run, lambda: train_step(run, run.loader.next_batch()))
+    return len(run.parameters.under_way), profile_text(run, found)
+
+
+def test_gathers_are_complete_when_the_profiler_stops_and_collectives_are_no_step(tmp_path: Path):
+    for gathers, text in run_ranks(watched_on_two_ranks, 2, tmp_path):
+        assert gathers == 0
+        rows = {line.split()[1]: line.split("│") for line in text.splitlines() if line.count("│") == 7}
+        assert rows["collectives"][-2].strip() == ""
+        shares = [float(cells[-2].strip(" %")) for name, cells in rows.items() if name != "collectives"]
+        assert sum(shares) == pytest.approx(100, abs=0.1 * len(shares))
+        assert float(rows["elsewhere"][-2].strip(" %")) < 25
