@@ -12,7 +12,7 @@ from torch import Tensor
 from moefold.comm.collectives import all_gather, all_gather_no_grad, reduce_scatter
 from moefold.dispatch.base import Receipt, Routing, RowPolicy, Rows
 from moefold.kernels.bound import BoundKernels
-from moefold.kernels.routing.gather_rows import sum_rows
+from moefold.kernels.routing.expert_rows import sum_rows
 from moefold.layout.axes import World
 
 
@@ -29,7 +29,7 @@ class AllGatherDispatcher:
         gathered = Routing(weights_NK, ids_NK)
         order = self.row_policy.order_by_expert(gathered, tokens, may_be_remote=True)
         copies = tokens * (self.ranks.size - 1)
-        return Receipt(order, rows_sent=copies, rows_returned=copies)
+        return Receipt(order, rows_moved=2 * copies)
 
     def dispatch(self, h_TD: Tensor, receipt: Receipt) -> Rows:
         source_ND = all_gather(h_TD, self.ranks)

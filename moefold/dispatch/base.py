@@ -58,16 +58,11 @@ class Rows(NamedTuple):
 
 class Receipt(NamedTuple):
     """The plan of one routing, kept from `plan` to `combine` and for their backward. `legs` are a dispatcher's own.
-    `rows_sent` leave this rank in `dispatch`, `rows_returned` in `combine`; both are known to the host."""
+    `rows_moved` leave this rank in one dispatch and one combine together; the host knows the number."""
 
     order: RowOrder
     legs: tuple[Any, ...] = ()
-    rows_sent: int = 0
-    rows_returned: int = 0
-
-    def bytes_moved(self, row_bytes: int) -> int:
-        """Bytes that leave this rank in one dispatch and one combine of rows of that size."""
-        return (self.rows_sent + self.rows_returned) * row_bytes
+    rows_moved: int = 0
 
 
 class Dispatcher(Protocol):
@@ -83,8 +78,7 @@ class HopPlan(NamedTuple):
 
     leg: Any
     routing: Routing
-    rows_sent: int = 0
-    rows_returned: int = 0
+    rows_moved: int = 0
 
 
 class Hop(Protocol):

@@ -21,7 +21,7 @@ from torch import Tensor
 from moefold.comm.collectives import all_gather_no_grad, all_to_all, all_to_all_no_grad
 from moefold.dispatch.base import HopPlan, Routing
 from moefold.kernels.bound import BoundKernels
-from moefold.kernels.routing.gather_rows import gather_rows, sum_rows
+from moefold.kernels.routing.expert_rows import gather_rows, sum_rows
 from moefold.layout.axes import Axis
 
 
@@ -124,7 +124,7 @@ class AllToAllHop:
         arrivals = Routing(weights_NK, ids_NK)
         rows_sent = sum(send) - send[axis.index]
         rows_returned = sum(receive) - receive[axis.index]
-        return HopPlan(leg, arrivals, rows_sent, rows_returned)
+        return HopPlan(leg, arrivals, rows_sent + rows_returned)
 
     def out(self, h_TD: Tensor, leg: Leg) -> Tensor:
         sent_PD = self.kernels[gather_rows](h_TD, leg.index_P, leg.slots_TC, leg.holes)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from moefold.dispatch.base import Hop, Receipt, Routing, RowPolicy, Rows
 from moefold.kernels.bound import BoundKernels
-from moefold.kernels.routing.gather_rows import sum_rows
+from moefold.kernels.routing.expert_rows import sum_rows
 
 
 class HopDispatcher:
@@ -35,9 +35,8 @@ class HopDispatcher:
         may_be_remote = routing.ids_TK.shape[1] > 1  # a parcel of one choice is always for an expert here
         order = self.row_policy.order_by_expert(routing, tokens, may_be_remote)
         legs = tuple(plan.leg for plan in plans)
-        rows_sent = sum(plan.rows_sent for plan in plans)
-        rows_returned = sum(plan.rows_returned for plan in plans)
-        return Receipt(order, legs, rows_sent, rows_returned)
+        rows_moved = sum(plan.rows_moved for plan in plans)
+        return Receipt(order, legs, rows_moved)
 
     def dispatch(self, h_TD: Tensor, receipt: Receipt) -> Rows:
         for hop, leg in zip(self.hops, receipt.legs, strict=True):

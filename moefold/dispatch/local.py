@@ -6,24 +6,28 @@ from torch import Tensor
 
 from moefold.dispatch.base import Receipt, Routing, RowOrder, RowPolicy, Rows
 from moefold.kernels.bound import BoundKernels
-from moefold.kernels.routing.arrange_rows import arrange_rows
-from moefold.kernels.routing.gather_rows import sum_rows
+from moefold.kernels.routing.expert_rows import arrange_rows, sum_rows
 
 
 class LocalDispatcher:
     def __init__(self, row_policy: RowPolicy, kernels: BoundKernels):
         self.row_policy = row_policy
-        self.kernels = kernels
-        self.in_order = row_policy.experts.positions == tuple(range(row_policy.experts.experts))
+        self.arrange_rows = kernels[arrange_rows]
+        self.sum_rows = kernels[sum_rows]
+        placement = row_policy.experts
+        self.experts = placement.experts
+        self.in_order = placement.positions == tuple(range(self.experts))
+        self.one_row_per_choice = row_policy.one_row_per_choice
 
     def plan(self, routing: Routing) -> Receipt:
-        policy = self.row_policy
         weights_TK, ids_TK = routing
-        if not policy.one_row_per_choice:
-            order = policy.order_by_expert(routing, len(ids_TK))
+        if not self.one_row_per_choice:
+            order = self.row_policy.order_by_expert(routing, len(ids_TK))
             return Receipt(order)
-        slots_TK = ids_TK if self.in_order else policy.experts.position_of(ids_TK)
-        arranged = self.kernels[arrange_rows](slots_TK, weights_TK, policy.held)
+        slots_TK = ids_TK
+        if not self.in_order:
+            slots_TK = self.row_policy.experts.position_of(ids_TK)
+        arranged = self.arrange_rows(slots_TK, weights_TK, self.experts)
         return Receipt(RowOrder(*arranged, holes=False))
 
     def dispatch(self, h_TD: Tensor, receipt: Receipt) -> Rows:
@@ -31,4 +35,4 @@ class LocalDispatcher:
 
     def combine(self, y_RD: Tensor, receipt: Receipt) -> Tensor:
         order = receipt.order
-        return self.kernels[sum_rows](y_RD, order.index_R, order.slots_NK, order.holes)
+        return self.sum_rows(y_RD, order.index_R, order.slots_NK, order.holes)

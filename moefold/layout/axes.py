@@ -43,10 +43,10 @@ class Axis:
     ranks: tuple[int, ...] = (0,)
     index: int = 0
     group: dist.ProcessGroup | None = field(default=None, compare=False)
+    size: int = field(init=False)
 
-    @property
-    def size(self) -> int:
-        return len(self.ranks)
+    def __post_init__(self):
+        object.__setattr__(self, "size", len(self.ranks))
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,8 @@ import torch
 
 from moefold.comm.collectives import all_reduce
 from moefold.kernels.bound import BoundKernels
-from moefold.kernels.norm.add_rmsnorm import add_rmsnorm
-from moefold.kernels.norm.norm_rope import norm_rope
-from moefold.kernels.norm.rmsnorm import rmsnorm
-from moefold.kernels.norm.rope import RopeAngles, rope
+from moefold.kernels.norm.rmsnorm import add_rmsnorm, rmsnorm
+from moefold.kernels.norm.rope import RopeAngles, norm_rope, rope
 from moefold.layout.axes import World
 from moefold.layout.declare import DeclaringModule
 from moefold.layout.placement import sharded_over_tp

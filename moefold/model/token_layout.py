@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from moefold.comm.collectives import all_gather_no_grad
-from moefold.kernels.routing.router_spec import TokenSpan
+from moefold.kernels.routing.router_ops import TokenSpan
 from moefold.layout.axes import Axis, World
 
 

@@ -6,13 +6,13 @@ The model's classes create them; `use_recipe` sets the number format of their op
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
 from moefold.kernels.bound import BoundKernels
 from moefold.kernels.experts.grouped_gemm import grouped_gemm, grouped_gemm_weight
-from moefold.kernels.linear.grouped_linear import GroupedGemms, grouped_linear
-from moefold.kernels.linear.linear import linear
+from moefold.kernels.linear.linear import GroupedGemms, grouped_linear, linear
 from moefold.kernels.linear.product import PLAIN, Recipe, WeightAndBias
 from moefold.layout.axes import World
 from moefold.layout.declare import DeclaringModule
@@ -89,6 +89,15 @@ class LinearGroup(DeclaringModule):
         return [layer.unflatten_outputs(y) for layer, y in zip(layers, outputs, strict=True)]
 
 
+@runtime_checkable
+class FusesProducts(Protocol):
+    """A module whose kernel computes several products at once, so that the kernel depends on all their recipes."""
+
+    def bind_fused_kernel(self) -> None:
+        """Choose the kernel; called once the products have their recipes."""
+        ...
+
+
 class GroupedLinear(nn.Module):
     """One linear layer per expert: rows sorted by expert, (R, D) to (R, ...). The weight (e, ..., D) is a parameter of
     the calling module and is passed in, so that the parameter's name does not depend on this class."""
@@ -100,11 +109,10 @@ class GroupedLinear(nn.Module):
     def use_recipe(self, recipe: Recipe, kernels: BoundKernels) -> None:
         bound = kernels.with_facts(recipe=recipe.name)
         self.recipe = recipe
-        self.kernels = bound
+        self.multiply_rows = bound[grouped_linear]
         self.gemms = GroupedGemms(bound[grouped_gemm], bound[grouped_gemm_weight])
 
     def forward(self, x_RD: Tensor, weight: Tensor, ends_e: Tensor) -> Tensor:
-        multiply_rows = self.kernels[grouped_linear]
         w_eND = weight.flatten(1, -2)
-        y_RN = multiply_rows(x_RD, w_eND, ends_e, self.recipe, self.gemms)
+        y_RN = self.multiply_rows(x_RD, w_eND, ends_e, self.recipe, self.gemms)
         return y_RN.unflatten(-1, weight.shape[1:-1])

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from moefold.config.errors import UserError, did_you_mean, one_of
 from moefold.kernels.bound import BoundKernels
 from moefold.kernels.linear.product import PLAIN, Recipe
-from moefold.precision.linear import GroupedLinear, Linear
+from moefold.precision.linear import FusesProducts, GroupedLinear, Linear
 
 Product = Linear | GroupedLinear
 RecipeMaker = Callable[[Product], Recipe]
@@ -45,6 +45,9 @@ def attach_recipes(
     for name, product in products.items():
         make_recipe = RECIPES[recipe_of[name]]
         product.use_recipe(make_recipe(product), kernels)
+    for module in model.modules():
+        if isinstance(module, FusesProducts):
+            module.bind_fused_kernel()
 
 
 def products_matching(pattern: str, names: list[str]) -> list[str]:

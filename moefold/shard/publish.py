@@ -1,7 +1,7 @@
 """Publishing weights: all-gathers of updated shares between replicas, while the next forward already runs.
 
 The gathers of all buckets start at once, in the order in which forward needs them. A module waits for the buckets of
-its own parameters when it is called.
+its own parameters when it is called; on one replica there is nothing to wait for, and no hook.
 """
 
 from __future__ import annotations
@@ -51,8 +51,13 @@ class Publisher:
         """Let calls of the module wait for the parameters that it reads."""
         own = module.parameters(recurse=False)
         needed = {self.bucket_of[id(parameter)] for parameter in (*own, *module.borrowed)}
-        hook = partial(self.await_before_use, sorted(needed))
-        module.register_forward_pre_hook(hook)
+        gathered = [number for number in sorted(needed) if self.has_replicas(number)]
+        if gathered:
+            hook = partial(self.await_before_use, gathered)
+            module.register_forward_pre_hook(hook)
+
+    def has_replicas(self, number: int) -> bool:
+        return self.buckets[number].replicas.size > 1
 
     def publish(self) -> None:
         """Start gathering every bucket's weights from the ranks that updated them."""
@@ -60,9 +65,9 @@ class Publisher:
             self.publish_bucket(number)
 
     def publish_bucket(self, number: int) -> None:
-        bucket = self.buckets[number]
-        if bucket.replicas.size == 1:
+        if not self.has_replicas(number):
             return
+        bucket = self.buckets[number]
         wires = bucket.storage.wire_tensors(bucket.share)
         works = [self.start_gather(bucket, wire) for wire in wires]
         sent = [wire.mine for wire in wires]

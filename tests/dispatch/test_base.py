@@ -13,7 +13,7 @@ from moefold.dispatch.base import Routing, RowOrder, RowPolicy, most_padded_rows
 from moefold.dispatch.build import build_dispatcher
 from moefold.dispatch.expert_placement import contiguous_placement
 from moefold.dispatch.local import LocalDispatcher
-from moefold.kernels.routing.gather_rows import gather_rows
+from moefold.kernels.routing.expert_rows import gather_rows
 from moefold.layout.axes import World, create_world
 from tests.dispatch.test_dispatchers import BINDINGS, DISPATCHERS, EXPERTS, INNER, ROUTINGS, WIDTH, WORLD, numbers
 from tests.support.ranks import run_ranks
@@ -119,7 +119,7 @@ def counted_and_reported(world: World) -> dict[tuple[str, str], tuple[int, int]]
             with byte_counters.counted_bytes_sent() as sent:
                 rows = dispatcher.dispatch(h_TD, receipt)
                 dispatcher.combine(rows.source_ND[rows.order.index_R], receipt)
-            reported = receipt.bytes_moved(WIDTH * h_TD.element_size())
+            reported = receipt.rows_moved * WIDTH * h_TD.element_size()
             found[name, routing] = (sum(sent.values()), reported)
     return found
 

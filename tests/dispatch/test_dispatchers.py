@@ -19,7 +19,7 @@ from moefold.kernels.bound import BoundKernels
 from moefold.kernels.catalog import CATALOG
 from moefold.kernels.experts.grouped_gemm import grouped_gemm
 from moefold.kernels.facts import Facts
-from moefold.kernels.routing.gather_rows import gather_rows
+from moefold.kernels.routing.expert_rows import gather_rows
 from moefold.layout.axes import World, create_world
 from tests.support.ranks import run_ranks
 

@@ -14,7 +14,7 @@ from moefold.kernels.bound import BoundKernels
 from moefold.kernels.catalog import CATALOG
 from moefold.kernels.experts.grouped_gemm import grouped_gemm
 from moefold.kernels.facts import Facts
-from moefold.kernels.routing.gather_rows import gather_rows
+from moefold.kernels.routing.expert_rows import gather_rows
 
 FACTS = Facts("cpu", "fp64", hidden=4, ffn=4)
 KERNELS = {

@@ -12,7 +12,7 @@ from moefold.kernels.experts.expert_mlp import expert_mlp
 from moefold.kernels.experts.grouped_gemm import grouped_gemm, grouped_gemm_weight
 from moefold.kernels.experts.swiglu import swiglu
 from moefold.kernels.facts import Facts
-from moefold.kernels.routing.gather_rows import gather_rows, shuffled_rows, sum_rows
+from moefold.kernels.routing.expert_rows import gather_rows, shuffled_rows, sum_rows
 from tests.kernels.test_every_op import check
 
 TOKENS, CHOICES, WIDTH, INNER, EXPERTS = 12, 2, 16, 8, 3

@@ -27,8 +27,7 @@ from moefold.config.run import (
 )
 from moefold.kernels.bound import BoundKernels
 from moefold.kernels.facts import Facts
-from moefold.kernels.routing.router_spec import RouterSpec
-from moefold.kernels.routing.router_topk import count_choices, router_topk
+from moefold.kernels.routing.router_ops import RouterSpec, count_choices, router_topk
 from moefold.layout.axes import Axis, World, create_world, single_rank_world
 from moefold.model.initialise import initialise_parameters
 from moefold.model.moe.balance import (

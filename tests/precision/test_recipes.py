@@ -62,8 +62,8 @@ def test_patterns_and_recipes_that_fit_nothing_are_refused_with_the_nearest(mode
 def test_kernels_are_chosen_for_the_recipe_of_a_product_and_for_none_where_two_recipes_meet(model):
     attach_recipes(model, {"blocks.*.up_product": "rounded", "blocks.0.*.down_product": "rounded"}, KERNELS)
     first, second = (model.blocks[number].moe.experts for number in (0, 1))
-    assert first.kernels_for_recipe().facts.recipe == "rounded"
-    assert second.kernels_for_recipe().facts.recipe == "mixed"
+    assert first.recipe_name == "rounded"
+    assert second.recipe_name == "mixed"
 
 
 def test_a_model_trains_under_a_recipe_and_its_state_is_listed_by_product(model):
@@ -95,5 +95,4 @@ def test_experts_that_the_fused_kernel_does_not_fit_never_get_it_whatever_kernel
         moe = MoeConfig(experts=4, top_k=2, ffn=64, biases=biases)
         experts = Experts(ModelConfig(hidden=64, moe=moe), hopper, single_rank_world())
         attach_recipes(experts, {}, hopper)
-        chosen = experts.kernels_for_recipe()[expert_mlp]
-        assert chosen is expert_mlp.implementations["reference" if biases else "gluon"]
+        assert experts.expert_mlp is expert_mlp.implementations["reference" if biases else "gluon"]

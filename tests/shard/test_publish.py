@@ -109,20 +109,33 @@ USES = {
 }
 
 
-@pytest.mark.parametrize("use", USES)
 @torch.no_grad()
-def test_nobody_uses_a_weight_that_has_not_arrived(use: str):
-    model, _, publisher = make(single_rank_world(), "fp32")
+def use_late_weights(world: World, use: str) -> tuple[bool, int]:
+    """Whether late weights give what weights in time do, and how many gathers are left."""
+    model, _, publisher = make(world, "fp32")
     expected = USES[use](model)
     late(publisher)
-    assert torch.equal(USES[use](model), expected)
-    assert not publisher.under_way, "and nothing is left travelling"
+    return torch.equal(USES[use](model), expected), len(publisher.under_way)
+
+
+@pytest.mark.parametrize("use", USES)
+def test_no_weight_is_used_before_its_gather_is_complete(use: str):
+    assert run_ranks(use_late_weights, 2, use) == [(True, 0), (True, 0)]
+
+
+def test_one_replica_waits_for_nothing():
+    model, _, _ = make(single_rank_world(), "fp32")
+    assert not any(module._forward_pre_hooks for module in model.modules())
 
 
 @torch.no_grad()
-def test_a_module_waits_for_its_own_weights_only():
-    model, buckets, publisher = make(single_rank_world(), "fp32")
+def wait_for_the_embedding(world: World) -> None:
+    model, buckets, publisher = make(world, "fp32")
     late(publisher)
     model.embedding(torch.arange(8))
     (own,) = [i for i, b in enumerate(buckets) if any(p.name == "embedding.weight" for p in b.parameters)]
     assert set(publisher.under_way) == set(range(len(buckets))) - {own}
+
+
+def test_a_module_waits_for_its_own_weights_only():
+    run_ranks(wait_for_the_embedding, 2)

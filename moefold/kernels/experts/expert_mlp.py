@@ -25,7 +25,7 @@ from torch import Tensor
 from moefold.kernels.experts.grouped_gemm import EXPERT_ROW_COUNTS, grouped_gemm
 from moefold.kernels.experts.swiglu import swiglu
 from moefold.kernels.registry import KernelCase, register_op, seeded_randn
-from moefold.kernels.routing.gather_rows import gather_rows, shuffled_rows
+from moefold.kernels.routing.expert_rows import gather_rows, shuffled_rows
 from moefold.layout.deferred_wgrad import gradient_or_defer
 from moefold.layout.gradient_sink import running_gradient_sum
 

@@ -1,4 +1,7 @@
-"""Root-mean-square normalisation: y = x / sqrt(mean(x^2) + eps) * w, with the mean in fp32 or better.
+"""Root-mean-square normalisation: y = x / sqrt(mean(x^2) + eps) * w, with the mean in fp32 or better; by itself, or
+fused with the residual add before it: s = x + y, h = norm(s).
+
+The fused op returns the norm twice, once per consumer, so that both incoming gradients are summed in its backward.
 
 T tokens, D width.
 """
@@ -9,12 +12,13 @@ from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from moefold.kernels.registry import KernelCase, register_op, seeded_randn
 
 
 @register_op
-def rmsnorm(x_TD: torch.Tensor, w_D: torch.Tensor, eps: float) -> torch.Tensor:
+def rmsnorm(x_TD: Tensor, w_D: Tensor, eps: float) -> Tensor:
     wide = x_TD if x_TD.dtype == torch.float64 else x_TD.float()
     mean_square = wide.square().mean(-1, keepdim=True)
     normed = wide * torch.rsqrt(mean_square + eps)
@@ -22,12 +26,12 @@ def rmsnorm(x_TD: torch.Tensor, w_D: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 @rmsnorm.register_fast("triton")
-def rmsnorm_triton(x_TD: torch.Tensor, w_D: torch.Tensor, eps: float) -> torch.Tensor:
+def rmsnorm_triton(x_TD: Tensor, w_D: Tensor, eps: float) -> Tensor:
     return RmsNormFunction.apply(x_TD, w_D, eps)  # pyright: ignore[reportReturnType]
 
 
 @rmsnorm.register_fast("torch")
-def rmsnorm_torch(x_TD: torch.Tensor, w_D: torch.Tensor, eps: float) -> torch.Tensor:
+def rmsnorm_torch(x_TD: Tensor, w_D: Tensor, eps: float) -> Tensor:
     return F.rms_norm(x_TD, w_D.shape, w_D, eps)
 
 
@@ -59,3 +63,64 @@ def rmsnorm_cases(device: str, dtype: torch.dtype) -> Iterator[KernelCase]:
         w = seeded_randn(device, dtype, d, seed=1)
         rows = "x".join(map(str, lead))
         yield KernelCase(f"{rows} rows of {d}", (x, w, 1e-6))
+
+
+SumAndNorms = tuple[Tensor, Tensor, Tensor]  # s, h, h
+
+
+@register_op
+def add_rmsnorm(x_TD: Tensor, added_TD: Tensor | None, w_D: Tensor, eps: float) -> SumAndNorms:
+    """(s, h, h). Before the first layer there is nothing to add, and s is x."""
+    s_TD = x_TD if added_TD is None else x_TD + added_TD
+    h_TD = rmsnorm(s_TD, w_D, eps)
+    return s_TD, h_TD, h_TD
+
+
+@add_rmsnorm.register_fast("triton")
+def add_rmsnorm_triton(x_TD: Tensor, added_TD: Tensor | None, w_D: Tensor, eps: float) -> SumAndNorms:
+    return AddRmsNormFunction.apply(x_TD, added_TD, w_D, eps)  # pyright: ignore[reportReturnType]
+
+
+@add_rmsnorm.register_fast("torch")
+def add_rmsnorm_torch(x_TD: Tensor, added_TD: Tensor | None, w_D: Tensor, eps: float) -> SumAndNorms:
+    s_TD = x_TD if added_TD is None else x_TD + added_TD
+    h_TD = F.rms_norm(s_TD, w_D.shape, w_D, eps)
+    return s_TD, h_TD, h_TD
+
+
+class AddRmsNormFunction(torch.autograd.Function):
+    """Both summands have the gradient of the sum: through the norm, plus directly along the residual stream."""
+
+    @staticmethod
+    def forward(ctx, x_TD, added_TD, w_D, eps):
+        from moefold.kernels.norm import norm_triton
+
+        s_TD, h_TD, inverse_T = norm_triton.rmsnorm_forward(x_TD, added_TD, w_D, eps)
+        ctx.save_for_backward(s_TD, inverse_T)
+        ctx.weight = w_D  # the Parameter object, not a saved tensor: its gradient sink is an attribute
+        ctx.adds = added_TD is not None
+        ctx.set_materialize_grads(False)
+        return s_TD, h_TD, h_TD.view_as(h_TD)
+
+    @staticmethod
+    def backward(ctx, ds_TD, dh_TD, also_TD):
+        from moefold.kernels.norm import norm_triton
+
+        if dh_TD is None:  # the first consumer may have given no gradient
+            dh_TD, also_TD = also_TD, None
+        dw_D = None
+        if dh_TD is not None:
+            s_TD, inverse_T = ctx.saved_tensors
+            ds_TD, dw_D = norm_triton.rmsnorm_backward(dh_TD, also_TD, s_TD, ctx.weight, inverse_T, ds_TD)
+        d_added_TD = ds_TD if ctx.adds else None
+        return ds_TD, d_added_TD, dw_D, None
+
+
+@add_rmsnorm.register_cases
+def add_rmsnorm_cases(device: str, dtype: torch.dtype) -> Iterator[KernelCase]:
+    for t, d in [(1, 8), (33, 64), (5, 96), (0, 16)]:
+        x = seeded_randn(device, dtype, t, d)
+        added = seeded_randn(device, dtype, t, d, seed=1)
+        w = seeded_randn(device, dtype, d, seed=2)
+        yield KernelCase(f"{t} rows of {d}", (x, added, w, 1e-6))
+        yield KernelCase(f"{t} rows of {d}, nothing added", (x, None, w, 1e-6))

@@ -1,27 +1,30 @@
-"""Rotary positions: the pair (x_i, x_{i + D/2}) of a head is rotated by the angle of its position.
+"""Rotary positions: the pair (x_i, x_{i + D/2}) of a head is rotated by the angle of its position; by itself, or fused
+with the RMSNorm of queries or keys before it, which is over each head or over all heads of a token.
 
 B sequences, S positions, H heads, D head width, d = D / 2.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
+from moefold.kernels.norm.rmsnorm import rmsnorm
 from moefold.kernels.registry import KernelCase, register_op, seeded_randn
 
 
 class RopeAngles(NamedTuple):
     """Cosines and sines of the rotation at each position, in fp32 or better. They are constants."""
 
-    cos_Sd: torch.Tensor
-    sin_Sd: torch.Tensor
+    cos_Sd: Tensor
+    sin_Sd: Tensor
 
 
 @register_op
-def rope(x_BSHD: torch.Tensor, angles: RopeAngles) -> torch.Tensor:
+def rope(x_BSHD: Tensor, angles: RopeAngles) -> Tensor:
     cos, sin = angles.cos_Sd[:, None, :], angles.sin_Sd[:, None, :]
     wide = torch.promote_types(x_BSHD.dtype, cos.dtype)
     a, b = x_BSHD.to(wide).chunk(2, dim=-1)
@@ -30,7 +33,7 @@ def rope(x_BSHD: torch.Tensor, angles: RopeAngles) -> torch.Tensor:
 
 
 @rope.register_fast("triton")
-def rope_triton(x_BSHD: torch.Tensor, angles: RopeAngles) -> torch.Tensor:
+def rope_triton(x_BSHD: Tensor, angles: RopeAngles) -> Tensor:
     return RopeFunction.apply(x_BSHD, angles)  # pyright: ignore[reportReturnType]
 
 
@@ -63,3 +66,66 @@ def random_rope_angles(device: str, dtype: torch.dtype, s: int, d: int) -> RopeA
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     angle = seeded_randn(device, wide, s, d // 2, scale=3.0)
     return RopeAngles(angle.cos(), angle.sin())
+
+
+HeadNorm = Callable[[Tensor, Tensor, float], Tensor]
+RotateHeads = Callable[[Tensor, RopeAngles], Tensor]
+
+
+@register_op
+def norm_rope(
+    x_BSHD: Tensor,
+    w: Tensor,
+    angles: RopeAngles,
+    eps: float,
+    norm: HeadNorm = rmsnorm,
+    rotate: RotateHeads = rope,
+) -> Tensor:
+    """A weight (D,) is for each head, one (H x D,) for all of them. The reference composes the given norm and rope."""
+    each_head = w.numel() == x_BSHD.shape[-1]
+    rows = x_BSHD if each_head else x_BSHD.flatten(-2)
+    normed = norm(rows, w, eps)
+    return rotate(normed.view(x_BSHD.shape), angles)
+
+
+@norm_rope.register_fast("triton")
+def norm_rope_triton(
+    x_BSHD: Tensor,
+    w: Tensor,
+    angles: RopeAngles,
+    eps: float,
+    norm: HeadNorm = rmsnorm,
+    rotate: RotateHeads = rope,
+) -> Tensor:
+    return NormRopeFunction.apply(x_BSHD, w, angles, eps)  # pyright: ignore[reportReturnType]
+
+
+class NormRopeFunction(torch.autograd.Function):
+    """Saves its input alone: backward computes the norm again."""
+
+    @staticmethod
+    def forward(ctx, x_BSHD, w, angles, eps):
+        from moefold.kernels.norm import rope_triton
+
+        ctx.save_for_backward(x_BSHD)
+        ctx.weight = w  # the Parameter object, not a saved tensor: its gradient sink is an attribute
+        ctx.angles, ctx.eps = angles, eps
+        return rope_triton.rotate_heads(x_BSHD, w, angles, eps)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        from moefold.kernels.norm import rope_triton
+
+        (x_BSHD,) = ctx.saved_tensors
+        dx_BSHD, dw = rope_triton.rotate_heads_backward(gradients[0], x_BSHD, ctx.weight, ctx.angles, ctx.eps)
+        return dx_BSHD, dw, None, None
+
+
+@norm_rope.register_cases
+def norm_rope_cases(device: str, dtype: torch.dtype) -> Iterator[KernelCase]:
+    for b, s, h, d in [(1, 1, 2, 4), (2, 7, 3, 16), (2, 40, 4, 64)]:
+        x = seeded_randn(device, dtype, b, s, h, d)
+        angles = random_rope_angles(device, dtype, s, d)
+        for extent, size in {"each head": d, "all heads": h * d}.items():
+            w = seeded_randn(device, dtype, size, seed=1)
+            yield KernelCase(f"{b}x{s} {h} heads of {d}, over {extent}", (x, w, angles, 1e-6))

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from moefold.kernels.routing.router_spec import RouterSpec, TokenSpan
+from moefold.kernels.routing.router_ops import RouterSpec, TokenSpan
 
 BLOCK = 256  # choices that one program sorts
 SCAN_EXPERTS = 8  # experts of one program of the scan over blocks

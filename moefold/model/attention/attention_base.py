@@ -7,7 +7,6 @@ from moefold.config.run import ModelConfig
 from moefold.layout.axes import World
 from moefold.layout.declare import DeclaringModule
 from moefold.layout.placement import sharded_over_tp
-from moefold.model.attention.context_parallel import AttendSpec
 from moefold.model.attention.rope_tables import softmax_scale
 
 
@@ -15,10 +14,8 @@ class AttentionBase(DeclaringModule):
     def __init__(self, model: ModelConfig, layer: int, world: World):
         super().__init__(world)
         a = model.attention
-        self.scale, self.window = softmax_scale(a.head_dim, a.rope), sliding_window_of(model, layer)
-        self.sinks = (
-            self.declare_parameter("sinks", a.heads, placement=sharded_over_tp(0), std=0.0) if a.sinks else None
-        )
-
-    def attend_spec(self) -> AttendSpec:
-        return AttendSpec(self.scale, self.window, self.sinks)
+        self.scale = softmax_scale(a.head_dim, a.rope)
+        self.window = sliding_window_of(model, layer)
+        self.sinks = None
+        if a.sinks:
+            self.sinks = self.declare_parameter("sinks", a.heads, placement=sharded_over_tp(0), std=0.0)

@@ -12,6 +12,7 @@ from moefold.comm.collectives import all_gather, reduce_scatter
 from moefold.config.run import ModelConfig
 from moefold.layout.placement import sharded_over_tp
 from moefold.model.attention.attention_base import AttentionBase
+from moefold.model.attention.context_parallel import AttendSpec
 from moefold.model.attention.rotary import Rotary
 from moefold.model.norm import AddNorm, RMSNorm, RMSNormOverTp, RopeNorm, RopeNormOverTp
 from moefold.model.parts import ModelParts
@@ -67,7 +68,8 @@ class GroupedQueryAttention(AttentionBase):
         h_CD = all_gather(h_TD, self.tp)  # all tokens of this cp rank meet this rank's heads
         q, k, v = map(shard.unflatten_sequences, self.projections(h_CD))
         q, k = self.norm_and_rope(q, k, shard)
-        y_BSHD = self.core(self.context, q, k, v, shard, self.attend_spec())
+        spec = AttendSpec(self.scale, self.window, self.sinks)
+        y_BSHD = self.core(self.context, q, k, v, shard, spec)
         summand_CD = self.out_region(self.out, y_BSHD.reshape(h_CD.shape[0], -1))
         return reduce_scatter(summand_CD, self.tp)  # the sum over all heads; each rank keeps its own tokens
 

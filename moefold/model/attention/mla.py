@@ -18,6 +18,7 @@ from moefold.comm.collectives import all_gather, reduce_scatter
 from moefold.config.run import ModelConfig
 from moefold.layout.placement import sharded_over_tp
 from moefold.model.attention.attention_base import AttentionBase
+from moefold.model.attention.context_parallel import AttendSpec
 from moefold.model.attention.rotary import Rotary
 from moefold.model.norm import AddNorm, RMSNorm
 from moefold.model.parts import ModelParts
@@ -60,7 +61,8 @@ class LatentAttention(AttentionBase):
         joined = all_gather(torch.cat(latents, dim=-1), self.tp)  # one message; all tokens meet this rank's heads
         query_source_C, latent_C, k_rope_C = joined.split(widths, dim=-1)
         q, k, v = self.up_region(self.project_up, query_source_C, latent_C, k_rope_C, shard)
-        y_BSHV = self.core(self.context, q, k, v, shard, self.attend_spec())
+        spec = AttendSpec(self.scale, self.window, self.sinks)
+        y_BSHV = self.core(self.context, q, k, v, shard, spec)
         summand_CD = self.out_region(self.out, y_BSHV.reshape(len(joined), -1))
         return reduce_scatter(summand_CD, self.tp)
 

@@ -156,7 +156,7 @@ def balance_losses(
     sharing: Axis,
 ) -> Tensor:
     """This rank's summand of all losses of a layer's router, each with its weight, from the sums over sequences of
-    kernels/routing/router_topk.py. Scores are normalised over experts, so that smaller scores do not lower the loss."""
+    kernels/routing/router_ops.py. Scores are normalised over experts, so that smaller scores do not lower the loss."""
     balance = moe.balance
     total = shares_BE.new_zeros(())
     if balance.aux_loss or balance.device_loss:

@@ -21,10 +21,13 @@ from moefold.layout.axes import Axis
 from moefold.model.token_layout import TokenShard
 
 
+def drops_choices(moe: MoeConfig) -> bool:
+    """Whether choices can be dropped after the router has made them. Expert choice keeps to the capacity by itself."""
+    return moe.capacity.factor > 0 and moe.router.kind != "expert_choice"
+
+
 def drop_beyond_capacity(routing: Routing, moe: MoeConfig, share: TokenShard, over: Axis) -> Routing:
     """The routing with choices beyond capacity made -1, with weight zero."""
-    if moe.capacity.factor == 0 or moe.router.kind == "expert_choice":  # expert choice keeps to the capacity by itself
-        return routing
     ids_TK = routing.ids_TK
     priority_TK = keep_priority(routing, moe, share)
     if moe.capacity.over == "full_sequence":

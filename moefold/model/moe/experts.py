@@ -17,7 +17,7 @@ from moefold.kernels.experts.clamped_swiglu import clamped_swiglu
 from moefold.kernels.experts.expert_bias import expert_bias
 from moefold.kernels.experts.expert_mlp import ExpertParts, expert_mlp
 from moefold.kernels.experts.swiglu import swiglu
-from moefold.kernels.routing.gather_rows import gather_rows
+from moefold.kernels.routing.expert_rows import gather_rows
 from moefold.layout.axes import World
 from moefold.layout.declare import DeclaringModule
 from moefold.layout.placement import Placement, sharded_over_experts
@@ -28,7 +28,7 @@ EXPERT_MATRICES = sharded_over_experts(2)
 
 
 class Experts(DeclaringModule):
-    """`kernels[expert_mlp]` computes all of it: a fused kernel, or the composition of `self.parts`."""
+    """`self.expert_mlp` computes all of it: a fused kernel, or the composition of `self.parts`."""
 
     def __init__(self, model: ModelConfig, kernels: BoundKernels, world: World):
         super().__init__(world)
@@ -49,6 +49,7 @@ class Experts(DeclaringModule):
             down=self.project_down,
             weight_inside=moe.gate == "activation",
         )
+        self.bind_fused_kernel()
 
     def declare_weights(self, model: ModelConfig) -> None:
         moe, std = model.moe, model.init_std
@@ -66,21 +67,18 @@ class Experts(DeclaringModule):
     def forward(self, rows: Rows) -> Tensor:
         """Each row through its expert, times the router's weight."""
         order = rows.order
-        kernels = self.kernels_for_recipe()
         floats = (rows.source_ND, self.gate_up, self.down, order.weight_R)
         routing = (order.index_R, order.slots_NK, order.ends_e, order.holes)
-        return kernels[expert_mlp](*floats, *routing, self.parts)
+        return self.expert_mlp(*floats, *routing, self.parts)
 
-    @property
-    def fused(self) -> bool:
-        """Whether one kernel runs all of it, so that there is no activation to keep or rebuild by itself."""
-        return self.kernels_for_recipe().implementation_name(expert_mlp) != "reference"
-
-    def kernels_for_recipe(self) -> BoundKernels:
-        """The kernels for the recipe of both products. Where the two differ, no fused kernel fits."""
+    def bind_fused_kernel(self) -> None:
+        """Choose the kernel for the recipe of both products. Where the two differ, no fused kernel fits. `fused`:
+        whether one kernel runs all of it, so that there is no activation to keep or rebuild by itself."""
         up, down = self.up_product.recipe, self.down_product.recipe
-        recipe = up.name if up.name == down.name else "mixed"
-        return self.kernels.with_facts(recipe=recipe)
+        self.recipe_name = up.name if up.name == down.name else "mixed"
+        kernels = self.kernels.with_facts(recipe=self.recipe_name)
+        self.expert_mlp = kernels[expert_mlp]
+        self.fused = kernels.implementation_name(expert_mlp) != "reference"
 
     def project_up(self, x_RD: Tensor, gate_up_e2FD: Tensor, ends_e: Tensor) -> Tensor:
         h_R2F = self.up_product(x_RD, gate_up_e2FD, ends_e)

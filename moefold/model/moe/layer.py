@@ -103,7 +103,7 @@ class MoeSublayer(nn.Module):
         rows = self.dispatcher.dispatch(tokens, receipt)
         if self.training:
             row_bytes = tokens.shape[1] * tokens.element_size()
-            self.router.load.note_moved(receipt.bytes_moved(row_bytes))
+            self.router.load.note_moved(receipt.rows_moved * row_bytes)
         carry = {**carry, "receipt": receipt, "rows": rows}
         return drop_from_carry(carry, "latent_TL", "routing")
 

@@ -12,13 +12,11 @@ from moefold.config.extensions import find_extension
 from moefold.config.run import ModelConfig, MoeConfig
 from moefold.dispatch.base import Routing
 from moefold.kernels.bound import BoundKernels
-from moefold.kernels.routing.router_logits import router_logits
-from moefold.kernels.routing.router_spec import RouterSpec
-from moefold.kernels.routing.router_topk import router_topk
+from moefold.kernels.routing.router_ops import RouterSpec, router_logits, router_topk
 from moefold.layout.axes import World
 from moefold.layout.declare import DeclaringModule
 from moefold.model.moe.balance import ExpertLoad, balance_losses
-from moefold.model.moe.capacity import drop_beyond_capacity
+from moefold.model.moe.capacity import drop_beyond_capacity, drops_choices
 from moefold.model.moe.forced_routing import round_robin_experts
 from moefold.model.moe.jitter import multiply_by_jitter
 from moefold.model.moe.sequence_choice import expert_choice, sinkhorn_choice
@@ -37,6 +35,7 @@ class Router(DeclaringModule):
         self.weight = self.declare_parameter("weight", moe.experts, model.hidden, std=model.init_std)
         self.bias = self.declare_parameter("bias", moe.experts, std=0.0) if moe.biases else None
         self.load = ExpertLoad(moe.experts, layer)
+        self.drops_choices = drops_choices(moe)
         self.sharing = world.cp_tp
 
     def forward(self, h_TD: Tensor, share: TokenShard, imposed_TK: Tensor | None = None) -> tuple[Routing, Tensor]:
@@ -47,7 +46,9 @@ class Router(DeclaringModule):
         bias_E = self.load.bias_E.to(logits_TE.dtype)
         chosen = self.router_topk(logits_TE, bias_E, self.spec, imposed_TK, share.span)
         weights_TK, ids_TK, counts_BE, shares_BE, squares_B = chosen
-        routing = drop_beyond_capacity(Routing(weights_TK, ids_TK), self.moe, share, self.sharing)
+        routing = Routing(weights_TK, ids_TK)
+        if self.drops_choices:
+            routing = drop_beyond_capacity(routing, self.moe, share, self.sharing)
         if self.training:
             self.load.count(counts_BE, ids_TK, routing.ids_TK)
         if self.load.record and not inside_recompute():

@@ -8,8 +8,7 @@ import torch
 pytest.importorskip("triton")
 
 from moefold.kernels.norm import norm_triton
-from moefold.kernels.norm.add_rmsnorm import add_rmsnorm
-from moefold.kernels.norm.rmsnorm import rmsnorm
+from moefold.kernels.norm.rmsnorm import add_rmsnorm, rmsnorm
 from moefold.kernels.registry import KernelCase
 from moefold.layout.gradient_sink import attach_gradient_sink
 from tests.kernels.test_every_op import check

@@ -8,8 +8,7 @@ import torch
 pytest.importorskip("triton")
 
 from moefold.kernels.norm import rope_triton
-from moefold.kernels.norm.norm_rope import norm_rope
-from moefold.kernels.norm.rope import random_rope_angles, rope
+from moefold.kernels.norm.rope import norm_rope, random_rope_angles, rope
 from tests.kernels.test_every_op import check
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("triton")
 
 from moefold.kernels.routing import rows_triton
-from moefold.kernels.routing.gather_rows import gather_rows, shuffled_rows, sum_rows
+from moefold.kernels.routing.expert_rows import gather_rows, shuffled_rows, sum_rows
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -1,5 +1,6 @@
-"""Top-k routing: from router logits to each token's experts and their weights.
+"""The router's ops: logits, and the top-k choice of experts with their weights.
 
+    logits     h_TD w_ED^T, in fp32 or better whatever the model's precision
     score      softmax over all experts | over the chosen ones | a sigmoid of each
     choose     the K best of score + bias, within the best few groups of experts where there are groups
     normalise  over the chosen | over all | not, then times a factor
@@ -7,28 +8,114 @@
 and the sums over each sequence that a layer's balance losses need: choices of each expert, its scores as shares of one,
 and the square of the log-sum-exp of a token's logits.
 
-T tokens of B sequences, E experts, K chosen, G groups of experts.
+T tokens of B sequences, D width, E experts, K chosen, G groups of experts, N numbers of each token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from moefold.kernels.registry import KernelCase, register_op, seeded_randn
-from moefold.kernels.routing.router_spec import RouterSpec, TokenSpan
+from moefold.layout.gradient_sink import memory_for_gradient
 
-TopkOutputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+ScoreFunction = Callable[[Tensor], Tensor]  # logits_TE -> scores_TE, not negative
+
+
+@dataclass(frozen=True)
+class RouterSpec:
+    """How a router selects experts; the configuration's keys of the same names are documented there."""
+
+    k: int
+    score: str = "softmax"
+    normalize: str = "chosen"
+    scale: float = 1.0
+    groups: int = 1
+    groups_chosen: int = 1
+    group_score: str = "best_two"
+    score_function: ScoreFunction | None = None  # of a score from another package, in place of `score`
+
+    @property
+    def normalized_over(self) -> str:
+        """The experts over which weights are normalised."""
+        return "chosen" if self.score == "softmax_chosen" else self.normalize
+
+
+@dataclass(frozen=True)
+class TokenSpan:
+    """The tokens of one call among `sequences` laid end to end: those from `first` on."""
+
+    sequences: int
+    length: int
+    first: int = 0
+
+    def sum(self, x_TN: Tensor) -> Tensor:
+        """Over the tokens of each sequence: (B, N)."""
+        behind = self.sequences * self.length - self.first - len(x_TN)
+        padded = F.pad(x_TN, (0, 0, self.first, behind))
+        by_sequence = padded.unflatten(0, (self.sequences, self.length))
+        return by_sequence.sum(1)
+
+
+@register_op
+def router_logits(h_TD: Tensor, w_ED: Tensor) -> Tensor:
+    wide = torch.promote_types(h_TD.dtype, torch.float32)
+    return h_TD.to(wide) @ w_ED.to(wide).T
+
+
+@router_logits.register_fast("bf16_exact")
+def router_logits_bf16_exact(h_TD: Tensor, w_ED: Tensor) -> Tensor:
+    return ExactRouterLogits.apply(h_TD, w_ED)  # pyright: ignore[reportReturnType]
+
+
+class ExactRouterLogits(torch.autograd.Function):
+    """Products of bf16 numbers are exact in fp32, so the tensor cores lose nothing that an fp32 GEMM would keep. The
+    gradient of the logits is fp32; as the sum of two bf16 numbers it keeps 16 bits, and both go through one GEMM."""
+
+    @staticmethod
+    def forward(ctx, h_TD, w_ED):
+        ctx.save_for_backward(h_TD)
+        ctx.weight = w_ED  # the Parameter object, not a saved tensor: its gradient sink is an attribute
+        return torch.mm(h_TD, w_ED.T, out_dtype=torch.float32)
+
+    @staticmethod
+    def backward(ctx, d_TE):
+        (h_TD,) = ctx.saved_tensors
+        w_ED = ctx.weight
+        # d = high + low, two bf16 numbers
+        both_T2E = torch.empty(len(d_TE), 2, len(w_ED), dtype=h_TD.dtype, device=h_TD.device)
+        high_TE, low_TE = both_T2E.unbind(1)
+        high_TE.copy_(d_TE)
+        torch.sub(d_TE, high_TE, out=low_TE)
+        both_Te = both_T2E.flatten(1)
+        dh_TD = both_Te @ w_ED.repeat(2, 1)
+        dw_eD = torch.mm(both_Te.T, h_TD, out_dtype=torch.float32)
+        high_ED, low_ED = dw_eD.unflatten(0, (2, -1))
+        dw_ED = torch.add(high_ED, low_ED, out=memory_for_gradient(w_ED))
+        return dh_TD, dw_ED
+
+
+@router_logits.register_cases
+def router_logits_cases(device: str, dtype: torch.dtype) -> Iterator[KernelCase]:
+    for t, d, e in [(1, 8, 2), (33, 64, 8), (0, 16, 4), (256, 128, 64)]:
+        h = seeded_randn(device, dtype, t, d)
+        w = seeded_randn(device, dtype, e, d, seed=1, scale=d**-0.5)
+        yield KernelCase(f"{t} tokens of {d}, {e} experts", (h, w), hidden=d)
+
+
+TopkOutputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 @register_op
 def router_topk(
-    logits_TE: torch.Tensor,
-    bias_E: torch.Tensor,
+    logits_TE: Tensor,
+    bias_E: Tensor,
     spec: RouterSpec,
-    imposed_TK: torch.Tensor | None = None,
+    imposed_TK: Tensor | None = None,
     span: TokenSpan | None = None,
 ) -> TopkOutputs:
     """Weights and ids of the chosen experts; counts_BE, shares_BE and squares_B over sequences, or over all tokens.
@@ -55,7 +142,7 @@ def router_topk(
     return weights_TK, ids_TK, counts_BE, shares_BE, squares_B
 
 
-def log_scores(logits_TE: torch.Tensor, spec: RouterSpec) -> torch.Tensor:
+def log_scores(logits_TE: Tensor, spec: RouterSpec) -> Tensor:
     """Logarithms of the scores, up to a summand for each token."""
     if spec.score_function is not None:
         scores_TE = spec.score_function(logits_TE)
@@ -63,38 +150,38 @@ def log_scores(logits_TE: torch.Tensor, spec: RouterSpec) -> torch.Tensor:
     return F.logsigmoid(logits_TE) if spec.score == "sigmoid" else logits_TE
 
 
-def expert_scores(logits_TE: torch.Tensor, shares_TE: torch.Tensor, spec: RouterSpec) -> torch.Tensor:
+def expert_scores(logits_TE: Tensor, shares_TE: Tensor, spec: RouterSpec) -> Tensor:
     if spec.score_function is not None:
         return spec.score_function(logits_TE)
     return logits_TE.sigmoid() if spec.score == "sigmoid" else shares_TE
 
 
-def count_choices(ids_NK: torch.Tensor, experts: int) -> torch.Tensor:
+def count_choices(ids_NK: Tensor, experts: int) -> Tensor:
     """How often each expert occurs in each row: (N, E). The id -1 is not counted."""
     zeros = torch.zeros(len(ids_NK), experts, dtype=torch.int64, device=ids_NK.device)
     chosen = (ids_NK >= 0).long()
     return zeros.scatter_add_(1, ids_NK.clamp(min=0), chosen)
 
 
-def selection_scores(logits_TE: torch.Tensor, scores_TE: torch.Tensor, spec: RouterSpec) -> torch.Tensor:
+def selection_scores(logits_TE: Tensor, scores_TE: Tensor, spec: RouterSpec) -> Tensor:
     """The scores that experts are selected by, before the bias."""
     selection_TE = logits_TE if spec.score == "softmax_chosen" else scores_TE
     return selection_TE.detach()
 
 
-def top_k_experts(selection_TE: torch.Tensor, spec: RouterSpec) -> torch.Tensor:
+def top_k_experts(selection_TE: Tensor, spec: RouterSpec) -> Tensor:
     if spec.groups > spec.groups_chosen:
         allowed_TE = in_best_groups(selection_TE, spec)
         selection_TE = selection_TE.masked_fill(~allowed_TE, -torch.inf)
     return stable_order(selection_TE)[:, : spec.k]
 
 
-def stable_order(scores: torch.Tensor) -> torch.Tensor:
+def stable_order(scores: Tensor) -> Tensor:
     """Columns by falling score, ties by column."""
     return scores.sort(dim=-1, descending=True, stable=True).indices
 
 
-def in_best_groups(selection_TE: torch.Tensor, spec: RouterSpec) -> torch.Tensor:
+def in_best_groups(selection_TE: Tensor, spec: RouterSpec) -> Tensor:
     """Which experts lie in the groups that a token may choose from."""
     by_group_TGe = selection_TE.unflatten(-1, (spec.groups, -1))
     group_size = by_group_TGe.shape[-1]
@@ -105,7 +192,7 @@ def in_best_groups(selection_TE: torch.Tensor, spec: RouterSpec) -> torch.Tensor
     return allowed_TG.repeat_interleave(group_size, dim=1)
 
 
-def expert_weights(source_TE: torch.Tensor, ids_TK: torch.Tensor, logs: bool) -> torch.Tensor:
+def expert_weights(source_TE: Tensor, ids_TK: Tensor, logs: bool) -> Tensor:
     """The chosen experts' scores; from `logs` of scores, their softmax over the chosen."""
     none_TK = ids_TK < 0
     weights_TK = source_TE.gather(-1, ids_TK.clamp(min=0))
@@ -117,10 +204,10 @@ def expert_weights(source_TE: torch.Tensor, ids_TK: torch.Tensor, logs: bool) ->
 
 @router_topk.register_fast("triton")
 def router_topk_triton(
-    logits_TE: torch.Tensor,
-    bias_E: torch.Tensor,
+    logits_TE: Tensor,
+    bias_E: Tensor,
     spec: RouterSpec,
-    imposed_TK: torch.Tensor | None = None,
+    imposed_TK: Tensor | None = None,
     span: TokenSpan | None = None,
 ) -> TopkOutputs:
     if imposed_TK is not None and imposed_TK.shape[1] != spec.k:  # expert choice: as many columns as experts
@@ -190,14 +277,14 @@ def router_topk_cases(device: str, dtype: torch.dtype) -> Iterator[KernelCase]:
         yield KernelCase(f"{name}, of sequences", (logits, bias, spec, imposed, span))
 
 
-def imposed_ids(tokens: int, experts: int, device: str) -> torch.Tensor:
+def imposed_ids(tokens: int, experts: int, device: str) -> Tensor:
     """Two experts for each token; every fifth token has none."""
     ids = torch.arange(tokens * 2, device=device).view(tokens, 2) % experts
     every_fifth = torch.arange(tokens, device=device)[:, None] % 5 == 4
     return ids.masked_fill(every_fifth, -1)
 
 
-def expert_choice_ids(tokens: int, experts: int, device: str) -> torch.Tensor:
+def expert_choice_ids(tokens: int, experts: int, device: str) -> Tensor:
     """A third of all experts for each token, in columns of their own; -1 elsewhere."""
     ids = torch.arange(experts, device=device).expand(tokens, experts)
     token = torch.arange(tokens, device=device)[:, None]

@@ -1,11 +1,13 @@
-"""Tokens to expert rows and back, without atomics: each direction is a gather, and each is the other's backward.
+"""Expert rows: their order from every token's choices, tokens to rows, and rows back to tokens, without atomics.
 
-N source rows, R rows in expert order, D width, K rows at most per source row.
-`index_R[r]` is the source of row r; `slots_NK[n]` are the rows made from source n: each is the inverse of the other.
-Only with `holes` may either hold -1: a slot without a row (fewer than K), a row without a source (padding, or rows
-behind the last expert's).
+    arrange_rows   ids_NK -> index_R, slots_NK, weight_R, ends_E
+    gather_rows    source_ND -> x_RD = source[index]
+    sum_rows       y_RD -> y_ND = sum_k y_R[slots[:, k]]
 
-    source_ND  --gather_rows-->  x_RD = source[index]         sum_rows: y_ND = sum_k y_R[slots[:, k]]
+N source rows, R rows in expert order, D width, K rows at most per source row, E experts. Within an expert, rows keep
+the order of their sources. `index_R[r]` is the source of row r; `slots_NK[n]` are the rows made from source n: each is
+the inverse of the other, and gather and sum are each the other's backward. Only with `holes` may either hold -1: a slot
+without a row (fewer than K), a row without a source (padding, or rows behind the last expert's).
 """
 
 from __future__ import annotations
@@ -14,14 +16,69 @@ from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from moefold.kernels.registry import KernelCase, register_op, seeded_randn
 
+ArrangedRows = tuple[Tensor, Tensor, Tensor, Tensor]  # index_R, slots_NK, weight_R, ends_E
+
 
 @register_op
-def gather_rows(
-    source_ND: torch.Tensor, index_R: torch.Tensor, slots_NK: torch.Tensor, holes: bool = False
-) -> torch.Tensor:
+def arrange_rows(ids_NK: Tensor, weights_NK: Tensor, experts: int) -> ArrangedRows:
+    """index_R, slots_NK (its inverse), weight_R, and the end of each expert's rows; integers are int32."""
+    ids = ids_NK.flatten()
+    order = ids.argsort(stable=True)
+    expert_E = torch.arange(experts, device=ids.device)
+    ends_E = torch.searchsorted(ids[order], expert_E, right=True)
+    row_R = torch.arange(len(order), device=order.device)
+    slots = torch.empty_like(order).scatter_(0, order, row_R)
+    slots_NK = slots.view(ids_NK.shape)
+    index_R = order // max(ids_NK.shape[1], 1)
+    weight_R = weights_NK.flatten()[order]
+    return index_R.int(), slots_NK.int(), weight_R, ends_E.int()
+
+
+@arrange_rows.register_fast("triton")
+def arrange_rows_triton(ids_NK: Tensor, weights_NK: Tensor, experts: int) -> ArrangedRows:
+    return ArrangeRowsFunction.apply(ids_NK, weights_NK, experts)  # pyright: ignore[reportReturnType]
+
+
+class ArrangeRowsFunction(torch.autograd.Function):
+    """Only the weights have a gradient: a gather through the slots."""
+
+    @staticmethod
+    def forward(ctx, ids_NK, weights_NK, experts):
+        from moefold.kernels.routing.router_triton import launch_arrange_rows
+
+        index_R, slots_NK, weight_R, ends_E = launch_arrange_rows(ids_NK, weights_NK, experts)
+        ctx.save_for_backward(slots_NK)
+        ctx.mark_non_differentiable(index_R, slots_NK, ends_E)
+        ctx.set_materialize_grads(False)
+        return index_R, slots_NK, weight_R, ends_E
+
+    @staticmethod
+    def backward(ctx, _index, _slots, dweight_R, _ends):
+        (slots_NK,) = ctx.saved_tensors
+        if dweight_R is None:
+            return None, None, None
+        dweights = dweight_R.index_select(0, slots_NK.flatten())  # index_select takes int32 indices
+        return None, dweights.view(slots_NK.shape), None
+
+
+@arrange_rows.register_cases
+def arrange_rows_cases(device: str, dtype: torch.dtype) -> Iterator[KernelCase]:
+    wide = torch.promote_types(dtype, torch.float32)
+    for n, k, e in [(1, 1, 2), (33, 2, 8), (0, 2, 4), (200, 8, 128), (700, 1, 3)]:
+        scores = seeded_randn("cpu", torch.float64, n, e)
+        spread = scores.argsort(1)[:, :k].to(device)
+        one_expert = torch.full((n, k), e - 1, device=device)
+        weights = seeded_randn(device, wide, n, k, seed=1)
+        yield KernelCase(f"{n} x {k} to {e}, spread", (spread, weights, e))
+        yield KernelCase(f"{n} x {k} to {e}, one expert", (one_expert, weights, e))
+
+
+@register_op
+def gather_rows(source_ND: Tensor, index_R: Tensor, slots_NK: Tensor, holes: bool = False) -> Tensor:
     """x_RD[r] = source_ND[index_R[r]]; zeros where the index is -1."""
     if holes:
         source_ND = with_row_of_zeros(source_ND)
@@ -29,7 +86,7 @@ def gather_rows(
 
 
 @register_op
-def sum_rows(y_RD: torch.Tensor, index_R: torch.Tensor, slots_NK: torch.Tensor, holes: bool = False) -> torch.Tensor:
+def sum_rows(y_RD: Tensor, index_R: Tensor, slots_NK: Tensor, holes: bool = False) -> Tensor:
     """out_ND[n] = the sum of y_RD over the rows made from n, in fp32 or better."""
     wide = torch.promote_types(y_RD.dtype, torch.float32)
     if holes:
@@ -37,55 +94,45 @@ def sum_rows(y_RD: torch.Tensor, index_R: torch.Tensor, slots_NK: torch.Tensor, 
     return y_RD[slots_NK].sum(1, dtype=wide).to(y_RD.dtype)
 
 
-def with_row_of_zeros(x: torch.Tensor) -> torch.Tensor:
+def with_row_of_zeros(x: Tensor) -> Tensor:
     """A last row of zeros, which the index -1 reads."""
     return torch.cat((x, x.new_zeros(1, x.shape[1])))
 
 
 @gather_rows.register_fast("gather_backward")
-def gather_rows_gather_backward(
-    source_ND: torch.Tensor, index_R: torch.Tensor, slots_NK: torch.Tensor, holes: bool = False
-) -> torch.Tensor:
-    inputs = (source_ND, index_R, slots_NK, holes, gather_rows, sum_rows)
+def gather_rows_gather_backward(source_ND: Tensor, index_R: Tensor, slots_NK: Tensor, holes: bool = False) -> Tensor:
+    inputs = (source_ND, index_R, slots_NK, holes, gather_rows.reference, sum_rows.reference)
     return GatherRowsFunction.apply(*inputs)  # pyright: ignore[reportReturnType]
 
 
 @sum_rows.register_fast("gather_backward")
-def sum_rows_gather_backward(
-    y_RD: torch.Tensor, index_R: torch.Tensor, slots_NK: torch.Tensor, holes: bool = False
-) -> torch.Tensor:
-    inputs = (y_RD, index_R, slots_NK, holes, gather_rows, sum_rows)
+def sum_rows_gather_backward(y_RD: Tensor, index_R: Tensor, slots_NK: Tensor, holes: bool = False) -> Tensor:
+    inputs = (y_RD, index_R, slots_NK, holes, gather_rows.reference, sum_rows.reference)
     return SumRowsFunction.apply(*inputs)  # pyright: ignore[reportReturnType]
 
 
 @gather_rows.register_fast("triton")
-def gather_rows_triton(
-    source_ND: torch.Tensor, index_R: torch.Tensor, slots_NK: torch.Tensor, holes: bool = False
-) -> torch.Tensor:
+def gather_rows_triton(source_ND: Tensor, index_R: Tensor, slots_NK: Tensor, holes: bool = False) -> Tensor:
     inputs = (source_ND, index_R, slots_NK, holes, gather_in_one_pass, sum_in_one_pass)
     return GatherRowsFunction.apply(*inputs)  # pyright: ignore[reportReturnType]
 
 
 @sum_rows.register_fast("triton")
-def sum_rows_triton(
-    y_RD: torch.Tensor, index_R: torch.Tensor, slots_NK: torch.Tensor, holes: bool = False
-) -> torch.Tensor:
+def sum_rows_triton(y_RD: Tensor, index_R: Tensor, slots_NK: Tensor, holes: bool = False) -> Tensor:
     inputs = (y_RD, index_R, slots_NK, holes, gather_in_one_pass, sum_in_one_pass)
     return SumRowsFunction.apply(*inputs)  # pyright: ignore[reportReturnType]
 
 
-RowMovement = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool], torch.Tensor]
+RowMovement = Callable[[Tensor, Tensor, Tensor, bool], Tensor]
 
 
-def gather_in_one_pass(
-    source_ND: torch.Tensor, index_R: torch.Tensor, slots_NK: torch.Tensor, holes: bool
-) -> torch.Tensor:
+def gather_in_one_pass(source_ND: Tensor, index_R: Tensor, slots_NK: Tensor, holes: bool) -> Tensor:
     from moefold.kernels.routing.rows_triton import gather_by_index
 
     return gather_by_index(source_ND, index_R)
 
 
-def sum_in_one_pass(y_RD: torch.Tensor, index_R: torch.Tensor, slots_NK: torch.Tensor, holes: bool) -> torch.Tensor:
+def sum_in_one_pass(y_RD: Tensor, index_R: Tensor, slots_NK: Tensor, holes: bool) -> Tensor:
     """Reads each row once; torch's own sum writes K rows per token first."""
     from moefold.kernels.routing.rows_triton import sum_over_slots
 
@@ -124,7 +171,7 @@ class SumRowsFunction(torch.autograd.Function):
         return d_RD, None, None, None, None, None
 
 
-def shuffled_rows(n: int, k: int, device: str, drop: int = 0) -> tuple[torch.Tensor, torch.Tensor, bool]:
+def shuffled_rows(n: int, k: int, device: str, drop: int = 0) -> tuple[Tensor, Tensor, bool]:
     """A random index, its slots and whether there are holes. With `drop`, every drop-th row is left out and three rows
     of padding come first."""
     choices = torch.randperm(n * k, generator=torch.Generator().manual_seed(n * k))
@@ -150,7 +197,7 @@ ROW_CASE_SIZES = [  # N, K, D, drop, undefined rows behind the last
 ]
 
 
-def row_cases() -> Iterator[tuple[str, int, tuple[torch.Tensor, torch.Tensor, bool], tuple[int, int]]]:
+def row_cases() -> Iterator[tuple[str, int, tuple[Tensor, Tensor, bool], tuple[int, int]]]:
     """Name, width, (index, slots, holes) and (defined rows, rows) of each case."""
     for n, k, d, drop, spare in ROW_CASE_SIZES:
         index, slots, holes = shuffled_rows(n, k, "cpu", drop)
