@@ -2,11 +2,11 @@
 
 One list for the planner, `moefold explain` and the model. Torch-free. A region lies inside steps or spans whole steps:
 
-    step       attend               route  dispatch  shared  experts      combine      mlp
-    inside     norm up core out     norm                     activation                norm
-    spans                           [------------------ moe --------------------]
-                                                     shared  experts                   mlp
-               [------------------- layer --------------------------------------]
+    step       attend               route  plan  dispatch  shared  experts      combine      mlp
+    inside     norm up core out     norm                           activation                norm
+    spans                           [--------------------- moe -----------------------]
+                                                           shared  experts                   mlp
+               [------------------------ layer ---------------------------------------]
 
 A model lacks a region where it lacks the mechanism (no latents: no `up`), or where a fused kernel leaves no place for
 it.
@@ -21,7 +21,7 @@ from moefold.anatomy.step_specs import StepSpec, fits_fused_expert_mlp, is_moe_l
 from moefold.config.run import ModelConfig
 
 NORMED_STEPS = ("attend", "mlp", "route", "look_ahead", "set_aside", "predict")
-MOE_STEPS = ("route", "narrow", "dispatch", "shared", "experts", "combine", "widen")
+MOE_STEPS = ("route", "narrow", "plan", "dispatch", "shared", "experts", "combine", "widen")
 
 
 @dataclass(frozen=True)

@@ -272,10 +272,16 @@ def widen_step(model: ModelConfig) -> StepSpec:
     return product_step("widen", f"T,{latent} -> T,{d}", ("linear",), (weight,))
 
 
+def plan_step(model: ModelConfig) -> StepSpec:
+    """The order of rows, and with experts on several ranks the exchange of their counts and router weights."""
+    top_k = model.moe.top_k
+    shapes = f"T,{top_k} -> R  (R = T x {top_k})"
+    return StepSpec("plan", "comm", False, shapes, ("arrange_rows",))
+
+
 def dispatch_step(model: ModelConfig) -> StepSpec:
     width = dispatched_width(model)
-    shapes = f"T,{width} -> R,{width}  (R = T x {model.moe.top_k})"
-    return StepSpec("dispatch", "comm", False, shapes, ("arrange_rows",))
+    return StepSpec("dispatch", "comm", False, f"T,{width} -> R,{width}")
 
 
 def shared_experts_step(model: ModelConfig) -> StepSpec:
@@ -347,7 +353,7 @@ def moe_step_specs(model: ModelConfig) -> list[StepSpec]:
     steps = [route_step(model)]
     if model.moe.latent:
         steps.append(narrow_step(model))
-    steps.append(dispatch_step(model))
+    steps += [plan_step(model), dispatch_step(model)]
     if model.moe.shared_ffn:
         steps.append(shared_experts_step(model))
     steps += [experts_step(model), combine_step(model)]

@@ -61,13 +61,23 @@ class SegmentRun:
         return gradients
 
 
+def segments_for_pairing(steps: Sequence[Step]) -> list[list[Step]]:
+    """A segment for each step, and one for neighbours on the comm lane, which nothing could run between."""
+    segments: list[list[Step]] = []
+    for step in steps:
+        follows_comm = bool(segments) and segments[-1][-1].spec.lane == "comm"
+        if follows_comm and step.spec.lane == "comm":
+            segments[-1].append(step)
+        else:
+            segments.append([step])
+    return segments
+
+
 class Passage:
     """The pass with the key (stage, microbatch). `observers` are called around its steps."""
 
     def __init__(self, steps: Sequence[Step], cut: bool, observers: Sequence[Around] = (), key: PassKey = (0, 0)):
-        self.segments = [[step] for step in steps]
-        if not cut:
-            self.segments = [list(steps)]
+        self.segments = segments_for_pairing(steps) if cut else [list(steps)]
         self.observers, self.key = observers, key
         self.runs: list[SegmentRun] = []  # those that have not run backward
         self.first_run: SegmentRun | None = None

@@ -96,10 +96,19 @@ def test_each_kind_of_layer_is_shown_once_with_its_number(explained: Any):
     kinds = [(layer["kind"], layer["count"]) for layer in found["layers"]]
     assert kinds == [("embedding", 1), ("dense layer", 1), ("MoE layer", 3), ("head", 1)]
     assert steps_of(found, "dense layer") == ["attend", "mlp"]
-    assert steps_of(found, "MoE layer") == ["attend", "route", "dispatch", "shared", "experts", "combine"]
-    assert steps_of(explained("tiny"), "MoE layer") == ["attend", "route", "dispatch", "experts", "combine"]
+    assert steps_of(found, "MoE layer") == ["attend", "route", "plan", "dispatch", "shared", "experts", "combine"]
+    assert steps_of(explained("tiny"), "MoE layer") == ["attend", "route", "plan", "dispatch", "experts", "combine"]
     found = explained("latent-30b-a3b-tiny")
-    assert steps_of(found, "MoE layer") == ["attend", "route", "narrow", "dispatch", "experts", "combine", "widen"]
+    assert steps_of(found, "MoE layer") == [
+        "attend",
+        "route",
+        "narrow",
+        "plan",
+        "dispatch",
+        "experts",
+        "combine",
+        "widen",
+    ]
 
 
 def test_layers_that_see_differently_far_are_shown_apart(explained: Any):
@@ -114,7 +123,7 @@ def test_the_layers_ahead_are_shown_before_the_head_that_they_share(explained: A
     found = explained("deepseek-v3")
     kinds = [(layer["kind"], layer["count"]) for layer in found["layers"]]
     assert kinds == [("embedding", 1), ("dense layer", 3), ("MoE layer", 58), ("layer ahead", 1), ("head", 1)]
-    inner = ["attend", "route", "dispatch", "shared", "experts", "combine"]
+    inner = ["attend", "route", "plan", "dispatch", "shared", "experts", "combine"]
     assert steps_of(found, "layer ahead") == ["look_ahead", *inner, "set_aside"]
 
 
@@ -179,7 +188,9 @@ def test_the_table_tells_name_sizes_and_every_step(capsys: pytest.CaptureFixture
     shown = capsys.readouterr().out
     for part in ("qwen3-30b-a3b", "30.5 G parameters", "3.35 G active", "48 x MoE layer", "length 4096", "T,2048"):
         assert part in shown, part
-    assert all(step in shown for step in ("embed", "attend", "route", "dispatch", "experts", "combine", "predict"))
+    assert all(
+        step in shown for step in ("embed", "attend", "route", "plan", "dispatch", "experts", "combine", "predict")
+    )
     assert all(op in shown for op in USED)
     assert all(op not in shown for op in set(CATALOG) - USED), "nothing goes round a ring of one"
 

@@ -10,7 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moefold.anatomy.step_specs import Lane, block_step_specs
+from moefold.model.steps import Step
 from moefold.pipeline.pair_order import StrandPiece, interleave_strands
+from moefold.pipeline.passage import segments_for_pairing
 from moefold.presets.zoo import PRESETS
 
 pieces = st.builds(StrandPiece, st.sampled_from(["compute", "comm"]), st.sampled_from([0.5, 1.0, 2.0, 3.0]))
@@ -71,9 +73,10 @@ def test_the_same_strands_are_woven_the_same_way_on_every_rank(woven: list[list[
 def layers(count: int, shared: int = 0, latent: int = 0) -> tuple[list[str], list[list[StrandPiece]]]:
     config = PRESETS["tiny"]().model
     model = replace(config, moe=replace(config.moe, shared_ffn=shared, latent=latent))
-    specs = [spec for _ in range(count) for spec in block_step_specs(model, 0)]
-    forward = [StrandPiece(spec.lane) for spec in specs]
-    return [spec.name for spec in specs], [forward, forward[::-1]]
+    steps = [Step(spec, lambda carry: carry) for _ in range(count) for spec in block_step_specs(model, 0)]
+    segments = [[step.spec for step in segment] for segment in segments_for_pairing(steps)]
+    forward = [StrandPiece(specs[0].lane) for specs in segments]
+    return [specs[-1].name for specs in segments], [forward, forward[::-1]]
 
 
 @pytest.mark.parametrize("count", [1, 2, 5])

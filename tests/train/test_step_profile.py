@@ -76,6 +76,7 @@ def test_memory_is_counted_by_step_and_region_for_one_microbatch(watched: tuple)
         "embed",
         "attend",
         "route",
+        "plan",
         "dispatch",
         "experts",
         "combine",

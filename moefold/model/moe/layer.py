@@ -79,6 +79,7 @@ class MoeSublayer(nn.Module):
         return {
             "route": self.route_tokens,
             "narrow": self.narrow_tokens,
+            "plan": self.plan_rows,
             "dispatch": self.dispatch_tokens,
             "shared": self.run_shared_experts,
             "experts": self.run_routed_experts,
@@ -97,15 +98,18 @@ class MoeSublayer(nn.Module):
     def narrow_tokens(self, carry: Carry) -> Carry:
         return {**carry, "latent_TL": self.narrow(carry["h_TD"])}
 
+    def plan_rows(self, carry: Carry) -> Carry:
+        receipt = self.dispatcher.plan(carry["routing"])
+        return drop_from_carry({**carry, "receipt": receipt}, "routing")
+
     def dispatch_tokens(self, carry: Carry) -> Carry:
         tokens = carry["latent_TL"] if "latent_TL" in carry else carry["h_TD"]
-        receipt = self.dispatcher.plan(carry["routing"])
+        receipt = carry["receipt"]
         rows = self.dispatcher.dispatch(tokens, receipt)
         if self.training:
             row_bytes = tokens.shape[1] * tokens.element_size()
             self.router.load.note_moved(receipt.rows_moved * row_bytes)
-        carry = {**carry, "receipt": receipt, "rows": rows}
-        return drop_from_carry(carry, "latent_TL", "routing")
+        return drop_from_carry({**carry, "rows": rows}, "latent_TL")
 
     def run_shared_experts(self, carry: Carry) -> Carry:
         return {**carry, "shared_TD": self.shared(carry["h_TD"])}

@@ -417,8 +417,8 @@ def arrived_tokens(s: RankShapes) -> float:
     return s.N
 
 
-def dispatch_tensors() -> list[TensorEntry]:
-    table = TensorTable("dispatch")
+def plan_tensors() -> list[TensorEntry]:
+    table = TensorTable("plan")
     moe = table.remade_by("moe")
     arranged = moe.only(reference_arrange_rows)
     arranged.add("order of rows", expert_rows, one_column, "int64")
@@ -525,7 +525,7 @@ MOEFOLD_SAVED = [
     *attend_tensors(),
     *mlp_tensors(),
     *route_tensors(),
-    *dispatch_tensors(),
+    *plan_tensors(),
     *expert_tensors(),
     *combine_tensors(),
     *shared_expert_tensors(),

@@ -18,6 +18,7 @@ from functools import cached_property
 from operator import add
 from typing import NamedTuple
 
+from moefold.anatomy.regions import MOE_STEPS
 from moefold.plan.layer.layer_costs import Gemm, StepCount
 from moefold.plan.layer.moefold_layers import writes_score_gradients
 from moefold.plan.layer.pointwise import (
@@ -281,7 +282,7 @@ class StepClock:
         return self.gpu.host.sync
 
     def travel_seconds(self, step: StepCount) -> float:
-        return self.one_way_seconds if step.spec.lane == "comm" else 0.0
+        return self.one_way_seconds if step.name in ("dispatch", "combine") else 0.0
 
     def collective_seconds(self, step: StepCount, pass_name: str, attention: float) -> float:
         """Collectives of tp and cp. In a ring, keys and values are sent while attention works on earlier ones."""
@@ -385,6 +386,6 @@ RECOMPUTE_COSTS: dict[str, RecomputeCost] = {
     "shared": repeated_forward("shared"),
     "activation": StepClock.recompute_activation,
     "experts": repeated_forward("experts"),
-    "moe": repeated_forward("route", "narrow", "dispatch", "shared", "experts", "combine", "widen"),
+    "moe": repeated_forward(*MOE_STEPS),
     "layer": StepClock.recompute_layer,
 }

@@ -190,7 +190,7 @@ def test_one_layer_keeps_what_was_measured_on_an_h200():
         moe = MoeConfig(experts=row["experts"], top_k=row["top_k"], ffn=row["ffn"])
         model = ModelConfig(layers=1, hidden=row["hidden"], moe=moe)
         steps = count_piece(model, "t", 0, RankPortion(row["tokens"]), PlanChoices()).steps
-        kept = [t for step in steps if step.name in ("route", "dispatch", "experts") for t in step.saved]
+        kept = [t for step in steps if step.name in ("route", "plan", "dispatch", "experts") for t in step.saved]
         total = sum(t.bytes for t in kept if "stream" not in t.name)
         assert total / 2**30 == pytest.approx(row["ours"]["saved_gib"], rel=0.001), row["layer"]
 
