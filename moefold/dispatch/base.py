@@ -4,7 +4,7 @@
     dispatch(h_TD, receipt) -> Rows   tokens are sent to the ranks of their experts
     combine(y_RD, receipt) -> h_TD    results are sent back and summed per token
 
-`dispatch` and `combine` need nothing but the receipt, so `plan` can run as a step of its own, earlier than they do.
+Each verb is a step of the layer. `dispatch` and `combine` need nothing but the receipt.
 
 T tokens, K choices of a token, R rows (one for each token and chosen expert held here, and padding), E experts,
 e experts held here, N source rows, D width. Rows are described, not copied: row r is `source_ND[index_R[r]]`, and a

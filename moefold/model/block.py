@@ -3,7 +3,7 @@ does.
 
 A step takes the carry of a microbatch and returns the next: `stream` the residual stream, `token_shard` which tokens of
 the batch this rank holds, `aux` the balance losses so far; the steps of an MoE layer add their own (moe/layer.py). All
-messages between ranks of experts are sent in `dispatch` and `combine`, so that these can run on a lane of their own.
+messages between ranks of experts are sent in `plan`, `dispatch` and `combine`, which run on a lane of their own.
 """
 
 from __future__ import annotations
