@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from functools import cache
 
-import torch
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -27,7 +27,7 @@ def split_columns(x_MN, M: gl.constexpr, N: gl.constexpr):
     return x_MN.reshape([M, 2, N // 2]).permute(0, 2, 1).split()
 
 
-def block_descriptor(x: torch.Tensor, *shape: int) -> TensorDescriptor:
+def block_descriptor(x: Tensor, *shape: int) -> TensorDescriptor:
     """TMA descriptor of x for blocks of this shape."""
     layout = swizzled_layout(shape)
     return TensorDescriptor(x, list(x.shape), list(x.stride()), list(shape), layout)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
+from torch import Tensor
 
 from moefold.kernels.catalog import CATALOG
 from moefold.kernels.facts import AttentionShape, Capability, Facts
@@ -59,13 +60,13 @@ class KernelCase:
             sees_all=self.sees_all,
         )
 
-    def defined(self, tensor: torch.Tensor) -> torch.Tensor:
+    def defined(self, tensor: Tensor) -> Tensor:
         """The tensor without its undefined rows."""
         if self.rows is None or tensor.ndim == 0 or len(tensor) != self.rows[1]:
             return tensor
         return tensor[: self.rows[0]]
 
-    def spoiled(self, tensor: torch.Tensor) -> torch.Tensor:
+    def spoiled(self, tensor: Tensor) -> Tensor:
         """The tensor with NaN in its undefined rows."""
         kept = len(self.defined(tensor)) if tensor.ndim else 0
         if tensor.ndim == 0 or kept == len(tensor):
@@ -136,27 +137,27 @@ def register_in_place_op(reference: Callable[P, None]) -> KernelOp[P, None]:
     return op
 
 
-def seeded_randn(device: str, dtype: torch.dtype, *shape: int, seed: int = 0, scale: float = 1.0) -> torch.Tensor:
+def seeded_randn(device: str, dtype: torch.dtype, *shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
     """Normal random numbers, the same on every device."""
     generator = torch.Generator().manual_seed(seed + sum(shape))
     numbers = torch.randn(*shape, generator=generator, dtype=torch.float64)
     return (numbers * scale).to(device, dtype)
 
 
-def map_tensors(inputs: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+def map_tensors(inputs: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """A case's inputs with every tensor changed, those in plain lists and tuples too. Named tuples are constants."""
-    if isinstance(inputs, torch.Tensor):
+    if isinstance(inputs, Tensor):
         return change(inputs)
     if type(inputs) in (list, tuple):
         return [map_tensors(value, change) for value in inputs]
     return inputs
 
 
-def float_tensors(inputs: Any) -> list[torch.Tensor]:
+def float_tensors(inputs: Any) -> list[Tensor]:
     """The tensors of a case's inputs that have gradients, in order."""
-    tensors: list[torch.Tensor] = []
+    tensors: list[Tensor] = []
 
-    def note_tensor(x: torch.Tensor) -> torch.Tensor:
+    def note_tensor(x: Tensor) -> Tensor:
         if x.is_floating_point():
             tensors.append(x)
         return x

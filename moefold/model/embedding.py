@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from moefold.comm.collectives import reduce_scatter
 from moefold.config.run import ModelConfig
@@ -21,7 +22,7 @@ class Embedding(DeclaringModule):
         )
         self.embedding, self.tp = kernels[embedding], world.axis("tp")
 
-    def forward(self, tokens_C: torch.Tensor) -> torch.Tensor:
+    def forward(self, tokens_C: Tensor) -> Tensor:
         """Each rank looks up the words it holds and gives zeros for the rest; the sum has every token once."""
         if self.tp.size == 1:
             return self.embedding(tokens_C, self.weight)

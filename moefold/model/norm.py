@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from moefold.comm.collectives import all_reduce
 from moefold.kernels.bound import BoundKernels
@@ -21,7 +22,7 @@ class RMSNorm(DeclaringModule):
         self.eps, self.rmsnorm = eps, kernels[rmsnorm]
         self.norm = Region("norm")
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         return self.norm(self.rmsnorm, x, self.weight, self.eps)
 
 
@@ -33,9 +34,7 @@ class AddNorm(RMSNorm):
         super().__init__(width, eps, kernels, world)
         self.add_rmsnorm = kernels[add_rmsnorm]
 
-    def forward(
-        self, x_TD: torch.Tensor, added_TD: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def forward(self, x_TD: Tensor, added_TD: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         return self.norm(self.add_rmsnorm, x_TD, added_TD, self.weight, self.eps)
 
 
@@ -46,7 +45,7 @@ class RopeNorm(RMSNorm):
         super().__init__(width, eps, kernels, world)
         self.norm_rope, self.rope = kernels[norm_rope], kernels[rope]
 
-    def forward(self, x_BSHD: torch.Tensor, angles: RopeAngles) -> torch.Tensor:
+    def forward(self, x_BSHD: Tensor, angles: RopeAngles) -> Tensor:
         return self.norm(self.norm_rope, x_BSHD, self.weight, angles, self.eps, self.rmsnorm, self.rope)
 
 
@@ -59,10 +58,10 @@ class RMSNormOverTp(DeclaringModule):
         self.width, self.eps, self.tp = width, eps, world.axis("tp")
         self.norm = Region("norm")
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         return self.norm(self.apply_rmsnorm, x, self.weight, self.eps)
 
-    def apply_rmsnorm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    def apply_rmsnorm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         mean_square = all_reduce(wide.square().sum(-1, keepdim=True), self.tp) / self.width
         return (wide * torch.rsqrt(mean_square + eps) * weight).to(x.dtype)
@@ -75,5 +74,5 @@ class RopeNormOverTp(RMSNormOverTp):
         super().__init__(width, eps, world)
         self.norm_rope, self.rope = kernels[norm_rope], kernels[rope]
 
-    def forward(self, x_BSHD: torch.Tensor, angles: RopeAngles) -> torch.Tensor:
+    def forward(self, x_BSHD: Tensor, angles: RopeAngles) -> Tensor:
         return self.norm(self.norm_rope, x_BSHD, self.weight, angles, self.eps, self.apply_rmsnorm, self.rope)

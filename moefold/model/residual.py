@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
+from torch import Tensor
 
 from moefold.model.norm import AddNorm
 
@@ -21,24 +21,24 @@ from moefold.model.norm import AddNorm
 class ResidualStream(NamedTuple):
     """The stream is `x_TD + pending_TD`. A named tuple, so that a carry that holds it can be flattened and cut."""
 
-    x_TD: torch.Tensor
-    pending_TD: torch.Tensor | None = None
+    x_TD: Tensor
+    pending_TD: Tensor | None = None
 
-    def normed(self, norm: AddNorm) -> tuple[ResidualStream, torch.Tensor]:
+    def normed(self, norm: AddNorm) -> tuple[ResidualStream, Tensor]:
         """The stream with nothing pending, and its norm."""
         x_TD, h_TD, _ = norm(self.x_TD, self.pending_TD)
         return ResidualStream(x_TD), h_TD
 
-    def normed_for_two(self, norm: AddNorm) -> tuple[ResidualStream, torch.Tensor, torch.Tensor]:
+    def normed_for_two(self, norm: AddNorm) -> tuple[ResidualStream, Tensor, Tensor]:
         """The stream, and its norm once for each of two consumers: their gradients are then summed inside the norm's
         backward instead of in a pass of their own."""
         x_TD, first_TD, second_TD = norm(self.x_TD, self.pending_TD)
         return ResidualStream(x_TD), first_TD, second_TD
 
-    def plus(self, output_TD: torch.Tensor) -> ResidualStream:
+    def plus(self, output_TD: Tensor) -> ResidualStream:
         """The stream with a layer's output pending."""
         return ResidualStream(self.settled(), output_TD)
 
-    def settled(self) -> torch.Tensor:
+    def settled(self) -> Tensor:
         """One tensor: what a pipeline stage sends to the next."""
         return self.x_TD if self.pending_TD is None else self.x_TD + self.pending_TD

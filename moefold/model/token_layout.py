@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from moefold.comm.collectives import all_gather_no_grad
 from moefold.kernels.routing.router_ops import TokenSpan
@@ -28,43 +29,43 @@ class TokenShard:
     tp: Axis
     device: torch.device
     first: int = 0  # the number of the first sequence in the run's order, the same on any layout
-    begins_BS: torch.Tensor | None = None  # where the document of each position begins, if tokens see no other
+    begins_BS: Tensor | None = None  # where the document of each position begins, if tokens see no other
 
     @property
-    def local_positions(self) -> torch.Tensor:
+    def local_positions(self) -> Tensor:
         """The positions of every sequence that this cp rank holds, in the order in which it holds them."""
         return self.joined[self.cp.index]
 
     @property
-    def joined(self) -> torch.Tensor:
+    def joined(self) -> Tensor:
         """(cp, S / cp): the positions that each cp rank holds."""
         return zigzag_positions(self.length, self.cp.size, self.device)
 
     @property
-    def sequence_order(self) -> torch.Tensor:
+    def sequence_order(self) -> Tensor:
         """For each position 0..S-1, where it stands when the cp ranks' positions are joined."""
         return self.joined.flatten().argsort()
 
-    def slice_for_cp_rank(self, x_BS: torch.Tensor) -> torch.Tensor:
+    def slice_for_cp_rank(self, x_BS: Tensor) -> Tensor:
         """What belongs to this cp rank's tokens: (C,)."""
         return (x_BS if self.cp.size == 1 else x_BS[:, self.local_positions]).flatten()
 
-    def unflatten_sequences(self, x_C: torch.Tensor) -> torch.Tensor:
+    def unflatten_sequences(self, x_C: Tensor) -> Tensor:
         """(C, ...) -> (B, S / cp, ...)."""
         return x_C.unflatten(0, (self.sequences, -1))
 
-    def slice_for_rank(self, x_BS: torch.Tensor) -> torch.Tensor:
+    def slice_for_rank(self, x_BS: Tensor) -> Tensor:
         """What belongs to this rank's own tokens: (T, ...), of something known for all tokens: (B, S, ...)."""
         x_C = (x_BS if self.cp.size == 1 else x_BS[:, self.local_positions]).flatten(0, 1)
         return x_C.chunk(self.tp.size)[self.tp.index]
 
-    def gather_all_tokens(self, x_T: torch.Tensor, over: Axis) -> torch.Tensor:
+    def gather_all_tokens(self, x_T: Tensor, over: Axis) -> Tensor:
         """The reverse, without gradients: (B, S, ...) of what each rank has for its tokens; `over` is cp x tp."""
         joined = all_gather_no_grad(x_T.detach(), over).unflatten(0, (self.cp.size, self.sequences, -1))
         return joined.transpose(0, 1).flatten(1, 2)[:, self.sequence_order]
 
     @property
-    def token_number_T(self) -> torch.Tensor:
+    def token_number_T(self) -> Tensor:
         """For each token of this rank, its number among all tokens of the run, the same on any layout."""
         numbers_BS = torch.arange(self.sequences * self.length, device=self.device).view(self.sequences, -1)
         return self.slice_for_rank(numbers_BS + self.first * self.length)
@@ -76,14 +77,14 @@ class TokenShard:
         return TokenSpan(self.sequences, length, self.tp.index * (self.sequences * length // self.tp.size))
 
     @property
-    def sequence_index_T(self) -> torch.Tensor:
+    def sequence_index_T(self) -> Tensor:
         """For each token of this rank, which sequence it belongs to."""
         span = self.span
         count = self.sequences * span.length // self.tp.size
         return torch.arange(span.first, span.first + count, device=self.device) // span.length
 
     @property
-    def position_rank_T(self) -> torch.Tensor:
+    def position_rank_T(self) -> Tensor:
         """For each token of this rank, its place when all tokens of the sequences stand in order of position, the first
         positions of all sequences first."""
         per_sequence = self.length // self.cp.size
@@ -93,14 +94,12 @@ class TokenShard:
         return self.local_positions[within % per_sequence] * self.sequences + self.sequence_index_T
 
 
-def make_token_shard(
-    tokens_BS: torch.Tensor, world: World, first: int = 0, begins_BS: torch.Tensor | None = None
-) -> TokenShard:
+def make_token_shard(tokens_BS: Tensor, world: World, first: int = 0, begins_BS: Tensor | None = None) -> TokenShard:
     sequences, length = tokens_BS.shape
     return TokenShard(sequences, length, world.axis("cp"), world.axis("tp"), tokens_BS.device, first, begins_BS)
 
 
-def zigzag_positions(length: int, cp: int, device: torch.device) -> torch.Tensor:
+def zigzag_positions(length: int, cp: int, device: torch.device) -> Tensor:
     """(cp, S / cp): the positions each cp rank holds."""
     every = torch.arange(length, device=device)
     if cp == 1:

@@ -1,4 +1,4 @@
-"""Grouped-query attention: project, turn by position, attend, project back.
+"""Grouped-query attention: project, rotate by position, attend, project back.
 
 T tokens of this rank, C tokens of its cp rank (B sequences of S positions each); H query heads, D head width. Under
 tensor parallelism each rank has its share of the heads and sees all C tokens; outside of attention and MLPs it has T.
@@ -10,41 +10,33 @@ from torch import Tensor
 
 from moefold.comm.collectives import all_gather, reduce_scatter
 from moefold.config.run import ModelConfig
-from moefold.layout.placement import sharded_over_tp
 from moefold.model.attention.attention_base import AttentionBase
 from moefold.model.attention.context_parallel import AttendSpec
 from moefold.model.attention.rotary import Rotary
-from moefold.model.norm import AddNorm, RMSNorm, RMSNormOverTp, RopeNorm, RopeNormOverTp
+from moefold.model.norm import RMSNorm, RMSNormOverTp, RopeNorm, RopeNormOverTp
 from moefold.model.parts import ModelParts
-from moefold.model.steps import Region
 from moefold.model.token_layout import TokenShard
-from moefold.precision.linear import Linear, LinearGroup
+from moefold.precision.linear import LinearGroup
 
 HeadNorm = RMSNorm | RMSNormOverTp
 
 
 class GroupedQueryAttention(AttentionBase):
     def __init__(self, model: ModelConfig, layer: int, parts: ModelParts):
-        super().__init__(model, layer, parts.world)
-        world, kernels = parts.world, parts.kernels
-        a, d, std = model.attention, model.hidden, model.init_std
-        self.qk_norm, self.tp = a.qk_norm, world.axis("tp")
-        self.norm = AddNorm(d, model.norm_eps, kernels, world)
-        heads, kv_heads = (a.heads, a.head_dim), (a.kv_heads, a.head_dim)
-        self.query = Linear(world, d, *heads, bias=a.qkv_bias, std=std, placement=sharded_over_tp(0))
-        self.key = Linear(world, d, *kv_heads, bias=a.qkv_bias, std=std, placement=sharded_over_tp(0))
-        self.value = Linear(world, d, *kv_heads, bias=a.qkv_bias, std=std, placement=sharded_over_tp(0))
-        self.projections = LinearGroup(world, self.query, self.key, self.value)
-        out_std = std / (2 * model.layers) ** 0.5
-        self.out = Linear(world, a.heads * a.head_dim, d, bias=a.out_bias, std=out_std, placement=sharded_over_tp(1))
+        super().__init__(model, layer, parts)
+        a, d = model.attention, model.hidden
+        self.query = self.make_head_linear(d, a.heads, a.head_dim, a.qkv_bias)
+        self.key = self.make_head_linear(d, a.kv_heads, a.head_dim, a.qkv_bias)
+        self.value = self.make_head_linear(d, a.kv_heads, a.head_dim, a.qkv_bias)
+        self.projections = LinearGroup(self.world, self.query, self.key, self.value)
+        self.out = self.make_out_linear(a.heads * a.head_dim, d, a.out_bias)
+        self.qk_norm = a.qk_norm
         self.rope_dim = a.rope_dim or a.head_dim
         self.ropes_in_norm = self.rotates_all_that_is_normed(model)
         if a.qk_norm != "none":
             self.query_norm = self.make_head_norm(a.heads, model, parts)
             self.key_norm = self.make_head_norm(a.kv_heads, model, parts)
-        self.core, self.out_region = Region("core"), Region("out")
-        self.context = parts.context
-        self.rotary = Rotary(self.rope_dim, a.rope, parts.seq_len, kernels)
+        self.rotary = Rotary(self.rope_dim, a.rope, parts.seq_len, parts.kernels)
 
     def rotates_all_that_is_normed(self, model: ModelConfig) -> bool:
         """Whether norm and rope of queries and keys are one op: the rank has all that is normed together, and all dims
@@ -64,26 +56,28 @@ class GroupedQueryAttention(AttentionBase):
         return RMSNormOverTp(heads * width, eps, world)
 
     def forward(self, h_TD: Tensor, shard: TokenShard) -> Tensor:
-        """Attention over normed tokens; the residual connection is the block's."""
-        h_CD = all_gather(h_TD, self.tp)  # all tokens of this cp rank meet this rank's heads
+        h_CD = all_gather(h_TD, self.tp)  # all tokens of this cp rank, for this rank's heads
         q, k, v = map(shard.unflatten_sequences, self.projections(h_CD))
         q, k = self.norm_and_rope(q, k, shard)
         spec = AttendSpec(self.scale, self.window, self.sinks)
         y_BSHD = self.core(self.context, q, k, v, shard, spec)
-        summand_CD = self.out_region(self.out, y_BSHD.reshape(h_CD.shape[0], -1))
+        summand_CD = self.out_region(self.out, y_BSHD.reshape(len(h_CD), -1))
         return reduce_scatter(summand_CD, self.tp)  # the sum over all heads; each rank keeps its own tokens
 
-    def norm_and_rope(self, q: Tensor, k: Tensor, share: TokenShard) -> tuple[Tensor, Tensor]:
+    def norm_and_rope(self, q: Tensor, k: Tensor, shard: TokenShard) -> tuple[Tensor, Tensor]:
         """Queries and keys, normed if the model norms them, and rotated by position."""
         if self.ropes_in_norm:
-            angles = self.rotary.angles(share)
+            angles = self.rotary.angles(shard)
             return self.query_norm(q, angles), self.key_norm(k, angles)
         if self.qk_norm != "none":
             q = self.apply_rmsnorm(q, self.query_norm)
             k = self.apply_rmsnorm(k, self.key_norm)
-        return self.rotary.first(q, share), self.rotary.first(k, share)
+        q = self.rotary.first(q, shard)
+        k = self.rotary.first(k, shard)
+        return q, k
 
     def apply_rmsnorm(self, x_BSHD: Tensor, norm: HeadNorm) -> Tensor:
         if self.qk_norm == "head":
             return norm(x_BSHD)
-        return norm(x_BSHD.flatten(-2)).view_as(x_BSHD)
+        all_heads = x_BSHD.flatten(-2)
+        return norm(all_heads).view_as(x_BSHD)

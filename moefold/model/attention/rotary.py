@@ -1,8 +1,9 @@
-"""The angles that this rank's tokens turn by, kept in fp32 or better on the device that uses them."""
+"""The angles that this rank's tokens are rotated by, kept in fp32 or better on the device that uses them."""
 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from moefold.config.run import RopeConfig
 from moefold.kernels.bound import BoundKernels
@@ -12,26 +13,35 @@ from moefold.model.token_layout import TokenShard
 
 
 class Rotary:
-    """Turns the first or the last `dims` of a head; the rest pass by."""
+    """Rotates the first or the last `dims` of a head; the other dims stay as they are."""
 
     def __init__(self, dims: int, config: RopeConfig, seq_len: int, kernels: BoundKernels):
         wide = torch.promote_types(torch.get_default_dtype(), torch.float32)
-        self.tables = RopeAngles(*(t.to(wide) for t in rotary_tables(seq_len, dims, config)))
-        self.dims, self.rope = dims, kernels[rope]
+        cos_Sd, sin_Sd = rotary_tables(seq_len, dims, config)
+        self.tables = RopeAngles(cos_Sd.to(wide), sin_Sd.to(wide))
+        self.dims = dims
+        self.rope = kernels[rope]
 
-    def angles(self, share: TokenShard) -> RopeAngles:
+    def angles(self, shard: TokenShard) -> RopeAngles:
         """The tables on the right device, at the positions this rank holds."""
-        if self.tables.cos_Sd.device != share.device:
-            self.tables = RopeAngles(*(t.to(share.device) for t in self.tables))
-        held = slice(share.length) if share.cp.size == 1 else share.local_positions
-        return RopeAngles(*(t[held] for t in self.tables))
+        cos_Sd, sin_Sd = self.tables
+        if cos_Sd.device != shard.device:
+            cos_Sd, sin_Sd = cos_Sd.to(shard.device), sin_Sd.to(shard.device)
+            self.tables = RopeAngles(cos_Sd, sin_Sd)
+        held = slice(shard.length) if shard.cp.size == 1 else shard.local_positions
+        return RopeAngles(cos_Sd[held], sin_Sd[held])
 
-    def first(self, x_BSHD: torch.Tensor, share: TokenShard) -> torch.Tensor:
+    def first(self, x_BSHD: Tensor, shard: TokenShard) -> Tensor:
+        angles = self.angles(shard)
         if self.dims == x_BSHD.shape[-1]:
-            return self.rope(x_BSHD, self.angles(share))
-        turning, passing = x_BSHD[..., : self.dims], x_BSHD[..., self.dims :]
-        return torch.cat((self.rope(turning, self.angles(share)), passing), dim=-1)
+            return self.rope(x_BSHD, angles)
+        rotating = x_BSHD[..., : self.dims]
+        staying = x_BSHD[..., self.dims :]
+        rotated = self.rope(rotating, angles)
+        return torch.cat((rotated, staying), dim=-1)
 
-    def last(self, x_BSHD: torch.Tensor, share: TokenShard) -> torch.Tensor:
-        passing, turning = x_BSHD[..., : -self.dims], x_BSHD[..., -self.dims :]
-        return torch.cat((passing, self.rope(turning, self.angles(share))), dim=-1)
+    def last(self, x_BSHD: Tensor, shard: TokenShard) -> Tensor:
+        staying = x_BSHD[..., : -self.dims]
+        rotating = x_BSHD[..., -self.dims :]
+        rotated = self.rope(rotating, self.angles(shard))
+        return torch.cat((staying, rotated), dim=-1)

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from math import prod
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from moefold.anatomy.step_specs import moe_step_specs
 from moefold.config.run import ModelConfig
@@ -48,9 +48,7 @@ class MoeSublayer(nn.Module):
             self.widen = Linear(world, moe.latent, model.hidden, std=model.init_std)
         self.dispatcher = parts.dispatcher
 
-    def forward(
-        self, x_BSD: torch.Tensor, imposed_BSK: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, x_BSD: Tensor, imposed_BSK: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The layer on normed tokens of any leading shape; the last dim but one counts the positions of a sequence.
         Returns the output in the same shape, and the balance losses: weighted, summed over this rank's tokens.
         `imposed_BSK` are expert ids that replace the router's choice."""
@@ -69,7 +67,7 @@ class MoeSublayer(nn.Module):
             carry = methods[spec.name](carry)
         return carry["output_TD"].view(x_BSD.shape), carry["aux"]
 
-    def token_shard(self, sequences_BSD: torch.Tensor) -> TokenShard:
+    def token_shard(self, sequences_BSD: Tensor) -> TokenShard:
         """All tokens given are this rank's own, as on a rank of its own sequences."""
         numbers_BS = torch.empty(sequences_BSD.shape[:2], device=sequences_BSD.device)
         return make_token_shard(numbers_BS, self.world)
@@ -129,15 +127,13 @@ class MoeSublayer(nn.Module):
         output_TD = self.widen(carry["latent_TL"])
         return self.add_shared_experts(drop_from_carry(carry, "latent_TL"), output_TD)
 
-    def add_shared_experts(self, carry: Carry, output_TD: torch.Tensor) -> Carry:
+    def add_shared_experts(self, carry: Carry, output_TD: Tensor) -> Carry:
         if "shared_TD" in carry:
             output_TD = output_TD + carry["shared_TD"]
         return drop_from_carry({**carry, "output_TD": output_TD}, "shared_TD")
 
 
-def imposed_experts(
-    layer: int, imposed_BSK: torch.Tensor | None, sequences_BSD: torch.Tensor
-) -> dict[int, torch.Tensor]:
+def imposed_experts(layer: int, imposed_BSK: Tensor | None, sequences_BSD: Tensor) -> dict[int, Tensor]:
     """Expert ids set from outside, by layer, as a carry holds them."""
     if imposed_BSK is None:
         return {}
