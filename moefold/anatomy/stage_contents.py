@@ -13,7 +13,7 @@ from moefold.anatomy.step_specs import StepSpec, block_step_specs, look_ahead_st
 from moefold.config.run import Config, ModelConfig
 from moefold.schedule.balance_stages import propose_layout
 from moefold.schedule.passes import defer_weight_grads, pair_forward_with_backward
-from moefold.schedule.program import Program, Slot
+from moefold.schedule.program import Program
 from moefold.schedule.schedule_catalog import SCHEDULES, build_program
 from moefold.schedule.stage_layout import StageLayout, parse_layout
 
@@ -136,15 +136,3 @@ def pipeline_program(config: Config, microbatches: int) -> Program:
     if pipeline.defer:
         program = defer_weight_grads(program)
     return program
-
-
-def separates_weight_grads(config: Config) -> bool:
-    """Whether some weight gradient is computed apart from its data gradient."""
-    if config.pipeline.pair and config.pipeline.fill:
-        return True
-    program = pipeline_program(config, 2 * config.parallel.pp)
-    return any(is_weight_slot(slot) for slots in program for slot in slots)
-
-
-def is_weight_slot(slot: Slot) -> bool:
-    return [op.kind for op in slot] == ["W"]
