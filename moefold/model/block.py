@@ -49,7 +49,7 @@ class Block(nn.Module):
     def attend(self, carry: Carry) -> Carry:
         stream, h_TD = carry["stream"].normed(self.attention.norm)
         y_TD = self.attention(h_TD, carry["token_shard"])
-        return {**carry, "stream": stream.plus(y_TD)}
+        return carry | {"stream": stream.plus(y_TD)}
 
     def steps(self) -> list[Step]:
         raise NotImplementedError
@@ -66,7 +66,7 @@ class DenseBlock(Block):
     def mlp(self, carry: Carry) -> Carry:
         stream, h_TD = carry["stream"].normed(self.dense.norm)
         y_TD = self.dense(h_TD)
-        return {**carry, "stream": stream.plus(y_TD)}
+        return carry | {"stream": stream.plus(y_TD)}
 
     def steps(self) -> list[Step]:
         return bind_steps(self.specs, {"attend": self.attend, "mlp": self.mlp})
@@ -83,8 +83,8 @@ class MoeBlock(Block):
 
     def route(self, carry: Carry) -> Carry:
         stream, h_TD, for_router_TD = carry["stream"].normed_for_two(self.moe.norm)
-        carry = {**carry, "stream": stream, "h_TD": h_TD, "for_router_TD": for_router_TD}
-        return self.moe.route_tokens(carry)
+        normed = {"stream": stream, "h_TD": h_TD, "for_router_TD": for_router_TD}
+        return self.moe.route_tokens(carry | normed)
 
     def combine(self, carry: Carry) -> Carry:
         return self.add_output(self.moe.combine_rows(carry))
@@ -97,8 +97,12 @@ class MoeBlock(Block):
         if "output_TD" not in carry:
             return carry
         stream = carry["stream"].plus(carry["output_TD"])
-        return drop_from_carry({**carry, "stream": stream}, "output_TD")
+        return drop_from_carry(carry | {"stream": stream}, "output_TD")
 
     def steps(self) -> list[Step]:
-        around_residual = {"attend": self.attend, "route": self.route, "combine": self.combine, "widen": self.widen}
-        return bind_steps(self.specs, self.moe.step_methods() | around_residual)
+        methods = self.moe.step_methods()
+        methods["attend"] = self.attend
+        methods["route"] = self.route
+        methods["combine"] = self.combine
+        methods["widen"] = self.widen
+        return bind_steps(self.specs, methods)

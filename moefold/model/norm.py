@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -19,7 +21,8 @@ class RMSNorm(DeclaringModule):
     def __init__(self, width: int, eps: float, kernels: BoundKernels, world: World):
         super().__init__(world)
         self.weight = self.declare_parameter("weight", width, std=None)
-        self.eps, self.rmsnorm = eps, kernels[rmsnorm]
+        self.eps = eps
+        self.rmsnorm = kernels[rmsnorm]
         self.norm = Region("norm")
 
     def forward(self, x: Tensor) -> Tensor:
@@ -43,10 +46,10 @@ class RopeNorm(RMSNorm):
 
     def __init__(self, width: int, eps: float, kernels: BoundKernels, world: World):
         super().__init__(width, eps, kernels, world)
-        self.norm_rope, self.rope = kernels[norm_rope], kernels[rope]
+        self.norm_rope = partial(kernels[norm_rope], norm=self.rmsnorm, rotate=kernels[rope])
 
     def forward(self, x_BSHD: Tensor, angles: RopeAngles) -> Tensor:
-        return self.norm(self.norm_rope, x_BSHD, self.weight, angles, self.eps, self.rmsnorm, self.rope)
+        return self.norm(self.norm_rope, x_BSHD, self.weight, angles, self.eps)
 
 
 class RMSNormOverTp(DeclaringModule):
@@ -55,7 +58,9 @@ class RMSNormOverTp(DeclaringModule):
     def __init__(self, width: int, eps: float, world: World):
         super().__init__(world)
         self.weight = self.declare_parameter("weight", width, placement=sharded_over_tp(0), std=None)
-        self.width, self.eps, self.tp = width, eps, world.axis("tp")
+        self.width = width
+        self.eps = eps
+        self.tp = world.axis("tp")
         self.norm = Region("norm")
 
     def forward(self, x: Tensor) -> Tensor:
@@ -63,8 +68,10 @@ class RMSNormOverTp(DeclaringModule):
 
     def apply_rmsnorm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        mean_square = all_reduce(wide.square().sum(-1, keepdim=True), self.tp) / self.width
-        return (wide * torch.rsqrt(mean_square + eps) * weight).to(x.dtype)
+        square_sum = wide.square().sum(-1, keepdim=True)
+        mean_square = all_reduce(square_sum, self.tp) / self.width
+        normed = wide * torch.rsqrt(mean_square + eps) * weight
+        return normed.to(x.dtype)
 
 
 class RopeNormOverTp(RMSNormOverTp):
@@ -72,7 +79,7 @@ class RopeNormOverTp(RMSNormOverTp):
 
     def __init__(self, width: int, eps: float, kernels: BoundKernels, world: World):
         super().__init__(width, eps, world)
-        self.norm_rope, self.rope = kernels[norm_rope], kernels[rope]
+        self.norm_rope = partial(kernels[norm_rope], norm=self.apply_rmsnorm, rotate=kernels[rope])
 
     def forward(self, x_BSHD: Tensor, angles: RopeAngles) -> Tensor:
-        return self.norm(self.norm_rope, x_BSHD, self.weight, angles, self.eps, self.apply_rmsnorm, self.rope)
+        return self.norm(self.norm_rope, x_BSHD, self.weight, angles, self.eps)

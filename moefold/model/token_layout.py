@@ -48,7 +48,11 @@ class TokenShard:
 
     def slice_for_cp_rank(self, x_BS: Tensor) -> Tensor:
         """What belongs to this cp rank's tokens: (C,)."""
-        return (x_BS if self.cp.size == 1 else x_BS[:, self.local_positions]).flatten()
+        return self.positions_held(x_BS).flatten()
+
+    def positions_held(self, x_BS: Tensor) -> Tensor:
+        """What belongs to the positions of this cp rank: (B, S / cp, ...)."""
+        return x_BS if self.cp.size == 1 else x_BS[:, self.local_positions]
 
     def unflatten_sequences(self, x_C: Tensor) -> Tensor:
         """(C, ...) -> (B, S / cp, ...)."""
@@ -56,47 +60,54 @@ class TokenShard:
 
     def slice_for_rank(self, x_BS: Tensor) -> Tensor:
         """What belongs to this rank's own tokens: (T, ...), of something known for all tokens: (B, S, ...)."""
-        x_C = (x_BS if self.cp.size == 1 else x_BS[:, self.local_positions]).flatten(0, 1)
+        x_C = self.positions_held(x_BS).flatten(0, 1)
         return x_C.chunk(self.tp.size)[self.tp.index]
 
     def gather_all_tokens(self, x_T: Tensor, over: Axis) -> Tensor:
         """The reverse, without gradients: (B, S, ...) of what each rank has for its tokens; `over` is cp x tp."""
-        joined = all_gather_no_grad(x_T.detach(), over).unflatten(0, (self.cp.size, self.sequences, -1))
-        return joined.transpose(0, 1).flatten(1, 2)[:, self.sequence_order]
+        gathered = all_gather_no_grad(x_T.detach(), over)
+        by_cp_rank = gathered.unflatten(0, (self.cp.size, self.sequences, -1))
+        by_sequence = by_cp_rank.transpose(0, 1).flatten(1, 2)
+        return by_sequence[:, self.sequence_order]
 
     @property
     def token_number_T(self) -> Tensor:
         """For each token of this rank, its number among all tokens of the run, the same on any layout."""
-        numbers_BS = torch.arange(self.sequences * self.length, device=self.device).view(self.sequences, -1)
-        return self.slice_for_rank(numbers_BS + self.first * self.length)
+        numbers = torch.arange(self.sequences * self.length, device=self.device)
+        numbers_BS = numbers.view(self.sequences, -1) + self.first * self.length
+        return self.slice_for_rank(numbers_BS)
 
     @property
     def span(self) -> TokenSpan:
         """Which tokens of its cp rank's sequences this rank has."""
         length = self.length // self.cp.size
-        return TokenSpan(self.sequences, length, self.tp.index * (self.sequences * length // self.tp.size))
+        tokens = self.sequences * length // self.tp.size
+        return TokenSpan(self.sequences, length, self.tp.index * tokens)
 
     @property
     def sequence_index_T(self) -> Tensor:
         """For each token of this rank, which sequence it belongs to."""
         span = self.span
         count = self.sequences * span.length // self.tp.size
-        return torch.arange(span.first, span.first + count, device=self.device) // span.length
+        tokens = torch.arange(span.first, span.first + count, device=self.device)
+        return tokens // span.length
 
     @property
     def position_rank_T(self) -> Tensor:
         """For each token of this rank, its place when all tokens of the sequences stand in order of position, the first
         positions of all sequences first."""
+        sequence_T = self.sequence_index_T
+        tokens = len(sequence_T)
+        within = torch.arange(tokens, device=self.device) + self.tp.index * tokens
         per_sequence = self.length // self.cp.size
-        within = torch.arange(len(self.sequence_index_T), device=self.device) + self.tp.index * len(
-            self.sequence_index_T
-        )
-        return self.local_positions[within % per_sequence] * self.sequences + self.sequence_index_T
+        position_T = self.local_positions[within % per_sequence]
+        return position_T * self.sequences + sequence_T
 
 
 def make_token_shard(tokens_BS: Tensor, world: World, first: int = 0, begins_BS: Tensor | None = None) -> TokenShard:
     sequences, length = tokens_BS.shape
-    return TokenShard(sequences, length, world.axis("cp"), world.axis("tp"), tokens_BS.device, first, begins_BS)
+    cp, tp = world.axis("cp"), world.axis("tp")
+    return TokenShard(sequences, length, cp, tp, tokens_BS.device, first, begins_BS)
 
 
 def zigzag_positions(length: int, cp: int, device: torch.device) -> Tensor:
@@ -105,4 +116,5 @@ def zigzag_positions(length: int, cp: int, device: torch.device) -> Tensor:
     if cp == 1:
         return every[None]
     chunks = every.view(2 * cp, -1)
-    return torch.cat((chunks[:cp], chunks.flip(0)[:cp]), dim=1)
+    early, late = chunks[:cp], chunks.flip(0)[:cp]
+    return torch.cat((early, late), dim=1)

@@ -90,15 +90,16 @@ class MoeSublayer(nn.Module):
         imposed_BSK = carry.get("imposed", {}).get(self.router.layer)
         imposed_TK = None if imposed_BSK is None else shard.slice_for_rank(imposed_BSK)
         routing, aux = self.router(carry["for_router_TD"], shard, imposed_TK)
-        carry = {**carry, "routing": routing, "aux": carry["aux"] + aux}
-        return drop_from_carry(carry, "for_router_TD")
+        aux = carry["aux"] + aux
+        return drop_from_carry(carry | {"routing": routing, "aux": aux}, "for_router_TD")
 
     def narrow_tokens(self, carry: Carry) -> Carry:
-        return {**carry, "latent_TL": self.narrow(carry["h_TD"])}
+        latent_TL = self.narrow(carry["h_TD"])
+        return carry | {"latent_TL": latent_TL}
 
     def plan_rows(self, carry: Carry) -> Carry:
         receipt = self.dispatcher.plan(carry["routing"])
-        return drop_from_carry({**carry, "receipt": receipt}, "routing")
+        return drop_from_carry(carry | {"receipt": receipt}, "routing")
 
     def dispatch_tokens(self, carry: Carry) -> Carry:
         tokens = carry["latent_TL"] if "latent_TL" in carry else carry["h_TD"]
@@ -107,20 +108,21 @@ class MoeSublayer(nn.Module):
         if self.training:
             row_bytes = tokens.shape[1] * tokens.element_size()
             self.router.load.note_moved(receipt.rows_moved * row_bytes)
-        return drop_from_carry({**carry, "rows": rows}, "latent_TL")
+        return drop_from_carry(carry | {"rows": rows}, "latent_TL")
 
     def run_shared_experts(self, carry: Carry) -> Carry:
-        return {**carry, "shared_TD": self.shared(carry["h_TD"])}
+        shared_TD = self.shared(carry["h_TD"])
+        return carry | {"shared_TD": shared_TD}
 
     def run_routed_experts(self, carry: Carry) -> Carry:
-        carry = {**carry, "y_RD": self.experts(carry["rows"])}
-        return drop_from_carry(carry, "rows", "h_TD")
+        y_RD = self.experts(carry["rows"])
+        return drop_from_carry(carry | {"y_RD": y_RD}, "rows", "h_TD")
 
     def combine_rows(self, carry: Carry) -> Carry:
         combined = self.dispatcher.combine(carry["y_RD"], carry["receipt"])
         carry = drop_from_carry(carry, "y_RD", "receipt")
         if hasattr(self, "widen"):
-            return {**carry, "latent_TL": combined}
+            return carry | {"latent_TL": combined}
         return self.add_shared_experts(carry, combined)
 
     def widen_tokens(self, carry: Carry) -> Carry:
@@ -130,7 +132,7 @@ class MoeSublayer(nn.Module):
     def add_shared_experts(self, carry: Carry, output_TD: Tensor) -> Carry:
         if "shared_TD" in carry:
             output_TD = output_TD + carry["shared_TD"]
-        return drop_from_carry({**carry, "output_TD": output_TD}, "shared_TD")
+        return drop_from_carry(carry | {"output_TD": output_TD}, "shared_TD")
 
 
 def imposed_experts(layer: int, imposed_BSK: Tensor | None, sequences_BSD: Tensor) -> dict[int, Tensor]:
