@@ -22,7 +22,8 @@ def rmsnorm(x_TD: Tensor, w_D: Tensor, eps: float) -> Tensor:
     wide = x_TD if x_TD.dtype == torch.float64 else x_TD.float()
     mean_square = wide.square().mean(-1, keepdim=True)
     normed = wide * torch.rsqrt(mean_square + eps)
-    return (normed * w_D.to(normed.dtype)).to(x_TD.dtype)
+    weighted = normed * w_D.to(normed.dtype)
+    return weighted.to(x_TD.dtype)
 
 
 @rmsnorm.register_fast("triton")

@@ -25,10 +25,13 @@ class RopeAngles(NamedTuple):
 
 @register_op
 def rope(x_BSHD: Tensor, angles: RopeAngles) -> Tensor:
-    cos, sin = angles.cos_Sd[:, None, :], angles.sin_Sd[:, None, :]
+    cos = angles.cos_Sd[:, None, :]
+    sin = angles.sin_Sd[:, None, :]
     wide = torch.promote_types(x_BSHD.dtype, cos.dtype)
     a, b = x_BSHD.to(wide).chunk(2, dim=-1)
-    rotated = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+    first = a * cos - b * sin
+    second = b * cos + a * sin
+    rotated = torch.cat((first, second), dim=-1)
     return rotated.to(x_BSHD.dtype)
 
 

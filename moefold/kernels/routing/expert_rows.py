@@ -91,12 +91,14 @@ def sum_rows(y_RD: Tensor, index_R: Tensor, slots_NK: Tensor, holes: bool = Fals
     wide = torch.promote_types(y_RD.dtype, torch.float32)
     if holes:
         y_RD = with_row_of_zeros(y_RD)
-    return y_RD[slots_NK].sum(1, dtype=wide).to(y_RD.dtype)
+    rows_NKD = y_RD[slots_NK]
+    return rows_NKD.sum(1, dtype=wide).to(y_RD.dtype)
 
 
 def with_row_of_zeros(x: Tensor) -> Tensor:
     """A last row of zeros, which the index -1 reads."""
-    return torch.cat((x, x.new_zeros(1, x.shape[1])))
+    zeros = x.new_zeros(1, x.shape[1])
+    return torch.cat((x, zeros))
 
 
 @gather_rows.register_fast("gather_backward")

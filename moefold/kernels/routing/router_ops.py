@@ -87,7 +87,7 @@ class ExactRouterLogits(torch.autograd.Function):
         (h_TD,) = ctx.saved_tensors
         w_ED = ctx.weight
         # d = high + low, two bf16 numbers
-        both_T2E = torch.empty(len(d_TE), 2, len(w_ED), dtype=h_TD.dtype, device=h_TD.device)
+        both_T2E = h_TD.new_empty(len(d_TE), 2, len(w_ED))
         high_TE, low_TE = both_T2E.unbind(1)
         high_TE.copy_(d_TE)
         torch.sub(d_TE, high_TE, out=low_TE)
@@ -132,10 +132,12 @@ def router_topk(
     if ids_TK is None:
         selection_TE = selection_scores(logits_TE, scores_TE, spec) + bias_E
         ids_TK = top_k_experts(selection_TE, spec)
-    source_TE = {"chosen": logs_TE, "all": shares_TE, "none": scores_TE}[spec.normalized_over]
-    weights_TK = expert_weights(source_TE, ids_TK, spec.normalized_over == "chosen") * spec.scale
+    sources = {"chosen": logs_TE, "all": shares_TE, "none": scores_TE}
+    over = spec.normalized_over
+    weights_TK = expert_weights(sources[over], ids_TK, over == "chosen") * spec.scale
     # Sums for the balance losses.
-    counts_BE = span.sum(count_choices(ids_TK, logits_TE.shape[1]))
+    counts_TE = count_choices(ids_TK, logits_TE.shape[1])
+    counts_BE = span.sum(counts_TE)
     shares_BE = span.sum(shares_TE)
     squares_T1 = logits_TE.logsumexp(-1, keepdim=True).square()
     squares_B = span.sum(squares_T1)[:, 0]
@@ -146,7 +148,8 @@ def log_scores(logits_TE: Tensor, spec: RouterSpec) -> Tensor:
     """Logarithms of the scores, up to a summand for each token."""
     if spec.score_function is not None:
         scores_TE = spec.score_function(logits_TE)
-        return scores_TE.clamp(min=torch.finfo(scores_TE.dtype).tiny).log()
+        smallest = torch.finfo(scores_TE.dtype).tiny
+        return scores_TE.clamp(min=smallest).log()
     return F.logsigmoid(logits_TE) if spec.score == "sigmoid" else logits_TE
 
 
@@ -185,10 +188,12 @@ def in_best_groups(selection_TE: Tensor, spec: RouterSpec) -> Tensor:
     """Which experts lie in the groups that a token may choose from."""
     by_group_TGe = selection_TE.unflatten(-1, (spec.groups, -1))
     group_size = by_group_TGe.shape[-1]
-    count = min(2 if spec.group_score == "best_two" else 1, group_size)
-    score_TG = by_group_TGe.topk(count, dim=-1).values.sum(-1)
+    wanted = 2 if spec.group_score == "best_two" else 1
+    best_experts = by_group_TGe.topk(min(wanted, group_size), dim=-1)
+    score_TG = best_experts.values.sum(-1)
     best = stable_order(score_TG)[:, : spec.groups_chosen]
-    allowed_TG = torch.zeros_like(score_TG, dtype=torch.bool).scatter_(1, best, True)
+    allowed_TG = torch.zeros_like(score_TG, dtype=torch.bool)
+    allowed_TG.scatter_(1, best, True)
     return allowed_TG.repeat_interleave(group_size, dim=1)
 
 
@@ -238,10 +243,10 @@ class RouterTopkFunction(torch.autograd.Function):
         from moefold.kernels.routing.router_triton import launch_topk_backward
 
         logits_TE, weights_TK, ids_TK = ctx.saved_tensors
-        dweights_TK, _, _, dshares_BE, dsquares_B = (None if d is None else d.contiguous() for d in gradients)
-        dlogits_TE = launch_topk_backward(
-            dweights_TK, dshares_BE, dsquares_B, logits_TE, weights_TK, ids_TK, ctx.spec, ctx.span
-        )
+        present = [None if d is None else d.contiguous() for d in gradients]
+        dweights_TK, _, _, dshares_BE, dsquares_B = present
+        outputs = (dweights_TK, dshares_BE, dsquares_B)
+        dlogits_TE = launch_topk_backward(*outputs, logits_TE, weights_TK, ids_TK, ctx.spec, ctx.span)
         return dlogits_TE, None, None, None, None
 
 
@@ -280,8 +285,8 @@ def router_topk_cases(device: str, dtype: torch.dtype) -> Iterator[KernelCase]:
 def imposed_ids(tokens: int, experts: int, device: str) -> Tensor:
     """Two experts for each token; every fifth token has none."""
     ids = torch.arange(tokens * 2, device=device).view(tokens, 2) % experts
-    every_fifth = torch.arange(tokens, device=device)[:, None] % 5 == 4
-    return ids.masked_fill(every_fifth, -1)
+    token = torch.arange(tokens, device=device)[:, None]
+    return ids.masked_fill(token % 5 == 4, -1)
 
 
 def expert_choice_ids(tokens: int, experts: int, device: str) -> Tensor:

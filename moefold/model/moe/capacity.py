@@ -60,10 +60,13 @@ def within_capacity(ids_NK: Tensor, priority_NK: Tensor, experts: int, limit: in
     ids = torch.where(ids >= 0, ids, experts)  # sorts behind all others, and is never full
     # By expert, and within an expert by priority.
     by_priority = priority_NK.flatten().argsort(descending=True, stable=True)
-    order = by_priority[ids[by_priority].argsort(stable=True)]
+    by_expert = ids[by_priority].argsort(stable=True)
+    order = by_priority[by_expert]
     sorted_ids = ids[order]
     every_expert = torch.arange(experts + 1, device=ids.device)
     begins_E = torch.searchsorted(sorted_ids, every_expert)
-    place = torch.arange(len(order), device=ids.device) - begins_E[sorted_ids]
+    row = torch.arange(len(order), device=ids.device)
+    place = row - begins_E[sorted_ids]  # within the expert
     keep = torch.zeros_like(ids, dtype=torch.bool)
-    return keep.scatter_(0, order, place < limit).view(ids_NK.shape)
+    keep.scatter_(0, order, place < limit)
+    return keep.view(ids_NK.shape)
