@@ -8,11 +8,12 @@ B sequences, S queries, L keys, H query heads, G key/value heads, D head width, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Callable, Iterator
+from functools import wraps
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import CausalBias, causal_lower_right
 
@@ -25,14 +26,14 @@ SINK_DIMS = 8  # dims added to heads for a sink as a key: kernels need a multipl
 
 @register_op
 def attention(
-    q_BSHD: torch.Tensor,
-    k_BLGD: torch.Tensor,
-    v_BLGV: torch.Tensor,
+    q_BSHD: Tensor,
+    k_BLGD: Tensor,
+    v_BLGV: Tensor,
     scale: float | None = None,
     window: int = 0,
-    sink_H: torch.Tensor | None = None,
-    begins_BS: torch.Tensor | None = None,
-) -> torch.Tensor:
+    sink_H: Tensor | None = None,
+    begins_BS: Tensor | None = None,
+) -> Tensor:
     """softmax(q k^T x scale, causal) v, scores in fp32 or better. The S queries are the last of the L positions.
 
     `scale` is 1 / sqrt(D) by default. With a `window`, a query sees that many keys, its own included. `sink_H` is one
@@ -41,34 +42,37 @@ def attention(
     """
     wide = torch.promote_types(q_BSHD.dtype, torch.float32)
     q, k, v = heads_first(q_BSHD, k_BLGD, v_BLGV, wide)
-    queries, keys = q.shape[2], k.shape[2]
-    scores = q @ k.transpose(-1, -2) * scale_or_default(scale, q)
+    queries = q.shape[2]
+    keys = k.shape[2]
+    scores = q @ k.mT
+    scores = scores * scale_or_default(scale, q)
     visible = attention_mask(queries, keys, keys - queries, window, q.device, begins_BS)
     scores = scores.masked_fill(~visible, -torch.inf)
     if sink_H is not None:
-        sink = sink_H.to(wide)[None, :, None, None].expand(*scores.shape[:-1], 1)
-        scores = torch.cat((scores, sink), dim=-1)
+        sink = sink_H.to(wide)[None, :, None, None]
+        sink_column = sink.expand(*scores.shape[:-1], 1)
+        scores = torch.cat((scores, sink_column), dim=-1)
     p = scores.softmax(-1)[..., :keys]
     out = p @ v
     return out.transpose(1, 2).to(q_BSHD.dtype)
 
 
-def scale_or_default(scale: float | None, q: torch.Tensor) -> float:
+def scale_or_default(scale: float | None, q: Tensor) -> float:
     return q.shape[-1] ** -0.5 if scale is None else scale
 
 
-def heads_first(
-    q_BSHD: torch.Tensor, k_BLGD: torch.Tensor, v_BLGV: torch.Tensor, wide: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def heads_first(q_BSHD: Tensor, k_BLGD: Tensor, v_BLGV: Tensor, wide: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """(B, H, positions, D) each, key/value heads repeated for their group of query heads."""
     group = q_BSHD.shape[2] // k_BLGD.shape[2]
-    q, k, v = (x.transpose(1, 2).to(wide) for x in (q_BSHD, k_BLGD, v_BLGV))
+    q = q_BSHD.transpose(1, 2).to(wide)
+    k = k_BLGD.transpose(1, 2).to(wide)
+    v = v_BLGV.transpose(1, 2).to(wide)
     return q, k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
 
 
 def attention_mask(
-    queries: int, keys: int, ahead: int, window: int, device: torch.device, begins_BS: torch.Tensor | None = None
-) -> torch.Tensor:
+    queries: int, keys: int, ahead: int, window: int, device: torch.device, begins_BS: Tensor | None = None
+) -> Tensor:
     """(S, L), or (B, 1, S, L) with documents: which keys a query sees. The first query is `ahead` positions behind the
     first key."""
     key_L = torch.arange(keys, device=device)
@@ -79,53 +83,61 @@ def attention_mask(
         visible = visible & (distance < window)
     if begins_BS is None:
         return visible
-    return visible & (key_L >= begins_BS[:, None, :, None])
+    in_document = key_L >= begins_BS[:, None, :, None]
+    return visible & in_document
 
 
 @attention.register_fast("sdpa")
 def attention_sdpa(
-    q_BSHD: torch.Tensor,
-    k_BLGD: torch.Tensor,
-    v_BLGV: torch.Tensor,
+    q_BSHD: Tensor,
+    k_BLGD: Tensor,
+    v_BLGV: Tensor,
     scale: float | None = None,
     window: int = 0,
-    sink_H: torch.Tensor | None = None,
-    begins_BS: torch.Tensor | None = None,
-) -> torch.Tensor:
+    sink_H: Tensor | None = None,
+    begins_BS: Tensor | None = None,
+) -> Tensor:
     """torch's scaled_dot_product_attention, which chooses a backend itself and need not repeat key/value heads."""
     scale = scale_or_default(scale, q_BSHD)
     if sink_H is not None:
         q_BSHD, k_BLGD, v_BLGV = sink_as_first_key(q_BSHD, k_BLGD, v_BLGV, sink_H / scale)
-        begins_BS = None if begins_BS is None else begins_BS + 1
-    q, k, v = (x.transpose(1, 2) for x in (q_BSHD, k_BLGD, v_BLGV))
-    queries, keys = q.shape[2], k.shape[2]
-    square = queries == keys and not window and begins_BS is None
+        if begins_BS is not None:
+            begins_BS = begins_BS + 1
+    # A sink is one of the keys by now: the mask alone must know of it.
     mask = None
+    square = is_plain_causal(q_BSHD, k_BLGD, window, None, begins_BS)
     if not square:
-        mask = sdpa_attention_mask(queries, keys, window, sink_H is not None, q.device, begins_BS)
+        has_sink = sink_H is not None
+        mask = sdpa_attention_mask(q_BSHD.shape[1], k_BLGD.shape[1], window, has_sink, q_BSHD.device, begins_BS)
+    q = q_BSHD.transpose(1, 2)
+    k = k_BLGD.transpose(1, 2)
+    v = v_BLGV.transpose(1, 2)
     grouped = q.shape[1] != k.shape[1]
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=square, scale=scale, enable_gqa=grouped)
     return out.transpose(1, 2)
 
 
-def sink_as_first_key(
-    q_BSHD: torch.Tensor, k_BLGD: torch.Tensor, v_BLGV: torch.Tensor, score_H: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def sink_as_first_key(q_BSHD: Tensor, k_BLGD: Tensor, v_BLGV: Tensor, score_H: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The sink as a first key with value zero. Heads get more dims: in the first of them that key alone is one, and
     every query has its head's score. So any attention can do it, and autograd gives the score's gradient."""
     b, s, h, d = q_BSHD.shape
-    score = F.pad(score_H.to(q_BSHD.dtype)[:, None], (0, SINK_DIMS - 1))
-    q = torch.cat((q_BSHD, score.expand(b, s, h, SINK_DIMS)), dim=-1)
+    # Queries: the score, then zeros.
+    score_H1 = score_H.to(q_BSHD.dtype)[:, None]
+    more_dims = F.pad(score_H1, (0, SINK_DIMS - 1)).expand(b, s, h, SINK_DIMS)
+    q = torch.cat((q_BSHD, more_dims), dim=-1)
+    # Keys: zeros in the further dims, but for the sink.
     k = F.pad(k_BLGD, (0, SINK_DIMS))
-    v = F.pad(v_BLGV, (0, 0, 0, 0, 1, 0))
     sink_key = torch.zeros_like(k[:, :1])
     sink_key[..., d] = 1
-    return q, torch.cat((sink_key, k), dim=1), v
+    k = torch.cat((sink_key, k), dim=1)
+    # Values: zeros for the sink.
+    v = F.pad(v_BLGV, (0, 0, 0, 0, 1, 0))
+    return q, k, v
 
 
 def sdpa_attention_mask(
-    queries: int, keys: int, window: int, sink: bool, device: torch.device, begins_BS: torch.Tensor | None
-) -> torch.Tensor | CausalBias:
+    queries: int, keys: int, window: int, sink: bool, device: torch.device, begins_BS: Tensor | None
+) -> Tensor | CausalBias:
     """The mask where SDPA's own causal mask does not fit: lower right, or with a window or documents, which never hide
     a sink."""
     if not window and begins_BS is None:
@@ -137,11 +149,11 @@ def sdpa_attention_mask(
 
 
 def is_plain_causal(
-    q_BSHD: torch.Tensor,
-    k_BLGD: torch.Tensor,
+    q_BSHD: Tensor,
+    k_BLGD: Tensor,
     window: int = 0,
-    sink_H: torch.Tensor | None = None,
-    begins_BS: torch.Tensor | None = None,
+    sink_H: Tensor | None = None,
+    begins_BS: Tensor | None = None,
 ) -> bool:
     """Whether every query sees all positions up to its own and nothing else, the usual case."""
     if window or sink_H is not None or begins_BS is not None:
@@ -149,50 +161,46 @@ def is_plain_causal(
     return q_BSHD.shape[1] == k_BLGD.shape[1]
 
 
-@attention.register_fast("cudnn")
-def attention_cudnn(
-    q_BSHD: torch.Tensor,
-    k_BLGD: torch.Tensor,
-    v_BLGV: torch.Tensor,
-    scale: float | None = None,
-    window: int = 0,
-    sink_H: torch.Tensor | None = None,
-    begins_BS: torch.Tensor | None = None,
-) -> torch.Tensor:
-    if not is_plain_causal(q_BSHD, k_BLGD, window, sink_H, begins_BS):
+PlainAttention = Callable[[Tensor, Tensor, Tensor, float | None], Tensor]
+
+
+def sdpa_unless_plain(plain: PlainAttention) -> Callable[..., Tensor]:
+    """An implementation of attention from one that is causal and no more: anything else is left to SDPA."""
+
+    @wraps(plain)
+    def plain_or_sdpa(
+        q_BSHD: Tensor,
+        k_BLGD: Tensor,
+        v_BLGV: Tensor,
+        scale: float | None = None,
+        window: int = 0,
+        sink_H: Tensor | None = None,
+        begins_BS: Tensor | None = None,
+    ) -> Tensor:
+        if is_plain_causal(q_BSHD, k_BLGD, window, sink_H, begins_BS):
+            return plain(q_BSHD, k_BLGD, v_BLGV, scale)
         return attention_sdpa(q_BSHD, k_BLGD, v_BLGV, scale, window, sink_H, begins_BS)
+
+    return plain_or_sdpa
+
+
+@attention.register_fast("cudnn")
+@sdpa_unless_plain
+def attention_cudnn(q_BSHD: Tensor, k_BLGD: Tensor, v_BLGV: Tensor, scale: float | None) -> Tensor:
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
         return attention_sdpa(q_BSHD, k_BLGD, v_BLGV, scale)
 
 
 @attention.register_fast("flash")
-def attention_flash(
-    q_BSHD: torch.Tensor,
-    k_BLGD: torch.Tensor,
-    v_BLGV: torch.Tensor,
-    scale: float | None = None,
-    window: int = 0,
-    sink_H: torch.Tensor | None = None,
-    begins_BS: torch.Tensor | None = None,
-) -> torch.Tensor:
-    if not is_plain_causal(q_BSHD, k_BLGD, window, sink_H, begins_BS):
-        return attention_sdpa(q_BSHD, k_BLGD, v_BLGV, scale, window, sink_H, begins_BS)
+@sdpa_unless_plain
+def attention_flash(q_BSHD: Tensor, k_BLGD: Tensor, v_BLGV: Tensor, scale: float | None) -> Tensor:
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         return attention_sdpa(q_BSHD, k_BLGD, v_BLGV, scale)
 
 
 @attention.register_fast("deterministic")
-def attention_deterministic(
-    q_BSHD: torch.Tensor,
-    k_BLGD: torch.Tensor,
-    v_BLGV: torch.Tensor,
-    scale: float | None = None,
-    window: int = 0,
-    sink_H: torch.Tensor | None = None,
-    begins_BS: torch.Tensor | None = None,
-) -> torch.Tensor:
-    if not is_plain_causal(q_BSHD, k_BLGD, window, sink_H, begins_BS):
-        return attention_sdpa(q_BSHD, k_BLGD, v_BLGV, scale, window, sink_H, begins_BS)
+@sdpa_unless_plain
+def attention_deterministic(q_BSHD: Tensor, k_BLGD: Tensor, v_BLGV: Tensor, scale: float | None) -> Tensor:
     scale = scale_or_default(scale, q_BSHD)
     return DeterministicAttention.apply(q_BSHD, k_BLGD, v_BLGV, scale)  # pyright: ignore[reportReturnType]
 
@@ -202,13 +210,16 @@ class DeterministicAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q_BSHD, k_BLGD, v_BLGV, scale: float):
-        q, k, v = (x.transpose(1, 2) for x in (q_BSHD, k_BLGD, v_BLGV))
-        if torch.cuda.get_device_capability(q.device)[0] == 9:
-            y, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
-                q, k, v, None, True, 0.0, True, False, scale=scale
-            )
+        q = q_BSHD.transpose(1, 2)
+        k = k_BLGD.transpose(1, 2)
+        v = v_BLGV.transpose(1, 2)
+        major, _ = torch.cuda.get_device_capability(q.device)
+        if major == 9:
+            attend = torch.ops.aten._scaled_dot_product_cudnn_attention
+            y, lse, *_ = attend(q, k, v, None, True, 0.0, True, False, scale=scale)
         else:
-            y, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True, False, scale=scale)
+            attend = torch.ops.aten._scaled_dot_product_flash_attention
+            y, lse, *_ = attend(q, k, v, 0.0, True, False, scale=scale)
         y_BSHD = y.transpose(1, 2)
         lse_BHS = lse.view(q.shape[:3])
         ctx.save_for_backward(q_BSHD, k_BLGD, v_BLGV, y_BSHD, lse_BHS)
@@ -226,14 +237,14 @@ class DeterministicAttention(torch.autograd.Function):
 
 @attention.register_fast("varlen")
 def attention_varlen(
-    q_BSHD: torch.Tensor,
-    k_BLGD: torch.Tensor,
-    v_BLGV: torch.Tensor,
+    q_BSHD: Tensor,
+    k_BLGD: Tensor,
+    v_BLGV: Tensor,
     scale: float | None = None,
     window: int = 0,
-    sink_H: torch.Tensor | None = None,
-    begins_BS: torch.Tensor | None = None,
-) -> torch.Tensor:
+    sink_H: Tensor | None = None,
+    begins_BS: Tensor | None = None,
+) -> Tensor:
     scale = scale_or_default(scale, q_BSHD)
     inputs = (q_BSHD, k_BLGD, v_BLGV, scale, window, sink_H, begins_BS)
     return MaskedAttentionFunction.apply(*inputs)  # pyright: ignore[reportReturnType]
@@ -256,29 +267,39 @@ def attention_cases(device: str, dtype: torch.dtype) -> Iterator[KernelCase]:
         q = seeded_randn(device, dtype, b, s, h, d)
         k = seeded_randn(device, dtype, b, length, g, d, seed=1)
         v = seeded_randn(device, dtype, b, length, g, dv, seed=2)
-        sink = seeded_randn(device, dtype, h, seed=3)
-        begins = random_document_begins(device, b, length)[:, -s:]
         name = f"{b}x{s} on {length}, {h}/{g} heads of {d}"
         if dv != d:
             name += f", values of {dv}"
         shape = AttentionShape(length, h, g, d, dv)
         yield KernelCase(name, (q, k, v), attention=shape)
-        masked_case = partial(KernelCase, attention=shape, sees_all=False)
-        yield masked_case(f"{name}, sinks", (q, k, v, 0.3, 0, sink))
-        yield masked_case(f"{name}, documents", (q, k, v, None, 0, None, begins))
-        yield masked_case(f"{name}, documents, window 7, sinks", (q, k, v, 0.3, 7, sink, begins))
-        for window in (1, 7):
-            yield masked_case(f"{name}, window {window}", (q, k, v, None, window, None))
-            yield masked_case(f"{name}, window {window}, sinks", (q, k, v, None, window, sink))
+        sink = seeded_randn(device, dtype, h, seed=3)
+        begins = random_document_begins(device, b, length)[:, -s:]
+        for about, masking in maskings(sink, begins).items():
+            yield KernelCase(f"{name}, {about}", (q, k, v, *masking), attention=shape, sees_all=False)
 
 
-def random_document_begins(device: str, sequences: int, length: int) -> torch.Tensor:
+def maskings(sink: Tensor, begins: Tensor) -> dict[str, tuple[object, ...]]:
+    """Scale, window, sink and documents, by what they are."""
+    return {
+        "sinks": (0.3, 0, sink),
+        "documents": (None, 0, None, begins),
+        "documents, window 7, sinks": (0.3, 7, sink, begins),
+        "window 1": (None, 1, None),
+        "window 1, sinks": (None, 1, sink),
+        "window 7": (None, 7, None),
+        "window 7, sinks": (None, 7, sink),
+    }
+
+
+def random_document_begins(device: str, sequences: int, length: int) -> Tensor:
     """The first position of each position's document: documents of one token and of many, other borders in every
     sequence."""
     generator = torch.Generator().manual_seed(length)
     chance = torch.rand(sequences, length, generator=generator)
     one_token = chance > 0.99
-    starts = (chance < 0.04) | one_token.roll(1, dims=1) | one_token
+    behind_one_token = one_token.roll(1, dims=1)
+    starts = (chance < 0.04) | behind_one_token | one_token
     starts[:, 0] = True
-    begins = torch.where(starts, torch.arange(length), 0).cummax(1).values
+    start_or_zero = torch.where(starts, torch.arange(length), 0)
+    begins = start_or_zero.cummax(1).values
     return begins.int().to(device)

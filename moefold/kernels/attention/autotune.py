@@ -7,6 +7,7 @@ from itertools import pairwise
 from statistics import median
 
 import torch
+from torch import Tensor
 
 from moefold.kernels.attention.attention import attention
 from moefold.kernels.attention.choices import ATTENTION_CHOICES
@@ -19,8 +20,11 @@ WARM_UP_RUNS = 2
 
 def candidate_names(facts: Facts) -> list[str]:
     """The implementations that may run here and whose times decide."""
-    timed = [choice for choice in ATTENTION_CHOICES if choice.name != "sdpa"]
-    return [choice.name for choice in timed if choice.when(facts)]
+    names: list[str] = []
+    for choice in ATTENTION_CHOICES:
+        if choice.name != "sdpa" and choice.when(facts):
+            names.append(choice.name)
+    return names
 
 
 def known_or_measured_times(facts: Facts) -> AttentionTimes:
@@ -29,7 +33,8 @@ def known_or_measured_times(facts: Facts) -> AttentionTimes:
         return {}
     if len(candidate_names(facts)) < 2:
         return {}
-    return known_times(facts.capability, facts.attention) or measure_candidates(facts)
+    known = known_times(facts.capability, facts.attention)
+    return known or measure_candidates(facts)
 
 
 def measure_candidates(facts: Facts) -> AttentionTimes:
@@ -43,12 +48,12 @@ def measure_candidates(facts: Facts) -> AttentionTimes:
     return times
 
 
-def random_inputs(shape: AttentionShape, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+def random_inputs(shape: AttentionShape, dtype: torch.dtype) -> tuple[Tensor, ...]:
     """q, k, v and the gradient of the output."""
     generator = torch.Generator("cuda").manual_seed(0)
     batch = max(1, TIMED_TOKENS // shape.length)
 
-    def random_heads(heads: int, width: int) -> torch.Tensor:
+    def random_heads(heads: int, width: int) -> Tensor:
         x = torch.randn(batch, shape.length, heads, width, device="cuda", generator=generator)
         return x.to(dtype)
 
@@ -59,12 +64,10 @@ def random_inputs(shape: AttentionShape, dtype: torch.dtype) -> tuple[torch.Tens
     return q, k, v, dy
 
 
-def forward_and_backward(
-    name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dy: torch.Tensor
-) -> Callable[[], tuple[torch.Tensor, ...]]:
+def forward_and_backward(name: str, q: Tensor, k: Tensor, v: Tensor, dy: Tensor) -> Callable[[], tuple[Tensor, ...]]:
     attend = attention.implementations[name]
 
-    def forward_then_backward() -> tuple[torch.Tensor, ...]:
+    def forward_then_backward() -> tuple[Tensor, ...]:
         y = attend(q, k, v)
         return torch.autograd.grad(y, (q, k, v), dy)
 
@@ -79,5 +82,7 @@ def median_milliseconds(work: Callable[[], object], repeat: int = 5) -> float:
         event.record()
         work()
     events[-1].synchronize()
-    timed = pairwise(events[WARM_UP_RUNS:])
-    return median(begin.elapsed_time(end) for begin, end in timed)
+    times: list[float] = []
+    for begin, end in pairwise(events[WARM_UP_RUNS:]):
+        times.append(begin.elapsed_time(end))
+    return median(times)

@@ -39,7 +39,27 @@ def ds_tile_first_row(head, n, t, T):
     """The first row of tile (n, t) of a head's dS^T. Key block n is seen by query tiles from 2 n on."""
     N = T // 2
     tiles_per_head = N * T - N * (N - 1)
-    return (head * tiles_per_head + n * T - n * (n - 1) + t - 2 * n) * 128
+    tile = head * tiles_per_head + n * T - n * (n - 1) + t - 2 * n
+    return tile * 128
+
+
+@gluon.jit
+def fetch_positions(desc, at, bar, buf, WIDTH: gl.constexpr):
+    """Start the load of 64 positions of one head."""
+    tma.async_copy_global_to_shared(desc, at, bar, buf.reshape([1, 64, WIDTH]))
+
+
+@gluon.jit
+def send_positions(desc, at, buf, WIDTH: gl.constexpr):
+    """Start the store of 64 positions of one head."""
+    tma.async_copy_shared_to_global(desc, at, buf.reshape([1, 64, WIDTH]))
+
+
+@gluon.jit
+def broadcast_to_rows(x, layout: gl.constexpr):
+    """64 numbers in shared memory as every row of a square tile."""
+    row = x.load(gl.SliceLayout(0, layout))
+    return row[None, :].broadcast_to(64, 64)
 
 
 @gluon.jit
@@ -53,8 +73,8 @@ def fetch_queries(descs, statistics, bufs, bars, at, D: gl.constexpr, STAGES: gl
     mbarrier.expect(keys_full, 4 * 64 * D * 2)
     for w in gl.static_range(2):
         here = [b, n * 128 + 64 * w, g * D]
-        tma.async_copy_global_to_shared(k_desc, here, keys_full, k_bufs.index(w).reshape([1, 64, D]))
-        tma.async_copy_global_to_shared(v_desc, here, keys_full, v_bufs.index(w).reshape([1, 64, D]))
+        fetch_positions(k_desc, here, keys_full, k_bufs.index(w), D)
+        fetch_positions(v_desc, here, keys_full, v_bufs.index(w), D)
     lanes: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
     tiles = T - 2 * n
     # main loop over query heads and tiles: wait for a free stage, then fill it
@@ -63,12 +83,19 @@ def fetch_queries(descs, statistics, bufs, bars, at, D: gl.constexpr, STAGES: gl
         h = g * GROUP + i // tiles
         t = 2 * n + i % tiles
         bar = full.index(s)
-        first = ((b * H + h) * T + t).to(gl.int64) * 128
+        # statistics of this tile, read early
+        tile = (b * H + h) * T + t
+        first = tile.to(gl.int64) * 128
         stats = gl.load(statistics + first + gl.arange(0, 128, lanes))
-        mbarrier.wait(empty.index(s), (i // STAGES) & 1 ^ 1)
+        # queries and output gradients by TMA
+        free = empty.index(s)
+        phase = (i // STAGES) & 1
+        mbarrier.wait(free, phase ^ 1)
         mbarrier.expect(bar, 2 * 64 * D * 2)
-        tma.async_copy_global_to_shared(q_desc, [b, t * 64, h * D], bar, q_bufs.index(s).reshape([1, 64, D]))
-        tma.async_copy_global_to_shared(dy_desc, [b, t * 64, h * D], bar, dy_bufs.index(s).reshape([1, 64, D]))
+        here = [b, t * 64, h * D]
+        fetch_positions(q_desc, here, bar, q_bufs.index(s), D)
+        fetch_positions(dy_desc, here, bar, dy_bufs.index(s), D)
+        # statistics by this warp, whose arrival is the second
         stat_bufs.index(s).store(stats)
         gl.thread_barrier()
         mbarrier.arrive(bar)
@@ -77,11 +104,12 @@ def fetch_queries(descs, statistics, bufs, bars, at, D: gl.constexpr, STAGES: gl
 @gluon.jit
 def initial_scores(stat_buf, t, W: gl.constexpr, layout: gl.constexpr):
     """The accumulator that S^T starts from: minus lse, or minus infinity where a query does not see a key."""
-    start = stat_buf.slice(0, 64).load(gl.SliceLayout(0, layout))[None, :].broadcast_to(64, 64)
-    if t <= W:
+    start = broadcast_to_rows(stat_buf.slice(0, 64), layout)
+    if t <= W:  # the tile lies on the diagonal, or above it
         keys = gl.arange(0, 64, gl.SliceLayout(1, layout)) + 64 * W
         queries = gl.arange(0, 64, gl.SliceLayout(0, layout)) + 64 * t
-        start = gl.where(queries[None, :] >= keys[:, None], start, float("-inf"))
+        visible = queries[None, :] >= keys[:, None]
+        start = gl.where(visible, start, float("-inf"))
     return start
 
 
@@ -92,6 +120,7 @@ def accumulate_dkdv(outs, bufs, ds_bufs, bars, at, scale, W: gl.constexpr, D: gl
     q_bufs, k_bufs, v_bufs, dy_bufs, stat_bufs = bufs
     full, empty, keys_full = bars
     b, g, n, local, T, H, GROUP = at
+    # prologue: layouts and accumulators
     kind: gl.constexpr = q_bufs.dtype
     square: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
@@ -107,11 +136,13 @@ def accumulate_dkdv(outs, bufs, ds_bufs, bars, at, scale, W: gl.constexpr, D: gl
         q = q_bufs.index(s)
         dy = dy_bufs.index(s)
         stat = stat_bufs.index(s)
-        mbarrier.wait(full.index(s), (i // STAGES) & 1)
+        filled = full.index(s)
+        phase = (i // STAGES) & 1
+        mbarrier.wait(filled, phase)
         # S^T = K Q^T - lse and dP^T = V dO^T - delta
         scores = initial_scores(stat, t, W, square)
         scores = warpgroup_mma(k_bufs.index(W), q.permute((1, 0)), scores, is_async=True)
-        dp = stat.slice(64, 64).load(gl.SliceLayout(0, square))[None, :].broadcast_to(64, 64)
+        dp = broadcast_to_rows(stat.slice(64, 64), square)
         dp = warpgroup_mma(v_bufs.index(W), dy.permute((1, 0)), dp, is_async=True)
         # P^T, and dV += P^T dO
         scores = warpgroup_mma_wait(1, deps=(scores,))
@@ -128,18 +159,22 @@ def accumulate_dkdv(outs, bufs, ds_bufs, bars, at, scale, W: gl.constexpr, D: gl
         tma.store_wait(1)
         ds_buf.store(ds)
         fence_async_shared()
-        here = ds_tile_first_row(local * GROUP + i // tiles, n, 2 * n + t, T) + 64 * W
-        tma.async_copy_shared_to_global(ds_desc, [here, 0], ds_buf)
+        head = local * GROUP + i // tiles
+        row = ds_tile_first_row(head, n, 2 * n + t, T) + 64 * W
+        tma.async_copy_shared_to_global(ds_desc, [row, 0], ds_buf)
         # the stage is free once both products have read it
         of_values, of_keys, p_left, ds_left = warpgroup_mma_wait(0, deps=(of_values, of_keys, p_left, ds_left))
         mbarrier.arrive(empty.index(s))
     # epilogue: dK and dV leave through the buffers of K and V
-    k_bufs.index(W).store((of_keys * scale).to(kind))
-    v_bufs.index(W).store(of_values.to(kind))
+    k_buf = k_bufs.index(W)
+    dk = of_keys * scale
+    k_buf.store(dk.to(kind))
+    v_buf = v_bufs.index(W)
+    v_buf.store(of_values.to(kind))
     fence_async_shared()
     here = [b, n * 128 + 64 * W, g * D]
-    tma.async_copy_shared_to_global(dk_desc, here, k_bufs.index(W).reshape([1, 64, D]))
-    tma.async_copy_shared_to_global(dv_desc, here, v_bufs.index(W).reshape([1, 64, D]))
+    send_positions(dk_desc, here, k_buf, D)
+    send_positions(dv_desc, here, v_buf, D)
     tma.store_wait(0)
 
 
@@ -149,7 +184,7 @@ def attention_dkdv_hopper(
     unit, units, T, H, GROUP, band, scale, D: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """dK, dV and dS^T of so many units from `unit` on."""
-    # prologue: shared memory and barriers
+    # prologue: shared memory
     kind: gl.constexpr = q_desc.dtype
     tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, D], kind)
     q_bufs = gl.allocate_shared_memory(kind, [STAGES, 64, D], tile)
@@ -157,10 +192,13 @@ def attention_dkdv_hopper(
     k_bufs = gl.allocate_shared_memory(kind, [2, 64, D], tile)
     v_bufs = gl.allocate_shared_memory(kind, [2, 64, D], tile)
     ds_bufs = gl.allocate_shared_memory(kind, [4, 64, 64], ds_desc.layout)
-    stat_bufs = gl.allocate_shared_memory(gl.float32, [STAGES, 128], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    keys_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    stat_bufs = gl.allocate_shared_memory(gl.float32, [STAGES, 128], plain)
+    # barriers
+    bar_layout: gl.constexpr = mbarrier.MBarrierLayout()
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar_layout)
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar_layout)
+    keys_full = gl.allocate_shared_memory(gl.int64, [1], bar_layout)
     for s in gl.static_range(STAGES):
         mbarrier.init(full.index(s), count=2)  # TMA's arrival, and that of the statistics
         mbarrier.init(empty.index(s), count=2)
@@ -169,17 +207,21 @@ def attention_dkdv_hopper(
 
     # this program's unit and key block
     local, n = banded_tile(gl.program_id(0), units, T // 2, band)
-    b, g = (unit + local) // (H // GROUP), (unit + local) % (H // GROUP)
+    kv_head = unit + local
+    kv_heads = H // GROUP
+    b = kv_head // kv_heads
+    g = kv_head % kv_heads
     at = (b, g, n, local, T, H, GROUP)
     outs = (dk_desc, dv_desc, ds_desc)
     bufs = (q_bufs, k_bufs, v_bufs, dy_bufs, stat_bufs)
     bars = (full, empty, keys_full)
+    inputs = (q_desc, k_desc, v_desc, dy_desc)
     # two consumer warpgroups and one producer warp
     gl.warp_specialize(
         [
             (accumulate_dkdv, (outs, bufs, ds_bufs, bars, at, scale, 0, D, STAGES)),
             (accumulate_dkdv, (outs, bufs, ds_bufs, bars, at, scale, 1, D, STAGES)),
-            (fetch_queries, ((q_desc, k_desc, v_desc, dy_desc), statistics, bufs, bars, at, D, STAGES)),
+            (fetch_queries, (inputs, statistics, bufs, bars, at, D, STAGES)),
         ],
         [4, 1],
         [240, 24],
@@ -192,14 +234,19 @@ def fetch_keys_and_ds(k_desc, ds_desc, bufs, bars, at, D: gl.constexpr, STAGES: 
     k_bufs, ds_bufs = bufs
     full, empty = bars
     b, g, h, m, local, T = at
+    # main loop over keys, 64 at a time: wait for a free stage, then fill it
     for i in range(2 * (m + 1)):
         s = i % STAGES
         bar = full.index(s)
-        mbarrier.wait(empty.index(s), (i // STAGES) & 1 ^ 1)
+        free = empty.index(s)
+        phase = (i // STAGES) & 1
+        mbarrier.wait(free, phase ^ 1)
         mbarrier.expect(bar, (D + 2 * 64) * 64 * 2)
-        tma.async_copy_global_to_shared(k_desc, [b, i * 64, g * D], bar, k_bufs.index(s).reshape([1, 64, D]))
+        here = [b, i * 64, g * D]
+        fetch_positions(k_desc, here, bar, k_bufs.index(s), D)
         for c in gl.static_range(2):
-            row = ds_tile_first_row(local, i // 2, 2 * m + c, T) + (i % 2) * 64
+            tile_row = ds_tile_first_row(local, i // 2, 2 * m + c, T)
+            row = tile_row + (i % 2) * 64
             tma.async_copy_global_to_shared(ds_desc, [row, 0], bar, ds_bufs.index(2 * s + c))
 
 
@@ -215,11 +262,19 @@ def accumulate_dq(dq_desc, bufs, bars, at, scale, D: gl.constexpr, STAGES: gl.co
     # main loop over keys, 64 at a time; a stage is freed one step later, when its products are done
     for i in range(2 * (m + 1)):
         s = i % STAGES
-        mbarrier.wait(full.index(s), (i // STAGES) & 1)
-        one = warpgroup_mma(ds_bufs.index(2 * s).permute((1, 0)), k_bufs.index(s), one, is_async=True)
-        two = warpgroup_mma(ds_bufs.index(2 * s + 1).permute((1, 0)), k_bufs.index(s), two, is_async=True)
+        filled = full.index(s)
+        phase = (i // STAGES) & 1
+        mbarrier.wait(filled, phase)
+        # dQ += dS K, for both tiles
+        ds_one = ds_bufs.index(2 * s).permute((1, 0))
+        one = warpgroup_mma(ds_one, k_bufs.index(s), one, is_async=True)
+        ds_two = ds_bufs.index(2 * s + 1).permute((1, 0))
+        two = warpgroup_mma(ds_two, k_bufs.index(s), two, is_async=True)
+        # the products of the step before are done
         one, two = warpgroup_mma_wait(2, deps=(one, two))
-        mbarrier.arrive(empty.index((i + STAGES - 1) % STAGES), pred=i > 0)
+        has_previous = i > 0
+        previous = (i + STAGES - 1) % STAGES
+        mbarrier.arrive(empty.index(previous), pred=has_previous)
     # epilogue: dQ leaves through the buffers of dS^T, to which no load is in flight any more
     one, two = warpgroup_mma_wait(0, deps=(one, two))
     store_dq_tile(dq_desc, ds_bufs, one * scale, [b, 128 * m, h * D], 0, D)
@@ -231,14 +286,16 @@ def accumulate_dq(dq_desc, bufs, bars, at, scale, D: gl.constexpr, STAGES: gl.co
 def store_dq_tile(dq_desc, bufs, x, at, FIRST: gl.constexpr, D: gl.constexpr):
     """Store 64 queries' gradient by TMA through one buffer, or two, from FIRST on."""
     x = x.to(bufs.dtype)
+    # to shared memory, 64 columns to a buffer
     if D == 128:
         x, right = split_columns(x, 64, D)
         bufs.index(FIRST + 1).store(right)
     bufs.index(FIRST).store(x)
     fence_async_shared()
+    # from there to memory
     for c in gl.static_range(D // 64):
         here = [at[0], at[1], at[2] + 64 * c]
-        tma.async_copy_shared_to_global(dq_desc, here, bufs.index(FIRST + c).reshape([1, 64, 64]))
+        send_positions(dq_desc, here, bufs.index(FIRST + c), 64)
 
 
 @gluon.jit
@@ -247,13 +304,15 @@ def attention_dq_hopper(
 ):  # fmt: skip
     """dQ of so many heads, from the first of `unit` on: 128 queries a program, those that see most keys first. Two
     programs fit on a multiprocessor: one is in its prologue or epilogue while the other multiplies."""
-    # prologue: shared memory and barriers
+    # prologue: shared memory
     kind: gl.constexpr = k_desc.dtype
     tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, D], kind)
     k_bufs = gl.allocate_shared_memory(kind, [STAGES, 64, D], tile)
     ds_bufs = gl.allocate_shared_memory(kind, [2 * STAGES, 64, 64], ds_desc.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    # barriers
+    bar_layout: gl.constexpr = mbarrier.MBarrierLayout()
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar_layout)
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar_layout)
     for s in gl.static_range(STAGES):
         mbarrier.init(full.index(s), count=1)
         mbarrier.init(empty.index(s), count=1)
@@ -262,9 +321,13 @@ def attention_dq_hopper(
     # this program's head and query block
     local, rank = banded_tile(gl.program_id(0), heads, T // 2, band)
     head = unit * GROUP + local
-    b, h = head // H, head % H
-    at = (b, h // GROUP, h, T // 2 - 1 - rank, local, T)
-    bufs, bars = (k_bufs, ds_bufs), (full, empty)
+    b = head // H
+    h = head % H
+    g = h // GROUP
+    m = T // 2 - 1 - rank
+    at = (b, g, h, m, local, T)
+    bufs = (k_bufs, ds_bufs)
+    bars = (full, empty)
     # one consumer warpgroup and one producer warp
     gl.warp_specialize(
         [

@@ -4,6 +4,7 @@ B sequences, S positions, H query heads, G key/value heads, D head width; blocks
 """
 
 # pyright: reportMissingImports=false, reportIndexIssue=false, reportArgumentType=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ import triton.language as tl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from moefold.kernels.attention.backward_hopper import attention_dkdv_hopper, attention_dq_hopper
+from moefold.kernels.attention.heads_triton import load_head_block, outer_strides, program_head
 from moefold.kernels.attention.workspace import HOPPER_HEAD_WIDTHS, kv_heads_at_once, score_gradient_rows
 from moefold.kernels.hopper import block_descriptor
 
@@ -26,26 +28,33 @@ def attention_statistics(
 ):  # fmt: skip
     """The accumulators' initial values for 64 queries: minus the log-sum-exp, unscaled, and minus delta = sum(dy * y).
     Behind the end the former is minus infinity: such queries see nothing."""
-    b = (tl.program_id(1) // H).to(tl.int64)
-    h = tl.program_id(1) % H
-    head = tl.program_id(1).to(tl.int64)
+    # prologue: results of this program's queries, and their gradients
+    b, h = program_head(H)
     rows = tl.program_id(0) * 64 + tl.arange(0, 64)
-    columns = tl.arange(0, D)
-    inside = rows < S
-    result = tl.load(y + b * y_b + h * y_h + rows[:, None] * y_s + columns, mask=inside[:, None], other=0.0)
-    grads = tl.load(dy + b * d_b + h * d_h + rows[:, None] * d_s + columns, mask=inside[:, None], other=0.0)
-    sums = tl.load(lse + head * S + rows, mask=inside, other=float("inf"))
-    here = statistics + (head * tiles + tl.program_id(0)) * 128 + tl.arange(0, 64)
+    y_head = y + b * y_b + h * y_h
+    result = load_head_block(y_head, rows, y_s, S, D, D)
+    dy_head = dy + b * d_b + h * d_h
+    grads = load_head_block(dy_head, rows, d_s, S, D, D)
+    # the log-sum-exp
+    head = tl.program_id(1).to(tl.int64)
+    sums = tl.load(lse + head * S + rows, mask=rows < S, other=float("inf"))
+    tile = head * tiles + tl.program_id(0)
+    here = statistics + tile * 128 + tl.arange(0, 64)
     tl.store(here, -sums / scale)
+    # delta
     products = result.to(tl.float32) * grads.to(tl.float32)
-    tl.store(here + 64, -tl.sum(products, 1))
+    delta = tl.sum(products, 1)
+    tl.store(here + 64, -delta)
 
 
 def hopper_backward_applies(q: torch.Tensor, k: torch.Tensor, scale: float) -> bool:
     """Whether the Hopper kernels can run here; wherever measured, they were faster than Triton's."""
     b, s, h, d = q.shape
     g = k.shape[2]
-    if not q.is_cuda or torch.cuda.get_device_capability(q.device)[0] != 9:
+    if not q.is_cuda:
+        return False
+    major, _ = torch.cuda.get_device_capability(q.device)
+    if major != 9:
         return False
     if not q.numel() or scale <= 0:
         return False
@@ -66,15 +75,22 @@ def launch_hopper_backward(
     """dq, dk, dv of square causal attention; all tensors but the log-sum-exp are (B, S, heads, D)."""
     b, s, h, d = q.shape
     g = k.shape[2]
-    group, blocks, all_units = h // g, triton.cdiv(s, 128), b * g
+    group = h // g
+    all_units = b * g
+    blocks = triton.cdiv(s, 128)
     statistics = softmax_statistics(y, dy, lse_BHS.contiguous(), 2 * blocks, scale)
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     # Workspace for dS^T of as many units as fit at once.
     together = kv_heads_at_once(s, all_units, group)
-    workspace = torch.empty(together * group * score_gradient_rows(s), 64, dtype=q.dtype, device=q.device)
+    rows = together * group * score_gradient_rows(s)
+    workspace = torch.empty(rows, 64, dtype=q.dtype, device=q.device)
+    # Descriptors of all tensors.
     ds = block_descriptor(workspace, 64, 64)
-    inputs = (head_descriptor(q, d), head_descriptor(k, d), head_descriptor(v, d), head_descriptor(dy, d))
+    inputs = [head_descriptor(x, d) for x in (q, k, v, dy)]
+    keys = inputs[1]
     outputs = (head_descriptor(dk, d), head_descriptor(dv, d), ds, statistics)
+    queries_gradient = head_descriptor(dq, 64)
+    # Rounds of so many units.
     band = triton.cdiv(PROGRAMS_PER_BAND, blocks)
     sizes = (2 * blocks, h, group, band, scale)
     options = {"D": d, "STAGES": STAGES[d], "num_warps": 4}
@@ -82,9 +98,8 @@ def launch_hopper_backward(
         units = min(together, all_units - unit)
         attention_dkdv_hopper[units * blocks,](*inputs, *outputs, unit, units, *sizes, **options)
         # Half the registers, so that two programs share a multiprocessor.
-        attention_dq_hopper[units * group * blocks,](
-            inputs[1], ds, head_descriptor(dq, 64), unit, units * group, *sizes, **options, maxnreg=128
-        )
+        heads = units * group
+        attention_dq_hopper[heads * blocks,](keys, ds, queries_gradient, unit, heads, *sizes, **options, maxnreg=128)
     return dq, dk, dv
 
 
@@ -94,9 +109,8 @@ def softmax_statistics(
     """(B H, tiles, 2, 64): what `attention_statistics` computes."""
     b, s, h, d = y.shape
     statistics = torch.empty(b * h, tiles, 2, 64, dtype=torch.float32, device=y.device)
-    attention_statistics[tiles, b * h](
-        y, dy, lse_BHS, statistics, s, h, tiles, scale, *y.stride()[:3], *dy.stride()[:3], d
-    )  # fmt: skip
+    strides = outer_strides(y, dy)
+    attention_statistics[tiles, b * h](y, dy, lse_BHS, statistics, s, h, tiles, scale, *strides, d)
     return statistics
 
 

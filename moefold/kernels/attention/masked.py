@@ -9,6 +9,7 @@ B sequences, S queries, which are the last of L positions, H query heads, G key/
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 
 class MaskedAttentionFunction(torch.autograd.Function):
@@ -38,32 +39,32 @@ class MaskedAttentionFunction(torch.autograd.Function):
         return dq, dk, dv, None, None, d_sink, None
 
 
-def sink_gradient(sink_H: torch.Tensor | None, lse_BHS: torch.Tensor, delta_BHS: torch.Tensor) -> torch.Tensor | None:
+def sink_gradient(sink_H: Tensor | None, lse_BHS: Tensor, delta_BHS: Tensor) -> Tensor | None:
     """The sink's value is zero, so its dP is zero and dS = -P delta."""
     if sink_H is None:
         return None
-    p_BHS = (sink_H.float()[:, None] - lse_BHS).exp()
+    log_p_BHS = sink_H.float()[:, None] - lse_BHS
+    p_BHS = log_p_BHS.exp()
     d_sink_H = -(p_BHS * delta_BHS).sum((0, 2))
     return d_sink_H.to(sink_H.dtype)
 
 
-def first_visible_key(
-    q_BSHD: torch.Tensor, k_BLGD: torch.Tensor, window: int, begins_BS: torch.Tensor | None
-) -> torch.Tensor:
+def first_visible_key(q_BSHD: Tensor, k_BLGD: Tensor, window: int, begins_BS: Tensor | None) -> Tensor:
     """The position of the first key that each query sees: the first of its document or, if later, of its window."""
     b, s = q_BSHD.shape[:2]
-    length = k_BLGD.shape[1]
     if begins_BS is None:
         first_BS = torch.zeros(b, s, dtype=torch.int32, device=q_BSHD.device)
     else:
         first_BS = begins_BS.int().contiguous()
     if not window:
         return first_BS
+    length = k_BLGD.shape[1]
     position_S = torch.arange(length - s, length, dtype=torch.int32, device=q_BSHD.device)
-    return first_BS.maximum(position_S - (window - 1))
+    first_of_window_S = position_S - (window - 1)
+    return first_BS.maximum(first_of_window_S)
 
 
-def visible_until_query(first_BS: torch.Tensor, length: int) -> torch.Tensor:
+def visible_until_query(first_BS: Tensor, length: int) -> Tensor:
     """For each key, the number of queries whose first visible key is not behind it: later queries do not see it."""
     position_L = torch.arange(length, dtype=torch.int32, device=first_BS.device)
     position_BL = position_L.expand(len(first_BS), -1).contiguous()

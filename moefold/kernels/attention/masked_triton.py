@@ -12,29 +12,36 @@ import torch
 import triton
 import triton.language as tl
 
+from moefold.kernels.attention.heads_triton import (
+    LOG2E,
+    load_delta,
+    load_head_block,
+    load_log_sums,
+    outer_strides,
+    program_head,
+    store_head_block,
+)
+
 # M, N, warps and stages of the three kernels: of a dozen tried on an H200 the best (docs/benchmarks/step-notes.md).
 NARROW = ((64, 64, 4, 3), (64, 64, 4, 2), (64, 64, 4, 2))
 WIDE = ((128, 64, 8, 2), (64, 64, 4, 2), (32, 128, 8, 2))  # heads wider than 128
-LOG2E = tl.constexpr(1.4426950408889634)
+FORWARD, DQ, DKDV = range(3)  # places in these
+LARGEST_OFFSET = (1 << 31) - 1
 
 
 @triton.jit
-def load_head_block(base, places, stride, end, D: tl.constexpr, WIDE: tl.constexpr):
-    """(positions, WIDE) of one head, zeros behind the end and beyond its width."""
-    d = tl.arange(0, WIDE)
-    pointers = base + places[:, None] * stride + d[None, :]
-    inside = places[:, None] < end
-    if D == WIDE:
-        return tl.load(pointers, mask=inside, other=0.0)
-    else:
-        return tl.load(pointers, mask=inside & (d[None, :] < D), other=0.0)
+def first_visible(first, b, rows, S, L):
+    """The first key that each of these queries sees; behind the end, queries see none."""
+    at = first + b * S + rows
+    return tl.load(at, mask=rows < S, other=L)
 
 
 @triton.jit
-def store_head_block(base, places, stride, end, values, D: tl.constexpr, WIDE: tl.constexpr):
-    d = tl.arange(0, WIDE)
-    inside = (places[:, None] < end) & (d[None, :] < D)
-    tl.store(base + places[:, None] * stride + d[None, :], values.to(base.dtype.element_ty), mask=inside)
+def visible_keys(rows, columns, first_M, ahead):
+    """(M, N): which keys a query sees, from its first to its own."""
+    key = columns[None, :]
+    own = rows[:, None] + ahead
+    return (key >= first_M[:, None]) & (key <= own)
 
 
 @triton.jit
@@ -45,41 +52,56 @@ def masked_attention_kernel(
     M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """M queries of one head, with an online softmax over their keys."""
-    # prologue: this program's queries, and the sink
+    # prologue: this program's queries
+    b, h = program_head(H)
     start = tl.program_id(0) * M
-    ahead = L - S
-    b = (tl.program_id(1) // H).to(tl.int64)
-    h = tl.program_id(1) % H
     rows = start + tl.arange(0, M)
-    queries = load_head_block(q + b * q_b + h * q_h, rows, q_s, S, D, DW)
-    first_M = tl.load(first + b * S + rows, mask=rows < S, other=L)
-    keys_at = k + b * k_b + (h // GROUP) * k_h
-    values_at = v + b * v_b + (h // GROUP) * v_h
+    q_head = q + b * q_b + h * q_h
+    queries = load_head_block(q_head, rows, q_s, S, D, DW)
+    first_M = first_visible(first, b, rows, S, L)
+    log2_scale = scale * LOG2E
+    # the softmax so far: maximum, sum and weighted values; a sink is in it from the start
     total = tl.zeros((M,), tl.float32)
     top = total - float("inf")
     if SINK:
-        top = total + tl.load(sink + h).to(tl.float32) * LOG2E
+        sink_logit = tl.load(sink + h).to(tl.float32)
+        top = total + sink_logit * LOG2E
         total += 1.0
     out = tl.zeros((M, VW), tl.float32)
+    # the head of keys and values, and the keys that any of the queries sees
+    g = h // GROUP
+    k_head = k + b * k_b + g * k_h
+    v_head = v + b * v_b + g * v_h
+    ahead = L - S
+    lowest = tl.load(first + b * S + start)
+    end = tl.minimum(start + M + ahead, L)
     # main loop over key blocks, from the first that any query sees
-    for n in range(tl.load(first + b * S + start) // N * N, tl.minimum(start + M + ahead, L), N):
+    for n in range(lowest // N * N, end, N):
+        # scores of this block of keys
         columns = n + tl.arange(0, N)
-        keys = load_head_block(keys_at, columns, k_s, L, D, DW)
-        scores = tl.dot(queries, keys.T) * (scale * LOG2E)
-        visible = (columns[None, :] >= first_M[:, None]) & (columns[None, :] <= rows[:, None] + ahead)
+        keys = load_head_block(k_head, columns, k_s, L, D, DW)
+        scores = tl.dot(queries, keys.T) * log2_scale
+        visible = visible_keys(rows, columns, first_M, ahead)
         scores = tl.where(visible, scores, float("-inf"))
+        # the new maximum, and what it leaves of the old sums
         higher = tl.maximum(top, tl.max(scores, 1))
-        shift = tl.where(higher == float("-inf"), 0.0, higher)  # -inf: a query that has seen no key yet
+        unseen = higher == float("-inf")  # a query that has seen no key yet
+        shift = tl.where(unseen, 0.0, higher)
         p = tl.exp2(scores - shift[:, None])
         kept = tl.exp2(top - shift)
-        values = load_head_block(values_at, columns, v_s, L, V, VW)
-        out = tl.dot(p.to(values.dtype), values, out * kept[:, None])
+        # weighted values and sum
+        values = load_head_block(v_head, columns, v_s, L, V, VW)
+        kept_out = out * kept[:, None]
+        out = tl.dot(p.to(values.dtype), values, kept_out)
         total = total * kept + tl.sum(p, 1)
         top = higher
     # epilogue: normalise
-    store_head_block(y + b * y_b + h * y_h, rows, y_s, S, out / total[:, None], V, VW)
+    y_head = y + b * y_b + h * y_h
+    normalised = out / total[:, None]
+    store_head_block(y_head, rows, y_s, S, normalised, V, VW)
     lse_M = (top + tl.log2(total)) / LOG2E
-    tl.store(lse + tl.program_id(1).to(tl.int64) * S + rows, lse_M, mask=rows < S)
+    lse_head = lse + tl.program_id(1).to(tl.int64) * S
+    tl.store(lse_head + rows, lse_M, mask=rows < S)
 
 
 @triton.jit
@@ -89,34 +111,50 @@ def masked_attention_dq_kernel(
     D: tl.constexpr, DW: tl.constexpr, V: tl.constexpr, VW: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """The gradient of M queries of one head; and delta = sum(dy * y) per query, for the kernel that follows."""
-    # prologue: this program's queries and their statistics
+    # prologue: this program's queries and the gradients of their results
+    b, h = program_head(H)
+    head = tl.program_id(1).to(tl.int64)
     start = tl.program_id(0) * M
-    ahead = L - S
-    b = (tl.program_id(1) // H).to(tl.int64)
-    h = tl.program_id(1) % H
     rows = start + tl.arange(0, M)
-    at = tl.program_id(1).to(tl.int64) * S
-    queries = load_head_block(q + b * q_b + h * q_h, rows, q_s, S, D, DW)
-    grads = load_head_block(dy + b * d_b + h * d_h, rows, d_s, S, V, VW)
-    result = load_head_block(y + b * y_b + h * y_h, rows, y_s, S, V, VW)
-    delta_M = tl.sum(result.to(tl.float32) * grads.to(tl.float32), 1)
-    tl.store(delta + at + rows, delta_M, mask=rows < S)
-    lse_M = tl.load(lse + at + rows, mask=rows < S, other=float("inf")) * LOG2E
-    first_M = tl.load(first + b * S + rows, mask=rows < S, other=L)
-    keys_at = k + b * k_b + (h // GROUP) * k_h
-    values_at = v + b * v_b + (h // GROUP) * v_h
+    q_head = q + b * q_b + h * q_h
+    queries = load_head_block(q_head, rows, q_s, S, D, DW)
+    dy_head = dy + b * d_b + h * d_h
+    grads = load_head_block(dy_head, rows, d_s, S, V, VW)
+    # statistics of the queries
+    y_head = y + b * y_b + h * y_h
+    result = load_head_block(y_head, rows, y_s, S, V, VW)
+    products = result.to(tl.float32) * grads.to(tl.float32)
+    delta_M = tl.sum(products, 1)
+    delta_head = delta + head * S
+    tl.store(delta_head + rows, delta_M, mask=rows < S)
+    lse_M = load_log_sums(lse, head, rows, S)
+    first_M = first_visible(first, b, rows, S, L)
+    log2_scale = scale * LOG2E
+    # the head of keys and values, and the keys that any of the queries sees
+    g = h // GROUP
+    k_head = k + b * k_b + g * k_h
+    v_head = v + b * v_b + g * v_h
     total = tl.zeros((M, DW), tl.float32)
+    ahead = L - S
+    lowest = tl.load(first + b * S + start)
+    end = tl.minimum(start + M + ahead, L)
     # main loop over key blocks
-    for n in range(tl.load(first + b * S + start) // N * N, tl.minimum(start + M + ahead, L), N):
+    for n in range(lowest // N * N, end, N):
         columns = n + tl.arange(0, N)
-        keys = load_head_block(keys_at, columns, k_s, L, D, DW)
-        values = load_head_block(values_at, columns, v_s, L, V, VW)
-        scores = tl.dot(queries, keys.T) * (scale * LOG2E)
-        visible = (columns[None, :] >= first_M[:, None]) & (columns[None, :] <= rows[:, None] + ahead)
-        p = tl.where(visible, tl.exp2(scores - lse_M[:, None]), 0.0)
-        ds = p * (tl.dot(grads, values.T) - delta_M[:, None])
+        keys = load_head_block(k_head, columns, k_s, L, D, DW)
+        values = load_head_block(v_head, columns, v_s, L, V, VW)
+        # P of this block
+        scores = tl.dot(queries, keys.T) * log2_scale
+        visible = visible_keys(rows, columns, first_M, ahead)
+        p = tl.exp2(scores - lse_M[:, None])
+        p = tl.where(visible, p, 0.0)
+        # dS = P (dP - delta), and dQ += dS K
+        dp = tl.dot(grads, values.T)
+        ds = p * (dp - delta_M[:, None])
         total = tl.dot(ds.to(keys.dtype), keys, total)
-    store_head_block(dq + b * o_b + h * o_h, rows, o_s, S, total * scale, D, DW)
+    # epilogue
+    dq_head = dq + b * o_b + h * o_h
+    store_head_block(dq_head, rows, o_s, S, total * scale, D, DW)
 
 
 @triton.jit
@@ -126,66 +164,83 @@ def masked_attention_dkdv_kernel(
     D: tl.constexpr, DW: tl.constexpr, V: tl.constexpr, VW: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """The gradients of N keys and values of one head, summed over the query heads of its group."""
-    # prologue: this program's keys and values, and the queries that see them
+    # prologue: this program's keys and values
+    b, g = program_head(G)
     start = tl.program_id(0) * N
-    ahead = L - S
-    b = (tl.program_id(1) // G).to(tl.int64)
-    g = tl.program_id(1) % G
     columns = start + tl.arange(0, N)
-    keys = load_head_block(k + b * k_b + g * k_h, columns, k_s, L, D, DW)
-    values = load_head_block(v + b * v_b + g * v_h, columns, v_s, L, V, VW)
+    k_head = k + b * k_b + g * k_h
+    keys = load_head_block(k_head, columns, k_s, L, D, DW)
+    v_head = v + b * v_b + g * v_h
+    values = load_head_block(v_head, columns, v_s, L, V, VW)
     of_keys = tl.zeros((N, DW), tl.float32)
     of_values = tl.zeros((N, VW), tl.float32)
+    log2_scale = scale * LOG2E
+    # the queries that see them: from those at the first key to the last key's last
+    ahead = L - S
     lowest = tl.maximum(start - ahead, 0) // M * M
-    until_N = tl.load(until + b * L + columns, mask=columns < L, other=0)
-    end = tl.load(until + b * L + tl.minimum(start + N, L) - 1)  # of the last key: later queries see none of them
+    until_b = until + b * L
+    until_N = tl.load(until_b + columns, mask=columns < L, other=0)
+    behind = tl.minimum(start + N, L)
+    end = tl.load(until_b + behind - 1)
     # main loops over the group's query heads and over query blocks
     for h in range(g * GROUP, (g + 1) * GROUP):
-        queries_at = q + b * q_b + h * q_h
-        grads_at = dy + b * d_b + h * d_h
-        at = (b * G * GROUP + h) * S
+        q_head = q + b * q_b + h * q_h
+        dy_head = dy + b * d_b + h * d_h
+        head = b * G * GROUP + h
         for m in range(lowest, end, M):
+            # a block of queries, the gradients of their results, their statistics
             rows = m + tl.arange(0, M)
-            queries = load_head_block(queries_at, rows, q_s, S, D, DW)
-            grads = load_head_block(grads_at, rows, d_s, S, V, VW)
-            lse_M = tl.load(lse + at + rows, mask=rows < S, other=float("inf")) * LOG2E
-            delta_M = tl.load(delta + at + rows, mask=rows < S, other=0.0)
-            scores = tl.dot(keys, queries.T) * (scale * LOG2E)
-            visible = (columns[:, None] <= rows[None, :] + ahead) & (rows[None, :] < until_N[:, None])
-            p = tl.where(visible, tl.exp2(scores - lse_M[None, :]), 0.0)
+            queries = load_head_block(q_head, rows, q_s, S, D, DW)
+            grads = load_head_block(dy_head, rows, d_s, S, V, VW)
+            lse_M = load_log_sums(lse, head, rows, S)
+            delta_M = load_delta(delta, head, rows, S)
+            # P^T of this block, and dV += P^T dO
+            scores = tl.dot(keys, queries.T) * log2_scale
+            not_later = columns[:, None] <= rows[None, :] + ahead
+            visible = not_later & (rows[None, :] < until_N[:, None])
+            p = tl.exp2(scores - lse_M[None, :])
+            p = tl.where(visible, p, 0.0)
             of_values = tl.dot(p.to(grads.dtype), grads, of_values)
-            ds = p * (tl.dot(values, grads.T) - delta_M[None, :])
+            # dS^T = P^T (dP^T - delta), and dK += dS^T Q
+            dp = tl.dot(values, grads.T)
+            ds = p * (dp - delta_M[None, :])
             of_keys = tl.dot(ds.to(queries.dtype), queries, of_keys)
     # epilogue
-    store_head_block(dk + b * ok_b + g * ok_h, columns, ok_s, L, of_keys * scale, D, DW)
-    store_head_block(dv + b * ov_b + g * ov_h, columns, ov_s, L, of_values, V, VW)
+    dk_head = dk + b * ok_b + g * ok_h
+    store_head_block(dk_head, columns, ok_s, L, of_keys * scale, D, DW)
+    dv_head = dv + b * ov_b + g * ov_h
+    store_head_block(dv_head, columns, ov_s, L, of_values, V, VW)
 
 
-def outer_strides(*tensors: torch.Tensor) -> list[int]:
-    """The strides of sequences, positions and heads; the elements of a head are contiguous."""
-    return [stride for x in tensors for stride in x.stride()[:3]]
+def padded_width(x: torch.Tensor) -> int:
+    """The power of two that holds the width of a head."""
+    return max(16, triton.next_power_of_2(x.shape[-1]))
 
 
 def padded_widths(q_BSHD: torch.Tensor, v_BLGV: torch.Tensor) -> list[int]:
     """D and V, each with the power of two that holds it."""
-    d, v = q_BSHD.shape[-1], v_BLGV.shape[-1]
-    return [d, max(16, triton.next_power_of_2(d)), v, max(16, triton.next_power_of_2(v))]
+    d = q_BSHD.shape[-1]
+    v = v_BLGV.shape[-1]
+    return [d, padded_width(q_BSHD), v, padded_width(v_BLGV)]
 
 
-def tile_launch_options(
-    kernel: int, q_BSHD: torch.Tensor, v_BLGV: torch.Tensor
-) -> tuple[tuple[int, int], dict[str, int]]:
-    """(M, N) of one of the three kernels, and its warps and stages."""
-    widest = max(padded_widths(q_BSHD, v_BLGV))
-    tiles = WIDE if widest > 128 else NARROW
+def tile_launch_options(kernel: int, widths: list[int]) -> dict[str, int]:
+    """M and N of one of the three kernels, its warps and its stages."""
+    tiles = WIDE if max(widths) > 128 else NARROW
     m, n, warps, stages = tiles[kernel]
-    return (m, n), {"num_warps": warps, "num_stages": stages}
+    return {"M": m, "N": n, "num_warps": warps, "num_stages": stages}
 
 
 def addressable(x: torch.Tensor) -> torch.Tensor:
     """Heads with contiguous columns, and positions within reach of 32-bit offsets."""
     reach = x.stride(1) * x.shape[1]
-    return x if x.stride(-1) == 1 and reach < 1 << 31 else x.contiguous()
+    if x.stride(-1) == 1 and reach <= LARGEST_OFFSET:
+        return x
+    return x.contiguous()
+
+
+def empty_contiguous(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
 def masked_attention_forward(
@@ -194,13 +249,19 @@ def masked_attention_forward(
     """(B, S, H, V) and its log-sum-exp (B, H, S), sinks included."""
     b, s, h, _ = q.shape
     length, g = k.shape[1:3]
-    q, k, v = addressable(q), addressable(k), addressable(v)
+    q = addressable(q)
+    k = addressable(k)
+    v = addressable(v)
     y = torch.empty(b, s, h, v.shape[-1], dtype=q.dtype, device=q.device)
     lse = torch.empty(b, h, s, dtype=torch.float32, device=q.device)
-    (m, n), options = tile_launch_options(0, q, v)
-    masked_attention_kernel[triton.cdiv(s, m), b * h](
-        q, k, v, first_BS, sink_H, y, lse, s, length, scale, h, h // g, *outer_strides(q, k, v, y),
-        sink_H is not None, *padded_widths(q, v), m, n, **options,
+    sizes = (s, length, scale, h, h // g)
+    strides = outer_strides(q, k, v, y)
+    widths = padded_widths(q, v)
+    options = tile_launch_options(FORWARD, widths)
+    query_blocks = triton.cdiv(s, options["M"])
+    has_sink = sink_H is not None
+    masked_attention_kernel[query_blocks, b * h](
+        q, k, v, first_BS, sink_H, y, lse, *sizes, *strides, has_sink, *widths, **options
     )  # fmt: skip
     return y, lse
 
@@ -219,18 +280,26 @@ def masked_attention_backward(
     """dq, dk, dv and delta (B, H, S)."""
     b, s, h, _ = q.shape
     length, g = k.shape[1:3]
-    dy, q, k, v, y = (addressable(x) for x in (dy, q, k, v, y))
-    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    group = h // g
+    inputs = [addressable(x) for x in (q, k, v, dy)]
+    y = addressable(y)
+    dq = empty_contiguous(q)
+    dk = empty_contiguous(k)
+    dv = empty_contiguous(v)
     delta = torch.empty_like(lse)
     widths = padded_widths(q, v)
-    (m, n), options = tile_launch_options(1, q, v)
-    masked_attention_dq_kernel[triton.cdiv(s, m), b * h](
-        q, k, v, dy, first_BS, y, lse, delta, dq, s, length, scale, h, h // g,
-        *outer_strides(q, k, v, dy, y, dq), *widths, m, n, **options,
-    )  # fmt: skip
-    (m, n), options = tile_launch_options(2, q, v)
-    masked_attention_dkdv_kernel[triton.cdiv(length, n), b * g](
-        q, k, v, dy, until_BL, lse, delta, dk, dv, s, length, scale, g, h // g,
-        *outer_strides(q, k, v, dy, dk, dv), *widths, m, n, **options,
-    )  # fmt: skip
+    # dq and delta
+    strides = outer_strides(*inputs, y, dq)
+    options = tile_launch_options(DQ, widths)
+    query_blocks = triton.cdiv(s, options["M"])
+    masked_attention_dq_kernel[query_blocks, b * h](
+        *inputs, first_BS, y, lse, delta, dq, s, length, scale, h, group, *strides, *widths, **options
+    )
+    # dk and dv
+    strides = outer_strides(*inputs, dk, dv)
+    options = tile_launch_options(DKDV, widths)
+    key_blocks = triton.cdiv(length, options["N"])
+    masked_attention_dkdv_kernel[key_blocks, b * g](
+        *inputs, until_BL, lse, delta, dk, dv, s, length, scale, g, group, *strides, *widths, **options
+    )
     return dq, dk, dv, delta

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+from torch import Tensor
 
 from moefold.kernels.attention.attention import attention_mask, heads_first
 from moefold.kernels.registry import KernelCase, register_op, seeded_randn
@@ -21,58 +22,60 @@ from moefold.kernels.registry import KernelCase, register_op, seeded_randn
 
 @register_op
 def attention_block(
-    q_BSHD: torch.Tensor, k_BLGD: torch.Tensor, v_BLGV: torch.Tensor, scale: float, ahead: int, window: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+    q_BSHD: Tensor, k_BLGD: Tensor, v_BLGV: Tensor, scale: float, ahead: int, window: int
+) -> tuple[Tensor, Tensor]:
     """out_BSHV in fp32 or better, and lse_BSH."""
     _, _, v, scores = masked_block_scores(q_BSHD, k_BLGD, v_BLGV, scale, ahead, window)
     lse = scores.logsumexp(-1)
-    log_p = (scores - lse[..., None]).nan_to_num(nan=-torch.inf)  # NaN: -inf minus -inf, of a query that sees no key
+    log_p = scores - lse[..., None]
+    log_p = log_p.nan_to_num(nan=-torch.inf)  # NaN: -inf minus -inf, of a query that sees no key
     out = log_p.exp() @ v
     return out.transpose(1, 2), lse.transpose(1, 2)
 
 
 @register_op
 def attention_block_backward(
-    dy_BSHV: torch.Tensor,
-    q_BSHD: torch.Tensor,
-    k_BLGD: torch.Tensor,
-    v_BLGV: torch.Tensor,
-    lse_BSH: torch.Tensor,
-    delta_BSH: torch.Tensor,
+    dy_BSHV: Tensor,
+    q_BSHD: Tensor,
+    k_BLGD: Tensor,
+    v_BLGV: Tensor,
+    lse_BSH: Tensor,
+    delta_BSH: Tensor,
     scale: float,
     ahead: int,
     window: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv of this block, in fp32 or better."""
     q, k, v, scores = masked_block_scores(q_BSHD, k_BLGD, v_BLGV, scale, ahead, window)
     dy = dy_BSHV.transpose(1, 2).to(scores.dtype)
     lse = lse_BSH.transpose(1, 2)[..., None]
     delta = delta_BSH.transpose(1, 2)[..., None]
     p = (scores - lse).exp()
-    dp = dy @ v.transpose(-1, -2)
+    dp = dy @ v.mT
     ds = p * (dp - delta) * scale
     dq = ds @ k
-    dk = sum_over_groups(ds.transpose(-1, -2) @ q, k_BLGD)
-    dv = sum_over_groups(p.transpose(-1, -2) @ dy, k_BLGD)
+    groups = k_BLGD.shape[2]
+    dk = sum_over_groups(ds.mT @ q, groups)
+    dv = sum_over_groups(p.mT @ dy, groups)
     return dq.transpose(1, 2), dk, dv
 
 
-def sum_over_groups(gradient: torch.Tensor, k_BLGD: torch.Tensor) -> torch.Tensor:
+def sum_over_groups(gradient: Tensor, groups: int) -> Tensor:
     """(B, H, L, width) summed over the query heads of each key/value head: (B, L, G, width)."""
-    b, length, g, _ = k_BLGD.shape
-    by_group = gradient.view(b, g, -1, length, gradient.shape[-1])
+    by_group = gradient.unflatten(1, (groups, -1))
     return by_group.sum(2).transpose(1, 2)
 
 
 def masked_block_scores(
-    q_BSHD: torch.Tensor, k_BLGD: torch.Tensor, v_BLGV: torch.Tensor, scale: float, ahead: int, window: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    q_BSHD: Tensor, k_BLGD: Tensor, v_BLGV: Tensor, scale: float, ahead: int, window: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """q, k and v with heads first, and the scores, -inf where a key is not visible."""
     wide = torch.promote_types(q_BSHD.dtype, torch.float32)
     q, k, v = heads_first(q_BSHD, k_BLGD, v_BLGV, wide)
     visible = attention_mask(q.shape[2], k.shape[2], ahead, window, q.device)
-    scores = q @ k.transpose(-1, -2) * scale
-    return q, k, v, scores.masked_fill(~visible, -torch.inf)
+    scores = q @ k.mT * scale
+    scores = scores.masked_fill(~visible, -torch.inf)
+    return q, k, v, scores
 
 
 BLOCK_CASE_SIZES = [  # B, S, L, H, G, D, V, ahead, window

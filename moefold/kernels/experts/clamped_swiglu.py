@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+from torch import Tensor
 
 from moefold.kernels.registry import KernelCase, register_op, seeded_randn
 
@@ -17,21 +18,20 @@ STEEPNESS = 1.702
 
 
 @register_op
-def clamped_swiglu(gate_up_R2F: torch.Tensor, weight_R: torch.Tensor | None, limit: float) -> torch.Tensor:
+def clamped_swiglu(gate_up_R2F: Tensor, weight_R: Tensor | None, limit: float) -> Tensor:
     wide = torch.promote_types(gate_up_R2F.dtype, torch.float32)
     gate, up = gate_up_R2F.to(wide).unbind(-2)
     gate = gate.clamp(max=limit)
     up = up.clamp(-limit, limit)
-    y = (up + 1) * gate * (STEEPNESS * gate).sigmoid()
+    s = (STEEPNESS * gate).sigmoid()
+    y = (up + 1) * gate * s
     if weight_R is not None:
         y = y * weight_R[:, None]
     return y.to(gate_up_R2F.dtype)
 
 
 @clamped_swiglu.register_fast("recompute_backward")
-def clamped_swiglu_recompute_backward(
-    gate_up_R2F: torch.Tensor, weight_R: torch.Tensor | None, limit: float
-) -> torch.Tensor:
+def clamped_swiglu_recompute_backward(gate_up_R2F: Tensor, weight_R: Tensor | None, limit: float) -> Tensor:
     return RecomputeClampedSwiGlu.apply(gate_up_R2F, weight_R, limit)  # pyright: ignore[reportReturnType]
 
 
@@ -47,18 +47,25 @@ class RecomputeClampedSwiGlu(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):
         gate_up, weight = ctx.saved_tensors
-        wide, limit = torch.promote_types(gate_up.dtype, torch.float32), ctx.limit
+        limit = ctx.limit
+        wide = torch.promote_types(gate_up.dtype, torch.float32)
         raw_gate, raw_up = gate_up.to(wide).unbind(-2)
         gate = raw_gate.clamp(max=limit)
         up = raw_up.clamp(-limit, limit)
         dy = dy.to(wide)
         s = (STEEPNESS * gate).sigmoid()
+        # The weight's gradient.
         d_weight = None
         if weight is not None:
-            d_weight = (dy * (up + 1) * gate * s).sum(-1).to(weight.dtype)
+            d_weight = (dy * (up + 1) * gate * s).sum(-1)
+            d_weight = d_weight.to(weight.dtype)
             dy = dy * weight[:, None]
-        d_gate = dy * (up + 1) * s * (1 + STEEPNESS * gate * (1 - s)) * (raw_gate <= limit)
-        d_up = dy * gate * s * (raw_up.abs() <= limit)
+        # Those of gate and up, where they are within the limits.
+        slope = 1 + STEEPNESS * gate * (1 - s)
+        d_gate = dy * (up + 1) * s * slope
+        d_gate = d_gate * (raw_gate <= limit)
+        d_up = dy * gate * s
+        d_up = d_up * (raw_up.abs() <= limit)
         d_gate_up = torch.stack((d_gate, d_up), dim=-2)
         return d_gate_up.to(gate_up.dtype), d_weight, None
 

@@ -45,36 +45,46 @@ def tanh_sigmoid(x):
 def output_chunk(bufs, i):
     """The i-th block of 64 rows and 64 columns in these buffers."""
     count: gl.constexpr = bufs.numel // (64 * 64)
-    return bufs._reinterpret(gl.bfloat16, [count, 64, 64], bufs.type.layout).index(i).reshape([1, 64, 64])
+    chunks = bufs._reinterpret(gl.bfloat16, [count, 64, 64], bufs.type.layout)
+    return chunks.index(i).reshape([1, 64, 64])
 
 
 @gluon.jit
-def output_slab(bufs, i):
+def load_output_slab(bufs, i):
     """The i-th slab in these buffers."""
     count: gl.constexpr = bufs.numel // (SLAB_ROWS * 64)
-    return bufs._reinterpret(gl.bfloat16, [count, SLAB_ROWS, 64], bufs.type.layout).index(i)
+    slabs = bufs._reinterpret(gl.bfloat16, [count, SLAB_ROWS, 64], bufs.type.layout)
+    return slabs.index(i).load(SLAB_LAYOUT)
+
+
+@gluon.jit
+def row_numbers():
+    """0 to 15, one for each row of a slab."""
+    return gl.arange(0, SLAB_ROWS, layout=gl.SliceLayout(1, SLAB_LAYOUT))
 
 
 @gluon.jit
 def load_row_weights(weight_R, row, real):
     """The router's weights of 64 rows, slab by slab; zero from `real` on."""
-    r = gl.arange(0, SLAB_ROWS, layout=gl.SliceLayout(1, SLAB_LAYOUT))
+    r = row_numbers()
     at = weight_R + row + r
-    return (
-        gl.load(at, mask=r < real, other=0.0),
-        gl.load(at + SLAB_ROWS, mask=r + SLAB_ROWS < real, other=0.0),
-        gl.load(at + 2 * SLAB_ROWS, mask=r + 2 * SLAB_ROWS < real, other=0.0),
-        gl.load(at + 3 * SLAB_ROWS, mask=r + 3 * SLAB_ROWS < real, other=0.0),
-    )
+    w0 = gl.load(at, mask=r < real, other=0.0)
+    w1 = gl.load(at + SLAB_ROWS, mask=r + SLAB_ROWS < real, other=0.0)
+    w2 = gl.load(at + 2 * SLAB_ROWS, mask=r + 2 * SLAB_ROWS < real, other=0.0)
+    w3 = gl.load(at + 3 * SLAB_ROWS, mask=r + 3 * SLAB_ROWS < real, other=0.0)
+    return w0, w1, w2, w3
 
 
 @gluon.jit
 def slab_offsets(row, column, stride, width, real):
     """Offsets of a slab in an array with rows of `stride`, and its mask: `real` rows, columns below `width`."""
-    r = gl.arange(0, SLAB_ROWS, layout=gl.SliceLayout(1, SLAB_LAYOUT))
+    r = row_numbers()
     c = gl.arange(0, 64, layout=gl.SliceLayout(0, SLAB_LAYOUT))
-    at = (row + r).to(gl.int64)[:, None] * stride + (column + c)[None, :]
-    return at, (r < real)[:, None] & (column + c < width)[None, :]
+    row_start = (row + r).to(gl.int64)[:, None] * stride
+    at = row_start + (column + c)[None, :]
+    row_there = (r < real)[:, None]
+    column_there = (column + c < width)[None, :]
+    return at, row_there & column_there
 
 
 @gluon.jit
@@ -82,15 +92,20 @@ def epilogue_plain(outs, tile, bar, phase, half, plane, row, n, N, real, BN: gl.
     """out = tile: by TMA, or from registers where the expert's rows end within these 64."""
     out_desc, out_ptr, side_desc, side_ptr, weight_R, dots_nR = outs
     mbarrier.wait(bar, phase)
+    # 64 columns at a time
     for c in range(BN // 64):
         column = n * BN + 64 * c
         i = half * (BN // 64) + c
         if real >= 64:
-            tma.async_copy_shared_to_global(out_desc, [plane, row, column], output_chunk(tile, i))
+            here = [plane, row, column]
+            tma.async_copy_shared_to_global(out_desc, here, output_chunk(tile, i))
         else:
             for s in range(SLABS):
-                at, there = slab_offsets(row + s * SLAB_ROWS, column, N, N, real - s * SLAB_ROWS)
-                gl.store(out_ptr + at, output_slab(tile, i * SLABS + s).load(SLAB_LAYOUT), mask=there)
+                above = s * SLAB_ROWS
+                at, there = slab_offsets(row + above, column, N, N, real - above)
+                out_at = out_ptr + at
+                slab = load_output_slab(tile, i * SLABS + s)
+                gl.store(out_at, slab, mask=there)
 
 
 @gluon.jit
@@ -100,6 +115,7 @@ def epilogue_swiglu(outs, tile, bar, phase, half, row, n, N, real, BN: gl.conste
     F = N // 16 * 8  # tells the compiler that it is a multiple of 8
     w0, w1, w2, w3 = load_row_weights(weight_R, row, real)
     mbarrier.wait(bar, phase)
+    # main loop over 64 columns of the gate and those of up
     for c in range(BN // 128):
         column = n * (BN // 2) + 64 * c
         left = half * (BN // 64) + c
@@ -110,16 +126,19 @@ def epilogue_swiglu(outs, tile, bar, phase, half, row, n, N, real, BN: gl.conste
             tma.async_copy_shared_to_global(side_desc, [1, row, column], output_chunk(tile, right))
         # the activation, slab by slab
         for s in range(SLABS):
-            gate = output_slab(tile, left * SLABS + s).load(SLAB_LAYOUT)
-            up = output_slab(tile, right * SLABS + s).load(SLAB_LAYOUT)
+            gate = load_output_slab(tile, left * SLABS + s)
+            up = load_output_slab(tile, right * SLABS + s)
             g = gate.to(gl.float32)
-            act = g * tanh_sigmoid(g) * up.to(gl.float32) * w0[:, None]
+            silu = g * tanh_sigmoid(g)
+            act = silu * up.to(gl.float32)
+            act *= w0[:, None]
             w0, w1, w2, w3 = w1, w2, w3, w0
-            at, there = slab_offsets(row + s * SLAB_ROWS, column, F, F, real - s * SLAB_ROWS)
+            above = s * SLAB_ROWS
+            at, there = slab_offsets(row + above, column, F, F, real - above)
             gl.store(out_ptr + at, act.to(gl.bfloat16), mask=there)
             # the pre-activation of an expert's last rows
             if real < 64:
-                at, there = slab_offsets(row + s * SLAB_ROWS, column, N, F, real - s * SLAB_ROWS)
+                at, there = slab_offsets(row + above, column, N, F, real - above)
                 gl.store(side_ptr + at, gate, mask=there)
                 gl.store(side_ptr + at + F, up, mask=there)
 
@@ -127,10 +146,14 @@ def epilogue_swiglu(outs, tile, bar, phase, half, row, n, N, real, BN: gl.conste
 @gluon.jit
 def prefetch_gate_up(h_ptr, ahead, p, row, n, F, real, BN: gl.constexpr):
     """Start the copy of gate and up of a half's slab p to shared memory, which has room for four such pairs."""
-    first = p // (BN // 64) * SLAB_ROWS
-    at, there = slab_offsets(row + first, n * BN + p % (BN // 64) * 64, 2 * F, F, real - first)
-    async_copy.async_copy_global_to_shared(ahead.index(p % 4 * 2), h_ptr + at, mask=there)
-    async_copy.async_copy_global_to_shared(ahead.index(p % 4 * 2 + 1), h_ptr + at + F, mask=there)
+    above = p // (BN // 64) * SLAB_ROWS
+    first_row = row + above
+    column = n * BN + p % (BN // 64) * 64
+    at, there = slab_offsets(first_row, column, 2 * F, F, real - above)
+    gate_buf = ahead.index(p % 4 * 2)
+    async_copy.async_copy_global_to_shared(gate_buf, h_ptr + at, mask=there)
+    up_buf = ahead.index(p % 4 * 2 + 1)
+    async_copy.async_copy_global_to_shared(up_buf, h_ptr + at + F, mask=there)
     async_copy.commit_group()
 
 
@@ -145,7 +168,7 @@ def epilogue_dswiglu(outs, tile, ahead, bar, phase, half, row, pad, n, F, real, 
     # prologue: three slabs in flight
     for p in range(3):
         prefetch_gate_up(h_ptr, ahead, p, row, n, F, real, BN)
-    r = gl.arange(0, SLAB_ROWS, layout=gl.SliceLayout(1, SLAB_LAYOUT))
+    r = row_numbers()
     mbarrier.wait(bar, phase)
     # main loop over slabs of 16 rows, and over their columns
     for s in range(SLABS if real > 0 else 0):
@@ -154,25 +177,37 @@ def epilogue_dswiglu(outs, tile, ahead, bar, phase, half, row, pad, n, F, real, 
             p = s * (BN // 64) + c
             prefetch_gate_up(h_ptr, ahead, p + 3, row, n, F, real, BN)
             async_copy.wait_group(3)
-            g = ahead.index(p % 4 * 2).load(SLAB_LAYOUT).to(gl.float32)
-            u = ahead.index(p % 4 * 2 + 1).load(SLAB_LAYOUT).to(gl.float32)
-            d = output_slab(tile, (half * (BN // 64) + c) * SLABS + s).load(SLAB_LAYOUT).to(gl.float32)
+            # gate and up of this slab, and the gradient of its activation
+            gate = ahead.index(p % 4 * 2).load(SLAB_LAYOUT)
+            g = gate.to(gl.float32)
+            up = ahead.index(p % 4 * 2 + 1).load(SLAB_LAYOUT)
+            u = up.to(gl.float32)
+            chunk = half * (BN // 64) + c
+            d = load_output_slab(tile, chunk * SLABS + s).to(gl.float32)
             # SwiGLU again, and its gradient
             sig = tanh_sigmoid(g)
             silu = g * sig
             act = silu * u
             dot_r += gl.sum(d * act, axis=1)
             d *= w0[:, None]
-            # the activation, padded; then dgate and dup in place
+            # the activation, padded
             column = n * BN + 64 * c
-            at, there = slab_offsets(pad + s * SLAB_ROWS, column, F, F, SLAB_ROWS)
-            gl.store(side_ptr + at, (act * w0[:, None]).to(gl.bfloat16), mask=there)
-            at, there = slab_offsets(row + s * SLAB_ROWS, column, 2 * F, F, real - s * SLAB_ROWS)
-            dgate = d * u * (sig + silu * (1 - sig))
+            above = s * SLAB_ROWS
+            at, there = slab_offsets(pad + above, column, F, F, SLAB_ROWS)
+            side_at = side_ptr + at
+            weighted = act * w0[:, None]
+            gl.store(side_at, weighted.to(gl.bfloat16), mask=there)
+            # dgate and dup, in place
+            at, there = slab_offsets(row + above, column, 2 * F, F, real - above)
+            dsilu = sig + silu * (1 - sig)
+            dgate = d * u * dsilu
             dup = d * silu
             gl.store(h_ptr + at, dgate.to(gl.bfloat16), mask=there)
             gl.store(h_ptr + at + F, dup.to(gl.bfloat16), mask=there)
-        gl.store(dots_nR + n * rows + row + s * SLAB_ROWS + r, dot_r, mask=r < real - s * SLAB_ROWS)
+        # the gradient of the rows' weights
+        there = r < real - s * SLAB_ROWS
+        dots_at = dots_nR + n * rows + row + s * SLAB_ROWS + r
+        gl.store(dots_at, dot_r, mask=there)
         w0, w1, w2 = w1, w2, w3
     async_copy.wait_group(0)  # copies beyond the last slab: the next half reuses their buffers
 
@@ -182,9 +217,13 @@ def accumulate_block(ptr, row, column, width, real, value):
     """Add to memory, in its own precision."""
     r = gl.arange(0, 64, layout=gl.SliceLayout(1, value.type.layout))
     c = gl.arange(0, 64, layout=gl.SliceLayout(0, value.type.layout))
-    at = ptr + (row + r).to(gl.int64)[:, None] * width + (column + c)[None, :]
-    mask = (r < real)[:, None] & (column + c < width)[None, :]
-    total = gl.load(at, mask=mask, other=0.0).to(gl.float32) + value
+    row_start = (row + r).to(gl.int64)[:, None] * width
+    at = ptr + row_start + (column + c)[None, :]
+    row_there = (r < real)[:, None]
+    column_there = (column + c < width)[None, :]
+    mask = row_there & column_there
+    sum_so_far = gl.load(at, mask=mask, other=0.0)
+    total = sum_so_far.to(gl.float32) + value
     gl.store(at, total.to(ptr.dtype.element_ty), mask=mask)
 
 

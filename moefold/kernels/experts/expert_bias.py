@@ -10,14 +10,13 @@ from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from moefold.kernels.registry import KernelCase, register_op, seeded_randn
 
 
 @register_op
-def expert_bias(
-    y_RN: torch.Tensor, bias_EN: torch.Tensor, ends_E: torch.Tensor, weight_R: torch.Tensor | None = None
-) -> torch.Tensor:
+def expert_bias(y_RN: Tensor, bias_EN: Tensor, ends_E: Tensor, weight_R: Tensor | None = None) -> Tensor:
     """y_RN[r] + bias_EN[expert of r] (x weight_R[r]). The bias' gradient is a sum over sorted rows, without atomics."""
     row_R = torch.arange(len(y_RN), dtype=ends_E.dtype, device=y_RN.device)
     expert_R = torch.searchsorted(ends_E, row_R, right=True)
@@ -25,7 +24,8 @@ def expert_bias(
     padded_bias = F.pad(bias_EN, (0, 0, 0, 1))
     bias_RN = padded_bias[expert_R]
     if weight_R is not None:
-        bias_RN = bias_RN * weight_R[:, None].to(bias_RN.dtype)
+        weight_R1 = weight_R[:, None].to(bias_RN.dtype)
+        bias_RN = bias_RN * weight_R1
     return y_RN + bias_RN
 
 
@@ -37,13 +37,15 @@ def expert_bias_cases(device: str, dtype: torch.dtype) -> Iterator[KernelCase]:
     wide = torch.promote_types(dtype, torch.float32)
     for counts in BIAS_ROW_COUNTS:
         for spare in (0, 5):
-            rows = sum(counts)
-            y = seeded_randn(device, dtype, rows + spare, 24)
+            defined = sum(counts)
+            all_rows = defined + spare
+            y = seeded_randn(device, dtype, all_rows, 24)
             bias = seeded_randn(device, dtype, len(counts), 24, seed=1)
             ends = torch.tensor(counts, device=device).cumsum(0).int()
-            weight = seeded_randn(device, wide, rows + spare, seed=2)
+            weight = seeded_randn(device, wide, all_rows, seed=2)
             name = f"rows {counts}"
             if spare:
                 name += f", {spare} undefined behind them"
-            yield KernelCase(name, (y, bias, ends), rows=(rows, rows + spare))
-            yield KernelCase(f"{name}, gated", (y, bias, ends, weight), rows=(rows, rows + spare))
+            rows = (defined, all_rows)
+            yield KernelCase(name, (y, bias, ends), rows=rows)
+            yield KernelCase(f"{name}, gated", (y, bias, ends, weight), rows=rows)

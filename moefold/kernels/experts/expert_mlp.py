@@ -124,15 +124,17 @@ class ExpertMlpFunction(torch.autograd.Function):
         # Down: the data gradient, the activation once more, and the weight gradient of both.
         a_PF, dweight_R = launch.down_projection_dgrad(dy_RD, down_EDF, h_R2F, weight_R.float(), plan)
         dh_R2F = h_R2F  # down_projection_dgrad has overwritten the pre-activation with its gradient
-        ddown_EDF = gradient_or_defer(down, partial(expert_weight_gradient, dy_RD, a_PF, down, plan))
-        del a_PF  # unless the deferred product holds it, its memory is free for the rows below
+        down_wgrad = partial(expert_weight_gradient, dy_RD, a_PF, down, plan)
+        ddown_EDF = gradient_or_defer(down, down_wgrad)
+        del a_PF, down_wgrad  # unless the deferred product holds it, its memory is free for the rows below
         # Up: the data gradient summed over each source row's slots, and the weight gradient.
         dx_RD = launch.up_projection_dgrad(dh_R2F, gate_up_E2FD, plan)
         dsource_ND = launch.sum_over_slots(dx_RD, slots_NK)
         del dx_RD
         up_wgrad = partial(up_weight_gradient, dh_R2F, source_ND, index_R, gate_up, plan)
         dgate_up_E2FD = gradient_or_defer(gate_up, up_wgrad)
-        return dsource_ND, dgate_up_E2FD, ddown_EDF, dweight_R.to(weight_R.dtype), None, None, None
+        dweight_R = dweight_R.to(weight_R.dtype)
+        return dsource_ND, dgate_up_E2FD, ddown_EDF, dweight_R, None, None, None
 
 
 def up_weight_gradient(
@@ -149,7 +151,8 @@ def expert_weight_gradient(left_RM: Tensor, right_PN: Tensor, weight: Tensor, pl
     """The gradient of a weight; or None if it was added, unrounded, to the sum in the weight's sink."""
     from moefold.kernels.experts import grouped_gemm_launch as launch
 
-    return launch.expert_wgrad(left_RM, right_PN, weight, plan, running_gradient_sum(weight))
+    into = running_gradient_sum(weight)
+    return launch.expert_wgrad(left_RM, right_PN, weight, plan, into)
 
 
 def refuse_second_backward(ctx: Any) -> None:
@@ -164,11 +167,12 @@ def refuse_second_backward(ctx: Any) -> None:
 def shuffled_routing(counts: list[int], k: int, device: str) -> tuple[Tensor, Tensor, Tensor, bool]:
     """Index, slots and ends for experts with so many rows, k rows for each source row; and that no slot is empty."""
     rows = sum(counts)
-    order = torch.randperm(rows, generator=torch.Generator().manual_seed(rows))
-    slots = torch.empty_like(order).scatter_(0, order, torch.arange(rows))
+    generator = torch.Generator().manual_seed(rows)
+    order = torch.randperm(rows, generator=generator)
+    slots = order.argsort().view(-1, k)
     ends = torch.tensor(counts).cumsum(0).int()
     index = order // k
-    return index.to(device), slots.view(-1, k).to(device), ends.to(device), False
+    return index.to(device), slots.to(device), ends.to(device), False
 
 
 LARGE_ROW_COUNTS = {
@@ -180,16 +184,19 @@ LARGE_ROW_COUNTS = {
 
 @expert_mlp.register_cases
 def expert_mlp_cases(device: str, dtype: torch.dtype) -> Iterator[KernelCase]:
-    for name, counts in (EXPERT_ROW_COUNTS | LARGE_ROW_COUNTS).items():
-        k = 1 if sum(counts) % 2 else 2
+    all_counts = EXPERT_ROW_COUNTS | LARGE_ROW_COUNTS
+    for name, counts in all_counts.items():
+        rows = sum(counts)
+        k = 1 if rows % 2 else 2
         routing = shuffled_routing(counts, k, device)
         for d, f in [(16, 24), (128, 256)]:
-            floats = random_experts(device, dtype, sum(counts) // k, sum(counts), len(counts), d, f)
+            floats = random_experts(device, dtype, rows // k, rows, len(counts), d, f)
             yield KernelCase(f"{name}, {d} by {f}", (*floats, *routing), hidden=d, ffn=f)
     # Rows of padding, and choices that have no row.
     index, slots, holes = shuffled_rows(32, 4, device, drop=3)
     rows = len(index)
-    ends = torch.tensor([rows // 3, rows // 3, rows], dtype=torch.int32, device=device)
+    third = rows // 3
+    ends = torch.tensor([third, third, rows], dtype=torch.int32, device=device)
     floats = random_experts(device, dtype, 32, rows, 3, 128, 256)
     yield KernelCase("with holes", (*floats, index, slots, ends, holes), hidden=128, ffn=256)
 

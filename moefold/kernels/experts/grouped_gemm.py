@@ -11,46 +11,53 @@ from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from moefold.kernels.registry import KernelCase, register_op, seeded_randn
 
 
 @register_op
-def grouped_gemm(x_RD: torch.Tensor, w_END: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
+def grouped_gemm(x_RD: Tensor, w_END: Tensor, ends_E: Tensor) -> Tensor:
     """y_RN[r] = w_END[expert of r] @ x_RD[r]; zeros for undefined rows."""
     counts = rows_per_expert(ends_E)
-    rows = sum(counts)
-    by_expert = x_RD[:rows].split(counts)
+    by_expert = split_by_expert(x_RD, counts)
     products = [x @ w.mT for x, w in zip(by_expert, w_END, strict=True)]
-    spare = len(x_RD) - rows
+    spare = len(x_RD) - sum(counts)
     if spare:
-        products.append(x_RD.new_zeros(spare, w_END.shape[1]))
+        zeros = x_RD.new_zeros(spare, w_END.shape[1])
+        products.append(zeros)
     return torch.cat(products)
 
 
-def rows_per_expert(ends_E: torch.Tensor) -> list[int]:
+def rows_per_expert(ends_E: Tensor) -> list[int]:
     zero = ends_E.new_zeros(1)
     return ends_E.diff(prepend=zero).tolist()
 
 
+def split_by_expert(x_RD: Tensor, counts: list[int]) -> tuple[Tensor, ...]:
+    """The defined rows of each expert."""
+    defined = x_RD[: sum(counts)]
+    return defined.split(counts)
+
+
 @grouped_gemm.register_fast("torch_grouped_mm")
-def grouped_gemm_torch(x_RD: torch.Tensor, w_END: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
+def grouped_gemm_torch(x_RD: Tensor, w_END: Tensor, ends_E: Tensor) -> Tensor:
     y_RN = F.grouped_mm(x_RD, w_END.mT, offs=ends_E)
     return ContiguousGradient.apply(y_RN)  # pyright: ignore[reportReturnType]
 
 
 @register_op
-def grouped_gemm_weight(dy_RN: torch.Tensor, x_RD: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
+def grouped_gemm_weight(dy_RN: Tensor, x_RD: Tensor, ends_E: Tensor) -> Tensor:
     """The weights' gradient by itself: dw_END[e] = the sum over rows of e of dy_R x_R^T; zeros for an empty expert."""
     counts = rows_per_expert(ends_E)
-    rows = sum(counts)
-    dy_by_expert = dy_RN[:rows].split(counts)
-    x_by_expert = x_RD[:rows].split(counts)
-    return torch.stack([dy.mT @ x for dy, x in zip(dy_by_expert, x_by_expert, strict=True)])
+    dy_by_expert = split_by_expert(dy_RN, counts)
+    x_by_expert = split_by_expert(x_RD, counts)
+    products = [dy.mT @ x for dy, x in zip(dy_by_expert, x_by_expert, strict=True)]
+    return torch.stack(products)
 
 
 @grouped_gemm_weight.register_fast("torch_grouped_mm")
-def grouped_gemm_weight_torch(dy_RN: torch.Tensor, x_RD: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
+def grouped_gemm_weight_torch(dy_RN: Tensor, x_RD: Tensor, ends_E: Tensor) -> Tensor:
     return F.grouped_mm(dy_RN.mT, x_RD, offs=ends_E)
 
 
@@ -79,14 +86,15 @@ EXPERT_ROW_COUNTS = {
 def grouped_gemm_cases(device: str, dtype: torch.dtype) -> Iterator[KernelCase]:
     for name, counts in EXPERT_ROW_COUNTS.items():
         for d, n, spare in [(32, 48, 0), (64, 16, 0), (32, 48, 5)]:
-            rows = sum(counts)
-            x = seeded_randn(device, dtype, rows + spare, d)
+            defined = sum(counts)
+            rows = (defined, defined + spare)
+            x = seeded_randn(device, dtype, defined + spare, d)
             w = seeded_randn(device, dtype, len(counts), n, d, seed=1)
-            ends = torch.tensor(counts, device=device).cumsum(0).int()
+            ends = torch.tensor(counts, device=device).cumsum(0)
             about = f"{name}, {d} to {n}"
             if spare:
                 about += f", {spare} rows undefined behind them"
-            yield KernelCase(about, (x, w, ends), hidden=d, ffn=n, rows=(rows, rows + spare))
+            yield KernelCase(about, (x, w, ends.int()), hidden=d, ffn=n, rows=rows)
 
 
 @grouped_gemm_weight.register_cases

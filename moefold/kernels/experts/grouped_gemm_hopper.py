@@ -47,10 +47,12 @@ from moefold.kernels.hopper import banded_tile
 def locate_tile(t, grid, KIND: gl.constexpr):
     """Of tile t: expert, first row, first padded row, real rows, steps of the contraction, its coordinates (m, n)."""
     tiles_M4, ends_E, pads_E, total, m_tiles, n_tiles, steps, band = grid
-    t = gl.minimum(t, gl.maximum(total - 1, 0))  # lookups beyond the last tile give the last
+    last = gl.maximum(total - 1, 0)
+    t = gl.minimum(t, last)  # lookups beyond the last tile give the last
     if KIND == "tn":
-        expert = t // (m_tiles * n_tiles)
-        m, n = banded_tile(t % (m_tiles * n_tiles), m_tiles, n_tiles, band)
+        tiles_of_expert = m_tiles * n_tiles
+        expert = t // tiles_of_expert
+        m, n = banded_tile(t % tiles_of_expert, m_tiles, n_tiles, band)
         row = gl.load(ends_E + expert - 1, mask=expert > 0, other=0)
         real = gl.load(ends_E + expert) - row
         steps = gl.cdiv(real, 64)
@@ -83,23 +85,30 @@ def fetch_operands(
         for k in range(steps_t):
             s = i % STAGES
             bar = full.index(s)
-            mbarrier.wait(empty.index(s), (i // STAGES) & 1 ^ 1)
+            free = empty.index(s)
+            phase = (i // STAGES) & 1
+            mbarrier.wait(free, phase ^ 1)
             mbarrier.expect(bar, (128 + BN) * 64 * 2)
-            if KIND == "tn":
-                for w in gl.static_range(2):
-                    column = m * 128 + 64 * w
-                    tma.async_copy_global_to_shared(a_desc, [row + k * 64, column], bar, a_bufs.index(2 * s + w))
-                tma.async_copy_global_to_shared(b_desc, [pad + k * 64, n * BN], bar, b_bufs.index(s))
-            else:
-                for w in gl.static_range(2):
-                    tma.async_copy_global_to_shared(a_desc, [row + 64 * w, k * 64], bar, a_bufs.index(2 * s + w))
-                if KIND == "nn":
-                    tma.async_copy_global_to_shared(b_desc, [expert * K + k * 64, n * BN], bar, b_bufs.index(s))
-                elif END == "swiglu":  # half of the tile's columns are gate, half up
-                    b = b_bufs.index(s).reshape([2, BN // 2, 64])
-                    tma.async_copy_global_to_shared(b_desc, [expert * 2, n * (BN // 2), k * 64], bar, b)
+            # the left operand: two buffers, one for each consumer
+            for w in gl.static_range(2):
+                if KIND == "tn":
+                    a_at = [row + k * 64, m * 128 + 64 * w]
                 else:
-                    tma.async_copy_global_to_shared(b_desc, [expert * N + n * BN, k * 64], bar, b_bufs.index(s))
+                    a_at = [row + 64 * w, k * 64]
+                tma.async_copy_global_to_shared(a_desc, a_at, bar, a_bufs.index(2 * s + w))
+            # the right operand
+            if KIND == "tn":
+                b_at = [pad + k * 64, n * BN]
+            elif KIND == "nn":
+                b_at = [expert * K + k * 64, n * BN]
+            elif END == "swiglu":  # half of the tile's columns are gate, half up
+                b_at = [expert * 2, n * (BN // 2), k * 64]
+            else:
+                b_at = [expert * N + n * BN, k * 64]
+            b = b_bufs.index(s)
+            if END == "swiglu":
+                b = b.reshape([2, BN // 2, 64])
+            tma.async_copy_global_to_shared(b_desc, b_at, bar, b)
             i += 1
 
 
@@ -125,8 +134,12 @@ def multiply_tiles(
             acc = gl.zeros([64, BN], gl.float32, layout)
             # main loop over the contraction; a stage is freed one step later, when its product is done
             for k in range(steps_t):
-                s = (i + k) % STAGES
-                mbarrier.wait(full.index(s), ((i + k) // STAGES) & 1)
+                step = i + k
+                s = step % STAGES
+                filled = full.index(s)
+                phase = (step // STAGES) & 1
+                mbarrier.wait(filled, phase)
+                # the operands of this step, transposed as the contraction asks
                 a = a_bufs.index(2 * s + HALF)
                 b = b_bufs.index(s)
                 if KIND == "tn":
@@ -134,13 +147,20 @@ def multiply_tiles(
                 if KIND == "nt":
                     b = b.permute((1, 0))
                 acc = warpgroup_mma(a, b, acc, is_async=True)
+                # the product of the step before is done
                 acc = warpgroup_mma_wait(1, deps=(acc,))
-                mbarrier.arrive(empty.index((i + k + STAGES - 1) % STAGES), pred=k > 0)
+                has_previous = k > 0
+                previous = (step + STAGES - 1) % STAGES
+                mbarrier.arrive(empty.index(previous), pred=has_previous)
+            # the last product
             acc = warpgroup_mma_wait(0, deps=(acc,))
-            mbarrier.arrive(empty.index((i + steps_t + STAGES - 1) % STAGES), pred=steps_t > 0)
+            any_step = steps_t > 0
+            last = (i + steps_t + STAGES - 1) % STAGES
+            mbarrier.arrive(empty.index(last), pred=any_step)
             # the result: added to memory here, or rounded and handed over in shared memory
             if END == "add":
-                epilogue_add(out_ptr, acc, expert, m * 128 + 64 * HALF, n * BN, M, N, BN)
+                first_row = m * 128 + 64 * HALF
+                epilogue_add(out_ptr, acc, expert, first_row, n * BN, M, N, BN)
             else:
                 mbarrier.wait(gone.index(HALF), turn & 1 ^ 1)
                 tile.index(HALF).store(acc.to(gl.bfloat16))
@@ -148,8 +168,12 @@ def multiply_tiles(
                 mbarrier.arrive(made.index(HALF))
         else:  # no real rows in this half: only free the stages
             for k in range(steps_t):
-                mbarrier.wait(full.index((i + k) % STAGES), ((i + k) // STAGES) & 1)
-                mbarrier.arrive(empty.index((i + k) % STAGES))
+                step = i + k
+                s = step % STAGES
+                filled = full.index(s)
+                phase = (step // STAGES) & 1
+                mbarrier.wait(filled, phase)
+                mbarrier.arrive(empty.index(s))
             if END != "add":
                 mbarrier.wait(gone.index(HALF), turn & 1 ^ 1)
                 mbarrier.arrive(made.index(HALF))
@@ -162,9 +186,11 @@ def run_epilogues(outs, hand, ahead, grid, N, rows, KIND: gl.constexpr, END: gl.
     tile, made, gone = hand
     tiles_M4, ends_E, pads_E, total, m_tiles, n_tiles, steps, band = grid
     last = 0 if END == "add" else total  # the consumers add these themselves
+    # loop over this program's tiles
     for t in range(gl.program_id(0), last, gl.num_programs(0)):
         expert, row, pad, real, steps_t, m, n = locate_tile(t, grid, KIND)
         phase = t // gl.num_programs(0) & 1
+        # where the tile goes: weight gradients to the expert's plane
         plane = 0
         if KIND == "tn":
             plane = expert
@@ -193,17 +219,20 @@ def expert_gemm(
     KIND: gl.constexpr, END: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """A persistent program: tiles program_id, program_id + num_programs, ..."""
-    # prologue: shared memory and barriers
+    # prologue: shared memory for operands, for a tile of results, and for gate and up fetched ahead
     a_bufs = gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, 64, 64], a_desc.layout)
     b_shape: gl.constexpr = [BN, 64] if KIND == "nt" else [64, BN]
     b_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(b_shape, gl.bfloat16)
     b_bufs = gl.allocate_shared_memory(gl.bfloat16, [STAGES, b_shape[0], b_shape[1]], b_layout)
     tile = gl.allocate_shared_memory(gl.bfloat16, [2, 64, BN], a_desc.layout)
-    ahead = gl.allocate_shared_memory(gl.bfloat16, [8, 16, 64], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    made = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    gone = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    row_major: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    ahead = gl.allocate_shared_memory(gl.bfloat16, [8, 16, 64], row_major)
+    # barriers: stages filled and free, halves of a tile made and gone
+    bar_layout: gl.constexpr = mbarrier.MBarrierLayout()
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar_layout)
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar_layout)
+    made = gl.allocate_shared_memory(gl.int64, [2, 1], bar_layout)
+    gone = gl.allocate_shared_memory(gl.int64, [2, 1], bar_layout)
     for s in gl.static_range(STAGES):
         mbarrier.init(full.index(s), count=1)
         mbarrier.init(empty.index(s), count=2)
@@ -221,10 +250,11 @@ def expert_gemm(
     else:
         m_tiles = gl.load(count)
         total = m_tiles * n_tiles
+    steps = gl.cdiv(K, 64)
     ring = (a_bufs, b_bufs, full, empty)
     hand = (tile, made, gone)
     outs = (out_desc, out_ptr, side_desc, side_ptr, weight_R, dots_nR)
-    grid = (tiles_M4, ends_E, pads_E, total, m_tiles, n_tiles, gl.cdiv(K, 64), band)
+    grid = (tiles_M4, ends_E, pads_E, total, m_tiles, n_tiles, steps, band)
     # two consumer warpgroups, one producer warp, two epilogue warps
     gl.warp_specialize(
         [

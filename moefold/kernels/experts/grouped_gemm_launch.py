@@ -70,12 +70,15 @@ def gather_expert_rows(source_ND: Tensor, index_R: Tensor, plan: RowTilePlan) ->
 
 def up_projection(x_PD: Tensor, w_E2FD: Tensor, weight_R: Tensor, plan: RowTilePlan):
     """The pre-activation h_R2F and the activation times the router's weight, a_RF."""
-    rows, (e, _, f, d) = len(weight_R), w_E2FD.shape
-    h_R2F, a_RF = x_PD.new_empty(rows, 2, f), x_PD.new_empty(rows, f)
+    e, _, f, d = w_E2FD.shape
+    rows = len(weight_R)
+    h_R2F = x_PD.new_empty(rows, 2, f)
+    a_RF = x_PD.new_empty(rows, f)
     h_planes = plane_descriptor(h_R2F.transpose(0, 1))
     outputs = EpilogueOutputs(None, a_RF, h_planes, h_R2F, weight_R)
     # A tile has half its columns from the gate and half from up, so that the epilogue sees both.
-    b = block_descriptor(w_E2FD.view(2 * e, f, d), 2, TILE_COLUMNS // 2, 64)
+    w_planes = w_E2FD.view(2 * e, f, d)
+    b = block_descriptor(w_planes, 2, TILE_COLUMNS // 2, 64)
     launch_grouped_gemm("nt", "swiglu", x_PD, b, outputs, plan, n=2 * f, k=d)
     return h_R2F, a_RF
 
@@ -83,8 +86,9 @@ def up_projection(x_PD: Tensor, w_E2FD: Tensor, weight_R: Tensor, plan: RowTileP
 def down_projection(a_RF: Tensor, w_EDF: Tensor, plan: RowTilePlan) -> Tensor:
     e, d, f = w_EDF.shape
     y_RD = a_RF.new_empty(len(a_RF), d)
+    outputs = plain_outputs(y_RD[None])
     b = block_descriptor(w_EDF.view(e * d, f), TILE_COLUMNS, 64)
-    launch_grouped_gemm("nt", "plain", a_RF, b, plain_outputs(y_RD[None]), plan, n=d, k=f)
+    launch_grouped_gemm("nt", "plain", a_RF, b, outputs, plan, n=d, k=f)
     return y_RD
 
 
@@ -105,8 +109,10 @@ def down_projection_dgrad(dy_RD: Tensor, w_EDF: Tensor, h_R2F: Tensor, weight_R:
 def up_projection_dgrad(dh_R2F: Tensor, w_E2FD: Tensor, plan: RowTilePlan) -> Tensor:
     e, _, f, d = w_E2FD.shape
     dx_RD = dh_R2F.new_empty(len(dh_R2F), d)
+    outputs = plain_outputs(dx_RD[None])
+    dh_RN = dh_R2F.flatten(1)
     b = block_descriptor(w_E2FD.view(e * 2 * f, d), 64, TILE_COLUMNS)
-    launch_grouped_gemm("nn", "plain", dh_R2F.flatten(1), b, plain_outputs(dx_RD[None]), plan, n=d, k=2 * f)
+    launch_grouped_gemm("nn", "plain", dh_RN, b, outputs, plan, n=d, k=2 * f)
     return dx_RD
 
 
@@ -115,13 +121,16 @@ def expert_wgrad(
 ) -> Tensor | None:
     """out[e] = left^T right over the rows of expert e, in the shape of the weights; zeros for an expert without rows.
     Given `into`, fp32 or bf16, the gradient is added to that tensor, and None is returned."""
-    m, n = left_RM.shape[1], right_PN.shape[1]
+    m = left_RM.shape[1]
+    n = right_PN.shape[1]
     b = block_descriptor(right_PN, 64, TILE_COLUMNS)
     if into is not None:
-        launch_grouped_gemm("tn", "add", left_RM, b, EpilogueOutputs(None, into), plan, m=m, n=n)
+        outputs = EpilogueOutputs(None, into)
+        launch_grouped_gemm("tn", "add", left_RM, b, outputs, plan, m=m, n=n)
         return None
     out = memory_for_gradient(like)
-    launch_grouped_gemm("tn", "plain", left_RM, b, plain_outputs(out.view(-1, m, n)), plan, m=m, n=n)
+    outputs = plain_outputs(out.view(-1, m, n))
+    launch_grouped_gemm("tn", "plain", left_RM, b, outputs, plan, m=m, n=n)
     return out
 
 
@@ -133,18 +142,19 @@ def launch_grouped_gemm(kind: str, end: str, a, b, outputs: EpilogueOutputs, pla
     """`kind`: which operands are transposed, as in BLAS. `end`: the epilogue. m, n, k: sizes that are not rows."""
     experts = len(plan.ends_E)
     routing = (plan.tiles_M4, plan.count, plan.ends_E, plan.pads_E)
-    operands = (block_descriptor(a, 64, 64), b, *outputs, *routing)
+    tensors = (block_descriptor(a, 64, 64), b, *outputs, *routing)
+    sizes = (experts, m, n, k, len(a))
+    constants = {"KIND": kind, "END": end, "BN": TILE_COLUMNS, "STAGES": STAGES}
     programs = multiprocessor_count(a.device.index or 0)  # a persistent program on each
 
     def launch_with_band(band: int) -> None:
-        expert_gemm[(programs,)](
-            *operands, experts, m, n, k, len(a), band, KIND=kind, END=end, BN=TILE_COLUMNS, STAGES=STAGES, num_warps=4
-        )
+        expert_gemm[(programs,)](*tensors, *sizes, band, **constants, num_warps=4)
 
     timed_as = "plain" if end == "add" else end
     shape = gemm_shape_class(kind, timed_as, len(a), experts, n)
     overwrites_inputs = end in ("add", "dswiglu")  # cannot be launched repeatedly to be timed
-    band = band_for_shape(shape, a.device, None if overwrites_inputs else launch_with_band)
+    timed_launch = None if overwrites_inputs else launch_with_band
+    band = band_for_shape(shape, a.device, timed_launch)
     launch_with_band(band)
 
 

@@ -10,12 +10,13 @@ from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from moefold.kernels.registry import KernelCase, register_op, seeded_randn
 
 
 @register_op
-def swiglu(gate_up_R2F: torch.Tensor, weight_R: torch.Tensor | None = None) -> torch.Tensor:
+def swiglu(gate_up_R2F: Tensor, weight_R: Tensor | None = None) -> Tensor:
     wide = torch.promote_types(gate_up_R2F.dtype, torch.float32)
     gate, up = gate_up_R2F.to(wide).unbind(-2)
     y = F.silu(gate) * up
@@ -25,12 +26,12 @@ def swiglu(gate_up_R2F: torch.Tensor, weight_R: torch.Tensor | None = None) -> t
 
 
 @swiglu.register_fast("triton")
-def swiglu_triton(gate_up_R2F: torch.Tensor, weight_R: torch.Tensor | None = None) -> torch.Tensor:
+def swiglu_triton(gate_up_R2F: Tensor, weight_R: Tensor | None = None) -> Tensor:
     return TritonSwiGlu.apply(gate_up_R2F, weight_R)  # pyright: ignore[reportReturnType]
 
 
 @swiglu.register_fast("recompute_backward")
-def swiglu_recompute_backward(gate_up_R2F: torch.Tensor, weight_R: torch.Tensor | None = None) -> torch.Tensor:
+def swiglu_recompute_backward(gate_up_R2F: Tensor, weight_R: Tensor | None = None) -> Tensor:
     return RecomputeSwiGlu.apply(gate_up_R2F, weight_R)  # pyright: ignore[reportReturnType]
 
 
@@ -71,9 +72,11 @@ class RecomputeSwiGlu(torch.autograd.Function):
         silu = gate * s
         d_weight = None
         if weight is not None:
-            d_weight = (dy * silu * up).sum(-1).to(weight.dtype)
+            d_weight = (dy * silu * up).sum(-1)
+            d_weight = d_weight.to(weight.dtype)
             dy = dy * weight[:, None]
-        d_gate = dy * up * (s + silu * (1 - s))
+        d_silu = s + silu * (1 - s)
+        d_gate = dy * up * d_silu
         d_up = dy * silu
         d_gate_up = torch.stack((d_gate, d_up), dim=-2)
         return d_gate_up.to(gate_up.dtype), d_weight

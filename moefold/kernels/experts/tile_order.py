@@ -28,12 +28,14 @@ class GemmShapeClass(NamedTuple):
 
 def gemm_shape_class(contraction: str, end: str, rows: int, experts: int, columns: int) -> GemmShapeClass:
     rows_class = nearest_power_of_two(rows // experts)
-    return GemmShapeClass(contraction, end, rows_class, nearest_power_of_two(columns))
+    columns_class = nearest_power_of_two(columns)
+    return GemmShapeClass(contraction, end, rows_class, columns_class)
 
 
 def nearest_power_of_two(size: int) -> int:
     """The nearest power of two, in the sense of a ratio."""
-    return 1 << round(log2(max(size, 1)))
+    exponent = log2(max(size, 1))
+    return 1 << round(exponent)
 
 
 MEASURED_BANDS: dict[str, dict[GemmShapeClass, int]] = {
@@ -84,7 +86,9 @@ def gpu_device_name(device: torch.device) -> str:
 
 
 def may_synchronize() -> bool:
-    return not torch.cuda.is_current_stream_capturing() and torch.cuda.get_sync_debug_mode() == 0
+    if torch.cuda.is_current_stream_capturing():
+        return False
+    return torch.cuda.get_sync_debug_mode() == 0
 
 
 def fastest_band(
@@ -101,7 +105,8 @@ def fastest_band(
 
 
 def elapsed_milliseconds(work: Callable[[], object]) -> float:
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin = torch.cuda.Event(enable_timing=True)
+    end = torch.cuda.Event(enable_timing=True)
     begin.record()
     work()
     end.record()

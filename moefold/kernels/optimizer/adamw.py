@@ -40,26 +40,37 @@ def adamw(
         w = joined_fp32(weights, main)
     # Moments: m and v themselves, unless they are kept in lower precision.
     g = scaled_gradient(g, scale, w.dtype)
-    mean = m.to(w.dtype).lerp_(g, 1 - options.beta1)
-    square = v.to(w.dtype).mul_(options.beta2).addcmul_(g, g, value=1 - options.beta2)
+    mean = m.to(w.dtype)
+    mean.lerp_(g, 1 - options.beta1)
+    square = v.to(w.dtype)
+    square.mul_(options.beta2)
+    square.addcmul_(g, g, value=1 - options.beta2)
     # Weights: decay, then the step.
-    root = (square / now.square_correction).sqrt_().add_(options.eps)
-    w.mul_(now.keep).addcdiv_(mean, root, value=-now.step_size)
+    corrected = square / now.square_correction
+    root = corrected.sqrt_().add_(options.eps)
+    w.mul_(now.keep)
+    w.addcdiv_(mean, root, value=-now.step_size)
     if options.stochastic:
         random_bits = hashed_random_bits(len(w), int(now.seed), w.device)
         mean = stochastic_round(mean, m.dtype, random_bits & 0xFFFF)
         square = stochastic_round(square, v.dtype, random_bits >> 16)
-    m.copy_(round_to_nearest(mean, m.dtype))
-    v.copy_(round_to_nearest(square, v.dtype))
+    copy_rounded(m, mean)
+    copy_rounded(v, square)
     if main.dtype == torch.int16:
         main.copy_(lower_16_bits(w))
     if weights is not None:
-        weights.copy_(round_to_nearest(w, weights.dtype))
+        copy_rounded(weights, w)
+
+
+def copy_rounded(to: Tensor, x: Tensor) -> None:
+    rounded = round_to_nearest(x, to.dtype)
+    to.copy_(rounded)
 
 
 def scaled_gradient(g: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     wide = torch.promote_types(g.dtype, dtype)
-    return (g.to(wide) * scale).to(dtype)
+    scaled = g.to(wide) * scale
+    return scaled.to(dtype)
 
 
 def hashed_random_bits(n: int, seed: int, device: torch.device) -> Tensor:
@@ -67,8 +78,8 @@ def hashed_random_bits(n: int, seed: int, device: torch.device) -> Tensor:
     depends on every other (shifts and odd factors, each of which can be undone: no two elements get the same)."""
     x = torch.arange(n, device=device) ^ seed
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
-        mixed = (x ^ (x >> shift)) * factor
-        x = mixed & 0xFFFFFFFF
+        x = x ^ (x >> shift)
+        x = (x * factor) & 0xFFFFFFFF
     return x ^ (x >> 16)
 
 
@@ -77,7 +88,8 @@ def stochastic_round(x: Tensor, dtype: torch.dtype, random_bits: Tensor) -> Tens
     if (x.dtype, dtype) != (torch.float32, torch.bfloat16):
         return x
     bits = x.view(torch.int32) + random_bits.to(torch.int32)
-    return (bits & -65536).view(torch.float32)
+    upper = bits & -65536
+    return upper.view(torch.float32)
 
 
 @adamw.register_fast("triton")
@@ -93,9 +105,10 @@ def adamw_fused(main, g, m, v, weights, scale, scalars, options) -> None:
         return
     now = scalars_on_host(scalars)
     step = torch.tensor(now.step, dtype=torch.float32, device=main.device)
+    gradient = scaled_gradient(g, scale, main.dtype)
     torch._fused_adamw_(
         [main],
-        [scaled_gradient(g, scale, main.dtype)],
+        [gradient],
         [m],
         [v],
         [],
@@ -109,7 +122,7 @@ def adamw_fused(main, g, m, v, weights, scale, scalars, options) -> None:
         maximize=False,
     )
     if weights is not None:
-        weights.copy_(round_to_nearest(main, weights.dtype))
+        copy_rounded(weights, main)
 
 
 @adamw.register_cases
@@ -121,7 +134,9 @@ def adamw_cases(device: str, dtype: torch.dtype):
 
 def cases_of_size(device: str, dtype: torch.dtype, n: int, step: int):
     wide = torch.promote_types(dtype, torch.float32)
-    main, g, m = (seeded_randn(device, wide, n, seed=i) for i in range(3))
+    main = seeded_randn(device, wide, n)
+    g = seeded_randn(device, wide, n, seed=1)
+    m = seeded_randn(device, wide, n, seed=2)
     v = seeded_randn(device, wide, n, seed=3).square()
     scale = torch.tensor(0.5, dtype=wide, device=device)
     options = AdamWOptions(0.9, 0.95, 1e-8, 0.1)
@@ -137,4 +152,5 @@ def cases_of_size(device: str, dtype: torch.dtype, n: int, step: int):
         rounded = options._replace(stochastic=rounding == "stochastic")
         about = f"{name}, bf16 gradients and moments, {rounding}"
         yield KernelCase(about, (main, *state, rounded), moments="bf16")
-        yield KernelCase(f"{about}, split", (lower_16_bits(main), *state, rounded), moments="bf16", main="split")
+        lower = lower_16_bits(main)
+        yield KernelCase(f"{about}, split", (lower, *state, rounded), moments="bf16", main="split")

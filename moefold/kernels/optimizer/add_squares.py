@@ -11,7 +11,8 @@ from moefold.kernels.registry import KernelCase, register_in_place_op, seeded_ra
 @register_in_place_op
 def add_squares(total: Tensor, *flats: Tensor) -> None:
     for x in flats:
-        total += torch.linalg.vector_norm(x, dtype=torch.float64).square()
+        norm = torch.linalg.vector_norm(x, dtype=torch.float64)
+        total += norm.square()
 
 
 @add_squares.register_fast("triton")

@@ -18,28 +18,59 @@ from moefold.kernels.optimizer.adamw_scalars import AdamWScalars
 BLOCK = 1024  # elements of a program: eight a thread, which is 16 bytes of bf16
 SQUARES_PER_PROGRAM = 16 * BLOCK  # elements of which a program adds up the squares
 
-# Places in the tensor of a step's numbers, as AdamWScalars has them
-STEP_SIZE = tl.constexpr(AdamWScalars._fields.index("step_size"))
-KEEP = tl.constexpr(AdamWScalars._fields.index("keep"))
-INVERSE_ROOT = tl.constexpr(AdamWScalars._fields.index("inverse_root"))
-SEED = tl.constexpr(AdamWScalars._fields.index("seed"))
+
+def scalar_place(name: str) -> tl.constexpr:
+    """The place of a number in the tensor of a step's numbers, as AdamWScalars has them."""
+    place = AdamWScalars._fields.index(name)
+    return tl.constexpr(place)
+
+
+STEP_SIZE = scalar_place("step_size")
+KEEP = scalar_place("keep")
+INVERSE_ROOT = scalar_place("inverse_root")
+SEED = scalar_place("seed")
 
 
 @triton.jit
 def hashed_bits(x):
     """32 random bits for each index, as `hashed_random_bits` in adamw.py."""
-    x = (x ^ (x >> 16)) * 0x7FEB352D
-    x = (x ^ (x >> 15)) * 0x846CA68B
+    x ^= x >> 16
+    x *= 0x7FEB352D
+    x ^= x >> 15
+    x *= 0x846CA68B
     return x ^ (x >> 16)
+
+
+@triton.jit
+def load_fp32(x, i, there):
+    """Elements i of x as fp32, zeros where there are none."""
+    value = tl.load(x + i, mask=there, other=0.0)
+    return value.to(tl.float32)
+
+
+@triton.jit
+def load_bits(x, i, there):
+    """Elements i of 16-bit integers, as 32-bit integers."""
+    value = tl.load(x + i, mask=there, other=0)
+    return value.to(tl.int32)
+
+
+@triton.jit
+def load_scalar(scalars, PLACE: tl.constexpr):
+    number = tl.load(scalars + PLACE)
+    return number.to(tl.float32)
 
 
 @triton.jit
 def store_rounded(at, x, random_bits, there, STOCHASTIC: tl.constexpr):
     """Store as fp32, or as bf16 rounded stochastically or to nearest (split_fp32.py)."""
-    if at.dtype.element_ty == tl.bfloat16:
-        bits = x.to(tl.int32, bitcast=True) + (random_bits.to(tl.int32) if STOCHASTIC else 0x8000)
-        x = (bits & -65536).to(tl.float32, bitcast=True)
-    tl.store(at, x.to(at.dtype.element_ty), mask=there)
+    stored: tl.constexpr = at.dtype.element_ty
+    if stored == tl.bfloat16:
+        bits = x.to(tl.int32, bitcast=True)
+        bits += random_bits.to(tl.int32) if STOCHASTIC else 0x8000
+        upper = bits & -65536
+        x = upper.to(tl.float32, bitcast=True)
+    tl.store(at, x.to(stored), mask=there)
 
 
 @triton.jit
@@ -51,34 +82,43 @@ def adamw_kernel(
     """The betas are the new value's share. SPLIT: `main` are the lower 16 bits; COPY: bf16 weights lie apart."""
     factor = tl.load(scale).to(tl.float32)
     if tl.abs(factor) < float("inf"):  # neither infinite nor NaN
-        # The numbers of this step
-        lr = tl.load(scalars + STEP_SIZE).to(tl.float32)
-        keep = tl.load(scalars + KEEP).to(tl.float32)
-        root = tl.load(scalars + INVERSE_ROOT).to(tl.float32)
+        # the numbers of this step
+        lr = load_scalar(scalars, STEP_SIZE)
+        keep = load_scalar(scalars, KEEP)
+        root = load_scalar(scalars, INVERSE_ROOT)
         seed = tl.load(scalars + SEED).to(tl.int64)
-        # Main weights, gradient and moments of this program's block
-        i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        # this program's block: main weights
+        first = tl.program_id(0).to(tl.int64) * BLOCK
+        i = first + tl.arange(0, BLOCK)
         there = i < n
         if SPLIT:
-            upper = tl.load(weights + i, mask=there, other=0).to(tl.int32)
-            lower = tl.load(main + i, mask=there, other=0).to(tl.int32)
-            w = ((upper << 16) + lower).to(tl.float32, bitcast=True)
+            upper = load_bits(weights, i, there)
+            lower = load_bits(main, i, there)
+            joined = (upper << 16) + lower
+            w = joined.to(tl.float32, bitcast=True)
         else:
             w = tl.load(main + i, mask=there, other=0.0)
-        g = tl.load(gradient + i, mask=there, other=0.0).to(tl.float32) * factor
-        m = tl.load(mean + i, mask=there, other=0.0).to(tl.float32)
-        v = tl.load(square + i, mask=there, other=0.0).to(tl.float32)
-        # The update
+        # gradient and moments
+        g = load_fp32(gradient, i, there) * factor
+        m = load_fp32(mean, i, there)
+        v = load_fp32(square, i, there)
+        # the update
         m += (g - m) * beta1
         v += (g * g - v) * beta2
-        w = w * keep - lr * m / (tl.sqrt(v) * root + eps)
-        # Everything back, rounded
-        random_bits = hashed_bits(i.to(tl.uint32) ^ seed.to(tl.uint32)) if STOCHASTIC else i
+        divisor = tl.sqrt(v) * root + eps
+        w = w * keep - lr * m / divisor
+        # moments back, rounded
+        random_bits = i
+        if STOCHASTIC:
+            seeded = i.to(tl.uint32) ^ seed.to(tl.uint32)
+            random_bits = hashed_bits(seeded)
         store_rounded(mean + i, m, random_bits & 0xFFFF, there, STOCHASTIC)
         store_rounded(square + i, v, random_bits >> 16, there, STOCHASTIC)
+        # weights back: bf16 rounded to nearest, and the main weights or the bits that bf16 lacks
         bits = w.to(tl.int32, bitcast=True)
         if COPY:
-            tl.store(weights + i, ((bits + 0x8000) >> 16).to(tl.int16), mask=there)
+            nearest = (bits + 0x8000) >> 16
+            tl.store(weights + i, nearest.to(tl.int16), mask=there)
         if SPLIT:
             tl.store(main + i, bits.to(tl.int16), mask=there)
         else:
@@ -88,25 +128,28 @@ def adamw_kernel(
 @triton.jit
 def sum_squares_kernel(x, parts, n, SQUARES: tl.constexpr, BLOCK: tl.constexpr):
     """The sum of the squares of this program's elements: fp32 by lane, then over lanes."""
-    first = tl.program_id(0).to(tl.int64) * SQUARES + tl.arange(0, BLOCK)
+    p = tl.program_id(0)
+    first = p.to(tl.int64) * SQUARES + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
     for step in tl.static_range(SQUARES // BLOCK):
         i = first + step * BLOCK
-        value = tl.load(x + i, mask=i < n, other=0.0).to(tl.float32)
+        value = load_fp32(x, i, i < n)
         total += value * value
-    tl.store(parts + tl.program_id(0), tl.sum(total, 0).to(tl.float64))
+    sum_of_lanes = tl.sum(total, 0)
+    tl.store(parts + p, sum_of_lanes.to(tl.float64))
 
 
 def launch_adamw(main, g, m, v, weights, scale, scalars, options) -> None:
     """Weights are bf16, or None where `main` are the model's own; see adamw.py."""
     n = len(main)
-    beta1, beta2, eps, _, stochastic = options
-    bf16_weights = main if weights is None else weights.view(torch.int16)
-    adamw_kernel[(triton.cdiv(n, BLOCK),)](
-        main, g, m, v, bf16_weights, scale, scalars, n,
-        1 - beta1, 1 - beta2, eps,
-        SPLIT=main.dtype == torch.int16, COPY=weights is not None, STOCHASTIC=stochastic, BLOCK=BLOCK,
-    )  # fmt: skip
+    blocks = triton.cdiv(n, BLOCK)
+    copy = weights is not None
+    bf16_weights = weights.view(torch.int16) if copy else main
+    state = (main, g, m, v, bf16_weights)
+    new_shares = (1 - options.beta1, 1 - options.beta2)
+    split = main.dtype == torch.int16
+    modes = {"SPLIT": split, "COPY": copy, "STOCHASTIC": options.stochastic}
+    adamw_kernel[(blocks,)](*state, scale, scalars, n, *new_shares, options.eps, **modes, BLOCK=BLOCK)
 
 
 def launch_add_squares(total: Tensor, *flats: Tensor) -> None:

@@ -23,7 +23,8 @@ def round_to_nearest(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 def upper_bfloat16(x: Tensor) -> Tensor:
     bits = x.view(torch.int32) + 0x8000
-    return (bits >> 16).to(torch.int16).view(torch.bfloat16)
+    upper = (bits >> 16).to(torch.int16)
+    return upper.view(torch.bfloat16)
 
 
 def lower_16_bits(x: Tensor) -> Tensor:
@@ -31,6 +32,7 @@ def lower_16_bits(x: Tensor) -> Tensor:
 
 
 def joined_fp32(upper: Tensor, lower: Tensor) -> Tensor:
-    upper_bits = upper.to(torch.bfloat16).view(torch.int16)
-    bits = (upper_bits.to(torch.int32) << 16) + lower
+    upper_16 = upper.to(torch.bfloat16).view(torch.int16)
+    upper_32 = upper_16.to(torch.int32) << 16
+    bits = upper_32 + lower
     return bits.view(torch.float32)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from moefold.config.errors import UserError
 from moefold.kernels.registry import KernelCase, register_op, seeded_randn
@@ -23,9 +24,7 @@ LOGITS_IN_PLACE = 10 << 26  # where the gradient overwrites the logits: 4096 tok
 
 
 @register_op
-def cross_entropy(
-    x_TD: torch.Tensor, w_VD: torch.Tensor, labels_T: torch.Tensor, words: VocabShard = WHOLE_VOCABULARY
-) -> torch.Tensor:
+def cross_entropy(x_TD: Tensor, w_VD: Tensor, labels_T: Tensor, words: VocabShard = WHOLE_VOCABULARY) -> Tensor:
     if words is not WHOLE_VOCABULARY:
         raise UserError(
             "kernels.force: cross_entropy=reference needs the whole vocabulary; leave it out, or set parallel.tp to 1"
@@ -35,38 +34,38 @@ def cross_entropy(
     return F.cross_entropy(logits.to(wide), labels_T, reduction="sum", ignore_index=IGNORE_INDEX)
 
 
+LossAndGradient = Callable[[Tensor, Tensor, VocabShard], tuple[Tensor, Tensor]]
+AddProduct = Callable[[Tensor, Tensor, Tensor, bool], None]
+ScaleInto = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
 class ChunkStrategy(NamedTuple):
     """The parts in which the chunked implementations differ."""
 
     logits: int  # at most so many logits in a chunk
-    loss_and_gradient: Callable[[torch.Tensor, torch.Tensor, VocabShard], tuple[torch.Tensor, torch.Tensor]]
-    add_product: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool], None]  # accumulates the head's gradient
-    scale_into: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]  # writes gradients in their places
+    loss_and_gradient: LossAndGradient
+    add_product: AddProduct  # accumulates the head's gradient
+    scale_into: ScaleInto  # writes gradients in their places
 
 
 @cross_entropy.register_fast("chunked")
-def cross_entropy_chunked(
-    x_TD: torch.Tensor, w_VD: torch.Tensor, labels_T: torch.Tensor, words: VocabShard = WHOLE_VOCABULARY
-) -> torch.Tensor:
+def cross_entropy_chunked(x_TD: Tensor, w_VD: Tensor, labels_T: Tensor, words: VocabShard = WHOLE_VOCABULARY) -> Tensor:
     strategy = ChunkStrategy(CHUNK_LOGITS, loss_and_gradient, add_product, scale_into)
     return apply_in_chunks(x_TD, w_VD, labels_T, words, strategy)
 
 
 @cross_entropy.register_fast("triton")
-def cross_entropy_triton(
-    x_TD: torch.Tensor, w_VD: torch.Tensor, labels_T: torch.Tensor, words: VocabShard = WHOLE_VOCABULARY
-) -> torch.Tensor:
+def cross_entropy_triton(x_TD: Tensor, w_VD: Tensor, labels_T: Tensor, words: VocabShard = WHOLE_VOCABULARY) -> Tensor:
     from moefold.kernels.vocabulary import cross_entropy_triton as kernels
 
     strategy = ChunkStrategy(LOGITS_IN_PLACE, kernels.loss_and_gradient, add_product_in_fp32, kernels.scale_into)
     return apply_in_chunks(x_TD, w_VD, labels_T, words, strategy)
 
 
-def apply_in_chunks(
-    x_TD: torch.Tensor, w_VD: torch.Tensor, labels_T: torch.Tensor, words: VocabShard, strategy: ChunkStrategy
-) -> torch.Tensor:
+def apply_in_chunks(x_TD: Tensor, w_VD: Tensor, labels_T: Tensor, words: VocabShard, strategy: ChunkStrategy) -> Tensor:
     if not torch.is_grad_enabled():
-        x_TD, w_VD = x_TD.detach(), w_VD.detach()
+        x_TD = x_TD.detach()
+        w_VD = w_VD.detach()
     return ChunkedCrossEntropy.apply(x_TD, w_VD, labels_T, words, strategy)  # pyright: ignore[reportReturnType]
 
 
@@ -85,36 +84,43 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         total = x_TD.new_zeros((), dtype=wide)
         size = tokens_of_chunk(strategy.logits, len(w_VD))
         for start in range(0, len(x_TD), size):
+            # the loss of this chunk and the gradient of its logits, for which the logits' own memory may be used
             part = slice(start, start + size)
             x = x_TD[part]
-            d_logits, loss = strategy.loss_and_gradient(x @ w_VD.T, labels_T[part], words)
+            labels = labels_T[part]
+            d_logits, loss = strategy.loss_and_gradient(x @ w_VD.T, labels, words)
             total += loss
+            # both gradients
             if dx is not None:
                 torch.mm(d_logits, w_VD, out=dx[part])
             if dw is not None:
                 strategy.add_product(dw, d_logits, x, start == 0)
             del d_logits  # free it before the next chunk's logits are made
         ctx.save_for_backward(dx, dw)
-        ctx.weight, ctx.scale_into = w_VD, strategy.scale_into
+        ctx.weight = w_VD
+        ctx.scale_into = strategy.scale_into
         return total
 
     @staticmethod
     def backward(ctx, d_total):
         dx, dw = ctx.saved_tensors
         if dx is not None:
-            dx = ctx.scale_into(dx, d_total, torch.empty_like(dx))
+            scaled = torch.empty_like(dx)
+            dx = ctx.scale_into(dx, d_total, scaled)
         if dw is not None:
-            dw = ctx.scale_into(dw, d_total, memory_for_gradient(ctx.weight))
+            scaled = memory_for_gradient(ctx.weight)
+            dw = ctx.scale_into(dw, d_total, scaled)
         return dx, dw, None, None, None
 
 
 def tokens_of_chunk(logits: int, words: int) -> int:
     """The largest power of two of tokens that fits: chunks are then whole tiles of the GEMMs."""
     tokens = logits // words
-    return 1 << max(0, tokens.bit_length() - 1)
+    exponent = max(0, tokens.bit_length() - 1)
+    return 1 << exponent
 
 
-def add_product(dw_VD: torch.Tensor, d_TV: torch.Tensor, x_TD: torch.Tensor, first: bool) -> None:
+def add_product(dw_VD: Tensor, d_TV: Tensor, x_TD: Tensor, first: bool) -> None:
     """dw += d^T x; the first product overwrites."""
     product = d_TV.T @ x_TD
     if first:
@@ -123,35 +129,40 @@ def add_product(dw_VD: torch.Tensor, d_TV: torch.Tensor, x_TD: torch.Tensor, fir
         dw_VD.add_(product)
 
 
-def add_product_in_fp32(dw_VD: torch.Tensor, d_TV: torch.Tensor, x_TD: torch.Tensor, first: bool) -> None:
+def add_product_in_fp32(dw_VD: Tensor, d_TV: Tensor, x_TD: Tensor, first: bool) -> None:
     """The same in one GEMM that accumulates in fp32: no product is rounded to bf16."""
     beta = 0 if first else 1
     torch.addmm(dw_VD, d_TV.T, x_TD, out_dtype=torch.float32, beta=beta, out=dw_VD)
 
 
-def scale_into(x: torch.Tensor, factor: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+def scale_into(x: Tensor, factor: Tensor, out: Tensor) -> Tensor:
     return torch.mul(x, factor, out=out)
 
 
-def loss_and_gradient(
-    logits: torch.Tensor, labels: torch.Tensor, words: VocabShard
-) -> tuple[torch.Tensor, torch.Tensor]:
+def loss_and_gradient(logits: Tensor, labels: Tensor, words: VocabShard) -> tuple[Tensor, Tensor]:
     """d loss / d logits for the vocabulary rows held here, and the loss over the whole vocabulary."""
     dtype = logits.dtype
     logits = logits.to(torch.promote_types(dtype, torch.float32))
     valid = labels != IGNORE_INDEX
+    # The label's column, if it is held here.
     column = (labels - words.first)[:, None]
     held = (column >= 0) & (column < logits.shape[1])
     column = column * held
     # Log-sum-exp over all ranks' shards.
-    largest = words.largest(logits.amax(-1, keepdim=True))
-    total = words.total((logits - largest).exp_().sum(-1, keepdim=True))
+    largest = logits.amax(-1, keepdim=True)
+    largest = words.largest(largest)
+    total = (logits - largest).exp_().sum(-1, keepdim=True)
+    total = words.total(total)
     log_sum = total.log_() + largest
-    target = words.total(logits.gather(1, column) * held)
-    loss = ((log_sum - target).squeeze(1) * valid).sum()
+    # The loss.
+    target = logits.gather(1, column) * held
+    target = words.total(target)
+    loss_T = (log_sum - target).squeeze(1)
+    loss = (loss_T * valid).sum()
     # softmax - onehot, in place of the logits.
     logits.sub_(log_sum).exp_()
-    logits.scatter_add_(1, column, -held.to(logits.dtype))
+    onehot = held.to(logits.dtype)
+    logits.scatter_add_(1, column, -onehot)
     logits.mul_(valid[:, None])
     return logits.to(dtype), loss
 
@@ -159,7 +170,8 @@ def loss_and_gradient(
 @cross_entropy.register_cases
 def cross_entropy_cases(device: str, dtype: torch.dtype) -> Iterator[KernelCase]:
     for t, d, v in [(1, 8, 4), (33, 16, 257), (512, 32, 1000)]:
-        labels = torch.randint(v, (t,), generator=torch.Generator().manual_seed(t))
+        generator = torch.Generator().manual_seed(t)
+        labels = torch.randint(v, (t,), generator=generator)
         labels[1::5] = IGNORE_INDEX
         x = seeded_randn(device, dtype, t, d)
         w = seeded_randn(device, dtype, v, d, seed=1)

@@ -20,7 +20,8 @@ BLOCK = 2048
 
 @triton.jit
 def load_logits(row, v, V):
-    return tl.load(row + v, mask=v < V, other=-1e30).to(tl.float32)
+    logits = tl.load(row + v, mask=v < V, other=-1e30)
+    return logits.to(tl.float32)
 
 
 @triton.jit
@@ -39,14 +40,22 @@ def log_sum_exp_kernel(logits_TV, column_T, largest_T, sum_T, target_T, V, BLOCK
         b = load_logits(row, v + BLOCK, V)
         c = load_logits(row, v + 2 * BLOCK, V)
         d = load_logits(row, v + 3 * BLOCK, V)
-        higher = tl.maximum(tl.maximum(top, a), tl.maximum(tl.maximum(b, c), d))
+        # the new maximum
+        of_first = tl.maximum(top, a)
+        of_others = tl.maximum(tl.maximum(b, c), d)
+        higher = tl.maximum(of_first, of_others)
+        # the sum: what is left of the old one, and the four blocks
         total *= tl.exp(top - higher)
-        total += (tl.exp(a - higher) + tl.exp(b - higher)) + (tl.exp(c - higher) + tl.exp(d - higher))
+        first_two = tl.exp(a - higher) + tl.exp(b - higher)
+        last_two = tl.exp(c - higher) + tl.exp(d - higher)
+        total += first_two + last_two
         top = higher
-    # epilogue: reduce the lanes, and read the label's logit
+    # epilogue: reduce the lanes
     largest = tl.max(top, 0)
     tl.store(largest_T + t, largest)
-    tl.store(sum_T + t, tl.sum(total * tl.exp(top - largest), 0))
+    rescaled = total * tl.exp(top - largest)
+    tl.store(sum_T + t, tl.sum(rescaled, 0))
+    # the label's logit
     column = tl.load(column_T + t)
     held = (column >= 0) & (column < V)
     target = tl.load(row + column, mask=held, other=0.0)
@@ -58,28 +67,36 @@ def logit_gradient_kernel(logits_TV, column_T, log_sum_T, valid_T, V, BLOCK: tl.
     """softmax - onehot in place of the logits; zeros for tokens without a label."""
     t = tl.program_id(0).to(tl.int64)
     v = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = v < V
     at = logits_TV + t * V + v
-    x = tl.load(at, mask=v < V, other=0.0).to(tl.float32)
-    softmax = tl.exp(x - tl.load(log_sum_T + t))
-    onehot = tl.where(v == tl.load(column_T + t), 1.0, 0.0)
+    x = tl.load(at, mask=inside, other=0.0)
+    # softmax - onehot
+    log_sum = tl.load(log_sum_T + t)
+    softmax = tl.exp(x.to(tl.float32) - log_sum)
+    label = tl.load(column_T + t)
+    onehot = tl.where(v == label, 1.0, 0.0)
     d = softmax - onehot
-    d = tl.where(tl.load(valid_T + t) != 0, d, 0.0)
-    tl.store(at, d.to(logits_TV.dtype.element_ty), mask=v < V)
+    # zeros without a label
+    valid = tl.load(valid_T + t)
+    d = tl.where(valid != 0, d, 0.0)
+    tl.store(at, d.to(logits_TV.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def scale_into_kernel(x, factor, out, n, BLOCK: tl.constexpr):
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    value = tl.load(x + i, mask=i < n, other=0.0)
+    first = tl.program_id(0).to(tl.int64) * BLOCK
+    i = first + tl.arange(0, BLOCK)
+    there = i < n
+    value = tl.load(x + i, mask=there, other=0.0)
     y = value * tl.load(factor).to(tl.float32)
-    tl.store(out + i, y.to(out.dtype.element_ty), mask=i < n)
+    tl.store(out + i, y.to(out.dtype.element_ty), mask=there)
 
 
 def scale_into(x: torch.Tensor, factor: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """out = x times a number on the device, in the dtype of `out`; torch's own kernel takes three times as long."""
     n = x.numel()
-    grid = (triton.cdiv(n, BLOCK),)
-    scale_into_kernel[grid](x, factor, out, n, BLOCK, num_warps=8)
+    blocks = triton.cdiv(n, BLOCK)
+    scale_into_kernel[(blocks,)](x, factor, out, n, BLOCK, num_warps=8)
     return out
 
 
@@ -91,13 +108,19 @@ def loss_and_gradient(
     tokens, held = logits_TV.shape
     valid_T = labels_T != IGNORE_INDEX
     column_T = labels_T - words.first
-    largest_T, sum_T, target_T = torch.empty(3, tokens, dtype=torch.float32, device=logits_TV.device)
-    log_sum_exp_kernel[(tokens,)](logits_TV, column_T, largest_T, sum_T, target_T, held, BLOCK // 2, num_warps=4)
+    # First pass: maximum, sum and the label's logit, of this shard.
+    statistics_3T = torch.empty(3, tokens, dtype=torch.float32, device=logits_TV.device)
+    largest_T, sum_T, target_T = statistics_3T
+    log_sum_exp_kernel[(tokens,)](logits_TV, column_T, *statistics_3T, held, BLOCK // 2, num_warps=4)
     # Maximum and sum over all ranks' shards.
     overall_T = words.largest(largest_T.clone())
-    rescaled_T = sum_T * (largest_T - overall_T).exp()
-    log_sum_T = words.total(rescaled_T).log() + overall_T
-    grid = (tokens, triton.cdiv(held, BLOCK))
-    logit_gradient_kernel[grid](logits_TV, column_T, log_sum_T, valid_T.to(torch.int8), held, BLOCK, num_warps=8)
+    shrunk_T = (largest_T - overall_T).exp()
+    total_T = words.total(sum_T * shrunk_T)
+    log_sum_T = total_T.log() + overall_T
+    # Second pass: the gradient.
+    blocks = triton.cdiv(held, BLOCK)
+    has_label_T = valid_T.to(torch.int8)
+    logit_gradient_kernel[tokens, blocks](logits_TV, column_T, log_sum_T, has_label_T, held, BLOCK, num_warps=8)
     loss_T = log_sum_T - words.total(target_T)
-    return logits_TV, (loss_T * valid_T).sum()
+    loss = (loss_T * valid_T).sum()
+    return logits_TV, loss

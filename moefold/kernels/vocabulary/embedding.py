@@ -9,22 +9,24 @@ from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from moefold.kernels.registry import KernelCase, register_op, seeded_randn
 from moefold.layout.gradient_sink import memory_for_gradient
 
 
 @register_op
-def embedding(words_T: torch.Tensor, w_VD: torch.Tensor, holes: bool = False) -> torch.Tensor:
+def embedding(words_T: Tensor, w_VD: Tensor, holes: bool = False) -> Tensor:
     """Only with `holes` may token ids be -1."""
     if not holes:
         return F.embedding(words_T, w_VD)
     held_T = words_T >= 0
-    return F.embedding(words_T.clamp(min=0), w_VD) * held_T[:, None]
+    some_row_T = words_T.clamp(min=0)
+    return F.embedding(some_row_T, w_VD) * held_T[:, None]
 
 
 @embedding.register_fast("triton")
-def embedding_triton(words_T: torch.Tensor, w_VD: torch.Tensor, holes: bool = False) -> torch.Tensor:
+def embedding_triton(words_T: Tensor, w_VD: Tensor, holes: bool = False) -> Tensor:
     return EmbeddingFunction.apply(words_T, w_VD)  # pyright: ignore[reportReturnType]
 
 
@@ -53,7 +55,8 @@ def embedding_cases(device: str, dtype: torch.dtype) -> Iterator[KernelCase]:
     for t, v, d in [(1, 2, 4), (33, 7, 16), (0, 3, 8), (40, 100, 24)]:
         name = f"{t} of {v} words of {d}"
         w = seeded_randn(device, dtype, v, d)
-        spread = torch.randint(v, (t,), generator=torch.Generator().manual_seed(t))
+        generator = torch.Generator().manual_seed(t)
+        spread = torch.randint(v, (t,), generator=generator)
         one_word = torch.full((t,), v - 1)
         half = (spread * 2 - v).clamp(min=-1)
         yield KernelCase(f"{name}, spread", (spread.to(device), w))

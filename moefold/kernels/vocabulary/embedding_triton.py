@@ -17,18 +17,27 @@ def embedding_wgrad_kernel(
     x_TD, order_T, starts_V, out_VD, D, ROWS: tl.constexpr, COLS: tl.constexpr, WIDE: tl.constexpr
 ):
     """One program per vocabulary row and block of columns."""
+    # prologue: this program's columns, and where its tokens lie among the sorted
     v = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * COLS + tl.arange(0, COLS)
+    in_row = c < D
     end = tl.load(starts_V + v + 1)
     total = tl.zeros([COLS], WIDE)
+    begin = tl.load(starts_V + v)
     # main loop over the tokens with this id, in their order
-    for first in range(tl.load(starts_V + v), end, ROWS):
+    for first in range(begin, end, ROWS):
+        # the next few tokens
         r = first + tl.arange(0, ROWS)
-        t = tl.load(order_T + r, mask=r < end, other=0).to(tl.int64)
-        inside = (r < end)[:, None] & (c < D)[None, :]
-        x = tl.load(x_TD + t[:, None] * D + c[None, :], mask=inside, other=0.0)
+        mine = r < end
+        t = tl.load(order_T + r, mask=mine, other=0)
+        # the sum of their rows
+        row = t.to(tl.int64)[:, None] * D
+        inside = mine[:, None] & in_row[None, :]
+        x = tl.load(x_TD + row + c[None, :], mask=inside, other=0.0)
         total += tl.sum(x.to(WIDE), 0)
-    tl.store(out_VD + v * D + c, total.to(out_VD.dtype.element_ty), mask=c < D)
+    # epilogue
+    out = out_VD + v * D + c
+    tl.store(out, total.to(out_VD.dtype.element_ty), mask=in_row)
 
 
 def embedding_wgrad(x_TD: torch.Tensor, words_T: torch.Tensor, out_VD: torch.Tensor) -> torch.Tensor:
@@ -40,7 +49,7 @@ def embedding_wgrad(x_TD: torch.Tensor, words_T: torch.Tensor, out_VD: torch.Ten
     starts_V = torch.searchsorted(sorted_T, ids_V, out_int32=True)
     wide = tl.float64 if x_TD.dtype == torch.float64 else tl.float32
     cols = min(2048, triton.next_power_of_2(d))
-    grid = (v, triton.cdiv(d, cols))
+    blocks = triton.cdiv(d, cols)
     x_TD = x_TD.contiguous()
-    embedding_wgrad_kernel[grid](x_TD, order_T, starts_V, out_VD, d, ROWS_AT_ONCE, cols, wide, num_warps=8)
+    embedding_wgrad_kernel[v, blocks](x_TD, order_T, starts_V, out_VD, d, ROWS_AT_ONCE, cols, wide, num_warps=8)
     return out_VD

@@ -1,0 +1,68 @@
+"""Blocks of positions of one attention head, in Triton: which head a program has, loads, stores, statistics. Imported
+only where Triton is.
+
+B sequences, S positions, H heads, D head width; M queries are worked on at a time.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def program_head(H):
+    """The sequence and the head of this program: the second axis of the grid runs over all heads of all sequences."""
+    head = tl.program_id(1)
+    b = head // H
+    return b.to(tl.int64), head % H
+
+
+@triton.jit
+def head_block(base, places, stride, end, D: tl.constexpr, WIDE: tl.constexpr):
+    """Pointers to (positions, WIDE) of one head; and which lie before the end and within its width."""
+    d = tl.arange(0, WIDE)[None, :]
+    row = places[:, None]
+    inside = row < end
+    if D < WIDE:
+        inside = inside & (d < D)
+    return base + row * stride + d, inside
+
+
+@triton.jit
+def load_head_block(base, places, stride, end, D: tl.constexpr, WIDE: tl.constexpr):
+    """Zeros behind the end and beyond the width."""
+    pointers, inside = head_block(base, places, stride, end, D, WIDE)
+    return tl.load(pointers, mask=inside, other=0.0)
+
+
+@triton.jit
+def store_head_block(base, places, stride, end, values, D: tl.constexpr, WIDE: tl.constexpr):
+    pointers, inside = head_block(base, places, stride, end, D, WIDE)
+    rounded = values.to(base.dtype.element_ty)
+    tl.store(pointers, rounded, mask=inside)
+
+
+@triton.jit
+def load_log_sums(lse, head, rows, S):
+    """The log-sum-exp of some queries of a head, to the base of two; infinite behind the end, where P is then zero."""
+    at = lse + head * S + rows
+    natural = tl.load(at, mask=rows < S, other=float("inf"))
+    return natural * LOG2E
+
+
+@triton.jit
+def load_delta(delta, head, rows, S):
+    at = delta + head * S + rows
+    return tl.load(at, mask=rows < S, other=0.0)
+
+
+def outer_strides(*tensors: torch.Tensor) -> list[int]:
+    """The strides of sequences, positions and heads; the elements of a head are contiguous."""
+    strides: list[int] = []
+    for x in tensors:
+        strides += x.stride()[:3]
+    return strides
