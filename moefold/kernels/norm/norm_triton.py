@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from moefold.kernels.tile_triton import load_or_zero, program_block, tile_mask, tile_offsets
 from moefold.layout.gradient_sink import memory_for_gradient
@@ -132,7 +133,7 @@ def column_sums_kernel(x_PD, out_D, P, D, ROWS: tl.constexpr, COLS: tl.constexpr
     tl.store(out_D + d, rounded, mask=d < D)
 
 
-def weight_gradient(dw_PD: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def weight_gradient(dw_PD: Tensor, weight: Tensor) -> Tensor:
     """The sum over programs, written where the weight's gradient belongs."""
     p, d = dw_PD.shape
     out = memory_for_gradient(weight)
@@ -151,13 +152,11 @@ def rmsnorm_tile_shape(d: int, elements_per_thread: int) -> dict[str, int]:
     return {"ROWS": rows, "WIDTH": width, "num_warps": min(most, warps)}
 
 
-def contiguous_or_none(x: torch.Tensor | None) -> torch.Tensor | None:
+def contiguous_or_none(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.contiguous()
 
 
-def rmsnorm_forward(
-    x: torch.Tensor, added: torch.Tensor | None, w_D: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def rmsnorm_forward(x: Tensor, added: Tensor | None, w_D: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """(the sum, or x itself; its norm times the weight; one over its root mean square)."""
     d = x.shape[-1]
     n = x.numel() // d
@@ -174,13 +173,13 @@ def rmsnorm_forward(
 
 
 def rmsnorm_backward(
-    dy: torch.Tensor,
-    also: torch.Tensor | None,
-    x: torch.Tensor,
-    w_D: torch.Tensor,
-    inverse_N: torch.Tensor,
-    ds: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    dy: Tensor,
+    also: Tensor | None,
+    x: Tensor,
+    w_D: Tensor,
+    inverse_N: Tensor,
+    ds: Tensor | None,
+) -> tuple[Tensor, Tensor]:
     """The gradients of x and of the weight. The output's gradient is `dy`, plus `also` unless that is None."""
     d = x.shape[-1]
     n = x.numel() // d

@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from moefold.kernels.norm.norm_triton import weight_gradient
 from moefold.kernels.tile_triton import load_or_zero, tile_mask, tile_offsets
@@ -193,21 +194,21 @@ def head_tile_shape(heads: int, half: int) -> dict[str, int]:
     return {"HEADS": many, "WIDTH": width, "num_warps": min(8, warps)}
 
 
-def contiguous_tables(angles) -> list[torch.Tensor]:
+def contiguous_tables(angles) -> list[Tensor]:
     return [x_Sd.contiguous() for x_Sd in angles]
 
 
-def contiguous_heads(x_BSHD: torch.Tensor) -> torch.Tensor:
+def contiguous_heads(x_BSHD: Tensor) -> Tensor:
     return x_BSHD if x_BSHD.stride(-1) == 1 else x_BSHD.contiguous()
 
 
-def norm_extent(w: torch.Tensor | None, head_dim: int) -> str:
+def norm_extent(w: Tensor | None, head_dim: int) -> str:
     if w is None:
         return "none"
     return "head" if w.numel() == head_dim else "full"
 
 
-def rotate_heads(x_BSHD, w, angles, eps: float = 0.0, back: bool = False) -> torch.Tensor:
+def rotate_heads(x_BSHD, w, angles, eps: float = 0.0, back: bool = False) -> Tensor:
     """Heads normed, if there is a weight, and rotated; or rotated back."""
     x_BSHD = contiguous_heads(x_BSHD)
     b, s, h, d = x_BSHD.shape
@@ -224,7 +225,7 @@ def rotate_heads(x_BSHD, w, angles, eps: float = 0.0, back: bool = False) -> tor
     return out_BSHD
 
 
-def rotate_heads_backward(dy_BSHD, x_BSHD, w, angles, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+def rotate_heads_backward(dy_BSHD, x_BSHD, w, angles, eps: float) -> tuple[Tensor, Tensor]:
     """The gradients of x and of the norm's weight."""
     dy = contiguous_heads(dy_BSHD)
     x = contiguous_heads(x_BSHD)

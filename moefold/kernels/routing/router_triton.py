@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from moefold.kernels.routing.router_spec import RouterSpec, TokenSpan
 from moefold.kernels.tile_triton import load_or_zero, program_block, tile_mask, tile_offsets
@@ -285,19 +286,19 @@ def router_topk_backward_kernel(
 
 
 @triton.jit
-def load_choices(ids_R, R, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def load_choices(ids_R, e, R, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     """This block's choices, and for each of them a line of experts with a one in its column."""
     r = program_block(0, BLOCK)
-    e = tl.arange(0, WIDTH)
     ids = tl.load(ids_R + r, mask=r < R, other=WIDTH).to(tl.int32)
     same = is_column(e, ids)
-    return r, e, same.to(tl.int32)
+    return r, same.to(tl.int32)
 
 
 @triton.jit
 def count_choices_kernel(ids_R, counts_BE, R, E, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     """First pass of the counting sort: choices of each expert in a block."""
-    _, e, same = load_choices(ids_R, R, WIDTH, BLOCK)
+    e = tl.arange(0, WIDTH)
+    _, same = load_choices(ids_R, e, R, WIDTH, BLOCK)
     counts = tl.sum(same, 0)
     line = counts_BE + tl.program_id(0) * E
     tl.store(line + e, counts, mask=e < E)
@@ -325,13 +326,14 @@ def place_rows_kernel(
     K: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Third pass: the row of each choice, in both directions, and its weight."""
-    r, e, same = load_choices(ids_R, R, WIDTH, BLOCK)
     # where each expert's rows begin and end
+    e = tl.arange(0, WIDTH)
     total = load_or_zero(total_E + e, e < E)
     ends = tl.cumsum(total, 0)
     begins = ends - total
     if tl.program_id(0) == 0:
         tl.store(ends_E + e, ends, mask=e < E)
+    r, same = load_choices(ids_R, e, R, WIDTH, BLOCK)
     # an expert's first row, plus its rows of earlier blocks, plus its rows of this block
     earlier = load_or_zero(base_BE + tl.program_id(0) * E + e, e < E)
     base = begins + earlier
@@ -354,8 +356,8 @@ def topk_tile_shape(experts: int, choices: int) -> dict[str, int]:
 
 
 def launch_router_topk(
-    logits_TE: torch.Tensor, bias_E: torch.Tensor, spec: RouterSpec, imposed_TK: torch.Tensor | None, span: TokenSpan
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    logits_TE: Tensor, bias_E: Tensor, spec: RouterSpec, imposed_TK: Tensor | None, span: TokenSpan
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Weights and ids of the chosen experts; over sequences: counts of choices, scores as shares of one, squares."""
     t, experts = logits_TE.shape
     weights_TK = logits_TE.new_empty(t, spec.k)
@@ -382,15 +384,15 @@ def launch_router_topk(
 
 
 def launch_topk_backward(
-    dweights_TK: torch.Tensor | None,
-    dshares_SE: torch.Tensor | None,
-    dsquares_S: torch.Tensor | None,
-    logits_TE: torch.Tensor,
-    weights_TK: torch.Tensor,
-    ids_TK: torch.Tensor,
+    dweights_TK: Tensor | None,
+    dshares_SE: Tensor | None,
+    dsquares_S: Tensor | None,
+    logits_TE: Tensor,
+    weights_TK: Tensor,
+    ids_TK: Tensor,
     spec: RouterSpec,
     span: TokenSpan,
-) -> torch.Tensor:
+) -> Tensor:
     t, experts = logits_TE.shape
     dlogits_TE = torch.empty_like(logits_TE)
     tile = topk_tile_shape(experts, spec.k)
@@ -405,9 +407,7 @@ def launch_topk_backward(
     return dlogits_TE
 
 
-def launch_arrange_rows(
-    ids_NK: torch.Tensor, weights_NK: torch.Tensor, experts: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def launch_arrange_rows(ids_NK: Tensor, weights_NK: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Rows sorted by expert, stably: index_R, slots_NK, weight_R and the end of each expert. A counting sort in three
     passes (count, scan, place): the same on every run, and nothing waits for the host."""
     n, k = ids_NK.shape

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from moefold.kernels.tile_triton import load_or_zero, program_block, tile_mask, tile_offsets
 
@@ -133,7 +134,7 @@ def row_tiles_kernel(
         tl.store(pads_E + e, pads, mask=real_e)
 
 
-def gather_by_index(source_ND: torch.Tensor, index_R: torch.Tensor) -> torch.Tensor:
+def gather_by_index(source_ND: Tensor, index_R: Tensor) -> Tensor:
     """out[r] = source[index[r]], zeros where the index is -1."""
     r = len(index_R)
     d = source_ND.shape[1]
@@ -147,7 +148,7 @@ def gather_by_index(source_ND: torch.Tensor, index_R: torch.Tensor) -> torch.Ten
     return out_RD
 
 
-def gather_padded(source_ND: torch.Tensor, index_R: torch.Tensor, tiles_M4: torch.Tensor, experts: int) -> torch.Tensor:
+def gather_padded(source_ND: Tensor, index_R: Tensor, tiles_M4: Tensor, experts: int) -> Tensor:
     """The same with each expert's rows padded by zeros to half tiles. Rows behind the last expert's are not written."""
     d = source_ND.shape[1]
     most_padding = TILE // 2 * experts
@@ -160,7 +161,7 @@ def gather_padded(source_ND: torch.Tensor, index_R: torch.Tensor, tiles_M4: torc
     return out_PD
 
 
-def sum_over_slots(y_RD: torch.Tensor, slots_NK: torch.Tensor) -> torch.Tensor:
+def sum_over_slots(y_RD: Tensor, slots_NK: Tensor) -> Tensor:
     """out[n] = the sum of y over the slots of n that are not -1, in fp32 or better, in the order of the slots."""
     n, k = slots_NK.shape
     d = y_RD.shape[1]
@@ -175,7 +176,7 @@ def sum_over_slots(y_RD: torch.Tensor, slots_NK: torch.Tensor) -> torch.Tensor:
     return out_ND
 
 
-def plan_row_tiles(ends_E: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def plan_row_tiles(ends_E: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
     """For every tile its expert, first row, number of rows, and first row where experts are padded to half tiles; the
     number of tiles; each expert's first padded row. Sizes depend on shapes alone; `rows` may exceed the last end."""
     experts = len(ends_E)
