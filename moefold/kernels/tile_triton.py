@@ -19,8 +19,19 @@ def tile_offsets(row, column, width):
 
 
 @triton.jit
+def tile_pointers(matrix, row, column, width):
+    return matrix + row[:, None] * width + column[None, :]
+
+
+@triton.jit
 def load_or_zero(at, inside):
     return tl.load(at, mask=inside, other=0)
+
+
+@triton.jit
+def load_as_fp32(at, inside):
+    values = load_or_zero(at, inside)
+    return values.to(tl.float32)
 
 
 @triton.jit

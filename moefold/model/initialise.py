@@ -16,7 +16,8 @@ from moefold.layout.declare import DeclaredParameter, declared_parameters
 def initialise_parameters(model: nn.Module, seed: int) -> None:
     """Fill every declared parameter. Each slice is drawn by its own generator, so that threads may share the work."""
     with torch.no_grad(), ThreadPoolExecutor(os.cpu_count()) as threads:
-        work = [threads.submit(fill_parameter_slice, *piece, seed) for piece in parameter_slices(model)]
+        slices = parameter_slices(model)
+        work = [threads.submit(fill_parameter_slice, *piece, seed) for piece in slices]
     for filled in work:
         filled.result()
 
@@ -43,7 +44,8 @@ def fill_parameter_slice(name: str, parameter: DeclaredParameter, view: Tensor, 
         view.zero_()
         return
     # the whole slice is drawn on every rank, which keeps its part
-    whole = torch.empty(declaration.shape[declaration.stacked :], dtype=torch.float32, device="cpu")
+    shape = declaration.shape[declaration.stacked :]
+    whole = torch.empty(shape, dtype=torch.float32, device="cpu")
     whole.normal_(0.0, std, generator=generator_for(name, seed))
     part = parameter.part[declaration.stacked :]
     held = tuple(slice(start, start + size) for start, size in part)

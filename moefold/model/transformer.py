@@ -125,7 +125,8 @@ class Transformer(nn.Module):
         streams = self.normed_streams(carry)
         token_TD = self.embedding(next_tokens_C)
         x_TD = layer(streams[-1], token_TD)
-        return {**carry, "streams": streams, "stream": ResidualStream(x_TD), "aux_before": carry["aux"]}
+        stream = ResidualStream(x_TD)
+        return {**carry, "streams": streams, "stream": stream, "aux_before": carry["aux"]}
 
     def set_aside(self, layer: MtpLayer, carry: Carry) -> Carry:
         """Keeps the normed stream of an MTP layer for its loss. The layer's balance losses get the weight of that
@@ -177,8 +178,10 @@ class Transformer(nn.Module):
         return steps
 
     def bound_mtp_steps(self, layer: MtpLayer) -> list[Step]:
-        first = Step(look_ahead_step(self.model), partial(self.look_ahead, layer))
-        last = Step(set_aside_step(self.model), partial(self.set_aside, layer))
+        look_ahead = partial(self.look_ahead, layer)
+        set_aside = partial(self.set_aside, layer)
+        first = Step(look_ahead_step(self.model), look_ahead)
+        last = Step(set_aside_step(self.model), set_aside)
         return [first, *layer.block.steps(), last]
 
     def steps(self, stage: Stage) -> list[Step]:
@@ -247,7 +250,8 @@ class Transformer(nn.Module):
     def balance(self, sound: Tensor | bool = True, pace: float = 1.0) -> LayerLoads:
         """After a step: moves the selection biases, unless the step was not `sound`; `pace` is the learning rate as a
         share of its highest. Returns the load of every layer's experts."""
-        return update_selection_biases(self.loads(), self.model.moe, self.world.dp_cp_tp, sound, pace)
+        loads = self.loads()
+        return update_selection_biases(loads, self.model.moe, self.world.dp_cp_tp, sound, pace)
 
 
 def labels_ahead(labels_BS: Tensor, depth: int, shard: TokenShard) -> Tensor:

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moefold.kernels.tile_triton import load_or_zero, program_block, tile_mask, tile_offsets
+from moefold.kernels.tile_triton import load_as_fp32, load_or_zero, program_block, tile_mask, tile_pointers
 from moefold.layout.gradient_sink import memory_for_gradient
 
 WARPS = 4224  # of backward's programs: thirty-two for each multiprocessor of an H200, resident at once on 64 registers
@@ -21,14 +21,14 @@ WARPS = 4224  # of backward's programs: thirty-two for each multiprocessor of an
 
 @triton.jit
 def load_rows(x_ND, n, d, N, D):
-    at = x_ND + tile_offsets(n, d, D)
+    at = tile_pointers(x_ND, n, d, D)
     inside = tile_mask(n < N, d < D)
     return load_or_zero(at, inside)
 
 
 @triton.jit
 def store_rows(out_ND, value, n, d, N, D):
-    at = out_ND + tile_offsets(n, d, D)
+    at = tile_pointers(out_ND, n, d, D)
     rounded = value.to(out_ND.dtype.element_ty)
     inside = tile_mask(n < N, d < D)
     tl.store(at, rounded, mask=inside)
@@ -45,13 +45,16 @@ def load_inverse(inverse_N, n, N):
 def rmsnorm_forward_kernel(
     x_ND, added_ND, w_D, sum_ND, y_ND, inverse_N, N, D, eps, ROWS: tl.constexpr, WIDTH: tl.constexpr
 ):
-    n = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    program = tl.program_id(0).to(tl.int64)
+    n = program * ROWS + tl.arange(0, ROWS)
     d = tl.arange(0, WIDTH)
-    x = load_rows(x_ND, n, d, N, D).to(tl.float32)
+    x = load_rows(x_ND, n, d, N, D)
+    x = x.to(tl.float32)
     # residual add: the norm is of the rounded sum, as stored
     if added_ND is not None:
-        added = load_rows(added_ND, n, d, N, D).to(tl.float32)
-        rounded = (x + added).to(sum_ND.dtype.element_ty)
+        added = load_rows(added_ND, n, d, N, D)
+        total = x + added.to(tl.float32)
+        rounded = total.to(sum_ND.dtype.element_ty)
         store_rows(sum_ND, rounded, n, d, N, D)
         x = rounded.to(tl.float32)
     # one over the root mean square of each row
@@ -59,7 +62,7 @@ def rmsnorm_forward_kernel(
     inverse = tl.rsqrt(mean_square + eps)
     tl.store(inverse_N + n, inverse, mask=n < N)
     # the norm, times the weight
-    w = load_or_zero(w_D + d, d < D).to(tl.float32)
+    w = load_as_fp32(w_D + d, d < D)
     y = x * inverse[:, None] * w[None, :]
     store_rows(y_ND, y, n, d, N, D)
 
@@ -103,7 +106,7 @@ def rmsnorm_backward_kernel(
         # gradient of the weight
         dw += tl.sum(g * unit, 0)
         # gradient of these rows
-        w = load_or_zero(w_D + d, d < D).to(tl.float32)  # again from the cache, to save registers
+        w = load_as_fp32(w_D + d, d < D)  # again from the cache, to save registers
         g *= w[None, :]
         along = tl.sum(g * unit, 1) / D
         dx = (g - unit * along[:, None]) * inverse
@@ -117,7 +120,8 @@ def rmsnorm_backward_kernel(
         x = next_x
         inverse = next_inverse
     # epilogue: this program's summand of the weight's gradient
-    line = dw_PD + tl.program_id(0).to(tl.int64) * D
+    program = tl.program_id(0).to(tl.int64)
+    line = dw_PD + program * D
     tl.store(line + d, dw, mask=d < D)
 
 
@@ -148,8 +152,8 @@ def rmsnorm_tile_shape(d: int, elements_per_thread: int) -> dict[str, int]:
     rows = max(1, 2048 // width)
     threads = rows * width // elements_per_thread
     warps = max(4, threads // 32)
-    most = 256 // elements_per_thread
-    return {"ROWS": rows, "WIDTH": width, "num_warps": min(most, warps)}
+    warps = min(256 // elements_per_thread, warps)
+    return {"ROWS": rows, "WIDTH": width, "num_warps": warps}
 
 
 def contiguous_or_none(x: Tensor | None) -> Tensor | None:
@@ -164,7 +168,7 @@ def rmsnorm_forward(x: Tensor, added: Tensor | None, w_D: Tensor, eps: float) ->
     added = contiguous_or_none(added)
     total = x if added is None else torch.empty_like(x)
     y = torch.empty_like(x)
-    inverse_N = torch.empty(n, dtype=torch.float32, device=x.device)
+    inverse_N = x.new_empty(n, dtype=torch.float32)
     tile = rmsnorm_tile_shape(d, 16)
     if n:
         grid = (triton.cdiv(n, tile["ROWS"]),)
@@ -189,8 +193,9 @@ def rmsnorm_backward(
     dx = torch.empty_like(x)
     tile = rmsnorm_tile_shape(d, 8)
     resident = max(1, WARPS // tile["num_warps"])
-    programs = min(resident, triton.cdiv(n, tile["ROWS"]))
-    dw_PD = torch.empty(programs, d, dtype=torch.float32, device=x.device)
+    blocks = triton.cdiv(n, tile["ROWS"])
+    programs = min(resident, blocks)
+    dw_PD = x.new_empty(programs, d, dtype=torch.float32)
     if n:
         rmsnorm_backward_kernel[(programs,)](dy, also, x, w_D, inverse_N, ds, dx, dw_PD, n, d, **tile, maxnreg=64)
     return dx, weight_gradient(dw_PD, w_D)

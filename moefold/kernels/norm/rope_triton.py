@@ -14,16 +14,9 @@ import triton.language as tl
 from torch import Tensor
 
 from moefold.kernels.norm.norm_triton import weight_gradient
-from moefold.kernels.tile_triton import load_or_zero, tile_mask, tile_offsets
+from moefold.kernels.tile_triton import load_as_fp32, load_or_zero, tile_mask, tile_pointers
 
 WARPS = 2112  # of backward's programs together: sixteen for each multiprocessor of an H200, all resident at once
-
-
-@triton.jit
-def load_halves(at, HALF, inside):
-    a = load_or_zero(at, inside)
-    b = load_or_zero(at + HALF, inside)
-    return a, b
 
 
 @triton.jit
@@ -43,7 +36,9 @@ def load_rotary_halves(x, token, S, b_stride, s_stride, h_stride, H, HALF, HEADS
     row = h * h_stride + sequence * b_stride + position * s_stride
     at = x + row[:, None] + d[None, :]
     inside = tile_mask(h < H, d < HALF)
-    return load_halves(at, HALF, inside)
+    a = load_or_zero(at, inside)
+    b = load_or_zero(at + HALF, inside)
+    return a, b
 
 
 @triton.jit
@@ -52,18 +47,19 @@ def store_rotary_halves(out, token, a, b, H, HALF, HEADS: tl.constexpr, WIDTH: t
     d = tl.arange(0, WIDTH)
     token_h = h * 0 + token  # in 64 bits
     head = token_h * H + h
-    at = out + tile_offsets(head, d, HALF * 2)
+    at = tile_pointers(out, head, d, HALF * 2)
     inside = tile_mask(h < H, d < HALF)
-    kind = out.dtype.element_ty
-    store_halves(at, a.to(kind), b.to(kind), HALF, inside)
+    a = a.to(out.dtype.element_ty)
+    b = b.to(out.dtype.element_ty)
+    store_halves(at, a, b, HALF, inside)
 
 
 @triton.jit
 def load_rope_angles(cos_Sd, sin_Sd, position, HALF, WIDTH: tl.constexpr):
     d = tl.arange(0, WIDTH)
     at = position * HALF + d
-    cos = load_or_zero(cos_Sd + at, d < HALF).to(tl.float32)
-    sin = load_or_zero(sin_Sd + at, d < HALF).to(tl.float32)
+    cos = load_as_fp32(cos_Sd + at, d < HALF)
+    sin = load_as_fp32(sin_Sd + at, d < HALF)
     return cos[None, :], sin[None, :]
 
 
@@ -73,10 +69,11 @@ def load_weight_halves(w, H, HALF, NORM: tl.constexpr, HEADS: tl.constexpr, WIDT
     h = tl.arange(0, HEADS)
     d = tl.arange(0, WIDTH)
     row = h if NORM == "full" else h * 0
-    at = w + tile_offsets(row, d, 2 * HALF)
+    at = tile_pointers(w, row, d, 2 * HALF)
     inside = tile_mask(h < H, d < HALF)
-    wa, wb = load_halves(at, HALF, inside)
-    return wa.to(tl.float32), wb.to(tl.float32)
+    wa = load_as_fp32(at, inside)
+    wb = load_as_fp32(at + HALF, inside)
+    return wa, wb
 
 
 @triton.jit
@@ -178,7 +175,7 @@ def norm_rope_backward_kernel(
     d = tl.arange(0, WIDTH)
     line = dw_PW + first.to(tl.int64) * size
     if NORM == "full":
-        at = line + tile_offsets(h, d, 2 * HALF)
+        at = tile_pointers(line, h, d, 2 * HALF)
         inside = tile_mask(h < H, d < HALF)
         store_halves(at, dwa, dwb, HALF, inside)
     else:
@@ -191,7 +188,8 @@ def head_tile_shape(heads: int, half: int) -> dict[str, int]:
     many = triton.next_power_of_2(heads)
     width = triton.next_power_of_2(half)
     warps = max(1, many * width // 256)
-    return {"HEADS": many, "WIDTH": width, "num_warps": min(8, warps)}
+    warps = min(8, warps)
+    return {"HEADS": many, "WIDTH": width, "num_warps": warps}
 
 
 def contiguous_tables(angles) -> list[Tensor]:
@@ -199,7 +197,9 @@ def contiguous_tables(angles) -> list[Tensor]:
 
 
 def contiguous_heads(x_BSHD: Tensor) -> Tensor:
-    return x_BSHD if x_BSHD.stride(-1) == 1 else x_BSHD.contiguous()
+    if x_BSHD.stride(-1) == 1:
+        return x_BSHD
+    return x_BSHD.contiguous()
 
 
 def norm_extent(w: Tensor | None, head_dim: int) -> str:

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moefold.kernels.routing.router_spec import RouterSpec, TokenSpan
-from moefold.kernels.tile_triton import load_or_zero, program_block, tile_mask, tile_offsets
+from moefold.kernels.tile_triton import load_or_zero, program_block, tile_mask, tile_offsets, tile_pointers
 
 BLOCK = 256  # choices that one program sorts
 SCAN_EXPERTS = 8  # experts of one program of the scan over blocks
@@ -22,7 +22,8 @@ SCAN_STEP = 512  # blocks of choices that it adds up at a time
 @triton.jit
 def log_sigmoid(x):
     smallness = tl.exp(-tl.abs(x))
-    return tl.minimum(x, 0.0) - tl.log(1.0 + smallness)
+    correction = tl.log(1.0 + smallness)
+    return tl.minimum(x, 0.0) - correction
 
 
 @triton.jit
@@ -49,7 +50,8 @@ def log_sum_exp(logits, inside):
     masked = tl.where(inside, logits, -1e30)
     top, powers, total = powers_below_top(masked, inside)
     total = tl.maximum(total, 1e-30)
-    return top + tl.log(total), powers / total[:, None]
+    z = top + tl.log(total)
+    return z, powers / total[:, None]
 
 
 @triton.jit
@@ -129,7 +131,8 @@ def in_best_groups(
 def chosen_expert(ids_TK, t, there_t, turn, K: tl.constexpr):
     """Each token's choice of that number, -1 for a token that does not exist."""
     at = ids_TK + t * K + turn
-    return tl.load(at, mask=there_t, other=-1).to(tl.int32)
+    ids = tl.load(at, mask=there_t, other=-1)
+    return ids.to(tl.int32)
 
 
 @triton.jit
@@ -156,16 +159,19 @@ def router_topk_kernel(
     e = tl.arange(0, WIDTH)
     real_e = e < E
     inside = tile_mask(there_t, real_e)
-    at = logits_TE + tile_offsets(t, e, E)
+    at = tile_pointers(logits_TE, t, e, E)
     logits = load_or_zero(at, inside)
     logs, shares = normalized_scores(logits, inside, SCORE == "sigmoid")
     # sums of shares and squares over this program's tokens
-    line = parts + tl.program_id(0).to(tl.int64) * (2 * E + 1)
+    program = tl.program_id(0).to(tl.int64)
+    line = parts + program * (2 * E + 1)
     real_shares = tl.where(inside, shares, 0.0)
-    tl.store(line + E + e, tl.sum(real_shares, 0), mask=real_e)
+    shares_E = tl.sum(real_shares, 0)
+    tl.store(line + E + e, shares_E, mask=real_e)
     z, _ = log_sum_exp(logits, inside)
     squares = tl.where(there_t, z * z, 0.0)
-    tl.store(line + 2 * E, tl.sum(squares, 0))
+    square = tl.sum(squares, 0)
+    tl.store(line + 2 * E, square)
     # what the weights are made from
     scores = tl.sigmoid(logits) if SCORE == "sigmoid" else shares
     if NORMALIZE == "chosen":
@@ -199,9 +205,11 @@ def router_topk_kernel(
         counts += tl.where(taken & inside, 1.0, 0.0)
         # its place among the chosen
         taken_source = tl.where(taken, source, 0.0)
-        values = put_column(values, k, turn, tl.sum(taken_source, 1))
+        value = tl.sum(taken_source, 1)
+        values = put_column(values, k, turn, value)
         ids = put_column(ids, k, turn, which)
-    tl.store(line + e, tl.sum(counts, 0), mask=real_e)
+    counts_E = tl.sum(counts, 0)
+    tl.store(line + e, counts_E, mask=real_e)
     # epilogue: normalise over the chosen, scale, store
     there = ids >= 0
     if NORMALIZE == "chosen":
@@ -211,7 +219,8 @@ def router_topk_kernel(
     real = tile_mask(there_t, k < K)
     tl.store(weights_TK + out, weights, mask=real)
     if not IMPOSED:
-        tl.store(ids_TK + out, ids.to(tl.int64), mask=real)
+        ids = ids.to(tl.int64)
+        tl.store(ids_TK + out, ids, mask=real)
 
 
 @triton.jit
@@ -222,7 +231,8 @@ def scatter_to_experts(d, ids_TK, t, there_t, e, k, K: tl.constexpr, TOKENS: tl.
         which = chosen_expert(ids_TK, t, there_t, turn, K)
         of_turn = tl.where((k == turn)[None, :], d, 0.0)
         value = tl.sum(of_turn, 1)
-        sent += tl.where(is_column(e, which), value[:, None], 0.0)
+        mine = is_column(e, which)
+        sent += tl.where(mine, value[:, None], 0.0)
     return sent
 
 
@@ -289,8 +299,8 @@ def router_topk_backward_kernel(
 def load_choices(ids_R, e, R, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     """This block's choices, and for each of them a line of experts with a one in its column."""
     r = program_block(0, BLOCK)
-    ids = tl.load(ids_R + r, mask=r < R, other=WIDTH).to(tl.int32)
-    same = is_column(e, ids)
+    ids = tl.load(ids_R + r, mask=r < R, other=WIDTH)
+    same = is_column(e, ids.to(tl.int32))
     return r, same.to(tl.int32)
 
 
@@ -312,10 +322,10 @@ def block_offsets_kernel(counts_BE, total_E, B, E, WIDTH: tl.constexpr, STEP: tl
     for first in range(0, B, STEP):
         b = first + tl.arange(0, STEP)
         inside = tile_mask(b < B, e < E)
-        at = counts_BE + tile_offsets(b, e, E)
+        at = tile_pointers(counts_BE, b, e, E)
         counts = load_or_zero(at, inside)
-        before = total[None, :] + tl.cumsum(counts, 0) - counts
-        tl.store(at, before, mask=inside)
+        before = tl.cumsum(counts, 0) - counts
+        tl.store(at, total[None, :] + before, mask=inside)
         total += tl.sum(counts, 0)
     tl.store(total_E + e, total, mask=e < E)
 
@@ -335,9 +345,11 @@ def place_rows_kernel(
         tl.store(ends_E + e, ends, mask=e < E)
     r, same = load_choices(ids_R, e, R, WIDTH, BLOCK)
     # an expert's first row, plus its rows of earlier blocks, plus its rows of this block
-    earlier = load_or_zero(base_BE + tl.program_id(0) * E + e, e < E)
+    line = base_BE + tl.program_id(0) * E
+    earlier = load_or_zero(line + e, e < E)
     base = begins + earlier
-    rank = base[None, :] + tl.cumsum(same, 0) - 1
+    before = tl.cumsum(same, 0) - 1
+    rank = base[None, :] + before
     row = tl.sum(same * rank, 1)
     # the row's token, the choice's row, the row's weight
     real = r < R
@@ -380,7 +392,9 @@ def launch_router_topk(
         )  # fmt: skip
     sums_SP = parts.sum(1)
     counts, shares_SE, squares = sums_SP.split([experts, experts, 1], dim=1)
-    return weights_TK, ids_TK, counts.long(), shares_SE, squares[:, 0]
+    counts_SE = counts.long()
+    squares_S = squares[:, 0]
+    return weights_TK, ids_TK, counts_SE, shares_SE, squares_S
 
 
 def launch_topk_backward(

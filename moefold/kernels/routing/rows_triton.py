@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moefold.kernels.tile_triton import load_or_zero, program_block, tile_mask, tile_offsets
+from moefold.kernels.tile_triton import load_or_zero, program_block, tile_mask, tile_pointers
 
 TILE = 128
 GATHER_ROWS = 16  # rows of one program of a gather
@@ -22,13 +22,14 @@ TILES_PER_PROGRAM = 32
 @triton.jit
 def load_index(at, inside):
     """Source rows in 64 bits, -1 outside."""
-    return tl.load(at, mask=inside, other=-1).to(tl.int64)
+    index = tl.load(at, mask=inside, other=-1)
+    return index.to(tl.int64)
 
 
 @triton.jit
 def load_source_rows(source_ND, n, c, D):
     """Columns c of rows n, zeros for a row -1."""
-    at = source_ND + tile_offsets(n, c, D)
+    at = tile_pointers(source_ND, n, c, D)
     held = tile_mask(n >= 0, c < D)
     return load_or_zero(at, held)
 
@@ -40,8 +41,9 @@ def gather_rows_kernel(source_ND, index_R, out_RD, R, D, ROWS: tl.constexpr, COL
     c = program_block(1, COLS)
     n = load_index(index_R + r, r < R)
     x = load_source_rows(source_ND, n, c, D)
-    at = out_RD + tile_offsets(r.to(tl.int64), c, D)
     inside = tile_mask(r < R, c < D)
+    r = r.to(tl.int64)
+    at = tile_pointers(out_RD, r, c, D)
     tl.store(at, x, mask=inside)
 
 
@@ -57,7 +59,8 @@ def gather_padded_kernel(
     real = tl.load(tile + 2)
     pad = tl.load(tile + 3).to(tl.int64)
     # this program's part of it
-    r = tl.program_id(0) % programs * ROWS + tl.arange(0, ROWS)
+    part = tl.program_id(0) % programs
+    r = part * ROWS + tl.arange(0, ROWS)
     c = program_block(1, COLS)
     n = load_index(index_R + row + r, r < real)
     x = load_source_rows(source_ND, n, c, D)
@@ -65,7 +68,7 @@ def gather_padded_kernel(
     half = r // (TILE // 2)
     filled = half * (TILE // 2) < real
     inside = tile_mask(filled, c < D)
-    at = out_PD + tile_offsets(pad + r, c, D)
+    at = tile_pointers(out_PD, pad + r, c, D)
     tl.store(at, x, mask=inside)
 
 
@@ -77,7 +80,8 @@ def sum_slots_kernel(y_RD, slots_NK, out_ND, D, K: tl.constexpr, COLS: tl.conste
     real_c = c < D
     total = tl.zeros([COLS], WIDE)
     for k in tl.static_range(K):
-        r = tl.load(slots_NK + n * K + k).to(tl.int64)
+        slot = tl.load(slots_NK + n * K + k)
+        r = slot.to(tl.int64)
         held = (r >= 0) & real_c
         y = load_or_zero(y_RD + r * D + c, held)
         total += y.to(WIDE)
@@ -108,9 +112,11 @@ def row_tiles_kernel(
     opening = last - tiles
     # experts that lie before tile m, and those that have begun by then
     m = program_block(0, BLOCK)
-    behind = m[:, None] >= last[None, :]
-    before = (behind & real_e[None, :]).to(tl.int32)
-    begun = (m[:, None] >= opening[None, :]).to(tl.int32)
+    is_before = m[:, None] >= last[None, :]
+    is_before = is_before & real_e[None, :]
+    before = is_before.to(tl.int32)
+    has_begun = m[:, None] >= opening[None, :]
+    begun = has_begun.to(tl.int32)
     # the tile's number within its expert, its first row, and the expert's rows from there on
     number = m - sum_of_selected(before, tiles)
     row = sum_of_selected(before, rows) + number * TILE
@@ -123,9 +129,11 @@ def row_tiles_kernel(
     # expert, first row, real rows, first padded row
     at = tiles_M4 + 4 * m
     real_m = m < M
-    tl.store(at, tl.sum(before, 1), mask=real_m)
+    expert = tl.sum(before, 1)
+    real = tl.minimum(left, TILE)
+    tl.store(at, expert, mask=real_m)
     tl.store(at + 1, row, mask=real_m)
-    tl.store(at + 2, tl.minimum(left, TILE), mask=real_m)
+    tl.store(at + 2, real, mask=real_m)
     tl.store(at + 3, padded, mask=real_m)
     # totals, by the first program alone
     if tl.program_id(0) == 0:

@@ -121,8 +121,11 @@ def ulysses_attention(attention: Callable[..., Tensor], axis: Axis) -> ContextMe
     """Attention over all positions of the ranks along an axis, with each rank's share of the heads."""
 
     def attend_across_ranks(q_BsHD, k_BsGD, v_BsGV, share: TokenShard, sight: AttendSpec) -> Tensor:
+        # all positions of the ranks, of this rank's share of the heads
         check_heads_divide(k_BsGD.shape[2], axis)
-        first = share.cp.index - axis.index if axis.size < share.cp.size else 0
+        first = 0
+        if axis.size < share.cp.size:  # ranks of a node
+            first = share.cp.index - axis.index
         positions = share.joined[first : first + axis.size]
         order = positions.flatten().argsort()
         q = heads_for_positions(q_BsHD, axis, order)
@@ -131,6 +134,7 @@ def ulysses_attention(attention: Callable[..., Tensor], axis: Axis) -> ContextMe
         if sight.sink_H is not None:
             sinks = sight.sink_H.chunk(axis.size)
             sight = sight._replace(sink_H=sinks[axis.index])
+        # and back: all heads of this rank's positions
         y = attention(q, k, v, *sight, share.begins_BS)
         return positions_for_heads(y, axis, order)
 
@@ -152,7 +156,8 @@ def heads_for_positions(x_BsHD: Tensor, axis: Axis, order: Tensor) -> Tensor:
     even = [heads // n] * n
     x_HsBD = x_BsHD.permute(2, 1, 0, 3)
     x = all_to_all(x_HsBD, even, even, axis, what="heads")  # each rank's positions of my heads
-    by_head = x.unflatten(0, (n, -1)).transpose(0, 1)
+    by_rank = x.unflatten(0, (n, -1))
+    by_head = by_rank.transpose(0, 1)
     x_hSBD = by_head.flatten(1, 2)[:, order]
     return x_hSBD.permute(2, 1, 0, 3)
 
@@ -164,7 +169,8 @@ def positions_for_heads(y_BShD: Tensor, axis: Axis, order: Tensor) -> Tensor:
     even = [heads] * n
     y_hSBD = y_BShD.permute(2, 1, 0, 3)
     as_held = y_hSBD[:, order.argsort()]  # positions as the ranks hold them
-    by_rank = as_held.unflatten(1, (n, -1)).transpose(0, 1)
+    by_head = as_held.unflatten(1, (n, -1))
+    by_rank = by_head.transpose(0, 1)
     y = by_rank.flatten(0, 1)  # heads x ranks, rank outermost
     y_HsBD = all_to_all(y, even, even, axis, what="heads")
     return y_HsBD.permute(2, 1, 0, 3)
@@ -239,14 +245,18 @@ class RingAttention(torch.autograd.Function):
         widths = k.shape[-1], v.shape[-1]
         size = q.shape[1] // 2
         wide = torch.promote_types(q.dtype, torch.float32)
-        out = q.new_zeros(*q.shape[:-1], v.shape[-1], dtype=wide)
+        out_shape = *q.shape[:-1], v.shape[-1]
+        out = q.new_zeros(out_shape, dtype=wide)
         lse = log_sums_before_keys(q, sink_H, wide)
         local = torch.cat((k, v), dim=-1)
+        # what each rank's keys and values add to the chunks of queries that see them
         for rank, block in blocks_round_ring(local, cp):
             keys, values = block.split(widths, dim=-1)
             pairs = causal_chunk_pairs(cp.index, rank, cp.size, size, window)
             for mine, theirs, ahead in pairs:
-                part, part_lse = attend(q[:, mine], keys[:, theirs], values[:, theirs], scale, ahead, window)
+                queries = q[:, mine]
+                met = keys[:, theirs], values[:, theirs]
+                part, part_lse = attend(queries, *met, scale, ahead, window)
                 merge_softmax_block(out[:, mine], lse[:, mine], part, part_lse)
         result = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, sink_H, result, lse)
@@ -262,27 +272,31 @@ class RingAttention(torch.autograd.Function):
         widths = k.shape[-1], v.shape[-1]
         size = q.shape[1] // 2
         wide = lse.dtype
-        delta = (dy.to(wide) * out.to(wide)).sum(-1)
+        products = dy.to(wide) * out.to(wide)
+        delta = products.sum(-1)
         dq = q.new_zeros(q.shape, dtype=wide)
         local = torch.cat((k, v), dim=-1)
         gradients = local.new_zeros(local.shape, dtype=wide)
+        # the same blocks again; their gradients go with them, a hop behind
         for rank, block in blocks_round_ring(local, cp):
             keys, values = block.split(widths, dim=-1)
             dkeys, dvalues = gradients.split(widths, dim=-1)
             pairs = causal_chunk_pairs(cp.index, rank, cp.size, size, window)
             for mine, theirs, ahead in pairs:
-                of_queries = dy[:, mine], q[:, mine]
+                queries = dy[:, mine], q[:, mine]
+                met = keys[:, theirs], values[:, theirs]
                 sums = lse[:, mine], delta[:, mine]
-                dq_part, dk_part, dv_part = attend_backward(
-                    *of_queries, keys[:, theirs], values[:, theirs], *sums, scale, ahead, window
-                )
+                dq_part, dk_part, dv_part = attend_backward(*queries, *met, *sums, scale, ahead, window)
                 dq[:, mine] += dq_part
                 dkeys[:, theirs] += dk_part
                 dvalues[:, theirs] += dv_part
             gradients = RingShift(gradients, cp).arrived()  # after the last hop they are home
+        dq = dq.to(q.dtype)
         dk, dv = gradients.split(widths, dim=-1)
+        dk = dk.to(k.dtype)
+        dv = dv.to(v.dtype)
         d_sink = sink_gradient(sink_H, lse, delta)
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, d_sink, None, None
+        return dq, dk, dv, None, None, d_sink, None, None
 
 
 def merge_softmax_block(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:

@@ -13,9 +13,14 @@ from torch import Tensor
 from moefold.config.run import RopeConfig
 
 
+def exact_range(*bounds: int) -> Tensor:
+    """torch.arange in fp64, on the CPU."""
+    return torch.arange(*bounds, dtype=torch.float64, device="cpu")
+
+
 def rope_frequencies(head_dim: int, rope: RopeConfig) -> Tensor:
     """theta^(-2i/D) for i in 0..D/2, stretched as the configuration asks. fp64, on the CPU."""
-    dims = torch.arange(0, head_dim, 2, dtype=torch.float64, device="cpu")
+    dims = exact_range(0, head_dim, 2)
     plain = rope.theta ** -(dims / head_dim)
     if rope.scaling == "none":
         return plain
@@ -46,7 +51,7 @@ def yarn_kept_share(head_dim: int, rope: RopeConfig) -> Tensor:
         high = math.ceil(high)
     low = max(low, 0)
     high = min(high, head_dim - 1)
-    dims = torch.arange(head_dim // 2, dtype=torch.float64, device="cpu")
+    dims = exact_range(head_dim // 2)
     ramp = (dims - low) / max(high - low, 1e-3)
     return 1 - ramp.clamp(0, 1)
 
@@ -54,14 +59,16 @@ def yarn_kept_share(head_dim: int, rope: RopeConfig) -> Tensor:
 def dim_with_rotations(turns: float, head_dim: int, rope: RopeConfig) -> float:
     """The dim that turns so many times within the original length."""
     tokens_per_radian = rope.original_length / (turns * 2 * math.pi)
-    return head_dim * math.log(tokens_per_radian) / (2 * math.log(rope.theta))
+    scaled = head_dim * math.log(tokens_per_radian)
+    return scaled / (2 * math.log(rope.theta))
 
 
 def rotary_tables(length: int, head_dim: int, rope: RopeConfig) -> tuple[Tensor, Tensor]:
     """cos_Sd and sin_Sd in fp64. YaRN also sharpens attention: its factor goes into both, so into q k^T squared."""
-    positions_S = torch.arange(length, dtype=torch.float64, device="cpu")
+    positions_S = exact_range(length)
     angles = positions_S[:, None] * rope_frequencies(head_dim, rope)
-    mscale = yarn_mscale(rope, rope.mscale) / yarn_mscale(rope, rope.mscale_all)
+    sharpening = yarn_mscale(rope, rope.mscale)
+    mscale = sharpening / yarn_mscale(rope, rope.mscale_all)
     return angles.cos() * mscale, angles.sin() * mscale
 
 
