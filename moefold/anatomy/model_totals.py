@@ -9,9 +9,11 @@ from moefold.config.run import ModelConfig
 def parameter_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     """The shape of every parameter by its full name."""
     shapes: dict[str, tuple[int, ...]] = {}
-    for prefix, step in (*prefixed_model_steps(model), *prefixed_mtp_steps(model)):
+    steps = [*prefixed_model_steps(model), *prefixed_mtp_steps(model)]
+    for prefix, step in steps:
         for weight in step.weights:
-            shapes[prefix + weight.name] = weight.shape
+            name = prefix + weight.name
+            shapes[name] = weight.shape
     return shapes
 
 
@@ -27,21 +29,25 @@ def mtp_steps(model: ModelConfig) -> list[StepSpec]:
 
 def total_parameters(model: ModelConfig) -> int:
     """All parameters but those of multi-token prediction, as models are published."""
-    return sum(step.parameters for step in model_steps(model))
+    steps = model_steps(model)
+    return sum(step.parameters for step in steps)
 
 
 def mtp_parameters(model: ModelConfig) -> int:
     """The parameters of multi-token prediction."""
-    return sum(step.parameters for step in mtp_steps(model))
+    steps = mtp_steps(model)
+    return sum(step.parameters for step in steps)
 
 
 def active_parameters(model: ModelConfig) -> int:
     """The parameters that one token uses: all but the experts that it is not routed to."""
-    active = sum(step.active for step in model_steps(model))
+    steps = model_steps(model)
+    active = sum(step.active for step in steps)
     return round(active)
 
 
 def train_flops_per_token(model: ModelConfig, seq_len: int) -> float:
     """Forward and backward (twice the forward), multi-token prediction included, recompute not counted."""
     steps = model_steps(model) + mtp_steps(model)
-    return 3 * sum(step.flops(seq_len) for step in steps)
+    forward = sum(step.flops(seq_len) for step in steps)
+    return 3 * forward

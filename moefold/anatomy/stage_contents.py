@@ -63,11 +63,13 @@ def flops_of_each_piece(model: ModelConfig, seq_len: int) -> list[float]:
     """FLOPs of each piece. The embedding costs bytes instead: it counts as a hundredth of a layer."""
     layers: list[float] = []
     for layer in range(model.layers):
-        layers.append(summed_step_flops(block_step_specs(model, layer), seq_len))
+        block = block_step_specs(model, layer)
+        layers.append(summed_step_flops(block, seq_len))
     ahead: list[float] = []
     for depth in range(model.mtp):
         block = block_step_specs(model, model.layers + depth)
-        ahead.append(summed_step_flops([look_ahead_step(model), *block], seq_len))
+        steps = [look_ahead_step(model), *block]
+        ahead.append(summed_step_flops(steps, seq_len))
     embedding = min(layers) / 100
     head = predict_step(model).flops(seq_len)
     return [embedding, *layers, *ahead, head]
@@ -96,8 +98,10 @@ def pipeline_stages(config: Config) -> list[Stage]:
         depths = layout.mtp_layers(number)
         ahead = range(depths.start + 1, depths.stop + 1)
         aside = depths.start + 1 if depths.start else 0  # with the model's own stream
-        embeds, predicts = "E" in pieces, "L" in pieces
-        stages.append(Stage(number, embeds, layout.layers(number), ahead, predicts, aside))
+        embeds = "E" in pieces
+        predicts = "L" in pieces
+        stage = Stage(number, embeds, layout.layers(number), ahead, predicts, aside)
+        stages.append(stage)
     return stages
 
 
@@ -123,8 +127,11 @@ def embedding_ranks(config: Config) -> list[int]:
 def final_norm_ranks(config: Config) -> list[int]:
     """The pipeline ranks that hold a copy of the last norm."""
     ranks = rank_of_each_stage(config)
-    stages = pipeline_stages(config)
-    return sorted({ranks[stage.number] for stage in stages if stage.uses_final_norm})
+    holders: set[int] = set()
+    for stage in pipeline_stages(config):
+        if stage.uses_final_norm:
+            holders.add(ranks[stage.number])
+    return sorted(holders)
 
 
 def pipeline_program(config: Config, microbatches: int) -> Program:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moefold.comm import byte_counters
+from moefold.comm.byte_counters import note_bytes_sent
 from moefold.comm.check_collectives import check_agreement
 from moefold.layout.axes import Axis
 
@@ -29,11 +29,16 @@ DIST_ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_in
 DIST_REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
+def announce(what: str, axis: Axis, x: Tensor, sent: int) -> None:
+    """A collective on x is about to begin: check it where collectives are checked, count its bytes where those are."""
+    check_agreement(what, axis, x)
+    note_bytes_sent(what, axis, sent)
+
+
 def all_reduce_no_grad(x: Tensor, axis: Axis) -> Tensor:
     """Sum in place over the axis: every rank ends with the same total."""
     if axis.size > 1:
-        check_agreement("sum", axis, x)
-        byte_counters.note_bytes_sent("sum", axis, all_reduce_bytes(x, axis))
+        announce("sum", axis, x, all_reduce_bytes(x, axis))
         dist.all_reduce(x, group=axis.group)
     return x
 
@@ -41,27 +46,28 @@ def all_reduce_no_grad(x: Tensor, axis: Axis) -> Tensor:
 def all_reduce_max_no_grad(x: Tensor, axis: Axis) -> Tensor:
     """The element-wise maximum over the axis, in place."""
     if axis.size > 1:
-        check_agreement("max", axis, x)
-        byte_counters.note_bytes_sent("max", axis, all_reduce_bytes(x, axis))
+        announce("max", axis, x, all_reduce_bytes(x, axis))
         dist.all_reduce(x, op=dist.ReduceOp.MAX, group=axis.group)
     return x
 
 
 def all_reduce_bytes(x: Tensor, axis: Axis) -> int:
     """Bytes that a ring sends: a reduce-scatter and an all-gather."""
-    return 2 * x.nbytes * (axis.size - 1) // axis.size
+    others = axis.size - 1
+    return 2 * x.nbytes * others // axis.size
 
 
 def reduce_scatter_bytes(x: Tensor, axis: Axis) -> int:
-    return x.nbytes * (axis.size - 1) // axis.size
+    others = axis.size - 1
+    return x.nbytes * others // axis.size
 
 
 def all_gather_no_grad(x: Tensor, axis: Axis) -> Tensor:
     """Every rank's x, joined along dim 0; all have the same shape."""
     if axis.size == 1:
         return x
-    check_agreement("gather", axis, x)
-    byte_counters.note_bytes_sent("gather", axis, x.nbytes * (axis.size - 1))
+    others = axis.size - 1
+    announce("gather", axis, x, x.nbytes * others)
     rows = x.shape[0] * axis.size
     out = x.new_empty(rows, *x.shape[1:])
     DIST_ALL_GATHER(out, x.contiguous(), group=axis.group)
@@ -72,11 +78,10 @@ def reduce_scatter_no_grad(x: Tensor, axis: Axis) -> Tensor:
     """This rank's part of dim 0 of the sum over ranks."""
     if axis.size == 1:
         return x
-    if x.shape[0] % axis.size:
-        raise ValueError(f"{x.shape[0]} rows do not split over {axis.name} of size {axis.size}")
-    check_agreement("scatter_sum", axis, x)
-    byte_counters.note_bytes_sent("scatter_sum", axis, reduce_scatter_bytes(x, axis))
-    rows = x.shape[0] // axis.size
+    rows, rest = divmod(len(x), axis.size)
+    if rest:
+        raise ValueError(f"{len(x)} rows do not split over {axis.name} of size {axis.size}")
+    announce("scatter_sum", axis, x, reduce_scatter_bytes(x, axis))
     out = x.new_empty(rows, *x.shape[1:])
     DIST_REDUCE_SCATTER(out, x.contiguous(), group=axis.group)
     return out
@@ -86,12 +91,14 @@ def all_to_all_no_grad(x: Tensor, send: RowCounts, receive: RowCounts, axis: Axi
     """`send[i]` rows of x go to rank i, in order; the result is `receive[i]` rows from each rank i, in order."""
     if axis.size == 1:
         return x
-    send, receive = list(send), list(receive)
+    send = list(send)
+    receive = list(receive)
     check_agreement(what, axis, x, send, receive)
     rows_sent = sum(send) - send[axis.index]
     row_bytes = x[:1].nbytes
-    byte_counters.note_bytes_sent(what, axis, rows_sent * row_bytes)
-    out = x.new_empty(sum(receive), *x.shape[1:])
+    note_bytes_sent(what, axis, rows_sent * row_bytes)
+    rows = sum(receive)
+    out = x.new_empty(rows, *x.shape[1:])
     dist.all_to_all_single(out, x.contiguous(), receive, send, group=axis.group)
     return out
 
@@ -128,7 +135,8 @@ class AllGather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
-        return reduce_scatter_no_grad(dy, ctx.axis), None
+        dx = reduce_scatter_no_grad(dy, ctx.axis)
+        return dx, None
 
 
 class ReduceScatter(torch.autograd.Function):
@@ -139,7 +147,8 @@ class ReduceScatter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
-        return all_gather_no_grad(dy, ctx.axis), None
+        dx = all_gather_no_grad(dy, ctx.axis)
+        return dx, None
 
 
 class AllToAll(torch.autograd.Function):
@@ -150,7 +159,8 @@ class AllToAll(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
-        return all_to_all_no_grad(dy, *ctx.way_back), None, None, None, None
+        dx = all_to_all_no_grad(dy, *ctx.way_back)
+        return dx, None, None, None, None
 
 
 class AllReduce(torch.autograd.Function):
@@ -161,7 +171,8 @@ class AllReduce(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
-        return all_reduce_no_grad(dy.clone(), ctx.axis), None
+        dx = all_reduce_no_grad(dy.clone(), ctx.axis)
+        return dx, None
 
 
 def all_gather_objects(item: Any, axis: Axis) -> list[Any]:

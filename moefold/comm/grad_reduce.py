@@ -18,9 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moefold.comm import byte_counters
-from moefold.comm.check_collectives import check_agreement
-from moefold.comm.collectives import DIST_REDUCE_SCATTER, reduce_scatter_bytes
+from moefold.comm.collectives import DIST_REDUCE_SCATTER, announce, reduce_scatter_bytes
 from moefold.layout.axes import Axis
 
 
@@ -42,8 +40,7 @@ def wait_for_nothing() -> None: ...
 def reduce_scatter_fp32(x: Tensor, axis: Axis) -> PendingReduction:
     if axis.size == 1:
         return PendingReduction(wait_for_nothing, lambda: x)
-    check_agreement("reduce", axis, x)
-    byte_counters.note_bytes_sent("reduce", axis, reduce_scatter_bytes(x, axis))
+    announce("reduce", axis, x, reduce_scatter_bytes(x, axis))
     out = x.new_empty(len(x) // axis.size)
     work = DIST_REDUCE_SCATTER(out, x, group=axis.group, async_op=True)
     return PendingReduction(work.wait, lambda: out)  # pyright: ignore[reportOptionalMemberAccess]
@@ -53,12 +50,12 @@ def reduce_scatter_bf16(x: Tensor, axis: Axis) -> PendingReduction:
     if axis.size == 1:
         return PendingReduction(wait_for_nothing, lambda: x)
     if x.dtype == torch.bfloat16:
-        sent, received = x, torch.empty_like(x)
+        sent = x
+        received = torch.empty_like(x)
     else:
         sent, received = round_to_bf16_in_place(x)
     sum_dtype = torch.promote_types(x.dtype, torch.float32)
-    check_agreement("reduce", axis, sent)
-    byte_counters.note_bytes_sent("reduce", axis, reduce_scatter_bytes(sent, axis))
+    announce("reduce", axis, sent, reduce_scatter_bytes(sent, axis))
     work = dist.all_to_all_single(received, sent, group=axis.group, async_op=True)
     parts = received.view(axis.size, -1)
     return PendingReduction(work.wait, lambda: sum_part_by_part(parts, sum_dtype))  # pyright: ignore[reportOptionalMemberAccess]
@@ -76,11 +73,12 @@ def round_to_bf16_in_place(x: Tensor) -> tuple[Tensor, Tensor]:
     """x as bf16 in the first half of its own memory, and the second half as a buffer; x itself is overwritten. Elements
     move towards the front in blocks of doubling size, each into space that earlier blocks have left, so that no copy
     overlaps its source."""
+    size = len(x)
     narrow = x.view(torch.bfloat16)
-    first = min(len(x), 4096)
+    first = min(size, 4096)
     narrow[:first] = x[:first].to(torch.bfloat16)
-    while first < len(x):
-        last = min(2 * first, len(x))
+    while first < size:
+        last = min(2 * first, size)
         narrow[first:last] = x[first:last]
         first = last
-    return narrow[: len(x)], narrow[len(x) : 2 * len(x)]
+    return narrow[:size], narrow[size : 2 * size]

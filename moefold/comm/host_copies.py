@@ -25,7 +25,8 @@ class ToHost:
         if x.is_cuda:
             self.host_tensor = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
             self.host_tensor.copy_(x, non_blocking=True)
-            self.arrived = torch.cuda.current_stream(x.device).record_event()
+            stream = torch.cuda.current_stream(x.device)
+            self.arrived = stream.record_event()
 
     def read(self) -> Tensor:
         if self.arrived is not None:
@@ -38,7 +39,11 @@ def integers_on_device(values: Sequence[int], device: torch.device) -> Tensor:
     on_host = torch.tensor(values, dtype=torch.int64)
     if device.type != "cuda":
         return on_host
-    return on_host.pin_memory().to(device, non_blocking=True)
+    return copy_from_pinned(on_host, device)
+
+
+def copy_from_pinned(x: Tensor, device: torch.device) -> Tensor:
+    return x.pin_memory().to(device, non_blocking=True)
 
 
 class UploadStream:
@@ -52,7 +57,7 @@ class UploadStream:
         if self.stream is None:
             return ToDevice(list(tensors), None)
         with torch.cuda.stream(self.stream):
-            copies = [x.pin_memory().to(self.device, non_blocking=True) for x in tensors]
+            copies = [copy_from_pinned(x, self.device) for x in tensors]
             return ToDevice(copies, self.stream.record_event())
 
 
@@ -77,10 +82,12 @@ class DeviceTime:
     """A time stamp in a device's stream; on a CPU, the present time."""
 
     def __init__(self, device: torch.device):
-        self.event = torch.cuda.Event(enable_timing=True) if device.type == "cuda" else None
+        self.event = None
         self.clock = time.perf_counter()
-        if self.event is not None:
-            self.event.record(torch.cuda.current_stream(device))
+        if device.type == "cuda":
+            self.event = torch.cuda.Event(enable_timing=True)
+            stream = torch.cuda.current_stream(device)
+            self.event.record(stream)
 
     def seconds_until(self, later: DeviceTime) -> float:
         """Waits until the device has reached the later one."""

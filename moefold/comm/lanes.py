@@ -53,7 +53,8 @@ class Lanes:
         if self.stream is None:
             future = self.thread.submit(run_without_stream, work)
         else:
-            ready = torch.cuda.current_stream().record_event()
+            current = torch.cuda.current_stream()
+            ready = current.record_event()
             future = self.thread.submit(self.run_on_stream, work, inputs, ready)
         return Ticket(future)
 

@@ -22,7 +22,9 @@ def staged_through_host(x: Tensor, axis: Axis) -> Tensor:
     """x, or a copy of it on the host where gloo, which sends host memory only, serves ranks that share a GPU."""
     if not x.is_cuda or axis.size == 1:
         return x
-    return x.cpu() if dist.get_backend(axis.group) == "gloo" else x
+    if dist.get_backend(axis.group) != "gloo":
+        return x
+    return x.cpu()
 
 
 @dataclass
@@ -54,7 +56,10 @@ class PipelineChannel:
         self.pending_sends.append((work, x))
 
     def forget_completed_sends(self) -> None:
-        pending = [(work, kept) for work, kept in self.pending_sends if not work.is_completed()]
+        pending = []
+        for work, kept in self.pending_sends:
+            if not work.is_completed():
+                pending.append((work, kept))
         self.pending_sends = pending
 
     def receive(self, like: Tensor, source: int) -> PendingReceive:
@@ -77,12 +82,17 @@ def sum_over_members(x: Tensor, members: Sequence[int], axis: Axis) -> Tensor:
         return x
     pipe = PipelineChannel(axis)
     others = [member for member in members if member != axis.index]
-    arriving = {member: pipe.receive(torch.empty_like(x), member) for member in others}
+    arriving: dict[int, PendingReceive] = {}
+    for member in others:
+        memory = torch.empty_like(x)
+        arriving[member] = pipe.receive(memory, member)
     for member in others:
         pipe.send(x, member)
-    parts = [x if member == axis.index else arriving[member].arrived() for member in members]
-    total = parts[0].clone()
-    for part in parts[1:]:
-        total += part
+    parts = {member: pending.arrived() for member, pending in arriving.items()}
+    parts[axis.index] = x
+    first, *rest = members
+    total = parts[first].clone()
+    for member in rest:
+        total += parts[member]
     pipe.flush()
     return total

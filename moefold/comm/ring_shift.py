@@ -6,8 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moefold.comm import byte_counters
-from moefold.comm.check_collectives import check_agreement
+from moefold.comm.collectives import announce
 from moefold.comm.p2p import staged_through_host
 from moefold.layout.axes import Axis
 
@@ -21,13 +20,13 @@ class RingShift:
         self.received = self.sent
         self.works = []
         if axis.size > 1:
-            check_agreement("turn", axis, x)
-            byte_counters.note_bytes_sent("turn", axis, x.nbytes)
+            announce("turn", axis, x, x.nbytes)
             self.received = torch.empty_like(self.sent)
             self.works = self.start_exchange(axis)
 
     def start_exchange(self, axis: Axis) -> list[dist.Work]:
-        after = axis.ranks[(axis.index + 1) % axis.size]
+        following = (axis.index + 1) % axis.size
+        after = axis.ranks[following]
         before = axis.ranks[axis.index - 1]
         send = dist.P2POp(dist.isend, self.sent, after, axis.group)
         receive = dist.P2POp(dist.irecv, self.received, before, axis.group)

@@ -76,7 +76,8 @@ def load_corpus(data: DataConfig, tokenizer: Tokenizer, vocab: int) -> Corpus:
 
 def zipf_corpus(data: DataConfig, vocab: int) -> Corpus:
     train = zipf_tokens(ZIPF_LENGTH, vocab, seed=1)
-    held_out = zipf_tokens(int(ZIPF_LENGTH * data.held_out), vocab, seed=2)
+    held_out_length = int(ZIPF_LENGTH * data.held_out)
+    held_out = zipf_tokens(held_out_length, vocab, seed=2)
     return Corpus(train, held_out)
 
 
@@ -93,9 +94,11 @@ def zipf_tokens(count: int, vocab: int, seed: int) -> np.ndarray:
     follows[0] = False
     # Distance of each token from the last one that was drawn; successors are filled in by that distance.
     positions = np.arange(count)
-    last_drawn = np.maximum.accumulate(np.where(follows, 0, positions))
+    drawn = np.where(follows, 0, positions)
+    last_drawn = np.maximum.accumulate(drawn)
     distance = positions - last_drawn
-    for step in range(1, int(distance.max()) + 1):
+    longest = int(distance.max())
+    for step in range(1, longest + 1):
         here = np.flatnonzero(distance == step)
         tokens[here] = successor[tokens[here - 1]]
     return tokens.astype(np.uint32)
@@ -111,19 +114,26 @@ def smallest_dtype(vocab: int) -> np.dtype:
 
 def read_corpus(data: DataConfig, tokenizer: Tokenizer) -> Corpus:
     dtype = smallest_dtype(tokenizer.size)
-    train, held_out = CorpusSide(dtype), CorpusSide(dtype)
+    train = CorpusSide(dtype)
+    held_out = CorpusSide(dtype)
     end = np.array([tokenizer.end])
     number = 0
     for text in source_documents(data):
         for piece in split_at_line_ends(text):
             side = held_out if is_held_out(number, data.held_out) else train
-            side.append_tokens(tokenizer.encode(piece))
+            tokens = tokenizer.encode(piece)
+            side.append_tokens(tokens)
             number += 1
         # The end token goes to the training side, also of a document that ends in a held-out piece.
         train.append_tokens(end)
         train.end_document()
         held_out.end_document()
-    return Corpus(train.joined_tokens(), held_out.joined_tokens(), train.document_starts(), held_out.document_starts())
+    return Corpus(
+        train=train.joined_tokens(),
+        held_out=held_out.joined_tokens(),
+        train_starts=train.document_starts(),
+        held_out_starts=held_out.document_starts(),
+    )
 
 
 def is_held_out(number: int, share: float) -> bool:
@@ -137,7 +147,8 @@ def refuse_short_corpus(data: DataConfig, corpus: Corpus) -> None:
     """Refuse a side that is not longer than a sequence."""
     shortest = min(len(corpus.train), len(corpus.held_out))
     shorter = f"set data.seq_len below {shortest}, " if shortest > 1 else ""
-    for purpose, tokens in (("to train on", corpus.train), ("held out for validation", corpus.held_out)):
+    sides = {"to train on": corpus.train, "held out for validation": corpus.held_out}
+    for purpose, tokens in sides.items():
         if len(tokens) <= data.seq_len:
             raise UserError(
                 f"the text gives {len(tokens)} tokens {purpose}; expected more than data.seq_len = {data.seq_len}; "

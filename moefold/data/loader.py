@@ -16,6 +16,7 @@ from functools import lru_cache
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from moefold.comm.host_copies import ToDevice, UploadStream
 from moefold.layout.axes import Axis
@@ -26,16 +27,18 @@ from moefold.layout.labels import IGNORE_INDEX
 class Batch:
     """This rank's share of a global batch."""
 
-    tokens_BS: torch.Tensor
-    labels_BS: torch.Tensor
+    tokens_BS: Tensor
+    labels_BS: Tensor
     first: int = 0  # the number of its first sequence in the run's order; the others follow
-    begins_BS: torch.Tensor | None = None  # the position at which a token's document begins; None: one document
+    begins_BS: Tensor | None = None  # the position at which a token's document begins; None: one document
 
     def microbatches(self, size: int) -> Iterator[Batch]:
         for start in range(0, len(self.tokens_BS), size):
             rows = slice(start, start + size)
             begins_BS = None if self.begins_BS is None else self.begins_BS[rows]
-            yield Batch(self.tokens_BS[rows], self.labels_BS[rows], self.first + start, begins_BS)
+            tokens_BS = self.tokens_BS[rows]
+            labels_BS = self.labels_BS[rows]
+            yield Batch(tokens_BS, labels_BS, self.first + start, begins_BS)
 
 
 class BatchLoader:
@@ -92,17 +95,17 @@ class BatchLoader:
         return -(-count // self.dp.size)
 
     def first_sequence(self, consumed: int, count: int) -> int:
-        return consumed + self.dp.index * self.sequences_per_rank(count)
+        share = self.sequences_per_rank(count)
+        return consumed + self.dp.index * share
 
     def begin_upload(self, consumed: int, count: int) -> ToDevice:
         """Begin to copy tokens, labels and, if needed, document begins to the device."""
         first = self.first_sequence(consumed, count)
-        numbers = range(first, first + self.sequences_per_rank(count))
-        row_length = self.seq_len + 1  # the last token is a label only
-        rows = np.zeros((len(numbers), row_length), dtype=np.int64)
+        end = first + self.sequences_per_rank(count)
+        numbers = range(first, end)
+        rows = np.zeros((len(numbers), self.seq_len + 1), dtype=np.int64)
         for row, number in zip(rows, numbers, strict=True):
-            start = self.window_of_sequence(number) * self.seq_len
-            row[:] = self.tokens[start : start + row_length]
+            row[:] = self.tokens_of_sequence(number)
         # Labels are the tokens shifted by one.
         tokens = rows[:, :-1].copy()
         labels = rows[:, 1:].copy()
@@ -110,32 +113,41 @@ class BatchLoader:
         labels[wanted:] = IGNORE_INDEX
         arrays = [tokens, labels]
         if self.starts is not None:
-            begins = np.stack([self.document_begins(number) for number in numbers])
+            windows = [self.document_begins(number) for number in numbers]
+            begins = np.stack(windows)
             # A label that begins a document must not be predicted from the document before.
             next_positions = np.arange(1, self.seq_len + 1)
-            labels[begins[:, 1:] == next_positions] = IGNORE_INDEX
+            begins_document = begins[:, 1:] == next_positions
+            labels[begins_document] = IGNORE_INDEX
             arrays.append(begins[:, :-1].copy())
         tensors = list(map(torch.from_numpy, arrays))
         return self.uploads.begin(tensors)
+
+    def tokens_of_sequence(self, number: int) -> np.ndarray:
+        """The tokens of a sequence, and the one behind it, which is a label only."""
+        start = self.start_of_sequence(number)
+        end = start + self.seq_len + 1
+        return self.tokens[start:end]
 
     def document_begins(self, number: int) -> np.ndarray:
         """For each token of a sequence, and the one behind it: the position in the sequence at which its document
         begins, zero if that is before the sequence."""
         assert self.starts is not None
-        window_start = self.window_of_sequence(number) * self.seq_len
-        positions = window_start + np.arange(self.seq_len + 1)
-        document = np.searchsorted(self.starts, positions, side="right") - 1
-        begins = self.starts[document] - window_start
+        start = self.start_of_sequence(number)
+        positions = start + np.arange(self.seq_len + 1)
+        next_document = np.searchsorted(self.starts, positions, side="right")
+        begins = self.starts[next_document - 1] - start
         return np.maximum(begins, 0).astype(np.int32)
 
-    def window_of_sequence(self, number: int) -> int:
-        """The window that is the number-th sequence of the run."""
+    def start_of_sequence(self, number: int) -> int:
+        """Where the window that is the number-th sequence of the run begins."""
         epoch, index = divmod(number, self.windows)
         permutation = epoch_permutation(self.seed, epoch, self.windows)
-        return int(permutation[index])
+        return int(permutation[index]) * self.seq_len
 
 
 @lru_cache(maxsize=4)
 def epoch_permutation(seed: int, epoch: int, windows: int) -> np.ndarray:
-    generator = np.random.Generator(np.random.PCG64([seed, epoch]))
+    bits = np.random.PCG64([seed, epoch])
+    generator = np.random.Generator(bits)
     return generator.permutation(windows)

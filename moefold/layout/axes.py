@@ -168,8 +168,10 @@ class AxisMaker:
         mine = next(ranks for ranks in partition if self.rank in ranks)
         known = (use, *partition)
         if known not in self.groups:
-            self.groups[known] = create_process_groups(partition, self.rank, fresh=use != "")
-        return Axis(name, mine, mine.index(self.rank), self.groups[known])
+            is_fresh = use != ""
+            self.groups[known] = create_process_groups(partition, self.rank, is_fresh)
+        index = mine.index(self.rank)
+        return Axis(name, mine, index, self.groups[known])
 
 
 def create_world(
@@ -190,15 +192,18 @@ def create_world(
     for names in AXIS_COMBINATIONS:
         grid = grid_with_axes(names, dense, expert)
         use = "experts" if grid is expert else ""
-        axes[names] = maker.make_axis("_".join(names), grid.groups(*names), use)
+        groups = grid.groups(*names)
+        axes[names] = maker.make_axis("_".join(names), groups, use)
     # Sends and receives happen between other ranks' collectives, gradient reductions during backward's collectives.
     axes[PIPE,] = maker.make_axis(PIPE, dense.groups("pp"), use="pipe")
     for names in GRADIENT_AXES:
         grid = grid_with_axes(names, dense, expert)
+        groups = grid.groups(*names)
         name = f"{GRADIENTS} {'_'.join(names)}"
-        axes[GRADIENTS, *names] = maker.make_axis(name, grid.groups(*names), use="gradients")
+        axes[GRADIENTS, *names] = maker.make_axis(name, groups, use="gradients")
     for name, grid, use in (("ep", expert, "experts"), ("cp", dense, "")):
-        inside, across = split_groups_by_node(grid.groups(name), node_size)
+        groups = grid.groups(name)
+        inside, across = split_groups_by_node(groups, node_size)
         axes[inside_node(name),] = maker.make_axis(inside_node(name), inside, use)
         axes[across_nodes(name),] = maker.make_axis(across_nodes(name), across, use)
     return World(rank, size, device, dense, expert, axes, everyone, node_size, store)
@@ -224,7 +229,11 @@ def split_groups_by_node(partition: Partition, node_size: int) -> tuple[Partitio
 
 def parts_by_node(group: tuple[int, ...], node_size: int) -> Partition:
     nodes = sorted({rank // node_size for rank in group})
-    return [tuple(rank for rank in group if rank // node_size == node) for node in nodes]
+    parts: Partition = []
+    for node in nodes:
+        part = tuple(rank for rank in group if rank // node_size == node)
+        parts.append(part)
+    return parts
 
 
 def single_rank_world(device: str = "cpu") -> World:

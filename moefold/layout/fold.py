@@ -41,18 +41,23 @@ class Grid:
         for rank in range(self.world):
             coordinates = self.coordinates_of_rank(rank)
             elsewhere = tuple(index for name, index in coordinates.items() if name not in axes)
-            groups.setdefault(elsewhere, []).append(rank)
+            group = groups.setdefault(elsewhere, [])
+            group.append(rank)
         return [tuple(group) for group in groups.values()]
 
 
 def fold_into_grids(world: int, parallel: ParallelConfig) -> tuple[Grid, Grid]:
     """Dense grid (pp, dp, cp, tp) and expert grid (pp, edp, ep, etp) over the same ranks, sharing pp."""
     p = parallel
-    dense_ranks = p.tp * p.cp * p.pp
-    expert_ranks = p.etp * p.ep * p.pp
-    for name, ranks in {"tp x cp x pp": dense_ranks, "etp x ep x pp": expert_ranks}.items():
-        if world % ranks:
-            raise UserError(f"parallel {name} = {ranks} does not divide the number of ranks, {world}")
-    dense = Grid({"pp": p.pp, "dp": world // dense_ranks, "cp": p.cp, "tp": p.tp})
-    expert = Grid({"pp": p.pp, "edp": world // expert_ranks, "ep": p.ep, "etp": p.etp})
+    dp = divide_ranks(world, "tp x cp x pp", p.tp * p.cp * p.pp)
+    edp = divide_ranks(world, "etp x ep x pp", p.etp * p.ep * p.pp)
+    dense = Grid({"pp": p.pp, "dp": dp, "cp": p.cp, "tp": p.tp})
+    expert = Grid({"pp": p.pp, "edp": edp, "ep": p.ep, "etp": p.etp})
     return dense, expert
+
+
+def divide_ranks(world: int, name: str, ranks: int) -> int:
+    """How often a product of parallel sizes goes into the number of ranks."""
+    if world % ranks:
+        raise UserError(f"parallel {name} = {ranks} does not divide the number of ranks, {world}")
+    return world // ranks

@@ -62,10 +62,14 @@ def bind_port(port: int, reuse: bool = False) -> None:
 def run_local_ranks(arguments: Sequence[str], nproc: int, port: int | None = None) -> int:
     """Run `moefold ARGUMENTS` as nproc ranks; the exit code is that of the first rank that failed, or 0."""
     port = check_port_is_free(port) if port else find_free_port()
-    threads = max(1, (os.cpu_count() or 1) // nproc)
+    cores = os.cpu_count() or 1
+    threads = max(1, cores // nproc)
     with tempfile.TemporaryDirectory(prefix="moefold-ranks-") as folder:
         logs = [Path(folder) / f"rank-{rank}.log" for rank in range(nproc)]
-        ranks = [start_rank_process(arguments, rank, nproc, port, threads, logs[rank]) for rank in range(nproc)]
+        ranks: list[RankProcess] = []
+        for rank, log in enumerate(logs):
+            process = start_rank_process(arguments, rank, nproc, port, threads, log)
+            ranks.append(process)
         restore = forward_signals(ranks)
         try:
             return watch_rank_processes(ranks, logs)
@@ -104,7 +108,8 @@ def forward_signals(ranks: Sequence[RankProcess]) -> Callable[[], None]:
             if rank.poll() is None:
                 rank.send_signal(number)
 
-    before = {number: signal.signal(number, send_to_every_rank) for number in (signal.SIGTERM, signal.SIGINT)}
+    forwarded = (signal.SIGTERM, signal.SIGINT)
+    before = {number: signal.signal(number, send_to_every_rank) for number in forwarded}
 
     def restore_handlers() -> None:
         for number, handler in before.items():
@@ -122,7 +127,8 @@ def watch_rank_processes(ranks: Sequence[RankProcess], logs: Sequence[Path]) -> 
     failed = failed_ranks(ranks)
     if not failed:
         return 0
-    return stop_after_failure(first_failed_rank(failed, ranks), ranks, logs)
+    first = first_failed_rank(failed, ranks)
+    return stop_after_failure(first, ranks, logs)
 
 
 def any_running(ranks: Sequence[RankProcess]) -> bool:
@@ -141,7 +147,8 @@ def first_failed_rank(failed: Sequence[int], ranks: Sequence[RankProcess]) -> in
 def stop_after_failure(first: int, ranks: Sequence[RankProcess], logs: Sequence[Path]) -> int:
     """One rank failed: wait for the rest, stop those that go on, and print which rank was first and why."""
     code = ranks[first].returncode
-    end_all_ranks(ranks, GRACE_SECONDS if code == 2 else 1.0)
+    patience = GRACE_SECONDS if code == 2 else 1.0
+    end_all_ranks(ranks, patience)
     refusing = [number for number, rank in enumerate(ranks) if rank.returncode == 2]
     if refusing:  # a refusal explains the other failures; rank 0 has printed its own
         first, code = refusing[0], 2
@@ -172,7 +179,8 @@ def report_failed_rank(number: int, code: int, log: Path) -> None:
     if number == 0 and not killed:
         return
     if number > 0 and log.exists():
-        lines = log.read_text(errors="replace").strip().splitlines()
+        text = log.read_text(errors="replace")
+        lines = text.strip().splitlines()
         last_lines = lines[-LOG_LINES_SHOWN:]
         if last_lines:
             message += ":\n  " + "\n  ".join(last_lines)

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from functools import partial
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
 from moefold.comm.collectives import all_gather, all_reduce_max_no_grad, all_reduce_no_grad
 from moefold.config.run import ModelConfig
@@ -34,35 +33,39 @@ class Head(DeclaringModule):
     def __init__(self, model: ModelConfig, embedding: Embedding | None, kernels: BoundKernels, world: World):
         super().__init__(world)
         self.norm = AddNorm(model.hidden, model.norm_eps, kernels, world)
-        self.cross_entropy, self.tp = kernels[cross_entropy], world.axis("tp")
+        self.cross_entropy = kernels[cross_entropy]
+        self.tp = world.axis("tp")
         if embedding is not None:  # its matrix is the head's too
             self.borrowed = (embedding.weight,)
             self.matrix_vD = lambda: embedding.weight
         else:
-            std, placement = model.init_std, sharded_over_tp(0)
+            std = model.init_std
+            placement = sharded_over_tp(0)
             self.weight = self.declare_parameter("weight", model.vocab, model.hidden, std=std, placement=placement)
             self.matrix_vD = lambda: self.weight
 
-    def forward(self, h_TD: torch.Tensor, labels_C: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(self, h_TD: Tensor, labels_C: Tensor | None = None) -> Tensor:
         """Of a normed stream the loss, or all logits where there are no labels. Called, so that hooks on the module see
         its every use."""
         h_CD = all_gather(h_TD, self.tp)
-        return self.logits(h_CD) if labels_C is None else self.loss(h_CD, labels_C)
+        if labels_C is None:
+            return self.logits(h_CD)
+        return self.loss(h_CD, labels_C)
 
-    def loss(self, h_CD: torch.Tensor, labels_C: torch.Tensor) -> torch.Tensor:
+    def loss(self, h_CD: Tensor, labels_C: Tensor) -> Tensor:
         """The cross-entropy summed over the tokens of this cp rank, the same on its tp ranks; the logits of all tokens
         are never held together."""
         matrix_vD = self.matrix_vD()
         if self.tp.size == 1:
             return self.cross_entropy(h_CD, matrix_vD, labels_C)
-        words = VocabShard(
-            self.tp.index * len(matrix_vD),
-            partial(all_reduce_no_grad, axis=self.tp),
-            partial(all_reduce_max_no_grad, axis=self.tp),
-        )
+        first = self.tp.index * len(matrix_vD)
+        add_up = partial(all_reduce_no_grad, axis=self.tp)
+        find_max = partial(all_reduce_max_no_grad, axis=self.tp)
+        words = VocabShard(first, add_up, find_max)
         return self.cross_entropy(h_CD, matrix_vD, labels_C, words)
 
-    def logits(self, h_CD: torch.Tensor) -> torch.Tensor:
+    def logits(self, h_CD: Tensor) -> Tensor:
         """All logits of this cp rank's tokens: (C, V)."""
-        logits_vC = (h_CD @ self.matrix_vD().T).T
-        return all_gather(logits_vC, self.tp).T
+        logits_Cv = h_CD @ self.matrix_vD().T
+        logits_VC = all_gather(logits_Cv.T, self.tp)
+        return logits_VC.T

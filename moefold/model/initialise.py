@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from moefold.layout.declare import DeclaredParameter, declared_parameters
 
@@ -16,10 +16,13 @@ from moefold.layout.declare import DeclaredParameter, declared_parameters
 def initialise_parameters(model: nn.Module, seed: int) -> None:
     """Fill every declared parameter. Each slice is drawn by its own generator, so that threads may share the work."""
     with torch.no_grad(), ThreadPoolExecutor(os.cpu_count()) as threads:
-        list(threads.map(lambda work: fill_parameter_slice(work[0], work[1], work[2], seed), parameter_slices(model)))
+        slices = parameter_slices(model)
+        work = [threads.submit(fill_parameter_slice, *piece, seed) for piece in slices]
+    for filled in work:
+        filled.result()
 
 
-def parameter_slices(model: nn.Module) -> Iterator[tuple[str, DeclaredParameter, torch.Tensor]]:
+def parameter_slices(model: nn.Module) -> Iterator[tuple[str, DeclaredParameter, Tensor]]:
     """(name, parameter, view to fill): a whole parameter, or each expert's matrix of a stacked one."""
     for parameter in declared_parameters(model):
         if parameter.declaration.stacked:
@@ -31,13 +34,25 @@ def parameter_slices(model: nn.Module) -> Iterator[tuple[str, DeclaredParameter,
 
 
 @torch.no_grad()
-def fill_parameter_slice(name: str, parameter: DeclaredParameter, view: torch.Tensor, seed: int) -> None:
-    std, stacked = parameter.declaration.std, parameter.declaration.stacked
-    if not std:
-        view.fill_(1.0 if std is None else 0.0)
+def fill_parameter_slice(name: str, parameter: DeclaredParameter, view: Tensor, seed: int) -> None:
+    declaration = parameter.declaration
+    std = declaration.std
+    if std is None:
+        view.fill_(1.0)
         return
+    if std == 0:
+        view.zero_()
+        return
+    # the whole slice is drawn on every rank, which keeps its part
+    shape = declaration.shape[declaration.stacked :]
+    whole = torch.empty(shape, dtype=torch.float32, device="cpu")
+    whole.normal_(0.0, std, generator=generator_for(name, seed))
+    part = parameter.part[declaration.stacked :]
+    held = tuple(slice(start, start + size) for start, size in part)
+    view.copy_(whole[held])
+
+
+def generator_for(name: str, seed: int) -> torch.Generator:
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-    generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest[:7], "big"))
-    shape = parameter.declaration.shape[stacked:]
-    drawn = torch.empty(shape, dtype=torch.float32, device="cpu").normal_(0.0, std, generator=generator)
-    view.copy_(drawn[tuple(slice(start, start + size) for start, size in parameter.part[stacked:])])
+    number = int.from_bytes(digest[:7], "big")
+    return torch.Generator("cpu").manual_seed(number)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from moefold.config.run import ModelConfig
 from moefold.layout.labels import IGNORE_INDEX
@@ -25,27 +25,33 @@ from moefold.precision.linear import Linear
 class MtpLayer(nn.Module):
     def __init__(self, model: ModelConfig, depth: int, parts: ModelParts):
         super().__init__()
-        d, eps, kernels, world = model.hidden, model.norm_eps, parts.kernels, parts.world
+        d = model.hidden
+        norm_arguments = d, model.norm_eps, parts.kernels, parts.world
         self.depth = depth
-        self.stream_norm = RMSNorm(d, eps, kernels, world)
-        self.token_norm = RMSNorm(d, eps, kernels, world)
-        self.join = Linear(world, 2 * d, d, std=model.init_std)
-        self.block = make_transformer_block(model, model.layers + depth - 1, parts)
-        self.norm = AddNorm(d, eps, kernels, world)
+        self.stream_norm = RMSNorm(*norm_arguments)
+        self.token_norm = RMSNorm(*norm_arguments)
+        self.join = Linear(parts.world, 2 * d, d, std=model.init_std)
+        layer = model.layers + depth - 1
+        self.block = make_transformer_block(model, layer, parts)
+        self.norm = AddNorm(*norm_arguments)
 
-    def forward(self, h_TD: torch.Tensor, token_TD: torch.Tensor) -> torch.Tensor:
+    def forward(self, h_TD: Tensor, token_TD: Tensor) -> Tensor:
         """What is known at a position and the token it looks past, joined."""
-        return self.join(torch.cat((self.stream_norm(h_TD), self.token_norm(token_TD)), dim=-1))
+        known_TD = self.stream_norm(h_TD)
+        next_TD = self.token_norm(token_TD)
+        both = torch.cat((known_TD, next_TD), dim=-1)
+        return self.join(both)
 
 
-def tokens_shifted_by(tokens_BS: torch.Tensor, depth: int) -> torch.Tensor:
+def tokens_shifted_by(tokens_BS: Tensor, depth: int) -> Tensor:
     """The token `depth` places on; behind the end, where no label follows, any."""
     return F.pad(tokens_BS[:, depth:], (0, depth))
 
 
-def labels_shifted_by(labels_BS: torch.Tensor, depth: int) -> torch.Tensor:
+def labels_shifted_by(labels_BS: Tensor, depth: int) -> Tensor:
     """The label `depth` places on, IGNORED where any up to it is missing."""
     for _ in range(depth):
         next_BS = F.pad(labels_BS[:, 1:], (0, 1), value=IGNORE_INDEX)
-        labels_BS = next_BS.masked_fill(labels_BS == IGNORE_INDEX, IGNORE_INDEX)
+        missing_BS = labels_BS == IGNORE_INDEX
+        labels_BS = next_BS.masked_fill(missing_BS, IGNORE_INDEX)
     return labels_BS

@@ -15,26 +15,27 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from moefold.model.steps import Around, Carry, PassKey, PassKind, Step
 
 
 def is_differentiable(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) and leaf.requires_grad
+    return isinstance(leaf, Tensor) and leaf.requires_grad
 
 
 class StepBorder(torch.autograd.Function):
     """The identity on its tensors. Its backward calls `cross` first."""
 
     @staticmethod
-    def forward(ctx: Any, cross: Callable[[], None], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, cross: Callable[[], None], *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.cross = cross
         ctx.set_materialize_grads(False)
         return tuple(x.detach() for x in tensors)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         ctx.cross()
         return None, *gradients
 
@@ -47,21 +48,25 @@ def carry_through_border(carry: Carry, cross: Callable[[], None]) -> Carry:
         return carry
     outputs = StepBorder.apply(cross, *inputs.values())
     crossed = dict(zip(inputs, outputs, strict=True))  # pyright: ignore[reportArgumentType]
-    return tree_unflatten([crossed.get(id(leaf), leaf) for leaf in flat], structure)
+    leaves = [crossed.get(id(leaf), leaf) for leaf in flat]
+    return tree_unflatten(leaves, structure)
 
 
 class ObservedSteps:
     """A run of steps of one pass with the observers around each."""
 
     def __init__(self, steps: Sequence[Step], observers: Sequence[Around], key: PassKey):
-        self.steps, self.observers, self.key = steps, observers, key
+        self.steps = steps
+        self.observers = observers
+        self.key = key
         self.in_backward: Step | None = None
 
     def forward(self, carry: Carry) -> Carry:
         previous: Step | None = None
         for step in self.steps:
             if previous is not None:
-                carry = carry_through_border(carry, partial(self.cross_border, previous))
+                cross = partial(self.cross_border, previous)
+                carry = carry_through_border(carry, cross)
             self.notify_before(step, "F")
             carry = step.run(carry)
             self.notify_after(step, "F")

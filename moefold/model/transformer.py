@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from moefold.anatomy.stage_contents import Stage, whole_model_stage
 from moefold.anatomy.step_specs import embed_step, look_ahead_step, predict_step, set_aside_step
@@ -26,16 +26,16 @@ from moefold.model.mtp import MtpLayer, labels_shifted_by, tokens_shifted_by
 from moefold.model.parts import ModelParts
 from moefold.model.residual import ResidualStream
 from moefold.model.steps import Carry, Step, StepRewrite, drop_from_carry, run_step_sequence, steps_as_given
-from moefold.model.token_layout import make_token_shard
+from moefold.model.token_layout import TokenShard, make_token_shard
 
 
 class MicrobatchLosses(NamedTuple):
     """Sums over tokens of a microbatch: `cross_entropy` over those of this cp rank (the same on each of its tp ranks),
     `balance` over those of this rank alone, `ahead_M` the cross-entropy of each layer of multi-token prediction."""
 
-    cross_entropy: torch.Tensor
-    balance: torch.Tensor
-    ahead_M: torch.Tensor
+    cross_entropy: Tensor
+    balance: Tensor
+    ahead_M: Tensor
 
 
 class NumberedModules(nn.Module):
@@ -65,54 +65,68 @@ class Transformer(nn.Module):
         self.world = parts.world
         self.rewrite_steps: StepRewrite = steps_as_given  # memory policies may join steps (memory/policy.py)
         self.stages = [whole_model_stage(model)] if stages is None else list(stages)
+        kernels = parts.kernels
         predicts = any(stage.predicts for stage in self.stages)
         ties_embedding = predicts and model.tied_head
+        # in the order of the model: embedding, blocks, head, layers that look ahead
         if ties_embedding or any(stage.uses_embedding for stage in self.stages):
-            self.embedding = Embedding(model, parts.kernels, parts.world)
-        layers = [layer for stage in self.stages for layer in stage.layers]
-        self.blocks = NumberedModules({layer: make_transformer_block(model, layer, parts) for layer in layers})
+            self.embedding = Embedding(model, kernels, parts.world)
+        blocks: dict[int, nn.Module] = {}
+        for stage in self.stages:
+            for layer in stage.layers:
+                blocks[layer] = make_transformer_block(model, layer, parts)
+        self.blocks = NumberedModules(blocks)
         if predicts:
             tied = self.embedding if ties_embedding else None
-            self.head = Head(model, tied, parts.kernels, parts.world)
+            self.head = Head(model, tied, kernels, parts.world)
         elif any(stage.uses_final_norm for stage in self.stages):
-            self.head = FinalNorm(model, parts.kernels, parts.world)
-        depths = [depth for stage in self.stages for depth in stage.ahead]
-        self.ahead = NumberedModules({depth - 1: MtpLayer(model, depth, parts) for depth in depths})
+            self.head = FinalNorm(model, kernels, parts.world)
+        ahead: dict[int, nn.Module] = {}
+        for stage in self.stages:
+            for depth in stage.ahead:
+                ahead[depth - 1] = MtpLayer(model, depth, parts)
+        self.ahead = NumberedModules(ahead)
 
     def begin(
         self,
-        tokens_BS: torch.Tensor,
-        labels_BS: torch.Tensor | None = None,
+        tokens_BS: Tensor,
+        labels_BS: Tensor | None = None,
         first: int = 0,
-        begins_BS: torch.Tensor | None = None,
-        imposed: Mapping[int, torch.Tensor] | None = None,
+        begins_BS: Tensor | None = None,
+        imposed: Mapping[int, Tensor] | None = None,
     ) -> Carry:
         """The carry of a microbatch before the first step."""
-        dtype = torch.promote_types(next(self.parameters()).dtype, torch.float32)
+        any_weight = next(self.parameters())
+        wide = torch.promote_types(any_weight.dtype, torch.float32)
         return {
             "tokens_BS": tokens_BS,
             "labels_BS": labels_BS,
             "imposed": imposed or {},
             "token_shard": make_token_shard(tokens_BS, self.world, first, begins_BS),
-            "aux": torch.zeros((), dtype=dtype, device=tokens_BS.device),
+            "aux": tokens_BS.new_zeros((), dtype=wide),
             "streams": [],
         }
 
     # ---- steps of the model's own; those of a block are in block.py ----
 
     def embed(self, carry: Carry) -> Carry:
-        tokens_C = carry["token_shard"].slice_for_cp_rank(carry["tokens_BS"])
-        return {**carry, "stream": ResidualStream(self.embedding(tokens_C))}
+        shard = carry["token_shard"]
+        tokens_C = shard.slice_for_cp_rank(carry["tokens_BS"])
+        x_TD = self.embedding(tokens_C)
+        return {**carry, "stream": ResidualStream(x_TD)}
 
     def look_ahead(self, layer: MtpLayer, carry: Carry) -> Carry:
         """The input of a layer of multi-token prediction: the normed stream that the head reads for the token before
         (the model's own, or that of the MTP layer before), joined with the next token. Published weights of such layers
         were trained on this."""
+        shard = carry["token_shard"]
         next_tokens_BS = tokens_shifted_by(carry["tokens_BS"], layer.depth)
-        next_tokens_C = carry["token_shard"].slice_for_cp_rank(next_tokens_BS)
-        streams = carry["streams"] or [self.head_input(carry)]
-        x_TD = layer(streams[-1], self.embedding(next_tokens_C))
-        return {**carry, "streams": streams, "stream": ResidualStream(x_TD), "aux_before": carry["aux"]}
+        next_tokens_C = shard.slice_for_cp_rank(next_tokens_BS)
+        streams = self.normed_streams(carry)
+        token_TD = self.embedding(next_tokens_C)
+        x_TD = layer(streams[-1], token_TD)
+        stream = ResidualStream(x_TD)
+        return {**carry, "streams": streams, "stream": stream, "aux_before": carry["aux"]}
 
     def set_aside(self, layer: MtpLayer, carry: Carry) -> Carry:
         """Keeps the normed stream of an MTP layer for its loss. The layer's balance losses get the weight of that
@@ -121,19 +135,24 @@ class Transformer(nn.Module):
         weight = self.model.mtp_loss / self.model.mtp
         aux = before + weight * (carry["aux"] - before)
         _, h_TD = carry["stream"].normed(layer.norm)
-        return drop_from_carry({**carry, "streams": [*carry["streams"], h_TD], "aux": aux}, "aux_before")
+        streams = [*carry["streams"], h_TD]
+        kept = drop_from_carry(carry, "aux_before")
+        return {**kept, "streams": streams, "aux": aux}
 
     def predict(self, carry: Carry) -> Carry:
         """One loss for each normed stream: the model's own, and those of MTP layers."""
-        streams = carry["streams"] or [self.head_input(carry)]
-        losses = [self.head(h_TD, self.labels_ahead(carry, depth)) for depth, h_TD in enumerate(streams)]
+        shard = carry["token_shard"]
+        losses = []
+        for depth, h_TD in enumerate(self.normed_streams(carry)):
+            labels_C = labels_ahead(carry["labels_BS"], depth, shard)
+            losses.append(self.head(h_TD, labels_C))
         return {**carry, "losses_1M": torch.stack(losses)}
 
-    def labels_ahead(self, carry: Carry, depth: int) -> torch.Tensor:
-        """The labels `depth` tokens further ahead, of this cp rank's tokens: (C,)."""
-        return carry["token_shard"].slice_for_cp_rank(labels_shifted_by(carry["labels_BS"], depth))
+    def normed_streams(self, carry: Carry) -> list[Tensor]:
+        """What the head reads: the model's own normed stream first, then those that MTP layers have set aside."""
+        return carry["streams"] or [self.head_input(carry)]
 
-    def head_input(self, carry: Carry) -> torch.Tensor:
+    def head_input(self, carry: Carry) -> Tensor:
         """The stream behind the final norm."""
         _, h_TD = carry["stream"].normed(self.head.norm)
         return h_TD
@@ -145,37 +164,43 @@ class Transformer(nn.Module):
         output; a stage without the head adds it itself, since one tensor is sent to the next stage."""
         steps: list[Step] = []
         if stage.embeds:
-            steps.append(Step(embed_step(self.model), self.embed))
+            spec = embed_step(self.model)
+            steps.append(Step(spec, self.embed))
         for layer in stage.layers:
             steps += self.blocks[layer].steps()
-        for depth in stage.ahead if self.training else ():
-            steps += self.bound_mtp_steps(self.ahead[depth - 1])
+        if self.training:
+            for depth in stage.ahead:
+                steps += self.bound_mtp_steps(self.ahead[depth - 1])
         if steps and not stage.predicts:
             last = steps.pop()
-            steps.append(Step(last.spec, partial(run_and_settle, last)))
+            settling = Step(last.spec, partial(run_and_settle, last))
+            steps.append(settling)
         return steps
 
     def bound_mtp_steps(self, layer: MtpLayer) -> list[Step]:
-        first = Step(look_ahead_step(self.model), partial(self.look_ahead, layer))
-        last = Step(set_aside_step(self.model), partial(self.set_aside, layer))
+        look_ahead = partial(self.look_ahead, layer)
+        set_aside = partial(self.set_aside, layer)
+        first = Step(look_ahead_step(self.model), look_ahead)
+        last = Step(set_aside_step(self.model), set_aside)
         return [first, *layer.block.steps(), last]
 
     def steps(self, stage: Stage) -> list[Step]:
         """A stage's steps, up to the losses if it has them."""
         steps = self.body(stage)
         if stage.predicts:
-            steps.append(Step(predict_step(self.model), self.predict))
+            spec = predict_step(self.model)
+            steps.append(Step(spec, self.predict))
         return self.rewrite_steps(steps)
 
     # ---- calls on a rank that holds all stages ----
 
     def forward(
         self,
-        tokens_BS: torch.Tensor,
-        labels_BS: torch.Tensor,
+        tokens_BS: Tensor,
+        labels_BS: Tensor,
         first: int = 0,
-        begins_BS: torch.Tensor | None = None,
-        imposed: Mapping[int, torch.Tensor] | None = None,
+        begins_BS: Tensor | None = None,
+        imposed: Mapping[int, Tensor] | None = None,
     ) -> MicrobatchLosses:
         """`first` is the number of the first sequence in the run's order. `begins_BS` is where the document of each
         token begins, if attention stays within documents. `imposed` are expert ids (B, S, K) by layer that replace the
@@ -186,28 +211,32 @@ class Transformer(nn.Module):
         losses_1M = carry["losses_1M"]
         return MicrobatchLosses(losses_1M[0], carry["aux"], losses_1M[1:])
 
-    def logits(self, ids_BS: torch.Tensor) -> torch.Tensor:
+    def logits(self, ids_BS: Tensor) -> Tensor:
         """All logits (B, S, V)."""
         carry = self.begin(ids_BS)
         for stage in self.stages:
             carry = run_step_sequence(self.body(stage), carry)
         return self.logits_from_carry(carry)
 
-    def logits_from_carry(self, carry: Carry) -> torch.Tensor:
+    def logits_from_carry(self, carry: Carry) -> Tensor:
         """The logits of all positions, from the carry at the end of the last stage's body."""
         shard = carry["token_shard"]
-        logits_CV = self.head(self.head_input(carry))
+        h_TD = self.head_input(carry)
+        logits_CV = self.head(h_TD)
         logits_BSV = logits_CV.unflatten(0, (shard.sequences, -1))
         gathered_SBV = all_gather(logits_BSV.transpose(0, 1), shard.cp)
         return gathered_SBV[shard.sequence_order].transpose(0, 1)
 
-    def labelled_token_counts(self, labels_BS: torch.Tensor) -> torch.Tensor:
+    def labelled_token_counts(self, labels_BS: Tensor) -> Tensor:
         """The number of this cp rank's tokens that have a label, for `cross_entropy` and each loss of `ahead_M`: (1 +
         M,)."""
         shard = make_token_shard(labels_BS, self.world)
-        depths = range(1 + self.model.mtp)
-        labels = [shard.slice_for_cp_rank(labels_shifted_by(labels_BS, depth)) for depth in depths]
-        return torch.stack([(labels_C != IGNORE_INDEX).sum() for labels_C in labels])
+        counts = []
+        for depth in range(1 + self.model.mtp):
+            labels_C = labels_ahead(labels_BS, depth, shard)
+            is_labelled = labels_C != IGNORE_INDEX
+            counts.append(is_labelled.sum())
+        return torch.stack(counts)
 
     # ---- expert load ----
 
@@ -218,13 +247,21 @@ class Transformer(nn.Module):
         """After a counting pass over the whole batch: the shares that the balance loss over it needs."""
         remember_global_shares(self.loads(), self.world.dp_cp_tp)
 
-    def balance(self, sound: torch.Tensor | bool = True, pace: float = 1.0) -> LayerLoads:
+    def balance(self, sound: Tensor | bool = True, pace: float = 1.0) -> LayerLoads:
         """After a step: moves the selection biases, unless the step was not `sound`; `pace` is the learning rate as a
         share of its highest. Returns the load of every layer's experts."""
-        return update_selection_biases(self.loads(), self.model.moe, self.world.dp_cp_tp, sound, pace)
+        loads = self.loads()
+        return update_selection_biases(loads, self.model.moe, self.world.dp_cp_tp, sound, pace)
+
+
+def labels_ahead(labels_BS: Tensor, depth: int, shard: TokenShard) -> Tensor:
+    """The labels `depth` tokens further ahead, of this cp rank's tokens: (C,)."""
+    shifted_BS = labels_shifted_by(labels_BS, depth)
+    return shard.slice_for_cp_rank(shifted_BS)
 
 
 def run_and_settle(step: Step, carry: Carry) -> Carry:
     """The step, with its output added to the stream."""
     carry = step.run(carry)
-    return {**carry, "stream": ResidualStream(carry["stream"].settled())}
+    settled = carry["stream"].settled()
+    return {**carry, "stream": ResidualStream(settled)}

@@ -38,15 +38,18 @@ class AdamW:
     def state(self, share: BucketShare) -> dict[str, Tensor]:
         dtype = torch.bfloat16 if self.bf16_moments else share.wide_dtype
         mean = torch.zeros_like(share.weights, dtype=dtype)
-        return {"mean": mean, "mean_square": torch.zeros_like(mean)}
+        mean_square = torch.zeros_like(mean)
+        return {"mean": mean, "mean_square": mean_square}
 
     def step_numbers(self, share: BucketShare, step: int, lr: float) -> Sequence[float]:
+        options = self.options_of(share)
         seed = stochastic_rounding_seed(step, share.number)
-        return adamw_scalars(step, lr, self.options_of(share), seed)
+        return adamw_scalars(step, lr, options, seed)
 
     def update(self, share: BucketShare, scale: Tensor, scalars: Tensor) -> None:
         storage = share.storage
-        mean, mean_square = share.state["mean"], share.state["mean_square"]
+        mean = share.state["mean"]
+        mean_square = share.state["mean_square"]
         options = self.options_of(share)
         fused = storage.fused_operands()
         main, weights = fused or FusedOperands(storage.main_values(), None)
@@ -57,4 +60,5 @@ class AdamW:
 
 def stochastic_rounding_seed(step: int, bucket: int) -> int:
     """A seed below 2^31, another for every step and bucket."""
-    return (step * 1_000_003 + bucket * 7_919) % (1 << 31)
+    mixed = step * 1_000_003 + bucket * 7_919
+    return mixed % (1 << 31)

@@ -16,7 +16,8 @@ def learning_rate(step: int, steps: int, optim: OptimConfig) -> float:
     progress = decay_progress(step, steps, optim)
     shape = 1 - progress
     if optim.decay == "cosine":
-        shape = (1 + math.cos(math.pi * progress)) / 2
+        angle = math.pi * progress
+        shape = (1 + math.cos(angle)) / 2
     falling = 1 - optim.final_lr
     return optim.lr * (optim.final_lr + falling * shape)
 

@@ -40,7 +40,8 @@ class Optimizer:
         """This rank's share of a bucket, with main weights and new state."""
         share = BucketShare(number, bucket)
         share.storage.open_main_weights(bucket.share)
-        share.state = self.rule_of(share).state(share)
+        rule = self.rule_of(share)
+        share.state = rule.state(share)
         return share
 
     def rule_of(self, share: BucketShare) -> Rule:
@@ -66,16 +67,18 @@ class Optimizer:
 
     def begin_step(self, number: int, lr: float) -> None:
         """Write the numbers of a step to the device, before the updates of its units."""
-        self.scalars.write_rows(self.step_rows(number, lr))
+        rows = self.step_rows(number, lr)
+        self.scalars.write_rows(rows)
 
     def update(self, unit: str, scale: Tensor | None = None) -> None:
         """Update the parameters of one unit from their gradients, times `scale`."""
+        scale = self.one if scale is None else scale
         for share in self.shares:
             if share.bucket.unit != unit:
                 continue
             row = self.scalars.row_of(share.number)
             rule = self.rule_of(share)
-            rule.update(share, self.one if scale is None else scale, row)
+            rule.update(share, scale, row)
 
     def state(self) -> Iterator[StatePiece]:
         """Every piece of state on this rank: (parameter, kind, first, values), the values being those of the flattened

@@ -21,7 +21,8 @@ class StepScalars:
     """One row of fp64 for every bucket of an optimizer."""
 
     def __init__(self, rows: ScalarRows, device: torch.device):
-        self.width = round_up(max(map(len, rows)), ROW_ALIGNMENT)
+        longest = max(map(len, rows))
+        self.width = round_up(longest, ROW_ALIGNMENT)
         self.on_device = torch.zeros(len(rows), self.width, dtype=torch.float64, device=device)
 
     def write_rows(self, rows: ScalarRows) -> None:
@@ -33,8 +34,8 @@ class StepScalars:
         self.on_device.copy_(on_host, non_blocking=True)
 
     def padded_row(self, row: Sequence[float]) -> list[float]:
-        missing = self.width - len(row)
-        return [*row, *[0.0] * missing]
+        zeros = [0.0] * (self.width - len(row))
+        return [*row, *zeros]
 
     def row_of(self, number: int) -> Tensor:
         return self.on_device[number]

@@ -24,10 +24,17 @@ class BoundProgram:
 
 def bind_program(program: Program, homes: Sequence[int], rank: int, users: StagesUsing) -> BoundProgram:
     slots = program[rank]
-    paired_ops = [op for slot in slots if is_paired(slot) for op in slot]
-    cut_passes = frozenset((op.stage, op.microbatch) for op in paired_ops)
     messages = incoming_messages(program, homes, rank)
-    return BoundProgram(slots, messages, cut_passes, last_gradient_slots(slots, users))
+    cut_passes = passes_of_paired_slots(slots)
+    last_gradients = last_gradient_slots(slots, users)
+    return BoundProgram(slots, messages, cut_passes, last_gradients)
+
+
+def passes_of_paired_slots(slots: Sequence[Slot]) -> frozenset[PassKey]:
+    passes: set[PassKey] = set()
+    for slot in filter(is_paired, slots):
+        passes.update((op.stage, op.microbatch) for op in slot)
+    return frozenset(passes)
 
 
 def forward_program(homes: Sequence[int], microbatches: int) -> Program:
@@ -36,8 +43,10 @@ def forward_program(homes: Sequence[int], microbatches: int) -> Program:
     for rank in sorted(set(homes)):
         slots: list[Slot] = []
         for stage, home in enumerate(homes):
-            if home == rank:
-                ops = [PipelineOp("F", stage, m) for m in range(microbatches)]
-                slots += [(op,) for op in ops]
+            if home != rank:
+                continue
+            for microbatch in range(microbatches):
+                op = PipelineOp("F", stage, microbatch)
+                slots.append((op,))
         program.append(slots)
     return program

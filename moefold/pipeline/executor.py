@@ -14,6 +14,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from moefold.anatomy.stage_contents import Stage, pipeline_program, pipeline_stages, rank_of_each_stage
 from moefold.anatomy.step_specs import Lane
@@ -52,12 +53,17 @@ class Executor:
         spans: SpanRecorder,
         around: Sequence[Around] = (),
     ):
-        self.config, self.model, self.gradients, self.world = config, model, gradients, world
-        self.spans, self.around = spans, tuple(around)
+        self.config = config
+        self.model = model
+        self.gradients = gradients
+        self.world = world
+        self.spans = spans
+        self.around = tuple(around)
         self.stages = pipeline_stages(config)
         self.homes = rank_of_each_stage(config)
-        self.rank = world.axis("pipe").index
-        self.pipe = PipelineChannel(world.axis("pipe"))
+        pipe = world.axis("pipe")
+        self.rank = pipe.index
+        self.pipe = PipelineChannel(pipe)
         self.lanes = Lanes(world.device)
         self.users = stages_using_parameters(model)
         # Made once, when first asked for: the same in every step of a run.
@@ -66,7 +72,7 @@ class Executor:
         self.train_steps: dict[StepListKey, list[Step]] = {}
         self.forward_steps: dict[StepListKey, list[Step]] = {}
 
-    def train(self, parts: Sequence[Batch], weight_1M: torch.Tensor) -> torch.Tensor:
+    def train(self, parts: Sequence[Batch], weight_1M: Tensor) -> Tensor:
         """Forward and backward of all microbatches; gradients are added to their buckets. Returns the summed losses of
         microbatches whose last stage is here: zeros on ranks without the last stage."""
         program = self.train_program(len(parts))
@@ -112,14 +118,16 @@ class Executor:
         """A stage's steps, up to the losses if it has them."""
         key = self.step_list_key(stage)
         if key not in self.train_steps:
-            self.train_steps[key] = self.model.steps(self.stages[stage])
+            steps = self.model.steps(self.stages[stage])
+            self.train_steps[key] = steps
         return self.train_steps[key]
 
     def steps_to_streams(self, stage: int) -> list[Step]:
         """A stage's steps without the losses."""
         key = self.step_list_key(stage)
         if key not in self.forward_steps:
-            self.forward_steps[key] = self.model.body(self.stages[stage])
+            steps = self.model.body(self.stages[stage])
+            self.forward_steps[key] = steps
         return self.forward_steps[key]
 
     def step_list_key(self, stage: int) -> StepListKey:
@@ -157,21 +165,25 @@ class StepRun:
         executor: Executor,
         program: BoundProgram,
         parts: Sequence[Batch],
-        weight_1M: torch.Tensor | None = None,
+        weight_1M: Tensor | None = None,
         finish: Callable[[Carry], None] | None = None,
     ):
-        self.executor, self.program, self.parts = executor, program, parts
-        self.weight_1M, self.finish = weight_1M, finish
+        self.executor = executor
+        self.program = program
+        self.parts = parts
+        self.weight_1M = weight_1M
+        self.finish = finish
         self.inbox = Inbox(program.messages, executor.pipe, self.empty_cargo)
-        self.local_cargo: dict[PipelineOp, torch.Tensor] = {}  # between stages of this rank
+        self.local_cargo: dict[PipelineOp, Tensor] = {}  # between stages of this rank
         self.passages: dict[PassKey, Passage] = {}
-        self.input_streams: dict[PassKey, list[torch.Tensor]] = {}
+        self.input_streams: dict[PassKey, list[Tensor]] = {}
         self.deferred_work: dict[PassKey, list[DeferredWork]] = {}
         losses = 1 + executor.model.model.mtp
         self.losses_1M = torch.zeros(losses, dtype=torch.float64, device=executor.world.device)
 
-    def run(self) -> torch.Tensor:
-        slots, gradients = self.program.slots, self.executor.gradients
+    def run(self) -> Tensor:
+        slots = self.program.slots
+        gradients = self.executor.gradients
         for number, slot in enumerate(slots):
             # Receives of this slot and of the next are posted before the slot's work begins.
             for near in slots[number : number + 2]:
@@ -238,7 +250,8 @@ class StepRun:
         steps = self.executor.steps_to_streams(op.stage)
         observers = self.executor.around
         if observers:
-            return ObservedSteps(steps, observers, pass_key(op)).forward(carry)
+            observed = ObservedSteps(steps, observers, pass_key(op))
+            return observed.forward(carry)
         return run_step_sequence(steps, carry)
 
     # ---- one stage's forward and backward, from cargo to cargo ----
@@ -272,8 +285,8 @@ class StepRun:
         """Send a stage's output to the next stage, or add its losses."""
         if not self.stage_of(op).predicts:
             streams = [carry["stream"].x_TD, *carry["streams"]]
-            cargo_NTD = torch.stack([x_TD.detach() for x_TD in streams])
-            self.send_cargo(cargo_NTD, op, op.stage + 1)
+            detached = [x_TD.detach() for x_TD in streams]
+            self.send_cargo(detached, op, op.stage + 1)
         elif self.finish is not None:
             self.finish(carry)
         else:
@@ -289,12 +302,14 @@ class StepRun:
             losses_1M = out["losses_1M"]
             weight_1M = self.weight_1M.to(losses_1M.dtype)
             loss = (losses_1M * weight_1M).sum() + aux
-            passage.set_output_gradients([loss], [torch.ones_like(loss)])
+            one = torch.ones_like(loss)
+            passage.set_output_gradients([loss], [one])
         else:
             cargo_NTD = self.take_cargo(op)
-            outputs = [out["stream"].x_TD, *out["streams"], aux]
+            streams = [out["stream"].x_TD, *out["streams"]]
             # The balance losses of this stage are roots of backward too: their gradient is 1.
-            passage.set_output_gradients(outputs, [*cargo_NTD, torch.ones_like(aux)])
+            one = torch.ones_like(aux)
+            passage.set_output_gradients([*streams, aux], [*cargo_NTD, one])
         return passage
 
     def send_gradient(self, op: PipelineOp, passage: Passage) -> None:
@@ -303,10 +318,11 @@ class StepRun:
         if streams is None:
             return
         gradients = [passage.gradient_of_input(x_TD) for x_TD in streams]
-        self.send_cargo(torch.stack(gradients), op, op.stage - 1)
+        self.send_cargo(gradients, op, op.stage - 1)
 
-    def send_cargo(self, cargo_NTD: torch.Tensor, op: PipelineOp, stage: int) -> None:
+    def send_cargo(self, streams: list[Tensor], op: PipelineOp, stage: int) -> None:
         """Send an op's result to the op of the same kind and microbatch in a neighbouring stage."""
+        cargo_NTD = torch.stack(streams)
         receiver = PipelineOp(op.kind, stage, op.microbatch)
         home = self.executor.homes[stage]
         if home == self.executor.rank:
@@ -314,21 +330,27 @@ class StepRun:
         else:
             self.executor.pipe.send(cargo_NTD, home)
 
-    def take_cargo(self, op: PipelineOp) -> torch.Tensor:
+    def take_cargo(self, op: PipelineOp) -> Tensor:
         """The cargo that an op reads, from a stage of this rank or of another."""
         if op in self.local_cargo:
             return self.local_cargo.pop(op)
         return self.inbox.take(op)
 
-    def empty_cargo(self, op: PipelineOp) -> torch.Tensor:
+    def empty_cargo(self, op: PipelineOp) -> Tensor:
         """Memory for an op's cargo, or its gradient: shapes follow from the microbatch, which every rank has."""
-        model, world = self.executor.model, self.executor.world
-        later_stage = op.stage if op.kind == "F" else op.stage + 1
-        aside = self.executor.stages[later_stage].aside if model.training else 0
+        model = self.executor.model
+        world = self.executor.world
+        # streams: the residual stream, and in training those set aside
+        later = op.stage if op.kind == "F" else op.stage + 1
+        streams = 1
+        if model.training:
+            streams += self.executor.stages[later].aside
+        # tokens of this rank
         ranks = world.axis("cp").size * world.axis("tp").size
-        tokens = self.parts[op.microbatch].tokens_BS.numel() // ranks
+        tokens_BS = self.parts[op.microbatch].tokens_BS
+        tokens = tokens_BS.numel() // ranks
         like = next(model.parameters())
-        shape = (1 + aside, tokens, model.model.hidden)
+        shape = streams, tokens, model.model.hidden
         return torch.empty(shape, dtype=like.dtype, device=like.device)
 
     # ---- paired slots: a forward and a backward, interleaved ----
@@ -338,21 +360,27 @@ class StepRun:
         lane."""
         forward_op = next(op for op in slot if op.kind == "F")
         backward_op = next(op for op in slot if op.kind == "D")
-        forward = PairedForward(self.begin_passage(forward_op), self.begin_carry(forward_op))
+        passage = self.begin_passage(forward_op)
+        carry = self.begin_carry(forward_op)
+        forward = PairedForward(passage, carry)
         # Weight gradients that the slot itself asks for fill gaps of the compute lane, if the run wants that.
         fillers: list[DeferredWork] = []
         queue = self.weight_grad_queue(slot, backward_op, fillers)
-        backward = PairedBackward(self.passage_with_gradients(backward_op), queue)
+        passage = self.passage_with_gradients(backward_op)
+        backward = PairedBackward(passage, queue)
+        # The order of their steps follows from the lanes.
         forward_lanes = segment_lanes(forward.passage)
         backward_lanes = segment_lanes(backward.passage)[::-1]
+        order = paired_slot_order(forward_lanes, backward_lanes)
         runner = PairRunner(self.executor.lanes, self.executor.spans, fillers)
-        for strand, index in paired_slot_order(forward_lanes, backward_lanes):
+        for strand, index in order:
             if strand == 0:
                 lane = forward_lanes[index]
                 runner.begin(strand, lane, forward.run_next, forward.carry)
             else:
                 lane = backward_lanes[index]
-                runner.begin(strand, lane, backward.run_next, backward.passage.output_gradients)
+                inputs = backward.passage.output_gradients
+                runner.begin(strand, lane, backward.run_next, inputs)
         runner.end()
         self.send_activation(forward_op, forward.carry)
         self.send_gradient(backward_op, backward.passage)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
-import torch
+from torch import Tensor
 
 from moefold.comm.p2p import PendingReceive, PipelineChannel
 from moefold.schedule.program import PipelineOp, Program
@@ -34,8 +34,11 @@ def receiving_op(op: PipelineOp, stages: int) -> PipelineOp | None:
 
 def incoming_messages(program: Program, homes: Sequence[int], rank: int) -> dict[int, list[PipelineOp]]:
     """By sender: the ops of `rank` that wait for its messages, in the order of sending."""
-    senders = [other for other in range(len(program)) if other != rank]
-    return {sender: messages_between(program, homes, sender, rank) for sender in senders}
+    messages: dict[int, list[PipelineOp]] = {}
+    for sender in range(len(program)):
+        if sender != rank:
+            messages[sender] = messages_between(program, homes, sender, rank)
+    return messages
 
 
 class Inbox:
@@ -45,9 +48,10 @@ class Inbox:
         self,
         messages: Mapping[int, Sequence[PipelineOp]],
         pipe: PipelineChannel,
-        empty: Callable[[PipelineOp], torch.Tensor],
+        empty: Callable[[PipelineOp], Tensor],
     ):
-        self.pipe, self.empty = pipe, empty
+        self.pipe = pipe
+        self.empty = empty
         self.unposted: dict[int, deque[PipelineOp]] = {}
         self.sender: dict[PipelineOp, int] = {}
         for rank, ops in messages.items():
@@ -64,8 +68,9 @@ class Inbox:
                 memory = self.empty(first)
                 self.arriving[first] = self.pipe.receive(memory, rank)
 
-    def take(self, op: PipelineOp) -> torch.Tensor:
+    def take(self, op: PipelineOp) -> Tensor:
         """Wait for an op's message."""
         self.expect([op])
         del self.sender[op]
-        return self.arriving.pop(op).arrived()
+        message = self.arriving.pop(op)
+        return message.arrived()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
 
 from moefold.anatomy.stage_contents import Stage
 from moefold.layout.declare import declared_parameters
@@ -21,7 +22,10 @@ def stages_using_parameters(model: Transformer) -> StagesUsing:
             if parameter.name.startswith(prefixes):
                 stages = stages_of.setdefault(parameter.name, set())
                 stages.add(stage.number)
-    return {name: (stages, may_defer_weight_grad(name)) for name, stages in stages_of.items()}
+    users: dict[str, tuple[set[int], bool]] = {}
+    for name, stages in stages_of.items():
+        users[name] = stages, may_defer_weight_grad(name)
+    return users
 
 
 def parameter_prefixes(stage: Stage, tied_head: bool) -> Iterator[str]:
@@ -56,9 +60,10 @@ def last_gradient_slots(slots: Sequence[Slot], users: StagesUsing) -> dict[int, 
     finished: dict[int, set[str]] = {}
     for name, (stages, may_defer) in users.items():
         kinds = "DW" if may_defer else "D"
-        ops = [(kind, stage) for stage in stages for kind in kinds]
+        ops = product(kinds, stages)
         gradient_slots = [last_slot[op] for op in ops if op in last_slot]
         if gradient_slots:
-            names = finished.setdefault(max(gradient_slots), set())
+            last = max(gradient_slots)
+            names = finished.setdefault(last, set())
             names.add(name)
     return finished

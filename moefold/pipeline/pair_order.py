@@ -31,8 +31,10 @@ class StrandPiece:
 @lru_cache(maxsize=256)
 def paired_slot_order(forward: tuple[Lane, ...], backward: tuple[Lane, ...]) -> tuple[tuple[int, int], ...]:
     """The order of a forward (strand 0) and a backward (strand 1), given the lane of each step."""
-    strands = [[StrandPiece(lane) for lane in lanes] for lanes in (forward, backward)]
-    return tuple(interleave_strands(strands))
+    forward_pieces = [StrandPiece(lane) for lane in forward]
+    backward_pieces = [StrandPiece(lane) for lane in backward]
+    order = interleave_strands([forward_pieces, backward_pieces])
+    return tuple(order)
 
 
 def interleave_strands(strands: Sequence[Sequence[StrandPiece]]) -> list[tuple[int, int]]:
@@ -50,12 +52,15 @@ def interleave_strands(strands: Sequence[Sequence[StrandPiece]]) -> list[tuple[i
         cost_left = sum(piece.cost for piece in rest)
         return start, lane == "compute", -cost_left, strand
 
-    while True:
+    pieces = sum(map(len, strands))
+    while len(order) < pieces:
         unfinished = [s for s, strand in enumerate(strands) if position[s] < len(strand)]
-        if not unfinished:
-            return order
         start, _, _, strand = min(map(start_priority, unfinished))
-        piece = strands[strand][position[strand]]
-        lane_free[piece.lane] = strand_free[strand] = start + piece.cost
-        order.append((strand, position[strand]))
+        index = position[strand]
+        piece = strands[strand][index]
+        end = start + piece.cost
+        lane_free[piece.lane] = end
+        strand_free[strand] = end
+        order.append((strand, index))
         position[strand] += 1
+    return order

@@ -14,7 +14,9 @@ class PairRunner:
     wait for the comm lane, it runs one of the `fillers`; the rest of them run at the end."""
 
     def __init__(self, lanes: Lanes, spans: SpanRecorder, fillers: list[DeferredWork]):
-        self.lanes, self.spans, self.fillers = lanes, spans, fillers
+        self.lanes = lanes
+        self.spans = spans
+        self.fillers = fillers
         self.under_way: dict[int, Ticket] = {}
 
     def begin(self, strand: int, lane: str, work: Callable[[], object], inputs: object = None) -> None:
@@ -37,7 +39,8 @@ class PairRunner:
 
     def run_next_filler(self) -> None:
         with self.spans.span("weights", "compute"):
-            self.fillers.pop(0)()
+            work = self.fillers.pop(0)
+            work()
 
     def end(self) -> None:
         """Wait for all pieces, and run the fillers that are left."""

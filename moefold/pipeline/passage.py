@@ -15,6 +15,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from moefold.model.step_borders import ObservedSteps, is_differentiable
@@ -27,7 +28,7 @@ class SegmentRun:
     def __init__(self, carry: Carry, steps: Sequence[Step], observers: Sequence[Around], key: PassKey):
         # The cut: tensors of the carry become leaves, so that this segment's backward ends here.
         flat, structure = tree_flatten(carry)
-        self.leaves: dict[int, torch.Tensor] = {}  # by id: a tensor that the carry holds twice stays one
+        self.leaves: dict[int, Tensor] = {}  # by id: a tensor that the carry holds twice stays one
         for leaf in flat:
             if is_differentiable(leaf) and id(leaf) not in self.leaves:
                 detached = leaf.detach()
@@ -41,20 +42,21 @@ class SegmentRun:
         else:
             self.out = run_step_sequence(steps, inputs)
 
-    def backward(self, outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
+    def backward(self, outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
         around = nullcontext()
         if self.observed is not None:
             around = self.observed.around_backward()
         with around:
             torch.autograd.backward(list(outputs), list(gradients))
 
-    def input_gradients(self) -> list[torch.Tensor | None]:
+    def input_gradients(self) -> list[Tensor | None]:
         """The gradient of each leaf of the flattened input carry; of a repeated tensor only once."""
         seen: set[int] = set()
-        gradients: list[torch.Tensor | None] = []
+        gradients: list[Tensor | None] = []
         for leaf in self.flat_inputs:
             gradient = None
-            if isinstance(leaf, torch.Tensor) and leaf.is_leaf and id(leaf) not in seen:
+            is_first = id(leaf) not in seen
+            if is_first and isinstance(leaf, Tensor) and leaf.is_leaf:
                 gradient = leaf.grad
             seen.add(id(leaf))
             gradients.append(gradient)
@@ -78,10 +80,11 @@ class Passage:
 
     def __init__(self, steps: Sequence[Step], cut: bool, observers: Sequence[Around] = (), key: PassKey = (0, 0)):
         self.segments = segments_for_pairing(steps) if cut else [list(steps)]
-        self.observers, self.key = observers, key
+        self.observers = observers
+        self.key = key
         self.runs: list[SegmentRun] = []  # those that have not run backward
         self.first_run: SegmentRun | None = None
-        self.output_gradients: list[tuple[torch.Tensor, torch.Tensor]] = []  # outputs with gradients, for backward
+        self.output_gradients: list[tuple[Tensor, Tensor]] = []  # outputs with gradients, for backward
 
     def forward(self, carry: Carry) -> Carry:
         """Run the next segment."""
@@ -97,16 +100,20 @@ class Passage:
         """The output carry of the last segment."""
         return self.runs[-1].out
 
-    def gradient_of_input(self, x: torch.Tensor) -> torch.Tensor:
+    def gradient_of_input(self, x: Tensor) -> Tensor:
         """The gradient of a tensor in the first carry, when all segments have run backward."""
         assert self.first_run is not None
         gradient = self.first_run.leaves[id(x)].grad
-        return torch.zeros_like(x) if gradient is None else gradient
+        if gradient is None:
+            return torch.zeros_like(x)
+        return gradient
 
     def set_output_gradients(self, outputs: Sequence[Any], gradients: Sequence[Any]) -> None:
         """The gradients of the last segment's outputs; those of non-differentiable outputs are dropped."""
-        pairs = zip(outputs, gradients, strict=True)
-        self.output_gradients = [(y, dy) for y, dy in pairs if dy is not None and y.requires_grad]
+        self.output_gradients = []
+        for y, dy in zip(outputs, gradients, strict=True):
+            if dy is not None and y.requires_grad:
+                self.output_gradients.append((y, dy))
 
     def backward(self) -> None:
         """Run the last segment that has not run backward, and free its memory."""

@@ -24,8 +24,10 @@ class GradientSums:
     """Fleeting gradient memory."""
 
     def __init__(self, spans: Sequence[Span], size: int, device: torch.device, dtype: torch.dtype):
-        self.spans, self.size = list(spans), size
-        self.device, self.dtype = device, dtype
+        self.spans = list(spans)
+        self.size = size
+        self.device = device
+        self.dtype = dtype
         self.gaps = gaps_between(self.spans, size)
         self.flat: Tensor | None = None
         self.release()
@@ -80,12 +82,12 @@ class GradientSums:
         return added
 
     def add(self, number: int, gradient: Tensor) -> None:
-        place = self.place(number)
+        place = self.place(number).view(gradient.shape)
         if number in self.filled:
-            place.view(gradient.shape).add_(gradient)
+            place.add_(gradient)
         # A kernel may have written the gradient in place already.
         elif gradient.data_ptr() != place.data_ptr():
-            place.view(gradient.shape).copy_(gradient)
+            place.copy_(gradient)
         self.filled.add(number)
 
     def whole(self) -> Tensor:
@@ -126,13 +128,15 @@ class StandingSums(GradientSums):
         place = self.place(number).view(gradient.shape)
         is_further = self.has_gradient[number]
         # A select, not a product with zero: the memory may hold non-finite values of an earlier step.
-        place.copy_(torch.where(is_further, place + gradient, gradient))
+        total = torch.where(is_further, place + gradient, gradient)
+        place.copy_(total)
         is_further.fill_(True)
 
     def whole(self) -> Tensor:
         for number, has_gradient in enumerate(self.has_gradient):
             place = self.place(number)
-            place.copy_(place.where(has_gradient, 0))
+            gradient = place.where(has_gradient, 0)
+            place.copy_(gradient)
         for gap in self.gaps:
             self.standing[gap].zero_()  # a reduction may have used the memory
         self.has_gradient.fill_(True)

@@ -40,7 +40,8 @@ class Gradients:
         reduction: str = "fp32",
         add_squares: Callable[..., None] = add_squares,
     ):
-        self.buckets, self.world = buckets, world
+        self.buckets = buckets
+        self.world = world
         self.reduce = GRADIENT_REDUCTIONS[reduction]
         self.add_squares = add_squares
         self.units = units_of_buckets(buckets)
@@ -77,7 +78,8 @@ class Gradients:
 
     def begin(self) -> None:
         """Forget the step before; to be called before the first microbatch."""
-        self.last, self.reductions = set(), []
+        self.last = set()
+        self.reductions = []
         self.missing = [len(bucket.parameters) for bucket in self.buckets]
         for bucket in self.buckets:
             bucket.sums.release()
@@ -90,7 +92,8 @@ class Gradients:
         """Declare that these parameters have all of their gradients."""
         self.last = set()
         for name in names:
-            self.missing[self.number_of[name]] -= 1
+            number = self.number_of[name]
+            self.missing[number] -= 1
         self.reduce_complete_buckets()
 
     def accumulation_hook(self, number: int, place: int, name: str) -> AccumulationHook:

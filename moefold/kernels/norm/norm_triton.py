@@ -11,7 +11,9 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from moefold.kernels.tile_triton import load_as_fp32, load_or_zero, program_block, tile_mask, tile_pointers
 from moefold.layout.gradient_sink import memory_for_gradient
 
 WARPS = 4224  # of backward's programs: thirty-two for each multiprocessor of an H200, resident at once on 64 registers
@@ -19,30 +21,50 @@ WARPS = 4224  # of backward's programs: thirty-two for each multiprocessor of an
 
 @triton.jit
 def load_rows(x_ND, n, d, N, D):
-    inside = (n < N)[:, None] & (d < D)[None, :]
-    return tl.load(x_ND + n[:, None] * D + d[None, :], mask=inside, other=0.0)
+    at = tile_pointers(x_ND, n, d, D)
+    inside = tile_mask(n < N, d < D)
+    return load_or_zero(at, inside)
+
+
+@triton.jit
+def store_rows(out_ND, value, n, d, N, D):
+    at = tile_pointers(out_ND, n, d, D)
+    rounded = value.to(out_ND.dtype.element_ty)
+    inside = tile_mask(n < N, d < D)
+    tl.store(at, rounded, mask=inside)
+
+
+@triton.jit
+def load_inverse(inverse_N, n, N):
+    """One over the root mean square of rows n, to be broadcast over them."""
+    inverse = load_or_zero(inverse_N + n, n < N)
+    return inverse[:, None]
 
 
 @triton.jit
 def rmsnorm_forward_kernel(
     x_ND, added_ND, w_D, sum_ND, y_ND, inverse_N, N, D, eps, ROWS: tl.constexpr, WIDTH: tl.constexpr
 ):
-    n = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    program = tl.program_id(0).to(tl.int64)
+    n = program * ROWS + tl.arange(0, ROWS)
     d = tl.arange(0, WIDTH)
-    at = n[:, None] * D + d[None, :]
-    inside = (n < N)[:, None] & (d < D)[None, :]
-    x = tl.load(x_ND + at, mask=inside, other=0.0).to(tl.float32)
+    x = load_rows(x_ND, n, d, N, D)
+    x = x.to(tl.float32)
     # residual add: the norm is of the rounded sum, as stored
     if added_ND is not None:
-        added = tl.load(added_ND + at, mask=inside, other=0.0).to(tl.float32)
-        rounded = (x + added).to(sum_ND.dtype.element_ty)
-        tl.store(sum_ND + at, rounded, mask=inside)
+        added = load_rows(added_ND, n, d, N, D)
+        total = x + added.to(tl.float32)
+        rounded = total.to(sum_ND.dtype.element_ty)
+        store_rows(sum_ND, rounded, n, d, N, D)
         x = rounded.to(tl.float32)
-    inverse = tl.rsqrt(tl.sum(x * x, 1) / D + eps)
-    w = tl.load(w_D + d, mask=d < D, other=0.0).to(tl.float32)
-    y = x * inverse[:, None] * w[None, :]
-    tl.store(y_ND + at, y.to(y_ND.dtype.element_ty), mask=inside)
+    # one over the root mean square of each row
+    mean_square = tl.sum(x * x, 1) / D
+    inverse = tl.rsqrt(mean_square + eps)
     tl.store(inverse_N + n, inverse, mask=n < N)
+    # the norm, times the weight
+    w = load_as_fp32(w_D + d, d < D)
+    y = x * inverse[:, None] * w[None, :]
+    store_rows(y_ND, y, n, d, N, D)
 
 
 @triton.jit
@@ -63,7 +85,7 @@ def rmsnorm_backward_kernel(
         also = load_rows(also_ND, n, d, N, D)
     if ds_ND is not None:
         ds = load_rows(ds_ND, n, d, N, D)
-    inverse = tl.load(inverse_N + n, mask=n < N, other=0.0)[:, None]
+    inverse = load_inverse(inverse_N, n, N)
     # main loop over this program's rows
     for _ in range(first, N, step):
         # prefetch the next rows
@@ -74,40 +96,48 @@ def rmsnorm_backward_kernel(
             next_also = load_rows(also_ND, ahead, d, N, D)
         if ds_ND is not None:
             next_ds = load_rows(ds_ND, ahead, d, N, D)
-        next_inverse = tl.load(inverse_N + ahead, mask=ahead < N, other=0.0)[:, None]
-        # gradients of these rows
+        next_inverse = load_inverse(inverse_N, ahead, N)
+        # the normed rows, and the gradient of what became of them
         unit = x.to(tl.float32) * inverse
         g = dy.to(tl.float32)
         if also_ND is not None:
             g += also.to(tl.float32)
             also = next_also
+        # gradient of the weight
         dw += tl.sum(g * unit, 0)
-        w = tl.load(w_D + d, mask=d < D, other=0.0).to(tl.float32)  # again from the cache, to save registers
+        # gradient of these rows
+        w = load_as_fp32(w_D + d, d < D)  # again from the cache, to save registers
         g *= w[None, :]
         along = tl.sum(g * unit, 1) / D
         dx = (g - unit * along[:, None]) * inverse
         if ds_ND is not None:
             dx += ds.to(tl.float32)
             ds = next_ds
-        inside = (n < N)[:, None] & (d < D)[None, :]
-        tl.store(dx_ND + n[:, None] * D + d[None, :], dx.to(dx_ND.dtype.element_ty), mask=inside)
-        n, dy, x, inverse = ahead, next_dy, next_x, next_inverse
+        store_rows(dx_ND, dx, n, d, N, D)
+        # the next rows are these rows now
+        n = ahead
+        dy = next_dy
+        x = next_x
+        inverse = next_inverse
     # epilogue: this program's summand of the weight's gradient
-    tl.store(dw_PD + tl.program_id(0).to(tl.int64) * D + d, dw, mask=d < D)
+    program = tl.program_id(0).to(tl.int64)
+    line = dw_PD + program * D
+    tl.store(line + d, dw, mask=d < D)
 
 
 @triton.jit
 def column_sums_kernel(x_PD, out_D, P, D, ROWS: tl.constexpr, COLS: tl.constexpr):
-    d = tl.program_id(0) * COLS + tl.arange(0, COLS)
+    d = program_block(0, COLS)
     total = tl.zeros([ROWS, COLS], tl.float32)
     for first in range(0, P, ROWS):
         p = first + tl.arange(0, ROWS)
         total += load_rows(x_PD, p, d, P, D)
     column = tl.sum(total, 0)
-    tl.store(out_D + d, column.to(out_D.dtype.element_ty), mask=d < D)
+    rounded = column.to(out_D.dtype.element_ty)
+    tl.store(out_D + d, rounded, mask=d < D)
 
 
-def weight_gradient(dw_PD: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def weight_gradient(dw_PD: Tensor, weight: Tensor) -> Tensor:
     """The sum over programs, written where the weight's gradient belongs."""
     p, d = dw_PD.shape
     out = memory_for_gradient(weight)
@@ -120,25 +150,25 @@ def rmsnorm_tile_shape(d: int, elements_per_thread: int) -> dict[str, int]:
     """Rows and columns of a tile, and its number of warps. Short rows share a tile."""
     width = triton.next_power_of_2(d)
     rows = max(1, 2048 // width)
-    warps = max(4, rows * width // (32 * elements_per_thread))
-    most = 256 // elements_per_thread
-    return {"ROWS": rows, "WIDTH": width, "num_warps": min(most, warps)}
+    threads = rows * width // elements_per_thread
+    warps = max(4, threads // 32)
+    warps = min(256 // elements_per_thread, warps)
+    return {"ROWS": rows, "WIDTH": width, "num_warps": warps}
 
 
-def contiguous_or_none(x: torch.Tensor | None) -> torch.Tensor | None:
+def contiguous_or_none(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.contiguous()
 
 
-def rmsnorm_forward(
-    x: torch.Tensor, added: torch.Tensor | None, w_D: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def rmsnorm_forward(x: Tensor, added: Tensor | None, w_D: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """(the sum, or x itself; its norm times the weight; one over its root mean square)."""
     d = x.shape[-1]
     n = x.numel() // d
-    x, added = x.contiguous(), contiguous_or_none(added)
+    x = x.contiguous()
+    added = contiguous_or_none(added)
     total = x if added is None else torch.empty_like(x)
     y = torch.empty_like(x)
-    inverse_N = torch.empty(n, dtype=torch.float32, device=x.device)
+    inverse_N = x.new_empty(n, dtype=torch.float32)
     tile = rmsnorm_tile_shape(d, 16)
     if n:
         grid = (triton.cdiv(n, tile["ROWS"]),)
@@ -147,22 +177,25 @@ def rmsnorm_forward(
 
 
 def rmsnorm_backward(
-    dy: torch.Tensor,
-    also: torch.Tensor | None,
-    x: torch.Tensor,
-    w_D: torch.Tensor,
-    inverse_N: torch.Tensor,
-    ds: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    dy: Tensor,
+    also: Tensor | None,
+    x: Tensor,
+    w_D: Tensor,
+    inverse_N: Tensor,
+    ds: Tensor | None,
+) -> tuple[Tensor, Tensor]:
     """The gradients of x and of the weight. The output's gradient is `dy`, plus `also` unless that is None."""
     d = x.shape[-1]
     n = x.numel() // d
-    dy, also, ds = dy.contiguous(), contiguous_or_none(also), contiguous_or_none(ds)
+    dy = dy.contiguous()
+    also = contiguous_or_none(also)
+    ds = contiguous_or_none(ds)
     dx = torch.empty_like(x)
     tile = rmsnorm_tile_shape(d, 8)
     resident = max(1, WARPS // tile["num_warps"])
-    programs = min(resident, triton.cdiv(n, tile["ROWS"]))
-    dw_PD = torch.empty(programs, d, dtype=torch.float32, device=x.device)
+    blocks = triton.cdiv(n, tile["ROWS"])
+    programs = min(resident, blocks)
+    dw_PD = x.new_empty(programs, d, dtype=torch.float32)
     if n:
         rmsnorm_backward_kernel[(programs,)](dy, also, x, w_D, inverse_N, ds, dx, dw_PD, n, d, **tile, maxnreg=64)
     return dx, weight_gradient(dw_PD, w_D)

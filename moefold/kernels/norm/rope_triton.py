@@ -11,10 +11,18 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from moefold.kernels.norm.norm_triton import weight_gradient
+from moefold.kernels.tile_triton import load_as_fp32, load_or_zero, tile_mask, tile_pointers
 
 WARPS = 2112  # of backward's programs together: sixteen for each multiprocessor of an H200, all resident at once
+
+
+@triton.jit
+def store_halves(at, a, b, HALF, inside):
+    tl.store(at, a, mask=inside)
+    tl.store(at + HALF, b, mask=inside)
 
 
 @triton.jit
@@ -22,11 +30,14 @@ def load_rotary_halves(x, token, S, b_stride, s_stride, h_stride, H, HALF, HEADS
     """The two halves of a token's heads."""
     h = tl.arange(0, HEADS).to(tl.int64)
     d = tl.arange(0, WIDTH)
-    inside = (h < H)[:, None] & (d < HALF)[None, :]
-    row = h * h_stride + (h * 0 + token // S) * b_stride + (h * 0 + token % S) * s_stride  # in 64 bits
+    # where its heads begin, in 64 bits
+    sequence = h * 0 + token // S
+    position = h * 0 + token % S
+    row = h * h_stride + sequence * b_stride + position * s_stride
     at = x + row[:, None] + d[None, :]
-    a = tl.load(at, mask=inside, other=0.0)
-    b = tl.load(at + HALF, mask=inside, other=0.0)
+    inside = tile_mask(h < H, d < HALF)
+    a = load_or_zero(at, inside)
+    b = load_or_zero(at + HALF, inside)
     return a, b
 
 
@@ -34,19 +45,21 @@ def load_rotary_halves(x, token, S, b_stride, s_stride, h_stride, H, HALF, HEADS
 def store_rotary_halves(out, token, a, b, H, HALF, HEADS: tl.constexpr, WIDTH: tl.constexpr):
     h = tl.arange(0, HEADS).to(tl.int64)
     d = tl.arange(0, WIDTH)
-    inside = (h < H)[:, None] & (d < HALF)[None, :]
-    head = (h * 0 + token) * H + h
-    at = out + head[:, None] * (HALF * 2) + d[None, :]
-    tl.store(at, a.to(out.dtype.element_ty), mask=inside)
-    tl.store(at + HALF, b.to(out.dtype.element_ty), mask=inside)
+    token_h = h * 0 + token  # in 64 bits
+    head = token_h * H + h
+    at = tile_pointers(out, head, d, HALF * 2)
+    inside = tile_mask(h < H, d < HALF)
+    a = a.to(out.dtype.element_ty)
+    b = b.to(out.dtype.element_ty)
+    store_halves(at, a, b, HALF, inside)
 
 
 @triton.jit
 def load_rope_angles(cos_Sd, sin_Sd, position, HALF, WIDTH: tl.constexpr):
     d = tl.arange(0, WIDTH)
     at = position * HALF + d
-    cos = tl.load(cos_Sd + at, mask=d < HALF, other=0.0).to(tl.float32)
-    sin = tl.load(sin_Sd + at, mask=d < HALF, other=0.0).to(tl.float32)
+    cos = load_as_fp32(cos_Sd + at, d < HALF)
+    sin = load_as_fp32(sin_Sd + at, d < HALF)
     return cos[None, :], sin[None, :]
 
 
@@ -55,12 +68,19 @@ def load_weight_halves(w, H, HALF, NORM: tl.constexpr, HEADS: tl.constexpr, WIDT
     """A norm over one head shares one weight among all heads; a norm over all heads has a weight for each."""
     h = tl.arange(0, HEADS)
     d = tl.arange(0, WIDTH)
-    own = h * 2 * HALF if NORM == "full" else h * 0
-    at = own[:, None] + d[None, :]
-    inside = (h < H)[:, None] & (d < HALF)[None, :]
-    wa = tl.load(w + at, mask=inside, other=0.0).to(tl.float32)
-    wb = tl.load(w + at + HALF, mask=inside, other=0.0).to(tl.float32)
+    row = h if NORM == "full" else h * 0
+    at = tile_pointers(w, row, d, 2 * HALF)
+    inside = tile_mask(h < H, d < HALF)
+    wa = load_as_fp32(at, inside)
+    wb = load_as_fp32(at + HALF, inside)
     return wa, wb
+
+
+@triton.jit
+def norm_size(H, HALF, NORM: tl.constexpr):
+    """How many elements are normed together."""
+    heads = H if NORM == "full" else 1
+    return 2 * HALF * heads
 
 
 @triton.jit
@@ -74,8 +94,16 @@ def sum_per_norm(x, NORM: tl.constexpr):
 
 
 @triton.jit
+def inverse_root_mean_square(a, b, size, eps, NORM: tl.constexpr):
+    squares = a * a + b * b
+    mean = sum_per_norm(squares, NORM) / size
+    return tl.rsqrt(mean + eps)
+
+
+@triton.jit
 def norm_rope_kernel(
-    x, w, cos_Sd, sin_Sd, out, S, b_stride, s_stride, h_stride, H, HALF, eps,
+    x, w, cos_Sd, sin_Sd, out,
+    S, b_stride, s_stride, h_stride, H, HALF, eps,
     NORM: tl.constexpr, BACK: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """One token. BACK rotates the other way."""
@@ -85,8 +113,8 @@ def norm_rope_kernel(
     b = b.to(tl.float32)
     # norm
     if NORM != "none":
-        size = 2 * HALF * (H if NORM == "full" else 1)
-        inverse = tl.rsqrt(sum_per_norm(a * a + b * b, NORM) / size + eps)
+        size = norm_size(H, HALF, NORM)
+        inverse = inverse_root_mean_square(a, b, size, eps, NORM)
         wa, wb = load_weight_halves(w, H, HALF, NORM, HEADS, WIDTH)
         a = a * inverse * wa
         b = b * inverse * wb
@@ -101,100 +129,120 @@ def norm_rope_kernel(
 
 @triton.jit
 def norm_rope_backward_kernel(
-    dy, x, w, cos_Sd, sin_Sd, dx, dw_PW, T, S,
-    db_stride, ds_stride, dh_stride, b_stride, s_stride, h_stride, H, HALF, eps,
+    dy, x, w, cos_Sd, sin_Sd, dx, dw_PW,
+    T, S, db_stride, ds_stride, dh_stride, b_stride, s_stride, h_stride, H, HALF, eps,
     NORM: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     # prologue: the weight, and the first token
-    size = 2 * HALF * (H if NORM == "full" else 1)
+    size = norm_size(H, HALF, NORM)
     wa, wb = load_weight_halves(w, H, HALF, NORM, HEADS, WIDTH)
     dwa = tl.zeros([HEADS, WIDTH], tl.float32)
     dwb = tl.zeros([HEADS, WIDTH], tl.float32)
     first = tl.program_id(0)
+    step = tl.num_programs(0)
     next_ya, next_yb = load_rotary_halves(dy, first, S, db_stride, ds_stride, dh_stride, H, HALF, HEADS, WIDTH)
     next_a, next_b = load_rotary_halves(x, first, S, b_stride, s_stride, h_stride, H, HALF, HEADS, WIDTH)
     # main loop over this program's tokens
-    for token in range(first, T, tl.num_programs(0)):
-        ya, yb = next_ya.to(tl.float32), next_yb.to(tl.float32)
-        a, b = next_a.to(tl.float32), next_b.to(tl.float32)
+    for token in range(first, T, step):
+        ya = next_ya.to(tl.float32)
+        yb = next_yb.to(tl.float32)
+        a = next_a.to(tl.float32)
+        b = next_b.to(tl.float32)
         # prefetch the next token
-        ahead = tl.minimum(token + tl.num_programs(0), T - 1)
+        ahead = tl.minimum(token + step, T - 1)
         next_ya, next_yb = load_rotary_halves(dy, ahead, S, db_stride, ds_stride, dh_stride, H, HALF, HEADS, WIDTH)
         next_a, next_b = load_rotary_halves(x, ahead, S, b_stride, s_stride, h_stride, H, HALF, HEADS, WIDTH)
         # rotate the gradient back
         cos, sin = load_rope_angles(cos_Sd, sin_Sd, token % S, HALF, WIDTH)
-        ya, yb = ya * cos + yb * sin, yb * cos - ya * sin
-        # backward of the norm
-        inverse = tl.rsqrt(sum_per_norm(a * a + b * b, NORM) / size + eps)
-        a, b = a * inverse, b * inverse
-        dwa += ya * a
-        dwb += yb * b
-        ya, yb = ya * wa, yb * wb
-        along = sum_per_norm(ya * a + yb * b, NORM) / size
-        dxa = (ya - a * along) * inverse
-        dxb = (yb - b * along) * inverse
+        ga = ya * cos + yb * sin
+        gb = yb * cos - ya * sin
+        # the normed heads again
+        inverse = inverse_root_mean_square(a, b, size, eps, NORM)
+        a = a * inverse
+        b = b * inverse
+        # gradient of the weight
+        dwa += ga * a
+        dwb += gb * b
+        # gradient of the heads
+        ga = ga * wa
+        gb = gb * wb
+        along = sum_per_norm(ga * a + gb * b, NORM) / size
+        dxa = (ga - a * along) * inverse
+        dxb = (gb - b * along) * inverse
         store_rotary_halves(dx, token, dxa, dxb, H, HALF, HEADS, WIDTH)
     # epilogue: this program's summand of the weight's gradient
     h = tl.arange(0, HEADS)
     d = tl.arange(0, WIDTH)
+    line = dw_PW + first.to(tl.int64) * size
     if NORM == "full":
-        at = dw_PW + tl.program_id(0).to(tl.int64) * size + (h * 2 * HALF)[:, None] + d[None, :]
-        inside = (h < H)[:, None] & (d < HALF)[None, :]
-        tl.store(at, dwa, mask=inside)
-        tl.store(at + HALF, dwb, mask=inside)
+        at = tile_pointers(line, h, d, 2 * HALF)
+        inside = tile_mask(h < H, d < HALF)
+        store_halves(at, dwa, dwb, HALF, inside)
     else:
-        at = dw_PW + tl.program_id(0).to(tl.int64) * size + d
-        tl.store(at, tl.sum(dwa, 0), mask=d < HALF)
-        tl.store(at + HALF, tl.sum(dwb, 0), mask=d < HALF)
+        dwa_d = tl.sum(dwa, 0)
+        dwb_d = tl.sum(dwb, 0)
+        store_halves(line + d, dwa_d, dwb_d, HALF, d < HALF)
 
 
 def head_tile_shape(heads: int, half: int) -> dict[str, int]:
     many = triton.next_power_of_2(heads)
     width = triton.next_power_of_2(half)
     warps = max(1, many * width // 256)
-    return {"HEADS": many, "WIDTH": width, "num_warps": min(8, warps)}
+    warps = min(8, warps)
+    return {"HEADS": many, "WIDTH": width, "num_warps": warps}
 
 
-def contiguous_tables(angles) -> list[torch.Tensor]:
+def contiguous_tables(angles) -> list[Tensor]:
     return [x_Sd.contiguous() for x_Sd in angles]
 
 
-def contiguous_heads(x_BSHD: torch.Tensor) -> torch.Tensor:
-    return x_BSHD if x_BSHD.stride(-1) == 1 else x_BSHD.contiguous()
+def contiguous_heads(x_BSHD: Tensor) -> Tensor:
+    if x_BSHD.stride(-1) == 1:
+        return x_BSHD
+    return x_BSHD.contiguous()
 
 
-def norm_extent(w: torch.Tensor | None, head_dim: int) -> str:
+def norm_extent(w: Tensor | None, head_dim: int) -> str:
     if w is None:
         return "none"
     return "head" if w.numel() == head_dim else "full"
 
 
-def rotate_heads(x_BSHD, w, angles, eps: float = 0.0, back: bool = False) -> torch.Tensor:
+def rotate_heads(x_BSHD, w, angles, eps: float = 0.0, back: bool = False) -> Tensor:
     """Heads normed, if there is a weight, and rotated; or rotated back."""
     x_BSHD = contiguous_heads(x_BSHD)
     b, s, h, d = x_BSHD.shape
     half = d // 2
-    out_BSHD = torch.empty(b, s, h, d, dtype=x_BSHD.dtype, device=x_BSHD.device)
+    tile = head_tile_shape(h, half)
+    out_BSHD = x_BSHD.new_empty(b, s, h, d)
     if out_BSHD.numel():
+        cos_Sd, sin_Sd = contiguous_tables(angles)
+        strides = x_BSHD.stride()[:3]
+        extent = norm_extent(w, d)
         norm_rope_kernel[(b * s,)](
-            x_BSHD, w, *contiguous_tables(angles), out_BSHD, s, *x_BSHD.stride()[:3], h, half, eps,
-            NORM=norm_extent(w, d), BACK=back, **head_tile_shape(h, half),
-        )  # fmt: skip
+            x_BSHD, w, cos_Sd, sin_Sd, out_BSHD, s, *strides, h, half, eps, NORM=extent, BACK=back, **tile
+        )
     return out_BSHD
 
 
-def rotate_heads_backward(dy_BSHD, x_BSHD, w, angles, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+def rotate_heads_backward(dy_BSHD, x_BSHD, w, angles, eps: float) -> tuple[Tensor, Tensor]:
     """The gradients of x and of the norm's weight."""
-    dy, x = contiguous_heads(dy_BSHD), contiguous_heads(x_BSHD)
+    dy = contiguous_heads(dy_BSHD)
+    x = contiguous_heads(x_BSHD)
     b, s, h, d = x.shape
+    tokens = b * s
     half = d // 2
-    dx = torch.empty(b, s, h, d, dtype=x.dtype, device=x.device)
+    dx = x.new_empty(b, s, h, d)
     tile = head_tile_shape(h, half)
-    programs = min(WARPS // tile["num_warps"], b * s)
-    dw_PW = torch.empty(programs, w.numel(), dtype=torch.float32, device=x.device)
+    resident = WARPS // tile["num_warps"]
+    programs = min(resident, tokens)
+    dw_PW = x.new_empty(programs, w.numel(), dtype=torch.float32)
     if dx.numel():
+        cos_Sd, sin_Sd = contiguous_tables(angles)
+        dy_strides = dy.stride()[:3]
+        strides = x.stride()[:3]
+        extent = norm_extent(w, d)
         norm_rope_backward_kernel[(programs,)](
-            dy, x, w, *contiguous_tables(angles), dx, dw_PW, b * s, s, *dy.stride()[:3], *x.stride()[:3],
-            h, half, eps, NORM=norm_extent(w, d), **tile,
-        )  # fmt: skip
+            dy, x, w, cos_Sd, sin_Sd, dx, dw_PW, tokens, s, *dy_strides, *strides, h, half, eps, NORM=extent, **tile
+        )
     return dx, weight_gradient(dw_PW, w)

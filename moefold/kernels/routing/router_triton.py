@@ -9,8 +9,10 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from moefold.kernels.routing.router_ops import RouterSpec, TokenSpan
+from moefold.kernels.tile_triton import load_or_zero, program_block, tile_mask, tile_offsets, tile_pointers
 
 BLOCK = 256  # choices that one program sorts
 SCAN_EXPERTS = 8  # experts of one program of the scan over blocks
@@ -19,16 +21,26 @@ SCAN_STEP = 512  # blocks of choices that it adds up at a time
 
 @triton.jit
 def log_sigmoid(x):
-    return tl.minimum(x, 0.0) - tl.log(1.0 + tl.exp(-tl.abs(x)))
+    smallness = tl.exp(-tl.abs(x))
+    correction = tl.log(1.0 + smallness)
+    return tl.minimum(x, 0.0) - correction
+
+
+@triton.jit
+def powers_below_top(logs, inside):
+    """Of each token: its largest log, the powers of all relative to it (outside, zero), and their sum."""
+    top = tl.max(logs, 1)
+    below = logs - top[:, None]
+    powers = tl.where(inside, tl.exp(below), 0.0)
+    return top, powers, tl.sum(powers, 1)
 
 
 @triton.jit
 def normalized_scores(logits, inside, SIGMOID: tl.constexpr):
     """Logs of scores, and scores as shares of one; outside, -1e30 and zero."""
-    logs = tl.where(inside, log_sigmoid(logits) if SIGMOID else logits, -1e30)
-    top = tl.max(logs, 1)
-    powers = tl.where(inside, tl.exp(logs - top[:, None]), 0.0)
-    total = tl.sum(powers, 1)
+    logs = log_sigmoid(logits) if SIGMOID else logits
+    logs = tl.where(inside, logs, -1e30)
+    _, powers, total = powers_below_top(logs, inside)
     return logs, powers / total[:, None]
 
 
@@ -36,197 +48,284 @@ def normalized_scores(logits, inside, SIGMOID: tl.constexpr):
 def log_sum_exp(logits, inside):
     """The log-sum-exp of each token's logits, and their softmax."""
     masked = tl.where(inside, logits, -1e30)
-    top = tl.max(masked, 1)
-    powers = tl.where(inside, tl.exp(masked - top[:, None]), 0.0)
-    total = tl.maximum(tl.sum(powers, 1), 1e-30)
-    return top + tl.log(total), powers / total[:, None]
+    top, powers, total = powers_below_top(masked, inside)
+    total = tl.maximum(total, 1e-30)
+    z = top + tl.log(total)
+    return z, powers / total[:, None]
 
 
 @triton.jit
 def program_tokens(T, length, first, blocks, TOKENS: tl.constexpr):
     """The sequence of this program, its tokens, and which of them exist."""
     sequence = tl.program_id(0) // blocks
-    begin = tl.maximum(sequence * length - first, 0)
-    end = tl.minimum((sequence + 1) * length - first, T)
-    t = begin + tl.program_id(0) % blocks * TOKENS + tl.arange(0, TOKENS)
+    block = tl.program_id(0) % blocks
+    # the sequence's tokens that are here
+    begin = sequence * length - first
+    end = tl.minimum(begin + length, T)
+    begin = tl.maximum(begin, 0)
+    t = begin + block * TOKENS + tl.arange(0, TOKENS)
     return sequence, t, t < end
+
+
+@triton.jit
+def is_column(e, which):
+    """Where the column is the one named for its row."""
+    return e[None, :] == which[:, None]
+
+
+@triton.jit
+def put_column(matrix, e, number, value):
+    """The matrix with a value for each row in the column of that number."""
+    here = (e == number)[None, :]
+    return tl.where(here, value[:, None], matrix)
 
 
 @triton.jit
 def best_candidate(score, free, e, WIDTH: tl.constexpr):
     """The highest score among the free, and its column; of equals the lowest column."""
-    top = tl.max(tl.where(free, score, -float("inf")), 1)
+    free_score = tl.where(free, score, -float("inf"))
+    top = tl.max(free_score, 1)
     best = free & (score == top[:, None])
-    return top, tl.min(tl.where(best, e[None, :], WIDTH), 1)
+    column = tl.where(best, e[None, :], WIDTH)
+    return top, tl.min(column, 1)
+
+
+@triton.jit
+def score_of_group(score, mine, e, PAIRS: tl.constexpr, WIDTH: tl.constexpr):
+    """The score of a group's best expert; with PAIRS, of its best two together."""
+    first, which = best_candidate(score, mine, e, WIDTH)
+    if PAIRS:
+        others = mine & ~is_column(e, which)
+        second, _ = best_candidate(score, others, e, WIDTH)
+        first += second
+    return first
 
 
 @triton.jit
 def in_best_groups(
     score, inside, e, E,
-    GROUPS: tl.constexpr, CHOSEN: tl.constexpr, PAIRS: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr,
-    PLACES: tl.constexpr,
+    GROUPS: tl.constexpr, CHOSEN: tl.constexpr, PAIRS: tl.constexpr,
+    TOKENS: tl.constexpr, WIDTH: tl.constexpr, PLACES: tl.constexpr,
 ):  # fmt: skip
-    """Which experts lie in the CHOSEN best of GROUPS groups; a group's score is that of its best, or best two."""
+    """Which experts lie in the CHOSEN best of GROUPS groups."""
     group = e // (E // GROUPS)
     g = tl.arange(0, PLACES)
     # scores of groups
     score_TG = tl.zeros([TOKENS, PLACES], tl.float32)
     for number in tl.static_range(GROUPS):
         mine = inside & (group == number)[None, :]
-        first, which = best_candidate(score, mine, e, WIDTH)
-        if PAIRS:
-            others = mine & (e[None, :] != which[:, None])
-            first += best_candidate(score, others, e, WIDTH)[0]
-        score_TG = tl.where((g == number)[None, :], first[:, None], score_TG)
+        value = score_of_group(score, mine, e, PAIRS, WIDTH)
+        score_TG = put_column(score_TG, g, number, value)
     # the best groups, one after the other
-    free = tl.zeros([TOKENS, PLACES], tl.int1) | (g < GROUPS)[None, :]
+    free = tl.zeros([TOKENS, PLACES], tl.int1)
+    free = free | (g < GROUPS)[None, :]
     allowed = tl.zeros([TOKENS, WIDTH], tl.int1)
     for _ in tl.static_range(CHOSEN):
         which = best_candidate(score_TG, free, g, PLACES)[1]
-        free = free & (g[None, :] != which[:, None])
-        allowed = allowed | (group[None, :] == which[:, None])
+        free = free & ~is_column(g, which)
+        allowed = allowed | is_column(group, which)
     return allowed & inside
 
 
 @triton.jit
+def chosen_expert(ids_TK, t, there_t, turn, K: tl.constexpr):
+    """Each token's choice of that number, -1 for a token that does not exist."""
+    at = ids_TK + t * K + turn
+    ids = tl.load(at, mask=there_t, other=-1)
+    return ids.to(tl.int32)
+
+
+@triton.jit
+def softmax_over_chosen(logs, there):
+    """Shares of one among the chosen; of a token without any, zeros."""
+    masked = tl.where(there, logs, -1e30)
+    _, powers, total = powers_below_top(masked, there)
+    divisor = tl.where(total > 0, total, 1.0)
+    return powers / divisor[:, None]
+
+
+@triton.jit
 def router_topk_kernel(
-    logits_TE, bias_E, parts, weights_TK, ids_TK, T, E, length, first, blocks, scale,
+    logits_TE, bias_E, parts, weights_TK, ids_TK,
+    T, E, length, first, blocks, scale,
     K: tl.constexpr, SCORE: tl.constexpr, NORMALIZE: tl.constexpr, GROUPS: tl.constexpr, CHOSEN: tl.constexpr,
-    PAIRS: tl.constexpr, IMPOSED: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr, SLOTS: tl.constexpr,
-    PLACES: tl.constexpr,
+    PAIRS: tl.constexpr, IMPOSED: tl.constexpr,
+    TOKENS: tl.constexpr, WIDTH: tl.constexpr, SLOTS: tl.constexpr, PLACES: tl.constexpr,
 ):  # fmt: skip
     """Scores, then K times the best that is left, then the weights of the chosen. IMPOSED: ids_TK are given. A line of
     sums: choices of each expert, its shares, and the square of the log-sum-exp."""
     # scores
     _, t, there_t = program_tokens(T, length, first, blocks, TOKENS)
     e = tl.arange(0, WIDTH)
-    inside = there_t[:, None] & (e < E)[None, :]
-    at = t[:, None] * E + e[None, :]
-    logits = tl.load(logits_TE + at, mask=inside, other=0.0)
+    real_e = e < E
+    inside = tile_mask(there_t, real_e)
+    at = tile_pointers(logits_TE, t, e, E)
+    logits = load_or_zero(at, inside)
     logs, shares = normalized_scores(logits, inside, SCORE == "sigmoid")
     # sums of shares and squares over this program's tokens
-    line = parts + tl.program_id(0).to(tl.int64) * (2 * E + 1)
-    tl.store(line + E + e, tl.sum(tl.where(inside, shares, 0.0), 0), mask=e < E)
-    z = log_sum_exp(logits, inside)[0]
+    program = tl.program_id(0).to(tl.int64)
+    line = parts + program * (2 * E + 1)
+    real_shares = tl.where(inside, shares, 0.0)
+    shares_E = tl.sum(real_shares, 0)
+    tl.store(line + E + e, shares_E, mask=real_e)
+    z, _ = log_sum_exp(logits, inside)
     squares = tl.where(there_t, z * z, 0.0)
-    tl.store(line + 2 * E, tl.sum(squares, 0))
-    # selection scores, within the best groups
+    square = tl.sum(squares, 0)
+    tl.store(line + 2 * E, square)
+    # what the weights are made from
     scores = tl.sigmoid(logits) if SCORE == "sigmoid" else shares
-    source = logs if NORMALIZE == "chosen" else shares if NORMALIZE == "all" else scores
+    if NORMALIZE == "chosen":
+        source = logs
+    elif NORMALIZE == "all":
+        source = shares
+    else:
+        source = scores
+    # selection scores, within the best groups
     selection = logits if SCORE == "softmax_chosen" else scores
-    selection += tl.load(bias_E + e, mask=e < E, other=0.0)[None, :]
-    free = inside
+    bias = load_or_zero(bias_E + e, real_e)
+    selection += bias[None, :]
     if GROUPS > CHOSEN and not IMPOSED:
         allowed = in_best_groups(selection, inside, e, E, GROUPS, CHOSEN, PAIRS, TOKENS, WIDTH, PLACES)
         selection = tl.where(allowed, selection, -float("inf"))
     # main loop over the K choices
     k = tl.arange(0, SLOTS)
+    free = inside
     values = tl.zeros([TOKENS, SLOTS], tl.float32)
     ids = tl.zeros([TOKENS, SLOTS], tl.int32) - 1
     counts = tl.zeros([TOKENS, WIDTH], tl.float32)
     for turn in tl.static_range(K):
+        # the expert of this turn
         if IMPOSED:
-            which = tl.load(ids_TK + t * K + turn, mask=there_t, other=-1).to(tl.int32)
+            which = chosen_expert(ids_TK, t, there_t, turn, K)
         else:
-            best = best_candidate(selection, free, e, WIDTH)[1]
+            _, best = best_candidate(selection, free, e, WIDTH)
             which = tl.minimum(best, E - 1)  # there is no best one where all scores are NaN
-        taken = e[None, :] == which[:, None]
-        free = free & (e[None, :] != which[:, None])
+        taken = is_column(e, which)
+        free = free & ~taken
         counts += tl.where(taken & inside, 1.0, 0.0)
-        here = (k == turn)[None, :]
-        value = tl.sum(tl.where(taken, source, 0.0), 1)
-        values = tl.where(here, value[:, None], values)
-        ids = tl.where(here, which[:, None], ids)
-    tl.store(line + e, tl.sum(counts, 0), mask=e < E)
+        # its place among the chosen
+        taken_source = tl.where(taken, source, 0.0)
+        value = tl.sum(taken_source, 1)
+        values = put_column(values, k, turn, value)
+        ids = put_column(ids, k, turn, which)
+    counts_E = tl.sum(counts, 0)
+    tl.store(line + e, counts_E, mask=real_e)
     # epilogue: normalise over the chosen, scale, store
     there = ids >= 0
     if NORMALIZE == "chosen":
-        values = tl.where(there, values, -1e30)
-        top = tl.max(values, 1)
-        powers = tl.where(there, tl.exp(values - top[:, None]), 0.0)
-        total = tl.sum(powers, 1)
-        values = powers / tl.where(total > 0, total, 1.0)[:, None]
-    out = t[:, None] * K + k[None, :]
-    real = there_t[:, None] & (k < K)[None, :]
-    tl.store(weights_TK + out, tl.where(there, values * scale, 0.0), mask=real)
+        values = softmax_over_chosen(values, there)
+    weights = tl.where(there, values * scale, 0.0)
+    out = tile_offsets(t, k, K)
+    real = tile_mask(there_t, k < K)
+    tl.store(weights_TK + out, weights, mask=real)
     if not IMPOSED:
-        tl.store(ids_TK + out, ids.to(tl.int64), mask=real)
+        ids = ids.to(tl.int64)
+        tl.store(ids_TK + out, ids, mask=real)
+
+
+@triton.jit
+def scatter_to_experts(d, ids_TK, t, there_t, e, k, K: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr):
+    """Values of the choices, in the columns of the experts chosen."""
+    sent = tl.zeros([TOKENS, WIDTH], tl.float32)
+    for turn in tl.static_range(K):
+        which = chosen_expert(ids_TK, t, there_t, turn, K)
+        of_turn = tl.where((k == turn)[None, :], d, 0.0)
+        value = tl.sum(of_turn, 1)
+        mine = is_column(e, which)
+        sent += tl.where(mine, value[:, None], 0.0)
+    return sent
+
+
+@triton.jit
+def softmax_backward(probs, d):
+    """dlog = p (dp - p . dp)."""
+    along = tl.sum(probs * d, 1)
+    return probs * (d - along[:, None])
 
 
 @triton.jit
 def router_topk_backward_kernel(
-    dweights_TK, dshares_SE, dsquares_S, logits_TE, weights_TK, ids_TK, dlogits_TE, T, E, length, first, blocks, scale,
-    K: tl.constexpr, SCORE: tl.constexpr, NORMALIZE: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr,
-    SLOTS: tl.constexpr,
+    dweights_TK, dshares_SE, dsquares_S, logits_TE, weights_TK, ids_TK, dlogits_TE,
+    T, E, length, first, blocks, scale,
+    K: tl.constexpr, SCORE: tl.constexpr, NORMALIZE: tl.constexpr,
+    TOKENS: tl.constexpr, WIDTH: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
-    """p = softmax over the chosen logs: dlog = p (dp - p . dp); shares s likewise over all; then the logs' own
-    derivative. The square of z = logsumexp(logits): 2 z softmax. Outputs that no later op used have gradient None."""
+    """The weights' softmax over the chosen logs, the shares' over all, then the logs' own derivative. The square of
+    z = logsumexp(logits): 2 z softmax. Outputs that no later op used have gradient None."""
+    # scores again
     sequence, t, there_t = program_tokens(T, length, first, blocks, TOKENS)
     e = tl.arange(0, WIDTH)
     k = tl.arange(0, SLOTS)
-    inside = there_t[:, None] & (e < E)[None, :]
-    at = t[:, None] * E + e[None, :]
-    logits = tl.load(logits_TE + at, mask=inside, other=0.0)
+    inside = tile_mask(there_t, e < E)
+    at = tile_offsets(t, e, E)
+    logits = load_or_zero(logits_TE + at, inside)
     _, shares = normalized_scores(logits, inside, SCORE == "sigmoid")
     # gradient of the chosen scores
-    chosen = t[:, None] * K + k[None, :]
-    real = there_t[:, None] & (k < K)[None, :]
+    chosen = tile_offsets(t, k, K)
+    real = tile_mask(there_t, k < K)
     d = tl.zeros([TOKENS, SLOTS], tl.float32)
     if dweights_TK is not None:
-        d += tl.load(dweights_TK + chosen, mask=real, other=0.0) * scale
+        dweights = load_or_zero(dweights_TK + chosen, real)
+        d += dweights * scale
     if NORMALIZE == "chosen":
-        probs = tl.load(weights_TK + chosen, mask=real, other=0.0) / scale
-        along = tl.sum(probs * d, 1)
-        d = probs * (d - along[:, None])
-    # scattered to the experts' columns
-    sent = tl.zeros([TOKENS, WIDTH], tl.float32)
-    for turn in tl.static_range(K):
-        which = tl.load(ids_TK + t * K + turn, mask=there_t, other=-1).to(tl.int32)
-        mine = tl.sum(tl.where((k == turn)[None, :], d, 0.0), 1)
-        sent += tl.where(e[None, :] == which[:, None], mine[:, None], 0.0)
+        probs = load_or_zero(weights_TK + chosen, real) / scale
+        d = softmax_backward(probs, d)
+    sent = scatter_to_experts(d, ids_TK, t, there_t, e, k, K, TOKENS, WIDTH)
     # gradient of the shares, then of the logs
     dshares = tl.zeros([TOKENS, WIDTH], tl.float32)
     if dshares_SE is not None:
-        dshares += tl.load(dshares_SE + sequence * E + e, mask=e < E, other=0.0)[None, :]
+        from_losses = load_or_zero(dshares_SE + sequence * E + e, e < E)
+        dshares += from_losses[None, :]
     if NORMALIZE == "all" or (NORMALIZE == "none" and SCORE != "sigmoid"):
         dshares += sent
-    dot = tl.sum(shares * dshares, 1)
-    dlogs = shares * (dshares - dot[:, None])
+    dlogs = softmax_backward(shares, dshares)
     if NORMALIZE == "chosen":
         dlogs += sent
-    if SCORE == "sigmoid":  # s = sigmoid(x): d log s = (1 - s) dx, d s = s (1 - s) dx
+    # gradient of the logits; s = sigmoid(x): d log s = (1 - s) dx, d s = s (1 - s) dx
+    if SCORE == "sigmoid":
         s = tl.sigmoid(logits)
-        dlogs = (dlogs + s * sent if NORMALIZE == "none" else dlogs) * (1 - s)
+        if NORMALIZE == "none":
+            dlogs += s * sent
+        dlogs = dlogs * (1 - s)
     # z-loss
     if dsquares_S is not None:
         z, powers = log_sum_exp(logits, inside)
-        dlogs += tl.load(dsquares_S + sequence) * 2 * z[:, None] * powers
+        twice = tl.load(dsquares_S + sequence) * 2
+        dlogs += twice * z[:, None] * powers
     tl.store(dlogits_TE + at, dlogs, mask=inside)
+
+
+@triton.jit
+def load_choices(ids_R, e, R, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """This block's choices, and for each of them a line of experts with a one in its column."""
+    r = program_block(0, BLOCK)
+    ids = tl.load(ids_R + r, mask=r < R, other=WIDTH)
+    same = is_column(e, ids.to(tl.int32))
+    return r, same.to(tl.int32)
 
 
 @triton.jit
 def count_choices_kernel(ids_R, counts_BE, R, E, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     """First pass of the counting sort: choices of each expert in a block."""
-    r = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     e = tl.arange(0, WIDTH)
-    ids = tl.load(ids_R + r, mask=r < R, other=WIDTH).to(tl.int32)
-    same = ids[:, None] == e[None, :]
-    counts = tl.sum(same.to(tl.int32), 0)
-    tl.store(counts_BE + tl.program_id(0) * E + e, counts, mask=e < E)
+    _, same = load_choices(ids_R, e, R, WIDTH, BLOCK)
+    counts = tl.sum(same, 0)
+    line = counts_BE + tl.program_id(0) * E
+    tl.store(line + e, counts, mask=e < E)
 
 
 @triton.jit
 def block_offsets_kernel(counts_BE, total_E, B, E, WIDTH: tl.constexpr, STEP: tl.constexpr):
     """Second pass, in place, for a few experts: the rows that each of them gets from the blocks before."""
-    e = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
-    b = tl.arange(0, STEP)
+    e = program_block(0, WIDTH)
     total = tl.zeros([WIDTH], tl.int32)
     for first in range(0, B, STEP):
-        inside = (first + b < B)[:, None] & (e < E)[None, :]
-        at = counts_BE + (first + b)[:, None] * E + e[None, :]
-        counts = tl.load(at, mask=inside, other=0)
-        before = total[None, :] + tl.cumsum(counts, 0) - counts
-        tl.store(at, before, mask=inside)
+        b = first + tl.arange(0, STEP)
+        inside = tile_mask(b < B, e < E)
+        at = tile_pointers(counts_BE, b, e, E)
+        counts = load_or_zero(at, inside)
+        before = tl.cumsum(counts, 0) - counts
+        tl.store(at, total[None, :] + before, mask=inside)
         total += tl.sum(counts, 0)
     tl.store(total_E + e, total, mask=e < E)
 
@@ -237,96 +336,113 @@ def place_rows_kernel(
     K: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Third pass: the row of each choice, in both directions, and its weight."""
-    r = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    # where each expert's rows begin and end
     e = tl.arange(0, WIDTH)
-    total = tl.load(total_E + e, mask=e < E, other=0)
+    total = load_or_zero(total_E + e, e < E)
     ends = tl.cumsum(total, 0)
+    begins = ends - total
     if tl.program_id(0) == 0:
         tl.store(ends_E + e, ends, mask=e < E)
-    ids = tl.load(ids_R + r, mask=r < R, other=WIDTH).to(tl.int32)
-    same = (ids[:, None] == e[None, :]).to(tl.int32)
+    r, same = load_choices(ids_R, e, R, WIDTH, BLOCK)
     # an expert's first row, plus its rows of earlier blocks, plus its rows of this block
-    base = ends - total + tl.load(base_BE + tl.program_id(0) * E + e, mask=e < E, other=0)
-    rank = base[None, :] + tl.cumsum(same, 0) - 1
+    line = base_BE + tl.program_id(0) * E
+    earlier = load_or_zero(line + e, e < E)
+    base = begins + earlier
+    before = tl.cumsum(same, 0) - 1
+    rank = base[None, :] + before
     row = tl.sum(same * rank, 1)
-    tl.store(slots_R + r, row, mask=r < R)
-    tl.store(index_R + row, r // K, mask=r < R)
-    weight = tl.load(weights_R + r, mask=r < R, other=0.0)
-    tl.store(weight_R + row, weight, mask=r < R)
+    # the row's token, the choice's row, the row's weight
+    real = r < R
+    tl.store(slots_R + r, row, mask=real)
+    tl.store(index_R + row, r // K, mask=real)
+    weight = load_or_zero(weights_R + r, real)
+    tl.store(weight_R + row, weight, mask=real)
 
 
-def tokens_per_program(width: int) -> int:
-    return max(1, 2048 // width)
+def topk_tile_shape(experts: int, choices: int) -> dict[str, int]:
+    """Tokens and experts of a program, and places for a token's choices."""
+    width = triton.next_power_of_2(experts)
+    tokens = max(1, 2048 // width)
+    slots = triton.next_power_of_2(choices)
+    return {"TOKENS": tokens, "WIDTH": width, "SLOTS": slots}
 
 
 def launch_router_topk(
-    logits_TE: torch.Tensor, bias_E: torch.Tensor, spec: RouterSpec, imposed_TK: torch.Tensor | None, span: TokenSpan
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    logits_TE: Tensor, bias_E: Tensor, spec: RouterSpec, imposed_TK: Tensor | None, span: TokenSpan
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Weights and ids of the chosen experts; over sequences: counts of choices, scores as shares of one, squares."""
     t, experts = logits_TE.shape
     weights_TK = logits_TE.new_empty(t, spec.k)
-    imposed = imposed_TK is not None
-    ids_TK = imposed_TK if imposed else torch.empty(t, spec.k, dtype=torch.int64, device=logits_TE.device)
-    width = triton.next_power_of_2(experts)
-    tokens = tokens_per_program(width)
-    blocks = triton.cdiv(span.length, tokens)  # of a sequence
+    ids_TK = imposed_TK
+    if ids_TK is None:
+        ids_TK = logits_TE.new_empty(t, spec.k, dtype=torch.int64)
+    tile = topk_tile_shape(experts, spec.k)
+    blocks = triton.cdiv(span.length, tile["TOKENS"])  # of a sequence
     parts = logits_TE.new_empty(span.sequences, blocks, 2 * experts + 1)
-    pairs = spec.group_score == "best_two" and experts // spec.groups > 1
     if blocks:
-        router_topk_kernel[(span.sequences * blocks,)](
-            logits_TE, bias_E, parts, weights_TK, ids_TK, t, experts, span.length, span.first, blocks, spec.scale,
-            spec.k, spec.score, spec.normalized_over, spec.groups, spec.groups_chosen, pairs, imposed, tokens, width,
-            triton.next_power_of_2(spec.k), triton.next_power_of_2(spec.groups),
+        grid = (span.sequences * blocks,)
+        pairs = spec.group_score == "best_two" and experts // spec.groups > 1
+        imposed = imposed_TK is not None
+        places = triton.next_power_of_2(spec.groups)
+        router_topk_kernel[grid](
+            logits_TE, bias_E, parts, weights_TK, ids_TK,
+            t, experts, span.length, span.first, blocks, spec.scale,
+            spec.k, spec.score, spec.normalized_over, spec.groups, spec.groups_chosen,
+            PAIRS=pairs, IMPOSED=imposed, PLACES=places, **tile,
         )  # fmt: skip
-    counts, shares_SE, squares = parts.sum(1).split([experts, experts, 1], dim=1)
-    return weights_TK, ids_TK, counts.long(), shares_SE, squares[:, 0]
+    sums_SP = parts.sum(1)
+    counts, shares_SE, squares = sums_SP.split([experts, experts, 1], dim=1)
+    counts_SE = counts.long()
+    squares_S = squares[:, 0]
+    return weights_TK, ids_TK, counts_SE, shares_SE, squares_S
 
 
 def launch_topk_backward(
-    dweights_TK: torch.Tensor | None,
-    dshares_SE: torch.Tensor | None,
-    dsquares_S: torch.Tensor | None,
-    logits_TE: torch.Tensor,
-    weights_TK: torch.Tensor,
-    ids_TK: torch.Tensor,
+    dweights_TK: Tensor | None,
+    dshares_SE: Tensor | None,
+    dsquares_S: Tensor | None,
+    logits_TE: Tensor,
+    weights_TK: Tensor,
+    ids_TK: Tensor,
     spec: RouterSpec,
     span: TokenSpan,
-) -> torch.Tensor:
+) -> Tensor:
     t, experts = logits_TE.shape
     dlogits_TE = torch.empty_like(logits_TE)
-    width = triton.next_power_of_2(experts)
-    tokens = tokens_per_program(width)
-    blocks = triton.cdiv(span.length, tokens)
+    tile = topk_tile_shape(experts, spec.k)
+    blocks = triton.cdiv(span.length, tile["TOKENS"])
     if t:
-        router_topk_backward_kernel[(span.sequences * blocks,)](
-            dweights_TK, dshares_SE, dsquares_S, logits_TE, weights_TK, ids_TK, dlogits_TE, t, experts, span.length,
-            span.first, blocks, spec.scale, spec.k, spec.score, spec.normalized_over, tokens, width,
-            triton.next_power_of_2(spec.k),
+        grid = (span.sequences * blocks,)
+        router_topk_backward_kernel[grid](
+            dweights_TK, dshares_SE, dsquares_S, logits_TE, weights_TK, ids_TK, dlogits_TE,
+            t, experts, span.length, span.first, blocks, spec.scale,
+            spec.k, spec.score, spec.normalized_over, **tile,
         )  # fmt: skip
     return dlogits_TE
 
 
-def launch_arrange_rows(
-    ids_NK: torch.Tensor, weights_NK: torch.Tensor, experts: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def launch_arrange_rows(ids_NK: Tensor, weights_NK: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Rows sorted by expert, stably: index_R, slots_NK, weight_R and the end of each expert. A counting sort in three
     passes (count, scan, place): the same on every run, and nothing waits for the host."""
     n, k = ids_NK.shape
-    rows, device = n * k, ids_NK.device
-    index_R = torch.empty(rows, dtype=torch.int32, device=device)
-    slots_NK = torch.empty(n, k, dtype=torch.int32, device=device)
-    ends_E = torch.zeros(experts, dtype=torch.int32, device=device)
+    rows = n * k
+    integers = ids_NK.new_empty(0, dtype=torch.int32)
+    index_R = integers.new_empty(rows)
+    slots_NK = integers.new_empty(n, k)
+    ends_E = integers.new_zeros(experts)
     weight_R = weights_NK.new_empty(rows)
     if rows:
-        blocks, width = triton.cdiv(rows, BLOCK), triton.next_power_of_2(experts)
-        counts_BE = torch.empty(blocks, experts, dtype=torch.int32, device=device)
-        total_E = torch.empty_like(ends_E)
         ids_NK = ids_NK.contiguous()
+        weights_NK = weights_NK.contiguous()
+        width = triton.next_power_of_2(experts)
+        blocks = triton.cdiv(rows, BLOCK)
+        counts_BE = integers.new_empty(blocks, experts)
         count_choices_kernel[(blocks,)](ids_NK, counts_BE, rows, experts, width, BLOCK, num_warps=8)
-        scans = (triton.cdiv(experts, SCAN_EXPERTS),)
-        block_offsets_kernel[scans](counts_BE, total_E, blocks, experts, SCAN_EXPERTS, SCAN_STEP, num_warps=8)
+        total_E = torch.empty_like(ends_E)
+        scans = triton.cdiv(experts, SCAN_EXPERTS)
+        block_offsets_kernel[(scans,)](counts_BE, total_E, blocks, experts, SCAN_EXPERTS, SCAN_STEP, num_warps=8)
         place_rows_kernel[(blocks,)](
-            ids_NK, weights_NK.contiguous(), counts_BE, total_E, index_R, slots_NK, weight_R, ends_E, rows, experts, k,
-            width, BLOCK, num_warps=8,
+            ids_NK, weights_NK, counts_BE, total_E, index_R, slots_NK, weight_R, ends_E, rows, experts,
+            k, width, BLOCK, num_warps=8,
         )  # fmt: skip
     return index_R, slots_NK, weight_R, ends_E

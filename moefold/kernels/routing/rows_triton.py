@@ -10,6 +10,9 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+
+from moefold.kernels.tile_triton import load_or_zero, program_block, tile_mask, tile_pointers
 
 TILE = 128
 GATHER_ROWS = 16  # rows of one program of a gather
@@ -17,15 +20,31 @@ TILES_PER_PROGRAM = 32
 
 
 @triton.jit
+def load_index(at, inside):
+    """Source rows in 64 bits, -1 outside."""
+    index = tl.load(at, mask=inside, other=-1)
+    return index.to(tl.int64)
+
+
+@triton.jit
+def load_source_rows(source_ND, n, c, D):
+    """Columns c of rows n, zeros for a row -1."""
+    at = tile_pointers(source_ND, n, c, D)
+    held = tile_mask(n >= 0, c < D)
+    return load_or_zero(at, held)
+
+
+@triton.jit
 def gather_rows_kernel(source_ND, index_R, out_RD, R, D, ROWS: tl.constexpr, COLS: tl.constexpr):
     """out[r] = source[index[r]], zeros where the index is -1."""
-    r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    c = tl.program_id(1) * COLS + tl.arange(0, COLS)
-    n = tl.load(index_R + r, mask=r < R, other=-1).to(tl.int64)
-    held = (n >= 0)[:, None] & (c < D)[None, :]
-    x = tl.load(source_ND + n[:, None] * D + c[None, :], mask=held, other=0.0)
-    inside = (r < R)[:, None] & (c < D)[None, :]
-    tl.store(out_RD + r.to(tl.int64)[:, None] * D + c[None, :], x, mask=inside)
+    r = program_block(0, ROWS)
+    c = program_block(1, COLS)
+    n = load_index(index_R + r, r < R)
+    x = load_source_rows(source_ND, n, c, D)
+    inside = tile_mask(r < R, c < D)
+    r = r.to(tl.int64)
+    at = tile_pointers(out_RD, r, c, D)
+    tl.store(at, x, mask=inside)
 
 
 @triton.jit
@@ -33,31 +52,47 @@ def gather_padded_kernel(
     source_ND, index_R, tiles_M4, out_PD, D, TILE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr
 ):  # fmt: skip
     """Some rows of a tile. Zeros follow an expert's last row up to the end of its half tile."""
-    tile = tiles_M4 + 4 * (tl.program_id(0) // (TILE // ROWS))
+    # the tile: its first row, its real rows, its first padded row
+    programs = TILE // ROWS  # of a tile
+    tile = tiles_M4 + 4 * (tl.program_id(0) // programs)
     row = tl.load(tile + 1)
     real = tl.load(tile + 2)
     pad = tl.load(tile + 3).to(tl.int64)
-    r = tl.program_id(0) % (TILE // ROWS) * ROWS + tl.arange(0, ROWS)
-    c = tl.program_id(1) * COLS + tl.arange(0, COLS)
-    n = tl.load(index_R + row + r, mask=r < real, other=-1).to(tl.int64)
-    held = (n >= 0)[:, None] & (c < D)[None, :]
-    x = tl.load(source_ND + n[:, None] * D + c[None, :], mask=held, other=0.0)
-    filled = r // (TILE // 2) * (TILE // 2) < real
-    inside = filled[:, None] & (c < D)[None, :]
-    tl.store(out_PD + (pad + r)[:, None] * D + c[None, :], x, mask=inside)
+    # this program's part of it
+    part = tl.program_id(0) % programs
+    r = part * ROWS + tl.arange(0, ROWS)
+    c = program_block(1, COLS)
+    n = load_index(index_R + row + r, r < real)
+    x = load_source_rows(source_ND, n, c, D)
+    # rows of half tiles that have begun
+    half = r // (TILE // 2)
+    filled = half * (TILE // 2) < real
+    inside = tile_mask(filled, c < D)
+    at = tile_pointers(out_PD, pad + r, c, D)
+    tl.store(at, x, mask=inside)
 
 
 @triton.jit
 def sum_slots_kernel(y_RD, slots_NK, out_ND, D, K: tl.constexpr, COLS: tl.constexpr, WIDE: tl.constexpr):
     """out[n] = the sum of y over the slots of n, in their order."""
     n = tl.program_id(0).to(tl.int64)
-    c = tl.program_id(1) * COLS + tl.arange(0, COLS)
+    c = program_block(1, COLS)
+    real_c = c < D
     total = tl.zeros([COLS], WIDE)
     for k in tl.static_range(K):
-        r = tl.load(slots_NK + n * K + k).to(tl.int64)
-        y = tl.load(y_RD + r * D + c, mask=(r >= 0) & (c < D), other=0.0)
+        slot = tl.load(slots_NK + n * K + k)
+        r = slot.to(tl.int64)
+        held = (r >= 0) & real_c
+        y = load_or_zero(y_RD + r * D + c, held)
         total += y.to(WIDE)
-    tl.store(out_ND + n * D + c, total.to(out_ND.dtype.element_ty), mask=c < D)
+    rounded = total.to(out_ND.dtype.element_ty)
+    tl.store(out_ND + n * D + c, rounded, mask=real_c)
+
+
+@triton.jit
+def sum_of_selected(selected, values):
+    """For each line of ones and zeros the sum of the values at its ones."""
+    return tl.sum(selected * values[None, :], 1)
 
 
 @triton.jit
@@ -67,76 +102,96 @@ def row_tiles_kernel(
     """Each tile finds its expert by comparing with where the experts' tiles end: no search, no host."""
     # rows and tiles of each expert
     e = tl.arange(0, WIDTH)
-    ends = tl.load(ends_E + e, mask=e < E, other=0)
-    begins = tl.load(ends_E + e - 1, mask=(e > 0) & (e < E), other=0)
-    rows = tl.where(e < E, ends - begins, 0)
+    real_e = e < E
+    ends = load_or_zero(ends_E + e, real_e)
+    begins = load_or_zero(ends_E + e - 1, (e > 0) & real_e)
+    rows = tl.where(real_e, ends - begins, 0)
     tiles = (rows + TILE - 1) // TILE
+    # where its tiles begin and end
     last = tl.cumsum(tiles, 0)
+    opening = last - tiles
     # experts that lie before tile m, and those that have begun by then
-    m = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    before = ((m[:, None] >= last[None, :]) & (e < E)[None, :]).to(tl.int32)
-    begun = (m[:, None] >= (last - tiles)[None, :]).to(tl.int32)
-    row = tl.sum(before * rows[None, :], 1) + (m - tl.sum(before * tiles[None, :], 1)) * TILE
-    left = tl.sum(begun * rows[None, :], 1) - row
-    halves = (rows + TILE // 2 - 1) // (TILE // 2) * (TILE // 2)  # rows padded to half tiles
-    padded = row + tl.sum(before * (halves - rows)[None, :], 1)
+    m = program_block(0, BLOCK)
+    is_before = m[:, None] >= last[None, :]
+    is_before = is_before & real_e[None, :]
+    before = is_before.to(tl.int32)
+    has_begun = m[:, None] >= opening[None, :]
+    begun = has_begun.to(tl.int32)
+    # the tile's number within its expert, its first row, and the expert's rows from there on
+    number = m - sum_of_selected(before, tiles)
+    row = sum_of_selected(before, rows) + number * TILE
+    left = sum_of_selected(begun, rows) - row
+    # the same with rows padded to half tiles
+    halves = (rows + TILE // 2 - 1) // (TILE // 2)
+    padded_rows = halves * (TILE // 2)
+    padding = padded_rows - rows
+    padded = row + sum_of_selected(before, padding)
     # expert, first row, real rows, first padded row
     at = tiles_M4 + 4 * m
-    tl.store(at, tl.sum(before, 1), mask=m < M)
-    tl.store(at + 1, row, mask=m < M)
-    tl.store(at + 2, tl.minimum(left, TILE), mask=m < M)
-    tl.store(at + 3, padded, mask=m < M)
+    real_m = m < M
+    expert = tl.sum(before, 1)
+    real = tl.minimum(left, TILE)
+    tl.store(at, expert, mask=real_m)
+    tl.store(at + 1, row, mask=real_m)
+    tl.store(at + 2, real, mask=real_m)
+    tl.store(at + 3, padded, mask=real_m)
     # totals, by the first program alone
     if tl.program_id(0) == 0:
         tl.store(count, tl.sum(tiles, 0))
-        tl.store(pads_E + e, tl.cumsum(halves, 0) - halves, mask=e < E)
+        pads = tl.cumsum(padded_rows, 0) - padded_rows
+        tl.store(pads_E + e, pads, mask=real_e)
 
 
-def gather_by_index(source_ND: torch.Tensor, index_R: torch.Tensor) -> torch.Tensor:
+def gather_by_index(source_ND: Tensor, index_R: Tensor) -> Tensor:
     """out[r] = source[index[r]], zeros where the index is -1."""
-    r, d = len(index_R), source_ND.shape[1]
+    r = len(index_R)
+    d = source_ND.shape[1]
     out_RD = source_ND.new_empty(r, d)
     if out_RD.numel():
-        cols = min(256, triton.next_power_of_2(d))
-        grid = (triton.cdiv(r, GATHER_ROWS), triton.cdiv(d, cols))
         source_ND = source_ND.contiguous()
+        row_blocks = triton.cdiv(r, GATHER_ROWS)
+        cols = min(256, triton.next_power_of_2(d))
+        grid = (row_blocks, triton.cdiv(d, cols))
         gather_rows_kernel[grid](source_ND, index_R, out_RD, r, d, GATHER_ROWS, cols, num_warps=8)
     return out_RD
 
 
-def gather_padded(source_ND: torch.Tensor, index_R: torch.Tensor, tiles_M4: torch.Tensor, experts: int) -> torch.Tensor:
+def gather_padded(source_ND: Tensor, index_R: Tensor, tiles_M4: Tensor, experts: int) -> Tensor:
     """The same with each expert's rows padded by zeros to half tiles. Rows behind the last expert's are not written."""
     d = source_ND.shape[1]
     most_padding = TILE // 2 * experts
     out_PD = source_ND.new_empty(len(index_R) + most_padding, d)
-    cols = min(256, triton.next_power_of_2(d))
-    grid = (len(tiles_M4) * (TILE // GATHER_ROWS), triton.cdiv(d, cols))
     source_ND = source_ND.contiguous()
+    row_blocks = len(tiles_M4) * (TILE // GATHER_ROWS)
+    cols = min(256, triton.next_power_of_2(d))
+    grid = (row_blocks, triton.cdiv(d, cols))
     gather_padded_kernel[grid](source_ND, index_R, tiles_M4, out_PD, d, TILE, GATHER_ROWS, cols, num_warps=8)
     return out_PD
 
 
-def sum_over_slots(y_RD: torch.Tensor, slots_NK: torch.Tensor) -> torch.Tensor:
+def sum_over_slots(y_RD: Tensor, slots_NK: Tensor) -> Tensor:
     """out[n] = the sum of y over the slots of n that are not -1, in fp32 or better, in the order of the slots."""
     n, k = slots_NK.shape
     d = y_RD.shape[1]
     out_ND = y_RD.new_empty(n, d)
     if out_ND.numel():
+        y_RD = y_RD.contiguous()
+        slots_NK = slots_NK.contiguous()
         wide = tl.float64 if y_RD.dtype == torch.float64 else tl.float32
         cols = min(1024, triton.next_power_of_2(d))
         grid = (n, triton.cdiv(d, cols))
-        sum_slots_kernel[grid](y_RD.contiguous(), slots_NK.contiguous(), out_ND, d, k, cols, wide)
+        sum_slots_kernel[grid](y_RD, slots_NK, out_ND, d, k, cols, wide)
     return out_ND
 
 
-def plan_row_tiles(ends_E: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def plan_row_tiles(ends_E: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
     """For every tile its expert, first row, number of rows, and first row where experts are padded to half tiles; the
     number of tiles; each expert's first padded row. Sizes depend on shapes alone; `rows` may exceed the last end."""
     experts = len(ends_E)
     most = rows // TILE + experts
-    tiles_M4 = torch.empty(most, 4, dtype=torch.int32, device=ends_E.device)
-    count = torch.empty(1, dtype=torch.int32, device=ends_E.device)
-    pads_E = torch.empty(experts, dtype=torch.int32, device=ends_E.device)
+    tiles_M4 = ends_E.new_empty(most, 4, dtype=torch.int32)
+    count = ends_E.new_empty(1, dtype=torch.int32)
+    pads_E = ends_E.new_empty(experts, dtype=torch.int32)
     width = max(triton.next_power_of_2(experts), 2)
     grid = (triton.cdiv(most, TILES_PER_PROGRAM),)
     row_tiles_kernel[grid](ends_E, pads_E, tiles_M4, count, most, experts, TILE, width, TILES_PER_PROGRAM)

@@ -12,10 +12,12 @@ B sequences, s positions held here (S in all), H query heads, G key/value heads,
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from itertools import product
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from moefold.comm.collectives import all_gather, all_to_all
 from moefold.comm.ring_shift import RingShift
@@ -33,33 +35,74 @@ class AttendSpec(NamedTuple):
 
     scale: float
     window: int = 0
-    sink_H: torch.Tensor | None = None
+    sink_H: Tensor | None = None
 
 
-ContextMechanism = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, TokenShard, AttendSpec], torch.Tensor]
+ContextMechanism = Callable[[Tensor, Tensor, Tensor, TokenShard, AttendSpec], Tensor]
 
 
 def local_context(kernels: BoundKernels) -> ContextMechanism:
-    return lambda q, k, v, share, sight: kernels[attention](q, k, v, *sight, share.begins_BS)
+    return without_exchange(kernels[attention])
+
+
+def without_exchange(attention: Callable[..., Tensor]) -> ContextMechanism:
+    """Attention as it is: of the shard it needs only where documents begin."""
+
+    def attend(q_BsHD, k_BsGD, v_BsGV, share: TokenShard, sight: AttendSpec) -> Tensor:
+        return attention(q_BsHD, k_BsGD, v_BsGV, *sight, share.begins_BS)
+
+    return attend
 
 
 def all_gather_context(kernels: BoundKernels, world: World) -> ContextMechanism:
     """Keys and values of all ranks, in the order of their positions; each of this rank's two chunks of queries is a
     causal attention over the keys up to its end."""
 
-    def attend_across_ranks(q_BsHD, k_BsGD, v_BsGV, share: TokenShard, sight: AttendSpec) -> torch.Tensor:
-        k, v = (all_gather(x.transpose(0, 1), share.cp)[share.sequence_order].transpose(0, 1) for x in (k_BsGD, v_BsGV))
-        begins = (None, None) if share.begins_BS is None else share.begins_BS[:, share.local_positions].chunk(2, dim=1)
-        parts = zip(q_BsHD.chunk(2, dim=1), zigzag_chunk_ends(share), begins, strict=True)
-        return torch.cat([kernels[attention](p, k[:, :e], v[:, :e], *sight, b) for p, e, b in parts], dim=1)
+    attend = kernels[attention]
+
+    def attend_across_ranks(q_BsHD, k_BsGD, v_BsGV, share: TokenShard, sight: AttendSpec) -> Tensor:
+        k_BSGD = gather_positions(k_BsGD, share)
+        v_BSGV = gather_positions(v_BsGV, share)
+        chunks = q_BsHD.chunk(2, dim=1)
+        ends = zigzag_chunk_ends(share)
+        begins = document_begins_of_chunks(share)
+        parts = []
+        for q, end, begins_Bs in zip(chunks, ends, begins, strict=True):
+            k = k_BSGD[:, :end]
+            v = v_BSGV[:, :end]
+            part = attend(q, k, v, *sight, begins_Bs)
+            parts.append(part)
+        return torch.cat(parts, dim=1)
 
     return attend_across_ranks
 
 
+def gather_positions(x_BsGD: Tensor, share: TokenShard) -> Tensor:
+    """All positions of the cp ranks, in the sequence's order."""
+    gathered_SBGD = all_gather(x_BsGD.transpose(0, 1), share.cp)
+    ordered_SBGD = gathered_SBGD[share.sequence_order]
+    return ordered_SBGD.transpose(0, 1)
+
+
+def document_begins_of_chunks(share: TokenShard) -> Sequence[Tensor | None]:
+    """Where the documents of this rank's two chunks of queries begin, if attention stays within documents."""
+    if share.begins_BS is None:
+        return None, None
+    begins_Bs = share.begins_BS[:, share.local_positions]
+    return begins_Bs.chunk(2, dim=1)
+
+
+def zigzag_chunks(rank: int, ranks: int) -> tuple[int, int]:
+    """The two chunks of the sequence that a rank holds: the r-th, and the r-th from the end."""
+    return rank, 2 * ranks - 1 - rank
+
+
 def zigzag_chunk_ends(share: TokenShard) -> tuple[int, int]:
     """Where this rank's early and late chunk end in the sequence."""
-    size = share.length // (2 * share.cp.size)
-    return (share.cp.index + 1) * size, (2 * share.cp.size - share.cp.index) * size
+    ranks = share.cp.size
+    size = share.length // (2 * ranks)
+    early, late = zigzag_chunks(share.cp.index, ranks)
+    return (early + 1) * size, (late + 1) * size
 
 
 def ulysses_context(kernels: BoundKernels, world: World) -> ContextMechanism:
@@ -74,52 +117,74 @@ def hierarchical_context(kernels: BoundKernels, world: World) -> ContextMechanis
     return ulysses_attention(ring_attention(nodes, kernels), inside)
 
 
-def ulysses_attention(attention: Callable[..., torch.Tensor], axis: Axis) -> ContextMechanism:
+def ulysses_attention(attention: Callable[..., Tensor], axis: Axis) -> ContextMechanism:
     """Attention over all positions of the ranks along an axis, with each rank's share of the heads."""
 
-    def attend_across_ranks(q_BsHD, k_BsGD, v_BsGV, share: TokenShard, sight: AttendSpec) -> torch.Tensor:
-        if k_BsGD.shape[2] % axis.size:
-            raise UserError(
-                f"parallel.context swaps heads over {axis.size} ranks, which does not divide the {k_BsGD.shape[2]} "
-                "key and value heads of a rank; set parallel.context to ring"
-            )
-        first = share.cp.index - axis.index if axis.size < share.cp.size else 0
-        order = share.joined[first : first + axis.size].flatten().argsort()
-        q, k, v = (heads_for_positions(x, axis, order) for x in (q_BsHD, k_BsGD, v_BsGV))
+    def attend_across_ranks(q_BsHD, k_BsGD, v_BsGV, share: TokenShard, sight: AttendSpec) -> Tensor:
+        # all positions of the ranks, of this rank's share of the heads
+        check_heads_divide(k_BsGD.shape[2], axis)
+        first = 0
+        if axis.size < share.cp.size:  # ranks of a node
+            first = share.cp.index - axis.index
+        positions = share.joined[first : first + axis.size]
+        order = positions.flatten().argsort()
+        q = heads_for_positions(q_BsHD, axis, order)
+        k = heads_for_positions(k_BsGD, axis, order)
+        v = heads_for_positions(v_BsGV, axis, order)
         if sight.sink_H is not None:
-            sight = sight._replace(sink_H=sight.sink_H.chunk(axis.size)[axis.index])
-        return positions_for_heads(attention(q, k, v, *sight, share.begins_BS), axis, order)
+            sinks = sight.sink_H.chunk(axis.size)
+            sight = sight._replace(sink_H=sinks[axis.index])
+        # and back: all heads of this rank's positions
+        y = attention(q, k, v, *sight, share.begins_BS)
+        return positions_for_heads(y, axis, order)
 
     return attend_across_ranks
 
 
-def heads_for_positions(x_BsHD: torch.Tensor, axis: Axis, order: torch.Tensor) -> torch.Tensor:
+def check_heads_divide(heads: int, axis: Axis) -> None:
+    if heads % axis.size:
+        raise UserError(
+            f"parallel.context swaps heads over {axis.size} ranks, which does not divide the {heads} "
+            "key and value heads of a rank; set parallel.context to ring"
+        )
+
+
+def heads_for_positions(x_BsHD: Tensor, axis: Axis, order: Tensor) -> Tensor:
     """(B, s, H, D) -> (B, s x n, H / n, D): all positions of the n ranks, in order, of this rank's heads."""
-    n, heads = axis.size, x_BsHD.shape[2]
+    n = axis.size
+    heads = x_BsHD.shape[2]
     even = [heads // n] * n
-    x = all_to_all(x_BsHD.permute(2, 1, 0, 3), even, even, axis, what="heads")  # each rank's positions of my heads
-    x = x.unflatten(0, (n, -1)).transpose(0, 1).flatten(1, 2)[:, order]
-    return x.permute(2, 1, 0, 3)
+    x_HsBD = x_BsHD.permute(2, 1, 0, 3)
+    x = all_to_all(x_HsBD, even, even, axis, what="heads")  # each rank's positions of my heads
+    by_rank = x.unflatten(0, (n, -1))
+    by_head = by_rank.transpose(0, 1)
+    x_hSBD = by_head.flatten(1, 2)[:, order]
+    return x_hSBD.permute(2, 1, 0, 3)
 
 
-def positions_for_heads(y_BShD: torch.Tensor, axis: Axis, order: torch.Tensor) -> torch.Tensor:
+def positions_for_heads(y_BShD: Tensor, axis: Axis, order: Tensor) -> Tensor:
     """The way back: (B, s x n, H / n, D) -> (B, s, H, D)."""
-    n, heads = axis.size, y_BShD.shape[2]
-    y = y_BShD.permute(2, 1, 0, 3)[:, order.argsort()]  # positions as the ranks hold them
-    y = y.unflatten(1, (n, -1)).transpose(0, 1).flatten(0, 1)  # heads x ranks, rank outermost
+    n = axis.size
+    heads = y_BShD.shape[2]
     even = [heads] * n
-    return all_to_all(y, even, even, axis, what="heads").permute(2, 1, 0, 3)
+    y_hSBD = y_BShD.permute(2, 1, 0, 3)
+    as_held = y_hSBD[:, order.argsort()]  # positions as the ranks hold them
+    by_head = as_held.unflatten(1, (n, -1))
+    by_rank = by_head.transpose(0, 1)
+    y = by_rank.flatten(0, 1)  # heads x ranks, rank outermost
+    y_HsBD = all_to_all(y, even, even, axis, what="heads")
+    return y_HsBD.permute(2, 1, 0, 3)
 
 
 def ring_context(kernels: BoundKernels, world: World) -> ContextMechanism:
     attention = ring_attention(world.axis("cp"), kernels)
-    return lambda q, k, v, share, sight: attention(q, k, v, *sight, share.begins_BS)
+    return without_exchange(attention)
 
 
-def ring_attention(axis: Axis, kernels: BoundKernels) -> Callable[..., torch.Tensor]:
+def ring_attention(axis: Axis, kernels: BoundKernels) -> Callable[..., Tensor]:
     """Attention over what goes round a ring of ranks; the rules keep documents off it."""
 
-    def attend_across_ranks(q, k, v, scale, window, sink_H, begins_BS) -> torch.Tensor:
+    def attend_across_ranks(q, k, v, scale, window, sink_H, begins_BS) -> Tensor:
         assert begins_BS is None
         return RingAttention.apply(q, k, v, scale, window, sink_H, axis, kernels)  # pyright: ignore[reportReturnType]
 
@@ -130,10 +195,43 @@ def causal_chunk_pairs(mine: int, theirs: int, ranks: int, size: int, window: in
     """Which of my two query chunks meet which of their two key chunks, of `size` positions each, and how far ahead the
     queries stand. Zig-zag: chunk 0 of rank r is the r-th of the sequence, chunk 1 the r-th from its end; a chunk sees
     those before it, unless a window ends nearer, and part of itself."""
-    at = [(r, 2 * ranks - 1 - r) for r in (mine, theirs)]
-    met = [(i, j, (at[0][i] - at[1][j]) * size) for i in (0, 1) for j in (0, 1)]
-    chunk = [slice(0, size), slice(size, 2 * size)]
-    return [(chunk[i], chunk[j], ahead) for i, j, ahead in met if ahead >= 0 and not 0 < window <= ahead - size + 1]
+    my_chunks = zigzag_chunks(mine, ranks)
+    their_chunks = zigzag_chunks(theirs, ranks)
+    places = slice(0, size), slice(size, 2 * size)
+    met: list[tuple[slice, slice, int]] = []
+    for i, j in product((0, 1), (0, 1)):
+        ahead = (my_chunks[i] - their_chunks[j]) * size
+        nearest = ahead - size + 1  # from the first query to the last key
+        beyond_window = 0 < window <= nearest
+        if ahead >= 0 and not beyond_window:
+            met.append((places[i], places[j], ahead))
+    return met
+
+
+def blocks_round_ring(travelling: Tensor, cp: Axis) -> Iterator[tuple[int, Tensor]]:
+    """Each rank's block, and whose it is, beginning with this rank's. The next travels while one is in use."""
+    for hop in range(cp.size):
+        is_last = hop + 1 == cp.size
+        turn = None if is_last else RingShift(travelling, cp)
+        yield (cp.index - hop) % cp.size, travelling
+        if turn:
+            travelling = turn.arrived()
+
+
+def log_sums_before_keys(q: Tensor, sink_H: Tensor | None, wide: torch.dtype) -> Tensor:
+    """The log-sum-exp of scores before any key is met: that of the sinks alone."""
+    shape = q.shape[:-1]
+    if sink_H is None:
+        return q.new_full(shape, -torch.inf, dtype=wide)
+    return sink_H.to(wide).expand(shape).clone()
+
+
+def sink_gradient(sink_H: Tensor | None, lse: Tensor, delta: Tensor) -> Tensor | None:
+    if sink_H is None:
+        return None
+    shares = (sink_H - lse).exp()
+    lost_H = (shares * delta).sum((0, 1))
+    return -lost_H.to(sink_H.dtype)
 
 
 class RingAttention(torch.autograd.Function):
@@ -142,20 +240,24 @@ class RingAttention(torch.autograd.Function):
     score and no value."""
 
     @staticmethod
-    def forward(ctx, q, k, v, scale: float, window: int, sink_H: torch.Tensor | None, cp: Axis, kernels: BoundKernels):
+    def forward(ctx, q, k, v, scale: float, window: int, sink_H: Tensor | None, cp: Axis, kernels: BoundKernels):
+        attend = kernels[attention_block]
+        widths = k.shape[-1], v.shape[-1]
+        size = q.shape[1] // 2
         wide = torch.promote_types(q.dtype, torch.float32)
-        out = torch.zeros(*q.shape[:-1], v.shape[-1], dtype=wide, device=q.device)
-        nothing = torch.full(q.shape[2:3], -torch.inf, device=q.device) if sink_H is None else sink_H
-        lse = nothing.to(wide).expand(q.shape[:-1]).clone()
-        size, travelling = q.shape[1] // 2, torch.cat((k, v), dim=-1)
-        for hop in range(cp.size):
-            turn = RingShift(travelling, cp) if hop + 1 < cp.size else None
-            there = travelling.split((k.shape[-1], v.shape[-1]), dim=-1)
-            for mine, theirs, ahead in causal_chunk_pairs(cp.index, (cp.index - hop) % cp.size, cp.size, size, window):
-                keys, values = (x[:, theirs] for x in there)
-                part, part_lse = kernels[attention_block](q[:, mine], keys, values, scale, ahead, window)
+        out_shape = *q.shape[:-1], v.shape[-1]
+        out = q.new_zeros(out_shape, dtype=wide)
+        lse = log_sums_before_keys(q, sink_H, wide)
+        local = torch.cat((k, v), dim=-1)
+        # what each rank's keys and values add to the chunks of queries that see them
+        for rank, block in blocks_round_ring(local, cp):
+            keys, values = block.split(widths, dim=-1)
+            pairs = causal_chunk_pairs(cp.index, rank, cp.size, size, window)
+            for mine, theirs, ahead in pairs:
+                queries = q[:, mine]
+                met = keys[:, theirs], values[:, theirs]
+                part, part_lse = attend(queries, *met, scale, ahead, window)
                 merge_softmax_block(out[:, mine], lse[:, mine], part, part_lse)
-            travelling = turn.arrived() if turn else travelling
         result = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, sink_H, result, lse)
         ctx.rest = scale, window, cp, kernels
@@ -165,35 +267,52 @@ class RingAttention(torch.autograd.Function):
     def backward(ctx, *incoming):
         q, k, v, sink_H, out, lse = ctx.saved_tensors
         scale, window, cp, kernels = ctx.rest
-        (dy,), size, widths = incoming, q.shape[1] // 2, (k.shape[-1], v.shape[-1])
-        delta = (dy.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
-        dq = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
-        travelling = torch.cat((k, v), dim=-1)
-        gradients = torch.zeros(travelling.shape, dtype=lse.dtype, device=q.device)
-        for hop in range(cp.size):
-            turn = RingShift(travelling, cp) if hop + 1 < cp.size else None
-            there, d_there = travelling.split(widths, dim=-1), gradients.split(widths, dim=-1)
-            for mine, theirs, ahead in causal_chunk_pairs(cp.index, (cp.index - hop) % cp.size, cp.size, size, window):
-                keys, values = (x[:, theirs] for x in there)
-                queries, sums = (dy[:, mine], q[:, mine]), (lse[:, mine], delta[:, mine])
-                found = kernels[attention_block_backward](*queries, keys, values, *sums, scale, ahead, window)
-                dq[:, mine] += found[0]
-                d_there[0][:, theirs] += found[1]
-                d_there[1][:, theirs] += found[2]
+        (dy,) = incoming
+        attend_backward = kernels[attention_block_backward]
+        widths = k.shape[-1], v.shape[-1]
+        size = q.shape[1] // 2
+        wide = lse.dtype
+        products = dy.to(wide) * out.to(wide)
+        delta = products.sum(-1)
+        dq = q.new_zeros(q.shape, dtype=wide)
+        local = torch.cat((k, v), dim=-1)
+        gradients = local.new_zeros(local.shape, dtype=wide)
+        # the same blocks again; their gradients go with them, a hop behind
+        for rank, block in blocks_round_ring(local, cp):
+            keys, values = block.split(widths, dim=-1)
+            dkeys, dvalues = gradients.split(widths, dim=-1)
+            pairs = causal_chunk_pairs(cp.index, rank, cp.size, size, window)
+            for mine, theirs, ahead in pairs:
+                queries = dy[:, mine], q[:, mine]
+                met = keys[:, theirs], values[:, theirs]
+                sums = lse[:, mine], delta[:, mine]
+                dq_part, dk_part, dv_part = attend_backward(*queries, *met, *sums, scale, ahead, window)
+                dq[:, mine] += dq_part
+                dkeys[:, theirs] += dk_part
+                dvalues[:, theirs] += dv_part
             gradients = RingShift(gradients, cp).arrived()  # after the last hop they are home
-            travelling = turn.arrived() if turn else travelling
+        dq = dq.to(q.dtype)
         dk, dv = gradients.split(widths, dim=-1)
-        d_sink = None if sink_H is None else -((sink_H - lse).exp() * delta).sum((0, 1)).to(sink_H.dtype)
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, d_sink, None, None
+        dk = dk.to(k.dtype)
+        dv = dv.to(v.dtype)
+        d_sink = sink_gradient(sink_H, lse, delta)
+        return dq, dk, dv, None, None, d_sink, None, None
 
 
-def merge_softmax_block(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor) -> None:
+def merge_softmax_block(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
     """Add a block to what earlier blocks gave, in place: softmax over both sets of keys. Neither may have seen any
     key: then both weights are zero."""
     joint = torch.logaddexp(lse, part_lse)
-    old, new = ((x - joint).nan_to_num(nan=-torch.inf).exp()[..., None] for x in (lse, part_lse))
+    old = share_of_sum(lse, joint)
+    new = share_of_sum(part_lse, joint)
     out.mul_(old).add_(part * new)
     lse.copy_(joint)
+
+
+def share_of_sum(lse: Tensor, joint: Tensor) -> Tensor:
+    """exp(lse - joint), to be broadcast over values; zero where both are minus infinity."""
+    logs = (lse - joint).nan_to_num(nan=-torch.inf)
+    return logs.exp()[..., None]
 
 
 CONTEXT_MECHANISMS: dict[str, Callable[[BoundKernels, World], ContextMechanism]] = {
@@ -205,4 +324,7 @@ CONTEXT_MECHANISMS: dict[str, Callable[[BoundKernels, World], ContextMechanism]]
 
 
 def choose_context_mechanism(name: str, kernels: BoundKernels, world: World) -> ContextMechanism:
-    return local_context(kernels) if world.axis("cp").size == 1 else CONTEXT_MECHANISMS[name](kernels, world)
+    if world.axis("cp").size == 1:
+        return local_context(kernels)
+    make_mechanism = CONTEXT_MECHANISMS[name]
+    return make_mechanism(kernels, world)

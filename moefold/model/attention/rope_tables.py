@@ -8,52 +8,77 @@ from __future__ import annotations
 import math
 
 import torch
+from torch import Tensor
 
 from moefold.config.run import RopeConfig
 
 
-def rope_frequencies(head_dim: int, rope: RopeConfig) -> torch.Tensor:
+def exact_range(*bounds: int) -> Tensor:
+    """torch.arange in fp64, on the CPU."""
+    return torch.arange(*bounds, dtype=torch.float64, device="cpu")
+
+
+def rope_frequencies(head_dim: int, rope: RopeConfig) -> Tensor:
     """theta^(-2i/D) for i in 0..D/2, stretched as the configuration asks. fp64, on the CPU."""
-    plain = rope.theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float64, device="cpu") / head_dim)
+    dims = exact_range(0, head_dim, 2)
+    plain = rope.theta ** -(dims / head_dim)
     if rope.scaling == "none":
         return plain
     if rope.scaling == "linear":
         return plain / rope.factor
-    keep = llama3_kept_share(plain, rope) if rope.scaling == "llama3" else yarn_kept_share(head_dim, rope)
-    return keep * plain + (1 - keep) * plain / rope.factor
+    if rope.scaling == "llama3":
+        keep = llama3_kept_share(plain, rope)
+    else:
+        keep = yarn_kept_share(head_dim, rope)
+    stretched = (1 - keep) * plain / rope.factor
+    return keep * plain + stretched
 
 
-def llama3_kept_share(plain: torch.Tensor, rope: RopeConfig) -> torch.Tensor:
+def llama3_kept_share(plain: Tensor, rope: RopeConfig) -> Tensor:
     """1 where a wave fits the original length often enough to stay as it is, 0 where it is stretched."""
     waves = rope.original_length * plain / (2 * math.pi)
-    return ((waves - rope.low_frequency) / (rope.high_frequency - rope.low_frequency)).clamp(0, 1)
+    span = rope.high_frequency - rope.low_frequency
+    share = (waves - rope.low_frequency) / span
+    return share.clamp(0, 1)
 
 
-def yarn_kept_share(head_dim: int, rope: RopeConfig) -> torch.Tensor:
+def yarn_kept_share(head_dim: int, rope: RopeConfig) -> Tensor:
     """The same between the dims that turn `beta_fast` and `beta_slow` times within the original length."""
-
-    def dim_with_rotations(turns: float) -> float:
-        return head_dim * math.log(rope.original_length / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
-
-    low, high = dim_with_rotations(rope.beta_fast), dim_with_rotations(rope.beta_slow)
+    low = dim_with_rotations(rope.beta_fast, head_dim, rope)
+    high = dim_with_rotations(rope.beta_slow, head_dim, rope)
     if rope.round_dims:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, head_dim - 1)
-    ramp = (torch.arange(head_dim // 2, dtype=torch.float64, device="cpu") - low) / max(high - low, 1e-3)
+        low = math.floor(low)
+        high = math.ceil(high)
+    low = max(low, 0)
+    high = min(high, head_dim - 1)
+    dims = exact_range(head_dim // 2)
+    ramp = (dims - low) / max(high - low, 1e-3)
     return 1 - ramp.clamp(0, 1)
 
 
-def rotary_tables(length: int, head_dim: int, rope: RopeConfig) -> tuple[torch.Tensor, torch.Tensor]:
+def dim_with_rotations(turns: float, head_dim: int, rope: RopeConfig) -> float:
+    """The dim that turns so many times within the original length."""
+    tokens_per_radian = rope.original_length / (turns * 2 * math.pi)
+    scaled = head_dim * math.log(tokens_per_radian)
+    return scaled / (2 * math.log(rope.theta))
+
+
+def rotary_tables(length: int, head_dim: int, rope: RopeConfig) -> tuple[Tensor, Tensor]:
     """cos_Sd and sin_Sd in fp64. YaRN also sharpens attention: its factor goes into both, so into q k^T squared."""
-    angles = torch.arange(length, dtype=torch.float64, device="cpu")[:, None] * rope_frequencies(head_dim, rope)
-    mscale = yarn_mscale(rope, rope.mscale) / yarn_mscale(rope, rope.mscale_all)
+    positions_S = exact_range(length)
+    angles = positions_S[:, None] * rope_frequencies(head_dim, rope)
+    sharpening = yarn_mscale(rope, rope.mscale)
+    mscale = sharpening / yarn_mscale(rope, rope.mscale_all)
     return angles.cos() * mscale, angles.sin() * mscale
 
 
 def yarn_mscale(rope: RopeConfig, strength: float) -> float:
-    return 0.1 * strength * math.log(rope.factor) + 1 if rope.scaling == "yarn" else 1.0
+    if rope.scaling != "yarn":
+        return 1.0
+    return 0.1 * strength * math.log(rope.factor) + 1
 
 
 def softmax_scale(head_dim: int, rope: RopeConfig) -> float:
     """1 / sqrt(D), more where YaRN sharpens whole scores and not the turned dims alone."""
-    return head_dim**-0.5 * yarn_mscale(rope, rope.mscale_all) ** 2
+    mscale = yarn_mscale(rope, rope.mscale_all)
+    return head_dim**-0.5 * mscale**2

@@ -1,0 +1,40 @@
+"""Tiles of a matrix in Triton: which elements exist, where they lie, their values. Imported only where Triton is."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def tile_mask(rows, columns):
+    """Elements whose row and whose column exist."""
+    return rows[:, None] & columns[None, :]
+
+
+@triton.jit
+def tile_offsets(row, column, width):
+    """Where elements lie in a matrix of that width."""
+    return row[:, None] * width + column[None, :]
+
+
+@triton.jit
+def tile_pointers(matrix, row, column, width):
+    return matrix + row[:, None] * width + column[None, :]
+
+
+@triton.jit
+def load_or_zero(at, inside):
+    return tl.load(at, mask=inside, other=0)
+
+
+@triton.jit
+def load_as_fp32(at, inside):
+    values = load_or_zero(at, inside)
+    return values.to(tl.float32)
+
+
+@triton.jit
+def program_block(AXIS: tl.constexpr, SIZE: tl.constexpr):
+    """The SIZE numbers of this program along an axis of the grid."""
+    return tl.program_id(AXIS) * SIZE + tl.arange(0, SIZE)
