@@ -134,15 +134,9 @@ def measure_every_way(options: OverlapOptions, folder: Path) -> None:
             variant = replace(config, pipeline=pipeline)
             ways[way], events = measure_overlap(variant, world, exchanges)
     origin = events[0].start if events else 0.0
-    shifted = [asdict(shifted_event(event, origin)) for event in events]
+    shifted = [asdict(event.shifted(-origin)) for event in events]
     text = json.dumps({"ways": ways, "events": shifted})
     (folder / f"{world.rank}.json").write_text(text)
-
-
-def shifted_event(event: TraceEvent, origin: float) -> TraceEvent:
-    start = event.start - origin
-    end = event.end - origin
-    return replace(event, start=start, end=end)
 
 
 def measure_overlap(config: Config, world: World, exchanges: SpanRecorder) -> Measured:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -12,6 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from moefold.bench.report import show_report
 from moefold.config.read import parse_overrides
 from moefold.plan.answer import TIME_WALLS, answer_request
 from moefold.presets.command_options import read_options
@@ -66,12 +66,9 @@ class PlanCommandOptions:
 
 def run_command(argv: Sequence[str]) -> int:
     options, overrides = read_options(PlanCommandOptions, argv, "plan")
-    answer = answer_request({**plan_request(options), **parse_overrides(overrides)})
-    if options.json:
-        print(json.dumps(answer, indent=1))
-    else:
-        print_plan(answer, Console())
-    return 0
+    request = plan_request(options) | parse_overrides(overrides)
+    answer = answer_request(request)
+    return show_report(answer, options.json, print_plan)
 
 
 def plan_request(options: PlanCommandOptions) -> dict[str, Any]:
@@ -81,7 +78,8 @@ def plan_request(options: PlanCommandOptions) -> dict[str, Any]:
     return {name: value for name, value in given.items() if value or name == "gpus"}
 
 
-def print_plan(answer: dict[str, Any], console: Console) -> None:
+def print_plan(answer: dict[str, Any]) -> None:
+    console = Console()
     layout = answer["layout"]
     console.print(layout_headline(answer))
     choices = [f"dispatcher {answer['dispatcher']}", f"graphs {layout['graphs']}"]
@@ -162,8 +160,9 @@ def print_layout_table(answer: dict[str, Any], console: Console) -> None:
         table.add_column(column, justify="right")
     for layout in answer["layouts"]:
         numbers = (layout["step_s"], layout["tflops_per_gpu"], layout["memory_gib"])
+        cells = [f"{number:.4g}" for number in numbers]
         recompute = ",".join(layout["layout"]["recompute"]) or "-"
-        table.add_row(layout["text"], recompute, *(f"{number:.4g}" for number in numbers))
+        table.add_row(layout["text"], recompute, *cells)
     console.print(table)
     for rejected in answer["rejected"]:
         line = f"left out {rejected['count']} for {rejected['reason']}: {rejected['example']}"
