@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 import yaml
 from rich.console import Console
+from torch import Tensor
 
 from moefold.bench.clock import Work, wall_clock_seconds
 from moefold.bench.machine import cuda_capability, resolve_device, synchronize_device
@@ -58,7 +59,7 @@ ATTENTION_SHAPES = [  # sequence length, head width
 STREAM_SHAPES = [(16_384, 7168), (131_072, 2048)]  # rows, columns
 
 
-ScalePair = tuple[torch.Tensor, torch.Tensor]  # of the input and of the weight
+ScalePair = tuple[Tensor, Tensor]  # of the input and of the weight
 LAUNCH_COUNT = 500
 SYNC_COUNT = 50
 LEAST_SCALE_ON_CPU = 16
@@ -205,7 +206,7 @@ class MachineCalibration:
         smaller = [size // self.scale // 16 * 16 for size in sizes]
         return [max(16, size) for size in smaller]
 
-    def normal(self, *shape: int) -> torch.Tensor:
+    def normal(self, *shape: int) -> Tensor:
         return torch.randn(*shape, device=self.device, dtype=self.dtype)
 
     def time_gemms(self) -> Iterator[TimedKernel]:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor
 
 from moefold.bench.clock import median_seconds
 from moefold.bench.machine import cuda_capability, resolve_device, resolve_dtype
@@ -83,7 +84,7 @@ def time_kernel_case(
 
 
 def detached_copy(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, Tensor):
         return value.detach().clone()
     return value
 

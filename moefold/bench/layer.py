@@ -19,7 +19,7 @@ import torch
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
-from torch import nn
+from torch import Tensor, nn
 
 from moefold.api.moe_layer import MoeLayer
 from moefold.bench.clock import Work, wall_clock_seconds
@@ -62,7 +62,7 @@ LAYER_CAPTION = (
     "share of the even figure. HF: transformers' grouped_mm layer. ratio: its time over ours, step after step."
 )
 
-LayerForward = Callable[[torch.Tensor], torch.Tensor]
+LayerForward = Callable[[Tensor], Tensor]
 BuiltLayer = tuple[LayerForward, nn.Module]
 LayerBuilder = Callable[[], BuiltLayer]
 
@@ -87,14 +87,14 @@ def moefold_layer(layer: LayerShape, device: str, dtype: torch.dtype, zipf: bool
         nn.init.normal_(parameter, std=0.02)
     expert_ids = zipf_expert_ids(layer, device) if zipf else None
 
-    def forward_alone(h_TD: torch.Tensor) -> torch.Tensor:
+    def forward_alone(h_TD: Tensor) -> Tensor:
         output_TD, _ = module(h_TD, expert_ids)
         return output_TD
 
     return forward_alone, module
 
 
-def zipf_expert_ids(layer: LayerShape, device: str) -> torch.Tensor:
+def zipf_expert_ids(layer: LayerShape, device: str) -> Tensor:
     """K distinct experts for each token, expert i drawn in proportion to 1 / i."""
     numbers_E = torch.arange(1, layer.experts + 1, device=device)
     weights_E = 1 / numbers_E
@@ -120,7 +120,7 @@ def transformers_layer(layer: LayerShape, device: str, dtype: torch.dtype) -> Bu
     for parameter in block.parameters():
         nn.init.normal_(parameter, std=0.02)
 
-    def block_forward(h_TD: torch.Tensor) -> torch.Tensor:
+    def block_forward(h_TD: Tensor) -> Tensor:
         return block(h_TD[None])[0]
 
     return block_forward, block
@@ -152,7 +152,7 @@ def measure_layer(built: BuiltLayer, layer: LayerShape, device: str, dtype: torc
     return LayerTiming(sustained, gflop / sustained, gflop / cool, saved_gib)
 
 
-def saved_bytes(forward: LayerForward, h_TD: torch.Tensor, device: str) -> int:
+def saved_bytes(forward: LayerForward, h_TD: Tensor, device: str) -> int:
     """Bytes held between forward and backward: the input counts, the output does not."""
     before = allocated_bytes(device)
     out_TD = forward(h_TD)

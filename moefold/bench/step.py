@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor
 
 from moefold.anatomy.model_totals import train_flops_per_token
 from moefold.bench.machine import free_device_memory, machine_facts, resolve_device, synchronize_device
@@ -157,7 +158,7 @@ def time_transformers_steps(config: Config, steps: int) -> StepTiming:
     ids_NBS = ids.view(-1, *batch_shape)
     batches = iter(ids_NBS.to(config.train.device))
 
-    def transformers_step() -> torch.Tensor:
+    def transformers_step() -> Tensor:
         ids_BS = next(batches)
         output = model(input_ids=ids_BS, labels=ids_BS)
         loss = output.loss
@@ -167,7 +168,7 @@ def time_transformers_steps(config: Config, steps: int) -> StepTiming:
         optimizer.zero_grad(set_to_none=True)
         return loss.detach()
 
-    return time_training_steps(transformers_step, torch.Tensor.item, config, steps)
+    return time_training_steps(transformers_step, Tensor.item, config, steps)
 
 
 def transformers_model(config: Config) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from moefold.comm.collectives import all_reduce_no_grad
 from moefold.config.rules import sequence_multiple
@@ -62,7 +63,7 @@ def sample_text(run: Run, prompt: str, temperature: float = 0.7) -> str:
     return run.tokenizer.decode(tokens)
 
 
-def logits_at_position(run: Run, window_1S: torch.Tensor, position: int) -> torch.Tensor:
+def logits_at_position(run: Run, window_1S: Tensor, position: int) -> Tensor:
     """The logits at one position of one sequence, in fp32, on every rank: ranks without the last stage add zeros."""
     vocab = run.config.model.vocab
     logits_V = torch.zeros(vocab, device=run.world.device)

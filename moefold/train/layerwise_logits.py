@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+from torch import Tensor
 
 from moefold.anatomy.stage_contents import Stage
 from moefold.checkpoint.hf.config_json import describe_model
@@ -30,7 +31,7 @@ def layer_stages(model: ModelConfig) -> Iterator[Stage]:
 
 
 @torch.no_grad()
-def logits_by_layer(folder: ModelFolder, ids_BS: torch.Tensor, precision: str = "fp32") -> torch.Tensor:
+def logits_by_layer(folder: ModelFolder, ids_BS: Tensor, precision: str = "fp32") -> Tensor:
     """Logits (B, S, V). Missing and wrong weights are refused before the first layer."""
     described = describe_model(folder)
     model = described.model

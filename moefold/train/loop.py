@@ -14,7 +14,6 @@ import torch.distributed as dist
 from moefold.anatomy.model_totals import active_parameters, total_parameters, train_flops_per_token
 from moefold.checkpoint.format.storage import require_free_space
 from moefold.checkpoint.live.background_saver import BackgroundSaver
-from moefold.checkpoint.live.logical_tensors import collect_tensors
 from moefold.checkpoint.live.save import checkpoint_bytes, run_on_rank_zero
 from moefold.comm.collectives import all_gather_objects
 from moefold.comm.host_copies import ToHost
@@ -32,7 +31,7 @@ from moefold.train.assemble import Run, assemble_run
 from moefold.train.evaluate import sample_text, validation_loss
 from moefold.train.from_hf import starting_weights
 from moefold.train.host_duties import any_rank_asks, collect_garbage_manually, stop_requests
-from moefold.train.resume import begin_checkpoint, checkpoint_folder, make_background_saver, resume_run
+from moefold.train.resume import begin_checkpoint, checkpoint_folder, make_background_saver, resume_run, run_tensors
 from moefold.train.step import StepReport, refuse_non_finite, train_step
 from moefold.train.step_profile import profile_step, profile_text, write_profile_trace
 
@@ -69,8 +68,7 @@ def run_training(config: Config, world: World, out: Path, resume: str | None, fr
 
 
 def require_space_for_checkpoint(run: Run) -> None:
-    tensors = collect_tensors(run.model, run.optimizer, run.further_state)
-    needed = checkpoint_bytes(tensors, run.world)
+    needed = checkpoint_bytes(run_tensors(run), run.world)
     check = partial(require_free_space, checkpoint_folder(run), needed)
     run_on_rank_zero(check, run.world, run.out)
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from moefold.checkpoint.format.boxes import box_corner, box_sizes, box_slices, element_count
 from moefold.checkpoint.live.logical_tensors import boxes_in_whole
@@ -46,7 +47,7 @@ class TraceEntry:
 
     what: str
     starts: tuple[int, ...]
-    values: torch.Tensor
+    values: Tensor
 
 
 RankTrace = list[TraceEntry]
@@ -265,7 +266,7 @@ def local_gradients(run: Run, when: str) -> RankTrace:
     return entries
 
 
-def relative_error(entry: TraceEntry, reference: torch.Tensor) -> float:
+def relative_error(entry: TraceEntry, reference: Tensor) -> float:
     """The error of a part, relative to the norm of the whole tensor, so that a part of tiny numbers is not wrong for
     its rounding. Infinite if it is not a number."""
     box = tuple(zip(entry.starts, entry.values.shape, strict=True))

@@ -11,6 +11,7 @@ from functools import cached_property
 from math import isfinite
 
 import torch
+from torch import Tensor
 
 from moefold.comm.collectives import all_reduce_no_grad
 from moefold.comm.host_copies import DeviceTime, ToHost
@@ -25,7 +26,7 @@ class StepReport:
     """What one step gave, over the whole global batch: to be asked for when it is needed, since reading any of it but
     `number` and `lr` waits until the device is done with the step."""
 
-    def __init__(self, number: int, lr: float, begun: DeviceTime, numbers: torch.Tensor, loads: LayerLoads):
+    def __init__(self, number: int, lr: float, begun: DeviceTime, numbers: Tensor, loads: LayerLoads):
         self.number = number
         self.lr = lr
         self.begun = begun
@@ -108,20 +109,20 @@ def train_step(run: Run, batch: Batch) -> StepReport:
     return StepReport(number, lr, begun, numbers, loads)
 
 
-def sum_over_ranks(run: Run, losses_1M: torch.Tensor) -> torch.Tensor:
+def sum_over_ranks(run: Run, losses_1M: Tensor) -> Tensor:
     """Over the ranks that hold other tokens, then over pipeline ranks, of which one has the losses and the others
     zeros."""
     of_all_tokens_1M = all_reduce_no_grad(losses_1M, run.world.dp_cp)
     return all_reduce_no_grad(of_all_tokens_1M, run.world.axis("pp"))
 
 
-def count_labels(run: Run, batch: Batch) -> torch.Tensor:
+def count_labels(run: Run, batch: Batch) -> Tensor:
     """How many tokens of the global batch have a label to predict, one token ahead and further: (1 + M,)."""
     own_1M = run.model.labelled_token_counts(batch.labels_BS)
     return all_reduce_no_grad(own_1M.double(), run.world.dp_cp)
 
 
-def loss_weights(run: Run, tokens_1M: torch.Tensor) -> torch.Tensor:
+def loss_weights(run: Run, tokens_1M: Tensor) -> Tensor:
     """Weights of the summed losses: one for the model's own. A loss of multi-token prediction is a mean over its own
     labels, in a sum that is divided by the number of the model's."""
     model = run.config.model

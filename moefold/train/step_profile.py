@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import torch
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor
 
 from moefold.anatomy.step_specs import StepSpec, prefixed_model_steps, prefixed_mtp_steps
 from moefold.comm.collectives import all_gather_objects
@@ -152,7 +153,7 @@ class SavedTensorCounter:
         leaving = region.register_forward_hook(leave_region)
         return entering, leaving
 
-    def count(self, x: torch.Tensor) -> torch.Tensor:
+    def count(self, x: Tensor) -> Tensor:
         storage = storage_address(x)
         counts = self.open_names and not self.has_finished
         if counts and storage not in self.seen:
@@ -162,11 +163,11 @@ class SavedTensorCounter:
         return x
 
 
-def unpacked_as_saved(x: torch.Tensor) -> torch.Tensor:
+def unpacked_as_saved(x: Tensor) -> Tensor:
     return x
 
 
-def storage_address(x: torch.Tensor) -> int:
+def storage_address(x: Tensor) -> int:
     return x.untyped_storage().data_ptr()
 
 
