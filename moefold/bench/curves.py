@@ -17,7 +17,7 @@ from rich.table import Table
 
 from moefold.bench.machine import machine_facts, resolve_device
 from moefold.bench.options import CurvesOptions
-from moefold.bench.report import Report, show_report
+from moefold.bench.report import Report, add_number_columns, show_report
 from moefold.config.run import (
     AttentionConfig,
     BalanceConfig,
@@ -136,11 +136,9 @@ def difference_from_exact(curves: Curves, name: str) -> list[float]:
 def print_curves_report(report: Report) -> None:
     title = f"{report['card']}, {report['date']}: {report['steps']} steps of Python's own library"
     table = Table("run", title=title, title_justify="left")
-    for column in ("last tenth", "strays from fp32", "at most"):
-        table.add_column(column, justify="right")
+    add_number_columns(table, "last tenth", "strays from fp32", "at most")
     for name, row in report["summary"].items():
-        figures = (row["last"], row["strays"], row["at_most"])
-        cells = [f"{figure:.4f}" for figure in figures]
+        cells = [f"{figure:.4f}" for figure in row.values()]
         table.add_row(CURVE_TITLES[name], *cells)
     Console().print(table)
 

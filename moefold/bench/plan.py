@@ -33,30 +33,31 @@ FP32_STATE_BF16_MOMENTS = FP32_STATE | {"optim.moments": "bf16"}
 
 
 Overrides = dict[str, Any]  # configuration keys
+PlanCase = tuple[str, Overrides]  # model, keys
 Figures = dict[str, float]  # peak_gib and step_ms
 
 
-def case_overrides(layers: int, seq_len: int, micro_batch: int, microbatches: int, state: Overrides) -> Overrides:
-    return {
+def plan_case(model: str, layers: int, seq_len: int, micro_batch: int, microbatches: int, state: Overrides) -> PlanCase:
+    shape = {
         "model.layers": layers,
         "data.seq_len": seq_len,
         "train.micro_batch": micro_batch,
         "train.global_batch": micro_batch * microbatches,
-        **state,
     }
+    return model, shape | state
 
 
-PLAN_CASES: dict[str, tuple[str, Overrides]] = {
-    "olmoe, lean": ("olmoe-1b-7b", case_overrides(16, 4096, 4, 1, BF16_STATE)),
-    "olmoe, 3 x 2": ("olmoe-1b-7b", case_overrides(8, 4096, 2, 3, FP32_STATE)),
-    "olmoe, short": ("olmoe-1b-7b", case_overrides(6, 1024, 16, 1, FP32_STATE_BF16_MOMENTS)),
-    "qwen3-30b, lean": ("qwen3-30b-a3b", case_overrides(12, 4096, 4, 1, BF16_STATE)),
-    "qwen3-30b, long": ("qwen3-30b-a3b", case_overrides(6, 16384, 1, 2, FP32_STATE)),
-    "mixtral-8x22b, lean": ("mixtral-8x22b", case_overrides(2, 4096, 4, 1, BF16_STATE)),
-    "mixtral-8x7b": ("mixtral-8x7b", case_overrides(3, 4096, 2, 2, FP32_STATE)),
-    "deepseek-v2-lite": ("deepseek-v2-lite", case_overrides(8, 4096, 4, 1, BF16_STATE)),
-    "qwen3-235b": ("qwen3-235b-a22b", case_overrides(1, 4096, 4, 2, FP32_STATE)),
-    "qwen2-57b": ("qwen2-57b-a14b", case_overrides(2, 4096, 4, 1, BF16_STATE)),
+PLAN_CASES = {
+    "olmoe, lean": plan_case("olmoe-1b-7b", 16, 4096, 4, 1, BF16_STATE),
+    "olmoe, 3 x 2": plan_case("olmoe-1b-7b", 8, 4096, 2, 3, FP32_STATE),
+    "olmoe, short": plan_case("olmoe-1b-7b", 6, 1024, 16, 1, FP32_STATE_BF16_MOMENTS),
+    "qwen3-30b, lean": plan_case("qwen3-30b-a3b", 12, 4096, 4, 1, BF16_STATE),
+    "qwen3-30b, long": plan_case("qwen3-30b-a3b", 6, 16384, 1, 2, FP32_STATE),
+    "mixtral-8x22b, lean": plan_case("mixtral-8x22b", 2, 4096, 4, 1, BF16_STATE),
+    "mixtral-8x7b": plan_case("mixtral-8x7b", 3, 4096, 2, 2, FP32_STATE),
+    "deepseek-v2-lite": plan_case("deepseek-v2-lite", 8, 4096, 4, 1, BF16_STATE),
+    "qwen3-235b": plan_case("qwen3-235b-a22b", 1, 4096, 4, 2, FP32_STATE),
+    "qwen2-57b": plan_case("qwen2-57b-a14b", 2, 4096, 4, 1, BF16_STATE),
 }
 
 

@@ -30,6 +30,7 @@ from moefold.checkpoint.live.save import gather_write_plan, write_checkpoint
 from moefold.config.run import Config
 from moefold.layout.axes import single_rank_world
 from moefold.layout.process_groups import joined_world
+from moefold.observe.printer import print_nothing
 from moefold.presets.recipe import resolve_recipe
 from moefold.train.assemble import Run, assemble_run
 from moefold.train.resume import begin_checkpoint, make_background_saver
@@ -119,7 +120,7 @@ def step_delay_by_save(folder: Path, config: Config, repeat: int) -> dict[str, f
     times: Times = defaultdict(list)
     with joined_world(config.parallel, config.train.device) as world:
         run = assemble_run(config, world, folder / "run")
-        with make_background_saver(run, ignore_message) as saver:
+        with make_background_saver(run, print_nothing) as saver:
             for _ in range(repeat + 1):
                 seconds = wall_clock_seconds(partial(synchronized_step, run))
                 times["step"].append(seconds)
@@ -129,10 +130,6 @@ def step_delay_by_save(folder: Path, config: Config, repeat: int) -> dict[str, f
         size = saver.plan.bytes if saver.plan else 0
     medians = medians_of(times)
     return medians | {"state_bytes": float(size)}
-
-
-def ignore_message(_: str) -> None:
-    """The saver's progress is not shown."""
 
 
 def step_with_save(run: Run, saver: BackgroundSaver) -> None:

@@ -212,7 +212,9 @@ def model_headline(explanation: Description) -> str:
     name = escape(explanation["name"])
     facts = explanation["facts"]
     parameters = human_readable(explanation["parameters"])
-    ahead = mtp_parameters_note(explanation["parameters_ahead"])
+    ahead = ""
+    if explanation["parameters_ahead"]:
+        ahead = f" (and {human_readable(explanation['parameters_ahead'])} to predict further tokens)"
     active = human_readable(explanation["active_parameters"])
     flops = human_readable(explanation["train_flops_per_token"])
     sizes = f"{parameters} parameters{ahead}, {active} active"
@@ -276,10 +278,6 @@ def steps_that_use(op: str, layers: list[Description]) -> list[str]:
     if not users:
         return ["optimizer" if op in OPTIMIZER_OPS else "attend"]
     return list(users)
-
-
-def mtp_parameters_note(parameters: int) -> str:
-    return f" (and {human_readable(parameters)} to predict further tokens)" if parameters else ""
 
 
 def human_readable(number: float) -> str:

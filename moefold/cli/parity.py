@@ -47,7 +47,7 @@ def run_command(argv: Sequence[str]) -> int:
     in_precision = [*overrides, "--train.precision", options.precision]
     config = resolve_recipe(options.recipe, in_precision, None)
 
-    from moefold.train.parity import shrink_config  # torch, from here on
+    from moefold.train.parity import ROUTINGS, shrink_config  # torch, from here on
 
     small = shrink_config(config, ranks)
     if options.trace:  # this process is one of the ranks
@@ -57,7 +57,8 @@ def run_command(argv: Sequence[str]) -> int:
         arguments = ["doctor", "parity", *argv, "--trace", folder]
         if code := run_local_ranks(arguments, ranks):
             return code
-        equal = compare_every_routing(small, options, Path(folder))
+        verdicts = [compare_with_one_rank(small, options, Path(folder), routing) for routing in ROUTINGS]
+    equal = all(verdicts)
     print("equal" if equal else "NOT equal")
     return 0 if equal else 1
 
@@ -70,13 +71,6 @@ def write_rank_traces(config: Config, steps: int, folder: Path) -> None:
         for routing in ROUTINGS:
             trace = trace_run(config, world, steps, routing)
             write_trace_entries(folder / f"{routing} {world.rank}", trace)
-
-
-def compare_every_routing(config: Config, options: ParityOptions, folder: Path) -> bool:
-    from moefold.train.parity import ROUTINGS
-
-    verdicts = [compare_with_one_rank(config, options, folder, routing) for routing in ROUTINGS]
-    return all(verdicts)
 
 
 def compare_with_one_rank(config: Config, options: ParityOptions, folder: Path, routing: str) -> bool:

@@ -16,6 +16,7 @@ from moefold.config.read import parse_overrides
 from moefold.plan.answer import TIME_WALLS, answer_request
 from moefold.presets.command_options import read_options
 
+Answer = dict[str, Any]  # of the planner
 LAYOUT_DEGREES = ("tp", "cp", "pp", "vpp", "ep", "etp", "dp", "edp")
 
 
@@ -78,7 +79,7 @@ def plan_request(options: PlanCommandOptions) -> dict[str, Any]:
     return {name: value for name, value in given.items() if value or name == "gpus"}
 
 
-def print_plan(answer: dict[str, Any]) -> None:
+def print_plan(answer: Answer) -> None:
     console = Console()
     layout = answer["layout"]
     console.print(layout_headline(answer))
@@ -98,7 +99,7 @@ def print_plan(answer: dict[str, Any]) -> None:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
-def layout_headline(answer: dict[str, Any]) -> str:
+def layout_headline(answer: Answer) -> str:
     layout = answer["layout"]
     degrees = ", ".join(f"{name} {layout[name]}" for name in LAYOUT_DEGREES)
     cluster = f"[bold]{escape(answer['name'])}[/bold] on {answer['gpus']} x {answer['gpu']}"
@@ -106,7 +107,7 @@ def layout_headline(answer: dict[str, Any]) -> str:
     return f"{cluster}: {degrees}; {layout['precision']}, length {layout['seq']}, {batch}"
 
 
-def print_step_time(answer: dict[str, Any], console: Console) -> None:
+def print_step_time(answer: Answer, console: Console) -> None:
     step, budget = answer["step_s"], answer["budget"]
     console.print(
         f"[bold]{step:.4g} s[/bold] a step: {answer['tflops_per_gpu']:.4g} TFLOP/s and "
@@ -122,7 +123,7 @@ def print_step_time(answer: dict[str, Any], console: Console) -> None:
     console.print(table)
 
 
-def print_memory_table(answer: dict[str, Any], console: Console) -> None:
+def print_memory_table(answer: Answer, console: Console) -> None:
     largest = answer["largest_rank"]
     verdict = "fits" if answer["fits"] else "[bold red]does not fit[/bold red]"
     console.print(
@@ -154,7 +155,7 @@ def gib_cells(sizes: Sequence[float]) -> list[str]:
     return [f"{size:.2f}" for size in sizes]
 
 
-def print_layout_table(answer: dict[str, Any], console: Console) -> None:
+def print_layout_table(answer: Answer, console: Console) -> None:
     table = Table("layout", "recompute", title=f"best of {answer['searched']} layouts", title_justify="left")
     for column in ("s/step", "TFLOP/s", "GiB"):
         table.add_column(column, justify="right")

@@ -31,6 +31,7 @@ from moefold.schedule.stage_costs import StageCosts, read_stage_costs
 from moefold.schedule.stage_layout import StageLayout, parse_layout
 
 MOST_OPS = 1_000_000
+Summary = dict[str, Any]  # of a timeline
 
 
 @dataclass(frozen=True)
@@ -158,7 +159,7 @@ def parse_layout_option(options: SimulateOptions, stages: int) -> StageLayout | 
     return layout
 
 
-def timeline_summary(program: Program, timeline: Timeline, title: str) -> dict[str, Any]:
+def timeline_summary(program: Program, timeline: Timeline, title: str) -> Summary:
     """Everything that the command shows, as plain data; lists are by rank."""
     stages: list[list[int]] = [[] for _ in program]
     for stage, rank in enumerate(rank_by_stage(program)):
@@ -187,7 +188,7 @@ def timeline_events(timeline: Timeline, costs: StageCosts) -> list[TraceEvent]:
     return events
 
 
-def print_timeline_table(summary: dict[str, Any]) -> None:
+def print_timeline_table(summary: Summary) -> None:
     bubble = mean(summary["bubble"])
     headline = f"{summary['title']}: makespan {summary['makespan']:.6g}, bubble {bubble:.1%}"
     console = Console()
@@ -203,7 +204,7 @@ def print_timeline_table(summary: dict[str, Any]) -> None:
     console.print(table)
 
 
-def shown_columns(summary: dict[str, Any]) -> list[str]:
+def shown_columns(summary: Summary) -> list[str]:
     """The columns that hold anything but zeros."""
     columns = ["rank", "stages", "bubble", "live chunks"]
     if any(summary["bytes"]):
@@ -215,7 +216,7 @@ def shown_columns(summary: dict[str, Any]) -> list[str]:
     return columns
 
 
-def rank_cells(summary: dict[str, Any], rank: int) -> dict[str, str]:
+def rank_cells(summary: Summary, rank: int) -> dict[str, str]:
     return {
         "rank": str(rank),
         "stages": " ".join(map(str, summary["stages"][rank])),

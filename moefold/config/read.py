@@ -24,6 +24,7 @@ from moefold.config.run import Config
 BOOLEAN_WORDS = {"true": True, "false": False, "yes": True, "no": False, "on": True, "off": False}
 DEEPEST_SECTION = 20  # no configuration is deeper: beyond it, a YAML alias contains itself
 Values = Mapping[str, Any]  # by path of the key
+KnownKeys = Mapping[str, ConfigKey]
 
 
 def convert_value(key: ConfigKey, raw: Any) -> Any:
@@ -116,7 +117,7 @@ def illegal_value_message(key: ConfigKey, raw: Any) -> str:
     return f"{key.path} = {printable_value(raw)} is not legal{guess}; expected {key.expected_values}"
 
 
-def unknown_key_message(path: str, known: Mapping[str, ConfigKey]) -> str:
+def unknown_key_message(path: str, known: KnownKeys) -> str:
     """The message for a key that does not exist, with the nearest that does."""
     inside = [name for name in known if name.startswith(path + ".")]
     if inside:
@@ -125,7 +126,7 @@ def unknown_key_message(path: str, known: Mapping[str, ConfigKey]) -> str:
     return f'no key "{printable_value(path)}"{guess}; `moefold train --help` lists all of them, such as parallel.ep'
 
 
-def guess_by_last_word(path: str, known: Mapping[str, ConfigKey]) -> str:
+def guess_by_last_word(path: str, known: KnownKeys) -> str:
     """The key whose last word is nearest to the path's: `topk` -> `model.moe.top_k`."""
     by_last_word = {name.split(".")[-1]: name for name in known}
     last_word = path.split(".")[-1]

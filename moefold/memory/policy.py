@@ -23,9 +23,11 @@ from moefold.model.step_borders import is_differentiable
 from moefold.model.steps import Carry, Region, Step, run_step_sequence
 from moefold.model.transformer import Transformer
 
+Function = Callable[..., Any]
+
 
 class Policy(Protocol):
-    def around(self, fn: Callable[..., Any], *inputs: Any) -> Any:
+    def around(self, fn: Function, *inputs: Any) -> Any:
         """Return `fn(*inputs)` with the same gradients. Gradients flow through inputs and outputs that are tensors and
         through parameters that `fn` uses. A second call of `fn` gives the same values; make it inside backward, or
         under `rerunning(key)`, so that nothing is counted twice."""
@@ -35,7 +37,7 @@ class Policy(Protocol):
 class Keep:
     """Everything that autograd saves stays on the device."""
 
-    def around(self, fn: Callable[..., Any], *inputs: Any) -> Any:
+    def around(self, fn: Function, *inputs: Any) -> Any:
         return fn(*inputs)
 
 
@@ -49,7 +51,10 @@ def attach_policies(model: Transformer, wanted: Mapping[str, Policy]) -> None:
         if isinstance(module, Region):
             policy = wanted.get(module.name, default)
             module.around = policy.around
-    spanning = {name: policy for name, policy in wanted.items() if REGIONS[name].spans}
+    spanning: dict[str, Policy] = {}
+    for name, policy in wanted.items():
+        if REGIONS[name].spans:
+            spanning[name] = policy
     model.rewrite_steps = partial(over_steps, wanted=spanning)
 
 
@@ -146,10 +151,12 @@ class CarryFunction:
     def __init__(self, steps: Sequence[Step], carry: Carry):
         self.steps = steps
         self.leaves, self.structure = tree_flatten(carry)
-        distinct = {id(leaf): leaf for leaf in self.leaves if is_differentiable(leaf)}
-        self.inputs = list(distinct.values())
-        addresses = list(distinct)
-        numbers = {address: number for number, address in enumerate(addresses)}
+        self.inputs: list[Tensor] = []
+        numbers: dict[int, int] = {}
+        for leaf in self.leaves:
+            if is_differentiable(leaf) and id(leaf) not in numbers:
+                numbers[id(leaf)] = len(self.inputs)
+                self.inputs.append(leaf)
         self.input_numbers = [numbers.get(id(leaf)) for leaf in self.leaves]
         self.called = False
         self.result: CarryTemplate | None = None
@@ -187,7 +194,7 @@ class CarryTemplate:
         self.output_places: dict[int, int] = {}
         input_numbers = {id(x): number for number, x in enumerate(inputs)}
         output_numbers: dict[int, int] = {}
-        untouched = {id(leaf) for leaf in old_leaves}
+        untouched = set(map(id, old_leaves))
         # Integers, text and untouched tensors stay in the template; all else comes from inputs and outputs.
         for place, leaf in enumerate(self.leaves):
             address = id(leaf)

@@ -38,6 +38,7 @@ KERNEL_KINDS = {  # by name of a kernel or of an operation; the first that fits
     "copy": r"memcpy|memset|copy",
 }
 Direction = Literal["forward", "backward", ""]
+Events = Sequence[Any]  # of torch's profiler
 HostMark = tuple[str, float, float]  # of a step: name, start, end
 BusyStretch = tuple[float, float, "ProfiledKernel"]  # start, end, and the kernel that began it
 
@@ -233,7 +234,7 @@ def is_on_host(event: Any) -> bool:
     return event.device_type() == torch.autograd.DeviceType.CPU
 
 
-def outermost_first(events: Sequence[Any]) -> list[Any]:
+def outermost_first(events: Events) -> list[Any]:
     """Events by their beginning; of those that begin together, the longest first."""
     by_length = sorted(events, key=methodcaller("duration_ns"), reverse=True)
     return sorted(by_length, key=methodcaller("start_ns"))
@@ -242,7 +243,7 @@ def outermost_first(events: Sequence[Any]) -> list[Any]:
 class PhaseLookup:
     """Finds the step or phase that a moment of the host belongs to."""
 
-    def __init__(self, host: Sequence[Any]):
+    def __init__(self, host: Events):
         ordered = outermost_first(host)
         nodes = filter(is_node, ordered)
         marks = filter(is_mark, ordered)
@@ -306,7 +307,7 @@ class ThreadIntervals:
         return None
 
 
-def device_kernels(events: Sequence[Any], host: Sequence[Any], phases: PhaseLookup) -> list[ProfiledKernel]:
+def device_kernels(events: Events, host: Events, phases: PhaseLookup) -> list[ProfiledKernel]:
     """Kernels and copies, each in the phase of the host at its launch. Launches do not have torch's thread ids, but
     only one thread launches at a time. Where a launch was not recorded, the operation around it stands in."""
     operations: dict[int, Any] = {}
@@ -332,7 +333,7 @@ def device_kernels(events: Sequence[Any], host: Sequence[Any], phases: PhaseLook
     return kernels
 
 
-def host_operations(host: Sequence[Any], phases: PhaseLookup) -> list[ProfiledKernel]:
+def host_operations(host: Events, phases: PhaseLookup) -> list[ProfiledKernel]:
     """Operations with the time that none inside them took."""
     inner_times = times_of_inner_operations(host)
     operations: list[ProfiledKernel] = []
@@ -351,7 +352,7 @@ def host_operations(host: Sequence[Any], phases: PhaseLookup) -> list[ProfiledKe
     return operations
 
 
-def times_of_inner_operations(host: Sequence[Any]) -> Mapping[int, int]:
+def times_of_inner_operations(host: Events) -> Mapping[int, int]:
     """By id of an event: the nanoseconds of the operations directly inside it."""
     inner_times = defaultdict[int, int](int)
     open_by_thread = defaultdict[int, list[Any]](list)

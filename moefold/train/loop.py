@@ -43,7 +43,7 @@ PROFILED_STEP = 10  # or the last step of a shorter run: by then kernels and cac
 def run_training(config: Config, world: World, out: Path, resume: str | None, from_hf: Path | None = None) -> None:
     """Train as configured, from random weights or those of a folder. Every rank calls this."""
     run_on_rank_zero(partial(claim_run_folder, out, resume), world, out)
-    say = rank_zero_printer(world)
+    say = print_line if world.rank == 0 else print_nothing
     # Build the run, and make sure that its checkpoints fit before any step is spent.
     weights = starting_weights(from_hf, config, world, say) if from_hf else None
     run = assemble_run(config, world, out, weights=weights)
@@ -84,10 +84,6 @@ def no_gradient_warnings(run: Run) -> list[str]:
         moved |= rank_moved
     still = sorted(declared - moved)
     return [f"warning: {name} has had no gradient in {run.step} steps; is it connected?" for name in still]
-
-
-def rank_zero_printer(world: World) -> Printer:
-    return print_line if world.rank == 0 else print_nothing
 
 
 def claim_run_folder(out: Path, resume: str | None) -> None:

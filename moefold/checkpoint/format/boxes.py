@@ -7,6 +7,7 @@ from math import prod
 
 Range = tuple[int, int]  # (start, size)
 Box = tuple[Range, ...]
+IndexedBox = tuple[int, Box]  # with the flat index of its first element
 
 
 def whole_box(shape: Sequence[int]) -> Box:
@@ -62,9 +63,8 @@ def shifted_box(box: Box, offset: Iterable[int]) -> Box:
     return tuple(shifted)
 
 
-def flat_range_boxes(first: int, last: int, shape: Sequence[int]) -> Iterator[tuple[int, Box]]:
-    """Elements first..last of a flattened tensor as few boxes as possible, in order. Each box comes with the flat
-    index of its first element.
+def flat_range_boxes(first: int, last: int, shape: Sequence[int]) -> Iterator[IndexedBox]:
+    """Elements first..last of a flattened tensor as few boxes as possible, in order.
 
     shape 4 x 5, elements 3..17:     . . . a a        a, b and c are boxes: the end of a row, whole rows,
                                      b b b b b        the beginning of a row

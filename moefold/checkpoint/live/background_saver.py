@@ -70,16 +70,16 @@ class BackgroundSaver:
             self.say(f"step {step}: waiting for the checkpoint of step {self.step}, which is still being written")
         self.wait_until_written()
         parts = snapshot_parts(tensors)
-        pinned = runs_on_gpu(self.world)
+        on_gpu = self.world.device.type == "cuda"
         if self.plan is None or self.image is None:
             # Holdings do not change during a run: plan and host memory serve every save.
             self.plan = gather_write_plan(parts, self.world)
-            self.image = HostImage(self.plan, self.world.rank, pinned)
+            self.image = HostImage(self.plan, self.world.rank, on_gpu)
         self.step = step
         self.copied = threading.Event()
         # The copy waits on the GPU for the work that was queued before the save.
         ready = None
-        if pinned:
+        if on_gpu:
             stream = torch.cuda.current_stream(self.world.device)
             ready = stream.record_event()
         save = partial(self.copy_and_write, self.plan, self.image, parts, state, ready)
@@ -132,10 +132,6 @@ def snapshot_parts(tensors: LogicalTensors) -> Parts:
             copied = tensor.clone()
             parts[name] = as_tensor_part(copied)
     return parts
-
-
-def runs_on_gpu(world: World) -> bool:
-    return world.device.type == "cuda"
 
 
 def make_gloo_group(world: World) -> dist.ProcessGroup | None:

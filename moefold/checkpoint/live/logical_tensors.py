@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from moefold.checkpoint.format.boxes import (
     Box,
+    IndexedBox,
     box_corner,
     box_sizes,
     element_count,
@@ -107,7 +108,7 @@ def part_of_state(parameter: DeclaredParameter, first: int, values: FlatValues) 
     return TensorPart(declaration.shape, values.dtype, held, declaration.stacked)
 
 
-def boxes_in_whole(first: int, last: int, parameter: DeclaredParameter) -> Iterator[tuple[int, Box]]:
+def boxes_in_whole(first: int, last: int, parameter: DeclaredParameter) -> Iterator[IndexedBox]:
     """Elements first..last of this rank's flattened part of a parameter, as boxes of the whole parameter."""
     corner = box_corner(parameter.part)
     shape = parameter.tensor.shape
