@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from moefold.anatomy.step_specs import prefixed_model_steps
-from moefold.api.choices import describe_kernels, explain_kernels, module_config
+from moefold.api.choices import Device, describe_kernels, module_config
 from moefold.api.presets import preset, with_keys
 from moefold.config.errors import UserError
 from moefold.config.rules import check_config
@@ -22,9 +22,9 @@ class ModelOutput(NamedTuple):
     """`loss`: mean cross-entropy over labelled tokens, with the losses of multi-token prediction in their weight.
     `aux`: balance losses in their weight, over as many tokens. A training loop minimises `loss + aux`."""
 
-    loss: torch.Tensor | None
-    logits: torch.Tensor | None
-    aux: torch.Tensor
+    loss: Tensor | None
+    logits: Tensor | None
+    aux: Tensor
 
 
 class Model(nn.Module):
@@ -34,21 +34,23 @@ class Model(nn.Module):
     def __init__(
         self,
         config: str | Config,
-        device: str | torch.device | None = None,
+        device: Device = None,
         dtype: torch.dtype | None = None,
         seq_len: int | None = None,
         **keys: Any,
     ):
         super().__init__()
-        config = preset(config) if isinstance(config, str) else config
+        if isinstance(config, str):
+            config = preset(config)
         config = with_keys(config, keys, "model.")
         if seq_len is not None:
             config = with_keys(config, {"seq_len": seq_len}, "data.")
         config, self.world = module_config(config, device, dtype, None)
         self.config = check_config(config, 1)
-        self.transformer = build_model(self.config, self.world, choose_kernels(self.config, self.world))
+        kernels = choose_kernels(self.config, self.world)
+        self.transformer = build_model(self.config, self.world, kernels)
 
-    def forward(self, ids: torch.Tensor, labels: torch.Tensor | None = None, logits: bool = False) -> ModelOutput:
+    def forward(self, ids: Tensor, labels: Tensor | None = None, logits: bool = False) -> ModelOutput:
         """`ids` and `labels` are (sequences, positions). A label is the token that follows its position, -100 for none.
         Logits are computed where there are no labels, or where they are asked for: the fused loss needs none."""
         if labels is ids:
@@ -56,22 +58,31 @@ class Model(nn.Module):
         model = self.transformer
         carry = model.begin(ids, labels)
         for stage in model.stages:
-            carry = run_step_sequence(model.body(stage), carry)
-        wants_logits = logits or labels is None
-        return ModelOutput(
-            loss=None if labels is None else self.mean_loss(carry),
-            logits=model.logits_from_carry(carry) if wants_logits else None,
-            aux=carry["aux"] / max(1, ids.numel()) if labels is None else carry["aux"] / self.labelled(labels)[0],
-        )
+            steps = model.body(stage)
+            carry = run_step_sequence(steps, carry)
+        loss = None
+        tokens: Tensor | int = max(1, ids.numel())
+        if labels is not None:
+            loss = self.mean_loss(carry)
+            tokens = self.labelled(labels)[0]
+        all_logits = None
+        if logits or labels is None:
+            all_logits = model.logits_from_carry(carry)
+        aux = carry["aux"] / tokens
+        return ModelOutput(loss, all_logits, aux)
 
-    def mean_loss(self, carry: Carry) -> torch.Tensor:
+    def mean_loss(self, carry: Carry) -> Tensor:
         losses_1M = self.transformer.predict(carry)["losses_1M"]
-        means_1M = losses_1M / self.labelled(carry["labels_BS"])[: len(losses_1M)]
-        ahead = self.config.model.mtp_loss * means_1M[1:].mean() if len(means_1M) > 1 else 0.0
-        return means_1M[0] + ahead
+        labelled_1M = self.labelled(carry["labels_BS"])
+        means_1M = losses_1M / labelled_1M[: len(losses_1M)]
+        own, ahead_M = means_1M[0], means_1M[1:]
+        if len(ahead_M) == 0:
+            return own
+        return own + self.config.model.mtp_loss * ahead_M.mean()
 
-    def labelled(self, labels: torch.Tensor) -> torch.Tensor:
-        return self.transformer.labelled_token_counts(labels).clamp(min=1)
+    def labelled(self, labels: Tensor) -> Tensor:
+        counts_1M = self.transformer.labelled_token_counts(labels)
+        return counts_1M.clamp(min=1)
 
     def step_balance(self, pace: float = 1.0) -> LayerLoads:
         """After the optimizer's step: moves every layer's selection bias, and returns the load of its experts."""
@@ -79,5 +90,6 @@ class Model(nn.Module):
 
     def explain(self) -> str:
         """One line for each operation: the implementation in use, and why."""
-        specs = [spec for _, spec in prefixed_model_steps(self.config.model)]
-        return describe_kernels(explain_kernels(specs, self.config, self.world))
+        prefixed = prefixed_model_steps(self.config.model)
+        specs = [spec for _, spec in prefixed]
+        return describe_kernels(specs, self.config, self.world)

@@ -6,13 +6,12 @@ connection are the caller's.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from moefold.api.choices import describe_kernels, explain_kernels, module_config
+from moefold.api.choices import Device, describe_kernels, module_config
 from moefold.api.presets import preset, with_keys
 from moefold.config.rules import check_config
 from moefold.config.run import Config
@@ -40,16 +39,23 @@ class MoeLayer(nn.Module):
         ffn: int,
         score: str = "softmax",
         shared_ffn: int = 0,
-        device: str | torch.device | None = None,
+        device: Device = None,
         dtype: torch.dtype | None = None,
         seed: int = 1,
         world: World | None = None,
         initialise: bool = True,
         **keys: Any,
     ):
-        sizes = {"experts": experts, "top_k": top_k, "ffn": ffn, "shared_ffn": shared_ffn, "router__score": score}
-        config = with_keys(Config(), {"hidden": hidden, "layers": 1}, "model.")
-        config = with_keys(config, {**sizes, **keys}, "model.moe.")
+        hidden_of_one_layer = {"hidden": hidden, "layers": 1}
+        sizes = {
+            "experts": experts,
+            "top_k": top_k,
+            "ffn": ffn,
+            "shared_ffn": shared_ffn,
+            "router__score": score,
+        }
+        config = with_keys(Config(), hidden_of_one_layer, "model.")
+        config = with_keys(config, sizes | keys, "model.moe.")
         super().__init__()
         self.build(config, device, dtype, seed if initialise else None, world)
 
@@ -57,7 +63,7 @@ class MoeLayer(nn.Module):
     def like(
         cls,
         name: str,
-        device: str | torch.device | None = None,
+        device: Device = None,
         dtype: torch.dtype | None = None,
         seed: int = 1,
         world: World | None = None,
@@ -73,22 +79,23 @@ class MoeLayer(nn.Module):
     def build(
         self,
         config: Config,
-        device: str | torch.device | None,
+        device: Device,
         dtype: torch.dtype | None,
         seed: int | None,
         world: World | None,
     ) -> None:
-        config = replace(config, model=replace(config.model, moe=replace(config.model.moe, dense_layers=0)))
+        config = with_keys(config, {"dense_layers": 0}, "model.moe.")
         config, self.world = module_config(config, device, dtype, world)
         self.config = check_config(config, self.world.size)
         kernels = choose_kernels(self.config, self.world)
         parts = make_model_parts(self.config, self.world, kernels)
-        with self.world.device, default_dtype(DTYPES[self.config.train.precision]):
+        precision = DTYPES[self.config.train.precision]
+        with self.world.device, default_dtype(precision):
             self.layer = MoeSublayer(self.config.model, 0, parts)
         if seed is not None:
             initialise_parameters(self.layer, seed)
 
-    def forward(self, x: torch.Tensor, expert_ids: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, x: Tensor, expert_ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """`expert_ids` (..., top_k) replace the router's choice; weights and their gradients still come from its
         scores."""
         output, aux = self.layer(x, expert_ids)
@@ -99,11 +106,12 @@ class MoeLayer(nn.Module):
         """After the optimizer's step: moves the selection bias (`balance__bias_rate`) and returns the tokens of each
         expert since the last call."""
         everyone = self.world.dp_cp_tp
-        return update_selection_biases([self.layer.router.load], self.config.model.moe, everyone, pace=pace)
+        load = self.layer.router.load
+        return update_selection_biases([load], self.config.model.moe, everyone, pace=pace)
 
     def explain(self) -> str:
         """One line for each operation: the implementation in use, and why."""
-        return describe_kernels(explain_kernels(self.layer.specs, self.config, self.world, without=("add_rmsnorm",)))
+        return describe_kernels(self.layer.specs, self.config, self.world, without=("add_rmsnorm",))
 
     def extra_repr(self) -> str:
         moe = self.config.model.moe

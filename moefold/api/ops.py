@@ -10,13 +10,14 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import torch
+from torch import Tensor
 
 from moefold.api.choices import PRECISION_NAMES
 from moefold.config.errors import one_of
 from moefold.kernels.bound import BoundKernels
 from moefold.kernels.facts import AttentionShape, Facts
 from moefold.kernels.registry import KernelOp, import_every_op
+from moefold.train.assemble import device_capability
 
 
 class BoundOps:
@@ -26,7 +27,8 @@ class BoundOps:
         if name.startswith("_"):
             raise AttributeError(name)
         ops = import_every_op()
-        op = ops[one_of("operation of moefold.ops", name, ops)]
+        known = one_of("operation of moefold.ops", name, ops)
+        op = ops[known]
         return BoundOp(op)
 
     def __dir__(self) -> list[str]:
@@ -41,45 +43,54 @@ class BoundOp:
         self.__doc__ = op.__doc__
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
-        return self.implementation(*inputs)(*inputs, **named)
+        run = self.implementation(*inputs)
+        return run(*inputs, **named)
 
     def implementation(self, *inputs: Any) -> Callable[..., Any]:
         """What a call with these inputs runs."""
-        return BoundKernels(facts_of_inputs(self.op.name, inputs))[self.op]
+        facts = facts_of_inputs(self.op.name, inputs)
+        return BoundKernels(facts)[self.op]
 
 
 def facts_of_inputs(op: str, inputs: tuple[Any, ...]) -> Facts:
     """The facts that the catalog's conditions need, read off tensors."""
-    tensors = [x for x in inputs if isinstance(x, torch.Tensor) and x.is_floating_point()]
-    first = tensors[0]
-    cuda = first.device.type == "cuda"
-    width = common_width(tensors)
+    tensors = [x for x in inputs if isinstance(x, Tensor)]
+    floats = [x for x in tensors if x.is_floating_point()]
+    device = floats[0].device
+    width = common_width(floats)
+    is_attention = op == "attention"
     return Facts(
-        device=first.device.type,
-        dtype=PRECISION_NAMES[first.dtype],
-        capability=torch.cuda.get_device_capability(first.device) if cuda else (0, 0),
+        device=device.type,
+        dtype=PRECISION_NAMES[floats[0].dtype],
+        capability=device_capability(device),
         hidden=width,
         ffn=width,
-        attention=shape_of_attention(tensors) if op == "attention" else None,
-        sees_all=op != "attention" or sees_all_positions(*inputs[4:]),
+        attention=shape_of_attention(floats) if is_attention else None,
+        sees_all=not is_attention or sees_all_positions(*inputs[4:]),
     )
 
 
-def sees_all_positions(window: int = 0, *sinks_or_documents: torch.Tensor | None) -> bool:
+def sees_all_positions(window: int = 0, *sinks_or_documents: Tensor | None) -> bool:
     """Whether attention has no window, no sinks and no documents, which are the arguments behind the scale."""
     return window == 0 and all(x is None for x in sinks_or_documents)
 
 
-def common_width(tensors: list[torch.Tensor]) -> int:
+def common_width(tensors: list[Tensor]) -> int:
     """The largest width that divides the matrix dims of all tensors: what alignment is judged by."""
-    sizes = [size for x in tensors if x.dim() > 1 for size in x.shape[-2 if x.dim() > 2 else -1 :]]
+    sizes: list[int] = []
+    for x in tensors:
+        if x.dim() > 1:
+            matrix_dims = min(2, x.dim() - 1)
+            sizes += x.shape[-matrix_dims:]
     return math.gcd(*sizes)
 
 
-def shape_of_attention(tensors: list[torch.Tensor]) -> AttentionShape:
+def shape_of_attention(tensors: list[Tensor]) -> AttentionShape:
     q_BSHD, k_BLGD, v_BLGV = tensors[:3]
     _, length, heads, head_dim = q_BSHD.shape
-    return AttentionShape(length, heads, k_BLGD.shape[2], head_dim, v_BLGV.shape[3])
+    kv_heads = k_BLGD.shape[2]
+    value_dim = v_BLGV.shape[3]
+    return AttentionShape(length, heads, kv_heads, head_dim, value_dim)
 
 
 ops = BoundOps()

@@ -15,12 +15,16 @@ def preset(name: str, ranks: int = 1, **keys: Any) -> Config:
     """The configuration of a preset or a YAML file, with keys changed: `preset("tiny", train__steps=20)`. Refused with
     every problem at once if a key is unknown, a value is illegal or a rule is broken on that many ranks."""
     base = resolve_recipe(name, world=None)
-    return check_config(with_keys(base, keys), ranks)
+    changed = with_keys(base, keys)
+    return check_config(changed, ranks)
 
 
 def with_keys(config: Config, keys: dict[str, Any], section: str = "") -> Config:
     """The configuration with keys of a section changed, such as {"router__score": "sigmoid"} of "model.moe."."""
-    values = {section + name.replace("__", "."): value for name, value in keys.items()}
+    values: dict[str, Any] = {}
+    for name, value in keys.items():
+        path = name.replace("__", ".")
+        values[section + path] = value
     problems: dict[str, str] = {}
     changed = with_values(config, values, problems)
     if problems:

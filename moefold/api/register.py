@@ -17,7 +17,8 @@ def register(
     process accept the name. docs/python.md says what each kind is called with."""
 
     def register_implementation(implementation: Implementation) -> Implementation:
-        register_extension(Extension(kind, name, says, implementation, price))
+        extension = Extension(kind, name, says, implementation, price)
+        register_extension(extension)
         return implementation
 
     return register_implementation

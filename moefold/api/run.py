@@ -52,4 +52,5 @@ def run(config: Config, out: str | Path = ".", corpus: Corpus | None = None) -> 
     """The run of a configuration, on the ranks that torchrun or Slurm started, or on one. `corpus` replaces the text
     that the configuration names. Nothing is written to `out`: saving and logging are the command line's."""
     with joined_world(config.parallel, config.train.device) as world:
-        yield TrainingRun(assemble_run(config, world, Path(out), corpus))
+        assembled = assemble_run(config, world, Path(out), corpus)
+        yield TrainingRun(assembled)

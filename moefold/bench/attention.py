@@ -33,9 +33,9 @@ def attention_report(device: str) -> Report:
     """The times of every shape; none on a CPU, which has no attention kernels to choose from."""
     results: list[Row] = []
     if device == "cuda":
-        for name, facts in attention_cases(device).items():
-            results.append(measured_shape(name, facts))
-    return {**machine_facts(device), "results": results}
+        cases = attention_cases(device)
+        results = [measured_shape(name, facts) for name, facts in cases.items()]
+    return machine_facts(device) | {"results": results}
 
 
 def attention_cases(device: str) -> dict[str, Facts]:
@@ -43,7 +43,8 @@ def attention_cases(device: str) -> dict[str, Facts]:
     capability = cuda_capability(device)
     cases: dict[Any, tuple[str, Facts]] = {}
     for name in ATTENTION_MODELS:
-        facts = facts_from_config(PRESETS[name](), device, "bf16", capability)
+        config = PRESETS[name]()
+        facts = facts_from_config(config, device, "bf16", capability)
         every_kernel = replace(facts, repeatable=False)
         cases.setdefault(facts.attention, (name, every_kernel))
     return dict(cases.values())
@@ -55,22 +56,27 @@ def measured_shape(name: str, facts: Facts) -> Row:
     repeats: dict[str, bool] = {}
     for kernel in candidate_names(facts):
         repeats[kernel] = is_bit_reproducible(kernel, facts)
-    shape = str(facts.attention)
-    return {"model": name, "shape": shape, "milliseconds": times, "repeats": repeats}
+    row: Row = {"model": name, "shape": str(facts.attention)}
+    row["milliseconds"] = times
+    row["repeats"] = repeats
+    return row
 
 
 def is_bit_reproducible(kernel: str, facts: Facts) -> bool:
     """Whether several runs give the same gradients, to the bit."""
     assert facts.attention is not None
-    inputs = random_inputs(facts.attention, DTYPES[facts.dtype])
+    dtype = DTYPES[facts.dtype]
+    inputs = random_inputs(facts.attention, dtype)
     run_once = forward_and_backward(kernel, *inputs)
     first = run_once()
-    return all(equal_to_the_bit(first, run_once()) for _ in range(COMPARED_RUNS))
+    again = (run_once() for _ in range(COMPARED_RUNS))
+    return all(equal_to_the_bit(first, other) for other in again)
 
 
 def equal_to_the_bit(first: Any, second: Any) -> bool:
     pairs = zip(first, second, strict=True)
-    return all(torch.equal(a, b) for a, b in pairs)
+    equal = [torch.equal(a, b) for a, b in pairs]
+    return all(equal)
 
 
 def print_attention_report(report: Report) -> None:
@@ -80,8 +86,8 @@ def print_attention_report(report: Report) -> None:
     table.add_column("ms", justify="right")
     table.add_column("repeats to the bit")
     for row in report["results"]:
-        model, shape = row["model"], row["shape"]
         for kernel, milliseconds in row["milliseconds"].items():
             repeats = "yes" if row["repeats"][kernel] else "no"
-            table.add_row(model, shape, kernel, f"{milliseconds:.2f}", repeats)
+            cells = (kernel, f"{milliseconds:.2f}", repeats)
+            table.add_row(row["model"], row["shape"], *cells)
     Console().print(table)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import datetime
 import os
-import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from functools import partial
@@ -20,6 +19,7 @@ import torch
 import torch.nn.functional as F
 import yaml
 from rich.console import Console
+from torch import Tensor
 
 from moefold.bench.clock import Work, wall_clock_seconds
 from moefold.bench.machine import cuda_capability, resolve_device, synchronize_device
@@ -49,11 +49,17 @@ GROUPED_GEMM_SHAPES = [  # experts, rows of each, n, k: experts of known models
     (32, 1024, 7168, 2048),
     (16, 512, 3072, 4096),
 ]
-ATTENTION_SHAPES = [(16_384, 128), (4096, 128), (1024, 128), (4096, 64), (16_384, 64)]  # sequence length, head width
+ATTENTION_SHAPES = [  # sequence length, head width
+    (16_384, 128),
+    (4096, 128),
+    (1024, 128),
+    (4096, 64),
+    (16_384, 64),
+]
 STREAM_SHAPES = [(16_384, 7168), (131_072, 2048)]  # rows, columns
 
 
-ScalePair = tuple[torch.Tensor, torch.Tensor]  # of the input and of the weight
+ScalePair = tuple[Tensor, Tensor]  # of the input and of the weight
 LAUNCH_COUNT = 500
 SYNC_COUNT = 50
 LEAST_SCALE_ON_CPU = 16
@@ -66,15 +72,25 @@ def run_benchmark(options: CalibrateOptions) -> int:
     text = yaml.safe_dump(description, sort_keys=False)
     options.out.write_text(text, encoding="utf-8")
     message = f"wrote {options.out}: {description['kernels']}"
-    Console().print(message, highlight=False, markup=False, soft_wrap=True)
+    console = Console(soft_wrap=True, highlight=False)
+    console.print(message, markup=False)
     return 0
 
 
 def peaks_as_measured(points: list[TimedKernel]) -> dict[str, Any]:
     """A machine without a data sheet: its peaks are the best measured rates, and it has no neighbours."""
-    hbm = max(point.bytes / point.seconds for point in points if point.what == "stream")
-    best = max(point.flops / point.seconds for point in points)
-    return {"peak": {"bf16": best}, "hbm": hbm, "domain": 1, "inside": hbm, "network": 1e9, "dollars": 0.0}
+    streams = [point for point in points if point.what == "stream"]
+    bandwidths = [point.bytes / point.seconds for point in streams]
+    speeds = [point.flops / point.seconds for point in points]
+    hbm = max(bandwidths)
+    return {
+        "peak": {"bf16": max(speeds)},
+        "hbm": hbm,
+        "domain": 1,
+        "inside": hbm,
+        "network": 1e9,
+        "dollars": 0.0,
+    }
 
 
 def peaks_by_precision(known: dict[str, float]) -> dict[str, float]:
@@ -92,18 +108,24 @@ class MachineCalibration:
     def __init__(self, device: str, options: CalibrateOptions):
         self.device = device
         self.options = options
+        self.scale = options.scale
+        self.dtype = torch.bfloat16
         self.on_gpu = device == "cuda"
-        self.scale = options.scale if self.on_gpu else max(options.scale, LEAST_SCALE_ON_CPU)
-        self.dtype = torch.bfloat16 if self.on_gpu else torch.float32
+        if not self.on_gpu:
+            self.scale = max(options.scale, LEAST_SCALE_ON_CPU)
+            self.dtype = torch.float32
 
     def machine_description(self) -> dict[str, Any]:
         """The content of the YAML file."""
         name = self.gpu_name()
-        similar = find_gpu_by_name(self.similar_gpu_name(name))
+        similar_name = self.similar_gpu_name(name)
+        similar = find_gpu_by_name(similar_name)
         points = self.time_every_kernel()
         launch, start, sync = self.time_launches()
         known = asdict(similar) if self.on_gpu else peaks_as_measured(points)
+        hbm = known["hbm"]
         peaks = peaks_by_precision(known["peak"])
+        efficiencies = fit_efficiencies(points, peaks, hbm, start)
         major, minor = cuda_capability(self.device)
         return {
             **known,
@@ -112,7 +134,7 @@ class MachineCalibration:
             "memory": round(self.memory_gib(), 1),
             "host_link": self.host_link_bandwidth(similar.host_link),
             "host": {"launch": launch, "sync": sync},
-            "kernels": fit_efficiencies(points, peaks, known["hbm"], start),
+            "kernels": efficiencies,
             "origin": f"measured {datetime.date.today()} on {self.machine_title()}",
             "points": [nonzero_fields(point) for point in points],
         }
@@ -131,7 +153,8 @@ class MachineCalibration:
         if not self.on_gpu:
             return "CPU"
         full_name = torch.cuda.get_device_name()
-        longest_first = sorted(known_gpu_names(), key=len, reverse=True)  # h200 before h20
+        names = known_gpu_names()
+        longest_first = sorted(names, key=len, reverse=True)  # h200 before h20
         for known in longest_first:
             if known.upper() in full_name:
                 return known.upper()
@@ -140,7 +163,8 @@ class MachineCalibration:
     def similar_gpu_name(self, name: str) -> str:
         if self.options.like:
             return self.options.like
-        return name.lower() if name.lower() in known_gpu_names() else "h100"
+        known = name.lower()
+        return known if known in known_gpu_names() else "h100"
 
     def machine_title(self) -> str:
         title = torch.cuda.get_device_name() if self.on_gpu else "a CPU"
@@ -148,73 +172,74 @@ class MachineCalibration:
 
     def memory_gib(self) -> float:
         if self.on_gpu:
-            return torch.cuda.get_device_properties(0).total_memory / 2**30
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+            properties = torch.cuda.get_device_properties(0)
+            return properties.total_memory / 2**30
+        pages = os.sysconf("SC_PHYS_PAGES")
+        return pages * os.sysconf("SC_PAGE_SIZE") / 2**30
 
     def wait(self) -> None:
         synchronize_device(self.device)
 
     def clock(self, work: Work) -> float:
         """Median seconds of a call on the device, each measured over enough calls to be resolved by the clock."""
+
+        def call_and_wait() -> None:
+            work()
+            self.wait()
+
+        def call_many() -> None:
+            for _ in range(count):
+                work()
+
         # Warm up, then estimate one call, to choose how many calls fill about 2 ms.
         for _ in range(3):
-            work()
-        self.wait()
-        begun = time.perf_counter()
-        work()
-        self.wait()
-        estimate = time.perf_counter() - begun
-        calls = int(2e-3 / max(1e-6, estimate))
-        calls = max(1, min(20, calls))
-        measure = self.event_seconds if self.on_gpu else self.wall_seconds
-        times = [measure(work, calls) for _ in range(self.options.repeat)]
-        return median(times) / calls
-
-    def event_seconds(self, work: Work, calls: int) -> float:
-        first = torch.cuda.Event(enable_timing=True)
-        last = torch.cuda.Event(enable_timing=True)
-        first.record()
-        for _ in range(calls):
-            work()
-        last.record()
-        self.wait()
-        return first.elapsed_time(last) / 1e3
-
-    def wall_seconds(self, work: Work, calls: int) -> float:
-        begun = time.perf_counter()
-        for _ in range(calls):
-            work()
-        return time.perf_counter() - begun
+            call_and_wait()
+        estimate = wall_clock_seconds(call_and_wait)
+        wanted = int(2e-3 / max(1e-6, estimate))
+        count = max(1, min(20, wanted))
+        measure = event_seconds if self.on_gpu else wall_clock_seconds
+        times = [measure(call_many) for _ in range(self.options.repeat)]
+        return median(times) / count
 
     def scaled_sizes(self, *sizes: int) -> list[int]:
         """Sizes scaled down, still multiples of 16."""
-        return [max(16, size // self.scale // 16 * 16) for size in sizes]
+        smaller = [size // self.scale // 16 * 16 for size in sizes]
+        return [max(16, size) for size in smaller]
 
-    def normal(self, *shape: int) -> torch.Tensor:
+    def normal(self, *shape: int) -> Tensor:
         return torch.randn(*shape, device=self.device, dtype=self.dtype)
 
     def time_gemms(self) -> Iterator[TimedKernel]:
         for shape in GEMM_SHAPES:
             rows, n, k = self.scaled_sizes(*shape)
-            x, w = self.normal(rows, k), self.normal(n, k)
-            seconds = self.clock(partial(torch.matmul, x, w.mT))
+            x = self.normal(rows, k)
+            w = self.normal(n, k)
+            multiply = partial(torch.matmul, x, w.mT)
+            seconds = self.clock(multiply)
             flops = 2.0 * rows * n * k
-            yield TimedKernel("gemm", seconds, flops, self.gemm_bytes(rows, n, k), rows=rows)
+            size = self.gemm_bytes(rows, n, k)
+            yield TimedKernel("gemm", seconds, flops, size, rows=rows)
 
     def gemm_bytes(self, rows: int, n: int, k: int) -> int:
         """Bytes of both operands and of the result."""
-        return self.dtype.itemsize * (rows * k + n * k + rows * n)
+        operands = (rows + n) * k
+        result = rows * n
+        return self.dtype.itemsize * (operands + result)
 
     def time_fp8_gemms(self) -> Iterator[TimedKernel]:
         """GEMMs in fp8, scaled by tensor and by block, where this GPU and this torch have them."""
         for shape in GEMM_SHAPES:
             rows, n, k = self.scaled_sizes(*shape)
-            x = self.normal(rows, k).to(torch.float8_e4m3fn)
-            w = self.normal(n, k).to(torch.float8_e4m3fn)
+            x = self.normal(rows, k)
+            w = self.normal(n, k)
+            x_fp8 = x.to(torch.float8_e4m3fn)
+            w_fp8 = w.to(torch.float8_e4m3fn)
+            into_bf16 = partial(torch._scaled_mm, x_fp8, w_fp8.mT, out_dtype=torch.bfloat16)
             flops = 2.0 * rows * n * k
-            size = rows * k + n * k + 2.0 * rows * n  # fp8 operands, bf16 result
-            for precision, scales in self.fp8_scales(rows, n, k).items():
-                multiply = partial(torch._scaled_mm, x, w.mT, *scales, out_dtype=torch.bfloat16)
+            size = (rows + n) * k + 2.0 * rows * n  # fp8 operands, bf16 result
+            scalings = self.fp8_scales(rows, n, k)
+            for precision, scales in scalings.items():
+                multiply = partial(into_bf16, scale_a=scales[0], scale_b=scales[1])
                 try:
                     seconds = self.clock(multiply)
                 except (RuntimeError, ValueError):
@@ -223,18 +248,21 @@ class MachineCalibration:
 
     def fp8_scales(self, rows: int, n: int, k: int) -> dict[str, ScalePair]:
         """Scales of both operands: one a tensor, or 1 x 128 and 128 x 128 blocks."""
-        one = torch.ones((), device=self.device)
-        input_blocks = torch.ones(k // 128, rows, device=self.device).T
-        weight_blocks = torch.ones(k // 128, n // 128, device=self.device).T
-        return {"fp8": (one, one), "fp8-blockwise": (input_blocks, weight_blocks)}
+        ones = partial(torch.ones, device=self.device)
+        one = ones(())
+        input_blocks = ones(k // 128, rows)
+        weight_blocks = ones(k // 128, n // 128)
+        return {"fp8": (one, one), "fp8-blockwise": (input_blocks.T, weight_blocks.T)}
 
     def time_grouped_gemms(self) -> Iterator[TimedKernel]:
         for groups, *shape in GROUPED_GEMM_SHAPES:
             rows, n, k = self.scaled_sizes(*shape)
             x = self.normal(groups * rows, k)
             w = self.normal(groups, n, k)
-            experts = torch.arange(1, groups + 1, device=self.device, dtype=torch.int32)
-            seconds = self.clock(partial(F.grouped_mm, x, w.mT, offs=rows * experts))
+            numbers = torch.arange(1, groups + 1, dtype=torch.int32)
+            ends = rows * numbers.to(self.device)
+            multiply = partial(F.grouped_mm, x, w.mT, offs=ends)
+            seconds = self.clock(multiply)
             size = groups * self.gemm_bytes(rows, n, k)
             flops = 2.0 * groups * rows * n * k
             yield TimedKernel("grouped", seconds, flops, size, rows=rows)
@@ -242,39 +270,43 @@ class MachineCalibration:
     def time_attention(self) -> Iterator[TimedKernel]:
         for full_length, width in ATTENTION_SHAPES:
             (length,) = self.scaled_sizes(full_length)
-            heads = max(1, 32 * 4096 // length // self.scale)
+            heads = 32 * 4096 // length // self.scale
+            heads = max(1, heads)
             shape = (1, heads, length, width)
-            q, k, v = [self.normal(*shape).requires_grad_() for _ in range(3)]
-            attend = partial(F.scaled_dot_product_attention, q, k, v, is_causal=True)
+            qkv = [self.normal(*shape).requires_grad_() for _ in range(3)]
+            attend = partial(F.scaled_dot_product_attention, *qkv, is_causal=True)
             with torch.no_grad():
                 forward = self.clock(attend)
             # The backward pass alone, over one saved forward pass.
             out = attend()
             gradient = torch.randn_like(out)
-            differentiate = partial(torch.autograd.grad, out, (q, k, v), gradient, retain_graph=True)
-            backward = self.clock(differentiate)
+            differentiate = partial(torch.autograd.grad, out, qkv, gradient)
+            backward = self.clock(partial(differentiate, retain_graph=True))
             flops = 2.0 * 2 * heads * length * length / 2 * width  # two products, half of the scores
-            yield TimedKernel("attention_forward", forward, flops, length=length, width=width)
-            yield TimedKernel("attention_backward", backward, 2.5 * flops, length=length, width=width)
+            timed = partial(TimedKernel, length=length, width=width)
+            yield timed("attention_forward", forward, flops)
+            yield timed("attention_backward", backward, 2.5 * flops)
 
     def time_streams(self) -> Iterator[TimedKernel]:
         """Passes bounded by memory: copy, gather of rows, norm, sum, cast to half the width."""
         half_width = torch.float8_e4m3fn if self.on_gpu else torch.bfloat16
         for shape in STREAM_SHAPES:
             rows, width = self.scaled_sizes(*shape)
-            x, weight = self.normal(rows, width), self.normal(width)
+            x = self.normal(rows, width)
+            weight = self.normal(width)
             index = torch.randperm(rows, device=self.device)
-            size = self.dtype.itemsize * rows * width
+            size = x.nbytes
             # Each pass with its bytes read and written, in units of `size`.
             passes: list[tuple[Work, float]] = [
                 (x.clone, 2.0),
                 (partial(x.__getitem__, index), 2.0),
                 (partial(F.rms_norm, x, weight.shape, weight), 2.0),
-                (partial(torch.add, x, x), 2.0),
+                (partial(x.add, x), 2.0),
                 (partial(x.to, half_width), 1.5),
             ]
             for work, traffic in passes:
-                yield TimedKernel("stream", self.clock(work), bytes=traffic * size)
+                seconds = self.clock(work)
+                yield TimedKernel("stream", seconds, bytes=traffic * size)
 
     def time_launches(self) -> tuple[float, float, float]:
         """Seconds of a launch from Python, seconds between queued kernels, and seconds of one synchronization."""
@@ -285,28 +317,44 @@ class MachineCalibration:
                 x.add_(1)
 
         def launch_and_wait() -> None:
-            x.add_(1).sum().item()
+            x.add_(1)
+            x.sum().item()
 
         self.wait()
         launch = wall_clock_seconds(launch_many) / LAUNCH_COUNT
         self.wait()
-        sync = median(wall_clock_seconds(launch_and_wait) for _ in range(SYNC_COUNT))
+        syncs = [wall_clock_seconds(launch_and_wait) for _ in range(SYNC_COUNT)]
+        sync = median(syncs)
         if not self.on_gpu:
             return launch, launch, sync
         # A graph replays the same launches without Python: what is left is the gap between queued kernels.
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             launch_many()
-        return launch, self.clock(graph.replay) / LAUNCH_COUNT, sync
+        start = self.clock(graph.replay) / LAUNCH_COUNT
+        return launch, start, sync
 
     def host_link_bandwidth(self, fallback: float) -> float:
         if not self.on_gpu:
             return fallback
         pinned = torch.empty(HOST_COPY_BYTES, dtype=torch.uint8, pin_memory=True)
         on_device = torch.empty_like(pinned, device="cuda")
-        seconds = self.clock(partial(on_device.copy_, pinned, non_blocking=True))
-        return round(pinned.numel() / seconds, -8)
+        copy = partial(on_device.copy_, pinned, non_blocking=True)
+        seconds = self.clock(copy)
+        return round(pinned.nbytes / seconds, -8)
 
 
 def nonzero_fields(point: TimedKernel) -> dict[str, Any]:
-    return {name: value for name, value in asdict(point).items() if value}
+    fields = asdict(point)
+    return {name: value for name, value in fields.items() if value}
+
+
+def event_seconds(work: Work) -> float:
+    """Seconds of a call on the device, between two events of its stream."""
+    first = torch.cuda.Event(enable_timing=True)
+    last = torch.cuda.Event(enable_timing=True)
+    first.record()
+    work()
+    last.record()
+    last.synchronize()
+    return first.elapsed_time(last) / 1e3

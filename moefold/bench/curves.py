@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from statistics import mean
 
@@ -16,7 +17,7 @@ from rich.table import Table
 
 from moefold.bench.machine import machine_facts, resolve_device
 from moefold.bench.options import CurvesOptions
-from moefold.bench.report import Report, show_report
+from moefold.bench.report import Report, add_number_columns, show_report
 from moefold.config.run import (
     AttentionConfig,
     BalanceConfig,
@@ -45,10 +46,12 @@ Distances = dict[str, dict[str, float]]
 
 
 def run_benchmark(options: CurvesOptions) -> int:
-    report = curves_report(resolve_device(options.device), options.steps)
+    device = resolve_device(options.device)
+    report = curves_report(device, options.steps)
     if options.out:
         options.out.mkdir(parents=True, exist_ok=True)
-        (options.out / "curves.svg").write_text(curves_as_svg(report["losses"]))
+        svg = curves_as_svg(report["losses"])
+        (options.out / "curves.svg").write_text(svg)
     return show_report(report, options.json, print_curves_report)
 
 
@@ -61,9 +64,11 @@ def curves_config(device: str, steps: int) -> Config:
     attention = AttentionConfig(heads=8, kv_heads=2, head_dim=64, qk_norm="head")
     balance = BalanceConfig(aux_loss=0.01)
     moe = MoeConfig(experts=16, top_k=4, ffn=512, balance=balance)
-    model = ModelConfig(layers=4, hidden=512, vocab=256, attention=attention, moe=moe)
+    shape = ModelConfig(layers=4, hidden=512, vocab=256)
+    model = replace(shape, attention=attention, moe=moe)
     data = DataConfig(seq_len=512)
-    train = TrainConfig(steps=steps, global_batch=8, micro_batch=8, device=device)
+    batch = TrainConfig(global_batch=8, micro_batch=8)
+    train = replace(batch, steps=steps, device=device)
     optim = OptimConfig(lr=1e-3, warmup=20)
     return Config(name="curves", model=model, data=data, train=train, optim=optim)
 
@@ -72,10 +77,11 @@ def kernel_variants(config: Config) -> dict[str, Config]:
     bf16 = replace(config.train, precision="bf16")
     fp32 = replace(config.train, precision="fp32")
     references = replace(config.kernels, force=FORCED_REFERENCES)
+    reference = replace(config, kernels=references)
     return {
         "fast": replace(config, train=bf16),
-        "reference": replace(config, train=bf16, kernels=references),
-        "exact": replace(config, train=fp32, kernels=references),
+        "reference": replace(reference, train=bf16),
+        "exact": replace(reference, train=fp32),
     }
 
 
@@ -110,10 +116,15 @@ def loss_distances(curves: Curves) -> Distances:
     """By variant: the mean loss of the last tenth, and the mean and largest distance from the fp32 curve."""
     distances: Distances = {}
     for name, losses in curves.items():
-        apart = [abs(difference) for difference in difference_from_exact(curves, name)]
+        differences = difference_from_exact(curves, name)
+        apart = [abs(difference) for difference in differences]
         tenth = max(1, len(losses) // 10)
         last = mean(losses[-tenth:])
-        distances[name] = {"last": last, "strays": mean(apart), "at_most": max(apart)}
+        distances[name] = {
+            "last": last,
+            "strays": mean(apart),
+            "at_most": max(apart),
+        }
     return distances
 
 
@@ -125,11 +136,10 @@ def difference_from_exact(curves: Curves, name: str) -> list[float]:
 def print_curves_report(report: Report) -> None:
     title = f"{report['card']}, {report['date']}: {report['steps']} steps of Python's own library"
     table = Table("run", title=title, title_justify="left")
-    for column in ("last tenth", "strays from fp32", "at most"):
-        table.add_column(column, justify="right")
+    add_number_columns(table, "last tenth", "strays from fp32", "at most")
     for name, row in report["summary"].items():
-        figures = (row["last"], row["strays"], row["at_most"])
-        table.add_row(CURVE_TITLES[name], *(f"{figure:.4f}" for figure in figures))
+        cells = [f"{figure:.4f}" for figure in row.values()]
+        table.add_row(CURVE_TITLES[name], *cells)
     Console().print(table)
 
 
@@ -150,7 +160,8 @@ class LossPanel:
         return (self.high - self.low) or 1.0
 
     def step_to_x(self, step: int) -> float:
-        return self.left + self.width * step / (self.steps - 1)
+        share = step / (self.steps - 1)
+        return self.left + self.width * share
 
     def loss_to_y(self, loss: float) -> float:
         share = (self.high - loss) / self.span
@@ -159,14 +170,17 @@ class LossPanel:
 
 def curves_as_svg(curves: Curves) -> str:
     """Two plots in one SVG: the losses, and the differences of the bf16 curves from the fp32 curve."""
-    differences = {name: difference_from_exact(curves, name) for name in ("fast", "reference")}
+    differences: Curves = {}
+    for name in ("fast", "reference"):
+        differences[name] = difference_from_exact(curves, name)
     upper = loss_plot(curves, 20, "loss")
     lower = loss_plot(differences, 320, "loss less that of fp32")
     frame = '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 760 640" font-family="sans-serif" font-size="12">'
     background = '<rect width="760" height="640" fill="white"/>'
     # Frame, background, the two plots, then the legend at the bottom.
     legend = curve_legend(curves)
-    return "\n".join([frame, background, upper, lower, *legend, "</svg>\n"])
+    parts = [frame, background, upper, lower, *legend, "</svg>\n"]
+    return "\n".join(parts)
 
 
 def curve_legend(curves: Curves) -> list[str]:
@@ -180,14 +194,16 @@ def curve_legend(curves: Curves) -> list[str]:
 
 
 def loss_plot(curves: Curves, top: float, title: str) -> str:
-    values = [value for losses in curves.values() for value in losses]
+    values = list(chain.from_iterable(curves.values()))
     longest = max(map(len, curves.values()))
-    steps = max(2, longest)
-    panel = LossPanel(top, min(values), max(values), steps)
+    panel = LossPanel(top, min(values), max(values), max(2, longest))
     heading = f'<text x="{panel.left}" y="{top + 8}" font-weight="bold">{title}</text>'
-    parts = [heading, *loss_axis(panel), *step_axis(panel)]
+    parts = [heading]
+    parts += loss_axis(panel)
+    parts += step_axis(panel)
     for name, losses in curves.items():
-        parts.append(loss_polyline(losses, CURVE_COLOURS[name], panel))
+        line = loss_polyline(losses, CURVE_COLOURS[name], panel)
+        parts.append(line)
     return "\n".join(parts)
 
 
@@ -216,6 +232,7 @@ def step_axis(panel: LossPanel) -> list[str]:
 def loss_polyline(losses: Sequence[float], colour: str, panel: LossPanel) -> str:
     points: list[str] = []
     for step, loss in enumerate(losses):
-        x, y = panel.step_to_x(step), panel.loss_to_y(loss)
+        x = panel.step_to_x(step)
+        y = panel.loss_to_y(loss)
         points.append(f"{x:.1f},{y:.1f}")
     return f'<polyline points="{" ".join(points)}" fill="none" stroke="{colour}" stroke-width="1.4"/>'

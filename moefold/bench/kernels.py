@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor
 
 from moefold.bench.clock import median_seconds
 from moefold.bench.machine import cuda_capability, resolve_device, resolve_dtype
@@ -33,10 +34,12 @@ def time_implementations(name: str, device: str, dtype: str, repeat: int) -> lis
     op = import_every_op()[name]
     rows: list[Row] = []
     for case in op.cases(device, DTYPES[dtype]):
-        for implementation in runnable_implementations(name, case, device, dtype):
+        runnable = runnable_implementations(name, case, device, dtype)
+        for implementation in runnable:
             call = op.implementations[implementation]
             forward, both = time_kernel_case(call, case.inputs, op.mutates, device, repeat)
-            row: Row = {"op": name, "case": case.name, "implementation": implementation}
+            row: Row = {"op": name, "case": case.name}
+            row["implementation"] = implementation
             row["forward_us"] = forward * 1e6
             row["both_us"] = both * 1e6
             rows.append(row)
@@ -45,7 +48,8 @@ def time_implementations(name: str, device: str, dtype: str, repeat: int) -> lis
 
 def runnable_implementations(name: str, case: KernelCase, device: str, dtype: str) -> list[str]:
     """The reference, then the implementations whose condition holds for this case."""
-    facts = case.facts(device, dtype, cuda_capability(device))
+    capability = cuda_capability(device)
+    facts = case.facts(device, dtype, capability)
     fast = [choice.name for choice in CATALOG[name] if choice.when(facts)]
     return ["reference", *fast]
 
@@ -66,7 +70,8 @@ def time_kernel_case(
             leaf.grad = None
         out = call(*leaves)
         first = out[0] if isinstance(out, tuple) else out
-        first.backward(torch.ones_like(first))
+        ones = torch.ones_like(first)
+        first.backward(ones)
 
     # Inputs require gradients only after the forward timing.
     forward = median_seconds(forward_only, device, repeat)
@@ -74,11 +79,12 @@ def time_kernel_case(
         return forward, forward
     for leaf in floats:
         leaf.requires_grad_()
-    return forward, median_seconds(forward_backward, device, repeat)
+    both = median_seconds(forward_backward, device, repeat)
+    return forward, both
 
 
 def detached_copy(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, Tensor):
         return value.detach().clone()
     return value
 
@@ -89,7 +95,8 @@ def print_kernel_table(report: Report) -> None:
     add_number_columns(table, "forward", "+ backward", "speed-up")
     reference, op = 1.0, ""
     for row in report["results"]:
-        forward, both = row["forward_us"], row["both_us"]
+        forward = row["forward_us"]
+        both = row["both_us"]
         if row["implementation"] == "reference":
             reference = both
         # The operation's name stands on its first row only.

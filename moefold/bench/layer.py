@@ -19,11 +19,11 @@ import torch
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
-from torch import nn
+from torch import Tensor, nn
 
 from moefold.api.moe_layer import MoeLayer
 from moefold.bench.clock import Work, wall_clock_seconds
-from moefold.bench.machine import machine_facts, resolve_device, resolve_dtype
+from moefold.bench.machine import free_device_memory, machine_facts, resolve_device, resolve_dtype
 from moefold.bench.options import LayerOptions
 from moefold.bench.report import Report, Row, add_number_columns, report_heading, show_report
 from moefold.bench.versions import installed_version
@@ -41,7 +41,8 @@ class LayerShape:
 
     @property
     def flops_per_step(self) -> float:
-        return 18.0 * self.tokens * self.top_k * self.hidden * self.ffn
+        products = 18.0 * self.tokens * self.top_k
+        return products * self.hidden * self.ffn
 
 
 LAYER_SHAPES = {
@@ -61,7 +62,7 @@ LAYER_CAPTION = (
     "share of the even figure. HF: transformers' grouped_mm layer. ratio: its time over ours, step after step."
 )
 
-LayerForward = Callable[[torch.Tensor], torch.Tensor]
+LayerForward = Callable[[Tensor], Tensor]
 BuiltLayer = tuple[LayerForward, nn.Module]
 LayerBuilder = Callable[[], BuiltLayer]
 
@@ -74,32 +75,31 @@ class LayerTiming(NamedTuple):
 
 
 def run_benchmark(options: LayerOptions) -> int:
-    device = resolve_device(options.device)
-    dtype = DTYPES[resolve_dtype(options.dtype, device)]
-    names = [one_of("layer", name, LAYER_SHAPES) for name in options.layer]
-    report = layer_report(names or list(LAYER_SHAPES), device, dtype, options.repeat)
+    report = layer_report(options)
     return show_report(report, options.json, print_layer_report)
 
 
 def moefold_layer(layer: LayerShape, device: str, dtype: torch.dtype, zipf: bool) -> BuiltLayer:
     """`moefold.MoeLayer`, with kernels chosen as in a run; with `zipf`, expert ids are imposed."""
-    module = MoeLayer(layer.hidden, layer.experts, layer.top_k, layer.ffn, device=device, dtype=dtype, initialise=False)
+    shape = (layer.hidden, layer.experts, layer.top_k, layer.ffn)
+    module = MoeLayer(*shape, device=device, dtype=dtype, initialise=False)
     for parameter in module.parameters():
         nn.init.normal_(parameter, std=0.02)
     expert_ids = zipf_expert_ids(layer, device) if zipf else None
 
-    def forward_alone(h_TD: torch.Tensor) -> torch.Tensor:
+    def forward_alone(h_TD: Tensor) -> Tensor:
         output_TD, _ = module(h_TD, expert_ids)
         return output_TD
 
     return forward_alone, module
 
 
-def zipf_expert_ids(layer: LayerShape, device: str) -> torch.Tensor:
+def zipf_expert_ids(layer: LayerShape, device: str) -> Tensor:
     """K distinct experts for each token, expert i drawn in proportion to 1 / i."""
-    weights_E = 1 / torch.arange(1, layer.experts + 1, device=device)
-    generator = torch.Generator(device).manual_seed(0)
+    numbers_E = torch.arange(1, layer.experts + 1, device=device)
+    weights_E = 1 / numbers_E
     weights_TE = weights_E.expand(layer.tokens, -1)
+    generator = torch.Generator(device).manual_seed(0)
     return torch.multinomial(weights_TE, layer.top_k, generator=generator)
 
 
@@ -120,7 +120,7 @@ def transformers_layer(layer: LayerShape, device: str, dtype: torch.dtype) -> Bu
     for parameter in block.parameters():
         nn.init.normal_(parameter, std=0.02)
 
-    def block_forward(h_TD: torch.Tensor) -> torch.Tensor:
+    def block_forward(h_TD: Tensor) -> Tensor:
         return block(h_TD[None])[0]
 
     return block_forward, block
@@ -129,8 +129,10 @@ def transformers_layer(layer: LayerShape, device: str, dtype: torch.dtype) -> Bu
 def measure_layer(built: BuiltLayer, layer: LayerShape, device: str, dtype: torch.dtype, repeat: int) -> LayerTiming:
     forward, module = built
     generator = torch.Generator(device).manual_seed(1)
-    make_noise = partial(torch.randn, layer.tokens, layer.hidden, device=device, generator=generator)
-    h_TD = make_noise().to(dtype).requires_grad_()
+    shape = (layer.tokens, layer.hidden)
+    make_noise = partial(torch.randn, shape, device=device, generator=generator)
+    h_TD = make_noise().to(dtype)
+    h_TD.requires_grad_()
     d_TD = make_noise().to(dtype)
 
     def forward_backward() -> None:
@@ -142,13 +144,15 @@ def measure_layer(built: BuiltLayer, layer: LayerShape, device: str, dtype: torc
         forward_backward()
     saved = saved_bytes(forward, h_TD, device)
     # Cool steps first: after the sustained ones the card has lowered its clock.
-    cool = median(cool_milliseconds(forward_backward, device) for _ in range(repeat))
+    cool_times = [cool_milliseconds(forward_backward, device) for _ in range(repeat)]
+    cool = median(cool_times)
     sustained = median(sustained_milliseconds(forward_backward, device, repeat))
     gflop = layer.flops_per_step / 1e9
-    return LayerTiming(sustained, gflop / sustained, gflop / cool, saved / 2**30)
+    saved_gib = saved / 2**30
+    return LayerTiming(sustained, gflop / sustained, gflop / cool, saved_gib)
 
 
-def saved_bytes(forward: LayerForward, h_TD: torch.Tensor, device: str) -> int:
+def saved_bytes(forward: LayerForward, h_TD: Tensor, device: str) -> int:
     """Bytes held between forward and backward: the input counts, the output does not."""
     before = allocated_bytes(device)
     out_TD = forward(h_TD)
@@ -164,15 +168,18 @@ def sustained_milliseconds(step: Work, device: str, repeat: int) -> list[float]:
     """Milliseconds of one step, as the mean of ten, `repeat` times. Steps follow each other without a wait, as in
     training: the host runs ahead of the device, and the card is at its working temperature."""
     if device != "cuda":
-        return [wall_clock_seconds(step) * 1e3 for _ in range(repeat)]
+        seconds = [wall_clock_seconds(step) for _ in range(repeat)]
+        return [1e3 * each for each in seconds]
     # The steps before the first mark let the host run ahead; times are taken between marks.
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeat + 1)]
+    timing_event = partial(torch.cuda.Event, enable_timing=True)
+    marks = [timing_event() for _ in range(repeat + 1)]
     for mark in marks:
         for _ in range(STEPS_PER_MARK):
             step()
         mark.record()
     torch.cuda.synchronize()
-    return [begin.elapsed_time(end) / STEPS_PER_MARK for begin, end in pairwise(marks)]
+    spans = [begin.elapsed_time(end) for begin, end in pairwise(marks)]
+    return [span / STEPS_PER_MARK for span in spans]
 
 
 def cool_milliseconds(step: Work, device: str) -> float:
@@ -192,29 +199,31 @@ def cool_milliseconds(step: Work, device: str) -> float:
     return begin.elapsed_time(end) / 2
 
 
-def layer_report(names: list[str], device: str, dtype: torch.dtype, repeat: int) -> Report:
+def layer_report(options: LayerOptions) -> Report:
     """Every layer in turn: ours, ours with skewed routing, transformers'."""
-    cuda = device == "cuda"
+    device = resolve_device(options.device)
+    dtype = DTYPES[resolve_dtype(options.dtype, device)]
+    names = [one_of("layer", name, LAYER_SHAPES) for name in options.layer]
     layers = {"small": CPU_SHAPE}
-    if cuda:
-        layers = {name: LAYER_SHAPES[name] for name in names}
+    if device == "cuda":
+        layers = {name: LAYER_SHAPES[name] for name in names or LAYER_SHAPES}
     results: list[Row] = []
     for name, layer in layers.items():
         row: Row = {"layer": name, **asdict(layer)}
-        for contender, build_layer in layer_contenders(layer, device, dtype).items():
-            timing = measure_layer(build_layer(), layer, device, dtype, repeat)
-            row[contender] = timing._asdict()
-            if cuda:
-                torch.cuda.empty_cache()
         results.append(row)
-    return {**machine_facts(device), "results": results}
+        contenders = layer_contenders(layer, device, dtype)
+        for contender, build_layer in contenders.items():
+            timing = measure_layer(build_layer(), layer, device, dtype, options.repeat)
+            row[contender] = timing._asdict()
+            free_device_memory(device)
+    return machine_facts(device) | {"results": results}
 
 
 def layer_contenders(layer: LayerShape, device: str, dtype: torch.dtype) -> dict[str, LayerBuilder]:
-    contenders: dict[str, LayerBuilder] = {
-        "ours": partial(moefold_layer, layer, device, dtype, zipf=False),
-        "ours_zipf": partial(moefold_layer, layer, device, dtype, zipf=True),
-    }
+    build = partial(moefold_layer, layer, device, dtype)
+    contenders: dict[str, LayerBuilder] = {}
+    contenders["ours"] = partial(build, zipf=False)
+    contenders["ours_zipf"] = partial(build, zipf=True)
     if installed_version("transformers"):
         contenders["transformers"] = partial(transformers_layer, layer, device, dtype)
     return contenders
@@ -230,14 +239,17 @@ def print_layer_report(report: Report) -> None:
         padding=(0, 1, 0, 0),
     )
     table.add_column("layer", no_wrap=True)
-    add_number_columns(table, "TF/s", "cool", "GiB", "Zipf", "kept", "HF", "cool", "GiB", "ratio")
+    add_number_columns(table, "TF/s", "cool", "GiB", "Zipf", "kept")
+    add_number_columns(table, "HF", "cool", "GiB", "ratio")
     for row in report["results"]:
-        table.add_row(row["layer"], *own_cells(row), *transformers_cells(row))
+        cells = own_cells(row) + transformers_cells(row)
+        table.add_row(row["layer"], *cells)
     Console().print(table)
 
 
 def own_cells(row: Row) -> list[str]:
-    ours, skewed = row["ours"], row["ours_zipf"]["tflops"]
+    ours = row["ours"]
+    skewed = row["ours_zipf"]["tflops"]
     kept = skewed / ours["tflops"]
     speeds = [f"{ours['tflops']:.0f}", f"{ours['cool_tflops']:.0f}"]
     return [*speeds, f"{ours['saved_gib']:.3f}", f"{skewed:.0f}", f"{kept:.0%}"]
@@ -246,7 +258,8 @@ def own_cells(row: Row) -> list[str]:
 def transformers_cells(row: Row) -> list[str]:
     if "transformers" not in row:
         return [""] * 4
+    ours = row["ours"]
     theirs = row["transformers"]
-    ratio = theirs["milliseconds"] / row["ours"]["milliseconds"]
+    ratio = theirs["milliseconds"] / ours["milliseconds"]
     speeds = [f"{theirs['tflops']:.0f}", f"{theirs['cool_tflops']:.0f}"]
     return [*speeds, f"{theirs['saved_gib']:.2f}", f"{ratio:.2f}"]

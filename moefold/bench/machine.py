@@ -31,14 +31,17 @@ def resolve_dtype(wanted: str, device: str) -> str:
 
 
 def cuda_capability(device: str) -> tuple[int, int]:
-    return torch.cuda.get_device_capability() if device == "cuda" else (0, 0)
+    if device == "cuda":
+        return torch.cuda.get_device_capability()
+    return 0, 0
 
 
 def machine_facts(device: str) -> dict[str, Any]:
     """Head of every report: date, card and versions."""
     card = torch.cuda.get_device_name() if device == "cuda" else platform.machine()
     versions = {name: installed_version(name) for name in REPORTED_PACKAGES}
-    return {"date": date.today().isoformat(), "card": card, "versions": versions}
+    today = date.today()
+    return {"date": today.isoformat(), "card": card, "versions": versions}
 
 
 def synchronize_device(device: str) -> None:

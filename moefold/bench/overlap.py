@@ -47,6 +47,7 @@ OVERLAP_WAYS = {
 }
 Seconds = dict[str, float]  # step and exposed; in a summary also hidden, a share
 RankFigures = dict[str, Any]  # a rank's `ways` (seconds by variant) and `events` (of the last variant)
+Measured = tuple[Seconds, list[TraceEvent]]
 
 
 def run_benchmark(options: OverlapOptions) -> int:
@@ -54,30 +55,39 @@ def run_benchmark(options: OverlapOptions) -> int:
         measure_every_way(options, options.found)
         return 0
     with tempfile.TemporaryDirectory(prefix="moefold-overlap-") as folder:
-        if code := run_local_ranks(rank_arguments(options, folder), RANKS):
+        arguments = rank_arguments(options, folder)
+        if code := run_local_ranks(arguments, RANKS):
             return code
         figures = [read_rank_figures(Path(folder), rank) for rank in range(RANKS)]
-    show_report(overlap_summary(figures), options.json, partial(print_overlap_table, options))
+    summary = overlap_summary(figures)
+    print_table = partial(print_overlap_table, options)
+    show_report(summary, options.json, print_table)
     if options.trace:
-        events = [TraceEvent(**event) for rank in figures for event in rank["events"]]
+        events: list[TraceEvent] = []
+        for rank in figures:
+            events += [TraceEvent(**event) for event in rank["events"]]
         write_trace(options.trace, events)
     return 0
 
 
 def rank_arguments(options: OverlapOptions, folder: str) -> list[str]:
-    delay, microbatches = str(options.delay_ms), str(options.microbatches)
-    return ["bench", "overlap", "--delay-ms", delay, "--microbatches", microbatches, "--found", folder]
+    delay = str(options.delay_ms)
+    microbatches = str(options.microbatches)
+    settings = ["--delay-ms", delay, "--microbatches", microbatches]
+    return ["bench", "overlap", *settings, "--found", folder]
 
 
 def read_rank_figures(folder: Path, rank: int) -> RankFigures:
-    return json.loads((folder / f"{rank}.json").read_text())
+    path = folder / f"{rank}.json"
+    return json.loads(path.read_text())
 
 
 def overlap_summary(figures: list[RankFigures]) -> dict[str, Seconds]:
     """Seconds of a step by variant, the mean over ranks; hidden: share of the baseline's exposed time."""
+    ways = [rank["ways"] for rank in figures]
 
     def mean_over_ranks(way: str, key: str) -> float:
-        return mean(rank["ways"][way][key] for rank in figures)
+        return mean(seconds[way][key] for seconds in ways)
 
     baseline = mean_over_ranks(BASELINE, "exposed")
     summary: dict[str, Seconds] = {}
@@ -94,7 +104,8 @@ def print_overlap_table(options: OverlapOptions, summary: dict[str, Seconds]) ->
     table = Table("way", title=title, title_justify="left")
     add_number_columns(table, "step", "exposed", "hidden")
     for way, figures in summary.items():
-        step, exposed = 1e3 * figures["step"], 1e3 * figures["exposed"]
+        step = 1e3 * figures["step"]
+        exposed = 1e3 * figures["exposed"]
         table.add_row(way, f"{step:.0f}", f"{exposed:.0f}", f"{figures['hidden']:.1%}")
     Console().print(table)
 
@@ -102,11 +113,13 @@ def print_overlap_table(options: OverlapOptions, summary: dict[str, Seconds]) ->
 def overlap_config(microbatches: int) -> Config:
     config = PRESETS["tiny"]()
     batch = RANKS * microbatches
-    train = replace(config.train, device="cpu", precision="fp32", global_batch=batch, micro_batch=1)
+    cpu = replace(config.train, device="cpu", precision="fp32")
+    train = replace(cpu, global_batch=batch, micro_batch=1)
     parallel = ParallelConfig(ep=RANKS, dispatcher="all_to_all")
     wider = replace(config.model, layers=2, hidden=256)  # its compute takes longer than an all-to-all
     data = replace(config.data, seq_len=512)
-    return replace(config, train=train, parallel=parallel, model=wider, data=data)
+    on_two_ranks = replace(config, train=train, parallel=parallel)
+    return replace(on_two_ranks, model=wider, data=data)
 
 
 def measure_every_way(options: OverlapOptions, folder: Path) -> None:
@@ -120,56 +133,56 @@ def measure_every_way(options: OverlapOptions, folder: Path) -> None:
         for way, pipeline in OVERLAP_WAYS.items():
             variant = replace(config, pipeline=pipeline)
             ways[way], events = measure_overlap(variant, world, exchanges)
-    figures = {"ways": ways, "events": events_from_zero(events)}
-    (folder / f"{world.rank}.json").write_text(json.dumps(figures))
+    origin = events[0].start if events else 0.0
+    shifted = [asdict(event.shifted(-origin)) for event in events]
+    text = json.dumps({"ways": ways, "events": shifted})
+    (folder / f"{world.rank}.json").write_text(text)
 
 
-def events_from_zero(events: list[TraceEvent]) -> list[dict[str, Any]]:
-    start = events[0].start if events else 0.0
-    shifted: list[dict[str, Any]] = []
-    for event in events:
-        moved = replace(event, start=event.start - start, end=event.end - start)
-        shifted.append(asdict(moved))
-    return shifted
-
-
-def measure_overlap(config: Config, world: World, exchanges: SpanRecorder) -> tuple[Seconds, list[TraceEvent]]:
+def measure_overlap(config: Config, world: World, exchanges: SpanRecorder) -> Measured:
     """Seconds of a step and of exposed all-to-all, after one step to warm up."""
-    run = assemble_run(config, world, Path("."), random_corpus(config))
+    corpus = random_corpus(config)
+    run = assemble_run(config, world, Path("."), corpus)
 
     def overlap_step() -> None:
-        train_step(run, run.loader.next_batch())
+        batch = run.loader.next_batch()
+        train_step(run, batch)
 
     overlap_step()  # warm-up
     exchanges.events.clear()
     spans = run.executor.spans
     spans.start_recording()
     seconds = wall_clock_seconds(overlap_step)
-    events = sorted(spans.events, key=attrgetter("start"))
-    waits = [event for event in events if event.lane == "waiting"]
-    work = [event for event in events if event.lane != "waiting"]
+    waits: list[TraceEvent] = []
+    work: list[TraceEvent] = []
+    for event in sorted(spans.events, key=attrgetter("start")):
+        group = waits if event.lane == "waiting" else work
+        group.append(event)
     exposed = total_seconds(waits) + total_seconds(exchanges.events)
     return {"step": seconds, "exposed": exposed}, work
 
 
 def total_seconds(events: Sequence[TraceEvent]) -> float:
-    return sum(event.end - event.start for event in events)
+    durations = [event.end - event.start for event in events]
+    return sum(durations)
 
 
 @contextmanager
 def slowed_all_to_all(seconds: float) -> Iterator[SpanRecorder]:
     """Makes every all-to-all of rows take at least `seconds`, and records those that block the compute lane."""
-    quick, main = collectives.all_to_all_no_grad, threading.main_thread()
+    quick = collectives.all_to_all_no_grad
+    compute_lane = threading.main_thread()
     spans = SpanRecorder(0, recording=True)
 
-    def slow_all_to_all(x: Any, send: Sequence[int], receive: Sequence[int], axis: Any, what: str = "rows") -> Any:
-        if what != "rows":
-            return quick(x, send, receive, axis, what)
+    def slow_all_to_all(x: Any, send: Any, receive: Any, axis: Any, what: str = "rows") -> Any:
         begun = time.time()
         result = quick(x, send, receive, axis, what)
-        time.sleep(max(0.0, begun + seconds - time.time()))
-        # The main thread is the compute lane; other threads run all-to-alls beside it.
-        if threading.current_thread() is main:
+        if what != "rows":
+            return result
+        elapsed = time.time() - begun
+        time.sleep(max(0.0, seconds - elapsed))
+        # Other threads run all-to-alls beside compute.
+        if threading.current_thread() is compute_lane:
             event = TraceEvent(0, "comm", "exchange", begun, time.time())
             spans.events.append(event)
         return result

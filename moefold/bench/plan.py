@@ -33,43 +33,45 @@ FP32_STATE_BF16_MOMENTS = FP32_STATE | {"optim.moments": "bf16"}
 
 
 Overrides = dict[str, Any]  # configuration keys
+PlanCase = tuple[str, Overrides]  # model, keys
 Figures = dict[str, float]  # peak_gib and step_ms
 
 
-def case_overrides(layers: int, seq_len: int, micro_batch: int, microbatches: int, state: Overrides) -> Overrides:
-    return {
+def plan_case(model: str, layers: int, seq_len: int, micro_batch: int, microbatches: int, state: Overrides) -> PlanCase:
+    shape = {
         "model.layers": layers,
         "data.seq_len": seq_len,
         "train.micro_batch": micro_batch,
         "train.global_batch": micro_batch * microbatches,
-        **state,
     }
+    return model, shape | state
 
 
-PLAN_CASES: dict[str, tuple[str, Overrides]] = {
-    "olmoe, lean": ("olmoe-1b-7b", case_overrides(16, 4096, 4, 1, BF16_STATE)),
-    "olmoe, 3 x 2": ("olmoe-1b-7b", case_overrides(8, 4096, 2, 3, FP32_STATE)),
-    "olmoe, short": ("olmoe-1b-7b", case_overrides(6, 1024, 16, 1, FP32_STATE_BF16_MOMENTS)),
-    "qwen3-30b, lean": ("qwen3-30b-a3b", case_overrides(12, 4096, 4, 1, BF16_STATE)),
-    "qwen3-30b, long": ("qwen3-30b-a3b", case_overrides(6, 16384, 1, 2, FP32_STATE)),
-    "mixtral-8x22b, lean": ("mixtral-8x22b", case_overrides(2, 4096, 4, 1, BF16_STATE)),
-    "mixtral-8x7b": ("mixtral-8x7b", case_overrides(3, 4096, 2, 2, FP32_STATE)),
-    "deepseek-v2-lite": ("deepseek-v2-lite", case_overrides(8, 4096, 4, 1, BF16_STATE)),
-    "qwen3-235b": ("qwen3-235b-a22b", case_overrides(1, 4096, 4, 2, FP32_STATE)),
-    "qwen2-57b": ("qwen2-57b-a14b", case_overrides(2, 4096, 4, 1, BF16_STATE)),
+PLAN_CASES = {
+    "olmoe, lean": plan_case("olmoe-1b-7b", 16, 4096, 4, 1, BF16_STATE),
+    "olmoe, 3 x 2": plan_case("olmoe-1b-7b", 8, 4096, 2, 3, FP32_STATE),
+    "olmoe, short": plan_case("olmoe-1b-7b", 6, 1024, 16, 1, FP32_STATE_BF16_MOMENTS),
+    "qwen3-30b, lean": plan_case("qwen3-30b-a3b", 12, 4096, 4, 1, BF16_STATE),
+    "qwen3-30b, long": plan_case("qwen3-30b-a3b", 6, 16384, 1, 2, FP32_STATE),
+    "mixtral-8x22b, lean": plan_case("mixtral-8x22b", 2, 4096, 4, 1, BF16_STATE),
+    "mixtral-8x7b": plan_case("mixtral-8x7b", 3, 4096, 2, 2, FP32_STATE),
+    "deepseek-v2-lite": plan_case("deepseek-v2-lite", 8, 4096, 4, 1, BF16_STATE),
+    "qwen3-235b": plan_case("qwen3-235b-a22b", 1, 4096, 4, 2, FP32_STATE),
+    "qwen2-57b": plan_case("qwen2-57b-a14b", 2, 4096, 4, 1, BF16_STATE),
 }
 
 
 def run_benchmark(options: PlanBenchOptions) -> int:
     if resolve_device(options.device) != "cuda":
         raise UserError("moefold bench plan compares runs on a GPU, and torch sees none here; expected a CUDA device")
-    report = plan_report(list(PLAN_CASES), options.gpu, options.steps)
+    report = plan_report(options)
     return show_report(report, options.json, print_plan_report)
 
 
 def plan_case_config(model: str, values: Overrides) -> Config:
     problems: dict[str, str] = {}
-    config = with_values(PRESETS[model](), values, problems)
+    preset = PRESETS[model]()
+    config = with_values(preset, values, problems)
     assert not problems, problems
     train = replace(config.train, device="cuda", steps=1000)
     return replace(config, train=train)
@@ -77,8 +79,10 @@ def plan_case_config(model: str, values: Overrides) -> Config:
 
 def planned_figures(model: str, values: Overrides, gpu: str) -> Figures:
     one_gpu = {"gpus": 1, "gpu": gpu, "precision": "bf16", "parallel.pp": 1}
-    answer = answer_request({"model": model, **one_gpu, **values})
-    return {"peak_gib": answer["memory_gib"], "step_ms": 1e3 * answer["step_s"]}
+    request = one_gpu | values | {"model": model}
+    answer = answer_request(request)
+    milliseconds = 1e3 * answer["step_s"]
+    return {"peak_gib": answer["memory_gib"], "step_ms": milliseconds}
 
 
 def measured_figures(model: str, values: Overrides, steps: int) -> Figures:
@@ -87,28 +91,32 @@ def measured_figures(model: str, values: Overrides, steps: int) -> Figures:
     return {"peak_gib": timing.peak_gib, "step_ms": timing.milliseconds}
 
 
-def plan_report(names: list[str], gpu: str, steps: int) -> Report:
+def plan_report(options: PlanBenchOptions) -> Report:
     """Every case in turn. A case that runs out of memory is reported as failed, and the next one follows."""
     results: list[Row] = []
-    for name in names:
-        model, values = PLAN_CASES[name]
-        planned = planned_figures(model, values, gpu)
-        row: Row = {"case": name, "model": model, **values, "planned": planned}
-        try:
-            row["measured"] = measured_figures(model, values, steps)
-            print(f"{name}: {planned} planned, {row['measured']} measured", file=sys.stderr, flush=True)
-        except torch.OutOfMemoryError as error:
-            row["failed"] = str(error).splitlines()[0]
-        free_device_memory("cuda")
+    for name, (model, values) in PLAN_CASES.items():
+        planned = planned_figures(model, values, options.gpu)
+        row: Row = {"case": name, "model": model, **values}
+        row["planned"] = planned
         results.append(row)
-    return {**machine_facts("cuda"), "gpu": gpu, "results": results}
+        try:
+            measured = measured_figures(model, values, options.steps)
+            row["measured"] = measured
+            print(f"{name}: {planned} planned, {measured} measured", file=sys.stderr, flush=True)
+        except torch.OutOfMemoryError as error:
+            first_line, *_ = str(error).splitlines()
+            row["failed"] = first_line
+        free_device_memory("cuda")
+    facts = machine_facts("cuda")
+    return {**facts, "gpu": options.gpu, "results": results}
 
 
 def print_plan_report(report: Report) -> None:
     heading = report_heading(report)
     table = Table(title=heading, title_justify="left", caption=PLAN_CAPTION)
     table.add_column("case", no_wrap=True)
-    add_number_columns(table, "peak", "measured", "off", "step", "measured", "off")
+    columns = ("measured", "off")
+    add_number_columns(table, "peak", *columns, "step", *columns)
     for row in report["results"]:
         cells = compared_cells(row) if "measured" in row else failed_cells(row)
         table.add_row(row["case"], *cells)
@@ -117,14 +125,16 @@ def print_plan_report(report: Report) -> None:
 
 def compared_cells(row: Row) -> list[str]:
     cells: list[str] = []
-    for key, digits in (("peak_gib", 2), ("step_ms", 0)):
+    digits = {"peak_gib": 2, "step_ms": 0}
+    for key, places in digits.items():
         planned = row["planned"][key]
         measured = row["measured"][key]
         error = planned / measured - 1
-        cells += [f"{planned:.{digits}f}", f"{measured:.{digits}f}", f"{error:+.1%}"]
+        cells += [f"{planned:.{places}f}", f"{measured:.{places}f}", f"{error:+.1%}"]
     return cells
 
 
 def failed_cells(row: Row) -> list[str]:
-    planned, reason = row["planned"], row["failed"][:40]
+    planned = row["planned"]
+    reason = row["failed"][:40]
     return [f"{planned['peak_gib']:.2f}", reason, "", f"{planned['step_ms']:.0f}"]

@@ -14,7 +14,8 @@ Report = dict[str, Any]  # facts of the machine, and `results`, a list of rows
 
 def show_report(report: Report, as_json: bool, print_table: Callable[[Report], None]) -> int:
     if as_json:
-        print(json.dumps(report, indent=1))
+        text = json.dumps(report, indent=1)
+        print(text)
     else:
         print_table(report)
     return 0
@@ -22,8 +23,9 @@ def show_report(report: Report, as_json: bool, print_table: Callable[[Report], N
 
 def report_heading(report: Report) -> str:
     """Title of a table: card, date and versions."""
-    versions = [f"{name} {number}" for name, number in report["versions"].items() if number]
-    return f"{report['card']}, {report['date']}, {', '.join(versions)}"
+    versions = report["versions"].items()
+    installed = [f"{name} {number}" for name, number in versions if number]
+    return f"{report['card']}, {report['date']}, {', '.join(installed)}"
 
 
 def add_number_columns(table: Table, *names: str) -> None:

@@ -30,6 +30,7 @@ from moefold.checkpoint.live.save import gather_write_plan, write_checkpoint
 from moefold.config.run import Config
 from moefold.layout.axes import single_rank_world
 from moefold.layout.process_groups import joined_world
+from moefold.observe.printer import print_nothing
 from moefold.presets.recipe import resolve_recipe
 from moefold.train.assemble import Run, assemble_run
 from moefold.train.resume import begin_checkpoint, make_background_saver
@@ -45,12 +46,15 @@ def run_benchmark(options: SaveOptions) -> int:
     with tempfile.TemporaryDirectory(prefix="moefold-save-", dir=options.out) as folder:
         bandwidth = write_bandwidth(Path(folder), options)
         delay = step_delay_by_save(Path(folder), config, options.repeat)
-    return show_report({**bandwidth, **delay}, options.json, print_save_report)
+    report = bandwidth | delay
+    return show_report(report, options.json, print_save_report)
 
 
 def print_save_report(report: dict[str, Any]) -> None:
-    plain, checkpoint = report["plain"], report["checkpoint"]
-    step, step_with_save = report["step"], report["step_with_save"]
+    plain = report["plain"]
+    checkpoint = report["checkpoint"]
+    step = report["step"]
+    step_with_save = report["step_with_save"]
     share = 100 * checkpoint / plain
     delay = 100 * (step_with_save / step - 1)
     size = f"{report['state_bytes'] / 1e6:.0f} MB"
@@ -66,12 +70,14 @@ def write_bandwidth(folder: Path, options: SaveOptions) -> dict[str, float]:
     world = single_rank_world()
     parts: dict[str, TensorPart] = {}
     for number in range(options.mib):
-        parts[str(number)] = as_tensor_part(torch.rand(MIB_OF_FLOATS))
+        tensor = torch.rand(MIB_OF_FLOATS)
+        parts[str(number)] = as_tensor_part(tensor)
     plan = gather_write_plan(parts, world)
     image = HostImage(plan, 0, pinned=False)
     image.copy_parts(parts)
     raw = image.file_bytes.numpy().data
-    shelf, scratch = folder / "shelf", folder / "scratch"
+    shelf = folder / "shelf"
+    scratch = folder / "scratch"
     writers = {"plain": write_and_fsync, "direct": write_synced_file}
     keep_one = RetentionPolicy(1)
     times: Times = defaultdict(list)
@@ -86,19 +92,24 @@ def write_bandwidth(folder: Path, options: SaveOptions) -> dict[str, float]:
         times["checkpoint"].append(seconds)
         shutil.rmtree(shelf)
     size = options.mib << 20
-    return {name: size / seconds for name, seconds in medians_of(times).items()}
+    medians = medians_of(times)
+    return {name: size / seconds for name, seconds in medians.items()}
 
 
 def medians_of(times: Times) -> dict[str, float]:
     """Median seconds by name; the first repetition is a warm-up."""
-    return {name: median(seconds[1:]) for name, seconds in times.items()}
+    medians: dict[str, float] = {}
+    for name, seconds in times.items():
+        medians[name] = median(seconds[1:])
+    return medians
 
 
 def write_and_fsync(path: Path, raw: memoryview) -> None:
     """The plain way to write a file durably: through the system's cache, in blocks, then fsync."""
     with path.open("wb") as file:
         for start in range(0, len(raw), WRITE_BLOCK):
-            file.write(raw[start : start + WRITE_BLOCK])
+            block = raw[start : start + WRITE_BLOCK]
+            file.write(block)
         os.fsync(file.fileno())
 
 
@@ -109,7 +120,7 @@ def step_delay_by_save(folder: Path, config: Config, repeat: int) -> dict[str, f
     times: Times = defaultdict(list)
     with joined_world(config.parallel, config.train.device) as world:
         run = assemble_run(config, world, folder / "run")
-        with make_background_saver(run, ignore_message) as saver:
+        with make_background_saver(run, print_nothing) as saver:
             for _ in range(repeat + 1):
                 seconds = wall_clock_seconds(partial(synchronized_step, run))
                 times["step"].append(seconds)
@@ -117,11 +128,8 @@ def step_delay_by_save(folder: Path, config: Config, repeat: int) -> dict[str, f
                 times["step_with_save"].append(seconds)
                 saver.wait_until_written()  # the next plain step runs without a save in progress
         size = saver.plan.bytes if saver.plan else 0
-    return {**medians_of(times), "state_bytes": float(size)}
-
-
-def ignore_message(_: str) -> None:
-    """The saver's progress is not shown."""
+    medians = medians_of(times)
+    return medians | {"state_bytes": float(size)}
 
 
 def step_with_save(run: Run, saver: BackgroundSaver) -> None:
@@ -131,6 +139,7 @@ def step_with_save(run: Run, saver: BackgroundSaver) -> None:
 
 def synchronized_step(run: Run) -> None:
     """A training step, with all device work that it launched."""
-    train_step(run, run.loader.next_batch())
+    batch = run.loader.next_batch()
+    train_step(run, batch)
     run.parameters.await_all_buckets()
     synchronize_device(run.world.device.type)

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor
 
 from moefold.anatomy.model_totals import train_flops_per_token
 from moefold.bench.machine import free_device_memory, machine_facts, resolve_device, synchronize_device
@@ -36,7 +38,7 @@ from moefold.model.transformer import Transformer
 from moefold.presets.zoo import PRESETS
 from moefold.train.assemble import Run, assemble_run
 from moefold.train.host_duties import collect_garbage_manually
-from moefold.train.step import train_step
+from moefold.train.step import StepReport, train_step
 from moefold.train.step_profile import profile_step, profile_text, write_profile_trace
 
 WARM_UP_STEPS = 4
@@ -62,6 +64,8 @@ STEP_GOALS = {
 
 
 StepTimer = Callable[[], "StepTiming"]
+TakeStep = Callable[[], Any]
+LossOf = Callable[[Any], float]
 
 
 class StepTiming(NamedTuple):
@@ -74,9 +78,7 @@ class StepTiming(NamedTuple):
 
 
 def run_benchmark(options: StepOptions) -> int:
-    device = resolve_device(options.device)
-    names = [one_of("model", name, STEP_GOALS) for name in options.model]
-    report = step_report(names or list(STEP_GOALS), device, options.steps, options.out)
+    report = step_report(options)
     return show_report(report, options.json, print_step_report)
 
 
@@ -84,11 +86,13 @@ def step_bench_config(name: str, device: str) -> Config:
     """The preset's own shapes at 4 sequences of 4096; on a CPU the preset's tiny form, as a smoke test."""
     cuda = device == "cuda"
     config = PRESETS[name if cuda else f"{name}-tiny"]()
-    train = replace(config.train, device=device, global_batch=4, micro_batch=4, steps=1000)
+    one_batch = replace(config.train, global_batch=4, micro_batch=4)
+    train = replace(one_batch, device=device, steps=1000)
     optim = replace(config.optim, lr=1e-4)
     if not cuda:
         return replace(config, train=train, optim=optim)
-    model = replace(config.model, layers=STEP_GOALS[name].layers)
+    goal = STEP_GOALS[name]
+    model = replace(config.model, layers=goal.layers)
     lean = replace(optim, **LEAN_STATE)
     return replace(config, model=model, train=train, optim=lean)
 
@@ -96,7 +100,8 @@ def step_bench_config(name: str, device: str) -> Config:
 def random_tokens(config: Config, steps: int) -> np.ndarray:
     count = tokens_per_step(config) * steps + 1
     generator = np.random.default_rng(0)
-    return generator.integers(0, config.model.vocab, size=count, dtype=np.uint32)
+    vocab = config.model.vocab
+    return generator.integers(0, vocab, size=count, dtype=np.uint32)
 
 
 def tokens_per_step(config: Config) -> int:
@@ -120,24 +125,24 @@ def initialise_on_device(model: Transformer) -> None:
         if std:
             parameter.tensor.normal_(0.0, std)
         else:
-            parameter.tensor.fill_(1.0 if std is None else 0.0)
+            value = 1.0 if std is None else 0.0
+            parameter.tensor.fill_(value)
 
 
 def time_moefold_steps(config: Config, steps: int, profile: Path | None) -> StepTiming:
     """Timing of moefold's steps; one more step is profiled into the folder `profile`."""
     run = run_on_random_tokens(config, steps + WARM_UP_STEPS + 2)
 
-    def moefold_step() -> Any:
-        return train_step(run, run.loader.next_batch())
+    def moefold_step() -> StepReport:
+        batch = run.loader.next_batch()
+        return train_step(run, batch)
 
-    def reported_loss(report: Any) -> float:
-        return report.loss
-
-    timing = time_training_steps(moefold_step, reported_loss, config, steps)
+    timing = time_training_steps(moefold_step, attrgetter("loss"), config, steps)
     if profile is not None:
         run.out = profile
         _, profiled = profile_step(run, moefold_step)
-        (profile / "profile.txt").write_text(profile_text(run, profiled) + "\n")
+        text = profile_text(run, profiled) + "\n"
+        (profile / "profile.txt").write_text(text)
         write_profile_trace(run, profiled)
     run.gradients.remove_hooks()
     return timing
@@ -147,21 +152,23 @@ def time_transformers_steps(config: Config, steps: int) -> StepTiming:
     model = transformers_model(config)
     parameters = list(model.parameters())
     optimizer = torch.optim.AdamW(parameters, lr=config.optim.lr, fused=True)
-    tokens = random_tokens(config, steps + WARM_UP_STEPS)[:-1]
-    ids = torch.from_numpy(tokens.astype(np.int64))
-    ids_NBS = ids.view(-1, config.train.global_batch, config.data.seq_len)
+    tokens = random_tokens(config, steps + WARM_UP_STEPS)
+    ids = torch.from_numpy(tokens[:-1].astype(np.int64))
+    batch_shape = (config.train.global_batch, config.data.seq_len)
+    ids_NBS = ids.view(-1, *batch_shape)
     batches = iter(ids_NBS.to(config.train.device))
 
-    def transformers_step() -> torch.Tensor:
+    def transformers_step() -> Tensor:
         ids_BS = next(batches)
-        loss = model(input_ids=ids_BS, labels=ids_BS).loss
+        output = model(input_ids=ids_BS, labels=ids_BS)
+        loss = output.loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(parameters, config.optim.max_norm)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         return loss.detach()
 
-    return time_training_steps(transformers_step, torch.Tensor.item, config, steps)
+    return time_training_steps(transformers_step, Tensor.item, config, steps)
 
 
 def transformers_model(config: Config) -> Any:
@@ -170,47 +177,55 @@ def transformers_model(config: Config) -> Any:
     family = family_for_model(config.model)
     options = config_json_for(family, config.model)
     hf_config = AutoConfig.for_model(**options, use_cache=False)
-    dtype = torch.bfloat16 if config.train.device == "cuda" else torch.float32
-    with torch.device(config.train.device):
+    device = config.train.device
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    with torch.device(device):
         return AutoModelForCausalLM.from_config(
             hf_config, attn_implementation="sdpa", experts_implementation="grouped_mm", dtype=dtype
         )
 
 
-def time_training_steps(
-    take_step: Callable[[], Any], loss_of: Callable[[Any], float], config: Config, steps: int
-) -> StepTiming:
+def time_training_steps(take_step: TakeStep, loss_of: LossOf, config: Config, steps: int) -> StepTiming:
     """Some steps to warm up, then the time of `steps` in a row. Losses are read at the end: reading one waits."""
     device = config.train.device
     cuda = device == "cuda"
-    first, *_ = [take_step() for _ in range(WARM_UP_STEPS)]
+    first = last = take_step()
+    for _ in range(WARM_UP_STEPS - 1):
+        take_step()
     synchronize_device(device)
     if cuda:
         torch.cuda.reset_peak_memory_stats()
     with collect_garbage_manually():
         begun = time.perf_counter()
         # Steps are only launched here; the synchronization below waits for the last.
-        *_, last = [take_step() for _ in range(steps)]
+        for _ in range(steps):
+            last = take_step()
         synchronize_device(device)
         seconds = (time.perf_counter() - begun) / steps
     speed = tokens_per_step(config) / seconds
     flops = train_flops_per_token(config.model, config.data.seq_len)
     tflops = speed * flops / 1e12
-    peak = torch.cuda.max_memory_allocated() / 2**30 if cuda else 0.0
-    return StepTiming(seconds * 1e3, speed, tflops, peak, loss_of(first), loss_of(last))
+    peak = torch.cuda.max_memory_allocated() if cuda else 0
+    losses = (loss_of(first), loss_of(last))
+    return StepTiming(seconds * 1e3, speed, tflops, peak / 2**30, *losses)
 
 
-def step_report(names: list[str], device: str, steps: int, out: Path | None) -> Report:
+def step_report(options: StepOptions) -> Report:
     """Every model in turn, by moefold and by transformers. Each timing is printed when it is measured, and the report
-    so far is written to `out`, so that an interrupted run loses nothing."""
-    report: Report = {**machine_facts(device), "results": []}
-    for name in names:
+    so far is written to the folder `options.out`, so that an interrupted run loses nothing."""
+    device = resolve_device(options.device)
+    names = [one_of("model", name, STEP_GOALS) for name in options.model]
+    out = options.out
+    results: list[Row] = []
+    report = machine_facts(device) | {"results": results}
+    for name in names or STEP_GOALS:
         config = step_bench_config(name, device)
-        goal = vars(STEP_GOALS[name])
-        row: Row = {"model": name, "layers": config.model.layers, "goal": goal}
-        report["results"].append(row)
+        row: Row = {"model": name, "layers": config.model.layers}
+        row["goal"] = vars(STEP_GOALS[name])
+        results.append(row)
         folder = out / name if out else None
-        for contender, measure in step_contenders(config, steps, folder).items():
+        contenders = step_contenders(config, options.steps, folder)
+        for contender, measure in contenders.items():
             timing = measure()
             free_device_memory(device)
             row[contender] = timing._asdict()
@@ -239,15 +254,18 @@ def print_step_report(report: Report) -> None:
     heading = report_heading(report)
     table = Table(title=heading, title_justify="left", caption=STEP_CAPTION, caption_justify="left")
     table.add_column("model, layers", no_wrap=True)
-    add_number_columns(table, "tokens/s", "goal", "TF/s", "peak", "most", "HF", "HF peak", "times")
+    add_number_columns(table, "tokens/s", "goal", "TF/s", "peak", "most")
+    add_number_columns(table, "HF", "HF peak", "times")
     for row in report["results"]:
         title = f"{row['model']}, {row['layers']}"
-        table.add_row(title, *own_cells(row), *transformers_cells(row))
+        cells = own_cells(row) + transformers_cells(row)
+        table.add_row(title, *cells)
     Console().print(table)
 
 
 def own_cells(row: Row) -> list[str]:
-    ours, goal = row["ours"], row["goal"]
+    ours = row["ours"]
+    goal = row["goal"]
     speeds = [f"{ours['tokens_per_s']:,.0f}", f"{goal['tokens_per_s']:,.0f}", f"{ours['tflops']:.0f}"]
     return [*speeds, f"{ours['peak_gib']:.1f}", f"{goal['peak_gib']:.1f}"]
 
@@ -255,6 +273,7 @@ def own_cells(row: Row) -> list[str]:
 def transformers_cells(row: Row) -> list[str]:
     if "transformers" not in row:
         return ["", "", ""]
-    ours, theirs = row["ours"], row["transformers"]
+    ours = row["ours"]
+    theirs = row["transformers"]
     ratio = ours["tokens_per_s"] / theirs["tokens_per_s"]
     return [f"{theirs['tokens_per_s']:,.0f}", f"{theirs['peak_gib']:.1f}", f"{ratio:.2f}"]

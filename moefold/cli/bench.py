@@ -41,9 +41,10 @@ def run_command(argv: Sequence[str]) -> int:
     named = bool(words) and not words[0].startswith("-")
     name = words.pop(0) if named else DEFAULT_SUBJECT
     subject = SUBJECTS[one_of("benchmark", name, SUBJECTS)]
-    options, overrides = read_options(subject.options, words, f"bench {name}", subject.takes_config_keys)
+    takes_keys = subject.takes_config_keys
+    options, overrides = read_options(subject.options, words, f"bench {name}", takes_keys)
     options.check_values()
-    if subject.takes_config_keys:
+    if takes_keys:
         options = replace(options, overrides=tuple(overrides))
     benchmark = importlib.import_module(f"moefold.bench.{name}")  # torch, from here on
     return benchmark.run_benchmark(options)

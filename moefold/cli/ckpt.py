@@ -46,7 +46,7 @@ def run_command(argv: Sequence[str]) -> int:
     if compares != (options.other is not None):
         wanted = "two checkpoints" if compares else "one"
         raise UserError(f"moefold ckpt {options.what} takes {wanted}")
-    path = newest_checkpoint(parse_storage_path(options.path))
+    path = newest_checkpoint_at(options.path)
     # `path` is the checkpoint being read: damage is reported under its name.
     try:
         if options.what == "ls":
@@ -54,24 +54,31 @@ def run_command(argv: Sequence[str]) -> int:
         first = verify_checkpoint(path)
         if options.what == "verify":
             return report_sound(first, options.json)
-        path = newest_checkpoint(parse_storage_path(str(options.other)))
+        path = newest_checkpoint_at(str(options.other))
         second = verify_checkpoint(path)
         return report_differences(first, second, options.json)
     except DamagedCheckpoint as damaged:
         return report_damage(path, damaged, options.json)
 
 
+def newest_checkpoint_at(text: str) -> StoragePath:
+    path = parse_storage_path(text)
+    return newest_checkpoint(path)
+
+
 def list_tensors(opened: OpenedCheckpoint, as_json: bool) -> int:
     if as_json:
-        tensors = {name: asdict(entry) for name, entry in opened.ledger.items()}
-        print_json({**checkpoint_facts(opened), "tensors": tensors})
+        content = checkpoint_facts(opened)
+        content["tensors"] = {name: asdict(entry) for name, entry in opened.ledger.items()}
+        print_json(content)
     else:
         print_tensor_table(opened)
     return 0
 
 
 def print_tensor_table(opened: OpenedCheckpoint) -> None:
-    table = Table(title=escape(checkpoint_summary(opened)), title_justify="left")
+    title = escape(checkpoint_summary(opened))
+    table = Table(title=title, title_justify="left")
     for column in ("tensor", "dtype", "shape"):
         table.add_column(column, overflow="fold")
     table.add_column("MiB", justify="right")
@@ -81,14 +88,18 @@ def print_tensor_table(opened: OpenedCheckpoint) -> None:
         shape = ",".join(map(str, entry.shape))
         size = f"{entry.spec.bytes / 2**20:.2f}"
         experts = "" if entry.experts is None else str(len(entry.experts))
-        table.add_row(escape(name), entry.dtype, shape, size, experts, entry.sha256[:12])
+        digest = entry.sha256[:12]
+        table.add_row(escape(name), entry.dtype, shape, size, experts, digest)
     Console().print(table)
 
 
 def checkpoint_facts(opened: OpenedCheckpoint) -> dict[str, Any]:
-    facts = {key: opened.manifest.get(key) for key in MANIFEST_FACTS}
-    size = sum(entry.spec.bytes for entry in opened.ledger.values())
-    return {"path": str(opened.path), **facts, "bytes": size}
+    facts: dict[str, Any] = {"path": str(opened.path)}
+    for key in MANIFEST_FACTS:
+        facts[key] = opened.manifest.get(key)
+    sizes = [entry.spec.bytes for entry in opened.ledger.values()]
+    facts["bytes"] = sum(sizes)
+    return facts
 
 
 def checkpoint_summary(opened: OpenedCheckpoint) -> str:
@@ -99,7 +110,8 @@ def checkpoint_summary(opened: OpenedCheckpoint) -> str:
 
 def report_sound(opened: OpenedCheckpoint, as_json: bool) -> int:
     if as_json:
-        print_json({**checkpoint_facts(opened), "sound": True, "problems": []})
+        verdict = {"sound": True, "problems": []}
+        print_json(checkpoint_facts(opened) | verdict)
     else:
         print(f"sound: {checkpoint_summary(opened)}")
     return 0
@@ -107,7 +119,8 @@ def report_sound(opened: OpenedCheckpoint, as_json: bool) -> int:
 
 def report_damage(path: StoragePath, damaged: DamagedCheckpoint, as_json: bool) -> int:
     if as_json:
-        print_json({"path": str(path), "sound": False, "problems": list(damaged.problems)})
+        problems = list(damaged.problems)
+        print_json({"path": str(path), "sound": False, "problems": problems})
         return 1
     print(f"damaged: {path}")
     for problem in shorten_listing(damaged.problems):
@@ -118,14 +131,17 @@ def report_damage(path: StoragePath, damaged: DamagedCheckpoint, as_json: bool) 
 def report_differences(a: OpenedCheckpoint, b: OpenedCheckpoint, as_json: bool) -> int:
     differences = compare_ledgers(a.ledger, b.ledger)
     if as_json:
-        listed = [difference._asdict() for difference in differences]
-        print_json({"a": checkpoint_facts(a), "b": checkpoint_facts(b), "differences": listed})
+        content: dict[str, Any] = {"a": checkpoint_facts(a)}
+        content["b"] = checkpoint_facts(b)
+        content["differences"] = [difference._asdict() for difference in differences]
+        print_json(content)
     elif differences:
         print(f"from {checkpoint_summary(a)}")
         print(f"to   {checkpoint_summary(b)}")
         print(count_differences(differences))
         lines = [f"  {difference.kind:<8} {difference.text}" for difference in differences]
-        print("\n".join(shorten_listing(lines)))
+        listing = shorten_listing(lines)
+        print("\n".join(listing))
     else:
         print(f"the same {len(a.ledger)} tensors: {a.path} and {b.path}")
     return 1 if differences else 0
@@ -133,7 +149,8 @@ def report_differences(a: OpenedCheckpoint, b: OpenedCheckpoint, as_json: bool) 
 
 def count_differences(differences: Sequence[LedgerDifference]) -> str:
     counts = Counter(difference.kind for difference in differences)
-    return "differences: " + ", ".join(f"{kind} {counts[kind]}" for kind in sorted(counts))
+    texts = [f"{kind} {counts[kind]}" for kind in sorted(counts)]
+    return f"differences: {', '.join(texts)}"
 
 
 def shorten_listing(lines: Sequence[str]) -> list[str]:
@@ -144,4 +161,5 @@ def shorten_listing(lines: Sequence[str]) -> list[str]:
 
 
 def print_json(content: dict[str, Any]) -> None:
-    print(json.dumps(content, indent=1))
+    text = json.dumps(content, indent=1)
+    print(text)

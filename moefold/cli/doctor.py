@@ -73,7 +73,8 @@ def check_versions() -> Iterator[Finding]:
     yield Finding(new_enough, f"{python} (needs 3.11 or newer)")
     versions = {name: installed_version(name) for name in REQUIRED_PACKAGES}
     installed = [f"{name} {version}" for name, version in versions.items() if version]
-    yield Finding(True, ", ".join([f"moefold {__version__}", *installed]))
+    listed = ", ".join(installed)
+    yield Finding(True, f"moefold {__version__}, {listed}")
     for name, version in versions.items():
         if version is None:
             yield Finding(False, f"{name} is missing; run pip install {name}")
@@ -94,7 +95,8 @@ def optional_packages() -> Finding:
 def check_devices() -> Iterator[Finding]:
     import torch
 
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
+    pages = os.sysconf("SC_PHYS_PAGES")
+    memory = pages * os.sysconf("SC_PAGE_SIZE") / 2**30
     yield Finding(True, f"{os.cpu_count()} CPU cores, {memory:.0f} GiB memory")
     if not torch.cuda.is_available():
         yield Finding(True, "no CUDA device: training runs on the CPU in fp32")
@@ -115,7 +117,8 @@ def check_local_ranks(count: int) -> Iterator[Finding]:
         return
     port = str(find_free_port())
     processes = [start_rank(rank, count, port) for rank in range(count)]
-    errors = [error for process in processes if (error := rank_error(process))]
+    errors = [rank_error(process) for process in processes]
+    errors = [error for error in errors if error]
     if errors:
         yield Finding(False, f"{count} ranks on {socket.gethostname()} could not meet: {errors[0]}")
     else:
@@ -140,4 +143,7 @@ def rank_error(process: subprocess.Popen[str]) -> str:
     except subprocess.TimeoutExpired:
         process.kill()
         return f"no answer within {RANK_TIMEOUT} s"
-    return errors.strip().split("\n")[-1] if process.returncode else ""
+    if process.returncode == 0:
+        return ""
+    lines = errors.strip().split("\n")
+    return lines[-1]

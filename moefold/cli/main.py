@@ -74,7 +74,8 @@ def command_overview() -> str:
     lines = [f"moefold {__version__} trains Mixture-of-Experts language models.", ""]
     for name, summary in COMMANDS.items():
         lines.append(f"  moefold {name:<9} {summary}")
-    return "\n".join([*lines, "", "moefold COMMAND --help lists the options of a command."])
+    lines += ["", "moefold COMMAND --help lists the options of a command."]
+    return "\n".join(lines)
 
 
 def report_problem(message: str, code: int) -> int:
@@ -90,11 +91,12 @@ def output_problem(error: OSError) -> str:
 
 
 def memory_problem(error: BaseException) -> str:
-    first_line = str(error).strip().split("\n")[0]
-    return f"out of memory: {first_line[:200]}; try a smaller --train.micro_batch, --data.seq_len or model"
+    lines = str(error).strip().split("\n")
+    return f"out of memory: {lines[0][:200]}; try a smaller --train.micro_batch, --data.seq_len or model"
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, MemoryError):
         return True
-    return any(sign in str(error) for sign in MEMORY_ERRORS)
+    text = str(error)
+    return any(sign in text for sign in MEMORY_ERRORS)

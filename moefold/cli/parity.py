@@ -20,6 +20,8 @@ from moefold.presets.command_options import check_rank_count, read_options
 from moefold.presets.recipe import resolve_recipe
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from moefold.train.parity import TraceEntry
 
 
@@ -45,7 +47,7 @@ def run_command(argv: Sequence[str]) -> int:
     in_precision = [*overrides, "--train.precision", options.precision]
     config = resolve_recipe(options.recipe, in_precision, None)
 
-    from moefold.train.parity import shrink_config  # torch, from here on
+    from moefold.train.parity import ROUTINGS, shrink_config  # torch, from here on
 
     small = shrink_config(config, ranks)
     if options.trace:  # this process is one of the ranks
@@ -55,7 +57,8 @@ def run_command(argv: Sequence[str]) -> int:
         arguments = ["doctor", "parity", *argv, "--trace", folder]
         if code := run_local_ranks(arguments, ranks):
             return code
-        equal = compare_every_routing(small, options, Path(folder))
+        verdicts = [compare_with_one_rank(small, options, Path(folder), routing) for routing in ROUTINGS]
+    equal = all(verdicts)
     print("equal" if equal else "NOT equal")
     return 0 if equal else 1
 
@@ -70,20 +73,15 @@ def write_rank_traces(config: Config, steps: int, folder: Path) -> None:
             write_trace_entries(folder / f"{routing} {world.rank}", trace)
 
 
-def compare_every_routing(config: Config, options: ParityOptions, folder: Path) -> bool:
-    from moefold.train.parity import ROUTINGS
-
-    verdicts = [compare_with_one_rank(config, options, folder, routing) for routing in ROUTINGS]
-    return all(verdicts)
-
-
 def compare_with_one_rank(config: Config, options: ParityOptions, folder: Path, routing: str) -> bool:
     from moefold.layout.axes import single_rank_world
     from moefold.train.parity import TOLERANCE, first_mismatch, single_rank_config, trace_run
 
-    expected = trace_run(single_rank_config(config), single_rank_world(), options.steps, routing)
+    on_one_rank = single_rank_config(config)
+    expected = trace_run(on_one_rank, single_rank_world(), options.steps, routing)
     by_rank = [read_trace_entries(folder / f"{routing} {rank}") for rank in range(options.world)]
-    difference = first_mismatch(expected, by_rank, TOLERANCE[options.precision])
+    tolerance = TOLERANCE[options.precision]
+    difference = first_mismatch(expected, by_rank, tolerance)
     print(f"{routing} routing, {len(expected)} values and tensors: {difference or 'equal'}", flush=True)
     return difference is None
 
@@ -92,10 +90,13 @@ def write_trace_entries(path: Path, trace: Sequence[TraceEntry]) -> None:
     """The tensors as safetensors, by number; their names and starts as JSON, in the same order."""
     from safetensors.torch import save_file
 
-    tensors = {str(number): entry.values.contiguous() for number, entry in enumerate(trace)}
+    tensors: dict[str, Tensor] = {}
+    for number, entry in enumerate(trace):
+        tensors[str(number)] = entry.values.contiguous()
     save_file(tensors, f"{path}.safetensors")
-    names = [[entry.what, entry.starts] for entry in trace]
-    Path(f"{path}.json").write_text(json.dumps(names))
+    names = [(entry.what, entry.starts) for entry in trace]
+    text = json.dumps(names)
+    Path(f"{path}.json").write_text(text)
 
 
 def read_trace_entries(path: Path) -> list[TraceEntry]:
@@ -104,8 +105,9 @@ def read_trace_entries(path: Path) -> list[TraceEntry]:
     from moefold.train.parity import TraceEntry
 
     tensors = load_file(f"{path}.safetensors")
-    names = json.loads(Path(f"{path}.json").read_text())
+    text = Path(f"{path}.json").read_text()
     trace: list[TraceEntry] = []
-    for number, (what, starts) in enumerate(names):
-        trace.append(TraceEntry(what, tuple(starts), tensors[str(number)]))
+    for number, (what, starts) in enumerate(json.loads(text)):
+        values = tensors[str(number)]
+        trace.append(TraceEntry(what, tuple(starts), values))
     return trace

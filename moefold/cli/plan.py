@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -12,10 +11,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from moefold.bench.report import show_report
 from moefold.config.read import parse_overrides
 from moefold.plan.answer import TIME_WALLS, answer_request
 from moefold.presets.command_options import read_options
 
+Answer = dict[str, Any]  # of the planner
 LAYOUT_DEGREES = ("tp", "cp", "pp", "vpp", "ep", "etp", "dp", "edp")
 
 
@@ -66,12 +67,9 @@ class PlanCommandOptions:
 
 def run_command(argv: Sequence[str]) -> int:
     options, overrides = read_options(PlanCommandOptions, argv, "plan")
-    answer = answer_request({**plan_request(options), **parse_overrides(overrides)})
-    if options.json:
-        print(json.dumps(answer, indent=1))
-    else:
-        print_plan(answer, Console())
-    return 0
+    request = plan_request(options) | parse_overrides(overrides)
+    answer = answer_request(request)
+    return show_report(answer, options.json, print_plan)
 
 
 def plan_request(options: PlanCommandOptions) -> dict[str, Any]:
@@ -81,7 +79,8 @@ def plan_request(options: PlanCommandOptions) -> dict[str, Any]:
     return {name: value for name, value in given.items() if value or name == "gpus"}
 
 
-def print_plan(answer: dict[str, Any], console: Console) -> None:
+def print_plan(answer: Answer) -> None:
+    console = Console()
     layout = answer["layout"]
     console.print(layout_headline(answer))
     choices = [f"dispatcher {answer['dispatcher']}", f"graphs {layout['graphs']}"]
@@ -100,7 +99,7 @@ def print_plan(answer: dict[str, Any], console: Console) -> None:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
-def layout_headline(answer: dict[str, Any]) -> str:
+def layout_headline(answer: Answer) -> str:
     layout = answer["layout"]
     degrees = ", ".join(f"{name} {layout[name]}" for name in LAYOUT_DEGREES)
     cluster = f"[bold]{escape(answer['name'])}[/bold] on {answer['gpus']} x {answer['gpu']}"
@@ -108,7 +107,7 @@ def layout_headline(answer: dict[str, Any]) -> str:
     return f"{cluster}: {degrees}; {layout['precision']}, length {layout['seq']}, {batch}"
 
 
-def print_step_time(answer: dict[str, Any], console: Console) -> None:
+def print_step_time(answer: Answer, console: Console) -> None:
     step, budget = answer["step_s"], answer["budget"]
     console.print(
         f"[bold]{step:.4g} s[/bold] a step: {answer['tflops_per_gpu']:.4g} TFLOP/s and "
@@ -124,7 +123,7 @@ def print_step_time(answer: dict[str, Any], console: Console) -> None:
     console.print(table)
 
 
-def print_memory_table(answer: dict[str, Any], console: Console) -> None:
+def print_memory_table(answer: Answer, console: Console) -> None:
     largest = answer["largest_rank"]
     verdict = "fits" if answer["fits"] else "[bold red]does not fit[/bold red]"
     console.print(
@@ -156,14 +155,15 @@ def gib_cells(sizes: Sequence[float]) -> list[str]:
     return [f"{size:.2f}" for size in sizes]
 
 
-def print_layout_table(answer: dict[str, Any], console: Console) -> None:
+def print_layout_table(answer: Answer, console: Console) -> None:
     table = Table("layout", "recompute", title=f"best of {answer['searched']} layouts", title_justify="left")
     for column in ("s/step", "TFLOP/s", "GiB"):
         table.add_column(column, justify="right")
     for layout in answer["layouts"]:
         numbers = (layout["step_s"], layout["tflops_per_gpu"], layout["memory_gib"])
+        cells = [f"{number:.4g}" for number in numbers]
         recompute = ",".join(layout["layout"]["recompute"]) or "-"
-        table.add_row(layout["text"], recompute, *(f"{number:.4g}" for number in numbers))
+        table.add_row(layout["text"], recompute, *cells)
     console.print(table)
     for rejected in answer["rejected"]:
         line = f"left out {rejected['count']} for {rejected['reason']}: {rejected['example']}"

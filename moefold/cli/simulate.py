@@ -5,7 +5,6 @@ The simulated program is the one that a run would execute.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from moefold.bench.report import show_report
 from moefold.config.errors import UserError, one_of, printable_text
 from moefold.config.read import read_yaml_mapping
 from moefold.observe.trace import TraceEvent, write_trace
@@ -31,6 +31,7 @@ from moefold.schedule.stage_costs import StageCosts, read_stage_costs
 from moefold.schedule.stage_layout import StageLayout, parse_layout
 
 MOST_OPS = 1_000_000
+Summary = dict[str, Any]  # of a timeline
 
 
 @dataclass(frozen=True)
@@ -74,17 +75,16 @@ def run_command(argv: Sequence[str]) -> int:
     timeline = simulate_program(program, costs)
     # Files first, then the table or JSON on standard output.
     if options.trace:
-        write_trace(options.trace, timeline_events(timeline, costs))
+        events = timeline_events(timeline, costs)
+        write_trace(options.trace, events)
     if options.svg:
-        options.svg.write_text(draw_timeline(program, timeline, costs, title), encoding="utf-8")
+        svg = draw_timeline(program, timeline, costs, title)
+        options.svg.write_text(svg, encoding="utf-8")
     if options.text:
-        options.text.write_text(program_text.write_program(program, title), encoding="utf-8")
+        text = program_text.write_program(program, title)
+        options.text.write_text(text, encoding="utf-8")
     summary = timeline_summary(program, timeline, title)
-    if options.json:
-        print(json.dumps(summary, indent=1))
-    else:
-        print_timeline_table(summary, Console())
-    return 0
+    return show_report(summary, options.json, print_timeline_table)
 
 
 def refuse_missing_folders(options: SimulateOptions) -> None:
@@ -95,8 +95,8 @@ def refuse_missing_folders(options: SimulateOptions) -> None:
 
 def chosen_program(options: SimulateOptions) -> tuple[str, Program]:
     """The program to simulate, complete and free of deadlock, and its title."""
-    wanted = [name.strip() for name in options.passes.split(",") if name.strip()]
-    passes = [PROGRAM_PASSES[one_of("pass", name, PROGRAM_PASSES)] for name in wanted]
+    wanted = [name.strip() for name in options.passes.split(",")]
+    passes = [PROGRAM_PASSES[one_of("pass", name, PROGRAM_PASSES)] for name in wanted if name]
     title, program = program_from_file(options) if options.program else program_from_schedule(options)
     for rewrite in passes:
         program = rewrite(program)
@@ -111,7 +111,8 @@ def program_from_file(options: SimulateOptions) -> tuple[str, Program]:
     if options.schedule:
         raise UserError(f"--program {path} and --schedule {options.schedule}: expected one of the two; drop one")
     try:
-        program = program_text.read_program(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        program = program_text.read_program(text)
     except FileNotFoundError:
         raise UserError(f"no file {path}; expected a program, such as `moefold simulate --text FILE` writes") from None
     except (OSError, UnicodeDecodeError) as error:
@@ -158,7 +159,7 @@ def parse_layout_option(options: SimulateOptions, stages: int) -> StageLayout | 
     return layout
 
 
-def timeline_summary(program: Program, timeline: Timeline, title: str) -> dict[str, Any]:
+def timeline_summary(program: Program, timeline: Timeline, title: str) -> Summary:
     """Everything that the command shows, as plain data; lists are by rank."""
     stages: list[list[int]] = [[] for _ in program]
     for stage, rank in enumerate(rank_by_stage(program)):
@@ -181,25 +182,29 @@ def timeline_events(timeline: Timeline, costs: StageCosts) -> list[TraceEvent]:
     for span in timeline.spans:
         for part in lane_intervals(span, costs):
             details = dict(part.op._asdict())
-            events.append(TraceEvent(span.rank, part.lane, str(part.op), part.start, part.end, details))
+            name = str(part.op)
+            event = TraceEvent(span.rank, part.lane, name, part.start, part.end, details)
+            events.append(event)
     return events
 
 
-def print_timeline_table(summary: dict[str, Any], console: Console) -> None:
+def print_timeline_table(summary: Summary) -> None:
     bubble = mean(summary["bubble"])
     headline = f"{summary['title']}: makespan {summary['makespan']:.6g}, bubble {bubble:.1%}"
+    console = Console()
     console.print(headline, highlight=False, markup=False, soft_wrap=True)
     columns = shown_columns(summary)
     table = Table()
     for column in columns:
-        table.add_column(column, justify="left" if column == "stages" else "right")
+        justify = "left" if column == "stages" else "right"
+        table.add_column(column, justify=justify)
     for rank in range(len(summary["live"])):
         cells = rank_cells(summary, rank)
         table.add_row(*(cells[column] for column in columns))
     console.print(table)
 
 
-def shown_columns(summary: dict[str, Any]) -> list[str]:
+def shown_columns(summary: Summary) -> list[str]:
     """The columns that hold anything but zeros."""
     columns = ["rank", "stages", "bubble", "live chunks"]
     if any(summary["bytes"]):
@@ -211,7 +216,7 @@ def shown_columns(summary: dict[str, Any]) -> list[str]:
     return columns
 
 
-def rank_cells(summary: dict[str, Any], rank: int) -> dict[str, str]:
+def rank_cells(summary: Summary, rank: int) -> dict[str, str]:
     return {
         "rank": str(rank),
         "stages": " ".join(map(str, summary["stages"][rank])),

@@ -45,10 +45,12 @@ def run_command(argv: Sequence[str]) -> int:
     rendezvous = read_environment(os.environ)
     starts_ranks = "RANK" not in os.environ and options.nproc != 1
     ranks = check_rank_count(options.nproc) if starts_ranks else rendezvous.size
-    config = resolve_recipe(options.recipe, overrides, ranks, change_from_hf(options.from_hf))
+    change = change_from_hf(options.from_hf)
+    config = resolve_recipe(options.recipe, overrides, ranks, change)
     out = options.out or default_run_folder(config)
     if starts_ranks:
-        return run_local_ranks(rank_arguments(options, overrides, out), options.nproc, options.port)
+        arguments = rank_arguments(options, overrides, out)
+        return run_local_ranks(arguments, options.nproc, options.port)
     train_on_this_rank(config, options, out)
     return 0
 
@@ -65,9 +67,9 @@ def train_on_this_rank(config: Config, options: TrainOptions, out: Path) -> None
 
     with joined_world(config.parallel, config.train.device) as world:
         # The default folder's name holds the time, which may differ between ranks: rank 0's counts.
-        folders = all_gather_objects(str(out), world.everyone)
+        folder, *_ = all_gather_objects(str(out), world.everyone)
         with collectives_check(config, world):
-            run_training(config, world, Path(folders[0]), options.resume, options.from_hf)
+            run_training(config, world, Path(folder), options.resume, options.from_hf)
 
 
 def change_from_hf(path: Path | None) -> Callable[[Config], Config]:
@@ -89,7 +91,8 @@ def change_from_hf(path: Path | None) -> Callable[[Config], Config]:
         data = recipe.data
         if has_tokenizer:
             data = replace(data, tokenizer=str(tokenizer))
-        return replace(recipe, name=path.resolve().name, model=described.model, data=data)
+        name = path.resolve().name
+        return replace(recipe, name=name, model=described.model, data=data)
 
     return with_hf_model
 

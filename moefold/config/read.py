@@ -23,6 +23,8 @@ from moefold.config.run import Config
 
 BOOLEAN_WORDS = {"true": True, "false": False, "yes": True, "no": False, "on": True, "off": False}
 DEEPEST_SECTION = 20  # no configuration is deeper: beyond it, a YAML alias contains itself
+Values = Mapping[str, Any]  # by path of the key
+KnownKeys = Mapping[str, ConfigKey]
 
 
 def convert_value(key: ConfigKey, raw: Any) -> Any:
@@ -34,20 +36,27 @@ def convert_value(key: ConfigKey, raw: Any) -> Any:
 
 
 def convert_boolean(raw: Any, key: ConfigKey) -> bool:
-    value = BOOLEAN_WORDS.get(raw.lower()) if isinstance(raw, str) else raw
+    value = raw
+    if isinstance(raw, str):
+        value = BOOLEAN_WORDS.get(raw.lower())
     return require_legal(isinstance(value, bool), value)
 
 
 def convert_whole_number(raw: Any, key: ConfigKey) -> int:
-    number = int(raw.replace("_", "")) if isinstance(raw, str) else raw
-    is_whole = isinstance(number, int) and not isinstance(number, bool)
-    return require_legal(is_whole and key.bounds.contains_number(number), number)
+    number = raw
+    if isinstance(raw, str):
+        number = int(raw.replace("_", ""))
+    require_legal(isinstance(number, int), raw)
+    require_legal(not isinstance(number, bool), raw)
+    return require_legal(key.bounds.contains_number(number), number)
 
 
 def convert_number(raw: Any, key: ConfigKey) -> float:
-    require_legal(isinstance(raw, int | float | str) and not isinstance(raw, bool), raw)
+    require_legal(isinstance(raw, int | float | str), raw)
+    require_legal(not isinstance(raw, bool), raw)
     number = float(raw)
-    return require_legal(math.isfinite(number) and key.bounds.contains_number(number), number)
+    require_legal(math.isfinite(number), number)
+    return require_legal(key.bounds.contains_number(number), number)
 
 
 def convert_text(raw: Any, key: ConfigKey) -> str:
@@ -60,11 +69,13 @@ def convert_text_list(raw: Any, key: ConfigKey) -> tuple[str, ...]:
         parts = [part.strip() for part in raw.split(",")]
         return tuple(part for part in parts if part)
     require_legal(isinstance(raw, list | tuple), raw)
-    texts = tuple(raw)
-    return require_legal(all(isinstance(text, str) for text in texts), texts)
+    for text in raw:
+        require_legal(isinstance(text, str), text)
+    return tuple(raw)
 
 
-CONVERTERS: dict[Any, Callable[[Any, ConfigKey], Any]] = {
+Converter = Callable[[Any, ConfigKey], Any]
+CONVERTERS: dict[Any, Converter] = {
     bool: convert_boolean,
     int: convert_whole_number,
     float: convert_number,
@@ -78,7 +89,7 @@ def require_legal(legal: bool, value: Any) -> Any:
     return value
 
 
-def with_values(base: Config, values: Mapping[str, Any], problems: dict[str, str]) -> Config:
+def with_values(base: Config, values: Values, problems: dict[str, str]) -> Config:
     """`base` with the given keys set. A key that cannot be set keeps its value and gets a line in `problems`."""
     read_entry_points()
     known = {key.path: key for key in iterate_keys(base)}
@@ -95,15 +106,18 @@ def with_values(base: Config, values: Mapping[str, Any], problems: dict[str, str
             legal[path] = convert_value(key, raw)
         except (ValueError, TypeError, OverflowError):
             problems[path] = illegal_value_message(key, raw)
-    return cast(Config, replace_values(base, legal, ""))
+    replaced = replace_values(base, legal, "")
+    return cast(Config, replaced)
 
 
 def illegal_value_message(key: ConfigKey, raw: Any) -> str:
-    guess = did_you_mean(raw, key.names) if key.names is not None and isinstance(raw, str) else ""
+    guess = ""
+    if key.names is not None and isinstance(raw, str):
+        guess = did_you_mean(raw, key.names)
     return f"{key.path} = {printable_value(raw)} is not legal{guess}; expected {key.expected_values}"
 
 
-def unknown_key_message(path: str, known: Mapping[str, ConfigKey]) -> str:
+def unknown_key_message(path: str, known: KnownKeys) -> str:
     """The message for a key that does not exist, with the nearest that does."""
     inside = [name for name in known if name.startswith(path + ".")]
     if inside:
@@ -112,12 +126,14 @@ def unknown_key_message(path: str, known: Mapping[str, ConfigKey]) -> str:
     return f'no key "{printable_value(path)}"{guess}; `moefold train --help` lists all of them, such as parallel.ep'
 
 
-def guess_by_last_word(path: str, known: Mapping[str, ConfigKey]) -> str:
+def guess_by_last_word(path: str, known: KnownKeys) -> str:
     """The key whose last word is nearest to the path's: `topk` -> `model.moe.top_k`."""
     by_last_word = {name.split(".")[-1]: name for name in known}
     last_word = path.split(".")[-1]
     near = difflib.get_close_matches(last_word, by_last_word, n=1, cutoff=0.6)
-    return f' (did you mean "{by_last_word[near[0]]}"?)' if near else ""
+    if not near:
+        return ""
+    return f' (did you mean "{by_last_word[near[0]]}"?)'
 
 
 def printable_value(raw: Any) -> str:
@@ -130,12 +146,13 @@ def printable_value(raw: Any) -> str:
     return printable_text(text)
 
 
-def replace_values(node: Any, values: Mapping[str, Any], prefix: str) -> Any:
+def replace_values(node: Any, values: Values, prefix: str) -> Any:
+    fields = cast(dict[str, Any], vars(node))
     changes: dict[str, Any] = {}
-    for name, value in cast(dict[str, Any], vars(node)).items():
+    for name, value in fields.items():
         path = prefix + name
         if is_dataclass(value):
-            changes[name] = replace_values(value, values, path + ".")
+            changes[name] = replace_values(value, values, f"{path}.")
         elif path in values:
             changes[name] = values[path]
     return replace(node, **changes)
@@ -151,7 +168,8 @@ def flatten_sections(tree: Mapping[Any, Any], prefix: str = "", depth: int = 0) 
         path = f"{prefix}{name}"
         if isinstance(value, Mapping):
             inner = cast(Mapping[Any, Any], value)
-            flat.update(flatten_sections(inner, path + ".", depth + 1))
+            deeper = flatten_sections(inner, f"{path}.", depth + 1)
+            flat.update(deeper)
         elif value is not None:
             flat[path] = value
     return flat
@@ -184,13 +202,15 @@ def parse_overrides(words: Iterable[str]) -> dict[str, str]:
 def read_yaml_mapping(path: Path) -> dict[str, Any]:
     """The mapping in a YAML file; anything else is refused with the file's path."""
     try:
-        tree: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        tree: Any = yaml.safe_load(text)
     except FileNotFoundError:
         raise UserError(f"no file {path}; expected a YAML configuration") from None
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read {path}: {error}; expected a YAML configuration in UTF-8") from None
     except Exception as error:  # YAML constructors raise exceptions of any type
-        reason = " ".join(str(error).split())[:300]
+        words = str(error).split()
+        reason = " ".join(words)[:300]
         raise UserError(f"{path} is not valid YAML: {reason}") from None
     if tree is None:
         return {}
@@ -207,6 +227,8 @@ def config_as_yaml(config: Config) -> str:
 
 def plain_yaml_value(value: Any) -> Any:
     if isinstance(value, dict):
-        items = cast(dict[str, Any], value).items()
-        return {name: plain_yaml_value(inner) for name, inner in items}
-    return list(cast(tuple[Any, ...], value)) if isinstance(value, tuple) else value
+        inner = cast(dict[str, Any], value)
+        return {name: plain_yaml_value(each) for name, each in inner.items()}
+    if isinstance(value, tuple):
+        return list(cast(tuple[Any, ...], value))
+    return value

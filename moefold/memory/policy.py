@@ -13,7 +13,7 @@ from functools import partial
 from itertools import permutations
 from typing import Any, Protocol
 
-import torch
+from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from moefold.anatomy.regions import REGIONS, RegionSpec, absent_regions, fused_experts_reason, merged_step_spec
@@ -23,9 +23,11 @@ from moefold.model.step_borders import is_differentiable
 from moefold.model.steps import Carry, Region, Step, run_step_sequence
 from moefold.model.transformer import Transformer
 
+Function = Callable[..., Any]
+
 
 class Policy(Protocol):
-    def around(self, fn: Callable[..., Any], *inputs: Any) -> Any:
+    def around(self, fn: Function, *inputs: Any) -> Any:
         """Return `fn(*inputs)` with the same gradients. Gradients flow through inputs and outputs that are tensors and
         through parameters that `fn` uses. A second call of `fn` gives the same values; make it inside backward, or
         under `rerunning(key)`, so that nothing is counted twice."""
@@ -35,25 +37,30 @@ class Policy(Protocol):
 class Keep:
     """Everything that autograd saves stays on the device."""
 
-    def around(self, fn: Callable[..., Any], *inputs: Any) -> Any:
+    def around(self, fn: Function, *inputs: Any) -> Any:
         return fn(*inputs)
 
 
 def attach_policies(model: Transformer, wanted: Mapping[str, Policy]) -> None:
     """Attach a policy to each named region of the model, in place of those attached before. A name that is unknown,
     absent from this model, or inside another named region is refused."""
-    modules = [module for module in model.modules() if isinstance(module, Region)]
     check_wanted_regions(model, list(wanted))
     # Regions inside steps call their policy; regions over steps become steps when a step list is made.
     default = Keep()
-    for module in modules:
-        module.around = wanted.get(module.name, default).around
-    spanning = {name: policy for name, policy in wanted.items() if REGIONS[name].spans}
+    for module in model.modules():
+        if isinstance(module, Region):
+            policy = wanted.get(module.name, default)
+            module.around = policy.around
+    spanning: dict[str, Policy] = {}
+    for name, policy in wanted.items():
+        if REGIONS[name].spans:
+            spanning[name] = policy
     model.rewrite_steps = partial(over_steps, wanted=spanning)
 
 
 def check_wanted_regions(model: Transformer, names: Sequence[str]) -> None:
-    absent = absent_regions(model.model, {}) | regions_fused_away(model)
+    fused = regions_fused_away(model)
+    absent = absent_regions(model.model, {}) | fused
     problems: list[str] = []
     for name in names:
         if name not in REGIONS:
@@ -62,14 +69,16 @@ def check_wanted_regions(model: Transformer, names: Sequence[str]) -> None:
             problems.append(f'no region "{printable_text(name)}"; this model has {", ".join(present)}{near}')
         elif name in absent:
             problems.append(f'no region "{name}" in this model: {absent[name]}')
-    problems += overlapping_spans([name for name in names if name in REGIONS])
+    known = [name for name in names if name in REGIONS]
+    problems += overlapping_spans(known)
     if problems:
         raise UserError(*problems)
 
 
 def regions_fused_away(model: Transformer) -> dict[str, str]:
     """Regions whose step this part of the model runs, but as a kernel that leaves no place for them."""
-    if any(isinstance(module, Experts) and module.fused for module in model.modules()):
+    experts = [module for module in model.modules() if isinstance(module, Experts)]
+    if any(module.fused for module in experts):
         return {"activation": fused_experts_reason()}
     return {}
 
@@ -79,7 +88,8 @@ def overlapping_spans(names: Sequence[str]) -> list[str]:
     spanning = [name for name in names if REGIONS[name].spans]
     problems: list[str] = []
     for inner, outer in permutations(spanning, 2):
-        inner_steps, outer_steps = set(REGIONS[inner].spans), set(REGIONS[outer].spans)
+        inner_steps = set(REGIONS[inner].spans)
+        outer_steps = set(REGIONS[outer].spans)
         if inner_steps < outer_steps:
             problems.append(f'region "{inner}" lies inside "{outer}", whose policy covers it: name one of the two')
     return problems
@@ -87,28 +97,21 @@ def overlapping_spans(names: Sequence[str]) -> list[str]:
 
 def over_steps(steps: Sequence[Step], wanted: Mapping[str, Policy]) -> list[Step]:
     """The step list in which each run of steps that a wanted region spans is one step under its policy."""
+    wanted_by_first_step = {REGIONS[name].spans[0]: name for name in wanted}
     rewritten: list[Step] = []
-    position = 0
-    while position < len(steps):
-        region, count = region_starting_at(steps, position, wanted)
-        if region is None:
-            rewritten.append(steps[position])
+    remaining = list(steps)
+    while remaining:
+        first = remaining[0]
+        count = 1
+        name = wanted_by_first_step.get(first.spec.name)
+        if name is None:
+            rewritten.append(first)
         else:
-            run = steps[position : position + count]
-            rewritten.append(step_under_policy(region.name, run, wanted[region.name]))
-        position += count
+            count = spanned_steps(remaining, REGIONS[name])
+            merged = step_under_policy(name, remaining[:count], wanted[name])
+            rewritten.append(merged)
+        del remaining[:count]
     return rewritten
-
-
-def region_starting_at(
-    steps: Sequence[Step], position: int, wanted: Mapping[str, Policy]
-) -> tuple[RegionSpec | None, int]:
-    """The wanted region that begins with this step and how many steps it has here; no region and 1 if none does."""
-    for name in wanted:
-        region = REGIONS[name]
-        if steps[position].spec.name == region.spans[0]:
-            return region, spanned_steps(steps[position:], region)
-    return None, 1
 
 
 def spanned_steps(steps: Sequence[Step], region: RegionSpec) -> int:
@@ -148,26 +151,35 @@ class CarryFunction:
     def __init__(self, steps: Sequence[Step], carry: Carry):
         self.steps = steps
         self.leaves, self.structure = tree_flatten(carry)
-        distinct = {id(leaf): leaf for leaf in self.leaves if is_differentiable(leaf)}
-        self.inputs = list(distinct.values())
-        numbers = {address: number for number, address in enumerate(distinct)}
+        self.inputs: list[Tensor] = []
+        numbers: dict[int, int] = {}
+        for leaf in self.leaves:
+            if is_differentiable(leaf) and id(leaf) not in numbers:
+                numbers[id(leaf)] = len(self.inputs)
+                self.inputs.append(leaf)
         self.input_numbers = [numbers.get(id(leaf)) for leaf in self.leaves]
         self.called = False
         self.result: CarryTemplate | None = None
 
-    def __call__(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        pairs = zip(self.leaves, self.input_numbers, strict=True)
-        leaves = [leaf if number is None else inputs[number] for leaf, number in pairs]
-        carry = run_step_sequence(self.steps, tree_unflatten(leaves, self.structure))
+    def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        leaves = list(self.leaves)
+        for place, number in enumerate(self.input_numbers):
+            if number is not None:
+                leaves[place] = inputs[number]
+        given = tree_unflatten(leaves, self.structure)
+        carry = run_step_sequence(self.steps, given)
         template = CarryTemplate(carry, inputs, leaves)
-        outputs, template.outputs = tuple(template.outputs), []
+        outputs = tuple(template.outputs)
+        template.outputs = []
         # Only the first call makes the resulting carry; a rerun in backward makes the tensors alone.
         if not self.called:
-            self.called, self.result = True, template
+            self.called = True
+            self.result = template
         return outputs
 
-    def resulting_carry(self, outputs: Sequence[torch.Tensor]) -> Carry:
-        template, self.result = self.result, None
+    def resulting_carry(self, outputs: Sequence[Tensor]) -> Carry:
+        template = self.result
+        self.result = None
         assert template is not None, "the policy did not call the function"
         return template.fill(outputs, self.inputs)
 
@@ -175,14 +187,14 @@ class CarryFunction:
 class CarryTemplate:
     """A carry with the places of a function's inputs and outputs left open."""
 
-    def __init__(self, carry: Carry, inputs: Sequence[torch.Tensor], old_leaves: Sequence[Any]):
+    def __init__(self, carry: Carry, inputs: Sequence[Tensor], old_leaves: Sequence[Any]):
         self.leaves, self.structure = tree_flatten(carry)
-        self.outputs: list[torch.Tensor] = []
+        self.outputs: list[Tensor] = []
         self.input_places: dict[int, int] = {}  # place in the flattened carry -> number of the input
         self.output_places: dict[int, int] = {}
         input_numbers = {id(x): number for number, x in enumerate(inputs)}
         output_numbers: dict[int, int] = {}
-        untouched = {id(leaf) for leaf in old_leaves}
+        untouched = set(map(id, old_leaves))
         # Integers, text and untouched tensors stay in the template; all else comes from inputs and outputs.
         for place, leaf in enumerate(self.leaves):
             address = id(leaf)
@@ -196,7 +208,7 @@ class CarryTemplate:
         for place in (*self.input_places, *self.output_places):
             self.leaves[place] = None  # the template keeps no tensor that passes through the function
 
-    def fill(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Carry:
+    def fill(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Carry:
         for place, number in self.input_places.items():
             self.leaves[place] = inputs[number]
         for place, number in self.output_places.items():
@@ -205,4 +217,4 @@ class CarryTemplate:
 
 
 def is_floating_tensor(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
+    return isinstance(leaf, Tensor) and leaf.is_floating_point()

@@ -8,11 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
+Record = dict[str, Any]  # of one step: `step` and its measurements
+
 
 class MetricsSink(Protocol):
     """A place that metrics are written to."""
 
-    def write(self, record: dict[str, Any]) -> None: ...
+    def write(self, record: Record) -> None: ...
 
     def close(self) -> None: ...
 
@@ -26,24 +28,26 @@ class JsonLines:
         with temporary.open("w") as kept:
             for record in iterate_records(path):
                 if record["step"] <= keep_through:
-                    kept.write(json.dumps(record) + "\n")
+                    line = json.dumps(record)
+                    kept.write(f"{line}\n")
         os.replace(temporary, path)
         self.file = path.open("a")
 
-    def write(self, record: dict[str, Any]) -> None:
-        self.file.write(json.dumps(record) + "\n")
+    def write(self, record: Record) -> None:
+        line = json.dumps(record)
+        self.file.write(f"{line}\n")
         self.file.flush()
 
     def close(self) -> None:
         self.file.close()
 
 
-def read_records(path: Path) -> list[dict[str, Any]]:
+def read_records(path: Path) -> list[Record]:
     """All records of a metrics file."""
     return list(iterate_records(path))
 
 
-def iterate_records(path: Path) -> Iterator[dict[str, Any]]:
+def iterate_records(path: Path) -> Iterator[Record]:
     """The records of a metrics file, one after the other; lines that are no record (one cut off by a crash) are
     skipped."""
     if not path.exists():
@@ -54,8 +58,12 @@ def iterate_records(path: Path) -> Iterator[dict[str, Any]]:
                 record = json.loads(line)
             except (ValueError, RecursionError):  # brackets without end are no record either
                 continue
-            if isinstance(record, dict) and isinstance(record.get("step"), int):
+            if is_record(record):
                 yield record
+
+
+def is_record(value: Any) -> bool:
+    return isinstance(value, dict) and isinstance(value.get("step"), int)
 
 
 class TensorBoard:
@@ -66,7 +74,7 @@ class TensorBoard:
 
         self.writer = SummaryWriter(str(folder), purge_step=start)
 
-    def write(self, record: dict[str, Any]) -> None:
+    def write(self, record: Record) -> None:
         step = record["step"]
         for name, value in record.items():
             if isinstance(value, list):

@@ -14,10 +14,12 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
+from operator import attrgetter, methodcaller
 from typing import Any, Literal
 
 import torch
@@ -36,6 +38,9 @@ KERNEL_KINDS = {  # by name of a kernel or of an operation; the first that fits
     "copy": r"memcpy|memset|copy",
 }
 Direction = Literal["forward", "backward", ""]
+Events = Sequence[Any]  # of torch's profiler
+HostMark = tuple[str, float, float]  # of a step: name, start, end
+BusyStretch = tuple[float, float, "ProfiledKernel"]  # start, end, and the kernel that began it
 
 
 @dataclass(frozen=True)
@@ -70,6 +75,15 @@ class ProfiledKernel:
                 return kind
         return "other"
 
+    def trace_event(self, rank: int) -> TraceEvent:
+        details = {
+            "step": self.place.name,
+            "direction": self.place.direction,
+            "kind": self.kind,
+        }
+        name = self.name[:80]
+        return TraceEvent(rank, self.lane, name, self.start, self.end, details)
+
 
 @dataclass(frozen=True)
 class IdleGap:
@@ -87,7 +101,7 @@ class StepProfile:
     seconds: float
     device: str
     kernels_run: list[ProfiledKernel] = field(default_factory=list[ProfiledKernel])
-    marks: list[tuple[str, float, float]] = field(default_factory=list[tuple[str, float, float]])
+    marks: list[HostMark] = field(default_factory=list[HostMark])
 
     def seconds_by_phase(self) -> dict[StepPhase, float]:
         seconds: dict[StepPhase, float] = {}
@@ -98,24 +112,29 @@ class StepProfile:
 
     def seconds_of_kind(self, name: str, kind: str) -> float:
         """The time of one kind of kernels in a step, forward and backward."""
-        in_step = [kernel for kernel in self.kernels_run if kernel.place.name == name]
-        return sum(kernel.seconds for kernel in in_step if kernel.kind == kind)
+        total = 0.0
+        for kernel in self.kernels_run:
+            if kernel.place.name == name and kernel.kind == kind:
+                total += kernel.seconds
+        return total
 
     @property
     def busy_seconds(self) -> float:
         """The time in which anything ran: kernels of several streams may run at once."""
-        return sum(end - start for start, end, _ in self.busy_stretches())
+        lengths = [end - start for start, end, _ in self.busy_stretches()]
+        return sum(lengths)
 
-    def busy_stretches(self) -> Iterator[tuple[float, float, ProfiledKernel]]:
-        """Times in which the device was busy without a break: start, end, and the kernel that began it."""
+    def busy_stretches(self) -> Iterator[BusyStretch]:
+        """Times in which the device was busy without a break."""
         first: ProfiledKernel | None = None
         end = 0.0
-        for kernel in sorted(self.kernels_run, key=start_of):
+        for kernel in sorted(self.kernels_run, key=attrgetter("start")):
             if first is not None and kernel.start > end:
                 yield first.start, end, first
                 first = None
             if first is None:
-                first, end = kernel, kernel.end
+                first = kernel
+                end = kernel.end
             else:
                 end = max(end, kernel.end)
         if first is not None:
@@ -127,27 +146,17 @@ class StepProfile:
         for before, after in pairwise(self.busy_stretches()):
             _, ended, _ = before
             begun, _, kernel = after
-            gaps.append(IdleGap(begun - ended, kernel.place))
-        return sorted(gaps, key=length_of, reverse=True)
+            gap = IdleGap(begun - ended, kernel.place)
+            gaps.append(gap)
+        return sorted(gaps, key=attrgetter("seconds"), reverse=True)
 
     def trace_events(self, rank: int) -> list[TraceEvent]:
         """Events for a trace: every kernel, by stream or thread, and above them the host's marks."""
-        events = [TraceEvent(rank, "steps", name, start, end) for name, start, end in self.marks]
+        events = [TraceEvent(rank, "steps", *mark) for mark in self.marks]
         for kernel in self.kernels_run:
-            if kernel.name.startswith(MARK_PREFIX):
-                continue
-            phase = kernel.place
-            details = {"step": phase.name, "direction": phase.direction, "kind": kernel.kind}
-            events.append(TraceEvent(rank, kernel.lane, kernel.name[:80], kernel.start, kernel.end, details))
+            if not kernel.name.startswith(MARK_PREFIX):
+                events.append(kernel.trace_event(rank))
         return events
-
-
-def start_of(kernel: ProfiledKernel) -> float:
-    return kernel.start
-
-
-def length_of(gap: IdleGap) -> float:
-    return gap.seconds
 
 
 def profiler_mark(name: str, direction: Direction = "") -> Any:
@@ -189,35 +198,57 @@ def profile_device(device: torch.device) -> Iterator[Callable[[], StepProfile]]:
 
 def read_kineto_events(profiler: torch.profiler.profile, device: str) -> StepProfile:
     assert profiler.profiler is not None
-    assert profiler.profiler.kineto_results is not None
-    events = list(profiler.profiler.kineto_results.events())
+    results = profiler.profiler.kineto_results
+    assert results is not None
+    events = list(results.events())
     host = [event for event in events if is_on_host(event)]
     phases = PhaseLookup(host)
-    kernels = device_kernels(events, host, phases) if device == "cuda" else host_operations(host, phases)
-    marks = [(phase_of_mark(e).name, e.start_ns() / 1e9, e.end_ns() / 1e9) for e in host if is_mark(e)]
-    begun = min((event.start_ns() for event in host), default=0) / 1e9
-    ends = [event.end_ns() / 1e9 for event in host]
+    if device == "cuda":
+        kernels = device_kernels(events, host, phases)
+    else:
+        kernels = host_operations(host, phases)
+    marks = [host_mark(event) for event in host if is_mark(event)]
+    # From the host's first event to the end of the last, on the host or on the device.
+    starts = [start_seconds(event) for event in host]
+    ends = [end_seconds(event) for event in host]
     ends += [kernel.end for kernel in kernels]
+    begun = min(starts, default=0.0)
     ended = max(ends, default=begun)
     return StepProfile(begun, ended - begun, device, kernels, marks)
+
+
+def start_seconds(event: Any) -> float:
+    return event.start_ns() / 1e9
+
+
+def end_seconds(event: Any) -> float:
+    return event.end_ns() / 1e9
+
+
+def host_mark(event: Any) -> HostMark:
+    name = phase_of_mark(event).name
+    return name, start_seconds(event), end_seconds(event)
 
 
 def is_on_host(event: Any) -> bool:
     return event.device_type() == torch.autograd.DeviceType.CPU
 
 
-def outermost_first(events: Sequence[Any]) -> list[Any]:
+def outermost_first(events: Events) -> list[Any]:
     """Events by their beginning; of those that begin together, the longest first."""
-    return sorted(events, key=lambda event: (event.start_ns(), -event.duration_ns()))
+    by_length = sorted(events, key=methodcaller("duration_ns"), reverse=True)
+    return sorted(by_length, key=methodcaller("start_ns"))
 
 
 class PhaseLookup:
     """Finds the step or phase that a moment of the host belongs to."""
 
-    def __init__(self, host: Sequence[Any]):
+    def __init__(self, host: Events):
         ordered = outermost_first(host)
-        self.nodes = ThreadIntervals(event for event in ordered if is_node(event))
-        self.marks = ThreadIntervals(event for event in ordered if is_mark(event))
+        nodes = filter(is_node, ordered)
+        marks = filter(is_mark, ordered)
+        self.nodes = ThreadIntervals(nodes)
+        self.marks = ThreadIntervals(marks)
         self.step_of_sequence: dict[tuple[int, int], str] = {}
         # Several operations may show a node's sequence number: the last begun of them made the node.
         for event in ordered:
@@ -226,98 +257,119 @@ class PhaseLookup:
 
     def note_sequence(self, event: Any) -> None:
         """Remember the step of an operation in forward by its sequence number."""
-        thread, when = event.start_thread_id(), event.start_ns()
+        thread = event.start_thread_id()
+        when = event.start_ns()
         mark = self.marks.innermost(when, thread)
-        if mark is not None and self.nodes.innermost(when, thread) is None:
-            self.step_of_sequence[thread, event.sequence_nr()] = phase_of_mark(mark).name
+        node = self.nodes.innermost(when, thread)
+        if mark is not None and node is None:
+            made = (thread, event.sequence_nr())
+            self.step_of_sequence[made] = phase_of_mark(mark).name
 
     def phase_at(self, when: int, thread: int | None) -> StepPhase:
         """The innermost mark or node around a moment of a thread, or of any thread (None)."""
         node = self.nodes.innermost(when, thread)
         mark = self.marks.innermost(when, thread)
-        if mark is not None and (node is None or mark.start_ns() >= node.start_ns()):
-            return phase_of_mark(mark)
         if node is None:
-            return UNASSIGNED
+            return UNASSIGNED if mark is None else phase_of_mark(mark)
+        if mark is not None and mark.start_ns() >= node.start_ns():
+            return phase_of_mark(mark)
         if node.sequence_nr() < 0:  # a parameter's gradient is complete
             return StepPhase("add up gradients", "backward")
         made_by = (node.fwd_thread_id(), node.sequence_nr())
-        return StepPhase(self.step_of_sequence.get(made_by, UNASSIGNED.name), "backward")
+        step = self.step_of_sequence.get(made_by, UNASSIGNED.name)
+        return StepPhase(step, "backward")
 
 
 class ThreadIntervals:
     """Events of one kind by thread, to find the one around a moment."""
 
     def __init__(self, ordered: Iterable[Any]):
-        self.by_thread: dict[int, list[Any]] = {}
+        self.by_thread = defaultdict[int, list[Any]](list)
         for event in ordered:
-            self.by_thread.setdefault(event.start_thread_id(), []).append(event)
-        self.starts = {thread: [event.start_ns() for event in events] for thread, events in self.by_thread.items()}
+            thread = event.start_thread_id()
+            self.by_thread[thread].append(event)
 
     def innermost(self, when: int, thread: int | None) -> Any | None:
         """The innermost event around a moment of a thread, or of any thread (None)."""
-        threads = self.by_thread if thread is None else self.by_thread.keys() & {thread}
-        around = [event for each in threads for event in self.last_around(when, each)]
-        return max(around, key=lambda event: event.start_ns(), default=None)
+        threads = list(self.by_thread) if thread is None else [thread]
+        around = [self.last_around(when, each) for each in threads]
+        found = [event for event in around if event is not None]
+        return max(found, key=methodcaller("start_ns"), default=None)
 
-    def last_around(self, when: int, thread: int) -> list[Any]:
-        """The last begun event of a thread that has not ended, in a list; empty if there is none."""
-        begun = bisect_right(self.starts[thread], when)
-        nearest = self.by_thread[thread][max(0, begun - DEEPEST_NESTING) : begun]
-        return [event for event in reversed(nearest) if event.end_ns() >= when][:1]
+    def last_around(self, when: int, thread: int) -> Any | None:
+        """The last begun event of a thread that has not ended; None if there is none."""
+        events = self.by_thread[thread]
+        begun = bisect_right(events, when, key=methodcaller("start_ns"))
+        first = max(0, begun - DEEPEST_NESTING)
+        for event in reversed(events[first:begun]):
+            if event.end_ns() >= when:
+                return event
+        return None
 
 
-def device_kernels(events: Sequence[Any], host: Sequence[Any], phases: PhaseLookup) -> list[ProfiledKernel]:
+def device_kernels(events: Events, host: Events, phases: PhaseLookup) -> list[ProfiledKernel]:
     """Kernels and copies, each in the phase of the host at its launch. Launches do not have torch's thread ids, but
     only one thread launches at a time. Where a launch was not recorded, the operation around it stands in."""
     operations: dict[int, Any] = {}
     launches: dict[int, Any] = {}
     for event in host:
-        by_correlation = launches if RUNTIME_CALL.match(event.name()) else operations
+        is_launch = RUNTIME_CALL.match(event.name())
+        by_correlation = launches if is_launch else operations
         by_correlation[event.correlation_id()] = event
     kernels: list[ProfiledKernel] = []
     for event in events:
         if is_on_host(event) or is_mark(event) or event.duration_ns() == 0:
             continue
         # The phase is that of the host at the launch, not at the kernel's start.
-        launch = launches.get(event.correlation_id()) or operations.get(event.linked_correlation_id())
-        phase = UNASSIGNED if launch is None else phases.phase_at(launch.start_ns(), None)
-        launched = event.start_ns() if launch is None else launch.start_ns()
+        around = operations.get(event.linked_correlation_id())
+        launch = launches.get(event.correlation_id(), around)
+        phase, launched = UNASSIGNED, event.start_ns()
+        if launch is not None:
+            launched = launch.start_ns()
+            phase = phases.phase_at(launched, None)
         lane = f"stream {event.device_resource_id()}"
-        kernels.append(profiled_kernel(event, phase, lane, event.duration_ns(), launched))
+        kernel = profiled_kernel(event, phase, lane, event.duration_ns(), launched)
+        kernels.append(kernel)
     return kernels
 
 
-def host_operations(host: Sequence[Any], phases: PhaseLookup) -> list[ProfiledKernel]:
+def host_operations(host: Events, phases: PhaseLookup) -> list[ProfiledKernel]:
     """Operations with the time that none inside them took."""
     inner_times = times_of_inner_operations(host)
     operations: list[ProfiledKernel] = []
     for event in host:
-        own_time = event.duration_ns() - inner_times.get(id(event), 0)
-        if own_time > 0:
-            thread = event.start_thread_id()
-            in_background = event.name().startswith(GLOO_PREFIX)
-            phase = IN_BACKGROUND if in_background else phases.phase_at(event.start_ns(), thread)
-            operations.append(profiled_kernel(event, phase, f"thread {thread}", own_time, event.start_ns()))
+        own_time = event.duration_ns() - inner_times[id(event)]
+        if own_time <= 0:
+            continue
+        thread = event.start_thread_id()
+        start = event.start_ns()
+        if event.name().startswith(GLOO_PREFIX):
+            phase = IN_BACKGROUND
+        else:
+            phase = phases.phase_at(start, thread)
+        operation = profiled_kernel(event, phase, f"thread {thread}", own_time, start)
+        operations.append(operation)
     return operations
 
 
-def times_of_inner_operations(host: Sequence[Any]) -> dict[int, int]:
+def times_of_inner_operations(host: Events) -> Mapping[int, int]:
     """By id of an event: the nanoseconds of the operations directly inside it."""
-    inner_times: dict[int, int] = {}
-    open_by_thread: dict[int, list[Any]] = {}
+    inner_times = defaultdict[int, int](int)
+    open_by_thread = defaultdict[int, list[Any]](list)
     for event in outermost_first(host):
         # The events that are still open when this one begins enclose it; the last of them directly.
-        open_events = open_by_thread.setdefault(event.start_thread_id(), [])
+        open_events = open_by_thread[event.start_thread_id()]
         while open_events and open_events[-1].end_ns() <= event.start_ns():
             open_events.pop()
         if open_events:
             outer = id(open_events[-1])
-            inner_times[outer] = inner_times.get(outer, 0) + event.duration_ns()
+            inner_times[outer] += event.duration_ns()
         open_events.append(event)
     return inner_times
 
 
 def profiled_kernel(event: Any, phase: StepPhase, lane: str, nanoseconds: int, launched: int) -> ProfiledKernel:
-    start, end = event.start_ns() / 1e9, event.end_ns() / 1e9
-    return ProfiledKernel(event.name(), phase, lane, start, end, nanoseconds / 1e9, launched / 1e9)
+    start = start_seconds(event)
+    end = end_seconds(event)
+    own_seconds = nanoseconds / 1e9
+    return ProfiledKernel(event.name(), phase, lane, start, end, own_seconds, launched / 1e9)

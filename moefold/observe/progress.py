@@ -22,16 +22,17 @@ def describe_record(record: dict[str, Any]) -> str:
         parts.append(f"{record['tflops']:.3g} TFLOP/s")
     if record.get("max_violation"):  # a model without experts has none
         parts.append(f"imbalance {max(record['max_violation']):.2f}")
-    if sum(record.get("dead_experts", [])):
-        parts.append(f"dead experts {sum(record['dead_experts'])}")
-    if sum(record.get("drop_rate", [])):
-        parts.append(f"dropped {100 * mean(record['drop_rate']):.3g} %")
+    if dead := sum(record.get("dead_experts", [])):
+        parts.append(f"dead experts {dead}")
+    if dropped := mean(record.get("drop_rate") or [0.0]):
+        parts.append(f"dropped {100 * dropped:.3g} %")
     return " | ".join(parts)
 
 
 def compact_number(number: float) -> str:
     """12345 -> 12.3k."""
-    for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+    units = {"G": 1e9, "M": 1e6, "k": 1e3}
+    for letter, size in units.items():
         if number >= size:
             return f"{number / size:.3g}{letter}"
     return f"{number:.3g}"
@@ -51,7 +52,9 @@ class LineProgress(SilentProgress):
     """One line every so many steps, with the time left."""
 
     def __init__(self, done: int, total: int, every: int):
-        self.first, self.total, self.every = done, total, every
+        self.first = done
+        self.total = total
+        self.every = every
         self.begun = time.monotonic()
 
     def print_message(self, text: str) -> None:
@@ -69,27 +72,35 @@ class LineProgress(SilentProgress):
         done = step - self.first
         if done <= 0:
             return ""
-        seconds = (time.monotonic() - self.begun) / done
-        return f" | {(self.total - step) * seconds:.0f} s left"
+        elapsed = time.monotonic() - self.begun
+        seconds_left = (self.total - step) * elapsed / done
+        return f" | {seconds_left:.0f} s left"
 
 
 class BarProgress(SilentProgress):
     """A progress bar; validations and messages scroll above it."""
 
     def __init__(self, done: int, total: int, console: Console):
-        title, text = TextColumn("training"), TextColumn("{task.description}")
-        bar, count = BarColumn(bar_width=24), MofNCompleteColumn()
-        self.progress = Progress(title, bar, count, TimeRemainingColumn(), text, console=console)
+        columns = (
+            TextColumn("training"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.description}"),
+        )
+        self.progress = Progress(*columns, console=console)
         self.task = self.progress.add_task("", total=total, completed=done)
         self.progress.start()
 
     def print_message(self, text: str) -> None:
-        self.progress.console.print(text, markup=False, highlight=False)
+        console = self.progress.console
+        console.print(text, markup=False, highlight=False)
 
     def show_record(self, record: dict[str, Any]) -> None:
         if "val_loss" in record:
             self.print_message(f"step {record['step']}: validation loss {record['val_loss']:.4f}")
-        self.progress.update(self.task, completed=record["step"], description=describe_record(record))
+        text = describe_record(record)
+        self.progress.update(self.task, completed=record["step"], description=text)
 
     def close(self) -> None:
         self.progress.stop()

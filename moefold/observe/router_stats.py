@@ -34,11 +34,12 @@ class RouterCounts:
 
 def balance_summary(counts: RouterCounts) -> dict[str, list[Any]]:
     """The balance of a step, each figure a list with one entry for each MoE layer."""
-    pairs = zip(counts.load, counts.dropped, strict=True)
+    loads = counts.load
+    pairs = zip(loads, counts.dropped, strict=True)
     return {
-        "max_violation": rounded(max_violation(load) for load in counts.load),
-        "load_entropy": rounded(load_entropy(load) for load in counts.load),
-        "dead_experts": [load.count(0) for load in counts.load],
+        "max_violation": rounded(map(max_violation, loads)),
+        "load_entropy": rounded(map(load_entropy, loads)),
+        "dead_experts": [load.count(0) for load in loads],
         "drop_rate": rounded(dropped / max(sum(load), 1) for load, dropped in pairs),
         "moved_bytes": list(counts.moved),
     }
@@ -53,7 +54,8 @@ def max_violation(load: Sequence[int]) -> float:
     total = sum(load)
     if not total:
         return 0.0
-    return max(load) * len(load) / total - 1
+    if_all_had_most = max(load) * len(load)
+    return if_all_had_most / total - 1
 
 
 def load_entropy(load: Sequence[int]) -> float:
@@ -62,19 +64,21 @@ def load_entropy(load: Sequence[int]) -> float:
     if not total or len(load) == 1:
         return 1.0
     shares = [choices / total for choices in load if choices]
-    entropy = -sum(share * math.log(share) for share in shares)
-    return entropy / math.log(len(load))
+    terms = [share * math.log(share) for share in shares]
+    return -sum(terms) / math.log(len(load))
 
 
 class RouterLog:
     """`router.jsonl`: the load of every expert, one line every so many steps. Continues a file as JsonLines does."""
 
     def __init__(self, path: Path, every: int, keep_through: int):
-        self.lines, self.every = JsonLines(path, keep_through), every
+        self.lines = JsonLines(path, keep_through)
+        self.every = every
 
     def write(self, step: int, counts: RouterCounts) -> None:
         if step % self.every == 0:
-            self.lines.write({"step": step, **vars(counts)})
+            record = {"step": step} | vars(counts)
+            self.lines.write(record)
 
     def close(self) -> None:
         self.lines.close()
@@ -90,10 +94,12 @@ class DeadExpertWatch:
     def look(self, counts: RouterCounts) -> str | None:
         """A warning about the experts that reached `patience` in this step, or None."""
         load_LE = np.asarray(counts.load)
-        before_LE = np.zeros_like(load_LE) if self.idle_LE is None else self.idle_LE
-        self.idle_LE = np.where(load_LE == 0, before_LE + 1, 0)
+        if self.idle_LE is None:
+            self.idle_LE = np.zeros_like(load_LE)
+        self.idle_LE = np.where(load_LE == 0, self.idle_LE + 1, 0)
+        is_dead_LE = self.idle_LE == self.patience
         dead: list[str] = []
-        for layer, is_dead_E in zip(counts.layers, self.idle_LE == self.patience, strict=True):
+        for layer, is_dead_E in zip(counts.layers, is_dead_LE, strict=True):
             ids = np.flatnonzero(is_dead_E).tolist()
             if ids:
                 noun = "expert" if len(ids) == 1 else "experts"
@@ -108,5 +114,5 @@ class DeadExpertWatch:
 
 def listed_experts(ids: Sequence[int]) -> str:
     """3, 5, 9; of many, the first eight and how many more."""
-    shown = ", ".join(str(i) for i in ids[:8])
+    shown = ", ".join(map(str, ids[:8]))
     return shown if len(ids) <= 8 else f"{shown} and {len(ids) - 8} more"

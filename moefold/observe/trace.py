@@ -12,11 +12,14 @@ import json
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Protocol
 
 LANE_ORDER = ("compute", "comm")  # the order in which a rank's lanes are shown; others follow
+TraceRecord = dict[str, Any]  # of the Chrome trace format
+PassKey = tuple[int, int]  # stage and microbatch
 
 
 @dataclass(frozen=True)
@@ -30,10 +33,16 @@ class TraceEvent:
     end: float
     details: Mapping[str, Any] = field(default_factory=dict)
 
+    def shifted(self, seconds: float) -> TraceEvent:
+        """The same span, that much later."""
+        start = self.start + seconds
+        end = self.end + seconds
+        return replace(self, start=start, end=end)
 
-def chrome_trace(events: Iterable[TraceEvent]) -> dict[str, Any]:
+
+def chrome_trace(events: Iterable[TraceEvent]) -> TraceRecord:
     """The events in the Chrome trace format, with ranks and lanes named and in order."""
-    ordered = sorted(events, key=lambda event: (event.start, event.rank))
+    ordered = sorted(events, key=attrgetter("start", "rank"))
     lanes = lane_names(ordered)
     records = track_records(ordered, lanes)
     records += [event_record(event, lanes) for event in ordered]
@@ -41,23 +50,25 @@ def chrome_trace(events: Iterable[TraceEvent]) -> dict[str, Any]:
 
 
 def lane_names(events: Sequence[TraceEvent]) -> list[str]:
-    others = {event.lane for event in events} - set(LANE_ORDER)
+    lanes = {event.lane for event in events}
+    others = lanes - set(LANE_ORDER)
     return [*LANE_ORDER, *sorted(others)]
 
 
-def track_records(events: Sequence[TraceEvent], lanes: list[str]) -> list[dict[str, Any]]:
+def track_records(events: Sequence[TraceEvent], lanes: list[str]) -> list[TraceRecord]:
     """Names and order of processes (ranks) and threads (lanes)."""
-    tracks = sorted({(event.rank, lanes.index(event.lane)) for event in events})
-    records: list[dict[str, Any]] = []
-    for rank in sorted({rank for rank, _ in tracks}):
-        records.append(metadata_record("process_name", rank, 0, {"name": f"rank {rank}"}))
-        records.append(metadata_record("process_sort_index", rank, 0, {"sort_index": rank}))
-    for rank, lane in tracks:
-        records.append(metadata_record("thread_name", rank, lane, {"name": lanes[lane]}))
+    ranks = {event.rank for event in events}
+    tracks = {(event.rank, lanes.index(event.lane)) for event in events}
+    records: list[TraceRecord] = []
+    for rank in sorted(ranks):
+        records.append(metadata_record("process_name", rank, name=f"rank {rank}"))
+        records.append(metadata_record("process_sort_index", rank, sort_index=rank))
+    for rank, lane in sorted(tracks):
+        records.append(metadata_record("thread_name", rank, lane, name=lanes[lane]))
     return records
 
 
-def event_record(event: TraceEvent, lanes: list[str]) -> dict[str, Any]:
+def event_record(event: TraceEvent, lanes: list[str]) -> TraceRecord:
     return {
         "ph": "X",
         "name": event.name,
@@ -70,24 +81,33 @@ def event_record(event: TraceEvent, lanes: list[str]) -> dict[str, Any]:
     }
 
 
-def metadata_record(name: str, rank: int, lane: int, args: dict[str, Any]) -> dict[str, Any]:
-    return {"ph": "M", "name": name, "pid": rank, "tid": lane, "args": args}
+def metadata_record(what: str, rank: int, lane: int = 0, **args: Any) -> TraceRecord:
+    return {
+        "ph": "M",
+        "name": what,
+        "pid": rank,
+        "tid": lane,
+        "args": args,
+    }
 
 
 def write_trace(path: Path, events: Iterable[TraceEvent]) -> None:
-    path.write_text(json.dumps(chrome_trace(events)), encoding="utf-8")
+    text = json.dumps(chrome_trace(events))
+    path.write_text(text, encoding="utf-8")
 
 
 class SpanRecorder:
     """Spans of work on one rank, by the clock of its machine. Nothing is recorded until recording starts."""
 
     def __init__(self, rank: int, recording: bool = False):
-        self.rank, self.recording = rank, recording
+        self.rank = rank
+        self.recording = recording
         self.events: list[TraceEvent] = []
 
     def start_recording(self) -> None:
-        """Record from now on, beginning with an empty list."""
-        self.recording, self.events = True, []
+        """TraceRecord from now on, beginning with an empty list."""
+        self.recording = True
+        self.events = []
 
     @contextmanager
     def span(self, name: str, lane: str) -> Iterator[None]:
@@ -101,8 +121,9 @@ class SpanRecorder:
             self.add_span(name, lane, start)
 
     def add_span(self, name: str, lane: str, start: float) -> None:
-        """Record a span that ends now."""
-        self.events.append(TraceEvent(self.rank, lane, name, start, time.time()))
+        """TraceRecord a span that ends now."""
+        event = TraceEvent(self.rank, lane, name, start, time.time())
+        self.events.append(event)
 
 
 class ObservedSpec(Protocol):
@@ -125,12 +146,13 @@ class StepTracer:
 
     def __init__(self, spans: SpanRecorder):
         self.spans = spans
-        self.started: dict[tuple[int, str, tuple[int, int]], float] = {}
+        self.started: dict[tuple[int, str, PassKey], float] = {}
 
-    def before(self, step: ObservedStep, kind: str, key: tuple[int, int]) -> None:
+    def before(self, step: ObservedStep, kind: str, key: PassKey) -> None:
         self.started[id(step), kind, key] = time.time()
 
-    def after(self, step: ObservedStep, kind: str, key: tuple[int, int]) -> None:
+    def after(self, step: ObservedStep, kind: str, key: PassKey) -> None:
         start = self.started.pop((id(step), kind, key))
         stage, microbatch = key
-        self.spans.add_span(f"{step.spec.name} {kind}{stage}.{microbatch}", step.spec.lane, start)
+        spec = step.spec
+        self.spans.add_span(f"{spec.name} {kind}{stage}.{microbatch}", spec.lane, start)

@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from moefold.anatomy.stage_contents import (
     embedding_ranks,
@@ -71,7 +72,7 @@ class Run:
     optimizer: Optimizer
     clipping: ClippingPolicy
     parameters: Publisher
-    all_finite: torch.Tensor  # on the device: whether every loss and gradient so far was a number
+    all_finite: Tensor  # on the device: whether every loss and gradient so far was a number
     step: int = 0
     before_update: Callable[[], None] = lambda: None  # waits for readers of the weights, such as a checkpoint
     further_state: dict[str, StateProvider] = field(default_factory=dict)  # saved in checkpoints too
@@ -87,7 +88,8 @@ def assemble_run(
 ) -> Run:
     """Build everything a run needs. `corpus` replaces the text that the configuration names; `weights` fills the model
     with given weights instead of random ones."""
-    config = check_config(resolve_auto_values(config, world), world.size)
+    config = resolve_auto_values(config, world)
+    config = check_config(config, world.size)
     require_agreement(config, world)
     torch.manual_seed(config.train.seed)
     tokenizer = load_tokenizer(config.data.tokenizer)
@@ -99,6 +101,7 @@ def assemble_run(
     groups = ParameterGroups(config.optim, kernels)
     buckets = fill_run_buckets(config, model, world, groups)
     gradients = Gradients(buckets, world, config.optim.gradient_reduce, kernels[add_squares])
+    spans = SpanRecorder(world.rank)
     return Run(
         config=config,
         world=world,
@@ -108,7 +111,7 @@ def assemble_run(
         validation=validation,
         model=model,
         gradients=gradients,
-        executor=Executor(config, model, gradients, world, SpanRecorder(world.rank)),
+        executor=Executor(config, model, gradients, world, spans),
         optimizer=Optimizer(buckets, groups.rules),
         clipping=GlobalNormClipping(config.optim.max_norm),
         parameters=Publisher(model, buckets),
@@ -120,8 +123,8 @@ def fill_run_buckets(config: Config, model: Transformer, world: World, groups: P
     """The model's parameters in buckets that follow the optimizer's groups. A pattern may match on other ranks only."""
     if groups.entries:
         names = [name for name, _ in model.named_parameters()]
-        every_name = set[str]().union(*all_gather_objects(names, world.everyone))
-        groups.require_matches(every_name)
+        names_by_rank = all_gather_objects(names, world.everyone)
+        groups.require_matches(set().union(*names_by_rank))
     return fill_buckets(
         model,
         world,
@@ -135,7 +138,9 @@ def fill_run_buckets(config: Config, model: Transformer, world: World, groups: P
 def require_agreement(config: Config, world: World) -> None:
     """Refuse ranks with different settings or different code, before the first step."""
     mine = {key.path: format_value(key.default) for key in iterate_keys(config)}
-    mine |= {"moefold version": __version__, "torch version": torch.__version__, "moefold source": source_digest()}
+    mine["moefold version"] = __version__
+    mine["torch version"] = torch.__version__
+    mine["moefold source"] = source_digest()
     everyone = all_gather_objects(mine, world.everyone)
     problems: list[str] = []
     for name, first in everyone[0].items():
@@ -153,7 +158,9 @@ def source_digest() -> str:
     root = Path(__file__).parent.parent
     digest = hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
-        digest.update(path.relative_to(root).as_posix().encode() + path.read_bytes())
+        name = path.relative_to(root).as_posix()
+        digest.update(name.encode())
+        digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
 
 
@@ -167,30 +174,38 @@ def resolve_auto_values(config: Config, world: World) -> Config:
 
 def make_loaders(config: Config, corpus: Corpus, world: World) -> tuple[BatchLoader, BatchLoader]:
     """The loaders of training and of validation. Validation has the same sequences in every run: its seed is 0."""
-    data, train, dp = config.data, config.train, world.axis("dp")
+    data = config.data
+    train = config.train
     starts, held_out_starts = None, None
     if data.attend == "document":
-        starts, held_out_starts = corpus.train_starts, corpus.held_out_starts
-    batch, held_out_batch = train.global_batch, train.validate_sequences
-    return (
-        BatchLoader(corpus.train, data.seq_len, batch, train.seed, dp, world.device, starts),
-        BatchLoader(corpus.held_out, data.seq_len, held_out_batch, 0, dp, world.device, held_out_starts),
-    )
+        starts = corpus.train_starts
+        held_out_starts = corpus.held_out_starts
+    where = (world.axis("dp"), world.device)
+    loader = BatchLoader(corpus.train, data.seq_len, train.global_batch, train.seed, *where, starts)
+    validation = BatchLoader(corpus.held_out, data.seq_len, train.validate_sequences, 0, *where, held_out_starts)
+    return loader, validation
 
 
 def choose_kernels(config: Config, world: World) -> BoundKernels:
-    capability = (0, 0)
-    if world.device.type == "cuda":
-        capability = torch.cuda.get_device_capability(world.device)
+    capability = device_capability(world.device)
     facts = facts_from_config(config, world.device.type, config.train.precision, capability)
     share_attention_timings(facts, world)
     return BoundKernels(facts, config.kernels.force)
 
 
+def device_capability(device: torch.device) -> tuple[int, int]:
+    if device.type == "cuda":
+        return torch.cuda.get_device_capability(device)
+    return 0, 0
+
+
 def share_attention_timings(facts: Facts, world: World) -> None:
     """How long the ways of attending take on this card, if the choice depends on it: the same on every rank."""
-    times = all_gather_objects(known_or_measured_times(facts), world.everyone)[0]
-    if facts.attention is not None and times and times != known_times(facts.capability, facts.attention):
+    own = known_or_measured_times(facts)
+    times, *_ = all_gather_objects(own, world.everyone)
+    if facts.attention is None or not times:
+        return
+    if times != known_times(facts.capability, facts.attention):
         remember_times(facts.capability, facts.attention, times)
 
 
@@ -201,7 +216,8 @@ def build_model(
     which gives every parameter its value."""
     choices = make_model_parts(config, world, kernels)
     here = world.axis("pp").index
-    stages = [s for s, home in zip(pipeline_stages(config), rank_of_each_stage(config), strict=True) if home == here]
+    homes = rank_of_each_stage(config)
+    stages = [stage for stage, home in zip(pipeline_stages(config), homes, strict=True) if home == here]
     with world.device, default_dtype(DTYPES[config.train.precision]):
         model = Transformer(config.model, choices, stages)
     attach_recipes(model, {}, kernels)  # every product is plain
@@ -220,7 +236,10 @@ def make_model_parts(config: Config, world: World, kernels: BoundKernels) -> Mod
 
 def pipeline_shared_weights(config: Config) -> dict[str, tuple[int, ...]]:
     """Parameters of which several pipeline ranks hold copies."""
-    ranks = {"embedding.weight": embedding_ranks(config), "head.norm.weight": final_norm_ranks(config)}
+    ranks = {
+        "embedding.weight": embedding_ranks(config),
+        "head.norm.weight": final_norm_ranks(config),
+    }
     return {name: tuple(holders) for name, holders in ranks.items() if len(holders) > 1}
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from moefold.checkpoint.format.boxes import whole_box
 from moefold.checkpoint.hf.config_json import FAMILIES, config_json_for, describe_model, family_for_model
@@ -105,7 +106,8 @@ def longest_sequence(source: WeightSource) -> int:
     rope = source.model.attention.rope
     if rope.scaling not in ("yarn", "llama3"):
         return source.longest
-    return max(int(rope.factor * rope.original_length), source.longest)
+    extended = int(rope.factor * rope.original_length)
+    return max(extended, source.longest)
 
 
 def plan_written_tensors(table: NameTable, source: WeightSource, request: ConvertRequest) -> list[PlannedTensor]:
@@ -114,20 +116,20 @@ def plan_written_tensors(table: NameTable, source: WeightSource, request: Conver
     def written_dtype(name: str) -> torch.dtype:
         if request.dtype == "as_saved":
             pieces = table.source_pieces(name)
-            return source.saved_dtype(pieces[0].ours if pieces else "embedding.weight")
+            first = pieces[0].ours if pieces else "embedding.weight"
+            return source.saved_dtype(first)
         if name.endswith(ALWAYS_FP32):
             return torch.float32
         return DTYPES[request.dtype]
 
     plan: list[PlannedTensor] = []
     for name, shape in table.written.items():
-        plan.append(PlannedTensor(name, shape, written_dtype(name)))
+        dtype = written_dtype(name)
+        plan.append(PlannedTensor(name, shape, dtype))
     return plan
 
 
-def planned_tensors(
-    plan: list[PlannedTensor], table: NameTable, source: WeightSource
-) -> Iterator[tuple[str, torch.Tensor]]:
+def planned_tensors(plan: list[PlannedTensor], table: NameTable, source: WeightSource) -> Iterator[tuple[str, Tensor]]:
     """The tensors of the export, one at a time, in the planned dtypes."""
     tensors = iterate_hf_tensors(table, source.fetch_box)
     for planned, (name, tensor) in zip(plan, tensors, strict=True):
@@ -161,7 +163,8 @@ def source_from_folder(path: Path) -> WeightSource:
         return torch_dtypes.get(stored.dtype, torch.bfloat16)  # fp8 becomes bf16
 
     length = folder.options.get("max_position_embeddings", DEFAULT_LENGTH)
-    return WeightSource(described.model, our_box_fetcher(weights, table), saved_dtype, path, length)
+    fetch_box = our_box_fetcher(weights, table)
+    return WeightSource(described.model, fetch_box, saved_dtype, path, length)
 
 
 def source_from_checkpoint(path: Path, say: Printer) -> WeightSource:
@@ -173,7 +176,7 @@ def source_from_checkpoint(path: Path, say: Printer) -> WeightSource:
     if problems:
         raise UserError(f"{found.path} was written with other settings than this version has:", *problems.values())
     say(f"reading {found.path}, step {found.state['step']}")
-    saved = SavedModel(found.opened)
+    saved = SavedModel(found)
     biases = nonzero_biases(saved, config.model.moe.experts)
     tokenizer = tokenizer_folder(config.data.tokenizer)
     return WeightSource(config.model, saved.fetch_box, saved.saved_dtype, tokenizer, config.data.seq_len, biases)
@@ -185,7 +188,8 @@ def nonzero_biases(saved: SavedModel, experts: int) -> tuple[str, ...]:
     box = whole_box([experts])
     nonzero: list[str] = []
     for name in biases:
-        if saved.fetch_box(name, box).count_nonzero():
+        biases_E = saved.fetch_box(name, box)
+        if biases_E.count_nonzero():
             nonzero.append(name)
     return tuple(nonzero)
 
@@ -213,13 +217,15 @@ def upcycled_source(dense: WeightSource, request: ConvertRequest) -> WeightSourc
 
 def compare_with_dense(dense: Path, upcycled: Path) -> str:
     """The check at step 0: logits of random tokens from both folders as written, with one layer in memory at a time."""
-    dense_folder, upcycled_folder = open_model_folder(dense), open_model_folder(upcycled)
+    dense_folder = open_model_folder(dense)
+    upcycled_folder = open_model_folder(upcycled)
     vocab = describe_model(dense_folder).model.vocab
     generator = torch.Generator().manual_seed(0)
     ids_BS = torch.randint(0, vocab, (1, COMPARED_TOKENS), generator=generator)
     expected = logits_by_layer(dense_folder, ids_BS)
     actual = logits_by_layer(upcycled_folder, ids_BS)
-    error = float((actual - expected).abs().max())
+    difference = actual - expected
+    error = float(difference.abs().max())
     largest = float(expected.abs().max())
     if not error <= LOGITS_TOLERANCE * max(1.0, largest):
         raise RunFailure(

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from moefold.comm.collectives import all_reduce_no_grad
 from moefold.config.rules import sequence_multiple
 from moefold.data.loader import Batch
 from moefold.model.steps import Carry
 from moefold.train.assemble import Run
+from moefold.train.step import sum_over_ranks
 
 
 @torch.no_grad()
 def validation_loss(run: Run) -> float:
     """Mean loss per token over the same held-out sequences every time."""
-    config, world = run.config.train, run.world
+    config = run.config.train
+    world = run.world
     count = min(config.validate_sequences, run.validation.windows)
     batch = run.validation.batch_at(0, count)
     parts = list(batch.microbatches(config.micro_batch))
@@ -28,13 +31,11 @@ def validation_loss(run: Run) -> float:
     run.model.eval()
     run.executor.forward_only(parts, add_losses)
     run.model.train()
-    # Sum over the ranks that have other tokens, then over the pipeline.
-    token_ranks = world.axis("dp", "cp")
-    loss_sum = all_reduce_no_grad(loss_sum, token_ranks)
-    loss_sum = all_reduce_no_grad(loss_sum, world.axis("pp"))  # only the last stage has added losses
-    labelled = run.model.labelled_token_counts(batch.labels_BS)[0]
-    labelled = all_reduce_no_grad(labelled, token_ranks)
-    return (loss_sum / labelled.clamp(min=1)).item()
+    loss_sum = sum_over_ranks(run, loss_sum)
+    own_1M = run.model.labelled_token_counts(batch.labels_BS)
+    labelled = all_reduce_no_grad(own_1M[0], world.dp_cp)
+    mean = loss_sum / labelled.clamp(min=1)
+    return mean.item()
 
 
 @torch.no_grad()
@@ -43,23 +44,26 @@ def sample_text(run: Run, prompt: str, temperature: float = 0.7) -> str:
     Every rank calls this. The window is padded to a length that splits over ranks; attention is causal, so padding
     behind the last token changes nothing (but counts where experts have a capacity)."""
     config = run.config
-    generator = torch.Generator().manual_seed(config.train.seed)
+    generator = torch.Generator()
+    generator.manual_seed(config.train.seed)
     tokens = run.tokenizer.encode(prompt).tolist()
     multiple = sequence_multiple(config.parallel)
     run.model.eval()
     for _ in range(config.train.sample_tokens):
         context = tokens[-config.data.seq_len :]
-        padding = [0] * (-len(context) % multiple)
-        window_1S = torch.tensor([context + padding], device=run.world.device)
+        missing = -len(context) % multiple
+        window = context + [0] * missing
+        window_1S = torch.tensor([window], device=run.world.device)
         logits_V = logits_at_position(run, window_1S, len(context) - 1)
         logits_V = logits_V[: run.tokenizer.size].cpu()
         probs_V = (logits_V / temperature).softmax(-1)
-        tokens.append(int(torch.multinomial(probs_V, 1, generator=generator)))
+        drawn = torch.multinomial(probs_V, 1, generator=generator)
+        tokens.append(int(drawn))
     run.model.train()
     return run.tokenizer.decode(tokens)
 
 
-def logits_at_position(run: Run, window_1S: torch.Tensor, position: int) -> torch.Tensor:
+def logits_at_position(run: Run, window_1S: Tensor, position: int) -> Tensor:
     """The logits at one position of one sequence, in fp32, on every rank: ranks without the last stage add zeros."""
     vocab = run.config.model.vocab
     logits_V = torch.zeros(vocab, device=run.world.device)
@@ -68,5 +72,6 @@ def logits_at_position(run: Run, window_1S: torch.Tensor, position: int) -> torc
         logits_1SV = run.model.logits_from_carry(carry)
         logits_V.copy_(logits_1SV[0, position])
 
-    run.executor.forward_only([Batch(window_1S, window_1S)], keep_logits)
+    batch = Batch(window_1S, window_1S)
+    run.executor.forward_only([batch], keep_logits)
     return all_reduce_no_grad(logits_V, run.world.axis("pp"))

@@ -31,16 +31,19 @@ def from_hf(
     described = describe_model(folder)
     # A configuration as a run would have it, so that kernels are chosen and rules checked in the same way.
     names = {torch_dtype: name for name, torch_dtype in DTYPES.items()}
-    precision = one_of("precision", names.get(dtype, str(dtype)), ("fp32", "bf16", "fp64"))
+    name = names.get(dtype, str(dtype))
+    precision = one_of("precision", name, ("fp32", "bf16", "fp64"))
     kind = "cpu" if device == "cpu" else "cuda"
     train = TrainConfig(device=kind, precision=precision)  # pyright: ignore[reportArgumentType]
     tokenizer = str(folder.path / "tokenizer.json")  # not opened here
     data = DataConfig(seq_len=seq_len, tokenizer=tokenizer)
     config = Config(model=described.model, data=data, train=train)
     world = single_rank_world(device)
-    config = check_config(resolve_auto_values(config, world), 1)
+    config = resolve_auto_values(config, world)
+    config = check_config(config, 1)
+    kernels = choose_kernels(config, world)
     fill_weights = starting_weights(folder.path, config, world, print_nothing)
-    model = build_model(config, world, choose_kernels(config, world), fill_weights)
+    model = build_model(config, world, kernels, fill_weights)
     return model.eval()
 
 
@@ -53,10 +56,12 @@ def starting_weights(path: Path, config: Config, world: World, say: Printer) -> 
         for note in described.notes:
             say(note)
         family = described.family
-        load_folder_weights(FolderWeights(folder), family.name_table(config.model), model, world)
+        table = family.name_table(config.model)
+        load_folder_weights(FolderWeights(folder), table, model, world)
         saved_dtypes = {stored.dtype for stored in folder.tensors.values()}
         saved = ", ".join(sorted(saved_dtypes))
-        here = torch_dtype_text(next(model.parameters()).dtype)
+        first = next(model.parameters())
+        here = torch_dtype_text(first.dtype)
         say(f"starting from {path}: {family.kind}, {len(folder.tensors)} tensors saved as {saved}, {here} here")
 
     return fill_from_folder

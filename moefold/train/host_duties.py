@@ -24,7 +24,8 @@ def stop_requests() -> Iterator[list[str]]:
             raise KeyboardInterrupt
         requests.append(signal.Signals(number).name)
 
-    former = {number: signal.signal(number, record_signal) for number in (signal.SIGTERM, signal.SIGINT)}
+    signals = (signal.SIGTERM, signal.SIGINT)
+    former = {number: signal.signal(number, record_signal) for number in signals}
     try:
         yield requests
     finally:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,6 @@ import torch.distributed as dist
 from moefold.anatomy.model_totals import active_parameters, total_parameters, train_flops_per_token
 from moefold.checkpoint.format.storage import require_free_space
 from moefold.checkpoint.live.background_saver import BackgroundSaver
-from moefold.checkpoint.live.logical_tensors import collect_tensors
 from moefold.checkpoint.live.save import checkpoint_bytes, run_on_rank_zero
 from moefold.comm.collectives import all_gather_objects
 from moefold.comm.host_copies import ToHost
@@ -31,7 +31,7 @@ from moefold.train.assemble import Run, assemble_run
 from moefold.train.evaluate import sample_text, validation_loss
 from moefold.train.from_hf import starting_weights
 from moefold.train.host_duties import any_rank_asks, collect_garbage_manually, stop_requests
-from moefold.train.resume import begin_checkpoint, checkpoint_folder, make_background_saver, resume_run
+from moefold.train.resume import begin_checkpoint, checkpoint_folder, make_background_saver, resume_run, run_tensors
 from moefold.train.step import StepReport, refuse_non_finite, train_step
 from moefold.train.step_profile import profile_step, profile_text, write_profile_trace
 
@@ -42,17 +42,17 @@ PROFILED_STEP = 10  # or the last step of a shorter run: by then kernels and cac
 
 def run_training(config: Config, world: World, out: Path, resume: str | None, from_hf: Path | None = None) -> None:
     """Train as configured, from random weights or those of a folder. Every rank calls this."""
-    run_on_rank_zero(lambda: claim_run_folder(out, resume), world, out)
-    say = rank_zero_printer(world)
+    run_on_rank_zero(partial(claim_run_folder, out, resume), world, out)
+    say = print_line if world.rank == 0 else print_nothing
     # Build the run, and make sure that its checkpoints fit before any step is spent.
     weights = starting_weights(from_hf, config, world, say) if from_hf else None
     run = assemble_run(config, world, out, weights=weights)
-    needed = checkpoint_bytes(collect_tensors(run.model, run.optimizer, run.further_state), world)
-    run_on_rank_zero(lambda: require_free_space(checkpoint_folder(run), needed), world, out)
+    require_space_for_checkpoint(run)
     # Continue from a checkpoint, and write down the settings that are in effect.
     continues = resume is not None and resume_run(run, resume, say)
     settings = config_as_yaml(run.config)
-    run_on_rank_zero(lambda: (out / "config.yaml").write_text(settings), world, out)
+    write_settings = partial((out / "config.yaml").write_text, settings)
+    run_on_rank_zero(write_settings, world, out)
     for line in introduction_lines(run):
         say(line)
     with (
@@ -61,25 +61,29 @@ def run_training(config: Config, world: World, out: Path, resume: str | None, fr
         make_background_saver(run, recorder.progress.print_message) as saver,
     ):
         if run.step < run.config.train.steps:
-            TrainingLoop(run, recorder, requests, saver).run_to_end()
+            loop = TrainingLoop(run, recorder, requests, saver)
+            loop.run_to_end()
         else:
             say("nothing left to do")
 
 
+def require_space_for_checkpoint(run: Run) -> None:
+    needed = checkpoint_bytes(run_tensors(run), run.world)
+    check = partial(require_free_space, checkpoint_folder(run), needed)
+    run_on_rank_zero(check, run.world, run.out)
+
+
 def no_gradient_warnings(run: Run) -> list[str]:
     """A warning for each parameter that has had no gradient so far: it is probably not connected."""
-    everyone = run.world.everyone
     mine = {parameter.name for parameter in declared_parameters(run.model)}
-    declared, moved = set[str](), set[str]()
-    for rank_declared, rank_moved in all_gather_objects((mine, run.gradients.moved), everyone):
+    both = (mine, run.gradients.moved)
+    declared = set[str]()
+    moved = set[str]()
+    for rank_declared, rank_moved in all_gather_objects(both, run.world.everyone):
         declared |= rank_declared
         moved |= rank_moved
     still = sorted(declared - moved)
     return [f"warning: {name} has had no gradient in {run.step} steps; is it connected?" for name in still]
-
-
-def rank_zero_printer(world: World) -> Printer:
-    return print_line if world.rank == 0 else print_nothing
 
 
 def claim_run_folder(out: Path, resume: str | None) -> None:
@@ -90,7 +94,8 @@ def claim_run_folder(out: Path, resume: str | None) -> None:
 
 
 def introduction_lines(run: Run) -> list[str]:
-    config, world = run.config, run.world
+    config = run.config
+    world = run.world
     total = compact_number(total_parameters(config.model))
     active = compact_number(active_parameters(config.model))
     sizes = f"{total} parameters, {active} active per token"
@@ -122,7 +127,8 @@ class RunRecorder:
         self.sinks = sinks
         self.router_log = router_log
         self.dead_experts = DeadExpertWatch()
-        self.flops = train_flops_per_token(run.config.model, run.config.data.seq_len)
+        config = run.config
+        self.flops = train_flops_per_token(config.model, config.data.seq_len)
 
     def validation_values(self) -> dict[str, Any]:
         return {"val_loss": validation_loss(self.run)}
@@ -138,15 +144,17 @@ class RunRecorder:
         values["grad_norm"] = report.grad_norm
         values["lr"] = report.lr
         values["tokens_per_s"] = round(speed, 1)
-        values["tflops"] = round(speed * self.flops / 1e12, 6)
+        tflops = speed * self.flops / 1e12
+        values["tflops"] = round(tflops, 6)
         return values | balance_summary(counts)
 
     def record_routing(self, report: StepReport) -> RouterCounts:
         """Log the expert load of all layers, and warn of dead experts."""
-        loads_by_stage = all_gather_objects(report.loads, self.run.world.axis("pp"))
-        loads = join_pipeline_loads(loads_by_stage)
-        layers, *tensors = loads
-        counts = RouterCounts(layers, *(tensor.tolist() for tensor in tensors))
+        pipeline = self.run.world.axis("pp")
+        loads_by_stage = all_gather_objects(report.loads, pipeline)
+        layers, *tensors = join_pipeline_loads(loads_by_stage)
+        figures = [tensor.tolist() for tensor in tensors]
+        counts = RouterCounts(layers, *figures)
         if self.router_log:
             self.router_log.write(report.number, counts)
         warning = self.dead_experts.look(counts)
@@ -160,7 +168,8 @@ class RunRecorder:
         if validates:
             values |= self.validation_values()
         self.write_record(begun.report.number, values)
-        return begun.stop_requested.read().item() > 0
+        requests = begun.stop_requested.read()
+        return requests.item() > 0
 
     def write_record(self, step: int, values: dict[str, Any]) -> None:
         record = {"step": step, **values}
@@ -174,15 +183,18 @@ def open_recorder(run: Run, continues: bool) -> Iterator[RunRecorder]:
     """The recorder of a run. Records of a resumed run are kept up to its step."""
     is_first = run.world.rank == 0
     observe = run.config.observe
-    progress = make_progress(is_first, run.step, run.config.train.steps, observe.log_every)
+    steps = run.config.train.steps
+    progress = make_progress(is_first, run.step, steps, observe.log_every)
     sinks: list[MetricsSink] = []
     router_log: RouterLog | None = None
     if is_first:
         last_kept = run.step if continues else -1
-        sinks.append(JsonLines(run.out / "metrics.jsonl", last_kept))
+        metrics = JsonLines(run.out / "metrics.jsonl", last_kept)
+        sinks.append(metrics)
         router_log = RouterLog(run.out / "router.jsonl", observe.router_every, last_kept)
         if observe.tensorboard:
-            sinks.append(TensorBoard(run.out / "tensorboard", run.step))
+            tensorboard = TensorBoard(run.out / "tensorboard", run.step)
+            sinks.append(tensorboard)
     try:
         yield RunRecorder(run, progress, sinks, router_log)
     finally:
@@ -235,10 +247,12 @@ class TrainingLoop:
     def step_and_record(self) -> bool:
         """Begin a step, record the one before, and this one too where its result is needed. Returns whether any rank
         has a stop request."""
-        run, recorder = self.run, self.recorder
+        run = self.run
+        recorder = self.recorder
         requests = self.local_requests()
         report = begin_next_step(run, recorder)
-        begun = StepInFlight(report, any_rank_asks(requests, run.world))
+        stop_requested = any_rank_asks(requests, run.world)
+        begun = StepInFlight(report, stop_requested)
         # The device works on the step just begun; the one before is done, so reading it waits for nothing.
         stop = False
         if self.in_flight is not None:
@@ -276,7 +290,8 @@ class TrainingLoop:
 
     def first_request(self) -> str | None:
         """The stop request of the first rank that has one; the same on all ranks."""
-        for requests in all_gather_objects(self.local_requests(), self.run.world.everyone):
+        own = self.local_requests()
+        for requests in all_gather_objects(own, self.run.world.everyone):
             if requests:
                 return requests[0]
         return None
@@ -286,10 +301,12 @@ def begin_next_step(run: Run, recorder: RunRecorder) -> StepReport:
     """Begin the next step. The profiled step is observed to its end."""
 
     def take_step() -> StepReport:
-        return train_step(run, run.loader.next_batch())
+        batch = run.loader.next_batch()
+        return train_step(run, batch)
 
-    profiled = min(PROFILED_STEP, run.config.train.steps)
-    if not run.config.observe.profile or run.step + 1 != profiled:
+    config = run.config
+    profiled = min(PROFILED_STEP, config.train.steps)
+    if not config.observe.profile or run.step + 1 != profiled:
         return take_step()
     report, profile = profile_step(run, take_step)
     write_profile_trace(run, profile)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from moefold.checkpoint.format.boxes import box_corner, box_sizes, box_slices, element_count
 from moefold.checkpoint.live.logical_tensors import boxes_in_whole
@@ -46,7 +47,11 @@ class TraceEntry:
 
     what: str
     starts: tuple[int, ...]
-    values: torch.Tensor
+    values: Tensor
+
+
+RankTrace = list[TraceEntry]
+Trace = Sequence[TraceEntry]
 
 
 @dataclass(frozen=True)
@@ -58,8 +63,8 @@ class ParityMismatch:
     ranks: list[int]
 
     def __str__(self) -> str:
-        ranks = "rank" if len(self.ranks) <= 1 else "ranks"
-        return f"{self.what} differs by {self.error:.2e} (relative) on {ranks} {self.ranks}"
+        noun = "rank" if len(self.ranks) <= 1 else "ranks"
+        return f"{self.what} differs by {self.error:.2e} (relative) on {noun} {self.ranks}"
 
 
 def shrink_config(config: Config, world: int) -> Config:
@@ -77,11 +82,13 @@ def shrink_config(config: Config, world: int) -> Config:
 
 
 def shrink_model(config: Config) -> ModelConfig:
-    model, parallel = config.model, config.parallel
+    model = config.model
+    parallel = config.parallel
     virtual_stages = parallel.pp * config.pipeline.vpp
+    period = 2 * model.moe.every
     return replace(
         model,
-        layers=max(2 * model.moe.every, virtual_stages),
+        layers=max(period, virtual_stages),
         hidden=32,
         vocab=lcm(256, parallel.tp),
         dense_ffn=16 * parallel.tp,
@@ -96,7 +103,8 @@ def shrink_attention(a: AttentionConfig, parallel: ParallelConfig) -> AttentionC
     if parallel.context in ("all_to_all", "hierarchical"):
         head_ranks *= parallel.cp
     kv_heads = lcm(head_ranks, min(a.kv_heads, 2))
-    group = min(2, max(1, a.heads // a.kv_heads))
+    group = a.heads // a.kv_heads
+    group = min(2, max(1, group))
     return replace(
         a,
         head_dim=8,
@@ -112,19 +120,23 @@ def shrink_attention(a: AttentionConfig, parallel: ParallelConfig) -> AttentionC
 
 def shrink_moe(moe: MoeConfig, parallel: ParallelConfig) -> MoeConfig:
     devices = min(moe.balance.devices, 4)
-    experts = lcm(parallel.ep, min(moe.experts, 8), devices)
+    few_experts = min(moe.experts, 8)
+    experts = lcm(parallel.ep, few_experts, devices)
     groups = min(moe.router.groups, 4)
     most_chosen = max(1, groups // 2)
+    eligible = experts * most_chosen // groups
     groups_chosen = min(moe.router.groups_chosen, most_chosen)
+    router = replace(moe.router, groups=groups, groups_chosen=groups_chosen)
+    shared_ffn = 8 * parallel.tp
     return replace(
         moe,
         experts=experts,
         latent=16 if moe.latent else 0,
-        top_k=min(moe.top_k, experts * most_chosen // groups, 4),
+        top_k=min(moe.top_k, eligible, 4),
         ffn=8 * parallel.etp,
-        shared_ffn=8 * parallel.tp if moe.shared_ffn else 0,
+        shared_ffn=shared_ffn if moe.shared_ffn else 0,
         dense_layers=min(moe.dense_layers, 1),
-        router=replace(moe.router, groups=groups, groups_chosen=groups_chosen),
+        router=router,
         balance=replace(moe.balance, devices=devices),
         capacity=replace(moe.capacity, over="full_sequence", pad=False),
     )
@@ -133,7 +145,8 @@ def shrink_moe(moe: MoeConfig, parallel: ParallelConfig) -> MoeConfig:
 def shrink_data(config: Config) -> DataConfig:
     sequence_ranks = config.parallel.tp * config.parallel.cp
     seq_len = lcm(2 * sequence_ranks, 8)
-    return replace(config.data, source="stdlib", files=(), tokenizer="byte", seq_len=seq_len)
+    stdlib = replace(config.data, source="stdlib", files=(), tokenizer="byte")
+    return replace(stdlib, seq_len=seq_len)
 
 
 def shrink_training(config: Config, world: int) -> TrainConfig:
@@ -141,7 +154,8 @@ def shrink_training(config: Config, world: int) -> TrainConfig:
     model_ranks = parallel.tp * parallel.cp * parallel.pp
     dp = max(1, world // model_ranks)
     microbatches = 2 if parallel.pp == 1 else 2 * parallel.pp + 1
-    return replace(config.train, device="cpu", global_batch=dp * microbatches, micro_batch=1, steps=8)
+    on_cpu = replace(config.train, device="cpu", steps=8)
+    return replace(on_cpu, global_batch=dp * microbatches, micro_batch=1)
 
 
 def comparable_optimizer(optim: OptimConfig) -> OptimConfig:
@@ -155,15 +169,17 @@ def single_rank_config(config: Config) -> Config:
     """The same run on a single rank, in larger microbatches where nothing is counted per microbatch."""
     moe = config.model.moe
     counts_microbatches = moe.capacity.factor != 0 or moe.balance.aux_over == "microbatch"
-    train = replace(config.train, micro_batch=1 if counts_microbatches else 2)
+    micro_batch = 1 if counts_microbatches else 2
+    train = replace(config.train, micro_batch=micro_batch)
     return replace(config, parallel=ParallelConfig(), pipeline=PipelineConfig(), train=train)
 
 
-def trace_run(config: Config, world: World, steps: int, routing: str = "learned") -> list[TraceEntry]:
+def trace_run(config: Config, world: World, steps: int, routing: str = "learned") -> RankTrace:
     """The trace of this rank over the first steps of a run on random tokens."""
-    run = assemble_run(config, world, Path("."), corpus=random_corpus(config))
+    corpus = random_corpus(config)
+    run = assemble_run(config, world, Path("."), corpus)
     skew_routing_biases(run, routing)
-    trace: list[TraceEntry] = []
+    trace: RankTrace = []
     for _ in range(steps):
         trace += trace_one_step(run)
     return trace
@@ -172,8 +188,10 @@ def trace_run(config: Config, world: World, steps: int, routing: str = "learned"
 def random_corpus(config: Config) -> Corpus:
     """Random tokens in documents of three on average, shorter than the shortest sequence."""
     random = np.random.default_rng(5)
-    tokens = random.integers(0, 256, size=200 * config.data.seq_len).astype(np.uint8)
-    starts = np.flatnonzero(random.random(len(tokens)) < 1 / 3)
+    count = 200 * config.data.seq_len
+    tokens = random.integers(0, 256, size=count).astype(np.uint8)
+    begins = random.random(count) < 1 / 3
+    starts = np.flatnonzero(begins)
     starts[0] = 0
     return Corpus(tokens, tokens, starts, starts)
 
@@ -192,8 +210,9 @@ def skew_routing_biases(run: Run, routing: str) -> None:
             module.bias_E.copy_(biases[routing])
 
 
-def trace_one_step(run: Run) -> list[TraceEntry]:
-    report = train_step(run, run.loader.next_batch())
+def trace_one_step(run: Run) -> RankTrace:
+    batch = run.loader.next_batch()
+    report = train_step(run, batch)
     run.parameters.await_all_buckets()
     when = f"step {run.step}: "
     return [
@@ -210,9 +229,9 @@ def scalar_entry(what: str, value: float) -> TraceEntry:
     return TraceEntry(what, (), scalar)
 
 
-def local_weights(run: Run, when: str) -> list[TraceEntry]:
+def local_weights(run: Run, when: str) -> RankTrace:
     """This rank's part of every weight."""
-    entries: list[TraceEntry] = []
+    entries: RankTrace = []
     for parameter in declared_parameters(run.model):
         corner = tuple(box_corner(parameter.part))
         values = parameter.tensor.detach().clone()
@@ -220,44 +239,46 @@ def local_weights(run: Run, when: str) -> list[TraceEntry]:
     return entries
 
 
-def expert_token_counts(loads: LayerLoads, when: str) -> list[TraceEntry]:
+def expert_token_counts(loads: LayerLoads, when: str) -> RankTrace:
     """The tokens of each expert of this rank's layers."""
-    entries: list[TraceEntry] = []
+    entries: RankTrace = []
     for layer, counts_E in zip(loads.layers, loads.counts_LE, strict=True):
         what = f"{when}tokens of each expert of layer {layer}"
-        entries.append(TraceEntry(what, (0,), counts_E.double()))
+        entry = TraceEntry(what, (0,), counts_E.double())
+        entries.append(entry)
     return entries
 
 
-def local_gradients(run: Run, when: str) -> list[TraceEntry]:
+def local_gradients(run: Run, when: str) -> RankTrace:
     """This rank's share of every gradient, as boxes of the whole parameter."""
-    entries: list[TraceEntry] = []
-    buckets, shares = run.gradients.buckets, run.gradients.gradient_shares()
+    entries: RankTrace = []
+    buckets = run.gradients.buckets
+    shares = run.gradients.gradient_shares()
     for bucket, share in zip(buckets, shares, strict=True):
         for parameter, first, last, offset in bucket.pieces():
+            what = f"{when}gradient {parameter.name}"
             for begin, box in boxes_in_whole(first, last, parameter):
                 start = offset + begin - first
-                values = share[start : start + element_count(box)]
-                values = values.view(box_sizes(box)).clone()
+                flat = share[start : start + element_count(box)]
+                values = flat.view(box_sizes(box)).clone()
                 corner = tuple(box_corner(box))
-                entries.append(TraceEntry(f"{when}gradient {parameter.name}", corner, values))
+                entries.append(TraceEntry(what, corner, values))
     return entries
 
 
-def relative_error(entry: TraceEntry, reference: torch.Tensor) -> float:
+def relative_error(entry: TraceEntry, reference: Tensor) -> float:
     """The error of a part, relative to the norm of the whole tensor, so that a part of tiny numbers is not wrong for
     its rounding. Infinite if it is not a number."""
-    box = zip(entry.starts, entry.values.shape, strict=True)
-    expected = reference[box_slices(tuple(box))]
+    box = tuple(zip(entry.starts, entry.values.shape, strict=True))
+    expected = reference[box_slices(box)]
     difference = entry.values.double() - expected.double()
     scale = reference.double().norm() + 1e-30
-    error = (difference.norm() / scale).item()
+    relative = difference.norm() / scale
+    error = relative.item()
     return inf if isnan(error) else error
 
 
-def first_mismatch(
-    single_rank: Sequence[TraceEntry], ranks: Sequence[Sequence[TraceEntry]], tolerance: float
-) -> ParityMismatch | None:
+def first_mismatch(single_rank: Trace, ranks: Sequence[Trace], tolerance: float) -> ParityMismatch | None:
     """The first entry, in the order of the one-rank trace, in which some rank differs by more than the tolerance."""
     reference = {entry.what: entry.values for entry in single_rank}
     errors: dict[str, dict[int, float]] = {}  # of every entry, by rank: the largest
@@ -266,14 +287,17 @@ def first_mismatch(
         for entry in trace:
             error = relative_error(entry, reference[entry.what])
             by_rank = errors.setdefault(entry.what, {})
-            by_rank[rank] = max(by_rank.get(rank, 0.0), error)
+            largest = by_rank.get(rank, 0.0)
+            by_rank[rank] = max(largest, error)
             covered[entry.what] += entry.values.numel()
     # In the order of the one-rank trace: what goes wrong first is named, not what follows from it.
     for what, values in reference.items():
         if covered[what] < values.numel():
             missing = f"{what}: only {covered[what]} of {values.numel()} elements are held by any rank, and it"
             return ParityMismatch(missing, 1.0, [])
-        wrong = {rank: error for rank, error in errors[what].items() if error > tolerance}
+        by_rank = errors[what]
+        wrong = [rank for rank in sorted(by_rank) if by_rank[rank] > tolerance]
         if wrong:
-            return ParityMismatch(what, max(wrong.values()), sorted(wrong))
+            largest = max(by_rank.values())
+            return ParityMismatch(what, largest, wrong)
     return None

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from moefold.checkpoint.format.retention import RetentionPolicy, retire_later_checkpoints
 from moefold.checkpoint.format.storage import StoragePath, parse_storage_path
 from moefold.checkpoint.live.background_saver import BackgroundSaver
 from moefold.checkpoint.live.load import FoundCheckpoint, find_checkpoint, load_checkpoint, require_checkpoint
-from moefold.checkpoint.live.logical_tensors import collect_tensors, restore_rng_state, rng_state_tensors
+from moefold.checkpoint.live.logical_tensors import (
+    LogicalTensor,
+    collect_tensors,
+    restore_rng_state,
+    rng_state_tensors,
+)
 from moefold.checkpoint.live.save import run_on_rank_zero
 from moefold.config.errors import UserError
 from moefold.config.keys import format_value, iterate_keys
@@ -32,14 +38,15 @@ def make_background_saver(run: Run, say: Printer) -> BackgroundSaver:
     """The saver of a run. From now on, updates wait until the copy of a save in progress is done."""
     config = run.config.checkpoint
     keep = RetentionPolicy(config.keep, config.keep_every)
-    saver = BackgroundSaver(checkpoint_folder(run), keep, run.world, say)
+    folder = checkpoint_folder(run)
+    saver = BackgroundSaver(folder, keep, run.world, say)
     run.before_update = saver.wait_for_copy
     return saver
 
 
 def begin_checkpoint(run: Run, saver: BackgroundSaver) -> None:
     """Begin a checkpoint of the run as it is now."""
-    tensors = collect_tensors(run.model, run.optimizer, run.further_state)
+    tensors = run_tensors(run)
     tensors |= rng_state_tensors(run.world)
     state = {
         "step": run.step,
@@ -49,8 +56,13 @@ def begin_checkpoint(run: Run, saver: BackgroundSaver) -> None:
     saver.begin_save(run.step, tensors, state)
 
 
+def run_tensors(run: Run) -> dict[str, LogicalTensor]:
+    return collect_tensors(run.model, run.optimizer, run.further_state)
+
+
 def flat_settings(run: Run) -> dict[str, Any]:
-    return {key.path: key.default for key in iterate_keys(run.config)}
+    keys = iterate_keys(run.config)
+    return {key.path: key.default for key in keys}
 
 
 def resume_run(run: Run, source: str, say: Printer) -> bool:
@@ -60,21 +72,23 @@ def resume_run(run: Run, source: str, say: Printer) -> bool:
     if source == "auto":
         found = find_checkpoint(own, run.world, say)
     else:
-        found = require_checkpoint(parse_storage_path(source), run.world, say)
+        named = parse_storage_path(source)
+        found = require_checkpoint(named, run.world, say)
     if found is None:
         say(f"no checkpoint in {own} yet; starting from step 0")
         return False
     compare_settings(run, found, say)
     # Ranks that the saving run did not have keep their own random state.
     rng_state = rng_state_tensors(run.world)
-    tensors = collect_tensors(run.model, run.optimizer, run.further_state)
-    load_checkpoint(found, tensors | rng_state, optional=set(rng_state), world=run.world)
+    tensors = run_tensors(run) | rng_state
+    load_checkpoint(found, tensors, optional=set(rng_state), world=run.world)
     restore_rng_state(rng_state, run.world)
     # Checkpoints of the abandoned continuation must not be found by the next --resume auto.
     step = found.state["step"]
     is_own = found.path.parent.resolve() == own.resolve()
     last_kept = step if is_own else -1  # a run that continues another one keeps none of its own checkpoints
-    run_on_rank_zero(lambda: retire_later_checkpoints(own, last_kept), run.world, own)
+    retire = partial(retire_later_checkpoints, own, last_kept)
+    run_on_rank_zero(retire, run.world, own)
     run.step = step
     run.loader.consumed = found.state["consumed"]
     say(f"resumed from {found.path} at step {run.step}")
@@ -102,7 +116,8 @@ def changed_settings(run: Run, found: FoundCheckpoint) -> dict[str, str]:
     for key, value in flat_settings(run).items():
         if key not in saved:
             continue
-        new, old = show_setting(value), show_setting(saved[key])
+        new = show_setting(value)
+        old = show_setting(saved[key])
         if new != old:
             differences[key] = f"{key} = {new}, but the checkpoint has {old}"
     return differences

@@ -11,6 +11,7 @@ from functools import cached_property
 from math import isfinite
 
 import torch
+from torch import Tensor
 
 from moefold.comm.collectives import all_reduce_no_grad
 from moefold.comm.host_copies import DeviceTime, ToHost
@@ -25,9 +26,13 @@ class StepReport:
     """What one step gave, over the whole global batch: to be asked for when it is needed, since reading any of it but
     `number` and `lr` waits until the device is done with the step."""
 
-    def __init__(self, number: int, lr: float, begun: DeviceTime, numbers: torch.Tensor, loads: LayerLoads):
-        self.number, self.lr, self.begun = number, lr, begun
-        self.numbers, self.layers, self.counts = ToHost(numbers), loads.layers, [ToHost(x) for x in loads[1:]]
+    def __init__(self, number: int, lr: float, begun: DeviceTime, numbers: Tensor, loads: LayerLoads):
+        self.number = number
+        self.lr = lr
+        self.begun = begun
+        self.numbers = ToHost(numbers)
+        self.layers, *counts = loads
+        self.counts = [ToHost(count) for count in counts]
         self.ended = DeviceTime(numbers.device)
 
     @cached_property
@@ -42,7 +47,8 @@ class StepReport:
     def mtp_loss(self) -> float:
         """Mean over the layers that look further ahead; 0 if there are none."""
         ahead = self.read[1:-2]
-        return sum(ahead) / max(1, len(ahead))
+        count = max(1, len(ahead))
+        return sum(ahead) / count
 
     @property
     def tokens(self) -> int:
@@ -55,7 +61,8 @@ class StepReport:
     @property
     def loads(self) -> LayerLoads:
         """What the routing of each MoE layer came to."""
-        return LayerLoads(self.layers, *(x.read() for x in self.counts))
+        counts = [count.read() for count in self.counts]
+        return LayerLoads(self.layers, *counts)
 
     @property
     def seconds(self) -> float:
@@ -63,16 +70,18 @@ class StepReport:
 
 
 def train_step(run: Run, batch: Batch) -> StepReport:
+    config = run.config
     begun = DeviceTime(run.world.device)
-    microbatches = list(batch.microbatches(run.config.train.micro_batch))
+    microbatches = list(batch.microbatches(config.train.micro_batch))
     tokens_1M = count_labels(run, batch)  # of the global batch, for each token that is predicted ahead
-    if run.config.model.moe.balance.aux_over == "global_batch":
+    if config.model.moe.balance.aux_over == "global_batch":
         survey_routing(run, microbatches)
 
     # Forward and backward of all microbatches; gradients add up in buckets.
     with run.phase("begin"):
         run.gradients.begin()
-    losses_1M = run.executor.train(microbatches, loss_weights(run, tokens_1M))
+    weights_1M = loss_weights(run, tokens_1M)
+    losses_1M = run.executor.train(microbatches, weights_1M)
     losses_1M = sum_over_ranks(run, losses_1M)
 
     # Gradients are sums over ranks; division by tokens and clipping are one factor, which the optimizer applies.
@@ -80,42 +89,47 @@ def train_step(run: Run, batch: Batch) -> StepReport:
         run.gradients.finish(tokens=tokens_1M[0])
     with run.phase("norm"):
         norm = run.clipping.clip_units(run.gradients, run.gradients.units)
-    numbers = torch.cat((losses_1M / tokens_1M.clamp(min=1), tokens_1M[:1], norm[None]))
+    means_1M = losses_1M / tokens_1M.clamp(min=1)
+    numbers = torch.cat((means_1M, tokens_1M[:1], norm[None]))
     run.all_finite &= numbers.isfinite().all()  # once false, it stays so
     run.gradients.invalidate_unless(run.all_finite)  # a NaN factor updates nothing
 
     # Update this rank's share of the weights, gather the others', move the selection biases.
     number = run.step + 1
-    lr = learning_rate(number, run.config.train.steps, run.config.optim)
+    lr = learning_rate(number, config.train.steps, config.optim)
     run.before_update()
     with run.phase("update"):
         run.optimizer.step(number, lr, run.gradients.scales)
     with run.phase("publish"):
         run.parameters.publish()
     with run.phase("balance"):
-        loads = run.model.balance(run.all_finite, lr / run.config.optim.lr)
+        share_of_peak = lr / config.optim.lr
+        loads = run.model.balance(run.all_finite, share_of_peak)
     run.step = number
     return StepReport(number, lr, begun, numbers, loads)
 
 
-def sum_over_ranks(run: Run, losses_1M: torch.Tensor) -> torch.Tensor:
+def sum_over_ranks(run: Run, losses_1M: Tensor) -> Tensor:
     """Over the ranks that hold other tokens, then over pipeline ranks, of which one has the losses and the others
     zeros."""
     of_all_tokens_1M = all_reduce_no_grad(losses_1M, run.world.dp_cp)
     return all_reduce_no_grad(of_all_tokens_1M, run.world.axis("pp"))
 
 
-def count_labels(run: Run, batch: Batch) -> torch.Tensor:
+def count_labels(run: Run, batch: Batch) -> Tensor:
     """How many tokens of the global batch have a label to predict, one token ahead and further: (1 + M,)."""
-    return all_reduce_no_grad(run.model.labelled_token_counts(batch.labels_BS).double(), run.world.dp_cp)
+    own_1M = run.model.labelled_token_counts(batch.labels_BS)
+    return all_reduce_no_grad(own_1M.double(), run.world.dp_cp)
 
 
-def loss_weights(run: Run, tokens_1M: torch.Tensor) -> torch.Tensor:
+def loss_weights(run: Run, tokens_1M: Tensor) -> Tensor:
     """Weights of the summed losses: one for the model's own. A loss of multi-token prediction is a mean over its own
     labels, in a sum that is divided by the number of the model's."""
-    m = run.config.model
-    ahead_M = m.mtp_loss / max(1, m.mtp) * tokens_1M[0] / tokens_1M[1:].clamp(min=1)
-    return torch.cat((torch.ones_like(tokens_1M[:1]), ahead_M))
+    model = run.config.model
+    weight = model.mtp_loss / max(1, model.mtp)
+    own, ahead_M = tokens_1M[:1], tokens_1M[1:]
+    weights_M = weight * own / ahead_M.clamp(min=1)
+    return torch.cat((torch.ones_like(own), weights_M))
 
 
 def survey_routing(run: Run, microbatches: list[Batch]) -> None:

@@ -6,28 +6,34 @@ for torch's profiler and count what autograd saves between forward and backward;
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from io import StringIO
+from itertools import chain
+from statistics import median_high
 from typing import Any, TypeVar
 
 import torch
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor
 
 from moefold.anatomy.step_specs import StepSpec, prefixed_model_steps, prefixed_mtp_steps
 from moefold.comm.collectives import all_gather_objects
 from moefold.config.run import Config, ModelConfig
 from moefold.model.steps import PassKey, PassKind, Region, Step
 from moefold.observe.profile import IN_BACKGROUND, StepPhase, StepProfile, profile_device, profiler_mark
-from moefold.observe.trace import TraceEvent, write_trace
+from moefold.observe.trace import write_trace
 from moefold.train.assemble import Run
 
 T = TypeVar("T")
 GIB = 2**30
 LONG_GAP = 20e-6  # seconds
 DIRECTIONS = ("forward", "backward", "")
+ByteCounts = dict[str, int]  # by name
+ProductRate = tuple[str, float, float]  # class of products, FLOPs, seconds
 
 
 @dataclass
@@ -35,8 +41,8 @@ class StepMemory:
     """Bytes: resident in the run, saved by one microbatch for its backward by step and region, and the peak (0 where
     torch does not count)."""
 
-    resident: dict[str, int] = field(default_factory=dict[str, int])
-    saved: dict[str, int] = field(default_factory=dict[str, int])
+    resident: ByteCounts = field(default_factory=dict[str, int])
+    saved: ByteCounts = field(default_factory=dict[str, int])
     peak: int = 0
 
 
@@ -44,7 +50,7 @@ class StepMemory:
 class WatchedStep:
     profile: StepProfile
     memory: StepMemory
-    products: list[tuple[str, float, float]]  # class of products, FLOPs, seconds
+    products: list[ProductRate]
 
 
 def profile_step(run: Run, take: Callable[[], T]) -> tuple[T, WatchedStep]:
@@ -52,7 +58,8 @@ def profile_step(run: Run, take: Callable[[], T]) -> tuple[T, WatchedStep]:
     counter = SavedTensorCounter(run)
     on_cuda = run.world.device.type == "cuda"
     spans = run.executor.spans
-    with profile_device(run.world.device) as read_profile, counter.counting_saved(), step_observers(run, counter):
+    observed = step_observers(run, counter)
+    with profile_device(run.world.device) as read_profile, counter.counting_saved(), observed:
         if on_cuda:
             torch.cuda.reset_peak_memory_stats()
         spans.start_recording()
@@ -95,7 +102,8 @@ class ForwardMarks:
 
     def after(self, step: Step, kind: PassKind, key: PassKey) -> None:
         if kind == "F":
-            mark = self.open_marks.pop((id(step), key))
+            opened = (id(step), key)
+            mark = self.open_marks.pop(opened)
             mark.__exit__(None, None, None)
 
 
@@ -103,12 +111,14 @@ class SavedTensorCounter:
     """An observer that counts what the first pass saves for its backward, by the step and region that saved it."""
 
     def __init__(self, run: Run):
-        self.saved: dict[str, int] = {}
+        self.saved = defaultdict[str, int](int)
         self.open_names: list[str] = []  # the step and the region that run now
         self.first_key: PassKey | None = None
         self.has_finished = False
-        self.seen = {storage_address(p) for p in run.model.parameters()}
-        self.regions = [module for module in run.model.modules() if isinstance(module, Region)]
+        parameters = run.model.parameters()
+        modules = run.model.modules()
+        self.seen = {storage_address(parameter) for parameter in parameters}
+        self.regions = [module for module in modules if isinstance(module, Region)]
 
     def before(self, step: Step, kind: PassKind, key: PassKey) -> None:
         if self.first_key is None:
@@ -124,7 +134,9 @@ class SavedTensorCounter:
 
     @contextmanager
     def counting_saved(self) -> Iterator[None]:
-        hooks = [hook for region in self.regions for hook in self.region_hooks(region)]
+        hooks: list[Any] = []
+        for region in self.regions:
+            hooks += self.region_hooks(region)
         with torch.autograd.graph.saved_tensors_hooks(self.count, unpacked_as_saved):
             yield
         for hook in hooks:
@@ -137,53 +149,60 @@ class SavedTensorCounter:
         def leave_region(*_: object) -> None:
             self.open_names.remove(region.name)
 
-        return region.register_forward_pre_hook(enter_region), region.register_forward_hook(leave_region)
+        entering = region.register_forward_pre_hook(enter_region)
+        leaving = region.register_forward_hook(leave_region)
+        return entering, leaving
 
-    def count(self, x: torch.Tensor) -> torch.Tensor:
+    def count(self, x: Tensor) -> Tensor:
         storage = storage_address(x)
-        if self.open_names and not self.has_finished and storage not in self.seen:
+        counts = self.open_names and not self.has_finished
+        if counts and storage not in self.seen:
             self.seen.add(storage)
             place = " ".join(self.open_names)
-            self.saved[place] = self.saved.get(place, 0) + x.untyped_storage().nbytes()
+            self.saved[place] += x.untyped_storage().nbytes()
         return x
 
 
-def unpacked_as_saved(x: torch.Tensor) -> torch.Tensor:
+def unpacked_as_saved(x: Tensor) -> Tensor:
     return x
 
 
-def storage_address(x: torch.Tensor) -> int:
+def storage_address(x: Tensor) -> int:
     return x.untyped_storage().data_ptr()
 
 
-def resident_bytes(run: Run) -> dict[str, int]:
+def resident_bytes(run: Run) -> ByteCounts:
     """Weights, optimizer state, and gradients, which are made as backward reaches them."""
-    buckets, state = run.gradients.buckets, run.optimizer.bytes()
+    buckets = run.gradients.buckets
+    state = run.optimizer.bytes()
     main = state.pop("main")
+    weights = [bucket.weights.nbytes for bucket in buckets]
+    gradients = [bucket.sums.nbytes for bucket in buckets]
     return {
-        "weights": sum(bucket.weights.nbytes for bucket in buckets),
+        "weights": sum(weights),
         "main weights": main,
         "moments": sum(state.values()),
-        "gradients": sum(bucket.sums.nbytes for bucket in buckets),
+        "gradients": sum(gradients),
     }
 
 
 def all_step_specs(model: ModelConfig) -> list[StepSpec]:
     """Every step of the model, multi-token prediction included."""
-    prefixed = (*prefixed_model_steps(model), *prefixed_mtp_steps(model))
+    prefixed = chain(prefixed_model_steps(model), prefixed_mtp_steps(model))
     return [step for _, step in prefixed]
 
 
-def product_rates(config: Config, profile: StepProfile, ranks: int) -> list[tuple[str, float, float]]:
+def product_rates(config: Config, profile: StepProfile, ranks: int) -> list[ProductRate]:
     """Each class of products with the FLOPs of its forward and backward (twice the forward) on one rank, and the time
     of its kernels. Products of attention with the context are a class of their own."""
-    tokens = config.train.global_batch * config.data.seq_len / ranks
-    flops: dict[tuple[str, str], float] = {}
+    seq_len = config.data.seq_len
+    tokens = config.train.global_batch * seq_len / ranks
+    flops = defaultdict[tuple[str, str], float](float)
     for step in all_step_specs(config.model):
-        for kind, forward_flops in step_flops_by_kind(step, config.data.seq_len):
-            before = flops.get((step.name, kind), 0.0)
-            flops[step.name, kind] = before + 3 * forward_flops * tokens
-    rates: list[tuple[str, float, float]] = []
+        forward_flops = step_flops_by_kind(step, seq_len)
+        for kind, per_token in forward_flops.items():
+            flops[step.name, kind] += 3 * per_token * tokens
+    rates: list[ProductRate] = []
     for (name, kind), total in flops.items():
         seconds = profile.seconds_of_kind(name, kind)
         if total and seconds:
@@ -192,41 +211,44 @@ def product_rates(config: Config, profile: StepProfile, ranks: int) -> list[tupl
     return rates
 
 
-def step_flops_by_kind(step: StepSpec, seq_len: int) -> list[tuple[str, float]]:
-    return [("gemm", 2 * step.matmul), ("attention", 2 * step.context * step.seen(seq_len))]
+def step_flops_by_kind(step: StepSpec, seq_len: int) -> dict[str, float]:
+    scores = step.context * step.seen(seq_len)
+    return {"gemm": 2 * step.matmul, "attention": 2 * scores}
 
 
 def write_profile_trace(run: Run, watched: WatchedStep) -> None:
     """The events of every rank in one trace, whose first event begins at 0."""
-    own = [*watched.profile.trace_events(run.world.rank), *run.executor.spans.events]
+
+    own = watched.profile.trace_events(run.world.rank)
+    own += run.executor.spans.events
     by_rank = all_gather_objects(own, run.world.everyone)
     if run.world.rank != 0:
         return
-    events = [event for events in by_rank for event in events]
+    events = list(chain.from_iterable(by_rank))
     begun = min(event.start for event in events)
-    write_trace(run.out / "trace.json", [shifted_event(event, begun) for event in events])
-
-
-def shifted_event(event: TraceEvent, begun: float) -> TraceEvent:
-    return replace(event, start=event.start - begun, end=event.end - begun)
+    shifted = [event.shifted(-begun) for event in events]
+    write_trace(run.out / "trace.json", shifted)
 
 
 def profile_text(run: Run, watched: WatchedStep) -> str:
     """The profile as tables."""
     profile = watched.profile
     console = Console(width=100, record=True, file=StringIO())
-    total, busy = profile.seconds * 1e3, profile.busy_seconds * 1e3
+    total = profile.seconds * 1e3
+    busy = profile.busy_seconds * 1e3
     console.print(f"step {run.step}, watched: {total:.1f} ms, of which {busy:.1f} ms something ran on {profile.device}")
     console.print(step_time_table(run, profile))
     console.print(product_rate_table(watched))
     console.print(memory_table(watched.memory))
     if profile.device == "cuda":
-        console.print("\n".join(launch_gap_lines(profile)))
+        lines = launch_gap_lines(profile)
+        console.print("\n".join(lines))
     return console.export_text().rstrip()
 
 
 def step_time_table(run: Run, profile: StepProfile) -> Table:
-    lanes = {step.name: step.lane for step in all_step_specs(run.config.model)}
+    steps = all_step_specs(run.config.model)
+    lanes = {step.name: step.lane for step in steps}
     times = profile.seconds_by_phase()
     names = dict.fromkeys(phase.name for phase in times)
     # Steps in the order of the model, then phases in the order in which they ran.
@@ -236,21 +258,27 @@ def step_time_table(run: Run, profile: StepProfile) -> Table:
     for column in ("forward", "backward", "otherwise", "share"):
         table.add_column(column, justify="right")
     for name in ordered:
-        table.add_row(name, lanes.get(name, ""), *step_time_cells(name, times))
+        cells = step_time_cells(name, times)
+        table.add_row(name, lanes.get(name, ""), *cells)
     return table
 
 
 def step_time_cells(name: str, times: dict[StepPhase, float]) -> list[str]:
     """Milliseconds of a step in each direction, and its share of all time."""
-    seconds_by_direction = {phase.direction: seconds for phase, seconds in times.items() if phase.name == name}
+    total = 0.0
+    by_direction: dict[str, float] = {}
+    for phase, seconds in times.items():
+        if phase != IN_BACKGROUND:
+            total += seconds
+        if phase.name == name:
+            by_direction[phase.direction] = seconds
     cells: list[str] = []
     for direction in DIRECTIONS:
-        seconds = seconds_by_direction.get(direction)
+        seconds = by_direction.get(direction)
         cells.append("" if seconds is None else f"{seconds * 1e3:.2f}")
     if name == IN_BACKGROUND.name:
         return [*cells, ""]
-    total = sum(seconds for phase, seconds in times.items() if phase != IN_BACKGROUND)
-    share = sum(seconds_by_direction.values()) / total
+    share = sum(by_direction.values()) / total
     return [*cells, f"{share:.1%}"]
 
 
@@ -270,9 +298,9 @@ def memory_table(memory: StepMemory) -> Table:
     for name, size in memory.resident.items():
         table.add_row(name, f"{size / GIB:.3f}")
     table.add_section()
-    largest_first = sorted(memory.saved, key=memory.saved.__getitem__, reverse=True)
-    for name in largest_first:
-        table.add_row(f"saved in {name}", f"{memory.saved[name] / GIB:.3f}")
+    largest_first = Counter(memory.saved).most_common()
+    for name, size in largest_first:
+        table.add_row(f"saved in {name}", f"{size / GIB:.3f}")
     if memory.peak:
         table.add_section()
         table.add_row("peak", f"{memory.peak / GIB:.3f}")
@@ -281,10 +309,10 @@ def memory_table(memory: StepMemory) -> Table:
 
 def launch_gap_lines(profile: StepProfile) -> list[str]:
     gaps = profile.idle_gaps()
-    idle = sum(gap.seconds for gap in gaps) * 1e3
+    idle = 1e3 * sum(gap.seconds for gap in gaps)
     long_gaps = [gap for gap in gaps if gap.seconds > LONG_GAP]
     kernels = profile.kernels_run
-    lead = median_launch_lead(profile) * 1e3
+    lead = 1e3 * median_launch_lead(profile)
     lines = [
         f"launch gaps: {idle:.2f} ms in all, {len(long_gaps)} of more than 20 us; "
         f"{len(kernels)} works, the host {lead:.1f} ms ahead of the device (median)"
@@ -296,5 +324,5 @@ def launch_gap_lines(profile: StepProfile) -> list[str]:
 
 def median_launch_lead(profile: StepProfile) -> float:
     """Seconds between the launch of a kernel and its start, median over kernels."""
-    leads = sorted(kernel.start - kernel.launched for kernel in profile.kernels_run)
-    return leads[len(leads) // 2] if leads else 0.0
+    leads = [kernel.start - kernel.launched for kernel in profile.kernels_run]
+    return median_high(leads) if leads else 0.0

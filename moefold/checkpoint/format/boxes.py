@@ -7,6 +7,7 @@ from math import prod
 
 Range = tuple[int, int]  # (start, size)
 Box = tuple[Range, ...]
+IndexedBox = tuple[int, Box]  # with the flat index of its first element
 
 
 def whole_box(shape: Sequence[int]) -> Box:
@@ -26,7 +27,8 @@ def element_count(box: Box) -> int:
 
 
 def box_slices(box: Box) -> tuple[slice, ...]:
-    return tuple(slice(start, start + size) for start, size in box)
+    slices = [slice(start, start + size) for start, size in box]
+    return tuple(slices)
 
 
 def range_overlap(a: Range, b: Range) -> Range | None:
@@ -50,17 +52,19 @@ def box_overlap(a: Iterable[Range], b: Iterable[Range]) -> Box | None:
 
 def relative_box(inner: Box, outer: Box) -> Box:
     """A box in the coordinates of a box that contains it."""
-    return shifted_box(inner, [-start for start in box_corner(outer)])
+    offset = [-start for start in box_corner(outer)]
+    return shifted_box(inner, offset)
 
 
 def shifted_box(box: Box, offset: Iterable[int]) -> Box:
-    pairs = zip(box, offset, strict=True)
-    return tuple((start + shift, size) for (start, size), shift in pairs)
+    shifted: list[Range] = []
+    for (start, size), shift in zip(box, offset, strict=True):
+        shifted.append((start + shift, size))
+    return tuple(shifted)
 
 
-def flat_range_boxes(first: int, last: int, shape: Sequence[int]) -> Iterator[tuple[int, Box]]:
-    """Elements first..last of a flattened tensor as few boxes as possible, in order. Each box comes with the flat
-    index of its first element.
+def flat_range_boxes(first: int, last: int, shape: Sequence[int]) -> Iterator[IndexedBox]:
+    """Elements first..last of a flattened tensor as few boxes as possible, in order.
 
     shape 4 x 5, elements 3..17:     . . . a a        a, b and c are boxes: the end of a row, whole rows,
                                      b b b b b        the beginning of a row
@@ -81,13 +85,15 @@ def flat_range_boxes(first: int, last: int, shape: Sequence[int]) -> Iterator[tu
         row, column = divmod(first, row_size)
         whole_rows = (last - first) // row_size
         if column == 0 and whole_rows:
-            yield first, ((row, whole_rows), *whole_box(row_shape))
+            box = ((row, whole_rows), *whole_box(row_shape))
+            yield first, box
             first += whole_rows * row_size
             continue
         # A part of one row: its end, its beginning, or something in between.
         row_start = row * row_size
         end = min(last, row_start + row_size)
-        for index, box in flat_range_boxes(column, end - row_start, row_shape):
+        part_boxes = flat_range_boxes(column, end - row_start, row_shape)
+        for index, box in part_boxes:
             yield row_start + index, ((row, 1), *box)
         first = end
 
@@ -99,10 +105,11 @@ def contiguous_range(box: Box, shape: Sequence[int]) -> Range | None:
     while outer < len(box) and sizes[outer] == 1:
         outer += 1
     # Behind the outermost dim of more than one element, all dims must be whole.
-    inner_dims = slice(outer + 1, None)
-    if box[inner_dims] != whole_box(shape[inner_dims]):
+    inner_sizes = shape[outer + 1 :]
+    if box[outer + 1 :] != whole_box(inner_sizes):
         return None
     first = 0
-    for start, size in zip(box_corner(box), shape, strict=True):
+    corner = box_corner(box)
+    for start, size in zip(corner, shape, strict=True):
         first = first * size + start
     return first, element_count(box)

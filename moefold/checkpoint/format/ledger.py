@@ -83,19 +83,25 @@ class LedgerEntry:
 
     @property
     def spec(self) -> TensorSpec:
-        return TensorSpec(self.dtype, self.shape, self.experts is not None)
+        stacked = self.experts is not None
+        return TensorSpec(self.dtype, self.shape, stacked)
 
 
 Ledger = dict[str, LedgerEntry]
 ExpertDigests = Sequence[str | None]
+Digest = bytes | None  # None: values are missing
+PieceDigests = dict[tuple[str, int], Digest]  # by tensor and first element of the piece
+EntryChange = tuple[str, str]  # kind, text
 
 
 def hash_pieces(spec: TensorSpec) -> Iterator[HashPiece]:
-    unit_elements = prod(spec.shape) // max(1, spec.units)
+    units = spec.units
+    unit_elements = prod(spec.shape) // max(1, units)
     piece_elements = HASH_PIECE_BYTES // spec.itemsize
-    for unit in range(spec.units):
-        end = (unit + 1) * unit_elements
-        for first in range(unit * unit_elements, end, piece_elements):
+    for unit in range(units):
+        begin = unit * unit_elements
+        end = begin + unit_elements
+        for first in range(begin, end, piece_elements):
             last = min(first + piece_elements, end)
             yield HashPiece(unit, first, last)
 
@@ -104,7 +110,7 @@ def sha256_digest(data: Any) -> bytes:
     return hashlib.sha256(data).digest()
 
 
-def joined_digest(digests: Sequence[bytes | None]) -> bytes | None:
+def joined_digest(digests: Sequence[Digest]) -> Digest:
     """The digest of several digests; None if one of them is missing."""
     known = [digest for digest in digests if digest is not None]
     if len(known) < len(digests):
@@ -112,21 +118,22 @@ def joined_digest(digests: Sequence[bytes | None]) -> bytes | None:
     return sha256_digest(b"".join(known))
 
 
-def ledger_entry(spec: TensorSpec, digests: Mapping[int, bytes | None]) -> LedgerEntry:
+def ledger_entry(spec: TensorSpec, digests: Mapping[int, Digest]) -> LedgerEntry:
     """The entry of a tensor, from the digests of its pieces by the flat index of their first element."""
-    piece_digests: list[list[bytes | None]] = [[] for _ in range(spec.units)]
+    piece_digests: list[list[Digest]] = [[] for _ in range(spec.units)]
     for piece in hash_pieces(spec):
         digest = digests.get(piece.first)
         piece_digests[piece.unit].append(digest)
     unit_digests = list(map(joined_digest, piece_digests))
     if not spec.stacked:
-        return LedgerEntry(spec.dtype, spec.shape, hex_or_empty(unit_digests[0]))
-    experts = tuple(digest.hex() if digest else None for digest in unit_digests)
+        sha256 = hex_or_empty(unit_digests[0])
+        return LedgerEntry(spec.dtype, spec.shape, sha256)
+    experts = [digest.hex() if digest else None for digest in unit_digests]
     sha256 = hex_or_empty(joined_digest(unit_digests))
-    return LedgerEntry(spec.dtype, spec.shape, sha256, experts)
+    return LedgerEntry(spec.dtype, spec.shape, sha256, tuple(experts))
 
 
-def hex_or_empty(digest: bytes | None) -> str:
+def hex_or_empty(digest: Digest) -> str:
     return digest.hex() if digest else ""
 
 
@@ -134,7 +141,8 @@ def encode_ledger(ledger: Ledger) -> bytes:
     """JSON with one line per tensor: the same bytes for the same tensors."""
     lines: list[str] = []
     for name in sorted(ledger):
-        entry = json.dumps(entry_as_json(ledger[name]))
+        content = entry_as_json(ledger[name])
+        entry = json.dumps(content)
         lines.append(f"{json.dumps(name)}: {entry}")
     tensors = ",\n".join(lines)
     return f'{{"piece": {HASH_PIECE_BYTES}, "tensors": {{\n{tensors}\n}}}}\n'.encode()
@@ -168,22 +176,25 @@ def parse_ledger(raw: bytes) -> Ledger:
 
 
 def parse_ledger_entry(content: Mapping[str, Any]) -> LedgerEntry:
+    dtype = str(content["dtype"])
+    shape = tuple(content["shape"])
+    sha256 = str(content["sha256"])
     experts = None
     if "experts" in content:
         experts = tuple(map(str, content["experts"]))
-    dtype, shape = str(content["dtype"]), tuple(content["shape"])
     if dtype not in SAFETENSORS_DTYPES:
         raise ValueError(f"no dtype {dtype}")
     if not is_legal_shape(shape):
         raise ValueError(f"no shape {shape}")
     if experts is not None and shape[:1] != (len(experts),):
         raise ValueError(f"{len(experts)} experts in a tensor of shape {shape}")
-    return LedgerEntry(dtype, shape, str(content["sha256"]), experts)
+    return LedgerEntry(dtype, shape, sha256, experts)
 
 
 def is_legal_shape(shape: tuple[Any, ...]) -> bool:
     for size in shape:
-        if type(size) is not int or not 0 <= size < LARGEST_DIM:
+        is_number = type(size) is int
+        if not is_number or not 0 <= size < LARGEST_DIM:
             return False
     return prod(shape) < MOST_ELEMENTS
 
@@ -203,19 +214,24 @@ def compare_ledgers(expected: Ledger, actual: Ledger) -> list[LedgerDifference]:
     new = sorted(actual.keys() - expected.keys())
     renamed = renamed_tensors(expected, actual, gone, new)
     differences: list[LedgerDifference] = []
+
+    def report(kind: str, name: str, text: str) -> None:
+        differences.append(LedgerDifference(kind, name, text))
+
     for old, name in renamed.items():
-        differences.append(LedgerDifference("renamed", old, f'"{old}" is now called "{name}"'))
+        report("renamed", old, f'"{old}" is now called "{name}"')
     for name in gone:
         if name not in renamed:
-            differences.append(LedgerDifference("missing", name, f'"{name}" is missing{did_you_mean(name, new)}'))
+            report("missing", name, f'"{name}" is missing{did_you_mean(name, new)}')
     new_names = set(renamed.values())
     for name in new:
         if name not in new_names:
-            differences.append(LedgerDifference("extra", name, f'"{name}" is new{did_you_mean(name, gone)}'))
+            report("extra", name, f'"{name}" is new{did_you_mean(name, gone)}')
     # Names that both have: other dtype, shape or values.
     for name in sorted(expected.keys() & actual.keys()):
-        for kind, text in entry_changes(expected[name], actual[name]):
-            differences.append(LedgerDifference(kind, name, f'"{name}"{text}'))
+        changes = entry_changes(expected[name], actual[name])
+        for kind, text in changes:
+            report(kind, name, f'"{name}"{text}')
     return differences
 
 
@@ -229,20 +245,22 @@ def renamed_tensors(expected: Ledger, actual: Ledger, gone: list[str], new: list
     return renamed
 
 
-def entry_changes(old: LedgerEntry, new: LedgerEntry) -> Iterator[tuple[str, str]]:
+def entry_changes(old: LedgerEntry, new: LedgerEntry) -> Iterator[EntryChange]:
     """(kind, text) of every difference between two entries of one name."""
-    if old.dtype != new.dtype:
+    same_dtype = old.dtype == new.dtype
+    same_shape = old.shape == new.shape
+    if not same_dtype:
         yield "dtype", f" is {new.dtype}; expected {old.dtype}"
-    if old.shape != new.shape:
+    if not same_shape:
         yield "shape", f" has shape {list(new.shape)}; expected {list(old.shape)}"
     same_experts = old.shape[1:] == new.shape[1:]
     if old.experts is not None and new.experts is not None and same_experts:
         yield from stacked_changes(old.experts, new.experts)
-    elif old.dtype == new.dtype and old.shape == new.shape and old.sha256 != new.sha256:
+    elif same_dtype and same_shape and old.sha256 != new.sha256:
         yield "values", " has other values" if new.sha256 else ": values are missing"
 
 
-def stacked_changes(old: ExpertDigests, new: ExpertDigests) -> Iterator[tuple[str, str]]:
+def stacked_changes(old: ExpertDigests, new: ExpertDigests) -> Iterator[EntryChange]:
     all_differ = set(old).isdisjoint(new)
     if all_differ and len(old) == len(new) and None not in new:
         yield "values", f" has other values in all {len(new)} experts"

@@ -20,6 +20,7 @@ METADATA_FILES = (LEDGER_FILE, STATE_FILE)
 CHECKPOINT_FORMAT = "moefold checkpoint 2"
 PICKLE_SUFFIXES = (".pt", ".bin", ".pkl")
 
+Manifest = dict[str, Any]
 FileList = dict[str, tuple[int, str]]  # of every file: its size and sha256
 
 
@@ -31,20 +32,26 @@ class DamagedCheckpoint(Exception):
         super().__init__("; ".join(problems))
 
 
-def canonical_json(content: dict[str, Any]) -> bytes:
-    return json.dumps(content, sort_keys=True, indent=1).encode()
+def sha256_hex(raw: Any) -> str:
+    return hashlib.sha256(raw).hexdigest()
 
 
-def content_digest(content: dict[str, Any]) -> str:
-    return hashlib.sha256(canonical_json(content)).hexdigest()
+def canonical_json(content: Manifest) -> bytes:
+    text = json.dumps(content, sort_keys=True, indent=1)
+    return text.encode()
 
 
-def seal_manifest(content: dict[str, Any]) -> bytes:
+def content_digest(content: Manifest) -> str:
+    return sha256_hex(canonical_json(content))
+
+
+def seal_manifest(content: Manifest) -> bytes:
     """The bytes of a manifest: the content and a digest of it."""
-    return canonical_json({**content, "sha256": content_digest(content)})
+    seal = {"sha256": content_digest(content)}
+    return canonical_json(content | seal)
 
 
-def unseal_manifest(raw: bytes) -> dict[str, Any]:
+def unseal_manifest(raw: bytes) -> Manifest:
     try:
         content = json.loads(raw)
         claimed = content.pop("sha256")
@@ -58,7 +65,7 @@ def unseal_manifest(raw: bytes) -> dict[str, Any]:
     return content
 
 
-def read_manifest(folder: StoragePath) -> dict[str, Any]:
+def read_manifest(folder: StoragePath) -> Manifest:
     path = folder / MANIFEST_FILE
     if path.is_file() and not path.is_symlink():
         return unseal_manifest(path.read_bytes())
@@ -72,16 +79,16 @@ def holds_pickled_files(folder: StoragePath) -> bool:
     if not folder.is_dir():
         return False
     names = [path.name for path in folder.iterdir()]
-    return any(name == ".metadata" or name.endswith(PICKLE_SUFFIXES) for name in names)
+    return ".metadata" in names or any(name.endswith(PICKLE_SUFFIXES) for name in names)
 
 
-def listed_files(content: dict[str, Any]) -> FileList:
+def listed_files(content: Manifest) -> FileList:
     """Size and digest of every file of a checkpoint, from its manifest."""
     files: FileList = {}
     try:
         for name, entry in content["files"].items():
-            size, sha256 = int(entry["bytes"]), str(entry["sha256"])
-            files[name] = (size, sha256)
+            size = int(entry["bytes"])
+            files[name] = (size, str(entry["sha256"]))
     except (KeyError, TypeError, ValueError, AttributeError):
         raise DamagedCheckpoint(f"{MANIFEST_FILE} does not list files with sizes and digests") from None
     for name in METADATA_FILES:

@@ -26,7 +26,7 @@ from moefold.checkpoint.format.boxes import (
     relative_box,
 )
 from moefold.checkpoint.format.ledger import SAFETENSORS_DTYPES, HashPiece, TensorSpec
-from moefold.checkpoint.format.manifest import DamagedCheckpoint
+from moefold.checkpoint.format.manifest import DamagedCheckpoint, sha256_hex
 from moefold.checkpoint.format.safetensors_header import read_raw_header, tensors_in_file
 from moefold.checkpoint.format.storage import ByteSource, StoragePath, open_byte_source
 from moefold.config.errors import UserError, printable_text
@@ -64,7 +64,7 @@ def read_chunk_index(folder: StoragePath, headers: Mapping[str, str]) -> tuple[C
     for file, sha256 in headers.items():
         try:
             raw = read_raw_header(folder / file)
-            if hashlib.sha256(raw).hexdigest() != sha256:
+            if sha256_hex(raw) != sha256:
                 problems.append(f"the header of {file} does not match its digest: it changed after it was written")
             add_file_chunks(index, folder / file, raw)
         except UserError as refused:
@@ -75,7 +75,8 @@ def read_chunk_index(folder: StoragePath, headers: Mapping[str, str]) -> tuple[C
 
 
 def add_file_chunks(index: ChunkIndex, file: StoragePath, raw_header: bytes) -> None:
-    for chunk, stored in tensors_in_file(file, raw_header).items():
+    tensors = tensors_in_file(file, raw_header)
+    for chunk, stored in tensors.items():
         name, box = parse_chunk_name(chunk, stored.shape)
         dtype = torch_dtype_name(stored.dtype)
         placed = StoredChunk(box, file.name, stored.offset, dtype)
@@ -93,7 +94,8 @@ def parse_chunk_name(chunk: str, sizes: Sequence[int]) -> tuple[str, Box]:
     name, separator, corner = chunk.rpartition("@")
     starts = corner.split(",") if corner else []
     legal = all(map(is_short_number, starts))
-    if not separator or len(starts) != len(sizes) or not legal:
+    is_complete = separator and len(starts) == len(sizes)
+    if not is_complete or not legal:
         raise ValueError(f'"{chunk}" does not say which part of which tensor it is')
     box = zip(map(int, starts), sizes, strict=True)
     return name, tuple(box)
@@ -115,7 +117,8 @@ class BoxReader:
     def fetch_box(self, name: str, box: Box) -> ByteArray:
         """The bytes of a box; a view of the file if one chunk has all of them."""
         itemsize = self.specs[name].itemsize
-        values = np.zeros((*box_sizes(box), itemsize), np.uint8)
+        shape = (*box_sizes(box), itemsize)
+        values = np.zeros(shape, np.uint8)
         filled = 0
         for chunk in self.index.get(name, ()):
             shared = box_overlap(chunk.box, box)
@@ -135,15 +138,19 @@ class BoxReader:
 
     def read_chunk_box(self, chunk: StoredChunk, box: Box, itemsize: int) -> ByteArray:
         """A box of a chunk. The rows of the outermost dim are read whole, then cut."""
-        sizes = box_sizes(chunk.box)
+        row_sizes = box_sizes(chunk.box)[1:]
+        row_bytes = prod(row_sizes) * itemsize
         # A scalar has no dims: it is read as one row.
         first, rows = box[0] if box else (0, 1)
-        row_bytes = prod(sizes[1:]) * itemsize
         begin = chunk.offset + first * row_bytes
-        raw = self.byte_source(chunk.file)(begin, begin + rows * row_bytes)
-        rows_shape = [rows, *sizes[1:]] if box else []
-        values = np.frombuffer(raw, np.uint8).reshape(*rows_shape, itemsize)
-        return values[(slice(None), *box_slices(box[1:]))]
+        end = begin + rows * row_bytes
+        source = self.byte_source(chunk.file)
+        flat = np.frombuffer(source(begin, end), np.uint8)
+        if not box:
+            return flat
+        values = flat.reshape(rows, *row_sizes, itemsize)
+        inside_rows = box_slices(box[1:])
+        return values[:, *inside_rows]
 
     def byte_source(self, file: str) -> ByteSource:
         if file not in self.sources:
@@ -155,9 +162,10 @@ class BoxReader:
         digest = hashlib.sha256()
         shape = self.specs[name].shape
         try:
-            for _, box in flat_range_boxes(piece.first, piece.last, shape):
-                values = np.ascontiguousarray(self.fetch_box(name, box))
-                digest.update(values.data)
+            boxes = flat_range_boxes(piece.first, piece.last, shape)
+            for _, box in boxes:
+                values = self.fetch_box(name, box)
+                digest.update(np.ascontiguousarray(values).data)
         except DamagedCheckpoint:
             return None
         return digest.digest()

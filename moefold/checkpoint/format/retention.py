@@ -95,9 +95,11 @@ def retire_later_checkpoints(folder: StoragePath, step: int) -> None:
 
 def prune_checkpoints(folder: StoragePath, keep: RetentionPolicy, newest: StoragePath) -> None:
     """Remove the checkpoints that the policy does not keep. The one just written always stays."""
-    others = [old for old in committed_checkpoints(folder) if old != newest]
+    committed = committed_checkpoints(folder)
+    others = [old for old in committed if old != newest]
     for old in others[keep.last - 1 :]:
-        if not keep.keeps_forever(step_of_folder(old)):
+        step = step_of_folder(old)
+        if not keep.keeps_forever(step):
             remove_tree(old)
 
 

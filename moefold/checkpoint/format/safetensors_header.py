@@ -15,6 +15,7 @@ import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from operator import attrgetter
 from typing import Any
 
 from moefold.checkpoint.format.storage import StoragePath
@@ -117,7 +118,8 @@ def parse_header_entry(entry: Mapping[str, Any]) -> HeaderEntry:
 
 
 def is_sound_entry(dtype: Any, shape: tuple[Any, ...], offsets: tuple[Any, ...]) -> bool:
-    numbers_legal = all(is_legal_number(number) for number in (*shape, *offsets))
+    numbers = (*shape, *offsets)
+    numbers_legal = all(map(is_legal_number, numbers))
     if dtype not in DTYPE_BYTES or len(offsets) != 2 or not numbers_legal:
         return False
     begin, end = offsets
@@ -138,13 +140,14 @@ def refuse_repeated_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def check_data_is_dense(file: StoragePath, data_start: int, entries: Sequence[HeaderEntry]) -> None:
     """Refuse a file whose tensors overlap, leave gaps, or end elsewhere than the file."""
     position = 0
-    for entry in sorted(entries, key=lambda entry: (entry.begin, entry.end)):
+    for entry in sorted(entries, key=attrgetter("begin", "end")):
         if entry.begin != position:
             raise UserError(
                 f"{file} is damaged: its tensors overlap or leave gaps at byte {position}; fetch the file again"
             )
         position = entry.end
     # The last tensor must end where the file does.
-    size, needed = file.stat().st_size, data_start + position
+    size = file.stat().st_size
+    needed = data_start + position
     if size != needed:
         raise UserError(f"{file} has {size} bytes; its tensors need {needed}; fetch the file again")

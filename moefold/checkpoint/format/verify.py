@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
@@ -15,15 +15,16 @@ from typing import Any
 
 from moefold.checkpoint.format.boxes import Box, element_count
 from moefold.checkpoint.format.ledger import (
+    Digest,
     HashPiece,
     Ledger,
     LedgerEntry,
+    PieceDigests,
     TensorSpec,
     compare_ledgers,
     hash_pieces,
     ledger_entry,
     parse_ledger,
-    sha256_digest,
 )
 from moefold.checkpoint.format.manifest import (
     LEDGER_FILE,
@@ -31,6 +32,7 @@ from moefold.checkpoint.format.manifest import (
     DamagedCheckpoint,
     listed_files,
     read_manifest,
+    sha256_hex,
     tensor_data_files,
 )
 from moefold.checkpoint.format.reader import BoxReader, ChunkIndex, StoredChunk, read_chunk_index
@@ -40,7 +42,6 @@ from moefold.config.errors import printable_text
 MOST_CLAIMED = 1 << 10  # a ledger that claims more than this many times a tensor's stored values is not believed
 
 HashWork = list[tuple[str, HashPiece]]
-FoundDigests = Mapping[tuple[str, int], bytes | None]  # by tensor and first element of the piece
 
 
 @dataclass(frozen=True)
@@ -66,9 +67,9 @@ class OpenedCheckpoint:
             pieces += [(name, piece) for piece in hash_pieces(spec)]
         return pieces
 
-    def raise_if_damaged(self, digests: FoundDigests) -> None:
+    def raise_if_damaged(self, digests: PieceDigests) -> None:
         """Compare the digests of all pieces with the ledger, and raise every problem."""
-        by_name: dict[str, dict[int, bytes | None]] = {name: {} for name in self.index}
+        by_name: dict[str, dict[int, Digest]] = {name: {} for name in self.index}
         for (name, first), digest in digests.items():
             by_name[name][first] = digest
         # Nothing is stored of tensors without elements: they are intact.
@@ -78,8 +79,9 @@ class OpenedCheckpoint:
         actual: Ledger = {}
         for name, pieces in by_name.items():
             actual[name] = ledger_entry(self.specs[name], pieces)
-        differences = compare_ledgers(self.ledger, actual)
-        problems = [*self.problems, *(difference.text for difference in differences)]
+        problems = list(self.problems)
+        for difference in compare_ledgers(self.ledger, actual):
+            problems.append(difference.text)
         if problems:
             raise DamagedCheckpoint(*problems)
 
@@ -90,38 +92,46 @@ def stored_specs(ledger: Ledger, index: ChunkIndex) -> dict[str, TensorSpec]:
     lost = [entry for name, entry in ledger.items() if name not in index]
     specs = {name: entry.spec for name, entry in ledger.items()}
     for name, chunks in index.items():
-        if len({len(chunk.box) for chunk in chunks}) > 1:
+        dims = {len(chunk.box) for chunk in chunks}
+        if len(dims) > 1:
             raise DamagedCheckpoint(f'chunks of "{printable_text(name)}" are of different dims')
         entry = ledger.get(name)
         if entry and chunks_fit_entry(chunks, entry):
-            specs[name] = entry.spec._replace(dtype=chunks[0].dtype)
+            dtype = chunks[0].dtype
+            specs[name] = entry.spec._replace(dtype=dtype)
         else:
             # Renamed or reshaped: a lost tensor of the same inner shape says whether dim 0 counts experts.
-            specs[name] = spec_from_chunks(name, chunks, [entry] if entry else lost)
+            candidates = [entry] if entry else lost
+            specs[name] = spec_from_chunks(name, chunks, candidates)
     return specs
 
 
 def chunks_fit_entry(chunks: Sequence[StoredChunk], entry: LedgerEntry) -> bool:
+    claimed = prod(entry.shape)
     inside = all(box_fits_shape(chunk.box, entry.shape) for chunk in chunks)
-    return inside and prod(entry.shape) <= MOST_CLAIMED * stored_elements(chunks)
+    return inside and claimed <= MOST_CLAIMED * stored_elements(chunks)
 
 
 def spec_from_chunks(name: str, chunks: Sequence[StoredChunk], candidates: Sequence[LedgerEntry]) -> TensorSpec:
     """The spec of a tensor that is exactly these chunks."""
-    ranges_by_dim = zip(*(chunk.box for chunk in chunks), strict=True)
-    shape = tuple(max(map(sum, ranges)) for ranges in ranges_by_dim)
+    boxes = [chunk.box for chunk in chunks]
+    ranges_by_dim = zip(*boxes, strict=True)
+    ends = [max(map(sum, ranges)) for ranges in ranges_by_dim]
+    shape = tuple(ends)
     stored = stored_elements(chunks)
     if prod(shape) != stored:
         raise DamagedCheckpoint(f'chunks of "{printable_text(name)}" hold {stored} values, and do not make a tensor')
     stacked = False
     for entry in candidates:
-        if entry.shape[1:] == shape[1:] and entry.experts is not None:
+        same_inner = entry.shape[1:] == shape[1:]
+        if same_inner and entry.experts is not None:
             stacked = True
     return TensorSpec(chunks[0].dtype, shape, stacked)
 
 
 def stored_elements(chunks: Sequence[StoredChunk]) -> int:
-    return sum(element_count(chunk.box) for chunk in chunks)
+    counts = [element_count(chunk.box) for chunk in chunks]
+    return sum(counts)
 
 
 def box_fits_shape(box: Box, shape: Sequence[int]) -> bool:
@@ -146,8 +156,10 @@ def open_checkpoint(path: StoragePath) -> OpenedCheckpoint:
             file_problems.append(problem)
     if file_problems:
         raise DamagedCheckpoint(*file_problems)
-    ledger = parse_ledger(read_verified(path, LEDGER_FILE, sha256[LEDGER_FILE]))
-    state = parse_run_state(read_verified(path, STATE_FILE, sha256[STATE_FILE]))
+    raw_ledger = read_verified(path, LEDGER_FILE, sha256[LEDGER_FILE])
+    raw_state = read_verified(path, STATE_FILE, sha256[STATE_FILE])
+    ledger = parse_ledger(raw_ledger)
+    state = parse_run_state(raw_state)
     # Of the files of tensors only the headers are read here.
     headers = {name: sha256[name] for name in tensor_data_files(files)}
     index, problems = read_chunk_index(path, headers)
@@ -172,7 +184,7 @@ def file_problem(folder: StoragePath, name: str, size: int) -> str | None:
 
 def read_verified(folder: StoragePath, name: str, sha256: str) -> bytes:
     raw = (folder / name).read_bytes()
-    if sha256_digest(raw).hex() != sha256:
+    if sha256_hex(raw) != sha256:
         raise DamagedCheckpoint(f"{name} does not match its digest: its content changed after it was written")
     return raw
 
@@ -187,14 +199,14 @@ def parse_run_state(raw: bytes) -> dict[str, Any]:
     return state
 
 
-def hash_stored_pieces(opened: OpenedCheckpoint, work: HashWork) -> dict[tuple[str, int], bytes | None]:
+def hash_stored_pieces(opened: OpenedCheckpoint, work: HashWork) -> PieceDigests:
     """The digests of these pieces, read from the files."""
     reader = opened.box_reader()
     names = [name for name, _ in work]
     pieces = [piece for _, piece in work]
+    keys = [(name, piece.first) for name, piece in work]
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
         digests = pool.map(reader.piece_digest, names, pieces)
-        keys = zip(names, (piece.first for piece in pieces), strict=True)
         return dict(zip(keys, digests, strict=True))
 
 

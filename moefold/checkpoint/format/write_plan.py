@@ -17,6 +17,7 @@ from moefold.checkpoint.format.ledger import HashPiece, TensorSpec, hash_pieces
 RankHoldings = Mapping[str, tuple[TensorSpec, Sequence[Box]]]  # of one rank: for each tensor the boxes that it holds
 ChunkKey = tuple[str, Box]  # a box of a tensor
 WrittenBox = tuple[Box, int]  # a box and the rank that writes it
+BoxHolders = dict[ChunkKey, list[int]]
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,8 @@ class WritePlan:
 
     @property
     def bytes(self) -> int:
-        return sum(spec.bytes for spec in self.specs.values())
+        sizes = [spec.bytes for spec in self.specs.values()]
+        return sum(sizes)
 
     def chunks_of_rank(self, rank: int) -> list[ChunkKey]:
         """The chunks that a rank writes, those of wide elements first, so that all are aligned."""
@@ -39,7 +41,8 @@ class WritePlan:
 
     def file_order(self, chunk: ChunkKey) -> tuple[int, str, Box]:
         name, box = chunk
-        return -self.specs[name].itemsize, name, box
+        itemsize = self.specs[name].itemsize
+        return -itemsize, name, box
 
     def split_pieces(self) -> Iterator[tuple[str, HashPiece]]:
         """Pieces that no chunk contains as one contiguous run: these are hashed from the files."""
@@ -71,30 +74,36 @@ def assign_writers(holdings: Sequence[RankHoldings]) -> WritePlan:
         for name, (spec, _) in held.items():
             specs[name] = spec
     holders = holders_of_boxes(holdings, specs)
-    sized_chunks: list[tuple[int, str, Box]] = []
-    for name, box in holders:
-        size = element_count(box) * specs[name].itemsize
-        sized_chunks.append((-size, name, box))
+
+    def bytes_of(chunk: ChunkKey) -> int:
+        name, box = chunk
+        return element_count(box) * specs[name].itemsize
+
     chunks: dict[str, list[WrittenBox]] = {name: [] for name in specs}
     load = [0] * len(holdings)  # bytes of each rank
     # Largest first: the small ones at the end even out the load.
-    for negative_size, name, box in sorted(sized_chunks):
-        writer = min(holders[name, box], key=load.__getitem__)
-        load[writer] -= negative_size
+    by_name = sorted(holders)
+    for chunk in sorted(by_name, key=bytes_of, reverse=True):
+        writer = min(holders[chunk], key=load.__getitem__)
+        load[writer] += bytes_of(chunk)
+        name, box = chunk
         chunks[name].append((box, writer))
-    plan = WritePlan(dict(sorted(specs.items())), chunks)
+    ordered = dict(sorted(specs.items()))
+    plan = WritePlan(ordered, chunks)
     require_complete(plan)
     return plan
 
 
-def holders_of_boxes(holdings: Sequence[RankHoldings], specs: Mapping[str, TensorSpec]) -> dict[ChunkKey, list[int]]:
-    holders: dict[ChunkKey, list[int]] = {}
+def holders_of_boxes(holdings: Sequence[RankHoldings], specs: Mapping[str, TensorSpec]) -> BoxHolders:
+    """The ranks that hold each box."""
+    holders: BoxHolders = {}
     for rank, held in enumerate(holdings):
         for name, (spec, boxes) in held.items():
             if spec != specs[name]:
                 raise ValueError(f'"{name}" is {spec} on rank {rank} and {specs[name]} on another')
             for box in filter(element_count, boxes):
-                holders.setdefault((name, box), []).append(rank)
+                ranks = holders.setdefault((name, box), [])
+                ranks.append(rank)
     return holders
 
 
@@ -112,7 +121,8 @@ def pieces_inside_box(box: Box, spec: TensorSpec) -> Iterator[tuple[HashPiece, i
     run = contiguous_range(box, spec.shape)
     if run is None:
         return
-    first, last = run[0], sum(run)
+    first, count = run
+    last = first + count
     for piece in hash_pieces(spec):
         if first <= piece.first and piece.last <= last:
             yield piece, piece.first - first

@@ -43,7 +43,8 @@ class BackgroundSaver:
         self.checkpoints = checkpoints
         self.keep = keep
         self.say = say
-        own_group = replace(world.everyone, group=make_gloo_group(world))
+        group = make_gloo_group(world)
+        own_group = replace(world.everyone, group=group)
         self.world = replace(world, everyone=own_group)
         self.plan: WritePlan | None = None
         self.image: HostImage | None = None
@@ -69,16 +70,18 @@ class BackgroundSaver:
             self.say(f"step {step}: waiting for the checkpoint of step {self.step}, which is still being written")
         self.wait_until_written()
         parts = snapshot_parts(tensors)
+        on_gpu = self.world.device.type == "cuda"
         if self.plan is None or self.image is None:
             # Holdings do not change during a run: plan and host memory serve every save.
             self.plan = gather_write_plan(parts, self.world)
-            self.image = HostImage(self.plan, self.world.rank, pinned=runs_on_gpu(self.world))
+            self.image = HostImage(self.plan, self.world.rank, on_gpu)
         self.step = step
         self.copied = threading.Event()
         # The copy waits on the GPU for the work that was queued before the save.
         ready = None
-        if runs_on_gpu(self.world):
-            ready = torch.cuda.current_stream(self.world.device).record_event()
+        if on_gpu:
+            stream = torch.cuda.current_stream(self.world.device)
+            ready = stream.record_event()
         save = partial(self.copy_and_write, self.plan, self.image, parts, state, ready)
         self.thread = threading.Thread(target=save, daemon=True, name="checkpoint")
         self.thread.start()
@@ -110,7 +113,8 @@ class BackgroundSaver:
         if self.thread:
             self.thread.join()
             self.thread = None
-        error, self.error = self.error, None
+        error = self.error
+        self.error = None
         failed = f"the checkpoint of step {self.step} was not written"
         if isinstance(error, UserError):
             raise UserError(f"{failed}: {error.problems[0]}")
@@ -125,19 +129,17 @@ def snapshot_parts(tensors: LogicalTensors) -> Parts:
         if isinstance(tensor, TensorPart):
             parts[name] = tensor
         else:
-            parts[name] = as_tensor_part(tensor.clone())
+            copied = tensor.clone()
+            parts[name] = as_tensor_part(copied)
     return parts
-
-
-def runs_on_gpu(world: World) -> bool:
-    return world.device.type == "cuda"
 
 
 def make_gloo_group(world: World) -> dist.ProcessGroup | None:
     """A group of all ranks over gloo: savers exchange host data, which must not wait for work on a GPU."""
     if world.size == 1:
         return None
-    return dist.new_group(list(world.everyone.ranks), timeout=GLOO_TIMEOUT, backend="gloo")  # pyright: ignore[reportReturnType]
+    ranks = list(world.everyone.ranks)
+    return dist.new_group(ranks, timeout=GLOO_TIMEOUT, backend="gloo")  # pyright: ignore[reportReturnType]
 
 
 def copy_to_host(image: HostImage, parts: Parts, ready: Any, world: World) -> None:

@@ -3,7 +3,6 @@ written as it is, and hashed meanwhile."""
 
 from __future__ import annotations
 
-import hashlib
 import os
 import sys
 import threading
@@ -14,9 +13,17 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from moefold.checkpoint.format.boxes import Box, box_sizes, element_count
-from moefold.checkpoint.format.ledger import HASH_PIECE_BYTES, SAFETENSORS_DTYPES, TensorSpec, sha256_digest
+from moefold.checkpoint.format.ledger import (
+    HASH_PIECE_BYTES,
+    SAFETENSORS_DTYPES,
+    PieceDigests,
+    TensorSpec,
+    sha256_digest,
+)
+from moefold.checkpoint.format.manifest import sha256_hex
 from moefold.checkpoint.format.reader import chunk_name
 from moefold.checkpoint.format.safetensors_header import LENGTH_BYTES, HeaderEntry, encode_safetensors_header
 from moefold.checkpoint.format.storage import DISK_BLOCK, StoragePath, write_synced_file
@@ -25,8 +32,6 @@ from moefold.checkpoint.live.logical_tensors import TensorPart
 
 HASH_THREADS = min(4, os.cpu_count() or 1)  # writing needs no core, and neither writing nor hashing holds the GIL
 NICE_STEPS = 10  # by which hashing threads are below the training in priority
-
-PieceDigests = dict[tuple[str, int], bytes | None]  # by tensor and first element of the piece
 
 
 @dataclass(frozen=True)
@@ -40,7 +45,8 @@ class PlacedChunk:
 
     @property
     def end(self) -> int:
-        return self.begin + element_count(self.box) * self.spec.itemsize
+        size = element_count(self.box) * self.spec.itemsize
+        return self.begin + size
 
 
 class PieceSpan(NamedTuple):
@@ -71,11 +77,12 @@ class HostImage:
         self.chunks = place_chunks(plan, rank)
         data_bytes = self.chunks[-1].end if self.chunks else 0
         self.header = encode_chunk_header(self.chunks)
-        header = torch.frombuffer(bytearray(self.header), dtype=torch.uint8)
+        header = bytearray(self.header)
+        data_begin = len(header)
         pinned = pinned and data_bytes > 0
-        self.file_bytes = aligned_bytes(len(header) + data_bytes, pinned)
-        self.file_bytes[: len(header)] = header
-        self.data = self.file_bytes[len(header) :]
+        self.file_bytes = aligned_bytes(data_begin + data_bytes, pinned)
+        self.file_bytes[:data_begin] = torch.frombuffer(header, dtype=torch.uint8)
+        self.data = self.file_bytes[data_begin:]
 
     def copy_parts(self, parts: dict[str, TensorPart]) -> None:
         """Copy the current values. On a GPU, copies are queued on the current stream and waited for at the end."""
@@ -83,7 +90,8 @@ class HostImage:
             part = parts[chunk.name]
             held = next(held for held in part.held if held.box == chunk.box)
             raw = self.data[chunk.begin : chunk.end]
-            target = raw.view(part.dtype).view(box_sizes(chunk.box))
+            flat = raw.view(part.dtype)
+            target = flat.view(box_sizes(chunk.box))
             target.copy_(held.read(), non_blocking=True)
         if self.data.is_pinned():
             torch.cuda.current_stream().synchronize()
@@ -96,11 +104,12 @@ class HostImage:
         with ThreadPoolExecutor(HASH_THREADS, initializer=lower_priority) as pool:
             # Threads hash while this one writes.
             raw = self.data.numpy().data
-            hashing = [pool.submit(digest_pieces, raw, batch) for batch in self.hash_batches()]
+            batches = self.hash_batches()
+            hashing = [pool.submit(digest_pieces, raw, batch) for batch in batches]
             write_synced_file(folder / self.file, self.file_bytes.numpy().data)
             for batch in hashing:
                 digests |= batch.result()
-        sha256 = hashlib.sha256(self.header[LENGTH_BYTES:]).hexdigest()
+        sha256 = sha256_hex(self.header[LENGTH_BYTES:])
         return WrittenFile(self.file, len(self.file_bytes), sha256, digests)
 
     def hash_batches(self) -> Iterator[list[PieceSpan]]:
@@ -112,16 +121,18 @@ class HostImage:
             size += span.end - span.begin
             if size >= HASH_PIECE_BYTES:
                 yield batch
-                batch, size = [], 0
+                batch = []
+                size = 0
         yield batch
 
     def piece_spans(self) -> Iterator[PieceSpan]:
         for chunk in self.chunks:
             itemsize = chunk.spec.itemsize
-            for piece, offset in pieces_inside_box(chunk.box, chunk.spec):
+            pieces = pieces_inside_box(chunk.box, chunk.spec)
+            for piece, offset in pieces:
                 begin = chunk.begin + offset * itemsize
-                end = begin + (piece.last - piece.first) * itemsize
-                yield PieceSpan(chunk.name, piece.first, begin, end)
+                size = (piece.last - piece.first) * itemsize
+                yield PieceSpan(chunk.name, piece.first, begin, begin + size)
 
 
 def place_chunks(plan: WritePlan, rank: int) -> list[PlacedChunk]:
@@ -129,7 +140,8 @@ def place_chunks(plan: WritePlan, rank: int) -> list[PlacedChunk]:
     chunks: list[PlacedChunk] = []
     position = 0
     for name, box in plan.chunks_of_rank(rank):
-        chunk = PlacedChunk(name, box, plan.specs[name], position)
+        spec = plan.specs[name]
+        chunk = PlacedChunk(name, box, spec, position)
         chunks.append(chunk)
         position = chunk.end
     return chunks
@@ -149,11 +161,12 @@ def encode_chunk_header(chunks: Sequence[PlacedChunk]) -> bytes:
         code, _ = SAFETENSORS_DTYPES[chunk.spec.dtype]
         shape = tuple(box_sizes(chunk.box))
         entry = HeaderEntry(code, shape, chunk.begin, chunk.end)
-        entries[chunk_name(chunk.name, chunk.box)] = entry.as_json()
+        name = chunk_name(chunk.name, chunk.box)
+        entries[name] = entry.as_json()
     return encode_safetensors_header(entries)
 
 
-def aligned_bytes(size: int, pinned: bool) -> torch.Tensor:
+def aligned_bytes(size: int, pinned: bool) -> Tensor:
     """Memory that begins at a block boundary, as direct I/O needs it."""
     memory = torch.empty(size + DISK_BLOCK, dtype=torch.uint8, pin_memory=pinned)
     start = -memory.data_ptr() % DISK_BLOCK
@@ -165,6 +178,7 @@ def lower_priority() -> None:
     if sys.platform != "linux":
         return
     with suppress(OSError):
-        priority = os.getpriority(os.PRIO_PROCESS, 0) + NICE_STEPS
+        own = os.getpriority(os.PRIO_PROCESS, 0)
+        lowered = min(19, own + NICE_STEPS)
         thread = threading.get_native_id()
-        os.setpriority(os.PRIO_PROCESS, thread, min(19, priority))
+        os.setpriority(os.PRIO_PROCESS, thread, lowered)

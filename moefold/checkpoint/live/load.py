@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
-from moefold.checkpoint.format.ledger import Ledger, TensorSpec
+from moefold.checkpoint.format.ledger import Ledger, PieceDigests, TensorSpec
 from moefold.checkpoint.format.manifest import DamagedCheckpoint
 from moefold.checkpoint.format.retention import checkpoints_at
 from moefold.checkpoint.format.storage import StoragePath
@@ -19,32 +18,22 @@ from moefold.config.errors import UserError, did_you_mean
 from moefold.layout.axes import World
 from moefold.observe.printer import Printer
 
+TensorParts = Mapping[str, TensorPart]
 SHOWN_PROBLEMS = 3  # of a damaged checkpoint that is skipped; `moefold ckpt verify` shows all
 MOST_MISMATCHES = 20  # shown in full when a checkpoint does not fit
 
 
-@dataclass(frozen=True)
-class FoundCheckpoint:
-    """A checkpoint that passed verification."""
-
-    opened: OpenedCheckpoint
-
-    @property
-    def path(self) -> StoragePath:
-        return self.opened.path
-
-    @property
-    def state(self) -> dict[str, Any]:
-        return self.opened.state
+FoundCheckpoint = OpenedCheckpoint  # one that passed verification
 
 
 def find_checkpoint(path: StoragePath, world: World, say: Printer) -> FoundCheckpoint | None:
     """The newest intact checkpoint at `path`: a checkpoint itself, a folder of them, or a run. Damaged ones are
     skipped with a message. None if there is no checkpoint; a refusal if all are damaged."""
     damaged: list[str] = []
-    for checkpoint in run_on_rank_zero(lambda: checkpoints_at(path), world, path):
+    checkpoints = run_on_rank_zero(partial(checkpoints_at, path), world, path)
+    for checkpoint in checkpoints:
         try:
-            return FoundCheckpoint(verify_on_all_ranks(checkpoint, world))
+            return verify_on_all_ranks(checkpoint, world)
         except DamagedCheckpoint as damage:
             damaged.append(f"{checkpoint} is damaged: {damage_summary(damage)}")
             if world.rank == 0:
@@ -64,10 +53,11 @@ def damage_summary(damage: DamagedCheckpoint) -> str:
 
 def verify_on_all_ranks(path: StoragePath, world: World) -> OpenedCheckpoint:
     """Open and verify a checkpoint, each rank hashing a share of the values."""
-    opened = run_on_rank_zero(lambda: open_checkpoint(path), world, path)
+    opened = run_on_rank_zero(partial(open_checkpoint, path), world, path)
     mine = opened.pieces_to_hash()[world.rank :: world.size]
-    digests: dict[tuple[str, int], bytes | None] = {}
-    for rank_digests in run_on_every_rank(lambda: hash_stored_pieces(opened, mine), world, path):
+    digests: PieceDigests = {}
+    hash_mine = partial(hash_stored_pieces, opened, mine)
+    for rank_digests in run_on_every_rank(hash_mine, world, path):
         digests |= rank_digests
     opened.raise_if_damaged(digests)
     return opened
@@ -77,7 +67,8 @@ def require_checkpoint(path: StoragePath, world: World, say: Printer) -> FoundCh
     """As `find_checkpoint`, for a path that the user named: no checkpoint there is a refusal."""
     found = find_checkpoint(path, world, say)
     if found is None:
-        raise UserError(run_on_rank_zero(lambda: explain_no_checkpoint(path), world, path))
+        reason = run_on_rank_zero(partial(explain_no_checkpoint, path), world, path)
+        raise UserError(reason)
     return found
 
 
@@ -96,32 +87,34 @@ def load_checkpoint(found: FoundCheckpoint, tensors: LogicalTensors, optional: s
     once. `optional` names may be absent from the checkpoint; their tensors then stay as they are."""
     wanted: dict[str, TensorPart] = {}
     for name, tensor in tensors.items():
-        if name in found.opened.ledger or name not in optional:
+        if name in found.ledger or name not in optional:
             wanted[name] = as_tensor_part(tensor)
     refuse_mismatches(found, wanted, world)
     try:
-        run_on_every_rank(lambda: fill_held_boxes(found.opened, wanted), world, found.path)
+        fill = partial(fill_held_boxes, found, wanted)
+        run_on_every_rank(fill, world, found.path)
     except DamagedCheckpoint as problem:
         raise UserError(f"{found.path} cannot be read: {problem}") from None
 
 
-def refuse_mismatches(found: FoundCheckpoint, wanted: Mapping[str, TensorPart], world: World) -> None:
+def refuse_mismatches(found: FoundCheckpoint, wanted: TensorParts, world: World) -> None:
     """Raise the mismatches of the first rank that has any, on all ranks: none may be left waiting in the load."""
     names_by_rank = all_gather_objects(set(wanted), world.everyone)
     held = set[str]().union(*names_by_rank)  # by any rank: pipeline ranks hold different tensors
     specs = {name: part.spec for name, part in wanted.items()}
-    mine = spec_mismatches(found.opened.ledger, specs, held)
+    mine = spec_mismatches(found.ledger, specs, held)
     for problems in all_gather_objects(mine, world.everyone):
         if problems:
             raise UserError(f"{found.path} does not fit this configuration:", *problems)
 
 
-def fill_held_boxes(opened: OpenedCheckpoint, wanted: Mapping[str, TensorPart]) -> None:
+def fill_held_boxes(opened: OpenedCheckpoint, wanted: TensorParts) -> None:
     """Read the boxes that this rank holds, and no more."""
     reader = opened.box_reader()
     for name, part in wanted.items():
         for held in part.held:
-            held.write(read_tensor_box(reader, name, held.box))
+            values = read_tensor_box(reader, name, held.box)
+            held.write(values)
 
 
 def spec_mismatches(ledger: Ledger, wanted: Mapping[str, TensorSpec], held: set[str]) -> list[str]:
@@ -133,8 +126,9 @@ def spec_mismatches(ledger: Ledger, wanted: Mapping[str, TensorSpec], held: set[
         if not name.startswith("random."):
             problems.append(f'"{name}" is in the checkpoint, but the model has no such tensor')
     for name in sorted(wanted.keys() & ledger.keys()):
-        expected, saved = wanted[name], ledger[name].spec
-        if (expected.dtype, expected.shape) != (saved.dtype, saved.shape):
+        expected = wanted[name]
+        saved = ledger[name].spec
+        if expected[:2] != saved[:2]:  # dtype and shape
             problems.append(f'"{name}" is {saved} in the checkpoint; the model expects {expected}')
     more = len(problems) - MOST_MISMATCHES
     if more > 0:

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from moefold.checkpoint.format.boxes import (
     Box,
+    IndexedBox,
     box_corner,
     box_sizes,
     element_count,
@@ -33,8 +34,8 @@ class HeldBox:
     """A box of a logical tensor that this rank holds. `read` gives its values, `write` sets them."""
 
     box: Box
-    read: Callable[[], torch.Tensor]
-    write: Callable[[torch.Tensor], object]
+    read: Callable[[], Tensor]
+    write: Callable[[Tensor], object]
 
 
 @dataclass(frozen=True)
@@ -48,13 +49,13 @@ class TensorPart:
 
     @property
     def spec(self) -> TensorSpec:
-        return TensorSpec(torch_dtype_text(self.dtype), self.shape, self.stacked)
+        dtype = torch_dtype_text(self.dtype)
+        return TensorSpec(dtype, self.shape, self.stacked)
 
 
-LogicalTensors = Mapping[str, torch.Tensor | TensorPart]  # a tensor that every rank holds whole needs no description
-
-
-FlatValues = torch.Tensor | LogicalValues
+LogicalTensor = Tensor | TensorPart  # a tensor that every rank holds whole needs no description
+LogicalTensors = Mapping[str, LogicalTensor]
+FlatValues = Tensor | LogicalValues
 
 
 class CheckpointedOptimizer(Protocol):
@@ -68,7 +69,7 @@ class CheckpointedOptimizer(Protocol):
 class StateProvider(Protocol):
     """Anything else that has state to save, such as the scales of a precision recipe."""
 
-    def named_state(self) -> Iterable[tuple[str, torch.Tensor | TensorPart]]:
+    def named_state(self) -> Iterable[tuple[str, LogicalTensor]]:
         """Live tensors by name: loading into them is enough."""
         ...
 
@@ -79,81 +80,90 @@ def torch_dtype_text(dtype: torch.dtype) -> str:
 
 def collect_tensors(
     model: nn.Module, optimizer: CheckpointedOptimizer, further: Mapping[str, StateProvider] | None = None
-) -> dict[str, torch.Tensor | TensorPart]:
+) -> dict[str, LogicalTensor]:
     """The live tensors of model, optimizer and further providers of state, by name: loading into them is enough. The
     optimizer's are loaded last, since the model's weights may be a rounded copy of its main weights."""
     declared = {parameter.name: parameter for parameter in declared_parameters(model)}
-    tensors: dict[str, torch.Tensor | TensorPart] = {}
+    tensors: dict[str, LogicalTensor] = {}
     for name, tensor in model.state_dict().items():
         if name in declared:
-            tensors[f"model.{name}"] = part_of_parameter(tensor.detach(), declared[name])
-        else:
-            tensors[f"model.{name}"] = tensor
+            tensor = part_of_parameter(tensor.detach(), declared[name])
+        tensors[f"model.{name}"] = tensor
     for prefix, provider in (further or {}).items():
         for name, tensor in provider.named_state():
             tensors[f"{prefix}.{name}"] = tensor
     for parameter, kind, first, values in optimizer.state():
-        tensors[f"optimizer.{parameter.name}.{kind}"] = part_of_state(parameter, first, values)
+        part = part_of_state(parameter, first, values)
+        tensors[f"optimizer.{parameter.name}.{kind}"] = part
     return tensors
 
 
 def part_of_state(parameter: DeclaredParameter, first: int, values: FlatValues) -> TensorPart:
     """Optimizer state of a parameter: flat values from element `first` of the rank's flattened part on."""
     held: list[HeldBox] = []
-    for begin, box in boxes_in_whole(first, first + len(values), parameter):
+    last = first + len(values)
+    for begin, box in boxes_in_whole(first, last, parameter):
         held.append(hold_flat_box(box, begin - first, values))
     declaration = parameter.declaration
     return TensorPart(declaration.shape, values.dtype, held, declaration.stacked)
 
 
-def boxes_in_whole(first: int, last: int, parameter: DeclaredParameter) -> Iterator[tuple[int, Box]]:
+def boxes_in_whole(first: int, last: int, parameter: DeclaredParameter) -> Iterator[IndexedBox]:
     """Elements first..last of this rank's flattened part of a parameter, as boxes of the whole parameter."""
     corner = box_corner(parameter.part)
-    for begin, box in flat_range_boxes(first, last, parameter.tensor.shape):
+    shape = parameter.tensor.shape
+    for begin, box in flat_range_boxes(first, last, shape):
         yield begin, shifted_box(box, corner)
 
 
-def hold_box(box: Box, values: torch.Tensor) -> HeldBox:
+def hold_box(box: Box, values: Tensor) -> HeldBox:
     return HeldBox(box, lambda: values, values.copy_)
 
 
 def hold_flat_box(box: Box, first: int, values: FlatValues) -> HeldBox:
     """A box whose elements are contiguous in flat values, from `first` on."""
-    last, sizes = first + element_count(box), box_sizes(box)
-    if isinstance(values, torch.Tensor):
-        return hold_box(box, values[first:last].view(sizes))
+    last = first + element_count(box)
+    sizes = box_sizes(box)
+    if isinstance(values, Tensor):
+        part = values[first:last].view(sizes)
+        return hold_box(box, part)
 
-    def read_values() -> torch.Tensor:
-        return values.get(first, last).view(sizes)
+    def read_values() -> Tensor:
+        flat = values.get(first, last)
+        return flat.view(sizes)
 
-    def write_values(new: torch.Tensor) -> None:
+    def write_values(new: Tensor) -> None:
         values.put(first, last, new.flatten())
 
     return HeldBox(box, read_values, write_values)
 
 
-def part_of_parameter(tensor: torch.Tensor, parameter: DeclaredParameter) -> TensorPart:
+def part_of_parameter(tensor: Tensor, parameter: DeclaredParameter) -> TensorPart:
     declaration = parameter.declaration
-    held = [hold_box(tuple(parameter.part), tensor)]
-    return TensorPart(declaration.shape, tensor.dtype, held, declaration.stacked)
+    box = tuple(parameter.part)
+    held = hold_box(box, tensor)
+    return TensorPart(declaration.shape, tensor.dtype, [held], declaration.stacked)
 
 
-def as_tensor_part(tensor: torch.Tensor | TensorPart) -> TensorPart:
+def as_tensor_part(tensor: LogicalTensor) -> TensorPart:
     if isinstance(tensor, TensorPart):
         return tensor
-    held = [hold_box(whole_box(tensor.shape), tensor)]
-    return TensorPart(tuple(tensor.shape), tensor.dtype, held)
+    box = whole_box(tensor.shape)
+    held = hold_box(box, tensor)
+    return TensorPart(tuple(tensor.shape), tensor.dtype, [held])
 
 
-def rng_state_tensors(world: World) -> dict[str, torch.Tensor]:
+def rng_state_tensors(world: World) -> dict[str, Tensor]:
     """Copies of this rank's random generator states; `restore_rng_state` sets them."""
     state = {f"random.{world.rank}.cpu": torch.get_rng_state()}
     if world.device.type == "cuda":
-        state[f"random.{world.rank}.cuda"] = torch.cuda.get_rng_state(world.device)
+        cuda_state = torch.cuda.get_rng_state(world.device)
+        state[f"random.{world.rank}.cuda"] = cuda_state
     return state
 
 
-def restore_rng_state(state: dict[str, torch.Tensor], world: World) -> None:
+def restore_rng_state(state: dict[str, Tensor], world: World) -> None:
     torch.set_rng_state(state[f"random.{world.rank}.cpu"])
     if world.device.type == "cuda":
-        torch.cuda.set_rng_state(state[f"random.{world.rank}.cuda"], world.device)
+        cuda_state = state[f"random.{world.rank}.cuda"]
+        torch.cuda.set_rng_state(cuda_state, world.device)

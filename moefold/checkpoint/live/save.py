@@ -10,7 +10,6 @@ background_saver.py saves concurrently with the training.
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 from collections.abc import Callable
 from functools import partial
@@ -20,7 +19,14 @@ from typing import Any, TypeVar
 import torch
 
 from moefold.checkpoint.format.boxes import Box
-from moefold.checkpoint.format.ledger import Ledger, TensorSpec, encode_ledger, hash_pieces, ledger_entry
+from moefold.checkpoint.format.ledger import (
+    Ledger,
+    PieceDigests,
+    TensorSpec,
+    encode_ledger,
+    hash_pieces,
+    ledger_entry,
+)
 from moefold.checkpoint.format.manifest import (
     CHECKPOINT_FORMAT,
     LEDGER_FILE,
@@ -28,6 +34,7 @@ from moefold.checkpoint.format.manifest import (
     STATE_FILE,
     DamagedCheckpoint,
     seal_manifest,
+    sha256_hex,
 )
 from moefold.checkpoint.format.reader import BoxReader, read_chunk_index
 from moefold.checkpoint.format.retention import (
@@ -51,7 +58,7 @@ from moefold.checkpoint.format.storage import (
 )
 from moefold.checkpoint.format.verify import verify_checkpoint
 from moefold.checkpoint.format.write_plan import WritePlan, assign_writers
-from moefold.checkpoint.live.host_image import HostImage, PieceDigests, WrittenFile
+from moefold.checkpoint.live.host_image import HostImage, WrittenFile
 from moefold.checkpoint.live.logical_tensors import LogicalTensors, TensorPart, as_tensor_part
 from moefold.comm.collectives import all_gather_objects
 from moefold.comm.consensus import gather_results, result_of_rank_zero
@@ -73,7 +80,8 @@ def save_checkpoint(
     """Commit a checkpoint of `step` and return its path. Every rank calls this."""
     parts = {name: as_tensor_part(tensor) for name, tensor in tensors.items()}
     plan = gather_write_plan(parts, world)
-    image = HostImage(plan, world.rank, pinned=world.device.type == "cuda")
+    on_gpu = world.device.type == "cuda"
+    image = HostImage(plan, world.rank, on_gpu)
     image.copy_parts(parts)
     return write_checkpoint(checkpoints, step, plan, image, state, keep, world)
 
@@ -109,7 +117,8 @@ def write_checkpoint(
     for file in written:
         digests |= file.digests
     # Pieces that are split over files are read back and hashed.
-    split_digests = run_on_every_rank(lambda: hash_split_pieces(folder, plan, written, world), world, checkpoints)
+    hash_mine = partial(hash_split_pieces, folder, plan, written, world)
+    split_digests = run_on_every_rank(hash_mine, world, checkpoints)
     for rank_digests in split_digests:
         digests |= rank_digests
 
@@ -117,7 +126,8 @@ def write_checkpoint(
         commit_checkpoint(folder, final, step, state, plan, written, digests, world)
 
     run_on_rank_zero(commit, world, checkpoints)
-    run_on_rank_zero(lambda: prune_checkpoints(checkpoints, keep, final), world, checkpoints)
+    prune = partial(prune_checkpoints, checkpoints, keep, final)
+    run_on_rank_zero(prune, world, checkpoints)
     return final
 
 
@@ -133,7 +143,8 @@ def run_on_rank_zero(work: Callable[[], T], world: World, place: StoragePath) ->
 
 def hash_split_pieces(folder: StoragePath, plan: WritePlan, written: list[WrittenFile], world: World) -> PieceDigests:
     """The digests of this rank's share of the pieces that are not contiguous in one file: they are read back."""
-    mine = list(plan.split_pieces())[world.rank :: world.size]
+    pieces = list(plan.split_pieces())
+    mine = pieces[world.rank :: world.size]
     if not mine:
         return {}
     headers = {file.name: file.sha256 for file in written}
@@ -181,7 +192,7 @@ def commit_checkpoint(
         files[file.name] = {"bytes": file.bytes, "sha256": file.sha256}
     for name, raw in ((LEDGER_FILE, ledger), (STATE_FILE, raw_state)):
         write_synced_file(folder / name, raw)
-        sha256 = hashlib.sha256(raw).hexdigest()
+        sha256 = sha256_hex(raw)
         files[name] = {"bytes": len(raw), "sha256": sha256}
     content = {
         "format": CHECKPOINT_FORMAT,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from moefold.checkpoint.format.boxes import Box, box_sizes
 from moefold.checkpoint.format.ledger import LedgerEntry
@@ -14,12 +15,13 @@ from moefold.config.errors import UserError
 MODEL_PREFIX = "model."
 
 
-def read_tensor_box(reader: BoxReader, name: str, box: Box) -> torch.Tensor:
+def read_tensor_box(reader: BoxReader, name: str, box: Box) -> Tensor:
     """A box of a tensor, copied from its file."""
     dtype = getattr(torch, reader.specs[name].dtype)
     values = torch.empty(box_sizes(box), dtype=dtype)
-    raw = values.view(-1).view(torch.uint8).numpy()
-    raw[:] = reader.fetch_box(name, box).reshape(-1)
+    raw = values.view(-1).view(torch.uint8)
+    stored = reader.fetch_box(name, box)
+    raw.numpy()[:] = stored.reshape(-1)
     return values
 
 
@@ -35,11 +37,13 @@ class SavedModel:
 
     @property
     def names(self) -> list[str]:
-        saved = [name for name in self.opened.ledger if name.startswith(MODEL_PREFIX)]
+        ledger = self.opened.ledger
+        saved = [name for name in ledger if name.startswith(MODEL_PREFIX)]
         return [name.removeprefix(MODEL_PREFIX) for name in saved]
 
     def saved_dtype(self, name: str) -> torch.dtype:
-        return getattr(torch, self.ledger_entry(name).dtype)
+        entry = self.ledger_entry(name)
+        return getattr(torch, entry.dtype)
 
     def ledger_entry(self, name: str) -> LedgerEntry:
         if name not in self:
@@ -48,7 +52,7 @@ class SavedModel:
             )
         return self.opened.ledger[MODEL_PREFIX + name]
 
-    def fetch_box(self, name: str, box: Box) -> torch.Tensor:
+    def fetch_box(self, name: str, box: Box) -> Tensor:
         self.ledger_entry(name)  # refuses a name that is not there
         try:
             return read_tensor_box(self.box_reader, MODEL_PREFIX + name, box)
