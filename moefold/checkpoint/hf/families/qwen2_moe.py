@@ -14,7 +14,7 @@ from moefold.checkpoint.hf.family import (
     ModelFamily,
     attention_layer_types,
     read_common_options,
-    read_gqa_heads,
+    read_gqa_attention,
     read_sliding_windows,
     read_sparse_layers,
     write_common_options,
@@ -34,29 +34,32 @@ from moefold.config.run import ModelConfig
 
 
 def read_qwen2_moe(options: ConfigOptions) -> dict[str, Any]:
-    values = read_common_options(options, theta=10_000.0, eps=1e-6)
+    values = read_common_options(options)
     layers = values["layers"]
-    values |= read_gqa_heads(options, values)
+    values |= read_gqa_attention(options, values)
     values |= read_sparse_layers(options, layers)
     window = options.take_optional("sliding_window")
-    if not options.take_value("use_sliding_window", default=False):
-        window = None
-    most = options.take_value("max_window_layers", default=28)
+    most = options.take_value("max_window_layers")
     default_kinds = [FULL if layer % 2 or layer >= most else SLIDING for layer in range(layers)]
-    kinds = options.take_optional("layer_types") or default_kinds
+    if not options.take_flag("use_sliding_window"):
+        window = 0
+        default_kinds = [FULL] * layers
+    kinds = options.take_optional("layer_types")
+    if kinds is None:
+        kinds = default_kinds
     values |= read_sliding_windows(options, layers, window, kinds)
-    normalised = options.take_value("norm_topk_prob", default=False)
+    normalised = options.take_flag("norm_topk_prob")
     shared = options.take_value("shared_expert_intermediate_size")
     return values | {
-        "attention.qkv_bias": options.take_value("qkv_bias", default=True),
+        "attention.qkv_bias": options.take_flag("qkv_bias"),
         "dense_ffn": options.take_value("intermediate_size"),
-        "moe.experts": options.take_value("num_experts", "num_local_experts"),
+        "moe.experts": options.take_value("num_experts"),
         "moe.top_k": options.take_value("num_experts_per_tok"),
         "moe.ffn": options.take_value("moe_intermediate_size"),
         "moe.shared_ffn": shared,
         "moe.shared_gate": shared > 0,
         "moe.router.normalize": "chosen" if normalised else "none",
-        "moe.balance.aux_loss": options.take_value("router_aux_loss_coef", default=0.001),
+        "moe.balance.aux_loss": options.take_value("router_aux_loss_coef"),
     }
 
 
