@@ -45,7 +45,9 @@ class Comparison:
     difference: float = 0.0  # of the largest logit
 
 
-def compare_with_transformers(kind: str, options: dict[str, Any], folder: Path, length: int = 24) -> Comparison:
+def compare_with_transformers(
+    kind: str, options: dict[str, Any], folder: Path, length: int = 24, tolerance: float = TOLERANCE
+) -> Comparison:
     """`options` is config.json without model_type. "accepted alone": transformers cannot run what moefold accepts."""
     ids = tokens(length=length)
     try:
@@ -64,7 +66,7 @@ def compare_with_transformers(kind: str, options: dict[str, Any], folder: Path, 
         return Comparison("refused", str(refused))
     largest = float(expected.abs().max())
     difference = float((found - expected).abs().max()) / largest
-    verdict = "equal" if difference <= TOLERANCE else "different"  # not a number is different
+    verdict = "equal" if difference <= tolerance else "different"  # not a number is different
     return Comparison(verdict, difference=difference)
 
 

@@ -173,7 +173,9 @@ def make(kind: str, seed: int = 0, **options: Any) -> Any:
 def make_model(kind: str, options: dict[str, Any], seed: int = 0) -> Any:
     """A model whose every weight matters: norms and biases are random too, routers far from even."""
     config = getattr(hf(), f"{kind}Config")(**deepcopy(options))  # which changes rope_parameters in place
-    model = getattr(hf(), f"{kind}ForCausalLM")._from_config(config, attn_implementation="eager")
+    model = getattr(hf(), f"{kind}ForCausalLM")._from_config(
+        config, attn_implementation="eager", experts_implementation="eager"
+    )
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:

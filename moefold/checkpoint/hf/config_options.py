@@ -75,7 +75,7 @@ class ConfigOptions:
         told = len(self.problems)
         value = self.take_optional(name)
         if value is None and len(self.problems) == told:
-            self.problems.append(f'{self.where} has no "{name}", for which there is no default')
+            self.add_missing(name)
         return value
 
     def take_flag(self, name: str) -> bool:
@@ -107,6 +107,9 @@ class ConfigOptions:
         for name in names:
             self.left.pop(name, None)
 
+    def add_missing(self, name: str) -> None:
+        self.problems.append(f'{self.where} has no "{name}", for which there is no default')
+
     def add_problem(self, text: str) -> None:
         self.problems.append(f"{self.where}: {text}")
 
@@ -126,6 +129,9 @@ class ConfigOptions:
 
 
 def show_value(value: Any) -> str:
+    """A value as JSON has it; a text without quotes."""
+    if value is None:
+        return "null"
     text = str(value)
     if isinstance(value, bool):
         text = text.lower()

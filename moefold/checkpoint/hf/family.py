@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from moefold.checkpoint.hf.config_options import ConfigOptions
+from moefold.checkpoint.hf.config_options import ConfigOptions, show_value
 from moefold.checkpoint.hf.name_table import NameTable
 from moefold.checkpoint.hf.rope_options import read_rope_options, write_rope_options
 from moefold.config.run import ModelConfig
@@ -93,10 +93,8 @@ def read_sliding_windows(
     if kinds == [FULL] * layers:
         return {}
     if window is None or window < 1:
-        shown = "null" if window is None else window
-        options.add_problem(
-            f"sliding_window = {shown} is not supported: by use_sliding_window or layer_types there are windows"
-        )
+        needed = "layers have windows by use_sliding_window or layer_types"
+        options.add_problem(f"sliding_window = {show_value(window)} is not supported: {needed}; expected 1 or more")
         return {}
     if kinds == [SLIDING] * layers:
         return {"attention.window": window}

@@ -102,7 +102,7 @@ def read_yarn_options(
     inner: ConfigOptions, values: dict[str, Any], longest: Any, rope_dim: int, latent: bool
 ) -> dict[str, Any]:
     if "factor" not in inner.left:
-        inner.add_problem("has no factor, for which there is no default")
+        inner.add_missing("factor")
         return {}
     factor = inner.take_optional("factor")
     if factor is None and latent and inner.left.get("mscale_all_dim"):

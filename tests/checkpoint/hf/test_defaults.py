@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from moefold.checkpoint.hf.config_options import HARMLESS_KEYS
-from tests.support.hf_comparison import CLASSES, compare_with_transformers
+from moefold.checkpoint.hf.published_defaults import CLASS_DEFAULTS, FILE_DEFAULTS, family_keys
+from tests.support.hf_comparison import CLASSES, TOLERANCE, compare_with_transformers
 from tests.support.hf_models import GLM, LLAMA3, MIXTRAL, OLMOE, OSS, QWEN2, QWEN3, SIZES, V2, V3, YARN, hf
 
 # Tiny settings in which every key matters.
@@ -103,7 +104,7 @@ CHANGES: dict[str, Any] = {
     "vocab_size": 56,
 }
 OUR_KEYS = {  # in refusals by the rules for all models
-    "num_attention_heads": "model.attention.heads",
+    "num_attention_heads": "model.attention.head",
     "num_key_value_heads": "model.attention.kv_heads",
     "num_experts_per_tok": "model.moe.top_k",
     "n_group": "model.moe.router.groups",
@@ -152,7 +153,61 @@ def test_a_key_means_what_it_means_to_transformers_or_is_refused_by_name(
     kind: str, key: str, action: str, tmp_path: Path
 ):
     options = {**SIZES, **SETTINGS[kind]}
-    found = compare_with_transformers(kind, acted_on(options, key, action), tmp_path)
+    tolerance = 1e-4 if key in ("hidden_size", "num_hidden_layers") else TOLERANCE  # thousands of dims, 61 layers
+    found = compare_with_transformers(kind, acted_on(options, key, action), tmp_path, tolerance=tolerance)
     assert found.verdict not in ("different", "accepted alone"), found
     if found.verdict != "equal":
         assert key in found.text or OUR_KEYS.get(key, key) in found.text
+
+
+@pytest.mark.parametrize("kind", SETTINGS)
+def test_the_table_of_defaults_is_that_of_the_config_classes(kind: str):
+    config = getattr(hf(), CLASSES[kind] + "Config")
+    expected = {field.name: field.default for field in fields(config) if field.name in class_keys(kind)}
+    second_names = config.attribute_map
+    for name in list(expected):
+        if name in second_names and name not in CLASS_DEFAULTS[kind]:
+            expected[second_names[name]] = expected.pop(name)  # declared under its second name
+    rope = config().rope_parameters
+    expected["rope_theta"] = rope.pop("rope_theta")
+    expected["rope_scaling"] = None
+    if "partial_rotary_factor" in rope:
+        expected["partial_rotary_factor"] = rope.pop("partial_rotary_factor")
+    expected["rope_parameters"] = None if rope == {"rope_type": "default"} else rope
+    without_effect = HARMLESS_KEYS - {"max_position_embeddings"}
+    assert CLASS_DEFAULTS[kind] == {name: value for name, value in expected.items() if name not in without_effect}
+
+
+@pytest.mark.parametrize("kind", SETTINGS)
+def test_second_names_are_those_of_the_config_classes(kind: str):
+    theirs = getattr(hf(), CLASSES[kind] + "Config").attribute_map
+    ours = family_keys(kind).second_names
+    assert {frozenset(pair) for pair in ours.items()} == {frozenset(pair) for pair in theirs.items()}
+
+
+@pytest.mark.parametrize("kind", SETTINGS)
+def test_keys_of_files_alone_are_not_of_the_config_classes(kind: str):
+    assert not set(FILE_DEFAULTS.get(kind, {})) & set(class_keys(kind))
+
+
+LONG = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "length"),
+    [
+        ("gpt_oss", OSS, 144),
+        ("mistral", {}, 4112),
+        ("qwen2_moe", {**QWEN2, "use_sliding_window": True}, 4112),
+        ("qwen3_moe", {**QWEN3, "use_sliding_window": True}, 4112),
+        ("qwen2", {"use_sliding_window": True, "max_window_layers": 0}, 4112),
+        ("qwen3", {"head_dim": 16, "use_sliding_window": True, "max_window_layers": 0}, 4112),
+    ],
+)
+def test_an_absent_window_is_the_published_one(kind: str, options: dict[str, Any], length: int, tmp_path: Path):
+    """On sequences that are longer than it, by a config.json without sliding_window."""
+    without = {**SIZES, **LONG, **options}
+    without.pop("sliding_window", None)
+    assert compare_with_transformers(kind, without, tmp_path / "absent", length).verdict == "equal"
+    window = family_keys(kind).defaults["sliding_window"]
+    assert length > window > length - 20

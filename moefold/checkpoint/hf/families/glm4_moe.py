@@ -56,8 +56,8 @@ def read_partial_rope(options: ConfigOptions, head_dim: int) -> dict[str, Any]:
     rope_dim = int(head_dim * share) if is_share else 0
     if rope_dim == 0 or rope_dim % 2:
         options.add_problem(
-            f"partial_rotary_factor = {show_value(share)} is not supported with head_dim = {head_dim}; expected a share "
-            "that is an even number of dims"
+            f"partial_rotary_factor = {show_value(share)} is not supported with head_dim = {head_dim}; expected the "
+            "share of an even number of dims"
         )
         return {}
     rope = read_rope_parameters(options, parameters, rope_dim)
