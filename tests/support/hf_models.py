@@ -182,7 +182,7 @@ def make_model(kind: str, options: dict[str, Any], seed: int = 0) -> Any:
             if "inv_freq" not in name:
                 mean = 1.0 if "norm" in name else 0.0
                 std = 0.5 if name.endswith("gate.weight") else 0.3 if "embed" in name else 0.15
-                std *= min(1.0, (WIDEST / tensor.shape[-1]) ** 0.5)
+                std *= min(1.0, (WIDEST / max(tensor.shape[-1], 1)) ** 0.5)
                 tensor.copy_(mean + std * torch.randn(tensor.shape, generator=generator))
     return model.eval()
 

@@ -85,6 +85,15 @@ class ConfigOptions:
             self.add_problem(f"{name} = {show_value(value)} is not legal; expected true or false")
         return bool(value)
 
+    def take_size(self, name: str) -> int:
+        """A number that is computed with: whole, and not negative."""
+        value = self.take_value(name)
+        if type(value) is int and value >= 0:
+            return value
+        if value is not None:
+            self.add_problem(f"{name} = {show_value(value)} is not legal; expected a whole number")
+        return 1
+
     def take_count(self, name: str, most: int) -> int:
         """A number of layers or heads, over which tables loop: at least 1, and at most a plausible number."""
         value = self.take_value(name)

@@ -36,7 +36,7 @@ def read_common_options(options: ConfigOptions) -> dict[str, Any]:
     options.require_value("attention_dropout", 0.0, 0, why="there is no dropout")
     return {
         "layers": options.take_count("num_hidden_layers", most=10_000),
-        "hidden": options.take_value("hidden_size"),
+        "hidden": options.take_size("hidden_size"),
         "vocab": options.take_value("vocab_size"),
         "norm_eps": options.take_value("rms_norm_eps"),
         "tied_head": options.take_flag("tie_word_embeddings"),
@@ -92,7 +92,7 @@ def read_sliding_windows(
         kinds = [FULL if window is None else SLIDING] * layers
     if kinds == [FULL] * layers:
         return {}
-    if window is None or window < 1:
+    if not isinstance(window, int) or window < 1:
         needed = "layers have windows by use_sliding_window or layer_types"
         options.add_problem(f"sliding_window = {show_value(window)} is not supported: {needed}; expected 1 or more")
         return {}
@@ -125,7 +125,7 @@ def attention_layer_types(model: ModelConfig) -> list[str]:
 
 def read_sparse_layers(options: ConfigOptions, layers: int) -> dict[str, Any]:
     """Qwen's choice of MoE layers: every `decoder_sparse_step`-th, but for `mlp_only_layers`."""
-    step = options.take_value("decoder_sparse_step")
+    step = options.take_count("decoder_sparse_step", most=10_000)
     only = options.take_optional("mlp_only_layers") or []
     between = {layer for layer in range(layers) if (layer + 1) % step}
     dense = between.union(layer for layer in range(layers) if layer in only)

@@ -310,7 +310,7 @@ NULLABLE: dict[str, set[str]] = {
     "deepseek_v3": LATENT_NULLABLE,
     "kimi_k2": LATENT_NULLABLE,
     "deepseek_v2": {*LATENT_NULLABLE, "head_dim", "n_group", "topk_group"},
-    "gpt_oss": {"sliding_window", "layer_types"},
+    "gpt_oss": {"layer_types"},
     "glm4_moe": {"partial_rotary_factor"},
     "llama": {"attention_dropout", "num_key_value_heads", "head_dim"},
     "mistral": {"head_dim", "sliding_window"},

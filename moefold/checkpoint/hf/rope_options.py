@@ -82,6 +82,7 @@ def read_original_length(options: ConfigOptions, inner: ConfigOptions) -> Any:
     """The length before the scaling: inside, or else max_position_embeddings."""
     name = "original_max_position_embeddings"
     if name in options.left:
+        options.ignore_keys([name])
         # transformers lets it go before the one inside; published code does not.
         options.add_problem(f"{name} outside of rope_parameters is not supported; put it inside")
     if name in inner.left:
@@ -161,7 +162,7 @@ def read_yarn_mscale(inner: ConfigOptions, factor: float, latent: bool) -> dict[
     if direct is None or direct == slope + 1:
         return {"mscale": 1.0}
     if direct < 1 or not slope:
-        inner.add_problem(f"attention_factor = {direct} is not supported; expected 1 or more")
+        inner.add_problem(f"attention_factor = {direct} is not supported with factor = {factor}; expected 1 or more")
         return {}
     return {"mscale": (direct - 1) / slope}
 

@@ -6,10 +6,14 @@ from collections.abc import Iterator
 from typing import Any
 
 from moefold.checkpoint.hf.config_options import ConfigOptions
-from moefold.checkpoint.hf.families.deepseek_v3 import latent_block_pieces, read_latent_options, write_latent_options
+from moefold.checkpoint.hf.families.deepseek_v3 import (
+    latent_block_pieces,
+    read_latent_options,
+    table_with_shared_experts,
+    write_latent_options,
+)
 from moefold.checkpoint.hf.family import ModelFamily
 from moefold.checkpoint.hf.name_table import MappedPiece, NameTable
-from moefold.checkpoint.hf.table_parts import build_name_table
 from moefold.config.run import ModelConfig
 
 
@@ -56,7 +60,7 @@ def deepseek_v2_block_pieces(model: ModelConfig, layer: int, theirs: str, ours: 
 
 
 def deepseek_v2_table(model: ModelConfig) -> NameTable:
-    return build_name_table(model, deepseek_v2_block_pieces)
+    return table_with_shared_experts(model, deepseek_v2_block_pieces)
 
 
 DEEPSEEK_V2 = ModelFamily(

@@ -46,7 +46,7 @@ def read_qwen2(options: ConfigOptions) -> dict[str, Any]:
     window = options.take_optional("sliding_window")
     if not options.take_flag("use_sliding_window"):
         window = None
-    full_layers = options.take_value("max_window_layers")
+    full_layers = options.take_size("max_window_layers")
     kinds = options.take_optional("layer_types")
     if kinds is None and window is not None:
         kinds = [SLIDING if layer >= full_layers else FULL for layer in range(layers)]

@@ -6,7 +6,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from moefold.checkpoint.hf.config_options import ConfigOptions, show_value
-from moefold.checkpoint.hf.families.deepseek_v3 import deepseek_mlp_pieces
+from moefold.checkpoint.hf.families.deepseek_v3 import (
+    deepseek_mlp_pieces,
+    read_scored_groups,
+    table_with_shared_experts,
+)
 from moefold.checkpoint.hf.family import (
     ModelFamily,
     read_common_options,
@@ -16,7 +20,7 @@ from moefold.checkpoint.hf.family import (
 )
 from moefold.checkpoint.hf.name_table import MappedPiece, NameTable
 from moefold.checkpoint.hf.rope_options import read_rope_parameters, take_rope_parameters
-from moefold.checkpoint.hf.table_parts import build_name_table, grouped_attention_pieces, norm_pieces
+from moefold.checkpoint.hf.table_parts import grouped_attention_pieces, norm_pieces
 from moefold.config.run import ModelConfig
 
 
@@ -24,8 +28,9 @@ def read_glm4_moe(options: ConfigOptions) -> dict[str, Any]:
     values = read_common_options(options)
     values |= read_gqa_heads(options, values)
     values |= read_partial_rope(options, values["attention.head_dim"])
-    ffn = options.take_value("moe_intermediate_size")
-    shared_experts = options.take_value("n_shared_experts")
+    ffn = options.take_size("moe_intermediate_size")
+    experts = options.take_size("n_routed_experts")
+    shared_experts = options.take_size("n_shared_experts")
     normalised = options.take_flag("norm_topk_prob")
     qk_norm = options.take_flag("use_qk_norm")
     return values | {
@@ -33,7 +38,7 @@ def read_glm4_moe(options: ConfigOptions) -> dict[str, Any]:
         "dense_ffn": options.take_value("intermediate_size"),
         "attention.qk_norm": "head" if qk_norm else "none",
         "attention.qkv_bias": options.take_flag("attention_bias"),
-        "moe.experts": options.take_value("n_routed_experts"),
+        "moe.experts": experts,
         "moe.top_k": options.take_value("num_experts_per_tok"),
         "moe.ffn": ffn,
         "moe.shared_ffn": ffn * shared_experts,
@@ -41,8 +46,7 @@ def read_glm4_moe(options: ConfigOptions) -> dict[str, Any]:
         "moe.router.score": "sigmoid",
         "moe.router.normalize": "chosen" if normalised else "none",
         "moe.router.scale": options.take_value("routed_scaling_factor"),
-        "moe.router.groups": options.take_value("n_group"),
-        "moe.router.groups_chosen": options.take_value("topk_group"),
+        **read_scored_groups(options, experts),
         "moe.balance.aux_loss": 0.0001,  # as in DeepSeek-V3; config.json has no key for it, nor for the next
         "moe.balance.bias_rate": 0.001,
     }
@@ -93,7 +97,7 @@ def glm4_moe_block_pieces(model: ModelConfig, layer: int, theirs: str, ours: str
 
 
 def glm4_moe_table(model: ModelConfig) -> NameTable:
-    return build_name_table(model, glm4_moe_block_pieces)
+    return table_with_shared_experts(model, glm4_moe_block_pieces)
 
 
 GLM4_MOE = ModelFamily(

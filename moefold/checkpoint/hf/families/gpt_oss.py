@@ -18,6 +18,7 @@ from moefold.checkpoint.hf.family import (
     write_gqa_heads,
 )
 from moefold.checkpoint.hf.name_table import MappedPiece, NameTable
+from moefold.checkpoint.hf.published_defaults import GPT_OSS_DEFAULTS
 from moefold.checkpoint.hf.table_parts import build_name_table, grouped_attention_pieces, norm_pieces, router_pieces
 from moefold.config.run import ModelConfig
 
@@ -55,7 +56,7 @@ def write_gpt_oss(model: ModelConfig) -> dict[str, Any]:
         **write_common_options(model),
         **write_gqa_heads(model),
         "attention_bias": model.attention.qkv_bias,
-        "sliding_window": model.attention.window or None,
+        "sliding_window": model.attention.window or GPT_OSS_DEFAULTS["sliding_window"],  # a number even if unused
         "layer_types": attention_layer_types(model),
         "num_local_experts": model.moe.experts,
         "num_experts_per_tok": model.moe.top_k,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 from moefold.anatomy.step_specs import is_moe_layer
@@ -21,14 +20,16 @@ from moefold.checkpoint.hf.family import (
     write_gqa_heads,
     write_sparse_layers,
 )
-from moefold.checkpoint.hf.name_table import MappedPiece, NameTable, PlaceholderTensor
+from moefold.checkpoint.hf.name_table import MappedPiece, NameTable
 from moefold.checkpoint.hf.table_parts import (
     build_name_table,
+    empty_mlp_shapes,
     expert_pieces,
     gated_mlp_pieces,
     grouped_attention_pieces,
     norm_pieces,
     router_pieces,
+    with_placeholders,
 )
 from moefold.config.run import ModelConfig
 
@@ -39,17 +40,19 @@ def read_qwen2_moe(options: ConfigOptions) -> dict[str, Any]:
     values |= read_gqa_attention(options, values)
     values |= read_sparse_layers(options, layers)
     window = options.take_optional("sliding_window")
-    most = options.take_value("max_window_layers")
+    most = options.take_size("max_window_layers")
     default_kinds = [FULL if layer % 2 or layer >= most else SLIDING for layer in range(layers)]
     if not options.take_flag("use_sliding_window"):
         window = 0
         default_kinds = [FULL] * layers
+    elif window is None:
+        options.add_problem("sliding_window = null is not supported with use_sliding_window; expected 1 or more")
     kinds = options.take_optional("layer_types")
     if kinds is None:
         kinds = default_kinds
     values |= read_sliding_windows(options, layers, window, kinds)
     normalised = options.take_flag("norm_topk_prob")
-    shared = options.take_value("shared_expert_intermediate_size")
+    shared = options.take_size("shared_expert_intermediate_size")
     return values | {
         "attention.qkv_bias": options.take_flag("qkv_bias"),
         "dense_ffn": options.take_value("intermediate_size"),
@@ -105,19 +108,9 @@ def qwen2_moe_table(model: ModelConfig) -> NameTable:
     table = build_name_table(model, qwen2_moe_block_pieces)
     if model.moe.shared_ffn:
         return table
-    d = model.hidden
-    empty_shapes = {
-        "shared_expert.gate_proj.weight": (0, d),
-        "shared_expert.up_proj.weight": (0, d),
-        "shared_expert.down_proj.weight": (d, 0),
-        "shared_expert_gate.weight": (1, d),
-    }
-    placeholders: list[PlaceholderTensor] = []
-    for layer in range(model.layers):
-        if is_moe_layer(model, layer):
-            prefix = f"model.layers.{layer}.mlp."
-            placeholders += [PlaceholderTensor(prefix + name, shape) for name, shape in empty_shapes.items()]
-    return replace(table, placeholders=tuple(placeholders))
+    shapes = empty_mlp_shapes(model, "mlp.shared_expert.")
+    shapes["mlp.shared_expert_gate.weight"] = (1, model.hidden)
+    return with_placeholders(table, model, shapes)
 
 
 QWEN2_MOE = ModelFamily("qwen2_moe", "Qwen2MoeForCausalLM", read_qwen2_moe, write_qwen2_moe, qwen2_moe_table)
