@@ -30,6 +30,12 @@ SAMPLED_GRIDS = {  # seconds are CPU time of the whole grid, measured once
     "tests/kernels/attention/test_masked_triton.py": {
         "test_result_and_gradients_equal_those_of_the_reference": 3,  # 40 s
     },
+    "tests/checkpoint/hf/test_defaults.py": {
+        "test_a_key_means_what_it_means_to_transformers_or_is_refused_by_name": 10,  # 140 s
+    },
+    "tests/checkpoint/hf/test_random_configs.py": {
+        "test_a_random_model_has_the_logits_of_transformers_or_is_refused": 8,  # 30 s
+    },
     "tests/checkpoint/hf/test_export.py": {
         "test_logits_and_exports_are_the_same_on_any_layout": 5,  # 30 s
     },

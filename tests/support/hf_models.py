@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import logging
+from copy import deepcopy
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ LATENT = {
     "moe_intermediate_size": 16,
     "first_k_dense_replace": 1,
 }
+WIDEST = 64  # inputs that a weight has without being scaled down
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 500.0}
 LLAMA3 = {
     "rope_type": "llama3",
@@ -164,15 +166,23 @@ def hf() -> Any:
 
 
 def make(kind: str, seed: int = 0, **options: Any) -> Any:
+    """A model of the tiny sizes, but for `options`."""
+    return make_model(kind, {**SIZES, **options}, seed)
+
+
+def make_model(kind: str, options: dict[str, Any], seed: int = 0) -> Any:
     """A model whose every weight matters: norms and biases are random too, routers far from even."""
-    config = getattr(hf(), f"{kind}Config")(**{**SIZES, **options})
-    model = getattr(hf(), f"{kind}ForCausalLM")._from_config(config, attn_implementation="eager")
+    config = getattr(hf(), f"{kind}Config")(**deepcopy(options))  # which changes rope_parameters in place
+    model = getattr(hf(), f"{kind}ForCausalLM")._from_config(
+        config, attn_implementation="eager", experts_implementation="eager"
+    )
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if "inv_freq" not in name:
                 mean = 1.0 if "norm" in name else 0.0
                 std = 0.5 if name.endswith("gate.weight") else 0.3 if "embed" in name else 0.15
+                std *= min(1.0, (WIDEST / max(tensor.shape[-1], 1)) ** 0.5)
                 tensor.copy_(mean + std * torch.randn(tensor.shape, generator=generator))
     return model.eval()
 

@@ -19,6 +19,7 @@ from moefold.checkpoint.hf.families.qwen2_moe import QWEN2_MOE
 from moefold.checkpoint.hf.families.qwen3_moe import QWEN3_MOE
 from moefold.checkpoint.hf.family import ModelFamily
 from moefold.checkpoint.hf.model_folder import ModelFolder
+from moefold.checkpoint.hf.published_defaults import family_keys
 from moefold.config.errors import UserError, one_of, printable_text
 from moefold.config.keys import format_value, iterate_keys
 from moefold.config.read import with_values
@@ -78,7 +79,7 @@ def describe_model(folder: ModelFolder) -> DescribedModel:
     where = str(folder.path / "config.json")
     kind = folder.options.get("model_type")
     family = FAMILIES[one_of(f"model_type (in {where})", printable_text(str(kind)), FAMILIES)]
-    options = ConfigOptions(folder.options, where)
+    options = ConfigOptions(folder.options, where, family_keys(family.kind))
     check_quantisation(options)
     model = read_model_config(family, options)
     # Sizes that the files cannot have would make name tables without end.
@@ -107,7 +108,7 @@ def read_model_config(family: ModelFamily, options: ConfigOptions) -> ModelConfi
 
 
 def check_quantisation(options: ConfigOptions) -> None:
-    quantisation = options.take_optional("quantization_config")
+    quantisation = options.left.pop("quantization_config", None)
     if quantisation is None:
         return
     method = quantisation
@@ -189,8 +190,9 @@ def write_and_read_back(family: ModelFamily, model: ModelConfig) -> tuple[dict[s
         "model_type": family.kind,
         **family.write(model),
     }
+    written_options = ConfigOptions(written, "config.json", family_keys(family.kind))
     try:
-        model_again = read_model_config(family, ConfigOptions(written, "config.json"))
+        model_again = read_model_config(family, written_options)
     except UserError as refused:
         return written, list(refused.problems)
     expected, again = essential_values(model), essential_values(model_again)

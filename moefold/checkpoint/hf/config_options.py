@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from moefold.checkpoint.hf.published_defaults import PublishedKeys
 from moefold.config.errors import UserError, printable_text
 
 # Keys without effect on training: a model's origin, text generation, and bookkeeping of libraries.
@@ -41,40 +42,71 @@ HARMLESS_KEYS = {
 
 
 class ConfigOptions:
-    """The options of a config.json. A family takes those that it has; `refuse_leftovers` refuses the others."""
+    """The options of a config.json, with the published defaults of its family for those that are absent. A family takes
+    those that it has; `refuse_leftovers` refuses the others."""
 
-    def __init__(self, raw: Mapping[str, Any], where: str):
-        self.left = {name: value for name, value in raw.items() if value is not None}
+    def __init__(self, raw: Mapping[str, Any], where: str, published: PublishedKeys):
+        self.left = dict(raw)
         self.where = where  # for messages: the path of the file
+        self.published = published
         self.problems: list[str] = []
 
-    def take_value(self, *names: str, default: Any = None) -> Any:
-        """The value of an option, which may have several names. All of its names count as taken."""
-        values = [self.left.pop(name) for name in names if name in self.left]
-        if not values:
-            if default is None:
-                self.problems.append(f'{self.where} has no "{names[0]}", which this family needs')
+    def take_optional(self, name: str) -> Any:
+        """The value of an option or its default. None: null where that is legal, or a default that is none."""
+        default = self.published.defaults[name]
+        names = [name, *self.second_names(name)]
+        given = {spelling: self.left.pop(spelling) for spelling in names if spelling in self.left}
+        if not given:
             return default
+        for spelling, value in given.items():
+            if value is None and name not in self.published.nullable:
+                self.add_problem(f"{spelling} = null is not supported; expected a value, or no such key")
+                return default
+        values = list(given.values())
         if any(value != values[0] for value in values[1:]):
-            self.add_problem(f"{' and '.join(names)} are one option, but have different values")
+            self.add_problem(f"{' and '.join(given)} are one option, but have different values")
         return values[0]
+
+    def second_names(self, name: str) -> list[str]:
+        return [second for second, first in self.published.second_names.items() if first == name]
+
+    def take_value(self, name: str) -> Any:
+        """The value of an option that must have one."""
+        told = len(self.problems)
+        value = self.take_optional(name)
+        if value is None and len(self.problems) == told:
+            self.add_missing(name)
+        return value
+
+    def take_flag(self, name: str) -> bool:
+        """True or false; null is false where it is legal."""
+        value = self.take_optional(name)
+        if value is not None and not isinstance(value, bool):
+            self.add_problem(f"{name} = {show_value(value)} is not legal; expected true or false")
+        return bool(value)
+
+    def take_size(self, name: str) -> int:
+        """A number that is computed with: whole, and not negative."""
+        value = self.take_value(name)
+        if type(value) is int and value >= 0:
+            return value
+        if value is not None:
+            self.add_problem(f"{name} = {show_value(value)} is not legal; expected a whole number")
+        return 1
 
     def take_count(self, name: str, most: int) -> int:
         """A number of layers or heads, over which tables loop: at least 1, and at most a plausible number."""
         value = self.take_value(name)
         if type(value) is int and 1 <= value <= most:
             return value
-        if value is not None:
-            self.add_problem(f"{name} = {show_value(value)} is not legal; expected a whole number from 1 to {most}")
+        self.add_problem(f"{name} = {show_value(value)} is not legal; expected a whole number from 1 to {most}")
         return 1
 
-    def take_optional(self, name: str) -> Any:
-        """The value of an option, or None if it is absent."""
-        return self.left.pop(name, None)
-
     def require_value(self, name: str, *legal: Any, why: str) -> None:
-        """Refuse any value but the legal ones. An absent option has the first of them."""
-        value = self.left.pop(name, legal[0])
+        """Refuse any value but the legal ones. Null, where it is legal, is the first of them."""
+        value = self.take_optional(name)
+        if value is None:
+            return
         same_kind = isinstance(value, bool) == isinstance(legal[0], bool)
         if value not in legal or not same_kind:
             expected = " or ".join(map(str, legal))
@@ -84,6 +116,9 @@ class ConfigOptions:
         for name in names:
             self.left.pop(name, None)
 
+    def add_missing(self, name: str) -> None:
+        self.problems.append(f'{self.where} has no "{name}", for which there is no default')
+
     def add_problem(self, text: str) -> None:
         self.problems.append(f"{self.where}: {text}")
 
@@ -91,6 +126,8 @@ class ConfigOptions:
         """Raise all problems, and refuse every option that was not taken."""
         self.ignore_keys(HARMLESS_KEYS)
         for name, value in self.left.items():
+            if value is None:
+                continue  # an option that the family does not have, and that is off
             shown = printable_text(str(name))
             self.add_problem(
                 f"{shown} = {show_value(value)} is not supported; "
@@ -101,6 +138,9 @@ class ConfigOptions:
 
 
 def show_value(value: Any) -> str:
+    """A value as JSON has it; a text without quotes."""
+    if value is None:
+        return "null"
     text = str(value)
     if isinstance(value, bool):
         text = text.lower()

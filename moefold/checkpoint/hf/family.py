@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from moefold.checkpoint.hf.config_options import ConfigOptions
+from moefold.checkpoint.hf.config_options import ConfigOptions, show_value
 from moefold.checkpoint.hf.name_table import NameTable
 from moefold.checkpoint.hf.rope_options import read_rope_options, write_rope_options
 from moefold.config.run import ModelConfig
@@ -30,21 +30,18 @@ class ModelFamily:
     dense: bool = False
 
 
-def read_common_options(
-    options: ConfigOptions, theta: float, eps: float, latent: bool = False, partial: bool = False
-) -> dict[str, Any]:
-    """The options of every family: sizes, norms, positions, and those that must have one value."""
+def read_common_options(options: ConfigOptions) -> dict[str, Any]:
+    """The options of every family: sizes and norms, and those that must have one value."""
     options.require_value("hidden_act", "silu", why="experts and MLPs are gated by SiLU")
     options.require_value("attention_dropout", 0.0, 0, why="there is no dropout")
     return {
         "layers": options.take_count("num_hidden_layers", most=10_000),
-        "hidden": options.take_value("hidden_size"),
+        "hidden": options.take_size("hidden_size"),
         "vocab": options.take_value("vocab_size"),
-        "norm_eps": options.take_value("rms_norm_eps", default=eps),
-        "tied_head": options.take_value("tie_word_embeddings", default=False),
-        "init_std": options.take_value("initializer_range", default=0.02),
+        "norm_eps": options.take_value("rms_norm_eps"),
+        "tied_head": options.take_flag("tie_word_embeddings"),
+        "init_std": options.take_value("initializer_range"),
         "attention.heads": options.take_count("num_attention_heads", most=4096),
-        **read_rope_options(options, theta, latent, partial),
     }
 
 
@@ -63,13 +60,22 @@ def write_common_options(model: ModelConfig) -> dict[str, Any]:
     }
 
 
+def read_gqa_attention(options: ConfigOptions, values: dict[str, Any]) -> dict[str, Any]:
+    """Grouped-query heads, and rope on all of their dims."""
+    heads = read_gqa_heads(options, values)
+    return heads | read_rope_options(options, heads["attention.head_dim"])
+
+
 def read_gqa_heads(options: ConfigOptions, values: dict[str, Any]) -> dict[str, Any]:
     """Grouped-query heads. Without a head_dim, the heads divide the hidden size."""
     heads = values["attention.heads"]
-    head_dim = values["hidden"] // heads
+    kv_heads = options.take_optional("num_key_value_heads")
+    head_dim = options.take_optional("head_dim")
+    if head_dim is None:
+        head_dim = values["hidden"] // heads
     return {
-        "attention.kv_heads": options.take_value("num_key_value_heads", default=heads),
-        "attention.head_dim": options.take_value("head_dim", default=head_dim),
+        "attention.kv_heads": heads if kv_heads is None else kv_heads,
+        "attention.head_dim": head_dim,
     }
 
 
@@ -80,15 +86,25 @@ def write_gqa_heads(model: ModelConfig) -> dict[str, Any]:
 def read_sliding_windows(
     options: ConfigOptions, layers: int, window: int | None, kinds: list[str] | None
 ) -> dict[str, Any]:
-    """Sliding windows. `kinds` has "sliding_attention" or "full_attention" for each layer; None: all slide."""
-    if not window or kinds == [FULL] * layers:
+    """Sliding windows. `kinds` has "sliding_attention" or "full_attention" for each layer; None: all slide, if there is
+    a window."""
+    if kinds is None:
+        kinds = [FULL if window is None else SLIDING] * layers
+    if kinds == [FULL] * layers:
         return {}
-    if kinds is None or kinds == [SLIDING] * layers:
+    if not isinstance(window, int) or window < 1:
+        needed = "layers have windows by use_sliding_window or layer_types"
+        options.add_problem(f"sliding_window = {show_value(window)} is not supported: {needed}; expected 1 or more")
+        return {}
+    if kinds == [SLIDING] * layers:
         return {"attention.window": window}
     for every in range(2, layers + 1):
         if kinds == layer_types(layers, every):
             return {"attention.window": window, "attention.full_every": every}
-    options.add_problem(f"layer_types = {kinds} is not supported; expected every n-th layer to have full attention")
+    options.add_problem(
+        f"layer_types = {kinds} is not supported; expected every n-th layer to have full attention "
+        "(max_window_layers and num_hidden_layers count too)"
+    )
     return {}
 
 
@@ -109,8 +125,8 @@ def attention_layer_types(model: ModelConfig) -> list[str]:
 
 def read_sparse_layers(options: ConfigOptions, layers: int) -> dict[str, Any]:
     """Qwen's choice of MoE layers: every `decoder_sparse_step`-th, but for `mlp_only_layers`."""
-    step = options.take_value("decoder_sparse_step", default=1)
-    only = options.take_value("mlp_only_layers", default=[])
+    step = options.take_count("decoder_sparse_step", most=10_000)
+    only = options.take_optional("mlp_only_layers") or []
     between = {layer for layer in range(layers) if (layer + 1) % step}
     dense = between.union(layer for layer in range(layers) if layer in only)
     for first in range(layers + 1):

@@ -9,61 +9,138 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from moefold.checkpoint.hf.config_options import ConfigOptions
+from moefold.checkpoint.hf.config_options import ConfigOptions, show_value
+from moefold.checkpoint.hf.published_defaults import ROPE_KEYS
 from moefold.config.run import RopeConfig
 
 ROPE_PREFIX = "attention.rope."
 ROPE_TYPES = {"default": "none", "linear": "linear", "llama3": "llama3", "yarn": "yarn"}
+LENGTHENING = ("llama3", "yarn")  # types that know the length before
+NARROWEST = 1e-3  # dims between the limits of YaRN
 
 
-def read_rope_options(
-    options: ConfigOptions, theta: float, latent: bool = False, partial: bool = False
-) -> dict[str, Any]:
-    """Our keys. `theta` is the family's default. Only `latent` families (MLA) scale attention logits by
-    mscale_all_dim. `partial`: the family has read `partial_rotary_factor` itself."""
-    given = options.take_optional("rope_parameters") or {}
-    scaling = options.take_optional("rope_scaling") or {}
-    if not isinstance(given, Mapping) or not isinstance(scaling, Mapping):
-        options.add_problem("rope_parameters and rope_scaling are objects")
-        return {}
-    # Both spellings in one: options of their own, of which none may be left over.
-    inner = ConfigOptions({**scaling, **given}, f"{options.where}: rope_parameters")
-    outer_theta = options.take_optional("rope_theta") or theta
-    values = {"theta": inner.take_value("rope_theta", default=outer_theta)}
-    kind = inner.take_value("rope_type", "type", default="default")
-    if kind in ROPE_TYPES:
-        values["scaling"] = ROPE_TYPES[kind]
-        longest = options.left.get("max_position_embeddings", 0)
-        values |= read_rope_scaling(inner, kind, longest, latent)
-        if partial:
-            inner.ignore_keys(["partial_rotary_factor"])
-        inner.require_value("partial_rotary_factor", 1.0, 1, why="all dims of a head have rope")
-        options.problems += inner.problems
-        options.problems += [f"{inner.where}: {name} is not supported" for name in inner.left]
+def read_rope_options(options: ConfigOptions, rope_dim: int, latent: bool = False) -> dict[str, Any]:
+    """Our keys, for heads of which all dims have rope."""
+    parameters = take_rope_parameters(options)
+    partial = parameters.pop("partial_rotary_factor", 1.0)
+    if partial != 1:
+        options.add_problem(f"partial_rotary_factor = {partial} is not supported (all dims of a head have rope)")
+    return read_rope_parameters(options, parameters, rope_dim, latent)
+
+
+def take_rope_parameters(options: ConfigOptions) -> dict[str, Any]:
+    """`rope_parameters` as transformers makes it of all spellings: `rope_scaling` takes the place of `rope_parameters`,
+    and a key inside goes before the same key outside."""
+    parameters: dict[str, Any] = {}
+    older = options.take_optional("rope_scaling")
+    newer = options.take_optional("rope_parameters")
+    if newer is None:
+        newer = options.published.defaults["rope_parameters"]
+    chosen = older or newer or {}
+    if isinstance(chosen, Mapping):
+        parameters |= chosen
     else:
-        options.add_problem(f"rope_type = {kind} is not supported; expected one of {', '.join(ROPE_TYPES)}")
-    return {ROPE_PREFIX + name: value for name, value in values.items()}
+        options.add_problem("rope_parameters and rope_scaling are objects")
+    parameters.setdefault("rope_theta", options.take_optional("rope_theta"))
+    if "partial_rotary_factor" in options.published.defaults:
+        share = options.take_optional("partial_rotary_factor")
+        if share is not None:
+            parameters.setdefault("partial_rotary_factor", share)
+    kind = parameters.pop("type", "default")
+    parameters.setdefault("rope_type", kind)
+    return parameters
 
 
-def read_rope_scaling(inner: ConfigOptions, kind: str, longest: int, latent: bool) -> dict[str, Any]:
-    """The keys of a kind of scaling. `longest` is max_position_embeddings."""
-    values: dict[str, Any] = {}
-    original = inner.take_optional("original_max_position_embeddings") or longest
-    factor = inner.take_optional("factor")
-    if kind == "default":
-        return values
-    values["factor"] = longest / original if factor is None else factor
-    if kind in ("llama3", "yarn"):
-        values["original_length"] = original
+def read_rope_parameters(
+    options: ConfigOptions, parameters: dict[str, Any], rope_dim: int, latent: bool = False
+) -> dict[str, Any]:
+    """Our keys. Only `latent` families (MLA) scale attention logits by mscale_all_dim."""
+    kind = parameters.pop("rope_type")
+    if kind not in ROPE_TYPES:
+        options.add_problem(f"rope_type = {show_value(kind)} is not supported; expected one of {', '.join(ROPE_TYPES)}")
+        return {}
+    # Options of their own, of which none may be left over.
+    inner = ConfigOptions(parameters, f"{options.where}: rope_parameters", ROPE_KEYS[kind])
+    values: dict[str, Any] = {"theta": inner.take_value("rope_theta"), "scaling": ROPE_TYPES[kind]}
+    if kind in LENGTHENING:
+        values["original_length"] = read_original_length(options, inner)
+    if kind in ("linear", "llama3"):
+        values["factor"] = inner.take_value("factor")
     if kind == "llama3":
         values["low_frequency"] = inner.take_value("low_freq_factor")
         values["high_frequency"] = inner.take_value("high_freq_factor")
-    if kind == "yarn":
-        values["beta_fast"] = inner.take_optional("beta_fast") or 32.0
-        values["beta_slow"] = inner.take_optional("beta_slow") or 1.0
-        values["round_dims"] = inner.take_value("truncate", default=True)
-        values |= read_yarn_mscale(inner, values["factor"], latent)
-    return values
+    if kind == "yarn" and not inner.problems:
+        longest = longest_position(options)
+        values |= read_yarn_options(inner, values, longest, rope_dim, latent)
+    inner.ignore_keys(["factor", "original_max_position_embeddings"])  # of a type that does not read them
+    options.problems += inner.problems
+    options.problems += [f"{inner.where}: {name} is not supported" for name in inner.left]
+    return {ROPE_PREFIX + name: value for name, value in values.items()}
+
+
+def read_original_length(options: ConfigOptions, inner: ConfigOptions) -> Any:
+    """The length before the scaling: inside, or else max_position_embeddings."""
+    name = "original_max_position_embeddings"
+    if name in options.left:
+        options.ignore_keys([name])
+        # transformers lets it go before the one inside; published code does not.
+        options.add_problem(f"{name} outside of rope_parameters is not supported; put it inside")
+    if name in inner.left:
+        return inner.take_value(name)
+    return longest_position(options)
+
+
+def longest_position(options: ConfigOptions) -> Any:
+    """max_position_embeddings, which only scaled rope reads."""
+    name = "max_position_embeddings"
+    value = options.left.get(name, options.published.defaults[name])
+    if value is None:
+        options.add_problem(f"{name} = null is not supported; expected a value, or no such key")
+    return value
+
+
+def read_yarn_options(
+    inner: ConfigOptions, values: dict[str, Any], longest: Any, rope_dim: int, latent: bool
+) -> dict[str, Any]:
+    if "factor" not in inner.left:
+        inner.add_missing("factor")
+        return {}
+    factor = inner.take_optional("factor")
+    if factor is None and latent and inner.left.get("mscale_all_dim"):
+        inner.add_problem("factor = null is not supported beside mscale_all_dim")
+    if factor is None:
+        factor = longest / values["original_length"]
+    yarn = {
+        "factor": factor,
+        "beta_fast": inner.take_optional("beta_fast") or 32.0,
+        "beta_slow": inner.take_optional("beta_slow") or 1.0,
+        "round_dims": inner.take_flag("truncate"),
+    }
+    refuse_turned_limits(inner, values | yarn, rope_dim)
+    return yarn | read_yarn_mscale(inner, factor, latent)
+
+
+def refuse_turned_limits(inner: ConfigOptions, values: dict[str, Any], rope_dim: int) -> None:
+    """Refuse YaRN whose upper limit is below its lower one. Published code then turns its ramp; ours is a step."""
+    theta, length = values["theta"], values["original_length"]
+    if theta <= 1 or length <= 0:
+        inner.add_problem(f"rope_theta = {theta}, original_max_position_embeddings = {length} is not legal with YaRN")
+        return
+
+    def dim_with_rotations(turns: float) -> float:
+        return rope_dim * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    low = dim_with_rotations(values["beta_fast"])
+    high = dim_with_rotations(values["beta_slow"])
+    if values["round_dims"]:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rope_dim - 1)
+    if high != low and high - low < NARROWEST:
+        inner.add_problem(
+            f"original_max_position_embeddings = {length} is not supported: YaRN's limits are in the wrong order with "
+            f"beta_fast = {values['beta_fast']}, beta_slow = {values['beta_slow']}, truncate = "
+            f"{show_value(values['round_dims'])}"
+        )
 
 
 def read_yarn_mscale(inner: ConfigOptions, factor: float, latent: bool) -> dict[str, Any]:
@@ -72,26 +149,22 @@ def read_yarn_mscale(inner: ConfigOptions, factor: float, latent: bool) -> dict[
     mscale = inner.take_optional("mscale")
     mscale_all = inner.take_optional("mscale_all_dim")
     direct = inner.take_optional("attention_factor")
-    if direct is not None and not (mscale or mscale_all):
-        if direct < 1 or factor <= 1:
-            inner.add_problem(f"attention_factor = {direct} is not supported; expected 1 or more")
-            return {}
-        slope = 0.1 * math.log(factor)
-        return {"mscale": (direct - 1) / slope}
-    # Without attention_factor: none of the two, or with MLA both.
-    both = bool(mscale) and bool(mscale_all)
-    neither = not mscale and not mscale_all
-    legal = neither or (latent and both)
-    if direct is not None or not legal:
-        expected = "mscale and mscale_all_dim together" if latent else "neither mscale nor mscale_all_dim"
-        inner.add_problem(
-            f"mscale = {mscale}, mscale_all_dim = {mscale_all}, attention_factor = {direct} is not supported; "
-            f"expected {expected}"
-        )
-        return {}
-    if both:
+    if latent and mscale_all:
+        if not mscale or direct is not None:
+            inner.add_problem(
+                f"mscale = {mscale}, mscale_all_dim = {mscale_all}, attention_factor = {direct} is not supported; "
+                "expected mscale and mscale_all_dim together, without attention_factor"
+            )
         return {"mscale": mscale, "mscale_all": mscale_all}
-    return {"mscale": 1.0}
+    slope = 0.1 * math.log(max(factor, 1))
+    if direct is None and mscale and mscale_all:
+        direct = (mscale * slope + 1) / (mscale_all * slope + 1)
+    if direct is None or direct == slope + 1:
+        return {"mscale": 1.0}
+    if direct < 1 or not slope:
+        inner.add_problem(f"attention_factor = {direct} is not supported with factor = {factor}; expected 1 or more")
+        return {}
+    return {"mscale": (direct - 1) / slope}
 
 
 def write_rope_options(rope: RopeConfig) -> dict[str, Any]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 
 from moefold.anatomy.step_specs import is_moe_layer
-from moefold.checkpoint.hf.name_table import MappedPiece, NameTable, TensorAlias
+from moefold.checkpoint.hf.name_table import MappedPiece, NameTable, PlaceholderTensor, TensorAlias
 from moefold.config.run import ModelConfig
 
 Pieces = Iterator[MappedPiece]
@@ -45,6 +46,26 @@ def build_name_table(model: ModelConfig, block_pieces: BlockPieces) -> NameTable
         aliases.append(TensorAlias(theirs + "embed_tokens.weight", EMBEDDING, written=True))
         aliases.append(TensorAlias(theirs + "shared_head.head.weight", head, written=True))
     return NameTable(tuple(pieces), tuple(aliases))
+
+
+def empty_mlp_shapes(model: ModelConfig, prefix: str) -> dict[str, tuple[int, int]]:
+    """The tensors of an MLP of width 0, as their models have it where ours have none."""
+    d = model.hidden
+    return {
+        prefix + "gate_proj.weight": (0, d),
+        prefix + "up_proj.weight": (0, d),
+        prefix + "down_proj.weight": (d, 0),
+    }
+
+
+def with_placeholders(table: NameTable, model: ModelConfig, shapes: Mapping[str, tuple[int, int]]) -> NameTable:
+    """The table with tensors without effect in every layer with experts."""
+    placeholders: list[PlaceholderTensor] = []
+    for layer in range(model.layers + model.mtp):
+        if is_moe_layer(model, layer):
+            prefix = f"model.layers.{layer}."
+            placeholders += [PlaceholderTensor(prefix + name, shape) for name, shape in shapes.items()]
+    return replace(table, placeholders=tuple(placeholders))
 
 
 def mtp_pieces(model: ModelConfig, theirs: str, ours: str) -> Pieces:

@@ -8,6 +8,7 @@ import pytest
 
 from moefold.checkpoint.hf.config_json import FAMILIES, check_quantisation, essential_values, read_model_config
 from moefold.checkpoint.hf.config_options import ConfigOptions
+from moefold.checkpoint.hf.published_defaults import family_keys
 from moefold.presets.zoo import PRESETS
 
 USUAL = {
@@ -196,7 +197,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("preset", PUBLISHED)
 def test_published_options_are_all_known_and_give_the_preset(preset: str):
-    options = ConfigOptions(PUBLISHED[preset], "config.json")
-    check_quantisation(options)
     family = FAMILIES[PUBLISHED[preset]["model_type"]]
+    options = ConfigOptions(PUBLISHED[preset], "config.json", family_keys(family.kind))
+    check_quantisation(options)
     assert essential_values(read_model_config(family, options)) == essential_values(PRESETS[preset]().model)

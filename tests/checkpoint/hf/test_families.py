@@ -22,6 +22,7 @@ from moefold.checkpoint.hf.config_options import ConfigOptions
 from moefold.checkpoint.hf.export import export_hf_weights, iterate_hf_tensors
 from moefold.checkpoint.hf.model_folder import open_model_folder
 from moefold.checkpoint.hf.name_table import MappedPiece
+from moefold.checkpoint.hf.published_defaults import family_keys
 from moefold.checkpoint.hf.read_weights import local_tensors
 from moefold.layout.axes import single_rank_world
 from moefold.train.from_hf import from_hf
@@ -100,7 +101,8 @@ def test_the_configuration_comes_back_and_transformers_reads_it(case: str, folde
     model = describe_model(open_model_folder(folder)).model
     family = family_for_model(model)
     written = config_json_for(family, model)
-    assert essential_values(read_model_config(family, ConfigOptions(written, "config.json"))) == essential_values(model)
+    options = ConfigOptions(written, "config.json", family_keys(family.kind))
+    assert essential_values(read_model_config(family, options)) == essential_values(model)
     kind = CASES[case][0]
     again = getattr(hf(), f"{kind}Config")(**{k: v for k, v in written.items() if k != "architectures"})
     before = made(case).config

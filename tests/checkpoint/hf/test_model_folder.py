@@ -104,7 +104,7 @@ def test_options_that_change_what_is_computed_are_refused_by_name(folder: Path):
         ("gpt-oss", {"swiglu_alpha": 1.5}, "swiglu_alpha = 1.5"),
         ("gpt-oss", {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}, "layer_types"),
         ("qwen3", {"mlp_only_layers": [1]}, "mlp_only_layers = [1]"),
-        ("qwen3", {"hidden_size": "big"}, "wrong kind"),
+        ("qwen3", {"hidden_size": "big"}, "hidden_size = big is not legal"),
         ("qwen3", {"num_hidden_layers": -1}, "num_hidden_layers = -1 is not legal"),
         ("qwen3", {"num_hidden_layers": 10**12}, "expected a whole number from 1 to 10000"),
         ("qwen3", {"num_hidden_layers": 9999}, "tells of 9999 layers"),

@@ -6,10 +6,14 @@ from collections.abc import Iterator
 from typing import Any
 
 from moefold.checkpoint.hf.config_options import ConfigOptions
-from moefold.checkpoint.hf.families.deepseek_v3 import latent_block_pieces, read_latent_options, write_latent_options
+from moefold.checkpoint.hf.families.deepseek_v3 import (
+    latent_block_pieces,
+    read_latent_options,
+    table_with_shared_experts,
+    write_latent_options,
+)
 from moefold.checkpoint.hf.family import ModelFamily
 from moefold.checkpoint.hf.name_table import MappedPiece, NameTable
-from moefold.checkpoint.hf.table_parts import build_name_table
 from moefold.config.run import ModelConfig
 
 
@@ -17,20 +21,26 @@ def read_deepseek_v2(options: ConfigOptions) -> dict[str, Any]:
     values = read_latent_options(options)
     options.require_value("scoring_func", "softmax", why="as in DeepSeek-V2")
     options.require_value("norm_topk_prob", False, why="its two published codes differ in what that does")
+    options.ignore_keys(["head_dim"])  # transformers sets it to qk_rope_head_dim
     options.require_value("mlp_bias", False, why="MLPs have no biases")
-    groups = options.take_optional("n_group") or 1
-    groups_chosen = options.take_optional("topk_group") or 1
-    method = options.take_value("topk_method", default="greedy")
-    if method not in ("greedy", "group_limited_greedy"):
-        options.add_problem(f"topk_method = {method} is not supported; expected greedy or group_limited_greedy")
-    if method != "group_limited_greedy":
-        groups, groups_chosen = 1, 1
+    groups, groups_chosen = read_groups(options)
     return values | {
         "moe.router.normalize": "none",
         "moe.router.groups": groups,
         "moe.router.groups_chosen": groups_chosen,
         "moe.router.group_score": "best",
     }
+
+
+def read_groups(options: ConfigOptions) -> tuple[int, int]:
+    """The groups of experts, and how many of them a token may choose from."""
+    method = options.take_value("topk_method")
+    if method == "greedy":
+        options.ignore_keys(["n_group", "topk_group"])
+        return 1, 1
+    if method != "group_limited_greedy":
+        options.add_problem(f"topk_method = {method} is not supported; expected greedy or group_limited_greedy")
+    return options.take_value("n_group"), options.take_value("topk_group")
 
 
 def write_deepseek_v2(model: ModelConfig) -> dict[str, Any]:
@@ -50,7 +60,7 @@ def deepseek_v2_block_pieces(model: ModelConfig, layer: int, theirs: str, ours: 
 
 
 def deepseek_v2_table(model: ModelConfig) -> NameTable:
-    return build_name_table(model, deepseek_v2_block_pieces)
+    return table_with_shared_experts(model, deepseek_v2_block_pieces)
 
 
 DEEPSEEK_V2 = ModelFamily(

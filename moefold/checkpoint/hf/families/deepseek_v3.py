@@ -10,13 +10,17 @@ from moefold.anatomy.step_specs import is_moe_layer
 from moefold.checkpoint.hf.config_options import ConfigOptions
 from moefold.checkpoint.hf.family import ModelFamily, read_common_options, write_common_options
 from moefold.checkpoint.hf.name_table import MappedPiece, NameTable
+from moefold.checkpoint.hf.rope_options import read_rope_options
 from moefold.checkpoint.hf.table_parts import (
+    BlockPieces,
     build_name_table,
+    empty_mlp_shapes,
     expert_pieces,
     gated_mlp_pieces,
     latent_attention_pieces,
     norm_pieces,
     router_pieces,
+    with_placeholders,
 )
 from moefold.config.run import ModelConfig
 
@@ -25,20 +29,20 @@ LATENT_EPS = 1e-6  # of the norms on latents, fixed in their code, whatever rms_
 
 def read_latent_options(options: ConfigOptions) -> dict[str, Any]:
     """The options that DeepSeek-V2 and V3 share: MLA, dense first layers, shared experts."""
-    values = read_common_options(options, theta=10_000.0, eps=1e-6, latent=True)
+    values = read_common_options(options)
     if values["norm_eps"] != LATENT_EPS:
         options.add_problem(f"rms_norm_eps = {values['norm_eps']} is not supported: norms on latents have {LATENT_EPS}")
-    rope_dim = options.take_value("qk_rope_head_dim")
-    nope_dim = options.take_value("qk_nope_head_dim")
+    rope_dim = options.take_size("qk_rope_head_dim")
+    nope_dim = options.take_size("qk_nope_head_dim")
     heads = values["attention.heads"]
-    bias = options.take_value("attention_bias", default=False)
-    options.require_value("num_key_value_heads", heads, why="every head has keys of its own")
-    options.require_value("rope_interleave", True, why="rope dims are in adjacent pairs")
+    values |= read_rope_options(options, rope_dim, latent=True)
+    bias = options.take_flag("attention_bias")
+    options.require_value("num_key_value_heads", heads, why="each of num_attention_heads has keys of its own")
     options.require_value("moe_layer_freq", 1, why="all layers behind the dense ones have experts")
-    options.ignore_keys(["head_dim", "qk_head_dim"])  # follow from the others
-    ffn = options.take_value("moe_intermediate_size")
-    shared_experts = options.take_optional("n_shared_experts") or 0
-    per_sequence = options.take_value("seq_aux", default=True)
+    options.ignore_keys(["qk_head_dim"])  # follows from the others
+    ffn = options.take_size("moe_intermediate_size")
+    shared_experts = options.take_size("n_shared_experts")
+    per_sequence = options.take_flag("seq_aux")
     return values | {
         "dense_ffn": options.take_value("intermediate_size"),
         "attention.kind": "mla",
@@ -50,30 +54,46 @@ def read_latent_options(options: ConfigOptions) -> dict[str, Any]:
         "attention.kv_rank": options.take_value("kv_lora_rank"),
         "attention.qkv_bias": bias,
         "attention.out_bias": bias,
-        "moe.experts": options.take_value("n_routed_experts", "num_local_experts", "num_experts"),
+        "moe.experts": options.take_size("n_routed_experts"),
         "moe.top_k": options.take_value("num_experts_per_tok"),
         "moe.ffn": ffn,
         "moe.shared_ffn": ffn * shared_experts,
-        "moe.dense_layers": options.take_value("first_k_dense_replace", default=0),
-        "moe.router.scale": options.take_value("routed_scaling_factor", default=1.0),
-        "moe.balance.aux_loss": options.take_value("aux_loss_alpha", default=0.0001),
+        "moe.dense_layers": options.take_value("first_k_dense_replace"),
+        "moe.router.scale": options.take_value("routed_scaling_factor"),
+        "moe.balance.aux_loss": options.take_value("aux_loss_alpha"),
         "moe.balance.aux_over": "sequence" if per_sequence else "microbatch",
     }
 
 
 def read_deepseek_v3(options: ConfigOptions) -> dict[str, Any]:
     values = read_latent_options(options)
+    refuse_other_rope(options, values)
     options.require_value("scoring_func", "sigmoid", why="as in DeepSeek-V3")
     options.require_value("topk_method", "noaux_tc", why="as in DeepSeek-V3")
-    normalised = options.take_value("norm_topk_prob", default=True)
+    normalised = options.take_flag("norm_topk_prob")
     return values | {
-        "mtp": options.take_value("num_nextn_predict_layers", "num_mtp_layers", default=0),
+        "mtp": options.take_value("num_nextn_predict_layers"),
         "moe.router.score": "sigmoid",
         "moe.router.normalize": "chosen" if normalised else "none",
-        "moe.router.groups": options.take_value("n_group", default=1),
-        "moe.router.groups_chosen": options.take_value("topk_group", default=1),
+        **read_scored_groups(options, values["moe.experts"]),
         "moe.balance.bias_rate": 0.001,  # of their training; config.json has no key for it
     }
+
+
+def read_scored_groups(options: ConfigOptions, experts: int) -> dict[str, Any]:
+    """Groups of experts, each with the score of its two best."""
+    groups = options.take_count("n_group", most=100_000)
+    if experts < 2 * groups:
+        options.add_problem(f"n_group = {groups} is not supported with {experts} experts; expected two or more a group")
+    return {"moe.router.groups": groups, "moe.router.groups_chosen": options.take_value("topk_group")}
+
+
+def refuse_other_rope(options: ConfigOptions, values: dict[str, Any]) -> None:
+    """Refuse rope dims in halves, and frequencies of another width: transformers makes them by head_dim."""
+    if not options.take_flag("rope_interleave"):
+        options.add_problem("rope_interleave = false is not supported (rope dims are in adjacent pairs); expected true")
+    rope_dim = values["attention.rope_dim"]
+    options.require_value("head_dim", rope_dim, why="it is qk_rope_head_dim")
 
 
 def write_latent_options(model: ModelConfig) -> dict[str, Any]:
@@ -141,7 +161,15 @@ def deepseek_v3_block_pieces(model: ModelConfig, layer: int, theirs: str, ours: 
 
 
 def deepseek_v3_table(model: ModelConfig) -> NameTable:
-    return build_name_table(model, deepseek_v3_block_pieces)
+    return table_with_shared_experts(model, deepseek_v3_block_pieces)
+
+
+def table_with_shared_experts(model: ModelConfig, block_pieces: BlockPieces) -> NameTable:
+    """The table. Their models always have shared experts: where ours has none, theirs have width 0."""
+    table = build_name_table(model, block_pieces)
+    if model.moe.shared_ffn:
+        return table
+    return with_placeholders(table, model, empty_mlp_shapes(model, "mlp.shared_experts."))
 
 
 DEEPSEEK_V3 = ModelFamily(

@@ -11,7 +11,7 @@ from moefold.checkpoint.hf.family import (
     SLIDING,
     ModelFamily,
     read_common_options,
-    read_gqa_heads,
+    read_gqa_attention,
     read_sliding_windows,
 )
 from moefold.checkpoint.hf.name_table import MappedPiece, NameTable
@@ -19,9 +19,9 @@ from moefold.checkpoint.hf.table_parts import build_name_table, gated_mlp_pieces
 from moefold.config.run import ModelConfig
 
 
-def read_dense_options(options: ConfigOptions, eps: float) -> dict[str, Any]:
-    values = read_common_options(options, theta=10_000.0, eps=eps)
-    values |= read_gqa_heads(options, values)
+def read_dense_options(options: ConfigOptions) -> dict[str, Any]:
+    values = read_common_options(options)
+    values |= read_gqa_attention(options, values)
     values["dense_ffn"] = options.take_value("intermediate_size")
     values["moe.dense_layers"] = values["layers"]
     return values
@@ -29,32 +29,33 @@ def read_dense_options(options: ConfigOptions, eps: float) -> dict[str, Any]:
 
 def read_llama(options: ConfigOptions) -> dict[str, Any]:
     options.require_value("mlp_bias", False, why="MLPs have no biases")
-    bias = options.take_value("attention_bias", default=False)
-    values = read_dense_options(options, 1e-6)
+    bias = options.take_flag("attention_bias")
+    values = read_dense_options(options)
     return values | {"attention.qkv_bias": bias, "attention.out_bias": bias}
 
 
 def read_mistral(options: ConfigOptions) -> dict[str, Any]:
-    values = read_dense_options(options, 1e-6)
+    values = read_dense_options(options)
     window = options.take_optional("sliding_window")
     return values | read_sliding_windows(options, values["layers"], window, None)
 
 
 def read_qwen2(options: ConfigOptions) -> dict[str, Any]:
-    values = read_dense_options(options, 1e-6)
+    values = read_dense_options(options)
     layers = values["layers"]
     window = options.take_optional("sliding_window")
-    if not options.take_value("use_sliding_window", default=False):
+    if not options.take_flag("use_sliding_window"):
         window = None
-    full_layers = options.take_value("max_window_layers", default=28)
-    default_kinds = [SLIDING if layer >= full_layers else FULL for layer in range(layers)]
-    kinds = options.take_optional("layer_types") or default_kinds
+    full_layers = options.take_size("max_window_layers")
+    kinds = options.take_optional("layer_types")
+    if kinds is None and window is not None:
+        kinds = [SLIDING if layer >= full_layers else FULL for layer in range(layers)]
     values |= read_sliding_windows(options, layers, window, kinds)
     return values | {"attention.qkv_bias": True}
 
 
 def read_qwen3(options: ConfigOptions) -> dict[str, Any]:
-    bias = options.take_value("attention_bias", default=False)
+    bias = options.take_flag("attention_bias")
     return read_qwen2(options) | {
         "attention.qk_norm": "head",
         "attention.qkv_bias": bias,

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
-from moefold.checkpoint.hf.config_options import ConfigOptions
-from moefold.checkpoint.hf.families.deepseek_v3 import deepseek_mlp_pieces
+from moefold.checkpoint.hf.config_options import ConfigOptions, show_value
+from moefold.checkpoint.hf.families.deepseek_v3 import (
+    deepseek_mlp_pieces,
+    read_scored_groups,
+    table_with_shared_experts,
+)
 from moefold.checkpoint.hf.family import (
     ModelFamily,
     read_common_options,
@@ -15,46 +19,53 @@ from moefold.checkpoint.hf.family import (
     write_gqa_heads,
 )
 from moefold.checkpoint.hf.name_table import MappedPiece, NameTable
-from moefold.checkpoint.hf.table_parts import build_name_table, grouped_attention_pieces, norm_pieces
+from moefold.checkpoint.hf.rope_options import read_rope_parameters, take_rope_parameters
+from moefold.checkpoint.hf.table_parts import grouped_attention_pieces, norm_pieces
 from moefold.config.run import ModelConfig
 
 
 def read_glm4_moe(options: ConfigOptions) -> dict[str, Any]:
-    rope_share = read_rope_share(options)
-    values = read_common_options(options, theta=10_000.0, eps=1e-5, partial=True)
+    values = read_common_options(options)
     values |= read_gqa_heads(options, values)
-    head_dim = values["attention.head_dim"]
-    rope_dim = int(head_dim * rope_share)
-    ffn = options.take_value("moe_intermediate_size")
-    shared_experts = options.take_optional("n_shared_experts") or 0
-    normalised = options.take_value("norm_topk_prob", default=True)
-    qk_norm = options.take_value("use_qk_norm", default=False)
+    values |= read_partial_rope(options, values["attention.head_dim"])
+    ffn = options.take_size("moe_intermediate_size")
+    experts = options.take_size("n_routed_experts")
+    shared_experts = options.take_size("n_shared_experts")
+    normalised = options.take_flag("norm_topk_prob")
+    qk_norm = options.take_flag("use_qk_norm")
     return values | {
-        "mtp": options.take_value("num_nextn_predict_layers", "num_mtp_layers", default=0),
+        "mtp": options.take_value("num_nextn_predict_layers"),
         "dense_ffn": options.take_value("intermediate_size"),
-        "attention.rope_dim": 0 if rope_dim == head_dim else rope_dim,
         "attention.qk_norm": "head" if qk_norm else "none",
-        "attention.qkv_bias": options.take_value("attention_bias", default=False),
-        "moe.experts": options.take_value("n_routed_experts", "num_local_experts"),
+        "attention.qkv_bias": options.take_flag("attention_bias"),
+        "moe.experts": experts,
         "moe.top_k": options.take_value("num_experts_per_tok"),
         "moe.ffn": ffn,
         "moe.shared_ffn": ffn * shared_experts,
-        "moe.dense_layers": options.take_value("first_k_dense_replace", default=0),
+        "moe.dense_layers": options.take_value("first_k_dense_replace"),
         "moe.router.score": "sigmoid",
         "moe.router.normalize": "chosen" if normalised else "none",
-        "moe.router.scale": options.take_value("routed_scaling_factor", default=1.0),
-        "moe.router.groups": options.take_value("n_group", default=1),
-        "moe.router.groups_chosen": options.take_value("topk_group", default=1),
+        "moe.router.scale": options.take_value("routed_scaling_factor"),
+        **read_scored_groups(options, experts),
         "moe.balance.aux_loss": 0.0001,  # as in DeepSeek-V3; config.json has no key for it, nor for the next
         "moe.balance.bias_rate": 0.001,
     }
 
 
-def read_rope_share(options: ConfigOptions) -> float:
-    """The share of a head's dims that have rope: an option, or a key of rope_parameters."""
-    rope = options.left.get("rope_parameters")
-    share = rope.get("partial_rotary_factor") if isinstance(rope, Mapping) else None
-    return options.take_value("partial_rotary_factor", default=share or 0.5)
+def read_partial_rope(options: ConfigOptions, head_dim: int) -> dict[str, Any]:
+    """Rope on the first dims of a head. Null for their share, where nothing is inside rope_parameters: on all dims."""
+    parameters = take_rope_parameters(options)
+    share = parameters.pop("partial_rotary_factor", 1.0)
+    is_share = isinstance(share, int | float) and 0 < share <= 1
+    rope_dim = int(head_dim * share) if is_share else 0
+    if rope_dim == 0 or rope_dim % 2:
+        options.add_problem(
+            f"partial_rotary_factor = {show_value(share)} is not supported with head_dim = {head_dim}; expected the "
+            "share of an even number of dims"
+        )
+        return {}
+    rope = read_rope_parameters(options, parameters, rope_dim)
+    return {**rope, "attention.rope_dim": 0 if rope_dim == head_dim else rope_dim}
 
 
 def write_glm4_moe(model: ModelConfig) -> dict[str, Any]:
@@ -86,7 +97,7 @@ def glm4_moe_block_pieces(model: ModelConfig, layer: int, theirs: str, ours: str
 
 
 def glm4_moe_table(model: ModelConfig) -> NameTable:
-    return build_name_table(model, glm4_moe_block_pieces)
+    return table_with_shared_experts(model, glm4_moe_block_pieces)
 
 
 GLM4_MOE = ModelFamily(

@@ -12,39 +12,42 @@ from moefold.checkpoint.hf.family import (
     attention_layer_types,
     layer_types,
     read_common_options,
-    read_gqa_heads,
+    read_gqa_attention,
     read_sliding_windows,
     write_common_options,
     write_gqa_heads,
 )
 from moefold.checkpoint.hf.name_table import MappedPiece, NameTable
+from moefold.checkpoint.hf.published_defaults import GPT_OSS_DEFAULTS
 from moefold.checkpoint.hf.table_parts import build_name_table, grouped_attention_pieces, norm_pieces, router_pieces
 from moefold.config.run import ModelConfig
 
 
 def read_gpt_oss(options: ConfigOptions) -> dict[str, Any]:
-    if not {"rope_parameters", "rope_scaling"} & options.left.keys():
-        options.add_problem('has neither "rope_parameters" nor "rope_scaling", and the family has no plain default')
-    values = read_common_options(options, theta=150_000.0, eps=1e-5)
-    values |= read_gqa_heads(options, values)
+    values = read_common_options(options)
+    values |= read_gqa_attention(options, values)
     options.require_value("swiglu_alpha", 1.702, why="as in GPT-OSS")
     layers = values["layers"]
-    kinds = options.take_optional("layer_types") or layer_types(layers, full_every=2)
+    kinds = options.take_optional("layer_types")
+    if kinds is None:
+        kinds = layer_types(layers, full_every=2)
     window = options.take_optional("sliding_window")
     values |= read_sliding_windows(options, layers, window, kinds)
-    bias = options.take_value("attention_bias", default=True)
+    bias = options.take_flag("attention_bias")
+    top_k = options.take_value("num_experts_per_tok")
+    options.require_value("experts_per_token", top_k, why="it repeats num_experts_per_tok")
     return values | {
         "attention.qkv_bias": bias,
         "attention.out_bias": bias,
         "attention.sinks": True,
-        "moe.experts": options.take_value("num_local_experts", "num_experts"),
-        "moe.top_k": options.take_value("num_experts_per_tok", "experts_per_token"),
+        "moe.experts": options.take_value("num_local_experts"),
+        "moe.top_k": top_k,
         "moe.ffn": options.take_value("intermediate_size"),
         "moe.router.score": "softmax_chosen",
         "moe.biases": True,
         "moe.activation": "clamped_swiglu",
-        "moe.clamp": options.take_value("swiglu_limit", default=7.0),
-        "moe.balance.aux_loss": options.take_value("router_aux_loss_coef", default=0.001),
+        "moe.clamp": options.take_value("swiglu_limit"),
+        "moe.balance.aux_loss": options.take_value("router_aux_loss_coef"),
     }
 
 
@@ -53,7 +56,7 @@ def write_gpt_oss(model: ModelConfig) -> dict[str, Any]:
         **write_common_options(model),
         **write_gqa_heads(model),
         "attention_bias": model.attention.qkv_bias,
-        "sliding_window": model.attention.window or None,
+        "sliding_window": model.attention.window or GPT_OSS_DEFAULTS["sliding_window"],  # a number even if unused
         "layer_types": attention_layer_types(model),
         "num_local_experts": model.moe.experts,
         "num_experts_per_tok": model.moe.top_k,

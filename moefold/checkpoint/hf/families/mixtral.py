@@ -9,7 +9,7 @@ from moefold.checkpoint.hf.config_options import ConfigOptions
 from moefold.checkpoint.hf.family import (
     ModelFamily,
     read_common_options,
-    read_gqa_heads,
+    read_gqa_attention,
     read_sliding_windows,
     write_common_options,
     write_gqa_heads,
@@ -26,17 +26,17 @@ from moefold.config.run import ModelConfig
 
 
 def read_mixtral(options: ConfigOptions) -> dict[str, Any]:
-    values = read_common_options(options, theta=1e6, eps=1e-5)
-    values |= read_gqa_heads(options, values)
+    values = read_common_options(options)
+    values |= read_gqa_attention(options, values)
     window = options.take_optional("sliding_window")
     values |= read_sliding_windows(options, values["layers"], window, None)
     reason = "its noise reaches the experts too; moe.router.jitter is the router's"
     options.require_value("router_jitter_noise", 0.0, 0, why=reason)
     return values | {
-        "moe.experts": options.take_value("num_local_experts", "num_experts"),
+        "moe.experts": options.take_value("num_local_experts"),
         "moe.top_k": options.take_value("num_experts_per_tok"),
         "moe.ffn": options.take_value("intermediate_size"),
-        "moe.balance.aux_loss": options.take_value("router_aux_loss_coef", default=0.001),
+        "moe.balance.aux_loss": options.take_value("router_aux_loss_coef"),
     }
 
 

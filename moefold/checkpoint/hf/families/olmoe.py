@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from moefold.checkpoint.hf.config_options import ConfigOptions
-from moefold.checkpoint.hf.family import ModelFamily, read_common_options, read_gqa_heads, write_common_options
+from moefold.checkpoint.hf.family import ModelFamily, read_common_options, read_gqa_attention, write_common_options
 from moefold.checkpoint.hf.name_table import MappedPiece, NameTable
 from moefold.checkpoint.hf.table_parts import (
     build_name_table,
@@ -19,21 +19,24 @@ from moefold.config.run import ModelConfig
 
 
 def read_olmoe(options: ConfigOptions) -> dict[str, Any]:
-    values = read_common_options(options, theta=10_000.0, eps=1e-5)
-    values |= read_gqa_heads(options, values)
-    bias = options.take_value("attention_bias", default=False)
+    values = read_common_options(options)
+    values |= read_gqa_attention(options, values)
+    head_dim = values["attention.head_dim"]
+    if head_dim * values["attention.heads"] != values["hidden"]:
+        options.add_problem(f"head_dim = {head_dim} is not supported: norms on queries have the hidden size")
+    bias = options.take_flag("attention_bias")
     if options.take_optional("clip_qkv") is not None:
         options.add_problem("clip_qkv is not supported; expected none: queries, keys and values are not cut off")
-    normalised = options.take_value("norm_topk_prob", default=False)
+    normalised = options.take_flag("norm_topk_prob")
     return values | {
         "attention.qk_norm": "full",
         "attention.qkv_bias": bias,
         "attention.out_bias": bias,
-        "moe.experts": options.take_value("num_experts", "num_local_experts"),
+        "moe.experts": options.take_value("num_experts"),
         "moe.top_k": options.take_value("num_experts_per_tok"),
         "moe.ffn": options.take_value("intermediate_size"),
         "moe.router.normalize": "chosen" if normalised else "none",
-        "moe.balance.aux_loss": options.take_value("router_aux_loss_coef", default=0.01),
+        "moe.balance.aux_loss": options.take_value("router_aux_loss_coef"),
     }
 
 

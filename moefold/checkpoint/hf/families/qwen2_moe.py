@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 from moefold.anatomy.step_specs import is_moe_layer
@@ -14,49 +13,56 @@ from moefold.checkpoint.hf.family import (
     ModelFamily,
     attention_layer_types,
     read_common_options,
-    read_gqa_heads,
+    read_gqa_attention,
     read_sliding_windows,
     read_sparse_layers,
     write_common_options,
     write_gqa_heads,
     write_sparse_layers,
 )
-from moefold.checkpoint.hf.name_table import MappedPiece, NameTable, PlaceholderTensor
+from moefold.checkpoint.hf.name_table import MappedPiece, NameTable
 from moefold.checkpoint.hf.table_parts import (
     build_name_table,
+    empty_mlp_shapes,
     expert_pieces,
     gated_mlp_pieces,
     grouped_attention_pieces,
     norm_pieces,
     router_pieces,
+    with_placeholders,
 )
 from moefold.config.run import ModelConfig
 
 
 def read_qwen2_moe(options: ConfigOptions) -> dict[str, Any]:
-    values = read_common_options(options, theta=10_000.0, eps=1e-6)
+    values = read_common_options(options)
     layers = values["layers"]
-    values |= read_gqa_heads(options, values)
+    values |= read_gqa_attention(options, values)
     values |= read_sparse_layers(options, layers)
     window = options.take_optional("sliding_window")
-    if not options.take_value("use_sliding_window", default=False):
-        window = None
-    most = options.take_value("max_window_layers", default=28)
+    most = options.take_size("max_window_layers")
     default_kinds = [FULL if layer % 2 or layer >= most else SLIDING for layer in range(layers)]
-    kinds = options.take_optional("layer_types") or default_kinds
+    if not options.take_flag("use_sliding_window"):
+        window = 0
+        default_kinds = [FULL] * layers
+    elif window is None:
+        options.add_problem("sliding_window = null is not supported with use_sliding_window; expected 1 or more")
+    kinds = options.take_optional("layer_types")
+    if kinds is None:
+        kinds = default_kinds
     values |= read_sliding_windows(options, layers, window, kinds)
-    normalised = options.take_value("norm_topk_prob", default=False)
-    shared = options.take_value("shared_expert_intermediate_size")
+    normalised = options.take_flag("norm_topk_prob")
+    shared = options.take_size("shared_expert_intermediate_size")
     return values | {
-        "attention.qkv_bias": options.take_value("qkv_bias", default=True),
+        "attention.qkv_bias": options.take_flag("qkv_bias"),
         "dense_ffn": options.take_value("intermediate_size"),
-        "moe.experts": options.take_value("num_experts", "num_local_experts"),
+        "moe.experts": options.take_value("num_experts"),
         "moe.top_k": options.take_value("num_experts_per_tok"),
         "moe.ffn": options.take_value("moe_intermediate_size"),
         "moe.shared_ffn": shared,
         "moe.shared_gate": shared > 0,
         "moe.router.normalize": "chosen" if normalised else "none",
-        "moe.balance.aux_loss": options.take_value("router_aux_loss_coef", default=0.001),
+        "moe.balance.aux_loss": options.take_value("router_aux_loss_coef"),
     }
 
 
@@ -102,19 +108,9 @@ def qwen2_moe_table(model: ModelConfig) -> NameTable:
     table = build_name_table(model, qwen2_moe_block_pieces)
     if model.moe.shared_ffn:
         return table
-    d = model.hidden
-    empty_shapes = {
-        "shared_expert.gate_proj.weight": (0, d),
-        "shared_expert.up_proj.weight": (0, d),
-        "shared_expert.down_proj.weight": (d, 0),
-        "shared_expert_gate.weight": (1, d),
-    }
-    placeholders: list[PlaceholderTensor] = []
-    for layer in range(model.layers):
-        if is_moe_layer(model, layer):
-            prefix = f"model.layers.{layer}.mlp."
-            placeholders += [PlaceholderTensor(prefix + name, shape) for name, shape in empty_shapes.items()]
-    return replace(table, placeholders=tuple(placeholders))
+    shapes = empty_mlp_shapes(model, "mlp.shared_expert.")
+    shapes["mlp.shared_expert_gate.weight"] = (1, model.hidden)
+    return with_placeholders(table, model, shapes)
 
 
 QWEN2_MOE = ModelFamily("qwen2_moe", "Qwen2MoeForCausalLM", read_qwen2_moe, write_qwen2_moe, qwen2_moe_table)

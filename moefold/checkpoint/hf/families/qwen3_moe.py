@@ -10,7 +10,7 @@ from moefold.checkpoint.hf.config_options import ConfigOptions
 from moefold.checkpoint.hf.family import (
     ModelFamily,
     read_common_options,
-    read_gqa_heads,
+    read_gqa_attention,
     read_sliding_windows,
     read_sparse_layers,
     write_common_options,
@@ -30,27 +30,27 @@ from moefold.config.run import ModelConfig
 
 
 def read_qwen3_moe(options: ConfigOptions) -> dict[str, Any]:
-    values = read_common_options(options, theta=10_000.0, eps=1e-6)
+    values = read_common_options(options)
     layers = values["layers"]
-    values |= read_gqa_heads(options, values)
+    values |= read_gqa_attention(options, values)
     values |= read_sparse_layers(options, layers)
     window = options.take_optional("sliding_window")
-    if not options.take_value("use_sliding_window", default=False):
+    if not options.take_flag("use_sliding_window"):
         window = None
     values |= read_sliding_windows(options, layers, window, None)
     options.ignore_keys(["max_window_layers"])  # Qwen3-MoE's own code does not read it
-    bias = options.take_value("attention_bias", default=False)
-    normalised = options.take_value("norm_topk_prob", default=False)
+    bias = options.take_flag("attention_bias")
+    normalised = options.take_flag("norm_topk_prob")
     return values | {
         "attention.qk_norm": "head",
         "attention.qkv_bias": bias,
         "attention.out_bias": bias,
-        "dense_ffn": options.take_value("intermediate_size", default=6144),
-        "moe.experts": options.take_value("num_experts", "num_local_experts"),
+        "dense_ffn": options.take_value("intermediate_size"),
+        "moe.experts": options.take_value("num_experts"),
         "moe.top_k": options.take_value("num_experts_per_tok"),
         "moe.ffn": options.take_value("moe_intermediate_size"),
         "moe.router.normalize": "chosen" if normalised else "none",
-        "moe.balance.aux_loss": options.take_value("router_aux_loss_coef", default=0.001),
+        "moe.balance.aux_loss": options.take_value("router_aux_loss_coef"),
     }
 
 
