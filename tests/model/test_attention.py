@@ -17,6 +17,7 @@ from moefold.kernels.facts import Facts
 from moefold.kernels.norm.rope import RopeAngles, rope
 from moefold.model.attention.gqa import GroupedQueryAttention
 from moefold.model.attention.rope_tables import rotary_tables
+from moefold.model.attention.rotary import Rotary
 from moefold.model.initialise import initialise_parameters
 from moefold.train.assemble import default_dtype
 from tests.support.models import NormedAttention, attend, choices, share
@@ -236,3 +237,17 @@ def test_shorter_sequences_than_the_tables_are_the_beginning_of_longer_ones():
     torch.testing.assert_close(
         attend(module, x_TD, share(1, LENGTH))[:4], attend(module, x_TD[:4], share(1, 4)), rtol=0, atol=1e-13
     )
+
+
+def test_all_layers_rotate_by_the_same_tables_also_after_inference():
+    """One table for a model, not one for each layer."""
+    kernels = BoundKernels(Facts("cpu", "fp32"))
+    first, second = (Rotary(8, RopeConfig(theta=123.0), 16, kernels) for _ in range(2))
+    tokens = share(1, 16)
+    with torch.inference_mode():
+        made = first.angles(tokens)
+    again = second.angles(tokens)
+    assert made.cos_Sd.data_ptr() == again.cos_Sd.data_ptr()
+    x = torch.randn(1, 16, 2, 8, requires_grad=True)
+    second.first(x, tokens).sum().backward()
+    assert x.grad is not None

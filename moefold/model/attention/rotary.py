@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
@@ -12,22 +14,27 @@ from moefold.model.attention.rope_tables import rotary_tables
 from moefold.model.token_layout import TokenShard
 
 
+@lru_cache(maxsize=16)
+def rope_angles(length: int, dims: int, config: RopeConfig, dtype: torch.dtype, device: torch.device) -> RopeAngles:
+    """The tables of all positions on a device. All layers of a model have the same ones, so they share them."""
+    with torch.inference_mode(False):  # tables made while generating are used in training too
+        cos_Sd, sin_Sd = rotary_tables(length, dims, config)
+        return RopeAngles(cos_Sd.to(device, dtype), sin_Sd.to(device, dtype))
+
+
 class Rotary:
     """Rotates the first or the last `dims` of a head; the other dims stay as they are."""
 
     def __init__(self, dims: int, config: RopeConfig, seq_len: int, kernels: BoundKernels):
-        wide = torch.promote_types(torch.get_default_dtype(), torch.float32)
-        cos_Sd, sin_Sd = rotary_tables(seq_len, dims, config)
-        self.tables = RopeAngles(cos_Sd.to(wide), sin_Sd.to(wide))
         self.dims = dims
+        self.config = config
+        self.seq_len = seq_len
+        self.dtype = torch.promote_types(torch.get_default_dtype(), torch.float32)
         self.rope = kernels[rope]
 
     def angles(self, shard: TokenShard) -> RopeAngles:
-        """The tables on the right device, at the positions this rank holds."""
-        cos_Sd, sin_Sd = self.tables
-        if cos_Sd.device != shard.device:
-            cos_Sd, sin_Sd = cos_Sd.to(shard.device), sin_Sd.to(shard.device)
-            self.tables = RopeAngles(cos_Sd, sin_Sd)
+        """The tables at the positions that this rank holds."""
+        cos_Sd, sin_Sd = rope_angles(self.seq_len, self.dims, self.config, self.dtype, shard.device)
         held = slice(shard.length) if shard.cp.size == 1 else shard.local_positions
         return RopeAngles(cos_Sd[held], sin_Sd[held])
 

@@ -245,12 +245,11 @@ def buffer_bytes(s: RunSetting, rank: RankStages, state: ResidentState) -> float
     if s.parallel.pp > 1:
         streams = 1 + rank.aside
         size += PIPELINE_MESSAGES * s.portion.tokens * model.hidden * wide * streams
-    # A RoPE table for each layer, in fp32.
-    layers = sum(map(layer_count, rank.pieces))
-    if choices.stack == "moefold":
+    if choices.stack == "moefold":  # one RoPE table for all layers, in fp32
         rotated = model.attention.rope_dim or model.attention.head_dim
-        size += layers * s.portion.seq_len * rotated * 4
+        size += s.portion.seq_len * rotated * 4
     if choices.sharding == "fsdp":
+        layers = sum(map(layer_count, rank.pieces))
         layer_parameters = state.parameters / max(1, layers)
         gradient = STATE_ELEMENT_BYTES[s.optim.gradients]
         size += layer_parameters * (2 * wide + gradient)
