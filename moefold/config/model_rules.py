@@ -1,4 +1,4 @@
-"""Rules about the model alone: which of its mechanisms go together. A setting that would be ignored is refused."""
+"""Rules of the model: legal combinations of its mechanisms. A setting that would be ignored is refused."""
 
 from __future__ import annotations
 
