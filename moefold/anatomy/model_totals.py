@@ -26,22 +26,22 @@ def mtp_steps(model: ModelConfig) -> list[StepSpec]:
 
 
 def total_parameters(model: ModelConfig) -> int:
-    """All parameters but those of multi-token prediction, as models are published."""
+    """Number of parameters without multi-token prediction, as models are published."""
     return sum(step.parameters for step in model_steps(model))
 
 
 def mtp_parameters(model: ModelConfig) -> int:
-    """The parameters of multi-token prediction."""
+    """Number of parameters of multi-token prediction."""
     return sum(step.parameters for step in mtp_steps(model))
 
 
 def active_parameters(model: ModelConfig) -> int:
-    """The parameters that one token uses: all but the experts that it is not routed to."""
+    """Number of active parameters per token: all but those of experts that are not chosen."""
     active = sum(step.active for step in model_steps(model))
     return round(active)
 
 
 def train_flops_per_token(model: ModelConfig, seq_len: int) -> float:
-    """Forward and backward (twice the forward), multi-token prediction included, recompute not counted."""
+    """FLOPs per token of forward and backward (twice the forward), multi-token prediction included, recompute not."""
     steps = model_steps(model) + mtp_steps(model)
     return 3 * sum(step.flops(seq_len) for step in steps)
