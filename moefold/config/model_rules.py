@@ -165,7 +165,7 @@ def devices_are_used(c: ConfigOnRanks) -> bool:
 @MODEL_RULES.rule(
     "device capacity is a capacity",
     (CAPACITY + "per_device", CAPACITY + "factor", CAPACITY + "pad", ROUTER + "kind"),
-    why="a group of experts needs a capacity factor, cannot be padded, and does not go with expert_choice",
+    why="a group of experts needs a capacity factor, cannot be padded, and cannot be used with expert_choice",
     fix="set model.moe.capacity.per_device to false",
 )
 def device_capacity_is_a_capacity(c: ConfigOnRanks) -> bool:

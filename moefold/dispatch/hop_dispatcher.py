@@ -1,4 +1,4 @@
-"""The dispatcher made of hops: one after the other on the way out, in reverse order on the way back.
+"""The dispatcher made of hops: dispatch applies them in order, combine in reverse order.
 
     all_to_all     one copy of a token for each chosen expert
     dedup          one copy for each distinct rank; rows are built there, and results are summed there before return

@@ -146,7 +146,7 @@ def describe_deadlock(rank: int, slot: Slot, missing: list[PipelineOp], homes: R
             place = f"rank {homes[op]} only runs later"
         reasons[op] = f"{op}, which {place}"
     waits_for = " and ".join(reasons.values())
-    return f"deadlock: rank {rank} waits at {slot_text(slot)} for {waits_for}; move what is waited for up"
+    return f"deadlock: rank {rank} waits at {slot_text(slot)} for {waits_for}; move the missing ops up"
 
 
 def program_problems(program: Program, stages: Limit = None, microbatches: Limit = None) -> list[str]:

@@ -2,7 +2,7 @@
 
     E   the embedding                          |       next stage
     t   a transformer layer, of either kind    x*3     the piece x three times
-    d   a transformer layer that is dense      (..)*n  what is inside, n times
+    d   a transformer layer that is dense      (..)*n  the part in parentheses n times
     m   a multi-token-prediction (MTP) layer
     L   the final norm, the head and the loss
 
@@ -73,7 +73,7 @@ def parse_layout(text: str) -> StageLayout:
         raise ScheduleError(f"layout {shown} has {opened} `(` but {closed} `)`; expected as many")
     pieces, end = expand_repeats(text, 0, 0)
     if end < len(text):
-        problem = f"layout {shown} closes at character {end + 1} what was not opened"
+        problem = f"layout {shown} has `)` at character {end + 1} without `(`"
         raise ScheduleError(f"{problem}; remove this `)`")
     return StageLayout(tuple(pieces.split("|")))
 
@@ -158,7 +158,7 @@ def count_repeats(texts: list[str], start: int, period: int) -> int:
 def stage_layout_problems(
     layout: StageLayout, stages: int, layers: int, dense_layers: int = 0, mtp_layers: int = 0
 ) -> list[str]:
-    """Every reason why a layout does not fit a model of so many layers on pp x vpp = `stages` stages."""
+    """Every reason why a layout does not fit a model with these numbers of layers on pp x vpp = `stages` stages."""
     shown = printable_text(str(layout))
     problems: list[str] = []
     stage_count = len(layout.stages)

@@ -35,7 +35,7 @@ MOST_STAGES = 16
 MOST_SEQUENCES = 64
 MOST_BATCH = 65_536
 MOST_TENSOR = 8
-CONTEXT_TOKENS = 1024  # a context-parallel rank gets at least so many
+CONTEXT_TOKENS = 1024  # least tokens of a context-parallel rank
 MAX_LAYOUTS_TRIED = 20_000  # in the search for the nearest layout: half a second
 SHORT_NAMES = {key: name for name, key in SHORT_KEYS.items()}
 

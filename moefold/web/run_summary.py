@@ -142,7 +142,7 @@ def summarize_run(folder: Path, label: str, runs: int) -> JsonObject:
     for record in iterate_records(path):
         series.add_record(record)
     if series.last_step < 0:
-        raise UserError(f"{path} holds no step; expected one line a step: train first, or wait for the first line")
+        raise UserError(f"{path} holds no step; expected one line per step: train first, or wait for the first line")
     load = read_expert_load(folder / "router.jsonl", MAX_LOAD_CELLS // runs)
     layers = load["layers"] if load else moe_layer_numbers(config)
     return {
