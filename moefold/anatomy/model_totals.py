@@ -28,26 +28,26 @@ def mtp_steps(model: ModelConfig) -> list[StepSpec]:
 
 
 def total_parameters(model: ModelConfig) -> int:
-    """All parameters but those of multi-token prediction, as models are published."""
+    """Number of parameters without multi-token prediction, as models are published."""
     steps = model_steps(model)
     return sum(step.parameters for step in steps)
 
 
 def mtp_parameters(model: ModelConfig) -> int:
-    """The parameters of multi-token prediction."""
+    """Number of parameters of multi-token prediction."""
     steps = mtp_steps(model)
     return sum(step.parameters for step in steps)
 
 
 def active_parameters(model: ModelConfig) -> int:
-    """The parameters that one token uses: all but the experts that it is not routed to."""
+    """Number of active parameters per token: all but those of experts that are not chosen."""
     steps = model_steps(model)
     active = sum(step.active for step in steps)
     return round(active)
 
 
 def train_flops_per_token(model: ModelConfig, seq_len: int) -> float:
-    """Forward and backward (twice the forward), multi-token prediction included, recompute not counted."""
+    """FLOPs per token of forward and backward (twice the forward), multi-token prediction included, recompute not."""
     steps = model_steps(model) + mtp_steps(model)
     forward = sum(step.flops(seq_len) for step in steps)
     return 3 * forward

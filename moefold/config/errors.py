@@ -10,7 +10,7 @@ __all__ = ["RunFailure", "UserError", "did_you_mean", "one_of", "printable_text"
 
 
 class UserError(Exception):
-    """A request that cannot be met. Each problem says what is, what was expected and what to do."""
+    """A request that cannot be met. Each problem names what was found, what was expected and what to do."""
 
     def __init__(self, *problems: str):
         self.problems = problems

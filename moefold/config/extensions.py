@@ -45,8 +45,8 @@ EXTENSIONS: dict[tuple[str, str], Extension] = {}  # by kind and name, those reg
 
 @dataclass(frozen=True)
 class Extension:
-    """One name that a configuration accepts, and the code behind it. What the implementation is called with depends on
-    the kind (docs/python.md). `price` is torch-free and predicts seconds, for kinds that are chosen by time."""
+    """A name that configurations accept, and its implementation. The arguments of the implementation depend on the kind
+    (docs/python.md). `price` is torch-free and predicts seconds, for kinds that are chosen by time."""
 
     kind: str
     name: str
@@ -65,7 +65,7 @@ class Extension:
 
 
 def register_extension(extension: Extension) -> None:
-    """From now on the configurations of this process accept the extension's name."""
+    """Register an extension: from now on the configurations of this process accept its name."""
     names = EXTENSION_KINDS[one_of("kind of extension", extension.kind, EXTENSION_KINDS)]
     if extension.name in names.builtin:
         raise UserError(f'"{extension.name}" is a built-in {names.kind}; choose another name for the extension')
@@ -74,15 +74,15 @@ def register_extension(extension: Extension) -> None:
 
 
 def find_extension(kind: str, name: str) -> Extension | None:
-    """The extension behind a name; None for a built-in one."""
+    """The extension of a name; None for a built-in name."""
     read_entry_points()
     return EXTENSIONS.get((kind, name))
 
 
 @cache
 def read_entry_points() -> None:
-    """Registers the extensions of installed packages, once a process. One that cannot be read is reported and left
-    out."""
+    """Register the extensions of installed packages, once per process. An extension that cannot be read is reported and
+    left out."""
     for entry_point in entry_points(group=ENTRY_POINT_GROUP):
         try:
             register_extension(read_extension(entry_point))

@@ -42,7 +42,7 @@ class NumberBounds:
 
 def key(default: T, doc: str, names: OpenNames | None = None, **bounds: float) -> T:
     """A key with its default, its meaning, and its bounds (`at_least=1`, `above=0`, ...) or its open set of names.
-    Whole numbers without an upper bound of their own are capped at 1e9, so that rule arithmetic cannot blow up."""
+    Whole numbers without an upper bound are limited to 1e9, so that the arithmetic of rules stays small."""
     if type(default) is int:
         bounds.setdefault("at_most", LARGEST_WHOLE_NUMBER)
     metadata = {"doc": doc, "bounds": NumberBounds(**bounds), "names": names}

@@ -1,4 +1,4 @@
-"""Rules about the model alone: which of its mechanisms go together. A setting that would be ignored is refused."""
+"""Rules of the model: legal combinations of its mechanisms. A setting that would be ignored is refused."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def devices_are_used(c: ConfigOnRanks) -> bool:
 @MODEL_RULES.rule(
     "device capacity is a capacity",
     (CAPACITY + "per_device", CAPACITY + "factor", CAPACITY + "pad", ROUTER + "kind"),
-    why="a group of experts needs a capacity factor, cannot be padded, and does not go with expert_choice",
+    why="a group of experts needs a capacity factor, cannot be padded, and cannot be used with expert_choice",
     fix="set model.moe.capacity.per_device to false",
 )
 def device_capacity_is_a_capacity(c: ConfigOnRanks) -> bool:

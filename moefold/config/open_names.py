@@ -1,8 +1,8 @@
-"""Open sets of names: what a key such as `parallel.dispatcher` accepts, each name with one line that says what it is.
+"""Open sets of names: legal values of a key such as `parallel.dispatcher`, each with a line for --help.
 
-A closed set of values is a `Literal` type. An open one is an `OpenNames`: built-in names stand below, and a package
-that registers its own adds to them before a configuration is read. Names live here, below everything, so that config,
-`--help`, explain and the planner read one list without torch. The floors above attach code to a name:
+A closed set of values is a `Literal` type. An open set is an `OpenNames`: built-in names are listed below, and a
+package can register more before a configuration is read. The names are in this file, on the lowest floor, so that
+config, `--help`, explain and the planner read one list without torch. Higher floors attach code to a name:
 dispatch/catalog.py a price, dispatch/build.py a builder, model/ an attention, optim/ a rule, data/ a source.
 """
 
@@ -26,8 +26,8 @@ class OpenNames:
         self.lines = dict(builtin)
 
     def add(self, name: str, says: str) -> None:
-        """Accept one more name; `says` is its line in --help. Adding the same name with the same line again is no
-        error, so that a module may be imported twice."""
+        """Accept one more name; `says` is its line in --help. A name may be added again with the same line, so that a
+        module may be imported twice."""
         if not LEGAL_NAME.fullmatch(name):
             raise UserError(
                 f'a {self.kind} cannot be called "{printable_text(name)}"; expected small letters, digits and _, '
@@ -38,7 +38,7 @@ class OpenNames:
         self.lines[name] = says
 
     def remove(self, name: str) -> None:
-        """Forget a name that was added; built-in names stay."""
+        """Remove a name that was added; built-in names cannot be removed."""
         if name in self.builtin:
             raise UserError(f'the {self.kind} "{name}" is built in and cannot be removed; expected one that was added')
         self.lines.pop(name, None)
@@ -63,11 +63,11 @@ class OpenNames:
 DISPATCHER_NAMES = OpenNames(
     "dispatcher",
     {
-        "auto": "the one of least predicted time",
+        "auto": "the dispatcher of least predicted time",
         "all_gather": "every rank gathers all tokens and reduce-scatters the results",
         "all_to_all": "one copy of a token for each chosen expert",
-        "dedup": "one copy of a token for each distinct rank among its experts",
-        "hierarchical": "one copy for each distinct node, then one for each distinct rank inside it",
+        "dedup": "one copy of a token for each distinct rank of its experts",
+        "hierarchical": "one copy for each distinct node, then one for each distinct rank of the node",
         "deepep": "as dedup, by DeepEP's kernels (NVLink and RDMA); needs the package deep_ep, CUDA and bf16",
     },
 )
@@ -77,7 +77,7 @@ ROUTER_SCORE_NAMES = OpenNames(
     {
         "softmax": "softmax of the router logits over all experts",
         "softmax_chosen": "softmax over the chosen experts' logits",
-        "sigmoid": "sigmoid of each logit by itself",
+        "sigmoid": "sigmoid of each router logit",
     },
 )
 

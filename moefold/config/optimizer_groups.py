@@ -1,7 +1,7 @@
 """Parameter groups of the optimizer, as text: `*.router.weight: lr=0.5 decay=0 betas=0.9,0.99 eps=1e-8 rule=adamw`.
 
-The pattern is a shell pattern over full parameter names. The first entry whose pattern matches a name applies to it;
-options that an entry leaves out are those of the section `optim`.
+The pattern is a shell pattern over full parameter names. For each name the first matching entry applies; missing
+options are those of the section `optim`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class OptimizerGroup:
 
 
 def parse_groups(entries: Iterable[str]) -> list[OptimizerGroup]:
-    """The groups of `optim.groups`, in order; refuses what it cannot read, all problems at once."""
+    """The groups of `optim.groups`, in order; all entries that cannot be read are refused at once."""
     groups: list[OptimizerGroup] = []
     problems: list[str] = []
     for entry in join_split_entries(entries):
@@ -46,7 +46,7 @@ def parse_groups(entries: Iterable[str]) -> list[OptimizerGroup]:
 
 
 def join_split_entries(entries: Iterable[str]) -> list[str]:
-    """Entries as they were written: on the command line a list is cut at commas, also at the comma of `betas`."""
+    """Entries as written: on the command line a list is split at commas, also at the comma of `betas`."""
     joined: list[str] = []
     for entry in entries:
         if ":" in entry or not joined:
@@ -127,7 +127,7 @@ OPTION_READERS: Mapping[str, Callable[[str], object]] = {
 
 
 def group_problems(entries: Iterable[str]) -> str:
-    """What is wrong with the entries, in words; nothing, if they can be read."""
+    """The problems of the entries as text; empty if all can be read."""
     try:
         parse_groups(entries)
     except UserError as error:

@@ -1,7 +1,7 @@
-"""Reading of nested mappings (YAML) and dotted overrides (command line) into a Config, and writing it back.
+"""Reading of nested mappings (YAML) and dotted overrides (command line) into a Config, and writing of a Config.
 
-Both go through `with_values`: a flat {"parallel.ep": raw} laid over a base configuration. All problems of one
-reading are collected and refused together, each naming the key, the value and a legal one.
+Both are applied by `with_values`: a flat {"parallel.ep": raw} over a base configuration. All problems of one reading
+are collected and refused together, each with the key, the value and a legal one.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ KnownKeys = Mapping[str, ConfigKey]
 
 
 def convert_value(key: ConfigKey, raw: Any) -> Any:
-    """The raw value as the key's type, or ValueError. Text is parsed leniently; nothing is truncated."""
+    """The raw value as the key's type, or ValueError. Text is parsed; numbers are not truncated."""
     if key.choices:
         return require_legal(raw in key.choices, raw)
     convert = CONVERTERS.get(key.type, convert_text_list)
@@ -118,7 +118,7 @@ def illegal_value_message(key: ConfigKey, raw: Any) -> str:
 
 
 def unknown_key_message(path: str, known: KnownKeys) -> str:
-    """The message for a key that does not exist, with the nearest that does."""
+    """The message for an unknown key, with the nearest known one."""
     inside = [name for name in known if name.startswith(path + ".")]
     if inside:
         return f"{path} is a section, not a key; its keys are {', '.join(inside)}"
@@ -137,7 +137,7 @@ def guess_by_last_word(path: str, known: KnownKeys) -> str:
 
 
 def printable_value(raw: Any) -> str:
-    """A value as a message may show it: short, without control characters."""
+    """A value as shown in messages: short, without control characters."""
     plain = isinstance(raw, (bool, int, float, str, tuple))
     try:
         text = format_value(raw) if plain else repr(raw)

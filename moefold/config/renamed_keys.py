@@ -1,5 +1,5 @@
-"""Keys of earlier versions and their present names. Old names in YAML files, checkpoints and on the command line still
-work; each one is reported once per process, with its new name."""
+"""Keys of earlier versions and their present names. Old names in YAML files, checkpoints and on the command line are
+accepted; each is reported once per process, with its new name."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ RENAMED_KEYS = {
 
 
 def with_new_names(values: Mapping[str, Value]) -> tuple[dict[str, Value], dict[str, str]]:
-    """The values under their present names, and the old names among them with their new ones. Where a key is given
-    under both names, the new name's value is kept; `keys_given_twice` finds such keys."""
+    """The values under their present names, and the given old names with their new ones. Of a key that is given under
+    both names, the new name's value is kept; `keys_given_twice` finds such keys."""
     renamed = {path: RENAMED_KEYS[path] for path in values if path in RENAMED_KEYS}
     under_new_names: dict[str, Value] = {}
     for path, value in values.items():

@@ -1,4 +1,4 @@
-"""Rules of the configuration: data that checks it on a number of ranks, says what is wrong and what to do.
+"""Rules of the configuration: a check on a number of ranks, a message for a broken rule, and a fix.
 
     @MODEL_RULES.rule("top-k within experts", reads, says="<model.moe.top_k> exceeds <model.moe.experts>", fix="...")
     def top_k_within_experts(c): ...
@@ -32,7 +32,7 @@ from moefold.config.run import (
 
 @dataclass(frozen=True)
 class ConfigOnRanks:
-    """A configuration on a number of ranks: the case that rules judge. Sections are at hand by their names."""
+    """A configuration on a number of ranks: the case that rules check. Its sections are attributes."""
 
     config: Config
     world: int = 1
@@ -100,8 +100,8 @@ Message = str | MessageOf
 
 @dataclass(frozen=True)
 class ConfigRule:
-    """`reads` names the rule's keys: it is passed over when one of them is known to be illegal. `says` states what is
-    wrong, `fix` what to set."""
+    """A rule between keys. `reads` names its keys: the rule is skipped if one of them is known to be illegal. `says` is
+    the message of the broken rule, `fix` the advice."""
 
     name: str
     reads: tuple[str, ...]
@@ -169,7 +169,7 @@ def set_to_divisor(key: str, of: str) -> MessageOf:
 
 
 def divisors_in_words(n: int, most: int = 12) -> str:
-    """The divisors of n in words; where there are many, three small ones and the largest."""
+    """The divisors of n as text; of many, three small ones and the largest."""
     small = [d for d in range(1, int(n**0.5) + 1) if n % d == 0]
     large = [n // d for d in small]
     divisors = sorted({*small, *large})

@@ -1,7 +1,7 @@
-"""Rules that tie keys together, as data: the checks, the messages and the planner's pruning read one list.
+"""Rules between keys, as data: checks, messages and the planner's pruning use one list.
 
-A rule is (name, reads, holds, says, fix), see config/rule.py. `reads` names its keys, so that a rule is passed over
-when one of them is already known to be illegal.
+A rule is (name, reads, holds, says, fix), see config/rule.py. `reads` names its keys: a rule is skipped if one of them
+is already known to be illegal.
 """
 
 from __future__ import annotations
@@ -274,13 +274,13 @@ def divisibility_rule(
 
 
 def sequence_multiple(p: ParallelConfig) -> int:
-    """The number that a sequence's length must be a multiple of: two chunks for each cp rank, sharded over tp."""
+    """The required divisor of a sequence's length: two chunks for each cp rank, sharded over tp."""
     chunks = 2 if p.cp > 1 else 1
     return p.tp * p.cp * chunks
 
 
 def ranks_sharing_heads(c: ConfigOnRanks) -> int:
-    """Over how many ranks all-to-all context parallelism distributes the heads."""
+    """Number of ranks over which all-to-all context parallelism distributes the heads."""
     return c.parallel.tp * c.parallel.cp
 
 
@@ -293,7 +293,7 @@ def pipeline_stage_count(c: ConfigOnRanks) -> int:
 
 
 def pipeline_piece_count(c: ConfigOnRanks) -> int:
-    """Layers, multi-token prediction layers, embedding and loss."""
+    """Number of pieces of the model: layers, MTP layers, embedding and loss."""
     return c.model.layers + c.model.mtp + 2
 
 
@@ -418,7 +418,7 @@ def describe_stages(c: ConfigOnRanks) -> str:
     stages = pipeline_stage_count(c)
     pieces = pipeline_piece_count(c)
     return (
-        f"parallel.pp x pipeline.vpp = {stages} stages are more than the model has pieces, {pieces} "
+        f"parallel.pp x pipeline.vpp = {stages} stages, but the model has only {pieces} pieces "
         "(embedding, layers, loss)"
     )
 

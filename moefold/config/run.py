@@ -64,9 +64,9 @@ class AttentionConfig:
 class RouterConfig:
     kind: Literal["token_choice", "expert_choice", "sinkhorn"] = key(
         "token_choice",
-        "tokens choose experts, experts choose tokens of each sequence, or both by optimal transport (Sinkhorn)",
+        "top-k experts of each token, top tokens of each expert and sequence, or optimal transport (Sinkhorn)",
     )
-    looks_ahead: bool = key(False, "accept that expert_choice and sinkhorn see later tokens of a sequence")
+    looks_ahead: bool = key(False, "accept that expert_choice and sinkhorn depend on later tokens of a sequence")
     score: str = key("softmax", "expert scores from router logits", names=ROUTER_SCORE_NAMES)
     normalize: Literal["chosen", "all", "none"] = key(
         "chosen", "router weights sum to one over the chosen experts, over all experts, or are not normalised"
@@ -83,7 +83,7 @@ class RouterConfig:
         at_least=0,
         below=1,
     )
-    force_balance: bool = key(False, "benchmarks: round-robin routing, whatever the router's scores are")
+    force_balance: bool = key(False, "benchmarks: round-robin routing, independent of the router's scores")
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ class MoeConfig:
     every: int = key(1, "after the leading dense layers, every n-th layer has experts", at_least=1)
     gate: Literal["activation", "output"] = key(
         "activation",
-        "where a row is multiplied by its router weight: in the activation (saves memory), or at the output",
+        "place of the multiplication by the router weight: in the activation (saves memory), or at the output",
     )
     router: RouterConfig = section(RouterConfig)
     capacity: CapacityConfig = section(CapacityConfig)
@@ -204,7 +204,7 @@ class OptimConfig:
     max_norm: float = key(1.0, "gradient clipping: largest global norm", above=0)
     main: Literal["fp32", "split"] = key(
         "fp32",
-        "main weights of a bf16 model: an fp32 copy, or only the 16 bits that its weights lack; the same numbers",
+        "main weights of a bf16 model: an fp32 copy, or only the lower 16 bits of each weight; numerically identical",
     )
     moments: Literal["fp32", "bf16"] = key("fp32", "AdamW: dtype of the moments")
     rounding: Literal["nearest", "stochastic"] = key("nearest", "AdamW: rounding of bf16 moments")
@@ -228,15 +228,15 @@ class ParallelConfig:
     ep: int = key(1, "expert-parallel ranks: experts are distributed over them", at_least=1)
     etp: int = key(1, "expert-tensor-parallel ranks: each expert is sharded over them", at_least=1)
     context: Literal["all_gather", "all_to_all", "ring", "hierarchical"] = key(
-        "ring", "context parallelism: how queries meet the keys of other cp ranks"
+        "ring", "context parallelism: mechanism that gives queries the keys and values of other cp ranks"
     )
-    dispatcher: str = key("auto", "how tokens are sent to the experts of other ranks", names=DISPATCHER_NAMES)
+    dispatcher: str = key("auto", "dispatcher: sends tokens to the experts of other ranks", names=DISPATCHER_NAMES)
 
 
 @dataclass(frozen=True)
 class PipelineConfig:
     schedule: Literal["gpipe", "1f1b", "interleaved", "zb_h1", "zb_v", "dualpipe_v"] = key(
-        "1f1b", "pipeline schedule; moefold simulate draws them"
+        "1f1b", "pipeline schedule; `moefold simulate` draws it"
     )
     vpp: int = key(1, "stages of a pipeline rank (virtual pipeline)", at_least=1, at_most=1024)
     layout: str = key("", "pieces of each stage, as Et*3|(tt|)*29m|L; by default the most even cut")
@@ -251,16 +251,14 @@ class PipelineConfig:
 @dataclass(frozen=True)
 class KernelsConfig:
     force: tuple[str, ...] = key((), "implementations to use regardless, as op=name, such as attention=reference")
-    repeatable: bool = key(
-        True, "runs of one seed agree to the bit on a GPU too; false allows faster sums in any order"
-    )
+    repeatable: bool = key(True, "bitwise equal runs of one seed on a GPU too; false allows faster sums in any order")
 
 
 @dataclass(frozen=True)
 class ObserveConfig:
     log_every: int = key(10, "steps between log lines when output is not a terminal", at_least=1)
     check_collectives: bool = key(
-        False, "debug: ranks compare every collective before it starts, and name the rank that differs"
+        False, "debug: every collective is compared across ranks before it starts; a difference names the rank"
     )
     profile: bool = key(False, "print time and memory of the tenth step by part; write trace.json for Perfetto")
     tensorboard: bool = key(True, "write TensorBoard events into the run's folder")
@@ -271,7 +269,7 @@ class ObserveConfig:
 class CheckpointConfig:
     every: int = key(100, "steps between checkpoints; one more is written at the end", at_least=1)
     keep: int = key(2, "number of latest checkpoints to keep", at_least=1)
-    keep_every: int = key(0, "checkpoints of steps that this divides are never deleted; 0: none", at_least=0)
+    keep_every: int = key(0, "checkpoints at multiples of this step are never deleted; 0: none", at_least=0)
     path: str = key("", "checkpoint folder, or an fsspec path (s3://...); by default checkpoints/ in the run's folder")
 
 

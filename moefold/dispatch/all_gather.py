@@ -1,8 +1,9 @@
 """The all-gather dispatcher: every rank gathers all tokens, computes the rows of its own experts, and results are
 reduce-scattered.
 
-Sends T x (n - 1) tokens each way whatever K is, in two plain collectives: good when K is large against the number of
-ranks. Expert tensor parallelism needs no hop of its own: partial results are summed in the same reduce-scatter.
+T x (n - 1) tokens are sent in each direction, independent of K, in two plain collectives: efficient where K is large
+against the number of ranks. Expert tensor parallelism needs no separate hop: partial results are summed in the same
+reduce-scatter.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Contracts of dispatch: the three verbs of a dispatcher between router and experts, and the hops it may be made of.
+"""Contracts of dispatch: the three methods of a dispatcher between router and experts, and the contract of a hop.
 
-    plan(routing) -> Receipt          all metadata and the router weights; the only verb that may wait for the device
+    plan(routing) -> Receipt          all metadata and the router weights; the only one that may wait for the device
     dispatch(h_TD, receipt) -> Rows   tokens are sent to the ranks of their experts
     combine(y_RD, receipt) -> h_TD    results are sent back and summed per token
 
@@ -8,8 +8,8 @@ Each verb is a step of the layer. `dispatch` and `combine` need nothing but the 
 
 T tokens, K choices of a token, R rows (one for each token and chosen expert held here, and padding), E experts,
 e experts held here, N source rows, D width. Rows are described, not copied: row r is `source_ND[index_R[r]]`, and a
-kernel may gather inside its GEMM. No collective may depend on the routing of one rank: a rank with no rows takes part
-like any other.
+kernel may gather inside its GEMM. No collective may depend on the routing of one rank: a rank without rows calls the
+same collectives as any other.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from moefold.dispatch.expert_placement import ExpertPlacement
 
 
 class Routing(NamedTuple):
-    """The router's decision: for each token its experts (-1: none) and their router weights (differentiable)."""
+    """Output of the router: for each token its experts (-1: none) and their router weights (differentiable)."""
 
     weights_TK: Tensor
     ids_TK: Tensor
 
 
 class RowOrder(NamedTuple):
-    """Which row is which: the part of `Rows` that routing alone decides.
+    """Order of rows: the part of `Rows` that depends on routing only.
 
-    Rows of one expert are contiguous and end before `ends_e[e]` (int32, on the device). `slots_NK[n]` are the rows made
-    from source n, so that the backward of the gather is itself a gather. With `holes`, a slot may be -1 (a choice
-    without a row here) and so may an index (a row of padding).
+    Rows of one expert are contiguous and end before `ends_e[e]` (int32, on the device). `slots_NK[n]` are the rows of
+    source n, so that the backward of the gather is itself a gather. With `holes`, a slot may be -1 (a choice without a
+    row here), and an index may be -1 (a row of padding).
 
-    R may exceed `ends_e[-1]`. Rows behind the last end belong to no expert, and their values are undefined: a kernel
-    may leave them unwritten, no slot points to them, their index is -1 and their weight is zero.
+    R may exceed `ends_e[-1]`. Rows after the last end belong to no expert, and their values are undefined: a kernel
+    need not write them, no slot points to them, their index is -1 and their weight is zero.
     """
 
     index_R: Tensor
@@ -50,15 +50,15 @@ class RowOrder(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """The experts' input: the tokens that arrived, and the order of rows made of them."""
+    """Input of the experts: arrived tokens, and the order of their rows."""
 
     source_ND: Tensor
     order: RowOrder
 
 
 class Receipt(NamedTuple):
-    """The plan of one routing, kept from `plan` to `combine` and for their backward. `legs` are a dispatcher's own.
-    `rows_moved` leave this rank in one dispatch and one combine together; the host knows the number."""
+    """The plan of one routing, held from `plan` to `combine` and for backward. `legs` are private to the dispatcher.
+    `rows_moved`: rows sent by this rank in one dispatch and one combine together, a number on the host."""
 
     order: RowOrder
     legs: tuple[Any, ...] = ()
@@ -74,7 +74,7 @@ class Dispatcher(Protocol):
 
 
 class HopPlan(NamedTuple):
-    """One hop's share of a receipt, and the routing of the tokens that will arrive."""
+    """One hop's part of a receipt, and the routing of the tokens that will arrive."""
 
     leg: Any
     routing: Routing
@@ -82,31 +82,31 @@ class HopPlan(NamedTuple):
 
 
 class Hop(Protocol):
-    """One exchange of tokens between ranks. The arrivals are again tokens with a routing, so hops can follow one
-    another. `out` and `back` are differentiable, and need the leg alone."""
+    """One exchange of tokens between ranks. Arrivals are again tokens with a routing, so hops can be chained. `out` and
+    `back` are differentiable, and need only the leg."""
 
     def plan(self, routing: Routing) -> HopPlan: ...
 
     def out(self, h_TD: Tensor, leg: Any) -> Tensor: ...
 
     def back(self, y_ND: Tensor, leg: Any) -> Tensor:
-        """Results of the arrivals, returned to the tokens' ranks and summed per token."""
+        """Results of arrivals, returned to the ranks of their tokens and summed per token."""
         ...
 
 
 def most_padded_rows(choices: int, held: int, multiple: int) -> int:
-    """Rows that so many choices need at most, when each of `held` experts is padded to a multiple."""
+    """Upper bound of the rows of `choices` choices, if each of `held` experts is padded to a multiple."""
     return choices + held * (multiple - 1)
 
 
 @dataclass(frozen=True)
 class RowPolicy:
-    """How rows are made for the experts that `rank` of the expert-parallel axis holds.
+    """Builder of rows for the experts on `rank` of the expert-parallel axis.
 
-    `drops`: a choice may be -1, none. `multiple`: each expert's rows are padded to a multiple of it. `each`: every
-    expert gets exactly so many rows for so many tokens of a rank, padded. `bound`: R for so many choices, known from
-    shapes; it must be at least the rows needed (`most_padded_rows`). With `each` or `bound` the host does not wait for
-    the device; with `bound`, R exceeds the last end.
+    `drops`: a choice may be -1, none. `multiple`: each expert's rows are padded to a multiple of it. `each`: function
+    from the tokens of a rank to the rows of every expert, which are padded to it. `bound`: function from the number of
+    choices to R, known from shapes; R must be at least the rows needed (`most_padded_rows`). With `each` or `bound` the
+    host does not wait for the device; with `bound`, R exceeds the last end.
     """
 
     experts: ExpertPlacement
@@ -122,7 +122,7 @@ class RowPolicy:
 
     @property
     def one_row_per_choice(self) -> bool:
-        """Every choice becomes a row, and there is no padding."""
+        """Whether every choice is one row, and there is no padding."""
         return not self.drops and self.multiple == 1 and self.each is None
 
     def order_by_expert(self, routing: Routing, tokens: int, may_be_remote: bool = False) -> RowOrder:
@@ -145,8 +145,7 @@ class RowPolicy:
         return RowOrder(index_R, slots_NK, weight_R, ends_e.int(), holes)
 
     def pad(self, order: Tensor, slot: Tensor, ends_e: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
-        """The sorted choices of experts held here, each expert's rows as many as asked for, with -1 for padding; and
-        the new ends."""
+        """Sorted choices of the experts held here, with -1 for padding, and the new ends."""
         counts_e = ends_e.diff(prepend=ends_e.new_zeros(1))
         sizes_e, total = self.padded_sizes(counts_e, tokens, len(order))
         padded_ends_e = sizes_e.cumsum(0)
@@ -171,7 +170,7 @@ class RowPolicy:
 
 
 def invert_order(order: Tensor, like: Tensor) -> Tensor:
-    """For each choice the row that was made of it, -1 for none."""
+    """For each choice its row, -1 for none."""
     row = torch.arange(len(order), device=order.device)
     slots = torch.full((len(like) + 1,), -1, device=like.device)  # the last one takes the rows of padding
     choice = torch.where(order >= 0, order, len(like))

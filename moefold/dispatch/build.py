@@ -29,12 +29,12 @@ from moefold.layout.dtypes import DTYPES
 
 
 def expert_capacity(moe: MoeConfig, tokens: int) -> int:
-    """How many of so many tokens one expert takes."""
+    """Capacity of one expert for this number of tokens."""
     return math.ceil(moe.capacity.factor * tokens * moe.top_k / moe.experts)
 
 
 def most_rows_per_expert(moe: MoeConfig, ranks: int, tokens: int) -> int:
-    """The most rows an expert can get when each of `ranks` sends it up to its capacity, padded as asked."""
+    """Upper bound of an expert's rows, if each of `ranks` ranks sends up to its capacity, with padding."""
     most = expert_capacity(moe, tokens) * ranks
     multiple = moe.capacity.pad_rows
     return -(-most // multiple) * multiple
@@ -42,7 +42,7 @@ def most_rows_per_expert(moe: MoeConfig, ranks: int, tokens: int) -> int:
 
 @dataclass(frozen=True)
 class DispatchSetting:
-    """What a builder may use: the run's ranks and kernels, the placement of experts, and the rows to be sent."""
+    """Arguments of a builder: the run's ranks and kernels, the placement of experts, and the rows to be sent."""
 
     world: World
     kernels: BoundKernels
@@ -140,8 +140,8 @@ def find_builder(name: str) -> DispatcherBuilder:
 def build_dispatcher(
     config: Config, kernels: BoundKernels, world: World, experts: ExpertPlacement | None = None
 ) -> Dispatcher:
-    """The dispatcher of a run: the one asked for, the one of least predicted time, or the local one. `experts`: where
-    they are placed, contiguously by default."""
+    """The dispatcher of a run: the one that is set, the one of least predicted time, or the local one. `experts`:
+    placement of experts, contiguous by default."""
     moe = config.model.moe
     bytes_each = BYTES_PER_ELEMENT[config.train.precision]
     name, _ = cheapest_dispatcher(config, world.node_size, bytes_each)

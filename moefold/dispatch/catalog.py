@@ -1,10 +1,9 @@
-"""The catalog of dispatchers, torch-free: what each one is, what it needs, and its predicted seconds one way.
+"""The catalog of dispatchers, torch-free: a line for each, its requirements, and its predicted seconds one way.
 
     t = latency x hops + bytes / bandwidth
 
 Legal names and their lines are in config/open_names.py, which config, `--help` and this catalog read. Prices are
-attached here and builders in dispatch/build.py. A dispatcher without a price is used where it is asked for, never by
-auto.
+attached here and builders in dispatch/build.py. A dispatcher without a price is used only where it is set, not by auto.
 
 Constants follow published measurements on NVLink and InfiniBand nodes: a plain all-to-all reaches 0.79 of NVLink and
 0.90 of the network's peak; one that sends a token once per rank or node runs at about peak. A collective or a hop over
@@ -30,7 +29,7 @@ ALL_TO_ALL_OF_NETWORK = 0.90
 
 @dataclass(frozen=True)
 class LinkSpeeds:
-    """Bytes a second that one rank sends inside its node and between nodes."""
+    """Bandwidth of one rank inside its node and between nodes, in bytes/s."""
 
     inside: float = 450e9
     network: float = 50e9
@@ -88,7 +87,7 @@ def expected_nodes_reached(trip: DispatchTrip) -> float:
 
 
 def even_spread_seconds(copies: float, trip: DispatchTrip, inside_rate: float, network_rate: float) -> float:
-    """Seconds to send so many copies of every token evenly over all ranks; both links work at the same time."""
+    """Seconds to send `copies` copies of every token evenly over all ranks; both links are used at the same time."""
     sent = trip.tokens * trip.row * copies / trip.ranks
     inside = sent * (trip.inside - 1) / inside_rate
     across = sent * (trip.ranks - trip.inside) / network_rate
@@ -113,7 +112,7 @@ def dedup_seconds(trip: DispatchTrip, links: LinkSpeeds) -> float:
 
 
 def hierarchical_seconds(trip: DispatchTrip, links: LinkSpeeds) -> float:
-    """Arrivals from other nodes are handed on inside the node while more arrive."""
+    """Seconds of the hierarchical dispatcher: arrivals are forwarded inside the node while others arrive."""
     nodes_reached = expected_nodes_reached(trip)
     ranks_reached = expected_distinct(trip.k, trip.ranks)
     across = trip.bytes * nodes_reached * (trip.nodes - 1) / trip.nodes / links.network
@@ -149,12 +148,12 @@ def all_entries() -> dict[str, DispatcherEntry]:
 
 
 def attach_price(name: str, seconds: Seconds, needs: str = "", several_nodes: bool = False) -> None:
-    """Let auto choose a dispatcher that was added to config's names."""
+    """Attach a price to a name of config/open_names.py, so that auto can choose it."""
     DISPATCHER_ENTRIES[name] = DispatcherEntry(DISPATCHER_NAMES.says(name), needs, seconds, several_nodes)
 
 
 def dispatch_seconds(name: str, trip: DispatchTrip, links: LinkSpeeds) -> float:
-    """One way; the way back costs the same."""
+    """Predicted seconds of one dispatch; a combine takes the same."""
     seconds = dispatcher_entry(name).seconds
     if seconds is None:
         raise KeyError(f"no price is attached to the dispatcher {name}")

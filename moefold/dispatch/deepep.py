@@ -1,8 +1,8 @@
-"""The DeepEP hop: tokens are sent by DeepEP's kernels, where that package is installed. The only file that touches it.
+"""The DeepEP hop: tokens are sent by DeepEP's kernels, where that package is installed. No other file uses the package.
 
-One copy of a token for each distinct rank among its experts, sent over NVLink and RDMA by kernels that the device
-starts itself. `plan` sends choices and router weights, with a token of the least width; it gets a handle with which
-hidden states are then sent both ways. Dispatch and combine are each other's backward.
+One copy of a token is sent for each distinct rank of its experts, over NVLink and RDMA, initiated by kernels. `plan`
+sends choices and router weights, with a token of the least width; the returned handle is used to send hidden states in
+both directions. Dispatch is the backward of combine, and the reverse.
 
 T tokens, N tokens that arrive, K choices, D width. Written to the package's documented interface (`Buffer.dispatch`,
 `combine`, `get_dispatch_layout`) and tested with a stand-in of the same interface over gloo; never run on its hardware.
@@ -24,7 +24,7 @@ LEAST_ROW_WIDTH = 512  # bf16 elements: the kernels send a kilobyte of a token a
 
 
 def require_deepep(device: str, dtype: torch.dtype, row_width: int) -> Any:
-    """The package, or a refusal that says what is missing."""
+    """The package, or a refusal with the missing requirement."""
     instead = "; set parallel.dispatcher to auto, dedup or hierarchical, which need nothing"
     if device != "cuda":
         raise UserError(f"parallel.dispatcher = deepep needs CUDA devices, but this run is on {device}{instead}")
@@ -44,7 +44,7 @@ def require_deepep(device: str, dtype: torch.dtype, row_width: int) -> Any:
 
 
 def make_deepep_buffer(deep_ep: Any, ep: Axis, row_bytes: int) -> Any:
-    """Staging memory of the size that the package itself advises for rows of so many bytes."""
+    """Staging memory of the size that the package recommends for rows of this many bytes."""
     dispatch_config = deep_ep.Buffer.get_dispatch_config(ep.size)
     combine_config = deep_ep.Buffer.get_combine_config(ep.size)
     nvlink_bytes, rdma_bytes = 0, 0
@@ -55,8 +55,8 @@ def make_deepep_buffer(deep_ep: Any, ep: Axis, row_bytes: int) -> Any:
 
 
 class DeepEpHop:
-    """A hop over ep with one parcel per rank. The package counts experts rank by rank: ids are mapped to positions of
-    the placement and back. Rows sent are not counted: their number never comes to the host."""
+    """A hop over ep with one parcel per rank. The package numbers experts rank by rank: ids are mapped to positions of
+    the placement and back. Rows sent are not counted, since their number is not copied to the host."""
 
     def __init__(self, buffer: Any, ep: Axis, experts: ExpertPlacement):
         self.buffer = buffer
@@ -112,7 +112,7 @@ class SendRouting(torch.autograd.Function):
 
 
 def make_stub_rows(like: Tensor) -> Tensor:
-    """Rows of the least width, sent where only choices and weights matter."""
+    """Rows of the least width, sent with choices and weights."""
     return torch.zeros(len(like), LEAST_ROW_WIDTH, dtype=torch.bfloat16, device=like.device)
 
 

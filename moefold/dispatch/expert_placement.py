@@ -1,11 +1,11 @@
-"""Placement of experts: which rank of the expert-parallel axis holds an expert, and in which slot of its weights.
+"""Placement of experts: the rank of the expert-parallel axis and the slot in its weights, for each expert.
 
     8 experts, 4 ranks, contiguous      expert  0 1 2 3 4 5 6 7
                                         rank    0 0 1 1 2 2 3 3
                                         slot    0 1 0 1 0 1 0 1
 
-Dispatchers look ranks and slots up in this map and do no arithmetic on expert ids, so experts can be moved between
-ranks (for load balance, or because of a failed rank) by giving another map and the weights in its order.
+Dispatchers look up ranks and slots in this map and do no arithmetic on expert ids. So experts can be moved between
+ranks (for load balance, or after a rank has failed) with another map and the weights in its order.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class ExpertPlacement:
-    """Expert id -> (rank, slot). Every rank holds the same number of experts. Ids of -1 (no choice) look up any value:
-    callers mask them, except `slot_on_rank`, which gives them no slot."""
+    """Map of expert id to (rank, slot). Every rank holds the same number of experts. The result for an id of -1 (no
+    choice) is undefined and masked by callers; `slot_on_rank` returns no slot for it."""
 
     ranks: tuple[int, ...]
     slots: tuple[int, ...]
@@ -57,7 +57,7 @@ class ExpertPlacement:
         return self.lookup_table("slots", ids.device, rank)[ids]
 
     def position_of(self, ids: Tensor) -> Tensor:
-        """rank x held + slot: the expert's number where experts are counted rank by rank."""
+        """Position of an expert in an order rank by rank: rank x held + slot."""
         return self.lookup_table("positions", ids.device)[ids]
 
     def expert_at(self, positions: Tensor) -> Tensor:

@@ -1,9 +1,9 @@
 """The all-to-all hop: copies of tokens ("parcels") are sent to the ranks of one axis; results return and are summed.
 
-A packer decides which parcels there are:
+A packer determines the parcels:
 
     per_choice    one for each chosen expert: a plain all-to-all
-    per_rank      one for each distinct rank among a token's experts, with the list of its experts there
+    per_rank      one for each distinct rank of a token's experts, with the list of its experts there
     for_everyone  one for each rank of the axis: for expert tensor parallelism
 
 T tokens, K choices of a token, P parcels, C parcels of a token at most, N tokens that arrive, n ranks of the axis,
@@ -26,8 +26,8 @@ from moefold.layout.axes import Axis
 
 
 class Parcels(NamedTuple):
-    """Sorted by destination. `index_P` is a parcel's token, `slots_TC` a token's parcels (-1: none, with `holes`),
-    `sent_n` their number for each rank, and `routing` their choices and weights."""
+    """Parcels, sorted by destination. `index_P`: token of each parcel; `slots_TC`: parcels of each token (-1: none,
+    with `holes`); `sent_n`: parcels for each rank; `routing`: choices and weights of the parcels."""
 
     index_P: Tensor
     slots_TC: Tensor
@@ -37,7 +37,8 @@ class Parcels(NamedTuple):
 
 
 class Leg(NamedTuple):
-    """The send plan of one hop: parcels of each token, and how many parcels go to and come from each rank."""
+    """The send plan of one hop: parcels of each token, and the numbers of parcels sent to and received from each
+    rank."""
 
     index_P: Tensor
     slots_TC: Tensor
@@ -109,7 +110,7 @@ class AllToAllHop:
         self.kernels = kernels
 
     def plan(self, routing: Routing) -> HopPlan:
-        """Waits for the device: the sizes of the all-to-all must be known to the host."""
+        """The send plan. Waits for the device: the host must know the sizes of the all-to-all."""
         axis = self.axis
         parcels = self.pack(routing, self.rank_of, axis.size)
         # Every rank learns how many parcels go from each rank to each.

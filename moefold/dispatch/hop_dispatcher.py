@@ -1,11 +1,11 @@
-"""The dispatcher made of hops: one after the other on the way out, in reverse order on the way back.
+"""The dispatcher made of hops: dispatch applies them in order, combine in reverse order.
 
     all_to_all     one copy of a token for each chosen expert
-    dedup          one copy for each distinct rank; rows are described there, and results summed there before return
-    hierarchical   one copy for each distinct node, then one for each distinct rank inside it
+    dedup          one copy for each distinct rank; rows are built there, and results are summed there before return
+    hierarchical   one copy for each distinct node, then one for each distinct rank of the node
     deepep         as dedup, by DeepEP's kernels
 
-Where experts are sharded over etp, one more hop gives every etp rank the tokens of all.
+Where experts are sharded over etp, one more hop sends the tokens of each etp rank to all of them.
 """
 
 from __future__ import annotations

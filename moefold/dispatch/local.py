@@ -1,4 +1,5 @@
-"""The reference dispatcher: all experts are on this rank and nothing is sent. All other dispatchers agree with it."""
+"""The reference dispatcher: all experts are on this rank and nothing is sent. All other dispatchers are tested against
+it."""
 
 from __future__ import annotations
 

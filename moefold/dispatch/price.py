@@ -1,4 +1,4 @@
-"""The choice of a dispatcher for a configuration: the one asked for, or the least predicted time. Torch-free."""
+"""The choice of a dispatcher for a configuration: the one that is set, or that of least predicted time. Torch-free."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ def cheapest_dispatcher(
 
 
 def predicted_one_way(config: Config, ranks_on_a_node: int, bytes_each: int, links: LinkSpeeds) -> tuple[str, float]:
-    """The dispatcher a run would use and its seconds. One without a price counts as DeepEP does: a token is sent once
-    a rank inside a node and once a node beyond it."""
+    """The dispatcher of a run and its seconds one way. A dispatcher without a price is priced as DeepEP: one copy of a
+    token per rank inside a node, and one per other node."""
     seconds = seconds_by_dispatcher(config, ranks_on_a_node, bytes_each, links)
     name, _ = cheapest_dispatcher(config, ranks_on_a_node, bytes_each, links)
     if name not in seconds:

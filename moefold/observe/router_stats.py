@@ -1,7 +1,7 @@
-"""Router statistics: how evenly tokens are spread over experts in one step, and warnings of dead experts.
+"""Router statistics: balance of expert load in one step, and warnings of dead experts.
 
     max violation   most loaded / mean - 1         0 is even, 1 is an expert with twice its share
-    load entropy    -sum p log p / log E           1 is even, 0 is one expert with everything
+    load entropy    -sum p log p / log E           1 is even, 0 is all load on one expert
     drop rate       dropped / choices made         choices are counted before any is dropped
 
 L MoE layers, E experts.
@@ -19,21 +19,21 @@ import numpy as np
 
 from moefold.observe.metrics import JsonLines
 
-WRITTEN_DIGITS = 6  # of what is written: a drop rate of one in a million still shows
+WRITTEN_DIGITS = 6  # decimals of written values: enough for a drop rate of one in a million
 
 
 @dataclass(frozen=True)
 class RouterCounts:
-    """The counts of one step, one entry for each MoE layer: choices over the whole global batch, bytes of this rank."""
+    """Counts of one step, one entry for each MoE layer, summed over all ranks and the whole global batch."""
 
-    layers: list[int]  # its number in the model
-    load: list[list[int]]  # the router's choices of each expert, before any was dropped
-    dropped: list[int]  # how many of these the experts had no room for
-    moved: list[int]  # bytes its dispatch and combine sent from this rank to others
+    layers: list[int]  # number of the layer in the model
+    load: list[list[int]]  # choices of each expert, before any is dropped
+    dropped: list[int]  # choices dropped for lack of capacity
+    moved: list[int]  # bytes sent between ranks by dispatch and combine
 
 
 def balance_summary(counts: RouterCounts) -> dict[str, list[Any]]:
-    """The balance of a step, each figure a list with one entry for each MoE layer."""
+    """Balance of a step: each figure is a list with one entry for each MoE layer."""
     loads = counts.load
     pairs = zip(loads, counts.dropped, strict=True)
     return {
@@ -50,7 +50,7 @@ def rounded(values: Iterable[float]) -> list[float]:
 
 
 def max_violation(load: Sequence[int]) -> float:
-    """Most loaded / mean - 1; 0 for a layer without tokens."""
+    """Load of the most loaded expert / mean - 1; 0 for a layer without tokens."""
     total = sum(load)
     if not total:
         return 0.0
@@ -69,7 +69,7 @@ def load_entropy(load: Sequence[int]) -> float:
 
 
 class RouterLog:
-    """`router.jsonl`: the load of every expert, one line every so many steps. Continues a file as JsonLines does."""
+    """`router.jsonl`: the load of every expert, one line per `every` steps. Continues a file as JsonLines does."""
 
     def __init__(self, path: Path, every: int, keep_through: int):
         self.lines = JsonLines(path, keep_through)
@@ -85,7 +85,7 @@ class RouterLog:
 
 
 class DeadExpertWatch:
-    """Warns once for each expert without a token for `patience` steps in a row; one that revives is watched anew."""
+    """Warns once for each expert without a token for `patience` steps in a row; a later token resets its count."""
 
     def __init__(self, patience: int = 20):
         self.patience = patience
@@ -113,6 +113,6 @@ class DeadExpertWatch:
 
 
 def listed_experts(ids: Sequence[int]) -> str:
-    """3, 5, 9; of many, the first eight and how many more."""
+    """3, 5, 9; of many ids, the first eight and the number of the others."""
     shown = ", ".join(map(str, ids[:8]))
     return shown if len(ids) <= 8 else f"{shown} and {len(ids) - 8} more"

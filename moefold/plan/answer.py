@@ -2,8 +2,9 @@
 
     answer_request({"model": "qwen3-30b-a3b", "gpus": 8, "gpu": "h200", "parallel.ep": 8})["tokens_per_s_per_gpu"]
 
-Without a layout the best one is searched for; with `search` the best few are returned with it, and the Pareto front of
-memory and speed. A request that cannot be met is refused (`config.errors.UserError`), with a legal choice.
+Without a layout the best layout is searched for. With `search` the answer has the best few layouts as well, and the
+Pareto front of memory and speed. A request that cannot be met is refused (`config.errors.UserError`), with a legal
+choice.
 """
 
 from __future__ import annotations
@@ -44,10 +45,10 @@ MAX_TIMELINE_SPANS = 4000
 TIME_WALLS = {
     "arithmetic": "arithmetic at the peak",
     "compute": "compute wall: kernels below the peak, pointwise work",
-    "host": "compute wall: waiting for launches",
+    "host": "compute wall: host latency",
     "memory": "memory wall: recompute, offload, optimizer",
-    "communication": "communication wall: travel that shows",
-    "bubble": "waiting for other pipeline ranks",
+    "communication": "communication wall: exposed communication",
+    "bubble": "pipeline bubble",
 }
 GROWTH_FACTORS = (2, 4, 8, 16, 32, 64, 128, 256, 512)  # of the number of GPUs, where no layout fits
 SHOWN_REASONS = 4
@@ -121,7 +122,7 @@ def memory_answer(r: PlanRequest, setting: RunSetting) -> JsonObject:
 
 
 def explain_plan(setting: RunSetting, gpu: Gpu) -> list[str]:
-    """FLOPs, then memory, then time, every number as a line of arithmetic."""
+    """Lines of arithmetic behind every number: FLOPs, then memory, then time."""
     config = setting.config
     seq_len = config.data.seq_len
     flops = train_flops_per_token(config.model, seq_len)
@@ -150,7 +151,7 @@ def speed_and_budget(r: PlanRequest, config: Config, choices: PlanChoices, secon
 
 
 def training_budget(r: PlanRequest, rate: float) -> dict[str, float]:
-    """Days, GPU hours and dollars of the request's tokens at a rate of tokens a second and GPU."""
+    """Days, GPU hours and dollars for the request's tokens at `rate` tokens per second per GPU."""
     days = r.tokens / (rate * r.gpus) / SECONDS_PER_DAY
     gpu_hours = days * 24 * r.gpus
     return {
@@ -191,7 +192,7 @@ def layout_keys(config: Config, choices: PlanChoices, gpus: int) -> JsonObject:
 
 
 def timeline_spans(time: StepTime) -> JsonObject:
-    """The pipeline's slots: ops written as F2.5 (forward of microbatch 5 through stage 2), D and W likewise."""
+    """Slots of the pipeline. An op is written F2.5 (forward of microbatch 5 through stage 2), D and W likewise."""
     timeline = time.pipeline_time.timeline
     spans: list[JsonObject] = []
     for span in timeline.spans[:MAX_TIMELINE_SPANS]:
@@ -250,11 +251,11 @@ def refusal_entries(result: SearchResult) -> list[JsonObject]:
 
 
 def explain_nothing_fits(r: PlanRequest, result: SearchResult) -> str:
-    """Why no layout is left, and the smallest cluster that would have one."""
+    """The reasons why no layout is left, and the smallest cluster that has one."""
     reasons: list[str] = []
     for reason, count in result.refusals.by_count()[:SHOWN_REASONS]:
         reasons.append(f"{count} x {reason} ({result.refusals.examples[reason]})")
-    tried = f"of {result.layouts_tried} looked at: {'; '.join(reasons)}"
+    tried = f"of {result.layouts_tried} tried: {'; '.join(reasons)}"
     problem = f"no layout of {r.config.name} fits {r.gpus} x {r.gpu.name}, {tried}"
     # The first larger cluster, with the same batch for each GPU, that has a feasible layout.
     for factor in GROWTH_FACTORS:
@@ -264,5 +265,5 @@ def explain_nothing_fits(r: PlanRequest, result: SearchResult) -> str:
         grown = replace(r.config, train=train)
         search = LayoutSearch(more, r.gpu, r.choices, r.fixed)
         if any(search.feasible_candidates(grown)):
-            return f"{problem}; take {more} GPUs, a card with more memory, a lower precision or a shorter sequence"
-    return f"{problem}; leave more of the layout open, or take more GPUs"
+            return f"{problem}; use {more} GPUs, a GPU with more memory, a lower precision or a shorter sequence"
+    return f"{problem}; fix fewer keys of the layout, or use more GPUs"

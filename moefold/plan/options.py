@@ -1,8 +1,8 @@
 """Choices of a plan beyond a run's configuration: precision, recompute and offload, sharding of state.
 
-The keys of a run (`config/run.py`) hold degrees, schedule, pairing, dispatcher, where the router's weight acts and how
-moments are stored. Here is the rest. The planner plans for all of it; what the trainer cannot do yet is marked in
-`docs/planner.md`.
+Degrees, schedule, pairing, dispatcher, the place of the router weight and the dtype of moments are keys of a run
+(`config/run.py`). The planner covers all choices below; `docs/planner.md` marks those that the trainer does not have
+yet.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ PrecisionName = Literal["fp32", "bf16", "fp8", "fp8-blockwise", "mxfp8", "nvfp4"
 
 @dataclass(frozen=True)
 class PrecisionRecipe:
-    """Bytes of an element: of a plain tensor; of a linear layer's input as it is saved; of the copies of a weight that
-    GEMMs read beside the weight itself. Scales of blocks are included."""
+    """Bytes per element: `wide` of a plain tensor, `linear` of a saved input of a linear layer, `copies` of the
+    quantised copies of a weight that GEMMs read. Block scales are included."""
 
     wide: float
     linear: float
@@ -37,14 +37,14 @@ class PrecisionRecipe:
 PRECISION_RECIPES: dict[str, PrecisionRecipe] = {
     "fp32": PrecisionRecipe(4, 4),
     "bf16": PrecisionRecipe(2, 2),
-    "fp8": PrecisionRecipe(2, 1, 2),  # weights twice: the two GEMMs of a backward read them along different axes
-    "fp8-blockwise": PrecisionRecipe(2, 1 + 4 / 128, 2 * (1 + 4 / 128**2)),  # an fp32 scale for 1 x 128, for 128 x 128
-    "mxfp8": PrecisionRecipe(2, 1 + 1 / 32, 2 * (1 + 1 / 32)),  # a one-byte scale for 32 elements
-    "nvfp4": PrecisionRecipe(2, 0.5 + 1 / 16, 2 * (0.5 + 1 / 16)),  # a one-byte scale for 16
+    "fp8": PrecisionRecipe(2, 1, 2),  # two copies of a weight: forward and backward quantise it along different axes
+    "fp8-blockwise": PrecisionRecipe(2, 1 + 4 / 128, 2 * (1 + 4 / 128**2)),  # an fp32 scale per 1 x 128, per 128 x 128
+    "mxfp8": PrecisionRecipe(2, 1 + 1 / 32, 2 * (1 + 1 / 32)),  # a one-byte scale per 32 elements
+    "nvfp4": PrecisionRecipe(2, 0.5 + 1 / 16, 2 * (0.5 + 1 / 16)),  # a one-byte scale per 16
 }
 
 RECOMPUTE_REGIONS = {name: region.meaning for name, region in REGIONS.items()}
-REGION_ALIASES = {  # as other trainers say it
+REGION_ALIASES = {  # names in other trainers
     "layernorm": "norm",
     "mla_up_proj": "up",
     "core_attn": "core",
@@ -57,7 +57,7 @@ REGION_ALIASES = {  # as other trainers say it
 
 
 def parse_regions(names: Iterable[str]) -> frozenset[str]:
-    """The regions named; names of other trainers are understood, others refused with the nearest."""
+    """Regions by name. Names of other trainers are accepted; unknown names are refused with the nearest."""
     regions: set[str] = set()
     problems: list[str] = []
     for name in names:
@@ -85,25 +85,27 @@ def check_known_name(what: str, name: str, known: tuple[str, ...]) -> None:
 
 @dataclass(frozen=True)
 class PlanChoices:
-    """Choices beside a run's configuration. `iterate_keys(PlanChoices())` lists the keys with their docs."""
+    """Choices beyond a run's configuration. `iterate_keys(PlanChoices())` lists the keys with their docs."""
 
-    stack: StackName = key("moefold", "whose layers are planned: what they keep for backward differs")
-    precision: PrecisionName = key("bf16", "of weights, activations and GEMMs")
-    recompute: tuple[str, ...] = key((), "regions whose outputs are made again in backward instead of kept")
-    offload: tuple[str, ...] = key((), "regions whose inputs wait in host memory between forward and backward")
+    stack: StackName = key("moefold", "trainer whose layers are planned; trainers save different tensors for backward")
+    precision: PrecisionName = key("bf16", "precision of weights, activations and GEMMs")
+    recompute: tuple[str, ...] = key((), "regions whose outputs are recomputed in backward instead of saved")
+    offload: tuple[str, ...] = key((), "regions whose inputs are held in host memory between forward and backward")
     sharding: Literal["none", "zero", "fsdp"] = key(
-        "zero", "over replicas: nothing is cut; optimizer state is (ZeRO-1); weights and gradients are too (FSDP)"
+        "zero", "none; zero: optimizer state sharded (ZeRO-1); fsdp: weights and gradients sharded too"
     )
-    quantized_weights: bool = key(False, "with a low precision: no bf16 weights beside the quantised and the main ones")
-    states_on_host: bool = key(False, "optimizer state and main weights wait in host memory while a step computes")
+    quantized_weights: bool = key(False, "low precision: only quantised and main weights are held, no bf16 weights")
+    states_on_host: bool = key(
+        False, "optimizer state and main weights are held in host memory during forward and backward"
+    )
     graphs: Literal["none", "static", "whole"] = key(
-        "none", "CUDA graphs of steps whose shapes do not depend on routing, or of whole layers"
+        "none", "CUDA graphs; static: of steps whose shapes do not depend on routing; whole: of whole layers"
     )
-    travel: Literal["bf16", "fp8"] = key("bf16", "how tokens travel to experts; results come back in bf16")
-    spread: float = key(0.1, "how uneven experts' load is: standard deviation over mean; 0: even", at_least=0)
-    quantile: float = key(0.99, "room is kept for so large a share of all loads", above=0, below=1)
-    node: int = key(8, "GPUs that share a fast domain", at_least=1)
-    device: Literal["cuda", "cpu"] = key("cuda", "what kernels are chosen for")
+    travel: Literal["bf16", "fp8"] = key("bf16", "dtype of tokens sent to experts; results are returned in bf16")
+    spread: float = key(0.1, "imbalance of expert load: standard deviation over mean; 0: even", at_least=0)
+    quantile: float = key(0.99, "quantile of expert load that must fit in memory", above=0, below=1)
+    node: int = key(8, "GPUs of one NVLink domain", at_least=1)
+    device: Literal["cuda", "cpu"] = key("cuda", "device that kernels are chosen for")
     capability: int = key(90, "compute capability of the GPU: 90 is 9.0, Hopper", at_least=0)
 
     def __post_init__(self) -> None:

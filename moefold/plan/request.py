@@ -2,7 +2,7 @@
 
     {"model": "deepseek-v3", "gpus": 256, "gpu": "gb200", "precision": "mxfp8", "parallel.pp": 4, "recompute": "mlp"}
 
-Keys with a dot are those of a run's configuration; the others are the short forms below and the keys of `PlanChoices`.
+Keys with a dot are keys of a run's configuration. The other keys are the short forms below and those of `PlanChoices`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ VALUE_ALIASES = {  # names in other trainers
 }
 REQUEST_KEYS = ("model", "gpu", "gpus", "search", "tokens", "best", "explain")
 CHOICE_KEYS = tuple(key.path for key in iterate_keys(PlanChoices()))
-SEQUENCES_PER_GPU = 8  # of a global batch for each GPU, where neither the user nor the recipe says how many
+SEQUENCES_PER_GPU = 8  # of the global batch, where neither the user nor the recipe sets it
 LAYOUT_SECTIONS = ("parallel.", "pipeline.")
 MOST_GPUS = 1_000_000
 MOST_LAYOUTS = 100  # that a search returns
@@ -51,7 +51,7 @@ RawRequest = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """`fixed` are the keys that a search leaves as they are."""
+    """A request, read and checked. `fixed`: keys that a search does not change."""
 
     config: Config
     choices: PlanChoices
@@ -65,7 +65,7 @@ class PlanRequest:
 
 
 def read_request(raw: RawRequest) -> PlanRequest:
-    """All problems of a request at once."""
+    """The request that a mapping describes; all its problems are refused at once."""
     given = with_full_names(raw)
     gpus = read_whole_number(given.get("gpus", 8), "gpus", MOST_GPUS)
     gpu = find_gpu_by_name(str(given.get("gpu", "h100")))
@@ -79,7 +79,7 @@ def read_request(raw: RawRequest) -> PlanRequest:
     if problems:
         raise UserError(*problems.values())
 
-    # What neither the user nor the recipe says follows from the cluster.
+    # Values that neither the user nor the recipe sets follow from the cluster.
     if "train.global_batch" not in given and config.train.global_batch < gpus:
         train = replace(config.train, global_batch=SEQUENCES_PER_GPU * gpus)
         config = replace(config, train=train)
@@ -184,7 +184,7 @@ def read_positive_number(raw: Any, name: str) -> float:
 
 
 def with_dispatcher(config: Config, choices: PlanChoices, gpu: Gpu, gpus: int) -> tuple[Config, str]:
-    """The configuration with the dispatcher that this cluster's links choose, and why."""
+    """The configuration with the dispatcher of least predicted time on this cluster, and the reason."""
     cluster = Cluster(gpu, gpus)
     element = int(choices.recipe.wide)
     links = cluster.link_bandwidths

@@ -1,8 +1,8 @@
 """Search for the best layouts of a model, a cluster and a batch.
 
-Every degree that the user left open is tried. A layout that a rule of `config/rules.py` forbids is refused under that
-rule's name; one that does not fit the card, even with all recompute, is refused with the bytes it lacks. The rest is
-ranked by the closed form, and the best few are simulated.
+All values are tried of every degree that the user did not set. A layout that a rule of `config/rules.py` forbids is
+refused under that rule's name. A layout that does not fit the GPU's memory, even with all recompute, is refused with
+the memory it needs. The other layouts are ranked by the closed form, and the best few are simulated.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ from moefold.plan.time.closed_form import (
 from moefold.plan.time.simulate_step import StepTime, time_training_step
 from moefold.plan.time.step_times import StepClock
 
-RECOMPUTE_LADDER: tuple[tuple[str, ...], ...] = (  # what is recomputed, from the cheapest on
+RECOMPUTE_LADDER: tuple[tuple[str, ...], ...] = (  # recomputed regions, the cheapest first
     (),
     ("activation", "norm"),
     ("activation", "norm", "up", "mlp"),
     ("activation", "norm", "up", "mlp", "shared", "experts"),
     ("layer",),
 )
-FEWEST_TOKENS = 512  # of a rank in a microbatch: below, nothing but launches would take time
-MOST_TOKENS = 16_384  # above, a larger microbatch makes no kernel faster
+FEWEST_TOKENS = 512  # per rank and microbatch: with fewer, launch latency is all of the time
+MOST_TOKENS = 16_384  # a larger microbatch makes no kernel faster
 MOST_PIPELINE = 64
 MOST_TENSOR = 8
-CONTEXT_TOKENS = 4096  # a context-parallel rank gets at least so many
+CONTEXT_TOKENS = 4096  # least tokens of a context-parallel rank
 VPP_CHOICES = (1, 2, 3, 4, 6, 8, 12)
 MICRO_BATCH_CHOICES = (1, 2, 4, 8)
 SIMULATED_CANDIDATES = 8  # of the best by the closed form
@@ -60,7 +60,7 @@ FixedKeys = frozenset[str]  # keys of a configuration that a search leaves as th
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout that is legal and fits by the closed form, with the first `rung` of recompute that makes it fit."""
+    """A legal layout that fits by the closed form, with the first `rung` of the recompute ladder on which it fits."""
 
     config: Config
     choices: PlanChoices
@@ -72,7 +72,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class RankedLayout:
-    """A simulated layout whose every rank fits."""
+    """A simulated layout that fits on every rank."""
 
     config: Config
     choices: PlanChoices
@@ -85,7 +85,7 @@ class RankedLayout:
 
 
 class Refusals:
-    """Why layouts were refused: how many for each reason, with one example."""
+    """Refused layouts: their number by reason, with one example each."""
 
     def __init__(self) -> None:
         self.counts: dict[str, int] = {}
@@ -102,12 +102,12 @@ class Refusals:
         return sorted(items, key=lambda item: -item[1])
 
 
-ParetoFront = list[tuple[float, float, Candidate]]  # GiB, tokens a second of a GPU, layout
+ParetoFront = list[tuple[float, float, Candidate]]  # GiB, tokens per second per GPU, layout
 
 
 @dataclass(frozen=True)
 class SearchResult:
-    """`layouts` best first; `pareto_front`: layouts that no other beats in both memory and speed."""
+    """Result of a search. `layouts`: best first; `pareto_front`: layouts that no other beats in memory and speed."""
 
     layouts: list[RankedLayout]
     pareto_front: ParetoFront
@@ -130,7 +130,7 @@ def powers_of_two(most: int) -> list[int]:
 
 
 def degree_combinations(base: Config, world: int, gpu: Gpu, fixed: FixedKeys) -> Iterator[Config]:
-    """Every combination of the degrees left open that divides the world; rules check the rest."""
+    """Combinations of the degrees that are not fixed, if they divide the world; rules check the rest."""
     p = base.parallel
     experts = base.model.moe.experts
     tensor_degrees = powers_of_two(min(MOST_TENSOR, gpu.domain))
@@ -161,12 +161,12 @@ def degree_combinations(base: Config, world: int, gpu: Gpu, fixed: FixedKeys) ->
 
 
 def spreads_whole_experts(base: Config, ep: int, etp: int) -> bool:
-    """Whole experts are spread over ranks before any is cut: the same memory with less communication."""
+    """Whether experts are sharded only where each ep rank holds one: the same memory with less communication."""
     return etp == 1 or ep == base.model.moe.experts
 
 
 def pipeline_variants(config: Config, fixed: FixedKeys) -> Iterator[Config]:
-    """One grid with its choices of stages a rank, sequences a microbatch, and pairing."""
+    """Variants of one grid: stages per rank, sequences per microbatch, and pairing."""
     p = config.parallel
     sends_rows = p.ep * p.etp > 1
     stage_counts = vpp_choices(config, fixed)
@@ -174,7 +174,7 @@ def pipeline_variants(config: Config, fixed: FixedKeys) -> Iterator[Config]:
     pairings = pairing_choices(config, fixed)
     for vpp, micro_batch, pair in product(stage_counts, micro_batches, pairings):
         if pair and not sends_rows:
-            continue  # there is no communication that could hide
+            continue  # there is no communication to overlap
         pipeline = replace(config.pipeline, vpp=vpp, pair=pair)
         train = replace(config.train, micro_batch=micro_batch)
         yield replace(config, pipeline=pipeline, train=train)
@@ -206,7 +206,7 @@ def pairing_choices(config: Config, fixed: FixedKeys) -> list[bool]:
 
 
 class LayoutSearch:
-    """Shares between candidates what they have in common: a piece's price, a cut of the model."""
+    """A search over layouts. Candidates share cached prices and memories of pieces, and cuts of the model."""
 
     def __init__(self, world: int, gpu: Gpu, choices: PlanChoices, fixed: FixedKeys):
         self.world = world
@@ -230,7 +230,7 @@ class LayoutSearch:
         return self.cut_cache[key]
 
     def piece_prices(self, s: RunSetting, cut: PipelineCut) -> PiecePrices:
-        """Pieces cost the same whatever the pipeline, unless their weights are gathered."""
+        """Prices of pieces. They do not depend on the pipeline, unless weights are gathered (FSDP)."""
         fsdp_ranks = 0
         if s.choices.sharding == "fsdp":
             fsdp_ranks = s.degrees["dp"]
@@ -261,8 +261,8 @@ class LayoutSearch:
         ranks_of_sequence = config.parallel.tp * config.parallel.cp
         tokens = microbatch_tokens / ranks_of_sequence
         if tokens < FEWEST_TOKENS:
-            example = f"{tokens:g} tokens a rank and microbatch; expected {FEWEST_TOKENS}"
-            self.refusals.add_refusal("tokens of a rank", example)
+            example = f"{tokens:g} tokens per rank and microbatch; expected at least {FEWEST_TOKENS}"
+            self.refusals.add_refusal("tokens per rank", example)
             return False
         return True
 
@@ -278,7 +278,7 @@ class LayoutSearch:
                     yield candidate
 
     def fit_with_recompute(self, config: Config, rung: int = 0) -> Candidate | None:
-        """The layout with as little recompute as fits, from this rung on."""
+        """The layout with the least recompute that fits, from this rung on."""
         cut = self.pipeline_cut(config)
 
         def gib_needed(rung: int) -> float:
@@ -286,12 +286,12 @@ class LayoutSearch:
             memories = self.piece_memories(s, cut)
             return largest_rank_gib(s, cut, memories)
 
-        # Refused where even the last rung does not fit; else the first rung that does.
+        # A layout that does not fit on the last rung is refused; otherwise the first rung that fits is taken.
         limit = self.gpu.memory
         least = gib_needed(len(self.ladder) - 1)
         if least > limit:
-            need = f"{describe_layout(config)} needs {least:.0f} GiB with all recomputed"
-            self.refusals.add_refusal("memory", f"{need}, the card has {limit:.0f}")
+            need = f"{describe_layout(config)} needs {least:.0f} GiB with full recompute"
+            self.refusals.add_refusal("memory", f"{need}, the GPU has {limit:.0f}")
             return None
         while gib_needed(rung) > limit:
             rung += 1
@@ -303,7 +303,7 @@ class LayoutSearch:
         return Candidate(config, s.choices, s, seconds, gib, rung)
 
     def rank_candidate(self, candidate: Candidate) -> RankedLayout | None:
-        """The candidate simulated, if its memory in the real program fits as well."""
+        """The candidate simulated, if its memory in the whole program fits as well."""
         setting = build_run_setting(candidate.config, self.world, candidate.choices)
         memory = memory_by_rank(setting)
         fullest = fullest_rank(memory)
@@ -324,7 +324,7 @@ class LayoutSearch:
 
 
 def cost_cache_key(s: RunSetting) -> CacheKey:
-    """What a rank's share of a layer depends on, beside the sequences of a microbatch."""
+    """The settings on which a rank's part of a layer depends, beside the sequences of a microbatch."""
     p = s.parallel
     return p.tp, p.cp, p.ep, p.etp, s.choices.recompute
 
@@ -354,8 +354,8 @@ def describe_layout(config: Config) -> str:
 def search_layouts(
     base: Config, world: int, choices: PlanChoices, gpu: Gpu, fixed: FixedKeys = NO_KEYS, best: int = 10
 ) -> SearchResult:
-    """The best layouts; keys in `fixed` stay as they are in `base`. A layout that fits by the closed form only is tried
-    again with more recompute, in its new place among the others."""
+    """The best layouts. Keys in `fixed` keep their values of `base`. A layout that fits by the closed form but not in
+    simulation is queued again with more recompute."""
     search = LayoutSearch(world, gpu, choices, fixed)
     candidates = list(search.feasible_candidates(base))
     candidates.sort(key=lambda candidate: candidate.seconds)
@@ -364,7 +364,7 @@ def search_layouts(
     for number, candidate in enumerate(candidates):
         queue.append((candidate.seconds, number, candidate))
     enough = max(best, SIMULATED_CANDIDATES)
-    # The best by the closed form are simulated; one that does not fit returns with more recompute.
+    # The best by the closed form are simulated; a layout that does not fit is queued again with more recompute.
     ranked: list[RankedLayout] = []
     while queue and len(ranked) < enough:
         _, number, candidate = heapq.heappop(queue)
@@ -381,7 +381,7 @@ def search_layouts(
 
 
 def find_pareto_front(candidates: list[Candidate], base: Config, world: int) -> ParetoFront:
-    """Of layouts from the fastest on, those that need less memory than all faster ones."""
+    """The layouts that need less memory than every faster one. Candidates are sorted, the fastest first."""
     front: ParetoFront = []
     tokens = base.train.global_batch * base.data.seq_len / world
     least_gib = math.inf

@@ -1,10 +1,13 @@
-"""Options of a command: its own are a dataclass, read by tyro; others are configuration keys, `--section.key value`."""
+"""Options of a command: its own options, a dataclass read by tyro, and configuration keys, `--section.key value`."""
 
 from __future__ import annotations
 
 import difflib
+import os
+import sys
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any, TypeVar
 
@@ -20,7 +23,7 @@ LARGEST_RANK_COUNT = 1_000_000
 
 
 def split_overrides(options: type[Any], argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The words that are the command's own, and those that override the configuration."""
+    """Words of the command's own options, and words that override the configuration."""
     own = {"help"}
     for option in fields(options):
         own.update(option_spellings(option.name))
@@ -71,16 +74,31 @@ def read_options(options: type[T], argv: Sequence[str], command: str, config_key
         mine, overrides = split_overrides(options, argv)
     refuse_misspelt_option(options, overrides)
     asks_help = "--help" in mine or "-h" in mine
+    with exit_when_output_is_closed():
+        try:
+            return tyro.cli(options, args=mine, prog=f"moefold {command}"), overrides
+        except SystemExit as leaving:
+            if asks_help and leaving.code == 0:
+                if config_keys:
+                    print(list_config_keys())
+                sys.stdout.flush()
+            raise
+
+
+@contextmanager
+def exit_when_output_is_closed() -> Generator[None]:
+    """Exit with code 0 where standard output is a pipe whose reader has ended, as in `moefold train --help | head`."""
     try:
-        return tyro.cli(options, args=mine, prog=f"moefold {command}"), overrides
-    except SystemExit as leaving:
-        if asks_help and leaving.code == 0 and config_keys:
-            print(list_config_keys())
-        raise
+        yield
+    except BrokenPipeError:
+        # The interpreter flushes standard output again at its end: what is left goes to the null device.
+        null_device = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null_device, sys.stdout.fileno())
+        raise SystemExit(0) from None
 
 
 def refuse_misspelt_option(options: type[Any], overrides: Sequence[str]) -> None:
-    """Refuse an override that is no configuration key but resembles one of the command's own options."""
+    """Refuse an override that is not a configuration key but is close to one of the command's own options."""
     own = [option.name.replace("_", "-") for option in fields(options)]
     keys = {key.path for key in iterate_keys(PRESETS["tiny"]())}
     for word in overrides:

@@ -1,4 +1,4 @@
-"""Recipes: a preset's name or a YAML file, with overrides laid over it, resolved to a checked configuration."""
+"""Recipes: a preset's name or a YAML file, with overrides, resolved to a checked configuration."""
 
 from __future__ import annotations
 
@@ -23,9 +23,8 @@ def resolve_recipe(
     world: int | None = 1,
     change: Callable[[Config], Config] = keep_config,
 ) -> Config:
-    """The configuration of `recipe` and `overrides` on `world` ranks, or a refusal naming every problem. Without a
-    world only the keys themselves are checked, not the rules that tie them together. `change` is applied to the recipe
-    before the overrides are."""
+    """The configuration of `recipe` and `overrides` on `world` ranks, or a refusal with every problem. Without `world`
+    only keys are checked, not the rules between them. `change` is applied to the recipe before the overrides."""
     problems: dict[str, str] = {}
     config = change(recipe_base(recipe, problems))
     config = with_values(config, parse_overrides(overrides), problems)
@@ -38,7 +37,8 @@ def resolve_recipe(
 
 
 def recipe_base(recipe: str, problems: dict[str, str]) -> Config:
-    """A preset, or a YAML file: its `preset` key (tiny if it has none) with its other keys laid over that."""
+    """The configuration of a preset, or of a YAML file: the preset of its `preset` key (default tiny), changed by its
+    other keys."""
     if not recipe.endswith((".yaml", ".yml")):
         return make_preset(recipe)
     tree: Mapping[str, Any] = read_yaml_mapping(Path(recipe))

@@ -52,7 +52,7 @@ def pretraining_config(model: ModelConfig, seq_len: int = 4096) -> Config:
 
 
 def tiny_variant(config: Config) -> Config:
-    """All mechanisms of a model at sizes that a CPU trains in seconds, for tests and first tries."""
+    """A variant with all mechanisms of a model, small enough for a CPU to train in seconds; for tests and trials."""
     m, a, moe = config.model, config.model.attention, config.model.moe
     attention = replace(
         a,
@@ -85,7 +85,7 @@ def tiny_variant(config: Config) -> Config:
 
 @register_preset
 def tiny() -> Config:
-    """Learns Python on two CPU cores in a few minutes; a real MoE in every mechanism, small in every size."""
+    """A small but complete MoE model; trains on Python source on two CPU cores in a few minutes."""
     return Config(
         model=ModelConfig(
             layers=4,
@@ -383,8 +383,8 @@ def glm_4_5_air() -> Config:
 
 @register_preset
 def latent_30b_a3b() -> Config:
-    """Qwen3-30B-A3B with experts that work in a latent of a quarter of the width: four times as many of them, and four
-    times as many for each token, at the same parameters, FLOPs and bytes on the way."""
+    """Qwen3-30B-A3B with experts in a latent of a quarter of the width: four times the experts, and four times the
+    experts per token, with the same parameters, FLOPs and bytes sent."""
     config = qwen3_30b_a3b()
     moe = replace(config.model.moe, latent=512, experts=512, top_k=32)
     return replace(config, model=replace(config.model, moe=moe))

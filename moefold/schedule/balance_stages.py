@@ -1,4 +1,4 @@
-"""Automatic cut of a model into pipeline stages: the cut whose slowest stage is fastest."""
+"""Automatic cut of a model into pipeline stages: the cut with the least time of the slowest stage."""
 
 from __future__ import annotations
 
@@ -24,14 +24,15 @@ def model_pieces(layers: int, dense_layers: int = 0, mtp_layers: int = 0) -> str
 
 
 def propose_layout(pieces: str, costs: Costs, stages: int) -> StageLayout:
-    """Cut `pieces`, each with its cost, into `stages` runs: least slowest stage first, then least sum of squares.
+    """Cut `pieces`, each with its cost, into `stages` runs. The cost of the slowest stage is minimised first, then the
+    sum of squares.
 
-    Exact, by dynamic programming over where the last stage begins: the best way to put the first j pieces on s stages
-    is the best way to put the first i on s - 1, for some i < j, and pieces i to j on stage s. The slowest stage is
-    minimised first; then it only bounds the stages, since the two aims together are not a sum over stages.
+    Exact, by dynamic programming over the start of the last stage: the best cut of the first j pieces into s stages is,
+    for some i < j, the best cut of the first i into s - 1 stages and pieces i to j on stage s. There are two programs:
+    the first finds the least slowest stage, the second minimises the sum of squares with that as an upper bound.
     """
     if len(pieces) < stages:
-        raise ScheduleError(f"{stages} stages are more than the model has pieces, {len(pieces)}; lower pp or vpp")
+        raise ScheduleError(f"{stages} stages, but the model has only {len(pieces)} pieces; lower pp or vpp")
     cumulative = [0.0, *accumulate(costs)]
     slowest, _ = cut_into_stages(cumulative, stages, math.inf, max)
     _, bounds = cut_into_stages(cumulative, stages, slowest, add_squared_cost)
@@ -66,8 +67,8 @@ def cut_into_stages(cumulative: Costs, stages: int, limit: float, join: JoinCost
 def extend_by_one_stage(
     best: Costs, cumulative: Costs, ends: range, limit: float, join: JoinCosts
 ) -> tuple[list[float], list[int]]:
-    """One row of the dynamic program: by end, the least value with one stage more, and where that stage starts. Each of
-    the stages before has a piece, so it starts at `ends[0] - 1` or later."""
+    """One row of the dynamic program: by end, the least value with one more stage, and the start of that stage. Every
+    earlier stage has a piece, so the start is at least `ends[0] - 1`."""
     pieces = len(cumulative) - 1
     values = [math.inf] * (pieces + 1)
     starts = [0] * (pieces + 1)

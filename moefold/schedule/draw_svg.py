@@ -1,7 +1,7 @@
-"""SVG drawing of a simulated program: one row a rank, time to the right, a box an op, its microbatch written in it.
+"""SVG drawing of a simulated program: one row per rank, time to the right, one box per op with its microbatch.
 
 rank 0  [0][1][2][3]         [0   ][4][1   ][5]...     blue F, green D, amber W; later chunks are lighter
-rank 1     [0][1][2]      [0   ][3][1   ][4]...        what is left grey is bubble; a frame joins a pair
+rank 1     [0][1][2]      [0   ][3][1   ][4]...        grey is bubble; a frame marks a pair
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SVG_STYLE = (
 
 
 def draw_timeline(program: Program, timeline: Timeline, costs: StageCosts, title: str) -> str:
-    """The whole page. Every box has a tooltip with its op, its start and its end."""
+    """The drawing as SVG text. Every box has a tooltip with its op, its start and its end."""
     scale = pixels_per_second(timeline, costs)
     communicates = any(any(seconds) for seconds in costs.comm.values())
     height = BAND
@@ -72,7 +72,7 @@ def draw_timeline(program: Program, timeline: Timeline, costs: StageCosts, title
 
 
 def pixels_per_second(timeline: Timeline, costs: StageCosts) -> float:
-    """Wide enough to write into the shortest op, as far as the page allows."""
+    """Pixels per unit of time: enough to write into the shortest op, as far as the page allows."""
     durations: list[float] = []
     for of_kind in costs.compute.values():
         durations += [seconds for seconds in of_kind if seconds > 0]
@@ -82,7 +82,7 @@ def pixels_per_second(timeline: Timeline, costs: StageCosts) -> float:
 
 
 def chunk_of_stages(program: Program) -> list[int]:
-    """For each stage, how many earlier stages its rank holds."""
+    """For each stage, the number of earlier stages on its rank."""
     homes = rank_by_stage(program)
     return [homes[:stage].count(rank) for stage, rank in enumerate(homes)]
 
@@ -100,7 +100,7 @@ def draw_heading(timeline: Timeline, title: str) -> str:
 
 
 def draw_rank_row(rank: int, timeline: Timeline, y: float, height: float, scale: float) -> str:
-    """A rank's row: its name, the grey of idle time, the most microbatches it holds."""
+    """Row of a rank: its name, grey idle time, and its largest number of live microbatches."""
     end = LEFT + timeline.makespan * scale
     width = end - LEFT
     middle = y + BAND / 2 + 4
@@ -176,7 +176,7 @@ def draw_legend(y: float, several_chunks: bool, communicates: bool, pairs: bool)
     if communicates:
         entries.append((f'fill="{COMM_COLOUR}"', "communication"))
     if pairs:
-        entries.append(('class="pair"', "a pair, woven"))
+        entries.append(('class="pair"', "pair, interleaved"))
     entries.append(('class="idle"', "idle"))
 
     x = LEFT

@@ -1,7 +1,7 @@
 """Passes over a pipeline program: each returns a program that does the same work in another order.
 
     defer_weight_grads            D+W                ->   D  ...  W          weight gradients fill later gaps
-    pair_forward_with_backward    F   D+W            ->   F+D+W              communication of one hides behind the other
+    pair_forward_with_backward    F   D+W            ->   F+D+W              communication overlaps with compute
 
 Pairing comes first when both are wanted: `defer_weight_grads(pair_forward_with_backward(program))`.
 """
@@ -26,7 +26,8 @@ SlotCondition = Callable[[Slot], bool]
 
 
 def defer_weight_grads(program: Program) -> Program:
-    """Rank r defers r weight gradients: data gradients run first, and no rank holds more than rank 0 did."""
+    """The program with deferred weight gradients: rank r defers r of them, so that data gradients run first and no rank
+    holds more than rank 0 did."""
     deferred: Program = []
     for rank, slots in enumerate(program):
         deferred.append(defer_rank_wgrads(slots, limit=rank))
@@ -51,11 +52,11 @@ def defer_rank_wgrads(slots: RankSlots, limit: int) -> RankSlots:
 
 
 def pair_forward_with_backward(program: Program) -> Program:
-    """Each rank runs a forward and a backward in one slot wherever it can, each in the order it had.
+    """The program with a forward and a backward in one slot wherever possible; forwards and backwards keep their order.
 
-    A pair must be independent, so forwards have to run further ahead. How far is found by running the program in
-    ticks, in which a rank takes its next forward and its next backward, each if it is ready. On 1F1B, 2 ranks,
-    4 microbatches (backward in letters):
+    The ops of a pair must be independent, so forwards have to run further ahead. The lead is found by running the
+    program in ticks: in a tick a rank runs its next forward and its next backward, each if it is ready. On 1F1B, 2
+    ranks, 4 microbatches (backward in letters):
 
         tick       0    1    2    3    4    5    6
         rank 0     0    1    2    3a   b    c    d        3 = 2 (p - r - 1) + 1 forwards ahead
@@ -63,7 +64,7 @@ def pair_forward_with_backward(program: Program) -> Program:
 
     This lead is one deeper than interleaved 1F1B's, which costs one more live chunk: 2 (p - r - 1) + (v - 1) p + 2.
     """
-    walk_program(program, ignore_slot)  # a deadlock is reported before the ticks would wait for ever
+    walk_program(program, ignore_slot)  # reports a deadlock, on which the ticks would not end
     last_stage = last_stage_of(program)
     finished: set[PipelineOp] = set()
 
@@ -93,7 +94,7 @@ def ignore_slot(rank: int, slot: Slot) -> None:
 
 
 def take_ready_slots(forwards: deque[Slot], backwards: deque[RankBackward], is_ready: SlotCondition) -> RankSlots:
-    """What a rank runs in one tick: its next forward and its next backward, in one slot where both are ready."""
+    """The slots of a rank in one tick: its next forward and its next backward, in one slot where both are ready."""
     first_slot: Slot = ()
     lone_wgrads: list[Slot] = []
     if forwards and is_ready(forwards[0]):
@@ -106,7 +107,7 @@ def take_ready_slots(forwards: deque[Slot], backwards: deque[RankBackward], is_r
 
 
 def split_directions(slots: RankSlots) -> tuple[deque[Slot], deque[RankBackward]]:
-    """A rank's forwards, and its backwards: each a slot with D, and the slots of lone W that followed it."""
+    """Forwards of a rank, and its backwards: each a slot with D, and the slots of lone W that follow it."""
     forwards: deque[Slot] = deque()
     backwards: deque[RankBackward] = deque()
     for slot in slots:

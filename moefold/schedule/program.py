@@ -13,7 +13,7 @@ and in time
     rank 1         F1.0 D1.0 W1.0 F1.1 D1.1 W1.1
 
 Gaps are not written: they follow from `op_dependencies`, the one statement of causality. The executor runs a program,
-the simulator clocks it, the drawing shows it.
+`simulate_program` simulates it, `draw_svg` draws it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ Limit = int | None  # a number of stages or microbatches, or what the program it
 
 
 def op_dependencies(op: PipelineOp, last_stage: int) -> list[PipelineOp]:
-    """What must have finished, on any rank, before `op` may start."""
+    """Ops that must have finished, on any rank, before `op` may start."""
     kind, stage, microbatch = op
     if kind == "W":
         return [PipelineOp("D", stage, microbatch)]
@@ -75,7 +75,7 @@ def last_stage_of(program: Program) -> int:
 
 
 def rank_by_stage(program: Program) -> list[int]:
-    """Which rank holds which stage: `rank_by_stage(program)[stage]`, read off the program."""
+    """Rank of each stage, from the program: `rank_by_stage(program)[stage]`."""
     homes = {op.stage: rank for rank, op in ops_with_ranks(program)}
     return [homes[stage] for stage in range(len(homes))]
 
@@ -93,8 +93,8 @@ def slot_text(slot: Slot) -> str:
 def walk_program(program: Program, finish: Callable[[int, Slot], object]) -> None:
     """Visit all slots in an order every rank could follow, calling `finish(rank, slot)` on each.
 
-    A slot starts when all dependencies of its ops have finished, its own ops aside. Raises ScheduleError on a deadlock,
-    naming which rank waits for what.
+    A slot starts when all dependencies of its ops have finished, except ops of the slot itself. Raises ScheduleError on
+    a deadlock, with the rank and the missing ops.
     """
     last_stage = last_stage_of(program)
     finished: set[PipelineOp] = set()
@@ -108,7 +108,7 @@ def walk_program(program: Program, finish: Callable[[int, Slot], object]) -> Non
                     unmet.append(need)
         return unmet
 
-    # Each round runs every rank as far as it can go; a round without progress is the end or a deadlock.
+    # A round runs every rank as far as possible; a round without progress is the end or a deadlock.
     progress = True
     while progress:
         progress = False
@@ -138,7 +138,7 @@ def rank_of_ops(program: Program) -> RankOfOps:
 
 
 def describe_deadlock(rank: int, slot: Slot, missing: list[PipelineOp], homes: RankOfOps) -> str:
-    """One rank's line of a deadlock: the slot it waits at and the ops that should have run before."""
+    """Line of one rank in a deadlock: its next slot, and the ops that must run before."""
     reasons: dict[PipelineOp, str] = {}
     for op in missing:
         place = "no rank runs"
@@ -146,13 +146,13 @@ def describe_deadlock(rank: int, slot: Slot, missing: list[PipelineOp], homes: R
             place = f"rank {homes[op]} only runs later"
         reasons[op] = f"{op}, which {place}"
     waits_for = " and ".join(reasons.values())
-    return f"deadlock: rank {rank} waits at {slot_text(slot)} for {waits_for}; move what is waited for up"
+    return f"deadlock: rank {rank} waits at {slot_text(slot)} for {waits_for}; move the missing ops up"
 
 
 def program_problems(program: Program, stages: Limit = None, microbatches: Limit = None) -> list[str]:
-    """Everything that keeps a program from being one whole training step; nothing when it is one.
+    """Every reason why a program is not one whole training step; empty if it is one.
 
-    Without `stages` and `microbatches`, the largest of each in the program count.
+    Without `stages` and `microbatches`, the largest of each in the program are used.
     """
     op_counts = Counter(op for _, op in ops_with_ranks(program))
     if not op_counts:
@@ -215,7 +215,7 @@ def find_repeated_ops(program: Program, op_counts: OpCounts) -> list[str]:
 
 
 def find_missing_ops(program: Program, op_counts: OpCounts, stages: int, microbatches: int) -> list[str]:
-    """Ops that every microbatch must pass and this program drops."""
+    """Ops of a microbatch that are missing from the program."""
     homes = {op.stage: rank for rank, op in ops_with_ranks(program)}
     expected = f"expected F, D and W of every microbatch 0 to {microbatches - 1}"
     problems: list[str] = []
@@ -244,7 +244,7 @@ def find_scattered_stages(program: Program) -> list[str]:
 
 
 def find_entangled_slots(program: Program, last_stage: int) -> list[str]:
-    """Slots whose ops need each other: only a weight gradient may stand behind its own data gradient."""
+    """Slots whose ops depend on each other: only a weight gradient may follow its own data gradient in a slot."""
     problems: list[str] = []
     for rank, slots in enumerate(program):
         for slot in slots:

@@ -1,10 +1,10 @@
-"""The text form of a pipeline program: one line a rank, slots separated by spaces, the ops of one slot joined by `+`.
+"""The text form of a pipeline program: one line per rank, slots separated by spaces, ops of a slot joined by `+`.
 
     # 1F1B, 2 ranks, 2 microbatches
     rank 0: F0.0 F0.1 D0.0+W0.0 D0.1+W0.1
     rank 1: F1.0 D1.0+W1.0 F1.1 D1.1+W1.1
 
-`read_program(write_program(program))` is the program. What stands behind `#` is a comment.
+`read_program(write_program(program))` is the program. Text after `#` is a comment.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def write_program(program: Program, title: str = "") -> str:
 
 
 def read_program(text: str) -> Program:
-    """The program a text describes, only its form checked; `program.check_program` says whether it can run."""
+    """The program that a text describes. Only its form is checked here; `program.check_program` checks the rest."""
     program: Program = []
     problems: list[str] = []
     for number, line in enumerate(text.splitlines(), 1):
@@ -61,7 +61,7 @@ def rank_line_problem(number: int, line: str, rank: int) -> str:
 
 
 def slot_problem(text: str) -> str:
-    """What is wrong with the text of a slot, or nothing."""
+    """The problem of a slot's text, or nothing."""
     for word in text.split("+"):
         if not OP_PATTERN.fullmatch(word):
             excerpt = printable_text(word)

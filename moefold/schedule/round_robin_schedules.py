@@ -1,6 +1,6 @@
 """Schedules with round-robin stages: stage s on rank s mod p. Each is (ranks, microbatches, chunks) -> program.
 
-One character a unit of time: forwards of microbatches 0, 1, ... as digits, their data gradients as A, B, ..., their
+One character per unit of time: forwards of microbatches 0, 1, ... as digits, their data gradients as A, B, ..., their
 weight gradients as a, b, ...; dots are bubble.
 
     gpipe                      1f1b                              zb_h1
@@ -9,8 +9,8 @@ weight gradients as a, b, ...; dots are bubble.
     ..0123...AaBbCcDd....      ..01..Aa2Bb3Cc4Dd5Ee.Ff....       ..01.A2B3Ca4Db5EcFdef
     ...0123AaBbCcDd......      ...0Aa1Bb2Cc3Dd4Ee5Ff......       ...0A1B2C3Da4Eb5Fcdef
 
-Interleaved 1F1B gives each rank `chunks` stages, p apart, and sends a group of microbatches through one chunk before
-it takes the next: the pipe fills in steps of a chunk, so that the bubble is `chunks` times smaller.
+In interleaved 1F1B each rank has `chunks` stages, p apart. A group of microbatches runs through one chunk before the
+next: the pipeline fills in steps of a chunk, so that the bubble is `chunks` times smaller.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def backward_slot(stage: int, microbatch: int) -> Slot:
 
 
 def gpipe(ranks: int, microbatches: int, chunks: int = 1) -> Program:
-    """All forwards, chunk by chunk, then all backwards. Makespan (m + p - 1)(f + b); every microbatch is live."""
+    """GPipe: all forwards, chunk by chunk, then all backwards. Makespan (m + p - 1)(f + b); all microbatches live."""
     program: Program = []
     for rank in range(ranks):
         stages = range(rank, chunks * ranks, ranks)
@@ -61,9 +61,9 @@ def one_f_one_b(ranks: int, microbatches: int, chunks: int = 1) -> Program:
 def interleaved_1f1b(ranks: int, microbatches: int, chunks: int) -> Program:
     """Interleaved 1F1B for any number of microbatches: (m + (p - 1) / v)(f + b) when it is a multiple of p.
 
-    Live chunks on rank r: 2 (p - r - 1) + (v - 1) p + 1. Otherwise microbatches go in groups of p or somewhat more
-    (fewer only if there are fewer), larger groups first: a rank's backward order then never asks for a microbatch
-    that the forward order has not finished.
+    Live chunks on rank r: 2 (p - r - 1) + (v - 1) p + 1. Other numbers of microbatches are split into groups of p or
+    somewhat more (fewer only if there are fewer), larger groups first. Then no backward of a rank precedes the forward
+    that it depends on.
     """
     groups = microbatch_groups(ranks, microbatches)
     order: list[tuple[int, int]] = []  # (chunk, microbatch), the same on every rank
@@ -87,13 +87,13 @@ def interleaved_1f1b(ranks: int, microbatches: int, chunks: int) -> Program:
 
 
 def zero_bubble_h1(ranks: int, microbatches: int, chunks: int = 1) -> Program:
-    """Zero-bubble H1: 1F1B whose rank r is r weight gradients behind. 3m + p - 1 when F = D = W = 1, at most p live."""
+    """Zero-bubble H1: 1F1B in which rank r defers r weight gradients. 3m + p - 1 when F = D = W = 1, at most p live."""
     program = one_f_one_b(ranks, microbatches, chunks)
     return defer_weight_grads(program)
 
 
 def microbatch_groups(ranks: int, microbatches: int) -> list[range]:
-    """Microbatches in as many groups as there are whole p among them, sizes even to one, larger first.
+    """Microbatches in floor(m / p) groups, at least one; sizes differ by at most one, larger groups first.
 
     10 over 4 ranks: 0-4, 5-9.   11 over 4 ranks: 0-5, 6-10.   3 over 4 ranks: 0-2.
     """
@@ -111,7 +111,7 @@ def microbatch_groups(ranks: int, microbatches: int) -> list[range]:
 
 
 def warm_up_and_alternate(forwards: RankSlots, backwards: RankSlots, warmup: int) -> RankSlots:
-    """`warmup` forwards, then one forward and one backward alternately, then the backwards that are left."""
+    """Slots of `warmup` forwards, then one forward and one backward alternately, then the remaining backwards."""
     # With few microbatches every forward is part of the warm-up.
     warmup = min(warmup, len(forwards))
     alternating = len(forwards) - warmup

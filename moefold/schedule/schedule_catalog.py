@@ -1,5 +1,5 @@
-"""Catalog of pipeline schedules: name, summary, legal vpp, and which rank holds which stage. The command line, the
-rules of a configuration and the trainer read this table."""
+"""Catalog of pipeline schedules: name, summary, legal vpp, and the rank of each stage. The command line, the rules of a
+configuration and the trainer read this table."""
 
 from __future__ import annotations
 
@@ -60,16 +60,16 @@ SCHEDULES: dict[str, Schedule] = {
         one_f_one_b,
     ),
     "interleaved": Schedule(
-        "1f1b over several stages a rank: vpp times less bubble",
+        "1f1b over several stages per rank: vpp times less bubble",
         interleaved_1f1b,
         least_vpp=2,
     ),
     "zb_h1": Schedule(
-        "1f1b with deferred weight gradients: a third of its bubble, its memory",
+        "1f1b with deferred weight gradients: a third of its bubble, the same memory",
         zero_bubble_h1,
     ),
     "zb_v": Schedule(
-        "stages in a V, weight gradients fill all gaps, 1f1b's memory",
+        "stages in a V, weight gradients fill all gaps, the memory of 1f1b",
         zero_bubble_v,
         least_vpp=2,
         most_vpp=2,
@@ -86,7 +86,7 @@ SCHEDULES: dict[str, Schedule] = {
 
 
 def build_program(name: str, pp: int, vpp: int, microbatches: int) -> Program:
-    """The program of a schedule from the catalog; ScheduleError where the schedule does not take this vpp."""
+    """The program of a schedule of the catalog; ScheduleError where this vpp is not legal for it."""
     schedule = SCHEDULES[name]
     if not schedule.accepts_vpp(vpp):
         expected = f"expected vpp {schedule.legal_vpp}"

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 class ScheduleError(ValueError):
-    """Each problem says what is, what was expected and what to do."""
+    """Problems of a schedule. Each names what was found, what was expected and what to do."""
 
     def __init__(self, *problems: str):
         self.problems = problems
@@ -14,7 +14,7 @@ class ScheduleError(ValueError):
 
 
 def first_problems(problems: Sequence[str], limit: int = 4) -> list[str]:
-    """The first few of many problems of one kind, and how many more there are."""
+    """The first few of many problems of one kind, and the number of the others."""
     shown = list(problems[:limit])
     hidden = len(problems) - limit
     if hidden > 0:

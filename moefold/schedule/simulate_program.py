@@ -1,7 +1,7 @@
-"""Simulation of a pipeline program: when each slot runs, how long ranks idle, how much they hold.
+"""Simulation of a pipeline program: start and end of each slot, idle time and held bytes of each rank.
 
-A slot of one forward or one backward takes its compute and then its communication. In a paired slot the two overlap,
-and the slot takes as long as the busier of the two lanes, or as the longer op would take by itself:
+A slot of one forward or one backward takes the time of its compute plus that of its communication. In a paired slot the
+two lanes overlap. The slot takes the time of the busier lane, and at least that of the longer op alone:
 
     alone     compute  F F F           D D D W W W          paired    compute  F F F D D D W W W
               comm           f f f d d                                comm     d d   f f f
@@ -50,8 +50,8 @@ class LaneInterval:
 
 @dataclass(frozen=True)
 class Timeline:
-    """A simulated program. Lists are by rank; `live` counts the most microbatches between F and W, chunk by chunk;
-    `exposed` is communication that no compute of the same rank hid."""
+    """A simulated program. Lists are by rank. `live`: largest number of microbatches between F and W, counted by chunk;
+    `exposed`: communication that no compute of the same rank overlapped."""
 
     spans: list[SlotSpan]
     makespan: float
@@ -88,7 +88,7 @@ class ProgramClock:
             self.op_end[op] = end
 
     def inputs_ready(self, rank: int, slot: Slot) -> float:
-        """When the last input of a slot has arrived on its rank."""
+        """Time at which the last input of a slot has arrived on its rank."""
         latest = 0.0
         for op in slot:
             for need in op_dependencies(op, self.last_stage):
@@ -151,7 +151,7 @@ def slot_duration(slot: Slot, costs: StageCosts) -> float:
 
 
 def most_held_at_once(slots: RankSlots, saved: OpBytes, until_wgrad: OpBytes) -> float:
-    """The most a rank holds at once: F adds `saved`, D frees all of it but `until_wgrad`, W frees that."""
+    """Peak bytes of a rank: F adds `saved`, D frees all but `until_wgrad`, W frees that."""
     held = most = 0.0
     for slot in slots:
         for op in slot:
@@ -166,7 +166,7 @@ def most_held_at_once(slots: RankSlots, saved: OpBytes, until_wgrad: OpBytes) ->
 
 
 def lane_intervals(span: SlotSpan, costs: StageCosts) -> list[LaneInterval]:
-    """A slot's compute and communication as they might lie in it; those of a real run come from its trace."""
+    """Compute and communication of a slot, placed for a drawing; the places in a real run are in its trace."""
     intervals: list[LaneInterval] = []
     paired = is_paired(span.slot)
     compute_end = comm_end = span.start

@@ -1,13 +1,13 @@
 """Costs of one microbatch on each pipeline stage, in seconds and bytes, and their form in a YAML file.
 
-    F: 1.0                       # a number: a rank's whole share, which its vpp stages split evenly
-    D: [1, 1, 1.5, 2]            # a list: one number a stage, all pp x vpp of them
+    F: 1.0                       # a number: for a rank, split evenly over its vpp stages
+    D: [1, 1, 1.5, 2]            # a list: one number for each of the pp x vpp stages
     W: {E: 0, d: 0.7, t: 1, m: 1.6, L: 0.5}    # by piece of the layout, which must then be given
     comm: {F: 0.4, D: 0.4}       # expert communication inside a stage, each a number, a list or a mapping as above
     send: 0.05                   # one message between stages of different ranks, sent while both compute
     bytes:
-      saved: 2.0e9               # what a forward keeps for its backward
-      held: 0.5e9                # the part of it that stays until W; all of it if left out
+      saved: 2.0e9               # saved by a forward for its backward
+      held: 0.5e9                # the part of `saved` that is held until W; by default all of it
 
 Missing entries are 1 for F, D and W and 0 for the rest.
 """
@@ -35,9 +35,9 @@ StageValues = Sequence[float]  # one number a stage
 
 @dataclass(frozen=True)
 class StageCosts:
-    """By kind and stage: seconds of compute and of communication; by stage: bytes saved by F, and held until W.
-    `friction`: the share of hidden communication that still slows a paired slot, since its kernels take a part of the
-    device."""
+    """Costs by kind of op and stage: seconds of compute and of communication; by stage: bytes saved by F, and held
+    until W. `friction`: share of overlapped communication that a paired slot still takes, since its kernels occupy
+    SMs."""
 
     compute: Mapping[str, StageValues]
     comm: Mapping[str, StageValues]
@@ -55,7 +55,7 @@ class StageCosts:
 
 
 def uniform_costs(stages: int, chunks: int = 1, comm: float = 0.0) -> StageCosts:
-    """F = D = W = 1 for a rank's share of a microbatch, split evenly over its chunks; `comm` likewise in F and D."""
+    """Costs of F = D = W = 1 for a rank and microbatch, split evenly over its chunks; `comm` likewise in F and D."""
     zeros = [0.0] * stages
     compute_share = [1 / chunks] * stages
     comm_share = [comm / chunks] * stages
@@ -65,13 +65,13 @@ def uniform_costs(stages: int, chunks: int = 1, comm: float = 0.0) -> StageCosts
 
 
 def read_stage_costs(tree: CostTree, stages: int, chunks: int, layout: StageLayout | None = None) -> StageCosts:
-    """The costs a mapping describes, laid over the defaults; ScheduleError with all its problems at once."""
+    """The costs that a mapping describes, merged into the defaults; ScheduleError with all its problems at once."""
     reader = StageCostsReader(stages, chunks, layout)
     return reader.read_costs(tree)
 
 
 class StageCostsReader:
-    """Reads the entries of a table of costs and collects what is wrong with them."""
+    """A reader of a table of costs, which collects the problems of its entries."""
 
     def __init__(self, stages: int, chunks: int, layout: StageLayout | None):
         self.stages = stages
@@ -156,7 +156,7 @@ class StageCostsReader:
         return values
 
     def values_by_piece(self, raw: CostTree, path: str, default: StageValues) -> StageValues:
-        """Each stage costs the sum of its pieces; a piece that is not named costs nothing."""
+        """Costs of stages: the sum over their pieces; a piece that is not named has cost 0."""
         if self.layout is None:
             problem = f"{path} is given by piece, but there is no layout"
             self.problems.append(f"{problem}; add one, or give a number or a list")

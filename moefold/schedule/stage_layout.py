@@ -1,14 +1,14 @@
-"""Stage layouts: which piece of the model lies on which stage, as one string: `Et*3|(tt|)*29m|L`.
+"""Stage layouts: the pieces of the model on each stage, as one string: `Et*3|(tt|)*29m|L`.
 
     E   the embedding                          |       next stage
     t   a transformer layer, of either kind    x*3     the piece x three times
-    d   a transformer layer that is dense      (..)*n  what is inside, n times
+    d   a transformer layer that is dense      (..)*n  the part in parentheses n times
     m   a multi-token-prediction (MTP) layer
     L   the final norm, the head and the loss
 
-Layers come in the model's order, so a letter needs no number: the first `t` is layer 0. Whether a layer is dense or
-MoE follows from its index (`model.moe.dense_layers`), and `t` is right for both, as in published strings. `d` marks a
-dense layer explicitly: it is checked against the model, and costs given by piece can tell the two apart.
+Layers are in the model's order, so a letter needs no number: the first `t` is layer 0. Whether a layer is dense or MoE
+follows from its index (`model.moe.dense_layers`); `t` stands for both, as in published strings. `d` marks a dense layer
+explicitly: it is checked against the model, and costs by piece can differ between the two.
 
     Et*3|(tt|)*29m|L     32 stages:   Ettt | tt | tt | ... | tt | m | L
     stage                              0     1    2         29  30  31
@@ -39,7 +39,7 @@ PIECE_ORDER = "EtmL"
 
 @dataclass(frozen=True)
 class StageLayout:
-    """The pieces of each stage, one string a stage: ("Ettt", "tt", ..., "m", "L")."""
+    """The pieces of each stage, one string per stage: ("Ettt", "tt", ..., "m", "L")."""
 
     stages: tuple[str, ...]
 
@@ -47,7 +47,7 @@ class StageLayout:
         return write_layout(self)
 
     def layers(self, stage: int) -> range:
-        """The transformer layers a stage holds, by their index in the model."""
+        """Transformer layers of a stage, by their index in the model."""
         return self.piece_numbers(stage, "td")
 
     def mtp_layers(self, stage: int) -> range:
@@ -65,7 +65,7 @@ def count_letters(pieces: str, letters: str) -> int:
 
 
 def parse_layout(text: str) -> StageLayout:
-    """The layout a string describes, whatever the model; `check_layout` compares it with one."""
+    """The layout that a string describes; `check_layout` compares it with a model."""
     shown = printable_text(text)
     opened = text.count("(")
     closed = text.count(")")
@@ -73,7 +73,7 @@ def parse_layout(text: str) -> StageLayout:
         raise ScheduleError(f"layout {shown} has {opened} `(` but {closed} `)`; expected as many")
     pieces, end = expand_repeats(text, 0, 0)
     if end < len(text):
-        problem = f"layout {shown} closes at character {end + 1} what was not opened"
+        problem = f"layout {shown} has `)` at character {end + 1} without `(`"
         raise ScheduleError(f"{problem}; remove this `)`")
     return StageLayout(tuple(pieces.split("|")))
 
@@ -110,7 +110,7 @@ def unknown_letter_problem(text: str, letter: str, position: int) -> str:
 
 
 def check_repetition(text: str, expanded: str, times: int, position: int) -> None:
-    """Refuses a repetition of nothing, and a layout too long to be meant."""
+    """Refuses a repetition of nothing, and a layout that is too long."""
     if len(expanded) > MAX_LAYOUT_LENGTH:
         problem = f"is longer than {MAX_LAYOUT_LENGTH} pieces"
     elif times < 1:
@@ -144,7 +144,7 @@ def shorten_run(run: re.Match[str]) -> str:
 
 
 def count_repeats(texts: list[str], start: int, period: int) -> int:
-    """How often the `period` stages from `start` on follow each other, the last stage left out."""
+    """Number of repetitions of the `period` stages from `start` on, the last stage excluded."""
     last = len(texts) - 1
     body = texts[start : start + period]
     times = 1
@@ -158,7 +158,7 @@ def count_repeats(texts: list[str], start: int, period: int) -> int:
 def stage_layout_problems(
     layout: StageLayout, stages: int, layers: int, dense_layers: int = 0, mtp_layers: int = 0
 ) -> list[str]:
-    """Every reason why a layout does not fit a model of so many layers on pp x vpp = `stages` stages."""
+    """Every reason why a layout does not fit a model with these numbers of layers on pp x vpp = `stages` stages."""
     shown = printable_text(str(layout))
     problems: list[str] = []
     stage_count = len(layout.stages)
@@ -184,7 +184,7 @@ def stage_layout_problems(
 
 
 def pieces_out_of_order(layout: StageLayout, dense_layers: int) -> list[str]:
-    """Pieces that stand before one they need, and layers marked dense that are not."""
+    """Pieces in the wrong order, and layers marked dense that are not dense."""
     problems: list[str] = []
     reached = "E"
     layer = 0

@@ -1,12 +1,12 @@
 """Schedules with V-shaped stages: rank r holds stage r on the way down and stage 2p - 1 - r on the way up.
 
-    rank 0    0           7      rank 0 holds the embedding and the loss, so its first backward follows its own forward
-    rank 1      1       6        and needs no message; ranks low in the V have little to fill, ranks high have much,
-    rank 2        2   5          and all hold equally many live chunks
+    rank 0    0           7      rank 0 holds the embedding and the loss: the first backward follows its own forward
+    rank 1      1       6        and needs no message; all ranks have the same number of live chunks
+    rank 2        2   5
     rank 3          3 4
 
-Both are written phase by phase, from the published figures. The phases are those of many microbatches; with few, the
-program is made for enough of them and ops of microbatches that do not exist are dropped, which breaks no dependency.
+Both schedules are written phase by phase, from the published figures. The phases are those of many microbatches. For
+few, the program is built for enough microbatches and ops of the missing ones are dropped, which breaks no dependency.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from moefold.schedule.program import OpKind, PipelineOp, Program, RankSlots
 
 
 def zero_bubble_v(ranks: int, microbatches: int, chunks: int = 2) -> Program:
-    """ZB-V: nothing idle but p - 1 in all, at 1F1B's memory: with F = D = W = 1 a stage, 6m + p - 1 and 2p live chunks.
+    """ZB-V: a bubble of p - 1 with the memory of 1F1B. With F = D = W = 1 per stage: 6m + p - 1 and 2p live chunks.
 
     Needs 2p - 1 microbatches for that.
     """
@@ -33,13 +33,13 @@ def zero_bubble_v_rank(rank: int, ranks: int, microbatches: int) -> RankSlots:
     up = 2 * ranks - 1 - rank
     ranks_below = ranks - rank  # this rank included
     writer = SlotWriter()
-    # Warm-up: forwards until the first microbatch comes back up.
+    # Warm-up: forwards until the first microbatch returns to this rank.
     for _ in range(2 * ranks_below - 1):
         writer.add_slot("F", down)
     for _ in range(rank):
         writer.add_slot("F", up)
         writer.add_slot("F", down)
-    # Until the first backward comes back up too.
+    # Until the first backward returns to this rank too.
     for _ in range(ranks_below):
         writer.add_slot("F", up)
         writer.add_data_and_weight_grad(up)
@@ -67,7 +67,7 @@ def zero_bubble_v_rank(rank: int, ranks: int, microbatches: int) -> RankSlots:
 def dualpipe_v(ranks: int, microbatches: int, chunks: int = 2) -> Program:
     """DualPipe-V: in the steady state every slot pairs a forward with a backward of the other stage.
 
-    With F = D = W = 1 a stage: 6m + 2 (p - 1) unpaired, and 2p + 1 live chunks. Needs 2p microbatches for that.
+    With F = D = W = 1 per stage: 6m + 2 (p - 1) unpaired, and 2p + 1 live chunks. Needs 2p microbatches for that.
     """
     enough = max(microbatches, 2 * ranks)
     program: Program = []
@@ -90,7 +90,7 @@ def dualpipe_v_rank(rank: int, ranks: int, microbatches: int) -> RankSlots:
     for _ in range(ranks_below):
         writer.add_data_and_weight_grad(up)
         writer.add_slot("F", up)
-    # Steady state: pairs. At the bottom of the V the first backward is not there in time to pair.
+    # Steady state: pairs. At the bottom of the V the first backward is too late for a pair.
     steady_ticks = microbatches - 2 * ranks + rank + 1
     for tick in range(steady_ticks):
         if ranks_below == 0 and tick == 0:
@@ -116,7 +116,7 @@ def dualpipe_v_rank(rank: int, ranks: int, microbatches: int) -> RankSlots:
 
 
 class SlotWriter:
-    """Writes the slots of one rank in order: each op takes the next microbatch of its kind and stage."""
+    """Writer of one rank's slots, in order: each op has the next microbatch of its kind and stage."""
 
     def __init__(self) -> None:
         self.slots: RankSlots = []
@@ -144,7 +144,7 @@ class SlotWriter:
         self.add_slot("W", stage)
 
     def add_deferred_wgrad(self) -> None:
-        """A slot with the weight gradient that was deferred longest, if there is one."""
+        """A slot with the oldest deferred weight gradient, if there is one."""
         if self.deferred:
             oldest = self.deferred.popleft()
             self.slots.append((oldest,))

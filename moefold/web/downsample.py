@@ -14,7 +14,7 @@ import numpy as np
 
 @dataclass
 class SeriesColumn:
-    """Consecutive steps, merged: of each value how often it was measured, its sum, minimum and maximum."""
+    """Consecutive steps, merged: of each value the number of measurements, the sum, minimum and maximum."""
 
     first: int
     last: int
@@ -40,7 +40,7 @@ class SeriesColumn:
 
 
 def single_step_column(step: int, values: np.ndarray) -> SeriesColumn:
-    """A column of one step; values that are not finite count as not measured."""
+    """A column of one step; non-finite values count as not measured."""
     finite = np.isfinite(values)
     count = finite.astype(np.int64)
     total = np.where(finite, values, 0.0)

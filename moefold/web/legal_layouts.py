@@ -1,8 +1,8 @@
-"""Legal positions of the page's sliders: values that are allowed, problems of a layout, and the nearest legal layout.
+"""Legal positions of the page's sliders: legal values, problems of a layout, and the nearest legal layout.
 
     pp 1 -> 2 on 8 GPUs with ep 8:  etp x ep x pp = 16 does not divide 8  ->  ep 4
 
-The slider that was just moved stays; the others follow in as few halvings and doublings as the rules allow.
+The slider that was moved keeps its value; the others follow in as few halvings and doublings as the rules allow.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MOST_STAGES = 16
 MOST_SEQUENCES = 64
 MOST_BATCH = 65_536
 MOST_TENSOR = 8
-CONTEXT_TOKENS = 1024  # a context-parallel rank gets at least so many
+CONTEXT_TOKENS = 1024  # least tokens of a context-parallel rank
 MAX_LAYOUTS_TRIED = 20_000  # in the search for the nearest layout: half a second
 SHORT_NAMES = {key: name for name, key in SHORT_KEYS.items()}
 
@@ -46,8 +46,8 @@ SliderPlaces = tuple[int, ...]  # of each slider, the index of its value
 
 
 def legal_layouts(raw: Mapping[str, Any], hold: str = "") -> JsonObject:
-    """`values` that each key may take; `problems` of the layout, with the keys that have part in each; `changes` that
-    lead to the nearest legal layout, where `hold` stays as it is; None when there is none near."""
+    """Answer for the sliders. `values`: legal values of each key; `problems` of the layout, each with its keys;
+    `changes` to the nearest legal layout, in which `hold` keeps its value; None when there is none near."""
     r = read_request(raw)
     case = ConfigOnRanks(r.config, r.gpus)
     values = {key: offered_values(r, key) for key in SLIDER_KEYS}
@@ -80,7 +80,7 @@ def with_slider_names(by_key: Mapping[str, Any]) -> JsonObject:
 
 
 def offered_values(r: PlanRequest, key: str) -> list[int]:
-    """Values that the model and the cluster allow a key by itself, and its present one."""
+    """Values of one key that the model and the cluster allow, and its present value."""
     rules_of_key = [rule for rule in RULES if sliders_of_rule(rule) == {key}]
     offered = {config_value(r.config, key)}
     for value in candidate_values(r, key):
@@ -126,7 +126,7 @@ def dividing(world: int, values: Sequence[int]) -> list[int]:
 
 
 def global_batches(world: int) -> list[int]:
-    """Powers of two, and batches that split over all ranks, or over a half, a quarter, ... of them."""
+    """Global batches: powers of two, and batches that split over all ranks, or over a half, a quarter, ... of them."""
     odd_part = world // (world & -world)
     powers = powers_of_two(MOST_BATCH)
     multiples = [odd_part * power for power in powers]
@@ -198,7 +198,7 @@ def layout_at_places(places: SliderPlaces, values: SliderValues) -> Layout:
 
 
 def neighbour_places(places: SliderPlaces, values: SliderValues, hold: str) -> Iterator[SliderPlaces]:
-    """The layouts one step away, with the held slider where it is."""
+    """Layouts one step away, with the held slider unchanged."""
     for i, key in enumerate(SLIDER_KEYS):
         if key == hold:
             continue

@@ -17,7 +17,7 @@ PLACEHOLDER = re.compile(r"\{\{(\w+)\}\}")
 
 @dataclass(frozen=True)
 class RenderedPage:
-    """The whole text, and the two parts of it that a browser executes."""
+    """A page: its whole text, and the two parts that a browser executes."""
 
     text: str
     style: str
@@ -25,7 +25,7 @@ class RenderedPage:
 
 
 def render_page(template: str, styles: FileNames, scripts: FileNames, title: str, data: Any) -> RenderedPage:
-    """Everything is inserted in one pass, so that no inserted text is taken for a placeholder."""
+    """The filled template. All texts are inserted in one pass, so that no inserted text is taken for a placeholder."""
     style = read_page_files(styles)
     script = read_page_files(scripts)
     texts = {
@@ -49,7 +49,7 @@ def read_page_files(names: FileNames) -> str:
 
 
 def script_safe_json(data: Any) -> str:
-    """JSON for the inside of a script element: no text in it can end that element."""
+    """JSON for a script element: no text in it can end that element."""
     text = json.dumps(data, allow_nan=False, separators=(",", ":"))
     for character in "<>&":
         text = text.replace(character, f"\\u{ord(character):04x}")

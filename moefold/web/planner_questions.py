@@ -1,6 +1,6 @@
 """Questions of the page to the planner: JSON in, a status and JSON out; a refusal is a list of sentences.
 
-They are answered in this process or, for a search, in one that can be killed:
+Questions are answered in this process, searches in a separate one that can be killed:
 
     echo '{"model": "qwen3-30b-a3b", "search": true}' | python -m moefold.web.planner_questions
 """
@@ -33,7 +33,7 @@ def reply_or_refusal(answer: Callable[[RawQuestion], JsonObject], raw: RawQuesti
 
 
 def require_known_names(raw: RawQuestion) -> None:
-    """Refuse models and GPUs that the package does not hold: a page reads no files of the machine it runs on."""
+    """Refuse models and GPUs that are not in the package: a page must not read files of the machine."""
     model = str(raw.get("model", "tiny"))
     gpu = str(raw.get("gpu", "h100"))
     one_of("model", model, PRESETS)
@@ -51,7 +51,7 @@ def ask_legal_layouts(raw: RawQuestion) -> Reply:
 
 
 def ask_needs_search(raw: RawQuestion) -> Reply:
-    """Whether an answer takes a search, which takes seconds."""
+    """Whether an answer needs a search, which takes seconds."""
     return reply_or_refusal(needs_search, raw)
 
 

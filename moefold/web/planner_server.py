@@ -1,12 +1,12 @@
-"""The planner as a page on this machine: a fixed list of routes, and the same planner that `moefold plan` asks.
+"""The planner as a page on this machine: a fixed list of routes to the planner of `moefold plan`.
 
     GET  /         the page
     POST /answer   a request of plan.answer  -> its answer, or 422 and the problems in sentences
-    POST /legal    a request and `hold`      -> where sliders may stand, and the nearest legal layout
+    POST /legal    a request and `hold`      -> legal values of the sliders, and the nearest legal layout
 
-The server listens on this machine only, and only under its own name, so that no page from elsewhere can ask under
-another. Questions are JSON in a body, which a browser does not let foreign pages send. A search runs in a process of
-its own: sliders stay quick, and a search that nobody waits for is killed.
+The server listens on this machine only, and only under its own host name, against DNS rebinding. Questions are JSON in
+a body, which a browser does not let foreign pages send. A search runs in a process of its own, so that sliders stay
+responsive; it is killed when the page disconnects.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def planner_app() -> Starlette:
 
 
 def security_headers(page: RenderedPage) -> dict[str, str]:
-    """Only the page's own script runs in it, and it connects to this server only."""
+    """The Content-Security-Policy: only the page's own script runs, and it connects to this server only."""
     policy = {
         "default-src": "'none'",
         "script-src": csp_digest(page.script),
@@ -136,7 +136,7 @@ class HeadersMiddleware:
 
 
 class PlannerEndpoints:
-    """Answers the page, a few questions at a time."""
+    """The routes of the page; a few questions are answered at a time."""
 
     def __init__(self) -> None:
         self.slots = asyncio.Semaphore(MAX_CONCURRENT)
@@ -194,7 +194,7 @@ async def search_in_subprocess(request: Request, raw: JsonObject) -> Reply:
             return 499, {}
         output, _ = search.result()
         if process.returncode:
-            return 500, {"problems": ["the search failed; the terminal of moefold web tells why"]}
+            return 500, {"problems": ["the search failed; the terminal of moefold web shows the error"]}
         status, body = json.loads(output)
         return status, body
     except asyncio.CancelledError:
@@ -222,7 +222,7 @@ async def respond_json(request: Request, reply: AsyncReply) -> Response:
 
 
 async def read_question(request: Request) -> JsonObject:
-    """The body as keys with plain values, or a refusal."""
+    """The body of a question as keys with plain values, or a refusal."""
     content_type = request.headers.get("content-type", "")
     kind = content_type.partition(";")[0].strip()
     if kind != "application/json":

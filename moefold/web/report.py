@@ -1,4 +1,4 @@
-"""The report of runs as one HTML file, with its style, script and data inside; it loads nothing else."""
+"""The report of runs as one HTML file, with style, script and data inside; it loads nothing else."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Summary of a run for a report, read from the run's folder and downsampled to what a page can show.
+"""Summary of a run for a report, read from the run's folder and downsampled to the resolution of a page.
 
 config.yaml     the run's configuration       -> facts
-metrics.jsonl   a line each step              -> curves, and maps of layers x steps
-router.jsonl    a line every so many steps    -> the load of layers x experts x steps, one byte each
+metrics.jsonl   one line per step             -> curves, and maps of layers x steps
+router.jsonl    one line every few steps      -> the load of layers x experts x steps, one byte each
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ JsonObject = dict[str, Any]
 
 
 def require_run_folder(folder: Path) -> None:
-    """Refuse a folder that holds no run, and say what to give instead."""
+    """Refuse a folder that holds no run, with advice."""
     if not folder.exists():
         siblings = run_folders_in(folder.parent)
         guess = did_you_mean(str(folder), map(str, siblings))
@@ -85,7 +85,7 @@ class MetricSeries:
         self.last_step = -1
 
     def add_record(self, record: JsonObject) -> None:
-        """Add one line; what is no number, and steps that do not ascend, are left out."""
+        """Add one line; values that are no numbers, and steps that do not ascend, are left out."""
         step = record["step"]
         if not self.last_step < step < MOST_STEPS:
             return
@@ -133,7 +133,7 @@ class MetricSeries:
 
 
 def summarize_run(folder: Path, label: str, runs: int) -> JsonObject:
-    """Everything the page shows of one run of `runs`, as plain data."""
+    """Summary of one of `runs` runs, as plain data for the page."""
     unknown_keys: dict[str, str] = {}
     config = recipe_base(str(folder / "config.yaml"), unknown_keys)
     path = folder / "metrics.jsonl"
@@ -142,7 +142,7 @@ def summarize_run(folder: Path, label: str, runs: int) -> JsonObject:
     for record in iterate_records(path):
         series.add_record(record)
     if series.last_step < 0:
-        raise UserError(f"{path} holds no step; expected one line a step: train first, or wait for the first line")
+        raise UserError(f"{path} holds no step; expected one line per step: train first, or wait for the first line")
     load = read_expert_load(folder / "router.jsonl", MAX_LOAD_CELLS // runs)
     layers = load["layers"] if load else moe_layer_numbers(config)
     return {
@@ -204,7 +204,7 @@ def rounded_values(values: Sequence[Any]) -> list[float | None]:
 
 
 def round_significant(value: float) -> float | None:
-    """Five digits, which is all a page can show; None for what JSON cannot write."""
+    """Numbers with five digits; None for values that JSON cannot write."""
     if not math.isfinite(value):
         return None
     short = float(f"{value:.5g}")

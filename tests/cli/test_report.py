@@ -64,7 +64,7 @@ def test_a_file_is_refused_with_its_folder(tmp_path: Path, capsys: pytest.Captur
 def test_a_run_without_a_single_step_is_refused(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     folder = run_folder(tmp_path / "a")
     (folder / "metrics.jsonl").write_text(text)
-    assert "holds no step; expected one line a step" in refusal([str(folder)], capsys)
+    assert "holds no step; expected one line per step" in refusal([str(folder)], capsys)
     assert not (folder / "report.html").exists()
 
 

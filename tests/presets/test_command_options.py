@@ -1,6 +1,10 @@
-"""Which words are a command's own and which override the configuration."""
+"""Which words are a command's own and which override the configuration; the end of --help."""
 
 from __future__ import annotations
+
+import os
+import subprocess
+import sys
 
 import pytest
 
@@ -21,3 +25,13 @@ from moefold.presets.command_options import split_overrides
 )
 def test_a_switch_may_be_said_without_a_value(words: str, overrides: list[str]):
     assert split_overrides(TrainOptions, words.split()) == (["tiny"], overrides)
+
+
+@pytest.mark.parametrize("words", ["doctor parity", "doctor", "train"])
+def test_help_ends_without_a_word_where_its_reader_has_ended(words: str):
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "moefold", *words.split(), "--help"]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -52,5 +52,5 @@ def test_pieces_come_in_the_models_order():
 
 
 def test_more_stages_than_pieces_are_told():
-    with pytest.raises(ScheduleError, match="5 stages are more than the model has pieces, 4; lower pp or vpp"):
+    with pytest.raises(ScheduleError, match="5 stages, but the model has only 4 pieces; lower pp or vpp"):
         propose_layout(model_pieces(2), [1.0] * 4, 5)

@@ -36,9 +36,9 @@ def test_the_legend_tells_of_what_is_drawn_and_of_nothing_else():
 
     plain = words(build_program("1f1b", 2, 1, 2), uniform_costs(2))
     assert {"F forward", "D data gradient", "W weight gradient", "idle"} <= plain
-    assert not {"communication", "a pair, woven", "lighter: later chunk of its rank"} & plain
+    assert not {"communication", "pair, interleaved", "lighter: later chunk of its rank"} & plain
     paired = pair_forward_with_backward(build_program("1f1b", 2, 2, 8))
-    assert {"communication", "a pair, woven", "lighter: later chunk of its rank"} <= words(
+    assert {"communication", "pair, interleaved", "lighter: later chunk of its rank"} <= words(
         paired, uniform_costs(4, 2, 0.5)
     )
 

@@ -70,7 +70,7 @@ def test_layers_are_counted_over_stages_whatever_they_are_called():
     [
         ("Et|x", "has 'x' as character 4; expected E (embedding), d (dense layer)"),
         ("E(tt|", "has 1 `(` but 0 `)`"),
-        ("Et)(tL", "closes at character 3 what was not opened"),
+        ("Et)(tL", "has `)` at character 3 without `(`"),
         ("Et*0L", "repeats a piece 0 times, up to character 4"),
         ("Et*L", "has '*' as character 3"),
         ("*3", "has '*' as character 1"),

@@ -91,7 +91,7 @@ def test_what_is_shown_is_what_the_planner_says(page: Page, place: str):
 def test_sliders_step_over_legal_values_and_others_follow_then_back_leads_back(page: Page, place: str):
     open_at(page, place)
     press(page, "c-parallel-pp", "ArrowRight")
-    expect(page.locator(".followed")).to_have_text("To stay legal, this followed: vpp 2 → 1, ep 4 → 2.")
+    expect(page.locator(".followed")).to_have_text("Changed to keep the layout legal: vpp 2 → 1, ep 4 → 2.")
     assert {key: state_of(page)[key] for key in ("parallel.pp", "pipeline.vpp", "parallel.ep")} == {
         "parallel.pp": "4",
         "pipeline.vpp": "1",

@@ -1,5 +1,5 @@
-"""Bytes that a rank sends in a step of one microbatch, by axis: gathered tokens, keys and values of context
-parallelism, rows to experts. Torch-free.
+"""Bytes that a rank sends in a step of one microbatch, by axis: tokens of tp collectives, keys and values of context
+parallelism, rows of experts. Torch-free.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from moefold.anatomy.step_specs import StepSpec, dispatched_width
 from moefold.dispatch.catalog import expected_distinct
 from moefold.plan.layer.rank_shapes import RankShapes
 
-FP8_ROW_BYTES = 1 + 4 / 128  # an element in fp8 with its share of a block's fp32 scale
+FP8_ROW_BYTES = 1 + 4 / 128  # an fp8 element and its share of the block's fp32 scale
 FP32_BYTES = 4
 
 SentElements = tuple[str, str, float]  # axis, what, elements
@@ -18,7 +18,7 @@ SentElements = tuple[str, str, float]  # axis, what, elements
 
 @dataclass(frozen=True)
 class AxisTraffic:
-    """Bytes that leave this rank over an axis, as a ring would send them, in forward and in backward."""
+    """Bytes sent by one rank over an axis in forward and in backward, with ring collectives."""
 
     step: str
     axis: str
@@ -28,7 +28,8 @@ class AxisTraffic:
 
 
 def step_bytes_sent(spec: StepSpec, s: RankShapes) -> list[AxisTraffic]:
-    """Bytes that leave this rank. A gather's backward is a reduce-scatter of as many bytes, and the reverse."""
+    """Bytes sent by one rank in a step. The backward of an all-gather is a reduce-scatter of as many bytes, and the
+    reverse."""
     step = spec.name
     traffic = tensor_parallel_bytes(step, s)
     if step == "attend" and s.portion.cp > 1:
@@ -40,13 +41,13 @@ def step_bytes_sent(spec: StepSpec, s: RankShapes) -> list[AxisTraffic]:
 
 
 def tensor_parallel_bytes(step: str, s: RankShapes) -> list[AxisTraffic]:
-    """Gathers of tokens before column-cut weights, sums behind row-cut ones."""
+    """Bytes of tensor parallelism: all-gathers before column-sharded weights, reduce-scatters after row-sharded."""
     wide = s.recipe.wide
     other_ranks = s.portion.tp - 1
     stream = s.T * s.D * wide * other_ranks
     sent: list[tuple[str, float]] = []
     if step in ("embed", "look_ahead"):
-        sent.append(("sum of words", stream))
+        sent.append(("sum of embeddings", stream))
     gathers_stream = step in ("mlp", "shared") or (step == "attend" and not s.mla)
     if gathers_stream:
         sent.append(("gather", stream))
@@ -67,8 +68,9 @@ def tensor_parallel_bytes(step: str, s: RankShapes) -> list[AxisTraffic]:
 
 
 def context_parallel_bytes(s: RankShapes) -> tuple[float, float]:
-    """Context parallelism, forward and backward. Gathered keys' gradients are summed back; a ring sends keys and
-    values once more and their fp32 gradients with them; an exchange of heads is the same both ways."""
+    """Bytes of context parallelism in forward and backward. The backward of an all-gather of keys is a reduce-scatter
+    of their gradients. The backward of a ring sends keys and values again, with their fp32 gradients. An all-to-all of
+    heads sends the same bytes in both."""
     cp = s.portion.cp
     wide = s.recipe.wide
     key_and_value = s.Q + s.V
@@ -81,7 +83,7 @@ def context_parallel_bytes(s: RankShapes) -> tuple[float, float]:
         gradients = FP32_BYTES * cp
         return keys * wide * (cp - 1), keys * (again + gradients)
 
-    # Heads are exchanged inside a node; between nodes keys go round a ring.
+    # An all-to-all of heads inside a node, a ring of keys between nodes.
     inside = cp
     if s.portion.context != "all_to_all":
         inside = min(cp, s.choices.node)
@@ -97,7 +99,7 @@ def context_parallel_bytes(s: RankShapes) -> tuple[float, float]:
 
 
 def expert_parallel_bytes(step: str, s: RankShapes) -> list[AxisTraffic]:
-    """Tokens to experts or back, by dispatcher. Backward sends gradients of the same rows the other way."""
+    """Bytes of a dispatch or a combine, by dispatcher. Backward sends the gradients of the same rows in reverse."""
     wide = s.recipe.wide
     forward_bytes = wide
     if step == "dispatch" and s.choices.travel == "fp8":
@@ -111,7 +113,7 @@ def expert_parallel_bytes(step: str, s: RankShapes) -> list[AxisTraffic]:
 
 
 def expert_parallel_elements(s: RankShapes) -> list[SentElements]:
-    """Elements sent one way."""
+    """Elements sent in one dispatch or one combine."""
     p = s.portion
     expert_ranks = p.ep * p.etp
     token = s.T * dispatched_width(s.model)
@@ -121,7 +123,7 @@ def expert_parallel_elements(s: RankShapes) -> list[SentElements]:
         gathered = token * (expert_ranks - 1)
         return [("ep", "all_gather", gathered)]
 
-    # Tokens to the ranks of experts, a copy for each choice or for each distinct rank; then among etp ranks.
+    # Over ep, one copy of a token for each choice or for each distinct rank; then an all-gather over etp.
     sent: list[SentElements] = []
     experts_per_node = max(1, s.choices.node // p.etp)
     inside = min(p.ep, experts_per_node)
@@ -141,5 +143,5 @@ def expert_parallel_elements(s: RankShapes) -> list[SentElements]:
     if p.etp > 1:
         arrived = copies if p.ep > 1 else 1
         gathered = token * arrived * (p.etp - 1)
-        sent.append(("etp", "to everyone", gathered))
+        sent.append(("etp", "all_gather", gathered))
     return sent

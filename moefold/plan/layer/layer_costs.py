@@ -1,7 +1,7 @@
 """Costs of one layer for one microbatch on one rank, step by step: parameters, FLOPs, saved bytes and sent bytes.
 
-Torch-free. Weights, their cuts and FLOPs come from `anatomy/`; what is saved for backward comes from the tables of a
-stack. Results are cached: a search asks for the same layer many times.
+Torch-free. Weights, their sharding and FLOPs come from `anatomy/`, tensors saved for backward from the tables of a
+stack. Results are cached, because a search needs the same layer many times.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ SavedTensors = tuple[SavedActivation, ...]
 
 @dataclass(frozen=True)
 class Gemm:
-    """`groups` products of (rows, k) by (k, n), done `times` times in a forward pass of the step."""
+    """A GEMM of a step: `groups` products of (rows, k) by (k, n), computed `times` times in forward."""
 
     name: str
     kind: str  # dense, grouped, router or head
@@ -78,12 +78,12 @@ class Gemm:
 
 
 Gemms = tuple[Gemm, ...]
-ParameterClass = tuple[str, tuple[str, ...]]  # of parameters: their grid, and the axes that cut them
+ParameterClass = tuple[str, tuple[str, ...]]  # grid of the parameters, and the axes that shard them
 
 
 @dataclass(frozen=True)
 class StepCount:
-    """One step of one layer on one rank. `parameters` are counted by class: grid and cutting axes."""
+    """Costs of one step of one layer on one rank. `parameters` are counted by class: grid and sharding axes."""
 
     spec: StepSpec
     parameters: tuple[tuple[ParameterClass, float], ...]
@@ -93,7 +93,7 @@ class StepCount:
     attention: float
     saved: SavedTensors
     sent: tuple[AxisTraffic, ...]
-    working: tuple[float, float]  # bytes of the working sets of forward and backward, beside what is kept
+    working: tuple[float, float]  # bytes of the working sets of forward and backward, beside saved tensors
 
     @property
     def kept_tensors(self) -> list[SavedActivation]:
@@ -105,7 +105,7 @@ class StepCount:
 
     @property
     def waiting(self) -> float:
-        """Bytes that deferred weight gradients need: inputs of GEMMs, and gradients of their results."""
+        """Bytes held for deferred weight gradients: inputs of GEMMs, and gradients of their outputs."""
         inputs = sum(tensor.bytes for tensor in self.kept_tensors if tensor.linear)
         outputs = 0.0
         for gemm in self.gemms:
@@ -119,7 +119,7 @@ class StepCount:
 
 @dataclass(frozen=True)
 class PieceCount:
-    """A piece of a layout: E, a layer (dense or with experts), m, or L."""
+    """Costs of a piece of a layout: E, a layer (dense or MoE), m, or L."""
 
     name: str
     steps: tuple[StepCount, ...]
@@ -130,7 +130,7 @@ class PieceCount:
 
     @cached_property
     def restored_bytes(self) -> float:
-        """Bytes that are recomputed in backward, or copied back from the host."""
+        """Bytes of tensors that are recomputed in backward, or copied back from the host."""
         saved = [tensor for step in self.steps for tensor in step.saved]
         return sum(tensor.bytes for tensor in saved if tensor.fate != "kept")
 
@@ -145,7 +145,7 @@ class PieceCount:
 
 @lru_cache(maxsize=256)
 def first_alike_layers(model: ModelConfig) -> tuple[int, ...]:
-    """For each layer, those of multi-token prediction behind the others, the first one that is the same."""
+    """For each layer, the first layer of the same kind (dense or MoE, sliding window). MTP layers come last."""
     first: dict[tuple[bool, int], int] = {}
     alike: list[int] = []
     for layer in range(model.layers + model.mtp):
@@ -158,7 +158,7 @@ def first_alike_layers(model: ModelConfig) -> tuple[int, ...]:
 def count_piece(
     model: ModelConfig, piece: str, layer: int, portion: RankPortion, choices: PlanChoices, load: float = 1.0
 ) -> PieceCount:
-    """E the embedding, t a layer, m a layer of multi-token prediction, L the head; `load` as in RankShapes."""
+    """Costs of a piece: E the embedding, t a layer, m an MTP layer, L the head. `load` as in RankShapes."""
     specs = piece_steps(model, piece, layer)
     window = sliding_window_of(model, layer)
     shapes = RankShapes(model, portion, choices, window, load)
@@ -184,7 +184,7 @@ def count_step(spec: StepSpec, s: RankShapes, saved: SavedTensors) -> StepCount:
     stack = LAYER_STACKS[s.choices.stack]
     parameters = Counter[ParameterClass]()
     quantized = 0.0
-    # Parameters of the rank's share, by the axes that cut them.
+    # Parameters on the rank, by the axes that shard them.
     for weight in spec.weights:
         held = prod(weight.part(s.portion.degrees))
         axes = tuple(axis for _, axis in weight.cut)
@@ -213,7 +213,7 @@ def is_weight_matrix(weight: WeightSpec) -> bool:
 
 
 def gemms_of_step(spec: StepSpec, s: RankShapes) -> list[Gemm]:
-    """The GEMMs of a step with its weights. Weights cut over tp multiply all tokens of the cp rank."""
+    """GEMMs of a step with its weights. The input of weights sharded over tp is all tokens of the cp rank."""
     if spec.name == "embed":
         return []
     if spec.name == "predict":
@@ -238,13 +238,13 @@ def gemms_of_step(spec: StepSpec, s: RankShapes) -> list[Gemm]:
 
 
 def gemm_name(weight: WeightSpec) -> str:
-    """Experts' weights end with the GEMM's name, others with `.weight` behind it."""
+    """Name of a weight's GEMM: the last part of an expert weight's name, the part before `.weight` of others."""
     parts = weight.name.split(".")
     return parts[-1] if "experts" in weight.name else parts[-2]
 
 
 def saved_by_steps(specs: list[StepSpec], s: RankShapes) -> dict[str, SavedTensors]:
-    """What each step saves, with its fate."""
+    """Tensors saved by each step, each with its fate."""
     saved: dict[str, list[SavedActivation]] = {}
     for spec in specs:
         saved[spec.name] = []
@@ -269,7 +269,7 @@ def saved_by_steps(specs: list[StepSpec], s: RankShapes) -> dict[str, SavedTenso
 
 
 def tensor_fate(entry: TensorEntry, choices: PlanChoices, in_layer: bool) -> str:
-    """Kept, recomputed or offloaded. Where whole layers are recomputed, only their inputs stay."""
+    """Fate of a tensor: kept, recomputed or offloaded. Where layers are recomputed, only their inputs are kept."""
     layer_recomputed = in_layer and "layer" in choices.recomputed
     if layer_recomputed and not entry.layer_input:
         return "recomputed"

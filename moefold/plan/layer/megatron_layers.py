@@ -1,6 +1,6 @@
-"""Tensors that Megatron-Core's layers save for backward, as its published memory tables count them.
+"""Tensors that Megatron-Core's layers save for backward, as in its published memory tables.
 
-Norms and RoPE are fused and keep their inputs; the permutation writes the experts' rows; logits exist all at once.
+Norms and RoPE are fused and save their inputs; the permutation writes the experts' rows; all logits are held at once.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ def attend_tensors() -> list[TensorEntry]:
     mla_norm.add("normed", rank_tokens, stream_width, "each")
     gqa_norm = gqa.remade_by("norm")
     gqa_norm.add("normed", rank_tokens, stream_width, "linear")
-    # Latent attention: latents before and after their norms, then what is projected up from them.
+    # Latent attention: latents before and after their norms, then their up-projections.
     mla.add("query latent", rank_tokens, query_latent_width)
-    mla.add("key latent and what turns", rank_tokens, rotary_key_latent_width)
-    mla.add("key latent by itself", rank_tokens, key_latent_width)
+    mla.add("key latent and rotary key", rank_tokens, rotary_key_latent_width)
+    mla.add("key latent", rank_tokens, key_latent_width)
     mla_up = mla.remade_by("up")
     mla_up.add("query latent normed", rank_tokens, query_latent_width, "linear")
     mla_up.add("key latent normed", rank_tokens, key_latent_width, "linear")

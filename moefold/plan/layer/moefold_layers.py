@@ -1,8 +1,8 @@
 """Tensors that moefold's layers save for backward, and their working sets.
 
-A test runs the model with hooks on all that autograd saves, and compares. The bound implementation of an op decides:
-the fused expert kernel saves tokens and pre-activations only; on a CPU, RMSNorm is composed of ops that each save
-their own, and attention of unusual shapes saves its probabilities.
+A test compares the tables with the tensors that autograd saves in a real model. Saved tensors depend on the chosen
+implementation of an op: the fused expert kernel saves tokens and pre-activations only; on a CPU, RMSNorm is composed of
+plain ops that each save their input, and attention of unusual shapes saves its probabilities.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ from moefold.plan.layer.tensor_table import (
     weighs_expert_outputs,
 )
 
-CHUNK_LOGITS = 1 << 26  # as kernels/vocabulary/cross_entropy.py has these; a test compares
+CHUNK_LOGITS = 1 << 26  # both as in kernels/vocabulary/cross_entropy.py; a test compares
 LOGITS_IN_PLACE = 10 << 26
-EXPERT_PADDING_ROWS = 64  # rows that the fused kernel may add for each expert
-SINK_HEAD_DIMS = 8  # dims that a sink adds to queries and keys where attention takes it as one more key
+EXPERT_PADDING_ROWS = 64  # padding rows of the fused kernel, per expert
+SINK_HEAD_DIMS = 8  # dims added to queries and keys where a sink is an additional key
 HOPPER_CAPABILITY = 90
 
 
 def add_rmsnorm(
     table: TensorTable, name: str, rows: ShapeFunction, width: ShapeFunction, layer_input: bool = False
 ) -> None:
-    """An RMSNorm saves its input and one number a row; a composed one the scaled input as well."""
+    """Add the tensors of an RMSNorm: its input and one number per row; the scaled input too where it is composed."""
     table.add(name, rows, width, read_by="norm", layer_input=layer_input)
     table.add(f"scale of {name}", rows, one_column, "fp32")
     composed = table.only(composes_rmsnorm).remade_by("norm")
@@ -76,7 +76,7 @@ def norms_and_ropes_in_one_op(s: RankShapes) -> bool:
 
 
 def fuses_norm_and_rope(s: RankShapes) -> bool:
-    """Whether one kernel norms queries and keys and rotates them: it saves its input alone."""
+    """Whether one kernel norms and rotates queries and keys; it saves its input only."""
     return norms_and_ropes_in_one_op(s) and s.chosen_implementation("norm_rope") != "reference"
 
 
@@ -118,7 +118,8 @@ def key_width(s: RankShapes) -> float:
 
 
 def sink_key_count(s: RankShapes) -> int:
-    """A sink is one more key, and eight more dims of queries and keys, unless a kernel takes it as it is."""
+    """Additional keys for a sink: one where attention is composed, which also adds eight dims to queries and keys; none
+    where a kernel has sinks."""
     composed = s.choices.device == "cpu"
     return 1 if s.model.attention.sinks and composed else 0
 
@@ -132,13 +133,13 @@ def saved_query_width(s: RankShapes) -> float:
 
 
 def saved_key_positions(s: RankShapes) -> float:
-    """Positions of keys and values that are saved: a gather over cp saves those of all its ranks."""
+    """Positions of saved keys and values; with an all-gather over cp, those of all cp ranks."""
     gathered = s.portion.cp if s.portion.context == "all_gather" else 1
     return s.C * gathered + s.B * sink_key_count(s)
 
 
 def saved_kv_heads(s: RankShapes) -> float:
-    """Heads of keys and values; repeated for every query head where attention is composed of plain ops."""
+    """Heads of saved keys and values; one per query head where attention is composed of plain ops."""
     return s.H if s.plain_attention else s.G
 
 
@@ -155,7 +156,7 @@ def cuts_context(s: RankShapes) -> bool:
 
 
 def reorders_attended(s: RankShapes) -> bool:
-    """Whether attention's result comes in parts, or by heads, and is copied into order."""
+    """Whether the output of attention is computed in parts, or by heads, and copied into order."""
     return cuts_context(s) and s.portion.context != "ring"
 
 
@@ -164,7 +165,7 @@ def context_positions(s: RankShapes) -> float:
 
 
 def half_chunk_positions(s: RankShapes) -> float:
-    """Positions of one of a rank's two chunks, where context is cut."""
+    """Positions of one of a rank's two chunks, with context parallelism."""
     return s.S / (2 * s.portion.cp)
 
 
@@ -173,14 +174,14 @@ def chunk_mask_width(s: RankShapes) -> float:
 
 
 def needs_chunk_masks(s: RankShapes) -> bool:
-    """Chunks that see gathered keys up to their own end need a mask, unless a kernel has that causal offset."""
+    """Whether chunks need a mask over gathered keys: only where no kernel has a causal offset."""
     if not cuts_context(s) or not s.composed_rmsnorm:
         return False
     return s.portion.context == "all_gather"
 
 
 def rope_table_width(s: RankShapes) -> float:
-    """Cosines and sines of the positions held here, which queries and keys each read."""
+    """Width of the saved RoPE tables: once where queries and keys are rotated by one op, else twice."""
     attention = s.model.attention
     rotated = attention.rope_dim or attention.head_dim
     readers = 1 if norms_and_ropes_in_one_op(s) else 2
@@ -200,7 +201,7 @@ def probabilities_width(s: RankShapes) -> float:
 
 
 def add_full_norm(table: TensorTable, name: str, width: ShapeFunction) -> None:
-    """A norm over all heads, which tp may cut, is composed of plain ops in fp32."""
+    """Add the tensors of a norm over all heads, which is composed of plain ops in fp32, since tp may shard it."""
     table.add(f"{name} in fp32", context_tokens, width, "fp32")
     table.add(f"{name} scaled", context_tokens, width, "fp32")
     table.add(f"scale of {name}", context_tokens, one_column, "fp32")
@@ -242,11 +243,11 @@ def attend_tensors() -> list[TensorEntry]:
     core = table.remade_by("core")
     core.add("attended", context_tokens, attended_width, "linear", read_by="out")
     reordered = core.only(reorders_attended)
-    reordered.add("attended, before it is put in order", context_tokens, attended_width)
+    reordered.add("attended, before reordering", context_tokens, attended_width)
     cut = table.only(cuts_context)
-    cut.add("angles of its positions", context_positions, rope_table_width, "fp32")
+    cut.add("rotary tables", context_positions, rope_table_width, "fp32")
     masks = table.only(needs_chunk_masks)
-    masks.add("masks of its two chunks", half_chunk_positions, chunk_mask_width, "fp32")
+    masks.add("masks of the two chunks", half_chunk_positions, chunk_mask_width, "fp32")
     flash = core.only(uses_flash_attention)
     flash.add("log-sum-exp", context_tokens, query_heads, "fp32")
     plain = core.only(uses_plain_attention)
@@ -269,7 +270,7 @@ def mlp_tensors() -> list[TensorEntry]:
 
 
 def fused_router(s: RankShapes) -> bool:
-    """Whether one kernel chooses: it saves logits, choice and weights."""
+    """Whether the router is one kernel, which saves logits, choices and weights."""
     return s.chosen_implementation("router_topk") == "triton"
 
 
@@ -298,12 +299,12 @@ def has_z_loss(s: RankShapes) -> bool:
 
 
 def balance_loss_rows(s: RankShapes) -> float:
-    """Rows of the shares that the balance losses multiply with: each sequence has its own."""
+    """Rows of the load shares in the balance losses: one per sequence, or one for the batch."""
     return s.B if s.model.moe.balance.aux_over == "sequence" else 1.0
 
 
 def keeps_score_shares(s: RankShapes) -> bool:
-    """Whether scores normalised to one are used: in balance losses, or as weights."""
+    """Whether scores normalised over all experts are saved, for balance losses or as weights."""
     if fused_router(s):
         return False
     normalization = weight_normalization(s)
@@ -354,16 +355,16 @@ def route_tensors() -> list[TensorEntry]:
     sigmoids = router.only(keeps_sigmoids)
     sigmoids.add("sigmoids", rank_tokens, expert_count, "fp32")
     chosen = log_sigmoids.only(normalizes_chosen)
-    chosen.add("logs of sigmoids", rank_tokens, expert_count, "fp32")
+    chosen.add("log-sigmoids", rank_tokens, expert_count, "fp32")
     gradients = log_sigmoids.only(composes_rmsnorm)
-    gradients.add("what their gradient needs", rank_tokens, expert_count, "fp32")
+    gradients.add("buffer of log-sigmoids", rank_tokens, expert_count, "fp32")
     # The choice, its weights and the losses.
     router.add("choice", rank_tokens, choices_per_token, "int64")
-    composed.add("which choices are none", rank_tokens, choices_per_token, "byte")
+    composed.add("mask of missing choices", rank_tokens, choices_per_token, "byte")
     weights = router.only(keeps_chosen_weights)
     weights.add("weights", rank_tokens, choices_per_token, "fp32")
     balance = router.only(has_balance_loss)
-    balance.add("price of each expert", balance_loss_rows, expert_count, "fp32")
+    balance.add("load share of each expert", balance_loss_rows, expert_count, "fp32")
     z_loss = composed.only(has_z_loss)
     z_loss.add("log-sum-exp", rank_tokens, one_column, "fp32")
     return table.entries
@@ -377,7 +378,7 @@ def reference_arrange_rows(s: RankShapes) -> bool:
 
 
 def fused_experts(s: RankShapes) -> bool:
-    """Whether one kernel runs the experts: in backward it writes the gradient of gate and up over them."""
+    """Whether one kernel runs the experts; its backward overwrites gate and up with their gradients."""
     return s.fuses_experts
 
 
@@ -423,7 +424,7 @@ def plan_tensors() -> list[TensorEntry]:
     arranged = moe.only(reference_arrange_rows)
     arranged.add("order of rows", expert_rows, one_column, "int64")
     remote = moe.only(experts_are_remote)
-    remote.add("who went where", routed_choices, two_columns, "int64")
+    remote.add("token and slot of each parcel", routed_choices, two_columns, "int64")
     return table.entries
 
 
@@ -431,17 +432,17 @@ def expert_tensors() -> list[TensorEntry]:
     table = TensorTable("experts")
     experts = table.remade_by("experts", "moe")
     activation = table.remade_by("activation", "experts", "moe")
-    # Inputs: the fused kernel reads tokens where they lie, others read gathered rows.
+    # Inputs: the fused kernel reads tokens by index, other kernels read gathered rows.
     fused = experts.only(fused_experts)
     unfused = experts.only(unfused_experts)
     remote = fused.only(experts_are_remote)
-    remote.add("tokens that came", arrived_tokens, dispatched_token_width, read_by="experts")
+    remote.add("arrived tokens", arrived_tokens, dispatched_token_width, read_by="experts")
     local = fused.only(has_local_latents)
     local.add("latents", rank_tokens, dispatched_token_width, read_by="experts")
     experts.add("index and slots", expert_rows, two_columns, "int32")
     experts.add("weights", expert_rows, one_column, "fp32")
     unfused.add("rows", expert_rows, dispatched_token_width, "linear", read_by="experts")
-    # Inside and behind the expert MLP.
+    # Inside and after the expert MLP.
     experts.add("gate and up", expert_rows, expert_gate_up_width, read_by="activation")
     activated = activation.only(unfused_experts)
     activated.add("activated", expert_rows, expert_inner_width, "linear")
@@ -463,7 +464,7 @@ def combine_tensors() -> list[TensorEntry]:
     combine = TensorTable("combine")
     paired = combine.only(pairs_microbatches)
     weighed = paired.only(weighs_activations)
-    weighed.add("results, while woven", expert_rows, dispatched_token_width)
+    weighed.add("results, in paired slots", expert_rows, dispatched_token_width)
     return widen.entries + combine.entries
 
 
@@ -492,7 +493,7 @@ def shared_expert_tensors() -> list[TensorEntry]:
 
 
 def prediction_heads(s: RankShapes) -> float:
-    """Losses: the model's own, and those of tokens further ahead."""
+    """Number of losses: one of the next token, and one per MTP layer."""
     return 1.0 + s.model.mtp
 
 
@@ -534,7 +535,7 @@ MOEFOLD_SAVED = [
 ]
 
 
-# Working sets: tensors that a step needs for the moment, beside what it saved.
+# Working sets: temporary tensors of a step, beside saved ones.
 
 
 def backward_table() -> TensorTable:
@@ -557,14 +558,14 @@ def writes_score_gradients(s: RankShapes) -> bool:
 
 
 def score_gradient_workspace(s: RankShapes) -> float:
-    """Bytes of these gradients, of as many heads as fit the kernel's limit. None if one head's are too many."""
+    """Bytes of the gradients of scores, of as many heads as the kernel's limit allows; 0 where it allows no head."""
     groups = int(s.B * s.G)
     heads_per_group = int(s.H // s.G)
     return score_gradient_bytes(s.S, groups, heads_per_group)
 
 
 def separate_expert_wgrad(s: RankShapes) -> bool:
-    """Whether the gradient of experts' weights exists beside the sum it is added to."""
+    """Whether the gradient of expert weights is allocated beside the sum that it is added to."""
     return not (s.fuses_experts and s.portion.accumulates)
 
 
@@ -574,7 +575,7 @@ def padded_expert_rows(s: RankShapes) -> float:
 
 
 def expert_row_pair_width(s: RankShapes) -> float:
-    """Rows and their gradient where the fused kernel gathers rows again; else the gradient alone."""
+    """Width of rows and their gradient where the fused kernel gathers rows again; otherwise of the gradient only."""
     return s.W * (2 if s.fuses_experts else 1)
 
 
@@ -587,7 +588,7 @@ def expert_weight_width(s: RankShapes) -> float:
 
 
 def overwrites_logits(s: RankShapes) -> bool:
-    """Whether the head's kernel writes the gradient of logits over them, in bf16."""
+    """Whether the kernel of the head overwrites logits with their gradient, in bf16."""
     return s.chosen_implementation("cross_entropy") == "triton"
 
 
@@ -596,8 +597,8 @@ def keeps_logits_apart(s: RankShapes) -> bool:
 
 
 def logits_per_chunk(s: RankShapes) -> float:
-    """Logits that the head holds at a time: those of as many tokens as allowed, a power of two. A kernel that needs
-    less for each of them takes more at a time."""
+    """Logits of one chunk of tokens in the head. The number of tokens is a power of two; it is larger for the kernel
+    that overwrites logits, which needs fewer bytes per logit."""
     limit = LOGITS_IN_PLACE if overwrites_logits(s) else CHUNK_LOGITS
     tokens = min(tokens_of_chunk(limit, s.P), s.C)
     return tokens * s.P
@@ -629,8 +630,8 @@ def composed_swiglu(s: RankShapes) -> bool:
 
 
 def add_swiglu_backward(table: TensorTable, rows: ShapeFunction, inner: ShapeFunction) -> None:
-    """Composed in fp32: gate and up, the incoming gradient, the formula's intermediate values, and both results before
-    they are rounded. A kernel has the incoming gradient and both results."""
+    """Add the tensors of SwiGLU's backward. Composed in fp32: gate and up, the incoming gradient, intermediate values,
+    and both results before rounding. Fused: the incoming gradient and both results."""
 
     def composed_width(s: RankShapes) -> float:
         return 10 * inner(s)
@@ -654,24 +655,24 @@ def expert_forward() -> WorkingSet:
 
 
 def expert_backward_end() -> WorkingSet:
-    """When the gradients of rows and weights exist."""
+    """Working set at the end of the experts' backward, with the gradients of rows and weights."""
     table = backward_table()
     table.add("gradient of results", expert_rows, dispatched_token_width)
     unfused = table.only(unfused_experts)
     unfused.add("gradient of gate and up", expert_rows, expert_gate_up_width)
     table.add("rows and their gradient", expert_rows, expert_row_pair_width)
-    table.add("gradient of what arrived", arrived_tokens, dispatched_token_width)
+    table.add("gradient of arrived tokens", arrived_tokens, dispatched_token_width)
     wgrad = table.only(separate_expert_wgrad)
     wgrad.add("gradients of the experts' weights", expert_weight_rows, expert_weight_width)
     return table.entries
 
 
 def expert_backward_start() -> WorkingSet:
-    """When the fused kernel has made the activation again."""
+    """Working set of the fused kernel's backward after it has recomputed the activation."""
     table = backward_table()
     fused = table.only(fused_experts)
     fused.add("gradient of results", expert_rows, dispatched_token_width)
-    fused.add("activation, made again", padded_expert_rows, expert_inner_width)
+    fused.add("activation, recomputed", padded_expert_rows, expert_inner_width)
     wgrad = fused.only(separate_expert_wgrad)
     wgrad.add("gradient of down", expert_weight_rows, expert_inner_width)
     return table.entries
@@ -692,7 +693,7 @@ def attention_backward_table() -> TensorTable:
 
 def attend_backward_rope() -> WorkingSet:
     table = attention_backward_table()
-    table.add("those that turn, in fp32", context_tokens, rotated_gradient_width, "fp32")
+    table.add("gradients of rotated q and k, in fp32", context_tokens, rotated_gradient_width, "fp32")
     return table.entries
 
 
@@ -733,7 +734,7 @@ def predict_gradients() -> WorkingSet:
     table = TensorTable()
     apart = table.only(keeps_logits_apart)
     apart.add("gradient of a chunk's logits", logits_per_chunk, one_column)
-    apart.add("its part of the head's gradient", vocab_shard_width, stream_width)
+    apart.add("the chunk's part of the head's gradient", vocab_shard_width, stream_width)
     return table.entries
 
 

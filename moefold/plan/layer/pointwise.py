@@ -1,7 +1,8 @@
-"""Pointwise work of a forward beside GEMMs and attention: bytes of its passes, and kernels launched, by step.
+"""Pointwise kernels of a forward beside GEMMs and attention: bytes moved and kernel launches, by step.
 
-A pass over x elements reads 2 bytes and writes 2 of each. Quantising for a GEMM reads 2 and writes the element twice:
-along rows for this GEMM, along columns for the weight gradient's. Letters are those of `plan/layer/rank_shapes.py`.
+A pass over elements reads 2 bytes and writes 2 bytes per element. Quantisation for a GEMM reads 2 bytes and writes two
+quantised elements: one along rows for this GEMM, one along columns for the weight gradient. Letters are those of
+`plan/layer/rank_shapes.py`.
 """
 
 from __future__ import annotations
@@ -11,12 +12,12 @@ from collections.abc import Callable
 from moefold.plan.layer.layer_costs import Gemm, Gemms
 from moefold.plan.layer.rank_shapes import RankShapes
 
-LOW_PRECISION_GEMMS = ("dense", "grouped")  # those that a low precision takes over; router and head stay as they are
-NORM_PASSES = 5  # a norm of the stream, and the sum with what a layer adds to it
+LOW_PRECISION_GEMMS = ("dense", "grouped")  # GEMMs in low precision; router and head are not quantised
+NORM_PASSES = 5  # a norm of the stream, and the addition of a layer's output to it
 
 
 def attention_elements(s: RankShapes) -> float:
-    """Elements of queries, keys and values that are read or written: rotated, normed, projected up from latents."""
+    """Elements of queries, keys and values that norms, RoPE and up-projections read or write."""
     if s.mla:
         keys = s.G * (s.Q + s.V)
         heads = 2 * s.C * (s.H * s.Q + keys)
@@ -29,8 +30,8 @@ def attention_elements(s: RankShapes) -> float:
 
 
 def activation_elements(s: RankShapes) -> float:
-    """Elements that experts' activation reads and writes, and that biases are added to; none where one kernel does the
-    activation with the GEMMs."""
+    """Elements that the activation and the biases of experts read and write; none where the activation is fused with
+    the GEMMs."""
     if runs_fused_experts(s):
         return 0.0
     elements = 3 * s.F
@@ -46,15 +47,15 @@ def runs_fused_experts(s: RankShapes) -> bool:
 
 
 def arranged_elements(s: RankShapes) -> float:
-    """Elements of tokens gathered in the order of experts. Tokens that never left the rank are read from the cache."""
+    """Elements of tokens gathered in expert order. Local tokens are read from cache."""
     stays_local = s.portion.ep * s.portion.etp == 1
     passes = 1 if stays_local and runs_fused_experts(s) else 2
     return s.R * s.W * passes
 
 
 def cross_entropy_elements(s: RankShapes) -> float:
-    """Elements of logits that are read and written beside GEMMs, in forward and backward: the fused kernel does it
-    once."""
+    """Elements of logits that are read and written beside GEMMs, in forward and backward; fewer with the fused
+    kernel."""
     fused = s.choices.stack == "moefold" and s.chosen_implementation("cross_entropy") == "triton"
     passes = 2 / 3 if fused else 6
     heads = 1 + s.model.mtp
@@ -121,7 +122,7 @@ KERNEL_LAUNCHES = {
     "mlp": 8,
     "route": 30,
     "narrow": 1,
-    "plan": 0,  # counted with dispatch, which follows at once: the host launches both while the device runs one
+    "plan": 0,  # counted with dispatch, which follows directly
     "dispatch": 14,
     "shared": 6,
     "experts": 6,
@@ -138,7 +139,7 @@ QUANTIZED_LOOP_LAUNCHES = 5  # of one expert's GEMM: each operand is quantised
 
 
 def pointwise_bytes(step: str, s: RankShapes) -> float:
-    """Bytes of a forward's pointwise passes."""
+    """Bytes moved by the pointwise kernels of a forward."""
     if step not in POINTWISE_ELEMENTS:
         return 0.0
     return 2.0 * POINTWISE_ELEMENTS[step](s)
@@ -149,7 +150,7 @@ def low_precision_gemms(gemms: Gemms) -> list[Gemm]:
 
 
 def input_quantization_bytes(gemms: Gemms, s: RankShapes) -> float:
-    """Bytes of quantising what the GEMMs of a forward read. GEMMs with the same input share its quantised form."""
+    """Bytes of quantising the inputs of a forward's GEMMs. GEMMs with the same input share one quantised copy."""
     if not s.recipe.quantizes:
         return 0.0
     elements: dict[tuple[float, float], float] = {}
@@ -160,7 +161,7 @@ def input_quantization_bytes(gemms: Gemms, s: RankShapes) -> float:
 
 
 def gradient_quantization_bytes(gemms: Gemms, s: RankShapes) -> float:
-    """Bytes of quantising the gradients of what the GEMMs gave, in backward."""
+    """Bytes of quantising the gradients of the GEMMs' outputs, in backward."""
     if not s.recipe.quantizes:
         return 0.0
     elements: dict[tuple[float, float, str], float] = {}
@@ -171,13 +172,13 @@ def gradient_quantization_bytes(gemms: Gemms, s: RankShapes) -> float:
 
 
 def quantized_element_bytes(s: RankShapes) -> float:
-    """Read in bf16, written twice."""
+    """Bytes of quantising one element: read in bf16, written twice."""
     return 2 + 2 * s.recipe.linear
 
 
 def count_launches(step: str, gemms: Gemms, s: RankShapes) -> tuple[float, float]:
     """Kernels of a forward: those in sequence, and those of a loop over experts, which run in parallel on the device.
-    Megatron's layers run each expert's GEMM by itself and quantise each operand."""
+    Megatron's layers run one GEMM per expert and quantise each operand."""
     quantizes = s.recipe.quantizes
     count = KERNEL_LAUNCHES[step]
     if runs_fused_experts(s):

@@ -1,6 +1,6 @@
-"""Shapes of one rank's share of one microbatch in one layer, as the tables of tensors use them.
+"""Shapes of one rank's part of one microbatch in one layer, used by the tables of tensors.
 
-T   tokens of this rank              C   tokens of its cp rank: what weights cut over tp multiply
+T   tokens of this rank              C   tokens of its cp rank: input of weights sharded over tp
 R   rows of its experts              N   tokens that arrived here for them
 D   width of the stream              W   width of a token sent to experts
 S   sequence length                  B   sequences of the microbatch
@@ -26,9 +26,9 @@ RANK_SHAPE_AXES = ("tp", "cp", "ep", "etp")
 
 @dataclass(frozen=True)
 class RankPortion:
-    """One rank's portion of a microbatch, and how its tokens are sent. `defers_wgrad`: weight gradients are computed
-    apart; `pairs_microbatches`: steps of two microbatches are interleaved; `accumulates`: the microbatch is one of
-    several, and GEMMs add weight gradients to those of microbatches before it."""
+    """One rank's portion of a microbatch, and the dispatch of its tokens. `defers_wgrad`: weight gradients are computed
+    separately; `pairs_microbatches`: steps of two microbatches are interleaved; `accumulates`: a step has several
+    microbatches, and GEMMs accumulate weight gradients."""
 
     seq_len: int
     micro_batch: int = 1
@@ -53,8 +53,8 @@ class RankPortion:
 
 
 class RankShapes:
-    """The numbers of the legend for one kind of layer: with experts or without, with a window or not. `load` is the
-    number of rows this rank gets, over its even share."""
+    """Shapes of the legend for one kind of layer: dense or MoE, with or without a sliding window. `load`: rows of this
+    rank's experts over their even share."""
 
     def __init__(self, model: ModelConfig, p: RankPortion, choices: PlanChoices, window: int = 0, load: float = 1.0):
         self.model = model
@@ -102,7 +102,7 @@ class RankShapes:
         self.latent = moe.latent > 0
 
     def even_expert_rows(self) -> float:
-        """Rows of a rank's experts under an even load; ranks that cut an expert among them all get its rows."""
+        """Rows of a rank's experts under an even load; every etp rank of an expert gets all of its rows."""
         moe = self.model.moe
         capacity = moe.capacity
         rows = self.T * self.K * self.portion.etp
@@ -115,7 +115,7 @@ class RankShapes:
         return rows + padding
 
     def even_arrived_tokens(self) -> float:
-        """Tokens that lie here for the experts: this rank's own, or copies that arrived."""
+        """Tokens on this rank for its experts: its own, or copies that arrived."""
         p = self.portion
         if p.ep * p.etp == 1:
             return self.T
@@ -138,7 +138,7 @@ class RankShapes:
         return Facts(c.device, dtype, capability, hidden=hidden, ffn=ffn, triton=has_triton)
 
     def chosen_implementation(self, op: str) -> str:
-        """The implementation of an operation that would be bound there."""
+        """The implementation of an op that a run would choose on this device."""
         forced = forced_implementations(self.portion.force)
         name, _ = pick_implementation(op, self.facts, forced.get(op))
         return name
@@ -152,7 +152,7 @@ class RankShapes:
 
     @cached_property
     def plain_attention(self) -> bool:
-        """Whether attention is composed of plain ops: on a CPU, for shapes that torch's own attention does not take."""
+        """Whether attention is composed of plain ops: on a CPU, for shapes that torch's attention does not support."""
         if self.choices.device != "cpu":
             return False
         has_window = self.window > 0
@@ -160,7 +160,7 @@ class RankShapes:
 
     @cached_property
     def composed_rmsnorm(self) -> bool:
-        """Whether RMSNorm is composed of plain ops, each saving its own input: torch has no fused one for a CPU."""
+        """Whether RMSNorm is composed of plain ops that each save their input: torch has no fused one for a CPU."""
         return self.choices.device == "cpu"
 
 

@@ -1,7 +1,7 @@
 """Tables of a layer's tensors: each entry has a number of rows, a width and the storage of an element.
 
-A stack (`plan/layer/moefold_layers.py`, `plan/layer/megatron_layers.py`) has such tables for what its steps save for
-their backward, and for what they need for the moment. Rows and widths are functions of `RankShapes`.
+A stack (`plan/layer/moefold_layers.py`, `plan/layer/megatron_layers.py`) has such tables for tensors that its steps
+save for backward, and for temporary tensors. Rows and widths are functions of `RankShapes`.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ FIXED_ELEMENT_BYTES = {
 
 
 def element_bytes(storage: str, recipe: PrecisionRecipe) -> float:
-    """Bytes of an element.
+    """Bytes per element, by storage.
 
     wide     in the model's precision
     linear   a GEMM's input: quantised where the precision is low
-    each     as linear, but two readers quantise it separately
-    copy     quantised, beside a wide one
+    each     as linear, but quantised separately for two GEMMs
+    copy     a quantised copy beside a wide tensor
     """
     if storage in FIXED_ELEMENT_BYTES:
         return FIXED_ELEMENT_BYTES[storage]
@@ -48,8 +48,8 @@ def always(_: RankShapes) -> bool:
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """`remade_by`: the regions whose recompute makes the tensor again. `read_by`: the region whose input it is, which
-    offloading moves. `layer_input`: a layer's own input, which stays when all of the layer is recomputed."""
+    """A tensor of a step. `remade_by`: regions whose recompute yields the tensor. `read_by`: the region whose input it
+    is, for offloading. `layer_input`: the input of a layer, which is kept where whole layers are recomputed."""
 
     name: str
     step: str
@@ -70,8 +70,8 @@ class TensorEntry:
 
 
 class TensorTable:
-    """The entries of one step as they are added. `only` and `remade_by` give views on the same table, whose entries
-    have a further condition, or other regions."""
+    """Entries of one step. `only` and `remade_by` return views of the same table; entries added through a view have a
+    further condition, or other regions."""
 
     def __init__(self, step: str = ""):
         self.step = step
@@ -120,8 +120,8 @@ WorkingSet = list[TensorEntry]
 
 @dataclass(frozen=True)
 class LayerStack:
-    """A way to build layers: what their steps save, and the working sets of a step, tensors that exist at the same
-    time, by step and pass (F forward, B backward)."""
+    """A trainer's layers: tensors saved by their steps, and working sets (tensors that exist at the same time) by step
+    and pass (F forward, B backward)."""
 
     saved: list[TensorEntry]
     working_sets: Mapping[tuple[str, str], list[WorkingSet]]
@@ -213,7 +213,7 @@ def vocab_shard_width(s: RankShapes) -> float:
 
 
 def joined_token_width(s: RankShapes) -> float:
-    """A stream and a token side by side, as multi-token prediction reads them."""
+    """Width of a stream and a token side by side, the input of an MTP layer."""
     return 2 * s.D
 
 
@@ -234,5 +234,5 @@ def uses_gqa(s: RankShapes) -> bool:
 
 
 def weighs_expert_outputs(s: RankShapes) -> bool:
-    """Whether the router's weight multiplies what experts give, rather than their activation."""
+    """Whether the router weight multiplies the experts' output, not their activation."""
     return not s.gate_inside

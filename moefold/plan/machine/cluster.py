@@ -1,4 +1,4 @@
-"""Communication times on a cluster of GPUs: which ranks share an NVLink domain, and the seconds of a collective.
+"""Communication times on a cluster of GPUs: ranks of one NVLink domain, and the seconds of a collective.
 
 Ranks are ordered as in `layout/fold.py`: tp innermost, then cp, dp, and pp outermost; etp, ep, edp for experts.
 """
@@ -33,12 +33,12 @@ class Cluster:
 
     @property
     def pointwise_bandwidth(self) -> float:
-        """Bytes a second of pointwise work in a GPU's memory."""
+        """Memory bandwidth that pointwise kernels reach, in bytes/s."""
         return self.gpu.hbm * self.gpu.kernels.stream
 
     @property
     def nvlink_bandwidth(self) -> float:
-        """Bytes a second that collectives reach inside a domain."""
+        """NVLink bandwidth that collectives reach inside a domain, in bytes/s."""
         return NVLINK_EFFICIENCY * self.gpu.inside
 
     @property
@@ -46,21 +46,21 @@ class Cluster:
         return price.LinkSpeeds(self.gpu.inside, self.gpu.network)
 
     def ring_bandwidth(self, stride: int, ranks: int) -> float:
-        """Bytes a second that a ring over `ranks` that lie `stride` apart sends from each. Beyond a domain, all members
-        in a domain send through their own network cards."""
+        """Bandwidth per rank of a ring over `ranks` ranks, `stride` apart, in bytes/s. Beyond a domain, all members in
+        a domain send through their own network cards."""
         if stride * ranks <= self.domain:
             return self.nvlink_bandwidth
         members = max(1, self.domain // stride)
         return min(self.nvlink_bandwidth, members * self.gpu.network)
 
     def ring_seconds(self, sent: float, stride: int, ranks: int) -> float:
-        """Seconds of an all-gather or reduce-scatter in which each rank sends so many bytes."""
+        """Seconds of an all-gather or reduce-scatter in which each rank sends `sent` bytes."""
         if not sent or ranks == 1:
             return 0.0
         return COLLECTIVE_LATENCY + sent / self.ring_bandwidth(stride, ranks)
 
     def neighbour_seconds(self, size: float, span: int) -> float:
-        """Seconds of a message to a neighbour in a group that spans so many ranks."""
+        """Seconds of a message of `size` bytes to a neighbour in a group that spans `span` ranks."""
         bandwidth = self.nvlink_bandwidth if span <= self.domain else self.gpu.network
         return COLLECTIVE_LATENCY + size / bandwidth
 
@@ -85,8 +85,8 @@ class Cluster:
         return seconds
 
     def dispatch_seconds(self, config: Config, choices: PlanChoices) -> float:
-        """Seconds of experts' rows one way, by the dispatcher of least predicted time or the one asked for; ranks that
-        cut an expert among them then gather what arrived."""
+        """Seconds of one dispatch or one combine, by the dispatcher that was set or by that of least predicted time.
+        With etp, the all-gather of arrived rows over etp is included."""
         p = config.parallel
         if p.ep * p.etp == 1:
             return 0.0

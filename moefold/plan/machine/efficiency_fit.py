@@ -1,7 +1,7 @@
 """Fit of kernel efficiencies to timed kernels of one GPU. Torch-free: `moefold bench calibrate` measures the points.
 
-Every curve has one or two numbers, so a coarse search that narrows is enough: least squares of the log of time, in
-which 10 % too fast and 10 % too slow weigh the same.
+Every curve has one or two parameters, so a ternary search is enough. It minimises the squares of the log of time, in
+which 10 % too fast and 10 % too slow have the same weight.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from statistics import mean, median
 
 from moefold.plan.machine.gpu import roofline_seconds
 
-EXPERT_TILE_ROWS = 128  # grouped GEMMs work on tiles of rows: half a tile is empty for each expert
+EXPERT_TILE_ROWS = 128  # rows of a grouped GEMM's tile: on average half a tile of each expert is padding
 HALF_RATE_HEAD_WIDTH = 64  # width of a head at which attention's exponentials take as long as its GEMMs
 SEARCH_STEPS = 60
 BLEND_STEPS = 61  # 1 to 4 in steps of 1/20
@@ -21,7 +21,7 @@ BLEND_STEPS = 61  # 1 to 4 in steps of 1/20
 
 @dataclass(frozen=True)
 class TimedKernel:
-    """A kernel that took `seconds`: GEMMs have rows, n, k and groups, attention a length and a width of heads."""
+    """A timed kernel. `rows` is for grouped GEMMs, `length` and `width` (of a head) for attention."""
 
     what: str  # gemm, grouped, attention_forward, attention_backward, stream
     seconds: float
@@ -34,7 +34,7 @@ class TimedKernel:
 
     @property
     def padded_flops(self) -> float:
-        """FLOPs with the rows that fill tiles."""
+        """FLOPs, padding of tiles included."""
         if self.what != "grouped":
             return self.flops
         padding = EXPERT_TILE_ROWS / 2 / self.rows
@@ -54,7 +54,7 @@ def mean_squared_log_error(points: TimedKernels, predict: TimePrediction) -> flo
 
 
 def minimize_unimodal(f: Curve, low: float, high: float) -> float:
-    """Where f is least, for f with one valley, by narrowing."""
+    """The argument of the minimum of a unimodal function, by ternary search."""
     for _ in range(SEARCH_STEPS):
         third = (high - low) / 3
         left = low + third
@@ -76,7 +76,7 @@ def gemm_error(points: TimedKernels, rate: float, hbm: float, blend: float) -> f
 
 
 def fit_flop_rate(points: TimedKernels, hbm: float, blend: float) -> float:
-    """FLOP/s that large GEMMs tend to."""
+    """Asymptotic FLOP/s of large GEMMs."""
     best = max(point.padded_flops / point.seconds for point in points)
 
     def error_at_log_rate(log_rate: float) -> float:
@@ -89,7 +89,7 @@ def fit_flop_rate(points: TimedKernels, hbm: float, blend: float) -> float:
 
 
 def fit_roofline_blend(sets: Sequence[TimedKernels], hbm: float) -> float:
-    """How the two limits of the roofline blend, one number for sets of GEMMs that each have their own rate."""
+    """Exponent that blends the two limits of the roofline: one for all sets of GEMMs, each with its own rate."""
 
     def fitting_error(blend: float) -> float:
         error = 0.0
@@ -104,7 +104,7 @@ def fit_roofline_blend(sets: Sequence[TimedKernels], hbm: float) -> float:
 
 
 def fit_attention_rate(points: TimedKernels, half: float) -> float:
-    """FLOP/s that attention tends to, where it reaches half at `half` tokens."""
+    """Asymptotic FLOP/s of attention, half of which is reached at `half` tokens."""
     log_rates: list[float] = []
     for point in points:
         efficiency = attention_efficiency(point.length, point.width, half)
@@ -114,7 +114,7 @@ def fit_attention_rate(points: TimedKernels, half: float) -> float:
 
 
 def fit_half_rate_length(points: TimedKernels) -> float:
-    """The length at which attention reaches half of its rate."""
+    """Sequence length at which attention reaches half of its rate."""
 
     def fitting_error(half: float) -> float:
         rate = fit_attention_rate(points, half)
@@ -129,13 +129,13 @@ def fit_half_rate_length(points: TimedKernels) -> float:
 
 
 def attention_efficiency(length: float, width: float, half: float) -> float:
-    """The share of its rate that attention reaches at this length and width of heads."""
+    """Share of its asymptotic rate that attention reaches at this length and head width."""
     by_length = length / (length + half)
     return by_length * width / (width + HALF_RATE_HEAD_WIDTH)
 
 
 def fit_efficiencies(points: TimedKernels, peak: Mapping[str, float], hbm: float, start: float) -> Efficiencies:
-    """The `kernels` section of a GPU's file. `peak` is by precision here."""
+    """The `kernels` section of a GPU's file. `peak` is by precision."""
     by_kind: dict[str, list[TimedKernel]] = {}
     for point in points:
         by_kind.setdefault(point.what, []).append(point)
@@ -153,7 +153,7 @@ def fit_efficiencies(points: TimedKernels, peak: Mapping[str, float], hbm: float
         low_rate = fit_flop_rate(by_precision[precision], hbm, blend)
         gemm[precision] = round(low_rate / peak[precision], 3)
 
-    # Attention: forward and backward apart.
+    # Attention: forward and backward are fitted separately.
     forward = by_kind["attention_forward"]
     backward = by_kind["attention_backward"]
     forward_half = fit_half_rate_length(forward)

@@ -1,8 +1,8 @@
 """GPUs of a plan: peaks, memory, links, host, and the share of the peaks that kernels reach.
 
-One YAML file a GPU lies in `gpus/`; a user's own has the same keys and may start from one of them (`like: h100`). Peaks
-are those of the data sheet without sparsity; shares are measured where the file says so (`moefold bench calibrate`
-writes such a file), else published or taken from the nearest measured GPU.
+`gpus/` has one YAML file per GPU. A user's own file has the same keys and may inherit from a packaged GPU
+(`like: h100`). Peaks are those of the data sheet, without sparsity. Shares are measured where `origin` says so
+(`moefold bench calibrate` writes such a file), otherwise published or those of the nearest measured GPU.
 """
 
 from __future__ import annotations
@@ -31,18 +31,20 @@ Tree = Mapping[str, Any]
 
 
 def roofline_seconds(computing: float, moving: float, blend: float) -> float:
-    """Seconds of a kernel that computes and moves bytes for so long: the larger of the two, and a part of the other."""
+    """Seconds of a kernel from its compute time and its memory time: the larger of the two, plus a part of the other.
+    `blend` is the exponent of the norm that joins them."""
     return (computing**blend + moving**blend) ** (1 / blend)
 
 
 @dataclass(frozen=True)
 class KernelEfficiency:
-    """The share of the peaks that kernels reach.
+    """Shares of the peaks that kernels reach.
 
-    `gemm` by precision is for large GEMMs; `grouped` is over that. A GEMM of f FLOPs that moves b bytes takes
-    ((f / rate)^blend + (b / bandwidth)^blend)^(1 / blend): the two limits of a roofline, joined smoothly. Attention
-    reaches its share of the bf16 peak with long sequences and wide heads, and half of it at so many tokens.
-    Kernels stand `start` seconds apart.
+    `gemm`: share of the peak, by precision, of large GEMMs; `grouped`: rate of grouped GEMMs over that of dense ones.
+    A GEMM of f FLOPs and b bytes takes ((f / rate)^blend + (b / bandwidth)^blend)^(1 / blend): a smooth roofline.
+    `attention_forward`, `attention_backward`: share of the bf16 peak with long sequences and wide heads;
+    `forward_half`, `backward_half`: sequence length at which attention reaches half of that share. `start`: seconds
+    between one kernel and the next.
     """
 
     gemm: dict[str, float]
@@ -53,12 +55,12 @@ class KernelEfficiency:
     attention_backward: float
     forward_half: float
     backward_half: float
-    stream: float  # share of the memory's bandwidth that pointwise work reaches
+    stream: float  # share of the memory bandwidth that pointwise kernels reach
 
 
 @dataclass(frozen=True)
 class HostLatency:
-    """Seconds of the CPU: to launch a kernel from Python, and to wait for the device once."""
+    """Latencies of the host in seconds: of a kernel launch from Python, and of one synchronisation."""
 
     launch: float
     sync: float
@@ -67,18 +69,18 @@ class HostLatency:
 @dataclass(frozen=True)
 class Gpu:
     name: str
-    capability: int  # of its instructions: 90 is 9.0, Hopper; kernels are chosen by it
-    memory: float  # GiB that a program can have
+    capability: int  # compute capability: 90 is 9.0, Hopper; kernels are chosen by it
+    memory: float  # GiB available to a program
     peak: dict[str, float]  # FLOP/s by bf16, fp8, fp4
     hbm: float  # bytes/s
-    domain: int  # GPUs that NVLink joins
-    inside: float  # bytes/s one GPU sends to others of its domain
-    network: float  # bytes/s one GPU sends beyond it
+    domain: int  # GPUs of one NVLink domain
+    inside: float  # bytes/s from one GPU to others of its domain
+    network: float  # bytes/s from one GPU to other domains
     host_link: float  # bytes/s between GPU and host memory
     host: HostLatency
     kernels: KernelEfficiency
-    dollars: float  # of one hour
-    origin: str  # where the shares come from
+    dollars: float  # per GPU hour
+    origin: str  # source of the shares
 
     def achieved_rate(self, precision: str) -> float:
         """FLOP/s that large GEMMs reach."""
@@ -93,7 +95,7 @@ class Gpu:
 
 
 def check_precision(gpu: Gpu, precision: str) -> str:
-    """Refuses a precision that is unknown, or that this GPU does not have, with the nearest one it has."""
+    """The precision, if this GPU has it; otherwise a refusal with the nearest precision that it has."""
     one_of("precision", precision, PEAK_BY_PRECISION)
     if precision in gpu.precisions:
         return precision
@@ -113,7 +115,7 @@ def known_gpu_names() -> list[str]:
 
 
 def find_gpu_by_name(name: str) -> Gpu:
-    """A GPU of the package by its name, whatever the case, or the one that a YAML file describes."""
+    """A packaged GPU by its name, in upper or lower case, or the GPU that a YAML file describes."""
     if name.endswith((".yaml", ".yml")):
         return read_gpu_file(Path(name))
     return read_gpu_file(packaged_gpu_path(name))
@@ -131,9 +133,9 @@ def read_gpu_file(path: Path) -> Gpu:
 
 
 def read_gpu_tree(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
-    """The file's keys, laid over those of the GPU it is like."""
+    """The keys of the file, merged into those of the GPU that `like` names."""
     tree = read_yaml_mapping(path)
-    tree.pop("points", None)  # what the shares were fitted to: for people, and for a test of the fit
+    tree.pop("points", None)  # timings that the shares were fitted to: for readers, and for a test of the fit
     base = tree.pop("like", None)
     if base is None:
         return tree
@@ -156,19 +158,19 @@ def merge_trees(base: Tree, tree: Tree) -> dict[str, Any]:
 
 
 def build_dataclass(kind: type[Any], tree: Tree, prefix: str) -> Any:
-    """The dataclass that a mapping describes; all problems at once."""
+    """The dataclass that a mapping describes; all its problems are refused at once."""
     problems: list[str] = []
     hints = get_type_hints(kind)
     for key in tree:
         if key not in hints:
             shown = printable_text(prefix + str(key))
             problems.append(f'a GPU has no "{shown}"{did_you_mean(str(key), hints)}')
-    # Every field has to be there; nested dataclasses collect their own problems.
+    # No field may be missing; nested dataclasses collect their own problems.
     values: dict[str, Any] = {}
     for field in fields(kind):
         path = prefix + field.name
         if field.name not in tree:
-            problems.append(f"the GPU's file has no {path}; add it, or begin with `like: h100` to take over the rest")
+            problems.append(f"the GPU's file has no {path}; add it, or add `like: h100` to inherit missing keys")
             continue
         try:
             raw = tree[field.name]
@@ -201,7 +203,7 @@ def parse_field(kind: Any, raw: Any, path: str) -> Any:
 
 
 def parse_number(raw: Any, path: str) -> float:
-    """YAML reads 2e9, without a sign in the exponent, as a text."""
+    """A number of a GPU's file. YAML reads 2e9, without a sign in the exponent, as a text."""
     value = math.nan
     if isinstance(raw, int | float | str) and not isinstance(raw, bool):
         with contextlib.suppress(ValueError):

@@ -1,4 +1,4 @@
-"""The arithmetic of a rank's memory, line by line, as a person would do it."""
+"""The arithmetic of a rank's memory, line by line."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from moefold.plan.options import PlanChoices
 PIECE_NAMES = {
     "E": "embedding",
     "t": "layer",
-    "m": "layer ahead",
+    "m": "MTP layer",
     "L": "head",
 }
 NAME_COLUMN = 40  # characters of a line's name, indentation included
@@ -26,7 +26,7 @@ NAME_COLUMN = 40  # characters of a line's name, indentation included
 def explain_memory(
     config: Config, world: int, choices: PlanChoices | None = None, rank: int | None = None
 ) -> list[str]:
-    """How the memory of a pipeline rank comes about: of the fullest, or of the one asked for."""
+    """Lines of a pipeline rank's memory: of the given rank, by default of the fullest."""
     s = build_run_setting(config, world, choices or PlanChoices())
     ranks = memory_by_rank(s)
     if rank is None:
@@ -37,7 +37,7 @@ def explain_memory(
         raise UserError(f"no pipeline rank {rank}; there are {len(ranks)}, counted from 0")
     held = stages_by_rank(config)[shown.rank]
     total = format_gib(shown.total)
-    lines = [f"pipeline rank {shown.rank} of {len(ranks)}: {total} at its worst moment, {shown.at}"]
+    lines = [f"pipeline rank {shown.rank} of {len(ranks)}: {total} at its peak, in {shown.at}"]
     lines += resident_lines(s, held, shown)
     lines += activation_lines(s, held, shown)
     for name, explanation in other_memory_parts(s, shown).items():
@@ -74,15 +74,15 @@ def resident_lines(s: RunSetting, held: RankStages, rank: RankMemory) -> Iterato
     owned = max(1.0, owned_parameters(s, held))
     state_bytes = main_bytes + rank.moments / owned
     states = rank.main + rank.moments
-    yield format_line("main weights and moments", states, f"{state_bytes:.3g} B for each of its share:")
+    yield format_line("main weights and moments", states, f"{state_bytes:.3g} B per parameter of its shard:")
     parameters = rank_parameters(s, held, stage_counts(s, held))
     for kind, count in sorted(parameters.items()):
         grid, axes = kind
         cut = ""
         if axes:
-            cut = f", cut over {' and '.join(axes)}"
-        replicas = count_with_noun(replica_count(s, kind), "rank")
-        yield f"    {count:,.0f} {grid}{cut}, on {replicas} alike"
+            cut = f", sharded over {' and '.join(axes)}"
+        replicas = count_with_noun(replica_count(s, kind), "replica")
+        yield f"    {count:,.0f} {grid}{cut}, {replicas}"
 
 
 def owned_parameters(s: RunSetting, held: RankStages) -> float:
@@ -98,11 +98,11 @@ def owned_parameters(s: RunSetting, held: RankStages) -> float:
 
 
 def activation_lines(s: RunSetting, held: RankStages, rank: RankMemory) -> Iterator[str]:
-    """Stages by their live microbatches, then each kind of piece with its tensors, once."""
+    """Lines of activations: stages with their live microbatches, then each kind of piece with its tensors."""
     if not rank.activations:
         return
     live = " + ".join(map(str, rank.live))
-    yield format_line("activations", rank.activations, f"microbatches under way on its stages: {live}")
+    yield format_line("activations", rank.activations, f"live microbatches by stage: {live}")
     kinds: dict[tuple[str, int], PieceCount] = {}
     stages = zip(held.numbers, held.pieces, rank.live, strict=True)
     for number, pieces, microbatches in stages:
@@ -113,8 +113,8 @@ def activation_lines(s: RunSetting, held: RankStages, rank: RankMemory) -> Itera
         yield format_line(f"stage {number}", microbatches * kept, explanation, depth=2)
     for (piece, layer), count in kinds.items():
         if count.kept:
-            name = f"{piece_name(piece, layer)} keeps"
-            yield format_line(name, count.kept, "for one microbatch:", depth=2)
+            name = f"saved by {piece_name(piece, layer)}"
+            yield format_line(name, count.kept, "per microbatch:", depth=2)
             yield from saved_tensor_lines(count)
 
 
@@ -147,10 +147,10 @@ def list_pieces(pieces: StagePieces) -> str:
 
 def other_memory_parts(s: RunSetting, rank: RankMemory) -> dict[str, str]:
     return {
-        "working": f"what {rank.at} needs for the moment, recomputed tensors included",
+        "working": f"temporaries of {rank.at}, recomputed tensors included",
         "margin": f"experts with {s.load:.2f} times their even share of rows",
-        "buffers": "messages between ranks, angles of positions, workspace of products",
-        "graphs": "inputs of captured steps, for each layer and microbatch under way",
+        "buffers": "pipeline messages, rotary tables, GEMM workspace",
+        "graphs": "static inputs of captured steps, for each layer and live microbatch",
         "host": "in host memory, not counted above",
-        "outside": "CUDA itself and NCCL, out of torch's sight and not counted above",
+        "outside": "CUDA context and NCCL buffers, outside torch's allocator; not counted above",
     }

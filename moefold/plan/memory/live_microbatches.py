@@ -1,8 +1,8 @@
-"""Live microbatches of each stage of a rank at every moment, read off the pipeline program of the rank.
+"""Live microbatches of each stage of a rank at every moment, from the pipeline program of the rank.
 
-A forward adds a microbatch to its stage; the data gradient removes it and, where the weight gradient has a slot of its
-own, leaves what that still needs. The moments are found once for each schedule and serve every model. Plain lists
-suffice: importing numpy would take longer than any plan.
+A forward adds a live microbatch to its stage; its data gradient removes it. Where the weight gradient has a slot of its
+own, the bytes that it needs are held until then. Moments are computed once per schedule and used for every model. They
+are plain lists, because importing numpy would take longer than a plan.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from moefold.schedule.schedule_catalog import SCHEDULES, build_program
 
 
 class StageBytes(NamedTuple):
-    """Bytes of a microbatch by stage of a rank: kept, and waiting for weight gradients; `workspace` by running op, as
-    `LiveMoment.running` numbers it."""
+    """Bytes of a microbatch, by stage of a rank: `kept` until the data gradient, `waiting` for the weight gradient;
+    `workspace` by running op, numbered as `LiveMoment.running`."""
 
     kept: Sequence[float]
     waiting: Sequence[float]
@@ -28,8 +28,8 @@ class StageBytes(NamedTuple):
 
 
 class LiveMoment(NamedTuple):
-    """Live microbatches by stage, those whose weight gradients wait, and the running op: the number of its kind times
-    the rank's stages plus its stage among them."""
+    """Live microbatches by stage, microbatches with a deferred weight gradient by stage (`waiting`), and the running
+    op: the number of its kind times the rank's stages plus its stage among them."""
 
     running: int
     live: tuple[int, ...]
@@ -44,13 +44,13 @@ class LiveMoment(NamedTuple):
 
 @dataclass(frozen=True)
 class RankMoments:
-    """One rank's distinct moments. `separate_wgrad`: weight gradients are computed in slots of their own."""
+    """Distinct moments of one rank. `separate_wgrad`: weight gradients are computed in slots of their own."""
 
     moments: list[LiveMoment]
     separate_wgrad: bool
 
     def peak_moment(self, load: StageBytes) -> LiveMoment:
-        """The first of the moments that hold most."""
+        """The moment with the most bytes; of several, the first."""
 
         def total_bytes(moment: LiveMoment) -> float:
             kept, workspace = moment.bytes_held(load)
@@ -63,7 +63,7 @@ AllMoments = list[RankMoments]  # by rank
 
 
 def running_op(moment: LiveMoment) -> tuple[str, int]:
-    """Kind of the op that runs at a moment, and its stage among those of the rank."""
+    """Kind of the running op at a moment, and its stage among those of the rank."""
     kind, chunk = divmod(moment.running, len(moment.live))
     return OP_KINDS[kind], chunk
 
@@ -90,8 +90,8 @@ def walk_schedule(schedule: str, pp: int, vpp: int, microbatches: int, pair: boo
 
 
 def enough_microbatches(schedule: str, pp: int, microbatches: int) -> int:
-    """As many microbatches as show every moment: a pipe is full after a few times pp, except for gpipe, which holds
-    all. The remainder over groups of pp stays the same."""
+    """Number of microbatches after which no new moment occurs: a few times pp, with the same remainder over groups of
+    pp. In gpipe all microbatches are live, so all are needed."""
     few = 4 * pp
     if schedule == "gpipe" or microbatches < few + pp:
         return microbatches
@@ -111,7 +111,7 @@ def walk_rank_slots(slots: RankSlots, stages: list[int]) -> RankMoments:
             running = kind * len(stages) + chunk
             moment = LiveMoment(running, tuple(live), tuple(waiting))
             moments[moment] = None
-            # The op has run: a data gradient ends a live microbatch, and may leave a weight gradient waiting.
+            # After the op: a data gradient ends a live microbatch; its weight gradient may be deferred.
             if op.kind == "D":
                 live[chunk] -= 1
             waiting[chunk] += waiting_change(op, slot)
@@ -124,7 +124,7 @@ def is_lone_wgrad(slot: Slot) -> bool:
 
 
 def waiting_change(op: PipelineOp, slot: Slot) -> int:
-    """How an op changes the number of waiting weight gradients: not at all where D and W share the slot."""
+    """Change of the number of deferred weight gradients by an op; 0 where D and W share the slot."""
     _, stage, microbatch = op
     data_gradient = PipelineOp("D", stage, microbatch)
     weight_gradient = PipelineOp("W", stage, microbatch)

@@ -1,11 +1,11 @@
-"""Peak memory of every pipeline rank, by part. Torch-free; a search asks for it often.
+"""Peak memory of every pipeline rank, by part. Torch-free, and fast enough for a search.
 
-    weights + gradients + main weights + moments        what a rank holds all the time
-    + activations + working + margin                    what it holds at its peak
-    + buffers + graphs                                  what communication and captured graphs keep aside
+    weights + gradients + main weights + moments        resident state
+    + activations + working + margin                    at the peak
+    + buffers + graphs                                  for communication and captured graphs
 
-Activations are those of the microbatches that are live in the rank's own program at the peak, stage by stage. Ranks
-that differ in their tensor, context, data or expert coordinate hold the same.
+Activations are those of the live microbatches in the rank's own program at the peak, by stage. Ranks that differ in
+their tensor, context, data or expert coordinate have the same memory.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from moefold.plan.memory.resident import STATE_ELEMENT_BYTES, ResidentState, res
 from moefold.plan.memory.run_setting import GIB, RunSetting, build_run_setting
 from moefold.plan.options import PlanChoices
 
-CUBLAS_WORKSPACE = GIB / 16  # of cuBLAS, which torch allocates
+CUBLAS_WORKSPACE = GIB / 16  # allocated by torch for cuBLAS
 PIPELINE_MESSAGES = 4  # two received ahead and one sent, each way
 OP_DESCRIPTIONS = {"F": "forward", "D": "backward", "W": "weight gradients"}
 
 
 @dataclass(frozen=True)
 class RankMemory:
-    """One pipeline rank at its peak, in bytes. `live`: microbatches under way by stage; `at`: what runs then. `host`
-    lies in host memory, `outside` on the card but not in torch's allocator; the total has neither."""
+    """Memory of one pipeline rank at its peak, in bytes. `live`: live microbatches by stage; `at`: the running op.
+    `host` is host memory, `outside` GPU memory outside torch's allocator; the total includes neither."""
 
     rank: int
     stages: tuple[int, ...]
@@ -56,7 +56,7 @@ class RankMemory:
 
     @property
     def state(self) -> float:
-        """What is held all the time."""
+        """Bytes of the resident state."""
         return self.weights + self.gradients + self.main + self.moments
 
     @property
@@ -68,7 +68,7 @@ class RankMemory:
 def plan_memory(
     config: Config, world: int, choices: PlanChoices | None = None, ranks: Iterable[int] | None = None
 ) -> list[RankMemory]:
-    """Every pipeline rank's memory, or that of the ranks asked for; `fullest_rank` picks the one that decides."""
+    """Memory of the given pipeline ranks, by default of all; `fullest_rank` picks the largest."""
     setting = build_run_setting(config, world, choices or PlanChoices())
     return memory_by_rank(setting, ranks)
 
@@ -94,7 +94,8 @@ def fullest_rank(ranks: list[RankMemory]) -> RankMemory:
 
 @dataclass(frozen=True)
 class RankKindCosts:
-    """What ranks with the same pieces have in common: stages under an even load, and with the fullest experts."""
+    """Costs that ranks with the same pieces have in common: stages with even expert load, and with the fullest
+    experts."""
 
     state: ResidentState
     update: float
@@ -134,7 +135,7 @@ def bytes_by_stage(stages: list[StageCount]) -> StageBytes:
 
 
 class PeakMoment(NamedTuple):
-    """A rank's peak: bytes kept with experts evenly loaded and at their fullest, working bytes, gradients that exist,
+    """Peak of a rank: saved bytes with even expert load and with the fullest experts, workspace, allocated gradients,
     live microbatches, and the running op."""
 
     even: float
@@ -164,7 +165,7 @@ def find_peak_moment(s: RunSetting, number: int, rank: RankStages, costs: RankKi
 
 
 def program_peak(s: RunSetting, number: int, rank: RankStages, costs: RankKindCosts) -> PeakMoment:
-    """The peak over the moments of the rank's program, judged with the fullest experts."""
+    """The peak over the moments of the rank's program, with the fullest experts."""
     moment = s.moments[number].peak_moment(costs.full)
     kept, working = moment.bytes_held(costs.even)
     full_kept, full_working = moment.bytes_held(costs.full)
@@ -176,7 +177,7 @@ def program_peak(s: RunSetting, number: int, rank: RankStages, costs: RankKindCo
 
 
 def one_microbatch_moments(s: RunSetting, costs: RankKindCosts) -> Iterator[PeakMoment]:
-    """The moments of a step's only microbatch: forward, when no gradient exists, and every step of backward."""
+    """Moments of a step's only microbatch: forward, with no gradient allocated, and every step of backward."""
     gradient_bytes = STATE_ELEMENT_BYTES[s.optim.gradients]
     even = costs.stages[0]
     full = costs.fullest[0]
@@ -225,7 +226,7 @@ def rank_memory(s: RunSetting, number: int, rank: RankStages, costs: RankKindCos
 
 
 def optimizer_workspace(s: RunSetting, state: ResidentState) -> float:
-    """The received gradient sums that the optimizer's one pass reads."""
+    """Bytes of the reduced gradients that the optimizer reads."""
     if s.choices.stack != "moefold":
         return 0.0
     return state.reduced * STATE_ELEMENT_BYTES[s.optim.gradients]
@@ -236,8 +237,8 @@ def layer_count(pieces: StagePieces) -> int:
 
 
 def buffer_bytes(s: RunSetting, rank: RankStages, state: ResidentState) -> float:
-    """Messages between pipeline ranks; RoPE tables; the GEMM library's workspace; and with FSDP two layers' weights and
-    one's gradients, whole."""
+    """Bytes of pipeline messages, RoPE tables and GEMM workspace; with FSDP also the whole weights of two layers and
+    the whole gradients of one."""
     model = s.model
     choices = s.choices
     wide = choices.recipe.wide
@@ -257,7 +258,7 @@ def buffer_bytes(s: RunSetting, rank: RankStages, state: ResidentState) -> float
 
 
 def graph_input_bytes(s: RunSetting, rank: RankStages, live: tuple[int, ...]) -> float:
-    """Static inputs of captured steps: one stream for each layer and live microbatch."""
+    """Bytes of the static inputs of captured steps: one stream for each layer and live microbatch."""
     if s.choices.graphs == "none":
         return 0.0
     captured = 0

@@ -1,4 +1,4 @@
-"""Pipeline stages of each rank in a plan: the pieces each stage holds, and what one microbatch costs there."""
+"""Pipeline stages of each rank in a plan: the pieces of each stage, and the bytes of one microbatch on it."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from moefold.plan.layer.layer_costs import ParameterClass, PieceCount, count_pie
 from moefold.plan.layer.rank_shapes import RankPortion
 from moefold.plan.options import PlanChoices
 
-StagePieces = tuple[tuple[str, int], ...]  # of a stage: letters as in a layout, each with the first layer that is alike
+StagePieces = tuple[tuple[str, int], ...]  # letters as in a layout, each with the first layer of the same kind
 BackwardStep = tuple[float, float, float]  # bytes freed so far, parameters with gradients, workspace
 
 
 @dataclass(frozen=True)
 class StageCount:
-    """One microbatch on one stage of one rank, in bytes: kept until its data gradient, restored (recomputed or copied
-    from the host), offloaded, waiting for deferred weight gradients, and the workspaces of forward and backward.
-    Parameters are counted by class. `backward_steps`: per step in backward order (bytes freed so far, parameters with
-    gradients, workspace)."""
+    """Bytes of one microbatch on one stage of one rank: kept until the data gradient, restored (recomputed or copied
+    from the host), offloaded, held for deferred weight gradients (`waiting`), and the workspaces of forward and
+    backward. Parameters are counted by class. `backward_steps`: per step in backward order (bytes freed so far,
+    parameters with gradients, workspace)."""
 
     parameters: tuple[tuple[ParameterClass, float], ...]
     quantized: float
@@ -60,7 +60,7 @@ def count_stage(
         counts.append(count)
         parameters.update(count.parameters)
 
-    # From the last step back: what later steps keep does not exist yet in forward, and is freed again in backward.
+    # From the last step back: bytes saved by later steps do not exist yet in forward, and are freed again in backward.
     freed = forward = backward = with_gradients = 0.0
     backward_steps: list[BackwardStep] = []
     for count in reversed(counts):
@@ -102,9 +102,8 @@ RankKind = tuple[tuple[StagePieces, ...], bool, int]
 
 @dataclass(frozen=True)
 class RankStages:
-    """The stages a pipeline rank holds, by number, with their pieces. `copies_embedding`: it holds the embedding for
-    layers that look ahead, or for a tied head, and not for the model's beginning. `aside`: streams that wait for their
-    own loss."""
+    """Stages of a pipeline rank, by number, with their pieces. `copies_embedding`: the rank holds a second copy of the
+    embedding, for MTP layers or a tied head. `aside`: streams that are held until their loss."""
 
     numbers: tuple[int, ...]
     pieces: tuple[StagePieces, ...]
@@ -113,7 +112,7 @@ class RankStages:
 
     @property
     def kind(self) -> RankKind:
-        """Ranks of one kind hold the same."""
+        """Kind of the rank; ranks of one kind have the same memory."""
         return self.pieces, self.copies_embedding, self.aside
 
 
@@ -126,7 +125,7 @@ def stages_by_rank(config: Config) -> list[RankStages]:
 
 @lru_cache(maxsize=4096)
 def arrange_stages(model: ModelConfig, seq_len: int, pp: int, vpp: int, schedule: str, layout: str) -> list[RankStages]:
-    """Cutting a model evenly takes milliseconds, and a search asks for the same cut often."""
+    """Stages of every rank. Cached: an even cut takes milliseconds, and a search needs the same cut often."""
     pipeline = PipelineConfig(schedule=schedule, vpp=vpp, layout=layout)  # pyright: ignore[reportArgumentType]
     data = DataConfig(seq_len=seq_len)
     parallel = ParallelConfig(pp=pp)

@@ -1,4 +1,4 @@
-"""Resident state of a rank: weights, gradients, main weights and moments, sharded over replicas as a choice says."""
+"""Resident state of a rank: weights, gradients, main weights and moments, sharded over replicas as chosen."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from moefold.plan.memory.rank_stages import RankStages, StageCount
 from moefold.plan.memory.run_setting import RunSetting
 
 STATE_ELEMENT_BYTES = {"fp32": 4, "bf16": 2}
-MAIN_WEIGHT_BYTES = {"fp32": 4, "split": 2}  # of a main weight beside one in bf16
+MAIN_WEIGHT_BYTES = {"fp32": 4, "split": 2}  # of a main weight, beside the bf16 weight
 
 
 @dataclass(frozen=True)
 class ResidentState:
-    """What a rank holds all the time: its parameters, its share of them among replicas, the part of that share whose
+    """Resident state of a rank: number of parameters, its share of them among replicas, the part of that share whose
     gradients are reduced over ranks, and bytes."""
 
     parameters: float
@@ -30,8 +30,8 @@ class ResidentState:
 
 
 def resident_state(s: RunSetting, rank: RankStages, stages: list[StageCount]) -> ResidentState:
-    """Weights, gradients, main weights and moments, whole or sharded over replicas. Weights of a low precision have
-    the copies that GEMMs read."""
+    """Resident state of a rank, whole or sharded over replicas. With a low precision, weights include the quantised
+    copies that GEMMs read."""
     recipe = s.recipe
     optim = s.optim
     parameters = share = reduced = 0.0
@@ -42,7 +42,7 @@ def resident_state(s: RunSetting, rank: RankStages, stages: list[StageCount]) ->
         if replicas > 1:
             reduced += count / replicas
 
-    # How many of the rank's parameters have weights and state here.
+    # Parameters whose weights, and whose optimizer state, are on this rank.
     weight_count = share if s.choices.sharding == "fsdp" else parameters
     state_count = parameters if s.choices.sharding == "none" else share
     quantized = 0.0
@@ -76,7 +76,8 @@ def rank_parameters(s: RunSetting, rank: RankStages, stages: list[StageCount]) -
 
 
 def replica_count(s: RunSetting, kind: ParameterClass) -> int:
-    """How many ranks hold the same parameters of a class: those along the axes of their grid that do not cut them."""
+    """Number of ranks that hold the same parameters of a class: the ranks along those axes of their grid that do not
+    shard them."""
     grid, cut_axes = kind
     uncut_axes = [axis for axis in GRID_AXES[grid] if axis not in cut_axes]
     return prod(s.degrees[axis] for axis in uncut_axes)

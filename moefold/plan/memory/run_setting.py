@@ -25,13 +25,13 @@ from moefold.plan.memory.rank_stages import StageCount, StagePieces, count_stage
 from moefold.plan.options import PlanChoices, PrecisionRecipe
 
 GIB = 2**30
-CUDA_CONTEXT_BYTES = 0.6 * GIB  # of CUDA itself, and its kernels
-NCCL_GROUP_BYTES = 0.15 * GIB  # of NCCL, for each axis with collectives
+CUDA_CONTEXT_BYTES = 0.6 * GIB  # CUDA context and loaded kernels
+NCCL_GROUP_BYTES = 0.15 * GIB  # NCCL buffers of each axis with collectives
 
 
 @dataclass(frozen=True)
 class RunSetting:
-    """A run on `world` ranks under these choices, and what follows from it."""
+    """A run on `world` ranks with a plan's choices, and the quantities derived from them."""
 
     config: Config
     world: int
@@ -90,22 +90,22 @@ class RunSetting:
 
     @property
     def grows_gradients(self) -> bool:
-        """Whether gradients are allocated one after the other while activations are freed: this trainer allocates them
-        when backward reaches them, and a second microbatch finds them there."""
+        """Whether gradients are allocated one by one while activations are freed: moefold allocates a gradient when
+        backward reaches its parameter, and keeps it for later microbatches."""
         stages = self.parallel.pp * self.pipeline.vpp
         return self.choices.stack == "moefold" and self.microbatches == 1 and stages == 1
 
     @cached_property
     def outside(self) -> float:
-        """Bytes on the card that torch's allocator does not count."""
+        """Bytes of GPU memory outside torch's allocator."""
         sizes = (*self.degrees.values(), self.parallel.pp)
         groups = sum(size > 1 for size in sizes)
         return CUDA_CONTEXT_BYTES + NCCL_GROUP_BYTES * groups
 
     @cached_property
     def load(self) -> float:
-        """Rows of a rank's experts at the quantile, over their even share: experts differ by `spread`, of which a rank
-        averages over those it holds, and sampling adds its own variance. A rank that holds all experts has neither."""
+        """Rows of a rank's experts at the quantile, over their even share. The variance is that of experts (`spread`),
+        averaged over the experts of the rank, plus that of sampling. A rank that holds all experts has neither."""
         portion = self.portion
         choices = self.choices
         moe = self.model.moe
@@ -122,12 +122,12 @@ class RunSetting:
 
 @lru_cache(maxsize=64)
 def normal_deviations(quantile: float) -> float:
-    """How many standard deviations above the mean this quantile of a normal distribution lies."""
+    """Distance of this quantile of a normal distribution from the mean, in standard deviations."""
     return NormalDist().inv_cdf(quantile)
 
 
 def microbatches_per_step(config: Config, world: int) -> int:
-    """How many microbatches pass one pipeline in a step."""
+    """Microbatches of one pipeline in a step."""
     p = config.parallel
     train = config.train
     ranks_of_replica = p.tp * p.cp * p.pp

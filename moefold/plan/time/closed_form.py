@@ -1,15 +1,15 @@
 """Closed forms of a step's time and memory, for ranking thousands of layouts; the best are then simulated.
 
-A rank works on one microbatch after the other, so a step takes at least as long as the busiest rank does with all of
-them; before and after come the other ranks' first and last microbatch, a chunk each:
+The steady state takes the busiest rank's time for all microbatches. Fill and drain of the pipeline add one chunk's
+mean time for each other rank:
 
     unpaired    m x busiest + (p - 1) / v x mean
     paired      the same, with the time of a paired forward and backward, except for the first and last
 
-Rank r has p - r live microbatches, or 2 (p - r - 1) + (v - 1) p + 1 live chunks where it has several stages, and one
-more where a forward is paired with a backward. Of ranks that hold the same, the first has the most.
+Rank r has p - r live microbatches. With several stages per rank or with pairing, it has 2 (p - r - 1) + (v - 1) p + 1
+live chunks; pairing adds one more. Of ranks with the same pieces, the first has the most.
 
-Layers of one kind cost the same, so a rank is described by a few kinds of pieces and how many it has of each.
+Layers of one kind cost the same, so a rank is described by the number of its pieces of each kind.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from moefold.plan.time.simulate_step import OVERLAP_FRICTION, optimizer_bytes
 from moefold.plan.time.step_times import StepClock
 
 PieceKind = tuple[str, int]
-PieceKindCounts = tuple[tuple[PieceKind, int], ...]  # of pieces, with how many there are
+PieceKindCounts = tuple[tuple[PieceKind, int], ...]  # kinds of pieces with their numbers
 
 
 class RankGroup(NamedTuple):
-    """Pipeline ranks that hold the same pieces: how many ranks, and the first of them."""
+    """Pipeline ranks that hold the same pieces: their number, and the first of them."""
 
     kinds: PieceKindCounts
     ranks: int
@@ -71,7 +71,7 @@ def cut_pipeline(config: Config) -> PipelineCut:
 
 
 def closed_form_setting(config: Config, world: int, choices: PlanChoices) -> RunSetting:
-    """A setting without a simulated program: all that the closed forms need."""
+    """A setting without a simulated program, which closed forms do not need."""
     pipeline = config.pipeline
     defers_wgrad = pipeline.defer or (pipeline.pair and pipeline.fill)
     portion = make_rank_portion(config, config.parallel.dispatcher, defers_wgrad)
@@ -81,7 +81,8 @@ def closed_form_setting(config: Config, world: int, choices: PlanChoices) -> Run
 
 @dataclass(frozen=True)
 class PiecePrice:
-    """One microbatch through a piece: seconds of both lanes, and of forward's and backward's compute."""
+    """Seconds of one microbatch in a piece: on the compute lane, on the comm lane (`travel`), and the compute of
+    forward and of backward."""
 
     compute: float
     travel: float
@@ -91,8 +92,8 @@ class PiecePrice:
 
 @dataclass(frozen=True)
 class PieceMemory:
-    """Bytes of a piece: kept for one sequence, the workspace of one sequence, and by how much a second one makes it
-    grow. Parameters on a rank: of the dense grid, of the expert grid, and quantised ones."""
+    """Memory of a piece. Bytes: saved for one sequence, workspace for one sequence, growth of the workspace with each
+    further sequence. Parameters on a rank: of the dense grid, of the expert grid, and quantised ones."""
 
     kept: float
     workspace: float
@@ -118,7 +119,7 @@ def price_piece(clock: StepClock, kind: PieceKind) -> PiecePrice:
 
 
 def measure_piece_memory(s: RunSetting, kind: PieceKind) -> PieceMemory:
-    """All kept bytes grow with the sequences of a microbatch; workspace has a part that does not."""
+    """Memory of a piece, from microbatches of one and of two sequences: a part of the workspace is constant."""
     pieces = (kind,)
     one_sequence = replace(s.portion, micro_batch=1)
     two_sequences = replace(s.portion, micro_batch=2)
@@ -145,7 +146,7 @@ def sum_over_pieces(field: str, kinds: PieceKindCounts, values: PiecePrices | Pi
 
 
 def paired_seconds(compute: float, travel: float) -> float:
-    """A forward and a backward of these stages in one slot."""
+    """Seconds of a forward and a backward in one slot."""
     longer = max(compute, travel)
     hidden = min(compute, travel)
     return longer + OVERLAP_FRICTION * hidden
@@ -180,7 +181,7 @@ def estimate_step_seconds(
 def estimate_update_seconds(
     s: RunSetting, cluster: Cluster, kinds: PieceKindCounts, prices: PiecePrices, memories: PieceMemories
 ) -> float:
-    """Exchange that no compute hides, and the optimizer."""
+    """Seconds of exposed gradient and weight exchange, and of the optimizer."""
     dense = sum_over_pieces("dense", kinds, memories)
     expert = sum_over_pieces("expert", kinds, memories)
     exposed = 0.0
@@ -203,7 +204,7 @@ def estimate_update_seconds(
 
 
 def owned_state_share(s: RunSetting, grid: str) -> float:
-    """The share of a parameter's state that one rank has."""
+    """Share of a parameter's optimizer state that one rank holds."""
     if s.choices.sharding == "none":
         return 1.0
     if grid == "expert":
@@ -213,7 +214,7 @@ def owned_state_share(s: RunSetting, grid: str) -> float:
 
 
 def max_live_chunks(pp: int, vpp: int, rank: int, microbatches: int, pair: bool) -> int:
-    """The most chunks of microbatches that are live on a rank."""
+    """Largest number of live chunks of microbatches on a rank."""
     later_ranks = pp - rank - 1
     chunks = later_ranks + 1
     if vpp > 1 or pair:
@@ -225,7 +226,7 @@ def max_live_chunks(pp: int, vpp: int, rank: int, microbatches: int, pair: bool)
 
 
 def largest_rank_gib(s: RunSetting, cut: PipelineCut, memories: PieceMemories) -> float:
-    """GiB of the rank that needs most."""
+    """GiB of the rank with the largest memory."""
     most = 0.0
     for kinds, _, first in cut.groups:
         size = estimate_rank_bytes(s, kinds, memories, first)
@@ -256,8 +257,8 @@ def estimate_rank_bytes(s: RunSetting, kinds: PieceKindCounts, memories: PieceMe
 
 
 def estimate_activation_bytes(s: RunSetting, kinds: PieceKindCounts, memories: PieceMemories, rank: int) -> float:
-    """What live microbatches keep, and the largest workspace. A microbatch on the head turns from forward to backward
-    at once."""
+    """Saved bytes of live microbatches, and the largest workspace. The head runs backward directly after forward, so
+    one microbatch is live there, or two with pairing."""
     pipeline = s.pipeline
     sequences = s.train.micro_batch
     pp = s.parallel.pp

@@ -1,4 +1,4 @@
-"""The arithmetic of a step's time, line by line, as a person would do it."""
+"""The arithmetic of a step's time, line by line."""
 
 from __future__ import annotations
 
@@ -14,11 +14,19 @@ from moefold.plan.memory.rank_stages import stages_by_rank
 from moefold.plan.time.simulate_step import OVERLAP_FRICTION, StepTime, time_training_step
 from moefold.plan.time.step_times import OpSeconds, PassSeconds, StepClock
 
-OP_TIME_PARTS = ("products", "attention", "passes", "host", "joined", "memory", "travel")
+OP_TIME_PARTS = {
+    "products": "GEMMs",
+    "attention": "attention",
+    "passes": "pointwise",
+    "host": "host latency",
+    "joined": "tp and cp collectives",
+    "memory": "recompute and offload",
+    "travel": "expert communication",
+}  # fields of OpSeconds -> printed names
 
 
 def explain_time(setting: RunSetting, gpu: Gpu) -> list[str]:
-    """How the seconds of a step come about: each kind of piece once, then the pipeline and what runs around it."""
+    """Lines of a step's time: each kind of piece once, then the pipeline, the exchange and the optimizer."""
     clock = StepClock(setting, gpu)
     step = time_training_step(setting, gpu)
     kinds: dict[tuple[str, int], None] = {}
@@ -39,10 +47,10 @@ def describe_gpu_rates(gpu: Gpu, s: RunSetting) -> str:
     achieved = gpu.achieved_rate(precision) / 1e12
     peak = gpu.peak_flops(precision) / 1e12
     return (
-        f"{gpu.name} ({gpu.origin}): products in {precision} tend to {achieved:,.0f} of "
-        f"{peak:,.0f} TFLOP/s, grouped ones to {kernels.grouped:.0%} of that, and blend with "
-        f"{gpu.hbm / 1e12:.2f} TB/s by power {kernels.blend:g}; passes reach {kernels.stream:.0%} of it; "
-        f"a launch takes {gpu.host.launch * 1e6:.1f} us"
+        f"{gpu.name} ({gpu.origin}): large GEMMs in {precision} reach {achieved:,.0f} of "
+        f"{peak:,.0f} TFLOP/s, grouped GEMMs {kernels.grouped:.0%} of that; memory bandwidth "
+        f"{gpu.hbm / 1e12:.2f} TB/s, of which pointwise kernels reach {kernels.stream:.0%}; exponent of the "
+        f"smooth roofline {kernels.blend:g}; a launch takes {gpu.host.launch * 1e6:.1f} us"
     )
 
 
@@ -65,7 +73,9 @@ def step_time_lines(step: StepCount, s: RankShapes, passes: PassSeconds) -> Iter
     launched, looped = count_launches(step.name, step.gemms, s)
     quantized = input_quantization_bytes(step.gemms, s)
     moved = pointwise_bytes(step.name, s) + quantized
-    yield f"    {moved / 1e9:.3f} GB of pointwise passes, {launched + looped:g} launches forward"
+    launches = launched + looped
+    if launches:
+        yield f"    {moved / 1e9:.3f} GB moved by pointwise kernels, {launches:g} launches forward"
 
 
 def gemm_shape(gemm: Gemm) -> str:
@@ -80,8 +90,8 @@ def gemm_shape(gemm: Gemm) -> str:
 
 def format_op_seconds(seconds: OpSeconds) -> str:
     parts: list[str] = []
-    for name in OP_TIME_PARTS:
-        value = getattr(seconds, name)
+    for field, name in OP_TIME_PARTS.items():
+        value = getattr(seconds, field)
         if value > 0:
             parts.append(f"{name} {value * 1e3:.3f}")
     return " + ".join(parts)
@@ -90,12 +100,12 @@ def format_op_seconds(seconds: OpSeconds) -> str:
 def whole_step_lines(s: RunSetting, step: StepTime) -> Iterator[str]:
     pipeline = s.pipeline
     shape = f"{s.microbatches} microbatches over {s.parallel.pp} ranks x {pipeline.vpp} stages"
-    program = f"clocked by the program of {pipeline.schedule}"
+    program = f"simulated with the program of {pipeline.schedule}"
     if pipeline.pair:
-        program += f", paired; of travel that a paired slot hides, {OVERLAP_FRICTION:.0%} still slows it"
+        program += f", paired; a paired slot takes {OVERLAP_FRICTION:.0%} of its overlapped communication longer"
     yield f"pipeline: {step.pipeline_time.seconds:.4f} s for {shape}, {program}"
     replicas = f"dp {s.degrees['dp']} and edp {s.degrees['edp']}"
-    yield f"exchange of gradients and weights over {replicas} that no compute hides: {step.exchange:.4f} s"
+    yield f"exposed exchange of gradients and weights over {replicas}: {step.exchange:.4f} s"
     yield f"optimizer: {step.optimizer:.4f} s"
     batch = s.train.global_batch * s.data.seq_len
     rate = batch / step.seconds / s.world

@@ -1,11 +1,11 @@
-"""Time of a training step by simulation: the costs of every stage go through the pipeline's own program.
+"""Time of a training step by simulation of the pipeline program with the costs of every stage.
 
-The program is the one the executor would run and `schedule/simulate_program.py` clocks it, so that bubbles, uneven
-stages and paired slots are included. Around the pipeline come the reduction of gradients, hidden behind the last
-microbatch's backward as far as it goes, the optimizer, and the gather of weights, hidden behind the first forward.
+The program is the one that the executor would run; `schedule/simulate_program.py` simulates it, so that bubbles, uneven
+stages and paired slots are included. Three times are added: the reduce-scatter of gradients, overlapped with the last
+microbatch's backward, the optimizer, and the all-gather of weights, overlapped with the first forward.
 
-A pipeline that is full repeats itself: beyond a few times pp microbatches, each further pp of them take as long as the
-last pp did.
+The steady state of a pipeline is periodic: beyond a few times pp microbatches, every further pp microbatches take the
+same time.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from moefold.schedule.program import OP_KINDS
 from moefold.schedule.simulate_program import Timeline, simulate_program
 from moefold.schedule.stage_costs import StageCosts
 
-OVERLAP_FRICTION = 0.45  # of hidden travel: its kernels take a part of the device, and slots do not fit perfectly
+OVERLAP_FRICTION = 0.45  # share of overlapped communication that a slot still takes: its kernels occupy SMs
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """One step. `walls` add up to `seconds`, on an average rank."""
+    """Time of one step. `walls` are means over ranks and add up to `seconds`."""
 
     seconds: float
     pipeline_time: PipelineTime
@@ -62,7 +62,7 @@ def pipeline_costs(clock: StepClock, passes: list[PassSeconds]) -> StageCosts:
 
 
 def simulated_microbatches(microbatches: int, pp: int) -> int:
-    """How many microbatches show the whole pattern; the remainder over groups of pp stays the same."""
+    """Number of microbatches to simulate: a few times pp, with the same remainder over groups of pp."""
     few = 4 * pp
     if microbatches <= few + pp:
         return microbatches
@@ -71,7 +71,7 @@ def simulated_microbatches(microbatches: int, pp: int) -> int:
 
 @dataclass(frozen=True)
 class PipelineTime:
-    """The pipeline of a step: its seconds, those of travel that no compute hid on an average rank, and the timeline of
+    """Time of a step's pipeline: its seconds, exposed communication as the mean over ranks, and the timeline of
     `shown_microbatches`."""
 
     seconds: float
@@ -88,7 +88,7 @@ def time_pipeline(setting: RunSetting, costs: StageCosts) -> PipelineTime:
     seconds = timeline.makespan
     exposed = mean(timeline.exposed)
     if shown < setting.microbatches:
-        # Extrapolate by what the last pp of the simulated microbatches took.
+        # Extrapolate with the time of the last pp simulated microbatches.
         shorter_program = pipeline_program(setting.config, shown - pp)
         shorter = simulate_program(shorter_program, costs)
         groups = (setting.microbatches - shown) / pp
@@ -110,7 +110,7 @@ def time_training_step(setting: RunSetting, gpu: Gpu) -> StepTime:
         updates.append(exposed_update_seconds(clock, rank.pieces, of_rank))
 
     in_order = [by_stage[number] for number in sorted(by_stage)]
-    # The pipeline in order of its stages, then what its last backward and first forward do not hide.
+    # The pipeline in order of its stages, then the exposed exchange and the optimizer.
     costs = pipeline_costs(clock, in_order)
     pipeline_time = time_pipeline(setting, costs)
     exchange = max(exchange for exchange, _ in updates)
@@ -125,7 +125,7 @@ def time_training_step(setting: RunSetting, gpu: Gpu) -> StepTime:
 def exposed_update_seconds(
     clock: StepClock, stages: tuple[StagePieces, ...], passes: PassSeconds
 ) -> tuple[float, float]:
-    """On one rank: seconds of exchange that no compute hides, and of the optimizer."""
+    """Seconds of one rank: exposed exchange of gradients and weights, and the optimizer."""
     s = clock.setting
     parameters: Counter[ParameterClass] = Counter()
     for pieces in stages:
@@ -144,7 +144,7 @@ def exposed_update_seconds(
 
 
 def optimizer_seconds(clock: StepClock, parameters: Counter[ParameterClass]) -> float:
-    """Of the parameters whose state this rank owns."""
+    """Seconds of the optimizer on the parameters whose state this rank holds."""
     s = clock.setting
     shards = {"dense": 1, "expert": 1}
     if s.choices.sharding != "none":
@@ -162,7 +162,7 @@ def optimizer_seconds(clock: StepClock, parameters: Counter[ParameterClass]) -> 
 
 
 def optimizer_bytes(s: RunSetting) -> float:
-    """Of a parameter: its gradient is read, main weight and moments are read and written, the weight is written."""
+    """Bytes moved per parameter: gradient read, main weight and moments read and written, weight written."""
     optim = s.optim
     gradient = STATE_ELEMENT_BYTES[optim.gradients]
     moments = 2 * STATE_ELEMENT_BYTES[optim.moments]
@@ -171,8 +171,8 @@ def optimizer_bytes(s: RunSetting) -> float:
 
 
 def mean_time_walls(s: RunSetting, ranks: list[PassSeconds], pipeline_time: PipelineTime) -> dict[str, float]:
-    """Where the pipeline's time goes, on the average over ranks: arithmetic at the peak, what the three walls cost
-    (memory, communication, compute efficiency with the host's share of it apart), and waiting for other ranks."""
+    """Time of the pipeline by cause, as means over ranks: arithmetic at the peak, the three walls (memory,
+    communication, compute efficiency with host latency apart), and the bubble."""
 
     def mean_seconds(field: str) -> float:
         by_rank: list[float] = []

@@ -1,13 +1,13 @@
 """Seconds of one microbatch in each step of the model on one rank: forward, data gradient, weight gradient.
 
-    products, attention   arithmetic on a soft roofline: the FLOPs and bytes of `plan/layer/layer_costs.py`
-    passes                pointwise work, by the memory's bandwidth
-    host                  launches that the device waits for; none where a graph replays the step
+    products, attention   GEMMs and attention on a smooth roofline, with FLOPs and bytes of `plan/layer/layer_costs.py`
+    passes                pointwise kernels, by memory bandwidth
+    host                  exposed latency of launches and synchronisation; none where a CUDA graph replays the step
     joined                collectives of tensor and context parallelism, which delay the next kernel
-    memory                forwards that recompute repeats, and copies to the host that compute does not hide
-    travel                experts' rows between ranks: the lane that paired microbatches hide
+    memory                repeated forwards of recompute, and exposed copies to the host
+    travel                dispatch and combine between ranks: the comm lane, which paired microbatches overlap
 
-A piece of a layout (E, t, m, L) costs the sum of its steps, a stage the sum of its pieces.
+The time of a piece of a layout (E, t, m, L) is the sum over its steps, that of a stage the sum over its pieces.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from moefold.plan.memory.rank_stages import StagePieces
 BACKWARD_LAUNCH_RATIO = 1.5  # launches of a backward, over those of a forward; autograd launches from C++
 BACKWARD_ATTENTION_RATIO = 2.5  # FLOPs of attention's backward, over those of its forward: five GEMMs instead of two
 ADDED_GRADIENT_BYTES = 8  # a weight gradient is added to an fp32 sum, which is read and written
-HOPPER_BACKWARD_SHARE = 0.86  # of moefold's attention backward, as `plan/machine/gpu.py` has it for others
+HOPPER_BACKWARD_SHARE = 0.86  # of the peak, for moefold's attention backward; for others see `plan/machine/gpu.py`
 HOPPER_BACKWARD_HALF = 200.0  # both by `moefold bench attention`
 UP_PROJECTIONS = ("query", "key", "value")
 NORMED_STEPS = ("attend", "route", "mlp")
 
 
 class OpSeconds(NamedTuple):
-    """Of one op of one microbatch. `ideal` is what its FLOPs would take at the peak, a part of the first two."""
+    """Seconds of one op of one microbatch. `ideal`: its FLOPs at the peak, contained in `products` and `attention`."""
 
     ideal: float = 0.0
     products: float = 0.0
@@ -73,7 +73,7 @@ class OpSeconds(NamedTuple):
 
 
 class PassSeconds(NamedTuple):
-    """The three ops of one microbatch through a step, a piece or a stage."""
+    """Seconds of the three ops of one microbatch in a step, a piece or a stage."""
 
     F: OpSeconds = OpSeconds()
     D: OpSeconds = OpSeconds()
@@ -96,7 +96,7 @@ def sum_pass_seconds(passes: Iterable[PassSeconds]) -> PassSeconds:
 
 
 class StepClock:
-    """Times the steps of a rank of this setting on this GPU. Pieces and stages are timed once."""
+    """Times of the steps, pieces and stages of a rank on one GPU. Pieces and stages are cached."""
 
     def __init__(self, setting: RunSetting, gpu: Gpu):
         self.setting = setting
@@ -116,7 +116,7 @@ class StepClock:
 
     @cached_property
     def one_way_seconds(self) -> float:
-        """Seconds of experts' rows one way."""
+        """Seconds of one dispatch or one combine."""
         return self.cluster.dispatch_seconds(self.setting.config, self.choices)
 
     def time_stage(self, pieces: StagePieces) -> PassSeconds:
@@ -136,7 +136,7 @@ class StepClock:
         return self.piece_seconds[key]
 
     def time_steps(self, piece: str, layer: int) -> dict[str, PassSeconds]:
-        """Every step of a piece by its name."""
+        """Times of a piece's steps, by name."""
         shapes = self.setting.layer_shapes(layer)
         count = self.setting.count_piece(piece, layer)
         seconds: dict[str, PassSeconds] = {}
@@ -174,7 +174,7 @@ class StepClock:
         )
 
     def time_backward(self, step: StepCount, s: RankShapes) -> tuple[OpSeconds, OpSeconds]:
-        """Data gradient and weight gradient."""
+        """Times of data gradient and weight gradient."""
         launches, looped = count_launches(step.name, step.gemms, s)
         products = sum(map(self.data_gradient_seconds, step.gemms))
         weights = sum(map(self.weight_gradient_seconds, step.gemms))
@@ -205,7 +205,7 @@ class StepClock:
         return data_gradient, OpSeconds(ideal=weights_ideal, products=weights)
 
     def backward_efficiency(self, s: RankShapes) -> tuple[float, float]:
-        """Attention's backward: its share of the peak, and the length at which it reaches half of it."""
+        """Share of the peak that attention's backward reaches, and the length at which it reaches half of that."""
         if s.choices.stack == "moefold" and writes_score_gradients(s):
             return HOPPER_BACKWARD_SHARE, HOPPER_BACKWARD_HALF
         return self.kernels.attention_backward, self.kernels.backward_half
@@ -229,7 +229,7 @@ class StepClock:
         return self.gemm_seconds(gemm, read, written) * gemm.times
 
     def gemm_seconds(self, gemm: Gemm, read: float, written: float) -> float:
-        """Seconds of `groups` GEMMs, each reading so many elements of operands and writing so many bytes."""
+        """Seconds of `groups` GEMMs; each reads `read` elements of operands and writes `written` bytes."""
         choices = self.choices
         precision = "bf16"
         element = choices.recipe.wide
@@ -238,7 +238,7 @@ class StepClock:
             element = choices.recipe.linear
         rate = self.gpu.achieved_rate(precision)
         rows = gemm.rows
-        # Grouped GEMMs work on whole tiles: half a tile of rows is empty for each group.
+        # Grouped GEMMs compute whole tiles: on average half a tile of rows per group is padding.
         if gemm.groups > 1:
             rate *= self.kernels.grouped
             rows += EXPERT_TILE_ROWS / 2
@@ -249,7 +249,7 @@ class StepClock:
         return roofline_seconds(computing, moving, self.kernels.blend)
 
     def attention_seconds(self, step: StepCount, s: RankShapes, flops: float, share: float, half: float) -> float:
-        """A ring of cp ranks works on one chunk of keys at a time."""
+        """Seconds of attention. With cp, the length is that of one chunk of keys, as in a ring."""
         if not flops:
             return 0.0
         chunk = s.S / s.portion.cp
@@ -260,12 +260,12 @@ class StepClock:
         return flops / rate
 
     def ideal_seconds(self, step: StepCount) -> float:
-        """Seconds of a forward's FLOPs at the peak of the recipe."""
+        """Seconds of a forward's FLOPs at the peak of the precision."""
         peak = self.gpu.peak_flops(self.choices.precision)
         return step.flops / peak
 
     def launch_wait_seconds(self, step: StepCount, device: float, launches: float) -> float:
-        """Seconds in which the device waits for launches: host and device work in parallel, but not perfectly."""
+        """Exposed launch latency in seconds: host and device run in parallel, with imperfect overlap."""
         graphs = self.choices.graphs
         if graphs == "whole" or (graphs == "static" and step.spec.static):
             return 0.0
@@ -273,8 +273,8 @@ class StepClock:
         return math.hypot(device, host) - device
 
     def sync_seconds(self, step: StepCount) -> float:
-        """The number of rows that arrive is known on the device; the host reads it once, unless a graph holds the
-        layer."""
+        """Seconds in which the host reads the number of arriving rows from the device: once per dispatch, unless the
+        whole layer is one CUDA graph."""
         if step.name != "dispatch" or self.choices.graphs == "whole":
             return 0.0
         if self.one_way_seconds == 0:
@@ -285,12 +285,13 @@ class StepClock:
         return self.one_way_seconds if step.name in ("dispatch", "combine") else 0.0
 
     def collective_seconds(self, step: StepCount, pass_name: str, attention: float) -> float:
-        """Collectives of tp and cp. In a ring, keys and values are sent while attention works on earlier ones."""
+        """Seconds of exposed collectives of tp and cp. A ring sends keys and values during attention over earlier
+        ones."""
         p = self.setting.parallel
         seconds = 0.0
         for traffic in step.sent:
             size = getattr(traffic, pass_name)
-            # Gathers and sums over tp are exposed; a ring over cp is hidden behind attention.
+            # Collectives over tp are exposed; a ring over cp overlaps with attention.
             if traffic.axis == "tp":
                 seconds += self.cluster.ring_seconds(size, 1, p.tp)
             elif traffic.axis == "cp":
@@ -300,7 +301,7 @@ class StepClock:
         return seconds
 
     def restore_seconds(self, step: StepCount, s: RankShapes, forward: OpSeconds) -> float:
-        """What recompute adds to the backward of this step, and offloading that compute does not hide."""
+        """Seconds that recompute and exposed offloading add to the backward of a step."""
         recomputing = 0.0
         # Regions may overlap: all of them together repeat the forward at most once.
         for region in self.choices.recomputed:
@@ -320,7 +321,7 @@ class StepClock:
         return 4.0 * s.T * s.D / self.pointwise_bandwidth
 
     def recompute_up(self, step: StepCount, s: RankShapes, forward: OpSeconds) -> float:
-        """Queries, keys and values from their latents."""
+        """Seconds of the projections from latents to queries, keys and values."""
         if step.name != "attend" or not s.mla:
             return 0.0
         projections = [gemm for gemm in step.gemms if gemm.name in UP_PROJECTIONS]
@@ -337,7 +338,7 @@ class StepClock:
         return forward.attention
 
     def recompute_out(self, step: StepCount, s: RankShapes, forward: OpSeconds) -> float:
-        """Nothing: only what the projection reads is needed, and that is kept."""
+        """Zero: backward of the output projection needs only its input, which is saved."""
         return 0.0
 
     def recompute_layer(self, step: StepCount, s: RankShapes, forward: OpSeconds) -> float:
@@ -346,8 +347,8 @@ class StepClock:
         return forward.total
 
     def add_fsdp_exchange(self, piece: str, layer: int, passes: PassSeconds) -> PassSeconds:
-        """Fully sharded: weights are gathered before a forward and a backward, gradients scattered after it, each
-        while the neighbouring layer computes."""
+        """Times with the exposed collectives of FSDP: weights are gathered before forward and before backward,
+        gradients are reduce-scattered after backward, each during the compute of the neighbouring layer."""
         s = self.setting
         if s.choices.sharding != "fsdp":
             return passes
@@ -369,7 +370,7 @@ RecomputeCost = Callable[[StepClock, StepCount, RankShapes, OpSeconds], float]
 
 
 def repeated_forward(*names: str) -> RecomputeCost:
-    """The cost of these steps' whole forward."""
+    """The cost of repeating the whole forward of these steps."""
 
     def forward_seconds(clock: StepClock, step: StepCount, s: RankShapes, forward: OpSeconds) -> float:
         return forward.total if step.name in names else 0.0

@@ -1,4 +1,4 @@
-// The planner's four charts: memory by rank, where the time goes, the pipeline, the front of memory and speed.
+// The planner's four charts: memory by rank, time by cause, the pipeline, the Pareto front of memory and speed.
 
 const PARTS = {
   weights: { light: "#1f5f9e", dark: "#5aa5e6", says: "weights" },
@@ -6,8 +6,8 @@ const PARTS = {
   main: { light: "#8bbbe3", dark: "#2f5a86", says: "main weights in fp32" },
   moments: { light: "#bcd8ef", dark: "#264260", says: "optimizer moments" },
   activations: { light: "#d9731a", dark: "#f0954a", says: "activations kept for backward" },
-  working: { light: "#efa35b", dark: "#b8672a", says: "working set of a step" },
-  margin: { light: "#f7cf9f", dark: "#7c4a24", says: "room for uneven experts" },
+  working: { light: "#efa35b", dark: "#b8672a", says: "temporaries" },
+  margin: { light: "#f7cf9f", dark: "#7c4a24", says: "margin for uneven expert load" },
   buffers: { light: "#6b8f3c", dark: "#9fc46a", says: "communication buffers" },
   graphs: { light: "#a9c27f", dark: "#5f7f3a", says: "CUDA graph pools" },
   outside: { light: "#8b929b", dark: "#7d8793", says: "outside the allocator" },
@@ -34,7 +34,7 @@ const there = (answer) => Object.keys(PARTS).filter((part) => answer.memory_part
 
 const memoryChart = () => chart({
   title: "Memory by pipeline rank",
-  note: "The most each rank holds at a time, against what the card has.",
+  note: "Peak memory of each rank, and the memory of the GPU.",
   legend: (answer) => there(answer).map((part) => sign(colourIn(PARTS, part), PARTS[part].says)),
   table: (answer) => [["GiB", ...there(answer), "total"], answer.memory_parts_by_rank.map((parts, rank) =>
     [`rank ${rank}`, ...there(answer).map((part) => parts[part].toFixed(2)), total(parts).toFixed(2)])],
@@ -57,7 +57,7 @@ function drawMemory(svg, width, answer) {
     for (const part of there(answer)) {
       const box = { x: x(from), y, w: Math.max(x(from + parts[part]) - x(from), 0), h: row - Math.min(5, row / 4) };
       svg.append(make("rect", { x: box.x, y, width: box.w, height: box.h, fill: colourIn(PARTS, part) }));
-      if (parts[part] > 0) items.push({ ...box, row: rank, text: `rank ${rank}: ${PARTS[part].says} ${gib(parts[part])}\nof ${gib(total(parts))} in all, the card has ${gib(limit)}` });
+      if (parts[part] > 0) items.push({ ...box, row: rank, text: `rank ${rank}: ${PARTS[part].says} ${gib(parts[part])}\nof ${gib(total(parts))} in total, the GPU has ${gib(limit)}` });
       from += parts[part];
     }
     if (rank % every) return;
@@ -82,7 +82,7 @@ function gridX(svg, marks, x, top, h, text) {
 
 const wallsChart = () => chart({
   title: "Where the time of a step goes",
-  note: "Arithmetic at the card's peak, and what the three walls and the pipeline add to it.",
+  note: "Arithmetic at the GPU's peak, and the time that the three walls and the pipeline bubble add.",
   legend: (answer) => [make("table", { class: "numbers" }, make("tbody", {}, ...Object.entries(answer.time_by_wall).filter(([, s]) => s > 0)
     .map(([name, s]) => make("tr", {}, make("th", { scope: "row" }, sign(colourIn(WALLS, name), offered.walls[name])), make("td", {}, seconds(s)), make("td", {}, share(s / answer.step_s))))))],
   draw: drawWalls,
@@ -115,7 +115,7 @@ const inkOn = (colour) => {
   return 0.299 * red + 0.587 * green + 0.114 * blue < 140 ? "#fff" : "#1b1f24";
 };
 
-// One row a rank, time to the right, a box a slot; later chunks of a rank are lighter. A pair is cut in two.
+// One row per rank, time to the right, one box per slot; later chunks of a rank are lighter. A pair has two halves.
 function timelineChart() {
   const zoom = make("input", { type: "range", min: 0, max: 4, step: 1, value: 0, id: "zoom", "aria-valuetext": "1 times" });
   const card = chart({
@@ -143,7 +143,7 @@ function drawTimeline(svg, width, answer) {
   const [left, right, top] = [58, 76, 4];
   const row = Math.max(10, Math.min(32, 480 / ranks));
   const [w, h, gap] = [Math.max(width - left - right, 40), row * ranks, Math.min(5, row / 5)];
-  const until = Math.max(...spans.map((span) => span.end)); // of a long step the first part is told
+  const until = Math.max(...spans.map((span) => span.end)); // of a long step only the first part is in the answer
   const x = (t) => left + (t / until) * w;
   const every = Math.ceil(14 / row);
   for (let rank = 0; rank < ranks; rank++) {
@@ -170,7 +170,7 @@ function drawTimeline(svg, width, answer) {
   svg.append(...labels);
   gridX(svg, ticks(0, until, w / 90), x, top + h - gap, 4, seconds);
   const idle = (100 * Math.max(...bubble)).toFixed(1);
-  return { height: top + h + 24, wide: width, items, label: `${ranks} ranks, ${spans.length} slots in ${seconds(until)}; the idlest rank waits ${idle} %.` };
+  return { height: top + h + 24, wide: width, items, label: `${ranks} ranks, ${spans.length} slots in ${seconds(until)}; the largest idle share of a rank is ${idle} %.` };
 }
 
 const readOp = (op) => {
@@ -184,10 +184,10 @@ const opText = (op) => {
   return `${OPS[kind].says} of microbatch ${microbatch} on stage ${stage}`;
 };
 
-// found: an answer with a search; now: the answer that stands above, if it is to the same question; take(layout)
+// found: an answer with a search; now: the answer above, if it is for the same question; take(layout)
 const frontChart = (take) => chart({
   title: "Memory against speed",
-  note: "Dots are layouts that none beats in both memory and speed, by estimate; diamonds the best few, clocked; the cross is the layout above. Click, or press Enter, to take one over.",
+  note: "Dots: layouts that no other beats in both memory and speed, by estimate. Diamonds: the best few, simulated. Cross: the layout above. A click or Enter applies a layout.",
   draw: (svg, width, data) => drawFront(svg, width, data, take),
 });
 
@@ -219,7 +219,7 @@ function drawFront(svg, width, { found, now }, take) {
     items.push({ x: px - 6, y: py - 6, w: 12, h: 12, row, text, take: p.text && (() => take(p.layout)) });
   };
   for (const p of found.front) point(p, (cx, cy) => make("circle", { cx, cy, r: 5, fill: colour[0] }), `front: ${describe(p)}`, 0);
-  for (const p of found.layouts) point(p, (px, py) => make("path", { d: `M${px},${py - 7}l7,7l-7,7l-7,-7z`, fill: css("--card"), stroke: colour[1], "stroke-width": 2 }), `clocked: ${describe(p)}`, 1);
+  for (const p of found.layouts) point(p, (px, py) => make("path", { d: `M${px},${py - 7}l7,7l-7,7l-7,-7z`, fill: css("--card"), stroke: colour[1], "stroke-width": 2 }), `simulated: ${describe(p)}`, 1);
   if (now) point(now, (px, py) => make("path", { d: `M${px - 7},${py}h14M${px},${py - 7}v14`, stroke: css("--ink"), "stroke-width": 2.5 }), "the layout above", 2);
   const label = `${found.front.length} layouts on the front, from ${gib(Math.min(...found.front.map((p) => p.memory_gib)))} on; the fastest does ${short(found.front[0].tokens_per_s_per_gpu, 4)} tokens/s a GPU.`;
   return { height, items, label };

@@ -1,11 +1,11 @@
-// The controls: each shows one key of the request and tells when a person moves it.
+// The controls: each shows one key of the request and reports its changes.
 
 const { models, gpus: cards, regions, keys } = offered;
 const doc = (key) => keys[key]?.doc || "";
 const round = (n) => (n % 1024 ? String(n) : n % 1048576 ? `${n / 1024}k` : `${n / 1048576}M`); // 4096 -> 4k
 const idOf = (key) => `c-${key.replace(/\W/g, "-")}`;
 
-// A labelled line with a place for what is wrong with its value.
+// A labelled line with a place for the problem of its value.
 function control(key, label, head, ...body) {
   const problem = make("p", { class: "problem", id: `${idOf(key)}-problem`, hidden: "" });
   const element = make("div", { class: "control" }, make("div", { class: "line" }, ...head), ...body, problem);

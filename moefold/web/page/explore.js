@@ -1,7 +1,7 @@
-const offered = JSON.parse(document.getElementById("data").textContent); // models, GPUs, choices, and their words
+const offered = JSON.parse(document.getElementById("data").textContent); // models, GPUs, choices, and their texts
 
-// A chart that is walked through: with the pointer, or with the arrow keys when it has the focus. What lies there is
-// framed and told in the tooltip, which screen readers read out; Enter or a click takes it, where there is something to take.
+// A chart explored with the pointer, or with the arrow keys when it has the focus. The item there is framed and
+// described in the tooltip, which screen readers read out; Enter or a click applies it, where it has `take`.
 
 // items: [{row, x, y, w, h, text, take?}] in pixels of the svg
 function explore(plot, svg, items) {
@@ -65,7 +65,7 @@ function beside(items, now, key) {
   return other.reduce((a, b) => (a && Math.abs(middle(a) - middle(now)) <= Math.abs(middle(b) - middle(now)) ? a : b), null);
 }
 
-// A card with a heading, a chart that can be walked through, and words for those who do not see it.
+// A card with a heading, a chart that can be explored, and a text for screen readers.
 // draw(svg, width, data) fills the svg and returns {height, items, label}.
 function chart({ title, note, draw, legend, table, scrolls = false, controls }) {
   const heading = make("h2", {}, title);
@@ -82,7 +82,7 @@ function chart({ title, note, draw, legend, table, scrolls = false, controls }) 
     svg.setAttribute("height", height);
     svg.style.width = `${wide}px`;
     plot.replaceChildren(svg);
-    plot.setAttribute("aria-label", `${title}. ${label} Arrow keys walk through it.`);
+    plot.setAttribute("aria-label", `${title}. ${label} Arrow keys move through the chart.`);
     explore(plot, svg, items);
     if (legend) signs.replaceChildren(...legend(data));
   });

@@ -1,5 +1,5 @@
 "use strict";
-// Elements, numbers, ticks and colours: what every plot is made of.
+// Elements, numbers, ticks and colours of all plots.
 
 const SVG = document.getElementById("svg").namespaceURI;
 
@@ -38,8 +38,8 @@ function ticks(low, high, count, whole = false) {
 const stepsText = (first, last) =>
   first === last ? `step ${first.toLocaleString("en")}` : `steps ${first.toLocaleString("en")}–${last.toLocaleString("en")}`;
 
-// Colours. In both ramps lightness alone tells the order, so they hold for colour-blind eyes and in print; what is
-// calm lies near the page's own colour, and what is much stands out. Blue is below the even share, orange above.
+// Colours. In both ramps lightness alone gives the order, for colour-blind readers and for print; low values are near
+// the page's own colour, high values have contrast. Blue is below the even share, orange above.
 const SEQUENTIAL = {
   light: ["#faf6ea", "#f6dca6", "#eeb567", "#d8803f", "#a9483a", "#6d2440", "#37103a"],
   dark: ["#252b33", "#4b3152", "#85415f", "#c25f4b", "#e8923f", "#f6c965", "#fff6c4"],

@@ -1,4 +1,4 @@
-// The page: what the run is, how it learned, how evenly its experts were used.
+// The page: facts of the run, training curves, balance of expert load.
 
 const { runs } = JSON.parse(document.getElementById("data").textContent);
 const several = runs.length > 1;
@@ -10,7 +10,7 @@ const section = (title, text, ...parts) => [make("h2", {}, title), make("p", {},
 function facts() {
   const card = make("section", { class: "card facts" }, several ? factsTable() : factsList(runs[0]));
   for (const run of runs.filter((run) => run.strange.length))
-    card.append(make("p", { class: "note" }, `${run.label}: config.yaml sets what this version does not know: ${run.strange.join(", ")}`));
+    card.append(make("p", { class: "note" }, `${run.label}: config.yaml has keys that this version does not know: ${run.strange.join(", ")}`));
   return card;
 }
 
@@ -66,14 +66,14 @@ function violations() {
 
 const MAPS = [
   { name: "max_violation", title: "Max violation", unit: "most loaded / mean - 1", note: "Most loaded expert / mean - 1: 0 is even, 1 is an expert with twice its share.", worst: true },
-  { name: "load_entropy", title: "Load entropy", unit: "of log(experts)", note: "1 is even, 0 is one expert with everything.", best: 1 },
+  { name: "load_entropy", title: "Load entropy", unit: "of log(experts)", note: "1 is even, 0 is all load on one expert.", best: 1 },
   { name: "dead_experts", title: "Dead experts", unit: "experts", note: "Experts that no token chose.", worst: true, whole: true, calm: "every expert got tokens in every step" },
-  { name: "drop_rate", title: "Drop rate", unit: "of the layer's choices", note: "Choices the experts had no room for, of all choices made.", text: percent, calm: "no choice was dropped" },
-  { name: "moved_bytes", title: "Bytes moved", unit: "a step", note: "What dispatch and combine sent from the first rank to others.", text: (v) => `${short(v)}B`, calm: "nothing was sent to other ranks" },
+  { name: "drop_rate", title: "Drop rate", unit: "of the layer's choices", note: "Choices dropped for lack of capacity, of all choices made.", text: percent, calm: "no choice was dropped" },
+  { name: "moved_bytes", title: "Bytes moved", unit: "a step", note: "Bytes sent between ranks by dispatch and combine, summed over all ranks.", text: (v) => `${short(v)}B`, calm: "nothing was sent to other ranks" },
 ];
 
-// The range of colours, from calm to much, in round numbers. Two in a hundred values may lie beyond, so that one wild
-// step does not pale all others; values that differ, but all lie in the upper half, are told apart within it.
+// The range of colours in round numbers. Two in a hundred values may lie beyond, so that one outlier does not compress
+// the scale; where all values are in the upper half, the range starts there.
 function rangeOfMap(values, best, whole) {
   const far = values.flat().filter((v) => v !== null).map((v) => Math.abs(v - best)).sort((a, b) => a - b);
   const top = (!whole && far[Math.floor(far.length * 0.98)]) || far.at(-1);
@@ -120,7 +120,7 @@ function decode(load) {
   return (column, layer, expert) => table[bytes[(column * L + layer) * E + expert]];
 }
 
-const OCTAVES = 2; // the colours reach from a quarter of the even share to four times it
+const OCTAVES = 2; // range of the colours: a quarter of the even share to four times it
 const shareColours = () => {
   const [ramp, dead] = [along("DIVERGING"), hex(css("--ink"))];
   return (v) => (v === 0 ? dead : ramp(0.5 + Math.log2(v) / (2 * OCTAVES)));
@@ -133,7 +133,7 @@ const SHARE_BAR = {
 function loadMaps(run) {
   const { load } = run;
   if (!load) return [make("section", { class: "card" }, make("div", { class: "empty" },
-    "router.jsonl holds no load: a run writes it every observe.router_every steps, if the model has experts"))];
+    "router.jsonl holds no load: a run with experts writes one line per observe.router_every steps"))];
   const share = decode(load);
   const say = (c, l, e) => {
     const v = share(c, l, e);
@@ -149,7 +149,7 @@ function loadMaps(run) {
   tell();
   const overview = heatMap({
     title: "Load of every expert at one step", rowTitle: "layer", rows: load.layers, bar: SHARE_BAR, colours: shareColours,
-    note: "As a multiple of the even share. Choose the step with the slider; click a layer to follow it below.",
+    note: "As a multiple of the even share. The slider sets the step; a click on a layer shows it below.",
     columns: () => ({ count: load.experts, title: "expert" }),
     value: (r, c) => share(at(), r, c),
     say: (r, c) => say(at(), r, c),
@@ -183,8 +183,8 @@ function build() {
   document.querySelector("main").replaceChildren(
     facts(),
     ...(several ? [] : [tiles(runs[0])]),
-    ...section("Training", "Where many steps share a point, the line is their mean and the band reaches from least to most.", training()),
-    ...section("Balance", "How evenly the routers spread tokens over experts, over the whole global batch.", violations()),
+    ...section("Training", "Where several steps share a point, the line is their mean and the band their range.", training()),
+    ...section("Balance", "Balance of expert load, over the whole global batch.", violations()),
     ...section("Layers and experts", several ? "One run at a time: " : "Point at a cell for its numbers.", maps),
   );
   if (several) maps.previousElementSibling.append(chosen);

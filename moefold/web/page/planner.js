@@ -1,4 +1,4 @@
-// The page: one request, kept in the address; what the planner says to it; and the search for better ones.
+// The page: one request, held in the address; the planner's answer; and the search for better layouts.
 
 const powers = (from, to) => Array.from({ length: Math.round(Math.log2(to / from)) + 1 }, (_, i) => from * 2 ** i);
 const DEGREES = ["parallel.tp", "parallel.cp", "parallel.pp", "pipeline.vpp", "parallel.ep", "parallel.etp"];
@@ -9,7 +9,7 @@ const DEFAULT = {
   overlap: "false", recompute: "", offload: "", sharding: "zero", graphs: "none", dispatcher: "auto", "pipeline.schedule": "1f1b", tokens: "1e12",
 };
 
-// The address holds the request: every key of it, also those that have no control here.
+// The address holds every key of the request, also keys without a control.
 function fromAddress() {
   const given = Object.fromEntries(new URLSearchParams(location.hash.slice(1)));
   const whole = { ...DEFAULT, ...given };
@@ -17,19 +17,19 @@ function fromAddress() {
 }
 const toAddress = (state) => `#${new URLSearchParams(state)}`;
 
-let state = fromAddress(); // where the sliders last stood still
-let shown = state; // what the page shows: while a thumb is dragged, ahead of it
+let state = fromAddress(); // the last request with no slider in motion
+let shown = state; // the request on the page: while a thumb is dragged, ahead of `state`
 let answer = null;
 let found = null; // by a search
 
-// Asks the server. A question of one kind replaces the one before, whose answer nobody waits for.
+// Asks the server. A question of one kind cancels the one before.
 const asking = {};
 async function ask(kind, path, body) {
   asking[kind]?.abort();
   const mine = (asking[kind] = new AbortController());
   try {
     const response = await fetch(path, { method: "POST", signal: mine.signal, headers: { "Content-Type": "application/json" }, body: JSON.stringify(body) });
-    const reply = await response.json().catch(() => ({ problems: [`the server answered ${response.status}; its terminal tells more`] }));
+    const reply = await response.json().catch(() => ({ problems: [`the server answered ${response.status}; its terminal shows the error`] }));
     if (asking[kind] !== mine) return null;
     return response.ok ? reply : { problems: reply.problems || [`the server answered ${response.status}`], refused: true };
   } catch (error) {
@@ -38,7 +38,7 @@ async function ask(kind, path, body) {
   }
 }
 
-// A control was moved. While a thumb is dragged, others follow from where they last stood still.
+// A control was moved. While a thumb is dragged, other controls follow from `state`.
 let waiting = 0;
 function moved(key, value, final) {
   clearTimeout(waiting);
@@ -49,7 +49,7 @@ function moved(key, value, final) {
   waiting = setTimeout(() => settle(wanted, { hold: key, final, mend: true }), final ? 0 : 120);
 }
 
-// Bring controls, address and charts into line with a request; where it breaks rules, take the nearest that does not.
+// Set controls, address and charts to a request; where it breaks rules, to the nearest legal one.
 async function settle(wanted, { hold = "", final = false, mend = false } = {}) {
   results.classList.add("waits");
   const legal = await ask("legal", "/legal", { ...wanted, hold });
@@ -95,14 +95,14 @@ const groups = [
     picker("gpu", "GPU", cards.map((c) => [c.name, `${c.name.toUpperCase()} (${c.about})`]), moved),
     slider("gpus", "GPUs", "", moved, { values: powers(1, 16384), free: true, max: 1e6 }),
     picker("precision", "Precision", [], moved),
-    field("tokens", "Token budget", "that days and cost are for", { type: "text", inputmode: "numeric" }, moved)),
+    field("tokens", "Token budget", "for days and cost", { type: "text", inputmode: "numeric" }, moved)),
   group("Batch",
     slider("seq", "Sequence length", "tokens", moved, { values: powers(1024, 1048576), free: true }),
-    slider("mbs", "Microbatch", "sequences a rank takes at a time", moved),
+    slider("mbs", "Microbatch", "sequences of one microbatch of a rank", moved),
     slider("gbs", "Global batch", "sequences of a step", moved, { free: true })),
   group("Layout", degree("parallel.tp", "tp"), degree("parallel.cp", "cp"), degree("parallel.pp", "pp"), degree("pipeline.vpp", "vpp"),
     degree("parallel.ep", "ep"), degree("parallel.etp", "etp"), selected("pipeline.schedule", "Pipeline schedule"),
-    tick("overlap", "Overlap", "hide experts' travel behind another microbatch's compute", moved)),
+    tick("overlap", "Overlap", "expert communication overlaps with another microbatch's compute", moved)),
   group("Memory and speed",
     several("recompute", "Recompute", regions, moved), several("offload", "Offload", regions, moved),
     selected("sharding", "Sharding over replicas"), selected("graphs", "CUDA graphs"), selected("dispatcher", "Dispatcher"),
@@ -162,7 +162,7 @@ function showAnswer(fresh, followed, final) {
       tile(seconds(fresh.step_s), `a step of ${short(fresh.tokens_per_step)} tokens`),
       tile(`${short(budget.days)} days`, `for ${short(budget.tokens)} tokens`),
       tile(`$${short(budget.dollars)}`, `${short(budget.gpu_hours)} GPU hours`)),
-    ...(followed.length ? [make("p", { class: "followed" }, `To stay legal, this followed: ${followed.join(", ")}.`)] : []),
+    ...(followed.length ? [make("p", { class: "followed" }, `Changed to keep the layout legal: ${followed.join(", ")}.`)] : []),
     make("p", { class: "note" }, `dp ${layout.dp}, edp ${layout.edp}, ${layout.microbatches} microbatches of ${layout.mbs}. Dispatcher ${fresh.dispatcher}.`),
     make("details", {}, make("summary", {}, "as a command"), make("code", {}, command(fresh))),
   );
@@ -171,12 +171,12 @@ function showAnswer(fresh, followed, final) {
   if (final) said.textContent = `${word}: ${room}, ${short(fresh.tokens_per_s_per_gpu, 3)} tokens per second and GPU. ${followed.join(", ")}`;
   const { microbatches } = fresh.timeline;
   const part = microbatches < layout.microbatches ? `Of ${layout.microbatches} microbatches, ${microbatches} are drawn. ` : "";
-  pipeline.say(layout.pp > 1 ? `${part}${layout.schedule}, stages ${layout.stages}. Numbers are microbatches; later stages of a rank are fainter; a box cut in two is a pair.` : "Without pipeline parallelism there is one rank, and no bubble.");
+  pipeline.say(layout.pp > 1 ? `${part}${layout.schedule}, stages ${layout.stages}. Numbers are microbatches; later stages of a rank are lighter; a box in two halves is a pair.` : "Without pipeline parallelism there is one rank, and no bubble.");
   for (const each of charts) (each.hidden = false), each.update(fresh);
   if (found) compare();
 }
 
-// The search's results beside the layout above, which may by now be of another model or cluster.
+// The search's results beside the layout above, which may have another model or cluster since.
 function compare() {
   const same = Object.entries(found.asked).every(([key, value]) => key === "tokens" || shown[key] === value);
   layouts.querySelector("h2").textContent = `Best layouts for ${found.name} on ${found.gpus} x ${found.gpu}${same ? "" : " (settings have changed since)"}`;
@@ -232,7 +232,7 @@ async function search() {
   if (reply.refused) return showNothingFound(reply.problems);
   found = { ...reply, asked };
   showFound();
-  said.textContent = `${reply.layouts.length} layouts found, of ${reply.searched} looked at.`;
+  said.textContent = `${reply.layouts.length} layouts found, of ${reply.searched} tried.`;
   layouts.scrollIntoView({ block: "nearest" });
 }
 
@@ -263,9 +263,9 @@ function showFound() {
   const left = found.rejected.map((each) => make("li", {}, `${each.count} for ${each.reason}, such as: ${each.example}`));
   layouts.replaceChildren(
     make("div", { class: "head" }, make("h2", {})),
-    make("p", { class: "note" }, `The best of ${found.searched.toLocaleString("en")} looked at. Press one to take it over. Sequence, global batch, precision, sharding and graphs stayed as they were.`),
+    make("p", { class: "note" }, `The best of ${found.searched.toLocaleString("en")} layouts tried. A click on a layout applies it. Sequence length, global batch, precision, sharding and graphs are not searched.`),
     make("div", { class: "scrolls", tabindex: 0, role: "region", "aria-label": "Best layouts" }, make("table", { class: "numbers" }, make("thead", {}, make("tr", {}, ...head.map((text) => make("th", { scope: "col" }, text)), make("th", { scope: "col", class: "text" }, "recompute"))), make("tbody", {}, ...rows))),
-    ...(left.length ? [make("details", {}, make("summary", {}, "what was left out, and why"), make("ul", {}, ...left))] : []),
+    ...(left.length ? [make("details", {}, make("summary", {}, "refused layouts and reasons"), make("ul", {}, ...left))] : []),
   );
   layouts.hidden = front.hidden = false;
   compare();
