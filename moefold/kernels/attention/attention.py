@@ -67,7 +67,9 @@ def heads_first(q_BSHD: Tensor, k_BLGD: Tensor, v_BLGV: Tensor, wide: torch.dtyp
     q = q_BSHD.transpose(1, 2).to(wide)
     k = k_BLGD.transpose(1, 2).to(wide)
     v = v_BLGV.transpose(1, 2).to(wide)
-    return q, k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+    k = k.repeat_interleave(group, dim=1)
+    v = v.repeat_interleave(group, dim=1)
+    return q, k, v
 
 
 def attention_mask(
@@ -108,7 +110,7 @@ def attention_sdpa(
     square = is_plain_causal(q_BSHD, k_BLGD, window, None, begins_BS)
     if not square:
         has_sink = sink_H is not None
-        mask = sdpa_attention_mask(q_BSHD.shape[1], k_BLGD.shape[1], window, has_sink, q_BSHD.device, begins_BS)
+        mask = sdpa_attention_mask(q_BSHD, k_BLGD, window, has_sink, begins_BS)
     q = q_BSHD.transpose(1, 2)
     k = k_BLGD.transpose(1, 2)
     v = v_BLGV.transpose(1, 2)
@@ -123,8 +125,9 @@ def sink_as_first_key(q_BSHD: Tensor, k_BLGD: Tensor, v_BLGV: Tensor, score_H: T
     b, s, h, d = q_BSHD.shape
     # Queries: the score, then zeros.
     score_H1 = score_H.to(q_BSHD.dtype)[:, None]
-    more_dims = F.pad(score_H1, (0, SINK_DIMS - 1)).expand(b, s, h, SINK_DIMS)
-    q = torch.cat((q_BSHD, more_dims), dim=-1)
+    padded_score = F.pad(score_H1, (0, SINK_DIMS - 1))
+    further_dims = padded_score.expand(b, s, h, SINK_DIMS)
+    q = torch.cat((q_BSHD, further_dims), dim=-1)
     # Keys: zeros in the further dims, but for the sink.
     k = F.pad(k_BLGD, (0, SINK_DIMS))
     sink_key = torch.zeros_like(k[:, :1])
@@ -136,13 +139,15 @@ def sink_as_first_key(q_BSHD: Tensor, k_BLGD: Tensor, v_BLGV: Tensor, score_H: T
 
 
 def sdpa_attention_mask(
-    queries: int, keys: int, window: int, sink: bool, device: torch.device, begins_BS: Tensor | None
+    q_BSHD: Tensor, k_BLGD: Tensor, window: int, sink: bool, begins_BS: Tensor | None
 ) -> Tensor | CausalBias:
     """The mask where SDPA's own causal mask does not fit: lower right, or with a window or documents, which never hide
     a sink."""
+    queries = q_BSHD.shape[1]
+    keys = k_BLGD.shape[1]
     if not window and begins_BS is None:
         return causal_lower_right(queries, keys)
-    mask = attention_mask(queries, keys, keys - queries, window, device, begins_BS)
+    mask = attention_mask(queries, keys, keys - queries, window, q_BSHD.device, begins_BS)
     if sink:
         mask[..., 0] = True
     return mask
@@ -231,7 +236,8 @@ class DeterministicAttention(torch.autograd.Function):
         from moefold.kernels.attention.backward_triton import attention_backward
 
         q, k, v, y, lse = ctx.saved_tensors
-        dq, dk, dv = attention_backward(gradients[0], q, k, v, y, lse, ctx.scale)
+        dy = gradients[0]
+        dq, dk, dv = attention_backward(dy, q, k, v, y, lse, ctx.scale)
         return dq, dk, dv, None
 
 
@@ -275,7 +281,8 @@ def attention_cases(device: str, dtype: torch.dtype) -> Iterator[KernelCase]:
         sink = seeded_randn(device, dtype, h, seed=3)
         begins = random_document_begins(device, b, length)[:, -s:]
         for about, masking in maskings(sink, begins).items():
-            yield KernelCase(f"{name}, {about}", (q, k, v, *masking), attention=shape, sees_all=False)
+            inputs = (q, k, v, *masking)
+            yield KernelCase(f"{name}, {about}", inputs, attention=shape, sees_all=False)
 
 
 def maskings(sink: Tensor, begins: Tensor) -> dict[str, tuple[object, ...]]:

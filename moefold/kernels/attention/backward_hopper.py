@@ -106,8 +106,10 @@ def initial_scores(stat_buf, t, W: gl.constexpr, layout: gl.constexpr):
     """The accumulator that S^T starts from: minus lse, or minus infinity where a query does not see a key."""
     start = broadcast_to_rows(stat_buf.slice(0, 64), layout)
     if t <= W:  # the tile lies on the diagonal, or above it
-        keys = gl.arange(0, 64, gl.SliceLayout(1, layout)) + 64 * W
-        queries = gl.arange(0, 64, gl.SliceLayout(0, layout)) + 64 * t
+        rows: gl.constexpr = gl.SliceLayout(1, layout)
+        keys = gl.arange(0, 64, rows) + 64 * W
+        columns: gl.constexpr = gl.SliceLayout(0, layout)
+        queries = gl.arange(0, 64, columns) + 64 * t
         visible = queries[None, :] >= keys[:, None]
         start = gl.where(visible, start, float("-inf"))
     return start
@@ -141,9 +143,13 @@ def accumulate_dkdv(outs, bufs, ds_bufs, bars, at, scale, W: gl.constexpr, D: gl
         mbarrier.wait(filled, phase)
         # S^T = K Q^T - lse and dP^T = V dO^T - delta
         scores = initial_scores(stat, t, W, square)
-        scores = warpgroup_mma(k_bufs.index(W), q.permute((1, 0)), scores, is_async=True)
+        keys = k_bufs.index(W)
+        q_columns = q.permute((1, 0))
+        scores = warpgroup_mma(keys, q_columns, scores, is_async=True)
         dp = broadcast_to_rows(stat.slice(64, 64), square)
-        dp = warpgroup_mma(v_bufs.index(W), dy.permute((1, 0)), dp, is_async=True)
+        values = v_bufs.index(W)
+        dy_columns = dy.permute((1, 0))
+        dp = warpgroup_mma(values, dy_columns, dp, is_async=True)
         # P^T, and dV += P^T dO
         scores = warpgroup_mma_wait(1, deps=(scores,))
         p = gl.exp2(scores * (scale * 1.4426950408889634))
@@ -247,7 +253,8 @@ def fetch_keys_and_ds(k_desc, ds_desc, bufs, bars, at, D: gl.constexpr, STAGES: 
         for c in gl.static_range(2):
             tile_row = ds_tile_first_row(local, i // 2, 2 * m + c, T)
             row = tile_row + (i % 2) * 64
-            tma.async_copy_global_to_shared(ds_desc, [row, 0], bar, ds_bufs.index(2 * s + c))
+            ds_buf = ds_bufs.index(2 * s + c)
+            tma.async_copy_global_to_shared(ds_desc, [row, 0], bar, ds_buf)
 
 
 @gluon.jit
@@ -277,8 +284,12 @@ def accumulate_dq(dq_desc, bufs, bars, at, scale, D: gl.constexpr, STAGES: gl.co
         mbarrier.arrive(empty.index(previous), pred=has_previous)
     # epilogue: dQ leaves through the buffers of dS^T, to which no load is in flight any more
     one, two = warpgroup_mma_wait(0, deps=(one, two))
-    store_dq_tile(dq_desc, ds_bufs, one * scale, [b, 128 * m, h * D], 0, D)
-    store_dq_tile(dq_desc, ds_bufs, two * scale, [b, 128 * m + 64, h * D], 2, D)
+    dq_one = one * scale
+    here = [b, 128 * m, h * D]
+    store_dq_tile(dq_desc, ds_bufs, dq_one, here, 0, D)
+    dq_two = two * scale
+    here = [b, 128 * m + 64, h * D]
+    store_dq_tile(dq_desc, ds_bufs, dq_two, here, 2, D)
     tma.store_wait(0)
 
 

@@ -11,10 +11,17 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from moefold.kernels.attention.backward_hopper import attention_dkdv_hopper, attention_dq_hopper
-from moefold.kernels.attention.heads_triton import load_head_block, outer_strides, program_head
+from moefold.kernels.attention.heads_triton import (
+    empty_gradients,
+    load_head_block,
+    outer_strides,
+    program_head,
+    row_dots,
+)
 from moefold.kernels.attention.workspace import HOPPER_HEAD_WIDTHS, kv_heads_at_once, score_gradient_rows
 from moefold.kernels.hopper import block_descriptor
 
@@ -42,12 +49,11 @@ def attention_statistics(
     here = statistics + tile * 128 + tl.arange(0, 64)
     tl.store(here, -sums / scale)
     # delta
-    products = result.to(tl.float32) * grads.to(tl.float32)
-    delta = tl.sum(products, 1)
+    delta = row_dots(result, grads)
     tl.store(here + 64, -delta)
 
 
-def hopper_backward_applies(q: torch.Tensor, k: torch.Tensor, scale: float) -> bool:
+def hopper_backward_applies(q: Tensor, k: Tensor, scale: float) -> bool:
     """Whether the Hopper kernels can run here; wherever measured, they were faster than Triton's."""
     b, s, h, d = q.shape
     g = k.shape[2]
@@ -64,14 +70,14 @@ def hopper_backward_applies(q: torch.Tensor, k: torch.Tensor, scale: float) -> b
 
 
 def launch_hopper_backward(
-    dy: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    y: torch.Tensor,
-    lse_BHS: torch.Tensor,
+    dy: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    y: Tensor,
+    lse_BHS: Tensor,
     scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv of square causal attention; all tensors but the log-sum-exp are (B, S, heads, D)."""
     b, s, h, d = q.shape
     g = k.shape[2]
@@ -79,7 +85,7 @@ def launch_hopper_backward(
     all_units = b * g
     blocks = triton.cdiv(s, 128)
     statistics = softmax_statistics(y, dy, lse_BHS.contiguous(), 2 * blocks, scale)
-    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    dq, dk, dv = empty_gradients(q, k, v)
     # Workspace for dS^T of as many units as fit at once.
     together = kv_heads_at_once(s, all_units, group)
     rows = together * group * score_gradient_rows(s)
@@ -103,9 +109,7 @@ def launch_hopper_backward(
     return dq, dk, dv
 
 
-def softmax_statistics(
-    y: torch.Tensor, dy: torch.Tensor, lse_BHS: torch.Tensor, tiles: int, scale: float
-) -> torch.Tensor:
+def softmax_statistics(y: Tensor, dy: Tensor, lse_BHS: Tensor, tiles: int, scale: float) -> Tensor:
     """(B H, tiles, 2, 64): what `attention_statistics` computes."""
     b, s, h, d = y.shape
     statistics = torch.empty(b * h, tiles, 2, 64, dtype=torch.float32, device=y.device)
@@ -114,10 +118,11 @@ def softmax_statistics(
     return statistics
 
 
-def head_descriptor(x_BSHD: torch.Tensor, width: int) -> TensorDescriptor:
+def head_descriptor(x_BSHD: Tensor, width: int) -> TensorDescriptor:
     """TMA descriptor of (sequence, position, column), for 64 positions of so many columns."""
     x = x_BSHD.flatten(2)
-    unaligned = x.stride(1) % 8 or x.stride(0) % 8 or x.data_ptr() % 16
+    b_stride, s_stride, _ = x.stride()
+    unaligned = b_stride % 8 or s_stride % 8 or x.data_ptr() % 16
     if unaligned:
         x = x.clone(memory_format=torch.contiguous_format)
     return block_descriptor(x, 1, 64, width)

@@ -14,15 +14,18 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from moefold.kernels.attention.backward_hopper_launch import hopper_backward_applies, launch_hopper_backward
 from moefold.kernels.attention.heads_triton import (
     LOG2E,
+    empty_gradients,
     load_delta,
     load_head_block,
     load_log_sums,
     outer_strides,
     program_head,
+    row_dots,
     store_head_block,
 )
 
@@ -143,16 +146,16 @@ def attention_delta_kernel(y, dy, delta, S, H, y_b, y_s, y_h, d_b, d_s, d_h, D: 
     result = load_head_block(y_head, rows, y_s, S, D, D)
     dy_head = dy + b * d_b + h * d_h
     grads = load_head_block(dy_head, rows, d_s, S, D, D)
-    products = result.to(tl.float32) * grads.to(tl.float32)
+    delta_M = row_dots(result, grads)
     delta_head = delta + tl.program_id(1).to(tl.int64) * S
-    tl.store(delta_head + rows, tl.sum(products, 1), mask=rows < S)
+    tl.store(delta_head + rows, delta_M, mask=rows < S)
 
 
-def contiguous_heads(x_BSHD: torch.Tensor) -> torch.Tensor:
+def contiguous_heads(x_BSHD: Tensor) -> Tensor:
     return x_BSHD if x_BSHD.stride(-1) == 1 else x_BSHD.contiguous()
 
 
-def delta_of_queries(y: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
+def delta_of_queries(y: Tensor, dy: Tensor) -> Tensor:
     """(B, H, S)."""
     b, s, h, d = y.shape
     delta = torch.empty(b, h, s, dtype=torch.float32, device=y.device)
@@ -163,14 +166,14 @@ def delta_of_queries(y: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
 
 
 def attention_backward(
-    dy: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    y: torch.Tensor,
-    lse_BHS: torch.Tensor,
+    dy: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    y: Tensor,
+    lse_BHS: Tensor,
     scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv of square causal attention; all tensors but the log-sum-exp are (B, S, heads, D), D a power of two."""
     dy, q, k, v, y = (contiguous_heads(x) for x in (dy, q, k, v, y))
     if hopper_backward_applies(q, k, scale):
@@ -178,7 +181,7 @@ def attention_backward(
     b, s, h, d = q.shape
     g = k.shape[2]
     group = h // g
-    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    dq, dk, dv = empty_gradients(q, k, v)
     delta = delta_of_queries(y, dy)
     inputs = (q, k, v, dy, lse_BHS.contiguous(), delta)
     m, n, warps, stages = TILE

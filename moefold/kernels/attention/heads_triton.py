@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -60,7 +61,19 @@ def load_delta(delta, head, rows, S):
     return tl.load(at, mask=rows < S, other=0.0)
 
 
-def outer_strides(*tensors: torch.Tensor) -> list[int]:
+@triton.jit
+def row_dots(a, b):
+    """The product of each row of `a` with that of `b`: delta, of results and their gradients."""
+    products = a.to(tl.float32) * b.to(tl.float32)
+    return tl.sum(products, 1)
+
+
+def empty_gradients(*tensors: Tensor) -> list[Tensor]:
+    """Contiguous memory for the gradient of each."""
+    return [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in tensors]
+
+
+def outer_strides(*tensors: Tensor) -> list[int]:
     """The strides of sequences, positions and heads; the elements of a head are contiguous."""
     strides: list[int] = []
     for x in tensors:

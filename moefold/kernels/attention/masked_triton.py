@@ -11,14 +11,17 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from moefold.kernels.attention.heads_triton import (
     LOG2E,
+    empty_gradients,
     load_delta,
     load_head_block,
     load_log_sums,
     outer_strides,
     program_head,
+    row_dots,
     store_head_block,
 )
 
@@ -123,8 +126,7 @@ def masked_attention_dq_kernel(
     # statistics of the queries
     y_head = y + b * y_b + h * y_h
     result = load_head_block(y_head, rows, y_s, S, V, VW)
-    products = result.to(tl.float32) * grads.to(tl.float32)
-    delta_M = tl.sum(products, 1)
+    delta_M = row_dots(result, grads)
     delta_head = delta + head * S
     tl.store(delta_head + rows, delta_M, mask=rows < S)
     lse_M = load_log_sums(lse, head, rows, S)
@@ -212,12 +214,12 @@ def masked_attention_dkdv_kernel(
     store_head_block(dv_head, columns, ov_s, L, of_values, V, VW)
 
 
-def padded_width(x: torch.Tensor) -> int:
+def padded_width(x: Tensor) -> int:
     """The power of two that holds the width of a head."""
     return max(16, triton.next_power_of_2(x.shape[-1]))
 
 
-def padded_widths(q_BSHD: torch.Tensor, v_BLGV: torch.Tensor) -> list[int]:
+def padded_widths(q_BSHD: Tensor, v_BLGV: Tensor) -> list[int]:
     """D and V, each with the power of two that holds it."""
     d = q_BSHD.shape[-1]
     v = v_BLGV.shape[-1]
@@ -231,7 +233,7 @@ def tile_launch_options(kernel: int, widths: list[int]) -> dict[str, int]:
     return {"M": m, "N": n, "num_warps": warps, "num_stages": stages}
 
 
-def addressable(x: torch.Tensor) -> torch.Tensor:
+def addressable(x: Tensor) -> Tensor:
     """Heads with contiguous columns, and positions within reach of 32-bit offsets."""
     reach = x.stride(1) * x.shape[1]
     if x.stride(-1) == 1 and reach <= LARGEST_OFFSET:
@@ -239,13 +241,9 @@ def addressable(x: torch.Tensor) -> torch.Tensor:
     return x.contiguous()
 
 
-def empty_contiguous(x: torch.Tensor) -> torch.Tensor:
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
-
-
 def masked_attention_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first_BS: torch.Tensor, sink_H: torch.Tensor | None, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, first_BS: Tensor, sink_H: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
     """(B, S, H, V) and its log-sum-exp (B, H, S), sinks included."""
     b, s, h, _ = q.shape
     length, g = k.shape[1:3]
@@ -267,25 +265,23 @@ def masked_attention_forward(
 
 
 def masked_attention_backward(
-    dy: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    first_BS: torch.Tensor,
-    until_BL: torch.Tensor,
-    y: torch.Tensor,
-    lse: torch.Tensor,
+    dy: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    first_BS: Tensor,
+    until_BL: Tensor,
+    y: Tensor,
+    lse: Tensor,
     scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dv and delta (B, H, S)."""
     b, s, h, _ = q.shape
     length, g = k.shape[1:3]
     group = h // g
     inputs = [addressable(x) for x in (q, k, v, dy)]
     y = addressable(y)
-    dq = empty_contiguous(q)
-    dk = empty_contiguous(k)
-    dv = empty_contiguous(v)
+    dq, dk, dv = empty_gradients(q, k, v)
     delta = torch.empty_like(lse)
     widths = padded_widths(q, v)
     # dq and delta

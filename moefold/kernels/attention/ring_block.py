@@ -72,8 +72,9 @@ def masked_block_scores(
     """q, k and v with heads first, and the scores, -inf where a key is not visible."""
     wide = torch.promote_types(q_BSHD.dtype, torch.float32)
     q, k, v = heads_first(q_BSHD, k_BLGD, v_BLGV, wide)
-    visible = attention_mask(q.shape[2], k.shape[2], ahead, window, q.device)
     scores = q @ k.mT * scale
+    queries, keys = scores.shape[-2:]
+    visible = attention_mask(queries, keys, ahead, window, q.device)
     scores = scores.masked_fill(~visible, -torch.inf)
     return q, k, v, scores
 
@@ -97,7 +98,8 @@ def attention_block_cases(device: str, dtype: torch.dtype) -> Iterator[KernelCas
         name = f"{b}x{s} on {length}, {h}/{g} heads of {d}, {ahead} ahead"
         if window:
             name += f", window {window}"
-        yield KernelCase(name, (q, k, v, d**-0.5, ahead, window))
+        scale = d**-0.5
+        yield KernelCase(name, (q, k, v, scale, ahead, window))
 
 
 @attention_block_backward.register_cases

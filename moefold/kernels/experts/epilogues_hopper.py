@@ -64,14 +64,19 @@ def row_numbers():
 
 
 @gluon.jit
+def load_slab_weights(at, r, first, real):
+    return gl.load(at + first, mask=r + first < real, other=0.0)
+
+
+@gluon.jit
 def load_row_weights(weight_R, row, real):
     """The router's weights of 64 rows, slab by slab; zero from `real` on."""
     r = row_numbers()
     at = weight_R + row + r
-    w0 = gl.load(at, mask=r < real, other=0.0)
-    w1 = gl.load(at + SLAB_ROWS, mask=r + SLAB_ROWS < real, other=0.0)
-    w2 = gl.load(at + 2 * SLAB_ROWS, mask=r + 2 * SLAB_ROWS < real, other=0.0)
-    w3 = gl.load(at + 3 * SLAB_ROWS, mask=r + 3 * SLAB_ROWS < real, other=0.0)
+    w0 = load_slab_weights(at, r, 0, real)
+    w1 = load_slab_weights(at, r, SLAB_ROWS, real)
+    w2 = load_slab_weights(at, r, 2 * SLAB_ROWS, real)
+    w3 = load_slab_weights(at, r, 3 * SLAB_ROWS, real)
     return w0, w1, w2, w3
 
 
@@ -172,7 +177,8 @@ def epilogue_dswiglu(outs, tile, ahead, bar, phase, half, row, pad, n, F, real, 
     mbarrier.wait(bar, phase)
     # main loop over slabs of 16 rows, and over their columns
     for s in range(SLABS if real > 0 else 0):
-        dot_r = gl.zeros([SLAB_ROWS], gl.float32, gl.SliceLayout(1, SLAB_LAYOUT))
+        row_layout: gl.constexpr = gl.SliceLayout(1, SLAB_LAYOUT)
+        dot_r = gl.zeros([SLAB_ROWS], gl.float32, row_layout)
         for c in range(BN // 64):
             p = s * (BN // 64) + c
             prefetch_gate_up(h_ptr, ahead, p + 3, row, n, F, real, BN)
@@ -215,8 +221,9 @@ def epilogue_dswiglu(outs, tile, ahead, bar, phase, half, row, pad, n, F, real, 
 @gluon.jit
 def accumulate_block(ptr, row, column, width, real, value):
     """Add to memory, in its own precision."""
-    r = gl.arange(0, 64, layout=gl.SliceLayout(1, value.type.layout))
-    c = gl.arange(0, 64, layout=gl.SliceLayout(0, value.type.layout))
+    layout: gl.constexpr = value.type.layout
+    r = gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
+    c = gl.arange(0, 64, layout=gl.SliceLayout(0, layout))
     row_start = (row + r).to(gl.int64)[:, None] * width
     at = ptr + row_start + (column + c)[None, :]
     row_there = (r < real)[:, None]

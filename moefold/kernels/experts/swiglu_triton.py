@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 BLOCK = 1024
 
@@ -75,7 +76,7 @@ def swiglu_backward_kernel(
         tl.store(d_weight_R + r, total.to(d_weight_R.dtype.element_ty))
 
 
-def swiglu_forward(gate_up_R2F: torch.Tensor, weight_R: torch.Tensor | None) -> torch.Tensor:
+def swiglu_forward(gate_up_R2F: Tensor, weight_R: Tensor | None) -> Tensor:
     rows, _, inner = gate_up_R2F.shape
     y_RF = gate_up_R2F.new_empty(rows, inner)
     scaled = weight_R is not None
@@ -85,9 +86,7 @@ def swiglu_forward(gate_up_R2F: torch.Tensor, weight_R: torch.Tensor | None) -> 
     return y_RF
 
 
-def swiglu_backward(
-    dy_RF: torch.Tensor, gate_up_R2F: torch.Tensor, weight_R: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+def swiglu_backward(dy_RF: Tensor, gate_up_R2F: Tensor, weight_R: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """The gradients of gate and up, and of the row weights if there are any."""
     rows, _, inner = gate_up_R2F.shape
     scaled = weight_R is not None

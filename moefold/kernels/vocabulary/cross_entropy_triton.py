@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from moefold.kernels.vocabulary.vocab_shard import VocabShard
 from moefold.layout.labels import IGNORE_INDEX
@@ -92,7 +93,7 @@ def scale_into_kernel(x, factor, out, n, BLOCK: tl.constexpr):
     tl.store(out + i, y.to(out.dtype.element_ty), mask=there)
 
 
-def scale_into(x: torch.Tensor, factor: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+def scale_into(x: Tensor, factor: Tensor, out: Tensor) -> Tensor:
     """out = x times a number on the device, in the dtype of `out`; torch's own kernel takes three times as long."""
     n = x.numel()
     blocks = triton.cdiv(n, BLOCK)
@@ -100,9 +101,7 @@ def scale_into(x: torch.Tensor, factor: torch.Tensor, out: torch.Tensor) -> torc
     return out
 
 
-def loss_and_gradient(
-    logits_TV: torch.Tensor, labels_T: torch.Tensor, words: VocabShard
-) -> tuple[torch.Tensor, torch.Tensor]:
+def loss_and_gradient(logits_TV: Tensor, labels_T: Tensor, words: VocabShard) -> tuple[Tensor, Tensor]:
     """d loss / d logits for the vocabulary rows held here, written over the logits, and the loss over the whole
     vocabulary."""
     tokens, held = logits_TV.shape

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 ROWS_AT_ONCE = 4
 
@@ -40,7 +41,7 @@ def embedding_wgrad_kernel(
     tl.store(out, total.to(out_VD.dtype.element_ty), mask=in_row)
 
 
-def embedding_wgrad(x_TD: torch.Tensor, words_T: torch.Tensor, out_VD: torch.Tensor) -> torch.Tensor:
+def embedding_wgrad(x_TD: Tensor, words_T: Tensor, out_VD: Tensor) -> Tensor:
     """out[v] = the sum of x over the tokens with id v, in their order, in fp32 or better; the id -1 is left out.
     Sorting brings the tokens of an id together; ids without tokens get zeros."""
     v, d = out_VD.shape
