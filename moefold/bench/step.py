@@ -156,8 +156,7 @@ def time_transformers_steps(config: Config, steps: int) -> StepTiming:
 
     def transformers_step() -> Tensor:
         ids_BS = next(batches)
-        output = model(input_ids=ids_BS, labels=ids_BS)
-        loss = output.loss
+        loss = model(input_ids=ids_BS, labels=ids_BS).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(parameters, config.optim.max_norm)
         optimizer.step()

@@ -113,8 +113,7 @@ def fill_held_boxes(opened: OpenedCheckpoint, wanted: TensorParts) -> None:
     reader = opened.box_reader()
     for name, part in wanted.items():
         for held in part.held:
-            values = read_tensor_box(reader, name, held.box)
-            held.write(values)
+            held.write(read_tensor_box(reader, name, held.box))
 
 
 def spec_mismatches(ledger: Ledger, wanted: TensorSpecs, held: set[str]) -> list[str]:
