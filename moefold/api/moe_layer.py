@@ -46,7 +46,7 @@ class MoeLayer(nn.Module):
         initialise: bool = True,
         **keys: Any,
     ):
-        hidden_of_one_layer = {"hidden": hidden, "layers": 1}
+        one_layer = {"hidden": hidden, "layers": 1}
         sizes = {
             "experts": experts,
             "top_k": top_k,
@@ -54,7 +54,7 @@ class MoeLayer(nn.Module):
             "shared_ffn": shared_ffn,
             "router__score": score,
         }
-        config = with_keys(Config(), hidden_of_one_layer, "model.")
+        config = with_keys(Config(), one_layer, "model.")
         config = with_keys(config, sizes | keys, "model.moe.")
         super().__init__()
         self.build(config, device, dtype, seed if initialise else None, world)

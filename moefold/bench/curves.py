@@ -34,7 +34,7 @@ from moefold.kernels.catalog import CATALOG
 from moefold.layout.axes import single_rank_world
 from moefold.presets.zoo import PRESETS
 from moefold.train.assemble import assemble_run
-from moefold.train.step import StepReport, train_step
+from moefold.train.step import take_next_step
 
 FORCED_REFERENCES = tuple(f"{op}=reference" for op in CATALOG)
 CURVE_TITLES = {"fast": "fast kernels, bf16", "reference": "references, bf16", "exact": "references, fp32"}
@@ -88,10 +88,7 @@ def kernel_variants(config: Config) -> dict[str, Config]:
 def training_losses(config: Config, corpus: Corpus) -> list[float]:
     world = single_rank_world(config.train.device)
     run = assemble_run(config, world, Path("."), corpus)
-    reports: list[StepReport] = []
-    for _ in range(config.train.steps):
-        batch = run.loader.next_batch()
-        reports.append(train_step(run, batch))
+    reports = [take_next_step(run) for _ in range(config.train.steps)]
     run.gradients.remove_hooks()
     return [report.loss for report in reports]
 

@@ -36,7 +36,7 @@ from moefold.observe.trace import SpanRecorder, TraceEvent, write_trace
 from moefold.presets.zoo import PRESETS
 from moefold.train.assemble import assemble_run
 from moefold.train.parity import random_corpus
-from moefold.train.step import train_step
+from moefold.train.step import take_next_step
 
 RANKS = 2
 BASELINE = "one after the other"
@@ -143,16 +143,11 @@ def measure_overlap(config: Config, world: World, exchanges: SpanRecorder) -> Me
     """Seconds of a step and of exposed all-to-all, after one step to warm up."""
     corpus = random_corpus(config)
     run = assemble_run(config, world, Path("."), corpus)
-
-    def overlap_step() -> None:
-        batch = run.loader.next_batch()
-        train_step(run, batch)
-
-    overlap_step()  # warm-up
+    take_next_step(run)  # warm-up
     exchanges.events.clear()
     spans = run.executor.spans
     spans.start_recording()
-    seconds = wall_clock_seconds(overlap_step)
+    seconds = wall_clock_seconds(partial(take_next_step, run))
     waits: list[TraceEvent] = []
     work: list[TraceEvent] = []
     for event in sorted(spans.events, key=attrgetter("start")):

@@ -34,7 +34,7 @@ from moefold.observe.printer import print_nothing
 from moefold.presets.recipe import resolve_recipe
 from moefold.train.assemble import Run, assemble_run
 from moefold.train.resume import begin_checkpoint, make_background_saver
-from moefold.train.step import train_step
+from moefold.train.step import take_next_step
 
 MIB_OF_FLOATS = 1 << 18  # elements of a 1 MiB tensor in fp32
 WRITE_BLOCK = 16 << 20  # bytes of one write call
@@ -139,7 +139,6 @@ def step_with_save(run: Run, saver: BackgroundSaver) -> None:
 
 def synchronized_step(run: Run) -> None:
     """A training step, with all device work that it launched."""
-    batch = run.loader.next_batch()
-    train_step(run, batch)
+    take_next_step(run)
     run.parameters.await_all_buckets()
     synchronize_device(run.world.device.type)

@@ -38,7 +38,7 @@ from moefold.model.transformer import Transformer
 from moefold.presets.zoo import PRESETS
 from moefold.train.assemble import Run, assemble_run
 from moefold.train.host_duties import collect_garbage_manually
-from moefold.train.step import StepReport, train_step
+from moefold.train.step import take_next_step
 from moefold.train.step_profile import profile_step, profile_text, write_profile_trace
 
 WARM_UP_STEPS = 4
@@ -132,11 +132,7 @@ def initialise_on_device(model: Transformer) -> None:
 def time_moefold_steps(config: Config, steps: int, profile: Path | None) -> StepTiming:
     """Timing of moefold's steps; one more step is profiled into the folder `profile`."""
     run = run_on_random_tokens(config, steps + WARM_UP_STEPS + 2)
-
-    def moefold_step() -> StepReport:
-        batch = run.loader.next_batch()
-        return train_step(run, batch)
-
+    moefold_step = partial(take_next_step, run)
     timing = time_training_steps(moefold_step, attrgetter("loss"), config, steps)
     if profile is not None:
         run.out = profile
@@ -160,8 +156,7 @@ def time_transformers_steps(config: Config, steps: int) -> StepTiming:
 
     def transformers_step() -> Tensor:
         ids_BS = next(batches)
-        output = model(input_ids=ids_BS, labels=ids_BS)
-        loss = output.loss
+        loss = model(input_ids=ids_BS, labels=ids_BS).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(parameters, config.optim.max_norm)
         optimizer.step()

@@ -24,6 +24,8 @@ from moefold.model.steps import Carry, Region, Step, run_step_sequence
 from moefold.model.transformer import Transformer
 
 Function = Callable[..., Any]
+Steps = Sequence[Step]
+Tensors = Sequence[Tensor]
 
 
 class Policy(Protocol):
@@ -41,7 +43,10 @@ class Keep:
         return fn(*inputs)
 
 
-def attach_policies(model: Transformer, wanted: Mapping[str, Policy]) -> None:
+Policies = Mapping[str, Policy]  # by name of the region
+
+
+def attach_policies(model: Transformer, wanted: Policies) -> None:
     """Attach a policy to each named region of the model, in place of those attached before. A name that is unknown,
     absent from this model, or inside another named region is refused."""
     check_wanted_regions(model, list(wanted))
@@ -95,7 +100,7 @@ def overlapping_spans(names: Sequence[str]) -> list[str]:
     return problems
 
 
-def over_steps(steps: Sequence[Step], wanted: Mapping[str, Policy]) -> list[Step]:
+def over_steps(steps: Steps, wanted: Policies) -> list[Step]:
     """The step list in which each run of steps that a wanted region spans is one step under its policy."""
     wanted_by_first_step = {REGIONS[name].spans[0]: name for name in wanted}
     rewritten: list[Step] = []
@@ -114,7 +119,7 @@ def over_steps(steps: Sequence[Step], wanted: Mapping[str, Policy]) -> list[Step
     return rewritten
 
 
-def spanned_steps(steps: Sequence[Step], region: RegionSpec) -> int:
+def spanned_steps(steps: Steps, region: RegionSpec) -> int:
     """How many steps from the first on the region spans: they follow the order of its names, and a layer ends before
     the next one begins."""
     remaining = list(region.spans)
@@ -127,7 +132,7 @@ def spanned_steps(steps: Sequence[Step], region: RegionSpec) -> int:
     return len(steps)
 
 
-def step_under_policy(name: str, steps: Sequence[Step], policy: Policy) -> Step:
+def step_under_policy(name: str, steps: Steps, policy: Policy) -> Step:
     """One step that runs these steps under a policy."""
 
     def run_under_policy(carry: Carry) -> Carry:
@@ -148,7 +153,7 @@ class CarryFunction:
     policy that keeps this function for backward keeps the inputs alone.
     """
 
-    def __init__(self, steps: Sequence[Step], carry: Carry):
+    def __init__(self, steps: Steps, carry: Carry):
         self.steps = steps
         self.leaves, self.structure = tree_flatten(carry)
         self.inputs: list[Tensor] = []
@@ -177,7 +182,7 @@ class CarryFunction:
             self.result = template
         return outputs
 
-    def resulting_carry(self, outputs: Sequence[Tensor]) -> Carry:
+    def resulting_carry(self, outputs: Tensors) -> Carry:
         template = self.result
         self.result = None
         assert template is not None, "the policy did not call the function"
@@ -187,7 +192,7 @@ class CarryFunction:
 class CarryTemplate:
     """A carry with the places of a function's inputs and outputs left open."""
 
-    def __init__(self, carry: Carry, inputs: Sequence[Tensor], old_leaves: Sequence[Any]):
+    def __init__(self, carry: Carry, inputs: Tensors, old_leaves: Sequence[Any]):
         self.leaves, self.structure = tree_flatten(carry)
         self.outputs: list[Tensor] = []
         self.input_places: dict[int, int] = {}  # place in the flattened carry -> number of the input
@@ -208,7 +213,7 @@ class CarryTemplate:
         for place in (*self.input_places, *self.output_places):
             self.leaves[place] = None  # the template keeps no tensor that passes through the function
 
-    def fill(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Carry:
+    def fill(self, outputs: Tensors, inputs: Tensors) -> Carry:
         for place, number in self.input_places.items():
             self.leaves[place] = inputs[number]
         for place, number in self.output_places.items():

@@ -52,8 +52,7 @@ def logits_by_layer(folder: ModelFolder, ids_BS: Tensor, precision: str = "fp32"
         fill_local_model(weights, table, layer)
         if carry is None:
             carry = layer.begin(ids_BS)
-        steps = layer.body(stage)
-        carry = run_step_sequence(steps, carry)
+        carry = run_step_sequence(layer.body(stage), carry)
         if stage.predicts:
             return layer.logits_from_carry(carry)
     raise AssertionError("the last stage predicts")

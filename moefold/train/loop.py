@@ -32,7 +32,7 @@ from moefold.train.evaluate import sample_text, validation_loss
 from moefold.train.from_hf import starting_weights
 from moefold.train.host_duties import any_rank_asks, collect_garbage_manually, stop_requests
 from moefold.train.resume import begin_checkpoint, checkpoint_folder, make_background_saver, resume_run, run_tensors
-from moefold.train.step import StepReport, refuse_non_finite, train_step
+from moefold.train.step import StepReport, refuse_non_finite, take_next_step
 from moefold.train.step_profile import profile_step, profile_text, write_profile_trace
 
 SAMPLE_PROMPT = "def "
@@ -299,16 +299,11 @@ class TrainingLoop:
 
 def begin_next_step(run: Run, recorder: RunRecorder) -> StepReport:
     """Begin the next step. The profiled step is observed to its end."""
-
-    def take_step() -> StepReport:
-        batch = run.loader.next_batch()
-        return train_step(run, batch)
-
     config = run.config
     profiled = min(PROFILED_STEP, config.train.steps)
     if not config.observe.profile or run.step + 1 != profiled:
-        return take_step()
-    report, profile = profile_step(run, take_step)
+        return take_next_step(run)
+    report, profile = profile_step(run, partial(take_next_step, run))
     write_profile_trace(run, profile)
     recorder.progress.print_message(profile_text(run, profile))
     return report

@@ -35,7 +35,7 @@ from moefold.layout.axes import World
 from moefold.layout.declare import declared_parameters
 from moefold.model.moe.balance import ExpertLoad, LayerLoads
 from moefold.train.assemble import Run, assemble_run
-from moefold.train.step import train_step
+from moefold.train.step import take_next_step
 
 ROUTINGS = ("learned", "skewed", "one expert", "empty experts")
 TOLERANCE = {"fp64": 1e-9, "fp32": 1e-5}
@@ -211,8 +211,7 @@ def skew_routing_biases(run: Run, routing: str) -> None:
 
 
 def trace_one_step(run: Run) -> RankTrace:
-    batch = run.loader.next_batch()
-    report = train_step(run, batch)
+    report = take_next_step(run)
     run.parameters.await_all_buckets()
     when = f"step {run.step}: "
     return [

@@ -109,6 +109,12 @@ def train_step(run: Run, batch: Batch) -> StepReport:
     return StepReport(number, lr, begun, numbers, loads)
 
 
+def take_next_step(run: Run) -> StepReport:
+    """A training step on the next batch of the run."""
+    batch = run.loader.next_batch()
+    return train_step(run, batch)
+
+
 def sum_over_ranks(run: Run, losses_1M: Tensor) -> Tensor:
     """Over the ranks that hold other tokens, then over pipeline ranks, of which one has the losses and the others
     zeros."""

@@ -88,6 +88,7 @@ class LedgerEntry:
 
 
 Ledger = dict[str, LedgerEntry]
+TensorSpecs = Mapping[str, TensorSpec]  # by name of the tensor
 ExpertDigests = Sequence[str | None]
 Digest = bytes | None  # None: values are missing
 PieceDigests = dict[tuple[str, int], Digest]  # by tensor and first element of the piece

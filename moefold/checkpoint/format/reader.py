@@ -25,7 +25,7 @@ from moefold.checkpoint.format.boxes import (
     flat_range_boxes,
     relative_box,
 )
-from moefold.checkpoint.format.ledger import SAFETENSORS_DTYPES, HashPiece, TensorSpec
+from moefold.checkpoint.format.ledger import SAFETENSORS_DTYPES, HashPiece, TensorSpecs
 from moefold.checkpoint.format.manifest import DamagedCheckpoint, sha256_hex
 from moefold.checkpoint.format.safetensors_header import read_raw_header, tensors_in_file
 from moefold.checkpoint.format.storage import ByteSource, StoragePath, open_byte_source
@@ -108,7 +108,7 @@ def is_short_number(text: str) -> bool:
 class BoxReader:
     """Reads boxes of the tensors of a checkpoint."""
 
-    def __init__(self, folder: StoragePath, index: ChunkIndex, specs: Mapping[str, TensorSpec]):
+    def __init__(self, folder: StoragePath, index: ChunkIndex, specs: TensorSpecs):
         self.folder = folder
         self.index = index
         self.specs = specs

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from math import prod
 
 from moefold.checkpoint.format.boxes import Box, Range, contiguous_range, element_count
-from moefold.checkpoint.format.ledger import HashPiece, TensorSpec, hash_pieces
+from moefold.checkpoint.format.ledger import HashPiece, TensorSpec, TensorSpecs, hash_pieces
 
 RankHoldings = Mapping[str, tuple[TensorSpec, Sequence[Box]]]  # of one rank: for each tensor the boxes that it holds
 ChunkKey = tuple[str, Box]  # a box of a tensor
@@ -94,7 +94,7 @@ def assign_writers(holdings: Sequence[RankHoldings]) -> WritePlan:
     return plan
 
 
-def holders_of_boxes(holdings: Sequence[RankHoldings], specs: Mapping[str, TensorSpec]) -> BoxHolders:
+def holders_of_boxes(holdings: Sequence[RankHoldings], specs: TensorSpecs) -> BoxHolders:
     """The ranks that hold each box."""
     holders: BoxHolders = {}
     for rank, held in enumerate(holdings):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial
 
-from moefold.checkpoint.format.ledger import Ledger, PieceDigests, TensorSpec
+from moefold.checkpoint.format.ledger import Ledger, PieceDigests, TensorSpecs
 from moefold.checkpoint.format.manifest import DamagedCheckpoint
 from moefold.checkpoint.format.retention import checkpoints_at
 from moefold.checkpoint.format.storage import StoragePath
@@ -113,11 +113,10 @@ def fill_held_boxes(opened: OpenedCheckpoint, wanted: TensorParts) -> None:
     reader = opened.box_reader()
     for name, part in wanted.items():
         for held in part.held:
-            values = read_tensor_box(reader, name, held.box)
-            held.write(values)
+            held.write(read_tensor_box(reader, name, held.box))
 
 
-def spec_mismatches(ledger: Ledger, wanted: Mapping[str, TensorSpec], held: set[str]) -> list[str]:
+def spec_mismatches(ledger: Ledger, wanted: TensorSpecs, held: set[str]) -> list[str]:
     """Every difference in names, shapes and dtypes, the first few in full. `held` are the names that any rank has."""
     problems: list[str] = []
     for name in sorted(wanted.keys() - ledger.keys()):
