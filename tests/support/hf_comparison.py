@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 import torch
 
-from moefold.checkpoint.hf.config_json import describe_model
-from moefold.checkpoint.hf.model_folder import ModelFolder
+from moefold.checkpoint.hf.config_json import FAMILIES, config_json_for, describe_model
+from moefold.checkpoint.hf.model_folder import ModelFolder, open_model_folder
 from moefold.config.errors import UserError
 from moefold.config.rules import check_config
 from moefold.config.run import Config, DataConfig, TrainConfig
@@ -35,7 +35,8 @@ CLASSES = {  # names in transformers; Kimi-K2 is DeepSeek-V3 there
 TOLERANCE = 1e-5  # of the largest logit
 MANY_TENSORS = 10_000_000  # as many as any config.json may tell of
 
-Verdict = Literal["equal", "different", "refused", "refused by both", "accepted alone"]
+Verdict = Literal["equal", "refused", "refused by both", "different", "accepted alone", "lost in export"]
+WRONG = ("different", "accepted alone", "lost in export")
 
 
 @dataclass(frozen=True)
@@ -48,12 +49,12 @@ class Comparison:
 def compare_with_transformers(
     kind: str, options: dict[str, Any], folder: Path, length: int = 24, tolerance: float = TOLERANCE
 ) -> Comparison:
-    """`options` is config.json without model_type. "accepted alone": transformers cannot run what moefold accepts."""
+    """`options` is config.json without model_type. "accepted alone": transformers cannot run what moefold accepts.
+    "lost in export": to transformers, the config.json that moefold writes is another model."""
     ids = tokens(length=length)
     try:
         model = make_model(CLASSES[kind], options)
-        with torch.no_grad():
-            expected = model(ids).logits
+        expected = logits_of(model, ids)
     except Exception as error:
         return compare_refusals(kind, options, f"{type(error).__name__}: {error}")
     save(model, folder)
@@ -64,10 +65,39 @@ def compare_with_transformers(
             found = from_hf(folder, seq_len=length).logits(ids)
     except UserError as refused:
         return Comparison("refused", str(refused))
+    difference = share_of_largest(found, expected)
+    if not difference <= tolerance:  # not a number is different
+        return Comparison("different", difference=difference)
+    if FAMILIES[kind].dense:
+        return Comparison("equal", difference=difference)
+    return compare_export(kind, folder, expected, Comparison("equal", difference=difference))
+
+
+def logits_of(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return model(ids).logits
+
+
+def share_of_largest(found: torch.Tensor, expected: torch.Tensor) -> float:
     largest = float(expected.abs().max())
-    difference = float((found - expected).abs().max()) / largest
-    verdict = "equal" if difference <= tolerance else "different"  # not a number is different
-    return Comparison(verdict, difference=difference)
+    return float((found - expected).abs().max()) / largest
+
+
+def compare_export(kind: str, folder: Path, expected: torch.Tensor, equal: Comparison) -> Comparison:
+    """`equal`, if transformers makes the same model of the config.json that moefold writes."""
+    described = describe_model(open_model_folder(folder))
+    try:
+        written = config_json_for(described.family, described.model)
+        model = make_model(CLASSES[kind], without_names(written))  # with the same weights, if it has the same tensors
+        found = logits_of(model, tokens(length=expected.shape[1]))
+    except Exception as error:
+        return Comparison("lost in export", f"{type(error).__name__}: {error}")
+    difference = share_of_largest(found, expected)
+    return equal if difference <= TOLERANCE else Comparison("lost in export", difference=difference)
+
+
+def without_names(options: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if name not in ("architectures", "model_type")}
 
 
 def compare_refusals(kind: str, options: dict[str, Any], theirs: str) -> Comparison:

@@ -23,7 +23,6 @@ HARMLESS_KEYS = {
     "keys_to_ignore_at_inference",
     "label2id",
     "max_length",
-    "max_position_embeddings",
     "model_type",
     "_name_or_path",
     "output_attentions",

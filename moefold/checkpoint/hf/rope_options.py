@@ -24,7 +24,8 @@ def read_rope_options(options: ConfigOptions, rope_dim: int, latent: bool = Fals
     parameters = take_rope_parameters(options)
     partial = parameters.pop("partial_rotary_factor", 1.0)
     if partial != 1:
-        options.add_problem(f"partial_rotary_factor = {partial} is not supported (all dims of a head have rope)")
+        shown = show_value(partial)
+        options.add_problem(f"partial_rotary_factor = {shown} is not supported (all dims of a head have rope)")
     return read_rope_parameters(options, parameters, rope_dim, latent)
 
 
@@ -62,15 +63,15 @@ def read_rope_parameters(
     # Options of their own, of which none may be left over.
     inner = ConfigOptions(parameters, f"{options.where}: rope_parameters", ROPE_KEYS[kind])
     values: dict[str, Any] = {"theta": inner.take_value("rope_theta"), "scaling": ROPE_TYPES[kind]}
+    longest = longest_position(options)
     if kind in LENGTHENING:
-        values["original_length"] = read_original_length(options, inner)
+        values["original_length"] = read_original_length(options, inner, longest)
     if kind in ("linear", "llama3"):
         values["factor"] = inner.take_value("factor")
     if kind == "llama3":
         values["low_frequency"] = inner.take_value("low_freq_factor")
         values["high_frequency"] = inner.take_value("high_freq_factor")
     if kind == "yarn" and not inner.problems:
-        longest = longest_position(options)
         values |= read_yarn_options(inner, values, longest, rope_dim, latent)
     inner.ignore_keys(["factor", "original_max_position_embeddings"])  # of a type that does not read them
     options.problems += inner.problems
@@ -78,29 +79,25 @@ def read_rope_parameters(
     return {ROPE_PREFIX + name: value for name, value in values.items()}
 
 
-def read_original_length(options: ConfigOptions, inner: ConfigOptions) -> Any:
-    """The length before the scaling: inside, or else max_position_embeddings."""
+def read_original_length(options: ConfigOptions, inner: ConfigOptions, longest: int) -> Any:
+    """The length before the scaling: inside, or else the longest."""
     name = "original_max_position_embeddings"
     if name in options.left:
-        options.ignore_keys([name])
         # transformers lets it go before the one inside; published code does not.
+        options.ignore_keys([name])
         options.add_problem(f"{name} outside of rope_parameters is not supported; put it inside")
     if name in inner.left:
         return inner.take_value(name)
-    return longest_position(options)
+    return longest
 
 
-def longest_position(options: ConfigOptions) -> Any:
+def longest_position(options: ConfigOptions) -> int:
     """max_position_embeddings, which only scaled rope reads."""
-    name = "max_position_embeddings"
-    value = options.left.get(name, options.published.defaults[name])
-    if value is None:
-        options.add_problem(f"{name} = null is not supported; expected a value, or no such key")
-    return value
+    return options.take_count("max_position_embeddings", most=10**12)
 
 
 def read_yarn_options(
-    inner: ConfigOptions, values: dict[str, Any], longest: Any, rope_dim: int, latent: bool
+    inner: ConfigOptions, values: dict[str, Any], longest: int, rope_dim: int, latent: bool
 ) -> dict[str, Any]:
     if "factor" not in inner.left:
         inner.add_missing("factor")

@@ -11,7 +11,7 @@ import pytest
 
 from moefold.checkpoint.hf.config_options import HARMLESS_KEYS
 from moefold.checkpoint.hf.published_defaults import CLASS_DEFAULTS, FILE_DEFAULTS, family_keys
-from tests.support.hf_comparison import CLASSES, TOLERANCE, compare_with_transformers
+from tests.support.hf_comparison import CLASSES, TOLERANCE, WRONG, compare_with_transformers
 from tests.support.hf_models import GLM, LLAMA3, MIXTRAL, OLMOE, OSS, QWEN2, QWEN3, SIZES, V2, V3, YARN, hf
 
 # Tiny settings in which every key matters.
@@ -130,8 +130,7 @@ def class_keys(kind: str) -> list[str]:
 
 def keys_of(kind: str) -> list[str]:
     keys = [*class_keys(kind), *MORE_KEYS, *FAMILY_KEYS.get(kind, [])]
-    without_effect = HARMLESS_KEYS - {"max_position_embeddings"}
-    return sorted(set(keys) - without_effect)
+    return sorted(set(keys) - HARMLESS_KEYS)
 
 
 def cases() -> list[tuple[str, str, str]]:
@@ -155,7 +154,7 @@ def test_a_key_means_what_it_means_to_transformers_or_is_refused_by_name(
     options = {**SIZES, **SETTINGS[kind]}
     tolerance = 1e-4 if key in ("hidden_size", "num_hidden_layers") else TOLERANCE  # thousands of dims, 61 layers
     found = compare_with_transformers(kind, acted_on(options, key, action), tmp_path, tolerance=tolerance)
-    assert found.verdict not in ("different", "accepted alone"), found
+    assert found.verdict not in WRONG, found
     if found.verdict != "equal":
         assert key in found.text or OUR_KEYS.get(key, key) in found.text
 
@@ -174,8 +173,7 @@ def test_the_table_of_defaults_is_that_of_the_config_classes(kind: str):
     if "partial_rotary_factor" in rope:
         expected["partial_rotary_factor"] = rope.pop("partial_rotary_factor")
     expected["rope_parameters"] = None if rope == {"rope_type": "default"} else rope
-    without_effect = HARMLESS_KEYS - {"max_position_embeddings"}
-    assert CLASS_DEFAULTS[kind] == {name: value for name, value in expected.items() if name not in without_effect}
+    assert CLASS_DEFAULTS[kind] == {name: value for name, value in expected.items() if name not in HARMLESS_KEYS}
 
 
 @pytest.mark.parametrize("kind", SETTINGS)
