@@ -10,7 +10,7 @@ Layers that read one input are multiplied together where they share a recipe obj
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from torch import Tensor, nn
 
@@ -67,11 +67,14 @@ def named_products(model: nn.Module) -> dict[str, Product]:
     return products
 
 
-def recipe_state(model: nn.Module) -> dict[str, Tensor]:
-    """The tensors that recipes keep between steps, by product and kind: `blocks.0.attention.out.input_maximum`."""
-    state: dict[str, Tensor] = {}
-    for name, product in named_products(model).items():
-        tensors = product.recipe.state()
-        for kind, tensor in tensors.items():
-            state[f"{name}.{kind}"] = tensor
-    return state
+class RecipeState:
+    """The tensors that a model's recipes keep between steps, for checkpoints."""
+
+    def __init__(self, model: nn.Module):
+        self.model = model
+
+    def named_state(self) -> Iterator[tuple[str, Tensor]]:
+        """By product and kind: `blocks.0.attention.out.input_maximum`."""
+        for name, product in named_products(self.model).items():
+            for kind, tensor in product.recipe.state().items():
+                yield f"{name}.{kind}", tensor

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -43,7 +43,7 @@ from moefold.observe.trace import SpanRecorder
 from moefold.optim.optimizer import Optimizer
 from moefold.optim.parameter_groups import ParameterGroups
 from moefold.pipeline.executor import Executor
-from moefold.precision.recipes import attach_recipes
+from moefold.precision.recipes import RecipeState, attach_recipes
 from moefold.shard.buckets import Bucket, fill_buckets
 from moefold.shard.clipping import ClippingPolicy, GlobalNormClipping
 from moefold.shard.gradients import Gradients
@@ -73,9 +73,9 @@ class Run:
     clipping: ClippingPolicy
     parameters: Publisher
     all_finite: Tensor  # on the device: whether every loss and gradient so far was a number
+    further_state: dict[str, StateProvider]  # saved in checkpoints too
     step: int = 0
     before_update: Callable[[], None] = lambda: None  # waits for readers of the weights, such as a checkpoint
-    further_state: dict[str, StateProvider] = field(default_factory=dict)  # saved in checkpoints too
     phase: Callable[[str], AbstractContextManager[object]] = unobserved_phase  # around each phase of train_step
 
 
@@ -116,6 +116,7 @@ def assemble_run(
         clipping=GlobalNormClipping(config.optim.max_norm),
         parameters=Publisher(model, buckets),
         all_finite=torch.ones((), dtype=torch.bool, device=world.device),
+        further_state={"precision": RecipeState(model)},
     )
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
+from moefold.checkpoint.live.logical_tensors import collect_tensors
 from moefold.config.errors import UserError
 from moefold.config.run import ModelConfig, MoeConfig
 from moefold.kernels.bound import BoundKernels
@@ -14,9 +17,12 @@ from moefold.kernels.linear.product import PLAIN
 from moefold.layout.axes import single_rank_world
 from moefold.model.moe.experts import Experts
 from moefold.precision import recipes
-from moefold.precision.recipes import attach_recipes, named_products, recipe_state
+from moefold.precision.recipes import RecipeState, attach_recipes, named_products
 from moefold.presets.recipe import resolve_recipe
-from moefold.train.assemble import build_model, choose_kernels
+from moefold.presets.zoo import PRESETS
+from moefold.train.assemble import assemble_run, build_model, choose_kernels
+from moefold.train.parity import random_corpus, shrink_config
+from moefold.train.step import train_step
 from tests.support.toy_recipes import DelayedScaleRecipe, RoundedRecipe
 
 KERNELS = BoundKernels(Facts("cpu", "fp32", hidden=128, ffn=64))
@@ -38,7 +44,7 @@ def test_every_product_of_a_model_has_a_name_and_is_plain_at_first(model):
         *products
     }
     assert all(product.recipe is PLAIN for product in products.values())
-    assert recipe_state(model) == {}
+    assert dict(RecipeState(model).named_state()) == {}
 
 
 def test_the_last_pattern_that_matches_counts_and_the_rest_is_plain(model):
@@ -75,7 +81,7 @@ def test_a_model_trains_under_a_recipe_and_its_state_is_listed_by_product(model)
     assert 0 < abs(rounded - plain) < 0.05 * abs(plain)
     attach_recipes(model, {"blocks.0.attention.*": "delayed_scale"}, KERNELS)
     assert abs(run_loss(model, ids) - plain) < 1e-4 * abs(plain)
-    state = recipe_state(model)
+    state = dict(RecipeState(model).named_state())
     assert sorted(state) == [f"blocks.0.attention.{name}.input_maximum" for name in ("key", "out", "query", "value")]
     assert all(float(tensor) > 0 for tensor in state.values())
 
@@ -96,3 +102,14 @@ def test_experts_that_the_fused_kernel_does_not_fit_never_get_it_whatever_kernel
         experts = Experts(ModelConfig(hidden=64, moe=moe), hopper, single_rank_world())
         attach_recipes(experts, {}, hopper)
         assert experts.expert_mlp is expert_mlp.implementations["reference" if biases else "gluon"]
+
+
+def test_checkpoints_of_a_run_list_the_state_of_its_recipes(model, tmp_path: Path):
+    config = shrink_config(PRESETS["tiny"](), 1)
+    run = assemble_run(config, single_rank_world(), tmp_path, random_corpus(config))
+    attach_recipes(run.model, {"blocks.0.attention.out": "delayed_scale"}, KERNELS)
+    train_step(run, run.loader.next_batch())
+    tensors = collect_tensors(run.model, run.optimizer, run.further_state)
+    listed = [name for name in tensors if name.startswith("precision.")]
+    assert listed == ["precision.blocks.0.attention.out.input_maximum"]
+    assert float(tensors[listed[0]]) > 0
