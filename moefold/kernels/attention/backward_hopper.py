@@ -33,6 +33,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from moefold.kernels.hopper import banded_tile, split_columns
 
+thread_barrier = getattr(gl, "thread_barrier", None) or gl.barrier  # the name before Triton 3.7, and since
+
 
 @gluon.jit
 def ds_tile_first_row(head, n, t, T):
@@ -97,7 +99,7 @@ def fetch_queries(descs, statistics, bufs, bars, at, D: gl.constexpr, STAGES: gl
         fetch_positions(dy_desc, here, bar, dy_bufs.index(s), D)
         # statistics by this warp, whose arrival is the second
         stat_bufs.index(s).store(stats)
-        gl.thread_barrier()
+        thread_barrier()
         mbarrier.arrive(bar)
 
 
