@@ -159,8 +159,8 @@ def router_topk_kernel(
     e = tl.arange(0, WIDTH)
     real_e = e < E
     inside = tile_mask(there_t, real_e)
-    at = tile_pointers(logits_TE, t, e, E)
-    logits = load_or_zero(at, inside)
+    at = tile_offsets(t, e, E)
+    logits = load_or_zero(logits_TE + at, inside)
     logs, shares = normalized_scores(logits, inside, SCORE == "sigmoid")
     # sums of shares and squares over this program's tokens
     program = tl.program_id(0).to(tl.int64)
