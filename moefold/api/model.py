@@ -20,7 +20,7 @@ from moefold.train.assemble import build_model, choose_kernels
 
 class ModelOutput(NamedTuple):
     """`loss`: mean cross-entropy over labelled tokens, with the losses of multi-token prediction in their weight.
-    `aux`: balance losses in their weight, over as many tokens. A training loop minimises `loss + aux`."""
+    `aux`: balance losses in their weight, mean over all tokens. A training loop minimises `loss + aux`."""
 
     loss: Tensor | None
     logits: Tensor | None
@@ -61,14 +61,12 @@ class Model(nn.Module):
             steps = model.body(stage)
             carry = run_step_sequence(steps, carry)
         loss = None
-        tokens: Tensor | int = max(1, ids.numel())
         if labels is not None:
             loss = self.mean_loss(carry)
-            tokens = self.labelled(labels)[0]
         all_logits = None
         if logits or labels is None:
             all_logits = model.logits_from_carry(carry)
-        aux = carry["aux"] / tokens
+        aux = carry["aux"] / max(1, ids.numel())
         return ModelOutput(loss, all_logits, aux)
 
     def mean_loss(self, carry: Carry) -> Tensor:

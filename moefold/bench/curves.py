@@ -95,7 +95,7 @@ def training_losses(config: Config, corpus: Corpus) -> list[float]:
 
 def curves_report(device: str, steps: int) -> Report:
     config = curves_config(device, steps)
-    tokenizer = load_tokenizer(config.data.tokenizer)
+    tokenizer = load_tokenizer(config.data.tokenizer, config.data.end_token)
     corpus = load_corpus(config.data, tokenizer, config.model.vocab)
     curves: Curves = {}
     for name, variant in kernel_variants(config).items():

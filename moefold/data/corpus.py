@@ -1,7 +1,7 @@
 """The corpus: all documents as two long arrays of token ids, one to train on and one held out.
 
-Documents are cut into pieces of a few thousand characters, and evenly spaced pieces are held out. The same text gives
-the same split on every machine, and every document has its share on both sides.
+Documents are tokenized whole, and evenly spaced ones are held out. A document that is long beside what is to be held
+out is cut in two instead: its last part is held out. The same text gives the same split on every machine.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from moefold.data.documents import source_documents
 from moefold.data.tokenizer import Tokenizer
 
 ZIPF_LENGTH = 1 << 22  # tokens of the synthetic corpus
-PIECE_CHARACTERS = 2048  # about this many are trained on or held out together
+LARGEST_WHOLE = 0.25  # of the smaller side: longer documents are cut
+LINE_SEARCH = 4096  # tokens that are searched for a line end to cut at
 
 
 def single_document_start() -> np.ndarray:
@@ -31,33 +32,6 @@ class Corpus:
     held_out: np.ndarray
     train_starts: np.ndarray = field(default_factory=single_document_start)
     held_out_starts: np.ndarray = field(default_factory=single_document_start)
-
-
-class CorpusSide:
-    """One side of the split, while it is being read."""
-
-    def __init__(self, dtype: np.dtype):
-        self.dtype = dtype
-        self.arrays: list[np.ndarray] = []
-        self.length = 0
-        self.document_ends: list[int] = []
-
-    def append_tokens(self, tokens: np.ndarray) -> None:
-        self.arrays.append(tokens.astype(self.dtype))
-        self.length += len(tokens)
-
-    def end_document(self) -> None:
-        self.document_ends.append(self.length)
-
-    def joined_tokens(self) -> np.ndarray:
-        if not self.arrays:
-            return np.empty(0, self.dtype)
-        return np.concatenate(self.arrays)
-
-    def document_starts(self) -> np.ndarray:
-        """Where documents begin. A document may have no token on this side."""
-        ends = np.array([0, *self.document_ends], dtype=np.int64)
-        return np.unique(ends[:-1])
 
 
 def load_corpus(data: DataConfig, tokenizer: Tokenizer, vocab: int) -> Corpus:
@@ -114,33 +88,61 @@ def smallest_dtype(vocab: int) -> np.dtype:
 
 def read_corpus(data: DataConfig, tokenizer: Tokenizer) -> Corpus:
     dtype = smallest_dtype(tokenizer.size)
-    train = CorpusSide(dtype)
-    held_out = CorpusSide(dtype)
-    end = np.array([tokenizer.end])
-    number = 0
+    documents: list[np.ndarray] = []
     for text in source_documents(data):
-        for piece in split_at_line_ends(text):
-            side = held_out if is_held_out(number, data.held_out) else train
-            tokens = tokenizer.encode(piece)
-            side.append_tokens(tokens)
-            number += 1
-        # The end token goes to the training side, also of a document that ends in a held-out piece.
-        train.append_tokens(end)
-        train.end_document()
-        held_out.end_document()
-    return Corpus(
-        train=train.joined_tokens(),
-        held_out=held_out.joined_tokens(),
-        train_starts=train.document_starts(),
-        held_out_starts=held_out.document_starts(),
-    )
+        tokens = tokenizer.encode(text)
+        documents.append(tokens.astype(dtype))
+    train, held_out = split_documents(documents, data.held_out, tokenizer)
+    train_tokens, train_starts = join_documents(train, dtype, tokenizer.end.id)
+    held_out_tokens, held_out_starts = join_documents(held_out, dtype, tokenizer.end.id)
+    return Corpus(train_tokens, held_out_tokens, train_starts, held_out_starts)
 
 
-def is_held_out(number: int, share: float) -> bool:
-    """Whether piece `number` is one of the evenly spaced ones that make up the share."""
-    before = int(number * share + 0.5)
-    after = int((number + 1) * share + 0.5)
-    return after > before
+def split_documents(
+    documents: list[np.ndarray], share: float, tokenizer: Tokenizer
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Documents to train on and documents held out: at any point of the text, the tokens held out are their share of
+    those before it, to within half a document."""
+    train: list[np.ndarray] = []
+    held_out: list[np.ndarray] = []
+    smaller_side = min(share, 1 - share) * sum(map(len, documents))
+    owed = 0.0  # tokens that should be held out so far, less those that are
+    for document in documents:
+        if len(document) > LARGEST_WHOLE * smaller_side:
+            cut = cut_at_line_end(document, share, tokenizer)
+            train.append(document[:cut])
+            held_out.append(document[cut:])
+            continue
+        owed += share * len(document)
+        if owed >= len(document) / 2:
+            held_out.append(document)
+            owed -= len(document)
+        else:
+            train.append(document)
+    return train, held_out
+
+
+def cut_at_line_end(document: np.ndarray, share: float, tokenizer: Tokenizer) -> int:
+    """Where the held-out part of a document begins: behind a line end, if there is one near."""
+    wanted = round(len(document) * (1 - share))
+    search = range(wanted, min(len(document), wanted + LINE_SEARCH))
+    for position in search:
+        if tokenizer.decode([int(document[position - 1])]).endswith("\n"):
+            return position
+    return wanted
+
+
+def join_documents(documents: list[np.ndarray], dtype: np.dtype, end: int) -> tuple[np.ndarray, np.ndarray]:
+    """All tokens, with the end token behind every document; and where documents begin."""
+    if not documents:
+        return np.empty(0, dtype), single_document_start()
+    end_token = np.array([end], dtype=dtype)
+    parts: list[np.ndarray] = []
+    for document in documents:
+        parts += [document, end_token]
+    lengths = [len(document) + 1 for document in documents]
+    starts = np.cumsum([0, *lengths[:-1]], dtype=np.int64)
+    return np.concatenate(parts), starts
 
 
 def refuse_short_corpus(data: DataConfig, corpus: Corpus) -> None:
@@ -154,18 +156,3 @@ def refuse_short_corpus(data: DataConfig, corpus: Corpus) -> None:
                 f"the text gives {len(tokens)} tokens {purpose}; expected more than data.seq_len = {data.seq_len}; "
                 f"add text, {shorter}or change data.held_out = {data.held_out:g}"
             )
-
-
-def split_at_line_ends(text: str, size: int = PIECE_CHARACTERS) -> list[str]:
-    """The text in pieces of about `size` characters, cut at line ends where there are any."""
-    pieces: list[str] = []
-    start = 0
-    while start < len(text):
-        end = start + size
-        if end < len(text):
-            newline = text.rfind("\n", start, end)
-            if newline > start:
-                end = newline + 1
-        pieces.append(text[start:end])
-        start = end
-    return pieces

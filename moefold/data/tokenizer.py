@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from moefold.config.errors import UserError, printable_text
 
 
+class EndToken(NamedTuple):
+    """The end-of-document token, appended to every document. `origin` is where it was found."""
+
+    id: int
+    text: str
+    origin: str
+
+    def __str__(self) -> str:
+        return f"{self.text} (id {self.id}, {self.origin})"
+
+
 class Tokenizer(Protocol):
     """Text to token ids and back."""
 
-    size: int  # of the vocabulary
-    end: int  # end-of-document token, appended to every document
+    size: int  # one more than the highest id
+    end: EndToken
 
     def encode(self, text: str) -> np.ndarray: ...
 
@@ -24,7 +36,8 @@ class Tokenizer(Protocol):
 class ByteTokenizer:
     """UTF-8 bytes. NUL, which does not occur in text, is the end-of-document token."""
 
-    size, end = 256, 0
+    size = 256
+    end = EndToken(0, "NUL", "no byte of a text")
 
     def encode(self, text: str) -> np.ndarray:
         return np.frombuffer(text.encode("utf-8"), dtype=np.uint8)
@@ -35,11 +48,9 @@ class ByteTokenizer:
 
 
 class HuggingFaceTokenizer:
-    """A tokenizer.json. Its end-of-text token, the first of END_TOKENS that it has, ends a document."""
+    """A tokenizer.json. `end_token` names the token that ends a document; empty: that of the files beside it."""
 
-    END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
-
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, end_token: str = ""):
         try:
             from tokenizers import Tokenizer as Engine
         except ImportError:
@@ -53,15 +64,35 @@ class HuggingFaceTokenizer:
             self.engine = Engine.from_file(str(path))
         except Exception as error:  # the library raises plain Exception for any file that it cannot read
             raise UserError(f"data.tokenizer = {path} is not a tokenizer.json: {str(error)[:200]}") from None
-        self.size = self.engine.get_vocab_size()
-        self.end = self.find_end_token()
+        ids = self.engine.get_vocab(with_added_tokens=True).values()
+        self.size = max(ids, default=-1) + 1  # ids may leave gaps, so their number may be smaller
+        self.end = self.named_end_token(end_token) if end_token else self.find_end_token(path.parent)
 
-    def find_end_token(self) -> int:
-        for name in self.END_TOKENS:
-            token = self.engine.token_to_id(name)
+    def named_end_token(self, text: str) -> EndToken:
+        token = self.engine.token_to_id(text)
+        if token is None:
+            raise UserError(
+                f"data.end_token = {printable_text(text)} is no token of data.tokenizer; expected one of its tokens"
+            )
+        return EndToken(token, text, "data.end_token")
+
+    def find_end_token(self, folder: Path) -> EndToken:
+        """What the files beside the tokenizer call its end token; without them, a token with a usual name."""
+        for name, key in END_TOKEN_KEYS.items():
+            stated = stated_end_token(folder / name, key)
+            text = self.engine.id_to_token(stated) if isinstance(stated, int) else stated
+            token = None if text is None else self.engine.token_to_id(text)
+            if token is not None and text is not None:
+                return EndToken(token, text, name)
+        for text in USUAL_END_TOKENS:
+            token = self.engine.token_to_id(text)
             if token is not None:
-                return token
-        return 0
+                return EndToken(token, text, "by its name")
+        files = ", ".join(END_TOKEN_KEYS)
+        raise UserError(
+            f"data.tokenizer: no end-of-document token: none of {files} beside it names one, and it has none of "
+            f"{', '.join(USUAL_END_TOKENS)}; set data.end_token to one of its tokens"
+        )
 
     def encode(self, text: str) -> np.ndarray:
         encoding = self.engine.encode(text, add_special_tokens=False)
@@ -71,11 +102,37 @@ class HuggingFaceTokenizer:
         return self.engine.decode(tokens)
 
 
-def load_tokenizer(name: str) -> Tokenizer:
+END_TOKEN_KEYS = {  # files beside a tokenizer.json, the first that names a token counts
+    "tokenizer_config.json": "eos_token",
+    "generation_config.json": "eos_token_id",
+    "config.json": "eos_token_id",
+}
+USUAL_END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
+
+
+def stated_end_token(path: Path, key: str) -> int | str | None:
+    """The id or text of the end token in a JSON file, if the file exists and states one; of a list, the first."""
+    if not path.is_file():
+        return None
+    try:
+        options = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path} is not JSON ({str(error)[:100]}); mend it, or set data.end_token") from None
+    stated: Any = options.get(key) if isinstance(options, dict) else None
+    if isinstance(stated, list) and stated:
+        stated = stated[0]
+    if isinstance(stated, dict):  # a token with its options
+        stated = stated.get("content")
+    if isinstance(stated, bool) or not isinstance(stated, int | str):
+        return None
+    return stated
+
+
+def load_tokenizer(name: str, end_token: str = "") -> Tokenizer:
     if name == "byte":
         return ByteTokenizer()
     try:
-        return HuggingFaceTokenizer(Path(name).expanduser())
+        return HuggingFaceTokenizer(Path(name).expanduser(), end_token)
     except (OSError, RuntimeError, ValueError) as error:
         raise UserError(
             f"data.tokenizer = {printable_text(name)} is no usable path ({error}); expected byte or a tokenizer.json"

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -72,11 +73,11 @@ class Executor:
         self.train_steps: dict[StepListKey, list[Step]] = {}
         self.forward_steps: dict[StepListKey, list[Step]] = {}
 
-    def train(self, parts: Sequence[Batch], weight_1M: Tensor) -> Tensor:
+    def train(self, parts: Sequence[Batch], weights: LossWeights) -> Tensor:
         """Forward and backward of all microbatches; gradients are added to their buckets. Returns the summed losses of
         microbatches whose last stage is here: zeros on ranks without the last stage."""
         program = self.train_program(len(parts))
-        return StepRun(self, program, parts, weight_1M).run()
+        return StepRun(self, program, parts, weights).run()
 
     @torch.no_grad()
     def forward_only(self, parts: Sequence[Batch], finish: Callable[[Carry], None]) -> None:
@@ -157,6 +158,14 @@ class PairedBackward:
         return backward_next_segment(self.passage, self.queue)
 
 
+class LossWeights(NamedTuple):
+    """Factors of the summed losses in a step's gradient: of the model's own and of each MTP layer's cross-entropy, and
+    of the balance losses."""
+
+    losses_1M: Tensor
+    balance: Tensor
+
+
 class StepRun:
     """One run of a program over one batch. With `finish` it is forward only."""
 
@@ -165,13 +174,13 @@ class StepRun:
         executor: Executor,
         program: BoundProgram,
         parts: Sequence[Batch],
-        weight_1M: Tensor | None = None,
+        weights: LossWeights | None = None,
         finish: Callable[[Carry], None] | None = None,
     ):
         self.executor = executor
         self.program = program
         self.parts = parts
-        self.weight_1M = weight_1M
+        self.weights = weights
         self.finish = finish
         self.inbox = Inbox(program.messages, executor.pipe, self.empty_cargo)
         self.local_cargo: dict[PipelineOp, Tensor] = {}  # between stages of this rank
@@ -297,19 +306,19 @@ class StepRun:
         passage = self.passages.pop(pass_key(op))
         out = passage.out
         aux = out["aux"]
+        assert self.weights is not None
+        balance_weight = self.weights.balance.to(aux.dtype)
         if self.stage_of(op).predicts:
-            assert self.weight_1M is not None
             losses_1M = out["losses_1M"]
-            weight_1M = self.weight_1M.to(losses_1M.dtype)
-            loss = (losses_1M * weight_1M).sum() + aux
+            weights_1M = self.weights.losses_1M.to(losses_1M.dtype)
+            loss = (losses_1M * weights_1M).sum() + aux * balance_weight
             one = torch.ones_like(loss)
             passage.set_output_gradients([loss], [one])
         else:
             cargo_NTD = self.take_cargo(op)
             streams = [out["stream"].x_TD, *out["streams"]]
-            # The balance losses of this stage are roots of backward too: their gradient is 1.
-            one = torch.ones_like(aux)
-            passage.set_output_gradients([*streams, aux], [*cargo_NTD, one])
+            # The balance losses of this stage are roots of backward too: their gradient is their weight.
+            passage.set_output_gradients([*streams, aux], [*cargo_NTD, balance_weight])
         return passage
 
     def send_gradient(self, op: PipelineOp, passage: Passage) -> None:

@@ -92,7 +92,7 @@ def assemble_run(
     config = check_config(config, world.size)
     require_agreement(config, world)
     torch.manual_seed(config.train.seed)
-    tokenizer = load_tokenizer(config.data.tokenizer)
+    tokenizer = load_tokenizer(config.data.tokenizer, config.data.end_token)
     if corpus is None:
         corpus = load_corpus(config.data, tokenizer, config.model.vocab)
     loader, validation = make_loaders(config, corpus, world)

@@ -102,6 +102,8 @@ def introduction_lines(run: Run) -> list[str]:
     tokens = compact_number(len(run.loader.tokens))
     held_out = compact_number(len(run.validation.tokens))
     text = f"{tokens} tokens of {config.data.source}, {held_out} held out"
+    if config.data.tokenizer != "byte" and config.data.source != "zipf":
+        text += f", documents end with {run.tokenizer.end}"
     ranks = "1 rank" if world.size == 1 else f"{world.size} ranks"
     where = f"{ranks} on {config.train.device} in {config.train.precision}"
     if world.size > 1:

@@ -19,6 +19,7 @@ from moefold.config.errors import RunFailure
 from moefold.data.loader import Batch
 from moefold.model.moe.balance import LayerLoads
 from moefold.optim.learning_rate import learning_rate
+from moefold.pipeline.executor import LossWeights
 from moefold.train.assemble import Run
 
 
@@ -80,8 +81,8 @@ def train_step(run: Run, batch: Batch) -> StepReport:
     # Forward and backward of all microbatches; gradients add up in buckets.
     with run.phase("begin"):
         run.gradients.begin()
-    weights_1M = loss_weights(run, tokens_1M)
-    losses_1M = run.executor.train(microbatches, weights_1M)
+    weights = loss_weights(run, batch, tokens_1M)
+    losses_1M = run.executor.train(microbatches, weights)
     losses_1M = sum_over_ranks(run, losses_1M)
 
     # Gradients are sums over ranks; division by tokens and clipping are one factor, which the optimizer applies.
@@ -128,14 +129,16 @@ def count_labels(run: Run, batch: Batch) -> Tensor:
     return all_reduce_no_grad(own_1M.double(), run.world.dp_cp)
 
 
-def loss_weights(run: Run, tokens_1M: Tensor) -> Tensor:
-    """Weights of the summed losses: one for the model's own. A loss of multi-token prediction is a mean over its own
-    labels, in a sum that is divided by the number of the model's."""
+def loss_weights(run: Run, batch: Batch, tokens_1M: Tensor) -> LossWeights:
+    """Weights of losses in a sum that is divided by the number of labelled tokens: one for the model's own. A loss of
+    multi-token prediction is a mean over its own labels; balance losses are means over all tokens."""
     model = run.config.model
     weight = model.mtp_loss / max(1, model.mtp)
     own, ahead_M = tokens_1M[:1], tokens_1M[1:]
     weights_M = weight * own / ahead_M.clamp(min=1)
-    return torch.cat((torch.ones_like(own), weights_M))
+    weights_1M = torch.cat((torch.ones_like(own), weights_M))
+    all_tokens = batch.tokens_BS.numel() * run.world.axis("dp").size
+    return LossWeights(weights_1M, own[0] / all_tokens)
 
 
 def survey_routing(run: Run, microbatches: list[Batch]) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from moefold.config.errors import UserError
 from moefold.config.run import DataConfig
-from moefold.data.corpus import Corpus, is_held_out, load_corpus, split_at_line_ends, zipf_tokens
+from moefold.data.corpus import Corpus, load_corpus, split_documents, zipf_tokens
 from moefold.data.tokenizer import ByteTokenizer
 
 LINES = [f"line {number:06d} of the text\n" for number in range(60_000)]
@@ -49,11 +49,32 @@ def test_the_wanted_share_is_held_out(text: Path, share: float):
 
 
 @settings(deadline=None)
-@given(st.floats(0.001, 0.999), st.integers(0, 10_000))
-def test_any_stretch_of_pieces_has_its_share_held_out_to_within_one(share: float, first: int):
-    held_out = [is_held_out(number, share) for number in range(first, first + 200)]
-    for count in (20, 200):
-        assert abs(sum(held_out[:count]) - share * count) <= 1
+@given(st.floats(0.01, 0.99), st.lists(st.integers(1, 50), min_size=800, max_size=1000))
+def test_documents_stay_whole_and_their_share_is_held_out_at_any_point(share: float, lengths: list[int]):
+    documents = [np.full(length, number) for number, length in enumerate(lengths)]
+    train, held_out = split_documents(documents, share, ByteTokenizer())
+    held = {int(document[0]) for document in held_out}
+    whole = min(share, 1 - share) * sum(lengths) >= 4 * 50
+    if whole:
+        assert sorted(map(len, [*train, *held_out])) == sorted(lengths)
+        seen = out = 0
+        for number, length in enumerate(lengths):
+            seen += length
+            out += length if number in held else 0
+            assert abs(out - share * seen) <= 50
+
+
+def test_a_text_too_long_to_be_held_out_is_cut_at_a_line_end_and_the_others_stay_whole(tmp_path: Path):
+    long = "".join(LINES[:20_000])
+    texts = [long, *(f"{number} short\n" for number in range(400))]
+    (tmp_path / "x.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    corpus = load(tmp_path)
+    train = bytes(corpus.train).decode().split("\0")
+    held_out = bytes(corpus.held_out).decode().split("\0")
+    assert train[0] + held_out[0] == long
+    assert train[0].endswith("\n")
+    assert sorted([*train[1:-1], *held_out[1:-1]]) == sorted(texts[1:])
+    assert len(held_out) - 2 == pytest.approx(20, abs=1)
 
 
 def test_the_split_is_the_same_every_time(text: Path):
@@ -65,18 +86,8 @@ def test_the_split_is_the_same_every_time(text: Path):
 def test_the_end_token_stands_behind_every_document(tmp_path: Path):
     (tmp_path / "x.jsonl").write_text('{"text": "one document, quite short"}\n' * 400)
     corpus = load(tmp_path, held_out=0.5, seq_len=4)
-    assert int((corpus.train == 0).sum()) == 400
-    assert corpus.train[-1] == 0
-
-
-@settings(deadline=None)
-@given(st.text(st.sampled_from("ab\n"), max_size=60), st.integers(1, 20))
-def test_pieces_are_the_text_cut_at_line_ends_where_there_are_any(text: str, size: int):
-    found = split_at_line_ends(text, size)
-    assert "".join(found) == text
-    assert all(0 < len(piece) <= size for piece in found)
-    for piece in found[:-1]:
-        assert piece.endswith("\n") or "\n" not in piece[1:], (piece, found)
+    assert int((corpus.train == 0).sum()) == int((corpus.held_out == 0).sum()) == 200
+    assert corpus.train[-1] == corpus.held_out[-1] == 0
 
 
 def test_text_that_is_too_short_is_refused_with_lengths_and_what_to_change(tmp_path: Path):
@@ -155,16 +166,16 @@ def test_a_run_on_a_zipf_stream_has_train_and_held_out_tokens_that_fit_the_vocab
     assert 0 < len(corpus.held_out) < len(corpus.train)
 
 
-def test_what_each_side_has_of_a_document_begins_where_it_is_said_to(tmp_path: Path):
-    """Letters name documents. Some are shorter than a piece, and so on one side alone."""
-    texts = [chr(ord("a") + n % 26) * length for n, length in enumerate([9000, 10, 1, 0, 300, 5000, 2048, 1, 20_000])]
+def test_documents_of_each_side_begin_where_they_are_said_to(tmp_path: Path):
+    """Letters name documents."""
+    lengths = [9000, 10, 1, 0, 300, 5000, 2048, 1, 20_000]
+    texts = [chr(ord("a") + n % 26) * length for n, length in enumerate(lengths)]
     (tmp_path / "x.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     corpus = load(tmp_path, held_out=0.3, seq_len=4)
-    whole = [bytes(part).decode() for part in np.split(corpus.train, corpus.train_starts[1:])]
-    assert [text[-1] for text in whole] == ["\0"] * len(texts), "the end of a document belongs to it"
-    assert [set(text[:-1]) <= set(long) for text, long in zip(whole, texts, strict=True)] == [True] * len(texts)
-    held = [bytes(part).decode() for part in np.split(corpus.held_out, corpus.held_out_starts[1:]) if len(part)]
-    assert all(len(set(text)) == 1 for text in held)
-    assert len({text[0] for text in held}) == len(held) > 2
-    kept = "".join(whole).replace("\0", "") + "".join(held)
+    kept = ""
+    for tokens, starts in ((corpus.train, corpus.train_starts), (corpus.held_out, corpus.held_out_starts)):
+        parts = [bytes(part).decode() for part in np.split(tokens, starts[1:])]
+        assert [text[-1] for text in parts] == ["\0"] * len(parts), "the end of a document belongs to it"
+        assert all(len(set(text[:-1])) <= 1 for text in parts)
+        kept += "".join(text[:-1] for text in parts)
     assert sorted(kept) == sorted("".join(texts))

@@ -1,5 +1,6 @@
 """Text to numbers and back."""
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,7 @@ def test_bytes_give_the_text_back(text: str):
     tokenizer = ByteTokenizer()
     tokens = tokenizer.encode(text)
     assert tokens.dtype == np.uint8
-    assert tokenizer.end not in tokens
+    assert tokenizer.end.id not in tokens
     assert tokenizer.decode(tokens.tolist()) == text
 
 
@@ -65,9 +66,81 @@ def test_a_hugging_face_tokenizer_gives_the_text_back_in_fewer_tokens(bpe: Path)
     assert len(tokenizer.encode("the quick brown fox")) < len("the quick brown fox")
 
 
-def test_the_end_of_text_token_ends_documents_and_zero_does_where_there_is_none(bpe: Path, tmp_path: Path):
-    assert load_tokenizer(str(bpe)).end == 1
-    assert load_tokenizer(str(train_tokenizer(tmp_path, ["[UNK]"]))).end == 0
+EOS_FILES = {
+    "tokenizer_config.json": {"eos_token": "<a>"},
+    "generation_config.json": {"eos_token_id": 2},
+    "config.json": {"eos_token_id": 3},
+}
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        (EOS_FILES, "<a> (id 1, tokenizer_config.json)"),
+        ({"tokenizer_config.json": {"eos_token": {"content": "<b>"}}}, "<b> (id 2, tokenizer_config.json)"),
+        ({**EOS_FILES, "tokenizer_config.json": {"eos_token": None}}, "<b> (id 2, generation_config.json)"),
+        ({"generation_config.json": {"eos_token_id": [3, 1]}}, "<c> (id 3, generation_config.json)"),
+        ({"tokenizer_config.json": [], "config.json": {"eos_token_id": 3}}, "<c> (id 3, config.json)"),
+        ({"config.json": {"eos_token_id": 99_999}}, "</s> (id 0, by its name)"),  # no such token
+        ({"config.json": {"eos_token_id": True}}, "</s> (id 0, by its name)"),
+        ({}, "</s> (id 0, by its name)"),
+    ],
+)
+def test_the_end_token_is_the_one_that_the_tokenizers_own_files_name(files: dict, expected: str, tmp_path: Path):
+    path = train_tokenizer(tmp_path, ["</s>", "<a>", "<b>", "<c>"])
+    for name, content in files.items():
+        (tmp_path / name).write_text(json.dumps(content))
+    assert str(load_tokenizer(str(path)).end) == expected
+    assert str(load_tokenizer(str(path), "<c>").end) == "<c> (id 3, data.end_token)"
+
+
+def test_without_an_end_token_a_tokenizer_is_refused_and_never_ends_documents_with_token_0(tmp_path: Path):
+    path = train_tokenizer(tmp_path, ["[UNK]"])
+    with pytest.raises(UserError, match=r"no end-of-document token: .*tokenizer_config\.json.*set data\.end_token"):
+        load_tokenizer(str(path))
+    with pytest.raises(UserError, match=r"data\.end_token = <none> is no token"):
+        load_tokenizer(str(path), "<none>")
+    assert load_tokenizer(str(path), "[UNK]").end.id == 0
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(UserError, match=r"config\.json is not JSON"):
+        load_tokenizer(str(path))
+
+
+def test_ids_of_a_vocabulary_with_gaps_are_stored_as_they_are(tmp_path: Path):
+    """Three tokens, the highest of them 70,000: their number says nothing of their size."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    engine = Tokenizer(models.WordLevel({"a": 0, "b": 300, "</s>": 70_000}, unk_token="a"))
+    engine.pre_tokenizer = pre_tokenizers.Whitespace()  # pyright: ignore
+    path = tmp_path / "tokenizer.json"
+    engine.save(str(path))
+    (tmp_path / "x.txt").write_text("a b\n" * 4000)
+    data = DataConfig(source="files", files=(str(tmp_path / "x.txt"),), tokenizer=str(path))
+    tokenizer = load_tokenizer(str(path))
+    assert tokenizer.size == 70_001
+    corpus = load_corpus(data, tokenizer, 70_001)
+    assert set(corpus.train.tolist()) == {0, 300, 70_000}
+    with pytest.raises(UserError, match=r"set model\.vocab to at least 70001"):
+        load_corpus(data, tokenizer, 70_000)
+
+
+def test_a_long_document_has_the_tokens_of_the_whole_text_wherever_it_is_cut(tmp_path: Path):
+    """Merges across line ends and a space put before the text: pieces would give other tokens."""
+    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
+
+    engine = Tokenizer(models.BPE())
+    engine.normalizer = normalizers.Prepend("_")  # pyright: ignore
+    engine.pre_tokenizer = pre_tokenizers.Split("\x01", "removed")  # pyright: ignore
+    engine.train_from_iterator(["end\nof line\n" * 40], trainers.BpeTrainer(vocab_size=60, special_tokens=["</s>"]))  # pyright: ignore
+    path = tmp_path / "tokenizer.json"
+    engine.save(str(path))
+    text = "end\nof line\n" * 3000
+    (tmp_path / "x.txt").write_text(text)
+    tokenizer = load_tokenizer(str(path))
+    data = DataConfig(source="files", files=(str(tmp_path / "x.txt"),), tokenizer=str(path), seq_len=8)
+    corpus = load_corpus(data, tokenizer, tokenizer.size)
+    both = [*corpus.train[:-1], *corpus.held_out[:-1]]
+    assert both == tokenizer.encode(text).tolist()
 
 
 def test_a_corpus_of_hugging_face_tokens_fits_the_vocabulary_or_is_refused(bpe: Path, tmp_path: Path):
@@ -77,7 +150,7 @@ def test_a_corpus_of_hugging_face_tokens_fits_the_vocabulary_or_is_refused(bpe: 
     corpus = load_corpus(data, tokenizer, tokenizer.size)
     assert corpus.train.dtype == np.uint16
     assert corpus.train.max() < tokenizer.size
-    assert corpus.train[-1] == tokenizer.end
+    assert corpus.train[-1] == tokenizer.end.id
     with pytest.raises(UserError, match=rf"model\.vocab = 256.*set model\.vocab to at least {tokenizer.size}"):
         load_corpus(data, tokenizer, 256)
 

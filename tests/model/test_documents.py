@@ -20,7 +20,7 @@ from moefold.layout.labels import IGNORE_INDEX
 from moefold.model.initialise import initialise_parameters
 from moefold.model.transformer import Transformer
 from moefold.presets.zoo import PRESETS
-from moefold.train.assemble import assemble_run, default_dtype
+from moefold.train.assemble import Run, assemble_run, build_model, choose_kernels, default_dtype
 from moefold.train.evaluate import validation_loss
 from moefold.train.parity import random_corpus, shrink_config, single_rank_config
 from moefold.train.step import train_step
@@ -116,6 +116,31 @@ def test_the_batch_has_documents_of_every_kind():
     assert len(batch.tokens_BS) < len(lengths)
     assert (batch.labels_BS[:, -1] == IGNORE_INDEX).any(), "a document ends with a sequence"
     assert (batch.labels_BS[:, -1] != IGNORE_INDEX).any(), "a document goes on behind a sequence"
+
+
+def balanced_run() -> Run:
+    config = single_rank_config(shrink_config(PRESETS["tiny"](), 1))
+    balance = replace(config.model.moe.balance, aux_loss=0.5, z_loss=0.2, aux_over="sequence")
+    config = replace(config, model=replace(config.model, moe=replace(config.model.moe, balance=balance)))
+    train = replace(config.train, precision="fp64")
+    config = replace(config, train=train, data=replace(config.data, attend="document"))
+    return assemble_run(config, single_rank_world(), Path("."), random_corpus(config))
+
+
+def test_balance_losses_are_means_over_all_tokens_whatever_share_of_them_has_labels():
+    run = balanced_run()
+    model = build_model(run.config, run.world, choose_kernels(run.config, run.world))
+    batch = run.loader.next_batch()
+    labels_BS = batch.labels_BS.clone()
+    labels_BS[:, ::2] = IGNORE_INDEX
+    batch = replace(batch, labels_BS=labels_BS)
+    found = train_step(run, batch).grad_norm
+    losses = model(batch.tokens_BS, labels_BS, batch.first, batch.begins_BS)
+    labelled = (labels_BS != IGNORE_INDEX).sum()
+    assert 2 * labelled <= labels_BS.numel()
+    (losses.cross_entropy / labelled + losses.balance / labels_BS.numel()).backward()
+    norms = [parameter.grad.norm() for parameter in model.parameters() if parameter.grad is not None]
+    assert found == pytest.approx(torch.stack(norms).norm().item(), rel=1e-10)
 
 
 def test_a_run_trains_and_validates_within_documents():

@@ -173,11 +173,12 @@ def test_the_state_names_every_tensor_once_and_gives_views_that_can_be_loaded_in
 
 
 @pytest.mark.parametrize("moments", ["fp32", "bf16"])
-def test_split_main_weights_are_those_of_a_copy_to_the_bit(moments: str):
+@pytest.mark.parametrize("force", [(), ("adamw=reference",)], ids=["chosen", "reference"])
+def test_split_main_weights_are_those_of_a_copy_to_the_bit(moments: str, force: tuple[str, ...]):
     ways = {}
     for main in ("fp32", "split"):
         optim = replace(OPTIM, main=main, moments=moments)  # pyright: ignore[reportArgumentType]
-        model, buckets, optimizer = make_both("bf16", ("adamw=reference",), optim)
+        model, buckets, optimizer = make_both("bf16", force, optim)
         for step in range(1, 6):
             put_gradients(buckets, step)
             optimizer.step(step, 1e-2)

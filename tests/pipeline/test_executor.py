@@ -19,7 +19,7 @@ from moefold.data.loader import Batch
 from moefold.layout.axes import World, single_rank_world
 from moefold.layout.deferred_wgrad import DeferredWork, deferring_weight_grads
 from moefold.observe.trace import SpanRecorder
-from moefold.pipeline.executor import StepRun
+from moefold.pipeline.executor import LossWeights, StepRun
 from moefold.pipeline.last_gradients import last_gradient_slots, may_defer_weight_grad
 from moefold.pipeline.pair_runner import PairRunner
 from moefold.presets.zoo import PRESETS
@@ -89,6 +89,7 @@ def gradient_views(run: Run) -> list[tuple[str, torch.Tensor]]:
     return [(p.name, view) for bucket in run.gradients.buckets for p, view in bucket.parameter_views(bucket.gradients)]
 
 
+ONE = LossWeights(torch.ones(1, dtype=torch.float64), torch.ones((), dtype=torch.float64))
 WAYS = [
     PipelineConfig("1f1b", layout="Et|tL"),
     PipelineConfig("1f1b", 2, pair=True),
@@ -129,7 +130,7 @@ def run_uneven(world: World, ways: list[PipelineConfig]) -> list[tuple[list[Any]
 
         StepRun.run = noted  # type: ignore[method-assign]
         try:
-            losses = run.executor.train(uneven_parts(run), torch.ones(1, dtype=torch.float64))
+            losses = run.executor.train(uneven_parts(run), ONE)
         finally:
             StepRun.run = original  # type: ignore[method-assign]
         run.gradients.finish(torch.ones((), dtype=torch.float64))
@@ -150,7 +151,7 @@ def test_microbatches_of_other_lengths_and_sizes_pass_and_nothing_is_kept_behind
         alone_config = replace(config, parallel=ParallelConfig(), pipeline=PipelineConfig())
         one = made(alone_config, single_rank_world())
         one.gradients.begin()
-        losses = one.executor.train(uneven_parts(one), torch.ones(1, dtype=torch.float64))
+        losses = one.executor.train(uneven_parts(one), ONE)
         one.gradients.finish(torch.ones((), dtype=torch.float64))
         reference = {s.what: s.values for s in local_gradients(one, "")}
         names: set[str] = set()
@@ -208,7 +209,7 @@ def leaves_early(world: World) -> list[list[int]]:
         try:
             run.gradients.begin()
             parts = list(run.loader.next_batch().microbatches(1))
-            run.executor.train(parts, torch.ones(1, dtype=torch.float64))
+            run.executor.train(parts, ONE)
         finally:
             StepRun.run_unpaired_op = original  # type: ignore[method-assign]
         found.append([*counts, len(run.gradients.reductions), len(run.gradients.buckets)])

@@ -34,10 +34,7 @@ def adamw(
     if not scale.isfinite():
         return
     now = scalars_on_host(scalars)
-    w = main
-    if main.dtype == torch.int16:
-        assert weights is not None
-        w = joined_fp32(weights, main)
+    w = whole_main_weights(main, weights)
     # Moments: m and v themselves, unless they are kept in lower precision.
     g = scaled_gradient(g, scale, w.dtype)
     mean = m.to(w.dtype)
@@ -56,6 +53,19 @@ def adamw(
         square = stochastic_round(square, v.dtype, random_bits >> 16)
     copy_rounded(m, mean)
     copy_rounded(v, square)
+    store_weights(w, main, weights)
+
+
+def whole_main_weights(main: Tensor, weights: Tensor | None) -> Tensor:
+    """The main weights themselves, or as fp32 a copy of those that are split."""
+    if main.dtype != torch.int16:
+        return main
+    assert weights is not None
+    return joined_fp32(weights, main)
+
+
+def store_weights(w: Tensor, main: Tensor, weights: Tensor | None) -> None:
+    """Write updated main weights back, if they are a copy, and the model's weights."""
     if main.dtype == torch.int16:
         main.copy_(lower_16_bits(w))
     if weights is not None:
@@ -104,10 +114,11 @@ def adamw_fused(main, g, m, v, weights, scale, scalars, options) -> None:
     if not scale.isfinite():
         return
     now = scalars_on_host(scalars)
-    step = torch.tensor(now.step, dtype=torch.float32, device=main.device)
-    gradient = scaled_gradient(g, scale, main.dtype)
+    w = whole_main_weights(main, weights)
+    step = torch.tensor(now.step, dtype=torch.float32, device=w.device)
+    gradient = scaled_gradient(g, scale, w.dtype)
     torch._fused_adamw_(
-        [main],
+        [w],
         [gradient],
         [m],
         [v],
@@ -121,8 +132,7 @@ def adamw_fused(main, g, m, v, weights, scale, scalars, options) -> None:
         amsgrad=False,
         maximize=False,
     )
-    if weights is not None:
-        copy_rounded(weights, main)
+    store_weights(w, main, weights)
 
 
 @adamw.register_cases
@@ -147,10 +157,11 @@ def cases_of_size(device: str, dtype: torch.dtype, n: int, step: int):
     yield KernelCase(name, (main, g, m, v, weights, scale, scalars, options))
     if weights is None:
         return
+    lower = lower_16_bits(main)
+    yield KernelCase(f"{name}, split", (lower, g, m, v, weights, scale, scalars, options), main="split")
     state = (g.to(dtype), m.to(dtype), v.to(dtype), weights, scale, scalars)
     for rounding in ("nearest", "stochastic"):
         rounded = options._replace(stochastic=rounding == "stochastic")
         about = f"{name}, bf16 gradients and moments, {rounding}"
         yield KernelCase(about, (main, *state, rounded), moments="bf16")
-        lower = lower_16_bits(main)
         yield KernelCase(f"{about}, split", (lower, *state, rounded), moments="bf16", main="split")

@@ -7,7 +7,7 @@ from moefold.kernels.facts import Facts
 
 
 def fused_adamw_runs(facts: Facts) -> bool:
-    return facts.dtype != "fp64" and facts.moments != "bf16" and facts.main == "fp32"
+    return facts.dtype != "fp64" and facts.moments != "bf16"
 
 
 CHOICES: Choices = {
@@ -18,7 +18,7 @@ CHOICES: Choices = {
             "cuda with Triton, fp32 or bf16",
             "one pass over gradients, moments, main weights and the model's, clipping included",
         ),
-        Choice("fused", fused_adamw_runs, "fp32 state", "one pass over weights, gradients and moments"),
+        Choice("fused", fused_adamw_runs, "fp32 moments", "one pass over weights, gradients and moments"),
     ),
     "add_squares": (
         Choice(
