@@ -106,6 +106,8 @@ def with_values(base: Config, values: Values, problems: dict[str, str]) -> Confi
             legal[path] = convert_value(key, raw)
         except (ValueError, TypeError, OverflowError):
             problems[path] = illegal_value_message(key, raw)
+    if legal.get("data.files") and "data.source" not in values:
+        legal["data.source"] = "files"  # naming files implies it
     replaced = replace_values(base, legal, "")
     return cast(Config, replaced)
 

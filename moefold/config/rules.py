@@ -165,7 +165,7 @@ def describe_files(c: ConfigOnRanks) -> str:
     "files are named",
     ("data.source", "data.files"),
     says=describe_files,
-    fix="set data.files to your files, such as --data.source files --data.files corpus.txt",
+    fix="set data.files to your files, such as --data.files corpus.txt",
 )
 def files_are_named(c: ConfigOnRanks) -> bool:
     return (c.data.source == "files") == bool(c.data.files)

@@ -10,6 +10,7 @@ from pathlib import Path
 from moefold.config.errors import UserError, printable_text
 from moefold.config.extensions import find_extension
 from moefold.config.run import DataConfig
+from moefold.data.file_kinds import file_kind
 
 Documents = Iterator[str]
 
@@ -92,12 +93,18 @@ def read_utf8_text(path: Path) -> str:
         raise UserError(f"data.files: cannot read {shown}: {reason}; expected a readable file") from None
     if not raw.strip():
         raise UserError(f"data.files: {path} is empty; expected text to train on")
+    kind = file_kind(path, raw)
+    if kind is not None:
+        raise UserError(
+            f"data.files: {path} is {kind.article_and_name}; expected UTF-8 text or .jsonl; {kind.advice}, then name "
+            "the result in data.files"
+        )
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
         raise UserError(
             f"data.files: {path} is not UTF-8: byte 0x{raw[error.start]:02x} at offset {error.start}; "
-            "convert it, for instance with iconv -f latin1 -t utf-8"
+            "if it is text in another encoding, convert it, for instance with iconv -f latin1 -t utf-8"
         ) from None
 
 

@@ -37,6 +37,7 @@ from moefold.train.step_profile import profile_step, profile_text, write_profile
 
 SAMPLE_PROMPT = "def "
 FIRST_STEPS = 3  # after which every parameter should have had a gradient
+LARGEST_BYTE_VOCAB = 1000  # above, a byte tokenizer leaves most of the vocabulary unused
 PROFILED_STEP = 10  # or the last step of a shorter run: by then kernels and caches are warm
 
 
@@ -108,7 +109,13 @@ def introduction_lines(run: Run) -> list[str]:
     where = f"{ranks} on {config.train.device} in {config.train.precision}"
     if world.size > 1:
         where += f" over {dist.get_backend()}"
-    return [f"{config.name}: {sizes} | {where} | {text}", f"writing to {run.out}"]
+    lines = [f"{config.name}: {sizes} | {where} | {text}", f"writing to {run.out}"]
+    if config.data.tokenizer == "byte" and config.data.source != "zipf" and config.model.vocab > LARGEST_BYTE_VOCAB:
+        lines.append(
+            f"warning: data.tokenizer = byte uses 256 of model.vocab = {config.model.vocab} tokens; set data.tokenizer "
+            "to the model's tokenizer.json, or model.vocab to 256"
+        )
+    return lines
 
 
 @dataclass(frozen=True)

@@ -274,7 +274,7 @@ def test_what_a_message_quotes_is_printable_and_short():
 
 
 def test_what_a_rule_or_a_choice_quotes_is_printable():
-    for recipe, words in (("tiny", ["--data.files=a\x1b[31m\nb"]), ("\x1b[31m", [])):
+    for recipe, words in (("tiny", ["--data.source=stdlib", "--data.files=a\x1b[31m\nb"]), ("\x1b[31m", [])):
         with pytest.raises(UserError) as refused:
             resolve_recipe(recipe, words)
         assert all(line.isprintable() for line in refused.value.problems), refused.value.problems
@@ -297,3 +297,12 @@ def test_yaml_that_trips_its_own_reader_is_refused(what: str, tmp_path: Path):
     file.write_text(ODD_YAML[what])
     with pytest.raises(UserError):
         resolve_recipe(str(file))
+
+
+@pytest.mark.parametrize("words", [["--data.files=a.txt"], ["--data.files", "a.txt,b.jsonl"]])
+def test_files_that_are_named_are_the_source_unless_another_is_named_too(words: list[str], tmp_path: Path):
+    assert resolve_recipe("tiny", words).data.source == "files"
+    (tmp_path / "x.yaml").write_text("data:\n  files: [a.txt]\n")
+    assert resolve_recipe(str(tmp_path / "x.yaml")).data.source == "files"
+    with pytest.raises(UserError, match=r"data\.files = .*but data\.source = stdlib"):
+        resolve_recipe("tiny", [*words, "--data.source=stdlib"])

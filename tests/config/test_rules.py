@@ -60,7 +60,7 @@ BREAKS: dict[str, list[tuple[str, int, str]]] = {
     ],
     "files are named": [
         ("--data.source=files", 1, "data.source = files"),
-        ("--data.files=a.txt,b.txt", 1, "data.files = a.txt,b.txt"),
+        ("--data.source=stdlib --data.files=a.txt,b.txt", 1, "data.files = a.txt,b.txt"),
     ],
     "there are documents to attend within": [("--data.attend=document --data.source=zipf", 1, "data.source = zipf")],
     "documents need all keys": [

@@ -1,6 +1,9 @@
 """Text from files, and refusals that name file, place and remedy."""
 
+import bz2
+import gzip
 import json
+import lzma
 import sysconfig
 from itertools import islice
 from pathlib import Path
@@ -61,6 +64,32 @@ def test_an_empty_file_is_refused_by_name(content: bytes, tmp_path: Path):
 
 def test_a_folder_without_text_is_refused_with_the_endings_looked_for(tmp_path: Path):
     assert all(ending in refusal(tmp_path) for ending in (".txt", ".md", ".py", ".jsonl", str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "parts"),
+    [
+        ("x.txt", gzip.compress(b"some text"), ("a gzip archive", "gzip -dk")),
+        ("x.jsonl", bz2.compress(b"some text"), ("a bzip2 archive", "bzip2 -dk")),
+        ("x.txt", lzma.compress(b"some text"), ("an xz archive", "xz -dk")),
+        ("x", b"\x28\xb5\x2f\xfd more", ("a zstd archive", "zstd -d")),
+        ("x.txt", b"PK\x03\x04 more", ("a zip archive", "unzip")),
+        ("x.parquet", b"PAR1 more PAR1", ("a Parquet file", ".jsonl", "data.text_key")),
+        ("x.arrow", b"ARROW1 more", ("an Arrow file", ".jsonl")),
+        ("x.pdf", b"%PDF-1.7", ("a PDF", "pdftotext")),
+        ("x.txt", "text".encode("utf-16"), ("UTF-16", "iconv -f utf-16")),
+        ("x.CSV", b"a,b\n1,2\n", ("a table with commas", ".jsonl")),
+        ("x.tsv", b"a\tb\n1\t2\n", ("a table with tabs", ".jsonl")),
+        ("x.bin", b"text\x00text", ("binary: byte 0x00 at offset 4",)),
+    ],
+)
+def test_a_file_that_is_no_text_is_recognised_and_the_message_says_what_to_do(
+    name: str, content: bytes, parts: tuple[str, ...], tmp_path: Path
+):
+    (tmp_path / name).write_bytes(content)
+    message = refusal(tmp_path / name)
+    assert all(part in message for part in (*parts, name, "expected UTF-8 text or .jsonl"))
+    assert ("iconv" in message) == ("UTF-16" in message)
 
 
 def test_a_file_that_is_not_utf8_is_refused_with_the_byte_and_its_place(tmp_path: Path):
