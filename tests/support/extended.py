@@ -32,6 +32,7 @@ SAMPLED_GRIDS = {  # seconds are CPU time of the whole grid, measured once
     },
     "tests/checkpoint/hf/test_defaults.py": {
         "test_a_key_means_what_it_means_to_transformers_or_is_refused_by_name": 10,  # 140 s
+        "test_an_absent_window_is_the_published_one": 5,  # 15 s
     },
     "tests/checkpoint/hf/test_random_configs.py": {
         "test_a_random_model_has_the_logits_of_transformers_or_is_refused": 8,  # 30 s
