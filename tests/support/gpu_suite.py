@@ -19,7 +19,7 @@ MOST_PROCESSES = 6
 def main() -> int:
     options = read_suite_options(__doc__, "gpu-suite.md")
     if not torch.cuda.is_available():
-        return tell_missing("no CUDA device here; these tests were shown on an H200")
+        return tell_missing("no CUDA device here (torch.cuda.is_available() is false)")
     processes = side_by_side()
     parts = [
         run_part(f"{processes} side by side", "-m", "gpu and not alone", "-n", str(processes), "--dist", "worksteal"),
