@@ -1,11 +1,10 @@
 """The planner's page in a browser: sliders, charts, search, address, keyboard, a phone's width.
 
-Needs a Chromium of the system, which pip cannot install: where there is none these tests are skipped.
+Needs a browser (tests/support/browser.py): where there is none these tests are skipped.
 """
 
 import json
 import re
-import shutil
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,10 +12,10 @@ import pytest
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from moefold.plan.answer import answer_request
+from tests.support.browser import BROWSER, without_browser
 from tests.support.planner_page import served
 
-BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-pytestmark = pytest.mark.skipif(not BROWSER, reason="no Chromium here (Debian: apt install chromium)")
+pytestmark = [pytest.mark.page, without_browser]
 
 SMALL = {"model": "qwen3-30b-a3b-tiny", "gpus": "8", "gpu": "h100", "seq": "1024", "gbs": "64", "mbs": "1"}
 LAYOUT = {"parallel.pp": "2", "pipeline.vpp": "2", "parallel.ep": "4", "overlap": "false"}

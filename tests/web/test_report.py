@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import pytest
 
 from moefold.web.report import render_report
+from tests.support.browser import BROWSER, without_browser
 from tests.support.run_folders import run_folder, write_lines
 
 
@@ -77,9 +77,6 @@ def test_a_page_of_sixty_layers_and_256_experts_is_a_few_megabytes_however_long_
     assert run["curves"]["loss"]["last"][-1] == run["load"]["last"][-1] == 3200
 
 
-BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
-
-
 def drawn(page: str, tmp_path: Path) -> str:
     """What stands before the scripts when a browser has drawn it; anything it complains about is a failure."""
     (tmp_path / "page.html").write_text(page, encoding="utf-8")
@@ -91,7 +88,8 @@ def drawn(page: str, tmp_path: Path) -> str:
     return done.stdout.partition("<script")[0]
 
 
-@pytest.mark.skipif(not BROWSER, reason="no browser here")
+@pytest.mark.page
+@without_browser
 @pytest.mark.parametrize("runs", [1, 2])
 def test_a_browser_draws_every_plot_without_an_error(runs: int, tmp_path: Path):
     document = drawn(render_report([run_folder(tmp_path / f"run-{i}") for i in range(runs)]), tmp_path)
@@ -99,7 +97,8 @@ def test_a_browser_draws_every_plot_without_an_error(runs: int, tmp_path: Path):
     assert document.count(" over steps") == (6 if runs == 1 else 8), "the curves"
 
 
-@pytest.mark.skipif(not BROWSER, reason="no browser here")
+@pytest.mark.page
+@without_browser
 def test_a_browser_draws_a_run_of_which_little_is_known(tmp_path: Path):
     folder = run_folder(tmp_path / "a")
     write_lines(folder / "metrics.jsonl", [{"step": 0, "val_loss": 5.5}])
