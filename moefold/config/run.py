@@ -97,7 +97,7 @@ class CapacityConfig:
         "probability", "which choices a full expert keeps: the largest weights, or the earliest positions"
     )
     over: Literal["sub_sequence", "full_sequence"] = key(
-        "sub_sequence", "capacity is counted over the tokens of a rank, or over whole sequences"
+        "sub_sequence", "capacity is counted over the tokens of a rank, or over each whole sequence"
     )
     per_device: bool = key(False, "capacity of a group of experts (balance.devices) instead of each expert's")
     pad: bool = key(False, "pad every expert's rows to its capacity: static shapes")

@@ -126,3 +126,21 @@ def test_gradients_reach_what_is_kept_and_nothing_that_is_dropped():
 
 def test_experts_that_choose_drop_nothing_more():
     assert not drops_choices(with_moe_keys(MOE, router="expert_choice"))
+
+
+@pytest.mark.parametrize("drop", ["probability", "position"])
+@pytest.mark.parametrize("devices", [0, 2])
+def test_a_capacity_over_full_sequences_is_that_of_each_sequence_by_itself(devices: int, drop: str):
+    """As if every sequence came in a microbatch of its own."""
+    moe = with_moe_keys(MOE, capacity_factor=0.7, drop=drop, devices=max(1, devices), device_capacity=devices > 0)
+    moe = replace(moe, capacity=replace(moe.capacity, over="full_sequence"))
+    together = routing(48)
+    weights_TK, ids_TK = together
+    ids_TK[:16] = ids_TK[0]  # the first sequence fills its experts; the others lose nothing by it
+    three = TokenShard(3, 16, ALONE, ALONE, torch.device("cpu"))
+    found = drop_beyond_capacity(together, moe, three, ALONE)
+    apart = [
+        drop_beyond_capacity(Routing(weights_TK[part], ids_TK[part]), moe, share(16), ALONE).ids_TK
+        for part in (slice(0, 16), slice(16, 32), slice(32, 48))
+    ]
+    assert torch.equal(found.ids_TK, torch.cat(apart))

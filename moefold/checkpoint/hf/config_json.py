@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from moefold.anatomy.step_specs import is_moe_layer
 from moefold.checkpoint.hf.config_options import ConfigOptions
 from moefold.checkpoint.hf.families.deepseek_v2 import DEEPSEEK_V2
 from moefold.checkpoint.hf.families.deepseek_v3 import DEEPSEEK_V3
@@ -62,6 +63,7 @@ ROPE_KEYS = {  # below attention.rope, by the kind of scaling: those that the ki
     "llama3": ("factor", "original_length", "low_frequency", "high_frequency"),
     "yarn": ("factor", "original_length", "beta_fast", "beta_slow", "round_dims", "mscale", "mscale_all"),
 }
+JOINT_AUX_LOSS = "router_aux_loss_coef"  # of families whose balance loss is transformers' own
 MOST_EXPERTS_A_TENSOR = 1000  # layers x experts per stored tensor
 
 
@@ -104,7 +106,25 @@ def read_model_config(family: ModelFamily, options: ConfigOptions) -> ModelConfi
     config = with_values(Config(), model_values, problems)
     if problems:
         raise UserError(*(f"{options.where}: {problem}" for problem in problems.values()))
-    return config.model
+    model = config.model
+    if JOINT_AUX_LOSS not in options.published.defaults:
+        return model
+    per_layer = model.moe.balance.aux_loss / joint_loss_factor(model)
+    return with_aux_loss(model, per_layer)
+
+
+def joint_loss_factor(model: ModelConfig) -> float:
+    """transformers' coefficient over moefold's. Its balance loss is one for all layers together and counts K choices of
+    a token, so K at perfect balance; moefold's is one at perfect balance, in each layer."""
+    moe_layers = sum(is_moe_layer(model, layer) for layer in range(model.layers))
+    return max(1, moe_layers) / model.moe.top_k
+
+
+def with_aux_loss(model: ModelConfig, weight: float) -> ModelConfig:
+    """The model with another weight of the balance loss, counted over a microbatch as transformers does."""
+    rounded = float(f"{weight:.12g}")  # so that writing what was read gives the same number
+    balance = replace(model.moe.balance, aux_loss=rounded, aux_over="microbatch")
+    return replace(model, moe=replace(model.moe, balance=balance))
 
 
 def check_quantisation(options: ConfigOptions) -> None:
@@ -190,6 +210,9 @@ def write_and_read_back(family: ModelFamily, model: ModelConfig) -> tuple[dict[s
         "model_type": family.kind,
         **family.write(model),
     }
+    if JOINT_AUX_LOSS in written:
+        joint = model.moe.balance.aux_loss * joint_loss_factor(model)
+        written[JOINT_AUX_LOSS] = float(f"{joint:.12g}")
     written_options = ConfigOptions(written, "config.json", family_keys(family.kind))
     try:
         model_again = read_model_config(family, written_options)

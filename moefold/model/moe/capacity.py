@@ -2,8 +2,8 @@
 
     capacity = capacity factor x tokens x K / E
 
-counted over the tokens of one rank (sub-sequence) or over all ranks that share the sequences (full sequence). With
-device capacity, a group of experts is full together: its capacity is the sum of its experts'.
+counted over the tokens of one rank (sub-sequence) or over each sequence, on all ranks that share it (full sequence).
+With device capacity, a group of experts is full together: its capacity is the sum of its experts'.
 
 T tokens of this rank, N tokens that are counted, E experts, K choices.
 """
@@ -30,17 +30,22 @@ def drop_beyond_capacity(routing: Routing, moe: MoeConfig, share: TokenShard, ov
     """The routing with choices beyond capacity made -1, with weight zero."""
     ids_TK = routing.ids_TK
     priority_TK = keep_priority(routing, moe, share)
-    if moe.capacity.over == "full_sequence":
-        ids_NK = all_gather_no_grad(ids_TK, over)
-        priority_NK = all_gather_no_grad(priority_TK, over)
-        first = over.index * len(ids_TK)
-    else:
-        ids_NK, priority_NK, first = ids_TK, priority_TK, 0
     # Experts that are full together count as one.
     grouped = moe.experts // moe.balance.devices if moe.capacity.per_device else 1
-    limit = expert_capacity(moe, len(ids_NK)) * grouped
-    group_NK = ids_NK.div(grouped, rounding_mode="floor")
-    keep_NK = within_capacity(group_NK, priority_NK, moe.experts // grouped, limit)
+    groups = moe.experts // grouped
+    group_TK = ids_TK.div(grouped, rounding_mode="floor")
+    if moe.capacity.over == "full_sequence":  # an expert is another one for each sequence
+        first_group_T1 = share.sequence_index_T[:, None] * groups
+        group_TK = torch.where(ids_TK >= 0, group_TK + first_group_T1, -1)
+        group_NK = all_gather_no_grad(group_TK, over)
+        priority_NK = all_gather_no_grad(priority_TK, over)
+        first = over.index * len(ids_TK)
+        groups *= share.sequences
+        limit = expert_capacity(moe, share.length) * grouped
+    else:
+        group_NK, priority_NK, first = group_TK, priority_TK, 0
+        limit = expert_capacity(moe, len(ids_TK)) * grouped
+    keep_NK = within_capacity(group_NK, priority_NK, groups, limit)
     keep_TK = keep_NK[first : first + len(ids_TK)]
     kept_ids_TK = torch.where(keep_TK, ids_TK, -1)
     return Routing(routing.weights_TK * keep_TK, kept_ids_TK)
