@@ -81,7 +81,7 @@ def case_lines(completions: Iterable[Completion]) -> str:
 
 def bash_script(completions: Iterable[Completion]) -> str:
     return f"""\
-# In ~/.bashrc: source <(moefold --print-completion bash)
+# moefold --print-completion bash > ~/.local/share/bash-completion/completions/moefold
 _moefold() {{
     local offered='' line=''
     local before=("${{COMP_WORDS[@]:1:COMP_CWORD-1}}")
@@ -97,7 +97,8 @@ complete -o default -F _moefold moefold
 
 def zsh_script(completions: Iterable[Completion]) -> str:
     return f"""\
-# In ~/.zshrc, after compinit: source <(moefold --print-completion zsh)
+#compdef moefold
+# moefold --print-completion zsh > _moefold, in a folder of $fpath
 _moefold() {{
     local offered='' line=''
     (( CURRENT > 2 )) && line="${{(j: :)words[2,CURRENT-1]}} "
@@ -106,7 +107,8 @@ _moefold() {{
     esac
     compadd -- ${{=offered}} || _files
 }}
-compdef _moefold moefold
+# Read as a function of $fpath, the file completes at once; sourced, it is registered.
+if [ "$funcstack[1]" = _moefold ]; then _moefold; else compdef _moefold moefold; fi
 """
 
 
