@@ -1,4 +1,5 @@
-"""User text as messages may repeat it, and the nearest legal name for a misspelt one. Torch-free, below all floors."""
+"""User text as messages may repeat it, the nearest legal name for a misspelt one, and large numbers in few characters.
+Torch-free, below all floors."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import difflib
 from collections.abc import Iterable
 
 LONGEST_EXCERPT = 80
+NUMBER_SUFFIXES = {"T": 1e12, "G": 1e9, "M": 1e6, "k": 1e3}
 
 
 def printable_text(text: str) -> str:
@@ -26,3 +28,11 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     """` (did you mean "x"?)` for the nearest known name; empty when none is near."""
     near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     return f' (did you mean "{near[0]}"?)' if near else ""
+
+
+def human_readable(number: float) -> str:
+    """46702792704 -> 46.7 G."""
+    for letter, size in NUMBER_SUFFIXES.items():
+        if number >= size:
+            return f"{number / size:.3g} {letter}"
+    return f"{number:.3g}"

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rich.table import Table
+if TYPE_CHECKING:
+    from rich.table import Table
 
 Row = dict[str, Any]  # one result
 Report = dict[str, Any]  # facts of the machine, and `results`, a list of rows

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from moefold.bench import options as bench_options
 from moefold.config.errors import one_of
-from moefold.presets.command_options import read_options
+from moefold.presets.command_options import CommandForm, read_options
 
 DEFAULT_SUBJECT = "kernels"
 
@@ -33,6 +33,11 @@ SUBJECTS = {
 }
 
 
+FORMS = {
+    name: CommandForm(f"bench {name}", subject.options, subject.takes_config_keys) for name, subject in SUBJECTS.items()
+}
+
+
 def run_command(argv: Sequence[str]) -> int:
     words = list(argv)
     if words[:1] in (["--help"], ["-h"]):
@@ -41,10 +46,9 @@ def run_command(argv: Sequence[str]) -> int:
     named = bool(words) and not words[0].startswith("-")
     name = words.pop(0) if named else DEFAULT_SUBJECT
     subject = SUBJECTS[one_of("benchmark", name, SUBJECTS)]
-    takes_keys = subject.takes_config_keys
-    options, overrides = read_options(subject.options, words, f"bench {name}", takes_keys)
+    options, overrides = read_options(FORMS[name], words)
     options.check_values()
-    if takes_keys:
+    if subject.takes_config_keys:
         options = replace(options, overrides=tuple(overrides))
     benchmark = importlib.import_module(f"moefold.bench.{name}")  # torch, from here on
     return benchmark.run_benchmark(options)

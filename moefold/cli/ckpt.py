@@ -19,7 +19,7 @@ from moefold.checkpoint.format.retention import newest_checkpoint
 from moefold.checkpoint.format.storage import StoragePath, parse_storage_path
 from moefold.checkpoint.format.verify import OpenedCheckpoint, open_checkpoint, verify_checkpoint
 from moefold.config.errors import UserError
-from moefold.presets.command_options import read_options
+from moefold.presets.command_options import CommandForm, read_options
 
 MOST_LINES = 50  # printed differences and problems; --json has all
 MANIFEST_FACTS = ("step", "moefold", "torch", "layout")
@@ -40,8 +40,11 @@ class CkptOptions:
     """Print JSON instead of a table."""
 
 
+FORM = CommandForm("ckpt", CkptOptions)
+
+
 def run_command(argv: Sequence[str]) -> int:
-    options, _ = read_options(CkptOptions, argv, "ckpt", config_keys=False)
+    options, _ = read_options(FORM, argv)
     compares = options.what == "diff"
     if compares != (options.other is not None):
         wanted = "two checkpoints" if compares else "one"

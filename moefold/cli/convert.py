@@ -9,7 +9,7 @@ from typing import Literal
 
 import tyro
 
-from moefold.presets.command_options import read_options
+from moefold.presets.command_options import CommandForm, read_options
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,11 @@ class ConvertOptions:
     """Replace the model in a folder that is not empty."""
 
 
+FORM = CommandForm("convert", ConvertOptions)
+
+
 def run_command(argv: Sequence[str]) -> int:
-    options, _ = read_options(ConvertOptions, argv, "convert", config_keys=False)
+    options, _ = read_options(FORM, argv)
 
     from moefold.train.convert import ConvertRequest, convert_weights  # torch, from here on
 

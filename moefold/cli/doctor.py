@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from moefold.bench.versions import installed_version
 from moefold.cli import parity
 from moefold.layout.spawn import find_free_port
-from moefold.presets.command_options import read_options
+from moefold.presets.command_options import CommandForm, read_options
 from moefold.version import __version__
 
 OPTIONAL_PACKAGES = {
@@ -41,6 +41,9 @@ class DoctorOptions:
     """How many ranks to start for the check; 0 leaves it out."""
 
 
+FORM = CommandForm("doctor", DoctorOptions)
+
+
 @dataclass(frozen=True)
 class Finding:
     ok: bool
@@ -50,7 +53,7 @@ class Finding:
 def run_command(argv: Sequence[str]) -> int:
     if argv and argv[0] == "parity":
         return parity.run_command(argv[1:])
-    options, _ = read_options(DoctorOptions, argv, "doctor", config_keys=False)
+    options, _ = read_options(FORM, argv)
     failures = 0
     for finding in run_every_check(options):
         verdict = "ok " if finding.ok else "BAD"

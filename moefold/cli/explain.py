@@ -32,13 +32,13 @@ from moefold.dispatch import price
 from moefold.kernels.catalog import CATALOG, forced_implementations, pick_implementation
 from moefold.kernels.facts import BYTES_PER_ELEMENT, Facts, expected_facts
 from moefold.layout.fold import fold_into_grids
-from moefold.presets.command_options import check_rank_count, read_options
+from moefold.presets.command_options import CommandForm, check_rank_count, read_options
 from moefold.presets.recipe import resolve_recipe
+from moefold.printable import human_readable
 
 OPTIMIZER_OPS = {"add_squares", "adamw"}
 RING_OPS = {"attention_block", "attention_block_backward"}  # added by a ring of context-parallel ranks
 NODE_SIZE = 8  # ranks of one node, where the environment does not say
-NUMBER_SUFFIXES = {"T": 1e12, "G": 1e9, "M": 1e6, "k": 1e3}
 Description = dict[str, Any]
 
 
@@ -54,6 +54,9 @@ class ExplainOptions:
     """Print JSON instead of tables."""
 
 
+FORM = CommandForm("explain", ExplainOptions, config_keys=True)
+
+
 KernelChoice = Mapping[str, str]  # implementation, why
 
 
@@ -66,7 +69,7 @@ class LayerKind(NamedTuple):
 
 
 def run_command(argv: Sequence[str]) -> int:
-    options, overrides = read_options(ExplainOptions, argv, "explain")
+    options, overrides = read_options(FORM, argv)
     ranks = check_rank_count(options.nproc)
     config = resolve_recipe(options.recipe, overrides, ranks)
     explanation = explain_config(config, ranks)
@@ -278,11 +281,3 @@ def steps_that_use(op: str, layers: list[Description]) -> list[str]:
     if not users:
         return ["optimizer" if op in OPTIMIZER_OPS else "attend"]
     return list(users)
-
-
-def human_readable(number: float) -> str:
-    """46702792704 -> 46.7 G."""
-    for letter, size in NUMBER_SUFFIXES.items():
-        if number >= size:
-            return f"{number / size:.3g} {letter}"
-    return f"{number:.3g}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import importlib
 import os
+import select
 import sys
 from collections.abc import Sequence
 
@@ -13,6 +14,7 @@ from moefold.version import __version__
 
 COMMANDS = {
     "train": "train a model: moefold train tiny",
+    "presets": "list the models that ship with moefold, with their sizes: moefold presets",
     "explain": "show a model step by step, without running it: moefold explain qwen3-30b-a3b",
     "plan": "predict memory, time and the best layout: moefold plan qwen3-30b-a3b --gpus 16 --gpu h100",
     "web": "the planner as a page with sliders, served to this machine only: moefold web",
@@ -41,7 +43,19 @@ def main() -> None:
 def run_command_line(argv: Sequence[str]) -> int:
     """Run a command. Exit code: 0, 1 for a failure while running, 2 for input that must change."""
     try:
-        return dispatch_command(list(argv))
+        code = dispatch_command(list(argv))
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        if not is_output_closed():
+            raise
+        drop_output()
+        return closed_output_code()
+    except SystemExit as leaving:
+        # rich exits with code 1 where its output is closed.
+        if isinstance(leaving.__context__, BrokenPipeError):
+            return closed_output_code()
+        raise
     except UserError as refused:
         return report_problem(str(refused), 2)
     except RunFailure as failed:
@@ -65,9 +79,32 @@ def dispatch_command(argv: list[str]) -> int:
     if argv[0] == "--version":
         print(f"moefold {__version__}")
         return 0
+    if argv[0] == "--print-completion":
+        from moefold.cli.completion import completion_script
+
+        print(completion_script(*argv[1:2]), end="")
+        return 0
     command = one_of("command", argv[0], COMMANDS)
     module = importlib.import_module(f"moefold.cli.{command}")
     return module.run_command(argv[1:])
+
+
+def is_output_closed() -> bool:
+    """Whether standard output is a pipe whose reader has ended, as in `moefold explain tiny | head`."""
+    pipe = select.poll()
+    pipe.register(sys.stdout.fileno(), 0)  # errors are reported without being asked for
+    return any(event & (select.POLLERR | select.POLLHUP) for _, event in pipe.poll(0))
+
+
+def closed_output_code() -> int:
+    """0: the reader has seen enough. A rank of several ends with 1, so that its launcher stops the others."""
+    return 1 if "RANK" in os.environ else 0
+
+
+def drop_output() -> None:
+    """Send what is left to print to the null device: the interpreter flushes standard output once more at its end."""
+    null_device = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null_device, sys.stdout.fileno())
 
 
 def command_overview() -> str:
@@ -75,6 +112,7 @@ def command_overview() -> str:
     for name, summary in COMMANDS.items():
         lines.append(f"  moefold {name:<9} {summary}")
     lines += ["", "moefold COMMAND --help lists the options of a command."]
+    lines += ["moefold --print-completion bash (or zsh, fish) prints a completion script."]
     return "\n".join(lines)
 
 

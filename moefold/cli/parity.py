@@ -16,7 +16,7 @@ import tyro
 
 from moefold.config.run import Config
 from moefold.layout.spawn import run_local_ranks
-from moefold.presets.command_options import check_rank_count, read_options
+from moefold.presets.command_options import CommandForm, check_rank_count, read_options
 from moefold.presets.recipe import resolve_recipe
 
 if TYPE_CHECKING:
@@ -41,8 +41,11 @@ class ParityOptions:
     """Folder for the traces of the ranks; set by the command for the ranks it starts."""
 
 
+FORM = CommandForm("doctor parity", ParityOptions, config_keys=True)
+
+
 def run_command(argv: Sequence[str]) -> int:
-    options, overrides = read_options(ParityOptions, argv, "doctor parity")
+    options, overrides = read_options(FORM, argv)
     ranks = check_rank_count(options.world)
     in_precision = [*overrides, "--train.precision", options.precision]
     config = resolve_recipe(options.recipe, in_precision, None)

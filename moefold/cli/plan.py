@@ -14,7 +14,7 @@ from rich.table import Table
 from moefold.bench.report import show_report
 from moefold.config.read import parse_overrides
 from moefold.plan.answer import TIME_WALLS, answer_request
-from moefold.presets.command_options import read_options
+from moefold.presets.command_options import CommandForm, read_options
 
 Answer = dict[str, Any]  # of the planner
 LAYOUT_DEGREES = ("tp", "cp", "pp", "vpp", "ep", "etp", "dp", "edp")
@@ -65,8 +65,11 @@ class PlanCommandOptions:
     """Print JSON instead of tables."""
 
 
+FORM = CommandForm("plan", PlanCommandOptions, config_keys=True)
+
+
 def run_command(argv: Sequence[str]) -> int:
-    options, overrides = read_options(PlanCommandOptions, argv, "plan")
+    options, overrides = read_options(FORM, argv)
     request = plan_request(options) | parse_overrides(overrides)
     answer = answer_request(request)
     return show_report(answer, options.json, print_plan)

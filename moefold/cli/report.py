@@ -9,7 +9,7 @@ from pathlib import Path
 import tyro
 
 from moefold.config.errors import UserError
-from moefold.presets.command_options import read_options
+from moefold.presets.command_options import CommandForm, read_options
 from moefold.web.report import render_report
 
 
@@ -24,8 +24,11 @@ class ReportOptions:
     """The file to write; by default report.html (of several runs comparison.html) in the first run's folder."""
 
 
+FORM = CommandForm("report", ReportOptions)
+
+
 def run_command(argv: Sequence[str]) -> int:
-    options, _ = read_options(ReportOptions, argv, "report", config_keys=False)
+    options, _ = read_options(FORM, argv)
     if not options.runs:
         raise UserError("no run is given; expected the folder of at least one, such as moefold report runs/tiny")
     page = render_report(options.runs)

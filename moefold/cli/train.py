@@ -15,7 +15,7 @@ import tyro
 from moefold.config.run import Config
 from moefold.layout.environment import read_environment
 from moefold.layout.spawn import run_local_ranks
-from moefold.presets.command_options import check_rank_count, read_options
+from moefold.presets.command_options import CommandForm, check_rank_count, read_options
 from moefold.presets.recipe import resolve_recipe
 
 if TYPE_CHECKING:
@@ -40,8 +40,11 @@ class TrainOptions:
     """Rendezvous port of the ranks of --nproc; by default a free port."""
 
 
+FORM = CommandForm("train", TrainOptions, config_keys=True)
+
+
 def run_command(argv: Sequence[str]) -> int:
-    options, overrides = read_options(TrainOptions, argv, "train")
+    options, overrides = read_options(FORM, argv)
     rendezvous = read_environment(os.environ)
     starts_ranks = "RANK" not in os.environ and options.nproc != 1
     ranks = check_rank_count(options.nproc) if starts_ranks else rendezvous.size

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from moefold.config.errors import UserError
-from moefold.presets.command_options import read_options
+from moefold.presets.command_options import CommandForm, read_options
 
 WEB_PACKAGES = ("starlette", "uvicorn")
 
@@ -21,8 +21,11 @@ class WebOptions:
     """Open the page in a browser."""
 
 
+FORM = CommandForm("web", WebOptions)
+
+
 def run_command(argv: Sequence[str]) -> int:
-    options, _ = read_options(WebOptions, argv, "web", config_keys=False)
+    options, _ = read_options(FORM, argv)
     try:
         from moefold.web.planner_server import serve_planner  # starlette and uvicorn are an extra
     except ModuleNotFoundError as missing:

@@ -125,7 +125,7 @@ def unknown_key_message(path: str, known: KnownKeys) -> str:
     if inside:
         return f"{path} is a section, not a key; its keys are {', '.join(inside)}"
     guess = did_you_mean(path, known) or guess_by_last_word(path, known)
-    return f'no key "{printable_value(path)}"{guess}; `moefold train --help` lists all of them, such as parallel.ep'
+    return f'no key "{printable_value(path)}"{guess}; `moefold train --help all` lists all of them, such as parallel.ep'
 
 
 def guess_by_last_word(path: str, known: KnownKeys) -> str:

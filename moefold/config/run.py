@@ -1,6 +1,6 @@
 """The configuration of a run: one frozen tree of keys. Presets make such trees; YAML and the command line change them.
 
-Each key's text is its line in `moefold train --help`.
+Each key's text is its line in `moefold train --help all`.
 """
 
 from __future__ import annotations

@@ -1,25 +1,38 @@
-"""Options of a command: its own options, a dataclass read by tyro, and configuration keys, `--section.key value`."""
+"""Options of a command: its own options, a dataclass read by tyro, and configuration keys, `--section.key value` or
+`section.key=value`."""
 
 from __future__ import annotations
 
 import difflib
-import os
-import sys
+import re
 from collections import deque
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
-from dataclasses import fields
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from itertools import pairwise
+from typing import Any, Generic, TypeVar
 
 import tyro
 
 from moefold.config.errors import UserError, printable_text
-from moefold.config.keys import ConfigKey, format_value, iterate_keys
+from moefold.config.keys import TYPES_IN_WORDS, iterate_keys
+from moefold.presets.command_help import help_text
+from moefold.presets.declared_options import declared_options
 from moefold.presets.zoo import PRESETS
 
 T = TypeVar("T")
 
 LARGEST_RANK_COUNT = 1_000_000
+HELP_WORDS = ("--help", "-h")
+KEY_AND_VALUE = re.compile(r"[A-Za-z_][\w.]*=")
+
+
+@dataclass(frozen=True)
+class CommandForm(Generic[T]):
+    """The form of a command line: the words of the command, its options, and whether configuration keys follow."""
+
+    name: str
+    options: type[T]
+    config_keys: bool = False
 
 
 def split_overrides(options: type[Any], argv: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -27,18 +40,24 @@ def split_overrides(options: type[Any], argv: Sequence[str]) -> tuple[list[str],
     own = {"help"}
     for option in fields(options):
         own.update(option_spellings(option.name))
+    take_values = {option.flag for option in declared_options(options) if not option.is_switch}
     switches = boolean_switches()
     mine: list[str] = []
     overrides: list[str] = []
     words = deque(argv)
     while words:
         word = words.popleft()
+        if KEY_AND_VALUE.match(word):
+            word = f"--{word}"
         if not word.startswith("--") or option_name(word) in own:
             mine.append(word)
+            # The value of an option is no key, though it may read like one: --out lr=1
+            if word.replace("_", "-") in take_values and words and not words[0].startswith("--"):
+                mine.append(words.popleft())
             continue
         overrides.append(word)
         # A boolean key may be given without a value; any other key takes the next word.
-        if word in switches and (not words or words[0].startswith("--")):
+        if word in switches and (not words or words[0].startswith("--") or KEY_AND_VALUE.match(words[0])):
             overrides.append("true")
         elif "=" not in word and words:
             overrides.append(words.popleft())
@@ -67,34 +86,37 @@ def option_spellings(name: str) -> tuple[str, ...]:
     return name, dashed, f"no-{dashed}"
 
 
-def read_options(options: type[T], argv: Sequence[str], command: str, config_keys: bool = True) -> tuple[T, list[str]]:
-    """The command's options and the overrides. `--help` prints both and exits."""
+def read_options(form: CommandForm[T], argv: Sequence[str]) -> tuple[T, list[str]]:
+    """The command's options and the overrides. `--help` prints the command's help and exits."""
     mine, overrides = list(argv), []
-    if config_keys:
-        mine, overrides = split_overrides(options, argv)
-    refuse_misspelt_option(options, overrides)
-    asks_help = "--help" in mine or "-h" in mine
-    with exit_when_output_is_closed():
+    if form.config_keys:
+        mine, overrides = split_overrides(form.options, argv)
+    for position, word in enumerate(mine):
+        if word in HELP_WORDS:
+            topics = [following for following in mine[position + 1 :] if not following.startswith("-")]
+            print(help_text(form, *topics[:1]), flush=True)
+            raise SystemExit(0)
+    refuse_misspelt_option(form.options, overrides)
+    refuse_illegal_numbers(form.options, mine)
+    return tyro.cli(form.options, args=mine, prog=f"moefold {form.name}"), overrides
+
+
+def refuse_illegal_numbers(options: type[Any], words: Sequence[str]) -> None:
+    """Refuse a value that is no number where an option takes one; tyro's message would name Python's types."""
+    numbers = {
+        option.flag: option.type.base for option in declared_options(options) if option.type.base in (int, float)
+    }
+    for word, following in pairwise([*words, "--"]):
+        flag, equals, value = word.partition("=")
+        value = value if equals else following
+        kind = numbers.get(flag)
+        if kind is None or value.startswith("--"):  # another option, or a value that is missing: tyro says so
+            continue
         try:
-            return tyro.cli(options, args=mine, prog=f"moefold {command}"), overrides
-        except SystemExit as leaving:
-            if asks_help and leaving.code == 0:
-                if config_keys:
-                    print(list_config_keys())
-                sys.stdout.flush()
-            raise
-
-
-@contextmanager
-def exit_when_output_is_closed() -> Generator[None]:
-    """Exit with code 0 where standard output is a pipe whose reader has ended, as in `moefold train --help | head`."""
-    try:
-        yield
-    except BrokenPipeError:
-        # The interpreter flushes standard output again at its end: what is left goes to the null device.
-        null_device = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null_device, sys.stdout.fileno())
-        raise SystemExit(0) from None
+            kind(value)
+        except ValueError:
+            wanted = f"expected {TYPES_IN_WORDS[kind]}, such as {flag} 4"
+            raise UserError(f"{flag} {printable_text(value)} is not legal; {wanted}") from None
 
 
 def refuse_misspelt_option(options: type[Any], overrides: Sequence[str]) -> None:
@@ -108,20 +130,3 @@ def refuse_misspelt_option(options: type[Any], overrides: Sequence[str]) -> None
         near = difflib.get_close_matches(name, own, n=1, cutoff=0.6)
         if near:
             raise UserError(f'no option "--{printable_text(name)}" (did you mean "--{near[0]}"?)')
-
-
-def list_config_keys() -> str:
-    """Every configuration key with its default in the preset `tiny` and its meaning."""
-    lines = ["", "configuration keys, set as --section.key VALUE (defaults of the preset tiny):", ""]
-    for key in iterate_keys(PRESETS["tiny"]()):
-        lines += describe_config_key(key)
-    return "\n".join(lines)
-
-
-def describe_config_key(key: ConfigKey) -> list[str]:
-    """Lines of --help: the key with its default and legal names, its meaning, and one line for each open name."""
-    choices = f" [{', '.join(key.choices)}]" if key.choices else ""
-    lines = [f"  --{key.path} {format_value(key.default)}{choices}", f"      {key.doc}"]
-    for name in key.names or ():
-        lines.append(f"        {name}: {key.names.says(name)}")  # pyright: ignore[reportOptionalMemberAccess]
-    return lines

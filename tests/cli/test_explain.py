@@ -7,7 +7,7 @@ import pytest
 
 from moefold.anatomy.model_totals import active_parameters, mtp_parameters, total_parameters, train_flops_per_token
 from moefold.anatomy.step_specs import prefixed_model_steps, prefixed_mtp_steps
-from moefold.cli.explain import describe_regions, human_readable
+from moefold.cli.explain import describe_regions
 from moefold.cli.main import run_command_line
 from moefold.kernels.bound import BoundKernels
 from moefold.kernels.catalog import CATALOG
@@ -15,6 +15,7 @@ from moefold.kernels.facts import facts_from_config
 from moefold.kernels.registry import import_every_op
 from moefold.presets.recipe import resolve_recipe
 from moefold.presets.zoo import PRESETS
+from moefold.printable import human_readable
 
 
 @pytest.fixture

@@ -45,6 +45,8 @@ def start(*words: str, runner: bool = False, cwd: Path | None = None, **env: str
 QUICK = {
     "help": (["--help"], 0),
     "help of train": (["train", "--help"], 0),
+    "help of all keys": (["train", "--help", "all"], 0),
+    "completion": (["--print-completion", "bash"], 0),
     "explain": (["explain", "qwen3-30b-a3b"], 0),
     "simulate": (["simulate", "--schedule", "zb_v", "--microbatches", "16"], 0),
     "plan": (["plan", "qwen3-30b-a3b", "--gpus", "8", "--gpu", "h100", "--parallel.ep", "8"], 0),
@@ -80,7 +82,7 @@ def test_help_and_version_are_printed(capsys: pytest.CaptureFixture[str]):
 
 
 def test_help_of_train_lists_every_key_with_its_default_and_meaning():
-    done = start("train", "--help")
+    done = start("train", "--help", "all")
     assert done.returncode == 0
     for key in iterate_keys(PRESETS["tiny"]()):
         assert f"  --{key.path} " in done.stdout, key.path
@@ -97,6 +99,49 @@ def test_an_unknown_command_is_refused_with_the_nearest_and_all_there_are(
     message = capsys.readouterr().err
     assert f'no command "{wrong}" (did you mean "{near}"?)' in message
     assert all(name in message for name in COMMANDS)
+
+
+@pytest.mark.parametrize("command", ["train", "explain", "plan", "doctor parity", "bench save"])
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("train.stps=3", 'no key "train.stps" (did you mean "train.steps"?)'),
+        ("train.steps=many", "train.steps = many is not legal"),
+        ("stps=3", 'stps" (did you mean'),
+        ("train.steps=", 'train.steps = "" is not legal'),
+    ],
+)
+def test_a_key_without_dashes_is_read_as_with_them(
+    command: str, words: str, message: str, capsys: pytest.CaptureFixture[str]
+):
+    refused: list[str] = []
+    for written in (words, f"--{words}"):
+        assert run_command_line([*command.split(), "tiny", written]) == 2
+        refused.append(capsys.readouterr().err)
+    assert message in refused[0]
+    assert refused[0] == refused[1]
+
+
+def test_keys_without_dashes_are_set(capsys: pytest.CaptureFixture[str]):
+    explained: list[str] = []
+    for words in ("tiny model.layers=3 data.seq_len=64", "model.layers=3 tiny --data.seq_len 64"):
+        assert run_command_line(["explain", *words.split(), "--json"]) == 0
+        explained.append(capsys.readouterr().out)
+    assert explained[0] == explained[1]
+    assert '"seq_len": 64' in explained[0]
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["--help", "presets --json", "explain tiny", "explain tiny --json", "train --help all", "simulate", "--version"],
+)
+def test_a_command_ends_quietly_where_its_reader_has_closed_the_pipe(words: str):
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "moefold", *words.split()]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, env=clean_env())
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.parametrize("command", ["train", "explain"])

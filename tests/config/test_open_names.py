@@ -13,7 +13,7 @@ from moefold.config.open_names import (
     ROUTER_SCORE_NAMES,
     OpenNames,
 )
-from moefold.presets.command_options import list_config_keys
+from moefold.presets.command_help import list_config_keys
 from moefold.presets.recipe import resolve_recipe
 
 BY_KEY = {

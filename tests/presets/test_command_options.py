@@ -19,12 +19,30 @@ from moefold.presets.command_options import split_overrides
         ("tiny --observe.profile --train.steps 5", ["--observe.profile", "true", "--train.steps", "5"]),
         ("tiny --observe.profile false", ["--observe.profile", "false"]),
         ("tiny --observe.profile=false", ["--observe.profile=false"]),
+        ("tiny --observe.profile train.steps=5", ["--observe.profile", "true", "--train.steps=5"]),
         ("tiny --train.steps", ["--train.steps"]),  # not a switch: refused later, for want of a value
         ("tiny --train.steps --nproc", ["--train.steps", "--nproc"]),
     ],
 )
 def test_a_switch_may_be_said_without_a_value(words: str, overrides: list[str]):
     assert split_overrides(TrainOptions, words.split()) == (["tiny"], overrides)
+
+
+@pytest.mark.parametrize(
+    ("words", "mine", "overrides"),
+    [
+        ("tiny train.steps=5", ["tiny"], ["--train.steps=5"]),
+        ("train.steps=5 tiny", ["tiny"], ["--train.steps=5"]),
+        ("nproc=2 tiny", ["--nproc=2", "tiny"], []),  # an option of the command, likewise
+        ("--out lr=1 tiny", ["--out", "lr=1", "tiny"], []),  # the value of an option
+        ("--from_hf a=b", ["--from_hf", "a=b"], []),
+        ("--data.files a=b", [], ["--data.files", "a=b"]),  # the value of a key
+        ("runs/lr=1/config.yaml", ["runs/lr=1/config.yaml"], []),  # a path
+        ("--out --train.steps=5", ["--out"], ["--train.steps=5"]),
+    ],
+)
+def test_a_key_may_be_said_without_dashes(words: str, mine: list[str], overrides: list[str]):
+    assert split_overrides(TrainOptions, words.split()) == (mine, overrides)
 
 
 @pytest.mark.parametrize("words", ["doctor parity", "doctor", "train"])

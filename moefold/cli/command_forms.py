@@ -1,0 +1,23 @@
+"""Forms of all command lines, for completion and for tests. Torch-free."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from moefold.cli import bench, ckpt, convert, doctor, explain, parity, plan, presets, report, simulate, train, web
+from moefold.presets.command_options import CommandForm
+
+COMMAND_FORMS: tuple[CommandForm[Any], ...] = (
+    train.FORM,
+    presets.FORM,
+    explain.FORM,
+    plan.FORM,
+    web.FORM,
+    simulate.FORM,
+    convert.FORM,
+    ckpt.FORM,
+    report.FORM,
+    *bench.FORMS.values(),
+    doctor.FORM,
+    parity.FORM,
+)
