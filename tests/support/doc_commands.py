@@ -146,9 +146,12 @@ def check_call(argv: Sequence[str], ranks: int) -> None:
         assert code == 0, f"moefold {shlex.join(argv)} is refused"
 
 
+def known_keys() -> set[str]:
+    return {key.path for key in iterate_keys(PRESETS["tiny"]())}
+
+
 def check_overrides(options: Any, overrides: Sequence[str], ranks: int) -> None:
-    keys = {key.path for key in iterate_keys(PRESETS["tiny"]())}
-    unknown = set(parse_overrides(overrides)) - keys
+    unknown = set(parse_overrides(overrides)) - known_keys()
     assert not unknown, f"no such keys: {sorted(unknown)}"
     recipe = getattr(options, "recipe", None)
     if recipe is None:
@@ -163,9 +166,15 @@ def check_name(text: str) -> None:
     words = text.split()
     has_subject = words[0] in ("bench", "doctor") and len(words) > 1
     parts = 2 if has_subject else 1
+    if words[0].startswith("--"):  # an option of moefold itself
+        parts = 0
     known = help_text(*words[:parts])
     for word in words[parts:]:
-        if word.startswith("--") and not word.endswith("..."):
+        if not word.startswith("--") or word.endswith("..."):
+            continue
+        if "." in word:
+            assert word.removeprefix("--") in known_keys(), f"`moefold {text}`: no key {word}"
+        else:
             assert re.search(rf"{word}(?![\w.-])", known), f"`moefold {text}`: --help does not list {word}"
 
 
