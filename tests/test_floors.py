@@ -6,6 +6,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from tests.support.house import import_graph, largest_knot, source_files
+
 ROOT = Path(__file__).parent.parent / "moefold"
 FLOORS = [
     ["schedule", "observe"],
@@ -125,3 +127,8 @@ def test_torch_is_not_imported_by_torch_free_modules_at_run_time():
     code = f"import sys, {', '.join(names)}\nassert 'torch' not in sys.modules, 'torch was imported'"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_no_two_modules_import_each_other_anywhere_not_even_inside_functions():
+    files = source_files(ROOT)
+    assert largest_knot(import_graph(files, ROOT)) == 0

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 from moefold.bench import options as bench_options
 from moefold.config.errors import one_of
-from moefold.presets.command_options import CommandForm, read_options
+from moefold.presets.command_form import CommandForm
+from moefold.presets.command_options import read_options
 
 DEFAULT_SUBJECT = "kernels"
 

@@ -19,7 +19,8 @@ from moefold.checkpoint.format.retention import newest_checkpoint
 from moefold.checkpoint.format.storage import StoragePath, parse_storage_path
 from moefold.checkpoint.format.verify import OpenedCheckpoint, open_checkpoint, verify_checkpoint
 from moefold.config.errors import UserError
-from moefold.presets.command_options import CommandForm, read_options
+from moefold.presets.command_form import CommandForm
+from moefold.presets.command_options import read_options
 
 MOST_LINES = 50  # printed differences and problems; --json has all
 MANIFEST_FACTS = ("step", "moefold", "torch", "layout")

@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from moefold.cli.command_forms import COMMAND_FORMS
-from moefold.cli.main import COMMANDS
+from moefold.cli.command_list import COMMANDS
 from moefold.config.errors import one_of
 from moefold.config.keys import ConfigKey, iterate_keys
-from moefold.presets.command_options import CommandForm
+from moefold.presets.command_form import CommandForm
 from moefold.presets.declared_options import declared_options
 from moefold.presets.zoo import PRESETS
 

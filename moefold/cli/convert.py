@@ -9,7 +9,8 @@ from typing import Literal
 
 import tyro
 
-from moefold.presets.command_options import CommandForm, read_options
+from moefold.presets.command_form import CommandForm
+from moefold.presets.command_options import read_options
 
 
 @dataclass(frozen=True)

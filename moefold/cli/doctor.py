@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from moefold.bench.versions import installed_version
 from moefold.cli import parity
 from moefold.layout.spawn import find_free_port
-from moefold.presets.command_options import CommandForm, read_options
+from moefold.presets.command_form import CommandForm
+from moefold.presets.command_options import read_options
 from moefold.version import __version__
 
 OPTIONAL_PACKAGES = {

@@ -32,7 +32,8 @@ from moefold.dispatch import price
 from moefold.kernels.catalog import CATALOG, forced_implementations, pick_implementation
 from moefold.kernels.facts import BYTES_PER_ELEMENT, Facts, expected_facts
 from moefold.layout.fold import fold_into_grids
-from moefold.presets.command_options import CommandForm, check_rank_count, read_options
+from moefold.presets.command_form import CommandForm
+from moefold.presets.command_options import check_rank_count, read_options
 from moefold.presets.recipe import resolve_recipe
 from moefold.printable import human_readable
 

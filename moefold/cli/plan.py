@@ -14,7 +14,8 @@ from rich.table import Table
 from moefold.bench.report import show_report
 from moefold.config.read import parse_overrides
 from moefold.plan.answer import TIME_WALLS, answer_request
-from moefold.presets.command_options import CommandForm, read_options
+from moefold.presets.command_form import CommandForm
+from moefold.presets.command_options import read_options
 
 Answer = dict[str, Any]  # of the planner
 LAYOUT_DEGREES = ("tp", "cp", "pp", "vpp", "ep", "etp", "dp", "edp")

@@ -9,7 +9,8 @@ from typing import Any
 from moefold.anatomy.model_totals import active_parameters, total_parameters
 from moefold.bench.report import show_report
 from moefold.config.run import ModelConfig
-from moefold.presets.command_options import CommandForm, read_options
+from moefold.presets.command_form import CommandForm
+from moefold.presets.command_options import read_options
 from moefold.presets.zoo import PRESETS
 from moefold.printable import human_readable
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import tyro
 
 from moefold.config.errors import UserError
-from moefold.presets.command_options import CommandForm, read_options
+from moefold.presets.command_form import CommandForm
+from moefold.presets.command_options import read_options
 from moefold.web.report import render_report
 
 

@@ -19,7 +19,8 @@ from moefold.bench.report import show_report
 from moefold.config.errors import UserError, one_of, printable_text
 from moefold.config.read import read_yaml_mapping
 from moefold.observe.trace import TraceEvent, write_trace
-from moefold.presets.command_options import CommandForm, read_options
+from moefold.presets.command_form import CommandForm
+from moefold.presets.command_options import read_options
 from moefold.schedule import program_text
 from moefold.schedule.draw_svg import draw_timeline
 from moefold.schedule.passes import PROGRAM_PASSES

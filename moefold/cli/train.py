@@ -15,7 +15,8 @@ import tyro
 from moefold.config.run import Config
 from moefold.layout.environment import read_environment
 from moefold.layout.spawn import run_local_ranks
-from moefold.presets.command_options import CommandForm, check_rank_count, read_options
+from moefold.presets.command_form import CommandForm
+from moefold.presets.command_options import check_rank_count, read_options
 from moefold.presets.recipe import resolve_recipe
 
 if TYPE_CHECKING:

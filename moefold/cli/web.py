@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from moefold.config.errors import UserError
-from moefold.presets.command_options import CommandForm, read_options
+from moefold.presets.command_form import CommandForm
+from moefold.presets.command_options import read_options
 
 WEB_PACKAGES = ("starlette", "uvicorn")
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from moefold.comm.collectives import all_gather_no_grad
-from moefold.kernels.routing.router_ops import TokenSpan
+from moefold.kernels.routing.router_spec import TokenSpan
 from moefold.layout.axes import Axis, World
 
 

@@ -7,15 +7,13 @@ import shutil
 import textwrap
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from moefold.config.errors import UserError, did_you_mean, printable_text
 from moefold.config.keys import ConfigKey, format_value, iterate_keys
+from moefold.presets.command_form import CommandForm
 from moefold.presets.declared_options import DeclaredOption, declared_options, option_meanings
 from moefold.presets.zoo import PRESETS
-
-if TYPE_CHECKING:
-    from moefold.presets.command_options import CommandForm
 
 WIDEST_LINE = 100
 MEANING_COLUMN = 24

@@ -7,14 +7,15 @@ import difflib
 import re
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from itertools import pairwise
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import tyro
 
 from moefold.config.errors import UserError, printable_text
 from moefold.config.keys import TYPES_IN_WORDS, iterate_keys
+from moefold.presets.command_form import CommandForm
 from moefold.presets.command_help import help_text
 from moefold.presets.declared_options import declared_options
 from moefold.presets.zoo import PRESETS
@@ -24,15 +25,6 @@ T = TypeVar("T")
 LARGEST_RANK_COUNT = 1_000_000
 HELP_WORDS = ("--help", "-h")
 KEY_AND_VALUE = re.compile(r"[A-Za-z_][\w.]*=")
-
-
-@dataclass(frozen=True)
-class CommandForm(Generic[T]):
-    """The form of a command line: the words of the command, its options, and whether configuration keys follow."""
-
-    name: str
-    options: type[T]
-    config_keys: bool = False
 
 
 def split_overrides(options: type[Any], argv: Sequence[str]) -> tuple[list[str], list[str]]:

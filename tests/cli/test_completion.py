@@ -4,7 +4,8 @@ import subprocess
 
 import pytest
 
-from moefold.cli.main import COMMANDS, run_command_line
+from moefold.cli.command_list import COMMANDS
+from moefold.cli.main import run_command_line
 from moefold.presets.zoo import PRESETS
 
 

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from moefold.cli.main import COMMANDS, run_command_line
+from moefold.cli.command_list import COMMANDS
+from moefold.cli.main import run_command_line
 from moefold.config.keys import format_value, iterate_keys
 from moefold.config.run import Config
 from moefold.layout.spawn import find_free_port

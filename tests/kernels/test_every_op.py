@@ -18,7 +18,8 @@ import torch
 from moefold.kernels.catalog import CATALOG
 from moefold.kernels.norm.rmsnorm import rmsnorm
 from moefold.kernels.registry import KernelCase, KernelOp, float_tensors, import_every_op, map_tensors
-from moefold.kernels.routing.router_ops import RouterSpec, TokenSpan, router_topk
+from moefold.kernels.routing.router_ops import router_topk
+from moefold.kernels.routing.router_spec import RouterSpec, TokenSpan
 from moefold.layout.dtypes import DTYPES
 from moefold.layout.labels import IGNORE_INDEX
 

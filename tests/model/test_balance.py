@@ -27,7 +27,8 @@ from moefold.config.run import (
 )
 from moefold.kernels.bound import BoundKernels
 from moefold.kernels.facts import Facts
-from moefold.kernels.routing.router_ops import RouterSpec, count_choices, router_topk
+from moefold.kernels.routing.router_ops import count_choices, router_topk
+from moefold.kernels.routing.router_spec import RouterSpec
 from moefold.layout.axes import Axis, World, create_world, single_rank_world
 from moefold.model.initialise import initialise_parameters
 from moefold.model.moe.balance import (

@@ -13,7 +13,8 @@ from torch.func import functional_call
 from moefold.config.run import ModelConfig, MoeConfig
 from moefold.kernels.bound import BoundKernels
 from moefold.kernels.facts import Facts
-from moefold.kernels.routing.router_ops import RouterSpec, router_topk
+from moefold.kernels.routing.router_ops import router_topk
+from moefold.kernels.routing.router_spec import RouterSpec
 from moefold.layout.axes import single_rank_world
 from moefold.model.initialise import initialise_parameters
 from moefold.model.moe.router import Router

@@ -5,7 +5,7 @@ import pytest
 from moefold.anatomy.model_totals import active_parameters, mtp_parameters, total_parameters
 from moefold.anatomy.step_specs import is_moe_layer, sliding_window_of
 from moefold.config.run import ModelConfig, MoeConfig
-from moefold.kernels.routing.router_ops import RouterSpec
+from moefold.kernels.routing.router_spec import RouterSpec
 from moefold.model.moe.router import router_spec_of
 from moefold.presets.recipe import resolve_recipe
 from moefold.presets.zoo import PRESETS

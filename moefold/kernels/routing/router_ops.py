@@ -8,57 +8,20 @@
 and the sums over each sequence that a layer's balance losses need: choices of each expert, its scores as shares of one,
 and the square of the log-sum-exp of a token's logits.
 
-T tokens of B sequences, D width, E experts, K chosen, G groups of experts, N numbers of each token.
+T tokens of B sequences, D width, E experts, K chosen, G groups of experts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from moefold.kernels.registry import KernelCase, register_op, seeded_randn
+from moefold.kernels.routing.router_spec import RouterSpec, TokenSpan
 from moefold.layout.gradient_sink import memory_for_gradient
-
-ScoreFunction = Callable[[Tensor], Tensor]  # logits_TE -> scores_TE, not negative
-
-
-@dataclass(frozen=True)
-class RouterSpec:
-    """How a router selects experts; the configuration's keys of the same names are documented there."""
-
-    k: int
-    score: str = "softmax"
-    normalize: str = "chosen"
-    scale: float = 1.0
-    groups: int = 1
-    groups_chosen: int = 1
-    group_score: str = "best_two"
-    score_function: ScoreFunction | None = None  # of a score from another package, in place of `score`
-
-    @property
-    def normalized_over(self) -> str:
-        """The experts over which weights are normalised."""
-        return "chosen" if self.score == "softmax_chosen" else self.normalize
-
-
-@dataclass(frozen=True)
-class TokenSpan:
-    """The tokens of one call among `sequences` laid end to end: those from `first` on."""
-
-    sequences: int
-    length: int
-    first: int = 0
-
-    def sum(self, x_TN: Tensor) -> Tensor:
-        """Over the tokens of each sequence: (B, N)."""
-        behind = self.sequences * self.length - self.first - len(x_TN)
-        padded = F.pad(x_TN, (0, 0, self.first, behind))
-        by_sequence = padded.unflatten(0, (self.sequences, self.length))
-        return by_sequence.sum(1)
 
 
 @register_op

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moefold.kernels.routing.router_ops import RouterSpec, TokenSpan
+from moefold.kernels.routing.router_spec import RouterSpec, TokenSpan
 from moefold.kernels.tile_triton import load_or_zero, program_block, tile_mask, tile_offsets, tile_pointers
 
 BLOCK = 256  # choices that one program sorts

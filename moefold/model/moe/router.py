@@ -12,7 +12,8 @@ from moefold.config.extensions import find_extension
 from moefold.config.run import ModelConfig, MoeConfig
 from moefold.dispatch.base import Routing
 from moefold.kernels.bound import BoundKernels
-from moefold.kernels.routing.router_ops import RouterSpec, router_logits, router_topk
+from moefold.kernels.routing.router_ops import router_logits, router_topk
+from moefold.kernels.routing.router_spec import RouterSpec
 from moefold.layout.axes import World
 from moefold.layout.declare import DeclaringModule
 from moefold.model.moe.balance import ExpertLoad, balance_losses

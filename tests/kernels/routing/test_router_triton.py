@@ -8,7 +8,8 @@ import torch
 pytest.importorskip("triton")
 
 from moefold.kernels.routing.expert_rows import arrange_rows
-from moefold.kernels.routing.router_ops import RouterSpec, TokenSpan, router_topk
+from moefold.kernels.routing.router_ops import router_topk
+from moefold.kernels.routing.router_spec import RouterSpec, TokenSpan
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

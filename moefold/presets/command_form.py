@@ -1,0 +1,17 @@
+"""The form of a command line."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class CommandForm(Generic[T]):
+    """The form of a command line: the words of the command, its options, and whether configuration keys follow."""
+
+    name: str
+    options: type[T]
+    config_keys: bool = False
