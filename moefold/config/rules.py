@@ -371,7 +371,7 @@ def reference_loss_has_the_vocabulary(c: ConfigOnRanks) -> bool:
 @DIVISIBILITY_RULES.rule(
     "padding to capacity has a capacity",
     (CAPACITY + "pad", CAPACITY + "factor", CAPACITY + "over"),
-    says="model.moe.capacity.pad = true with <model.moe.capacity.factor> and <model.moe.capacity.over>: "
+    says="<model.moe.capacity.pad> with <model.moe.capacity.factor> and <model.moe.capacity.over>: "
     "there is no capacity of a rank to pad to",
     fix="set model.moe.capacity.factor above 0, such as 1.25, and model.moe.capacity.over to sub_sequence",
 )

@@ -120,7 +120,7 @@ def judge_rule(line: str, given: dict[str, Any]) -> str | None:
 
 def says_value(says: str, path: str, raw: Any) -> bool:
     value = convert_value(KEYS[path], raw)
-    shown = f"{value:g}" if isinstance(value, float) else ",".join(value) if isinstance(value, tuple) else str(value)
+    shown = f"{value:g}" if isinstance(value, float) else format_value(value)
     return f"{path} = {printable_text(shown)}" in says
 
 

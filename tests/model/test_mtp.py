@@ -228,7 +228,7 @@ def plain_step(how: Config) -> tuple[list[TraceEntry], float]:
     counts = [(labels_shifted_by(labels, depth) != IGNORE_INDEX).sum() for depth in range(1 + how.model.mtp)]
     means = [losses.ahead_M[m] / counts[m + 1] for m in range(how.model.mtp)]
     ahead = sum(means) / how.model.mtp
-    total = (losses.cross_entropy + losses.balance) / counts[0] + how.model.mtp_loss * ahead
+    total = losses.cross_entropy / counts[0] + losses.balance / labels.numel() + how.model.mtp_loss * ahead
     names, parameters = zip(*model.named_parameters(), strict=True)
     found = zip(names, torch.autograd.grad(total, parameters), strict=True)
     return [TraceEntry(f"gradient {name}", (0,) * g.dim(), g) for name, g in found], ahead.item()

@@ -20,6 +20,7 @@ from moefold.kernels.vocabulary import cross_entropy
 from moefold.layout.axes import World, create_world
 from moefold.model.attention.gqa import GroupedQueryAttention
 from moefold.model.attention.mla import LatentAttention
+from moefold.model.attention.rotary import rope_angles
 from moefold.model.initialise import initialise_parameters
 from moefold.model.transformer import Transformer
 from moefold.plan.layer import moefold_layers
@@ -72,7 +73,9 @@ def tables(model: Transformer) -> Iterator[torch.Tensor]:
     """The angles of positions, which belong to the model."""
     for module in model.modules():
         if isinstance(module, GroupedQueryAttention | LatentAttention):
-            yield from module.rotary.tables
+            rotary = module.rotary
+            device = next(model.parameters()).device
+            yield from rope_angles(rotary.seq_len, rotary.dims, rotary.config, rotary.dtype, device)
 
 
 def kept_by_steps(model: Transformer, config: Config, device: str = "cpu") -> Counter[str]:
