@@ -7,6 +7,9 @@ every mechanism. A change that is not meant to change numbers leaves every diges
 Runs go through the command line in processes of their own, so nothing here depends on names inside the package. With
 `optim.beta1 0` the first moment is the gradient itself, so the checkpoint's ledger has a digest of each gradient.
 Digests depend on the CPU and on torch's build: compare on the machine that wrote the file.
+
+`fingerprints-e140df4.json` was compared while names, rooms and contracts changed: 33 of 33 runs equal to the bit. It
+holds for trees in which a text was still held out piece by piece; documents are held out whole since.
 """
 
 from __future__ import annotations
