@@ -26,10 +26,12 @@ OPTIONAL_PACKAGES = {
 REQUIRED_PACKAGES = ("torch", "numpy", "safetensors", "PyYAML", "tyro", "rich", "tensorboard")
 RANK_TIMEOUT = 60  # seconds
 
-# The program of each started rank: join a gloo group and all-reduce.
+# The program of each started rank: join a gloo group and all-reduce. os._exit skips the interpreter's last destructors,
+# in which a communication thread of torch may abort a finished rank.
 RANK_SCRIPT = """
-import torch, torch.distributed as dist
+import os, torch, torch.distributed as dist
 dist.init_process_group("gloo"); x = torch.ones(1); dist.all_reduce(x); assert x.item() == dist.get_world_size()
+dist.barrier(); dist.destroy_process_group(); os._exit(0)
 """
 
 
