@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
 
-.PHONY: train test test-all lint types check check-all clean
+.PHONY: train test test-all lint types check check-all page clean
 
 train: $(VENV)/.moefold
 	$(BIN)/moefold train tiny $(ARGS)
@@ -37,6 +37,10 @@ $(VENV)/.moefold: $(VENV)/bin/python pyproject.toml constraints.txt
 $(VENV)/.dev: $(VENV)/bin/python pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@ $(VENV)/.moefold
+
+page: $(VENV)/.dev  # the tests in a browser, which the others skip where there is none
+	.ci/install-chromium
+	$(BIN)/python -m tests.support.page_suite
 
 clean:
 	rm -rf $(VENV) .pytest_cache .ruff_cache

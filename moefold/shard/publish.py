@@ -12,9 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from moefold.comm import byte_counters
-from moefold.comm.check_collectives import check_agreement
-from moefold.comm.collectives import DIST_ALL_GATHER
+from moefold.comm.collectives import DIST_ALL_GATHER, announce
 from moefold.layout.declare import DeclaringModule
 from moefold.shard.buckets import Bucket
 from moefold.shard.storage import WeightStorage, Wire
@@ -75,9 +73,8 @@ class Publisher:
 
     def start_gather(self, bucket: Bucket, wire: Wire) -> Any:
         replicas, mine = bucket.replicas, wire.mine
-        check_agreement("publish", replicas, mine)
         others = replicas.size - 1
-        byte_counters.note_bytes_sent("publish", replicas, mine.nbytes * others)
+        announce("publish", replicas, mine, mine.nbytes * others)
         return DIST_ALL_GATHER(wire.gathered, mine, group=replicas.group, async_op=True)
 
     def await_before_use(self, needed: list[int], *_: object) -> None:

@@ -120,10 +120,14 @@ def joint_loss_factor(model: ModelConfig) -> float:
     return max(1, moe_layers) / model.moe.top_k
 
 
+def to_twelve_digits(x: float) -> float:
+    """Rounded, so that a coefficient that was read is written as the same number."""
+    return float(f"{x:.12g}")
+
+
 def with_aux_loss(model: ModelConfig, weight: float) -> ModelConfig:
     """The model with another weight of the balance loss, counted over a microbatch as transformers does."""
-    rounded = float(f"{weight:.12g}")  # so that writing what was read gives the same number
-    balance = replace(model.moe.balance, aux_loss=rounded, aux_over="microbatch")
+    balance = replace(model.moe.balance, aux_loss=to_twelve_digits(weight), aux_over="microbatch")
     return replace(model, moe=replace(model.moe, balance=balance))
 
 
@@ -212,7 +216,7 @@ def write_and_read_back(family: ModelFamily, model: ModelConfig) -> tuple[dict[s
     }
     if JOINT_AUX_LOSS in written:
         joint = model.moe.balance.aux_loss * joint_loss_factor(model)
-        written[JOINT_AUX_LOSS] = float(f"{joint:.12g}")
+        written[JOINT_AUX_LOSS] = to_twelve_digits(joint)
     written_options = ConfigOptions(written, "config.json", family_keys(family.kind))
     try:
         model_again = read_model_config(family, written_options)

@@ -104,25 +104,25 @@ def with_row_of_zeros(x: Tensor) -> Tensor:
 @gather_rows.register_fast("gather_backward")
 def gather_rows_gather_backward(source_ND: Tensor, index_R: Tensor, slots_NK: Tensor, holes: bool = False) -> Tensor:
     inputs = (source_ND, index_R, slots_NK, holes, gather_rows.reference, sum_rows.reference)
-    return GatherRowsFunction.apply(*inputs)  # pyright: ignore[reportReturnType]
+    return MoveRowsFunction.apply(*inputs)  # pyright: ignore[reportReturnType]
 
 
 @sum_rows.register_fast("gather_backward")
 def sum_rows_gather_backward(y_RD: Tensor, index_R: Tensor, slots_NK: Tensor, holes: bool = False) -> Tensor:
-    inputs = (y_RD, index_R, slots_NK, holes, gather_rows.reference, sum_rows.reference)
-    return SumRowsFunction.apply(*inputs)  # pyright: ignore[reportReturnType]
+    inputs = (y_RD, index_R, slots_NK, holes, sum_rows.reference, gather_rows.reference)
+    return MoveRowsFunction.apply(*inputs)  # pyright: ignore[reportReturnType]
 
 
 @gather_rows.register_fast("triton")
 def gather_rows_triton(source_ND: Tensor, index_R: Tensor, slots_NK: Tensor, holes: bool = False) -> Tensor:
     inputs = (source_ND, index_R, slots_NK, holes, gather_in_one_pass, sum_in_one_pass)
-    return GatherRowsFunction.apply(*inputs)  # pyright: ignore[reportReturnType]
+    return MoveRowsFunction.apply(*inputs)  # pyright: ignore[reportReturnType]
 
 
 @sum_rows.register_fast("triton")
 def sum_rows_triton(y_RD: Tensor, index_R: Tensor, slots_NK: Tensor, holes: bool = False) -> Tensor:
-    inputs = (y_RD, index_R, slots_NK, holes, gather_in_one_pass, sum_in_one_pass)
-    return SumRowsFunction.apply(*inputs)  # pyright: ignore[reportReturnType]
+    inputs = (y_RD, index_R, slots_NK, holes, sum_in_one_pass, gather_in_one_pass)
+    return MoveRowsFunction.apply(*inputs)  # pyright: ignore[reportReturnType]
 
 
 RowMovement = Callable[[Tensor, Tensor, Tensor, bool], Tensor]
@@ -141,36 +141,20 @@ def sum_in_one_pass(y_RD: Tensor, index_R: Tensor, slots_NK: Tensor, holes: bool
     return sum_over_slots(y_RD, slots_NK)
 
 
-class GatherRowsFunction(torch.autograd.Function):
-    """A gather whose backward sums over the slots."""
+class MoveRowsFunction(torch.autograd.Function):
+    """Gather or sum of rows: the backward of each is the other."""
 
     @staticmethod
-    def forward(ctx, source_ND, index_R, slots_NK, holes, gather: RowMovement, total: RowMovement):
+    def forward(ctx, x, index_R, slots_NK, holes, move: RowMovement, move_back: RowMovement):
         ctx.save_for_backward(index_R, slots_NK)
-        ctx.holes, ctx.total = holes, total
-        return gather(source_ND, index_R, slots_NK, holes)
+        ctx.holes, ctx.move_back = holes, move_back
+        return move(x, index_R, slots_NK, holes)
 
     @staticmethod
-    def backward(ctx, d_RD):
+    def backward(ctx, d):
         index_R, slots_NK = ctx.saved_tensors
-        d_ND = ctx.total(d_RD, index_R, slots_NK, ctx.holes)
-        return d_ND, None, None, None, None, None
-
-
-class SumRowsFunction(torch.autograd.Function):
-    """A sum over the slots whose backward is a gather."""
-
-    @staticmethod
-    def forward(ctx, y_RD, index_R, slots_NK, holes, gather: RowMovement, total: RowMovement):
-        ctx.save_for_backward(index_R, slots_NK)
-        ctx.holes, ctx.gather = holes, gather
-        return total(y_RD, index_R, slots_NK, holes)
-
-    @staticmethod
-    def backward(ctx, d_ND):
-        index_R, slots_NK = ctx.saved_tensors
-        d_RD = ctx.gather(d_ND, index_R, slots_NK, ctx.holes)
-        return d_RD, None, None, None, None, None
+        moved_back = ctx.move_back(d, index_R, slots_NK, ctx.holes)
+        return moved_back, None, None, None, None, None
 
 
 def shuffled_rows(n: int, k: int, device: str, drop: int = 0) -> tuple[Tensor, Tensor, bool]:
