@@ -96,15 +96,23 @@ def router_topk(
         selection_TE = selection_scores(logits_TE, scores_TE, spec) + bias_E
         ids_TK = top_k_experts(selection_TE, spec)
     sources = {"chosen": logs_TE, "all": shares_TE, "none": scores_TE}
-    over = spec.normalized_over
+    over = spec.normalize
     weights_TK = expert_weights(sources[over], ids_TK, over == "chosen") * spec.scale
     # Sums for the balance losses.
     counts_TE = count_choices(ids_TK, logits_TE.shape[1])
-    counts_BE = span.sum(counts_TE)
-    shares_BE = span.sum(shares_TE)
+    counts_BE = sum_by_sequence(counts_TE, span)
+    shares_BE = sum_by_sequence(shares_TE, span)
     squares_T1 = logits_TE.logsumexp(-1, keepdim=True).square()
-    squares_B = span.sum(squares_T1)[:, 0]
+    squares_B = sum_by_sequence(squares_T1, span)[:, 0]
     return weights_TK, ids_TK, counts_BE, shares_BE, squares_B
+
+
+def sum_by_sequence(x_TN: Tensor, span: TokenSpan) -> Tensor:
+    """N sums over the tokens of each sequence: (B, N)."""
+    behind = span.sequences * span.length - span.first - len(x_TN)
+    padded = F.pad(x_TN, (0, 0, span.first, behind))
+    by_sequence = padded.unflatten(0, (span.sequences, span.length))
+    return by_sequence.sum(1)
 
 
 def log_scores(logits_TE: Tensor, spec: RouterSpec) -> Tensor:
