@@ -20,7 +20,8 @@ from moefold.precision.linear import Linear
 class GatedMlp(nn.Module):
     def __init__(self, model: ModelConfig, ffn: int, kernels: BoundKernels, world: World):
         super().__init__()
-        d, std = model.hidden, model.init_std
+        d = model.hidden
+        std = model.init_std
         down_std = std / (2 * model.layers) ** 0.5
         over_ffn = sharded_over_tp(1)
         self.gate_up = Linear(world, d, 2, ffn, std=std, placement=over_ffn)

@@ -102,7 +102,8 @@ class TokenShard:
 
 def make_token_shard(tokens_BS: Tensor, world: World, first: int = 0, begins_BS: Tensor | None = None) -> TokenShard:
     sequences, length = tokens_BS.shape
-    cp, tp = world.axis("cp"), world.axis("tp")
+    cp = world.axis("cp")
+    tp = world.axis("tp")
     return TokenShard(sequences, length, cp, tp, tokens_BS.device, first, begins_BS)
 
 
@@ -112,5 +113,6 @@ def zigzag_positions(length: int, cp: int, device: torch.device) -> Tensor:
     if cp == 1:
         return every[None]
     chunks = every.view(2 * cp, -1)
-    early, late = chunks[:cp], chunks.flip(0)[:cp]
+    early = chunks[:cp]
+    late = chunks.flip(0)[:cp]
     return torch.cat((early, late), dim=1)

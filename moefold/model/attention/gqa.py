@@ -22,7 +22,8 @@ HeadNorm = RMSNorm | RMSNormOverTp
 class GroupedQueryAttention(AttentionBase):
     def __init__(self, model: ModelConfig, layer: int, parts: ModelParts):
         super().__init__(model, layer, parts)
-        a, d = model.attention, model.hidden
+        a = model.attention
+        d = model.hidden
         self.query = self.make_head_linear(d, a.heads, a.head_dim, a.qkv_bias)
         self.key = self.make_head_linear(d, a.kv_heads, a.head_dim, a.qkv_bias)
         self.value = self.make_head_linear(d, a.kv_heads, a.head_dim, a.qkv_bias)
@@ -44,8 +45,10 @@ class GroupedQueryAttention(AttentionBase):
         return held_here and self.rope_dim == a.head_dim
 
     def make_head_norm(self, heads: int, model: ModelConfig, parts: ModelParts) -> HeadNorm:
-        width, eps = model.attention.head_dim, model.norm_eps
-        kernels, world = parts.kernels, parts.world
+        width = model.attention.head_dim
+        eps = model.norm_eps
+        kernels = parts.kernels
+        world = parts.world
         if self.qk_norm == "head":
             head_norm = RopeNorm if self.ropes_in_norm else RMSNorm
             return head_norm(width, eps, kernels, world)

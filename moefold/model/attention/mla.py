@@ -43,8 +43,11 @@ class LatentAttention(AttentionBase):
     def make_down_projections(self, model: ModelConfig, parts: ModelParts) -> None:
         """To the latents of queries, if there are any, and of keys and values, each with its norm; and the part of the
         keys that is rotated."""
-        a, d, eps = model.attention, model.hidden, model.norm_eps
-        kernels, world = parts.kernels, parts.world
+        a = model.attention
+        d = model.hidden
+        eps = model.norm_eps
+        kernels = parts.kernels
+        world = parts.world
         down = []
         if a.q_rank:
             self.query_down = self.make_linear(d, a.q_rank, a.qkv_bias)
