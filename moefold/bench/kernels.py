@@ -93,7 +93,8 @@ def print_kernel_table(report: Report) -> None:
     title = f"kernels on {report['device']} in {report['dtype']}, microseconds"
     table = Table("operation", "case", "kernel", title=title, title_justify="left")
     add_number_columns(table, "forward", "+ backward", "speed-up")
-    reference, op = 1.0, ""
+    reference = 1.0
+    op = ""
     for row in report["results"]:
         forward = row["forward_us"]
         both = row["both_us"]

@@ -503,13 +503,16 @@ def test_a_reference_equals_its_formula_in_plain_python(op):
 
 
 GROUPED = [(1, 1, "best_two"), (4, 2, "best_two"), (4, 1, "best"), (2, 1, "best_two"), (4, 4, "best")]
+WAYS = [  # score and normalize; a rule says that weights of softmax_chosen are normalised over the chosen
+    ("softmax_chosen", "chosen"),
+    *product(("softmax", "sigmoid"), ("chosen", "all", "none")),
+]
 SPAN = TokenSpan(3, 3, 1)  # five tokens: two of the first sequence, three of the second, none of the third
 IMPOSED = {"chosen": None, "imposed": [[0, 5], [7, 2], [3, -1], [-1, 4], [-1, -1]]}
 
 
 @pytest.mark.parametrize("imposed", IMPOSED)
-@pytest.mark.parametrize("normalize", ["chosen", "all", "none"])
-@pytest.mark.parametrize("score", ["softmax", "softmax_chosen", "sigmoid"])
+@pytest.mark.parametrize(("score", "normalize"), WAYS)
 def test_every_way_of_choosing_equals_its_formula_and_its_gradients_those_of_finite_differences(
     score: str, normalize: str, imposed: str
 ):
