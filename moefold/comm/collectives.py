@@ -12,7 +12,6 @@ Whether a rank takes part never depends on what it has to send: a rank without r
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -173,12 +172,3 @@ class AllReduce(torch.autograd.Function):
     def backward(ctx, dy):
         dx = all_reduce_no_grad(dy.clone(), ctx.axis)
         return dx, None
-
-
-def all_gather_objects(item: Any, axis: Axis) -> list[Any]:
-    """The item of every rank of the axis, in order, on every rank. Pickled: for small objects of the host."""
-    if axis.size == 1:
-        return [item]
-    items: list[Any] = [None] * axis.size
-    dist.all_gather_object(items, item, group=axis.group)
-    return items
