@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import tyro
 
+from moefold.config.errors import UserError
 from moefold.config.run import Config
 from moefold.layout.environment import read_environment
 from moefold.layout.spawn import run_local_ranks
@@ -34,7 +35,9 @@ class TrainOptions:
     from_hf: Path | None = None
     """A folder of Hugging Face weights to start from: its config.json is the model; its tokenizer.json is used."""
     resume: str | None = None
-    """auto: continue the run in --out if it has a checkpoint. A path: start from the checkpoint there."""
+    """auto: continue the run in --out if it has a checkpoint. A path: continue from the checkpoint there."""
+    init_from: str | None = None
+    """A run or checkpoint whose weights alone to start from: step, optimizer and data position are new."""
     nproc: int = 1
     """How many ranks to start on this machine."""
     port: int | None = None
@@ -46,6 +49,7 @@ FORM = CommandForm("train", TrainOptions, config_keys=True)
 
 def run_command(argv: Sequence[str]) -> int:
     options, overrides = read_options(FORM, argv)
+    refuse_two_starts(options)
     rendezvous = read_environment(os.environ)
     starts_ranks = "RANK" not in os.environ and options.nproc != 1
     ranks = check_rank_count(options.nproc) if starts_ranks else rendezvous.size
@@ -59,6 +63,18 @@ def run_command(argv: Sequence[str]) -> int:
     return 0
 
 
+def refuse_two_starts(options: TrainOptions) -> None:
+    if options.init_from is None:
+        return
+    if options.from_hf:
+        raise UserError("--init-from and --from-hf both name weights to start from; give one of them")
+    if options.resume not in (None, "auto"):
+        raise UserError(
+            f"--init-from and --resume {options.resume} both name a checkpoint to start from; give one of them, "
+            "or --resume auto, which continues the run in --out where it has a checkpoint"
+        )
+
+
 def default_run_folder(config: Config) -> Path:
     now = time.strftime("%Y%m%d-%H%M%S")
     return Path("runs") / f"{config.name}-{now}"
@@ -67,13 +83,15 @@ def default_run_folder(config: Config) -> Path:
 def train_on_this_rank(config: Config, options: TrainOptions, out: Path) -> None:
     from moefold.comm.collectives import all_gather_objects  # torch, from here on
     from moefold.layout.process_groups import joined_world
-    from moefold.train.loop import run_training
+    from moefold.train.loop import RunStart, run_training
+
+    start = RunStart(options.resume, options.from_hf, options.init_from)
 
     with joined_world(config.parallel, config.train.device) as world:
         # The default folder's name holds the time, which may differ between ranks: rank 0's counts.
         folder, *_ = all_gather_objects(str(out), world.everyone)
         with collectives_check(config, world):
-            run_training(config, world, Path(folder), options.resume, options.from_hf)
+            run_training(config, world, Path(folder), start)
 
 
 def change_from_hf(path: Path | None) -> Callable[[Config], Config]:
@@ -120,4 +138,6 @@ def rank_arguments(options: TrainOptions, overrides: Sequence[str], out: Path) -
         arguments += ["--resume", options.resume]
     if options.from_hf:
         arguments += ["--from-hf", str(options.from_hf)]
+    if options.init_from:
+        arguments += ["--init-from", options.init_from]
     return [*arguments, *overrides]
