@@ -14,8 +14,9 @@ import tyro
 
 from moefold.config.errors import UserError
 from moefold.config.run import Config
-from moefold.layout.environment import read_environment
+from moefold.layout.environment import Rendezvous, read_environment
 from moefold.layout.spawn import run_local_ranks
+from moefold.plan.memory.machine_fit import require_fit
 from moefold.presets.command_form import CommandForm
 from moefold.presets.command_options import check_rank_count, read_options
 from moefold.presets.recipe import resolve_recipe
@@ -42,6 +43,8 @@ class TrainOptions:
     """How many ranks to start on this machine."""
     port: int | None = None
     """Rendezvous port of the ranks of --nproc; by default a free port."""
+    force: bool = False
+    """Start even where the planner finds that the run cannot fit this machine's memory."""
 
 
 FORM = CommandForm("train", TrainOptions, config_keys=True)
@@ -52,9 +55,13 @@ def run_command(argv: Sequence[str]) -> int:
     refuse_two_starts(options)
     rendezvous = read_environment(os.environ)
     starts_ranks = "RANK" not in os.environ and options.nproc != 1
-    ranks = check_rank_count(options.nproc) if starts_ranks else rendezvous.size
+    if starts_ranks:
+        ranks = check_rank_count(options.nproc)
+        rendezvous = Rendezvous(size=ranks, local_size=ranks)
     change = change_from_hf(options.from_hf)
-    config = resolve_recipe(options.recipe, overrides, ranks, change)
+    config = resolve_recipe(options.recipe, overrides, rendezvous.size, change)
+    if not options.force:
+        require_fit(config, rendezvous)
     out = options.out or default_run_folder(config)
     if starts_ranks:
         arguments = rank_arguments(options, overrides, out)
@@ -132,8 +139,9 @@ def collectives_check(config: Config, world: World) -> AbstractContextManager[No
 
 
 def rank_arguments(options: TrainOptions, overrides: Sequence[str], out: Path) -> list[str]:
-    """The command line of one rank, with the folder fixed so that all ranks use the same."""
-    arguments = ["train", options.recipe, "--out", str(out)]
+    """The command line of one rank, with the folder fixed so that all ranks use the same. The memory of all ranks
+    together was checked before they are started."""
+    arguments = ["train", options.recipe, "--out", str(out), "--force"]
     if options.resume:
         arguments += ["--resume", options.resume]
     if options.from_hf:
