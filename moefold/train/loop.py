@@ -21,6 +21,7 @@ from moefold.comm.host_copies import ToHost
 from moefold.config.errors import UserError
 from moefold.config.read import config_as_yaml
 from moefold.config.run import Config
+from moefold.data.tokenizer import LARGEST_BYTE_VOCAB
 from moefold.layout.axes import World
 from moefold.layout.declare import declared_parameters
 from moefold.model.moe.balance import join_pipeline_loads
@@ -39,7 +40,6 @@ from moefold.train.step_profile import profile_step, profile_text, write_profile
 
 SAMPLE_PROMPT = "def "
 FIRST_STEPS = 3  # after which every parameter should have had a gradient
-LARGEST_BYTE_VOCAB = 1000  # above, a byte tokenizer leaves most of the vocabulary unused
 PROFILED_STEP = 10  # or the last step of a shorter run: by then kernels and caches are warm
 
 
