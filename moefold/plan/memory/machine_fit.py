@@ -11,7 +11,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from moefold.config.errors import UserError
 from moefold.config.open_names import ATTENTION_NAMES
 from moefold.config.read import replace_values
 from moefold.config.rule import ConfigOnRanks
@@ -234,14 +233,13 @@ def ranks_of_machine(place: Rendezvous) -> RanksHere:
     return RanksHere(place.rank - place.local_rank, place.local_size, place.size)
 
 
-def require_fit(config: Config, place: Rendezvous) -> None:
-    """Refuse a run that cannot fit the machine of this process."""
+def misfit_problems(config: Config, place: Rendezvous) -> list[str]:
+    """Problems of a run that cannot fit the machine of this process; none if it may fit."""
     if config.model.attention.kind not in ATTENTION_NAMES.builtin:
-        return  # the planner does not know the memory of another package's attention
+        return []  # the planner does not know the memory of another package's attention
     fit = MachineFit(config, ranks_of_machine(place), this_machine())
     shortage = fit.first_shortage()
-    if shortage is not None:
-        raise UserError(*describe_shortage(fit, shortage))
+    return [] if shortage is None else describe_shortage(fit, shortage)
 
 
 def describe_shortage(fit: MachineFit, shortage: MemoryShortage) -> list[str]:
