@@ -91,7 +91,7 @@ def default_run_folder(config: Config) -> Path:
 
 
 def train_on_this_rank(config: Config, options: TrainOptions, out: Path) -> None:
-    from moefold.comm.collectives import all_gather_objects  # torch, from here on
+    from moefold.comm.host_objects import broadcast_object  # torch, from here on
     from moefold.layout.process_groups import joined_world
     from moefold.train.loop import RunStart, run_training
 
@@ -99,7 +99,7 @@ def train_on_this_rank(config: Config, options: TrainOptions, out: Path) -> None
 
     with joined_world(config.parallel, config.train.device) as world:
         # The default folder's name holds the time, which may differ between ranks: rank 0's counts.
-        folder, *_ = all_gather_objects(str(out), world.everyone)
+        folder = broadcast_object(str(out), world.everyone)
         with collectives_check(config, world):
             run_training(config, world, Path(folder), start)
 
