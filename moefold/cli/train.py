@@ -16,7 +16,7 @@ from moefold.config.errors import UserError
 from moefold.config.run import Config
 from moefold.layout.environment import Rendezvous, read_environment
 from moefold.layout.spawn import run_local_ranks
-from moefold.plan.memory.machine_fit import misfit_problems
+from moefold.plan.memory.fit_proposals import misfit_problems
 from moefold.presets.command_form import CommandForm
 from moefold.presets.command_options import check_rank_count, read_options
 from moefold.presets.recipe import resolve_recipe, unsaid_settings
