@@ -16,10 +16,10 @@ from moefold.config.errors import UserError
 from moefold.config.run import Config
 from moefold.layout.environment import Rendezvous, read_environment
 from moefold.layout.spawn import run_local_ranks
-from moefold.plan.memory.machine_fit import require_fit
+from moefold.plan.memory.fit_proposals import misfit_problems
 from moefold.presets.command_form import CommandForm
 from moefold.presets.command_options import check_rank_count, read_options
-from moefold.presets.recipe import resolve_recipe
+from moefold.presets.recipe import resolve_recipe, unsaid_settings
 
 if TYPE_CHECKING:
     from moefold.layout.axes import World
@@ -60,8 +60,11 @@ def run_command(argv: Sequence[str]) -> int:
         rendezvous = Rendezvous(size=ranks, local_size=ranks)
     change = change_from_hf(options.from_hf)
     config = resolve_recipe(options.recipe, overrides, rendezvous.size, change)
+    problems = unsaid_settings(options.recipe, overrides)
     if not options.force:
-        require_fit(config, rendezvous)
+        problems += misfit_problems(config, rendezvous)
+    if problems:
+        raise UserError(*problems)
     out = options.out or default_run_folder(config)
     if starts_ranks:
         arguments = rank_arguments(options, overrides, out)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 from moefold.config.run import (
     AttentionConfig,
@@ -21,6 +22,32 @@ from moefold.config.run import (
 )
 
 PRESETS: dict[str, Callable[[], Config]] = {}
+
+
+class PublishedRun(NamedTuple):
+    """The pre-training of a model as its report has it: sequences of a step, at their largest, and tokens in all."""
+
+    global_batch: int
+    seq_len: int
+    tokens: float
+
+    @property
+    def steps(self) -> int:
+        return round(self.tokens / (self.global_batch * self.seq_len))
+
+
+PUBLISHED_RUNS = {  # other reports do not have them
+    "olmoe-1b-7b": PublishedRun(1024, 4096, 5.133e12),
+    "deepseek-v2-lite": PublishedRun(4608, 4096, 5.7e12),
+    "deepseek-v2": PublishedRun(9216, 4096, 8.1e12),
+    "deepseek-v3": PublishedRun(15_360, 4096, 14.8e12),
+    "kimi-k2": PublishedRun(16_384, 4096, 15.5e12),
+}
+
+
+def is_published_model(name: str) -> bool:
+    """Whether a preset has the size of a published model, and not one for a CPU."""
+    return name in PRESETS and not name.endswith("tiny")
 
 
 def register_preset(make: Callable[[], Config], name: str = "") -> Callable[[], Config]:
@@ -41,7 +68,8 @@ def register_preset(make: Callable[[], Config], name: str = "") -> Callable[[], 
 
 
 def pretraining_config(model: ModelConfig, seq_len: int = 4096) -> Config:
-    """Training settings for a large model, as a starting point."""
+    """Training settings for a large model, as a starting point. Batch and steps are for plans and benchmarks: training
+    takes them from the user (`recipe.unsaid_settings`)."""
     return Config(
         model=model,
         data=DataConfig(seq_len=seq_len),

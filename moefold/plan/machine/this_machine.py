@@ -41,7 +41,8 @@ def gpu_memories() -> tuple[int, ...]:
     driver, count = found
     memories: list[int] = []
     for number in range(count):
-        device, size = ctypes.c_int(), ctypes.c_size_t()
+        device = ctypes.c_int()
+        size = ctypes.c_size_t()
         driver.cuDeviceGet(ctypes.byref(device), number)
         driver.cuDeviceTotalMem_v2(ctypes.byref(size), device)
         memories.append(size.value)
