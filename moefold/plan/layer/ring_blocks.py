@@ -1,0 +1,87 @@
+"""Blocks of scores in ring attention. Without a kernel for a block (`kernels/attention/ring_block.py`), plain torch
+builds the scores of whole chunks of queries and keys in fp32, several copies of them at once.
+
+`builds_ring_scores` asks the catalog of kernels for the implementation that a run would bind: where the catalog has a
+kernel for `attention_block`, no block is counted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from moefold.kernels.catalog import forced_implementations, pick_implementation
+from moefold.kernels.facts import AttentionShape
+from moefold.plan.layer.rank_shapes import RankShapes
+from moefold.plan.layer.tensor_table import TensorTable, attended_width, context_tokens
+
+RING_CONTEXTS = ("ring", "hierarchical")
+RING_OPS = ("attention_block", "attention_block_backward")
+FORWARD_BLOCKS = 3  # copies of a block that exist at once; a test counts them in the real op
+BACKWARD_BLOCKS = 5
+
+
+def ranks_inside_node(s: RankShapes) -> int:
+    """Ranks of a cp group that swap positions for heads: those of a node, with `hierarchical`."""
+    if s.portion.context != "hierarchical":
+        return 1
+    in_node = s.choices.node // s.portion.tp
+    return max(1, min(s.portion.cp, in_node))
+
+
+def chunk_length(s: RankShapes) -> float:
+    """Positions of a chunk; each rank of the ring holds two, an early and a late one."""
+    ring_ranks = s.portion.cp // ranks_inside_node(s)
+    return s.S / (2 * ring_ranks)
+
+
+def block_attention_shape(s: RankShapes) -> AttentionShape:
+    inside = ranks_inside_node(s)
+    heads = int(s.H) // inside
+    kv_heads = max(1, int(s.G) // inside)
+    return AttentionShape(int(chunk_length(s)), heads, kv_heads, int(s.Q), int(s.V))
+
+
+def builds_ring_scores(s: RankShapes) -> bool:
+    """Whether a run here has plain torch for the blocks of its ring."""
+    if s.portion.cp == 1 or s.portion.context not in RING_CONTEXTS:
+        return False
+    sees_all = not s.window and not s.model.attention.sinks
+    facts = replace(s.facts, attention=block_attention_shape(s), sees_all=sees_all)
+    forced = forced_implementations(s.portion.force)
+    chosen = [pick_implementation(op, facts, forced.get(op))[0] for op in RING_OPS]
+    return "reference" in chosen
+
+
+def block_rows(s: RankShapes) -> float:
+    """Rows of a block of scores: its queries, for every sequence and head."""
+    heads = s.H / ranks_inside_node(s)
+    return s.B * heads * chunk_length(s)
+
+
+def forward_block_width(s: RankShapes) -> float:
+    return FORWARD_BLOCKS * chunk_length(s)
+
+
+def backward_block_width(s: RankShapes) -> float:
+    return BACKWARD_BLOCKS * chunk_length(s)
+
+
+def key_value_width(s: RankShapes) -> float:
+    return s.G * (s.Q + s.V)
+
+
+def query_gradient_width(s: RankShapes) -> float:
+    return s.H * s.Q
+
+
+def add_ring_forward(table: TensorTable) -> None:
+    ring = table.only(builds_ring_scores)
+    ring.add("scores of a ring block, in fp32", block_rows, forward_block_width, "fp32")
+    ring.add("result of the ring so far, in fp32", context_tokens, attended_width, "fp32")
+
+
+def add_ring_backward(table: TensorTable) -> None:
+    ring = table.only(builds_ring_scores)
+    ring.add("scores of a ring block and their gradients, in fp32", block_rows, backward_block_width, "fp32")
+    ring.add("gradient of queries, in fp32", context_tokens, query_gradient_width, "fp32")
+    ring.add("gradients of keys and values, in fp32", context_tokens, key_value_width, "fp32")
