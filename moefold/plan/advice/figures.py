@@ -1,4 +1,5 @@
-"""Figures of a layout as sentences: R and eq. 10 of MegaScale-MoE, CUDA graphs, and ring attention without a kernel."""
+"""Figures of a layout as sentences: R and eq. 10 of MegaScale-MoE, CUDA graphs, and ring attention where
+no kernel runs it."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ def describe_ratio(ratio: float, links: str) -> str:
         return f"R = {ratio:.2f}: experts compute {ratio:.1f} times as long as their tokens travel over {links}"
     longer = 1 / ratio
     travel = f"tokens travel {longer:.1f} times as long over {links} as experts compute"
-    return f"R = {ratio:.2f}: {travel}, more than overlap can hide"
+    return f"R = {ratio:.2f}: {travel}, more than their compute can hide"
 
 
 def replicated_attention(plan: Situation) -> Iterator[Advice]:
@@ -54,11 +55,12 @@ def replicated_attention(plan: Situation) -> Iterator[Advice]:
 
 def graphs_needed(plan: Situation) -> Iterator[Advice]:
     s = plan.setting
-    if s.choices.graphs == "none":
-        return
-    count = graph_count(s)
     factors = f"layers x {s.microbatches} microbatches x 2" if s.parallel.pp > 1 else "layers x 2"
-    yield Advice("host", f"this layout needs {count:,} CUDA graphs on a rank: {factors}", "section 4.3.6")
+    count = f"{graph_count(s):,} on a rank ({factors})"
+    text = f"CUDA graphs of this layout: {count}"
+    if s.choices.graphs == "none":
+        text = f"CUDA graphs (not in the trainer yet) would be {count}"
+    yield Advice("host", text, "section 4.3.6")
 
 
 def plain_ring(plan: Situation) -> Iterator[Advice]:
@@ -66,7 +68,7 @@ def plain_ring(plan: Situation) -> Iterator[Advice]:
     if plan.choices.stack != "moefold" or not builds_ring_scores(shapes):
         return
     working = plan.fullest.working / GIB
-    text = f"ring attention has no kernel yet: blocks of scores in fp32 are most of {working:.1f} GiB of temporaries"
+    text = f"no kernel runs ring attention here: blocks of scores in fp32 are most of {working:.1f} GiB of temporaries"
     change: Change = {"parallel.context": "all_gather"}
     other = plan.changed(change)
     if other:

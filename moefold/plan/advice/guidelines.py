@@ -12,6 +12,8 @@ from moefold.plan.advice.situation import Change, Situation
 
 LONG_SEQUENCE = 8192  # tokens, by guideline 5
 SHORT_SEQUENCE = 4096
+CONTEXT_RANKS = (2, 4, 8)
+SMALLER_BUBBLE = 0.01  # of the step
 
 
 def less_model_parallelism(plan: Situation) -> Iterator[Advice]:
@@ -71,8 +73,9 @@ def more_stages_per_rank(plan: Situation) -> Iterator[Advice]:
         change, other = best
         result = f"{other.wall('bubble'):.0%} of the step, {plan.describe_gain(other)}"
         yield Advice("bubble", f"{text}; {propose(change, result)}", "guideline 3")
-    elif twice:
-        rest = twice.wall("bubble")
+        return
+    rest = twice.wall("bubble") if twice else bubble
+    if bubble - rest >= SMALLER_BUBBLE:
         yield Advice("bubble", f"{text}; twice the sequences a step would leave {rest:.0%}", "guideline 3")
 
 
@@ -90,19 +93,32 @@ def whole_experts(plan: Situation) -> Iterator[Advice]:
 
 def context_parallelism(plan: Situation) -> Iterator[Advice]:
     """Guideline 5: context parallelism for long sequences only."""
-    p, length = plan.config.parallel, plan.config.data.seq_len
-    if length < SHORT_SEQUENCE and p.cp > 1:
-        change: Change = {"parallel.cp": 1}
-        other = plan.changed(change)
-        if other and other.fits:
-            text = f"sequences of {length} tokens are short for cp {p.cp}; {propose_faster(plan, change, other)}"
-            yield Advice("layout", text, "guideline 5")
-    if length < LONG_SEQUENCE or p.cp > 1:
-        return
+    cp, length = plan.config.parallel.cp, plan.config.data.seq_len
+    if cp > 1 and length < SHORT_SEQUENCE:
+        yield from less_context(plan)
+    if cp == 1 and length >= LONG_SEQUENCE:
+        yield from more_context(plan)
+
+
+def less_context(plan: Situation) -> Iterator[Advice]:
+    cp, length = plan.config.parallel.cp, plan.config.data.seq_len
+    change: Change = {"parallel.cp": 1}
+    other = plan.changed(change)
+    if other and other.fits:
+        text = f"sequences of {length} tokens are short for cp {cp}; {propose_faster(plan, change, other)}"
+        yield Advice("layout", text, "guideline 5")
+
+
+def more_context(plan: Situation) -> Iterator[Advice]:
+    """The smallest cp that makes the plan fit, or makes it faster."""
     held = plan.fullest.activations + plan.fullest.working
     part = held / (plan.fullest.total + plan.fullest.outside)
-    change: Change = {"parallel.cp": 2, "parallel.context": "all_gather"}
-    other = plan.changed(change)
-    if other and other.fits and (not plan.fits or plan.is_better(other)):
-        text = f"activations of {length} tokens are {part:.0%} of the memory; {propose_faster(plan, change, other)}"
+    for cp in CONTEXT_RANKS:
+        change: Change = {"parallel.cp": cp, "parallel.context": "all_gather"}
+        other = plan.changed(change)
+        if other is None or not other.fits or (plan.fits and not plan.is_better(other)):
+            continue
+        result = propose_faster(plan, change, other) if plan.fits else propose(change, f"{other.gib:.1f} GiB, fits")
+        text = f"activations of {plan.config.data.seq_len} tokens are {part:.0%} of the memory; {result}"
         yield Advice("layout", text, "guideline 5")
+        return

@@ -38,12 +38,17 @@ def memory_remedies(plan: Situation) -> Iterator[Advice]:
         saved = plan.gib - other.gib
         if saved < SMALL_SAVING * plan.gpu.memory:
             continue
-        slower = -plan.gain(other)
-        cost = f", {slower:.0%} slower" if slower >= SMALL_COST else ""
-        result = f"{saved:.1f} GiB less{cost}"
-        if other.fits and not plan.fits:
-            result += ", fits"
+        result = f"{saved:.1f} GiB less{describe_cost(plan, other)}"
         yield Advice("memory", f"{used:.0%} of the memory is needed; {propose(change, result)}", "table 13")
+
+
+def describe_cost(plan: Situation, other: Situation) -> str:
+    """What less memory costs; the speed is only of interest where the plan then fits."""
+    if not other.fits:
+        return ""
+    slower = -plan.gain(other)
+    cost = f", {slower:.0%} slower" if slower >= SMALL_COST else ""
+    return cost if plan.fits else f"{cost}, fits"
 
 
 def memory_changes(plan: Situation) -> Iterator[Change]:

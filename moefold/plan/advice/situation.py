@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 from moefold.config.read import with_values
 from moefold.config.rules import ConfigOnRanks, broken_rules
@@ -111,7 +111,8 @@ def describe_change(change: Change) -> str:
     """pipeline.vpp 4, parallel.ep 8"""
     words: list[str] = []
     for path, value in change.items():
-        shown = ",".join(value) if isinstance(value, tuple) else str(value)
+        regions = cast(tuple[str, ...], value) if isinstance(value, tuple) else (str(value),)
+        shown = ",".join(regions)
         words.append(f"{path} {shown}")
     return ", ".join(words)
 

@@ -1,8 +1,8 @@
-"""Blocks of scores in ring attention. Without a kernel for a block (`kernels/attention/ring_block.py`), plain torch
-builds the scores of whole chunks of queries and keys in fp32, several copies of them at once.
+"""Temporaries of ring attention: keys and values that go round, and sums of all blocks in fp32. Where no kernel runs a
+block (`kernels/attention/ring_block.py`), plain torch also builds the scores of whole chunks of queries and keys in
+fp32, several copies of them at once.
 
-`builds_ring_scores` asks the catalog of kernels for the implementation that a run would bind: where the catalog has a
-kernel for `attention_block`, no block is counted.
+`builds_ring_scores` asks the catalog of kernels for the implementation that a run would bind.
 """
 
 from __future__ import annotations
@@ -41,9 +41,13 @@ def block_attention_shape(s: RankShapes) -> AttentionShape:
     return AttentionShape(int(chunk_length(s)), heads, kv_heads, int(s.Q), int(s.V))
 
 
+def runs_ring(s: RankShapes) -> bool:
+    return s.portion.cp > ranks_inside_node(s) and s.portion.context in RING_CONTEXTS
+
+
 def builds_ring_scores(s: RankShapes) -> bool:
     """Whether a run here has plain torch for the blocks of its ring."""
-    if s.portion.cp == 1 or s.portion.context not in RING_CONTEXTS:
+    if not runs_ring(s):
         return False
     sees_all = not s.window and not s.model.attention.sinks
     facts = replace(s.facts, attention=block_attention_shape(s), sees_all=sees_all)
@@ -66,8 +70,9 @@ def backward_block_width(s: RankShapes) -> float:
     return BACKWARD_BLOCKS * chunk_length(s)
 
 
-def key_value_width(s: RankShapes) -> float:
-    return s.G * (s.Q + s.V)
+def round_width(s: RankShapes) -> float:
+    """Keys and values of the block at hand and of the next."""
+    return 2 * s.G * (s.Q + s.V)
 
 
 def query_gradient_width(s: RankShapes) -> float:
@@ -75,13 +80,17 @@ def query_gradient_width(s: RankShapes) -> float:
 
 
 def add_ring_forward(table: TensorTable) -> None:
-    ring = table.only(builds_ring_scores)
-    ring.add("scores of a ring block, in fp32", block_rows, forward_block_width, "fp32")
+    ring = table.only(runs_ring)
+    ring.add("keys and values that go round", context_tokens, round_width)
     ring.add("result of the ring so far, in fp32", context_tokens, attended_width, "fp32")
+    plain = table.only(builds_ring_scores)
+    plain.add("scores of a ring block, in fp32", block_rows, forward_block_width, "fp32")
 
 
 def add_ring_backward(table: TensorTable) -> None:
-    ring = table.only(builds_ring_scores)
-    ring.add("scores of a ring block and their gradients, in fp32", block_rows, backward_block_width, "fp32")
+    ring = table.only(runs_ring)
+    ring.add("keys and values that go round", context_tokens, round_width)
+    ring.add("their gradients, in fp32", context_tokens, round_width, "fp32")
     ring.add("gradient of queries, in fp32", context_tokens, query_gradient_width, "fp32")
-    ring.add("gradients of keys and values, in fp32", context_tokens, key_value_width, "fp32")
+    plain = table.only(builds_ring_scores)
+    plain.add("scores of a ring block and their gradients, in fp32", block_rows, backward_block_width, "fp32")
