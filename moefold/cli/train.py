@@ -65,13 +65,13 @@ def default_run_folder(config: Config) -> Path:
 
 
 def train_on_this_rank(config: Config, options: TrainOptions, out: Path) -> None:
-    from moefold.comm.collectives import all_gather_objects  # torch, from here on
+    from moefold.comm.host_objects import broadcast_object  # torch, from here on
     from moefold.layout.process_groups import joined_world
     from moefold.train.loop import run_training
 
     with joined_world(config.parallel, config.train.device) as world:
         # The default folder's name holds the time, which may differ between ranks: rank 0's counts.
-        folder, *_ = all_gather_objects(str(out), world.everyone)
+        folder = broadcast_object(str(out), world.everyone)
         with collectives_check(config, world):
             run_training(config, world, Path(folder), options.resume, options.from_hf)
 

@@ -94,8 +94,10 @@ def attention_sees_all(config: Config) -> bool:
 
 def attention_shape(config: Config) -> AttentionShape:
     """The sizes of one rank's attention call. MLA has as many key/value heads as query heads."""
-    attention, tp = config.model.attention, config.parallel.tp
-    kv_heads, value_dim = attention.kv_heads, attention.head_dim
+    attention = config.model.attention
+    tp = config.parallel.tp
+    kv_heads = attention.kv_heads
+    value_dim = attention.head_dim
     if attention.kind == "mla":
         kv_heads = attention.heads
         value_dim = attention.value_dim or value_dim
@@ -132,12 +134,14 @@ def gpu_capability() -> Capability | None:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
         return None
-    count, device = ctypes.c_int(), ctypes.c_int()
+    count = ctypes.c_int()
+    device = ctypes.c_int()
     failed = driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count))
     if failed or count.value == 0:
         return None
     driver.cuDeviceGet(ctypes.byref(device), 0)
-    major, minor = ctypes.c_int(), ctypes.c_int()
+    major = ctypes.c_int()
+    minor = ctypes.c_int()
     driver.cuDeviceGetAttribute(ctypes.byref(major), CAPABILITY_MAJOR, device)
     driver.cuDeviceGetAttribute(ctypes.byref(minor), CAPABILITY_MINOR, device)
     return major.value, minor.value

@@ -19,7 +19,8 @@ from moefold.anatomy.stage_contents import (
     rank_of_each_stage,
 )
 from moefold.checkpoint.live.logical_tensors import StateProvider
-from moefold.comm.collectives import all_gather_objects
+from moefold.comm.consensus import raise_first_problem
+from moefold.comm.host_objects import broadcast_object, union_of_sets
 from moefold.config.errors import UserError
 from moefold.config.keys import format_value, iterate_keys
 from moefold.config.rules import check_config
@@ -121,11 +122,11 @@ def assemble_run(
 
 
 def fill_run_buckets(config: Config, model: Transformer, world: World, groups: ParameterGroups) -> list[Bucket]:
-    """The model's parameters in buckets that follow the optimizer's groups. A pattern may match on other ranks only."""
+    """The model's parameters in buckets that follow the optimizer's groups. A pattern may match on other pipeline ranks
+    only."""
     if groups.entries:
-        names = [name for name, _ in model.named_parameters()]
-        names_by_rank = all_gather_objects(names, world.everyone)
-        groups.require_matches(set().union(*names_by_rank))
+        names = {name for name, _ in model.named_parameters()}
+        groups.require_matches(union_of_sets(names, world.pp))
     return fill_buckets(
         model,
         world,
@@ -142,15 +143,13 @@ def require_agreement(config: Config, world: World) -> None:
     mine["moefold version"] = __version__
     mine["torch version"] = torch.__version__
     mine["moefold source"] = source_digest()
-    everyone = all_gather_objects(mine, world.everyone)
+    first = broadcast_object(mine, world.everyone)
     problems: list[str] = []
-    for name, first in everyone[0].items():
-        for rank, settings in enumerate(everyone):
-            if settings[name] != first:
-                text = f"{name} = {settings[name]} on rank {rank}, but {first} on rank 0"
-                problems.append(f"{text}; start all ranks alike")
-    if problems:
-        raise UserError(*problems)
+    for name, value in mine.items():
+        if value != first[name]:
+            text = f"{name} = {value} on rank {world.rank}, but {first[name]} on rank 0"
+            problems.append(f"{text}; start all ranks alike")
+    raise_first_problem(UserError(*problems) if problems else None, world)
 
 
 @cache
@@ -203,7 +202,7 @@ def device_capability(device: torch.device) -> tuple[int, int]:
 def share_attention_timings(facts: Facts, world: World) -> None:
     """How long the ways of attending take on this card, if the choice depends on it: the same on every rank."""
     own = known_or_measured_times(facts)
-    times, *_ = all_gather_objects(own, world.everyone)
+    times = broadcast_object(own, world.everyone)
     if facts.attention is None or not times:
         return
     if times != known_times(facts.capability, facts.attention):

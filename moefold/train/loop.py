@@ -9,14 +9,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from moefold.anatomy.model_totals import active_parameters, total_parameters, train_flops_per_token
 from moefold.checkpoint.format.storage import require_free_space
 from moefold.checkpoint.live.background_saver import BackgroundSaver
 from moefold.checkpoint.live.save import checkpoint_bytes, run_on_rank_zero
-from moefold.comm.collectives import all_gather_objects
+from moefold.comm.collectives import all_reduce_max_no_grad
 from moefold.comm.host_copies import ToHost
+from moefold.comm.host_objects import first_object, gather_objects
 from moefold.config.errors import UserError
 from moefold.config.read import config_as_yaml
 from moefold.config.run import Config
@@ -75,16 +77,17 @@ def require_space_for_checkpoint(run: Run) -> None:
 
 
 def no_gradient_warnings(run: Run) -> list[str]:
-    """A warning for each parameter that has had no gradient so far: it is probably not connected."""
-    mine = {parameter.name for parameter in declared_parameters(run.model)}
-    both = (mine, run.gradients.moved)
-    declared = set[str]()
-    moved = set[str]()
-    for rank_declared, rank_moved in all_gather_objects(both, run.world.everyone):
-        declared |= rank_declared
-        moved |= rank_moved
-    still = sorted(declared - moved)
-    return [f"warning: {name} has had no gradient in {run.step} steps; is it connected?" for name in still]
+    """A warning for each parameter that has had no gradient so far, on the first pipeline rank: the parameter is
+    probably not connected."""
+    world = run.world
+    names = [parameter.name for parameter in declared_parameters(run.model)]
+    # Any rank of the stage may hold the share that has seen the gradient.
+    moved = torch.tensor([name in run.gradients.moved for name in names], dtype=torch.int32)
+    all_reduce_max_no_grad(moved, world.dp_cp_tp)
+    still = {name for name, has_moved in zip(names, moved.tolist(), strict=True) if not has_moved}
+    still_by_stage = gather_objects(still, world.pp) or [set()]
+    named = sorted(set[str]().union(*still_by_stage))
+    return [f"warning: {name} has had no gradient in {run.step} steps; is it connected?" for name in named]
 
 
 def claim_run_folder(out: Path, resume: str | None) -> None:
@@ -145,7 +148,7 @@ class RunRecorder:
     def step_values(self, report: StepReport) -> dict[str, Any]:
         """The measurements of a finished step. A non-finite loss or gradient stops the run."""
         refuse_non_finite(self.run, report)
-        counts = self.record_routing(report)
+        balance = self.record_routing(report)
         speed = report.tokens / report.seconds
         values: dict[str, Any] = {"loss": report.loss}
         if self.run.config.model.mtp:
@@ -155,12 +158,14 @@ class RunRecorder:
         values["tokens_per_s"] = round(speed, 1)
         tflops = speed * self.flops / 1e12
         values["tflops"] = round(tflops, 6)
-        return values | balance_summary(counts)
+        return values | balance
 
-    def record_routing(self, report: StepReport) -> RouterCounts:
-        """Log the expert load of all layers, and warn of dead experts."""
-        pipeline = self.run.world.axis("pp")
-        loads_by_stage = all_gather_objects(report.loads, pipeline)
+    def record_routing(self, report: StepReport) -> dict[str, Any]:
+        """Log the expert load of all layers, and warn of dead experts. Returns the balance of all layers on the first
+        pipeline rank, nothing on the others."""
+        loads_by_stage = gather_objects(report.loads, self.run.world.pp)
+        if loads_by_stage is None:
+            return {}
         layers, *tensors = join_pipeline_loads(loads_by_stage)
         figures = [tensor.tolist() for tensor in tensors]
         counts = RouterCounts(layers, *figures)
@@ -169,7 +174,7 @@ class RunRecorder:
         warning = self.dead_experts.look(counts)
         if warning:
             self.progress.print_message(warning)
-        return counts
+        return balance_summary(counts)
 
     def finish_and_record(self, begun: StepInFlight, validates: bool = False) -> bool:
         """Wait for a step and record it. Returns whether any rank has a stop request."""
@@ -299,11 +304,9 @@ class TrainingLoop:
 
     def first_request(self) -> str | None:
         """The stop request of the first rank that has one; the same on all ranks."""
-        own = self.local_requests()
-        for requests in all_gather_objects(own, self.run.world.everyone):
-            if requests:
-                return requests[0]
-        return None
+        requests = self.local_requests()
+        own = requests[0] if requests else None
+        return first_object(own, self.run.world.everyone)
 
 
 def begin_next_step(run: Run, recorder: RunRecorder) -> StepReport:

@@ -13,7 +13,8 @@ from moefold.checkpoint.format.verify import OpenedCheckpoint, hash_stored_piece
 from moefold.checkpoint.live.logical_tensors import LogicalTensors, TensorPart, as_tensor_part
 from moefold.checkpoint.live.save import run_on_every_rank, run_on_rank_zero
 from moefold.checkpoint.live.saved_model import read_tensor_box
-from moefold.comm.collectives import all_gather_objects
+from moefold.comm.consensus import raise_first_problem
+from moefold.comm.host_objects import union_of_sets
 from moefold.config.errors import UserError, did_you_mean
 from moefold.layout.axes import World
 from moefold.observe.printer import Printer
@@ -55,11 +56,12 @@ def verify_on_all_ranks(path: StoragePath, world: World) -> OpenedCheckpoint:
     """Open and verify a checkpoint, each rank hashing a share of the values."""
     opened = run_on_rank_zero(partial(open_checkpoint, path), world, path)
     mine = opened.pieces_to_hash()[world.rank :: world.size]
-    digests: PieceDigests = {}
     hash_mine = partial(hash_stored_pieces, opened, mine)
-    for rank_digests in run_on_every_rank(hash_mine, world, path):
+    digests_by_rank = run_on_every_rank(hash_mine, world, path) or []
+    digests: PieceDigests = {}
+    for rank_digests in digests_by_rank:
         digests |= rank_digests
-    opened.raise_if_damaged(digests)
+    run_on_rank_zero(partial(opened.raise_if_damaged, digests), world, path)
     return opened
 
 
@@ -99,13 +101,11 @@ def load_checkpoint(found: FoundCheckpoint, tensors: LogicalTensors, optional: s
 
 def refuse_mismatches(found: FoundCheckpoint, wanted: TensorParts, world: World) -> None:
     """Raise the mismatches of the first rank that has any, on all ranks: none may be left waiting in the load."""
-    names_by_rank = all_gather_objects(set(wanted), world.everyone)
-    held = set[str]().union(*names_by_rank)  # by any rank: pipeline ranks hold different tensors
+    held = union_of_sets(set(wanted), world.pp)  # pipeline ranks hold different tensors
     specs = {name: part.spec for name, part in wanted.items()}
     mine = spec_mismatches(found.ledger, specs, held)
-    for problems in all_gather_objects(mine, world.everyone):
-        if problems:
-            raise UserError(f"{found.path} does not fit this configuration:", *problems)
+    refused = UserError(f"{found.path} does not fit this configuration:", *mine) if mine else None
+    raise_first_problem(refused, world)
 
 
 def fill_held_boxes(opened: OpenedCheckpoint, wanted: TensorParts) -> None:
