@@ -31,16 +31,22 @@ def compute_over_travel(ffn: float, bandwidth: float, peak: float, ranks: int, s
     """
     flops = 2.0 * EXPERT_GEMMS * ffn
     away = (ranks - 1) / ranks
-    return flops / peak / (sent * away / bandwidth)
+    computing = flops / peak
+    travelling = sent * away / bandwidth
+    return computing / travelling
 
 
 def plan_compute_over_travel(s: RunSetting, gpu: Gpu, bandwidth: float) -> float:
     """R of a plan: an etp rank has its share of an expert's width."""
-    dispatched = 1.0 if s.choices.travel == "fp8" else s.recipe.wide
-    sent = dispatched + s.recipe.wide
+    wide = s.recipe.wide
+    dispatched = wide
+    if s.choices.travel == "fp8":
+        dispatched = 1.0
+    sent = dispatched + wide
     ffn = s.model.moe.ffn / s.parallel.etp
     peak = gpu.peak_flops(s.choices.precision)
-    return compute_over_travel(ffn, bandwidth, peak, expert_ranks(s), sent)
+    ranks = expert_ranks(s)
+    return compute_over_travel(ffn, bandwidth, peak, ranks, sent)
 
 
 def between_over_inside(inside: float, between: float, copies: int, replicas: int) -> float:
@@ -50,9 +56,11 @@ def between_over_inside(inside: float, between: float, copies: int, replicas: in
     Between nodes each rank sends 2 P / n x (d - 1) / d bytes, inside 2 P x (n - 1) / n. Above 1, the part inside a
     node hides behind the part between nodes, so that replication costs memory and no time.
     """
-    outer = (replicas - 1) / replicas / copies
-    inner = (copies - 1) / copies
-    return outer / between / (inner / inside)
+    outer_bytes = (replicas - 1) / replicas / copies
+    inner_bytes = (copies - 1) / copies
+    outer_seconds = outer_bytes / between
+    inner_seconds = inner_bytes / inside
+    return outer_seconds / inner_seconds
 
 
 def graph_count(s: RunSetting) -> int:
@@ -64,8 +72,10 @@ def graph_count(s: RunSetting) -> int:
     for rank in stages_by_rank(s.config):
         held = sum(layer_count(pieces) for pieces in rank.pieces)
         layers = max(layers, held)
-    microbatches = s.microbatches if s.parallel.pp > 1 else 1
-    return layers * microbatches * PASSES
+    graphs = layers * PASSES
+    if s.parallel.pp > 1:
+        graphs *= s.microbatches
+    return graphs
 
 
 def has_experts(s: RunSetting) -> bool:

@@ -36,24 +36,38 @@ def chunk_length(s: RankShapes) -> float:
 
 def block_attention_shape(s: RankShapes) -> AttentionShape:
     inside = ranks_inside_node(s)
+    length = int(chunk_length(s))
     heads = int(s.H) // inside
-    kv_heads = max(1, int(s.G) // inside)
-    return AttentionShape(int(chunk_length(s)), heads, kv_heads, int(s.Q), int(s.V))
+    kv_heads = int(s.G) // inside
+    return AttentionShape(
+        length=length,
+        heads=heads,
+        kv_heads=max(1, kv_heads),
+        head_dim=int(s.Q),
+        value_dim=int(s.V),
+    )
 
 
 def runs_ring(s: RankShapes) -> bool:
-    return s.portion.cp > ranks_inside_node(s) and s.portion.context in RING_CONTEXTS
+    if s.portion.context not in RING_CONTEXTS:
+        return False
+    return s.portion.cp > ranks_inside_node(s)
 
 
 def builds_ring_scores(s: RankShapes) -> bool:
     """Whether a run here has plain torch for the blocks of its ring."""
     if not runs_ring(s):
         return False
-    sees_all = not s.window and not s.model.attention.sinks
-    facts = replace(s.facts, attention=block_attention_shape(s), sees_all=sees_all)
+    has_sinks = s.model.attention.sinks
+    sees_all = not s.window and not has_sinks
+    shape = block_attention_shape(s)
+    facts = replace(s.facts, attention=shape, sees_all=sees_all)
     forced = forced_implementations(s.portion.force)
-    chosen = [pick_implementation(op, facts, forced.get(op))[0] for op in RING_OPS]
-    return "reference" in chosen
+    for op in RING_OPS:
+        chosen, _ = pick_implementation(op, facts, forced.get(op))
+        if chosen == "reference":
+            return True
+    return False
 
 
 def block_rows(s: RankShapes) -> float:
