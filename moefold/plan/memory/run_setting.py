@@ -143,7 +143,7 @@ def build_run_setting(config: Config, world: int, choices: PlanChoices) -> RunSe
     moments = moments_by_rank(schedule, pp, pipeline.vpp, microbatches, pipeline.pair, pipeline.defer)
     element = int(choices.recipe.wide)
     dispatcher, _ = cheapest_dispatcher(config, choices.node, element)
-    fills_gaps = pipeline.pair and pipeline.fill
+    fills_gaps = pipeline.pair and pipeline.fill and choices.stack == "moefold"
     defers_wgrad = fills_gaps or any(rank.separate_wgrad for rank in moments)
     portion = make_rank_portion(config, dispatcher, defers_wgrad, accumulates=microbatches > 1)
     return RunSetting(config, world, choices, portion, moments, microbatches)
