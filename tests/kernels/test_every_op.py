@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import product
 from operator import itemgetter
 from typing import Any
 
@@ -255,17 +256,16 @@ def plain_attention_block(q, k, v, scale, ahead, window):
     out, lse = [], []
     for qs, ks, vs in zip(q, k, v, strict=True):
         out.append([])
-        lse.append([])
+        lse.append([[] for _ in range(heads)])
         for s, row in enumerate(qs):
             seen = seen_keys(s, len(ks), ahead, window)
             out[-1].append([])
-            lse[-1].append([])
             for h, head in enumerate(row):
                 g = h // (heads // groups)
                 scores = [dot(head, ks[t][g]) * scale for t in seen]
                 weights = softmax(scores) if seen else []
                 out[-1][-1].append([dot(weights, [vs[t][g][d] for t in seen]) for d in range(value_width)])
-                lse[-1][-1].append(math.log(math.fsum(math.exp(x) for x in scores)) if seen else -math.inf)
+                lse[-1][h].append(math.log(math.fsum(math.exp(x) for x in scores)) if seen else -math.inf)
     return out, lse
 
 
@@ -277,14 +277,27 @@ def plain_attention_block_backward(dy, q, k, v, lse, delta, scale, ahead, window
             for h, head in enumerate(row):
                 g = h // (heads // groups)
                 for t in seen_keys(s, len(ks), ahead, window):
-                    p = math.exp(dot(head, ks[t][g]) * scale - lse[b][s][h])
-                    ds = p * (dot(dy[b][s][h], vs[t][g]) - delta[b][s][h]) * scale
+                    p = math.exp(dot(head, ks[t][g]) * scale - lse[b][h][s])
+                    ds = p * (dot(dy[b][s][h], vs[t][g]) - delta[b][h][s]) * scale
                     for d in range(len(head)):
                         dq[b][s][h][d] += ds * ks[t][g][d]
                         dk[b][t][g][d] += ds * head[d]
                     for d in range(len(vs[t][g])):
                         dv[b][t][g][d] += p * dy[b][s][h][d]
     return dq, dk, dv
+
+
+def plain_merge_attention_block(out, lse, part, part_lse):
+    def exp(x: float) -> float:
+        return 0.0 if x == -math.inf else math.exp(x)
+
+    for b, s, h in product(range(len(out)), range(len(out[0])), range(len(out[0][0]))):
+        old, new = exp(lse[b][h][s]), exp(part_lse[b][h][s])
+        total = old + new
+        pairs = zip(out[b][s][h], part[b][s][h], strict=True)
+        out[b][s][h] = [(old * a + new * c) / (total or 1.0) for a, c in pairs]
+        lse[b][h][s] = math.log(total) if total else -math.inf
+    return out, lse, part, part_lse
 
 
 def plain_rmsnorm(x, w, eps):

@@ -170,7 +170,8 @@ PlainAttention = Callable[[Tensor, Tensor, Tensor, float | None], Tensor]
 
 
 def sdpa_unless_plain(plain: PlainAttention) -> Callable[..., Tensor]:
-    """An implementation of attention from one that is causal and no more: anything else is left to SDPA."""
+    """An implementation of attention from one that is causal and no more: anything else, and a sequence of one
+    position, is left to SDPA."""
 
     @wraps(plain)
     def plain_or_sdpa(
@@ -182,7 +183,8 @@ def sdpa_unless_plain(plain: PlainAttention) -> Callable[..., Tensor]:
         sink_H: Tensor | None = None,
         begins_BS: Tensor | None = None,
     ) -> Tensor:
-        if is_plain_causal(q_BSHD, k_BLGD, window, sink_H, begins_BS):
+        one_position = q_BSHD.shape[1] == 1  # cuDNN refuses it
+        if not one_position and is_plain_causal(q_BSHD, k_BLGD, window, sink_H, begins_BS):
             return plain(q_BSHD, k_BLGD, v_BLGV, scale)
         return attention_sdpa(q_BSHD, k_BLGD, v_BLGV, scale, window, sink_H, begins_BS)
 

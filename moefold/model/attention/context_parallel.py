@@ -23,7 +23,8 @@ from moefold.comm.collectives import all_gather, all_to_all
 from moefold.comm.ring_shift import RingShift
 from moefold.config.errors import UserError
 from moefold.kernels.attention.attention import attention
-from moefold.kernels.attention.ring_block import attention_block, attention_block_backward
+from moefold.kernels.attention.masked import sink_gradient
+from moefold.kernels.attention.ring_block import attention_block, attention_block_backward, merge_attention_block
 from moefold.kernels.bound import BoundKernels
 from moefold.layout.axes import Axis, World
 from moefold.model.token_layout import TokenShard
@@ -219,19 +220,11 @@ def blocks_round_ring(travelling: Tensor, cp: Axis) -> Iterator[tuple[int, Tenso
 
 
 def log_sums_before_keys(q: Tensor, sink_H: Tensor | None, wide: torch.dtype) -> Tensor:
-    """The log-sum-exp of scores before any key is met: that of the sinks alone."""
-    shape = q.shape[:-1]
+    """(B, H, S): the log-sum-exp of scores before any key is met, that of the sinks alone."""
+    b, s, h, _ = q.shape
     if sink_H is None:
-        return q.new_full(shape, -torch.inf, dtype=wide)
-    return sink_H.to(wide).expand(shape).clone()
-
-
-def sink_gradient(sink_H: Tensor | None, lse: Tensor, delta: Tensor) -> Tensor | None:
-    if sink_H is None:
-        return None
-    shares = (sink_H - lse).exp()
-    lost_H = (shares * delta).sum((0, 1))
-    return -lost_H.to(sink_H.dtype)
+        return q.new_full((b, h, s), -torch.inf, dtype=wide)
+    return sink_H.to(wide)[:, None].repeat(b, 1, s).view(b, h, s)
 
 
 class RingAttention(torch.autograd.Function):
@@ -242,6 +235,7 @@ class RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, scale: float, window: int, sink_H: Tensor | None, cp: Axis, kernels: BoundKernels):
         attend = kernels[attention_block]
+        merge_block = kernels[merge_attention_block]
         widths = k.shape[-1], v.shape[-1]
         size = q.shape[1] // 2
         wide = torch.promote_types(q.dtype, torch.float32)
@@ -257,7 +251,7 @@ class RingAttention(torch.autograd.Function):
                 queries = q[:, mine]
                 met = keys[:, theirs], values[:, theirs]
                 part, part_lse = attend(queries, *met, scale, ahead, window)
-                merge_softmax_block(out[:, mine], lse[:, mine], part, part_lse)
+                merge_block(out[:, mine], lse[:, :, mine], part, part_lse)
         result = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, sink_H, result, lse)
         ctx.rest = scale, window, cp, kernels
@@ -273,7 +267,7 @@ class RingAttention(torch.autograd.Function):
         size = q.shape[1] // 2
         wide = lse.dtype
         products = dy.to(wide) * out.to(wide)
-        delta = products.sum(-1)
+        delta = products.sum(-1).transpose(1, 2)
         dq = q.new_zeros(q.shape, dtype=wide)
         local = torch.cat((k, v), dim=-1)
         gradients = local.new_zeros(local.shape, dtype=wide)
@@ -285,7 +279,7 @@ class RingAttention(torch.autograd.Function):
             for mine, theirs, ahead in pairs:
                 queries = dy[:, mine], q[:, mine]
                 met = keys[:, theirs], values[:, theirs]
-                sums = lse[:, mine], delta[:, mine]
+                sums = lse[:, :, mine], delta[:, :, mine]
                 dq_part, dk_part, dv_part = attend_backward(*queries, *met, *sums, scale, ahead, window)
                 dq[:, mine] += dq_part
                 dkeys[:, theirs] += dk_part
@@ -297,22 +291,6 @@ class RingAttention(torch.autograd.Function):
         dv = dv.to(v.dtype)
         d_sink = sink_gradient(sink_H, lse, delta)
         return dq, dk, dv, None, None, d_sink, None, None
-
-
-def merge_softmax_block(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Add a block to what earlier blocks gave, in place: softmax over both sets of keys. Neither may have seen any
-    key: then both weights are zero."""
-    joint = torch.logaddexp(lse, part_lse)
-    old = share_of_sum(lse, joint)
-    new = share_of_sum(part_lse, joint)
-    out.mul_(old).add_(part * new)
-    lse.copy_(joint)
-
-
-def share_of_sum(lse: Tensor, joint: Tensor) -> Tensor:
-    """exp(lse - joint), to be broadcast over values; zero where both are minus infinity."""
-    logs = (lse - joint).nan_to_num(nan=-torch.inf)
-    return logs.exp()[..., None]
 
 
 CONTEXT_MECHANISMS: dict[str, Callable[[BoundKernels, World], ContextMechanism]] = {

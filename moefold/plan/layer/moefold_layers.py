@@ -377,6 +377,11 @@ def reference_arrange_rows(s: RankShapes) -> bool:
     return s.chosen_implementation("arrange_rows") == "reference" or s.portion.ep > 1
 
 
+def kernel_arranges_rows(s: RankShapes) -> bool:
+    """Whether a kernel arranges the rows: its backward keeps their slots."""
+    return not reference_arrange_rows(s)
+
+
 def fused_experts(s: RankShapes) -> bool:
     """Whether one kernel runs the experts; its backward overwrites gate and up with their gradients."""
     return s.fuses_experts
@@ -423,6 +428,8 @@ def plan_tensors() -> list[TensorEntry]:
     moe = table.remade_by("moe")
     arranged = moe.only(reference_arrange_rows)
     arranged.add("order of rows", expert_rows, one_column, "int64")
+    by_kernel = moe.only(kernel_arranges_rows)
+    by_kernel.add("slots", expert_rows, one_column, "int32")
     remote = moe.only(experts_are_remote)
     remote.add("token and slot of each parcel", routed_choices, two_columns, "int64")
     return table.entries
@@ -439,7 +446,9 @@ def expert_tensors() -> list[TensorEntry]:
     remote.add("arrived tokens", arrived_tokens, dispatched_token_width, read_by="experts")
     local = fused.only(has_local_latents)
     local.add("latents", rank_tokens, dispatched_token_width, read_by="experts")
-    experts.add("index and slots", expert_rows, two_columns, "int32")
+    experts.add("index", expert_rows, one_column, "int32")
+    arranged = experts.only(reference_arrange_rows)
+    arranged.add("slots", expert_rows, one_column, "int32")
     experts.add("weights", expert_rows, one_column, "fp32")
     unfused.add("rows", expert_rows, dispatched_token_width, "linear", read_by="experts")
     # Inside and after the expert MLP.
