@@ -11,12 +11,12 @@ Whether a rank takes part never depends on what it has to send: a rank without r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from moefold.comm.byte_counters import note_bytes_sent
 from moefold.comm.check_collectives import check_agreement
@@ -175,10 +175,8 @@ class AllReduce(torch.autograd.Function):
         return dx, None
 
 
-def all_gather_objects(item: Any, axis: Axis) -> list[Any]:
-    """The item of every rank of the axis, in order, on every rank. Pickled: for small objects of the host."""
+def bind_collective(collective: Callable[..., Tensor], axis: Axis) -> Callable[[Tensor], Tensor]:
+    """A collective over one axis, for a module to hold; the identity where the axis has one rank."""
     if axis.size == 1:
-        return [item]
-    items: list[Any] = [None] * axis.size
-    dist.all_gather_object(items, item, group=axis.group)
-    return items
+        return nn.Identity()
+    return partial(collective, axis=axis)

@@ -47,7 +47,8 @@ def make_deepep_buffer(deep_ep: Any, ep: Axis, row_bytes: int) -> Any:
     """Staging memory of the size that the package recommends for rows of this many bytes."""
     dispatch_config = deep_ep.Buffer.get_dispatch_config(ep.size)
     combine_config = deep_ep.Buffer.get_combine_config(ep.size)
-    nvlink_bytes, rdma_bytes = 0, 0
+    nvlink_bytes = 0
+    rdma_bytes = 0
     for config in (dispatch_config, combine_config):
         nvlink_bytes = max(nvlink_bytes, config.get_nvl_buffer_size_hint(row_bytes, ep.size))
         rdma_bytes = max(rdma_bytes, config.get_rdma_buffer_size_hint(row_bytes, ep.size))

@@ -9,13 +9,16 @@ import pytest
 import torch
 
 from moefold.bench.curves import curves_config
+from moefold.comm.byte_counters import counted_bytes_sent
 from moefold.config.errors import RunFailure
-from moefold.layout.axes import single_rank_world
+from moefold.config.run import ParallelConfig
+from moefold.layout.axes import World, single_rank_world
 from moefold.layout.labels import IGNORE_INDEX
 from moefold.presets.zoo import PRESETS
 from moefold.train.assemble import Run, assemble_run
 from moefold.train.parity import random_corpus, shrink_config
 from moefold.train.step import StepReport, refuse_non_finite, train_step
+from tests.support.ranks import run_ranks
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -134,3 +137,19 @@ def test_on_a_gpu_nonsense_changes_nothing_either():
     assert all(torch.equal(a, b) for a, b in zip(before, everything(run), strict=True))
     with pytest.raises(RunFailure, match="step 3: loss is nan"):
         refuse_non_finite(run, report)
+
+
+def bytes_of_tokens_sent(world: World) -> tuple[list[int], int]:
+    """What a step reports for each layer, and what this rank really sent of tokens, forward and backward."""
+    config = shrink_config(replace(PRESETS["tiny"](), parallel=ParallelConfig(ep=4, dispatcher="dedup")), 4)
+    run = assemble_run(config, world, Path("."), random_corpus(config))
+    with counted_bytes_sent() as sent:
+        report = train_step(run, run.loader.next_batch())
+    return report.loads.moved_L.tolist(), sent["rows", "ep"]
+
+
+def test_moved_bytes_are_those_of_tokens_in_forward_over_all_ranks():
+    reported, sent = zip(*run_ranks(bytes_of_tokens_sent, 4, ep=4), strict=True)
+    assert sum(reported[0]) > 0
+    assert all(layers == reported[0] for layers in reported)
+    assert 2 * sum(reported[0]) == sum(sent), "backward sends as many again"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +15,7 @@ from moefold.checkpoint.hf.dequantise import DequantisedTensor, dequantised_tens
 from moefold.checkpoint.hf.model_folder import ModelFolder, first_few_lines
 from moefold.checkpoint.hf.name_table import NameTable, TensorAlias
 from moefold.checkpoint.hf.piece_values import FetchBox, read_piece_values
-from moefold.comm.collectives import all_gather_objects
+from moefold.comm.consensus import result_of_every_rank
 from moefold.config.errors import UserError, did_you_mean
 from moefold.layout.axes import World
 from moefold.layout.declare import declared_parameters
@@ -42,7 +41,8 @@ def local_tensors(model: nn.Module) -> dict[str, LocalTensor]:
     for name, tensor in model.state_dict().items():
         if name in declared:
             parameter = declared[name]
-            part, stacked = tuple(parameter.part), parameter.declaration.stacked
+            part = tuple(parameter.part)
+            stacked = parameter.declaration.stacked
             held[name] = LocalTensor(tensor.detach(), part, stacked)
         elif is_selection_bias(name):
             part = whole_box(tensor.shape)
@@ -77,7 +77,8 @@ class FolderWeights:
 
 def check_names_and_shapes(weights: FolderWeights, table: NameTable) -> None:
     """Refuse tensors that are missing, left over, or of another shape or dtype than the model's: all at once."""
-    tensors, expected = weights.tensors, table.pieces_by_theirs
+    tensors = weights.tensors
+    expected = table.pieces_by_theirs
     required = {name: pieces[0].their_shape for name, pieces in expected.items()}
     optional = {alias.theirs: required[alias.of] for alias in table.aliases}
     optional |= {placeholder.theirs: placeholder.shape for placeholder in table.placeholders}
@@ -105,17 +106,13 @@ def tensor_problems(name: str, tensor: DequantisedTensor | None, shape: tuple[in
 @torch.no_grad()
 def load_folder_weights(weights: FolderWeights, table: NameTable, model: nn.Module, world: World) -> None:
     """Fill the local part of the model. Every rank calls this; the problem of one rank is raised on all."""
-    problem: UserError | None = None
-    try:
+
+    def check_and_fill() -> None:
         check_names_and_shapes(weights, table)
         check_aliases(weights, table)
         fill_local_model(weights, table, model)
-    except UserError as refused:
-        problem = refused
-    problems: Iterable[UserError | None] = all_gather_objects(problem, world.everyone)
-    for rank_problem in problems:
-        if rank_problem:
-            raise rank_problem
+
+    result_of_every_rank(check_and_fill, world)
 
 
 @torch.no_grad()

@@ -13,19 +13,17 @@ differentiable by itself.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
 from moefold.kernels.attention.attention import attention_mask, heads_first
 from moefold.kernels.facts import AttentionShape
-from moefold.kernels.registry import KernelCase, register_in_place_op, register_op, seeded_randn
+from moefold.kernels.registry import CaseInputs, Cases, KernelCase, register_in_place_op, register_inner_op
 
 Gradients = tuple[Tensor, Tensor, Tensor]
 
 
-@register_op
+@register_inner_op
 def attention_block(
     q_BSHD: Tensor, k_BLGD: Tensor, v_BLGV: Tensor, scale: float, ahead: int, window: int
 ) -> tuple[Tensor, Tensor]:
@@ -76,7 +74,7 @@ def is_plain_block(q_BSHD: Tensor, k_BLGD: Tensor, ahead: int, window: int) -> b
     return ahead == 0 or ahead >= keys - 1
 
 
-@register_op
+@register_inner_op
 def attention_block_backward(
     dy_BSHV: Tensor,
     q_BSHD: Tensor,
@@ -204,11 +202,11 @@ BLOCK_CASE_SIZES = [  # B, S, L, H, G, D, V, ahead, window
 
 
 @attention_block.register_cases
-def attention_block_cases(device: str, dtype: torch.dtype) -> Iterator[KernelCase]:
+def attention_block_cases(draw: CaseInputs) -> Cases:
     for b, s, length, h, g, d, dv, ahead, window in BLOCK_CASE_SIZES:
-        q = seeded_randn(device, dtype, b, s, h, d)
-        k = seeded_randn(device, dtype, b, length, g, d, seed=1)
-        v = seeded_randn(device, dtype, b, length, g, dv, seed=2)
+        q = draw.normal(b, s, h, d)
+        k = draw.normal(b, length, g, d, seed=1)
+        v = draw.normal(b, length, g, dv, seed=2)
         name = f"{b}x{s} on {length}, {h}/{g} heads of {d}, {ahead} ahead"
         if window:
             name += f", window {window}"
@@ -218,11 +216,11 @@ def attention_block_cases(device: str, dtype: torch.dtype) -> Iterator[KernelCas
 
 
 @attention_block_backward.register_cases
-def attention_block_backward_cases(device: str, dtype: torch.dtype) -> Iterator[KernelCase]:
-    for case in attention_block.cases(device, dtype):
+def attention_block_backward_cases(draw: CaseInputs) -> Cases:
+    for case in attention_block.cases(*draw):
         q, k, v, scale, ahead, window = case.inputs
         out, lse = attention_block.reference(q, k, v, scale, ahead, window)
-        dy = seeded_randn(device, dtype, *out.shape, seed=3)
+        dy = draw.normal(*out.shape, seed=3)
         lse = lse.clamp(min=-30)  # a query that sees no key here sees some in other blocks
         products = dy.to(lse.dtype) * out.to(lse.dtype)
         delta = products.sum(-1).transpose(1, 2)
@@ -230,13 +228,12 @@ def attention_block_backward_cases(device: str, dtype: torch.dtype) -> Iterator[
 
 
 @merge_attention_block.register_cases
-def merge_attention_block_cases(device: str, dtype: torch.dtype) -> Iterator[KernelCase]:
-    wide = torch.promote_types(dtype, torch.float32)
+def merge_attention_block_cases(draw: CaseInputs) -> Cases:
     for b, s, h, width in [(1, 1, 1, 8), (2, 33, 4, 24), (1, 130, 6, 128)]:
-        out = seeded_randn(device, wide, b, s, h, width)
-        part = seeded_randn(device, dtype, b, s, h, width, seed=1)
-        lse = seeded_randn(device, wide, b, h, s, seed=2, scale=4.0)
-        part_lse = seeded_randn(device, wide, b, h, s, seed=3, scale=4.0)
+        out = draw.wide(b, s, h, width)
+        part = draw.normal(b, s, h, width, seed=1)
+        lse = draw.wide(b, h, s, seed=2, scale=4.0)
+        part_lse = draw.wide(b, h, s, seed=3, scale=4.0)
         shape = AttentionShape(s, h, h, width, width)
         name = f"{b}x{s}, {h} heads of {width}"
         yield KernelCase(name, (out, lse, part, part_lse), attention=shape)

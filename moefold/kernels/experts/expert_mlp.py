@@ -15,7 +15,7 @@ kernel is a fast path of that composition for plain SwiGLU experts; the catalog 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from moefold.kernels.experts.grouped_gemm import EXPERT_ROW_COUNTS, grouped_gemm
 from moefold.kernels.experts.swiglu import swiglu
-from moefold.kernels.registry import KernelCase, register_op, seeded_randn
+from moefold.kernels.registry import CaseInputs, Cases, KernelCase, register_op
 from moefold.kernels.routing.expert_rows import gather_rows, shuffled_rows
 from moefold.layout.deferred_wgrad import gradient_or_defer
 from moefold.layout.gradient_sink import running_gradient_sum
@@ -192,21 +192,21 @@ LARGE_ROW_COUNTS = {
 
 
 @expert_mlp.register_cases
-def expert_mlp_cases(device: str, dtype: torch.dtype) -> Iterator[KernelCase]:
+def expert_mlp_cases(draw: CaseInputs) -> Cases:
     all_counts = EXPERT_ROW_COUNTS | LARGE_ROW_COUNTS
     for name, counts in all_counts.items():
         rows = sum(counts)
         k = 1 if rows % 2 else 2
-        routing = shuffled_routing(counts, k, device)
+        routing = shuffled_routing(counts, k, draw.device)
         for d, f in [(16, 24), (128, 256)]:
-            floats = random_experts(device, dtype, rows // k, rows, len(counts), d, f)
+            floats = random_experts(draw, rows // k, rows, len(counts), d, f)
             yield KernelCase(f"{name}, {d} by {f}", (*floats, *routing), hidden=d, ffn=f)
     # Rows of padding, and choices that have no row.
-    index, slots, holes = shuffled_rows(32, 4, device, drop=3)
+    index, slots, holes = shuffled_rows(32, 4, draw.device, drop=3)
     rows = len(index)
     third = rows // 3
-    ends = torch.tensor([third, third, rows], dtype=torch.int32, device=device)
-    floats = random_experts(device, dtype, 32, rows, 3, 128, 256)
+    ends = torch.tensor([third, third, rows], dtype=torch.int32, device=draw.device)
+    floats = random_experts(draw, 32, rows, 3, 128, 256)
     yield KernelCase("with holes", (*floats, index, slots, ends, holes), hidden=128, ffn=256)
     # The same with undefined rows behind the last end.
     index = F.pad(index, (0, 70), value=-1)
@@ -218,12 +218,11 @@ def expert_mlp_cases(device: str, dtype: torch.dtype) -> Iterator[KernelCase]:
 
 
 def random_experts(
-    device: str, dtype: torch.dtype, sources: int, rows: int, experts: int, d: int, f: int
+    draw: CaseInputs, sources: int, rows: int, experts: int, d: int, f: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Source rows, both weights, and the router's weight of each row."""
-    wide = torch.promote_types(dtype, torch.float32)
-    source = seeded_randn(device, dtype, sources, d)
-    gate_up = seeded_randn(device, dtype, experts, 2, f, d, seed=1, scale=d**-0.5)
-    down = seeded_randn(device, dtype, experts, d, f, seed=2, scale=f**-0.5)
-    weight = seeded_randn(device, wide, rows, seed=3).abs()
+    source = draw.normal(sources, d)
+    gate_up = draw.normal(experts, 2, f, d, seed=1, scale=d**-0.5)
+    down = draw.normal(experts, d, f, seed=2, scale=f**-0.5)
+    weight = draw.wide(rows, seed=3).abs()
     return source, gate_up, down, weight
