@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from moefold.anatomy.model_totals import total_parameters
 from moefold.config.errors import UserError
 from moefold.config.read import with_values
 from moefold.config.rule import ConfigOnRanks
 from moefold.config.rules import broken_rules
 from moefold.config.run import Config
 from moefold.plan.memory.peak_memory import GIB, fullest_rank, plan_memory
+from moefold.plan.memory.resident import STATE_ELEMENT_BYTES
 from moefold.plan.options import PlanChoices
 from moefold.plan.request import PlanRequest
 from moefold.plan.search import RECOMPUTE_LADDER, Candidate, LayoutSearch, SearchResult
@@ -139,8 +141,16 @@ def search_remedies(r: PlanRequest) -> list[str]:
     return remedies
 
 
+def least_weights_gib(config: Config, choices: PlanChoices, gpus: int) -> float:
+    """GiB of weights and gradients of a GPU if they were cut over all GPUs: no layout needs less."""
+    parameter = choices.recipe.wide + STATE_ELEMENT_BYTES[config.optim.gradients]
+    return total_parameters(config.model) * parameter / gpus / GIB
+
+
 def some_layout_fits(r: PlanRequest, config: Config, gpus: int, fixed: frozenset[str]) -> bool:
     """Whether a layout fits in simulation: the first that has room by its bound, or one of those that need least."""
+    if least_weights_gib(config, r.choices, gpus) > r.gpu.memory:
+        return False
     search = LayoutSearch(gpus, r.gpu, r.choices, fixed)
     tight: list[Candidate] = []
     for candidate in search.feasible_candidates(config):

@@ -200,14 +200,17 @@ class PipelineBound:
         if not self.bounded:
             work = map(self.rank_work_seconds, range(self.pp))
             return max(work)
+        # Seconds of earlier ranks' first stages, and of later ranks' last stages.
+        send = self.send
         first = [rank[0] for rank in self.by_rank]
         last = [rank[-1] for rank in self.by_rank]
-        all_forwards = sum(stage.forward for rank in self.by_rank for stage in rank)
-        all_forwards += (self.pp * self.vpp - 1) * self.send
-        # Seconds of earlier ranks' first stages, and of later ranks' last stages.
-        fill = running_sums([stage.forward + self.send for stage in first])
-        drain = running_sums([stage.backward + self.send for stage in first])
-        later = running_sums([stage.backward + self.send for stage in reversed(last)])
+        last.reverse()
+        fill = running_sums([stage.forward + send for stage in first])
+        drain = running_sums([stage.backward + send for stage in first])
+        later = running_sums([stage.backward + send for stage in last])
+        all_forwards = -send
+        for stages in self.by_rank:
+            all_forwards += sum(stage.forward + send for stage in stages)
         longest = 0.0
         for rank in range(self.pp):
             first_backward = all_forwards + later[self.pp - 1 - rank]
@@ -223,11 +226,13 @@ class PipelineBound:
         lone = min(slots, lone_forwards(self.pp, self.vpp, rank, self.pair))
         forward = backward = lone_forward = paired_backward = 0.0
         for place, stage in enumerate(stages):
+            turn = self.vpp - 1 - place  # backwards begin with the last stage
+            lone_here = forwards_of_stage(lone, place, self.pp, self.vpp)
+            paired_here = forwards_of_stage(slots - lone, turn, self.pp, self.vpp)
             forward += self.microbatches * stage.forward
             backward += self.microbatches * stage.backward
-            lone_forward += forwards_of_stage(lone, place, self.pp, self.vpp) * stage.forward
-            turn = self.vpp - 1 - place  # backwards begin with the last stage
-            paired_backward += forwards_of_stage(slots - lone, turn, self.pp, self.vpp) * stage.backward
+            lone_forward += lone_here * stage.forward
+            paired_backward += paired_here * stage.backward
         start = max(first_backward, fill + lone_forward)
         if not self.pair:
             return start + backward + forward - lone_forward
