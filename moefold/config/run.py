@@ -252,7 +252,10 @@ class PipelineConfig:
 @dataclass(frozen=True)
 class KernelsConfig:
     force: tuple[str, ...] = key((), "implementations to use regardless, as op=name, such as attention=reference")
-    repeatable: bool = key(True, "bitwise equal runs of one seed on a GPU too; false allows faster sums in any order")
+    repeatable: bool = key(
+        True,
+        "bitwise equal runs of one seed on a GPU too (exceptions: `explain`); false allows faster sums in any order",
+    )
 
 
 @dataclass(frozen=True)

@@ -133,6 +133,15 @@ def test_latent_attention_is_shown_with_the_widths_of_its_heads(explained: Any):
     assert attend["shapes"] == "T,7168 -> q T,128,192; k T,128,192; v T,128,128 -> T,7168"
 
 
+def test_attention_that_does_not_repeat_on_a_gpu_is_said_not_to(explained: Any):
+    on_gpu = ["--train.device", "cuda", "--train.precision", "bf16"]
+    why = explained("deepseek-v3", *on_gpu)["kernels"]["attention"]["why"]
+    assert "runs may not repeat to the bit, though kernels.repeatable asks for it" in why
+    why = explained("deepseek-v3", *on_gpu, "--kernels.repeatable", "false")["kernels"]["attention"]["why"]
+    assert "repeat" not in why
+    assert "repeat" not in explained("deepseek-v3", "--train.device", "cpu")["kernels"]["attention"]["why"]
+
+
 def test_the_grids_are_those_of_that_many_ranks(explained: Any):
     found = explained("tiny", "--nproc", "4")
     assert found["grids"]["dense"] == {"pp": 1, "dp": 4, "cp": 1, "tp": 1}
