@@ -188,6 +188,8 @@ class TrainConfig:
     )
     validate_every: int = key(100, "steps between validations; the first is at step 0", at_least=1)
     validate_sequences: int = key(64, "sequences of one validation", at_least=1)
+    record_routing: str = key("", "file to write the experts of every token to, for replay on any layout")
+    replay_routing: str = key("", "file of such a record, whose experts replace the routers' choices")
     sample_tokens: int = key(200, "tokens of the sample printed at the end; 0: none", at_least=0)
 
 

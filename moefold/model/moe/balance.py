@@ -28,6 +28,7 @@ from moefold.comm.host_copies import integers_on_device
 from moefold.config.run import MoeConfig
 from moefold.layout.axes import Axis
 from moefold.model.steps import inside_recompute
+from moefold.model.token_layout import TokenShard
 
 
 class ExpertLoad(nn.Module):
@@ -47,7 +48,8 @@ class ExpertLoad(nn.Module):
         self.register_buffer("counts_E", torch.zeros(experts, dtype=torch.int64), persistent=False)
         self.register_buffer("dropped", torch.zeros((), dtype=torch.int64), persistent=False)
         self.moved = 0  # bytes of tokens that dispatch and combine sent in forward; a number of the host
-        self.record: Callable[[Tensor], object] | None = None  # called with the expert ids of each microbatch
+        # called with the expert ids of each microbatch, and which of its tokens they belong to
+        self.record: Callable[[Tensor, TokenShard], object] | None = None
 
     @torch.no_grad()
     def count(self, counts_BE: Tensor, ids_TK: Tensor, kept_TK: Tensor) -> None:

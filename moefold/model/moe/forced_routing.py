@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from moefold.config.run import MoeConfig
 from moefold.model.moe.balance import ExpertLoad
+from moefold.model.token_layout import TokenShard
 
 
 def round_robin_experts(number_T: Tensor, moe: MoeConfig) -> Tensor:
@@ -22,6 +24,10 @@ def round_robin_experts(number_T: Tensor, moe: MoeConfig) -> Tensor:
     return (first_T1 + choice_K) % moe.experts
 
 
+def keep_choices(kept: list[Tensor], ids_TK: Tensor, _: TokenShard) -> None:
+    kept.append(ids_TK)
+
+
 @contextmanager
 def recorded_choices(model: nn.Module) -> Iterator[dict[int, list[Tensor]]]:
     """Expert ids that every router chooses inside the block, by layer number: one (T, K) tensor for each microbatch, of
@@ -29,7 +35,8 @@ def recorded_choices(model: nn.Module) -> Iterator[dict[int, list[Tensor]]]:
     chosen: dict[int, list[Tensor]] = {}
     loads = [module for module in model.modules() if isinstance(module, ExpertLoad)]
     for load in loads:
-        load.record = chosen.setdefault(load.layer, []).append
+        kept = chosen.setdefault(load.layer, [])
+        load.record = partial(keep_choices, kept)
     try:
         yield chosen
     finally:

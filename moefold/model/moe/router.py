@@ -53,7 +53,7 @@ class Router(DeclaringModule):
         if self.training:
             self.load.count(counts_BE, ids_TK, routing.ids_TK)
         if self.load.record and not inside_recompute():
-            self.load.record(ids_TK)
+            self.load.record(ids_TK, share)
         losses = balance_losses(counts_BE, shares_BE, squares_B, self.moe, self.load, self.sharing)
         return routing, losses
 
