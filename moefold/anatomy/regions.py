@@ -42,7 +42,8 @@ class RegionSpec:
         """The position in words: `inside attend` or `route to widen`."""
         if self.inside:
             return f"inside {', '.join(self.inside)}"
-        first, last = self.spans[0], self.spans[-1]
+        first = self.spans[0]
+        last = self.spans[-1]
         return first if first == last else f"{first} to {last}"
 
 

@@ -139,7 +139,8 @@ def attend_step(model: ModelConfig, layer: int) -> StepSpec:
 
 
 def attend_shapes(model: ModelConfig, layer: int) -> str:
-    a, d = model.attention, model.hidden
+    a = model.attention
+    d = model.hidden
     latent = a.kind == "mla"
     kv_heads = a.heads if latent else a.kv_heads
     value_dim = (latent and a.value_dim) or a.head_dim
@@ -169,7 +170,8 @@ def sliding_window_of(model: ModelConfig, layer: int) -> int:
 
 
 def latent_attention_weights(model: ModelConfig) -> Weights:
-    a, d = model.attention, model.hidden
+    a = model.attention
+    d = model.hidden
     value_dim = a.value_dim or a.head_dim
     weights = [WeightSpec("attention.norm.weight", (d,))]
     # Down to the latents, which every tp rank makes of its own tokens.
@@ -191,7 +193,8 @@ def latent_attention_weights(model: ModelConfig) -> Weights:
 
 
 def grouped_query_weights(model: ModelConfig) -> Weights:
-    a, d = model.attention, model.hidden
+    a = model.attention
+    d = model.hidden
     heads = {"query": a.heads, "key": a.kv_heads, "value": a.kv_heads}
     weights = [WeightSpec("attention.norm.weight", (d,))]
     for name, count in heads.items():
@@ -205,7 +208,8 @@ def grouped_query_weights(model: ModelConfig) -> Weights:
 
 
 def output_projection_weights(model: ModelConfig, value_dim: int) -> Weights:
-    a, d = model.attention, model.hidden
+    a = model.attention
+    d = model.hidden
     projection = tp_weight("attention.out.weight", d, a.heads * value_dim, dim=1)
     if not a.out_bias:
         return (projection,)
@@ -236,7 +240,8 @@ def gated_mlp_weights(model: ModelConfig, name: str, ffn: int) -> Weights:
 
 
 def dense_mlp_step(model: ModelConfig) -> StepSpec:
-    d, ffn = model.hidden, model.dense_ffn
+    d = model.hidden
+    ffn = model.dense_ffn
     norm = WeightSpec("dense.norm.weight", (d,))
     weights = (norm, *gated_mlp_weights(model, "dense", ffn))
     ops = ("add_rmsnorm", "linear", "swiglu")
@@ -244,7 +249,8 @@ def dense_mlp_step(model: ModelConfig) -> StepSpec:
 
 
 def route_step(model: ModelConfig) -> StepSpec:
-    d, moe = model.hidden, model.moe
+    d = model.hidden
+    moe = model.moe
     norm = WeightSpec("moe.norm.weight", (d,))
     router = WeightSpec("moe.router.weight", (moe.experts, d))
     weights = (norm, router)
@@ -261,13 +267,15 @@ def dispatched_width(model: ModelConfig) -> int:
 
 
 def narrow_step(model: ModelConfig) -> StepSpec:
-    d, latent = model.hidden, model.moe.latent
+    d = model.hidden
+    latent = model.moe.latent
     weight = WeightSpec("moe.narrow.weight", (latent, d))
     return product_step("narrow", f"T,{d} -> T,{latent}", ("linear",), (weight,))
 
 
 def widen_step(model: ModelConfig) -> StepSpec:
-    d, latent = model.hidden, model.moe.latent
+    d = model.hidden
+    latent = model.moe.latent
     weight = WeightSpec("moe.widen.weight", (d, latent))
     return product_step("widen", f"T,{latent} -> T,{d}", ("linear",), (weight,))
 
@@ -285,7 +293,8 @@ def dispatch_step(model: ModelConfig) -> StepSpec:
 
 
 def shared_experts_step(model: ModelConfig) -> StepSpec:
-    d, ffn = model.hidden, model.moe.shared_ffn
+    d = model.hidden
+    ffn = model.moe.shared_ffn
     weights = gated_mlp_weights(model, "moe.shared", ffn)
     if model.moe.shared_gate:
         weights += (WeightSpec("moe.shared.gate.weight", (1, d)),)
@@ -300,7 +309,8 @@ def fits_fused_expert_mlp(model: ModelConfig) -> bool:
 
 
 def experts_step(model: ModelConfig) -> StepSpec:
-    moe, d = model.moe, dispatched_width(model)
+    moe = model.moe
+    d = dispatched_width(model)
     ops = ("gather_rows", "grouped_linear", "grouped_gemm", "grouped_gemm_weight", moe.activation)
     if fits_fused_expert_mlp(model):
         ops = ("expert_mlp", *ops)  # the first alone, or the others one after the other
@@ -311,8 +321,10 @@ def experts_step(model: ModelConfig) -> StepSpec:
 
 
 def expert_weights(model: ModelConfig) -> Weights:
-    moe, d = model.moe, dispatched_width(model)
-    count, ffn = moe.experts, moe.ffn
+    moe = model.moe
+    d = dispatched_width(model)
+    count = moe.experts
+    ffn = moe.ffn
     active = moe.top_k / count
     inner_cut = sharded_over_experts(2)
     weights = (
@@ -371,7 +383,8 @@ def embed_step(model: ModelConfig) -> StepSpec:
 
 
 def predict_step(model: ModelConfig) -> StepSpec:
-    d, vocab = model.hidden, model.vocab
+    d = model.hidden
+    vocab = model.vocab
     matrix = tp_weight("head.weight", vocab, d)
     weights = (WeightSpec("head.norm.weight", (d,)),)
     if not model.tied_head:

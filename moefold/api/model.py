@@ -73,7 +73,8 @@ class Model(nn.Module):
         losses_1M = self.transformer.predict(carry)["losses_1M"]
         labelled_1M = self.labelled(carry["labels_BS"])
         means_1M = losses_1M / labelled_1M[: len(losses_1M)]
-        own, ahead_M = means_1M[0], means_1M[1:]
+        own = means_1M[0]
+        ahead_M = means_1M[1:]
         if len(ahead_M) == 0:
             return own
         return own + self.config.model.mtp_loss * ahead_M.mean()

@@ -1,4 +1,5 @@
-"""`moefold bench attention`: every attention kernel at the shapes of known models, and which repeat to the bit.
+"""`moefold bench attention`: every attention kernel at the shapes of known models, which repeat to the bit, and blocks
+of ring attention.
 
 `kernels/attention/timings.py` ships the printed times.
 """
@@ -15,6 +16,7 @@ from rich.table import Table
 from moefold.bench.machine import cuda_capability, machine_facts, resolve_device
 from moefold.bench.options import AttentionOptions
 from moefold.bench.report import Report, Row, show_report
+from moefold.bench.ring_blocks import ring_block_rows, ring_block_table
 from moefold.kernels.attention.autotune import candidate_names, forward_and_backward, measure_candidates, random_inputs
 from moefold.kernels.facts import Facts, facts_from_config
 from moefold.layout.dtypes import DTYPES
@@ -32,10 +34,12 @@ def run_benchmark(options: AttentionOptions) -> int:
 def attention_report(device: str) -> Report:
     """The times of every shape; none on a CPU, which has no attention kernels to choose from."""
     results: list[Row] = []
+    blocks: list[Row] = []
     if device == "cuda":
         cases = attention_cases(device)
         results = [measured_shape(name, facts) for name, facts in cases.items()]
-    return machine_facts(device) | {"results": results}
+        blocks = ring_block_rows(device)
+    return machine_facts(device) | {"results": results, "ring_blocks": blocks}
 
 
 def attention_cases(device: str) -> dict[str, Facts]:
@@ -91,3 +95,5 @@ def print_attention_report(report: Report) -> None:
             cells = (kernel, f"{milliseconds:.2f}", repeats)
             table.add_row(row["model"], row["shape"], *cells)
     Console().print(table)
+    if report["ring_blocks"]:
+        Console().print(ring_block_table(report["ring_blocks"]))

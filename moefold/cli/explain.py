@@ -38,7 +38,11 @@ from moefold.presets.recipe import resolve_recipe
 from moefold.printable import human_readable
 
 OPTIMIZER_OPS = {"add_squares", "adamw"}
-RING_OPS = {"attention_block", "attention_block_backward"}  # added by a ring of context-parallel ranks
+RING_OPS = {
+    "attention_block",
+    "attention_block_backward",
+    "merge_attention_block",
+}  # added by a ring of context-parallel ranks
 NODE_SIZE = 8  # ranks of one node, where the environment does not say
 ROUTERS_CHOOSE = "chosen by the routers"
 Description = dict[str, Any]

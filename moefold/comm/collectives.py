@@ -11,11 +11,12 @@ Whether a rank takes part never depends on what it has to send: a rank without r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from moefold.comm.byte_counters import note_bytes_sent
 from moefold.comm.check_collectives import check_agreement
@@ -172,3 +173,10 @@ class AllReduce(torch.autograd.Function):
     def backward(ctx, dy):
         dx = all_reduce_no_grad(dy.clone(), ctx.axis)
         return dx, None
+
+
+def bind_collective(collective: Callable[..., Tensor], axis: Axis) -> Callable[[Tensor], Tensor]:
+    """A collective over one axis, for a module to hold; the identity where the axis has one rank."""
+    if axis.size == 1:
+        return nn.Identity()
+    return partial(collective, axis=axis)

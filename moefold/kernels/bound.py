@@ -20,7 +20,8 @@ class BoundKernels:
     ops."""
 
     def __init__(self, facts: Facts, force: Iterable[str] = ()):
-        self.facts, self.forced = facts, forced_implementations(force)
+        self.facts = facts
+        self.forced = forced_implementations(force)
         self.chosen: dict[str, Callable[..., Any]] = {}
         for op, name in self.forced.items():  # one that cannot run is refused here, not when a run first calls it
             pick_implementation(op, facts, name)

@@ -101,8 +101,10 @@ def gathers_all_keys(config: Config) -> bool:
 
 def attention_shape(config: Config) -> AttentionShape:
     """The sizes of one rank's attention call. MLA has as many key/value heads as query heads."""
-    attention, tp = config.model.attention, config.parallel.tp
-    kv_heads, value_dim = attention.kv_heads, attention.head_dim
+    attention = config.model.attention
+    tp = config.parallel.tp
+    kv_heads = attention.kv_heads
+    value_dim = attention.head_dim
     if attention.kind == "mla":
         kv_heads = attention.heads
         value_dim = attention.value_dim or value_dim
@@ -133,18 +135,30 @@ def training_precision(device: str, config: Config) -> str:
 
 
 @cache
-def gpu_capability() -> Capability | None:
-    """Compute capability of the first NVIDIA GPU, read from the driver; None where there is no GPU."""
+def cuda_driver() -> tuple[ctypes.CDLL, int] | None:
+    """The driver of NVIDIA GPUs and the number of GPUs that this process may use; None where there is no GPU."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
         return None
-    count, device = ctypes.c_int(), ctypes.c_int()
+    count = ctypes.c_int()
     failed = driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count))
     if failed or count.value == 0:
         return None
+    return driver, count.value
+
+
+@cache
+def gpu_capability() -> Capability | None:
+    """Compute capability of the first NVIDIA GPU, read from the driver; None where there is no GPU."""
+    found = cuda_driver()
+    if found is None:
+        return None
+    driver, _ = found
+    device = ctypes.c_int()
     driver.cuDeviceGet(ctypes.byref(device), 0)
-    major, minor = ctypes.c_int(), ctypes.c_int()
+    major = ctypes.c_int()
+    minor = ctypes.c_int()
     driver.cuDeviceGetAttribute(ctypes.byref(major), CAPABILITY_MAJOR, device)
     driver.cuDeviceGetAttribute(ctypes.byref(minor), CAPABILITY_MINOR, device)
     return major.value, minor.value

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import Any, Generic, ParamSpec, TypeVar
+from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -76,16 +76,37 @@ class KernelCase:
         return torch.cat((tensor[:kept], torch.full_like(tensor[kept:], torch.nan)))
 
 
-CaseMaker = Callable[[str, torch.dtype], Iterable[KernelCase]]
+class CaseInputs(NamedTuple):
+    """Draws the tensors of cases for a device and a dtype."""
+
+    device: str
+    dtype: torch.dtype
+
+    def normal(self, *shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
+        """Normal random numbers, the same on every device."""
+        return seeded_randn(self.device, self.dtype, *shape, seed=seed, scale=scale)
+
+    def wide(self, *shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
+        """Normal random numbers in fp32 or better."""
+        return seeded_randn(self.device, self.wide_dtype, *shape, seed=seed, scale=scale)
+
+    @property
+    def wide_dtype(self) -> torch.dtype:
+        return torch.promote_types(self.dtype, torch.float32)
+
+
+Cases = Iterator[KernelCase]
+CaseMaker = Callable[[CaseInputs], Cases]
 
 
 class KernelOp(Generic[P, R]):
     """An operation. Calling it runs the reference; a run calls the implementation that `BoundKernels` chose."""
 
-    def __init__(self, reference: Callable[P, R], mutates: bool):
+    def __init__(self, reference: Callable[P, R], mutates: bool = False, differentiable: bool = True):
         self.name = reference.__name__
         self.reference = reference
         self.mutates = mutates
+        self.differentiable = differentiable
         self.implementations: dict[str, Callable[P, R]] = {"reference": reference}
         self.make_cases: CaseMaker | None = None
         self.__doc__ = reference.__doc__
@@ -103,15 +124,16 @@ class KernelOp(Generic[P, R]):
         return register_under_name
 
     def register_cases(self, make: CaseMaker) -> CaseMaker:
-        """Register the function that makes this op's cases for a device and a dtype."""
+        """Register the function that makes this op's cases."""
         self.make_cases = make
         return make
 
     def cases(self, device: str, dtype: torch.dtype) -> list[KernelCase]:
-        """The op's cases, for tests and benchmarks."""
+        """The op's cases for a device and a dtype, for tests and benchmarks."""
         if self.make_cases is None:
             raise KeyError(f"{self.name} has no cases; register a function that makes them (register_cases)")
-        return list(self.make_cases(device, dtype))
+        draw = CaseInputs(device, dtype)
+        return list(self.make_cases(draw))
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         return self.reference(*args, **kwargs)
@@ -127,14 +149,21 @@ def import_every_op() -> dict[str, KernelOp[..., Any]]:
 
 def register_op(reference: Callable[P, R]) -> KernelOp[P, R]:
     """Make an op of its reference."""
-    op = KernelOp(reference, mutates=False)
+    op = KernelOp(reference)
+    OPS[op.name] = op
+    return op
+
+
+def register_inner_op(reference: Callable[P, R]) -> KernelOp[P, R]:
+    """Make an op that autograd does not see: a part of an autograd function's forward or backward."""
+    op = KernelOp(reference, differentiable=False)
     OPS[op.name] = op
     return op
 
 
 def register_in_place_op(reference: Callable[P, None]) -> KernelOp[P, None]:
     """Make an op that returns nothing and changes its inputs."""
-    op = KernelOp(reference, mutates=True)
+    op = KernelOp(reference, mutates=True, differentiable=False)
     OPS[op.name] = op
     return op
 

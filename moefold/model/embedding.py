@@ -20,7 +20,8 @@ class Embedding(DeclaringModule):
         self.weight = self.declare_parameter(
             "weight", model.vocab, model.hidden, std=model.init_std, placement=sharded_over_tp(0)
         )
-        self.embedding, self.tp = kernels[embedding], world.axis("tp")
+        self.embedding = kernels[embedding]
+        self.tp = world.axis("tp")
 
     def forward(self, tokens_C: Tensor) -> Tensor:
         """Each rank looks up the words it holds and gives zeros for the rest; the sum has every token once."""

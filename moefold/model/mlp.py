@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from moefold.comm.collectives import all_gather, reduce_scatter
+from moefold.comm.collectives import all_gather, bind_collective, reduce_scatter
 from moefold.config.run import ModelConfig
 from moefold.kernels.bound import BoundKernels
 from moefold.kernels.experts.swiglu import swiglu
@@ -20,19 +20,23 @@ from moefold.precision.linear import Linear
 class GatedMlp(nn.Module):
     def __init__(self, model: ModelConfig, ffn: int, kernels: BoundKernels, world: World):
         super().__init__()
-        d, std = model.hidden, model.init_std
+        d = model.hidden
+        std = model.init_std
         down_std = std / (2 * model.layers) ** 0.5
         over_ffn = sharded_over_tp(1)
         self.gate_up = Linear(world, d, 2, ffn, std=std, placement=over_ffn)
         self.down = Linear(world, ffn, d, std=down_std, placement=over_ffn)
         self.swiglu = kernels[swiglu]
-        self.tp = world.axis("tp")
+        tp = world.axis("tp")
+        self.gather_tokens = bind_collective(all_gather, tp)
+        self.scatter_sums = bind_collective(reduce_scatter, tp)
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        x_CD = all_gather(x_TD, self.tp)  # all tokens of this cp rank meet this rank's part of the width
+        x_CD = self.gather_tokens(x_TD)  # all tokens of this cp rank meet this rank's part of the width
         h_C2F = self.gate_up(x_CD)
-        summand_CD = self.down(self.swiglu(h_C2F))
-        return reduce_scatter(summand_CD, self.tp)
+        a_CF = self.swiglu(h_C2F)
+        summand_CD = self.down(a_CF)
+        return self.scatter_sums(summand_CD)
 
 
 class DenseMlp(GatedMlp):

@@ -1,8 +1,18 @@
-"""RMSNorm as a module: its weight and its region."""
+"""Norms as modules, and the residual stream that they read.
+
+    stream, h_TD = stream.normed(norm)      # adds the pending output, and normalises the sum: one pass over memory
+    stream = stream.plus(attention(h_TD))   # the output waits for the next norm
+
+Adding lazily is what lets one kernel do the addition and the norm that follows it, forward and backward. Blocks are
+written as in a textbook; only this file holds the pair.
+
+T tokens of this rank, D width.
+"""
 
 from __future__ import annotations
 
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,6 +49,32 @@ class AddNorm(RMSNorm):
 
     def forward(self, x_TD: Tensor, added_TD: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         return self.norm(self.add_rmsnorm, x_TD, added_TD, self.weight, self.eps)
+
+
+class ResidualStream(NamedTuple):
+    """The stream is `x_TD + pending_TD`. A named tuple, so that a carry that holds it can be flattened and cut."""
+
+    x_TD: Tensor
+    pending_TD: Tensor | None = None
+
+    def normed(self, norm: AddNorm) -> tuple[ResidualStream, Tensor]:
+        """The stream with nothing pending, and its norm."""
+        x_TD, h_TD, _ = norm(self.x_TD, self.pending_TD)
+        return ResidualStream(x_TD), h_TD
+
+    def normed_for_two(self, norm: AddNorm) -> tuple[ResidualStream, Tensor, Tensor]:
+        """The stream, and its norm once for each of two consumers: their gradients are then summed inside the norm's
+        backward instead of in a pass of their own."""
+        x_TD, first_TD, second_TD = norm(self.x_TD, self.pending_TD)
+        return ResidualStream(x_TD), first_TD, second_TD
+
+    def plus(self, output_TD: Tensor) -> ResidualStream:
+        """The stream with a layer's output pending."""
+        return ResidualStream(self.settled(), output_TD)
+
+    def settled(self) -> Tensor:
+        """One tensor: what a pipeline stage sends to the next."""
+        return self.x_TD if self.pending_TD is None else self.x_TD + self.pending_TD
 
 
 class RopeNorm(RMSNorm):

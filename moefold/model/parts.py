@@ -12,7 +12,8 @@ from moefold.model.attention.context_parallel import ContextMechanism
 
 @dataclass(frozen=True)
 class ModelParts:
-    """`dispatcher` carries tokens to experts; `context` lets queries meet keys held by other ranks."""
+    """`dispatcher` carries tokens to experts; `context` is attention in which queries meet keys held
+    by other ranks."""
 
     world: World
     kernels: BoundKernels

@@ -90,7 +90,8 @@ def rerun_step(step: Step, carry: Carry, key: PassKey) -> Carry:
 @contextmanager
 def rerunning(key: PassKey) -> Iterator[None]:
     """Mark what this thread runs as a repetition of the pass with this key."""
-    outer, RERUN.key = RERUN.key, key
+    outer = RERUN.key
+    RERUN.key = key
     try:
         yield
     finally:

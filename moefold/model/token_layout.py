@@ -11,7 +11,7 @@ C tokens of a cp rank (B x S / cp), T tokens of this rank (C / tp).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -30,6 +30,13 @@ class TokenShard:
     device: torch.device
     first: int = 0  # the number of the first sequence in the run's order, the same on any layout
     begins_BS: Tensor | None = None  # where the document of each position begins, if tokens see no other
+    span: TokenSpan = field(init=False)  # which tokens of its cp rank's sequences this rank has
+
+    def __post_init__(self):
+        length = self.length // self.cp.size
+        tokens = self.sequences * length // self.tp.size
+        span = TokenSpan(self.sequences, length, self.tp.index * tokens)
+        object.__setattr__(self, "span", span)
 
     @property
     def local_positions(self) -> Tensor:
@@ -54,10 +61,6 @@ class TokenShard:
         """What belongs to the positions of this cp rank: (B, S / cp, ...)."""
         return x_BS if self.cp.size == 1 else x_BS[:, self.local_positions]
 
-    def unflatten_sequences(self, x_C: Tensor) -> Tensor:
-        """(C, ...) -> (B, S / cp, ...)."""
-        return x_C.unflatten(0, (self.sequences, -1))
-
     def slice_for_rank(self, x_BS: Tensor) -> Tensor:
         """What belongs to this rank's own tokens: (T, ...), of something known for all tokens: (B, S, ...)."""
         x_C = self.positions_held(x_BS).flatten(0, 1)
@@ -76,13 +79,6 @@ class TokenShard:
         numbers = torch.arange(self.sequences * self.length, device=self.device)
         numbers_BS = numbers.view(self.sequences, -1) + self.first * self.length
         return self.slice_for_rank(numbers_BS)
-
-    @property
-    def span(self) -> TokenSpan:
-        """Which tokens of its cp rank's sequences this rank has."""
-        length = self.length // self.cp.size
-        tokens = self.sequences * length // self.tp.size
-        return TokenSpan(self.sequences, length, self.tp.index * tokens)
 
     @property
     def sequence_index_T(self) -> Tensor:
@@ -106,7 +102,8 @@ class TokenShard:
 
 def make_token_shard(tokens_BS: Tensor, world: World, first: int = 0, begins_BS: Tensor | None = None) -> TokenShard:
     sequences, length = tokens_BS.shape
-    cp, tp = world.axis("cp"), world.axis("tp")
+    cp = world.axis("cp")
+    tp = world.axis("tp")
     return TokenShard(sequences, length, cp, tp, tokens_BS.device, first, begins_BS)
 
 
@@ -116,5 +113,6 @@ def zigzag_positions(length: int, cp: int, device: torch.device) -> Tensor:
     if cp == 1:
         return every[None]
     chunks = every.view(2 * cp, -1)
-    early, late = chunks[:cp], chunks.flip(0)[:cp]
+    early = chunks[:cp]
+    late = chunks.flip(0)[:cp]
     return torch.cat((early, late), dim=1)

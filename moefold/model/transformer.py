@@ -21,10 +21,11 @@ from moefold.layout.labels import IGNORE_INDEX
 from moefold.model.block import make_transformer_block
 from moefold.model.embedding import Embedding
 from moefold.model.head import FinalNorm, Head
-from moefold.model.moe.balance import ExpertLoad, LayerLoads, remember_global_shares, update_selection_biases
+from moefold.model.moe.balance import LayerLoads, remember_global_shares, update_selection_biases
+from moefold.model.moe.router import ExpertLoad
 from moefold.model.mtp import MtpLayer, labels_shifted_by, tokens_shifted_by
+from moefold.model.norm import ResidualStream
 from moefold.model.parts import ModelParts
-from moefold.model.residual import ResidualStream
 from moefold.model.steps import Carry, Step, StepRewrite, drop_from_carry, run_step_sequence, steps_as_given
 from moefold.model.token_layout import TokenShard, make_token_shard
 

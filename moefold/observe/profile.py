@@ -323,7 +323,8 @@ def device_kernels(events: Events, host: Events, phases: PhaseLookup) -> list[Pr
         # The phase is that of the host at the launch, not at the kernel's start.
         around = operations.get(event.linked_correlation_id())
         launch = launches.get(event.correlation_id(), around)
-        phase, launched = UNASSIGNED, event.start_ns()
+        phase = UNASSIGNED
+        launched = event.start_ns()
         if launch is not None:
             launched = launch.start_ns()
             phase = phases.phase_at(launched, None)

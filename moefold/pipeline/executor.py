@@ -25,7 +25,7 @@ from moefold.config.run import Config
 from moefold.data.loader import Batch
 from moefold.layout.axes import World
 from moefold.layout.deferred_wgrad import DeferredWork, deferring_weight_grads
-from moefold.model.residual import ResidualStream
+from moefold.model.norm import ResidualStream
 from moefold.model.step_borders import ObservedSteps
 from moefold.model.steps import Around, Carry, PassKey, Step, StepRewrite, run_step_sequence
 from moefold.model.transformer import Transformer

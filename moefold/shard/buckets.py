@@ -228,7 +228,8 @@ class Grouping:
         return [*full, *filling.items(), *held]
 
     def key_of(self, parameter: DeclaredParameter) -> BucketKey:
-        declaration, name = parameter.declaration, parameter.name
+        declaration = parameter.declaration
+        name = parameter.name
         group = self.group_of(parameter)
         unit = self.unit_of(name) if self.unit_of else ""
         # Shares of a stack hold some of its matrices each, so their size is a multiple of one matrix.

@@ -72,7 +72,8 @@ class Publisher:
         self.under_way[number] = PendingGather(bucket.storage, works, sent)
 
     def start_gather(self, bucket: Bucket, wire: Wire) -> Any:
-        replicas, mine = bucket.replicas, wire.mine
+        replicas = bucket.replicas
+        mine = wire.mine
         others = replicas.size - 1
         announce("publish", replicas, mine, mine.nbytes * others)
         return DIST_ALL_GATHER(wire.gathered, mine, group=replicas.group, async_op=True)

@@ -27,7 +27,7 @@ from moefold.config.rules import check_config
 from moefold.config.run import Config
 from moefold.data.corpus import Corpus, load_corpus
 from moefold.data.loader import BatchLoader
-from moefold.data.tokenizer import Tokenizer, load_tokenizer
+from moefold.data.tokenizer import Tokenizer, choose_tokenizer, load_tokenizer
 from moefold.dispatch.build import build_dispatcher
 from moefold.kernels.attention.autotune import known_or_measured_times
 from moefold.kernels.attention.timings import known_times, remember_times
@@ -91,10 +91,11 @@ def assemble_run(
     """Build everything a run needs. `corpus` replaces the text that the configuration names; `weights` fills the model
     with given weights instead of random ones."""
     config = resolve_auto_values(config, world)
+    config = resolve_tokenizer(config, corpus)
     config = check_config(config, world.size)
     require_agreement(config, world)
     torch.manual_seed(config.train.seed)
-    tokenizer = load_tokenizer(config.data.tokenizer, config.data.end_token)
+    tokenizer = load_tokenizer(config.data.tokenizer, config.model.vocab, config.data.end_token)
     if corpus is None:
         corpus = load_corpus(config.data, tokenizer, config.model.vocab)
     loader, validation = make_loaders(config, corpus, world)
@@ -172,6 +173,14 @@ def resolve_auto_values(config: Config, world: World) -> Config:
     precision = training_precision(device, config)
     train = replace(config.train, device=device, precision=precision)
     return replace(config, train=train)
+
+
+def resolve_tokenizer(config: Config, corpus: Corpus | None) -> Config:
+    """The configuration with the tokenizer of its text. A given corpus has no text: auto means bytes, for samples."""
+    tokenizer = choose_tokenizer(config.data, config.model.vocab)
+    if corpus is not None and config.data.tokenizer == "auto":
+        tokenizer = "byte"
+    return replace(config, data=replace(config.data, tokenizer=tokenizer))
 
 
 def make_loaders(config: Config, corpus: Corpus, world: World) -> tuple[BatchLoader, BatchLoader]:

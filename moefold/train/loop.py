@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from moefold.anatomy.model_totals import active_parameters, total_parameters, train_flops_per_token
+from moefold.checkpoint.format.retention import checkpoints_at
 from moefold.checkpoint.format.storage import require_free_space
 from moefold.checkpoint.live.background_saver import BackgroundSaver
 from moefold.checkpoint.live.save import checkpoint_bytes, run_on_rank_zero
@@ -22,6 +23,7 @@ from moefold.comm.host_objects import first_object, gather_objects
 from moefold.config.errors import UserError
 from moefold.config.read import config_as_yaml
 from moefold.config.run import Config
+from moefold.data.tokenizer import LARGEST_BYTE_VOCAB
 from moefold.layout.axes import World
 from moefold.layout.declare import declared_parameters
 from moefold.model.moe.balance import join_pipeline_loads
@@ -31,8 +33,9 @@ from moefold.observe.progress import SilentProgress, compact_number, make_progre
 from moefold.observe.router_stats import DeadExpertWatch, RouterCounts, RouterLog, balance_summary
 from moefold.train.assemble import Run, assemble_run
 from moefold.train.evaluate import sample_text, validation_loss
-from moefold.train.from_hf import starting_weights
+from moefold.train.from_hf import WeightFiller, starting_weights
 from moefold.train.host_duties import any_rank_asks, collect_garbage_manually, stop_requests
+from moefold.train.init_from import checkpoint_weights
 from moefold.train.resume import begin_checkpoint, checkpoint_folder, make_background_saver, resume_run, run_tensors
 from moefold.train.routing_log import RoutingLog, open_routing_log
 from moefold.train.routing_replay import check_replay
@@ -41,20 +44,29 @@ from moefold.train.step_profile import profile_step, profile_text, write_profile
 
 SAMPLE_PROMPT = "def "
 FIRST_STEPS = 3  # after which every parameter should have had a gradient
-LARGEST_BYTE_VOCAB = 1000  # above, a byte tokenizer leaves most of the vocabulary unused
 PROFILED_STEP = 10  # or the last step of a shorter run: by then kernels and caches are warm
 
 
-def run_training(config: Config, world: World, out: Path, resume: str | None, from_hf: Path | None = None) -> None:
-    """Train as configured, from random weights or those of a folder. Every rank calls this."""
-    run_on_rank_zero(partial(claim_run_folder, out, resume), world, out)
+@dataclass(frozen=True)
+class RunStart:
+    """Where a run starts: a checkpoint to resume (`auto` or a path), or weights alone: of a Hugging Face folder, or of
+    a checkpoint. All None: random weights."""
+
+    resume: str | None = None
+    from_hf: Path | None = None
+    init_from: str | None = None
+
+
+def run_training(config: Config, world: World, out: Path, start: RunStart) -> None:
+    """Train as configured. Every rank calls this."""
+    run_on_rank_zero(partial(claim_run_folder, out, start.resume), world, out)
     say = print_line if world.rank == 0 else print_nothing
     # Build the run, and make sure that its checkpoints fit before any step is spent.
-    weights = starting_weights(from_hf, config, world, say) if from_hf else None
+    weights = weights_of_start(start, config, world, out, say)
     run = assemble_run(config, world, out, weights=weights)
     require_space_for_checkpoint(run)
     # Continue from a checkpoint, and write down the settings that are in effect.
-    continues = resume is not None and resume_run(run, resume, say)
+    continues = start.resume is not None and resume_run(run, start.resume, say)
     check_replay(run.config, run.loader, world)
     settings = config_as_yaml(run.config)
     write_settings = partial((out / "config.yaml").write_text, settings)
@@ -73,9 +85,22 @@ def run_training(config: Config, world: World, out: Path, resume: str | None, fr
             say("nothing left to do")
 
 
+def weights_of_start(start: RunStart, config: Config, world: World, out: Path, say: Printer) -> WeightFiller | None:
+    """A function that fills the model, if the run starts from weights; None where a checkpoint is to be resumed, whose
+    weights would replace them."""
+    own = checkpoint_folder(config, out)
+    if start.resume and run_on_rank_zero(partial(checkpoints_at, own), world, own):
+        return None
+    if start.init_from:
+        return checkpoint_weights(start.init_from, config, world, out, say)
+    if start.from_hf:
+        return starting_weights(start.from_hf, config, world, say)
+    return None
+
+
 def require_space_for_checkpoint(run: Run) -> None:
     needed = checkpoint_bytes(run_tensors(run), run.world)
-    check = partial(require_free_space, checkpoint_folder(run), needed)
+    check = partial(require_free_space, checkpoint_folder(run.config, run.out), needed)
     run_on_rank_zero(check, run.world, run.out)
 
 

@@ -16,7 +16,7 @@ from moefold.kernels.bound import BoundKernels
 from moefold.kernels.facts import facts_from_config
 from moefold.layout.axes import World, create_world
 from moefold.model.block import MoeBlock
-from moefold.model.residual import ResidualStream
+from moefold.model.norm import ResidualStream
 from tests.support.models import choices, share
 from tests.support.ranks import run_ranks
 

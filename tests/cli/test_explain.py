@@ -164,7 +164,8 @@ def test_a_number_of_ranks_below_one_is_refused(nproc: str, capsys: pytest.Captu
     assert f"--nproc {nproc} is not legal" in capsys.readouterr().err
 
 
-RARE = {"attention_block", "attention_block_backward", "clamped_swiglu", "expert_bias"}
+RING = {"attention_block", "attention_block_backward", "merge_attention_block"}
+RARE = RING | {"clamped_swiglu", "expert_bias"}
 USED = set(CATALOG) - RARE
 
 
@@ -174,7 +175,7 @@ def test_the_kernels_shown_are_those_the_model_uses(explained: Any):
     assert set(gpt_oss["kernels"]) == USED - lacking | its_own
     assert set(explained("tiny", "--pipeline.pair", "true")["kernels"]) == USED
     rings = explained("tiny", "--nproc", "2", "--parallel.cp", "2")
-    assert set(rings["kernels"]) == USED | {"attention_block", "attention_block_backward"}
+    assert set(rings["kernels"]) == USED | RING
     swaps = explained("tiny", "--nproc", "2", "--parallel.cp", "2", "--parallel.context", "all_to_all")
     assert set(swaps["kernels"]) == USED
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import product
 from operator import itemgetter
 from typing import Any
 
@@ -62,15 +63,17 @@ def fresh(case: KernelCase, dtype: torch.dtype | None = None, grad: bool = True)
     return map_tensors(case.inputs, copied)
 
 
-def outcome(function: Callable[..., Any], case: KernelCase, mutates: bool, dtype: torch.dtype | None = None):
+def outcome(function: Callable[..., Any], case: KernelCase, op: KernelOp, dtype: torch.dtype | None = None):
     """All defined results of an implementation: its outputs and its gradients under random output gradients (NaN in
     undefined rows), or, of an op that works in place, the tensors it may have changed."""
-    inputs = fresh(case, dtype, grad=not mutates)
-    if mutates:
+    inputs = fresh(case, dtype, grad=op.differentiable)
+    if op.mutates:
         assert function(*inputs) is None
         return {f"input {i}": x for i, x in enumerate(inputs) if is_float(x)}
     out = function(*inputs)
     outputs = out if isinstance(out, tuple) else (out,)
+    if not op.differentiable:
+        return {f"output {i}": case.defined(y) for i, y in enumerate(outputs)}
     differentiable = [y for y in outputs if y.requires_grad]
     generator = torch.Generator().manual_seed(7)
     directions = [torch.randn(y.shape, generator=generator).to(y.device, y.dtype) for y in differentiable]
@@ -95,9 +98,9 @@ def error(a: torch.Tensor, b: torch.Tensor) -> float:
 
 def check(op: KernelOp, implementation: Callable[..., Any], case: KernelCase, dtype: str) -> None:
     """The implementation agrees with the op's reference in fp64, and returns the dtypes the reference returns."""
-    mine = outcome(implementation, case, op.mutates)
-    plain = outcome(op.reference, case, op.mutates)
-    exact = outcome(op.reference, case, op.mutates, torch.float64)
+    mine = outcome(implementation, case, op)
+    plain = outcome(op.reference, case, op)
+    exact = outcome(op.reference, case, op, torch.float64)
     assert mine.keys() == exact.keys()
     for name, value in mine.items():
         about = f"{op.name}, {dtype}, case '{case.name}', {name}"
@@ -128,7 +131,7 @@ def test_an_implementation_agrees_with_the_reference_on_cuda(op, implementation,
 
 def same_twice(op: KernelOp, implementation: str, case: KernelCase) -> None:
     function = OPS[op.name].implementations[implementation]
-    first, second = (outcome(function, case, op.mutates) for _ in range(2))
+    first, second = (outcome(function, case, op) for _ in range(2))
     for name, value in first.items():
         same = value is second[name] is None or torch.equal(value, second[name])
         assert same, f"{op.name} {implementation}, case '{case.name}': {name} differs between two runs"
@@ -175,7 +178,7 @@ def test_a_wrong_implementation_is_caught_and_the_case_is_named(wrong, what):
     assert f"case '{case.name}', {what}" in str(caught.value)
 
 
-@pytest.mark.parametrize("op", [name for name, op in OPS.items() if not op.mutates])
+@pytest.mark.parametrize("op", [name for name, op in OPS.items() if op.differentiable])
 def test_the_gradients_of_a_reference_are_those_of_finite_differences(op):
     checked = 0
     for case in cases(OPS[op], "cpu", "fp64"):
@@ -255,17 +258,16 @@ def plain_attention_block(q, k, v, scale, ahead, window):
     out, lse = [], []
     for qs, ks, vs in zip(q, k, v, strict=True):
         out.append([])
-        lse.append([])
+        lse.append([[] for _ in range(heads)])
         for s, row in enumerate(qs):
             seen = seen_keys(s, len(ks), ahead, window)
             out[-1].append([])
-            lse[-1].append([])
             for h, head in enumerate(row):
                 g = h // (heads // groups)
                 scores = [dot(head, ks[t][g]) * scale for t in seen]
                 weights = softmax(scores) if seen else []
                 out[-1][-1].append([dot(weights, [vs[t][g][d] for t in seen]) for d in range(value_width)])
-                lse[-1][-1].append(math.log(math.fsum(math.exp(x) for x in scores)) if seen else -math.inf)
+                lse[-1][h].append(math.log(math.fsum(math.exp(x) for x in scores)) if seen else -math.inf)
     return out, lse
 
 
@@ -277,14 +279,27 @@ def plain_attention_block_backward(dy, q, k, v, lse, delta, scale, ahead, window
             for h, head in enumerate(row):
                 g = h // (heads // groups)
                 for t in seen_keys(s, len(ks), ahead, window):
-                    p = math.exp(dot(head, ks[t][g]) * scale - lse[b][s][h])
-                    ds = p * (dot(dy[b][s][h], vs[t][g]) - delta[b][s][h]) * scale
+                    p = math.exp(dot(head, ks[t][g]) * scale - lse[b][h][s])
+                    ds = p * (dot(dy[b][s][h], vs[t][g]) - delta[b][h][s]) * scale
                     for d in range(len(head)):
                         dq[b][s][h][d] += ds * ks[t][g][d]
                         dk[b][t][g][d] += ds * head[d]
                     for d in range(len(vs[t][g])):
                         dv[b][t][g][d] += p * dy[b][s][h][d]
     return dq, dk, dv
+
+
+def plain_merge_attention_block(out, lse, part, part_lse):
+    def exp(x: float) -> float:
+        return 0.0 if x == -math.inf else math.exp(x)
+
+    for b, s, h in product(range(len(out)), range(len(out[0])), range(len(out[0][0]))):
+        old, new = exp(lse[b][h][s]), exp(part_lse[b][h][s])
+        total = old + new
+        pairs = zip(out[b][s][h], part[b][s][h], strict=True)
+        out[b][s][h] = [(old * a + new * c) / (total or 1.0) for a, c in pairs]
+        lse[b][h][s] = math.log(total) if total else -math.inf
+    return out, lse, part, part_lse
 
 
 def plain_rmsnorm(x, w, eps):
@@ -488,13 +503,16 @@ def test_a_reference_equals_its_formula_in_plain_python(op):
 
 
 GROUPED = [(1, 1, "best_two"), (4, 2, "best_two"), (4, 1, "best"), (2, 1, "best_two"), (4, 4, "best")]
+WAYS = [  # score and normalize; a rule says that weights of softmax_chosen are normalised over the chosen
+    ("softmax_chosen", "chosen"),
+    *product(("softmax", "sigmoid"), ("chosen", "all", "none")),
+]
 SPAN = TokenSpan(3, 3, 1)  # five tokens: two of the first sequence, three of the second, none of the third
 IMPOSED = {"chosen": None, "imposed": [[0, 5], [7, 2], [3, -1], [-1, 4], [-1, -1]]}
 
 
 @pytest.mark.parametrize("imposed", IMPOSED)
-@pytest.mark.parametrize("normalize", ["chosen", "all", "none"])
-@pytest.mark.parametrize("score", ["softmax", "softmax_chosen", "sigmoid"])
+@pytest.mark.parametrize(("score", "normalize"), WAYS)
 def test_every_way_of_choosing_equals_its_formula_and_its_gradients_those_of_finite_differences(
     score: str, normalize: str, imposed: str
 ):

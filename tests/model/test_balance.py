@@ -32,13 +32,11 @@ from moefold.kernels.routing.router_spec import RouterSpec
 from moefold.layout.axes import Axis, World, create_world, single_rank_world
 from moefold.model.initialise import initialise_parameters
 from moefold.model.moe.balance import (
-    ExpertLoad,
-    balance_losses,
     remember_global_shares,
     sum_loads_over_ranks,
     update_selection_biases,
 )
-from moefold.model.moe.router import Router
+from moefold.model.moe.router import ExpertLoad, Router, balance_losses
 from moefold.model.steps import Step, run_step_sequence
 from moefold.train.assemble import Run, assemble_run, default_dtype
 from moefold.train.parity import TraceEntry, first_mismatch, random_corpus, trace_one_step
@@ -77,7 +75,7 @@ def loss(logits_TE: torch.Tensor, ids_TK: torch.Tensor, sequences: int, **moe: A
     load.count(counts_BE, ids_TK, ids_TK)
     remember_global_shares([load], ALONE)
     how = with_moe_keys(MoeConfig(), **{"experts": experts, "top_k": k, **moe})
-    return balance_losses(counts_BE, sums[0], sums[1], how, load, ALONE)
+    return balance_losses(counts_BE, sums[0], sums[1], how, load, torch.nn.Identity())
 
 
 @pytest.mark.parametrize("over", OVER)

@@ -21,7 +21,7 @@ from moefold.layout.axes import World
 from moefold.layout.declare import declared_parameters
 from moefold.model.block import Block, DenseBlock, MoeBlock, make_transformer_block
 from moefold.model.initialise import initialise_parameters
-from moefold.model.residual import ResidualStream
+from moefold.model.norm import ResidualStream
 from moefold.train.assemble import default_dtype
 from tests.model.test_router import logits_by_loop, routed_by_loop
 from tests.model.test_transport import plan_by_loop, taken_by_loop

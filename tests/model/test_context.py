@@ -17,12 +17,10 @@ from moefold.kernels.facts import Facts
 from moefold.layout.axes import World, create_world, single_rank_world
 from moefold.model.attention.context_parallel import (
     CONTEXT_MECHANISMS,
-    AttendSpec,
     ContextMechanism,
     causal_chunk_pairs,
     choose_context_mechanism,
 )
-from moefold.model.token_layout import TokenShard
 from tests.support.models import share
 from tests.support.ranks import run_ranks
 
@@ -71,7 +69,6 @@ def inputs(form: Form) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor |
 
 def outcome(
     context: ContextMechanism,
-    mine: TokenShard,
     qkv: list[torch.Tensor],
     dy: torch.Tensor,
     sinks: torch.Tensor | None,
@@ -80,7 +77,7 @@ def outcome(
     """Result and gradients, the sinks' last."""
     leaves = [x.clone().requires_grad_() for x in (*qkv, *(() if sinks is None else (sinks,)))]
     q, k, v, *sink = leaves
-    y = context(q, k, v, mine, AttendSpec(form.scale, form.window, *sink))
+    y = context(q, k, v, form.scale, form.window, sink[0] if sink else None, None)
     return [y.detach(), *torch.autograd.grad(y, leaves, dy)]
 
 
@@ -88,11 +85,8 @@ def errors(world: World) -> dict[tuple[str, str, str, int], dict[str, float]]:
     """How far this rank is from its positions of whole attention, for every mechanism. The sinks' gradient is one
     summand on every rank."""
     found = {}
-    everything, one = (
-        choose_context_mechanism("ring", BINDINGS["reference"], single_rank_world()),
-        share(SEQUENCES, LENGTH),
-    )
-    whole = {name: outcome(everything, one, *inputs(form), form) for name, form in FORMS.items()}
+    everything = choose_context_mechanism("ring", BINDINGS["reference"], single_rank_world())
+    whole = {name: outcome(everything, *inputs(form), form) for name, form in FORMS.items()}
     for node_size in NODE_SIZES[world.size]:
         here = create_world(world.rank, world.size, world.device, ParallelConfig(cp=world.size), node_size)
         mine = share(SEQUENCES, LENGTH, here)
@@ -105,7 +99,7 @@ def errors(world: World) -> dict[tuple[str, str, str, int], dict[str, float]]:
                     continue  # the others know of no nodes
                 for binding, kernels in BINDINGS.items():
                     context = choose_context_mechanism(mechanism, kernels, here)
-                    values = outcome(context, mine, parts, d_part, sinks, form)
+                    values = outcome(context, parts, d_part, sinks, form)
                     values = [all_reduce_no_grad(x.clone(), here.axis("cp")) if x.dim() == 1 else x for x in values]
                     off = [(a - b).abs().max().item() for a, b in zip(values, expected, strict=True)]
                     found[mechanism, binding, name, node_size] = dict(zip(NAMES, off, strict=False))
@@ -136,11 +130,9 @@ def test_a_mechanism_equals_whole_attention_forward_and_backward(size: int, mech
 @pytest.mark.parametrize("form", FORMS)
 def test_alone_nothing_is_met_and_the_kernel_is_called(form: str, mechanism: str):
     (q, k, v), _, sinks = inputs(FORMS[form])
-    sight = AttendSpec(FORMS[form].scale, FORMS[form].window, sinks)
-    found = choose_context_mechanism(mechanism, BINDINGS["reference"], single_rank_world())(
-        q, k, v, share(SEQUENCES, LENGTH), sight
-    )
-    assert torch.equal(found, attention.reference(q, k, v, *sight))
+    settings = (FORMS[form].scale, FORMS[form].window, sinks, None)
+    alone = choose_context_mechanism(mechanism, BINDINGS["reference"], single_rank_world())
+    assert torch.equal(alone(q, k, v, *settings), attention.reference(q, k, v, *settings))
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])

@@ -17,9 +17,10 @@ from moefold.kernels.bound import BoundKernels
 from moefold.kernels.facts import Facts
 from moefold.layout.axes import Axis, World, create_world
 from moefold.model.initialise import initialise_parameters
-from moefold.model.moe.balance import ExpertLoad
-from moefold.model.moe.forced_routing import recorded_choices, round_robin_experts
-from moefold.model.residual import ResidualStream
+from moefold.model.moe.forced_routing import recorded_choices
+from moefold.model.moe.router import ExpertLoad
+from moefold.model.moe.sequence_choice import round_robin_experts
+from moefold.model.norm import ResidualStream
 from moefold.model.token_layout import TokenShard
 from moefold.model.transformer import Transformer
 from moefold.train.assemble import default_dtype

@@ -16,7 +16,7 @@ from moefold.layout.axes import World, create_world
 from moefold.model.block import MoeBlock, make_transformer_block
 from moefold.model.initialise import initialise_parameters
 from moefold.model.moe.layer import MoeSublayer
-from moefold.model.residual import ResidualStream
+from moefold.model.norm import ResidualStream
 from moefold.model.steps import Carry
 from tests.support.models import choices, share
 from tests.support.ranks import run_ranks

@@ -29,7 +29,7 @@ from moefold.layout.axes import World, create_world, single_rank_world
 from moefold.layout.labels import IGNORE_INDEX
 from moefold.model.initialise import initialise_parameters
 from moefold.model.mtp import labels_shifted_by
-from moefold.model.residual import ResidualStream
+from moefold.model.norm import ResidualStream
 from moefold.model.steps import run_step_sequence
 from moefold.model.transformer import Transformer
 from moefold.train.assemble import Run, assemble_run, default_dtype

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moefold.kernels.routing.router_ops import sum_by_sequence
 from moefold.layout.axes import Axis, World, single_rank_world
 from moefold.model.token_layout import TokenShard, make_token_shard
 from tests.support.ranks import run_ranks
@@ -71,7 +72,7 @@ def test_every_token_is_on_one_rank_with_its_sequence(sequences: int, cp: int, t
             of_context_C = share.slice_for_cp_rank(tokens_BS)
             mine_T = of_context_C.tensor_split(tp)[share.tp.index]
             assert torch.equal(share.sequence_index_T, mine_T // length)
-            of_each_B = share.span.sum(mine_T[:, None])[:, 0].tolist()
+            of_each_B = sum_by_sequence(mine_T[:, None], share.span)[:, 0].tolist()
             assert of_each_B == [int(mine_T[mine_T // length == b].sum()) for b in range(sequences)]
             found += mine_T.tolist()
     assert sorted(found) == list(range(sequences * length))

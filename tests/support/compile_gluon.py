@@ -36,15 +36,16 @@ def compile_for_hopper(kernel: Any, types: dict[str, str], constants: dict[str, 
     return compile_kernel(source, target=HOPPER, options=options).asm["ptx"]
 
 
-def attention_kernels(width: int) -> Iterator[tuple[str, str]]:
+def attention_kernels(width: int, causal: bool) -> Iterator[tuple[str, str]]:
     head = tensor_descriptor(1, 64, width)
     types = dict.fromkeys(("q_desc", "k_desc", "v_desc", "dy_desc", "dk_desc", "dv_desc"), head)
     types |= {"ds_desc": tensor_descriptor(64, 64), "dq_desc": tensor_descriptor(1, 64, 64)}
     types |= {"statistics": FP32, "scale": "fp32"}
-    constants = {"D": width, "STAGES": backward_hopper_launch.STAGES[width]}
+    constants = {"D": width, "STAGES": backward_hopper_launch.STAGES[width], "CAUSAL": causal}
+    about = f"{width}, {'causal' if causal else 'all keys'}"
     dkdv, dq = backward_hopper.attention_dkdv_hopper, backward_hopper.attention_dq_hopper
-    yield f"dk and dv, {width}", compile_for_hopper(dkdv, types, constants, {"num_warps": 4})
-    yield f"dq, {width}", compile_for_hopper(dq, types, constants, {"num_warps": 4, "maxnreg": 128})
+    yield f"dk and dv, {about}", compile_for_hopper(dkdv, types, constants, {"num_warps": 4})
+    yield f"dq, {about}", compile_for_hopper(dq, types, constants, {"num_warps": 4, "maxnreg": 128})
 
 
 COLUMNS = grouped_gemm_launch.TILE_COLUMNS
@@ -72,7 +73,8 @@ def expert_kernels() -> Iterator[tuple[str, str]]:
 
 
 def main() -> None:
-    for kernels in (attention_kernels(64), attention_kernels(128), expert_kernels()):
+    attention = [attention_kernels(width, causal) for width in (64, 128) for causal in (True, False)]
+    for kernels in (*attention, expert_kernels()):
         for name, ptx in kernels:
             products = ptx.count("wgmma.mma_async")
             print(f"{name}: {products} wgmma instructions")

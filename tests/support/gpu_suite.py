@@ -14,6 +14,7 @@ from tests.support.marked_suite import conclude, read_suite_options, run_part, t
 
 BYTES_PER_PROCESS = 20 << 30  # the largest of these tests trains a layer of Mixtral-8x7B
 MOST_PROCESSES = 6
+NO_PAGES = "--ignore=tests/web"  # no test of a page needs a GPU, and GPU machines often lack what pages need
 
 
 def main() -> int:
@@ -21,9 +22,10 @@ def main() -> int:
     if not torch.cuda.is_available():
         return tell_missing("no CUDA device here (torch.cuda.is_available() is false)")
     processes = side_by_side()
+    beside = ("-n", str(processes), "--dist", "worksteal")
     parts = [
-        run_part(f"{processes} side by side", "-m", "gpu and not alone", "-n", str(processes), "--dist", "worksteal"),
-        run_part("alone", "-m", "gpu and alone"),
+        run_part(f"{processes} side by side", NO_PAGES, "-m", "gpu and not alone", *beside),
+        run_part("alone", NO_PAGES, "-m", "gpu and alone"),
     ]
     device = f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
     return conclude("Tests on a GPU", "tests.support.gpu_suite", device, options, parts)

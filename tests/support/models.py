@@ -16,8 +16,8 @@ from moefold.layout.axes import World, single_rank_world
 from moefold.model.attention.context_parallel import choose_context_mechanism
 from moefold.model.attention.gqa import GroupedQueryAttention
 from moefold.model.attention.mla import LatentAttention
+from moefold.model.norm import ResidualStream
 from moefold.model.parts import ModelParts
-from moefold.model.residual import ResidualStream
 from moefold.model.token_layout import TokenShard
 from moefold.model.transformer import Transformer
 

@@ -11,7 +11,7 @@ import torch
 from moefold.bench.curves import curves_config
 from moefold.comm.byte_counters import counted_bytes_sent
 from moefold.config.errors import RunFailure
-from moefold.config.run import ParallelConfig
+from moefold.config.run import CapacityConfig, ParallelConfig
 from moefold.layout.axes import World, single_rank_world
 from moefold.layout.labels import IGNORE_INDEX
 from moefold.presets.zoo import PRESETS
@@ -87,9 +87,11 @@ def test_a_report_can_be_read_long_after_its_step():
     assert all(report.seconds > 0 for report in late)
 
 
-def run_on_gpu(gradients: str = "fp32", main: str = "fp32") -> Run:
+def run_on_gpu(gradients: str = "fp32", main: str = "fp32", capacity: CapacityConfig | None = None) -> Run:
     """Of sizes that every fast kernel takes."""
     config = curves_config("cuda", 100)
+    moe = replace(config.model.moe, capacity=capacity or CapacityConfig())
+    config = replace(config, model=replace(config.model, moe=moe))
     config = replace(config, optim=replace(config.optim, gradients=gradients, main=main))
     config = replace(config, train=replace(config.train, global_batch=4, micro_batch=4 if gradients == "bf16" else 2))
     return assemble_run(config, single_rank_world("cuda"), Path("."), random_corpus(config))
@@ -101,9 +103,17 @@ def steps(run: Run, count: int) -> list[StepReport]:
 
 @pytest.mark.gpu
 @gpu
-@pytest.mark.parametrize(("gradients", "main"), [("fp32", "fp32"), ("bf16", "split")])
-def test_on_a_gpu_a_step_waits_for_nothing(gradients: str, main: str):
-    run = run_on_gpu(gradients, main)
+@pytest.mark.parametrize(
+    ("gradients", "main", "capacity"),
+    [
+        ("fp32", "fp32", CapacityConfig()),
+        ("bf16", "split", CapacityConfig()),
+        ("fp32", "fp32", CapacityConfig(factor=1.25, pad_rows=16)),
+        ("fp32", "fp32", CapacityConfig(factor=1.0, pad=True)),
+    ],
+)
+def test_on_a_gpu_a_step_waits_for_nothing(gradients: str, main: str, capacity: CapacityConfig):
+    run = run_on_gpu(gradients, main, capacity)
     steps(run, 3)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")

@@ -180,7 +180,8 @@ def essential_values(model: ModelConfig) -> dict[str, Any]:
 
 def unused_keys(model: ModelConfig) -> set[str]:
     """The keys that have no effect on what this model computes."""
-    moe, router = model.moe, model.moe.router
+    moe = model.moe
+    router = model.moe.router
     unused = set(TRAINING_KEYS) | unused_rope_keys(model.attention.rope)
     if model.attention.kind != "mla":
         unused.update(MLA_KEYS)
@@ -222,7 +223,8 @@ def write_and_read_back(family: ModelFamily, model: ModelConfig) -> tuple[dict[s
         model_again = read_model_config(family, written_options)
     except UserError as refused:
         return written, list(refused.problems)
-    expected, again = essential_values(model), essential_values(model_again)
+    expected = essential_values(model)
+    again = essential_values(model_again)
     differences: list[str] = []
     for key, value in expected.items():
         if key not in again or not nearly_equal(value, again[key]):

@@ -146,7 +146,8 @@ def decode_mxfp4(codes: torch.Tensor, powers: torch.Tensor) -> torch.Tensor:
     """(..., n, 16) bytes and (..., n) biased powers of two -> (..., 32 n). The low four bits of a byte come first.
     bf16 represents every value exactly."""
     table = torch.tensor(FP4_VALUES, dtype=torch.float32)
-    low, high = codes & 15, codes >> 4
+    low = codes & 15
+    high = codes >> 4
     pairs = torch.stack((low, high), dim=-1).long()
     exponents = powers.int() - EXPONENT_BIAS
     values = torch.ldexp(table[pairs], exponents[..., None, None])

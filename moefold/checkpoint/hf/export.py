@@ -116,7 +116,8 @@ class GatheredBoxes:
         self.contributed = scatter_objects(contributed, world.everyone)
 
     def fetch_box(self, name: str, box: Box) -> torch.Tensor:
-        dtype, device = self.dtypes[name], self.world.device
+        dtype = self.dtypes[name]
+        device = self.world.device
         values = torch.zeros(box_sizes(box), dtype=dtype, device=device)
         if name in self.contributed:
             self.copy_overlap(self.held[name], box, values)

@@ -15,7 +15,8 @@ from moefold.checkpoint.hf.name_table import NameTable
 from moefold.checkpoint.hf.rope_options import read_rope_options, write_rope_options
 from moefold.config.run import ModelConfig
 
-FULL, SLIDING = "full_attention", "sliding_attention"  # values of layer_types
+FULL = "full_attention"  # values of layer_types
+SLIDING = "sliding_attention"
 
 
 @dataclass(frozen=True)

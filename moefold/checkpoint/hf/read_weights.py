@@ -41,7 +41,8 @@ def local_tensors(model: nn.Module) -> dict[str, LocalTensor]:
     for name, tensor in model.state_dict().items():
         if name in declared:
             parameter = declared[name]
-            part, stacked = tuple(parameter.part), parameter.declaration.stacked
+            part = tuple(parameter.part)
+            stacked = parameter.declaration.stacked
             held[name] = LocalTensor(tensor.detach(), part, stacked)
         elif is_selection_bias(name):
             part = whole_box(tensor.shape)
@@ -76,7 +77,8 @@ class FolderWeights:
 
 def check_names_and_shapes(weights: FolderWeights, table: NameTable) -> None:
     """Refuse tensors that are missing, left over, or of another shape or dtype than the model's: all at once."""
-    tensors, expected = weights.tensors, table.pieces_by_theirs
+    tensors = weights.tensors
+    expected = table.pieces_by_theirs
     required = {name: pieces[0].their_shape for name, pieces in expected.items()}
     optional = {alias.theirs: required[alias.of] for alias in table.aliases}
     optional |= {placeholder.theirs: placeholder.shape for placeholder in table.placeholders}

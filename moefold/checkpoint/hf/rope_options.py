@@ -119,7 +119,8 @@ def read_yarn_options(
 
 def refuse_turned_limits(inner: ConfigOptions, values: dict[str, Any], rope_dim: int) -> None:
     """Refuse YaRN whose upper limit is below its lower one. Published code then turns its ramp; ours is a step."""
-    theta, length = values["theta"], values["original_length"]
+    theta = values["theta"]
+    length = values["original_length"]
     if theta <= 1 or length <= 0:
         inner.add_problem(f"rope_theta = {theta}, original_max_position_embeddings = {length} is not legal with YaRN")
         return
@@ -130,8 +131,10 @@ def refuse_turned_limits(inner: ConfigOptions, values: dict[str, Any], rope_dim:
     low = dim_with_rotations(values["beta_fast"])
     high = dim_with_rotations(values["beta_slow"])
     if values["round_dims"]:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, rope_dim - 1)
+        low = math.floor(low)
+        high = math.ceil(high)
+    low = max(low, 0)
+    high = min(high, rope_dim - 1)
     if high != low and high - low < NARROWEST:
         inner.add_problem(
             f"original_max_position_embeddings = {length} is not supported: YaRN's limits are in the wrong order with "

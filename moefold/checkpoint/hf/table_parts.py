@@ -39,7 +39,8 @@ def build_name_table(model: ModelConfig, block_pieces: BlockPieces) -> NameTable
         pieces.append(MappedPiece(HEAD, "head.weight", "v d -> v d", sizes))
     for depth in range(model.mtp):
         layer = model.layers + depth
-        theirs, ours = f"model.layers.{layer}.", f"ahead.{depth}."
+        theirs = f"model.layers.{layer}."
+        ours = f"ahead.{depth}."
         pieces += mtp_pieces(model, theirs, ours)
         pieces += block_pieces(model, layer, theirs, ours + "block.")
         # Their MTP layers have copies of the embedding and of the head.
@@ -145,10 +146,12 @@ def latent_attention_pieces(model: ModelConfig, theirs: str, ours: str) -> Piece
 
 def latent_query_pieces(model: ModelConfig, theirs: str, ours: str) -> Pieces:
     a = model.attention
-    their_query, rank = "q_proj.weight", model.hidden
+    their_query = "q_proj.weight"
+    rank = model.hidden
     if a.q_rank:
         # Queries come from a latent, by a down and an up projection.
-        their_query, rank = "q_b_proj.weight", a.q_rank
+        their_query = "q_b_proj.weight"
+        rank = a.q_rank
         rows = [("q_a_proj.weight", "query_down.weight", "r d -> r d")]
         if a.qkv_bias:
             rows.append(("q_a_proj.bias", "query_down.bias", "r -> r"))
@@ -170,7 +173,8 @@ def latent_down_pieces(model: ModelConfig, theirs: str, ours: str) -> Pieces:
     rows = [("weight", "r d -> r d")]
     if a.qkv_bias:
         rows.append(("bias", "r -> r"))
-    latent, rope_key = (0, a.kv_rank), (a.kv_rank, a.rope_dim)
+    latent = (0, a.kv_rank)
+    rope_key = (a.kv_rank, a.rope_dim)
     for name, pattern in rows:
         yield MappedPiece(down + name, f"{ours}latent.{name}", pattern, sizes, {"r": latent})
     for name, pattern in rows:
@@ -185,8 +189,10 @@ def latent_up_pieces(model: ModelConfig, theirs: str, ours: str, value_dim: int)
     nope = a.head_dim - a.rope_dim
     width = nope + value_dim
     sizes = {"h": a.heads, "x": width, "r": a.kv_rank}
-    up, pattern = theirs + "kv_b_proj.weight", "(h x) r -> h x r"
-    key_dims, value_dims = (0, nope), (nope, value_dim)
+    up = theirs + "kv_b_proj.weight"
+    pattern = "(h x) r -> h x r"
+    key_dims = (0, nope)
+    value_dims = (nope, value_dim)
     yield MappedPiece(up, ours + "key.weight", pattern, sizes, {"x": key_dims})
     yield MappedPiece(up, ours + "value.weight", pattern, sizes, {"x": value_dims})
 
@@ -218,7 +224,8 @@ def expert_pieces(
 ) -> Pieces:
     """The three matrices of each expert, which are separate tensors on their side."""
     sizes = {"f": model.moe.ffn, "d": model.hidden}
-    gate_up, down = ours + "experts.gate_up", ours + "experts.down"
+    gate_up = ours + "experts.gate_up"
+    down = ours + "experts.down"
     for e in range(model.moe.experts):
         expert = f"{theirs}experts.{e}."
         gate_name, up_name, down_name = (f"{expert}{name}.weight" for name in names)

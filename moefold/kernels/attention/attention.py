@@ -8,7 +8,7 @@ B sequences, S queries, L keys, H query heads, G key/value heads, D head width, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import wraps
 
 import torch
@@ -19,7 +19,7 @@ from torch.nn.attention.bias import CausalBias, causal_lower_right
 
 from moefold.kernels.attention.masked import MaskedAttentionFunction
 from moefold.kernels.facts import AttentionShape
-from moefold.kernels.registry import KernelCase, register_op, seeded_randn
+from moefold.kernels.registry import CaseInputs, Cases, KernelCase, register_op
 
 SINK_DIMS = 8  # dims added to heads for a sink as a key: kernels need a multiple of 8
 
@@ -170,7 +170,8 @@ PlainAttention = Callable[[Tensor, Tensor, Tensor, float | None], Tensor]
 
 
 def sdpa_unless_plain(plain: PlainAttention) -> Callable[..., Tensor]:
-    """An implementation of attention from one that is causal and no more: anything else is left to SDPA."""
+    """An implementation of attention from one that is causal and no more: anything else, and a sequence of one
+    position, is left to SDPA."""
 
     @wraps(plain)
     def plain_or_sdpa(
@@ -182,7 +183,8 @@ def sdpa_unless_plain(plain: PlainAttention) -> Callable[..., Tensor]:
         sink_H: Tensor | None = None,
         begins_BS: Tensor | None = None,
     ) -> Tensor:
-        if is_plain_causal(q_BSHD, k_BLGD, window, sink_H, begins_BS):
+        one_position = q_BSHD.shape[1] == 1  # cuDNN refuses it
+        if not one_position and is_plain_causal(q_BSHD, k_BLGD, window, sink_H, begins_BS):
             return plain(q_BSHD, k_BLGD, v_BLGV, scale)
         return attention_sdpa(q_BSHD, k_BLGD, v_BLGV, scale, window, sink_H, begins_BS)
 
@@ -268,19 +270,19 @@ ATTENTION_CASE_SIZES = [  # B, S, L, H, G, D, V
 
 
 @attention.register_cases
-def attention_cases(device: str, dtype: torch.dtype) -> Iterator[KernelCase]:
+def attention_cases(draw: CaseInputs) -> Cases:
     for b, s, length, h, g, d, dv in ATTENTION_CASE_SIZES:
-        q = seeded_randn(device, dtype, b, s, h, d)
-        k = seeded_randn(device, dtype, b, length, g, d, seed=1)
-        v = seeded_randn(device, dtype, b, length, g, dv, seed=2)
+        q = draw.normal(b, s, h, d)
+        k = draw.normal(b, length, g, d, seed=1)
+        v = draw.normal(b, length, g, dv, seed=2)
         name = f"{b}x{s} on {length}, {h}/{g} heads of {d}"
         if dv != d:
             name += f", values of {dv}"
         shape = AttentionShape(length, h, g, d, dv)
         square = s == length
         yield KernelCase(name, (q, k, v), attention=shape, square=square)
-        sink = seeded_randn(device, dtype, h, seed=3)
-        begins = random_document_begins(device, b, length)[:, -s:]
+        sink = draw.normal(h, seed=3)
+        begins = random_document_begins(draw.device, b, length)[:, -s:]
         for about, masking in maskings(sink, begins).items():
             inputs = (q, k, v, *masking)
             yield KernelCase(f"{name}, {about}", inputs, attention=shape, sees_all=False, square=square)

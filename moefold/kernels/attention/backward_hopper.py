@@ -1,5 +1,5 @@
-"""Backward of causal attention for Hopper, in Gluon: scores are computed once and each sum has one owner, so no product
-is done twice and two runs agree to the bit.
+"""Backward of attention for Hopper, in Gluon: scores are computed once and each sum has one owner, so no product is
+done twice and two runs agree to the bit. Attention is causal or, for blocks of ring attention, over all keys.
 
     P = exp(S - lse)    dP = dO V^T    dS = P (dP - delta)    dK = dS^T Q    dV = P^T dO    dQ = dS K
 
@@ -37,12 +37,16 @@ thread_barrier = getattr(gl, "thread_barrier", None) or gl.barrier  # the name b
 
 
 @gluon.jit
-def ds_tile_first_row(head, n, t, T):
-    """The first row of tile (n, t) of a head's dS^T. Key block n is seen by query tiles from 2 n on."""
+def ds_tile_first_row(head, n, t, T, CAUSAL: gl.constexpr):
+    """The first row of tile (n, t) of a head's dS^T. Key block n is seen by all query tiles or, if causal, by those
+    from 2 n on."""
     N = T // 2
-    tiles_per_head = N * T - N * (N - 1)
-    tile = head * tiles_per_head + n * T - n * (n - 1) + t - 2 * n
-    return tile * 128
+    tiles_per_head = N * T
+    tile = n * T + t
+    if CAUSAL:
+        tiles_per_head -= N * (N - 1)
+        tile -= n * (n + 1)
+    return (head * tiles_per_head + tile) * 128
 
 
 @gluon.jit
@@ -65,7 +69,7 @@ def broadcast_to_rows(x, layout: gl.constexpr):
 
 
 @gluon.jit
-def fetch_queries(descs, statistics, bufs, bars, at, D: gl.constexpr, STAGES: gl.constexpr):
+def fetch_queries(descs, statistics, bufs, bars, at, D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr):
     """The producer: keys and values once; then queries, output gradients and statistics, tile by tile, head by head."""
     q_desc, k_desc, v_desc, dy_desc = descs
     q_bufs, k_bufs, v_bufs, dy_bufs, stat_bufs = bufs
@@ -78,12 +82,13 @@ def fetch_queries(descs, statistics, bufs, bars, at, D: gl.constexpr, STAGES: gl
         fetch_positions(k_desc, here, keys_full, k_bufs.index(w), D)
         fetch_positions(v_desc, here, keys_full, v_bufs.index(w), D)
     lanes: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
-    tiles = T - 2 * n
+    first_tile = 2 * n if CAUSAL else 0
+    tiles = T - first_tile
     # main loop over query heads and tiles: wait for a free stage, then fill it
     for i in range(GROUP * tiles):
         s = i % STAGES
         h = g * GROUP + i // tiles
-        t = 2 * n + i % tiles
+        t = first_tile + i % tiles
         bar = full.index(s)
         # statistics of this tile, read early
         tile = (b * H + h) * T + t
@@ -104,10 +109,10 @@ def fetch_queries(descs, statistics, bufs, bars, at, D: gl.constexpr, STAGES: gl
 
 
 @gluon.jit
-def initial_scores(stat_buf, t, W: gl.constexpr, layout: gl.constexpr):
+def initial_scores(stat_buf, t, W: gl.constexpr, layout: gl.constexpr, CAUSAL: gl.constexpr):
     """The accumulator that S^T starts from: minus lse, or minus infinity where a query does not see a key."""
     start = broadcast_to_rows(stat_buf.slice(0, 64), layout)
-    if t <= W:  # the tile lies on the diagonal, or above it
+    if CAUSAL and t <= W:  # the tile lies on the diagonal, or above it
         rows: gl.constexpr = gl.SliceLayout(1, layout)
         keys = gl.arange(0, 64, rows) + 64 * W
         columns: gl.constexpr = gl.SliceLayout(0, layout)
@@ -118,7 +123,9 @@ def initial_scores(stat_buf, t, W: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
-def accumulate_dkdv(outs, bufs, ds_bufs, bars, at, scale, W: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr):
+def accumulate_dkdv(
+    outs, bufs, ds_bufs, bars, at, scale, W: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr
+):  # fmt: skip
     """A consumer: gradients of 64 keys and values, and their dS^T. W: which half of the program's 128 keys."""
     dk_desc, dv_desc, ds_desc = outs
     q_bufs, k_bufs, v_bufs, dy_bufs, stat_bufs = bufs
@@ -131,7 +138,8 @@ def accumulate_dkdv(outs, bufs, ds_bufs, bars, at, scale, W: gl.constexpr, D: gl
     left: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
     of_keys = gl.zeros([64, D], gl.float32, layout)
     of_values = gl.zeros([64, D], gl.float32, layout)
-    tiles = T - 2 * n
+    first_tile = 2 * n if CAUSAL else 0
+    tiles = T - first_tile
     mbarrier.wait(keys_full, 0)
     # main loop over query heads and tiles
     for i in range(GROUP * tiles):
@@ -144,7 +152,7 @@ def accumulate_dkdv(outs, bufs, ds_bufs, bars, at, scale, W: gl.constexpr, D: gl
         phase = (i // STAGES) & 1
         mbarrier.wait(filled, phase)
         # S^T = K Q^T - lse and dP^T = V dO^T - delta
-        scores = initial_scores(stat, t, W, square)
+        scores = initial_scores(stat, t, W, square, CAUSAL)
         keys = k_bufs.index(W)
         q_columns = q.permute((1, 0))
         scores = warpgroup_mma(keys, q_columns, scores, is_async=True)
@@ -168,7 +176,7 @@ def accumulate_dkdv(outs, bufs, ds_bufs, bars, at, scale, W: gl.constexpr, D: gl
         ds_buf.store(ds)
         fence_async_shared()
         head = local * GROUP + i // tiles
-        row = ds_tile_first_row(head, n, 2 * n + t, T) + 64 * W
+        row = ds_tile_first_row(head, n, first_tile + t, T, CAUSAL) + 64 * W
         tma.async_copy_shared_to_global(ds_desc, [row, 0], ds_buf)
         # the stage is free once both products have read it
         of_values, of_keys, p_left, ds_left = warpgroup_mma_wait(0, deps=(of_values, of_keys, p_left, ds_left))
@@ -189,7 +197,7 @@ def accumulate_dkdv(outs, bufs, ds_bufs, bars, at, scale, W: gl.constexpr, D: gl
 @gluon.jit
 def attention_dkdv_hopper(
     q_desc, k_desc, v_desc, dy_desc, dk_desc, dv_desc, ds_desc, statistics,
-    unit, units, T, H, GROUP, band, scale, D: gl.constexpr, STAGES: gl.constexpr,
+    unit, units, T, H, GROUP, band, scale, D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """dK, dV and dS^T of so many units from `unit` on."""
     # prologue: shared memory
@@ -227,9 +235,9 @@ def attention_dkdv_hopper(
     # two consumer warpgroups and one producer warp
     gl.warp_specialize(
         [
-            (accumulate_dkdv, (outs, bufs, ds_bufs, bars, at, scale, 0, D, STAGES)),
-            (accumulate_dkdv, (outs, bufs, ds_bufs, bars, at, scale, 1, D, STAGES)),
-            (fetch_queries, (inputs, statistics, bufs, bars, at, D, STAGES)),
+            (accumulate_dkdv, (outs, bufs, ds_bufs, bars, at, scale, 0, D, STAGES, CAUSAL)),
+            (accumulate_dkdv, (outs, bufs, ds_bufs, bars, at, scale, 1, D, STAGES, CAUSAL)),
+            (fetch_queries, (inputs, statistics, bufs, bars, at, D, STAGES, CAUSAL)),
         ],
         [4, 1],
         [240, 24],
@@ -237,13 +245,13 @@ def attention_dkdv_hopper(
 
 
 @gluon.jit
-def fetch_keys_and_ds(k_desc, ds_desc, bufs, bars, at, D: gl.constexpr, STAGES: gl.constexpr):
+def fetch_keys_and_ds(k_desc, ds_desc, bufs, bars, at, D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr):
     """The producer: 64 keys at a time, and their dS^T for two query tiles."""
     k_bufs, ds_bufs = bufs
     full, empty = bars
-    b, g, h, m, local, T = at
+    b, g, h, m, key_blocks, local, T = at
     # main loop over keys, 64 at a time: wait for a free stage, then fill it
-    for i in range(2 * (m + 1)):
+    for i in range(2 * key_blocks):
         s = i % STAGES
         bar = full.index(s)
         free = empty.index(s)
@@ -253,7 +261,7 @@ def fetch_keys_and_ds(k_desc, ds_desc, bufs, bars, at, D: gl.constexpr, STAGES: 
         here = [b, i * 64, g * D]
         fetch_positions(k_desc, here, bar, k_bufs.index(s), D)
         for c in gl.static_range(2):
-            tile_row = ds_tile_first_row(local, i // 2, 2 * m + c, T)
+            tile_row = ds_tile_first_row(local, i // 2, 2 * m + c, T, CAUSAL)
             row = tile_row + (i % 2) * 64
             ds_buf = ds_bufs.index(2 * s + c)
             tma.async_copy_global_to_shared(ds_desc, [row, 0], bar, ds_buf)
@@ -264,12 +272,12 @@ def accumulate_dq(dq_desc, bufs, bars, at, scale, D: gl.constexpr, STAGES: gl.co
     """The consumer: the gradient of 128 queries, two tiles."""
     k_bufs, ds_bufs = bufs
     full, empty = bars
-    b, g, h, m, local, T = at
+    b, g, h, m, key_blocks, local, T = at
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     one = gl.zeros([64, D], gl.float32, layout)
     two = gl.zeros([64, D], gl.float32, layout)
     # main loop over keys, 64 at a time; a stage is freed one step later, when its products are done
-    for i in range(2 * (m + 1)):
+    for i in range(2 * key_blocks):
         s = i % STAGES
         filled = full.index(s)
         phase = (i // STAGES) & 1
@@ -313,7 +321,8 @@ def store_dq_tile(dq_desc, bufs, x, at, FIRST: gl.constexpr, D: gl.constexpr):
 
 @gluon.jit
 def attention_dq_hopper(
-    k_desc, ds_desc, dq_desc, unit, heads, T, H, GROUP, band, scale, D: gl.constexpr, STAGES: gl.constexpr
+    k_desc, ds_desc, dq_desc, unit, heads, T, H, GROUP, band, scale, D: gl.constexpr, STAGES: gl.constexpr,
+    CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """dQ of so many heads, from the first of `unit` on: 128 queries a program, those that see most keys first. Two
     programs fit on a multiprocessor: one is in its prologue or epilogue while the other multiplies."""
@@ -338,14 +347,15 @@ def attention_dq_hopper(
     h = head % H
     g = h // GROUP
     m = T // 2 - 1 - rank
-    at = (b, g, h, m, local, T)
+    key_blocks = m + 1 if CAUSAL else T // 2
+    at = (b, g, h, m, key_blocks, local, T)
     bufs = (k_bufs, ds_bufs)
     bars = (full, empty)
     # one consumer warpgroup and one producer warp
     gl.warp_specialize(
         [
             (accumulate_dq, (dq_desc, bufs, bars, at, scale, D, STAGES)),
-            (fetch_keys_and_ds, (k_desc, ds_desc, bufs, bars, at, D, STAGES)),
+            (fetch_keys_and_ds, (k_desc, ds_desc, bufs, bars, at, D, STAGES, CAUSAL)),
         ],
         [1],
         [24],

@@ -17,6 +17,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from moefold.kernels.attention.backward_hopper import attention_dkdv_hopper, attention_dq_hopper
 from moefold.kernels.attention.heads_triton import (
     empty_gradients,
+    load_delta,
     load_head_block,
     outer_strides,
     program_head,
@@ -31,29 +32,32 @@ PROGRAMS_PER_BAND = 256  # about two for each multiprocessor, a long one and a s
 
 @triton.jit
 def attention_statistics(
-    y, dy, lse, statistics, S, H, tiles, scale, y_b, y_s, y_h, d_b, d_s, d_h, D: tl.constexpr
+    y, dy, delta, lse, statistics, S, H, tiles, scale, y_b, y_s, y_h, d_b, d_s, d_h,
+    DELTA: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """The accumulators' initial values for 64 queries: minus the log-sum-exp, unscaled, and minus delta = sum(dy * y).
-    Behind the end the former is minus infinity: such queries see nothing."""
-    # prologue: results of this program's queries, and their gradients
-    b, h = program_head(H)
-    rows = tl.program_id(0) * 64 + tl.arange(0, 64)
-    y_head = y + b * y_b + h * y_h
-    result = load_head_block(y_head, rows, y_s, S, D, D)
-    dy_head = dy + b * d_b + h * d_h
-    grads = load_head_block(dy_head, rows, d_s, S, D, D)
+    """The accumulators' initial values for 64 queries: minus the log-sum-exp, unscaled, and minus delta, which is given
+    (DELTA) or sum(dy * y). Behind the end the former is minus infinity: such queries see nothing."""
     # the log-sum-exp
+    b, h = program_head(H)
     head = tl.program_id(1).to(tl.int64)
+    rows = tl.program_id(0) * 64 + tl.arange(0, 64)
     sums = tl.load(lse + head * S + rows, mask=rows < S, other=float("inf"))
     tile = head * tiles + tl.program_id(0)
     here = statistics + tile * 128 + tl.arange(0, 64)
     tl.store(here, -sums / scale)
     # delta
-    delta = row_dots(result, grads)
-    tl.store(here + 64, -delta)
+    if DELTA:
+        delta_M = load_delta(delta, head, rows, S)
+    else:
+        y_head = y + b * y_b + h * y_h
+        result = load_head_block(y_head, rows, y_s, S, D, D)
+        dy_head = dy + b * d_b + h * d_h
+        grads = load_head_block(dy_head, rows, d_s, S, D, D)
+        delta_M = row_dots(result, grads)
+    tl.store(here + 64, -delta_M)
 
 
-def hopper_backward_applies(q: Tensor, k: Tensor, scale: float) -> bool:
+def hopper_backward_applies(q: Tensor, k: Tensor, scale: float, causal: bool = True) -> bool:
     """Whether the Hopper kernels can run here; wherever measured, they were faster than Triton's."""
     b, s, h, d = q.shape
     g = k.shape[2]
@@ -66,7 +70,7 @@ def hopper_backward_applies(q: Tensor, k: Tensor, scale: float) -> bool:
         return False
     if d not in HOPPER_HEAD_WIDTHS or q.dtype not in (torch.bfloat16, torch.float16):
         return False
-    return kv_heads_at_once(s, b * g, h // g) > 0
+    return kv_heads_at_once(s, b * g, h // g, causal) > 0
 
 
 def launch_hopper_backward(
@@ -74,21 +78,21 @@ def launch_hopper_backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    y: Tensor,
-    lse_BHS: Tensor,
+    statistics: Tensor,
     scale: float,
+    causal: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv of square causal attention; all tensors but the log-sum-exp are (B, S, heads, D)."""
+    """dq, dk, dv of square attention, causal or over all keys; all tensors but `softmax_statistics` are
+    (B, S, heads, D)."""
     b, s, h, d = q.shape
     g = k.shape[2]
     group = h // g
     all_units = b * g
     blocks = triton.cdiv(s, 128)
-    statistics = softmax_statistics(y, dy, lse_BHS.contiguous(), 2 * blocks, scale)
     dq, dk, dv = empty_gradients(q, k, v)
     # Workspace for dS^T of as many units as fit at once.
-    together = kv_heads_at_once(s, all_units, group)
-    rows = together * group * score_gradient_rows(s)
+    together = kv_heads_at_once(s, all_units, group, causal)
+    rows = together * group * score_gradient_rows(s, causal)
     workspace = torch.empty(rows, 64, dtype=q.dtype, device=q.device)
     # Descriptors of all tensors.
     ds = block_descriptor(workspace, 64, 64)
@@ -99,7 +103,7 @@ def launch_hopper_backward(
     # Rounds of so many units.
     band = triton.cdiv(PROGRAMS_PER_BAND, blocks)
     sizes = (2 * blocks, h, group, band, scale)
-    options = {"D": d, "STAGES": STAGES[d], "num_warps": 4}
+    options = {"D": d, "STAGES": STAGES[d], "CAUSAL": causal, "num_warps": 4}
     for unit in range(0, all_units, together):
         units = min(together, all_units - unit)
         attention_dkdv_hopper[units * blocks,](*inputs, *outputs, unit, units, *sizes, **options)
@@ -109,13 +113,39 @@ def launch_hopper_backward(
     return dq, dk, dv
 
 
-def softmax_statistics(y: Tensor, dy: Tensor, lse_BHS: Tensor, tiles: int, scale: float) -> Tensor:
-    """(B H, tiles, 2, 64): what `attention_statistics` computes."""
-    b, s, h, d = y.shape
-    statistics = torch.empty(b * h, tiles, 2, 64, dtype=torch.float32, device=y.device)
-    strides = outer_strides(y, dy)
-    attention_statistics[tiles, b * h](y, dy, lse_BHS, statistics, s, h, tiles, scale, *strides, d)
+def softmax_statistics(y: Tensor, dy: Tensor, lse_BHS: Tensor, scale: float) -> Tensor:
+    """(B H, tiles, 2, 64): what `attention_statistics` computes, with delta from the results and their gradients."""
+    statistics = empty_statistics(lse_BHS)
+    launch_statistics(y, dy, None, lse_BHS, statistics, scale)
     return statistics
+
+
+def block_statistics(delta_BHS: Tensor, lse_BHS: Tensor, scale: float) -> Tensor:
+    """The same of one block of ring attention, whose delta is known."""
+    statistics = empty_statistics(lse_BHS)
+    launch_statistics(None, None, delta_BHS.contiguous(), lse_BHS, statistics, scale)
+    return statistics
+
+
+def empty_statistics(lse_BHS: Tensor) -> Tensor:
+    b, h, s = lse_BHS.shape
+    tiles = 2 * triton.cdiv(s, 128)
+    return torch.empty(b * h, tiles, 2, 64, dtype=torch.float32, device=lse_BHS.device)
+
+
+def launch_statistics(
+    y: Tensor | None, dy: Tensor | None, delta: Tensor | None, lse_BHS: Tensor, statistics: Tensor, scale: float
+) -> None:
+    h, s = lse_BHS.shape[1:]
+    heads, tiles = statistics.shape[:2]
+    strides = [0] * 6
+    width = 0
+    if y is not None and dy is not None:
+        strides = outer_strides(y, dy)
+        width = y.shape[-1]
+    sums = lse_BHS.contiguous()
+    has_delta = delta is not None
+    attention_statistics[tiles, heads](y, dy, delta, sums, statistics, s, h, tiles, scale, *strides, has_delta, width)
 
 
 def head_descriptor(x_BSHD: Tensor, width: int) -> TensorDescriptor:

@@ -16,7 +16,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moefold.kernels.attention.backward_hopper_launch import hopper_backward_applies, launch_hopper_backward
+from moefold.kernels.attention.backward_hopper_launch import (
+    hopper_backward_applies,
+    launch_hopper_backward,
+    softmax_statistics,
+)
 from moefold.kernels.attention.heads_triton import (
     LOG2E,
     empty_gradients,
@@ -177,7 +181,8 @@ def attention_backward(
     """dq, dk, dv of square causal attention; all tensors but the log-sum-exp are (B, S, heads, D), D a power of two."""
     dy, q, k, v, y = (contiguous_heads(x) for x in (dy, q, k, v, y))
     if hopper_backward_applies(q, k, scale):
-        return launch_hopper_backward(dy, q, k, v, y, lse_BHS, scale)
+        statistics = softmax_statistics(y, dy, lse_BHS, scale)
+        return launch_hopper_backward(dy, q, k, v, statistics, scale)
     b, s, h, d = q.shape
     g = k.shape[2]
     group = h // g

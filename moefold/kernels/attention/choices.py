@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from moefold.kernels.attention.timings import TIMED_TOKENS, AttentionTimes, known_times
+from moefold.kernels.attention.workspace import HOPPER_HEAD_WIDTHS
 from moefold.kernels.choice import Choice, Choices, always_runs
 from moefold.kernels.facts import AttentionShape, Facts
 
@@ -60,13 +61,27 @@ def deterministic_attention_runs(facts: Facts) -> bool:
 
 
 def varlen_attention_runs(facts: Facts) -> bool:
+    return masked_kernels_run(facts) and not is_plain_causal(facts)
+
+
+def masked_kernels_run(facts: Facts) -> bool:
+    """Whether the kernels that read only visible keys can run."""
     shape = facts.attention
-    if is_plain_causal(facts) or shape is None or not offsets_fit_32_bits(shape):
+    if shape is None or not offsets_fit_32_bits(shape):
         return False
     if not fused_attention_runs(facts) or not facts.triton:
         return False
     widest = max(shape.head_dim, shape.value_dim)
     return facts.capability in LARGE_SHARED_MEMORY and widest <= 256
+
+
+def hopper_blocks_run(facts: Facts) -> bool:
+    shape = facts.attention
+    if shape is None or not masked_kernels_run(facts):
+        return False
+    if facts.capability[0] != 9 or shape.head_dim != shape.value_dim:
+        return False
+    return shape.head_dim in HOPPER_HEAD_WIDTHS
 
 
 def measured_times(facts: Facts) -> AttentionTimes:
@@ -151,8 +166,17 @@ ATTENTION_CHOICES = (
     Choice("sdpa", always_runs, "nothing", "never stores the scores", fallback_cost, attention_note("sdpa")),
 )
 
+NEEDS_MASKED_KERNELS = "bf16 on an A100, H100, B200 or their like with Triton, heads of at most 256"
+NO_SCORES = "never stores the scores; sums in a fixed order, so that runs repeat to the bit"
+BLOCK_CHOICES = (
+    Choice("hopper", hopper_blocks_run, "bf16 on Hopper with Triton, heads of 64 or 128", NO_SCORES),
+    Choice("triton", masked_kernels_run, NEEDS_MASKED_KERNELS, NO_SCORES),
+)
+MERGE_CHOICES = (Choice("triton", masked_kernels_run, NEEDS_MASKED_KERNELS, "reads and writes each result once"),)
+
 CHOICES: Choices = {
     "attention": ATTENTION_CHOICES,
-    "attention_block": (),
-    "attention_block_backward": (),
+    "attention_block": BLOCK_CHOICES,
+    "attention_block_backward": BLOCK_CHOICES,
+    "merge_attention_block": MERGE_CHOICES,
 }

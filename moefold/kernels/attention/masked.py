@@ -20,8 +20,9 @@ class MaskedAttentionFunction(torch.autograd.Function):
     def forward(ctx, q_BSHD, k_BLGD, v_BLGV, scale: float, window: int, sink_H, begins_BS):
         from moefold.kernels.attention.masked_triton import masked_attention_forward
 
-        first_BS = first_visible_key(q_BSHD, k_BLGD, window, begins_BS)
-        y_BSHV, lse_BHS = masked_attention_forward(q_BSHD, k_BLGD, v_BLGV, first_BS, sink_H, scale)
+        ahead = k_BLGD.shape[1] - q_BSHD.shape[1]
+        first_BS = first_visible_key(q_BSHD, ahead, window, begins_BS)
+        y_BSHV, lse_BHS = masked_attention_forward(q_BSHD, k_BLGD, v_BLGV, first_BS, sink_H, scale, ahead)
         ctx.save_for_backward(q_BSHD, k_BLGD, v_BLGV, sink_H, first_BS, y_BSHV, lse_BHS)
         ctx.scale = scale
         return y_BSHV
@@ -32,8 +33,10 @@ class MaskedAttentionFunction(torch.autograd.Function):
 
         q, k, v, sink_H, first_BS, y, lse_BHS = ctx.saved_tensors
         until_BL = visible_until_query(first_BS, k.shape[1])
-        dq, dk, dv, delta_BHS = masked_attention_backward(
-            gradients[0], q, k, v, first_BS, until_BL, y, lse_BHS, ctx.scale
+        delta_BHS = torch.empty_like(lse_BHS)
+        ahead = k.shape[1] - q.shape[1]
+        dq, dk, dv = masked_attention_backward(
+            gradients[0], q, k, v, first_BS, until_BL, y, lse_BHS, delta_BHS, ctx.scale, ahead
         )
         d_sink = sink_gradient(sink_H, lse_BHS, delta_BHS)
         return dq, dk, dv, None, None, d_sink, None
@@ -43,14 +46,15 @@ def sink_gradient(sink_H: Tensor | None, lse_BHS: Tensor, delta_BHS: Tensor) -> 
     """The sink's value is zero, so its dP is zero and dS = -P delta."""
     if sink_H is None:
         return None
-    log_p_BHS = sink_H.float()[:, None] - lse_BHS
+    log_p_BHS = sink_H.to(lse_BHS.dtype)[:, None] - lse_BHS
     p_BHS = log_p_BHS.exp()
     d_sink_H = -(p_BHS * delta_BHS).sum((0, 2))
     return d_sink_H.to(sink_H.dtype)
 
 
-def first_visible_key(q_BSHD: Tensor, k_BLGD: Tensor, window: int, begins_BS: Tensor | None) -> Tensor:
-    """The position of the first key that each query sees: the first of its document or, if later, of its window."""
+def first_visible_key(q_BSHD: Tensor, ahead: int, window: int, begins_BS: Tensor | None) -> Tensor:
+    """The position of the first key that each query sees: the first of its document or, if later, of its window. The
+    first query is `ahead` positions behind the first key."""
     b, s = q_BSHD.shape[:2]
     if begins_BS is None:
         first_BS = torch.zeros(b, s, dtype=torch.int32, device=q_BSHD.device)
@@ -58,8 +62,7 @@ def first_visible_key(q_BSHD: Tensor, k_BLGD: Tensor, window: int, begins_BS: Te
         first_BS = begins_BS.int().contiguous()
     if not window:
         return first_BS
-    length = k_BLGD.shape[1]
-    position_S = torch.arange(length - s, length, dtype=torch.int32, device=q_BSHD.device)
+    position_S = torch.arange(ahead, ahead + s, dtype=torch.int32, device=q_BSHD.device)
     first_of_window_S = position_S - (window - 1)
     return first_BS.maximum(first_of_window_S)
 

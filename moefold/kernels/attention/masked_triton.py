@@ -2,8 +2,9 @@
 blocks that no query of a block sees are not read, forward or backward. Each sum has one owner and a fixed order, so two
 runs agree to the bit. `masked.py` defines `first` and `until`. Imported only where Triton is.
 
-B sequences, S queries, which are the last of L positions, H query heads, G key/value heads, D width of keys, V of
-values, each in blocks of a power of two; M queries by N keys are worked on at a time. Scores are to the base of two.
+B sequences, S queries, L keys, H query heads, G key/value heads, D width of keys, V of values, each in blocks of a
+power of two; M queries by N keys are worked on at a time. The first query is `ahead` positions behind the first key.
+Scores are to the base of two.
 """
 
 from __future__ import annotations
@@ -40,16 +41,16 @@ def first_visible(first, b, rows, S, L):
 
 
 @triton.jit
-def visible_keys(rows, columns, first_M, ahead):
-    """(M, N): which keys a query sees, from its first to its own."""
+def visible_keys(rows, columns, first_M, ahead, L):
+    """(M, N): which keys a query sees, from its first to its own or the last there is."""
     key = columns[None, :]
-    own = rows[:, None] + ahead
-    return (key >= first_M[:, None]) & (key <= own)
+    last = tl.minimum(rows + ahead, L - 1)
+    return (key >= first_M[:, None]) & (key <= last[:, None])
 
 
 @triton.jit
 def masked_attention_kernel(
-    q, k, v, first, sink, y, lse, S, L, scale, H, GROUP,
+    q, k, v, first, sink, y, lse, S, L, ahead, scale, H, GROUP,
     q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h, y_b, y_s, y_h,
     SINK: tl.constexpr, D: tl.constexpr, DW: tl.constexpr, V: tl.constexpr, VW: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr,
@@ -75,7 +76,6 @@ def masked_attention_kernel(
     g = h // GROUP
     k_head = k + b * k_b + g * k_h
     v_head = v + b * v_b + g * v_h
-    ahead = L - S
     lowest = tl.load(first + b * S + start)
     end = tl.minimum(start + M + ahead, L)
     # main loop over key blocks, from the first that any query sees
@@ -84,7 +84,7 @@ def masked_attention_kernel(
         columns = n + tl.arange(0, N)
         keys = load_head_block(k_head, columns, k_s, L, D, DW)
         scores = tl.dot(queries, keys.T) * log2_scale
-        visible = visible_keys(rows, columns, first_M, ahead)
+        visible = visible_keys(rows, columns, first_M, ahead, L)
         scores = tl.where(visible, scores, float("-inf"))
         # the new maximum, and what it leaves of the old sums
         higher = tl.maximum(top, tl.max(scores, 1))
@@ -98,8 +98,9 @@ def masked_attention_kernel(
         out = tl.dot(p.to(values.dtype), values, kept_out)
         total = total * kept + tl.sum(p, 1)
         top = higher
-    # epilogue: normalise
+    # epilogue: normalise; a query that saw no key has zeros and minus infinity
     y_head = y + b * y_b + h * y_h
+    total = tl.where(total == 0.0, 1.0, total)
     normalised = out / total[:, None]
     store_head_block(y_head, rows, y_s, S, normalised, V, VW)
     lse_M = (top + tl.log2(total)) / LOG2E
@@ -109,11 +110,13 @@ def masked_attention_kernel(
 
 @triton.jit
 def masked_attention_dq_kernel(
-    q, k, v, dy, first, y, lse, delta, dq, S, L, scale, H, GROUP,
+    q, k, v, dy, first, y, lse, delta, dq, S, L, ahead, scale, H, GROUP,
     q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h, d_b, d_s, d_h, y_b, y_s, y_h, o_b, o_s, o_h,
-    D: tl.constexpr, DW: tl.constexpr, V: tl.constexpr, VW: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    DELTA: tl.constexpr, D: tl.constexpr, DW: tl.constexpr, V: tl.constexpr, VW: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of M queries of one head; and delta = sum(dy * y) per query, for the kernel that follows."""
+    """The gradient of M queries of one head; and, unless DELTA is given, delta = sum(dy * y) per query, for the kernel
+    that follows."""
     # prologue: this program's queries and the gradients of their results
     b, h = program_head(H)
     head = tl.program_id(1).to(tl.int64)
@@ -124,11 +127,14 @@ def masked_attention_dq_kernel(
     dy_head = dy + b * d_b + h * d_h
     grads = load_head_block(dy_head, rows, d_s, S, V, VW)
     # statistics of the queries
-    y_head = y + b * y_b + h * y_h
-    result = load_head_block(y_head, rows, y_s, S, V, VW)
-    delta_M = row_dots(result, grads)
-    delta_head = delta + head * S
-    tl.store(delta_head + rows, delta_M, mask=rows < S)
+    if DELTA:
+        delta_M = load_delta(delta, head, rows, S)
+    else:
+        y_head = y + b * y_b + h * y_h
+        result = load_head_block(y_head, rows, y_s, S, V, VW)
+        delta_M = row_dots(result, grads)
+        delta_head = delta + head * S
+        tl.store(delta_head + rows, delta_M, mask=rows < S)
     lse_M = load_log_sums(lse, head, rows, S)
     first_M = first_visible(first, b, rows, S, L)
     log2_scale = scale * LOG2E
@@ -137,7 +143,6 @@ def masked_attention_dq_kernel(
     k_head = k + b * k_b + g * k_h
     v_head = v + b * v_b + g * v_h
     total = tl.zeros((M, DW), tl.float32)
-    ahead = L - S
     lowest = tl.load(first + b * S + start)
     end = tl.minimum(start + M + ahead, L)
     # main loop over key blocks
@@ -147,7 +152,7 @@ def masked_attention_dq_kernel(
         values = load_head_block(v_head, columns, v_s, L, V, VW)
         # P of this block
         scores = tl.dot(queries, keys.T) * log2_scale
-        visible = visible_keys(rows, columns, first_M, ahead)
+        visible = visible_keys(rows, columns, first_M, ahead, L)
         p = tl.exp2(scores - lse_M[:, None])
         p = tl.where(visible, p, 0.0)
         # dS = P (dP - delta), and dQ += dS K
@@ -161,7 +166,7 @@ def masked_attention_dq_kernel(
 
 @triton.jit
 def masked_attention_dkdv_kernel(
-    q, k, v, dy, until, lse, delta, dk, dv, S, L, scale, G, GROUP,
+    q, k, v, dy, until, lse, delta, dk, dv, S, L, ahead, scale, G, GROUP,
     q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h, d_b, d_s, d_h, ok_b, ok_s, ok_h, ov_b, ov_s, ov_h,
     D: tl.constexpr, DW: tl.constexpr, V: tl.constexpr, VW: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
@@ -178,7 +183,6 @@ def masked_attention_dkdv_kernel(
     of_values = tl.zeros((N, VW), tl.float32)
     log2_scale = scale * LOG2E
     # the queries that see them: from those at the first key to the last key's last
-    ahead = L - S
     lowest = tl.maximum(start - ahead, 0) // M * M
     until_b = until + b * L
     until_N = tl.load(until_b + columns, mask=columns < L, other=0)
@@ -242,7 +246,7 @@ def addressable(x: Tensor) -> Tensor:
 
 
 def masked_attention_forward(
-    q: Tensor, k: Tensor, v: Tensor, first_BS: Tensor, sink_H: Tensor | None, scale: float
+    q: Tensor, k: Tensor, v: Tensor, first_BS: Tensor, sink_H: Tensor | None, scale: float, ahead: int
 ) -> tuple[Tensor, Tensor]:
     """(B, S, H, V) and its log-sum-exp (B, H, S), sinks included."""
     b, s, h, _ = q.shape
@@ -252,7 +256,7 @@ def masked_attention_forward(
     v = addressable(v)
     y = torch.empty(b, s, h, v.shape[-1], dtype=q.dtype, device=q.device)
     lse = torch.empty(b, h, s, dtype=torch.float32, device=q.device)
-    sizes = (s, length, scale, h, h // g)
+    sizes = (s, length, ahead, scale, h, h // g)
     strides = outer_strides(q, k, v, y)
     widths = padded_widths(q, v)
     options = tile_launch_options(FORWARD, widths)
@@ -271,31 +275,33 @@ def masked_attention_backward(
     v: Tensor,
     first_BS: Tensor,
     until_BL: Tensor,
-    y: Tensor,
+    y: Tensor | None,
     lse: Tensor,
+    delta: Tensor,
     scale: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dq, dk, dv and delta (B, H, S)."""
+    ahead: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk, dv. `delta` (B, H, S) is an output where the result `y` is given, else an input."""
     b, s, h, _ = q.shape
     length, g = k.shape[1:3]
     group = h // g
     inputs = [addressable(x) for x in (q, k, v, dy)]
-    y = addressable(y)
+    has_delta = y is None
+    y = inputs[-1] if y is None else addressable(y)
     dq, dk, dv = empty_gradients(q, k, v)
-    delta = torch.empty_like(lse)
     widths = padded_widths(q, v)
     # dq and delta
     strides = outer_strides(*inputs, y, dq)
     options = tile_launch_options(DQ, widths)
     query_blocks = triton.cdiv(s, options["M"])
     masked_attention_dq_kernel[query_blocks, b * h](
-        *inputs, first_BS, y, lse, delta, dq, s, length, scale, h, group, *strides, *widths, **options
+        *inputs, first_BS, y, lse, delta, dq, s, length, ahead, scale, h, group, *strides, has_delta, *widths, **options
     )
     # dk and dv
     strides = outer_strides(*inputs, dk, dv)
     options = tile_launch_options(DKDV, widths)
     key_blocks = triton.cdiv(length, options["N"])
     masked_attention_dkdv_kernel[key_blocks, b * g](
-        *inputs, until_BL, lse, delta, dk, dv, s, length, scale, g, group, *strides, *widths, **options
+        *inputs, until_BL, lse, delta, dk, dv, s, length, ahead, scale, g, group, *strides, *widths, **options
     )
-    return dq, dk, dv, delta
+    return dq, dk, dv

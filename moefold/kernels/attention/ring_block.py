@@ -5,59 +5,167 @@ over all keys and delta = sum(dy * y) per query, and returns this block's summan
 `ahead` positions behind the first key. A query sees keys up to its own position and, with a window, at most so many of
 them. A query that sees no key here has zeros and a log-sum-exp of -inf.
 
+Results and gradients of a block have the type of the inputs; the ring sums them in fp32.
+
 B sequences, S queries, L keys, H query heads, G key/value heads, D head width, V width of a value head. Not
 differentiable by itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
 from moefold.kernels.attention.attention import attention_mask, heads_first
-from moefold.kernels.registry import KernelCase, register_op, seeded_randn
+from moefold.kernels.facts import AttentionShape
+from moefold.kernels.registry import CaseInputs, Cases, KernelCase, register_in_place_op, register_inner_op
+
+Gradients = tuple[Tensor, Tensor, Tensor]
 
 
-@register_op
+@register_inner_op
 def attention_block(
     q_BSHD: Tensor, k_BLGD: Tensor, v_BLGV: Tensor, scale: float, ahead: int, window: int
 ) -> tuple[Tensor, Tensor]:
-    """out_BSHV in fp32 or better, and lse_BSH."""
+    """out_BSHV, and lse_BHS in fp32 or better."""
     _, _, v, scores = masked_block_scores(q_BSHD, k_BLGD, v_BLGV, scale, ahead, window)
-    lse = scores.logsumexp(-1)
-    log_p = scores - lse[..., None]
+    lse_BHS = scores.logsumexp(-1)
+    log_p = scores - lse_BHS[..., None]
     log_p = log_p.nan_to_num(nan=-torch.inf)  # NaN: -inf minus -inf, of a query that sees no key
     out = log_p.exp() @ v
-    return out.transpose(1, 2), lse.transpose(1, 2)
+    out_BSHV = out.transpose(1, 2).to(q_BSHD.dtype)
+    return out_BSHV, lse_BHS
 
 
-@register_op
+@attention_block.register_fast("triton")
+def attention_block_triton(
+    q_BSHD: Tensor, k_BLGD: Tensor, v_BLGV: Tensor, scale: float, ahead: int, window: int
+) -> tuple[Tensor, Tensor]:
+    from moefold.kernels.attention.ring_block_triton import block_forward
+
+    return block_forward(q_BSHD, k_BLGD, v_BLGV, scale, ahead, window)
+
+
+@attention_block.register_fast("hopper")
+def attention_block_hopper(
+    q_BSHD: Tensor, k_BLGD: Tensor, v_BLGV: Tensor, scale: float, ahead: int, window: int
+) -> tuple[Tensor, Tensor]:
+    """cuDNN where the block is square and either causal or wholly visible; other blocks go to Triton."""
+    if not is_plain_block(q_BSHD, k_BLGD, ahead, window):
+        return attention_block_triton(q_BSHD, k_BLGD, v_BLGV, scale, ahead, window)
+    q = q_BSHD.transpose(1, 2)
+    k = k_BLGD.transpose(1, 2)
+    v = v_BLGV.transpose(1, 2)
+    causal = ahead == 0
+    attend = torch.ops.aten._scaled_dot_product_cudnn_attention
+    out, lse, *_ = attend(q, k, v, None, True, 0.0, causal, False, scale=scale)
+    return out.transpose(1, 2), lse.view(q.shape[:3])
+
+
+def is_plain_block(q_BSHD: Tensor, k_BLGD: Tensor, ahead: int, window: int) -> bool:
+    """Whether a block is square, no window ends within it, and it is causal or wholly visible. One position, which
+    cuDNN refuses, is not plain."""
+    queries = q_BSHD.shape[1]
+    keys = k_BLGD.shape[1]
+    farthest = ahead + queries - 1
+    window_ends_here = 0 < window <= farthest
+    if queries != keys or keys == 1 or window_ends_here:
+        return False
+    return ahead == 0 or ahead >= keys - 1
+
+
+@register_inner_op
 def attention_block_backward(
     dy_BSHV: Tensor,
     q_BSHD: Tensor,
     k_BLGD: Tensor,
     v_BLGV: Tensor,
-    lse_BSH: Tensor,
-    delta_BSH: Tensor,
+    lse_BHS: Tensor,
+    delta_BHS: Tensor,
     scale: float,
     ahead: int,
     window: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv of this block, in fp32 or better."""
+) -> Gradients:
+    """dq, dk, dv of this block."""
     q, k, v, scores = masked_block_scores(q_BSHD, k_BLGD, v_BLGV, scale, ahead, window)
     dy = dy_BSHV.transpose(1, 2).to(scores.dtype)
-    lse = lse_BSH.transpose(1, 2)[..., None]
-    delta = delta_BSH.transpose(1, 2)[..., None]
-    p = (scores - lse).exp()
+    p = (scores - lse_BHS[..., None]).exp()
     dp = dy @ v.mT
-    ds = p * (dp - delta) * scale
-    dq = ds @ k
+    ds = p * (dp - delta_BHS[..., None]) * scale
+    dq = (ds @ k).transpose(1, 2)
     groups = k_BLGD.shape[2]
     dk = sum_over_groups(ds.mT @ q, groups)
     dv = sum_over_groups(p.mT @ dy, groups)
-    return dq.transpose(1, 2), dk, dv
+    return dq.to(q_BSHD.dtype), dk.to(k_BLGD.dtype), dv.to(v_BLGV.dtype)
+
+
+@attention_block_backward.register_fast("triton")
+def attention_block_backward_triton(
+    dy_BSHV: Tensor,
+    q_BSHD: Tensor,
+    k_BLGD: Tensor,
+    v_BLGV: Tensor,
+    lse_BHS: Tensor,
+    delta_BHS: Tensor,
+    scale: float,
+    ahead: int,
+    window: int,
+) -> Gradients:
+    from moefold.kernels.attention.ring_block_triton import block_backward
+
+    return block_backward(dy_BSHV, q_BSHD, k_BLGD, v_BLGV, lse_BHS, delta_BHS, scale, ahead, window)
+
+
+@attention_block_backward.register_fast("hopper")
+def attention_block_backward_hopper(
+    dy_BSHV: Tensor,
+    q_BSHD: Tensor,
+    k_BLGD: Tensor,
+    v_BLGV: Tensor,
+    lse_BHS: Tensor,
+    delta_BHS: Tensor,
+    scale: float,
+    ahead: int,
+    window: int,
+) -> Gradients:
+    """The kernels of causal attention's backward, causal or over all keys; other blocks go to Triton."""
+    from moefold.kernels.attention.backward_hopper_launch import (
+        block_statistics,
+        hopper_backward_applies,
+        launch_hopper_backward,
+    )
+
+    causal = ahead == 0
+    plain = is_plain_block(q_BSHD, k_BLGD, ahead, window)
+    if not plain or not hopper_backward_applies(q_BSHD, k_BLGD, scale, causal):
+        sums = lse_BHS, delta_BHS
+        return attention_block_backward_triton(dy_BSHV, q_BSHD, k_BLGD, v_BLGV, *sums, scale, ahead, window)
+    statistics = block_statistics(delta_BHS, lse_BHS, scale)
+    return launch_hopper_backward(dy_BSHV, q_BSHD, k_BLGD, v_BLGV, statistics, scale, causal)
+
+
+@register_in_place_op
+def merge_attention_block(out_BSHV: Tensor, lse_BHS: Tensor, part_BSHV: Tensor, part_lse_BHS: Tensor) -> None:
+    """Add a block to what earlier blocks gave: softmax over both sets of keys. Neither may have seen any key: then both
+    weights are zero."""
+    joint_BHS = torch.logaddexp(lse_BHS, part_lse_BHS)
+    old = share_of_sum(lse_BHS, joint_BHS)
+    new = share_of_sum(part_lse_BHS, joint_BHS)
+    out_BSHV.mul_(old).add_(part_BSHV * new)
+    lse_BHS.copy_(joint_BHS)
+
+
+def share_of_sum(lse_BHS: Tensor, joint_BHS: Tensor) -> Tensor:
+    """exp(lse - joint), to be broadcast over values (B, S, H, 1); zero where both are minus infinity."""
+    logs = (lse_BHS - joint_BHS).nan_to_num(nan=-torch.inf)
+    return logs.exp().transpose(1, 2)[..., None]
+
+
+@merge_attention_block.register_fast("triton")
+def merge_attention_block_triton(out_BSHV: Tensor, lse_BHS: Tensor, part_BSHV: Tensor, part_lse_BHS: Tensor) -> None:
+    from moefold.kernels.attention.ring_block_triton import merge_block
+
+    merge_block(out_BSHV, lse_BHS, part_BSHV, part_lse_BHS)
 
 
 def sum_over_groups(gradient: Tensor, groups: int) -> Tensor:
@@ -86,28 +194,50 @@ BLOCK_CASE_SIZES = [  # B, S, L, H, G, D, V, ahead, window
     (1, 8, 8, 2, 2, 24, 16, 0, 3),
     (2, 8, 8, 4, 2, 16, 16, 8, 5),
     (1, 8, 8, 1, 1, 8, 8, 32, 4),
+    (1, 200, 200, 4, 2, 64, 64, 0, 0),
+    (2, 200, 200, 2, 1, 64, 64, 400, 0),
+    (1, 256, 256, 4, 2, 128, 128, 256, 0),
+    (1, 192, 192, 2, 1, 128, 128, 192, 100),
 ]
 
 
 @attention_block.register_cases
-def attention_block_cases(device: str, dtype: torch.dtype) -> Iterator[KernelCase]:
+def attention_block_cases(draw: CaseInputs) -> Cases:
     for b, s, length, h, g, d, dv, ahead, window in BLOCK_CASE_SIZES:
-        q = seeded_randn(device, dtype, b, s, h, d)
-        k = seeded_randn(device, dtype, b, length, g, d, seed=1)
-        v = seeded_randn(device, dtype, b, length, g, dv, seed=2)
+        q = draw.normal(b, s, h, d)
+        k = draw.normal(b, length, g, d, seed=1)
+        v = draw.normal(b, length, g, dv, seed=2)
         name = f"{b}x{s} on {length}, {h}/{g} heads of {d}, {ahead} ahead"
         if window:
             name += f", window {window}"
         scale = d**-0.5
-        yield KernelCase(name, (q, k, v, scale, ahead, window))
+        shape = AttentionShape(length, h, g, d, dv)
+        yield KernelCase(name, (q, k, v, scale, ahead, window), attention=shape)
 
 
 @attention_block_backward.register_cases
-def attention_block_backward_cases(device: str, dtype: torch.dtype) -> Iterator[KernelCase]:
-    for case in attention_block.cases(device, dtype):
+def attention_block_backward_cases(draw: CaseInputs) -> Cases:
+    for case in attention_block.cases(*draw):
         q, k, v, scale, ahead, window = case.inputs
         out, lse = attention_block.reference(q, k, v, scale, ahead, window)
-        dy = seeded_randn(device, dtype, *out.shape, seed=3)
+        dy = draw.normal(*out.shape, seed=3)
         lse = lse.clamp(min=-30)  # a query that sees no key here sees some in other blocks
-        delta = (dy * out).sum(-1)
-        yield KernelCase(case.name, (dy, q, k, v, lse, delta, scale, ahead, window))
+        products = dy.to(lse.dtype) * out.to(lse.dtype)
+        delta = products.sum(-1).transpose(1, 2)
+        yield KernelCase(case.name, (dy, q, k, v, lse, delta, scale, ahead, window), attention=case.attention)
+
+
+@merge_attention_block.register_cases
+def merge_attention_block_cases(draw: CaseInputs) -> Cases:
+    for b, s, h, width in [(1, 1, 1, 8), (2, 33, 4, 24), (1, 130, 6, 128)]:
+        out = draw.wide(b, s, h, width)
+        part = draw.normal(b, s, h, width, seed=1)
+        lse = draw.wide(b, h, s, seed=2, scale=4.0)
+        part_lse = draw.wide(b, h, s, seed=3, scale=4.0)
+        shape = AttentionShape(s, h, h, width, width)
+        name = f"{b}x{s}, {h} heads of {width}"
+        yield KernelCase(name, (out, lse, part, part_lse), attention=shape)
+        unseen = lse.masked_fill(lse < 0, -torch.inf)
+        unseen_too = part_lse.masked_fill(part_lse < 0, -torch.inf)
+        inputs = (out * unseen.isfinite().transpose(1, 2)[..., None], unseen, part, unseen_too)
+        yield KernelCase(f"{name}, some without keys", inputs, attention=shape)

@@ -17,21 +17,22 @@ def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def score_gradient_rows(positions: int) -> int:
+def score_gradient_rows(positions: int, causal: bool = True) -> int:
     """Rows of one head's dS^T: 128 for each pair of a query tile and a key block that it sees."""
     blocks = ceil_div(positions, KEY_BLOCK)
-    return blocks * (blocks + 1) * KEY_BLOCK
+    seen = blocks + 1 if causal else 2 * blocks
+    return blocks * seen * KEY_BLOCK
 
 
-def kv_head_bytes(positions: int, group: int) -> int:
+def kv_head_bytes(positions: int, group: int, causal: bool = True) -> int:
     """dS^T of one key/value head with its group of query heads."""
-    scores = score_gradient_rows(positions) * QUERY_TILE
+    scores = score_gradient_rows(positions, causal) * QUERY_TILE
     return group * scores * BYTES_PER_SCORE
 
 
-def kv_heads_at_once(positions: int, units: int, group: int) -> int:
+def kv_heads_at_once(positions: int, units: int, group: int, causal: bool = True) -> int:
     """How many of `units` key/value heads fit at once, in rounds of nearly equal size; 0 if one alone is too large."""
-    most = MOST_BYTES // kv_head_bytes(positions, group)
+    most = MOST_BYTES // kv_head_bytes(positions, group, causal)
     if most == 0:
         return 0
     rounds = ceil_div(units, most)

@@ -7,12 +7,10 @@ times an optional factor per row (the router's weight). R rows, F inner width.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
-from moefold.kernels.registry import KernelCase, register_op, seeded_randn
+from moefold.kernels.registry import CaseInputs, Cases, KernelCase, register_op
 
 STEEPNESS = 1.702
 
@@ -71,13 +69,12 @@ class RecomputeClampedSwiGlu(torch.autograd.Function):
 
 
 @clamped_swiglu.register_cases
-def clamped_swiglu_cases(device: str, dtype: torch.dtype) -> Iterator[KernelCase]:
-    wide = torch.promote_types(dtype, torch.float32)
+def clamped_swiglu_cases(draw: CaseInputs) -> Cases:
     for r, f in [(1, 8), (33, 64), (0, 16)]:
-        x = seeded_randn(device, dtype, r, 2, f, scale=4.0)  # a good part lies beyond the limits
-        weight = seeded_randn(device, wide, r, seed=1)
+        x = draw.normal(r, 2, f, scale=4.0)  # a good part lies beyond the limits
+        weight = draw.wide(r, seed=1)
         yield KernelCase(f"{r} rows of {f}", (x, None, 3.0))
         yield KernelCase(f"{r} rows of {f}, scaled", (x, weight, 3.0))
-    x = seeded_randn(device, dtype, 40, 2, 64, scale=4.0)
-    weight = seeded_randn(device, wide, 40, seed=1)
+    x = draw.normal(40, 2, 64, scale=4.0)
+    weight = draw.wide(40, seed=1)
     yield KernelCase("33 rows of 64, 7 undefined behind them", (x, weight, 3.0), rows=(33, 40))

@@ -6,13 +6,11 @@ undefined.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moefold.kernels.registry import KernelCase, register_op, seeded_randn
+from moefold.kernels.registry import CaseInputs, Cases, KernelCase, register_op
 
 
 @register_op
@@ -33,16 +31,15 @@ BIAS_ROW_COUNTS = ([16, 16, 16, 16], [61, 0, 2, 1], [0, 0, 40, 0], [0, 0, 0, 0])
 
 
 @expert_bias.register_cases
-def expert_bias_cases(device: str, dtype: torch.dtype) -> Iterator[KernelCase]:
-    wide = torch.promote_types(dtype, torch.float32)
+def expert_bias_cases(draw: CaseInputs) -> Cases:
     for counts in BIAS_ROW_COUNTS:
         for spare in (0, 5):
             defined = sum(counts)
             all_rows = defined + spare
-            y = seeded_randn(device, dtype, all_rows, 24)
-            bias = seeded_randn(device, dtype, len(counts), 24, seed=1)
-            ends = torch.tensor(counts, device=device).cumsum(0).int()
-            weight = seeded_randn(device, wide, all_rows, seed=2)
+            y = draw.normal(all_rows, 24)
+            bias = draw.normal(len(counts), 24, seed=1)
+            ends = torch.tensor(counts, device=draw.device).cumsum(0).int()
+            weight = draw.wide(all_rows, seed=2)
             name = f"rows {counts}"
             if spare:
                 name += f", {spare} undefined behind them"

@@ -15,16 +15,17 @@ kernel is a fast path of that composition for plain SwiGLU experts; the catalog 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from moefold.kernels.experts.grouped_gemm import EXPERT_ROW_COUNTS, grouped_gemm
 from moefold.kernels.experts.swiglu import swiglu
-from moefold.kernels.registry import KernelCase, register_op, seeded_randn
+from moefold.kernels.registry import CaseInputs, Cases, KernelCase, register_op
 from moefold.kernels.routing.expert_rows import gather_rows, shuffled_rows
 from moefold.layout.deferred_wgrad import gradient_or_defer
 from moefold.layout.gradient_sink import running_gradient_sum
@@ -91,22 +92,28 @@ def expert_mlp_gluon(
     inputs = (source_ND, gate_up_E2FD, down_EDF, weight_R, index_R, slots_NK, ends_E)
     if len(index_R) == 0:  # nothing to launch
         return expert_mlp.reference(*inputs, holes, parts)
-    return ExpertMlpFunction.apply(*inputs)  # pyright: ignore[reportReturnType]
+    return ExpertMlpFunction.apply(*inputs, holes)  # pyright: ignore[reportReturnType]
 
 
 class ExpertMlpFunction(torch.autograd.Function):
     """Saves the source rows and the pre-activation; backward gathers the rows and computes the activation again. The
     gradient of the pre-activation overwrites it: it is the largest tensor alive then, and a second one would be as
-    large. Weight gradients are computed now or deferred, as those of linear products."""
+    large. Weight gradients are computed now or deferred, as those of linear products.
+
+    Rows behind the last end, which there may be with `holes`, are undefined; weight gradients multiply up to 63 of them
+    by zero, so these are made finite."""
 
     @staticmethod
-    def forward(ctx: Any, source_ND, gate_up_E2FD, down_EDF, weight_R, index_R, slots_NK, ends_E):
+    def forward(ctx: Any, source_ND, gate_up_E2FD, down_EDF, weight_R, index_R, slots_NK, ends_E, holes):
         from moefold.kernels.experts import grouped_gemm_launch as launch
 
         plan = launch.RowTilePlan.of(ends_E, len(index_R))
         x_PD = launch.gather_expert_rows(source_ND, index_R, plan)
         h_R2F, a_RF = launch.up_projection(x_PD, gate_up_E2FD, weight_R.float(), plan)
         del x_PD
+        if holes:
+            launch.zero_rows_behind(h_R2F.flatten(1), ends_E)
+        ctx.holes = holes
         ctx.weights = (gate_up_E2FD, down_EDF)  # the Parameter objects: their gradient sink is an attribute
         ctx.used = False
         ctx.save_for_backward(source_ND, gate_up_E2FD, down_EDF, weight_R, index_R, slots_NK, h_R2F, *plan)
@@ -121,6 +128,8 @@ class ExpertMlpFunction(torch.autograd.Function):
         plan = launch.RowTilePlan(*plan)
         gate_up, down = ctx.weights
         dy_RD = dy_RD.contiguous()
+        if ctx.holes:
+            launch.zero_rows_behind(dy_RD, plan.ends_E)
         # Down: the data gradient, the activation once more, and the weight gradient of both.
         a_PF, dweight_R = launch.down_projection_dgrad(dy_RD, down_EDF, h_R2F, weight_R.float(), plan)
         dh_R2F = h_R2F  # down_projection_dgrad has overwritten the pre-activation with its gradient
@@ -134,7 +143,7 @@ class ExpertMlpFunction(torch.autograd.Function):
         up_wgrad = partial(up_weight_gradient, dh_R2F, source_ND, index_R, gate_up, plan)
         dgate_up_E2FD = gradient_or_defer(gate_up, up_wgrad)
         dweight_R = dweight_R.to(weight_R.dtype)
-        return dsource_ND, dgate_up_E2FD, ddown_EDF, dweight_R, None, None, None
+        return dsource_ND, dgate_up_E2FD, ddown_EDF, dweight_R, None, None, None, None
 
 
 def up_weight_gradient(
@@ -183,31 +192,37 @@ LARGE_ROW_COUNTS = {
 
 
 @expert_mlp.register_cases
-def expert_mlp_cases(device: str, dtype: torch.dtype) -> Iterator[KernelCase]:
+def expert_mlp_cases(draw: CaseInputs) -> Cases:
     all_counts = EXPERT_ROW_COUNTS | LARGE_ROW_COUNTS
     for name, counts in all_counts.items():
         rows = sum(counts)
         k = 1 if rows % 2 else 2
-        routing = shuffled_routing(counts, k, device)
+        routing = shuffled_routing(counts, k, draw.device)
         for d, f in [(16, 24), (128, 256)]:
-            floats = random_experts(device, dtype, rows // k, rows, len(counts), d, f)
+            floats = random_experts(draw, rows // k, rows, len(counts), d, f)
             yield KernelCase(f"{name}, {d} by {f}", (*floats, *routing), hidden=d, ffn=f)
     # Rows of padding, and choices that have no row.
-    index, slots, holes = shuffled_rows(32, 4, device, drop=3)
+    index, slots, holes = shuffled_rows(32, 4, draw.device, drop=3)
     rows = len(index)
     third = rows // 3
-    ends = torch.tensor([third, third, rows], dtype=torch.int32, device=device)
-    floats = random_experts(device, dtype, 32, rows, 3, 128, 256)
+    ends = torch.tensor([third, third, rows], dtype=torch.int32, device=draw.device)
+    floats = random_experts(draw, 32, rows, 3, 128, 256)
     yield KernelCase("with holes", (*floats, index, slots, ends, holes), hidden=128, ffn=256)
+    # The same with undefined rows behind the last end.
+    index = F.pad(index, (0, 70), value=-1)
+    source, gate_up, down, weight = floats
+    weight = F.pad(weight, (0, 70))
+    floats = (source, gate_up, down, weight)
+    inputs = (*floats, index, slots, ends, holes)
+    yield KernelCase("with holes, 70 rows undefined", inputs, hidden=128, ffn=256, rows=(rows, rows + 70))
 
 
 def random_experts(
-    device: str, dtype: torch.dtype, sources: int, rows: int, experts: int, d: int, f: int
+    draw: CaseInputs, sources: int, rows: int, experts: int, d: int, f: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Source rows, both weights, and the router's weight of each row."""
-    wide = torch.promote_types(dtype, torch.float32)
-    source = seeded_randn(device, dtype, sources, d)
-    gate_up = seeded_randn(device, dtype, experts, 2, f, d, seed=1, scale=d**-0.5)
-    down = seeded_randn(device, dtype, experts, d, f, seed=2, scale=f**-0.5)
-    weight = seeded_randn(device, wide, rows, seed=3).abs()
+    source = draw.normal(sources, d)
+    gate_up = draw.normal(experts, 2, f, d, seed=1, scale=d**-0.5)
+    down = draw.normal(experts, d, f, seed=2, scale=f**-0.5)
+    weight = draw.wide(rows, seed=3).abs()
     return source, gate_up, down, weight

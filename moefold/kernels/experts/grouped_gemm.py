@@ -7,13 +7,11 @@ gradient depends on them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moefold.kernels.registry import KernelCase, register_op, seeded_randn
+from moefold.kernels.registry import CaseInputs, Cases, KernelCase, register_op
 
 
 @register_op
@@ -83,14 +81,14 @@ EXPERT_ROW_COUNTS = {
 
 
 @grouped_gemm.register_cases
-def grouped_gemm_cases(device: str, dtype: torch.dtype) -> Iterator[KernelCase]:
+def grouped_gemm_cases(draw: CaseInputs) -> Cases:
     for name, counts in EXPERT_ROW_COUNTS.items():
         for d, n, spare in [(32, 48, 0), (64, 16, 0), (32, 48, 5)]:
             defined = sum(counts)
             rows = (defined, defined + spare)
-            x = seeded_randn(device, dtype, defined + spare, d)
-            w = seeded_randn(device, dtype, len(counts), n, d, seed=1)
-            ends = torch.tensor(counts, device=device).cumsum(0)
+            x = draw.normal(defined + spare, d)
+            w = draw.normal(len(counts), n, d, seed=1)
+            ends = torch.tensor(counts, device=draw.device).cumsum(0)
             about = f"{name}, {d} to {n}"
             if spare:
                 about += f", {spare} rows undefined behind them"
@@ -98,8 +96,8 @@ def grouped_gemm_cases(device: str, dtype: torch.dtype) -> Iterator[KernelCase]:
 
 
 @grouped_gemm_weight.register_cases
-def grouped_gemm_weight_cases(device: str, dtype: torch.dtype) -> Iterator[KernelCase]:
-    for case in grouped_gemm.cases(device, dtype):
+def grouped_gemm_weight_cases(draw: CaseInputs) -> Cases:
+    for case in grouped_gemm.cases(*draw):
         x, w, ends = case.inputs
-        dy = seeded_randn(device, dtype, len(x), w.shape[1], seed=2)
+        dy = draw.normal(len(x), w.shape[1], seed=2)
         yield KernelCase(case.name, (dy, x, ends), hidden=case.hidden, ffn=case.ffn, rows=case.rows)

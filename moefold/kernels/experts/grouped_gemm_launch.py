@@ -19,7 +19,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from moefold.kernels.experts.grouped_gemm_hopper import expert_gemm
 from moefold.kernels.experts.tile_order import band_for_shape, gemm_shape_class
 from moefold.kernels.hopper import block_descriptor
-from moefold.kernels.routing.rows_triton import gather_padded, plan_row_tiles, sum_over_slots
+from moefold.kernels.routing.rows_triton import gather_padded, plan_row_tiles, sum_over_slots, zero_rows_behind
 from moefold.layout.gradient_sink import memory_for_gradient
 
 __all__ = [
@@ -31,6 +31,7 @@ __all__ = [
     "sum_over_slots",
     "up_projection",
     "up_projection_dgrad",
+    "zero_rows_behind",
 ]
 
 TILE_COLUMNS = 256  # columns of a tile

@@ -6,13 +6,11 @@ not be kept for the weight's gradient.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moefold.kernels.registry import KernelCase, register_op, seeded_randn
+from moefold.kernels.registry import CaseInputs, Cases, KernelCase, register_op
 
 
 @register_op
@@ -83,13 +81,12 @@ class RecomputeSwiGlu(torch.autograd.Function):
 
 
 @swiglu.register_cases
-def swiglu_cases(device: str, dtype: torch.dtype) -> Iterator[KernelCase]:
-    wide = torch.promote_types(dtype, torch.float32)
+def swiglu_cases(draw: CaseInputs) -> Cases:
     for r, f in [(1, 8), (33, 64), (0, 16), (256, 192)]:
-        x = seeded_randn(device, dtype, r, 2, f)
-        weight = seeded_randn(device, wide, r, seed=1)
+        x = draw.normal(r, 2, f)
+        weight = draw.wide(r, seed=1)
         yield KernelCase(f"{r} rows of {f}", (x, None))
         yield KernelCase(f"{r} rows of {f}, scaled", (x, weight))
-    x = seeded_randn(device, dtype, 40, 2, 64)
-    weight = seeded_randn(device, wide, 40, seed=1)
+    x = draw.normal(40, 2, 64)
+    weight = draw.wide(40, seed=1)
     yield KernelCase("33 rows of 64, 7 undefined behind them", (x, weight), rows=(33, 40))

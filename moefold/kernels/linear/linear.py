@@ -9,7 +9,7 @@ are the autograd function of kernels/linear/product.py; implementations differ i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from moefold.kernels.experts.grouped_gemm import grouped_gemm, grouped_gemm_weight
 from moefold.kernels.linear.product import PLAIN, Operand, Recipe, WeightAndBias, multiply
-from moefold.kernels.registry import KernelCase, register_op, seeded_randn
+from moefold.kernels.registry import CaseInputs, Cases, KernelCase, register_op
 from moefold.layout.gradient_sink import memory_for_gradient
 
 
@@ -97,17 +97,17 @@ LINEAR_SHAPES = [
 
 
 @linear.register_cases
-def linear_cases(device: str, dtype: torch.dtype) -> Iterator[KernelCase]:
+def linear_cases(draw: CaseInputs) -> Cases:
     for shape in LINEAR_SHAPES:
         lead, d, outputs, biased = shape
         layers: list[WeightAndBias] = []
         for i, n in enumerate(outputs):
-            weight = seeded_randn(device, dtype, n, d, seed=i + 1, scale=d**-0.5)
+            weight = draw.normal(n, d, seed=i + 1, scale=d**-0.5)
             layers.append((weight, None))
         if biased:
-            bias = seeded_randn(device, dtype, outputs[0], seed=20)
+            bias = draw.normal(outputs[0], seed=20)
             layers[0] = (layers[0][0], bias)
-        x = seeded_randn(device, dtype, *lead, d)
+        x = draw.normal(*lead, d)
         rows = "x".join(map(str, lead))
         widths = ", ".join(map(str, outputs))
         yield KernelCase(f"{rows} rows of {d} to {widths}", (x, layers))
@@ -162,6 +162,5 @@ def grouped_linear(
 
 
 @grouped_linear.register_cases
-def grouped_linear_cases(device: str, dtype: torch.dtype) -> Iterator[KernelCase]:
-    assert grouped_gemm.make_cases is not None
-    yield from grouped_gemm.make_cases(device, dtype)
+def grouped_linear_cases(draw: CaseInputs) -> Cases:
+    yield from grouped_gemm.cases(*draw)

@@ -135,8 +135,10 @@ class LinearProduct(torch.autograd.Function):
             y_shape = (*x.shape[:-1], y.shape[-1])
             outputs.append(y.to(x.dtype).view(y_shape))
         # What backward needs; the input only if some weight is trained.
-        ctx.call, ctx.weights = call, weights
-        ctx.x_shape, ctx.x_dtype = x.shape, x.dtype
+        ctx.call = call
+        ctx.weights = weights
+        ctx.x_shape = x.shape
+        ctx.x_dtype = x.dtype
         kept = None
         if any(ctx.needs_input_grad[2 : 2 + layers]):
             kept = kept_operand(x_operand, recipe.keeps)

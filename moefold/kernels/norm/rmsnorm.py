@@ -8,13 +8,11 @@ T tokens, D width.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moefold.kernels.registry import KernelCase, register_op, seeded_randn
+from moefold.kernels.registry import CaseInputs, Cases, KernelCase, register_op
 
 
 @register_op
@@ -58,10 +56,10 @@ class RmsNormFunction(torch.autograd.Function):
 
 
 @rmsnorm.register_cases
-def rmsnorm_cases(device: str, dtype: torch.dtype) -> Iterator[KernelCase]:
+def rmsnorm_cases(draw: CaseInputs) -> Cases:
     for *lead, d in [(1, 8), (33, 64), (4, 5, 96), (0, 16)]:
-        x = seeded_randn(device, dtype, *lead, d)
-        w = seeded_randn(device, dtype, d, seed=1)
+        x = draw.normal(*lead, d)
+        w = draw.normal(d, seed=1)
         rows = "x".join(map(str, lead))
         yield KernelCase(f"{rows} rows of {d}", (x, w, 1e-6))
 
@@ -108,7 +106,8 @@ class AddRmsNormFunction(torch.autograd.Function):
         from moefold.kernels.norm import norm_triton
 
         if dh_TD is None:  # the first consumer may have given no gradient
-            dh_TD, also_TD = also_TD, None
+            dh_TD = also_TD
+            also_TD = None
         dw_D = None
         if dh_TD is not None:
             s_TD, inverse_T = ctx.saved_tensors
@@ -118,10 +117,10 @@ class AddRmsNormFunction(torch.autograd.Function):
 
 
 @add_rmsnorm.register_cases
-def add_rmsnorm_cases(device: str, dtype: torch.dtype) -> Iterator[KernelCase]:
+def add_rmsnorm_cases(draw: CaseInputs) -> Cases:
     for t, d in [(1, 8), (33, 64), (5, 96), (0, 16)]:
-        x = seeded_randn(device, dtype, t, d)
-        added = seeded_randn(device, dtype, t, d, seed=1)
-        w = seeded_randn(device, dtype, d, seed=2)
+        x = draw.normal(t, d)
+        added = draw.normal(t, d, seed=1)
+        w = draw.normal(d, seed=2)
         yield KernelCase(f"{t} rows of {d}", (x, added, w, 1e-6))
         yield KernelCase(f"{t} rows of {d}, nothing added", (x, None, w, 1e-6))

@@ -6,14 +6,14 @@ B sequences, S positions, H heads, D head width, d = D / 2.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from moefold.kernels.norm.rmsnorm import rmsnorm
-from moefold.kernels.registry import KernelCase, register_op, seeded_randn
+from moefold.kernels.registry import CaseInputs, Cases, KernelCase, register_op
 
 
 class RopeAngles(NamedTuple):
@@ -58,16 +58,15 @@ class RopeFunction(torch.autograd.Function):
 
 
 @rope.register_cases
-def rope_cases(device: str, dtype: torch.dtype) -> Iterator[KernelCase]:
+def rope_cases(draw: CaseInputs) -> Cases:
     for b, s, h, d in [(1, 1, 1, 2), (2, 7, 3, 16), (2, 64, 4, 64)]:
-        x = seeded_randn(device, dtype, b, s, h, d)
-        angles = random_rope_angles(device, dtype, s, d)
+        x = draw.normal(b, s, h, d)
+        angles = random_rope_angles(draw, s, d)
         yield KernelCase(f"{b}x{s} {h} heads of {d}", (x, angles))
 
 
-def random_rope_angles(device: str, dtype: torch.dtype, s: int, d: int) -> RopeAngles:
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
-    angle = seeded_randn(device, wide, s, d // 2, scale=3.0)
+def random_rope_angles(draw: CaseInputs, s: int, d: int) -> RopeAngles:
+    angle = draw.wide(s, d // 2, scale=3.0)
     return RopeAngles(angle.cos(), angle.sin())
 
 
@@ -112,7 +111,8 @@ class NormRopeFunction(torch.autograd.Function):
 
         ctx.save_for_backward(x_BSHD)
         ctx.weight = w  # the Parameter object, not a saved tensor: its gradient sink is an attribute
-        ctx.angles, ctx.eps = angles, eps
+        ctx.angles = angles
+        ctx.eps = eps
         return rope_triton.rotate_heads(x_BSHD, w, angles, eps)
 
     @staticmethod
@@ -125,10 +125,10 @@ class NormRopeFunction(torch.autograd.Function):
 
 
 @norm_rope.register_cases
-def norm_rope_cases(device: str, dtype: torch.dtype) -> Iterator[KernelCase]:
+def norm_rope_cases(draw: CaseInputs) -> Cases:
     for b, s, h, d in [(1, 1, 2, 4), (2, 7, 3, 16), (2, 40, 4, 64)]:
-        x = seeded_randn(device, dtype, b, s, h, d)
-        angles = random_rope_angles(device, dtype, s, d)
+        x = draw.normal(b, s, h, d)
+        angles = random_rope_angles(draw, s, d)
         for extent, size in {"each head": d, "all heads": h * d}.items():
-            w = seeded_randn(device, dtype, size, seed=1)
+            w = draw.normal(size, seed=1)
             yield KernelCase(f"{b}x{s} {h} heads of {d}, over {extent}", (x, w, angles, 1e-6))

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from moefold.kernels.optimizer.adamw_scalars import AdamWOptions, adamw_scalars, scalars_on_host
 from moefold.kernels.optimizer.split_fp32 import joined_fp32, lower_16_bits, round_to_nearest
-from moefold.kernels.registry import KernelCase, register_in_place_op, seeded_randn
+from moefold.kernels.registry import CaseInputs, Cases, KernelCase, register_in_place_op
 
 
 @register_in_place_op
@@ -136,30 +136,29 @@ def adamw_fused(main, g, m, v, weights, scale, scalars, options) -> None:
 
 
 @adamw.register_cases
-def adamw_cases(device: str, dtype: torch.dtype):
+def adamw_cases(draw: CaseInputs) -> Cases:
     for n in (1, 33, 100_003):
         for step in (1, 100):
-            yield from cases_of_size(device, dtype, n, step)
+            yield from cases_of_size(draw, n, step)
 
 
-def cases_of_size(device: str, dtype: torch.dtype, n: int, step: int):
-    wide = torch.promote_types(dtype, torch.float32)
-    main = seeded_randn(device, wide, n)
-    g = seeded_randn(device, wide, n, seed=1)
-    m = seeded_randn(device, wide, n, seed=2)
-    v = seeded_randn(device, wide, n, seed=3).square()
-    scale = torch.tensor(0.5, dtype=wide, device=device)
+def cases_of_size(draw: CaseInputs, n: int, step: int) -> Cases:
+    main = draw.wide(n)
+    g = draw.wide(n, seed=1)
+    m = draw.wide(n, seed=2)
+    v = draw.wide(n, seed=3).square()
+    scale = torch.tensor(0.5, dtype=draw.wide_dtype, device=draw.device)
     options = AdamWOptions(0.9, 0.95, 1e-8, 0.1)
     now = adamw_scalars(step, 1e-3, options, seed=7)
-    scalars = torch.tensor(now, dtype=torch.float64, device=device)
-    weights = None if wide == dtype else round_to_nearest(main, dtype)
+    scalars = torch.tensor(now, dtype=torch.float64, device=draw.device)
+    weights = None if draw.wide_dtype == draw.dtype else round_to_nearest(main, draw.dtype)
     name = f"{n} weights, step {step}"
     yield KernelCase(name, (main, g, m, v, weights, scale, scalars, options))
     if weights is None:
         return
     lower = lower_16_bits(main)
     yield KernelCase(f"{name}, split", (lower, g, m, v, weights, scale, scalars, options), main="split")
-    state = (g.to(dtype), m.to(dtype), v.to(dtype), weights, scale, scalars)
+    state = (g.to(draw.dtype), m.to(draw.dtype), v.to(draw.dtype), weights, scale, scalars)
     for rounding in ("nearest", "stochastic"):
         rounded = options._replace(stochastic=rounding == "stochastic")
         about = f"{name}, bf16 gradients and moments, {rounding}"

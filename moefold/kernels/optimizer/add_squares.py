@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moefold.kernels.registry import KernelCase, register_in_place_op, seeded_randn
+from moefold.kernels.registry import CaseInputs, Cases, KernelCase, register_in_place_op
 
 
 @register_in_place_op
@@ -23,9 +23,9 @@ def add_squares_triton(total: Tensor, *flats: Tensor) -> None:
 
 
 @add_squares.register_cases
-def add_squares_cases(device: str, dtype: torch.dtype):
+def add_squares_cases(draw: CaseInputs) -> Cases:
     for sizes in ((0,), (1,), (33,), (100_003,), (40_000, 0, 7)):
-        total = torch.tensor(0.25, dtype=torch.float64, device=device)
-        flats = [seeded_randn(device, dtype, n, seed=i) for i, n in enumerate(sizes)]
+        total = torch.tensor(0.25, dtype=torch.float64, device=draw.device)
+        flats = [draw.normal(n, seed=i) for i, n in enumerate(sizes)]
         name = " and ".join(map(str, sizes))
         yield KernelCase(f"{name} elements", (total, *flats))

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moefold.kernels.registry import KernelCase, register_op, seeded_randn
+from moefold.kernels.registry import CaseInputs, Cases, KernelCase, register_op, seeded_randn
 
 ArrangedRows = tuple[Tensor, Tensor, Tensor, Tensor]  # index_R, slots_NK, weight_R, ends_E
 
@@ -66,13 +66,12 @@ class ArrangeRowsFunction(torch.autograd.Function):
 
 
 @arrange_rows.register_cases
-def arrange_rows_cases(device: str, dtype: torch.dtype) -> Iterator[KernelCase]:
-    wide = torch.promote_types(dtype, torch.float32)
+def arrange_rows_cases(draw: CaseInputs) -> Cases:
     for n, k, e in [(1, 1, 2), (33, 2, 8), (0, 2, 4), (200, 8, 128), (700, 1, 3)]:
         scores = seeded_randn("cpu", torch.float64, n, e)
-        spread = scores.argsort(1)[:, :k].to(device)
-        one_expert = torch.full((n, k), e - 1, device=device)
-        weights = seeded_randn(device, wide, n, k, seed=1)
+        spread = scores.argsort(1)[:, :k].to(draw.device)
+        one_expert = torch.full((n, k), e - 1, device=draw.device)
+        weights = draw.wide(n, k, seed=1)
         yield KernelCase(f"{n} x {k} to {e}, spread", (spread, weights, e))
         yield KernelCase(f"{n} x {k} to {e}, one expert", (one_expert, weights, e))
 
@@ -147,7 +146,8 @@ class MoveRowsFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, index_R, slots_NK, holes, move: RowMovement, move_back: RowMovement):
         ctx.save_for_backward(index_R, slots_NK)
-        ctx.holes, ctx.move_back = holes, move_back
+        ctx.holes = holes
+        ctx.move_back = move_back
         return move(x, index_R, slots_NK, holes)
 
     @staticmethod
@@ -196,14 +196,14 @@ def row_cases() -> Iterator[tuple[str, int, tuple[Tensor, Tensor, bool], tuple[i
 
 
 @gather_rows.register_cases
-def gather_rows_cases(device: str, dtype: torch.dtype) -> Iterator[KernelCase]:
+def gather_rows_cases(draw: CaseInputs) -> Cases:
     for name, d, (index, slots, holes), rows in row_cases():
-        source = seeded_randn(device, dtype, len(slots), d)
-        yield KernelCase(name, (source, index.to(device), slots.to(device), holes), rows=rows)
+        source = draw.normal(len(slots), d)
+        yield KernelCase(name, (source, index.to(draw.device), slots.to(draw.device), holes), rows=rows)
 
 
 @sum_rows.register_cases
-def sum_rows_cases(device: str, dtype: torch.dtype) -> Iterator[KernelCase]:
+def sum_rows_cases(draw: CaseInputs) -> Cases:
     for name, d, (index, slots, holes), rows in row_cases():
-        y = seeded_randn(device, dtype, len(index), d)
-        yield KernelCase(name, (y, index.to(device), slots.to(device), holes), rows=rows)
+        y = draw.normal(len(index), d)
+        yield KernelCase(name, (y, index.to(draw.device), slots.to(draw.device), holes), rows=rows)

@@ -13,13 +13,11 @@ T tokens of B sequences, D width, E experts, K chosen, G groups of experts.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moefold.kernels.registry import KernelCase, register_op, seeded_randn
+from moefold.kernels.registry import CaseInputs, Cases, KernelCase, register_op
 from moefold.kernels.routing.router_spec import RouterSpec, TokenSpan
 from moefold.layout.gradient_sink import memory_for_gradient
 
@@ -63,10 +61,10 @@ class ExactRouterLogits(torch.autograd.Function):
 
 
 @router_logits.register_cases
-def router_logits_cases(device: str, dtype: torch.dtype) -> Iterator[KernelCase]:
+def router_logits_cases(draw: CaseInputs) -> Cases:
     for t, d, e in [(1, 8, 2), (33, 64, 8), (0, 16, 4), (256, 128, 64)]:
-        h = seeded_randn(device, dtype, t, d)
-        w = seeded_randn(device, dtype, e, d, seed=1, scale=d**-0.5)
+        h = draw.normal(t, d)
+        w = draw.normal(e, d, seed=1, scale=d**-0.5)
         yield KernelCase(f"{t} tokens of {d}, {e} experts", (h, w), hidden=d)
 
 
@@ -96,15 +94,23 @@ def router_topk(
         selection_TE = selection_scores(logits_TE, scores_TE, spec) + bias_E
         ids_TK = top_k_experts(selection_TE, spec)
     sources = {"chosen": logs_TE, "all": shares_TE, "none": scores_TE}
-    over = spec.normalized_over
+    over = spec.normalize
     weights_TK = expert_weights(sources[over], ids_TK, over == "chosen") * spec.scale
     # Sums for the balance losses.
     counts_TE = count_choices(ids_TK, logits_TE.shape[1])
-    counts_BE = span.sum(counts_TE)
-    shares_BE = span.sum(shares_TE)
+    counts_BE = sum_by_sequence(counts_TE, span)
+    shares_BE = sum_by_sequence(shares_TE, span)
     squares_T1 = logits_TE.logsumexp(-1, keepdim=True).square()
-    squares_B = span.sum(squares_T1)[:, 0]
+    squares_B = sum_by_sequence(squares_T1, span)[:, 0]
     return weights_TK, ids_TK, counts_BE, shares_BE, squares_B
+
+
+def sum_by_sequence(x_TN: Tensor, span: TokenSpan) -> Tensor:
+    """N sums over the tokens of each sequence: (B, N)."""
+    behind = span.sequences * span.length - span.first - len(x_TN)
+    padded = F.pad(x_TN, (0, 0, span.first, behind))
+    by_sequence = padded.unflatten(0, (span.sequences, span.length))
+    return by_sequence.sum(1)
 
 
 def log_scores(logits_TE: Tensor, spec: RouterSpec) -> Tensor:
@@ -196,7 +202,8 @@ class RouterTopkFunction(torch.autograd.Function):
             imposed_TK = imposed_TK.contiguous()
         weights_TK, ids_TK, *sums = launch_router_topk(logits_TE, bias_E, spec, imposed_TK, span)
         ctx.save_for_backward(logits_TE, weights_TK, ids_TK)
-        ctx.spec, ctx.span = spec, span
+        ctx.spec = spec
+        ctx.span = span
         ctx.mark_non_differentiable(ids_TK, sums[0])
         ctx.set_materialize_grads(False)
         return weights_TK, ids_TK, *sums
@@ -226,20 +233,19 @@ ROUTER_SPECS = [
 
 
 @router_topk.register_cases
-def router_topk_cases(device: str, dtype: torch.dtype) -> Iterator[KernelCase]:
-    wide = torch.promote_types(dtype, torch.float32)
+def router_topk_cases(draw: CaseInputs) -> Cases:
     for t, e in [(1, 8), (33, 8), (64, 128), (0, 8)]:
-        logits = seeded_randn(device, wide, t, e)
-        bias = seeded_randn(device, wide, e, seed=1, scale=0.01).detach()
+        logits = draw.wide(t, e)
+        bias = draw.wide(e, seed=1, scale=0.01).detach()
         name = f"{t} tokens, {e} experts"
         for spec in ROUTER_SPECS:
             yield KernelCase(f"{name}, {spec}", (logits, bias, spec))
         spec = RouterSpec(2)
-        imposed = imposed_ids(t, e, device)
+        imposed = imposed_ids(t, e, draw.device)
         yield KernelCase(f"{name}, imposed", (logits, bias, spec, imposed))
         sliced = torch.cat((imposed, imposed), dim=1)[:, :2]  # not contiguous
         yield KernelCase(f"{name}, a slice imposed", (logits, bias, spec, sliced))
-        any_number = expert_choice_ids(t, e, device)
+        any_number = expert_choice_ids(t, e, draw.device)
         yield KernelCase(f"{name}, any number imposed", (logits, bias, spec, any_number))
         span = TokenSpan(3, t, t // 2)  # a part of the first sequence, a part of the second, nothing of the third
         yield KernelCase(f"{name}, of sequences", (logits, bias, spec, imposed, span))

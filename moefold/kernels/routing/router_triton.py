@@ -387,7 +387,7 @@ def launch_router_topk(
         router_topk_kernel[grid](
             logits_TE, bias_E, parts, weights_TK, ids_TK,
             t, experts, span.length, span.first, blocks, spec.scale,
-            spec.k, spec.score, spec.normalized_over, spec.groups, spec.groups_chosen,
+            spec.k, spec.score, spec.normalize, spec.groups, spec.groups_chosen,
             PAIRS=pairs, IMPOSED=imposed, PLACES=places, **tile,
         )  # fmt: skip
     sums_SP = parts.sum(1)
@@ -416,7 +416,7 @@ def launch_topk_backward(
         router_topk_backward_kernel[grid](
             dweights_TK, dshares_SE, dsquares_S, logits_TE, weights_TK, ids_TK, dlogits_TE,
             t, experts, span.length, span.first, blocks, spec.scale,
-            spec.k, spec.score, spec.normalized_over, **tile,
+            spec.k, spec.score, spec.normalize, **tile,
         )  # fmt: skip
     return dlogits_TE
 

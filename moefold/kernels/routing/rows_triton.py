@@ -73,6 +73,15 @@ def gather_padded_kernel(
 
 
 @triton.jit
+def zero_behind_kernel(x_RD, last_end, R, D, COLS: tl.constexpr):
+    """Zeros in one of the rows behind the last expert's."""
+    row = tl.load(last_end).to(tl.int64) + tl.program_id(0)
+    c = program_block(1, COLS)
+    inside = (c < D) & (row < R)
+    tl.store(x_RD + row * D + c, 0.0, mask=inside)
+
+
+@triton.jit
 def sum_slots_kernel(y_RD, slots_NK, out_ND, D, K: tl.constexpr, COLS: tl.constexpr, WIDE: tl.constexpr):
     """out[n] = the sum of y over the slots of n, in their order."""
     n = tl.program_id(0).to(tl.int64)
@@ -167,6 +176,14 @@ def gather_padded(source_ND: Tensor, index_R: Tensor, tiles_M4: Tensor, experts:
     grid = (row_blocks, triton.cdiv(d, cols))
     gather_padded_kernel[grid](source_ND, index_R, tiles_M4, out_PD, d, TILE, GATHER_ROWS, cols, num_warps=8)
     return out_PD
+
+
+def zero_rows_behind(x_RD: Tensor, ends_E: Tensor) -> None:
+    """Zeros in the rows behind the last expert's, as far as a product over 64 rows at a time may read them."""
+    rows, d = x_RD.shape
+    cols = min(1024, triton.next_power_of_2(d))
+    grid = (TILE // 2 - 1, triton.cdiv(d, cols))
+    zero_behind_kernel[grid](x_RD, ends_E[-1:], rows, d, cols)
 
 
 def sum_over_slots(y_RD: Tensor, slots_NK: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ form holds the logits of a few thousand tokens and has both gradients ready when
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moefold.config.errors import UserError
-from moefold.kernels.registry import KernelCase, register_op, seeded_randn
+from moefold.kernels.registry import CaseInputs, Cases, KernelCase, register_op
 from moefold.kernels.vocabulary.vocab_shard import WHOLE_VOCABULARY, VocabShard
 from moefold.layout.gradient_sink import memory_for_gradient
 from moefold.layout.labels import IGNORE_INDEX
@@ -168,11 +168,11 @@ def loss_and_gradient(logits: Tensor, labels: Tensor, words: VocabShard) -> tupl
 
 
 @cross_entropy.register_cases
-def cross_entropy_cases(device: str, dtype: torch.dtype) -> Iterator[KernelCase]:
+def cross_entropy_cases(draw: CaseInputs) -> Cases:
     for t, d, v in [(1, 8, 4), (33, 16, 257), (512, 32, 1000)]:
         generator = torch.Generator().manual_seed(t)
         labels = torch.randint(v, (t,), generator=generator)
         labels[1::5] = IGNORE_INDEX
-        x = seeded_randn(device, dtype, t, d)
-        w = seeded_randn(device, dtype, v, d, seed=1)
-        yield KernelCase(f"{t} tokens, {v} words", (x, w, labels.to(device)))
+        x = draw.normal(t, d)
+        w = draw.normal(v, d, seed=1)
+        yield KernelCase(f"{t} tokens, {v} words", (x, w, labels.to(draw.device)))

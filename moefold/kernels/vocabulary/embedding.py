@@ -5,13 +5,11 @@ T tokens, D width, V vocabulary rows held here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moefold.kernels.registry import KernelCase, register_op, seeded_randn
+from moefold.kernels.registry import CaseInputs, Cases, KernelCase, register_op
 from moefold.layout.gradient_sink import memory_for_gradient
 
 
@@ -51,14 +49,14 @@ class EmbeddingFunction(torch.autograd.Function):
 
 
 @embedding.register_cases
-def embedding_cases(device: str, dtype: torch.dtype) -> Iterator[KernelCase]:
+def embedding_cases(draw: CaseInputs) -> Cases:
     for t, v, d in [(1, 2, 4), (33, 7, 16), (0, 3, 8), (40, 100, 24)]:
         name = f"{t} of {v} words of {d}"
-        w = seeded_randn(device, dtype, v, d)
+        w = draw.normal(v, d)
         generator = torch.Generator().manual_seed(t)
         spread = torch.randint(v, (t,), generator=generator)
         one_word = torch.full((t,), v - 1)
         half = (spread * 2 - v).clamp(min=-1)
-        yield KernelCase(f"{name}, spread", (spread.to(device), w))
-        yield KernelCase(f"{name}, one word", (one_word.to(device), w))
-        yield KernelCase(f"{name}, half elsewhere", (half.to(device), w, True))
+        yield KernelCase(f"{name}, spread", (spread.to(draw.device), w))
+        yield KernelCase(f"{name}, one word", (one_word.to(draw.device), w))
+        yield KernelCase(f"{name}, half elsewhere", (half.to(draw.device), w, True))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from moefold.anatomy.step_specs import sliding_window_of
+from moefold.comm.collectives import all_gather, bind_collective, reduce_scatter
 from moefold.config.run import ModelConfig
 from moefold.layout.declare import DeclaringModule
 from moefold.layout.placement import sharded_over_tp
@@ -21,6 +22,8 @@ class AttentionBase(DeclaringModule):
         super().__init__(parts.world)
         a = model.attention
         self.tp = parts.world.axis("tp")
+        self.gather_tokens = bind_collective(all_gather, self.tp)  # all tokens of this cp rank, for this rank's heads
+        self.scatter_sums = bind_collective(reduce_scatter, self.tp)  # sums over all heads; a rank keeps its own tokens
         self.context = parts.context
         self.scale = softmax_scale(a.head_dim, a.rope)
         self.window = sliding_window_of(model, layer)

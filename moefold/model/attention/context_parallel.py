@@ -1,7 +1,6 @@
-"""Context parallelism: queries meet keys that other ranks hold. Each mechanism is one callable,
-(q, k, v, share, sight) -> y.
+"""Context parallelism: queries meet keys that other ranks hold. A mechanism is called as the op `attention` is, with
+this rank's positions of q, k and v, and with the document begins of all positions; where cp is 1, it is that op.
 
-    whole       cp is 1: nothing to meet
     all_gather  every rank gets all keys and values; its queries, two chunks, attend to what lies before them
     all_to_all  ranks swap sequence for heads (Ulysses): each attends over whole sequences with its share of the heads
     ring        keys and values go round; the next block travels while this one is computed
@@ -14,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import product
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,35 +21,14 @@ from moefold.comm.collectives import all_gather, all_to_all
 from moefold.comm.ring_shift import RingShift
 from moefold.config.errors import UserError
 from moefold.kernels.attention.attention import attention
-from moefold.kernels.attention.ring_block import attention_block, attention_block_backward
+from moefold.kernels.attention.masked import sink_gradient
+from moefold.kernels.attention.ring_block import attention_block, attention_block_backward, merge_attention_block
 from moefold.kernels.bound import BoundKernels
 from moefold.layout.axes import Axis, World
-from moefold.model.token_layout import TokenShard
+from moefold.model.token_layout import zigzag_positions
 
-
-class AttendSpec(NamedTuple):
-    """What a query makes of the keys: the factor on scores, how many keys back it sees (0: all), and each head's score
-    for looking at nothing."""
-
-    scale: float
-    window: int = 0
-    sink_H: Tensor | None = None
-
-
-ContextMechanism = Callable[[Tensor, Tensor, Tensor, TokenShard, AttendSpec], Tensor]
-
-
-def local_context(kernels: BoundKernels) -> ContextMechanism:
-    return without_exchange(kernels[attention])
-
-
-def without_exchange(attention: Callable[..., Tensor]) -> ContextMechanism:
-    """Attention as it is: of the shard it needs only where documents begin."""
-
-    def attend(q_BsHD, k_BsGD, v_BsGV, share: TokenShard, sight: AttendSpec) -> Tensor:
-        return attention(q_BsHD, k_BsGD, v_BsGV, *sight, share.begins_BS)
-
-    return attend
+# q, k, v, scale of scores, window (keys back that a query sees; 0: all), sink_H, begins_BS -> y
+ContextMechanism = Callable[[Tensor, Tensor, Tensor, float, int, Tensor | None, Tensor | None], Tensor]
 
 
 def all_gather_context(kernels: BoundKernels, world: World) -> ContextMechanism:
@@ -59,36 +36,39 @@ def all_gather_context(kernels: BoundKernels, world: World) -> ContextMechanism:
     causal attention over the keys up to its end."""
 
     attend = kernels[attention]
+    cp = world.axis("cp")
 
-    def attend_across_ranks(q_BsHD, k_BsGD, v_BsGV, share: TokenShard, sight: AttendSpec) -> Tensor:
-        k_BSGD = gather_positions(k_BsGD, share)
-        v_BSGV = gather_positions(v_BsGV, share)
+    def attend_across_ranks(q_BsHD, k_BsGD, v_BsGV, scale, window, sink_H, begins_BS) -> Tensor:
+        k_BSGD = gather_positions(k_BsGD, cp)
+        v_BSGV = gather_positions(v_BsGV, cp)
         chunks = q_BsHD.chunk(2, dim=1)
-        ends = zigzag_chunk_ends(share)
-        begins = document_begins_of_chunks(share)
+        ends = zigzag_chunk_ends(k_BSGD.shape[1], cp)
+        begins = document_begins_of_chunks(begins_BS, cp)
         parts = []
         for q, end, begins_Bs in zip(chunks, ends, begins, strict=True):
             k = k_BSGD[:, :end]
             v = v_BSGV[:, :end]
-            part = attend(q, k, v, *sight, begins_Bs)
+            part = attend(q, k, v, scale, window, sink_H, begins_Bs)
             parts.append(part)
         return torch.cat(parts, dim=1)
 
     return attend_across_ranks
 
 
-def gather_positions(x_BsGD: Tensor, share: TokenShard) -> Tensor:
+def gather_positions(x_BsGD: Tensor, cp: Axis) -> Tensor:
     """All positions of the cp ranks, in the sequence's order."""
-    gathered_SBGD = all_gather(x_BsGD.transpose(0, 1), share.cp)
-    ordered_SBGD = gathered_SBGD[share.sequence_order]
-    return ordered_SBGD.transpose(0, 1)
+    gathered_SBGD = all_gather(x_BsGD.transpose(0, 1), cp)
+    held = zigzag_positions(len(gathered_SBGD), cp.size, x_BsGD.device)
+    order = held.flatten().argsort()
+    return gathered_SBGD[order].transpose(0, 1)
 
 
-def document_begins_of_chunks(share: TokenShard) -> Sequence[Tensor | None]:
+def document_begins_of_chunks(begins_BS: Tensor | None, cp: Axis) -> Sequence[Tensor | None]:
     """Where the documents of this rank's two chunks of queries begin, if attention stays within documents."""
-    if share.begins_BS is None:
+    if begins_BS is None:
         return None, None
-    begins_Bs = share.begins_BS[:, share.local_positions]
+    held = zigzag_positions(begins_BS.shape[1], cp.size, begins_BS.device)
+    begins_Bs = begins_BS[:, held[cp.index]]
     return begins_Bs.chunk(2, dim=1)
 
 
@@ -97,45 +77,46 @@ def zigzag_chunks(rank: int, ranks: int) -> tuple[int, int]:
     return rank, 2 * ranks - 1 - rank
 
 
-def zigzag_chunk_ends(share: TokenShard) -> tuple[int, int]:
+def zigzag_chunk_ends(length: int, cp: Axis) -> tuple[int, int]:
     """Where this rank's early and late chunk end in the sequence."""
-    ranks = share.cp.size
-    size = share.length // (2 * ranks)
-    early, late = zigzag_chunks(share.cp.index, ranks)
+    size = length // (2 * cp.size)
+    early, late = zigzag_chunks(cp.index, cp.size)
     return (early + 1) * size, (late + 1) * size
 
 
 def ulysses_context(kernels: BoundKernels, world: World) -> ContextMechanism:
-    return ulysses_attention(kernels[attention], world.axis("cp"))
+    cp = world.axis("cp")
+    return ulysses_attention(kernels[attention], cp, cp)
 
 
 def hierarchical_context(kernels: BoundKernels, world: World) -> ContextMechanism:
     """Inside a node ranks swap positions for heads, which makes the node's positions one early and one late chunk: a
     zig-zag over nodes, round which the ring goes."""
-    nodes = world.cp_nodes
-    inside = world.cp_inside
-    return ulysses_attention(ring_attention(nodes, kernels), inside)
+    across_nodes = ring_attention(world.cp_nodes, kernels)
+    return ulysses_attention(across_nodes, world.cp_inside, world.axis("cp"))
 
 
-def ulysses_attention(attention: Callable[..., Tensor], axis: Axis) -> ContextMechanism:
-    """Attention over all positions of the ranks along an axis, with each rank's share of the heads."""
+def ulysses_attention(attention: ContextMechanism, axis: Axis, cp: Axis) -> ContextMechanism:
+    """Attention over all positions of the ranks along an axis, all of cp or those of a node, with each rank's share of
+    the heads."""
+    first = 0
+    if axis.size < cp.size:  # ranks of a node
+        first = cp.index - axis.index
 
-    def attend_across_ranks(q_BsHD, k_BsGD, v_BsGV, share: TokenShard, sight: AttendSpec) -> Tensor:
+    def attend_across_ranks(q_BsHD, k_BsGD, v_BsGV, scale, window, sink_H, begins_BS) -> Tensor:
         # all positions of the ranks, of this rank's share of the heads
         check_heads_divide(k_BsGD.shape[2], axis)
-        first = 0
-        if axis.size < share.cp.size:  # ranks of a node
-            first = share.cp.index - axis.index
-        positions = share.joined[first : first + axis.size]
+        length = q_BsHD.shape[1] * cp.size
+        held = zigzag_positions(length, cp.size, q_BsHD.device)
+        positions = held[first : first + axis.size]
         order = positions.flatten().argsort()
         q = heads_for_positions(q_BsHD, axis, order)
         k = heads_for_positions(k_BsGD, axis, order)
         v = heads_for_positions(v_BsGV, axis, order)
-        if sight.sink_H is not None:
-            sinks = sight.sink_H.chunk(axis.size)
-            sight = sight._replace(sink_H=sinks[axis.index])
+        if sink_H is not None:
+            sink_H = sink_H.chunk(axis.size)[axis.index]
         # and back: all heads of this rank's positions
-        y = attention(q, k, v, *sight, share.begins_BS)
+        y = attention(q, k, v, scale, window, sink_H, begins_BS)
         return positions_for_heads(y, axis, order)
 
     return attend_across_ranks
@@ -177,11 +158,10 @@ def positions_for_heads(y_BShD: Tensor, axis: Axis, order: Tensor) -> Tensor:
 
 
 def ring_context(kernels: BoundKernels, world: World) -> ContextMechanism:
-    attention = ring_attention(world.axis("cp"), kernels)
-    return without_exchange(attention)
+    return ring_attention(world.axis("cp"), kernels)
 
 
-def ring_attention(axis: Axis, kernels: BoundKernels) -> Callable[..., Tensor]:
+def ring_attention(axis: Axis, kernels: BoundKernels) -> ContextMechanism:
     """Attention over what goes round a ring of ranks; the rules keep documents off it."""
 
     def attend_across_ranks(q, k, v, scale, window, sink_H, begins_BS) -> Tensor:
@@ -219,19 +199,11 @@ def blocks_round_ring(travelling: Tensor, cp: Axis) -> Iterator[tuple[int, Tenso
 
 
 def log_sums_before_keys(q: Tensor, sink_H: Tensor | None, wide: torch.dtype) -> Tensor:
-    """The log-sum-exp of scores before any key is met: that of the sinks alone."""
-    shape = q.shape[:-1]
+    """(B, H, S): the log-sum-exp of scores before any key is met, that of the sinks alone."""
+    b, s, h, _ = q.shape
     if sink_H is None:
-        return q.new_full(shape, -torch.inf, dtype=wide)
-    return sink_H.to(wide).expand(shape).clone()
-
-
-def sink_gradient(sink_H: Tensor | None, lse: Tensor, delta: Tensor) -> Tensor | None:
-    if sink_H is None:
-        return None
-    shares = (sink_H - lse).exp()
-    lost_H = (shares * delta).sum((0, 1))
-    return -lost_H.to(sink_H.dtype)
+        return q.new_full((b, h, s), -torch.inf, dtype=wide)
+    return sink_H.to(wide)[:, None].repeat(b, 1, s).view(b, h, s)
 
 
 class RingAttention(torch.autograd.Function):
@@ -242,6 +214,7 @@ class RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, scale: float, window: int, sink_H: Tensor | None, cp: Axis, kernels: BoundKernels):
         attend = kernels[attention_block]
+        merge_block = kernels[merge_attention_block]
         widths = k.shape[-1], v.shape[-1]
         size = q.shape[1] // 2
         wide = torch.promote_types(q.dtype, torch.float32)
@@ -257,7 +230,7 @@ class RingAttention(torch.autograd.Function):
                 queries = q[:, mine]
                 met = keys[:, theirs], values[:, theirs]
                 part, part_lse = attend(queries, *met, scale, ahead, window)
-                merge_softmax_block(out[:, mine], lse[:, mine], part, part_lse)
+                merge_block(out[:, mine], lse[:, :, mine], part, part_lse)
         result = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, sink_H, result, lse)
         ctx.rest = scale, window, cp, kernels
@@ -273,7 +246,7 @@ class RingAttention(torch.autograd.Function):
         size = q.shape[1] // 2
         wide = lse.dtype
         products = dy.to(wide) * out.to(wide)
-        delta = products.sum(-1)
+        delta = products.sum(-1).transpose(1, 2)
         dq = q.new_zeros(q.shape, dtype=wide)
         local = torch.cat((k, v), dim=-1)
         gradients = local.new_zeros(local.shape, dtype=wide)
@@ -285,7 +258,7 @@ class RingAttention(torch.autograd.Function):
             for mine, theirs, ahead in pairs:
                 queries = dy[:, mine], q[:, mine]
                 met = keys[:, theirs], values[:, theirs]
-                sums = lse[:, mine], delta[:, mine]
+                sums = lse[:, :, mine], delta[:, :, mine]
                 dq_part, dk_part, dv_part = attend_backward(*queries, *met, *sums, scale, ahead, window)
                 dq[:, mine] += dq_part
                 dkeys[:, theirs] += dk_part
@@ -299,22 +272,6 @@ class RingAttention(torch.autograd.Function):
         return dq, dk, dv, None, None, d_sink, None, None
 
 
-def merge_softmax_block(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Add a block to what earlier blocks gave, in place: softmax over both sets of keys. Neither may have seen any
-    key: then both weights are zero."""
-    joint = torch.logaddexp(lse, part_lse)
-    old = share_of_sum(lse, joint)
-    new = share_of_sum(part_lse, joint)
-    out.mul_(old).add_(part * new)
-    lse.copy_(joint)
-
-
-def share_of_sum(lse: Tensor, joint: Tensor) -> Tensor:
-    """exp(lse - joint), to be broadcast over values; zero where both are minus infinity."""
-    logs = (lse - joint).nan_to_num(nan=-torch.inf)
-    return logs.exp()[..., None]
-
-
 CONTEXT_MECHANISMS: dict[str, Callable[[BoundKernels, World], ContextMechanism]] = {
     "all_gather": all_gather_context,
     "all_to_all": ulysses_context,
@@ -325,6 +282,6 @@ CONTEXT_MECHANISMS: dict[str, Callable[[BoundKernels, World], ContextMechanism]]
 
 def choose_context_mechanism(name: str, kernels: BoundKernels, world: World) -> ContextMechanism:
     if world.axis("cp").size == 1:
-        return local_context(kernels)
+        return kernels[attention]
     make_mechanism = CONTEXT_MECHANISMS[name]
     return make_mechanism(kernels, world)

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from moefold.comm.collectives import all_gather, reduce_scatter
 from moefold.config.run import ModelConfig
 from moefold.model.attention.attention_base import AttentionBase
-from moefold.model.attention.context_parallel import AttendSpec
 from moefold.model.attention.rotary import Rotary
 from moefold.model.norm import RMSNorm, RMSNormOverTp, RopeNorm, RopeNormOverTp
 from moefold.model.parts import ModelParts
@@ -24,7 +22,8 @@ HeadNorm = RMSNorm | RMSNormOverTp
 class GroupedQueryAttention(AttentionBase):
     def __init__(self, model: ModelConfig, layer: int, parts: ModelParts):
         super().__init__(model, layer, parts)
-        a, d = model.attention, model.hidden
+        a = model.attention
+        d = model.hidden
         self.query = self.make_head_linear(d, a.heads, a.head_dim, a.qkv_bias)
         self.key = self.make_head_linear(d, a.kv_heads, a.head_dim, a.qkv_bias)
         self.value = self.make_head_linear(d, a.kv_heads, a.head_dim, a.qkv_bias)
@@ -46,8 +45,10 @@ class GroupedQueryAttention(AttentionBase):
         return held_here and self.rope_dim == a.head_dim
 
     def make_head_norm(self, heads: int, model: ModelConfig, parts: ModelParts) -> HeadNorm:
-        width, eps = model.attention.head_dim, model.norm_eps
-        kernels, world = parts.kernels, parts.world
+        width = model.attention.head_dim
+        eps = model.norm_eps
+        kernels = parts.kernels
+        world = parts.world
         if self.qk_norm == "head":
             head_norm = RopeNorm if self.ropes_in_norm else RMSNorm
             return head_norm(width, eps, kernels, world)
@@ -56,13 +57,14 @@ class GroupedQueryAttention(AttentionBase):
         return RMSNormOverTp(heads * width, eps, world)
 
     def forward(self, h_TD: Tensor, shard: TokenShard) -> Tensor:
-        h_CD = all_gather(h_TD, self.tp)  # all tokens of this cp rank, for this rank's heads
-        q, k, v = map(shard.unflatten_sequences, self.projections(h_CD))
+        h_CD = self.gather_tokens(h_TD)
+        h_BSD = h_CD.unflatten(0, (shard.sequences, -1))
+        q, k, v = self.projections(h_BSD)
         q, k = self.norm_and_rope(q, k, shard)
-        spec = AttendSpec(self.scale, self.window, self.sinks)
-        y_BSHD = self.core(self.context, q, k, v, shard, spec)
-        summand_CD = self.out_region(self.out, y_BSHD.reshape(len(h_CD), -1))
-        return reduce_scatter(summand_CD, self.tp)  # the sum over all heads; each rank keeps its own tokens
+        y_BSHD = self.core(self.context, q, k, v, self.scale, self.window, self.sinks, shard.begins_BS)
+        y_CN = y_BSHD.reshape(len(h_CD), -1)  # the heads of a token, joined
+        summand_CD = self.out_region(self.out, y_CN)
+        return self.scatter_sums(summand_CD)
 
     def norm_and_rope(self, q: Tensor, k: Tensor, shard: TokenShard) -> tuple[Tensor, Tensor]:
         """Queries and keys, normed if the model norms them, and rotated by position."""

@@ -15,10 +15,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moefold.comm.collectives import all_gather, reduce_scatter
 from moefold.config.run import ModelConfig
 from moefold.model.attention.attention_base import AttentionBase
-from moefold.model.attention.context_parallel import AttendSpec
 from moefold.model.attention.rotary import Rotary
 from moefold.model.norm import RMSNorm
 from moefold.model.parts import ModelParts
@@ -45,8 +43,11 @@ class LatentAttention(AttentionBase):
     def make_down_projections(self, model: ModelConfig, parts: ModelParts) -> None:
         """To the latents of queries, if there are any, and of keys and values, each with its norm; and the part of the
         keys that is rotated."""
-        a, d, eps = model.attention, model.hidden, model.norm_eps
-        kernels, world = parts.kernels, parts.world
+        a = model.attention
+        d = model.hidden
+        eps = model.norm_eps
+        kernels = parts.kernels
+        world = parts.world
         down = []
         if a.q_rank:
             self.query_down = self.make_linear(d, a.q_rank, a.qkv_bias)
@@ -64,23 +65,24 @@ class LatentAttention(AttentionBase):
         latents = (query_source, self.latent_norm(latent), k_rope)
         widths = [x.shape[-1] for x in latents]
         joined = torch.cat(latents, dim=-1)
-        joined_C = all_gather(joined, self.tp)  # one message: all tokens of this cp rank, for this rank's heads
-        sources_C = joined_C.split(widths, dim=-1)
-        q, k, v = self.up_region(self.project_up, *sources_C, shard)
-        spec = AttendSpec(self.scale, self.window, self.sinks)
-        y_BSHV = self.core(self.context, q, k, v, shard, spec)
-        summand_CD = self.out_region(self.out, y_BSHV.reshape(len(joined_C), -1))
-        return reduce_scatter(summand_CD, self.tp)
+        joined_C = self.gather_tokens(joined)  # one message
+        joined_BS = joined_C.unflatten(0, (shard.sequences, -1))
+        sources_BS = joined_BS.split(widths, dim=-1)
+        q, k, v = self.up_region(self.project_up, *sources_BS, shard)
+        y_BSHV = self.core(self.context, q, k, v, self.scale, self.window, self.sinks, shard.begins_BS)
+        y_CN = y_BSHV.reshape(len(joined_C), -1)  # the heads of a token, joined
+        summand_CD = self.out_region(self.out, y_CN)
+        return self.scatter_sums(summand_CD)
 
     def project_up(
-        self, query_source_C: Tensor, latent_C: Tensor, k_rope_C: Tensor, shard: TokenShard
+        self, query_source_BS: Tensor, latent_BS: Tensor, k_rope_BS: Tensor, shard: TokenShard
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of this rank's heads, from the latents."""
-        q = shard.unflatten_sequences(self.query(query_source_C))
+        q = self.query(query_source_BS)
         q = self.rotary.last(q, shard)
-        k_rope = shard.unflatten_sequences(k_rope_C[:, None])
-        k_rope = self.rotary.last(k_rope, shard)
-        k_nope, v = map(shard.unflatten_sequences, self.up(latent_C))
+        k_rope_BS1D = k_rope_BS.unsqueeze(2)
+        k_rope = self.rotary.last(k_rope_BS1D, shard)
+        k_nope, v = self.up(latent_BS)
         k_rope = k_rope.expand(*k_nope.shape[:-1], -1)  # the same for all heads
         k = torch.cat((k_nope, k_rope), dim=-1)
         return q, k, v

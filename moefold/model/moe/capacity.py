@@ -43,7 +43,9 @@ def drop_beyond_capacity(routing: Routing, moe: MoeConfig, share: TokenShard, ov
         groups *= share.sequences
         limit = expert_capacity(moe, share.length) * grouped
     else:
-        group_NK, priority_NK, first = group_TK, priority_TK, 0
+        group_NK = group_TK
+        priority_NK = priority_TK
+        first = 0
         limit = expert_capacity(moe, len(ids_TK)) * grouped
     keep_NK = within_capacity(group_NK, priority_NK, groups, limit)
     keep_TK = keep_NK[first : first + len(ids_TK)]

@@ -52,8 +52,11 @@ class Experts(DeclaringModule):
         self.bind_fused_kernel()
 
     def declare_weights(self, model: ModelConfig) -> None:
-        moe, std = model.moe, model.init_std
-        e, f, d = moe.experts, moe.ffn, moe.latent or model.hidden
+        moe = model.moe
+        std = model.init_std
+        e = moe.experts
+        f = moe.ffn
+        d = moe.latent or model.hidden
         down_std = std / (2 * model.layers) ** 0.5
         declare_matrices = partial(self.declare_parameter, placement=EXPERT_MATRICES, stacked=True)
         self.gate_up = declare_matrices("gate_up", e, 2, f, d, std=std)
@@ -74,7 +77,8 @@ class Experts(DeclaringModule):
     def bind_fused_kernel(self) -> None:
         """Choose the kernel for the recipe of both products. Where the two differ, no fused kernel fits. `fused`:
         whether one kernel runs all of it, so that there is no activation to keep or rebuild by itself."""
-        up, down = self.up_product.recipe, self.down_product.recipe
+        up = self.up_product.recipe
+        down = self.down_product.recipe
         self.recipe_name = up.name if up.name == down.name else "mixed"
         kernels = self.kernels.with_facts(recipe=self.recipe_name)
         self.expert_mlp = kernels[expert_mlp]

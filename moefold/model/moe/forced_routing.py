@@ -1,6 +1,6 @@
-"""Routing set from outside: round robin for benchmarks, recording and replay of expert ids (for RL).
+"""Recording of the expert ids that routers choose, for their replay (RL): ids of one model are imposed on another.
 
-The selection is imposed; router weights and their gradients still come from the scores. T tokens, K choices.
+Only the selection is imposed; router weights and their gradients still come from the scores. T tokens, K choices.
 """
 
 from __future__ import annotations
@@ -9,19 +9,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 
-import torch
 from torch import Tensor, nn
 
-from moefold.config.run import MoeConfig
-from moefold.model.moe.balance import ExpertLoad
+from moefold.model.moe.router import ExpertLoad
 from moefold.model.token_layout import TokenShard
-
-
-def round_robin_experts(number_T: Tensor, moe: MoeConfig) -> Tensor:
-    """Token t gets experts t x K up to t x K + K - 1, modulo E: an even load on any layout."""
-    choice_K = torch.arange(moe.top_k, device=number_T.device)
-    first_T1 = number_T[:, None] * moe.top_k
-    return (first_T1 + choice_K) % moe.experts
 
 
 def keep_choices(kept: list[Tensor], ids_TK: Tensor, _: TokenShard) -> None:

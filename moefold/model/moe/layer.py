@@ -34,7 +34,9 @@ from moefold.precision.linear import Linear
 class MoeSublayer(nn.Module):
     def __init__(self, model: ModelConfig, layer: int, parts: ModelParts, norm: AddNorm | None = None):
         super().__init__()
-        moe, kernels, world = model.moe, parts.kernels, parts.world
+        moe = model.moe
+        kernels = parts.kernels
+        world = parts.world
         self.world = world
         self.specs = moe_step_specs(model)
         if norm is not None:

@@ -1,9 +1,10 @@
-"""Sequence-wide routing: expert choice, and Sinkhorn (tokens and experts matched by optimal transport).
+"""Choices that a token does not make for itself: expert choice, Sinkhorn (tokens and experts matched by optimal
+transport), and round robin for benchmarks.
 
-Both use later tokens to choose for earlier ones, which a causal model must accept explicitly
+The first two use later tokens to choose for earlier ones, which a causal model must accept explicitly
 (`moe.router.looks_ahead`). The choice is made over one sequence at a time, so that a batch may be split in any way.
 
-B sequences of S tokens, E experts, K choices of a token on average (exactly, for Sinkhorn).
+B sequences of S tokens, T tokens of this rank, E experts, K choices of a token (for expert choice, on average).
 """
 
 from __future__ import annotations
@@ -50,3 +51,10 @@ def sinkhorn_log_plan(logits_BSE: Tensor) -> Tensor:
         plan_BSE = plan_BSE - plan_BSE.logsumexp(1, keepdim=True) + log_share  # experts
         plan_BSE = plan_BSE - plan_BSE.logsumexp(2, keepdim=True)  # tokens
     return plan_BSE
+
+
+def round_robin_experts(number_T: Tensor, moe: MoeConfig) -> Tensor:
+    """Token t gets experts t x K up to t x K + K - 1, modulo E: an even load on any layout."""
+    choice_K = torch.arange(moe.top_k, device=number_T.device)
+    first_T1 = number_T[:, None] * moe.top_k
+    return (first_T1 + choice_K) % moe.experts

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from moefold.kernels.attention.workspace import HOPPER_HEAD_WIDTHS, score_gradient_bytes
 from moefold.plan.layer.rank_shapes import RankShapes
+from moefold.plan.layer.ring_blocks import add_ring_backward, add_ring_forward
 from moefold.plan.layer.tensor_table import (
     LayerStack,
     ShapeFunction,
@@ -377,6 +378,11 @@ def reference_arrange_rows(s: RankShapes) -> bool:
     return s.chosen_implementation("arrange_rows") == "reference" or s.portion.ep > 1
 
 
+def kernel_arranges_rows(s: RankShapes) -> bool:
+    """Whether a kernel arranges the rows: its backward keeps their slots."""
+    return not reference_arrange_rows(s)
+
+
 def fused_experts(s: RankShapes) -> bool:
     """Whether one kernel runs the experts; its backward overwrites gate and up with their gradients."""
     return s.fuses_experts
@@ -423,6 +429,8 @@ def plan_tensors() -> list[TensorEntry]:
     moe = table.remade_by("moe")
     arranged = moe.only(reference_arrange_rows)
     arranged.add("order of rows", expert_rows, one_column, "int64")
+    by_kernel = moe.only(kernel_arranges_rows)
+    by_kernel.add("slots", expert_rows, one_column, "int32")
     remote = moe.only(experts_are_remote)
     remote.add("token and slot of each parcel", routed_choices, two_columns, "int64")
     return table.entries
@@ -439,7 +447,9 @@ def expert_tensors() -> list[TensorEntry]:
     remote.add("arrived tokens", arrived_tokens, dispatched_token_width, read_by="experts")
     local = fused.only(has_local_latents)
     local.add("latents", rank_tokens, dispatched_token_width, read_by="experts")
-    experts.add("index and slots", expert_rows, two_columns, "int32")
+    experts.add("index", expert_rows, one_column, "int32")
+    arranged = experts.only(reference_arrange_rows)
+    arranged.add("slots", expert_rows, one_column, "int32")
     experts.add("weights", expert_rows, one_column, "fp32")
     unfused.add("rows", expert_rows, dispatched_token_width, "linear", read_by="experts")
     # Inside and after the expert MLP.
@@ -704,6 +714,18 @@ def attend_backward_core() -> WorkingSet:
     return table.entries
 
 
+def attend_forward_ring() -> WorkingSet:
+    table = TensorTable()
+    add_ring_forward(table)
+    return table.entries
+
+
+def attend_backward_ring() -> WorkingSet:
+    table = backward_table()
+    add_ring_backward(table)
+    return table.entries
+
+
 def mlp_backward() -> WorkingSet:
     table = backward_table()
     add_swiglu_backward(table, context_tokens, dense_inner_width)
@@ -752,7 +774,12 @@ MOEFOLD_WORKING_SETS = {
         expert_backward_start(),
         expert_backward_activation(),
     ],
-    ("attend", "B"): [attend_backward_rope(), attend_backward_core()],
+    ("attend", "F"): [attend_forward_ring()],
+    ("attend", "B"): [
+        attend_backward_rope(),
+        attend_backward_core(),
+        attend_backward_ring(),
+    ],
     ("mlp", "B"): [mlp_backward()],
     ("shared", "B"): [shared_backward()],
     ("predict", "F"): [

@@ -20,7 +20,7 @@ from moefold.kernels.bound import BoundKernels
 from moefold.kernels.facts import Facts
 from moefold.layout.axes import World, create_world, single_rank_world
 from moefold.layout.declare import DeclaredParameter, declared_parameters
-from moefold.model.moe.balance import ExpertLoad
+from moefold.model.moe.router import ExpertLoad
 from moefold.model.transformer import Transformer
 from moefold.optim.optimizer import Optimizer, build_optimizer
 from moefold.shard.buckets import fill_buckets

@@ -18,7 +18,7 @@ from moefold.checkpoint.live.logical_tensors import collect_tensors
 from moefold.checkpoint.live.save import save_checkpoint
 from moefold.config.run import Config, ParallelConfig, PipelineConfig
 from moefold.layout.axes import World, create_world, single_rank_world
-from moefold.model.moe.balance import ExpertLoad
+from moefold.model.moe.router import ExpertLoad
 from moefold.presets.zoo import PRESETS
 from moefold.train.assemble import Run, assemble_run
 from moefold.train.parity import random_corpus, shrink_config

@@ -61,7 +61,12 @@ def forward(x: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def backward(x: Inputs) -> Gradients:
-    return launch_hopper_backward(x.dy, x.q, x.k, x.v, *forward(x), SCALE)
+    return hopper_backward(x.dy, x.q, x.k, x.v, *forward(x), SCALE)
+
+
+def hopper_backward(dy, q, k, v, y, lse: torch.Tensor, scale: float) -> Gradients:
+    statistics = softmax_statistics(y, dy, lse, scale)
+    return launch_hopper_backward(dy, q, k, v, statistics, scale)
 
 
 def expected(x: Inputs) -> Gradients:
@@ -92,7 +97,7 @@ def test_statistics_say_of_queries_behind_the_end_that_they_see_nothing(s: int):
     x = inputs(2, s, 3, 3, 16, torch.float32)
     lse = torch.randn(2, 3, s, generator=torch.Generator().manual_seed(1)).to(DEVICE)
     minus_lse, minus_delta = (
-        softmax_statistics(x.q, x.dy, lse, 2, 0.5).view(2, 3, 2, 2, 64).transpose(2, 3).flatten(3).unbind(2)
+        softmax_statistics(x.q, x.dy, lse, 0.5).view(2, 3, 2, 2, 64).transpose(2, 3).flatten(3).unbind(2)
     )
     assert torch.equal(minus_lse[..., :s], -lse / 0.5)
     assert torch.all(minus_lse[..., s:] == -torch.inf)
@@ -115,7 +120,7 @@ def test_gradients_are_those_of_the_reference_in_fp32(shape: tuple[int, int, int
 def test_six_runs_agree_to_the_bit(shape: tuple[int, int, int, int, int]):
     x = inputs(*shape)
     y, lse = forward(x)
-    first, *others = (launch_hopper_backward(x.dy, x.q, x.k, x.v, y, lse, SCALE) for _ in range(6))
+    first, *others = (hopper_backward(x.dy, x.q, x.k, x.v, y, lse, SCALE) for _ in range(6))
     assert all(same_bits(first, other) for other in others)
 
 
@@ -134,13 +139,13 @@ def test_heads_that_go_one_after_the_other_give_the_same_bits(monkeypatch: pytes
 def test_heads_may_lie_anywhere():
     x = inputs(2, 200, 4, 2, 64)
     y, lse = forward(x)
-    wanted = launch_hopper_backward(x.dy, x.q, x.k, x.v, y, lse, SCALE)
+    wanted = hopper_backward(x.dy, x.q, x.k, x.v, y, lse, SCALE)
     q, k, v = torch.cat((x.q, x.k, x.v), dim=2).split([4, 2, 2], dim=2)  # as one product gives them
-    assert same_bits(wanted, launch_hopper_backward(x.dy, q, k, v, y, lse, SCALE))
+    assert same_bits(wanted, hopper_backward(x.dy, q, k, v, y, lse, SCALE))
     q, k, v, dy = (one.transpose(1, 2).contiguous().transpose(1, 2) for one in x)
-    assert same_bits(wanted, launch_hopper_backward(dy, q, k, v, y, lse, SCALE))
+    assert same_bits(wanted, hopper_backward(dy, q, k, v, y, lse, SCALE))
     q, k, v, dy = (torch.nn.functional.pad(one.flatten(2), (1, 0))[..., 1:].view(one.shape) for one in x)
-    assert same_bits(wanted, launch_hopper_backward(dy, q, k, v, y, lse, SCALE))
+    assert same_bits(wanted, hopper_backward(dy, q, k, v, y, lse, SCALE))
 
 
 @pytest.mark.gpu
@@ -148,7 +153,7 @@ def test_heads_may_lie_anywhere():
 def test_a_captured_backward_waits_for_nothing_and_replays_right_with_other_numbers():
     x = inputs(1, 500, 4, 2, 128)
     y, lse = forward(x)
-    run = partial(launch_hopper_backward, x.dy, x.q, x.k, x.v, y, lse, SCALE)
+    run = partial(hopper_backward, x.dy, x.q, x.k, x.v, y, lse, SCALE)
     run()
     torch.cuda.set_sync_debug_mode("error")
     try:

@@ -64,7 +64,7 @@ def test_documents_may_begin_anywhere(borders: tuple[int, ...]):
 def test_the_first_key_of_queries_and_the_last_query_of_keys_are_those_of_the_mask(queries: int, window: int):
     length, begins = 33, random_document_begins("cpu", 3, 33)[:, -queries:]
     mask = attention_mask(queries, length, length - queries, window, torch.device("cpu"), begins)[:, 0]
-    first = first_visible_key(torch.empty(3, queries), torch.empty(3, length), window, begins)
+    first = first_visible_key(torch.empty(3, queries), length - queries, window, begins)
     assert torch.equal(first.long(), mask.int().argmax(-1))
     until = visible_until_query(first, length)
     for b, key in mask.any(1).nonzero().tolist():

@@ -9,6 +9,7 @@ pytest.importorskip("triton")
 
 from moefold.kernels.norm import rope_triton
 from moefold.kernels.norm.rope import norm_rope, random_rope_angles, rope
+from moefold.kernels.registry import CaseInputs
 from tests.kernels.test_every_op import check
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -25,7 +26,7 @@ def test_both_equal_their_references_forward_and_backward(op, cases: int, monkey
 def test_heads_may_lie_as_attention_leaves_them(size: int):
     """Queries and their gradients come as views of other orders of dims."""
     x_BHSD, dy_BHSD = (torch.randn(2, 3, 5, 16, generator=torch.Generator().manual_seed(i)) for i in range(2))
-    w, angles = torch.rand(size).to(DEVICE), random_rope_angles(DEVICE, torch.float32, 5, 16)
+    w, angles = torch.rand(size).to(DEVICE), random_rope_angles(CaseInputs(DEVICE, torch.float32), 5, 16)
     x, dy = (t.to(DEVICE).transpose(1, 2) for t in (x_BHSD, dy_BHSD))
     expected = norm_rope(x.contiguous(), w, angles, 1e-6)
     torch.testing.assert_close(rope_triton.rotate_heads(x, w, angles, 1e-6), expected, rtol=1e-5, atol=1e-5)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 
@@ -12,6 +14,11 @@ from moefold.kernels.routing.router_ops import router_topk
 from moefold.kernels.routing.router_spec import RouterSpec, TokenSpan
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+WAYS = [  # score and normalize; a rule says that weights of softmax_chosen are normalised over the chosen
+    ("softmax_chosen", "chosen"),
+    *product(("softmax", "sigmoid"), ("chosen", "all", "none")),
+]
 
 
 def both_ways(
@@ -37,8 +44,7 @@ def both_ways(
 
 
 @pytest.mark.parametrize("groups", [(1, 1, "best_two"), (4, 2, "best_two"), (6, 2, "best"), (24, 3, "best_two")])
-@pytest.mark.parametrize("normalize", ["chosen", "all", "none"])
-@pytest.mark.parametrize("score", ["softmax", "softmax_chosen", "sigmoid"])
+@pytest.mark.parametrize(("score", "normalize"), WAYS)
 def test_every_way_of_choosing_and_its_gradient_equal_the_reference(
     score: str, normalize: str, groups: tuple[int, int, str]
 ):
@@ -52,8 +58,7 @@ def test_every_size_equals_the_reference(t: int, e: int, k: int, normalize: str)
     both_ways(RouterSpec(k, normalize=normalize), t, e)
 
 
-@pytest.mark.parametrize("normalize", ["chosen", "all", "none"])
-@pytest.mark.parametrize("score", ["softmax", "softmax_chosen", "sigmoid"])
+@pytest.mark.parametrize(("score", "normalize"), WAYS)
 def test_an_imposed_choice_with_places_left_empty_equals_the_reference(score: str, normalize: str):
     imposed = torch.tensor([[0, 5], [7, 2], [3, -1], [-1, 4], [-1, -1]], device=DEVICE)
     both_ways(RouterSpec(2, score, normalize, 2.5), t=5, e=8, imposed=imposed)

@@ -97,7 +97,8 @@ def refuse_other_rope(options: ConfigOptions, values: dict[str, Any]) -> None:
 
 
 def write_latent_options(model: ModelConfig) -> dict[str, Any]:
-    a, moe = model.attention, model.moe
+    a = model.attention
+    moe = model.moe
     return {
         **write_common_options(model),
         "num_key_value_heads": a.heads,

@@ -69,7 +69,8 @@ def read_partial_rope(options: ConfigOptions, head_dim: int) -> dict[str, Any]:
 
 
 def write_glm4_moe(model: ModelConfig) -> dict[str, Any]:
-    a, moe = model.attention, model.moe
+    a = model.attention
+    moe = model.moe
     return {
         **write_common_options(model),
         **write_gqa_heads(model),

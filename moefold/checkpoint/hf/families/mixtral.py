@@ -55,7 +55,8 @@ def write_mixtral(model: ModelConfig) -> dict[str, Any]:
 def mixtral_block_pieces(model: ModelConfig, layer: int, theirs: str, ours: str) -> Iterator[MappedPiece]:
     yield from norm_pieces(model, layer, theirs, ours)
     yield from grouped_attention_pieces(model, theirs, ours)
-    theirs, ours = theirs + "block_sparse_moe.", ours + "moe."
+    theirs = theirs + "block_sparse_moe."
+    ours = ours + "moe."
     yield from router_pieces(model, theirs, ours)
     yield from expert_pieces(model, theirs, ours, names=("w1", "w3", "w2"))
 
