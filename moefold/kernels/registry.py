@@ -45,6 +45,7 @@ class KernelCase:
     main: str = "fp32"
     attention: AttentionShape | None = None
     sees_all: bool = True
+    square: bool = True
     rows: tuple[int, int] | None = None
 
     def facts(self, device: str, dtype: str, capability: Capability) -> Facts:
@@ -58,6 +59,7 @@ class KernelCase:
             main=self.main,
             attention=self.attention,
             sees_all=self.sees_all,
+            square=self.square,
         )
 
     def defined(self, tensor: Tensor) -> Tensor:

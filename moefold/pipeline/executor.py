@@ -280,7 +280,8 @@ class StepRun:
     def begin_carry(self, op: PipelineOp) -> Carry:
         """The carry at the beginning of a stage."""
         part = self.parts[op.microbatch]
-        carry = self.executor.model.begin(part.tokens_BS, part.labels_BS, part.first, part.begins_BS)
+        inputs = part.tokens_BS, part.labels_BS, part.first, part.begins_BS, part.imposed
+        carry = self.executor.model.begin(*inputs)
         if op.stage > 0:
             cargo_NTD = self.take_cargo(op)
             trains = self.finish is None

@@ -68,7 +68,7 @@ class Router(DeclaringModule):
         if self.training:
             self.load.count(counts_BE, ids_TK, routing.ids_TK)
         if self.load.record and not inside_recompute():
-            self.load.record(ids_TK)
+            self.load.record(ids_TK, share)
         losses = balance_losses(counts_BE, shares_BE, squares_B, self.moe, self.load, self.sum_over_sharing)
         return routing, losses
 
@@ -128,7 +128,8 @@ class ExpertLoad(nn.Module):
         self.register_buffer("counts_E", torch.zeros(experts, dtype=torch.int64), persistent=False)
         self.register_buffer("dropped", torch.zeros((), dtype=torch.int64), persistent=False)
         self.moved = 0  # bytes of tokens that dispatch and combine sent in forward; a number of the host
-        self.record: Callable[[Tensor], object] | None = None  # called with the expert ids of each microbatch
+        # called with the expert ids of each microbatch, and which of its tokens they belong to
+        self.record: Callable[[Tensor, TokenShard], object] | None = None
 
     @torch.no_grad()
     def count(self, counts_BE: Tensor, ids_TK: Tensor, kept_TK: Tensor) -> None:
