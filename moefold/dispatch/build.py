@@ -72,7 +72,8 @@ def build_from_hops(build_hops: HopsBuilder, setting: DispatchSetting) -> Dispat
     hops = build_hops(setting)
     etp = setting.world.etp
     if etp.size > 1:
-        hops.append(AllToAllHop(etp, pack_for_everyone, setting.experts.rank_of, setting.kernels))
+        hop = AllToAllHop(etp, pack_for_everyone, setting.experts.rank_of, setting.kernels)
+        hops.append(hop)
     return HopDispatcher(hops, setting.row_policy, setting.kernels)
 
 
@@ -125,7 +126,8 @@ def row_policy_of(moe: MoeConfig, world: World, experts: ExpertPlacement) -> Row
     each = None
     if moe.capacity.pad:
         each = partial(most_rows_per_expert, moe, world.ep_etp.size)
-    return RowPolicy(experts, world.ep.index, drops, moe.capacity.pad_rows, each)
+    multiple = moe.capacity.pad_rows
+    return RowPolicy(experts, world.ep.index, drops, multiple, each)
 
 
 def find_builder(name: str) -> DispatcherBuilder:

@@ -77,11 +77,12 @@ def pack_per_rank(routing: Routing, rank_of: RankOf, ranks: int) -> Parcels:
     weights_TK, ids_TK = routing
     tokens = len(ids_TK)
     rank_TK = torch.where(ids_TK >= 0, rank_of(ids_TK), ranks)  # row `ranks` of `goes_nT` collects missing choices
-    goes_nT = torch.zeros(ranks + 1, tokens, dtype=torch.bool, device=ids_TK.device)
+    goes_nT = ids_TK.new_zeros(ranks + 1, tokens, dtype=torch.bool)
     goes_nT = goes_nT.scatter_(0, rank_TK.T, True)[:ranks]
     rank_P, token_P = goes_nT.nonzero(as_tuple=True)
     slots_Tn = torch.full((tokens, ranks), -1, device=ids_TK.device)
-    slots_Tn[token_P, rank_P] = torch.arange(len(token_P), device=ids_TK.device)
+    parcel_P = torch.arange(len(token_P), device=ids_TK.device)
+    slots_Tn[token_P, rank_P] = parcel_P
     # A parcel lists the choices that its rank holds, -1 in place of the others.
     held_there_PK = rank_TK[token_P] == rank_P[:, None]
     ids_PK = torch.where(held_there_PK, ids_TK[token_P], -1)
@@ -94,9 +95,12 @@ def pack_for_everyone(routing: Routing, rank_of: RankOf, ranks: int) -> Parcels:
     tokens = len(ids_TK)
     device = ids_TK.device
     token_P = torch.arange(tokens, device=device).repeat(ranks)
-    slots_nT = torch.arange(ranks * tokens, device=device).view(ranks, tokens)
+    parcel_P = torch.arange(ranks * tokens, device=device)
+    slots_nT = parcel_P.view(ranks, tokens)
     sent_n = torch.full((ranks,), tokens, device=device)
-    parcel_routing = Routing(weights_TK.repeat(ranks, 1), ids_TK.repeat(ranks, 1))
+    weights_PK = weights_TK.repeat(ranks, 1)
+    ids_PK = ids_TK.repeat(ranks, 1)
+    parcel_routing = Routing(weights_PK, ids_PK)
     return Parcels(token_P, slots_nT.T, False, sent_n, parcel_routing)
 
 
@@ -128,9 +132,11 @@ class AllToAllHop:
         return HopPlan(leg, arrivals, rows_sent + rows_returned)
 
     def out(self, h_TD: Tensor, leg: Leg) -> Tensor:
-        sent_PD = self.kernels[gather_rows](h_TD, leg.index_P, leg.slots_TC, leg.holes)
+        gather = self.kernels[gather_rows]
+        sent_PD = gather(h_TD, leg.index_P, leg.slots_TC, leg.holes)
         return all_to_all(sent_PD, leg.send, leg.receive, self.axis)
 
     def back(self, y_ND: Tensor, leg: Leg) -> Tensor:
         returned_PD = all_to_all(y_ND, leg.receive, leg.send, self.axis)
-        return self.kernels[sum_rows](returned_PD, leg.index_P, leg.slots_TC, leg.holes)
+        sum_parcels = self.kernels[sum_rows]
+        return sum_parcels(returned_PD, leg.index_P, leg.slots_TC, leg.holes)

@@ -204,8 +204,10 @@ def create_world(
     for name, grid, use in (("ep", expert, "experts"), ("cp", dense, "")):
         groups = grid.groups(name)
         inside, across = split_groups_by_node(groups, node_size)
-        axes[inside_node(name),] = maker.make_axis(inside_node(name), inside, use)
-        axes[across_nodes(name),] = maker.make_axis(across_nodes(name), across, use)
+        name_inside = inside_node(name)
+        axes[name_inside,] = maker.make_axis(name_inside, inside, use)
+        name_across = across_nodes(name)
+        axes[name_across,] = maker.make_axis(name_across, across, use)
     return World(rank, size, device, dense, expert, axes, everyone, node_size, store)
 
 

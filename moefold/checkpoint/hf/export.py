@@ -64,7 +64,8 @@ def refuse_lost_biases(held: dict[str, LocalTensor], table: NameTable, world: Wo
     """Refuse to drop non-zero selection biases: a family without them would route otherwise."""
     lost: list[str] = []
     for name, local in held.items():
-        if name not in table.pieces_by_ours and bool(local.tensor.count_nonzero()):
+        unwritten = name not in table.pieces_by_ours
+        if unwritten and bool(local.tensor.count_nonzero()):
             lost.append(name)
     lost_by_rank = all_gather_objects(lost, world.everyone)
     names = sorted(set[str]().union(*lost_by_rank))
@@ -105,7 +106,8 @@ class GatheredBoxes:
         values = torch.zeros(box_sizes(box), dtype=dtype, device=device)
         if name in self.contributed:
             self.copy_overlap(self.held[name], box, values)
-        all_reduce_no_grad(values.view(torch.uint8), self.world.everyone)
+        as_bytes = values.view(torch.uint8)
+        all_reduce_no_grad(as_bytes, self.world.everyone)
         return values
 
     def copy_overlap(self, local: LocalTensor, box: Box, values: torch.Tensor) -> None:
