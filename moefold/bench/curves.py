@@ -29,7 +29,7 @@ from moefold.config.run import (
     TrainConfig,
 )
 from moefold.data.corpus import Corpus, load_corpus
-from moefold.data.tokenizer import load_tokenizer
+from moefold.data.tokenizer import choose_tokenizer, load_tokenizer
 from moefold.kernels.catalog import CATALOG
 from moefold.layout.axes import single_rank_world
 from moefold.presets.zoo import PRESETS
@@ -96,8 +96,9 @@ def training_losses(config: Config, corpus: Corpus) -> list[float]:
 
 def curves_report(device: str, steps: int) -> Report:
     config = curves_config(device, steps)
-    tokenizer = load_tokenizer(config.data.tokenizer, config.data.end_token)
-    corpus = load_corpus(config.data, tokenizer, config.model.vocab)
+    vocab = config.model.vocab
+    tokenizer = load_tokenizer(choose_tokenizer(config.data, vocab), vocab)
+    corpus = load_corpus(config.data, tokenizer, vocab)
     curves: Curves = {}
     for name, variant in kernel_variants(config).items():
         curves[name] = training_losses(variant, corpus)

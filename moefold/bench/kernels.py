@@ -37,7 +37,7 @@ def time_implementations(name: str, device: str, dtype: str, repeat: int) -> lis
         runnable = runnable_implementations(name, case, device, dtype)
         for implementation in runnable:
             call = op.implementations[implementation]
-            forward, both = time_kernel_case(call, case.inputs, op.mutates, device, repeat)
+            forward, both = time_kernel_case(call, case.inputs, op.differentiable, device, repeat)
             row: Row = {"op": name, "case": case.name}
             row["implementation"] = implementation
             row["forward_us"] = forward * 1e6
@@ -55,9 +55,9 @@ def runnable_implementations(name: str, case: KernelCase, device: str, dtype: st
 
 
 def time_kernel_case(
-    call: Callable[..., Any], inputs: tuple[Any, ...], mutates: bool, device: str, repeat: int
+    call: Callable[..., Any], inputs: tuple[Any, ...], differentiable: bool, device: str, repeat: int
 ) -> tuple[float, float]:
-    """Median seconds of the forward pass, and of forward and backward. An op that mutates has no backward."""
+    """Median seconds of the forward pass, and of forward and backward. Not every op has a backward."""
     leaves = map_tensors(inputs, detached_copy)
     floats = float_tensors(leaves)
 
@@ -75,7 +75,7 @@ def time_kernel_case(
 
     # Inputs require gradients only after the forward timing.
     forward = median_seconds(forward_only, device, repeat)
-    if mutates:
+    if not differentiable:
         return forward, forward
     for leaf in floats:
         leaf.requires_grad_()

@@ -82,6 +82,19 @@ class StepOptions(DeviceOptions):
 
 
 @dataclass(frozen=True)
+class SchedulesOptions(DeviceOptions):
+    """Time steps of one model on one device under every kind of schedule: plain, deferred, zero bubble, paired."""
+
+    model: str = "olmoe-1b-7b"
+    """A model of `moefold bench step`."""
+    steps: int = 6
+    """Timed steps."""
+
+    def check_values(self) -> None:
+        require_positive("steps", self.steps)
+
+
+@dataclass(frozen=True)
 class AttentionOptions(DeviceOptions):
     """Time every attention kernel at the shapes of known models, and check which repeat to the bit."""
 

@@ -73,7 +73,7 @@ def write_bandwidth(folder: Path, options: SaveOptions) -> dict[str, float]:
         tensor = torch.rand(MIB_OF_FLOATS)
         parts[str(number)] = as_tensor_part(tensor)
     plan = gather_write_plan(parts, world)
-    image = HostImage(plan, 0, pinned=False)
+    image = HostImage(plan.mine, 0, pinned=False)
     image.copy_parts(parts)
     raw = image.file_bytes.numpy().data
     shelf = folder / "shelf"
@@ -127,7 +127,8 @@ def step_delay_by_save(folder: Path, config: Config, repeat: int) -> dict[str, f
                 seconds = wall_clock_seconds(partial(step_with_save, run, saver))
                 times["step_with_save"].append(seconds)
                 saver.wait_until_written()  # the next plain step runs without a save in progress
-        size = saver.plan.bytes if saver.plan else 0
+        whole = saver.plan.whole if saver.plan else None
+        size = whole.bytes if whole else 0
     medians = medians_of(times)
     return medians | {"state_bytes": float(size)}
 

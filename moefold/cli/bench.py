@@ -25,6 +25,7 @@ SUBJECTS = {
     "kernels": BenchSubject(bench_options.KernelsOptions, "every implementation of every operation"),
     "layer": BenchSubject(bench_options.LayerOptions, "MoE layers of known models"),
     "step": BenchSubject(bench_options.StepOptions, "whole training steps of known models"),
+    "schedules": BenchSubject(bench_options.SchedulesOptions, "pipeline schedules on one device"),
     "attention": BenchSubject(bench_options.AttentionOptions, "attention kernels, and which repeat to the bit"),
     "curves": BenchSubject(bench_options.CurvesOptions, "losses of fast kernels and of references"),
     "overlap": BenchSubject(bench_options.OverlapOptions, "expert communication hidden behind compute"),

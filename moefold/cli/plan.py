@@ -12,6 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from moefold.bench.report import show_report
+from moefold.cli.plan_advice import print_beside_figures
 from moefold.config.read import parse_overrides
 from moefold.plan.answer import TIME_WALLS, answer_request
 from moefold.presets.command_form import CommandForm
@@ -97,6 +98,7 @@ def print_plan(answer: Answer) -> None:
         console.print(escape(f"pipeline {layout['schedule']}, {layout['stages']}"))
     print_step_time(answer, console)
     print_memory_table(answer, console)
+    print_beside_figures(answer, console)
     if answer["searched"]:
         print_layout_table(answer, console)
     for line in answer.get("explained", ()):

@@ -15,7 +15,7 @@ from moefold.presets.zoo import PRESETS
 from moefold.printable import human_readable
 
 Row = dict[str, Any]
-HEADINGS = ("preset", "total", "active", "layers", "experts", "attention", "besides")
+HEADINGS = ("preset", "total", "active", "layers", "experts", "attn", "besides")
 
 
 @dataclass(frozen=True)

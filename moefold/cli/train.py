@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING
 
 import tyro
 
+from moefold.config.errors import UserError
 from moefold.config.run import Config
-from moefold.layout.environment import read_environment
+from moefold.layout.environment import Rendezvous, read_environment
 from moefold.layout.spawn import run_local_ranks
+from moefold.plan.memory.fit_proposals import misfit_problems
 from moefold.presets.command_form import CommandForm
 from moefold.presets.command_options import check_rank_count, read_options
-from moefold.presets.recipe import resolve_recipe
+from moefold.presets.recipe import resolve_recipe, unsaid_settings
 
 if TYPE_CHECKING:
     from moefold.layout.axes import World
@@ -34,11 +36,15 @@ class TrainOptions:
     from_hf: Path | None = None
     """A folder of Hugging Face weights to start from: its config.json is the model; its tokenizer.json is used."""
     resume: str | None = None
-    """auto: continue the run in --out if it has a checkpoint. A path: start from the checkpoint there."""
+    """auto: continue the run in --out if it has a checkpoint. A path: continue from the checkpoint there."""
+    init_from: str | None = None
+    """A run or checkpoint whose weights alone to start from: step, optimizer and data position are new."""
     nproc: int = 1
     """How many ranks to start on this machine."""
     port: int | None = None
     """Rendezvous port of the ranks of --nproc; by default a free port."""
+    force: bool = False
+    """Start even where the planner finds that the run cannot fit this machine's memory."""
 
 
 FORM = CommandForm("train", TrainOptions, config_keys=True)
@@ -46,11 +52,19 @@ FORM = CommandForm("train", TrainOptions, config_keys=True)
 
 def run_command(argv: Sequence[str]) -> int:
     options, overrides = read_options(FORM, argv)
+    refuse_two_starts(options)
     rendezvous = read_environment(os.environ)
     starts_ranks = "RANK" not in os.environ and options.nproc != 1
-    ranks = check_rank_count(options.nproc) if starts_ranks else rendezvous.size
+    if starts_ranks:
+        ranks = check_rank_count(options.nproc)
+        rendezvous = Rendezvous(size=ranks, local_size=ranks)
     change = change_from_hf(options.from_hf)
-    config = resolve_recipe(options.recipe, overrides, ranks, change)
+    config = resolve_recipe(options.recipe, overrides, rendezvous.size, change)
+    problems = unsaid_settings(options.recipe, overrides)
+    if not options.force:
+        problems += misfit_problems(config, rendezvous)
+    if problems:
+        raise UserError(*problems)
     out = options.out or default_run_folder(config)
     if starts_ranks:
         arguments = rank_arguments(options, overrides, out)
@@ -59,21 +73,35 @@ def run_command(argv: Sequence[str]) -> int:
     return 0
 
 
+def refuse_two_starts(options: TrainOptions) -> None:
+    if options.init_from is None:
+        return
+    if options.from_hf:
+        raise UserError("--init-from and --from-hf both name weights to start from; give one of them")
+    if options.resume not in (None, "auto"):
+        raise UserError(
+            f"--init-from and --resume {options.resume} both name a checkpoint to start from; give one of them, "
+            "or --resume auto, which continues the run in --out where it has a checkpoint"
+        )
+
+
 def default_run_folder(config: Config) -> Path:
     now = time.strftime("%Y%m%d-%H%M%S")
     return Path("runs") / f"{config.name}-{now}"
 
 
 def train_on_this_rank(config: Config, options: TrainOptions, out: Path) -> None:
-    from moefold.comm.collectives import all_gather_objects  # torch, from here on
+    from moefold.comm.host_objects import broadcast_object  # torch, from here on
     from moefold.layout.process_groups import joined_world
-    from moefold.train.loop import run_training
+    from moefold.train.loop import RunStart, run_training
+
+    start = RunStart(options.resume, options.from_hf, options.init_from)
 
     with joined_world(config.parallel, config.train.device) as world:
         # The default folder's name holds the time, which may differ between ranks: rank 0's counts.
-        folder, *_ = all_gather_objects(str(out), world.everyone)
+        folder = broadcast_object(str(out), world.everyone)
         with collectives_check(config, world):
-            run_training(config, world, Path(folder), options.resume, options.from_hf)
+            run_training(config, world, Path(folder), start)
 
 
 def change_from_hf(path: Path | None) -> Callable[[Config], Config]:
@@ -114,10 +142,13 @@ def collectives_check(config: Config, world: World) -> AbstractContextManager[No
 
 
 def rank_arguments(options: TrainOptions, overrides: Sequence[str], out: Path) -> list[str]:
-    """The command line of one rank, with the folder fixed so that all ranks use the same."""
-    arguments = ["train", options.recipe, "--out", str(out)]
+    """The command line of one rank, with the folder fixed so that all ranks use the same. The memory of all ranks
+    together was checked before they are started."""
+    arguments = ["train", options.recipe, "--out", str(out), "--force"]
     if options.resume:
         arguments += ["--resume", options.resume]
     if options.from_hf:
         arguments += ["--from-hf", str(options.from_hf)]
+    if options.init_from:
+        arguments += ["--init-from", options.init_from]
     return [*arguments, *overrides]

@@ -1,4 +1,5 @@
-"""Counters of the bytes that this rank sends, by collective and axis. Nothing is counted unless a counter is active."""
+"""Counters of the bytes that this rank sends, by collective and axis, and of the bytes of host objects that reach it,
+by axis. Nothing is counted unless a counter is active."""
 
 from __future__ import annotations
 
@@ -41,3 +42,23 @@ def counted_bytes_sent(this_thread: bool = False) -> Iterator[BytesSent]:
         yield counter.sent
     finally:
         ACTIVE_COUNTERS.remove(counter)
+
+
+ACTIVE_OBJECT_COUNTERS: list[Counter[str]] = []
+
+
+def note_object_bytes(axis: Axis, arrived: int) -> None:
+    """Bytes of pickled objects that this rank holds at the end of one collective of host_objects.py."""
+    for counter in list(ACTIVE_OBJECT_COUNTERS):
+        counter[axis.name] += arrived
+
+
+@contextmanager
+def counted_object_bytes() -> Iterator[Counter[str]]:
+    """Bytes of host objects that reach this rank inside the block, by axis."""
+    counter: Counter[str] = Counter()
+    ACTIVE_OBJECT_COUNTERS.append(counter)
+    try:
+        yield counter
+    finally:
+        ACTIVE_OBJECT_COUNTERS.remove(counter)

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from moefold.config.errors import RunFailure
 from moefold.layout.axes import Axis
+from moefold.layout.fold import Ranks
 
 PACKAGE_FOLDER = Path(__file__).parent.parent
 TORCH_FOLDER = Path(torch.__file__).parent
@@ -53,7 +54,7 @@ class CollectiveChecker:
         self.store = store
         self.rank = rank
         self.patience = timedelta(seconds=patience)
-        self.turns: Counter[tuple[int, ...]] = Counter()  # collectives so far, by the ranks that take part
+        self.turns: Counter[Ranks] = Counter()  # collectives so far, by the ranks that take part
 
     def check(self, mine: CollectiveNote, axis: Axis) -> None:
         """Publish this rank's next collective, read those of the other ranks, and fail on the first disagreement."""

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -181,12 +180,3 @@ def bind_collective(collective: Callable[..., Tensor], axis: Axis) -> Callable[[
     if axis.size == 1:
         return nn.Identity()
     return partial(collective, axis=axis)
-
-
-def all_gather_objects(item: Any, axis: Axis) -> list[Any]:
-    """The item of every rank of the axis, in order, on every rank. Pickled: for small objects of the host."""
-    if axis.size == 1:
-        return [item]
-    items: list[Any] = [None] * axis.size
-    dist.all_gather_object(items, item, group=axis.group)
-    return items

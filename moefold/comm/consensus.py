@@ -1,7 +1,7 @@
-"""Consensus of all ranks about work on the host: every rank gets the results, or every rank raises the same error.
+"""Consensus of all ranks about work on the host: every rank goes on, or every rank raises the same error.
 
-A rank that fails alone would leave the others waiting in their next collective. Here each rank reports its result or
-its problem first, and then all ranks go on or stop together.
+A rank that fails alone would leave the others waiting in their next collective. Here each rank reports its problem, if
+any, and then all ranks go on or stop together.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-from moefold.comm.collectives import all_gather_objects
+from moefold.comm.host_objects import broadcast_object, first_object, gather_objects
 from moefold.layout.axes import World
 
 T = TypeVar("T")
@@ -20,27 +20,40 @@ def keep_error(error: Exception) -> Exception:
     return error
 
 
-def gather_results(work: Callable[[], T], world: World, explain: ExplainError = keep_error) -> list[T]:
-    """Results of the work on every rank, by rank. If it fails anywhere, every rank raises the error of the first rank
-    that failed, as `explain` words it."""
-    result: T | None = None
-    problem: Exception | None = None
-    try:
-        result = work()
-    except Exception as error:
-        problem = explain(error)
-    outcomes = all_gather_objects((result, problem), world.everyone)
-    for _, problem in outcomes:
-        if problem:
-            raise problem
-    return [result for result, _ in outcomes]
+def result_of_every_rank(work: Callable[[], T], world: World, explain: ExplainError = keep_error) -> T:
+    """This rank's result. If the work fails anywhere, every rank raises the error of the first rank that failed, as
+    `explain` words it."""
+    result, problem = attempt(work, explain)
+    raise_first_problem(problem, world)
+    return result  # pyright: ignore[reportReturnType]
+
+
+def gather_results(work: Callable[[], T], world: World, explain: ExplainError = keep_error) -> list[T] | None:
+    """Results of the work on every rank, by rank, on rank 0; None on the others. If the work fails anywhere, every rank
+    raises the same error."""
+    result = result_of_every_rank(work, world, explain)
+    return gather_objects(result, world.everyone)
 
 
 def result_of_rank_zero(work: Callable[[], T], world: World, explain: ExplainError = keep_error) -> T:
     """Rank 0 does the work; every rank gets its result, or raises its error."""
+    outcome = attempt(work, explain) if world.rank == 0 else (None, None)
+    result, problem = broadcast_object(outcome, world.everyone)
+    if problem:
+        raise problem
+    return result  # pyright: ignore[reportReturnType]
 
-    def work_on_rank_zero() -> T | None:
-        return work() if world.rank == 0 else None
 
-    results = gather_results(work_on_rank_zero, world, explain)
-    return results[0]  # pyright: ignore[reportReturnType]
+def attempt(work: Callable[[], T], explain: ExplainError) -> tuple[T | None, Exception | None]:
+    """The result of the work and no error, or no result and its error."""
+    try:
+        return work(), None
+    except Exception as error:
+        return None, explain(error)
+
+
+def raise_first_problem(problem: Exception | None, world: World) -> None:
+    """Raise the problem of the first rank that has one, on all ranks."""
+    first = first_object(problem, world.everyone)
+    if first is not None:
+        raise first

@@ -200,7 +200,7 @@ def documents_need_all_keys(c: ConfigOnRanks) -> bool:
     fix="set model.vocab to 256 or more",
 )
 def bytes_fit_the_vocabulary(c: ConfigOnRanks) -> bool:
-    return c.data.tokenizer != "byte" or c.model.vocab >= 256
+    return c.data.tokenizer not in ("auto", "byte") or c.model.vocab >= 256
 
 
 # Grids of ranks and batches.

@@ -167,7 +167,11 @@ class DataConfig:
     source: str = key("stdlib", "origin of the training text", names=DATA_SOURCE_NAMES)
     files: tuple[str, ...] = key((), "source files: text or .jsonl files, or folders of them")
     text_key: str = key("text", "field of a .jsonl line that holds the text")
-    tokenizer: str = key("byte", "byte, or the path of a Hugging Face tokenizer.json")
+    tokenizer: str = key(
+        "auto",
+        "byte; stdlib, 32,000 byte pairs of Python source; or the path of a Hugging Face tokenizer.json; auto: stdlib "
+        "for source stdlib and a vocabulary above 1000, else byte",
+    )
     end_token: str = key("", "token that ends a document, by its text; empty: that of the tokenizer's files")
     seq_len: int = key(256, "tokens of one training sequence", at_least=1, at_most=16_777_216)
     held_out: float = key(0.05, "share of the text held out for validation, by document", above=0, below=1)

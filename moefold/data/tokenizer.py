@@ -1,4 +1,8 @@
-"""Tokenizers: UTF-8 bytes, or a Hugging Face tokenizer.json. Only this file uses the `tokenizers` library."""
+"""Tokenizers: UTF-8 bytes, the packaged vocabulary of Python's standard library, or a Hugging Face tokenizer.json.
+
+Only this file uses the `tokenizers` library. `python -m tests.support.stdlib_tokenizer` makes the packaged vocabulary:
+byte pairs, 32,000 entries, each merge behind those before it. So its first N entries are a vocabulary of N entries.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,12 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from moefold.config.errors import UserError, printable_text
+from moefold.config.run import DataConfig
+
+STDLIB_TOKENIZER = Path(__file__).parent / "stdlib_tokenizer" / "tokenizer.json"
+STDLIB_ENTRIES = 32_000  # the smallest vocabulary of a published preset
+LARGEST_BYTE_VOCAB = 1000  # above, bytes leave most of a vocabulary unused
+LEGAL_NAMES = "auto, byte, stdlib or the path of a tokenizer.json"
 
 
 class EndToken(NamedTuple):
@@ -48,25 +58,14 @@ class ByteTokenizer:
 
 
 class HuggingFaceTokenizer:
-    """A tokenizer.json. `end_token` names the token that ends a document; empty: that of the files beside it."""
+    """A tokenizer.json, in `folder`. `end_token` names the token that ends a document; empty: that of the files
+    there."""
 
-    def __init__(self, path: Path, end_token: str = ""):
-        try:
-            from tokenizers import Tokenizer as Engine
-        except ImportError:
-            raise UserError(
-                f"data.tokenizer = {path} needs the tokenizers library, which is not installed; "
-                "run pip install 'moefold[hf]', or set data.tokenizer to byte"
-            ) from None
-        if not path.is_file():
-            raise UserError(f"data.tokenizer = {path}: no such file; expected byte or the path of a tokenizer.json")
-        try:
-            self.engine = Engine.from_file(str(path))
-        except Exception as error:  # the library raises plain Exception for any file that it cannot read
-            raise UserError(f"data.tokenizer = {path} is not a tokenizer.json: {str(error)[:200]}") from None
-        ids = self.engine.get_vocab(with_added_tokens=True).values()
+    def __init__(self, engine: Any, folder: Path, end_token: str = ""):
+        self.engine = engine
+        ids = engine.get_vocab(with_added_tokens=True).values()
         self.size = max(ids, default=-1) + 1  # ids may leave gaps, so their number may be smaller
-        self.end = self.named_end_token(end_token) if end_token else self.find_end_token(path.parent)
+        self.end = self.named_end_token(end_token) if end_token else self.find_end_token(folder)
 
     def named_end_token(self, text: str) -> EndToken:
         token = self.engine.token_to_id(text)
@@ -128,12 +127,55 @@ def stated_end_token(path: Path, key: str) -> int | str | None:
     return stated
 
 
-def load_tokenizer(name: str, end_token: str = "") -> Tokenizer:
+def choose_tokenizer(data: DataConfig, vocab: int) -> str:
+    """`data.tokenizer`; auto means the packaged vocabulary for the standard library's text and a model whose vocabulary
+    is larger than bytes need, else bytes."""
+    if data.tokenizer != "auto":
+        return data.tokenizer
+    if data.source == "stdlib" and vocab > LARGEST_BYTE_VOCAB:
+        return "stdlib"
+    return "byte"
+
+
+def load_tokenizer(name: str, vocab: int, end_token: str = "") -> Tokenizer:
+    """A tokenizer by its name or path. The packaged vocabulary is cut to the first `vocab` entries."""
     if name == "byte":
         return ByteTokenizer()
+    if name == "stdlib":
+        engine = open_engine(name, cut_vocabulary(STDLIB_TOKENIZER.read_text(encoding="utf-8"), vocab))
+        return HuggingFaceTokenizer(engine, STDLIB_TOKENIZER.parent, end_token)
     try:
-        return HuggingFaceTokenizer(Path(name).expanduser(), end_token)
+        path = Path(name).expanduser()
+        if not path.is_file():
+            raise UserError(f"data.tokenizer = {path}: no such file; expected {LEGAL_NAMES}")
+        engine = open_engine(name, path.read_text(encoding="utf-8", errors="replace"))
+        return HuggingFaceTokenizer(engine, path.parent, end_token)
     except (OSError, RuntimeError, ValueError) as error:
         raise UserError(
-            f"data.tokenizer = {printable_text(name)} is no usable path ({error}); expected byte or a tokenizer.json"
+            f"data.tokenizer = {printable_text(name)} is no usable path ({error}); expected {LEGAL_NAMES}"
         ) from None
+
+
+def open_engine(name: str, text: str) -> Any:
+    """The tokenizer that the text of a tokenizer.json describes."""
+    try:
+        from tokenizers import Tokenizer as Engine
+    except ImportError:
+        raise UserError(
+            f"data.tokenizer = {name} needs the tokenizers library, which is not installed; "
+            "run pip install 'moefold[hf]', or set data.tokenizer to byte"
+        ) from None
+    try:
+        return Engine.from_str(text)
+    except Exception as error:  # the library raises plain Exception for any text that it cannot read
+        raise UserError(f"data.tokenizer = {name} is not a tokenizer.json: {str(error)[:200]}") from None
+
+
+def cut_vocabulary(text: str, size: int) -> str:
+    """A byte-pair tokenizer.json with its first `size` entries. Ids behind those of bytes are merges, in order."""
+    tree = json.loads(text)
+    model = tree["model"]
+    surplus = max(0, len(model["vocab"]) - size)
+    model["vocab"] = {token: number for token, number in model["vocab"].items() if number < size}
+    model["merges"] = model["merges"][: len(model["merges"]) - surplus]
+    return json.dumps(tree)

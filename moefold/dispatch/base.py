@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from moefold.dispatch.expert_placement import ExpertPlacement
+from moefold.dispatch.traffic import Traffic
 
 
 class Routing(NamedTuple):
@@ -79,13 +80,14 @@ class HopPlan(NamedTuple):
     leg: Any
     routing: Routing
     rows_moved: int = 0
+    choices: int | None = None
 
 
 class Hop(Protocol):
     """One exchange of tokens between ranks. Arrivals are again tokens with a routing, so hops can be chained. `out` and
     `back` are differentiable, and need only the leg."""
 
-    def plan(self, routing: Routing) -> HopPlan: ...
+    def plan(self, routing: Routing, traffic: Traffic | None) -> HopPlan: ...
 
     def out(self, h_TD: Tensor, leg: Any) -> Tensor: ...
 
@@ -104,9 +106,7 @@ class RowPolicy:
     """Builder of rows for the experts on `rank` of the expert-parallel axis.
 
     `drops`: a choice may be -1, none. `multiple`: each expert's rows are padded to a multiple of it. `each`: function
-    from the tokens of a rank to the rows of every expert, which are padded to it. `bound`: function from the number of
-    choices to R, known from shapes; R must be at least the rows needed (`most_padded_rows`). With `each` or `bound` the
-    host does not wait for the device; with `bound`, R exceeds the last end.
+    from the tokens of a rank to the rows of every expert, which are padded to it.
     """
 
     experts: ExpertPlacement
@@ -114,7 +114,6 @@ class RowPolicy:
     drops: bool = False
     multiple: int = 1
     each: Callable[[int], int] | None = None
-    bound: Callable[[int], int] | None = None
 
     @property
     def held(self) -> int:
@@ -125,10 +124,13 @@ class RowPolicy:
         """Whether every choice is one row, and there is no padding."""
         return not self.drops and self.multiple == 1 and self.each is None
 
-    def order_by_expert(self, routing: Routing, tokens: int, may_be_remote: bool = False) -> RowOrder:
+    def order_by_expert(
+        self, routing: Routing, tokens: int, may_be_remote: bool = False, most_choices: int | None = None
+    ) -> RowOrder:
         """The rows of N sources, sorted by expert, stably and without atomics. `tokens`: the tokens of this rank before
-        dispatch. `may_be_remote`: some choices may be experts of other ranks. Waits for the device where R is not known
-        from shapes."""
+        dispatch. `may_be_remote`: some choices may be experts of other ranks. `most_choices`: a bound, known to the
+        host, of the choices of experts held here. Without that and without `each`, this waits for the device; with a
+        bound, R may exceed the last end."""
         weights_NK, ids_NK = routing
         holes = may_be_remote or not self.one_row_per_choice
         # Choices sorted by slot; those of other ranks' experts sort behind the last end.
@@ -138,16 +140,18 @@ class RowPolicy:
         every_slot = torch.arange(self.held, device=slot.device)
         ends_e = torch.searchsorted(sorted_slot, every_slot, right=True)
         if holes:  # cut off what has no row here, and insert padding
-            order, ends_e = self.pad(order, sorted_slot, ends_e, tokens)
+            order, ends_e = self.pad(order, sorted_slot, ends_e, tokens, most_choices)
         index_R = order.div(ids_NK.shape[1], rounding_mode="floor")  # -1 stays -1
         slots_NK = invert_order(order, slot).view(ids_NK.shape)
         weight_R = gather_weights(weights_NK, order, holes)
         return RowOrder(index_R, slots_NK, weight_R, ends_e.int(), holes)
 
-    def pad(self, order: Tensor, slot: Tensor, ends_e: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
+    def pad(
+        self, order: Tensor, slot: Tensor, ends_e: Tensor, tokens: int, most_choices: int | None
+    ) -> tuple[Tensor, Tensor]:
         """Sorted choices of the experts held here, with -1 for padding, and the new ends."""
         counts_e = ends_e.diff(prepend=ends_e.new_zeros(1))
-        sizes_e, total = self.padded_sizes(counts_e, tokens, len(order))
+        sizes_e, total = self.padded_sizes(counts_e, tokens, most_choices)
         padded_ends_e = sizes_e.cumsum(0)
         # A row moves by the difference between its expert's new and old begin.
         shift_e = (padded_ends_e - sizes_e) - (ends_e - counts_e)
@@ -158,14 +162,14 @@ class RowPolicy:
         padded = padded.scatter_(0, row, order)
         return padded[:total], padded_ends_e
 
-    def padded_sizes(self, counts_e: Tensor, tokens: int, choices: int) -> tuple[Tensor, int]:
-        """Rows of each expert with padding, and R. Without `each` and `bound`, this waits for the device."""
+    def padded_sizes(self, counts_e: Tensor, tokens: int, most_choices: int | None) -> tuple[Tensor, int]:
+        """Rows of each expert with padding, and R."""
         if self.each is not None:
             size = self.each(tokens)
             return torch.full_like(counts_e, size), size * self.held
         sizes_e = -(-counts_e // self.multiple) * self.multiple
-        if self.bound is not None:
-            return sizes_e, self.bound(choices)
+        if most_choices is not None:
+            return sizes_e, most_padded_rows(most_choices, self.held, self.multiple)
         return sizes_e, int(sizes_e.sum())
 
 

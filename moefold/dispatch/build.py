@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +23,16 @@ from moefold.dispatch.hop import AllToAllHop, pack_for_everyone, pack_per_choice
 from moefold.dispatch.hop_dispatcher import HopDispatcher
 from moefold.dispatch.local import LocalDispatcher
 from moefold.dispatch.price import cheapest_dispatcher
+from moefold.dispatch.traffic import (
+    ExchangeSizes,
+    NodeSizes,
+    Traffic,
+    TrafficCounter,
+    choices_for_everyone,
+    per_choice_sizes,
+    per_rank_sizes,
+    tokens_for_everyone,
+)
 from moefold.kernels.bound import BoundKernels
 from moefold.kernels.facts import BYTES_PER_ELEMENT
 from moefold.layout.axes import World
@@ -56,7 +67,16 @@ class DispatchSetting:
 
 
 DispatcherBuilder = Callable[[DispatchSetting], Dispatcher]
-HopsBuilder = Callable[[DispatchSetting], list[Hop]]
+
+
+class HopChain(NamedTuple):
+    """The hops over ep, and the sizes of the hop over etp that follows where experts are sharded."""
+
+    hops: list[Hop]
+    for_everyone: Callable[[Traffic], ExchangeSizes] = tokens_for_everyone
+
+
+HopsBuilder = Callable[[DispatchSetting], HopChain]
 
 
 def build_local(setting: DispatchSetting) -> Dispatcher:
@@ -69,25 +89,30 @@ def build_all_gather(setting: DispatchSetting) -> Dispatcher:
 
 def build_from_hops(build_hops: HopsBuilder, setting: DispatchSetting) -> Dispatcher:
     """A dispatcher of these hops over ep; where experts are sharded over etp, one more hop over etp."""
-    hops = build_hops(setting)
-    etp = setting.world.etp
-    if etp.size > 1:
-        hop = AllToAllHop(etp, pack_for_everyone, setting.experts.rank_of, setting.kernels)
-        hops.append(hop)
-    return HopDispatcher(hops, setting.row_policy, setting.kernels)
+    world = setting.world
+    hops, for_everyone = build_hops(setting)
+    if world.etp.size > 1:
+        rank_of = setting.experts.rank_of
+        hops = [*hops, AllToAllHop(world.etp, pack_for_everyone, rank_of, for_everyone, setting.kernels)]
+    traffic = None
+    if any(isinstance(hop, AllToAllHop) for hop in hops):
+        traffic = TrafficCounter(setting.experts, world)
+    return HopDispatcher(hops, setting.row_policy, setting.kernels, traffic)
 
 
-def all_to_all_hops(setting: DispatchSetting) -> list[Hop]:
+def all_to_all_hops(setting: DispatchSetting) -> HopChain:
     ep = setting.world.ep
-    return [AllToAllHop(ep, pack_per_choice, setting.experts.rank_of, setting.kernels)]
+    hop = AllToAllHop(ep, pack_per_choice, setting.experts.rank_of, per_choice_sizes, setting.kernels)
+    return HopChain([hop], choices_for_everyone)
 
 
-def dedup_hops(setting: DispatchSetting) -> list[Hop]:
+def dedup_hops(setting: DispatchSetting) -> HopChain:
     ep = setting.world.ep
-    return [AllToAllHop(ep, pack_per_rank, setting.experts.rank_of, setting.kernels)]
+    hop = AllToAllHop(ep, pack_per_rank, setting.experts.rank_of, per_rank_sizes, setting.kernels)
+    return HopChain([hop])
 
 
-def hierarchical_hops(setting: DispatchSetting) -> list[Hop]:
+def hierarchical_hops(setting: DispatchSetting) -> HopChain:
     experts = setting.experts
     nodes = setting.world.ep_nodes
     inside = setting.world.ep_inside
@@ -98,17 +123,18 @@ def hierarchical_hops(setting: DispatchSetting) -> list[Hop]:
     def rank_within_node(ids: Tensor) -> Tensor:
         return experts.rank_of(ids) % inside.size
 
-    between_nodes = AllToAllHop(nodes, pack_per_rank, node_of_expert, setting.kernels)
-    within_node = AllToAllHop(inside, pack_per_rank, rank_within_node, setting.kernels)
-    return [between_nodes, within_node]
+    sizes = NodeSizes(inside.size)
+    between_nodes = AllToAllHop(nodes, pack_per_rank, node_of_expert, sizes.between_nodes, setting.kernels)
+    within_node = AllToAllHop(inside, pack_per_rank, rank_within_node, sizes.within_node, setting.kernels)
+    return HopChain([between_nodes, within_node])
 
 
-def deepep_hops(setting: DispatchSetting) -> list[Hop]:
+def deepep_hops(setting: DispatchSetting) -> HopChain:
     ep = setting.world.ep
     package = require_deepep(setting.world.device.type, setting.dtype, setting.row_width)
     row_bytes = setting.row_width * setting.dtype.itemsize
     buffer = make_deepep_buffer(package, ep, row_bytes)
-    return [DeepEpHop(buffer, ep, setting.experts)]
+    return HopChain([DeepEpHop(buffer, ep, setting.experts)])
 
 
 DISPATCHER_BUILDERS: dict[str, DispatcherBuilder] = {

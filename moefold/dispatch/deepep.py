@@ -18,6 +18,7 @@ from torch import Tensor
 from moefold.config.errors import UserError
 from moefold.dispatch.base import HopPlan, Routing
 from moefold.dispatch.expert_placement import ExpertPlacement
+from moefold.dispatch.traffic import Traffic
 from moefold.layout.axes import Axis
 
 LEAST_ROW_WIDTH = 512  # bf16 elements: the kernels send a kilobyte of a token at a time
@@ -64,17 +65,17 @@ class DeepEpHop:
         self.experts = experts
         self.first = ep.index * experts.held
 
-    def plan(self, routing: Routing) -> HopPlan:
+    def plan(self, routing: Routing, traffic: Traffic | None) -> HopPlan:
         weights_TK, ids_TK = routing
         positions_TK = self.experts.position_of(ids_TK)
         positions_TK = torch.where(ids_TK >= 0, positions_TK, -1)
         sent = SendRouting.apply(weights_TK, positions_TK, self.buffer, self.experts.experts)
-        weights_NK, local_NK, handle = sent  # pyright: ignore[reportGeneralTypeIssues]
+        weights_NK, local_NK, handle, choices = sent  # pyright: ignore[reportGeneralTypeIssues]
         # Experts of the receiving rank are numbered from zero; -1 is no choice.
         positions_NK = local_NK + self.first
         arrived_NK = self.experts.expert_at(positions_NK.clamp(min=0))
         ids_NK = torch.where(local_NK >= 0, arrived_NK, -1)
-        return HopPlan(handle, Routing(weights_NK, ids_NK))
+        return HopPlan(handle, Routing(weights_NK, ids_NK), choices=choices)
 
     def out(self, h_TD: Tensor, leg: Any) -> Tensor:
         return DispatchTokens.apply(h_TD, self.buffer, leg)  # pyright: ignore[reportReturnType]
@@ -90,7 +91,7 @@ class SendRouting(torch.autograd.Function):
     def forward(ctx, weights_TK, ids_TK, buffer, experts):
         per_rank, per_node, per_expert, goes_Tn, _ = buffer.get_dispatch_layout(ids_TK, experts)
         stub = make_stub_rows(ids_TK)
-        _, ids_NK, weights_NK, _, handle, _ = buffer.dispatch(
+        _, ids_NK, weights_NK, rows_per_expert, handle, _ = buffer.dispatch(
             stub,
             topk_idx=ids_TK,
             topk_weights=weights_TK.float(),
@@ -103,7 +104,7 @@ class SendRouting(torch.autograd.Function):
         ctx.handle = handle
         ctx.dtype = weights_TK.dtype
         ctx.mark_non_differentiable(ids_NK)
-        return weights_NK.to(weights_TK.dtype), ids_NK, handle
+        return weights_NK.to(weights_TK.dtype), ids_NK, handle, sum(rows_per_expert)
 
     @staticmethod
     def backward(ctx, *gradients):

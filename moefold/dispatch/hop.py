@@ -18,8 +18,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moefold.comm.collectives import all_gather_no_grad, all_to_all, all_to_all_no_grad
+from moefold.comm.collectives import all_to_all, all_to_all_no_grad
 from moefold.dispatch.base import HopPlan, Routing
+from moefold.dispatch.traffic import ExchangeSizes, Traffic
 from moefold.kernels.bound import BoundKernels
 from moefold.kernels.routing.expert_rows import gather_rows, sum_rows
 from moefold.layout.axes import Axis
@@ -27,12 +28,11 @@ from moefold.layout.axes import Axis
 
 class Parcels(NamedTuple):
     """Parcels, sorted by destination. `index_P`: token of each parcel; `slots_TC`: parcels of each token (-1: none,
-    with `holes`); `sent_n`: parcels for each rank; `routing`: choices and weights of the parcels."""
+    with `holes`); `routing`: choices and weights of the parcels."""
 
     index_P: Tensor
     slots_TC: Tensor
     holes: bool
-    sent_n: Tensor
     routing: Routing
 
 
@@ -48,79 +48,80 @@ class Leg(NamedTuple):
 
 
 RankOf = Callable[[Tensor], Tensor]
-Packer = Callable[[Routing, RankOf, int], Parcels]
+SizesOf = Callable[[Traffic], ExchangeSizes]
+Packer = Callable[[Routing, RankOf, list[int]], Parcels]  # the last: parcels for each rank
 
 
-def pack_per_choice(routing: Routing, rank_of: RankOf, ranks: int) -> Parcels:
+def pack_per_choice(routing: Routing, rank_of: RankOf, send: list[int]) -> Parcels:
     weights_TK, ids_TK = routing
     ids = ids_TK.flatten()
     weights = weights_TK.flatten()
-    rank = torch.where(ids >= 0, rank_of(ids), -1)
-    order = rank.argsort(stable=True)
-    dropped = int((ids < 0).sum())  # they sort first
-    order = order[dropped:]
-    number = torch.arange(len(order), device=order.device)
+    parcels = sum(send)
+    rank = torch.where(ids >= 0, rank_of(ids), len(send))  # missing choices sort last
+    order = rank.argsort(stable=True)[:parcels]
+    number = torch.arange(parcels, device=order.device)
     slots = torch.full_like(ids, -1).scatter_(0, order, number)
-    rank_P = rank[order]
-    sent_n = torch.zeros(ranks, dtype=torch.int64, device=ids.device)
-    sent_n.scatter_add_(0, rank_P, torch.ones_like(rank_P))
     # A parcel is one choice: its token, its expert and its weight.
     token_P = order // ids_TK.shape[1]
     ids_P1 = ids[order][:, None]
     weights_P1 = weights[order][:, None]
     parcel_routing = Routing(weights_P1, ids_P1)
     slots_TK = slots.view(ids_TK.shape)
-    return Parcels(token_P, slots_TK, dropped > 0, sent_n, parcel_routing)
+    return Parcels(token_P, slots_TK, parcels < len(ids), parcel_routing)
 
 
-def pack_per_rank(routing: Routing, rank_of: RankOf, ranks: int) -> Parcels:
+def pack_per_rank(routing: Routing, rank_of: RankOf, send: list[int]) -> Parcels:
     weights_TK, ids_TK = routing
     tokens = len(ids_TK)
+    ranks = len(send)
+    parcels = sum(send)
     rank_TK = torch.where(ids_TK >= 0, rank_of(ids_TK), ranks)  # row `ranks` of `goes_nT` collects missing choices
     goes_nT = ids_TK.new_zeros(ranks + 1, tokens, dtype=torch.bool)
     goes_nT = goes_nT.scatter_(0, rank_TK.T, True)[:ranks]
-    rank_P, token_P = goes_nT.nonzero(as_tuple=True)
-    slots_Tn = torch.full((tokens, ranks), -1, device=ids_TK.device)
-    parcel_P = torch.arange(len(token_P), device=ids_TK.device)
-    slots_Tn[token_P, rank_P] = parcel_P
+    # Parcels are numbered rank by rank; a last place takes what is not sent.
+    goes = goes_nT.flatten()
+    number = goes.cumsum(0) - 1
+    place = torch.where(goes, number, parcels)
+    sent = torch.empty(parcels + 1, dtype=torch.int64, device=ids_TK.device)
+    every = torch.arange(ranks * tokens, device=ids_TK.device)
+    sent_P = sent.scatter_(0, place, every)[:parcels]
+    rank_P = sent_P.div(max(tokens, 1), rounding_mode="floor")
+    token_P = sent_P - rank_P * tokens
+    slots_nT = torch.where(goes, number, -1).view(ranks, tokens)
     # A parcel lists the choices that its rank holds, -1 in place of the others.
     held_there_PK = rank_TK[token_P] == rank_P[:, None]
     ids_PK = torch.where(held_there_PK, ids_TK[token_P], -1)
     parcel_routing = Routing(weights_TK[token_P], ids_PK)
-    return Parcels(token_P, slots_Tn, True, goes_nT.sum(1), parcel_routing)
+    return Parcels(token_P, slots_nT.T.contiguous(), True, parcel_routing)
 
 
-def pack_for_everyone(routing: Routing, rank_of: RankOf, ranks: int) -> Parcels:
+def pack_for_everyone(routing: Routing, rank_of: RankOf, send: list[int]) -> Parcels:
     weights_TK, ids_TK = routing
+    ranks = len(send)
     tokens = len(ids_TK)
     device = ids_TK.device
     token_P = torch.arange(tokens, device=device).repeat(ranks)
-    parcel_P = torch.arange(ranks * tokens, device=device)
-    slots_nT = parcel_P.view(ranks, tokens)
-    sent_n = torch.full((ranks,), tokens, device=device)
-    weights_PK = weights_TK.repeat(ranks, 1)
-    ids_PK = ids_TK.repeat(ranks, 1)
-    parcel_routing = Routing(weights_PK, ids_PK)
-    return Parcels(token_P, slots_nT.T, False, sent_n, parcel_routing)
+    slots_nT = torch.arange(ranks * tokens, device=device).view(ranks, tokens)
+    parcel_routing = Routing(weights_TK.repeat(ranks, 1), ids_TK.repeat(ranks, 1))
+    return Parcels(token_P, slots_nT.T, False, parcel_routing)
 
 
 class AllToAllHop:
-    """A hop over one axis by all-to-all collectives. `rank_of` maps expert ids to ranks of the axis."""
+    """A hop over one axis by all-to-all collectives. `rank_of` maps expert ids to ranks of the axis, `sizes_of` the
+    traffic of the layer to the sizes of this exchange."""
 
-    def __init__(self, axis: Axis, pack: Packer, rank_of: RankOf, kernels: BoundKernels):
+    def __init__(self, axis: Axis, pack: Packer, rank_of: RankOf, sizes_of: SizesOf, kernels: BoundKernels):
         self.axis = axis
         self.pack = pack
         self.rank_of = rank_of
+        self.sizes_of = sizes_of
         self.kernels = kernels
 
-    def plan(self, routing: Routing) -> HopPlan:
-        """The send plan. Waits for the device: the host must know the sizes of the all-to-all."""
+    def plan(self, routing: Routing, traffic: Traffic | None) -> HopPlan:
+        assert traffic is not None, "an all-to-all hop needs a dispatcher that counts its traffic"
         axis = self.axis
-        parcels = self.pack(routing, self.rank_of, axis.size)
-        # Every rank learns how many parcels go from each rank to each.
-        sent_nn = all_gather_no_grad(parcels.sent_n[None], axis).tolist()
-        send = sent_nn[axis.index]
-        receive = [row[axis.index] for row in sent_nn]
+        send, receive = self.sizes_of(traffic)
+        parcels = self.pack(routing, self.rank_of, send)
         leg = Leg(parcels.index_P, parcels.slots_TC, parcels.holes, send, receive)
         # Choices and weights go ahead of the tokens.
         weights_PK, ids_PK = parcels.routing

@@ -15,25 +15,38 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from moefold.dispatch.base import Hop, Receipt, Routing, RowPolicy, Rows
+from moefold.dispatch.traffic import TrafficCounter
 from moefold.kernels.bound import BoundKernels
 from moefold.kernels.routing.expert_rows import sum_rows
 
 
 class HopDispatcher:
-    def __init__(self, hops: Sequence[Hop], row_policy: RowPolicy, kernels: BoundKernels):
+    """`traffic`: counts the sizes of all exchanges, for hops that need them on the host."""
+
+    def __init__(
+        self,
+        hops: Sequence[Hop],
+        row_policy: RowPolicy,
+        kernels: BoundKernels,
+        traffic: TrafficCounter | None = None,
+    ):
         self.hops = hops
         self.row_policy = row_policy
         self.kernels = kernels
+        self.traffic = traffic
 
     def plan(self, routing: Routing) -> Receipt:
         tokens = len(routing.ids_TK)
+        traffic = self.traffic.count(routing.ids_TK) if self.traffic else None
+        choices = traffic.choices_arriving() if traffic else None
         plans = []
         for hop in self.hops:
-            plan = hop.plan(routing)
+            plan = hop.plan(routing, traffic)
             routing = plan.routing  # of the arrivals
+            choices = plan.choices if choices is None else choices
             plans.append(plan)
         may_be_remote = routing.ids_TK.shape[1] > 1  # a parcel of one choice is always for an expert here
-        order = self.row_policy.order_by_expert(routing, tokens, may_be_remote)
+        order = self.row_policy.order_by_expert(routing, tokens, may_be_remote, choices)
         legs = tuple(plan.leg for plan in plans)
         rows_moved = sum(plan.rows_moved for plan in plans)
         return Receipt(order, legs, rows_moved)

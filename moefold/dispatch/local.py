@@ -23,7 +23,7 @@ class LocalDispatcher:
     def plan(self, routing: Routing) -> Receipt:
         weights_TK, ids_TK = routing
         if not self.one_row_per_choice:
-            order = self.row_policy.order_by_expert(routing, len(ids_TK))
+            order = self.row_policy.order_by_expert(routing, len(ids_TK), most_choices=ids_TK.numel())
             return Receipt(order)
         slots_TK = ids_TK
         if not self.in_order:

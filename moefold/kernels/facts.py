@@ -128,17 +128,27 @@ def training_precision(device: str, config: Config) -> str:
 
 
 @cache
-def gpu_capability() -> Capability | None:
-    """Compute capability of the first NVIDIA GPU, read from the driver; None where there is no GPU."""
+def cuda_driver() -> tuple[ctypes.CDLL, int] | None:
+    """The driver of NVIDIA GPUs and the number of GPUs that this process may use; None where there is no GPU."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
         return None
     count = ctypes.c_int()
-    device = ctypes.c_int()
     failed = driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count))
     if failed or count.value == 0:
         return None
+    return driver, count.value
+
+
+@cache
+def gpu_capability() -> Capability | None:
+    """Compute capability of the first NVIDIA GPU, read from the driver; None where there is no GPU."""
+    found = cuda_driver()
+    if found is None:
+        return None
+    driver, _ = found
+    device = ctypes.c_int()
     driver.cuDeviceGet(ctypes.byref(device), 0)
     major = ctypes.c_int()
     minor = ctypes.c_int()

@@ -102,10 +102,11 @@ CaseMaker = Callable[[CaseInputs], Cases]
 class KernelOp(Generic[P, R]):
     """An operation. Calling it runs the reference; a run calls the implementation that `BoundKernels` chose."""
 
-    def __init__(self, reference: Callable[P, R], mutates: bool):
+    def __init__(self, reference: Callable[P, R], mutates: bool = False, differentiable: bool = True):
         self.name = reference.__name__
         self.reference = reference
         self.mutates = mutates
+        self.differentiable = differentiable
         self.implementations: dict[str, Callable[P, R]] = {"reference": reference}
         self.make_cases: CaseMaker | None = None
         self.__doc__ = reference.__doc__
@@ -149,14 +150,21 @@ def import_every_op() -> dict[str, KernelOp[..., Any]]:
 
 def register_op(reference: Callable[P, R]) -> KernelOp[P, R]:
     """Make an op of its reference."""
-    op = KernelOp(reference, mutates=False)
+    op = KernelOp(reference)
+    OPS[op.name] = op
+    return op
+
+
+def register_inner_op(reference: Callable[P, R]) -> KernelOp[P, R]:
+    """Make an op that autograd does not see: a part of an autograd function's forward or backward."""
+    op = KernelOp(reference, differentiable=False)
     OPS[op.name] = op
     return op
 
 
 def register_in_place_op(reference: Callable[P, None]) -> KernelOp[P, None]:
     """Make an op that returns nothing and changes its inputs."""
-    op = KernelOp(reference, mutates=True)
+    op = KernelOp(reference, mutates=True, differentiable=False)
     OPS[op.name] = op
     return op
 

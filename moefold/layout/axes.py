@@ -8,11 +8,11 @@ import torch
 import torch.distributed as dist
 
 from moefold.config.run import ParallelConfig
-from moefold.layout.fold import Grid, fold_into_grids
+from moefold.layout.fold import Digit, Grid, Partition, Ranks, fold_into_grids, group_of_rank, split_by_node
 from moefold.layout.placement import Placement
 
-# Every combination of axes that some collective acts over. All are created at the start, on all ranks, in this order:
-# a group made lazily at its first use hangs when one rank gets there and another does not.
+# Every combination of axes that some collective acts over. A rank's groups are all created at the start, in this order
+# on every rank: a group made lazily at its first use hangs when one rank gets there and another does not.
 AXIS_COMBINATIONS = [
     ("dp",),
     ("cp",),
@@ -32,15 +32,13 @@ GRADIENT_AXES = [("dp", "cp"), ("dp", "cp", "tp"), ("edp",), ("edp", "etp")]  # 
 GRADIENTS = "gradients of"
 PIPE = "pipe"
 
-Partition = list[tuple[int, ...]]
-
 
 @dataclass(frozen=True)
 class Axis:
     """The ranks that this rank acts with along `name`; `index` is its place among them."""
 
     name: str
-    ranks: tuple[int, ...] = (0,)
+    ranks: Ranks = (0,)
     index: int = 0
     group: dist.ProcessGroup | None = field(default=None, compare=False)
     size: int = field(init=False)
@@ -160,18 +158,27 @@ class AxisMaker:
     """Creates axes and their process groups. Equal partitions share one group if they are of one `use`: collectives of
     different uses may be under way at the same time, and two ranks could begin them in different orders."""
 
-    def __init__(self, rank: int):
+    def __init__(self, rank: int, size: int):
         self.rank = rank
-        self.groups: dict[tuple[object, ...], dist.ProcessGroup | None] = {}
+        self.size = size
+        self.groups: dict[tuple[str, Partition], dist.ProcessGroup | None] = {}
 
     def make_axis(self, name: str, partition: Partition, use: str = "") -> Axis:
-        mine = next(ranks for ranks in partition if self.rank in ranks)
-        known = (use, *partition)
+        ranks = group_of_rank(partition, self.rank)
+        known = (use, partition)
         if known not in self.groups:
-            is_fresh = use != ""
-            self.groups[known] = create_process_groups(partition, self.rank, is_fresh)
-        index = mine.index(self.rank)
-        return Axis(name, mine, index, self.groups[known])
+            self.groups[known] = self.create_group(ranks, use)
+        index = ranks.index(self.rank)
+        return Axis(name, ranks, index, self.groups[known])
+
+    def create_group(self, ranks: Ranks, use: str) -> dist.ProcessGroup | None:
+        """A group of these ranks; None for one rank, torch's own group of all ranks where that will do. Only members
+        take part: every rank creates one group of each partition, its own, and all in the same order."""
+        if len(ranks) == 1:
+            return None
+        if len(ranks) == self.size and use == "":
+            return dist.group.WORLD
+        return dist.new_group(list(ranks), use_local_synchronization=True)  # pyright: ignore[reportReturnType]
 
 
 def create_world(
@@ -182,32 +189,27 @@ def create_world(
     node_size: int | None = None,
     store: dist.Store | None = None,
 ) -> World:
-    """Fold the ranks into the two grids and create every group, in the same order on all ranks. `node_size`: how many
-    ranks share a machine (all, if not said)."""
+    """Fold the ranks into the two grids and create this rank's groups, in the same order on all ranks. `node_size`: how
+    many ranks share a machine (all, if not said)."""
     dense, expert = fold_into_grids(size, parallel)
     node_size = node_size or size
-    maker = AxisMaker(rank)
-    everyone = maker.make_axis("world", [tuple(range(size))])
+    maker = AxisMaker(rank, size)
+    everyone = maker.make_axis("world", (Digit(1, size),))
     axes: dict[tuple[str, ...], Axis] = {}
     for names in AXIS_COMBINATIONS:
         grid = grid_with_axes(names, dense, expert)
         use = "experts" if grid is expert else ""
-        groups = grid.groups(*names)
-        axes[names] = maker.make_axis("_".join(names), groups, use)
+        axes[names] = maker.make_axis("_".join(names), grid.partition(*names), use)
     # Sends and receives happen between other ranks' collectives, gradient reductions during backward's collectives.
-    axes[PIPE,] = maker.make_axis(PIPE, dense.groups("pp"), use="pipe")
+    axes[PIPE,] = maker.make_axis(PIPE, dense.partition("pp"), use="pipe")
     for names in GRADIENT_AXES:
         grid = grid_with_axes(names, dense, expert)
-        groups = grid.groups(*names)
         name = f"{GRADIENTS} {'_'.join(names)}"
-        axes[GRADIENTS, *names] = maker.make_axis(name, groups, use="gradients")
+        axes[GRADIENTS, *names] = maker.make_axis(name, grid.partition(*names), use="gradients")
     for name, grid, use in (("ep", expert, "experts"), ("cp", dense, "")):
-        groups = grid.groups(name)
-        inside, across = split_groups_by_node(groups, node_size)
-        name_inside = inside_node(name)
-        axes[name_inside,] = maker.make_axis(name_inside, inside, use)
-        name_across = across_nodes(name)
-        axes[name_across,] = maker.make_axis(name_across, across, use)
+        inside, across = split_by_node(grid.partition(name), node_size)
+        axes[inside_node(name),] = maker.make_axis(inside_node(name), inside, use)
+        axes[across_nodes(name),] = maker.make_axis(across_nodes(name), across, use)
     return World(rank, size, device, dense, expert, axes, everyone, node_size, store)
 
 
@@ -215,41 +217,6 @@ def grid_with_axes(names: tuple[str, ...], dense: Grid, expert: Grid) -> Grid:
     return dense if set(names) <= set(dense.sizes) else expert
 
 
-def split_groups_by_node(partition: Partition, node_size: int) -> tuple[Partition, Partition]:
-    """Each group cut into the parts that lie inside a node, and across: the ranks at the same place of each part.
-    A group whose parts differ in size is taken to lie inside one node."""
-    inside: Partition = []
-    across: Partition = []
-    for group in partition:
-        parts = parts_by_node(group, node_size)
-        if len({len(part) for part in parts}) > 1:
-            parts = [group]
-        inside += parts
-        across += list(zip(*parts, strict=True))
-    return inside, across
-
-
-def parts_by_node(group: tuple[int, ...], node_size: int) -> Partition:
-    nodes = sorted({rank // node_size for rank in group})
-    parts: Partition = []
-    for node in nodes:
-        part = tuple(rank for rank in group if rank // node_size == node)
-        parts.append(part)
-    return parts
-
-
 def single_rank_world(device: str = "cpu") -> World:
     """The world of a single rank: every axis has size one."""
     return create_world(0, 1, torch.device(device), ParallelConfig())
-
-
-def create_process_groups(partition: Partition, rank: int, fresh: bool) -> dist.ProcessGroup | None:
-    """The group of this rank, after creating all groups of the partition, as torch.distributed asks of every rank.
-    None where each group is one rank; torch's own group of all ranks where that will do."""
-    if all(len(ranks) == 1 for ranks in partition):
-        return None
-    if len(partition) == 1 and not fresh:
-        return dist.group.WORLD
-    groups = [dist.new_group(list(ranks)) for ranks in partition]
-    mine = next(i for i, ranks in enumerate(partition) if rank in ranks)
-    return groups[mine]  # pyright: ignore[reportReturnType]

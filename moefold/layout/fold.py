@@ -10,10 +10,28 @@ Pipeline stages are outermost in both grids, so a stage holds the same ranks whi
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import product
 from math import prod
+from typing import NamedTuple
 
 from moefold.config.errors import UserError
 from moefold.config.run import ParallelConfig
+
+Ranks = tuple[int, ...] | range
+
+
+class Digit(NamedTuple):
+    """Ranks that are `stride` apart, `size` of them: a digit of the rank in a mixed-radix number system."""
+
+    stride: int
+    size: int
+
+    @property
+    def span(self) -> int:
+        return self.stride * self.size
+
+
+Partition = tuple[Digit, ...]  # of all ranks into groups: the digits in which ranks of a group differ, outermost first
 
 
 @dataclass(frozen=True)
@@ -32,18 +50,54 @@ class Grid:
             rank, coordinates[name] = divmod(rank, size)
         return coordinates
 
-    def groups(self, *axes: str) -> list[tuple[int, ...]]:
-        """Partition the ranks: two ranks share a group when they differ only along `axes`."""
+    def partition(self, *axes: str) -> Partition:
+        """Two ranks share a group when they differ only along `axes`."""
         missing = set(axes) - set(self.sizes)
         if missing:
             raise ValueError(f"no axis {sorted(missing)} in this grid; it has {list(self.sizes)}")
-        groups: dict[tuple[int, ...], list[int]] = {}
-        for rank in range(self.world):
-            coordinates = self.coordinates_of_rank(rank)
-            elsewhere = tuple(index for name, index in coordinates.items() if name not in axes)
-            group = groups.setdefault(elsewhere, [])
-            group.append(rank)
-        return [tuple(group) for group in groups.values()]
+        digits: list[Digit] = []  # innermost first
+        stride = 1
+        for name, size in reversed(self.sizes.items()):
+            if name in axes and size > 1:
+                add_outer_digit(digits, Digit(stride, size))
+            stride *= size
+        return tuple(reversed(digits))
+
+
+def add_outer_digit(digits: list[Digit], outer: Digit) -> None:
+    """Append a digit; two that follow each other become one, so that equal partitions compare equal."""
+    if digits and digits[-1].span == outer.stride:
+        inner = digits.pop()
+        outer = Digit(inner.stride, inner.size * outer.size)
+    digits.append(outer)
+
+
+def group_of_rank(partition: Partition, rank: int) -> Ranks:
+    """The ranks of one group, in order. The groups of other ranks are never listed: a world may be large."""
+    first = rank
+    for digit in partition:
+        coordinate = rank // digit.stride % digit.size
+        first -= coordinate * digit.stride
+    offsets = [range(0, digit.span, digit.stride) for digit in partition]
+    if len(partition) == 1:
+        return range(first, first + partition[0].span, partition[0].stride)
+    return tuple(first + sum(combined) for combined in product(*offsets))
+
+
+def split_by_node(partition: Partition, node_size: int) -> tuple[Partition, Partition]:
+    """The groups of one axis cut into the parts that lie inside a node, and across: the ranks at the same place of each
+    part. Groups that nodes do not cut evenly are taken to lie inside one node."""
+    if not partition:
+        return (), ()
+    (axis,) = partition
+    if axis.stride % node_size == 0:
+        return (), partition
+    cuts_evenly = axis.span % node_size == 0 and node_size % axis.stride == 0
+    if not cuts_evenly or axis.span == node_size:
+        return partition, ()
+    inside = Digit(axis.stride, node_size // axis.stride)
+    across = Digit(node_size, axis.span // node_size)
+    return (inside,), (across,)
 
 
 def fold_into_grids(world: int, parallel: ParallelConfig) -> tuple[Grid, Grid]:

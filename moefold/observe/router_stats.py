@@ -29,7 +29,7 @@ class RouterCounts:
     layers: list[int]  # number of the layer in the model
     load: list[list[int]]  # choices of each expert, before any is dropped
     dropped: list[int]  # choices dropped for lack of capacity
-    moved: list[int]  # bytes sent between ranks by dispatch and combine
+    moved: list[int]  # bytes of tokens that dispatch and combine sent in forward; backward sends as many again
 
 
 def balance_summary(counts: RouterCounts) -> dict[str, list[Any]]:

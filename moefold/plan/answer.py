@@ -18,6 +18,7 @@ from moefold.anatomy.stage_contents import pipeline_layout
 from moefold.config.errors import UserError
 from moefold.config.rules import check_config
 from moefold.config.run import Config
+from moefold.plan.advice.advise import answer_beside_figures
 from moefold.plan.machine.gpu import Gpu
 from moefold.plan.memory.explain_memory import explain_memory
 from moefold.plan.memory.peak_memory import GIB, RankMemory, RunSetting, build_run_setting, fullest_rank, memory_by_rank
@@ -98,6 +99,7 @@ def plan_layout(r: PlanRequest, config: Config, choices: PlanChoices) -> JsonObj
     answer["layout"] = layout_keys(config, choices, r.gpus)
     answer["dispatcher"] = dispatcher_reason
     answer["timeline"] = timeline_spans(time)
+    answer.update(answer_beside_figures(setting, r.gpu, answer["tokens_per_s_per_gpu"]))
     if r.explain:
         answer["explained"] = explain_plan(setting, r.gpu)
     return answer

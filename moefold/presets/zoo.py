@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 from moefold.config.run import (
     AttentionConfig,
@@ -21,6 +22,32 @@ from moefold.config.run import (
 )
 
 PRESETS: dict[str, Callable[[], Config]] = {}
+
+
+class PublishedRun(NamedTuple):
+    """The pre-training of a model as its report has it: sequences of a step, at their largest, and tokens in all."""
+
+    global_batch: int
+    seq_len: int
+    tokens: float
+
+    @property
+    def steps(self) -> int:
+        return round(self.tokens / (self.global_batch * self.seq_len))
+
+
+PUBLISHED_RUNS = {  # other reports do not have them
+    "olmoe-1b-7b": PublishedRun(1024, 4096, 5.133e12),
+    "deepseek-v2-lite": PublishedRun(4608, 4096, 5.7e12),
+    "deepseek-v2": PublishedRun(9216, 4096, 8.1e12),
+    "deepseek-v3": PublishedRun(15_360, 4096, 14.8e12),
+    "kimi-k2": PublishedRun(16_384, 4096, 15.5e12),
+}
+
+
+def is_published_model(name: str) -> bool:
+    """Whether a preset has the size of a published model, and not one for a CPU."""
+    return name in PRESETS and not name.endswith("tiny")
 
 
 def register_preset(make: Callable[[], Config], name: str = "") -> Callable[[], Config]:
@@ -41,7 +68,8 @@ def register_preset(make: Callable[[], Config], name: str = "") -> Callable[[], 
 
 
 def pretraining_config(model: ModelConfig, seq_len: int = 4096) -> Config:
-    """Training settings for a large model, as a starting point."""
+    """Training settings for a large model, as a starting point. Batch and steps are for plans and benchmarks: training
+    takes them from the user (`recipe.unsaid_settings`)."""
     return Config(
         model=model,
         data=DataConfig(seq_len=seq_len),
@@ -129,6 +157,90 @@ def mixtral_8x22b() -> Config:
 
 
 @register_preset
+def mixtral_8x22b_g8t8() -> Config:
+    """Mixtral-8x22B upcycled to 64 experts of an eighth of the width, 8 for each token (Parallel Folding, section
+    4.1)."""
+    config = mixtral_8x22b()
+    moe = replace(config.model.moe, experts=64, top_k=8, ffn=2048)
+    return replace(config, model=replace(config.model, moe=moe))
+
+
+@register_preset
+def llama3_8x70b() -> Config:
+    """Llama3-70B upcycled to 8 experts (Parallel Folding, section 4.1), 2 for each token as in Mixtral."""
+    return pretraining_config(
+        ModelConfig(
+            layers=80,
+            hidden=8192,
+            vocab=128_256,
+            norm_eps=1e-5,
+            attention=AttentionConfig(heads=64, kv_heads=8, head_dim=128, rope=RopeConfig(theta=500_000.0)),
+            moe=MoeConfig(experts=8, top_k=2, ffn=28_672, balance=BalanceConfig(aux_loss=0.01)),
+        )
+    )
+
+
+@register_preset
+def internal_352b() -> Config:
+    """The 352 B model of MegaScale-MoE, Table 2. Its total and its published MFU need one shared expert as wide as a
+    routed one, which the table does not list. Router and RoPE are not published."""
+    return pretraining_config(
+        ModelConfig(
+            layers=60,
+            hidden=4096,
+            vocab=65_536,
+            attention=AttentionConfig(heads=32, kv_heads=8, head_dim=128),
+            moe=MoeConfig(experts=32, top_k=3, ffn=14_336, shared_ffn=14_336, balance=BalanceConfig(aux_loss=0.01)),
+        ),
+        seq_len=8192,
+    )
+
+
+@register_preset
+def hunyuan_large() -> Config:
+    """The sizes of Hunyuan-Large. Not as published: every layer has keys and values of its own (there, two layers share
+    them), and a token's only expert may be full without another taking its place."""
+    return pretraining_config(
+        ModelConfig(
+            layers=64,
+            hidden=6400,
+            vocab=128_512,
+            norm_eps=1e-5,
+            attention=AttentionConfig(heads=80, kv_heads=8, head_dim=80, qk_norm="head"),
+            moe=MoeConfig(
+                experts=16,
+                top_k=1,
+                ffn=18_304,
+                shared_ffn=18_304,
+                router=RouterConfig(normalize="none"),
+                balance=BalanceConfig(aux_loss=0.001),
+            ),
+        )
+    )
+
+
+@partial(register_preset, name="phi-3.5-moe")
+def phi_3_5_moe() -> Config:
+    """The sizes of Phi-3.5-MoE. Not as published: RMSNorm for LayerNorm, and a softmax router for SparseMixer."""
+    return pretraining_config(
+        ModelConfig(
+            layers=32,
+            hidden=4096,
+            vocab=32_064,
+            norm_eps=1e-5,
+            attention=AttentionConfig(heads=32, kv_heads=8, head_dim=128, qkv_bias=True, out_bias=True),
+            moe=MoeConfig(
+                experts=16,
+                top_k=2,
+                ffn=6400,
+                router=RouterConfig(normalize="none"),
+                balance=BalanceConfig(aux_loss=0.001),
+            ),
+        )
+    )
+
+
+@register_preset
 def olmoe_1b_7b() -> Config:
     return pretraining_config(
         ModelConfig(
@@ -188,6 +300,29 @@ def qwen2_57b_a14b() -> Config:
                 ffn=2560,
                 shared_ffn=20_480,
                 shared_gate=True,
+                router=RouterConfig(normalize="none"),
+                balance=BalanceConfig(aux_loss=0.001),
+            ),
+        )
+    )
+
+
+@register_preset
+def deepseek_moe_16b() -> Config:
+    """DeepSeekMoE 16B, the model before DeepSeek-V2: whole keys and values for every head."""
+    return pretraining_config(
+        ModelConfig(
+            layers=28,
+            hidden=2048,
+            vocab=102_400,
+            dense_ffn=10_944,
+            attention=AttentionConfig(heads=16, kv_heads=16, head_dim=128),
+            moe=MoeConfig(
+                experts=64,
+                top_k=6,
+                ffn=1408,
+                shared_ffn=2816,
+                dense_layers=1,
                 router=RouterConfig(normalize="none"),
                 balance=BalanceConfig(aux_loss=0.001),
             ),

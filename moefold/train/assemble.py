@@ -19,14 +19,15 @@ from moefold.anatomy.stage_contents import (
     rank_of_each_stage,
 )
 from moefold.checkpoint.live.logical_tensors import StateProvider
-from moefold.comm.collectives import all_gather_objects
+from moefold.comm.consensus import raise_first_problem
+from moefold.comm.host_objects import broadcast_object, union_of_sets
 from moefold.config.errors import UserError
 from moefold.config.keys import format_value, iterate_keys
 from moefold.config.rules import check_config
 from moefold.config.run import Config
 from moefold.data.corpus import Corpus, load_corpus
 from moefold.data.loader import BatchLoader
-from moefold.data.tokenizer import Tokenizer, load_tokenizer
+from moefold.data.tokenizer import Tokenizer, choose_tokenizer, load_tokenizer
 from moefold.dispatch.build import build_dispatcher
 from moefold.kernels.attention.autotune import known_or_measured_times
 from moefold.kernels.attention.timings import known_times, remember_times
@@ -89,10 +90,11 @@ def assemble_run(
     """Build everything a run needs. `corpus` replaces the text that the configuration names; `weights` fills the model
     with given weights instead of random ones."""
     config = resolve_auto_values(config, world)
+    config = resolve_tokenizer(config, corpus)
     config = check_config(config, world.size)
     require_agreement(config, world)
     torch.manual_seed(config.train.seed)
-    tokenizer = load_tokenizer(config.data.tokenizer, config.data.end_token)
+    tokenizer = load_tokenizer(config.data.tokenizer, config.model.vocab, config.data.end_token)
     if corpus is None:
         corpus = load_corpus(config.data, tokenizer, config.model.vocab)
     loader, validation = make_loaders(config, corpus, world)
@@ -121,11 +123,11 @@ def assemble_run(
 
 
 def fill_run_buckets(config: Config, model: Transformer, world: World, groups: ParameterGroups) -> list[Bucket]:
-    """The model's parameters in buckets that follow the optimizer's groups. A pattern may match on other ranks only."""
+    """The model's parameters in buckets that follow the optimizer's groups. A pattern may match on other pipeline ranks
+    only."""
     if groups.entries:
-        names = [name for name, _ in model.named_parameters()]
-        names_by_rank = all_gather_objects(names, world.everyone)
-        groups.require_matches(set().union(*names_by_rank))
+        names = {name for name, _ in model.named_parameters()}
+        groups.require_matches(union_of_sets(names, world.pp))
     return fill_buckets(
         model,
         world,
@@ -142,15 +144,13 @@ def require_agreement(config: Config, world: World) -> None:
     mine["moefold version"] = __version__
     mine["torch version"] = torch.__version__
     mine["moefold source"] = source_digest()
-    everyone = all_gather_objects(mine, world.everyone)
+    first = broadcast_object(mine, world.everyone)
     problems: list[str] = []
-    for name, first in everyone[0].items():
-        for rank, settings in enumerate(everyone):
-            if settings[name] != first:
-                text = f"{name} = {settings[name]} on rank {rank}, but {first} on rank 0"
-                problems.append(f"{text}; start all ranks alike")
-    if problems:
-        raise UserError(*problems)
+    for name, value in mine.items():
+        if value != first[name]:
+            text = f"{name} = {value} on rank {world.rank}, but {first[name]} on rank 0"
+            problems.append(f"{text}; start all ranks alike")
+    raise_first_problem(UserError(*problems) if problems else None, world)
 
 
 @cache
@@ -171,6 +171,14 @@ def resolve_auto_values(config: Config, world: World) -> Config:
     precision = training_precision(device, config)
     train = replace(config.train, device=device, precision=precision)
     return replace(config, train=train)
+
+
+def resolve_tokenizer(config: Config, corpus: Corpus | None) -> Config:
+    """The configuration with the tokenizer of its text. A given corpus has no text: auto means bytes, for samples."""
+    tokenizer = choose_tokenizer(config.data, config.model.vocab)
+    if corpus is not None and config.data.tokenizer == "auto":
+        tokenizer = "byte"
+    return replace(config, data=replace(config.data, tokenizer=tokenizer))
 
 
 def make_loaders(config: Config, corpus: Corpus, world: World) -> tuple[BatchLoader, BatchLoader]:
@@ -203,7 +211,7 @@ def device_capability(device: torch.device) -> tuple[int, int]:
 def share_attention_timings(facts: Facts, world: World) -> None:
     """How long the ways of attending take on this card, if the choice depends on it: the same on every rank."""
     own = known_or_measured_times(facts)
-    times, *_ = all_gather_objects(own, world.everyone)
+    times = broadcast_object(own, world.everyone)
     if facts.attention is None or not times:
         return
     if times != known_times(facts.capability, facts.attention):

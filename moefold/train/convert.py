@@ -36,6 +36,7 @@ from moefold.checkpoint.live.saved_model import SavedModel
 from moefold.config.errors import RunFailure, UserError
 from moefold.config.read import with_values
 from moefold.config.run import Config, ModelConfig
+from moefold.data.tokenizer import STDLIB_ENTRIES, STDLIB_TOKENIZER
 from moefold.layout.axes import single_rank_world
 from moefold.layout.dtypes import DTYPES
 from moefold.observe.printer import Printer
@@ -178,7 +179,7 @@ def source_from_checkpoint(path: Path, say: Printer) -> WeightSource:
     say(f"reading {found.path}, step {found.state['step']}")
     saved = SavedModel(found)
     biases = nonzero_biases(saved, config.model.moe.experts)
-    tokenizer = tokenizer_folder(config.data.tokenizer)
+    tokenizer = tokenizer_folder(config.data.tokenizer, config.model.vocab)
     return WeightSource(config.model, saved.fetch_box, saved.saved_dtype, tokenizer, config.data.seq_len, biases)
 
 
@@ -194,7 +195,10 @@ def nonzero_biases(saved: SavedModel, experts: int) -> tuple[str, ...]:
     return tuple(nonzero)
 
 
-def tokenizer_folder(tokenizer: str) -> Path | None:
+def tokenizer_folder(tokenizer: str, vocab: int) -> Path | None:
+    """The folder of a tokenizer's files; None for bytes, and for the packaged vocabulary cut to a smaller one."""
+    if tokenizer == "stdlib":
+        return STDLIB_TOKENIZER.parent if vocab >= STDLIB_ENTRIES else None
     path = Path(tokenizer).expanduser()
     if tokenizer == "byte" or not path.is_file():
         return None

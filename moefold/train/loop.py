@@ -9,17 +9,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from moefold.anatomy.model_totals import active_parameters, total_parameters, train_flops_per_token
+from moefold.checkpoint.format.retention import checkpoints_at
 from moefold.checkpoint.format.storage import require_free_space
 from moefold.checkpoint.live.background_saver import BackgroundSaver
 from moefold.checkpoint.live.save import checkpoint_bytes, run_on_rank_zero
-from moefold.comm.collectives import all_gather_objects
+from moefold.comm.collectives import all_reduce_max_no_grad
 from moefold.comm.host_copies import ToHost
+from moefold.comm.host_objects import first_object, gather_objects
 from moefold.config.errors import UserError
 from moefold.config.read import config_as_yaml
 from moefold.config.run import Config
+from moefold.data.tokenizer import LARGEST_BYTE_VOCAB
 from moefold.layout.axes import World
 from moefold.layout.declare import declared_parameters
 from moefold.model.moe.balance import join_pipeline_loads
@@ -29,28 +33,38 @@ from moefold.observe.progress import SilentProgress, compact_number, make_progre
 from moefold.observe.router_stats import DeadExpertWatch, RouterCounts, RouterLog, balance_summary
 from moefold.train.assemble import Run, assemble_run
 from moefold.train.evaluate import sample_text, validation_loss
-from moefold.train.from_hf import starting_weights
+from moefold.train.from_hf import WeightFiller, starting_weights
 from moefold.train.host_duties import any_rank_asks, collect_garbage_manually, stop_requests
+from moefold.train.init_from import checkpoint_weights
 from moefold.train.resume import begin_checkpoint, checkpoint_folder, make_background_saver, resume_run, run_tensors
 from moefold.train.step import StepReport, refuse_non_finite, take_next_step
 from moefold.train.step_profile import profile_step, profile_text, write_profile_trace
 
 SAMPLE_PROMPT = "def "
 FIRST_STEPS = 3  # after which every parameter should have had a gradient
-LARGEST_BYTE_VOCAB = 1000  # above, a byte tokenizer leaves most of the vocabulary unused
 PROFILED_STEP = 10  # or the last step of a shorter run: by then kernels and caches are warm
 
 
-def run_training(config: Config, world: World, out: Path, resume: str | None, from_hf: Path | None = None) -> None:
-    """Train as configured, from random weights or those of a folder. Every rank calls this."""
-    run_on_rank_zero(partial(claim_run_folder, out, resume), world, out)
+@dataclass(frozen=True)
+class RunStart:
+    """Where a run starts: a checkpoint to resume (`auto` or a path), or weights alone: of a Hugging Face folder, or of
+    a checkpoint. All None: random weights."""
+
+    resume: str | None = None
+    from_hf: Path | None = None
+    init_from: str | None = None
+
+
+def run_training(config: Config, world: World, out: Path, start: RunStart) -> None:
+    """Train as configured. Every rank calls this."""
+    run_on_rank_zero(partial(claim_run_folder, out, start.resume), world, out)
     say = print_line if world.rank == 0 else print_nothing
     # Build the run, and make sure that its checkpoints fit before any step is spent.
-    weights = starting_weights(from_hf, config, world, say) if from_hf else None
+    weights = weights_of_start(start, config, world, out, say)
     run = assemble_run(config, world, out, weights=weights)
     require_space_for_checkpoint(run)
     # Continue from a checkpoint, and write down the settings that are in effect.
-    continues = resume is not None and resume_run(run, resume, say)
+    continues = start.resume is not None and resume_run(run, start.resume, say)
     settings = config_as_yaml(run.config)
     write_settings = partial((out / "config.yaml").write_text, settings)
     run_on_rank_zero(write_settings, world, out)
@@ -68,23 +82,37 @@ def run_training(config: Config, world: World, out: Path, resume: str | None, fr
             say("nothing left to do")
 
 
+def weights_of_start(start: RunStart, config: Config, world: World, out: Path, say: Printer) -> WeightFiller | None:
+    """A function that fills the model, if the run starts from weights; None where a checkpoint is to be resumed, whose
+    weights would replace them."""
+    own = checkpoint_folder(config, out)
+    if start.resume and run_on_rank_zero(partial(checkpoints_at, own), world, own):
+        return None
+    if start.init_from:
+        return checkpoint_weights(start.init_from, config, world, out, say)
+    if start.from_hf:
+        return starting_weights(start.from_hf, config, world, say)
+    return None
+
+
 def require_space_for_checkpoint(run: Run) -> None:
     needed = checkpoint_bytes(run_tensors(run), run.world)
-    check = partial(require_free_space, checkpoint_folder(run), needed)
+    check = partial(require_free_space, checkpoint_folder(run.config, run.out), needed)
     run_on_rank_zero(check, run.world, run.out)
 
 
 def no_gradient_warnings(run: Run) -> list[str]:
-    """A warning for each parameter that has had no gradient so far: it is probably not connected."""
-    mine = {parameter.name for parameter in declared_parameters(run.model)}
-    both = (mine, run.gradients.moved)
-    declared = set[str]()
-    moved = set[str]()
-    for rank_declared, rank_moved in all_gather_objects(both, run.world.everyone):
-        declared |= rank_declared
-        moved |= rank_moved
-    still = sorted(declared - moved)
-    return [f"warning: {name} has had no gradient in {run.step} steps; is it connected?" for name in still]
+    """A warning for each parameter that has had no gradient so far, on the first pipeline rank: the parameter is
+    probably not connected."""
+    world = run.world
+    names = [parameter.name for parameter in declared_parameters(run.model)]
+    # Any rank of the stage may hold the share that has seen the gradient.
+    moved = torch.tensor([name in run.gradients.moved for name in names], dtype=torch.int32)
+    all_reduce_max_no_grad(moved, world.dp_cp_tp)
+    still = {name for name, has_moved in zip(names, moved.tolist(), strict=True) if not has_moved}
+    still_by_stage = gather_objects(still, world.pp) or [set()]
+    named = sorted(set[str]().union(*still_by_stage))
+    return [f"warning: {name} has had no gradient in {run.step} steps; is it connected?" for name in named]
 
 
 def claim_run_folder(out: Path, resume: str | None) -> None:
@@ -145,7 +173,7 @@ class RunRecorder:
     def step_values(self, report: StepReport) -> dict[str, Any]:
         """The measurements of a finished step. A non-finite loss or gradient stops the run."""
         refuse_non_finite(self.run, report)
-        counts = self.record_routing(report)
+        balance = self.record_routing(report)
         speed = report.tokens / report.seconds
         values: dict[str, Any] = {"loss": report.loss}
         if self.run.config.model.mtp:
@@ -155,12 +183,14 @@ class RunRecorder:
         values["tokens_per_s"] = round(speed, 1)
         tflops = speed * self.flops / 1e12
         values["tflops"] = round(tflops, 6)
-        return values | balance_summary(counts)
+        return values | balance
 
-    def record_routing(self, report: StepReport) -> RouterCounts:
-        """Log the expert load of all layers, and warn of dead experts."""
-        pipeline = self.run.world.axis("pp")
-        loads_by_stage = all_gather_objects(report.loads, pipeline)
+    def record_routing(self, report: StepReport) -> dict[str, Any]:
+        """Log the expert load of all layers, and warn of dead experts. Returns the balance of all layers on the first
+        pipeline rank, nothing on the others."""
+        loads_by_stage = gather_objects(report.loads, self.run.world.pp)
+        if loads_by_stage is None:
+            return {}
         layers, *tensors = join_pipeline_loads(loads_by_stage)
         figures = [tensor.tolist() for tensor in tensors]
         counts = RouterCounts(layers, *figures)
@@ -169,7 +199,7 @@ class RunRecorder:
         warning = self.dead_experts.look(counts)
         if warning:
             self.progress.print_message(warning)
-        return counts
+        return balance_summary(counts)
 
     def finish_and_record(self, begun: StepInFlight, validates: bool = False) -> bool:
         """Wait for a step and record it. Returns whether any rank has a stop request."""
@@ -299,11 +329,9 @@ class TrainingLoop:
 
     def first_request(self) -> str | None:
         """The stop request of the first rank that has one; the same on all ranks."""
-        own = self.local_requests()
-        for requests in all_gather_objects(own, self.run.world.everyone):
-            if requests:
-                return requests[0]
-        return None
+        requests = self.local_requests()
+        own = requests[0] if requests else None
+        return first_object(own, self.run.world.everyone)
 
 
 def begin_next_step(run: Run, recorder: RunRecorder) -> StepReport:

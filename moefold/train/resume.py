@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from pathlib import Path
 
 from moefold.checkpoint.format.retention import RetentionPolicy, retire_later_checkpoints
 from moefold.checkpoint.format.storage import StoragePath, parse_storage_path
 from moefold.checkpoint.live.background_saver import BackgroundSaver
-from moefold.checkpoint.live.load import FoundCheckpoint, find_checkpoint, load_checkpoint, require_checkpoint
+from moefold.checkpoint.live.load import find_checkpoint, load_checkpoint, require_checkpoint
 from moefold.checkpoint.live.logical_tensors import (
     LogicalTensor,
     collect_tensors,
@@ -16,29 +16,25 @@ from moefold.checkpoint.live.logical_tensors import (
     rng_state_tensors,
 )
 from moefold.checkpoint.live.save import run_on_rank_zero
-from moefold.config.errors import UserError
-from moefold.config.keys import format_value, iterate_keys
-from moefold.config.renamed_keys import with_new_names
+from moefold.config.run import Config
 from moefold.observe.printer import Printer
 from moefold.train.assemble import Run
-
-FIXED_SETTINGS = ("model.", "train.precision")  # another value would be another model
-NOTED_SETTINGS = ("data.", "optim.", "train.seed", "train.global_batch")  # a changed value is printed
+from moefold.train.changed_settings import accept_changes, changed_settings, flat_settings, record_changes
 
 
-def checkpoint_folder(run: Run) -> StoragePath:
-    """The folder of a run's checkpoints."""
-    path = run.config.checkpoint.path
+def checkpoint_folder(config: Config, out: Path) -> StoragePath:
+    """The folder of the checkpoints of the run in `out`."""
+    path = config.checkpoint.path
     if path:
         return parse_storage_path(path)
-    return run.out / "checkpoints"
+    return out / "checkpoints"
 
 
 def make_background_saver(run: Run, say: Printer) -> BackgroundSaver:
     """The saver of a run. From now on, updates wait until the copy of a save in progress is done."""
     config = run.config.checkpoint
     keep = RetentionPolicy(config.keep, config.keep_every)
-    folder = checkpoint_folder(run)
+    folder = checkpoint_folder(run.config, run.out)
     saver = BackgroundSaver(folder, keep, run.world, say)
     run.before_update = saver.wait_for_copy
     return saver
@@ -51,7 +47,7 @@ def begin_checkpoint(run: Run, saver: BackgroundSaver) -> None:
     state = {
         "step": run.step,
         "consumed": run.loader.consumed,
-        "config": flat_settings(run),
+        "config": flat_settings(run.config),
     }
     saver.begin_save(run.step, tensors, state)
 
@@ -60,15 +56,10 @@ def run_tensors(run: Run) -> dict[str, LogicalTensor]:
     return collect_tensors(run.model, run.optimizer, run.further_state)
 
 
-def flat_settings(run: Run) -> dict[str, Any]:
-    keys = iterate_keys(run.config)
-    return {key.path: key.default for key in keys}
-
-
 def resume_run(run: Run, source: str, say: Printer) -> bool:
     """Load a checkpoint. `auto`: the newest intact one of this run, if there is any; else the one at the path
     `source`. Returns whether the run continues."""
-    own = checkpoint_folder(run)
+    own = checkpoint_folder(run.config, run.out)
     if source == "auto":
         found = find_checkpoint(own, run.world, say)
     else:
@@ -77,7 +68,8 @@ def resume_run(run: Run, source: str, say: Printer) -> bool:
     if found is None:
         say(f"no checkpoint in {own} yet; starting from step 0")
         return False
-    compare_settings(run, found, say)
+    changes = list(changed_settings(run.config, found))
+    accept_changes(changes, found, say)
     # Ranks that the saving run did not have keep their own random state.
     rng_state = rng_state_tensors(run.world)
     tensors = run_tensors(run) | rng_state
@@ -89,41 +81,9 @@ def resume_run(run: Run, source: str, say: Printer) -> bool:
     last_kept = step if is_own else -1  # a run that continues another one keeps none of its own checkpoints
     retire = partial(retire_later_checkpoints, own, last_kept)
     run_on_rank_zero(retire, run.world, own)
+    record = partial(record_changes, run.out, step, found.path, changes)
+    run_on_rank_zero(record, run.world, run.out)
     run.step = step
     run.loader.consumed = found.state["consumed"]
     say(f"resumed from {found.path} at step {run.step}")
     return True
-
-
-def compare_settings(run: Run, found: FoundCheckpoint, say: Printer) -> None:
-    """Refuse changes of settings that are fixed during a run, and print the other changes that affect the result."""
-    differences = changed_settings(run, found)
-    refused: list[str] = []
-    for key, text in differences.items():
-        if key.startswith(FIXED_SETTINGS):
-            refused.append(f"{text}; set it back")
-    if refused:
-        raise UserError(f"{found.path} belongs to another configuration:", *refused)
-    for key, text in differences.items():
-        if key.startswith(NOTED_SETTINGS):
-            say(f"note: {text}")
-
-
-def changed_settings(run: Run, found: FoundCheckpoint) -> dict[str, str]:
-    """A text for every setting that differs from the checkpoint's."""
-    saved, _ = with_new_names(found.state["config"])
-    differences: dict[str, str] = {}
-    for key, value in flat_settings(run).items():
-        if key not in saved:
-            continue
-        new = show_setting(value)
-        old = show_setting(saved[key])
-        if new != old:
-            differences[key] = f"{key} = {new}, but the checkpoint has {old}"
-    return differences
-
-
-def show_setting(value: Any) -> str:
-    if isinstance(value, list):  # JSON has no tuples
-        value = tuple(value)
-    return format_value(value)

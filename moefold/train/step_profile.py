@@ -21,7 +21,7 @@ from rich.table import Table
 from torch import Tensor
 
 from moefold.anatomy.step_specs import StepSpec, prefixed_model_steps, prefixed_mtp_steps
-from moefold.comm.collectives import all_gather_objects
+from moefold.comm.host_objects import gather_objects
 from moefold.config.run import Config, ModelConfig
 from moefold.model.steps import PassKey, PassKind, Region, Step
 from moefold.observe.profile import IN_BACKGROUND, StepPhase, StepProfile, profile_device, profiler_mark
@@ -221,8 +221,8 @@ def write_profile_trace(run: Run, watched: WatchedStep) -> None:
 
     own = watched.profile.trace_events(run.world.rank)
     own += run.executor.spans.events
-    by_rank = all_gather_objects(own, run.world.everyone)
-    if run.world.rank != 0:
+    by_rank = gather_objects(own, run.world.everyone)
+    if by_rank is None:
         return
     events = list(chain.from_iterable(by_rank))
     begun = min(event.start for event in events)

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 from moefold.comm.check_collectives import checked_collectives
-from moefold.comm.collectives import all_gather_objects, all_reduce_max_no_grad, all_reduce_no_grad, all_to_all_no_grad
+from moefold.comm.collectives import all_reduce_max_no_grad, all_reduce_no_grad, all_to_all_no_grad
+from moefold.comm.host_objects import broadcast_object
 from moefold.config.errors import RunFailure
 from moefold.layout.axes import World
 from tests.support.ranks import run_ranks
@@ -46,7 +47,7 @@ def agreement(world: World) -> None:
 
 
 def told(world: World, path: str, work) -> tuple[str, float]:
-    all_gather_objects(None, world.everyone)  # all groups are there before anybody leaves
+    broadcast_object(None, world.everyone)  # all groups are there before anybody leaves
     begun = time.monotonic()
     with checked_collectives(dist.FileStore(path, world.size), world.rank, patience=2.0):
         try:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from moefold.comm.consensus import gather_results, result_of_rank_zero
+from moefold.comm.consensus import gather_results, result_of_every_rank, result_of_rank_zero
 from moefold.config.errors import UserError
 from moefold.layout.axes import World, single_rank_world
 from tests.support.ranks import run_ranks
@@ -12,12 +12,14 @@ def explain(error: Exception) -> Exception:
     return UserError(f"explained: {error}")
 
 
-def results_by_rank(world: World) -> tuple[list[int], int]:
-    return gather_results(lambda: world.rank * 10, world), result_of_rank_zero(lambda: world.rank + 7, world)
+def results_by_rank(world: World) -> tuple[list[int] | None, int, int]:
+    every = gather_results(lambda: world.rank * 10, world)
+    own = result_of_every_rank(lambda: world.rank - 1, world)
+    return every, own, result_of_rank_zero(lambda: world.rank + 7, world)
 
 
-def test_every_rank_gets_the_results_of_all():
-    assert run_ranks(results_by_rank, 2) == [([0, 10], 7)] * 2
+def test_rank_zero_gets_the_results_of_all_and_every_rank_that_of_rank_zero():
+    assert run_ranks(results_by_rank, 2) == [([0, 10], -1, 7), (None, 0, 7)]
 
 
 def fails_on_rank_one(world: World) -> str:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 import torch
 
 from moefold.comm import byte_counters
 from moefold.config.run import Config, ModelConfig, MoeConfig, ParallelConfig, TrainConfig
-from moefold.dispatch.base import Routing, RowOrder, RowPolicy, most_padded_rows
+from moefold.dispatch.base import Receipt, Routing, RowOrder, RowPolicy
 from moefold.dispatch.build import build_dispatcher
 from moefold.dispatch.expert_placement import contiguous_placement
 from moefold.dispatch.local import LocalDispatcher
@@ -20,11 +18,6 @@ from tests.support.ranks import run_ranks
 
 KERNELS = BINDINGS["chosen"]
 PLACEMENT = contiguous_placement(EXPERTS, 2)
-
-
-def bounded_policy(multiple: int, rank: int = 0) -> RowPolicy:
-    bound = partial(most_padded_rows, held=PLACEMENT.held, multiple=multiple)
-    return RowPolicy(PLACEMENT, rank, drops=True, multiple=multiple, bound=bound)
 
 
 def experts_by_loop(h_ND: torch.Tensor, matrix_eDD: torch.Tensor, order: RowOrder, undefined: float) -> torch.Tensor:
@@ -44,8 +37,8 @@ def test_with_a_bound_rows_and_results_are_those_of_the_exact_number(routing: st
     ids_TK = torch.where(ids_TK == 1, -1, ids_TK)  # dropped
     tokens, k = ids_TK.shape
     results = []
-    bounded = bounded_policy(multiple)
-    for policy in (RowPolicy(PLACEMENT, drops=True, multiple=multiple), bounded):
+    policy = RowPolicy(PLACEMENT, drops=True, multiple=multiple)
+    for most_choices in (None, ids_TK.numel()):
         leaves = [
             numbers(tokens, WIDTH, seed=1),
             numbers(tokens, k, seed=2),
@@ -53,7 +46,8 @@ def test_with_a_bound_rows_and_results_are_those_of_the_exact_number(routing: st
         ]
         h_TD, weights_TK, matrix_eDD = (leaf.requires_grad_() for leaf in leaves)
         dispatcher = LocalDispatcher(policy, KERNELS)
-        receipt = dispatcher.plan(Routing(weights_TK, ids_TK))
+        order = policy.order_by_expert(Routing(weights_TK, ids_TK), tokens, most_choices=most_choices)
+        receipt = Receipt(order)
         y_RD = experts_by_loop(h_TD, matrix_eDD, receipt.order, undefined=1e30)
         y_TD = dispatcher.combine(y_RD, receipt)
         direction = numbers(tokens, WIDTH, seed=4)
@@ -90,9 +84,10 @@ def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("may_be_remote", [False, True])
 def test_with_a_bound_nothing_waits_for_the_device(no_waiting: None, may_be_remote: bool):
     routing = Routing(numbers(12, 3, seed=2), ROUTINGS["random"](0))
-    bounded_policy(8, rank=1).order_by_expert(routing, 12, may_be_remote)
+    policy = RowPolicy(PLACEMENT, 1, drops=True, multiple=8)
+    policy.order_by_expert(routing, 12, may_be_remote, most_choices=36)
     with pytest.raises(WaitedForDevice):
-        RowPolicy(PLACEMENT, 1, multiple=8).order_by_expert(routing, 12, may_be_remote)
+        policy.order_by_expert(routing, 12, may_be_remote)
 
 
 def test_padding_to_a_fixed_number_of_rows_does_not_wait_either(no_waiting: None):

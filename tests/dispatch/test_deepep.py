@@ -12,6 +12,7 @@ from moefold.dispatch.expert_placement import contiguous_placement
 from moefold.dispatch.hop import AllToAllHop, pack_for_everyone
 from moefold.dispatch.hop_dispatcher import HopDispatcher
 from moefold.dispatch.local import LocalDispatcher
+from moefold.dispatch.traffic import TrafficCounter, tokens_for_everyone
 from moefold.layout.axes import World
 from tests.dispatch.test_dispatchers import BINDINGS, EXPERTS, INNER, ROUTINGS, VALUES, WIDTH, WORLD, numbers, through
 from tests.support import deep_ep_over_gloo
@@ -27,8 +28,9 @@ def distances(world: World) -> dict[tuple[str, str], float]:
     placement = contiguous_placement(EXPERTS, ep.size)
     hops: list[Hop] = [DeepEpHop(make_deepep_buffer(deep_ep_over_gloo, ep, WIDTH * 8), ep, placement)]
     if etp.size > 1:
-        hops.append(AllToAllHop(etp, pack_for_everyone, placement.rank_of, KERNELS))
-    there = HopDispatcher(hops, RowPolicy(placement, ep.index), KERNELS)
+        hops.append(AllToAllHop(etp, pack_for_everyone, placement.rank_of, tokens_for_everyone, KERNELS))
+    traffic = TrafficCounter(placement, world) if etp.size > 1 else None
+    there = HopDispatcher(hops, RowPolicy(placement, ep.index), KERNELS, traffic)
     up, down = numbers(EXPERTS, INNER, WIDTH, seed=1), numbers(EXPERTS, WIDTH, INNER, seed=2)
     experts = slice(ep.index * held, (ep.index + 1) * held)
     inner = slice(etp.index * INNER // etp.size, (etp.index + 1) * INNER // etp.size)

@@ -10,11 +10,19 @@ import torch
 from moefold.config.errors import UserError
 from moefold.config.open_names import DISPATCHER_NAMES
 from moefold.config.run import Config, ModelConfig, MoeConfig, ParallelConfig, TrainConfig
-from moefold.dispatch.base import Hop, HopPlan, Routing, RowPolicy
-from moefold.dispatch.build import DISPATCHER_BUILDERS, DispatchSetting, build_dispatcher, build_from_hops, dedup_hops
+from moefold.dispatch.base import HopPlan, Routing, RowPolicy
+from moefold.dispatch.build import (
+    DISPATCHER_BUILDERS,
+    DispatchSetting,
+    HopChain,
+    build_dispatcher,
+    build_from_hops,
+    dedup_hops,
+)
 from moefold.dispatch.expert_placement import contiguous_placement
 from moefold.dispatch.hop_dispatcher import HopDispatcher
 from moefold.dispatch.local import LocalDispatcher
+from moefold.dispatch.traffic import Traffic
 from moefold.layout.axes import World
 from tests.dispatch.test_dispatchers import BINDINGS, EXPERTS, INNER, ROUTINGS, VALUES, WIDTH, numbers, through
 from tests.support.ranks import run_ranks
@@ -25,7 +33,7 @@ KERNELS = BINDINGS["chosen"]
 class ShufflingHop:
     """Sends nothing: tokens arrive in another order on their own rank."""
 
-    def plan(self, routing: Routing) -> HopPlan:
+    def plan(self, routing: Routing, traffic: Traffic | None) -> HopPlan:
         order_T = torch.randperm(len(routing.ids_TK), generator=torch.Generator().manual_seed(7))
         return HopPlan(order_T, Routing(routing.weights_TK[order_T], routing.ids_TK[order_T]))
 
@@ -60,8 +68,8 @@ def test_a_dispatcher_of_any_number_of_toy_hops_equals_the_local_one(routing: st
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12, msg=lambda m, w=what: f"{w}: {m}")
 
 
-def shuffled_dedup_hops(setting: DispatchSetting) -> list[Hop]:
-    return [ShufflingHop(), *dedup_hops(setting)]
+def shuffled_dedup_hops(setting: DispatchSetting) -> HopChain:
+    return HopChain([ShufflingHop(), *dedup_hops(setting).hops])
 
 
 def build_shuffled_dedup(setting: DispatchSetting):

@@ -63,15 +63,17 @@ def fresh(case: KernelCase, dtype: torch.dtype | None = None, grad: bool = True)
     return map_tensors(case.inputs, copied)
 
 
-def outcome(function: Callable[..., Any], case: KernelCase, mutates: bool, dtype: torch.dtype | None = None):
+def outcome(function: Callable[..., Any], case: KernelCase, op: KernelOp, dtype: torch.dtype | None = None):
     """All defined results of an implementation: its outputs and its gradients under random output gradients (NaN in
     undefined rows), or, of an op that works in place, the tensors it may have changed."""
-    inputs = fresh(case, dtype, grad=not mutates)
-    if mutates:
+    inputs = fresh(case, dtype, grad=op.differentiable)
+    if op.mutates:
         assert function(*inputs) is None
         return {f"input {i}": x for i, x in enumerate(inputs) if is_float(x)}
     out = function(*inputs)
     outputs = out if isinstance(out, tuple) else (out,)
+    if not op.differentiable:
+        return {f"output {i}": case.defined(y) for i, y in enumerate(outputs)}
     differentiable = [y for y in outputs if y.requires_grad]
     generator = torch.Generator().manual_seed(7)
     directions = [torch.randn(y.shape, generator=generator).to(y.device, y.dtype) for y in differentiable]
@@ -96,9 +98,9 @@ def error(a: torch.Tensor, b: torch.Tensor) -> float:
 
 def check(op: KernelOp, implementation: Callable[..., Any], case: KernelCase, dtype: str) -> None:
     """The implementation agrees with the op's reference in fp64, and returns the dtypes the reference returns."""
-    mine = outcome(implementation, case, op.mutates)
-    plain = outcome(op.reference, case, op.mutates)
-    exact = outcome(op.reference, case, op.mutates, torch.float64)
+    mine = outcome(implementation, case, op)
+    plain = outcome(op.reference, case, op)
+    exact = outcome(op.reference, case, op, torch.float64)
     assert mine.keys() == exact.keys()
     for name, value in mine.items():
         about = f"{op.name}, {dtype}, case '{case.name}', {name}"
@@ -129,7 +131,7 @@ def test_an_implementation_agrees_with_the_reference_on_cuda(op, implementation,
 
 def same_twice(op: KernelOp, implementation: str, case: KernelCase) -> None:
     function = OPS[op.name].implementations[implementation]
-    first, second = (outcome(function, case, op.mutates) for _ in range(2))
+    first, second = (outcome(function, case, op) for _ in range(2))
     for name, value in first.items():
         same = value is second[name] is None or torch.equal(value, second[name])
         assert same, f"{op.name} {implementation}, case '{case.name}': {name} differs between two runs"
@@ -176,7 +178,7 @@ def test_a_wrong_implementation_is_caught_and_the_case_is_named(wrong, what):
     assert f"case '{case.name}', {what}" in str(caught.value)
 
 
-@pytest.mark.parametrize("op", [name for name, op in OPS.items() if not op.mutates])
+@pytest.mark.parametrize("op", [name for name, op in OPS.items() if op.differentiable])
 def test_the_gradients_of_a_reference_are_those_of_finite_differences(op):
     checked = 0
     for case in cases(OPS[op], "cpu", "fp64"):

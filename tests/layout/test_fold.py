@@ -1,5 +1,6 @@
 """Two grids over the same ranks."""
 
+from itertools import product
 from math import prod
 
 import pytest
@@ -8,7 +9,13 @@ from hypothesis import strategies as st
 
 from moefold.config.errors import UserError
 from moefold.config.run import ParallelConfig
-from moefold.layout.fold import Grid, fold_into_grids
+from moefold.layout.fold import Digit, Grid, fold_into_grids, group_of_rank, split_by_node
+
+
+def groups(grid: Grid, *axes: str) -> list[tuple[int, ...]]:
+    """All groups of a partition, from the group that each rank finds for itself."""
+    partition = grid.partition(*axes)
+    return list(dict.fromkeys(tuple(group_of_rank(partition, rank)) for rank in range(grid.world)))
 
 
 def test_the_example_of_256_ranks_gives_its_sizes():
@@ -23,9 +30,9 @@ def test_the_drawing_in_the_docstring_is_what_fold_does():
     assert [dense.coordinates_of_rank(rank)["tp"] for rank in range(8)] == [0, 1] * 4
     assert [expert.coordinates_of_rank(rank)["edp"] for rank in range(8)] == [0, 0, 0, 0, 1, 1, 1, 1]
     assert [expert.coordinates_of_rank(rank)["ep"] for rank in range(8)] == [0, 1, 2, 3] * 2
-    assert dense.groups("tp") == [(0, 1), (2, 3), (4, 5), (6, 7)]
-    assert dense.groups("dp") == [(0, 2, 4, 6), (1, 3, 5, 7)]
-    assert expert.groups("edp") == [(0, 4), (1, 5), (2, 6), (3, 7)]
+    assert groups(dense, "tp") == [(0, 1), (2, 3), (4, 5), (6, 7)]
+    assert groups(dense, "dp") == [(0, 2, 4, 6), (1, 3, 5, 7)]
+    assert groups(expert, "edp") == [(0, 4), (1, 5), (2, 6), (3, 7)]
 
 
 @st.composite
@@ -50,18 +57,18 @@ def test_every_set_of_axes_partitions_the_ranks_of_either_grid(case: tuple[int, 
         assert grid.world == world
         names = list(grid.sizes)
         for axes in [(), *((name,) for name in names), tuple(names[1:]), tuple(names)]:
-            groups = grid.groups(*axes)
-            assert sorted(rank for group in groups for rank in group) == list(range(world))
-            assert {len(group) for group in groups} == {prod(grid.sizes[a] for a in axes)}
-            assert all(list(group) == sorted(group) for group in groups)
+            found = groups(grid, *axes)
+            assert sorted(rank for group in found for rank in group) == list(range(world))
+            assert {len(group) for group in found} == {prod(grid.sizes[a] for a in axes)}
+            assert all(list(group) == sorted(group) for group in found)
 
 
 @settings(deadline=None)
 @given(worlds())
 def test_both_grids_share_the_pipeline_stages(case: tuple[int, ParallelConfig]):
     dense, expert = fold_into_grids(*case)
-    assert dense.groups("dp", "cp", "tp") == expert.groups("edp", "ep", "etp")
-    assert dense.groups("pp") == expert.groups("pp")
+    assert groups(dense, "dp", "cp", "tp") == groups(expert, "edp", "ep", "etp")
+    assert groups(dense, "pp") == groups(expert, "pp")
     for rank in range(case[0]):
         assert dense.coordinates_of_rank(rank)["pp"] == expert.coordinates_of_rank(rank)["pp"]
 
@@ -79,7 +86,7 @@ def test_a_rank_is_known_by_its_coordinate(case: tuple[int, ParallelConfig]):
 @given(worlds())
 def test_two_ranks_share_a_group_exactly_when_they_differ_only_along_its_axes(case: tuple[int, ParallelConfig]):
     dense, _ = fold_into_grids(*case)
-    for group in dense.groups("dp", "tp"):
+    for group in groups(dense, "dp", "tp"):
         at = [dense.coordinates_of_rank(rank) for rank in group]
         assert len({(place["pp"], place["cp"]) for place in at}) == 1
 
@@ -92,4 +99,35 @@ def test_degrees_that_do_not_divide_the_ranks_are_refused(world: int, degrees: d
 
 def test_an_unknown_axis_is_told_with_those_there_are():
     with pytest.raises(ValueError, match=r"no axis \['ep'\].*'dp', 'tp'"):
-        Grid({"dp": 2, "tp": 2}).groups("ep")
+        Grid({"dp": 2, "tp": 2}).partition("ep")
+
+
+@settings(deadline=None)
+@given(worlds())
+def test_equal_partitions_compare_equal_and_unequal_ones_do_not(case: tuple[int, ParallelConfig]):
+    grids = fold_into_grids(*case)
+    axes = [(), ("pp",), ("dp",), ("tp",), ("dp", "cp"), ("dp", "tp"), ("edp", "etp"), ("ep",), ("ep", "etp")]
+    of_both = [(grid, names) for grid in grids for names in axes if set(names) <= set(grid.sizes)]
+    found = [(grid.partition(*names), groups(grid, *names)) for grid, names in of_both]
+    for (a, a_groups), (b, b_groups) in product(found, found):
+        assert (a == b) == (a_groups == b_groups)
+
+
+@pytest.mark.parametrize(
+    ("axis", "node_size", "inside", "across"),
+    [
+        ((1, 16), 8, [(1, 8)], [(8, 2)]),
+        ((2, 16), 8, [(2, 4)], [(8, 4)]),
+        ((1, 8), 8, [(1, 8)], []),
+        ((1, 4), 8, [(1, 4)], []),
+        ((8, 4), 8, [], [(8, 4)]),
+        ((16, 4), 8, [], [(16, 4)]),
+        ((1, 4), 6, [(1, 4)], []),  # node borders cut some groups and not others
+        ((1, 4), 1, [], [(1, 4)]),
+    ],
+)
+def test_nodes_cut_the_groups_of_an_axis(
+    axis: tuple[int, int], node_size: int, inside: list[tuple[int, int]], across: list[tuple[int, int]]
+):
+    assert split_by_node((Digit(*axis),), node_size) == (tuple(inside), tuple(across))
+    assert split_by_node((), node_size) == ((), ())

@@ -4,9 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from moefold.cli.main import run_command_line
 from moefold.config.errors import UserError
 from moefold.config.read import config_as_yaml
-from moefold.presets.recipe import resolve_recipe
+from moefold.presets.recipe import resolve_recipe, unsaid_settings
 from moefold.presets.zoo import PRESETS
 
 
@@ -80,3 +81,31 @@ def test_a_finished_runs_own_configuration_is_a_recipe(tmp_path: Path):
     file = tmp_path / "config.yaml"
     file.write_text(config_as_yaml(config), encoding="utf-8")
     assert resolve_recipe(str(file)) == config
+
+
+PUBLISHED = [name for name in PRESETS if not name.endswith("tiny")]
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_model_is_not_trained_with_a_batch_and_steps_that_nobody_gave(
+    name: str, capsys: pytest.CaptureFixture[str]
+):
+    assert run_command_line(["train", name, "--data.files", "nowhere"]) == 2
+    refused = capsys.readouterr().err
+    assert f"train.global_batch and train.steps of a run of {name} must be given, such as --train" in refused
+    assert run_command_line(["train", name, "--train.steps", "10"]) == 2
+    assert f"train.global_batch of a run of {name} must be given" in capsys.readouterr().err
+    assert not unsaid_settings(name, ["--train.steps", "10", "--train.global_batch=64"])
+    assert not unsaid_settings(f"{name}-tiny", [])
+
+
+def test_a_file_may_give_them(tmp_path: Path):
+    file = tmp_path / "run.yaml"
+    file.write_text("preset: deepseek-v3\ntrain: {steps: 5}\n")
+    (problem,) = unsaid_settings(str(file), [])
+    assert problem.startswith("train.global_batch of a run of deepseek-v3 must be given")
+    assert "--train.global_batch 15360 --train.steps 235240 (as deepseek-v3 was trained)" in problem
+    assert not unsaid_settings(str(file), ["--train.global_batch", "64"])
+    file.write_text(config_as_yaml(PRESETS["deepseek-v3"]()))
+    assert not unsaid_settings(str(file), []), "a run's own configuration is whole"
+    assert not unsaid_settings("tiny", [])

@@ -1,8 +1,10 @@
 """The presets are the published models."""
 
+from dataclasses import replace
+
 import pytest
 
-from moefold.anatomy.model_totals import active_parameters, mtp_parameters, total_parameters
+from moefold.anatomy.model_totals import active_parameters, mtp_parameters, total_parameters, train_flops_per_token
 from moefold.anatomy.step_specs import is_moe_layer, sliding_window_of
 from moefold.config.run import ModelConfig, MoeConfig
 from moefold.kernels.routing.router_spec import RouterSpec
@@ -28,8 +30,12 @@ PUBLISHED = {
     "gpt-oss-20b": ("20.91", "3.61", "no embedding"),
     "gpt-oss-120b": ("116.83", "5.13", "no embedding"),
     "glm-4.5-air": ("106.85", "12", "neither"),
+    "deepseek-moe-16b": ("16.4", "2.8", "all"),
+    "hunyuan-large": ("389", "52", "all"),
+    "phi-3.5-moe": ("41.9", "6.6", "all"),
 }
-NOT_PUBLISHED = {"tiny", "latent-30b-a3b"}
+TOTAL_ONLY = {"internal-352b": 352, "mixtral-8x22b-g8t8": 140.6}  # the second is a first one, cut finer
+NOT_PUBLISHED = {"tiny", "latent-30b-a3b", "llama3-8x70b"}
 MATRICES = {"all": 0, "no embedding": 1, "neither": 2}
 
 
@@ -48,7 +54,32 @@ def test_total_and_active_parameters_are_the_published_ones(name: str):
 
 
 def test_every_large_preset_is_held_against_its_publication():
-    assert {*PUBLISHED, *NOT_PUBLISHED} == {*LARGE, "tiny"}
+    assert {*PUBLISHED, *TOTAL_ONLY, *NOT_PUBLISHED} == {*LARGE, "tiny"}
+
+
+@pytest.mark.parametrize("name", TOTAL_ONLY)
+def test_total_parameters_are_the_published_ones_where_no_others_are(name: str):
+    model = PRESETS[name]().model
+    assert total_parameters(model) / 1e9 == pytest.approx(TOTAL_ONLY[name], rel=1e-3)
+
+
+def test_the_published_mfu_of_internal_352b_follows_from_its_flops():
+    """MegaScale-MoE prints tokens per second and MFU on 240 and 1,440 H800 (989 TFLOP/s): 32.48 and 27.89 %."""
+    flops = train_flops_per_token(PRESETS["internal-352b"]().model, 8192)
+    for gpus, tokens, mfu in ((240, 272.9e3, 0.3248), (1440, 1407.7e3, 0.2789)):
+        assert tokens / gpus * flops / 989e12 == pytest.approx(mfu, rel=2e-3)
+
+
+def test_upcycled_models_are_as_large_as_their_names_say():
+    """Eight MLPs of Llama3-70B and one attention; a finer cut of Mixtral has all its parameters, but half of those of
+    a token: 8 of 64 experts are one of the old ones."""
+    llama = PRESETS["llama3-8x70b"]().model
+    one = replace(llama, moe=replace(llama.moe, experts=1, top_k=1))
+    assert total_parameters(one) / 1e9 == pytest.approx(70.6, abs=0.1)
+    coarse, fine = (PRESETS[name]().model for name in ("mixtral-8x22b", "mixtral-8x22b-g8t8"))
+    routers = fine.layers * fine.hidden * (fine.moe.experts - coarse.moe.experts)
+    assert total_parameters(fine) == total_parameters(coarse) + routers
+    assert fine.moe.top_k * fine.moe.ffn == coarse.moe.ffn
 
 
 def test_layers_of_multi_token_prediction_are_not_among_the_published_parameters():

@@ -80,7 +80,8 @@ class Buffer:
         ids = self.send(topk_idx, handle) - self.rank * held
         here = (ids >= 0) & (ids < held)
         weights = self.send(topk_weights, handle) * here
-        return self.send(x, handle), torch.where(here, ids, -1), weights, None, handle, None
+        of_each = torch.bincount(ids[here], minlength=held).tolist()
+        return self.send(x, handle), torch.where(here, ids, -1), weights, of_each, handle, None
 
     def combine(self, x: torch.Tensor, handle: Any, topk_weights: torch.Tensor | None = None):
         weights = self.back(topk_weights, handle) if topk_weights is not None else None

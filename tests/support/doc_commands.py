@@ -25,10 +25,11 @@ import pytest
 
 import moefold.cli
 from moefold.cli.main import run_command_line
+from moefold.cli.train import TrainOptions
 from moefold.config.keys import iterate_keys
 from moefold.config.read import parse_overrides
 from moefold.presets.command_options import read_options
-from moefold.presets.recipe import resolve_recipe
+from moefold.presets.recipe import resolve_recipe, unsaid_settings
 from moefold.presets.zoo import PRESETS
 
 ROOT = Path(__file__).parents[2]
@@ -156,6 +157,9 @@ def check_overrides(options: Any, overrides: Sequence[str], ranks: int) -> None:
     recipe = getattr(options, "recipe", None)
     if recipe is None:
         return
+    if isinstance(options, TrainOptions) and recipe in PRESETS:
+        unsaid = unsaid_settings(recipe, overrides)
+        assert not unsaid, unsaid
     started = max(ranks, getattr(options, "nproc", 1), getattr(options, "world", 1))
     # A file, or a folder of weights, that the page only imagines: the keys are tried on the smallest model.
     resolve_recipe(recipe if recipe in PRESETS else "tiny", overrides, started)

@@ -1,66 +1,46 @@
-"""Published throughput, as the planner would have foretold it: rows of `tests/plan/data/published_points.csv`.
+"""Published throughput, as the planner would have predicted it.
 
-    python -m tests.support.published        prints the table of docs/planner.md
+    python -m tests.support.published            prints the tables of docs/planner.md
+    python -m tests.support.published --write    writes moefold/plan/gpus/judged.csv, the error bands of the planner
 
-A row states model, GPU, layout and batch. Where it is silent on dispatcher, overlap, graphs or recompute, `practice`
-has what the public recipes of that trainer do on that GPU (Megatron-Bridge, scripts/performance/configs). A software
-stack is one release of one source in one family of precision; it gets one factor, the mean log of measured over
-predicted of its other configurations: never of the row that is judged, nor of another run of the same configuration.
+A software stack is one release of one source in one family of precision; it gets one factor, the mean log of measured
+over predicted of its other configurations: never of the row that is judged, nor of another run of the same
+configuration. Rows are in `published_rows.py`.
 """
 
 from __future__ import annotations
 
-import csv
+import json
 import math
+import sys
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from itertools import combinations
 from pathlib import Path
 from statistics import mean, median
 
-from moefold.anatomy.model_totals import train_flops_per_token
-from moefold.config.run import (
-    Config,
-    DataConfig,
-    ModelConfig,
-    OptimConfig,
-    ParallelConfig,
-    PipelineConfig,
-    TrainConfig,
-)
+from moefold.config.run import Config
+from moefold.plan.error_band import JUDGED, ErrorBand, band_lines, family_of
 from moefold.plan.machine.gpu import find_gpu_by_name
 from moefold.plan.memory.peak_memory import build_run_setting
 from moefold.plan.options import PlanChoices
 from moefold.plan.time.simulate_step import time_training_step
-from moefold.presets.zoo import PRESETS
+from tests.support.published_rows import (
+    DENSE,
+    KNOBS,
+    LAYOUT,
+    PRECISION,
+    Row,
+    measured_tokens,
+    model_of,
+    planned,
+    rows,
+    why_not,
+)
 
-POINTS = Path(__file__).parents[1] / "plan" / "data" / "published_points.csv"
-GPUS = ("H100", "GB200", "GB300")
-PRESET = {
-    "DeepSeek-V3": "deepseek-v3",
-    "Qwen3-235B-A22B": "qwen3-235b-a22b",
-    "Qwen3-30B-A3B": "qwen3-30b-a3b",
-    "GPT-OSS-120B": "gpt-oss-120b",
-    "GPT-OSS-20B": "gpt-oss-20b",
-    "Mixtral-8x22B": "mixtral-8x22b",
-    "Qwen2-57B-A14B": "qwen2-57b-a14b",
-}
-PRECISION = {
-    "BF16": "bf16",
-    "FP8": "fp8",
-    "FP8-CS": "fp8",
-    "FP8-BLK": "fp8-blockwise",
-    "FP8-MX": "mxfp8",
-    "MXFP8": "mxfp8",
-    "NVFP4": "nvfp4",
-}
-DISPATCHER = {"": "auto", "alltoall": "all_to_all", "HybridEP": "deepep", "DeepEP": "deepep"}
-CHUNKS = {"Mixtral-8x22B": 7, "Qwen2-57B-A14B": 7, "Llama3-8x70B": 5}  # 002 does not say vpp: layers in chunks of one
-LAYOUT = ("n_gpus", "seq_len", "mbs", "gbs", "tp", "pp", "vpp", "cp", "ep", "etp")
-KNOBS = ("dispatcher", "recompute", "overlap", "cuda_graphs")
-
-Row = dict[str, str]
+OWN_RUNS = Path(__file__).parents[2] / "docs" / "benchmarks" / "plan-h200.json"
 
 
 @dataclass(frozen=True)
@@ -85,81 +65,17 @@ class Judged:
         return f"{source}-{rest}" if source == "mb" and rest[:1].isdigit() else source
 
     @property
+    def family(self) -> str:
+        return family_of(PRECISION[self.row["precision"]])
+
+    @property
     def stack(self) -> tuple[str, str]:
-        return self.release, "bf16" if self.row["precision"] == "BF16" else "low"
+        return self.release, self.family
 
-
-def model_of(row: Row) -> ModelConfig | None:
-    name = row["model"]
-    if name == "Llama3-8x70B":
-        base = PRESETS["mixtral-8x22b"]().model
-        attention = replace(base.attention, heads=64, kv_heads=8, head_dim=128)
-        moe = replace(base.moe, ffn=28_672)
-        return replace(base, layers=80, hidden=8192, vocab=128_256, attention=attention, moe=moe)
-    if name.removesuffix("-noMTP") not in PRESET:
-        return None
-    model = PRESETS[PRESET[name.removesuffix("-noMTP")]]().model
-    return replace(model, mtp=0) if name.endswith("-noMTP") or "no MTP" in row["note"] else model
-
-
-def practice(row: Row) -> tuple[str, bool, str, tuple[str, ...]]:
-    """Dispatcher, overlap, graphs and recompute: as stated, else as the recipes of Megatron-Bridge have them."""
-    model, fast, release = row["model"], row["gpu"].startswith("GB"), row["id"].split("-")[1]
-    dispatcher, overlap = row["dispatcher"], row["overlap"] not in ("", "off")
-    captured = row["cuda_graphs"]
-    graphs = "none" if captured in ("", "off") else "whole" if "full" in captured else "static"
-    again = tuple(name for name in row["recompute"].split(",") if name not in ("", "none"))
-    if not row["id"].startswith("mb-2"):
-        return DISPATCHER[dispatcher], overlap, graphs, again
-    latest = release >= "26.06" and row["precision"] != "BF16"
-    if fast and latest:
-        dispatcher, overlap, graphs = "HybridEP", True, "whole"
-    elif fast and model.startswith("GPT-OSS"):
-        dispatcher, overlap, graphs = "alltoall", row["gpu"] == "GB200", "none" if row["gpu"] == "GB200" else "static"
-    elif fast:
-        dispatcher, graphs = "HybridEP", "static"
-    else:
-        dispatcher, overlap = ("alltoall", True) if "235B" in model else ("HybridEP", False)
-        dispatcher = "alltoall" if model.startswith("GPT-OSS") else dispatcher
-        again = {"GPT": ("norm", "activation"), "Dee": ("up", "mlp")}.get(model[:3], ())
-    if model.startswith("DeepSeek") and row["gpu"] == "GB200":
-        again = ("up",) if latest else ("mlp",)
-    return DISPATCHER[dispatcher], overlap, graphs, again
-
-
-def planned(row: Row, model: ModelConfig) -> tuple[Config, PlanChoices]:
-    """The row as a configuration. 002's runs without folding cut experts as they cut attention."""
-    n = {key: int(row[key] or 1) for key in LAYOUT}
-    full = "FSDP" in row["note"]
-    if row["id"].startswith("fold"):
-        n["etp"] = n["tp"] if not row["etp"] and "Folding" not in row["note"] and not full else 1
-        n["vpp"] = CHUNKS[row["model"]] if n["pp"] > 1 else 1
-    dispatcher, overlap, graphs, again = practice(row)
-    config = Config(
-        model=model,
-        data=DataConfig(seq_len=n["seq_len"] if row["seq_len"] else 4096),
-        train=TrainConfig(global_batch=n["gbs"] if row["gbs"] else 2048, micro_batch=n["mbs"]),
-        optim=OptimConfig(gradient_reduce="bf16" if full else "fp32"),
-        parallel=ParallelConfig(
-            tp=n["tp"],
-            cp=n["cp"],
-            pp=n["pp"],
-            ep=n["ep"],
-            etp=n["etp"],
-            dispatcher=dispatcher,  # pyright: ignore[reportArgumentType]
-        ),
-        pipeline=PipelineConfig(vpp=n["vpp"] if n["pp"] > 1 else 1, pair=overlap),
-    )
-    choices = PlanChoices(
-        stack="megatron",
-        precision=PRECISION[row["precision"]],  # pyright: ignore[reportArgumentType]
-        recompute=again,
-        graphs=graphs,  # pyright: ignore[reportArgumentType]
-        sharding="fsdp" if full else "zero",
-        node=find_gpu_by_name(row["gpu"]).domain,
-        spread=0.0,
-    )
-    return config, choices
+    @property
+    def error(self) -> float:
+        """Of the planner by itself: predicted over measured, less one."""
+        return self.predicted / self.measured - 1
 
 
 @cache
@@ -168,23 +84,28 @@ def tokens_per_second(config: Config, choices: PlanChoices, gpu: str, gpus: int)
     return config.train.global_batch * config.data.seq_len / gpus / seconds
 
 
-def judge(row: Row) -> Judged | None:
-    """The row, if it is about a MoE this planner can describe, on one of the GPUs asked for, with its layout stated."""
+def judge(row: Row) -> Judged:
     model = model_of(row)
-    stated = all(row[key] for key in ("n_gpus", "pp", "ep"))
-    speed = row["tokens_per_s_per_gpu"] or row["tflops_per_gpu"]
-    if model is None or row["gpu"] not in GPUS or not stated or not speed:
-        return None
+    assert model, row["model"]
     config, choices = planned(row, model)
-    flops = train_flops_per_token(model, config.data.seq_len)
-    measured = float(row["tokens_per_s_per_gpu"] or float(row["tflops_per_gpu"]) * 1e12 / flops)
-    return Judged(row, measured, tokens_per_second(config, choices, row["gpu"], int(row["n_gpus"])))
+    predicted = tokens_per_second(config, choices, row["gpu"], int(row["n_gpus"]))
+    return Judged(row, measured_tokens(row, config), predicted)
 
 
 @cache
 def judged() -> tuple[Judged, ...]:
-    with POINTS.open(encoding="utf-8") as lines:
-        return tuple(found for row in csv.DictReader(lines) if (found := judge(row)))
+    """Every row of a MoE that can be judged."""
+    return tuple(judge(row) for row in rows() if not why_not(row) and row["model"] not in DENSE)
+
+
+@cache
+def judged_dense() -> tuple[Judged, ...]:
+    return tuple(judge(row) for row in rows() if not why_not(row) and row["model"] in DENSE)
+
+
+def left_out() -> dict[str, str]:
+    """The ids of rows that cannot be judged, with the reason."""
+    return {row["id"]: reason for row in rows() if (reason := why_not(row))}
 
 
 def factor(one: Judged, every: tuple[Judged, ...]) -> float:
@@ -214,6 +135,25 @@ def quantile(values: list[float], share: float) -> float:
     return sorted(values)[min(len(values) - 1, int(share * len(values)))]
 
 
+def band_of(card: str, family: str, ratios: list[float]) -> ErrorBand:
+    """The tenth and ninetieth percentile and the median of measured over planned speed, each a measured ratio."""
+    ordered = sorted(ratios)
+    tenth = (len(ordered) - 1) // 10
+    return ErrorBand(card, family, len(ordered), ordered[tenth], median(ordered), ordered[-1 - tenth])
+
+
+def bands() -> list[ErrorBand]:
+    """One of each card and family of precision, of each card, and of all; the H200's are this trainer's own runs."""
+    ratios: dict[tuple[str, str], list[float]] = {}
+    for one in judged():
+        ratio = one.measured / one.predicted
+        for key in ((one.row["gpu"], one.family), (one.row["gpu"], "any"), ("any", "any")):
+            ratios.setdefault(key, []).append(ratio)
+    runs = json.loads(OWN_RUNS.read_text())["results"]
+    ratios["H200", "bf16"] = [run["planned"]["step_ms"] / run["measured"]["step_ms"] for run in runs]
+    return [band_of(*key, found) for key, found in sorted(ratios.items())]
+
+
 def table(every: tuple[Judged, ...]) -> str:
     lines = [
         "| stack | rows | own prediction, median error | held out, median | 90th percentile |",
@@ -221,24 +161,50 @@ def table(every: tuple[Judged, ...]) -> str:
     ]
     held = dict(zip((each.row["id"] for each in every), errors(every), strict=True))
     for stack in sorted({each.stack for each in every}):
-        rows = [each for each in every if each.stack == stack]
-        own = median(abs(each.predicted / each.measured - 1) for each in rows)
-        out = [abs(held[each.row["id"]]) for each in rows]
+        found = [each for each in every if each.stack == stack]
+        own = median(abs(each.error) for each in found)
+        out = [abs(held[each.row["id"]]) for each in found]
         name = f"{stack[0]} {'bf16' if stack[1] == 'bf16' else 'fp8 and lower'}"
-        lines.append(f"| {name} | {len(rows)} | {own:.1%} | {median(out):.1%} | {quantile(out, 0.9):.1%} |")
+        lines.append(f"| {name} | {len(found)} | {own:.1%} | {median(out):.1%} | {quantile(out, 0.9):.1%} |")
     return "\n".join(lines)
 
 
-if __name__ == "__main__":
-    found = judged()
+def card_table(every: tuple[Judged, ...]) -> str:
+    """The error of the planner by itself on each card, with its sign."""
+    lines = ["| GPU | rows | error, median | size of the error, median | 90th percentile |", "|---|---|---|---|---|"]
+    for card in sorted({each.row["gpu"] for each in every}):
+        found = [each.error for each in every if each.row["gpu"] == card]
+        size = [abs(error) for error in found]
+        lines.append(
+            f"| {card} | {len(found)} | {median(found):+.1%} | {median(size):.1%} | {quantile(size, 0.9):.1%} |"
+        )
+    return "\n".join(lines)
+
+
+def summary(found: tuple[Judged, ...]) -> Iterator[str]:
     out = [abs(each) for each in errors(found)]
-    own = [abs(each.predicted / each.measured - 1) for each in found]
+    own = [abs(each.error) for each in found]
     ranked = [right(a, b) for a, b in pairs(found)]
-    print(table(found))
-    print(f"\n{len(found)} rows; by itself: median {median(own):.1%}, 90th percentile {quantile(own, 0.9):.1%}")
-    print(f"held out: median {median(out):.1%}, 90th percentile {quantile(out, 0.9):.1%}")
-    print(f"ranking: {mean(ranked):.1%} of {len(ranked)} pairs")
+    yield f"{len(found)} rows; by itself: median {median(own):.1%}, 90th percentile {quantile(own, 0.9):.1%}"
+    yield f"held out: median {median(out):.1%}, 90th percentile {quantile(out, 0.9):.1%}"
+    yield f"ranking: {mean(ranked):.1%} of {len(ranked)} pairs"
+
+
+def print_judgement() -> None:
+    found = judged()
+    print(table(found), "", card_table(found), "", *summary(found), sep="\n")
+    print("\ndense models:", card_table(judged_dense()), sep="\n")
+    print("\nleft out:")
+    for reason, count in Counter(left_out().values()).most_common():
+        print(f"{count} rows: {reason}")
     print("\nworst, held out:")
     for error, one in sorted(zip(errors(found), found, strict=True), key=lambda each: -abs(each[0]))[:14]:
         r = one.row
         print(f"{r['id']} {r['model']} {r['gpu']} {r['precision']}: {error:+.0%} ({r['note'][:60]})")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["--write"]:
+        JUDGED.write_text("\n".join(band_lines(bands())) + "\n")
+    else:
+        print_judgement()

@@ -186,10 +186,10 @@ def test_a_run_is_never_overwritten_without_being_asked(tmp_path: Path):
 
 def test_a_checkpoint_of_another_model_is_refused_by_key(tmp_path: Path):
     assert command(small_run(tmp_path, "a", "--train.steps", "2"), tmp_path / "log")[0] == 0
-    argv = small_run(tmp_path, "a", "--train.steps", "4", "--resume", "auto", "--model.moe.top_k", "1")
+    argv = small_run(tmp_path, "a", "--train.steps", "4", "--resume", "auto", "--model.moe.experts", "8")
     code, output = command(argv, tmp_path / "log")
     assert code == 2
-    assert "model.moe.top_k = 1, but the checkpoint has 2" in output
+    assert "model.moe.experts = 8, but the checkpoint has 4" in output
 
 
 def test_a_loss_that_is_no_number_stops_the_run_before_it_reaches_the_weights(tmp_path: Path):

@@ -9,13 +9,16 @@ import pytest
 import torch
 
 from moefold.bench.curves import curves_config
+from moefold.comm.byte_counters import counted_bytes_sent
 from moefold.config.errors import RunFailure
-from moefold.layout.axes import single_rank_world
+from moefold.config.run import CapacityConfig, ParallelConfig
+from moefold.layout.axes import World, single_rank_world
 from moefold.layout.labels import IGNORE_INDEX
 from moefold.presets.zoo import PRESETS
 from moefold.train.assemble import Run, assemble_run
 from moefold.train.parity import random_corpus, shrink_config
 from moefold.train.step import StepReport, refuse_non_finite, train_step
+from tests.support.ranks import run_ranks
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -84,9 +87,11 @@ def test_a_report_can_be_read_long_after_its_step():
     assert all(report.seconds > 0 for report in late)
 
 
-def run_on_gpu(gradients: str = "fp32", main: str = "fp32") -> Run:
+def run_on_gpu(gradients: str = "fp32", main: str = "fp32", capacity: CapacityConfig | None = None) -> Run:
     """Of sizes that every fast kernel takes."""
     config = curves_config("cuda", 100)
+    moe = replace(config.model.moe, capacity=capacity or CapacityConfig())
+    config = replace(config, model=replace(config.model, moe=moe))
     config = replace(config, optim=replace(config.optim, gradients=gradients, main=main))
     config = replace(config, train=replace(config.train, global_batch=4, micro_batch=4 if gradients == "bf16" else 2))
     return assemble_run(config, single_rank_world("cuda"), Path("."), random_corpus(config))
@@ -98,9 +103,17 @@ def steps(run: Run, count: int) -> list[StepReport]:
 
 @pytest.mark.gpu
 @gpu
-@pytest.mark.parametrize(("gradients", "main"), [("fp32", "fp32"), ("bf16", "split")])
-def test_on_a_gpu_a_step_waits_for_nothing(gradients: str, main: str):
-    run = run_on_gpu(gradients, main)
+@pytest.mark.parametrize(
+    ("gradients", "main", "capacity"),
+    [
+        ("fp32", "fp32", CapacityConfig()),
+        ("bf16", "split", CapacityConfig()),
+        ("fp32", "fp32", CapacityConfig(factor=1.25, pad_rows=16)),
+        ("fp32", "fp32", CapacityConfig(factor=1.0, pad=True)),
+    ],
+)
+def test_on_a_gpu_a_step_waits_for_nothing(gradients: str, main: str, capacity: CapacityConfig):
+    run = run_on_gpu(gradients, main, capacity)
     steps(run, 3)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
@@ -134,3 +147,19 @@ def test_on_a_gpu_nonsense_changes_nothing_either():
     assert all(torch.equal(a, b) for a, b in zip(before, everything(run), strict=True))
     with pytest.raises(RunFailure, match="step 3: loss is nan"):
         refuse_non_finite(run, report)
+
+
+def bytes_of_tokens_sent(world: World) -> tuple[list[int], int]:
+    """What a step reports for each layer, and what this rank really sent of tokens, forward and backward."""
+    config = shrink_config(replace(PRESETS["tiny"](), parallel=ParallelConfig(ep=4, dispatcher="dedup")), 4)
+    run = assemble_run(config, world, Path("."), random_corpus(config))
+    with counted_bytes_sent() as sent:
+        report = train_step(run, run.loader.next_batch())
+    return report.loads.moved_L.tolist(), sent["rows", "ep"]
+
+
+def test_moved_bytes_are_those_of_tokens_in_forward_over_all_ranks():
+    reported, sent = zip(*run_ranks(bytes_of_tokens_sent, 4, ep=4), strict=True)
+    assert sum(reported[0]) > 0
+    assert all(layers == reported[0] for layers in reported)
+    assert 2 * sum(reported[0]) == sum(sent), "backward sends as many again"

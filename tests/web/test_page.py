@@ -255,3 +255,13 @@ def test_a_late_answer_to_an_earlier_question_is_dropped(page: Page, place: str)
         route.abort()
     page.wait_for_timeout(300)
     expect(page.locator(".verdict .note")).to_contain_text("microbatches of 4")
+
+
+def test_beside_the_figures_stand_band_warning_and_advice(page: Page, place: str):
+    open_at(page, place, gpu="b200")
+    found = answer_request({**SMALL, **LAYOUT, "gpu": "b200"})
+    expect(page.locator(".band")).to_contain_text(found["error_band"]["text"])
+    expect(page.locator(".verdict .problem")).to_contain_text(found["error_band"]["warning"])
+    page.locator(".advice summary").click()
+    expect(page.locator(".advice li")).to_have_count(len(found["advice"]))
+    expect(page.locator(".advice li").first).to_contain_text(found["advice"][0]["text"])

@@ -1,7 +1,8 @@
 """The write plan of a checkpoint: every element of every logical tensor is written once, by a rank that holds it, with
 the bytes spread over ranks as evenly as possible. Torch-free.
 
-Every rank gets the holdings of all ranks and computes the same plan. The plan stays valid while holdings stay the same.
+Rank 0 gets the holdings of all ranks and computes the plan; every rank gets its own part of it. The plan stays valid
+while holdings stay the same.
 """
 
 from __future__ import annotations
@@ -21,6 +22,14 @@ BoxHolders = dict[ChunkKey, list[int]]
 
 
 @dataclass(frozen=True)
+class RankPlan:
+    """What one rank writes: its chunks, in the order of its file, and the specs of their tensors."""
+
+    chunks: list[ChunkKey]
+    specs: dict[str, TensorSpec]
+
+
+@dataclass(frozen=True)
 class WritePlan:
     specs: dict[str, TensorSpec]
     chunks: dict[str, list[WrittenBox]] = field(default_factory=dict)  # by tensor
@@ -30,19 +39,28 @@ class WritePlan:
         sizes = [spec.bytes for spec in self.specs.values()]
         return sum(sizes)
 
-    def chunks_of_rank(self, rank: int) -> list[ChunkKey]:
-        """The chunks that a rank writes, those of wide elements first, so that all are aligned."""
-        mine: list[ChunkKey] = []
+    def plans_of_ranks(self, ranks: int) -> list[RankPlan]:
+        """The part of every rank."""
+        chunks_by_rank: list[list[ChunkKey]] = [[] for _ in range(ranks)]
         for name, chunks in self.chunks.items():
             for box, writer in chunks:
-                if writer == rank:
-                    mine.append((name, box))
-        return sorted(mine, key=self.file_order)
+                chunks_by_rank[writer].append((name, box))
+        return list(map(self.plan_of_chunks, chunks_by_rank))
+
+    def plan_of_chunks(self, chunks: list[ChunkKey]) -> RankPlan:
+        """Chunks of wide elements first, so that all are aligned in the file."""
+        ordered = sorted(chunks, key=self.file_order)
+        specs = {name: self.specs[name] for name, _ in ordered}
+        return RankPlan(ordered, specs)
 
     def file_order(self, chunk: ChunkKey) -> tuple[int, str, Box]:
         name, box = chunk
         itemsize = self.specs[name].itemsize
         return -itemsize, name, box
+
+    def writers(self, name: str) -> set[int]:
+        """The ranks that write a tensor."""
+        return {writer for _, writer in self.chunks[name]}
 
     def split_pieces(self) -> Iterator[tuple[str, HashPiece]]:
         """Pieces that no chunk contains as one contiguous run: these are hashed from the files."""

@@ -13,7 +13,8 @@ from moefold.checkpoint.hf.config_json import config_json_for, family_for_model
 from moefold.checkpoint.hf.name_table import MappedPiece, NameTable
 from moefold.checkpoint.hf.piece_values import FetchBox, write_piece_values
 from moefold.checkpoint.hf.read_weights import LocalTensor, local_tensors
-from moefold.comm.collectives import all_gather_objects, all_reduce_no_grad
+from moefold.comm.collectives import all_reduce_no_grad
+from moefold.comm.host_objects import broadcast_object, gather_objects, scatter_objects, union_of_sets
 from moefold.config.errors import UserError
 from moefold.config.run import ModelConfig
 from moefold.layout.axes import World
@@ -62,18 +63,36 @@ def export_hf_weights(
 
 def refuse_lost_biases(held: dict[str, LocalTensor], table: NameTable, world: World) -> None:
     """Refuse to drop non-zero selection biases: a family without them would route otherwise."""
-    lost: list[str] = []
+    lost: set[str] = set()
     for name, local in held.items():
-        unwritten = name not in table.pieces_by_ours
-        if unwritten and bool(local.tensor.count_nonzero()):
-            lost.append(name)
-    lost_by_rank = all_gather_objects(lost, world.everyone)
-    names = sorted(set[str]().union(*lost_by_rank))
+        if name not in table.pieces_by_ours and bool(local.tensor.count_nonzero()):
+            lost.add(name)
+    names = sorted(union_of_sets(lost, world.pp))  # all ranks of a stage hold the same biases
     if names:
         raise UserError(
             f"{names[0]} is not zero, as are {len(names) - 1} more; this family has no place for selection biases; "
             "choose a family that has, such as deepseek_v3, or train with --model.moe.balance.bias_rate 0"
         )
+
+
+HeldParts = dict[str, tuple[torch.dtype, Box]]  # by tensor: what a rank holds of it
+
+
+def choose_contributors(parts_by_rank: list[HeldParts]) -> tuple[dict[str, torch.dtype], list[set[str]]]:
+    """The dtype of every tensor, and for each rank the tensors that it contributes: the first rank that holds a part
+    contributes it."""
+    dtypes: dict[str, torch.dtype] = {}
+    chosen: set[tuple[str, Box]] = set()
+    contributed: list[set[str]] = []
+    for parts in parts_by_rank:
+        mine: set[str] = set()
+        for name, (dtype, part) in parts.items():
+            dtypes[name] = dtype
+            if (name, part) not in chosen:
+                chosen.add((name, part))
+                mine.add(name)
+        contributed.append(mine)
+    return dtypes, contributed
 
 
 class GatheredBoxes:
@@ -85,20 +104,16 @@ class GatheredBoxes:
     def __init__(self, held: dict[str, LocalTensor], world: World):
         self.held = held
         self.world = world
-        mine: dict[str, tuple[torch.dtype, Box]] = {}
+        mine: HeldParts = {}
         for name, local in held.items():
             mine[name] = (local.tensor.dtype, local.part)
-        self.dtypes: dict[str, torch.dtype] = {}
-        contributor: dict[tuple[str, Box], int] = {}
-        for rank, parts in enumerate(all_gather_objects(mine, world.everyone)):
-            for name, (dtype, part) in parts.items():
-                # The first rank that has a part contributes it.
-                self.dtypes[name] = dtype
-                contributor.setdefault((name, part), rank)
-        self.contributed: set[str] = set()
-        for name, local in held.items():
-            if contributor[name, local.part] == world.rank:
-                self.contributed.add(name)
+        parts_by_rank = gather_objects(mine, world.everyone)
+        dtypes: dict[str, torch.dtype] = {}
+        contributed: list[set[str]] | None = None
+        if parts_by_rank is not None:
+            dtypes, contributed = choose_contributors(parts_by_rank)
+        self.dtypes = broadcast_object(dtypes, world.everyone)
+        self.contributed = scatter_objects(contributed, world.everyone)
 
     def fetch_box(self, name: str, box: Box) -> torch.Tensor:
         dtype = self.dtypes[name]

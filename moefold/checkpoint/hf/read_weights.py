@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +15,7 @@ from moefold.checkpoint.hf.dequantise import DequantisedTensor, dequantised_tens
 from moefold.checkpoint.hf.model_folder import ModelFolder, first_few_lines
 from moefold.checkpoint.hf.name_table import NameTable, TensorAlias
 from moefold.checkpoint.hf.piece_values import FetchBox, read_piece_values
-from moefold.comm.collectives import all_gather_objects
+from moefold.comm.consensus import result_of_every_rank
 from moefold.config.errors import UserError, did_you_mean
 from moefold.layout.axes import World
 from moefold.layout.declare import declared_parameters
@@ -107,17 +106,13 @@ def tensor_problems(name: str, tensor: DequantisedTensor | None, shape: tuple[in
 @torch.no_grad()
 def load_folder_weights(weights: FolderWeights, table: NameTable, model: nn.Module, world: World) -> None:
     """Fill the local part of the model. Every rank calls this; the problem of one rank is raised on all."""
-    problem: UserError | None = None
-    try:
+
+    def check_and_fill() -> None:
         check_names_and_shapes(weights, table)
         check_aliases(weights, table)
         fill_local_model(weights, table, model)
-    except UserError as refused:
-        problem = refused
-    problems: Iterable[UserError | None] = all_gather_objects(problem, world.everyone)
-    for rank_problem in problems:
-        if rank_problem:
-            raise rank_problem
+
+    result_of_every_rank(check_and_fill, world)
 
 
 @torch.no_grad()

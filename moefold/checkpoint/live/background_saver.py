@@ -21,10 +21,9 @@ import torch.distributed as dist
 
 from moefold.checkpoint.format.retention import RetentionPolicy
 from moefold.checkpoint.format.storage import StoragePath
-from moefold.checkpoint.format.write_plan import WritePlan
 from moefold.checkpoint.live.host_image import HostImage
 from moefold.checkpoint.live.logical_tensors import LogicalTensors, TensorPart, as_tensor_part
-from moefold.checkpoint.live.save import gather_write_plan, write_checkpoint
+from moefold.checkpoint.live.save import SavePlan, gather_write_plan, write_checkpoint
 from moefold.config.errors import RunFailure, UserError
 from moefold.layout.axes import World
 from moefold.observe.printer import Printer
@@ -46,7 +45,7 @@ class BackgroundSaver:
         group = make_gloo_group(world)
         own_group = replace(world.everyone, group=group)
         self.world = replace(world, everyone=own_group)
-        self.plan: WritePlan | None = None
+        self.plan: SavePlan | None = None
         self.image: HostImage | None = None
         self.thread: threading.Thread | None = None
         self.step = 0
@@ -74,7 +73,7 @@ class BackgroundSaver:
         if self.plan is None or self.image is None:
             # Holdings do not change during a run: plan and host memory serve every save.
             self.plan = gather_write_plan(parts, self.world)
-            self.image = HostImage(self.plan, self.world.rank, on_gpu)
+            self.image = HostImage(self.plan.mine, self.world.rank, on_gpu)
         self.step = step
         self.copied = threading.Event()
         # The copy waits on the GPU for the work that was queued before the save.
@@ -86,7 +85,7 @@ class BackgroundSaver:
         self.thread = threading.Thread(target=save, daemon=True, name="checkpoint")
         self.thread.start()
 
-    def copy_and_write(self, plan: WritePlan, image: HostImage, parts: Parts, state: RunState, ready: Any) -> None:
+    def copy_and_write(self, plan: SavePlan, image: HostImage, parts: Parts, state: RunState, ready: Any) -> None:
         """The body of the thread. Its error, of any kind, is kept for the training thread to raise."""
         try:
             try:

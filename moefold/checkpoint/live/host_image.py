@@ -27,7 +27,7 @@ from moefold.checkpoint.format.manifest import sha256_hex
 from moefold.checkpoint.format.reader import chunk_name
 from moefold.checkpoint.format.safetensors_header import LENGTH_BYTES, HeaderEntry, encode_safetensors_header
 from moefold.checkpoint.format.storage import DISK_BLOCK, StoragePath, write_synced_file
-from moefold.checkpoint.format.write_plan import WritePlan, pieces_inside_box
+from moefold.checkpoint.format.write_plan import RankPlan, pieces_inside_box
 from moefold.checkpoint.live.logical_tensors import TensorPart
 
 HASH_THREADS = min(4, os.cpu_count() or 1)  # writing needs no core, and neither writing nor hashing holds the GIL
@@ -72,9 +72,9 @@ class HostImage:
     """Host memory for the file of a rank, kept from save to save. With pinned memory, copies from a GPU overlap its
     computation."""
 
-    def __init__(self, plan: WritePlan, rank: int, pinned: bool):
-        self.file = f"rank-{rank:05d}.safetensors"
-        self.chunks = place_chunks(plan, rank)
+    def __init__(self, plan: RankPlan, rank: int, pinned: bool):
+        self.file = rank_file_name(rank)
+        self.chunks = place_chunks(plan)
         data_bytes = self.chunks[-1].end if self.chunks else 0
         self.header = encode_chunk_header(self.chunks)
         header = bytearray(self.header)
@@ -135,11 +135,15 @@ class HostImage:
                 yield PieceSpan(chunk.name, piece.first, begin, begin + size)
 
 
-def place_chunks(plan: WritePlan, rank: int) -> list[PlacedChunk]:
+def rank_file_name(rank: int) -> str:
+    return f"rank-{rank:05d}.safetensors"
+
+
+def place_chunks(plan: RankPlan) -> list[PlacedChunk]:
     """The chunks of a rank one behind the other."""
     chunks: list[PlacedChunk] = []
     position = 0
-    for name, box in plan.chunks_of_rank(rank):
+    for name, box in plan.chunks:
         spec = plan.specs[name]
         chunk = PlacedChunk(name, box, spec, position)
         chunks.append(chunk)

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial
 
-from moefold.checkpoint.format.ledger import Ledger, PieceDigests, TensorSpecs
+from moefold.checkpoint.format.ledger import Ledger, PieceDigests, TensorSpec, TensorSpecs
 from moefold.checkpoint.format.manifest import DamagedCheckpoint
 from moefold.checkpoint.format.retention import checkpoints_at
 from moefold.checkpoint.format.storage import StoragePath
 from moefold.checkpoint.format.verify import OpenedCheckpoint, hash_stored_pieces, open_checkpoint, verify_checkpoint
 from moefold.checkpoint.live.logical_tensors import LogicalTensors, TensorPart, as_tensor_part
 from moefold.checkpoint.live.save import run_on_every_rank, run_on_rank_zero
-from moefold.checkpoint.live.saved_model import read_tensor_box
-from moefold.comm.collectives import all_gather_objects
+from moefold.checkpoint.live.saved_model import MODEL_PREFIX, read_tensor_box
+from moefold.comm.consensus import raise_first_problem
+from moefold.comm.host_objects import union_of_sets
 from moefold.config.errors import UserError, did_you_mean
 from moefold.layout.axes import World
 from moefold.observe.printer import Printer
@@ -55,31 +56,32 @@ def verify_on_all_ranks(path: StoragePath, world: World) -> OpenedCheckpoint:
     """Open and verify a checkpoint, each rank hashing a share of the values."""
     opened = run_on_rank_zero(partial(open_checkpoint, path), world, path)
     mine = opened.pieces_to_hash()[world.rank :: world.size]
-    digests: PieceDigests = {}
     hash_mine = partial(hash_stored_pieces, opened, mine)
-    for rank_digests in run_on_every_rank(hash_mine, world, path):
+    digests_by_rank = run_on_every_rank(hash_mine, world, path) or []
+    digests: PieceDigests = {}
+    for rank_digests in digests_by_rank:
         digests |= rank_digests
-    opened.raise_if_damaged(digests)
+    run_on_rank_zero(partial(opened.raise_if_damaged, digests), world, path)
     return opened
 
 
-def require_checkpoint(path: StoragePath, world: World, say: Printer) -> FoundCheckpoint:
-    """As `find_checkpoint`, for a path that the user named: no checkpoint there is a refusal."""
+def require_checkpoint(path: StoragePath, world: World, say: Printer, option: str = "--resume") -> FoundCheckpoint:
+    """As `find_checkpoint`, for a path that the user named in `option`: no checkpoint there is a refusal."""
     found = find_checkpoint(path, world, say)
     if found is None:
-        reason = run_on_rank_zero(partial(explain_no_checkpoint, path), world, path)
-        raise UserError(reason)
+        explain = partial(explain_no_checkpoint, path, option)
+        raise UserError(run_on_rank_zero(explain, world, path))
     return found
 
 
-def explain_no_checkpoint(path: StoragePath) -> str:
+def explain_no_checkpoint(path: StoragePath, option: str) -> str:
     if not path.exists():
-        return f"--resume {path}: no such folder; expected a run, its checkpoints folder, or one checkpoint"
+        return f"{option} {path}: no such folder; expected a run, its checkpoints folder, or one checkpoint"
     try:
         verify_checkpoint(path)
     except DamagedCheckpoint as problem:
-        return f"--resume {path} is no moefold checkpoint: {problem}; expected a run or a checkpoint that moefold wrote"
-    return f"--resume {path}: no checkpoint there"
+        return f"{option} {path} is no moefold checkpoint: {problem}; expected a run or a checkpoint that moefold wrote"
+    return f"{option} {path}: no checkpoint there"
 
 
 def load_checkpoint(found: FoundCheckpoint, tensors: LogicalTensors, optional: set[str], world: World) -> None:
@@ -89,7 +91,33 @@ def load_checkpoint(found: FoundCheckpoint, tensors: LogicalTensors, optional: s
     for name, tensor in tensors.items():
         if name in found.ledger or name not in optional:
             wanted[name] = as_tensor_part(tensor)
-    refuse_mismatches(found, wanted, world)
+    specs = {name: part.spec for name, part in wanted.items()}
+    refuse_mismatches(found, found.ledger, specs, world)
+    fill_on_every_rank(found, wanted, world)
+
+
+def load_weights(found: FoundCheckpoint, model: LogicalTensors, world: World) -> None:
+    """Fill a model's tensors in place from a checkpoint of any optimizer and any precision. Names and shapes must be
+    those of the model; values are converted to its dtypes, from main weights where the checkpoint has them."""
+    ledger = {name: entry for name, entry in found.ledger.items() if name.startswith(MODEL_PREFIX)}
+    specs: dict[str, TensorSpec] = {}
+    sources: dict[str, TensorPart] = {}
+    for name, tensor in model.items():
+        part = as_tensor_part(tensor)
+        saved_dtype = ledger[name].dtype if name in ledger else part.spec.dtype
+        specs[name] = part.spec._replace(dtype=saved_dtype)
+        sources[main_weight_or_itself(found.ledger, name)] = part
+    refuse_mismatches(found, ledger, specs, world)
+    fill_on_every_rank(found, sources, world)
+
+
+def main_weight_or_itself(ledger: Ledger, name: str) -> str:
+    """The name of the fp32 main weight that a model's weight was rounded from, if it was saved; else the name."""
+    main = f"optimizer.{name.removeprefix(MODEL_PREFIX)}.main"
+    return main if main in ledger else name
+
+
+def fill_on_every_rank(found: FoundCheckpoint, wanted: TensorParts, world: World) -> None:
     try:
         fill = partial(fill_held_boxes, found, wanted)
         run_on_every_rank(fill, world, found.path)
@@ -97,15 +125,12 @@ def load_checkpoint(found: FoundCheckpoint, tensors: LogicalTensors, optional: s
         raise UserError(f"{found.path} cannot be read: {problem}") from None
 
 
-def refuse_mismatches(found: FoundCheckpoint, wanted: TensorParts, world: World) -> None:
+def refuse_mismatches(found: FoundCheckpoint, ledger: Ledger, specs: TensorSpecs, world: World) -> None:
     """Raise the mismatches of the first rank that has any, on all ranks: none may be left waiting in the load."""
-    names_by_rank = all_gather_objects(set(wanted), world.everyone)
-    held = set[str]().union(*names_by_rank)  # by any rank: pipeline ranks hold different tensors
-    specs = {name: part.spec for name, part in wanted.items()}
-    mine = spec_mismatches(found.ledger, specs, held)
-    for problems in all_gather_objects(mine, world.everyone):
-        if problems:
-            raise UserError(f"{found.path} does not fit this configuration:", *problems)
+    held = union_of_sets(set(specs), world.pp)  # pipeline ranks hold different tensors
+    mine = spec_mismatches(ledger, specs, held)
+    refused = UserError(f"{found.path} does not fit this configuration:", *mine) if mine else None
+    raise_first_problem(refused, world)
 
 
 def fill_held_boxes(opened: OpenedCheckpoint, wanted: TensorParts) -> None:

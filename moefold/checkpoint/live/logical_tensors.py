@@ -83,18 +83,24 @@ def collect_tensors(
 ) -> dict[str, LogicalTensor]:
     """The live tensors of model, optimizer and further providers of state, by name: loading into them is enough. The
     optimizer's are loaded last, since the model's weights may be a rounded copy of its main weights."""
-    declared = {parameter.name: parameter for parameter in declared_parameters(model)}
-    tensors: dict[str, LogicalTensor] = {}
-    for name, tensor in model.state_dict().items():
-        if name in declared:
-            tensor = part_of_parameter(tensor.detach(), declared[name])
-        tensors[f"model.{name}"] = tensor
+    tensors = collect_model_tensors(model)
     for prefix, provider in (further or {}).items():
         for name, tensor in provider.named_state():
             tensors[f"{prefix}.{name}"] = tensor
     for parameter, kind, first, values in optimizer.state():
         part = part_of_state(parameter, first, values)
         tensors[f"optimizer.{parameter.name}.{kind}"] = part
+    return tensors
+
+
+def collect_model_tensors(model: nn.Module) -> dict[str, LogicalTensor]:
+    """The live weights and buffers of a model, by name."""
+    declared = {parameter.name: parameter for parameter in declared_parameters(model)}
+    tensors: dict[str, LogicalTensor] = {}
+    for name, tensor in model.state_dict().items():
+        if name in declared:
+            tensor = part_of_parameter(tensor.detach(), declared[name])
+        tensors[f"model.{name}"] = tensor
     return tensors
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import errno
 import json
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,6 +21,7 @@ import torch
 
 from moefold.checkpoint.format.boxes import Box
 from moefold.checkpoint.format.ledger import (
+    HashPiece,
     Ledger,
     PieceDigests,
     TensorSpec,
@@ -57,16 +59,35 @@ from moefold.checkpoint.format.storage import (
     write_synced_file,
 )
 from moefold.checkpoint.format.verify import verify_checkpoint
-from moefold.checkpoint.format.write_plan import WritePlan, assign_writers
-from moefold.checkpoint.live.host_image import HostImage, WrittenFile
+from moefold.checkpoint.format.write_plan import RankPlan, WritePlan, assign_writers
+from moefold.checkpoint.live.host_image import HostImage, WrittenFile, rank_file_name
 from moefold.checkpoint.live.logical_tensors import LogicalTensors, TensorPart, as_tensor_part
-from moefold.comm.collectives import all_gather_objects
-from moefold.comm.consensus import gather_results, result_of_rank_zero
+from moefold.comm.collectives import all_reduce_no_grad
+from moefold.comm.consensus import attempt, gather_results, keep_error, raise_first_problem, result_of_rank_zero
+from moefold.comm.host_objects import gather_objects, scatter_objects
 from moefold.config.errors import UserError
 from moefold.layout.axes import World
 from moefold.version import __version__
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class SavePlan:
+    """What this rank writes, and on rank 0 what all ranks write: `whole` is None elsewhere."""
+
+    mine: RankPlan
+    whole: WritePlan | None
+
+
+@dataclass(frozen=True)
+class SplitWork:
+    """Pieces that one rank reads back and hashes: the pieces with their specs, and the files that hold parts of them,
+    with the digest of each file's header."""
+
+    pieces: list[tuple[str, HashPiece]]
+    specs: dict[str, TensorSpec]
+    headers: dict[str, str]
 
 
 def save_checkpoint(
@@ -81,23 +102,33 @@ def save_checkpoint(
     parts = {name: as_tensor_part(tensor) for name, tensor in tensors.items()}
     plan = gather_write_plan(parts, world)
     on_gpu = world.device.type == "cuda"
-    image = HostImage(plan, world.rank, on_gpu)
+    image = HostImage(plan.mine, world.rank, on_gpu)
     image.copy_parts(parts)
     return write_checkpoint(checkpoints, step, plan, image, state, keep, world)
 
 
-def gather_write_plan(parts: dict[str, TensorPart], world: World) -> WritePlan:
+def gather_write_plan(parts: dict[str, TensorPart], world: World) -> SavePlan:
+    """Rank 0 plans for all ranks and sends each rank its part."""
     holdings: dict[str, tuple[TensorSpec, list[Box]]] = {}
     for name, part in parts.items():
         boxes = [held.box for held in part.held]
         holdings[name] = (part.spec, boxes)
-    return assign_writers(all_gather_objects(holdings, world.everyone))
+    whole: WritePlan | None = None
+    plans: list[RankPlan] | None = None
+    problem: Exception | None = None
+    holdings_by_rank = gather_objects(holdings, world.everyone)
+    if holdings_by_rank is not None:
+        whole, problem = attempt(partial(assign_writers, holdings_by_rank), keep_error)
+    raise_first_problem(problem, world)
+    if whole is not None:
+        plans = whole.plans_of_ranks(world.size)
+    return SavePlan(scatter_objects(plans, world.everyone), whole)
 
 
 def write_checkpoint(
     checkpoints: StoragePath,
     step: int,
-    plan: WritePlan,
+    plan: SavePlan,
     image: HostImage,
     state: dict[str, Any],
     keep: RetentionPolicy,
@@ -108,22 +139,24 @@ def write_checkpoint(
     folder = staging_folder(final)
     if run_on_rank_zero(lambda: is_already_saved(final), world, checkpoints):
         return final
-    needed = plan.bytes + METADATA_BYTES
+    needed = METADATA_BYTES
+    if plan.whole is not None:
+        needed += plan.whole.bytes
     run_on_rank_zero(lambda: prepare_staging(folder, needed), world, checkpoints)
     # Every rank writes its file, and hashes the pieces that it holds whole.
-    files = run_on_every_rank(lambda: image.write_file(folder), world, checkpoints)
+    files = run_on_every_rank(lambda: image.write_file(folder), world, checkpoints) or []
     written = [file for file in files if file]
-    digests: PieceDigests = {}
-    for file in written:
-        digests |= file.digests
     # Pieces that are split over files are read back and hashed.
-    hash_mine = partial(hash_split_pieces, folder, plan, written, world)
-    split_digests = run_on_every_rank(hash_mine, world, checkpoints)
-    for rank_digests in split_digests:
-        digests |= rank_digests
+    shares = None if plan.whole is None else share_split_pieces(plan.whole, written, world.size)
+    work = scatter_objects(shares, world.everyone)
+    split_digests = run_on_every_rank(lambda: hash_split_pieces(folder, work), world, checkpoints) or []
+    digests: PieceDigests = {}
+    for some in (*(file.digests for file in written), *split_digests):
+        digests |= some
 
     def commit() -> None:
-        commit_checkpoint(folder, final, step, state, plan, written, digests, world)
+        assert plan.whole is not None
+        commit_checkpoint(folder, final, step, state, plan.whole, written, digests, world)
 
     run_on_rank_zero(commit, world, checkpoints)
     prune = partial(prune_checkpoints, checkpoints, keep, final)
@@ -131,8 +164,9 @@ def write_checkpoint(
     return final
 
 
-def run_on_every_rank(work: Callable[[], T], world: World, place: StoragePath) -> list[T]:
-    """Results of the work on all ranks; if it fails, all ranks raise the same error, as a message about `place`."""
+def run_on_every_rank(work: Callable[[], T], world: World, place: StoragePath) -> list[T] | None:
+    """Results of the work on all ranks, on rank 0; if it fails, all ranks raise the same error, as a message about
+    `place`."""
     return gather_results(work, world, partial(explain_write_error, place=place))
 
 
@@ -141,17 +175,28 @@ def run_on_rank_zero(work: Callable[[], T], world: World, place: StoragePath) ->
     return result_of_rank_zero(work, world, partial(explain_write_error, place=place))
 
 
-def hash_split_pieces(folder: StoragePath, plan: WritePlan, written: list[WrittenFile], world: World) -> PieceDigests:
-    """The digests of this rank's share of the pieces that are not contiguous in one file: they are read back."""
+def share_split_pieces(plan: WritePlan, written: list[WrittenFile], ranks: int) -> list[SplitWork]:
+    """The pieces that are not contiguous in one file, shared among the ranks."""
+    header_digests = {file.name: file.sha256 for file in written}
     pieces = list(plan.split_pieces())
-    mine = pieces[world.rank :: world.size]
-    if not mine:
-        return {}
-    headers = {file.name: file.sha256 for file in written}
-    index, _ = read_chunk_index(folder, headers)
-    reader = BoxReader(folder, index, plan.specs)
+    shares: list[SplitWork] = []
+    for rank in range(ranks):
+        mine = pieces[rank::ranks]
+        specs = {name: plan.specs[name] for name, _ in mine}
+        headers: dict[str, str] = {}
+        for writer in sorted(set[int]().union(*map(plan.writers, specs))):
+            file = rank_file_name(writer)
+            headers[file] = header_digests[file]
+        shares.append(SplitWork(mine, specs, headers))
+    return shares
+
+
+def hash_split_pieces(folder: StoragePath, work: SplitWork) -> PieceDigests:
+    """The digests of this rank's share of the split pieces: they are read back."""
+    index, _ = read_chunk_index(folder, work.headers)
+    reader = BoxReader(folder, index, work.specs)
     digests: PieceDigests = {}
-    for name, piece in mine:
+    for name, piece in work.pieces:
         digests[name, piece.first] = reader.piece_digest(name, piece)
     return digests
 
@@ -160,8 +205,8 @@ def checkpoint_bytes(tensors: LogicalTensors, world: World) -> int:
     """Bytes of a checkpoint: every logical tensor of all pipeline ranks, whole."""
     parts = map(as_tensor_part, tensors.values())
     stage_bytes = sum(part.spec.bytes for part in parts)
-    bytes_by_stage = all_gather_objects(stage_bytes, world.axis("pp"))
-    return sum(bytes_by_stage) + METADATA_BYTES
+    all_bytes = all_reduce_no_grad(torch.tensor([stage_bytes]), world.pp)
+    return int(all_bytes) + METADATA_BYTES
 
 
 def prepare_staging(folder: StoragePath, needed: int) -> None:

@@ -18,12 +18,12 @@ from torch import Tensor
 
 from moefold.kernels.attention.attention import attention_mask, heads_first
 from moefold.kernels.facts import AttentionShape
-from moefold.kernels.registry import CaseInputs, Cases, KernelCase, register_in_place_op, register_op
+from moefold.kernels.registry import CaseInputs, Cases, KernelCase, register_in_place_op, register_inner_op
 
 Gradients = tuple[Tensor, Tensor, Tensor]
 
 
-@register_op
+@register_inner_op
 def attention_block(
     q_BSHD: Tensor, k_BLGD: Tensor, v_BLGV: Tensor, scale: float, ahead: int, window: int
 ) -> tuple[Tensor, Tensor]:
@@ -74,7 +74,7 @@ def is_plain_block(q_BSHD: Tensor, k_BLGD: Tensor, ahead: int, window: int) -> b
     return ahead == 0 or ahead >= keys - 1
 
 
-@register_op
+@register_inner_op
 def attention_block_backward(
     dy_BSHV: Tensor,
     q_BSHD: Tensor,

@@ -18,8 +18,8 @@ One warp is the producer (TMA loads, running ahead over tile boundaries); two wa
 Rows lie sorted by expert. They are padded, each expert beginning at a multiple of 64 and zeros between, on the left of
 "swiglu" and on the right of "tn", and in the activation that "dswiglu" writes for that. Elsewhere a tile's operands may
 reach into the next expert's rows; their results are not stored ("nt", "nn"), or they are multiplied by zeros ("tn", so
-the left operand must be finite in the 63 rows behind an expert's last: `zero_rows_behind`). Widths need only be multiples of 8: beyond them
-TMA loads zeros, and nothing is stored.
+the left operand must be finite in the 63 rows behind an expert's last: `zero_rows_behind`). Widths need only be
+multiples of 8: beyond them TMA loads zeros, and nothing is stored.
 
 `tiles_M4` has for each tile of 128 rows: expert, first row, real rows, first padded row. The routing is read on the
 device: the grid depends on shapes alone. No atomics: two runs agree to the bit.

@@ -23,8 +23,8 @@ from moefold.model.moe.router import ExpertLoad
 
 
 class LayerLoads(NamedTuple):
-    """Routing statistics of a step, over all ranks: choices of each expert, dropped choices, and bytes sent. `layers`
-    are the numbers of the MoE layers in the model."""
+    """Routing statistics of a step, over all ranks: choices of each expert, dropped choices, and bytes of tokens sent
+    in forward. `layers` are the numbers of the MoE layers in the model."""
 
     layers: list[int]
     counts_LE: Tensor

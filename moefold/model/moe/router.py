@@ -131,7 +131,7 @@ class ExpertLoad(nn.Module):
         self.register_buffer("share_E", even_share_E)
         self.register_buffer("counts_E", torch.zeros(experts, dtype=torch.int64), persistent=False)
         self.register_buffer("dropped", torch.zeros((), dtype=torch.int64), persistent=False)
-        self.moved = 0  # bytes that dispatch and combine sent; a number of the host
+        self.moved = 0  # bytes of tokens that dispatch and combine sent in forward; a number of the host
         self.record: Callable[[Tensor], object] | None = None  # called with the expert ids of each microbatch
 
     @torch.no_grad()

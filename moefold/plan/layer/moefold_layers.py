@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from moefold.kernels.attention.workspace import HOPPER_HEAD_WIDTHS, score_gradient_bytes
 from moefold.plan.layer.rank_shapes import RankShapes
+from moefold.plan.layer.ring_blocks import add_ring_backward, add_ring_forward
 from moefold.plan.layer.tensor_table import (
     LayerStack,
     ShapeFunction,
@@ -713,6 +714,18 @@ def attend_backward_core() -> WorkingSet:
     return table.entries
 
 
+def attend_forward_ring() -> WorkingSet:
+    table = TensorTable()
+    add_ring_forward(table)
+    return table.entries
+
+
+def attend_backward_ring() -> WorkingSet:
+    table = backward_table()
+    add_ring_backward(table)
+    return table.entries
+
+
 def mlp_backward() -> WorkingSet:
     table = backward_table()
     add_swiglu_backward(table, context_tokens, dense_inner_width)
@@ -761,7 +774,12 @@ MOEFOLD_WORKING_SETS = {
         expert_backward_start(),
         expert_backward_activation(),
     ],
-    ("attend", "B"): [attend_backward_rope(), attend_backward_core()],
+    ("attend", "F"): [attend_forward_ring()],
+    ("attend", "B"): [
+        attend_backward_rope(),
+        attend_backward_core(),
+        attend_backward_ring(),
+    ],
     ("mlp", "B"): [mlp_backward()],
     ("shared", "B"): [shared_backward()],
     ("predict", "F"): [

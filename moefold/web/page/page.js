@@ -69,7 +69,7 @@ const MAPS = [
   { name: "load_entropy", title: "Load entropy", unit: "of log(experts)", note: "1 is even, 0 is all load on one expert.", best: 1 },
   { name: "dead_experts", title: "Dead experts", unit: "experts", note: "Experts that no token chose.", worst: true, whole: true, calm: "every expert got tokens in every step" },
   { name: "drop_rate", title: "Drop rate", unit: "of the layer's choices", note: "Choices dropped for lack of capacity, of all choices made.", text: percent, calm: "no choice was dropped" },
-  { name: "moved_bytes", title: "Bytes moved", unit: "a step", note: "Bytes sent between ranks by dispatch and combine, summed over all ranks.", text: (v) => `${short(v)}B`, calm: "nothing was sent to other ranks" },
+  { name: "moved_bytes", title: "Bytes moved", unit: "a step", note: "Bytes of tokens sent between ranks by dispatch and combine in forward, summed over all ranks; backward sends as many again.", text: (v) => `${short(v)}B`, calm: "nothing was sent to other ranks" },
 ];
 
 // The range of colours in round numbers. Two in a hundred values may lie beyond, so that one outlier does not compress

@@ -163,6 +163,7 @@ function showAnswer(fresh, followed, final) {
       tile(`${short(budget.days)} days`, `for ${short(budget.tokens)} tokens`),
       tile(`$${short(budget.dollars)}`, `${short(budget.gpu_hours)} GPU hours`)),
     ...(followed.length ? [make("p", { class: "followed" }, `Changed to keep the layout legal: ${followed.join(", ")}.`)] : []),
+    ...bandAndAdvice(fresh),
     make("p", { class: "note" }, `dp ${layout.dp}, edp ${layout.edp}, ${layout.microbatches} microbatches of ${layout.mbs}. Dispatcher ${fresh.dispatcher}.`),
     make("details", {}, make("summary", {}, "as a command"), make("code", {}, command(fresh))),
   );
@@ -174,6 +175,17 @@ function showAnswer(fresh, followed, final) {
   pipeline.say(layout.pp > 1 ? `${part}${layout.schedule}, stages ${layout.stages}. Numbers are microbatches; later stages of a rank are lighter; a box in two halves is a pair.` : "Without pipeline parallelism there is one rank, and no bubble.");
   for (const each of charts) (each.hidden = false), each.update(fresh);
   if (found) compare();
+}
+
+// The error band of the speed, a warning where plans for the GPU are known to be off, and the advice.
+function bandAndAdvice({ error_band, advice }) {
+  const speed = `${count(error_band.low)} to ${count(error_band.high)} tokens/s a GPU`;
+  return [
+    make("p", { class: "band" }, `Expect ${speed}: ${error_band.text}.`),
+    ...(error_band.warning ? [make("p", { class: "problem" }, `Warning: ${error_band.warning}.`)] : []),
+    make("details", { class: "advice" }, make("summary", {}, `advice (${advice.length})`),
+      make("ul", {}, ...advice.map((each) => make("li", {}, `${each.about}: ${each.text} (${each.source})`)))),
+  ];
 }
 
 // The search's results beside the layout above, which may have another model or cluster since.

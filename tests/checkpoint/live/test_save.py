@@ -21,6 +21,7 @@ from moefold.checkpoint.format.retention import RetentionPolicy, committed_check
 from moefold.checkpoint.format.verify import verify_checkpoint
 from moefold.checkpoint.live.load import find_checkpoint, load_checkpoint, require_checkpoint
 from moefold.checkpoint.live.save import save_checkpoint
+from moefold.comm.byte_counters import counted_object_bytes
 from moefold.config.errors import UserError
 from moefold.config.run import ParallelConfig
 from moefold.layout.axes import World, create_world
@@ -323,3 +324,17 @@ def test_every_rank_finds_the_same_checkpoint(tmp_path: Path):
     put(tmp_path, 1)
     spoil(put(tmp_path, 2))
     assert run_ranks(everywhere, 4, str(tmp_path)) == ["step-00000001"] * 4
+
+
+def save_replicas(world: World, folder: str) -> int:
+    """Save tensors that every rank holds whole. Returns the bytes of host objects that reached this rank."""
+    tensors = {f"tensor {number}": torch.full((50,), float(number)) for number in range(100)}
+    with counted_object_bytes() as held:
+        save_checkpoint(Path(folder), world.size, tensors, {"step": world.size}, RetentionPolicy(9, 0), world)
+    return held["world"]
+
+
+def test_only_rank_zero_holds_more_objects_in_a_larger_world(tmp_path: Path):
+    first, second = (run_ranks(save_replicas, size, str(tmp_path)) for size in (2, 4))
+    assert second[0] > 1.3 * first[0], "rank 0 plans for all ranks"
+    assert max(second[1:]) < 1.1 * max(first[1:])

@@ -1,0 +1,69 @@
+"""`moefold bench schedules`: steps of one model on one device under every kind of schedule that a pipeline rank runs.
+
+A pair or a deferred weight gradient costs nothing by itself only if the kernels stay the same: the fused expert kernel
+and the sums of gradients in place. One rank has no messages to hide, so a schedule's time here is its own overhead.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+
+from rich.console import Console
+from rich.table import Table
+
+from moefold.bench.machine import free_device_memory, machine_facts, resolve_device
+from moefold.bench.options import SchedulesOptions
+from moefold.bench.report import Report, Row, add_number_columns, report_heading, show_report
+from moefold.bench.step import STEP_GOALS, step_bench_config, time_moefold_steps, timing_text
+from moefold.config.errors import one_of
+from moefold.config.run import Config, PipelineConfig
+
+MICROBATCHES = 4
+PLAIN = "1f1b"
+WAYS = {
+    PLAIN: PipelineConfig(),
+    "1f1b, weight gradients deferred": PipelineConfig(defer=True),
+    "zero bubble (zb_h1)": PipelineConfig(schedule="zb_h1"),
+    "paired": PipelineConfig(pair=True, fill=False),
+    "paired, weight gradients fill gaps": PipelineConfig(pair=True),
+}
+
+
+def run_benchmark(options: SchedulesOptions) -> int:
+    report = schedules_report(options)
+    return show_report(report, options.json, print_schedules_report)
+
+
+def schedules_report(options: SchedulesOptions) -> Report:
+    device = resolve_device(options.device)
+    model = one_of("model", options.model, STEP_GOALS)
+    config = microbatched(step_bench_config(model, device))
+    results: list[Row] = []
+    for way, pipeline in WAYS.items():
+        timing = time_moefold_steps(replace(config, pipeline=pipeline), options.steps, None)
+        free_device_memory(device)
+        results.append({"schedule": way} | timing._asdict())
+        print(f"{way}: {timing_text(timing)}", file=sys.stderr, flush=True)
+    about = {"model": model, "layers": config.model.layers, "microbatches": MICROBATCHES}
+    return machine_facts(device) | about | {"results": results}
+
+
+def microbatched(config: Config) -> Config:
+    """The step of `moefold bench step`, cut into microbatches of one sequence, whose gradients are summed in fp32."""
+    train = replace(config.train, global_batch=MICROBATCHES, micro_batch=1)
+    optim = replace(config.optim, gradients="fp32")
+    return replace(config, train=train, optim=optim)
+
+
+def print_schedules_report(report: Report) -> None:
+    heading = report_heading(report)
+    model = f"{report['model']}, {report['layers']} layers, {report['microbatches']} microbatches on one device"
+    table = Table("schedule", title=f"{heading}\n{model}", title_justify="left")
+    add_number_columns(table, "ms", "tokens/s", "peak GiB", f"of {PLAIN}")
+    plain = report["results"][0]["milliseconds"]
+    for row in report["results"]:
+        share = plain / row["milliseconds"]
+        cells = f"{row['milliseconds']:.1f}", f"{row['tokens_per_s']:,.0f}", f"{row['peak_gib']:.1f}", f"{share:.3f}"
+        table.add_row(row["schedule"], *cells)
+    Console().print(table)

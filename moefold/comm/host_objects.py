@@ -1,0 +1,119 @@
+"""Objects of the host sent between ranks, pickled by torch. On an axis of size one nothing is sent.
+
+    broadcast_object   the first rank's object, on every rank
+    first_object       the object of the first rank that has one, on every rank
+    gather_objects     every rank's object, on the first rank alone
+    scatter_objects    one object for every rank, from the first rank
+    union_of_sets      the union of every rank's set, on every rank
+
+No rank but the first holds more than two of them, whatever the size of the axis. Bytes travel in host memory: the
+device is not waited for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d
+
+from moefold.comm.byte_counters import note_object_bytes
+from moefold.layout.axes import Axis
+
+T = TypeVar("T")
+CPU = torch.device("cpu")
+
+
+def broadcast_object(item: T, axis: Axis) -> T:
+    return broadcast_from(0, item, axis)
+
+
+def first_object(item: T | None, axis: Axis) -> T | None:
+    """The item of the first rank whose item is not None; None where no rank has one."""
+    if axis.size == 1:
+        return item
+    mine = axis.size if item is None else axis.index
+    first = torch.tensor([mine])
+    dist.all_reduce(first, op=dist.ReduceOp.MIN, group=axis.group)
+    source = int(first)
+    if source == axis.size:
+        return None
+    return broadcast_from(source, item, axis)
+
+
+def gather_objects(item: T, axis: Axis) -> list[T] | None:
+    """The items of all ranks, in order, on the first rank of the axis; None on the others."""
+    if axis.size == 1:
+        return [item]
+    raw = encode_object(item)
+    rows = None
+    row = pad_to_longest(raw, axis)
+    if axis.index == 0:
+        rows = [torch.empty_like(row) for _ in range(axis.size)]
+    dist.gather(row, rows, group=axis.group, group_dst=0)
+    if rows is None:
+        return None
+    note_object_bytes(axis, sum(row.nbytes for row in rows))
+    return [decode_object(row) for row in rows]
+
+
+def scatter_objects(items: Sequence[T] | None, axis: Axis) -> T:
+    """This rank's item of those that the first rank of the axis has; the others have None."""
+    if axis.size == 1:
+        assert items is not None
+        return items[0]
+    rows = None
+    longest = torch.zeros(1, dtype=torch.int64)
+    if items is not None:
+        raw = list(map(encode_object, items))
+        longest[0] = max(map(len, raw))
+        rows = [padded(one, int(longest)) for one in raw]
+    dist.broadcast(longest, group=axis.group, group_src=0)
+    row = torch.zeros(int(longest), dtype=torch.uint8)
+    dist.scatter(row, rows, group=axis.group, group_src=0)
+    note_object_bytes(axis, row.nbytes)
+    return decode_object(row)
+
+
+def union_of_sets(own: set[T], axis: Axis) -> set[T]:
+    sets = gather_objects(own, axis)
+    united = own if sets is None else set[T]().union(*sets)
+    return broadcast_object(united, axis)
+
+
+def broadcast_from(source: int, item: T, axis: Axis) -> T:
+    """The item of one rank of the axis, by its index."""
+    if axis.size == 1:
+        return item
+    raw = encode_object(item)
+    length = torch.tensor([len(raw)])
+    dist.broadcast(length, group=axis.group, group_src=source)
+    raw = padded(raw[: int(length)], int(length))
+    dist.broadcast(raw, group=axis.group, group_src=source)
+    note_object_bytes(axis, raw.nbytes)
+    return item if axis.index == source else decode_object(raw)
+
+
+def encode_object(item: object) -> Tensor:
+    raw, _ = distributed_c10d._object_to_tensor(item, CPU, None)  # pyright: ignore[reportPrivateUsage]
+    return raw
+
+
+def decode_object(raw: Tensor) -> Any:
+    """The object that the bytes begin with; those behind it are not read."""
+    return distributed_c10d._tensor_to_object(raw, len(raw), None)  # pyright: ignore[reportPrivateUsage]
+
+
+def pad_to_longest(raw: Tensor, axis: Axis) -> Tensor:
+    longest = torch.tensor([len(raw)])
+    dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=axis.group)
+    return padded(raw, int(longest))
+
+
+def padded(raw: Tensor, length: int) -> Tensor:
+    row = raw.new_zeros(length)
+    row[: len(raw)] = raw
+    return row

@@ -1,0 +1,133 @@
+"""The sizes of every exchange of a layer, on the host: counted on the device, gathered, and read by one wait.
+
+Every rank counts its choices, and its tokens, for each rank and each node of ep. From the table of all ranks each rank
+derives the sizes of all its hops, and how many choices arrive: no hop waits for the device again.
+
+T tokens, K choices of a token, n ranks of ep, m nodes.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from moefold.comm.collectives import all_gather_no_grad
+from moefold.dispatch.expert_placement import ExpertPlacement
+from moefold.layout.axes import World
+
+Table = list[list[list[int]]]  # by etp rank, by sending rank of ep, by receiving rank or node
+
+
+class Traffic(NamedTuple):
+    """`choices`: chosen experts of each rank; `tokens`: tokens with at least one of them; `nodes`: the same of the
+    ranks of a node together. `etp`, `ep`: the indices of this rank."""
+
+    choices: Table
+    tokens: Table
+    nodes: Table
+    etp: int
+    ep: int
+
+    def choices_arriving(self) -> int:
+        """Choices of experts on this rank, from all ranks, those of other etp ranks included."""
+        return sum(sum(row[self.ep] for row in senders) for senders in self.choices)
+
+
+class ExchangeSizes(NamedTuple):
+    """Parcels that this rank sends to and receives from each rank of an axis."""
+
+    send: list[int]
+    receive: list[int]
+
+
+class TrafficCounter:
+    def __init__(self, experts: ExpertPlacement, world: World):
+        self.experts = experts
+        self.ep = world.ep
+        self.etp = world.etp
+        self.ranks_per_node = world.ep_inside.size  # ranks of ep
+
+    def count(self, ids_TK: Tensor) -> Traffic:
+        """The traffic of one routing. Waits for the device, once."""
+        counts = self.count_own(ids_TK)
+        of_ep = all_gather_no_grad(counts[None], self.ep)
+        of_all = all_gather_no_grad(of_ep[None], self.etp)
+        table: Table = of_all.tolist()
+        ranks = self.ep.size
+        choices = columns_of(table, 0, ranks)
+        tokens = columns_of(table, ranks, 2 * ranks)
+        nodes = columns_of(table, 2 * ranks, None)
+        return Traffic(choices, tokens, nodes, self.etp.index, self.ep.index)
+
+    def count_own(self, ids_TK: Tensor) -> Tensor:
+        """Choices and tokens of this rank for each rank, and tokens for each node."""
+        ranks = self.ep.size
+        rank_TK = torch.where(ids_TK >= 0, self.experts.rank_of(ids_TK), ranks)  # column `ranks` takes missing choices
+        flat = rank_TK.flatten()
+        choices = torch.zeros(ranks + 1, dtype=torch.int64, device=ids_TK.device)
+        choices_n = choices.scatter_add_(0, flat, torch.ones_like(flat))[:ranks]
+        goes = torch.zeros(len(ids_TK), ranks + 1, dtype=torch.bool, device=ids_TK.device)
+        goes_Tn = goes.scatter_(1, rank_TK, True)[:, :ranks]
+        goes_Tm = goes_Tn.unflatten(1, (-1, self.ranks_per_node)).any(-1)
+        return torch.cat((choices_n, goes_Tn.sum(0), goes_Tm.sum(0)))
+
+
+def columns_of(table: Table, begin: int, end: int | None) -> Table:
+    return [[row[begin:end] for row in senders] for senders in table]
+
+
+def per_choice_sizes(traffic: Traffic) -> ExchangeSizes:
+    """A parcel for each choice, over ep."""
+    return exchange_over_ep(traffic, traffic.choices)
+
+
+def per_rank_sizes(traffic: Traffic) -> ExchangeSizes:
+    """A parcel for each rank of a token, over ep."""
+    return exchange_over_ep(traffic, traffic.tokens)
+
+
+def exchange_over_ep(traffic: Traffic, table: Table) -> ExchangeSizes:
+    mine = table[traffic.etp]
+    receive = [row[traffic.ep] for row in mine]
+    return ExchangeSizes(mine[traffic.ep], receive)
+
+
+class NodeSizes(NamedTuple):
+    """Sizes of the two hops of the hierarchical dispatcher: a token goes to the rank at the same place of each of its
+    nodes, and from there to its ranks of that node."""
+
+    ranks_per_node: int
+
+    def between_nodes(self, traffic: Traffic) -> ExchangeSizes:
+        table = traffic.nodes[traffic.etp]
+        node, place = divmod(traffic.ep, self.ranks_per_node)
+        receive = [row[node] for row in table[place :: self.ranks_per_node]]
+        return ExchangeSizes(table[traffic.ep], receive)
+
+    def within_node(self, traffic: Traffic) -> ExchangeSizes:
+        """Through this rank go the tokens of the ranks at its place of every node."""
+        table = traffic.tokens[traffic.etp]
+        size = self.ranks_per_node
+        node, place = divmod(traffic.ep, size)
+        first = node * size
+        here = [row[first : first + size] for row in table[place::size]]
+        send = [sum(column) for column in zip(*here, strict=True)]
+        receive = [sum(row[traffic.ep] for row in table[other::size]) for other in range(size)]
+        return ExchangeSizes(send, receive)
+
+
+def for_everyone_sizes(traffic: Traffic, arrivals: Table) -> ExchangeSizes:
+    """All that arrived on this rank goes to every etp rank. `arrivals`: the table that the hops over ep followed."""
+    arrived = [sum(row[traffic.ep] for row in senders) for senders in arrivals]
+    send = [arrived[traffic.etp]] * len(arrived)
+    return ExchangeSizes(send, arrived)
+
+
+def choices_for_everyone(traffic: Traffic) -> ExchangeSizes:
+    return for_everyone_sizes(traffic, traffic.choices)
+
+
+def tokens_for_everyone(traffic: Traffic) -> ExchangeSizes:
+    return for_everyone_sizes(traffic, traffic.tokens)

@@ -1,0 +1,161 @@
+"""Whether a run fits the machine that it is about to start on. Torch-free.
+
+A run is refused only where it certainly does not fit: a plan's memory is taken without its margin for uneven experts
+and less `PLAN_ERROR`, and is compared with all memory of the machine, used or not.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from moefold.config.run import Config
+from moefold.kernels.facts import expected_facts
+from moefold.layout.environment import Rendezvous
+from moefold.plan.machine.this_machine import MachineMemory
+from moefold.plan.memory.peak_memory import RankMemory, plan_memory
+from moefold.plan.memory.resident import STATE_ELEMENT_BYTES
+from moefold.plan.memory.run_setting import GIB
+from moefold.plan.options import PRECISION_RECIPES, PlanChoices
+
+PLAN_ERROR = 0.05  # share by which a plan's memory may exceed that of the run
+SMALLEST_PART = 0.05  # GiB that a message shows
+MAIN_WEIGHT_BYTES = 4  # in a checkpoint, beside a weight of fewer bytes
+SHOWN_PARTS = ("weights", "gradients", "main", "moments", "activations", "working")
+CHECKPOINT_COPY = "the copy of a checkpoint"
+
+Ranks = list[RankMemory]
+
+
+@dataclass(frozen=True)
+class MemoryShortage:
+    """A memory, such as "GPU 0", with fewer bytes than the ranks on it need."""
+
+    memory: str
+    ranks: int
+    needed: float
+    there: int
+    parts: str
+
+
+@dataclass(frozen=True)
+class RanksHere:
+    """The ranks of a run that one machine holds: `count` of them from `first` on, of `world` in all."""
+
+    first: int
+    count: int
+    world: int
+
+
+def ranks_of_machine(place: Rendezvous) -> RanksHere:
+    """The ranks of this process's machine, which a launcher numbers one after the other."""
+    first = place.rank - place.local_rank
+    return RanksHere(first, place.local_size, place.size)
+
+
+@dataclass(frozen=True)
+class MachineFit:
+    """A run on machines that all have the memory of this one, which holds `ranks`."""
+
+    config: Config
+    ranks: RanksHere
+    machine: MachineMemory
+
+    @cached_property
+    def choices(self) -> PlanChoices:
+        facts = expected_facts(self.config)
+        major, minor = facts.capability
+        capability = 10 * major + minor
+        precision = facts.dtype
+        if precision not in PRECISION_RECIPES:
+            precision = "fp32"  # fp64 needs even more
+        device = facts.device
+        return PlanChoices(precision=precision, device=device, capability=capability)  # pyright: ignore[reportArgumentType]
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.choices.device == "cuda"
+
+    @cached_property
+    def by_pipeline_rank(self) -> Ranks:
+        return plan_memory(self.config, self.ranks.world, self.choices)
+
+    def fits_everywhere(self) -> bool:
+        """Whether every machine of the run is large enough."""
+        machines = range(0, self.ranks.world, self.ranks.count)
+        return all(self.first_shortage(first) is None for first in machines)
+
+    def first_shortage(self, first_rank: int | None = None) -> MemoryShortage | None:
+        """The first memory that is too small, if any: on this machine, or on the one whose first rank is given."""
+        world = self.ranks.world
+        first = self.ranks.first if first_rank is None else first_rank
+        end = min(world, first + self.ranks.count)
+        local: Ranks = []
+        for rank in range(first, end):
+            pipeline_rank = rank * self.config.parallel.pp // world  # pipeline ranks are outermost
+            local.append(self.by_pipeline_rank[pipeline_rank])
+        shortages = self.gpu_shortages(local) if self.on_gpu else self.cpu_shortages(local)
+        return next(shortages, None)
+
+    def gpu_shortages(self, local: Ranks) -> Iterator[MemoryShortage]:
+        """Shortages of GPUs, which more ranks than GPUs share, then of the host, where checkpoints are assembled."""
+        gpus = self.machine.gpus
+        if not gpus:
+            return  # torch will say that there is no GPU
+        on_gpu: defaultdict[int, Ranks] = defaultdict(list)
+        for local_rank, rank in enumerate(local):
+            number = local_rank % len(gpus)
+            on_gpu[number].append(rank)
+        for number, ranks in on_gpu.items():
+            outside = sum(rank.outside for rank in ranks)
+            needed = certain_bytes(ranks) + outside
+            parts = list_parts(ranks)
+            yield from shortage_of(f"GPU {number}", gpus[number], len(ranks), needed, parts)
+        copies = self.checkpoint_bytes(local)
+        yield from shortage_of("host memory", self.machine.host, len(local), copies, CHECKPOINT_COPY)
+
+    def cpu_shortages(self, local: Ranks) -> Iterator[MemoryShortage]:
+        """A shortage of the host, whose memory all ranks share. The copy of a checkpoint stays allocated; that of a
+        run's only checkpoint is made when no microbatch is live."""
+        steps = certain_bytes(local)
+        copies = self.checkpoint_bytes(local)
+        resident = sum(rank.state - rank.gradients for rank in local)
+        saves_before_end = self.config.train.steps > self.config.checkpoint.every
+        needed = max(steps, resident + copies)
+        if saves_before_end:
+            needed = steps + copies
+        parts = f"{list_parts(local)}, {CHECKPOINT_COPY} {copies / GIB:,.1f}"
+        yield from shortage_of("host memory", self.machine.host, len(local), needed, parts)
+
+    def checkpoint_bytes(self, local: Ranks) -> float:
+        """Bytes of the ranks' files of a checkpoint: moments, weights and fp32 main weights of their shares."""
+        moments = sum(rank.moments for rank in local)
+        moment_bytes = 2 * STATE_ELEMENT_BYTES[self.config.optim.moments]
+        parameters = moments / moment_bytes
+        wide = self.choices.recipe.wide
+        main = MAIN_WEIGHT_BYTES if wide < MAIN_WEIGHT_BYTES else 0
+        return moments + parameters * (wide + main)
+
+
+def certain_bytes(ranks: Ranks) -> float:
+    return sum(rank.total - rank.margin for rank in ranks)
+
+
+def list_parts(ranks: Ranks) -> str:
+    """Parts of the memory of all ranks together, in GiB."""
+    sizes: list[str] = []
+    for name in SHOWN_PARTS:
+        size = sum(getattr(rank, name) for rank in ranks) / GIB
+        if size >= SMALLEST_PART:
+            sizes.append(f"{name} {size:,.1f}")
+    return ", ".join(sizes)
+
+
+def shortage_of(memory: str, there: int | None, ranks: int, needed: float, parts: str) -> Iterator[MemoryShortage]:
+    if there is None:
+        return
+    most = there * (1 + PLAN_ERROR)
+    if needed > most:
+        yield MemoryShortage(memory, ranks, needed, there, parts)

@@ -1,0 +1,109 @@
+"""Changed settings of a run that starts from a checkpoint: refused where they shape tensors, else printed and recorded.
+
+`changes.jsonl` in the run's folder has one line for each start with changes: the step from which they are in effect,
+the checkpoint, and each setting's value before and after.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from moefold.checkpoint.format.verify import OpenedCheckpoint
+from moefold.config.errors import UserError
+from moefold.config.keys import format_value, iterate_keys
+from moefold.config.renamed_keys import with_new_names
+from moefold.config.run import Config
+from moefold.observe.metrics import JsonLines
+from moefold.observe.printer import Printer
+
+CHANGES_FILE = "changes.jsonl"
+# Keys that decide the names, shapes or dtypes of weights, or how a weight's rows divide into heads. A test changes
+# every other key of the model and compares the tensors.
+SHAPE_SETTINGS = (
+    "model.layers",
+    "model.hidden",
+    "model.vocab",
+    "model.dense_ffn",
+    "model.tied_head",
+    "model.mtp",
+    "model.attention.heads",
+    "model.attention.kv_heads",
+    "model.attention.head_dim",
+    "model.attention.rope_dim",
+    "model.attention.kind",
+    "model.attention.q_rank",
+    "model.attention.kv_rank",
+    "model.attention.value_dim",
+    "model.attention.sinks",
+    "model.attention.qk_norm",
+    "model.attention.qkv_bias",
+    "model.attention.out_bias",
+    "model.moe.experts",
+    "model.moe.ffn",
+    "model.moe.shared_ffn",
+    "model.moe.shared_gate",
+    "model.moe.latent",
+    "model.moe.activation",
+    "model.moe.biases",
+    "model.moe.dense_layers",
+    "model.moe.every",
+    "train.precision",
+)
+NOTED_SETTINGS = ("model.", "data.", "optim.", "train.seed", "train.global_batch")  # a changed value is printed
+
+
+@dataclass(frozen=True)
+class ChangedSetting:
+    """A setting that differs from the checkpoint's."""
+
+    key: str
+    saved: Any
+    now: Any
+
+    def __str__(self) -> str:
+        return f"{self.key} = {show_setting(self.now)}, but the checkpoint has {show_setting(self.saved)}"
+
+
+def show_setting(value: Any) -> str:
+    if isinstance(value, list):  # JSON has no tuples
+        value = tuple(value)
+    return format_value(value)
+
+
+def flat_settings(config: Config) -> dict[str, Any]:
+    keys = iterate_keys(config)
+    return {key.path: key.default for key in keys}
+
+
+def changed_settings(config: Config, found: OpenedCheckpoint) -> Iterator[ChangedSetting]:
+    saved, _ = with_new_names(found.state["config"])
+    for key, value in flat_settings(config).items():
+        if key in saved and show_setting(value) != show_setting(saved[key]):
+            yield ChangedSetting(key, saved[key], value)
+
+
+def accept_changes(changes: Iterable[ChangedSetting], found: OpenedCheckpoint, say: Printer) -> None:
+    """Refuse changes of settings that shape tensors, and print the other changes that affect the result."""
+    changes = list(changes)
+    refused = [f"{change}; set it back" for change in changes if change.key in SHAPE_SETTINGS]
+    if refused:
+        raise UserError(f"{found.path} belongs to another configuration:", *refused)
+    for change in changes:
+        if change.key.startswith(NOTED_SETTINGS):
+            say(f"note: {change}")
+
+
+def record_changes(out: Path, step: int, checkpoint: object, changes: Iterable[ChangedSetting]) -> None:
+    """Write the changes of a run that starts at `step`. A line of the same step or of a later one is replaced: these
+    steps are done again."""
+    path = out / CHANGES_FILE
+    changed = {change.key: {"from": change.saved, "to": change.now} for change in changes}
+    if not changed and not path.exists():
+        return
+    lines = JsonLines(path, keep_through=step - 1)
+    if changed:
+        lines.write({"step": step, "checkpoint": str(checkpoint), "changed": changed})
+    lines.close()

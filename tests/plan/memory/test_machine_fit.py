@@ -1,0 +1,156 @@
+"""Runs that cannot fit a machine are refused before anything is allocated; runs that fit are never refused."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from moefold.layout.environment import Rendezvous
+from moefold.plan.machine.this_machine import MachineMemory
+from moefold.plan.memory.fit_proposals import describe_shortage
+from moefold.plan.memory.machine_fit import MachineFit, certain_bytes, ranks_of_machine
+from moefold.plan.memory.run_setting import GIB
+from moefold.presets.recipe import resolve_recipe
+from moefold.presets.zoo import PRESETS
+
+HUGE = ["train", "deepseek-v3", "--train.device", "cpu", "--train.steps", "10", "--train.global_batch", "8"]
+
+
+def command(*argv: str) -> tuple[int, str]:
+    done = subprocess.run([sys.executable, "-m", "moefold", *argv], capture_output=True, text=True)
+    return done.returncode, done.stdout + done.stderr
+
+
+def fit(recipe: str, *words: str, host: float = 24.0, gpus: tuple[float, ...] = (), ranks: int = 1) -> MachineFit:
+    place = ranks_of_machine(Rendezvous(size=ranks, local_size=ranks))
+    gpu_bytes = tuple(int(size * GIB) for size in gpus)
+    return MachineFit(resolve_recipe(recipe, words, ranks), place, MachineMemory(gpu_bytes, int(host * GIB)))
+
+
+def test_a_model_that_cannot_fit_is_refused_at_once_with_what_is_there_and_what_would_fit(tmp_path: Path):
+    begun = time.monotonic()
+    code, output = command(*HUGE, "--out", str(tmp_path / "run"))
+    assert code == 2, output
+    assert time.monotonic() - begun < 30
+    assert re.search(r"1 rank on cpu in fp32: [\d,.]+ GiB of host memory at least", output)
+    assert re.search(r"there are [\d,.]+ GiB\nwhat would fit: ", output)
+    assert "--force" in output
+    assert not (tmp_path / "run").exists()
+
+
+def test_force_goes_on(tmp_path: Path):
+    """To the text, which is read before the model is made."""
+    argv = [*HUGE, "--data.files", str(tmp_path / "nowhere"), "--out", str(tmp_path / "run"), "--force"]
+    code, output = command(*argv)
+    assert code == 2
+    assert "does not fit" not in output
+    assert "no file" in output
+
+
+@pytest.mark.parametrize("ranks", [1, 4, 16])
+@pytest.mark.parametrize("name", [name for name in PRESETS if name.endswith("tiny")])
+def test_presets_for_a_cpu_fit_a_small_machine(name: str, ranks: int):
+    batch = ["--train.global_batch", str(8 * ranks)]
+    assert fit(name, *batch, host=4.0, ranks=ranks).first_shortage() is None
+
+
+def test_ranks_of_one_machine_share_its_memory():
+    words = ["--model.hidden", "1024", "--model.moe.ffn", "4096", "--train.global_batch", "64"]
+    one = fit("tiny", *words, host=15.0)
+    eight = fit("tiny", *words, host=15.0, ranks=8)
+    assert one.first_shortage() is None
+    shortage = eight.first_shortage()
+    assert shortage is not None
+    assert shortage.ranks == 8
+    spread = fit("tiny", *words, "--parallel.ep", "8", host=15.0, ranks=8)
+    assert spread.first_shortage() is None, "experts that are spread are held once"
+
+
+QWEN = ["--train.device", "cuda", "--parallel.ep", "8", "--train.precision", "bf16", "--optim.moments", "bf16"]
+
+
+def test_gpus_hold_the_ranks_that_use_them_and_the_host_their_checkpoints():
+    eight = fit("qwen3-30b-a3b", *QWEN, host=2000.0, gpus=(140.0,) * 8, ranks=8)
+    assert eight.first_shortage() is None
+    shared = fit("qwen3-30b-a3b", *QWEN, host=2000.0, gpus=(140.0,) * 2, ranks=8)
+    shortage = shared.first_shortage()
+    assert shortage is not None
+    assert (shortage.memory, shortage.ranks) == ("GPU 0", 4)
+    no_room = fit("qwen3-30b-a3b", *QWEN, host=100.0, gpus=(140.0,) * 8, ranks=8).first_shortage()
+    assert no_room is not None
+    assert no_room.memory == "host memory"
+
+
+def test_the_ranks_of_another_machine_of_a_pipeline_are_counted_for_that_machine():
+    words = ["--parallel.pp", "2", "--train.global_batch", "16", "--model.vocab", "200000", "--data.tokenizer", "byte"]
+    config = resolve_recipe("tiny", words, 2)
+    last = MachineFit(config, ranks_of_machine(Rendezvous(1, 2)), MachineMemory((), GIB))
+    assert last.ranks.first == 1
+    first_rank, last_rank = last.by_pipeline_rank
+    assert first_rank.total != last_rank.total
+
+
+@pytest.mark.parametrize(
+    ("recipe", "words", "host"),
+    [
+        ("olmoe-1b-7b", ["--train.device", "cpu"], 24.0),
+        ("tiny", ["--data.seq_len", "65536", "--train.micro_batch", "8"], 24.0),
+        ("mixtral-8x7b", ["--train.device", "cpu"], 300.0),
+    ],
+)
+def test_what_is_proposed_is_legal_and_fits(recipe: str, words: list[str], host: float):
+    case = fit(recipe, *words, host=host)
+    shortage = case.first_shortage()
+    assert shortage is not None
+    proposed = describe_shortage(case, shortage)[1].removeprefix("what would fit: ").split("; ")
+    assert proposed
+    for text in proposed:
+        keys = re.findall(r"--\S+ \S+", text)
+        more = [word for key in keys for word in key.split()]
+        machines = re.match(r"(\d+) times as many machines", text)
+        ranks = int(machines[1]) if machines else 1
+        if machines:
+            more += ["--train.global_batch", str(8 * ranks)]
+        config = resolve_recipe(recipe, [*words, *more], ranks)
+        place = ranks_of_machine(Rendezvous(size=ranks, local_size=1))
+        assert MachineFit(config, place, case.machine).fits_everywhere(), text
+
+
+MEASURE = """
+import sys
+from pathlib import Path
+from moefold.layout.axes import single_rank_world
+from moefold.presets.recipe import resolve_recipe
+from moefold.train.assemble import assemble_run
+from moefold.train.parity import random_corpus
+from moefold.train.step import train_step
+
+def memory(name):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
+
+def train(config):
+    run = assemble_run(config, single_rank_world("cpu"), Path("unused"), corpus=random_corpus(config))
+    for _ in range(2):
+        train_step(run, run.loader.next_batch())
+
+train(resolve_recipe("tiny", ["--train.global_batch", "2"]))
+before = memory("VmRSS")
+train(resolve_recipe(sys.argv[1], sys.argv[2:]))
+print(memory("VmHWM") - before)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["tiny", "deepseek-v3-tiny", "gpt-oss-20b-tiny"])
+def test_a_step_on_a_cpu_takes_at_least_the_memory_that_a_refusal_would_count(recipe: str):
+    words = ["--model.hidden", "512", "--data.seq_len", "512", "--train.global_batch", "4", "--train.micro_batch", "2"]
+    done = subprocess.run([sys.executable, "-c", MEASURE, recipe, *words], capture_output=True, text=True, check=True)
+    measured = int(done.stdout)
+    ranks = fit(recipe, *words).by_pipeline_rank
+    assert 0.6 * measured < certain_bytes(ranks) < 1.05 * measured
