@@ -239,7 +239,8 @@ class DeterministicAttention(torch.autograd.Function):
 
         q, k, v, y, lse = ctx.saved_tensors
         dy = gradients[0]
-        dq, dk, dv = attention_backward(dy, q, k, v, y, lse, ctx.scale)
+        scale = ctx.scale
+        dq, dk, dv = attention_backward(dy, q, k, v, y, lse, scale)
         return dq, dk, dv, None
 
 

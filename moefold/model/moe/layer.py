@@ -141,4 +141,5 @@ def imposed_experts(layer: int, imposed_BSK: Tensor | None, sequences_BSD: Tenso
     """Expert ids set from outside, by layer, as a carry holds them."""
     if imposed_BSK is None:
         return {}
-    return {layer: imposed_BSK.reshape(*sequences_BSD.shape[:2], -1)}
+    shape = sequences_BSD.shape[:2]
+    return {layer: imposed_BSK.reshape(*shape, -1)}
