@@ -54,12 +54,12 @@ BREAKS: dict[str, list[tuple[str, int, str]]] = {
     ],
     "head width is even": [("--model.attention.head_dim=33", 1, "model.attention.head_dim = 33")],
     "top-k within experts": [("--model.moe.top_k=9", 1, "model.moe.top_k = 9")],
-    "dense layers within layers": [("--model.moe.dense_layers=5", 1, "model.moe.dense_layers = 5")],
+    "dense layers within layers": [
+        ("--model.moe.dense_layers=5", 1, "model.moe.dense_layers = 5"),
+        ("--model.moe.dense_layers=6 --model.mtp=1", 1, "model.moe.dense_layers = 6"),
+    ],
     "llama3 frequencies in order": [
         ("--model.attention.rope.scaling=llama3 --model.attention.rope.low_frequency=4", 1, "low_frequency = 4")
-    ],
-    "yarn rotations in order": [
-        ("--model.attention.rope.scaling=yarn --model.attention.rope.beta_slow=40", 1, "beta_slow = 40")
     ],
     "files are named": [
         ("--data.source=files", 1, "data.source = files"),

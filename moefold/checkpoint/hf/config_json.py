@@ -91,7 +91,8 @@ def describe_model(folder: ModelFolder) -> DescribedModel:
     if model.layers > tensors or experts > MOST_EXPERTS_A_TENSOR * tensors:
         sizes = f"{model.layers} layers with {model.moe.experts} experts"
         raise UserError(f"{where} tells of {sizes}, but the files hold {tensors} tensors; one of the two is wrong")
-    return without_missing_mtp(DescribedModel(family, model), folder)
+    described = without_missing_mtp(DescribedModel(family, model), folder)
+    return replace(described, model=with_legal_dense_layers(described.model))
 
 
 def read_model_config(family: ModelFamily, options: ConfigOptions) -> ModelConfig:
@@ -165,6 +166,12 @@ def without_missing_mtp(described: DescribedModel, folder: ModelFolder) -> Descr
     note = f"{folder.path} has no tensors of the {model.mtp} layers that predict further tokens; going on without"
     without_mtp = replace(model, mtp=0)
     return DescribedModel(described.family, without_mtp, (note,))
+
+
+def with_legal_dense_layers(model: ModelConfig) -> ModelConfig:
+    """The model with as many dense layers as it has layers, where config.json tells of more of them."""
+    dense_layers = min(model.moe.dense_layers, model.layers + model.mtp)
+    return replace(model, moe=replace(model.moe, dense_layers=dense_layers))
 
 
 def essential_values(model: ModelConfig) -> dict[str, Any]:
