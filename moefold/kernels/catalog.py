@@ -17,6 +17,7 @@ from moefold.kernels.facts import Facts
 from moefold.kernels.linear import choices as linear
 from moefold.kernels.norm import choices as norm
 from moefold.kernels.optimizer import choices as optimizer
+from moefold.kernels.quantise import choices as quantise
 from moefold.kernels.routing import choices as routing
 from moefold.kernels.vocabulary import choices as vocabulary
 
@@ -28,6 +29,7 @@ CATALOG: Choices = {  # op -> its fast implementations, the preferred first
     **routing.CHOICES,
     **experts.CHOICES,
     **optimizer.CHOICES,
+    **quantise.CHOICES,
 }
 
 

@@ -1,0 +1,93 @@
+"""Quantisation of rows in tiles: along the rows for y = x W^T, along the columns for weight gradients, or both at once.
+
+    rows      values (P, D), scales (P, D / 128) or (P, 1)
+    columns   values (D, P): transposed, so that the rows of an expert are contiguous; scales (D, M) or (D, M) repeated
+
+A scale covers a block of 128 values along the contraction (`"block"`), or it is given: one for each row, or one for each
+tile and column. Scales lie in memory with the rows (tiles) contiguous for `rows` and columns contiguous for `columns`, as
+the products read them.
+
+P padded rows in M tiles (row_tiles.py), D width.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from moefold.kernels.quantise.fp8 import (
+    BLOCK,
+    Quantised,
+    ScaleRule,
+    largest_magnitude,
+    round_to_fp8,
+    scale_from_amax,
+)
+from moefold.kernels.quantise.row_tiles import RowTiles, pad_to_tiles
+from moefold.kernels.registry import register_op
+
+Scales = Tensor | Literal["block"] | None  # given; of blocks of 128; or that direction is not wanted
+
+
+class TileMaxima(NamedTuple):
+    """Largest magnitudes: of each row, (P,), and of each column within each tile, (M, D)."""
+
+    rows_P: Tensor
+    columns_MD: Tensor
+
+
+class QuantisedTiles(NamedTuple):
+    rows: Quantised | None
+    columns: Quantised | None
+
+
+@register_op
+def tile_maxima(source_ND: Tensor, tiles: RowTiles, index_R: Tensor | None = None) -> TileMaxima:
+    x_PD = pad_to_tiles(source_ND, tiles, index_R)
+    x_MBD = x_PD.unflatten(0, (-1, BLOCK))
+    return TileMaxima(largest_magnitude(x_PD, 1), largest_magnitude(x_MBD, 1))
+
+
+@register_op
+def quantise_tiles(
+    source_ND: Tensor,
+    tiles: RowTiles,
+    rule: ScaleRule,
+    rows: Scales = None,
+    columns: Scales = None,
+    index_R: Tensor | None = None,
+) -> QuantisedTiles:
+    """`rows` given: (P,) fp32. `columns` given: (M, D) fp32."""
+    x_PD = pad_to_tiles(source_ND, tiles, index_R)
+    return QuantisedTiles(quantise_rows(x_PD, rows, rule), quantise_columns(x_PD, columns, rule))
+
+
+def quantise_rows(x_PD: Tensor, scales: Scales, rule: ScaleRule) -> Quantised | None:
+    if scales is None:
+        return None
+    if isinstance(scales, Tensor):
+        scales_P1 = scales[:, None]
+        return Quantised(round_to_fp8(x_PD, scales_P1, rule.format), scales_P1)
+    width = x_PD.shape[1]
+    padding = -width % BLOCK
+    padded = torch.nn.functional.pad(x_PD, (0, padding))
+    x_PNB = padded.unflatten(1, (-1, BLOCK))
+    scales_PN = scale_from_amax(largest_magnitude(x_PNB, 2), rule)
+    values_PNB = round_to_fp8(x_PNB, scales_PN[..., None], rule.format)
+    values_PD = values_PNB.flatten(1)[:, :width].contiguous()
+    return Quantised(values_PD, scales_PN.T.contiguous().T)
+
+
+def quantise_columns(x_PD: Tensor, scales: Scales, rule: ScaleRule) -> Quantised | None:
+    if scales is None:
+        return None
+    x_MBD = x_PD.unflatten(0, (-1, BLOCK))
+    if isinstance(scales, Tensor):
+        scales_MD = scales
+    else:
+        scales_MD = scale_from_amax(largest_magnitude(x_MBD, 1), rule)
+    values_MBD = round_to_fp8(x_MBD, scales_MD[:, None], rule.format)
+    values_DP = values_MBD.flatten(0, 1).T.contiguous()
+    return Quantised(values_DP, scales_MD.T)

@@ -1,0 +1,69 @@
+"""Quantisation of weights in both layouts: (E, N, D) for y = x W^T, and (E, D, N) for dx = dy W.
+
+    "block"     one scale for 128 x 128 values: both layouts hold the same bytes
+    "expert"    one scale for a matrix: both layouts hold the same bytes
+    "channel"   one scale for each output of the product: for each n in (E, N, D), for each d in (E, D, N)
+
+E experts (1 for a dense layer), N outputs, D inputs.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from moefold.kernels.quantise.fp8 import (
+    BLOCK,
+    Quantised,
+    ScaleRule,
+    largest_magnitude,
+    round_to_fp8,
+    scale_from_amax,
+)
+from moefold.kernels.registry import register_op
+
+WeightScales = Literal["block", "expert", "channel"]
+
+
+class QuantisedWeight(NamedTuple):
+    """`forward`: values (E, N, D). `transposed`: values (E, D, N). Scales: (E, N / 128, D / 128), (E, 1, 1), or (E, N, 1)."""
+
+    forward: Quantised
+    transposed: Quantised
+
+
+@register_op
+def quantise_weight(w_END: Tensor, scales: WeightScales, rule: ScaleRule) -> QuantisedWeight:
+    w_EDN = w_END.mT
+    if scales == "channel":
+        forward = quantise_channels(w_END, rule)
+        return QuantisedWeight(forward, quantise_channels(w_EDN, rule))
+    amax = block_maxima(w_END) if scales == "block" else largest_magnitude(w_END, (1, 2))[:, None, None]
+    scale = scale_from_amax(amax, rule)
+    values_END = round_to_fp8(w_END, spread_over_blocks(scale, w_END), rule.format)
+    transposed = Quantised(values_END.mT.contiguous(), scale.mT.contiguous())
+    return QuantisedWeight(Quantised(values_END, scale), transposed)
+
+
+def quantise_channels(w_END: Tensor, rule: ScaleRule) -> Quantised:
+    scale = scale_from_amax(largest_magnitude(w_END, 2), rule)[..., None]
+    values = round_to_fp8(w_END, scale, rule.format)
+    return Quantised(values.contiguous(), scale)
+
+
+def block_maxima(w_END: Tensor) -> Tensor:
+    _, n, d = w_END.shape
+    padded = torch.nn.functional.pad(w_END, (0, -d % BLOCK, 0, -n % BLOCK))
+    blocks = padded.unflatten(2, (-1, BLOCK)).unflatten(1, (-1, BLOCK))
+    return largest_magnitude(blocks, (2, 4))
+
+
+def spread_over_blocks(scale: Tensor, w_END: Tensor) -> Tensor:
+    """The scale of every element."""
+    if scale.shape[1:] == (1, 1):
+        return scale
+    _, n, d = w_END.shape
+    rows = scale.repeat_interleave(BLOCK, 1)[:, :n]
+    return rows.repeat_interleave(BLOCK, 2)[:, :, :d]

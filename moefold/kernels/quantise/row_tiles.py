@@ -1,0 +1,73 @@
+"""Rows of experts in tiles of 128: the order in which FP8 kernels read and write them.
+
+R rows sorted by expert; expert e's rows end before `ends_E[e]`. Each expert's rows fill tiles of 128 rows; its last
+tile is filled up with zeros. Tile m holds rows 128 m to 128 m + 127 of the padded order, P = 128 M rows in all. M is an
+upper bound that depends on shapes alone; `count` tiles are in use, and tiles behind these have no rows. A dense matrix
+is one expert.
+
+With `index_R`, row r is `source_ND[index_R[r]]`, and a row whose index is -1 is zero.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from moefold.kernels.quantise.fp8 import BLOCK
+
+
+class RowTiles(NamedTuple):
+    """`tiles_M4`: each tile's expert, first row, number of rows (0 for a tile not in use), first padded row (128 m).
+    `first_tile_E`: each expert's first tile. All int32, on the device."""
+
+    ends_E: Tensor
+    tiles_M4: Tensor
+    count: Tensor
+    first_tile_E: Tensor
+
+    @property
+    def padded_rows(self) -> int:
+        return len(self.tiles_M4) * BLOCK
+
+
+def row_tiles(ends_E: Tensor, rows: int) -> RowTiles:
+    """The tiles of R rows; `rows` may exceed the last end."""
+    experts = len(ends_E)
+    most = rows // BLOCK + experts
+    zero = ends_E.new_zeros(1)
+    rows_E = ends_E.diff(prepend=zero)
+    tiles_E = (rows_E + BLOCK - 1) // BLOCK
+    last_tile_E = tiles_E.cumsum(0)
+    first_tile_E = last_tile_E - tiles_E
+    tile_M = torch.arange(most, device=ends_E.device)
+    expert_M = torch.searchsorted(last_tile_E, tile_M, right=True).clamp(max=experts - 1)
+    number_M = tile_M - first_tile_E[expert_M]
+    begins_E = ends_E - rows_E
+    row_M = begins_E[expert_M] + number_M * BLOCK
+    left_M = ends_E[expert_M] - row_M
+    real_M = left_M.clamp(0, BLOCK)
+    tiles_M4 = torch.stack((expert_M, row_M, real_M, tile_M * BLOCK), 1)
+    count = last_tile_E[-1:]
+    return RowTiles(ends_E.int(), tiles_M4.int(), count.int(), first_tile_E.int())
+
+
+def padded_index(tiles: RowTiles, index_R: Tensor | None = None) -> Tensor:
+    """The source row of each padded row; -1 for padding."""
+    place = torch.arange(BLOCK, device=tiles.tiles_M4.device)
+    _, row_M, real_M, _ = tiles.tiles_M4.unbind(1)
+    row_MB = row_M[:, None] + place
+    inside_MB = place < real_M[:, None]
+    if index_R is not None:
+        last = max(len(index_R) - 1, 0)
+        row_MB = index_R[row_MB.clamp(max=last).long()]
+    return torch.where(inside_MB, row_MB, -1).flatten()
+
+
+def pad_to_tiles(source_ND: Tensor, tiles: RowTiles, index_R: Tensor | None = None) -> Tensor:
+    """x_PD: the rows in their padded order."""
+    index_P = padded_index(tiles, index_R)
+    rows_PD = source_ND[index_P.clamp(min=0).long()]
+    zero = source_ND.new_zeros(())
+    return torch.where(index_P[:, None] >= 0, rows_PD, zero)
