@@ -70,6 +70,16 @@ def checkpoint_path_is_usable(c: ConfigOnRanks) -> bool:
 
 
 @CROSS_FIELD_RULES.rule(
+    "routing is not recorded over what is replayed",
+    ("train.record_routing", "train.replay_routing"),
+    says="<train.record_routing> and <train.replay_routing> are the same file, which would be overwritten",
+    fix='set train.record_routing to ""',
+)
+def routing_files_differ(c: ConfigOnRanks) -> bool:
+    return c.train.record_routing == "" or c.train.record_routing != c.train.replay_routing
+
+
+@CROSS_FIELD_RULES.rule(
     "the name can be a folder's",
     ("name",),
     says="<name> cannot name a folder; expected letters, digits and . _ + -",

@@ -37,6 +37,9 @@ BREAKS: dict[str, list[tuple[str, int, str]]] = {
         ("--checkpoint.every=100 --checkpoint.keep_every=250", 1, "checkpoint.keep_every = 250"),
         ("--checkpoint.every=100 --checkpoint.keep_every=50", 1, "checkpoint.every = 100"),
     ],
+    "routing is not recorded over what is replayed": [
+        ("--train.record_routing=a --train.replay_routing=a", 1, "train.record_routing = a"),
+    ],
     "the checkpoint path names a place": [
         ("--checkpoint.path=://run", 1, "checkpoint.path = ://run"),
         ("--checkpoint.path=s3:bucket", 1, "checkpoint.path = s3:bucket"),

@@ -80,7 +80,8 @@ def describe_model(folder: ModelFolder) -> DescribedModel:
     """The model of a folder. Options of config.json that are not supported are refused by name."""
     where = str(folder.path / "config.json")
     kind = folder.options.get("model_type")
-    family = FAMILIES[one_of(f"model_type (in {where})", printable_text(str(kind)), FAMILIES)]
+    name = one_of(f"model_type (in {where})", printable_text(str(kind)), FAMILIES)
+    family = FAMILIES[name]
     options = ConfigOptions(folder.options, where, family_keys(family.kind))
     check_quantisation(options)
     model = read_model_config(family, options)
@@ -117,7 +118,8 @@ def read_model_config(family: ModelFamily, options: ConfigOptions) -> ModelConfi
 def joint_loss_factor(model: ModelConfig) -> float:
     """transformers' coefficient over moefold's. Its balance loss is one for all layers together and counts K choices of
     a token, so K at perfect balance; moefold's is one at perfect balance, in each layer."""
-    moe_layers = sum(is_moe_layer(model, layer) for layer in range(model.layers))
+    layers = range(model.layers)
+    moe_layers = sum(is_moe_layer(model, layer) for layer in layers)
     return max(1, moe_layers) / model.moe.top_k
 
 
@@ -128,8 +130,10 @@ def to_twelve_digits(x: float) -> float:
 
 def with_aux_loss(model: ModelConfig, weight: float) -> ModelConfig:
     """The model with another weight of the balance loss, counted over a microbatch as transformers does."""
-    balance = replace(model.moe.balance, aux_loss=to_twelve_digits(weight), aux_over="microbatch")
-    return replace(model, moe=replace(model.moe, balance=balance))
+    aux_loss = to_twelve_digits(weight)
+    balance = replace(model.moe.balance, aux_loss=aux_loss, aux_over="microbatch")
+    moe = replace(model.moe, balance=balance)
+    return replace(model, moe=moe)
 
 
 def check_quantisation(options: ConfigOptions) -> None:

@@ -154,7 +154,8 @@ def deepseek_mlp_pieces(
     yield from router_pieces(model, theirs, ours, correction=correction)
     yield from expert_pieces(model, theirs, ours)
     if model.moe.shared_ffn:
-        yield from gated_mlp_pieces(model, model.moe.shared_ffn, theirs + "shared_experts.", ours + "shared.")
+        width = model.moe.shared_ffn
+        yield from gated_mlp_pieces(model, width, theirs + "shared_experts.", ours + "shared.")
 
 
 def deepseek_v3_block_pieces(model: ModelConfig, layer: int, theirs: str, ours: str) -> Iterator[MappedPiece]:
