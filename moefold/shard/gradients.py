@@ -124,7 +124,7 @@ class Gradients:
             if self.missing[number] > 0:
                 return
             bucket = self.buckets[number]
-            reduction = self.reduce(bucket.gradients, bucket.replicas)
+            reduction = self.reduce(bucket.gradients, bucket.replicas, bucket.sums.memory_for_reduction)
             self.reductions.append(reduction)
 
     def finish(self, tokens: Tensor) -> None:

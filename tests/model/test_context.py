@@ -179,7 +179,7 @@ def repeats(world: World) -> dict[str, bool]:
     found: dict[str, bool] = {}
     for name in CONTEXT_MECHANISMS:
         context = choose_context_mechanism(name, BoundKernels(Facts("cpu", "fp32")), here)
-        first, second = (outcome(context, mine, narrow[:3], narrow[3], sinks.float(), form) for _ in range(2))
+        first, second = (outcome(context, narrow[:3], narrow[3], sinks.float(), form) for _ in range(2))
         found[name] = all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
     return found
 
