@@ -97,7 +97,8 @@ def test_each_kind_of_layer_is_shown_once_with_its_number(explained: Any):
     kinds = [(layer["kind"], layer["count"]) for layer in found["layers"]]
     assert kinds == [("embedding", 1), ("dense layer", 1), ("MoE layer", 3), ("head", 1)]
     assert steps_of(found, "dense layer") == ["attend", "mlp"]
-    assert steps_of(found, "MoE layer") == ["attend", "route", "plan", "dispatch", "shared", "experts", "combine"]
+    inner = ["attend", "route", "plan", "dispatch", "shared", "experts", "combine", "add"]
+    assert steps_of(found, "MoE layer") == inner
     assert steps_of(explained("tiny"), "MoE layer") == ["attend", "route", "plan", "dispatch", "experts", "combine"]
     found = explained("latent-30b-a3b-tiny")
     assert steps_of(found, "MoE layer") == [
@@ -124,7 +125,7 @@ def test_the_layers_ahead_are_shown_before_the_head_that_they_share(explained: A
     found = explained("deepseek-v3")
     kinds = [(layer["kind"], layer["count"]) for layer in found["layers"]]
     assert kinds == [("embedding", 1), ("dense layer", 3), ("MoE layer", 58), ("layer ahead", 1), ("head", 1)]
-    inner = ["attend", "route", "plan", "dispatch", "shared", "experts", "combine"]
+    inner = ["attend", "route", "plan", "dispatch", "shared", "experts", "combine", "add"]
     assert steps_of(found, "layer ahead") == ["look_ahead", *inner, "set_aside"]
 
 
