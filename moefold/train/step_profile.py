@@ -6,6 +6,7 @@ for torch's profiler and count what autograd saves between forward and backward;
 
 from __future__ import annotations
 
+import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -107,12 +108,19 @@ class ForwardMarks:
             mark.__exit__(None, None, None)
 
 
+class NamesUnderWay(threading.local):
+    """Names of the step and the region that this thread runs now: steps run on two lanes."""
+
+    def __init__(self):
+        self.names: list[str] = []
+
+
 class SavedTensorCounter:
     """An observer that counts what the first pass saves for its backward, by the step and region that saved it."""
 
     def __init__(self, run: Run):
         self.saved = defaultdict[str, int](int)
-        self.open_names: list[str] = []  # the step and the region that run now
+        self.open = NamesUnderWay()
         self.first_key: PassKey | None = None
         self.has_finished = False
         parameters = run.model.parameters()
@@ -126,11 +134,11 @@ class SavedTensorCounter:
         if key != self.first_key:
             self.has_finished = True
         if kind == "F":
-            self.open_names.append(step.spec.name)
+            self.open.names.append(step.spec.name)
 
     def after(self, step: Step, kind: PassKind, key: PassKey) -> None:
         if kind == "F":
-            self.open_names.remove(step.spec.name)
+            self.open.names.remove(step.spec.name)
 
     @contextmanager
     def counting_saved(self) -> Iterator[None]:
@@ -144,10 +152,10 @@ class SavedTensorCounter:
 
     def region_hooks(self, region: Region) -> Iterable[Any]:
         def enter_region(*_: object) -> None:
-            self.open_names.append(region.name)
+            self.open.names.append(region.name)
 
         def leave_region(*_: object) -> None:
-            self.open_names.remove(region.name)
+            self.open.names.remove(region.name)
 
         entering = region.register_forward_pre_hook(enter_region)
         leaving = region.register_forward_hook(leave_region)
@@ -155,10 +163,10 @@ class SavedTensorCounter:
 
     def count(self, x: Tensor) -> Tensor:
         storage = storage_address(x)
-        counts = self.open_names and not self.has_finished
+        counts = self.open.names and not self.has_finished
         if counts and storage not in self.seen:
             self.seen.add(storage)
-            place = " ".join(self.open_names)
+            place = " ".join(self.open.names)
             self.saved[place] += x.untyped_storage().nbytes()
         return x
 

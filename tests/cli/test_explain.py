@@ -239,3 +239,10 @@ def test_fused_experts_have_no_activation_region():
     fused = {"expert_mlp": {"implementation": "gluon", "why": ""}}
     absent = describe_regions(PRESETS["qwen3-30b-a3b"]().model, fused)["absent"]
     assert "one fused kernel (expert_mlp: gluon)" in absent["activation"]
+
+
+def test_it_says_what_runs_beside_the_exchanges_of_a_microbatch(explained: Any):
+    assert explained("tiny")["beside_exchanges"] == ""
+    assert explained("deepseek-v3-tiny")["beside_exchanges"] == "", "on one rank nothing is sent"
+    spread = explained("deepseek-v3-tiny", "--parallel.ep", "2", "--nproc", "2")["beside_exchanges"]
+    assert spread.startswith("shared experts, beside plan and dispatch")
