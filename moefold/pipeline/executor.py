@@ -108,9 +108,9 @@ class Executor:
         finally:
             self.around = before
 
-    def observers_of_pass(self, segments: Segments) -> tuple[Around, ...]:
+    def observers_of_pass(self, is_cut: bool) -> tuple[Around, ...]:
         """The observers, and where steps run on two lanes the tracer of the spans, if spans are recorded."""
-        if len(segments) > 1 and self.spans.recording:
+        if is_cut and self.spans.recording:
             return (*self.around, StepTracer(self.spans))
         return self.around
 
@@ -284,14 +284,17 @@ class StepRun:
     def stage_of(self, op: PipelineOp) -> Stage:
         return self.executor.stages[op.stage]
 
+    def is_paired(self, op: PipelineOp) -> bool:
+        return pass_key(op) in self.program.paired_passes
+
     def cut_stage_of(self, op: PipelineOp) -> CutStage:
-        is_paired = pass_key(op) in self.program.paired_passes
-        return self.executor.cut_stage(op.stage, is_paired)
+        return self.executor.cut_stage(op.stage, self.is_paired(op))
 
     def forward_work(self, op: PipelineOp, carry: Carry) -> ForwardWork:
         key = pass_key(op)
         stage = self.cut_stage_of(op)
-        observers = self.executor.observers_of_pass(stage.segments)
+        is_cut = self.is_paired(op) or len(stage.segments) > 1
+        observers = self.executor.observers_of_pass(is_cut)
         passage = Passage(stage.segments, observers, key)
         passage.begin(carry)
         self.passages[key] = passage
