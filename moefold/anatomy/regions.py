@@ -105,7 +105,8 @@ def model_step_names(model: ModelConfig) -> Iterator[str]:
     yield from ("embed", "attend", "predict")
     if model.mtp:
         yield from ("look_ahead", "set_aside")
-    moe_layers = [is_moe_layer(model, layer) for layer in range(model.layers + model.mtp)]
+    layers = range(model.layers + model.mtp)
+    moe_layers = [is_moe_layer(model, layer) for layer in layers]
     if not all(moe_layers):
         yield "mlp"
     if not any(moe_layers):

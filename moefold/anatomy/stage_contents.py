@@ -100,7 +100,8 @@ def pipeline_stages(config: Config) -> list[Stage]:
         aside = depths.start + 1 if depths.start else 0  # with the model's own stream
         embeds = "E" in pieces
         predicts = "L" in pieces
-        stage = Stage(number, embeds, layout.layers(number), ahead, predicts, aside)
+        layers = layout.layers(number)
+        stage = Stage(number, embeds, layers, ahead, predicts, aside)
         stages.append(stage)
     return stages
 
@@ -137,7 +138,8 @@ def final_norm_ranks(config: Config) -> list[int]:
 def pipeline_program(config: Config, microbatches: int) -> Program:
     """The slots of every pipeline rank in one training step."""
     pipeline = config.pipeline
-    program = build_program(pipeline.schedule, config.parallel.pp, pipeline.vpp, microbatches)
+    pp = config.parallel.pp
+    program = build_program(pipeline.schedule, pp, pipeline.vpp, microbatches)
     if pipeline.pair:
         program = pair_forward_with_backward(program)
     if pipeline.defer:

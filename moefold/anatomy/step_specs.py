@@ -47,7 +47,8 @@ class WeightSpec:
 
     @property
     def is_matrix(self) -> bool:
-        return len(self.shape) > 1 and not self.name.endswith("bias")
+        is_bias = self.name.endswith("bias")
+        return len(self.shape) > 1 and not is_bias
 
     def part(self, degrees: Mapping[str, int]) -> tuple[float, ...]:
         """The shape on one rank, for these degrees of the axes; uneven parts are averaged."""
@@ -179,7 +180,8 @@ def inner_norm_ops(model: ModelConfig) -> tuple[str, ...]:
 def sliding_window_of(model: ModelConfig, layer: int) -> int:
     """The window of a layer's attention; 0: none. Every `full_every`-th layer has none."""
     a = model.attention
-    is_full = a.full_every > 1 and (layer + 1) % a.full_every == 0
+    number = layer + 1
+    is_full = a.full_every > 1 and number % a.full_every == 0
     return 0 if is_full else a.window
 
 
@@ -200,8 +202,10 @@ def latent_attention_weights(model: ModelConfig) -> Weights:
         weights.append(WeightSpec("attention.query_norm.weight", (a.q_rank,)))
     weights.append(WeightSpec("attention.latent_norm.weight", (a.kv_rank,)))
     # Up to the heads, which tp cuts.
-    weights.append(tp_weight("attention.query.weight", a.heads, a.head_dim, a.q_rank or d))
-    weights.append(tp_weight("attention.key.weight", a.heads, a.head_dim - a.rope_dim, a.kv_rank))
+    query_width = a.q_rank or d
+    weights.append(tp_weight("attention.query.weight", a.heads, a.head_dim, query_width))
+    nope_dim = a.head_dim - a.rope_dim
+    weights.append(tp_weight("attention.key.weight", a.heads, nope_dim, a.kv_rank))
     weights.append(tp_weight("attention.value.weight", a.heads, value_dim, a.kv_rank))
     return (*weights, *output_projection_weights(model, value_dim))
 
@@ -224,7 +228,8 @@ def grouped_query_weights(model: ModelConfig) -> Weights:
 def output_projection_weights(model: ModelConfig, value_dim: int) -> Weights:
     a = model.attention
     d = model.hidden
-    projection = tp_weight("attention.out.weight", d, a.heads * value_dim, dim=1)
+    width = a.heads * value_dim
+    projection = tp_weight("attention.out.weight", d, width, dim=1)
     if not a.out_bias:
         return (projection,)
     return projection, WeightSpec("attention.out.bias", (d,))
@@ -338,7 +343,8 @@ def experts_step(model: ModelConfig) -> StepSpec:
     if moe.biases:
         ops += ("expert_bias",)
     shapes = f"R,{d} -> R,2,{moe.ffn} -> R,{d}"
-    return product_step("experts", shapes, ops, expert_weights(model), static=False, needs=("dispatch",))
+    weights = expert_weights(model)
+    return product_step("experts", shapes, ops, weights, static=False, needs=("dispatch",))
 
 
 def expert_weights(model: ModelConfig) -> Weights:
@@ -355,13 +361,15 @@ def expert_weights(model: ModelConfig) -> Weights:
     if not moe.biases:
         return weights
     gate_up_bias = WeightSpec("moe.experts.gate_up_bias", (count, 2, ffn), active, inner_cut)
-    down_bias = WeightSpec("moe.experts.down_bias", (count, d), active, ((0, "ep"),))
+    over_ep = ((0, "ep"),)
+    down_bias = WeightSpec("moe.experts.down_bias", (count, d), active, over_ep)
     return *weights, gate_up_bias, down_bias
 
 
 def combine_step(model: ModelConfig) -> StepSpec:
     width = dispatched_width(model)
-    return StepSpec("combine", "comm", False, f"R,{width} -> T,{width}", ("sum_rows",), exchanges=1)
+    shapes = f"R,{width} -> T,{width}"
+    return StepSpec("combine", "comm", False, shapes, ("sum_rows",), exchanges=1)
 
 
 # ---- blocks ----
@@ -402,7 +410,8 @@ def moe_step_specs(model: ModelConfig) -> list[StepSpec]:
 
 def embed_step(model: ModelConfig) -> StepSpec:
     table = tp_weight("embedding.weight", model.vocab, model.hidden)
-    return StepSpec("embed", "compute", True, f"T -> T,{model.hidden}", ("embedding",), (table,))
+    shapes = f"T -> T,{model.hidden}"
+    return StepSpec("embed", "compute", True, shapes, ("embedding",), (table,))
 
 
 def predict_step(model: ModelConfig) -> StepSpec:
@@ -414,7 +423,8 @@ def predict_step(model: ModelConfig) -> StepSpec:
         weights += (matrix,)
     shapes = f"T,{d} -> T,{vocab} in chunks -> loss"
     matmul = (1.0 + model.mtp) * matrix.size  # tied or not, once for each loss
-    return StepSpec("predict", "compute", True, shapes, ("add_rmsnorm", "cross_entropy"), weights, matmul)
+    ops = ("add_rmsnorm", "cross_entropy")
+    return StepSpec("predict", "compute", True, shapes, ops, weights, matmul)
 
 
 def look_ahead_step(model: ModelConfig) -> StepSpec:
@@ -423,13 +433,16 @@ def look_ahead_step(model: ModelConfig) -> StepSpec:
     token_norm = WeightSpec("token_norm.weight", (d,))
     join = WeightSpec("join.weight", (d, 2 * d))
     shapes = f"T,{d} and T,{d} -> T,{d}"
-    return product_step("look_ahead", shapes, ("rmsnorm", "linear"), (stream_norm, token_norm, join))
+    ops = ("rmsnorm", "linear")
+    weights = (stream_norm, token_norm, join)
+    return product_step("look_ahead", shapes, ops, weights)
 
 
 def set_aside_step(model: ModelConfig) -> StepSpec:
     d = model.hidden
     norm = WeightSpec("norm.weight", (d,))
-    return StepSpec("set_aside", "compute", True, f"T,{d} -> T,{d}", ("add_rmsnorm",), (norm,))
+    shapes = f"T,{d} -> T,{d}"
+    return StepSpec("set_aside", "compute", True, shapes, ("add_rmsnorm",), (norm,))
 
 
 def mtp_step_specs(model: ModelConfig, depth: int) -> list[StepSpec]:

@@ -66,7 +66,8 @@ class Model(nn.Module):
         all_logits = None
         if logits or labels is None:
             all_logits = model.logits_from_carry(carry)
-        aux = carry["aux"] / max(1, ids.numel())
+        tokens = max(1, ids.numel())
+        aux = carry["aux"] / tokens
         return ModelOutput(loss, all_logits, aux)
 
     def mean_loss(self, carry: Carry) -> Tensor:

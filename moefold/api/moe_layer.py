@@ -57,7 +57,8 @@ class MoeLayer(nn.Module):
         config = with_keys(Config(), one_layer, "model.")
         config = with_keys(config, sizes | keys, "model.moe.")
         super().__init__()
-        self.build(config, device, dtype, seed if initialise else None, world)
+        drawn_from = seed if initialise else None
+        self.build(config, device, dtype, drawn_from, world)
 
     @classmethod
     def like(
@@ -107,11 +108,13 @@ class MoeLayer(nn.Module):
         expert since the last call."""
         everyone = self.world.dp_cp_tp
         load = self.layer.router.load
-        return update_selection_biases([load], self.config.model.moe, everyone, pace=pace)
+        moe = self.config.model.moe
+        return update_selection_biases([load], moe, everyone, pace=pace)
 
     def explain(self) -> str:
         """One line for each operation: the implementation in use, and why."""
-        return describe_kernels(self.layer.specs, self.config, self.world, without=("add_rmsnorm",))
+        outside = ("add_rmsnorm",)
+        return describe_kernels(self.layer.specs, self.config, self.world, without=outside)
 
     def extra_repr(self) -> str:
         moe = self.config.model.moe

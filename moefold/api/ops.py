@@ -67,6 +67,7 @@ def facts_of_inputs(op: str, inputs: tuple[Any, ...]) -> Facts:
         ffn=width,
         attention=shape_of_attention(floats) if is_attention else None,
         sees_all=not is_attention or sees_all_positions(*inputs[4:]),
+        square=not is_attention or inputs[0].shape[1] == inputs[1].shape[1],
     )
 
 

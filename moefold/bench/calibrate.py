@@ -198,7 +198,8 @@ class MachineCalibration:
         wanted = int(2e-3 / max(1e-6, estimate))
         count = max(1, min(20, wanted))
         measure = event_seconds if self.on_gpu else wall_clock_seconds
-        times = [measure(call_many) for _ in range(self.options.repeat)]
+        repeats = range(self.options.repeat)
+        times = [measure(call_many) for _ in repeats]
         return median(times) / count
 
     def scaled_sizes(self, *sizes: int) -> list[int]:
@@ -252,7 +253,8 @@ class MachineCalibration:
         one = ones(())
         input_blocks = ones(k // 128, rows)
         weight_blocks = ones(k // 128, n // 128)
-        return {"fp8": (one, one), "fp8-blockwise": (input_blocks.T, weight_blocks.T)}
+        blocks = (input_blocks.T, weight_blocks.T)
+        return {"fp8": (one, one), "fp8-blockwise": blocks}
 
     def time_grouped_gemms(self) -> Iterator[TimedKernel]:
         for groups, *shape in GROUPED_GEMM_SHAPES:

@@ -88,7 +88,8 @@ def kernel_variants(config: Config) -> dict[str, Config]:
 def training_losses(config: Config, corpus: Corpus) -> list[float]:
     world = single_rank_world(config.train.device)
     run = assemble_run(config, world, Path("."), corpus)
-    reports = [take_next_step(run) for _ in range(config.train.steps)]
+    steps = range(config.train.steps)
+    reports = [take_next_step(run) for _ in steps]
     run.gradients.remove_hooks()
     return [report.loss for report in reports]
 

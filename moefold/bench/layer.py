@@ -213,7 +213,8 @@ def layer_report(options: LayerOptions) -> Report:
         results.append(row)
         contenders = layer_contenders(layer, device, dtype)
         for contender, build_layer in contenders.items():
-            timing = measure_layer(build_layer(), layer, device, dtype, options.repeat)
+            built = build_layer()
+            timing = measure_layer(built, layer, device, dtype, options.repeat)
             row[contender] = timing._asdict()
             free_device_memory(device)
     return machine_facts(device) | {"results": results}

@@ -50,10 +50,12 @@ def schedules_report(options: SchedulesOptions) -> Report:
 
 
 def microbatched(config: Config) -> Config:
-    """The step of `moefold bench step`, cut into microbatches of one sequence, whose gradients are summed in fp32."""
-    train = replace(config.train, global_batch=MICROBATCHES, micro_batch=1)
+    """Microbatches of the size of a step of `moefold bench step`, whose gradients are summed in fp32, through half of
+    its layers: two microbatches and the deferred gradients must fit."""
+    train = replace(config.train, global_batch=MICROBATCHES * config.train.micro_batch)
     optim = replace(config.optim, gradients="fp32")
-    return replace(config, train=train, optim=optim)
+    model = replace(config.model, layers=max(1, config.model.layers // 2))
+    return replace(config, train=train, optim=optim, model=model)
 
 
 def print_schedules_report(report: Report) -> None:

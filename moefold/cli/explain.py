@@ -44,6 +44,7 @@ RING_OPS = {
     "merge_attention_block",
 }  # added by a ring of context-parallel ranks
 NODE_SIZE = 8  # ranks of one node, where the environment does not say
+ROUTERS_CHOOSE = "chosen by the routers"
 Description = dict[str, Any]
 
 
@@ -103,6 +104,7 @@ def explain_config(config: Config, ranks: int) -> Description:
         "grids": grids,
         "pipeline": pipeline_placement(config),
         "layers": [describe_layer(layer, config) for layer in layers],
+        "routing": routing_source(config),
         "dispatcher": dispatcher_choice(config, ranks, facts),
         "beside_exchanges": work_beside_exchanges(config),
         "kernels": kernels,
@@ -169,6 +171,17 @@ def pipeline_placement(config: Config) -> Description | None:
     }
 
 
+def routing_source(config: Config) -> str:
+    """Who chooses the experts of a token, and where the choices are recorded."""
+    train = config.train
+    source = ROUTERS_CHOOSE
+    if train.replay_routing:
+        source = f"replayed from {train.replay_routing}; weights and gradients come from the routers' scores"
+    if train.record_routing:
+        source += f"; recorded to {train.record_routing}"
+    return source
+
+
 def dispatcher_choice(config: Config, ranks: int, facts: Facts) -> dict[str, str]:
     element_bytes = BYTES_PER_ELEMENT[facts.dtype]
     node_ranks = min(ranks, NODE_SIZE)
@@ -218,6 +231,8 @@ def print_explanation(explanation: Description) -> None:
         console.print(f"{name} grid: {' x '.join(axes)}")
     if explanation["pipeline"]:
         print_pipeline(explanation["pipeline"], console)
+    if explanation["routing"] != ROUTERS_CHOOSE:
+        console.print(escape(f"experts of a token: {explanation['routing']}"))
     dispatcher = explanation["dispatcher"]
     console.print(f"dispatcher (on nodes of at most {NODE_SIZE} ranks): {dispatcher['name']} ({dispatcher['why']})")
     if explanation["beside_exchanges"]:

@@ -29,7 +29,8 @@ def main() -> None:
 
 
 def run_command_line(argv: Sequence[str]) -> int:
-    """Run a command. Exit code: 0, 1 for a failure while running, 2 for input that must change."""
+    """Run a command. Exit code: 0, 1 for a failure while running, 2 for input that must change, 3 for a plan that does
+    not fit."""
     try:
         code = dispatch_command(list(argv))
         sys.stdout.flush()
@@ -45,7 +46,7 @@ def run_command_line(argv: Sequence[str]) -> int:
             return closed_output_code()
         raise
     except UserError as refused:
-        return report_problem(str(refused), 2)
+        return report_problem(str(refused), refused.exit_code)
     except RunFailure as failed:
         return report_problem(str(failed), 1)
     except KeyboardInterrupt:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import tyro
@@ -13,12 +14,16 @@ from rich.table import Table
 
 from moefold.bench.report import show_report
 from moefold.cli.plan_advice import print_beside_figures
+from moefold.config.errors import UserError
 from moefold.config.read import parse_overrides
 from moefold.plan.answer import TIME_WALLS, answer_request
+from moefold.plan.launch import write_launch_files
+from moefold.plan.remedies import NothingFits
 from moefold.presets.command_form import CommandForm
 from moefold.presets.command_options import read_options
 
 Answer = dict[str, Any]  # of the planner
+NOT_IN_TRAINER = "not in the trainer yet"
 LAYOUT_DEGREES = ("tp", "cp", "pp", "vpp", "ep", "etp", "dp", "edp")
 
 
@@ -61,6 +66,10 @@ class PlanCommandOptions:
     """Search for the best layouts; also done when no layout is given."""
     best: int = 10
     """Number of layouts that a search shows."""
+    beyond_trainer: bool = False
+    """Search recompute too, which the trainer does not have yet; such layouts are marked."""
+    write: Path | None = None
+    """Folder for the launch files of the plan: config.yaml, torchrun.sh and run.sbatch."""
     explain: bool = False
     """Print the arithmetic behind the numbers."""
     json: bool = False
@@ -74,13 +83,21 @@ def run_command(argv: Sequence[str]) -> int:
     options, overrides = read_options(FORM, argv)
     request = plan_request(options) | parse_overrides(overrides)
     answer = answer_request(request)
-    return show_report(answer, options.json, print_plan)
+    if options.write and answer["launch"]:
+        write_launch_files(options.write, answer["launch"])
+    show_report(answer, options.json, print_plan)
+    if not answer["fits"]:
+        return NothingFits.exit_code
+    if options.write and not answer["launch"]:
+        missing = ", ".join(answer["not_in_trainer"])
+        raise UserError(f"nothing was written to {options.write}: {NOT_IN_TRAINER}: {missing}; leave these choices out")
+    return 0
 
 
 def plan_request(options: PlanCommandOptions) -> dict[str, Any]:
     """The options that were given; the recipe fills in the others."""
     given = asdict(options)
-    del given["json"]
+    del given["json"], given["write"]
     return {name: value for name, value in given.items() if value or name == "gpus"}
 
 
@@ -96,13 +113,34 @@ def print_plan(answer: Answer) -> None:
     console.print("; ".join(choices))
     if layout["pp"] > 1:
         console.print(escape(f"pipeline {layout['schedule']}, {layout['stages']}"))
+    if answer["not_in_trainer"]:
+        console.print(f"[yellow]{NOT_IN_TRAINER}[/yellow]: {escape(', '.join(answer['not_in_trainer']))}")
     print_step_time(answer, console)
     print_memory_table(answer, console)
     print_beside_figures(answer, console)
+    if not answer["fits"]:
+        print_remedies(answer, console)
     if answer["searched"]:
         print_layout_table(answer, console)
+    if answer["launch"]:
+        print_launch_files(answer["launch"], console)
     for line in answer.get("explained", ()):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def print_remedies(answer: Answer, console: Console) -> None:
+    remedies = answer["remedies"] or ["another layout: add --search"]
+    console.print("what fits:", highlight=False)
+    for remedy in remedies:
+        console.print(f"  {remedy}", highlight=False, markup=False)
+
+
+def print_launch_files(files: dict[str, str], console: Console) -> None:
+    """The commands of the launch files; config.yaml is long, and --write writes it."""
+    console.print("to launch, after --write DIR has written config.yaml, torchrun.sh and run.sbatch into a folder:")
+    command = files["torchrun.sh"].splitlines()[-1]
+    for line in (command, "sbatch run.sbatch"):
+        console.print(f"  {line}", highlight=False, markup=False, soft_wrap=True)
 
 
 def layout_headline(answer: Answer) -> str:
@@ -114,19 +152,29 @@ def layout_headline(answer: Answer) -> str:
 
 
 def print_step_time(answer: Answer, console: Console) -> None:
-    step, budget = answer["step_s"], answer["budget"]
+    step = answer["step_s"]
     console.print(
         f"[bold]{step:.4g} s[/bold] a step: {answer['tflops_per_gpu']:.4g} TFLOP/s and "
         f"{answer['tokens_per_s_per_gpu']:,.0f} tokens/s a GPU, MFU {answer['mfu']:.1%} of the "
-        f"{answer['layout']['precision']} peak; {budget['tokens']:.3g} tokens in {budget['days']:,.1f} days, "
-        f"{budget['gpu_hours']:,.0f} GPU hours, about ${budget['dollars']:,.0f}"
+        f"{answer['layout']['precision']} peak"
     )
+    print_budget(answer, console)
     table = Table("where the time goes", title_justify="left")
     table.add_column("seconds", justify="right")
     table.add_column("share", justify="right")
     for name, seconds in answer["time_by_wall"].items():
         table.add_row(TIME_WALLS[name], f"{seconds:.3f}", f"{seconds / step:.1%}")
     console.print(table)
+
+
+def print_budget(answer: Answer, console: Console) -> None:
+    budget = answer["budget"]
+    days = f"{budget['tokens']:.3g} tokens in {budget['days']:,.1f} days"
+    cost = f"{budget['gpu_hours']:,.0f} GPU hours, about ${budget['dollars']:,.0f}"
+    if answer["fits"]:
+        console.print(f"{days}, {cost}")
+    else:
+        console.print(f"[dim]if it fitted: {days}, {cost}[/dim]", highlight=False)
 
 
 def print_memory_table(answer: Answer, console: Console) -> None:
@@ -169,6 +217,8 @@ def print_layout_table(answer: Answer, console: Console) -> None:
         numbers = (layout["step_s"], layout["tflops_per_gpu"], layout["memory_gib"])
         cells = [f"{number:.4g}" for number in numbers]
         recompute = ",".join(layout["layout"]["recompute"]) or "-"
+        if layout["not_in_trainer"]:
+            recompute = f"{recompute} ({NOT_IN_TRAINER})"
         table.add_row(layout["text"], recompute, *cells)
     console.print(table)
     for rejected in answer["rejected"]:

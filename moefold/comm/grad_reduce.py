@@ -2,8 +2,8 @@
 
 As fp32: one reduce-scatter. As bf16: every rank sends each other rank its part in bf16 (all-to-all) and sums the parts
 it receives in fp32; half the bytes of fp32, and one rounding of each summand where a bf16 ring would round every hop.
-Nothing is allocated for it: rounded, fp32 gradients take half of their own memory, and received parts the other half.
-Gradients that are bf16 from the start need memory for the received parts; their sum is fp32, too.
+Nothing but the sum is allocated for it: rounded, fp32 gradients take half of their own memory, and received parts the
+other half. Gradients that are bf16 from the start need memory for the received parts; their sum is fp32, too.
 
     fp32    | g0      | g1      | g2      | g3      |
     bf16    | g0 | g1 | g2 | g3 | from 0  | from 1 ..
@@ -21,6 +21,8 @@ from torch import Tensor
 from moefold.comm.collectives import DIST_REDUCE_SCATTER, announce, reduce_scatter_bytes
 from moefold.layout.axes import Axis
 
+Allocator = Callable[..., Tensor]  # as torch.empty
+
 
 @dataclass
 class PendingReduction:
@@ -37,33 +39,39 @@ class PendingReduction:
 def wait_for_nothing() -> None: ...
 
 
-def reduce_scatter_fp32(x: Tensor, axis: Axis) -> PendingReduction:
+def reduce_scatter_fp32(x: Tensor, axis: Axis, allocate: Allocator = torch.empty) -> PendingReduction:
     if axis.size == 1:
         return PendingReduction(wait_for_nothing, lambda: x)
     announce("reduce", axis, x, reduce_scatter_bytes(x, axis))
-    out = x.new_empty(len(x) // axis.size)
+    out = allocate(len(x) // axis.size, dtype=x.dtype, device=x.device)
     work = DIST_REDUCE_SCATTER(out, x, group=axis.group, async_op=True)
     return PendingReduction(work.wait, lambda: out)  # pyright: ignore[reportOptionalMemberAccess]
 
 
-def reduce_scatter_bf16(x: Tensor, axis: Axis) -> PendingReduction:
+def reduce_scatter_bf16(x: Tensor, axis: Axis, allocate: Allocator = torch.empty) -> PendingReduction:
     if axis.size == 1:
         return PendingReduction(wait_for_nothing, lambda: x)
     if x.dtype == torch.bfloat16:
         sent = x
-        received = torch.empty_like(x)
+        received = allocate(len(x), dtype=x.dtype, device=x.device)
     else:
         sent, received = round_to_bf16_in_place(x)
     sum_dtype = torch.promote_types(x.dtype, torch.float32)
     announce("reduce", axis, sent, reduce_scatter_bytes(sent, axis))
     work = dist.all_to_all_single(received, sent, group=axis.group, async_op=True)
     parts = received.view(axis.size, -1)
-    return PendingReduction(work.wait, lambda: sum_part_by_part(parts, sum_dtype))  # pyright: ignore[reportOptionalMemberAccess]
+
+    def sum_of_parts() -> Tensor:
+        total = allocate(parts.shape[1], dtype=sum_dtype, device=x.device)
+        return sum_part_by_part(parts, total)
+
+    return PendingReduction(work.wait, sum_of_parts)  # pyright: ignore[reportOptionalMemberAccess]
 
 
-def sum_part_by_part(parts: Tensor, dtype: torch.dtype) -> Tensor:
-    """The sum over dim 0 in that dtype, one part after the other: torch's own sum would first convert all of them."""
-    total = parts[0].to(dtype)
+def sum_part_by_part(parts: Tensor, total: Tensor) -> Tensor:
+    """The sum over dim 0 in the dtype of `total`, one part after the other: torch's own sum would first convert all of
+    them."""
+    total.copy_(parts[0])
     for part in parts[1:]:
         total += part
     return total

@@ -52,7 +52,8 @@ class PipelineChannel:
         self.forget_completed_sends()
         x = staged_through_host(x, self.axis)
         receiver = self.axis.ranks[to]
-        work = dist.isend(x, receiver, group=self.axis.group)
+        group = self.axis.group
+        work = dist.isend(x, receiver, group=group)
         self.pending_sends.append((work, x))
 
     def forget_completed_sends(self) -> None:
@@ -66,7 +67,8 @@ class PipelineChannel:
         """`like` is the memory to receive into."""
         buffer = staged_through_host(like, self.axis)
         sender = self.axis.ranks[source]
-        work = dist.irecv(buffer, sender, group=self.axis.group)
+        group = self.axis.group
+        work = dist.irecv(buffer, sender, group=group)
         return PendingReceive(work, buffer, like.device)
 
     def flush(self) -> None:

@@ -1,4 +1,5 @@
-"""Exceptions that the command line prints without a traceback: exit code 2 for a user's error, 1 for a failed run."""
+"""Exceptions that the command line prints without a traceback: exit code 2 for a user's error, 1 for a failed run. A
+subclass may have an exit code of its own."""
 
 from __future__ import annotations
 
@@ -11,6 +12,8 @@ __all__ = ["RunFailure", "UserError", "did_you_mean", "one_of", "printable_text"
 
 class UserError(Exception):
     """A request that cannot be met. Each problem names what was found, what was expected and what to do."""
+
+    exit_code = 2
 
     def __init__(self, *problems: str):
         self.problems = problems

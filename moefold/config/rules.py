@@ -70,6 +70,16 @@ def checkpoint_path_is_usable(c: ConfigOnRanks) -> bool:
 
 
 @CROSS_FIELD_RULES.rule(
+    "routing is not recorded over what is replayed",
+    ("train.record_routing", "train.replay_routing"),
+    says="<train.record_routing> and <train.replay_routing> are the same file, which would be overwritten",
+    fix='set train.record_routing to ""',
+)
+def routing_files_differ(c: ConfigOnRanks) -> bool:
+    return c.train.record_routing == "" or c.train.record_routing != c.train.replay_routing
+
+
+@CROSS_FIELD_RULES.rule(
     "the name can be a folder's",
     ("name",),
     says="<name> cannot name a folder; expected letters, digits and . _ + -",
@@ -119,12 +129,13 @@ def top_k_within_experts(c: ConfigOnRanks) -> bool:
 
 @CROSS_FIELD_RULES.rule(
     "dense layers within layers",
-    ("model.moe.dense_layers", "model.layers"),
-    says="<model.moe.dense_layers> exceeds <model.layers>",
+    ("model.moe.dense_layers", "model.layers", "model.mtp"),
+    says="<model.moe.dense_layers> exceeds <model.layers> and the further layers of <model.mtp>",
     fix="set model.moe.dense_layers to at most {model.layers}",
 )
 def dense_layers_within_layers(c: ConfigOnRanks) -> bool:
-    return c.model.moe.dense_layers <= c.model.layers
+    model = c.model
+    return model.moe.dense_layers <= model.layers + model.mtp
 
 
 # Rotary frequencies.
@@ -139,17 +150,6 @@ def dense_layers_within_layers(c: ConfigOnRanks) -> bool:
 def llama3_frequencies_in_order(c: ConfigOnRanks) -> bool:
     rope = c.model.attention.rope
     return rope.scaling != "llama3" or rope.low_frequency < rope.high_frequency
-
-
-@CROSS_FIELD_RULES.rule(
-    "yarn rotations in order",
-    (ROPE + "beta_fast", ROPE + "beta_slow", ROPE + "scaling"),
-    says="<model.attention.rope.beta_slow> is above <model.attention.rope.beta_fast>",
-    fix="set model.attention.rope.beta_fast to at least {model.attention.rope.beta_slow}",
-)
-def yarn_rotations_in_order(c: ConfigOnRanks) -> bool:
-    rope = c.model.attention.rope
-    return rope.scaling != "yarn" or rope.beta_slow <= rope.beta_fast
 
 
 # Data.

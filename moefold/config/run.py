@@ -192,6 +192,8 @@ class TrainConfig:
     )
     validate_every: int = key(100, "steps between validations; the first is at step 0", at_least=1)
     validate_sequences: int = key(64, "sequences of one validation", at_least=1)
+    record_routing: str = key("", "file to write the experts of every token to, for replay on any layout")
+    replay_routing: str = key("", "file of such a record, whose experts replace the routers' choices")
     sample_tokens: int = key(200, "tokens of the sample printed at the end; 0: none", at_least=0)
 
 
@@ -256,7 +258,10 @@ class PipelineConfig:
 @dataclass(frozen=True)
 class KernelsConfig:
     force: tuple[str, ...] = key((), "implementations to use regardless, as op=name, such as attention=reference")
-    repeatable: bool = key(True, "bitwise equal runs of one seed on a GPU too; false allows faster sums in any order")
+    repeatable: bool = key(
+        True,
+        "bitwise equal runs of one seed on a GPU too (exceptions: `explain`); false allows faster sums in any order",
+    )
 
 
 @dataclass(frozen=True)

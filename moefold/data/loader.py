@@ -10,9 +10,10 @@ predict the next document.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -31,6 +32,7 @@ class Batch:
     labels_BS: Tensor
     first: int = 0  # the number of its first sequence in the run's order; the others follow
     begins_BS: Tensor | None = None  # the position at which a token's document begins; None: one document
+    imposed: Mapping[int, Tensor] = field(default_factory=dict)  # by MoE layer: expert ids (B, S, K) to use
 
     def microbatches(self, size: int) -> Iterator[Batch]:
         for start in range(0, len(self.tokens_BS), size):
@@ -38,7 +40,16 @@ class Batch:
             begins_BS = None if self.begins_BS is None else self.begins_BS[rows]
             tokens_BS = self.tokens_BS[rows]
             labels_BS = self.labels_BS[rows]
-            yield Batch(tokens_BS, labels_BS, self.first + start, begins_BS)
+            imposed = {layer: ids_BSK[rows] for layer, ids_BSK in self.imposed.items()}
+            yield Batch(tokens_BS, labels_BS, self.first + start, begins_BS, imposed)
+
+
+class RoutingSource(Protocol):
+    """Recorded expert ids of some MoE layers, by the number of a sequence in the run's order."""
+
+    layers: list[int]
+
+    def read_rows(self, layer: int, first: int, count: int) -> np.ndarray: ...
 
 
 class BatchLoader:
@@ -64,6 +75,7 @@ class BatchLoader:
         self.uploads = UploadStream(device)
         self.windows = (len(tokens) - 1) // seq_len
         self.consumed = 0
+        self.replay: RoutingSource | None = None  # expert ids that batches carry
         self.prefetched: tuple[int, ToDevice] | None = None  # a batch being copied, by the sequences consumed before it
 
     def next_batch(self) -> Batch:
@@ -86,8 +98,11 @@ class BatchLoader:
         return self.receive_batch(upload, first)
 
     def receive_batch(self, upload: ToDevice, first: int) -> Batch:
-        tokens, labels, *begins = upload.take()
-        return Batch(tokens, labels, first, *begins)
+        tokens, labels, *others = upload.take()
+        begins = None if self.starts is None else others.pop(0)
+        layers = self.replay.layers if self.replay else []
+        imposed = dict(zip(layers, others, strict=True))
+        return Batch(tokens, labels, first, begins, imposed)
 
     def sequences_per_rank(self, count: int) -> int:
         """Sequences in each rank's share of `count`, rounded up: every rank runs the same number of forward passes.
@@ -120,8 +135,17 @@ class BatchLoader:
             begins_document = begins[:, 1:] == next_positions
             labels[begins_document] = IGNORE_INDEX
             arrays.append(begins[:, :-1].copy())
+        arrays += self.replayed_choices(consumed, count)
         tensors = list(map(torch.from_numpy, arrays))
         return self.uploads.begin(tensors)
+
+    def replayed_choices(self, consumed: int, count: int) -> list[np.ndarray]:
+        """The recorded expert ids of this rank's sequences, one array for each of its MoE layers."""
+        if self.replay is None:
+            return []
+        first = self.first_sequence(consumed, count)
+        share = self.sequences_per_rank(count)
+        return [self.replay.read_rows(layer, first, share) for layer in self.replay.layers]
 
     def tokens_of_sequence(self, number: int) -> np.ndarray:
         """The tokens of a sequence, and the one behind it, which is a label only."""

@@ -38,5 +38,6 @@ class AllGatherDispatcher:
 
     def combine(self, y_RD: Tensor, receipt: Receipt) -> Tensor:
         order = receipt.order
-        y_ND = self.kernels[sum_rows](y_RD, order.index_R, order.slots_NK, order.holes)
+        sum_of_sources = self.kernels[sum_rows]
+        y_ND = sum_of_sources(y_RD, order.index_R, order.slots_NK, order.holes)
         return reduce_scatter(y_ND, self.ranks)

@@ -158,7 +158,7 @@ class RowPolicy:
         row = torch.arange(len(order), device=order.device)
         row = row + shift_e[slot.clamp(max=self.held - 1)]
         row = torch.where(slot < self.held, row, total)  # the extra row takes choices without a row here
-        padded = torch.full((total + 1,), -1, device=order.device)
+        padded = order.new_full((total + 1,), -1)
         padded = padded.scatter_(0, row, order)
         return padded[:total], padded_ends_e
 

@@ -152,7 +152,8 @@ def row_policy_of(moe: MoeConfig, world: World, experts: ExpertPlacement) -> Row
     each = None
     if moe.capacity.pad:
         each = partial(most_rows_per_expert, moe, world.ep_etp.size)
-    return RowPolicy(experts, world.ep.index, drops, moe.capacity.pad_rows, each)
+    multiple = moe.capacity.pad_rows
+    return RowPolicy(experts, world.ep.index, drops, multiple, each)
 
 
 def find_builder(name: str) -> DispatcherBuilder:

@@ -67,7 +67,8 @@ class DeepEpHop:
 
     def plan(self, routing: Routing, traffic: Traffic | None) -> HopPlan:
         weights_TK, ids_TK = routing
-        positions_TK = torch.where(ids_TK >= 0, self.experts.position_of(ids_TK), -1)
+        positions_TK = self.experts.position_of(ids_TK)
+        positions_TK = torch.where(ids_TK >= 0, positions_TK, -1)
         sent = SendRouting.apply(weights_TK, positions_TK, self.buffer, self.experts.experts)
         weights_NK, local_NK, handle, choices = sent  # pyright: ignore[reportGeneralTypeIssues]
         # Experts of the receiving rank are numbered from zero; -1 is no choice.
@@ -115,7 +116,7 @@ class SendRouting(torch.autograd.Function):
 
 def make_stub_rows(like: Tensor) -> Tensor:
     """Rows of the least width, sent with choices and weights."""
-    return torch.zeros(len(like), LEAST_ROW_WIDTH, dtype=torch.bfloat16, device=like.device)
+    return like.new_zeros(len(like), LEAST_ROW_WIDTH, dtype=torch.bfloat16)
 
 
 class DispatchTokens(torch.autograd.Function):

@@ -29,7 +29,9 @@ class ExpertPlacement:
 
     def __post_init__(self):
         places = sorted(zip(self.ranks, self.slots, strict=True))
-        expected = list(product(range(self.rank_count), range(self.held)))
+        every_rank = range(self.rank_count)
+        every_slot = range(self.held)
+        expected = list(product(every_rank, every_slot))
         if places != expected:
             raise ValueError(
                 f"experts are placed at (rank, slot) {places}; expected each of {self.rank_count} ranks to hold one "
@@ -69,7 +71,8 @@ class ExpertPlacement:
         known = (name, device, rank)
         if known not in self.uploaded_tables:
             values = self.table_values(name, rank)
-            self.uploaded_tables[known] = torch.tensor(values, dtype=torch.int64, device=device)
+            table = torch.tensor(values, dtype=torch.int64, device=device)
+            self.uploaded_tables[known] = table
         return self.uploaded_tables[known]
 
     def table_values(self, name: str, rank: int) -> list[int]:

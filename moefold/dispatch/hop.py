@@ -76,7 +76,7 @@ def pack_per_rank(routing: Routing, rank_of: RankOf, send: list[int]) -> Parcels
     ranks = len(send)
     parcels = sum(send)
     rank_TK = torch.where(ids_TK >= 0, rank_of(ids_TK), ranks)  # row `ranks` of `goes_nT` collects missing choices
-    goes_nT = torch.zeros(ranks + 1, tokens, dtype=torch.bool, device=ids_TK.device)
+    goes_nT = ids_TK.new_zeros(ranks + 1, tokens, dtype=torch.bool)
     goes_nT = goes_nT.scatter_(0, rank_TK.T, True)[:ranks]
     # Parcels are numbered rank by rank; a last place takes what is not sent.
     goes = goes_nT.flatten()
@@ -133,9 +133,11 @@ class AllToAllHop:
         return HopPlan(leg, arrivals, rows_sent + rows_returned)
 
     def out(self, h_TD: Tensor, leg: Leg) -> Tensor:
-        sent_PD = self.kernels[gather_rows](h_TD, leg.index_P, leg.slots_TC, leg.holes)
+        gather = self.kernels[gather_rows]
+        sent_PD = gather(h_TD, leg.index_P, leg.slots_TC, leg.holes)
         return all_to_all(sent_PD, leg.send, leg.receive, self.axis)
 
     def back(self, y_ND: Tensor, leg: Leg) -> Tensor:
         returned_PD = all_to_all(y_ND, leg.receive, leg.send, self.axis)
-        return self.kernels[sum_rows](returned_PD, leg.index_P, leg.slots_TC, leg.holes)
+        sum_parcels = self.kernels[sum_rows]
+        return sum_parcels(returned_PD, leg.index_P, leg.slots_TC, leg.holes)

@@ -58,7 +58,9 @@ class HopDispatcher:
 
     def combine(self, y_RD: Tensor, receipt: Receipt) -> Tensor:
         order = receipt.order
-        y_ND = self.kernels[sum_rows](y_RD, order.index_R, order.slots_NK, order.holes)
-        for hop, leg in zip(reversed(self.hops), reversed(receipt.legs), strict=True):
+        sum_of_sources = self.kernels[sum_rows]
+        y_ND = sum_of_sources(y_RD, order.index_R, order.slots_NK, order.holes)
+        outbound = list(zip(self.hops, receipt.legs, strict=True))
+        for hop, leg in reversed(outbound):
             y_ND = hop.back(y_ND, leg)
         return y_ND

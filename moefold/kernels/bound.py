@@ -29,11 +29,13 @@ class BoundKernels:
 
     def __getitem__(self, op: KernelOp[P, R]) -> Callable[P, R]:
         if op.name not in self.chosen:
-            self.chosen[op.name] = op.implementations[self.implementation_name(op)]
+            name = self.implementation_name(op)
+            self.chosen[op.name] = op.implementations[name]
         return self.chosen[op.name]
 
     def implementation_name(self, op: KernelOp[P, R]) -> str:
-        name, _ = pick_implementation(op.name, self.facts, self.forced.get(op.name))
+        forced = self.forced.get(op.name)
+        name, _ = pick_implementation(op.name, self.facts, forced)
         return name
 
     def with_facts(self, **changes: Any) -> BoundKernels:

@@ -57,6 +57,7 @@ class Facts:
     swiglu_experts: bool = True  # SwiGLU with the router's weight inside and without biases
     attention: AttentionShape | None = None
     sees_all: bool = True  # plain causal attention: no window, no documents, no sinks
+    square: bool = True  # attention has as many queries as keys; with context parallelism by all_gather it has fewer
     repeatable: bool = True
     built_in_score: bool = True  # the router's score is one that its kernels know
     triton: bool = field(default_factory=has_triton)  # whether Triton is installed there
@@ -78,6 +79,7 @@ def facts_from_config(config: Config, device: str, dtype: str, capability: Capab
         main=config.optim.main,
         attention=attention_shape(config),
         sees_all=attention_sees_all(config),
+        square=not gathers_all_keys(config),
         repeatable=config.kernels.repeatable,
         swiglu_experts=fits_fused_expert_mlp(config.model),
         built_in_score=config.model.moe.router.score in ROUTER_SCORE_NAMES.builtin,
@@ -90,6 +92,11 @@ def attention_sees_all(config: Config) -> bool:
     if attention.window or attention.sinks:
         return False
     return config.data.attend == "sequence"
+
+
+def gathers_all_keys(config: Config) -> bool:
+    """Whether a rank's queries, a part of the sequence, meet all keys before them in one call."""
+    return config.parallel.cp > 1 and config.parallel.context == "all_gather"
 
 
 def attention_shape(config: Config) -> AttentionShape:

@@ -45,6 +45,7 @@ class KernelCase:
     main: str = "fp32"
     attention: AttentionShape | None = None
     sees_all: bool = True
+    square: bool = True
     rows: tuple[int, int] | None = None
 
     def facts(self, device: str, dtype: str, capability: Capability) -> Facts:
@@ -58,6 +59,7 @@ class KernelCase:
             main=self.main,
             attention=self.attention,
             sees_all=self.sees_all,
+            square=self.square,
         )
 
     def defined(self, tensor: Tensor) -> Tensor:
@@ -71,7 +73,9 @@ class KernelCase:
         kept = len(self.defined(tensor)) if tensor.ndim else 0
         if tensor.ndim == 0 or kept == len(tensor):
             return tensor
-        return torch.cat((tensor[:kept], torch.full_like(tensor[kept:], torch.nan)))
+        defined = tensor[:kept]
+        undefined = torch.full_like(tensor[kept:], torch.nan)
+        return torch.cat((defined, undefined))
 
 
 class CaseInputs(NamedTuple):
@@ -111,7 +115,8 @@ class KernelOp(Generic[P, R]):
 
     def register_fast(self, name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
         """Register a fast implementation; its condition and its reason are in the subject's choices.py."""
-        listed = [choice.name for choice in CATALOG.get(self.name, ())]
+        choices = CATALOG.get(self.name, ())
+        listed = [choice.name for choice in choices]
         if name not in listed:
             raise KeyError(f"{self.name}.{name} has no line in the choices.py of its folder (kernels/catalog.py)")
 

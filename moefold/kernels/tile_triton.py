@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language import constexpr
 
 
 @triton.jit
@@ -35,6 +36,12 @@ def load_as_fp32(at, inside):
 
 
 @triton.jit
-def program_block(AXIS: tl.constexpr, SIZE: tl.constexpr):
+def program_block(AXIS: constexpr, SIZE: constexpr):
     """The SIZE numbers of this program along an axis of the grid."""
     return tl.program_id(AXIS) * SIZE + tl.arange(0, SIZE)
+
+
+@triton.jit
+def wide_program_id(AXIS: constexpr):
+    """This program's number along an axis of the grid, in 64 bits, as offsets in large tensors need."""
+    return tl.program_id(AXIS).to(tl.int64)

@@ -109,4 +109,5 @@ def declared_parameters(model: nn.Module) -> Iterator[DeclaredParameter]:
             if not isinstance(module, DeclaringModule) or name not in module.declared:
                 raise TypeError(f"{full_name} was not declared; create it with DeclaringModule.declare_parameter")
             declaration = module.declared[name]
-            yield DeclaredParameter(full_name, tensor, declaration, declaration.part(module.world))
+            part = declaration.part(module.world)
+            yield DeclaredParameter(full_name, tensor, declaration, part)

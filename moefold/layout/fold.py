@@ -103,8 +103,10 @@ def split_by_node(partition: Partition, node_size: int) -> tuple[Partition, Part
 def fold_into_grids(world: int, parallel: ParallelConfig) -> tuple[Grid, Grid]:
     """Dense grid (pp, dp, cp, tp) and expert grid (pp, edp, ep, etp) over the same ranks, sharing pp."""
     p = parallel
-    dp = divide_ranks(world, "tp x cp x pp", p.tp * p.cp * p.pp)
-    edp = divide_ranks(world, "etp x ep x pp", p.etp * p.ep * p.pp)
+    dense_size = p.tp * p.cp * p.pp
+    dp = divide_ranks(world, "tp x cp x pp", dense_size)
+    expert_size = p.etp * p.ep * p.pp
+    edp = divide_ranks(world, "etp x ep x pp", expert_size)
     dense = Grid({"pp": p.pp, "dp": dp, "cp": p.cp, "tp": p.tp})
     expert = Grid({"pp": p.pp, "edp": edp, "ep": p.ep, "etp": p.etp})
     return dense, expert

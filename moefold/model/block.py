@@ -70,7 +70,8 @@ class DenseBlock(Block):
         return carry | {"stream": stream.plus(y_TD)}
 
     def steps(self) -> list[Step]:
-        return bind_steps(self.specs, {"attend": self.attend, "mlp": self.mlp})
+        methods = {"attend": self.attend, "mlp": self.mlp}
+        return bind_steps(self.specs, methods)
 
 
 class MoeBlock(Block):

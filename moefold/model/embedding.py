@@ -17,9 +17,9 @@ from moefold.layout.placement import sharded_over_tp
 class Embedding(DeclaringModule):
     def __init__(self, model: ModelConfig, kernels: BoundKernels, world: World):
         super().__init__(world)
-        self.weight = self.declare_parameter(
-            "weight", model.vocab, model.hidden, std=model.init_std, placement=sharded_over_tp(0)
-        )
+        by_word = sharded_over_tp(0)
+        shape = (model.vocab, model.hidden)
+        self.weight = self.declare_parameter("weight", *shape, std=model.init_std, placement=by_word)
         self.embedding = kernels[embedding]
         self.tp = world.axis("tp")
 
@@ -29,4 +29,6 @@ class Embedding(DeclaringModule):
             return self.embedding(tokens_C, self.weight)
         here = tokens_C - self.tp.index * len(self.weight)
         held = (here >= 0) & (here < len(self.weight))
-        return reduce_scatter(self.embedding(torch.where(held, here, -1), self.weight, True), self.tp)
+        here_or_none = torch.where(held, here, -1)
+        summand_CD = self.embedding(here_or_none, self.weight, True)
+        return reduce_scatter(summand_CD, self.tp)

@@ -41,7 +41,8 @@ class Head(DeclaringModule):
         else:
             std = model.init_std
             placement = sharded_over_tp(0)
-            self.weight = self.declare_parameter("weight", model.vocab, model.hidden, std=std, placement=placement)
+            shape = (model.vocab, model.hidden)
+            self.weight = self.declare_parameter("weight", *shape, std=std, placement=placement)
             self.matrix_vD = lambda: self.weight
 
     def forward(self, h_TD: Tensor, labels_C: Tensor | None = None) -> Tensor:

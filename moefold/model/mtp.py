@@ -51,7 +51,8 @@ def tokens_shifted_by(tokens_BS: Tensor, depth: int) -> Tensor:
 def labels_shifted_by(labels_BS: Tensor, depth: int) -> Tensor:
     """The label `depth` places on, IGNORED where any up to it is missing."""
     for _ in range(depth):
-        next_BS = F.pad(labels_BS[:, 1:], (0, 1), value=IGNORE_INDEX)
+        later_BS = labels_BS[:, 1:]
+        next_BS = F.pad(later_BS, (0, 1), value=IGNORE_INDEX)
         missing_BS = labels_BS == IGNORE_INDEX
         labels_BS = next_BS.masked_fill(missing_BS, IGNORE_INDEX)
     return labels_BS

@@ -93,7 +93,8 @@ class RMSNormOverTp(DeclaringModule):
 
     def __init__(self, width: int, eps: float, world: World):
         super().__init__(world)
-        self.weight = self.declare_parameter("weight", width, placement=sharded_over_tp(0), std=None)
+        by_width = sharded_over_tp(0)
+        self.weight = self.declare_parameter("weight", width, placement=by_width, std=None)
         self.width = width
         self.eps = eps
         self.tp = world.axis("tp")

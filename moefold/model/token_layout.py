@@ -35,7 +35,8 @@ class TokenShard:
     def __post_init__(self):
         length = self.length // self.cp.size
         tokens = self.sequences * length // self.tp.size
-        span = TokenSpan(self.sequences, length, self.tp.index * tokens)
+        first = self.tp.index * tokens
+        span = TokenSpan(self.sequences, length, first)
         object.__setattr__(self, "span", span)
 
     @property
@@ -59,25 +60,31 @@ class TokenShard:
 
     def positions_held(self, x_BS: Tensor) -> Tensor:
         """What belongs to the positions of this cp rank: (B, S / cp, ...)."""
-        return x_BS if self.cp.size == 1 else x_BS[:, self.local_positions]
+        if self.cp.size == 1:
+            return x_BS
+        return x_BS[:, self.local_positions]
 
     def slice_for_rank(self, x_BS: Tensor) -> Tensor:
         """What belongs to this rank's own tokens: (T, ...), of something known for all tokens: (B, S, ...)."""
         x_C = self.positions_held(x_BS).flatten(0, 1)
-        return x_C.chunk(self.tp.size)[self.tp.index]
+        parts = x_C.chunk(self.tp.size)
+        return parts[self.tp.index]
 
     def gather_all_tokens(self, x_T: Tensor, over: Axis) -> Tensor:
         """The reverse, without gradients: (B, S, ...) of what each rank has for its tokens; `over` is cp x tp."""
         gathered = all_gather_no_grad(x_T.detach(), over)
-        by_cp_rank = gathered.unflatten(0, (self.cp.size, self.sequences, -1))
+        shape = (self.cp.size, self.sequences, -1)
+        by_cp_rank = gathered.unflatten(0, shape)
         by_sequence = by_cp_rank.transpose(0, 1).flatten(1, 2)
         return by_sequence[:, self.sequence_order]
 
     @property
     def token_number_T(self) -> Tensor:
         """For each token of this rank, its number among all tokens of the run, the same on any layout."""
-        numbers = torch.arange(self.sequences * self.length, device=self.device)
-        numbers_BS = numbers.view(self.sequences, -1) + self.first * self.length
+        count = self.sequences * self.length
+        numbers = torch.arange(count, device=self.device)
+        first = self.first * self.length
+        numbers_BS = numbers.view(self.sequences, -1) + first
         return self.slice_for_rank(numbers_BS)
 
     @property
@@ -85,7 +92,7 @@ class TokenShard:
         """For each token of this rank, which sequence it belongs to."""
         span = self.span
         count = self.sequences * span.length // self.tp.size
-        tokens = torch.arange(span.first, span.first + count, device=self.device)
+        tokens = span.first + torch.arange(count, device=self.device)
         return tokens // span.length
 
     @property
@@ -94,7 +101,8 @@ class TokenShard:
         positions of all sequences first."""
         sequence_T = self.sequence_index_T
         tokens = len(sequence_T)
-        within = torch.arange(tokens, device=self.device) + self.tp.index * tokens
+        first = self.tp.index * tokens
+        within = torch.arange(tokens, device=self.device) + first
         per_sequence = self.length // self.cp.size
         position_T = self.local_positions[within % per_sequence]
         return position_T * self.sequences + sequence_T

@@ -329,7 +329,8 @@ def device_kernels(events: Events, host: Events, phases: PhaseLookup) -> list[Pr
             launched = launch.start_ns()
             phase = phases.phase_at(launched, None)
         lane = f"stream {event.device_resource_id()}"
-        kernel = profiled_kernel(event, phase, lane, event.duration_ns(), launched)
+        duration = event.duration_ns()
+        kernel = profiled_kernel(event, phase, lane, duration, launched)
         kernels.append(kernel)
     return kernels
 

@@ -61,10 +61,12 @@ def track_records(events: Sequence[TraceEvent], lanes: list[str]) -> list[TraceR
     tracks = {(event.rank, lanes.index(event.lane)) for event in events}
     records: list[TraceRecord] = []
     for rank in sorted(ranks):
-        records.append(metadata_record("process_name", rank, name=f"rank {rank}"))
+        record = metadata_record("process_name", rank, name=f"rank {rank}")
+        records.append(record)
         records.append(metadata_record("process_sort_index", rank, sort_index=rank))
     for rank, lane in sorted(tracks):
-        records.append(metadata_record("thread_name", rank, lane, name=lanes[lane]))
+        record = metadata_record("thread_name", rank, lane, name=lanes[lane])
+        records.append(record)
     return records
 
 
@@ -122,7 +124,8 @@ class SpanRecorder:
 
     def add_span(self, name: str, lane: str, start: float) -> None:
         """TraceRecord a span that ends now."""
-        event = TraceEvent(self.rank, lane, name, start, time.time())
+        end = time.time()
+        event = TraceEvent(self.rank, lane, name, start, end)
         self.events.append(event)
 
 
@@ -149,10 +152,12 @@ class StepTracer:
         self.started: dict[tuple[int, str, PassKey], float] = {}
 
     def before(self, step: ObservedStep, kind: str, key: PassKey) -> None:
-        self.started[id(step), kind, key] = time.time()
+        started = (id(step), kind, key)
+        self.started[started] = time.time()
 
     def after(self, step: ObservedStep, kind: str, key: PassKey) -> None:
-        start = self.started.pop((id(step), kind, key))
+        started = (id(step), kind, key)
+        start = self.started.pop(started)
         stage, microbatch = key
         spec = step.spec
         self.spans.add_span(f"{spec.name} {kind}{stage}.{microbatch}", spec.lane, start)

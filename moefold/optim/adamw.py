@@ -21,7 +21,8 @@ class AdamW:
     whole = False
 
     def __init__(self, group: OptimizerGroup, optim: OptimConfig, kernels: BoundKernels):
-        beta1, beta2 = group.betas or (optim.beta1, optim.beta2)
+        common = (optim.beta1, optim.beta2)
+        beta1, beta2 = group.betas or common
         eps = optim.eps if group.eps is None else group.eps
         decay = optim.weight_decay if group.decay is None else group.decay
         stochastic = (optim.moments, optim.rounding) == ("bf16", "stochastic")

@@ -23,7 +23,8 @@ class StepScalars:
     def __init__(self, rows: ScalarRows, device: torch.device):
         longest = max(map(len, rows))
         self.width = round_up(longest, ROW_ALIGNMENT)
-        self.on_device = torch.zeros(len(rows), self.width, dtype=torch.float64, device=device)
+        shape = (len(rows), self.width)
+        self.on_device = torch.zeros(shape, dtype=torch.float64, device=device)
 
     def write_rows(self, rows: ScalarRows) -> None:
         """Replace all rows. A copy to a GPU is asynchronous: its pinned memory stays until the copy is done."""

@@ -132,7 +132,8 @@ class Executor:
         """A stage's steps, up to the losses if it has them."""
         key = self.step_list_key(stage)
         if key not in self.train_steps:
-            steps = self.model.steps(self.stages[stage])
+            contents = self.stages[stage]
+            steps = self.model.steps(contents)
             self.train_steps[key] = steps
         return self.train_steps[key]
 
@@ -167,7 +168,8 @@ class Executor:
         """A stage's steps without the losses."""
         key = self.step_list_key(stage)
         if key not in self.forward_steps:
-            steps = self.model.body(self.stages[stage])
+            contents = self.stages[stage]
+            steps = self.model.body(contents)
             self.forward_steps[key] = steps
         return self.forward_steps[key]
 
@@ -205,7 +207,8 @@ class StepRun:
         self.input_streams: dict[PassKey, list[Tensor]] = {}
         self.deferred_work: dict[PassKey, list[DeferredWork]] = {}
         losses = 1 + executor.model.model.mtp
-        self.losses_1M = torch.zeros(losses, dtype=torch.float64, device=executor.world.device)
+        device = executor.world.device
+        self.losses_1M = torch.zeros(losses, dtype=torch.float64, device=device)
 
     def run(self) -> Tensor:
         slots = self.program.slots
@@ -240,7 +243,8 @@ class StepRun:
             self.run_unpaired_op(op, slot)
 
     def run_unpaired_op(self, op: PipelineOp, slot: Slot) -> None:
-        with self.executor.spans.span(str(op), "compute"):
+        spans = self.executor.spans
+        with spans.span(str(op), "compute"):
             if op.kind == "F":
                 self.run_forward(op)
             elif op.kind == "D":
@@ -313,7 +317,8 @@ class StepRun:
     def begin_carry(self, op: PipelineOp) -> Carry:
         """The carry at the beginning of a stage."""
         part = self.parts[op.microbatch]
-        carry = self.executor.model.begin(part.tokens_BS, part.labels_BS, part.first, part.begins_BS)
+        inputs = part.tokens_BS, part.labels_BS, part.first, part.begins_BS, part.imposed
+        carry = self.executor.model.begin(*inputs)
         if op.stage > 0:
             cargo_NTD = self.take_cargo(op)
             trains = self.finish is None
@@ -351,7 +356,8 @@ class StepRun:
             cargo_NTD = self.take_cargo(op)
             streams = [out["stream"].x_TD, *out["streams"]]
             # The balance losses of this stage are roots of backward too: their gradient is their weight.
-            passage.set_output_gradients([*streams, aux], [*cargo_NTD, balance_weight])
+            outputs = [*streams, aux]
+            passage.set_output_gradients(outputs, [*cargo_NTD, balance_weight])
         return passage
 
     def send_gradient(self, op: PipelineOp, passage: Passage) -> None:
@@ -388,12 +394,14 @@ class StepRun:
         if model.training:
             streams += self.executor.stages[later].aside
         # tokens of this rank
-        ranks = world.axis("cp").size * world.axis("tp").size
+        cp = world.axis("cp")
+        tp = world.axis("tp")
+        ranks = cp.size * tp.size
         tokens_BS = self.parts[op.microbatch].tokens_BS
         tokens = tokens_BS.numel() // ranks
         like = next(model.parameters())
         shape = streams, tokens, model.model.hidden
-        return torch.empty(shape, dtype=like.dtype, device=like.device)
+        return like.new_empty(shape)
 
     # ---- paired slots: a forward and a backward, interleaved ----
 

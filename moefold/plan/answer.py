@@ -3,30 +3,34 @@
     answer_request({"model": "qwen3-30b-a3b", "gpus": 8, "gpu": "h200", "parallel.ep": 8})["tokens_per_s_per_gpu"]
 
 Without a layout the best layout is searched for. With `search` the answer has the best few layouts as well, and the
-Pareto front of memory and speed. A request that cannot be met is refused (`config.errors.UserError`), with a legal
-choice.
+Pareto front of memory and speed. All of them are simulated, and their memory includes what lies outside torch's
+allocator. A request that cannot be met is refused (`config.errors.UserError`), with a legal choice; where no layout
+fits, by `NothingFits`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from moefold.anatomy.model_totals import active_parameters, mtp_parameters, total_parameters, train_flops_per_token
 from moefold.anatomy.stage_contents import pipeline_layout
-from moefold.config.errors import UserError
 from moefold.config.rules import check_config
 from moefold.config.run import Config
+from moefold.layout.fold import fold_into_grids
 from moefold.plan.advice.advise import answer_beside_figures
+from moefold.plan.launch import launch_files
 from moefold.plan.machine.gpu import Gpu
 from moefold.plan.memory.explain_memory import explain_memory
 from moefold.plan.memory.peak_memory import GIB, RankMemory, RunSetting, build_run_setting, fullest_rank, memory_by_rank
+from moefold.plan.memory.run_setting import microbatches_per_step
 from moefold.plan.options import PlanChoices
+from moefold.plan.remedies import NothingFits, explain_nothing_fits, remedies_for_layout
 from moefold.plan.request import PlanRequest, read_request, with_dispatcher
-from moefold.plan.search import Candidate, LayoutSearch, RankedLayout, SearchResult, describe_layout, search_layouts
+from moefold.plan.search import RankedLayout, SearchResult, describe_layout, search_layouts
 from moefold.plan.time.explain_time import explain_time
 from moefold.plan.time.simulate_step import StepTime, time_training_step
+from moefold.schedule.simulate_program import idle_share, slot_spans
 
 JsonObject = dict[str, Any]
 
@@ -51,8 +55,6 @@ TIME_WALLS = {
     "communication": "communication wall: exposed communication",
     "bubble": "pipeline bubble",
 }
-GROWTH_FACTORS = (2, 4, 8, 16, 32, 64, 128, 256, 512)  # of the number of GPUs, where no layout fits
-SHOWN_REASONS = 4
 SECONDS_PER_DAY = 86_400
 DEGREE_NAMES = ("tp", "cp", "pp", "ep", "etp")
 
@@ -68,7 +70,7 @@ def answer_request(request: Mapping[str, Any]) -> JsonObject:
     # No layout is given: search for the best, then answer for it as if it had been given.
     result = search_layouts(r.config, r.gpus, r.choices, r.gpu, r.fixed, r.best)
     if not result.layouts:
-        raise UserError(explain_nothing_fits(r, result))
+        raise NothingFits(explain_nothing_fits(r, result))
     best = result.layouts[0]
     answer = plan_layout(r, best.config, best.choices)
     answer.update(search_outcome(r, result))
@@ -97,7 +99,14 @@ def plan_layout(r: PlanRequest, config: Config, choices: PlanChoices) -> JsonObj
         "optimizer": time.optimizer,
     }
     answer["layout"] = layout_keys(config, choices, r.gpus)
+    answer["not_in_trainer"] = choices.not_in_trainer
     answer["dispatcher"] = dispatcher_reason
+    answer["launch"] = None
+    answer["remedies"] = []
+    if not answer["fits"]:
+        answer["remedies"] = remedies_for_layout(r, config, choices)
+    elif not choices.not_in_trainer:
+        answer["launch"] = launch_files(r, config, choices)
     answer["timeline"] = timeline_spans(time)
     answer.update(answer_beside_figures(setting, r.gpu, answer["tokens_per_s_per_gpu"]))
     if r.explain:
@@ -108,9 +117,9 @@ def plan_layout(r: PlanRequest, config: Config, choices: PlanChoices) -> JsonObj
 def memory_answer(r: PlanRequest, setting: RunSetting) -> JsonObject:
     memory = memory_by_rank(setting)
     fullest = fullest_rank(memory)
-    need = (fullest.total + fullest.outside) / GIB
+    need = fullest.needed / GIB
     return {
-        "memory_gib": fullest.total / GIB,
+        "memory_gib": need,
         "memory_limit_gib": r.gpu.memory,
         "fits": need <= r.gpu.memory,
         "largest_rank": {
@@ -118,7 +127,7 @@ def memory_answer(r: PlanRequest, setting: RunSetting) -> JsonObject:
             "at": fullest.at,
             "live": list(fullest.live),
         },
-        "memory_by_rank": [rank.total / GIB for rank in memory],
+        "memory_by_rank": [rank.needed / GIB for rank in memory],
         "memory_parts_by_rank": [memory_parts(rank) for rank in memory],
     }
 
@@ -170,17 +179,17 @@ def memory_parts(rank: RankMemory) -> dict[str, float]:
 
 def layout_keys(config: Config, choices: PlanChoices, gpus: int) -> JsonObject:
     """A layout as the keys and values of a request for it."""
-    setting = build_run_setting(config, gpus, choices)
+    dense_grid, expert_grid = fold_into_grids(gpus, config.parallel)
     keys: JsonObject = {}
     for name in DEGREE_NAMES:
         keys[name] = getattr(config.parallel, name)
     keys["vpp"] = config.pipeline.vpp
-    keys["dp"] = setting.degrees["dp"]
-    keys["edp"] = setting.degrees["edp"]
+    keys["dp"] = dense_grid.sizes["dp"]
+    keys["edp"] = expert_grid.sizes["edp"]
     keys["seq"] = config.data.seq_len
     keys["mbs"] = config.train.micro_batch
     keys["gbs"] = config.train.global_batch
-    keys["microbatches"] = setting.microbatches
+    keys["microbatches"] = microbatches_per_step(config, gpus)
     keys["schedule"] = config.pipeline.schedule
     keys["stages"] = str(pipeline_layout(config))
     keys["overlap"] = config.pipeline.pair
@@ -195,9 +204,10 @@ def layout_keys(config: Config, choices: PlanChoices, gpus: int) -> JsonObject:
 
 def timeline_spans(time: StepTime) -> JsonObject:
     """Slots of the pipeline. An op is written F2.5 (forward of microbatch 5 through stage 2), D and W likewise."""
-    timeline = time.pipeline_time.timeline
+    pipeline = time.pipeline_time
+    slots = pipeline.slots
     spans: list[JsonObject] = []
-    for span in timeline.spans[:MAX_TIMELINE_SPANS]:
+    for span in slot_spans(pipeline.program, slots)[:MAX_TIMELINE_SPANS]:
         entry: JsonObject = {
             "rank": span.rank,
             "start": span.start,
@@ -206,9 +216,9 @@ def timeline_spans(time: StepTime) -> JsonObject:
         }
         spans.append(entry)
     return {
-        "microbatches": time.pipeline_time.shown_microbatches,
-        "makespan": timeline.makespan,
-        "bubble": timeline.bubble,
+        "microbatches": pipeline.shown_microbatches,
+        "makespan": slots.makespan,
+        "bubble": [idle_share(busy, slots.makespan) for busy in slots.busy],
         "spans": spans,
     }
 
@@ -216,7 +226,7 @@ def timeline_spans(time: StepTime) -> JsonObject:
 def search_outcome(r: PlanRequest, result: SearchResult) -> JsonObject:
     return {
         "layouts": [layout_summary(r, layout) for layout in result.layouts],
-        "front": [front_entry(*entry) for entry in result.pareto_front],
+        "front": [layout_summary(r, layout) for layout in result.pareto_front],
         "searched": result.layouts_tried,
         "rejected": refusal_entries(result),
     }
@@ -230,17 +240,8 @@ def layout_summary(r: PlanRequest, layout: RankedLayout) -> JsonObject:
     seconds = layout.time.seconds
     summary.update(speed_and_budget(r, layout.config, layout.choices, seconds))
     summary["memory_gib"] = layout.largest_gib
+    summary["not_in_trainer"] = layout.choices.not_in_trainer
     return summary
-
-
-def front_entry(gib: float, rate: float, candidate: Candidate) -> JsonObject:
-    world = candidate.setting.world
-    return {
-        "memory_gib": gib,
-        "tokens_per_s_per_gpu": rate,
-        "layout": layout_keys(candidate.config, candidate.choices, world),
-        "text": describe_layout(candidate.config),
-    }
 
 
 def refusal_entries(result: SearchResult) -> list[JsonObject]:
@@ -250,22 +251,3 @@ def refusal_entries(result: SearchResult) -> list[JsonObject]:
         example = examples[reason]
         entries.append({"reason": reason, "count": count, "example": example})
     return entries
-
-
-def explain_nothing_fits(r: PlanRequest, result: SearchResult) -> str:
-    """The reasons why no layout is left, and the smallest cluster that has one."""
-    reasons: list[str] = []
-    for reason, count in result.refusals.by_count()[:SHOWN_REASONS]:
-        reasons.append(f"{count} x {reason} ({result.refusals.examples[reason]})")
-    tried = f"of {result.layouts_tried} tried: {'; '.join(reasons)}"
-    problem = f"no layout of {r.config.name} fits {r.gpus} x {r.gpu.name}, {tried}"
-    # The first larger cluster, with the same batch for each GPU, that has a feasible layout.
-    for factor in GROWTH_FACTORS:
-        more = r.gpus * factor
-        batch = r.config.train.global_batch * more // r.gpus
-        train = replace(r.config.train, global_batch=batch)
-        grown = replace(r.config, train=train)
-        search = LayoutSearch(more, r.gpu, r.choices, r.fixed)
-        if any(search.feasible_candidates(grown)):
-            return f"{problem}; use {more} GPUs, a GPU with more memory, a lower precision or a shorter sequence"
-    return f"{problem}; fix fewer keys of the layout, or use more GPUs"

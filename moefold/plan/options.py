@@ -1,8 +1,7 @@
 """Choices of a plan beyond a run's configuration: precision, recompute and offload, sharding of state.
 
 Degrees, schedule, pairing, dispatcher, the place of the router weight and the dtype of moments are keys of a run
-(`config/run.py`). The planner covers all choices below; `docs/planner.md` marks those that the trainer does not have
-yet.
+(`config/run.py`). The planner covers all choices below; `TRAINER_VALUES` lists those that the trainer has.
 """
 
 from __future__ import annotations
@@ -53,6 +52,19 @@ REGION_ALIASES = {  # names in other trainers
     "expert_fc1": "experts",
     "moe_act": "activation",
     "full": "layer",
+}
+
+
+TRAINER_VALUES: dict[str, tuple[object, ...]] = {  # values of `PlanChoices` that a run can have today
+    "stack": ("moefold",),
+    "precision": ("fp32", "bf16"),
+    "recompute": ((),),
+    "offload": ((),),
+    "sharding": ("zero",),
+    "quantized_weights": (False,),
+    "states_on_host": (False,),
+    "graphs": ("none",),
+    "travel": ("bf16",),
 }
 
 
@@ -112,6 +124,18 @@ class PlanChoices:
         check_known_name("stack", self.stack, get_args(StackName))
         check_known_name("precision", self.precision, get_args(PrecisionName))
         _ = self.recomputed, self.offloaded  # refuses unknown regions
+
+    @property
+    def not_in_trainer(self) -> list[str]:
+        """The choices that the trainer does not have yet, as `recompute norm,activation`."""
+        missing: list[str] = []
+        for name, known in TRAINER_VALUES.items():
+            value = getattr(self, name)
+            if value not in known:
+                regions = {"recompute": self.recompute, "offload": self.offload}
+                shown = ",".join(regions[name]) if name in regions else value
+                missing.append(f"{name} {shown}")
+        return missing
 
     @property
     def recipe(self) -> PrecisionRecipe:

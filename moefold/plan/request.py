@@ -38,7 +38,7 @@ VALUE_ALIASES = {  # names in other trainers
         "fp8-cs": "fp8",
     },
 }
-REQUEST_KEYS = ("model", "gpu", "gpus", "search", "tokens", "best", "explain")
+REQUEST_KEYS = ("model", "gpu", "gpus", "search", "tokens", "best", "explain", "beyond_trainer")
 CHOICE_KEYS = tuple(key.path for key in iterate_keys(PlanChoices()))
 SEQUENCES_PER_GPU = 8  # of the global batch, where neither the user nor the recipe sets it
 LAYOUT_SECTIONS = ("parallel.", "pipeline.")
@@ -51,7 +51,8 @@ RawRequest = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """A request, read and checked. `fixed`: keys that a search does not change."""
+    """A request, read and checked. `fixed`: keys that a search does not change. Without `beyond_trainer`, recompute is
+    not searched: the trainer does not have it yet."""
 
     config: Config
     choices: PlanChoices
@@ -62,6 +63,7 @@ class PlanRequest:
     tokens: float
     best: int
     explain: bool
+    beyond_trainer: bool
 
 
 def read_request(raw: RawRequest) -> PlanRequest:
@@ -89,7 +91,8 @@ def read_request(raw: RawRequest) -> PlanRequest:
     node = min(gpu.domain, gpus)
     choices = replace(choices, node=node)
     fixed = set(config_values)
-    if "recompute" in given:
+    beyond_trainer = flag_is_set(given, "beyond_trainer")
+    if "recompute" in given or not beyond_trainer:
         fixed.add("recompute")
     gives_layout = any(key.startswith(LAYOUT_SECTIONS) for key in config_values)
     return PlanRequest(
@@ -102,6 +105,7 @@ def read_request(raw: RawRequest) -> PlanRequest:
         tokens=read_positive_number(given.get("tokens", 1e12), "tokens"),
         best=read_whole_number(given.get("best", 10), "best", MOST_LAYOUTS),
         explain=flag_is_set(given, "explain"),
+        beyond_trainer=beyond_trainer,
     )
 
 

@@ -2,16 +2,19 @@
 
 All values are tried of every degree that the user did not set. A layout that a rule of `config/rules.py` forbids is
 refused under that rule's name. A layout that does not fit the GPU's memory, even with all recompute, is refused with
-the memory it needs. The other layouts are ranked by the closed form, and the best few are simulated.
+the memory it needs. The other layouts are simulated in the order of the lower bounds of their times, until the bound of
+the next one exceeds the last time that is shown: nothing faster is passed over.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
+from bisect import insort
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from typing import NamedTuple
 
 from moefold.config.rule import ConfigOnRanks
 from moefold.config.rules import RULES
@@ -20,19 +23,20 @@ from moefold.plan.machine.cluster import Cluster
 from moefold.plan.machine.gpu import Gpu
 from moefold.plan.memory.peak_memory import GIB, RankMemory, RunSetting, build_run_setting, fullest_rank, memory_by_rank
 from moefold.plan.options import PlanChoices
+from moefold.plan.request import with_dispatcher
 from moefold.plan.time.closed_form import (
     PieceKind,
-    PieceMemories,
-    PieceMemory,
-    PiecePrice,
-    PiecePrices,
     PipelineCut,
+    StageMemory,
+    StageSeconds,
     closed_form_setting,
     cut_pipeline,
-    estimate_step_seconds,
-    largest_rank_gib,
-    measure_piece_memory,
-    price_piece,
+    least_rank_gib,
+    least_step_seconds,
+    measure_piece,
+    measure_stages,
+    time_piece,
+    time_stages,
 )
 from moefold.plan.time.simulate_step import StepTime, time_training_step
 from moefold.plan.time.step_times import StepClock
@@ -51,7 +55,7 @@ MOST_TENSOR = 8
 CONTEXT_TOKENS = 4096  # least tokens of a context-parallel rank
 VPP_CHOICES = (1, 2, 3, 4, 6, 8, 12)
 MICRO_BATCH_CHOICES = (1, 2, 4, 8)
-SIMULATED_CANDIDATES = 8  # of the best by the closed form
+WORTHWHILE_GIB = 0.5  # a further point of the Pareto front needs so much less memory
 
 CacheKey = tuple[object, ...]
 NO_KEYS: frozenset[str] = frozenset()
@@ -60,14 +64,18 @@ FixedKeys = frozenset[str]  # keys of a configuration that a search leaves as th
 
 @dataclass(frozen=True)
 class Candidate:
-    """A legal layout that fits by the closed form, with the first `rung` of the recompute ladder on which it fits."""
+    """A legal layout whose least memory fits, with the first `rung` of the recompute ladder on which it does. Seconds
+    and GiB are lower bounds."""
 
     config: Config
     choices: PlanChoices
-    setting: RunSetting
     seconds: float
-    largest_gib: float
+    gib: float
     rung: int
+
+    @property
+    def kind(self) -> tuple[bool, int]:
+        return self.config.pipeline.pair, self.rung
 
 
 @dataclass(frozen=True)
@@ -80,8 +88,21 @@ class RankedLayout:
     memory: list[RankMemory]
 
     @property
+    def seconds(self) -> float:
+        return self.time.seconds
+
+    @property
     def largest_gib(self) -> float:
-        return fullest_rank(self.memory).total / GIB
+        return fullest_rank(self.memory).needed / GIB
+
+
+@dataclass(frozen=True)
+class MisfitLayout:
+    """A legal layout that does not fit, with the least memory that it needs."""
+
+    config: Config
+    choices: PlanChoices
+    gib: float
 
 
 class Refusals:
@@ -90,11 +111,23 @@ class Refusals:
     def __init__(self) -> None:
         self.counts: dict[str, int] = {}
         self.examples: dict[str, str] = {}
+        self.nearest: MisfitLayout | None = None  # to fitting
 
     def add_refusal(self, reason: str, example: str) -> None:
         count = self.counts.get(reason, 0)
         self.counts[reason] = count + 1
         self.examples.setdefault(reason, example)
+
+    def add_misfit(self, misfit: MisfitLayout, limit: float) -> None:
+        """Count a layout that does not fit; the example is the one nearest to fitting."""
+        self.counts["memory"] = self.counts.get("memory", 0) + 1
+        if self.nearest is None or misfit.gib < self.nearest.gib:
+            self.nearest = misfit
+            layout = describe_layout(misfit.config)
+            if misfit.choices.recompute:
+                layout += f", recompute {','.join(misfit.choices.recompute)}"
+            need = f"{layout} needs {misfit.gib:.1f} GiB"
+            self.examples["memory"] = f"nearest to fitting: {need}, the GPU has {limit:.1f}"
 
     def by_count(self) -> list[tuple[str, int]]:
         """Reasons with their counts, the most frequent first."""
@@ -102,15 +135,13 @@ class Refusals:
         return sorted(items, key=lambda item: -item[1])
 
 
-ParetoFront = list[tuple[float, float, Candidate]]  # GiB, tokens per second per GPU, layout
-
-
 @dataclass(frozen=True)
 class SearchResult:
-    """Result of a search. `layouts`: best first; `pareto_front`: layouts that no other beats in memory and speed."""
+    """Result of a search, all of it simulated. `layouts`: best first; `pareto_front`: layouts that no other beats in
+    memory and speed, the fastest first."""
 
     layouts: list[RankedLayout]
-    pareto_front: ParetoFront
+    pareto_front: list[RankedLayout]
     refusals: Refusals
     layouts_tried: int
 
@@ -206,7 +237,7 @@ def pairing_choices(config: Config, fixed: FixedKeys) -> list[bool]:
 
 
 class LayoutSearch:
-    """A search over layouts. Candidates share cached prices and memories of pieces, and cuts of the model."""
+    """A search over layouts. Candidates share cached costs of pieces, dispatchers and cuts of the model."""
 
     def __init__(self, world: int, gpu: Gpu, choices: PlanChoices, fixed: FixedKeys):
         self.world = world
@@ -217,8 +248,9 @@ class LayoutSearch:
         if "recompute" in fixed:
             rungs = (choices.recompute,)
         self.ladder = [replace(choices, recompute=rung) for rung in rungs]
-        self.price_cache: dict[CacheKey, dict[PieceKind, PiecePrice]] = {}
-        self.memory_cache: dict[CacheKey, dict[PieceKind, PieceMemory]] = {}
+        self.seconds_cache: dict[CacheKey, dict[PieceKind, StageSeconds]] = {}
+        self.memory_cache: dict[CacheKey, dict[PieceKind, StageMemory]] = {}
+        self.dispatcher_cache: dict[CacheKey, str] = {}
         self.cut_cache: dict[tuple[int, int], PipelineCut] = {}
         self.refusals = Refusals()
         self.layouts_tried = 0
@@ -229,27 +261,37 @@ class LayoutSearch:
             self.cut_cache[key] = cut_pipeline(config)
         return self.cut_cache[key]
 
-    def piece_prices(self, s: RunSetting, cut: PipelineCut) -> PiecePrices:
-        """Prices of pieces. They do not depend on the pipeline, unless weights are gathered (FSDP)."""
+    def stage_seconds(self, s: RunSetting, cut: PipelineCut) -> list[StageSeconds]:
+        """Seconds do not depend on the pipeline, unless weights are gathered (FSDP)."""
         fsdp_ranks = 0
         if s.choices.sharding == "fsdp":
             fsdp_ranks = s.degrees["dp"]
-        key = (*cost_cache_key(s), s.train.micro_batch, fsdp_ranks)
-        prices = self.price_cache.setdefault(key, {})
-        missing = [kind for kind in cut.kinds if kind not in prices]
+        key = (*grid_cache_key(s.config), s.choices.recompute, fsdp_ranks)
+        seconds = self.seconds_cache.setdefault(key, {})
+        missing = [kind for kind in cut.kinds if kind not in seconds]
         if missing:
             clock = StepClock(s, self.gpu)
             for kind in missing:
-                prices[kind] = price_piece(clock, kind)
-        return prices
+                seconds[kind] = time_piece(clock, kind)
+        return time_stages(cut, seconds)
 
-    def piece_memories(self, s: RunSetting, cut: PipelineCut) -> PieceMemories:
-        key = (*cost_cache_key(s), s.pipeline.pair)
-        memories = self.memory_cache.setdefault(key, {})
+    def stage_memory(self, s: RunSetting, cut: PipelineCut) -> list[StageMemory]:
+        portion = s.portion
+        of_pipeline = (portion.defers_wgrad, portion.accumulates)
+        key = (*grid_cache_key(s.config), s.choices.recompute, *of_pipeline)
+        memory = self.memory_cache.setdefault(key, {})
         for kind in cut.kinds:
-            if kind not in memories:
-                memories[kind] = measure_piece_memory(s, kind)
-        return memories
+            if kind not in memory:
+                memory[kind] = measure_piece(s, kind)
+        return measure_stages(cut, memory)
+
+    def with_chosen_dispatcher(self, config: Config) -> Config:
+        key = grid_cache_key(config)
+        if key not in self.dispatcher_cache:
+            chosen, _ = with_dispatcher(config, self.ladder[0], self.gpu, self.world)
+            self.dispatcher_cache[key] = chosen.parallel.dispatcher
+        parallel = replace(config.parallel, dispatcher=self.dispatcher_cache[key])  # pyright: ignore[reportArgumentType]
+        return replace(config, parallel=parallel)
 
     def is_legal(self, config: Config) -> bool:
         case = ConfigOnRanks(config, self.world)
@@ -278,39 +320,40 @@ class LayoutSearch:
                     yield candidate
 
     def fit_with_recompute(self, config: Config, rung: int = 0) -> Candidate | None:
-        """The layout with the least recompute that fits, from this rung on."""
+        """The layout with the least recompute whose least memory fits, from this rung on."""
         cut = self.pipeline_cut(config)
+        dispatched = self.with_chosen_dispatcher(config)
 
-        def gib_needed(rung: int) -> float:
-            s = closed_form_setting(config, self.world, self.ladder[rung])
-            memories = self.piece_memories(s, cut)
-            return largest_rank_gib(s, cut, memories)
+        def measure_rung(rung: int) -> MeasuredRung:
+            s = closed_form_setting(dispatched, self.world, self.ladder[rung])
+            stages = self.stage_memory(s, cut)
+            return MeasuredRung(rung, s, stages, least_rank_gib(s, cut, stages))
 
         # A layout that does not fit on the last rung is refused; otherwise the first rung that fits is taken.
         limit = self.gpu.memory
-        least = gib_needed(len(self.ladder) - 1)
-        if least > limit:
-            need = f"{describe_layout(config)} needs {least:.0f} GiB with full recompute"
-            self.refusals.add_refusal("memory", f"{need}, the GPU has {limit:.0f}")
+        found = measure_rung(rung)
+        last = found
+        if found.gib > limit:
+            last = measure_rung(len(self.ladder) - 1)
+        if last.gib > limit:
+            misfit = MisfitLayout(config, self.ladder[-1], last.gib)
+            self.refusals.add_misfit(misfit, limit)
             return None
-        while gib_needed(rung) > limit:
-            rung += 1
-        s = closed_form_setting(config, self.world, self.ladder[rung])
-        prices = self.piece_prices(s, cut)
-        memories = self.piece_memories(s, cut)
-        seconds = estimate_step_seconds(s, self.cluster, cut, prices, memories)
-        gib = gib_needed(rung)
-        return Candidate(config, s.choices, s, seconds, gib, rung)
+        while found.gib > limit:
+            found = last if found.rung + 1 == last.rung else measure_rung(found.rung + 1)
+        seconds = self.stage_seconds(found.setting, cut)
+        least = least_step_seconds(found.setting, self.cluster, cut, seconds, found.stages)
+        return Candidate(config, found.setting.choices, least, found.gib, found.rung)
 
     def rank_candidate(self, candidate: Candidate) -> RankedLayout | None:
         """The candidate simulated, if its memory in the whole program fits as well."""
-        setting = build_run_setting(candidate.config, self.world, candidate.choices)
+        config = self.with_chosen_dispatcher(candidate.config)
+        setting = build_run_setting(config, self.world, candidate.choices)
         memory = memory_by_rank(setting)
-        fullest = fullest_rank(memory)
-        if fullest.total + fullest.outside > self.gpu.memory * GIB:
-            layout = describe_layout(candidate.config)
-            need = f"needs {fullest.total / GIB:.0f} GiB on rank {fullest.rank}"
-            self.refusals.add_refusal("memory", f"{layout} {need}")
+        needed = fullest_rank(memory).needed / GIB
+        if needed > self.gpu.memory:
+            misfit = MisfitLayout(candidate.config, candidate.choices, needed)
+            self.refusals.add_misfit(misfit, self.gpu.memory)
             return None
         time = time_training_step(setting, self.gpu)
         return RankedLayout(candidate.config, candidate.choices, time, memory)
@@ -323,10 +366,19 @@ class LayoutSearch:
         return self.fit_with_recompute(candidate.config, rung)
 
 
-def cost_cache_key(s: RunSetting) -> CacheKey:
-    """The settings on which a rank's part of a layer depends, beside the sequences of a microbatch."""
-    p = s.parallel
-    return p.tp, p.cp, p.ep, p.etp, s.choices.recompute
+class MeasuredRung(NamedTuple):
+    """A rung of the recompute ladder for one layout: memory of its distinct stages, and the least of the whole."""
+
+    rung: int
+    setting: RunSetting
+    stages: list[StageMemory]
+    gib: float
+
+
+def grid_cache_key(config: Config) -> CacheKey:
+    """The keys on which a rank's part of a layer depends, beside recompute."""
+    p = config.parallel
+    return p.tp, p.cp, p.ep, p.etp, config.train.micro_batch
 
 
 def describe_layout(config: Config) -> str:
@@ -354,39 +406,67 @@ def describe_layout(config: Config) -> str:
 def search_layouts(
     base: Config, world: int, choices: PlanChoices, gpu: Gpu, fixed: FixedKeys = NO_KEYS, best: int = 10
 ) -> SearchResult:
-    """The best layouts. Keys in `fixed` keep their values of `base`. A layout that fits by the closed form but not in
-    simulation is queued again with more recompute."""
+    """The best layouts. Keys in `fixed` keep their values of `base`."""
     search = LayoutSearch(world, gpu, choices, fixed)
     candidates = list(search.feasible_candidates(base))
-    candidates.sort(key=lambda candidate: candidate.seconds)
-    # A sorted list is a heap; the number keeps the order of equal seconds.
-    queue: list[tuple[float, int, Candidate]] = []
-    for number, candidate in enumerate(candidates):
-        queue.append((candidate.seconds, number, candidate))
-    enough = max(best, SIMULATED_CANDIDATES)
-    # The best by the closed form are simulated; a layout that does not fit is queued again with more recompute.
-    ranked: list[RankedLayout] = []
-    while queue and len(ranked) < enough:
-        _, number, candidate = heapq.heappop(queue)
-        layout = search.rank_candidate(candidate)
-        if layout:
-            ranked.append(layout)
-            continue
-        retry = search.next_rung(candidate)
-        if retry:
-            heapq.heappush(queue, (retry.seconds, number, retry))
-    ranked.sort(key=lambda layout: layout.time.seconds)
-    front = find_pareto_front(candidates, base, world)
+    race = LayoutRace(search, candidates, best)
+    race.run()
+    ranked = sorted(race.ranked, key=lambda layout: layout.seconds)
+    front = find_pareto_front(ranked)
     return SearchResult(ranked[:best], front, search.refusals, search.layouts_tried)
 
 
-def find_pareto_front(candidates: list[Candidate], base: Config, world: int) -> ParetoFront:
-    """The layouts that need less memory than every faster one. Candidates are sorted, the fastest first."""
-    front: ParetoFront = []
-    tokens = base.train.global_batch * base.data.seq_len / world
+class LayoutRace:
+    """Simulation of candidates in the order of their lower bounds. A candidate is simulated if it may be among the
+    best, if it may be on the Pareto front, or if it is the first of its kind (with or without overlap, rung of the
+    recompute ladder). A layout that does not fit in simulation is queued again with more recompute."""
+
+    def __init__(self, search: LayoutSearch, candidates: list[Candidate], best: int):
+        self.search = search
+        self.best = best
+        self.queue: list[tuple[float, int, Candidate]] = []
+        for number, candidate in enumerate(candidates):
+            self.queue.append((candidate.seconds, number, candidate))
+        heapq.heapify(self.queue)
+        self.ranked: list[RankedLayout] = []
+        self.best_seconds: list[float] = []  # of the best so far, sorted
+        self.kinds: set[tuple[bool, int]] = set()
+        self.least_gib = math.inf
+
+    def run(self) -> None:
+        while self.queue:
+            _, number, candidate = heapq.heappop(self.queue)
+            if not self.may_be_shown(candidate):
+                continue
+            layout = self.search.rank_candidate(candidate)
+            if layout:
+                self.record(candidate, layout)
+                continue
+            retry = self.search.next_rung(candidate)
+            if retry:
+                heapq.heappush(self.queue, (retry.seconds, number, retry))
+
+    def may_be_shown(self, candidate: Candidate) -> bool:
+        if len(self.best_seconds) < self.best or candidate.seconds < self.best_seconds[-1]:
+            return True
+        if candidate.kind not in self.kinds:
+            return True
+        return candidate.gib < self.least_gib - WORTHWHILE_GIB
+
+    def record(self, candidate: Candidate, layout: RankedLayout) -> None:
+        self.ranked.append(layout)
+        self.kinds.add(candidate.kind)
+        self.least_gib = min(self.least_gib, layout.largest_gib)
+        insort(self.best_seconds, layout.seconds)
+        del self.best_seconds[self.best :]
+
+
+def find_pareto_front(ranked: list[RankedLayout]) -> list[RankedLayout]:
+    """The layouts that need less memory than every faster one, of layouts with the fastest first."""
+    front: list[RankedLayout] = []
     least_gib = math.inf
-    for candidate in candidates:
-        if candidate.largest_gib < least_gib:
-            least_gib = candidate.largest_gib
-            front.append((least_gib, tokens / candidate.seconds, candidate))
+    for layout in ranked:
+        if layout.largest_gib < least_gib:
+            least_gib = layout.largest_gib
+            front.append(layout)
     return front

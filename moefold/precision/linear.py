@@ -54,7 +54,8 @@ class Linear(DeclaringModule):
         self.multiply_layers = kernels.with_facts(recipe=recipe.name)[linear]
 
     def forward(self, x: Tensor) -> Tensor:
-        (y,) = self.multiply_layers(x, [self.weight_and_bias()], self.recipe)
+        layer = self.weight_and_bias()
+        (y,) = self.multiply_layers(x, [layer], self.recipe)
         return self.unflatten_outputs(y)
 
     def weight_and_bias(self) -> WeightAndBias:
@@ -66,7 +67,8 @@ class Linear(DeclaringModule):
         return weight, bias
 
     def unflatten_outputs(self, y: Tensor) -> Tensor:
-        return y.unflatten(-1, self.weight.shape[:-1])
+        outputs = self.weight.shape[:-1]
+        return y.unflatten(-1, outputs)
 
 
 class LinearGroup(DeclaringModule):
@@ -115,4 +117,5 @@ class GroupedLinear(nn.Module):
     def forward(self, x_RD: Tensor, weight: Tensor, ends_e: Tensor) -> Tensor:
         w_eND = weight.flatten(1, -2)
         y_RN = self.multiply_rows(x_RD, w_eND, ends_e, self.recipe, self.gemms)
-        return y_RN.unflatten(-1, weight.shape[1:-1])
+        outputs = weight.shape[1:-1]
+        return y_RN.unflatten(-1, outputs)

@@ -9,8 +9,10 @@ two lanes overlap. The slot takes the time of the busier lane, and at least that
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from moefold.schedule.program import (
     PipelineOp,
@@ -20,12 +22,12 @@ from moefold.schedule.program import (
     is_paired,
     last_stage_of,
     op_dependencies,
-    rank_by_stage,
     walk_program,
 )
 from moefold.schedule.stage_costs import StageCosts
 
 OpBytes = Callable[[PipelineOp], float]
+OpLanes = tuple[float, float]  # seconds of compute and of communication
 
 
 @dataclass(frozen=True)
@@ -61,66 +63,118 @@ class Timeline:
     exposed: list[float]
 
 
-class ProgramClock:
-    """Start and end of every slot, as `walk_program` visits them."""
+class OrderedSlot(NamedTuple):
+    """A slot of a program: its rank, the number of its shape, and the slots of other ranks that it waits for."""
 
-    def __init__(self, program: Program, costs: StageCosts):
-        self.costs = costs
+    rank: int
+    slot: Slot
+    shape: int
+    awaited: tuple[int, ...]
+
+
+class OrderedProgram:
+    """A program's slots in an order that every rank could follow. Slots of the same shape, with the same kinds of op on
+    the same stages, take the same time. Made once, a program may be timed with many costs."""
+
+    def __init__(self, program: Program):
+        self.ranks = len(program)
+        self.slots: list[OrderedSlot] = []
+        self.shapes: list[Slot] = []  # a slot of each
+        self.shape_counts: list[Counter[int]] = [Counter() for _ in program]  # by rank
         self.last_stage = last_stage_of(program)
-        self.home = rank_by_stage(program)
-        self.spans: list[SlotSpan] = []
-        self.op_end: dict[PipelineOp, float] = {}
-        # By rank: when it is free next, seconds in slots, seconds of compute in them.
-        self.free = [0.0] * len(program)
-        self.busy = [0.0] * len(program)
-        self.compute = [0.0] * len(program)
+        self.places: dict[PipelineOp, int] = {}
+        self.shape_numbers: dict[tuple[tuple[str, int], ...], int] = {}
+        walk_program(program, self.append_slot)
 
-    def finish_slot(self, rank: int, slot: Slot) -> None:
-        inputs_ready = self.inputs_ready(rank, slot)
-        start = max(self.free[rank], inputs_ready)
-        end = start + slot_duration(slot, self.costs)
-        self.free[rank] = end
-        self.busy[rank] += end - start
-        compute = map(self.costs.compute_seconds, slot)
-        self.compute[rank] += sum(compute)
-        self.spans.append(SlotSpan(rank, slot, start, end))
+    def append_slot(self, rank: int, slot: Slot) -> None:
+        shape = tuple((op.kind, op.stage) for op in slot)
+        number = self.shape_numbers.setdefault(shape, len(self.shapes))
+        if number == len(self.shapes):
+            self.shapes.append(slot)
+        self.shape_counts[rank][number] += 1
+        place = len(self.slots)
+        self.slots.append(OrderedSlot(rank, slot, number, self.awaited_slots(rank, slot)))
         for op in slot:
-            self.op_end[op] = end
+            self.places[op] = place
 
-    def inputs_ready(self, rank: int, slot: Slot) -> float:
-        """Time at which the last input of a slot has arrived on its rank."""
-        latest = 0.0
+    def awaited_slots(self, rank: int, slot: Slot) -> tuple[int, ...]:
+        """Slots of other ranks with inputs of this one; those of the same rank have ended anyway."""
+        awaited: list[int] = []
         for op in slot:
             for need in op_dependencies(op, self.last_stage):
-                if need not in slot:
-                    latest = max(latest, self.arrival_time(need, rank))
-        return latest
+                if need in slot:
+                    continue
+                place = self.places[need]
+                if self.slots[place].rank != rank:
+                    awaited.append(place)
+        return tuple(awaited)
 
-    def exposed_seconds(self, rank: int) -> float:
-        return self.busy[rank] - self.compute[rank]
 
-    def arrival_time(self, need: PipelineOp, rank: int) -> float:
-        if self.home[need.stage] == rank:
-            return self.op_end[need]
-        return self.op_end[need] + self.costs.send
+@dataclass(frozen=True)
+class SlotTimes:
+    """A timed program: start and end of each slot in its order; by rank: when it ends, and seconds in slots and of
+    compute in them."""
+
+    starts: list[float]
+    ends: list[float]
+    finish: list[float]
+    busy: list[float]
+    compute: list[float]
+
+    @property
+    def makespan(self) -> float:
+        return max(self.finish)
+
+    @property
+    def exposed(self) -> list[float]:
+        """By rank: communication that no compute of the same rank overlapped."""
+        return [busy - compute for busy, compute in zip(self.busy, self.compute, strict=True)]
+
+
+def time_slots(program: OrderedProgram, costs: StageCosts) -> SlotTimes:
+    durations = [slot_duration(slot, costs) for slot in program.shapes]
+    computes = [sum(map(costs.compute_seconds, slot)) for slot in program.shapes]
+    finish = [0.0] * program.ranks
+    starts: list[float] = []
+    ends: list[float] = []
+    for rank, _, shape, awaited in program.slots:
+        start = finish[rank]
+        for place in awaited:
+            start = max(start, ends[place] + costs.send)
+        end = start + durations[shape]
+        finish[rank] = end
+        starts.append(start)
+        ends.append(end)
+    busy = [sum_over_shapes(counts, durations) for counts in program.shape_counts]
+    compute = [sum_over_shapes(counts, computes) for counts in program.shape_counts]
+    return SlotTimes(starts, ends, finish, busy, compute)
+
+
+def sum_over_shapes(counts: Counter[int], seconds: Sequence[float]) -> float:
+    return sum(count * seconds[shape] for shape, count in counts.items())
 
 
 def simulate_program(program: Program, costs: StageCosts) -> Timeline:
-    clock = ProgramClock(program, costs)
-    walk_program(program, clock.finish_slot)
-    makespan = max(clock.free)
-
     def saved_bytes(op: PipelineOp) -> float:
         return costs.saved[op.stage]
 
     def held_bytes(op: PipelineOp) -> float:
         return costs.held[op.stage]
 
-    bubble = [idle_share(busy, makespan) for busy in clock.busy]
+    ordered = OrderedProgram(program)
+    times = time_slots(ordered, costs)
+    makespan = times.makespan
+    bubble = [idle_share(busy, makespan) for busy in times.busy]
     live = [int(most_held_at_once(slots, count_one, count_one)) for slots in program]
     size = [most_held_at_once(slots, saved_bytes, held_bytes) for slots in program]
-    exposed = [clock.exposed_seconds(rank) for rank in range(len(program))]
-    return Timeline(clock.spans, makespan, bubble, live, size, exposed)
+    return Timeline(slot_spans(ordered, times), makespan, bubble, live, size, times.exposed)
+
+
+def slot_spans(program: OrderedProgram, times: SlotTimes) -> list[SlotSpan]:
+    spans: list[SlotSpan] = []
+    for ordered, start, end in zip(program.slots, times.starts, times.ends, strict=True):
+        spans.append(SlotSpan(ordered.rank, ordered.slot, start, end))
+    return spans
 
 
 def idle_share(busy: float, makespan: float) -> float:
@@ -134,20 +188,25 @@ def count_one(op: PipelineOp) -> float:
 
 
 def slot_duration(slot: Slot, costs: StageCosts) -> float:
-    compute = comm = alone = longest = 0.0
+    lanes: list[OpLanes] = []
     for op in slot:
-        op_compute = costs.compute_seconds(op)
-        op_comm = costs.comm_seconds(op)
-        op_alone = op_compute + op_comm
+        lanes.append((costs.compute_seconds(op), costs.comm_seconds(op)))
+    if is_paired(slot):
+        return paired_duration(lanes, costs.friction)
+    return sum(compute + comm for compute, comm in lanes)
+
+
+def paired_duration(ops: Sequence[OpLanes], friction: float) -> float:
+    """Seconds of ops that share a slot: those of the busier lane or the longest op, and `friction` of what is hidden
+    behind them."""
+    compute = comm = longest = 0.0
+    for op_compute, op_comm in ops:
         compute += op_compute
         comm += op_comm
-        alone += op_alone
-        longest = max(longest, op_alone)
-    if not is_paired(slot):
-        return alone
+        longest = max(longest, op_compute + op_comm)
     best = max(compute, comm, longest)
-    hidden = alone - best
-    return best + costs.friction * hidden
+    hidden = compute + comm - best
+    return best + friction * hidden
 
 
 def most_held_at_once(slots: RankSlots, saved: OpBytes, until_wgrad: OpBytes) -> float:

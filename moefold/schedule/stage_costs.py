@@ -92,7 +92,8 @@ class StageCostsReader:
             default_comm = base.comm[kind]
             compute[kind] = self.stage_values(tree, kind, "", default_compute)
             comm[kind] = self.stage_values(comm_tree, kind, "comm.", default_comm)
-        send = self.read_number(tree.get("send", 0.0), "send")
+        text = tree.get("send", 0.0)
+        send = self.read_number(text, "send")
         held = self.stage_values(bytes_tree, "held", "bytes.", saved)
         if not self.problems:
             self.check_held_within_saved(held, saved)

@@ -52,6 +52,10 @@ class GradientSums:
             flat[gap].zero_()
         return flat
 
+    def memory_for_reduction(self, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory for the sum over ranks, or for what arrives of it."""
+        return torch.empty(size, dtype=dtype, device=device)
+
     def place(self, number: int) -> Tensor:
         """The memory of a parameter's gradient, whatever it holds."""
         if self.flat is None:
@@ -107,6 +111,7 @@ class StandingSums(GradientSums):
     def __init__(self, spans: Sequence[Span], size: int, device: torch.device, dtype: torch.dtype):
         self.standing = torch.zeros(size, dtype=dtype, device=device)
         self.has_gradient = torch.zeros(len(spans), dtype=torch.bool, device=device)
+        self.of_reductions: dict[tuple[int, torch.dtype], Tensor] = {}
         super().__init__(spans, size, device, dtype)
 
     def release(self) -> None:
@@ -114,6 +119,12 @@ class StandingSums(GradientSums):
         self.reduced = None
         self.flat = self.standing
         self.has_gradient.zero_()
+
+    def memory_for_reduction(self, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """The same memory in every step."""
+        if (size, dtype) not in self.of_reductions:
+            self.of_reductions[size, dtype] = torch.empty(size, dtype=dtype, device=device)
+        return self.of_reductions[size, dtype]
 
     def lend_gradient_memory(self, number: int, dtype: torch.dtype) -> Tensor | None:
         return None

@@ -124,7 +124,7 @@ class Gradients:
             if self.missing[number] > 0:
                 return
             bucket = self.buckets[number]
-            reduction = self.reduce(bucket.gradients, bucket.replicas)
+            reduction = self.reduce(bucket.gradients, bucket.replicas, bucket.sums.memory_for_reduction)
             self.reductions.append(reduction)
 
     def finish(self, tokens: Tensor) -> None:
@@ -179,7 +179,8 @@ class Gradients:
         """The norm of the gradient, dense and expert parameters together, of some units or of all. Each element lies in
         the share of exactly one rank; of copies on several pipeline ranks one is counted."""
         units = self.units if units is None else units
-        total = torch.zeros((), dtype=torch.float64, device=self.world.device)
+        device = self.world.device
+        total = torch.zeros((), dtype=torch.float64, device=device)
         counted = [bucket for bucket in self.buckets if self.counts_in_norm(bucket, units)]
         shares = [bucket.reduced_gradient_share for bucket in counted]
         self.add_squares(total, *shares)
@@ -205,7 +206,9 @@ class Gradients:
         units = self.units if units is None else units
         norm = self.norm(units)
         ratio = max_norm / (norm + 1e-6)
-        clipped = self.common_scale(units) * ratio.clamp(max=1.0)
-        scale = clipped.where(norm.isfinite(), torch.nan)
+        unclipped = self.common_scale(units)
+        clipped = unclipped * ratio.clamp(max=1.0)
+        finite = norm.isfinite()
+        scale = clipped.where(finite, torch.nan)
         self.scales |= dict.fromkeys(units, scale)
         return norm

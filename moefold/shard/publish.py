@@ -48,7 +48,8 @@ class Publisher:
     def attach_module(self, module: DeclaringModule) -> None:
         """Let calls of the module wait for the parameters that it reads."""
         own = module.parameters(recurse=False)
-        needed = {self.bucket_of[id(parameter)] for parameter in (*own, *module.borrowed)}
+        used = (*own, *module.borrowed)
+        needed = {self.bucket_of[id(parameter)] for parameter in used}
         gathered = [number for number in sorted(needed) if self.has_replicas(number)]
         if gathered:
             hook = partial(self.await_before_use, gathered)

@@ -149,7 +149,8 @@ class SplitFp32Weights(FlatWeights):
         return self.values.get(0, len(self.values))
 
     def refresh_weights(self, values: Tensor) -> None:
-        self.values.put(0, len(self.values), values)
+        whole = len(self.values)
+        self.values.put(0, whole, values)
 
     def fused_operands(self) -> FusedOperands:
         return FusedOperands(self.values.lower, self.values.upper)

@@ -50,6 +50,7 @@ from moefold.shard.clipping import ClippingPolicy, GlobalNormClipping
 from moefold.shard.gradients import Gradients
 from moefold.shard.publish import Publisher
 from moefold.shard.storage import storage_maker
+from moefold.train.routing_replay import open_replay
 from moefold.version import __version__
 
 
@@ -100,6 +101,7 @@ def assemble_run(
     loader, validation = make_loaders(config, corpus, world)
     kernels = choose_kernels(config, world)
     model = build_model(config, world, kernels, weights)
+    loader.replay = open_replay(config, model, world)
     groups = ParameterGroups(config.optim, kernels)
     buckets = fill_run_buckets(config, model, world, groups)
     gradients = Gradients(buckets, world, config.optim.gradient_reduce, kernels[add_squares])

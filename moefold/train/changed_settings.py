@@ -103,6 +103,7 @@ def record_changes(out: Path, step: int, checkpoint: object, changes: Iterable[C
     changed = {change.key: {"from": change.saved, "to": change.now} for change in changes}
     if not changed and not path.exists():
         return
+    out.mkdir(parents=True, exist_ok=True)
     lines = JsonLines(path, keep_through=step - 1)
     if changed:
         lines.write({"step": step, "checkpoint": str(checkpoint), "changed": changed})

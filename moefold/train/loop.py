@@ -37,6 +37,8 @@ from moefold.train.from_hf import WeightFiller, starting_weights
 from moefold.train.host_duties import any_rank_asks, collect_garbage_manually, stop_requests
 from moefold.train.init_from import checkpoint_weights
 from moefold.train.resume import begin_checkpoint, checkpoint_folder, make_background_saver, resume_run, run_tensors
+from moefold.train.routing_log import RoutingLog, open_routing_log
+from moefold.train.routing_replay import check_replay
 from moefold.train.step import StepReport, refuse_non_finite, take_next_step
 from moefold.train.step_profile import profile_step, profile_text, write_profile_trace
 
@@ -65,6 +67,7 @@ def run_training(config: Config, world: World, out: Path, start: RunStart) -> No
     require_space_for_checkpoint(run)
     # Continue from a checkpoint, and write down the settings that are in effect.
     continues = start.resume is not None and resume_run(run, start.resume, say)
+    check_replay(run.config, run.loader, world)
     settings = config_as_yaml(run.config)
     write_settings = partial((out / "config.yaml").write_text, settings)
     run_on_rank_zero(write_settings, world, out)
@@ -158,11 +161,19 @@ class StepInFlight:
 class RunRecorder:
     """Sends the measurements of steps to the progress display and, on rank 0, to files."""
 
-    def __init__(self, run: Run, progress: SilentProgress, sinks: list[MetricsSink], router_log: RouterLog | None):
+    def __init__(
+        self,
+        run: Run,
+        progress: SilentProgress,
+        sinks: list[MetricsSink],
+        router_log: RouterLog | None,
+        routing_log: RoutingLog | None,
+    ):
         self.run = run
         self.progress = progress
         self.sinks = sinks
         self.router_log = router_log
+        self.routing_log = routing_log
         self.dead_experts = DeadExpertWatch()
         config = run.config
         self.flops = train_flops_per_token(config.model, config.data.seq_len)
@@ -207,6 +218,8 @@ class RunRecorder:
         if validates:
             values |= self.validation_values()
         self.write_record(begun.report.number, values)
+        if self.routing_log:
+            self.routing_log.write_through(begun.report.number)
         requests = begun.stop_requested.read()
         return requests.item() > 0
 
@@ -220,6 +233,7 @@ class RunRecorder:
 @contextmanager
 def open_recorder(run: Run, continues: bool) -> Iterator[RunRecorder]:
     """The recorder of a run. Records of a resumed run are kept up to its step."""
+    routing_log = open_routing_log(run)
     is_first = run.world.rank == 0
     observe = run.config.observe
     steps = run.config.train.steps
@@ -235,13 +249,15 @@ def open_recorder(run: Run, continues: bool) -> Iterator[RunRecorder]:
             tensorboard = TensorBoard(run.out / "tensorboard", run.step)
             sinks.append(tensorboard)
     try:
-        yield RunRecorder(run, progress, sinks, router_log)
+        yield RunRecorder(run, progress, sinks, router_log, routing_log)
     finally:
         progress.close()
         for sink in sinks:
             sink.close()
         if router_log:
             router_log.close()
+        if routing_log:
+            routing_log.close()
 
 
 class TrainingLoop:

@@ -44,6 +44,7 @@ def test_json_holds_what_the_anatomy_says(name: str, explained: Any):
         "facts",
         "grids",
         "pipeline",
+        "routing",
         "dispatcher",
         "layers",
         "kernels",
@@ -132,6 +133,24 @@ def test_the_layers_ahead_are_shown_before_the_head_that_they_share(explained: A
 def test_latent_attention_is_shown_with_the_widths_of_its_heads(explained: Any):
     attend = next(s for layer in explained("deepseek-v3")["layers"] for s in layer["steps"] if s["step"] == "attend")
     assert attend["shapes"] == "T,7168 -> q T,128,192; k T,128,192; v T,128,128 -> T,7168"
+
+
+def test_attention_that_does_not_repeat_on_a_gpu_is_said_not_to(explained: Any):
+    on_gpu = ["--train.device", "cuda", "--train.precision", "bf16"]
+    why = explained("deepseek-v3", *on_gpu)["kernels"]["attention"]["why"]
+    assert "runs may not repeat to the bit, though kernels.repeatable asks for it" in why
+    why = explained("deepseek-v3", *on_gpu, "--kernels.repeatable", "false")["kernels"]["attention"]["why"]
+    assert "repeat" not in why
+    assert "repeat" not in explained("deepseek-v3", "--train.device", "cpu")["kernels"]["attention"]["why"]
+
+
+def test_recorded_and_replayed_routing_is_shown(explained: Any, capsys: pytest.CaptureFixture[str]):
+    assert explained("tiny")["routing"] == "chosen by the routers"
+    files = ["--train.replay_routing", "old", "--train.record_routing", "new"]
+    found = explained("tiny", *files)["routing"]
+    assert found == "replayed from old; weights and gradients come from the routers' scores; recorded to new"
+    assert run_command_line(["explain", "tiny", *files]) == 0
+    assert "experts of a token: replayed from old" in capsys.readouterr().out
 
 
 def test_the_grids_are_those_of_that_many_ranks(explained: Any):

@@ -37,6 +37,9 @@ BREAKS: dict[str, list[tuple[str, int, str]]] = {
         ("--checkpoint.every=100 --checkpoint.keep_every=250", 1, "checkpoint.keep_every = 250"),
         ("--checkpoint.every=100 --checkpoint.keep_every=50", 1, "checkpoint.every = 100"),
     ],
+    "routing is not recorded over what is replayed": [
+        ("--train.record_routing=a --train.replay_routing=a", 1, "train.record_routing = a"),
+    ],
     "the checkpoint path names a place": [
         ("--checkpoint.path=://run", 1, "checkpoint.path = ://run"),
         ("--checkpoint.path=s3:bucket", 1, "checkpoint.path = s3:bucket"),
@@ -51,12 +54,12 @@ BREAKS: dict[str, list[tuple[str, int, str]]] = {
     ],
     "head width is even": [("--model.attention.head_dim=33", 1, "model.attention.head_dim = 33")],
     "top-k within experts": [("--model.moe.top_k=9", 1, "model.moe.top_k = 9")],
-    "dense layers within layers": [("--model.moe.dense_layers=5", 1, "model.moe.dense_layers = 5")],
+    "dense layers within layers": [
+        ("--model.moe.dense_layers=5", 1, "model.moe.dense_layers = 5"),
+        ("--model.moe.dense_layers=6 --model.mtp=1", 1, "model.moe.dense_layers = 6"),
+    ],
     "llama3 frequencies in order": [
         ("--model.attention.rope.scaling=llama3 --model.attention.rope.low_frequency=4", 1, "low_frequency = 4")
-    ],
-    "yarn rotations in order": [
-        ("--model.attention.rope.scaling=yarn --model.attention.rope.beta_slow=40", 1, "beta_slow = 40")
     ],
     "files are named": [
         ("--data.source=files", 1, "data.source = files"),

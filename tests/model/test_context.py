@@ -167,3 +167,22 @@ def test_with_a_window_two_chunks_meet_exactly_where_some_query_sees_some_key(ra
         }
         positions = range(2 * ranks * size)
         assert met == {(q // size, k // size) for q in positions for k in positions if 0 <= q - k < window}, window
+
+
+def repeats(world: World) -> dict[str, bool]:
+    """Whether two passes of each mechanism agree to the bit, in fp32, where the order of a sum shows."""
+    here = create_world(world.rank, world.size, world.device, ParallelConfig(cp=world.size), world.size)
+    mine, form = share(SEQUENCES, LENGTH, here), Form(sinks=True)
+    qkv, dy, sinks = inputs(form)
+    narrow = [x[:, mine.local_positions].float() for x in (*qkv, dy)]
+    assert sinks is not None
+    found: dict[str, bool] = {}
+    for name in CONTEXT_MECHANISMS:
+        context = choose_context_mechanism(name, BoundKernels(Facts("cpu", "fp32")), here)
+        first, second = (outcome(context, narrow[:3], narrow[3], sinks.float(), form) for _ in range(2))
+        found[name] = all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    return found
+
+
+def test_two_passes_of_any_mechanism_agree_to_the_bit():
+    assert run_ranks(repeats, 2) == [dict.fromkeys(CONTEXT_MECHANISMS, True)] * 2

@@ -140,7 +140,7 @@ def test_gpt_oss_turns_and_sharpens_as_its_authors_published(name: str):
     assert softmax_scale(64, rope) == 64**-0.5
 
 
-@pytest.mark.parametrize("betas", [(32.0, 1.0), (1.0, 1.0), (2.0, 2.0), (64.0, 0.5)])
+@pytest.mark.parametrize("betas", [(32.0, 1.0), (1.0, 1.0), (2.0, 2.0), (64.0, 0.5), (1.0, 32.0), (0.5, 3.0)])
 @pytest.mark.parametrize("round_dims", [True, False])
 @pytest.mark.parametrize("width", WIDTHS)
 def test_yarn_with_any_range_rounded_or_not_is_that_of_its_authors(width: int, round_dims: bool, betas):

@@ -1,6 +1,7 @@
 """The one question to the planner: what comes back is whole, plain and consistent; what cannot be is refused."""
 
 import json
+import re
 from itertools import pairwise
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 
 from moefold.config.errors import UserError
 from moefold.plan.answer import answer_request
+from moefold.plan.remedies import NothingFits
 
 ONE = {"model": "qwen3-30b-a3b", "gpus": 16, "gpu": "h100", "gbs": 128, "mbs": 1, "parallel.ep": 16}
 
@@ -39,7 +41,24 @@ def test_numbers_follow_from_each_other(one: dict[str, Any]):
 
 def test_parts_of_memory_add_up(one: dict[str, Any]):
     for total, parts in zip(one["memory_by_rank"], one["memory_parts_by_rank"], strict=True):
-        assert sum(size for name, size in parts.items() if name != "outside") == pytest.approx(total)
+        assert sum(parts.values()) == pytest.approx(total)
+        assert parts["outside"] > 0.5
+
+
+def test_one_figure_of_memory_everywhere(searched: dict[str, Any]):
+    """In the headline, the table of layouts, the front, and the rank's own parts: outside the allocator included."""
+    best, largest = searched["layouts"][0], searched["largest_rank"]["rank"]
+    assert searched["memory_gib"] == pytest.approx(best["memory_gib"])
+    assert searched["memory_gib"] == pytest.approx(sum(searched["memory_parts_by_rank"][largest].values()))
+    assert searched["front"][0]["memory_gib"] == pytest.approx(best["memory_gib"])
+
+
+def test_every_dot_of_the_plot_is_simulated(searched: dict[str, Any]):
+    """A question about a layout of the front has the figures of its dot as its answer."""
+    for dot in (searched["front"][1], searched["front"][-1]):
+        again = answer_request(request_for(dot["layout"]))
+        assert again["memory_gib"] == pytest.approx(dot["memory_gib"])
+        assert again["tokens_per_s_per_gpu"] == pytest.approx(dot["tokens_per_s_per_gpu"])
 
 
 def test_it_is_plain_data(one: dict[str, Any], searched: dict[str, Any]):
@@ -64,20 +83,81 @@ def test_without_a_layout_the_best_is_searched_for(searched: dict[str, Any]):
     assert {"reason", "count", "example"} == set(searched["rejected"][0])
 
 
-def test_a_layout_found_makes_itself_again(searched: dict[str, Any]):
-    at = searched["layouts"][0]["layout"]
-    again = {
+def request_for(layout: dict[str, Any]) -> dict[str, Any]:
+    return {
         "model": "qwen3-30b-a3b",
         "gpus": 16,
         "gpu": "gb200",
-        **{key: at[key] for key in ("seq", "mbs", "gbs", "precision", "overlap", "graphs", "dispatcher")},
-        "recompute": ",".join(at["recompute"]),
-        **{f"parallel.{key}": at[key] for key in ("tp", "cp", "pp", "ep", "etp")},
-        "pipeline.vpp": at["vpp"],
+        **{key: layout[key] for key in ("seq", "mbs", "gbs", "precision", "overlap", "graphs", "dispatcher")},
+        "recompute": ",".join(layout["recompute"]),
+        **{f"parallel.{key}": layout[key] for key in ("tp", "cp", "pp", "ep", "etp")},
+        "pipeline.vpp": layout["vpp"],
     }
-    found = answer_request(again)
+
+
+def test_a_layout_found_makes_itself_again(searched: dict[str, Any]):
+    found = answer_request(request_for(searched["layouts"][0]["layout"]))
     assert found["step_s"] == pytest.approx(searched["step_s"])
     assert found["memory_gib"] == pytest.approx(searched["memory_gib"])
+
+
+QWEN_ON_8 = {"model": "qwen3-30b-a3b", "gpus": 8, "gpu": "h100", "gbs": 512}
+
+
+def test_a_search_proposes_what_the_trainer_can_run():
+    """On 8 H100 all layouts of Qwen3-30B once had recompute, which the trainer does not have."""
+    small = {**QWEN_ON_8, "optim.moments": "bf16"}
+    found = answer_request(small)
+    assert found["not_in_trainer"] == []
+    for each in (*found["layouts"], *found["front"]):
+        assert each["layout"]["recompute"] == []
+        assert each["not_in_trainer"] == []
+    further = answer_request({**small, "beyond_trainer": True})
+    marked = [each for each in further["layouts"] if each["layout"]["recompute"]]
+    assert marked
+    assert all(each["not_in_trainer"] == [f"recompute {','.join(each['layout']['recompute'])}"] for each in marked)
+
+
+def test_choices_that_the_trainer_lacks_are_marked_and_not_launched():
+    found = answer_request({**ONE, "precision": "fp8", "graphs": "static", "recompute": "norm"})
+    assert found["fits"]
+    assert found["not_in_trainer"] == ["precision fp8", "recompute norm", "graphs static"]
+    assert found["launch"] is None
+
+
+def test_where_nothing_fits_the_nearest_layout_and_what_would_fit_are_named():
+    with pytest.raises(NothingFits) as refused:
+        answer_request({"model": "mixtral-8x7b", "gpus": 8, "gpu": "h100"})
+    (said,) = refused.value.problems
+    assert re.search(r"nearest to fitting: tp \d+, .* needs 1[\d.]+ GiB, the GPU has 79\.1", said)
+    assert said.endswith("what fits: --optim.moments bf16 --optim.main split, or use 16 GPUs")
+    lean = {"optim.moments": "bf16", "optim.main": "split"}
+    assert answer_request({"model": "mixtral-8x7b", "gpus": 8, "gpu": "h100", **lean})["fits"]
+    assert answer_request({"model": "mixtral-8x7b", "gpus": 16, "gpu": "h100"})["fits"]
+
+
+def test_where_recompute_would_fit_the_refusal_says_so():
+    layout = {f"parallel.{name}": 1 for name in ("tp", "cp", "pp")} | {"parallel.ep": 8, "mbs": 1, "search": True}
+    with pytest.raises(NothingFits, match="--beyond-trainer, with recompute, which is not in the trainer yet"):
+        answer_request({**QWEN_ON_8, **layout})
+    found = answer_request({**QWEN_ON_8, **layout, "beyond_trainer": True})
+    assert found["fits"]
+    assert found["not_in_trainer"] == ["recompute layer"]
+
+
+def test_the_gpus_and_changes_named_for_a_layout_are_enough():
+    layout = {"model": "qwen3-30b-a3b", "gpus": 8, "gpu": "h100", "gbs": 64, "mbs": 4, "parallel.ep": 8}
+    found = answer_request(layout)
+    assert not found["fits"]
+    assert found["remedies"]
+    for remedy in found["remedies"]:
+        words = remedy.split(" (")[0].split()
+        changes = {name.removeprefix("--"): value for name, value in zip(words[::2], words[1::2], strict=True)}
+        if "gpus" in changes:
+            changes["gbs"] = str(64 * int(changes["gpus"]) // 8)
+        if "train.micro_batch" in changes:
+            changes["mbs"] = changes.pop("train.micro_batch")
+        assert answer_request({**layout, **changes})["fits"], remedy
 
 
 def test_text_is_read_as_numbers_are():

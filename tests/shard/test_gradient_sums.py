@@ -8,12 +8,13 @@ from typing import ClassVar
 import pytest
 import torch
 
-from moefold.layout.axes import single_rank_world
+from moefold.layout.axes import World, single_rank_world
 from moefold.layout.gradient_sink import memory_for_gradient, running_gradient_sum
 from moefold.shard.buckets import fill_buckets
-from moefold.shard.gradient_sums import GradientSums, StandingSums
-from moefold.shard.gradients import Gradients
+from moefold.shard.gradient_sums import GRADIENT_SUMS, GradientSums, StandingSums
+from moefold.shard.gradients import GRADIENT_REDUCTIONS, Gradients
 from tests.shard.test_gradients import make
+from tests.support.ranks import run_ranks
 
 
 @pytest.fixture
@@ -173,3 +174,27 @@ def test_standing_and_fleeting_memory_hold_the_same_sums_to_the_bit(dtype: str):
                 model(part, part).cross_entropy.backward()
         found.append([bucket.gradients.clone() for bucket in gradients.buckets])
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def reduced_addresses(world: World, reduction: str) -> dict[str, list[int]]:
+    """Where the sum over ranks lies in three steps, with other memory allocated in between."""
+    reduce = GRADIENT_REDUCTIONS[reduction]
+    found: dict[str, list[int]] = {}
+    kept = []
+    for memory in ("fleeting", "standing"):
+        made = GRADIENT_SUMS[memory]([(0, 64)], 64, world.device, torch.float32)
+        for _ in range(3):
+            made.release()
+            made.add(0, torch.ones(64))
+            share = reduce(made.whole(), world.everyone, made.memory_for_reduction).arrived()
+            assert torch.equal(share, torch.full((32,), 2.0))
+            found.setdefault(memory, []).append(share.data_ptr())
+            kept.append(share)  # fleeting memory of a later step lies elsewhere
+    return found
+
+
+@pytest.mark.parametrize("reduction", ["fp32", "bf16"])
+def test_the_sum_over_ranks_stays_where_it_is_in_standing_memory(reduction: str):
+    for found in run_ranks(reduced_addresses, 2, reduction):
+        assert len(set(found["standing"])) == 1
+        assert len(set(found["fleeting"])) == 3

@@ -1,6 +1,6 @@
 """Every test that needs a GPU: `python -m tests.support.gpu_suite`. Exit code 2: no CUDA device here.
 
-Tests marked `alone` come last, one after the other, with the whole card for themselves.
+Tests that time steps come last, one after the other, with the whole card for themselves.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from tests.support.marked_suite import conclude, read_suite_options, run_part, t
 
 BYTES_PER_PROCESS = 20 << 30  # the largest of these tests trains a layer of Mixtral-8x7B
 MOST_PROCESSES = 6
+MEASURED = "tests/plan/test_on_gpu.py"
 NO_PAGES = "--ignore=tests/web"  # no test of a page needs a GPU, and GPU machines often lack what pages need
 
 
@@ -24,8 +25,8 @@ def main() -> int:
     processes = side_by_side()
     beside = ("-n", str(processes), "--dist", "worksteal")
     parts = [
-        run_part(f"{processes} side by side", NO_PAGES, "-m", "gpu and not alone", *beside),
-        run_part("alone", NO_PAGES, "-m", "gpu and alone"),
+        run_part(f"{processes} side by side", NO_PAGES, f"--ignore={MEASURED}", "-m", "gpu", *beside),
+        run_part("timed, alone", MEASURED, "-m", "gpu"),
     ]
     device = f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
     return conclude("Tests on a GPU", "tests.support.gpu_suite", device, options, parts)

@@ -87,6 +87,26 @@ def test_what_is_shown_is_what_the_planner_says(page: Page, place: str):
     assert walls.count() == sum(seconds > 0 for seconds in found["time_by_wall"].values())
 
 
+def test_what_does_not_fit_greys_out_its_cost_and_says_what_would(page: Page, place: str):
+    large = {"model": "qwen3-30b-a3b", "mbs": "4", "parallel.pp": "1", "pipeline.vpp": "1", "parallel.ep": "8"}
+    open_at(page, place, **{key.replace(".", "__"): value for key, value in large.items()})
+    expect(page.locator(".verdict h2")).to_contain_text("Does not fit")
+    expect(page.locator(".tile.grey")).to_have_count(2)
+    expect(page.locator(".remedies")).to_contain_text("--gpus")
+    expect(page.locator("details.launch")).to_have_count(0)
+
+
+def test_a_plan_shows_its_launch_files_or_what_the_trainer_lacks(page: Page, place: str):
+    open_at(page, place)
+    expect(page.locator(".tile.grey")).to_have_count(0)
+    page.get_by_text("to launch").click()
+    files = answer_request({**SMALL, **LAYOUT})["launch"]
+    assert page.locator("details.launch pre").all_inner_texts() == list(files.values())
+    open_at(page, place, precision="fp8")
+    expect(page.locator(".verdict .problem")).to_have_text("Not in the trainer yet: precision fp8.")
+    expect(page.locator("details.launch")).to_have_count(0)
+
+
 def test_sliders_step_over_legal_values_and_others_follow_then_back_leads_back(page: Page, place: str):
     open_at(page, place)
     press(page, "c-parallel-pp", "ArrowRight")

@@ -60,7 +60,8 @@ class RemotePath:
     def is_symlink(self) -> bool:
         if not self.is_file():
             return False
-        return bool(self.files.info(self.key).get("islink", False))
+        info = self.files.info(self.key)
+        return bool(info.get("islink", False))
 
     def exists(self) -> bool:
         return self.files.exists(self.key)

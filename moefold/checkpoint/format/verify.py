@@ -138,7 +138,8 @@ def box_fits_shape(box: Box, shape: Sequence[int]) -> bool:
     if len(box) != len(shape):
         return False
     ends = map(sum, box)
-    return all(end <= size for end, size in zip(ends, shape, strict=True))
+    pairs = zip(ends, shape, strict=True)
+    return all(end <= size for end, size in pairs)
 
 
 def open_checkpoint(path: StoragePath) -> OpenedCheckpoint:

@@ -80,7 +80,8 @@ def describe_model(folder: ModelFolder) -> DescribedModel:
     """The model of a folder. Options of config.json that are not supported are refused by name."""
     where = str(folder.path / "config.json")
     kind = folder.options.get("model_type")
-    family = FAMILIES[one_of(f"model_type (in {where})", printable_text(str(kind)), FAMILIES)]
+    name = one_of(f"model_type (in {where})", printable_text(str(kind)), FAMILIES)
+    family = FAMILIES[name]
     options = ConfigOptions(folder.options, where, family_keys(family.kind))
     check_quantisation(options)
     model = read_model_config(family, options)
@@ -90,7 +91,8 @@ def describe_model(folder: ModelFolder) -> DescribedModel:
     if model.layers > tensors or experts > MOST_EXPERTS_A_TENSOR * tensors:
         sizes = f"{model.layers} layers with {model.moe.experts} experts"
         raise UserError(f"{where} tells of {sizes}, but the files hold {tensors} tensors; one of the two is wrong")
-    return without_missing_mtp(DescribedModel(family, model), folder)
+    described = without_missing_mtp(DescribedModel(family, model), folder)
+    return replace(described, model=with_legal_dense_layers(described.model))
 
 
 def read_model_config(family: ModelFamily, options: ConfigOptions) -> ModelConfig:
@@ -116,7 +118,8 @@ def read_model_config(family: ModelFamily, options: ConfigOptions) -> ModelConfi
 def joint_loss_factor(model: ModelConfig) -> float:
     """transformers' coefficient over moefold's. Its balance loss is one for all layers together and counts K choices of
     a token, so K at perfect balance; moefold's is one at perfect balance, in each layer."""
-    moe_layers = sum(is_moe_layer(model, layer) for layer in range(model.layers))
+    layers = range(model.layers)
+    moe_layers = sum(is_moe_layer(model, layer) for layer in layers)
     return max(1, moe_layers) / model.moe.top_k
 
 
@@ -127,8 +130,10 @@ def to_twelve_digits(x: float) -> float:
 
 def with_aux_loss(model: ModelConfig, weight: float) -> ModelConfig:
     """The model with another weight of the balance loss, counted over a microbatch as transformers does."""
-    balance = replace(model.moe.balance, aux_loss=to_twelve_digits(weight), aux_over="microbatch")
-    return replace(model, moe=replace(model.moe, balance=balance))
+    aux_loss = to_twelve_digits(weight)
+    balance = replace(model.moe.balance, aux_loss=aux_loss, aux_over="microbatch")
+    moe = replace(model.moe, balance=balance)
+    return replace(model, moe=moe)
 
 
 def check_quantisation(options: ConfigOptions) -> None:
@@ -161,6 +166,12 @@ def without_missing_mtp(described: DescribedModel, folder: ModelFolder) -> Descr
     note = f"{folder.path} has no tensors of the {model.mtp} layers that predict further tokens; going on without"
     without_mtp = replace(model, mtp=0)
     return DescribedModel(described.family, without_mtp, (note,))
+
+
+def with_legal_dense_layers(model: ModelConfig) -> ModelConfig:
+    """The model with as many dense layers as it has layers, where config.json tells of more of them."""
+    dense_layers = min(model.moe.dense_layers, model.layers + model.mtp)
+    return replace(model, moe=replace(model.moe, dense_layers=dense_layers))
 
 
 def essential_values(model: ModelConfig) -> dict[str, Any]:

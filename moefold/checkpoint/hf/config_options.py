@@ -62,7 +62,8 @@ class ConfigOptions:
                 self.add_problem(f"{spelling} = null is not supported; expected a value, or no such key")
                 return default
         values = list(given.values())
-        if any(value != values[0] for value in values[1:]):
+        first, *others = values
+        if any(value != first for value in others):
             self.add_problem(f"{' and '.join(given)} are one option, but have different values")
         return values[0]
 

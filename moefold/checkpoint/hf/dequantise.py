@@ -148,7 +148,9 @@ def decode_mxfp4(codes: torch.Tensor, powers: torch.Tensor) -> torch.Tensor:
     table = torch.tensor(FP4_VALUES, dtype=torch.float32)
     low = codes & 15
     high = codes >> 4
-    pairs = torch.stack((low, high), dim=-1).long()
+    pairs = torch.stack((low, high), dim=-1)
+    pairs = pairs.long()
     exponents = powers.int() - EXPONENT_BIAS
-    values = torch.ldexp(table[pairs], exponents[..., None, None])
+    exponents = exponents[..., None, None]
+    values = torch.ldexp(table[pairs], exponents)
     return values.flatten(-3)

@@ -121,7 +121,8 @@ class GatheredBoxes:
         values = torch.zeros(box_sizes(box), dtype=dtype, device=device)
         if name in self.contributed:
             self.copy_overlap(self.held[name], box, values)
-        all_reduce_no_grad(values.view(torch.uint8), self.world.everyone)
+        as_bytes = values.view(torch.uint8)
+        all_reduce_no_grad(as_bytes, self.world.everyone)
         return values
 
     def copy_overlap(self, local: LocalTensor, box: Box, values: torch.Tensor) -> None:

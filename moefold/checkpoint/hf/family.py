@@ -64,7 +64,7 @@ def write_common_options(model: ModelConfig) -> dict[str, Any]:
 def read_gqa_attention(options: ConfigOptions, values: dict[str, Any]) -> dict[str, Any]:
     """Grouped-query heads, and rope on all of their dims."""
     heads = read_gqa_heads(options, values)
-    return heads | read_rope_options(options, heads["attention.head_dim"])
+    return heads | read_rope_options(options)
 
 
 def read_gqa_heads(options: ConfigOptions, values: dict[str, Any]) -> dict[str, Any]:
@@ -81,7 +81,8 @@ def read_gqa_heads(options: ConfigOptions, values: dict[str, Any]) -> dict[str, 
 
 
 def write_gqa_heads(model: ModelConfig) -> dict[str, Any]:
-    return {"num_key_value_heads": model.attention.kv_heads, "head_dim": model.attention.head_dim}
+    a = model.attention
+    return {"num_key_value_heads": a.kv_heads, "head_dim": a.head_dim}
 
 
 def read_sliding_windows(

@@ -16,17 +16,16 @@ from moefold.config.run import RopeConfig
 ROPE_PREFIX = "attention.rope."
 ROPE_TYPES = {"default": "none", "linear": "linear", "llama3": "llama3", "yarn": "yarn"}
 LENGTHENING = ("llama3", "yarn")  # types that know the length before
-NARROWEST = 1e-3  # dims between the limits of YaRN
 
 
-def read_rope_options(options: ConfigOptions, rope_dim: int, latent: bool = False) -> dict[str, Any]:
+def read_rope_options(options: ConfigOptions, latent: bool = False) -> dict[str, Any]:
     """Our keys, for heads of which all dims have rope."""
     parameters = take_rope_parameters(options)
     partial = parameters.pop("partial_rotary_factor", 1.0)
     if partial != 1:
         shown = show_value(partial)
         options.add_problem(f"partial_rotary_factor = {shown} is not supported (all dims of a head have rope)")
-    return read_rope_parameters(options, parameters, rope_dim, latent)
+    return read_rope_parameters(options, parameters, latent)
 
 
 def take_rope_parameters(options: ConfigOptions) -> dict[str, Any]:
@@ -52,9 +51,7 @@ def take_rope_parameters(options: ConfigOptions) -> dict[str, Any]:
     return parameters
 
 
-def read_rope_parameters(
-    options: ConfigOptions, parameters: dict[str, Any], rope_dim: int, latent: bool = False
-) -> dict[str, Any]:
+def read_rope_parameters(options: ConfigOptions, parameters: dict[str, Any], latent: bool = False) -> dict[str, Any]:
     """Our keys. Only `latent` families (MLA) scale attention logits by mscale_all_dim."""
     kind = parameters.pop("rope_type")
     if kind not in ROPE_TYPES:
@@ -72,7 +69,7 @@ def read_rope_parameters(
         values["low_frequency"] = inner.take_value("low_freq_factor")
         values["high_frequency"] = inner.take_value("high_freq_factor")
     if kind == "yarn" and not inner.problems:
-        values |= read_yarn_options(inner, values, longest, rope_dim, latent)
+        values |= read_yarn_options(inner, values, longest, latent)
     inner.ignore_keys(["factor", "original_max_position_embeddings"])  # of a type that does not read them
     options.problems += inner.problems
     options.problems += [f"{inner.where}: {name} is not supported" for name in inner.left]
@@ -96,9 +93,7 @@ def longest_position(options: ConfigOptions) -> int:
     return options.take_count("max_position_embeddings", most=10**12)
 
 
-def read_yarn_options(
-    inner: ConfigOptions, values: dict[str, Any], longest: int, rope_dim: int, latent: bool
-) -> dict[str, Any]:
+def read_yarn_options(inner: ConfigOptions, values: dict[str, Any], longest: int, latent: bool) -> dict[str, Any]:
     if "factor" not in inner.left:
         inner.add_missing("factor")
         return {}
@@ -113,34 +108,16 @@ def read_yarn_options(
         "beta_slow": inner.take_optional("beta_slow") or 1.0,
         "round_dims": inner.take_flag("truncate"),
     }
-    refuse_turned_limits(inner, values | yarn, rope_dim)
+    refuse_endless_dims(inner, values)
     return yarn | read_yarn_mscale(inner, factor, latent)
 
 
-def refuse_turned_limits(inner: ConfigOptions, values: dict[str, Any], rope_dim: int) -> None:
-    """Refuse YaRN whose upper limit is below its lower one. Published code then turns its ramp; ours is a step."""
+def refuse_endless_dims(inner: ConfigOptions, values: dict[str, Any]) -> None:
+    """Refuse a base or a length for which no dim turns a given number of times: its logarithm is 0 or undefined."""
     theta = values["theta"]
     length = values["original_length"]
     if theta <= 1 or length <= 0:
         inner.add_problem(f"rope_theta = {theta}, original_max_position_embeddings = {length} is not legal with YaRN")
-        return
-
-    def dim_with_rotations(turns: float) -> float:
-        return rope_dim * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(theta))
-
-    low = dim_with_rotations(values["beta_fast"])
-    high = dim_with_rotations(values["beta_slow"])
-    if values["round_dims"]:
-        low = math.floor(low)
-        high = math.ceil(high)
-    low = max(low, 0)
-    high = min(high, rope_dim - 1)
-    if high != low and high - low < NARROWEST:
-        inner.add_problem(
-            f"original_max_position_embeddings = {length} is not supported: YaRN's limits are in the wrong order with "
-            f"beta_fast = {values['beta_fast']}, beta_slow = {values['beta_slow']}, truncate = "
-            f"{show_value(values['round_dims'])}"
-        )
 
 
 def read_yarn_mscale(inner: ConfigOptions, factor: float, latent: bool) -> dict[str, Any]:

@@ -239,7 +239,8 @@ class DeterministicAttention(torch.autograd.Function):
 
         q, k, v, y, lse = ctx.saved_tensors
         dy = gradients[0]
-        dq, dk, dv = attention_backward(dy, q, k, v, y, lse, ctx.scale)
+        scale = ctx.scale
+        dq, dk, dv = attention_backward(dy, q, k, v, y, lse, scale)
         return dq, dk, dv, None
 
 
@@ -279,12 +280,13 @@ def attention_cases(draw: CaseInputs) -> Cases:
         if dv != d:
             name += f", values of {dv}"
         shape = AttentionShape(length, h, g, d, dv)
-        yield KernelCase(name, (q, k, v), attention=shape)
+        square = s == length
+        yield KernelCase(name, (q, k, v), attention=shape, square=square)
         sink = draw.normal(h, seed=3)
         begins = random_document_begins(draw.device, b, length)[:, -s:]
         for about, masking in maskings(sink, begins).items():
             inputs = (q, k, v, *masking)
-            yield KernelCase(f"{name}, {about}", inputs, attention=shape, sees_all=False)
+            yield KernelCase(f"{name}, {about}", inputs, attention=shape, sees_all=False, square=square)
 
 
 def maskings(sink: Tensor, begins: Tensor) -> dict[str, tuple[object, ...]]:

@@ -54,7 +54,8 @@ def random_inputs(shape: AttentionShape, dtype: torch.dtype) -> tuple[Tensor, ..
     batch = max(1, TIMED_TOKENS // shape.length)
 
     def random_heads(heads: int, width: int) -> Tensor:
-        x = torch.randn(batch, shape.length, heads, width, device="cuda", generator=generator)
+        sizes = (batch, shape.length, heads, width)
+        x = torch.randn(sizes, device="cuda", generator=generator)
         return x.to(dtype)
 
     q = random_heads(shape.heads, shape.head_dim).requires_grad_()

@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from moefold.kernels.attention.backward_hopper_launch import (
     hopper_backward_applies,
@@ -32,6 +33,7 @@ from moefold.kernels.attention.heads_triton import (
     row_dots,
     store_head_block,
 )
+from moefold.kernels.tile_triton import program_block, wide_program_id
 
 # M, N, warps, stages: of a dozen tried on an H200 the best for both kernels (docs/benchmarks/step-notes.md).
 TILE = (64, 64, 4, 2)
@@ -54,7 +56,7 @@ def add_dot(total, a, b):
 def attention_dq_kernel(
     q, k, v, dy, lse, delta, dq, S, scale, H, GROUP,
     q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h, y_b, y_s, y_h, o_b, o_s, o_h,
-    D: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    D: constexpr, M: constexpr, N: constexpr,
 ):  # fmt: skip
     """M queries of one head against all keys up to them."""
     # prologue: this program's queries, those with most keys first
@@ -67,7 +69,7 @@ def attention_dq_kernel(
     # the gradients of their results, and their statistics
     dy_head = dy + b * y_b + h * y_h
     grads = load_head_block(dy_head, rows, y_s, S, D, D)
-    head = tl.program_id(1).to(tl.int64)
+    head = wide_program_id(1)
     lse_M = load_log_sums(lse, head, rows, S)
     delta_M = load_delta(delta, head, rows, S)
     log2_scale = scale * LOG2E
@@ -99,7 +101,7 @@ def attention_dq_kernel(
 def attention_dkdv_kernel(
     q, k, v, dy, lse, delta, dk, dv, S, scale, G, GROUP,
     q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h, y_b, y_s, y_h, o_b, o_s, o_h,
-    D: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    D: constexpr, M: constexpr, N: constexpr,
 ):  # fmt: skip
     """N keys and values of one head against all queries from them on, summed over the query heads of the group."""
     # prologue: this program's keys and values
@@ -142,16 +144,16 @@ def attention_dkdv_kernel(
 
 
 @triton.jit
-def attention_delta_kernel(y, dy, delta, S, H, y_b, y_s, y_h, d_b, d_s, d_h, D: tl.constexpr, M: tl.constexpr):
+def attention_delta_kernel(y, dy, delta, S, H, y_b, y_s, y_h, d_b, d_s, d_h, D: constexpr, M: constexpr):
     """delta = sum(dy * y) per query."""
     b, h = program_head(H)
-    rows = tl.program_id(0) * M + tl.arange(0, M)
+    rows = program_block(0, M)
     y_head = y + b * y_b + h * y_h
     result = load_head_block(y_head, rows, y_s, S, D, D)
     dy_head = dy + b * d_b + h * d_h
     grads = load_head_block(dy_head, rows, d_s, S, D, D)
     delta_M = row_dots(result, grads)
-    delta_head = delta + tl.program_id(1).to(tl.int64) * S
+    delta_head = delta + wide_program_id(1) * S
     tl.store(delta_head + rows, delta_M, mask=rows < S)
 
 
@@ -162,7 +164,7 @@ def contiguous_heads(x_BSHD: Tensor) -> Tensor:
 def delta_of_queries(y: Tensor, dy: Tensor) -> Tensor:
     """(B, H, S)."""
     b, s, h, d = y.shape
-    delta = torch.empty(b, h, s, dtype=torch.float32, device=y.device)
+    delta = y.new_empty(b, h, s, dtype=torch.float32)
     blocks = triton.cdiv(s, DELTA_ROWS)
     strides = outer_strides(y, dy)
     attention_delta_kernel[blocks, b * h](y, dy, delta, s, h, *strides, d, DELTA_ROWS)
@@ -179,7 +181,8 @@ def attention_backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv of square causal attention; all tensors but the log-sum-exp are (B, S, heads, D), D a power of two."""
-    dy, q, k, v, y = (contiguous_heads(x) for x in (dy, q, k, v, y))
+    heads = map(contiguous_heads, (dy, q, k, v, y))
+    dy, q, k, v, y = heads
     if hopper_backward_applies(q, k, scale):
         statistics = softmax_statistics(y, dy, lse_BHS, scale)
         return launch_hopper_backward(dy, q, k, v, statistics, scale)

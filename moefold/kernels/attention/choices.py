@@ -11,7 +11,7 @@ from moefold.kernels.facts import AttentionShape, Facts
 
 LARGE_SHARED_MEMORY = ((8, 0), (9, 0), (10, 0), (10, 3))  # GPUs whose blocks may have 160 KiB of shared memory
 DETERMINISTIC_HEAD_DIMS = (16, 32, 64, 128)
-REPEATABLE = ("deterministic", "sdpa")  # those that add up in a fixed order
+REPEATABLE = ("deterministic", "varlen")  # on a GPU, those that add up in a fixed order
 NOT_REPEATABLE_COST = 1e6  # milliseconds: chosen last where runs must repeat
 FALLBACK_COST = 1e7
 
@@ -22,8 +22,13 @@ def fused_attention_runs(facts: Facts) -> bool:
     return facts.dtype in ("bf16", "fp16") and facts.capability >= (8, 0)
 
 
+def is_plain_causal(facts: Facts) -> bool:
+    """Whether every query sees all positions up to its own, and there is a query for each."""
+    return facts.sees_all and facts.square
+
+
 def causal_attention_runs(facts: Facts) -> bool:
-    return fused_attention_runs(facts) and facts.sees_all
+    return fused_attention_runs(facts) and is_plain_causal(facts)
 
 
 def offsets_fit_32_bits(shape: AttentionShape) -> bool:
@@ -56,7 +61,7 @@ def deterministic_attention_runs(facts: Facts) -> bool:
 
 
 def varlen_attention_runs(facts: Facts) -> bool:
-    return masked_kernels_run(facts) and not facts.sees_all
+    return masked_kernels_run(facts) and not is_plain_causal(facts)
 
 
 def masked_kernels_run(facts: Facts) -> bool:
@@ -90,20 +95,36 @@ def attention_cost(name: str) -> Callable[[Facts], float]:
 
     def measured_cost(facts: Facts) -> float:
         cost = measured_times(facts).get(name, 0.0)
-        if facts.repeatable and name not in REPEATABLE:
+        if breaks_repeatability(name, facts):
             cost += NOT_REPEATABLE_COST
         return cost
 
     return measured_cost
 
 
+def breaks_repeatability(name: str, facts: Facts) -> bool:
+    return facts.repeatable and facts.device == "cuda" and name not in REPEATABLE
+
+
 def fallback_cost(facts: Facts) -> float:
     return FALLBACK_COST if fused_attention_runs(facts) else 0.0
 
 
-def attention_timing_note(facts: Facts) -> str:
+def attention_note(name: str) -> Callable[[Facts], str]:
+    """Measured times, and whether a run would not repeat though it should."""
+
+    def note(facts: Facts) -> str:
+        remarks = [timing_note(facts)]
+        if breaks_repeatability(name, facts):
+            remarks.append("runs may not repeat to the bit, though kernels.repeatable asks for it")
+        return "; ".join(filter(None, remarks))
+
+    return note
+
+
+def timing_note(facts: Facts) -> str:
     times = measured_times(facts)
-    if not times:
+    if not times or not is_plain_causal(facts):
         return ""
     fastest_first = sorted(times.items(), key=lambda item: item[1])
     listed = ", ".join(f"{name} {time:.2f}" for name, time in fastest_first)
@@ -117,7 +138,7 @@ ATTENTION_CHOICES = (
         "bf16 on cuda with Triton, heads of 16, 32, 64 or 128",
         "sums in a fixed order, so that runs repeat to the bit (kernels.repeatable)",
         attention_cost("deterministic"),
-        attention_timing_note,
+        attention_note("deterministic"),
     ),
     Choice(
         "cudnn",
@@ -125,7 +146,7 @@ ATTENTION_CHOICES = (
         "bf16 on Hopper",
         "never stores the scores; its backward adds up in another order each time",
         attention_cost("cudnn"),
-        attention_timing_note,
+        attention_note("cudnn"),
     ),
     Choice(
         "flash",
@@ -133,15 +154,16 @@ ATTENTION_CHOICES = (
         "bf16 on cuda, values as wide as keys",
         "never stores the scores; its backward adds up in another order each time",
         attention_cost("flash"),
-        attention_timing_note,
+        attention_note("flash"),
     ),
     Choice(
         "varlen",
         varlen_attention_runs,
-        "bf16 on an A100, H100, B200 or their like with Triton, heads of at most 256; documents, a window or sinks",
+        "bf16 on an A100, H100, B200 or their like with Triton, heads of at most 256; documents, a window, sinks "
+        "or fewer queries than keys",
         "reads only visible keys, stores no mask; sums in a fixed order, so that runs repeat to the bit",
     ),
-    Choice("sdpa", always_runs, "nothing", "never stores the scores", fallback_cost),
+    Choice("sdpa", always_runs, "nothing", "never stores the scores", fallback_cost, attention_note("sdpa")),
 )
 
 NEEDS_MASKED_KERNELS = "bf16 on an A100, H100, B200 or their like with Triton, heads of at most 256"

@@ -6,10 +6,12 @@ B sequences, S positions, H heads, D head width; M queries are worked on at a ti
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
+
+from moefold.kernels.tile_triton import load_or_zero
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -23,7 +25,7 @@ def program_head(H):
 
 
 @triton.jit
-def head_block(base, places, stride, end, D: tl.constexpr, WIDE: tl.constexpr):
+def head_block(base, places, stride, end, D: constexpr, WIDE: constexpr):
     """Pointers to (positions, WIDE) of one head; and which lie before the end and within its width."""
     d = tl.arange(0, WIDE)[None, :]
     row = places[:, None]
@@ -34,14 +36,14 @@ def head_block(base, places, stride, end, D: tl.constexpr, WIDE: tl.constexpr):
 
 
 @triton.jit
-def load_head_block(base, places, stride, end, D: tl.constexpr, WIDE: tl.constexpr):
+def load_head_block(base, places, stride, end, D: constexpr, WIDE: constexpr):
     """Zeros behind the end and beyond the width."""
     pointers, inside = head_block(base, places, stride, end, D, WIDE)
-    return tl.load(pointers, mask=inside, other=0.0)
+    return load_or_zero(pointers, inside)
 
 
 @triton.jit
-def store_head_block(base, places, stride, end, values, D: tl.constexpr, WIDE: tl.constexpr):
+def store_head_block(base, places, stride, end, values, D: constexpr, WIDE: constexpr):
     pointers, inside = head_block(base, places, stride, end, D, WIDE)
     rounded = values.to(base.dtype.element_ty)
     tl.store(pointers, rounded, mask=inside)
@@ -58,7 +60,7 @@ def load_log_sums(lse, head, rows, S):
 @triton.jit
 def load_delta(delta, head, rows, S):
     at = delta + head * S + rows
-    return tl.load(at, mask=rows < S, other=0.0)
+    return load_or_zero(at, rows < S)
 
 
 @triton.jit
@@ -70,7 +72,7 @@ def row_dots(a, b):
 
 def empty_gradients(*tensors: Tensor) -> list[Tensor]:
     """Contiguous memory for the gradient of each."""
-    return [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in tensors]
+    return [x.new_empty(x.shape) for x in tensors]
 
 
 def outer_strides(*tensors: Tensor) -> list[int]:

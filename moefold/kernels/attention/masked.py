@@ -57,7 +57,7 @@ def first_visible_key(q_BSHD: Tensor, ahead: int, window: int, begins_BS: Tensor
     first query is `ahead` positions behind the first key."""
     b, s = q_BSHD.shape[:2]
     if begins_BS is None:
-        first_BS = torch.zeros(b, s, dtype=torch.int32, device=q_BSHD.device)
+        first_BS = q_BSHD.new_zeros(b, s, dtype=torch.int32)
     else:
         first_BS = begins_BS.int().contiguous()
     if not window:

@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from moefold.kernels.attention.heads_triton import (
     LOG2E,
@@ -25,6 +26,7 @@ from moefold.kernels.attention.heads_triton import (
     row_dots,
     store_head_block,
 )
+from moefold.kernels.tile_triton import load_or_zero, wide_program_id
 
 # M, N, warps and stages of the three kernels: of a dozen tried on an H200 the best (docs/benchmarks/step-notes.md).
 NARROW = ((64, 64, 4, 3), (64, 64, 4, 2), (64, 64, 4, 2))
@@ -52,8 +54,8 @@ def visible_keys(rows, columns, first_M, ahead, L):
 def masked_attention_kernel(
     q, k, v, first, sink, y, lse, S, L, ahead, scale, H, GROUP,
     q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h, y_b, y_s, y_h,
-    SINK: tl.constexpr, D: tl.constexpr, DW: tl.constexpr, V: tl.constexpr, VW: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr,
+    SINK: constexpr, D: constexpr, DW: constexpr, V: constexpr, VW: constexpr,
+    M: constexpr, N: constexpr,
 ):  # fmt: skip
     """M queries of one head, with an online softmax over their keys."""
     # prologue: this program's queries
@@ -104,7 +106,7 @@ def masked_attention_kernel(
     normalised = out / total[:, None]
     store_head_block(y_head, rows, y_s, S, normalised, V, VW)
     lse_M = (top + tl.log2(total)) / LOG2E
-    lse_head = lse + tl.program_id(1).to(tl.int64) * S
+    lse_head = lse + wide_program_id(1) * S
     tl.store(lse_head + rows, lse_M, mask=rows < S)
 
 
@@ -112,14 +114,14 @@ def masked_attention_kernel(
 def masked_attention_dq_kernel(
     q, k, v, dy, first, y, lse, delta, dq, S, L, ahead, scale, H, GROUP,
     q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h, d_b, d_s, d_h, y_b, y_s, y_h, o_b, o_s, o_h,
-    DELTA: tl.constexpr, D: tl.constexpr, DW: tl.constexpr, V: tl.constexpr, VW: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr,
+    DELTA: constexpr, D: constexpr, DW: constexpr, V: constexpr, VW: constexpr,
+    M: constexpr, N: constexpr,
 ):  # fmt: skip
     """The gradient of M queries of one head; and, unless DELTA is given, delta = sum(dy * y) per query, for the kernel
     that follows."""
     # prologue: this program's queries and the gradients of their results
     b, h = program_head(H)
-    head = tl.program_id(1).to(tl.int64)
+    head = wide_program_id(1)
     start = tl.program_id(0) * M
     rows = start + tl.arange(0, M)
     q_head = q + b * q_b + h * q_h
@@ -168,7 +170,7 @@ def masked_attention_dq_kernel(
 def masked_attention_dkdv_kernel(
     q, k, v, dy, until, lse, delta, dk, dv, S, L, ahead, scale, G, GROUP,
     q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h, d_b, d_s, d_h, ok_b, ok_s, ok_h, ov_b, ov_s, ov_h,
-    D: tl.constexpr, DW: tl.constexpr, V: tl.constexpr, VW: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    D: constexpr, DW: constexpr, V: constexpr, VW: constexpr, M: constexpr, N: constexpr,
 ):  # fmt: skip
     """The gradients of N keys and values of one head, summed over the query heads of its group."""
     # prologue: this program's keys and values
@@ -185,7 +187,7 @@ def masked_attention_dkdv_kernel(
     # the queries that see them: from those at the first key to the last key's last
     lowest = tl.maximum(start - ahead, 0) // M * M
     until_b = until + b * L
-    until_N = tl.load(until_b + columns, mask=columns < L, other=0)
+    until_N = load_or_zero(until_b + columns, columns < L)
     behind = tl.minimum(start + N, L)
     end = tl.load(until_b + behind - 1)
     # main loops over the group's query heads and over query blocks
@@ -254,8 +256,8 @@ def masked_attention_forward(
     q = addressable(q)
     k = addressable(k)
     v = addressable(v)
-    y = torch.empty(b, s, h, v.shape[-1], dtype=q.dtype, device=q.device)
-    lse = torch.empty(b, h, s, dtype=torch.float32, device=q.device)
+    y = q.new_empty(b, s, h, v.shape[-1])
+    lse = q.new_empty(b, h, s, dtype=torch.float32)
     sizes = (s, length, ahead, scale, h, h // g)
     strides = outer_strides(q, k, v, y)
     widths = padded_widths(q, v)

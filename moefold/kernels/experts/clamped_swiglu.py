@@ -55,7 +55,8 @@ class RecomputeClampedSwiGlu(torch.autograd.Function):
         # The weight's gradient.
         d_weight = None
         if weight is not None:
-            d_weight = (dy * (up + 1) * gate * s).sum(-1)
+            summands = dy * (up + 1) * gate * s
+            d_weight = summands.sum(-1)
             d_weight = d_weight.to(weight.dtype)
             dy = dy * weight[:, None]
         # Those of gate and up, where they are within the limits.
@@ -68,9 +69,16 @@ class RecomputeClampedSwiGlu(torch.autograd.Function):
         return d_gate_up.to(gate_up.dtype), d_weight, None
 
 
+CLAMPED_SWIGLU_SIZES = [  # R, F
+    (1, 8),
+    (33, 64),
+    (0, 16),
+]
+
+
 @clamped_swiglu.register_cases
 def clamped_swiglu_cases(draw: CaseInputs) -> Cases:
-    for r, f in [(1, 8), (33, 64), (0, 16)]:
+    for r, f in CLAMPED_SWIGLU_SIZES:
         x = draw.normal(r, 2, f, scale=4.0)  # a good part lies beyond the limits
         weight = draw.wide(r, seed=1)
         yield KernelCase(f"{r} rows of {f}", (x, None, 3.0))

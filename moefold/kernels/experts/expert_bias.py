@@ -38,7 +38,8 @@ def expert_bias_cases(draw: CaseInputs) -> Cases:
             all_rows = defined + spare
             y = draw.normal(all_rows, 24)
             bias = draw.normal(len(counts), 24, seed=1)
-            ends = torch.tensor(counts, device=draw.device).cumsum(0).int()
+            counts_E = torch.tensor(counts, device=draw.device)
+            ends = counts_E.cumsum(0).int()
             weight = draw.wide(all_rows, seed=2)
             name = f"rows {counts}"
             if spare:

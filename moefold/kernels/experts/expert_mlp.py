@@ -199,15 +199,18 @@ def expert_mlp_cases(draw: CaseInputs) -> Cases:
         k = 1 if rows % 2 else 2
         routing = shuffled_routing(counts, k, draw.device)
         for d, f in [(16, 24), (128, 256)]:
-            floats = random_experts(draw, rows // k, rows, len(counts), d, f)
-            yield KernelCase(f"{name}, {d} by {f}", (*floats, *routing), hidden=d, ffn=f)
+            sources = rows // k
+            floats = random_experts(draw, sources, rows, len(counts), d, f)
+            inputs = (*floats, *routing)
+            yield KernelCase(f"{name}, {d} by {f}", inputs, hidden=d, ffn=f)
     # Rows of padding, and choices that have no row.
     index, slots, holes = shuffled_rows(32, 4, draw.device, drop=3)
     rows = len(index)
     third = rows // 3
     ends = torch.tensor([third, third, rows], dtype=torch.int32, device=draw.device)
     floats = random_experts(draw, 32, rows, 3, 128, 256)
-    yield KernelCase("with holes", (*floats, index, slots, ends, holes), hidden=128, ffn=256)
+    inputs = (*floats, index, slots, ends, holes)
+    yield KernelCase("with holes", inputs, hidden=128, ffn=256)
     # The same with undefined rows behind the last end.
     index = F.pad(index, (0, 70), value=-1)
     source, gate_up, down, weight = floats
@@ -222,7 +225,9 @@ def random_experts(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Source rows, both weights, and the router's weight of each row."""
     source = draw.normal(sources, d)
-    gate_up = draw.normal(experts, 2, f, d, seed=1, scale=d**-0.5)
-    down = draw.normal(experts, d, f, seed=2, scale=f**-0.5)
+    up_scale = d**-0.5
+    gate_up = draw.normal(experts, 2, f, d, seed=1, scale=up_scale)
+    down_scale = f**-0.5
+    down = draw.normal(experts, d, f, seed=2, scale=down_scale)
     weight = draw.wide(rows, seed=3).abs()
     return source, gate_up, down, weight

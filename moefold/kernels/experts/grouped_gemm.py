@@ -7,6 +7,8 @@ gradient depends on them.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -80,10 +82,17 @@ EXPERT_ROW_COUNTS = {
 }
 
 
+GEMM_WIDTHS = [  # D, N, undefined rows
+    (32, 48, 0),
+    (64, 16, 0),
+    (32, 48, 5),
+]
+
+
 @grouped_gemm.register_cases
 def grouped_gemm_cases(draw: CaseInputs) -> Cases:
     for name, counts in EXPERT_ROW_COUNTS.items():
-        for d, n, spare in [(32, 48, 0), (64, 16, 0), (32, 48, 5)]:
+        for d, n, spare in GEMM_WIDTHS:
             defined = sum(counts)
             rows = (defined, defined + spare)
             x = draw.normal(defined + spare, d)
@@ -92,7 +101,8 @@ def grouped_gemm_cases(draw: CaseInputs) -> Cases:
             about = f"{name}, {d} to {n}"
             if spare:
                 about += f", {spare} rows undefined behind them"
-            yield KernelCase(about, (x, w, ends.int()), hidden=d, ffn=n, rows=rows)
+            inputs = (x, w, ends.int())
+            yield KernelCase(about, inputs, hidden=d, ffn=n, rows=rows)
 
 
 @grouped_gemm_weight.register_cases
@@ -100,4 +110,4 @@ def grouped_gemm_weight_cases(draw: CaseInputs) -> Cases:
     for case in grouped_gemm.cases(*draw):
         x, w, ends = case.inputs
         dy = draw.normal(len(x), w.shape[1], seed=2)
-        yield KernelCase(case.name, (dy, x, ends), hidden=case.hidden, ffn=case.ffn, rows=case.rows)
+        yield replace(case, inputs=(dy, x, ends))

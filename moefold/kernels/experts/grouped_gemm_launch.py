@@ -100,7 +100,7 @@ def down_projection_dgrad(dy_RD: Tensor, w_EDF: Tensor, h_R2F: Tensor, weight_R:
     rows = len(dy_RD)
     column_tiles = -(-f // TILE_COLUMNS)
     a_PF = h_R2F.new_empty(rows + 64 * e, f)
-    dots_nR = torch.empty(column_tiles, rows, dtype=torch.float32, device=dy_RD.device)  # a summand of each column tile
+    dots_nR = dy_RD.new_empty(column_tiles, rows, dtype=torch.float32)  # a summand of each column tile
     outputs = EpilogueOutputs(None, h_R2F, None, a_PF, weight_R, dots_nR)
     b = block_descriptor(w_EDF.view(e * d, f), 64, TILE_COLUMNS)
     launch_grouped_gemm("nn", "dswiglu", dy_RD, b, outputs, plan, n=f, k=d)
@@ -112,7 +112,8 @@ def up_projection_dgrad(dh_R2F: Tensor, w_E2FD: Tensor, plan: RowTilePlan) -> Te
     dx_RD = dh_R2F.new_empty(len(dh_R2F), d)
     outputs = plain_outputs(dx_RD[None])
     dh_RN = dh_R2F.flatten(1)
-    b = block_descriptor(w_E2FD.view(e * 2 * f, d), 64, TILE_COLUMNS)
+    w_ND = w_E2FD.view(e * 2 * f, d)
+    b = block_descriptor(w_ND, 64, TILE_COLUMNS)
     launch_grouped_gemm("nn", "plain", dh_RN, b, outputs, plan, n=d, k=2 * f)
     return dx_RD
 

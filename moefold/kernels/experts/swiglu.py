@@ -80,9 +80,17 @@ class RecomputeSwiGlu(torch.autograd.Function):
         return d_gate_up.to(gate_up.dtype), d_weight
 
 
+SWIGLU_SIZES = [  # R, F
+    (1, 8),
+    (33, 64),
+    (0, 16),
+    (256, 192),
+]
+
+
 @swiglu.register_cases
 def swiglu_cases(draw: CaseInputs) -> Cases:
-    for r, f in [(1, 8), (33, 64), (0, 16), (256, 192)]:
+    for r, f in SWIGLU_SIZES:
         x = draw.normal(r, 2, f)
         weight = draw.wide(r, seed=1)
         yield KernelCase(f"{r} rows of {f}", (x, None))

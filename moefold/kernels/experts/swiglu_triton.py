@@ -9,13 +9,16 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
+
+from moefold.kernels.tile_triton import load_or_zero, program_block, wide_program_id
 
 BLOCK = 1024
 
 
 @triton.jit
 def load_fp32(at, inside):
-    value = tl.load(at, mask=inside, other=0.0)
+    value = load_or_zero(at, inside)
     return value.to(tl.float32)
 
 
@@ -27,9 +30,9 @@ def store_like(at, value, inside):
 
 
 @triton.jit
-def swiglu_forward_kernel(gate_up_R2F, weight_R, y_RF, F, SCALED: tl.constexpr, BLOCK: tl.constexpr):
-    r = tl.program_id(0).to(tl.int64)
-    f = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+def swiglu_forward_kernel(gate_up_R2F, weight_R, y_RF, F, SCALED: constexpr, BLOCK: constexpr):
+    r = wide_program_id(0)
+    f = program_block(1, BLOCK)
     inside = f < F
     gate_at = gate_up_R2F + r * 2 * F + f
     gate = load_fp32(gate_at, inside)
@@ -44,11 +47,11 @@ def swiglu_forward_kernel(gate_up_R2F, weight_R, y_RF, F, SCALED: tl.constexpr, 
 
 @triton.jit
 def swiglu_backward_kernel(
-    dy_RF, gate_up_R2F, weight_R, d_gate_up_R2F, d_weight_R, F, SCALED: tl.constexpr, BLOCK: tl.constexpr
+    dy_RF, gate_up_R2F, weight_R, d_gate_up_R2F, d_weight_R, F, SCALED: constexpr, BLOCK: constexpr
 ):
     """d silu(g) = s + g s (1 - s) with s = sigmoid(g)."""
     # prologue: the row's weight, and its gradient by lane
-    r = tl.program_id(0).to(tl.int64)
+    r = wide_program_id(0)
     weight = tl.load(weight_R + r).to(tl.float32) if SCALED else 1.0
     d_weight = tl.zeros([BLOCK], tl.float32)
     # main loop over blocks of the row

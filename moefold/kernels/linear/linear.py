@@ -102,7 +102,8 @@ def linear_cases(draw: CaseInputs) -> Cases:
         lead, d, outputs, biased = shape
         layers: list[WeightAndBias] = []
         for i, n in enumerate(outputs):
-            weight = draw.normal(n, d, seed=i + 1, scale=d**-0.5)
+            scale = d**-0.5
+            weight = draw.normal(n, d, seed=i + 1, scale=scale)
             layers.append((weight, None))
         if biased:
             bias = draw.normal(outputs[0], seed=20)
@@ -137,7 +138,8 @@ class GroupedProducts:
 
     def data(self, dy: Operand, w: Operand, into: Tensor | None) -> Tensor:
         dy_RN = dy.dequantised().contiguous()  # grouped GEMMs refuse expanded gradients, such as those of a plain sum
-        dx_RD = self.gemms.rows(dy_RN, w.dequantised().mT, self.ends_E)
+        w_EDN = w.dequantised().mT
+        dx_RD = self.gemms.rows(dy_RN, w_EDN, self.ends_E)
         if into is None:
             return dx_RD
         return into.add_(dx_RD)
@@ -157,7 +159,8 @@ def grouped_linear(
     x_RD: Tensor, w_END: Tensor, ends_E: Tensor, recipe: Recipe = PLAIN, gemms: GroupedGemms = REFERENCE_GEMMS
 ) -> Tensor:
     products = GroupedProducts(gemms, ends_E)
-    (y_RN,) = multiply(x_RD, [(w_END, None)], recipe, products)
+    layer = (w_END, None)
+    (y_RN,) = multiply(x_RD, [layer], recipe, products)
     return y_RN
 
 

@@ -12,8 +12,16 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
-from moefold.kernels.tile_triton import load_as_fp32, load_or_zero, program_block, tile_mask, tile_pointers
+from moefold.kernels.tile_triton import (
+    load_as_fp32,
+    load_or_zero,
+    program_block,
+    tile_mask,
+    tile_pointers,
+    wide_program_id,
+)
 from moefold.layout.gradient_sink import memory_for_gradient
 
 WARPS = 4224  # of backward's programs: thirty-two for each multiprocessor of an H200, resident at once on 64 registers
@@ -42,10 +50,8 @@ def load_inverse(inverse_N, n, N):
 
 
 @triton.jit
-def rmsnorm_forward_kernel(
-    x_ND, added_ND, w_D, sum_ND, y_ND, inverse_N, N, D, eps, ROWS: tl.constexpr, WIDTH: tl.constexpr
-):
-    program = tl.program_id(0).to(tl.int64)
+def rmsnorm_forward_kernel(x_ND, added_ND, w_D, sum_ND, y_ND, inverse_N, N, D, eps, ROWS: constexpr, WIDTH: constexpr):
+    program = wide_program_id(0)
     n = program * ROWS + tl.arange(0, ROWS)
     d = tl.arange(0, WIDTH)
     x = load_rows(x_ND, n, d, N, D)
@@ -69,7 +75,7 @@ def rmsnorm_forward_kernel(
 
 @triton.jit
 def rmsnorm_backward_kernel(
-    dy_ND, also_ND, x_ND, w_D, inverse_N, ds_ND, dx_ND, dw_PD, N, D, ROWS: tl.constexpr, WIDTH: tl.constexpr
+    dy_ND, also_ND, x_ND, w_D, inverse_N, ds_ND, dx_ND, dw_PD, N, D, ROWS: constexpr, WIDTH: constexpr
 ):  # fmt: skip
     """The output's gradient is `dy_ND` plus `also_ND`; `ds_ND` is the gradient of the normed sum from its other uses.
     `also_ND` and `ds_ND` may be None."""
@@ -78,7 +84,8 @@ def rmsnorm_backward_kernel(
     # prologue: load the first rows
     first = tl.program_id(0) * ROWS
     step = tl.num_programs(0) * ROWS
-    n = (first + tl.arange(0, ROWS)).to(tl.int64)
+    n = first + tl.arange(0, ROWS)
+    n = n.to(tl.int64)
     dy = load_rows(dy_ND, n, d, N, D)
     x = load_rows(x_ND, n, d, N, D)
     if also_ND is not None:
@@ -120,13 +127,13 @@ def rmsnorm_backward_kernel(
         x = next_x
         inverse = next_inverse
     # epilogue: this program's summand of the weight's gradient
-    program = tl.program_id(0).to(tl.int64)
+    program = wide_program_id(0)
     line = dw_PD + program * D
     tl.store(line + d, dw, mask=d < D)
 
 
 @triton.jit
-def column_sums_kernel(x_PD, out_D, P, D, ROWS: tl.constexpr, COLS: tl.constexpr):
+def column_sums_kernel(x_PD, out_D, P, D, ROWS: constexpr, COLS: constexpr):
     d = program_block(0, COLS)
     total = tl.zeros([ROWS, COLS], tl.float32)
     for first in range(0, P, ROWS):

@@ -51,13 +51,22 @@ class RmsNormFunction(torch.autograd.Function):
         from moefold.kernels.norm import norm_triton
 
         x_TD, inverse_T = ctx.saved_tensors
-        dx_TD, dw_D = norm_triton.rmsnorm_backward(gradients[0], None, x_TD, ctx.weight, inverse_T, None)
+        dy_TD = gradients[0]
+        dx_TD, dw_D = norm_triton.rmsnorm_backward(dy_TD, None, x_TD, ctx.weight, inverse_T, None)
         return dx_TD, dw_D, None
+
+
+RMSNORM_CASE_SIZES = [  # ..., D
+    (1, 8),
+    (33, 64),
+    (4, 5, 96),
+    (0, 16),
+]
 
 
 @rmsnorm.register_cases
 def rmsnorm_cases(draw: CaseInputs) -> Cases:
-    for *lead, d in [(1, 8), (33, 64), (4, 5, 96), (0, 16)]:
+    for *lead, d in RMSNORM_CASE_SIZES:
         x = draw.normal(*lead, d)
         w = draw.normal(d, seed=1)
         rows = "x".join(map(str, lead))
@@ -116,9 +125,17 @@ class AddRmsNormFunction(torch.autograd.Function):
         return ds_TD, d_added_TD, dw_D, None
 
 
+ADD_RMSNORM_CASE_SIZES = [  # T, D
+    (1, 8),
+    (33, 64),
+    (5, 96),
+    (0, 16),
+]
+
+
 @add_rmsnorm.register_cases
 def add_rmsnorm_cases(draw: CaseInputs) -> Cases:
-    for t, d in [(1, 8), (33, 64), (5, 96), (0, 16)]:
+    for t, d in ADD_RMSNORM_CASE_SIZES:
         x = draw.normal(t, d)
         added = draw.normal(t, d, seed=1)
         w = draw.normal(d, seed=2)

@@ -57,9 +57,16 @@ class RopeFunction(torch.autograd.Function):
         return rotate_heads(gradients[0], None, ctx.angles, back=True), None
 
 
+ROPE_CASE_SIZES = [  # B, S, H, D
+    (1, 1, 1, 2),
+    (2, 7, 3, 16),
+    (2, 64, 4, 64),
+]
+
+
 @rope.register_cases
 def rope_cases(draw: CaseInputs) -> Cases:
-    for b, s, h, d in [(1, 1, 1, 2), (2, 7, 3, 16), (2, 64, 4, 64)]:
+    for b, s, h, d in ROPE_CASE_SIZES:
         x = draw.normal(b, s, h, d)
         angles = random_rope_angles(draw, s, d)
         yield KernelCase(f"{b}x{s} {h} heads of {d}", (x, angles))
@@ -120,13 +127,21 @@ class NormRopeFunction(torch.autograd.Function):
         from moefold.kernels.norm import rope_triton
 
         (x_BSHD,) = ctx.saved_tensors
-        dx_BSHD, dw = rope_triton.rotate_heads_backward(gradients[0], x_BSHD, ctx.weight, ctx.angles, ctx.eps)
+        dy_BSHD = gradients[0]
+        dx_BSHD, dw = rope_triton.rotate_heads_backward(dy_BSHD, x_BSHD, ctx.weight, ctx.angles, ctx.eps)
         return dx_BSHD, dw, None, None
+
+
+NORM_ROPE_CASE_SIZES = [  # B, S, H, D
+    (1, 1, 2, 4),
+    (2, 7, 3, 16),
+    (2, 40, 4, 64),
+]
 
 
 @norm_rope.register_cases
 def norm_rope_cases(draw: CaseInputs) -> Cases:
-    for b, s, h, d in [(1, 1, 2, 4), (2, 7, 3, 16), (2, 40, 4, 64)]:
+    for b, s, h, d in NORM_ROPE_CASE_SIZES:
         x = draw.normal(b, s, h, d)
         angles = random_rope_angles(draw, s, d)
         for extent, size in {"each head": d, "all heads": h * d}.items():

@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from moefold.kernels.norm.norm_triton import weight_gradient
 from moefold.kernels.tile_triton import load_as_fp32, load_or_zero, tile_mask, tile_pointers
@@ -26,7 +27,7 @@ def store_halves(at, a, b, HALF, inside):
 
 
 @triton.jit
-def load_rotary_halves(x, token, S, b_stride, s_stride, h_stride, H, HALF, HEADS: tl.constexpr, WIDTH: tl.constexpr):
+def load_rotary_halves(x, token, S, b_stride, s_stride, h_stride, H, HALF, HEADS: constexpr, WIDTH: constexpr):
     """The two halves of a token's heads."""
     h = tl.arange(0, HEADS).to(tl.int64)
     d = tl.arange(0, WIDTH)
@@ -42,7 +43,7 @@ def load_rotary_halves(x, token, S, b_stride, s_stride, h_stride, H, HALF, HEADS
 
 
 @triton.jit
-def store_rotary_halves(out, token, a, b, H, HALF, HEADS: tl.constexpr, WIDTH: tl.constexpr):
+def store_rotary_halves(out, token, a, b, H, HALF, HEADS: constexpr, WIDTH: constexpr):
     h = tl.arange(0, HEADS).to(tl.int64)
     d = tl.arange(0, WIDTH)
     token_h = h * 0 + token  # in 64 bits
@@ -55,7 +56,7 @@ def store_rotary_halves(out, token, a, b, H, HALF, HEADS: tl.constexpr, WIDTH: t
 
 
 @triton.jit
-def load_rope_angles(cos_Sd, sin_Sd, position, HALF, WIDTH: tl.constexpr):
+def load_rope_angles(cos_Sd, sin_Sd, position, HALF, WIDTH: constexpr):
     d = tl.arange(0, WIDTH)
     at = position * HALF + d
     cos = load_as_fp32(cos_Sd + at, d < HALF)
@@ -64,7 +65,7 @@ def load_rope_angles(cos_Sd, sin_Sd, position, HALF, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def load_weight_halves(w, H, HALF, NORM: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr):
+def load_weight_halves(w, H, HALF, NORM: constexpr, HEADS: constexpr, WIDTH: constexpr):
     """A norm over one head shares one weight among all heads; a norm over all heads has a weight for each."""
     h = tl.arange(0, HEADS)
     d = tl.arange(0, WIDTH)
@@ -77,14 +78,14 @@ def load_weight_halves(w, H, HALF, NORM: tl.constexpr, HEADS: tl.constexpr, WIDT
 
 
 @triton.jit
-def norm_size(H, HALF, NORM: tl.constexpr):
+def norm_size(H, HALF, NORM: constexpr):
     """How many elements are normed together."""
     heads = H if NORM == "full" else 1
     return 2 * HALF * heads
 
 
 @triton.jit
-def sum_per_norm(x, NORM: tl.constexpr):
+def sum_per_norm(x, NORM: constexpr):
     """The sum over the elements that are normed together, to be broadcast over them."""
     per_head = tl.sum(x, 1)
     if NORM == "full":
@@ -94,7 +95,7 @@ def sum_per_norm(x, NORM: tl.constexpr):
 
 
 @triton.jit
-def inverse_root_mean_square(a, b, size, eps, NORM: tl.constexpr):
+def inverse_root_mean_square(a, b, size, eps, NORM: constexpr):
     squares = a * a + b * b
     mean = sum_per_norm(squares, NORM) / size
     return tl.rsqrt(mean + eps)
@@ -104,7 +105,7 @@ def inverse_root_mean_square(a, b, size, eps, NORM: tl.constexpr):
 def norm_rope_kernel(
     x, w, cos_Sd, sin_Sd, out,
     S, b_stride, s_stride, h_stride, H, HALF, eps,
-    NORM: tl.constexpr, BACK: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr,
+    NORM: constexpr, BACK: constexpr, HEADS: constexpr, WIDTH: constexpr,
 ):  # fmt: skip
     """One token. BACK rotates the other way."""
     token = tl.program_id(0)
@@ -131,7 +132,7 @@ def norm_rope_kernel(
 def norm_rope_backward_kernel(
     dy, x, w, cos_Sd, sin_Sd, dx, dw_PW,
     T, S, db_stride, ds_stride, dh_stride, b_stride, s_stride, h_stride, H, HALF, eps,
-    NORM: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr,
+    NORM: constexpr, HEADS: constexpr, WIDTH: constexpr,
 ):  # fmt: skip
     # prologue: the weight, and the first token
     size = norm_size(H, HALF, NORM)

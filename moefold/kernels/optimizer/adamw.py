@@ -48,7 +48,8 @@ def adamw(
     w.mul_(now.keep)
     w.addcdiv_(mean, root, value=-now.step_size)
     if options.stochastic:
-        random_bits = hashed_random_bits(len(w), int(now.seed), w.device)
+        seed = int(now.seed)
+        random_bits = hashed_random_bits(len(w), seed, w.device)
         mean = stochastic_round(mean, m.dtype, random_bits & 0xFFFF)
         square = stochastic_round(square, v.dtype, random_bits >> 16)
     copy_rounded(m, mean)
@@ -97,7 +98,8 @@ def stochastic_round(x: Tensor, dtype: torch.dtype, random_bits: Tensor) -> Tens
     """fp32 to bf16: up in magnitude if the 16 bits that go exceed a random number. Other types are kept as they are."""
     if (x.dtype, dtype) != (torch.float32, torch.bfloat16):
         return x
-    bits = x.view(torch.int32) + random_bits.to(torch.int32)
+    added = random_bits.to(torch.int32)
+    bits = x.view(torch.int32) + added
     upper = bits & -65536
     return upper.view(torch.float32)
 
@@ -115,7 +117,7 @@ def adamw_fused(main, g, m, v, weights, scale, scalars, options) -> None:
         return
     now = scalars_on_host(scalars)
     w = whole_main_weights(main, weights)
-    step = torch.tensor(now.step, dtype=torch.float32, device=w.device)
+    step = w.new_tensor(now.step, dtype=torch.float32)
     gradient = scaled_gradient(g, scale, w.dtype)
     torch._fused_adamw_(
         [w],
@@ -151,14 +153,19 @@ def cases_of_size(draw: CaseInputs, n: int, step: int) -> Cases:
     options = AdamWOptions(0.9, 0.95, 1e-8, 0.1)
     now = adamw_scalars(step, 1e-3, options, seed=7)
     scalars = torch.tensor(now, dtype=torch.float64, device=draw.device)
-    weights = None if draw.wide_dtype == draw.dtype else round_to_nearest(main, draw.dtype)
+    weights = None
+    if draw.wide_dtype != draw.dtype:
+        weights = round_to_nearest(main, draw.dtype)
     name = f"{n} weights, step {step}"
-    yield KernelCase(name, (main, g, m, v, weights, scale, scalars, options))
+    inputs = (main, g, m, v, weights, scale, scalars, options)
+    yield KernelCase(name, inputs)
     if weights is None:
         return
     lower = lower_16_bits(main)
-    yield KernelCase(f"{name}, split", (lower, g, m, v, weights, scale, scalars, options), main="split")
-    state = (g.to(draw.dtype), m.to(draw.dtype), v.to(draw.dtype), weights, scale, scalars)
+    split = (lower, *inputs[1:])
+    yield KernelCase(f"{name}, split", split, main="split")
+    low = [x.to(draw.dtype) for x in (g, m, v)]
+    state = (*low, weights, scale, scalars)
     for rounding in ("nearest", "stochastic"):
         rounded = options._replace(stochastic=rounding == "stochastic")
         about = f"{name}, bf16 gradients and moments, {rounding}"

@@ -22,9 +22,18 @@ def add_squares_triton(total: Tensor, *flats: Tensor) -> None:
     optimizer_triton.launch_add_squares(total, *flats)
 
 
+SQUARES_SIZES = [  # elements of each tensor
+    (0,),
+    (1,),
+    (33,),
+    (100_003,),
+    (40_000, 0, 7),
+]
+
+
 @add_squares.register_cases
 def add_squares_cases(draw: CaseInputs) -> Cases:
-    for sizes in ((0,), (1,), (33,), (100_003,), (40_000, 0, 7)):
+    for sizes in SQUARES_SIZES:
         total = torch.tensor(0.25, dtype=torch.float64, device=draw.device)
         flats = [draw.normal(n, seed=i) for i, n in enumerate(sizes)]
         name = " and ".join(map(str, sizes))

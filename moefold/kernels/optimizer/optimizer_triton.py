@@ -12,8 +12,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from moefold.kernels.optimizer.adamw_scalars import AdamWScalars
+from moefold.kernels.tile_triton import load_or_zero, wide_program_id
 
 BLOCK = 1024  # elements of a program: eight a thread, which is 16 bytes of bf16
 SQUARES_PER_PROGRAM = 16 * BLOCK  # elements of which a program adds up the squares
@@ -44,27 +46,27 @@ def hashed_bits(x):
 @triton.jit
 def load_fp32(x, i, there):
     """Elements i of x as fp32, zeros where there are none."""
-    value = tl.load(x + i, mask=there, other=0.0)
+    value = load_or_zero(x + i, there)
     return value.to(tl.float32)
 
 
 @triton.jit
 def load_bits(x, i, there):
     """Elements i of 16-bit integers, as 32-bit integers."""
-    value = tl.load(x + i, mask=there, other=0)
+    value = load_or_zero(x + i, there)
     return value.to(tl.int32)
 
 
 @triton.jit
-def load_scalar(scalars, PLACE: tl.constexpr):
+def load_scalar(scalars, PLACE: constexpr):
     number = tl.load(scalars + PLACE)
     return number.to(tl.float32)
 
 
 @triton.jit
-def store_rounded(at, x, random_bits, there, STOCHASTIC: tl.constexpr):
+def store_rounded(at, x, random_bits, there, STOCHASTIC: constexpr):
     """Store as fp32, or as bf16 rounded stochastically or to nearest (split_fp32.py)."""
-    stored: tl.constexpr = at.dtype.element_ty
+    stored: constexpr = at.dtype.element_ty
     if stored == tl.bfloat16:
         bits = x.to(tl.int32, bitcast=True)
         bits += random_bits.to(tl.int32) if STOCHASTIC else 0x8000
@@ -77,7 +79,7 @@ def store_rounded(at, x, random_bits, there, STOCHASTIC: tl.constexpr):
 def adamw_kernel(
     main, gradient, mean, square, weights, scale, scalars, n,
     beta1, beta2, eps,
-    SPLIT: tl.constexpr, COPY: tl.constexpr, STOCHASTIC: tl.constexpr, BLOCK: tl.constexpr,
+    SPLIT: constexpr, COPY: constexpr, STOCHASTIC: constexpr, BLOCK: constexpr,
 ):  # fmt: skip
     """The betas are the new value's share. SPLIT: `main` are the lower 16 bits; COPY: bf16 weights lie apart."""
     factor = tl.load(scale).to(tl.float32)
@@ -88,7 +90,7 @@ def adamw_kernel(
         root = load_scalar(scalars, INVERSE_ROOT)
         seed = tl.load(scalars + SEED).to(tl.int64)
         # this program's block: main weights
-        first = tl.program_id(0).to(tl.int64) * BLOCK
+        first = wide_program_id(0) * BLOCK
         i = first + tl.arange(0, BLOCK)
         there = i < n
         if SPLIT:
@@ -97,7 +99,7 @@ def adamw_kernel(
             joined = (upper << 16) + lower
             w = joined.to(tl.float32, bitcast=True)
         else:
-            w = tl.load(main + i, mask=there, other=0.0)
+            w = load_or_zero(main + i, there)
         # gradient and moments
         g = load_fp32(gradient, i, there) * factor
         m = load_fp32(mean, i, there)
@@ -118,18 +120,21 @@ def adamw_kernel(
         bits = w.to(tl.int32, bitcast=True)
         if COPY:
             nearest = (bits + 0x8000) >> 16
-            tl.store(weights + i, nearest.to(tl.int16), mask=there)
+            nearest = nearest.to(tl.int16)
+            tl.store(weights + i, nearest, mask=there)
         if SPLIT:
-            tl.store(main + i, bits.to(tl.int16), mask=there)
+            bits = bits.to(tl.int16)
+            tl.store(main + i, bits, mask=there)
         else:
             tl.store(main + i, w, mask=there)
 
 
 @triton.jit
-def sum_squares_kernel(x, parts, n, SQUARES: tl.constexpr, BLOCK: tl.constexpr):
+def sum_squares_kernel(x, parts, n, SQUARES: constexpr, BLOCK: constexpr):
     """The sum of the squares of this program's elements: fp32 by lane, then over lanes."""
     p = tl.program_id(0)
-    first = p.to(tl.int64) * SQUARES + tl.arange(0, BLOCK)
+    begin = p.to(tl.int64) * SQUARES
+    first = begin + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
     for step in tl.static_range(SQUARES // BLOCK):
         i = first + step * BLOCK
@@ -155,7 +160,7 @@ def launch_adamw(main, g, m, v, weights, scale, scalars, options) -> None:
 def launch_add_squares(total: Tensor, *flats: Tensor) -> None:
     """Each program stores its sum; the sums of all tensors are then added in fp64, in the same order every time."""
     programs = [triton.cdiv(len(x), SQUARES_PER_PROGRAM) for x in flats]
-    parts = torch.empty(sum(programs), dtype=torch.float64, device=total.device)
+    parts = total.new_empty(sum(programs), dtype=torch.float64)
     for x, mine in zip(flats, parts.split(programs), strict=True):
         if len(mine):
             sum_squares_kernel[(len(mine),)](x, mine, len(x), SQUARES_PER_PROGRAM, BLOCK)

@@ -32,7 +32,8 @@ def lower_16_bits(x: Tensor) -> Tensor:
 
 
 def joined_fp32(upper: Tensor, lower: Tensor) -> Tensor:
-    upper_16 = upper.to(torch.bfloat16).view(torch.int16)
+    rounded = upper.to(torch.bfloat16)
+    upper_16 = rounded.view(torch.int16)
     upper_32 = upper_16.to(torch.int32) << 16
     bits = upper_32 + lower
     return bits.view(torch.float32)

@@ -65,11 +65,21 @@ class ArrangeRowsFunction(torch.autograd.Function):
         return None, dweights.view(slots_NK.shape), None
 
 
+ARRANGE_CASE_SIZES = [  # N, K, E
+    (1, 1, 2),
+    (33, 2, 8),
+    (0, 2, 4),
+    (200, 8, 128),
+    (700, 1, 3),
+]
+
+
 @arrange_rows.register_cases
 def arrange_rows_cases(draw: CaseInputs) -> Cases:
-    for n, k, e in [(1, 1, 2), (33, 2, 8), (0, 2, 4), (200, 8, 128), (700, 1, 3)]:
+    for n, k, e in ARRANGE_CASE_SIZES:
         scores = seeded_randn("cpu", torch.float64, n, e)
-        spread = scores.argsort(1)[:, :k].to(draw.device)
+        chosen = scores.argsort(1)[:, :k]
+        spread = chosen.to(draw.device)
         one_expert = torch.full((n, k), e - 1, device=draw.device)
         weights = draw.wide(n, k, seed=1)
         yield KernelCase(f"{n} x {k} to {e}, spread", (spread, weights, e))
@@ -160,15 +170,18 @@ class MoveRowsFunction(torch.autograd.Function):
 def shuffled_rows(n: int, k: int, device: str, drop: int = 0) -> tuple[Tensor, Tensor, bool]:
     """A random index, its slots and whether there are holes. With `drop`, every drop-th row is left out and three rows
     of padding come first."""
-    choices = torch.randperm(n * k, generator=torch.Generator().manual_seed(n * k))
+    generator = torch.Generator().manual_seed(n * k)
+    choices = torch.randperm(n * k, generator=generator)
     padding = 0
     if drop:
         choices = choices[choices % drop != 0]
         padding = 3
-    index = F.pad(choices // max(k, 1), (padding, 0), value=-1)
+    sources = choices // max(k, 1)
+    index = F.pad(sources, (padding, 0), value=-1)
     slots = torch.full((n * k,), -1)
     slots[choices] = torch.arange(len(choices)) + padding
-    return index.to(device), slots.view(n, k).to(device), drop > 0
+    slots = slots.view(n, k)
+    return index.to(device), slots.to(device), drop > 0
 
 
 ROW_CASE_SIZES = [  # N, K, D, drop, undefined rows behind the last

@@ -60,11 +60,20 @@ class ExactRouterLogits(torch.autograd.Function):
         return dh_TD, dw_ED
 
 
+LOGITS_CASE_SIZES = [  # T, D, E
+    (1, 8, 2),
+    (33, 64, 8),
+    (0, 16, 4),
+    (256, 128, 64),
+]
+
+
 @router_logits.register_cases
 def router_logits_cases(draw: CaseInputs) -> Cases:
-    for t, d, e in [(1, 8, 2), (33, 64, 8), (0, 16, 4), (256, 128, 64)]:
+    for t, d, e in LOGITS_CASE_SIZES:
         h = draw.normal(t, d)
-        w = draw.normal(e, d, seed=1, scale=d**-0.5)
+        scale = d**-0.5
+        w = draw.normal(e, d, seed=1, scale=scale)
         yield KernelCase(f"{t} tokens of {d}, {e} experts", (h, w), hidden=d)
 
 
@@ -130,7 +139,7 @@ def expert_scores(logits_TE: Tensor, shares_TE: Tensor, spec: RouterSpec) -> Ten
 
 def count_choices(ids_NK: Tensor, experts: int) -> Tensor:
     """How often each expert occurs in each row: (N, E). The id -1 is not counted."""
-    zeros = torch.zeros(len(ids_NK), experts, dtype=torch.int64, device=ids_NK.device)
+    zeros = ids_NK.new_zeros(len(ids_NK), experts, dtype=torch.int64)
     chosen = (ids_NK >= 0).long()
     return zeros.scatter_add_(1, ids_NK.clamp(min=0), chosen)
 
@@ -232,9 +241,17 @@ ROUTER_SPECS = [
 ]
 
 
+TOPK_CASE_SIZES = [  # T, E
+    (1, 8),
+    (33, 8),
+    (64, 128),
+    (0, 8),
+]
+
+
 @router_topk.register_cases
 def router_topk_cases(draw: CaseInputs) -> Cases:
-    for t, e in [(1, 8), (33, 8), (64, 128), (0, 8)]:
+    for t, e in TOPK_CASE_SIZES:
         logits = draw.wide(t, e)
         bias = draw.wide(e, seed=1, scale=0.01).detach()
         name = f"{t} tokens, {e} experts"
@@ -243,7 +260,8 @@ def router_topk_cases(draw: CaseInputs) -> Cases:
         spec = RouterSpec(2)
         imposed = imposed_ids(t, e, draw.device)
         yield KernelCase(f"{name}, imposed", (logits, bias, spec, imposed))
-        sliced = torch.cat((imposed, imposed), dim=1)[:, :2]  # not contiguous
+        twice = torch.cat((imposed, imposed), dim=1)
+        sliced = twice[:, :2]  # not contiguous
         yield KernelCase(f"{name}, a slice imposed", (logits, bias, spec, sliced))
         any_number = expert_choice_ids(t, e, draw.device)
         yield KernelCase(f"{name}, any number imposed", (logits, bias, spec, any_number))
@@ -253,7 +271,8 @@ def router_topk_cases(draw: CaseInputs) -> Cases:
 
 def imposed_ids(tokens: int, experts: int, device: str) -> Tensor:
     """Two experts for each token; every fifth token has none."""
-    ids = torch.arange(tokens * 2, device=device).view(tokens, 2) % experts
+    numbers = torch.arange(tokens * 2, device=device)
+    ids = numbers.view(tokens, 2) % experts
     token = torch.arange(tokens, device=device)[:, None]
     return ids.masked_fill(token % 5 == 4, -1)
 

@@ -10,9 +10,17 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from moefold.kernels.routing.router_spec import RouterSpec, TokenSpan
-from moefold.kernels.tile_triton import load_or_zero, program_block, tile_mask, tile_offsets, tile_pointers
+from moefold.kernels.tile_triton import (
+    load_or_zero,
+    program_block,
+    tile_mask,
+    tile_offsets,
+    tile_pointers,
+    wide_program_id,
+)
 
 BLOCK = 256  # choices that one program sorts
 SCAN_EXPERTS = 8  # experts of one program of the scan over blocks
@@ -36,7 +44,7 @@ def powers_below_top(logs, inside):
 
 
 @triton.jit
-def normalized_scores(logits, inside, SIGMOID: tl.constexpr):
+def normalized_scores(logits, inside, SIGMOID: constexpr):
     """Logs of scores, and scores as shares of one; outside, -1e30 and zero."""
     logs = log_sigmoid(logits) if SIGMOID else logits
     logs = tl.where(inside, logs, -1e30)
@@ -55,7 +63,7 @@ def log_sum_exp(logits, inside):
 
 
 @triton.jit
-def program_tokens(T, length, first, blocks, TOKENS: tl.constexpr):
+def program_tokens(T, length, first, blocks, TOKENS: constexpr):
     """The sequence of this program, its tokens, and which of them exist."""
     sequence = tl.program_id(0) // blocks
     block = tl.program_id(0) % blocks
@@ -81,7 +89,7 @@ def put_column(matrix, e, number, value):
 
 
 @triton.jit
-def best_candidate(score, free, e, WIDTH: tl.constexpr):
+def best_candidate(score, free, e, WIDTH: constexpr):
     """The highest score among the free, and its column; of equals the lowest column."""
     free_score = tl.where(free, score, -float("inf"))
     top = tl.max(free_score, 1)
@@ -91,7 +99,7 @@ def best_candidate(score, free, e, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def score_of_group(score, mine, e, PAIRS: tl.constexpr, WIDTH: tl.constexpr):
+def score_of_group(score, mine, e, PAIRS: constexpr, WIDTH: constexpr):
     """The score of a group's best expert; with PAIRS, of its best two together."""
     first, which = best_candidate(score, mine, e, WIDTH)
     if PAIRS:
@@ -104,8 +112,8 @@ def score_of_group(score, mine, e, PAIRS: tl.constexpr, WIDTH: tl.constexpr):
 @triton.jit
 def in_best_groups(
     score, inside, e, E,
-    GROUPS: tl.constexpr, CHOSEN: tl.constexpr, PAIRS: tl.constexpr,
-    TOKENS: tl.constexpr, WIDTH: tl.constexpr, PLACES: tl.constexpr,
+    GROUPS: constexpr, CHOSEN: constexpr, PAIRS: constexpr,
+    TOKENS: constexpr, WIDTH: constexpr, PLACES: constexpr,
 ):  # fmt: skip
     """Which experts lie in the CHOSEN best of GROUPS groups."""
     group = e // (E // GROUPS)
@@ -128,7 +136,7 @@ def in_best_groups(
 
 
 @triton.jit
-def chosen_expert(ids_TK, t, there_t, turn, K: tl.constexpr):
+def chosen_expert(ids_TK, t, there_t, turn, K: constexpr):
     """Each token's choice of that number, -1 for a token that does not exist."""
     at = ids_TK + t * K + turn
     ids = tl.load(at, mask=there_t, other=-1)
@@ -148,9 +156,9 @@ def softmax_over_chosen(logs, there):
 def router_topk_kernel(
     logits_TE, bias_E, parts, weights_TK, ids_TK,
     T, E, length, first, blocks, scale,
-    K: tl.constexpr, SCORE: tl.constexpr, NORMALIZE: tl.constexpr, GROUPS: tl.constexpr, CHOSEN: tl.constexpr,
-    PAIRS: tl.constexpr, IMPOSED: tl.constexpr,
-    TOKENS: tl.constexpr, WIDTH: tl.constexpr, SLOTS: tl.constexpr, PLACES: tl.constexpr,
+    K: constexpr, SCORE: constexpr, NORMALIZE: constexpr, GROUPS: constexpr, CHOSEN: constexpr,
+    PAIRS: constexpr, IMPOSED: constexpr,
+    TOKENS: constexpr, WIDTH: constexpr, SLOTS: constexpr, PLACES: constexpr,
 ):  # fmt: skip
     """Scores, then K times the best that is left, then the weights of the chosen. IMPOSED: ids_TK are given. A line of
     sums: choices of each expert, its shares, and the square of the log-sum-exp."""
@@ -163,7 +171,7 @@ def router_topk_kernel(
     logits = load_or_zero(logits_TE + at, inside)
     logs, shares = normalized_scores(logits, inside, SCORE == "sigmoid")
     # sums of shares and squares over this program's tokens
-    program = tl.program_id(0).to(tl.int64)
+    program = wide_program_id(0)
     line = parts + program * (2 * E + 1)
     real_shares = tl.where(inside, shares, 0.0)
     shares_E = tl.sum(real_shares, 0)
@@ -224,12 +232,13 @@ def router_topk_kernel(
 
 
 @triton.jit
-def scatter_to_experts(d, ids_TK, t, there_t, e, k, K: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr):
+def scatter_to_experts(d, ids_TK, t, there_t, e, k, K: constexpr, TOKENS: constexpr, WIDTH: constexpr):
     """Values of the choices, in the columns of the experts chosen."""
     sent = tl.zeros([TOKENS, WIDTH], tl.float32)
     for turn in tl.static_range(K):
         which = chosen_expert(ids_TK, t, there_t, turn, K)
-        of_turn = tl.where((k == turn)[None, :], d, 0.0)
+        is_turn = (k == turn)[None, :]
+        of_turn = tl.where(is_turn, d, 0.0)
         value = tl.sum(of_turn, 1)
         mine = is_column(e, which)
         sent += tl.where(mine, value[:, None], 0.0)
@@ -247,8 +256,8 @@ def softmax_backward(probs, d):
 def router_topk_backward_kernel(
     dweights_TK, dshares_SE, dsquares_S, logits_TE, weights_TK, ids_TK, dlogits_TE,
     T, E, length, first, blocks, scale,
-    K: tl.constexpr, SCORE: tl.constexpr, NORMALIZE: tl.constexpr,
-    TOKENS: tl.constexpr, WIDTH: tl.constexpr, SLOTS: tl.constexpr,
+    K: constexpr, SCORE: constexpr, NORMALIZE: constexpr,
+    TOKENS: constexpr, WIDTH: constexpr, SLOTS: constexpr,
 ):  # fmt: skip
     """The weights' softmax over the chosen logs, the shares' over all, then the logs' own derivative. The square of
     z = logsumexp(logits): 2 z softmax. Outputs that no later op used have gradient None."""
@@ -296,7 +305,7 @@ def router_topk_backward_kernel(
 
 
 @triton.jit
-def load_choices(ids_R, e, R, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def load_choices(ids_R, e, R, WIDTH: constexpr, BLOCK: constexpr):
     """This block's choices, and for each of them a line of experts with a one in its column."""
     r = program_block(0, BLOCK)
     ids = tl.load(ids_R + r, mask=r < R, other=WIDTH)
@@ -305,7 +314,7 @@ def load_choices(ids_R, e, R, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def count_choices_kernel(ids_R, counts_BE, R, E, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def count_choices_kernel(ids_R, counts_BE, R, E, WIDTH: constexpr, BLOCK: constexpr):
     """First pass of the counting sort: choices of each expert in a block."""
     e = tl.arange(0, WIDTH)
     _, same = load_choices(ids_R, e, R, WIDTH, BLOCK)
@@ -315,7 +324,7 @@ def count_choices_kernel(ids_R, counts_BE, R, E, WIDTH: tl.constexpr, BLOCK: tl.
 
 
 @triton.jit
-def block_offsets_kernel(counts_BE, total_E, B, E, WIDTH: tl.constexpr, STEP: tl.constexpr):
+def block_offsets_kernel(counts_BE, total_E, B, E, WIDTH: constexpr, STEP: constexpr):
     """Second pass, in place, for a few experts: the rows that each of them gets from the blocks before."""
     e = program_block(0, WIDTH)
     total = tl.zeros([WIDTH], tl.int32)
@@ -333,7 +342,7 @@ def block_offsets_kernel(counts_BE, total_E, B, E, WIDTH: tl.constexpr, STEP: tl
 @triton.jit
 def place_rows_kernel(
     ids_R, weights_R, base_BE, total_E, index_R, slots_R, weight_R, ends_E, R, E,
-    K: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    K: constexpr, WIDTH: constexpr, BLOCK: constexpr,
 ):  # fmt: skip
     """Third pass: the row of each choice, in both directions, and its weight."""
     # where each expert's rows begin and end
@@ -391,7 +400,8 @@ def launch_router_topk(
             PAIRS=pairs, IMPOSED=imposed, PLACES=places, **tile,
         )  # fmt: skip
     sums_SP = parts.sum(1)
-    counts, shares_SE, squares = sums_SP.split([experts, experts, 1], dim=1)
+    widths = [experts, experts, 1]
+    counts, shares_SE, squares = sums_SP.split(widths, dim=1)
     counts_SE = counts.long()
     squares_S = squares[:, 0]
     return weights_TK, ids_TK, counts_SE, shares_SE, squares_S

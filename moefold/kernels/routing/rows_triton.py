@@ -11,8 +11,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
-from moefold.kernels.tile_triton import load_or_zero, program_block, tile_mask, tile_pointers
+from moefold.kernels.tile_triton import load_or_zero, program_block, tile_mask, tile_pointers, wide_program_id
 
 TILE = 128
 GATHER_ROWS = 16  # rows of one program of a gather
@@ -35,7 +36,7 @@ def load_source_rows(source_ND, n, c, D):
 
 
 @triton.jit
-def gather_rows_kernel(source_ND, index_R, out_RD, R, D, ROWS: tl.constexpr, COLS: tl.constexpr):
+def gather_rows_kernel(source_ND, index_R, out_RD, R, D, ROWS: constexpr, COLS: constexpr):
     """out[r] = source[index[r]], zeros where the index is -1."""
     r = program_block(0, ROWS)
     c = program_block(1, COLS)
@@ -49,7 +50,7 @@ def gather_rows_kernel(source_ND, index_R, out_RD, R, D, ROWS: tl.constexpr, COL
 
 @triton.jit
 def gather_padded_kernel(
-    source_ND, index_R, tiles_M4, out_PD, D, TILE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr
+    source_ND, index_R, tiles_M4, out_PD, D, TILE: constexpr, ROWS: constexpr, COLS: constexpr
 ):  # fmt: skip
     """Some rows of a tile. Zeros follow an expert's last row up to the end of its half tile."""
     # the tile: its first row, its real rows, its first padded row
@@ -73,18 +74,19 @@ def gather_padded_kernel(
 
 
 @triton.jit
-def zero_behind_kernel(x_RD, last_end, R, D, COLS: tl.constexpr):
+def zero_behind_kernel(x_RD, last_end, R, D, COLS: constexpr):
     """Zeros in one of the rows behind the last expert's."""
-    row = tl.load(last_end).to(tl.int64) + tl.program_id(0)
+    behind = tl.load(last_end).to(tl.int64)
+    row = behind + tl.program_id(0)
     c = program_block(1, COLS)
     inside = (c < D) & (row < R)
     tl.store(x_RD + row * D + c, 0.0, mask=inside)
 
 
 @triton.jit
-def sum_slots_kernel(y_RD, slots_NK, out_ND, D, K: tl.constexpr, COLS: tl.constexpr, WIDE: tl.constexpr):
+def sum_slots_kernel(y_RD, slots_NK, out_ND, D, K: constexpr, COLS: constexpr, WIDE: constexpr):
     """out[n] = the sum of y over the slots of n, in their order."""
-    n = tl.program_id(0).to(tl.int64)
+    n = wide_program_id(0)
     c = program_block(1, COLS)
     real_c = c < D
     total = tl.zeros([COLS], WIDE)
@@ -105,9 +107,7 @@ def sum_of_selected(selected, values):
 
 
 @triton.jit
-def row_tiles_kernel(
-    ends_E, pads_E, tiles_M4, count, M, E, TILE: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr
-):
+def row_tiles_kernel(ends_E, pads_E, tiles_M4, count, M, E, TILE: constexpr, WIDTH: constexpr, BLOCK: constexpr):
     """Each tile finds its expert by comparing with where the experts' tiles end: no search, no host."""
     # rows and tiles of each expert
     e = tl.arange(0, WIDTH)

@@ -167,9 +167,16 @@ def loss_and_gradient(logits: Tensor, labels: Tensor, words: VocabShard) -> tupl
     return logits.to(dtype), loss
 
 
+CROSS_ENTROPY_SIZES = [  # T, D, V
+    (1, 8, 4),
+    (33, 16, 257),
+    (512, 32, 1000),
+]
+
+
 @cross_entropy.register_cases
 def cross_entropy_cases(draw: CaseInputs) -> Cases:
-    for t, d, v in [(1, 8, 4), (33, 16, 257), (512, 32, 1000)]:
+    for t, d, v in CROSS_ENTROPY_SIZES:
         generator = torch.Generator().manual_seed(t)
         labels = torch.randint(v, (t,), generator=generator)
         labels[1::5] = IGNORE_INDEX

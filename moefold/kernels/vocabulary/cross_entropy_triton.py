@@ -12,7 +12,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
+from moefold.kernels.tile_triton import load_or_zero, program_block, wide_program_id
 from moefold.kernels.vocabulary.vocab_shard import VocabShard
 from moefold.layout.labels import IGNORE_INDEX
 
@@ -26,10 +28,10 @@ def load_logits(row, v, V):
 
 
 @triton.jit
-def log_sum_exp_kernel(logits_TV, column_T, largest_T, sum_T, target_T, V, BLOCK: tl.constexpr):
+def log_sum_exp_kernel(logits_TV, column_T, largest_T, sum_T, target_T, V, BLOCK: constexpr):
     """Each lane keeps its own maximum and sum over the row; lanes are reduced once, at the end. Four blocks at a time,
     so that several loads are in flight and one rescaling serves them all."""
-    t = tl.program_id(0).to(tl.int64)
+    t = wide_program_id(0)
     row = logits_TV + t * V
     lane = tl.arange(0, BLOCK)
     top = tl.full([BLOCK], -1e30, tl.float32)  # in place of -inf: its differences are finite
@@ -59,18 +61,18 @@ def log_sum_exp_kernel(logits_TV, column_T, largest_T, sum_T, target_T, V, BLOCK
     # the label's logit
     column = tl.load(column_T + t)
     held = (column >= 0) & (column < V)
-    target = tl.load(row + column, mask=held, other=0.0)
+    target = load_or_zero(row + column, held)
     tl.store(target_T + t, target.to(tl.float32))
 
 
 @triton.jit
-def logit_gradient_kernel(logits_TV, column_T, log_sum_T, valid_T, V, BLOCK: tl.constexpr):
+def logit_gradient_kernel(logits_TV, column_T, log_sum_T, valid_T, V, BLOCK: constexpr):
     """softmax - onehot in place of the logits; zeros for tokens without a label."""
-    t = tl.program_id(0).to(tl.int64)
-    v = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    t = wide_program_id(0)
+    v = program_block(1, BLOCK)
     inside = v < V
     at = logits_TV + t * V + v
-    x = tl.load(at, mask=inside, other=0.0)
+    x = load_or_zero(at, inside)
     # softmax - onehot
     log_sum = tl.load(log_sum_T + t)
     softmax = tl.exp(x.to(tl.float32) - log_sum)
@@ -80,17 +82,19 @@ def logit_gradient_kernel(logits_TV, column_T, log_sum_T, valid_T, V, BLOCK: tl.
     # zeros without a label
     valid = tl.load(valid_T + t)
     d = tl.where(valid != 0, d, 0.0)
-    tl.store(at, d.to(logits_TV.dtype.element_ty), mask=inside)
+    d = d.to(logits_TV.dtype.element_ty)
+    tl.store(at, d, mask=inside)
 
 
 @triton.jit
-def scale_into_kernel(x, factor, out, n, BLOCK: tl.constexpr):
-    first = tl.program_id(0).to(tl.int64) * BLOCK
+def scale_into_kernel(x, factor, out, n, BLOCK: constexpr):
+    first = wide_program_id(0) * BLOCK
     i = first + tl.arange(0, BLOCK)
     there = i < n
-    value = tl.load(x + i, mask=there, other=0.0)
+    value = load_or_zero(x + i, there)
     y = value * tl.load(factor).to(tl.float32)
-    tl.store(out + i, y.to(out.dtype.element_ty), mask=there)
+    y = y.to(out.dtype.element_ty)
+    tl.store(out + i, y, mask=there)
 
 
 def scale_into(x: Tensor, factor: Tensor, out: Tensor) -> Tensor:
@@ -108,7 +112,7 @@ def loss_and_gradient(logits_TV: Tensor, labels_T: Tensor, words: VocabShard) ->
     valid_T = labels_T != IGNORE_INDEX
     column_T = labels_T - words.first
     # First pass: maximum, sum and the label's logit, of this shard.
-    statistics_3T = torch.empty(3, tokens, dtype=torch.float32, device=logits_TV.device)
+    statistics_3T = logits_TV.new_empty(3, tokens, dtype=torch.float32)
     largest_T, sum_T, target_T = statistics_3T
     log_sum_exp_kernel[(tokens,)](logits_TV, column_T, *statistics_3T, held, BLOCK // 2, num_warps=4)
     # Maximum and sum over all ranks' shards.

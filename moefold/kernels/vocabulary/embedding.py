@@ -48,9 +48,17 @@ class EmbeddingFunction(torch.autograd.Function):
         return None, embedding_wgrad(gradients[0], words_T, dw_VD)
 
 
+EMBEDDING_SIZES = [  # T, V, D
+    (1, 2, 4),
+    (33, 7, 16),
+    (0, 3, 8),
+    (40, 100, 24),
+]
+
+
 @embedding.register_cases
 def embedding_cases(draw: CaseInputs) -> Cases:
-    for t, v, d in [(1, 2, 4), (33, 7, 16), (0, 3, 8), (40, 100, 24)]:
+    for t, v, d in EMBEDDING_SIZES:
         name = f"{t} of {v} words of {d}"
         w = draw.normal(v, d)
         generator = torch.Generator().manual_seed(t)

@@ -9,18 +9,19 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
+
+from moefold.kernels.tile_triton import load_or_zero, program_block, wide_program_id
 
 ROWS_AT_ONCE = 4
 
 
 @triton.jit
-def embedding_wgrad_kernel(
-    x_TD, order_T, starts_V, out_VD, D, ROWS: tl.constexpr, COLS: tl.constexpr, WIDE: tl.constexpr
-):
+def embedding_wgrad_kernel(x_TD, order_T, starts_V, out_VD, D, ROWS: constexpr, COLS: constexpr, WIDE: constexpr):
     """One program per vocabulary row and block of columns."""
     # prologue: this program's columns, and where its tokens lie among the sorted
-    v = tl.program_id(0).to(tl.int64)
-    c = tl.program_id(1) * COLS + tl.arange(0, COLS)
+    v = wide_program_id(0)
+    c = program_block(1, COLS)
     in_row = c < D
     end = tl.load(starts_V + v + 1)
     total = tl.zeros([COLS], WIDE)
@@ -30,15 +31,17 @@ def embedding_wgrad_kernel(
         # the next few tokens
         r = first + tl.arange(0, ROWS)
         mine = r < end
-        t = tl.load(order_T + r, mask=mine, other=0)
+        t = load_or_zero(order_T + r, mine)
         # the sum of their rows
         row = t.to(tl.int64)[:, None] * D
         inside = mine[:, None] & in_row[None, :]
-        x = tl.load(x_TD + row + c[None, :], mask=inside, other=0.0)
+        at = x_TD + row + c[None, :]
+        x = load_or_zero(at, inside)
         total += tl.sum(x.to(WIDE), 0)
     # epilogue
     out = out_VD + v * D + c
-    tl.store(out, total.to(out_VD.dtype.element_ty), mask=in_row)
+    rounded = total.to(out_VD.dtype.element_ty)
+    tl.store(out, rounded, mask=in_row)
 
 
 def embedding_wgrad(x_TD: Tensor, words_T: Tensor, out_VD: Tensor) -> Tensor:

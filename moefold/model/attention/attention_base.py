@@ -29,7 +29,8 @@ class AttentionBase(DeclaringModule):
         self.window = sliding_window_of(model, layer)
         self.sinks = None
         if a.sinks:
-            self.sinks = self.declare_parameter("sinks", a.heads, placement=sharded_over_tp(0), std=0.0)
+            by_head = sharded_over_tp(0)
+            self.sinks = self.declare_parameter("sinks", a.heads, placement=by_head, std=0.0)
         self.norm = AddNorm(model.hidden, model.norm_eps, parts.kernels, parts.world)
         self.std = model.init_std
         self.out_std = model.init_std / (2 * model.layers) ** 0.5

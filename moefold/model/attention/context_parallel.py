@@ -202,8 +202,10 @@ def log_sums_before_keys(q: Tensor, sink_H: Tensor | None, wide: torch.dtype) ->
     """(B, H, S): the log-sum-exp of scores before any key is met, that of the sinks alone."""
     b, s, h, _ = q.shape
     if sink_H is None:
-        return q.new_full((b, h, s), -torch.inf, dtype=wide)
-    return sink_H.to(wide)[:, None].repeat(b, 1, s).view(b, h, s)
+        shape = (b, h, s)
+        return q.new_full(shape, -torch.inf, dtype=wide)
+    sink_H1 = sink_H.to(wide)[:, None]
+    return sink_H1.repeat(b, 1, s).view(b, h, s)
 
 
 class RingAttention(torch.autograd.Function):
@@ -230,7 +232,8 @@ class RingAttention(torch.autograd.Function):
                 queries = q[:, mine]
                 met = keys[:, theirs], values[:, theirs]
                 part, part_lse = attend(queries, *met, scale, ahead, window)
-                merge_block(out[:, mine], lse[:, :, mine], part, part_lse)
+                so_far = out[:, mine], lse[:, :, mine]
+                merge_block(*so_far, part, part_lse)
         result = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, sink_H, result, lse)
         ctx.rest = scale, window, cp, kernels

@@ -28,7 +28,8 @@ class GroupedQueryAttention(AttentionBase):
         self.key = self.make_head_linear(d, a.kv_heads, a.head_dim, a.qkv_bias)
         self.value = self.make_head_linear(d, a.kv_heads, a.head_dim, a.qkv_bias)
         self.projections = LinearGroup(self.world, self.query, self.key, self.value)
-        self.out = self.make_out_linear(a.heads * a.head_dim, d, a.out_bias)
+        width = a.heads * a.head_dim
+        self.out = self.make_out_linear(width, d, a.out_bias)
         self.qk_norm = a.qk_norm
         self.rope_dim = a.rope_dim or a.head_dim
         self.ropes_in_norm = self.rotates_all_that_is_normed(model)
@@ -41,7 +42,8 @@ class GroupedQueryAttention(AttentionBase):
         """Whether norm and rope of queries and keys are one op: the rank has all that is normed together, and all dims
         of a head are rotated."""
         a = model.attention
-        held_here = a.qk_norm == "head" or (a.qk_norm == "full" and self.tp.size == 1)
+        alone = self.tp.size == 1
+        held_here = a.qk_norm == "head" or (a.qk_norm == "full" and alone)
         return held_here and self.rope_dim == a.head_dim
 
     def make_head_norm(self, heads: int, model: ModelConfig, parts: ModelParts) -> HeadNorm:

@@ -37,7 +37,8 @@ class LatentAttention(AttentionBase):
         self.value = self.make_head_linear(a.kv_rank, a.heads, value_dim)
         self.up = LinearGroup(self.world, self.key, self.value)
         self.up_region = Region("up")
-        self.out = self.make_out_linear(a.heads * value_dim, model.hidden, a.out_bias)
+        width = a.heads * value_dim
+        self.out = self.make_out_linear(width, model.hidden, a.out_bias)
         self.rotary = Rotary(a.rope_dim, a.rope, parts.seq_len, parts.kernels)
 
     def make_down_projections(self, model: ModelConfig, parts: ModelParts) -> None:
@@ -53,7 +54,8 @@ class LatentAttention(AttentionBase):
             self.query_down = self.make_linear(d, a.q_rank, a.qkv_bias)
             self.query_norm = RMSNorm(a.q_rank, eps, kernels, world)
             down.append(self.query_down)
-        self.query = self.make_head_linear(a.q_rank or d, a.heads, a.head_dim)
+        query_width = a.q_rank or d
+        self.query = self.make_head_linear(query_width, a.heads, a.head_dim)
         self.latent = self.make_linear(d, a.kv_rank, a.qkv_bias)
         self.latent_norm = RMSNorm(a.kv_rank, eps, kernels, world)
         self.turning = self.make_linear(d, a.rope_dim, a.qkv_bias)

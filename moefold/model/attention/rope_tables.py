@@ -12,6 +12,8 @@ from torch import Tensor
 
 from moefold.config.run import RopeConfig
 
+SMALLEST_RAMP = 1e-3  # dims between two equal limits of YaRN
+
 
 def exact_range(*bounds: int) -> Tensor:
     """torch.arange in fp64, on the CPU."""
@@ -43,7 +45,8 @@ def llama3_kept_share(plain: Tensor, rope: RopeConfig) -> Tensor:
 
 
 def yarn_kept_share(head_dim: int, rope: RopeConfig) -> Tensor:
-    """The same between the dims that turn `beta_fast` and `beta_slow` times within the original length."""
+    """The same between the dims that turn `beta_fast` and `beta_slow` times within the original length. Where the first
+    dim is the higher one, the ramp falls instead of rising, as in published code."""
     low = dim_with_rotations(rope.beta_fast, head_dim, rope)
     high = dim_with_rotations(rope.beta_slow, head_dim, rope)
     if rope.round_dims:
@@ -51,8 +54,10 @@ def yarn_kept_share(head_dim: int, rope: RopeConfig) -> Tensor:
         high = math.ceil(high)
     low = max(low, 0)
     high = min(high, head_dim - 1)
+    if low == high:
+        high += SMALLEST_RAMP
     dims = exact_range(head_dim // 2)
-    ramp = (dims - low) / max(high - low, 1e-3)
+    ramp = (dims - low) / (high - low)
     return 1 - ramp.clamp(0, 1)
 
 

@@ -19,7 +19,9 @@ def rope_angles(length: int, dims: int, config: RopeConfig, dtype: torch.dtype, 
     """The tables of all positions on a device. All layers of a model have the same ones, so they share them."""
     with torch.inference_mode(False):  # tables made while generating are used in training too
         cos_Sd, sin_Sd = rotary_tables(length, dims, config)
-        return RopeAngles(cos_Sd.to(device, dtype), sin_Sd.to(device, dtype))
+        cos_Sd = cos_Sd.to(device, dtype)
+        sin_Sd = sin_Sd.to(device, dtype)
+        return RopeAngles(cos_Sd, sin_Sd)
 
 
 class Rotary:

@@ -41,9 +41,13 @@ def sum_loads_over_ranks(loads: list[ExpertLoad], everyone: Axis) -> LayerLoads:
     counts_LE = torch.stack([load.counts_E for load in loads])
     dropped_L = torch.stack([load.dropped for load in loads])
     moved_L = integers_on_device([load.moved for load in loads], dropped_L.device)
-    joint = torch.cat((counts_LE, dropped_L[:, None], moved_L[:, None]), dim=1)
+    dropped_L1 = dropped_L[:, None]
+    moved_L1 = moved_L[:, None]
+    joint = torch.cat((counts_LE, dropped_L1, moved_L1), dim=1)
     joint = all_reduce_no_grad(joint, everyone)
-    return LayerLoads(layers, joint[:, :-2], joint[:, -2], joint[:, -1])
+    widths = [counts_LE.shape[1], 1, 1]
+    counts_LE, dropped_L1, moved_L1 = joint.split(widths, dim=1)
+    return LayerLoads(layers, counts_LE, dropped_L1[:, 0], moved_L1[:, 0])
 
 
 def join_pipeline_loads(parts: Sequence[LayerLoads]) -> LayerLoads:
@@ -55,7 +59,8 @@ def join_pipeline_loads(parts: Sequence[LayerLoads]) -> LayerLoads:
         return parts[0]
     rows.sort(key=itemgetter(0))
     layers, counts, dropped, moved = zip(*rows, strict=True)
-    return LayerLoads(list(layers), torch.stack(counts), torch.stack(dropped), torch.stack(moved))
+    stacked = map(torch.stack, (counts, dropped, moved))
+    return LayerLoads(list(layers), *stacked)
 
 
 def update_selection_biases(
@@ -82,7 +87,9 @@ def move_selection_bias(
         return
     total = counts_E.sum()
     deficit_E = total - counts_E * len(counts_E)  # E times (mean - count): whole numbers, so exact
-    step_E = deficit_E.sign() if balance.bias_step == "sign" else deficit_E / total.clamp(min=1)
+    step_E = deficit_E.sign()
+    if balance.bias_step != "sign":
+        step_E = deficit_E / total.clamp(min=1)
     factor = pace if balance.bias_pace == "learning_rate" else 1.0
     rate = balance.bias_rate * factor
     load.bias_E += rate * step_E * sound

@@ -7,10 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 from torch import Tensor, nn
 
 from moefold.model.moe.router import ExpertLoad
+from moefold.model.token_layout import TokenShard
+
+
+def keep_choices(kept: list[Tensor], ids_TK: Tensor, _: TokenShard) -> None:
+    kept.append(ids_TK)
 
 
 @contextmanager
@@ -20,7 +26,8 @@ def recorded_choices(model: nn.Module) -> Iterator[dict[int, list[Tensor]]]:
     chosen: dict[int, list[Tensor]] = {}
     loads = [module for module in model.modules() if isinstance(module, ExpertLoad)]
     for load in loads:
-        load.record = chosen.setdefault(load.layer, []).append
+        kept = chosen.setdefault(load.layer, [])
+        load.record = partial(keep_choices, kept)
     try:
         yield chosen
     finally:

@@ -91,7 +91,7 @@ class MoeSublayer(nn.Module):
     def route_tokens(self, carry: Carry) -> Carry:
         shard = carry["token_shard"]
         imposed_BSK = carry.get("imposed", {}).get(self.router.layer)
-        imposed_TK = None if imposed_BSK is None else shard.slice_for_rank(imposed_BSK)
+        imposed_TK = None if imposed_BSK is None else shard.slice_for_rank(imposed_BSK).long()
         routing, aux = self.router(carry["for_router_TD"], shard, imposed_TK)
         aux = carry["aux"] + aux
         return drop_from_carry(carry | {"routing": routing, "aux": aux}, "for_router_TD")
@@ -140,4 +140,5 @@ def imposed_experts(layer: int, imposed_BSK: Tensor | None, sequences_BSD: Tenso
     """Expert ids set from outside, by layer, as a carry holds them."""
     if imposed_BSK is None:
         return {}
-    return {layer: imposed_BSK.reshape(*sequences_BSD.shape[:2], -1)}
+    shape = sequences_BSD.shape[:2]
+    return {layer: imposed_BSK.reshape(*shape, -1)}

@@ -47,8 +47,11 @@ class Router(DeclaringModule):
         self.spec = router_spec_of(moe)
         self.router_logits = kernels[router_logits]
         self.router_topk = kernels[router_topk]
-        self.weight = self.declare_parameter("weight", moe.experts, model.hidden, std=model.init_std)
-        self.bias = self.declare_parameter("bias", moe.experts, std=0.0) if moe.biases else None
+        shape = (moe.experts, model.hidden)
+        self.weight = self.declare_parameter("weight", *shape, std=model.init_std)
+        self.bias = None
+        if moe.biases:
+            self.bias = self.declare_parameter("bias", moe.experts, std=0.0)
         self.load = ExpertLoad(moe.experts, layer)
         self.drops_choices = drops_choices(moe)
         self.sharing = world.cp_tp  # the ranks that hold parts of the same sequences
@@ -68,7 +71,7 @@ class Router(DeclaringModule):
         if self.training:
             self.load.count(counts_BE, ids_TK, routing.ids_TK)
         if self.load.record and not inside_recompute():
-            self.load.record(ids_TK)
+            self.load.record(ids_TK, share)
         losses = balance_losses(counts_BE, shares_BE, squares_B, self.moe, self.load, self.sum_over_sharing)
         return routing, losses
 
@@ -124,11 +127,13 @@ class ExpertLoad(nn.Module):
         super().__init__()
         self.layer = layer
         self.register_buffer("bias_E", torch.zeros(experts, dtype=torch.float32))
-        self.register_buffer("share_E", torch.full((experts,), 1 / experts, dtype=torch.float64))
+        even_share_E = torch.full((experts,), 1 / experts, dtype=torch.float64)
+        self.register_buffer("share_E", even_share_E)
         self.register_buffer("counts_E", torch.zeros(experts, dtype=torch.int64), persistent=False)
         self.register_buffer("dropped", torch.zeros((), dtype=torch.int64), persistent=False)
         self.moved = 0  # bytes of tokens that dispatch and combine sent in forward; a number of the host
-        self.record: Callable[[Tensor], object] | None = None  # called with the expert ids of each microbatch
+        # called with the expert ids of each microbatch, and which of its tokens they belong to
+        self.record: Callable[[Tensor, TokenShard], object] | None = None
 
     @torch.no_grad()
     def count(self, counts_BE: Tensor, ids_TK: Tensor, kept_TK: Tensor) -> None:
@@ -185,7 +190,8 @@ def balance_losses(
 def mean_over_groups(load_BE: Tensor, groups: int) -> Tensor:
     """Each expert's load replaced by the mean of its group's."""
     experts = load_BE.shape[-1]
-    means = load_BE.unflatten(-1, (groups, -1)).mean(-1)
+    by_group = load_BE.unflatten(-1, (groups, -1))
+    means = by_group.mean(-1)
     return means.repeat_interleave(experts // groups, -1)
 
 

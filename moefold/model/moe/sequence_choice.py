@@ -28,7 +28,8 @@ def expert_choice(logits_BSE: Tensor, moe: MoeConfig) -> Tensor:
     scores_BSE = logits_BSE.softmax(-1)
     order_BSE = scores_BSE.sort(dim=1, descending=True, stable=True).indices
     best_BCE = order_BSE[:, : min(tokens, capacity)]
-    taken_BSE = torch.zeros_like(logits_BSE, dtype=torch.bool).scatter_(1, best_BCE, True)
+    taken_BSE = torch.zeros_like(logits_BSE, dtype=torch.bool)
+    taken_BSE.scatter_(1, best_BCE, True)
     every_expert = torch.arange(experts, device=taken_BSE.device)
     return torch.where(taken_BSE, every_expert, -1)
 

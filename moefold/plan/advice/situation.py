@@ -12,11 +12,10 @@ from moefold.config.rules import ConfigOnRanks, broken_rules
 from moefold.config.run import Config
 from moefold.plan.machine.gpu import Gpu
 from moefold.plan.memory.peak_memory import GIB, RankMemory, RunSetting, build_run_setting, fullest_rank, memory_by_rank
-from moefold.plan.options import PlanChoices
+from moefold.plan.options import TRAINER_VALUES, PlanChoices
 from moefold.plan.time.simulate_step import StepTime, time_training_step
 
 WORTH_SAYING = 0.02  # of the time of a step
-NOT_IN_TRAINER = frozenset({"precision", "recompute", "offload", "states_on_host", "graphs"})  # keys of PlanChoices
 
 Change = dict[str, Any]  # values by key
 
@@ -118,4 +117,5 @@ def describe_change(change: Change) -> str:
 
 
 def in_trainer(change: Change) -> bool:
-    return NOT_IN_TRAINER.isdisjoint(change)
+    """Whether the trainer has every choice of a change."""
+    return all(value in TRAINER_VALUES.get(path, (value,)) for path, value in change.items())

@@ -31,6 +31,7 @@ from moefold.plan.layer.tensor_table import LayerStack, TensorEntry
 from moefold.plan.options import PlanChoices
 
 LINEAR_STORAGE = ("linear", "each")  # storage of GEMM inputs, as `tensor_table.element_bytes` names it
+DEFERRED_GEMMS = ("dense", "grouped")  # GEMMs whose weight gradients may be deferred
 UNQUANTIZED_STEPS = ("embed", "route", "predict")
 LAYER_STACKS: dict[str, LayerStack] = {"moefold": MOEFOLD_STACK, "megatron": MEGATRON_STACK}
 
@@ -94,6 +95,7 @@ class StepCount:
     saved: SavedTensors
     sent: tuple[AxisTraffic, ...]
     working: tuple[float, float]  # bytes of the working sets of forward and backward, beside saved tensors
+    waiting: float  # bytes held for deferred weight gradients
 
     @property
     def kept_tensors(self) -> list[SavedActivation]:
@@ -102,15 +104,6 @@ class StepCount:
     @property
     def kept(self) -> float:
         return sum(tensor.bytes for tensor in self.kept_tensors)
-
-    @property
-    def waiting(self) -> float:
-        """Bytes held for deferred weight gradients: inputs of GEMMs, and gradients of their outputs."""
-        inputs = sum(tensor.bytes for tensor in self.kept_tensors if tensor.linear)
-        outputs = 0.0
-        for gemm in self.gemms:
-            outputs += gemm.rows * gemm.n * gemm.groups
-        return inputs + outputs * 2
 
     @property
     def name(self) -> str:
@@ -195,17 +188,31 @@ def count_step(spec: StepSpec, s: RankShapes, saved: SavedTensors) -> StepCount:
     attention_flops = s.T * 2 * spec.context * spec.seen(s.S)
     forward_working = stack.working_bytes(spec.name, "F", s)
     backward_working = stack.working_bytes(spec.name, "B", s)
+    gemms = tuple(gemms_of_step(spec, s))
+    waiting = deferred_product_bytes(gemms, saved, s) + stack.waiting_bytes(spec.name, s)
     return StepCount(
         spec=spec,
         parameters=tuple(parameters.items()),
         quantized=quantized,
         flops=s.T * spec.flops(s.S),
-        gemms=tuple(gemms_of_step(spec, s)),
+        gemms=gemms,
         attention=attention_flops,
         saved=saved,
         sent=tuple(step_bytes_sent(spec, s)),
         working=(forward_working, backward_working),
+        waiting=waiting,
     )
+
+
+def deferred_product_bytes(gemms: Gemms, saved: SavedTensors, s: RankShapes) -> float:
+    """Bytes that deferred weight gradients of linear layers hold: inputs, also recomputed ones, and gradients of
+    outputs. Router and head compute their weight gradients at once."""
+    inputs = sum(tensor.bytes for tensor in saved if tensor.linear)
+    outputs = 0.0
+    for gemm in gemms:
+        if gemm.kind in DEFERRED_GEMMS:
+            outputs += gemm.rows * gemm.n * gemm.groups
+    return inputs + outputs * s.recipe.linear
 
 
 def is_weight_matrix(weight: WeightSpec) -> bool:

@@ -167,4 +167,4 @@ MEGATRON_WORKING_SETS = {
     ("predict", "B"): [predict_backward()],
 }
 
-MEGATRON_STACK = LayerStack(MEGATRON_SAVED, MEGATRON_WORKING_SETS)
+MEGATRON_STACK = LayerStack(MEGATRON_SAVED, MEGATRON_WORKING_SETS, waiting=[])

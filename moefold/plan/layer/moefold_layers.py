@@ -537,6 +537,44 @@ MOEFOLD_SAVED = [
 ]
 
 
+# Tensors held for deferred weight gradients, beside inputs that are saved as such and gradients of outputs.
+
+
+def holds_routed_tokens(s: RankShapes) -> bool:
+    """Whether a deferred weight gradient reads the normed tokens of the router: that of the projection to latents, of
+    shared experts, or of the fused kernel on tokens of this rank."""
+    if s.latent:
+        return True
+    moe = s.model.moe
+    if moe.shared_ffn and (moe.shared_gate or not cuts_tokens_over_tp(s)):
+        return True
+    return s.fuses_experts and not experts_are_remote(s)
+
+
+def unrotated_latents_width(s: RankShapes) -> float:
+    return latents_width(s) - s.rope
+
+
+def waiting_tensors() -> list[TensorEntry]:
+    # The gradient of the rotary key is a part of that of all latents, which is held whole.
+    attend = TensorTable("attend")
+    mla = attend.only(uses_mla)
+    mla.add("gradient of latents", rank_tokens, unrotated_latents_width)
+    route = TensorTable("route")
+    tokens = route.only(holds_routed_tokens)
+    tokens.add("normed", rank_tokens, stream_width)
+    # The fused kernel has computed the activation again, and gathers rows only with the weight gradient.
+    experts = TensorTable("experts")
+    fused = experts.only(fused_experts)
+    fused.add("activation, recomputed", padded_expert_rows, expert_inner_width)
+    fused.add("index", expert_rows, one_column, "int32")
+    remote = fused.only(experts_are_remote)
+    remote.add("arrived tokens", arrived_tokens, dispatched_token_width)
+    local = fused.only(has_local_latents)
+    local.add("latents", rank_tokens, dispatched_token_width)
+    return attend.entries + route.entries + experts.entries
+
+
 # Working sets: temporary tensors of a step, beside saved ones.
 
 
@@ -567,8 +605,8 @@ def score_gradient_workspace(s: RankShapes) -> float:
 
 
 def separate_expert_wgrad(s: RankShapes) -> bool:
-    """Whether the gradient of expert weights is allocated beside the sum that it is added to."""
-    return not (s.fuses_experts and s.portion.accumulates)
+    """Whether the gradient of expert weights is allocated in backward, beside the sum that it is added to."""
+    return not (s.portion.defers_wgrad or (s.fuses_experts and s.portion.accumulates))
 
 
 def padded_expert_rows(s: RankShapes) -> float:
@@ -578,7 +616,8 @@ def padded_expert_rows(s: RankShapes) -> float:
 
 def expert_row_pair_width(s: RankShapes) -> float:
     """Width of rows and their gradient where the fused kernel gathers rows again; otherwise of the gradient only."""
-    return s.W * (2 if s.fuses_experts else 1)
+    gathers_rows = s.fuses_experts and not s.portion.defers_wgrad
+    return s.W * (2 if gathers_rows else 1)
 
 
 def expert_weight_rows(s: RankShapes) -> float:
@@ -782,4 +821,4 @@ MOEFOLD_WORKING_SETS = {
     ("predict", "B"): [predict_backward()],
 }
 
-MOEFOLD_STACK = LayerStack(MOEFOLD_SAVED, MOEFOLD_WORKING_SETS)
+MOEFOLD_STACK = LayerStack(MOEFOLD_SAVED, MOEFOLD_WORKING_SETS, waiting_tensors())

@@ -27,7 +27,8 @@ RANK_SHAPE_AXES = ("tp", "cp", "ep", "etp")
 @dataclass(frozen=True)
 class RankPortion:
     """One rank's portion of a microbatch, and the dispatch of its tokens. `defers_wgrad`: weight gradients are computed
-    separately; `accumulates`: a step has several microbatches, and GEMMs accumulate weight gradients."""
+    after the data gradients of their stage; `accumulates`: a step has several microbatches, and GEMMs accumulate weight
+    gradients."""
 
     seq_len: int
     micro_batch: int = 1
@@ -144,7 +145,7 @@ class RankShapes:
     @cached_property
     def fuses_experts(self) -> bool:
         """Whether one kernel runs all of the routed experts."""
-        if self.portion.defers_wgrad or not fits_fused_expert_mlp(self.model):
+        if not fits_fused_expert_mlp(self.model):
             return False
         return self.chosen_implementation("expert_mlp") != "reference"
 

@@ -120,11 +120,17 @@ WorkingSet = list[TensorEntry]
 
 @dataclass(frozen=True)
 class LayerStack:
-    """A trainer's layers: tensors saved by their steps, and working sets (tensors that exist at the same time) by step
-    and pass (F forward, B backward)."""
+    """A trainer's layers: tensors saved by their steps, working sets (tensors that exist at the same time) by step and
+    pass (F forward, B backward), and `waiting`: tensors held for deferred weight gradients, beside inputs that are
+    saved as such and gradients of outputs."""
 
     saved: list[TensorEntry]
     working_sets: Mapping[tuple[str, str], list[WorkingSet]]
+    waiting: list[TensorEntry]
+
+    def waiting_bytes(self, step: str, s: RankShapes) -> float:
+        held = [entry for entry in self.waiting if entry.step == step and entry.condition(s)]
+        return sum(entry.total_bytes(s) for entry in held)
 
     def working_bytes(self, step: str, pass_name: str, s: RankShapes) -> float:
         """Bytes of a step's largest working set."""

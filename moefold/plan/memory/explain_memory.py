@@ -36,7 +36,7 @@ def explain_memory(
     else:
         raise UserError(f"no pipeline rank {rank}; there are {len(ranks)}, counted from 0")
     held = stages_by_rank(config)[shown.rank]
-    total = format_gib(shown.total)
+    total = format_gib(shown.needed)
     lines = [f"pipeline rank {shown.rank} of {len(ranks)}: {total} at its peak, in {shown.at}"]
     lines += resident_lines(s, held, shown)
     lines += activation_lines(s, held, shown)
@@ -151,6 +151,6 @@ def other_memory_parts(s: RunSetting, rank: RankMemory) -> dict[str, str]:
         "margin": f"experts with {s.load:.2f} times their even share of rows",
         "buffers": "pipeline messages, rotary tables, GEMM workspace",
         "graphs": "static inputs of captured steps, for each layer and live microbatch",
+        "outside": "CUDA context and NCCL buffers, outside torch's allocator",
         "host": "in host memory, not counted above",
-        "outside": "CUDA context and NCCL buffers, outside torch's allocator; not counted above",
     }

@@ -35,7 +35,8 @@ OP_DESCRIPTIONS = {"F": "forward", "D": "backward", "W": "weight gradients"}
 @dataclass(frozen=True)
 class RankMemory:
     """Memory of one pipeline rank at its peak, in bytes. `live`: live microbatches by stage; `at`: the running op.
-    `host` is host memory, `outside` GPU memory outside torch's allocator; the total includes neither."""
+    `total` is what torch allocates, `needed` what the GPU must have: with GPU memory outside torch's allocator
+    (`outside`). `host` is host memory."""
 
     rank: int
     stages: tuple[int, ...]
@@ -63,6 +64,10 @@ class RankMemory:
     def total(self) -> float:
         peak = self.state + self.activations + self.working + self.margin
         return peak + self.buffers + self.graphs
+
+    @property
+    def needed(self) -> float:
+        return self.total + self.outside
 
 
 def plan_memory(

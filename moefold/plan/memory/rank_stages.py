@@ -60,29 +60,33 @@ def count_stage(
         counts.append(count)
         parameters.update(count.parameters)
 
-    # From the last step back: bytes saved by later steps do not exist yet in forward, and are freed again in backward.
-    freed = forward = backward = with_gradients = 0.0
+    # From the last step back: bytes saved by later steps do not exist yet in forward, and are freed again in backward,
+    # except for bytes that wait for a deferred weight gradient.
+    saved_later = freed = forward = backward = with_gradients = 0.0
     backward_steps: list[BackwardStep] = []
     for count in reversed(counts):
         for step in reversed(count.steps):
             forward_workspace, backward_workspace = step.working
             workspace = backward_workspace + count.restored_bytes
-            forward = max(forward, forward_workspace - freed)
+            forward = max(forward, forward_workspace - saved_later)
             backward = max(backward, workspace - freed)
             backward_steps.append((freed, with_gradients, workspace))
+            saved_later += step.kept
             freed += step.kept
+            if portion.defers_wgrad:
+                freed -= step.waiting
             with_gradients += sum(size for _, size in step.parameters)
 
     steps = [step for piece in counts for step in piece.steps]
     return StageCount(
         parameters=tuple(parameters.items()),
         quantized=sum(step.quantized for step in steps),
-        kept=freed,
+        kept=saved_later,
         restored_bytes=sum(piece.restored_bytes for piece in counts),
         offloaded=offloaded_bytes(counts),
         waiting=sum(step.waiting for step in steps),
         forward=forward,
-        backward=backward,
+        backward=max(backward, -freed),
         backward_steps=tuple(backward_steps),
     )
 

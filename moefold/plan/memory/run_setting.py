@@ -135,6 +135,14 @@ def microbatches_per_step(config: Config, world: int) -> int:
     return max(1, train.global_batch // (dp * train.micro_batch))
 
 
+def defers_weight_gradients(config: Config, choices: PlanChoices, separate_wgrad: bool) -> bool:
+    """Whether weight gradients are computed after the data gradients of a stage: in slots of their own, or in the gaps
+    of a paired slot of this trainer."""
+    pipeline = config.pipeline
+    fills_gaps = pipeline.pair and pipeline.fill and choices.stack == "moefold"
+    return fills_gaps or separate_wgrad
+
+
 def build_run_setting(config: Config, world: int, choices: PlanChoices) -> RunSetting:
     pipeline = config.pipeline
     pp = config.parallel.pp
@@ -143,7 +151,7 @@ def build_run_setting(config: Config, world: int, choices: PlanChoices) -> RunSe
     moments = moments_by_rank(schedule, pp, pipeline.vpp, microbatches, pipeline.pair, pipeline.defer)
     element = int(choices.recipe.wide)
     dispatcher, _ = cheapest_dispatcher(config, choices.node, element)
-    fills_gaps = pipeline.pair and pipeline.fill
-    defers_wgrad = fills_gaps or any(rank.separate_wgrad for rank in moments)
+    separate_wgrad = any(rank.separate_wgrad for rank in moments)
+    defers_wgrad = defers_weight_gradients(config, choices, separate_wgrad)
     portion = make_rank_portion(config, dispatcher, defers_wgrad, accumulates=microbatches > 1)
     return RunSetting(config, world, choices, portion, moments, microbatches)

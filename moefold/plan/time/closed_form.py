@@ -1,189 +1,284 @@
-"""Closed forms of a step's time and memory, for ranking thousands of layouts; the best are then simulated.
+"""Lower bounds of a step's time and memory in closed form, for ranking thousands of layouts; the best are simulated.
 
-The steady state takes the busiest rank's time for all microbatches. Fill and drain of the pipeline add one chunk's
-mean time for each other rank:
+No layout is faster than its bound or needs less memory, so that a search which simulates layouts in the order of their
+bounds, until a bound exceeds the last simulated time that it needs, has passed over nothing.
 
-    unpaired    m x busiest + (p - 1) / v x mean
-    paired      the same, with the time of a paired forward and backward, except for the first and last
+Time on rank r of p, with v stages per rank, m microbatches, F and B the seconds of a stage:
 
-Rank r has p - r live microbatches. With several stages per rank or with pairing, it has 2 (p - r - 1) + (v - 1) p + 1
-live chunks; pairing adds one more. Of ranks with the same pieces, the first has the most.
+    first B of rank r     F of all stages, B of the last stages of later ranks
+    then                  its slots: B, or F with B, in a paired slot priced as the simulator does
+    drain                 B of the first stages of earlier ranks
 
-Layers of one kind cost the same, so a rank is described by the number of its pieces of each kind.
+The forwards that rank r runs before its first B (`lone_forwards`) are not paired. Memory is that of the live stages
+after every p slots, where forwards and backwards move on to the next stage of the rank. The costs of a stage are sums
+over its pieces, and pieces of one kind cost the same.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import accumulate
+from operator import mul
 from typing import NamedTuple
 
 from moefold.config.run import Config
 from moefold.plan.layer.layer_costs import ParameterClass
 from moefold.plan.layer.rank_shapes import make_rank_portion
 from moefold.plan.machine.cluster import Cluster
-from moefold.plan.memory.rank_stages import count_stage, stages_by_rank
+from moefold.plan.memory.peak_memory import CUBLAS_WORKSPACE, PIPELINE_MESSAGES
+from moefold.plan.memory.rank_stages import StagePieces, stages_by_rank
 from moefold.plan.memory.resident import MAIN_WEIGHT_BYTES, STATE_ELEMENT_BYTES
-from moefold.plan.memory.run_setting import GIB, RunSetting, microbatches_per_step
+from moefold.plan.memory.run_setting import GIB, RunSetting, defers_weight_gradients, microbatches_per_step
 from moefold.plan.options import PlanChoices
-from moefold.plan.time.simulate_step import OVERLAP_FRICTION, optimizer_bytes
+from moefold.plan.time.simulate_step import OVERLAP_FRICTION, neighbour_send_seconds, optimizer_bytes
 from moefold.plan.time.step_times import StepClock
+from moefold.schedule.simulate_program import OpLanes, paired_duration
 
 PieceKind = tuple[str, int]
-PieceKindCounts = tuple[tuple[PieceKind, int], ...]  # kinds of pieces with their numbers
-
-
-class RankGroup(NamedTuple):
-    """Pipeline ranks that hold the same pieces: their number, and the first of them."""
-
-    kinds: PieceKindCounts
-    ranks: int
-    first: int
+LiveStages = tuple[int, ...]  # live microbatches of each stage of a rank
+BOUNDED_SCHEDULES = ("1f1b", "interleaved")  # of other schedules only the work of a rank is counted
 
 
 @dataclass(frozen=True)
 class PipelineCut:
-    """A model cut over its pipeline ranks."""
+    """A model cut over its pipeline ranks: its distinct stages, and for each rank the numbers of its stages."""
 
-    groups: tuple[RankGroup, ...]
+    stages: tuple[StagePieces, ...]
+    by_rank: tuple[tuple[int, ...], ...]
 
     @cached_property
     def kinds(self) -> set[PieceKind]:
         kinds: set[PieceKind] = set()
-        for group in self.groups:
-            kinds.update(kind for kind, _ in group.kinds)
+        for pieces in self.stages:
+            kinds.update(pieces)
         return kinds
+
+    @cached_property
+    def distinct_ranks(self) -> list[int]:
+        """The first of the ranks with the same stages: it has the most live microbatches of them."""
+        first: dict[tuple[int, ...], int] = {}
+        for rank, stages in enumerate(self.by_rank):
+            first.setdefault(stages, rank)
+        return list(first.values())
 
 
 def cut_pipeline(config: Config) -> PipelineCut:
-    by_rank: list[PieceKindCounts] = []
+    numbers: dict[StagePieces, int] = {}
+    by_rank: list[tuple[int, ...]] = []
     for rank in stages_by_rank(config):
-        pieces = Counter(piece for stage in rank.pieces for piece in stage)
-        kinds = sorted(pieces.items())
-        by_rank.append(tuple(kinds))
-    groups: list[RankGroup] = []
-    for kinds, ranks in Counter(by_rank).items():
-        first = by_rank.index(kinds)
-        groups.append(RankGroup(kinds, ranks, first))
-    return PipelineCut(tuple(groups))
+        stages = [numbers.setdefault(pieces, len(numbers)) for pieces in rank.pieces]
+        by_rank.append(tuple(stages))
+    return PipelineCut(tuple(numbers), tuple(by_rank))
 
 
 def closed_form_setting(config: Config, world: int, choices: PlanChoices) -> RunSetting:
-    """A setting without a simulated program, which closed forms do not need."""
-    pipeline = config.pipeline
-    defers_wgrad = pipeline.defer or (pipeline.pair and pipeline.fill)
-    portion = make_rank_portion(config, config.parallel.dispatcher, defers_wgrad)
+    """A setting without a simulated program, which closed forms do not need. The dispatcher must be chosen."""
     microbatches = microbatches_per_step(config, world)
+    defers_wgrad = defers_weight_gradients(config, choices, config.pipeline.defer)
+    portion = make_rank_portion(config, config.parallel.dispatcher, defers_wgrad, accumulates=microbatches > 1)
     return RunSetting(config, world, choices, portion, [], microbatches)
 
 
-@dataclass(frozen=True)
-class PiecePrice:
-    """Seconds of one microbatch in a piece: on the compute lane, on the comm lane (`travel`), and the compute of
-    forward and of backward."""
+class StageSeconds(NamedTuple):
+    """Seconds of both lanes in F, D and W, of one microbatch in a piece or a stage."""
 
-    compute: float
-    travel: float
-    forward: float
-    backward: float
+    F: OpLanes
+    D: OpLanes
+    W: OpLanes
+
+    @property
+    def forward(self) -> float:
+        return sum(self.F)
+
+    @property
+    def backward(self) -> float:
+        return sum(self.D) + sum(self.W)
 
 
-@dataclass(frozen=True)
-class PieceMemory:
-    """Memory of a piece. Bytes: saved for one sequence, workspace for one sequence, growth of the workspace with each
-    further sequence. Parameters on a rank: of the dense grid, of the expert grid, and quantised ones."""
+class StageMemory(NamedTuple):
+    """Memory of a piece or a stage: bytes saved by a microbatch until D, bytes that wait for its W, workspace of D;
+    parameters on a rank: of the dense grid, of the expert grid, and quantised ones."""
 
     kept: float
+    waiting: float
     workspace: float
-    workspace_growth: float
     dense: float
     expert: float
     quantized: float
 
 
-PiecePrices = Mapping[PieceKind, PiecePrice]
-PieceMemories = Mapping[PieceKind, PieceMemory]
+StageTimes = Sequence[StageSeconds]
+StageMemories = Sequence[StageMemory]
 
 
-def price_piece(clock: StepClock, kind: PieceKind) -> PiecePrice:
-    piece, layer = kind
-    F, D, W = clock.time_piece(piece, layer)
-    return PiecePrice(
-        compute=F.compute + D.compute + W.compute,
-        travel=F.travel + D.travel + W.travel,
-        forward=F.compute,
-        backward=D.compute + W.compute,
-    )
+def time_piece(clock: StepClock, kind: PieceKind) -> StageSeconds:
+    F, D, W = clock.time_piece(*kind)
+    return StageSeconds((F.compute, F.travel), (D.compute, D.travel), (W.compute, W.travel))
 
 
-def measure_piece_memory(s: RunSetting, kind: PieceKind) -> PieceMemory:
-    """Memory of a piece, from microbatches of one and of two sequences: a part of the workspace is constant."""
-    pieces = (kind,)
-    one_sequence = replace(s.portion, micro_batch=1)
-    two_sequences = replace(s.portion, micro_batch=2)
-    one = count_stage(s.model, pieces, one_sequence, s.choices)
-    two = count_stage(s.model, pieces, two_sequences, s.choices)
+def measure_piece(s: RunSetting, kind: PieceKind) -> StageMemory:
+    count = s.count_stage((kind,), s.load)
     grids = {"dense": 0.0, "expert": 0.0}
-    for (grid, _), count in one.parameters:
-        grids[grid] += count
-    return PieceMemory(
-        kept=one.kept,
-        workspace=one.backward,
-        workspace_growth=two.backward - one.backward,
-        dense=grids["dense"],
-        expert=grids["expert"],
-        quantized=one.quantized,
-    )
+    for (grid, _), parameters in count.parameters:
+        grids[grid] += parameters
+    waiting = count.waiting if s.portion.defers_wgrad else 0.0
+    return StageMemory(count.kept, waiting, count.backward, grids["dense"], grids["expert"], count.quantized)
 
 
-def sum_over_pieces(field: str, kinds: PieceKindCounts, values: PiecePrices | PieceMemories) -> float:
-    total = 0.0
-    for kind, count in kinds:
-        total += count * getattr(values[kind], field)
-    return total
+def time_stages(cut: PipelineCut, pieces: Mapping[PieceKind, StageSeconds]) -> list[StageSeconds]:
+    """Seconds of the distinct stages."""
+    stages: list[StageSeconds] = []
+    for kinds in cut.stages:
+        held = [pieces[kind] for kind in kinds]
+        F, D, W = map(sum_lanes, zip(*held, strict=True))
+        stages.append(StageSeconds(F, D, W))
+    return stages
 
 
-def paired_seconds(compute: float, travel: float) -> float:
-    """Seconds of a forward and a backward in one slot."""
-    longer = max(compute, travel)
-    hidden = min(compute, travel)
-    return longer + OVERLAP_FRICTION * hidden
+def sum_lanes(ops: Sequence[OpLanes]) -> OpLanes:
+    compute, comm = map(sum, zip(*ops, strict=True))
+    return compute, comm
 
 
-def estimate_step_seconds(
-    s: RunSetting, cluster: Cluster, cut: PipelineCut, prices: PiecePrices, memories: PieceMemories
+def measure_stages(cut: PipelineCut, pieces: Mapping[PieceKind, StageMemory]) -> list[StageMemory]:
+    """Memory of the distinct stages. Backward frees the tensors of later pieces, except for those that wait for a
+    weight gradient."""
+    stages: list[StageMemory] = []
+    for kinds in cut.stages:
+        held = [pieces[kind] for kind in kinds]
+        freed = workspace = 0.0
+        for piece in reversed(held):
+            workspace = max(workspace, piece.workspace - freed)
+            freed += piece.kept - piece.waiting
+        total = StageMemory(*map(sum, zip(*held, strict=True)))
+        stages.append(total._replace(workspace=workspace))
+    return stages
+
+
+# Time.
+
+
+def least_step_seconds(
+    s: RunSetting, cluster: Cluster, cut: PipelineCut, seconds: StageTimes, memory: StageMemories
 ) -> float:
-    pipeline = s.pipeline
-    pp = s.parallel.pp
-    all_ranks = 0.0
-    slowest = busiest = 0.0
     update = 0.0
-    # The busiest rank bounds the steady state, the mean rank the fill and the drain.
-    for kinds, ranks, _ in cut.groups:
-        compute = sum_over_pieces("compute", kinds, prices)
-        travel = sum_over_pieces("travel", kinds, prices)
-        unpaired = compute + travel
-        busy = paired_seconds(compute, travel) if pipeline.pair else unpaired
-        all_ranks += unpaired * ranks
-        slowest = max(slowest, unpaired)
-        busiest = max(busiest, busy)
-        group_update = estimate_update_seconds(s, cluster, kinds, prices, memories)
-        update = max(update, group_update)
-    mean_rank = all_ranks / pp
-    steady = s.microbatches * busiest
-    fill_and_drain = (pp - 1) * mean_rank / pipeline.vpp
-    unpaired_ends = (slowest - busiest) / pipeline.vpp  # the first forward and the last backward
-    return steady + fill_and_drain + unpaired_ends + update
+    for rank in cut.distinct_ranks:
+        numbers = cut.by_rank[rank]
+        times = [seconds[number] for number in numbers]
+        held = [memory[number] for number in numbers]
+        update = max(update, least_update_seconds(s, cluster, times, held))
+    return PipelineBound(s, cluster, cut, seconds).seconds + update
 
 
-def estimate_update_seconds(
-    s: RunSetting, cluster: Cluster, kinds: PieceKindCounts, prices: PiecePrices, memories: PieceMemories
-) -> float:
+def lone_forwards(pp: int, vpp: int, rank: int, pair: bool) -> int:
+    """Forwards that a rank runs before its first backward."""
+    later_ranks = pp - rank - 1
+    if vpp == 1 and not pair:
+        return later_ranks + 1
+    return 2 * later_ranks + (vpp - 1) * pp + 1
+
+
+class PipelineBound:
+    """The least time of a pipeline: the largest of its ranks' bounds."""
+
+    def __init__(self, s: RunSetting, cluster: Cluster, cut: PipelineCut, stages: StageTimes):
+        self.pp = s.parallel.pp
+        self.vpp = s.pipeline.vpp
+        self.pair = s.pipeline.pair
+        self.microbatches = s.microbatches
+        self.bounded = s.pipeline.schedule in BOUNDED_SCHEDULES and not s.pipeline.defer
+        self.send = neighbour_send_seconds(s, cluster)
+        self.by_rank: list[list[StageSeconds]] = []
+        for numbers in cut.by_rank:
+            self.by_rank.append([stages[number] for number in numbers])
+        self.pair_seconds: dict[tuple[int, int], float] = {}
+
+    @property
+    def seconds(self) -> float:
+        if not self.bounded:
+            work = map(self.rank_work_seconds, range(self.pp))
+            return max(work)
+        # Seconds of earlier ranks' first stages, and of later ranks' last stages.
+        send = self.send
+        first = [rank[0] for rank in self.by_rank]
+        last = [rank[-1] for rank in self.by_rank]
+        last.reverse()
+        fill = running_sums([stage.forward + send for stage in first])
+        drain = running_sums([stage.backward + send for stage in first])
+        later = running_sums([stage.backward + send for stage in last])
+        all_forwards = -send
+        for stages in self.by_rank:
+            all_forwards += sum(stage.forward + send for stage in stages)
+        longest = 0.0
+        for rank in range(self.pp):
+            first_backward = all_forwards + later[self.pp - 1 - rank]
+            after = self.seconds_from_first_backward(rank, first_backward, fill[rank])
+            longest = max(longest, after + drain[rank])
+        return longest
+
+    def seconds_from_first_backward(self, rank: int, first_backward: float, fill: float) -> float:
+        """When the last slot of a rank ends, given the earliest start of its first backward and of its first
+        forward."""
+        stages = self.by_rank[rank]
+        slots = self.microbatches * self.vpp
+        lone = min(slots, lone_forwards(self.pp, self.vpp, rank, self.pair))
+        forward = backward = lone_forward = paired_backward = 0.0
+        for place, stage in enumerate(stages):
+            turn = self.vpp - 1 - place  # backwards begin with the last stage
+            lone_here = forwards_of_stage(lone, place, self.pp, self.vpp)
+            paired_here = forwards_of_stage(slots - lone, turn, self.pp, self.vpp)
+            forward += self.microbatches * stage.forward
+            backward += self.microbatches * stage.backward
+            lone_forward += lone_here * stage.forward
+            paired_backward += paired_here * stage.backward
+        start = max(first_backward, fill + lone_forward)
+        if not self.pair:
+            return start + backward + forward - lone_forward
+        lone_backward = backward - paired_backward
+        return start + lone_backward + (slots - lone) * self.mean_pair_seconds(rank)
+
+    def mean_pair_seconds(self, rank: int) -> float:
+        """Mean seconds of a paired slot. Backwards visit the rank's stages in reverse order, p microbatches each, and
+        forwards are ahead of them by the lone forwards."""
+        stages = self.by_rank[rank]
+        ahead = 2 * (self.pp - rank - 1) + 1
+        groups, rest = divmod(ahead, self.pp)
+        seconds = 0.0
+        for turn in range(self.vpp):
+            backward = stages[self.vpp - 1 - turn]
+            place = (self.vpp - 1 + groups + turn) % self.vpp
+            following = (place + 1) % self.vpp
+            seconds += (self.pp - rest) * self.seconds_of_pair(stages[place], backward)
+            seconds += rest * self.seconds_of_pair(stages[following], backward)
+        return seconds / (self.pp * self.vpp)
+
+    def seconds_of_pair(self, forward: StageSeconds, backward: StageSeconds) -> float:
+        key = (id(forward), id(backward))
+        if key not in self.pair_seconds:
+            ops = (forward.F, backward.D, backward.W)
+            self.pair_seconds[key] = paired_duration(ops, OVERLAP_FRICTION)
+        return self.pair_seconds[key]
+
+    def rank_work_seconds(self, rank: int) -> float:
+        """Seconds of a rank's ops, with every pair that its program could have."""
+        work = 0.0
+        for stage in self.by_rank[rank]:
+            alone = stage.forward + stage.backward
+            work += self.seconds_of_pair(stage, stage) if self.pair else alone
+        return self.microbatches * work
+
+
+def running_sums(values: Sequence[float]) -> list[float]:
+    """Sums of the values before each place, and of all."""
+    return list(accumulate(values, initial=0.0))
+
+
+def least_update_seconds(s: RunSetting, cluster: Cluster, times: StageTimes, stages: StageMemories) -> float:
     """Seconds of exposed gradient and weight exchange, and of the optimizer."""
-    dense = sum_over_pieces("dense", kinds, memories)
-    expert = sum_over_pieces("expert", kinds, memories)
+    dense = sum(stage.dense for stage in stages)
+    expert = sum(stage.expert for stage in stages)
     exposed = 0.0
     if s.choices.sharding != "fsdp":
         parameters: dict[ParameterClass, float] = {}
@@ -192,8 +287,8 @@ def estimate_update_seconds(
         gradient = STATE_ELEMENT_BYTES[s.optim.gradient_reduce]
         scatter = cluster.exchange_seconds(parameters, s, gradient)
         gather = cluster.exchange_seconds(parameters, s, s.recipe.wide)
-        backward = sum_over_pieces("backward", kinds, prices)
-        forward = sum_over_pieces("forward", kinds, prices)
+        backward = sum(stage.D[0] + stage.W[0] for stage in times)
+        forward = sum(stage.F[0] for stage in times)
         exposed_scatter = max(0.0, scatter - backward)
         exposed_gather = max(0.0, gather - forward)
         exposed = exposed_scatter + exposed_gather
@@ -213,65 +308,90 @@ def owned_state_share(s: RunSetting, grid: str) -> float:
     return 1 / replicas
 
 
-def max_live_chunks(pp: int, vpp: int, rank: int, microbatches: int, pair: bool) -> int:
-    """Largest number of live chunks of microbatches on a rank."""
-    later_ranks = pp - rank - 1
-    chunks = later_ranks + 1
-    if vpp > 1 or pair:
-        earlier_chunks = (vpp - 1) * pp
-        chunks = 2 * later_ranks + earlier_chunks + 1
-    if pair:
-        chunks += 1
-    return min(chunks, microbatches * vpp)
+# Memory.
 
 
-def largest_rank_gib(s: RunSetting, cut: PipelineCut, memories: PieceMemories) -> float:
+def least_rank_gib(s: RunSetting, cut: PipelineCut, stages: StageMemories) -> float:
     """GiB of the rank with the largest memory."""
     most = 0.0
-    for kinds, _, first in cut.groups:
-        size = estimate_rank_bytes(s, kinds, memories, first)
-        most = max(most, size)
-    return most / GIB
+    for rank in cut.distinct_ranks:
+        held = [stages[number] for number in cut.by_rank[rank]]
+        most = max(most, least_rank_bytes(s, held, rank))
+    return (most + least_buffer_bytes(s) + s.outside) / GIB
 
 
-def estimate_rank_bytes(s: RunSetting, kinds: PieceKindCounts, memories: PieceMemories, rank: int) -> float:
+def least_buffer_bytes(s: RunSetting) -> float:
+    if s.parallel.pp == 1:
+        return CUBLAS_WORKSPACE
+    message = s.portion.tokens * s.model.hidden * s.recipe.wide
+    return CUBLAS_WORKSPACE + PIPELINE_MESSAGES * message
+
+
+def least_rank_bytes(s: RunSetting, stages: StageMemories, rank: int) -> float:
     choices = s.choices
-    recipe = choices.recipe
-    size = estimate_activation_bytes(s, kinds, memories, rank)
+    optim = s.optim
     state = 0.0
     if not choices.states_on_host:
-        optim = s.optim
         moments = 2 * STATE_ELEMENT_BYTES[optim.moments]
-        state = MAIN_WEIGHT_BYTES[optim.main] + moments
-    weight_and_gradient = recipe.wide + STATE_ELEMENT_BYTES[s.optim.gradients]
+        main = MAIN_WEIGHT_BYTES[optim.main] if s.recipe.wide < 4 else 0
+        state = main + moments
+    dense = sum(stage.dense for stage in stages)
+    expert = sum(stage.expert for stage in stages)
     # Weights and gradients whole or sharded, optimizer state sharded over the replicas of its grid.
-    for grid in ("dense", "expert"):
+    weights = gradients = states = 0.0
+    for grid, count in (("dense", dense), ("expert", expert)):
         share = owned_state_share(s, grid)
-        weight_share = share if choices.sharding == "fsdp" else 1.0
-        parameter = weight_and_gradient * weight_share + state * share
-        size += sum_over_pieces(grid, kinds, memories) * parameter
-    copies = recipe.copies
-    if copies and choices.quantized_weights:
-        copies -= recipe.wide
-    return size + sum_over_pieces("quantized", kinds, memories) * copies
+        held = count * share if choices.sharding == "fsdp" else count
+        weights += held * s.recipe.wide
+        gradients += held * STATE_ELEMENT_BYTES[optim.gradients]
+        states += count * share * state
+    if s.recipe.copies and choices.sharding != "fsdp":
+        copies = s.recipe.copies - (s.recipe.wide if choices.quantized_weights else 0)
+        weights += copies * sum(stage.quantized for stage in stages)
+    activations = least_activation_bytes(s, stages, rank)
+    if s.grows_gradients:  # they are allocated while activations are freed
+        return weights + states + max(gradients, activations)
+    return weights + states + gradients + activations
 
 
-def estimate_activation_bytes(s: RunSetting, kinds: PieceKindCounts, memories: PieceMemories, rank: int) -> float:
-    """Saved bytes of live microbatches, and the largest workspace. The head runs backward directly after forward, so
-    one microbatch is live there, or two with pairing."""
-    pipeline = s.pipeline
-    sequences = s.train.micro_batch
+def least_activation_bytes(s: RunSetting, stages: StageMemories, rank: int) -> float:
+    """Saved bytes of live microbatches, and the workspace of a backward, at the fullest of the moments after every p
+    slots of a rank."""
     pp = s.parallel.pp
-    chunks = max_live_chunks(pp, pipeline.vpp, rank, s.microbatches, pipeline.pair)
-    live = chunks / pipeline.vpp
-    live_on_head = 2.0 if pipeline.pair else 1.0
-    kept = 0.0
-    workspace = 0.0
-    for kind, count in kinds:
-        memory = memories[kind]
-        piece, _ = kind
-        live_pieces = count * (live_on_head if piece == "L" else live)
-        kept += live_pieces * memory.kept
-        growth = (sequences - 1) * memory.workspace_growth
-        workspace = max(workspace, memory.workspace + growth)
-    return sequences * kept + workspace
+    vpp = s.pipeline.vpp
+    slots = min(s.microbatches * vpp, 2 * pp * (vpp + 1))  # later moments are the same
+    kept = [stage.kept for stage in stages]
+    most = 0.0
+    for backward, live in live_moments(pp, vpp, rank, slots, s.pipeline.pair):
+        size = sum(map(mul, live, kept))
+        most = max(most, size + stages[backward].workspace)
+    return most
+
+
+@lru_cache(maxsize=65_536)
+def live_moments(pp: int, vpp: int, rank: int, slots: int, pair: bool) -> list[tuple[int, LiveStages]]:
+    """The moments of a rank after every p slots from its first backward on: the stage that runs backward, and live
+    microbatches."""
+    forwards = lone_forwards(pp, vpp, rank, pair)
+    if pair:
+        forwards += 1  # it shares the slot of the first backward
+    backwards = 0
+    moments: list[tuple[int, LiveStages]] = []
+    for turn in range(vpp):
+        live: list[int] = []
+        for place in range(vpp):
+            begun = forwards_of_stage(min(forwards, slots), place, pp, vpp)
+            ended = forwards_of_stage(backwards, vpp - 1 - place, pp, vpp)
+            live.append(begun - ended)
+        moments.append((vpp - 1 - turn, tuple(live)))
+        forwards += pp
+        backwards += pp
+    return moments
+
+
+def forwards_of_stage(forwards: int, place: int, pp: int, vpp: int) -> int:
+    """Of a rank's first forwards, those of its stage at this place: p microbatches of each stage in turn."""
+    if vpp == 1:
+        return forwards
+    rounds, rest = divmod(forwards, pp * vpp)
+    return rounds * pp + min(pp, max(0, rest - place * pp))

@@ -12,17 +12,20 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from functools import lru_cache
 from statistics import mean
 
 from moefold.anatomy.stage_contents import pipeline_program
+from moefold.config.run import Config, ParallelConfig, PipelineConfig
 from moefold.plan.layer.layer_costs import ParameterClass
+from moefold.plan.machine.cluster import Cluster
 from moefold.plan.machine.gpu import Gpu
 from moefold.plan.memory.peak_memory import STATE_ELEMENT_BYTES, RunSetting
 from moefold.plan.memory.rank_stages import StagePieces, stages_by_rank
 from moefold.plan.memory.resident import MAIN_WEIGHT_BYTES
 from moefold.plan.time.step_times import OpSeconds, PassSeconds, StepClock, sum_pass_seconds
 from moefold.schedule.program import OP_KINDS
-from moefold.schedule.simulate_program import Timeline, simulate_program
+from moefold.schedule.simulate_program import OrderedProgram, SlotTimes, time_slots
 from moefold.schedule.stage_costs import StageCosts
 
 OVERLAP_FRICTION = 0.45  # share of overlapped communication that a slot still takes: its kernels occupy SMs
@@ -53,12 +56,17 @@ def pipeline_costs(clock: StepClock, passes: list[PassSeconds]) -> StageCosts:
             op: OpSeconds = getattr(seconds, kind)
             compute[kind].append(op.compute)
             travel[kind].append(op.travel)
-    send = 0.0
-    if s.parallel.pp > 1:
-        row = s.recipe.wide * s.model.hidden
-        message = row * s.portion.tokens
-        send = clock.cluster.neighbour_seconds(message, s.world)
+    send = neighbour_send_seconds(s, clock.cluster)
     return StageCosts(compute, travel, send, zeros, zeros, OVERLAP_FRICTION)
+
+
+def neighbour_send_seconds(s: RunSetting, cluster: Cluster) -> float:
+    """Seconds of a message between pipeline stages."""
+    if s.parallel.pp == 1:
+        return 0.0
+    row = s.recipe.wide * s.model.hidden
+    message = row * s.portion.tokens
+    return cluster.neighbour_seconds(message, s.world)
 
 
 def simulated_microbatches(microbatches: int, pp: int) -> int:
@@ -71,30 +79,38 @@ def simulated_microbatches(microbatches: int, pp: int) -> int:
 
 @dataclass(frozen=True)
 class PipelineTime:
-    """Time of a step's pipeline: its seconds, exposed communication as the mean over ranks, and the timeline of
+    """Time of a step's pipeline: its seconds, exposed communication as the mean over ranks, and the simulated slots of
     `shown_microbatches`."""
 
     seconds: float
     exposed: float
-    timeline: Timeline
+    program: OrderedProgram
+    slots: SlotTimes
     shown_microbatches: int
 
 
 def time_pipeline(setting: RunSetting, costs: StageCosts) -> PipelineTime:
     pp = setting.parallel.pp
     shown = simulated_microbatches(setting.microbatches, pp)
-    program = pipeline_program(setting.config, shown)
-    timeline = simulate_program(program, costs)
-    seconds = timeline.makespan
-    exposed = mean(timeline.exposed)
+    program = ordered_program(setting.pipeline, pp, shown)
+    slots = time_slots(program, costs)
+    seconds = slots.makespan
+    exposed = mean(slots.exposed)
     if shown < setting.microbatches:
         # Extrapolate with the time of the last pp simulated microbatches.
-        shorter_program = pipeline_program(setting.config, shown - pp)
-        shorter = simulate_program(shorter_program, costs)
+        shorter_program = ordered_program(setting.pipeline, pp, shown - pp)
+        shorter = time_slots(shorter_program, costs)
         groups = (setting.microbatches - shown) / pp
         seconds += groups * (seconds - shorter.makespan)
         exposed += groups * (exposed - mean(shorter.exposed))
-    return PipelineTime(seconds, exposed, timeline, shown)
+    return PipelineTime(seconds, exposed, program, slots, shown)
+
+
+@lru_cache(maxsize=128)
+def ordered_program(pipeline: PipelineConfig, pp: int, microbatches: int) -> OrderedProgram:
+    """Cached: a search times the same program with the costs of many layouts."""
+    config = Config(pipeline=pipeline, parallel=ParallelConfig(pp=pp))
+    return OrderedProgram(pipeline_program(config, microbatches))
 
 
 def time_training_step(setting: RunSetting, gpu: Gpu) -> StepTime:

@@ -187,7 +187,7 @@ const opText = (op) => {
 // found: an answer with a search; now: the answer above, if it is for the same question; take(layout)
 const frontChart = (take) => chart({
   title: "Memory against speed",
-  note: "Dots: layouts that no other beats in both memory and speed, by estimate. Diamonds: the best few, simulated. Cross: the layout above. A click or Enter applies a layout.",
+  note: "Dots: layouts that no other beats in both memory and speed. Diamonds: the fastest few. All are simulated. Cross: the layout above. A click or Enter applies a layout.",
   draw: (svg, width, data) => drawFront(svg, width, data, take),
 });
 
@@ -219,7 +219,7 @@ function drawFront(svg, width, { found, now }, take) {
     items.push({ x: px - 6, y: py - 6, w: 12, h: 12, row, text, take: p.text && (() => take(p.layout)) });
   };
   for (const p of found.front) point(p, (cx, cy) => make("circle", { cx, cy, r: 5, fill: colour[0] }), `front: ${describe(p)}`, 0);
-  for (const p of found.layouts) point(p, (px, py) => make("path", { d: `M${px},${py - 7}l7,7l-7,7l-7,-7z`, fill: css("--card"), stroke: colour[1], "stroke-width": 2 }), `simulated: ${describe(p)}`, 1);
+  for (const p of found.layouts) point(p, (px, py) => make("path", { d: `M${px},${py - 7}l7,7l-7,7l-7,-7z`, fill: css("--card"), stroke: colour[1], "stroke-width": 2 }), `among the fastest: ${describe(p)}`, 1);
   if (now) point(now, (px, py) => make("path", { d: `M${px - 7},${py}h14M${px},${py - 7}v14`, stroke: css("--ink"), "stroke-width": 2.5 }), "the layout above", 2);
   const label = `${found.front.length} layouts on the front, from ${gib(Math.min(...found.front.map((p) => p.memory_gib)))} on; the fastest does ${short(found.front[0].tokens_per_s_per_gpu, 4)} tokens/s a GPU.`;
   return { height, items, label };

@@ -2,11 +2,12 @@
 
 const powers = (from, to) => Array.from({ length: Math.round(Math.log2(to / from)) + 1 }, (_, i) => from * 2 ** i);
 const DEGREES = ["parallel.tp", "parallel.cp", "parallel.pp", "pipeline.vpp", "parallel.ep", "parallel.etp"];
-const OPEN = [...DEGREES, "mbs", "overlap", "recompute"]; // what a search chooses
+const OPEN = [...DEGREES, "mbs", "overlap"]; // what a search chooses; beyond the trainer, recompute too
+const openKeys = (request) => (request.beyond_trainer === "true" ? [...OPEN, "recompute"] : OPEN);
 const DEFAULT = {
   model: "qwen3-30b-a3b", gpu: "h100", gpus: "16", precision: "bf16", seq: "4096", mbs: "2",
   "parallel.tp": "1", "parallel.cp": "1", "parallel.pp": "4", "pipeline.vpp": "4", "parallel.ep": "4", "parallel.etp": "1",
-  overlap: "false", recompute: "", offload: "", sharding: "zero", graphs: "none", dispatcher: "auto", "pipeline.schedule": "1f1b", tokens: "1e12",
+  overlap: "false", recompute: "", offload: "", sharding: "zero", graphs: "none", dispatcher: "auto", "pipeline.schedule": "1f1b", tokens: "1e12", beyond_trainer: "false",
 };
 
 // The address holds every key of the request, also keys without a control.
@@ -106,6 +107,7 @@ const groups = [
   group("Memory and speed",
     several("recompute", "Recompute", regions, moved), several("offload", "Offload", regions, moved),
     selected("sharding", "Sharding over replicas"), selected("graphs", "CUDA graphs"), selected("dispatcher", "Dispatcher"),
+    tick("beyond_trainer", "Beyond the trainer", "a search may use recompute, which the trainer does not have yet", moved),
     field("other", "Other keys", "as optim.moments=bf16 stack=megatron", { type: "text" }, moved)),
 ];
 const nameOf = (key) => panel.find((each) => each.key === key)?.label || key;
@@ -144,12 +146,13 @@ const layouts = make("section", { class: "card", hidden: "" });
 const charts = [memory, walls, pipeline];
 
 const count = (x) => (x < 1e6 ? Number(x.toPrecision(4)).toLocaleString("en") : short(x, 4));
-const tile = (big, small) => make("div", { class: "tile" }, make("b", {}, big), make("span", {}, small));
+const tile = (big, small, grey) => make("div", { class: grey ? "tile grey" : "tile" }, make("b", {}, big), make("span", {}, small));
+const missing = (layout) => (layout.not_in_trainer.length ? [`Not in the trainer yet: ${layout.not_in_trainer.join("; ")}.`] : []);
+const launchBlock = (files) => Object.entries(files).flatMap(([name, text]) => [make("h3", {}, name), make("pre", {}, text)]);
 
 function showAnswer(fresh, followed, final) {
   answer = fresh;
-  const need = total(fresh.memory_parts_by_rank[fresh.largest_rank.rank]);
-  const room = `${need.toFixed(1)} of ${fresh.memory_limit_gib.toFixed(1)} GiB`;
+  const room = `${fresh.memory_gib.toFixed(1)} of ${fresh.memory_limit_gib.toFixed(1)} GiB`;
   const { budget, layout } = fresh;
   const word = fresh.fits ? "Fits" : "Does not fit";
   verdict.className = `card verdict ${fresh.fits ? "good" : "bad"}`;
@@ -160,12 +163,15 @@ function showAnswer(fresh, followed, final) {
       tile(count(fresh.tflops_per_gpu), "TFLOP/s a GPU"),
       tile(share(fresh.mfu), `MFU (${layout.precision} peak)`),
       tile(seconds(fresh.step_s), `a step of ${short(fresh.tokens_per_step)} tokens`),
-      tile(`${short(budget.days)} days`, `for ${short(budget.tokens)} tokens`),
-      tile(`$${short(budget.dollars)}`, `${short(budget.gpu_hours)} GPU hours`)),
+      tile(`${short(budget.days)} days`, `for ${short(budget.tokens)} tokens`, !fresh.fits),
+      tile(`$${short(budget.dollars)}`, `${short(budget.gpu_hours)} GPU hours`, !fresh.fits)),
+    ...missing(fresh).map((text) => make("p", { class: "problem" }, text)),
+    ...(fresh.fits ? [] : [make("p", { class: "remedies" }, `What fits: ${fresh.remedies.join(", or ") || "another layout; see the search"}.`)]),
     ...(followed.length ? [make("p", { class: "followed" }, `Changed to keep the layout legal: ${followed.join(", ")}.`)] : []),
     ...bandAndAdvice(fresh),
     make("p", { class: "note" }, `dp ${layout.dp}, edp ${layout.edp}, ${layout.microbatches} microbatches of ${layout.mbs}. Dispatcher ${fresh.dispatcher}.`),
     make("details", {}, make("summary", {}, "as a command"), make("code", {}, command(fresh))),
+    ...(fresh.launch ? [make("details", { class: "launch" }, make("summary", {}, "to launch"), ...launchBlock(fresh.launch))] : []),
   );
   brief.className = fresh.fits ? "good" : "bad";
   brief.textContent = `${fresh.fits ? "✓ fits" : "✗ does not fit"} · ${room} · ${short(fresh.tokens_per_s_per_gpu, 3)} tok/s`;
@@ -203,7 +209,8 @@ function compare() {
 // The same question for the command line.
 function command({ name, gpus }) {
   const quoted = (value) => (/^[\w.,+-]+$/.test(value) ? value : `'${value.replaceAll("'", "'\\''")}'`);
-  const flag = ([key, value]) => (key === "overlap" ? (value === "true" ? "--overlap" : "--no-overlap") : `--${key} ${quoted(value)}`);
+  const flags = { overlap: "overlap", beyond_trainer: "beyond-trainer" };
+  const flag = ([key, value]) => (flags[key] ? `--${value === "true" ? "" : "no-"}${flags[key]}` : `--${key} ${quoted(value)}`);
   return `moefold plan ${name} --gpus ${gpus} ${Object.entries(shown).filter(([key, value]) => !["model", "gpus"].includes(key) && value !== "").map(flag).join(" ")}`;
 }
 
@@ -232,7 +239,7 @@ const going = make("progress", { "aria-label": "searching", hidden: "" });
 const clock = make("span", { class: "doc" });
 
 async function search() {
-  const asked = Object.fromEntries(Object.entries(shown).filter(([key]) => !OPEN.includes(key)));
+  const asked = Object.fromEntries(Object.entries(shown).filter(([key]) => !openKeys(shown).includes(key)));
   const began = Date.now();
   const tick = setInterval(() => (clock.textContent = `searching, ${Math.round((Date.now() - began) / 1000)} s`), 250);
   busy(true);
@@ -268,7 +275,7 @@ function showFound() {
     const button = make("button", { type: "button" }, each.text);
     button.addEventListener("click", () => take(each.layout));
     const cells = [count(each.tokens_per_s_per_gpu), each.memory_gib.toFixed(1), short(each.step_s, 4), count(each.tflops_per_gpu), share(each.mfu)];
-    const row = make("tr", {}, make("th", { scope: "row" }, button), ...cells.map((cell) => make("td", {}, cell)), make("td", { class: "text" }, each.layout.recompute.join(", ") || "–"));
+    const row = make("tr", {}, make("th", { scope: "row" }, button), ...cells.map((cell) => make("td", {}, cell)), make("td", { class: "text" }, [each.layout.recompute.join(", ") || "–", ...missing(each)].join(". ")));
     row.layout = each.layout;
     return row;
   });

@@ -81,7 +81,7 @@ def save_on(world: World, start: str, out: str, steps: int) -> dict[str, torch.T
         parallel=ParallelConfig(**degrees),
     )
     corpus = Corpus(np.arange(400) % 48, np.arange(400) % 48)
-    with patch("moefold.train.assemble.load_tokenizer", lambda name, end_token: None):
+    with patch("moefold.train.assemble.load_tokenizer", lambda name, vocab, end_token: None):
         weights = starting_weights(folder, config, world, lambda text: None)
         made = assemble_run(config, world, Path(out), corpus, weights)
     for _ in range(steps):

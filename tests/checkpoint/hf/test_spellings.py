@@ -36,6 +36,18 @@ SAME: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3_moe",
         {**QWEN3, "rope_parameters": {"rope_type": "yarn", "factor": 2.0, "rope_theta": 99.0}},
     ),
+    "yarn with more rotations slow than fast": (
+        "qwen3_moe",
+        {**QWEN3, "rope_parameters": {**YARN, "beta_fast": 1.0, "beta_slow": 8.0}},
+    ),
+    "yarn with more rotations slow than fast, not rounded, latent": (
+        "deepseek_v3",
+        {**V3, "rope_parameters": {**YARN, "beta_fast": 0.5, "beta_slow": 4.0, "truncate": False}},
+    ),
+    "yarn of a length shorter than one rotation": (
+        "qwen3_moe",
+        {**QWEN3, "rope_parameters": {**YARN, "original_max_position_embeddings": 4, "truncate": False}},
+    ),
     "yarn with mscale alone": ("qwen3_moe", {**QWEN3, "rope_parameters": {**YARN, "mscale": 0.5}}),
     "yarn with both mscales, no latent": (
         "qwen3_moe",
@@ -61,6 +73,13 @@ SAME: dict[str, tuple[str, dict[str, Any]]] = {
         {**GLM, "rope_scaling": {**PLAIN, "partial_rotary_factor": 0.25}, "rope_theta": 10.0},
     ),
     "null for the share of the dims is all": ("glm4_moe", {**GLM, "partial_rotary_factor": None}),
+    "more dense layers than layers": ("deepseek_v3", {**V3, "first_k_dense_replace": 5}),
+    "more dense layers than layers, none ahead": (
+        "deepseek_v3",
+        {**V3, "first_k_dense_replace": 4, "num_nextn_predict_layers": 0},
+    ),
+    "more dense layers than layers, deepseek v2": ("deepseek_v2", {**V2, "first_k_dense_replace": 99}),
+    "more dense layers than layers, glm": ("glm4_moe", {**GLM, "first_k_dense_replace": 4}),
     "head_dim that repeats the rope dims": ("deepseek_v3", {**V3, "head_dim": 8}),
     "head_dim that nobody reads": ("deepseek_v2", {**V2, "head_dim": 99}),
     "groups that nobody reads": ("deepseek_v2", {**V2, "topk_method": "greedy", "n_group": 3, "topk_group": 9}),
@@ -116,16 +135,6 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         "qwen3_moe",
         {**QWEN3, "rope_parameters": {"rope_theta": None}},
         "rope_theta = null",
-    ),
-    "yarn that turns its ramp": (
-        "qwen3_moe",
-        {**QWEN3, "rope_parameters": {**YARN, "truncate": False, "original_max_position_embeddings": 4}},
-        "original_max_position_embeddings = 4",
-    ),
-    "yarn that turns its ramp, rounded": (
-        "qwen3_moe",
-        {**QWEN3, "rope_parameters": {**YARN, "original_max_position_embeddings": 1}},
-        "original_max_position_embeddings = 1",
     ),
     "yarn with mscale_all_dim alone": (
         "deepseek_v3",

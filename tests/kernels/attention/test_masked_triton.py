@@ -11,8 +11,11 @@ pytest.importorskip("triton")
 from moefold.kernels.attention import masked_triton
 from moefold.kernels.attention.attention import attention, attention_mask, random_document_begins
 from moefold.kernels.attention.masked import first_visible_key, visible_until_query
+from moefold.kernels.catalog import pick_implementation
+from moefold.kernels.facts import AttentionShape, Facts
 from moefold.kernels.registry import KernelCase, seeded_randn
 
+CHUNK = AttentionShape(4096, 32, 4, 128, 128)
 GPU = torch.cuda.is_available()
 interpreted = pytest.mark.skipif(GPU, reason="products of fp32 are rounded on a GPU")
 CASES = [case for case in attention.cases("cpu", torch.float32) if case.name.startswith(("2x16 ", "2x24 "))]
@@ -74,4 +77,16 @@ def test_on_a_gpu_ten_passes_agree_to_the_bit():
     q, k, v = (seeded_randn("cuda", torch.bfloat16, 2, 1000, heads, 128, seed=heads) for heads in (8, 2, 2))
     begins, sink = random_document_begins("cuda", 2, 1000), seeded_randn("cuda", torch.bfloat16, 8)
     first, *others = (outcome("varlen", (q, k, v, None, 300, sink, begins)) for _ in range(10))
+    assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not GPU, reason="needs a CUDA device")
+def test_on_a_gpu_a_chunk_of_queries_on_all_keys_agrees_with_itself_to_the_bit():
+    """Context parallelism by all_gather. The gradient of the queries by torch's attention differs from run to run."""
+    q = seeded_randn("cuda", torch.bfloat16, 1, 2048, 32, 128)
+    k, v = (seeded_randn("cuda", torch.bfloat16, 1, 4096, 4, 128, seed=seed) for seed in (1, 2))
+    facts = Facts("cuda", "bf16", torch.cuda.get_device_capability(), attention=CHUNK, square=False)
+    name, _ = pick_implementation("attention", facts)
+    first, *others = (outcome(name, (q, k, v)) for _ in range(10))
     assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))

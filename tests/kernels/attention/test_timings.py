@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from moefold.kernels.attention import timings
 from moefold.kernels.attention.timings import known_times, remember_times, timing_cache_path, timing_key
 from moefold.kernels.catalog import pick_implementation
-from moefold.kernels.facts import AttentionShape, Facts, attention_sees_all, attention_shape
+from moefold.kernels.facts import AttentionShape, Facts, attention_sees_all, attention_shape, facts_from_config
 from moefold.presets.recipe import resolve_recipe
 
 SHAPE = AttentionShape(8192, 24, 3, 128, 128)
@@ -104,3 +105,31 @@ def test_heads_that_only_one_way_can_serve_get_that_one():
     """Keys of 192 and values of 128: flash and the kernels in order need both alike."""
     assert chosen(True, AttentionShape(4096, 128, 128, 192, 128))[0] == "cudnn"
     assert pick_implementation("attention", Facts("cpu", "fp32", attention=SHAPE))[0] == "sdpa"
+
+
+CONTEXTS = [("all_gather", "varlen"), ("all_to_all", "deterministic"), ("ring", "deterministic")]
+
+
+@pytest.mark.parametrize(("context", "expected"), CONTEXTS)
+def test_fewer_queries_than_keys_get_a_way_that_adds_up_in_a_fixed_order(context: str, expected: str):
+    """Gathered keys went to torch's attention before, whose backward has no fixed order."""
+    parts = ["--parallel.cp=2", f"--parallel.context={context}"]
+    config = resolve_recipe("qwen3-30b-a3b", parts, 2)
+    facts = replace(facts_from_config(config, "cuda", "bf16", CARD), triton=True)
+    assert pick_implementation("attention", facts)[0] == expected
+
+
+def test_what_does_not_repeat_is_said_to_where_runs_should():
+    latent = AttentionShape(4096, 128, 128, 192, 128)
+    for repeatable in (True, False):
+        _, why = chosen(repeatable, latent)
+        assert ("runs may not repeat to the bit" in why) == repeatable
+    for facts in (
+        Facts("cuda", "bf16", CARD, attention=SHAPE, square=False, triton=False),
+        Facts("cuda", "fp32", CARD, attention=SHAPE, triton=True),
+    ):
+        name, why = pick_implementation("attention", facts)
+        assert name == "sdpa"
+        assert "runs may not repeat to the bit, though kernels.repeatable asks for it" in why
+    _, why = pick_implementation("attention", Facts("cpu", "fp32", attention=SHAPE))
+    assert "repeat" not in why

@@ -12,7 +12,7 @@ import torch
 import moefold.kernels.experts
 from moefold.bench.layer import LayerShape, moefold_layer
 from moefold.kernels.catalog import pick_implementation
-from moefold.kernels.experts.expert_mlp import expert_mlp, expert_mlp_cases, shuffled_routing
+from moefold.kernels.experts.expert_mlp import expert_mlp, shuffled_routing
 from moefold.kernels.experts.grouped_gemm import grouped_gemm, grouped_gemm_weight
 from moefold.kernels.experts.swiglu import swiglu
 from moefold.kernels.facts import Facts, has_triton
@@ -193,7 +193,7 @@ def test_weight_gradients_of_the_fused_function_come_now_or_later_and_land_where
     launches = "moefold.kernels.experts.grouped_gemm_launch"
     monkeypatch.setitem(sys.modules, launches, PlainLaunches(launches))
     monkeypatch.delattr(moefold.kernels.experts, "grouped_gemm_launch", raising=False)
-    case = next(case for case in expert_mlp_cases("cpu", torch.float32) if case.name == "odd, 16 by 24")
+    case = next(case for case in expert_mlp.cases("cpu", torch.float32) if case.name == "odd, 16 by 24")
     *floats, index, slots, ends, holes = case.inputs
     routing = (index, slots, ends, holes)
     dy = torch.randn(len(index), 16)

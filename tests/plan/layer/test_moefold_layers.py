@@ -8,7 +8,10 @@ import weakref
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import FunctionType
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +21,7 @@ from moefold.kernels.bound import BoundKernels
 from moefold.kernels.facts import facts_from_config
 from moefold.kernels.vocabulary import cross_entropy
 from moefold.layout.axes import World, create_world
+from moefold.layout.deferred_wgrad import DeferredWork, deferring_weight_grads
 from moefold.model.attention.gqa import GroupedQueryAttention
 from moefold.model.attention.mla import LatentAttention
 from moefold.model.attention.rotary import rope_angles
@@ -140,6 +144,65 @@ def test_the_model_keeps_what_the_table_says_step_by_step(name: str):
     found = kept_by_steps(real(config, "fp32", "cpu"), config)
     said = planned(config, PlanChoices(precision="fp32", device="cpu"))
     assert dict(found) == {step: size for step, size in said.items() if size}
+
+
+def tensors_held_by(work: Any) -> Iterator[torch.Tensor]:
+    """The tensors in the closures and arguments of deferred work."""
+    if isinstance(work, torch.Tensor):
+        yield work
+    elif isinstance(work, partial):
+        yield from tensors_held_by((*work.args, *work.keywords.values()))
+    elif isinstance(work, FunctionType):
+        yield from tensors_held_by(tuple(cell.cell_contents for cell in work.__closure__ or ()))
+    elif isinstance(work, tuple):
+        for each in work:
+            yield from tensors_held_by(each)
+
+
+def held_by_deferred_work(model: Transformer, config: Config, device: str = "cpu") -> int:
+    """Bytes that the weight gradients of a microbatch hold when its data gradients are done."""
+    shape = (2, config.train.micro_batch, config.data.seq_len)
+    tokens, labels = torch.randint(256, shape, generator=torch.Generator().manual_seed(1)).to(device)
+    losses = model(tokens.clone(), labels.clone())
+    queue: list[DeferredWork] = []
+    with deferring_weight_grads(queue):
+        (losses.cross_entropy + losses.ahead_M.sum() + losses.balance).backward()
+    own = {x.untyped_storage().data_ptr() for x in model.parameters()}
+    held = 0
+    for storage in (x.untyped_storage() for x in tensors_held_by(tuple(queue))):
+        if storage.data_ptr() not in own and storage.nbytes() >= SMALL:
+            own.add(storage.data_ptr())
+            held += storage.nbytes()
+    return held
+
+
+def planned_to_wait(config: Config, choices: PlanChoices) -> float:
+    model, portion = config.model, make_rank_portion(config, "local", defers_wgrad=True)
+    layers = [("t", layer) for layer in range(model.layers)]
+    ahead = [("m", model.layers + depth) for depth in range(model.mtp)]
+    pieces = [("E", 0), *layers, *ahead, ("L", 0)]
+    alike = first_alike_layers(model)
+    counts = [count_piece(model, piece, alike[layer], portion, choices) for piece, layer in pieces]
+    return sum(step.waiting for count in counts for step in count.steps)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_deferred_weight_gradients_hold_what_the_table_says(name: str):
+    config = resolve_recipe(CONFIGS[name][0], CONFIGS[name][1].split())
+    held = held_by_deferred_work(real(config, "fp32", "cpu"), config)
+    assert planned_to_wait(config, PlanChoices(precision="fp32", device="cpu")) == pytest.approx(held, rel=0.002)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", ["mixtral-8x7b", "qwen3-30b-a3b", "deepseek-v2-lite", "glm-4.5-air"])
+def test_deferred_weight_gradients_hold_what_the_table_says_on_a_gpu(name: str):
+    """In bf16, where one kernel runs the experts on Hopper, two layers of the real sizes."""
+    words = "--model.layers=2 --model.moe.dense_layers=1 --model.vocab=4096 --data.seq_len=512 --train.precision=bf16"
+    config = resolve_recipe(name, words.split())
+    held = held_by_deferred_work(real(config, "bf16", "cuda"), config, "cuda")
+    major, minor = torch.cuda.get_device_capability()
+    assert planned_to_wait(config, PlanChoices(capability=10 * major + minor)) == pytest.approx(held, rel=0.005)
 
 
 EVEN = "--model.moe.router.force_balance=true --model.moe.shared_ffn=64 --model.moe.dense_layers=1"

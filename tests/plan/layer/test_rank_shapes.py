@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from moefold.cli.explain import distinct_layers, kernel_choices
+from moefold.kernels.facts import facts_from_config
 from moefold.plan.layer.rank_shapes import RankPortion, RankShapes
+from moefold.plan.memory.run_setting import build_run_setting
+from moefold.plan.options import PlanChoices
+from moefold.presets.recipe import resolve_recipe
 from moefold.presets.zoo import PRESETS
 from tests.plan.layer.test_layer_costs import PLAIN
 
@@ -50,3 +55,17 @@ def test_experts_cut_over_ranks_get_the_rows_of_all_of_them():
     model = PRESETS["mixtral-8x7b"]().model
     whole, cut = (RankShapes(model, RankPortion(4096, cp=4, ep=2, etp=etp), PLAIN) for etp in (1, 2))
     assert (cut.R, cut.F) == (2 * whole.R, whole.F / 2)
+
+
+@pytest.mark.parametrize("pipeline", ["", "pair=true", "pair=true fill=false", "defer=true", "schedule=zb_h1"])
+@pytest.mark.parametrize("model", ["qwen3-30b-a3b", "mixtral-8x7b", "gpt-oss-20b"])
+@pytest.mark.parametrize("capability", [(9, 0), (8, 0)])
+def test_experts_run_as_one_kernel_where_explain_says_so(model: str, pipeline: str, capability: tuple[int, int]):
+    words = [f"--pipeline.{word}" for word in pipeline.split()]
+    config = resolve_recipe(model, ["--parallel.pp=2", "--parallel.ep=4", "--train.global_batch=64", *words], 8)
+    facts = facts_from_config(config, "cuda", "bf16", capability)
+    explained = kernel_choices(config, distinct_layers(config.model), facts)
+    fused = "expert_mlp" in explained and explained["expert_mlp"]["implementation"] != "reference"
+    choices = PlanChoices(capability=10 * capability[0] + capability[1])
+    shapes = build_run_setting(config, 8, choices).layer_shapes(0)
+    assert shapes.fuses_experts == fused

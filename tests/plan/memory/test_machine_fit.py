@@ -123,6 +123,8 @@ def test_what_is_proposed_is_legal_and_fits(recipe: str, words: list[str], host:
 
 MEASURE = """
 import sys
+import ctypes
+import gc
 from pathlib import Path
 from moefold.layout.axes import single_rank_world
 from moefold.presets.recipe import resolve_recipe
@@ -140,6 +142,9 @@ def train(config):
         train_step(run, run.loader.next_batch())
 
 train(resolve_recipe("tiny", ["--train.global_batch", "2"]))
+gc.collect()
+ctypes.CDLL("libc.so.6").malloc_trim(0)  # memory that was freed must not serve the run that is measured
+Path("/proc/self/clear_refs").write_text("5")  # the peak so far is forgotten
 before = memory("VmRSS")
 train(resolve_recipe(sys.argv[1], sys.argv[2:]))
 print(memory("VmHWM") - before)

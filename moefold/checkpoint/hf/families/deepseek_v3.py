@@ -35,7 +35,7 @@ def read_latent_options(options: ConfigOptions) -> dict[str, Any]:
     rope_dim = options.take_size("qk_rope_head_dim")
     nope_dim = options.take_size("qk_nope_head_dim")
     heads = values["attention.heads"]
-    values |= read_rope_options(options, rope_dim, latent=True)
+    values |= read_rope_options(options, latent=True)
     bias = options.take_flag("attention_bias")
     options.require_value("num_key_value_heads", heads, why="each of num_attention_heads has keys of its own")
     options.require_value("moe_layer_freq", 1, why="all layers behind the dense ones have experts")
@@ -154,7 +154,8 @@ def deepseek_mlp_pieces(
     yield from router_pieces(model, theirs, ours, correction=correction)
     yield from expert_pieces(model, theirs, ours)
     if model.moe.shared_ffn:
-        yield from gated_mlp_pieces(model, model.moe.shared_ffn, theirs + "shared_experts.", ours + "shared.")
+        width = model.moe.shared_ffn
+        yield from gated_mlp_pieces(model, width, theirs + "shared_experts.", ours + "shared.")
 
 
 def deepseek_v3_block_pieces(model: ModelConfig, layer: int, theirs: str, ours: str) -> Iterator[MappedPiece]:

@@ -64,7 +64,7 @@ def read_partial_rope(options: ConfigOptions, head_dim: int) -> dict[str, Any]:
             "share of an even number of dims"
         )
         return {}
-    rope = read_rope_parameters(options, parameters, rope_dim)
+    rope = read_rope_parameters(options, parameters)
     return {**rope, "attention.rope_dim": 0 if rope_dim == head_dim else rope_dim}
 
 

@@ -98,7 +98,8 @@ def qwen2_moe_block_pieces(model: ModelConfig, layer: int, theirs: str, ours: st
     yield from expert_pieces(model, theirs, ours)
     if not model.moe.shared_ffn:
         return
-    yield from gated_mlp_pieces(model, model.moe.shared_ffn, theirs + "shared_expert.", ours + "shared.")
+    width = model.moe.shared_ffn
+    yield from gated_mlp_pieces(model, width, theirs + "shared_expert.", ours + "shared.")
     sizes = {"o": 1, "d": model.hidden}
     yield MappedPiece(theirs + "shared_expert_gate.weight", ours + "shared.gate.weight", "o d -> o d", sizes)
 

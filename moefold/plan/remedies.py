@@ -1,0 +1,162 @@
+"""Remedies where a plan does not fit: changes of one key, and numbers of GPUs, with which it would."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from moefold.anatomy.model_totals import total_parameters
+from moefold.config.errors import UserError
+from moefold.config.read import with_values
+from moefold.config.rule import ConfigOnRanks
+from moefold.config.rules import broken_rules
+from moefold.config.run import Config
+from moefold.plan.memory.peak_memory import GIB, fullest_rank, plan_memory
+from moefold.plan.memory.resident import STATE_ELEMENT_BYTES
+from moefold.plan.options import PlanChoices
+from moefold.plan.request import PlanRequest
+from moefold.plan.search import RECOMPUTE_LADDER, Candidate, LayoutSearch, SearchResult
+
+GROWTH_FACTORS = (2, 4, 8, 16, 32, 64, 128, 256, 512)  # of the number of GPUs
+SHOWN_REASONS = 4
+SHOWN_REMEDIES = 4
+ROOMY_SHARE = 0.9  # of a GPU's memory; a bound below it leaves room for what bounds do not count
+CHECKED_CANDIDATES = 4  # of those with less room
+STATE_CHANGES = {  # of optimizer state, for the whole run
+    "--optim.moments bf16": {"optim.moments": "bf16"},
+    "--optim.main split": {"optim.main": "split"},
+    "--optim.moments bf16 --optim.main split": {"optim.moments": "bf16", "optim.main": "split"},
+}
+
+
+class NothingFits(UserError):
+    """No layout fits the GPUs of a request."""
+
+    exit_code = 3
+
+
+@dataclass(frozen=True)
+class Change:
+    """A change of a plan in words, and the plan with it."""
+
+    text: str
+    config: Config
+    choices: PlanChoices
+    gpus: int
+
+    def with_config(self, text: str, config: Config) -> Change:
+        """This change, and a further one of the configuration."""
+        return replace(self, text=f"{self.text} {text}".strip(), config=config)
+
+
+def remedies_for_layout(r: PlanRequest, config: Config, choices: PlanChoices) -> list[str]:
+    """Changes with which the layout fits, those of the trainer first, and a number of GPUs that is enough for it."""
+    plan = Change("", config, choices, r.gpus)
+    bases = [plan]
+    if config.train.micro_batch > 1:
+        train = replace(config.train, micro_batch=1)
+        bases.append(Change("--train.micro_batch 1", replace(config, train=train), choices, r.gpus))
+    remedies: list[str] = []
+    for base in bases:
+        changes = [base, *layout_changes(base)]
+        fitting = [change.text for change in changes if fits_as_changed(r, change)]
+        remedies += fitting[: SHOWN_REMEDIES - len(remedies)]
+        enough = first_fitting(r, larger_clusters(base))
+        if enough:
+            return [*remedies, enough.text]
+    return remedies
+
+
+def first_fitting(r: PlanRequest, changes: Iterator[Change]) -> Change | None:
+    for change in changes:
+        if fits_as_changed(r, change):
+            return change
+    return None
+
+
+def fits_as_changed(r: PlanRequest, change: Change) -> bool:
+    case = ConfigOnRanks(change.config, change.gpus)
+    if broken_rules(case):
+        return False
+    ranks = plan_memory(change.config, change.gpus, change.choices)
+    return fullest_rank(ranks).needed / GIB <= r.gpu.memory
+
+
+def layout_changes(plan: Change) -> Iterator[Change]:
+    config = plan.config
+    for name in ("ep", "pp", "tp", "cp"):
+        degree = 2 * getattr(config.parallel, name)
+        parallel = replace(config.parallel, **{name: degree})
+        yield plan.with_config(f"--parallel.{name} {degree}", replace(config, parallel=parallel))
+    for text, values in STATE_CHANGES.items():
+        yield plan.with_config(text, with_values(config, values, {}))
+    for regions in RECOMPUTE_LADDER[1:]:
+        text = f"{plan.text} --recompute {','.join(regions)} (not in the trainer yet)".strip()
+        yield replace(plan, text=text, choices=replace(plan.choices, recompute=regions))
+
+
+def larger_clusters(plan: Change) -> Iterator[Change]:
+    """The same layout on more GPUs, with the same batch for each."""
+    for factor in GROWTH_FACTORS:
+        gpus = plan.gpus * factor
+        grown = plan.with_config(f"--gpus {gpus}", grow_batch(plan.config, factor))
+        yield replace(grown, gpus=gpus)
+
+
+def grow_batch(config: Config, factor: int) -> Config:
+    train = replace(config.train, global_batch=config.train.global_batch * factor)
+    return replace(config, train=train)
+
+
+def explain_nothing_fits(r: PlanRequest, result: SearchResult) -> str:
+    """The reasons why no layout is left, of which that of memory names the layout nearest to fitting, and what would
+    fit."""
+    reasons: list[str] = []
+    for reason, count in result.refusals.by_count()[:SHOWN_REASONS]:
+        reasons.append(f"{count} x {reason} ({result.refusals.examples[reason]})")
+    problem = f"no layout of {r.config.name} fits {r.gpus} x {r.gpu.name}"
+    tried = f"of {result.layouts_tried} tried: {'; '.join(reasons)}"
+    remedies = search_remedies(r)
+    if not remedies:
+        return f"{problem}, {tried}; fix fewer keys of the layout, or use more GPUs"
+    return f"{problem}, {tried}; what fits: {', or '.join(remedies)}"
+
+
+def search_remedies(r: PlanRequest) -> list[str]:
+    """Changes with which some layout fits: of optimizer state, more GPUs, recompute."""
+    remedies: list[str] = []
+    for text, values in STATE_CHANGES.items():
+        changed = with_values(r.config, values, {})
+        if r.fixed.isdisjoint(values) and some_layout_fits(r, changed, r.gpus, r.fixed):
+            remedies.append(text)
+            break
+    for factor in GROWTH_FACTORS:
+        more = r.gpus * factor
+        if some_layout_fits(r, grow_batch(r.config, factor), more, r.fixed):
+            remedies.append(f"use {more} GPUs")
+            break
+    may_recompute = not r.beyond_trainer and not r.choices.recompute
+    if may_recompute and some_layout_fits(r, r.config, r.gpus, r.fixed - {"recompute"}):
+        remedies.append("--beyond-trainer, with recompute, which is not in the trainer yet")
+    return remedies
+
+
+def least_weights_gib(config: Config, choices: PlanChoices, gpus: int) -> float:
+    """GiB of weights and gradients of a GPU if they were cut over all GPUs: no layout needs less."""
+    parameter = choices.recipe.wide + STATE_ELEMENT_BYTES[config.optim.gradients]
+    return total_parameters(config.model) * parameter / gpus / GIB
+
+
+def some_layout_fits(r: PlanRequest, config: Config, gpus: int, fixed: frozenset[str]) -> bool:
+    """Whether a layout fits in simulation: the first that has room by its bound, or one of those that need least."""
+    if least_weights_gib(config, r.choices, gpus) > r.gpu.memory:
+        return False
+    search = LayoutSearch(gpus, r.gpu, r.choices, fixed)
+    tight: list[Candidate] = []
+    for candidate in search.feasible_candidates(config):
+        if candidate.gib > ROOMY_SHARE * r.gpu.memory:
+            tight.append(candidate)
+        elif search.rank_candidate(candidate):
+            return True
+    tight.sort(key=lambda candidate: candidate.gib)
+    return any(map(search.rank_candidate, tight[:CHECKED_CANDIDATES]))
