@@ -60,7 +60,7 @@ def profile_step(run: Run, take: Callable[[], T]) -> tuple[T, WatchedStep]:
     on_cuda = run.world.device.type == "cuda"
     spans = run.executor.spans
     observed = step_observers(run, counter)
-    with profile_device(run.world.device) as read_profile, counter.counting_saved(), observed:
+    with profile_device(run.world.device) as read_profile, counter.watching_regions(), observed:
         if on_cuda:
             torch.cuda.reset_peak_memory_stats()
         spans.start_recording()
@@ -108,11 +108,13 @@ class ForwardMarks:
             mark.__exit__(None, None, None)
 
 
-class NamesUnderWay(threading.local):
-    """Names of the step and the region that this thread runs now: steps run on two lanes."""
+class StepUnderWay(threading.local):
+    """The names of the step and the region that this thread runs now, and the hooks on what they save: steps may run on
+    two threads, and autograd's hooks are those of one."""
 
     def __init__(self):
         self.names: list[str] = []
+        self.hooks: Any = None
 
 
 class SavedTensorCounter:
@@ -120,7 +122,7 @@ class SavedTensorCounter:
 
     def __init__(self, run: Run):
         self.saved = defaultdict[str, int](int)
-        self.open = NamesUnderWay()
+        self.open = StepUnderWay()
         self.first_key: PassKey | None = None
         self.has_finished = False
         parameters = run.model.parameters()
@@ -135,18 +137,20 @@ class SavedTensorCounter:
             self.has_finished = True
         if kind == "F":
             self.open.names.append(step.spec.name)
+            self.open.hooks = torch.autograd.graph.saved_tensors_hooks(self.count, unpacked_as_saved)
+            self.open.hooks.__enter__()
 
     def after(self, step: Step, kind: PassKind, key: PassKey) -> None:
         if kind == "F":
             self.open.names.remove(step.spec.name)
+            self.open.hooks.__exit__()
 
     @contextmanager
-    def counting_saved(self) -> Iterator[None]:
+    def watching_regions(self) -> Iterator[None]:
         hooks: list[Any] = []
         for region in self.regions:
             hooks += self.region_hooks(region)
-        with torch.autograd.graph.saved_tensors_hooks(self.count, unpacked_as_saved):
-            yield
+        yield
         for hook in hooks:
             hook.remove()
 
@@ -163,8 +167,7 @@ class SavedTensorCounter:
 
     def count(self, x: Tensor) -> Tensor:
         storage = storage_address(x)
-        counts = self.open.names and not self.has_finished
-        if counts and storage not in self.seen:
+        if not self.has_finished and storage not in self.seen:
             self.seen.add(storage)
             place = " ".join(self.open.names)
             self.saved[place] += x.untyped_storage().nbytes()

@@ -46,6 +46,7 @@ def test_json_holds_what_the_anatomy_says(name: str, explained: Any):
         "pipeline",
         "routing",
         "dispatcher",
+        "beside_exchanges",
         "layers",
         "kernels",
         "regions",
