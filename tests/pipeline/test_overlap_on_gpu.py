@@ -11,19 +11,22 @@ from typing import Any
 import pytest
 import torch
 
+from moefold.bench.curves import curves_config
 from moefold.config.run import Config
+from moefold.dispatch.base import Receipt, Routing
 from moefold.dispatch.local import LocalDispatcher
 from moefold.layout.axes import single_rank_world
 from moefold.model.steps import Step
 from moefold.pipeline.executor import Executor, LossWeights
 from moefold.pipeline.segments import Segments, one_segment, segments_of_one_microbatch
-from moefold.presets.zoo import PRESETS
 from moefold.train.assemble import Run, assemble_run
-from moefold.train.parity import local_gradients, random_corpus, shrink_config
+from moefold.train.parity import local_gradients, random_corpus
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 CYCLES = 40_000_000  # of an exchange: about 20 ms, long enough for the host to launch all that can run beside it
+MICROBATCHES = 2
+EXCHANGES = 3  # of a layer and a microbatch: plan, combine, and combine's backward
 
 
 class SlowExchange(torch.autograd.Function):
@@ -40,10 +43,27 @@ class SlowExchange(torch.autograd.Function):
         return gradients[0].clone()
 
 
+def slow_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slow exchanges at the beginning of what the comm lane does: before the plan, and behind combine, whose backward
+    begins with it. What runs beside them need not last longer than the kernels of a plan."""
+    plan, combine = LocalDispatcher.plan, LocalDispatcher.combine
+
+    def slow_plan(dispatcher: LocalDispatcher, routing: Routing) -> Receipt:
+        torch.cuda._sleep(CYCLES)  # pyright: ignore[reportPrivateUsage]
+        return plan(dispatcher, routing)
+
+    def slow_combine(dispatcher: LocalDispatcher, y_RD: torch.Tensor, receipt: Receipt) -> Any:
+        return SlowExchange.apply(combine(dispatcher, y_RD, receipt))
+
+    monkeypatch.setattr(LocalDispatcher, "plan", slow_plan)
+    monkeypatch.setattr(LocalDispatcher, "combine", slow_combine)
+
+
 def config_with_shared_experts() -> Config:
-    config = shrink_config(PRESETS["tiny"](), 1)
-    moe = replace(config.model.moe, shared_ffn=256)
-    train = replace(config.train, device="cuda", precision="fp32", global_batch=2, micro_batch=1)
+    """Of sizes that every fast kernel takes."""
+    config = curves_config("cuda", 100)
+    moe = replace(config.model.moe, shared_ffn=512)
+    train = replace(config.train, global_batch=MICROBATCHES, micro_batch=1)
     return replace(config, model=replace(config.model, moe=moe), train=train)
 
 
@@ -51,6 +71,7 @@ def one_step(run: Run) -> None:
     device = run.world.device
     one = torch.ones((), dtype=torch.float64, device=device)
     parts = list(run.loader.next_batch().microbatches(1))
+    torch.cuda.synchronize()  # the batch is here: only strands run from now on
     run.gradients.begin()
     run.executor.train(parts, LossWeights(one[None], one))
     run.gradients.finish(one)
@@ -73,11 +94,8 @@ def exchanges_with_work_beside(trace: Path) -> tuple[int, int]:
 def test_kernels_of_shared_experts_run_beside_the_stream_of_the_comm_lane(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    dispatch, combine = LocalDispatcher.dispatch, LocalDispatcher.combine
-    monkeypatch.setattr(LocalDispatcher, "dispatch", lambda self, x, r: dispatch(self, SlowExchange.apply(x), r))
-    monkeypatch.setattr(LocalDispatcher, "combine", lambda self, y, r: SlowExchange.apply(combine(self, y, r)))
+    slow_down(monkeypatch)
     config = config_with_shared_experts()
-    moe_layers = config.model.layers
     found = []
     gradients = []
     for cut in (one_segment, segments_of_one_microbatch):
@@ -95,11 +113,10 @@ def test_kernels_of_shared_experts_run_beside_the_stream_of_the_comm_lane(
         profile.export_chrome_trace(str(path))
         found.append(exchanges_with_work_beside(path))
         gradients.append([(s.what, s.values) for s in local_gradients(run, "")])
-    microbatches = 2
-    exchanges = 4 * moe_layers * microbatches  # dispatch and combine, forward and backward
+    layers = config.model.layers * MICROBATCHES
     in_line, beside = found
-    assert in_line == (0, exchanges)
-    assert beside[1] == exchanges
-    assert beside[0] >= exchanges // 2, "dispatch in forward, combine in backward"
+    assert in_line == (0, EXCHANGES * layers)
+    assert beside[1] == EXCHANGES * layers
+    assert beside[0] >= 2 * layers, "forward beside plan, backward beside combine"
     for (what, values), (_, right) in zip(*gradients, strict=True):
         assert torch.equal(values, right), what
