@@ -1,14 +1,17 @@
-"""Step specifications: the pieces of a model as named steps, with order, lane, weights, ops and FLOPs. Torch-free.
+"""Step specifications: the pieces of a model as named steps, with order, lane, needs, weights, ops and FLOPs.
+Torch-free.
 
-The model binds code to these steps, `explain` prints them, the progress bar and the planner price them. A layer's order
-and lanes are stated here and nowhere else.
+The model binds code to these steps, `explain` prints them, the progress bar and the planner price them. A layer's
+order, lanes and needs are stated here and nowhere else.
 
-    MoE block:    attend  route  dispatch  shared  experts  combine       dense block:    attend  mlp
-    lane:         compute compute  comm    compute compute    comm
+    dense block    attend > mlp
+    MoE block      attend > route > PLAN > DISPATCH > experts > COMBINE > add        capitals: the comm lane
+                            route > shared >                              add
 
-`shared` stands behind `dispatch`, so that shared experts compute during the all-to-all. Where tokens are dispatched as
-latents, `narrow` stands before `dispatch` and `widen` behind `combine`. Multi-token prediction adds, before `predict`,
-for each further token `look_ahead`, a block, and `set_aside`; `predict` then has a loss for each of them too.
+A step needs the step before it, unless its `needs` name others: `shared` needs `route` alone, and nothing but `add`
+needs `shared`, so shared experts compute while tokens are sent. Where tokens are dispatched as latents, `narrow` stands
+before `plan` and `widen` behind `combine`. Multi-token prediction adds, before `predict`, for each further token
+`look_ahead`, a block, and `set_aside`; `predict` then has a loss for each of them too.
 
 FLOPs are those of one token's forward pass and follow the published tables: causal attention counts half, the head
 counts, embedding and router do not.
@@ -80,7 +83,9 @@ def tp_weight(name: str, *shape: int, dim: int = 0) -> WeightSpec:
 
 @dataclass(frozen=True)
 class StepSpec:
-    """One named step. `static`: its shapes do not depend on routing, so a graph may capture it."""
+    """One named step. `static`: its shapes do not depend on routing, so a graph may capture it. `needs`: steps of the
+    layer that must have run, empty for the step before it. A step reads the carry that the first of them returns, and
+    of the others what they have added to theirs."""
 
     name: str
     lane: Lane
@@ -91,6 +96,8 @@ class StepSpec:
     matmul: float = 0.0  # multiply-adds of a token with weights
     context: float = 0.0  # multiply-adds of a token with each token it attends to
     window: int = 0  # how many tokens it attends to at most; 0: all before it
+    needs: tuple[str, ...] = ()
+    exchanges: int = 0  # how often tokens are sent between the ranks of experts
 
     def flops(self, seq_len: int) -> float:
         """Forward FLOPs of one token in a sequence of this length."""
@@ -116,10 +123,17 @@ def multiply_adds_per_token(weights: Weights) -> float:
     return sum(w.size * w.active for w in weights if w.is_matrix)
 
 
-def product_step(name: str, shapes: str, ops: tuple[str, ...], weights: Weights, static: bool = True) -> StepSpec:
+def product_step(
+    name: str,
+    shapes: str,
+    ops: tuple[str, ...],
+    weights: Weights,
+    static: bool = True,
+    needs: tuple[str, ...] = (),
+) -> StepSpec:
     """A step on the compute lane whose work is the products with its weights."""
     matmul = multiply_adds_per_token(weights)
-    return StepSpec(name, "compute", static, shapes, ops, weights, matmul)
+    return StepSpec(name, "compute", static, shapes, ops, weights, matmul, needs=needs)
 
 
 # ---- attention ----
@@ -311,7 +325,7 @@ def plan_step(model: ModelConfig) -> StepSpec:
 
 def dispatch_step(model: ModelConfig) -> StepSpec:
     width = dispatched_width(model)
-    return StepSpec("dispatch", "comm", False, f"T,{width} -> R,{width}")
+    return StepSpec("dispatch", "comm", False, f"T,{width} -> R,{width}", exchanges=1)
 
 
 def shared_experts_step(model: ModelConfig) -> StepSpec:
@@ -322,7 +336,14 @@ def shared_experts_step(model: ModelConfig) -> StepSpec:
     if model.moe.shared_gate:
         weights += (WeightSpec("moe.shared.gate.weight", (1, d)),)
     shapes = mlp_shapes("T", d, ffn, activation)
-    return product_step("shared", shapes, ("linear", activation_op(activation)), weights)
+    return product_step("shared", shapes, ("linear", activation_op(activation)), weights, needs=("route",))
+
+
+def add_shared_step(model: ModelConfig) -> StepSpec:
+    """The sum of routed and shared experts."""
+    d = model.hidden
+    routed = "widen" if model.moe.latent else "combine"
+    return StepSpec("add", "compute", True, f"T,{d} and T,{d} -> T,{d}", needs=(routed, "shared"))
 
 
 def unfused_experts_reason(model: ModelConfig) -> str:
@@ -354,7 +375,7 @@ def experts_step(model: ModelConfig) -> StepSpec:
         ops += ("expert_bias",)
     shapes = mlp_shapes("R", d, moe.ffn, moe.activation)
     weights = expert_weights(model)
-    return product_step("experts", shapes, ops, weights, static=False)
+    return product_step("experts", shapes, ops, weights, static=False, needs=("dispatch",))
 
 
 def expert_weights(model: ModelConfig) -> Weights:
@@ -382,7 +403,7 @@ def expert_weights(model: ModelConfig) -> Weights:
 def combine_step(model: ModelConfig) -> StepSpec:
     width = dispatched_width(model)
     shapes = f"R,{width} -> T,{width}"
-    return StepSpec("combine", "comm", False, shapes, ("sum_rows",))
+    return StepSpec("combine", "comm", False, shapes, ("sum_rows",), exchanges=1)
 
 
 # ---- blocks ----
@@ -413,6 +434,8 @@ def moe_step_specs(model: ModelConfig) -> list[StepSpec]:
     steps += [experts_step(model), combine_step(model)]
     if model.moe.latent:
         steps.append(widen_step(model))
+    if model.moe.shared_ffn:
+        steps.append(add_shared_step(model))
     return steps
 
 

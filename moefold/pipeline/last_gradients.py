@@ -51,6 +51,12 @@ def may_defer_weight_grad(name: str) -> bool:
     return inside_block and is_weight and not is_excluded
 
 
+def gets_several_gradients(name: str) -> bool:
+    """Whether several steps of a stage may use the parameter, each with a gradient for it: the embedding, which layers
+    of multi-token prediction look up again and a tied head multiplies with."""
+    return name.startswith("embedding.")
+
+
 def last_gradient_slots(slots: Sequence[Slot], users: StagesUsing) -> dict[int, set[str]]:
     """By slot number: the parameters that get their last gradient there."""
     last_slot: dict[tuple[str, int], int] = {}

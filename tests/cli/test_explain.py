@@ -47,6 +47,7 @@ def test_json_holds_what_the_anatomy_says(name: str, explained: Any):
         "pipeline",
         "routing",
         "dispatcher",
+        "beside_exchanges",
         "layers",
         "kernels",
         "regions",
@@ -99,7 +100,8 @@ def test_each_kind_of_layer_is_shown_once_with_its_number(explained: Any):
     kinds = [(layer["kind"], layer["count"]) for layer in found["layers"]]
     assert kinds == [("embedding", 1), ("dense layer", 1), ("MoE layer", 3), ("head", 1)]
     assert steps_of(found, "dense layer") == ["attend", "mlp"]
-    assert steps_of(found, "MoE layer") == ["attend", "route", "plan", "dispatch", "shared", "experts", "combine"]
+    inner = ["attend", "route", "plan", "dispatch", "shared", "experts", "combine", "add"]
+    assert steps_of(found, "MoE layer") == inner
     assert steps_of(explained("tiny"), "MoE layer") == ["attend", "route", "plan", "dispatch", "experts", "combine"]
     found = explained("latent-30b-a3b-tiny")
     assert steps_of(found, "MoE layer") == [
@@ -126,7 +128,7 @@ def test_the_layers_ahead_are_shown_before_the_head_that_they_share(explained: A
     found = explained("deepseek-v3")
     kinds = [(layer["kind"], layer["count"]) for layer in found["layers"]]
     assert kinds == [("embedding", 1), ("dense layer", 3), ("MoE layer", 58), ("layer ahead", 1), ("head", 1)]
-    inner = ["attend", "route", "plan", "dispatch", "shared", "experts", "combine"]
+    inner = ["attend", "route", "plan", "dispatch", "shared", "experts", "combine", "add"]
     assert steps_of(found, "layer ahead") == ["look_ahead", *inner, "set_aside"]
 
 
@@ -297,3 +299,10 @@ def test_fused_experts_have_no_activation_region():
     fused = {"expert_mlp": {"implementation": "gluon", "why": ""}}
     absent = describe_regions(PRESETS["qwen3-30b-a3b"]().model, fused)["absent"]
     assert "one fused kernel (expert_mlp: gluon)" in absent["activation"]
+
+
+def test_it_says_what_runs_beside_the_exchanges_of_a_microbatch(explained: Any):
+    assert explained("tiny")["beside_exchanges"] == ""
+    assert explained("deepseek-v3-tiny")["beside_exchanges"] == "", "on one rank nothing is sent"
+    spread = explained("deepseek-v3-tiny", "--parallel.ep", "2", "--nproc", "2")["beside_exchanges"]
+    assert spread.startswith("shared experts, beside plan and dispatch")

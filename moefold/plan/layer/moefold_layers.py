@@ -414,10 +414,6 @@ def rounds_router_weights(s: RankShapes) -> bool:
     return not s.composed_rmsnorm
 
 
-def pairs_microbatches(s: RankShapes) -> bool:
-    return s.portion.pairs_microbatches
-
-
 def routed_choices(s: RankShapes) -> float:
     return s.T * s.K
 
@@ -469,15 +465,11 @@ def expert_tensors() -> list[TensorEntry]:
     return table.entries
 
 
-def combine_tensors() -> list[TensorEntry]:
+def widen_tensors() -> list[TensorEntry]:
     widen = TensorTable("widen")
     latents = widen.remade_by("moe")
     latents.add("results in latents", rank_tokens, dispatched_token_width, "linear")
-    combine = TensorTable("combine")
-    paired = combine.only(pairs_microbatches)
-    weighed = paired.only(weighs_activations)
-    weighed.add("results, in paired slots", expert_rows, dispatched_token_width)
-    return widen.entries + combine.entries
+    return widen.entries
 
 
 def cuts_tokens_over_tp(s: RankShapes) -> bool:
@@ -540,7 +532,7 @@ MOEFOLD_SAVED = [
     *route_tensors(),
     *plan_tensors(),
     *expert_tensors(),
-    *combine_tensors(),
+    *widen_tensors(),
     *shared_expert_tensors(),
     *embed_tensors(),
     *head_tensors(),

@@ -30,8 +30,8 @@ RANK_SHAPE_AXES = ("tp", "cp", "ep", "etp")
 @dataclass(frozen=True)
 class RankPortion:
     """One rank's portion of a microbatch, and the dispatch of its tokens. `defers_wgrad`: weight gradients are computed
-    after the data gradients of their stage; `pairs_microbatches`: steps of two microbatches are interleaved;
-    `accumulates`: a step has several microbatches, and GEMMs accumulate weight gradients."""
+    after the data gradients of their stage; `accumulates`: a step has several microbatches, and GEMMs accumulate weight
+    gradients."""
 
     seq_len: int
     micro_batch: int = 1
@@ -42,7 +42,6 @@ class RankPortion:
     context: str = "ring"
     dispatcher: str = "all_to_all"
     defers_wgrad: bool = False
-    pairs_microbatches: bool = False
     accumulates: bool = False
     force: tuple[str, ...] = ()
 
@@ -182,7 +181,6 @@ def make_rank_portion(config: Config, dispatcher: str, defers_wgrad: bool, accum
         context=p.context,
         dispatcher=dispatcher,
         defers_wgrad=defers_wgrad,
-        pairs_microbatches=config.pipeline.pair,
         accumulates=accumulates,
         force=config.kernels.force,
     )
