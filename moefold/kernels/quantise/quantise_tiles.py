@@ -1,11 +1,11 @@
 """Quantisation of rows in tiles: along the rows for y = x W^T, along the columns for weight gradients, or both at once.
 
-    rows      values (P, D), scales (P, D / 128) or (P, 1)
-    columns   values (D, P): transposed, so that the rows of an expert are contiguous; scales (D, M) or (D, M) repeated
+    rows      values (P, D); scales (P, D / 128), or (P, 1) where they are given
+    columns   values (D, P): transposed, so that the rows of an expert are contiguous; scales (D, M)
 
-A scale covers a block of 128 values along the contraction (`"block"`), or it is given: one for each row, or one for each
-tile and column. Scales lie in memory with the rows (tiles) contiguous for `rows` and columns contiguous for `columns`, as
-the products read them.
+A scale covers a block of 128 values along the contraction (`"block"`), or it is given: one for each row, or one for
+each tile and column. Scales lie in memory as the products read them: those of `rows` with the rows contiguous, those of
+`columns` with the columns contiguous.
 
 P padded rows in M tiles (row_tiles.py), D width.
 """
@@ -26,7 +26,7 @@ from moefold.kernels.quantise.fp8 import (
     scale_from_amax,
 )
 from moefold.kernels.quantise.row_tiles import RowTiles, pad_to_tiles
-from moefold.kernels.registry import register_op
+from moefold.kernels.registry import register_inner_op
 
 Scales = Tensor | Literal["block"] | None  # given; of blocks of 128; or that direction is not wanted
 
@@ -43,14 +43,21 @@ class QuantisedTiles(NamedTuple):
     columns: Quantised | None
 
 
-@register_op
+@register_inner_op
 def tile_maxima(source_ND: Tensor, tiles: RowTiles, index_R: Tensor | None = None) -> TileMaxima:
     x_PD = pad_to_tiles(source_ND, tiles, index_R)
     x_MBD = x_PD.unflatten(0, (-1, BLOCK))
     return TileMaxima(largest_magnitude(x_PD, 1), largest_magnitude(x_MBD, 1))
 
 
-@register_op
+@tile_maxima.register_fast("triton")
+def tile_maxima_triton(source_ND: Tensor, tiles: RowTiles, index_R: Tensor | None = None) -> TileMaxima:
+    from moefold.kernels.quantise.quantise_tiles_triton import launch_tile_maxima
+
+    return TileMaxima(*launch_tile_maxima(source_ND, tiles, index_R))
+
+
+@register_inner_op
 def quantise_tiles(
     source_ND: Tensor,
     tiles: RowTiles,
@@ -62,6 +69,21 @@ def quantise_tiles(
     """`rows` given: (P,) fp32. `columns` given: (M, D) fp32."""
     x_PD = pad_to_tiles(source_ND, tiles, index_R)
     return QuantisedTiles(quantise_rows(x_PD, rows, rule), quantise_columns(x_PD, columns, rule))
+
+
+@quantise_tiles.register_fast("triton")
+def quantise_tiles_triton(
+    source_ND: Tensor,
+    tiles: RowTiles,
+    rule: ScaleRule,
+    rows: Scales = None,
+    columns: Scales = None,
+    index_R: Tensor | None = None,
+) -> QuantisedTiles:
+    """One read of the source for both directions. Tiles that are not in use are not written: theirs are undefined."""
+    from moefold.kernels.quantise.quantise_tiles_triton import launch_quantise_tiles
+
+    return QuantisedTiles(*launch_quantise_tiles(source_ND, tiles, rule, rows, columns, index_R))
 
 
 def quantise_rows(x_PD: Tensor, scales: Scales, rule: ScaleRule) -> Quantised | None:

@@ -22,19 +22,20 @@ from moefold.kernels.quantise.fp8 import (
     round_to_fp8,
     scale_from_amax,
 )
-from moefold.kernels.registry import register_op
+from moefold.kernels.registry import register_inner_op
 
 WeightScales = Literal["block", "expert", "channel"]
 
 
 class QuantisedWeight(NamedTuple):
-    """`forward`: values (E, N, D). `transposed`: values (E, D, N). Scales: (E, N / 128, D / 128), (E, 1, 1), or (E, N, 1)."""
+    """`forward`: values (E, N, D); scales (E, N / 128, D / 128), (E, 1, 1) or (E, N, 1). `transposed`: the same with D
+    and N exchanged."""
 
     forward: Quantised
     transposed: Quantised
 
 
-@register_op
+@register_inner_op
 def quantise_weight(w_END: Tensor, scales: WeightScales, rule: ScaleRule) -> QuantisedWeight:
     w_EDN = w_END.mT
     if scales == "channel":

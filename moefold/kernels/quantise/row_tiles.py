@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from moefold.kernels.quantise.fp8 import BLOCK
@@ -60,14 +61,14 @@ def padded_index(tiles: RowTiles, index_R: Tensor | None = None) -> Tensor:
     row_MB = row_M[:, None] + place
     inside_MB = place < real_M[:, None]
     if index_R is not None:
-        last = max(len(index_R) - 1, 0)
-        row_MB = index_R[row_MB.clamp(max=last).long()]
+        behind = len(index_R)
+        index_and_end = F.pad(index_R, (0, 1), value=-1)
+        row_MB = index_and_end[row_MB.clamp(max=behind).long()]
     return torch.where(inside_MB, row_MB, -1).flatten()
 
 
 def pad_to_tiles(source_ND: Tensor, tiles: RowTiles, index_R: Tensor | None = None) -> Tensor:
     """x_PD: the rows in their padded order."""
     index_P = padded_index(tiles, index_R)
-    rows_PD = source_ND[index_P.clamp(min=0).long()]
-    zero = source_ND.new_zeros(())
-    return torch.where(index_P[:, None] >= 0, rows_PD, zero)
+    source_and_zeros = F.pad(source_ND, (0, 0, 0, 1))  # the index -1 reads the last row
+    return source_and_zeros[index_P.long()]

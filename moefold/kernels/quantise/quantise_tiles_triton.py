@@ -1,0 +1,139 @@
+"""Quantisation of rows in tiles, and largest magnitudes of tiles, in Triton. Imported only where Triton is.
+
+One program takes 128 rows (a tile) by 128 columns: it reads its values once and writes what is wanted of rows, columns.
+
+N source rows, P padded rows in M tiles, D width, B blocks of 128 columns.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language import constexpr
+
+from moefold.kernels.quantise.fp8 import BLOCK, Quantised, ScaleRule
+from moefold.kernels.quantise.fp8_triton import magnitude_bits, magnitude_of_bits, round_to_fp8, scale_from_bits
+from moefold.kernels.quantise.row_tiles import RowTiles
+from moefold.kernels.routing.rows_triton import load_index, load_source_rows
+from moefold.kernels.tile_triton import program_block, tile_mask, tile_pointers
+
+ROOM = {"num_warps": 16, "maxnreg": 64}  # two programs share a multiprocessor: one loads while the other stores
+Scales = Tensor | str | None  # as the op takes them
+
+
+@triton.jit
+def load_tile_index(tile, index_R, BLOCK: constexpr):
+    """Source rows of a tile in 64 bits, -1 where a row is padding."""
+    row = tl.load(tile + 1)
+    real = tl.load(tile + 2)
+    r = tl.arange(0, BLOCK)
+    if index_R is None:
+        n = tl.where(r < real, row + r, -1).to(tl.int64)
+    else:
+        n = load_index(index_R + row + r, r < real)
+    return n
+
+
+@triton.jit
+def quantise_tiles_kernel(
+    source_ND, tiles_M4, index_R, values_PD, row_scales, values_DP, column_scales_MD, M, D,
+    ROWS: constexpr, COLUMNS: constexpr, LARGEST: constexpr, POWER_OF_TWO: constexpr, BLOCK: constexpr,
+):  # fmt: skip
+    """ROWS, COLUMNS: "block" (scales (B, P) and (M, D) are written), "given" ((P,) and (M, D) are read), or None."""
+    m = tl.program_id(0)
+    tile = tiles_M4 + 4 * m
+    if tl.load(tile + 2) == 0:  # no rows: not in use
+        return
+    n = load_tile_index(tile, index_R, BLOCK)
+    c = program_block(1, BLOCK)
+    p = m.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    x = load_source_rows(source_ND, n, c, D).to(tl.float32)
+    bits = magnitude_bits(x)
+    real_c = c < D
+    whole_column = tl.full([BLOCK], 1, tl.int1)
+    if ROWS is not None:
+        if ROWS == "block":
+            scale = scale_from_bits(tl.max(bits, 1), LARGEST, POWER_OF_TWO)
+            line = tl.program_id(1).to(tl.int64) * (M * BLOCK)
+            tl.store(row_scales + line + p, scale)
+        else:
+            scale = tl.load(row_scales + p)
+        q = round_to_fp8(x, scale[:, None], LARGEST, values_PD.dtype.element_ty)
+        at = tile_pointers(values_PD, p, c, D)
+        tl.store(at, q, mask=tile_mask(whole_column, real_c))
+    if COLUMNS is not None:
+        scale_at = column_scales_MD + m.to(tl.int64) * D + c
+        if COLUMNS == "block":
+            scale = scale_from_bits(tl.max(bits, 0), LARGEST, POWER_OF_TWO)
+            tl.store(scale_at, scale, mask=real_c)
+        else:
+            scale = tl.load(scale_at, mask=real_c, other=1.0)
+        q = round_to_fp8(x, scale[None, :], LARGEST, values_DP.dtype.element_ty)
+        at = tile_pointers(values_DP, c.to(tl.int64), p, M * BLOCK)
+        tl.store(at, tl.trans(q), mask=tile_mask(real_c, whole_column))
+
+
+@triton.jit
+def tile_maxima_kernel(source_ND, tiles_M4, index_R, parts_BP, columns_MD, M, D, BLOCK: constexpr):
+    """Largest magnitudes within 128 columns of each row, and of each column. A tile not in use has zeros."""
+    m = tl.program_id(0)
+    n = load_tile_index(tiles_M4 + 4 * m, index_R, BLOCK)
+    c = program_block(1, BLOCK)
+    x = load_source_rows(source_ND, n, c, D).to(tl.float32)
+    bits = magnitude_bits(x)
+    part = magnitude_of_bits(tl.max(bits, 1))
+    line = tl.program_id(1).to(tl.int64) * (M * BLOCK)
+    tl.store(parts_BP + line + m * BLOCK + tl.arange(0, BLOCK), part)
+    column = magnitude_of_bits(tl.max(bits, 0))
+    tl.store(columns_MD + m.to(tl.int64) * D + c, column, mask=c < D)
+
+
+def launch_quantise_tiles(
+    source_ND: Tensor, tiles: RowTiles, rule: ScaleRule, rows: Scales, columns: Scales, index_R: Tensor | None
+) -> tuple[Quantised | None, Quantised | None]:
+    """Of tiles that are not in use, nothing is written."""
+    tile_count = len(tiles.tiles_M4)
+    d = source_ND.shape[1]
+    blocks = triton.cdiv(d, BLOCK)
+    values_PD, row_scales = empty_copy(source_ND, rows, rule, (tiles.padded_rows, d), (blocks, tiles.padded_rows))
+    values_DP, column_scales = empty_copy(source_ND, columns, rule, (d, tiles.padded_rows), (tile_count, d))
+    quantise_tiles_kernel[(tile_count, blocks)](
+        source_ND.contiguous(), tiles.tiles_M4, index_R, values_PD, row_scales, values_DP, column_scales, tile_count, d,
+        kind_of_scales(rows), kind_of_scales(columns), rule.format.largest, rule.power_of_two, BLOCK, **ROOM,
+    )  # fmt: skip
+    by_row = by_column = None
+    if values_PD is not None and row_scales is not None:
+        by_row = Quantised(values_PD, row_scales[:, None] if row_scales.ndim == 1 else row_scales.T)
+    if values_DP is not None and column_scales is not None:
+        by_column = Quantised(values_DP, column_scales.T)
+    return by_row, by_column
+
+
+def empty_copy(
+    source_ND: Tensor, scales: Scales, rule: ScaleRule, shape: tuple[int, int], scales_shape: tuple[int, int]
+) -> tuple[Tensor | None, Tensor | None]:
+    """Room for values, and for scales where they are not given."""
+    if scales is None:
+        return None, None
+    values = source_ND.new_empty(shape, dtype=rule.format.dtype)
+    if isinstance(scales, Tensor):
+        return values, scales.contiguous()
+    return values, source_ND.new_empty(scales_shape, dtype=torch.float32)
+
+
+def kind_of_scales(scales: Scales) -> str | None:
+    return "given" if isinstance(scales, Tensor) else scales
+
+
+def launch_tile_maxima(source_ND: Tensor, tiles: RowTiles, index_R: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Largest magnitudes of each row, (P,), and of each column within each tile, (M, D)."""
+    tile_count = len(tiles.tiles_M4)
+    d = source_ND.shape[1]
+    blocks = triton.cdiv(d, BLOCK)
+    parts_BP = source_ND.new_empty(blocks, tiles.padded_rows, dtype=torch.float32)
+    columns_MD = source_ND.new_empty(tile_count, d, dtype=torch.float32)
+    inputs = (source_ND.contiguous(), tiles.tiles_M4, index_R)
+    tile_maxima_kernel[(tile_count, blocks)](*inputs, parts_BP, columns_MD, tile_count, d, BLOCK, **ROOM)
+    return parts_BP.amax(0), columns_MD
