@@ -13,6 +13,7 @@ def fp8_casts_run(facts: Facts) -> bool:
 FP8_NEEDS = "cuda with Triton, compute capability 8.9 or above"
 
 CHOICES: Choices = {
+    "row_tiles": (Choice("triton", triton_runs, "cuda with Triton", "one launch, no wait of the host"),),
     "tile_maxima": (
         Choice("triton", triton_runs, "cuda with Triton", "maxima of rows and of columns in one read, with the gather"),
     ),

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moefold.kernels.quantise.fp8 import BLOCK
+from moefold.kernels.registry import CaseInputs, Cases, KernelCase, register_inner_op
 
 
 class RowTiles(NamedTuple):
@@ -33,6 +34,7 @@ class RowTiles(NamedTuple):
         return len(self.tiles_M4) * BLOCK
 
 
+@register_inner_op
 def row_tiles(ends_E: Tensor, rows: int) -> RowTiles:
     """The tiles of R rows; `rows` may exceed the last end."""
     experts = len(ends_E)
@@ -52,6 +54,36 @@ def row_tiles(ends_E: Tensor, rows: int) -> RowTiles:
     tiles_M4 = torch.stack((expert_M, row_M, real_M, tile_M * BLOCK), 1)
     count = last_tile_E[-1:]
     return RowTiles(ends_E.int(), tiles_M4.int(), count.int(), first_tile_E.int())
+
+
+@row_tiles.register_fast("triton")
+def row_tiles_triton(ends_E: Tensor, rows: int) -> RowTiles:
+    from moefold.kernels.routing.rows_triton import plan_padded_tiles
+
+    plan = plan_padded_tiles(ends_E, rows, BLOCK)
+    return RowTiles(ends_E.int(), plan.tiles_M4, plan.count, plan.first_tile_E)
+
+
+ROW_TILE_CASES: dict[str, list[int]] = {  # rows of each expert
+    "one expert": [300],
+    "skewed": [1, 700, 0, 128, 129],
+    "many small": [3] * 37,
+    "no rows": [0, 0, 0],
+    "all rows of the last": [0, 0, 513],
+}
+
+
+@row_tiles.register_cases
+def row_tiles_cases(draw: CaseInputs) -> Cases:
+    for name, rows_E in ROW_TILE_CASES.items():
+        ends_E = ends_of_experts(rows_E, draw.device)
+        yield KernelCase(name, (ends_E, sum(rows_E)))
+        yield KernelCase(f"{name}, 200 rows behind the last", (ends_E, sum(rows_E) + 200))
+
+
+def ends_of_experts(rows_E: list[int], device: str) -> Tensor:
+    ends_E = torch.tensor(rows_E, device=device).cumsum(0)
+    return ends_E.int()
 
 
 def padded_index(tiles: RowTiles, index_R: Tensor | None = None) -> Tensor:
