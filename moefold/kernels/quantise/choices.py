@@ -20,5 +20,10 @@ CHOICES: Choices = {
     "quantise_tiles": (
         Choice("triton", fp8_casts_run, FP8_NEEDS, "gather, scales and bytes of rows and of columns in one read"),
     ),
-    "quantise_weight": (),
+    "gather_tiles": (
+        Choice(
+            "triton", triton_runs, "cuda with Triton", "bytes and scales in one pass; moves half of what bf16 would"
+        ),
+    ),
+    "quantise_weight": (Choice("triton", fp8_casts_run, FP8_NEEDS, "both layouts from one read"),),
 }

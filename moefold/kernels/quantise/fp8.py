@@ -51,7 +51,8 @@ def largest_magnitude(x: Tensor, dim: int | tuple[int, ...]) -> Tensor:
 
 
 def scale_from_amax(amax: Tensor, rule: ScaleRule) -> Tensor:
-    scale = amax / rule.format.largest
+    largest = torch.full_like(amax, rule.format.largest)
+    scale = amax / largest  # on a GPU, torch would multiply by the reciprocal of a plain number
     if rule.power_of_two:
         scale = next_power_of_two(scale)
     scale = scale.clamp(min=SMALLEST_SCALE)

@@ -16,24 +16,12 @@ from triton.language import constexpr
 from moefold.kernels.quantise.fp8 import BLOCK, Quantised, ScaleRule
 from moefold.kernels.quantise.fp8_triton import magnitude_bits, magnitude_of_bits, round_to_fp8, scale_from_bits
 from moefold.kernels.quantise.row_tiles import RowTiles
-from moefold.kernels.routing.rows_triton import load_index, load_source_rows
+from moefold.kernels.quantise.tiles_triton import load_tile_index
+from moefold.kernels.routing.rows_triton import load_source_rows
 from moefold.kernels.tile_triton import program_block, tile_mask, tile_pointers
 
 ROOM = {"num_warps": 16, "maxnreg": 64}  # two programs share a multiprocessor: one loads while the other stores
 Scales = Tensor | str | None  # as the op takes them
-
-
-@triton.jit
-def load_tile_index(tile, index_R, BLOCK: constexpr):
-    """Source rows of a tile in 64 bits, -1 where a row is padding."""
-    row = tl.load(tile + 1)
-    real = tl.load(tile + 2)
-    r = tl.arange(0, BLOCK)
-    if index_R is None:
-        n = tl.where(r < real, row + r, -1).to(tl.int64)
-    else:
-        n = load_index(index_R + row + r, r < real)
-    return n
 
 
 @triton.jit
@@ -46,9 +34,10 @@ def quantise_tiles_kernel(
     tile = tiles_M4 + 4 * m
     if tl.load(tile + 2) == 0:  # no rows: not in use
         return
-    n = load_tile_index(tile, index_R, BLOCK)
+    r = tl.arange(0, BLOCK)
+    n = load_tile_index(tile, index_R, r)
     c = program_block(1, BLOCK)
-    p = m.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    p = m.to(tl.int64) * BLOCK + r
     x = load_source_rows(source_ND, n, c, D).to(tl.float32)
     bits = magnitude_bits(x)
     real_c = c < D
@@ -79,13 +68,14 @@ def quantise_tiles_kernel(
 def tile_maxima_kernel(source_ND, tiles_M4, index_R, parts_BP, columns_MD, M, D, BLOCK: constexpr):
     """Largest magnitudes within 128 columns of each row, and of each column. A tile not in use has zeros."""
     m = tl.program_id(0)
-    n = load_tile_index(tiles_M4 + 4 * m, index_R, BLOCK)
+    r = tl.arange(0, BLOCK)
+    n = load_tile_index(tiles_M4 + 4 * m, index_R, r)
     c = program_block(1, BLOCK)
     x = load_source_rows(source_ND, n, c, D).to(tl.float32)
     bits = magnitude_bits(x)
     part = magnitude_of_bits(tl.max(bits, 1))
     line = tl.program_id(1).to(tl.int64) * (M * BLOCK)
-    tl.store(parts_BP + line + m * BLOCK + tl.arange(0, BLOCK), part)
+    tl.store(parts_BP + line + m * BLOCK + r, part)
     column = magnitude_of_bits(tl.max(bits, 0))
     tl.store(columns_MD + m.to(tl.int64) * D + c, column, mask=c < D)
 

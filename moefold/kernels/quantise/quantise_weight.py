@@ -48,6 +48,26 @@ def quantise_weight(w_END: Tensor, scales: WeightScales, rule: ScaleRule) -> Qua
     return QuantisedWeight(Quantised(values_END, scale), transposed)
 
 
+@quantise_weight.register_fast("triton")
+def quantise_weight_triton(w_END: Tensor, scales: WeightScales, rule: ScaleRule) -> QuantisedWeight:
+    from moefold.kernels.quantise import quantise_weight_triton as kernels
+
+    if scales == "block":
+        values_END, values_EDN, scales_EIJ, scales_EJI = kernels.launch_quantise_blocks(w_END, rule)
+        return QuantisedWeight(Quantised(values_END, scales_EIJ), Quantised(values_EDN, scales_EJI))
+    maxima = kernels.launch_weight_maxima(w_END)
+    if scales == "expert":
+        scales_E = scale_from_amax(maxima.outputs_EN.amax(1), rule)
+        values_END, values_EDN = kernels.launch_quantise_with_scales(w_END, rule, scales_E)
+        scales_E11 = scales_E[:, None, None]
+        return QuantisedWeight(Quantised(values_END, scales_E11), Quantised(values_EDN, scales_E11))
+    scales_EN = scale_from_amax(maxima.outputs_EN, rule)
+    scales_ED = scale_from_amax(maxima.inputs_ED, rule)
+    values_END, values_EDN = kernels.launch_quantise_with_scales(w_END, rule, None, scales_EN, scales_ED)
+    forward = Quantised(values_END, scales_EN[..., None])
+    return QuantisedWeight(forward, Quantised(values_EDN, scales_ED[..., None]))
+
+
 def quantise_channels(w_END: Tensor, rule: ScaleRule) -> Quantised:
     scale = scale_from_amax(largest_magnitude(w_END, 2), rule)[..., None]
     values = round_to_fp8(w_END, scale, rule.format)

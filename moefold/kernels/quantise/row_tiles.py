@@ -99,8 +99,8 @@ def padded_index(tiles: RowTiles, index_R: Tensor | None = None) -> Tensor:
     return torch.where(inside_MB, row_MB, -1).flatten()
 
 
-def pad_to_tiles(source_ND: Tensor, tiles: RowTiles, index_R: Tensor | None = None) -> Tensor:
+def pad_to_tiles(source_ND: Tensor, tiles: RowTiles, index_R: Tensor | None = None, padding: float = 0.0) -> Tensor:
     """x_PD: the rows in their padded order."""
     index_P = padded_index(tiles, index_R)
-    source_and_zeros = F.pad(source_ND, (0, 0, 0, 1))  # the index -1 reads the last row
-    return source_and_zeros[index_P.long()]
+    source_and_padding = F.pad(source_ND, (0, 0, 0, 1), value=padding)  # the index -1 reads the last row
+    return source_and_padding[index_P.long()]
