@@ -34,7 +34,3 @@ def convert_by_torch(values: np.ndarray, from_dtype: Any, to_dtype: Any, roundin
     converted = raw.to(TORCH[to_dtype])
     bits = converted.view(torch.uint8).numpy().view(BITS[converted.element_size()])
     return bits.reshape(values.shape)
-
-
-def mend_interpreter() -> None:
-    interpreter._convert_float = convert_by_torch

@@ -70,7 +70,7 @@ def next_power_of_two(x: Tensor) -> Tensor:
 
 def round_to_fp8(x: Tensor, scale: Tensor, format: Fp8Format) -> Tensor:
     """Bytes of x; `scale` is broadcast. Values beyond the largest number of the format become that number."""
-    scaled = x.float() * (1.0 / scale)
+    scaled = x.float() * (1.0 / scale.float())
     clamped = scaled.clamp(-format.largest, format.largest)
     sound = torch.where(clamped.isnan(), torch.nan, clamped)  # one NaN, whatever its sign was
     return sound.to(format.dtype)

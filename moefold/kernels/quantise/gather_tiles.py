@@ -8,9 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moefold.kernels.quantise.fp8 import Quantised
-from moefold.kernels.quantise.row_tiles import RowTiles, pad_to_tiles
-from moefold.kernels.registry import register_inner_op
+from moefold.kernels.quantise.fp8 import E4M3, Quantised
+from moefold.kernels.quantise.row_tiles import CASE_SOURCES, RowTiles, cases_of_tiles, pad_to_tiles
+from moefold.kernels.registry import CaseInputs, Cases, KernelCase, register_inner_op
 
 
 @register_inner_op
@@ -31,3 +31,13 @@ def gather_tiles_triton(
     from moefold.kernels.quantise.gather_tiles_triton import launch_gather_tiles
 
     return launch_gather_tiles(values_ND, scales_NB, tiles, index_R)
+
+
+@gather_tiles.register_cases
+def gather_tiles_cases(draw: CaseInputs) -> Cases:
+    for name, tiles, index_R in cases_of_tiles(draw.device):
+        for width, blocks in ((256, 2), (72, 1)):
+            tokens_ND = draw.normal(CASE_SOURCES, width)
+            values_ND = tokens_ND.to(E4M3.dtype)
+            scales_NB = draw.wide(CASE_SOURCES, blocks, seed=1)
+            yield KernelCase(f"{name} of width {width}", (values_ND, scales_NB, tiles, index_R))

@@ -19,14 +19,15 @@ from torch import Tensor
 
 from moefold.kernels.quantise.fp8 import (
     BLOCK,
+    E5M2,
     Quantised,
     ScaleRule,
     largest_magnitude,
     round_to_fp8,
     scale_from_amax,
 )
-from moefold.kernels.quantise.row_tiles import RowTiles, pad_to_tiles
-from moefold.kernels.registry import register_inner_op
+from moefold.kernels.quantise.row_tiles import CASE_SOURCES, RowTiles, cases_of_tiles, pad_to_tiles
+from moefold.kernels.registry import CaseInputs, Cases, KernelCase, register_inner_op
 
 Scales = Tensor | Literal["block"] | None  # given; of blocks of 128; or that direction is not wanted
 
@@ -57,6 +58,19 @@ def tile_maxima_triton(source_ND: Tensor, tiles: RowTiles, index_R: Tensor | Non
     return TileMaxima(*launch_tile_maxima(source_ND, tiles, index_R))
 
 
+CASE_WIDTHS = (128, 72)
+
+
+@tile_maxima.register_cases
+def tile_maxima_cases(draw: CaseInputs) -> Cases:
+    for name, tiles, index_R in cases_of_tiles(draw.device):
+        for width in CASE_WIDTHS:
+            rows_RD = draw.normal(len(index_R), width)
+            tokens_ND = draw.normal(CASE_SOURCES, width)
+            yield KernelCase(f"{name} of width {width}", (rows_RD, tiles))
+            yield KernelCase(f"{name} of width {width}, gathered", (tokens_ND, tiles, index_R))
+
+
 @register_inner_op
 def quantise_tiles(
     source_ND: Tensor,
@@ -84,6 +98,25 @@ def quantise_tiles_triton(
     from moefold.kernels.quantise.quantise_tiles_triton import launch_quantise_tiles
 
     return QuantisedTiles(*launch_quantise_tiles(source_ND, tiles, rule, rows, columns, index_R))
+
+
+@quantise_tiles.register_cases
+def quantise_tiles_cases(draw: CaseInputs) -> Cases:
+    rules = {"e4m3": ScaleRule(), "e5m2, powers of two": ScaleRule(E5M2, power_of_two=True)}
+    for name, tiles, index_R in cases_of_tiles(draw.device):
+        for width in CASE_WIDTHS:
+            tokens_ND = draw.normal(CASE_SOURCES, width)
+            for rule_name, rule in rules.items():
+                blocks = (tokens_ND, tiles, rule, "block", "block", index_R)
+                yield KernelCase(f"{name} of width {width}, {rule_name}", blocks)
+            maxima = tile_maxima(tokens_ND, tiles, index_R)
+            scales_P = scale_from_amax(maxima.rows_P, rules["e4m3"])
+            scales_MD = scale_from_amax(maxima.columns_MD, rules["e4m3"])
+            given = (tokens_ND, tiles, rules["e4m3"], scales_P, scales_MD, index_R)
+            yield KernelCase(f"{name} of width {width}, scales given", given)
+        rows_RD = draw.normal(len(index_R), 72)
+        yield KernelCase(f"{name}, rows alone", (rows_RD, tiles, rules["e4m3"], "block", None))
+        yield KernelCase(f"{name}, columns alone", (rows_RD, tiles, rules["e4m3"], None, "block"))
 
 
 def quantise_rows(x_PD: Tensor, scales: Scales, rule: ScaleRule) -> Quantised | None:

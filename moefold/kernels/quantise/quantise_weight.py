@@ -22,7 +22,7 @@ from moefold.kernels.quantise.fp8 import (
     round_to_fp8,
     scale_from_amax,
 )
-from moefold.kernels.registry import register_inner_op
+from moefold.kernels.registry import CaseInputs, Cases, KernelCase, register_inner_op
 
 WeightScales = Literal["block", "expert", "channel"]
 
@@ -66,6 +66,17 @@ def quantise_weight_triton(w_END: Tensor, scales: WeightScales, rule: ScaleRule)
     values_END, values_EDN = kernels.launch_quantise_with_scales(w_END, rule, None, scales_EN, scales_ED)
     forward = Quantised(values_END, scales_EN[..., None])
     return QuantisedWeight(forward, Quantised(values_EDN, scales_ED[..., None]))
+
+
+WEIGHT_SCALES: tuple[WeightScales, ...] = ("block", "expert", "channel")
+
+
+@quantise_weight.register_cases
+def quantise_weight_cases(draw: CaseInputs) -> Cases:
+    for shape in ((2, 136, 40), (1, 24, 300), (1, 256, 128)):
+        w_END = draw.normal(*shape, scale=0.02)
+        for scales in WEIGHT_SCALES:
+            yield KernelCase(f"{shape}, {scales}", (w_END, scales, ScaleRule()))
 
 
 def quantise_channels(w_END: Tensor, rule: ScaleRule) -> Quantised:

@@ -10,6 +10,7 @@ With `index_R`, row r is `source_ND[index_R[r]]`, and a row whose index is -1 is
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -64,6 +65,7 @@ def row_tiles_triton(ends_E: Tensor, rows: int) -> RowTiles:
     return RowTiles(ends_E.int(), plan.tiles_M4, plan.count, plan.first_tile_E)
 
 
+CASE_SOURCES = 50  # source rows of cases with an index
 ROW_TILE_CASES: dict[str, list[int]] = {  # rows of each expert
     "one expert": [300],
     "skewed": [1, 700, 0, 128, 129],
@@ -79,6 +81,22 @@ def row_tiles_cases(draw: CaseInputs) -> Cases:
         ends_E = ends_of_experts(rows_E, draw.device)
         yield KernelCase(name, (ends_E, sum(rows_E)))
         yield KernelCase(f"{name}, 200 rows behind the last", (ends_E, sum(rows_E) + 200))
+
+
+FULL_TILES: dict[str, list[int]] = {  # rows of each expert such that all tiles are in use
+    "one expert": [150],
+    "four experts": [1, 129, 5, 100],
+}
+
+
+def cases_of_tiles(device: str) -> Iterator[tuple[str, RowTiles, Tensor]]:
+    """Name, tiles and index of cases without unused tiles, whose outputs may be undefined; some rows have no source."""
+    for name, rows_E in FULL_TILES.items():
+        rows = sum(rows_E)
+        tiles = row_tiles(ends_of_experts(rows_E, device), rows)
+        row_R = torch.arange(rows, device=device)
+        index_R = row_R * 7 % (CASE_SOURCES + 1) - 1
+        yield name, tiles, index_R.int()
 
 
 def ends_of_experts(rows_E: list[int], device: str) -> Tensor:
