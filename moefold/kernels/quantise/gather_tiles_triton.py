@@ -35,18 +35,20 @@ def gather_tiles_kernel(
     if tl.load(tile + 2) == 0:  # no rows: not in use
         return
     n = load_tile_index(tile, index_R, r)
-    held = n >= 0
-    whole = tl.full([ROWS], 1, tl.int1)
+    every_r = r < BLOCK
     p = m.to(tl.int64) * BLOCK + r
     # bytes
     c = program_block(1, COLS)
     x = load_source_rows(bytes_ND, n, c, D)
-    tl.store(tile_pointers(bytes_PD, p, c, D), x, mask=tile_mask(whole, c < D))
+    at = tile_pointers(bytes_PD, p, c, D)
+    tl.store(at, x, mask=tile_mask(every_r, c < D))
     # scales, transposed
     b = program_block(1, SCALES).to(tl.int64)
+    real_b = b < B
     source = scales_NB + b[:, None] * stride_b + n[None, :] * stride_n
-    scale = tl.load(source, mask=tile_mask(b < B, held), other=1.0)
-    tl.store(tile_pointers(scales_BP, b, p, M * BLOCK), scale, mask=tile_mask(b < B, whole))
+    scale = tl.load(source, mask=tile_mask(real_b, n >= 0), other=1.0)
+    at = tile_pointers(scales_BP, b, p, M * BLOCK)
+    tl.store(at, scale, mask=tile_mask(real_b, every_r))
 
 
 def launch_gather_tiles(values_ND: Tensor, scales_NB: Tensor, tiles: RowTiles, index_R: Tensor | None) -> Quantised:

@@ -18,10 +18,21 @@ from moefold.kernels.quantise.fp8_triton import magnitude_bits, magnitude_of_bit
 from moefold.kernels.quantise.row_tiles import RowTiles
 from moefold.kernels.quantise.tiles_triton import load_tile_index
 from moefold.kernels.routing.rows_triton import load_source_rows
-from moefold.kernels.tile_triton import program_block, tile_mask, tile_pointers
+from moefold.kernels.tile_triton import program_block, tile_mask, tile_pointers, wide_program_id
 
 ROOM = {"num_warps": 16, "maxnreg": 64}  # two programs share a multiprocessor: one loads while the other stores
 Scales = Tensor | str | None  # as the op takes them
+
+
+@triton.jit
+def scale_of_lines(bits, at, inside, AXIS: constexpr, KIND: constexpr, LARGEST: constexpr, POWER_OF_TWO: constexpr):
+    """Scales along an axis of the tile: made and stored ("block"), or loaded ("given")."""
+    if KIND == "block":
+        scale = scale_from_bits(tl.max(bits, AXIS), LARGEST, POWER_OF_TWO)
+        tl.store(at, scale, mask=inside)
+    else:
+        scale = tl.load(at, mask=inside, other=1.0)
+    return scale
 
 
 @triton.jit
@@ -29,39 +40,38 @@ def quantise_tiles_kernel(
     source_ND, tiles_M4, index_R, values_PD, row_scales, values_DP, column_scales_MD, M, D,
     ROWS: constexpr, COLUMNS: constexpr, LARGEST: constexpr, POWER_OF_TWO: constexpr, BLOCK: constexpr,
 ):  # fmt: skip
-    """ROWS, COLUMNS: "block" (scales (B, P) and (M, D) are written), "given" ((P,) and (M, D) are read), or None."""
+    """ROWS: "block" (scales (B, P)), "given" (scales (P,)) or None. COLUMNS: the same, with scales (M, D) for both."""
     m = tl.program_id(0)
     tile = tiles_M4 + 4 * m
     if tl.load(tile + 2) == 0:  # no rows: not in use
         return
+    # the values, zero where there is no row or no column
     r = tl.arange(0, BLOCK)
     n = load_tile_index(tile, index_R, r)
     c = program_block(1, BLOCK)
-    p = m.to(tl.int64) * BLOCK + r
     x = load_source_rows(source_ND, n, c, D).to(tl.float32)
     bits = magnitude_bits(x)
+    # where they go: every row of the tile, columns that exist
+    wide_m = m.to(tl.int64)
+    p = wide_m * BLOCK + r
+    P = M * BLOCK
+    every_r = r < BLOCK
     real_c = c < D
-    whole_column = tl.full([BLOCK], 1, tl.int1)
     if ROWS is not None:
+        scale_at = row_scales + p
         if ROWS == "block":
-            scale = scale_from_bits(tl.max(bits, 1), LARGEST, POWER_OF_TWO)
-            line = tl.program_id(1).to(tl.int64) * (M * BLOCK)
-            tl.store(row_scales + line + p, scale)
-        else:
-            scale = tl.load(row_scales + p)
+            scale_at += wide_program_id(1) * P
+        scale = scale_of_lines(bits, scale_at, every_r, 1, ROWS, LARGEST, POWER_OF_TWO)
         q = round_to_fp8(x, scale[:, None], LARGEST, values_PD.dtype.element_ty)
         at = tile_pointers(values_PD, p, c, D)
-        tl.store(at, q, mask=tile_mask(whole_column, real_c))
+        tl.store(at, q, mask=tile_mask(every_r, real_c))
     if COLUMNS is not None:
-        scale_at = column_scales_MD + m.to(tl.int64) * D + c
-        if COLUMNS == "block":
-            scale = scale_from_bits(tl.max(bits, 0), LARGEST, POWER_OF_TWO)
-            tl.store(scale_at, scale, mask=real_c)
-        else:
-            scale = tl.load(scale_at, mask=real_c, other=1.0)
+        scale_at = column_scales_MD + wide_m * D + c
+        scale = scale_of_lines(bits, scale_at, real_c, 0, COLUMNS, LARGEST, POWER_OF_TWO)
         q = round_to_fp8(x, scale[None, :], LARGEST, values_DP.dtype.element_ty)
-        at = tile_pointers(values_DP, c.to(tl.int64), p, M * BLOCK)
-        tl.store(at, tl.trans(q), mask=tile_mask(real_c, whole_column))
+        wide_c = c.to(tl.int64)
+        at = tile_pointers(values_DP, wide_c, p, P)
+        tl.store(at, tl.trans(q), mask=tile_mask(real_c, every_r))
 
 
 @triton.jit
@@ -73,11 +83,14 @@ def tile_maxima_kernel(source_ND, tiles_M4, index_R, parts_BP, columns_MD, M, D,
     c = program_block(1, BLOCK)
     x = load_source_rows(source_ND, n, c, D).to(tl.float32)
     bits = magnitude_bits(x)
+    # of rows, at (b, p)
     part = magnitude_of_bits(tl.max(bits, 1))
-    line = tl.program_id(1).to(tl.int64) * (M * BLOCK)
+    line = wide_program_id(1) * (M * BLOCK)
     tl.store(parts_BP + line + m * BLOCK + r, part)
+    # of columns, at (m, c)
     column = magnitude_of_bits(tl.max(bits, 0))
-    tl.store(columns_MD + m.to(tl.int64) * D + c, column, mask=c < D)
+    line = wide_program_id(0) * D
+    tl.store(columns_MD + line + c, column, mask=c < D)
 
 
 def launch_quantise_tiles(
