@@ -1,13 +1,14 @@
 """Precision recipes: how each one scales the operands of a linear product and sums the product. Torch-free.
 
-Config, `explain`, planner and model read this table; nothing else states what a recipe is. The three products of a layer:
+Config, `explain`, planner and model read this table; nothing else states what a recipe is. The three products of a
+layer:
 
     forward            y  = x W^T       operands x along rows, W
     data gradient      dx = dy W        operands dy along rows, W
     weight gradient    dW = dy^T x      operands dy and x along columns
 
-Entries of `precision.recipes` are `blocks.0.*: plain`: a shell pattern over the names of products, and a recipe. Of several
-entries that match a product the last counts.
+Entries of `precision.recipes` are `blocks.0.*: plain`: a shell pattern over the names of products, and a recipe. Of
+several entries that match a product the last counts.
 """
 
 from __future__ import annotations
@@ -23,14 +24,15 @@ SCALE_BLOCK = 128  # values that share a scale along the contraction; rows of a 
 WIDTH_MULTIPLE = 16  # FP8 kernels read rows that begin at multiples of 16 bytes
 
 RowScales = Literal["none", "block", "tensor", "row"]
-WeightScales = Literal["none", "block", "tensor", "channel"]
+WeightScales = Literal["none", "block", "expert", "channel"]
 ColumnScales = Literal["none", "block", "tensor", "channel"]
 Sums = Literal["plain", "block", "promoted", "fast"]
 
 SCALES_IN_WORDS = {
     "none": "unquantised",
     "block": "a scale for 128 values",
-    "tensor": "a scale for a tensor, or for each expert",
+    "tensor": "a scale for a tensor, or for the rows of an expert",
+    "expert": "a scale for a matrix",
     "row": "a scale for each token",
     "channel": "a scale for each channel",
 }
@@ -87,7 +89,7 @@ RECIPE_SPECS: dict[str, RecipeSpec] = {
     for spec in (
         RecipeSpec("plain"),
         RecipeSpec("fp8_block", "block", "block", "block", SCALE_BLOCK),
-        RecipeSpec("fp8_tensor", "tensor", "tensor", "tensor", SCALE_BLOCK, wants_gate_after_down=True),
+        RecipeSpec("fp8_tensor", "tensor", "expert", "tensor", SCALE_BLOCK, wants_gate_after_down=True),
         RecipeSpec("fp8_row", "row", "channel", "channel", SCALE_BLOCK),
         RecipeSpec("fp8_hybrid", "block", "block", "none", SCALE_BLOCK),
     )

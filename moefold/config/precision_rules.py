@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from operator import attrgetter
 
@@ -39,10 +40,8 @@ def precision_recipes_can_be_read(c: ConfigOnRanks) -> bool:
 def recipes_in_use(c: ConfigOnRanks) -> list[RecipeSpec]:
     """The default recipe and those of all entries that can be read."""
     names = [c.precision.recipe]
-    try:
+    with suppress(UserError):  # reported by the rule above
         names += [entry.recipe for entry in parse_recipe_entries(c.precision.recipes)]
-    except UserError:
-        pass  # reported by the rule above
     return [RECIPE_SPECS[name] for name in names]
 
 
@@ -78,7 +77,7 @@ NO_FP8 = "no recipe in use has FP8 scales"
 NOT_IN_EPILOGUE = "no recipe in use applies scales to finished sums, as fp8_tensor and fp8_row do"
 NOT_BY_DEFAULT = "layers are excluded from precision.recipe, which is plain"
 
-PRECISION_RULES += [
+OPTION_RULES = [
     option_rule("power_of_two_scales", False, quantises_somewhere, NO_FP8),
     option_rule("gradient_format", "e4m3", quantises_somewhere, NO_FP8),
     option_rule("accumulate", "promoted", scales_in_some_epilogue, NOT_IN_EPILOGUE),
@@ -86,6 +85,7 @@ PRECISION_RULES += [
     option_rule("exclude_first", 0, quantises_by_default, NOT_BY_DEFAULT),
     option_rule("exclude_last", 0, quantises_by_default, NOT_BY_DEFAULT),
 ]
+PRECISION_RULES.extend(OPTION_RULES)
 
 
 @PRECISION_RULES.rule(
@@ -174,4 +174,4 @@ PRODUCT_WIDTHS = (
     ProductWidth("model.attention.q_rank", applies=is_latent),
     ProductWidth("model.attention.kv_rank", applies=is_latent),
 )
-PRECISION_RULES += [width.rule() for width in PRODUCT_WIDTHS]
+PRECISION_RULES.extend(width.rule() for width in PRODUCT_WIDTHS)

@@ -268,7 +268,7 @@ class PrecisionConfig:
     gradient_format: Literal["e4m3", "e5m2"] = key("e4m3", "FP8 format of gradients; all else is e4m3")
     accumulate: Literal["promoted", "fast"] = key(
         "promoted",
-        "fp8_tensor and fp8_row: sums of forward and data gradients go to fp32 every 128 values, or stay in the tensor core",
+        "fp8_tensor, fp8_row: forward and data gradients are summed in fp32 every 128 values, or in the tensor core",
     )
     scaling: Literal["current", "delayed"] = key(
         "current", "fp8_tensor and fp8_row: scales from the values themselves, or from those of earlier steps"
