@@ -44,7 +44,7 @@ def dequantised_columns(x: Quantised) -> torch.Tensor:
 
 
 def dequantised_weight(w: Quantised) -> torch.Tensor:
-    e, n, d = w.values.shape
+    _, n, d = w.values.shape
     scales = w.scales.double()
     if scales.shape[1] != n:
         scales = scales.repeat_interleave(n if scales.shape[1] == 1 else 128, 1)[:, :n]
