@@ -106,6 +106,7 @@ def explain_config(config: Config, ranks: int) -> Description:
         "layers": [describe_layer(layer, config) for layer in layers],
         "routing": routing_source(config),
         "dispatcher": dispatcher_choice(config, ranks, facts),
+        "beside_exchanges": work_beside_exchanges(config),
         "kernels": kernels,
         "regions": describe_regions(model, kernels),
     }
@@ -188,6 +189,14 @@ def dispatcher_choice(config: Config, ranks: int, facts: Facts) -> dict[str, str
     return {"name": name, "why": why}
 
 
+def work_beside_exchanges(config: Config) -> str:
+    """What a microbatch computes while its own tokens are sent, in words; empty if nothing."""
+    parallel = config.parallel
+    if parallel.ep * parallel.etp == 1 or not config.model.moe.shared_ffn:
+        return ""
+    return "shared experts, beside plan and dispatch in forward and beside combine in backward"
+
+
 def kernel_choices(config: Config, layers: list[LayerKind], facts: Facts) -> dict[str, KernelChoice]:
     """The implementation of each op that the run calls, in the order of the catalog."""
     forced = forced_implementations(config.kernels.force)
@@ -226,6 +235,8 @@ def print_explanation(explanation: Description) -> None:
         console.print(escape(f"experts of a token: {explanation['routing']}"))
     dispatcher = explanation["dispatcher"]
     console.print(f"dispatcher (on nodes of at most {NODE_SIZE} ranks): {dispatcher['name']} ({dispatcher['why']})")
+    if explanation["beside_exchanges"]:
+        console.print(f"while its tokens are sent a microbatch computes: {explanation['beside_exchanges']}")
     console.print(step_table(explanation["layers"]))
     console.print(kernel_table(explanation))
     console.print(region_table(explanation["regions"]))

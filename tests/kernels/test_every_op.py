@@ -337,6 +337,24 @@ def plain_clamped_swiglu(gate_up, scale, limit):
     return [[one(*both) * f for both in zip(*row, strict=True)] for row, f in zip(gate_up, factors, strict=True)]
 
 
+PLAIN_FUNCTIONS = {
+    "silu": lambda x: x / (1 + math.exp(-x)),
+    "gelu": lambda x: x * (1 + math.erf(x / math.sqrt(2))) / 2,
+    "gelu_tanh": lambda x: x * (1 + math.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))) / 2,
+    "relu": lambda x: max(x, 0.0),
+    "relu2": lambda x: max(x, 0.0) ** 2,
+}
+
+
+def plain_mlp_activation(h, scale, kind):
+    function = PLAIN_FUNCTIONS[kind.function]
+    rows = [list(map(function, row[0] if kind.gated else row)) for row in h]
+    if kind.gated:
+        rows = [[a * up for a, up in zip(row, both[1], strict=True)] for row, both in zip(rows, h, strict=True)]
+    factors = [1.0] * len(h) if scale is None else scale
+    return [[x * factor for x in row] for row, factor in zip(rows, factors, strict=True)]
+
+
 def plain_expert_bias(y, bias, offsets, gate=None):
     expert_of = [next(e for e, end in enumerate(offsets) if r < end) for r in range(len(y))]
     factors = [1.0] * len(y) if gate is None else gate

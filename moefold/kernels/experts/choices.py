@@ -19,11 +19,17 @@ def expert_gemm_runs(facts: Facts) -> bool:
     """Uses Hopper's instructions (wgmma, TMA); TMA needs rows that begin at multiples of 16 bytes."""
     if facts.recipe != "plain" or facts.dtype != "bf16" or facts.capability[0] != 9:
         return False
-    if not facts.swiglu_experts:
+    if facts.unfused_experts:
         return False
     if not facts.hidden or not facts.ffn:
         return False
     return facts.rows_aligned_to(16) and triton_runs(facts)
+
+
+def refuse_unfused_experts(facts: Facts) -> str:
+    if not facts.unfused_experts:
+        return ""
+    return f"{facts.unfused_experts}: not on the fused expert kernel; the experts run as a composition of ops"
 
 
 TORCH_GROUPED_MM = Choice(
@@ -36,16 +42,16 @@ RECOMPUTE_BACKWARD = Choice(
     "recompute_backward", always_runs, "nothing", "saves the pre-activation only, no intermediate values"
 )
 
+TRITON_ACTIVATION = Choice(
+    "triton",
+    triton_computes,
+    "cuda with Triton, fp32 or bf16",
+    "one pass each way; saves the pre-activation only",
+)
+
 CHOICES: Choices = {
-    "swiglu": (
-        Choice(
-            "triton",
-            triton_computes,
-            "cuda with Triton, fp32 or bf16",
-            "one pass each way; saves the pre-activation only",
-        ),
-        RECOMPUTE_BACKWARD,
-    ),
+    "swiglu": (TRITON_ACTIVATION, RECOMPUTE_BACKWARD),
+    "mlp_activation": (TRITON_ACTIVATION, RECOMPUTE_BACKWARD),
     "clamped_swiglu": (RECOMPUTE_BACKWARD,),
     "expert_bias": (),
     "expert_mlp": (
@@ -54,6 +60,7 @@ CHOICES: Choices = {
             expert_gemm_runs,
             "bf16 on Hopper with Triton, SwiGLU experts without biases, sizes that are multiples of 8",
             "activation and its gradient inside the GEMMs; saves tokens and pre-activation only",
+            refusal=refuse_unfused_experts,
         ),
     ),
     "grouped_gemm": (TORCH_GROUPED_MM,),
