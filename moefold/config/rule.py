@@ -26,6 +26,7 @@ from moefold.config.run import (
     OptimConfig,
     ParallelConfig,
     PipelineConfig,
+    PrecisionConfig,
     TrainConfig,
 )
 
@@ -60,6 +61,10 @@ class ConfigOnRanks:
     @property
     def pipeline(self) -> PipelineConfig:
         return self.config.pipeline
+
+    @property
+    def precision(self) -> PrecisionConfig:
+        return self.config.precision
 
     @property
     def kernels(self) -> KernelsConfig:

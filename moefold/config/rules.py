@@ -13,6 +13,7 @@ from operator import attrgetter
 from moefold.config.errors import UserError
 from moefold.config.model_rules import MODEL_RULES
 from moefold.config.optimizer_groups import group_problems
+from moefold.config.precision_rules import PRECISION_RULES
 from moefold.config.rule import (
     ConfigOnRanks,
     ConfigRule,
@@ -518,7 +519,13 @@ def optimizer_groups_can_be_read(c: ConfigOnRanks) -> bool:
     return not optimizer_group_problems(c)
 
 
-RULES: list[ConfigRule] = [*CROSS_FIELD_RULES, *MODEL_RULES, *DIVISIBILITY_RULES, *OPTIMIZER_RULES]
+RULES: list[ConfigRule] = [
+    *CROSS_FIELD_RULES,
+    *MODEL_RULES,
+    *DIVISIBILITY_RULES,
+    *OPTIMIZER_RULES,
+    *PRECISION_RULES,
+]
 
 
 def broken_rules(case: ConfigOnRanks, illegal: Iterable[str] = ()) -> list[str]:

@@ -263,6 +263,26 @@ class PipelineConfig:
 
 
 @dataclass(frozen=True)
+class PrecisionConfig:
+    recipe: Literal["plain", "fp8_block", "fp8_tensor", "fp8_row", "fp8_hybrid"] = key(
+        "plain",
+        "number format of the products of attention, dense MLPs, shared and routed experts; plain: train.precision",
+    )
+    recipes: tuple[str, ...] = key((), "recipes by product name, the last match counts: `*.attention.*: plain`")
+    exclude_first: int = key(0, "first layers that stay plain", at_least=0)
+    exclude_last: int = key(0, "last layers that stay plain; multi-token prediction layers do not count", at_least=0)
+    power_of_two_scales: bool = key(False, "FP8 scales are rounded up to powers of two")
+    gradient_format: Literal["e4m3", "e5m2"] = key("e4m3", "FP8 format of gradients; all else is e4m3")
+    accumulate: Literal["promoted", "fast"] = key(
+        "promoted",
+        "fp8_tensor, fp8_row: forward and data gradients are summed in fp32 every 128 values, or in the tensor core",
+    )
+    scaling: Literal["current", "delayed"] = key(
+        "current", "fp8_tensor and fp8_row: scales from the values themselves, or from those of earlier steps"
+    )
+
+
+@dataclass(frozen=True)
 class KernelsConfig:
     force: tuple[str, ...] = key((), "implementations to use regardless, as op=name, such as attention=reference")
     repeatable: bool = key(
@@ -299,6 +319,7 @@ class Config:
     optim: OptimConfig = section(OptimConfig)
     parallel: ParallelConfig = section(ParallelConfig)
     pipeline: PipelineConfig = section(PipelineConfig)
+    precision: PrecisionConfig = section(PrecisionConfig)
     kernels: KernelsConfig = section(KernelsConfig)
     observe: ObserveConfig = section(ObserveConfig)
     checkpoint: CheckpointConfig = section(CheckpointConfig)

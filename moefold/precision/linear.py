@@ -102,10 +102,12 @@ class FusesProducts(Protocol):
 
 class GroupedLinear(nn.Module):
     """One linear layer per expert: rows sorted by expert, (R, D) to (R, ...). The weight (e, ..., D) is a parameter of
-    the calling module and is passed in, so that the parameter's name does not depend on this class."""
+    the calling module and is passed in, so that the parameter's name does not depend on this class. `reads_tokens`:
+    its rows are gathered tokens."""
 
-    def __init__(self, kernels: BoundKernels):
+    def __init__(self, kernels: BoundKernels, reads_tokens: bool = False):
         super().__init__()
+        self.reads_tokens = reads_tokens
         self.use_recipe(PLAIN, kernels)
 
     def use_recipe(self, recipe: Recipe, kernels: BoundKernels) -> None:
@@ -116,6 +118,6 @@ class GroupedLinear(nn.Module):
 
     def forward(self, x_RD: Tensor, weight: Tensor, ends_e: Tensor) -> Tensor:
         w_eND = weight.flatten(1, -2)
-        y_RN = self.multiply_rows(x_RD, w_eND, ends_e, self.recipe, self.gemms)
+        y_RN = self.multiply_rows(x_RD, w_eND, ends_e, self.recipe, self.gemms, self.reads_tokens)
         outputs = weight.shape[1:-1]
         return y_RN.unflatten(-1, outputs)

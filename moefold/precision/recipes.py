@@ -2,36 +2,53 @@
 
     attach_recipes(model, {"blocks.*.experts.*": "fp8_block", "blocks.*.attention.*": "plain"}, kernels)
 
-A product is a `Linear` or a `GroupedLinear`; its name is its path in the model. A recipe maker gets the product and
-returns its recipe: stateless recipes are one object for all products, a recipe with state is made for each product.
-Layers that read one input are multiplied together where they share a recipe object.
+A product is a `Linear` or a `GroupedLinear`; its name is its path in the model. A recipe maker gets the kernels and
+the options of the section `precision`, and returns a function from a product to its recipe: stateless recipes are one
+object for all products, a recipe with state is made for each product. Layers that read one input are multiplied
+together where they share a recipe object.
 """
 
 from __future__ import annotations
 
 import fnmatch
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 
 from torch import Tensor, nn
 
 from moefold.config.errors import UserError, did_you_mean, one_of
+from moefold.config.precision_recipes import RECIPE_SPECS, RecipeSpec
+from moefold.config.run import PrecisionConfig
 from moefold.kernels.bound import BoundKernels
 from moefold.kernels.linear.product import PLAIN, Recipe
+from moefold.precision.fp8 import Fp8Recipe
 from moefold.precision.linear import FusesProducts, GroupedLinear, Linear
 
 Product = Linear | GroupedLinear
-RecipeMaker = Callable[[Product], Recipe]
+RecipeOfProduct = Callable[[Product], Recipe]
+RecipeMaker = Callable[[BoundKernels, PrecisionConfig], RecipeOfProduct]
+DEFAULT_OPTIONS = PrecisionConfig()
 
 
-def plain_recipe(_: Product) -> Recipe:
-    return PLAIN
+def make_recipe(spec: RecipeSpec, kernels: BoundKernels, options: PrecisionConfig) -> RecipeOfProduct:
+    """The recipe that the table describes, one object for all products."""
+    recipe = Fp8Recipe(spec, options, kernels) if spec.quantises else PLAIN
+
+    def shared_recipe(_: Product) -> Recipe:
+        return recipe
+
+    return shared_recipe
 
 
-RECIPES: dict[str, RecipeMaker] = {"plain": plain_recipe}
+RECIPES: dict[str, RecipeMaker] = {name: partial(make_recipe, spec) for name, spec in RECIPE_SPECS.items()}
 
 
 def attach_recipes(
-    model: nn.Module, patterns: Mapping[str, str], kernels: BoundKernels, held_elsewhere: Iterable[str] = ()
+    model: nn.Module,
+    patterns: Mapping[str, str],
+    kernels: BoundKernels,
+    options: PrecisionConfig = DEFAULT_OPTIONS,
+    held_elsewhere: Iterable[str] = (),
 ) -> None:
     """Give every product its recipe and the kernels for it. Of several patterns that match a product the last counts; a
     product that none matches is plain. `held_elsewhere`: names of products on other pipeline ranks."""
@@ -42,9 +59,10 @@ def attach_recipes(
         one_of("precision recipe", recipe, RECIPES)
         matched = products_matching(pattern, names)
         recipe_of |= dict.fromkeys(matched, recipe)
+    used = {recipe: RECIPES[recipe](kernels, options) for recipe in set(recipe_of.values())}
     for name, product in products.items():
-        make_recipe = RECIPES[recipe_of[name]]
-        product.use_recipe(make_recipe(product), kernels)
+        recipe_for = used[recipe_of[name]]
+        product.use_recipe(recipe_for(product), kernels)
     for module in model.modules():
         if isinstance(module, FusesProducts):
             module.bind_fused_kernel()

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from moefold.comm.collectives import DIST_ALL_GATHER, announce
 from moefold.layout.declare import DeclaringModule
+from moefold.layout.weight_copies import count_change
 from moefold.shard.buckets import Bucket
 from moefold.shard.storage import WeightStorage, Wire
 
@@ -60,8 +61,14 @@ class Publisher:
 
     def publish(self) -> None:
         """Start gathering every bucket's weights from the ranks that updated them."""
+        self.note_new_weights()
         for number in reversed(range(len(self.buckets))):  # buckets are filled from the model's end
             self.publish_bucket(number)
+
+    def note_new_weights(self) -> None:
+        """Declare that weights were written, by the optimizer or from a checkpoint: copies of them no longer hold."""
+        for bucket in self.buckets:
+            count_change(parameter.tensor for parameter in bucket.parameters)
 
     def publish_bucket(self, number: int) -> None:
         if not self.has_replicas(number):

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from moefold.anatomy.products import product_recipes
 from moefold.anatomy.stage_contents import (
     embedding_ranks,
     final_norm_ranks,
@@ -231,7 +232,8 @@ def build_model(
     stages = [stage for stage, home in zip(pipeline_stages(config), homes, strict=True) if home == here]
     with world.device, default_dtype(DTYPES[config.train.precision]):
         model = Transformer(config.model, choices, stages)
-    attach_recipes(model, {}, kernels)  # every product is plain
+    recipe_of = {chosen.product.name: chosen.recipe for chosen in product_recipes(config)}
+    attach_recipes(model, recipe_of, kernels, config.precision, held_elsewhere=recipe_of)
     if start is not None:
         start(model)
     else:

@@ -74,6 +74,7 @@ def resume_run(run: Run, source: str, say: Printer) -> bool:
     rng_state = rng_state_tensors(run.world)
     tensors = run_tensors(run) | rng_state
     load_checkpoint(found, tensors, optional=set(rng_state), world=run.world)
+    run.parameters.note_new_weights()
     restore_rng_state(rng_state, run.world)
     # Checkpoints of the abandoned continuation must not be found by the next --resume auto.
     step = found.state["step"]

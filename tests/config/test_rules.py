@@ -16,6 +16,8 @@ from moefold.config.run import Config
 from moefold.presets.recipe import resolve_recipe
 from moefold.presets.zoo import PRESETS
 
+FP8_LATENT = "--precision.recipe=fp8_block --model.attention.kind=mla --model.attention.kv_heads=4"
+
 # rule -> (overrides that break it, number of ranks, what its message must name)
 BREAKS: dict[str, list[tuple[str, int, str]]] = {
     "split main weights are of bf16 weights": [("--optim.main=split --train.precision=fp32", 1, "optim.main = split")],
@@ -32,6 +34,67 @@ BREAKS: dict[str, list[tuple[str, int, str]]] = {
     "optimizer groups can be read": [
         ("--optim.groups=*.weight:lr=fast", 1, "optim.groups = *.weight:lr=fast: expected lr = a factor"),
         ("--optim.groups=*.weight:rule=adam", 1, 'no rule "adam" (did you mean "adamw"?)'),
+    ],
+    "precision recipes can be read": [
+        ("--precision.recipes=*.attention.*", 1, "precision.recipes = *.attention.*: expected a pattern, a colon"),
+        ("--precision.recipes=*:fp8_blok", 1, 'no recipe "fp8_blok" (did you mean "fp8_block"?)'),
+    ],
+    "precision.power_of_two_scales is used": [
+        ("--precision.power_of_two_scales=true", 1, "precision.power_of_two_scales = true")
+    ],
+    "precision.gradient_format is used": [("--precision.gradient_format=e5m2", 1, "precision.recipe = plain")],
+    "precision.accumulate is used": [
+        ("--precision.accumulate=fast --precision.recipe=fp8_block", 1, "precision.recipe = fp8_block"),
+    ],
+    "precision.scaling is used": [
+        ("--precision.scaling=delayed --precision.recipe=fp8_block", 1, "precision.scaling = delayed"),
+        ("--precision.scaling=delayed", 1, "no recipe in use applies scales to finished sums"),
+    ],
+    "precision.exclude_first is used": [("--precision.exclude_first=1", 1, "precision.exclude_first = 1")],
+    "precision.exclude_last is used": [
+        ("--precision.exclude_last=1 --precision.recipes=*:fp8_row", 1, "precision.recipe, which is plain")
+    ],
+    "delayed scaling is built": [
+        ("--precision.scaling=delayed --precision.recipe=fp8_tensor", 1, "not built yet"),
+        ("--precision.scaling=delayed --precision.recipes=*.experts.*:fp8_row", 1, "precision.scaling = delayed"),
+    ],
+    "some layer is not excluded": [
+        ("--precision.recipe=fp8_row --precision.exclude_first=2 --precision.exclude_last=2", 1, "model.layers = 4"),
+    ],
+    "FP8 fits model.hidden": [("--precision.recipe=fp8_block --model.hidden=136", 1, "model.hidden = 136")],
+    "FP8 fits model.dense_ffn": [
+        ("--precision.recipe=fp8_block --model.moe.dense_layers=1 --model.dense_ffn=72", 1, "model.dense_ffn = 72"),
+    ],
+    "FP8 fits model.moe.ffn": [
+        ("--precision.recipe=fp8_hybrid --parallel.etp=4 --model.moe.ffn=32", 4, "a width of 8 on a rank"),
+        ("--precision.recipe=fp8_tensor --model.moe.ffn=40", 1, "model.moe.ffn = 40"),
+    ],
+    "FP8 fits model.moe.shared_ffn": [
+        ("--precision.recipe=fp8_row --parallel.tp=2 --model.moe.shared_ffn=16", 2, "model.moe.shared_ffn = 16"),
+    ],
+    "FP8 fits model.moe.latent": [("--precision.recipe=fp8_block --model.moe.latent=24", 1, "model.moe.latent = 24")],
+    "FP8 fits model.attention.head_dim": [
+        (
+            "--precision.recipe=fp8_block --parallel.tp=2 --model.attention.head_dim=24",
+            2,
+            "model.attention.head_dim = 24 is a width of 24 on a rank",
+        ),
+    ],
+    "FP8 fits model.attention.value_dim": [
+        (
+            f"{FP8_LATENT} --model.attention.rope_dim=16 --model.attention.value_dim=6",
+            1,
+            "model.attention.value_dim = 6",
+        )
+    ],
+    "FP8 fits model.attention.rope_dim": [
+        (f"{FP8_LATENT} --model.attention.rope_dim=8", 1, "model.attention.rope_dim = 8")
+    ],
+    "FP8 fits model.attention.q_rank": [
+        (f"{FP8_LATENT} --model.attention.rope_dim=16 --model.attention.q_rank=12", 1, "model.attention.q_rank = 12")
+    ],
+    "FP8 fits model.attention.kv_rank": [
+        (f"{FP8_LATENT} --model.attention.rope_dim=16 --model.attention.kv_rank=40", 1, "model.attention.kv_rank = 40")
     ],
     "what is kept is written": [
         ("--checkpoint.every=100 --checkpoint.keep_every=250", 1, "checkpoint.keep_every = 250"),

@@ -64,9 +64,9 @@ def expected_gradients(recipe: Recipe, x: torch.Tensor, layer: Linear, number: i
     """y, dx, dW and db of one layer from the operands, in three formulas."""
     weight, bias = layer.weight_and_bias()
     rows = x.flatten(0, -2)
-    operand, w = recipe.input(rows), recipe.weight(weight).dequantised()
+    operand, w = recipe.input(rows, None), recipe.weight(weight).dequantised()
     dy = numbers(*x.shape[:-1], *layer.weight.shape[:-1], seed=50 + number).reshape(len(rows), -1)
-    d = recipe.gradient(dy)
+    d = recipe.gradient(dy, None)
     kept = operand if recipe.keeps == "rows" else operand.along_columns()
     y = operand.dequantised() @ w.T + (0 if bias is None else bias)
     d_weight = d.along_columns().dequantised().T @ kept.dequantised()
@@ -141,7 +141,7 @@ def test_a_grouped_layer_is_each_experts_own_layer(recipe: str, later: bool):
     assert y.shape == (sum(counts), 2, 3)
     assert run_backward([y], later) == later
     dy = numbers(*y.shape, seed=50).flatten(1)
-    operand, d = made.input(x.detach()), made.gradient(dy)
+    operand, d = made.input(x.detach(), None), made.gradient(dy, None)
     kept = (operand if made.keeps == "rows" else operand.along_columns()).dequantised()
     matrices = made.weight(weight.flatten(1, 2)).dequantised()
     for e, (end, count) in enumerate(zip(ends.tolist(), counts, strict=True)):

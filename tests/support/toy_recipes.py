@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from moefold.kernels.linear.product import KeptOperand, Operand
+from moefold.kernels.linear.product import ExpertRows, KeptOperand, Operand, Products
 
 
 class RoundedRecipe:
@@ -13,14 +13,15 @@ class RoundedRecipe:
     name = "rounded"
     keeps: KeptOperand = "rows"
     row_multiple = 1
+    products: Products | None = None
 
-    def input(self, x: torch.Tensor) -> Operand:
+    def input(self, x: torch.Tensor, rows: ExpertRows | None = None) -> Operand:
         return Operand(x.bfloat16().to(x.dtype))
 
     def weight(self, w: torch.Tensor) -> Operand:
         return self.input(w.detach())
 
-    def gradient(self, dy: torch.Tensor) -> Operand:
+    def gradient(self, dy: torch.Tensor, rows: ExpertRows | None = None) -> Operand:
         return self.input(dy)
 
     def state(self) -> dict[str, torch.Tensor]:
@@ -33,11 +34,12 @@ class BlockScaledRecipe:
 
     name = "block_scaled"
     row_multiple = 2
+    products: Products | None = None
 
     def __init__(self, keeps: KeptOperand = "columns"):
         self.keeps: KeptOperand = keeps
 
-    def input(self, x: torch.Tensor) -> Operand:
+    def input(self, x: torch.Tensor, rows: ExpertRows | None = None) -> Operand:
         rows = self.quantised(x, 1, 4)
         columns = self.quantised(x, 2, 1)
         return rows._replace(columns=columns)
@@ -45,7 +47,7 @@ class BlockScaledRecipe:
     def weight(self, w: torch.Tensor) -> Operand:
         return self.quantised(w.detach(), 1, 4)
 
-    def gradient(self, dy: torch.Tensor) -> Operand:
+    def gradient(self, dy: torch.Tensor, rows: ExpertRows | None = None) -> Operand:
         return self.input(dy)
 
     def state(self) -> dict[str, torch.Tensor]:
@@ -69,7 +71,7 @@ class DelayedScaleRecipe(RoundedRecipe):
     def __init__(self):
         self.input_maximum = torch.zeros(1)
 
-    def input(self, x: torch.Tensor) -> Operand:
+    def input(self, x: torch.Tensor, rows: ExpertRows | None = None) -> Operand:
         torch.maximum(self.input_maximum, x.detach().abs().max().float(), out=self.input_maximum)
         scale = self.input_maximum.to(x.dtype).log2().ceil().exp2().reshape([1] * x.dim())
         return Operand(x / scale, scale)
@@ -77,7 +79,7 @@ class DelayedScaleRecipe(RoundedRecipe):
     def weight(self, w: torch.Tensor) -> Operand:
         return Operand(w.detach())
 
-    def gradient(self, dy: torch.Tensor) -> Operand:
+    def gradient(self, dy: torch.Tensor, rows: ExpertRows | None = None) -> Operand:
         return Operand(dy)
 
     def state(self) -> dict[str, torch.Tensor]:

@@ -90,10 +90,24 @@ def store_quantised(values, scales, row, column, stride, width, x0, x1, POWER_OF
 
 
 @gluon.jit
-def load_weights(weight_R, row, s, real):
-    """The router's weights of a slab, zero from `real` on."""
+def load_slab_weights(weight_R, row, s: gl.constexpr, real):
     r = s * SLAB + gl.arange(0, SLAB, layout=ROW_LAYOUT)
     return gl.load(weight_R + row + r, mask=r < real, other=0.0)
+
+
+@gluon.jit
+def load_weights(weight_R, row, real):
+    """The router's weights of 64 rows, slab by slab; zero from `real` on. All are loaded before the first is needed: a
+    load takes longer than a slab."""
+    w0 = load_slab_weights(weight_R, row, 0, real)
+    w1 = load_slab_weights(weight_R, row, 1, real)
+    w2 = load_slab_weights(weight_R, row, 2, real)
+    w3 = load_slab_weights(weight_R, row, 3, real)
+    w4 = load_slab_weights(weight_R, row, 4, real)
+    w5 = load_slab_weights(weight_R, row, 5, real)
+    w6 = load_slab_weights(weight_R, row, 6, real)
+    w7 = load_slab_weights(weight_R, row, 7, real)
+    return w0, w1, w2, w3, w4, w5, w6, w7
 
 
 @gluon.jit
@@ -103,14 +117,14 @@ def epilogue_swiglu_fp8(outs, tile, bar, phase, half, row, pad, n, F, real, padd
     a_ptr, a_scales, h_ptr, h_scales, weight_R = outs
     F = F // 16 * 16  # tells the compiler that it is a multiple of 16
     blocks = gl.cdiv(F, 128)
-    weight = load_weights(weight_R, row, 0, real)
+    w0, w1, w2, w3, w4, w5, w6, w7 = load_weights(weight_R, row, real)
     mbarrier.wait(bar, phase)
     column = n * 128
     chunk = half * 4
     # loop over slabs of 8 rows
     for s in range(SLABS if real > 0 else 0):
-        w = weight[:, None]
-        weight = load_weights(weight_R, row, s + 1, real)
+        w = w0[:, None]
+        w0, w1, w2, w3, w4, w5, w6 = w1, w2, w3, w4, w5, w6, w7
         g0 = load_part(tile, chunk, s)
         g1 = load_part(tile, chunk + 1, s)
         u0 = load_part(tile, chunk + 2, s)
@@ -152,18 +166,25 @@ def prefetch_pre_activation(h_ptr, ahead, p, pad, n, F):
 
 
 @gluon.jit
-def load_block_scales(scales, p, pad, n, blocks, padded):
-    """Scales of gate and up of block p."""
-    row = pad + p // 2 % SLABS * SLAB + gl.arange(0, SLAB, layout=ROW_LAYOUT)
-    block = gl.minimum(n * 2 + p % 2, blocks - 1).to(gl.int64)
-    gate = gl.load(scales + block * padded + row)
-    up = gl.load(scales + (blocks + block) * padded + row)
-    return gate, up
+def prefetch_scales(scales, buf, pad, n, blocks, padded):
+    """Start the copy of 64 rows' scales to shared memory: gate, gate, up, up of the tile's two blocks of columns."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [2, 1], [1, 0])
+    q = gl.arange(0, 4, layout=gl.SliceLayout(1, layout))
+    r = gl.arange(0, 64, layout=gl.SliceLayout(0, layout))
+    block = gl.minimum(n * 2 + q % 2, blocks - 1) + q // 2 * blocks
+    at = scales + block.to(gl.int64)[:, None] * padded + (pad + r)[None, :]
+    async_copy.async_copy_global_to_shared(buf, at)
+
+
+@gluon.jit
+def load_slab_scales(buf, q, s):
+    slabs = buf._reinterpret(gl.float32, [4 * SLABS, SLAB, 1], buf.type.layout)
+    return slabs.index(q * SLABS + s).load(PART_LAYOUT)
 
 
 @gluon.jit
 def dequantised(buf, scale):
-    return buf.load(PART_LAYOUT).to(gl.float32) * scale[:, None]
+    return buf.load(PART_LAYOUT).to(gl.float32) * scale
 
 
 @gluon.jit
@@ -186,25 +207,25 @@ def epilogue_dswiglu_fp8(outs, tile, ahead, bar, phase, half, row, pad, n, F, re
     F = F // 16 * 16  # tells the compiler that it is a multiple of 16
     real = gl.minimum(real, 64)
     blocks = gl.cdiv(F, 128)
-    # prologue: three blocks in flight
+    # prologue: scales, and three blocks in flight
+    ahead, ahead_scales = ahead
+    prefetch_scales(h_scales, ahead_scales, pad, n, blocks, padded)
     for p in range(3):
         prefetch_pre_activation(h_ptr, ahead, p, pad, n, F)
-    weight = load_weights(weight_R, row, 0, real)
-    gate_scale, up_scale = load_block_scales(h_scales, 0, pad, n, blocks, padded)
+    w0, w1, w2, w3, w4, w5, w6, w7 = load_weights(weight_R, row, real)
     mbarrier.wait(bar, phase)
     # main loop over slabs of 8 rows, and over their columns
     for s in range(SLABS if real > 0 else 0):
-        w = weight[:, None]
-        weight = load_weights(weight_R, row, s + 1, real)
+        w = w0[:, None]
+        w0, w1, w2, w3, w4, w5, w6 = w1, w2, w3, w4, w5, w6, w7
         dots = gl.zeros([SLAB, 64], gl.float32, PART_LAYOUT)
         for c in range(2):
             p = s * 2 + c
-            sg = gate_scale
-            su = up_scale
-            gate_scale, up_scale = load_block_scales(h_scales, p + 1, pad, n, blocks, padded)
             prefetch_pre_activation(h_ptr, ahead, p + 3, pad, n, F)
             async_copy.wait_group(3)
             # gate and up of this block
+            sg = load_slab_scales(ahead_scales, c, s)
+            su = load_slab_scales(ahead_scales, 2 + c, s)
             first = p % 4 * 4
             g0 = dequantised(ahead.index(first), sg)
             g1 = dequantised(ahead.index(first + 1), sg)

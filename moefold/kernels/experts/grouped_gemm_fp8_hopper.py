@@ -381,6 +381,7 @@ def expert_gemm_fp8(
     row_major: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     ahead_parts: gl.constexpr = 16 if END == "dswiglu" else 1
     ahead = gl.allocate_shared_memory(gl.float8e4nv, [ahead_parts, 8, 64], row_major)
+    ahead_scales = gl.allocate_shared_memory(gl.float32, [4, 64], row_major)
     # barriers: stages filled and free, halves of a tile made and gone
     bar_layout: gl.constexpr = mbarrier.MBarrierLayout()
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar_layout)
@@ -424,7 +425,7 @@ def expert_gemm_fp8(
             (multiply_fp8_tiles, (ring, hand, grid, scales, out_ptr, M, N, padded, 0, KIND, END, SCALES, PROMOTE, WIDE_B, STAGES)),
             (multiply_fp8_tiles, (ring, hand, grid, scales, out_ptr, M, N, padded, 1, KIND, END, SCALES, PROMOTE, WIDE_B, STAGES)),
             (fetch_fp8_operands, (descs, ring, grid, N, KIND, END, SCALES, STAGES)),
-            (run_fp8_epilogues, (outs, hand, ahead, grid, N, padded, KIND, END, POWER_OF_TWO)),
+            (run_fp8_epilogues, (outs, hand, (ahead, ahead_scales), grid, N, padded, KIND, END, POWER_OF_TWO)),
         ],
         [4, 1, 2],
         [CONSUMER_REGS, OTHER_REGS, OTHER_REGS],

@@ -14,4 +14,6 @@ CHOICES: Choices = {
         ),
     ),
     "grouped_linear": (),
+    "fp8_product": (),
+    "fp8_weight_product": (),
 }

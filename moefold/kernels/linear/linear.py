@@ -17,13 +17,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moefold.kernels.experts.grouped_gemm import grouped_gemm, grouped_gemm_weight
-from moefold.kernels.linear.product import PLAIN, Operand, Recipe, WeightAndBias, multiply
+from moefold.kernels.linear.product import PLAIN, ExpertRows, Operand, Recipe, WeightAndBias, multiply
 from moefold.kernels.registry import CaseInputs, Cases, KernelCase, register_op
 from moefold.layout.gradient_sink import memory_for_gradient
 
 
 class DenseProducts:
-    """Plain torch products of dequantised operands: the reference of any recipe."""
+    """Plain torch products of dequantised operands: the reference of any recipe without products of its own."""
 
     def forward(self, x: Operand, w: Operand, bias: Tensor | None) -> Tensor:
         x_TD = x.dequantised()
@@ -125,7 +125,7 @@ class GroupedGemms(NamedTuple):
 
 
 class GroupedProducts:
-    """Grouped GEMMs of dequantised operands: the reference of any recipe."""
+    """Grouped GEMMs of dequantised operands: the reference of any recipe without products of its own."""
 
     def __init__(self, gemms: GroupedGemms, ends_E: Tensor):
         self.gemms = gemms
@@ -156,11 +156,17 @@ REFERENCE_GEMMS = GroupedGemms()
 
 @register_op
 def grouped_linear(
-    x_RD: Tensor, w_END: Tensor, ends_E: Tensor, recipe: Recipe = PLAIN, gemms: GroupedGemms = REFERENCE_GEMMS
+    x_RD: Tensor,
+    w_END: Tensor,
+    ends_E: Tensor,
+    recipe: Recipe = PLAIN,
+    gemms: GroupedGemms = REFERENCE_GEMMS,
+    are_tokens: bool = False,
 ) -> Tensor:
     products = GroupedProducts(gemms, ends_E)
     layer = (w_END, None)
-    (y_RN,) = multiply(x_RD, [layer], recipe, products)
+    rows = ExpertRows(ends_E, are_tokens)
+    (y_RN,) = multiply(x_RD, [layer], recipe, products, rows)
     return y_RN
 
 

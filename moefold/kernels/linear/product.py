@@ -5,13 +5,16 @@
     dW = dy^T x         weight gradient, now or deferred (layout/deferred_wgrad.py)
 
 A recipe turns tensors into operands: the plain recipe leaves them as they are, a low-precision recipe quantises them.
-Products multiply operands. Dense: x (T, D), W (N, D). Grouped: x (R, D) sorted by expert, W (E, N, D).
+Products multiply operands. Dense: x (T, D), W (N, D). Grouped: x (R, D) sorted by expert, W (E, N, D). Most operands
+are matrices with scales (`Operand`), and any products multiply them; a recipe whose operands are otherwise brings its
+products.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import repeat
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
@@ -21,6 +24,14 @@ from moefold.layout.deferred_wgrad import gradient_or_defer
 
 WeightAndBias = tuple[Tensor, Tensor | None]
 KeptOperand = Literal["rows", "columns", "both"]
+
+
+class ExpertRows(NamedTuple):
+    """Rows sorted by expert: those of expert e end before `ends_E[e]`. `are_tokens`: rows are gathered tokens, which
+    may be quantised before they are gathered."""
+
+    ends_E: Tensor
+    are_tokens: bool = False
 
 
 class Operand(NamedTuple):
@@ -48,19 +59,23 @@ class Operand(NamedTuple):
 
 class Recipe(Protocol):
     """The number format of a product's operands. `keeps`: the part of the input's operand that forward saves for the
-    weight gradient. `row_multiple`: each expert's rows are to be padded to a multiple of it."""
+    weight gradient. `row_multiple`: each expert's rows are padded to a multiple of it, by the recipe itself.
+    `products`: those that multiply its operands; None: operands are `Operand`s, which any products multiply."""
 
     name: str
     keeps: KeptOperand
     row_multiple: int
+    products: Products | None
 
-    def input(self, x: Tensor) -> Operand: ...
+    def input(self, x: Tensor, rows: ExpertRows | None) -> Any:
+        """The operand of an input. Without `rows`, x is the input of a dense layer."""
+        ...
 
-    def weight(self, w: Tensor) -> Operand:
+    def weight(self, w: Tensor) -> Any:
         """Asked for in forward and again in backward: a recipe may cache it until the optimizer moves the weight."""
         ...
 
-    def gradient(self, dy: Tensor) -> Operand: ...
+    def gradient(self, dy: Tensor, rows: ExpertRows | None) -> Any: ...
 
     def state(self) -> dict[str, Tensor]:
         """Tensors that outlive a step, such as a delayed maximum, by name: checkpoints list them."""
@@ -73,14 +88,15 @@ class PlainRecipe:
     name = "plain"
     keeps: KeptOperand = "rows"
     row_multiple = 1
+    products: Products | None = None
 
-    def input(self, x: Tensor) -> Operand:
+    def input(self, x: Tensor, rows: ExpertRows | None) -> Operand:
         return Operand(x)
 
     def weight(self, w: Tensor) -> Operand:
         return Operand(w)
 
-    def gradient(self, dy: Tensor) -> Operand:
+    def gradient(self, dy: Tensor, rows: ExpertRows | None) -> Operand:
         return Operand(dy)
 
     def state(self) -> dict[str, Tensor]:
@@ -91,15 +107,15 @@ PLAIN = PlainRecipe()
 
 
 class Products(Protocol):
-    """The three products, dense or grouped."""
+    """The three products, dense or grouped, of the operands of one recipe or of plain `Operand`s."""
 
-    def forward(self, x: Operand, w: Operand, bias: Tensor | None) -> Tensor: ...
+    def forward(self, x: Any, w: Any, bias: Tensor | None) -> Tensor: ...
 
-    def data(self, dy: Operand, w: Operand, into: Tensor | None) -> Tensor:
+    def data(self, dy: Any, w: Any, into: Tensor | None) -> Tensor:
         """Given `into`, the gradient is added to that tensor, which is returned."""
         ...
 
-    def weight(self, dy: Operand, x: Operand, weight: Tensor) -> Tensor | None:
+    def weight(self, dy: Any, x: Any, weight: Tensor) -> Tensor | None:
         """The gradient of `weight`, which may be written to the place that its sink lends; or None if the gradient was
         added to the sink's running sum."""
         ...
@@ -109,13 +125,21 @@ class ProductCall(NamedTuple):
     recipe: Recipe
     products: Products
     layers: int
+    rows: ExpertRows | None
 
 
-def multiply(x: Tensor, layers: Sequence[WeightAndBias], recipe: Recipe, products: Products) -> tuple[Tensor, ...]:
-    """The products of one input with the weights of several layers. Their input gradients are summed inside."""
+def multiply(
+    x: Tensor,
+    layers: Sequence[WeightAndBias],
+    recipe: Recipe,
+    products: Products,
+    rows: ExpertRows | None = None,
+) -> tuple[Tensor, ...]:
+    """The products of one input with the weights of several layers. Their input gradients are summed inside.
+    `products` multiply the operands, unless the recipe brings its own."""
     weights = [weight for weight, _ in layers]
     biases = [bias for _, bias in layers]
-    call = ProductCall(recipe, products, len(layers))
+    call = ProductCall(recipe, recipe.products or products, len(layers), rows)
     return LinearProduct.apply(call, x, *weights, *biases)  # pyright: ignore[reportReturnType]
 
 
@@ -125,10 +149,10 @@ class LinearProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: ProductCall, x: Tensor, *tensors: Any) -> Any:
-        recipe, products, layers = call
+        recipe, products, layers, rows = call
         weights = tensors[:layers]
         biases = tensors[layers:]
-        x_operand = recipe.input(x.flatten(0, -2))
+        x_operand = recipe.input(x.flatten(0, -2), rows)
         outputs: list[Tensor] = []
         for weight, bias in zip(weights, biases, strict=True):
             y = products.forward(x_operand, recipe.weight(weight), bias)
@@ -142,24 +166,26 @@ class LinearProduct(torch.autograd.Function):
         kept = None
         if any(ctx.needs_input_grad[2 : 2 + layers]):
             kept = kept_operand(x_operand, recipe.keeps)
-        ctx.save_for_backward(*pack_operand(kept))
+        ctx.kept_form = without_tensors(kept)
+        ctx.save_for_backward(*tensors_of(kept))
         return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        recipe, products, layers = ctx.call
-        x_operand = unpack_operand(*ctx.saved_tensors)
+        recipe, products, layers, rows = ctx.call
+        x_operand = with_tensors(ctx.kept_form, iter(ctx.saved_tensors))
         _, needs_dx, *needed = ctx.needs_input_grad
         dx: Tensor | None = None
         d_weights: list[Tensor | None] = [None] * layers
         d_biases: list[Tensor | None] = [None] * layers
         for i, weight in enumerate(ctx.weights):
             dy = gradients[i].flatten(0, -2)
-            dy_operand = recipe.gradient(dy)
+            dy_operand = recipe.gradient(dy, rows)
             if needs_dx:  # summed over the layers
                 dx = products.data(dy_operand, recipe.weight(weight), dx)
             if needed[i]:
-                compute_wgrad = partial(products.weight, dy_operand, x_operand, weight)
+                dy_columns = dy_operand.along_columns()
+                compute_wgrad = partial(products.weight, dy_columns, x_operand, weight)
                 d_weights[i] = gradient_or_defer(weight, compute_wgrad)
             if needed[layers + i]:
                 d_biases[i] = dy.sum(0)
@@ -168,27 +194,33 @@ class LinearProduct(torch.autograd.Function):
         return None, dx, *d_weights, *d_biases
 
 
-def kept_operand(x: Operand, keeps: KeptOperand) -> Operand:
+def kept_operand(x: Any, keeps: KeptOperand) -> Any:
     """The part of an input's operand that backward needs."""
     if keeps == "rows":
         return x._replace(columns=None)
     return x.along_columns() if keeps == "columns" else x
 
 
-def pack_operand(operand: Operand | None) -> tuple[Tensor | None, ...]:
-    """The tensors of an operand, as autograd saves them."""
-    if operand is None:
-        return None, None, None, None
-    columns = operand.columns
-    if columns is None:
-        return operand.rows, operand.scales, None, None
-    return operand.rows, operand.scales, columns.rows, columns.scales
+# An operand is a tree of named tuples whose leaves are tensors or None; autograd saves its leaves.
 
 
-def unpack_operand(rows: Tensor | None, *others: Tensor | None) -> Operand | None:
-    if rows is None:
-        return None
-    scales, column_rows, column_scales = others
-    if column_rows is None:
-        return Operand(rows, scales)
-    return Operand(rows, scales, Operand(column_rows, column_scales))
+def tensors_of(operand: Any) -> list[Tensor | None]:
+    if not isinstance(operand, tuple):
+        return [operand]
+    leaves: list[Tensor | None] = []
+    for part in operand:  # pyright: ignore[reportUnknownVariableType]
+        leaves += tensors_of(part)
+    return leaves
+
+
+def with_tensors(form: Any, leaves: Iterator[Tensor | None]) -> Any:
+    """The operand of this form with these leaves."""
+    if not isinstance(form, tuple):
+        return next(leaves)
+    parts = [with_tensors(part, leaves) for part in form]  # pyright: ignore[reportUnknownVariableType]
+    return type(form)(*parts)
+
+
+def without_tensors(operand: Any) -> Any:
+    """The form of an operand."""
+    return with_tensors(operand, repeat(None))

@@ -42,7 +42,7 @@ class Experts(DeclaringModule):
         self.declare_weights(model)
         moe = model.moe
         self.kernels = kernels.with_facts(unfused_experts=unfused_experts_reason(model))
-        self.up_product = GroupedLinear(self.kernels)
+        self.up_product = GroupedLinear(self.kernels, reads_tokens=True)
         self.down_product = GroupedLinear(self.kernels)
         self.adds_bias = world.axis("etp").index == 0  # etp ranks compute summands: one of them adds the bias
         self.activate = bind_expert_activation(model, kernels)

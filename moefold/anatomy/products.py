@@ -1,0 +1,123 @@
+"""The linear products of a model by name, and the recipe of each. Torch-free.
+
+A product's name is that of its module: `blocks.0.attention.query`, `blocks.0.moe.experts.up_product`. The default
+scope of `precision.recipe` is attention, dense MLPs, shared and routed experts. Embedding, head and router are no
+products of a recipe.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+
+from moefold.anatomy.step_specs import WeightSpec, prefixed_model_steps, prefixed_mtp_steps
+from moefold.config.errors import UserError, did_you_mean, printable_text
+from moefold.config.precision_recipes import RECIPE_SPECS, WIDTH_MULTIPLE, parse_recipe_entries
+from moefold.config.run import Config, ModelConfig, ParallelConfig
+
+NO_PRODUCTS = ("embedding.weight", "head.weight", "moe.router.weight")
+GROUPED_PRODUCTS = {"moe.experts.gate_up": "moe.experts.up_product", "moe.experts.down": "moe.experts.down_product"}
+SCOPE = ("attention.", "dense.", "moe.shared.", "moe.experts.")
+PLAIN_IN_SCOPE = ("moe.shared.gate",)  # one output
+
+
+@dataclass(frozen=True)
+class ProductSpec:
+    """One linear product: `place` is its name inside its layer, `prefix` that of the layer. `inputs` and `outputs` are
+    the widths on one rank."""
+
+    prefix: str
+    place: str
+    inputs: int
+    outputs: int
+
+    @property
+    def name(self) -> str:
+        return self.prefix + self.place
+
+    @property
+    def layer(self) -> int | None:
+        """The number of the model's layer; None in a layer of multi-token prediction."""
+        if not self.prefix.startswith("blocks."):
+            return None
+        return int(self.prefix.split(".")[1])
+
+    @property
+    def is_in_scope(self) -> bool:
+        return self.place.startswith(SCOPE) and self.place not in PLAIN_IN_SCOPE
+
+
+@dataclass(frozen=True)
+class ProductRecipe:
+    """The recipe of a product, and why it has this one."""
+
+    product: ProductSpec
+    recipe: str
+    why: str
+
+
+def model_products(model: ModelConfig, parallel: ParallelConfig) -> Iterator[ProductSpec]:
+    """Every linear product from tokens to the loss, layers of multi-token prediction included."""
+    degrees = {"tp": parallel.tp, "ep": parallel.ep, "etp": parallel.etp}
+    steps = [*prefixed_model_steps(model), *prefixed_mtp_steps(model)]
+    for prefix, step in steps:
+        for weight in step.weights:
+            if weight.is_matrix and weight.name not in NO_PRODUCTS:
+                yield product_of_weight(prefix, weight, degrees)
+
+
+def product_of_weight(prefix: str, weight: WeightSpec, degrees: dict[str, int]) -> ProductSpec:
+    *outputs, inputs = weight.part(degrees)
+    place = GROUPED_PRODUCTS.get(weight.name)
+    if place is None:
+        place = weight.name.removesuffix(".weight")
+    else:
+        outputs = outputs[1:]  # those of one expert
+    return ProductSpec(prefix, place, int(inputs), int(prod(outputs)))
+
+
+def product_recipes(config: Config) -> list[ProductRecipe]:
+    """The recipe of every product. Entries that match no product, and widths that FP8 kernels cannot read, are refused
+    all at once."""
+    products = list(model_products(config.model, config.parallel))
+    chosen = [default_recipe(product, config) for product in products]
+    problems: list[str] = []
+    for entry in parse_recipe_entries(config.precision.recipes):
+        matched = [i for i, product in enumerate(products) if entry.matches(product.name)]
+        if not matched:
+            problems.append(unmatched_pattern(entry.pattern, products))
+        for i in matched:
+            chosen[i] = ProductRecipe(products[i], entry.recipe, f"precision.recipes: {entry.pattern}")
+    problems += filter(None, map(width_problem, chosen))
+    if problems:
+        raise UserError(*problems)
+    return chosen
+
+
+def default_recipe(product: ProductSpec, config: Config) -> ProductRecipe:
+    precision = config.precision
+    layer = product.layer
+    if not product.is_in_scope:
+        return ProductRecipe(product, "plain", "outside the scope of precision.recipe")
+    if layer is not None and layer < precision.exclude_first:
+        return ProductRecipe(product, "plain", "precision.exclude_first")
+    if layer is not None and layer >= config.model.layers - precision.exclude_last:
+        return ProductRecipe(product, "plain", "precision.exclude_last")
+    return ProductRecipe(product, precision.recipe, "precision.recipe")
+
+
+def unmatched_pattern(pattern: str, products: list[ProductSpec]) -> str:
+    near = did_you_mean(pattern, [product.name for product in products])
+    shown = printable_text(pattern)
+    return f'precision.recipes: no product of the model matches "{shown}"{near}; * stands for any part of a name'
+
+
+def width_problem(chosen: ProductRecipe) -> str | None:
+    product = chosen.product
+    fits = product.inputs % WIDTH_MULTIPLE == 0 and product.outputs % WIDTH_MULTIPLE == 0
+    if fits or not RECIPE_SPECS[chosen.recipe].quantises:
+        return None
+    widths = f"{product.inputs} inputs and {product.outputs} outputs on a rank"
+    advice = f'add "{product.name}: plain" to precision.recipes'
+    return f"{product.name} has {widths}; {chosen.recipe} needs multiples of {WIDTH_MULTIPLE}; {advice}"

@@ -1,0 +1,148 @@
+"""Precision recipes: how each one scales the operands of a linear product and sums the product. Torch-free.
+
+Config, `explain`, planner and model read this table; nothing else states what a recipe is. The three products of a
+layer:
+
+    forward            y  = x W^T       operands x along rows, W
+    data gradient      dx = dy W        operands dy along rows, W
+    weight gradient    dW = dy^T x      operands dy and x along columns
+
+Entries of `precision.recipes` are `blocks.0.*: plain`: a shell pattern over the names of products, and a recipe. Of
+several entries that match a product the last counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Literal
+
+from moefold.config.errors import UserError, did_you_mean, printable_text
+
+SCALE_BLOCK = 128  # values that share a scale along the contraction; rows of a tile
+WIDTH_MULTIPLE = 16  # FP8 kernels read rows that begin at multiples of 16 bytes
+
+RowScales = Literal["none", "block", "tensor", "row"]
+WeightScales = Literal["none", "block", "expert", "channel"]
+ColumnScales = Literal["none", "block", "tensor", "channel"]
+Sums = Literal["plain", "block", "promoted", "fast"]
+
+SCALES_IN_WORDS = {
+    "none": "unquantised",
+    "block": "a scale for 128 values",
+    "tensor": "a scale for a tensor, or for the rows of an expert",
+    "expert": "a scale for a matrix",
+    "row": "a scale for each token",
+    "channel": "a scale for each channel",
+}
+SUMS_IN_WORDS = {
+    "plain": "sums of the model's own products",
+    "block": "fp32 sums of scaled blocks of 128",
+    "promoted": "fp32 sums of blocks of 128, scaled at the end",
+    "fast": "sums of the tensor core, scaled at the end",
+}
+
+
+@dataclass(frozen=True)
+class RecipeSpec:
+    """One recipe. `rows`: scales of x and of dy in the first two products; one of "tensor" is one for all tokens where
+    rows are tokens, and one for each expert otherwise. `weight`: scales of W. `columns`: scales of x and dy in the
+    weight gradient; "none": that product runs in the model's own precision. `row_multiple`: each expert's rows fill
+    tiles of so many rows. `wants_gate_after_down`: rows of an expert share a scale, so that the router's weight inside
+    the activation costs accuracy (`model.moe.gate` decides)."""
+
+    name: str
+    rows: RowScales = "none"
+    weight: WeightScales = "none"
+    columns: ColumnScales = "none"
+    row_multiple: int = 1
+    wants_gate_after_down: bool = False
+
+    @property
+    def quantises(self) -> bool:
+        return self.rows != "none"
+
+    @property
+    def scales_in_epilogue(self) -> bool:
+        """Whether scales are applied to finished sums, so that these may be summed in the tensor core."""
+        return self.quantises and self.rows != "block"
+
+    def row_sums(self, accumulate: str) -> Sums:
+        """Summation of forward and data gradient under `precision.accumulate`."""
+        if not self.quantises:
+            return "plain"
+        if not self.scales_in_epilogue:
+            return "block"
+        return "fast" if accumulate == "fast" else "promoted"
+
+    @property
+    def weight_sums(self) -> Sums:
+        """Summation of the weight gradient: promoted to fp32 whatever `precision.accumulate` says."""
+        if self.columns == "none":
+            return "plain"
+        return "block" if self.columns == "block" else "promoted"
+
+
+RECIPE_SPECS: dict[str, RecipeSpec] = {
+    spec.name: spec
+    for spec in (
+        RecipeSpec("plain"),
+        RecipeSpec("fp8_block", "block", "block", "block", SCALE_BLOCK),
+        RecipeSpec("fp8_tensor", "tensor", "expert", "tensor", SCALE_BLOCK, wants_gate_after_down=True),
+        RecipeSpec("fp8_row", "row", "channel", "channel", SCALE_BLOCK),
+        RecipeSpec("fp8_hybrid", "block", "block", "none", SCALE_BLOCK),
+    )
+}
+
+
+def is_quantised(recipe: str) -> bool:
+    """Whether products of this recipe have FP8 operands. Names of recipes from elsewhere are not in the table."""
+    return recipe in RECIPE_SPECS and RECIPE_SPECS[recipe].quantises
+
+
+@dataclass(frozen=True)
+class RecipeEntry:
+    """One entry of `precision.recipes`."""
+
+    pattern: str
+    recipe: str
+
+    def matches(self, product: str) -> bool:
+        return fnmatchcase(product, self.pattern)
+
+
+def parse_recipe_entries(entries: Iterable[str]) -> list[RecipeEntry]:
+    """The entries of `precision.recipes`, in order; all that cannot be read are refused at once."""
+    parsed: list[RecipeEntry] = []
+    problems: list[str] = []
+    for entry in entries:
+        try:
+            parsed.append(parse_recipe_entry(entry))
+        except ValueError as error:
+            problems.append(f"precision.recipes = {printable_text(entry)}: {error}")
+    if problems:
+        raise UserError(*problems)
+    return parsed
+
+
+def parse_recipe_entry(entry: str) -> RecipeEntry:
+    pattern, _, recipe = entry.partition(":")
+    pattern = pattern.strip()
+    recipe = recipe.strip()
+    if not pattern or not recipe:
+        raise ValueError("expected a pattern, a colon and a recipe, such as blocks.0.*: plain")
+    if recipe not in RECIPE_SPECS:
+        near = did_you_mean(recipe, RECIPE_SPECS)
+        known = ", ".join(RECIPE_SPECS)
+        raise ValueError(f'no recipe "{recipe}"{near}; there are: {known}')
+    return RecipeEntry(pattern, recipe)
+
+
+def recipe_entry_problems(entries: Iterable[str]) -> str:
+    """The problems of the entries as text; empty if all can be read."""
+    try:
+        parse_recipe_entries(entries)
+    except UserError as error:
+        return "; ".join(error.problems)
+    return ""

@@ -1,0 +1,177 @@
+"""Rules of the section `precision`: readable entries, widths that FP8 kernels can read, options that do something."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from operator import attrgetter
+
+from moefold.config.errors import UserError
+from moefold.config.precision_recipes import (
+    RECIPE_SPECS,
+    WIDTH_MULTIPLE,
+    RecipeSpec,
+    parse_recipe_entries,
+    recipe_entry_problems,
+)
+from moefold.config.rule import Condition, ConfigOnRanks, ConfigRule, RuleList, message_of
+
+RECIPE = "precision.recipe"
+ENTRIES = "precision.recipes"
+
+PRECISION_RULES = RuleList()
+
+
+def entry_problems(c: ConfigOnRanks) -> str:
+    return recipe_entry_problems(c.precision.recipes)
+
+
+@PRECISION_RULES.rule(
+    "precision recipes can be read",
+    (ENTRIES,),
+    says=entry_problems,
+    fix='set precision.recipes to ""',
+)
+def precision_recipes_can_be_read(c: ConfigOnRanks) -> bool:
+    return not entry_problems(c)
+
+
+def recipes_in_use(c: ConfigOnRanks) -> list[RecipeSpec]:
+    """The default recipe and those of all entries that can be read."""
+    names = [c.precision.recipe]
+    with suppress(UserError):  # reported by the rule above
+        names += [entry.recipe for entry in parse_recipe_entries(c.precision.recipes)]
+    return [RECIPE_SPECS[name] for name in names]
+
+
+def quantises_by_default(c: ConfigOnRanks) -> bool:
+    return RECIPE_SPECS[c.precision.recipe].quantises
+
+
+def quantises_somewhere(c: ConfigOnRanks) -> bool:
+    return any(spec.quantises for spec in recipes_in_use(c))
+
+
+def scales_in_some_epilogue(c: ConfigOnRanks) -> bool:
+    return any(spec.scales_in_epilogue for spec in recipes_in_use(c))
+
+
+# Options that would be ignored.
+
+
+def option_rule(option: str, default: object, needed: Condition, why: str) -> ConfigRule:
+    """The option has its default value unless the recipes in use need it."""
+    path = f"precision.{option}"
+
+    def option_is_used(c: ConfigOnRanks) -> bool:
+        return attrgetter(path)(c) == default or needed(c)
+
+    reads = (path, RECIPE, ENTRIES)
+    values = ", ".join(f"<{key}>" for key in reads)
+    fix = f"set {path} to {str(default).lower()}"
+    return ConfigRule(f"{path} is used", reads, option_is_used, message_of(f"{values}: {why}"), message_of(fix))
+
+
+NO_FP8 = "no recipe in use has FP8 scales"
+NOT_IN_EPILOGUE = "no recipe in use applies scales to finished sums, as fp8_tensor and fp8_row do"
+NOT_BY_DEFAULT = "layers are excluded from precision.recipe, which is plain"
+
+OPTION_RULES = [
+    option_rule("power_of_two_scales", False, quantises_somewhere, NO_FP8),
+    option_rule("gradient_format", "e4m3", quantises_somewhere, NO_FP8),
+    option_rule("accumulate", "promoted", scales_in_some_epilogue, NOT_IN_EPILOGUE),
+    option_rule("scaling", "current", scales_in_some_epilogue, NOT_IN_EPILOGUE),
+    option_rule("exclude_first", 0, quantises_by_default, NOT_BY_DEFAULT),
+    option_rule("exclude_last", 0, quantises_by_default, NOT_BY_DEFAULT),
+]
+PRECISION_RULES.extend(OPTION_RULES)
+
+
+@PRECISION_RULES.rule(
+    "delayed scaling is built",
+    ("precision.scaling", RECIPE, ENTRIES),
+    why="delayed scales are not built yet",
+    fix="set precision.scaling to current",
+)
+def delayed_scaling_is_built(c: ConfigOnRanks) -> bool:
+    return c.precision.scaling == "current" or not scales_in_some_epilogue(c)
+
+
+@PRECISION_RULES.rule(
+    "some layer is not excluded",
+    ("precision.exclude_first", "precision.exclude_last", "model.layers"),
+    says="<precision.exclude_first> and <precision.exclude_last> leave no layer of <model.layers>",
+    fix="set precision.exclude_first to 0 and precision.exclude_last to 0",
+)
+def some_layer_is_not_excluded(c: ConfigOnRanks) -> bool:
+    excluded = c.precision.exclude_first + c.precision.exclude_last
+    return excluded == 0 or excluded < c.model.layers
+
+
+# Widths of products on one rank.
+
+
+def is_latent(c: ConfigOnRanks) -> bool:
+    return c.model.attention.kind == "mla"
+
+
+def has_dense_mlp(c: ConfigOnRanks) -> bool:
+    return c.model.moe.dense_layers > 0 or c.model.moe.every > 1
+
+
+def always(_: ConfigOnRanks) -> bool:
+    return True
+
+
+@dataclass(frozen=True)
+class ProductWidth:
+    """A key that is a width of products, for each head where `per_head`, cut over the ranks of `axis`."""
+
+    path: str
+    axis: str = ""
+    per_head: bool = False
+    applies: Callable[[ConfigOnRanks], bool] = always
+
+    def ranks(self, c: ConfigOnRanks) -> int:
+        return getattr(c.parallel, self.axis) if self.axis else 1
+
+    def on_one_rank(self, c: ConfigOnRanks) -> int:
+        heads = c.model.attention.kv_heads if self.per_head else 1
+        return attrgetter(self.path)(c) * heads // self.ranks(c)
+
+    def rule(self) -> ConfigRule:
+        def width_is_a_multiple(c: ConfigOnRanks) -> bool:
+            if not quantises_by_default(c) or not self.applies(c):
+                return True
+            return self.on_one_rank(c) % WIDTH_MULTIPLE == 0
+
+        def advise_multiple(c: ConfigOnRanks) -> str:
+            ranks = 1 if self.per_head else self.ranks(c)
+            return f"set {self.path} to a multiple of {WIDTH_MULTIPLE * ranks}"
+
+        def describe_width(c: ConfigOnRanks) -> str:
+            value = attrgetter(self.path)(c)
+            width = self.on_one_rank(c)
+            needs = f"{RECIPE} = {c.precision.recipe} needs multiples of {WIDTH_MULTIPLE}"
+            return f"{self.path} = {value} is a width of {width} on a rank, but {needs}"
+
+        axes = (f"parallel.{self.axis}",) if self.axis else ()
+        heads = ("model.attention.kv_heads",) if self.per_head else ()
+        reads = (self.path, RECIPE, *axes, *heads)
+        return ConfigRule(f"FP8 fits {self.path}", reads, width_is_a_multiple, describe_width, advise_multiple)
+
+
+PRODUCT_WIDTHS = (
+    ProductWidth("model.hidden"),
+    ProductWidth("model.dense_ffn", "tp", applies=has_dense_mlp),
+    ProductWidth("model.moe.ffn", "etp"),
+    ProductWidth("model.moe.shared_ffn", "tp"),
+    ProductWidth("model.moe.latent"),
+    ProductWidth("model.attention.head_dim", "tp", per_head=True),
+    ProductWidth("model.attention.value_dim", "tp", per_head=True, applies=is_latent),
+    ProductWidth("model.attention.rope_dim", applies=is_latent),
+    ProductWidth("model.attention.q_rank", applies=is_latent),
+    ProductWidth("model.attention.kv_rank", applies=is_latent),
+)
+PRECISION_RULES.extend(width.rule() for width in PRODUCT_WIDTHS)

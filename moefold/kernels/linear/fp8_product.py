@@ -1,0 +1,149 @@
+"""Products of FP8 operands, of rows in tiles (kernels/quantise/row_tiles.py). Dense layers are one expert.
+
+    fp8_product          y_RN[r] = a_PK[r] b_ENK[expert of r]^T      forward and data gradient
+    fp8_weight_product   dw_END[e] = sum over the expert's tiles of dy_NP x_DP^T
+
+Both operands are read along the contraction. Its blocks of 128 values have exact sums, rounded to fp32 once:
+`partial`. Blocks are added in their order:
+
+    sums "block"       y = fma(partial * scale_a, scale_b, y)          a scale for each block
+    sums "promoted"    y = y + partial, and (y * scale_a) * scale_b    scales of the finished sum
+    sums "fast"        as "promoted" here; a fast kernel may leave all of y to the tensor core
+
+R rows, P padded rows in M tiles, K contraction, E experts, N outputs, D inputs.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moefold.config.precision_recipes import Sums
+from moefold.kernels.quantise.fp8 import BLOCK, Quantised, ScaleRule
+from moefold.kernels.quantise.quantise_tiles import quantise_tiles
+from moefold.kernels.quantise.quantise_weight import quantise_weight
+from moefold.kernels.quantise.row_tiles import RowTiles, padded_index, row_tiles
+from moefold.kernels.registry import CaseInputs, Cases, KernelCase, register_in_place_op, register_inner_op
+
+
+@register_inner_op
+def fp8_product(a: Quantised, b: Quantised, tiles: RowTiles, rows: int, sums: Sums, dtype: torch.dtype) -> Tensor:
+    """y_RN for R = `rows`. a: values (P, K), scales (P, K / 128) or (P, 1). b: values (E, N, K), scales (E, N / 128,
+    K / 128), (E, 1, 1) or (E, N, 1). Rows behind the last end are zero."""
+    expert_M = tiles.tiles_M4[:, 0].long()
+    a_MBK = a.values.unflatten(0, (-1, BLOCK))
+    a_scales_MB = a.scales.unflatten(0, (-1, BLOCK))
+    b_scales_MNG = row_scales(b.scales, b.values.shape[1])[expert_M]
+    y_MBN = a.scales.new_zeros(*a_MBK.shape[:2], b.values.shape[1])
+    for g, (first, last) in enumerate(contraction_blocks(a_MBK.shape[2])):
+        b_MNK = b.values[:, :, first:last].double()[expert_M]
+        partial = a_MBK[..., first:last].double() @ b_MNK.mT
+        if sums == "block":
+            scale_a = a_scales_MB[..., g, None]
+            scale_b = b_scales_MNG[:, None, :, g]
+            y_MBN = multiply_add(partial.float() * scale_a, scale_b, y_MBN)
+        else:
+            y_MBN += partial.float()
+    if sums != "block":
+        scale_b = b_scales_MNG[:, None, :, 0]
+        y_MBN = (y_MBN * a_scales_MB) * scale_b
+    return rows_of_tiles(y_MBN.flatten(0, 1), tiles, rows).to(dtype)
+
+
+@register_in_place_op
+def fp8_weight_product(dy: Quantised, x: Quantised, tiles: RowTiles, sums: Sums, out_END: Tensor) -> None:
+    """dy: values (N, P), scales (N, M). x: values (D, P), scales (D, M). With `sums` other than "block" the scales of
+    an expert's tiles are equal. An expert without rows has the gradient zero."""
+    expert_M = tiles.tiles_M4[:, 0].long()
+    used_M = tiles.tiles_M4[:, 2] > 0
+    total_END = torch.zeros(out_END.shape, device=out_END.device)
+    scale_EN = torch.ones(out_END.shape[:2], device=out_END.device)
+    scale_ED = scale_EN.new_ones(len(out_END), out_END.shape[2])
+    for m, (first, last) in enumerate(contraction_blocks(dy.values.shape[1])):
+        e = expert_M[m : m + 1]
+        partial = dy.values[:, first:last].double() @ x.values[:, first:last].double().T
+        before = total_END[e][0]
+        scale_dy = dy.scales[:, m]
+        scale_x = x.scales[:, m]
+        if sums == "block":
+            after = multiply_add(partial.float() * scale_dy[:, None], scale_x, before)
+        else:
+            after = before + partial.float()
+            scale_EN[e] = torch.where(used_M[m], scale_dy, scale_EN[e][0])
+            scale_ED[e] = torch.where(used_M[m], scale_x, scale_ED[e][0])
+        total_END[e] = torch.where(used_M[m], after, before)
+    if sums != "block":
+        total_END = (total_END * scale_EN[..., None]) * scale_ED[:, None]
+    out_END.copy_(total_END)
+
+
+def contraction_blocks(size: int) -> list[tuple[int, int]]:
+    """First and last value of every block of 128; the last block may be cut short."""
+    return [(first, min(first + BLOCK, size)) for first in range(0, size, BLOCK)]
+
+
+def row_scales(scales_EHG: Tensor, outputs: int) -> Tensor:
+    """Scales of blocks of 128 outputs, or of all outputs, as scales of each output."""
+    if scales_EHG.shape[1] == outputs:
+        return scales_EHG
+    return scales_EHG.repeat_interleave(max(BLOCK, -(-outputs // scales_EHG.shape[1])), 1)[:, :outputs]
+
+
+def multiply_add(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    """a b + c of fp32 numbers, rounded once but for the sum's fp64, whose own rounding shows in one of 2^29 sums."""
+    exact = a.double() * b.double()
+    return (exact + c.double()).float()
+
+
+def rows_of_tiles(y_PN: Tensor, tiles: RowTiles, rows: int) -> Tensor:
+    """The rows without padding, in their own order."""
+    index_P = padded_index(tiles)
+    y_RN = y_PN.new_zeros(rows + 1, y_PN.shape[1])  # padding goes to the last row, which is dropped
+    target_P = torch.where(index_P < 0, rows, index_P).long()
+    y_RN[target_P] = y_PN
+    return y_RN[:rows]
+
+
+# ---- cases
+
+
+PRODUCT_CASES = {  # name: rows of each expert, inputs, outputs
+    "one matrix": ([200], 256, 128),
+    "skewed experts, one of them empty": ([3, 0, 129, 40], 160, 144),
+    "no rows": ([0, 0], 128, 128),
+}
+
+
+def case_tiles(draw: CaseInputs, counts: list[int]) -> tuple[RowTiles, int]:
+    ends_E = torch.tensor(counts, device=draw.device).cumsum(0)
+    rows = sum(counts)
+    return row_tiles(ends_E, rows), rows
+
+
+@fp8_product.register_cases
+def fp8_product_cases(draw: CaseInputs) -> Cases:
+    rule = ScaleRule()
+    for name, (counts, inputs, outputs) in PRODUCT_CASES.items():
+        tiles, rows = case_tiles(draw, counts)
+        x_RD = draw.normal(max(rows, 1), inputs)
+        w_END = draw.normal(len(counts), outputs, inputs, seed=1)
+        x = quantise_tiles(x_RD, tiles, rule, rows="block").rows
+        w = quantise_weight(w_END, "block", rule)
+        yield KernelCase(f"{name}, scales of blocks", (x, w.forward, tiles, rows, "block", torch.float32))
+        ones_P = torch.ones(tiles.padded_rows, device=draw.device)
+        x = quantise_tiles(x_RD, tiles, rule, rows=ones_P).rows
+        w = quantise_weight(w_END, "channel", rule)
+        yield KernelCase(f"{name}, scales of channels", (x, w.forward, tiles, rows, "promoted", torch.float32))
+
+
+@fp8_weight_product.register_cases
+def fp8_weight_product_cases(draw: CaseInputs) -> Cases:
+    rule = ScaleRule()
+    for name, (counts, inputs, outputs) in PRODUCT_CASES.items():
+        tiles, rows = case_tiles(draw, counts)
+        x_RD = draw.normal(max(rows, 1), inputs)
+        dy_RN = draw.normal(max(rows, 1), outputs, seed=1)
+        x = quantise_tiles(x_RD, tiles, rule, columns="block").columns
+        dy = quantise_tiles(dy_RN, tiles, rule, columns="block").columns
+        out_END = draw.wide(len(counts), outputs, inputs, seed=2)
+        yield KernelCase(f"{name}, scales of blocks", (dy, x, tiles, "block", out_END))

@@ -1,0 +1,171 @@
+"""FP8 recipes: operands of E4M3 bytes (gradients E5M2 on request) with the scales that config/precision_recipes.py
+states.
+
+Rows of an input or a gradient lie in tiles of 128, each expert's apart (kernels/quantise/row_tiles.py); a dense layer
+is one expert. Forward and data gradient read them along rows, the weight gradient reads a second copy along columns,
+which is what forward saves: half of the bytes of bf16. Weights are quantised once, in both layouts, and kept until
+they move.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from moefold.config.precision_recipes import RecipeSpec, Sums
+from moefold.config.run import PrecisionConfig
+from moefold.kernels.bound import BoundKernels
+from moefold.kernels.experts.grouped_gemm import grouped_gemm, grouped_gemm_weight
+from moefold.kernels.linear.fp8_product import fp8_product, fp8_weight_product
+from moefold.kernels.linear.linear import FUSED_DGRAD_PRODUCTS, GroupedGemms, GroupedProducts
+from moefold.kernels.linear.product import ExpertRows, KeptOperand, Operand, Products
+from moefold.kernels.quantise.fp8 import BLOCK, E4M3, E5M2, Quantised, ScaleRule, scale_from_amax
+from moefold.kernels.quantise.quantise_tiles import Scales, TileMaxima, quantise_tiles, tile_maxima
+from moefold.kernels.quantise.quantise_weight import QuantisedWeight, quantise_weight
+from moefold.kernels.quantise.row_tiles import RowTiles, row_tiles
+from moefold.layout.gradient_sink import memory_for_gradient
+from moefold.layout.weight_copies import cached_copy
+
+FORMATS = {"e4m3": E4M3, "e5m2": E5M2}
+
+
+class TileOperand(NamedTuple):
+    """An input or a gradient in tiles of 128 rows. `source` is the tensor that was quantised, (R, D). `rows`: values
+    (P, D). `columns`: values (D, P); None where the weight gradient reads the source."""
+
+    tiles: RowTiles
+    source: Tensor | None
+    rows: Quantised | None
+    columns: Quantised | None
+
+    def along_columns(self) -> TileOperand:
+        """The operand of the weight gradient."""
+        source = self.source if self.columns is None else None
+        return self._replace(source=source, rows=None)
+
+
+class Fp8Recipe:
+    """One FP8 recipe with its options, for all products that use it: the only thing it keeps are copies of weights, and
+    these are attributes of the weights."""
+
+    keeps: KeptOperand = "columns"
+
+    def __init__(self, spec: RecipeSpec, options: PrecisionConfig, kernels: BoundKernels):
+        bound = kernels.with_facts(recipe=spec.name)
+        self.spec = spec
+        self.name = spec.name
+        self.row_multiple = spec.row_multiple
+        self.rule = ScaleRule(E4M3, options.power_of_two_scales)
+        self.gradient_rule = ScaleRule(FORMATS[options.gradient_format], options.power_of_two_scales)
+        self.tile_maxima = bound[tile_maxima]
+        self.quantise_tiles = bound[quantise_tiles]
+        self.quantise_weight = bound[quantise_weight]
+        self.products: Products | None = TileProducts(spec, options.accumulate, bound)
+
+    def input(self, x: Tensor, rows: ExpertRows | None) -> TileOperand:
+        return self.quantise_rows(x, rows, self.rule)
+
+    def gradient(self, dy: Tensor, rows: ExpertRows | None) -> TileOperand:
+        if rows is not None:
+            rows = rows._replace(are_tokens=False)
+        return self.quantise_rows(dy, rows, self.gradient_rule)
+
+    def weight(self, w: Tensor) -> QuantisedWeight:
+        return cached_copy(w, (self.spec.weight, self.rule), self.quantise_matrices)
+
+    def state(self) -> dict[str, Tensor]:
+        return {}
+
+    def quantise_matrices(self, w: Tensor) -> QuantisedWeight:
+        """Both layouts of a weight (N, D) or (E, N, D)."""
+        w_END = w.detach().view(-1, *w.shape[-2:])
+        scales = self.spec.weight
+        assert scales != "none", f"{self.name} does not quantise weights"
+        return self.quantise_weight(w_END, scales, self.rule)
+
+    def quantise_rows(self, x: Tensor, rows: ExpertRows | None, rule: ScaleRule) -> TileOperand:
+        """Both copies of an input or a gradient (R, D), or the first alone where the weight gradient reads x itself."""
+        if rows is None:
+            end = torch.full((1,), len(x), dtype=torch.int32, device=x.device)
+            rows = ExpertRows(end)
+        tiles = row_tiles(rows.ends_E, len(x))
+        filled = x if len(x) else x.new_zeros(1, x.shape[1])  # tiles without rows still name a first row
+        row_scales, column_scales = self.scales_of(filled, tiles, rule, rows.are_tokens)
+        copies = self.quantise_tiles(filled, tiles, rule, row_scales, column_scales)
+        return TileOperand(tiles, x, copies.rows, copies.columns)
+
+    def scales_of(self, x: Tensor, tiles: RowTiles, rule: ScaleRule, are_tokens: bool) -> tuple[Scales, Scales]:
+        """What `quantise_tiles` takes: scales along rows and along columns."""
+        if self.spec.rows == "block":
+            return "block", "block" if self.spec.columns == "block" else None
+        maxima = self.tile_maxima(x, tiles)
+        if self.spec.rows == "row":
+            channels_MD = expert_maxima(maxima.columns_MD, tiles)
+            return scale_from_amax(maxima.rows_P, rule), scale_from_amax(channels_MD, rule)
+        scale_M1 = scale_from_amax(tensor_maxima(maxima, tiles, are_tokens), rule)
+        columns_MD = scale_M1.expand(maxima.columns_MD.shape)
+        return scale_M1.expand(-1, BLOCK).flatten(), columns_MD.contiguous()
+
+
+def expert_maxima(maxima_MD: Tensor, tiles: RowTiles) -> Tensor:
+    """The largest of each column over all tiles of an expert, for each of these tiles. Tiles not in use hold zeros."""
+    expert_M = tiles.tiles_M4[:, 0].long()
+    expert_MD = expert_M[:, None].expand_as(maxima_MD)
+    most_ED = maxima_MD.new_zeros(len(tiles.ends_E), maxima_MD.shape[1])
+    most_ED = most_ED.scatter_reduce(0, expert_MD, maxima_MD, "amax")
+    return most_ED[expert_M]
+
+
+def tensor_maxima(maxima: TileMaxima, tiles: RowTiles, are_tokens: bool) -> Tensor:
+    """The largest of each expert's rows, or of all tokens, for each tile: (M, 1)."""
+    most_M1 = maxima.columns_MD.amax(1, keepdim=True)
+    if are_tokens:
+        return most_M1.amax(0, keepdim=True).expand_as(most_M1)
+    return expert_maxima(most_M1, tiles)
+
+
+class TileProducts:
+    """The products of operands in tiles, dense and grouped alike. Weights have both layouts, (E, N, D) and (E, D,
+    N)."""
+
+    def __init__(self, spec: RecipeSpec, accumulate: str, kernels: BoundKernels):
+        self.row_sums: Sums = spec.row_sums(accumulate)
+        self.weight_sums: Sums = spec.weight_sums
+        self.multiply_rows = kernels[fp8_product]
+        self.multiply_columns = kernels[fp8_weight_product]
+        self.gemms = GroupedGemms(kernels[grouped_gemm], kernels[grouped_gemm_weight])
+
+    def forward(self, x: TileOperand, w: QuantisedWeight, bias: Tensor | None) -> Tensor:
+        y_RN = self.product(x, w.forward)
+        if bias is None:
+            return y_RN
+        return y_RN + bias.to(y_RN.dtype)
+
+    def data(self, dy: TileOperand, w: QuantisedWeight, into: Tensor | None) -> Tensor:
+        dx_RD = self.product(dy, w.transposed)
+        if into is None:
+            return dx_RD
+        return into.add_(dx_RD)
+
+    def product(self, a: TileOperand, b: Quantised) -> Tensor:
+        assert a.source is not None, "an operand of the weight gradient alone"
+        assert a.rows is not None, "an operand of the weight gradient alone"
+        return self.multiply_rows(a.rows, b, a.tiles, len(a.source), self.row_sums, a.source.dtype)
+
+    def weight(self, dy: TileOperand, x: TileOperand, weight: Tensor) -> Tensor | None:
+        if dy.columns is None or x.columns is None:
+            return self.plain_weight(dy, x, weight)
+        gradient = memory_for_gradient(weight)
+        out_END = gradient.view(-1, *gradient.shape[-2:])
+        self.multiply_columns(dy.columns, x.columns, dy.tiles, self.weight_sums, out_END)
+        return gradient
+
+    def plain_weight(self, dy: TileOperand, x: TileOperand, weight: Tensor) -> Tensor | None:
+        """The weight gradient in the model's own precision."""
+        assert dy.source is not None, "neither a copy along columns nor the source"
+        assert x.source is not None, "neither a copy along columns nor the source"
+        is_dense = weight.dim() == 2
+        products = FUSED_DGRAD_PRODUCTS if is_dense else GroupedProducts(self.gemms, dy.tiles.ends_E)
+        return products.weight(Operand(dy.source), Operand(x.source), weight)
