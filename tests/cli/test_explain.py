@@ -13,6 +13,7 @@ from moefold.cli.main import run_command_line
 from moefold.kernels.bound import BoundKernels
 from moefold.kernels.catalog import CATALOG, pick_implementation
 from moefold.kernels.facts import facts_from_config
+from moefold.kernels.quantise.choices import CHOICES as QUANTISE
 from moefold.kernels.registry import import_every_op
 from moefold.presets.recipe import resolve_recipe
 from moefold.presets.zoo import PRESETS
@@ -168,7 +169,8 @@ def test_a_number_of_ranks_below_one_is_refused(nproc: str, capsys: pytest.Captu
 
 
 RING = {"attention_block", "attention_block_backward", "merge_attention_block"}
-RARE = RING | {"clamped_swiglu", "mlp_activation", "expert_bias"}
+FP8 = {"fp8_product", "fp8_weight_product", *QUANTISE}
+RARE = RING | FP8 | {"clamped_swiglu", "mlp_activation", "expert_bias"}
 USED = set(CATALOG) - RARE
 
 
