@@ -72,3 +72,8 @@ def triton_computes(facts: Facts) -> bool:
 
 def triton_computes_bf16(facts: Facts) -> bool:
     return triton_runs(facts) and facts.dtype == "bf16"
+
+
+def hopper_bf16_runs(facts: Facts) -> bool:
+    """Kernels with Hopper's instructions (wgmma, TMA)."""
+    return triton_computes_bf16(facts) and facts.capability[0] == 9

@@ -7,8 +7,6 @@ Rows are in their padded places (kernels/quantise/row_tiles.py). The pre-activat
 scale for each 128 values of the gate and of up: values (P, 2, F), scales (2, F / 128, P).
 """
 
-# ruff: noqa: RUF059  (device code takes tuples apart by name)
-
 from __future__ import annotations
 
 import triton.language as tl
@@ -79,14 +77,17 @@ def store_pair(ptr, row, column, stride, width, x0, x1):
 
 
 @gluon.jit
-def store_quantised(values, scales, row, column, stride, width, x0, x1, POWER_OF_TWO: gl.constexpr):
-    """A block of 128 columns of a slab as FP8, and its scales, which `scales` points to."""
-    scale, factor = block_scale(x0, x1, POWER_OF_TWO)
-    x0 = x0 * factor[:, None]
-    x1 = x1 * factor[:, None]
-    store_pair(values, row, column, stride, width, x0, x1)
-    r = gl.arange(0, SLAB, layout=ROW_LAYOUT)
-    gl.store(scales + row + r, scale)
+def store_block(values, scales, line, row, column, stride, width, x0, x1, POWER_OF_TWO: gl.constexpr):
+    """A block of 128 columns of a slab: in bf16 without `scales`, else as FP8 with scales, which begin at `line`."""
+    if scales is None:
+        store_pair(values, row, column, stride, width, x0, x1)
+    else:
+        scale, factor = block_scale(x0, x1, POWER_OF_TWO)
+        x0 = x0 * factor[:, None]
+        x1 = x1 * factor[:, None]
+        store_pair(values, row, column, stride, width, x0, x1)
+        r = gl.arange(0, SLAB, layout=ROW_LAYOUT)
+        gl.store(scales + line + row + r, scale)
 
 
 @gluon.jit
@@ -112,8 +113,8 @@ def load_weights(weight_R, row, real):
 
 @gluon.jit
 def epilogue_swiglu_fp8(outs, tile, bar, phase, half, row, pad, n, F, real, padded, POWER_OF_TWO: gl.constexpr):
-    """The left half of the tile is gate, the right half up. The pre-activation is quantised by blocks; the activation
-    too, or it is stored in bf16 where its scale is wider than a tile."""
+    """The left half of the tile is gate, the right half up. Pre-activation and activation are quantised by blocks, or
+    stored in bf16 where there are no scales for them."""
     a_ptr, a_scales, h_ptr, h_scales, weight_R = outs
     F = F // 16 * 16  # tells the compiler that it is a multiple of 16
     blocks = gl.cdiv(F, 128)
@@ -131,18 +132,14 @@ def epilogue_swiglu_fp8(outs, tile, bar, phase, half, row, pad, n, F, real, padd
         u1 = load_part(tile, chunk + 3, s)
         # the pre-activation
         at = pad + s * SLAB
-        gate_scales = h_scales + n.to(gl.int64) * padded
-        up_scales = gate_scales + blocks.to(gl.int64) * padded
-        store_quantised(h_ptr, gate_scales, at, column, 2 * F, F, g0, g1, POWER_OF_TWO)
-        store_quantised(h_ptr + F, up_scales, at, column, 2 * F, F, u0, u1, POWER_OF_TWO)
+        line = n.to(gl.int64) * padded
+        up_line = line + blocks.to(gl.int64) * padded
+        store_block(h_ptr, h_scales, line, at, column, 2 * F, F, g0, g1, POWER_OF_TWO)
+        store_block(h_ptr + F, h_scales, up_line, at, column, 2 * F, F, u0, u1, POWER_OF_TWO)
         # the activation
         a0 = g0 * tanh_sigmoid(g0) * u0 * w
         a1 = g1 * tanh_sigmoid(g1) * u1 * w
-        if a_scales is None:
-            store_pair(a_ptr, at, column, F, F, a0, a1)
-        else:
-            scales = a_scales + n.to(gl.int64) * padded
-            store_quantised(a_ptr, scales, at, column, F, F, a0, a1, POWER_OF_TWO)
+        store_block(a_ptr, a_scales, line, at, column, F, F, a0, a1, POWER_OF_TWO)
 
 
 @gluon.jit
@@ -183,8 +180,15 @@ def load_slab_scales(buf, q, s):
 
 
 @gluon.jit
-def dequantised(buf, scale):
-    return buf.load(PART_LAYOUT).to(gl.float32) * scale
+def load_kept_pair(ahead, first, scales, q, s, FP8: gl.constexpr):
+    """A block of gate or up, from the copy of the pre-activation in shared memory."""
+    x0 = ahead.index(first).load(PART_LAYOUT).to(gl.float32)
+    x1 = ahead.index(first + 1).load(PART_LAYOUT).to(gl.float32)
+    if FP8:
+        scale = load_slab_scales(scales, q, s)
+        x0 *= scale
+        x1 *= scale
+    return x0, x1
 
 
 @gluon.jit
@@ -201,15 +205,17 @@ def swiglu_gradient(d, g, u, w):
 
 @gluon.jit
 def epilogue_dswiglu_fp8(outs, tile, ahead, bar, phase, half, row, pad, n, F, real, padded):
-    """The tile is the gradient of the activation. Writes the gradient of the pre-activation and the activation once more,
-    both in bf16, from the kept pre-activation, which is prefetched three blocks ahead."""
+    """The tile is the gradient of the activation. Writes the gradient of the pre-activation and the activation once
+    more, both in bf16, from the kept pre-activation, which is prefetched three blocks ahead."""
     dh_ptr, a_ptr, h_ptr, h_scales, weight_R, dots_nP = outs
     F = F // 16 * 16  # tells the compiler that it is a multiple of 16
     real = gl.minimum(real, 64)
     blocks = gl.cdiv(F, 128)
     # prologue: scales, and three blocks in flight
     ahead, ahead_scales = ahead
-    prefetch_scales(h_scales, ahead_scales, pad, n, blocks, padded)
+    FP8: gl.constexpr = h_scales is not None
+    if FP8:
+        prefetch_scales(h_scales, ahead_scales, pad, n, blocks, padded)
     for p in range(3):
         prefetch_pre_activation(h_ptr, ahead, p, pad, n, F)
     w0, w1, w2, w3, w4, w5, w6, w7 = load_weights(weight_R, row, real)
@@ -224,13 +230,9 @@ def epilogue_dswiglu_fp8(outs, tile, ahead, bar, phase, half, row, pad, n, F, re
             prefetch_pre_activation(h_ptr, ahead, p + 3, pad, n, F)
             async_copy.wait_group(3)
             # gate and up of this block
-            sg = load_slab_scales(ahead_scales, c, s)
-            su = load_slab_scales(ahead_scales, 2 + c, s)
             first = p % 4 * 4
-            g0 = dequantised(ahead.index(first), sg)
-            g1 = dequantised(ahead.index(first + 1), sg)
-            u0 = dequantised(ahead.index(first + 2), su)
-            u1 = dequantised(ahead.index(first + 3), su)
+            g0, g1 = load_kept_pair(ahead, first, ahead_scales, c, s, FP8)
+            u0, u1 = load_kept_pair(ahead, first + 2, ahead_scales, 2 + c, s, FP8)
             # the gradient of its activation
             chunk = half * 4 + c * 2
             d0 = load_part(tile, chunk, s)
@@ -248,4 +250,12 @@ def epilogue_dswiglu_fp8(outs, tile, ahead, bar, phase, half, row, pad, n, F, re
         r = s * SLAB + gl.arange(0, SLAB, layout=ROW_LAYOUT)
         dots_at = dots_nP + n.to(gl.int64) * padded + row + r
         gl.store(dots_at, gl.sum(dots, 1), mask=r < real)
+    # padding: zeros, which the weight gradients read
+    zero = gl.zeros([SLAB, 64], gl.float32, PART_LAYOUT)
+    for p in range(2 * SLABS if real <= 0 else 0):
+        at = pad + p // 2 * SLAB
+        column = n * 256 + p % 2 * 128
+        store_pair(dh_ptr, at, column, 2 * F, F, zero, zero)
+        store_pair(dh_ptr + F, at, column, 2 * F, F, zero, zero)
+        store_pair(a_ptr, at, column, F, F, zero, zero)
     async_copy.wait_group(0)  # copies beyond the last block: the next half reuses their buffers

@@ -3,8 +3,8 @@
     fp8_swiglu_product     h = x W_gate_up^T     a = silu(gate) * up * weight
     fp8_dswiglu_product    da = dy W_down        dh, a and the gradient of the weight, from da and the kept h
 
-h is kept for backward, and a is computed from it once more. In FP8, h has a scale for each 128 values of the gate and of
-up, whatever scales the recipe has. In bf16 (a recipe whose weight gradients are), h is kept as it is.
+h is kept for backward, and a is computed from it once more. In FP8, h has a scale for each 128 values of the gate and
+of up, whatever scales the recipe has. A recipe whose weight gradients are bf16 keeps h as it is.
 
 Rows are in their padded places, padding is zero. P padded rows, R rows, D width, F inner width, E experts.
 """

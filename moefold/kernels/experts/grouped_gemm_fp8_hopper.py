@@ -1,8 +1,8 @@
 """The grouped FP8 GEMMs of an expert MLP for Hopper, in Gluon: one persistent kernel, two contractions, four epilogues.
 
-FP8 wgmma reads both operands with the contraction contiguous, so both are "nt", and transposed copies are made where
-values are quantised (kernels/quantise/). The roles are those of grouped_gemm_hopper.py: one producer warp (TMA), two
-consumer warpgroups (wgmma), each for 64 rows of a tile of 128 x 256, and two warps for the epilogue of the previous tile.
+FP8 wgmma reads both operands with the contraction contiguous, so transposed copies are made where values are quantised
+(kernels/quantise/). The roles are those of grouped_gemm_hopper.py: one producer warp (TMA), two consumer warpgroups
+(wgmma), each for 64 rows of a tile of 128 x 256, and two warps for the epilogue of the previous tile.
 
     contraction   out               a                     b                     sum over
     "rows"        rows x N          rows (P, K)           weights (E, N, K)     K
@@ -10,16 +10,22 @@ consumer warpgroups (wgmma), each for 64 rows of a tile of 128 x 256, and two wa
 
     scales        a                                   b
     "block"       a row's 128 values of K             "rows": 128 x 128 values; "experts": a row's 128 values of K
-    "wide"        all of a row, or of an expert       all of a column of out, or of an expert
+    "wide"        all of a row                        all of a column of out, or of an expert
+
+    epilogue      writes
+    "plain"       out
+    "add"         out += product, in the precision of out ("experts": accumulation of weight gradients)
+    "swiglu"      silu(gate) * up * weight of the row, and gate and up (the pre-activation): FP8 by blocks, or bf16
+    "dswiglu"     from dA: gradients of gate and up, the activation again, dA . activation / weight
 
 Block scales need the sum of each 128 of K apart: its fp32 sum is multiplied by both scales and added to the accumulator
 (promotion), 128 columns at a time, since both together do not fit in registers. One warpgroup promotes while the tensor
 cores work for the other. Wide scales are applied once, in the end; with PROMOTE the sums are promoted all the same, as
 tensor cores keep about 14 bits of a long sum.
 
-Rows lie in tiles of 128, one expert each (kernels/quantise/row_tiles.py): `tiles_M4` has for each tile its expert, first
-row in the order without padding, and number of rows. The routing is read on the device: the grid depends on shapes alone. No
-atomics: two runs agree to the bit.
+Rows lie in tiles of 128, one expert each (kernels/quantise/row_tiles.py): `tiles_M4` has for each tile its expert,
+first row in the order without padding, and number of rows. The routing is read on the device: the grid depends on
+shapes alone. No atomics: two runs agree to the bit.
 """
 
 # ruff: noqa: RUF059  (device code takes tuples apart by name)
@@ -160,7 +166,9 @@ def multiply_promoted(
     a_bufs, b_bufs, sa_bufs, sb_bufs, full, empty = ring
     sb_left, sb_right = sb_ptr
     PAIRED: gl.constexpr = KIND == "experts"
-    layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, HALF_BN, 32])
+    layout: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, HALF_BN, 32]
+    )
     part = gl.zeros([64, HALF_BN], gl.float32, layout)
     left = split_columns(part, 64, HALF_BN)
     right = left
@@ -244,7 +252,7 @@ def hand_over(
     quarters, factors, hand, out_ptr, plane, row, n, M, N, turn,
     HALF: gl.constexpr, END: gl.constexpr, SCALES: gl.constexpr, WIDE_B: gl.constexpr,
 ):  # fmt: skip
-    """The consumer's 64 rows, scaled: added to memory, or rounded to bf16 and handed to the epilogue in shared memory."""
+    """The consumer's 64 rows, scaled: added to memory, or rounded to bf16 and handed over in shared memory."""
     tile, made, gone = hand
     c0, c1, c2, c3 = quarters
     if END != "add":
@@ -278,7 +286,7 @@ def accumulate_chunk(ptr, row, column, M, N, value):
 
 @gluon.jit
 def multiply_fp8_tiles(
-    ring, hand, grid, scales, out_ptr, M, N, padded,
+    ring, hand, grid, scales, out_ptr, sizes,
     HALF: gl.constexpr, KIND: gl.constexpr, END: gl.constexpr, SCALES: gl.constexpr, PROMOTE: gl.constexpr,
     WIDE_B: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -287,6 +295,7 @@ def multiply_fp8_tiles(
     tile, made, gone = hand
     tiles_M4, ends_E, first_tile_E, total, m_tiles, n_tiles, steps, band = grid
     sa_ptr, sa_expert, sa_row, sb_ptr, sb_expert, sb_row = scales
+    M, N, padded = sizes
     i = 0
     facts = locate_fp8_tile(gl.program_id(0), grid, KIND)
     # loop over this program's tiles
@@ -310,8 +319,10 @@ def multiply_fp8_tiles(
             else:
                 quarters = multiply_fast(ring, i, steps_t, HALF, STAGES)
             first_row = m * 128 + 64 * HALF
-            factors = (sa_ptr + expert * sa_expert, sa_row, sb_ptr + expert * sb_expert)
+            owner = expert if KIND == "rows" else gl.where(steps_t > 0, first, 0)  # wide scales: of its first tile
+            factors = (sa_ptr + owner.to(gl.int64) * sa_expert, sa_row, sb_ptr + owner.to(gl.int64) * sb_expert)
             limit = M if KIND == "experts" else padded
+            limit = gl.where(steps_t > 0, limit, 0)  # no rows: sums of zero, whatever the scales
             hand_over(quarters, factors, hand, out_ptr, expert, first_row, n, limit, N, turn, HALF, END, SCALES, WIDE_B)
         else:  # no real rows in this half: only free the stages
             for k in range(steps_t):
@@ -369,7 +380,7 @@ def expert_gemm_fp8(
     POWER_OF_TWO: gl.constexpr, STAGES: gl.constexpr, CONSUMER_REGS: gl.constexpr, OTHER_REGS: gl.constexpr,
 ):  # fmt: skip
     """A persistent program: tiles program_id, program_id + num_programs, ..."""
-    # prologue: shared memory for operands and their scales, for a tile of results, and for a pre-activation fetched ahead
+    # prologue: shared memory for operands and scales, for a tile of results, and for a pre-activation fetched ahead
     a_bufs = gl.allocate_shared_memory(a_desc.dtype, [2 * STAGES, 64, BK], a_desc.layout)
     b_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, BK], b_desc.dtype)
     b_bufs = gl.allocate_shared_memory(b_desc.dtype, [STAGES, BN, BK], b_layout)
@@ -380,7 +391,8 @@ def expert_gemm_fp8(
     tile = gl.allocate_shared_memory(gl.bfloat16, [2, 64, BN], tile_layout)
     row_major: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     ahead_parts: gl.constexpr = 16 if END == "dswiglu" else 1
-    ahead = gl.allocate_shared_memory(gl.float8e4nv, [ahead_parts, 8, 64], row_major)
+    ahead_dtype: gl.constexpr = h_ptr.dtype.element_ty if END == "dswiglu" else gl.int8
+    ahead = gl.allocate_shared_memory(ahead_dtype, [ahead_parts, 8, 64], row_major)
     ahead_scales = gl.allocate_shared_memory(gl.float32, [4, 64], row_major)
     # barriers: stages filled and free, halves of a tile made and gone
     bar_layout: gl.constexpr = mbarrier.MBarrierLayout()
@@ -419,14 +431,21 @@ def expert_gemm_fp8(
     else:
         further = (out_ptr, side_ptr, h_ptr, h_scales, weight_R, dots_nP)
     outs = (plain_outs, further)
+    sizes = (M, N, padded)
     # two consumer warpgroups, one producer warp, two epilogue warps
     gl.warp_specialize(
         [
-            (multiply_fp8_tiles, (ring, hand, grid, scales, out_ptr, M, N, padded, 0, KIND, END, SCALES, PROMOTE, WIDE_B, STAGES)),
-            (multiply_fp8_tiles, (ring, hand, grid, scales, out_ptr, M, N, padded, 1, KIND, END, SCALES, PROMOTE, WIDE_B, STAGES)),
+            (
+                multiply_fp8_tiles,
+                (ring, hand, grid, scales, out_ptr, sizes, 0, KIND, END, SCALES, PROMOTE, WIDE_B, STAGES),
+            ),
+            (
+                multiply_fp8_tiles,
+                (ring, hand, grid, scales, out_ptr, sizes, 1, KIND, END, SCALES, PROMOTE, WIDE_B, STAGES),
+            ),
             (fetch_fp8_operands, (descs, ring, grid, N, KIND, END, SCALES, STAGES)),
             (run_fp8_epilogues, (outs, hand, (ahead, ahead_scales), grid, N, padded, KIND, END, POWER_OF_TWO)),
         ],
         [4, 1, 2],
         [CONSUMER_REGS, OTHER_REGS, OTHER_REGS],
-    )  # fmt: skip
+    )

@@ -16,23 +16,21 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from moefold.config.precision_recipes import Sums
+from moefold.kernels.experts.fp8_swiglu import ActivationFormats
 from moefold.kernels.experts.grouped_gemm_fp8_hopper import expert_gemm_fp8
-from moefold.kernels.experts.grouped_gemm_launch import multiprocessor_count, plane_descriptor
+from moefold.kernels.experts.grouped_gemm_launch import (
+    RowTilePlan,
+    multiprocessor_count,
+    plane_descriptor,
+    write_expert_wgrad,
+)
 from moefold.kernels.experts.tile_order import band_for_shape, gemm_shape_class
 from moefold.kernels.quantise.fp8 import Quantised
 from moefold.kernels.quantise.row_tiles import RowTiles
-from moefold.layout.gradient_sink import memory_for_gradient
 
 STAGES = 3
 SCALE_ROWS = gl.NVMMASharedLayout(0, 32, 2)  # of scales, not swizzled
-
-
-class WideScales(NamedTuple):
-    """Scales that are applied to the finished sums: that of expert e and row (column) r is at e * expert + r * row."""
-
-    values: Tensor
-    expert: int = 0
-    row: int = 0
 
 
 class Fp8Outputs(NamedTuple):
@@ -69,7 +67,7 @@ def launch_fp8_gemm(
     scales: ScaleArguments,
     outputs: Fp8Outputs,
     tiles: RowTiles,
-    promote: bool,
+    sums: Sums,
     power_of_two: bool = False,
     m: int = 0,
     n: int = 0,
@@ -85,12 +83,12 @@ def launch_fp8_gemm(
         "KIND": kind,
         "END": end,
         "SCALES": "wide" if scales.a_desc is None else "block",
-        "PROMOTE": promote,
+        "PROMOTE": sums != "fast",
         "WIDE_B": "column" if scales.b_row else "expert",
         "POWER_OF_TWO": power_of_two,
         "STAGES": STAGES,
-        "CONSUMER_REGS": 224 if plain else 216,
-        "OTHER_REGS": 64 if plain else 80,
+        "CONSUMER_REGS": 224 if plain else 208,
+        "OTHER_REGS": 64 if plain else 96,
     }
     programs = multiprocessor_count(a.device.index or 0)  # a persistent program on each
 
@@ -114,106 +112,102 @@ def scale_descriptor(scales: Tensor, columns: int) -> TensorDescriptor:
     return TensorDescriptor(by_step, list(by_step.shape), list(by_step.stride()), [1, columns], SCALE_ROWS)
 
 
-def row_scales(a: Quantised | WideScales, b: Quantised | WideScales) -> ScaleArguments:
+def row_scales(a: Quantised, b: Quantised, sums: Sums) -> ScaleArguments:
     """Of products of rows with weights (E, N, K)."""
-    if isinstance(a, Quantised):
-        experts, blocks, steps = b.scales.shape
+    _, outputs, steps = b.scales.shape
+    if sums == "block":
         desc = scale_descriptor(a.scales, 128)
-        return ScaleArguments(desc, None, a.scales, 0, 0, b.scales, blocks * steps, steps)
-    return wide_scale_arguments(a, b)
+        return ScaleArguments(desc, None, a.scales, 0, 0, b.scales, outputs * steps, steps)
+    by_channel = int(outputs > 1)
+    return ScaleArguments(None, None, a.scales, 0, 1, b.scales, outputs, by_channel)
 
 
-def expert_scales(a: Quantised | WideScales, b: Quantised | WideScales) -> ScaleArguments:
-    """Of weight gradients."""
-    if isinstance(a, Quantised):
+def column_scales(a: Quantised, b: Quantised, sums: Sums) -> ScaleArguments:
+    """Of weight gradients: scales (N, M) of each tile. Wide ones are the same for all tiles of an expert."""
+    if sums == "block":
         a_desc = scale_descriptor(a.scales, 128)
         b_desc = scale_descriptor(b.scales, 256)
         return ScaleArguments(a_desc, b_desc, a.scales, 0, 0, b.scales, 0, 0)
-    return wide_scale_arguments(a, b)
+    return ScaleArguments(None, None, a.scales, len(a.scales), 1, b.scales, len(b.scales), 1)
 
 
-def wide_scale_arguments(a: WideScales, b: WideScales) -> ScaleArguments:
-    return ScaleArguments(None, None, *a, *b)
-
-
-def fp8_rows_by_weights(
-    x_PK: Tensor, w_ENK: Tensor, scales: ScaleArguments, tiles: RowTiles, rows: int, promote: bool
-) -> Tensor:
+def rows_by_weights(a: Quantised, b: Quantised, tiles: RowTiles, rows: int, sums: Sums) -> Tensor:
     """y_RN in bf16, without padding."""
-    e, n, k = w_ENK.shape
-    y_RN = torch.empty(rows, n, dtype=torch.bfloat16, device=x_PK.device)
+    e, n, k = b.values.shape
+    y_RN = torch.empty(rows, n, dtype=torch.bfloat16, device=a.values.device)
+    if rows == 0:
+        return y_RN
     outputs = Fp8Outputs(plane_descriptor(y_RN[None]), y_RN)
-    b = block_descriptor_fp8(w_ENK.view(e * n, k), 256, 128)
-    launch_fp8_gemm("rows", "plain", x_PK, b, scales, outputs, tiles, promote, n=n, k=k)
+    weights = block_descriptor_fp8(b.values.view(e * n, k), 256, 128)
+    scales = row_scales(a, b, sums)
+    launch_fp8_gemm("rows", "plain", a.values, weights, scales, outputs, tiles, sums, n=n, k=k)
     return y_RN
 
 
-def fp8_up_projection(
-    x_PD: Tensor,
-    w_ENK: Tensor,
-    scales: ScaleArguments,
-    weight_R: Tensor,
-    tiles: RowTiles,
-    promote: bool,
-    quantise: bool,
-    power_of_two: bool = False,
-) -> tuple[Quantised, Quantised | Tensor]:
-    """The pre-activation as FP8 (values (P, 2F), scales (P, 2F / 128)) and the activation: quantised by blocks, or in
-    bf16."""
-    e, n, k = w_ENK.shape
+def swiglu_product(
+    x: Quantised, w: Quantised, weight_R: Tensor, tiles: RowTiles, sums: Sums, formats: ActivationFormats
+) -> tuple[Quantised | Tensor, Quantised | Tensor]:
+    """h (P, 2F) and a (P, F), each as FP8 with scales of blocks or in bf16."""
+    e, n, k = w.values.shape
     f = n // 2
-    p = tiles.padded_rows
-    blocks = -(-f // 128)
-    h = torch.empty(p, n, dtype=torch.float8_e4m3fn, device=x_PD.device)
-    h_scales = torch.empty(2 * blocks, p, dtype=torch.float32, device=x_PD.device)
-    a_dtype = torch.float8_e4m3fn if quantise else torch.bfloat16
-    a = torch.empty(p, f, dtype=a_dtype, device=x_PD.device)
-    a_scales = torch.empty(blocks, p, dtype=torch.float32, device=x_PD.device) if quantise else None
+    h, h_scales = empty_blocks(tiles.padded_rows, n, formats.fp8_kept, x.values.device)
+    a, a_scales = empty_blocks(tiles.padded_rows, f, formats.fp8_activation, x.values.device)
     outputs = Fp8Outputs(side=a, side_scales=a_scales, h=h, h_scales=h_scales, weight_R=weight_R)
-    b = block_descriptor_fp8(w_ENK.view(2 * e, f, k), 2, 128, 128)
-    launch_fp8_gemm("rows", "swiglu", x_PD, b, scales, outputs, tiles, promote, power_of_two, n=n, k=k)
-    activation = Quantised(a, a_scales.T) if quantise else a
-    return Quantised(h, h_scales.T), activation
+    weights = block_descriptor_fp8(w.values.view(2 * e, f, k), 2, 128, 128)
+    scales = row_scales(x, w, sums)
+    power_of_two = formats.rule.power_of_two
+    launch_fp8_gemm("rows", "swiglu", x.values, weights, scales, outputs, tiles, sums, power_of_two, n=n, k=k)
+    return in_blocks(h, h_scales), in_blocks(a, a_scales)
 
 
-def fp8_down_projection_dgrad(
-    dy_PD: Tensor, w_EFD: Tensor, scales: ScaleArguments, h: Quantised, weight_R: Tensor, tiles: RowTiles, promote: bool
+def empty_blocks(rows: int, width: int, fp8: bool, device: torch.device) -> tuple[Tensor, Tensor | None]:
+    """Room for values, and for scales of 128 values, rows contiguous."""
+    dtype = torch.float8_e4m3fn if fp8 else torch.bfloat16
+    values = torch.empty(rows, width, dtype=dtype, device=device)
+    if not fp8:
+        return values, None
+    return values, torch.empty(-(-width // 128), rows, dtype=torch.float32, device=device)
+
+
+def in_blocks(values: Tensor, scales: Tensor | None) -> Quantised | Tensor:
+    return values if scales is None else Quantised(values, scales.T)
+
+
+def dswiglu_product(
+    dy: Quantised, w: Quantised, h: Quantised | Tensor, weight_R: Tensor, tiles: RowTiles, sums: Sums
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradient of the pre-activation (P, 2F) and the activation once more (P, F), both in bf16, and the gradient of
     the router's weights (R,)."""
-    e, f, k = w_EFD.shape
-    p = tiles.padded_rows
-    dh = torch.empty(p, 2 * f, dtype=torch.bfloat16, device=dy_PD.device)
-    a = torch.empty(p, f, dtype=torch.bfloat16, device=dy_PD.device)
+    e, f, k = w.values.shape
+    device = dy.values.device
+    dh_PN, _ = empty_blocks(tiles.padded_rows, 2 * f, False, device)
+    a_PF, _ = empty_blocks(tiles.padded_rows, f, False, device)
     column_tiles = -(-f // 256)
-    dots_nP = torch.empty(column_tiles, p, dtype=torch.float32, device=dy_PD.device)  # a summand of each column tile
-    outputs = Fp8Outputs(
-        out=dh, side=a, h=h.values, h_scales=h.scales, weight_R=weight_R, dots_nP=dots_nP
-    )  # fmt: skip
-    b = block_descriptor_fp8(w_EFD.view(e * f, k), 256, 128)
-    launch_fp8_gemm("rows", "dswiglu", dy_PD, b, scales, outputs, tiles, promote, n=f, k=k)
-    return dh, a, dots_nP[:, : len(weight_R)].sum(0)
+    dots_nP = torch.empty(column_tiles, tiles.padded_rows, dtype=torch.float32, device=device)  # summands
+    kept = h if isinstance(h, Quantised) else (h, None)
+    outputs = Fp8Outputs(None, dh_PN, a_PF, None, *kept, weight_R, dots_nP)
+    weights = block_descriptor_fp8(w.values.view(e * f, k), 256, 128)
+    scales = row_scales(dy, w, sums)
+    launch_fp8_gemm("rows", "dswiglu", dy.values, weights, scales, outputs, tiles, sums, n=f, k=k)
+    return dh_PN, a_PF, dots_nP[:, : len(weight_R)].sum(0)
 
 
-def fp8_expert_wgrad(
-    left_MP: Tensor,
-    right_NP: Tensor,
-    scales: ScaleArguments,
-    like: Tensor,
-    tiles: RowTiles,
-    promote: bool,
-    into: Tensor | None = None,
-) -> Tensor | None:
-    """out[e] = left right^T over the rows of expert e, in the shape of the weights; zeros for an expert without rows.
-    Given `into`, fp32 or bf16, the gradient is added to that tensor, and None is returned."""
-    m = len(left_MP)
-    n = len(right_NP)
-    b = block_descriptor_fp8(right_NP, 256, 128)
-    if into is not None:
-        outputs = Fp8Outputs(out=into)
-        launch_fp8_gemm("experts", "add", left_MP, b, scales, outputs, tiles, promote, m=m, n=n)
-        return None
-    out = memory_for_gradient(like)
-    outputs = Fp8Outputs(plane_descriptor(out.view(-1, m, n)), out)
-    launch_fp8_gemm("experts", "plain", left_MP, b, scales, outputs, tiles, promote, m=m, n=n)
-    return out
+def columns_by_columns(
+    dy: Quantised, x: Quantised, tiles: RowTiles, sums: Sums, out_END: Tensor, add: bool
+) -> None:  # fmt: skip
+    """out[e] = dy x^T over the rows of expert e; zeros for an expert without rows. `add`: to fp32 or bf16 `out`."""
+    m = len(dy.values)
+    n = len(x.values)
+    b = block_descriptor_fp8(x.values, 256, 128)
+    end = "add" if add else "plain"
+    outputs = Fp8Outputs(None if add else plane_descriptor(out_END), out_END)
+    scales = column_scales(dy, x, sums)
+    launch_fp8_gemm("experts", end, dy.values, b, scales, outputs, tiles, sums, m=m, n=n)
+
+
+def tiles_by_tiles(dy_PN: Tensor, x_PD: Tensor, tiles: RowTiles, out_END: Tensor, add: bool) -> None:
+    """The bf16 weight gradient of rows in tiles, by the bf16 kernel: all experts' rows are multiples of 128."""
+    first_rows_E = tiles.first_tile_E * 128
+    ends_E = torch.cat((first_rows_E[1:], tiles.count * 128))
+    plan = RowTilePlan(ends_E, tiles.tiles_M4, tiles.count, first_rows_E)
+    write_expert_wgrad(dy_PN, x_PD, out_END, plan, add)

@@ -101,6 +101,7 @@ class Experts(DeclaringModule):
         down = self.down_product.recipe
         self.recipe_name = up.name if up.name == down.name else "mixed"
         kernels = self.kernels.with_facts(recipe=self.recipe_name)
+        self.parts = self.parts._replace(recipe=up)
         self.expert_mlp = kernels[expert_mlp]
         self.fused = kernels.implementation_name(expert_mlp) != "reference"
 
