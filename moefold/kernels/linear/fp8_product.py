@@ -163,6 +163,8 @@ PRODUCT_CASES = {  # name: rows of each expert, inputs, outputs
     "one matrix": ([200], 256, 128),
     "skewed experts, one of them empty": ([3, 0, 129, 40], 160, 144),
     "no rows": ([0, 0], 128, 128),
+    "few rows of one expert": ([5], 144, 16),
+    "few rows of two": ([5, 3], 48, 16),
 }
 
 
@@ -170,6 +172,12 @@ def case_tiles(draw: CaseInputs, counts: list[int]) -> tuple[RowTiles, int]:
     ends_E = torch.tensor(counts, device=draw.device).cumsum(0)
     rows = sum(counts)
     return row_tiles(ends_E, rows), rows
+
+
+def case_gradient(draw: CaseInputs, experts: int, outputs: int, inputs: int, add: bool) -> Tensor:
+    """Memory of a gradient in the weight's own type; a running sum is wide."""
+    make = draw.wide if add else draw.normal
+    return make(experts, outputs, inputs, seed=2)
 
 
 @fp8_product.register_cases
@@ -181,11 +189,11 @@ def fp8_product_cases(draw: CaseInputs) -> Cases:
         w_END = draw.normal(len(counts), outputs, inputs, seed=1)
         x = quantise_tiles(x_RD, tiles, rule, rows="block").rows
         w = quantise_weight(w_END, "block", rule)
-        yield KernelCase(f"{name}, scales of blocks", (x, w.forward, tiles, rows, "block", torch.float32))
+        yield KernelCase(f"{name}, scales of blocks", (x, w.forward, tiles, rows, "block", draw.dtype))
         ones_P = torch.ones(tiles.padded_rows, device=draw.device)
         x = quantise_tiles(x_RD, tiles, rule, rows=ones_P).rows
         w = quantise_weight(w_END, "channel", rule)
-        yield KernelCase(f"{name}, scales of channels", (x, w.forward, tiles, rows, "promoted", torch.float32))
+        yield KernelCase(f"{name}, scales of channels", (x, w.forward, tiles, rows, "promoted", draw.dtype))
 
 
 @fp8_weight_product.register_cases
@@ -197,8 +205,15 @@ def fp8_weight_product_cases(draw: CaseInputs) -> Cases:
         dy_RN = draw.normal(max(rows, 1), outputs, seed=1)
         x = quantise_tiles(x_RD, tiles, rule, columns="block").columns
         dy = quantise_tiles(dy_RN, tiles, rule, columns="block").columns
-        out_END = draw.wide(len(counts), outputs, inputs, seed=2)
-        yield KernelCase(f"{name}, scales of blocks", (dy, x, tiles, "block", out_END))
+        for add in (False, True):
+            out_END = case_gradient(draw, len(counts), outputs, inputs, add)
+            yield KernelCase(f"{name}{', added' if add else ''}", (dy, x, tiles, "block", out_END, add))
+        ones_MN = torch.ones(len(tiles.tiles_M4), outputs, device=draw.device)
+        ones_MD = torch.ones(len(tiles.tiles_M4), inputs, device=draw.device)
+        x = quantise_tiles(x_RD, tiles, rule, columns=ones_MD / 64).columns
+        dy = quantise_tiles(dy_RN, tiles, rule, columns=ones_MN / 32).columns
+        out_END = case_gradient(draw, len(counts), outputs, inputs, add=False)
+        yield KernelCase(f"{name}, scales of channels", (dy, x, tiles, "promoted", out_END))
 
 
 @tile_weight_product.register_cases
@@ -208,5 +223,5 @@ def tile_weight_product_cases(draw: CaseInputs) -> Cases:
         x_PD = pad_to_tiles(draw.normal(max(rows, 1), inputs), tiles)
         dy_PN = pad_to_tiles(draw.normal(max(rows, 1), outputs, seed=1), tiles)
         for add in (False, True):
-            out_END = draw.wide(len(counts), outputs, inputs, seed=2)
+            out_END = case_gradient(draw, len(counts), outputs, inputs, add)
             yield KernelCase(f"{name}{', added' if add else ''}", (dy_PN, x_PD, tiles, out_END, add))
