@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 import tyro
@@ -16,6 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from moefold.anatomy.model_totals import active_parameters, mtp_parameters, total_parameters, train_flops_per_token
+from moefold.anatomy.product_formats import experts_recipe, product_formats, recipe_in_words
 from moefold.anatomy.regions import absent_regions, regions_of
 from moefold.anatomy.stage_contents import pipeline_layout, rank_of_each_stage
 from moefold.anatomy.step_specs import (
@@ -43,6 +44,13 @@ RING_OPS = {
     "attention_block_backward",
     "merge_attention_block",
 }  # added by a ring of context-parallel ranks
+FP8_OPS = {
+    "tile_maxima",
+    "quantise_tiles",
+    "quantise_weight",
+    "fp8_product",
+    "fp8_weight_product",
+}  # added by FP8 recipes
 NODE_SIZE = 8  # ranks of one node, where the environment does not say
 ROUTERS_CHOOSE = "chosen by the routers"
 Description = dict[str, Any]
@@ -104,6 +112,7 @@ def explain_config(config: Config, ranks: int) -> Description:
         "grids": grids,
         "pipeline": pipeline_placement(config),
         "layers": [describe_layer(layer, config) for layer in layers],
+        "products": describe_products(config, facts),
         "routing": routing_source(config),
         "dispatcher": dispatcher_choice(config, ranks, facts),
         "kernels": kernels,
@@ -155,6 +164,16 @@ def describe_step(step: StepSpec, config: Config) -> Description:
     }
 
 
+def describe_products(config: Config, facts: Facts) -> Description:
+    """The recipe of every product by kind of layer, and what each recipe means."""
+    kinds: list[Description] = []
+    for kind, count in product_formats(config).items():
+        kinds.append({"count": count, **asdict(kind)})
+    used = dict.fromkeys(kind["recipe"] for kind in kinds)
+    recipes = {recipe: recipe_in_words(recipe, config.precision, facts.dtype) for recipe in used}
+    return {"recipes": recipes, "kinds": kinds}
+
+
 def pipeline_placement(config: Config) -> Description | None:
     """The stages of each pipeline rank, with the pieces that lie on them; None without a pipeline."""
     if config.parallel.pp == 1:
@@ -191,11 +210,16 @@ def dispatcher_choice(config: Config, ranks: int, facts: Facts) -> dict[str, str
 def kernel_choices(config: Config, layers: list[LayerKind], facts: Facts) -> dict[str, KernelChoice]:
     """The implementation of each op that the run calls, in the order of the catalog."""
     forced = forced_implementations(config.kernels.force)
+    recipe = experts_recipe(config)
+    facts_of_recipe = replace(facts, recipe=recipe)
     used = ops_of_run(config, layers)
+    if any(kind.recipe != "plain" for kind in product_formats(config)):
+        used |= FP8_OPS
     choices: dict[str, KernelChoice] = {}
     for op in CATALOG:
         if op in used:
-            name, why = pick_implementation(op, facts, forced.get(op))
+            depends = op == "expert_mlp" or op in FP8_OPS
+            name, why = pick_implementation(op, facts_of_recipe if depends else facts, forced.get(op))
             choices[op] = {"implementation": name, "why": why}
     return choices
 
@@ -227,6 +251,7 @@ def print_explanation(explanation: Description) -> None:
     dispatcher = explanation["dispatcher"]
     console.print(f"dispatcher (on nodes of at most {NODE_SIZE} ranks): {dispatcher['name']} ({dispatcher['why']})")
     console.print(step_table(explanation["layers"]))
+    print_products(explanation["products"], console)
     console.print(kernel_table(explanation))
     console.print(region_table(explanation["regions"]))
 
@@ -274,6 +299,29 @@ def step_cells(step: Description) -> list[str]:
     return [step["step"], lane, step["shapes"], *texts]
 
 
+def print_products(products: Description, console: Console) -> None:
+    """The number formats of products; nothing where all are plain."""
+    recipes = products["recipes"]
+    if all(recipe == "plain" for recipe in recipes):
+        return
+    console.print(product_table(products["kinds"]))
+    table = Table("recipe", "forward", "data gradient", "weight gradient", title="recipes", title_justify="left")
+    for recipe, formats in recipes.items():
+        table.add_row(recipe, *formats.values())
+    console.print(table)
+
+
+def product_table(kinds: list[Description]) -> Table:
+    title = "products (linear; router, embedding and head have no recipe)"
+    table = Table("where", "product", "recipe", "why", title=title, title_justify="left")
+    for kind in kinds:
+        where = kind["where"]
+        if kind["count"] > 1:
+            where = f"{kind['count']} x {where}"
+        table.add_row(where, kind["product"], kind["recipe"], escape(kind["why"]))
+    return table
+
+
 def region_table(regions: Description) -> Table:
     table = Table("region", "where", "what", title="memory regions", title_justify="left")
     for name, region in regions["present"].items():
@@ -292,12 +340,15 @@ def kernel_table(explanation: Description) -> Table:
 
 
 def steps_that_use(op: str, layers: list[Description]) -> list[str]:
-    """The names of the steps with this op. An op of no step belongs to the optimizer or to context parallelism."""
+    """The names of the steps with this op. An op of no step belongs to a recipe, to the optimizer or to context
+    parallelism."""
     users: dict[str, None] = {}  # in the order of the model
     for layer in layers:
         for step in layer["steps"]:
             if op in step["ops"]:
                 users[step["step"]] = None
+    if op in FP8_OPS:
+        return ["products"]
     if not users:
         return ["optimizer" if op in OPTIMIZER_OPS else "attend"]
     return list(users)

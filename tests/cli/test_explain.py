@@ -44,6 +44,7 @@ def test_json_holds_what_the_anatomy_says(name: str, explained: Any):
         "facts",
         "grids",
         "pipeline",
+        "products",
         "routing",
         "dispatcher",
         "layers",
@@ -257,3 +258,25 @@ def test_fused_experts_have_no_activation_region():
     fused = {"expert_mlp": {"implementation": "gluon", "why": ""}}
     absent = describe_regions(PRESETS["qwen3-30b-a3b"]().model, fused)["absent"]
     assert "one fused kernel (expert_mlp: gluon)" in absent["activation"]
+
+
+def test_products_are_shown_with_recipe_format_and_reason(explained: Any, capsys: pytest.CaptureFixture[str]):
+    words = ["--precision.recipe", "fp8_hybrid", "--precision.exclude_first", "1"]
+    explanation = explained("tiny", *words)
+    recipes = explanation["products"]["recipes"]
+    assert list(recipes) == ["plain", "fp8_hybrid"]
+    assert recipes["fp8_hybrid"]["weight_gradient"] == f"x and dy {explanation['facts']['dtype']}"
+    kinds = {(kind["product"], kind["recipe"]): kind for kind in explanation["products"]["kinds"]}
+    assert kinds["moe.experts.up_product", "plain"]["why"] == "precision.exclude_first"
+    assert kinds["moe.experts.up_product", "fp8_hybrid"]["count"] == 3
+    assert {"fp8_product", "quantise_tiles"} <= set(explanation["kernels"])
+    assert explanation["kernels"]["expert_mlp"]["implementation"] == "reference"
+    assert run_command_line(["explain", "tiny", *words]) == 0
+    assert "products (linear; router, embedding and head have no recipe)" in capsys.readouterr().out
+    assert run_command_line(["explain", "tiny"]) == 0
+    assert "products (linear" not in capsys.readouterr().out
+
+
+def test_an_entry_that_matches_no_product_is_refused(capsys: pytest.CaptureFixture[str]):
+    assert run_command_line(["explain", "tiny", "--precision.recipes", "*.atention.*: fp8_row"]) == 2
+    assert 'no product of the model matches "*.atention.*"' in capsys.readouterr().err
