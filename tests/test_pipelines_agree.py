@@ -364,6 +364,7 @@ BALANCE: list[tuple[dict[str, Any], PipelineConfig, dict[str, Any]]] = [
     ({"aux_over": "microbatch"}, PipelineConfig("1f1b", defer=True), {"pp": 4}),
     ({"device_loss": 0.5, "devices": 4, "z_loss": 0.01}, PipelineConfig("1f1b", 2, pair=True), {"pp": 4}),
     ({"latent": 8}, PipelineConfig("1f1b", pair=True), {"pp": 2, "ep": 2}),
+    ({"biases": True, "activation": "relu2", "shared_ffn": 16}, PipelineConfig("zb_h1", pair=True), {"pp": 4}),
     ({"biases": True, "activation": "clamped_swiglu", "clamp": 0.02}, PipelineConfig("zb_h1", pair=True), {"pp": 4}),
 ]
 

@@ -2,11 +2,11 @@
 
 One list for the planner, `moefold explain` and the model. Torch-free. A region lies inside steps or spans whole steps:
 
-    step       attend               route  plan  dispatch  shared  experts      combine      mlp
-    inside     norm up core out     norm                           activation                norm
-    spans                           [--------------------- moe -----------------------]
-                                                           shared  experts                   mlp
-               [------------------------ layer ---------------------------------------]
+    step       attend               route  plan  dispatch  shared  experts      combine  add      mlp
+    inside     norm up core out     norm                           activation                     norm
+    spans                           [------------------------- moe ------------------------]
+                                                           shared  experts                        mlp
+               [---------------------------- layer ----------------------------------------]
 
 A model lacks a region where it lacks the mechanism (no latents: no `up`), or where a fused kernel leaves no place for
 it.
@@ -21,7 +21,7 @@ from moefold.anatomy.step_specs import StepSpec, fits_fused_expert_mlp, is_moe_l
 from moefold.config.run import ModelConfig
 
 NORMED_STEPS = ("attend", "mlp", "route", "look_ahead", "set_aside", "predict")
-MOE_STEPS = ("route", "narrow", "plan", "dispatch", "shared", "experts", "combine", "widen")
+MOE_STEPS = ("route", "narrow", "plan", "dispatch", "shared", "experts", "combine", "widen", "add")
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def model_step_names(model: ModelConfig) -> Iterator[str]:
     if not any(moe_layers):
         return
     moe = model.moe
-    optional = {"shared": moe.shared_ffn, "narrow": moe.latent, "widen": moe.latent}
+    optional = {"narrow": moe.latent, "widen": moe.latent, "shared": moe.shared_ffn, "add": moe.shared_ffn}
     for name in MOE_STEPS:
         if optional.get(name, True):
             yield name
@@ -133,4 +133,5 @@ def merged_step_spec(name: str, specs: Sequence[StepSpec]) -> StepSpec:
         matmul=sum(spec.matmul for spec in specs),
         context=sum(spec.context for spec in specs),
         window=max(spec.window for spec in specs),
+        exchanges=sum(spec.exchanges for spec in specs),
     )

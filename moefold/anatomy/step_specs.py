@@ -1,14 +1,17 @@
-"""Step specifications: the pieces of a model as named steps, with order, lane, weights, ops and FLOPs. Torch-free.
+"""Step specifications: the pieces of a model as named steps, with order, lane, needs, weights, ops and FLOPs.
+Torch-free.
 
-The model binds code to these steps, `explain` prints them, the progress bar and the planner price them. A layer's order
-and lanes are stated here and nowhere else.
+The model binds code to these steps, `explain` prints them, the progress bar and the planner price them. A layer's
+order, lanes and needs are stated here and nowhere else.
 
-    MoE block:    attend  route  dispatch  shared  experts  combine       dense block:    attend  mlp
-    lane:         compute compute  comm    compute compute    comm
+    dense block    attend > mlp
+    MoE block      attend > route > PLAN > DISPATCH > experts > COMBINE > add        capitals: the comm lane
+                            route > shared >                              add
 
-`shared` stands behind `dispatch`, so that shared experts compute during the all-to-all. Where tokens are dispatched as
-latents, `narrow` stands before `dispatch` and `widen` behind `combine`. Multi-token prediction adds, before `predict`,
-for each further token `look_ahead`, a block, and `set_aside`; `predict` then has a loss for each of them too.
+A step needs the step before it, unless its `needs` name others: `shared` needs `route` alone, and nothing but `add`
+needs `shared`, so shared experts compute while tokens are sent. Where tokens are dispatched as latents, `narrow` stands
+before `plan` and `widen` behind `combine`. Multi-token prediction adds, before `predict`, for each further token
+`look_ahead`, a block, and `set_aside`; `predict` then has a loss for each of them too.
 
 FLOPs are those of one token's forward pass and follow the published tables: causal attention counts half, the head
 counts, embedding and router do not.
@@ -21,6 +24,12 @@ from dataclasses import dataclass
 from math import prod
 from typing import Literal
 
+from moefold.anatomy.activations import (
+    ACTIVATIONS,
+    activation_op,
+    expert_kind,
+    shared_activation,
+)
 from moefold.config.run import ModelConfig
 from moefold.layout import placement
 from moefold.layout.placement import DimCuts
@@ -74,7 +83,9 @@ def tp_weight(name: str, *shape: int, dim: int = 0) -> WeightSpec:
 
 @dataclass(frozen=True)
 class StepSpec:
-    """One named step. `static`: its shapes do not depend on routing, so a graph may capture it."""
+    """One named step. `static`: its shapes do not depend on routing, so a graph may capture it. `needs`: steps of the
+    layer that must have run, empty for the step before it. A step reads the carry that the first of them returns, and
+    of the others what they have added to theirs."""
 
     name: str
     lane: Lane
@@ -85,6 +96,8 @@ class StepSpec:
     matmul: float = 0.0  # multiply-adds of a token with weights
     context: float = 0.0  # multiply-adds of a token with each token it attends to
     window: int = 0  # how many tokens it attends to at most; 0: all before it
+    needs: tuple[str, ...] = ()
+    exchanges: int = 0  # how often tokens are sent between the ranks of experts
 
     def flops(self, seq_len: int) -> float:
         """Forward FLOPs of one token in a sequence of this length."""
@@ -110,10 +123,17 @@ def multiply_adds_per_token(weights: Weights) -> float:
     return sum(w.size * w.active for w in weights if w.is_matrix)
 
 
-def product_step(name: str, shapes: str, ops: tuple[str, ...], weights: Weights, static: bool = True) -> StepSpec:
+def product_step(
+    name: str,
+    shapes: str,
+    ops: tuple[str, ...],
+    weights: Weights,
+    static: bool = True,
+    needs: tuple[str, ...] = (),
+) -> StepSpec:
     """A step on the compute lane whose work is the products with its weights."""
     matmul = multiply_adds_per_token(weights)
-    return StepSpec(name, "compute", static, shapes, ops, weights, matmul)
+    return StepSpec(name, "compute", static, shapes, ops, weights, matmul, needs=needs)
 
 
 # ---- attention ----
@@ -238,19 +258,30 @@ def query_key_norm_weights(model: ModelConfig) -> Weights:
 # ---- MLP and experts ----
 
 
-def gated_mlp_weights(model: ModelConfig, name: str, ffn: int) -> Weights:
-    gate_up = tp_weight(f"{name}.gate_up.weight", 2, ffn, model.hidden, dim=1)
+def mlp_weights(model: ModelConfig, name: str, ffn: int, activation: str) -> Weights:
+    kind = ACTIVATIONS[activation]
+    outputs = kind.up_outputs(ffn)
+    up = tp_weight(f"{name}.{kind.up_name}.weight", *outputs, model.hidden, dim=len(outputs) - 1)
     down = tp_weight(f"{name}.down.weight", model.hidden, ffn, dim=1)
-    return gate_up, down
+    return up, down
+
+
+def mlp_shapes(rows: str, width: int, ffn: int, activation: str) -> str:
+    """Shapes of an MLP, with the name of an activation other than SwiGLU."""
+    outputs = ACTIVATIONS[activation].up_outputs(ffn)
+    inner = ",".join(map(str, outputs))
+    note = "" if activation == "swiglu" else f"  ({activation})"
+    return f"{rows},{width} -> {rows},{inner} -> {rows},{width}{note}"
 
 
 def dense_mlp_step(model: ModelConfig) -> StepSpec:
     d = model.hidden
     ffn = model.dense_ffn
+    activation = model.dense_activation
     norm = WeightSpec("dense.norm.weight", (d,))
-    weights = (norm, *gated_mlp_weights(model, "dense", ffn))
-    ops = ("add_rmsnorm", "linear", "swiglu")
-    return product_step("mlp", f"T,{d} -> T,2,{ffn} -> T,{d}", ops, weights)
+    weights = (norm, *mlp_weights(model, "dense", ffn, activation))
+    ops = ("add_rmsnorm", "linear", activation_op(activation))
+    return product_step("mlp", mlp_shapes("T", d, ffn, activation), ops, weights)
 
 
 def route_step(model: ModelConfig) -> StepSpec:
@@ -294,36 +325,57 @@ def plan_step(model: ModelConfig) -> StepSpec:
 
 def dispatch_step(model: ModelConfig) -> StepSpec:
     width = dispatched_width(model)
-    return StepSpec("dispatch", "comm", False, f"T,{width} -> R,{width}")
+    return StepSpec("dispatch", "comm", False, f"T,{width} -> R,{width}", exchanges=1)
 
 
 def shared_experts_step(model: ModelConfig) -> StepSpec:
     d = model.hidden
     ffn = model.moe.shared_ffn
-    weights = gated_mlp_weights(model, "moe.shared", ffn)
+    activation = shared_activation(model)
+    weights = mlp_weights(model, "moe.shared", ffn, activation)
     if model.moe.shared_gate:
         weights += (WeightSpec("moe.shared.gate.weight", (1, d)),)
-    shapes = f"T,{d} -> T,2,{ffn} -> T,{d}"
-    return product_step("shared", shapes, ("linear", "swiglu"), weights)
+    shapes = mlp_shapes("T", d, ffn, activation)
+    return product_step("shared", shapes, ("linear", activation_op(activation)), weights, needs=("route",))
+
+
+def add_shared_step(model: ModelConfig) -> StepSpec:
+    """The sum of routed and shared experts."""
+    d = model.hidden
+    routed = "widen" if model.moe.latent else "combine"
+    return StepSpec("add", "compute", True, f"T,{d} and T,{d} -> T,{d}", needs=(routed, "shared"))
+
+
+def unfused_experts_reason(model: ModelConfig) -> str:
+    """The keys that keep the experts off the fused kernel, which has plain SwiGLU with the router weight inside and no
+    biases; empty: none."""
+    moe = model.moe
+    keys: list[str] = []
+    if moe.activation != "swiglu":
+        keys.append(f"moe.activation = {moe.activation}")
+    if moe.biases:
+        keys.append("moe.biases = true")
+    if moe.gate != "activation":
+        keys.append(f"moe.gate = {moe.gate}")
+    return ", ".join(keys)
 
 
 def fits_fused_expert_mlp(model: ModelConfig) -> bool:
-    """Whether the fused kernel can run the experts: plain SwiGLU with the gate inside, no biases."""
-    moe = model.moe
-    return moe.gate == "activation" and moe.activation == "swiglu" and not moe.biases
+    """Whether the fused kernel can run the experts."""
+    return not unfused_experts_reason(model)
 
 
 def experts_step(model: ModelConfig) -> StepSpec:
+    """The routed experts. The op `expert_mlp` is a fused kernel, or the composition of the others."""
     moe = model.moe
     d = dispatched_width(model)
-    ops = ("gather_rows", "grouped_linear", "grouped_gemm", "grouped_gemm_weight", moe.activation)
-    if fits_fused_expert_mlp(model):
-        ops = ("expert_mlp", *ops)  # the first alone, or the others one after the other
+    products = ("gather_rows", "grouped_linear", "grouped_gemm", "grouped_gemm_weight")
+    ops = ("expert_mlp", *products, activation_op(moe.activation))
     if moe.biases:
         ops += ("expert_bias",)
-    shapes = f"R,{d} -> R,2,{moe.ffn} -> R,{d}"
+    shapes = mlp_shapes("R", d, moe.ffn, moe.activation)
     weights = expert_weights(model)
-    return product_step("experts", shapes, ops, weights, static=False)
+    return product_step("experts", shapes, ops, weights, static=False, needs=("dispatch",))
 
 
 def expert_weights(model: ModelConfig) -> Weights:
@@ -332,23 +384,26 @@ def expert_weights(model: ModelConfig) -> Weights:
     count = moe.experts
     ffn = moe.ffn
     active = moe.top_k / count
-    inner_cut = sharded_over_experts(2)
+    kind = expert_kind(model)
+    outputs = kind.up_outputs(ffn)
+    up_cut = sharded_over_experts(len(outputs))
+    up_name = f"moe.experts.{kind.up_name}"
     weights = (
-        WeightSpec("moe.experts.gate_up", (count, 2, ffn, d), active, inner_cut),
-        WeightSpec("moe.experts.down", (count, d, ffn), active, inner_cut),
+        WeightSpec(up_name, (count, *outputs, d), active, up_cut),
+        WeightSpec("moe.experts.down", (count, d, ffn), active, sharded_over_experts(2)),
     )
     if not moe.biases:
         return weights
-    gate_up_bias = WeightSpec("moe.experts.gate_up_bias", (count, 2, ffn), active, inner_cut)
+    up_bias = WeightSpec(f"{up_name}_bias", (count, *outputs), active, up_cut)
     over_ep = ((0, "ep"),)
     down_bias = WeightSpec("moe.experts.down_bias", (count, d), active, over_ep)
-    return *weights, gate_up_bias, down_bias
+    return *weights, up_bias, down_bias
 
 
 def combine_step(model: ModelConfig) -> StepSpec:
     width = dispatched_width(model)
     shapes = f"R,{width} -> T,{width}"
-    return StepSpec("combine", "comm", False, shapes, ("sum_rows",))
+    return StepSpec("combine", "comm", False, shapes, ("sum_rows",), exchanges=1)
 
 
 # ---- blocks ----
@@ -379,6 +434,8 @@ def moe_step_specs(model: ModelConfig) -> list[StepSpec]:
     steps += [experts_step(model), combine_step(model)]
     if model.moe.latent:
         steps.append(widen_step(model))
+    if model.moe.shared_ffn:
+        steps.append(add_shared_step(model))
     return steps
 
 

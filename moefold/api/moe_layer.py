@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moefold.anatomy.products import product_recipes
 from moefold.api.choices import Device, describe_kernels, module_config
 from moefold.api.presets import preset, with_keys
 from moefold.config.rules import check_config
@@ -20,6 +21,7 @@ from moefold.layout.dtypes import DTYPES
 from moefold.model.initialise import initialise_parameters
 from moefold.model.moe.balance import LayerLoads, update_selection_biases
 from moefold.model.moe.layer import MoeSublayer
+from moefold.precision.recipes import attach_recipes
 from moefold.train.assemble import choose_kernels, default_dtype, make_model_parts
 
 
@@ -29,7 +31,7 @@ class MoeLayer(nn.Module):
     `aux` is one scalar, the balance losses with their weights (`balance__aux_loss`, `balance__z_loss`), a mean over
     tokens: add it to the loss. Further keys are those of `model.moe` with `__` for a dot: `router__scale=2.5`. With
     `world`, experts are spread over its ep ranks. Weights are drawn by `seed`, the same on any layout; with
-    `initialise=False` they stay as allocated."""
+    `initialise=False` they stay as allocated. `recipe`: number format of the experts' products, such as "fp8_block"."""
 
     def __init__(
         self,
@@ -44,6 +46,7 @@ class MoeLayer(nn.Module):
         seed: int = 1,
         world: World | None = None,
         initialise: bool = True,
+        recipe: str = "plain",
         **keys: Any,
     ):
         one_layer = {"hidden": hidden, "layers": 1}
@@ -56,6 +59,7 @@ class MoeLayer(nn.Module):
         }
         config = with_keys(Config(), one_layer, "model.")
         config = with_keys(config, sizes | keys, "model.moe.")
+        config = with_keys(config, {"recipe": recipe}, "precision.")
         super().__init__()
         drawn_from = seed if initialise else None
         self.build(config, device, dtype, drawn_from, world)
@@ -68,10 +72,12 @@ class MoeLayer(nn.Module):
         dtype: torch.dtype | None = None,
         seed: int = 1,
         world: World | None = None,
+        recipe: str = "plain",
         **keys: Any,
     ) -> MoeLayer:
         """The MoE layer of a preset, such as "qwen3-30b-a3b", with keys of `model.moe` changed."""
         config = with_keys(preset(name), keys, "model.moe.")
+        config = with_keys(config, {"recipe": recipe}, "precision.")
         made = cls.__new__(cls)
         nn.Module.__init__(made)
         made.build(config, device, dtype, seed, world)
@@ -93,6 +99,7 @@ class MoeLayer(nn.Module):
         precision = DTYPES[self.config.train.precision]
         with self.world.device, default_dtype(precision):
             self.layer = MoeSublayer(self.config.model, 0, parts)
+        attach_recipes(self.layer, layer_recipes(self.config), kernels, self.config.precision)
         if seed is not None:
             initialise_parameters(self.layer, seed)
 
@@ -119,3 +126,10 @@ class MoeLayer(nn.Module):
     def extra_repr(self) -> str:
         moe = self.config.model.moe
         return f"hidden={self.config.model.hidden}, experts={moe.experts}, top_k={moe.top_k}, ffn={moe.ffn}"
+
+
+def layer_recipes(config: Config) -> dict[str, str]:
+    """The recipes of the products of one layer, by their names inside it."""
+    inside = "blocks.0.moe."
+    chosen = {choice.product.name: choice.recipe for choice in product_recipes(config)}
+    return {name.removeprefix(inside): recipe for name, recipe in chosen.items() if name.startswith(inside)}

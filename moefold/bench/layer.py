@@ -28,6 +28,7 @@ from moefold.bench.options import LayerOptions
 from moefold.bench.report import Report, Row, add_number_columns, report_heading, show_report
 from moefold.bench.versions import installed_version
 from moefold.config.errors import one_of
+from moefold.config.precision_recipes import RECIPE_SPECS
 from moefold.layout.dtypes import DTYPES
 
 
@@ -62,6 +63,8 @@ LAYER_CAPTION = (
     "share of the even figure. HF: transformers' grouped_mm layer. ratio: its time over ours, step after step."
 )
 
+RECIPE_CAPTION = "Weights are quantised already, as in every microbatch of a step but the first."
+
 LayerForward = Callable[[Tensor], Tensor]
 BuiltLayer = tuple[LayerForward, nn.Module]
 LayerBuilder = Callable[[], BuiltLayer]
@@ -79,10 +82,12 @@ def run_benchmark(options: LayerOptions) -> int:
     return show_report(report, options.json, print_layer_report)
 
 
-def moefold_layer(layer: LayerShape, device: str, dtype: torch.dtype, zipf: bool) -> BuiltLayer:
+def moefold_layer(
+    layer: LayerShape, device: str, dtype: torch.dtype, zipf: bool = False, recipe: str = "plain"
+) -> BuiltLayer:
     """`moefold.MoeLayer`, with kernels chosen as in a run; with `zipf`, expert ids are imposed."""
     shape = (layer.hidden, layer.experts, layer.top_k, layer.ffn)
-    module = MoeLayer(*shape, device=device, dtype=dtype, initialise=False)
+    module = MoeLayer(*shape, device=device, dtype=dtype, initialise=False, recipe=recipe)
     for parameter in module.parameters():
         nn.init.normal_(parameter, std=0.02)
     expert_ids = zipf_expert_ids(layer, device) if zipf else None
@@ -204,6 +209,7 @@ def layer_report(options: LayerOptions) -> Report:
     device = resolve_device(options.device)
     dtype = DTYPES[resolve_dtype(options.dtype, device)]
     names = [one_of("layer", name, LAYER_SHAPES) for name in options.layer]
+    recipes = [one_of("recipe", name, RECIPE_SPECS) for name in options.recipe]
     layers = {"small": CPU_SHAPE}
     if device == "cuda":
         layers = {name: LAYER_SHAPES[name] for name in names or LAYER_SHAPES}
@@ -211,7 +217,7 @@ def layer_report(options: LayerOptions) -> Report:
     for name, layer in layers.items():
         row: Row = {"layer": name, **asdict(layer)}
         results.append(row)
-        contenders = layer_contenders(layer, device, dtype)
+        contenders = layer_contenders(layer, device, dtype, recipes)
         for contender, build_layer in contenders.items():
             built = build_layer()
             timing = measure_layer(built, layer, device, dtype, options.repeat)
@@ -220,13 +226,15 @@ def layer_report(options: LayerOptions) -> Report:
     return machine_facts(device) | {"results": results}
 
 
-def layer_contenders(layer: LayerShape, device: str, dtype: torch.dtype) -> dict[str, LayerBuilder]:
+def layer_contenders(layer: LayerShape, device: str, dtype: torch.dtype, recipes: list[str]) -> dict[str, LayerBuilder]:
     build = partial(moefold_layer, layer, device, dtype)
     contenders: dict[str, LayerBuilder] = {}
-    contenders["ours"] = partial(build, zipf=False)
+    contenders["ours"] = build
     contenders["ours_zipf"] = partial(build, zipf=True)
     if installed_version("transformers"):
         contenders["transformers"] = partial(transformers_layer, layer, device, dtype)
+    for recipe in recipes:
+        contenders[recipe] = partial(build, recipe=recipe)
     return contenders
 
 
@@ -245,6 +253,26 @@ def print_layer_report(report: Report) -> None:
     for row in report["results"]:
         cells = own_cells(row) + transformers_cells(row)
         table.add_row(row["layer"], *cells)
+    Console().print(table)
+    recipes = [name for name in RECIPE_SPECS if name in report["results"][0]]
+    if recipes:
+        print_recipes(report, recipes)
+
+
+def print_recipes(report: Report, recipes: list[str]) -> None:
+    """One line for each layer and recipe, beside the layer without one."""
+    table = Table(title="precision recipes", title_justify="left", caption=RECIPE_CAPTION, box=SIMPLE_HEAD)
+    table.add_column("layer", no_wrap=True)
+    table.add_column("recipe", no_wrap=True)
+    add_number_columns(table, "TF/s", "cool", "GiB", "times plain", "GiB of plain")
+    for row in report["results"]:
+        plain = row["ours"]
+        for recipe in recipes:
+            mine = row[recipe]
+            faster = plain["milliseconds"] / mine["milliseconds"]
+            kept = mine["saved_gib"] / max(plain["saved_gib"], 1e-9)
+            speeds = [f"{mine['tflops']:.0f}", f"{mine['cool_tflops']:.0f}", f"{mine['saved_gib']:.3f}"]
+            table.add_row(row["layer"], recipe, *speeds, f"{faster:.2f}", f"{kept:.0%}")
     Console().print(table)
 
 

@@ -61,6 +61,8 @@ class LayerOptions(DeviceOptions):
     """Data type of the layer; auto: bf16 on a GPU, fp32 on a CPU."""
     repeat: int = 20
     """Timed repetitions; the median is shown."""
+    recipe: tuple[str, ...] = ()
+    """Number formats of the experts' products, timed beside plain, such as fp8_block."""
 
     def check_values(self) -> None:
         require_positive("repeat", self.repeat)

@@ -1,8 +1,9 @@
 """`moefold bench overlap`: how much of the experts' communication hides behind compute, on two CPU ranks.
 
-Each all-to-all of rows is slowed to a given time, as on a slow network. Three variants of the same step are measured in
-one run: one microbatch after the other; a forward paired with a backward; and paired, with weight gradients split off
-to fill gaps. Exposed time is that in which the compute lane waits for an all-to-all, or runs one itself.
+Each all-to-all of rows is slowed to a given time, as on a slow network. Four variants of a step are measured in one
+run: one microbatch after the other; the same with shared experts, which compute beside the all-to-all of their own
+microbatch; a forward paired with a backward; and paired, with weight gradients split off to fill gaps. All have the
+same all-to-alls. Exposed time is that in which the compute lane waits for an all-to-all, or runs one itself.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from statistics import mean
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
@@ -40,10 +41,25 @@ from moefold.train.step import take_next_step
 
 RANKS = 2
 BASELINE = "one after the other"
+
+
+class OverlapWay(NamedTuple):
+    """A variant: how the microbatches run, and the width of shared experts."""
+
+    pipeline: PipelineConfig
+    shared_ffn: int = 0
+
+    def changed(self, config: Config) -> Config:
+        moe = replace(config.model.moe, shared_ffn=self.shared_ffn)
+        model = replace(config.model, moe=moe)
+        return replace(config, model=model, pipeline=self.pipeline)
+
+
 OVERLAP_WAYS = {
-    BASELINE: PipelineConfig(),
-    "paired": PipelineConfig(pair=True, fill=False),
-    "paired, weight gradients fill gaps": PipelineConfig(pair=True),
+    BASELINE: OverlapWay(PipelineConfig()),
+    "one after the other, with shared experts": OverlapWay(PipelineConfig(), shared_ffn=512),
+    "paired": OverlapWay(PipelineConfig(pair=True, fill=False)),
+    "paired, weight gradients fill gaps": OverlapWay(PipelineConfig(pair=True)),
 }
 Seconds = dict[str, float]  # step and exposed; in a summary also hidden, a share
 RankFigures = dict[str, Any]  # a rank's `ways` (seconds by variant) and `events` (of the last variant)
@@ -130,9 +146,9 @@ def measure_every_way(options: OverlapOptions, folder: Path) -> None:
     ways: dict[str, Seconds] = {}
     events: list[TraceEvent] = []
     with joined_world(config.parallel, "cpu") as world, slowed_all_to_all(delay) as exchanges:
-        for way, pipeline in OVERLAP_WAYS.items():
-            variant = replace(config, pipeline=pipeline)
-            ways[way], events = measure_overlap(variant, world, exchanges)
+        for name, way in OVERLAP_WAYS.items():
+            variant = way.changed(config)
+            ways[name], events = measure_overlap(variant, world, exchanges)
     origin = events[0].start if events else 0.0
     shifted = [asdict(event.shifted(-origin)) for event in events]
     text = json.dumps({"ways": ways, "events": shifted})

@@ -44,13 +44,20 @@ RING_OPS = {
     "attention_block_backward",
     "merge_attention_block",
 }  # added by a ring of context-parallel ranks
-FP8_OPS = {
+FP8_OPS = {  # added by FP8 recipes
+    "row_tiles",
     "tile_maxima",
     "quantise_tiles",
     "quantise_weight",
     "fp8_product",
     "fp8_weight_product",
-}  # added by FP8 recipes
+}
+FP8_EXPERT_OPS = {  # and by experts in FP8 as one function
+    "gather_tiles",
+    "fp8_swiglu_product",
+    "fp8_dswiglu_product",
+    "tile_weight_product",
+}
 NODE_SIZE = 8  # ranks of one node, where the environment does not say
 ROUTERS_CHOOSE = "chosen by the routers"
 Description = dict[str, Any]
@@ -115,6 +122,7 @@ def explain_config(config: Config, ranks: int) -> Description:
         "products": describe_products(config, facts),
         "routing": routing_source(config),
         "dispatcher": dispatcher_choice(config, ranks, facts),
+        "beside_exchanges": work_beside_exchanges(config),
         "kernels": kernels,
         "regions": describe_regions(model, kernels),
     }
@@ -207,21 +215,33 @@ def dispatcher_choice(config: Config, ranks: int, facts: Facts) -> dict[str, str
     return {"name": name, "why": why}
 
 
+def work_beside_exchanges(config: Config) -> str:
+    """What a microbatch computes while its own tokens are sent, in words; empty if nothing."""
+    parallel = config.parallel
+    if parallel.ep * parallel.etp == 1 or not config.model.moe.shared_ffn:
+        return ""
+    return "shared experts, beside plan and dispatch in forward and beside combine in backward"
+
+
 def kernel_choices(config: Config, layers: list[LayerKind], facts: Facts) -> dict[str, KernelChoice]:
     """The implementation of each op that the run calls, in the order of the catalog."""
     forced = forced_implementations(config.kernels.force)
-    recipe = experts_recipe(config)
-    facts_of_recipe = replace(facts, recipe=recipe)
-    used = ops_of_run(config, layers)
-    if any(kind.recipe != "plain" for kind in product_formats(config)):
-        used |= FP8_OPS
+    facts = replace(facts, recipe=experts_recipe(config))
+    used = ops_of_run(config, layers) | fp8_ops_of_run(config, facts)
     choices: dict[str, KernelChoice] = {}
     for op in CATALOG:
         if op in used:
-            depends = op == "expert_mlp" or op in FP8_OPS
-            name, why = pick_implementation(op, facts_of_recipe if depends else facts, forced.get(op))
+            name, why = pick_implementation(op, facts, forced.get(op))
             choices[op] = {"implementation": name, "why": why}
     return choices
+
+
+def fp8_ops_of_run(config: Config, facts: Facts) -> set[str]:
+    if all(kind.recipe == "plain" for kind in product_formats(config)):
+        return set()
+    forced = forced_implementations(config.kernels.force)
+    experts, _ = pick_implementation("expert_mlp", facts, forced.get("expert_mlp"))
+    return FP8_OPS | FP8_EXPERT_OPS if experts == "fp8" else FP8_OPS
 
 
 def ops_of_run(config: Config, layers: list[LayerKind]) -> set[str]:
@@ -250,6 +270,8 @@ def print_explanation(explanation: Description) -> None:
         console.print(escape(f"experts of a token: {explanation['routing']}"))
     dispatcher = explanation["dispatcher"]
     console.print(f"dispatcher (on nodes of at most {NODE_SIZE} ranks): {dispatcher['name']} ({dispatcher['why']})")
+    if explanation["beside_exchanges"]:
+        console.print(f"while its tokens are sent a microbatch computes: {explanation['beside_exchanges']}")
     console.print(step_table(explanation["layers"]))
     print_products(explanation["products"], console)
     console.print(kernel_table(explanation))
@@ -349,6 +371,8 @@ def steps_that_use(op: str, layers: list[Description]) -> list[str]:
                 users[step["step"]] = None
     if op in FP8_OPS:
         return ["products"]
+    if op in FP8_EXPERT_OPS:
+        return ["experts"]
     if not users:
         return ["optimizer" if op in OPTIMIZER_OPS else "attend"]
     return list(users)

@@ -11,6 +11,11 @@ from typing import Literal
 from moefold.config.keys import key, section
 from moefold.config.open_names import ATTENTION_NAMES, DATA_SOURCE_NAMES, DISPATCHER_NAMES, ROUTER_SCORE_NAMES
 
+DenseActivation = Literal[
+    "swiglu", "geglu", "geglu_tanh", "reglu", "silu", "gelu", "gelu_tanh", "relu", "relu2"
+]  # anatomy/activations.py
+ExpertActivation = Literal[DenseActivation, "clamped_swiglu"]
+
 
 @dataclass(frozen=True)
 class RopeConfig:
@@ -131,8 +136,9 @@ class MoeConfig:
     shared_ffn: int = key(0, "inner width of the shared experts together; 0: none", at_least=0, at_most=1_048_576)
     shared_gate: bool = key(False, "learned sigmoid gate, one scalar per token, on the shared experts' output")
     latent: int = key(0, "width that tokens are projected to before the all-to-all (latent MoE); 0: none", at_least=0)
-    activation: Literal["swiglu", "clamped_swiglu"] = key(
-        "swiglu", "activation of routed experts; clamped as in GPT-OSS"
+    activation: ExpertActivation = key(
+        "swiglu",
+        "activation of experts; silu to relu2 have no gate; clamped as in GPT-OSS (shared experts then have swiglu)",
     )
     clamp: float = key(7.0, "clamped_swiglu: limit of gate and up", above=0)
     biases: bool = key(False, "biases in routed experts and router")
@@ -153,6 +159,7 @@ class ModelConfig:
     hidden: int = key(128, "width of the residual stream", at_least=1, at_most=1_048_576)
     vocab: int = key(256, "vocabulary size", at_least=2, at_most=16_777_216)
     dense_ffn: int = key(512, "inner width of a dense MLP", at_least=1, at_most=1_048_576)
+    dense_activation: DenseActivation = key("swiglu", "activation of a dense MLP; silu to relu2 have no gate")
     norm_eps: float = key(1e-6, "epsilon of RMSNorm, added to the mean square", above=0, below=1)
     tied_head: bool = key(False, "the output head shares the embedding's weights")
     mtp: int = key(0, "multi-token prediction layers, one per further token", at_least=0, at_most=16)

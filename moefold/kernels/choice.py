@@ -21,7 +21,8 @@ class Choice:
     """An implementation: when it may run, what it needs in words, and why one would want it.
 
     Of the implementations that may run, the one with the lowest `cost` is chosen; of equals, the first. `note` is a
-    remark for these very facts, such as measured times.
+    remark for these very facts, such as measured times; `refusal` says why it may not run with them, where that is not
+    a lack of what it `needs`.
     """
 
     name: str
@@ -30,6 +31,10 @@ class Choice:
     why: str
     cost: Callable[[Facts], float] = costs_nothing
     note: Callable[[Facts], str] = adds_no_note
+    refusal: Callable[[Facts], str] = adds_no_note
+
+    def reason_against(self, facts: Facts) -> str:
+        return self.refusal(facts) or f"{self.name} needs {self.needs}"
 
 
 Choices = dict[str, tuple[Choice, ...]]  # op -> its fast implementations, the preferred first
@@ -67,3 +72,8 @@ def triton_computes(facts: Facts) -> bool:
 
 def triton_computes_bf16(facts: Facts) -> bool:
     return triton_runs(facts) and facts.dtype == "bf16"
+
+
+def hopper_bf16_runs(facts: Facts) -> bool:
+    """Kernels with Hopper's instructions (wgmma, TMA)."""
+    return triton_computes_bf16(facts) and facts.capability[0] == 9

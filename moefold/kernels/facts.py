@@ -8,7 +8,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from functools import cache
 from typing import NamedTuple
 
-from moefold.anatomy.step_specs import dispatched_width, fits_fused_expert_mlp
+from moefold.anatomy.step_specs import dispatched_width, unfused_experts_reason
 from moefold.config.open_names import ROUTER_SCORE_NAMES
 from moefold.config.run import Config
 
@@ -54,7 +54,7 @@ class Facts:
     moments: str = "fp32"
     main: str = "fp32"
     recipe: str = "plain"  # number format of linear products; plain: the dtype itself
-    swiglu_experts: bool = True  # SwiGLU with the router's weight inside and without biases
+    unfused_experts: str = ""  # keys that keep the experts off the fused kernel; empty: none
     attention: AttentionShape | None = None
     sees_all: bool = True  # plain causal attention: no window, no documents, no sinks
     square: bool = True  # attention has as many queries as keys; with context parallelism by all_gather it has fewer
@@ -81,7 +81,7 @@ def facts_from_config(config: Config, device: str, dtype: str, capability: Capab
         sees_all=attention_sees_all(config),
         square=not gathers_all_keys(config),
         repeatable=config.kernels.repeatable,
-        swiglu_experts=fits_fused_expert_mlp(config.model),
+        unfused_experts=unfused_experts_reason(config.model),
         built_in_score=config.model.moe.router.score in ROUTER_SCORE_NAMES.builtin,
     )
 

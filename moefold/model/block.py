@@ -9,6 +9,7 @@ messages between ranks of experts are sent in `plan`, `dispatch` and `combine`, 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -87,16 +88,9 @@ class MoeBlock(Block):
         normed = {"stream": stream, "h_TD": h_TD, "for_router_TD": for_router_TD}
         return self.moe.route_tokens(carry | normed)
 
-    def combine(self, carry: Carry) -> Carry:
-        return self.add_output(self.moe.combine_rows(carry))
-
-    def widen(self, carry: Carry) -> Carry:
-        return self.add_output(self.moe.widen_tokens(carry))
-
-    def add_output(self, carry: Carry) -> Carry:
-        """The layer's output, if this step was the last, on the stream."""
-        if "output_TD" not in carry:
-            return carry
+    def run_last_step(self, run: Callable[[Carry], Carry], carry: Carry) -> Carry:
+        """The layer's last step, with the layer's output on the stream."""
+        carry = run(carry)
         stream = carry["stream"].plus(carry["output_TD"])
         return drop_from_carry(carry | {"stream": stream}, "output_TD")
 
@@ -104,6 +98,6 @@ class MoeBlock(Block):
         methods = self.moe.step_methods()
         methods["attend"] = self.attend
         methods["route"] = self.route
-        methods["combine"] = self.combine
-        methods["widen"] = self.widen
+        last = self.specs[-1].name
+        methods[last] = partial(self.run_last_step, methods[last])
         return bind_steps(self.specs, methods)

@@ -41,8 +41,8 @@ class Around(Protocol):
     """An observer of steps. `key` is (stage, microbatch); `kind` is F in forward and D in backward.
 
     `before` D comes when the gradients of the step's outputs are there, `after` D when those of its inputs are. A step
-    without trainable tensors before it has no D. Calls come on the thread that runs the step: with paired slots on two
-    threads, on CUDA from autograd's thread in backward.
+    without trainable tensors before it has no D. Calls come on the thread that runs the step: exchanges may have one of
+    their own (comm/lanes.py), and on CUDA backward has autograd's.
     """
 
     def before(self, step: Step, kind: PassKind, key: PassKey) -> None: ...

@@ -23,6 +23,7 @@ from operator import attrgetter, methodcaller
 from typing import Any, Literal
 
 import torch
+from torch._C._profiler import _ExperimentalConfig  # pyright: ignore[reportPrivateUsage]
 from torch.profiler import ProfilerActivity
 
 from moefold.observe.trace import TraceEvent
@@ -185,7 +186,9 @@ def profile_device(device: torch.device) -> Iterator[Callable[[], StepProfile]]:
     activities = [ProfilerActivity.CPU]
     if on_cuda:
         activities.append(ProfilerActivity.CUDA)
-    profiler = torch.profiler.profile(activities=activities)
+    # Exchanges may run on a thread of their own (comm/lanes.py).
+    all_threads = _ExperimentalConfig(profile_all_threads=True)
+    profiler = torch.profiler.profile(activities=activities, experimental_config=all_threads)
 
     def read_profile() -> StepProfile:
         return read_kineto_events(profiler, device.type)
@@ -308,14 +311,15 @@ class ThreadIntervals:
 
 
 def device_kernels(events: Events, host: Events, phases: PhaseLookup) -> list[ProfiledKernel]:
-    """Kernels and copies, each in the phase of the host at its launch. Launches do not have torch's thread ids, but
-    only one thread launches at a time. Where a launch was not recorded, the operation around it stands in."""
+    """Kernels and copies, each in the phase of the host at its launch. A launch does not have torch's thread id, the
+    operation around it has. Where a launch was not recorded, the operation around it stands in."""
     operations: dict[int, Any] = {}
     launches: dict[int, Any] = {}
     for event in host:
         is_launch = RUNTIME_CALL.match(event.name())
         by_correlation = launches if is_launch else operations
         by_correlation[event.correlation_id()] = event
+    operations.pop(0, None)  # no operation: the number that a kernel outside of all has
     kernels: list[ProfiledKernel] = []
     for event in events:
         if is_on_host(event) or is_mark(event) or event.duration_ns() == 0:
@@ -327,7 +331,8 @@ def device_kernels(events: Events, host: Events, phases: PhaseLookup) -> list[Pr
         launched = event.start_ns()
         if launch is not None:
             launched = launch.start_ns()
-            phase = phases.phase_at(launched, None)
+            thread = None if around is None else around.start_thread_id()
+            phase = phases.phase_at(launched, thread)
         lane = f"stream {event.device_resource_id()}"
         duration = event.duration_ns()
         kernel = profiled_kernel(event, phase, lane, duration, launched)

@@ -18,16 +18,16 @@ from moefold.schedule.program import PipelineOp, Program, Slot, is_paired
 class BoundProgram:
     slots: Sequence[Slot]
     messages: Mapping[int, Sequence[PipelineOp]]  # by sending rank, in the order of sending
-    cut_passes: frozenset[PassKey]  # passes that are cut at every step: those of paired slots
+    paired_passes: frozenset[PassKey]  # passes with an op in a paired slot: they are cut at every step
     last_gradients: Mapping[int, set[str]]  # by slot number: parameters that get their last gradient there
 
 
 def bind_program(program: Program, homes: Sequence[int], rank: int, users: StagesUsing) -> BoundProgram:
     slots = program[rank]
     messages = incoming_messages(program, homes, rank)
-    cut_passes = passes_of_paired_slots(slots)
+    paired_passes = passes_of_paired_slots(slots)
     last_gradients = last_gradient_slots(slots, users)
-    return BoundProgram(slots, messages, cut_passes, last_gradients)
+    return BoundProgram(slots, messages, paired_passes, last_gradients)
 
 
 def passes_of_paired_slots(slots: Sequence[Slot]) -> frozenset[PassKey]:

@@ -2,7 +2,8 @@
 
 What is sent and received follows from the program alone. Between stages one tensor is sent, the cargo: the residual
 stream and, behind multi-token prediction layers, the streams that they set aside. In a paired slot the steps of a
-forward and of a backward are interleaved, so that the all-to-all of one runs while the other computes.
+forward and of a backward are interleaved, so that the all-to-all of one runs while the other computes. In every slot,
+steps that need no exchange of their own microbatch run beside it: shared experts.
 
 N streams of T tokens of width D.
 """
@@ -10,21 +11,19 @@ N streams of T tokens of width D.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from moefold.anatomy.stage_contents import Stage, pipeline_program, pipeline_stages, rank_of_each_stage
-from moefold.anatomy.step_specs import Lane
 from moefold.comm.lanes import Lanes
 from moefold.comm.p2p import PipelineChannel
 from moefold.config.run import Config
 from moefold.data.loader import Batch
 from moefold.layout.axes import World
-from moefold.layout.deferred_wgrad import DeferredWork, deferring_weight_grads
+from moefold.layout.deferred_wgrad import DeferredWork
 from moefold.model.norm import ResidualStream
 from moefold.model.step_borders import ObservedSteps
 from moefold.model.steps import Around, Carry, PassKey, Step, StepRewrite, run_step_sequence
@@ -32,14 +31,26 @@ from moefold.model.transformer import Transformer
 from moefold.observe.trace import SpanRecorder, StepTracer
 from moefold.pipeline.bound_program import BoundProgram, bind_program, forward_program
 from moefold.pipeline.inbox import Inbox
-from moefold.pipeline.last_gradients import stages_using_parameters
-from moefold.pipeline.pair_order import paired_slot_order
-from moefold.pipeline.pair_runner import PairRunner
+from moefold.pipeline.last_gradients import gets_several_gradients, stages_using_parameters
 from moefold.pipeline.passage import Passage
+from moefold.pipeline.segments import Segments, one_segment, segments_for_pairing, segments_of_one_microbatch
+from moefold.pipeline.step_costs import StepCosts
+from moefold.pipeline.strand_order import Strand, StrandPiece, backward_strand
+from moefold.pipeline.strand_runner import BackwardWork, ForwardWork, StrandRunner, StrandWork
 from moefold.schedule.program import PipelineOp, Slot, is_paired
 from moefold.shard.gradients import Gradients
 
 StepListKey = tuple[int, bool, StepRewrite]  # stage, whether the model trains, how memory policies join steps
+
+
+class CutStage(NamedTuple):
+    """A stage's steps in segments, with its strands: of a forward, of a backward, and of a backward whose weight
+    gradients wait."""
+
+    segments: Segments
+    forward: Strand
+    backward: Strand
+    deferring: Strand
 
 
 class Executor:
@@ -66,12 +77,14 @@ class Executor:
         self.rank = pipe.index
         self.pipe = PipelineChannel(pipe)
         self.lanes = Lanes(world.device)
+        self.costs = StepCosts(config, world.device.type, world.node_size)
         self.users = stages_using_parameters(model)
         # Made once, when first asked for: the same in every step of a run.
         self.train_programs: dict[int, BoundProgram] = {}
         self.forward_programs: dict[int, BoundProgram] = {}
         self.train_steps: dict[StepListKey, list[Step]] = {}
         self.forward_steps: dict[StepListKey, list[Step]] = {}
+        self.cut_stages: dict[tuple[StepListKey, bool], CutStage] = {}
 
     def train(self, parts: Sequence[Batch], weights: LossWeights) -> Tensor:
         """Forward and backward of all microbatches; gradients are added to their buckets. Returns the summed losses of
@@ -124,6 +137,33 @@ class Executor:
             self.train_steps[key] = steps
         return self.train_steps[key]
 
+    def cut_stage(self, stage: int, is_paired: bool) -> CutStage:
+        """A stage's steps to train, cut for passes of paired slots or for others."""
+        key = self.step_list_key(stage), is_paired
+        if key not in self.cut_stages:
+            steps = self.steps_to_train(stage)
+            segments = self.cut_steps(steps, is_paired)
+            self.cut_stages[key] = self.with_strands(segments)
+        return self.cut_stages[key]
+
+    def cut_steps(self, steps: Sequence[Step], is_paired: bool) -> Segments:
+        if is_paired:
+            return segments_for_pairing(steps)
+        if self.world.ep_etp.size > 1:
+            return segments_of_one_microbatch(steps)
+        return one_segment(steps)
+
+    def with_strands(self, segments: Segments) -> CutStage:
+        pieces: list[StrandPiece] = []
+        for segment in segments:
+            seconds = sum(self.costs.seconds(step.spec) for step in segment.steps)
+            pieces.append(StrandPiece(segment.lane, seconds, segment.needs))
+        forward = tuple(pieces)
+        # A backward has two products for each of the forward's: of the input's gradient and of the weight's.
+        backward = backward_strand(forward, 2.0)
+        deferring = backward_strand(forward, 1.0)
+        return CutStage(segments, forward, backward, deferring)
+
     def steps_to_streams(self, stage: int) -> list[Step]:
         """A stage's steps without the losses."""
         key = self.step_list_key(stage)
@@ -135,29 +175,6 @@ class Executor:
 
     def step_list_key(self, stage: int) -> StepListKey:
         return stage, self.model.training, self.model.rewrite_steps
-
-
-@dataclass
-class PairedForward:
-    """The forward of a paired slot, run step by step."""
-
-    passage: Passage
-    carry: Carry
-
-    def run_next(self) -> Carry:
-        self.carry = self.passage.forward(self.carry)
-        return self.carry
-
-
-@dataclass
-class PairedBackward:
-    """The backward of a paired slot, run step by step; weight gradients go into the queue, if there is one."""
-
-    passage: Passage
-    queue: list[DeferredWork] | None
-
-    def run_next(self) -> object:
-        return backward_next_segment(self.passage, self.queue)
 
 
 class LossWeights(NamedTuple):
@@ -201,22 +218,22 @@ class StepRun:
             for near in slots[number : number + 2]:
                 self.inbox.expect(near)
             finished = self.program.last_gradients.get(number, set())
-            reduces_early = self.is_one_backward(slot)
-            if reduces_early:
-                gradients.expect_last_gradients(finished)
+            early = self.finished_by_one_gradient(slot, finished)
+            if early:
+                gradients.expect_last_gradients(early)
             self.run_slot(slot)
-            if finished and not reduces_early:
-                gradients.mark_complete(finished)
+            if finished:
+                gradients.mark_complete(finished - early)
         self.executor.pipe.flush()
         return self.losses_1M
 
-    def is_one_backward(self, slot: Slot) -> bool:
-        """Whether one call of backward gives all gradients of the slot: each bucket is then reduced as soon as that
-        call has completed it."""
+    def finished_by_one_gradient(self, slot: Slot, finished: set[str]) -> set[str]:
+        """Those of the parameters that get one gradient in the slot, the last: each bucket is reduced as soon as it is
+        complete. A weight gradient that waits comes behind its slot's others."""
         kinds = [op.kind for op in slot]
         if kinds != ["D", "W"]:
-            return False
-        return pass_key(slot[0]) not in self.program.cut_passes
+            return set()
+        return {name for name in finished if not gets_several_gradients(name)}
 
     def run_slot(self, slot: Slot) -> None:
         if is_paired(slot):
@@ -238,21 +255,20 @@ class StepRun:
     def run_forward(self, op: PipelineOp) -> None:
         carry = self.begin_carry(op)
         if self.finish is None:
-            passage = self.begin_passage(op)
-            for _ in passage.segments:
-                carry = passage.forward(carry)
+            forward = self.forward_work(op, carry)
+            self.run_strands([forward], fillers=[])
+            carry = forward.passage.out
         else:
             carry = self.run_without_gradients(op, carry)
         self.send_activation(op, carry)
 
     def run_backward(self, op: PipelineOp, slot: Slot) -> None:
-        passage = self.passage_with_gradients(op)
         queue = None
         if not has_weight_op(slot, op):
             queue = self.deferred_work.setdefault(pass_key(op), [])
-        while passage.runs:
-            backward_next_segment(passage, queue)
-        self.send_gradient(op, passage)
+        backward = self.backward_work(op, queue)
+        self.run_strands([backward], fillers=[])
+        self.send_gradient(op, backward.passage)
 
     def run_deferred_work(self, op: PipelineOp) -> None:
         queue = self.deferred_work.pop(pass_key(op), [])
@@ -272,14 +288,31 @@ class StepRun:
     def stage_of(self, op: PipelineOp) -> Stage:
         return self.executor.stages[op.stage]
 
-    def begin_passage(self, op: PipelineOp) -> Passage:
+    def is_paired(self, op: PipelineOp) -> bool:
+        return pass_key(op) in self.program.paired_passes
+
+    def cut_stage_of(self, op: PipelineOp) -> CutStage:
+        return self.executor.cut_stage(op.stage, self.is_paired(op))
+
+    def forward_work(self, op: PipelineOp, carry: Carry) -> ForwardWork:
         key = pass_key(op)
-        is_cut = key in self.program.cut_passes
-        steps = self.executor.steps_to_train(op.stage)
+        stage = self.cut_stage_of(op)
+        is_cut = self.is_paired(op) or len(stage.segments) > 1
         observers = self.executor.observers_of_pass(is_cut)
-        passage = Passage(steps, is_cut, observers, key)
+        passage = Passage(stage.segments, observers, key)
+        passage.begin(carry)
         self.passages[key] = passage
-        return passage
+        return ForwardWork(passage, stage.forward)
+
+    def backward_work(self, op: PipelineOp, queue: list[DeferredWork] | None) -> BackwardWork:
+        stage = self.cut_stage_of(op)
+        passage = self.passage_with_gradients(op)
+        strand = stage.backward if queue is None else stage.deferring
+        return BackwardWork(passage, strand, queue)
+
+    def run_strands(self, strands: Sequence[StrandWork], fillers: list[DeferredWork]) -> None:
+        runner = StrandRunner(self.executor.lanes, self.executor.spans, fillers)
+        runner.run(strands)
 
     def begin_carry(self, op: PipelineOp) -> Carry:
         """The carry at the beginning of a stage."""
@@ -377,30 +410,14 @@ class StepRun:
         lane."""
         forward_op = next(op for op in slot if op.kind == "F")
         backward_op = next(op for op in slot if op.kind == "D")
-        passage = self.begin_passage(forward_op)
         carry = self.begin_carry(forward_op)
-        forward = PairedForward(passage, carry)
+        forward = self.forward_work(forward_op, carry)
         # Weight gradients that the slot itself asks for fill gaps of the compute lane, if the run wants that.
         fillers: list[DeferredWork] = []
         queue = self.weight_grad_queue(slot, backward_op, fillers)
-        passage = self.passage_with_gradients(backward_op)
-        backward = PairedBackward(passage, queue)
-        # The order of their steps follows from the lanes.
-        forward_lanes = segment_lanes(forward.passage)
-        backward_lanes = segment_lanes(backward.passage)[::-1]
-        order = paired_slot_order(forward_lanes, backward_lanes)
-        executor = self.executor
-        runner = PairRunner(executor.lanes, executor.spans, fillers)
-        for strand, index in order:
-            if strand == 0:
-                lane = forward_lanes[index]
-                runner.begin(strand, lane, forward.run_next, forward.carry)
-            else:
-                lane = backward_lanes[index]
-                inputs = backward.passage.output_gradients
-                runner.begin(strand, lane, backward.run_next, inputs)
-        runner.end()
-        self.send_activation(forward_op, forward.carry)
+        backward = self.backward_work(backward_op, queue)
+        self.run_strands([forward, backward], fillers)
+        self.send_activation(forward_op, forward.passage.out)
         self.send_gradient(backward_op, backward.passage)
 
     def weight_grad_queue(self, slot: Slot, op: PipelineOp, fillers: list[DeferredWork]) -> list[DeferredWork] | None:
@@ -418,17 +435,3 @@ def pass_key(op: PipelineOp) -> PassKey:
 def has_weight_op(slot: Slot, op: PipelineOp) -> bool:
     """Whether the weight gradients that belong to a data gradient are in the same slot."""
     return PipelineOp("W", op.stage, op.microbatch) in slot
-
-
-def segment_lanes(passage: Passage) -> tuple[Lane, ...]:
-    """The lane of each segment of a cut pass, in forward order."""
-    return tuple(steps[0].spec.lane for steps in passage.segments)
-
-
-def backward_next_segment(passage: Passage, queue: list[DeferredWork] | None) -> object:
-    """Run the next segment backward; its weight gradients go into the queue, if there is one. Returns the gradients for
-    the segment before."""
-    deferring = nullcontext() if queue is None else deferring_weight_grads(queue)
-    with deferring:
-        passage.backward()
-    return passage.output_gradients

@@ -46,9 +46,15 @@ def may_defer_weight_grad(name: str) -> bool:
     """Whether the gradient is a deferrable product: matrices of linear layers and experts inside blocks are; norms,
     biases, routers, embedding and head are not."""
     inside_block = name.startswith(("blocks.", "ahead."))
-    is_weight = name.endswith((".weight", ".gate_up", ".down"))
+    is_weight = name.endswith((".weight", ".gate_up", ".up", ".down"))
     is_excluded = name.endswith(("norm.weight", "router.weight"))
     return inside_block and is_weight and not is_excluded
+
+
+def gets_several_gradients(name: str) -> bool:
+    """Whether several steps of a stage may use the parameter, each with a gradient for it: the embedding, which layers
+    of multi-token prediction look up again and a tied head multiplies with."""
+    return name.startswith("embedding.")
 
 
 def last_gradient_slots(slots: Sequence[Slot], users: StagesUsing) -> dict[int, set[str]]:

@@ -1,128 +1,218 @@
-"""One microbatch's pass through the steps of a stage: forward and then, from the last step on, backward.
+"""One microbatch's pass through the segments of a stage: forward and then, against their order, backward.
 
-A pass is one segment, or it is cut at every step: then each step can be run forward, and later backward, by itself,
-while steps of another microbatch run in between. At a cut the carry's tensors become autograd leaves, and the gradients
-of one segment's inputs are those of the outputs of the segment before.
+At a cut between segments the carry's tensors become inputs of a new autograd graph, so that each segment can be run
+forward, and later backward, by itself, while another segment runs on the other lane or steps of another microbatch run
+in between. The gradients of one segment's inputs are those of the outputs of the segments that it needs.
 
-    forward    step 0 | cut | step 1 | cut | step 2 ...
-    backward   step 0 <- grads <- step 1 <- grads <- step 2
+    forward    segment 0 | cut | segment 1 | cut | segment 2 ...
+    backward   segment 0 <- grads <- segment 1 <- grads <- segment 2
+
+A cut holds no tensor: between forward and backward a pass keeps what autograd saves, as an uncut one does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from moefold.model.step_borders import ObservedSteps, is_differentiable
-from moefold.model.steps import Around, Carry, PassKey, Step, run_step_sequence
+from moefold.model.steps import Around, Carry, PassKey, run_step_sequence
+from moefold.pipeline.segments import Segment, Segments
+
+START = -1  # in place of a segment's number: what the stage begins with
+Gradients = list[tuple[GradientEdge, Tensor]]  # of outputs, which are named by their place in the autograd graph
+
+
+class Cut(torch.autograd.Function):
+    """The beginning of a segment's graph: its tensors. Backward ends here, and their gradients are put into
+    `received`. The anchor is what makes autograd record."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, received: list[Tensor | None], *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.received = received
+        ctx.set_materialize_grads(False)
+        return tuple(x.detach() for x in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
+        ctx.received.extend(gradients)
+        return None, None, *[None for _ in gradients]
+
+
+ANCHOR = torch.zeros((), requires_grad=True)
 
 
 class SegmentRun:
-    """A segment that has run forward: the leaves of its input carry, and its output carry."""
+    """A segment that has run forward: its output carry, and where the gradients of its inputs belong. `inputs`: carries
+    by the number of the segment that they come from; the first is complete."""
 
-    def __init__(self, carry: Carry, steps: Sequence[Step], observers: Sequence[Around], key: PassKey):
-        # The cut: tensors of the carry become leaves, so that this segment's backward ends here.
-        flat, structure = tree_flatten(carry)
-        self.leaves: dict[int, Tensor] = {}  # by id: a tensor that the carry holds twice stays one
-        for leaf in flat:
-            if is_differentiable(leaf) and id(leaf) not in self.leaves:
-                detached = leaf.detach()
-                self.leaves[id(leaf)] = detached.requires_grad_()
-        self.flat_inputs = [self.leaves.get(id(leaf), leaf) for leaf in flat]
-        inputs = tree_unflatten(self.flat_inputs, structure)
+    def __init__(self, inputs: Mapping[int, Carry], segment: Segment, observers: Sequence[Around], key: PassKey):
+        # By id: a tensor that the carry holds twice stays one.
+        self.sources: dict[int, tuple[int, GradientEdge]] = {}
+        self.received: list[Tensor | None] = []  # gradients of the sources, in their order
+        carry = self.carry_behind_cut(inputs)
+        self.names = set(carry)
         self.observed: ObservedSteps | None = None
         if observers:
-            self.observed = ObservedSteps(steps, observers, key)
-            self.out = self.observed.forward(inputs)
+            self.observed = ObservedSteps(segment.steps, observers, key)
+            self.out = self.observed.forward(carry)
         else:
-            self.out = run_step_sequence(steps, inputs)
+            self.out = run_step_sequence(segment.steps, carry)
 
-    def backward(self, outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+    def carry_behind_cut(self, inputs: Mapping[int, Carry]) -> Carry:
+        """One carry of all inputs, whose differentiable tensors are inputs of a graph of their own."""
+        tensors: list[Tensor] = []
+        for source, carry in inputs.items():
+            for leaf in tree_leaves(carry):
+                if is_differentiable(leaf) and id(leaf) not in self.sources:
+                    self.sources[id(leaf)] = source, get_gradient_edge(leaf)
+                    tensors.append(leaf.detach())
+        cut = Cut.apply(ANCHOR, self.received, *tensors) if tensors else ()
+        behind = dict(zip(self.sources, cut, strict=True))  # pyright: ignore[reportArgumentType]
+        flat, structure = tree_flatten(dict(inputs))
+        leaves = [behind.get(id(leaf), leaf) for leaf in flat]
+        merged: Carry = {}
+        for carry in tree_unflatten(leaves, structure).values():
+            merged |= carry
+        return merged
+
+    def added(self) -> Carry:
+        """The entries of the output carry that the inputs do not have."""
+        return {name: value for name, value in self.out.items() if name not in self.names}
+
+    def backward(self, gradients: Gradients) -> None:
         around = nullcontext()
         if self.observed is not None:
             around = self.observed.around_backward()
+        edges, values = zip(*gradients, strict=True)
         with around:
-            torch.autograd.backward(list(outputs), list(gradients))
+            torch.autograd.backward(edges, values)
 
-    def input_gradients(self) -> list[Tensor | None]:
-        """The gradient of each leaf of the flattened input carry; of a repeated tensor only once."""
-        seen: set[int] = set()
-        gradients: list[Tensor | None] = []
-        for leaf in self.flat_inputs:
-            gradient = None
-            is_first = id(leaf) not in seen
-            if is_first and isinstance(leaf, Tensor) and leaf.is_leaf:
-                gradient = leaf.grad
-            seen.add(id(leaf))
-            gradients.append(gradient)
-        return gradients
+    def gradients_of(self, source: int) -> Gradients:
+        """The gradients of those inputs that come from one segment."""
+        found: Gradients = []
+        for (origin, edge), gradient in zip(self.sources.values(), self.received, strict=False):
+            if origin == source and gradient is not None:
+                found.append((edge, gradient))
+        return found
 
-
-def segments_for_pairing(steps: Sequence[Step]) -> list[list[Step]]:
-    """A segment for each step, and one for neighbours on the comm lane, which nothing could run between."""
-    segments: list[list[Step]] = []
-    for step in steps:
-        follows_comm = bool(segments) and segments[-1][-1].spec.lane == "comm"
-        if follows_comm and step.spec.lane == "comm":
-            segments[-1].append(step)
-        else:
-            segments.append([step])
-    return segments
+    def gradient_of(self, x: Tensor) -> Tensor | None:
+        """The gradient of one input."""
+        gradients = dict(zip(self.sources, self.received, strict=False))
+        return gradients.get(id(x))
 
 
 class Passage:
-    """The pass with the key (stage, microbatch). `observers` are called around its steps."""
+    """The pass with the key (stage, microbatch). `observers` are called around its steps.
 
-    def __init__(self, steps: Sequence[Step], cut: bool, observers: Sequence[Around] = (), key: PassKey = (0, 0)):
-        self.segments = segments_for_pairing(steps) if cut else [list(steps)]
+    Segments may run on two threads; inputs and gradients are taken by the thread that begins them.
+    """
+
+    def __init__(self, segments: Segments, observers: Sequence[Around] = (), key: PassKey = (0, 0)):
+        self.segments = segments
         self.observers = observers
         self.key = key
-        self.runs: list[SegmentRun] = []  # those that have not run backward
+        self.runs: dict[int, SegmentRun] = {}  # those that have not run backward
+        self.carries: dict[int, Carry] = {}  # outputs that a segment has still to read
         self.first_run: SegmentRun | None = None
-        self.output_gradients: list[tuple[Tensor, Tensor]] = []  # outputs with gradients, for backward
+        self.last = len(segments) - 1
+        # By segment, then by the segment that has read its outputs.
+        self.gradients: list[dict[int, Gradients]] = [{} for _ in segments]
+        self.readers = [0] * len(segments)
+        self.branches: set[int] = set()  # segments of which others read what they have added, and no more
+        for segment in segments:
+            self.branches.update(segment.needs[1:])
+            for need in segment.needs:
+                self.readers[need] += 1
+
+    # ---- forward ----
+
+    def begin(self, carry: Carry) -> None:
+        self.carries[START] = carry
+
+    def take_inputs(self, number: int) -> dict[int, Carry]:
+        """The carries that a segment reads, by the number of the segment that they come from."""
+        needs = self.segments[number].needs
+        if not needs:
+            return {START: self.carries.pop(START)}
+        inputs = {need: self.carries[need] for need in needs}
+        for need in needs:
+            self.readers[need] -= 1
+            if self.readers[need] == 0:
+                del self.carries[need]
+        return inputs
+
+    def run_forward(self, number: int, inputs: Mapping[int, Carry]) -> Carry:
+        run = SegmentRun(inputs, self.segments[number], self.observers, self.key)
+        out = run.added() if number in self.branches else run.out
+        run.out = {}
+        self.runs[number] = run
+        self.carries[number] = out
+        return out
 
     def forward(self, carry: Carry) -> Carry:
-        """Run the next segment."""
-        steps = self.segments[len(self.runs)]
-        run = SegmentRun(carry, steps, self.observers, self.key)
-        self.runs.append(run)
-        if self.first_run is None:
-            self.first_run = run
-        return run.out
+        """Run all segments, in their order."""
+        self.begin(carry)
+        for number in range(len(self.segments)):
+            inputs = self.take_inputs(number)
+            self.run_forward(number, inputs)
+        return self.out
 
     @property
     def out(self) -> Carry:
         """The output carry of the last segment."""
-        return self.runs[-1].out
+        return self.carries[self.last]
+
+    # ---- backward ----
+
+    def set_output_gradients(self, outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+        """The gradients of the last segment's outputs; those of non-differentiable outputs are dropped."""
+        found: Gradients = []
+        for y, dy in zip(outputs, gradients, strict=True):
+            if y.requires_grad:
+                found.append((get_gradient_edge(y), dy))
+        self.gradients[self.last] = {START: found}
+        self.first_run = self.runs[0]
+
+    def take_gradients(self, number: int) -> Gradients:
+        """The gradients of a segment's outputs, in the order of its readers, whichever of them was first."""
+        if number == self.last:
+            del self.carries[number]
+        by_reader = self.gradients[number]
+        self.gradients[number] = {}
+        found: Gradients = []
+        for reader in sorted(by_reader, reverse=True):
+            found += by_reader[reader]
+        return found
+
+    def run_backward(self, number: int, gradients: Gradients) -> Gradients:
+        """Run a segment backward, and free its memory. Returns the gradients of its inputs."""
+        run = self.runs.pop(number)
+        if gradients:
+            run.backward(gradients)
+        found: Gradients = []
+        for need in self.segments[number].needs:
+            of_need = run.gradients_of(need)
+            self.gradients[need][number] = of_need
+            found += of_need
+        return found
+
+    def backward(self) -> None:
+        """Run all segments backward, against their order."""
+        for number in reversed(range(len(self.segments))):
+            gradients = self.take_gradients(number)
+            self.run_backward(number, gradients)
 
     def gradient_of_input(self, x: Tensor) -> Tensor:
         """The gradient of a tensor in the first carry, when all segments have run backward."""
         assert self.first_run is not None
-        gradient = self.first_run.leaves[id(x)].grad
+        gradient = self.first_run.gradient_of(x)
         if gradient is None:
             return torch.zeros_like(x)
         return gradient
-
-    def set_output_gradients(self, outputs: Sequence[Any], gradients: Sequence[Any]) -> None:
-        """The gradients of the last segment's outputs; those of non-differentiable outputs are dropped."""
-        self.output_gradients = []
-        for y, dy in zip(outputs, gradients, strict=True):
-            if dy is not None and y.requires_grad:
-                self.output_gradients.append((y, dy))
-
-    def backward(self) -> None:
-        """Run the last segment that has not run backward, and free its memory."""
-        run = self.runs.pop()
-        if self.output_gradients:
-            outputs, gradients = zip(*self.output_gradients, strict=True)
-            run.backward(outputs, gradients)
-        self.output_gradients = []
-        # The gradients of this segment's inputs are those of the outputs of the segment before.
-        if self.runs:
-            flat, _ = tree_flatten(self.runs[-1].out)
-            self.set_output_gradients(flat, run.input_gradients())

@@ -277,7 +277,7 @@ class LayoutSearch:
 
     def stage_memory(self, s: RunSetting, cut: PipelineCut) -> list[StageMemory]:
         portion = s.portion
-        of_pipeline = (portion.defers_wgrad, portion.pairs_microbatches, portion.accumulates)
+        of_pipeline = (portion.defers_wgrad, portion.accumulates)
         key = (*grid_cache_key(s.config), s.choices.recompute, *of_pipeline)
         memory = self.memory_cache.setdefault(key, {})
         for kind in cut.kinds:

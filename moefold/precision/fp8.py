@@ -22,7 +22,7 @@ from moefold.kernels.linear.fp8_product import fp8_product, fp8_weight_product
 from moefold.kernels.linear.linear import FUSED_DGRAD_PRODUCTS, GroupedGemms, GroupedProducts
 from moefold.kernels.linear.product import ExpertRows, KeptOperand, Operand, Products
 from moefold.kernels.quantise.fp8 import BLOCK, E4M3, E5M2, Quantised, ScaleRule, scale_from_amax
-from moefold.kernels.quantise.quantise_tiles import Scales, TileMaxima, quantise_tiles, tile_maxima
+from moefold.kernels.quantise.quantise_tiles import QuantisedTiles, Scales, TileMaxima, quantise_tiles, tile_maxima
 from moefold.kernels.quantise.quantise_weight import QuantisedWeight, quantise_weight
 from moefold.kernels.quantise.row_tiles import RowTiles, row_tiles
 from moefold.layout.gradient_sink import memory_for_gradient
@@ -62,7 +62,10 @@ class Fp8Recipe:
         self.tile_maxima = bound[tile_maxima]
         self.quantise_tiles = bound[quantise_tiles]
         self.quantise_weight = bound[quantise_weight]
-        self.products: Products | None = TileProducts(spec, options.accumulate, bound)
+        self.kernels = bound
+        self.row_sums: Sums = spec.row_sums(options.accumulate)
+        self.weight_sums: Sums = spec.weight_sums
+        self.products: Products | None = TileProducts(self.row_sums, self.weight_sums, bound)
 
     def input(self, x: Tensor, rows: ExpertRows | None) -> TileOperand:
         return self.quantise_rows(x, rows, self.rule)
@@ -90,17 +93,35 @@ class Fp8Recipe:
         if rows is None:
             end = torch.full((1,), len(x), dtype=torch.int32, device=x.device)
             rows = ExpertRows(end)
-        tiles = row_tiles(rows.ends_E, len(x))
+        tiles = self.kernels[row_tiles](rows.ends_E, len(x))
         filled = x if len(x) else x.new_zeros(1, x.shape[1])  # tiles without rows still name a first row
-        row_scales, column_scales = self.scales_of(filled, tiles, rule, rows.are_tokens)
-        copies = self.quantise_tiles(filled, tiles, rule, row_scales, column_scales)
+        fp8_wgrad = self.spec.columns != "none"
+        copies = self.quantise(filled, tiles, rule, rows=True, columns=fp8_wgrad, are_tokens=rows.are_tokens)
         return TileOperand(tiles, x, copies.rows, copies.columns)
 
-    def scales_of(self, x: Tensor, tiles: RowTiles, rule: ScaleRule, are_tokens: bool) -> tuple[Scales, Scales]:
+    def quantise(
+        self,
+        x: Tensor,
+        tiles: RowTiles,
+        rule: ScaleRule,
+        rows: bool = False,
+        columns: bool = False,
+        are_tokens: bool = False,
+        index_R: Tensor | None = None,
+    ) -> QuantisedTiles:
+        """Copies of rows in tiles along rows, along columns, or both, with the scales of this recipe."""
+        row_scales, column_scales = self.scales_of(x, tiles, rule, are_tokens, index_R)
+        row_scales = row_scales if rows else None
+        column_scales = column_scales if columns else None
+        return self.quantise_tiles(x, tiles, rule, row_scales, column_scales, index_R)
+
+    def scales_of(
+        self, x: Tensor, tiles: RowTiles, rule: ScaleRule, are_tokens: bool, index_R: Tensor | None
+    ) -> tuple[Scales, Scales]:
         """What `quantise_tiles` takes: scales along rows and along columns."""
         if self.spec.rows == "block":
-            return "block", "block" if self.spec.columns == "block" else None
-        maxima = self.tile_maxima(x, tiles)
+            return "block", "block"
+        maxima = self.tile_maxima(x, tiles, index_R)
         if self.spec.rows == "row":
             channels_MD = expert_maxima(maxima.columns_MD, tiles)
             return scale_from_amax(maxima.rows_P, rule), scale_from_amax(channels_MD, rule)
@@ -130,9 +151,9 @@ class TileProducts:
     """The products of operands in tiles, dense and grouped alike. Weights have both layouts, (E, N, D) and (E, D,
     N)."""
 
-    def __init__(self, spec: RecipeSpec, accumulate: str, kernels: BoundKernels):
-        self.row_sums: Sums = spec.row_sums(accumulate)
-        self.weight_sums: Sums = spec.weight_sums
+    def __init__(self, row_sums: Sums, weight_sums: Sums, kernels: BoundKernels):
+        self.row_sums: Sums = row_sums
+        self.weight_sums: Sums = weight_sums
         self.multiply_rows = kernels[fp8_product]
         self.multiply_columns = kernels[fp8_weight_product]
         self.gemms = GroupedGemms(kernels[grouped_gemm], kernels[grouped_gemm_weight])

@@ -150,6 +150,22 @@ def time_slots(program: OrderedProgram, costs: StageCosts) -> SlotTimes:
     return SlotTimes(starts, ends, finish, busy, compute)
 
 
+def slot_slack(program: OrderedProgram, times: SlotTimes, send: float) -> list[float]:
+    """By slot: seconds by which the slot may end later without a later end of the program."""
+    makespan = times.makespan
+    latest = [makespan] * len(program.slots)  # ends
+    next_start = [makespan] * program.ranks
+    for place in reversed(range(len(program.slots))):
+        slot = program.slots[place]
+        latest[place] = min(latest[place], next_start[slot.rank])
+        duration = times.ends[place] - times.starts[place]
+        latest_start = latest[place] - duration
+        next_start[slot.rank] = latest_start
+        for earlier in slot.awaited:
+            latest[earlier] = min(latest[earlier], latest_start - send)
+    return [limit - end for limit, end in zip(latest, times.ends, strict=True)]
+
+
 def sum_over_shapes(counts: Counter[int], seconds: Sequence[float]) -> float:
     return sum(count * seconds[shape] for shape, count in counts.items())
 

@@ -27,6 +27,7 @@ SHAPE_SETTINGS = (
     "model.hidden",
     "model.vocab",
     "model.dense_ffn",
+    "model.dense_activation",
     "model.tied_head",
     "model.mtp",
     "model.attention.heads",

@@ -6,6 +6,7 @@ for torch's profiler and count what autograd saves between forward and backward;
 
 from __future__ import annotations
 
+import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -59,7 +60,7 @@ def profile_step(run: Run, take: Callable[[], T]) -> tuple[T, WatchedStep]:
     on_cuda = run.world.device.type == "cuda"
     spans = run.executor.spans
     observed = step_observers(run, counter)
-    with profile_device(run.world.device) as read_profile, counter.counting_saved(), observed:
+    with profile_device(run.world.device) as read_profile, counter.watching_regions(), observed:
         if on_cuda:
             torch.cuda.reset_peak_memory_stats()
         spans.start_recording()
@@ -107,12 +108,21 @@ class ForwardMarks:
             mark.__exit__(None, None, None)
 
 
+class StepUnderWay(threading.local):
+    """The names of the step and the region that this thread runs now, and the hooks on what they save: steps may run on
+    two threads, and autograd's hooks are those of one."""
+
+    def __init__(self):
+        self.names: list[str] = []
+        self.hooks: Any = None
+
+
 class SavedTensorCounter:
     """An observer that counts what the first pass saves for its backward, by the step and region that saved it."""
 
     def __init__(self, run: Run):
         self.saved = defaultdict[str, int](int)
-        self.open_names: list[str] = []  # the step and the region that run now
+        self.open = StepUnderWay()
         self.first_key: PassKey | None = None
         self.has_finished = False
         parameters = run.model.parameters()
@@ -126,28 +136,30 @@ class SavedTensorCounter:
         if key != self.first_key:
             self.has_finished = True
         if kind == "F":
-            self.open_names.append(step.spec.name)
+            self.open.names.append(step.spec.name)
+            self.open.hooks = torch.autograd.graph.saved_tensors_hooks(self.count, unpacked_as_saved)
+            self.open.hooks.__enter__()
 
     def after(self, step: Step, kind: PassKind, key: PassKey) -> None:
         if kind == "F":
-            self.open_names.remove(step.spec.name)
+            self.open.names.remove(step.spec.name)
+            self.open.hooks.__exit__()
 
     @contextmanager
-    def counting_saved(self) -> Iterator[None]:
+    def watching_regions(self) -> Iterator[None]:
         hooks: list[Any] = []
         for region in self.regions:
             hooks += self.region_hooks(region)
-        with torch.autograd.graph.saved_tensors_hooks(self.count, unpacked_as_saved):
-            yield
+        yield
         for hook in hooks:
             hook.remove()
 
     def region_hooks(self, region: Region) -> Iterable[Any]:
         def enter_region(*_: object) -> None:
-            self.open_names.append(region.name)
+            self.open.names.append(region.name)
 
         def leave_region(*_: object) -> None:
-            self.open_names.remove(region.name)
+            self.open.names.remove(region.name)
 
         entering = region.register_forward_pre_hook(enter_region)
         leaving = region.register_forward_hook(leave_region)
@@ -155,10 +167,9 @@ class SavedTensorCounter:
 
     def count(self, x: Tensor) -> Tensor:
         storage = storage_address(x)
-        counts = self.open_names and not self.has_finished
-        if counts and storage not in self.seen:
+        if not self.has_finished and storage not in self.seen:
             self.seen.add(storage)
-            place = " ".join(self.open_names)
+            place = " ".join(self.open.names)
             self.saved[place] += x.untyped_storage().nbytes()
         return x
 

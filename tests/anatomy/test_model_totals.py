@@ -56,6 +56,10 @@ VARIANTS = {
     "expert biases": "--model.moe.biases=true --model.moe.activation=clamped_swiglu",
     "latent experts": "--model.moe.latent=48 --model.moe.shared_ffn=32",
     "latent experts with biases": "--model.moe.latent=48 --model.moe.biases=true",
+    "geglu in every MLP": "--model.moe.activation=geglu --model.moe.shared_ffn=96 --model.moe.dense_layers=1 "
+    "--model.dense_activation=geglu_tanh",
+    "no gate in any MLP": "--model.moe.activation=relu2 --model.moe.shared_ffn=96 --model.moe.dense_layers=1 "
+    "--model.dense_activation=gelu --model.moe.biases=true --model.moe.latent=48",
     "partial rotary": "--model.attention.rope_dim=8",
     "windows and sinks": "--model.attention.window=8 --model.attention.full_every=2 --model.attention.sinks=true",
     "latent attention": "--model.attention.kind=mla --model.attention.kv_heads=4 --model.attention.rope_dim=16 "

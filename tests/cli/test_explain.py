@@ -1,16 +1,17 @@
 """`moefold explain` as data and as tables."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from moefold.anatomy.model_totals import active_parameters, mtp_parameters, total_parameters, train_flops_per_token
 from moefold.anatomy.step_specs import prefixed_model_steps, prefixed_mtp_steps
-from moefold.cli.explain import FP8_OPS, describe_regions
+from moefold.cli.explain import FP8_EXPERT_OPS, FP8_OPS, describe_regions
 from moefold.cli.main import run_command_line
 from moefold.kernels.bound import BoundKernels
-from moefold.kernels.catalog import CATALOG
+from moefold.kernels.catalog import CATALOG, pick_implementation
 from moefold.kernels.facts import facts_from_config
 from moefold.kernels.registry import import_every_op
 from moefold.presets.recipe import resolve_recipe
@@ -47,6 +48,7 @@ def test_json_holds_what_the_anatomy_says(name: str, explained: Any):
         "products",
         "routing",
         "dispatcher",
+        "beside_exchanges",
         "layers",
         "kernels",
         "regions",
@@ -99,7 +101,8 @@ def test_each_kind_of_layer_is_shown_once_with_its_number(explained: Any):
     kinds = [(layer["kind"], layer["count"]) for layer in found["layers"]]
     assert kinds == [("embedding", 1), ("dense layer", 1), ("MoE layer", 3), ("head", 1)]
     assert steps_of(found, "dense layer") == ["attend", "mlp"]
-    assert steps_of(found, "MoE layer") == ["attend", "route", "plan", "dispatch", "shared", "experts", "combine"]
+    inner = ["attend", "route", "plan", "dispatch", "shared", "experts", "combine", "add"]
+    assert steps_of(found, "MoE layer") == inner
     assert steps_of(explained("tiny"), "MoE layer") == ["attend", "route", "plan", "dispatch", "experts", "combine"]
     found = explained("latent-30b-a3b-tiny")
     assert steps_of(found, "MoE layer") == [
@@ -126,7 +129,7 @@ def test_the_layers_ahead_are_shown_before_the_head_that_they_share(explained: A
     found = explained("deepseek-v3")
     kinds = [(layer["kind"], layer["count"]) for layer in found["layers"]]
     assert kinds == [("embedding", 1), ("dense layer", 3), ("MoE layer", 58), ("layer ahead", 1), ("head", 1)]
-    inner = ["attend", "route", "plan", "dispatch", "shared", "experts", "combine"]
+    inner = ["attend", "route", "plan", "dispatch", "shared", "experts", "combine", "add"]
     assert steps_of(found, "layer ahead") == ["look_ahead", *inner, "set_aside"]
 
 
@@ -166,19 +169,58 @@ def test_a_number_of_ranks_below_one_is_refused(nproc: str, capsys: pytest.Captu
 
 
 RING = {"attention_block", "attention_block_backward", "merge_attention_block"}
-RARE = RING | {"clamped_swiglu", "expert_bias"}
-USED = set(CATALOG) - RARE - FP8_OPS
+RARE = RING | FP8_OPS | FP8_EXPERT_OPS | {"clamped_swiglu", "mlp_activation", "expert_bias"}
+USED = set(CATALOG) - RARE
 
 
 def test_the_kernels_shown_are_those_the_model_uses(explained: Any):
     gpt_oss = explained("gpt-oss-20b-tiny")
-    its_own, lacking = {"clamped_swiglu", "expert_bias"}, {"swiglu", "expert_mlp", "norm_rope", "rmsnorm"}
+    its_own, lacking = {"clamped_swiglu", "expert_bias"}, {"swiglu", "norm_rope", "rmsnorm"}
     assert set(gpt_oss["kernels"]) == USED - lacking | its_own
     assert set(explained("tiny", "--pipeline.pair", "true")["kernels"]) == USED
     rings = explained("tiny", "--nproc", "2", "--parallel.cp", "2")
     assert set(rings["kernels"]) == USED | RING
     swaps = explained("tiny", "--nproc", "2", "--parallel.cp", "2", "--parallel.context", "all_to_all")
     assert set(swaps["kernels"]) == USED
+
+
+UNFUSED = {
+    "moe.activation = geglu": "mlp_activation",
+    "moe.activation = geglu_tanh": "mlp_activation",
+    "moe.activation = reglu": "mlp_activation",
+    "moe.activation = silu": "mlp_activation",
+    "moe.activation = gelu": "mlp_activation",
+    "moe.activation = gelu_tanh": "mlp_activation",
+    "moe.activation = relu": "mlp_activation",
+    "moe.activation = relu2": "mlp_activation",
+    "moe.activation = clamped_swiglu": "clamped_swiglu",
+    "moe.biases = true": "swiglu",
+    "moe.gate = output": "swiglu",
+    "moe.activation = relu2, moe.biases = true, moe.gate = output": "mlp_activation",
+}
+
+
+@pytest.mark.parametrize(("keys", "op"), UNFUSED.items())
+def test_experts_that_are_not_on_the_fused_kernel_are_said_to_run_as_ops_and_why(keys: str, op: str, explained: Any):
+    """On a Hopper GPU too: the reason is the model's, not the device's."""
+    words = [f"--model.{key.replace(' = ', '=')}" for key in keys.split(", ")]
+    kernels = explained("tiny", *words)["kernels"]
+    said = f"{keys}: not on the fused expert kernel; the experts run as a composition of ops"
+    assert kernels["expert_mlp"] == {"implementation": "reference", "why": said}
+    assert op in kernels
+    hopper = facts_from_config(resolve_recipe("tiny", words), "cuda", "bf16", (9, 0))
+    assert pick_implementation("expert_mlp", replace(hopper, triton=True)) == ("reference", said)
+    plain = facts_from_config(resolve_recipe("tiny"), "cuda", "bf16", (9, 0))
+    assert pick_implementation("expert_mlp", replace(plain, triton=True))[0] == "gluon"
+
+
+def test_activations_are_shown_with_the_shapes_of_their_steps(explained: Any):
+    words = ["--model.moe.activation=relu2", "--model.moe.shared_ffn=64", "--model.moe.dense_layers=1"]
+    layers = explained("tiny", *words, "--model.dense_activation=geglu")["layers"]
+    shapes = {step["step"]: step["shapes"] for layer in layers for step in layer["steps"]}
+    assert shapes["experts"] == "R,128 -> R,192 -> R,128  (relu2)"
+    assert shapes["shared"] == "T,128 -> T,64 -> T,128  (relu2)"
+    assert shapes["mlp"] == "T,128 -> T,2,512 -> T,128  (geglu)"
 
 
 @pytest.mark.parametrize("force", [[], ["attention=reference"], ["grouped_gemm=reference", "cross_entropy=reference"]])
@@ -260,8 +302,15 @@ def test_fused_experts_have_no_activation_region():
     assert "one fused kernel (expert_mlp: gluon)" in absent["activation"]
 
 
+def test_it_says_what_runs_beside_the_exchanges_of_a_microbatch(explained: Any):
+    assert explained("tiny")["beside_exchanges"] == ""
+    assert explained("deepseek-v3-tiny")["beside_exchanges"] == "", "on one rank nothing is sent"
+    spread = explained("deepseek-v3-tiny", "--parallel.ep", "2", "--nproc", "2")["beside_exchanges"]
+    assert spread.startswith("shared experts, beside plan and dispatch")
+
+
 def test_products_are_shown_with_recipe_format_and_reason(explained: Any, capsys: pytest.CaptureFixture[str]):
-    words = ["--precision.recipe", "fp8_hybrid", "--precision.exclude_first", "1"]
+    words = ["--precision.recipe", "fp8_hybrid", "--precision.exclude_first", "1", "--model.moe.ffn", "128"]
     explanation = explained("tiny", *words)
     recipes = explanation["products"]["recipes"]
     assert list(recipes) == ["plain", "fp8_hybrid"]
@@ -269,8 +318,11 @@ def test_products_are_shown_with_recipe_format_and_reason(explained: Any, capsys
     kinds = {(kind["product"], kind["recipe"]): kind for kind in explanation["products"]["kinds"]}
     assert kinds["moe.experts.up_product", "plain"]["why"] == "precision.exclude_first"
     assert kinds["moe.experts.up_product", "fp8_hybrid"]["count"] == 3
-    assert set(explanation["kernels"]) == USED | FP8_OPS
-    assert explanation["kernels"]["expert_mlp"]["implementation"] == "reference"
+    assert set(explanation["kernels"]) == USED | FP8_OPS | FP8_EXPERT_OPS
+    assert explanation["kernels"]["expert_mlp"]["implementation"] == "fp8"
+    composed = explained("tiny", *words, "--model.moe.ffn", "64")["kernels"]
+    assert composed["expert_mlp"]["implementation"] == "reference", "ffn is no multiple of 128"
+    assert set(composed) == USED | FP8_OPS
     assert run_command_line(["explain", "tiny", *words]) == 0
     assert "products (linear; router, embedding and head have no recipe)" in capsys.readouterr().out
     assert run_command_line(["explain", "tiny"]) == 0

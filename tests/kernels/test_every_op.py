@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import product
+from itertools import pairwise, product
 from operator import itemgetter
 from typing import Any
 
@@ -23,6 +23,7 @@ from moefold.kernels.routing.router_ops import router_topk
 from moefold.kernels.routing.router_spec import RouterSpec, TokenSpan
 from moefold.layout.dtypes import DTYPES
 from moefold.layout.labels import IGNORE_INDEX
+from tests.support.fp8_numbers import bytes_of_block, nearest_byte, rounded_to_fp32, scale_of_block
 
 # Largest |a - b| / |b| against fp64. bf16 keeps 8 bits (4e-3); logits and scores made from rounded products lose a few
 # times that.
@@ -47,7 +48,17 @@ def everything(device: str, *dtypes: str) -> Iterator[Any]:
 
 
 def is_float(x: Any) -> bool:
-    return isinstance(x, torch.Tensor) and x.is_floating_point()
+    """A float tensor that means its values; FP8 bytes mean theirs times a scale."""
+    return isinstance(x, torch.Tensor) and x.is_floating_point() and x.element_size() > 1
+
+
+def flat_outputs(out: Any) -> list[torch.Tensor]:
+    """The tensors of an op's result, those in tuples within it too; FP8 as bytes."""
+    if out is None:
+        return []
+    if isinstance(out, tuple):
+        return [y for part in out for y in flat_outputs(part)]
+    return [out.view(torch.uint8) if out.element_size() == 1 and out.is_floating_point() else out]
 
 
 def fresh(case: KernelCase, dtype: torch.dtype | None = None, grad: bool = True) -> list[Any]:
@@ -71,7 +82,7 @@ def outcome(function: Callable[..., Any], case: KernelCase, op: KernelOp, dtype:
         assert function(*inputs) is None
         return {f"input {i}": x for i, x in enumerate(inputs) if is_float(x)}
     out = function(*inputs)
-    outputs = out if isinstance(out, tuple) else (out,)
+    outputs = flat_outputs(out)
     if not op.differentiable:
         return {f"output {i}": case.defined(y) for i, y in enumerate(outputs)}
     differentiable = [y for y in outputs if y.requires_grad]
@@ -326,6 +337,24 @@ def plain_clamped_swiglu(gate_up, scale, limit):
     return [[one(*both) * f for both in zip(*row, strict=True)] for row, f in zip(gate_up, factors, strict=True)]
 
 
+PLAIN_FUNCTIONS = {
+    "silu": lambda x: x / (1 + math.exp(-x)),
+    "gelu": lambda x: x * (1 + math.erf(x / math.sqrt(2))) / 2,
+    "gelu_tanh": lambda x: x * (1 + math.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))) / 2,
+    "relu": lambda x: max(x, 0.0),
+    "relu2": lambda x: max(x, 0.0) ** 2,
+}
+
+
+def plain_mlp_activation(h, scale, kind):
+    function = PLAIN_FUNCTIONS[kind.function]
+    rows = [list(map(function, row[0] if kind.gated else row)) for row in h]
+    if kind.gated:
+        rows = [[a * up for a, up in zip(row, both[1], strict=True)] for row, both in zip(rows, h, strict=True)]
+    factors = [1.0] * len(h) if scale is None else scale
+    return [[x * factor for x in row] for row, factor in zip(rows, factors, strict=True)]
+
+
 def plain_expert_bias(y, bias, offsets, gate=None):
     expert_of = [next(e for e, end in enumerate(offsets) if r < end) for r in range(len(y))]
     factors = [1.0] * len(y) if gate is None else gate
@@ -480,6 +509,98 @@ def plain_add_squares(total, *flats):
     return total + math.fsum(dot(x, x) for x in flats), *flats
 
 
+def plain_row_tiles(ends, rows):
+    tiles, first_tiles = [], []
+    for e, (begin, end) in enumerate(pairwise([0, *ends])):
+        first_tiles.append(len(tiles))
+        tiles += [(e, row, min(128, end - row), 128 * len(tiles) + row - begin) for row in range(begin, end, 128)]
+    count, last = len(tiles), len(ends) - 1
+    while len(tiles) < rows // 128 + len(ends):  # tiles without rows continue the last expert
+        begin = ends[-2] if last else 0
+        tiles.append((last, begin + 128 * (len(tiles) - first_tiles[last]), 0, 128 * len(tiles)))
+    return ends, tiles, [count], first_tiles
+
+
+def plain_padded_tiles(source, tiles, index=None, padding=0.0):
+    """Of each tile its 128 rows."""
+    nothing = [padding] * len(source[0])
+    result = []
+    for _, row, real, _ in tiles.tiles_M4.tolist():
+        numbers = [r if index is None else index[r] for r in range(row, row + real)]
+        rows = [source[n] if n >= 0 else nothing for n in numbers]
+        result.append(rows + [nothing] * (128 - real))
+    return result
+
+
+def transposed(rows):
+    return [list(column) for column in zip(*rows, strict=True)]
+
+
+def plain_tile_maxima(source, tiles, index=None):
+    padded = plain_padded_tiles(source, tiles, index)
+    row_maxima = [max(map(abs, row)) for rows in padded for row in rows]
+    columns = [[max(map(abs, column)) for column in transposed(rows)] for rows in padded]
+    return [rounded_to_fp32(x) for x in row_maxima], [[rounded_to_fp32(x) for x in line] for line in columns]
+
+
+def plain_quantised_line(line, given, rule):
+    """Bytes and scales of a line in blocks of 128, or with the scale given."""
+    line = [rounded_to_fp32(x) for x in line]
+    blocks = [line] if given is not None else [line[i : i + 128] for i in range(0, len(line), 128)]
+    name = rule.format.name
+    scales = [scale_of_block(block, name, rule.power_of_two) if given is None else given for block in blocks]
+    pairs = zip(blocks, scales, strict=True)
+    return [byte for block, scale in pairs for byte in bytes_of_block(block, scale, name)], scales
+
+
+def plain_quantise_tiles(source, tiles, rule, rows=None, columns=None, index=None):
+    padded = plain_padded_tiles(source, tiles, index)
+    outputs = []
+    if rows is not None:
+        lines = [row for of_tile in padded for row in of_tile]
+        given = [None] * len(lines) if rows == "block" else rows
+        outputs += transposed(plain_quantised_line(*both, rule) for both in zip(lines, given, strict=True))
+    if columns is not None:
+        width = range(len(source[0]))
+        given = [[None] * len(width) for _ in padded] if columns == "block" else columns
+        tiles_of_columns = [transposed(of_tile) for of_tile in padded]
+        pairs = zip(tiles_of_columns, given, strict=True)
+        done = [[plain_quantised_line(lines[d], scales[d], rule) for d in width] for lines, scales in pairs]
+        outputs.append([[byte for of_tile in done for byte in of_tile[d][0]] for d in width])
+        outputs.append([[of_tile[d][1][0] for of_tile in done] for d in width])
+    return outputs
+
+
+def plain_quantise_weight(weights, scales, rule):
+    outputs = []
+    for matrices in (weights, [transposed(w) for w in weights]):
+        done = [plain_quantised_matrix(w, scales, rule) for w in matrices]
+        outputs += [[q for q, _ in done], [s for _, s in done]]
+    return outputs
+
+
+def plain_quantised_matrix(w, scales, rule):
+    tall, wide = {"block": (128, 128), "expert": (len(w), len(w[0])), "channel": (1, len(w[0]))}[scales]
+    quantised, of_blocks = [], []
+    for n in range(0, len(w), tall):
+        rows = [[rounded_to_fp32(x) for x in row] for row in w[n : n + tall]]
+        starts = range(0, len(w[0]), wide)
+        blocks = [[x for row in rows for x in row[d : d + wide]] for d in starts]
+        line = [scale_of_block(block, rule.format.name, rule.power_of_two) for block in blocks]
+        of_blocks.append(line)
+        for row in rows:
+            pairs = zip(starts, line, strict=True)
+            parts = [bytes_of_block(row[d : d + wide], scale, rule.format.name) for d, scale in pairs]
+            quantised.append([byte for part in parts for byte in part])
+    return quantised, of_blocks
+
+
+def plain_gather_tiles(values, scales, tiles, index=None):
+    as_bytes = [[nearest_byte(x, "e4m3") for x in row] for row in values]
+    padded = plain_padded_tiles(as_bytes, tiles, index), plain_padded_tiles(scales, tiles, index, padding=1.0)
+    return [[row for rows in of_tiles for row in rows] for of_tiles in padded]
+
+
 PLAIN = {name.removeprefix("plain_"): value for name, value in list(globals().items()) if name.startswith("plain_")}
 
 
@@ -493,9 +614,9 @@ def test_a_reference_equals_its_formula_in_plain_python(op):
             continue
         expected = PLAIN[op](*map_tensors(inputs, partial(defined_list, case)))
         out = OPS[op].reference(*inputs)
-        outputs = [x for x in inputs if is_float(x)] if OPS[op].mutates else out
-        both = zip(outputs, expected, strict=True) if isinstance(outputs, tuple | list) else [(outputs, expected)]
-        for mine, plain in both:
+        outputs = [x for x in inputs if is_float(x)] if OPS[op].mutates else flat_outputs(out)
+        expected = [expected] if isinstance(out, torch.Tensor) else expected
+        for mine, plain in zip(outputs, expected, strict=True):
             mine = case.defined(mine)
             assert error(mine, torch.tensor(plain, dtype=torch.float64).view(mine.shape)) < 1e-13, f"{op}: {case.name}"
         checked += 1

@@ -22,6 +22,7 @@ from moefold.model.initialise import initialise_parameters
 from moefold.model.steps import Region
 from moefold.model.transformer import Transformer
 from moefold.pipeline.passage import Passage
+from moefold.pipeline.segments import one_segment, segments_for_pairing
 from moefold.train.assemble import default_dtype
 from tests.support.models import transformer
 
@@ -82,15 +83,13 @@ def run_model(model: Transformer, cut: bool) -> Iterator[None]:
     """One pass; it stops between forward and backward, while saved tensors are held."""
     rows = torch.randint(40, (2, 9), generator=torch.Generator().manual_seed(1))
     model.zero_grad()
-    passage = Passage(model.steps(model.stages[0]), cut)
-    carry = model.begin(rows[:, :-1], rows[:, 1:])
-    for _ in passage.segments:
-        carry = passage.forward(carry)
+    steps = model.steps(model.stages[0])
+    passage = Passage(segments_for_pairing(steps) if cut else one_segment(steps))
+    carry = passage.forward(model.begin(rows[:, :-1], rows[:, 1:]))
     loss = carry["losses_1M"].sum() + carry["aux"]
     passage.set_output_gradients([loss], [torch.ones_like(loss)])
     yield
-    while passage.runs:
-        passage.backward()
+    passage.backward()
 
 
 def gradients(model: Transformer, cut: bool = False) -> dict[str, torch.Tensor]:

@@ -62,6 +62,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "clamped": {"activation": "clamped_swiglu", "clamp": 0.6},
     "clamped, biases": {"activation": "clamped_swiglu", "clamp": 0.6, "biases": True},
     "a latent": {"latent": 3, "biases": True},
+    "geglu": {"activation": "geglu"},
+    "geglu by tanh, biases": {"activation": "geglu_tanh", "biases": True},
+    "reglu": {"activation": "reglu"},
+    "silu without a gate": {"activation": "silu", "biases": True},
+    "gelu without a gate": {"activation": "gelu"},
+    "gelu by tanh without a gate": {"activation": "gelu_tanh"},
+    "relu without a gate": {"activation": "relu", "biases": True},
+    "squared relu without a gate, a latent": {"activation": "relu2", "latent": 3, "biases": True},
 }
 FACTS = Facts("cpu", "fp64", hidden=4, ffn=3)
 BINDINGS = {"chosen": BoundKernels(FACTS), "reference": BoundKernels(FACTS, [f"{op}=reference" for op in CATALOG])}
@@ -77,24 +85,40 @@ def make_experts(kernels: str, **changes: Any) -> Experts:
     initialise_parameters(experts, seed=1)
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
-        for bias in (experts.gate_up_bias, experts.down_bias):
+        for bias in (experts.first_bias, experts.down_bias):
             if bias is not None:
                 bias.copy_(0.5 * torch.randn(bias.shape, generator=generator))
     return experts
 
 
+FUNCTIONS = {
+    "silu": lambda x: x / (1 + (-x).exp()),
+    "gelu": lambda x: x * (1 + torch.erf(x / 2**0.5)) / 2,
+    "gelu_tanh": lambda x: x * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3))) / 2,
+    "relu": lambda x: x * (x > 0),
+    "relu2": lambda x: x * x * (x > 0),
+}
+OF_GATES = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh", "reglu": "relu"}
+
+
+def inner_by_loop(p: dict[str, torch.Tensor], e: int, f: int, x: torch.Tensor, moe: MoeConfig) -> torch.Tensor:
+    """One number of an expert's inner width."""
+    name = moe.activation
+    if name in FUNCTIONS:  # without a gate
+        up = (p["up"][e, f] * x).sum() + (p["up_bias"][e, f] if moe.biases else 0)
+        return FUNCTIONS[name](up)
+    gate, up = ((p["gate_up"][e, half, f] * x).sum() for half in (0, 1))
+    if moe.biases:
+        gate, up = gate + p["gate_up_bias"][e, 0, f], up + p["gate_up_bias"][e, 1, f]
+    if name == "clamped_swiglu":
+        gate, up = gate.clamp(max=moe.clamp), up.clamp(-moe.clamp, moe.clamp) + 1
+        return up * gate / (1 + (-1.702 * gate).exp())
+    return FUNCTIONS[OF_GATES[name]](gate) * up
+
+
 def one_by_loop(p: dict[str, torch.Tensor], e: int, x: torch.Tensor, moe: MoeConfig) -> torch.Tensor:
     """One token through one expert, one number after another."""
-    inner = []
-    for f in range(moe.ffn):
-        gate, up = ((p["gate_up"][e, half, f] * x).sum() for half in (0, 1))
-        if moe.biases:
-            gate, up = gate + p["gate_up_bias"][e, 0, f], up + p["gate_up_bias"][e, 1, f]
-        if moe.activation == "clamped_swiglu":
-            gate, up = gate.clamp(max=moe.clamp), up.clamp(-moe.clamp, moe.clamp) + 1
-            inner.append(up * gate / (1 + (-1.702 * gate).exp()))
-        else:
-            inner.append(up * gate / (1 + (-gate).exp()))
+    inner = [inner_by_loop(p, e, f, x, moe) for f in range(moe.ffn)]
     y = torch.stack([sum(p["down"][e, d, f] * inner[f] for f in range(moe.ffn)) for d in range(len(x))])
     return y + p["down_bias"][e] if moe.biases else y
 

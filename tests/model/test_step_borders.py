@@ -15,6 +15,7 @@ from moefold.layout.axes import single_rank_world
 from moefold.model import step_borders
 from moefold.model.steps import Around, Carry, PassKey, PassKind, Step, inside_recompute, rerun_key, rerun_step
 from moefold.pipeline.passage import Passage
+from moefold.pipeline.segments import one_segment, segments_for_pairing
 from moefold.presets.zoo import PRESETS
 from moefold.train.assemble import Run, assemble_run
 from moefold.train.parity import random_corpus, shrink_config
@@ -66,14 +67,12 @@ def toy_step(narrator: Narrator, name: str, weight: torch.Tensor | None = None) 
 
 
 def run_passage(steps: Sequence[Step], cut: bool, observers: Sequence[Around], x: torch.Tensor) -> Carry:
-    passage = Passage(steps, cut, observers, (3, 5))
-    carry: Carry = {"x": x, "beside": [], "text": "plain"}
-    for _ in passage.segments:
-        carry = passage.forward(carry)
+    segments = segments_for_pairing(steps) if cut else one_segment(steps)
+    passage = Passage(segments, observers, (3, 5))
+    carry = passage.forward({"x": x, "beside": [], "text": "plain"})
     loss = carry["x"].sum() + carry["same"].sum() + sum(y.sum() for y in carry["beside"])
     passage.set_output_gradients([loss], [torch.ones_like(loss)])
-    while passage.runs:
-        passage.backward()
+    passage.backward()
     return carry
 
 
@@ -149,9 +148,15 @@ def test_every_step_of_every_microbatch_has_its_moments_and_the_numbers_stay(way
         names = [step.spec.name for step in executor.steps_to_train(stage.number)]
         for microbatch in range(3):
             for kind, ordered in (("F", names), ("D", names[::-1])):
-                mine = [m for m in recorder.moments if m[2:] == (kind, (stage.number, microbatch))]
+                mine = [m[:2] for m in recorder.moments if m[2:] == (kind, (stage.number, microbatch))]
                 expected = [(when, name) for name in ordered for when in ("before", "after")]
-                assert [moment[:2] for moment in mine] == expected, (kind, stage.number, microbatch)
+                if way == "paired":  # shared experts run beside an exchange: their place in the order is free
+                    mine, expected = (shared_experts_last(moments) for moments in (mine, expected))
+                assert mine == expected, (kind, stage.number, microbatch)
+
+
+def shared_experts_last(moments: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    return sorted(moments, key=lambda moment: moment[1] == "shared")
 
 
 def test_paired_passes_are_interleaved_under_their_own_keys():
@@ -194,7 +199,7 @@ def test_without_observers_no_border_is_made(monkeypatch: pytest.MonkeyPatch):
     while node is not None:
         names.append(node.name())
         node = node.next_functions[-1][0] if node.next_functions else None
-    assert names == ["WorkedBackward", "WorkedBackward", "torch::autograd::AccumulateGrad"]
+    assert names == ["WorkedBackward", "WorkedBackward", "CutBackward"], "the cut before the first step, and no more"
 
 
 # ---- running a step again ----

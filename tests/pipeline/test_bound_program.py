@@ -30,7 +30,7 @@ def test_a_bound_program_is_one_ranks_part():
     assert bound.slots == program[1]
     assert bound.messages == {0: messages_between(program, homes, 0, 1)}
     paired = {op for slot in program[1] if {"F", "D"} <= {op.kind for op in slot} for op in slot}
-    assert bound.cut_passes == {(op.stage, op.microbatch) for op in paired}
+    assert bound.paired_passes == {(op.stage, op.microbatch) for op in paired}
     last = max(n for n, slot in enumerate(program[1]) for op in slot if op.kind == "D")
     assert bound.last_gradients == {last: {"weight"}}
 

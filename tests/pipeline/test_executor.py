@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moefold.anatomy.stage_contents import pipeline_program, pipeline_stages
+from moefold.anatomy.step_specs import Lane
 from moefold.comm.lanes import Lanes
 from moefold.config.run import Config, ParallelConfig, PipelineConfig
 from moefold.data.loader import Batch
@@ -21,7 +23,8 @@ from moefold.layout.deferred_wgrad import DeferredWork, deferring_weight_grads
 from moefold.observe.trace import SpanRecorder
 from moefold.pipeline.executor import LossWeights, StepRun
 from moefold.pipeline.last_gradients import last_gradient_slots, may_defer_weight_grad
-from moefold.pipeline.pair_runner import PairRunner
+from moefold.pipeline.strand_order import Strand, StrandPiece
+from moefold.pipeline.strand_runner import StrandRunner
 from moefold.presets.zoo import PRESETS
 from moefold.schedule.program import Program
 from moefold.train.assemble import Run, assemble_run
@@ -234,23 +237,55 @@ def test_every_layer_of_the_program_is_held_by_the_rank_that_runs_it():
         }
 
 
-# ---- weaving on two lanes ----
+# ---- strands on two lanes ----
 
 
-def weaving(fillers: list[DeferredWork]) -> tuple[PairRunner, SpanRecorder]:
+@dataclass
+class Calls:
+    """A strand of plain functions."""
+
+    pieces: Strand
+    functions: Sequence[Callable[[], object]]
+
+    def take_inputs(self, number: int) -> None:
+        return None
+
+    def run(self, number: int, inputs: None) -> object:
+        return self.functions[number]()
+
+
+def calls(*pieces: tuple[Lane, Callable[[], object]]) -> Calls:
+    """A chain of functions, each on its lane."""
+    strand = tuple(StrandPiece(lane, 1.0, (i - 1,) if i else ()) for i, (lane, _) in enumerate(pieces))
+    return Calls(strand, [function for _, function in pieces])
+
+
+def runner(fillers: list[DeferredWork]) -> tuple[StrandRunner, SpanRecorder]:
     spans = SpanRecorder(0, recording=True)
-    return PairRunner(Lanes(torch.device("cpu")), spans, fillers), spans
+    return StrandRunner(Lanes(torch.device("cpu")), spans, fillers), spans
 
 
 def test_work_of_a_strand_waits_for_its_own_travel_and_not_for_the_others():
     go, order = threading.Event(), []
-    woven, _ = weaving([])
-    woven.begin(0, "comm", lambda: (go.wait(10), order.append("travel 0"))[1])
-    woven.begin(1, "compute", lambda: order.append("work 1"))
-    assert order == ["work 1"]
-    go.set()
-    woven.begin(0, "compute", lambda: order.append("work 0"))
+    one = calls(
+        ("comm", lambda: (go.wait(10), order.append("travel 0"))[1]),
+        ("compute", lambda: order.append("work 0")),
+    )
+    other = calls(("compute", lambda: (order.append("work 1"), go.set())[0]))
+    runner([])[0].run([one, other])
     assert order == ["work 1", "travel 0", "work 0"]
+
+
+def test_a_piece_that_needs_no_travel_of_its_strand_runs_beside_it():
+    go, order = threading.Event(), []
+    pieces = StrandPiece("comm"), StrandPiece("compute"), StrandPiece("compute", 1.0, (0, 1))
+    functions = [
+        lambda: (go.wait(10), order.append("travel"))[1],
+        lambda: (order.append("beside"), go.set())[0],
+        lambda: order.append("behind both"),
+    ]
+    runner([])[0].run([Calls(pieces, functions)])
+    assert order == ["beside", "travel", "behind both"]
 
 
 def test_fillers_run_while_travel_is_awaited_and_the_rest_at_the_end():
@@ -260,28 +295,23 @@ def test_fillers_run_while_travel_is_awaited_and_the_rest_at_the_end():
         lambda: (order.append("b"), go.set())[0],
         lambda: order.append("c"),
     ]
-    woven, spans = weaving(fillers)
-    woven.begin(0, "comm", lambda: (go.wait(10), order.append("travel"))[1])
-    woven.begin(0, "compute", lambda: order.append("work"))
+    runs, spans = runner(fillers)
+    travels = ("comm", lambda: (go.wait(10), order.append("travel"))[1])
+    runs.run([calls(travels, ("compute", lambda: order.append("work")))])
     assert order[:2] == ["a", "b"], "the travel ends only when these have run"
     assert order.index("travel") < order.index("work")
-    woven.end()
     assert sorted(order) == ["a", "b", "c", "travel", "work"]
     assert [e.name for e in spans.events].count("weights") == 3
 
 
 def test_what_goes_wrong_in_travel_is_raised_where_it_is_awaited():
-    woven, _ = weaving([])
-    woven.begin(0, "comm", lambda: [][0])
     with pytest.raises(IndexError):
-        woven.begin(0, "compute", lambda: None)
+        runner([])[0].run([calls(("comm", lambda: [][0]), ("compute", lambda: None))])
 
 
 def test_the_end_waits_for_all_travel():
     order: list[str] = []
-    woven, _ = weaving([])
-    woven.begin(0, "comm", lambda: order.append("0"))
-    woven.begin(1, "comm", lambda: order.append("1"))
-    woven.end()
+    runs, _ = runner([])
+    runs.run([calls(("comm", lambda: order.append("0"))), calls(("comm", lambda: order.append("1")))])
     assert order == ["0", "1"]
-    assert not woven.under_way
+    assert not runs.under_way

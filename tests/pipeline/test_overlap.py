@@ -1,4 +1,4 @@
-"""In a paired slot one microbatch's travel runs during the other's work, and alone it does not."""
+"""In a paired slot one microbatch's travel runs during the other's work; alone, during that of its shared experts."""
 
 from __future__ import annotations
 
@@ -9,19 +9,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from moefold.bench.overlap import slowed_all_to_all
 from moefold.comm.lanes import Lanes, Ticket
 from moefold.config.run import Config, ParallelConfig, PipelineConfig
 from moefold.layout.axes import World, single_rank_world
 from moefold.observe.trace import TraceEvent
-from moefold.pipeline.pair_runner import PairRunner
+from moefold.pipeline.executor import Executor, LossWeights
+from moefold.pipeline.segments import one_segment
+from moefold.pipeline.strand_runner import BackwardWork, ForwardWork, StrandWork
 from moefold.presets.zoo import PRESETS
 from moefold.train.assemble import assemble_run
-from moefold.train.parity import random_corpus, shrink_config
+from moefold.train.parity import local_gradients, random_corpus, shrink_config
 from moefold.train.step import train_step
 from tests.support.ranks import run_ranks
 
+ONE = LossWeights(torch.ones(1, dtype=torch.float64), torch.ones((), dtype=torch.float64))
+WIDE = 32768  # of shared experts that take longer than a plan and less than an exchange
 DELAY = 0.05  # seconds of an exchange; work of a step takes a few milliseconds
 
 
@@ -43,12 +48,12 @@ class Faces:
         self.begun = 0  # pieces of work
         self.awaited: set[int] = set()
         self.faced: dict[str, bool] = {}
-        send, begin, result = Lanes.send, PairRunner.begin, Ticket.result
+        send, result = Lanes.send, Ticket.result
         owner = self
 
         def held_up(lanes: Lanes, work: Callable[[], Any], inputs: Any = None) -> Ticket:
             number, before = len(owner.faced), owner.begun
-            name = f"{number} {type(work.__self__).__name__}"  # pyright: ignore[reportFunctionMemberAccess]
+            name = f"{number} {type(work.func.__self__).__name__}"  # pyright: ignore[reportFunctionMemberAccess]
             owner.faced[name] = False
 
             def later() -> Any:
@@ -61,15 +66,15 @@ class Faces:
             ticket.number = number  # pyright: ignore[reportAttributeAccessIssue]
             return ticket
 
-        def noted(weaving: PairRunner, strand: int, lane: str, work: Callable[[], Any], inputs: Any) -> None:
-            def begins() -> None:
-                if lane == "compute":
+        def noting(run: Callable[..., Any]) -> Callable[..., Any]:
+            def begins(work: StrandWork, number: int, inputs: Any) -> Any:
+                if work.pieces[number].lane == "compute":
                     with owner.moved:
                         owner.begun += 1
                         owner.moved.notify_all()
-                work()
+                return run(work, number, inputs)
 
-            begin(weaving, strand, lane, begins if lane == "compute" else work, inputs)
+            return begins
 
         def waits(ticket: Ticket) -> Any:
             with owner.moved:
@@ -78,7 +83,8 @@ class Faces:
             return result(ticket)
 
         monkeypatch.setattr(Lanes, "send", held_up)
-        monkeypatch.setattr(PairRunner, "begin", noted)
+        for kind in (ForwardWork, BackwardWork):
+            monkeypatch.setattr(kind, "run", noting(kind.run))
         monkeypatch.setattr(Ticket, "result", waits)
 
 
@@ -91,9 +97,11 @@ def test_all_travel_of_a_paired_slot_but_its_last_has_work_of_the_other_microbat
     run = assemble_run(config, single_rank_world(), Path("."), random_corpus(config))
     train_step(run, run.loader.next_batch())
     slots, layers = 4 - 1, config.model.layers
-    assert len(faces.faced) == slots * 4 * layers, "dispatch and combine of a forward and of a backward"
+    alone = 4 * layers  # dispatch and combine of the first forward and of the last backward, which are not paired
+    assert len(faces.faced) == slots * 4 * layers + alone, "dispatch and combine of a forward and of a backward"
     uncovered = [name for name, faced in faces.faced.items() if not faced]
-    assert len(uncovered) <= slots, f"waited for with nothing beside it: {uncovered}"
+    without_work = alone // 2 if shared else alone
+    assert len(uncovered) <= slots + without_work, f"waited for with nothing beside it: {uncovered}"
 
 
 def overlap(a: TraceEvent, b: TraceEvent) -> float:
@@ -131,12 +139,82 @@ def test_a_trace_shows_dispatch_and_combine_of_one_microbatch_during_the_others_
             for each in travel:
                 mine = each.name.split()[1]
                 assert not [e for e in work if e.name.split()[1] == mine and overlap(e, each) > 0], (
-                    "a microbatch does not work while it travels"
+                    "without shared experts a microbatch does not work while it travels"
                 )
-                beside.append(any(overlap(e, each) > 0 for e in work))
+                if mine not in ("F0.0", "D0.3"):  # the first forward and the last backward are not paired
+                    beside.append(any(overlap(e, each) > 0 for e in work))
             assert sum(beside) >= len(beside) / 2, f"{sum(beside)} of {len(beside)} have work beside them"
         fillers = [e for e in filled[0] if e.name == "weights"]
         travel = [e for e in filled[0] if e.lane == "comm"]
         assert fillers
         assert any(overlap(a, b) > 0 for a in fillers for b in travel), "weight gradients fill gaps"
         assert not [e for e in paired[0] if e.name == "weights"]
+
+
+# ---- shared experts beside the exchanges of their own microbatch ----
+
+
+def shared_config(way: PipelineConfig, world: int, latent: int = 0, shared: int = 64) -> Config:
+    config = config_of(way, world, ep=2, dispatcher="all_to_all")
+    moe = replace(config.model.moe, latent=latent, shared_ffn=shared)
+    return replace(config, model=replace(config.model, moe=moe))
+
+
+def traced_shared(world: World) -> tuple[list[TraceEvent], int]:
+    config = shared_config(PipelineConfig(), world.size, shared=WIDE)
+    run = assemble_run(config, world, Path("."), random_corpus(config))
+    train_step(run, run.loader.next_batch())
+    with slowed_all_to_all(DELAY) as held_up:
+        run.executor.spans.start_recording()
+        train_step(run, run.loader.next_batch())
+    return list(run.executor.spans.events), len(held_up.events)
+
+
+@pytest.mark.alone
+def test_a_trace_shows_shared_experts_inside_the_travel_of_their_own_microbatch_without_pairs():
+    config = shared_config(PipelineConfig(), 2, shared=WIDE)
+    passes = 4 * config.model.layers  # four microbatches a rank
+    for events, held_up in run_ranks(traced_shared, 2, ep=2):
+        assert held_up == 0, "no exchange runs on the compute lane"
+        for kind in "FD":
+            of_kind = [e for e in events if " " in e.name and e.name.split()[1][0] == kind]
+            shared = [e for e in of_kind if e.name.startswith("shared")]
+            assert len(shared) == passes
+            inside = 0.0
+            beside: list[str] = []
+            for each in shared:
+                mine = [e for e in of_kind if e.lane == "comm" and e.name.split()[1] == each.name.split()[1]]
+                inside += sum(overlap(each, e) for e in mine)
+                beside += [e.name.split()[0] for e in mine if overlap(each, e) > 0]
+            # Forward, a plan that waits for the other rank's counts may take as long as the shared experts.
+            expected = {"plan", "dispatch"} if kind == "F" else {"combine"}
+            assert set(beside) == expected
+            whole = sum(e.end - e.start for e in shared)
+            assert inside >= 0.8 * whole, f"{kind}: {inside / whole:.0%} of the shared experts' time lies in travel"
+
+
+def gradients_both_ways(world: World, way: PipelineConfig, latent: int) -> list[tuple[list[Any], list[float]]]:
+    """Gradients and losses of a step, with shared experts beside the exchanges and with all steps in line."""
+    config = shared_config(way, world.size, latent)
+    found = []
+    overlapping = Executor.cut_steps
+    for cut in (overlapping, lambda self, steps, is_paired: one_segment(steps)):
+        Executor.cut_steps = cut  # type: ignore[method-assign]
+        run = assemble_run(config, world, Path("."), random_corpus(config))
+        run.gradients.begin()
+        parts = list(run.loader.next_batch().microbatches(1))
+        losses = run.executor.train(parts, ONE)
+        run.gradients.finish(torch.ones((), dtype=torch.float64))
+        found.append(([(s.what, s.values) for s in local_gradients(run, "")], losses.tolist()))
+    Executor.cut_steps = overlapping  # type: ignore[method-assign]
+    return found
+
+
+@pytest.mark.parametrize("latent", [0, 16])
+@pytest.mark.parametrize("way", [PipelineConfig(), PipelineConfig(defer=True)], ids=["plain", "deferred"])
+def test_gradients_have_the_bits_of_those_of_steps_one_after_the_other(way: PipelineConfig, latent: int):
+    for beside, in_line in run_ranks(gradients_both_ways, 2, way, latent, ep=2):
+        assert beside[1] == in_line[1]
+        assert len(beside[0]) == len(in_line[0]) > 10
+        for (what, values), (_, right) in zip(beside[0], in_line[0], strict=True):
+            assert torch.equal(values, right), what

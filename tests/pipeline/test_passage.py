@@ -9,14 +9,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.multiprocessing.reductions import StorageWeakRef
 
-from moefold.anatomy.step_specs import StepSpec
+from moefold.anatomy.step_specs import Lane, StepSpec
 from moefold.config.run import AttentionConfig, BalanceConfig, ModelConfig, MoeConfig
 from moefold.kernels.bound import BoundKernels
 from moefold.kernels.facts import Facts
 from moefold.model.initialise import initialise_parameters
 from moefold.model.steps import Carry, Step, run_step_sequence
 from moefold.pipeline.passage import Passage
+from moefold.pipeline.segments import Segments, one_segment, segments_for_pairing, segments_of_one_microbatch
 from moefold.train.assemble import default_dtype
 from tests.support.models import transformer
 
@@ -37,19 +39,20 @@ def weights(*shape: int, seed: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
+def cut_or_not(steps: Sequence[Step], cut: bool) -> Segments:
+    return segments_for_pairing(steps) if cut else one_segment(steps)
+
+
 def gradients(steps: Sequence[Step], carry: Carry, leaves: Sequence[torch.Tensor], cut: bool) -> list[Any]:
     """Of the leaves, after handing a gradient to `x` at the end."""
     for leaf in leaves:
         leaf.grad = None
-    passage = Passage(steps, cut)
-    now = carry
-    for _ in passage.segments:
-        now = passage.forward(now)
-    passage.set_output_gradients([now["x"]], [weights(*now["x"].shape, seed=99)])
-    count = len(passage.runs)
-    for _ in range(count):
-        passage.backward()
+    passage = Passage(cut_or_not(steps, cut))
+    out = passage.forward(carry)
+    passage.set_output_gradients([out["x"]], [weights(*out["x"].shape, seed=99)])
+    passage.backward()
     assert not passage.runs
+    assert not passage.carries
     inputs = [x for x in leaves if any(x is value for value in carry.values())]
     return [passage.gradient_of_input(x) if any(x is y for y in inputs) else x.grad for x in leaves]
 
@@ -158,7 +161,7 @@ def test_the_way_may_begin_with_one_tensor_in_two_places():
 
 def test_what_no_step_uses_has_the_gradient_zero():
     x, other = (weights(3, SIZE, seed=i).requires_grad_() for i in (1, 2))
-    passage = Passage([step(lambda c: {**c, "x": c["x"] * 2})], cut=True)
+    passage = Passage(segments_for_pairing([step(lambda c: {**c, "x": c["x"] * 2})]))
     out = passage.forward({"x": x, "other": other})
     passage.set_output_gradients([out["x"]], [torch.ones_like(x)])
     passage.backward()
@@ -173,13 +176,10 @@ def test_what_was_set_aside_early_gets_the_gradient_it_is_handed_at_the_end():
         return {"x": c["x"].tanh(), "streams": [c["x"] * 3]}
 
     steps = [step(aside), step(lambda c: {**c, "x": c["x"] + 1}), step(lambda c: {**c, "x": c["x"] * 2})]
-    passage = Passage(steps, cut=True)
-    carry: Carry = {"x": x, "streams": []}
-    for _ in steps:
-        carry = passage.forward(carry)
+    passage = Passage(segments_for_pairing(steps))
+    carry = passage.forward({"x": x, "streams": []})
     passage.set_output_gradients([carry["x"], *carry["streams"]], [torch.zeros_like(x), torch.full_like(x, 7.0)])
-    for _ in steps:
-        passage.backward()
+    passage.backward()
     assert torch.equal(passage.gradient_of_input(x), torch.full_like(x, 21.0))
 
 
@@ -203,22 +203,68 @@ def test_a_whole_model_cut_at_every_step_has_the_bits_of_one_that_is_not(latent:
     initialise_parameters(model, 1)
     rows = torch.randint(40, (2, 9), generator=torch.Generator().manual_seed(1))
     found = []
-    for cut in (False, True):
+    for cut in (one_segment, segments_of_one_microbatch, segments_for_pairing):
         model.zero_grad()
-        passage = Passage(model.steps(model.stages[0]), cut)
-        carry = model.begin(rows[:, :-1], rows[:, 1:])
-        for _ in passage.segments:
-            carry = passage.forward(carry)
+        passage = Passage(cut(model.steps(model.stages[0])))
+        carry = passage.forward(model.begin(rows[:, :-1], rows[:, 1:]))
         loss = carry["losses_1M"].sum() + carry["aux"]
         passage.set_output_gradients([loss], [torch.ones_like(loss)])
-        while passage.runs:
-            passage.backward()
+        passage.backward()
         found.append({name: p.grad for name, p in model.named_parameters()})
     shared = {"embedding.weight"}  # looked up in two steps: their gradients are added in another order
     for name, gradient in found[0].items():
         assert gradient is not None, name
         assert gradient.any(), name
-        if name in shared:
-            assert torch.allclose(gradient, found[1][name], rtol=1e-12, atol=1e-14)
-        else:
-            assert torch.equal(gradient, found[1][name]), name
+        for other in found[1:]:
+            if name in shared:
+                assert torch.allclose(gradient, other[name], rtol=1e-12, atol=1e-14)
+            else:
+                assert torch.equal(gradient, other[name]), name
+
+
+def test_a_cut_holds_no_tensor_between_forward_and_backward():
+    """What autograd does not save is freed, as in a pass that is not cut."""
+    x = weights(3, SIZE, seed=1).requires_grad_()
+    storages: list[StorageWeakRef] = []
+
+    def double(c: Carry) -> Carry:
+        y = c["x"] * 2
+        storages.append(StorageWeakRef(y.untyped_storage()))
+        return {"x": y}
+
+    passage = Passage(segments_for_pairing([step(double) for _ in range(3)]))
+    out = passage.forward({"x": x})
+    assert [storage.expired() for storage in storages] == [True, True, False]
+    passage.set_output_gradients([out["x"]], [torch.ones_like(x)])
+    passage.backward()
+    assert torch.equal(passage.gradient_of_input(x), torch.full_like(x, 8.0))
+
+
+def beside(name: str, lane: Lane, needs: tuple[str, ...], run: Callable[[Carry], Carry]) -> Step:
+    return Step(StepSpec(name, lane, True, "", needs=needs), run)
+
+
+def test_a_branch_adds_its_own_entries_and_its_gradient_joins_in_a_fixed_order():
+    """`side` reads what `first` gives while `send` runs; `last` reads both."""
+    x = weights(3, SIZE, seed=1).requires_grad_()
+    w = weights(SIZE, SIZE, seed=2).requires_grad_()
+    steps = [
+        beside("first", "compute", (), lambda c: {"x": c["x"].tanh(), "keep": c["x"].sin()}),
+        beside("send", "comm", (), lambda c: {**c, "y": c["x"] * 3}),
+        beside("side", "compute", ("first",), lambda c: {**c, "z": c["x"] @ w}),
+        beside("work", "compute", ("send",), lambda c: {**c, "y": c["y"].cos()}),
+        beside("last", "compute", ("work", "side"), lambda c: {"x": c["y"] * c["z"] + c["keep"]}),
+    ]
+    right = plain(steps, {"x": x}, [x, w])
+    for order in ([0, 1, 2, 3, 4], [0, 2, 1, 3, 4], [0, 1, 3, 2, 4]):
+        w.grad = None
+        passage = Passage(segments_of_one_microbatch(steps))
+        assert [segment.needs for segment in passage.segments] == [(), (0,), (0,), (1,), (3, 2)]
+        passage.begin({"x": x})
+        for number in order:
+            passage.run_forward(number, passage.take_inputs(number))
+        assert set(passage.carries) == {4}, "what all readers have read is freed"
+        passage.set_output_gradients([passage.out["x"]], [weights(3, SIZE, seed=99)])
+        for number in reversed(order):
+            passage.run_backward(number, passage.take_gradients(number))
+        assert same([passage.gradient_of_input(x), w.grad], right), order

@@ -44,7 +44,7 @@ SELDOM: list[Options] = [  # what is refused, or has an odd meaning
     {"attention_dropout": 0.1},
     {"clip_qkv": 0.5},
     {"head_dim": 6},
-    {"hidden_act": "gelu"},
+    {"hidden_act": "relu2"},
     {"layer_types": [SLIDING, FULL, FULL]},
     {"mlp_only_layers": [1]},
     {"n_group": 0},
@@ -103,6 +103,8 @@ def random_sizes(random: Random) -> Options:
         "max_position_embeddings": random.choice([40, 100, 256, 1000]),
         "tie_word_embeddings": random.random() < 0.3,
     }
+    if random.random() < 0.2:
+        sizes["hidden_act"] = random.choice(["gelu", "gelu_pytorch_tanh", "gelu_new", "relu", "silu", "swish"])
     if random.random() < 0.7:
         sizes["rms_norm_eps"] = random.choice([1e-6, 1e-5, 1e-3])
     return sizes
@@ -227,6 +229,7 @@ def gpt_oss(random: Random) -> Options:
         "head_dim": random.choice([4, 6, 16]),
         "sliding_window": random_window(random),
         "swiglu_limit": random.choice([0.5, 7.0]),
+        "hidden_act": "silu",
     }
 
 

@@ -135,6 +135,15 @@ def test_any_layout_takes_up_what_any_other_saved(tmp_path: Path):
         assert worst <= 1e-6, f"{pair}: losses differ by {worst:.1e}"
 
 
+def test_experts_and_mlps_without_a_gate_are_taken_up_by_another_layout(tmp_path: Path):
+    moe = replace(MODEL.moe, activation="relu2", biases=True)
+    start = replace(START, model=replace(MODEL, dense_activation="gelu", moe=moe))
+    layouts = [replace(start, parallel=each) for each in (ParallelConfig(tp=2, ep=4), ParallelConfig(etp=2, pp=2))]
+    for worst, wrong in run_ranks(wander, RANKS, str(tmp_path), layouts, [0, 1, 0])[0]:
+        assert not wrong
+        assert worst <= 1e-6
+
+
 def test_the_layouts_of_that_way_use_every_axis():
     layouts, _ = chosen_layouts(seed=7)
     for axis in AXES:

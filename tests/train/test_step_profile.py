@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from moefold.config.run import ParallelConfig
 from moefold.layout.axes import World, single_rank_world
+from moefold.observe.profile import StepPhase
 from moefold.presets.zoo import PRESETS
 from moefold.train.assemble import Run, assemble_run, unobserved_phase
 from moefold.train.parity import random_corpus, shrink_config
@@ -114,3 +116,20 @@ def test_gathers_are_complete_when_the_profiler_stops_and_collectives_are_no_ste
         shares = [float(cells[-2].strip(" %")) for name, cells in rows.items() if name != "collectives"]
         assert sum(shares) == pytest.approx(100, abs=0.1 * len(shares))
         assert float(rows["elsewhere"][-2].strip(" %")) < 25
+
+
+def watched_with_shared_experts(world: World, folder: Path) -> tuple[set[StepPhase], set[str]]:
+    start = PRESETS["tiny"]()
+    model = replace(start.model, moe=replace(start.model.moe, shared_ffn=16))
+    parallel = ParallelConfig(ep=2, dispatcher="all_to_all")
+    config = shrink_config(replace(start, model=model, parallel=parallel), world.size)
+    run = assemble_run(config, world, folder, random_corpus(config))
+    _, found = profile_step(run, lambda: train_step(run, run.loader.next_batch()))
+    return set(found.profile.seconds_by_phase()), set(found.memory.saved)
+
+
+def test_steps_on_the_thread_of_the_comm_lane_are_watched_too(tmp_path: Path):
+    for phases, saved in run_ranks(watched_with_shared_experts, 2, tmp_path, ep=2):
+        for name in ("plan", "dispatch", "shared", "combine"):
+            assert {StepPhase(name, "forward"), StepPhase(name, "backward")} <= phases
+        assert {"plan", "dispatch", "shared"} <= saved

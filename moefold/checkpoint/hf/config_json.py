@@ -201,7 +201,7 @@ def unused_keys(model: ModelConfig) -> set[str]:
     if moe.activation != "clamped_swiglu":
         unused.add("moe.clamp")
     if not moe.dense_layers and moe.every == 1:
-        unused.add("dense_ffn")
+        unused.update(("dense_ffn", "dense_activation"))
     return unused
 
 

@@ -17,6 +17,14 @@ from moefold.config.run import ModelConfig
 
 FULL = "full_attention"  # values of layer_types
 SLIDING = "sliding_attention"
+GATED_BY = {  # hidden_act, which acts on the gate of experts and MLPs; of two names, the first is written
+    "silu": "swiglu",
+    "swish": "swiglu",
+    "gelu": "geglu",
+    "gelu_pytorch_tanh": "geglu_tanh",
+    "gelu_new": "geglu_tanh",
+    "relu": "reglu",
+}
 
 
 @dataclass(frozen=True)
@@ -33,9 +41,9 @@ class ModelFamily:
 
 def read_common_options(options: ConfigOptions) -> dict[str, Any]:
     """The options of every family: sizes and norms, and those that must have one value."""
-    options.require_value("hidden_act", "silu", why="experts and MLPs are gated by SiLU")
     options.require_value("attention_dropout", 0.0, 0, why="there is no dropout")
     return {
+        **read_activation(options),
         "layers": options.take_count("num_hidden_layers", most=10_000),
         "hidden": options.take_size("hidden_size"),
         "vocab": options.take_value("vocab_size"),
@@ -44,6 +52,25 @@ def read_common_options(options: ConfigOptions) -> dict[str, Any]:
         "init_std": options.take_value("initializer_range"),
         "attention.heads": options.take_count("num_attention_heads", most=4096),
     }
+
+
+def read_activation(options: ConfigOptions) -> dict[str, Any]:
+    """The activation of experts, shared experts and dense MLPs, which is one in every family."""
+    function = options.take_value("hidden_act")
+    if function not in GATED_BY:
+        shown = show_value(function)
+        options.add_problem(f"hidden_act = {shown} is not supported; expected one of {', '.join(GATED_BY)}")
+        return {}
+    activation = GATED_BY[function]
+    return {"moe.activation": activation, "dense_activation": activation}
+
+
+def write_activation(model: ModelConfig) -> str:
+    """hidden_act; "silu" for an activation that no family has, which is found by reading it back."""
+    for function, activation in GATED_BY.items():
+        if activation == model.moe.activation:
+            return function
+    return "silu"
 
 
 def write_common_options(model: ModelConfig) -> dict[str, Any]:
@@ -55,7 +82,7 @@ def write_common_options(model: ModelConfig) -> dict[str, Any]:
         "tie_word_embeddings": model.tied_head,
         "initializer_range": model.init_std,
         "num_attention_heads": model.attention.heads,
-        "hidden_act": "silu",
+        "hidden_act": write_activation(model),
         "attention_dropout": 0.0,
         **write_rope_options(model.attention.rope),
     }

@@ -70,6 +70,7 @@ def upcycled_model(dense: ModelConfig, plan: UpcyclePlan) -> ModelConfig:
         experts=plan.copies * plan.shards,
         top_k=plan.top,
         ffn=dense.dense_ffn // plan.shards,
+        activation=dense.dense_activation,
         balance=BalanceConfig(aux_loss=0.001),
     )
     return replace(dense, moe=moe)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from moefold.kernels.choice import Choice, Choices, always_runs, triton_computes, triton_runs
+from moefold.config.precision_recipes import SCALE_BLOCK, WIDTH_MULTIPLE, is_quantised
+from moefold.kernels.choice import Choice, Choices, always_runs, hopper_bf16_runs, triton_computes, triton_runs
 from moefold.kernels.facts import Facts
 
 
@@ -19,11 +20,26 @@ def expert_gemm_runs(facts: Facts) -> bool:
     """Uses Hopper's instructions (wgmma, TMA); TMA needs rows that begin at multiples of 16 bytes."""
     if facts.recipe != "plain" or facts.dtype != "bf16" or facts.capability[0] != 9:
         return False
-    if not facts.swiglu_experts:
+    if facts.unfused_experts:
         return False
     if not facts.hidden or not facts.ffn:
         return False
     return facts.rows_aligned_to(16) and triton_runs(facts)
+
+
+def fp8_experts_run(facts: Facts) -> bool:
+    """FP8 kernels read rows that begin at multiples of 16 bytes; gate and up are blocks of 128 of their own."""
+    if not is_quantised(facts.recipe) or facts.unfused_experts:
+        return False
+    if not facts.hidden or not facts.ffn:
+        return False
+    return facts.hidden % WIDTH_MULTIPLE == 0 and facts.ffn % SCALE_BLOCK == 0
+
+
+def refuse_unfused_experts(facts: Facts) -> str:
+    if not facts.unfused_experts:
+        return ""
+    return f"{facts.unfused_experts}: not on the fused expert kernel; the experts run as a composition of ops"
 
 
 TORCH_GROUPED_MM = Choice(
@@ -36,16 +52,20 @@ RECOMPUTE_BACKWARD = Choice(
     "recompute_backward", always_runs, "nothing", "saves the pre-activation only, no intermediate values"
 )
 
+TRITON_ACTIVATION = Choice(
+    "triton",
+    triton_computes,
+    "cuda with Triton, fp32 or bf16",
+    "one pass each way; saves the pre-activation only",
+)
+
+FP8_GEMM = Choice(
+    "gluon", hopper_bf16_runs, "bf16 on Hopper with Triton", "SwiGLU or its gradient inside the FP8 product"
+)
+
 CHOICES: Choices = {
-    "swiglu": (
-        Choice(
-            "triton",
-            triton_computes,
-            "cuda with Triton, fp32 or bf16",
-            "one pass each way; saves the pre-activation only",
-        ),
-        RECOMPUTE_BACKWARD,
-    ),
+    "swiglu": (TRITON_ACTIVATION, RECOMPUTE_BACKWARD),
+    "mlp_activation": (TRITON_ACTIVATION, RECOMPUTE_BACKWARD),
     "clamped_swiglu": (RECOMPUTE_BACKWARD,),
     "expert_bias": (),
     "expert_mlp": (
@@ -54,8 +74,18 @@ CHOICES: Choices = {
             expert_gemm_runs,
             "bf16 on Hopper with Triton, SwiGLU experts without biases, sizes that are multiples of 8",
             "activation and its gradient inside the GEMMs; saves tokens and pre-activation only",
+            refusal=refuse_unfused_experts,
+        ),
+        Choice(
+            "fp8",
+            fp8_experts_run,
+            "an FP8 recipe, SwiGLU experts without biases, hidden a multiple of 16 and ffn of 128",
+            "tokens quantised once, activations inside the products; saves tokens, and the pre-activation in FP8",
+            refusal=refuse_unfused_experts,
         ),
     ),
+    "fp8_swiglu_product": (FP8_GEMM,),
+    "fp8_dswiglu_product": (FP8_GEMM,),
     "grouped_gemm": (TORCH_GROUPED_MM,),
     "grouped_gemm_weight": (TORCH_GROUPED_MM,),
 }

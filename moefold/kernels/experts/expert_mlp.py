@@ -42,13 +42,14 @@ def plain_down_product(a_RF: Tensor, down_EDF: Tensor, ends_E: Tensor, inside_R:
 
 class ExpertParts(NamedTuple):
     """The ops that the experts are composed of; by default the references. `up` and `down` add biases, `down` times the
-    router's weights where these act inside the activation."""
+    router's weights where these act inside the activation. `recipe`: the precision recipe of both products."""
 
     gather: Callable[[Tensor, Tensor, Tensor, bool], Tensor] = gather_rows
     up: Callable[[Tensor, Tensor, Tensor], Tensor] = plain_up_product
     activation: Callable[[Tensor, Tensor | None], Tensor] = swiglu
     down: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor] = plain_down_product
     weight_inside: bool = True
+    recipe: Any = None
 
 
 PLAIN_PARTS = ExpertParts()
@@ -93,6 +94,26 @@ def expert_mlp_gluon(
     if len(index_R) == 0:  # nothing to launch
         return expert_mlp.reference(*inputs, holes, parts)
     return ExpertMlpFunction.apply(*inputs, holes)  # pyright: ignore[reportReturnType]
+
+
+@expert_mlp.register_fast("fp8")
+def expert_mlp_fp8(
+    source_ND: Tensor,
+    gate_up_E2FD: Tensor,
+    down_EDF: Tensor,
+    weight_R: Tensor,
+    index_R: Tensor,
+    slots_NK: Tensor,
+    ends_E: Tensor,
+    holes: bool = False,
+    parts: ExpertParts = PLAIN_PARTS,
+) -> Tensor:
+    from moefold.kernels.experts.expert_mlp_fp8 import Fp8ExpertMlp
+
+    inputs = (source_ND, gate_up_E2FD, down_EDF, weight_R, index_R, slots_NK, ends_E)
+    if len(index_R) == 0:  # nothing to launch
+        return expert_mlp.reference(*inputs, holes, parts)
+    return Fp8ExpertMlp.apply(parts.recipe, *inputs)  # pyright: ignore[reportReturnType]
 
 
 class ExpertMlpFunction(torch.autograd.Function):

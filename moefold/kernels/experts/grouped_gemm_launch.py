@@ -31,6 +31,7 @@ __all__ = [
     "sum_over_slots",
     "up_projection",
     "up_projection_dgrad",
+    "write_expert_wgrad",
     "zero_rows_behind",
 ]
 
@@ -123,17 +124,18 @@ def expert_wgrad(
 ) -> Tensor | None:
     """out[e] = left^T right over the rows of expert e, in the shape of the weights; zeros for an expert without rows.
     Given `into`, fp32 or bf16, the gradient is added to that tensor, and None is returned."""
-    m = left_RM.shape[1]
-    n = right_PN.shape[1]
+    out = memory_for_gradient(like) if into is None else into
+    out_EMN = out.view(-1, left_RM.shape[1], right_PN.shape[1])
+    write_expert_wgrad(left_RM, right_PN, out_EMN, plan, add=into is not None)
+    return out if into is None else None
+
+
+def write_expert_wgrad(left_RM: Tensor, right_PN: Tensor, out_EMN: Tensor, plan: RowTilePlan, add: bool) -> None:
+    _, m, n = out_EMN.shape
     b = block_descriptor(right_PN, 64, TILE_COLUMNS)
-    if into is not None:
-        outputs = EpilogueOutputs(None, into)
-        launch_grouped_gemm("tn", "add", left_RM, b, outputs, plan, m=m, n=n)
-        return None
-    out = memory_for_gradient(like)
-    outputs = plain_outputs(out.view(-1, m, n))
-    launch_grouped_gemm("tn", "plain", left_RM, b, outputs, plan, m=m, n=n)
-    return out
+    outputs = EpilogueOutputs(None, out_EMN) if add else plain_outputs(out_EMN)
+    end = "add" if add else "plain"
+    launch_grouped_gemm("tn", end, left_RM, b, outputs, plan, m=m, n=n)
 
 
 def plain_outputs(out: Tensor) -> EpilogueOutputs:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from moefold.kernels.choice import Choice, Choices, runs_on_cuda
+from moefold.kernels.choice import Choice, Choices, hopper_bf16_runs, runs_on_cuda
+
+FP8_GEMM = Choice(
+    "gluon", hopper_bf16_runs, "bf16 on Hopper with Triton", "persistent FP8 GEMM; scales applied in registers"
+)
 
 CHOICES: Choices = {
     "linear": (
@@ -14,6 +18,9 @@ CHOICES: Choices = {
         ),
     ),
     "grouped_linear": (),
-    "fp8_product": (),
-    "fp8_weight_product": (),
+    "fp8_product": (FP8_GEMM,),
+    "fp8_weight_product": (FP8_GEMM,),
+    "tile_weight_product": (
+        Choice("gluon", hopper_bf16_runs, "bf16 on Hopper with Triton", "the bf16 expert kernel, in one launch"),
+    ),
 }

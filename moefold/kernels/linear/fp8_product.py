@@ -19,10 +19,11 @@ import torch
 from torch import Tensor
 
 from moefold.config.precision_recipes import Sums
+from moefold.kernels.experts.grouped_gemm import grouped_gemm_weight
 from moefold.kernels.quantise.fp8 import BLOCK, Quantised, ScaleRule
 from moefold.kernels.quantise.quantise_tiles import quantise_tiles
 from moefold.kernels.quantise.quantise_weight import quantise_weight
-from moefold.kernels.quantise.row_tiles import RowTiles, padded_index, row_tiles
+from moefold.kernels.quantise.row_tiles import RowTiles, pad_to_tiles, padded_index, row_tiles
 from moefold.kernels.registry import CaseInputs, Cases, KernelCase, register_in_place_op, register_inner_op
 
 
@@ -30,6 +31,22 @@ from moefold.kernels.registry import CaseInputs, Cases, KernelCase, register_in_
 def fp8_product(a: Quantised, b: Quantised, tiles: RowTiles, rows: int, sums: Sums, dtype: torch.dtype) -> Tensor:
     """y_RN for R = `rows`. a: values (P, K), scales (P, K / 128) or (P, 1). b: values (E, N, K), scales (E, N / 128,
     K / 128), (E, 1, 1) or (E, N, 1). Rows behind the last end are zero."""
+    y_PN = padded_product(a, b, tiles, sums)
+    return rows_of_tiles(y_PN, tiles, rows).to(dtype)
+
+
+@fp8_product.register_fast("gluon")
+def fp8_product_gluon(
+    a: Quantised, b: Quantised, tiles: RowTiles, rows: int, sums: Sums, dtype: torch.dtype
+) -> Tensor:  # fmt: skip
+    """Rows behind the last end are undefined."""
+    from moefold.kernels.experts import grouped_gemm_fp8_launch as launch
+
+    return launch.rows_by_weights(a, b, tiles, rows, sums)
+
+
+def padded_product(a: Quantised, b: Quantised, tiles: RowTiles, sums: Sums) -> Tensor:
+    """y_PN in fp32, with the rows in their padded places."""
     expert_M = tiles.tiles_M4[:, 0].long()
     a_MBK = a.values.unflatten(0, (-1, BLOCK))
     a_scales_MB = a.scales.unflatten(0, (-1, BLOCK))
@@ -47,13 +64,15 @@ def fp8_product(a: Quantised, b: Quantised, tiles: RowTiles, rows: int, sums: Su
     if sums != "block":
         scale_b = b_scales_MNG[:, None, :, 0]
         y_MBN = (y_MBN * a_scales_MB) * scale_b
-    return rows_of_tiles(y_MBN.flatten(0, 1), tiles, rows).to(dtype)
+    return y_MBN.flatten(0, 1)
 
 
 @register_in_place_op
-def fp8_weight_product(dy: Quantised, x: Quantised, tiles: RowTiles, sums: Sums, out_END: Tensor) -> None:
+def fp8_weight_product(
+    dy: Quantised, x: Quantised, tiles: RowTiles, sums: Sums, out_END: Tensor, add: bool = False
+) -> None:
     """dy: values (N, P), scales (N, M). x: values (D, P), scales (D, M). With `sums` other than "block" the scales of
-    an expert's tiles are equal. An expert without rows has the gradient zero."""
+    an expert's tiles are equal. An expert without rows has the gradient zero. `add`: to what `out_END` holds."""
     expert_M = tiles.tiles_M4[:, 0].long()
     used_M = tiles.tiles_M4[:, 2] > 0
     total_END = torch.zeros(out_END.shape, device=out_END.device)
@@ -74,7 +93,40 @@ def fp8_weight_product(dy: Quantised, x: Quantised, tiles: RowTiles, sums: Sums,
         total_END[e] = torch.where(used_M[m], after, before)
     if sums != "block":
         total_END = (total_END * scale_EN[..., None]) * scale_ED[:, None]
-    out_END.copy_(total_END)
+    write_gradient(total_END, out_END, add)
+
+
+@fp8_weight_product.register_fast("gluon")
+def fp8_weight_product_gluon(
+    dy: Quantised, x: Quantised, tiles: RowTiles, sums: Sums, out_END: Tensor, add: bool = False
+) -> None:
+    from moefold.kernels.experts import grouped_gemm_fp8_launch as launch
+
+    launch.columns_by_columns(dy, x, tiles, sums, out_END, add)
+
+
+@register_in_place_op
+def tile_weight_product(dy_PN: Tensor, x_PD: Tensor, tiles: RowTiles, out_END: Tensor, add: bool = False) -> None:
+    """The same gradient from rows in tiles in their own precision. Padding is zero."""
+    last = tiles.count * BLOCK
+    ends_E = torch.cat((tiles.first_tile_E[1:] * BLOCK, last))
+    write_gradient(grouped_gemm_weight(dy_PN, x_PD, ends_E), out_END, add)
+
+
+@tile_weight_product.register_fast("gluon")
+def tile_weight_product_gluon(
+    dy_PN: Tensor, x_PD: Tensor, tiles: RowTiles, out_END: Tensor, add: bool = False
+) -> None:  # fmt: skip
+    from moefold.kernels.experts import grouped_gemm_fp8_launch as launch
+
+    launch.tiles_by_tiles(dy_PN, x_PD, tiles, out_END, add)
+
+
+def write_gradient(gradient: Tensor, out: Tensor, add: bool) -> None:
+    if add:
+        out.add_(gradient)
+    else:
+        out.copy_(gradient)
 
 
 def contraction_blocks(size: int) -> list[tuple[int, int]]:
@@ -147,3 +199,14 @@ def fp8_weight_product_cases(draw: CaseInputs) -> Cases:
         dy = quantise_tiles(dy_RN, tiles, rule, columns="block").columns
         out_END = draw.wide(len(counts), outputs, inputs, seed=2)
         yield KernelCase(f"{name}, scales of blocks", (dy, x, tiles, "block", out_END))
+
+
+@tile_weight_product.register_cases
+def tile_weight_product_cases(draw: CaseInputs) -> Cases:
+    for name, (counts, inputs, outputs) in PRODUCT_CASES.items():
+        tiles, rows = case_tiles(draw, counts)
+        x_PD = pad_to_tiles(draw.normal(max(rows, 1), inputs), tiles)
+        dy_PN = pad_to_tiles(draw.normal(max(rows, 1), outputs, seed=1), tiles)
+        for add in (False, True):
+            out_END = draw.wide(len(counts), outputs, inputs, seed=2)
+            yield KernelCase(f"{name}{', added' if add else ''}", (dy_PN, x_PD, tiles, out_END, add))

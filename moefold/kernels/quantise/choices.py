@@ -2,10 +2,28 @@
 
 from __future__ import annotations
 
-from moefold.kernels.choice import Choices
+from moefold.kernels.choice import Choice, Choices, triton_runs
+from moefold.kernels.facts import Facts
+
+
+def fp8_casts_run(facts: Facts) -> bool:
+    return triton_runs(facts) and facts.capability >= (8, 9)
+
+
+FP8_NEEDS = "cuda with Triton, compute capability 8.9 or above"
 
 CHOICES: Choices = {
-    "tile_maxima": (),
-    "quantise_tiles": (),
-    "quantise_weight": (),
+    "row_tiles": (Choice("triton", triton_runs, "cuda with Triton", "one launch, no wait of the host"),),
+    "tile_maxima": (
+        Choice("triton", triton_runs, "cuda with Triton", "maxima of rows and of columns in one read, with the gather"),
+    ),
+    "quantise_tiles": (
+        Choice("triton", fp8_casts_run, FP8_NEEDS, "gather, scales and bytes of rows and of columns in one read"),
+    ),
+    "gather_tiles": (
+        Choice(
+            "triton", triton_runs, "cuda with Triton", "bytes and scales in one pass; moves half of what bf16 would"
+        ),
+    ),
+    "quantise_weight": (Choice("triton", fp8_casts_run, FP8_NEEDS, "both layouts from one read"),),
 }

@@ -51,7 +51,8 @@ def largest_magnitude(x: Tensor, dim: int | tuple[int, ...]) -> Tensor:
 
 
 def scale_from_amax(amax: Tensor, rule: ScaleRule) -> Tensor:
-    scale = amax / rule.format.largest
+    largest = torch.full_like(amax, rule.format.largest)
+    scale = amax / largest  # on a GPU, torch would multiply by the reciprocal of a plain number
     if rule.power_of_two:
         scale = next_power_of_two(scale)
     scale = scale.clamp(min=SMALLEST_SCALE)
@@ -69,7 +70,7 @@ def next_power_of_two(x: Tensor) -> Tensor:
 
 def round_to_fp8(x: Tensor, scale: Tensor, format: Fp8Format) -> Tensor:
     """Bytes of x; `scale` is broadcast. Values beyond the largest number of the format become that number."""
-    scaled = x.float() * (1.0 / scale)
+    scaled = x.float() * (1.0 / scale.float())
     clamped = scaled.clamp(-format.largest, format.largest)
     sound = torch.where(clamped.isnan(), torch.nan, clamped)  # one NaN, whatever its sign was
     return sound.to(format.dtype)

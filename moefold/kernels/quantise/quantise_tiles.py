@@ -1,11 +1,11 @@
 """Quantisation of rows in tiles: along the rows for y = x W^T, along the columns for weight gradients, or both at once.
 
-    rows      values (P, D), scales (P, D / 128) or (P, 1)
-    columns   values (D, P): transposed, so that the rows of an expert are contiguous; scales (D, M) or (D, M) repeated
+    rows      values (P, D); scales (P, D / 128), or (P, 1) where they are given
+    columns   values (D, P): transposed, so that the rows of an expert are contiguous; scales (D, M)
 
-A scale covers a block of 128 values along the contraction (`"block"`), or it is given: one for each row, or one for each
-tile and column. Scales lie in memory with the rows (tiles) contiguous for `rows` and columns contiguous for `columns`, as
-the products read them.
+A scale covers a block of 128 values along the contraction (`"block"`), or it is given: one for each row, or one for
+each tile and column. Scales lie in memory as the products read them: those of `rows` with the rows contiguous, those of
+`columns` with the columns contiguous.
 
 P padded rows in M tiles (row_tiles.py), D width.
 """
@@ -19,14 +19,15 @@ from torch import Tensor
 
 from moefold.kernels.quantise.fp8 import (
     BLOCK,
+    E5M2,
     Quantised,
     ScaleRule,
     largest_magnitude,
     round_to_fp8,
     scale_from_amax,
 )
-from moefold.kernels.quantise.row_tiles import RowTiles, pad_to_tiles
-from moefold.kernels.registry import register_op
+from moefold.kernels.quantise.row_tiles import CASE_SOURCES, RowTiles, cases_of_tiles, pad_to_tiles
+from moefold.kernels.registry import CaseInputs, Cases, KernelCase, register_inner_op
 
 Scales = Tensor | Literal["block"] | None  # given; of blocks of 128; or that direction is not wanted
 
@@ -43,14 +44,34 @@ class QuantisedTiles(NamedTuple):
     columns: Quantised | None
 
 
-@register_op
+@register_inner_op
 def tile_maxima(source_ND: Tensor, tiles: RowTiles, index_R: Tensor | None = None) -> TileMaxima:
     x_PD = pad_to_tiles(source_ND, tiles, index_R)
     x_MBD = x_PD.unflatten(0, (-1, BLOCK))
     return TileMaxima(largest_magnitude(x_PD, 1), largest_magnitude(x_MBD, 1))
 
 
-@register_op
+@tile_maxima.register_fast("triton")
+def tile_maxima_triton(source_ND: Tensor, tiles: RowTiles, index_R: Tensor | None = None) -> TileMaxima:
+    from moefold.kernels.quantise.quantise_tiles_triton import launch_tile_maxima
+
+    return TileMaxima(*launch_tile_maxima(source_ND, tiles, index_R))
+
+
+CASE_WIDTHS = (128, 72)
+
+
+@tile_maxima.register_cases
+def tile_maxima_cases(draw: CaseInputs) -> Cases:
+    for name, tiles, index_R in cases_of_tiles(draw.device):
+        for width in CASE_WIDTHS:
+            rows_RD = draw.normal(len(index_R), width)
+            tokens_ND = draw.normal(CASE_SOURCES, width)
+            yield KernelCase(f"{name} of width {width}", (rows_RD, tiles))
+            yield KernelCase(f"{name} of width {width}, gathered", (tokens_ND, tiles, index_R))
+
+
+@register_inner_op
 def quantise_tiles(
     source_ND: Tensor,
     tiles: RowTiles,
@@ -62,6 +83,40 @@ def quantise_tiles(
     """`rows` given: (P,) fp32. `columns` given: (M, D) fp32."""
     x_PD = pad_to_tiles(source_ND, tiles, index_R)
     return QuantisedTiles(quantise_rows(x_PD, rows, rule), quantise_columns(x_PD, columns, rule))
+
+
+@quantise_tiles.register_fast("triton")
+def quantise_tiles_triton(
+    source_ND: Tensor,
+    tiles: RowTiles,
+    rule: ScaleRule,
+    rows: Scales = None,
+    columns: Scales = None,
+    index_R: Tensor | None = None,
+) -> QuantisedTiles:
+    """One read of the source for both directions. Tiles that are not in use are not written: theirs are undefined."""
+    from moefold.kernels.quantise.quantise_tiles_triton import launch_quantise_tiles
+
+    return QuantisedTiles(*launch_quantise_tiles(source_ND, tiles, rule, rows, columns, index_R))
+
+
+@quantise_tiles.register_cases
+def quantise_tiles_cases(draw: CaseInputs) -> Cases:
+    rules = {"e4m3": ScaleRule(), "e5m2, powers of two": ScaleRule(E5M2, power_of_two=True)}
+    for name, tiles, index_R in cases_of_tiles(draw.device):
+        for width in CASE_WIDTHS:
+            tokens_ND = draw.normal(CASE_SOURCES, width)
+            for rule_name, rule in rules.items():
+                blocks = (tokens_ND, tiles, rule, "block", "block", index_R)
+                yield KernelCase(f"{name} of width {width}, {rule_name}", blocks)
+            maxima = tile_maxima(tokens_ND, tiles, index_R)
+            scales_P = scale_from_amax(maxima.rows_P, rules["e4m3"])
+            scales_MD = scale_from_amax(maxima.columns_MD, rules["e4m3"])
+            given = (tokens_ND, tiles, rules["e4m3"], scales_P, scales_MD, index_R)
+            yield KernelCase(f"{name} of width {width}, scales given", given)
+        rows_RD = draw.normal(len(index_R), 72)
+        yield KernelCase(f"{name}, rows alone", (rows_RD, tiles, rules["e4m3"], "block", None))
+        yield KernelCase(f"{name}, columns alone", (rows_RD, tiles, rules["e4m3"], None, "block"))
 
 
 def quantise_rows(x_PD: Tensor, scales: Scales, rule: ScaleRule) -> Quantised | None:

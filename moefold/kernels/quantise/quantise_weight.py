@@ -22,19 +22,20 @@ from moefold.kernels.quantise.fp8 import (
     round_to_fp8,
     scale_from_amax,
 )
-from moefold.kernels.registry import register_op
+from moefold.kernels.registry import CaseInputs, Cases, KernelCase, register_inner_op
 
 WeightScales = Literal["block", "expert", "channel"]
 
 
 class QuantisedWeight(NamedTuple):
-    """`forward`: values (E, N, D). `transposed`: values (E, D, N). Scales: (E, N / 128, D / 128), (E, 1, 1), or (E, N, 1)."""
+    """`forward`: values (E, N, D); scales (E, N / 128, D / 128), (E, 1, 1) or (E, N, 1). `transposed`: the same with D
+    and N exchanged."""
 
     forward: Quantised
     transposed: Quantised
 
 
-@register_op
+@register_inner_op
 def quantise_weight(w_END: Tensor, scales: WeightScales, rule: ScaleRule) -> QuantisedWeight:
     w_EDN = w_END.mT
     if scales == "channel":
@@ -45,6 +46,37 @@ def quantise_weight(w_END: Tensor, scales: WeightScales, rule: ScaleRule) -> Qua
     values_END = round_to_fp8(w_END, spread_over_blocks(scale, w_END), rule.format)
     transposed = Quantised(values_END.mT.contiguous(), scale.mT.contiguous())
     return QuantisedWeight(Quantised(values_END, scale), transposed)
+
+
+@quantise_weight.register_fast("triton")
+def quantise_weight_triton(w_END: Tensor, scales: WeightScales, rule: ScaleRule) -> QuantisedWeight:
+    from moefold.kernels.quantise import quantise_weight_triton as kernels
+
+    if scales == "block":
+        values_END, values_EDN, scales_EIJ, scales_EJI = kernels.launch_quantise_blocks(w_END, rule)
+        return QuantisedWeight(Quantised(values_END, scales_EIJ), Quantised(values_EDN, scales_EJI))
+    maxima = kernels.launch_weight_maxima(w_END)
+    if scales == "expert":
+        scales_E = scale_from_amax(maxima.outputs_EN.amax(1), rule)
+        values_END, values_EDN = kernels.launch_quantise_with_scales(w_END, rule, scales_E)
+        scales_E11 = scales_E[:, None, None]
+        return QuantisedWeight(Quantised(values_END, scales_E11), Quantised(values_EDN, scales_E11))
+    scales_EN = scale_from_amax(maxima.outputs_EN, rule)
+    scales_ED = scale_from_amax(maxima.inputs_ED, rule)
+    values_END, values_EDN = kernels.launch_quantise_with_scales(w_END, rule, None, scales_EN, scales_ED)
+    forward = Quantised(values_END, scales_EN[..., None])
+    return QuantisedWeight(forward, Quantised(values_EDN, scales_ED[..., None]))
+
+
+WEIGHT_SCALES: tuple[WeightScales, ...] = ("block", "expert", "channel")
+
+
+@quantise_weight.register_cases
+def quantise_weight_cases(draw: CaseInputs) -> Cases:
+    for shape in ((2, 136, 40), (1, 24, 300), (1, 256, 128)):
+        w_END = draw.normal(*shape, scale=0.02)
+        for scales in WEIGHT_SCALES:
+            yield KernelCase(f"{shape}, {scales}", (w_END, scales, ScaleRule()))
 
 
 def quantise_channels(w_END: Tensor, rule: ScaleRule) -> Quantised:

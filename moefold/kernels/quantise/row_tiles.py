@@ -10,12 +10,15 @@ With `index_R`, row r is `source_ND[index_R[r]]`, and a row whose index is -1 is
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from moefold.kernels.quantise.fp8 import BLOCK
+from moefold.kernels.registry import CaseInputs, Cases, KernelCase, register_inner_op
 
 
 class RowTiles(NamedTuple):
@@ -32,6 +35,7 @@ class RowTiles(NamedTuple):
         return len(self.tiles_M4) * BLOCK
 
 
+@register_inner_op
 def row_tiles(ends_E: Tensor, rows: int) -> RowTiles:
     """The tiles of R rows; `rows` may exceed the last end."""
     experts = len(ends_E)
@@ -53,6 +57,53 @@ def row_tiles(ends_E: Tensor, rows: int) -> RowTiles:
     return RowTiles(ends_E.int(), tiles_M4.int(), count.int(), first_tile_E.int())
 
 
+@row_tiles.register_fast("triton")
+def row_tiles_triton(ends_E: Tensor, rows: int) -> RowTiles:
+    from moefold.kernels.routing.rows_triton import plan_padded_tiles
+
+    plan = plan_padded_tiles(ends_E, rows, BLOCK)
+    return RowTiles(ends_E.int(), plan.tiles_M4, plan.count, plan.first_tile_E)
+
+
+CASE_SOURCES = 50  # source rows of cases with an index
+ROW_TILE_CASES: dict[str, list[int]] = {  # rows of each expert
+    "one expert": [300],
+    "skewed": [1, 700, 0, 128, 129],
+    "many small": [3] * 37,
+    "no rows": [0, 0, 0],
+    "all rows of the last": [0, 0, 513],
+}
+
+
+@row_tiles.register_cases
+def row_tiles_cases(draw: CaseInputs) -> Cases:
+    for name, rows_E in ROW_TILE_CASES.items():
+        ends_E = ends_of_experts(rows_E, draw.device)
+        yield KernelCase(name, (ends_E, sum(rows_E)))
+        yield KernelCase(f"{name}, 200 rows behind the last", (ends_E, sum(rows_E) + 200))
+
+
+FULL_TILES: dict[str, list[int]] = {  # rows of each expert such that all tiles are in use
+    "one expert": [150],
+    "four experts": [1, 129, 5, 100],
+}
+
+
+def cases_of_tiles(device: str) -> Iterator[tuple[str, RowTiles, Tensor]]:
+    """Name, tiles and index of cases without unused tiles, whose outputs may be undefined; some rows have no source."""
+    for name, rows_E in FULL_TILES.items():
+        rows = sum(rows_E)
+        tiles = row_tiles(ends_of_experts(rows_E, device), rows)
+        row_R = torch.arange(rows, device=device)
+        index_R = row_R * 7 % (CASE_SOURCES + 1) - 1
+        yield name, tiles, index_R.int()
+
+
+def ends_of_experts(rows_E: list[int], device: str) -> Tensor:
+    ends_E = torch.tensor(rows_E, device=device).cumsum(0)
+    return ends_E.int()
+
+
 def padded_index(tiles: RowTiles, index_R: Tensor | None = None) -> Tensor:
     """The source row of each padded row; -1 for padding."""
     place = torch.arange(BLOCK, device=tiles.tiles_M4.device)
@@ -60,14 +111,14 @@ def padded_index(tiles: RowTiles, index_R: Tensor | None = None) -> Tensor:
     row_MB = row_M[:, None] + place
     inside_MB = place < real_M[:, None]
     if index_R is not None:
-        last = max(len(index_R) - 1, 0)
-        row_MB = index_R[row_MB.clamp(max=last).long()]
+        behind = len(index_R)
+        index_and_end = F.pad(index_R, (0, 1), value=-1)
+        row_MB = index_and_end[row_MB.clamp(max=behind).long()]
     return torch.where(inside_MB, row_MB, -1).flatten()
 
 
-def pad_to_tiles(source_ND: Tensor, tiles: RowTiles, index_R: Tensor | None = None) -> Tensor:
+def pad_to_tiles(source_ND: Tensor, tiles: RowTiles, index_R: Tensor | None = None, padding: float = 0.0) -> Tensor:
     """x_PD: the rows in their padded order."""
     index_P = padded_index(tiles, index_R)
-    rows_PD = source_ND[index_P.clamp(min=0).long()]
-    zero = source_ND.new_zeros(())
-    return torch.where(index_P[:, None] >= 0, rows_PD, zero)
+    source_and_padding = F.pad(source_ND, (0, 0, 0, 1), value=padding)  # the index -1 reads the last row
+    return source_and_padding[index_P.long()]

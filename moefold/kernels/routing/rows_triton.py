@@ -7,6 +7,8 @@ tiles of 128 rows.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -107,8 +109,12 @@ def sum_of_selected(selected, values):
 
 
 @triton.jit
-def row_tiles_kernel(ends_E, pads_E, tiles_M4, count, M, E, TILE: constexpr, WIDTH: constexpr, BLOCK: constexpr):
-    """Each tile finds its expert by comparing with where the experts' tiles end: no search, no host."""
+def row_tiles_kernel(
+    ends_E, tiles_M4, count, pads_E, first_tile_E, M, E,
+    TILE: constexpr, PAD: constexpr, WIDTH: constexpr, BLOCK: constexpr,
+):  # fmt: skip
+    """Each tile finds its expert by comparing with where the experts' tiles end: no search, no host. Tiles behind the
+    last expert's continue it, with no rows."""
     # rows and tiles of each expert
     e = tl.arange(0, WIDTH)
     real_e = e < E
@@ -122,7 +128,7 @@ def row_tiles_kernel(ends_E, pads_E, tiles_M4, count, M, E, TILE: constexpr, WID
     # experts that lie before tile m, and those that have begun by then
     m = program_block(0, BLOCK)
     is_before = m[:, None] >= last[None, :]
-    is_before = is_before & real_e[None, :]
+    is_before = is_before & (e < E - 1)[None, :]
     before = is_before.to(tl.int32)
     has_begun = m[:, None] >= opening[None, :]
     begun = has_begun.to(tl.int32)
@@ -130,16 +136,15 @@ def row_tiles_kernel(ends_E, pads_E, tiles_M4, count, M, E, TILE: constexpr, WID
     number = m - sum_of_selected(before, tiles)
     row = sum_of_selected(before, rows) + number * TILE
     left = sum_of_selected(begun, rows) - row
-    # the same with rows padded to half tiles
-    halves = (rows + TILE // 2 - 1) // (TILE // 2)
-    padded_rows = halves * (TILE // 2)
+    # the same with each expert's rows padded to a multiple of PAD
+    padded_rows = (rows + PAD - 1) // PAD * PAD
     padding = padded_rows - rows
     padded = row + sum_of_selected(before, padding)
     # expert, first row, real rows, first padded row
     at = tiles_M4 + 4 * m
     real_m = m < M
     expert = tl.sum(before, 1)
-    real = tl.minimum(left, TILE)
+    real = tl.maximum(tl.minimum(left, TILE), 0)
     tl.store(at, expert, mask=real_m)
     tl.store(at + 1, row, mask=real_m)
     tl.store(at + 2, real, mask=real_m)
@@ -149,6 +154,7 @@ def row_tiles_kernel(ends_E, pads_E, tiles_M4, count, M, E, TILE: constexpr, WID
         tl.store(count, tl.sum(tiles, 0))
         pads = tl.cumsum(padded_rows, 0) - padded_rows
         tl.store(pads_E + e, pads, mask=real_e)
+        tl.store(first_tile_E + e, opening, mask=real_e)
 
 
 def gather_by_index(source_ND: Tensor, index_R: Tensor) -> Tensor:
@@ -201,15 +207,33 @@ def sum_over_slots(y_RD: Tensor, slots_NK: Tensor) -> Tensor:
     return out_ND
 
 
-def plan_row_tiles(ends_E: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
-    """For every tile its expert, first row, number of rows, and first row where experts are padded to half tiles; the
-    number of tiles; each expert's first padded row. Sizes depend on shapes alone; `rows` may exceed the last end."""
+class PlannedTiles(NamedTuple):
+    """For every tile its expert, first row, number of rows, and first row where each expert's rows are padded; the
+    number of tiles; each expert's first padded row and first tile."""
+
+    tiles_M4: Tensor
+    count: Tensor
+    pads_E: Tensor
+    first_tile_E: Tensor
+
+
+def plan_padded_tiles(ends_E: Tensor, rows: int, pad: int) -> PlannedTiles:
+    """The tiles where each expert's rows are padded to a multiple of `pad`. Sizes depend on shapes alone; `rows` may
+    exceed the last end."""
     experts = len(ends_E)
     most = rows // TILE + experts
     tiles_M4 = ends_E.new_empty(most, 4, dtype=torch.int32)
     count = ends_E.new_empty(1, dtype=torch.int32)
     pads_E = ends_E.new_empty(experts, dtype=torch.int32)
+    first_tile_E = torch.empty_like(pads_E)
+    plan = PlannedTiles(tiles_M4, count, pads_E, first_tile_E)
     width = max(triton.next_power_of_2(experts), 2)
     grid = (triton.cdiv(most, TILES_PER_PROGRAM),)
-    row_tiles_kernel[grid](ends_E, pads_E, tiles_M4, count, most, experts, TILE, width, TILES_PER_PROGRAM)
-    return tiles_M4, count, pads_E
+    row_tiles_kernel[grid](ends_E, *plan, most, experts, TILE, pad, width, TILES_PER_PROGRAM)
+    return plan
+
+
+def plan_row_tiles(ends_E: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The tiles, their number and each expert's first padded row, where experts are padded to half tiles."""
+    plan = plan_padded_tiles(ends_E, rows, TILE // 2)
+    return plan.tiles_M4, plan.count, plan.pads_E

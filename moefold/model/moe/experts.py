@@ -1,30 +1,37 @@
-"""The routed experts of a layer: two grouped products with the gated activation between them.
+"""The routed experts of a layer: two grouped products with the activation between them.
 
-R rows sorted by expert, D width of a row (the stream's, or that of a latent), F inner width, e experts held here.
+R rows sorted by expert, D width of a row (the stream's, or that of a latent), F inner width, e experts held here. The
+first weight and its product have gate and up (e2FD, R2F), or without a gate up alone (eFD, RF).
 """
 
 from __future__ import annotations
 
 from functools import partial
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from moefold.anatomy.step_specs import fits_fused_expert_mlp
+from moefold.anatomy.activations import expert_kind
+from moefold.anatomy.step_specs import unfused_experts_reason
 from moefold.config.run import ModelConfig
 from moefold.dispatch.base import Rows
 from moefold.kernels.bound import BoundKernels
 from moefold.kernels.experts.clamped_swiglu import clamped_swiglu
 from moefold.kernels.experts.expert_bias import expert_bias
 from moefold.kernels.experts.expert_mlp import ExpertParts, expert_mlp
-from moefold.kernels.experts.swiglu import swiglu
 from moefold.kernels.routing.expert_rows import gather_rows
 from moefold.layout.axes import World
 from moefold.layout.declare import DeclaringModule
 from moefold.layout.placement import Placement, sharded_over_experts
+from moefold.model.mlp import Activate, bind_activation
 from moefold.model.steps import Region
 from moefold.precision.linear import GroupedLinear
 
-EXPERT_MATRICES = sharded_over_experts(2)
+
+def bind_expert_activation(model: ModelConfig, kernels: BoundKernels) -> Activate:
+    moe = model.moe
+    if moe.activation == "clamped_swiglu":
+        return partial(kernels[clamped_swiglu], limit=moe.clamp)
+    return bind_activation(moe.activation, kernels)
 
 
 class Experts(DeclaringModule):
@@ -34,13 +41,11 @@ class Experts(DeclaringModule):
         super().__init__(world)
         self.declare_weights(model)
         moe = model.moe
-        self.kernels = kernels.with_facts(swiglu_experts=fits_fused_expert_mlp(model))
+        self.kernels = kernels.with_facts(unfused_experts=unfused_experts_reason(model))
         self.up_product = GroupedLinear(self.kernels, reads_tokens=True)
         self.down_product = GroupedLinear(self.kernels)
         self.adds_bias = world.axis("etp").index == 0  # etp ranks compute summands: one of them adds the bias
-        self.activate = kernels[swiglu]
-        if moe.activation == "clamped_swiglu":
-            self.activate = partial(kernels[clamped_swiglu], limit=moe.clamp)
+        self.activate = bind_expert_activation(model, kernels)
         self.activation = Region("activation")
         self.parts = ExpertParts(
             gather=kernels[gather_rows],
@@ -58,19 +63,34 @@ class Experts(DeclaringModule):
         f = moe.ffn
         d = moe.latent or model.hidden
         down_std = std / (2 * model.layers) ** 0.5
-        declare_matrices = partial(self.declare_parameter, placement=EXPERT_MATRICES, stacked=True)
-        self.gate_up = declare_matrices("gate_up", e, 2, f, d, std=std)
-        self.down = declare_matrices("down", e, d, f, std=down_std)
-        self.gate_up_bias = self.down_bias = None
+        kind = expert_kind(model)
+        outputs = kind.up_outputs(f)
+        over_inner = sharded_over_experts(len(outputs))
+        self.up_name = kind.up_name
+        up = self.declare_parameter(self.up_name, e, *outputs, d, placement=over_inner, std=std, stacked=True)
+        self.register_parameter(self.up_name, up)
+        over_columns = sharded_over_experts(2)
+        self.down = self.declare_parameter("down", e, d, f, placement=over_columns, std=down_std, stacked=True)
+        self.down_bias = None
         if moe.biases:
             over_ep = Placement("expert", ((0, "ep"),))
-            self.gate_up_bias = self.declare_parameter("gate_up_bias", e, 2, f, placement=EXPERT_MATRICES, std=0.0)
+            bias_name = f"{self.up_name}_bias"
+            bias = self.declare_parameter(bias_name, e, *outputs, placement=over_inner, std=0.0)
+            self.register_parameter(bias_name, bias)
             self.down_bias = self.declare_parameter("down_bias", e, d, placement=over_ep, std=0.0)
+
+    @property
+    def first_weight(self) -> nn.Parameter:
+        return getattr(self, self.up_name)
+
+    @property
+    def first_bias(self) -> nn.Parameter | None:
+        return getattr(self, f"{self.up_name}_bias", None)
 
     def forward(self, rows: Rows) -> Tensor:
         """Each row through its expert, times the router's weight."""
         order = rows.order
-        floats = (rows.source_ND, self.gate_up, self.down, order.weight_R)
+        floats = (rows.source_ND, self.first_weight, self.down, order.weight_R)
         routing = (order.index_R, order.slots_NK, order.ends_e, order.holes)
         return self.expert_mlp(*floats, *routing, self.parts)
 
@@ -81,15 +101,16 @@ class Experts(DeclaringModule):
         down = self.down_product.recipe
         self.recipe_name = up.name if up.name == down.name else "mixed"
         kernels = self.kernels.with_facts(recipe=self.recipe_name)
+        self.parts = self.parts._replace(recipe=up)
         self.expert_mlp = kernels[expert_mlp]
         self.fused = kernels.implementation_name(expert_mlp) != "reference"
 
     def project_up(self, x_RD: Tensor, gate_up_e2FD: Tensor, ends_e: Tensor) -> Tensor:
         h_R2F = self.up_product(x_RD, gate_up_e2FD, ends_e)
-        if self.gate_up_bias is None:
+        bias = self.first_bias
+        if bias is None:
             return h_R2F
-        bias_eN = self.gate_up_bias.flatten(1)
-        biased_RN = self.kernels[expert_bias](h_R2F.flatten(1), bias_eN, ends_e)
+        biased_RN = self.kernels[expert_bias](h_R2F.flatten(1), bias.flatten(1), ends_e)
         return biased_RN.view_as(h_R2F)
 
     def project_down(self, a_RF: Tensor, down_eDF: Tensor, ends_e: Tensor, inside_R: Tensor | None) -> Tensor:

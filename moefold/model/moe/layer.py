@@ -85,6 +85,7 @@ class MoeSublayer(nn.Module):
             "experts": self.run_routed_experts,
             "combine": self.combine_rows,
             "widen": self.widen_tokens,
+            "add": self.add_shared_experts,
         }
 
     def route_tokens(self, carry: Carry) -> Carry:
@@ -123,17 +124,15 @@ class MoeSublayer(nn.Module):
     def combine_rows(self, carry: Carry) -> Carry:
         combined = self.dispatcher.combine(carry["y_RD"], carry["receipt"])
         carry = drop_from_carry(carry, "y_RD", "receipt")
-        if hasattr(self, "widen"):
-            return carry | {"latent_TL": combined}
-        return self.add_shared_experts(carry, combined)
+        name = "latent_TL" if hasattr(self, "widen") else "output_TD"
+        return carry | {name: combined}
 
     def widen_tokens(self, carry: Carry) -> Carry:
         output_TD = self.widen(carry["latent_TL"])
-        return self.add_shared_experts(drop_from_carry(carry, "latent_TL"), output_TD)
+        return drop_from_carry(carry | {"output_TD": output_TD}, "latent_TL")
 
-    def add_shared_experts(self, carry: Carry, output_TD: Tensor) -> Carry:
-        if "shared_TD" in carry:
-            output_TD = output_TD + carry["shared_TD"]
+    def add_shared_experts(self, carry: Carry) -> Carry:
+        output_TD = carry["output_TD"] + carry["shared_TD"]
         return drop_from_carry(carry | {"output_TD": output_TD}, "shared_TD")
 
 

@@ -3,12 +3,12 @@ inside them, and the number of CUDA graphs."""
 
 from __future__ import annotations
 
+from moefold.anatomy.activations import expert_kind
 from moefold.anatomy.step_specs import is_moe_layer
 from moefold.plan.machine.gpu import Gpu
 from moefold.plan.memory.peak_memory import RunSetting, layer_count
 from moefold.plan.memory.rank_stages import stages_by_rank
 
-EXPERT_GEMMS = 3  # of a SwiGLU expert: gate, up and down
 PASSES = 2  # a graph of forward and one of backward
 
 
@@ -21,15 +21,18 @@ def crosses_domain(s: RunSetting, gpu: Gpu) -> bool:
     return expert_ranks(s) > gpu.domain
 
 
-def compute_over_travel(ffn: float, bandwidth: float, peak: float, ranks: int, sent: float = 4.0) -> float:
+def compute_over_travel(
+    ffn: float, bandwidth: float, peak: float, ranks: int, sent: float = 4.0, gemms: int = 3
+) -> float:
     """R of MegaScale-MoE, eq. 5 to 9: seconds of the experts' FLOPs at the peak over seconds of their tokens' bytes.
 
-    Compute: 3 GEMMs x 2 FLOP x k tokens x h x ffn / n, over the peak. Travel: k tokens x h x (n - 1) / n / n, times
-    the bytes that an element takes there and back (`sent`), over the bandwidth. Experts, top-k, h and the number of
-    tokens cancel. With bf16 both ways, `sent` is 4 and R = 3/2 x ffn x bandwidth / peak x n / (n - 1), as in eq. 8;
-    other bytes or peaks need no other formula. Overlap can hide the travel where R is above 1.
+    Compute: 3 GEMMs x 2 FLOP x k tokens x h x ffn / n, over the peak; 2 GEMMs where experts have no gate. Travel: k
+    tokens x h x (n - 1) / n / n, times the bytes that an element takes there and back (`sent`), over the bandwidth.
+    Experts, top-k, h and the number of tokens cancel. With bf16 both ways, `sent` is 4 and
+    R = 3/2 x ffn x bandwidth / peak x n / (n - 1), as in eq. 8; other bytes or peaks need no other formula. Overlap can
+    hide the travel where R is above 1.
     """
-    flops = 2.0 * EXPERT_GEMMS * ffn
+    flops = 2.0 * gemms * ffn
     away = (ranks - 1) / ranks
     computing = flops / peak
     travelling = sent * away / bandwidth
@@ -46,7 +49,8 @@ def plan_compute_over_travel(s: RunSetting, gpu: Gpu, bandwidth: float) -> float
     ffn = s.model.moe.ffn / s.parallel.etp
     peak = gpu.peak_flops(s.choices.precision)
     ranks = expert_ranks(s)
-    return compute_over_travel(ffn, bandwidth, peak, ranks, sent)
+    gemms = expert_kind(s.model).parts + 1
+    return compute_over_travel(ffn, bandwidth, peak, ranks, sent, gemms)
 
 
 def between_over_inside(inside: float, between: float, copies: int, replicas: int) -> float:

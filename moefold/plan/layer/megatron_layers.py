@@ -13,12 +13,12 @@ from moefold.plan.layer.tensor_table import (
     WorkingSet,
     attended_width,
     context_tokens,
-    dense_gate_up_width,
     dense_inner_width,
+    dense_preactivation_width,
     dispatched_token_width,
     expert_count,
-    expert_gate_up_width,
     expert_inner_width,
+    expert_preactivation_width,
     expert_rows,
     joined_token_width,
     key_latent_width,
@@ -26,8 +26,8 @@ from moefold.plan.layer.tensor_table import (
     query_heads,
     query_latent_width,
     rank_tokens,
-    shared_gate_up_width,
     shared_inner_width,
+    shared_preactivation_width,
     stream_width,
     uses_gqa,
     uses_mla,
@@ -74,7 +74,7 @@ def mlp_tensors() -> list[TensorEntry]:
     table.add("stream", rank_tokens, stream_width, read_by="norm")
     table.remade_by("norm").add("normed", rank_tokens, stream_width, "linear")
     mlp = table.remade_by("mlp")
-    mlp.add("gate and up", context_tokens, dense_gate_up_width)
+    mlp.add("pre-activation", context_tokens, dense_preactivation_width)
     mlp.add("activated", context_tokens, dense_inner_width, "linear")
     return table.entries
 
@@ -93,7 +93,7 @@ def shared_expert_tensors() -> list[TensorEntry]:
     table = TensorTable("shared")
     table.remade_by("norm", "moe").add("normed, for shared experts", rank_tokens, stream_width, "copy")
     shared = table.remade_by("shared", "moe")
-    shared.add("gate and up", context_tokens, shared_gate_up_width)
+    shared.add("pre-activation", context_tokens, shared_preactivation_width)
     shared.add("activated", context_tokens, shared_inner_width, "linear")
     return table.entries
 
@@ -103,7 +103,7 @@ def expert_tensors() -> list[TensorEntry]:
     experts = table.remade_by("experts", "moe")
     activation = table.remade_by("activation", "experts", "moe")
     experts.add("rows", expert_rows, dispatched_token_width, "linear", read_by="experts")
-    experts.add("gate and up", expert_rows, expert_gate_up_width, read_by="activation")
+    experts.add("pre-activation", expert_rows, expert_preactivation_width, read_by="activation")
     activation.add("activated", expert_rows, expert_inner_width, "linear")
     experts.only(weighs_expert_outputs).add("results", expert_rows, dispatched_token_width)
     return table.entries
@@ -137,7 +137,7 @@ def backward_table() -> TensorTable:
 def expert_backward() -> WorkingSet:
     table = backward_table()
     table.add("gradient of results", expert_rows, dispatched_token_width)
-    table.add("gradient of gate and up", expert_rows, expert_gate_up_width)
+    table.add("gradient of the pre-activation", expert_rows, expert_preactivation_width)
     table.add("gradient of rows", expert_rows, dispatched_token_width)
     return table.entries
 
@@ -150,7 +150,7 @@ def attend_backward() -> WorkingSet:
 
 def mlp_backward() -> WorkingSet:
     table = backward_table()
-    table.add("gradient of gate and up", context_tokens, dense_gate_up_width)
+    table.add("gradient of the pre-activation", context_tokens, dense_preactivation_width)
     return table.entries
 
 

@@ -7,23 +7,25 @@ plain ops that each save their input, and attention of unusual shapes saves its 
 
 from __future__ import annotations
 
+from moefold.anatomy.activations import activation_op, shared_activation
 from moefold.kernels.attention.workspace import HOPPER_HEAD_WIDTHS, score_gradient_bytes
 from moefold.plan.layer.rank_shapes import RankShapes
 from moefold.plan.layer.ring_blocks import add_ring_backward, add_ring_forward
 from moefold.plan.layer.tensor_table import (
     LayerStack,
+    ShapeCondition,
     ShapeFunction,
     TensorEntry,
     TensorTable,
     WorkingSet,
     attended_width,
     context_tokens,
-    dense_gate_up_width,
     dense_inner_width,
+    dense_preactivation_width,
     dispatched_token_width,
     expert_count,
-    expert_gate_up_width,
     expert_inner_width,
+    expert_preactivation_width,
     expert_rows,
     joined_token_width,
     key_latent_width,
@@ -32,8 +34,8 @@ from moefold.plan.layer.tensor_table import (
     query_heads,
     query_latent_width,
     rank_tokens,
-    shared_gate_up_width,
     shared_inner_width,
+    shared_preactivation_width,
     stream_width,
     two_columns,
     uses_gqa,
@@ -262,7 +264,7 @@ def mlp_tensors() -> list[TensorEntry]:
     normed = table.remade_by("norm")
     normed.add("normed", context_tokens, stream_width, "linear")
     mlp = table.remade_by("mlp")
-    mlp.add("gate and up", context_tokens, dense_gate_up_width)
+    mlp.add("pre-activation", context_tokens, dense_preactivation_width)
     mlp.add("activated", context_tokens, dense_inner_width, "linear")
     return table.entries
 
@@ -412,10 +414,6 @@ def rounds_router_weights(s: RankShapes) -> bool:
     return not s.composed_rmsnorm
 
 
-def pairs_microbatches(s: RankShapes) -> bool:
-    return s.portion.pairs_microbatches
-
-
 def routed_choices(s: RankShapes) -> float:
     return s.T * s.K
 
@@ -453,7 +451,7 @@ def expert_tensors() -> list[TensorEntry]:
     experts.add("weights", expert_rows, one_column, "fp32")
     unfused.add("rows", expert_rows, dispatched_token_width, "linear", read_by="experts")
     # Inside and after the expert MLP.
-    experts.add("gate and up", expert_rows, expert_gate_up_width, read_by="activation")
+    experts.add("pre-activation", expert_rows, expert_preactivation_width, read_by="activation")
     activated = activation.only(unfused_experts)
     activated.add("activated", expert_rows, expert_inner_width, "linear")
     weighed = experts.only(weighs_expert_outputs)
@@ -467,15 +465,11 @@ def expert_tensors() -> list[TensorEntry]:
     return table.entries
 
 
-def combine_tensors() -> list[TensorEntry]:
+def widen_tensors() -> list[TensorEntry]:
     widen = TensorTable("widen")
     latents = widen.remade_by("moe")
     latents.add("results in latents", rank_tokens, dispatched_token_width, "linear")
-    combine = TensorTable("combine")
-    paired = combine.only(pairs_microbatches)
-    weighed = paired.only(weighs_activations)
-    weighed.add("results, in paired slots", expert_rows, dispatched_token_width)
-    return widen.entries + combine.entries
+    return widen.entries
 
 
 def cuts_tokens_over_tp(s: RankShapes) -> bool:
@@ -491,7 +485,7 @@ def shared_expert_tensors() -> list[TensorEntry]:
     shared = table.remade_by("shared", "moe")
     gathered = shared.only(cuts_tokens_over_tp)
     gathered.add("normed, gathered", context_tokens, stream_width, "linear")
-    shared.add("gate and up", context_tokens, shared_gate_up_width)
+    shared.add("pre-activation", context_tokens, shared_preactivation_width)
     shared.add("activated", context_tokens, shared_inner_width, "linear")
     gated = shared.only(gates_shared_experts)
     gated.add("results", rank_tokens, stream_width)
@@ -538,7 +532,7 @@ MOEFOLD_SAVED = [
     *route_tensors(),
     *plan_tensors(),
     *expert_tensors(),
-    *combine_tensors(),
+    *widen_tensors(),
     *shared_expert_tensors(),
     *embed_tensors(),
     *head_tensors(),
@@ -633,7 +627,7 @@ def expert_weight_rows(s: RankShapes) -> float:
 
 
 def expert_weight_width(s: RankShapes) -> float:
-    return 3 * s.F
+    return (s.expert_parts + 1) * s.F
 
 
 def overwrites_logits(s: RankShapes) -> bool:
@@ -670,28 +664,56 @@ def two_streams_width(s: RankShapes) -> float:
     return 2 * s.D
 
 
-def fused_swiglu(s: RankShapes) -> bool:
-    return s.chosen_implementation("swiglu") == "triton"
+def expert_activation_parts(s: RankShapes) -> int:
+    return s.expert_parts
 
 
-def composed_swiglu(s: RankShapes) -> bool:
-    return not fused_swiglu(s)
+def shared_activation_parts(s: RankShapes) -> int:
+    return s.shared_parts
 
 
-def add_swiglu_backward(table: TensorTable, rows: ShapeFunction, inner: ShapeFunction) -> None:
-    """Add the tensors of SwiGLU's backward. Composed in fp32: gate and up, the incoming gradient, intermediate values,
-    and both results before rounding. Fused: the incoming gradient and both results."""
+def dense_activation_parts(s: RankShapes) -> int:
+    return s.dense_parts
+
+
+def fuses_activation(activation: str, s: RankShapes) -> bool:
+    """Whether the activation's backward is one kernel."""
+    return s.chosen_implementation(activation_op(activation)) == "triton"
+
+
+def fuses_expert_activation(s: RankShapes) -> bool:
+    return fuses_activation(s.model.moe.activation, s)
+
+
+def fuses_shared_activation(s: RankShapes) -> bool:
+    return fuses_activation(shared_activation(s.model), s)
+
+
+def fuses_dense_activation(s: RankShapes) -> bool:
+    return fuses_activation(s.model.dense_activation, s)
+
+
+def add_activation_backward(
+    table: TensorTable,
+    rows: ShapeFunction,
+    inner: ShapeFunction,
+    parts: ShapeFunction,
+    fuses: ShapeCondition,
+) -> None:
+    """Add the tensors of an activation's backward. Composed in fp32: the pre-activation, the incoming gradient,
+    intermediate values, and the results before rounding. Fused: the incoming gradient and the results."""
+
+    def composed(s: RankShapes) -> bool:
+        return not fuses(s)
 
     def composed_width(s: RankShapes) -> float:
-        return 10 * inner(s)
+        return (2 + 4 * parts(s)) * inner(s)
 
     def fused_width(s: RankShapes) -> float:
-        return 3 * inner(s)
+        return (1 + parts(s)) * inner(s)
 
-    composed = table.only(composed_swiglu)
-    composed.add("gradient of the activation, in fp32", rows, composed_width, "fp32")
-    fused = table.only(fused_swiglu)
-    fused.add("gradients of activation, gate and up", rows, fused_width)
+    table.only(composed).add("gradient of the activation, in fp32", rows, composed_width, "fp32")
+    table.only(fuses).add("gradients of activation and pre-activation", rows, fused_width)
 
 
 def expert_forward() -> WorkingSet:
@@ -708,7 +730,7 @@ def expert_backward_end() -> WorkingSet:
     table = backward_table()
     table.add("gradient of results", expert_rows, dispatched_token_width)
     unfused = table.only(unfused_experts)
-    unfused.add("gradient of gate and up", expert_rows, expert_gate_up_width)
+    unfused.add("gradient of the pre-activation", expert_rows, expert_preactivation_width)
     table.add("rows and their gradient", expert_rows, expert_row_pair_width)
     table.add("gradient of arrived tokens", arrived_tokens, dispatched_token_width)
     wgrad = table.only(separate_expert_wgrad)
@@ -730,7 +752,8 @@ def expert_backward_start() -> WorkingSet:
 def expert_backward_activation() -> WorkingSet:
     table = backward_table()
     unfused = table.only(unfused_experts)
-    add_swiglu_backward(unfused, expert_rows, expert_inner_width)
+    widths = (expert_inner_width, expert_activation_parts)
+    add_activation_backward(unfused, expert_rows, *widths, fuses_expert_activation)
     return table.entries
 
 
@@ -767,13 +790,15 @@ def attend_backward_ring() -> WorkingSet:
 
 def mlp_backward() -> WorkingSet:
     table = backward_table()
-    add_swiglu_backward(table, context_tokens, dense_inner_width)
+    widths = (dense_inner_width, dense_activation_parts)
+    add_activation_backward(table, context_tokens, *widths, fuses_dense_activation)
     return table.entries
 
 
 def shared_backward() -> WorkingSet:
     table = backward_table()
-    add_swiglu_backward(table, context_tokens, shared_inner_width)
+    widths = (shared_inner_width, shared_activation_parts)
+    add_activation_backward(table, context_tokens, *widths, fuses_shared_activation)
     return table.entries
 
 

@@ -34,9 +34,9 @@ def activation_elements(s: RankShapes) -> float:
     the GEMMs."""
     if runs_fused_experts(s):
         return 0.0
-    elements = 3 * s.F
+    elements = (s.expert_parts + 1) * s.F
     if s.model.moe.biases:
-        elements += 4 * s.F + 2 * s.W
+        elements += 2 * s.expert_parts * s.F + 2 * s.W
     return s.R * elements
 
 
@@ -72,7 +72,7 @@ def attend_elements(s: RankShapes) -> float:
 
 def mlp_elements(s: RankShapes) -> float:
     norm = NORM_PASSES * s.T * s.D
-    return norm + 3 * s.C * s.M
+    return norm + (s.dense_parts + 1) * s.C * s.M
 
 
 def route_elements(s: RankShapes) -> float:
@@ -82,7 +82,7 @@ def route_elements(s: RankShapes) -> float:
 
 def shared_elements(s: RankShapes) -> float:
     stream = 2 * s.T * s.D
-    return stream + 3 * s.C * s.A
+    return stream + (s.shared_parts + 1) * s.C * s.A
 
 
 def combine_elements(s: RankShapes) -> float:
@@ -128,6 +128,7 @@ KERNEL_LAUNCHES = {
     "experts": 6,
     "combine": 10,
     "widen": 1,
+    "add": 0,  # counted with shared
     "look_ahead": 6,
     "set_aside": 2,
     "predict": 14,

@@ -7,6 +7,8 @@ S   sequence length                  B   sequences of the microbatch
 H G query and key/value heads here   Q V width of a query and of a value head
 E e experts, of which e here         K   choices of a token
 F A M   inner width here of an expert, of the shared experts, of a dense MLP        P  vocab of the head here
+
+`expert_parts`, `shared_parts`, `dense_parts`: 2 where the activation has a gate (gate and up), else 1 (up).
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from moefold.anatomy.activations import dense_kind, expert_kind, shared_kind
 from moefold.anatomy.step_specs import dispatched_width, fits_fused_expert_mlp
 from moefold.config.run import Config, ModelConfig
 from moefold.dispatch.catalog import expected_distinct
@@ -27,8 +30,8 @@ RANK_SHAPE_AXES = ("tp", "cp", "ep", "etp")
 @dataclass(frozen=True)
 class RankPortion:
     """One rank's portion of a microbatch, and the dispatch of its tokens. `defers_wgrad`: weight gradients are computed
-    after the data gradients of their stage; `pairs_microbatches`: steps of two microbatches are interleaved;
-    `accumulates`: a step has several microbatches, and GEMMs accumulate weight gradients."""
+    after the data gradients of their stage; `accumulates`: a step has several microbatches, and GEMMs accumulate weight
+    gradients."""
 
     seq_len: int
     micro_batch: int = 1
@@ -39,7 +42,6 @@ class RankPortion:
     context: str = "ring"
     dispatcher: str = "all_to_all"
     defers_wgrad: bool = False
-    pairs_microbatches: bool = False
     accumulates: bool = False
     force: tuple[str, ...] = ()
 
@@ -71,6 +73,7 @@ class RankShapes:
         self.W = dispatched_width(model)
         self.P = model.vocab / p.tp
         self.M = model.dense_ffn / p.tp
+        self.dense_parts = dense_kind(model).parts
         self.set_attention_shapes()
         self.set_expert_shapes(load)
 
@@ -95,6 +98,8 @@ class RankShapes:
         self.K = moe.top_k
         self.F = moe.ffn / p.etp
         self.A = moe.shared_ffn / p.tp
+        self.expert_parts = expert_kind(self.model).parts
+        self.shared_parts = shared_kind(self.model).parts
         arrival_load = load if p.ep > 1 else 1.0
         self.R = self.even_expert_rows() * load
         self.N = self.even_arrived_tokens() * arrival_load
@@ -176,7 +181,6 @@ def make_rank_portion(config: Config, dispatcher: str, defers_wgrad: bool, accum
         context=p.context,
         dispatcher=dispatcher,
         defers_wgrad=defers_wgrad,
-        pairs_microbatches=config.pipeline.pair,
         accumulates=accumulates,
         force=config.kernels.force,
     )

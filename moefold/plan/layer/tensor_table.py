@@ -177,16 +177,16 @@ def dense_inner_width(s: RankShapes) -> float:
     return s.M
 
 
-def expert_gate_up_width(s: RankShapes) -> float:
-    return 2 * s.F
+def expert_preactivation_width(s: RankShapes) -> float:
+    return s.expert_parts * s.F
 
 
-def shared_gate_up_width(s: RankShapes) -> float:
-    return 2 * s.A
+def shared_preactivation_width(s: RankShapes) -> float:
+    return s.shared_parts * s.A
 
 
-def dense_gate_up_width(s: RankShapes) -> float:
-    return 2 * s.M
+def dense_preactivation_width(s: RankShapes) -> float:
+    return s.dense_parts * s.M
 
 
 def expert_count(s: RankShapes) -> float:

@@ -237,22 +237,32 @@ class PipelineBound:
         if not self.pair:
             return start + backward + forward - lone_forward
         lone_backward = backward - paired_backward
-        return start + lone_backward + (slots - lone) * self.mean_pair_seconds(rank)
+        return start + lone_backward + self.seconds_of_pairs(rank, slots - lone)
 
-    def mean_pair_seconds(self, rank: int) -> float:
-        """Mean seconds of a paired slot. Backwards visit the rank's stages in reverse order, p microbatches each, and
-        forwards are ahead of them by the lone forwards."""
+    def seconds_of_pairs(self, rank: int, pairs: int) -> float:
+        """Seconds of a rank's paired slots, whose stages come in cycles."""
+        cycle = self.pp * self.vpp
+        cycles, rest = divmod(pairs, cycle)
+        whole = self.seconds_of_first_pairs(rank, cycle) if cycles else 0.0
+        return cycles * whole + self.seconds_of_first_pairs(rank, rest)
+
+    def seconds_of_first_pairs(self, rank: int, pairs: int) -> float:
+        """Seconds of the first pairs of a cycle. Backwards visit the rank's stages in reverse order, p microbatches
+        each, and forwards are ahead of them by the lone forwards."""
         stages = self.by_rank[rank]
         ahead = 2 * (self.pp - rank - 1) + 1
-        groups, rest = divmod(ahead, self.pp)
+        groups, late = divmod(ahead, self.pp)
+        early = self.pp - late
         seconds = 0.0
         for turn in range(self.vpp):
             backward = stages[self.vpp - 1 - turn]
             place = (self.vpp - 1 + groups + turn) % self.vpp
             following = (place + 1) % self.vpp
-            seconds += (self.pp - rest) * self.seconds_of_pair(stages[place], backward)
-            seconds += rest * self.seconds_of_pair(stages[following], backward)
-        return seconds / (self.pp * self.vpp)
+            pairs_here = min(max(pairs - turn * self.pp, 0), self.pp)
+            early_here = min(pairs_here, early)
+            seconds += early_here * self.seconds_of_pair(stages[place], backward)
+            seconds += (pairs_here - early_here) * self.seconds_of_pair(stages[following], backward)
+        return seconds
 
     def seconds_of_pair(self, forward: StageSeconds, backward: StageSeconds) -> float:
         key = (id(forward), id(backward))

@@ -5,7 +5,8 @@ stages and paired slots are included. Three times are added: the reduce-scatter 
 microbatch's backward, the optimizer, and the all-gather of weights, overlapped with the first forward.
 
 The steady state of a pipeline is periodic: beyond a few times pp microbatches, every further pp microbatches take the
-same time.
+same time. Where stages are uneven, the busiest rank takes longest for them, but it has waited for less busy ranks at
+first: it determines the time only after so many microbatches that its slack is used up.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from moefold.plan.memory.rank_stages import StagePieces, stages_by_rank
 from moefold.plan.memory.resident import MAIN_WEIGHT_BYTES
 from moefold.plan.time.step_times import OpSeconds, PassSeconds, StepClock, sum_pass_seconds
 from moefold.schedule.program import OP_KINDS
-from moefold.schedule.simulate_program import OrderedProgram, SlotTimes, time_slots
+from moefold.schedule.simulate_program import OrderedProgram, SlotTimes, slot_slack, time_slots
 from moefold.schedule.stage_costs import StageCosts
 
 OVERLAP_FRICTION = 0.45  # share of overlapped communication that a slot still takes: its kernels occupy SMs
@@ -103,7 +104,24 @@ def time_pipeline(setting: RunSetting, costs: StageCosts) -> PipelineTime:
         groups = (setting.microbatches - shown) / pp
         seconds += groups * (seconds - shorter.makespan)
         exposed += groups * (exposed - mean(shorter.exposed))
+        slack = steady_slack(program, slots, costs.send)
+        for rank, late in enumerate(slack):
+            work = slots.busy[rank] - shorter.busy[rank]
+            through_rank = slots.makespan - late + groups * work
+            seconds = max(seconds, through_rank)
     return PipelineTime(seconds, exposed, program, slots, shown)
+
+
+def steady_slack(program: OrderedProgram, times: SlotTimes, send: float) -> list[float]:
+    """By rank: the least slack of a slot in the middle half of the rank's slots, where the pipeline is full."""
+    by_rank: list[list[float]] = [[] for _ in range(program.ranks)]
+    for slot, slack in zip(program.slots, slot_slack(program, times, send), strict=True):
+        by_rank[slot.rank].append(slack)
+    least: list[float] = []
+    for slacks in by_rank:
+        quarter = len(slacks) // 4
+        least.append(min(slacks[quarter:-quarter]))
+    return least
 
 
 @lru_cache(maxsize=128)

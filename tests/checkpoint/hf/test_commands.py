@@ -179,6 +179,16 @@ def test_an_upcycled_model_computes_what_the_dense_one_does(which: str, plan: st
         )
 
 
+def test_an_upcycled_model_keeps_the_activation_of_the_dense_one(tmp_path: Path):
+    dense = make("Llama", intermediate_size=32, hidden_act="gelu")
+    start, out = save(dense, tmp_path / "dense"), tmp_path / "sparse"
+    assert run_command_line(["convert", str(start), str(out), "--upcycle", "E4T2"]) == 0
+    assert json.loads((out / "config.json").read_text())["hidden_act"] == "gelu"
+    sparse = hf().AutoModelForCausalLM.from_pretrained(out, attn_implementation="eager").eval()
+    with torch.no_grad():
+        torch.testing.assert_close(sparse(tokens()).logits, dense(tokens()).logits, rtol=0, atol=1e-5)
+
+
 def test_an_upcycled_model_in_bf16_computes_the_same_if_scaling_is_exact(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):

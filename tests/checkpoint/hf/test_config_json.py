@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from moefold.checkpoint.hf.config_json import FAMILIES, check_quantisation, essential_values, read_model_config
+from moefold.checkpoint.hf.config_json import (
+    FAMILIES,
+    check_quantisation,
+    config_json_for,
+    essential_values,
+    read_model_config,
+)
 from moefold.checkpoint.hf.config_options import ConfigOptions
 from moefold.checkpoint.hf.published_defaults import family_keys
+from moefold.config.errors import UserError
+from moefold.config.run import ModelConfig
 from moefold.presets.zoo import PRESETS
 
 USUAL = {
@@ -201,3 +210,21 @@ def test_published_options_are_all_known_and_give_the_preset(preset: str):
     options = ConfigOptions(PUBLISHED[preset], "config.json", family_keys(family.kind))
     check_quantisation(options)
     assert essential_values(read_model_config(family, options)) == essential_values(PRESETS[preset]().model)
+
+
+def with_activations(experts: Any, dense: Any) -> ModelConfig:
+    model = PRESETS["deepseek-v3-tiny"]().model
+    return replace(model, dense_activation=dense, moe=replace(model.moe, activation=experts))
+
+
+def test_an_activation_is_written_where_the_family_has_a_name_for_it_and_else_refused():
+    family = FAMILIES["deepseek_v3"]
+    for ours, theirs in {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_pytorch_tanh", "reglu": "relu"}.items():
+        assert config_json_for(family, with_activations(ours, ours))["hidden_act"] == theirs
+    for experts, dense, named in (
+        ("relu2", "relu2", "model.moe.activation = relu2"),
+        ("gelu", "geglu", "model.moe.activation = gelu"),
+        ("geglu", "swiglu", "model.dense_activation = swiglu"),
+    ):
+        with pytest.raises(UserError, match=f"no place for {named}"):
+            config_json_for(family, with_activations(experts, dense))

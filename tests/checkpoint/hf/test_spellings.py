@@ -89,6 +89,13 @@ SAME: dict[str, tuple[str, dict[str, Any]]] = {
         {**QWEN3, "use_sliding_window": True, "sliding_window": None},
     ),
     "no window in spite of use_sliding_window, dense": ("qwen2", {"use_sliding_window": True, "sliding_window": None}),
+    "gelu": ("mixtral", {**MIXTRAL, "hidden_act": "gelu"}),
+    "gelu in experts, shared experts and dense layers": ("deepseek_v3", {**V3, "hidden_act": "gelu"}),
+    "gelu by tanh": ("qwen2_moe", {**QWEN2, "mlp_only_layers": [0], "hidden_act": "gelu_pytorch_tanh"}),
+    "gelu by tanh under its older name": ("glm4_moe", {**GLM, "hidden_act": "gelu_new"}),
+    "relu": ("qwen3_moe", {**QWEN3, "hidden_act": "relu"}),
+    "silu under its second name": ("olmoe", {"num_experts": 4, "num_experts_per_tok": 2, "hidden_act": "swish"}),
+    "gelu in a dense model": ("llama", {"hidden_act": "gelu"}),
     "experts under both names": ("qwen3_moe", {**QWEN3, "num_local_experts": 4}),
     "experts under the second name": ("mixtral", {"num_experts": 6, "num_experts_per_tok": 2}),
 }
@@ -102,6 +109,13 @@ def test_a_spelling_is_read_as_transformers_reads_it(case: str, tmp_path: Path):
 
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "squared relu of a gate": ("mixtral", {**MIXTRAL, "hidden_act": "relu2"}, "hidden_act = relu2"),
+    "quick gelu": ("qwen3_moe", {**QWEN3, "hidden_act": "quick_gelu"}, "hidden_act = quick_gelu"),
+    "an activation that gpt-oss does not read": (
+        "gpt_oss",
+        {**OSS, "hidden_act": "gelu"},
+        "hidden_act = gelu",
+    ),
     "linear without factor": ("qwen3_moe", {**QWEN3, "rope_scaling": {"type": "linear"}}, 'no "factor"'),
     "linear, factor null": (
         "qwen3_moe",

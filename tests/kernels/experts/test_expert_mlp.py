@@ -241,7 +241,7 @@ def test_weight_gradients_of_the_fused_function_come_now_or_later_and_land_where
         (Facts("cuda", "bf16", (10, 0), hidden=2048, ffn=768), False),  # other instructions
         (Facts("cpu", "bf16", (0, 0), hidden=2048, ffn=768), False),
         (Facts("cuda", "bf16", (9, 0), hidden=2048, ffn=768, recipe="fp8"), False),  # bf16 products only
-        (Facts("cuda", "bf16", (9, 0), hidden=2048, ffn=768, swiglu_experts=False), False),
+        (Facts("cuda", "bf16", (9, 0), hidden=2048, ffn=768, unfused_experts="moe.biases = true"), False),
     ],
 )
 def test_the_gluon_kernel_is_chosen_exactly_where_it_can_run(facts: Facts, runs: bool):

@@ -29,10 +29,10 @@ def test_the_saved_tensors_of_one_layer_are_the_published_ones():
         ("route", "scores"): 4,
         ("route", "choice"): 1,
         ("shared", "normed, for shared experts"): 0,
-        ("shared", "gate and up"): 32,
+        ("shared", "pre-activation"): 32,
         ("shared", "activated"): 16,
         ("experts", "rows"): 448,
-        ("experts", "gate and up"): 256,
+        ("experts", "pre-activation"): 256,
         ("experts", "activated"): 128,
     }
     outside = replace(DEEPSEEK.model, moe=replace(DEEPSEEK.model.moe, gate="output"))

@@ -55,6 +55,11 @@ VARIANTS = {
     "shared experts with a gate": "--model.moe.shared_ffn=64 --model.moe.shared_gate=true",
     "latent experts": "--model.moe.latent=48",
     "biases": "--model.moe.biases=true",
+    "geglu, biases, gate behind": "--model.moe.activation=geglu --model.moe.biases=true --model.moe.gate=output",
+    "no gate in any MLP": "--model.moe.activation=relu2 --model.moe.shared_ffn=64 --model.moe.dense_layers=1 "
+    "--model.dense_activation=gelu",
+    "no gate, biases, latent experts": "--model.moe.activation=silu --model.moe.biases=true --model.moe.latent=48",
+    "clamped experts, plain shared experts": "--model.moe.activation=clamped_swiglu --model.moe.shared_ffn=64",
     "partial rotary": "--model.attention.rope_dim=8",
     "qk norm over all heads": "--model.attention.qk_norm=full",
     "no qk norm": "--model.attention.qk_norm=none",

@@ -38,7 +38,7 @@ def test_the_parts_shown_add_up_to_the_rank_that_decides(choices: PlanChoices):
 
 def test_every_kept_tensor_is_shown_with_its_factors():
     text = "\n".join(explain_memory(DEEPSEEK, 256, replace(EVEN, recompute=("core",)), rank=2))
-    assert re.search(r"experts: gate and up +0\.25 GiB +32,768 x 4,096 x 2 B", text)
+    assert re.search(r"experts: pre-activation +0\.25 GiB +32,768 x 4,096 x 2 B", text)
     assert re.search(r"attend: attended +0\.12 GiB +4,096 x 16,384 x 2 B +\(recomputed\)", text)
     assert "pipeline rank 2 of 4" in text
 

@@ -24,6 +24,7 @@ from moefold.config.run import ModelConfig
 
 
 def read_gpt_oss(options: ConfigOptions) -> dict[str, Any]:
+    options.require_value("hidden_act", "silu", why="experts of GPT-OSS do not read it")
     values = read_common_options(options)
     values |= read_gqa_attention(options, values)
     options.require_value("swiglu_alpha", 1.702, why="as in GPT-OSS")

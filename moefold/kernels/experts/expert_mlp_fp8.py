@@ -1,0 +1,181 @@
+"""The routed experts' MLP in FP8, as one autograd function of quantised products (expert_mlp.py has the formulas).
+
+    forward    tokens are quantised once and gathered as bytes; up with SwiGLU, down
+    kept       tokens as they are, and the pre-activation in FP8 (as it is, if the recipe's weight gradients are bf16)
+    backward   data gradients from rows, weight gradients from copies along columns, both quantised in one read
+
+The same function runs everywhere: its products and quantisations are ops, plain torch on any device and kernels on
+Hopper. N source rows, R rows in expert order, P in tiles of 128, D width, F inner width, E experts.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from moefold.config.precision_recipes import RecipeSpec, Sums
+from moefold.kernels.bound import BoundKernels
+from moefold.kernels.experts.fp8_swiglu import ActivationFormats, fp8_dswiglu_product, fp8_swiglu_product
+from moefold.kernels.linear.fp8_product import fp8_product, fp8_weight_product, tile_weight_product
+from moefold.kernels.quantise.fp8 import Quantised, ScaleRule
+from moefold.kernels.quantise.gather_tiles import gather_tiles
+from moefold.kernels.quantise.quantise_tiles import QuantisedTiles
+from moefold.kernels.quantise.quantise_weight import QuantisedWeight
+from moefold.kernels.quantise.row_tiles import RowTiles, row_tiles
+from moefold.kernels.routing.expert_rows import sum_rows
+from moefold.layout.deferred_wgrad import gradient_or_defer
+from moefold.layout.gradient_sink import memory_for_gradient, running_gradient_sum
+
+
+class Fp8Experts(Protocol):
+    """What the experts ask of an FP8 recipe (precision/fp8.py)."""
+
+    spec: RecipeSpec
+    rule: ScaleRule
+    gradient_rule: ScaleRule
+    row_sums: Sums
+    weight_sums: Sums
+    kernels: BoundKernels
+
+    def weight(self, w: Tensor) -> QuantisedWeight: ...
+
+    def quantise(
+        self,
+        x: Tensor,
+        tiles: RowTiles,
+        rule: ScaleRule,
+        rows: bool = False,
+        columns: bool = False,
+        are_tokens: bool = False,
+        index_R: Tensor | None = None,
+    ) -> QuantisedTiles: ...
+
+
+class Fp8ExpertMlp(torch.autograd.Function):
+    """Weights are kept as the Parameter objects: their gradient sink and their FP8 copies are attributes."""
+
+    @staticmethod
+    def forward(ctx: Any, recipe: Fp8Experts, source_ND, gate_up_E2FD, down_EDF, weight_R, index_R, slots_NK, ends_E):
+        kernels = recipe.kernels
+        tiles = kernels[row_tiles](ends_E, len(index_R))
+        x = gather_tokens(recipe, source_ND, tiles, index_R)
+        h, a = kernels[fp8_swiglu_product](
+            x,
+            up_weight(recipe, gate_up_E2FD).forward,
+            weight_R.float(),
+            tiles,
+            recipe.row_sums,
+            activation_formats(recipe, source_ND.dtype),
+        )
+        del x
+        if isinstance(a, Tensor):
+            a = recipe.quantise(a, padded_tiles(tiles), recipe.rule, rows=True).rows
+        w = recipe.weight(down_EDF).forward
+        y_RD = kernels[fp8_product](a, w, tiles, len(index_R), recipe.row_sums, source_ND.dtype)
+        kept = (h, None) if isinstance(h, Tensor) else h
+        ctx.recipe = recipe
+        ctx.weights = (gate_up_E2FD, down_EDF)
+        ctx.save_for_backward(source_ND, weight_R, index_R, slots_NK, *kept, *tiles)
+        return y_RD
+
+    @staticmethod
+    def backward(ctx: Any, dy_RD):
+        recipe: Fp8Experts = ctx.recipe
+        kernels = recipe.kernels
+        gate_up, down = ctx.weights
+        source_ND, weight_R, index_R, slots_NK, h, h_scales, *tiles = ctx.saved_tensors
+        tiles = RowTiles(*tiles)
+        if h_scales is not None:
+            h = Quantised(h, h_scales)
+        dtype = source_ND.dtype
+        fp8_wgrad = recipe.spec.columns != "none"
+        # Down: the data gradient with SwiGLU's, and the weight gradient.
+        dy_RD = dy_RD.contiguous()
+        dy = recipe.quantise(dy_RD, tiles, recipe.gradient_rule, rows=True, columns=fp8_wgrad)
+        gradients = kernels[fp8_dswiglu_product](
+            dy.rows, recipe.weight(down).transposed, h, weight_R.float(), tiles, recipe.row_sums, dtype
+        )
+        del h
+        padded = padded_tiles(tiles)
+        a = recipe.quantise(gradients.a_PF, padded, recipe.rule, columns=True).columns if fp8_wgrad else gradients.a_PF
+        left = dy.columns if fp8_wgrad else gather_rows_in_tiles(recipe, dy_RD, tiles)
+        ddown = gradient_or_defer(down, partial(weight_gradient, recipe, down, tiles, left, a))
+        # Up: the data gradient summed over each source row's slots, and the weight gradient.
+        dh = recipe.quantise(gradients.dh_PN, padded, recipe.gradient_rule, rows=True, columns=fp8_wgrad)
+        w = up_weight(recipe, gate_up).transposed
+        dx_RD = kernels[fp8_product](dh.rows, w, tiles, len(index_R), recipe.row_sums, dtype)
+        dsource_ND = kernels[sum_rows](dx_RD, index_R, slots_NK, True)
+        left = dh.columns if fp8_wgrad else gradients.dh_PN
+        dweight_R = gradients.dweight_R.to(weight_R.dtype)
+        del dx_RD, dh, gradients
+        compute_up = partial(up_weight_gradient, recipe, gate_up, tiles, left, source_ND, index_R)
+        dgate_up = gradient_or_defer(gate_up, compute_up)
+        return None, dsource_ND, dgate_up, ddown, dweight_R, None, None, None
+
+
+def gather_tokens(recipe: Fp8Experts, source_ND: Tensor, tiles: RowTiles, index_R: Tensor) -> Quantised:
+    """Tokens quantised along their rows, once each, and their bytes in the experts' order."""
+    end = torch.full((1,), len(source_ND), dtype=torch.int32, device=source_ND.device)
+    token_tiles = recipe.kernels[row_tiles](end, len(source_ND))
+    tokens = recipe.quantise(source_ND, token_tiles, recipe.rule, rows=True, are_tokens=True).rows
+    assert tokens is not None, "rows were asked for"
+    return recipe.kernels[gather_tiles](*tokens, tiles, index_R)
+
+
+def up_weight(recipe: Fp8Experts, gate_up_E2FD: Tensor) -> QuantisedWeight:
+    return recipe.weight(gate_up_E2FD.flatten(1, 2))
+
+
+def activation_formats(recipe: Fp8Experts, dtype: torch.dtype) -> ActivationFormats:
+    by_blocks = recipe.spec.rows == "block"
+    fp8_kept = recipe.spec.columns != "none"
+    return ActivationFormats(recipe.rule, by_blocks, fp8_kept, dtype)
+
+
+def padded_tiles(tiles: RowTiles) -> RowTiles:
+    """The same tiles for a tensor whose rows are in their padded places already."""
+    tiles_M4 = tiles.tiles_M4.clone()
+    tiles_M4[:, 1] = tiles.tiles_M4[:, 3]
+    return tiles._replace(tiles_M4=tiles_M4)
+
+
+def up_weight_gradient(
+    recipe: Fp8Experts,
+    gate_up: Tensor,
+    tiles: RowTiles,
+    dh: Quantised | Tensor,
+    source_ND: Tensor,
+    index_R: Tensor,
+) -> Tensor | None:
+    """Gathers the tokens when it is called: a deferred gradient holds the source rows only."""
+    if isinstance(dh, Tensor):
+        x = gather_rows_in_tiles(recipe, source_ND, tiles, index_R)
+    else:
+        x = recipe.quantise(source_ND, tiles, recipe.rule, columns=True, are_tokens=True, index_R=index_R).columns
+    return weight_gradient(recipe, gate_up, tiles, dh, x)
+
+
+def gather_rows_in_tiles(
+    recipe: Fp8Experts, source_ND: Tensor, tiles: RowTiles, index_R: Tensor | None = None
+) -> Tensor:
+    """x_PD, unquantised."""
+    one_N1 = torch.ones(len(source_ND), 1, device=source_ND.device)
+    return recipe.kernels[gather_tiles](source_ND, one_N1, tiles, index_R).values
+
+
+def weight_gradient(
+    recipe: Fp8Experts, weight: Tensor, tiles: RowTiles, left: Quantised | Tensor, right: Any
+) -> Tensor | None:
+    """The gradient of a weight; or None if it was added, unrounded, to the sum in the weight's sink."""
+    total = running_gradient_sum(weight)
+    out = memory_for_gradient(weight) if total is None else total
+    out_END = out.view(len(out), -1, out.shape[-1])
+    add = total is not None
+    if isinstance(left, Tensor):
+        recipe.kernels[tile_weight_product](left, right, tiles, out_END, add)
+    else:
+        recipe.kernels[fp8_weight_product](left, right, tiles, recipe.weight_sums, out_END, add)
+    return None if add else out

@@ -1,0 +1,159 @@
+"""The experts' FP8 products that have SwiGLU in their epilogue: up, and the data gradient of down.
+
+    fp8_swiglu_product     h = x W_gate_up^T     a = silu(gate) * up * weight
+    fp8_dswiglu_product    da = dy W_down        dh, a and the gradient of the weight, from da and the kept h
+
+h is kept for backward, and a is computed from it once more. In FP8, h has a scale for each 128 values of the gate and
+of up, whatever scales the recipe has. A recipe whose weight gradients are bf16 keeps h as it is.
+
+Rows are in their padded places, padding is zero. P padded rows, R rows, D width, F inner width, E experts.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moefold.config.precision_recipes import Sums
+from moefold.kernels.linear.fp8_product import padded_product, rows_of_tiles
+from moefold.kernels.quantise.fp8 import BLOCK, Quantised, ScaleRule
+from moefold.kernels.quantise.quantise_tiles import quantise_rows, quantise_tiles
+from moefold.kernels.quantise.quantise_weight import quantise_weight
+from moefold.kernels.quantise.row_tiles import RowTiles, padded_index, row_tiles
+from moefold.kernels.registry import CaseInputs, Cases, KernelCase, register_inner_op
+
+Kept = Quantised | Tensor  # by blocks of 128 in FP8, or in the model's own precision
+
+
+class ActivationFormats(NamedTuple):
+    """`fp8_activation`: a is quantised by blocks in the epilogue; otherwise its scale is wider than a tile, and a is
+    quantised later. `fp8_kept`: h is kept in FP8."""
+
+    rule: ScaleRule
+    fp8_activation: bool
+    fp8_kept: bool
+    dtype: torch.dtype  # the model's own
+
+
+class SwigluGradients(NamedTuple):
+    """Gradient of the pre-activation (P, 2F), the activation (P, F), gradient of the router's weights (R,)."""
+
+    dh_PN: Tensor
+    a_PF: Tensor
+    dweight_R: Tensor
+
+
+@register_inner_op
+def fp8_swiglu_product(
+    x: Quantised, w: Quantised, weight_R: Tensor, tiles: RowTiles, sums: Sums, formats: ActivationFormats
+) -> tuple[Kept, Kept]:
+    """h and a. x: values (P, D). w: values (E, 2F, D), gates first."""
+    h_PN = padded_product(x, w, tiles, sums).to(formats.dtype)
+    gate_PF, up_PF = h_PN.float().chunk(2, 1)
+    weight_P1 = padded_weights(weight_R, tiles)
+    a_PF = F.silu(gate_PF) * up_PF * weight_P1
+    kept = quantise_blocks(h_PN, formats.rule) if formats.fp8_kept else h_PN
+    if formats.fp8_activation:
+        return kept, quantise_blocks(a_PF, formats.rule)
+    return kept, a_PF.to(formats.dtype)
+
+
+@fp8_swiglu_product.register_fast("gluon")
+def fp8_swiglu_product_gluon(
+    x: Quantised, w: Quantised, weight_R: Tensor, tiles: RowTiles, sums: Sums, formats: ActivationFormats
+) -> tuple[Kept, Kept]:
+    from moefold.kernels.experts import grouped_gemm_fp8_launch as launch
+
+    return launch.swiglu_product(x, w, weight_R, tiles, sums, formats)
+
+
+@register_inner_op
+def fp8_dswiglu_product(
+    dy: Quantised, w: Quantised, h: Kept, weight_R: Tensor, tiles: RowTiles, sums: Sums, dtype: torch.dtype
+) -> SwigluGradients:
+    """dy: values (P, D). w: values (E, F, D), the transposed weights of down."""
+    da_PF = padded_product(dy, w, tiles, sums).to(dtype).float()
+    h_PN = dequantise_blocks(h) if isinstance(h, Quantised) else h.float()
+    gate_PF, up_PF = h_PN.chunk(2, 1)
+    weight_P1 = padded_weights(weight_R, tiles)
+    sigmoid_PF = gate_PF.sigmoid()
+    silu_PF = gate_PF * sigmoid_PF
+    a_PF = silu_PF * up_PF
+    dweight_P1 = (da_PF * a_PF).sum(1, keepdim=True)
+    da_PF = da_PF * weight_P1
+    dsilu_PF = sigmoid_PF + silu_PF * (1 - sigmoid_PF)
+    dgate_PF = da_PF * up_PF * dsilu_PF
+    dup_PF = da_PF * silu_PF
+    dh_PN = torch.cat((dgate_PF, dup_PF), 1)
+    a_PF = a_PF * weight_P1
+    dweight_R = rows_of_tiles(dweight_P1, tiles, len(weight_R))[:, 0]
+    return SwigluGradients(dh_PN.to(dtype), a_PF.to(dtype), dweight_R)
+
+
+@fp8_dswiglu_product.register_fast("gluon")
+def fp8_dswiglu_product_gluon(
+    dy: Quantised, w: Quantised, h: Kept, weight_R: Tensor, tiles: RowTiles, sums: Sums, dtype: torch.dtype
+) -> SwigluGradients:
+    from moefold.kernels.experts import grouped_gemm_fp8_launch as launch
+
+    return SwigluGradients(*launch.dswiglu_product(dy, w, h, weight_R, tiles, sums))
+
+
+def padded_weights(weight_R: Tensor, tiles: RowTiles) -> Tensor:
+    """(P, 1), zero in padding."""
+    index_P = padded_index(tiles)
+    weight_and_padding = F.pad(weight_R.float(), (0, 1))  # the index -1 reads the last
+    return weight_and_padding[index_P.long()][:, None]
+
+
+def quantise_blocks(x_PD: Tensor, rule: ScaleRule) -> Quantised:
+    blocks = quantise_rows(x_PD, "block", rule)
+    assert blocks is not None, "scales of blocks were asked for"
+    return blocks
+
+
+def dequantise_blocks(x: Quantised) -> Tensor:
+    scales = x.scales.repeat_interleave(BLOCK, 1)
+    return x.values.float() * scales[:, : x.values.shape[1]]
+
+
+# ---- cases
+
+SWIGLU_CASES = {"skewed experts, one of them empty": [3, 0, 129, 70], "one expert": [200]}
+
+
+def swiglu_case(draw: CaseInputs, counts: list[int], width: int, outputs: int):
+    ends_E = torch.tensor(counts, device=draw.device).cumsum(0)
+    rows = sum(counts)
+    tiles = row_tiles(ends_E, rows)
+    rule = ScaleRule()
+    x_RD = draw.normal(rows, width)
+    w_END = draw.normal(len(counts), outputs, width, seed=1, scale=width**-0.5)
+    x = quantise_tiles(x_RD, tiles, rule, rows="block").rows
+    w = quantise_weight(w_END, "block", rule).forward
+    weight_R = draw.wide(rows, seed=2).abs()
+    return x, w, weight_R, tiles, rule
+
+
+@fp8_swiglu_product.register_cases
+def fp8_swiglu_cases(draw: CaseInputs) -> Cases:
+    for name, counts in SWIGLU_CASES.items():
+        x, w, weight_R, tiles, rule = swiglu_case(draw, counts, 256, 512)
+        for fp8 in (True, False):
+            formats = ActivationFormats(rule, fp8, fp8, draw.dtype)
+            inputs = (x, w, weight_R, tiles, "block", formats)
+            yield KernelCase(f"{name}, {'FP8' if fp8 else 'unquantised'}", inputs)
+
+
+@fp8_dswiglu_product.register_cases
+def fp8_dswiglu_cases(draw: CaseInputs) -> Cases:
+    for name, counts in SWIGLU_CASES.items():
+        dy, w, weight_R, tiles, rule = swiglu_case(draw, counts, 256, 128)
+        h_PN = draw.normal(tiles.padded_rows, 256, seed=3)
+        kept: tuple[Kept, ...] = (h_PN, quantise_blocks(h_PN, rule))
+        for h in kept:
+            inputs = (dy, w, h, weight_R, tiles, "block", draw.dtype)
+            yield KernelCase(f"{name}, h in {'FP8' if isinstance(h, Quantised) else 'its own precision'}", inputs)

@@ -1,0 +1,213 @@
+"""The launches of the expert MLP's grouped FP8 GEMMs: descriptors, scales and grids. Imported only where Triton is.
+
+R rows in expert order, P in tiles of 128 (kernels/quantise/row_tiles.py), D width, F inner width, E experts.
+"""
+
+# pyright: reportMissingImports=false, reportIndexIssue=false, reportArgumentType=false, reportCallIssue=false
+# pyright: reportPossiblyUnboundVariable=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
+# pyright: reportReturnType=false, reportAttributeAccessIssue=false, reportAssignmentType=false
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from moefold.config.precision_recipes import Sums
+from moefold.kernels.experts.fp8_swiglu import ActivationFormats
+from moefold.kernels.experts.grouped_gemm_fp8_hopper import expert_gemm_fp8
+from moefold.kernels.experts.grouped_gemm_launch import (
+    RowTilePlan,
+    multiprocessor_count,
+    plane_descriptor,
+    write_expert_wgrad,
+)
+from moefold.kernels.experts.tile_order import band_for_shape, gemm_shape_class
+from moefold.kernels.quantise.fp8 import Quantised
+from moefold.kernels.quantise.row_tiles import RowTiles
+
+STAGES = 3
+SCALE_ROWS = gl.NVMMASharedLayout(0, 32, 2)  # of scales, not swizzled
+
+
+class Fp8Outputs(NamedTuple):
+    """Where an epilogue writes. `side` and what follows belong to SwiGLU's epilogues."""
+
+    out_desc: TensorDescriptor | None = None
+    out: Tensor | None = None
+    side: Tensor | None = None
+    side_scales: Tensor | None = None
+    h: Tensor | None = None
+    h_scales: Tensor | None = None
+    weight_R: Tensor | None = None
+    dots_nP: Tensor | None = None
+
+
+class ScaleArguments(NamedTuple):
+    """As the kernel takes them: descriptors of block scales, and pointers with the steps of an expert and of a row."""
+
+    a_desc: TensorDescriptor | None
+    b_desc: TensorDescriptor | None
+    a: Tensor
+    a_expert: int
+    a_row: int
+    b: Tensor
+    b_expert: int
+    b_row: int
+
+
+def launch_fp8_gemm(
+    kind: str,
+    end: str,
+    a: Tensor,
+    b: TensorDescriptor,
+    scales: ScaleArguments,
+    outputs: Fp8Outputs,
+    tiles: RowTiles,
+    sums: Sums,
+    power_of_two: bool = False,
+    m: int = 0,
+    n: int = 0,
+    k: int = 0,
+) -> None:
+    """`kind`: "rows" or "experts". `end`: the epilogue. m, n, k: sizes that are not rows."""
+    experts = len(tiles.ends_E)
+    routing = (tiles.tiles_M4, tiles.count, tiles.ends_E, tiles.first_tile_E)
+    tensors = (block_descriptor_fp8(a, 64, 128), b, *scales, *outputs, *routing)
+    sizes = (experts, m, n, k, tiles.padded_rows)
+    plain = end in ("plain", "add")
+    constants = {
+        "KIND": kind,
+        "END": end,
+        "SCALES": "wide" if scales.a_desc is None else "block",
+        "PROMOTE": sums != "fast",
+        "WIDE_B": "column" if scales.b_row else "expert",
+        "POWER_OF_TWO": power_of_two,
+        "STAGES": STAGES,
+        "CONSUMER_REGS": 224 if plain else 208,
+        "OTHER_REGS": 64 if plain else 96,
+    }
+    programs = multiprocessor_count(a.device.index or 0)  # a persistent program on each
+
+    def launch_with_band(band: int) -> None:
+        expert_gemm_fp8[(programs,)](*tensors, *sizes, band, **constants, num_warps=4)
+
+    timed_as = "plain" if end == "add" else end
+    shape = gemm_shape_class("fp8 " + kind, timed_as, len(tiles.tiles_M4) * 128, experts, n)
+    timed_launch = None if end == "add" else launch_with_band
+    launch_with_band(band_for_shape(shape, a.device, timed_launch))
+
+
+def block_descriptor_fp8(x: Tensor, *shape: int) -> TensorDescriptor:
+    layout = gl.NVMMASharedLayout.get_default_for(list(shape), gl.float8e4nv)
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), list(shape), layout)
+
+
+def scale_descriptor(scales: Tensor, columns: int) -> TensorDescriptor:
+    """Block scales with the rows of the operand contiguous, (K / 128, rows), so many of one step at a time."""
+    by_step = scales.T
+    return TensorDescriptor(by_step, list(by_step.shape), list(by_step.stride()), [1, columns], SCALE_ROWS)
+
+
+def row_scales(a: Quantised, b: Quantised, sums: Sums) -> ScaleArguments:
+    """Of products of rows with weights (E, N, K)."""
+    _, outputs, steps = b.scales.shape
+    if sums == "block":
+        desc = scale_descriptor(a.scales, 128)
+        return ScaleArguments(desc, None, a.scales, 0, 0, b.scales, outputs * steps, steps)
+    by_channel = int(outputs > 1)
+    return ScaleArguments(None, None, a.scales, 0, 1, b.scales, outputs, by_channel)
+
+
+def column_scales(a: Quantised, b: Quantised, sums: Sums) -> ScaleArguments:
+    """Of weight gradients: scales (N, M) of each tile. Wide ones are the same for all tiles of an expert."""
+    if sums == "block":
+        a_desc = scale_descriptor(a.scales, 128)
+        b_desc = scale_descriptor(b.scales, 256)
+        return ScaleArguments(a_desc, b_desc, a.scales, 0, 0, b.scales, 0, 0)
+    return ScaleArguments(None, None, a.scales, len(a.scales), 1, b.scales, len(b.scales), 1)
+
+
+def rows_by_weights(a: Quantised, b: Quantised, tiles: RowTiles, rows: int, sums: Sums) -> Tensor:
+    """y_RN in bf16, without padding."""
+    e, n, k = b.values.shape
+    y_RN = torch.empty(rows, n, dtype=torch.bfloat16, device=a.values.device)
+    if rows == 0:
+        return y_RN
+    outputs = Fp8Outputs(plane_descriptor(y_RN[None]), y_RN)
+    weights = block_descriptor_fp8(b.values.view(e * n, k), 256, 128)
+    scales = row_scales(a, b, sums)
+    launch_fp8_gemm("rows", "plain", a.values, weights, scales, outputs, tiles, sums, n=n, k=k)
+    return y_RN
+
+
+def swiglu_product(
+    x: Quantised, w: Quantised, weight_R: Tensor, tiles: RowTiles, sums: Sums, formats: ActivationFormats
+) -> tuple[Quantised | Tensor, Quantised | Tensor]:
+    """h (P, 2F) and a (P, F), each as FP8 with scales of blocks or in bf16."""
+    e, n, k = w.values.shape
+    f = n // 2
+    h, h_scales = empty_blocks(tiles.padded_rows, n, formats.fp8_kept, x.values.device)
+    a, a_scales = empty_blocks(tiles.padded_rows, f, formats.fp8_activation, x.values.device)
+    outputs = Fp8Outputs(side=a, side_scales=a_scales, h=h, h_scales=h_scales, weight_R=weight_R)
+    weights = block_descriptor_fp8(w.values.view(2 * e, f, k), 2, 128, 128)
+    scales = row_scales(x, w, sums)
+    power_of_two = formats.rule.power_of_two
+    launch_fp8_gemm("rows", "swiglu", x.values, weights, scales, outputs, tiles, sums, power_of_two, n=n, k=k)
+    return in_blocks(h, h_scales), in_blocks(a, a_scales)
+
+
+def empty_blocks(rows: int, width: int, fp8: bool, device: torch.device) -> tuple[Tensor, Tensor | None]:
+    """Room for values, and for scales of 128 values, rows contiguous."""
+    dtype = torch.float8_e4m3fn if fp8 else torch.bfloat16
+    values = torch.empty(rows, width, dtype=dtype, device=device)
+    if not fp8:
+        return values, None
+    return values, torch.empty(-(-width // 128), rows, dtype=torch.float32, device=device)
+
+
+def in_blocks(values: Tensor, scales: Tensor | None) -> Quantised | Tensor:
+    return values if scales is None else Quantised(values, scales.T)
+
+
+def dswiglu_product(
+    dy: Quantised, w: Quantised, h: Quantised | Tensor, weight_R: Tensor, tiles: RowTiles, sums: Sums
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradient of the pre-activation (P, 2F) and the activation once more (P, F), both in bf16, and the gradient of
+    the router's weights (R,)."""
+    e, f, k = w.values.shape
+    device = dy.values.device
+    dh_PN, _ = empty_blocks(tiles.padded_rows, 2 * f, False, device)
+    a_PF, _ = empty_blocks(tiles.padded_rows, f, False, device)
+    column_tiles = -(-f // 256)
+    dots_nP = torch.empty(column_tiles, tiles.padded_rows, dtype=torch.float32, device=device)  # summands
+    kept = h if isinstance(h, Quantised) else (h, None)
+    outputs = Fp8Outputs(None, dh_PN, a_PF, None, *kept, weight_R, dots_nP)
+    weights = block_descriptor_fp8(w.values.view(e * f, k), 256, 128)
+    scales = row_scales(dy, w, sums)
+    launch_fp8_gemm("rows", "dswiglu", dy.values, weights, scales, outputs, tiles, sums, n=f, k=k)
+    return dh_PN, a_PF, dots_nP[:, : len(weight_R)].sum(0)
+
+
+def columns_by_columns(
+    dy: Quantised, x: Quantised, tiles: RowTiles, sums: Sums, out_END: Tensor, add: bool
+) -> None:  # fmt: skip
+    """out[e] = dy x^T over the rows of expert e; zeros for an expert without rows. `add`: to fp32 or bf16 `out`."""
+    m = len(dy.values)
+    n = len(x.values)
+    b = block_descriptor_fp8(x.values, 256, 128)
+    end = "add" if add else "plain"
+    outputs = Fp8Outputs(None if add else plane_descriptor(out_END), out_END)
+    scales = column_scales(dy, x, sums)
+    launch_fp8_gemm("experts", end, dy.values, b, scales, outputs, tiles, sums, m=m, n=n)
+
+
+def tiles_by_tiles(dy_PN: Tensor, x_PD: Tensor, tiles: RowTiles, out_END: Tensor, add: bool) -> None:
+    """The bf16 weight gradient of rows in tiles, by the bf16 kernel: all experts' rows are multiples of 128."""
+    first_rows_E = tiles.first_tile_E * 128
+    ends_E = torch.cat((first_rows_E[1:], tiles.count * 128))
+    plan = RowTilePlan(ends_E, tiles.tiles_M4, tiles.count, first_rows_E)
+    write_expert_wgrad(dy_PN, x_PD, out_END, plan, add)

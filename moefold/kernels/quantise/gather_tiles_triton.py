@@ -1,0 +1,66 @@
+"""Gather of quantised rows into tiles in Triton. Imported only where Triton is.
+
+N tokens, P padded rows in M tiles, D width, B scales of a row.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language import constexpr
+
+from moefold.kernels.quantise.fp8 import BLOCK, Quantised
+from moefold.kernels.quantise.row_tiles import RowTiles
+from moefold.kernels.quantise.tiles_triton import load_tile_index
+from moefold.kernels.routing.rows_triton import load_source_rows
+from moefold.kernels.tile_triton import program_block, tile_mask, tile_pointers
+
+ROWS = 32  # of one program
+COLS = 512  # bytes of one row
+SCALES = COLS // BLOCK
+
+
+@triton.jit
+def gather_tiles_kernel(
+    bytes_ND, scales_NB, tiles_M4, index_R, bytes_PD, scales_BP, stride_n, stride_b, M, D, B,
+    BLOCK: constexpr, ROWS: constexpr, COLS: constexpr, SCALES: constexpr,
+):  # fmt: skip
+    """Some rows of a tile, some columns and their scales."""
+    programs = BLOCK // ROWS  # of a tile
+    m = tl.program_id(0) // programs
+    r = tl.program_id(0) % programs * ROWS + tl.arange(0, ROWS)
+    tile = tiles_M4 + 4 * m
+    if tl.load(tile + 2) == 0:  # no rows: not in use
+        return
+    n = load_tile_index(tile, index_R, r)
+    every_r = r < BLOCK
+    p = m.to(tl.int64) * BLOCK + r
+    # bytes
+    c = program_block(1, COLS)
+    x = load_source_rows(bytes_ND, n, c, D)
+    at = tile_pointers(bytes_PD, p, c, D)
+    tl.store(at, x, mask=tile_mask(every_r, c < D))
+    # scales, transposed
+    b = program_block(1, SCALES).to(tl.int64)
+    real_b = b < B
+    source = scales_NB + b[:, None] * stride_b + n[None, :] * stride_n
+    scale = tl.load(source, mask=tile_mask(real_b, n >= 0), other=1.0)
+    at = tile_pointers(scales_BP, b, p, M * BLOCK)
+    tl.store(at, scale, mask=tile_mask(real_b, every_r))
+
+
+def launch_gather_tiles(values_ND: Tensor, scales_NB: Tensor, tiles: RowTiles, index_R: Tensor | None) -> Quantised:
+    tile_count = len(tiles.tiles_M4)
+    d = values_ND.shape[1]
+    b = scales_NB.shape[1]
+    values_PD = values_ND.new_empty(tiles.padded_rows, d)
+    scales_BP = scales_NB.new_empty(b, tiles.padded_rows)
+    grid = (tile_count * (BLOCK // ROWS), max(triton.cdiv(d, COLS), triton.cdiv(b, SCALES)))
+    source_bytes = values_ND.contiguous().view(torch.uint8)
+    gather_tiles_kernel[grid](
+        source_bytes, scales_NB, tiles.tiles_M4, index_R, values_PD.view(torch.uint8), scales_BP, *scales_NB.stride(),
+        tile_count, d, b, BLOCK, ROWS, COLS, SCALES, num_warps=8,
+    )  # fmt: skip
+    return Quantised(values_PD, scales_BP.T)

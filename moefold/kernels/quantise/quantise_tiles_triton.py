@@ -1,0 +1,142 @@
+"""Quantisation of rows in tiles, and largest magnitudes of tiles, in Triton. Imported only where Triton is.
+
+One program takes 128 rows (a tile) by 128 columns: it reads its values once and writes what is wanted of rows, columns.
+
+N source rows, P padded rows in M tiles, D width, B blocks of 128 columns.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language import constexpr
+
+from moefold.kernels.quantise.fp8 import BLOCK, Quantised, ScaleRule
+from moefold.kernels.quantise.fp8_triton import magnitude_bits, magnitude_of_bits, round_to_fp8, scale_from_bits
+from moefold.kernels.quantise.row_tiles import RowTiles
+from moefold.kernels.quantise.tiles_triton import load_tile_index
+from moefold.kernels.routing.rows_triton import load_source_rows
+from moefold.kernels.tile_triton import program_block, tile_mask, tile_pointers, wide_program_id
+
+ROOM = {"num_warps": 16, "maxnreg": 64}  # two programs share a multiprocessor: one loads while the other stores
+Scales = Tensor | str | None  # as the op takes them
+
+
+@triton.jit
+def scale_of_lines(bits, at, inside, AXIS: constexpr, KIND: constexpr, LARGEST: constexpr, POWER_OF_TWO: constexpr):
+    """Scales along an axis of the tile: made and stored ("block"), or loaded ("given")."""
+    if KIND == "block":
+        scale = scale_from_bits(tl.max(bits, AXIS), LARGEST, POWER_OF_TWO)
+        tl.store(at, scale, mask=inside)
+    else:
+        scale = tl.load(at, mask=inside, other=1.0)
+    return scale
+
+
+@triton.jit
+def quantise_tiles_kernel(
+    source_ND, tiles_M4, index_R, values_PD, row_scales, values_DP, column_scales_MD, M, D,
+    ROWS: constexpr, COLUMNS: constexpr, LARGEST: constexpr, POWER_OF_TWO: constexpr, BLOCK: constexpr,
+):  # fmt: skip
+    """ROWS: "block" (scales (B, P)), "given" (scales (P,)) or None. COLUMNS: the same, with scales (M, D) for both."""
+    m = tl.program_id(0)
+    tile = tiles_M4 + 4 * m
+    if tl.load(tile + 2) == 0:  # no rows: not in use
+        return
+    # the values, zero where there is no row or no column
+    r = tl.arange(0, BLOCK)
+    n = load_tile_index(tile, index_R, r)
+    c = program_block(1, BLOCK)
+    x = load_source_rows(source_ND, n, c, D).to(tl.float32)
+    bits = magnitude_bits(x)
+    # where they go: every row of the tile, columns that exist
+    wide_m = m.to(tl.int64)
+    p = wide_m * BLOCK + r
+    P = M * BLOCK
+    every_r = r < BLOCK
+    real_c = c < D
+    if ROWS is not None:
+        scale_at = row_scales + p
+        if ROWS == "block":
+            scale_at += wide_program_id(1) * P
+        scale = scale_of_lines(bits, scale_at, every_r, 1, ROWS, LARGEST, POWER_OF_TWO)
+        q = round_to_fp8(x, scale[:, None], LARGEST, values_PD.dtype.element_ty)
+        at = tile_pointers(values_PD, p, c, D)
+        tl.store(at, q, mask=tile_mask(every_r, real_c))
+    if COLUMNS is not None:
+        scale_at = column_scales_MD + wide_m * D + c
+        scale = scale_of_lines(bits, scale_at, real_c, 0, COLUMNS, LARGEST, POWER_OF_TWO)
+        q = round_to_fp8(x, scale[None, :], LARGEST, values_DP.dtype.element_ty)
+        wide_c = c.to(tl.int64)
+        at = tile_pointers(values_DP, wide_c, p, P)
+        tl.store(at, tl.trans(q), mask=tile_mask(real_c, every_r))
+
+
+@triton.jit
+def tile_maxima_kernel(source_ND, tiles_M4, index_R, parts_BP, columns_MD, M, D, BLOCK: constexpr):
+    """Largest magnitudes within 128 columns of each row, and of each column. A tile not in use has zeros."""
+    m = tl.program_id(0)
+    r = tl.arange(0, BLOCK)
+    n = load_tile_index(tiles_M4 + 4 * m, index_R, r)
+    c = program_block(1, BLOCK)
+    x = load_source_rows(source_ND, n, c, D).to(tl.float32)
+    bits = magnitude_bits(x)
+    # of rows, at (b, p)
+    part = magnitude_of_bits(tl.max(bits, 1))
+    line = wide_program_id(1) * (M * BLOCK)
+    tl.store(parts_BP + line + m * BLOCK + r, part)
+    # of columns, at (m, c)
+    column = magnitude_of_bits(tl.max(bits, 0))
+    line = wide_program_id(0) * D
+    tl.store(columns_MD + line + c, column, mask=c < D)
+
+
+def launch_quantise_tiles(
+    source_ND: Tensor, tiles: RowTiles, rule: ScaleRule, rows: Scales, columns: Scales, index_R: Tensor | None
+) -> tuple[Quantised | None, Quantised | None]:
+    """Of tiles that are not in use, nothing is written."""
+    tile_count = len(tiles.tiles_M4)
+    d = source_ND.shape[1]
+    blocks = triton.cdiv(d, BLOCK)
+    values_PD, row_scales = empty_copy(source_ND, rows, rule, (tiles.padded_rows, d), (blocks, tiles.padded_rows))
+    values_DP, column_scales = empty_copy(source_ND, columns, rule, (d, tiles.padded_rows), (tile_count, d))
+    quantise_tiles_kernel[(tile_count, blocks)](
+        source_ND.contiguous(), tiles.tiles_M4, index_R, values_PD, row_scales, values_DP, column_scales, tile_count, d,
+        kind_of_scales(rows), kind_of_scales(columns), rule.format.largest, rule.power_of_two, BLOCK, **ROOM,
+    )  # fmt: skip
+    by_row = by_column = None
+    if values_PD is not None and row_scales is not None:
+        by_row = Quantised(values_PD, row_scales[:, None] if row_scales.ndim == 1 else row_scales.T)
+    if values_DP is not None and column_scales is not None:
+        by_column = Quantised(values_DP, column_scales.T)
+    return by_row, by_column
+
+
+def empty_copy(
+    source_ND: Tensor, scales: Scales, rule: ScaleRule, shape: tuple[int, int], scales_shape: tuple[int, int]
+) -> tuple[Tensor | None, Tensor | None]:
+    """Room for values, and for scales where they are not given."""
+    if scales is None:
+        return None, None
+    values = source_ND.new_empty(shape, dtype=rule.format.dtype)
+    if isinstance(scales, Tensor):
+        return values, scales.contiguous()
+    return values, source_ND.new_empty(scales_shape, dtype=torch.float32)
+
+
+def kind_of_scales(scales: Scales) -> str | None:
+    return "given" if isinstance(scales, Tensor) else scales
+
+
+def launch_tile_maxima(source_ND: Tensor, tiles: RowTiles, index_R: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Largest magnitudes of each row, (P,), and of each column within each tile, (M, D)."""
+    tile_count = len(tiles.tiles_M4)
+    d = source_ND.shape[1]
+    blocks = triton.cdiv(d, BLOCK)
+    parts_BP = source_ND.new_empty(blocks, tiles.padded_rows, dtype=torch.float32)
+    columns_MD = source_ND.new_empty(tile_count, d, dtype=torch.float32)
+    inputs = (source_ND.contiguous(), tiles.tiles_M4, index_R)
+    tile_maxima_kernel[(tile_count, blocks)](*inputs, parts_BP, columns_MD, tile_count, d, BLOCK, **ROOM)
+    return parts_BP.amax(0), columns_MD

@@ -1,0 +1,126 @@
+"""The order of strands: pieces of work begun such that exchanges run beside compute.
+
+A strand is the forward or the backward of a microbatch through a stage: a graph of pieces, each of which waits for
+those that it needs. Pieces of the comm lane run concurrently with those of the compute lane. One microbatch by itself,
+forward, with shared experts:
+
+    compute    attend route      shared     experts          add
+    comm                     PLAN DISPATCH          COMBINE
+
+A forward, and the backward of another microbatch, of one MoE layer:
+
+    forward    attend route DISPATCH experts COMBINE
+    backward   COMBINE experts DISPATCH route attend
+
+    compute    attend.F  route.F  experts.B  experts.F   route.B  attend.B
+    comm       COMBINE.B      DISPATCH.F   DISPATCH.B   COMBINE.F
+
+Pure: pieces in, order out. Every rank that shares experts interleaves the same way, so that their collectives match:
+costs must be the same on all of them. Weight gradients that wait are not part of the order: they depend on nothing, and
+run whenever the compute lane would wait.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from moefold.anatomy.step_specs import Lane
+
+
+@dataclass(frozen=True, eq=False)  # hashed by identity, which is quick: a run makes its strands once
+class StrandPiece:
+    """A piece of a strand; `needs`: the numbers of earlier pieces that must have ended."""
+
+    lane: Lane
+    cost: float = 1.0
+    needs: tuple[int, ...] = ()
+
+
+Strand = tuple[StrandPiece, ...]
+PieceKey = tuple[int, int]  # the number of a strand, and of a piece in it
+
+
+@lru_cache(maxsize=256)
+def interleave_strands(strands: tuple[Strand, ...]) -> tuple[PieceKey, ...]:
+    """The order in which to begin pieces: of those by two rules, the one that ends first by a simulated clock."""
+    costs_left = [costs_to_the_end(strand) for strand in strands]
+    pieces_left = [pieces_to_the_end(strand) for strand in strands]
+    orders = [order_by_rule(strands, left) for left in (costs_left, pieces_left)]
+    best = min(orders, key=end_of_order)
+    return tuple(best)
+
+
+def order_by_rule(strands: tuple[Strand, ...], left: list[list[float]]) -> dict[PieceKey, float]:
+    """Pieces in the order in which they begin, with their ends. The next piece is the one that can begin first; of
+    several, communication first, then the one with more `left` behind it."""
+    lane_free = {"compute": 0.0, "comm": 0.0}
+    readers = [readers_of(strand) for strand in strands]
+    ends: dict[PieceKey, float] = {}
+    ready = [(s, i) for s, strand in enumerate(strands) for i, piece in enumerate(strand) if not piece.needs]
+
+    def earliest_start(key: PieceKey) -> float:
+        s, i = key
+        piece = strands[s][i]
+        needed = [ends[s, need] for need in piece.needs]
+        return max(lane_free[piece.lane], *needed, 0.0)
+
+    def priority(key: PieceKey) -> tuple[float, bool, float, PieceKey]:
+        s, i = key
+        computes = strands[s][i].lane == "compute"
+        return earliest_start(key), computes, -left[s][i], key
+
+    while ready:
+        key = min(ready, key=priority)
+        ready.remove(key)
+        s, i = key
+        piece = strands[s][i]
+        ends[key] = lane_free[piece.lane] = earliest_start(key) + piece.cost
+        for reader in readers[s][i]:
+            needs = strands[s][reader].needs
+            if all((s, need) in ends for need in needs):
+                ready.append((s, reader))
+    return ends
+
+
+def end_of_order(ends: dict[PieceKey, float]) -> float:
+    return max(ends.values(), default=0.0)
+
+
+def readers_of(strand: Strand) -> list[list[int]]:
+    """By piece: the pieces that need it."""
+    readers: list[list[int]] = [[] for _ in strand]
+    for number, piece in enumerate(strand):
+        for need in piece.needs:
+            readers[need].append(number)
+    return readers
+
+
+def costs_to_the_end(strand: Strand) -> list[float]:
+    """By piece: the cost of the longest chain from it to the end of the strand."""
+    readers = readers_of(strand)
+    costs = [0.0] * len(strand)
+    for number in reversed(range(len(strand))):
+        behind = [costs[reader] for reader in readers[number]]
+        costs[number] = strand[number].cost + max(behind, default=0.0)
+    return costs
+
+
+def pieces_to_the_end(strand: Strand) -> list[float]:
+    """By piece: how many pieces the longest chain from it to the end of the strand has."""
+    even = tuple(StrandPiece(piece.lane, 1.0, piece.needs) for piece in strand)
+    return costs_to_the_end(even)
+
+
+def backward_strand(forward: Strand, compute_factor: float) -> Strand:
+    """The strand of a backward: the pieces of its forward from the last to the first, each of which needs those that
+    needed it. A compute piece costs `compute_factor` of its forward; an exchange costs the same."""
+    last = len(forward) - 1
+    readers = readers_of(forward)
+    pieces: list[StrandPiece] = []
+    for number in reversed(range(len(forward))):
+        piece = forward[number]
+        factor = compute_factor if piece.lane == "compute" else 1.0
+        needs = tuple(last - reader for reader in readers[number])
+        pieces.append(StrandPiece(piece.lane, piece.cost * factor, needs))
+    return tuple(pieces)

@@ -1,0 +1,111 @@
+"""Execution of strands of work on the compute lane and the comm lane."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+from moefold.comm.lanes import Lanes, Ticket
+from moefold.layout.deferred_wgrad import DeferredWork, deferring_weight_grads
+from moefold.model.steps import Carry
+from moefold.observe.trace import SpanRecorder
+from moefold.pipeline.passage import Gradients, Passage
+from moefold.pipeline.strand_order import PieceKey, Strand, interleave_strands
+
+
+class StrandWork(Protocol):
+    """The work of a strand's pieces. What `take_inputs` returns is read by the piece, what `run` returns by others:
+    the lanes keep the memory of both for each other."""
+
+    @property
+    def pieces(self) -> Strand: ...
+
+    def take_inputs(self, number: int) -> Any: ...
+
+    def run(self, number: int, inputs: Any) -> object: ...
+
+
+@dataclass
+class ForwardWork:
+    """The forward of a pass, whose first carry is set."""
+
+    passage: Passage
+    pieces: Strand
+
+    def take_inputs(self, number: int) -> dict[int, Carry]:
+        return self.passage.take_inputs(number)
+
+    def run(self, number: int, inputs: dict[int, Carry]) -> Carry:
+        return self.passage.run_forward(number, inputs)
+
+
+@dataclass
+class BackwardWork:
+    """The backward of a pass, from its last segment on. Weight gradients go into the queue, if there is one."""
+
+    passage: Passage
+    pieces: Strand
+    queue: list[DeferredWork] | None
+
+    def take_inputs(self, number: int) -> Gradients:
+        return self.passage.take_gradients(self.passage.last - number)
+
+    def run(self, number: int, inputs: Gradients) -> Gradients:
+        segment = self.passage.last - number
+        if self.queue is None:
+            return self.passage.run_backward(segment, inputs)
+        with deferring_weight_grads(self.queue):
+            return self.passage.run_backward(segment, inputs)
+
+
+class StrandRunner:
+    """Runs strands interleaved. Whenever the compute lane would wait for the comm lane, it runs one of the `fillers`;
+    the rest of them run at the end."""
+
+    def __init__(self, lanes: Lanes, spans: SpanRecorder, fillers: list[DeferredWork]):
+        self.lanes = lanes
+        self.spans = spans
+        self.fillers = fillers
+        self.under_way: dict[PieceKey, Ticket] = {}
+
+    def run(self, strands: Sequence[StrandWork]) -> None:
+        pieces = tuple(strand.pieces for strand in strands)
+        for strand, number in interleave_strands(pieces):
+            self.begin(strand, number, strands[strand])
+        self.end()
+
+    def begin(self, strand: int, number: int, work: StrandWork) -> None:
+        """Begin a piece when those that it needs have ended. A piece on the compute lane has ended when this
+        returns."""
+        piece = work.pieces[number]
+        for need in piece.needs:
+            self.await_piece((strand, need))
+        inputs = work.take_inputs(number)
+        run = partial(work.run, number, inputs)
+        if piece.lane == "comm":
+            self.under_way[strand, number] = self.lanes.send(run, inputs)
+        else:
+            run()
+
+    def await_piece(self, key: PieceKey) -> None:
+        ticket = self.under_way.pop(key, None)
+        if ticket is None:
+            return
+        while self.fillers and not ticket.done():
+            self.run_next_filler()
+        with self.spans.span("wait", "waiting"):
+            ticket.result()
+
+    def run_next_filler(self) -> None:
+        with self.spans.span("weights", "compute"):
+            work = self.fillers.pop(0)
+            work()
+
+    def end(self) -> None:
+        """Wait for all pieces, and run the fillers that are left."""
+        for key in list(self.under_way):
+            self.await_piece(key)
+        while self.fillers:
+            self.run_next_filler()

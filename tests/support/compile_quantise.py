@@ -1,0 +1,100 @@
+"""Compile the kernels of quantisation for Hopper, which needs no GPU, and print how each casts and stores.
+
+python -m tests.support.compile_quantise
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from itertools import product
+from typing import Any
+
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.compiler import compile as compile_kernel
+
+from moefold.kernels.quantise import gather_tiles_triton, quantise_tiles_triton, quantise_weight_triton
+from moefold.kernels.quantise.fp8 import BLOCK, E4M3
+from moefold.kernels.routing import rows_triton
+
+HOPPER = GPUTarget("cuda", 90, 32)
+FP8, FP32, INT32 = "*fp8e4nv", "*fp32", "*i32"
+SCALE_CONSTANTS = {"LARGEST": E4M3.largest, "POWER_OF_TWO": False, "BLOCK": BLOCK}
+
+
+def compile_for_hopper(kernel: Any, types: dict[str, str], constants: dict[str, Any], options: dict[str, int]) -> str:
+    """The PTX of a kernel whose other arguments are 32-bit integers, multiples of 16."""
+    names = list(kernel.arg_names)
+    constants = {name: value for name, value in constants.items() if name in names}
+    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
+    values = {(names.index(name),): value for name, value in constants.items()}
+    aligned = [name for name, kind in signature.items() if kind != "constexpr"]
+    attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
+    source = ASTSource(kernel, signature, values, attributes)
+    return compile_kernel(source, target=HOPPER, options=options).asm["ptx"]
+
+
+TILE_TYPES = {"tiles_M4": INT32, "values_PD": FP8, "row_scales": FP32, "values_DP": FP8, "column_scales_MD": FP32}
+TILE_TYPES |= {"index_R": INT32, "parts_BP": FP32, "columns_MD": FP32}
+ABSENT_ROWS = {"values_PD": None, "row_scales": None}
+ABSENT_COLUMNS = {"values_DP": None, "column_scales_MD": None}
+WAYS = [  # scales of rows, scales of columns, arguments that are absent
+    ("block", "block", {}),
+    ("given", "given", {"index_R": None}),
+    ("block", None, ABSENT_COLUMNS),
+    (None, "block", ABSENT_ROWS),
+]
+
+
+def tile_kernels() -> Iterator[tuple[str, str]]:
+    module = quantise_tiles_triton
+    for source, (rows, columns, absent) in product(("*bf16", FP32), WAYS):
+        constants = SCALE_CONSTANTS | {"ROWS": rows, "COLUMNS": columns} | absent
+        types = TILE_TYPES | {"source_ND": source}
+        ptx = compile_for_hopper(module.quantise_tiles_kernel, types, constants, module.ROOM)
+        yield f"quantise tiles, {source}, rows {rows}, columns {columns}", ptx
+    types = TILE_TYPES | {"source_ND": "*bf16"}
+    yield "tile maxima", compile_for_hopper(module.tile_maxima_kernel, types, SCALE_CONSTANTS, module.ROOM)
+
+
+WEIGHT_TYPES = {"w_END": "*bf16", "values_END": FP8, "values_EDN": FP8, "scales_EIJ": FP32, "scales_EJI": FP32}
+WEIGHT_TYPES |= dict.fromkeys(("scales_E", "scales_EN", "scales_ED", "outputs_JEN", "inputs_IED"), FP32)
+
+
+def weight_kernels() -> Iterator[tuple[str, str]]:
+    module = quantise_weight_triton
+    given = module.quantise_with_scales_kernel
+    channels, expert = SCALE_CONSTANTS | {"scales_E": None}, SCALE_CONSTANTS | {"scales_EN": None, "scales_ED": None}
+    for name, kernel, constants in (
+        ("weight blocks", module.quantise_blocks_kernel, SCALE_CONSTANTS),
+        ("weight maxima", module.weight_maxima_kernel, SCALE_CONSTANTS),
+        ("weight channels", given, channels),
+        ("weight of one scale", given, expert),
+    ):
+        yield name, compile_for_hopper(kernel, WEIGHT_TYPES, constants, module.ROOM)
+
+
+def row_kernels() -> Iterator[tuple[str, str]]:
+    module = gather_tiles_triton
+    constants = {"BLOCK": BLOCK, "ROWS": module.ROWS, "COLS": module.COLS, "SCALES": module.SCALES}
+    types = {"bytes_ND": "*u8", "bytes_PD": "*u8", "tiles_M4": INT32, "index_R": INT32}
+    types |= {"scales_NB": FP32, "scales_BP": FP32}
+    yield "gather tiles", compile_for_hopper(module.gather_tiles_kernel, types, constants, {"num_warps": 8})
+    names = ("ends_E", "tiles_M4", "count", "pads_E", "first_tile_E")
+    constants = {"TILE": 128, "PAD": 128, "WIDTH": 64, "BLOCK": rows_triton.TILES_PER_PROGRAM}
+    types = dict.fromkeys(names, INT32)
+    yield "row tiles", compile_for_hopper(rows_triton.row_tiles_kernel, types, constants, {"num_warps": 4})
+
+
+def main() -> None:
+    for kernels in (tile_kernels(), weight_kernels(), row_kernels()):
+        for name, ptx in kernels:
+            casts = len(re.findall(r"cvt\.rn\.satfinite\.e4m3x2\.f32", ptx))
+            wide_stores = len(re.findall(r"st\.global\.v4\.b32", ptx))
+            rough = len(re.findall(r"div\.full|div\.approx|rcp\.approx|\.ftz|fma\.rn\.f32", ptx))
+            print(f"{name}: {casts} casts, {wide_stores} stores of 16 bytes, {rough} operations without IEEE rounding")
+
+
+if __name__ == "__main__":
+    main()
