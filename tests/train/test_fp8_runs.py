@@ -18,6 +18,7 @@ from moefold.config.precision_recipes import RECIPE_SPECS
 from moefold.config.run import Config
 from moefold.data.corpus import Corpus
 from moefold.layout.axes import single_rank_world
+from moefold.model.moe.experts import Experts
 from moefold.precision.fp8 import Fp8Recipe
 from moefold.precision.recipes import named_products
 from moefold.presets.recipe import resolve_recipe
@@ -55,17 +56,31 @@ def losses_of(run: Run, steps: int) -> list[float]:
     return [take_next_step(run).loss for _ in range(steps)]
 
 
+EXPERTS = {  # as a composition of products, and as one function, which needs an inner width of whole blocks
+    "composed": ["--model.moe.ffn", "64"],
+    "one function": ["--model.moe.ffn", "128"],
+}
+
+
 @pytest.fixture(scope="module")
-def plain_losses(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    return losses_of(make_run(tmp_path_factory.mktemp("plain"), "plain"), STEPS)
+def plain_losses(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
+    folder = tmp_path_factory.mktemp("plain")
+    return {name: losses_of(make_run(folder, "plain", *words), STEPS) for name, words in EXPERTS.items()}
 
 
+@pytest.mark.parametrize("experts", EXPERTS)
 @pytest.mark.parametrize("recipe", FP8)
-def test_a_model_learns_with_every_recipe_as_it_does_without(recipe: str, plain_losses: list[float], tmp_path: Path):
-    losses = losses_of(make_run(tmp_path, recipe), STEPS)
+def test_a_model_learns_with_every_recipe_as_it_does_without(
+    recipe: str, experts: str, plain_losses: dict[str, list[float]], tmp_path: Path
+):
+    run = make_run(tmp_path, recipe, *EXPERTS[experts])
+    fused = [module.fused for module in run.model.modules() if isinstance(module, Experts)]
+    assert fused == [experts == "one function"] * 2
+    losses = losses_of(run, STEPS)
+    plain = plain_losses[experts]
     assert losses[-1] < 0.8 * losses[0]
-    assert losses[0] != plain_losses[0]
-    for mine, right in zip(losses, plain_losses, strict=True):
+    assert losses[0] != plain[0]
+    for mine, right in zip(losses, plain, strict=True):
         assert abs(mine - right) < NEAR * right
 
 
