@@ -174,6 +174,8 @@ PRODUCT_CASES = {  # name: rows of each expert, inputs, outputs
     "one matrix": ([200], 256, 128),
     "skewed experts, one of them empty": ([3, 0, 129, 40], 160, 144),
     "no rows": ([0, 0], 128, 128),
+    "narrow": ([20, 0, 5], 16, 32),
+    "two tiles": ([130], 16, 16),
 }
 
 
