@@ -78,6 +78,8 @@ class StepOptions(DeviceOptions):
     """Timed steps."""
     out: Path | None = None
     """Folder for the profile and trace of one step of each model, and for the figures measured so far."""
+    recipe: tuple[str, ...] = ()
+    """Precision recipes, timed beside plain, such as fp8_block."""
 
     def check_values(self) -> None:
         require_positive("steps", self.steps)

@@ -30,6 +30,7 @@ from moefold.bench.report import Report, Row, add_number_columns, report_heading
 from moefold.bench.versions import installed_version
 from moefold.checkpoint.hf.config_json import config_json_for, family_for_model
 from moefold.config.errors import one_of
+from moefold.config.precision_recipes import RECIPE_SPECS
 from moefold.config.run import Config
 from moefold.data.corpus import Corpus
 from moefold.layout.axes import single_rank_world
@@ -131,6 +132,8 @@ def initialise_on_device(model: Transformer) -> None:
 
 def time_moefold_steps(config: Config, steps: int, profile: Path | None) -> StepTiming:
     """Timing of moefold's steps; one more step is profiled into the folder `profile`."""
+    if profile:
+        profile.mkdir(parents=True, exist_ok=True)
     run = run_on_random_tokens(config, steps + WARM_UP_STEPS + 2)
     moefold_step = partial(take_next_step, run)
     timing = time_training_steps(moefold_step, attrgetter("loss"), config, steps)
@@ -211,6 +214,7 @@ def step_report(options: StepOptions) -> Report:
     so far is written to the folder `options.out`, so that an interrupted run loses nothing."""
     device = resolve_device(options.device)
     names = [one_of("model", name, STEP_GOALS) for name in options.model]
+    recipes = [one_of("recipe", name, RECIPE_SPECS) for name in options.recipe]
     out = options.out
     results: list[Row] = []
     report = machine_facts(device) | {"results": results}
@@ -220,7 +224,7 @@ def step_report(options: StepOptions) -> Report:
         row["goal"] = vars(STEP_GOALS[name])
         results.append(row)
         folder = out / name if out else None
-        contenders = step_contenders(config, options.steps, folder)
+        contenders = step_contenders(config, options.steps, folder, recipes)
         for contender, measure in contenders.items():
             timing = measure()
             free_device_memory(device)
@@ -236,11 +240,15 @@ def timing_text(timing: StepTiming) -> str:
     return f"{timing.milliseconds:.1f} ms, {timing.tokens_per_s:,.0f} tokens/s, peak {timing.peak_gib:.1f} GiB"
 
 
-def step_contenders(config: Config, steps: int, profile: Path | None) -> dict[str, StepTimer]:
-    if profile:
-        profile.mkdir(parents=True, exist_ok=True)
+def step_contenders(
+    config: Config, steps: int, profile: Path | None, recipes: list[str]
+) -> dict[str, StepTimer]:  # fmt: skip
     contenders: dict[str, StepTimer] = {}
     contenders["ours"] = partial(time_moefold_steps, config, steps, profile)
+    for recipe in recipes:
+        precision = replace(config.precision, recipe=recipe)
+        folder = profile / recipe if profile else None
+        contenders[recipe] = partial(time_moefold_steps, replace(config, precision=precision), steps, folder)
     if installed_version("transformers"):
         contenders["transformers"] = partial(time_transformers_steps, config, steps)
     return contenders
@@ -256,11 +264,13 @@ def print_step_report(report: Report) -> None:
         title = f"{row['model']}, {row['layers']}"
         cells = own_cells(row) + transformers_cells(row)
         table.add_row(title, *cells)
+        for recipe in filter(row.__contains__, RECIPE_SPECS):
+            table.add_row(f"  {recipe}", *own_cells(row, recipe))
     Console().print(table)
 
 
-def own_cells(row: Row) -> list[str]:
-    ours = row["ours"]
+def own_cells(row: Row, contender: str = "ours") -> list[str]:
+    ours = row[contender]
     goal = row["goal"]
     speeds = [f"{ours['tokens_per_s']:,.0f}", f"{goal['tokens_per_s']:,.0f}", f"{ours['tflops']:.0f}"]
     return [*speeds, f"{ours['peak_gib']:.1f}", f"{goal['peak_gib']:.1f}"]

@@ -21,10 +21,11 @@ from moefold.kernels.experts.grouped_gemm import grouped_gemm, grouped_gemm_weig
 from moefold.kernels.linear.fp8_product import fp8_product, fp8_weight_product
 from moefold.kernels.linear.linear import FUSED_DGRAD_PRODUCTS, GroupedGemms, GroupedProducts
 from moefold.kernels.linear.product import ExpertRows, KeptOperand, Operand, Products
-from moefold.kernels.quantise.fp8 import BLOCK, E4M3, E5M2, Quantised, ScaleRule, scale_from_amax
-from moefold.kernels.quantise.quantise_tiles import QuantisedTiles, Scales, TileMaxima, quantise_tiles, tile_maxima
+from moefold.kernels.quantise.fp8 import E4M3, E5M2, Quantised, ScaleRule
+from moefold.kernels.quantise.quantise_tiles import QuantisedTiles, Scales, quantise_tiles, tile_maxima
 from moefold.kernels.quantise.quantise_weight import QuantisedWeight, quantise_weight
 from moefold.kernels.quantise.row_tiles import RowTiles, row_tiles
+from moefold.kernels.quantise.wide_scales import WideKind, wide_scales
 from moefold.layout.gradient_sink import memory_for_gradient
 from moefold.layout.weight_copies import cached_copy
 
@@ -59,9 +60,6 @@ class Fp8Recipe:
         self.row_multiple = spec.row_multiple
         self.rule = ScaleRule(E4M3, options.power_of_two_scales)
         self.gradient_rule = ScaleRule(FORMATS[options.gradient_format], options.power_of_two_scales)
-        self.tile_maxima = bound[tile_maxima]
-        self.quantise_tiles = bound[quantise_tiles]
-        self.quantise_weight = bound[quantise_weight]
         self.kernels = bound
         self.row_sums: Sums = spec.row_sums(options.accumulate)
         self.weight_sums: Sums = spec.weight_sums
@@ -86,7 +84,7 @@ class Fp8Recipe:
         w_END = w.detach().view(-1, *w.shape[-2:])
         scales = self.spec.weight
         assert scales != "none", f"{self.name} does not quantise weights"
-        return self.quantise_weight(w_END, scales, self.rule)
+        return self.kernels[quantise_weight](w_END, scales, self.rule)
 
     def quantise_rows(self, x: Tensor, rows: ExpertRows | None, rule: ScaleRule) -> TileOperand:
         """Both copies of an input or a gradient (R, D), or the first alone where the weight gradient reads x itself."""
@@ -113,7 +111,7 @@ class Fp8Recipe:
         row_scales, column_scales = self.scales_of(x, tiles, rule, are_tokens, index_R)
         row_scales = row_scales if rows else None
         column_scales = column_scales if columns else None
-        return self.quantise_tiles(x, tiles, rule, row_scales, column_scales, index_R)
+        return self.kernels[quantise_tiles](x, tiles, rule, row_scales, column_scales, index_R)
 
     def scales_of(
         self, x: Tensor, tiles: RowTiles, rule: ScaleRule, are_tokens: bool, index_R: Tensor | None
@@ -121,30 +119,9 @@ class Fp8Recipe:
         """What `quantise_tiles` takes: scales along rows and along columns."""
         if self.spec.rows == "block":
             return "block", "block"
-        maxima = self.tile_maxima(x, tiles, index_R)
-        if self.spec.rows == "row":
-            channels_MD = expert_maxima(maxima.columns_MD, tiles)
-            return scale_from_amax(maxima.rows_P, rule), scale_from_amax(channels_MD, rule)
-        scale_M1 = scale_from_amax(tensor_maxima(maxima, tiles, are_tokens), rule)
-        columns_MD = scale_M1.expand(maxima.columns_MD.shape)
-        return scale_M1.expand(-1, BLOCK).flatten(), columns_MD.contiguous()
-
-
-def expert_maxima(maxima_MD: Tensor, tiles: RowTiles) -> Tensor:
-    """The largest of each column over all tiles of an expert, for each of these tiles. Tiles not in use hold zeros."""
-    expert_M = tiles.tiles_M4[:, 0].long()
-    expert_MD = expert_M[:, None].expand_as(maxima_MD)
-    most_ED = maxima_MD.new_zeros(len(tiles.ends_E), maxima_MD.shape[1])
-    most_ED = most_ED.scatter_reduce(0, expert_MD, maxima_MD, "amax")
-    return most_ED[expert_M]
-
-
-def tensor_maxima(maxima: TileMaxima, tiles: RowTiles, are_tokens: bool) -> Tensor:
-    """The largest of each expert's rows, or of all tokens, for each tile: (M, 1)."""
-    most_M1 = maxima.columns_MD.amax(1, keepdim=True)
-    if are_tokens:
-        return most_M1.amax(0, keepdim=True).expand_as(most_M1)
-    return expert_maxima(most_M1, tiles)
+        kind: WideKind = "row" if self.spec.rows == "row" else "tensor" if are_tokens else "expert"
+        maxima = self.kernels[tile_maxima](x, tiles, index_R)
+        return self.kernels[wide_scales](maxima, tiles, kind, rule)
 
 
 class TileProducts:

@@ -9,43 +9,27 @@ scale for each 128 values of the gate and of up: values (P, 2, F), scales (2, F 
 
 from __future__ import annotations
 
-import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from moefold.kernels.experts.epilogues_hopper import tanh_sigmoid
+from moefold.kernels.quantise.fp8_hopper import larger_magnitude, scale_from_amax
 
 SLAB = gl.constexpr(8)  # rows
 SLABS = gl.constexpr(8)  # of 64 rows
 PART_LAYOUT = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [2, 1], [1, 0]))  # a thread has 8 columns of a row
 ROW_LAYOUT = gl.constexpr(gl.SliceLayout(1, PART_LAYOUT))
 LARGEST = gl.constexpr(448.0)
-SMALLEST_SCALE = gl.constexpr(2.0**-126)
-NAN_WINS = gl.constexpr(tl.PropagateNan.ALL)
-
-
-@gluon.jit
-def larger_magnitude(x, y):
-    return gl.maximum(x, y, propagate_nan=NAN_WINS)
 
 
 @gluon.jit
 def block_scale(x0, x1, POWER_OF_TWO: gl.constexpr):
-    """The scale of each row of two parts (kernels/quantise/fp8.py has the rule), and its reciprocal."""
+    """The scale of each row of two parts, and its reciprocal."""
     amax0 = gl.reduce(gl.abs(x0), 1, larger_magnitude)
     amax1 = gl.reduce(gl.abs(x1), 1, larger_magnitude)
-    amax = larger_magnitude(amax0, amax1)
-    scale = gl.div_rn(amax, LARGEST)
-    if POWER_OF_TWO:
-        mantissa: gl.constexpr = (1 << 23) - 1
-        bits = scale.to(gl.int32, bitcast=True)
-        bits = (bits + mantissa) & ~mantissa
-        scale = bits.to(gl.float32, bitcast=True)
-    scale = gl.maximum(scale, SMALLEST_SCALE)
-    scale = gl.where(amax == 0.0, 1.0, scale)
-    scale = gl.where(amax < float("inf"), scale, float("nan"))
+    scale = scale_from_amax(larger_magnitude(amax0, amax1), LARGEST, POWER_OF_TWO)
     return scale, gl.div_rn(1.0, scale)
 
 

@@ -10,16 +10,24 @@ def fp8_casts_run(facts: Facts) -> bool:
     return triton_runs(facts) and facts.capability >= (8, 9)
 
 
+def fp8_gluon_runs(facts: Facts) -> bool:
+    return triton_runs(facts) and facts.capability[0] == 9
+
+
+HOPPER_NEEDS = "Hopper with Triton"
 FP8_NEEDS = "cuda with Triton, compute capability 8.9 or above"
 
 CHOICES: Choices = {
     "row_tiles": (Choice("triton", triton_runs, "cuda with Triton", "one launch, no wait of the host"),),
     "tile_maxima": (
+        Choice("gluon", fp8_gluon_runs, HOPPER_NEEDS, "a thread has 16 rows: column maxima without exchanges"),
         Choice("triton", triton_runs, "cuda with Triton", "maxima of rows and of columns in one read, with the gather"),
     ),
     "quantise_tiles": (
+        Choice("gluon", fp8_gluon_runs, HOPPER_NEEDS, "a thread has 16 rows: the transposed copy without exchanges"),
         Choice("triton", fp8_casts_run, FP8_NEEDS, "gather, scales and bytes of rows and of columns in one read"),
     ),
+    "wide_scales": (Choice("triton", triton_runs, "cuda with Triton", "two launches instead of twenty"),),
     "gather_tiles": (
         Choice(
             "triton", triton_runs, "cuda with Triton", "bytes and scales in one pass; moves half of what bf16 would"

@@ -53,12 +53,12 @@ def gather_tiles_kernel(
 
 def launch_gather_tiles(values_ND: Tensor, scales_NB: Tensor, tiles: RowTiles, index_R: Tensor | None) -> Quantised:
     tile_count = len(tiles.tiles_M4)
-    d = values_ND.shape[1]
     b = scales_NB.shape[1]
-    values_PD = values_ND.new_empty(tiles.padded_rows, d)
+    values_PD = values_ND.new_empty(tiles.padded_rows, values_ND.shape[1])
     scales_BP = scales_NB.new_empty(b, tiles.padded_rows)
-    grid = (tile_count * (BLOCK // ROWS), max(triton.cdiv(d, COLS), triton.cdiv(b, SCALES)))
     source_bytes = values_ND.contiguous().view(torch.uint8)
+    d = source_bytes.shape[1]
+    grid = (tile_count * (BLOCK // ROWS), max(triton.cdiv(d, COLS), triton.cdiv(b, SCALES)))
     gather_tiles_kernel[grid](
         source_bytes, scales_NB, tiles.tiles_M4, index_R, values_PD.view(torch.uint8), scales_BP, *scales_NB.stride(),
         tile_count, d, b, BLOCK, ROWS, COLS, SCALES, num_warps=8,

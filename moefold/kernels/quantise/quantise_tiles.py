@@ -58,6 +58,13 @@ def tile_maxima_triton(source_ND: Tensor, tiles: RowTiles, index_R: Tensor | Non
     return TileMaxima(*launch_tile_maxima(source_ND, tiles, index_R))
 
 
+@tile_maxima.register_fast("gluon")
+def tile_maxima_gluon(source_ND: Tensor, tiles: RowTiles, index_R: Tensor | None = None) -> TileMaxima:
+    from moefold.kernels.quantise.quantise_tiles_launch import launch_tile_maxima
+
+    return TileMaxima(*launch_tile_maxima(source_ND, tiles, index_R))
+
+
 CASE_WIDTHS = (128, 72)
 
 
@@ -96,6 +103,21 @@ def quantise_tiles_triton(
 ) -> QuantisedTiles:
     """One read of the source for both directions. Tiles that are not in use are not written: theirs are undefined."""
     from moefold.kernels.quantise.quantise_tiles_triton import launch_quantise_tiles
+
+    return QuantisedTiles(*launch_quantise_tiles(source_ND, tiles, rule, rows, columns, index_R))
+
+
+@quantise_tiles.register_fast("gluon")
+def quantise_tiles_gluon(
+    source_ND: Tensor,
+    tiles: RowTiles,
+    rule: ScaleRule,
+    rows: Scales = None,
+    columns: Scales = None,
+    index_R: Tensor | None = None,
+) -> QuantisedTiles:
+    """As in Triton, with a layout of threads that needs no exchange between them for the transposed copy."""
+    from moefold.kernels.quantise.quantise_tiles_launch import launch_quantise_tiles
 
     return QuantisedTiles(*launch_quantise_tiles(source_ND, tiles, rule, rows, columns, index_R))
 

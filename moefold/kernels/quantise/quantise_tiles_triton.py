@@ -106,6 +106,13 @@ def launch_quantise_tiles(
         source_ND.contiguous(), tiles.tiles_M4, index_R, values_PD, row_scales, values_DP, column_scales, tile_count, d,
         kind_of_scales(rows), kind_of_scales(columns), rule.format.largest, rule.power_of_two, BLOCK, **ROOM,
     )  # fmt: skip
+    return named_copies(values_PD, row_scales, values_DP, column_scales)
+
+
+def named_copies(
+    values_PD: Tensor | None, row_scales: Tensor | None, values_DP: Tensor | None, column_scales: Tensor | None
+) -> tuple[Quantised | None, Quantised | None]:
+    """Along rows and along columns, where there are values."""
     by_row = by_column = None
     if values_PD is not None and row_scales is not None:
         by_row = Quantised(values_PD, row_scales[:, None] if row_scales.ndim == 1 else row_scales.T)

@@ -1,0 +1,81 @@
+"""Scales that are wider than a tile, from the largest magnitudes of tiles: of rows, channels, experts, or all tokens.
+
+    "row"       rows: one for each; columns: one for each channel over an expert's rows
+    "expert"    one for the rows of each expert, along rows and along columns
+    "tensor"    one for all rows
+
+Scales are spread as `quantise_tiles` takes them: (P,) along rows, (M, D) along columns.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+from torch import Tensor
+
+from moefold.kernels.quantise.fp8 import BLOCK, ScaleRule, scale_from_amax
+from moefold.kernels.quantise.quantise_tiles import CASE_WIDTHS, TileMaxima, tile_maxima
+from moefold.kernels.quantise.row_tiles import RowTiles, cases_of_tiles
+from moefold.kernels.registry import CaseInputs, Cases, KernelCase, register_inner_op
+
+WideKind = Literal["row", "expert", "tensor"]
+
+
+class WideScales(NamedTuple):
+    rows_P: Tensor
+    columns_MD: Tensor
+
+
+@register_inner_op
+def wide_scales(maxima: TileMaxima, tiles: RowTiles, kind: WideKind, rule: ScaleRule) -> WideScales:
+    if kind == "row":
+        channels_MD = expert_maxima(maxima.columns_MD, tiles)
+        return WideScales(scale_from_amax(maxima.rows_P, rule), scale_from_amax(channels_MD, rule))
+    most_M1 = maxima.columns_MD.amax(1, keepdim=True)
+    if kind == "tensor":
+        most_M1 = most_M1.amax(0, keepdim=True).expand_as(most_M1)
+    else:
+        most_M1 = expert_maxima(most_M1, tiles)
+    return spread_over_tiles(scale_from_amax(most_M1, rule), maxima)
+
+
+@wide_scales.register_fast("triton")
+def wide_scales_triton(maxima: TileMaxima, tiles: RowTiles, kind: WideKind, rule: ScaleRule) -> WideScales:
+    from moefold.kernels.quantise import wide_scales_triton as launch
+
+    if kind == "row":
+        rows_P = launch.scales_of_maxima(maxima.rows_P, rule)
+        return WideScales(rows_P, launch.scales_of_experts(maxima.columns_MD, tiles, rule))
+    most_M1 = maxima.columns_MD.amax(1, keepdim=True)
+    if kind == "tensor":
+        most_M1 = most_M1.amax(0, keepdim=True)
+        scale_M1 = launch.scales_of_maxima(most_M1, rule).expand(len(maxima.columns_MD), 1)
+    else:
+        scale_M1 = launch.scales_of_experts(most_M1, tiles, rule)
+    return spread_over_tiles(scale_M1, maxima)
+
+
+def spread_over_tiles(scale_M1: Tensor, maxima: TileMaxima) -> WideScales:
+    """One scale of each tile, for its rows and for its columns."""
+    rows_P = scale_M1.expand(-1, BLOCK).flatten()
+    columns_MD = scale_M1.expand(maxima.columns_MD.shape)
+    return WideScales(rows_P, columns_MD.contiguous())
+
+
+def expert_maxima(maxima_MD: Tensor, tiles: RowTiles) -> Tensor:
+    """The largest of each column over all tiles of an expert, for each of these tiles. Tiles not in use hold zeros."""
+    expert_M = tiles.tiles_M4[:, 0].long()
+    expert_MD = expert_M[:, None].expand_as(maxima_MD)
+    most_ED = maxima_MD.new_zeros(len(tiles.ends_E), maxima_MD.shape[1])
+    most_ED = most_ED.scatter_reduce(0, expert_MD, maxima_MD, "amax")
+    return most_ED[expert_M]
+
+
+@wide_scales.register_cases
+def wide_scales_cases(draw: CaseInputs) -> Cases:
+    kinds: tuple[WideKind, ...] = ("row", "expert", "tensor")
+    for name, tiles, index_R in cases_of_tiles(draw.device):
+        for width in CASE_WIDTHS:
+            maxima = tile_maxima(draw.normal(len(index_R), width), tiles)
+            for kind in kinds:
+                yield KernelCase(f"{name} of width {width}, {kind}", (maxima, tiles, kind, ScaleRule()))

@@ -1,0 +1,65 @@
+"""Scales from largest magnitudes in Triton: of each, and of each expert's tiles. Imported only where Triton is."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language import constexpr
+
+from moefold.kernels.quantise.fp8 import ScaleRule
+from moefold.kernels.quantise.fp8_triton import magnitude_bits, scale_from_bits
+from moefold.kernels.quantise.row_tiles import RowTiles
+from moefold.kernels.tile_triton import program_block
+
+COLUMNS = 256  # of one program
+
+
+@triton.jit
+def scales_kernel(maxima, scales, count, LARGEST: constexpr, POWER_OF_TWO: constexpr, SIZE: constexpr):
+    i = program_block(0, SIZE)
+    bits = magnitude_bits(tl.load(maxima + i, mask=i < count, other=0.0))
+    tl.store(scales + i, scale_from_bits(bits, LARGEST, POWER_OF_TWO), mask=i < count)
+
+
+@triton.jit
+def expert_scales_kernel(
+    maxima_MD, scales_MD, first_tile_E, M, D, E,
+    LARGEST: constexpr, POWER_OF_TWO: constexpr, SIZE: constexpr,
+):  # fmt: skip
+    """The scale of the largest of an expert's tiles, at each of them. The last expert has the tiles not in use, too."""
+    e = tl.program_id(0)
+    c = program_block(1, SIZE)
+    real_c = c < D
+    first = tl.load(first_tile_E + e)
+    last = tl.load(first_tile_E + e + 1, mask=e + 1 < E, other=M)
+    bits = tl.zeros([SIZE], tl.int32)
+    for m in range(first, last):
+        at = maxima_MD + m.to(tl.int64) * D + c
+        bits = tl.maximum(bits, magnitude_bits(tl.load(at, mask=real_c, other=0.0)))
+    scale = scale_from_bits(bits, LARGEST, POWER_OF_TWO)
+    for m in range(first, last):
+        tl.store(scales_MD + m.to(tl.int64) * D + c, scale, mask=real_c)
+
+
+def scales_of_maxima(maxima: Tensor, rule: ScaleRule) -> Tensor:
+    maxima = maxima.contiguous()
+    scales = torch.empty_like(maxima)
+    count = maxima.numel()
+    grid = (triton.cdiv(count, 1024),)
+    scales_kernel[grid](maxima, scales, count, rule.format.largest, rule.power_of_two, 1024)
+    return scales
+
+
+def scales_of_experts(maxima_MD: Tensor, tiles: RowTiles, rule: ScaleRule) -> Tensor:
+    """For each tile the scales of its expert's columns. Tiles not in use hold the maximum zero."""
+    m, d = maxima_MD.shape
+    experts = len(tiles.ends_E)
+    maxima_MD = maxima_MD.contiguous()
+    scales_MD = torch.empty_like(maxima_MD)
+    grid = (experts, triton.cdiv(d, COLUMNS))
+    sizes = (m, d, experts)
+    constants = (rule.format.largest, rule.power_of_two, COLUMNS)
+    expert_scales_kernel[grid](maxima_MD, scales_MD, tiles.first_tile_E, *sizes, *constants)
+    return scales_MD
