@@ -32,6 +32,7 @@ from moefold.config.run import Config, ModelConfig
 from moefold.dispatch import price
 from moefold.kernels.catalog import CATALOG, forced_implementations, pick_implementation
 from moefold.kernels.facts import BYTES_PER_ELEMENT, Facts, expected_facts
+from moefold.kernels.quantise.choices import CHOICES as QUANTISE_CHOICES
 from moefold.layout.fold import fold_into_grids
 from moefold.presets.command_form import CommandForm
 from moefold.presets.command_options import check_rank_count, read_options
@@ -44,16 +45,8 @@ RING_OPS = {
     "attention_block_backward",
     "merge_attention_block",
 }  # added by a ring of context-parallel ranks
-FP8_OPS = {  # added by FP8 recipes
-    "row_tiles",
-    "tile_maxima",
-    "quantise_tiles",
-    "quantise_weight",
-    "fp8_product",
-    "fp8_weight_product",
-}
+FP8_OPS = {*QUANTISE_CHOICES, "fp8_product", "fp8_weight_product"}  # added by FP8 recipes
 FP8_EXPERT_OPS = {  # and by experts in FP8 as one function
-    "gather_tiles",
     "fp8_swiglu_product",
     "fp8_dswiglu_product",
     "tile_weight_product",
