@@ -601,6 +601,51 @@ def plain_gather_tiles(values, scales, tiles, index=None):
     return [[row for rows in of_tiles for row in rows] for of_tiles in padded]
 
 
+def plain_fp8_product(a, b, tiles, rows, sums, dtype):
+    outputs = b.values.shape[1]
+    a_values, a_scales = a.values.double().tolist(), a.scales.double().tolist()
+    b_values, b_scales = b.values.double().tolist(), b.scales.double().tolist()
+    y = [[0.0] * outputs for _ in range(rows)]
+    for expert, first, count, padded in tiles.tiles_M4.tolist():
+        for i, n in product(range(count), range(outputs)):
+            lines = a_values[padded + i], b_values[expert][n]
+            per = outputs // len(b_scales[expert]) if len(b_scales[expert]) in (1, outputs) else 128
+            scales = a_scales[padded + i], b_scales[expert][n // per]
+            y[first + i][n] = fp8_sum(*lines, *scales, sums)
+    return y
+
+
+def fp8_sum(a, b, a_scales, b_scales, sums):
+    """Of one row and one column, from blocks of 128 and their scales, or one scale of each."""
+    y = 0.0
+    for g, k in enumerate(range(0, len(a), 128)):
+        partial_sum = rounded_to_fp32(dot(a[k : k + 128], b[k : k + 128]))
+        if sums == "block":
+            y = rounded_to_fp32(rounded_to_fp32(partial_sum * a_scales[g]) * b_scales[g] + y)
+        else:
+            y = rounded_to_fp32(y + partial_sum)
+    return y if sums == "block" else rounded_to_fp32(rounded_to_fp32(y * a_scales[0]) * b_scales[0])
+
+
+def plain_fp8_weight_product(dy, x, tiles, sums, out, add=False):
+    a, b = (operand.values.double().tolist() for operand in (dy, x))
+    a_scales, b_scales = (operand.scales.double().tolist() for operand in (dy, x))
+    for e, n, d in product(range(len(out)), range(len(a)), range(len(b))):
+        mine = [m for m, tile in enumerate(tiles.tiles_M4.tolist()) if tile[0] == e and tile[2]]
+        lines = ([z for m in mine for z in line[128 * m : 128 * m + 128]] for line in (a[n], b[d]))
+        scales = ([line[m] for m in mine] or [1.0] for line in (a_scales[n], b_scales[d]))
+        out[e][n][d] = fp8_sum(*lines, *scales, sums) + (out[e][n][d] if add else 0.0)
+    return [out]
+
+
+def plain_tile_weight_product(dy, x, tiles, out, add=False):
+    for e, n, d in product(range(len(out)), range(len(dy[0])), range(len(x[0]))):
+        firsts = [tile[3] for tile in tiles.tiles_M4.tolist() if tile[0] == e and tile[2]]
+        total = math.fsum(dy[p][n] * x[p][d] for first in firsts for p in range(first, first + 128))
+        out[e][n][d] = total + (out[e][n][d] if add else 0.0)
+    return dy, x, out
+
+
 PLAIN = {name.removeprefix("plain_"): value for name, value in list(globals().items()) if name.startswith("plain_")}
 
 
