@@ -17,7 +17,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from moefold.config.precision_recipes import Sums
-from moefold.kernels.experts.fp8_swiglu import ActivationFormats
+from moefold.kernels.experts.activation_formats import ActivationFormats
 from moefold.kernels.experts.grouped_gemm_fp8_hopper import expert_gemm_fp8
 from moefold.kernels.experts.grouped_gemm_launch import (
     RowTilePlan,
