@@ -17,7 +17,11 @@ from moefold.config.precision_recipes import RECIPE_SPECS, WIDTH_MULTIPLE, parse
 from moefold.config.run import Config, ModelConfig, ParallelConfig
 
 NO_PRODUCTS = ("embedding.weight", "head.weight", "moe.router.weight")
-GROUPED_PRODUCTS = {"moe.experts.gate_up": "moe.experts.up_product", "moe.experts.down": "moe.experts.down_product"}
+GROUPED_PRODUCTS = {
+    "moe.experts.gate_up": "moe.experts.up_product",
+    "moe.experts.up": "moe.experts.up_product",
+    "moe.experts.down": "moe.experts.down_product",
+}
 SCOPE = ("attention.", "dense.", "moe.shared.", "moe.experts.")
 PLAIN_IN_SCOPE = ("moe.shared.gate",)  # one output
 

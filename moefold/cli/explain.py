@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 import tyro
@@ -16,6 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from moefold.anatomy.model_totals import active_parameters, mtp_parameters, total_parameters, train_flops_per_token
+from moefold.anatomy.product_formats import experts_recipe, product_formats, recipe_in_words
 from moefold.anatomy.regions import absent_regions, regions_of
 from moefold.anatomy.stage_contents import pipeline_layout, rank_of_each_stage
 from moefold.anatomy.step_specs import (
@@ -31,6 +32,7 @@ from moefold.config.run import Config, ModelConfig
 from moefold.dispatch import price
 from moefold.kernels.catalog import CATALOG, forced_implementations, pick_implementation
 from moefold.kernels.facts import BYTES_PER_ELEMENT, Facts, expected_facts
+from moefold.kernels.quantise.choices import CHOICES as QUANTISE_CHOICES
 from moefold.layout.fold import fold_into_grids
 from moefold.presets.command_form import CommandForm
 from moefold.presets.command_options import check_rank_count, read_options
@@ -43,6 +45,12 @@ RING_OPS = {
     "attention_block_backward",
     "merge_attention_block",
 }  # added by a ring of context-parallel ranks
+FP8_OPS = {*QUANTISE_CHOICES, "fp8_product", "fp8_weight_product"}  # added by FP8 recipes
+FP8_EXPERT_OPS = {  # and by experts in FP8 as one function
+    "fp8_swiglu_product",
+    "fp8_dswiglu_product",
+    "tile_weight_product",
+}
 NODE_SIZE = 8  # ranks of one node, where the environment does not say
 ROUTERS_CHOOSE = "chosen by the routers"
 Description = dict[str, Any]
@@ -104,6 +112,7 @@ def explain_config(config: Config, ranks: int) -> Description:
         "grids": grids,
         "pipeline": pipeline_placement(config),
         "layers": [describe_layer(layer, config) for layer in layers],
+        "products": describe_products(config, facts),
         "routing": routing_source(config),
         "dispatcher": dispatcher_choice(config, ranks, facts),
         "beside_exchanges": work_beside_exchanges(config),
@@ -156,6 +165,16 @@ def describe_step(step: StepSpec, config: Config) -> Description:
     }
 
 
+def describe_products(config: Config, facts: Facts) -> Description:
+    """The recipe of every product by kind of layer, and what each recipe means."""
+    kinds: list[Description] = []
+    for kind, count in product_formats(config).items():
+        kinds.append({"count": count, **asdict(kind)})
+    used = dict.fromkeys(kind["recipe"] for kind in kinds)
+    recipes = {recipe: recipe_in_words(recipe, config.precision, facts.dtype) for recipe in used}
+    return {"recipes": recipes, "kinds": kinds}
+
+
 def pipeline_placement(config: Config) -> Description | None:
     """The stages of each pipeline rank, with the pieces that lie on them; None without a pipeline."""
     if config.parallel.pp == 1:
@@ -200,13 +219,22 @@ def work_beside_exchanges(config: Config) -> str:
 def kernel_choices(config: Config, layers: list[LayerKind], facts: Facts) -> dict[str, KernelChoice]:
     """The implementation of each op that the run calls, in the order of the catalog."""
     forced = forced_implementations(config.kernels.force)
-    used = ops_of_run(config, layers)
+    facts = replace(facts, recipe=experts_recipe(config))
+    used = ops_of_run(config, layers) | fp8_ops_of_run(config, facts)
     choices: dict[str, KernelChoice] = {}
     for op in CATALOG:
         if op in used:
             name, why = pick_implementation(op, facts, forced.get(op))
             choices[op] = {"implementation": name, "why": why}
     return choices
+
+
+def fp8_ops_of_run(config: Config, facts: Facts) -> set[str]:
+    if all(kind.recipe == "plain" for kind in product_formats(config)):
+        return set()
+    forced = forced_implementations(config.kernels.force)
+    experts, _ = pick_implementation("expert_mlp", facts, forced.get("expert_mlp"))
+    return FP8_OPS | FP8_EXPERT_OPS if experts == "fp8" else FP8_OPS
 
 
 def ops_of_run(config: Config, layers: list[LayerKind]) -> set[str]:
@@ -238,6 +266,7 @@ def print_explanation(explanation: Description) -> None:
     if explanation["beside_exchanges"]:
         console.print(f"while its tokens are sent a microbatch computes: {explanation['beside_exchanges']}")
     console.print(step_table(explanation["layers"]))
+    print_products(explanation["products"], console)
     console.print(kernel_table(explanation))
     console.print(region_table(explanation["regions"]))
 
@@ -285,6 +314,29 @@ def step_cells(step: Description) -> list[str]:
     return [step["step"], lane, step["shapes"], *texts]
 
 
+def print_products(products: Description, console: Console) -> None:
+    """The number formats of products; nothing where all are plain."""
+    recipes = products["recipes"]
+    if all(recipe == "plain" for recipe in recipes):
+        return
+    console.print(product_table(products["kinds"]))
+    table = Table("recipe", "forward", "data gradient", "weight gradient", title="recipes", title_justify="left")
+    for recipe, formats in recipes.items():
+        table.add_row(recipe, *formats.values())
+    console.print(table)
+
+
+def product_table(kinds: list[Description]) -> Table:
+    title = "products (linear; router, embedding and head have no recipe)"
+    table = Table("where", "product", "recipe", "why", title=title, title_justify="left")
+    for kind in kinds:
+        where = kind["where"]
+        if kind["count"] > 1:
+            where = f"{kind['count']} x {where}"
+        table.add_row(where, kind["product"], kind["recipe"], escape(kind["why"]))
+    return table
+
+
 def region_table(regions: Description) -> Table:
     table = Table("region", "where", "what", title="memory regions", title_justify="left")
     for name, region in regions["present"].items():
@@ -303,12 +355,17 @@ def kernel_table(explanation: Description) -> Table:
 
 
 def steps_that_use(op: str, layers: list[Description]) -> list[str]:
-    """The names of the steps with this op. An op of no step belongs to the optimizer or to context parallelism."""
+    """The names of the steps with this op. An op of no step belongs to a recipe, to the optimizer or to context
+    parallelism."""
     users: dict[str, None] = {}  # in the order of the model
     for layer in layers:
         for step in layer["steps"]:
             if op in step["ops"]:
                 users[step["step"]] = None
+    if op in FP8_OPS:
+        return ["products"]
+    if op in FP8_EXPERT_OPS:
+        return ["experts"]
     if not users:
         return ["optimizer" if op in OPTIMIZER_OPS else "attend"]
     return list(users)

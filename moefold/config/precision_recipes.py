@@ -28,16 +28,18 @@ WeightScales = Literal["none", "block", "expert", "channel"]
 ColumnScales = Literal["none", "block", "tensor", "channel"]
 Sums = Literal["plain", "block", "promoted", "fast"]
 
-SCALES_IN_WORDS = {
-    "none": "unquantised",
+SCALES_IN_WORDS = {  # of rows and columns
     "block": "a scale for 128 values",
     "tensor": "a scale for a tensor, or for the rows of an expert",
-    "expert": "a scale for a matrix",
     "row": "a scale for each token",
-    "channel": "a scale for each channel",
+    "channel": "a scale for each channel of an expert's rows",
+}
+WEIGHT_SCALES_IN_WORDS = {
+    "block": "a scale for 128 x 128 values",
+    "expert": "a scale for a matrix",
+    "channel": "a scale for each output of the product",
 }
 SUMS_IN_WORDS = {
-    "plain": "sums of the model's own products",
     "block": "fp32 sums of scaled blocks of 128",
     "promoted": "fp32 sums of blocks of 128, scaled at the end",
     "fast": "sums of the tensor core, scaled at the end",

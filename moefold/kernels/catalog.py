@@ -42,7 +42,8 @@ def pick_implementation(op: str, facts: Facts, forced: str | None = None) -> tup
         return best.name, "asked for" if forced else reason_to_choose(best, facts)
     if forced == "reference":
         return "reference", "asked for"
-    passed_over = "; ".join(choice.reason_against(facts) for choice in wanted)
+    reasons = dict.fromkeys(choice.reason_against(facts) for choice in wanted)  # each once
+    passed_over = "; ".join(reasons)
     if forced is not None:
         raise UserError(f"kernels.force: {op}={forced} cannot run here: {passed_over}; leave it out")
     return "reference", passed_over or "plain torch is the only one yet"

@@ -53,7 +53,14 @@ SHAPE_SETTINGS = (
     "model.moe.every",
     "train.precision",
 )
-NOTED_SETTINGS = ("model.", "data.", "optim.", "train.seed", "train.global_batch")  # a changed value is printed
+NOTED_SETTINGS = (  # a changed value is printed
+    "model.",
+    "data.",
+    "optim.",
+    "precision.",
+    "train.seed",
+    "train.global_batch",
+)
 
 
 @dataclass(frozen=True)

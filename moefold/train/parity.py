@@ -28,6 +28,7 @@ from moefold.config.run import (
     OptimConfig,
     ParallelConfig,
     PipelineConfig,
+    PrecisionConfig,
     TrainConfig,
 )
 from moefold.data.corpus import Corpus
@@ -69,7 +70,7 @@ class ParityMismatch:
 
 def shrink_config(config: Config, world: int) -> Config:
     """The same mechanisms and degrees at sizes that a CPU handles in a second; refused if the degrees do not fit that
-    many ranks."""
+    many ranks. Products are plain: rounding to FP8 would turn a difference of the last bit into a large one."""
     small = replace(
         config,
         model=shrink_model(config),
@@ -77,6 +78,7 @@ def shrink_config(config: Config, world: int) -> Config:
         train=shrink_training(config, world),
         optim=comparable_optimizer(config.optim),
         pipeline=replace(config.pipeline, layout=""),  # the user's layout is for other numbers of layers
+        precision=PrecisionConfig(),
     )
     return check_config(small, world)
 

@@ -17,10 +17,14 @@ from moefold.train.parity import shrink_config
 TINY = [name for name in PRESETS if name.endswith("tiny")]
 
 
-@pytest.mark.parametrize("name", TINY)
+UNGATED = ["--model.moe.activation=relu2", "--model.dense_activation=gelu", "--model.moe.shared_ffn=64"]
+
+
+@pytest.mark.parametrize("name", [*TINY, "tiny without gates"])
 def test_names_and_widths_are_those_of_the_modules(name: str):
     world = single_rank_world("cpu")
-    config = resolve_auto_values(shrink_config(PRESETS[name](), 1), world)
+    found = resolve_recipe("tiny", [*UNGATED, "--model.moe.dense_layers=1"]) if "without" in name else PRESETS[name]()
+    config = resolve_auto_values(shrink_config(found, 1), world)
     model = build_model(config, world, choose_kernels(config, world))
     products = {product.name: product for product in model_products(config.model, config.parallel)}
     assert set(products) == set(named_products(model))

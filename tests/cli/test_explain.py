@@ -8,12 +8,11 @@ import pytest
 
 from moefold.anatomy.model_totals import active_parameters, mtp_parameters, total_parameters, train_flops_per_token
 from moefold.anatomy.step_specs import prefixed_model_steps, prefixed_mtp_steps
-from moefold.cli.explain import describe_regions
+from moefold.cli.explain import FP8_EXPERT_OPS, FP8_OPS, describe_regions
 from moefold.cli.main import run_command_line
 from moefold.kernels.bound import BoundKernels
 from moefold.kernels.catalog import CATALOG, pick_implementation
 from moefold.kernels.facts import facts_from_config
-from moefold.kernels.quantise.choices import CHOICES as QUANTISE
 from moefold.kernels.registry import import_every_op
 from moefold.presets.recipe import resolve_recipe
 from moefold.presets.zoo import PRESETS
@@ -46,6 +45,7 @@ def test_json_holds_what_the_anatomy_says(name: str, explained: Any):
         "facts",
         "grids",
         "pipeline",
+        "products",
         "routing",
         "dispatcher",
         "beside_exchanges",
@@ -169,8 +169,7 @@ def test_a_number_of_ranks_below_one_is_refused(nproc: str, capsys: pytest.Captu
 
 
 RING = {"attention_block", "attention_block_backward", "merge_attention_block"}
-FP8 = {"fp8_product", "fp8_weight_product", *QUANTISE}
-RARE = RING | FP8 | {"clamped_swiglu", "mlp_activation", "expert_bias"}
+RARE = RING | FP8_OPS | FP8_EXPERT_OPS | {"clamped_swiglu", "mlp_activation", "expert_bias"}
 USED = set(CATALOG) - RARE
 
 
@@ -308,3 +307,28 @@ def test_it_says_what_runs_beside_the_exchanges_of_a_microbatch(explained: Any):
     assert explained("deepseek-v3-tiny")["beside_exchanges"] == "", "on one rank nothing is sent"
     spread = explained("deepseek-v3-tiny", "--parallel.ep", "2", "--nproc", "2")["beside_exchanges"]
     assert spread.startswith("shared experts, beside plan and dispatch")
+
+
+def test_products_are_shown_with_recipe_format_and_reason(explained: Any, capsys: pytest.CaptureFixture[str]):
+    words = ["--precision.recipe", "fp8_hybrid", "--precision.exclude_first", "1", "--model.moe.ffn", "128"]
+    explanation = explained("tiny", *words)
+    recipes = explanation["products"]["recipes"]
+    assert list(recipes) == ["plain", "fp8_hybrid"]
+    assert recipes["fp8_hybrid"]["weight_gradient"] == f"x and dy {explanation['facts']['dtype']}"
+    kinds = {(kind["product"], kind["recipe"]): kind for kind in explanation["products"]["kinds"]}
+    assert kinds["moe.experts.up_product", "plain"]["why"] == "precision.exclude_first"
+    assert kinds["moe.experts.up_product", "fp8_hybrid"]["count"] == 3
+    assert set(explanation["kernels"]) == USED | FP8_OPS | FP8_EXPERT_OPS
+    assert explanation["kernels"]["expert_mlp"]["implementation"] == "fp8"
+    composed = explained("tiny", *words, "--model.moe.ffn", "64")["kernels"]
+    assert composed["expert_mlp"]["implementation"] == "reference", "ffn is no multiple of 128"
+    assert set(composed) == USED | FP8_OPS
+    assert run_command_line(["explain", "tiny", *words]) == 0
+    assert "products (linear; router, embedding and head have no recipe)" in capsys.readouterr().out
+    assert run_command_line(["explain", "tiny"]) == 0
+    assert "products (linear" not in capsys.readouterr().out
+
+
+def test_an_entry_that_matches_no_product_is_refused(capsys: pytest.CaptureFixture[str]):
+    assert run_command_line(["explain", "tiny", "--precision.recipes", "*.atention.*: fp8_row"]) == 2
+    assert 'no product of the model matches "*.atention.*"' in capsys.readouterr().err

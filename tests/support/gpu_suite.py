@@ -1,6 +1,6 @@
 """Every test that needs a GPU: `python -m tests.support.gpu_suite`. Exit code 2: no CUDA device here.
 
-Tests that time steps come last, one after the other, with the whole card for themselves.
+Tests that time steps or look at streams come last, one after the other, with the whole card for themselves.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from tests.support.marked_suite import conclude, read_suite_options, run_part, t
 
 BYTES_PER_PROCESS = 20 << 30  # the largest of these tests trains a layer of Mixtral-8x7B
 MOST_PROCESSES = 6
-MEASURED = "tests/plan/test_on_gpu.py"
+MEASURED = ("tests/plan/test_on_gpu.py", "tests/pipeline/test_overlap_on_gpu.py")
 NO_PAGES = "--ignore=tests/web"  # no test of a page needs a GPU, and GPU machines often lack what pages need
 
 
@@ -24,9 +24,10 @@ def main() -> int:
         return tell_missing("no CUDA device here (torch.cuda.is_available() is false)")
     processes = side_by_side()
     beside = ("-n", str(processes), "--dist", "worksteal")
+    ignored = [f"--ignore={path}" for path in MEASURED]
     parts = [
-        run_part(f"{processes} side by side", NO_PAGES, f"--ignore={MEASURED}", "-m", "gpu", *beside),
-        run_part("timed, alone", MEASURED, "-m", "gpu"),
+        run_part(f"{processes} side by side", NO_PAGES, *ignored, "-m", "gpu", *beside),
+        run_part("timed, alone", *MEASURED, "-m", "gpu"),
     ]
     device = f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
     return conclude("Tests on a GPU", "tests.support.gpu_suite", device, options, parts)

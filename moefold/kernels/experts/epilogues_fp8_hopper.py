@@ -15,11 +15,12 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from moefold.kernels.experts.epilogues_hopper import tanh_sigmoid
-from moefold.kernels.quantise.fp8_hopper import larger_magnitude, scale_from_amax
+from moefold.kernels.quantise.fp8_hopper import larger_magnitude, reciprocal, scale_from_amax
 
 SLAB = gl.constexpr(8)  # rows
 SLABS = gl.constexpr(8)  # of 64 rows
 PART_LAYOUT = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [2, 1], [1, 0]))  # a thread has 8 columns of a row
+BLOCK_LAYOUT = gl.constexpr(gl.BlockedLayout([1, 16], [4, 8], [2, 1], [1, 0]))  # of 128 columns, for copies
 ROW_LAYOUT = gl.constexpr(gl.SliceLayout(1, PART_LAYOUT))
 LARGEST = gl.constexpr(448.0)
 
@@ -30,7 +31,7 @@ def block_scale(x0, x1, POWER_OF_TWO: gl.constexpr):
     amax0 = gl.reduce(gl.abs(x0), 1, larger_magnitude)
     amax1 = gl.reduce(gl.abs(x1), 1, larger_magnitude)
     scale = scale_from_amax(larger_magnitude(amax0, amax1), LARGEST, POWER_OF_TWO)
-    return scale, gl.div_rn(1.0, scale)
+    return scale, reciprocal(scale)
 
 
 @gluon.jit
@@ -127,8 +128,11 @@ def epilogue_swiglu_fp8(outs, tile, bar, phase, half, row, pad, n, F, real, padd
 
 
 @gluon.jit
-def prefetch_part(h_ptr, buf, row, column, F):
-    at, there = part_offsets(row, column, 2 * F, F)
+def prefetch_block(h_ptr, buf, row, column, F):
+    r = gl.arange(0, SLAB, layout=gl.SliceLayout(1, BLOCK_LAYOUT))
+    c = gl.arange(0, 128, layout=gl.SliceLayout(0, BLOCK_LAYOUT))
+    at = (row + r).to(gl.int64)[:, None] * (2 * F) + (column + c)[None, :]
+    there = (column + c < F)[None, :] & (r >= 0)[:, None]
     async_copy.async_copy_global_to_shared(buf, h_ptr + at, mask=there)
 
 
@@ -138,11 +142,9 @@ def prefetch_pre_activation(h_ptr, ahead, p, pad, n, F):
     four blocks."""
     row = pad + p // 2 % SLABS * SLAB
     column = n * 256 + p % 2 * 128
-    first = p % 4 * 4
-    prefetch_part(h_ptr, ahead.index(first), row, column, F)
-    prefetch_part(h_ptr, ahead.index(first + 1), row, column + 64, F)
-    prefetch_part(h_ptr + F, ahead.index(first + 2), row, column, F)
-    prefetch_part(h_ptr + F, ahead.index(first + 3), row, column + 64, F)
+    first = p % 4 * 2
+    prefetch_block(h_ptr, ahead.index(first), row, column, F)
+    prefetch_block(h_ptr + F, ahead.index(first + 1), row, column, F)
     async_copy.commit_group()
 
 
@@ -166,8 +168,9 @@ def load_slab_scales(buf, q, s):
 @gluon.jit
 def load_kept_pair(ahead, first, scales, q, s, FP8: gl.constexpr):
     """A block of gate or up, from the copy of the pre-activation in shared memory."""
-    x0 = ahead.index(first).load(PART_LAYOUT).to(gl.float32)
-    x1 = ahead.index(first + 1).load(PART_LAYOUT).to(gl.float32)
+    block = ahead.index(first)
+    x0 = block.slice(0, 64, 1).load(PART_LAYOUT).to(gl.float32)
+    x1 = block.slice(64, 64, 1).load(PART_LAYOUT).to(gl.float32)
     if FP8:
         scale = load_slab_scales(scales, q, s)
         x0 *= scale
@@ -214,9 +217,9 @@ def epilogue_dswiglu_fp8(outs, tile, ahead, bar, phase, half, row, pad, n, F, re
             prefetch_pre_activation(h_ptr, ahead, p + 3, pad, n, F)
             async_copy.wait_group(3)
             # gate and up of this block
-            first = p % 4 * 4
+            first = p % 4 * 2
             g0, g1 = load_kept_pair(ahead, first, ahead_scales, c, s, FP8)
-            u0, u1 = load_kept_pair(ahead, first + 2, ahead_scales, 2 + c, s, FP8)
+            u0, u1 = load_kept_pair(ahead, first + 1, ahead_scales, 2 + c, s, FP8)
             # the gradient of its activation
             chunk = half * 4 + c * 2
             d0 = load_part(tile, chunk, s)

@@ -10,6 +10,7 @@ Hopper. N source rows, R rows in expert order, P in tiles of 128, D width, F inn
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
 
@@ -18,7 +19,8 @@ from torch import Tensor
 
 from moefold.config.precision_recipes import RecipeSpec, Sums
 from moefold.kernels.bound import BoundKernels
-from moefold.kernels.experts.fp8_swiglu import ActivationFormats, fp8_dswiglu_product, fp8_swiglu_product
+from moefold.kernels.experts.activation_formats import ActivationFormats
+from moefold.kernels.experts.fp8_swiglu import fp8_dswiglu_product, fp8_swiglu_product
 from moefold.kernels.linear.fp8_product import fp8_product, fp8_weight_product, tile_weight_product
 from moefold.kernels.quantise.fp8 import Quantised, ScaleRule
 from moefold.kernels.quantise.gather_tiles import gather_tiles
@@ -72,7 +74,7 @@ class Fp8ExpertMlp(torch.autograd.Function):
         )
         del x
         if isinstance(a, Tensor):
-            a = recipe.quantise(a, padded_tiles(tiles), recipe.rule, rows=True).rows
+            a = recipe.quantise(a, padded_tiles(tiles), recipe.rule, rows=True).wanted_rows
         w = recipe.weight(down_EDF).forward
         y_RD = kernels[fp8_product](a, w, tiles, len(index_R), recipe.row_sums, source_ND.dtype)
         kept = (h, None) if isinstance(h, Tensor) else h
@@ -95,34 +97,43 @@ class Fp8ExpertMlp(torch.autograd.Function):
         # Down: the data gradient with SwiGLU's, and the weight gradient.
         dy_RD = dy_RD.contiguous()
         dy = recipe.quantise(dy_RD, tiles, recipe.gradient_rule, rows=True, columns=fp8_wgrad)
-        gradients = kernels[fp8_dswiglu_product](
-            dy.rows, recipe.weight(down).transposed, h, weight_R.float(), tiles, recipe.row_sums, dtype
+        dh_PN, a_PF, dweight_R = kernels[fp8_dswiglu_product](
+            dy.wanted_rows,
+            recipe.weight(down).transposed,
+            h,
+            weight_R.float(),
+            tiles,
+            recipe.row_sums,
+            dtype,
         )
         del h
         padded = padded_tiles(tiles)
-        a = recipe.quantise(gradients.a_PF, padded, recipe.rule, columns=True).columns if fp8_wgrad else gradients.a_PF
-        left = dy.columns if fp8_wgrad else gather_rows_in_tiles(recipe, dy_RD, tiles)
-        ddown = gradient_or_defer(down, partial(weight_gradient, recipe, down, tiles, left, a))
+        if fp8_wgrad:
+            a = recipe.quantise(a_PF, padded, recipe.rule, columns=True).wanted_columns
+            compute_down = partial(fp8_weight_gradient, recipe, down, tiles, dy.wanted_columns, a)
+        else:
+            compute_down = partial(plain_weight_gradient, recipe, down, tiles, in_tiles(recipe, dy_RD, tiles), a_PF)
+        ddown = gradient_or_defer(down, compute_down)
+        del dy, a_PF, compute_down
         # Up: the data gradient summed over each source row's slots, and the weight gradient.
-        dh = recipe.quantise(gradients.dh_PN, padded, recipe.gradient_rule, rows=True, columns=fp8_wgrad)
+        dh = recipe.quantise(dh_PN, padded, recipe.gradient_rule, rows=True, columns=fp8_wgrad)
         w = up_weight(recipe, gate_up).transposed
-        dx_RD = kernels[fp8_product](dh.rows, w, tiles, len(index_R), recipe.row_sums, dtype)
+        dx_RD = kernels[fp8_product](dh.wanted_rows, w, tiles, len(index_R), recipe.row_sums, dtype)
         dsource_ND = kernels[sum_rows](dx_RD, index_R, slots_NK, True)
-        left = dh.columns if fp8_wgrad else gradients.dh_PN
-        dweight_R = gradients.dweight_R.to(weight_R.dtype)
-        del dx_RD, dh, gradients
+        del dx_RD
+        left = dh.wanted_columns if fp8_wgrad else dh_PN
+        del dh, dh_PN
         compute_up = partial(up_weight_gradient, recipe, gate_up, tiles, left, source_ND, index_R)
         dgate_up = gradient_or_defer(gate_up, compute_up)
-        return None, dsource_ND, dgate_up, ddown, dweight_R, None, None, None
+        return None, dsource_ND, dgate_up, ddown, dweight_R.to(weight_R.dtype), None, None, None
 
 
 def gather_tokens(recipe: Fp8Experts, source_ND: Tensor, tiles: RowTiles, index_R: Tensor) -> Quantised:
     """Tokens quantised along their rows, once each, and their bytes in the experts' order."""
     end = torch.full((1,), len(source_ND), dtype=torch.int32, device=source_ND.device)
     token_tiles = recipe.kernels[row_tiles](end, len(source_ND))
-    tokens = recipe.quantise(source_ND, token_tiles, recipe.rule, rows=True, are_tokens=True).rows
-    assert tokens is not None, "rows were asked for"
-    return recipe.kernels[gather_tiles](*tokens, tiles, index_R)
+    tokens = recipe.quantise(source_ND, token_tiles, recipe.rule, rows=True, are_tokens=True)
+    return recipe.kernels[gather_tiles](*tokens.wanted_rows, tiles, index_R)
 
 
 def up_weight(recipe: Fp8Experts, gate_up_E2FD: Tensor) -> QuantisedWeight:
@@ -152,30 +163,36 @@ def up_weight_gradient(
 ) -> Tensor | None:
     """Gathers the tokens when it is called: a deferred gradient holds the source rows only."""
     if isinstance(dh, Tensor):
-        x = gather_rows_in_tiles(recipe, source_ND, tiles, index_R)
-    else:
-        x = recipe.quantise(source_ND, tiles, recipe.rule, columns=True, are_tokens=True, index_R=index_R).columns
-    return weight_gradient(recipe, gate_up, tiles, dh, x)
+        x_PD = in_tiles(recipe, source_ND, tiles, index_R)
+        return plain_weight_gradient(recipe, gate_up, tiles, dh, x_PD)
+    copies = recipe.quantise(source_ND, tiles, recipe.rule, columns=True, are_tokens=True, index_R=index_R)
+    return fp8_weight_gradient(recipe, gate_up, tiles, dh, copies.wanted_columns)
 
 
-def gather_rows_in_tiles(
-    recipe: Fp8Experts, source_ND: Tensor, tiles: RowTiles, index_R: Tensor | None = None
-) -> Tensor:
+def in_tiles(recipe: Fp8Experts, source_ND: Tensor, tiles: RowTiles, index_R: Tensor | None = None) -> Tensor:
     """x_PD, unquantised."""
     one_N1 = torch.ones(len(source_ND), 1, device=source_ND.device)
     return recipe.kernels[gather_tiles](source_ND, one_N1, tiles, index_R).values
 
 
-def weight_gradient(
-    recipe: Fp8Experts, weight: Tensor, tiles: RowTiles, left: Quantised | Tensor, right: Any
+def fp8_weight_gradient(
+    recipe: Fp8Experts, weight: Tensor, tiles: RowTiles, left: Quantised, right: Quantised
 ) -> Tensor | None:
+    multiply = recipe.kernels[fp8_weight_product]
+    return write_weight_gradient(weight, partial(multiply, left, right, tiles, recipe.weight_sums))
+
+
+def plain_weight_gradient(
+    recipe: Fp8Experts, weight: Tensor, tiles: RowTiles, left_PN: Tensor, right_PD: Tensor
+) -> Tensor | None:
+    multiply = recipe.kernels[tile_weight_product]
+    return write_weight_gradient(weight, partial(multiply, left_PN, right_PD, tiles))
+
+
+def write_weight_gradient(weight: Tensor, multiply: Callable[[Tensor, bool], None]) -> Tensor | None:
     """The gradient of a weight; or None if it was added, unrounded, to the sum in the weight's sink."""
     total = running_gradient_sum(weight)
     out = memory_for_gradient(weight) if total is None else total
-    out_END = out.view(len(out), -1, out.shape[-1])
-    add = total is not None
-    if isinstance(left, Tensor):
-        recipe.kernels[tile_weight_product](left, right, tiles, out_END, add)
-    else:
-        recipe.kernels[fp8_weight_product](left, right, tiles, recipe.weight_sums, out_END, add)
-    return None if add else out
+    matrices = out.view(len(out), -1, out.shape[-1])
+    multiply(matrices, total is not None)
+    return out if total is None else None

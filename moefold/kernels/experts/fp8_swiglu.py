@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moefold.config.precision_recipes import Sums
+from moefold.kernels.experts.activation_formats import ActivationFormats
 from moefold.kernels.linear.fp8_product import padded_product, rows_of_tiles
 from moefold.kernels.quantise.fp8 import BLOCK, Quantised, ScaleRule
 from moefold.kernels.quantise.quantise_tiles import quantise_rows, quantise_tiles
@@ -26,16 +27,6 @@ from moefold.kernels.quantise.row_tiles import RowTiles, padded_index, row_tiles
 from moefold.kernels.registry import CaseInputs, Cases, KernelCase, register_inner_op
 
 Kept = Quantised | Tensor  # by blocks of 128 in FP8, or in the model's own precision
-
-
-class ActivationFormats(NamedTuple):
-    """`fp8_activation`: a is quantised by blocks in the epilogue; otherwise its scale is wider than a tile, and a is
-    quantised later. `fp8_kept`: h is kept in FP8."""
-
-    rule: ScaleRule
-    fp8_activation: bool
-    fp8_kept: bool
-    dtype: torch.dtype  # the model's own
 
 
 class SwigluGradients(NamedTuple):

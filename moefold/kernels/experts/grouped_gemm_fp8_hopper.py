@@ -390,9 +390,9 @@ def expert_gemm_fp8(
     tile_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], gl.bfloat16)
     tile = gl.allocate_shared_memory(gl.bfloat16, [2, 64, BN], tile_layout)
     row_major: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    ahead_parts: gl.constexpr = 16 if END == "dswiglu" else 1
+    ahead_blocks: gl.constexpr = 8 if END == "dswiglu" else 1
     ahead_dtype: gl.constexpr = h_ptr.dtype.element_ty if END == "dswiglu" else gl.int8
-    ahead = gl.allocate_shared_memory(ahead_dtype, [ahead_parts, 8, 64], row_major)
+    ahead = gl.allocate_shared_memory(ahead_dtype, [ahead_blocks, 8, 128], row_major)
     ahead_scales = gl.allocate_shared_memory(gl.float32, [4, 64], row_major)
     # barriers: stages filled and free, halves of a tile made and gone
     bar_layout: gl.constexpr = mbarrier.MBarrierLayout()

@@ -17,7 +17,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from moefold.config.precision_recipes import Sums
-from moefold.kernels.experts.fp8_swiglu import ActivationFormats
+from moefold.kernels.experts.activation_formats import ActivationFormats
 from moefold.kernels.experts.grouped_gemm_fp8_hopper import expert_gemm_fp8
 from moefold.kernels.experts.grouped_gemm_launch import (
     RowTilePlan,
@@ -78,7 +78,7 @@ def launch_fp8_gemm(
     routing = (tiles.tiles_M4, tiles.count, tiles.ends_E, tiles.first_tile_E)
     tensors = (block_descriptor_fp8(a, 64, 128), b, *scales, *outputs, *routing)
     sizes = (experts, m, n, k, tiles.padded_rows)
-    plain = end in ("plain", "add")
+    consumer_regs, other_regs = registers_of_warps(end, sums)
     constants = {
         "KIND": kind,
         "END": end,
@@ -87,8 +87,8 @@ def launch_fp8_gemm(
         "WIDE_B": "column" if scales.b_row else "expert",
         "POWER_OF_TWO": power_of_two,
         "STAGES": STAGES,
-        "CONSUMER_REGS": 224 if plain else 208,
-        "OTHER_REGS": 64 if plain else 96,
+        "CONSUMER_REGS": consumer_regs,
+        "OTHER_REGS": other_regs,
     }
     programs = multiprocessor_count(a.device.index or 0)  # a persistent program on each
 
@@ -99,6 +99,14 @@ def launch_fp8_gemm(
     shape = gemm_shape_class("fp8 " + kind, timed_as, len(tiles.tiles_M4) * 128, experts, n)
     timed_launch = None if end == "add" else launch_with_band
     launch_with_band(band_for_shape(shape, a.device, timed_launch))
+
+
+def registers_of_warps(end: str, sums: Sums) -> tuple[int, int]:
+    """Registers of a consumer's thread, and of one of the other warps: 512 for two consumers and the others. Promotion
+    needs sums twice; SwiGLU's epilogues need what it leaves."""
+    if end in ("plain", "add"):
+        return 224, 64
+    return (184, 144) if sums == "fast" else (208, 96)
 
 
 def block_descriptor_fp8(x: Tensor, *shape: int) -> TensorDescriptor:

@@ -48,22 +48,22 @@ def fp8_product_gluon(
 def padded_product(a: Quantised, b: Quantised, tiles: RowTiles, sums: Sums) -> Tensor:
     """y_PN in fp32, with the rows in their padded places."""
     expert_M = tiles.tiles_M4[:, 0].long()
+    outputs = b.values.shape[1]
     a_MBK = a.values.unflatten(0, (-1, BLOCK))
-    a_scales_MB = a.scales.unflatten(0, (-1, BLOCK))
-    b_scales_MNG = row_scales(b.scales, b.values.shape[1])[expert_M]
-    y_MBN = a.scales.new_zeros(*a_MBK.shape[:2], b.values.shape[1])
-    for g, (first, last) in enumerate(contraction_blocks(a_MBK.shape[2])):
-        b_MNK = b.values[:, :, first:last].double()[expert_M]
-        partial = a_MBK[..., first:last].double() @ b_MNK.mT
+    scale_a_MBG = a.scales.unflatten(0, (-1, BLOCK))
+    scale_b_MNG = row_scales(b.scales, outputs)[expert_M]
+    scale_b_MGN = scale_b_MNG.mT
+    y_MBN = torch.zeros(*a_MBK.shape[:2], outputs, device=a.scales.device)
+    for g, block in enumerate(contraction_blocks(a_MBK.shape[2])):
+        b_ENK = b.values[:, :, block].double()
+        partial = (a_MBK[..., block].double() @ b_ENK[expert_M].mT).float()
         if sums == "block":
-            scale_a = a_scales_MB[..., g, None]
-            scale_b = b_scales_MNG[:, None, :, g]
-            y_MBN = multiply_add(partial.float() * scale_a, scale_b, y_MBN)
+            scaled = partial * scale_a_MBG[..., g, None]
+            y_MBN = multiply_add(scaled, scale_b_MGN[:, g, None], y_MBN)
         else:
-            y_MBN += partial.float()
+            y_MBN += partial
     if sums != "block":
-        scale_b = b_scales_MNG[:, None, :, 0]
-        y_MBN = (y_MBN * a_scales_MB) * scale_b
+        y_MBN = (y_MBN * scale_a_MBG) * scale_b_MGN
     return y_MBN.flatten(0, 1)
 
 
@@ -76,22 +76,21 @@ def fp8_weight_product(
     expert_M = tiles.tiles_M4[:, 0].long()
     used_M = tiles.tiles_M4[:, 2] > 0
     total_END = torch.zeros(out_END.shape, device=out_END.device)
-    scale_EN = torch.ones(out_END.shape[:2], device=out_END.device)
-    scale_ED = scale_EN.new_ones(len(out_END), out_END.shape[2])
-    for m, (first, last) in enumerate(contraction_blocks(dy.values.shape[1])):
-        e = expert_M[m : m + 1]
-        partial = dy.values[:, first:last].double() @ x.values[:, first:last].double().T
-        before = total_END[e][0]
-        scale_dy = dy.scales[:, m]
-        scale_x = x.scales[:, m]
+    for m, block in enumerate(contraction_blocks(dy.values.shape[1])):
+        dy_NB = dy.values[:, block].double()
+        x_DB = x.values[:, block].double()
+        partial = (dy_NB @ x_DB.T).float()
+        expert = expert_M[m : m + 1]
+        before = total_END[expert][0]
         if sums == "block":
-            after = multiply_add(partial.float() * scale_dy[:, None], scale_x, before)
+            scaled = partial * dy.scales[:, m, None]
+            after = multiply_add(scaled, x.scales[:, m], before)
         else:
-            after = before + partial.float()
-            scale_EN[e] = torch.where(used_M[m], scale_dy, scale_EN[e][0])
-            scale_ED[e] = torch.where(used_M[m], scale_x, scale_ED[e][0])
-        total_END[e] = torch.where(used_M[m], after, before)
+            after = before + partial
+        total_END[expert] = torch.where(used_M[m], after, before)
     if sums != "block":
+        scale_EN = expert_scales(dy.scales, tiles)
+        scale_ED = expert_scales(x.scales, tiles)
         total_END = (total_END * scale_EN[..., None]) * scale_ED[:, None]
     write_gradient(total_END, out_END, add)
 
@@ -129,16 +128,28 @@ def write_gradient(gradient: Tensor, out: Tensor, add: bool) -> None:
         out.copy_(gradient)
 
 
-def contraction_blocks(size: int) -> list[tuple[int, int]]:
-    """First and last value of every block of 128; the last block may be cut short."""
-    return [(first, min(first + BLOCK, size)) for first in range(0, size, BLOCK)]
+def contraction_blocks(size: int) -> list[slice]:
+    """Every block of 128 values; the last block may be cut short."""
+    firsts = range(0, size, BLOCK)
+    return [slice(first, min(first + BLOCK, size)) for first in firsts]
 
 
 def row_scales(scales_EHG: Tensor, outputs: int) -> Tensor:
     """Scales of blocks of 128 outputs, or of all outputs, as scales of each output."""
-    if scales_EHG.shape[1] == outputs:
+    blocks = scales_EHG.shape[1]
+    if blocks == outputs:
         return scales_EHG
-    return scales_EHG.repeat_interleave(max(BLOCK, -(-outputs // scales_EHG.shape[1])), 1)[:, :outputs]
+    covered = max(BLOCK, -(-outputs // blocks))
+    return scales_EHG.repeat_interleave(covered, 1)[:, :outputs]
+
+
+def expert_scales(scales_DM: Tensor, tiles: RowTiles) -> Tensor:
+    """The scales of each expert, which all of its tiles have; 1 for an expert without rows."""
+    last_tile = scales_DM.shape[1] - 1
+    first_tile_E = tiles.first_tile_E.clamp(max=last_tile).long()
+    zero = tiles.ends_E.new_zeros(1)
+    rows_E = tiles.ends_E.diff(prepend=zero)
+    return torch.where(rows_E[:, None] > 0, scales_DM.T[first_tile_E], 1.0)
 
 
 def multiply_add(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
@@ -163,8 +174,9 @@ PRODUCT_CASES = {  # name: rows of each expert, inputs, outputs
     "one matrix": ([200], 256, 128),
     "skewed experts, one of them empty": ([3, 0, 129, 40], 160, 144),
     "no rows": ([0, 0], 128, 128),
-    "few rows of one expert": ([5], 144, 16),
-    "few rows of two": ([5, 3], 48, 16),
+    "narrow": ([20, 0, 5], 16, 32),
+    "two tiles": ([130], 16, 16),
+    "few rows": ([5], 144, 16),
 }
 
 

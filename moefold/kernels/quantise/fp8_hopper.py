@@ -19,8 +19,26 @@ def larger_magnitude(x, y):
 
 
 @gluon.jit
+def divide(x, DIVISOR: gl.constexpr):
+    """x / DIVISOR, rounded as IEEE asks: the product with the reciprocal, corrected by its exact remainder. The
+    instruction sequence of a general division has branches, which keep rows from being computed side by side."""
+    factor: gl.constexpr = 1.0 / DIVISOR
+    quotient = x * factor
+    remainder = gl.fma(quotient, -DIVISOR, x)
+    return gl.fma(remainder, factor, quotient)
+
+
+@gluon.jit
+def reciprocal(x):
+    """1 / x, rounded as IEEE asks, for normal x with a normal result: an estimate and one Newton step."""
+    estimate = gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], gl.float32, True, 1)
+    error = gl.fma(estimate, -x, 1.0)
+    return gl.fma(error, estimate, estimate)
+
+
+@gluon.jit
 def scale_from_amax(amax, LARGEST: gl.constexpr, POWER_OF_TWO: gl.constexpr):
-    scale = gl.div_rn(amax, LARGEST)
+    scale = divide(amax, LARGEST)
     if POWER_OF_TWO:
         mantissa: gl.constexpr = (1 << 23) - 1
         bits = scale.to(gl.int32, bitcast=True)

@@ -40,8 +40,20 @@ class TileMaxima(NamedTuple):
 
 
 class QuantisedTiles(NamedTuple):
+    """Copies along rows and along columns; None: not wanted."""
+
     rows: Quantised | None
     columns: Quantised | None
+
+    @property
+    def wanted_rows(self) -> Quantised:
+        assert self.rows is not None, "no copy along rows was asked for"
+        return self.rows
+
+    @property
+    def wanted_columns(self) -> Quantised:
+        assert self.columns is not None, "no copy along columns was asked for"
+        return self.columns
 
 
 @register_inner_op

@@ -9,7 +9,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from moefold.kernels.quantise.fp8_hopper import larger_magnitude, scale_from_amax
+from moefold.kernels.quantise.fp8_hopper import larger_magnitude, reciprocal, scale_from_amax
 
 TILE_LAYOUT = gl.constexpr(gl.BlockedLayout([16, 4], [1, 32], [8, 1], [1, 0]))
 BY_COLUMN = gl.constexpr(gl.BlockedLayout([16, 4], [1, 32], [8, 1], [0, 1]))  # the same places, columns first
@@ -53,7 +53,7 @@ def quantise_tiles_kernel(
                 gl.store(row_scales + block * P + first + r, scale)
             else:
                 scale = gl.load(row_scales + first + r)
-            q = x * gl.div_rn(1.0, scale)[:, None]
+            q = x * reciprocal(scale)[:, None]
             at = values_PD + (first + r)[:, None] * D + c[None, :]
             mask = (r >= 0)[:, None] & (c < D)[None, :]
             gl.store(at, q.to(values_PD.dtype.element_ty), mask=mask)
@@ -66,7 +66,7 @@ def quantise_tiles_kernel(
                 gl.store(scale_at, scale, mask=c < D)
             else:
                 scale = gl.load(scale_at, mask=c < D, other=1.0)
-            q = x * gl.div_rn(1.0, scale)[None, :]
+            q = x * reciprocal(scale)[None, :]
             q = gl.convert_layout(q.to(values_DP.dtype.element_ty), BY_COLUMN)
             r = gl.arange(0, 128, layout=gl.SliceLayout(1, BY_COLUMN))
             c = gl.program_id(1) * 128 + gl.arange(0, 128, layout=gl.SliceLayout(0, BY_COLUMN))

@@ -1,6 +1,6 @@
 """The launches of the Gluon kernels that quantise rows in tiles. Imported only where Triton is."""
 
-# pyright: reportIndexIssue=false
+# pyright: reportIndexIssue=false, reportArgumentType=false, reportCallIssue=false
 
 from __future__ import annotations
 

@@ -1,0 +1,92 @@
+"""The number formats of a model's products in words, for `explain`: what each product reads, how it sums, and why.
+Torch-free.
+
+Layers whose products agree are told together: `3 x MoE layer`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from moefold.anatomy.products import ProductRecipe, ProductSpec, product_recipes
+from moefold.anatomy.step_specs import is_moe_layer
+from moefold.config.precision_recipes import (
+    RECIPE_SPECS,
+    SCALES_IN_WORDS,
+    SUMS_IN_WORDS,
+    WEIGHT_SCALES_IN_WORDS,
+    RecipeSpec,
+)
+from moefold.config.run import Config, PrecisionConfig
+
+GATE_ADVICE = "model.moe.gate output would keep the router's weight out of its scale"
+
+
+@dataclass(frozen=True)
+class ProductFormat:
+    """Products of the same name and recipe in layers of one kind."""
+
+    where: str
+    product: str
+    recipe: str
+    why: str
+
+
+def product_formats(config: Config) -> dict[ProductFormat, int]:
+    """Every kind of product with the number of layers that have it, in the order of the model."""
+    counts: dict[ProductFormat, int] = {}
+    for chosen in product_recipes(config):
+        kind = product_format(chosen, config)
+        counts[kind] = counts.get(kind, 0) + 1
+    return counts
+
+
+def product_format(chosen: ProductRecipe, config: Config) -> ProductFormat:
+    product = chosen.product
+    spec = RECIPE_SPECS[chosen.recipe]
+    why = chosen.why
+    gate_is_inside = config.model.moe.gate == "activation"
+    if spec.wants_gate_after_down and gate_is_inside and product.place.endswith("experts.down_product"):
+        why += f"; {GATE_ADVICE}"
+    return ProductFormat(layer_kind(product, config), product.place, chosen.recipe, why)
+
+
+def layer_kind(product: ProductSpec, config: Config) -> str:
+    if product.layer is None:
+        return "layer ahead"
+    return "MoE layer" if is_moe_layer(config.model, product.layer) else "dense layer"
+
+
+def recipe_in_words(recipe: str, precision: PrecisionConfig, dtype: str) -> dict[str, str]:
+    """What the three products of a recipe read, and how they sum."""
+    spec = RECIPE_SPECS[recipe]
+    if not spec.quantises:
+        return dict.fromkeys(("forward", "data_gradient", "weight_gradient"), dtype)
+    gradient = precision.gradient_format
+    rows = SCALES_IN_WORDS[spec.rows]
+    weight = f"W e4m3, {WEIGHT_SCALES_IN_WORDS[spec.weight]}"
+    sums = SUMS_IN_WORDS[spec.row_sums(precision.accumulate)]
+    return {
+        "forward": f"x e4m3, {rows}; {weight}; {sums}",
+        "data_gradient": f"dy {gradient}, {rows}; {weight}; {sums}",
+        "weight_gradient": weight_gradient_in_words(spec, gradient, dtype),
+    }
+
+
+def weight_gradient_in_words(spec: RecipeSpec, gradient: str, dtype: str) -> str:
+    if spec.columns == "none":
+        return f"x and dy {dtype}"
+    columns = SCALES_IN_WORDS[spec.columns]
+    return f"x e4m3, dy {gradient}, {columns}; {SUMS_IN_WORDS[spec.weight_sums]}"
+
+
+def experts_recipe(config: Config) -> str:
+    """The recipe of routed experts; where layers differ, the first that is not plain."""
+    recipes = recipes_of_experts(product_recipes(config))
+    quantised = [recipe for recipe in recipes if recipe != "plain"]
+    return quantised[0] if quantised else "plain"
+
+
+def recipes_of_experts(chosen: Iterable[ProductRecipe]) -> list[str]:
+    return [each.recipe for each in chosen if each.product.place.startswith("moe.experts.")]

@@ -1,0 +1,38 @@
+"""Copies of a weight hold until the weight moves, however it is moved."""
+
+from __future__ import annotations
+
+import torch
+
+from moefold.layout.weight_copies import cached_copy, copies_of, count_change
+
+
+def test_a_copy_is_made_once_for_each_format_until_torch_or_the_trainer_counts_a_change():
+    weight = torch.nn.Parameter(torch.ones(4, 3))
+    flat = weight.data.view(-1)  # as an optimizer has it
+    made: list[str] = []
+
+    def copy(format: str) -> float:
+        def make(w: torch.Tensor) -> float:
+            made.append(format)
+            return w.sum().item()
+
+        return cached_copy(weight.flatten(), format, make)
+
+    assert [copy("a"), copy("b"), copy("a")] == [12, 12, 12]
+    assert made == ["a", "b"]
+    with torch.no_grad():
+        weight.zero_()
+    assert copy("a") == 0
+    flat.fill_(2)
+    assert copy("a") == 0, "nobody has told"
+    count_change([weight])
+    assert [copy("a"), copy("b")] == [24, 24]
+    assert made == ["a", "b", "a", "a", "b"]
+
+
+def test_a_view_and_its_parameter_share_their_copies_and_a_weight_without_copies_needs_no_count():
+    weight, other = torch.nn.Parameter(torch.ones(4, 3)), torch.nn.Parameter(torch.ones(2))
+    assert copies_of(weight.flatten()) is copies_of(weight)
+    count_change([other])
+    assert not hasattr(other, "copies")
