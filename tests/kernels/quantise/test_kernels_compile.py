@@ -26,7 +26,8 @@ def test_every_kernel_compiles_with_the_cast_of_the_gpu_whole_stores_and_ieee_ro
         found = LINE.fullmatch(line)
         assert found, line
         name, casts, torn, stores, rough = found.groups()
-        assert int(rough) == 0, line
+        division = 2 if name.startswith("weight blocks, Gluon") else 0  # its correction (fp8_hopper.py)
+        assert int(rough) == division, line
         assert int(torn) == 0, line  # tests/support/compile_quantise.py says what becomes of these
         if name.startswith(("quantise", "weight")) and "maxima" not in name:
             assert int(casts) >= 16, line
