@@ -55,8 +55,9 @@ def quantise_blocks_kernel(
     """One scale for the block: both layouts hold the same bytes."""
     e = gl.program_id(2).to(gl.int64)
     x = load_block(w_END, e, N, D)
-    of_rows = gl.reduce(gl.abs(x), 1, larger_magnitude)
-    amax = gl.reduce(of_rows, 0, larger_magnitude)
+    of_threads = gl.reduce(gl.abs(x).reshape([8, 16, 128]), 1, larger_magnitude)  # a thread's own 16 outputs first
+    of_warps = gl.reduce(of_threads, 1, larger_magnitude)
+    amax = gl.reduce(of_warps, 0, larger_magnitude)
     scale = scale_from_amax(amax, LARGEST, POWER_OF_TWO)
     x *= gl.div_rn(1.0, scale)
     store_forward(values_END, e, x, N, D)
