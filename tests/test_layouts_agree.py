@@ -170,7 +170,7 @@ def distinct_presets() -> list[str]:
     return list(forms.values())
 
 
-@pytest.mark.parametrize(("number", "name"), enumerate(distinct_presets()))
+@pytest.mark.parametrize(("number", "name"), list(enumerate(distinct_presets())))
 def test_every_preset_agrees_with_one_rank(number: int, name: str):
     agree(PRESETS[name](), number, layouts=3)
 
@@ -196,7 +196,7 @@ ROUTERS: list[dict[str, object]] = [
 ]
 
 
-@pytest.mark.parametrize(("number", "changes"), enumerate(ROUTERS), ids=str)
+@pytest.mark.parametrize(("number", "changes"), list(enumerate(ROUTERS)), ids=str)
 def test_every_router_balance_and_expert_variant_agrees_with_one_rank(number: int, changes: dict[str, object]):
     config = with_moe(base(), **changes)
     if config.model.moe.activation != "clamped_swiglu":  # which dense MLPs do not have
