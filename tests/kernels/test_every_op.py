@@ -566,8 +566,8 @@ def plain_quantise_tiles(source, tiles, rule, rows=None, columns=None, index=Non
         tiles_of_columns = [transposed(of_tile) for of_tile in padded]
         pairs = zip(tiles_of_columns, given, strict=True)
         done = [[plain_quantised_line(lines[d], scales[d], rule) for d in width] for lines, scales in pairs]
-        outputs.append([[byte for of_tile in done for byte in of_tile[d][0]] for d in width])
-        outputs.append([[of_tile[d][1][0] for of_tile in done] for d in width])
+        outputs.append([[of_tile[d][0] for d in width] for of_tile in done])
+        outputs.append([[[of_tile[d][1][0]] for d in width] for of_tile in done])
     return outputs
 
 
@@ -630,10 +630,10 @@ def fp8_sum(a, b, a_scales, b_scales, sums):
 def plain_fp8_weight_product(dy, x, tiles, sums, out, add=False):
     a, b = (operand.values.double().tolist() for operand in (dy, x))
     a_scales, b_scales = (operand.scales.double().tolist() for operand in (dy, x))
-    for e, n, d in product(range(len(out)), range(len(a)), range(len(b))):
+    for e, n, d in product(range(len(out)), range(len(out[0])), range(len(out[0][0]))):
         mine = [m for m, tile in enumerate(tiles.tiles_M4.tolist()) if tile[0] == e and tile[2]]
-        lines = ([z for m in mine for z in line[128 * m : 128 * m + 128]] for line in (a[n], b[d]))
-        scales = ([line[m] for m in mine] or [1.0] for line in (a_scales[n], b_scales[d]))
+        lines = ([z for m in mine for z in tiles_of[m][i]] for tiles_of, i in ((a, n), (b, d)))
+        scales = ([tiles_of[m][i][0] for m in mine] or [1.0] for tiles_of, i in ((a_scales, n), (b_scales, d)))
         out[e][n][d] = fp8_sum(*lines, *scales, sums) + (out[e][n][d] if add else 0.0)
     return [out]
 
