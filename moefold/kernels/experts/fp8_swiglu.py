@@ -113,7 +113,11 @@ def dequantise_blocks(x: Quantised) -> Tensor:
 
 # ---- cases
 
-SWIGLU_CASES = {"skewed experts, one of them empty": [3, 0, 129, 70], "one expert": [200]}
+SWIGLU_CASES = {  # name: rows of each expert, width
+    "skewed experts, one of them empty": ([3, 0, 129, 70], 256),
+    "one expert": ([200], 256),
+    "few rows": ([3], 16),
+}
 
 
 def swiglu_case(draw: CaseInputs, counts: list[int], width: int, outputs: int):
@@ -131,8 +135,8 @@ def swiglu_case(draw: CaseInputs, counts: list[int], width: int, outputs: int):
 
 @fp8_swiglu_product.register_cases
 def fp8_swiglu_cases(draw: CaseInputs) -> Cases:
-    for name, counts in SWIGLU_CASES.items():
-        x, w, weight_R, tiles, rule = swiglu_case(draw, counts, 256, 512)
+    for name, (counts, width) in SWIGLU_CASES.items():
+        x, w, weight_R, tiles, rule = swiglu_case(draw, counts, width, max(width, 128) * 2)
         for fp8 in (True, False):
             formats = ActivationFormats(rule, fp8, fp8, draw.dtype)
             inputs = (x, w, weight_R, tiles, "block", formats)
@@ -141,8 +145,8 @@ def fp8_swiglu_cases(draw: CaseInputs) -> Cases:
 
 @fp8_dswiglu_product.register_cases
 def fp8_dswiglu_cases(draw: CaseInputs) -> Cases:
-    for name, counts in SWIGLU_CASES.items():
-        dy, w, weight_R, tiles, rule = swiglu_case(draw, counts, 256, 128)
+    for name, (counts, width) in SWIGLU_CASES.items():
+        dy, w, weight_R, tiles, rule = swiglu_case(draw, counts, width, 128)
         h_PN = draw.normal(tiles.padded_rows, 256, seed=3)
         kept: tuple[Kept, ...] = (h_PN, quantise_blocks(h_PN, rule))
         for h in kept:

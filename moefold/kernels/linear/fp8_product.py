@@ -72,7 +72,7 @@ def fp8_weight_product(
     dy: Quantised, x: Quantised, tiles: RowTiles, sums: Sums, out_END: Tensor, add: bool = False
 ) -> None:
     """dy: values (M, N, 128), scales (M, N, 1). x: values (M, D, 128), scales (M, D, 1). With `sums` other than "block"
-    the scales of an expert's tiles are equal. An expert without rows has the gradient zero. `add`: to what `out_END` holds."""
+    the scales of an expert's tiles are equal. An expert without rows has the gradient zero. `add`: to `out_END`."""
     expert_M = tiles.tiles_M4[:, 0].long()
     used_M = tiles.tiles_M4[:, 2] > 0
     total_END = torch.zeros(out_END.shape, device=out_END.device)
@@ -174,6 +174,7 @@ PRODUCT_CASES = {  # name: rows of each expert, inputs, outputs
     "no rows": ([0, 0], 128, 128),
     "narrow": ([20, 0, 5], 16, 32),
     "two tiles": ([130], 16, 16),
+    "few rows": ([5], 144, 16),
 }
 
 
@@ -181,6 +182,12 @@ def case_tiles(draw: CaseInputs, counts: list[int]) -> tuple[RowTiles, int]:
     ends_E = torch.tensor(counts, device=draw.device).cumsum(0)
     rows = sum(counts)
     return row_tiles(ends_E, rows), rows
+
+
+def case_gradient(draw: CaseInputs, experts: int, outputs: int, inputs: int, add: bool) -> Tensor:
+    """Memory of a gradient in the weight's own type; a running sum is wide."""
+    make = draw.wide if add else draw.normal
+    return make(experts, outputs, inputs, seed=2)
 
 
 @fp8_product.register_cases
@@ -192,11 +199,11 @@ def fp8_product_cases(draw: CaseInputs) -> Cases:
         w_END = draw.normal(len(counts), outputs, inputs, seed=1)
         x = quantise_tiles(x_RD, tiles, rule, rows="block").rows
         w = quantise_weight(w_END, "block", rule)
-        yield KernelCase(f"{name}, scales of blocks", (x, w.forward, tiles, rows, "block", torch.float32))
+        yield KernelCase(f"{name}, scales of blocks", (x, w.forward, tiles, rows, "block", draw.dtype))
         ones_P = torch.ones(tiles.padded_rows, device=draw.device)
         x = quantise_tiles(x_RD, tiles, rule, rows=ones_P).rows
         w = quantise_weight(w_END, "channel", rule)
-        yield KernelCase(f"{name}, scales of channels", (x, w.forward, tiles, rows, "promoted", torch.float32))
+        yield KernelCase(f"{name}, scales of channels", (x, w.forward, tiles, rows, "promoted", draw.dtype))
 
 
 @fp8_weight_product.register_cases
@@ -208,8 +215,15 @@ def fp8_weight_product_cases(draw: CaseInputs) -> Cases:
         dy_RN = draw.normal(max(rows, 1), outputs, seed=1)
         x = quantise_tiles(x_RD, tiles, rule, columns="block").columns
         dy = quantise_tiles(dy_RN, tiles, rule, columns="block").columns
-        out_END = draw.wide(len(counts), outputs, inputs, seed=2)
-        yield KernelCase(f"{name}, scales of blocks", (dy, x, tiles, "block", out_END))
+        for add in (False, True):
+            out_END = case_gradient(draw, len(counts), outputs, inputs, add)
+            yield KernelCase(f"{name}{', added' if add else ''}", (dy, x, tiles, "block", out_END, add))
+        ones_MN = torch.ones(len(tiles.tiles_M4), outputs, device=draw.device)
+        ones_MD = torch.ones(len(tiles.tiles_M4), inputs, device=draw.device)
+        x = quantise_tiles(x_RD, tiles, rule, columns=ones_MD / 64).columns
+        dy = quantise_tiles(dy_RN, tiles, rule, columns=ones_MN / 32).columns
+        out_END = case_gradient(draw, len(counts), outputs, inputs, add=False)
+        yield KernelCase(f"{name}, scales of channels", (dy, x, tiles, "promoted", out_END))
 
 
 @tile_weight_product.register_cases
@@ -219,5 +233,5 @@ def tile_weight_product_cases(draw: CaseInputs) -> Cases:
         x_PD = pad_to_tiles(draw.normal(max(rows, 1), inputs), tiles)
         dy_PN = pad_to_tiles(draw.normal(max(rows, 1), outputs, seed=1), tiles)
         for add in (False, True):
-            out_END = draw.wide(len(counts), outputs, inputs, seed=2)
+            out_END = case_gradient(draw, len(counts), outputs, inputs, add)
             yield KernelCase(f"{name}{', added' if add else ''}", (dy_PN, x_PD, tiles, out_END, add))

@@ -33,5 +33,8 @@ CHOICES: Choices = {
             "triton", triton_runs, "cuda with Triton", "bytes and scales in one pass; moves half of what bf16 would"
         ),
     ),
-    "quantise_weight": (Choice("triton", fp8_casts_run, FP8_NEEDS, "both layouts from one read"),),
+    "quantise_weight": (
+        Choice("gluon", fp8_gluon_runs, HOPPER_NEEDS, "both layouts from one read, without exchanges between threads"),
+        Choice("triton", fp8_casts_run, FP8_NEEDS, "both layouts from one read"),
+    ),
 }

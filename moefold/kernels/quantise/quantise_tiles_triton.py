@@ -99,13 +99,12 @@ def launch_quantise_tiles(
     tile_count = len(tiles.tiles_M4)
     d = source_ND.shape[1]
     blocks = triton.cdiv(d, BLOCK)
-    values_PD, row_scales = empty_copy(source_ND, rows, rule, (tiles.padded_rows, d), (blocks, tiles.padded_rows))
-    values_MDB, column_scales = empty_copy(source_ND, columns, rule, (tile_count, d, BLOCK), (tile_count, d))
-    quantise_tiles_kernel[(tile_count, blocks)](
-        source_ND.contiguous(), tiles.tiles_M4, index_R, values_PD, row_scales, values_MDB, column_scales, tile_count, d,
-        kind_of_scales(rows), kind_of_scales(columns), rule.format.largest, rule.power_of_two, BLOCK, **ROOM,
-    )  # fmt: skip
-    return named_copies(values_PD, row_scales, values_MDB, column_scales)
+    by_row = empty_copy(source_ND, rows, rule, (tiles.padded_rows, d), (blocks, tiles.padded_rows))
+    by_column = empty_copy(source_ND, columns, rule, (tile_count, d, BLOCK), (tile_count, d))
+    inputs = (source_ND.contiguous(), tiles.tiles_M4, index_R)
+    constants = (kind_of_scales(rows), kind_of_scales(columns), rule.format.largest, rule.power_of_two, BLOCK)
+    quantise_tiles_kernel[tile_count, blocks](*inputs, *by_row, *by_column, tile_count, d, *constants, **ROOM)
+    return named_copies(*by_row, *by_column)
 
 
 def named_copies(

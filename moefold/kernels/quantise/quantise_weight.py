@@ -9,7 +9,7 @@ E experts (1 for a dense layer), N outputs, D inputs.
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -48,24 +48,50 @@ def quantise_weight(w_END: Tensor, scales: WeightScales, rule: ScaleRule) -> Qua
     return QuantisedWeight(Quantised(values_END, scale), transposed)
 
 
+class WeightKernels(Protocol):
+    """The launches of quantise_weight_triton.py, and those of quantise_weight_launch.py."""
+
+    def launch_quantise_blocks(self, w_END: Tensor, rule: ScaleRule) -> tuple[Tensor, Tensor, Tensor, Tensor]: ...
+
+    def launch_weight_maxima(self, w_END: Tensor) -> tuple[Tensor, Tensor]: ...
+
+    def launch_quantise_with_scales(
+        self, w_END: Tensor, rule: ScaleRule, scales_EN: Tensor, scales_ED: Tensor
+    ) -> tuple[Tensor, Tensor]: ...
+
+
 @quantise_weight.register_fast("triton")
 def quantise_weight_triton(w_END: Tensor, scales: WeightScales, rule: ScaleRule) -> QuantisedWeight:
     from moefold.kernels.quantise import quantise_weight_triton as kernels
 
+    return quantise_with_kernels(kernels, w_END, scales, rule)
+
+
+@quantise_weight.register_fast("gluon")
+def quantise_weight_gluon(w_END: Tensor, scales: WeightScales, rule: ScaleRule) -> QuantisedWeight:
+    from moefold.kernels.quantise import quantise_weight_launch as kernels
+
+    return quantise_with_kernels(kernels, w_END, scales, rule)
+
+
+def quantise_with_kernels(
+    kernels: WeightKernels, w_END: Tensor, scales: WeightScales, rule: ScaleRule
+) -> QuantisedWeight:  # fmt: skip
     if scales == "block":
         values_END, values_EDN, scales_EIJ, scales_EJI = kernels.launch_quantise_blocks(w_END, rule)
         return QuantisedWeight(Quantised(values_END, scales_EIJ), Quantised(values_EDN, scales_EJI))
-    maxima = kernels.launch_weight_maxima(w_END)
-    if scales == "expert":
-        scales_E = scale_from_amax(maxima.outputs_EN.amax(1), rule)
-        values_END, values_EDN = kernels.launch_quantise_with_scales(w_END, rule, scales_E)
-        scales_E11 = scales_E[:, None, None]
-        return QuantisedWeight(Quantised(values_END, scales_E11), Quantised(values_EDN, scales_E11))
-    scales_EN = scale_from_amax(maxima.outputs_EN, rule)
-    scales_ED = scale_from_amax(maxima.inputs_ED, rule)
-    values_END, values_EDN = kernels.launch_quantise_with_scales(w_END, rule, None, scales_EN, scales_ED)
-    forward = Quantised(values_END, scales_EN[..., None])
-    return QuantisedWeight(forward, Quantised(values_EDN, scales_ED[..., None]))
+    outputs_EN, inputs_ED = kernels.launch_weight_maxima(w_END)
+    if scales == "channel":
+        scales_EN = scale_from_amax(outputs_EN, rule)
+        scales_ED = scale_from_amax(inputs_ED, rule)
+        kept = (scales_EN[..., None], scales_ED[..., None])
+    else:
+        scales_E1 = scale_from_amax(outputs_EN.amax(1, keepdim=True), rule)
+        scales_EN = scales_E1.expand_as(outputs_EN)
+        scales_ED = scales_E1.expand_as(inputs_ED)
+        kept = (scales_E1[..., None], scales_E1[..., None])
+    values_END, values_EDN = kernels.launch_quantise_with_scales(w_END, rule, scales_EN, scales_ED)
+    return QuantisedWeight(Quantised(values_END, kept[0]), Quantised(values_EDN, kept[1]))
 
 
 WEIGHT_SCALES: tuple[WeightScales, ...] = ("block", "expert", "channel")
@@ -73,7 +99,7 @@ WEIGHT_SCALES: tuple[WeightScales, ...] = ("block", "expert", "channel")
 
 @quantise_weight.register_cases
 def quantise_weight_cases(draw: CaseInputs) -> Cases:
-    for shape in ((2, 136, 40), (1, 24, 300), (1, 256, 128)):
+    for shape in ((2, 136, 40), (1, 24, 300), (1, 256, 128), (3, 128, 256)):
         w_END = draw.normal(*shape, scale=0.02)
         for scales in WEIGHT_SCALES:
             yield KernelCase(f"{shape}, {scales}", (w_END, scales, ScaleRule()))

@@ -1,6 +1,8 @@
 """Quantisation of weights in Triton. Imported only where Triton is.
 
-One program takes 128 x 128 values: it reads them once and writes both layouts.
+One program takes 128 x 128 values: it reads them once and writes both layouts. Values are cast apart for each layout,
+with scales that the compiler cannot know to be equal: where one cast is both stored in fours and split into bytes for
+the transposed layout, ptxas 12.8 reads the split bytes before they are made.
 
 E experts, N outputs, D inputs, I blocks of 128 outputs, J blocks of 128 inputs.
 """
@@ -56,10 +58,14 @@ def quantise_blocks_kernel(
     n = program_block(1, BLOCK).to(tl.int64)
     d = program_block(0, BLOCK).to(tl.int64)
     w = load_block(w_END, e, n, d, N, D)
-    bits = tl.max(magnitude_bits(w))
-    scale = scale_from_bits(bits, LARGEST, POWER_OF_TWO)
-    q = round_to_fp8(w, scale, LARGEST, values_END.dtype.element_ty)
-    store_both_layouts(q, q, values_END, values_EDN, e, n, d, N, D)
+    bits = magnitude_bits(w)
+    by_outputs = tl.max(tl.max(bits, 1), 0)
+    by_inputs = tl.max(tl.max(bits, 0), 0)  # the same number, found in another order
+    scale = scale_from_bits(by_outputs, LARGEST, POWER_OF_TWO)
+    transposed_scale = scale_from_bits(by_inputs, LARGEST, POWER_OF_TWO)
+    forward_q = round_to_fp8(w, scale, LARGEST, values_END.dtype.element_ty)
+    transposed_q = round_to_fp8(w, transposed_scale, LARGEST, values_END.dtype.element_ty)
+    store_both_layouts(forward_q, transposed_q, values_END, values_EDN, e, n, d, N, D)
     j = tl.program_id(0)
     i = tl.program_id(1)
     inputs = tl.num_programs(0)
@@ -85,22 +91,18 @@ def weight_maxima_kernel(w_END, outputs_JEN, inputs_IED, N, D, BLOCK: constexpr)
 
 @triton.jit
 def quantise_with_scales_kernel(
-    w_END, values_END, values_EDN, scales_E, scales_EN, scales_ED, N, D, LARGEST: constexpr, BLOCK: constexpr
+    w_END, values_END, values_EDN, scales_EN, scales_ED, N, D, LARGEST: constexpr, BLOCK: constexpr
 ):  # fmt: skip
-    """Scales given: one for the expert, or one for each output and one for each input."""
+    """Scales given: one for each output, of the first layout, and one for each input, of the second."""
     e = wide_program_id(2)
     n = program_block(1, BLOCK).to(tl.int64)
     d = program_block(0, BLOCK).to(tl.int64)
     w = load_block(w_END, e, n, d, N, D)
-    if scales_E is not None:
-        q = round_to_fp8(w, tl.load(scales_E + e), LARGEST, values_END.dtype.element_ty)
-        store_both_layouts(q, q, values_END, values_EDN, e, n, d, N, D)
-    else:
-        of_n = tl.load(scales_EN + e * N + n, mask=n < N, other=1.0)
-        of_d = tl.load(scales_ED + e * D + d, mask=d < D, other=1.0)
-        forward_q = round_to_fp8(w, of_n[:, None], LARGEST, values_END.dtype.element_ty)
-        transposed_q = round_to_fp8(w, of_d[None, :], LARGEST, values_END.dtype.element_ty)
-        store_both_layouts(forward_q, transposed_q, values_END, values_EDN, e, n, d, N, D)
+    of_n = tl.load(scales_EN + e * N + n, mask=n < N, other=1.0)
+    of_d = tl.load(scales_ED + e * D + d, mask=d < D, other=1.0)
+    forward_q = round_to_fp8(w, of_n[:, None], LARGEST, values_END.dtype.element_ty)
+    transposed_q = round_to_fp8(w, of_d[None, :], LARGEST, values_END.dtype.element_ty)
+    store_both_layouts(forward_q, transposed_q, values_END, values_EDN, e, n, d, N, D)
 
 
 def grid_of_blocks(w_END: Tensor) -> tuple[int, int, int]:
@@ -114,39 +116,43 @@ def empty_layouts(w_END: Tensor, rule: ScaleRule) -> tuple[Tensor, Tensor]:
     return values_END, values_END.new_empty(experts, d, n)
 
 
+def empty_scales(w_END: Tensor) -> tuple[Tensor, Tensor]:
+    """Of blocks, (E, I, J) and (E, J, I)."""
+    j, i, experts = grid_of_blocks(w_END)
+    scales_EIJ = w_END.new_empty(experts, i, j, dtype=torch.float32)
+    return scales_EIJ, scales_EIJ.new_empty(experts, j, i)
+
+
+def empty_maxima(w_END: Tensor) -> tuple[Tensor, Tensor]:
+    """Of each block's outputs, (J, E, N), and inputs, (I, E, D)."""
+    experts, n, d = w_END.shape
+    j, i, _ = grid_of_blocks(w_END)
+    outputs_JEN = w_END.new_empty(j, experts, n, dtype=torch.float32)
+    return outputs_JEN, outputs_JEN.new_empty(i, experts, d)
+
+
 def launch_quantise_blocks(w_END: Tensor, rule: ScaleRule) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Values (E, N, D) and (E, D, N), scales (E, I, J) and (E, J, I)."""
     _, n, d = w_END.shape
-    grid = grid_of_blocks(w_END)
-    values = empty_layouts(w_END, rule)
-    j, i, experts = grid
-    scales_EIJ = w_END.new_empty(experts, i, j, dtype=torch.float32)
-    scales_EJI = scales_EIJ.new_empty(experts, j, i)
+    outputs = (*empty_layouts(w_END, rule), *empty_scales(w_END))
     constants = (rule.format.largest, rule.power_of_two, BLOCK)
-    quantise_blocks_kernel[grid](w_END.contiguous(), *values, scales_EIJ, scales_EJI, n, d, *constants, **ROOM)
-    return *values, scales_EIJ, scales_EJI
+    quantise_blocks_kernel[grid_of_blocks(w_END)](w_END.contiguous(), *outputs, n, d, *constants, **ROOM)
+    return outputs
 
 
 def launch_weight_maxima(w_END: Tensor) -> WeightMaxima:
-    experts, n, d = w_END.shape
-    grid = grid_of_blocks(w_END)
-    outputs_JEN = w_END.new_empty(grid[0], experts, n, dtype=torch.float32)
-    inputs_IED = w_END.new_empty(grid[1], experts, d, dtype=torch.float32)
-    weight_maxima_kernel[grid](w_END.contiguous(), outputs_JEN, inputs_IED, n, d, BLOCK, **ROOM)
+    _, n, d = w_END.shape
+    outputs_JEN, inputs_IED = empty_maxima(w_END)
+    weight_maxima_kernel[grid_of_blocks(w_END)](w_END.contiguous(), outputs_JEN, inputs_IED, n, d, BLOCK, **ROOM)
     return WeightMaxima(outputs_JEN.amax(0), inputs_IED.amax(0))
 
 
 def launch_quantise_with_scales(
-    w_END: Tensor,
-    rule: ScaleRule,
-    scales_E: Tensor | None = None,
-    scales_EN: Tensor | None = None,
-    scales_ED: Tensor | None = None,
+    w_END: Tensor, rule: ScaleRule, scales_EN: Tensor, scales_ED: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Values (E, N, D) and (E, D, N) with one scale for each expert, or one for each output and one for each input."""
+    """Values (E, N, D) with a scale for each output, and (E, D, N) with one for each input."""
     _, n, d = w_END.shape
     values = empty_layouts(w_END, rule)
-    scales = (scales_E, scales_EN, scales_ED)
-    grid = grid_of_blocks(w_END)
-    quantise_with_scales_kernel[grid](w_END.contiguous(), *values, *scales, n, d, rule.format.largest, BLOCK, **ROOM)
+    inputs = (w_END.contiguous(), *values, scales_EN.contiguous(), scales_ED.contiguous(), n, d)
+    quantise_with_scales_kernel[grid_of_blocks(w_END)](*inputs, rule.format.largest, BLOCK, **ROOM)
     return values

@@ -9,7 +9,9 @@ import sys
 
 import pytest
 
-LINE = re.compile(r"(.+): (\d+) casts, (\d+) stores of 16 bytes, (\d+) operations without IEEE rounding")
+LINE = re.compile(
+    r"(.+): (\d+) casts, (\d+) stored and split, (\d+) stores of 16 bytes, (\d+) operations without IEEE rounding"
+)
 
 
 def test_every_kernel_compiles_with_the_cast_of_the_gpu_whole_stores_and_ieee_rounding():
@@ -19,12 +21,14 @@ def test_every_kernel_compiles_with_the_cast_of_the_gpu_whole_stores_and_ieee_ro
     done = subprocess.run(command, capture_output=True, text=True, env=outside_interpreter)
     assert done.returncode == 0, done.stderr[-3000:]
     lines = done.stdout.splitlines()
-    assert len(lines) == 15
+    assert len(lines) == 23
     for line in lines:
         found = LINE.fullmatch(line)
         assert found, line
-        name, casts, stores, rough = found.groups()
-        assert int(rough) == 0, line
+        name, casts, torn, stores, rough = found.groups()
+        division = 2 if name.startswith("weight blocks, Gluon") else 0  # its correction (fp8_hopper.py)
+        assert int(rough) == division, line
+        assert int(torn) == 0, line  # tests/support/compile_quantise.py says what becomes of these
         if name.startswith(("quantise", "weight")) and "maxima" not in name:
             assert int(casts) >= 16, line
             assert int(stores) >= 2, line
