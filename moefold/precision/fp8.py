@@ -34,7 +34,7 @@ FORMATS = {"e4m3": E4M3, "e5m2": E5M2}
 
 class TileOperand(NamedTuple):
     """An input or a gradient in tiles of 128 rows. `source` is the tensor that was quantised, (R, D). `rows`: values
-    (P, D). `columns`: values (D, P); None where the weight gradient reads the source."""
+    (P, D). `columns`: values (M, D, 128); None where the weight gradient reads the source."""
 
     tiles: RowTiles
     source: Tensor | None

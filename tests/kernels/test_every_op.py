@@ -704,8 +704,8 @@ def plain_quantise_tiles(source, tiles, rule, rows=None, columns=None, index=Non
         tiles_of_columns = [transposed(of_tile) for of_tile in padded]
         pairs = zip(tiles_of_columns, given, strict=True)
         done = [[plain_quantised_line(lines[d], scales[d], rule) for d in width] for lines, scales in pairs]
-        outputs.append([[byte for of_tile in done for byte in of_tile[d][0]] for d in width])
-        outputs.append([[of_tile[d][1][0] for of_tile in done] for d in width])
+        outputs.append([[of_tile[d][0] for d in width] for of_tile in done])
+        outputs.append([[[of_tile[d][1][0]] for d in width] for of_tile in done])
     return outputs
 
 
@@ -803,8 +803,9 @@ def plain_fp8_weight_product(dy, x, tiles, sums, out, add=False):
 def of_expert(side, used):
     """Values and scales of an expert's tiles, line by line."""
     values, scales = side
-    of_tiles = [[x for m in used for x in line[128 * m : 128 * m + 128]] for line in values]
-    return of_tiles, [[line[m] for m in used] for line in scales]
+    width = range(len(values[0]))
+    of_tiles = [[x for m in used for x in values[m][d]] for d in width]
+    return of_tiles, [[scales[m][d][0] for m in used] for d in width]
 
 
 def plain_written(gradient, out, add):

@@ -47,10 +47,10 @@ def compile_for_hopper(kernel: Any, types: dict[str, str], constants: dict[str, 
     return compile_kernel(source, target=HOPPER, options=options).asm["ptx"]
 
 
-TILE_TYPES = {"tiles_M4": INT32, "values_PD": FP8, "row_scales": FP32, "values_DP": FP8, "column_scales_MD": FP32}
+TILE_TYPES = {"tiles_M4": INT32, "values_PD": FP8, "row_scales": FP32, "values_MDB": FP8, "column_scales_MD": FP32}
 TILE_TYPES |= {"index_R": INT32, "parts_BP": FP32, "columns_MD": FP32}
 ABSENT_ROWS = {"values_PD": None, "row_scales": None}
-ABSENT_COLUMNS = {"values_DP": None, "column_scales_MD": None}
+ABSENT_COLUMNS = {"values_MDB": None, "column_scales_MD": None}
 WAYS = [  # scales of rows, scales of columns, arguments that are absent
     ("block", "block", {}),
     ("given", "given", {"index_R": None}),

@@ -6,7 +6,7 @@ FP8 wgmma reads both operands with the contraction contiguous, so transposed cop
 
     contraction   out               a                     b                     sum over
     "rows"        rows x N          rows (P, K)           weights (E, N, K)     K
-    "experts"     (E, M) x N        columns (M, P)        columns (N, P)        the expert's rows
+    "experts"     (E, M) x N        columns (., M, 128)   columns (., N, 128)   the expert's rows, tile by tile
 
     scales        a                                   b
     "block"       a row's 128 values of K             "rows": 128 x 128 values; "experts": a row's 128 values of K
@@ -95,14 +95,19 @@ def fetch_fp8_operands(
             mbarrier.wait(empty.index(s), phase ^ 1)
             scale_bytes: gl.constexpr = 0 if SCALES == "wide" else (512 if KIND == "rows" else 512 + 4 * BN)
             mbarrier.expect(bar, (128 + BN) * BK + scale_bytes)
-            at_k = (first + k) * BK
+            at_k = k * BK
             # the left operand: two buffers, one for each consumer
             for w in gl.static_range(2):
-                tma.async_copy_global_to_shared(a_desc, [m * 128 + 64 * w, at_k], bar, a_bufs.index(2 * s + w))
+                a = a_bufs.index(2 * s + w)
+                at_m = m * 128 + 64 * w
+                if KIND == "experts":
+                    tma.async_copy_global_to_shared(a_desc, [first + k, at_m, 0], bar, a.reshape([1, 64, BK]))
+                else:
+                    tma.async_copy_global_to_shared(a_desc, [at_m, at_k], bar, a)
             # the right operand
             b = b_bufs.index(s)
             if KIND == "experts":
-                tma.async_copy_global_to_shared(b_desc, [n * BN, at_k], bar, b)
+                tma.async_copy_global_to_shared(b_desc, [first + k, n * BN, 0], bar, b.reshape([1, BN, BK]))
             elif END == "swiglu":  # half of the tile's columns are gate, half up
                 pair = b.reshape([2, HALF_BN, BK])
                 tma.async_copy_global_to_shared(b_desc, [expert * 2, n * HALF_BN, at_k], bar, pair)
@@ -381,7 +386,8 @@ def expert_gemm_fp8(
 ):  # fmt: skip
     """A persistent program: tiles program_id, program_id + num_programs, ..."""
     # prologue: shared memory for operands and scales, for a tile of results, and for a pre-activation fetched ahead
-    a_bufs = gl.allocate_shared_memory(a_desc.dtype, [2 * STAGES, 64, BK], a_desc.layout)
+    a_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, BK], a_desc.dtype)
+    a_bufs = gl.allocate_shared_memory(a_desc.dtype, [2 * STAGES, 64, BK], a_layout)
     b_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, BK], b_desc.dtype)
     b_bufs = gl.allocate_shared_memory(b_desc.dtype, [STAGES, BN, BK], b_layout)
     scale_layout: gl.constexpr = gl.NVMMASharedLayout(0, 32, 2)

@@ -76,7 +76,8 @@ def launch_fp8_gemm(
     """`kind`: "rows" or "experts". `end`: the epilogue. m, n, k: sizes that are not rows."""
     experts = len(tiles.ends_E)
     routing = (tiles.tiles_M4, tiles.count, tiles.ends_E, tiles.first_tile_E)
-    tensors = (block_descriptor_fp8(a, 64, 128), b, *scales, *outputs, *routing)
+    tile = (64, 128) if kind == "rows" else (1, 64, 128)
+    tensors = (block_descriptor_fp8(a, *tile), b, *scales, *outputs, *routing)
     sizes = (experts, m, n, k, tiles.padded_rows)
     consumer_regs, other_regs = registers_of_warps(end, sums)
     constants = {
@@ -115,28 +116,29 @@ def block_descriptor_fp8(x: Tensor, *shape: int) -> TensorDescriptor:
 
 
 def scale_descriptor(scales: Tensor, columns: int) -> TensorDescriptor:
-    """Block scales with the rows of the operand contiguous, (K / 128, rows), so many of one step at a time."""
-    by_step = scales.T
-    return TensorDescriptor(by_step, list(by_step.shape), list(by_step.stride()), [1, columns], SCALE_ROWS)
+    """Block scales of the steps along K, (K / 128, rows), so many of one step at a time."""
+    return TensorDescriptor(scales, list(scales.shape), list(scales.stride()), [1, columns], SCALE_ROWS)
 
 
 def row_scales(a: Quantised, b: Quantised, sums: Sums) -> ScaleArguments:
     """Of products of rows with weights (E, N, K)."""
     _, outputs, steps = b.scales.shape
     if sums == "block":
-        desc = scale_descriptor(a.scales, 128)
+        desc = scale_descriptor(a.scales.T, 128)
         return ScaleArguments(desc, None, a.scales, 0, 0, b.scales, outputs * steps, steps)
     by_channel = int(outputs > 1)
     return ScaleArguments(None, None, a.scales, 0, 1, b.scales, outputs, by_channel)
 
 
 def column_scales(a: Quantised, b: Quantised, sums: Sums) -> ScaleArguments:
-    """Of weight gradients: scales (N, M) of each tile. Wide ones are the same for all tiles of an expert."""
+    """Of weight gradients: scales (M, N, 1) of each tile. Wide ones are the same for all tiles of an expert."""
+    a_scales = a.scales[..., 0]
+    b_scales = b.scales[..., 0]
     if sums == "block":
-        a_desc = scale_descriptor(a.scales, 128)
-        b_desc = scale_descriptor(b.scales, 256)
-        return ScaleArguments(a_desc, b_desc, a.scales, 0, 0, b.scales, 0, 0)
-    return ScaleArguments(None, None, a.scales, len(a.scales), 1, b.scales, len(b.scales), 1)
+        a_desc = scale_descriptor(a_scales, 128)
+        b_desc = scale_descriptor(b_scales, 256)
+        return ScaleArguments(a_desc, b_desc, a_scales, 0, 0, b_scales, 0, 0)
+    return ScaleArguments(None, None, a_scales, a_scales.shape[1], 1, b_scales, b_scales.shape[1], 1)
 
 
 def rows_by_weights(a: Quantised, b: Quantised, tiles: RowTiles, rows: int, sums: Sums) -> Tensor:
@@ -204,9 +206,9 @@ def columns_by_columns(
     dy: Quantised, x: Quantised, tiles: RowTiles, sums: Sums, out_END: Tensor, add: bool
 ) -> None:  # fmt: skip
     """out[e] = dy x^T over the rows of expert e; zeros for an expert without rows. `add`: to fp32 or bf16 `out`."""
-    m = len(dy.values)
-    n = len(x.values)
-    b = block_descriptor_fp8(x.values, 256, 128)
+    m = dy.values.shape[1]
+    n = x.values.shape[1]
+    b = block_descriptor_fp8(x.values, 1, 256, 128)
     end = "add" if add else "plain"
     outputs = Fp8Outputs(None if add else plane_descriptor(out_END), out_END)
     scales = column_scales(dy, x, sums)

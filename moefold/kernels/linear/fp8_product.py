@@ -1,7 +1,7 @@
 """Products of FP8 operands, of rows in tiles (kernels/quantise/row_tiles.py). Dense layers are one expert.
 
     fp8_product          y_RN[r] = a_PK[r] b_ENK[expert of r]^T      forward and data gradient
-    fp8_weight_product   dw_END[e] = sum over the expert's tiles of dy_NP x_DP^T
+    fp8_weight_product   dw_END[e] = sum over the expert's tiles of dy_MNB x_MDB^T
 
 Both operands are read along the contraction. Its blocks of 128 values have exact sums, rounded to fp32 once:
 `partial`. Blocks are added in their order:
@@ -71,20 +71,18 @@ def padded_product(a: Quantised, b: Quantised, tiles: RowTiles, sums: Sums) -> T
 def fp8_weight_product(
     dy: Quantised, x: Quantised, tiles: RowTiles, sums: Sums, out_END: Tensor, add: bool = False
 ) -> None:
-    """dy: values (N, P), scales (N, M). x: values (D, P), scales (D, M). With `sums` other than "block" the scales of
-    an expert's tiles are equal. An expert without rows has the gradient zero. `add`: to what `out_END` holds."""
+    """dy: values (M, N, 128), scales (M, N, 1). x: values (M, D, 128), scales (M, D, 1). With `sums` other than "block"
+    the scales of an expert's tiles are equal. An expert without rows has the gradient zero. `add`: to `out_END`."""
     expert_M = tiles.tiles_M4[:, 0].long()
     used_M = tiles.tiles_M4[:, 2] > 0
     total_END = torch.zeros(out_END.shape, device=out_END.device)
-    for m, block in enumerate(contraction_blocks(dy.values.shape[1])):
-        dy_NB = dy.values[:, block].double()
-        x_DB = x.values[:, block].double()
-        partial = (dy_NB @ x_DB.T).float()
+    for m in range(len(expert_M)):
+        partial = (dy.values[m].double() @ x.values[m].double().T).float()
         expert = expert_M[m : m + 1]
         before = total_END[expert][0]
         if sums == "block":
-            scaled = partial * dy.scales[:, m, None]
-            after = multiply_add(scaled, x.scales[:, m], before)
+            scaled = partial * dy.scales[m]
+            after = multiply_add(scaled, x.scales[m, :, 0], before)
         else:
             after = before + partial
         total_END[expert] = torch.where(used_M[m], after, before)
@@ -143,13 +141,13 @@ def row_scales(scales_EHG: Tensor, outputs: int) -> Tensor:
     return scales_EHG.repeat_interleave(covered, 1)[:, :outputs]
 
 
-def expert_scales(scales_DM: Tensor, tiles: RowTiles) -> Tensor:
+def expert_scales(scales_MD1: Tensor, tiles: RowTiles) -> Tensor:
     """The scales of each expert, which all of its tiles have; 1 for an expert without rows."""
-    last_tile = scales_DM.shape[1] - 1
+    last_tile = len(scales_MD1) - 1
     first_tile_E = tiles.first_tile_E.clamp(max=last_tile).long()
     zero = tiles.ends_E.new_zeros(1)
     rows_E = tiles.ends_E.diff(prepend=zero)
-    return torch.where(rows_E[:, None] > 0, scales_DM.T[first_tile_E], 1.0)
+    return torch.where(rows_E[:, None] > 0, scales_MD1[first_tile_E, :, 0], 1.0)
 
 
 def multiply_add(a: Tensor, b: Tensor, c: Tensor) -> Tensor:

@@ -1,11 +1,10 @@
 """Quantisation of rows in tiles: along the rows for y = x W^T, along the columns for weight gradients, or both at once.
 
     rows      values (P, D); scales (P, D / 128), or (P, 1) where they are given
-    columns   values (D, P): transposed, so that the rows of an expert are contiguous; scales (D, M)
+    columns   values (M, D, 128): each tile transposed, so that its 128 rows are contiguous; scales (M, D, 1)
 
 A scale covers a block of 128 values along the contraction (`"block"`), or it is given: one for each row, or one for
-each tile and column. Scales lie in memory as the products read them: those of `rows` with the rows contiguous, those of
-`columns` with the columns contiguous.
+each tile and column. Scales of `rows` lie in memory as the products read them, with the rows contiguous.
 
 P padded rows in M tiles (row_tiles.py), D width.
 """
@@ -178,5 +177,4 @@ def quantise_columns(x_PD: Tensor, scales: Scales, rule: ScaleRule) -> Quantised
     else:
         scales_MD = scale_from_amax(largest_magnitude(x_MBD, 1), rule)
     values_MBD = round_to_fp8(x_MBD, scales_MD[:, None], rule.format)
-    values_DP = values_MBD.flatten(0, 1).T.contiguous()
-    return Quantised(values_DP, scales_MD.T)
+    return Quantised(values_MBD.mT.contiguous(), scales_MD.contiguous()[..., None])

@@ -1,7 +1,7 @@
 """Quantisation of rows in tiles, and largest magnitudes of tiles, in Gluon. Imported only where Triton is.
 
-One program takes 128 rows (a tile) by 128 columns. A thread has 16 rows of 4 columns: its 16 bytes of a column are
-contiguous in the transposed copy, so that no value moves between threads, and a warp reads 256 bytes of a row.
+One program takes 128 rows (a tile) by 128 columns. A thread has 16 rows of 4 columns, and a pair of threads 32 rows:
+their 32 bytes of a column are contiguous in the transposed copy, so that no value moves between threads.
 """
 
 from __future__ import annotations
@@ -11,8 +11,14 @@ from triton.experimental.gluon import language as gl
 
 from moefold.kernels.quantise.fp8_hopper import larger_magnitude, reciprocal, scale_from_amax
 
-TILE_LAYOUT = gl.constexpr(gl.BlockedLayout([16, 4], [1, 32], [8, 1], [1, 0]))
-BY_COLUMN = gl.constexpr(gl.BlockedLayout([16, 4], [1, 32], [8, 1], [0, 1]))  # the same places, columns first
+COLUMNS_OF_THREAD = [[0, 1], [0, 2]]
+ROWS_OF_THREAD = [[1, 0], [2, 0], [4, 0], [8, 0]]
+LANES = [[16, 0], [0, 4], [0, 8], [0, 16], [0, 32]]
+WARPS = [[32, 0], [64, 0], [0, 64]]
+ROWS_FIRST = ROWS_OF_THREAD + COLUMNS_OF_THREAD
+COLUMNS_FIRST = COLUMNS_OF_THREAD + ROWS_OF_THREAD
+TILE_LAYOUT = gl.constexpr(gl.DistributedLinearLayout(COLUMNS_FIRST, LANES, WARPS, [], [128, 128]))
+BY_COLUMN = gl.constexpr(gl.DistributedLinearLayout(ROWS_FIRST, LANES, WARPS, [], [128, 128]))  # the same places
 
 
 @gluon.jit
@@ -34,7 +40,7 @@ def load_tile(source_ND, tiles_M4, index_R, m, D):
 
 @gluon.jit
 def quantise_tiles_kernel(
-    source_ND, tiles_M4, index_R, values_PD, row_scales, values_DP, column_scales_MD, M, D,
+    source_ND, tiles_M4, index_R, values_PD, row_scales, values_MDB, column_scales_MD, M, D,
     ROWS: gl.constexpr, COLUMNS: gl.constexpr, LARGEST: gl.constexpr, POWER_OF_TWO: gl.constexpr,
 ):  # fmt: skip
     """ROWS: "block" (scales (B, P)), "given" (scales (P,)) or None. COLUMNS: the same, with scales (M, D) for both."""
@@ -67,10 +73,10 @@ def quantise_tiles_kernel(
             else:
                 scale = gl.load(scale_at, mask=c < D, other=1.0)
             q = x * reciprocal(scale)[None, :]
-            q = gl.convert_layout(q.to(values_DP.dtype.element_ty), BY_COLUMN)
+            q = gl.convert_layout(q.to(values_MDB.dtype.element_ty), BY_COLUMN)
             r = gl.arange(0, 128, layout=gl.SliceLayout(1, BY_COLUMN))
             c = gl.program_id(1) * 128 + gl.arange(0, 128, layout=gl.SliceLayout(0, BY_COLUMN))
-            at = values_DP + c.to(gl.int64)[None, :] * P + (first + r)[:, None]
+            at = values_MDB + first * D + (c[None, :] * 128 + r[:, None])
             mask = (r >= 0)[:, None] & (c < D)[None, :]
             gl.store(at, q, mask=mask)
 

@@ -24,7 +24,7 @@ def launch_quantise_tiles(
     d = source_ND.shape[1]
     blocks = triton.cdiv(d, BLOCK)
     by_row = empty_copy(source_ND, rows, rule, (tiles.padded_rows, d), (blocks, tiles.padded_rows))
-    by_column = empty_copy(source_ND, columns, rule, (d, tiles.padded_rows), (tile_count, d))
+    by_column = empty_copy(source_ND, columns, rule, (tile_count, d, BLOCK), (tile_count, d))
     inputs = (source_ND.contiguous(), tiles.tiles_M4, index_R)
     constants = (kind_of_scales(rows), kind_of_scales(columns), rule.format.largest, rule.power_of_two)
     grid = (tile_count, blocks)

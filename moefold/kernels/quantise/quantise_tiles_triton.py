@@ -37,7 +37,7 @@ def scale_of_lines(bits, at, inside, AXIS: constexpr, KIND: constexpr, LARGEST: 
 
 @triton.jit
 def quantise_tiles_kernel(
-    source_ND, tiles_M4, index_R, values_PD, row_scales, values_DP, column_scales_MD, M, D,
+    source_ND, tiles_M4, index_R, values_PD, row_scales, values_MDB, column_scales_MD, M, D,
     ROWS: constexpr, COLUMNS: constexpr, LARGEST: constexpr, POWER_OF_TWO: constexpr, BLOCK: constexpr,
 ):  # fmt: skip
     """ROWS: "block" (scales (B, P)), "given" (scales (P,)) or None. COLUMNS: the same, with scales (M, D) for both."""
@@ -68,9 +68,8 @@ def quantise_tiles_kernel(
     if COLUMNS is not None:
         scale_at = column_scales_MD + wide_m * D + c
         scale = scale_of_lines(bits, scale_at, real_c, 0, COLUMNS, LARGEST, POWER_OF_TWO)
-        q = round_to_fp8(x, scale[None, :], LARGEST, values_DP.dtype.element_ty)
-        wide_c = c.to(tl.int64)
-        at = tile_pointers(values_DP, wide_c, p, P)
+        q = round_to_fp8(x, scale[None, :], LARGEST, values_MDB.dtype.element_ty)
+        at = tile_pointers(values_MDB + wide_m * D * BLOCK, c, r, BLOCK)
         tl.store(at, tl.trans(q), mask=tile_mask(real_c, every_r))
 
 
@@ -100,29 +99,28 @@ def launch_quantise_tiles(
     tile_count = len(tiles.tiles_M4)
     d = source_ND.shape[1]
     blocks = triton.cdiv(d, BLOCK)
-    values_PD, row_scales = empty_copy(source_ND, rows, rule, (tiles.padded_rows, d), (blocks, tiles.padded_rows))
-    values_DP, column_scales = empty_copy(source_ND, columns, rule, (d, tiles.padded_rows), (tile_count, d))
-    quantise_tiles_kernel[(tile_count, blocks)](
-        source_ND.contiguous(), tiles.tiles_M4, index_R, values_PD, row_scales, values_DP, column_scales, tile_count, d,
-        kind_of_scales(rows), kind_of_scales(columns), rule.format.largest, rule.power_of_two, BLOCK, **ROOM,
-    )  # fmt: skip
-    return named_copies(values_PD, row_scales, values_DP, column_scales)
+    by_row = empty_copy(source_ND, rows, rule, (tiles.padded_rows, d), (blocks, tiles.padded_rows))
+    by_column = empty_copy(source_ND, columns, rule, (tile_count, d, BLOCK), (tile_count, d))
+    inputs = (source_ND.contiguous(), tiles.tiles_M4, index_R)
+    constants = (kind_of_scales(rows), kind_of_scales(columns), rule.format.largest, rule.power_of_two, BLOCK)
+    quantise_tiles_kernel[tile_count, blocks](*inputs, *by_row, *by_column, tile_count, d, *constants, **ROOM)
+    return named_copies(*by_row, *by_column)
 
 
 def named_copies(
-    values_PD: Tensor | None, row_scales: Tensor | None, values_DP: Tensor | None, column_scales: Tensor | None
+    values_PD: Tensor | None, row_scales: Tensor | None, values_MDB: Tensor | None, column_scales: Tensor | None
 ) -> tuple[Quantised | None, Quantised | None]:
     """Along rows and along columns, where there are values."""
     by_row = by_column = None
     if values_PD is not None and row_scales is not None:
         by_row = Quantised(values_PD, row_scales[:, None] if row_scales.ndim == 1 else row_scales.T)
-    if values_DP is not None and column_scales is not None:
-        by_column = Quantised(values_DP, column_scales.T)
+    if values_MDB is not None and column_scales is not None:
+        by_column = Quantised(values_MDB, column_scales[..., None])
     return by_row, by_column
 
 
 def empty_copy(
-    source_ND: Tensor, scales: Scales, rule: ScaleRule, shape: tuple[int, int], scales_shape: tuple[int, int]
+    source_ND: Tensor, scales: Scales, rule: ScaleRule, shape: tuple[int, ...], scales_shape: tuple[int, int]
 ) -> tuple[Tensor | None, Tensor | None]:
     """Room for values, and for scales where they are not given."""
     if scales is None:
