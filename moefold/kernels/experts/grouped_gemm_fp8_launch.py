@@ -117,7 +117,9 @@ def block_descriptor_fp8(x: Tensor, *shape: int) -> TensorDescriptor:
 
 def scale_descriptor(scales: Tensor, columns: int) -> TensorDescriptor:
     """Block scales of the steps along K, (K / 128, rows), so many of one step at a time."""
-    return TensorDescriptor(scales, list(scales.shape), list(scales.stride()), [1, columns], SCALE_ROWS)
+    steps, rows = scales.shape
+    strides = [rows, 1]  # torch gives a single step any stride
+    return TensorDescriptor(scales, [steps, rows], strides, [1, columns], SCALE_ROWS)
 
 
 def row_scales(a: Quantised, b: Quantised, sums: Sums) -> ScaleArguments:
