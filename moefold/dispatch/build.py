@@ -169,9 +169,8 @@ def find_builder(name: str) -> DispatcherBuilder:
 def choose_dispatcher(config: Config, world: World) -> tuple[str, str]:
     """The dispatcher of a run and the reason. For `auto`, ranks measure the links between them: every rank calls this,
     and all get the same answer."""
-    parallel = config.parallel
     links = None
-    if parallel.dispatcher == "auto" and parallel.ep > 1:
+    if config.parallel.dispatcher == "auto" and world.ep.size > 1:
         links = measure_links(world)
     bytes_each = BYTES_PER_ELEMENT[config.train.precision]
     return cheapest_dispatcher(config, world.node_size, bytes_each, links)
