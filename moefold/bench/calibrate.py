@@ -25,7 +25,7 @@ from moefold.bench.clock import Work, wall_clock_seconds
 from moefold.bench.machine import cuda_capability, resolve_device, synchronize_device
 from moefold.bench.options import CalibrateOptions
 from moefold.plan.machine.efficiency_fit import TimedKernel, fit_efficiencies
-from moefold.plan.machine.gpu import PEAK_BY_PRECISION, find_gpu_by_name, known_gpu_names
+from moefold.plan.machine.gpu import PEAK_BY_PRECISION, find_gpu_by_name, known_gpu_names, match_gpu_name
 
 GEMM_SHAPES = [  # rows, n, k: projections of attention, dense MLPs, heads
     (8192, 8192, 8192),
@@ -153,12 +153,8 @@ class MachineCalibration:
         if not self.on_gpu:
             return "CPU"
         full_name = torch.cuda.get_device_name()
-        names = known_gpu_names()
-        longest_first = sorted(names, key=len, reverse=True)  # h200 before h20
-        for known in longest_first:
-            if known.upper() in full_name:
-                return known.upper()
-        return full_name
+        known = match_gpu_name(full_name)
+        return known.upper() if known else full_name
 
     def similar_gpu_name(self, name: str) -> str:
         if self.options.like:

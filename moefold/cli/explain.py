@@ -34,6 +34,7 @@ from moefold.kernels.catalog import CATALOG, forced_implementations, pick_implem
 from moefold.kernels.facts import BYTES_PER_ELEMENT, Facts, expected_facts
 from moefold.kernels.quantise.choices import CHOICES as QUANTISE_CHOICES
 from moefold.layout.fold import fold_into_grids
+from moefold.plan.machine.known_links import first_gpu_name, known_links
 from moefold.presets.command_form import CommandForm
 from moefold.presets.command_options import check_rank_count, read_options
 from moefold.presets.recipe import resolve_recipe
@@ -204,7 +205,10 @@ def routing_source(config: Config) -> str:
 def dispatcher_choice(config: Config, ranks: int, facts: Facts) -> dict[str, str]:
     element_bytes = BYTES_PER_ELEMENT[facts.dtype]
     node_ranks = min(ranks, NODE_SIZE)
-    name, why = price.cheapest_dispatcher(config, node_ranks, element_bytes)
+    links = known_links(facts.device, first_gpu_name())
+    name, why = price.cheapest_dispatcher(config, node_ranks, element_bytes, links)
+    if config.parallel.dispatcher == "auto" and config.parallel.ep > 1:
+        why += "; a run measures its links"
     return {"name": name, "why": why}
 
 

@@ -63,7 +63,7 @@ class OpenNames:
 DISPATCHER_NAMES = OpenNames(
     "dispatcher",
     {
-        "auto": "the dispatcher of least predicted time",
+        "auto": "the dispatcher of least predicted time over the measured links between ranks",
         "all_gather": "every rank gathers all tokens and reduce-scatters the results",
         "all_to_all": "one copy of a token for each chosen expert",
         "dedup": "one copy of a token for each distinct rank of its experts",

@@ -22,6 +22,7 @@ from moefold.dispatch.expert_placement import ExpertPlacement, contiguous_placem
 from moefold.dispatch.hop import AllToAllHop, pack_for_everyone, pack_per_choice, pack_per_rank
 from moefold.dispatch.hop_dispatcher import HopDispatcher
 from moefold.dispatch.local import LocalDispatcher
+from moefold.dispatch.measure_links import measure_links
 from moefold.dispatch.price import cheapest_dispatcher
 from moefold.dispatch.traffic import (
     ExchangeSizes,
@@ -165,14 +166,23 @@ def find_builder(name: str) -> DispatcherBuilder:
     return DISPATCHER_BUILDERS[known_name]
 
 
+def choose_dispatcher(config: Config, world: World) -> tuple[str, str]:
+    """The dispatcher of a run and the reason. For `auto`, ranks measure the links between them: every rank calls this,
+    and all get the same answer."""
+    links = None
+    if config.parallel.dispatcher == "auto" and world.ep.size > 1:
+        links = measure_links(world)
+    bytes_each = BYTES_PER_ELEMENT[config.train.precision]
+    return cheapest_dispatcher(config, world.node_size, bytes_each, links)
+
+
 def build_dispatcher(
     config: Config, kernels: BoundKernels, world: World, experts: ExpertPlacement | None = None
 ) -> Dispatcher:
     """The dispatcher of a run: the one that is set, the one of least predicted time, or the local one. `experts`:
     placement of experts, contiguous by default."""
     moe = config.model.moe
-    bytes_each = BYTES_PER_ELEMENT[config.train.precision]
-    name, _ = cheapest_dispatcher(config, world.node_size, bytes_each)
+    name, _ = choose_dispatcher(config, world)
     build = find_builder(name)
     experts = experts or contiguous_placement(moe.experts, world.ep.size)
     setting = DispatchSetting(

@@ -5,10 +5,15 @@
 Legal names and their lines are in config/open_names.py, which config, `--help` and this catalog read. Prices are
 attached here and builders in dispatch/build.py. A dispatcher without a price is used only where it is set, not by auto.
 
-Constants follow published measurements on NVLink and InfiniBand nodes: a plain all-to-all reaches 0.79 of NVLink and
-0.90 of the network's peak; one that sends a token once per rank or node runs at about peak. A collective or a hop over
-the network costs 155 us; a kernel that writes to its peers over NVLink costs 30 us for every doubling of them. Of K
-choices over g places, g (1 - (1 - 1/g)^K) are distinct on average; fewer where routing is limited to groups of experts.
+Of K choices over g places, g (1 - (1 - 1/g)^K) are distinct on average; fewer where routing is limited to groups of
+experts. Latency and bandwidth are those of the links (`LinkSpeeds`), which are measured or known:
+
+    measured   through the all-to-all of the run itself (dispatch/measure_links.py), which is every hop's: bandwidth and
+               latency are used as they are, and the hops of a dispatcher follow one another
+    known      peaks of a data sheet, with constants of published measurements on NVLink and InfiniBand nodes: a plain
+               all-to-all reaches 0.79 of NVLink and 0.90 of the network's peak; one that sends a token once per rank or
+               node runs at about peak and forwards while it receives. A collective or a hop over the network costs
+               155 us; a kernel that writes to its peers over NVLink costs 30 us for every doubling of them
 """
 
 from __future__ import annotations
@@ -29,10 +34,35 @@ ALL_TO_ALL_OF_NETWORK = 0.90
 
 @dataclass(frozen=True)
 class LinkSpeeds:
-    """Bandwidth of one rank inside its node and between nodes, in bytes/s."""
+    """Bandwidth of one rank inside its node and between nodes, in bytes/s, and seconds of a hop over each. `source`: of
+    known links, their owner."""
 
     inside: float = 450e9
     network: float = 50e9
+    inside_latency: float = HOP_LATENCY
+    network_latency: float = HOP_LATENCY
+    measured: bool = False
+    source: str = "H100"
+
+    def in_words(self, trip: DispatchTrip) -> str:
+        """The figures that a trip uses: `links measured: 3.2 GB/s, 80 us inside a node`. Latencies of known links
+        differ by dispatcher."""
+        figures: list[str] = []
+        if trip.inside > 1:
+            inside = self.link_in_words(self.inside, self.inside_latency)
+            figures.append(f"{inside} inside a node")
+        if not trip.on_one_node:
+            network = self.link_in_words(self.network, self.network_latency)
+            figures.append(f"{network} between nodes")
+        origin = "measured" if self.measured else f"of {self.source}"
+        return f"links {origin}: {'; '.join(figures)}"
+
+    def link_in_words(self, bandwidth: float, latency: float) -> str:
+        text = f"{bandwidth / 1e9:.3g} GB/s"
+        return f"{text}, {latency * 1e6:.0f} us" if self.measured else text
+
+
+CPU_LINKS = LinkSpeeds(1e9, 1e9, source="gloo on CPUs, round numbers")
 
 
 @dataclass(frozen=True)
@@ -51,6 +81,10 @@ class DispatchTrip:
     @property
     def nodes(self) -> float:
         return self.ranks / self.inside
+
+    @property
+    def on_one_node(self) -> bool:
+        return self.ranks <= self.inside
 
     @property
     def bytes(self) -> float:
@@ -94,30 +128,41 @@ def even_spread_seconds(copies: float, trip: DispatchTrip, inside_rate: float, n
     return max(inside, across)
 
 
+def hop_latency(trip: DispatchTrip, links: LinkSpeeds) -> float:
+    """Seconds of one collective over all ranks, without bytes."""
+    return links.inside_latency if trip.on_one_node else links.network_latency
+
+
 def all_gather_seconds(trip: DispatchTrip, links: LinkSpeeds) -> float:
-    return HOP_LATENCY + even_spread_seconds(trip.ranks, trip, links.inside, links.network)
+    return hop_latency(trip, links) + even_spread_seconds(trip.ranks, trip, links.inside, links.network)
 
 
 def all_to_all_seconds(trip: DispatchTrip, links: LinkSpeeds) -> float:
-    inside_rate = ALL_TO_ALL_OF_NVLINK * links.inside
-    network_rate = ALL_TO_ALL_OF_NETWORK * links.network
-    return HOP_LATENCY + even_spread_seconds(trip.k, trip, inside_rate, network_rate)
+    inside_rate = links.inside
+    network_rate = links.network
+    if not links.measured:
+        inside_rate *= ALL_TO_ALL_OF_NVLINK
+        network_rate *= ALL_TO_ALL_OF_NETWORK
+    return hop_latency(trip, links) + even_spread_seconds(trip.k, trip, inside_rate, network_rate)
 
 
 def dedup_seconds(trip: DispatchTrip, links: LinkSpeeds) -> float:
-    one_node = trip.ranks <= trip.inside
-    latency = LATENCY_PER_DOUBLING * log2(trip.ranks) if one_node else HOP_LATENCY
+    latency = hop_latency(trip, links)
+    if trip.on_one_node and not links.measured:
+        latency = LATENCY_PER_DOUBLING * log2(trip.ranks)
     copies = expected_distinct(trip.k, trip.ranks)
     return latency + even_spread_seconds(copies, trip, links.inside, links.network)
 
 
 def hierarchical_seconds(trip: DispatchTrip, links: LinkSpeeds) -> float:
-    """Seconds of the hierarchical dispatcher: arrivals are forwarded inside the node while others arrive."""
+    """Seconds of the hierarchical dispatcher: a hop between nodes and one inside. Over known links, arrivals are
+    forwarded inside the node while others arrive."""
     nodes_reached = expected_nodes_reached(trip)
     ranks_reached = expected_distinct(trip.k, trip.ranks)
     across = trip.bytes * nodes_reached * (trip.nodes - 1) / trip.nodes / links.network
     within = trip.bytes * ranks_reached * (trip.inside - 1) / trip.inside / links.inside
-    return HOP_LATENCY * 2 + max(across, within)
+    sending = across + within if links.measured else max(across, within)
+    return links.network_latency + links.inside_latency + sending
 
 
 # In the order in which auto prefers equals.

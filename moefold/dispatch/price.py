@@ -48,17 +48,22 @@ def seconds_by_dispatcher(config: Config, ranks_on_a_node: int, bytes_each: int,
 def cheapest_dispatcher(
     config: Config, ranks_on_a_node: int, bytes_each: int, links: LinkSpeeds | None = None
 ) -> tuple[str, str]:
-    """The dispatcher to use and the reason: the user's choice, else the least predicted time."""
+    """The dispatcher to use and the reason: the user's choice, else the least predicted time over these links."""
     parallel = config.parallel
     if parallel.ep * parallel.etp == 1:
         return "local", "all experts are on this rank"
     if parallel.dispatcher != "auto":
         return parallel.dispatcher, "asked for"
-    seconds = seconds_by_dispatcher(config, ranks_on_a_node, bytes_each, links or LinkSpeeds())
+    links = links or LinkSpeeds()
+    seconds = seconds_by_dispatcher(config, ranks_on_a_node, bytes_each, links)
     order = sorted(seconds, key=seconds.__getitem__)
     listed = ", ".join(f"{name} {seconds[name] * 1e3:.2f}" for name in order)
     tokens = tokens_per_rank(config)
-    return order[0], f"least predicted time, ms one way for {tokens} tokens: {listed}"
+    reason = f"least predicted time, ms one way for {tokens} tokens: {listed}"
+    if parallel.ep > 1:
+        trip = dispatch_trip(config, ranks_on_a_node, bytes_each)
+        reason += f"; {links.in_words(trip)}"
+    return order[0], reason
 
 
 def predicted_one_way(config: Config, ranks_on_a_node: int, bytes_each: int, links: LinkSpeeds) -> tuple[str, float]:

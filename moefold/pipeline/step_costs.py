@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from moefold.anatomy.step_specs import StepSpec
 from moefold.config.run import Config
-from moefold.dispatch.catalog import HOP_LATENCY, LinkSpeeds
+from moefold.dispatch.catalog import CPU_LINKS, HOP_LATENCY, LinkSpeeds
 from moefold.dispatch.price import predicted_one_way, tokens_per_rank
 from moefold.kernels.facts import BYTES_PER_ELEMENT, training_precision
 
@@ -32,7 +32,7 @@ class DeviceRates:
 
 DEVICE_RATES = {
     "cuda": DeviceRates(5e14, 2.5e12, LinkSpeeds()),
-    "cpu": DeviceRates(5e10, 5e9, LinkSpeeds(1e9, 1e9)),
+    "cpu": DeviceRates(5e10, 5e9, CPU_LINKS),
 }
 
 

@@ -29,7 +29,7 @@ from moefold.config.run import Config
 from moefold.data.corpus import Corpus, load_corpus
 from moefold.data.loader import BatchLoader
 from moefold.data.tokenizer import Tokenizer, choose_tokenizer, load_tokenizer
-from moefold.dispatch.build import build_dispatcher
+from moefold.dispatch.build import build_dispatcher, choose_dispatcher
 from moefold.kernels.attention.autotune import known_or_measured_times
 from moefold.kernels.attention.timings import known_times, remember_times
 from moefold.kernels.bound import BoundKernels
@@ -77,6 +77,7 @@ class Run:
     parameters: Publisher
     all_finite: Tensor  # on the device: whether every loss and gradient so far was a number
     further_state: dict[str, StateProvider]  # saved in checkpoints too
+    dispatcher_reason: str
     step: int = 0
     before_update: Callable[[], None] = lambda: None  # waits for readers of the weights, such as a checkpoint
     phase: Callable[[str], AbstractContextManager[object]] = unobserved_phase  # around each phase of train_step
@@ -95,6 +96,7 @@ def assemble_run(
     config = resolve_tokenizer(config, corpus)
     config = check_config(config, world.size)
     require_agreement(config, world)
+    config, dispatcher_reason = resolve_dispatcher(config, world)
     torch.manual_seed(config.train.seed)
     tokenizer = load_tokenizer(config.data.tokenizer, config.model.vocab, config.data.end_token)
     if corpus is None:
@@ -122,6 +124,7 @@ def assemble_run(
         parameters=Publisher(model, buckets),
         all_finite=torch.ones((), dtype=torch.bool, device=world.device),
         further_state={"precision": RecipeState(model)},
+        dispatcher_reason=dispatcher_reason,
     )
 
 
@@ -174,6 +177,16 @@ def resolve_auto_values(config: Config, world: World) -> Config:
     precision = training_precision(device, config)
     train = replace(config.train, device=device, precision=precision)
     return replace(config, train=train)
+
+
+def resolve_dispatcher(config: Config, world: World) -> tuple[Config, str]:
+    """The configuration with the dispatcher of the run in place of `auto`, and the reason. With all experts on each
+    rank there is none to name."""
+    name, reason = choose_dispatcher(config, world)
+    if name == "local":
+        return config, reason
+    parallel = replace(config.parallel, dispatcher=name)
+    return replace(config, parallel=parallel), reason
 
 
 def resolve_tokenizer(config: Config, corpus: Corpus | None) -> Config:

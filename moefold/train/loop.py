@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from moefold.comm.collectives import all_reduce_max_no_grad
 from moefold.comm.host_copies import ToHost
 from moefold.comm.host_objects import first_object, gather_objects
 from moefold.config.errors import UserError
-from moefold.config.read import config_as_yaml
+from moefold.config.read import config_as_yaml, read_yaml_mapping
 from moefold.config.run import Config
 from moefold.data.tokenizer import LARGEST_BYTE_VOCAB
 from moefold.layout.axes import World
@@ -61,6 +61,8 @@ def run_training(config: Config, world: World, out: Path, start: RunStart) -> No
     """Train as configured. Every rank calls this."""
     run_on_rank_zero(partial(claim_run_folder, out, start.resume), world, out)
     say = print_line if world.rank == 0 else print_nothing
+    if start.resume is not None:
+        config = keep_dispatcher(config, world, out, say)
     # Build the run, and make sure that its checkpoints fit before any step is spent.
     weights = weights_of_start(start, config, world, out, say)
     run = assemble_run(config, world, out, weights=weights)
@@ -96,6 +98,29 @@ def weights_of_start(start: RunStart, config: Config, world: World, out: Path, s
     if start.from_hf:
         return starting_weights(start.from_hf, config, world, say)
     return None
+
+
+def keep_dispatcher(config: Config, world: World, out: Path, say: Printer) -> Config:
+    """The configuration with the dispatcher that the run in this folder used on the same layout, in place of `auto`:
+    another measurement could choose another one, which adds in another order."""
+    if config.parallel.dispatcher != "auto":
+        return config
+    saved = run_on_rank_zero(partial(saved_parallel_settings, out), world, out)
+    name = saved.pop("dispatcher", "auto")
+    layout = asdict(config.parallel)
+    if name == "auto" or any(layout.get(key) != value for key, value in saved.items()):
+        return config
+    say(f"dispatcher {name}, as in {out / 'config.yaml'}")
+    return replace(config, parallel=replace(config.parallel, dispatcher=name))
+
+
+def saved_parallel_settings(out: Path) -> dict[str, Any]:
+    """The section `parallel` of the run in this folder; empty where there is none to read, as in a new folder."""
+    try:
+        settings = read_yaml_mapping(out / "config.yaml")
+    except UserError:
+        return {}
+    return settings.get("parallel") or {}
 
 
 def require_space_for_checkpoint(run: Run) -> None:
@@ -141,6 +166,8 @@ def introduction_lines(run: Run) -> list[str]:
     if world.size > 1:
         where += f" over {dist.get_backend()}"
     lines = [f"{config.name}: {sizes} | {where} | {text}", f"writing to {run.out}"]
+    if config.parallel.ep * config.parallel.etp > 1:
+        lines.append(f"dispatcher: {config.parallel.dispatcher} ({run.dispatcher_reason})")
     if config.data.tokenizer == "byte" and config.data.source != "zipf" and config.model.vocab > LARGEST_BYTE_VOCAB:
         lines.append(
             f"warning: data.tokenizer = byte uses 256 of model.vocab = {config.model.vocab} tokens; set data.tokenizer "

@@ -332,3 +332,11 @@ def test_products_are_shown_with_recipe_format_and_reason(explained: Any, capsys
 def test_an_entry_that_matches_no_product_is_refused(capsys: pytest.CaptureFixture[str]):
     assert run_command_line(["explain", "tiny", "--precision.recipes", "*.atention.*: fp8_row"]) == 2
     assert 'no product of the model matches "*.atention.*"' in capsys.readouterr().err
+
+
+def test_auto_says_the_links_that_it_knows_without_ranks_to_measure_them(explained: Any):
+    words = ["--nproc", "16", "--parallel.ep", "16", "--train.global_batch", "16", "--train.device", "cpu"]
+    why = explained("qwen3-30b-a3b", *words)["dispatcher"]["why"]
+    known = "links of gloo on CPUs, round numbers: 1 GB/s inside a node; 1 GB/s between nodes"
+    assert why.endswith(f"; {known}; a run measures its links")
+    assert explained("tiny")["dispatcher"] == {"name": "local", "why": "all experts are on this rank"}

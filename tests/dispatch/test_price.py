@@ -71,6 +71,37 @@ def test_sending_a_token_once_per_node_wins_where_the_network_is_slow():
     assert times["dedup"] < times["all_to_all"]
 
 
+def test_over_measured_links_many_choices_and_a_slow_network_get_one_copy_per_rank_or_node():
+    far = trip(k=8, ranks=16, inside=8)
+
+    def order(links: LinkSpeeds) -> list[str]:
+        times = {name: dispatch_seconds(name, far, links) for name in ("dedup", "all_to_all", "hierarchical")}
+        return sorted(times, key=lambda name: times[name])
+
+    slow_network = LinkSpeeds(300e9, 1e9, 50e-6, 200e-6, measured=True)
+    assert order(slow_network) == ["hierarchical", "dedup", "all_to_all"]
+    even_links = replace(slow_network, network=300e9)
+    assert order(even_links) == ["dedup", "all_to_all", "hierarchical"]
+
+
+def test_a_measured_all_to_all_takes_what_was_measured():
+    links = LinkSpeeds(100e9, 10e9, 50e-6, 200e-6, measured=True)
+    near = trip(k=1)
+    sent = near.bytes * 7 / 8
+    assert dispatch_seconds("all_to_all", near, links) == pytest.approx(50e-6 + sent / 100e9)
+
+
+def test_the_reason_names_the_figures_and_their_source():
+    config = replace(PRESETS["qwen3-30b-a3b"](), parallel=ParallelConfig(ep=16))
+    _, why = cheapest_dispatcher(config, 8, 2)
+    assert why.endswith("; links of H100: 450 GB/s inside a node; 50 GB/s between nodes")
+    measured = LinkSpeeds(300e9, 1e9, 50e-6, 200e-6, measured=True)
+    _, why = cheapest_dispatcher(config, 8, 2, measured)
+    assert why.endswith("; links measured: 300 GB/s, 50 us inside a node; 1 GB/s, 200 us between nodes")
+    _, why = cheapest_dispatcher(config, 16, 2, measured)
+    assert why.endswith("; links measured: 300 GB/s, 50 us inside a node")
+
+
 def test_the_user_is_obeyed_and_the_reason_is_told():
     config = replace(PRESETS["qwen3-30b-a3b"](), parallel=ParallelConfig(ep=8, dispatcher="all_to_all"))
     assert cheapest_dispatcher(config, 8, 2) == ("all_to_all", "asked for")

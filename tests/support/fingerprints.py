@@ -32,6 +32,7 @@ COMMON = (
 )
 SHORT = "--data.seq_len 64 --train.global_batch 8 --train.micro_batch 2"
 BF16 = "--train.precision bf16"
+DEDUP = "--parallel.dispatcher dedup"  # auto measures links, and may choose another one at another time
 
 RUNS = {
     "tiny": f"tiny {SHORT}",
@@ -64,13 +65,13 @@ RUNS = {
     "balance over the global batch": f"tiny {SHORT} --model.moe.aux_loss 0.01 --model.moe.aux_over global_batch "
     "--model.moe.device_loss 0.01 --model.moe.devices 2",
     "dp 2, bf16 gradients": f"tiny {SHORT} {BF16} --nproc 2 --optim.gradient_travel bf16",
-    "ep 2, dedup": f"tiny {SHORT} --nproc 2 --parallel.ep 2 --parallel.dispatcher dedup",
-    "tp 2, ep 4": f"qwen3-30b-a3b-tiny {SHORT} --nproc 4 --parallel.tp 2 --parallel.ep 4",
-    "cp 2 ring, ep 2": f"tiny {SHORT} --nproc 4 --parallel.cp 2 --parallel.ep 2",
+    "ep 2, dedup": f"tiny {SHORT} {DEDUP} --nproc 2 --parallel.ep 2",
+    "tp 2, ep 4": f"qwen3-30b-a3b-tiny {SHORT} {DEDUP} --nproc 4 --parallel.tp 2 --parallel.ep 4",
+    "cp 2 ring, ep 2": f"tiny {SHORT} {DEDUP} --nproc 4 --parallel.cp 2 --parallel.ep 2",
     "etp 2, ep 2, all_to_all": f"tiny {SHORT} --nproc 4 --parallel.ep 2 --parallel.etp 2 "
     "--parallel.dispatcher all_to_all",
     "ep 4, all_gather, bf16": f"tiny {SHORT} {BF16} --nproc 4 --parallel.ep 4 --parallel.dispatcher all_gather",
-    "pp 2, vpp 2, ep 2, paired": f"tiny {SHORT} --nproc 4 --parallel.pp 2 --parallel.ep 2 --pipeline.vpp 2 "
+    "pp 2, vpp 2, ep 2, paired": f"tiny {SHORT} {DEDUP} --nproc 4 --parallel.pp 2 --parallel.ep 2 --pipeline.vpp 2 "
     "--pipeline.pair true --train.micro_batch 1",
     "pp 2, zero bubble, mtp": f"deepseek-v3-tiny {SHORT} --nproc 2 --parallel.pp 2 --pipeline.schedule zb_h1 "
     "--model.layers 3 --model.mtp 1",

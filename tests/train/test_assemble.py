@@ -8,12 +8,14 @@ from pathlib import Path
 import torch
 
 from moefold.config.errors import UserError
+from moefold.config.read import config_as_yaml
 from moefold.config.run import ParallelConfig
 from moefold.layout.axes import World, create_world, single_rank_world
+from moefold.observe.printer import print_nothing
 from moefold.presets.zoo import PRESETS
 from moefold.train.assemble import assemble_run, require_agreement
 from moefold.train.evaluate import validation_loss
-from moefold.train.loop import no_gradient_warnings
+from moefold.train.loop import keep_dispatcher, no_gradient_warnings
 from moefold.train.parity import random_corpus, shrink_config
 from moefold.train.step import train_step
 from tests.support.ranks import run_ranks
@@ -75,3 +77,21 @@ def test_validation_on_a_number_of_sequences_that_does_not_split_neither_hangs_n
     one = uneven_validation(single_rank_world())
     for loss in run_ranks(uneven_validation, 4):
         assert abs(loss - one) < 1e-12
+
+
+def dispatcher_on_resume(out: Path, parallel: ParallelConfig) -> str:
+    config = replace(PRESETS["tiny"](), parallel=parallel)
+    kept = keep_dispatcher(config, single_rank_world(), out, print_nothing)
+    return kept.parallel.dispatcher
+
+
+def test_a_resumed_run_keeps_the_dispatcher_that_auto_chose_on_its_layout(tmp_path: Path):
+    auto = ParallelConfig(ep=2)
+    assert dispatcher_on_resume(tmp_path, auto) == "auto", "a folder without a run"
+    saved = replace(PRESETS["tiny"](), parallel=replace(auto, dispatcher="all_gather"))
+    (tmp_path / "config.yaml").write_text(config_as_yaml(saved))
+    assert dispatcher_on_resume(tmp_path, auto) == "all_gather"
+    assert dispatcher_on_resume(tmp_path, replace(auto, dispatcher="dedup")) == "dedup", "set by the user"
+    assert dispatcher_on_resume(tmp_path, replace(auto, ep=4)) == "auto", "another layout"
+    (tmp_path / "config.yaml").write_text("parallel: {ep: 2")
+    assert dispatcher_on_resume(tmp_path, auto) == "auto", "a file cut short"

@@ -43,7 +43,7 @@ class Cluster:
 
     @property
     def link_bandwidths(self) -> price.LinkSpeeds:
-        return price.LinkSpeeds(self.gpu.inside, self.gpu.network)
+        return price.LinkSpeeds(self.gpu.inside, self.gpu.network, source=self.gpu.name)
 
     def ring_bandwidth(self, stride: int, ranks: int) -> float:
         """Bandwidth per rank of a ring over `ranks` ranks, `stride` apart, in bytes/s. Beyond a domain, all members in

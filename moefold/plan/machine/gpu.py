@@ -114,6 +114,15 @@ def known_gpu_names() -> list[str]:
     return sorted(path.stem for path in GPU_FOLDER.glob("*.yaml"))
 
 
+def match_gpu_name(full_name: str) -> str | None:
+    """The planner's name of a GPU by the driver's: `NVIDIA H200` -> h200; None for a GPU that the planner lacks."""
+    longest_first = sorted(known_gpu_names(), key=len, reverse=True)  # h200 before h20
+    for known in longest_first:
+        if known.upper() in full_name:
+            return known
+    return None
+
+
 def find_gpu_by_name(name: str) -> Gpu:
     """A packaged GPU by its name, in upper or lower case, or the GPU that a YAML file describes."""
     if name.endswith((".yaml", ".yml")):

@@ -13,6 +13,7 @@ from moefold.plan.machine.gpu import (
     check_precision,
     find_gpu_by_name,
     known_gpu_names,
+    match_gpu_name,
     roofline_seconds,
 )
 
@@ -32,6 +33,13 @@ def test_names_know_no_case_and_near_ones_are_offered():
     assert find_gpu_by_name("GB200") == find_gpu_by_name("gb200")
     with pytest.raises(UserError, match=r'no GPU "h10".*did you mean "h100"'):
         find_gpu_by_name("h10")
+
+
+def test_a_gpu_is_known_by_the_name_of_its_driver():
+    assert match_gpu_name("NVIDIA H200") == "h200"
+    assert match_gpu_name("NVIDIA H20") == "h20"
+    assert match_gpu_name("NVIDIA A100-SXM4-80GB") == "a100"
+    assert match_gpu_name("NVIDIA GeForce GTX 1080") is None
 
 
 def test_the_measured_curves_lie_on_their_points():
