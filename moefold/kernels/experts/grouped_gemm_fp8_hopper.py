@@ -43,7 +43,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from moefold.kernels.experts.epilogues_fp8_hopper import epilogue_dswiglu_fp8, epilogue_swiglu_fp8
-from moefold.kernels.experts.epilogues_hopper import column_quarters, epilogue_plain, output_chunk
+from moefold.kernels.experts.epilogues_hopper import accumulate_block, column_quarters, epilogue_plain, output_chunk
 from moefold.kernels.hopper import banded_tile, split_columns
 
 BK = gl.constexpr(128)  # of the contraction, in one step
@@ -267,7 +267,7 @@ def hand_over(
         chunk = scaled_chunk(c0, factors, row, column, M, N, WIDE_B, SCALES)
         if END == "add":
             first = out_ptr + plane.to(gl.int64) * M * N
-            accumulate_chunk(first, row, column, M, N, chunk)
+            accumulate_block(first, row, column, N, M - row, chunk)
         else:
             place = output_chunk(tile, HALF * 4 + c).reshape([64, 64])
             place.store(chunk.to(gl.bfloat16))
@@ -275,18 +275,6 @@ def hand_over(
     if END != "add":
         fence_async_shared()
         mbarrier.arrive(made.index(HALF))
-
-
-@gluon.jit
-def accumulate_chunk(ptr, row, column, M, N, value):
-    """Add to memory, in its own precision."""
-    layout: gl.constexpr = value.type.layout
-    r = row + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
-    c = column + gl.arange(0, 64, layout=gl.SliceLayout(0, layout))
-    at = ptr + r.to(gl.int64)[:, None] * N + c[None, :]
-    mask = (r < M)[:, None] & (c < N)[None, :]
-    total = gl.load(at, mask=mask, other=0.0).to(gl.float32) + value
-    gl.store(at, total.to(ptr.dtype.element_ty), mask=mask)
 
 
 @gluon.jit
