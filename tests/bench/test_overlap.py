@@ -26,8 +26,6 @@ def test_it_tells_what_is_exposed_in_each_way_as_json_and_writes_a_trace(tmp_pat
     assert found["one after the other"]["hidden"] == 0
     layers, directions = 2, 2
     assert found["one after the other"]["exposed"] >= 3 * layers * 2 * directions * 0.004, "every exchange is exposed"
-    beside = found["one after the other, with shared experts"]
-    assert beside["hidden"] > 0, "shared experts compute while tokens travel"
     events = [e for e in json.loads((tmp_path / "trace.json").read_text())["traceEvents"] if e["ph"] == "X"]
     assert {e["pid"] for e in events} == {0, 1}
     assert {e["cat"] for e in events} == {"compute", "comm"}
