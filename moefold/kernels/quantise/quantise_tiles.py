@@ -64,16 +64,17 @@ def tile_maxima(source_ND: Tensor, tiles: RowTiles, index_R: Tensor | None = Non
 
 @tile_maxima.register_fast("triton")
 def tile_maxima_triton(source_ND: Tensor, tiles: RowTiles, index_R: Tensor | None = None) -> TileMaxima:
-    from moefold.kernels.quantise.quantise_tiles_triton import launch_tile_maxima
+    from moefold.kernels.quantise.quantise_tiles_triton import TRITON_KERNELS, launch_tile_maxima
 
-    return TileMaxima(*launch_tile_maxima(source_ND, tiles, index_R))
+    return TileMaxima(*launch_tile_maxima(TRITON_KERNELS, source_ND, tiles, index_R))
 
 
 @tile_maxima.register_fast("gluon")
 def tile_maxima_gluon(source_ND: Tensor, tiles: RowTiles, index_R: Tensor | None = None) -> TileMaxima:
-    from moefold.kernels.quantise.quantise_tiles_launch import launch_tile_maxima
+    from moefold.kernels.quantise.quantise_tiles_launch import GLUON_KERNELS
+    from moefold.kernels.quantise.quantise_tiles_triton import launch_tile_maxima
 
-    return TileMaxima(*launch_tile_maxima(source_ND, tiles, index_R))
+    return TileMaxima(*launch_tile_maxima(GLUON_KERNELS, source_ND, tiles, index_R))
 
 
 CASE_WIDTHS = (128, 72)
@@ -113,9 +114,9 @@ def quantise_tiles_triton(
     index_R: Tensor | None = None,
 ) -> QuantisedTiles:
     """One read of the source for both directions. Tiles that are not in use are not written: theirs are undefined."""
-    from moefold.kernels.quantise.quantise_tiles_triton import launch_quantise_tiles
+    from moefold.kernels.quantise.quantise_tiles_triton import TRITON_KERNELS, launch_quantise_tiles
 
-    return QuantisedTiles(*launch_quantise_tiles(source_ND, tiles, rule, rows, columns, index_R))
+    return QuantisedTiles(*launch_quantise_tiles(TRITON_KERNELS, source_ND, tiles, rule, rows, columns, index_R))
 
 
 @quantise_tiles.register_fast("gluon")
@@ -128,9 +129,10 @@ def quantise_tiles_gluon(
     index_R: Tensor | None = None,
 ) -> QuantisedTiles:
     """As in Triton, with a layout of threads that needs no exchange between them for the transposed copy."""
-    from moefold.kernels.quantise.quantise_tiles_launch import launch_quantise_tiles
+    from moefold.kernels.quantise.quantise_tiles_launch import GLUON_KERNELS
+    from moefold.kernels.quantise.quantise_tiles_triton import launch_quantise_tiles
 
-    return QuantisedTiles(*launch_quantise_tiles(source_ND, tiles, rule, rows, columns, index_R))
+    return QuantisedTiles(*launch_quantise_tiles(GLUON_KERNELS, source_ND, tiles, rule, rows, columns, index_R))
 
 
 @quantise_tiles.register_cases

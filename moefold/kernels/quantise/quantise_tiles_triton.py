@@ -7,6 +7,8 @@ N source rows, P padded rows in M tiles, D width, B blocks of 128 columns.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -92,8 +94,25 @@ def tile_maxima_kernel(source_ND, tiles_M4, index_R, parts_BP, columns_MD, M, D,
     tl.store(columns_MD + line + c, column, mask=c < D)
 
 
+class TileKernels(NamedTuple):
+    """The two kernels in one language, and their further arguments."""
+
+    quantise: Any
+    maxima: Any
+    options: dict[str, int]
+
+
+TRITON_KERNELS = TileKernels(quantise_tiles_kernel, tile_maxima_kernel, ROOM | {"BLOCK": BLOCK})
+
+
 def launch_quantise_tiles(
-    source_ND: Tensor, tiles: RowTiles, rule: ScaleRule, rows: Scales, columns: Scales, index_R: Tensor | None
+    kernels: TileKernels,
+    source_ND: Tensor,
+    tiles: RowTiles,
+    rule: ScaleRule,
+    rows: Scales,
+    columns: Scales,
+    index_R: Tensor | None,
 ) -> tuple[Quantised | None, Quantised | None]:
     """Of tiles that are not in use, nothing is written."""
     tile_count = len(tiles.tiles_M4)
@@ -102,8 +121,9 @@ def launch_quantise_tiles(
     by_row = empty_copy(source_ND, rows, rule, (tiles.padded_rows, d), (blocks, tiles.padded_rows))
     by_column = empty_copy(source_ND, columns, rule, (tile_count, d, BLOCK), (tile_count, d))
     inputs = (source_ND.contiguous(), tiles.tiles_M4, index_R)
-    constants = (kind_of_scales(rows), kind_of_scales(columns), rule.format.largest, rule.power_of_two, BLOCK)
-    quantise_tiles_kernel[tile_count, blocks](*inputs, *by_row, *by_column, tile_count, d, *constants, **ROOM)
+    constants = (kind_of_scales(rows), kind_of_scales(columns), rule.format.largest, rule.power_of_two)
+    quantise = kernels.quantise[tile_count, blocks]
+    quantise(*inputs, *by_row, *by_column, tile_count, d, *constants, **kernels.options)
     return named_copies(*by_row, *by_column)
 
 
@@ -135,7 +155,9 @@ def kind_of_scales(scales: Scales) -> str | None:
     return "given" if isinstance(scales, Tensor) else scales
 
 
-def launch_tile_maxima(source_ND: Tensor, tiles: RowTiles, index_R: Tensor | None) -> tuple[Tensor, Tensor]:
+def launch_tile_maxima(
+    kernels: TileKernels, source_ND: Tensor, tiles: RowTiles, index_R: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """Largest magnitudes of each row, (P,), and of each column within each tile, (M, D)."""
     tile_count = len(tiles.tiles_M4)
     d = source_ND.shape[1]
@@ -143,5 +165,6 @@ def launch_tile_maxima(source_ND: Tensor, tiles: RowTiles, index_R: Tensor | Non
     parts_BP = source_ND.new_empty(blocks, tiles.padded_rows, dtype=torch.float32)
     columns_MD = source_ND.new_empty(tile_count, d, dtype=torch.float32)
     inputs = (source_ND.contiguous(), tiles.tiles_M4, index_R)
-    tile_maxima_kernel[(tile_count, blocks)](*inputs, parts_BP, columns_MD, tile_count, d, BLOCK, **ROOM)
+    find_maxima = kernels.maxima[tile_count, blocks]
+    find_maxima(*inputs, parts_BP, columns_MD, tile_count, d, **kernels.options)
     return parts_BP.amax(0), columns_MD
