@@ -64,11 +64,27 @@ class ProductRecipe:
 def model_products(model: ModelConfig, parallel: ParallelConfig) -> Iterator[ProductSpec]:
     """Every linear product from tokens to the loss, layers of multi-token prediction included."""
     degrees = {"tp": parallel.tp, "ep": parallel.ep, "etp": parallel.etp}
+    for prefix, weight in product_weights(model):
+        yield product_of_weight(prefix, weight, degrees)
+
+
+def product_weights(model: ModelConfig) -> Iterator[tuple[str, WeightSpec]]:
+    """The weight of every linear product, with the prefix of its layer."""
     steps = [*prefixed_model_steps(model), *prefixed_mtp_steps(model)]
     for prefix, step in steps:
         for weight in step.weights:
             if weight.is_matrix and weight.name not in NO_PRODUCTS:
-                yield product_of_weight(prefix, weight, degrees)
+                yield prefix, weight
+
+
+def weights_in_scope(model: ModelConfig) -> set[str]:
+    """The names of the weights that the default scope of `precision.recipe` quantises."""
+    one_rank = {"tp": 1, "ep": 1, "etp": 1}
+    names: set[str] = set()
+    for prefix, weight in product_weights(model):
+        if product_of_weight(prefix, weight, one_rank).is_in_scope:
+            names.add(prefix + weight.name)
+    return names
 
 
 def product_of_weight(prefix: str, weight: WeightSpec, degrees: dict[str, int]) -> ProductSpec:

@@ -26,8 +26,9 @@ class ConvertOptions:
     """The form to write: hf."""
     family: str | None = None
     """The model family to write, such as qwen3_moe; by default the one that can hold every tensor."""
-    dtype: Literal["as_saved", "fp32", "bf16", "fp16"] = "as_saved"
-    """Data type of the written weights; as_saved: unchanged, and bf16 for quantised ones."""
+    dtype: Literal["as_saved", "fp32", "bf16", "fp16", "fp8_block"] = "as_saved"
+    """Data type of the written weights; as_saved: unchanged, and bf16 for quantised ones; fp8_block: 128 x 128 blocks
+    as in DeepSeek-V3, bf16 for embedding, head, routers and norms."""
     upcycle: str | None = None
     """Turn a dense model into an MoE model that computes the same: E8T2 (8 copies, top 2), E8G2T2 (each cut in 2)."""
     seed: int = 1

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from moefold.checkpoint.format.boxes import whole_box
 from moefold.checkpoint.hf.config_json import FAMILIES, config_json_for, describe_model, family_for_model
-from moefold.checkpoint.hf.export import ALWAYS_FP32, iterate_hf_tensors
+from moefold.checkpoint.hf.dequantise import FP8_SCALE_SUFFIX
+from moefold.checkpoint.hf.export import WrittenDtypes, iterate_hf_tensors, written_dtypes
+from moefold.checkpoint.hf.family import ModelFamily
 from moefold.checkpoint.hf.model_folder import open_model_folder
 from moefold.checkpoint.hf.name_table import NameTable
 from moefold.checkpoint.hf.piece_values import FetchBox
+from moefold.checkpoint.hf.quantise import FP8_DTYPE, block_scales_shape, plain_modules
+from moefold.checkpoint.hf.quantization_config import fp8_quantisation
 from moefold.checkpoint.hf.read_weights import (
     FolderWeights,
     check_aliases,
@@ -45,6 +48,7 @@ from moefold.train.layerwise_logits import logits_by_layer
 LOGITS_TOLERANCE = 1e-5  # of an upcycled model's fp32 logits, relative to the largest of the dense model's
 COMPARED_TOKENS = 64
 DEFAULT_LENGTH = 4096  # of a sequence, where config.json has none
+WRITTEN_DTYPES = {**DTYPES, "fp8_block": FP8_DTYPE}  # by the values of --dtype
 
 
 @dataclass(frozen=True)
@@ -78,21 +82,28 @@ def convert_weights(source: Path, out: Path, request: ConvertRequest, say: Print
     options = config_json_for(family, weights.model)
     table = family.name_table(weights.model)
     refuse_unplaced_biases(weights.biases, table)
-    plan = plan_written_tensors(table, weights, request)
-    # config.json names one dtype: the most frequent.
-    dtypes = [torch_dtype_text(tensor.dtype) for tensor in plan]
+    dtypes = requested_dtypes(family, table, weights, request)
     options["max_position_embeddings"] = longest_sequence(weights)
-    options["dtype"] = max(set(dtypes), key=dtypes.count)
-    tensors = planned_tensors(plan, table, weights)
+    options["dtype"] = torch_dtype_text(dtype_of_computation(dtypes))
+    if FP8_DTYPE in dtypes.values():
+        options["quantization_config"] = fp8_quantisation(plain_modules(family, table))
+    plan = plan_written_tensors(table, dtypes)
+    tensors = iterate_hf_tensors(table, weights.fetch_box, dtypes)
     write_model_folder(out, options, plan, tensors, weights.tokenizer, request.overwrite)
     size = total_bytes(plan) / 1e9
-    say(f"wrote {out}: {family.kind}, {len(plan)} tensors, {size:.3g} GB as {', '.join(sorted(set(dtypes)))}")
+    written = sorted({torch_dtype_text(tensor.dtype) for tensor in plan})
+    say(f"wrote {out}: {family.kind}, {len(plan)} tensors, {size:.3g} GB as {', '.join(written)}")
     if request.upcycle:
         say(compare_with_dense(source, out))
 
 
 def open_weight_source(source: Path, request: ConvertRequest, say: Printer) -> WeightSource:
     is_folder = (source / "config.json").exists()
+    if request.upcycle and request.dtype == "fp8_block":
+        raise UserError(
+            "--upcycle with --dtype fp8_block would not compute what the dense model does; "
+            "upcycle to bf16, then convert that folder with --dtype fp8_block"
+        )
     if request.upcycle and not is_folder:
         raise UserError(f"--upcycle starts from a folder with config.json and safetensors; {source} has no config.json")
     if not is_folder:
@@ -111,30 +122,35 @@ def longest_sequence(source: WeightSource) -> int:
     return max(extended, source.longest)
 
 
-def plan_written_tensors(table: NameTable, source: WeightSource, request: ConvertRequest) -> list[PlannedTensor]:
-    """Every tensor of the export with its dtype: as saved, or as requested, but for tensors that are always fp32."""
+def requested_dtypes(
+    family: ModelFamily, table: NameTable, source: WeightSource, request: ConvertRequest
+) -> WrittenDtypes:  # fmt: skip
+    """The dtype of every tensor of the export: as saved, or as requested."""
+    if request.dtype != "as_saved":
+        return written_dtypes(family, table, source.model, WRITTEN_DTYPES[request.dtype])
+    dtypes: dict[str, torch.dtype] = {}
+    for name in table.written:
+        pieces = table.source_pieces(name)
+        first = pieces[0].ours if pieces else "embedding.weight"
+        dtypes[name] = source.saved_dtype(first)
+    return dtypes
 
-    def written_dtype(name: str) -> torch.dtype:
-        if request.dtype == "as_saved":
-            pieces = table.source_pieces(name)
-            first = pieces[0].ours if pieces else "embedding.weight"
-            return source.saved_dtype(first)
-        if name.endswith(ALWAYS_FP32):
-            return torch.float32
-        return DTYPES[request.dtype]
 
+def dtype_of_computation(dtypes: WrittenDtypes) -> torch.dtype:
+    """The dtype that config.json names: the most frequent, FP8 aside."""
+    unquantised = [dtype for dtype in dtypes.values() if dtype != FP8_DTYPE]
+    return max(set(unquantised), key=unquantised.count)
+
+
+def plan_written_tensors(table: NameTable, dtypes: WrittenDtypes) -> list[PlannedTensor]:
+    """Every tensor of the export, in order. The scales of a tensor in FP8 follow it."""
     plan: list[PlannedTensor] = []
     for name, shape in table.written.items():
-        dtype = written_dtype(name)
-        plan.append(PlannedTensor(name, shape, dtype))
+        plan.append(PlannedTensor(name, shape, dtypes[name]))
+        if dtypes[name] == FP8_DTYPE:
+            scales = PlannedTensor(name + FP8_SCALE_SUFFIX, block_scales_shape(shape), torch.float32)
+            plan.append(scales)
     return plan
-
-
-def planned_tensors(plan: list[PlannedTensor], table: NameTable, source: WeightSource) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of the export, one at a time, in the planned dtypes."""
-    tensors = iterate_hf_tensors(table, source.fetch_box)
-    for planned, (name, tensor) in zip(plan, tensors, strict=True):
-        yield name, tensor.to(planned.dtype)
 
 
 def refuse_unplaced_biases(biases: Iterable[str], table: NameTable) -> None:
@@ -154,7 +170,7 @@ def source_from_folder(path: Path) -> WeightSource:
     table = described.family.name_table(described.model)
     check_names_and_shapes(weights, table)
     check_aliases(weights, table)
-    torch_dtypes = {code: dtype for dtype, code in DTYPE_CODES.items()}
+    torch_dtypes = {code: dtype for dtype, code in DTYPE_CODES.items() if dtype != FP8_DTYPE}
 
     def saved_dtype(name: str) -> torch.dtype:
         piece = table.pieces_by_ours[name][0]

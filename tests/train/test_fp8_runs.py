@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from moefold.checkpoint.hf.config_json import describe_model
 from moefold.checkpoint.hf.model_folder import open_model_folder
@@ -172,6 +173,30 @@ def test_a_model_exported_to_hugging_face_has_the_run_s_own_weights(tmp_path: Pa
     from_folder = make_run(tmp_path, "fp8_block", *words, weights=fill)
     from_folder.loader.consumed = run.loader.consumed
     assert take_next_step(from_folder).loss == take_next_step(run).loss
+
+
+def test_a_model_exported_in_fp8_blocks_has_the_bytes_of_the_run_s_own_products(tmp_path: Path):
+    words = ["--model.attention.qk_norm", "head", "--model.moe.balance.bias_rate", "0", "--model.moe.ffn", "128"]
+    run = make_run(tmp_path, "fp8_block", *words)
+    with make_background_saver(run, print) as saver:
+        losses_of(run, 1)
+        begin_checkpoint(run, saver)
+    assert run_command_line(["convert", str(tmp_path), str(tmp_path / "hf"), "--dtype", "fp8_block"]) == 0
+    written = load_file(tmp_path / "hf" / "model.safetensors")
+    recipe = named_products(run.model)["blocks.1.moe.experts.up_product"].recipe
+    assert isinstance(recipe, Fp8Recipe)
+    weights = dict(run.model.named_parameters())
+    out = recipe.weight(weights["blocks.1.attention.out.weight"]).forward
+    gate_up = recipe.weight(weights["blocks.1.moe.experts.gate_up"].flatten(1, 2)).forward
+    expected = {
+        "self_attn.o_proj": (out.values[0], out.scales[0]),
+        "mlp.experts.3.gate_proj": (gate_up.values[3, :128], gate_up.scales[3, :1]),
+        "mlp.experts.3.up_proj": (gate_up.values[3, 128:], gate_up.scales[3, 1:]),
+    }
+    for name, (values, scales) in expected.items():
+        weight = f"model.layers.1.{name}.weight"
+        assert torch.equal(written[weight].view(torch.uint8), values.view(torch.uint8)), name
+        assert torch.equal(written[f"{weight}_scale_inv"], scales), name
 
 
 def test_weights_are_quantised_once_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -21,6 +21,7 @@ from moefold.checkpoint.hf.families.qwen3_moe import QWEN3_MOE
 from moefold.checkpoint.hf.family import ModelFamily
 from moefold.checkpoint.hf.model_folder import ModelFolder
 from moefold.checkpoint.hf.published_defaults import family_keys
+from moefold.checkpoint.hf.quantization_config import check_quantisation
 from moefold.config.errors import UserError, one_of, printable_text
 from moefold.config.keys import format_value, iterate_keys
 from moefold.config.read import with_values
@@ -29,8 +30,6 @@ from moefold.config.run import Config, ModelConfig, RopeConfig
 MOE_FAMILIES = (MIXTRAL, OLMOE, QWEN3_MOE, QWEN2_MOE, DEEPSEEK_V3, KIMI_K2, DEEPSEEK_V2, GPT_OSS, GLM4_MOE)
 DENSE_FAMILIES = (LLAMA, MISTRAL, QWEN2, QWEN3)
 FAMILIES: dict[str, ModelFamily] = {family.kind: family for family in (*MOE_FAMILIES, *DENSE_FAMILIES)}
-FP8_BLOCK_SIZE = [128, 128]
-QUANT_METHODS = {"fp8": "blocks of 128 x 128 with weight_scale_inv", "mxfp4": "blocks of 32 with a shared power of two"}
 
 # Keys of a model that act in training only, or on the way of computing and not on the result: no config.json has them.
 TRAINING_KEYS = (
@@ -134,23 +133,6 @@ def with_aux_loss(model: ModelConfig, weight: float) -> ModelConfig:
     balance = replace(model.moe.balance, aux_loss=aux_loss, aux_over="microbatch")
     moe = replace(model.moe, balance=balance)
     return replace(model, moe=moe)
-
-
-def check_quantisation(options: ConfigOptions) -> None:
-    quantisation = options.left.pop("quantization_config", None)
-    if quantisation is None:
-        return
-    method = quantisation
-    if isinstance(quantisation, dict):
-        method = quantisation.get("quant_method")
-    if method not in QUANT_METHODS:
-        kinds = "; ".join(f"{name}: {blocks}" for name, blocks in QUANT_METHODS.items())
-        shown = printable_text(str(method))
-        options.add_problem(f"quantization_config has quant_method = {shown}; expected one of {kinds}")
-    elif method == "fp8":
-        block = quantisation.get("weight_block_size", FP8_BLOCK_SIZE)
-        if block != FP8_BLOCK_SIZE:
-            options.add_problem(f"weight_block_size = {block} is not supported; expected {FP8_BLOCK_SIZE}")
 
 
 def without_missing_mtp(described: DescribedModel, folder: ModelFolder) -> DescribedModel:

@@ -14,12 +14,13 @@ import torch
 
 from moefold.checkpoint.format.boxes import Box, Range
 from moefold.checkpoint.format.safetensors_header import StoredTensor
+from moefold.checkpoint.hf.quantization_config import FP8_BLOCK
 
-FP8_BLOCK = 128  # rows, and columns
 MXFP4_BLOCK = 32  # numbers
 MXFP4_BYTES = 16  # of a block
 EXPONENT_BIAS = 127  # of the powers of two
 FP8_SCALE_SUFFIX = "_scale_inv"
+FP8_SCALE_DTYPES = ("F32", "BF16", "F16", "F8_E8M0")
 MXFP4_BLOCKS_SUFFIX = "_blocks"
 MXFP4_SCALES_SUFFIX = "_scales"
 DERIVED_SUFFIX = ".rotary_emb.inv_freq"  # stored by older files; it follows from config.json
@@ -98,10 +99,12 @@ def dequantised_fp8(name: str, stored: StoredTensor, scales: StoredTensor | None
     expected = tuple(-(-size // FP8_BLOCK) for size in stored.shape)
     is_matrix = stored.dtype == "F8_E4M3" and len(expected) == 2
     problem = ""
-    if scales is None or not is_matrix or scales.shape != expected:
+    sound_scales = scales is not None and scales.shape == expected and scales.dtype in FP8_SCALE_DTYPES
+    if not is_matrix or not sound_scales:
+        kinds = ", ".join(FP8_SCALE_DTYPES)
         problem = (
             f'"{name}" is {dtype_and_shape(stored)} and "{name}{FP8_SCALE_SUFFIX}" is {dtype_and_shape(scales)}; '
-            f"expected F8_E4M3 in two dims and factors of shape {list(expected)}"
+            f"expected F8_E4M3 in two dims and factors of shape {list(expected)}, one of {kinds}"
         )
 
     def fetch_dequantised(box: Box) -> torch.Tensor:

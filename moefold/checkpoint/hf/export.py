@@ -3,15 +3,17 @@ of one of our tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import nn
 
 from moefold.checkpoint.format.boxes import Box, box_overlap, box_sizes, box_slices, relative_box
 from moefold.checkpoint.hf.config_json import config_json_for, family_for_model
+from moefold.checkpoint.hf.family import ModelFamily
 from moefold.checkpoint.hf.name_table import MappedPiece, NameTable
 from moefold.checkpoint.hf.piece_values import FetchBox, write_piece_values
+from moefold.checkpoint.hf.quantise import BESIDE_FP8, FP8_DTYPE, quantised_names, quantised_pair
 from moefold.checkpoint.hf.read_weights import LocalTensor, local_tensors
 from moefold.comm.collectives import all_reduce_no_grad
 from moefold.comm.host_objects import broadcast_object, gather_objects, scatter_objects, union_of_sets
@@ -22,17 +24,33 @@ from moefold.layout.axes import World
 ALWAYS_FP32 = ("e_score_correction_bias",)  # fp32 whatever the dtype of the weights
 
 NamedTensors = Iterator[tuple[str, torch.Tensor]]
+WrittenDtypes = Mapping[str, torch.dtype]  # by their names
 
 
-def iterate_hf_tensors(table: NameTable, fetch: FetchBox, dtype: torch.dtype | None = None) -> NamedTensors:
-    """(name, tensor) of everything that the table writes, in its order. `dtype` is for all but those that are always
-    fp32; None: as saved."""
+def iterate_hf_tensors(table: NameTable, fetch: FetchBox, dtypes: WrittenDtypes | None = None) -> NamedTensors:
+    """(name, tensor) of everything that the table writes, in its order; None: in the dtypes of the fetched values. The
+    scales of a tensor in FP8 follow it."""
     for name, shape in table.written.items():
         pieces = table.source_pieces(name)
         tensor = join_pieces(pieces, fetch) if pieces else torch.zeros(shape)
-        if dtype is not None and not name.endswith(ALWAYS_FP32):
-            tensor = tensor.to(dtype)
-        yield name, tensor
+        dtype = dtypes[name] if dtypes else tensor.dtype
+        if dtype == FP8_DTYPE:
+            yield from quantised_pair(name, tensor)
+        else:
+            yield name, tensor.to(dtype)
+
+
+def written_dtypes(
+    family: ModelFamily, table: NameTable, model: ModelConfig, dtype: torch.dtype
+) -> dict[str, torch.dtype]:  # fmt: skip
+    """The dtype of every tensor of an export in `dtype`. With float8_e4m3fn, weights are in 128 x 128 blocks."""
+    in_fp8 = quantised_names(family, table, model) if dtype == FP8_DTYPE else set[str]()
+    others = BESIDE_FP8 if dtype == FP8_DTYPE else dtype
+    dtypes = {name: dtype if name in in_fp8 else others for name in table.written}
+    for name in dtypes:
+        if name.endswith(ALWAYS_FP32):
+            dtypes[name] = torch.float32
+    return dtypes
 
 
 def join_pieces(pieces: list[MappedPiece], fetch: FetchBox) -> torch.Tensor:
@@ -51,14 +69,16 @@ def export_hf_weights(
     model: nn.Module, config: ModelConfig, world: World, family: str | None = None, dtype: torch.dtype | None = None
 ) -> NamedTensors:
     """The weights of a live model under Hugging Face names, one at a time, on every rank: for an inference engine.
-    Every rank iterates to the end, and the weights must not change meanwhile. `config` is the model's."""
+    Every rank iterates to the end, and the weights must not change meanwhile. `config` is the model's; `dtype` None is
+    that of each weight, float8_e4m3fn stands for 128 x 128 blocks."""
     chosen = family_for_model(config, family)
     config_json_for(chosen, config)  # refuses what the family has no option for
     table = chosen.name_table(config)
+    dtypes = written_dtypes(chosen, table, config, dtype) if dtype else None
     held = local_tensors(model)
     refuse_lost_biases(held, table, world)
     boxes = GatheredBoxes(held, world)
-    yield from iterate_hf_tensors(table, boxes.fetch_box, dtype)
+    yield from iterate_hf_tensors(table, boxes.fetch_box, dtypes)
 
 
 def refuse_lost_biases(held: dict[str, LocalTensor], table: NameTable, world: World) -> None:

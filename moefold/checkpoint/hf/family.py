@@ -29,7 +29,8 @@ GATED_BY = {  # hidden_act, which acts on the gate of experts and MLPs; of two n
 
 @dataclass(frozen=True)
 class ModelFamily:
-    """`kind` is model_type in config.json. A `dense` family has no experts: it is read only, for upcycling."""
+    """`kind` is model_type in config.json. A `dense` family has no experts: it is read only, for upcycling. `gates` are
+    modules of a layer that are plain linear layers in their code: FP8 leaves them out by name."""
 
     kind: str
     architecture: str
@@ -37,6 +38,7 @@ class ModelFamily:
     write: Callable[[ModelConfig], dict[str, Any]]
     name_table: Callable[[ModelConfig], NameTable]
     dense: bool = False
+    gates: tuple[str, ...] = ()
 
 
 def read_common_options(options: ConfigOptions) -> dict[str, Any]:

@@ -28,6 +28,7 @@ DTYPE_CODES = {
     torch.float32: "F32",
     torch.float16: "F16",
     torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
 }
 TOKENIZER_FILES = (
     "tokenizer.json",

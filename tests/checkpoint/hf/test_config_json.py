@@ -9,13 +9,13 @@ import pytest
 
 from moefold.checkpoint.hf.config_json import (
     FAMILIES,
-    check_quantisation,
     config_json_for,
     essential_values,
     read_model_config,
 )
 from moefold.checkpoint.hf.config_options import ConfigOptions
 from moefold.checkpoint.hf.published_defaults import family_keys
+from moefold.checkpoint.hf.quantization_config import check_quantisation
 from moefold.config.errors import UserError
 from moefold.config.run import ModelConfig
 from moefold.presets.zoo import PRESETS

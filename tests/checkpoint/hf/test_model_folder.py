@@ -110,6 +110,8 @@ def test_options_that_change_what_is_computed_are_refused_by_name(folder: Path):
         ("qwen3", {"num_hidden_layers": 9999}, "tells of 9999 layers"),
         ("qwen3", {"num_local_experts": 60_000}, "60000 experts"),
         ("qwen3", {"quantization_config": {"quant_method": "gptq"}}, "quant_method = gptq"),
+        ("qwen3", {"quantization_config": "fp8"}, "quantization_config = fp8 is not legal; expected an object"),
+        ("qwen3", {"quantization_config": {"quant_method": ["fp8"]}}, "quant_method = ['fp8']; expected one of fp8"),
         ("qwen3", {"model_type": "qwen3_mo"}, 'did you mean "qwen3_moe"?'),
     ],
 )

@@ -71,4 +71,5 @@ MIXTRAL = ModelFamily(
     read_mixtral,
     write_mixtral,
     mixtral_table,
+    gates=("block_sparse_moe.gate",),
 )

@@ -65,4 +65,11 @@ def olmoe_table(model: ModelConfig) -> NameTable:
     return build_name_table(model, olmoe_block_pieces)
 
 
-OLMOE = ModelFamily("olmoe", "OlmoeForCausalLM", read_olmoe, write_olmoe, olmoe_table)
+OLMOE = ModelFamily(
+    "olmoe",
+    "OlmoeForCausalLM",
+    read_olmoe,
+    write_olmoe,
+    olmoe_table,
+    gates=("mlp.gate",),
+)

@@ -114,4 +114,11 @@ def qwen2_moe_table(model: ModelConfig) -> NameTable:
     return with_placeholders(table, model, shapes)
 
 
-QWEN2_MOE = ModelFamily("qwen2_moe", "Qwen2MoeForCausalLM", read_qwen2_moe, write_qwen2_moe, qwen2_moe_table)
+QWEN2_MOE = ModelFamily(
+    "qwen2_moe",
+    "Qwen2MoeForCausalLM",
+    read_qwen2_moe,
+    write_qwen2_moe,
+    qwen2_moe_table,
+    gates=("mlp.gate", "mlp.shared_expert_gate"),
+)

@@ -92,4 +92,5 @@ QWEN3_MOE = ModelFamily(
     read_qwen3_moe,
     write_qwen3_moe,
     qwen3_moe_table,
+    gates=("mlp.gate",),
 )
