@@ -1,7 +1,7 @@
 """`moefold bench recipes`: the loss of every precision recipe over the same steps of real text, beside plain bf16.
 
-Plain runs with several seeds show how far losses differ anyway. With `--out`, losses are written after each run, and runs
-that are there already are not repeated, so that a long comparison can be made in several calls.
+Plain runs with several seeds show how far losses differ anyway. With `--out`, losses are written after each run, and
+runs that are there already are not repeated, so that a long comparison can be made in several calls.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def run_benchmark(options: RecipesOptions) -> int:
 
 
 def recipe_curves_config(options: RecipesOptions, device: str) -> Config:
-    """On a GPU 8 layers of 32 experts at 32,768 bytes a step, of the machine's Python sources; on a CPU a smoke test."""
+    """On a GPU 8 layers of 32 experts, 32,768 bytes of text a step; on a CPU a preset's tiny form, as a smoke test."""
     if device != "cuda":
         config = PRESETS["qwen3-30b-a3b-tiny"]()
         train = replace(config.train, device=device, steps=options.steps, global_batch=2)
@@ -82,7 +82,7 @@ def recipes_report(options: RecipesOptions) -> Report:
     config = recipe_curves_config(options, device)
     corpus = load_text(config)
     curves = losses_so_far(options.out)
-    report = machine_facts(device) | {"steps": options.steps, "losses": curves}
+    report: Report = {**machine_facts(device), "steps": options.steps, "losses": curves}
     for name, variant in recipe_variants(config, recipes, options.seeds).items():
         if len(curves.get(name, [])) != options.steps:
             curves[name] = training_losses(variant, corpus)
