@@ -131,7 +131,7 @@ def recipes_as_svg(curves: Curves) -> str:
     differences: Curves = {}
     for name, losses in smooth.items():
         differences[name] = [loss - right for loss, right in zip(losses, middle, strict=True)]
-    colours = dict(zip(curves, COLOURS, strict=False))
+    colours: dict[str, str] = dict(zip(curves, COLOURS, strict=False))
     upper = loss_plot(smooth, 20, "loss", colours)
     lower = loss_plot(differences, 320, "loss less the mean of the plain runs", colours)
     return svg_document([upper, lower], {name: name for name in curves}, colours)
