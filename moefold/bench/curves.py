@@ -172,27 +172,32 @@ def curves_as_svg(curves: Curves) -> str:
     differences: Curves = {}
     for name in ("fast", "reference"):
         differences[name] = difference_from_exact(curves, name)
-    upper = loss_plot(curves, 20, "loss")
-    lower = loss_plot(differences, 320, "loss less that of fp32")
+    upper = loss_plot(curves, 20, "loss", CURVE_COLOURS)
+    lower = loss_plot(differences, 320, "loss less that of fp32", CURVE_COLOURS)
+    return svg_document([upper, lower], CURVE_TITLES, CURVE_COLOURS)
+
+
+def svg_document(plots: list[str], titles: dict[str, str], colours: dict[str, str]) -> str:
+    """Plots one above the other, and the legend at the bottom."""
     frame = '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 760 640" font-family="sans-serif" font-size="12">'
     background = '<rect width="760" height="640" fill="white"/>'
-    # Frame, background, the two plots, then the legend at the bottom.
-    legend = curve_legend(curves)
-    parts = [frame, background, upper, lower, *legend, "</svg>\n"]
+    legend = curve_legend(titles, colours)
+    parts = [frame, background, *plots, *legend, "</svg>\n"]
     return "\n".join(parts)
 
 
-def curve_legend(curves: Curves) -> list[str]:
+def curve_legend(titles: dict[str, str], colours: dict[str, str]) -> list[str]:
+    """Four entries to a line."""
     parts: list[str] = []
-    for number, name in enumerate(curves):
-        x = 90 + 190 * number
-        colour = CURVE_COLOURS[name]
-        parts.append(f'<line x1="{x}" y1="618" x2="{x + 24}" y2="618" stroke="{colour}" stroke-width="2"/>')
-        parts.append(f'<text x="{x + 30}" y="622">{CURVE_TITLES[name]}</text>')
+    for number, (name, title) in enumerate(titles.items()):
+        x = 90 + 170 * (number % 4)
+        y = 612 + 18 * (number // 4)
+        parts.append(f'<line x1="{x}" y1="{y}" x2="{x + 24}" y2="{y}" stroke="{colours[name]}" stroke-width="2"/>')
+        parts.append(f'<text x="{x + 30}" y="{y + 4}">{title}</text>')
     return parts
 
 
-def loss_plot(curves: Curves, top: float, title: str) -> str:
+def loss_plot(curves: Curves, top: float, title: str, colours: dict[str, str]) -> str:
     values = list(chain.from_iterable(curves.values()))
     longest = max(map(len, curves.values()))
     panel = LossPanel(top, min(values), max(values), max(2, longest))
@@ -201,7 +206,7 @@ def loss_plot(curves: Curves, top: float, title: str) -> str:
     parts += loss_axis(panel)
     parts += step_axis(panel)
     for name, losses in curves.items():
-        line = loss_polyline(losses, CURVE_COLOURS[name], panel)
+        line = loss_polyline(losses, colours[name], panel)
         parts.append(line)
     return "\n".join(parts)
 

@@ -117,6 +117,26 @@ class CurvesOptions(DeviceOptions):
 
 
 @dataclass(frozen=True)
+class RecipesOptions(DeviceOptions):
+    """Compare the losses of precision recipes with plain runs of several seeds, over the same steps of real text."""
+
+    recipe: tuple[str, ...] = ()
+    """Only these recipes; otherwise all that quantise."""
+    steps: int = 1000
+    """Compared steps."""
+    seeds: int = 3
+    """Plain runs."""
+    files: tuple[str, ...] = ()
+    """Text to train on; otherwise Python's standard library."""
+    out: Path | None = None
+    """Folder for recipes.svg and recipes.json; runs that recipes.json holds are not repeated."""
+
+    def check_values(self) -> None:
+        require_positive("steps", self.steps)
+        require_positive("seeds", self.seeds)
+
+
+@dataclass(frozen=True)
 class OverlapOptions(BenchOptions):
     """Measure how much of the experts' all-to-all hides behind compute, on two CPU ranks with a slowed network."""
 

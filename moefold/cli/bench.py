@@ -28,6 +28,7 @@ SUBJECTS = {
     "schedules": BenchSubject(bench_options.SchedulesOptions, "pipeline schedules on one device"),
     "attention": BenchSubject(bench_options.AttentionOptions, "attention kernels, and which repeat to the bit"),
     "curves": BenchSubject(bench_options.CurvesOptions, "losses of fast kernels and of references"),
+    "recipes": BenchSubject(bench_options.RecipesOptions, "losses of precision recipes beside plain runs"),
     "overlap": BenchSubject(bench_options.OverlapOptions, "expert communication hidden behind compute"),
     "save": BenchSubject(bench_options.SaveOptions, "checkpoints: bandwidth, delay of a step", takes_config_keys=True),
     "calibrate": BenchSubject(bench_options.CalibrateOptions, "this machine, as a file for `moefold plan --gpu`"),
