@@ -64,21 +64,36 @@ def recipe_in_words(recipe: str, precision: PrecisionConfig, dtype: str) -> dict
     if not spec.quantises:
         return dict.fromkeys(("forward", "data_gradient", "weight_gradient"), dtype)
     gradient = precision.gradient_format
-    rows = SCALES_IN_WORDS[spec.rows]
+    rows = row_scales_in_words(spec, precision)
     weight = f"W e4m3, {WEIGHT_SCALES_IN_WORDS[spec.weight]}"
     sums = SUMS_IN_WORDS[spec.row_sums(precision.accumulate)]
     return {
         "forward": f"x e4m3, {rows}; {weight}; {sums}",
         "data_gradient": f"dy {gradient}, {rows}; {weight}; {sums}",
-        "weight_gradient": weight_gradient_in_words(spec, gradient, dtype),
+        "weight_gradient": weight_gradient_in_words(spec, precision, dtype),
     }
 
 
-def weight_gradient_in_words(spec: RecipeSpec, gradient: str, dtype: str) -> str:
+def row_scales_in_words(spec: RecipeSpec, precision: PrecisionConfig) -> str:
+    """Rows of delayed scales have that of their expert or tensor."""
+    current = SCALES_IN_WORDS[spec.rows]
+    if not has_delayed_scales(spec, precision):
+        return current
+    shared = SCALES_IN_WORDS["tensor"]
+    return f"{shared}, from the last {precision.history} steps (tokens of experts: {current}, current)"
+
+
+def weight_gradient_in_words(spec: RecipeSpec, precision: PrecisionConfig, dtype: str) -> str:
     if spec.columns == "none":
         return f"x and dy {dtype}"
     columns = SCALES_IN_WORDS[spec.columns]
-    return f"x e4m3, dy {gradient}, {columns}; {SUMS_IN_WORDS[spec.weight_sums]}"
+    if has_delayed_scales(spec, precision):
+        columns += f", from the last {precision.history} steps (tokens of experts: current)"
+    return f"x e4m3, dy {precision.gradient_format}, {columns}; {SUMS_IN_WORDS[spec.weight_sums]}"
+
+
+def has_delayed_scales(spec: RecipeSpec, precision: PrecisionConfig) -> bool:
+    return precision.scaling == "delayed" and spec.scales_in_epilogue
 
 
 def experts_recipe(config: Config) -> str:

@@ -57,17 +57,21 @@ def scales_in_some_epilogue(c: ConfigOnRanks) -> bool:
     return any(spec.scales_in_epilogue for spec in recipes_in_use(c))
 
 
+def delays_some_scales(c: ConfigOnRanks) -> bool:
+    return c.precision.scaling == "delayed" and scales_in_some_epilogue(c)
+
+
 # Options that would be ignored.
 
 
-def option_rule(option: str, default: object, needed: Condition, why: str) -> ConfigRule:
-    """The option has its default value unless the recipes in use need it."""
+def option_rule(option: str, default: object, needed: Condition, why: str, *others: str) -> ConfigRule:
+    """The option has its default value unless the recipes in use, or `others`, need it."""
     path = f"precision.{option}"
 
     def option_is_used(c: ConfigOnRanks) -> bool:
         return attrgetter(path)(c) == default or needed(c)
 
-    reads = (path, RECIPE, ENTRIES)
+    reads = (path, *others, RECIPE, ENTRIES)
     values = ", ".join(f"<{key}>" for key in reads)
     fix = f"set {path} to {str(default).lower()}"
     return ConfigRule(f"{path} is used", reads, option_is_used, message_of(f"{values}: {why}"), message_of(fix))
@@ -75,6 +79,7 @@ def option_rule(option: str, default: object, needed: Condition, why: str) -> Co
 
 NO_FP8 = "no recipe in use has FP8 scales"
 NOT_IN_EPILOGUE = "no recipe in use applies scales to finished sums, as fp8_tensor and fp8_row do"
+NOT_DELAYED = "no scales are delayed"
 NOT_BY_DEFAULT = "layers are excluded from precision.recipe, which is plain"
 
 OPTION_RULES = [
@@ -82,20 +87,12 @@ OPTION_RULES = [
     option_rule("gradient_format", "e4m3", quantises_somewhere, NO_FP8),
     option_rule("accumulate", "promoted", scales_in_some_epilogue, NOT_IN_EPILOGUE),
     option_rule("scaling", "current", scales_in_some_epilogue, NOT_IN_EPILOGUE),
+    option_rule("history", 16, delays_some_scales, NOT_DELAYED, "precision.scaling"),
+    option_rule("margin", 0, delays_some_scales, NOT_DELAYED, "precision.scaling"),
     option_rule("exclude_first", 0, quantises_by_default, NOT_BY_DEFAULT),
     option_rule("exclude_last", 0, quantises_by_default, NOT_BY_DEFAULT),
 ]
 PRECISION_RULES.extend(OPTION_RULES)
-
-
-@PRECISION_RULES.rule(
-    "delayed scaling is built",
-    ("precision.scaling", RECIPE, ENTRIES),
-    why="delayed scales are not built yet",
-    fix="set precision.scaling to current",
-)
-def delayed_scaling_is_built(c: ConfigOnRanks) -> bool:
-    return c.precision.scaling == "current" or not scales_in_some_epilogue(c)
 
 
 @PRECISION_RULES.rule(

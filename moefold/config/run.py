@@ -280,6 +280,8 @@ class PrecisionConfig:
     scaling: Literal["current", "delayed"] = key(
         "current", "fp8_tensor and fp8_row: scales from the values themselves, or from those of earlier steps"
     )
+    history: int = key(16, "delayed scaling: steps whose largest magnitude counts", at_least=1, at_most=1024)
+    margin: int = key(0, "delayed scaling: scales are larger by so many powers of two", at_least=0, at_most=8)
 
 
 @dataclass(frozen=True)

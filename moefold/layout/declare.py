@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from moefold.layout.axes import World
 from moefold.layout.placement import REPLICATED, Placement
@@ -60,6 +61,15 @@ class Declaration:
         if len(dims) < 2:
             return None
         return prod(dims[:-1]), dims[-1]
+
+
+class PartOfTensor(NamedTuple):
+    """This rank's part of a tensor that is no parameter but is cut over ranks as one: the logical shape, and (start,
+    size) of the part along every dim."""
+
+    tensor: Tensor
+    shape: tuple[int, ...]
+    part: list[tuple[int, int]]
 
 
 class DeclaringModule(nn.Module):

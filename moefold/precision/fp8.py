@@ -9,6 +9,7 @@ they move.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -20,12 +21,13 @@ from moefold.kernels.bound import BoundKernels
 from moefold.kernels.experts.grouped_gemm import grouped_gemm, grouped_gemm_weight
 from moefold.kernels.linear.fp8_product import fp8_product, fp8_weight_product
 from moefold.kernels.linear.linear import FUSED_DGRAD_PRODUCTS, GroupedGemms, GroupedProducts
-from moefold.kernels.linear.product import ExpertRows, KeptOperand, Operand, Products
+from moefold.kernels.linear.product import ExpertRows, KeptOperand, Operand, Products, Role
 from moefold.kernels.quantise.fp8 import E4M3, E5M2, Quantised, ScaleRule
-from moefold.kernels.quantise.quantise_tiles import QuantisedTiles, Scales, quantise_tiles, tile_maxima
+from moefold.kernels.quantise.quantise_tiles import QuantisedTiles, Scales, TileMaxima, quantise_tiles, tile_maxima
 from moefold.kernels.quantise.quantise_weight import QuantisedWeight, quantise_weight
 from moefold.kernels.quantise.row_tiles import RowTiles, row_tiles
-from moefold.kernels.quantise.wide_scales import WideKind, wide_scales
+from moefold.kernels.quantise.wide_scales import WideKind, WideScales, wide_scales
+from moefold.layout.declare import PartOfTensor
 from moefold.layout.gradient_sink import memory_for_gradient
 from moefold.layout.weight_copies import cached_copy
 
@@ -48,8 +50,8 @@ class TileOperand(NamedTuple):
 
 
 class Fp8Recipe:
-    """One FP8 recipe with its options, for all products that use it: the only thing it keeps are copies of weights, and
-    these are attributes of the weights."""
+    """One FP8 recipe with its options and current scales, for all products that use it: the only thing it keeps are
+    copies of weights, and these are attributes of the weights."""
 
     keeps: KeptOperand = "columns"
 
@@ -59,24 +61,24 @@ class Fp8Recipe:
         self.name = spec.name
         self.row_multiple = spec.row_multiple
         self.rule = ScaleRule(E4M3, options.power_of_two_scales)
-        self.gradient_rule = ScaleRule(FORMATS[options.gradient_format], options.power_of_two_scales)
+        gradient_rule = ScaleRule(FORMATS[options.gradient_format], options.power_of_two_scales)
+        self.rules: dict[Role, ScaleRule] = {"tokens": self.rule, "input": self.rule, "gradient": gradient_rule}
         self.kernels = bound
         self.row_sums: Sums = spec.row_sums(options.accumulate)
         self.weight_sums: Sums = spec.weight_sums
         self.products: Products | None = TileProducts(self.row_sums, self.weight_sums, bound)
 
     def input(self, x: Tensor, rows: ExpertRows | None) -> TileOperand:
-        return self.quantise_rows(x, rows, self.rule)
+        are_tokens = rows is not None and rows.are_tokens
+        return self.quantise_rows(x, rows, "tokens" if are_tokens else "input")
 
     def gradient(self, dy: Tensor, rows: ExpertRows | None) -> TileOperand:
-        if rows is not None:
-            rows = rows._replace(are_tokens=False)
-        return self.quantise_rows(dy, rows, self.gradient_rule)
+        return self.quantise_rows(dy, rows, "gradient")
 
     def weight(self, w: Tensor) -> QuantisedWeight:
         return cached_copy(w, (self.spec.weight, self.rule), self.quantise_matrices)
 
-    def state(self) -> dict[str, Tensor]:
+    def state(self) -> Mapping[str, Tensor | PartOfTensor]:
         return {}
 
     def quantise_matrices(self, w: Tensor) -> QuantisedWeight:
@@ -86,7 +88,7 @@ class Fp8Recipe:
         assert scales != "none", f"{self.name} does not quantise weights"
         return self.kernels[quantise_weight](w_END, scales, self.rule)
 
-    def quantise_rows(self, x: Tensor, rows: ExpertRows | None, rule: ScaleRule) -> TileOperand:
+    def quantise_rows(self, x: Tensor, rows: ExpertRows | None, role: Role) -> TileOperand:
         """Both copies of an input or a gradient (R, D), or the first alone where the weight gradient reads x itself."""
         if rows is None:
             end = torch.full((1,), len(x), dtype=torch.int32, device=x.device)
@@ -94,34 +96,35 @@ class Fp8Recipe:
         tiles = self.kernels[row_tiles](rows.ends_E, len(x))
         filled = x if len(x) else x.new_zeros(1, x.shape[1])  # tiles without rows still name a first row
         fp8_wgrad = self.spec.columns != "none"
-        copies = self.quantise(filled, tiles, rule, rows=True, columns=fp8_wgrad, are_tokens=rows.are_tokens)
+        copies = self.quantise(filled, tiles, role, rows=True, columns=fp8_wgrad)
         return TileOperand(tiles, x, copies.rows, copies.columns)
 
     def quantise(
         self,
         x: Tensor,
         tiles: RowTiles,
-        rule: ScaleRule,
+        role: Role,
         rows: bool = False,
         columns: bool = False,
-        are_tokens: bool = False,
         index_R: Tensor | None = None,
     ) -> QuantisedTiles:
         """Copies of rows in tiles along rows, along columns, or both, with the scales of this recipe."""
-        row_scales, column_scales = self.scales_of(x, tiles, rule, are_tokens, index_R)
+        row_scales, column_scales = self.current_scales(x, tiles, role, index_R)
         row_scales = row_scales if rows else None
         column_scales = column_scales if columns else None
-        return self.kernels[quantise_tiles](x, tiles, rule, row_scales, column_scales, index_R)
+        return self.kernels[quantise_tiles](x, tiles, self.rules[role], row_scales, column_scales, index_R)
 
-    def scales_of(
-        self, x: Tensor, tiles: RowTiles, rule: ScaleRule, are_tokens: bool, index_R: Tensor | None
-    ) -> tuple[Scales, Scales]:
-        """What `quantise_tiles` takes: scales along rows and along columns."""
+    def current_scales(self, x: Tensor, tiles: RowTiles, role: Role, index_R: Tensor | None) -> tuple[Scales, Scales]:
+        """What `quantise_tiles` takes: scales along rows and along columns, from the values themselves."""
         if self.spec.rows == "block":
             return "block", "block"
-        kind: WideKind = "row" if self.spec.rows == "row" else "tensor" if are_tokens else "expert"
         maxima = self.kernels[tile_maxima](x, tiles, index_R)
-        return self.kernels[wide_scales](maxima, tiles, kind, rule)
+        return self.scales_from_maxima(maxima, tiles, role)
+
+    def scales_from_maxima(self, maxima: TileMaxima, tiles: RowTiles, role: Role) -> WideScales:
+        wide_role: WideKind = "tensor" if role == "tokens" else "expert"
+        kind: WideKind = "row" if self.spec.rows == "row" else wide_role
+        return self.kernels[wide_scales](maxima, tiles, kind, self.rules[role])
 
 
 class TileProducts:

@@ -6,7 +6,7 @@ The model's classes create them; `use_recipe` sets the number format of their op
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
@@ -15,10 +15,17 @@ from moefold.kernels.experts.grouped_gemm import grouped_gemm, grouped_gemm_weig
 from moefold.kernels.linear.linear import GroupedGemms, grouped_linear, linear
 from moefold.kernels.linear.product import PLAIN, Recipe, WeightAndBias
 from moefold.layout.axes import World
-from moefold.layout.declare import DeclaringModule
+from moefold.layout.declare import Declaration, DeclaringModule
 from moefold.layout.placement import REPLICATED, Placement
 
 MultiplyLayers = Callable[[Tensor, Sequence[WeightAndBias], Recipe], tuple[Tensor, ...]]
+
+
+class PlacedWeight(NamedTuple):
+    """The declaration of a product's weight, and the ranks that it is placed on."""
+
+    declaration: Declaration
+    world: World
 
 
 class Linear(DeclaringModule):
@@ -48,6 +55,10 @@ class Linear(DeclaringModule):
             self.bias = self.declare_parameter("bias", *outputs, std=0.0, placement=bias_placement)
         self.recipe: Recipe = PLAIN
         self.multiply_layers: MultiplyLayers = linear.reference
+
+    @property
+    def placed_weight(self) -> PlacedWeight:
+        return PlacedWeight(self.declared["weight"], self.world)
 
     def use_recipe(self, recipe: Recipe, kernels: BoundKernels) -> None:
         self.recipe = recipe
@@ -103,11 +114,12 @@ class FusesProducts(Protocol):
 class GroupedLinear(nn.Module):
     """One linear layer per expert: rows sorted by expert, (R, D) to (R, ...). The weight (e, ..., D) is a parameter of
     the calling module and is passed in, so that the parameter's name does not depend on this class. `reads_tokens`:
-    its rows are gathered tokens."""
+    its rows are gathered tokens. `placed_weight`: where the weight lies, for a recipe that keeps state by expert."""
 
-    def __init__(self, kernels: BoundKernels, reads_tokens: bool = False):
+    def __init__(self, kernels: BoundKernels, reads_tokens: bool = False, placed_weight: PlacedWeight | None = None):
         super().__init__()
         self.reads_tokens = reads_tokens
+        self.placed_weight = placed_weight
         self.use_recipe(PLAIN, kernels)
 
     def use_recipe(self, recipe: Recipe, kernels: BoundKernels) -> None:

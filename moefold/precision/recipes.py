@@ -21,6 +21,8 @@ from moefold.config.precision_recipes import RECIPE_SPECS, RecipeSpec
 from moefold.config.run import PrecisionConfig
 from moefold.kernels.bound import BoundKernels
 from moefold.kernels.linear.product import PLAIN, Recipe
+from moefold.layout.declare import PartOfTensor
+from moefold.precision.delayed import DelayedFp8Recipe
 from moefold.precision.fp8 import Fp8Recipe
 from moefold.precision.linear import FusesProducts, GroupedLinear, Linear
 
@@ -31,13 +33,24 @@ DEFAULT_OPTIONS = PrecisionConfig()
 
 
 def make_recipe(spec: RecipeSpec, kernels: BoundKernels, options: PrecisionConfig) -> RecipeOfProduct:
-    """The recipe that the table describes, one object for all products."""
+    """The recipe that the table describes: one object for all products, or with delayed scales one for each."""
+    if options.scaling == "delayed" and spec.scales_in_epilogue:
+        return partial(make_delayed_recipe, spec, kernels, options)
     recipe = Fp8Recipe(spec, options, kernels) if spec.quantises else PLAIN
 
     def shared_recipe(_: Product) -> Recipe:
         return recipe
 
     return shared_recipe
+
+
+def make_delayed_recipe(
+    spec: RecipeSpec, kernels: BoundKernels, options: PrecisionConfig, product: Product
+) -> Recipe:  # fmt: skip
+    weight = product.placed_weight
+    assert weight is not None, "histories are kept by expert, which the weight's placement tells"
+    reads_tokens = isinstance(product, GroupedLinear) and product.reads_tokens
+    return DelayedFp8Recipe(spec, options, kernels, weight, reads_tokens)
 
 
 RECIPES: dict[str, RecipeMaker] = {name: partial(make_recipe, spec) for name, spec in RECIPE_SPECS.items()}
@@ -91,7 +104,7 @@ class RecipeState:
     def __init__(self, model: nn.Module):
         self.model = model
 
-    def named_state(self) -> Iterator[tuple[str, Tensor]]:
+    def named_state(self) -> Iterator[tuple[str, Tensor | PartOfTensor]]:
         """By product and kind: `blocks.0.attention.out.input_maximum`."""
         for name, product in named_products(self.model).items():
             for kind, tensor in product.recipe.state().items():

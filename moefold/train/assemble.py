@@ -46,6 +46,7 @@ from moefold.optim.optimizer import Optimizer
 from moefold.optim.parameter_groups import ParameterGroups
 from moefold.pipeline.executor import Executor
 from moefold.precision.recipes import RecipeState, attach_recipes
+from moefold.precision.scale_histories import ScaleHistories
 from moefold.shard.buckets import Bucket, fill_buckets
 from moefold.shard.clipping import ClippingPolicy, GlobalNormClipping
 from moefold.shard.gradients import Gradients
@@ -76,6 +77,7 @@ class Run:
     clipping: ClippingPolicy
     parameters: Publisher
     all_finite: Tensor  # on the device: whether every loss and gradient so far was a number
+    scale_histories: ScaleHistories
     further_state: dict[str, StateProvider]  # saved in checkpoints too
     dispatcher_reason: str
     step: int = 0
@@ -123,6 +125,7 @@ def assemble_run(
         clipping=GlobalNormClipping(config.optim.max_norm),
         parameters=Publisher(model, buckets),
         all_finite=torch.ones((), dtype=torch.bool, device=world.device),
+        scale_histories=ScaleHistories(model, world),
         further_state={"precision": RecipeState(model)},
         dispatcher_reason=dispatcher_reason,
     )

@@ -8,7 +8,7 @@ from pathlib import Path
 from moefold.checkpoint.format.retention import RetentionPolicy, retire_later_checkpoints
 from moefold.checkpoint.format.storage import StoragePath, parse_storage_path
 from moefold.checkpoint.live.background_saver import BackgroundSaver
-from moefold.checkpoint.live.load import find_checkpoint, load_checkpoint, require_checkpoint
+from moefold.checkpoint.live.load import OPTIONAL_PREFIXES, find_checkpoint, load_checkpoint, require_checkpoint
 from moefold.checkpoint.live.logical_tensors import (
     LogicalTensor,
     collect_tensors,
@@ -70,10 +70,11 @@ def resume_run(run: Run, source: str, say: Printer) -> bool:
         return False
     changes = list(changed_settings(run.config, found))
     accept_changes(changes, found, say)
-    # Ranks that the saving run did not have keep their own random state.
+    # Ranks that the saving run did not have keep their own random state; recipes may have changed.
     rng_state = rng_state_tensors(run.world)
     tensors = run_tensors(run) | rng_state
-    load_checkpoint(found, tensors, optional=set(rng_state), world=run.world)
+    optional = {name for name in tensors if name.startswith(OPTIONAL_PREFIXES)}
+    load_checkpoint(found, tensors, optional, run.world)
     run.parameters.note_new_weights()
     restore_rng_state(rng_state, run.world)
     # Checkpoints of the abandoned continuation must not be found by the next --resume auto.

@@ -81,6 +81,7 @@ def train_step(run: Run, batch: Batch) -> StepReport:
     # Forward and backward of all microbatches; gradients add up in buckets.
     with run.phase("begin"):
         run.gradients.begin()
+        run.scale_histories.begin_step()
     weights = loss_weights(run, batch, tokens_1M)
     losses_1M = run.executor.train(microbatches, weights)
     losses_1M = sum_over_ranks(run, losses_1M)
@@ -95,7 +96,7 @@ def train_step(run: Run, batch: Batch) -> StepReport:
     run.all_finite &= numbers.isfinite().all()  # once false, it stays so
     run.gradients.invalidate_unless(run.all_finite)  # a NaN factor updates nothing
 
-    # Update this rank's share of the weights, gather the others', move the selection biases.
+    # Update this rank's share of the weights, gather the others', move the selection biases, record delayed scales.
     number = run.step + 1
     lr = learning_rate(number, config.train.steps, config.optim)
     run.before_update()
@@ -106,6 +107,8 @@ def train_step(run: Run, batch: Batch) -> StepReport:
     with run.phase("balance"):
         share_of_peak = lr / config.optim.lr
         loads = run.model.balance(run.all_finite, share_of_peak)
+    with run.phase("scales"):
+        run.scale_histories.end_step(run.all_finite)
     run.step = number
     return StepReport(number, lr, begun, numbers, loads)
 

@@ -34,6 +34,16 @@ def test_a_recipe_is_told_by_what_its_products_read_and_how_they_sum():
     assert words["fp8_row"]["weight_gradient"].endswith("fp32 sums of blocks of 128, scaled at the end")
 
 
+def test_delayed_scales_are_told_where_a_recipe_has_them():
+    options = PrecisionConfig(scaling="delayed", history=4)
+    row = recipe_in_words("fp8_row", options, "bf16")
+    assert row["forward"].startswith(
+        "x e4m3, a scale for a tensor, or for the rows of an expert, from the last 4 steps"
+    )
+    assert "a scale for each channel of an expert's rows, from the last 4 steps" in row["weight_gradient"]
+    assert recipe_in_words("fp8_block", options, "bf16") == recipe_in_words("fp8_block", PrecisionConfig(), "bf16")
+
+
 def test_the_place_of_the_gate_is_advised_where_rows_share_a_scale():
     formats = product_formats(tiny("--precision.recipe=fp8_tensor"))
     advised = {each.product for each in formats if "model.moe.gate output" in each.why}

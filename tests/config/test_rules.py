@@ -54,9 +54,11 @@ BREAKS: dict[str, list[tuple[str, int, str]]] = {
     "precision.exclude_last is used": [
         ("--precision.exclude_last=1 --precision.recipes=*:fp8_row", 1, "precision.recipe, which is plain")
     ],
-    "delayed scaling is built": [
-        ("--precision.scaling=delayed --precision.recipe=fp8_tensor", 1, "not built yet"),
-        ("--precision.scaling=delayed --precision.recipes=*.experts.*:fp8_row", 1, "precision.scaling = delayed"),
+    "precision.history is used": [
+        ("--precision.history=4 --precision.recipe=fp8_row", 1, "precision.scaling = current")
+    ],
+    "precision.margin is used": [
+        ("--precision.margin=1 --precision.scaling=delayed --precision.recipe=fp8_block", 1, "no scales are delayed"),
     ],
     "some layer is not excluded": [
         ("--precision.recipe=fp8_row --precision.exclude_first=2 --precision.exclude_last=2", 1, "model.layers = 4"),

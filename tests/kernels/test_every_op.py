@@ -752,6 +752,18 @@ def plain_wide_scales(maxima, tiles, kind, rule):
     return [[s] * 128 for s in scales], [[s] * len(columns[0]) for s in scales]
 
 
+def plain_count_saturated(source, tiles, maxima, format, rows=None, columns=None, index=None):
+    beyond = {"e4m3": 448 + 32 / 2, "e5m2": 57344 + 8192 / 2}[format.name]
+    count = 0
+    for m, of_tile in enumerate(plain_padded_tiles(source, tiles, index)):
+        for r, row in enumerate(of_tile):
+            for d, x in enumerate(row):
+                scales = [rows and rows[128 * m + r], columns and columns[m][d]]
+                inverse = [rounded_to_fp32(1 / s) for s in scales if s is not None]
+                count += sum(abs(rounded_to_fp32(rounded_to_fp32(x) * factor)) > beyond for factor in inverse)
+    return [count]
+
+
 def plain_fp8_sum(a, b, a_scales, b_scales, sums):
     """One number of a product: fp32 sums of blocks of 128."""
     y = 0.0

@@ -21,6 +21,7 @@ from moefold.observe.printer import Printer
 
 TensorParts = Mapping[str, TensorPart]
 SHOWN_PROBLEMS = 3  # of a damaged checkpoint that is skipped; `moefold ckpt verify` shows all
+OPTIONAL_PREFIXES = ("random.", "precision.")  # of state that a run may lack, or have where the checkpoint lacks it
 MOST_MISMATCHES = 20  # shown in full when a checkpoint does not fit
 
 
@@ -86,14 +87,19 @@ def explain_no_checkpoint(path: StoragePath, option: str) -> str:
 
 def load_checkpoint(found: FoundCheckpoint, tensors: LogicalTensors, optional: set[str], world: World) -> None:
     """Fill the tensors in place. Tensors that are missing, left over, or of another shape or dtype are refused, all at
-    once. `optional` names may be absent from the checkpoint; their tensors then stay as they are."""
+    once. Tensors of `optional` names that the checkpoint lacks, or has in another shape, stay as they are."""
+    parts = {name: as_tensor_part(tensor) for name, tensor in tensors.items()}
     wanted: dict[str, TensorPart] = {}
-    for name, tensor in tensors.items():
-        if name in found.ledger or name not in optional:
-            wanted[name] = as_tensor_part(tensor)
+    for name, part in parts.items():
+        if name not in optional or fits_saved(found.ledger, name, part):
+            wanted[name] = part
     specs = {name: part.spec for name, part in wanted.items()}
     refuse_mismatches(found, found.ledger, specs, world)
     fill_on_every_rank(found, wanted, world)
+
+
+def fits_saved(ledger: Ledger, name: str, part: TensorPart) -> bool:
+    return name in ledger and ledger[name].spec.shape == part.shape
 
 
 def load_weights(found: FoundCheckpoint, model: LogicalTensors, world: World) -> None:
@@ -147,7 +153,7 @@ def spec_mismatches(ledger: Ledger, wanted: TensorSpecs, held: set[str]) -> list
     for name in sorted(wanted.keys() - ledger.keys()):
         problems.append(f'"{name}" is not in the checkpoint{did_you_mean(name, ledger)}')
     for name in sorted(ledger.keys() - held):
-        if not name.startswith("random."):
+        if not name.startswith(OPTIONAL_PREFIXES):
             problems.append(f'"{name}" is in the checkpoint, but the model has no such tensor')
     for name in sorted(wanted.keys() & ledger.keys()):
         expected = wanted[name]

@@ -25,7 +25,7 @@ from moefold.checkpoint.format.boxes import (
 )
 from moefold.checkpoint.format.ledger import TensorSpec
 from moefold.layout.axes import World
-from moefold.layout.declare import DeclaredParameter, declared_parameters
+from moefold.layout.declare import DeclaredParameter, PartOfTensor, declared_parameters
 from moefold.shard.storage import LogicalValues
 
 
@@ -69,7 +69,7 @@ class CheckpointedOptimizer(Protocol):
 class StateProvider(Protocol):
     """Anything else that has state to save, such as the scales of a precision recipe."""
 
-    def named_state(self) -> Iterable[tuple[str, LogicalTensor]]:
+    def named_state(self) -> Iterable[tuple[str, Tensor | PartOfTensor]]:
         """Live tensors by name: loading into them is enough."""
         ...
 
@@ -86,7 +86,7 @@ def collect_tensors(
     tensors = collect_model_tensors(model)
     for prefix, provider in (further or {}).items():
         for name, tensor in provider.named_state():
-            tensors[f"{prefix}.{name}"] = tensor
+            tensors[f"{prefix}.{name}"] = tensor if isinstance(tensor, Tensor) else logical_part(tensor)
     for parameter, kind, first, values in optimizer.state():
         part = part_of_state(parameter, first, values)
         tensors[f"optimizer.{parameter.name}.{kind}"] = part
@@ -102,6 +102,11 @@ def collect_model_tensors(model: nn.Module) -> dict[str, LogicalTensor]:
             tensor = part_of_parameter(tensor.detach(), declared[name])
         tensors[f"model.{name}"] = tensor
     return tensors
+
+
+def logical_part(given: PartOfTensor) -> TensorPart:
+    held = hold_box(tuple(given.part), given.tensor)
+    return TensorPart(given.shape, given.tensor.dtype, [held])
 
 
 def part_of_state(parameter: DeclaredParameter, first: int, values: FlatValues) -> TensorPart:

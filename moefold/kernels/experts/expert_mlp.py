@@ -42,7 +42,8 @@ def plain_down_product(a_RF: Tensor, down_EDF: Tensor, ends_E: Tensor, inside_R:
 
 class ExpertParts(NamedTuple):
     """The ops that the experts are composed of; by default the references. `up` and `down` add biases, `down` times the
-    router's weights where these act inside the activation. `recipe`: the precision recipe of both products."""
+    router's weights where these act inside the activation. `recipe`, `down_recipe`: the precision recipes of the first
+    and of the second product."""
 
     gather: Callable[[Tensor, Tensor, Tensor, bool], Tensor] = gather_rows
     up: Callable[[Tensor, Tensor, Tensor], Tensor] = plain_up_product
@@ -50,6 +51,7 @@ class ExpertParts(NamedTuple):
     down: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor] = plain_down_product
     weight_inside: bool = True
     recipe: Any = None
+    down_recipe: Any = None
 
 
 PLAIN_PARTS = ExpertParts()
@@ -113,7 +115,7 @@ def expert_mlp_fp8(
     inputs = (source_ND, gate_up_E2FD, down_EDF, weight_R, index_R, slots_NK, ends_E)
     if len(index_R) == 0:  # nothing to launch
         return expert_mlp.reference(*inputs, holes, parts)
-    return Fp8ExpertMlp.apply(parts.recipe, *inputs)  # pyright: ignore[reportReturnType]
+    return Fp8ExpertMlp.apply(parts.recipe, parts.down_recipe, *inputs)  # pyright: ignore[reportReturnType]
 
 
 class ExpertMlpFunction(torch.autograd.Function):

@@ -22,6 +22,7 @@ from moefold.kernels.bound import BoundKernels
 from moefold.kernels.experts.activation_formats import ActivationFormats
 from moefold.kernels.experts.fp8_swiglu import fp8_dswiglu_product, fp8_swiglu_product
 from moefold.kernels.linear.fp8_product import fp8_product, fp8_weight_product, tile_weight_product
+from moefold.kernels.linear.product import Role
 from moefold.kernels.quantise.fp8 import Quantised, ScaleRule
 from moefold.kernels.quantise.gather_tiles import gather_tiles
 from moefold.kernels.quantise.quantise_tiles import QuantisedTiles
@@ -33,11 +34,11 @@ from moefold.layout.gradient_sink import memory_for_gradient, running_gradient_s
 
 
 class Fp8Experts(Protocol):
-    """What the experts ask of an FP8 recipe (precision/fp8.py)."""
+    """What the experts ask of an FP8 recipe (precision/fp8.py). The recipes of the two products are alike but for the
+    scales that they keep."""
 
     spec: RecipeSpec
     rule: ScaleRule
-    gradient_rule: ScaleRule
     row_sums: Sums
     weight_sums: Sums
     kernels: BoundKernels
@@ -48,10 +49,9 @@ class Fp8Experts(Protocol):
         self,
         x: Tensor,
         tiles: RowTiles,
-        rule: ScaleRule,
+        role: Role,
         rows: bool = False,
         columns: bool = False,
-        are_tokens: bool = False,
         index_R: Tensor | None = None,
     ) -> QuantisedTiles: ...
 
@@ -60,7 +60,10 @@ class Fp8ExpertMlp(torch.autograd.Function):
     """Weights are kept as the Parameter objects: their gradient sink and their FP8 copies are attributes."""
 
     @staticmethod
-    def forward(ctx: Any, recipe: Fp8Experts, source_ND, gate_up_E2FD, down_EDF, weight_R, index_R, slots_NK, ends_E):
+    def forward(
+        ctx: Any, recipe: Fp8Experts, down_recipe: Fp8Experts,
+        source_ND, gate_up_E2FD, down_EDF, weight_R, index_R, slots_NK, ends_E,
+    ):  # fmt: skip
         kernels = recipe.kernels
         tiles = kernels[row_tiles](ends_E, len(index_R))
         x = gather_tokens(recipe, source_ND, tiles, index_R)
@@ -74,18 +77,20 @@ class Fp8ExpertMlp(torch.autograd.Function):
         )
         del x
         if isinstance(a, Tensor):
-            a = recipe.quantise(a, padded_tiles(tiles), recipe.rule, rows=True).wanted_rows
+            a = down_recipe.quantise(a, padded_tiles(tiles), "input", rows=True).wanted_rows
         w = recipe.weight(down_EDF).forward
         y_RD = kernels[fp8_product](a, w, tiles, len(index_R), recipe.row_sums, source_ND.dtype)
         kept = (h, None) if isinstance(h, Tensor) else h
-        ctx.recipe = recipe
+        ctx.recipes = (recipe, down_recipe)
         ctx.weights = (gate_up_E2FD, down_EDF)
         ctx.save_for_backward(source_ND, weight_R, index_R, slots_NK, *kept, *tiles)
         return y_RD
 
     @staticmethod
     def backward(ctx: Any, dy_RD):
-        recipe: Fp8Experts = ctx.recipe
+        recipe: Fp8Experts
+        down_recipe: Fp8Experts
+        recipe, down_recipe = ctx.recipes
         kernels = recipe.kernels
         gate_up, down = ctx.weights
         source_ND, weight_R, index_R, slots_NK, h, h_scales, *tiles = ctx.saved_tensors
@@ -96,7 +101,7 @@ class Fp8ExpertMlp(torch.autograd.Function):
         fp8_wgrad = recipe.spec.columns != "none"
         # Down: the data gradient with SwiGLU's, and the weight gradient.
         dy_RD = dy_RD.contiguous()
-        dy = recipe.quantise(dy_RD, tiles, recipe.gradient_rule, rows=True, columns=fp8_wgrad)
+        dy = down_recipe.quantise(dy_RD, tiles, "gradient", rows=True, columns=fp8_wgrad)
         dh_PN, a_PF, dweight_R = kernels[fp8_dswiglu_product](
             dy.wanted_rows,
             recipe.weight(down).transposed,
@@ -109,14 +114,14 @@ class Fp8ExpertMlp(torch.autograd.Function):
         del h
         padded = padded_tiles(tiles)
         if fp8_wgrad:
-            a = recipe.quantise(a_PF, padded, recipe.rule, columns=True).wanted_columns
+            a = down_recipe.quantise(a_PF, padded, "input", columns=True).wanted_columns
             compute_down = partial(fp8_weight_gradient, recipe, down, tiles, dy.wanted_columns, a)
         else:
             compute_down = partial(plain_weight_gradient, recipe, down, tiles, in_tiles(recipe, dy_RD, tiles), a_PF)
         ddown = gradient_or_defer(down, compute_down)
         del dy, a_PF, compute_down
         # Up: the data gradient summed over each source row's slots, and the weight gradient.
-        dh = recipe.quantise(dh_PN, padded, recipe.gradient_rule, rows=True, columns=fp8_wgrad)
+        dh = recipe.quantise(dh_PN, padded, "gradient", rows=True, columns=fp8_wgrad)
         w = up_weight(recipe, gate_up).transposed
         dx_RD = kernels[fp8_product](dh.wanted_rows, w, tiles, len(index_R), recipe.row_sums, dtype)
         dsource_ND = kernels[sum_rows](dx_RD, index_R, slots_NK, True)
@@ -125,14 +130,14 @@ class Fp8ExpertMlp(torch.autograd.Function):
         del dh, dh_PN
         compute_up = partial(up_weight_gradient, recipe, gate_up, tiles, left, source_ND, index_R)
         dgate_up = gradient_or_defer(gate_up, compute_up)
-        return None, dsource_ND, dgate_up, ddown, dweight_R.to(weight_R.dtype), None, None, None
+        return None, None, dsource_ND, dgate_up, ddown, dweight_R.to(weight_R.dtype), None, None, None
 
 
 def gather_tokens(recipe: Fp8Experts, source_ND: Tensor, tiles: RowTiles, index_R: Tensor) -> Quantised:
     """Tokens quantised along their rows, once each, and their bytes in the experts' order."""
     end = torch.full((1,), len(source_ND), dtype=torch.int32, device=source_ND.device)
     token_tiles = recipe.kernels[row_tiles](end, len(source_ND))
-    tokens = recipe.quantise(source_ND, token_tiles, recipe.rule, rows=True, are_tokens=True)
+    tokens = recipe.quantise(source_ND, token_tiles, "tokens", rows=True)
     return recipe.kernels[gather_tiles](*tokens.wanted_rows, tiles, index_R)
 
 
@@ -165,7 +170,7 @@ def up_weight_gradient(
     if isinstance(dh, Tensor):
         x_PD = in_tiles(recipe, source_ND, tiles, index_R)
         return plain_weight_gradient(recipe, gate_up, tiles, dh, x_PD)
-    copies = recipe.quantise(source_ND, tiles, recipe.rule, columns=True, are_tokens=True, index_R=index_R)
+    copies = recipe.quantise(source_ND, tiles, "tokens", columns=True, index_R=index_R)
     return fp8_weight_gradient(recipe, gate_up, tiles, dh, copies.wanted_columns)
 
 

@@ -12,7 +12,7 @@ products.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import repeat
 from typing import Any, Literal, NamedTuple, Protocol
@@ -20,10 +20,12 @@ from typing import Any, Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from moefold.layout.declare import PartOfTensor
 from moefold.layout.deferred_wgrad import gradient_or_defer
 
 WeightAndBias = tuple[Tensor, Tensor | None]
 KeptOperand = Literal["rows", "columns", "both"]
+Role = Literal["tokens", "input", "gradient"]  # of rows in a product; tokens are an input that is gathered from them
 
 
 class ExpertRows(NamedTuple):
@@ -77,7 +79,7 @@ class Recipe(Protocol):
 
     def gradient(self, dy: Tensor, rows: ExpertRows | None) -> Any: ...
 
-    def state(self) -> dict[str, Tensor]:
+    def state(self) -> Mapping[str, Tensor | PartOfTensor]:
         """Tensors that outlive a step, such as a delayed maximum, by name: checkpoints list them."""
         ...
 

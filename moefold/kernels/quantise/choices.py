@@ -28,6 +28,9 @@ CHOICES: Choices = {
         Choice("triton", fp8_casts_run, FP8_NEEDS, "gather, scales and bytes of rows and of columns in one read"),
     ),
     "wide_scales": (Choice("triton", triton_runs, "cuda with Triton", "two launches instead of twenty"),),
+    "count_saturated": (
+        Choice("triton", triton_runs, "cuda with Triton", "reads only tiles whose maxima leave the range"),
+    ),
     "gather_tiles": (
         Choice(
             "triton", triton_runs, "cuda with Triton", "bytes and scales in one pass; moves half of what bf16 would"

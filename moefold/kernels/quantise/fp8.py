@@ -22,13 +22,16 @@ SMALLEST_SCALE = 2.0**-126  # its reciprocal is finite too
 
 
 class Fp8Format(NamedTuple):
+    """`largest`: its largest number. Values above `saturates` are nearer to the number that would come next."""
+
     name: str
     dtype: torch.dtype
     largest: float
+    saturates: float
 
 
-E4M3 = Fp8Format("e4m3", torch.float8_e4m3fn, 448.0)
-E5M2 = Fp8Format("e5m2", torch.float8_e5m2, 57344.0)
+E4M3 = Fp8Format("e4m3", torch.float8_e4m3fn, 448.0, 464.0)
+E5M2 = Fp8Format("e5m2", torch.float8_e5m2, 57344.0, 61440.0)
 
 
 class ScaleRule(NamedTuple):

@@ -57,18 +57,35 @@ def wide_scales_triton(maxima: TileMaxima, tiles: RowTiles, kind: WideKind, rule
 
 def spread_over_tiles(scale_M1: Tensor, maxima: TileMaxima) -> WideScales:
     """One scale of each tile, for its rows and for its columns."""
-    rows_P = scale_M1.expand(-1, BLOCK).flatten()
     columns_MD = scale_M1.expand(maxima.columns_MD.shape)
-    return WideScales(rows_P, columns_MD.contiguous())
+    return WideScales(repeat_for_rows(scale_M1), columns_MD.contiguous())
 
 
 def expert_maxima(maxima_MD: Tensor, tiles: RowTiles) -> Tensor:
-    """The largest of each column over all tiles of an expert, for each of these tiles. Tiles not in use hold zeros."""
-    expert_M = tiles.tiles_M4[:, 0].long()
-    expert_MD = expert_M[:, None].expand_as(maxima_MD)
+    """The largest of each column over all tiles of an expert, for each of these tiles."""
+    most_ED = maxima_of_experts(maxima_MD, tiles)
+    return most_ED[expert_of_tiles(tiles)]
+
+
+def maxima_of_experts(maxima_MD: Tensor, tiles: RowTiles) -> Tensor:
+    """The largest of each column over all tiles of an expert, (E, D). Tiles not in use hold zeros."""
+    expert_M1 = expert_of_tiles(tiles)[:, None]
     most_ED = maxima_MD.new_zeros(len(tiles.ends_E), maxima_MD.shape[1])
-    most_ED = most_ED.scatter_reduce(0, expert_MD, maxima_MD, "amax")
-    return most_ED[expert_M]
+    return most_ED.scatter_reduce(0, expert_M1.expand_as(maxima_MD), maxima_MD, "amax")
+
+
+def expert_of_tiles(tiles: RowTiles) -> Tensor:
+    return tiles.tiles_M4[:, 0].long()
+
+
+def scales_of_tiles(scales_ED: Tensor, tiles: RowTiles) -> Tensor:
+    """Scales of experts, (E, D) or (E, 1), at each of their tiles."""
+    return scales_ED[expert_of_tiles(tiles)]
+
+
+def repeat_for_rows(scales_M1: Tensor) -> Tensor:
+    """One scale of each tile, for each of its rows: (P,)."""
+    return scales_M1.expand(-1, BLOCK).flatten()
 
 
 @wide_scales.register_cases

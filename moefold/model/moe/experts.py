@@ -24,7 +24,7 @@ from moefold.layout.declare import DeclaringModule
 from moefold.layout.placement import Placement, sharded_over_experts
 from moefold.model.mlp import Activate, bind_activation
 from moefold.model.steps import Region
-from moefold.precision.linear import GroupedLinear
+from moefold.precision.linear import GroupedLinear, PlacedWeight
 
 
 def bind_expert_activation(model: ModelConfig, kernels: BoundKernels) -> Activate:
@@ -42,8 +42,10 @@ class Experts(DeclaringModule):
         self.declare_weights(model)
         moe = model.moe
         self.kernels = kernels.with_facts(unfused_experts=unfused_experts_reason(model))
-        self.up_product = GroupedLinear(self.kernels, reads_tokens=True)
-        self.down_product = GroupedLinear(self.kernels)
+        up_weight = PlacedWeight(self.declared[self.up_name], world)
+        down_weight = PlacedWeight(self.declared["down"], world)
+        self.up_product = GroupedLinear(self.kernels, reads_tokens=True, placed_weight=up_weight)
+        self.down_product = GroupedLinear(self.kernels, placed_weight=down_weight)
         self.adds_bias = world.axis("etp").index == 0  # etp ranks compute summands: one of them adds the bias
         self.activate = bind_expert_activation(model, kernels)
         self.activation = Region("activation")
@@ -101,7 +103,7 @@ class Experts(DeclaringModule):
         down = self.down_product.recipe
         self.recipe_name = up.name if up.name == down.name else "mixed"
         kernels = self.kernels.with_facts(recipe=self.recipe_name)
-        self.parts = self.parts._replace(recipe=up)
+        self.parts = self.parts._replace(recipe=up, down_recipe=down)
         self.expert_mlp = kernels[expert_mlp]
         self.fused = kernels.implementation_name(expert_mlp) != "reference"
 

@@ -98,7 +98,7 @@ def recipe_of(name: str, dtype: str = "fp32", hidden: int = HIDDEN, ffn: int = F
 
 def run_experts(recipe: Fp8Recipe, leaves: list[Tensor], routing: Routing) -> Tensor:
     run = expert_mlp.implementations["fp8"]
-    parts = PLAIN_PARTS._replace(recipe=recipe)
+    parts = PLAIN_PARTS._replace(recipe=recipe, down_recipe=recipe)
     return run(*leaves, routing.index_R, routing.slots_NK, routing.ends_E, True, parts)
 
 

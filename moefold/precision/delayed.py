@@ -1,0 +1,92 @@
+"""FP8 with delayed scales: an operand's scales come from the last steps, so that the values may be quantised where they
+are made, before their own largest magnitude is known.
+
+Tokens are quantised before they are gathered and keep current scales. With `fp8_row`, rows have the scale of their
+expert, since the magnitude of a row is known only when the row is complete; channels have their own. Until a step has
+been recorded, all scales are current.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from moefold.config.precision_recipes import RecipeSpec
+from moefold.config.run import PrecisionConfig
+from moefold.kernels.bound import BoundKernels
+from moefold.kernels.linear.product import Role
+from moefold.kernels.quantise.count_saturated import count_saturated
+from moefold.kernels.quantise.quantise_tiles import QuantisedTiles, quantise_tiles, tile_maxima
+from moefold.kernels.quantise.row_tiles import RowTiles
+from moefold.layout.declare import PartOfTensor
+from moefold.precision.fp8 import Fp8Recipe
+from moefold.precision.linear import PlacedWeight
+from moefold.precision.operand_history import OperandHistory
+
+
+class DelayedFp8Recipe(Fp8Recipe):
+    """The recipe of one product. `recorded_H`: for each place of the histories the number of the step that it holds, 0
+    for none; on the host, which chooses by it."""
+
+    def __init__(
+        self,
+        spec: RecipeSpec,
+        options: PrecisionConfig,
+        kernels: BoundKernels,
+        weight: PlacedWeight,
+        reads_tokens: bool = False,
+    ):
+        super().__init__(spec, options, kernels)
+        roles: list[Role] = ["gradient"] if reads_tokens else ["input", "gradient"]
+        by_channel = spec.columns == "channel"
+        self.histories = {role: OperandHistory(weight, role, options, by_channel) for role in roles}
+        self.recorded_H = torch.zeros(options.history, dtype=torch.int64, device="cpu")
+
+    @property
+    def steps(self) -> int:
+        """How many were recorded."""
+        return int(self.recorded_H.max())
+
+    @property
+    def next_place(self) -> int:
+        """The place in the histories of the step under way: that of the oldest step."""
+        return self.steps % len(self.recorded_H)
+
+    def note_recorded(self) -> None:
+        """The step under way was written to its place."""
+        self.recorded_H[self.next_place] = self.steps + 1
+
+    def state(self) -> Mapping[str, Tensor | PartOfTensor]:
+        kept: dict[str, Tensor | PartOfTensor] = {"recorded_steps": self.recorded_H}
+        for role, history in self.histories.items():
+            kept |= {f"{role}_{kind}": tensor for kind, tensor in history.state().items()}
+        return kept
+
+    def quantise(
+        self,
+        x: Tensor,
+        tiles: RowTiles,
+        role: Role,
+        rows: bool = False,
+        columns: bool = False,
+        index_R: Tensor | None = None,
+    ) -> QuantisedTiles:
+        history = self.histories.get(role)
+        if history is None:
+            return super().quantise(x, tiles, role, rows, columns, index_R)
+        rule = self.rules[role]
+        maxima = self.kernels[tile_maxima](x, tiles, index_R)
+        history.record(maxima, tiles)
+        is_delayed = self.steps > 0
+        if is_delayed:
+            scales = history.scales(tiles, rule, x.shape[1])
+        else:
+            scales = self.scales_from_maxima(maxima, tiles, role)
+        rows_P = scales.rows_P if rows else None
+        columns_MD = scales.columns_MD if columns else None
+        if is_delayed:
+            count = self.kernels[count_saturated]
+            history.saturated_now += count(x, tiles, maxima, rule.format, rows_P, columns_MD, index_R)
+        return self.kernels[quantise_tiles](x, tiles, rule, rows_P, columns_MD, index_R)
