@@ -19,6 +19,7 @@ from moefold.config.run import (
 )
 from moefold.dispatch.price import cheapest_dispatcher
 from moefold.plan.layer.layer_costs import PieceCount, count_piece
+from moefold.plan.layer.layer_recipes import recipes_of_layers
 from moefold.plan.layer.rank_shapes import RankPortion, RankShapes, make_rank_portion
 from moefold.plan.memory.live_microbatches import RankMoments, moments_by_rank
 from moefold.plan.memory.rank_stages import StageCount, StagePieces, count_stage
@@ -76,7 +77,8 @@ class RunSetting:
 
     def layer_shapes(self, layer: int) -> RankShapes:
         window = sliding_window_of(self.model, layer)
-        return RankShapes(self.model, self.portion, self.choices, window)
+        products = recipes_of_layers(self.model, self.portion.precision)[layer]
+        return RankShapes(self.model, self.portion, self.choices, window, products=products)
 
     @cached_property
     def degrees(self) -> dict[str, int]:
