@@ -55,6 +55,13 @@ def copy_bytes(weight: WeightSpec, recipe: RecipeSpec, s: RankShapes) -> float:
     return experts * (2 * outputs * inputs + SCALE_BYTES * scales[recipe.weight])
 
 
+def quantise_pass_bytes(recipe: RecipeSpec, copies: int, s: RankShapes) -> float:
+    """Bytes moved to quantise a value to so many copies: a read in the model's dtype, a further one for the largest
+    magnitude where a scale is wider than a tile, and a byte for each copy. Scales are left out: 3 % at most."""
+    reads = 2 if recipe.scales_in_epilogue else 1
+    return reads * s.recipe.wide + copies
+
+
 # Rows in tiles.
 
 

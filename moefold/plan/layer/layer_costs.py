@@ -26,7 +26,7 @@ from moefold.anatomy.step_specs import (
 from moefold.config.precision_recipes import RecipeSpec
 from moefold.config.run import ModelConfig, PrecisionConfig
 from moefold.plan.layer.bytes_sent import AxisTraffic, step_bytes_sent
-from moefold.plan.layer.fp8_tensors import TILE_NUMBERS, copy_bytes, padded_rows, tile_count
+from moefold.plan.layer.fp8_tensors import TILE_NUMBERS, copy_bytes, padded_rows, quantise_pass_bytes, tile_count
 from moefold.plan.layer.layer_recipes import PLAIN, PLAIN_PRECISION, LayerRecipes, recipes_of_layers
 from moefold.plan.layer.megatron_layers import MEGATRON_STACK
 from moefold.plan.layer.moefold_layers import MOEFOLD_STACK
@@ -91,12 +91,14 @@ ParameterClass = tuple[str, tuple[str, ...]]  # grid of the parameters, and the 
 @dataclass(frozen=True)
 class StepCount:
     """Costs of one step of one layer on one rank. `parameters` are counted by class: grid and sharding axes.
-    `quantized`: parameters with quantised copies; `copies`: bytes of these."""
+    `quantized`: parameters with quantised copies; `copies`: bytes of these; `requantised`: bytes moved to make FP8
+    copies of the recipes once more."""
 
     spec: StepSpec
     parameters: tuple[tuple[ParameterClass, float], ...]
     quantized: float
     copies: float
+    requantised: float
     flops: float
     gemms: Gemms
     attention: float
@@ -186,7 +188,7 @@ def piece_steps(model: ModelConfig, piece: str, layer: int) -> list[StepSpec]:
 def count_step(spec: StepSpec, s: RankShapes, saved: SavedTensors) -> StepCount:
     stack = LAYER_STACKS[s.choices.stack]
     parameters = Counter[ParameterClass]()
-    quantized = copies = 0.0
+    quantized = copies = requantised = 0.0
     # Parameters on the rank, by the axes that shard them.
     for weight in spec.weights:
         held = prod(weight.part(s.portion.degrees))
@@ -196,6 +198,7 @@ def count_step(spec: StepSpec, s: RankShapes, saved: SavedTensors) -> StepCount:
         recipe = s.products.spec(product_place(weight.name))
         if recipe.quantises:
             copies += copy_bytes(weight, recipe, s)
+            requantised += held * quantise_pass_bytes(recipe, 2, s)
         elif s.recipe.copies and is_weight_matrix(weight) and spec.name not in UNQUANTIZED_STEPS:
             quantized += held
             copies += held * s.recipe.copies
@@ -209,6 +212,7 @@ def count_step(spec: StepSpec, s: RankShapes, saved: SavedTensors) -> StepCount:
         parameters=tuple(parameters.items()),
         quantized=quantized,
         copies=copies,
+        requantised=requantised,
         flops=s.T * spec.flops(s.S),
         gemms=gemms,
         attention=attention_flops,

@@ -20,12 +20,14 @@ BackwardStep = tuple[float, float, float]  # bytes freed so far, parameters with
 class StageCount:
     """Bytes of one microbatch on one stage of one rank: kept until the data gradient, restored (recomputed or copied
     from the host), offloaded, held for deferred weight gradients (`waiting`), and the workspaces of forward and
-    backward. Parameters are counted by class; `copies`: bytes of their quantised copies. `backward_steps`: per step in
-    backward order (bytes freed so far, parameters with gradients, workspace)."""
+    backward. Parameters are counted by class; `copies`: bytes of their quantised copies; `requantised`: bytes moved to
+    make FP8 copies of the recipes anew. `backward_steps`: per step in backward order (bytes freed so far, parameters
+    with gradients, workspace)."""
 
     parameters: tuple[tuple[ParameterClass, float], ...]
     quantized: float
     copies: float
+    requantised: float
     kept: float
     restored_bytes: float
     offloaded: float
@@ -83,6 +85,7 @@ def count_stage(
         parameters=tuple(parameters.items()),
         quantized=sum(step.quantized for step in steps),
         copies=sum(step.copies for step in steps),
+        requantised=sum(step.requantised for step in steps),
         kept=saved_later,
         restored_bytes=sum(piece.restored_bytes for piece in counts),
         offloaded=offloaded_bytes(counts),

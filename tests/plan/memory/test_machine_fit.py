@@ -159,3 +159,15 @@ def test_a_step_on_a_cpu_takes_at_least_the_memory_that_a_refusal_would_count(re
     measured = int(done.stdout)
     ranks = fit(recipe, *words).by_pipeline_rank
     assert 0.6 * measured < certain_bytes(ranks) < 1.05 * measured
+
+
+def test_the_copies_of_weights_of_an_fp8_recipe_count():
+    words = ("--train.device", "cpu", "--train.precision", "bf16", "--model.hidden", "1024", "--model.moe.ffn", "1024")
+    (plain,) = fit("tiny", *words).by_pipeline_rank
+    (block,) = fit("tiny", *words, "--precision.recipe", "fp8_block").by_pipeline_rank
+    assert plain.weights == 2 * plain.parameters
+    assert 1.9 < block.weights / plain.weights < 2  # embedding, head and router have no copies
+    assert block.activations < plain.activations
+    (hybrid,) = fit("tiny", *words, "--precision.recipe", "fp8_hybrid").by_pipeline_rank
+    assert hybrid.weights == block.weights
+    assert hybrid.activations > block.activations
