@@ -14,7 +14,7 @@ from math import prod
 from moefold.anatomy.step_specs import WeightSpec, prefixed_model_steps, prefixed_mtp_steps
 from moefold.config.errors import UserError, did_you_mean, printable_text
 from moefold.config.precision_recipes import RECIPE_SPECS, WIDTH_MULTIPLE, parse_recipe_entries
-from moefold.config.run import Config, ModelConfig, ParallelConfig
+from moefold.config.run import Config, ModelConfig, ParallelConfig, PrecisionConfig
 
 NO_PRODUCTS = ("embedding.weight", "head.weight", "moe.router.weight")
 GROUPED_PRODUCTS = {
@@ -89,40 +89,49 @@ def weights_in_scope(model: ModelConfig) -> set[str]:
 
 def product_of_weight(prefix: str, weight: WeightSpec, degrees: dict[str, int]) -> ProductSpec:
     *outputs, inputs = weight.part(degrees)
-    place = GROUPED_PRODUCTS.get(weight.name)
-    if place is None:
-        place = weight.name.removesuffix(".weight")
-    else:
+    if weight.name in GROUPED_PRODUCTS:
         outputs = outputs[1:]  # those of one expert
-    return ProductSpec(prefix, place, int(inputs), int(prod(outputs)))
+    return ProductSpec(prefix, product_place(weight.name), int(inputs), int(prod(outputs)))
+
+
+def product_place(weight: str) -> str:
+    """The name, inside its layer, of the product of the weight with this name."""
+    return GROUPED_PRODUCTS.get(weight) or weight.removesuffix(".weight")
 
 
 def product_recipes(config: Config) -> list[ProductRecipe]:
     """The recipe of every product. Entries that match no product, and widths that FP8 kernels cannot read, are refused
     all at once."""
     products = list(model_products(config.model, config.parallel))
-    chosen = [default_recipe(product, config) for product in products]
-    problems: list[str] = []
-    for entry in parse_recipe_entries(config.precision.recipes):
-        matched = [i for i, product in enumerate(products) if entry.matches(product.name)]
-        if not matched:
-            problems.append(unmatched_pattern(entry.pattern, products))
-        for i in matched:
-            chosen[i] = ProductRecipe(products[i], entry.recipe, f"precision.recipes: {entry.pattern}")
+    chosen, problems = choose_recipes(products, config.precision, config.model.layers)
     problems += filter(None, map(width_problem, chosen))
     if problems:
         raise UserError(*problems)
     return chosen
 
 
-def default_recipe(product: ProductSpec, config: Config) -> ProductRecipe:
-    precision = config.precision
+def choose_recipes(
+    products: list[ProductSpec], precision: PrecisionConfig, layers: int
+) -> tuple[list[ProductRecipe], list[str]]:
+    """The recipe of each product of a model with so many layers, and a problem for each entry that matches none."""
+    chosen = [default_recipe(product, precision, layers) for product in products]
+    problems: list[str] = []
+    for entry in parse_recipe_entries(precision.recipes):
+        matched = [i for i, product in enumerate(products) if entry.matches(product.name)]
+        if not matched:
+            problems.append(unmatched_pattern(entry.pattern, products))
+        for i in matched:
+            chosen[i] = ProductRecipe(products[i], entry.recipe, f"precision.recipes: {entry.pattern}")
+    return chosen, problems
+
+
+def default_recipe(product: ProductSpec, precision: PrecisionConfig, layers: int) -> ProductRecipe:
     layer = product.layer
     if not product.is_in_scope:
         return ProductRecipe(product, "plain", "outside the scope of precision.recipe")
     if layer is not None and layer < precision.exclude_first:
         return ProductRecipe(product, "plain", "precision.exclude_first")
-    if layer is not None and layer >= config.model.layers - precision.exclude_last:
+    if layer is not None and layer >= layers - precision.exclude_last:
         return ProductRecipe(product, "plain", "precision.exclude_last")
     return ProductRecipe(product, precision.recipe, "precision.recipe")
 

@@ -28,6 +28,7 @@ from moefold.anatomy.step_specs import (
     predict_step,
 )
 from moefold.bench.report import show_report
+from moefold.config.open_names import ATTENTION_NAMES
 from moefold.config.run import Config, ModelConfig
 from moefold.dispatch import price
 from moefold.kernels.catalog import CATALOG, forced_implementations, pick_implementation
@@ -35,6 +36,9 @@ from moefold.kernels.facts import BYTES_PER_ELEMENT, Facts, expected_facts
 from moefold.kernels.quantise.choices import CHOICES as QUANTISE_CHOICES
 from moefold.layout.fold import fold_into_grids
 from moefold.plan.machine.known_links import first_gpu_name, known_links
+from moefold.plan.memory.machine_fit import choices_of_run, list_parts
+from moefold.plan.memory.peak_memory import fullest_rank, plan_memory
+from moefold.plan.memory.run_setting import GIB
 from moefold.presets.command_form import CommandForm
 from moefold.presets.command_options import check_rank_count, read_options
 from moefold.presets.recipe import resolve_recipe
@@ -119,7 +123,18 @@ def explain_config(config: Config, ranks: int) -> Description:
         "beside_exchanges": work_beside_exchanges(config),
         "kernels": kernels,
         "regions": describe_regions(model, kernels),
+        "memory": planned_memory(config, ranks),
     }
+
+
+def planned_memory(config: Config, ranks: int) -> Description | None:
+    """The planned memory of the fullest rank, on a machine such as this; None for attention of another package."""
+    if config.model.attention.kind not in ATTENTION_NAMES.builtin:
+        return None
+    choices = choices_of_run(config)
+    fullest = fullest_rank(plan_memory(config, ranks, choices))
+    needed = fullest.needed if choices.device == "cuda" else fullest.total
+    return {"bytes": needed, "parts": list_parts([fullest])}
 
 
 def describe_regions(model: ModelConfig, kernels: Mapping[str, KernelChoice]) -> Description:
@@ -269,10 +284,17 @@ def print_explanation(explanation: Description) -> None:
     console.print(f"dispatcher (on nodes of at most {NODE_SIZE} ranks): {dispatcher['name']} ({dispatcher['why']})")
     if explanation["beside_exchanges"]:
         console.print(f"while its tokens are sent a microbatch computes: {explanation['beside_exchanges']}")
+    if explanation["memory"]:
+        print_memory(explanation["memory"], console)
     console.print(step_table(explanation["layers"]))
     print_products(explanation["products"], console)
     console.print(kernel_table(explanation))
     console.print(region_table(explanation["regions"]))
+
+
+def print_memory(memory: Description, console: Console) -> None:
+    parts = f" ({memory['parts']})" if memory["parts"] else ""
+    console.print(f"memory of the fullest rank, as planned: {memory['bytes'] / GIB:,.2f} GiB{parts}")
 
 
 def model_headline(explanation: Description) -> str:

@@ -23,7 +23,7 @@ from moefold.plan.launch import launch_files
 from moefold.plan.machine.gpu import Gpu
 from moefold.plan.memory.explain_memory import explain_memory
 from moefold.plan.memory.peak_memory import GIB, RankMemory, RunSetting, build_run_setting, fullest_rank, memory_by_rank
-from moefold.plan.memory.run_setting import microbatches_per_step
+from moefold.plan.memory.run_setting import microbatches_per_step, product_precision
 from moefold.plan.options import PlanChoices
 from moefold.plan.remedies import NothingFits, explain_nothing_fits, remedies_for_layout
 from moefold.plan.request import PlanRequest, read_request, with_dispatcher
@@ -156,7 +156,7 @@ def speed_and_budget(r: PlanRequest, config: Config, choices: PlanChoices, secon
         "tflops_per_gpu": rate * flops / 1e12,
         "tokens_per_s_per_gpu": rate,
         "tokens_per_s": rate * r.gpus,
-        "mfu": rate * flops / r.gpu.peak_flops(choices.precision),
+        "mfu": rate * flops / r.gpu.peak_flops(product_precision(config, choices)),
         "budget": training_budget(r, rate),
     }
 
@@ -195,6 +195,7 @@ def layout_keys(config: Config, choices: PlanChoices, gpus: int) -> JsonObject:
     keys["overlap"] = config.pipeline.pair
     keys["dispatcher"] = config.parallel.dispatcher
     keys["precision"] = choices.precision
+    keys["precision.recipe"] = config.precision.recipe
     keys["recompute"] = list(choices.recompute)
     keys["offload"] = list(choices.offload)
     keys["graphs"] = choices.graphs

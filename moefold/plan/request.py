@@ -16,8 +16,11 @@ from moefold.config.keys import iterate_keys
 from moefold.config.read import BOOLEAN_WORDS, convert_value, printable_value, with_values
 from moefold.config.run import Config
 from moefold.dispatch import price
+from moefold.plan.layer.layer_recipes import quantises_products
+from moefold.plan.layer.moefold_layers import HOPPER_CAPABILITY
 from moefold.plan.machine.cluster import Cluster
 from moefold.plan.machine.gpu import PEAK_BY_PRECISION, Gpu, check_precision, find_gpu_by_name
+from moefold.plan.memory.run_setting import check_product_recipes
 from moefold.plan.options import PlanChoices
 from moefold.presets.recipe import recipe_base
 
@@ -86,6 +89,8 @@ def read_request(raw: RawRequest) -> PlanRequest:
         train = replace(config.train, global_batch=SEQUENCES_PER_GPU * gpus)
         config = replace(config, train=train)
     check_precision(gpu, choices.precision)
+    check_product_recipes(config, choices)
+    check_recipe_kernels(config, gpu)
     if "capability" not in given:
         choices = replace(choices, capability=gpu.capability)
     node = min(gpu.domain, gpus)
@@ -107,6 +112,15 @@ def read_request(raw: RawRequest) -> PlanRequest:
         explain=flag_is_set(given, "explain"),
         beyond_trainer=beyond_trainer,
     )
+
+
+def check_recipe_kernels(config: Config, gpu: Gpu) -> None:
+    """Refuse FP8 recipes on GPUs without kernels for them: the references are no basis of a plan."""
+    if not quantises_products(config.precision) or gpu.capability == HOPPER_CAPABILITY:
+        return
+    recipe = f"precision.recipe = {config.precision.recipe}"
+    advice = f"set --precision.recipe plain with --precision {gpu.precisions[-1]}, or a Hopper GPU such as --gpu h200"
+    raise UserError(f"{recipe} has kernels for Hopper only, and {gpu.name} is another; {advice}")
 
 
 def with_full_names(raw: RawRequest) -> dict[str, Any]:

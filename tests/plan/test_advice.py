@@ -65,7 +65,12 @@ APPLIES: dict[str, tuple[dict[str, Any], str, str]] = {  # request, source, what
     ),
     "launches": (GENEROUS, "table 15", "train.micro_batch 2"),
     "graphs": (GENEROUS, "table 15", "graphs static (not in the trainer yet)"),
-    "low precision": (TABLE_17, "table 16", "precision fp8-blockwise (not in the trainer yet)"),
+    "low precision": (TABLE_17, "table 16", "precision.recipe fp8_block: "),
+    "low precision of another trainer": (
+        {**TABLE_17, "stack": "megatron"},
+        "table 16",
+        "precision fp8-blockwise (not in the trainer yet)",
+    ),
 }
 
 

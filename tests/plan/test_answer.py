@@ -224,3 +224,31 @@ def test_all_problems_are_told_at_once():
     with pytest.raises(UserError) as refused:
         answer_request({**ONE, "precision": "fp9", "parallel.eep": 3, "graphs": "all"})
     assert len(refused.value.problems) == 3
+
+
+HOPPER = {"model": "olmoe-1b-7b", "gpus": 1, "gpu": "h200", "parallel.ep": 1, "precision.recipe": "fp8_block"}
+
+
+def test_a_recipe_of_the_trainer_is_planned_and_launched():
+    answer = answer_request({**HOPPER, "explain": True})
+    assert not answer["not_in_trainer"]
+    assert answer["layout"]["precision.recipe"] == "fp8_block"
+    assert "recipe: fp8_block" in answer["launch"]["config.yaml"]
+    assert any("quantised copies" in line for line in answer["explained"])
+    plain = answer_request({**HOPPER, "precision.recipe": "plain"})
+    parts, plain_parts = (each["memory_parts_by_rank"][0] for each in (answer, plain))
+    assert 1.9 < parts["weights"] / plain_parts["weights"] < 2
+    assert parts["activations"] < 0.9 * plain_parts["activations"]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"precision": "fp8-blockwise"}, "two number formats of the same products"),
+        ({"stack": "megatron"}, "a recipe of moefold's layers"),
+        ({"gpu": "gb200"}, "kernels for Hopper only"),
+    ],
+)
+def test_a_recipe_where_it_does_not_apply_is_refused(change: dict[str, Any], words: str):
+    with pytest.raises(UserError, match=words):
+        answer_request({**HOPPER, **change})

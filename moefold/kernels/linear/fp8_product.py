@@ -32,7 +32,8 @@ def fp8_product(a: Quantised, b: Quantised, tiles: RowTiles, rows: int, sums: Su
     """y_RN for R = `rows`. a: values (P, K), scales (P, K / 128) or (P, 1). b: values (E, N, K), scales (E, N / 128,
     K / 128), (E, 1, 1) or (E, N, 1). Rows behind the last end are zero."""
     y_PN = padded_product(a, b, tiles, sums)
-    return rows_of_tiles(y_PN, tiles, rows).to(dtype)
+    y_RN = rows_of_tiles(y_PN, tiles, rows)
+    return y_RN.to(dtype, copy=True)  # y_RN is a part of more rows, which an fp32 result would keep
 
 
 @fp8_product.register_fast("gluon")

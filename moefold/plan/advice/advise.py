@@ -59,7 +59,7 @@ def answer_beside_figures(setting: RunSetting, gpu: Gpu, tokens_per_second: floa
     """The part of an answer that is said beside its figures: the band of the planned speed, and the advice."""
     fullest = fullest_rank(memory_by_rank(setting))
     plan = Situation(setting, gpu, fullest)
-    band = find_band(gpu.name, setting.world, setting.choices.precision)
+    band = find_band(gpu.name, setting.world, setting.product_precision)
     return {
         "error_band": {
             "low": tokens_per_second * band.low,

@@ -47,7 +47,7 @@ def plan_compute_over_travel(s: RunSetting, gpu: Gpu, bandwidth: float) -> float
         dispatched = 1.0
     sent = dispatched + wide
     ffn = s.model.moe.ffn / s.parallel.etp
-    peak = gpu.peak_flops(s.choices.precision)
+    peak = gpu.peak_flops(s.product_precision)
     ranks = expert_ranks(s)
     gemms = expert_kind(s.model).parts + 1
     return compute_over_travel(ffn, bandwidth, peak, ranks, sent, gemms)

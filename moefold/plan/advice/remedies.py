@@ -11,6 +11,7 @@ from moefold.anatomy.stage_contents import rank_of_each_stage
 from moefold.plan.advice.ratios import graph_count, has_experts
 from moefold.plan.advice.sentences import NEARLY_FULL, NOTICEABLE, Advice, propose, propose_faster
 from moefold.plan.advice.situation import WORTH_SAYING, Change, Situation
+from moefold.plan.layer.moefold_layers import HOPPER_CAPABILITY
 from moefold.plan.machine.efficiency_fit import EXPERT_TILE_ROWS
 
 SLOW_KERNELS = 0.3  # share of the step that kernels below the peak may take
@@ -19,6 +20,7 @@ SMALL_COST = 0.005  # share of the speed
 FEW_TILES = 2  # of rows that an expert gets
 UNEVEN_STAGES = 1.1  # slowest rank of a pipeline over the mean
 LOW_PRECISIONS = ("mxfp8", "fp8-blockwise", "fp8")  # in order of preference
+FIRST_RECIPE = "fp8_block"  # of the trainer's own, which have kernels for Hopper
 
 
 # Table 13: memory.
@@ -193,9 +195,11 @@ def lower_precision(plan: Situation) -> Iterator[Advice]:
     products = plan.wall("arithmetic") + plan.wall("compute")
     short = plan.gib > NEARLY_FULL * plan.gpu.memory
     known = [name for name in LOW_PRECISIONS if name in plan.gpu.precisions]
-    if plan.choices.precision != "bf16" or not known or (plan.wall("compute") < SLOW_KERNELS and not short):
+    if plan.setting.product_precision != "bf16" or not known or (plan.wall("compute") < SLOW_KERNELS and not short):
         return
     change: Change = {"precision": known[0]}
+    if plan.choices.stack == "moefold" and plan.gpu.capability == HOPPER_CAPABILITY:
+        change = {"precision.recipe": FIRST_RECIPE}
     other = plan.changed(change)
     if other is None or plan.gain(other) < NOTICEABLE:
         return

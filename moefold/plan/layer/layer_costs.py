@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import prod
 
+from moefold.anatomy.products import product_place
 from moefold.anatomy.step_specs import (
     StepSpec,
     WeightSpec,
@@ -22,15 +23,18 @@ from moefold.anatomy.step_specs import (
     set_aside_step,
     sliding_window_of,
 )
-from moefold.config.run import ModelConfig
+from moefold.config.precision_recipes import RecipeSpec
+from moefold.config.run import ModelConfig, PrecisionConfig
 from moefold.plan.layer.bytes_sent import AxisTraffic, step_bytes_sent
+from moefold.plan.layer.fp8_tensors import TILE_NUMBERS, copy_bytes, padded_rows, quantise_pass_bytes, tile_count
+from moefold.plan.layer.layer_recipes import PLAIN, PLAIN_PRECISION, LayerRecipes, recipes_of_layers
 from moefold.plan.layer.megatron_layers import MEGATRON_STACK
 from moefold.plan.layer.moefold_layers import MOEFOLD_STACK
 from moefold.plan.layer.rank_shapes import RankPortion, RankShapes
-from moefold.plan.layer.tensor_table import LayerStack, TensorEntry
+from moefold.plan.layer.tensor_table import FIXED_ELEMENT_BYTES, LayerStack, TensorEntry
 from moefold.plan.options import PlanChoices
 
-LINEAR_STORAGE = ("linear", "each")  # storage of GEMM inputs, as `tensor_table.element_bytes` names it
+LINEAR_STORAGE = ("linear", "each", "columns", "tiles")  # of GEMM inputs, as `tensor_table.element_bytes` names it
 DEFERRED_GEMMS = ("dense", "grouped")  # GEMMs whose weight gradients may be deferred
 UNQUANTIZED_STEPS = ("embed", "route", "predict")
 LAYER_STACKS: dict[str, LayerStack] = {"moefold": MOEFOLD_STACK, "megatron": MEGATRON_STACK}
@@ -62,7 +66,8 @@ SavedTensors = tuple[SavedActivation, ...]
 
 @dataclass(frozen=True)
 class Gemm:
-    """A GEMM of a step: `groups` products of (rows, k) by (k, n), computed `times` times in forward."""
+    """A GEMM of a step: `groups` products of (rows, k) by (k, n), computed `times` times in forward, in the formats of
+    a recipe of this trainer."""
 
     name: str
     kind: str  # dense, grouped, router or head
@@ -71,6 +76,7 @@ class Gemm:
     k: float
     groups: float = 1.0
     times: int = 1
+    recipe: RecipeSpec = PLAIN
 
     @property
     def flops(self) -> float:
@@ -84,11 +90,15 @@ ParameterClass = tuple[str, tuple[str, ...]]  # grid of the parameters, and the 
 
 @dataclass(frozen=True)
 class StepCount:
-    """Costs of one step of one layer on one rank. `parameters` are counted by class: grid and sharding axes."""
+    """Costs of one step of one layer on one rank. `parameters` are counted by class: grid and sharding axes.
+    `quantized`: parameters with quantised copies; `copies`: bytes of these; `requantised`: bytes moved to make FP8
+    copies of the recipes once more."""
 
     spec: StepSpec
     parameters: tuple[tuple[ParameterClass, float], ...]
     quantized: float
+    copies: float
+    requantised: float
     flops: float
     gemms: Gemms
     attention: float
@@ -137,12 +147,13 @@ class PieceCount:
 
 
 @lru_cache(maxsize=256)
-def first_alike_layers(model: ModelConfig) -> tuple[int, ...]:
-    """For each layer, the first layer of the same kind (dense or MoE, sliding window). MTP layers come last."""
-    first: dict[tuple[bool, int], int] = {}
+def first_alike_layers(model: ModelConfig, precision: PrecisionConfig = PLAIN_PRECISION) -> tuple[int, ...]:
+    """For each layer, the first layer of the same kind (dense or MoE, sliding window, recipes). MTP layers come
+    last."""
+    first: dict[tuple[bool, int, LayerRecipes], int] = {}
     alike: list[int] = []
-    for layer in range(model.layers + model.mtp):
-        kind = (is_moe_layer(model, layer), sliding_window_of(model, layer))
+    for layer, recipes in enumerate(recipes_of_layers(model, precision)):
+        kind = (is_moe_layer(model, layer), sliding_window_of(model, layer), recipes)
         alike.append(first.setdefault(kind, layer))
     return tuple(alike)
 
@@ -154,7 +165,8 @@ def count_piece(
     """Costs of a piece: E the embedding, t a layer, m an MTP layer, L the head. `load` as in RankShapes."""
     specs = piece_steps(model, piece, layer)
     window = sliding_window_of(model, layer)
-    shapes = RankShapes(model, portion, choices, window, load)
+    products = recipes_of_layers(model, portion.precision)[layer]
+    shapes = RankShapes(model, portion, choices, window, load, products)
     saved = saved_by_steps(specs, shapes)
     steps: list[StepCount] = []
     for spec in specs:
@@ -176,15 +188,20 @@ def piece_steps(model: ModelConfig, piece: str, layer: int) -> list[StepSpec]:
 def count_step(spec: StepSpec, s: RankShapes, saved: SavedTensors) -> StepCount:
     stack = LAYER_STACKS[s.choices.stack]
     parameters = Counter[ParameterClass]()
-    quantized = 0.0
+    quantized = copies = requantised = 0.0
     # Parameters on the rank, by the axes that shard them.
     for weight in spec.weights:
         held = prod(weight.part(s.portion.degrees))
         axes = tuple(axis for _, axis in weight.cut)
         grid = "expert" if "ep" in axes else "dense"
         parameters[grid, axes] += held  # pyright: ignore[reportArgumentType]
-        if is_weight_matrix(weight) and spec.name not in UNQUANTIZED_STEPS:
+        recipe = s.products.spec(product_place(weight.name))
+        if recipe.quantises:
+            copies += copy_bytes(weight, recipe, s)
+            requantised += held * quantise_pass_bytes(recipe, 2, s)
+        elif s.recipe.copies and is_weight_matrix(weight) and spec.name not in UNQUANTIZED_STEPS:
             quantized += held
+            copies += held * s.recipe.copies
     attention_flops = s.T * 2 * spec.context * spec.seen(s.S)
     forward_working = stack.working_bytes(spec.name, "F", s)
     backward_working = stack.working_bytes(spec.name, "B", s)
@@ -194,6 +211,8 @@ def count_step(spec: StepSpec, s: RankShapes, saved: SavedTensors) -> StepCount:
         spec=spec,
         parameters=tuple(parameters.items()),
         quantized=quantized,
+        copies=copies,
+        requantised=requantised,
         flops=s.T * spec.flops(s.S),
         gemms=gemms,
         attention=attention_flops,
@@ -208,11 +227,27 @@ def deferred_product_bytes(gemms: Gemms, saved: SavedTensors, s: RankShapes) -> 
     """Bytes that deferred weight gradients of linear layers hold: inputs, also recomputed ones, and gradients of
     outputs. Router and head compute their weight gradients at once."""
     inputs = sum(tensor.bytes for tensor in saved if tensor.linear)
-    outputs = 0.0
+    outputs = quantised = 0.0
     for gemm in gemms:
-        if gemm.kind in DEFERRED_GEMMS:
+        if gemm.recipe.quantises:
+            quantised += gradient_copy_bytes(gemm, s)
+        elif gemm.kind in DEFERRED_GEMMS:
             outputs += gemm.rows * gemm.n * gemm.groups
-    return inputs + outputs * s.recipe.linear
+    return inputs + outputs * s.recipe.linear + quantised
+
+
+def gradient_copy_bytes(gemm: Gemm, s: RankShapes) -> float:
+    """Bytes that the deferred weight gradient of a product of an FP8 recipe holds of its output's gradient: a copy
+    along columns, or the gradient as it is, and a table of tiles. Fused experts have one table, which they save."""
+    total = gemm.rows * gemm.groups
+    in_tiles = padded_rows(total, gemm.groups)
+    is_fused = gemm.kind == "grouped" and s.fuses_experts
+    tiles = 0.0 if is_fused else tile_count(total, gemm.groups) * TILE_NUMBERS
+    table = tiles * FIXED_ELEMENT_BYTES["tiles"]
+    if gemm.recipe.columns != "none":
+        return in_tiles * gemm.n * FIXED_ELEMENT_BYTES["columns"] + table
+    held = in_tiles if is_fused else total
+    return held * gemm.n * s.recipe.wide + table
 
 
 def is_weight_matrix(weight: WeightSpec) -> bool:
@@ -232,15 +267,16 @@ def gemms_of_step(spec: StepSpec, s: RankShapes) -> list[Gemm]:
         *outer, k = weight.part(s.portion.degrees)
         axes = [axis for _, axis in weight.cut]
         name = gemm_name(weight)
+        recipe = s.products.spec(product_place(weight.name))
         if "ep" in axes:
             rows_per_expert = s.R / s.e
             n = prod(outer[1:])
-            gemms.append(Gemm(name, "grouped", rows_per_expert, n, k, groups=s.e))
+            gemms.append(Gemm(name, "grouped", rows_per_expert, n, k, groups=s.e, recipe=recipe))
         else:
             kind = "router" if spec.name == "route" else "dense"
             rows = s.C if "tp" in axes else s.T
             n = prod(outer)
-            gemms.append(Gemm(name, kind, rows, n, k))
+            gemms.append(Gemm(name, kind, rows, n, k, recipe=recipe))
     return gemms
 
 

@@ -9,7 +9,17 @@ from __future__ import annotations
 
 from moefold.anatomy.activations import activation_op, shared_activation
 from moefold.kernels.attention.workspace import HOPPER_HEAD_WIDTHS, score_gradient_bytes
-from moefold.plan.layer.rank_shapes import RankShapes
+from moefold.plan.layer.fp8_tensors import (
+    FP8_EXPERT_BACKWARD,
+    FP8_EXPERT_FORWARD,
+    add_expert_preactivation,
+    add_input_copies,
+    add_product_input,
+    add_recomputed_activation,
+    fp8_product_backward,
+    held_experts,
+)
+from moefold.plan.layer.rank_shapes import EXPERT_PRODUCTS, RankShapes
 from moefold.plan.layer.ring_blocks import add_ring_backward, add_ring_forward
 from moefold.plan.layer.tensor_table import (
     LayerStack,
@@ -18,6 +28,7 @@ from moefold.plan.layer.tensor_table import (
     TensorEntry,
     TensorTable,
     WorkingSet,
+    arrived_tokens,
     attended_width,
     context_tokens,
     dense_inner_width,
@@ -27,6 +38,7 @@ from moefold.plan.layer.tensor_table import (
     expert_inner_width,
     expert_preactivation_width,
     expert_rows,
+    expert_weight_rows,
     joined_token_width,
     key_latent_width,
     one_column,
@@ -34,6 +46,7 @@ from moefold.plan.layer.tensor_table import (
     query_heads,
     query_latent_width,
     rank_tokens,
+    separate_expert_wgrad,
     shared_inner_width,
     shared_preactivation_width,
     stream_width,
@@ -49,6 +62,14 @@ LOGITS_IN_PLACE = 10 << 26
 EXPERT_PADDING_ROWS = 64  # padding rows of the fused kernel, per expert
 SINK_HEAD_DIMS = 8  # dims added to queries and keys where a sink is an additional key
 HOPPER_CAPABILITY = 90
+
+# Products that read one input and are called as one op.
+QKV = ("attention.query", "attention.key", "attention.value")
+LATENT_DOWN = ("attention.query_down", "attention.latent", "attention.turning")
+LATENT_UP = ("attention.key", "attention.value")
+DENSE_UP = ("dense.gate_up", "dense.up")
+SHARED_UP = ("moe.shared.gate_up", "moe.shared.up")
+UP_PRODUCT, DOWN_PRODUCT = EXPERT_PRODUCTS
 
 
 def add_rmsnorm(
@@ -203,6 +224,21 @@ def probabilities_width(s: RankShapes) -> float:
     return s.H * (s.S + sink_key_count(s))
 
 
+def keeps_attended(s: RankShapes) -> bool:
+    """Whether attention keeps its output beside the copy in FP8 that the output projection keeps."""
+    if s.plain_attention or reorders_attended(s):
+        return False
+    return not s.products.keeps_input(("attention.out",))
+
+
+def keeps_latents(s: RankShapes) -> bool:
+    return s.products.keeps_input(("attention.query", *LATENT_UP))
+
+
+def query_source_width(s: RankShapes) -> float:
+    return s.q_rank or s.D
+
+
 def add_full_norm(table: TensorTable, name: str, width: ShapeFunction) -> None:
     """Add the tensors of a norm over all heads, which is composed of plain ops in fp32, since tp may shard it."""
     table.add(f"{name} in fp32", context_tokens, width, "fp32")
@@ -223,13 +259,16 @@ def attend_tensors() -> list[TensorEntry]:
     # Inputs of the projections.
     add_rmsnorm(table, "stream", rank_tokens, stream_width, layer_input=True)
     gqa_norm = gqa.remade_by("norm")
-    gqa_norm.add("normed", context_tokens, stream_width, "linear")
+    add_product_input(gqa_norm, "normed", context_tokens, stream_width, QKV)
     mla_norm = mla.remade_by("norm")
-    mla_norm.add("normed", rank_tokens, stream_width, "linear")
+    add_product_input(mla_norm, "normed", rank_tokens, stream_width, LATENT_DOWN)
     query_latent = table.only(has_query_latent)
     add_rmsnorm(query_latent, "query latent", rank_tokens, query_latent_width)
     add_rmsnorm(mla, "key latent", rank_tokens, key_latent_width)
-    mla_norm.add("latents", context_tokens, latents_width, "linear", read_by="up")
+    latents = mla_norm.only(keeps_latents)
+    latents.add("latents", context_tokens, latents_width, "linear", read_by="up")
+    add_input_copies(mla_norm, "query latents", context_tokens, query_source_width, ("attention.query",))
+    add_input_copies(mla_norm, "key latents", context_tokens, key_latent_width, LATENT_UP)
     # Norms of queries and keys: by head, fused with RoPE, or over all heads.
     by_head = table.only(norms_each_head)
     add_rmsnorm(by_head, "query", all_query_heads, head_width)
@@ -244,7 +283,9 @@ def attend_tensors() -> list[TensorEntry]:
     add_saved_qkv(mla.remade_by("up"))
     add_saved_qkv(gqa)
     core = table.remade_by("core")
-    core.add("attended", context_tokens, attended_width, "linear", read_by="out")
+    add_product_input(core, "attended", context_tokens, attended_width, ("attention.out",), read_by="out")
+    own = core.only(keeps_attended)
+    own.add("attended", context_tokens, attended_width, read_by="out")
     reordered = core.only(reorders_attended)
     reordered.add("attended, before reordering", context_tokens, attended_width)
     cut = table.only(cuts_context)
@@ -262,10 +303,10 @@ def mlp_tensors() -> list[TensorEntry]:
     table = TensorTable("mlp")
     add_rmsnorm(table, "stream", rank_tokens, stream_width)
     normed = table.remade_by("norm")
-    normed.add("normed", context_tokens, stream_width, "linear")
+    add_product_input(normed, "normed", context_tokens, stream_width, DENSE_UP)
     mlp = table.remade_by("mlp")
     mlp.add("pre-activation", context_tokens, dense_preactivation_width)
-    mlp.add("activated", context_tokens, dense_inner_width, "linear")
+    add_product_input(mlp, "activated", context_tokens, dense_inner_width, ("dense.down",))
     return table.entries
 
 
@@ -386,8 +427,17 @@ def kernel_arranges_rows(s: RankShapes) -> bool:
 
 
 def fused_experts(s: RankShapes) -> bool:
-    """Whether one kernel runs the experts; its backward overwrites gate and up with their gradients."""
+    """Whether one function runs the experts."""
     return s.fuses_experts
+
+
+def plain_fused_experts(s: RankShapes) -> bool:
+    """Whether one kernel runs the experts in bf16; its backward overwrites gate and up with their gradients."""
+    return s.fuses_experts and not s.fuses_fp8_experts
+
+
+def experts_outside_fp8(s: RankShapes) -> bool:
+    return not s.fuses_fp8_experts
 
 
 def unfused_experts(s: RankShapes) -> bool:
@@ -418,10 +468,6 @@ def routed_choices(s: RankShapes) -> float:
     return s.T * s.K
 
 
-def arrived_tokens(s: RankShapes) -> float:
-    return s.N
-
-
 def plan_tensors() -> list[TensorEntry]:
     table = TensorTable("plan")
     moe = table.remade_by("moe")
@@ -449,11 +495,15 @@ def expert_tensors() -> list[TensorEntry]:
     arranged = experts.only(reference_arrange_rows)
     arranged.add("slots", expert_rows, one_column, "int32")
     experts.add("weights", expert_rows, one_column, "fp32")
-    unfused.add("rows", expert_rows, dispatched_token_width, "linear", read_by="experts")
+    up = (UP_PRODUCT,)
+    add_product_input(unfused, "rows", expert_rows, dispatched_token_width, up, read_by="experts", experts=held_experts)
     # Inside and after the expert MLP.
-    experts.add("pre-activation", expert_rows, expert_preactivation_width, read_by="activation")
+    wide = experts.only(experts_outside_fp8)
+    wide.add("pre-activation", expert_rows, expert_preactivation_width, read_by="activation")
+    add_expert_preactivation(experts)
     activated = activation.only(unfused_experts)
-    activated.add("activated", expert_rows, expert_inner_width, "linear")
+    down = (DOWN_PRODUCT,)
+    add_product_input(activated, "activated", expert_rows, expert_inner_width, down, experts=held_experts)
     weighed = experts.only(weighs_expert_outputs)
     weighed.add("results", expert_rows, dispatched_token_width)
     rounded = weighed.only(rounds_router_weights)
@@ -468,8 +518,11 @@ def expert_tensors() -> list[TensorEntry]:
 def widen_tensors() -> list[TensorEntry]:
     widen = TensorTable("widen")
     latents = widen.remade_by("moe")
-    latents.add("results in latents", rank_tokens, dispatched_token_width, "linear")
-    return widen.entries
+    add_product_input(latents, "results in latents", rank_tokens, dispatched_token_width, ("moe.widen",))
+    narrow = TensorTable("narrow")
+    tokens = narrow.remade_by("moe")
+    add_input_copies(tokens, "normed", rank_tokens, stream_width, ("moe.narrow",))
+    return widen.entries + narrow.entries
 
 
 def cuts_tokens_over_tp(s: RankShapes) -> bool:
@@ -480,13 +533,19 @@ def gates_shared_experts(s: RankShapes) -> bool:
     return s.model.moe.shared_gate
 
 
+def keeps_shared_input(s: RankShapes) -> bool:
+    return s.products.keeps_input(SHARED_UP)
+
+
 def shared_expert_tensors() -> list[TensorEntry]:
     table = TensorTable("shared")
     shared = table.remade_by("shared", "moe")
     gathered = shared.only(cuts_tokens_over_tp)
-    gathered.add("normed, gathered", context_tokens, stream_width, "linear")
+    whole = gathered.only(keeps_shared_input)
+    whole.add("normed, gathered", context_tokens, stream_width, "linear")
+    add_input_copies(shared, "normed", context_tokens, stream_width, SHARED_UP)
     shared.add("pre-activation", context_tokens, shared_preactivation_width)
-    shared.add("activated", context_tokens, shared_inner_width, "linear")
+    add_product_input(shared, "activated", context_tokens, shared_inner_width, ("moe.shared.down",))
     gated = shared.only(gates_shared_experts)
     gated.add("results", rank_tokens, stream_width)
     gated.add("gates", rank_tokens, one_column)
@@ -512,7 +571,7 @@ def embed_tensors() -> list[TensorEntry]:
     ahead.add("tokens", context_tokens, one_column, "int64")
     add_rmsnorm(ahead, "normed stream", rank_tokens, stream_width)
     add_rmsnorm(ahead, "token", rank_tokens, stream_width)
-    ahead.add("stream and token joined", rank_tokens, joined_token_width, "linear")
+    add_product_input(ahead, "stream and token joined", rank_tokens, joined_token_width, ("join",))
     return embed.entries + ahead.entries
 
 
@@ -545,22 +604,27 @@ MOEFOLD_SAVED = [
 def holds_routed_tokens(s: RankShapes) -> bool:
     """Whether a deferred weight gradient reads the normed tokens of the router: that of the projection to latents, of
     shared experts, or of the fused kernel on tokens of this rank."""
-    if s.latent:
+    if s.latent and s.products.keeps_input(("moe.narrow",)):
         return True
     moe = s.model.moe
-    if moe.shared_ffn and (moe.shared_gate or not cuts_tokens_over_tp(s)):
+    reads_normed = keeps_shared_input(s) and not cuts_tokens_over_tp(s)
+    if moe.shared_ffn and (moe.shared_gate or reads_normed):
         return True
-    return s.fuses_experts and not experts_are_remote(s)
+    return not s.latent and s.fuses_experts and not experts_are_remote(s)
 
 
 def unrotated_latents_width(s: RankShapes) -> float:
     return latents_width(s) - s.rope
 
 
+def holds_latent_gradient(s: RankShapes) -> bool:
+    return s.mla and s.products.keeps_input(("attention.turning",))
+
+
 def waiting_tensors() -> list[TensorEntry]:
     # The gradient of the rotary key is a part of that of all latents, which is held whole.
     attend = TensorTable("attend")
-    mla = attend.only(uses_mla)
+    mla = attend.only(holds_latent_gradient)
     mla.add("gradient of latents", rank_tokens, unrotated_latents_width)
     route = TensorTable("route")
     tokens = route.only(holds_routed_tokens)
@@ -568,7 +632,9 @@ def waiting_tensors() -> list[TensorEntry]:
     # The fused kernel has computed the activation again, and gathers rows only with the weight gradient.
     experts = TensorTable("experts")
     fused = experts.only(fused_experts)
-    fused.add("activation, recomputed", padded_expert_rows, expert_inner_width)
+    plain = fused.only(experts_outside_fp8)
+    plain.add("activation, recomputed", padded_expert_rows, expert_inner_width)
+    add_recomputed_activation(fused)
     fused.add("index", expert_rows, one_column, "int32")
     remote = fused.only(experts_are_remote)
     remote.add("arrived tokens", arrived_tokens, dispatched_token_width)
@@ -606,11 +672,6 @@ def score_gradient_workspace(s: RankShapes) -> float:
     return score_gradient_bytes(s.S, groups, heads_per_group)
 
 
-def separate_expert_wgrad(s: RankShapes) -> bool:
-    """Whether the gradient of expert weights is allocated in backward, beside the sum that it is added to."""
-    return not (s.portion.defers_wgrad or (s.fuses_experts and s.portion.accumulates))
-
-
 def padded_expert_rows(s: RankShapes) -> float:
     padding = EXPERT_PADDING_ROWS * s.e if s.fuses_experts else 0.0
     return s.R + padding
@@ -618,12 +679,8 @@ def padded_expert_rows(s: RankShapes) -> float:
 
 def expert_row_pair_width(s: RankShapes) -> float:
     """Width of rows and their gradient where the fused kernel gathers rows again; otherwise of the gradient only."""
-    gathers_rows = s.fuses_experts and not s.portion.defers_wgrad
+    gathers_rows = plain_fused_experts(s) and not s.portion.defers_wgrad
     return s.W * (2 if gathers_rows else 1)
-
-
-def expert_weight_rows(s: RankShapes) -> float:
-    return s.e * s.W
 
 
 def expert_weight_width(s: RankShapes) -> float:
@@ -717,7 +774,7 @@ def add_activation_backward(
 
 
 def expert_forward() -> WorkingSet:
-    table = TensorTable()
+    table = TensorTable().only(experts_outside_fp8)
     fused = table.only(fused_experts)
     fused.add("rows", padded_expert_rows, dispatched_token_width)
     fused.add("activated", expert_rows, expert_inner_width)
@@ -727,7 +784,7 @@ def expert_forward() -> WorkingSet:
 
 def expert_backward_end() -> WorkingSet:
     """Working set at the end of the experts' backward, with the gradients of rows and weights."""
-    table = backward_table()
+    table = backward_table().only(experts_outside_fp8)
     table.add("gradient of results", expert_rows, dispatched_token_width)
     unfused = table.only(unfused_experts)
     unfused.add("gradient of the pre-activation", expert_rows, expert_preactivation_width)
@@ -741,7 +798,7 @@ def expert_backward_end() -> WorkingSet:
 def expert_backward_start() -> WorkingSet:
     """Working set of the fused kernel's backward after it has recomputed the activation."""
     table = backward_table()
-    fused = table.only(fused_experts)
+    fused = table.only(plain_fused_experts)
     fused.add("gradient of results", expert_rows, dispatched_token_width)
     fused.add("activation, recomputed", padded_expert_rows, expert_inner_width)
     wgrad = fused.only(separate_expert_wgrad)
@@ -802,6 +859,21 @@ def shared_backward() -> WorkingSet:
     return table.entries
 
 
+def attend_backward_products() -> list[WorkingSet]:
+    return [
+        fp8_product_backward("attention.query", context_tokens, query_width),
+        fp8_product_backward("attention.out", context_tokens, stream_width),
+    ]
+
+
+def mlp_backward_products() -> list[WorkingSet]:
+    return [fp8_product_backward(place, context_tokens, dense_preactivation_width) for place in DENSE_UP]
+
+
+def shared_backward_products() -> list[WorkingSet]:
+    return [fp8_product_backward(place, context_tokens, shared_preactivation_width) for place in SHARED_UP]
+
+
 def predict_in_place() -> WorkingSet:
     table = TensorTable()
     in_place = table.only(overwrites_logits)
@@ -832,20 +904,22 @@ def predict_backward() -> WorkingSet:
 
 
 MOEFOLD_WORKING_SETS = {
-    ("experts", "F"): [expert_forward()],
+    ("experts", "F"): [expert_forward(), *FP8_EXPERT_FORWARD],
     ("experts", "B"): [
         expert_backward_end(),
         expert_backward_start(),
         expert_backward_activation(),
+        *FP8_EXPERT_BACKWARD,
     ],
     ("attend", "F"): [attend_forward_ring()],
     ("attend", "B"): [
         attend_backward_rope(),
         attend_backward_core(),
         attend_backward_ring(),
+        *attend_backward_products(),
     ],
-    ("mlp", "B"): [mlp_backward()],
-    ("shared", "B"): [shared_backward()],
+    ("mlp", "B"): [mlp_backward(), *mlp_backward_products()],
+    ("shared", "B"): [shared_backward(), *shared_backward_products()],
     ("predict", "F"): [
         predict_in_place(),
         predict_softmax(),

@@ -181,11 +181,13 @@ def count_launches(step: str, gemms: Gemms, s: RankShapes) -> tuple[float, float
     """Kernels of a forward: those in sequence, and those of a loop over experts, which run in parallel on the device.
     Megatron's layers run one GEMM per expert and quantise each operand."""
     quantizes = s.recipe.quantizes
+    quantised = sum(gemm.recipe.quantises for gemm in gemms)
     count = KERNEL_LAUNCHES[step]
     if runs_fused_experts(s):
         count = FUSED_KERNEL_LAUNCHES.get(step, count)
     if quantizes:
-        count += 2 * len(low_precision_gemms(gemms))
+        quantised = len(low_precision_gemms(gemms))
+    count += 2 * quantised
     if step == "attend" and s.mla:
         count += MLA_EXTRA_LAUNCHES
     if s.choices.stack != "megatron":

@@ -13,25 +13,28 @@ F A M   inner width here of an expert, of the shared experts, of a dense MLP    
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from moefold.anatomy.activations import dense_kind, expert_kind, shared_kind
 from moefold.anatomy.step_specs import dispatched_width, fits_fused_expert_mlp
-from moefold.config.run import Config, ModelConfig
+from moefold.config.precision_recipes import RecipeSpec
+from moefold.config.run import Config, ModelConfig, PrecisionConfig
 from moefold.dispatch.catalog import expected_distinct
 from moefold.kernels.catalog import forced_implementations, pick_implementation
 from moefold.kernels.facts import Facts
+from moefold.plan.layer.layer_recipes import PLAIN_LAYER, PLAIN_PRECISION, LayerRecipes
 from moefold.plan.options import PlanChoices
 
 RANK_SHAPE_AXES = ("tp", "cp", "ep", "etp")
+EXPERT_PRODUCTS = ("moe.experts.up_product", "moe.experts.down_product")
 
 
 @dataclass(frozen=True)
 class RankPortion:
     """One rank's portion of a microbatch, and the dispatch of its tokens. `defers_wgrad`: weight gradients are computed
     after the data gradients of their stage; `accumulates`: a step has several microbatches, and GEMMs accumulate weight
-    gradients."""
+    gradients; `precision`: recipes of the products."""
 
     seq_len: int
     micro_batch: int = 1
@@ -44,6 +47,7 @@ class RankPortion:
     defers_wgrad: bool = False
     accumulates: bool = False
     force: tuple[str, ...] = ()
+    precision: PrecisionConfig = PLAIN_PRECISION
 
     @property
     def tokens(self) -> float:
@@ -56,14 +60,23 @@ class RankPortion:
 
 class RankShapes:
     """Shapes of the legend for one kind of layer: dense or MoE, with or without a sliding window. `load`: rows of this
-    rank's experts over their even share."""
+    rank's experts over their even share. `products`: recipes of the layer's products."""
 
-    def __init__(self, model: ModelConfig, p: RankPortion, choices: PlanChoices, window: int = 0, load: float = 1.0):
+    def __init__(
+        self,
+        model: ModelConfig,
+        p: RankPortion,
+        choices: PlanChoices,
+        window: int = 0,
+        load: float = 1.0,
+        products: LayerRecipes = PLAIN_LAYER,
+    ):
         self.model = model
         self.portion = p
         self.choices = choices
         self.recipe = choices.recipe
         self.window = window
+        self.products = products
         # Tokens and the stream.
         self.T = p.tokens
         self.C = p.tokens * p.tp
@@ -142,18 +155,34 @@ class RankShapes:
         has_triton = c.device == "cuda"
         return Facts(c.device, dtype, capability, hidden=hidden, ffn=ffn, triton=has_triton)
 
-    def chosen_implementation(self, op: str) -> str:
+    def chosen_implementation(self, op: str, recipe: str = "plain") -> str:
         """The implementation of an op that a run would choose on this device."""
         forced = forced_implementations(self.portion.force)
-        name, _ = pick_implementation(op, self.facts, forced.get(op))
+        facts = replace(self.facts, recipe=recipe)
+        name, _ = pick_implementation(op, facts, forced.get(op))
         return name
 
     @cached_property
+    def expert_recipe(self) -> RecipeSpec | None:
+        """The recipe of both products of the routed experts; None where they differ."""
+        up, down = map(self.products.spec, EXPERT_PRODUCTS)
+        return up if up is down else None
+
+    @cached_property
     def fuses_experts(self) -> bool:
-        """Whether one kernel runs all of the routed experts."""
-        if not fits_fused_expert_mlp(self.model):
+        """Whether one function runs all of the routed experts, plain or in FP8."""
+        if not fits_fused_expert_mlp(self.model) or self.expert_recipe is None:
             return False
-        return self.chosen_implementation("expert_mlp") != "reference"
+        return self.chosen_implementation("expert_mlp", self.expert_recipe.name) != "reference"
+
+    @cached_property
+    def fuses_fp8_experts(self) -> bool:
+        return self.fuses_experts and self.expert_recipe is not None and self.expert_recipe.quantises
+
+    @cached_property
+    def fp8_expert_wgrad(self) -> bool:
+        """Whether fused experts compute weight gradients in FP8, and keep the pre-activation in it."""
+        return self.fuses_fp8_experts and not self.products.keeps_input(EXPERT_PRODUCTS)
 
     @cached_property
     def plain_attention(self) -> bool:
@@ -183,4 +212,5 @@ def make_rank_portion(config: Config, dispatcher: str, defers_wgrad: bool, accum
         defers_wgrad=defers_wgrad,
         accumulates=accumulates,
         force=config.kernels.force,
+        precision=config.precision,
     )

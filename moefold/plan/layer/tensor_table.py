@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from moefold.config.precision_recipes import SCALE_BLOCK
 from moefold.plan.layer.rank_shapes import RankShapes
 from moefold.plan.options import PrecisionRecipe
 
@@ -20,6 +21,9 @@ FIXED_ELEMENT_BYTES = {
     "int64": 8.0,
     "int32": 4.0,
     "byte": 1.0,
+    "fp8": 1 + 4 / SCALE_BLOCK,
+    "columns": 1 + 4 / SCALE_BLOCK,
+    "tiles": 4.0,
 }
 
 
@@ -30,6 +34,8 @@ def element_bytes(storage: str, recipe: PrecisionRecipe) -> float:
     linear   a GEMM's input: quantised where the precision is low
     each     as linear, but quantised separately for two GEMMs
     copy     a quantised copy beside a wide tensor
+    fp8      FP8 with an fp32 scale for 128 values, by a recipe of this trainer
+    columns  as fp8, the input of a weight gradient; `tiles` is its table of tiles, in int32
     """
     if storage in FIXED_ELEMENT_BYTES:
         return FIXED_ELEMENT_BYTES[storage]
@@ -157,6 +163,14 @@ def expert_rows(s: RankShapes) -> float:
     return s.R
 
 
+def arrived_tokens(s: RankShapes) -> float:
+    return s.N
+
+
+def expert_weight_rows(s: RankShapes) -> float:
+    return s.e * s.W
+
+
 def stream_width(s: RankShapes) -> float:
     return s.D
 
@@ -242,3 +256,8 @@ def uses_gqa(s: RankShapes) -> bool:
 def weighs_expert_outputs(s: RankShapes) -> bool:
     """Whether the router weight multiplies the experts' output, not their activation."""
     return not s.gate_inside
+
+
+def separate_expert_wgrad(s: RankShapes) -> bool:
+    """Whether the gradient of expert weights is allocated in backward, beside the sum that it is added to."""
+    return not (s.portion.defers_wgrad or (s.fuses_experts and s.portion.accumulates))

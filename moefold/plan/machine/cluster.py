@@ -12,6 +12,7 @@ from moefold.anatomy.step_specs import dispatched_width
 from moefold.config.run import Config
 from moefold.dispatch import price
 from moefold.plan.layer.layer_costs import ParameterClass
+from moefold.plan.machine.fp8_rates import QUANTISE_SHARE
 from moefold.plan.machine.gpu import Gpu
 from moefold.plan.memory.peak_memory import RunSetting
 from moefold.plan.options import PlanChoices
@@ -35,6 +36,11 @@ class Cluster:
     def pointwise_bandwidth(self) -> float:
         """Memory bandwidth that pointwise kernels reach, in bytes/s."""
         return self.gpu.hbm * self.gpu.kernels.stream
+
+    @property
+    def quantise_bandwidth(self) -> float:
+        """Memory bandwidth that quantisation to FP8 reaches, in bytes/s."""
+        return self.gpu.hbm * QUANTISE_SHARE
 
     @property
     def nvlink_bandwidth(self) -> float:

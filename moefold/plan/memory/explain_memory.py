@@ -10,7 +10,7 @@ from moefold.config.run import Config
 from moefold.plan.layer.layer_costs import PieceCount
 from moefold.plan.memory.peak_memory import RankMemory, fullest_rank, memory_by_rank, stage_counts
 from moefold.plan.memory.rank_stages import RankStages, StagePieces, stages_by_rank
-from moefold.plan.memory.resident import rank_parameters, replica_count
+from moefold.plan.memory.resident import rank_parameters, replica_count, resident_state
 from moefold.plan.memory.run_setting import GIB, RunSetting, build_run_setting
 from moefold.plan.options import PlanChoices
 
@@ -69,13 +69,17 @@ def count_with_noun(count: int, noun: str) -> str:
 def resident_lines(s: RunSetting, held: RankStages, rank: RankMemory) -> Iterator[str]:
     count = rank.parameters
     yield format_line("weights", rank.weights, f"{count:,.0f} parameters x {rank.weights / count:.3g} B")
+    stages = stage_counts(s, held)
+    copies = resident_state(s, held, stages).copies
+    if copies:
+        yield format_line("quantised copies", copies, "a part of the weights: both layouts, with scales", depth=2)
     yield format_line("gradients", rank.gradients, f"{count:,.0f} x {rank.gradients / count:.3g} B")
     main_bytes = 4 if s.recipe.wide < 4 else 0
     owned = max(1.0, owned_parameters(s, held))
     state_bytes = main_bytes + rank.moments / owned
     states = rank.main + rank.moments
     yield format_line("main weights and moments", states, f"{state_bytes:.3g} B per parameter of its shard:")
-    parameters = rank_parameters(s, held, stage_counts(s, held))
+    parameters = rank_parameters(s, held, stages)
     for kind, count in sorted(parameters.items()):
         grid, axes = kind
         cut = ""

@@ -65,14 +65,7 @@ class MachineFit:
 
     @cached_property
     def choices(self) -> PlanChoices:
-        facts = expected_facts(self.config)
-        major, minor = facts.capability
-        capability = 10 * major + minor
-        precision = facts.dtype
-        if precision not in PRECISION_RECIPES:
-            precision = "fp32"  # fp64 needs even more
-        device = facts.device
-        return PlanChoices(precision=precision, device=device, capability=capability)  # pyright: ignore[reportArgumentType]
+        return choices_of_run(self.config)
 
     @property
     def on_gpu(self) -> bool:
@@ -137,6 +130,18 @@ class MachineFit:
         wide = self.choices.recipe.wide
         main = MAIN_WEIGHT_BYTES if wide < MAIN_WEIGHT_BYTES else 0
         return moments + parameters * (wide + main)
+
+
+def choices_of_run(config: Config) -> PlanChoices:
+    """The plan's choices that a run would have on this machine."""
+    facts = expected_facts(config)
+    major, minor = facts.capability
+    capability = 10 * major + minor
+    precision = facts.dtype
+    if precision not in PRECISION_RECIPES:
+        precision = "fp32"  # fp64 needs even more
+    device = facts.device
+    return PlanChoices(precision=precision, device=device, capability=capability)  # pyright: ignore[reportArgumentType]
 
 
 def certain_bytes(ranks: Ranks) -> float:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from moefold.anatomy.stage_contents import Stage, pipeline_stages, rank_of_each_stage
-from moefold.config.run import Config, DataConfig, ModelConfig, ParallelConfig, PipelineConfig
+from moefold.config.run import Config, DataConfig, ModelConfig, ParallelConfig, PipelineConfig, PrecisionConfig
 from moefold.plan.layer.layer_costs import ParameterClass, PieceCount, count_piece, first_alike_layers
 from moefold.plan.layer.rank_shapes import RankPortion
 from moefold.plan.options import PlanChoices
@@ -20,11 +20,14 @@ BackwardStep = tuple[float, float, float]  # bytes freed so far, parameters with
 class StageCount:
     """Bytes of one microbatch on one stage of one rank: kept until the data gradient, restored (recomputed or copied
     from the host), offloaded, held for deferred weight gradients (`waiting`), and the workspaces of forward and
-    backward. Parameters are counted by class. `backward_steps`: per step in backward order (bytes freed so far,
-    parameters with gradients, workspace)."""
+    backward. Parameters are counted by class; `copies`: bytes of their quantised copies; `requantised`: bytes moved to
+    make FP8 copies of the recipes anew. `backward_steps`: per step in backward order (bytes freed so far, parameters
+    with gradients, workspace)."""
 
     parameters: tuple[tuple[ParameterClass, float], ...]
     quantized: float
+    copies: float
+    requantised: float
     kept: float
     restored_bytes: float
     offloaded: float
@@ -34,8 +37,8 @@ class StageCount:
     backward_steps: tuple[BackwardStep, ...]
 
 
-def pieces_of_stage(model: ModelConfig, stage: Stage) -> StagePieces:
-    alike = first_alike_layers(model)
+def pieces_of_stage(model: ModelConfig, stage: Stage, precision: PrecisionConfig) -> StagePieces:
+    alike = first_alike_layers(model, precision)
     pieces: list[tuple[str, int]] = []
     if stage.embeds:
         pieces.append(("E", 0))
@@ -81,6 +84,8 @@ def count_stage(
     return StageCount(
         parameters=tuple(parameters.items()),
         quantized=sum(step.quantized for step in steps),
+        copies=sum(step.copies for step in steps),
+        requantised=sum(step.requantised for step in steps),
         kept=saved_later,
         restored_bytes=sum(piece.restored_bytes for piece in counts),
         offloaded=offloaded_bytes(counts),
@@ -124,11 +129,14 @@ def stages_by_rank(config: Config) -> list[RankStages]:
     pipeline = config.pipeline
     pp = config.parallel.pp
     seq_len = config.data.seq_len
-    return arrange_stages(config.model, seq_len, pp, pipeline.vpp, pipeline.schedule, pipeline.layout)
+    places = (seq_len, pp, pipeline.vpp, pipeline.schedule, pipeline.layout)
+    return arrange_stages(config.model, *places, config.precision)
 
 
 @lru_cache(maxsize=4096)
-def arrange_stages(model: ModelConfig, seq_len: int, pp: int, vpp: int, schedule: str, layout: str) -> list[RankStages]:
+def arrange_stages(
+    model: ModelConfig, seq_len: int, pp: int, vpp: int, schedule: str, layout: str, precision: PrecisionConfig
+) -> list[RankStages]:
     """Stages of every rank. Cached: an even cut takes milliseconds, and a search needs the same cut often."""
     pipeline = PipelineConfig(schedule=schedule, vpp=vpp, layout=layout)  # pyright: ignore[reportArgumentType]
     data = DataConfig(seq_len=seq_len)
@@ -139,16 +147,16 @@ def arrange_stages(model: ModelConfig, seq_len: int, pp: int, vpp: int, schedule
     homes = rank_of_each_stage(config)
     for stage, rank in zip(stages, homes, strict=True):
         stages_of[rank].append(stage)
-    return [rank_stages(model, stages) for stages in stages_of]
+    return [rank_stages(model, stages, precision) for stages in stages_of]
 
 
-def rank_stages(model: ModelConfig, stages: list[Stage]) -> RankStages:
+def rank_stages(model: ModelConfig, stages: list[Stage], precision: PrecisionConfig) -> RankStages:
     embeds = any(stage.embeds for stage in stages)
     reads_embedding = any(stage.uses_embedding for stage in stages)
     has_tied_head = model.tied_head and any(stage.predicts for stage in stages)
     return RankStages(
         numbers=tuple(stage.number for stage in stages),
-        pieces=tuple(pieces_of_stage(model, stage) for stage in stages),
+        pieces=tuple(pieces_of_stage(model, stage, precision) for stage in stages),
         copies_embedding=(reads_embedding or has_tied_head) and not embeds,
         aside=max(stage.aside for stage in stages),
     )

@@ -18,12 +18,13 @@ MAIN_WEIGHT_BYTES = {"fp32": 4, "split": 2}  # of a main weight, beside the bf16
 @dataclass(frozen=True)
 class ResidentState:
     """Resident state of a rank: number of parameters, its share of them among replicas, the part of that share whose
-    gradients are reduced over ranks, and bytes."""
+    gradients are reduced over ranks, and bytes. `copies` of weights in low precision are a part of `weights`."""
 
     parameters: float
     share: float
     reduced: float
     weights: float
+    copies: float
     gradients: float
     main: float
     moments: float
@@ -45,9 +46,9 @@ def resident_state(s: RunSetting, rank: RankStages, stages: list[StageCount]) ->
     # Parameters whose weights, and whose optimizer state, are on this rank.
     weight_count = share if s.choices.sharding == "fsdp" else parameters
     state_count = parameters if s.choices.sharding == "none" else share
-    quantized = 0.0
-    if recipe.copies:
-        quantized = sum(stage.quantized for stage in stages) * weight_count / parameters
+    held = weight_count / parameters
+    quantized = sum(stage.quantized for stage in stages) * held
+    copies = sum(stage.copies for stage in stages) * held
     plain = weight_count
     if s.choices.quantized_weights:
         plain -= quantized
@@ -58,7 +59,8 @@ def resident_state(s: RunSetting, rank: RankStages, stages: list[StageCount]) ->
         parameters=parameters,
         share=share,
         reduced=reduced,
-        weights=plain * recipe.wide + quantized * recipe.copies,
+        weights=plain * recipe.wide + copies,
+        copies=copies,
         gradients=weight_count * STATE_ELEMENT_BYTES[optim.gradients],
         main=main,
         moments=state_count * 2 * STATE_ELEMENT_BYTES[optim.moments],

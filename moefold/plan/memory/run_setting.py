@@ -8,6 +8,7 @@ from math import sqrt
 from statistics import NormalDist
 
 from moefold.anatomy.step_specs import sliding_window_of
+from moefold.config.errors import UserError
 from moefold.config.run import (
     Config,
     DataConfig,
@@ -19,6 +20,7 @@ from moefold.config.run import (
 )
 from moefold.dispatch.price import cheapest_dispatcher
 from moefold.plan.layer.layer_costs import PieceCount, count_piece
+from moefold.plan.layer.layer_recipes import quantises_products, recipes_of_layers
 from moefold.plan.layer.rank_shapes import RankPortion, RankShapes, make_rank_portion
 from moefold.plan.memory.live_microbatches import RankMoments, moments_by_rank
 from moefold.plan.memory.rank_stages import StageCount, StagePieces, count_stage
@@ -68,6 +70,10 @@ class RunSetting:
     def recipe(self) -> PrecisionRecipe:
         return self.choices.recipe
 
+    @property
+    def product_precision(self) -> str:
+        return product_precision(self.config, self.choices)
+
     def count_piece(self, piece: str, layer: int) -> PieceCount:
         return count_piece(self.model, piece, layer, self.portion, self.choices)
 
@@ -76,7 +82,8 @@ class RunSetting:
 
     def layer_shapes(self, layer: int) -> RankShapes:
         window = sliding_window_of(self.model, layer)
-        return RankShapes(self.model, self.portion, self.choices, window)
+        products = recipes_of_layers(self.model, self.portion.precision)[layer]
+        return RankShapes(self.model, self.portion, self.choices, window, products=products)
 
     @cached_property
     def degrees(self) -> dict[str, int]:
@@ -120,6 +127,11 @@ class RunSetting:
         return round(max(1.0, load), 4)
 
 
+def product_precision(config: Config, choices: PlanChoices) -> str:
+    """The precision whose peak is that of the products: FP8 with a recipe of the trainer."""
+    return "fp8" if quantises_products(config.precision) else choices.precision
+
+
 @lru_cache(maxsize=64)
 def normal_deviations(quantile: float) -> float:
     """Distance of this quantile of a normal distribution from the mean, in standard deviations."""
@@ -143,7 +155,20 @@ def defers_weight_gradients(config: Config, choices: PlanChoices, separate_wgrad
     return fills_gaps or separate_wgrad
 
 
+def check_product_recipes(config: Config, choices: PlanChoices) -> None:
+    """Refuse recipes of this trainer together with a low precision or the layers of another trainer."""
+    if not quantises_products(config.precision):
+        return
+    recipe = f"precision.recipe = {config.precision.recipe}"
+    if choices.recipe.quantizes:
+        problem = f"{recipe} and precision {choices.precision} are two number formats of the same products"
+        raise UserError(f"{problem}; leave one out, or set --precision bf16")
+    if choices.stack != "moefold":
+        raise UserError(f"{recipe} is a recipe of moefold's layers, not of stack {choices.stack}; set --stack moefold")
+
+
 def build_run_setting(config: Config, world: int, choices: PlanChoices) -> RunSetting:
+    check_product_recipes(config, choices)
     pipeline = config.pipeline
     pp = config.parallel.pp
     microbatches = microbatches_per_step(config, world)

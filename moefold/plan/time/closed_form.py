@@ -99,7 +99,7 @@ class StageSeconds(NamedTuple):
 
 class StageMemory(NamedTuple):
     """Memory of a piece or a stage: bytes saved by a microbatch until D, bytes that wait for its W, workspace of D;
-    parameters on a rank: of the dense grid, of the expert grid, and quantised ones."""
+    parameters on a rank: of the dense grid, of the expert grid, and quantised ones; bytes of quantised copies."""
 
     kept: float
     waiting: float
@@ -107,6 +107,7 @@ class StageMemory(NamedTuple):
     dense: float
     expert: float
     quantized: float
+    copies: float
 
 
 StageTimes = Sequence[StageSeconds]
@@ -124,7 +125,8 @@ def measure_piece(s: RunSetting, kind: PieceKind) -> StageMemory:
     for (grid, _), parameters in count.parameters:
         grids[grid] += parameters
     waiting = count.waiting if s.portion.defers_wgrad else 0.0
-    return StageMemory(count.kept, waiting, count.backward, grids["dense"], grids["expert"], count.quantized)
+    parameters = (grids["dense"], grids["expert"], count.quantized)
+    return StageMemory(count.kept, waiting, count.backward, *parameters, count.copies)
 
 
 def time_stages(cut: PipelineCut, pieces: Mapping[PieceKind, StageSeconds]) -> list[StageSeconds]:
@@ -355,9 +357,10 @@ def least_rank_bytes(s: RunSetting, stages: StageMemories, rank: int) -> float:
         weights += held * s.recipe.wide
         gradients += held * STATE_ELEMENT_BYTES[optim.gradients]
         states += count * share * state
-    if s.recipe.copies and choices.sharding != "fsdp":
-        copies = s.recipe.copies - (s.recipe.wide if choices.quantized_weights else 0)
-        weights += copies * sum(stage.quantized for stage in stages)
+    if choices.sharding != "fsdp":
+        weights += sum(stage.copies for stage in stages)
+        if choices.quantized_weights:
+            weights -= s.recipe.wide * sum(stage.quantized for stage in stages)
     activations = least_activation_bytes(s, stages, rank)
     if s.grows_gradients:  # they are allocated while activations are freed
         return weights + states + max(gradients, activations)

@@ -6,7 +6,9 @@ from collections.abc import Iterator
 
 from moefold.plan.layer.layer_costs import Gemm, StepCount
 from moefold.plan.layer.pointwise import count_launches, input_quantization_bytes, pointwise_bytes
+from moefold.plan.layer.quantise_passes import forward_quantise_bytes
 from moefold.plan.layer.rank_shapes import RankShapes
+from moefold.plan.machine.fp8_rates import FP8_RATIOS
 from moefold.plan.machine.gpu import Gpu
 from moefold.plan.memory.explain_memory import piece_name
 from moefold.plan.memory.peak_memory import RunSetting
@@ -44,11 +46,14 @@ def explain_time(setting: RunSetting, gpu: Gpu) -> list[str]:
 def describe_gpu_rates(gpu: Gpu, s: RunSetting) -> str:
     kernels = gpu.kernels
     precision = s.choices.precision
+    products = ""
+    if s.product_precision != precision:
+        products = f" (products of FP8 recipes: by measured ratios, {FP8_RATIOS})"
     achieved = gpu.achieved_rate(precision) / 1e12
     peak = gpu.peak_flops(precision) / 1e12
     return (
         f"{gpu.name} ({gpu.origin}): large GEMMs in {precision} reach {achieved:,.0f} of "
-        f"{peak:,.0f} TFLOP/s, grouped GEMMs {kernels.grouped:.0%} of that; memory bandwidth "
+        f"{peak:,.0f} TFLOP/s{products}, grouped GEMMs {kernels.grouped:.0%} of that; memory bandwidth "
         f"{gpu.hbm / 1e12:.2f} TB/s, of which pointwise kernels reach {kernels.stream:.0%}; exponent of the "
         f"smooth roofline {kernels.blend:g}; a launch takes {gpu.host.launch * 1e6:.1f} us"
     )
@@ -72,7 +77,7 @@ def step_time_lines(step: StepCount, s: RankShapes, passes: PassSeconds) -> Iter
         yield f"    {gemm.name}: {gemm_shape(gemm)} = {gemm.flops / 1e12:.3f} TFLOP forward"
     launched, looped = count_launches(step.name, step.gemms, s)
     quantized = input_quantization_bytes(step.gemms, s)
-    moved = pointwise_bytes(step.name, s) + quantized
+    moved = pointwise_bytes(step.name, s) + quantized + forward_quantise_bytes(step.name, step.gemms, s)
     launches = launched + looped
     if launches:
         yield f"    {moved / 1e9:.3f} GB moved by pointwise kernels, {launches:g} launches forward"

@@ -159,12 +159,14 @@ def time_training_step(setting: RunSetting, gpu: Gpu) -> StepTime:
 def exposed_update_seconds(
     clock: StepClock, stages: tuple[StagePieces, ...], passes: PassSeconds
 ) -> tuple[float, float]:
-    """Seconds of one rank: exposed exchange of gradients and weights, and the optimizer."""
+    """Seconds of one rank: exposed exchange of gradients and weights, and the optimizer with new FP8 copies."""
     s = clock.setting
     parameters: Counter[ParameterClass] = Counter()
+    copied = 0.0
     for pieces in stages:
         stage = s.count_stage(pieces)
         parameters.update(dict(stage.parameters))
+        copied += stage.requantised
     exposed = 0.0
     if s.choices.sharding != "fsdp":  # FSDP exchanges weights and gradients with every microbatch
         gradient = STATE_ELEMENT_BYTES[s.optim.gradient_reduce]
@@ -174,7 +176,7 @@ def exposed_update_seconds(
         exposed_scatter = max(0.0, scatter - D.compute - W.compute)
         exposed_gather = max(0.0, gather - F.compute)
         exposed = exposed_scatter + exposed_gather
-    return exposed, optimizer_seconds(clock, parameters)
+    return exposed, optimizer_seconds(clock, parameters) + copied / clock.quantise_bandwidth
 
 
 def optimizer_seconds(clock: StepClock, parameters: Counter[ParameterClass]) -> float:

@@ -30,9 +30,11 @@ from moefold.plan.layer.pointwise import (
     input_quantization_bytes,
     pointwise_bytes,
 )
+from moefold.plan.layer.quantise_passes import backward_quantise_bytes, forward_quantise_bytes
 from moefold.plan.layer.rank_shapes import RankShapes
 from moefold.plan.machine.cluster import Cluster
 from moefold.plan.machine.efficiency_fit import EXPERT_TILE_ROWS, attention_efficiency
+from moefold.plan.machine.fp8_rates import BF16_TFLOPS, MEASURED_RATES, PassName
 from moefold.plan.machine.gpu import Gpu, roofline_seconds
 from moefold.plan.memory.peak_memory import STATE_ELEMENT_BYTES, RunSetting
 from moefold.plan.memory.rank_stages import StagePieces
@@ -43,6 +45,7 @@ ADDED_GRADIENT_BYTES = 8  # a weight gradient is added to an fp32 sum, which is 
 HOPPER_BACKWARD_SHARE = 0.86  # of the peak, for moefold's attention backward; for others see `plan/machine/gpu.py`
 HOPPER_BACKWARD_HALF = 200.0  # both by `moefold bench attention`
 UP_PROJECTIONS = ("query", "key", "value")
+FIRST_PRODUCTS = ("gate_up", "up")  # of experts
 NORMED_STEPS = ("attend", "route", "mlp")
 
 
@@ -115,6 +118,10 @@ class StepClock:
         return self.cluster.pointwise_bandwidth
 
     @cached_property
+    def quantise_bandwidth(self) -> float:
+        return self.cluster.quantise_bandwidth
+
+    @cached_property
     def one_way_seconds(self) -> float:
         """Seconds of one dispatch or one combine."""
         return self.cluster.dispatch_seconds(self.setting.config, self.choices)
@@ -153,14 +160,15 @@ class StepClock:
 
     def time_forward(self, step: StepCount, s: RankShapes) -> OpSeconds:
         launches, looped = count_launches(step.name, step.gemms, s)
-        products = self.forward_gemm_seconds(step.gemms)
+        products = self.forward_gemm_seconds(step.gemms, s)
         share = self.kernels.attention_forward
         half = self.kernels.forward_half
         attention = self.attention_seconds(step, s, step.attention, share, half)
         quantized = input_quantization_bytes(step.gemms, s)
         moved = pointwise_bytes(step.name, s) + quantized
         starting = launches * self.kernels.start
-        passes = moved / self.pointwise_bandwidth + starting
+        in_fp8 = forward_quantise_bytes(step.name, step.gemms, s)
+        passes = moved / self.pointwise_bandwidth + in_fp8 / self.quantise_bandwidth + starting
         device = products + attention + passes
         launching = self.launch_wait_seconds(step, device, launches + looped)
         return OpSeconds(
@@ -176,15 +184,16 @@ class StepClock:
     def time_backward(self, step: StepCount, s: RankShapes) -> tuple[OpSeconds, OpSeconds]:
         """Times of data gradient and weight gradient."""
         launches, looped = count_launches(step.name, step.gemms, s)
-        products = sum(map(self.data_gradient_seconds, step.gemms))
-        weights = sum(map(self.weight_gradient_seconds, step.gemms))
+        products = sum(self.data_gradient_seconds(gemm, s) for gemm in step.gemms)
+        weights = sum(self.weight_gradient_seconds(gemm, s) for gemm in step.gemms)
         share, half = self.backward_efficiency(s)
         attention_flops = BACKWARD_ATTENTION_RATIO * step.attention
         attention = self.attention_seconds(step, s, attention_flops, share, half)
         quantized = gradient_quantization_bytes(step.gemms, s)
         moved = 2 * pointwise_bytes(step.name, s) + quantized
         starting = BACKWARD_LAUNCH_RATIO * launches * self.kernels.start
-        passes = moved / self.pointwise_bandwidth + starting
+        in_fp8 = backward_quantise_bytes(step.name, step.gemms, s)
+        passes = moved / self.pointwise_bandwidth + in_fp8 / self.quantise_bandwidth + starting
         device = products + attention + passes
 
         # The ideal time of a backward is twice the forward's; the weights' part is that of the GEMMs.
@@ -210,33 +219,27 @@ class StepClock:
             return HOPPER_BACKWARD_SHARE, HOPPER_BACKWARD_HALF
         return self.kernels.attention_backward, self.kernels.backward_half
 
-    def forward_gemm_seconds(self, gemms: Iterable[Gemm]) -> float:
+    def forward_gemm_seconds(self, gemms: Iterable[Gemm], s: RankShapes) -> float:
         seconds = 0.0
         for gemm in gemms:
             read = gemm.rows * gemm.k + gemm.n * gemm.k
             written = 2 * gemm.rows * gemm.n
-            seconds += self.gemm_seconds(gemm, read, written) * gemm.times
+            seconds += self.gemm_seconds(gemm, s, "forward", read, written) * gemm.times
         return seconds
 
-    def data_gradient_seconds(self, gemm: Gemm) -> float:
+    def data_gradient_seconds(self, gemm: Gemm, s: RankShapes) -> float:
         read = gemm.rows * gemm.n + gemm.n * gemm.k
         written = 2 * gemm.rows * gemm.k
-        return self.gemm_seconds(gemm, read, written) * gemm.times
+        return self.gemm_seconds(gemm, s, "data", read, written) * gemm.times
 
-    def weight_gradient_seconds(self, gemm: Gemm) -> float:
+    def weight_gradient_seconds(self, gemm: Gemm, s: RankShapes) -> float:
         read = gemm.rows * (gemm.n + gemm.k)
         written = ADDED_GRADIENT_BYTES * gemm.n * gemm.k
-        return self.gemm_seconds(gemm, read, written) * gemm.times
+        return self.gemm_seconds(gemm, s, "weight", read, written) * gemm.times
 
-    def gemm_seconds(self, gemm: Gemm, read: float, written: float) -> float:
+    def gemm_seconds(self, gemm: Gemm, s: RankShapes, pass_name: PassName, read: float, written: float) -> float:
         """Seconds of `groups` GEMMs; each reads `read` elements of operands and writes `written` bytes."""
-        choices = self.choices
-        precision = "bf16"
-        element = choices.recipe.wide
-        if gemm.kind in LOW_PRECISION_GEMMS:
-            precision = choices.precision
-            element = choices.recipe.linear
-        rate = self.gpu.achieved_rate(precision)
+        rate, element = self.rate_and_element(gemm, s, pass_name)
         rows = gemm.rows
         # Grouped GEMMs compute whole tiles: on average half a tile of rows per group is padding.
         if gemm.groups > 1:
@@ -247,6 +250,31 @@ class StepClock:
         moved = (read * element + written) * gemm.groups
         moving = moved / self.gpu.hbm
         return roofline_seconds(computing, moving, self.kernels.blend)
+
+    def rate_and_element(self, gemm: Gemm, s: RankShapes, pass_name: PassName) -> tuple[float, float]:
+        """FLOP/s of a large GEMM in its precision, and bytes of an element that it reads."""
+        choices = self.choices
+        if gemm.recipe.quantises:
+            return self.fp8_rate_and_element(gemm, s, pass_name)
+        if gemm.kind in LOW_PRECISION_GEMMS:
+            return self.gpu.achieved_rate(choices.precision), choices.recipe.linear
+        return self.gpu.achieved_rate("bf16"), choices.recipe.wide
+
+    def fp8_rate_and_element(self, gemm: Gemm, s: RankShapes, pass_name: PassName) -> tuple[float, float]:
+        """Of a product by a recipe of this trainer: a measured ratio of the bf16 rate, and a byte."""
+        recipe = gemm.recipe
+        plain_rate = self.gpu.achieved_rate("bf16")
+        sums = recipe.row_sums(s.portion.precision.accumulate)
+        if pass_name == "weight":
+            sums = recipe.weight_sums
+        if sums == "plain":
+            return plain_rate, self.choices.recipe.wide
+        measured = MEASURED_RATES[sums]
+        if gemm.kind == "grouped" and s.fuses_experts:
+            flops = measured.of_expert_product(gemm.name in FIRST_PRODUCTS, pass_name)
+        else:
+            flops = measured.of_plain_product(pass_name)
+        return plain_rate * flops / BF16_TFLOPS, 1.0
 
     def attention_seconds(self, step: StepCount, s: RankShapes, flops: float, share: float, half: float) -> float:
         """Seconds of attention. With cp, the length is that of one chunk of keys, as in a ring."""
@@ -261,7 +289,7 @@ class StepClock:
 
     def ideal_seconds(self, step: StepCount) -> float:
         """Seconds of a forward's FLOPs at the peak of the precision."""
-        peak = self.gpu.peak_flops(self.choices.precision)
+        peak = self.gpu.peak_flops(self.setting.product_precision)
         return step.flops / peak
 
     def launch_wait_seconds(self, step: StepCount, device: float, launches: float) -> float:
@@ -325,7 +353,7 @@ class StepClock:
         if step.name != "attend" or not s.mla:
             return 0.0
         projections = [gemm for gemm in step.gemms if gemm.name in UP_PROJECTIONS]
-        products = self.forward_gemm_seconds(projections)
+        products = self.forward_gemm_seconds(projections, s)
         passes = 2.0 * attention_elements(s) / self.pointwise_bandwidth
         return products + passes + forward.host / 2
 

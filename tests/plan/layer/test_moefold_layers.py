@@ -16,12 +16,15 @@ from typing import Any
 import pytest
 import torch
 
+from moefold.anatomy.products import product_recipes
+from moefold.config.precision_recipes import RECIPE_SPECS
 from moefold.config.run import Config, ModelConfig, MoeConfig, ParallelConfig
 from moefold.kernels.bound import BoundKernels
 from moefold.kernels.facts import facts_from_config
 from moefold.kernels.vocabulary import cross_entropy
 from moefold.layout.axes import World, create_world
 from moefold.layout.deferred_wgrad import DeferredWork, deferring_weight_grads
+from moefold.layout.weight_copies import WeightCopies
 from moefold.model.attention.gqa import GroupedQueryAttention
 from moefold.model.attention.mla import LatentAttention
 from moefold.model.attention.rotary import rope_angles
@@ -30,7 +33,12 @@ from moefold.model.transformer import Transformer
 from moefold.plan.layer import moefold_layers
 from moefold.plan.layer.layer_costs import count_piece, first_alike_layers
 from moefold.plan.layer.rank_shapes import RankPortion, make_rank_portion
+from moefold.plan.memory.peak_memory import stage_counts
+from moefold.plan.memory.rank_stages import stages_by_rank
+from moefold.plan.memory.resident import resident_state
+from moefold.plan.memory.run_setting import build_run_setting
 from moefold.plan.options import PlanChoices
+from moefold.precision.recipes import attach_recipes
 from moefold.presets.recipe import resolve_recipe
 from moefold.presets.zoo import PRESETS
 from tests.support.models import transformer
@@ -120,8 +128,9 @@ def planned(config: Config, choices: PlanChoices, dispatcher: str = "local") -> 
     layers = [("t", layer) for layer in range(model.layers)]
     ahead = [("m", model.layers + depth) for depth in range(model.mtp)]
     found: Counter[str] = Counter()
+    alike = first_alike_layers(model, config.precision)
     for piece, layer in [("E", 0), *layers, *ahead, ("L", 0)]:
-        for step in count_piece(model, piece, first_alike_layers(model)[layer], portion, choices).steps:
+        for step in count_piece(model, piece, alike[layer], portion, choices).steps:
             found[ENDS.get(step.name, step.name)] += sum(t.bytes for t in step.saved if t.bytes >= SMALL)  # pyright: ignore
     return found
 
@@ -136,6 +145,8 @@ def real(config: Config, dtype: str, device: str) -> Transformer:
             model = transformer(config.model, config.data.seq_len, kernels)
     finally:
         torch.set_default_dtype(before)
+    recipes = {chosen.product.name: chosen.recipe for chosen in product_recipes(config)}
+    attach_recipes(model, recipes, kernels, config.precision)
     initialise_parameters(model, seed=1)
     return model
 
@@ -149,6 +160,57 @@ def test_the_model_keeps_what_the_table_says_step_by_step(name: str):
     found = kept_by_steps(real(config, "fp32", "cpu"), config)
     said = planned(config, PlanChoices(precision="fp32", device="cpu"))
     assert dict(found) == {step: size for step, size in said.items() if size}
+
+
+RECIPES = [name for name, spec in RECIPE_SPECS.items() if spec.quantises]
+WIDE = "--model.hidden=64 --model.moe.ffn=128 --model.moe.dense_layers=1 --model.moe.shared_ffn=64 --data.seq_len=64"
+IN_FP8 = {
+    "experts as one function": WIDE,
+    "experts as a composition": f"{WIDE} --model.moe.gate=output",
+    "narrow experts, no gate": f"{WIDE} --model.moe.ffn=48 --model.moe.activation=relu2 --model.dense_activation=gelu",
+    "latent experts": f"{WIDE} --model.moe.shared_ffn=0 --model.moe.latent=48 --model.mtp=1",
+    "latents in FP8": f"{WIDE} --model.moe.latent=48 --model.mtp=1 --precision.recipes=*.narrow:fp8_row,"
+    "*.widen:fp8_row,*.join:fp8_block",
+    "latent attention": f"{WIDE} --model.attention.kind=mla --model.attention.kv_heads=4 --model.attention.rope_dim=16 "
+    "--model.attention.head_dim=32 --model.attention.q_rank=32 --model.attention.kv_rank=48 "
+    "--model.attention.qk_norm=none",
+    "a plain layer": f"{WIDE} --precision.exclude_first=1",
+    "products that differ": f"{WIDE} --precision.recipes=*.key:plain,*.value:fp8_hybrid,*.up_product:fp8_hybrid,"
+    "*.dense.down:plain",
+    "many tiles": f"{WIDE} --data.seq_len=1024",
+}
+
+
+def in_fp8(name: str, recipe: str) -> Config:
+    return resolve_recipe("tiny", [*IN_FP8[name].split(), f"--precision.recipe={recipe}"])
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("name", IN_FP8)
+def test_products_in_fp8_keep_what_the_table_says_step_by_step(name: str, recipe: str):
+    config = in_fp8(name, recipe)
+    found = kept_by_steps(real(config, "fp32", "cpu"), config)
+    said = planned(config, PlanChoices(precision="fp32", device="cpu"))
+    assert dict(found) == {step: size for step, size in said.items() if size}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("name", IN_FP8)
+def test_copies_of_weights_are_as_large_as_planned(name: str, recipe: str):
+    config = in_fp8(name, recipe)
+    model = real(config, "fp32", "cpu")
+    kept_by_steps(model, config)
+    found = 0
+    for parameter in model.parameters():
+        copies: WeightCopies | None = getattr(parameter, "copies", None)
+        for _, copy in copies.made.values() if copies else ():
+            found += sum(tensor.nbytes for tensor in tensors_held_by(copy))
+    choices = PlanChoices(precision="fp32", device="cpu")
+    (rank,) = stages_by_rank(config)
+    setting = build_run_setting(config, 1, choices)
+    state = resident_state(setting, rank, stage_counts(setting, rank))
+    assert state.copies == found > 0
+    assert state.weights == 4 * state.parameters + state.copies
 
 
 def tensors_held_by(work: Any) -> Iterator[torch.Tensor]:
@@ -186,7 +248,7 @@ def planned_to_wait(config: Config, choices: PlanChoices) -> float:
     layers = [("t", layer) for layer in range(model.layers)]
     ahead = [("m", model.layers + depth) for depth in range(model.mtp)]
     pieces = [("E", 0), *layers, *ahead, ("L", 0)]
-    alike = first_alike_layers(model)
+    alike = first_alike_layers(model, config.precision)
     counts = [count_piece(model, piece, alike[layer], portion, choices) for piece, layer in pieces]
     return sum(step.waiting for count in counts for step in count.steps)
 
@@ -194,6 +256,14 @@ def planned_to_wait(config: Config, choices: PlanChoices) -> float:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_deferred_weight_gradients_hold_what_the_table_says(name: str):
     config = resolve_recipe(CONFIGS[name][0], CONFIGS[name][1].split())
+    held = held_by_deferred_work(real(config, "fp32", "cpu"), config)
+    assert planned_to_wait(config, PlanChoices(precision="fp32", device="cpu")) == pytest.approx(held, rel=0.002)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("name", IN_FP8)
+def test_deferred_weight_gradients_in_fp8_hold_what_the_table_says(name: str, recipe: str):
+    config = in_fp8(name, recipe)
     held = held_by_deferred_work(real(config, "fp32", "cpu"), config)
     assert planned_to_wait(config, PlanChoices(precision="fp32", device="cpu")) == pytest.approx(held, rel=0.002)
 

@@ -148,3 +148,15 @@ def peak_of_tensors(config: Config) -> int:
     events = recorded.kineto_results.events()
     changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
     return max(accumulate(size for _, size in changes))
+
+
+def test_the_copies_of_weights_of_an_fp8_recipe_count():
+    words = ("--train.device", "cpu", "--train.precision", "bf16", "--model.hidden", "1024", "--model.moe.ffn", "1024")
+    (plain,) = fit("tiny", *words).by_pipeline_rank
+    (block,) = fit("tiny", *words, "--precision.recipe", "fp8_block").by_pipeline_rank
+    assert plain.weights == 2 * plain.parameters
+    assert 1.9 < block.weights / plain.weights < 2  # embedding, head and router have no copies
+    assert block.activations < plain.activations
+    (hybrid,) = fit("tiny", *words, "--precision.recipe", "fp8_hybrid").by_pipeline_rank
+    assert hybrid.weights == block.weights
+    assert hybrid.activations > block.activations

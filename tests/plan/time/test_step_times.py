@@ -7,6 +7,7 @@ import pytest
 
 from moefold.anatomy.model_totals import train_flops_per_token
 from moefold.config.run import Config
+from moefold.plan.layer.quantise_passes import backward_quantise_bytes, forward_quantise_bytes
 from moefold.plan.machine.gpu import find_gpu_by_name
 from moefold.plan.memory.peak_memory import build_run_setting
 from moefold.plan.memory.rank_stages import stages_by_rank
@@ -123,3 +124,72 @@ def test_a_configuration_is_not_changed_by_being_priced():
     config: Config = resolve_recipe("tiny", [], 8)
     time_training_step(build_run_setting(config, 8, PlanChoices()), find_gpu_by_name("a100"))
     assert config == resolve_recipe("tiny", [], 8)
+
+
+# Recipes of the trainer in FP8.
+
+OLMOE = {"data__seq_len": 4096, "train__micro_batch": 4, "train__global_batch": 4}
+
+
+def experts_in(recipe: str, accumulate: str = "promoted"):
+    """The clock, the shapes and the experts of a layer of OLMoE on one H200."""
+    words = {**OLMOE, "precision__recipe": recipe, "precision__accumulate": accumulate}
+    s = setting("olmoe-1b-7b", 1, **words)
+    clock = StepClock(s, find_gpu_by_name("h200"))
+    step = next(step for step in s.count_piece("t", 0).steps if step.name == "experts")
+    return clock, s.layer_shapes(0), step
+
+
+TENSOR_CORE = ("fp8_row", "fast")
+EXPERT_RATES = {  # TFLOP/s of up, down; data gradients; weight gradients
+    ("plain", "promoted"): (660, 660, 660, 660, 660, 660),
+    ("fp8_block", "promoted"): (890, 1033, 1114, 556, 881, 928),
+    ("fp8_hybrid", "promoted"): (890, 1033, 1114, 556, 660, 660),
+    TENSOR_CORE: (1230, 1136, 1297, 748, 881, 928),
+}
+
+
+@pytest.mark.parametrize("recipe", EXPERT_RATES)
+def test_products_of_a_recipe_run_at_the_measured_ratio_of_the_bf16_rate(recipe: tuple[str, str]):
+    clock, shapes, step = experts_in(*recipe)
+    up, down = step.gemms
+    found: list[float] = []
+    for pass_name in ("forward", "data", "weight"):
+        for gemm in (up, down):
+            rate, element = clock.rate_and_element(gemm, shapes, pass_name)
+            found.append(rate / clock.gpu.achieved_rate("bf16") * 660)
+            assert element == (2 if found[-1] == pytest.approx(660) else 1)
+    assert found == pytest.approx(EXPERT_RATES[recipe])
+
+
+QUANTISED = {  # bytes of passes over (N, W), (R, F) in forward; (R, W), (R, F), (R, 2F) in backward
+    "plain": ((0, 0), (0, 0, 0)),
+    "fp8_block": ((3, 0), (4 + 3, 3, 4)),
+    "fp8_hybrid": ((3, 0), (3 + 4 + 4, 0, 3)),
+    "fp8_tensor": ((5, 5), (6 + 5, 5, 6)),
+    "fp8_row": ((5, 5), (6 + 5, 5, 6)),
+}
+
+
+@pytest.mark.parametrize("recipe", QUANTISED)
+def test_quantisation_of_fused_experts_moves_the_bytes_of_its_passes(recipe: str):
+    _, s, step = experts_in(recipe)
+    (tokens, activated), (rows, inner, gates) = QUANTISED[recipe]
+    assert s.fuses_experts
+    forward = s.N * s.W * tokens + s.R * s.F * activated
+    assert forward_quantise_bytes("experts", step.gemms, s) == forward
+    backward = s.R * (s.W * rows + s.F * inner + 2 * s.F * gates)
+    assert backward_quantise_bytes("experts", step.gemms, s) == backward
+
+
+def test_quantisation_runs_at_its_own_bandwidth_and_products_gain_more_with_wider_experts():
+    plain = time_training_step(setting("mixtral-8x22b", 1, model__layers=2, **OLMOE), find_gpu_by_name("h200"))
+    words = {**OLMOE, "precision__recipe": "fp8_block"}
+    s = setting("mixtral-8x22b", 1, model__layers=2, **words)
+    gpu = find_gpu_by_name("h200")
+    block = time_training_step(s, gpu)
+    assert 1.1 < plain.seconds / block.seconds < 1.6
+    clock = StepClock(s, gpu)
+    assert clock.quantise_bandwidth == pytest.approx(2.2e12)
+    requantised = sum(step.requantised for step in s.count_piece("t", 0).steps)
+    assert block.optimizer - plain.optimizer == pytest.approx(2 * requantised / 2.2e12)
