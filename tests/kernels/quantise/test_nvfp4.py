@@ -7,7 +7,6 @@ import math
 import pytest
 import torch
 
-from moefold.kernels.quantise.counter_random import random_grid
 from moefold.kernels.quantise.nvfp4 import (
     NV_BLOCK,
     dequantise_nvfp4,
@@ -18,6 +17,7 @@ from moefold.kernels.quantise.nvfp4 import (
     unpack_e2m1,
     unscaled_nvfp4,
 )
+from moefold.layout.counter_random import random_32
 
 NEAREST = {  # ties go to the even code
     0.0: 0.0, 0.25: 0.0, 0.2501: 0.5, 0.5: 0.5, 0.7499: 0.5, 0.75: 1.0, 1.25: 1.0, 1.2501: 1.5, 1.5: 1.5, 1.75: 2.0,
@@ -129,7 +129,7 @@ def test_memory_is_four_and_a_half_bits_a_value():
 
 def test_stochastic_rounding_is_unbiased_and_repeats():
     x = torch.linspace(-6, 6, 241).repeat(4096, 1)
-    random = random_grid((5, 0), torch.arange(4096), 241, stream=1)
+    random = random_32(torch.arange(4096), 1, 0, 241)
     table = torch.tensor([*CODES, *(-m for m in CODES)])
     found = table[round_to_e2m1(x, random).long()]
     grid = torch.tensor(list(CODES))
