@@ -1,7 +1,6 @@
-"""Random numbers by counter (splitmix64): a number depends on the number of its row in the run, on its column and on the
-stream it is drawn from, and on nothing else. So it is the same on any layout, in any microbatch, and when a forward is
-computed again.
-"""
+"""Random numbers by counter (splitmix64): a number depends on its row's number in the run, on its column and on the stream
+that it is drawn from, and on nothing else. So it is the same on any layout, in any microbatch, and when a forward is
+computed again."""
 
 from __future__ import annotations
 
