@@ -51,10 +51,12 @@ class RowOrder(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Input of the experts: arrived tokens, and the order of their rows."""
+    """Input of the experts: arrived tokens, and the order of their rows. `number_N`: numbers of the tokens in the run,
+    for recipes that ask for them."""
 
     source_ND: Tensor
     order: RowOrder
+    number_N: Tensor | None = None
 
 
 class Receipt(NamedTuple):

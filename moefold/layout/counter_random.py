@@ -1,6 +1,6 @@
-"""Random numbers by counter (splitmix64): a number depends on its row's number in the run, on its column and on the stream
-that it is drawn from, and on nothing else. So it is the same on any layout, in any microbatch, and when a forward is
-computed again."""
+"""Random numbers by counter (splitmix64): a number depends on its row's number in the run, on its column and on the
+stream that it is drawn from, and on nothing else. So it is the same on any layout, in any microbatch, and when a
+forward is computed again."""
 
 from __future__ import annotations
 
@@ -27,20 +27,18 @@ def splitmix64_hash(x: Tensor) -> Tensor:
     return x
 
 
-def random_bits(number_R: Tensor, stream: int, first_column: int, columns: int) -> Tensor:
-    """64 bits for each row and column, (R, columns) int64. Columns are counted from `first_column`."""
+def random_bits(number_R: Tensor, stream: int, column_C: Tensor) -> Tensor:
+    """64 bits for each row and column, (R, C) int64."""
     row_R = splitmix64_hash(splitmix64_hash(number_R) + stream + 1)
-    last = first_column + columns
-    column = torch.arange(first_column, last, device=number_R.device)
-    return splitmix64_hash(row_R[:, None] + column)
+    return splitmix64_hash(row_R[:, None] + column_C)
 
 
 def uniform_noise(number_R: Tensor, columns: int, stream: int) -> Tensor:
     """(R, columns), fp32, uniform in [-1, 1)."""
-    bits = random_bits(number_R, stream, 0, columns)
+    bits = random_bits(number_R, stream, torch.arange(columns, device=number_R.device))
     return (bits >> 40).to(torch.float32) / (1 << 23)
 
 
-def random_32(number_R: Tensor, stream: int, first_column: int, columns: int) -> Tensor:
-    """Numbers of 32 bits as int64, (R, columns)."""
-    return (random_bits(number_R, stream, first_column, columns) >> 32) & LOW_32
+def random_32(number_R: Tensor, stream: int, column_C: Tensor) -> Tensor:
+    """Numbers of 32 bits as int64, (R, C)."""
+    return (random_bits(number_R, stream, column_C) >> 32) & LOW_32

@@ -81,11 +81,19 @@ class TokenShard:
     @property
     def token_number_T(self) -> Tensor:
         """For each token of this rank, its number among all tokens of the run, the same on any layout."""
+        return self.slice_for_rank(self.number_BS)
+
+    @property
+    def number_BS(self) -> Tensor:
         count = self.sequences * self.length
         numbers = torch.arange(count, device=self.device)
         first = self.first * self.length
-        numbers_BS = numbers.view(self.sequences, -1) + first
-        return self.slice_for_rank(numbers_BS)
+        return numbers.view(self.sequences, -1) + first
+
+    def numbers_of_rows(self, rows: int) -> Tensor:
+        """Numbers of this rank's own tokens, or of all tokens of its cp rank, whichever are so many."""
+        number_C = self.slice_for_cp_rank(self.number_BS)
+        return number_C if len(number_C) == rows else self.token_number_T
 
     @property
     def sequence_index_T(self) -> Tensor:

@@ -45,14 +45,14 @@ def test_noise_is_even_within_its_bounds_and_independent_between_rows_columns_an
 
 
 def test_rows_and_columns_have_their_numbers_wherever_they_lie():
-    whole = random_32(torch.arange(8), 4, 0, 10)
-    part = random_32(torch.tensor([3, 0, 7]), 4, 6, 4)
+    whole = random_32(torch.arange(8), 4, torch.arange(10))
+    part = random_32(torch.tensor([3, 0, 7]), 4, torch.arange(6, 10))
     assert torch.equal(part, whole[[3, 0, 7], 6:])
-    assert not torch.equal(whole, random_32(torch.arange(8), 5, 0, 10))
+    assert not torch.equal(whole, random_32(torch.arange(8), 5, torch.arange(10)))
 
 
 def test_numbers_are_even_and_of_32_bits():
-    numbers = random_32(torch.arange(4096), 0, 0, 16)
+    numbers = random_32(torch.arange(4096), 0, torch.arange(16))
     assert int(numbers.min()) >= 0
     assert int(numbers.max()) < 2**32
     counts = torch.bincount((numbers >> 28).flatten(), minlength=16)

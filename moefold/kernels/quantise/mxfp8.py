@@ -16,9 +16,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from moefold.config.precision_recipes import MX_BLOCK
 from moefold.kernels.quantise.fp8 import E4M3, Quantised, largest_magnitude
 
-MX_BLOCK = 32
 BIAS = 127  # of an fp32 exponent and of E8M0 alike
 NAN_SCALE = 255
 LARGEST_EXPONENT = 8  # of E4M3's largest number, 448 = 1.75 * 2^8

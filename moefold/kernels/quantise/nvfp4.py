@@ -19,9 +19,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from moefold.config.precision_recipes import NV_BLOCK
 from moefold.kernels.quantise.fp8 import E4M3, largest_magnitude
 
-NV_BLOCK = 16
 E2M1_LARGEST = 6.0
 E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, E2M1_LARGEST)  # by code
 SIGN_CODE = 8
