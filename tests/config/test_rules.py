@@ -312,10 +312,10 @@ def mended(fix: str, case: ConfigOnRanks) -> list[ConfigOnRanks]:
         return [ConfigOnRanks(changed(case.config, words), case.world) for words in several]
     found = re.match(r"set (\S+) (.*?)(;|$)", fix)
     assert found, f"cannot follow: {fix}"
-    numbers = [float(n) if "." in n else int(n) for n in re.findall(r"(?<!\w)[\d.]+", found[2])]
+    numbers = [float(n) if "." in n else int(n) for n in re.findall(r"(?<!\w)-?[\d.]+", found[2])]
     values = [numbers[0] + 1] if "above" in found[2] else numbers
     values += [2 * numbers[0]] if "multiple" in found[2] else []
-    values = values or re.findall(r"-?\w+", found[2].removeprefix("to ").replace(" or ", " "))
+    values = values or re.findall(r"\w+", found[2].removeprefix("to ").replace(" or ", " "))
     return [ConfigOnRanks(changed(case.config, f"--{found[1]}={value}"), case.world) for value in values]
 
 
