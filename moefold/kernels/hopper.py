@@ -70,6 +70,13 @@ def split_columns(x_MN, M: gl.constexpr, N: gl.constexpr):
     return halves.permute(0, 2, 1).split()
 
 
+@gluon.constexpr_function
+def wgmma_layout(columns, depth):
+    """The layout of a warpgroup's accumulator; `depth` of the contraction in one instruction, 32 bytes."""
+    instruction = [16, columns, depth]
+    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=instruction)
+
+
 @gluon.jit
 def swizzled_buffers(dtype: gl.constexpr, NUMBER: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
     """Shared memory for so many blocks of ROWS x COLUMNS, swizzled as TMA and wgmma expect it."""

@@ -12,7 +12,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from moefold.kernels.hopper import banded_tile, free_stage_before, make_barriers, wait_until_filled
+from moefold.kernels.hopper import (
+    banded_tile,
+    free_stage_before,
+    make_barriers,
+    wait_until_filled,
+    wgmma_layout,
+)
 
 
 class TileGrid(NamedTuple):
@@ -109,7 +115,7 @@ def multiply_half(
 ):  # fmt: skip
     """64 x BN sums, of steps i, i + 1, ... DEPTH: of the contraction in one instruction. The operands' buffers lie as
     A_BY_COLUMN and B_BY_ROW say. A stage is freed one step later, when its product is done."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, DEPTH])
+    layout: gl.constexpr = wgmma_layout(BN, DEPTH)
     acc = gl.zeros([64, BN], gl.float32, layout)
     for k in range(steps):
         step = i + k

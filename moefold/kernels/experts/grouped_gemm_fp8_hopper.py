@@ -59,6 +59,7 @@ from moefold.kernels.hopper import (
     swizzled_buffers,
     wait_until_filled,
     wait_until_free,
+    wgmma_layout,
 )
 
 BK = gl.constexpr(128)  # of the contraction, in one step
@@ -243,7 +244,7 @@ def multiply_step(a, b, part, FIRST: gl.constexpr):
 @gluon.jit
 def multiply_promoted(ring, sb_left, sb_right, i, steps, HALF: gl.constexpr, gemm):
     """64 x 256 sums; each step of 128 of K is promoted to fp32, 128 columns at a time. Returns 64 columns at a time."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF_BN, 32])
+    layout: gl.constexpr = wgmma_layout(HALF_BN, 32)
     part = gl.zeros([64, HALF_BN], gl.float32, layout)
     left = split_columns(part, 64, HALF_BN)
     right = left
