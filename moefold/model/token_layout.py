@@ -47,7 +47,8 @@ class TokenShard:
     @property
     def joined(self) -> Tensor:
         """(cp, S / cp): the positions that each cp rank holds."""
-        return zigzag_positions(self.length, self.cp.size, self.device)
+        ranks = self.cp.size
+        return zigzag_positions(self.length, ranks, self.device)
 
     @property
     def sequence_order(self) -> Tensor:
@@ -75,8 +76,9 @@ class TokenShard:
         gathered = all_gather_no_grad(x_T.detach(), over)
         shape = (self.cp.size, self.sequences, -1)
         by_cp_rank = gathered.unflatten(0, shape)
-        by_sequence = by_cp_rank.transpose(0, 1).flatten(1, 2)
-        return by_sequence[:, self.sequence_order]
+        by_sequence = by_cp_rank.transpose(0, 1)
+        as_held = by_sequence.flatten(1, 2)
+        return as_held[:, self.sequence_order]
 
     @property
     def token_number_T(self) -> Tensor:
@@ -100,7 +102,8 @@ class TokenShard:
         """For each token of this rank, which sequence it belongs to."""
         span = self.span
         count = self.sequences * span.length // self.tp.size
-        tokens = span.first + torch.arange(count, device=self.device)
+        places = torch.arange(count, device=self.device)
+        tokens = span.first + places
         return tokens // span.length
 
     @property
@@ -120,7 +123,8 @@ def make_token_shard(tokens_BS: Tensor, world: World, first: int = 0, begins_BS:
     sequences, length = tokens_BS.shape
     cp = world.axis("cp")
     tp = world.axis("tp")
-    return TokenShard(sequences, length, cp, tp, tokens_BS.device, first, begins_BS)
+    device = tokens_BS.device
+    return TokenShard(sequences, length, cp, tp, device, first, begins_BS)
 
 
 def zigzag_positions(length: int, cp: int, device: torch.device) -> Tensor:
