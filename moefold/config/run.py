@@ -313,6 +313,7 @@ class ObserveConfig:
     profile: bool = key(False, "print time and memory of the tenth step by part; write trace.json for Perfetto")
     tensorboard: bool = key(True, "write TensorBoard events into the run's folder")
     router_every: int = key(10, "steps between lines of router.jsonl, the load of every expert", at_least=1)
+    fp8_every: int = key(10, "steps between lines of fp8.jsonl, figures of every FP8 operand", at_least=1)
 
 
 @dataclass(frozen=True)

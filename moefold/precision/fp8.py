@@ -30,6 +30,7 @@ from moefold.kernels.quantise.wide_scales import WideKind, WideScales, wide_scal
 from moefold.layout.declare import PartOfTensor
 from moefold.layout.gradient_sink import memory_for_gradient
 from moefold.layout.weight_copies import cached_copy
+from moefold.precision.operand_watch import OperandWatch
 
 FORMATS = {"e4m3": E4M3, "e5m2": E5M2}
 
@@ -51,7 +52,8 @@ class TileOperand(NamedTuple):
 
 class Fp8Recipe:
     """One FP8 recipe with its options and current scales, for all products that use it: the only thing it keeps are
-    copies of weights, and these are attributes of the weights."""
+    copies of weights, and these are attributes of the weights. `watch` is shown every copy that it makes
+    (precision/operand_statistics.py gives products a watch of their own)."""
 
     keeps: KeptOperand = "columns"
     rounds_by_token = False
@@ -68,6 +70,7 @@ class Fp8Recipe:
         self.row_sums: Sums = spec.row_sums(options.accumulate)
         self.weight_sums: Sums = spec.weight_sums
         self.products: Products | None = TileProducts(self.row_sums, self.weight_sums, bound)
+        self.watch = OperandWatch(bound)
 
     def input(self, x: Tensor, rows: ExpertRows | None) -> TileOperand:
         are_tokens = rows is not None and rows.are_tokens
@@ -77,7 +80,9 @@ class Fp8Recipe:
         return self.quantise_rows(dy, rows, "gradient")
 
     def weight(self, w: Tensor) -> QuantisedWeight:
-        return cached_copy(w, (self.spec.weight, self.rule), self.quantise_matrices)
+        copies = cached_copy(w, (self.spec.weight, self.rule), self.quantise_matrices)
+        self.watch.see_weight(w, copies)
+        return copies
 
     def state(self) -> Mapping[str, Tensor | PartOfTensor]:
         return {}
@@ -113,7 +118,15 @@ class Fp8Recipe:
         row_scales, column_scales = self.current_scales(x, tiles, role, index_R)
         row_scales = row_scales if rows else None
         column_scales = column_scales if columns else None
-        return self.kernels[quantise_tiles](x, tiles, self.rules[role], row_scales, column_scales, index_R)
+        copies = self.kernels[quantise_tiles](x, tiles, self.rules[role], row_scales, column_scales, index_R)
+        self.watch.see_rows(role, x, tiles, copies, index_R)
+        return copies
+
+    def show_rows(self, x: Tensor, tiles: RowTiles) -> None:
+        """Show the watch the copy along rows that an epilogue made of an input, from the input itself."""
+        if self.watch.seen is not None:
+            copies = self.kernels[quantise_tiles](x, tiles, self.rules["input"], "block")
+            self.watch.note_rows("input", x, tiles, copies)
 
     def current_scales(self, x: Tensor, tiles: RowTiles, role: Role, index_R: Tensor | None) -> tuple[Scales, Scales]:
         """What `quantise_tiles` takes: scales along rows and along columns, from the values themselves."""

@@ -91,6 +91,10 @@ def attach_recipes(
     for name, product in products.items():
         recipe_for = used[recipe_of[name]]
         product.use_recipe(recipe_for(name, product), kernels)
+    bind_fused_kernels(model)
+
+
+def bind_fused_kernels(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FusesProducts):
             module.bind_fused_kernel()

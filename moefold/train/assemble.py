@@ -40,11 +40,13 @@ from moefold.layout.dtypes import DTYPES
 from moefold.model.attention.context_parallel import choose_context_mechanism
 from moefold.model.initialise import initialise_parameters
 from moefold.model.parts import ModelParts
+from moefold.model.steps import inside_recompute
 from moefold.model.transformer import Transformer
 from moefold.observe.trace import SpanRecorder
 from moefold.optim.optimizer import Optimizer
 from moefold.optim.parameter_groups import ParameterGroups
 from moefold.pipeline.executor import Executor
+from moefold.precision.operand_statistics import OperandStatistics
 from moefold.precision.recipes import RecipeState, attach_recipes
 from moefold.precision.scale_histories import ScaleHistories
 from moefold.shard.buckets import Bucket, fill_buckets
@@ -78,6 +80,7 @@ class Run:
     parameters: Publisher
     all_finite: Tensor  # on the device: whether every loss and gradient so far was a number
     scale_histories: ScaleHistories
+    operand_statistics: OperandStatistics
     further_state: dict[str, StateProvider]  # saved in checkpoints too
     dispatcher_reason: str
     step: int = 0
@@ -126,6 +129,7 @@ def assemble_run(
         parameters=Publisher(model, buckets),
         all_finite=torch.ones((), dtype=torch.bool, device=world.device),
         scale_histories=ScaleHistories(model, world),
+        operand_statistics=OperandStatistics(model, world, config.observe.fp8_every, inside_recompute),
         further_state={"precision": RecipeState(model)},
         dispatcher_reason=dispatcher_reason,
     )

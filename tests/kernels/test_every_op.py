@@ -764,6 +764,22 @@ def plain_count_saturated(source, tiles, maxima, format, rows=None, columns=None
     return [count]
 
 
+def plain_rounding_figures(source, index, copy):
+    values, scales = copy.values_BRC.double().tolist(), copy.scales_BRK.double().tolist()
+    seen = []  # of every value other than zero: the value, its byte, its scale
+    for p, n in enumerate(index):
+        matrix, row = divmod(p, len(values[0]))
+        for d, x in enumerate(source[n] if n >= 0 else []):
+            if x:
+                of_row = scales[matrix][row]
+                scale = of_row[d] if len(of_row) == len(values[matrix][row]) else of_row[d // 128]
+                seen.append((x, values[matrix][row][d], scale))
+    errors = [(x - byte * scale) ** 2 for x, byte, scale in seen]
+    underflowed = sum(byte == 0 for _, byte, _ in seen)
+    sums = len(seen), underflowed, math.fsum(errors), math.fsum(x * x for x, _, _ in seen)
+    return sums, (max(abs(x) for x, _, _ in seen), max(s for _, _, s in seen), max(-s for _, _, s in seen))
+
+
 def plain_fp8_sum(a, b, a_scales, b_scales, sums):
     """One number of a product: fp32 sums of blocks of 128."""
     y = 0.0

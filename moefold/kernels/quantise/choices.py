@@ -31,6 +31,9 @@ CHOICES: Choices = {
     "count_saturated": (
         Choice("triton", triton_runs, "cuda with Triton", "reads only tiles whose maxima leave the range"),
     ),
+    "rounding_figures": (
+        Choice("triton", fp8_casts_run, FP8_NEEDS, "one read of values and bytes, nothing kept in fp32"),
+    ),
     "gather_tiles": (
         Choice(
             "triton", triton_runs, "cuda with Triton", "bytes and scales in one pass; moves half of what bf16 would"

@@ -17,7 +17,14 @@ from moefold.kernels.quantise.fp8 import E4M3, E5M2, Fp8Format, Quantised, Scale
 from moefold.kernels.quantise.gather_tiles import gather_tiles
 from moefold.kernels.quantise.quantise_tiles import quantise_tiles, tile_maxima
 from moefold.kernels.quantise.quantise_weight import WEIGHT_SCALES, WeightScales, quantise_weight
-from moefold.kernels.quantise.row_tiles import RowTiles, ends_of_experts, pad_to_tiles, row_tiles
+from moefold.kernels.quantise.rounding_figures import (
+    CopyMatrices,
+    RoundingFigures,
+    matrices_of_columns,
+    matrices_of_rows,
+    rounding_figures,
+)
+from moefold.kernels.quantise.row_tiles import RowTiles, ends_of_experts, pad_to_tiles, padded_index, row_tiles
 from tests.support.fp8_numbers import FINITE, bytes_of_block, nearest_byte, scale_of_block, value_of_byte
 
 GPU = torch.cuda.is_available()
@@ -402,3 +409,31 @@ def test_references_give_the_same_bits_on_a_gpu_and_on_the_cpu():
             assert b is not None
             assert torch.equal(bits(a.values), bits(b.values).cpu())
             assert torch.equal(bits(a.scales), bits(b.scales).cpu())
+
+
+def test_the_kernel_of_rounding_figures_counts_as_the_reference_does_and_leaves_out_tiles_that_are_not_in_use():
+    for dtype in (torch.bfloat16, torch.float32):
+        for case in rounding_figures.cases(DEVICE, dtype):
+            check_figures(*case.inputs)
+    ends_E = ends_of_experts([3, 0, 130], DEVICE)
+    tiles = row_tiles(ends_E, 600)
+    x = torch.randn(600, 72, device=DEVICE)
+    copies = quantise_tiles(x, tiles, RULES[0], "block", "block")
+    unused = tiles.tiles_M4[:, 2] == 0
+    assert unused.any()
+    rows, columns = copies.wanted_rows, copies.wanted_columns
+    for values, scales in (rows, columns):
+        bits(values).view(len(unused), -1)[unused] = 0x7F  # NaN
+        scales.unflatten(0, (len(unused), -1))[unused] = torch.nan
+    for copy in (matrices_of_rows(rows), matrices_of_columns(columns)):
+        counted = check_figures(x, padded_index(tiles), copy).sums_4[0]
+        assert counted == 133 * 72
+
+
+def check_figures(source: Tensor, index: Tensor, copy: CopyMatrices) -> RoundingFigures:
+    mine = triton_of(rounding_figures)(source, index, copy)
+    reference = rounding_figures.reference(source, index, copy)
+    assert torch.equal(mine.sums_4[:2], reference.sums_4[:2])
+    torch.testing.assert_close(mine.sums_4, reference.sums_4, rtol=1e-6, atol=0)
+    assert torch.equal(mine.extremes_3, reference.extremes_3)
+    return reference
