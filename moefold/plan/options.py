@@ -7,13 +7,13 @@ Degrees, schedule, pairing, dispatcher, the place of the router weight and the d
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, get_args
 
-from moefold.anatomy.regions import REGIONS
 from moefold.config.errors import UserError, did_you_mean, printable_text
 from moefold.config.keys import key
+from moefold.config.memory_regions import ENTRY, REGIONS, entry_layers
 
 StackName = Literal["moefold", "megatron"]
 PrecisionName = Literal["fp32", "bf16", "fp8", "fp8-blockwise", "mxfp8", "nvfp4"]
@@ -72,7 +72,8 @@ def parse_regions(names: Iterable[str]) -> frozenset[str]:
     """Regions by name. Names of other trainers are accepted; unknown names are refused with the nearest."""
     regions: set[str] = set()
     problems: list[str] = []
-    for name in names:
+    for entry in names:
+        name, _, _ = entry.partition("@")
         region = REGION_ALIASES.get(name, name)
         if region in RECOMPUTE_REGIONS:
             regions.add(region)
@@ -81,6 +82,17 @@ def parse_regions(names: Iterable[str]) -> frozenset[str]:
     if problems:
         raise UserError(*problems)
     return frozenset(regions)
+
+
+def regions_in_layer(entries: Iterable[str], layer: int) -> frozenset[str]:
+    """The regions that entries such as `moe@0-7` name for a layer."""
+    names: set[str] = set()
+    for entry in entries:
+        match = ENTRY.fullmatch(entry)
+        layers = entry_layers(match) if match else None
+        if layers is None or layer in layers:
+            names.add(entry.partition("@")[0])
+    return parse_regions(names)
 
 
 def unknown_region_problem(name: str) -> str:
@@ -144,6 +156,12 @@ class PlanChoices:
     @cached_property
     def recomputed(self) -> frozenset[str]:
         return parse_regions(self.recompute)
+
+    def in_layer(self, layer: int) -> PlanChoices:
+        """The choices with the regions that are recomputed in a layer."""
+        if not any("@" in entry for entry in self.recompute):
+            return self
+        return replace(self, recompute=tuple(sorted(regions_in_layer(self.recompute, layer))))
 
     @cached_property
     def offloaded(self) -> frozenset[str]:

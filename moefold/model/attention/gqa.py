@@ -13,6 +13,7 @@ from moefold.model.attention.attention_base import AttentionBase
 from moefold.model.attention.rotary import Rotary
 from moefold.model.norm import RMSNorm, RMSNormOverTp, RopeNorm, RopeNormOverTp
 from moefold.model.parts import ModelParts
+from moefold.model.steps import Region
 from moefold.model.token_layout import TokenShard
 from moefold.precision.linear import LinearGroup
 
@@ -30,6 +31,7 @@ class GroupedQueryAttention(AttentionBase):
         self.projections = LinearGroup(self.world, self.query, self.key, self.value)
         width = a.heads * a.head_dim
         self.out = self.make_out_linear(width, d, a.out_bias)
+        self.gather_region = Region("norm")
         self.qk_norm = a.qk_norm
         self.rope_dim = a.rope_dim or a.head_dim
         self.ropes_in_norm = self.rotates_all_that_is_normed(model)
@@ -59,7 +61,7 @@ class GroupedQueryAttention(AttentionBase):
         return RMSNormOverTp(heads * width, eps, world)
 
     def forward(self, h_TD: Tensor, shard: TokenShard) -> Tensor:
-        h_CD = self.gather_tokens(h_TD)
+        h_CD = self.gather_region(self.gather_tokens, h_TD)
         h_BSD = h_CD.unflatten(0, (shard.sequences, -1))
         q, k, v = self.projections(h_BSD)
         q, k = self.norm_and_rope(q, k, shard)
