@@ -108,6 +108,25 @@ def parse_recompute(entries: Iterable[str], layers: int) -> RegionLayers:
     return found
 
 
+def regions_by_layer(entries: Iterable[str], layers: int) -> dict[str, str]:
+    """By region: the layers that the entries name for it, in words."""
+    words: dict[str, str] = {}
+    for name, named in parse_recompute(entries, layers).items():
+        words[name] = "all layers" if named is None else f"layers {ranges_in_words(named)}"
+    return words
+
+
+def ranges_in_words(numbers: Iterable[int]) -> str:
+    """0-7, 12"""
+    ranges: list[list[int]] = []
+    for number in sorted(numbers):
+        if ranges and number == ranges[-1][-1] + 1:
+            ranges[-1][1:] = [number]
+        else:
+            ranges.append([number])
+    return ", ".join("-".join(map(str, ends)) for ends in ranges)
+
+
 def recompute_problems(entries: Sequence[str], layers: int) -> str:
     """What is wrong with the entries, as one text; empty if nothing is."""
     try:
@@ -159,6 +178,16 @@ def nested_region_problems(regions: RegionLayers) -> list[str]:
         if REGIONS[outer].covers(REGIONS[inner]) and share_a_layer(regions[inner], regions[outer]):
             problems.append(f'region "{inner}" lies inside "{outer}", which covers it: name one of the two')
     return problems
+
+
+def outermost_regions(names: Iterable[str]) -> tuple[str, ...]:
+    """The regions without those that lie inside another of them."""
+    named = dict.fromkeys(names)
+    outermost: list[str] = []
+    for name in named:
+        if not any(REGIONS[other].covers(REGIONS[name]) for other in named):
+            outermost.append(name)
+    return tuple(outermost)
 
 
 def share_a_layer(one: frozenset[int] | None, two: frozenset[int] | None) -> bool:

@@ -13,7 +13,7 @@ from typing import Literal, get_args
 
 from moefold.config.errors import UserError, did_you_mean, printable_text
 from moefold.config.keys import key
-from moefold.config.memory_regions import ENTRY, REGIONS, entry_layers
+from moefold.config.memory_regions import ENTRY, REBUILT_REGIONS, REGIONS, entry_layers
 
 StackName = Literal["moefold", "megatron"]
 PrecisionName = Literal["fp32", "bf16", "fp8", "fp8-blockwise", "mxfp8", "nvfp4"]
@@ -58,7 +58,6 @@ REGION_ALIASES = {  # names in other trainers
 TRAINER_VALUES: dict[str, tuple[object, ...]] = {  # values of `PlanChoices` that a run can have today
     "stack": ("moefold",),
     "precision": ("fp32", "bf16"),
-    "recompute": ((),),
     "offload": ((),),
     "sharding": ("zero",),
     "quantized_weights": (False,),
@@ -139,14 +138,15 @@ class PlanChoices:
 
     @property
     def not_in_trainer(self) -> list[str]:
-        """The choices that the trainer does not have yet, as `recompute norm,activation`."""
+        """The choices that the trainer does not have yet, as `offload norm,activation`."""
         missing: list[str] = []
         for name, known in TRAINER_VALUES.items():
             value = getattr(self, name)
             if value not in known:
-                regions = {"recompute": self.recompute, "offload": self.offload}
-                shown = ",".join(regions[name]) if name in regions else value
+                shown = ",".join(self.offload) if name == "offload" else value
                 missing.append(f"{name} {shown}")
+        if self.recomputed.difference(REBUILT_REGIONS):
+            missing.append(f"recompute {','.join(self.recompute)}")
         return missing
 
     @property

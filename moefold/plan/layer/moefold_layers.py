@@ -78,11 +78,13 @@ def add_rmsnorm(
     rows: ShapeFunction,
     width: ShapeFunction,
     inside: tuple[str, ...] = (),
+    made_by: tuple[str, ...] = (),
     layer_input: bool = False,
 ) -> None:
     """Add the tensors of an RMSNorm: its input and one number per row; the scaled input too where it is composed.
-    `inside`: regions that begin with the norm, and keep its input alone."""
-    table.add(name, rows, width, read_by="norm", layer_input=layer_input)
+    `inside`: regions that begin with the norm, and keep its input alone; `made_by`: regions whose output that is."""
+    source = table.remade_by(*made_by, *table.regions)
+    source.add(name, rows, width, read_by="norm", layer_input=layer_input)
     own = table.remade_by(*inside, *table.regions)
     own.add(f"scale of {name}", rows, one_column, "fp32")
     own.only(composes_rmsnorm).add(f"{name} scaled", rows, width, "fp32")
@@ -637,7 +639,7 @@ def embed_tensors() -> list[TensorEntry]:
     embed.add("tokens", context_tokens, one_column, "int64")
     ahead = TensorTable("look_ahead")
     ahead.add("tokens", context_tokens, one_column, "int64")
-    add_rmsnorm(ahead, "normed stream", rank_tokens, stream_width)
+    add_rmsnorm(ahead, "normed stream", rank_tokens, stream_width, made_by=("norm",))
     add_rmsnorm(ahead, "token", rank_tokens, stream_width)
     add_product_input(ahead, "stream and token joined", rank_tokens, joined_token_width, ("join",))
     return embed.entries + ahead.entries

@@ -174,7 +174,8 @@ def agree_on_recompute(config: Config, choices: PlanChoices) -> tuple[Config, Pl
     if choices.recompute == config.memory.recompute:
         return config, choices
     memory = replace(config.memory, recompute=recompute)
-    return replace(config, memory=memory), replace(choices, recompute=recompute)
+    agreed = replace(choices, recompute=recompute)
+    return replace(config, memory=memory), agreed
 
 
 def build_run_setting(config: Config, world: int, choices: PlanChoices) -> RunSetting:
