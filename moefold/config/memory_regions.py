@@ -65,11 +65,11 @@ REGION_LIST = (
     RegionSpec("up", "latent attention: projections up from the latents, with their norms", inside=("attend",)),
     RegionSpec("core", "attention itself, from queries, keys and values to its result", inside=("attend",)),
     RegionSpec("out", "attention's projection back to the stream", inside=("attend",)),
-    RegionSpec("mlp", "the MLP of dense layers", spans=("mlp",), reads=("stream",)),
+    RegionSpec("mlp", "the MLP of dense layers, with its norm", spans=("mlp",), reads=("stream",)),
     RegionSpec("shared", "shared experts", spans=("shared",), reads=("h_TD",)),
     RegionSpec("experts", "routed experts, all of them", spans=("experts",), reads=("rows",)),
     RegionSpec("activation", "the activation inside routed experts", inside=("experts",)),
-    RegionSpec("moe", "all of an MoE layer behind its norm", spans=MOE_STEPS, reads=BLOCK_INPUTS),
+    RegionSpec("moe", "all of an MoE layer, with its norm", spans=MOE_STEPS, reads=BLOCK_INPUTS),
     RegionSpec(
         "layer",
         "a whole layer: only its input is kept",

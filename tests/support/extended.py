@@ -26,6 +26,9 @@ SAMPLED_GRIDS = {  # seconds are CPU time of the whole grid, measured once
         "test_a_recomputing_model_holds_what_the_table_says": 5,  # 60 s
         "test_a_recomputing_model_in_fp8_holds_what_the_table_says": 9,  # 90 s
     },
+    "tests/plan/memory/test_machine_fit.py": {
+        "test_a_recomputing_run_takes_the_memory_planned_as_one_that_keeps_all": 3,  # 20 s
+    },
     "tests/dispatch/test_dispatchers.py": {
         "test_a_dispatcher_equals_the_local_one_forward_and_backward": 4,  # 470 s
     },
