@@ -1,12 +1,4 @@
-"""Memory regions of a model: named parts of a layer whose saved tensors a memory policy may keep, rebuild or offload.
-
-One list for the planner, `moefold explain` and the model. Torch-free. A region lies inside steps or spans whole steps:
-
-    step       attend               route  plan  dispatch  shared  experts      combine  add      mlp
-    inside     norm up core out     norm                           activation                     norm
-    spans                           [------------------------- moe ------------------------]
-                                                           shared  experts                        mlp
-               [---------------------------- layer ----------------------------------------]
+"""The memory regions that a model has, of those in config/memory_regions.py. Torch-free.
 
 A model lacks a region where it lacks the mechanism (no latents: no `up`), or where a fused kernel leaves no place for
 it.
@@ -15,51 +7,11 @@ it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from moefold.anatomy.step_specs import StepSpec, fits_fused_expert_mlp, is_moe_layer
+from moefold.anatomy.step_specs import Lane, StepSpec, fits_fused_expert_mlp, is_moe_layer
+from moefold.config.memory_regions import MOE_STEPS, REGIONS, RegionSpec
 from moefold.config.run import ModelConfig
-
-NORMED_STEPS = ("attend", "mlp", "route", "look_ahead", "set_aside", "predict")
-MOE_STEPS = ("route", "narrow", "plan", "dispatch", "shared", "experts", "combine", "widen", "add")
-
-
-@dataclass(frozen=True)
-class RegionSpec:
-    """A region lies `inside` the named steps, or it `spans` a run of steps: those of the names that the layer has."""
-
-    name: str
-    meaning: str
-    inside: tuple[str, ...] = ()
-    spans: tuple[str, ...] = ()
-
-    @property
-    def steps(self) -> tuple[str, ...]:
-        return self.inside or self.spans
-
-    @property
-    def place(self) -> str:
-        """The position in words: `inside attend` or `route to widen`."""
-        if self.inside:
-            return f"inside {', '.join(self.inside)}"
-        first = self.spans[0]
-        last = self.spans[-1]
-        return first if first == last else f"{first} to {last}"
-
-
-REGION_LIST = (
-    RegionSpec("norm", "RMSNorms before attention, MLP and experts", inside=NORMED_STEPS),
-    RegionSpec("up", "latent attention: projections up from the latents, with their norms", inside=("attend",)),
-    RegionSpec("core", "attention itself, from queries, keys and values to its result", inside=("attend",)),
-    RegionSpec("out", "attention's projection back to the stream", inside=("attend",)),
-    RegionSpec("mlp", "the MLP of dense layers", spans=("mlp",)),
-    RegionSpec("shared", "shared experts", spans=("shared",)),
-    RegionSpec("experts", "routed experts, all of them", spans=("experts",)),
-    RegionSpec("activation", "the activation inside routed experts", inside=("experts",)),
-    RegionSpec("moe", "all of an MoE layer behind its norm", spans=MOE_STEPS),
-    RegionSpec("layer", "a whole layer: only its input is kept", spans=("attend", "mlp", *MOE_STEPS)),
-)
-REGIONS = {region.name: region for region in REGION_LIST}
 
 
 def regions_of(model: ModelConfig, kernels: Mapping[str, str]) -> dict[str, RegionSpec]:
@@ -118,14 +70,15 @@ def model_step_names(model: ModelConfig) -> Iterator[str]:
             yield name
 
 
-def merged_step_spec(name: str, specs: Sequence[StepSpec]) -> StepSpec:
-    """One step in place of a run of steps. Its lane is comm if any of them communicates between expert ranks."""
+def merged_step_spec(name: str, specs: Sequence[StepSpec], exchange_lane: Lane = "comm") -> StepSpec:
+    """One step in place of a run of steps. `exchange_lane`: its lane if any of them communicates between expert
+    ranks."""
     lanes = {spec.lane for spec in specs}
     ops = dict.fromkeys(op for spec in specs for op in spec.ops)
     weights = tuple(weight for spec in specs for weight in spec.weights)
     return StepSpec(
         name,
-        lane="comm" if "comm" in lanes else "compute",
+        lane=exchange_lane if "comm" in lanes else "compute",
         static=all(spec.static for spec in specs),
         shapes=f"{specs[0].shapes}; ...; {specs[-1].shapes}",
         ops=tuple(ops),

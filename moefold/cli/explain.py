@@ -38,6 +38,7 @@ from moefold.layout.fold import fold_into_grids
 from moefold.plan.machine.known_links import first_gpu_name, known_links
 from moefold.plan.memory.machine_fit import choices_of_run, list_parts
 from moefold.plan.memory.peak_memory import fullest_rank, plan_memory
+from moefold.plan.memory.region_savings import recomputed_layers, saved_by_regions
 from moefold.plan.memory.run_setting import GIB
 from moefold.presets.command_form import CommandForm
 from moefold.presets.command_options import check_rank_count, read_options
@@ -123,6 +124,7 @@ def explain_config(config: Config, ranks: int) -> Description:
         "beside_exchanges": work_beside_exchanges(config),
         "kernels": kernels,
         "regions": describe_regions(model, kernels),
+        "recompute": describe_recompute(config, ranks),
         "memory": planned_memory(config, ranks),
     }
 
@@ -144,6 +146,15 @@ def describe_regions(model: ModelConfig, kernels: Mapping[str, KernelChoice]) ->
     for name, region in regions_of(model, names).items():
         present[name] = {"place": region.place, "meaning": region.meaning}
     return {"present": present, "absent": absent_regions(model, names)}
+
+
+def describe_recompute(config: Config, ranks: int) -> Description | None:
+    """What recomputing each region saves, and which regions the run recomputes; None for attention of another
+    package."""
+    if config.model.attention.kind not in ATTENTION_NAMES.builtin:
+        return None
+    saved = saved_by_regions(config, ranks, choices_of_run(config))
+    return {"saves": saved, "rebuilt": recomputed_layers(config)}
 
 
 def distinct_layers(model: ModelConfig) -> list[LayerKind]:
@@ -289,7 +300,7 @@ def print_explanation(explanation: Description) -> None:
     console.print(step_table(explanation["layers"]))
     print_products(explanation["products"], console)
     console.print(kernel_table(explanation))
-    console.print(region_table(explanation["regions"]))
+    console.print(region_table(explanation["regions"], explanation["recompute"]))
 
 
 def print_memory(memory: Description, console: Console) -> None:
@@ -363,13 +374,22 @@ def product_table(kinds: list[Description]) -> Table:
     return table
 
 
-def region_table(regions: Description) -> Table:
-    table = Table("region", "where", "what", title="memory regions", title_justify="left")
+def region_table(regions: Description, recompute: Description | None) -> Table:
+    title = "memory regions; saves: bytes of a microbatch on the first pipeline rank, if the region is recomputed"
+    table = Table("region", "where", "what", "saves", title=title, title_justify="left")
+    saves = recompute["saves"] if recompute else {}
+    rebuilt = recompute["rebuilt"] if recompute else {}
     for name, region in regions["present"].items():
-        table.add_row(name, *region.values())
+        saved = human_bytes(saves[name]) if name in saves else ""
+        layers = f" (recomputed: {rebuilt[name]})" if name in rebuilt else ""
+        table.add_row(name, region["place"], region["meaning"], f"{saved}{layers}")
     for name, reason in regions["absent"].items():
-        table.add_row(name, "absent", escape(reason))
+        table.add_row(name, "absent", escape(reason), "")
     return table
+
+
+def human_bytes(size: float) -> str:
+    return f"{size / GIB:,.2f} GiB" if size >= GIB / 10 else f"{size / 2**20:,.1f} MiB"
 
 
 def kernel_table(explanation: Description) -> Table:

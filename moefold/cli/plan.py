@@ -66,8 +66,6 @@ class PlanCommandOptions:
     """Search for the best layouts; also done when no layout is given."""
     best: int = 10
     """Number of layouts that a search shows."""
-    beyond_trainer: bool = False
-    """Search recompute too, which the trainer does not have yet; such layouts are marked."""
     write: Path | None = None
     """Folder for the launch files of the plan: config.yaml, torchrun.sh and run.sbatch."""
     explain: bool = False
@@ -217,8 +215,6 @@ def print_layout_table(answer: Answer, console: Console) -> None:
         numbers = (layout["step_s"], layout["tflops_per_gpu"], layout["memory_gib"])
         cells = [f"{number:.4g}" for number in numbers]
         recompute = ",".join(layout["layout"]["recompute"]) or "-"
-        if layout["not_in_trainer"]:
-            recompute = f"{recompute} ({NOT_IN_TRAINER})"
         table.add_row(layout["text"], recompute, *cells)
     console.print(table)
     for rejected in answer["rejected"]:

@@ -22,6 +22,7 @@ from moefold.config.run import (
     Config,
     DataConfig,
     KernelsConfig,
+    MemoryConfig,
     ModelConfig,
     OptimConfig,
     ParallelConfig,
@@ -65,6 +66,10 @@ class ConfigOnRanks:
     @property
     def precision(self) -> PrecisionConfig:
         return self.config.precision
+
+    @property
+    def memory(self) -> MemoryConfig:
+        return self.config.memory
 
     @property
     def kernels(self) -> KernelsConfig:

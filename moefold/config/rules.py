@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from operator import attrgetter
 
 from moefold.config.errors import UserError
+from moefold.config.memory_rules import MEMORY_RULES
 from moefold.config.model_rules import MODEL_RULES
 from moefold.config.optimizer_groups import group_problems
 from moefold.config.precision_rules import PRECISION_RULES
@@ -525,6 +526,7 @@ RULES: list[ConfigRule] = [
     *DIVISIBILITY_RULES,
     *OPTIMIZER_RULES,
     *PRECISION_RULES,
+    *MEMORY_RULES,
 ]
 
 

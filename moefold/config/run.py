@@ -296,6 +296,15 @@ class PrecisionConfig:
 
 
 @dataclass(frozen=True)
+class MemoryConfig:
+    recompute: tuple[str, ...] = key(
+        (),
+        "regions that are rebuilt in backward instead of kept: norm, activation, up, core, mlp, shared, experts, moe, "
+        "layer; for some layers: `moe@0-7`, `layer@3`; `explain` has what each saves",
+    )
+
+
+@dataclass(frozen=True)
 class KernelsConfig:
     force: tuple[str, ...] = key((), "implementations to use regardless, as op=name, such as attention=reference")
     repeatable: bool = key(
@@ -334,6 +343,7 @@ class Config:
     parallel: ParallelConfig = section(ParallelConfig)
     pipeline: PipelineConfig = section(PipelineConfig)
     precision: PrecisionConfig = section(PrecisionConfig)
+    memory: MemoryConfig = section(MemoryConfig)
     kernels: KernelsConfig = section(KernelsConfig)
     observe: ObserveConfig = section(ObserveConfig)
     checkpoint: CheckpointConfig = section(CheckpointConfig)

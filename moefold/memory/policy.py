@@ -7,18 +7,23 @@ spans steps, the run of steps becomes one step that calls the policy.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import permutations
 from typing import Any, Protocol
 
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from moefold.anatomy.regions import REGIONS, RegionSpec, absent_regions, fused_experts_reason, merged_step_spec
+from moefold.anatomy.regions import absent_regions, fused_experts_reason, merged_step_spec
+from moefold.anatomy.step_specs import Lane
 from moefold.config.errors import UserError, did_you_mean, printable_text
+from moefold.config.memory_regions import REGIONS, RegionLayers, RegionSpec, nested_region_problems
+from moefold.layout.axes import World
+from moefold.model.block import Block
 from moefold.model.moe.experts import Experts
+from moefold.model.mtp import MtpLayer
+from moefold.model.norm import ResidualStream
 from moefold.model.step_borders import is_differentiable
 from moefold.model.steps import Carry, Region, Step, run_step_sequence
 from moefold.model.transformer import Transformer
@@ -44,38 +49,77 @@ class Keep:
 
 
 Policies = Mapping[str, Policy]  # by name of the region
+StepWrapper = Callable[[Step], Step]
 
 
-def attach_policies(model: Transformer, wanted: Policies) -> None:
+@dataclass(frozen=True)
+class RegionPolicies:
+    """Policies by region, for all layers or, where `layers` names the region, for some. `around_step` is applied to
+    every step of the model."""
+
+    wanted: Policies
+    layers: RegionLayers = field(default_factory=dict)
+    around_step: StepWrapper | None = None
+
+    def policy_of(self, region: str, layer: int | None) -> Policy | None:
+        """The policy of a region in a layer; None stands for what belongs to no layer."""
+        layers = self.layers.get(region)
+        if layers is not None and layer not in layers:
+            return None
+        return self.wanted.get(region)
+
+
+def attach_policies(model: Transformer, wanted: Policies | RegionPolicies) -> None:
     """Attach a policy to each named region of the model, in place of those attached before. A name that is unknown,
     absent from this model, or inside another named region is refused."""
-    check_wanted_regions(model, list(wanted))
+    policies = wanted if isinstance(wanted, RegionPolicies) else RegionPolicies(wanted)
+    check_wanted_regions(model, policies)
     # Regions inside steps call their policy; regions over steps become steps when a step list is made.
     default = Keep()
+    for region, layer in regions_with_layers(model):
+        policy = policies.policy_of(region.name, layer) or default
+        region.around = policy.around
+    lane = lane_of_merged_exchanges(model.world)
+    model.rewrite_steps = partial(over_steps, wanted=policies, exchange_lane=lane)
+
+
+def regions_with_layers(model: Transformer) -> Iterator[tuple[Region, int | None]]:
+    """The regions inside steps, each with the number of its layer; None outside of layers."""
+    layer_of: dict[Region, int] = {}
+    for module in model.modules():
+        if isinstance(module, (Block, MtpLayer)):
+            block = module.block if isinstance(module, MtpLayer) else module
+            for inner in module.modules():
+                if isinstance(inner, Region):
+                    layer_of[inner] = block.layer
     for module in model.modules():
         if isinstance(module, Region):
-            policy = wanted.get(module.name, default)
-            module.around = policy.around
-    spanning: dict[str, Policy] = {}
-    for name, policy in wanted.items():
-        if REGIONS[name].spans:
-            spanning[name] = policy
-    model.rewrite_steps = partial(over_steps, wanted=spanning)
+            yield module, layer_of.get(module)
 
 
-def check_wanted_regions(model: Transformer, names: Sequence[str]) -> None:
+def lane_of_merged_exchanges(world: World) -> Lane:
+    """The lane of a run of steps with exchanges between expert ranks. Where attention communicates too, over tp or cp,
+    both must run on one lane: two threads would issue the collectives of an axis in any order."""
+    attends_alone = world.axis("tp").size * world.axis("cp").size == 1
+    return "comm" if attends_alone else "compute"
+
+
+def check_wanted_regions(model: Transformer, policies: RegionPolicies) -> None:
     fused = regions_fused_away(model)
     absent = absent_regions(model.model, {}) | fused
     problems: list[str] = []
-    for name in names:
+    known: RegionLayers = {}
+    for name in policies.wanted:
         if name not in REGIONS:
             present = [region for region in REGIONS if region not in absent]
             near = did_you_mean(name, present)
             problems.append(f'no region "{printable_text(name)}"; this model has {", ".join(present)}{near}')
-        elif name in absent:
+            continue
+        if name in absent:
             problems.append(f'no region "{name}" in this model: {absent[name]}')
-    known = [name for name in names if name in REGIONS]
-    problems += overlapping_spans(known)
+        if REGIONS[name].spans:
+            known[name] = policies.layers.get(name)
+    problems += nested_region_problems(known)
     if problems:
         raise UserError(*problems)
 
@@ -88,35 +132,36 @@ def regions_fused_away(model: Transformer) -> dict[str, str]:
     return {}
 
 
-def overlapping_spans(names: Sequence[str]) -> list[str]:
-    """One problem for each region that spans steps of another that does."""
-    spanning = [name for name in names if REGIONS[name].spans]
-    problems: list[str] = []
-    for inner, outer in permutations(spanning, 2):
-        inner_steps = set(REGIONS[inner].spans)
-        outer_steps = set(REGIONS[outer].spans)
-        if inner_steps < outer_steps:
-            problems.append(f'region "{inner}" lies inside "{outer}", whose policy covers it: name one of the two')
-    return problems
-
-
-def over_steps(steps: Steps, wanted: Policies) -> list[Step]:
+def over_steps(steps: Steps, wanted: Policies | RegionPolicies, exchange_lane: Lane = "comm") -> list[Step]:
     """The step list in which each run of steps that a wanted region spans is one step under its policy."""
-    wanted_by_first_step = {REGIONS[name].spans[0]: name for name in wanted}
+    policies = wanted if isinstance(wanted, RegionPolicies) else RegionPolicies(wanted)
     rewritten: list[Step] = []
     remaining = list(steps)
     while remaining:
         first = remaining[0]
         count = 1
-        name = wanted_by_first_step.get(first.spec.name)
-        if name is None:
+        region = region_that_begins(first, policies)
+        if region is None:
             rewritten.append(first)
         else:
-            count = spanned_steps(remaining, REGIONS[name])
-            merged = step_under_policy(name, remaining[:count], wanted[name])
+            count = spanned_steps(remaining, region)
+            policy = policies.wanted[region.name]
+            merged = step_under_policy(region, remaining[:count], policy, exchange_lane)
             rewritten.append(merged)
         del remaining[:count]
-    return rewritten
+    if policies.around_step is None:
+        return rewritten
+    return [policies.around_step(step) for step in rewritten]
+
+
+def region_that_begins(step: Step, policies: RegionPolicies) -> RegionSpec | None:
+    """The wanted region whose run of steps begins with this step."""
+    for name in policies.wanted:
+        region = REGIONS[name]
+        begins = region.spans[:1] == (step.spec.name,)
+        if begins and policies.policy_of(name, step.layer) is not None:
+            return region
+    return None
 
 
 def spanned_steps(steps: Steps, region: RegionSpec) -> int:
@@ -132,33 +177,41 @@ def spanned_steps(steps: Steps, region: RegionSpec) -> int:
     return len(steps)
 
 
-def step_under_policy(name: str, steps: Steps, policy: Policy) -> Step:
+def step_under_policy(region: RegionSpec, steps: Steps, policy: Policy, exchange_lane: Lane = "comm") -> Step:
     """One step that runs these steps under a policy."""
 
     def run_under_policy(carry: Carry) -> Carry:
-        function = CarryFunction(steps, carry)
+        if "stream" in region.reads:  # one tensor to keep, not two summands
+            settled = carry["stream"].settled()
+            carry = carry | {"stream": ResidualStream(settled)}
+        function = CarryFunction(steps, carry, region.reads)
         outputs = policy.around(function, *function.inputs)
         return function.resulting_carry(outputs)
 
     if len(steps) == 1:
         return replace(steps[0], run=run_under_policy)
     specs = [step.spec for step in steps]
-    return Step(merged_step_spec(name, specs), run_under_policy)
+    spec = merged_step_spec(region.name, specs, exchange_lane)
+    return Step(spec, run_under_policy, steps[0].layer)
 
 
 class CarryFunction:
-    """A run of steps as a function from the carry's differentiable tensors to the floating-point tensors that it makes.
+    """A run of steps as a function from the differentiable tensors of the carry entries that it `reads` to the
+    floating-point tensors that it makes.
 
-    All else in the resulting carry is taken from the first call. It is handed over once and not held here, so that a
-    policy that keeps this function for backward keeps the inputs alone.
+    All else in the resulting carry is taken from the first call. It is handed over once and not held here, and neither
+    are inputs and entries that the steps do not read, so that a policy that keeps this function for backward keeps
+    the inputs alone.
     """
 
-    def __init__(self, steps: Steps, carry: Carry):
+    def __init__(self, steps: Steps, carry: Carry, reads: Sequence[str]):
         self.steps = steps
         self.leaves, self.structure = tree_flatten(carry)
         self.inputs: list[Tensor] = []
+        read_leaves = tree_leaves([carry[name] for name in reads if name in carry])
+        self.read = {id(leaf) for leaf in read_leaves}
         numbers: dict[int, int] = {}
-        for leaf in self.leaves:
+        for leaf in read_leaves:
             if is_differentiable(leaf) and id(leaf) not in numbers:
                 numbers[id(leaf)] = len(self.inputs)
                 self.inputs.append(leaf)
@@ -184,9 +237,20 @@ class CarryFunction:
 
     def resulting_carry(self, outputs: Tensors) -> Carry:
         template = self.result
-        self.result = None
         assert template is not None, "the policy did not call the function"
-        return template.fill(outputs, self.inputs)
+        inputs = self.inputs
+        self.release()
+        return template.fill(outputs, inputs)
+
+    def release(self) -> None:
+        """Let go of all that a rerun does not need, or gets from its caller."""
+        self.result = None
+        self.inputs = []
+        numbers = enumerate(self.input_numbers)
+        given_anew = {place for place, number in numbers if number is not None}
+        for place, leaf in enumerate(self.leaves):
+            if place in given_anew or id(leaf) not in self.read:
+                self.leaves[place] = None
 
 
 class CarryTemplate:

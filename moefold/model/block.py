@@ -46,6 +46,7 @@ class Block(nn.Module):
         super().__init__()
         self.attention = attention_kind(model.attention.kind)(model, layer, parts)
         self.specs = block_step_specs(model, layer)
+        self.layer = layer
 
     def attend(self, carry: Carry) -> Carry:
         stream, h_TD = carry["stream"].normed(self.attention.norm)
@@ -71,7 +72,7 @@ class DenseBlock(Block):
 
     def steps(self) -> list[Step]:
         methods = {"attend": self.attend, "mlp": self.mlp}
-        return bind_steps(self.specs, methods)
+        return bind_steps(self.specs, methods, self.layer)
 
 
 class MoeBlock(Block):
@@ -100,4 +101,4 @@ class MoeBlock(Block):
         methods["route"] = self.route
         last = self.specs[-1].name
         methods[last] = partial(self.run_last_step, methods[last])
-        return bind_steps(self.specs, methods)
+        return bind_steps(self.specs, methods, self.layer)

@@ -19,6 +19,7 @@ from moefold.kernels.experts.swiglu import swiglu
 from moefold.layout.axes import World
 from moefold.layout.placement import sharded_over_tp
 from moefold.model.norm import AddNorm
+from moefold.model.steps import Region
 from moefold.precision.linear import Linear
 
 Activate = Callable[[Tensor, Tensor | None], Tensor]  # of the first product and the router's weights, if any
@@ -48,10 +49,12 @@ class Mlp(nn.Module):
         self.activate = bind_activation(activation, kernels)
         tp = world.axis("tp")
         self.gather_tokens = bind_collective(all_gather, tp)
+        self.gather_region = Region("norm")
         self.scatter_sums = bind_collective(reduce_scatter, tp)
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        x_CD = self.gather_tokens(x_TD)  # all tokens of this cp rank meet this rank's part of the width
+        # All tokens of this cp rank meet this rank's part of the width.
+        x_CD = self.gather_region(self.gather_tokens, x_TD)
         project_up = self.get_submodule(self.up_name)
         h_C2F = project_up(x_CD)  # or h_CF, without a gate
         a_CF = self.activate(h_C2F, None)

@@ -24,7 +24,7 @@ from moefold.kernels.norm.rope import RopeAngles, norm_rope, rope
 from moefold.layout.axes import World
 from moefold.layout.declare import DeclaringModule
 from moefold.layout.placement import sharded_over_tp
-from moefold.model.steps import Region
+from moefold.model.steps import FollowsFromFirst, Region
 
 
 class RMSNorm(DeclaringModule):
@@ -45,10 +45,15 @@ class AddNorm(RMSNorm):
 
     def __init__(self, width: int, eps: float, kernels: BoundKernels, world: World):
         super().__init__(width, eps, kernels, world)
-        self.add_rmsnorm = kernels[add_rmsnorm]
+        self.add_and_norm = FollowsFromFirst(kernels[add_rmsnorm], self.norm_sum)
 
     def forward(self, x_TD: Tensor, added_TD: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        return self.norm(self.add_rmsnorm, x_TD, added_TD, self.weight, self.eps)
+        return self.norm(self.add_and_norm, x_TD, added_TD, self.weight, self.eps)
+
+    def norm_sum(self, sum_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The outputs of `forward` once more, from the first."""
+        h_TD = self.rmsnorm(sum_TD, self.weight, self.eps)
+        return sum_TD, h_TD, h_TD
 
 
 class ResidualStream(NamedTuple):

@@ -9,9 +9,7 @@ a policy is attached (memory/policy.py). An observer is called before and after 
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, Protocol
@@ -19,8 +17,9 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import nn
 
-from moefold.anatomy.regions import REGIONS
 from moefold.anatomy.step_specs import StepSpec
+from moefold.config.memory_regions import REGIONS
+from moefold.layout.rerun import rerunning
 from moefold.layout.token_numbers import computing_tokens
 
 Carry = dict[str, Any]
@@ -30,10 +29,11 @@ PassKey = tuple[int, int]  # stage, microbatch
 
 @dataclass(frozen=True)
 class Step:
-    """A step of the anatomy with the code that runs it."""
+    """A step of the anatomy with the code that runs it. `layer`: the number of its layer, if it belongs to one."""
 
     spec: StepSpec
     run: Callable[[Carry], Carry]
+    layer: int | None = None
 
 
 StepRewrite = Callable[[list[Step]], list[Step]]
@@ -52,9 +52,9 @@ class Around(Protocol):
     def after(self, step: Step, kind: PassKind, key: PassKey) -> None: ...
 
 
-def bind_steps(specs: Sequence[StepSpec], methods: Mapping[str, Callable[[Carry], Carry]]) -> list[Step]:
-    """Each step of the anatomy with the method of its name."""
-    return [Step(spec, partial(run_with_tokens, methods[spec.name])) for spec in specs]
+def bind_steps(specs: Sequence[StepSpec], methods: Mapping[str, Callable[[Carry], Carry]], layer: int) -> list[Step]:
+    """Each step of a layer's anatomy with the method of its name."""
+    return [Step(spec, partial(run_with_tokens, methods[spec.name]), layer) for spec in specs]
 
 
 def run_with_tokens(run: Callable[[Carry], Carry], carry: Carry) -> Carry:
@@ -79,15 +79,6 @@ def steps_as_given(steps: list[Step]) -> list[Step]:
     return steps
 
 
-class RerunState(threading.local):
-    """The key of the pass whose step this thread runs again, or None."""
-
-    key: PassKey | None = None
-
-
-RERUN = RerunState()
-
-
 def rerun_step(step: Step, carry: Carry, key: PassKey) -> Carry:
     """Run a step's forward again for its backward, with gradients, under the key of its first run. Nothing is counted
     or recorded a second time, and observers are not called: they had `before` D, which comes first."""
@@ -95,43 +86,31 @@ def rerun_step(step: Step, carry: Carry, key: PassKey) -> Carry:
         return step.run(carry)
 
 
-@contextmanager
-def rerunning(key: PassKey) -> Iterator[None]:
-    """Mark what this thread runs as a repetition of the pass with this key."""
-    outer = RERUN.key
-    RERUN.key = key
-    try:
-        yield
-    finally:
-        RERUN.key = outer
-
-
-def rerun_key() -> PassKey | None:
-    """The key of the pass that is being run again on this thread, if any."""
-    return RERUN.key
-
-
-def inside_recompute() -> bool:
-    """Whether this forward repeats one that was counted and recorded: inside `rerun_step`, or inside any backward."""
-    if RERUN.key is not None:
-        return True
-    task: int = torch._C._current_graph_task_id()  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType, reportAttributeAccessIssue]
-    return task != -1
-
-
 class Region(nn.Module):
-    """A named place inside a step where a memory policy may act. Names are those of anatomy/regions.py."""
+    """A named place inside a step where a memory policy may act. Names are those of config/memory_regions.py."""
 
     def __init__(self, name: str):
         super().__init__()
         if name not in REGIONS or not REGIONS[name].inside:
             inside = [region.name for region in REGIONS.values() if region.inside]
-            raise ValueError(f'no region "{name}" inside a step; anatomy/regions.py has: {", ".join(inside)}')
+            raise ValueError(f'no region "{name}" inside a step; config/memory_regions.py has: {", ".join(inside)}')
         self.name = name
         self.around: Callable[..., Any] = call_directly  # a policy's method, once one is attached
 
     def forward(self, fn: Callable[..., Any], *inputs: Any) -> Any:
         return self.around(fn, *inputs)
+
+
+@dataclass(frozen=True)
+class FollowsFromFirst:
+    """A region's function whose outputs all follow from the first, as `again(first)`. A policy that rebuilds them keeps
+    that output, which others keep too, instead of the inputs."""
+
+    run: Callable[..., Any]
+    again: Callable[[Any], Any]
+
+    def __call__(self, *inputs: Any) -> Any:
+        return self.run(*inputs)
 
 
 def call_directly(fn: Callable[..., Any], *inputs: Any) -> Any:

@@ -7,6 +7,7 @@ multi-token prediction.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -174,15 +175,16 @@ class Transformer(nn.Module):
                 steps += self.bound_mtp_steps(self.ahead[depth - 1])
         if steps and not stage.predicts:
             last = steps.pop()
-            settling = Step(last.spec, partial(run_and_settle, last))
+            settling = replace(last, run=partial(run_and_settle, last))
             steps.append(settling)
         return steps
 
     def bound_mtp_steps(self, layer: MtpLayer) -> list[Step]:
         look_ahead = partial(self.look_ahead, layer)
         set_aside = partial(self.set_aside, layer)
-        first = Step(look_ahead_step(self.model), look_ahead)
-        last = Step(set_aside_step(self.model), set_aside)
+        number = layer.block.layer
+        first = Step(look_ahead_step(self.model), look_ahead, number)
+        last = Step(set_aside_step(self.model), set_aside, number)
         return [first, *layer.block.steps(), last]
 
     def steps(self, stage: Stage) -> list[Step]:

@@ -7,13 +7,13 @@ Degrees, schedule, pairing, dispatcher, the place of the router weight and the d
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, get_args
 
-from moefold.anatomy.regions import REGIONS
 from moefold.config.errors import UserError, did_you_mean, printable_text
 from moefold.config.keys import key
+from moefold.config.memory_regions import ENTRY, REBUILT_REGIONS, REGIONS, entry_layers
 
 StackName = Literal["moefold", "megatron"]
 PrecisionName = Literal["fp32", "bf16", "fp8", "fp8-blockwise", "mxfp8", "nvfp4"]
@@ -58,7 +58,6 @@ REGION_ALIASES = {  # names in other trainers
 TRAINER_VALUES: dict[str, tuple[object, ...]] = {  # values of `PlanChoices` that a run can have today
     "stack": ("moefold",),
     "precision": ("fp32", "bf16"),
-    "recompute": ((),),
     "offload": ((),),
     "sharding": ("zero",),
     "quantized_weights": (False,),
@@ -72,7 +71,8 @@ def parse_regions(names: Iterable[str]) -> frozenset[str]:
     """Regions by name. Names of other trainers are accepted; unknown names are refused with the nearest."""
     regions: set[str] = set()
     problems: list[str] = []
-    for name in names:
+    for entry in names:
+        name, _, _ = entry.partition("@")
         region = REGION_ALIASES.get(name, name)
         if region in RECOMPUTE_REGIONS:
             regions.add(region)
@@ -81,6 +81,17 @@ def parse_regions(names: Iterable[str]) -> frozenset[str]:
     if problems:
         raise UserError(*problems)
     return frozenset(regions)
+
+
+def regions_in_layer(entries: Iterable[str], layer: int) -> frozenset[str]:
+    """The regions that entries such as `moe@0-7` name for a layer."""
+    names: set[str] = set()
+    for entry in entries:
+        match = ENTRY.fullmatch(entry)
+        layers = entry_layers(match) if match else None
+        if layers is None or layer in layers:
+            names.add(entry.partition("@")[0])
+    return parse_regions(names)
 
 
 def unknown_region_problem(name: str) -> str:
@@ -127,14 +138,15 @@ class PlanChoices:
 
     @property
     def not_in_trainer(self) -> list[str]:
-        """The choices that the trainer does not have yet, as `recompute norm,activation`."""
+        """The choices that the trainer does not have yet, as `offload norm,activation`."""
         missing: list[str] = []
         for name, known in TRAINER_VALUES.items():
             value = getattr(self, name)
             if value not in known:
-                regions = {"recompute": self.recompute, "offload": self.offload}
-                shown = ",".join(regions[name]) if name in regions else value
+                shown = ",".join(self.offload) if name == "offload" else value
                 missing.append(f"{name} {shown}")
+        if self.recomputed.difference(REBUILT_REGIONS):
+            missing.append(f"recompute {','.join(self.recompute)}")
         return missing
 
     @property
@@ -144,6 +156,12 @@ class PlanChoices:
     @cached_property
     def recomputed(self) -> frozenset[str]:
         return parse_regions(self.recompute)
+
+    def in_layer(self, layer: int) -> PlanChoices:
+        """The choices with the regions that are recomputed in a layer."""
+        if not any("@" in entry for entry in self.recompute):
+            return self
+        return replace(self, recompute=tuple(sorted(regions_in_layer(self.recompute, layer))))
 
     @cached_property
     def offloaded(self) -> frozenset[str]:

@@ -91,7 +91,7 @@ def layout_changes(plan: Change) -> Iterator[Change]:
     for text, values in STATE_CHANGES.items():
         yield plan.with_config(text, with_values(config, values, {}))
     for regions in RECOMPUTE_LADDER[1:]:
-        text = f"{plan.text} --recompute {','.join(regions)} (not in the trainer yet)".strip()
+        text = f"{plan.text} --recompute {','.join(regions)}".strip()
         yield replace(plan, text=text, choices=replace(plan.choices, recompute=regions))
 
 
@@ -135,9 +135,8 @@ def search_remedies(r: PlanRequest) -> list[str]:
         if some_layout_fits(r, grow_batch(r.config, factor), more, r.fixed):
             remedies.append(f"use {more} GPUs")
             break
-    may_recompute = not r.beyond_trainer and not r.choices.recompute
-    if may_recompute and some_layout_fits(r, r.config, r.gpus, r.fixed - {"recompute"}):
-        remedies.append("--beyond-trainer, with recompute, which is not in the trainer yet")
+    if "recompute" in r.fixed and some_layout_fits(r, r.config, r.gpus, r.fixed - {"recompute"}):
+        remedies.append("recompute, chosen by the search: leave --recompute out")
     return remedies
 
 

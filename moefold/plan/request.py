@@ -41,7 +41,7 @@ VALUE_ALIASES = {  # names in other trainers
         "fp8-cs": "fp8",
     },
 }
-REQUEST_KEYS = ("model", "gpu", "gpus", "search", "tokens", "best", "explain", "beyond_trainer")
+REQUEST_KEYS = ("model", "gpu", "gpus", "search", "tokens", "best", "explain")
 CHOICE_KEYS = tuple(key.path for key in iterate_keys(PlanChoices()))
 SEQUENCES_PER_GPU = 8  # of the global batch, where neither the user nor the recipe sets it
 LAYOUT_SECTIONS = ("parallel.", "pipeline.")
@@ -54,8 +54,7 @@ RawRequest = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """A request, read and checked. `fixed`: keys that a search does not change. Without `beyond_trainer`, recompute is
-    not searched: the trainer does not have it yet."""
+    """A request, read and checked. `fixed`: keys that a search does not change."""
 
     config: Config
     choices: PlanChoices
@@ -66,7 +65,6 @@ class PlanRequest:
     tokens: float
     best: int
     explain: bool
-    beyond_trainer: bool
 
 
 def read_request(raw: RawRequest) -> PlanRequest:
@@ -95,9 +93,9 @@ def read_request(raw: RawRequest) -> PlanRequest:
         choices = replace(choices, capability=gpu.capability)
     node = min(gpu.domain, gpus)
     choices = replace(choices, node=node)
+    choices = with_configured_recompute(config, choices)
     fixed = set(config_values)
-    beyond_trainer = flag_is_set(given, "beyond_trainer")
-    if "recompute" in given or not beyond_trainer:
+    if "recompute" in given or "memory.recompute" in given:
         fixed.add("recompute")
     gives_layout = any(key.startswith(LAYOUT_SECTIONS) for key in config_values)
     return PlanRequest(
@@ -110,8 +108,18 @@ def read_request(raw: RawRequest) -> PlanRequest:
         tokens=read_positive_number(given.get("tokens", 1e12), "tokens"),
         best=read_whole_number(given.get("best", 10), "best", MOST_LAYOUTS),
         explain=flag_is_set(given, "explain"),
-        beyond_trainer=beyond_trainer,
     )
+
+
+def with_configured_recompute(config: Config, choices: PlanChoices) -> PlanChoices:
+    """The choices with the regions that `memory.recompute` names, if it names any."""
+    configured = config.memory.recompute
+    if not configured or choices.recompute == configured:
+        return choices
+    if choices.recompute:
+        both = f"--recompute {','.join(choices.recompute)} and --memory.recompute {','.join(configured)}"
+        raise UserError(f"{both} name different regions; leave one of them out")
+    return replace(choices, recompute=configured)
 
 
 def check_recipe_kernels(config: Config, gpu: Gpu) -> None:

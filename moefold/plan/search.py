@@ -45,7 +45,7 @@ RECOMPUTE_LADDER: tuple[tuple[str, ...], ...] = (  # recomputed regions, the che
     (),
     ("activation", "norm"),
     ("activation", "norm", "up", "mlp"),
-    ("activation", "norm", "up", "mlp", "shared", "experts"),
+    ("norm", "up", "mlp", "shared", "experts"),
     ("layer",),
 )
 FEWEST_TOKENS = 512  # per rank and microbatch: with fewer, launch latency is all of the time

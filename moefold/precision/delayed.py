@@ -21,6 +21,7 @@ from moefold.kernels.quantise.count_saturated import count_saturated
 from moefold.kernels.quantise.quantise_tiles import QuantisedTiles, quantise_tiles, tile_maxima
 from moefold.kernels.quantise.row_tiles import RowTiles
 from moefold.layout.declare import PartOfTensor
+from moefold.layout.rerun import rerun_key
 from moefold.precision.fp8 import Fp8Recipe
 from moefold.precision.linear import PlacedWeight
 from moefold.precision.operand_history import OperandHistory
@@ -87,7 +88,7 @@ class DelayedFp8Recipe(Fp8Recipe):
         rows_P = scales.rows_P if rows else None
         columns_MD = scales.columns_MD if columns else None
         saturated = None
-        if is_delayed:
+        if is_delayed and rerun_key() is None:  # a rerun's values were counted
             count = self.kernels[count_saturated]
             saturated = count(x, tiles, maxima, rule.format, rows_P, columns_MD, index_R)
             history.saturated_now += saturated

@@ -37,10 +37,11 @@ from moefold.kernels.facts import Facts, facts_from_config, training_precision
 from moefold.kernels.optimizer.add_squares import add_squares
 from moefold.layout.axes import World
 from moefold.layout.dtypes import DTYPES
+from moefold.layout.rerun import inside_recompute
+from moefold.memory.choose import attach_configured_policies
 from moefold.model.attention.context_parallel import choose_context_mechanism
 from moefold.model.initialise import initialise_parameters
 from moefold.model.parts import ModelParts
-from moefold.model.steps import inside_recompute
 from moefold.model.transformer import Transformer
 from moefold.observe.trace import SpanRecorder
 from moefold.optim.optimizer import Optimizer
@@ -254,6 +255,7 @@ def build_model(
         model = Transformer(config.model, choices, stages)
     recipe_of = {chosen.product.name: chosen.recipe for chosen in product_recipes(config)}
     attach_recipes(model, recipe_of, kernels, config.precision, held_elsewhere=recipe_of)
+    attach_configured_policies(model, config)
     if start is not None:
         start(model)
     else:

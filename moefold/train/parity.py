@@ -18,11 +18,13 @@ from torch import Tensor
 
 from moefold.checkpoint.format.boxes import box_corner, box_sizes, box_slices, element_count
 from moefold.checkpoint.live.logical_tensors import boxes_in_whole
+from moefold.config.memory_regions import outermost_regions
 from moefold.config.rules import check_config
 from moefold.config.run import (
     AttentionConfig,
     Config,
     DataConfig,
+    MemoryConfig,
     ModelConfig,
     MoeConfig,
     OptimConfig,
@@ -79,8 +81,15 @@ def shrink_config(config: Config, world: int) -> Config:
         optim=comparable_optimizer(config.optim),
         pipeline=replace(config.pipeline, layout=""),  # the user's layout is for other numbers of layers
         precision=PrecisionConfig(),
+        memory=recompute_in_all_layers(config.memory),
     )
     return check_config(small, world)
+
+
+def recompute_in_all_layers(memory: MemoryConfig) -> MemoryConfig:
+    """The same regions in all layers: those that are named are of another number of layers."""
+    names = [entry.partition("@")[0] for entry in memory.recompute]
+    return replace(memory, recompute=outermost_regions(names))
 
 
 def shrink_model(config: Config) -> ModelConfig:

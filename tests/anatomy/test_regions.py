@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from moefold.anatomy.regions import REGIONS, absent_regions, merged_step_spec, regions_of
+from moefold.anatomy.regions import absent_regions, merged_step_spec, regions_of
 from moefold.anatomy.step_specs import block_step_specs
+from moefold.config.memory_regions import REGIONS
 from moefold.config.run import ModelConfig
 from moefold.plan.options import RECOMPUTE_REGIONS
 from moefold.plan.time.step_times import RECOMPUTE_COSTS

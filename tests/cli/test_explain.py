@@ -52,6 +52,7 @@ def test_json_holds_what_the_anatomy_says(name: str, explained: Any):
         "layers",
         "kernels",
         "regions",
+        "recompute",
     }
     assert found["name"] == name
     assert found["parameters"] == total_parameters(config.model)

@@ -35,6 +35,23 @@ BREAKS: dict[str, list[tuple[str, int, str]]] = {
         ("--optim.groups=*.weight:lr=fast", 1, "optim.groups = *.weight:lr=fast: expected lr = a factor"),
         ("--optim.groups=*.weight:rule=adam", 1, 'no rule "adam" (did you mean "adamw"?)'),
     ],
+    "recomputed regions can be read": [
+        ("--memory.recompute=nrom", 1, 'entry "nrom" names no region (did you mean "norm"?)'),
+        (
+            "--memory.recompute=moe@",
+            1,
+            'entry "moe@" cannot be read; expected region, region@layer or',
+        ),
+        ("--memory.recompute=moe@3-1", 1, 'entry "moe@3-1" ends before it begins'),
+        ("--memory.recompute=norm,layer@2-4", 1, "names layer 4; the model has layers 0 to 3"),
+        ("--memory.recompute=out", 1, "nothing is saved by rebuilding region out"),
+        ("--memory.recompute=experts@1,moe@0-1", 1, 'region "experts" lies inside "moe"'),
+        ("--memory.recompute=core,layer", 1, 'region "core" lies inside "layer"'),
+    ],
+    "recomputed exchanges of paired slots have one order": [
+        ("--memory.recompute=moe@1 --pipeline.pair=true --parallel.tp=2", 2, "pipeline.pair = true"),
+        ("--memory.recompute=layer@1-2 --pipeline.pair=true --parallel.cp=2", 2, "parallel.cp = 2"),
+    ],
     "precision recipes can be read": [
         ("--precision.recipes=*.attention.*", 1, "precision.recipes = *.attention.*: expected a pattern, a colon"),
         ("--precision.recipes=*:fp8_blok", 1, 'no recipe "fp8_blok" (did you mean "fp8_block"?)'),

@@ -18,6 +18,17 @@ SAMPLED_GRIDS = {  # seconds are CPU time of the whole grid, measured once
         "test_every_router_balance_and_expert_variant_agrees_with_one_rank": 3,  # 150 s
         "test_every_way_of_handling_tokens_agrees_with_on_one_rank": 2,  # 100 s
     },
+    "tests/memory/test_recompute.py": {
+        "test_a_recomputing_run_is_equal_to_the_bit": 7,  # 250 s
+        "test_regions_that_communicate_are_equal_to_the_bit_on_every_rank": 3,  # 200 s
+    },
+    "tests/memory/test_recompute_bytes.py": {
+        "test_a_recomputing_model_holds_what_the_table_says": 5,  # 60 s
+        "test_a_recomputing_model_in_fp8_holds_what_the_table_says": 9,  # 90 s
+    },
+    "tests/plan/memory/test_machine_fit.py": {
+        "test_a_recomputing_run_takes_the_memory_planned_as_one_that_keeps_all": 3,  # 20 s
+    },
     "tests/dispatch/test_dispatchers.py": {
         "test_a_dispatcher_equals_the_local_one_forward_and_backward": 4,  # 470 s
     },

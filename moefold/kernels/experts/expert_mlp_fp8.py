@@ -31,6 +31,7 @@ from moefold.kernels.quantise.row_tiles import RowTiles, row_tiles
 from moefold.kernels.routing.expert_rows import sum_rows
 from moefold.layout.deferred_wgrad import gradient_or_defer
 from moefold.layout.gradient_sink import memory_for_gradient, running_gradient_sum
+from moefold.layout.rerun import uses_expert_outputs
 
 
 class Fp8Experts(Protocol):
@@ -80,10 +81,10 @@ class Fp8ExpertMlp(torch.autograd.Function):
             activation_formats(recipe, source_ND.dtype),
         )
         del x
-        if isinstance(a, Tensor):
-            a = down_recipe.quantise(a, padded_tiles(tiles), "input", rows=True).wanted_rows
-        w = down_recipe.weight(down_EDF).forward
-        y_RD = kernels[fp8_product](a, w, tiles, len(index_R), recipe.row_sums, source_ND.dtype)
+        if uses_expert_outputs():
+            y_RD = down_product(recipe, down_recipe, a, down_EDF, tiles, len(index_R), source_ND.dtype)
+        else:  # a rerun for the saved tensors alone
+            y_RD = source_ND.new_empty(len(index_R), source_ND.shape[1])
         kept = (h, None) if isinstance(h, Tensor) else h
         ctx.recipes = (recipe, down_recipe)
         ctx.weights = (gate_up_E2FD, down_EDF)
@@ -136,6 +137,22 @@ class Fp8ExpertMlp(torch.autograd.Function):
         compute_up = partial(up_weight_gradient, recipe, gate_up, tiles, left, source_ND, index_R)
         dgate_up = gradient_or_defer(gate_up, compute_up)
         return None, None, dsource_ND, dgate_up, ddown, dweight_R.to(weight_R.dtype), None, None, None
+
+
+def down_product(
+    recipe: Fp8Experts,
+    down_recipe: Fp8Experts,
+    a: Quantised | Tensor,
+    down_EDF: Tensor,
+    tiles: RowTiles,
+    rows: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    """y_RD from the activation, quantised by the product before it or here."""
+    if isinstance(a, Tensor):
+        a = down_recipe.quantise(a, padded_tiles(tiles), "input", rows=True).wanted_rows
+    w = down_recipe.weight(down_EDF).forward
+    return recipe.kernels[fp8_product](a, w, tiles, rows, recipe.row_sums, dtype)
 
 
 def gather_tokens(recipe: Fp8Experts, source_ND: Tensor, tiles: RowTiles, index_R: Tensor) -> Quantised:

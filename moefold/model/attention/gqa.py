@@ -13,6 +13,7 @@ from moefold.model.attention.attention_base import AttentionBase
 from moefold.model.attention.rotary import Rotary
 from moefold.model.norm import RMSNorm, RMSNormOverTp, RopeNorm, RopeNormOverTp
 from moefold.model.parts import ModelParts
+from moefold.model.steps import Region
 from moefold.model.token_layout import TokenShard
 from moefold.precision.linear import LinearGroup
 
@@ -33,6 +34,7 @@ class GroupedQueryAttention(AttentionBase):
         self.projections = LinearGroup(self.world, *projections)
         width = a.heads * head
         self.out = self.make_out_linear(width, d, a.out_bias)
+        self.gather_region = Region("norm")
         self.qk_norm = a.qk_norm
         self.rope_dim = a.rope_dim or head
         self.ropes_in_norm = self.rotates_all_that_is_normed(model)
@@ -65,7 +67,7 @@ class GroupedQueryAttention(AttentionBase):
         return RMSNormOverTp(heads * width, eps, world)
 
     def forward(self, h_TD: Tensor, shard: TokenShard) -> Tensor:
-        h_CD = self.gather_tokens(h_TD)
+        h_CD = self.gather_region(self.gather_tokens, h_TD)
         by_sequence = (shard.sequences, -1)
         h_BSD = h_CD.unflatten(0, by_sequence)
         q, k, v = self.projections(h_BSD)

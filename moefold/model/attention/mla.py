@@ -53,7 +53,8 @@ class LatentAttention(AttentionBase):
         kernels = parts.kernels
         world = parts.world
         down = []
-        if a.q_rank:
+        self.has_query_latent = a.q_rank > 0
+        if self.has_query_latent:
             self.query_down = self.make_linear(d, a.q_rank, bias)
             self.query_norm = RMSNorm(a.q_rank, eps, kernels, world)
             down.append(self.query_down)
@@ -67,23 +68,30 @@ class LatentAttention(AttentionBase):
 
     def forward(self, h_TD: Tensor, shard: TokenShard) -> Tensor:
         *query, latent, k_rope = self.down(h_TD)
-        query_source = self.query_norm(*query) if query else h_TD
-        latents = (query_source, self.latent_norm(latent), k_rope)
+        query_source = query[0] if query else h_TD
+        q, k, v = self.up_region(self.norm_and_project_up, query_source, latent, k_rope, shard)
+        y_CN = self.attend(q, k, v, shard)
+        summand_CD = self.out_region(self.out, y_CN)
+        return self.scatter_sums(summand_CD)
+
+    def norm_and_project_up(
+        self, query_source_T: Tensor, latent_T: Tensor, k_rope_T: Tensor, shard: TokenShard
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of this rank's heads, from the latents of this rank's tokens."""
+        if self.has_query_latent:
+            query_source_T = self.query_norm(query_source_T)
+        latents = (query_source_T, self.latent_norm(latent_T), k_rope_T)
         widths = [x.shape[-1] for x in latents]
         joined = torch.cat(latents, dim=-1)
         joined_C = self.gather_tokens(joined)  # one message
         by_sequence = (shard.sequences, -1)
         joined_BS = joined_C.unflatten(0, by_sequence)
-        sources_BS = joined_BS.split(widths, dim=-1)
-        q, k, v = self.up_region(self.project_up, *sources_BS, shard)
-        y_CN = self.attend(q, k, v, shard)
-        summand_CD = self.out_region(self.out, y_CN)
-        return self.scatter_sums(summand_CD)
+        query_source_BS, latent_BS, k_rope_BS = joined_BS.split(widths, dim=-1)
+        return self.project_up(query_source_BS, latent_BS, k_rope_BS, shard)
 
     def project_up(
         self, query_source_BS: Tensor, latent_BS: Tensor, k_rope_BS: Tensor, shard: TokenShard
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values of this rank's heads, from the latents."""
         q = self.query(query_source_BS)
         q = self.rotary.last(q, shard)
         k_rope_BS1D = k_rope_BS.unsqueeze(2)

@@ -30,10 +30,10 @@ from moefold.kernels.routing.router_ops import router_logits, router_topk
 from moefold.kernels.routing.router_spec import RouterSpec
 from moefold.layout.axes import World
 from moefold.layout.declare import DeclaringModule
+from moefold.layout.rerun import inside_recompute
 from moefold.model.moe.capacity import drop_beyond_capacity, drops_choices
 from moefold.model.moe.jitter import multiply_by_jitter
 from moefold.model.moe.sequence_choice import expert_choice, round_robin_experts, sinkhorn_choice
-from moefold.model.steps import inside_recompute
 from moefold.model.token_layout import TokenShard
 
 SumOverRanks = Callable[[Tensor], Tensor]

@@ -23,6 +23,7 @@ from moefold.anatomy.step_specs import (
     set_aside_step,
     sliding_window_of,
 )
+from moefold.config.memory_regions import REGIONS
 from moefold.config.precision_recipes import RecipeSpec
 from moefold.config.run import ModelConfig, PrecisionConfig
 from moefold.plan.layer.bytes_sent import AxisTraffic, step_bytes_sent
@@ -32,7 +33,7 @@ from moefold.plan.layer.megatron_layers import MEGATRON_STACK
 from moefold.plan.layer.moefold_layers import MOEFOLD_STACK
 from moefold.plan.layer.rank_shapes import RankPortion, RankShapes
 from moefold.plan.layer.tensor_table import FIXED_ELEMENT_BYTES, LayerStack, TensorEntry
-from moefold.plan.options import PlanChoices
+from moefold.plan.options import PlanChoices, regions_in_layer
 
 LINEAR_STORAGE = ("linear", "each", "columns", "tiles")  # of GEMM inputs, as `tensor_table.element_bytes` names it
 DEFERRED_GEMMS = ("dense", "grouped")  # GEMMs whose weight gradients may be deferred
@@ -116,6 +117,11 @@ class StepCount:
         return sum(tensor.bytes for tensor in self.kept_tensors)
 
     @property
+    def restored(self) -> float:
+        """Bytes of tensors that are recomputed in backward, or copied back from the host."""
+        return sum(tensor.bytes for tensor in self.saved if tensor.fate != "kept")
+
+    @property
     def name(self) -> str:
         return self.spec.name
 
@@ -126,6 +132,7 @@ class PieceCount:
 
     name: str
     steps: tuple[StepCount, ...]
+    recomputes_layers: bool = False
 
     @cached_property
     def kept(self) -> float:
@@ -133,9 +140,17 @@ class PieceCount:
 
     @cached_property
     def restored_bytes(self) -> float:
-        """Bytes of tensors that are recomputed in backward, or copied back from the host."""
-        saved = [tensor for step in self.steps for tensor in step.saved]
-        return sum(tensor.bytes for tensor in saved if tensor.fate != "kept")
+        return sum(step.restored for step in self.steps)
+
+    def restored_at(self, step: StepCount) -> float:
+        """Bytes restored when backward comes to a step: those of the step, and of steps before it with which it is
+        recomputed, or whose output it reads. Attention by itself, unless whole layers are recomputed."""
+        number = self.steps.index(step)
+        first = 0
+        if not self.recomputes_layers:
+            attends = [place for place, other in enumerate(self.steps) if other.name == "attend"]
+            first = max((place + 1 for place in attends if place < number), default=0)
+        return sum(earlier.restored for earlier in self.steps[first : number + 1])
 
     @cached_property
     def parameters(self) -> Counter[ParameterClass]:
@@ -147,13 +162,16 @@ class PieceCount:
 
 
 @lru_cache(maxsize=256)
-def first_alike_layers(model: ModelConfig, precision: PrecisionConfig = PLAIN_PRECISION) -> tuple[int, ...]:
-    """For each layer, the first layer of the same kind (dense or MoE, sliding window, recipes). MTP layers come
-    last."""
-    first: dict[tuple[bool, int, LayerRecipes], int] = {}
+def first_alike_layers(
+    model: ModelConfig, precision: PrecisionConfig = PLAIN_PRECISION, recompute: tuple[str, ...] = ()
+) -> tuple[int, ...]:
+    """For each layer, the first layer of the same kind (dense or MoE, sliding window, recipes, recomputed regions). MTP
+    layers come last."""
+    first: dict[tuple[bool, int, LayerRecipes, frozenset[str]], int] = {}
     alike: list[int] = []
     for layer, recipes in enumerate(recipes_of_layers(model, precision)):
-        kind = (is_moe_layer(model, layer), sliding_window_of(model, layer), recipes)
+        regions = regions_in_layer(recompute, layer)
+        kind = (is_moe_layer(model, layer), sliding_window_of(model, layer), recipes, regions)
         alike.append(first.setdefault(kind, layer))
     return tuple(alike)
 
@@ -163,6 +181,7 @@ def count_piece(
     model: ModelConfig, piece: str, layer: int, portion: RankPortion, choices: PlanChoices, load: float = 1.0
 ) -> PieceCount:
     """Costs of a piece: E the embedding, t a layer, m an MTP layer, L the head. `load` as in RankShapes."""
+    choices = choices.in_layer(layer)
     specs = piece_steps(model, piece, layer)
     window = sliding_window_of(model, layer)
     products = recipes_of_layers(model, portion.precision)[layer]
@@ -171,7 +190,7 @@ def count_piece(
     steps: list[StepCount] = []
     for spec in specs:
         steps.append(count_step(spec, shapes, saved[spec.name]))
-    return PieceCount(piece, tuple(steps))
+    return PieceCount(piece, tuple(steps), "layer" in choices.recomputed)
 
 
 def piece_steps(model: ModelConfig, piece: str, layer: int) -> list[StepSpec]:
@@ -291,7 +310,6 @@ def saved_by_steps(specs: list[StepSpec], s: RankShapes) -> dict[str, SavedTenso
     saved: dict[str, list[SavedActivation]] = {}
     for spec in specs:
         saved[spec.name] = []
-    in_layer = "attend" in saved
     for entry in LAYER_STACKS[s.choices.stack].saved:
         if entry.step not in saved or not entry.condition(s):
             continue
@@ -301,7 +319,7 @@ def saved_by_steps(specs: list[StepSpec], s: RankShapes) -> dict[str, SavedTenso
             rows=entry.rows(s),
             width=entry.width(s),
             element_bytes=entry.element_bytes(s),
-            fate=tensor_fate(entry, s.choices, in_layer),
+            fate=tensor_fate(entry, s.choices),
             linear=entry.storage in LINEAR_STORAGE,
         )
         saved[entry.step].append(tensor)
@@ -311,8 +329,9 @@ def saved_by_steps(specs: list[StepSpec], s: RankShapes) -> dict[str, SavedTenso
     return frozen
 
 
-def tensor_fate(entry: TensorEntry, choices: PlanChoices, in_layer: bool) -> str:
+def tensor_fate(entry: TensorEntry, choices: PlanChoices) -> str:
     """Fate of a tensor: kept, recomputed or offloaded. Where layers are recomputed, only their inputs are kept."""
+    in_layer = entry.step in REGIONS["layer"].spans
     layer_recomputed = in_layer and "layer" in choices.recomputed
     if layer_recomputed and not entry.layer_input:
         return "recomputed"

@@ -73,13 +73,33 @@ UP_PRODUCT, DOWN_PRODUCT = EXPERT_PRODUCTS
 
 
 def add_rmsnorm(
-    table: TensorTable, name: str, rows: ShapeFunction, width: ShapeFunction, layer_input: bool = False
+    table: TensorTable,
+    name: str,
+    rows: ShapeFunction,
+    width: ShapeFunction,
+    inside: tuple[str, ...] = (),
+    made_by: tuple[str, ...] = (),
+    layer_input: bool = False,
 ) -> None:
-    """Add the tensors of an RMSNorm: its input and one number per row; the scaled input too where it is composed."""
-    table.add(name, rows, width, read_by="norm", layer_input=layer_input)
-    table.add(f"scale of {name}", rows, one_column, "fp32")
-    composed = table.only(composes_rmsnorm).remade_by("norm")
-    composed.add(f"{name} scaled", rows, width, "fp32")
+    """Add the tensors of an RMSNorm: its input and one number per row; the scaled input too where it is composed.
+    `inside`: regions that begin with the norm, and keep its input alone; `made_by`: regions whose output that is."""
+    source = table.remade_by(*made_by, *table.regions)
+    source.add(name, rows, width, read_by="norm", layer_input=layer_input)
+    own = table.remade_by(*inside, *table.regions)
+    own.add(f"scale of {name}", rows, one_column, "fp32")
+    own.only(composes_rmsnorm).add(f"{name} scaled", rows, width, "fp32")
+
+
+def recomputes(region: str) -> ShapeCondition:
+    def is_recomputed(s: RankShapes) -> bool:
+        return region in s.choices.recomputed
+
+    return is_recomputed
+
+
+recomputes_up = recomputes("up")
+recomputes_core = recomputes("core")
+recomputes_experts = recomputes("experts")
 
 
 def composes_rmsnorm(s: RankShapes) -> bool:
@@ -145,7 +165,8 @@ def sink_key_count(s: RankShapes) -> int:
     """Additional keys for a sink: one where attention is composed, which also adds eight dims to queries and keys; none
     where a kernel has sinks."""
     composed = s.choices.device == "cpu"
-    return 1 if s.model.attention.sinks and composed else 0
+    added = s.model.attention.sinks and composed and not recomputes_core(s)
+    return 1 if added else 0
 
 
 def saved_head_width(s: RankShapes) -> float:
@@ -158,13 +179,14 @@ def saved_query_width(s: RankShapes) -> float:
 
 def saved_key_positions(s: RankShapes) -> float:
     """Positions of saved keys and values; with an all-gather over cp, those of all cp ranks."""
-    gathered = s.portion.cp if s.portion.context == "all_gather" else 1
+    keeps_gathered = s.portion.context == "all_gather" and not recomputes_core(s)
+    gathered = s.portion.cp if keeps_gathered else 1
     return s.C * gathered + s.B * sink_key_count(s)
 
 
 def saved_kv_heads(s: RankShapes) -> float:
     """Heads of saved keys and values; one per query head where attention is composed of plain ops."""
-    return s.H if s.plain_attention else s.G
+    return s.H if s.plain_attention and not recomputes_core(s) else s.G
 
 
 def saved_key_width(s: RankShapes) -> float:
@@ -246,10 +268,39 @@ def add_full_norm(table: TensorTable, name: str, width: ShapeFunction) -> None:
     table.add(f"scale of {name}", context_tokens, one_column, "fp32")
 
 
-def add_saved_qkv(table: TensorTable) -> None:
+def attends_to_norm_outputs(s: RankShapes) -> bool:
+    """Whether attention saves the queries and keys that a norm returned, and not copies of them."""
+    if not norms_and_ropes_in_one_op(s):
+        return False
+    makes_copies = s.plain_attention or sink_key_count(s) > 0 or reorders_attended(s)
+    return recomputes_core(s) or not makes_copies
+
+
+def attends_to_others(s: RankShapes) -> bool:
+    return not attends_to_norm_outputs(s)
+
+
+def add_queries_and_keys(table: TensorTable) -> None:
     table.add("queries", context_tokens, saved_query_width, read_by="core")
     table.add("keys", saved_key_positions, saved_key_width, read_by="core")
+
+
+def add_values(table: TensorTable) -> None:
     table.add("values", saved_key_positions, saved_value_width, read_by="core")
+
+
+def keeps_rotary_keys(s: RankShapes) -> bool:
+    """Whether the rotary part of the keys is kept by itself, as an input of the region of projections up."""
+    return s.mla and recomputes_up(s)
+
+
+def keeps_query_source(s: RankShapes) -> bool:
+    """Whether the region of projections up keeps normed tokens that the projections down do not keep."""
+    return keeps_rotary_keys(s) and not s.q_rank and not s.products.keeps_input(LATENT_DOWN)
+
+
+def rotary_width(s: RankShapes) -> float:
+    return s.rope
 
 
 def attend_tensors() -> list[TensorEntry]:
@@ -258,17 +309,20 @@ def attend_tensors() -> list[TensorEntry]:
     gqa = table.only(uses_gqa)
     # Inputs of the projections.
     add_rmsnorm(table, "stream", rank_tokens, stream_width, layer_input=True)
-    gqa_norm = gqa.remade_by("norm")
-    add_product_input(gqa_norm, "normed", context_tokens, stream_width, QKV)
-    mla_norm = mla.remade_by("norm")
-    add_product_input(mla_norm, "normed", rank_tokens, stream_width, LATENT_DOWN)
+    add_product_input(gqa, "normed", context_tokens, stream_width, QKV, made_by="norm")
+    add_product_input(mla, "normed", rank_tokens, stream_width, LATENT_DOWN, made_by="norm")
+    # Latents: the region of projections up begins with their norms.
     query_latent = table.only(has_query_latent)
-    add_rmsnorm(query_latent, "query latent", rank_tokens, query_latent_width)
-    add_rmsnorm(mla, "key latent", rank_tokens, key_latent_width)
-    latents = mla_norm.only(keeps_latents)
+    add_rmsnorm(query_latent, "query latent", rank_tokens, query_latent_width, inside=("up",))
+    add_rmsnorm(mla, "key latent", rank_tokens, key_latent_width, inside=("up",))
+    up = mla.remade_by("up")
+    latents = up.only(keeps_latents)
     latents.add("latents", context_tokens, latents_width, "linear", read_by="up")
-    add_input_copies(mla_norm, "query latents", context_tokens, query_source_width, ("attention.query",))
-    add_input_copies(mla_norm, "key latents", context_tokens, key_latent_width, LATENT_UP)
+    add_input_copies(up, "query latents", context_tokens, query_source_width, ("attention.query",))
+    add_input_copies(up, "key latents", context_tokens, key_latent_width, LATENT_UP)
+    mla.only(keeps_rotary_keys).add("rotary part of keys", rank_tokens, rotary_width)
+    source = mla.only(keeps_query_source).remade_by("norm")
+    source.add("normed, for queries", rank_tokens, stream_width)
     # Norms of queries and keys: by head, fused with RoPE, or over all heads.
     by_head = table.only(norms_each_head)
     add_rmsnorm(by_head, "query", all_query_heads, head_width)
@@ -280,17 +334,22 @@ def attend_tensors() -> list[TensorEntry]:
     add_full_norm(all_heads, "query", query_width)
     add_full_norm(all_heads, "key", key_width)
     # Attention's inputs and outputs.
-    add_saved_qkv(mla.remade_by("up"))
-    add_saved_qkv(gqa)
+    add_queries_and_keys(up)
+    add_values(up)
+    add_queries_and_keys(gqa.only(attends_to_norm_outputs).remade_by("norm"))
+    add_queries_and_keys(gqa.only(attends_to_others))
+    add_values(gqa)
     core = table.remade_by("core")
-    add_product_input(core, "attended", context_tokens, attended_width, ("attention.out",), read_by="out")
+    out = ("attention.out",)
+    add_product_input(table, "attended", context_tokens, attended_width, out, read_by="out", made_by="core")
     own = core.only(keeps_attended)
     own.add("attended", context_tokens, attended_width, read_by="out")
     reordered = core.only(reorders_attended)
     reordered.add("attended, before reordering", context_tokens, attended_width)
-    cut = table.only(cuts_context)
-    cut.add("rotary tables", context_positions, rope_table_width, "fp32")
-    masks = table.only(needs_chunk_masks)
+    for heads in (up, gqa):
+        cut = heads.only(cuts_context)
+        cut.add("rotary tables", context_positions, rope_table_width, "fp32")
+    masks = core.only(needs_chunk_masks)
     masks.add("masks of the two chunks", half_chunk_positions, chunk_mask_width, "fp32")
     flash = core.only(uses_flash_attention)
     flash.add("log-sum-exp", context_tokens, query_heads, "fp32")
@@ -301,10 +360,9 @@ def attend_tensors() -> list[TensorEntry]:
 
 def mlp_tensors() -> list[TensorEntry]:
     table = TensorTable("mlp")
-    add_rmsnorm(table, "stream", rank_tokens, stream_width)
-    normed = table.remade_by("norm")
-    add_product_input(normed, "normed", context_tokens, stream_width, DENSE_UP)
+    add_rmsnorm(table, "stream", rank_tokens, stream_width, inside=("mlp",))
     mlp = table.remade_by("mlp")
+    add_product_input(mlp, "normed", context_tokens, stream_width, DENSE_UP, made_by="norm")
     mlp.add("pre-activation", context_tokens, dense_preactivation_width)
     add_product_input(mlp, "activated", context_tokens, dense_inner_width, ("dense.down",))
     return table.entries
@@ -385,8 +443,8 @@ def choices_per_token(s: RankShapes) -> float:
 
 def route_tensors() -> list[TensorEntry]:
     table = TensorTable("route")
-    add_rmsnorm(table, "stream", rank_tokens, stream_width)
-    normed = table.remade_by("norm")
+    add_rmsnorm(table, "stream", rank_tokens, stream_width, inside=("moe",))
+    normed = table.remade_by("norm", "moe")
     normed.add("normed", rank_tokens, stream_width, read_by="experts")
     # Scores of all experts.
     router = table.remade_by("moe")
@@ -444,6 +502,11 @@ def unfused_experts(s: RankShapes) -> bool:
     return not s.fuses_experts
 
 
+def keeps_expert_tokens(s: RankShapes) -> bool:
+    """Whether the experts keep the tokens that they gather rows from."""
+    return s.fuses_experts or recomputes_experts(s)
+
+
 def experts_are_remote(s: RankShapes) -> bool:
     return s.portion.ep * s.portion.etp > 1
 
@@ -483,27 +546,34 @@ def plan_tensors() -> list[TensorEntry]:
 def expert_tensors() -> list[TensorEntry]:
     table = TensorTable("experts")
     experts = table.remade_by("experts", "moe")
-    activation = table.remade_by("activation", "experts", "moe")
-    # Inputs: the fused kernel reads tokens by index, other kernels read gathered rows.
-    fused = experts.only(fused_experts)
     unfused = experts.only(unfused_experts)
-    remote = fused.only(experts_are_remote)
+    # Inputs: the fused kernel reads tokens by index, other kernels read gathered rows. The region of all experts keeps
+    # its inputs.
+    inputs = table.remade_by("moe")
+    tokens = inputs.only(keeps_expert_tokens)
+    remote = tokens.only(experts_are_remote)
     remote.add("arrived tokens", arrived_tokens, dispatched_token_width, read_by="experts")
-    local = fused.only(has_local_latents)
+    local = tokens.only(has_local_latents)
     local.add("latents", rank_tokens, dispatched_token_width, read_by="experts")
-    experts.add("index", expert_rows, one_column, "int32")
-    arranged = experts.only(reference_arrange_rows)
+    inputs.add("index", expert_rows, one_column, "int32")
+    arranged = inputs.only(reference_arrange_rows)
     arranged.add("slots", expert_rows, one_column, "int32")
-    experts.add("weights", expert_rows, one_column, "fp32")
+    inputs.add("weights", expert_rows, one_column, "fp32")
     up = (UP_PRODUCT,)
     add_product_input(unfused, "rows", expert_rows, dispatched_token_width, up, read_by="experts", experts=held_experts)
     # Inside and after the expert MLP.
     wide = experts.only(experts_outside_fp8)
     wide.add("pre-activation", expert_rows, expert_preactivation_width, read_by="activation")
     add_expert_preactivation(experts)
-    activated = activation.only(unfused_experts)
-    down = (DOWN_PRODUCT,)
-    add_product_input(activated, "activated", expert_rows, expert_inner_width, down, experts=held_experts)
+    add_product_input(
+        unfused,
+        "activated",
+        expert_rows,
+        expert_inner_width,
+        (DOWN_PRODUCT,),
+        made_by="activation",
+        experts=held_experts,
+    )
     weighed = experts.only(weighs_expert_outputs)
     weighed.add("results", expert_rows, dispatched_token_width)
     rounded = weighed.only(rounds_router_weights)
@@ -540,7 +610,7 @@ def keeps_shared_input(s: RankShapes) -> bool:
 def shared_expert_tensors() -> list[TensorEntry]:
     table = TensorTable("shared")
     shared = table.remade_by("shared", "moe")
-    gathered = shared.only(cuts_tokens_over_tp)
+    gathered = shared.only(cuts_tokens_over_tp).remade_by("norm", *shared.regions)
     whole = gathered.only(keeps_shared_input)
     whole.add("normed, gathered", context_tokens, stream_width, "linear")
     add_input_copies(shared, "normed", context_tokens, stream_width, SHARED_UP)
@@ -569,7 +639,7 @@ def embed_tensors() -> list[TensorEntry]:
     embed.add("tokens", context_tokens, one_column, "int64")
     ahead = TensorTable("look_ahead")
     ahead.add("tokens", context_tokens, one_column, "int64")
-    add_rmsnorm(ahead, "normed stream", rank_tokens, stream_width)
+    add_rmsnorm(ahead, "normed stream", rank_tokens, stream_width, made_by=("norm",))
     add_rmsnorm(ahead, "token", rank_tokens, stream_width)
     add_product_input(ahead, "stream and token joined", rank_tokens, joined_token_width, ("join",))
     return embed.entries + ahead.entries

@@ -35,7 +35,7 @@ def explain_memory(
         shown = ranks[rank]
     else:
         raise UserError(f"no pipeline rank {rank}; there are {len(ranks)}, counted from 0")
-    held = stages_by_rank(config)[shown.rank]
+    held = stages_by_rank(s.config)[shown.rank]
     total = format_gib(shown.needed)
     lines = [f"pipeline rank {shown.rank} of {len(ranks)}: {total} at its peak, in {shown.at}"]
     lines += resident_lines(s, held, shown)

@@ -37,8 +37,10 @@ class StageCount:
     backward_steps: tuple[BackwardStep, ...]
 
 
-def pieces_of_stage(model: ModelConfig, stage: Stage, precision: PrecisionConfig) -> StagePieces:
-    alike = first_alike_layers(model, precision)
+def pieces_of_stage(
+    model: ModelConfig, stage: Stage, precision: PrecisionConfig, recompute: tuple[str, ...]
+) -> StagePieces:
+    alike = first_alike_layers(model, precision, recompute)
     pieces: list[tuple[str, int]] = []
     if stage.embeds:
         pieces.append(("E", 0))
@@ -70,7 +72,7 @@ def count_stage(
     for count in reversed(counts):
         for step in reversed(count.steps):
             forward_workspace, backward_workspace = step.working
-            workspace = backward_workspace + count.restored_bytes
+            workspace = backward_workspace + count.restored_at(step)
             forward = max(forward, forward_workspace - saved_later)
             backward = max(backward, workspace - freed)
             backward_steps.append((freed, with_gradients, workspace))
@@ -130,12 +132,20 @@ def stages_by_rank(config: Config) -> list[RankStages]:
     pp = config.parallel.pp
     seq_len = config.data.seq_len
     places = (seq_len, pp, pipeline.vpp, pipeline.schedule, pipeline.layout)
-    return arrange_stages(config.model, *places, config.precision)
+    of_some_layers = tuple(entry for entry in config.memory.recompute if "@" in entry)
+    return arrange_stages(config.model, *places, config.precision, of_some_layers)
 
 
 @lru_cache(maxsize=4096)
 def arrange_stages(
-    model: ModelConfig, seq_len: int, pp: int, vpp: int, schedule: str, layout: str, precision: PrecisionConfig
+    model: ModelConfig,
+    seq_len: int,
+    pp: int,
+    vpp: int,
+    schedule: str,
+    layout: str,
+    precision: PrecisionConfig,
+    recompute: tuple[str, ...],
 ) -> list[RankStages]:
     """Stages of every rank. Cached: an even cut takes milliseconds, and a search needs the same cut often."""
     pipeline = PipelineConfig(schedule=schedule, vpp=vpp, layout=layout)  # pyright: ignore[reportArgumentType]
@@ -147,16 +157,18 @@ def arrange_stages(
     homes = rank_of_each_stage(config)
     for stage, rank in zip(stages, homes, strict=True):
         stages_of[rank].append(stage)
-    return [rank_stages(model, stages, precision) for stages in stages_of]
+    return [rank_stages(model, stages, precision, recompute) for stages in stages_of]
 
 
-def rank_stages(model: ModelConfig, stages: list[Stage], precision: PrecisionConfig) -> RankStages:
+def rank_stages(
+    model: ModelConfig, stages: list[Stage], precision: PrecisionConfig, recompute: tuple[str, ...]
+) -> RankStages:
     embeds = any(stage.embeds for stage in stages)
     reads_embedding = any(stage.uses_embedding for stage in stages)
     has_tied_head = model.tied_head and any(stage.predicts for stage in stages)
     return RankStages(
         numbers=tuple(stage.number for stage in stages),
-        pieces=tuple(pieces_of_stage(model, stage, precision) for stage in stages),
+        pieces=tuple(pieces_of_stage(model, stage, precision, recompute) for stage in stages),
         copies_embedding=(reads_embedding or has_tied_head) and not embeds,
         aside=max(stage.aside for stage in stages),
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from math import sqrt
 from statistics import NormalDist
@@ -83,7 +83,8 @@ class RunSetting:
     def layer_shapes(self, layer: int) -> RankShapes:
         window = sliding_window_of(self.model, layer)
         products = recipes_of_layers(self.model, self.portion.precision)[layer]
-        return RankShapes(self.model, self.portion, self.choices, window, products=products)
+        choices = self.choices.in_layer(layer)
+        return RankShapes(self.model, self.portion, choices, window, products=products)
 
     @cached_property
     def degrees(self) -> dict[str, int]:
@@ -167,7 +168,18 @@ def check_product_recipes(config: Config, choices: PlanChoices) -> None:
         raise UserError(f"{recipe} is a recipe of moefold's layers, not of stack {choices.stack}; set --stack moefold")
 
 
+def agree_on_recompute(config: Config, choices: PlanChoices) -> tuple[Config, PlanChoices]:
+    """Both with the regions of the choices, or where these name none with those of the configuration."""
+    recompute = choices.recompute or config.memory.recompute
+    if choices.recompute == config.memory.recompute:
+        return config, choices
+    memory = replace(config.memory, recompute=recompute)
+    agreed = replace(choices, recompute=recompute)
+    return replace(config, memory=memory), agreed
+
+
 def build_run_setting(config: Config, world: int, choices: PlanChoices) -> RunSetting:
+    config, choices = agree_on_recompute(config, choices)
     check_product_recipes(config, choices)
     pipeline = config.pipeline
     pp = config.parallel.pp

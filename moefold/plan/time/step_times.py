@@ -18,7 +18,7 @@ from functools import cached_property
 from operator import add
 from typing import NamedTuple
 
-from moefold.anatomy.regions import MOE_STEPS
+from moefold.config.memory_regions import MOE_STEPS
 from moefold.plan.layer.layer_costs import Gemm, StepCount
 from moefold.plan.layer.moefold_layers import writes_score_gradients
 from moefold.plan.layer.pointwise import (
@@ -332,7 +332,7 @@ class StepClock:
         """Seconds that recompute and exposed offloading add to the backward of a step."""
         recomputing = 0.0
         # Regions may overlap: all of them together repeat the forward at most once.
-        for region in self.choices.recomputed:
+        for region in s.choices.recomputed:
             recompute_seconds = RECOMPUTE_COSTS[region]
             recomputing += recompute_seconds(self, step, s, forward)
         offloaded = 0.0

@@ -2,12 +2,11 @@
 
 const powers = (from, to) => Array.from({ length: Math.round(Math.log2(to / from)) + 1 }, (_, i) => from * 2 ** i);
 const DEGREES = ["parallel.tp", "parallel.cp", "parallel.pp", "pipeline.vpp", "parallel.ep", "parallel.etp"];
-const OPEN = [...DEGREES, "mbs", "overlap"]; // what a search chooses; beyond the trainer, recompute too
-const openKeys = (request) => (request.beyond_trainer === "true" ? [...OPEN, "recompute"] : OPEN);
+const OPEN = [...DEGREES, "mbs", "overlap", "recompute"]; // what a search chooses
 const DEFAULT = {
   model: "qwen3-30b-a3b", gpu: "h100", gpus: "16", precision: "bf16", seq: "4096", mbs: "2",
   "parallel.tp": "1", "parallel.cp": "1", "parallel.pp": "4", "pipeline.vpp": "4", "parallel.ep": "4", "parallel.etp": "1",
-  overlap: "false", recompute: "", offload: "", sharding: "zero", graphs: "none", dispatcher: "auto", "pipeline.schedule": "1f1b", tokens: "1e12", beyond_trainer: "false",
+  overlap: "false", recompute: "", offload: "", sharding: "zero", graphs: "none", dispatcher: "auto", "pipeline.schedule": "1f1b", tokens: "1e12",
 };
 
 // The address holds every key of the request, also keys without a control.
@@ -107,7 +106,6 @@ const groups = [
   group("Memory and speed",
     several("recompute", "Recompute", regions, moved), several("offload", "Offload", regions, moved),
     selected("sharding", "Sharding over replicas"), selected("graphs", "CUDA graphs"), selected("dispatcher", "Dispatcher"),
-    tick("beyond_trainer", "Beyond the trainer", "a search may use recompute, which the trainer does not have yet", moved),
     field("other", "Other keys", "as optim.moments=bf16 stack=megatron", { type: "text" }, moved)),
 ];
 const nameOf = (key) => panel.find((each) => each.key === key)?.label || key;
@@ -209,7 +207,7 @@ function compare() {
 // The same question for the command line.
 function command({ name, gpus }) {
   const quoted = (value) => (/^[\w.,+-]+$/.test(value) ? value : `'${value.replaceAll("'", "'\\''")}'`);
-  const flags = { overlap: "overlap", beyond_trainer: "beyond-trainer" };
+  const flags = { overlap: "overlap" };
   const flag = ([key, value]) => (flags[key] ? `--${value === "true" ? "" : "no-"}${flags[key]}` : `--${key} ${quoted(value)}`);
   return `moefold plan ${name} --gpus ${gpus} ${Object.entries(shown).filter(([key, value]) => !["model", "gpus"].includes(key) && value !== "").map(flag).join(" ")}`;
 }
@@ -239,7 +237,7 @@ const going = make("progress", { "aria-label": "searching", hidden: "" });
 const clock = make("span", { class: "doc" });
 
 async function search() {
-  const asked = Object.fromEntries(Object.entries(shown).filter(([key]) => !openKeys(shown).includes(key)));
+  const asked = Object.fromEntries(Object.entries(shown).filter(([key]) => !OPEN.includes(key)));
   const began = Date.now();
   const tick = setInterval(() => (clock.textContent = `searching, ${Math.round((Date.now() - began) / 1000)} s`), 250);
   busy(true);

@@ -138,6 +138,30 @@ def test_a_step_on_a_cpu_takes_at_least_the_memory_that_a_refusal_would_count(re
     assert 0.85 * measured < counted <= measured
 
 
+LARGE = [
+    *("--train.device", "cpu", "--train.precision", "fp32", "--train.micro_batch", "4", "--train.global_batch", "8"),
+    *("--data.tokenizer", "byte", "--model.moe.shared_ffn", "128", "--model.moe.dense_layers", "1"),
+]
+
+
+@pytest.fixture(scope="module")
+def share_counted_when_all_is_kept() -> float:
+    return share_counted(LARGE)
+
+
+def share_counted(words: list[str]) -> float:
+    return certain_bytes(fit("tiny", *words).by_pipeline_rank) / peak_of_tensors(resolve_recipe("tiny", words))
+
+
+@pytest.mark.parametrize("regions", ["norm,activation", "experts", "moe", "layer", "layer@0-1,norm"])
+def test_a_recomputing_run_takes_the_memory_planned_as_one_that_keeps_all(
+    regions: str, share_counted_when_all_is_kept: float
+):
+    """A plan leaves some temporaries of a CPU run out: the same with every policy."""
+    share = share_counted([*LARGE, "--memory.recompute", regions])
+    assert share == pytest.approx(share_counted_when_all_is_kept, rel=0.03)
+
+
 def peak_of_tensors(config: Config) -> int:
     """Bytes that tensors hold at most in two steps, by torch's allocator: a process's resident set does not repeat."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:

@@ -1,0 +1,196 @@
+"""Memory regions: named parts of a layer whose saved tensors a memory policy may keep, rebuild or offload.
+
+One list for the configuration, the planner, `moefold explain` and the model. A region lies inside steps or spans whole
+steps:
+
+    step       attend               route  plan  dispatch  shared  experts      combine  add      mlp
+    inside     norm up core out     norm                           activation                     norm
+    spans                           [------------------------- moe ------------------------]
+                                                           shared  experts                        mlp
+               [---------------------------- layer ----------------------------------------]
+
+`memory.recompute` names regions, each for all layers or for some: `norm`, `moe@0-7`, `layer@3`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import permutations
+
+from moefold.config.errors import UserError, did_you_mean, printable_text
+
+NORMED_STEPS = ("attend", "mlp", "route", "look_ahead", "set_aside", "predict")
+MOE_STEPS = ("route", "narrow", "plan", "dispatch", "shared", "experts", "combine", "widen", "add")
+BLOCK_INPUTS = ("stream", "token_shard", "imposed", "aux")
+
+
+@dataclass(frozen=True)
+class RegionSpec:
+    """A region lies `inside` the named steps, or it `spans` a run of steps: those of the names that the layer has.
+    `reads`: the entries of the carry that a run of steps reads."""
+
+    name: str
+    meaning: str
+    inside: tuple[str, ...] = ()
+    spans: tuple[str, ...] = ()
+    reads: tuple[str, ...] = ()
+
+    @property
+    def steps(self) -> tuple[str, ...]:
+        return self.inside or self.spans
+
+    @property
+    def place(self) -> str:
+        """The position in words: `inside attend` or `route to widen`."""
+        if self.inside:
+            return f"inside {', '.join(self.inside)}"
+        first = self.spans[0]
+        last = self.spans[-1]
+        return first if first == last else f"{first} to {last}"
+
+    @property
+    def spans_exchange(self) -> bool:
+        """Whether tokens are sent to the experts of other ranks inside."""
+        return "dispatch" in self.spans
+
+    def covers(self, other: RegionSpec) -> bool:
+        """Whether all of another region lies inside this one."""
+        return other is not self and set(other.steps) <= set(self.spans)
+
+
+REGION_LIST = (
+    RegionSpec("norm", "RMSNorms, with the all-gather over tp behind them", inside=NORMED_STEPS),
+    RegionSpec("up", "latent attention: projections up from the latents, with their norms", inside=("attend",)),
+    RegionSpec("core", "attention itself, from queries, keys and values to its result", inside=("attend",)),
+    RegionSpec("out", "attention's projection back to the stream", inside=("attend",)),
+    RegionSpec("mlp", "the MLP of dense layers, with its norm", spans=("mlp",), reads=("stream",)),
+    RegionSpec("shared", "shared experts", spans=("shared",), reads=("h_TD",)),
+    RegionSpec("experts", "routed experts, all of them", spans=("experts",), reads=("rows",)),
+    RegionSpec("activation", "the activation inside routed experts", inside=("experts",)),
+    RegionSpec("moe", "all of an MoE layer, with its norm", spans=MOE_STEPS, reads=BLOCK_INPUTS),
+    RegionSpec(
+        "layer",
+        "a whole layer: only its input is kept",
+        spans=("attend", "mlp", *MOE_STEPS),
+        reads=BLOCK_INPUTS,
+    ),
+)
+REGIONS = {region.name: region for region in REGION_LIST}
+NOT_REBUILT = "out"  # nothing keeps its output, and its input is that of its weight gradient
+REBUILT_REGIONS = tuple(name for name in REGIONS if name != NOT_REBUILT)
+
+# ---- entries of memory.recompute
+
+RegionLayers = dict[str, frozenset[int] | None]  # by region: its layers, None for all
+
+ENTRY = re.compile(r"(?P<name>[^@]+)(@(?P<first>\d+)(-(?P<last>\d+))?)?")
+ENTRY_FORM = "expected region, region@layer or region@first-last, such as moe@0-7"
+
+
+def parse_recompute(entries: Iterable[str], layers: int) -> RegionLayers:
+    """The regions of `memory.recompute` with their layers, of a model with so many layers. Entries that cannot be read
+    are refused, all at once."""
+    found: RegionLayers = {}
+    problems: list[str] = []
+    for entry in entries:
+        match = ENTRY.fullmatch(entry)
+        problem = entry_problem(entry, match, layers)
+        if problem:
+            problems.append(problem)
+        elif match is not None:
+            name = match["name"]
+            found[name] = joined_layers(found.get(name, frozenset()), entry_layers(match))
+    problems += nested_region_problems(found)
+    if problems:
+        raise UserError(*problems)
+    return found
+
+
+def regions_by_layer(entries: Iterable[str], layers: int) -> dict[str, str]:
+    """By region: the layers that the entries name for it, in words."""
+    words: dict[str, str] = {}
+    for name, named in parse_recompute(entries, layers).items():
+        words[name] = "all layers" if named is None else f"layers {ranges_in_words(named)}"
+    return words
+
+
+def ranges_in_words(numbers: Iterable[int]) -> str:
+    """0-7, 12"""
+    ranges: list[list[int]] = []
+    for number in sorted(numbers):
+        if ranges and number == ranges[-1][-1] + 1:
+            ranges[-1][1:] = [number]
+        else:
+            ranges.append([number])
+    return ", ".join("-".join(map(str, ends)) for ends in ranges)
+
+
+def recompute_problems(entries: Sequence[str], layers: int) -> str:
+    """What is wrong with the entries, as one text; empty if nothing is."""
+    try:
+        parse_recompute(entries, layers)
+    except UserError as error:
+        return f"memory.recompute = {printable_text(','.join(entries))}: {'; '.join(error.problems)}"
+    return ""
+
+
+def entry_problem(entry: str, match: re.Match[str] | None, layers: int) -> str:
+    shown = f'entry "{printable_text(entry)}"'
+    if match is None:
+        return f"{shown} cannot be read; {ENTRY_FORM}"
+    name = match["name"]
+    if name == NOT_REBUILT:
+        return f"{shown}: nothing is saved by rebuilding region {name}; leave it out"
+    if name not in REBUILT_REGIONS:
+        guess = did_you_mean(name, REBUILT_REGIONS)
+        return f"{shown} names no region{guess}; there are: {', '.join(REBUILT_REGIONS)}"
+    named = entry_layers(match)
+    if named is None:
+        return ""
+    if not named:
+        return f"{shown} ends before it begins; {ENTRY_FORM}"
+    if max(named) >= layers:
+        return f"{shown} names layer {max(named)}; the model has layers 0 to {layers - 1}"
+    return ""
+
+
+def entry_layers(match: re.Match[str]) -> frozenset[int] | None:
+    if match["first"] is None:
+        return None
+    first = int(match["first"])
+    last = int(match["last"] or first)
+    return frozenset(range(first, last + 1))
+
+
+def joined_layers(one: frozenset[int] | None, two: frozenset[int] | None) -> frozenset[int] | None:
+    """The layers of either; None for all."""
+    if one is None or two is None:
+        return None
+    return one | two
+
+
+def nested_region_problems(regions: RegionLayers) -> list[str]:
+    """One problem for each region that lies inside another in the same layer."""
+    problems: list[str] = []
+    for inner, outer in permutations(regions, 2):
+        if REGIONS[outer].covers(REGIONS[inner]) and share_a_layer(regions[inner], regions[outer]):
+            problems.append(f'region "{inner}" lies inside "{outer}", which covers it: name one of the two')
+    return problems
+
+
+def outermost_regions(names: Iterable[str]) -> tuple[str, ...]:
+    """The regions without those that lie inside another of them."""
+    named = dict.fromkeys(names)
+    outermost: list[str] = []
+    for name in named:
+        if not any(REGIONS[other].covers(REGIONS[name]) for other in named):
+            outermost.append(name)
+    return tuple(outermost)
+
+
+def share_a_layer(one: frozenset[int] | None, two: frozenset[int] | None) -> bool:
+    if one is None or two is None:
+        return True
+    return not one.isdisjoint(two)

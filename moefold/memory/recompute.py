@@ -1,0 +1,252 @@
+"""Recompute: what a region makes is not kept between forward and backward, and its function is run again when backward
+first needs it.
+
+    in forward     a tensor that autograd saves inside a region is dropped; of its outputs, a promise is saved instead
+    in backward    the first saved tensor or promise that is asked for runs the region's function again
+
+A promise is what a consumer's backward holds in place of the region's output: nobody keeps the output, so its memory is
+free once the consumers have run. The autograd graph is that of the first run, so that gradients are equal to the bit.
+Inputs are kept, and an input that is an output of another rebuilt region is a promise too.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from moefold.layout.rerun import rerun_key, rerunning
+from moefold.model.steps import Carry, FollowsFromFirst, Step
+
+Function = Callable[..., Any]
+
+
+class Promise(NamedTuple):
+    """A saved tensor that is an output of a region's call, or a view of one."""
+
+    call: RegionCall
+    output: int
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    def tensor(self) -> Tensor:
+        return self.call.output(self.output).as_strided(self.size, self.stride, self.offset)
+
+
+class PromisedOutput(NamedTuple):
+    """An output of a region's call, by the memory that it lies in."""
+
+    memory: StorageWeakRef
+    call: RegionCall
+    output: int
+
+
+class Promises:
+    """The outputs of rebuilt regions that are still in memory, by that memory."""
+
+    def __init__(self) -> None:
+        self.outputs: dict[int, PromisedOutput] = {}
+
+    def add(self, outputs: Sequence[Any], call: RegionCall, inputs: Sequence[Any]) -> None:
+        """Promise each output that is a tensor in memory of its own."""
+        self.forget_freed()
+        taken = {memory_of(x) for x in inputs if isinstance(x, Tensor)}
+        for number, y in enumerate(outputs):
+            if isinstance(y, Tensor) and memory_of(y) not in taken:
+                taken.add(memory_of(y))
+                memory = StorageWeakRef(y.untyped_storage())
+                self.outputs[memory_of(y)] = PromisedOutput(memory, call, number)
+
+    def forget_freed(self) -> None:
+        for key, promised in list(self.outputs.items()):
+            if promised.memory.expired():
+                self.outputs.pop(key, None)
+
+    def promise_for(self, x: Tensor) -> Promise | None:
+        # A weak reference holds the address, so no other memory has it.
+        promised = self.outputs.get(memory_of(x))
+        if promised is None:
+            return None
+        return Promise(promised.call, promised.output, x.size(), x.stride(), int(x.storage_offset()))
+
+    def pack(self, x: Tensor) -> Tensor | Promise:
+        return self.promise_for(x) or x.detach()  # an output of a node would hold its node, which holds the output
+
+    @contextmanager
+    def replacing_saved_tensors(self) -> Iterator[None]:
+        """What autograd saves inside is replaced by promises, where it can be."""
+        with saved_tensors_hooks(self.pack, tensor_of):
+            yield
+
+    def around_step(self, step: Step) -> Step:
+        def run_with_promises(carry: Carry) -> Carry:
+            with self.replacing_saved_tensors():
+                return step.run(carry)
+
+        return replace(step, run=run_with_promises)
+
+
+def memory_of(x: Tensor) -> int:
+    return x.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType, reportUnknownVariableType, reportAttributeAccessIssue]
+
+
+def tensor_of(packed: Tensor | Promise) -> Tensor:
+    return packed.tensor() if isinstance(packed, Promise) else packed
+
+
+class KeptInput(NamedTuple):
+    """An input of a region's call, without the graph that made it."""
+
+    packed: Tensor | Promise
+    requires_grad: bool
+
+    def tensor(self) -> Tensor:
+        x = tensor_of(self.packed)
+        if x.requires_grad or not self.requires_grad:
+            return x
+        return x.detach().requires_grad_()
+
+
+class RegionCall:
+    """One call of a region's function, which can be run again. `saved`: the tensors that autograd saves inside, in
+    their order, between the second run and their use in backward."""
+
+    def __init__(self, policy: Rebuild, fn: Function, inputs: Sequence[Any]):
+        self.policy = policy
+        self.fn = fn
+        self.inputs = [self.keep(x) for x in inputs]
+        self.dropped = 0
+        self.saved: list[Tensor | None] | None = None
+        self.outputs: list[Any] | None = None
+        self.lock = threading.RLock()  # segments may run backward on two threads
+
+    def keep(self, x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        packed = self.policy.promises.promise_for(x)
+        if packed is None:
+            packed = x if x.is_leaf else x.detach()
+        return KeptInput(packed, x.requires_grad)
+
+    # ---- forward
+
+    def run_dropping(self, inputs: Sequence[Any]) -> Any:
+        """The first run; of what autograd saves inside, a number is saved instead."""
+        with inside_call(), saved_tensors_hooks(self.drop, self.restore):
+            return self.fn(*inputs)
+
+    def drop(self, _: Tensor) -> int:
+        number = self.dropped
+        self.dropped += 1
+        return number
+
+    # ---- backward
+
+    def restore(self, number: int) -> Tensor:
+        with self.lock:
+            if self.saved is None:
+                self.run_again()
+            assert self.saved is not None
+            x = self.saved[number]
+            self.saved[number] = None  # backward's node is its last reader
+        if x is None:
+            raise RuntimeError("a second backward through a recomputed region; run the forward pass again")
+        return x
+
+    def output(self, number: int) -> Tensor:
+        with self.lock:
+            if self.outputs is None:
+                self.run_again()
+            assert self.outputs is not None
+            return self.outputs[number]
+
+    def run_again(self) -> None:
+        inputs = [x.tensor() if isinstance(x, KeptInput) else x for x in self.inputs]
+        policy = self.policy
+        with rerunning(uses_expert_outputs=policy.uses_expert_outputs):
+            outputs = self.run_and_capture(inputs) if policy.drops_saved else self.run_plainly(inputs)
+        if policy.promises_outputs:
+            self.outputs = [y.detach() if isinstance(y, Tensor) else y for y in as_sequence(outputs)]
+
+    @torch.no_grad()
+    def run_plainly(self, inputs: Sequence[Any]) -> Any:
+        return self.fn(*inputs)
+
+    @torch.enable_grad()
+    def run_and_capture(self, inputs: Sequence[Any]) -> Any:
+        """Run with a graph, as the first time, to learn what autograd saves. The graph itself holds nothing."""
+        captured: list[Tensor | None] = []
+
+        def capture(x: Tensor) -> None:
+            captured.append(x.detach())
+
+        with saved_tensors_hooks(capture, refuse_to_unpack):
+            outputs = self.fn(*inputs)
+        if len(captured) != self.dropped:
+            raise RuntimeError(
+                f"a recomputed region saved {len(captured)} tensors, and {self.dropped} in its first run; "
+                "its function must do the same in both"
+            )
+        self.saved = captured
+        return outputs
+
+
+def refuse_to_unpack(_: Any) -> Tensor:
+    raise RuntimeError("backward through the second run of a recomputed region")
+
+
+def as_sequence(outputs: Any) -> Sequence[Any]:
+    return outputs if isinstance(outputs, (tuple, list)) else (outputs,)  # pyright: ignore[reportUnknownVariableType]
+
+
+class InsideCall(threading.local):
+    """Whether this thread runs the function of a region that keeps nothing of what is inside it."""
+
+    active: bool = False
+
+
+INSIDE_CALL = InsideCall()
+
+
+@contextmanager
+def inside_call() -> Iterator[None]:
+    INSIDE_CALL.active = True
+    try:
+        yield
+    finally:
+        INSIDE_CALL.active = False
+
+
+@dataclass(frozen=True)
+class Rebuild:
+    """The policy of one region. `drops_saved`: tensors saved inside are dropped; `promises_outputs`: outputs are, too.
+    `uses_expert_outputs`: whether something saved inside follows from the output of routed experts."""
+
+    promises: Promises
+    drops_saved: bool
+    promises_outputs: bool
+    uses_expert_outputs: bool = True
+
+    def around(self, fn: Function, *inputs: Any) -> Any:
+        if not torch.is_grad_enabled() or INSIDE_CALL.active or rerun_key() is not None:
+            return fn(*inputs)
+        if isinstance(fn, FollowsFromFirst) and not self.drops_saved:
+            outputs = fn(*inputs)
+            self.promise(outputs, RegionCall(self, fn.again, outputs[:1]), outputs[:1])
+            return outputs
+        call = RegionCall(self, fn, inputs)
+        outputs = call.run_dropping(inputs) if self.drops_saved else fn(*inputs)
+        if self.promises_outputs:
+            self.promise(outputs, call, inputs)
+        return outputs
+
+    def promise(self, outputs: Any, call: RegionCall, inputs: Sequence[Any]) -> None:
+        self.promises.add(as_sequence(outputs), call, inputs)

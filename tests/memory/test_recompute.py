@@ -1,0 +1,168 @@
+"""Runs that recompute regions are equal, to the bit, to runs that keep everything: losses, router statistics, every
+gradient, every updated weight."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+
+from moefold.config.memory_regions import REBUILT_REGIONS
+from moefold.config.rule import ConfigOnRanks
+from moefold.config.rules import broken_rules
+from moefold.config.run import Config, MemoryConfig
+from moefold.layout.axes import World, create_world, single_rank_world
+from moefold.presets.recipe import resolve_recipe
+from moefold.train.parity import RankTrace, trace_run
+from tests.support.ranks import run_ranks
+
+SIZES = [
+    *("--model.layers", "3", "--model.hidden", "32", "--model.moe.ffn", "32", "--model.moe.experts", "4"),
+    *("--model.attention.heads", "2", "--model.attention.kv_heads", "1", "--model.attention.head_dim", "16"),
+    *("--model.dense_ffn", "32", "--model.moe.shared_ffn", "16", "--model.moe.dense_layers", "1"),
+    *("--model.moe.balance.aux_loss", "0.1", "--model.moe.balance.bias_rate", "0.01", "--optim.warmup", "0"),
+    *("--data.seq_len", "16", "--train.global_batch", "2", "--train.micro_batch", "1", "--data.tokenizer", "byte"),
+    *("--train.device", "cpu", "--train.precision", "fp32", "--observe.tensorboard", "false"),
+]
+LATENT_ATTENTION = [
+    *("--model.attention.kind", "mla", "--model.attention.kv_heads", "2", "--model.attention.rope_dim", "16"),
+    *("--model.attention.head_dim", "32"),
+    *("--model.attention.q_rank", "16", "--model.attention.kv_rank", "16", "--model.attention.qk_norm", "none"),
+]
+FP8_EXPERTS = ["--model.moe.ffn", "128", "--model.moe.activation", "swiglu"]
+MECHANISMS: dict[str, list[str]] = {
+    "plain": ["--model.attention.qk_norm", "head"],
+    "bf16": ["--train.precision", "bf16", "--model.attention.qk_norm", "full"],
+    "latent attention": LATENT_ATTENTION,
+    "no query latent": [*LATENT_ATTENTION, "--model.attention.q_rank", "0"],
+    "tokens ahead": ["--model.mtp", "2", "--model.mtp_loss", "0.3"],
+    "capacity": ["--model.moe.capacity.factor", "1.0", "--model.moe.capacity.pad", "true"],
+    "documents": ["--data.attend", "document", "--model.attention.window", "8", "--model.attention.sinks", "true"],
+    "jitter": ["--model.moe.router.jitter", "0.1", "--model.moe.shared_gate", "true"],
+    "latent experts": ["--model.moe.latent", "16", "--model.moe.gate", "output"],
+    "biases": ["--model.moe.biases", "true", "--model.moe.activation", "clamped_swiglu"],
+    "fp8 blocks": ["--precision.recipe", "fp8_block", *LATENT_ATTENTION],
+    "fp8 rows, one function": ["--precision.recipe", "fp8_row", *FP8_EXPERTS],
+    "fp8 tensors, delayed": ["--precision.recipe", "fp8_tensor", "--precision.scaling", "delayed", *FP8_EXPERTS],
+    "fp8 hybrid": ["--precision.recipe", "fp8_hybrid", *LATENT_ATTENTION],
+}
+STEPS = 2
+CHOICES = [
+    *REBUILT_REGIONS,
+    "norm,activation,core,mlp,shared",
+    "layer@0-1,moe@2,norm",
+    "experts@1,norm@0-1,activation@2",
+]
+
+
+def configured(mechanism: str) -> Config:
+    return resolve_recipe("tiny", [*SIZES, *MECHANISMS[mechanism]], 1)
+
+
+def recomputing(config: Config, choice: str) -> Config:
+    return replace(config, memory=MemoryConfig(recompute=tuple(choice.split(","))))
+
+
+def has_regions(config: Config, choice: str) -> bool:
+    return choice != "up" or config.model.attention.kind == "mla"
+
+
+def differing(one: RankTrace, two: RankTrace) -> list[str]:
+    assert [entry.what for entry in one] == [entry.what for entry in two]
+    pairs = zip(one, two, strict=True)
+    return [mine.what for mine, other in pairs if not torch.equal(mine.values, other.values)]
+
+
+CASES = [(mechanism, choice) for mechanism in MECHANISMS for choice in CHOICES]
+
+
+@cache
+def kept_trace(mechanism: str) -> RankTrace:
+    return trace_run(configured(mechanism), single_rank_world(), STEPS)
+
+
+@pytest.mark.parametrize(("mechanism", "choice"), CASES)
+def test_a_recomputing_run_is_equal_to_the_bit(mechanism: str, choice: str):
+    config = configured(mechanism)
+    if has_regions(config, choice):
+        rebuilt = trace_run(recomputing(config, choice), single_rank_world(), STEPS)
+        assert differing(rebuilt, kept_trace(mechanism)) == []
+
+
+# ---- on several ranks: regions that communicate
+
+
+LAYOUTS: dict[str, tuple[int, list[str]]] = {  # ranks, and the layout
+    "experts on four ranks": (4, ["--parallel.ep", "4"]),
+    "tp and ep": (4, ["--parallel.tp", "2", "--parallel.ep", "2"]),
+    "a pipeline with tokens ahead": (4, ["--parallel.pp", "2", "--parallel.ep", "2", "--model.mtp", "1"]),
+    "zero bubble": (
+        4,
+        ["--parallel.pp", "2", "--parallel.tp", "2", "--parallel.ep", "2", "--pipeline.schedule", "zb_h1"],
+    ),
+    "paired": (4, ["--parallel.pp", "2", "--parallel.ep", "2", "--pipeline.pair", "true", "--pipeline.defer", "true"]),
+    "latent attention over tp": (4, ["--parallel.tp", "2", "--parallel.ep", "4", *LATENT_ATTENTION]),
+    "everything on eight ranks": (
+        8,
+        ["--parallel.tp", "2", "--parallel.cp", "2", "--parallel.ep", "2", "--parallel.etp", "2", "--parallel.pp", "2"],
+    ),
+    "context in a ring on eight ranks": (8, ["--parallel.cp", "4", "--parallel.ep", "8", "--model.moe.experts", "8"]),
+    "dualpipe on eight ranks": (
+        8,
+        [
+            *("--parallel.pp", "4", "--pipeline.schedule", "dualpipe_v", "--pipeline.vpp", "2"),
+            *("--parallel.ep", "2", "--model.layers", "8", "--pipeline.pair", "true"),
+        ],
+    ),
+    "interleaved on eight ranks": (
+        8,
+        [
+            *("--parallel.pp", "2", "--pipeline.schedule", "interleaved", "--pipeline.vpp", "2"),
+            *("--parallel.ep", "4", "--model.layers", "4", "--parallel.tp", "2"),
+        ],
+    ),
+    "hierarchy of cp, paired": (
+        8,
+        ["--parallel.pp", "2", "--parallel.cp", "2", "--parallel.ep", "4", "--pipeline.pair", "true"],
+    ),
+}
+RANK_CHOICES = ["norm,up,core,shared,experts", "moe", "layer", "layer@0,moe@1"]
+
+
+def trace_choices(world: World, configs: list[Config]) -> list[RankTrace]:
+    traces: list[RankTrace] = []
+    for config in configs:
+        here = create_world(world.rank, world.size, world.device, config.parallel, node_size=4)
+        traces.append(trace_run(config, here, STEPS))
+    return traces
+
+
+def choices_for(config: Config, world: int) -> list[str]:
+    """Those that the configuration allows; two of them on many ranks."""
+    is_latent = config.model.attention.kind == "mla"
+    choices = [choice if is_latent else choice.replace("up,", "") for choice in RANK_CHOICES]
+    legal = [each for each in choices if not broken_rules(ConfigOnRanks(recomputing(config, each), world))]
+    return legal if world < 8 else [legal[0], legal[-1]]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_regions_that_communicate_are_equal_to_the_bit_on_every_rank(layout: str):
+    size, words = LAYOUTS[layout]
+    degrees = [
+        *SIZES,
+        "--train.global_batch",
+        "8",
+        "--train.micro_batch",
+        "1",
+        "--model.attention.kv_heads",
+        "2",
+        *words,
+    ]
+    config = resolve_recipe("tiny", degrees, size)
+    choices = choices_for(config, size)
+    configs = [config, *(recomputing(config, choice) for choice in choices)]
+    for kept, *rebuilt in run_ranks(trace_choices, size, configs):
+        for choice, trace in zip(choices, rebuilt, strict=True):
+            assert differing(trace, kept) == [], choice
