@@ -16,7 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from moefold.anatomy.model_totals import active_parameters, mtp_parameters, total_parameters, train_flops_per_token
-from moefold.anatomy.product_formats import experts_recipe, product_formats, recipe_in_words
+from moefold.anatomy.product_formats import experts_recipe, product_formats, recipe_in_words, storage_in_words
 from moefold.anatomy.regions import absent_regions, regions_of
 from moefold.anatomy.stage_contents import pipeline_layout, rank_of_each_stage
 from moefold.anatomy.step_specs import (
@@ -50,7 +50,8 @@ RING_OPS = {
     "attention_block_backward",
     "merge_attention_block",
 }  # added by a ring of context-parallel ranks
-FP8_OPS = {*QUANTISE_CHOICES, "fp8_product", "fp8_weight_product"}  # added by FP8 recipes
+FP8_STORAGE_OPS = {"share_maxima", "cast_share", "transpose_values"}  # added by weights that are stored in FP8 alone
+FP8_OPS = {*QUANTISE_CHOICES, "fp8_product", "fp8_weight_product"} - FP8_STORAGE_OPS  # added by FP8 recipes
 FP8_EXPERT_OPS = {  # and by experts in FP8 as one function
     "fp8_swiglu_product",
     "fp8_dswiglu_product",
@@ -188,7 +189,8 @@ def describe_products(config: Config, facts: Facts) -> Description:
         kinds.append({"count": count, **asdict(kind)})
     used = dict.fromkeys(kind["recipe"] for kind in kinds)
     recipes = {recipe: recipe_in_words(recipe, config.precision, facts.dtype) for recipe in used}
-    return {"recipes": recipes, "kinds": kinds}
+    storage = storage_in_words(config.precision, facts.dtype)
+    return {"recipes": recipes, "kinds": kinds, "storage": storage}
 
 
 def pipeline_placement(config: Config) -> Description | None:
@@ -253,7 +255,12 @@ def fp8_ops_of_run(config: Config, facts: Facts) -> set[str]:
         return set()
     forced = forced_implementations(config.kernels.force)
     experts, _ = pick_implementation("expert_mlp", facts, forced.get("expert_mlp"))
-    return FP8_OPS | FP8_EXPERT_OPS if experts == "fp8" else FP8_OPS
+    ops = set(FP8_OPS)
+    if experts == "fp8":
+        ops |= FP8_EXPERT_OPS
+    if config.precision.storage == "fp8":
+        ops |= FP8_STORAGE_OPS
+    return ops
 
 
 def ops_of_run(config: Config, layers: list[LayerKind]) -> set[str]:
@@ -350,6 +357,7 @@ def print_products(products: Description, console: Console) -> None:
     for recipe, formats in recipes.items():
         table.add_row(recipe, *formats.values())
     console.print(table)
+    console.print(f"weights of FP8 products: {products['storage']}")
 
 
 def product_table(kinds: list[Description]) -> Table:
@@ -392,6 +400,8 @@ def steps_that_use(op: str, layers: list[Description]) -> list[str]:
         return ["products"]
     if op in FP8_EXPERT_OPS:
         return ["experts"]
+    if op in FP8_STORAGE_OPS:
+        return ["weights"]
     if not users:
         return ["optimizer" if op in OPTIMIZER_OPS else "attend"]
     return list(users)

@@ -85,6 +85,7 @@ NOT_BY_DEFAULT = "layers are excluded from precision.recipe, which is plain"
 OPTION_RULES = [
     option_rule("power_of_two_scales", False, quantises_somewhere, NO_FP8),
     option_rule("gradient_format", "e4m3", quantises_somewhere, NO_FP8),
+    option_rule("storage", "plain", quantises_somewhere, NO_FP8),
     option_rule("accumulate", "promoted", scales_in_some_epilogue, NOT_IN_EPILOGUE),
     option_rule("scaling", "current", scales_in_some_epilogue, NOT_IN_EPILOGUE),
     option_rule("history", 16, delays_some_scales, NOT_DELAYED, "precision.scaling"),
@@ -104,6 +105,20 @@ PRECISION_RULES.extend(OPTION_RULES)
 def some_layer_is_not_excluded(c: ConfigOnRanks) -> bool:
     excluded = c.precision.exclude_first + c.precision.exclude_last
     return excluded == 0 or excluded < c.model.layers
+
+
+# Storage of weights.
+
+
+@PRECISION_RULES.rule(
+    "FP8 storage has one set of bytes for both layouts",
+    ("precision.storage", RECIPE, ENTRIES),
+    says="<precision.storage> keeps one set of bytes for both layouts of a weight, but fp8_row quantises each layout "
+    "with scales of its own (<precision.recipe>, <precision.recipes>)",
+    fix="set precision.storage to plain",
+)
+def fp8_storage_has_one_set_of_bytes(c: ConfigOnRanks) -> bool:
+    return c.precision.storage != "fp8" or all(spec.weight != "channel" for spec in recipes_in_use(c))
 
 
 # Widths of products on one rank.

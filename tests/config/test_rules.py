@@ -43,6 +43,15 @@ BREAKS: dict[str, list[tuple[str, int, str]]] = {
         ("--precision.power_of_two_scales=true", 1, "precision.power_of_two_scales = true")
     ],
     "precision.gradient_format is used": [("--precision.gradient_format=e5m2", 1, "precision.recipe = plain")],
+    "precision.storage is used": [("--precision.storage=fp8", 1, "precision.storage = fp8")],
+    "FP8 storage has one set of bytes for both layouts": [
+        ("--precision.storage=fp8 --precision.recipe=fp8_row", 1, "but fp8_row quantises each layout"),
+        (
+            "--precision.storage=fp8 --precision.recipe=fp8_block --precision.recipes=*.attention.*:fp8_row",
+            1,
+            "precision.recipes = *.attention.*:fp8_row",
+        ),
+    ],
     "precision.accumulate is used": [
         ("--precision.accumulate=fast --precision.recipe=fp8_block", 1, "precision.recipe = fp8_block"),
     ],
