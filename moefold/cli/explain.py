@@ -33,6 +33,7 @@ from moefold.config.run import Config, ModelConfig
 from moefold.dispatch import price
 from moefold.kernels.catalog import CATALOG, forced_implementations, pick_implementation
 from moefold.kernels.facts import BYTES_PER_ELEMENT, Facts, expected_facts
+from moefold.kernels.optimizer.choices import CHOICES as OPTIMIZER_CHOICES
 from moefold.kernels.quantise.choices import CHOICES as QUANTISE_CHOICES
 from moefold.layout.fold import fold_into_grids
 from moefold.plan.machine.known_links import first_gpu_name, known_links
@@ -51,7 +52,8 @@ RING_OPS = {
     "merge_attention_block",
 }  # added by a ring of context-parallel ranks
 FP8_STORAGE_OPS = {"share_maxima", "cast_share", "transpose_values"}  # added by weights that are stored in FP8 alone
-FP8_OPS = {*QUANTISE_CHOICES, "fp8_product", "fp8_weight_product"} - FP8_STORAGE_OPS  # added by FP8 recipes
+FP8_PRODUCT_OPS = {"fp8_product", "fp8_weight_product", "adamw_blocks"}
+FP8_OPS = {*QUANTISE_CHOICES, *FP8_PRODUCT_OPS} - FP8_STORAGE_OPS  # added by FP8 recipes
 FP8_EXPERT_OPS = {  # and by experts in FP8 as one function
     "fp8_swiglu_product",
     "fp8_dswiglu_product",
@@ -396,12 +398,12 @@ def steps_that_use(op: str, layers: list[Description]) -> list[str]:
         for step in layer["steps"]:
             if op in step["ops"]:
                 users[step["step"]] = None
+    if op in OPTIMIZER_CHOICES:
+        return ["optimizer"]
     if op in FP8_OPS:
         return ["products"]
     if op in FP8_EXPERT_OPS:
         return ["experts"]
     if op in FP8_STORAGE_OPS:
         return ["weights"]
-    if not users:
-        return ["optimizer" if op in OPTIMIZER_OPS else "attend"]
-    return list(users)
+    return list(users) or ["attend"]

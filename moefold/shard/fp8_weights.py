@@ -1,7 +1,8 @@
 """Weights stored in FP8: bytes in both layouts on every replica, main weights on the rank that updates them, and no
 copy in the model's dtype (`precision.storage fp8`).
 
-    before_gather    largest magnitudes of this rank's share; over replicas; scales; bytes of the share
+    before_gather    largest magnitudes of this rank's share; over replicas; scales; bytes of the share (on one replica
+                     the optimizer's kernel may have written all of it)
     wire_tensors     the bytes, one for each weight
     after_gather     the second layout, from the bytes of all replicas
 
@@ -24,7 +25,7 @@ from moefold.kernels.optimizer.split_fp32 import round_to_nearest
 from moefold.kernels.quantise.fp8 import Quantised, scale_from_amax
 from moefold.kernels.quantise.quantise_weight import QuantisedWeight, WeightFormat
 from moefold.kernels.quantise.quantise_weight_share import MatrixPlace, cast_share, share_maxima, transpose_values
-from moefold.layout.weight_copies import release_stored, store_copy
+from moefold.layout.weight_copies import release_stored, store_copy, take_rewritten
 from moefold.shard.storage import FlatWeights, FusedOperands, LargestOfReplicas, LogicalValues, Wire, flat_part
 
 
@@ -120,6 +121,9 @@ class Fp8Weights(FlatWeights):
     def before_gather(self, agree: LargestOfReplicas) -> None:
         if self.has_replicas:
             self.mine = self.quantise(self.main, self.share.start, agree)
+            return
+        rewritten = [take_rewritten(parameter) for parameter, _, _ in self.matrices]
+        if all(rewritten):  # by the kernel that updated the main weights
             return
         self.release_copies()
         self.values = self.quantise(self.main, 0, agree)

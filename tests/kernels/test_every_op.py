@@ -644,6 +644,16 @@ def plain_adamw(w, g, m, v, weights, scale, scalars, options):
     return [a - lr * decay * a - lr * move for a, move in zip(w, moves, strict=True)], given, m, v, scale, scalars
 
 
+def plain_adamw_blocks(w, g, m, v, weights, scale, scalars, options, first, forward, transposed, *rest):
+    """fp64, in which no weights lie beside the main ones."""
+    *_, rule, _ = rest
+    state = plain_adamw(w, g, m, v, weights, scale, scalars, options)
+    numbers = iter(state[0])
+    matrices = [[[next(numbers) for _ in row] for row in matrix] for matrix in forward]
+    of_blocks = [plain_quantised_matrix(matrix, "block", rule)[1] for matrix in matrices]
+    return *state, of_blocks, [[list(line) for line in zip(*rows, strict=True)] for rows in of_blocks]
+
+
 def plain_add_squares(total, *flats):
     return total + math.fsum(dot(x, x) for x in flats), *flats
 

@@ -15,7 +15,7 @@ from triton.language import constexpr
 from moefold.kernels.quantise.fp8 import BLOCK, ScaleRule
 from moefold.kernels.quantise.fp8_triton import magnitude_bits, round_to_fp8
 from moefold.kernels.quantise.quantise_weight_share import MatrixPlace
-from moefold.kernels.quantise.quantise_weight_triton import ROOM, grid_of_blocks
+from moefold.kernels.quantise.quantise_weight_triton import ROOM, grid_of_blocks, round_to_bf16
 from moefold.kernels.tile_triton import (
     load_as_fp32,
     load_or_zero,
@@ -25,14 +25,6 @@ from moefold.kernels.tile_triton import (
     tile_pointers,
     wide_program_id,
 )
-
-
-@triton.jit
-def round_to_bf16(x):
-    """The nearest bf16 of fp32, as fp32 (split_fp32.py)."""
-    bits = x.to(tl.int32, bitcast=True) + 0x8000
-    upper = bits & -65536
-    return upper.to(tl.float32, bitcast=True)
 
 
 @triton.jit
