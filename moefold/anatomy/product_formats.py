@@ -109,6 +109,13 @@ def micro_format_in_words(spec: RecipeSpec, precision: PrecisionConfig) -> dict[
     }
 
 
+def storage_in_words(precision: PrecisionConfig, dtype: str) -> str:
+    """What is kept of weights that products read in FP8."""
+    if precision.storage == "fp8":
+        return "e4m3 in both layouts and no copy in another dtype; fp32 main weights on the rank that updates them"
+    return f"{dtype}, and e4m3 in both layouts"
+
+
 def row_scales_in_words(spec: RecipeSpec, precision: PrecisionConfig) -> str:
     """Rows of delayed scales have that of their expert or tensor."""
     current = SCALES_IN_WORDS[spec.rows]

@@ -97,6 +97,7 @@ OPTION_RULES = [
     option_rule("hadamard", True, format_in_use("nvfp4"), NO_NVFP4),
     option_rule("stochastic", True, format_in_use("nvfp4"), NO_NVFP4),
     option_rule("rounding_seed", 0, format_in_use("nvfp4"), NO_NVFP4),
+    option_rule("storage", "plain", format_in_use("fp8"), NO_FP8),
     option_rule("accumulate", "promoted", scales_in_some_epilogue, NOT_IN_EPILOGUE),
     option_rule("scaling", "current", scales_in_some_epilogue, NOT_IN_EPILOGUE),
     option_rule("history", 16, delays_some_scales, NOT_DELAYED, "precision.scaling"),
@@ -116,6 +117,20 @@ PRECISION_RULES.extend(OPTION_RULES)
 def some_layer_is_not_excluded(c: ConfigOnRanks) -> bool:
     excluded = c.precision.exclude_first + max(0, c.precision.exclude_last)
     return excluded == 0 or excluded < c.model.layers
+
+
+# Storage of weights.
+
+
+@PRECISION_RULES.rule(
+    "FP8 storage has one set of bytes for both layouts",
+    ("precision.storage", RECIPE, ENTRIES),
+    says="<precision.storage> keeps one set of bytes for both layouts of a weight, but fp8_row quantises each layout "
+    "with scales of its own (<precision.recipe>, <precision.recipes>)",
+    fix="set precision.storage to plain",
+)
+def fp8_storage_has_one_set_of_bytes(c: ConfigOnRanks) -> bool:
+    return c.precision.storage != "fp8" or all(spec.weight != "channel" for spec in recipes_in_use(c))
 
 
 # Widths of products on one rank.

@@ -288,6 +288,10 @@ class PrecisionConfig:
         "promoted",
         "fp8_tensor, fp8_row: forward and data gradients are summed in fp32 every 128 values, or in the tensor core",
     )
+    storage: Literal["plain", "fp8"] = key(
+        "plain",
+        "weights that products read in FP8: beside a copy in train.precision, or without one (main weights are fp32)",
+    )
     scaling: Literal["current", "delayed"] = key(
         "current", "fp8_tensor and fp8_row: scales from the values themselves, or from those of earlier steps"
     )

@@ -24,7 +24,7 @@ from moefold.kernels.linear.linear import FUSED_DGRAD_PRODUCTS, GroupedGemms, Gr
 from moefold.kernels.linear.product import ExpertRows, KeptOperand, Operand, Products, Role
 from moefold.kernels.quantise.fp8 import E4M3, E5M2, Quantised, ScaleRule
 from moefold.kernels.quantise.quantise_tiles import QuantisedTiles, Scales, TileMaxima, quantise_tiles, tile_maxima
-from moefold.kernels.quantise.quantise_weight import QuantisedWeight, quantise_weight
+from moefold.kernels.quantise.quantise_weight import QuantisedWeight, WeightFormat, quantise_weight
 from moefold.kernels.quantise.row_tiles import RowTiles, row_tiles
 from moefold.kernels.quantise.wide_scales import WideKind, WideScales, wide_scales
 from moefold.layout.declare import PartOfTensor
@@ -64,6 +64,8 @@ class Fp8Recipe:
         self.name = spec.name
         self.row_multiple = spec.row_multiple
         self.rule = ScaleRule(E4M3, options.power_of_two_scales)
+        assert spec.weight in ("block", "expert", "channel"), f"{spec.name} does not quantise weights to FP8"
+        self.weight_format = WeightFormat(spec.weight, self.rule)
         gradient_rule = ScaleRule(FORMATS[options.gradient_format], options.power_of_two_scales)
         self.rules: dict[Role, ScaleRule] = {"tokens": self.rule, "input": self.rule, "gradient": gradient_rule}
         self.kernels = bound
@@ -80,7 +82,7 @@ class Fp8Recipe:
         return self.quantise_rows(dy, rows, "gradient")
 
     def weight(self, w: Tensor) -> QuantisedWeight:
-        copies = cached_copy(w, (self.spec.weight, self.rule), self.quantise_matrices)
+        copies = cached_copy(w, self.weight_format, self.quantise_matrices)
         self.watch.see_weight(w, copies)
         return copies
 
@@ -90,9 +92,7 @@ class Fp8Recipe:
     def quantise_matrices(self, w: Tensor) -> QuantisedWeight:
         """Both layouts of a weight (N, D) or (E, N, D)."""
         w_END = w.detach().view(-1, *w.shape[-2:])
-        scales = self.spec.weight
-        assert scales in ("block", "expert", "channel"), f"{self.name} does not quantise weights to FP8"
-        return self.kernels[quantise_weight](w_END, scales, self.rule)
+        return self.kernels[quantise_weight](w_END, *self.weight_format)
 
     def quantise_rows(self, x: Tensor, rows: ExpertRows | None, role: Role) -> TileOperand:
         """Both copies of an input or a gradient (R, D), or the first alone where the weight gradient reads x itself."""

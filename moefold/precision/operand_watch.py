@@ -27,6 +27,7 @@ from moefold.kernels.quantise.rounding_figures import (
 )
 from moefold.kernels.quantise.row_tiles import RowTiles, padded_index
 from moefold.layout.gradient_sink import underlying_parameter
+from moefold.layout.weight_copies import keeps_values
 from moefold.observe.fp8_stats import OperandKind
 
 
@@ -94,7 +95,7 @@ class OperandWatch:
     def see_weight(self, w: Tensor, copies: QuantisedWeight) -> None:
         """Once a step, whatever the number of microbatches."""
         parameter = id(underlying_parameter(w))
-        if self.seen is None or parameter in self.weights:
+        if self.seen is None or parameter in self.weights or not keeps_values(w):
             return
         self.weights.add(parameter)
         w_ND = w.detach().reshape(-1, w.shape[-1])

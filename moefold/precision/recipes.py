@@ -21,7 +21,8 @@ from moefold.config.precision_recipes import RECIPE_SPECS, RecipeSpec
 from moefold.config.run import PrecisionConfig
 from moefold.kernels.bound import BoundKernels
 from moefold.kernels.linear.product import PLAIN, Recipe
-from moefold.layout.declare import PartOfTensor
+from moefold.kernels.quantise.quantise_weight import WeightFormat
+from moefold.layout.declare import PartOfTensor, declared_parameters
 from moefold.precision.delayed import DelayedFp8Recipe
 from moefold.precision.fp8 import Fp8Recipe
 from moefold.precision.linear import FusesProducts, GroupedLinear, Linear, PlacedWeight
@@ -115,6 +116,22 @@ def named_products(model: nn.Module) -> dict[str, Product]:
         if isinstance(module, Product):
             products[name] = module
     return products
+
+
+def weight_formats(model: nn.Module) -> dict[str, WeightFormat]:
+    """The FP8 format of every weight that a product reads in FP8, by the name of the parameter."""
+    format_of: dict[int, WeightFormat] = {}  # by the identity of a weight's declaration
+    for product in named_products(model).values():
+        if isinstance(product.recipe, Fp8Recipe):
+            weight = product.placed_weight
+            assert weight is not None, "a product of a model declares its weight"
+            format_of[id(weight.declaration)] = product.recipe.weight_format
+    formats: dict[str, WeightFormat] = {}
+    for parameter in declared_parameters(model):
+        format = format_of.get(id(parameter.declaration))
+        if format is not None:
+            formats[parameter.name] = format
+    return formats
 
 
 class RecipeState:

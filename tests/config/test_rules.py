@@ -69,6 +69,15 @@ BREAKS: dict[str, list[tuple[str, int, str]]] = {
         ("--precision.stochastic=false --precision.recipe=mxfp8", 1, "precision.recipe = mxfp8")
     ],
     "precision.rounding_seed is used": [("--precision.rounding_seed=3", 1, "precision.rounding_seed = 3")],
+    "precision.storage is used": [("--precision.storage=fp8", 1, "precision.storage = fp8")],
+    "FP8 storage has one set of bytes for both layouts": [
+        ("--precision.storage=fp8 --precision.recipe=fp8_row", 1, "but fp8_row quantises each layout"),
+        (
+            "--precision.storage=fp8 --precision.recipe=fp8_block --precision.recipes=*.attention.*:fp8_row",
+            1,
+            "precision.recipes = *.attention.*:fp8_row",
+        ),
+    ],
     "precision.accumulate is used": [
         ("--precision.accumulate=fast --precision.recipe=fp8_block", 1, "precision.recipe = fp8_block"),
     ],

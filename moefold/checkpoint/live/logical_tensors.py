@@ -65,6 +65,10 @@ class CheckpointedOptimizer(Protocol):
         """(parameter, kind, first, values): the values from element `first` on of this rank's flattened part."""
         ...
 
+    def unheld_weights(self) -> Iterator[tuple[DeclaredParameter, int, FlatValues]]:
+        """(parameter, first, values) of weights that the model has no values of."""
+        ...
+
 
 class StateProvider(Protocol):
     """Anything else that has state to save, such as the scales of a precision recipe."""
@@ -84,6 +88,8 @@ def collect_tensors(
     """The live tensors of model, optimizer and further providers of state, by name: loading into them is enough. The
     optimizer's are loaded last, since the model's weights may be a rounded copy of its main weights."""
     tensors = collect_model_tensors(model)
+    for parameter, first, values in optimizer.unheld_weights():
+        tensors[f"model.{parameter.name}"] = part_of_state(parameter, first, values)
     for prefix, provider in (further or {}).items():
         for name, tensor in provider.named_state():
             if not isinstance(tensor, Tensor):

@@ -13,10 +13,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from moefold.kernels.optimizer.split_fp32 import round_to_nearest
 from moefold.kernels.quantise.fp8 import E4M3, E5M2, Fp8Format, Quantised, ScaleRule, round_to_fp8, scale_from_amax
 from moefold.kernels.quantise.gather_tiles import gather_tiles
 from moefold.kernels.quantise.quantise_tiles import quantise_tiles, tile_maxima
 from moefold.kernels.quantise.quantise_weight import WEIGHT_SCALES, WeightScales, quantise_weight
+from moefold.kernels.quantise.quantise_weight_share import MatrixPlace, cast_share, share_maxima, transpose_values
 from moefold.kernels.quantise.rounding_figures import (
     CopyMatrices,
     RoundingFigures,
@@ -375,6 +377,42 @@ def test_the_kernels_of_weights_give_the_bits_of_the_reference(
             assert a.is_contiguous()
             assert a.shape == b.shape
             assert torch.equal(bits(a), bits(b))
+
+
+PLACES = (MatrixPlace(0, (2, 200, 72), 0), MatrixPlace(28_800, (1, 130, 300), 4))
+FLAT = 68_096  # elements, some behind the last matrix
+
+
+def flat_weights() -> Tensor:
+    flat = 0.02 * torch.randn(FLAT, generator=torch.Generator().manual_seed(5))
+    flat[300:372] = 0
+    flat[9_000] = -NAN
+    flat[67_000] = -INF
+    return flat.to(DEVICE)
+
+
+@each_rule
+@pytest.mark.parametrize("kernels", ["reference", "triton"])
+@pytest.mark.parametrize("shares", [1, 2, 7, 38])
+def test_shares_that_cut_blocks_have_together_the_bytes_of_whole_weights(shares: int, kernels: str, rule: ScaleRule):
+    flat = flat_weights()
+    size = FLAT // shares
+    begins = range(0, FLAT, size)
+    maxima_of, cast = (op.implementations[kernels] for op in (share_maxima, cast_share))
+    for dtype in (torch.float32, torch.bfloat16):
+        of_shares = [maxima_of(flat[i : i + size], i, PLACES, dtype) for i in begins]
+        maxima_B = torch.stack(of_shares).amax(0)
+        scales_B = scale_from_amax(maxima_B.view(torch.float32), rule)
+        values = torch.cat([cast(flat[i : i + size], i, PLACES, scales_B, rule, dtype) for i in begins])
+        for place in PLACES:
+            w = round_to_nearest(flat[place.start : place.stop].view(place.shape), dtype)
+            whole = quantise_weight.reference(w, "block", rule)
+            mine = values[place.start : place.stop].view(place.shape)
+            last_block = place.first_block + place.blocks
+            assert torch.equal(bits(mine), bits(whole.forward.values))
+            assert torch.equal(bits(scales_B[place.first_block : last_block]), bits(whole.forward.scales.flatten()))
+            turned = transpose_values.implementations[kernels](mine)
+            assert torch.equal(bits(turned), bits(whole.transposed.values))
 
 
 @pytest.mark.parametrize("width", [1024, 200])
