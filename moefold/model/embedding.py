@@ -19,7 +19,7 @@ class Embedding(DeclaringModule):
         super().__init__(world)
         by_word = sharded_over_tp(0)
         shape = (model.vocab, model.hidden)
-        self.weight = self.declare_parameter("weight", *shape, std=model.init_std, placement=by_word)
+        self.weight = self.declare_parameter("weight", *shape, std=model.init_std, placement=by_word, rows="words")
         self.embedding = kernels[embedding]
         self.tp = world.axis("tp")
 

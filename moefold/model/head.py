@@ -42,7 +42,7 @@ class Head(DeclaringModule):
             std = model.init_std
             placement = sharded_over_tp(0)
             shape = (model.vocab, model.hidden)
-            self.weight = self.declare_parameter("weight", *shape, std=std, placement=placement)
+            self.weight = self.declare_parameter("weight", *shape, std=std, placement=placement, rows="words")
             self.matrix_vD = lambda: self.weight
 
     def forward(self, h_TD: Tensor, labels_C: Tensor | None = None) -> Tensor:

@@ -39,7 +39,7 @@ class Mlp(nn.Module):
         kind = ACTIVATIONS[activation]
         outputs = kind.up_outputs(ffn)
         over_ffn = sharded_over_tp(len(outputs) - 1)
-        up = Linear(world, d, *outputs, std=std, placement=over_ffn)
+        up = Linear(world, d, *outputs, std=std, placement=over_ffn, rows=kind.up_rows)
         self.up_name = kind.up_name
         self.add_module(self.up_name, up)
         self.down = Linear(world, ffn, d, std=down_std, placement=sharded_over_tp(1))

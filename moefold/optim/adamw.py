@@ -12,7 +12,7 @@ from moefold.config.run import OptimConfig
 from moefold.kernels.bound import BoundKernels
 from moefold.kernels.optimizer.adamw import adamw
 from moefold.kernels.optimizer.adamw_scalars import AdamWOptions, adamw_scalars
-from moefold.optim.rule import BucketShare
+from moefold.optim.rule import BucketShare, stochastic_rounding_seed
 from moefold.shard.storage import FusedOperands
 
 
@@ -57,9 +57,3 @@ class AdamW:
         self.adamw(main, share.gradient, mean, mean_square, weights, scale, scalars, options)
         if fused is None:
             storage.refresh_weights(main)
-
-
-def stochastic_rounding_seed(step: int, bucket: int) -> int:
-    """A seed below 2^31, another for every step and bucket."""
-    mixed = step * 1_000_003 + bucket * 7_919
-    return mixed % (1 << 31)

@@ -137,6 +137,7 @@ def fill_run_buckets(config: Config, model: Transformer, world: World, groups: P
     if groups.entries:
         names = {name for name, _ in model.named_parameters()}
         groups.require_matches(union_of_sets(names, world.pp))
+        groups.freeze_parameters(model)
     return fill_buckets(
         model,
         world,
@@ -144,6 +145,7 @@ def fill_run_buckets(config: Config, model: Transformer, world: World, groups: P
         gradients=config.optim.gradients,
         group=groups.group_of,
         storage=storage_maker(config.optim.main),
+        cost=groups.cost_of,
     )
 
 

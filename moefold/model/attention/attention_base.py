@@ -44,7 +44,7 @@ class AttentionBase(DeclaringModule):
     def make_head_linear(self, inputs: int, heads: int, width: int, bias: bool = False) -> Linear:
         """A projection to heads, which tp cuts."""
         by_head = sharded_over_tp(0)
-        return Linear(self.world, inputs, heads, width, bias=bias, std=self.std, placement=by_head)
+        return Linear(self.world, inputs, heads, width, bias=bias, std=self.std, placement=by_head, rows="heads")
 
     def make_out_linear(self, inputs: int, outputs: int, bias: bool) -> Linear:
         """The projection of all heads back to the stream: each tp rank computes a summand."""
