@@ -262,6 +262,11 @@ class OptimConfig:
         "options by parameter name, first match wins: `*.router.weight: lr=0.5 decay=0 betas=0.9,0.99 rule=adamw`, "
         "`embedding.*: frozen`",
     )
+    qk_clip: float = key(
+        0.0,
+        "largest attention logit of a head: above it query and key projections are rescaled (MuonClip); 0: off",
+        at_least=0,
+    )
     muon: MuonConfig = section(MuonConfig)
 
 

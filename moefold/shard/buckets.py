@@ -68,6 +68,12 @@ class BucketPiece(NamedTuple):
         length = self.last - self.first
         return slice(self.offset, self.offset + length)
 
+    def of_rows(self, values: Tensor) -> Tensor:
+        """For each element of the piece the value of its row, of one value for each row of the parameter's part."""
+        rows = values.flatten()
+        columns = self.parameter.tensor.numel() // len(rows)
+        return rows.repeat_interleave(columns)[self.first : self.last]
+
 
 @dataclass
 class Bucket:

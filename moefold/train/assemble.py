@@ -44,6 +44,7 @@ from moefold.model.transformer import Transformer
 from moefold.observe.trace import SpanRecorder
 from moefold.optim.optimizer import Optimizer
 from moefold.optim.parameter_groups import ParameterGroups
+from moefold.optim.qk_clip import QkClip
 from moefold.pipeline.executor import Executor
 from moefold.precision.recipes import RecipeState, attach_recipes
 from moefold.precision.scale_histories import ScaleHistories
@@ -74,6 +75,7 @@ class Run:
     gradients: Gradients
     executor: Executor
     optimizer: Optimizer
+    qk_clip: QkClip
     clipping: ClippingPolicy
     parameters: Publisher
     all_finite: Tensor  # on the device: whether every loss and gradient so far was a number
@@ -110,6 +112,7 @@ def assemble_run(
     groups = ParameterGroups(config.optim, kernels)
     buckets = fill_run_buckets(config, model, world, groups)
     gradients = Gradients(buckets, world, config.optim.gradient_reduce, kernels[add_squares])
+    optimizer = Optimizer(buckets, groups.rules)
     spans = SpanRecorder(world.rank)
     return Run(
         config=config,
@@ -121,7 +124,8 @@ def assemble_run(
         model=model,
         gradients=gradients,
         executor=Executor(config, model, gradients, world, spans),
-        optimizer=Optimizer(buckets, groups.rules),
+        optimizer=optimizer,
+        qk_clip=QkClip(model, optimizer, config.optim.qk_clip, kernels, world),
         clipping=GlobalNormClipping(config.optim.max_norm),
         parameters=Publisher(model, buckets),
         all_finite=torch.ones((), dtype=torch.bool, device=world.device),

@@ -647,6 +647,20 @@ def plain_add_squares(total, *flats):
     return total + math.fsum(dot(x, x) for x in flats), *flats
 
 
+def plain_largest_logit(q, k, scale, window, begins):
+    scale = scale or len(q[0][0][0]) ** -0.5
+    heads, group = len(q[0][0]), len(q[0][0]) // len(k[0][0])
+    largest = [-math.inf] * heads
+    for b, h in product(range(len(q)), range(heads)):
+        for s, key in product(range(len(q[b])), range(len(k[b]))):
+            distance = s + len(k[b]) - len(q[b]) - key
+            begin = begins[b][s] if begins is not None else 0
+            if distance < 0 or (window and distance >= window) or key < begin:
+                continue
+            largest[h] = max(largest[h], scale * dot(q[b][s][h], k[b][key][h // group]))
+    return largest
+
+
 def plain_newton_schulz(matrices, coefficients):
     return [plain_orthogonalised(x, coefficients) for x in matrices]
 

@@ -71,10 +71,20 @@ class LatentAttention(AttentionBase):
         joined_BS = joined_C.unflatten(0, (shard.sequences, -1))
         sources_BS = joined_BS.split(widths, dim=-1)
         q, k, v = self.up_region(self.project_up, *sources_BS, shard)
+        self.note_logits(q, k, shard)
         y_BSHV = self.core(self.context, q, k, v, self.scale, self.window, self.sinks, shard.begins_BS)
         y_CN = y_BSHV.reshape(len(joined_C), -1)  # the heads of a token, joined
         summand_CD = self.out_region(self.out, y_CN)
         return self.scatter_sums(summand_CD)
+
+    def clip_factors(self, ratio_H: Tensor) -> dict[str, Tensor]:
+        """The rotated key serves all heads and stays: its share of the logits is scaled by the query's rows."""
+        heads, width = self.query.weight.shape[:2]
+        nope_dim = self.key.weight.shape[1]
+        root_H1 = ratio_H.sqrt()[:, None]
+        nope = root_H1.expand(heads, nope_dim)
+        rope = ratio_H[:, None].expand(heads, width - nope_dim)
+        return {"query.weight": torch.cat((nope, rope), dim=1), "key.weight": nope}
 
     def project_up(
         self, query_source_BS: Tensor, latent_BS: Tensor, k_rope_BS: Tensor, shard: TokenShard
