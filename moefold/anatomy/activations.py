@@ -8,7 +8,7 @@ Torch-free.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from moefold.config.run import ModelConfig
 
@@ -26,6 +26,11 @@ class ActivationKind(NamedTuple):
     def up_name(self) -> str:
         """The name of the first weight."""
         return "gate_up" if self.gated else "up"
+
+    @property
+    def up_rows(self) -> Literal["gate_up", "outputs"]:
+        """What the output dims of the first weight are, as a parameter's declaration has it."""
+        return "gate_up" if self.gated else "outputs"
 
     def up_outputs(self, ffn: int) -> tuple[int, ...]:
         """The output dims of the first weight."""

@@ -28,8 +28,9 @@ from moefold.anatomy.step_specs import (
     predict_step,
 )
 from moefold.bench.report import show_report
-from moefold.config.open_names import ATTENTION_NAMES
-from moefold.config.run import Config, ModelConfig
+from moefold.config.open_names import ATTENTION_NAMES, OPTIMIZER_NAMES
+from moefold.config.optimizer_groups import parse_groups
+from moefold.config.run import Config, ModelConfig, OptimConfig
 from moefold.dispatch import price
 from moefold.kernels.catalog import CATALOG, forced_implementations, pick_implementation
 from moefold.kernels.facts import BYTES_PER_ELEMENT, Facts, expected_facts
@@ -46,7 +47,7 @@ from moefold.presets.command_options import check_rank_count, read_options
 from moefold.presets.recipe import resolve_recipe
 from moefold.printable import human_readable
 
-OPTIMIZER_OPS = {"add_squares", "adamw"}
+OPTIMIZER_OPS = {"add_squares", "adamw", "newton_schulz"}
 RING_OPS = {
     "attention_block",
     "attention_block_backward",
@@ -128,6 +129,7 @@ def explain_config(config: Config, ranks: int) -> Description:
         "kernels": kernels,
         "regions": describe_regions(model, kernels),
         "recompute": describe_recompute(config, ranks),
+        "optimizer": optimizer_description(config),
         "memory": planned_memory(config, ranks),
     }
 
@@ -278,6 +280,8 @@ def fp8_ops_of_run(config: Config, facts: Facts) -> set[str]:
 
 def ops_of_run(config: Config, layers: list[LayerKind]) -> set[str]:
     ops = set(OPTIMIZER_OPS)
+    if "muon" not in rules_of_run(config):
+        ops.remove("newton_schulz")
     for layer in layers:
         for step in layer.steps:
             ops.update(step.ops)
@@ -285,6 +289,19 @@ def ops_of_run(config: Config, layers: list[LayerKind]) -> set[str]:
     if parallel.cp > 1 and parallel.context in ("ring", "hierarchical"):
         ops |= RING_OPS
     return ops
+
+
+def rules_of_run(config: Config) -> list[str]:
+    """The optimizer's rules: the default, and those of parameter groups."""
+    groups = parse_groups(config.optim.groups)
+    named = [group.rule for group in groups if group.rule]
+    return list(dict.fromkeys([config.optim.rule, *named]))
+
+
+def optimizer_description(config: Config) -> Description:
+    """Rules by parameter group: the default, then the entries of `optim.groups`, of which the first match applies."""
+    optim = config.optim
+    return {"rule": optim.rule, "says": OPTIMIZER_NAMES.says(optim.rule), "groups": list(optim.groups)}
 
 
 # ---- the explanation, printed
@@ -304,12 +321,22 @@ def print_explanation(explanation: Description) -> None:
     console.print(f"dispatcher (on nodes of at most {NODE_SIZE} ranks): {dispatcher['name']} ({dispatcher['why']})")
     if explanation["beside_exchanges"]:
         console.print(f"while its tokens are sent a microbatch computes: {explanation['beside_exchanges']}")
+    print_optimizer(explanation["optimizer"], console)
     if explanation["memory"]:
         print_memory(explanation["memory"], console)
     console.print(step_table(explanation["layers"]))
     print_products(explanation["products"], console)
     console.print(kernel_table(explanation))
     console.print(region_table(explanation["regions"], explanation["recompute"]))
+
+
+def print_optimizer(optimizer: Description, console: Console) -> None:
+    """The rule and the groups, unless all parameters have the default rule."""
+    if optimizer["rule"] == OptimConfig().rule and not optimizer["groups"]:
+        return
+    console.print(escape(f"optimizer: {optimizer['says']}"))
+    for entry in optimizer["groups"]:
+        console.print(escape(f"    {entry}"))
 
 
 def print_memory(memory: Description, console: Console) -> None:

@@ -89,7 +89,13 @@ ATTENTION_NAMES = OpenNames(
     },
 )
 
-OPTIMIZER_NAMES = OpenNames("optimizer rule", {"adamw": "AdamW: Adam with decoupled weight decay"})
+OPTIMIZER_NAMES = OpenNames(
+    "optimizer rule",
+    {
+        "adamw": "AdamW: Adam with decoupled weight decay",
+        "muon": "Muon: orthogonalised momentum of each matrix, AdamW for all else",
+    },
+)
 
 DATA_SOURCE_NAMES = OpenNames(
     "data source",

@@ -1,4 +1,5 @@
-"""Parameter groups of the optimizer, as text: `*.router.weight: lr=0.5 decay=0 betas=0.9,0.99 eps=1e-8 rule=adamw`.
+"""Parameter groups of the optimizer, as text: `*.router.weight: lr=0.5 decay=0 betas=0.9,0.99 eps=1e-8 rule=adamw`,
+or `embedding.*: frozen`.
 
 The pattern is a shell pattern over full parameter names. For each name the first matching entry applies; missing
 options are those of the section `optim`.
@@ -18,14 +19,16 @@ from moefold.config.open_names import OPTIMIZER_NAMES
 @dataclass(frozen=True)
 class OptimizerGroup:
     """Options of the parameters that match a pattern. `lr` is a factor of the run's learning rate, `decay` the decay of
-    matrices in the group; None: as in the section `optim`."""
+    matrices in the group; the first of `betas` is Muon's momentum. None: as in the section `optim`. Frozen parameters
+    have neither gradient nor state."""
 
     pattern: str = "*"
     lr: float = 1.0
     decay: float | None = None
     betas: tuple[float, float] | None = None
     eps: float | None = None
-    rule: str = "adamw"
+    rule: str | None = None
+    frozen: bool = False
 
     def matches(self, name: str) -> bool:
         return fnmatchcase(name, self.pattern)
@@ -64,6 +67,8 @@ def parse_group(entry: str) -> OptimizerGroup:
     for option in options.split():
         name, _, text = option.partition("=")
         values[name] = read_option(name, text)
+    if values.get("frozen") and len(values) > 1:
+        raise ValueError("a frozen parameter has no other options; expected frozen alone")
     return OptimizerGroup(pattern.strip(), **values)  # pyright: ignore[reportArgumentType]
 
 
@@ -98,6 +103,12 @@ def read_betas(text: str) -> tuple[float, float]:
     return first, second
 
 
+def read_frozen(text: str) -> bool:
+    if text not in ("", "true", "false"):
+        raise ValueError("expected frozen, frozen=true or frozen=false")
+    return text != "false"
+
+
 def read_rule(text: str) -> str:
     read_entry_points()
     if text not in OPTIMIZER_NAMES:
@@ -123,6 +134,7 @@ OPTION_READERS: Mapping[str, Callable[[str], object]] = {
     "betas": read_betas,
     "eps": read_eps,
     "rule": read_rule,
+    "frozen": read_frozen,
 }
 
 

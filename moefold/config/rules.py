@@ -520,6 +520,26 @@ def optimizer_groups_can_be_read(c: ConfigOnRanks) -> bool:
     return not optimizer_group_problems(c)
 
 
+@OPTIMIZER_RULES.rule(
+    "clipped logits are not normed",
+    ("optim.qk_clip", "model.attention.qk_norm"),
+    why="a norm of queries and keys takes away what clipping does to their projections",
+    fix="set optim.qk_clip to 0",
+)
+def clipped_logits_are_not_normed(c: ConfigOnRanks) -> bool:
+    return c.optim.qk_clip == 0 or c.model.attention.qk_norm == "none"
+
+
+@OPTIMIZER_RULES.rule(
+    "clipped logits are seen whole",
+    ("optim.qk_clip", "parallel.cp"),
+    why="the largest logit is computed from the keys of one rank",
+    fix="set parallel.cp to 1",
+)
+def clipped_logits_are_seen_whole(c: ConfigOnRanks) -> bool:
+    return c.optim.qk_clip == 0 or c.parallel.cp == 1
+
+
 RULES: list[ConfigRule] = [
     *CROSS_FIELD_RULES,
     *MODEL_RULES,

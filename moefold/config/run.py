@@ -9,7 +9,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from moefold.config.keys import key, section
-from moefold.config.open_names import ATTENTION_NAMES, DATA_SOURCE_NAMES, DISPATCHER_NAMES, ROUTER_SCORE_NAMES
+from moefold.config.open_names import (
+    ATTENTION_NAMES,
+    DATA_SOURCE_NAMES,
+    DISPATCHER_NAMES,
+    OPTIMIZER_NAMES,
+    ROUTER_SCORE_NAMES,
+)
 
 DenseActivation = Literal[
     "swiglu", "geglu", "geglu_tanh", "reglu", "silu", "gelu", "gelu_tanh", "relu", "relu2"
@@ -205,7 +211,30 @@ class TrainConfig:
 
 
 @dataclass(frozen=True)
+class MuonConfig:
+    momentum: float = key(0.95, "decay rate of the momentum", at_least=0, below=1)
+    nesterov: bool = key(True, "Nesterov momentum: the gradient counts once more in the direction of a step")
+    newton_schulz: Literal["quintic", "polar_express"] = key(
+        "quintic", "coefficients of Newton-Schulz: one polynomial for all steps, or the best of each step in turn"
+    )
+    steps: int = key(5, "steps of Newton-Schulz", at_least=1, at_most=20)
+    scale: Literal["moonlight", "original", "none"] = key(
+        "moonlight",
+        "factor on the orthogonal matrix: 0.2 sqrt(max(rows, columns)), as large as AdamW's steps; sqrt(max(1, rows / "
+        "columns)); or 1",
+    )
+    heads: Literal["whole", "each"] = key(
+        "whole", "query, key and value projections as one matrix each, or one matrix for each head"
+    )
+
+
+@dataclass(frozen=True)
 class OptimConfig:
+    rule: str = key(
+        "adamw",
+        "update rule; a rule for matrices leaves norms, biases, embedding and head to AdamW",
+        names=OPTIMIZER_NAMES,
+    )
     lr: float = key(3e-3, "peak learning rate", above=0, at_most=100)
     warmup: int = key(40, "steps of linear warm-up", at_least=0)
     decay: Literal["cosine", "wsd", "constant"] = key("cosine", "learning-rate schedule after warm-up")
@@ -214,14 +243,14 @@ class OptimConfig:
     beta1: float = key(0.9, "AdamW: decay rate of the first moment", at_least=0, below=1)
     beta2: float = key(0.95, "AdamW: decay rate of the second moment", at_least=0, below=1)
     eps: float = key(1e-8, "AdamW: epsilon, added to the root of the second moment", above=0)
-    weight_decay: float = key(0.1, "AdamW: weight decay of matrices (not of norms and biases)", at_least=0)
+    weight_decay: float = key(0.1, "weight decay of matrices (not of norms and biases)", at_least=0)
     max_norm: float = key(1.0, "gradient clipping: largest global norm", above=0)
     main: Literal["fp32", "split"] = key(
         "fp32",
         "main weights of a bf16 model: an fp32 copy, or only the lower 16 bits of each weight; numerically identical",
     )
-    moments: Literal["fp32", "bf16"] = key("fp32", "AdamW: dtype of the moments")
-    rounding: Literal["nearest", "stochastic"] = key("nearest", "AdamW: rounding of bf16 moments")
+    moments: Literal["fp32", "bf16"] = key("fp32", "dtype of AdamW's moments and Muon's momentum")
+    rounding: Literal["nearest", "stochastic"] = key("nearest", "rounding of bf16 moments")
     gradients: Literal["fp32", "bf16"] = key(
         "fp32", "dtype of a bf16 model's gradients; bf16 for steps of one microbatch, which need no accumulation"
     )
@@ -230,8 +259,15 @@ class OptimConfig:
     )
     groups: tuple[str, ...] = key(
         (),
-        "options by parameter name, first match wins: `*.router.weight: lr=0.5 decay=0 betas=0.9,0.99 rule=adamw`",
+        "options by parameter name, first match wins: `*.router.weight: lr=0.5 decay=0 betas=0.9,0.99 rule=adamw`, "
+        "`embedding.*: frozen`",
     )
+    qk_clip: float = key(
+        0.0,
+        "largest attention logit of a head: above it query and key projections are rescaled (MuonClip); 0: off",
+        at_least=0,
+    )
+    muon: MuonConfig = section(MuonConfig)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,18 +17,28 @@ from moefold.layout.axes import World
 from moefold.layout.placement import REPLICATED, Placement
 
 MatrixShape = tuple[int, int]  # (rows, columns)
+RowMeaning = Literal["outputs", "gate_up", "heads", "words"]
+
+
+class MatrixCut(NamedTuple):
+    """The axis that cuts a matrix, along its rows (dim 0) or its columns (dim 1)."""
+
+    axis: str
+    dim: int
 
 
 @dataclass(frozen=True)
 class Declaration:
     """`shape` is that of the logical tensor, over all ranks. `std` None starts at one (norms), 0 at zero (biases), else
     normal. `stacked`: dim 0 counts independent matrices (experts), each drawn by itself, so that a rank can draw only
-    the matrices it holds."""
+    the matrices it holds. `rows`: what the dims before the last are, apart from a stack's: outputs of a linear layer,
+    gate and up (two matrices stored together), heads by width, or the words of a vocabulary."""
 
     shape: tuple[int, ...]
     placement: Placement
     std: float | None
     stacked: bool = False
+    rows: RowMeaning = "outputs"
 
     def part(self, world: World) -> list[tuple[int, int]]:
         """This rank's part of the logical tensor: (start, size) along every dim."""
@@ -54,15 +64,30 @@ class Declaration:
 
     def matrix_within(self, shape: Sequence[int]) -> MatrixShape | None:
         """The matrix in a tensor of that shape, which has the dims of this declaration: the last dim is the columns,
-        the dims before it are the rows. (heads, width, hidden) is (heads * width, hidden); of a stack it is the shape
-        of one matrix."""
+        the dims before it are the rows. (heads, width, hidden) is (heads * width, hidden); of a stack, and of gate and
+        up, it is the shape of one matrix."""
         if not self.decays:
             return None
-        dims = shape[1:] if self.stacked else shape
+        dims = shape[self.counting_dims :]
         if len(dims) < 2:
             return None
         rows = prod(dims[:-1])
         return rows, dims[-1]
+
+    @property
+    def counting_dims(self) -> int:
+        """How many of the first dims count matrices."""
+        return int(self.stacked) + int(self.rows == "gate_up")
+
+    @property
+    def matrix_cut(self) -> MatrixCut | None:
+        """Where the placement cuts each matrix; None where a rank holds whole matrices. Rows are cut into blocks: the
+        cut dim is the first of the rows."""
+        last = len(self.shape) - 1
+        for dim, axis in self.placement.cut:
+            if dim >= self.counting_dims:
+                return MatrixCut(axis, int(dim == last))
+        return None
 
 
 class PartOfTensor(NamedTuple):
@@ -90,9 +115,10 @@ class DeclaringModule(nn.Module):
         placement: Placement = REPLICATED,
         std: float | None,
         stacked: bool = False,
+        rows: RowMeaning = "outputs",
     ) -> nn.Parameter:
         """This rank's part of a parameter of that logical shape, without values; `model/initialise.py` fills it."""
-        declaration = Declaration(shape, placement, std, stacked)
+        declaration = Declaration(shape, placement, std, stacked, rows)
         self.declared[name] = declaration
         part = declaration.part(self.world)
         sizes = [size for _, size in part]

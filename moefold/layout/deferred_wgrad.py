@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moefold.layout.gradient_sink import underlying_parameter
+
 DeferredWork = Callable[[], None]
 ComputeGradient = Callable[[], Tensor | None]  # None: the gradient was added to a running sum in place
 
@@ -34,7 +36,10 @@ def deferring_weight_grads(queue: list[DeferredWork]) -> Iterator[None]:
 
 
 def gradient_or_defer(weight: Tensor, compute_gradient: ComputeGradient) -> Tensor | None:
-    """The weight's gradient now; or None, and the gradient is delivered when the queued work is run."""
+    """The weight's gradient now; or None, and the gradient is delivered when the queued work is run. A frozen weight
+    has none."""
+    if not underlying_parameter(weight).requires_grad:
+        return None
     if not OPEN_QUEUES:
         return compute_gradient()
 

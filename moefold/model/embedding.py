@@ -20,7 +20,7 @@ class Embedding(DeclaringModule):
         by_word = sharded_over_tp(0)
         shape = (model.vocab, model.hidden)
         std = model.init_std
-        self.weight = self.declare_parameter("weight", *shape, std=std, placement=by_word)
+        self.weight = self.declare_parameter("weight", *shape, std=std, placement=by_word, rows="words")
         self.embedding = kernels[embedding]
         self.tp = world.axis("tp")
 

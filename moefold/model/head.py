@@ -44,7 +44,7 @@ class Head(DeclaringModule):
             std = model.init_std
             placement = sharded_over_tp(0)
             shape = (model.vocab, hidden)
-            weight = self.declare_parameter("weight", *shape, std=std, placement=placement)
+            weight = self.declare_parameter("weight", *shape, std=std, placement=placement, rows="words")
             self.weight = weight
             self.matrix_vD = lambda: self.weight
 

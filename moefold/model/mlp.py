@@ -41,7 +41,7 @@ class Mlp(nn.Module):
         kind = ACTIVATIONS[activation]
         outputs = kind.up_outputs(ffn)
         over_ffn = sharded_over_tp(len(outputs) - 1)
-        up = Linear(world, d, *outputs, std=std, placement=over_ffn)
+        up = Linear(world, d, *outputs, std=std, placement=over_ffn, rows=kind.up_rows)
         self.up_name = kind.up_name
         self.add_module(self.up_name, up)
         over_inputs = sharded_over_tp(1)

@@ -14,7 +14,7 @@ from moefold.kernels.optimizer.adamw import adamw
 from moefold.kernels.optimizer.adamw_blocks import adamw_blocks
 from moefold.kernels.optimizer.adamw_scalars import AdamWOptions, adamw_scalars
 from moefold.optim.block_copies import parts_to_update
-from moefold.optim.rule import BucketShare
+from moefold.optim.rule import BucketShare, stochastic_rounding_seed
 from moefold.shard.storage import FusedOperands
 
 
@@ -69,9 +69,3 @@ class AdamW:
                 self.adamw_blocks(*part, beside, *numbers, window.start, *copy.tensors, copy.rule, share.weights.dtype)
         if fused is None:
             storage.refresh_weights(main)
-
-
-def stochastic_rounding_seed(step: int, bucket: int) -> int:
-    """A seed below 2^31, another for every step and bucket."""
-    mixed = step * 1_000_003 + bucket * 7_919
-    return mixed % (1 << 31)

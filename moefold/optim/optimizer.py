@@ -81,6 +81,20 @@ class Optimizer:
             rule = self.rule_of(share)
             rule.update(share, scale, row)
 
+    def multiply_rows(self, factors: Mapping[str, Tensor]) -> None:
+        """Multiply the rows of parameters by factors of the shape (rows...): each rank its share of the main weights.
+        Weights are to be published afterwards."""
+        for share in self.shares:
+            held = [piece for piece in share.bucket.pieces() if piece.last]  # others are empty
+            pieces = [piece for piece in held if piece.parameter.name in factors]
+            if not pieces:
+                continue
+            main = share.storage.main_values()
+            for piece in pieces:
+                factor = piece.of_rows(factors[piece.parameter.name])
+                main[piece.window] *= factor.to(main.dtype)
+            share.storage.refresh_weights(main)
+
     def state(self) -> Iterator[StatePiece]:
         """Every piece of state on this rank: (parameter, kind, first, values), the values being those of the flattened
         parameter from `first` on. Loading into them is enough."""

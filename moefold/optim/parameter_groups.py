@@ -1,15 +1,19 @@
 """Parameter groups: which rule with which options updates a parameter, by its name.
 
-A group is made of an entry of `optim.groups`; parameters that no entry matches are in the default group, AdamW with
-the options of the section `optim`.
+A group is made of an entry of `optim.groups`; parameters that no entry matches are in the default group, which has the
+rule `optim.rule` with the options of the section `optim`.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
+from difflib import SequenceMatcher
 from typing import NamedTuple
 
-from moefold.config.errors import UserError, did_you_mean
+from torch import nn
+
+from moefold.config.errors import UserError
 from moefold.config.extensions import find_extension
 from moefold.config.open_names import OPTIMIZER_NAMES
 from moefold.config.optimizer_groups import OptimizerGroup, parse_groups
@@ -17,11 +21,13 @@ from moefold.config.run import OptimConfig
 from moefold.kernels.bound import BoundKernels
 from moefold.layout.declare import DeclaredParameter
 from moefold.optim.adamw import AdamW
-from moefold.optim.rule import Rule, RuleMaker
+from moefold.optim.muon import Muon
+from moefold.optim.rule import Rule, RuleMaker, WeighsMatrices
 from moefold.shard.buckets import BucketGroup
 
 DEFAULT_NAME = ""
-BUILT_IN_RULES: dict[str, RuleMaker] = {"adamw": AdamW}
+BUILT_IN_RULES: dict[str, RuleMaker] = {"adamw": AdamW, "muon": Muon}
+NEAREST_NAMES = 3  # shown for a pattern that matches nothing
 
 
 class GroupRule(NamedTuple):
@@ -40,15 +46,28 @@ def find_rule(name: str) -> RuleMaker:
 
 
 class ParameterGroups:
+    """Rules by the name of a group: the pattern of its entry, or DEFAULT_NAME. A group whose rule is for matrices and
+    not asked for by the entry itself has a second rule, AdamW with the same options, for the parameters that such a
+    rule leaves out."""
+
     def __init__(self, optim: OptimConfig, kernels: BoundKernels):
+        self.optim = optim
+        self.kernels = kernels
         self.entries = parse_groups(optim.groups)
-        default = AdamW(OptimizerGroup(), optim, kernels)
-        self.rules = {DEFAULT_NAME: GroupRule(default, 1.0)}
+        self.rules: dict[str, GroupRule] = {}
+        self.add_group(DEFAULT_NAME, OptimizerGroup())
         for entry in self.entries:
-            make_rule = find_rule(entry.rule)
-            rule = make_rule(entry, optim, kernels)
-            group = GroupRule(rule, entry.lr)
-            self.rules.setdefault(entry.pattern, group)
+            if entry.pattern not in self.rules:
+                self.add_group(entry.pattern, entry)
+
+    def add_group(self, name: str, entry: OptimizerGroup) -> None:
+        rule_name = entry.rule or self.optim.rule
+        make_rule = find_rule(rule_name)
+        rule = make_rule(entry, self.optim, self.kernels)
+        self.rules[name] = GroupRule(rule, entry.lr)
+        if rule.whole and entry.rule is None:
+            adamw = AdamW(entry, self.optim, self.kernels)
+            self.rules[name_of_rest(name)] = GroupRule(adamw, entry.lr)
 
     def group_of(self, parameter: DeclaredParameter) -> BucketGroup:
         """The group of a parameter, for `fill_buckets`. The first entry that matches wins."""
@@ -56,6 +75,9 @@ class ParameterGroups:
         rule = self.rules[name].rule
         if not rule.whole:
             return BucketGroup(name, "elements")
+        rest = name_of_rest(name)
+        if rest in self.rules and not is_hidden_matrix(parameter):
+            return BucketGroup(rest, "elements")
         if parameter.matrix is None:
             raise UserError(
                 f"optim.groups: {name} gives {parameter.name} to a rule for matrices, but its shape is "
@@ -63,21 +85,67 @@ class ParameterGroups:
             )
         return BucketGroup(name, "matrices")
 
+    def cost_of(self, parameter: DeclaredParameter) -> float:
+        """The cost of updating a parameter by a rule for matrices, for `fill_buckets`."""
+        group = self.group_of(parameter)
+        rule = self.rules[group.name].rule
+        if isinstance(rule, WeighsMatrices):
+            return rule.matrix_cost(parameter)
+        return float(parameter.tensor.numel())
+
     def matching_pattern(self, name: str) -> str:
-        for entry in self.entries:
-            if entry.matches(name):
-                return entry.pattern
-        return DEFAULT_NAME
+        entry = self.matching_entry(name)
+        return DEFAULT_NAME if entry is None else entry.pattern
+
+    def matching_entry(self, name: str) -> OptimizerGroup | None:
+        return next((entry for entry in self.entries if entry.matches(name)), None)
+
+    def is_frozen(self, name: str) -> bool:
+        entry = self.matching_entry(name)
+        return entry is not None and entry.frozen
+
+    def freeze_parameters(self, model: nn.Module) -> None:
+        """Let frozen parameters have no gradient: buckets and optimizer leave them out."""
+        for name, parameter in model.named_parameters():
+            if self.is_frozen(name):
+                parameter.requires_grad_(False)
 
     def require_matches(self, names: Collection[str]) -> None:
-        """Refuse entries that match none of the model's parameters; `names` are those of all ranks."""
+        """Refuse entries that match none of the model's parameters, and entries that freeze all of them; `names` are
+        those of all ranks."""
         problems: list[str] = []
         for entry in self.entries:
             if not any(entry.matches(name) for name in names):
-                near = did_you_mean(entry.pattern, names)
-                example = min(names, default="")
-                problems.append(
-                    f"optim.groups: {entry.pattern} matches no parameter{near}; expected a pattern such as {example}"
-                )
+                near = nearest_names(entry.pattern, names)
+                problems.append(f"optim.groups: {entry.pattern} matches no parameter; the nearest are {near}")
+        if all(map(self.is_frozen, names)):
+            problems.append("optim.groups freezes every parameter; expected at least one that is trained")
         if problems:
             raise UserError(*problems)
+
+
+def name_of_rest(name: str) -> str:
+    """The group of the parameters that a rule for matrices leaves to AdamW."""
+    return f"{name} (rest)"
+
+
+def is_hidden_matrix(parameter: DeclaredParameter) -> bool:
+    """Whether a rule for matrices takes a parameter unasked: a map between hidden vectors, no table of words, and no
+    single row or column."""
+    declaration = parameter.declaration
+    matrix = declaration.matrix
+    return matrix is not None and declaration.rows != "words" and min(matrix) > 1
+
+
+def nearest_names(pattern: str, names: Collection[str]) -> str:
+    """The parameter names most like a pattern. Layers with the same parameters are named once."""
+    first_of_each: dict[str, str] = {}
+    for name in sorted(names):
+        first_of_each.setdefault(re.sub(r"\d+", "*", name), name)
+    wanted = pattern.replace("*", "")
+
+    def likeness(name: str) -> float:
+        return SequenceMatcher(None, wanted, name).ratio()
+
+    near = sorted(first_of_each.values(), key=likeness, reverse=True)
+    return ", ".join(near[:NEAREST_NAMES])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -73,5 +73,19 @@ class Rule(Protocol):
         ...
 
 
+@runtime_checkable
+class WeighsMatrices(Protocol):
+    """A rule for whole matrices that knows the cost of updating a parameter, by which matrices are given to ranks.
+    Without it their elements count."""
+
+    def matrix_cost(self, parameter: DeclaredParameter) -> float: ...
+
+
 # What an extension of the kind `optimizer_rule` is: a class or function that makes the rule of a group
 RuleMaker = Callable[[OptimizerGroup, OptimConfig, BoundKernels], Rule]
+
+
+def stochastic_rounding_seed(step: int, bucket: int) -> int:
+    """A seed below 2^31, another for every step and bucket."""
+    mixed = step * 1_000_003 + bucket * 7_919
+    return mixed % (1 << 31)

@@ -14,12 +14,13 @@ StagesUsing = Mapping[str, tuple[set[int], bool]]  # by parameter: the stages, a
 
 
 def stages_using_parameters(model: Transformer) -> StagesUsing:
-    """For each parameter, the stages that use it, and whether its gradient may come with W instead of D."""
+    """For each trained parameter, the stages that use it, and whether its gradient may come with W instead of D."""
     stages_of: dict[str, set[int]] = {}
     for stage in model.stages:
         prefixes = tuple(parameter_prefixes(stage, model.model.tied_head))
         for parameter in declared_parameters(model):
-            if parameter.name.startswith(prefixes):
+            is_trained = parameter.tensor.requires_grad
+            if is_trained and parameter.name.startswith(prefixes):
                 stages = stages_of.setdefault(parameter.name, set())
                 stages.add(stage.number)
     users: dict[str, tuple[set[int], bool]] = {}

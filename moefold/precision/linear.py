@@ -15,7 +15,7 @@ from moefold.kernels.experts.grouped_gemm import grouped_gemm, grouped_gemm_weig
 from moefold.kernels.linear.linear import GroupedGemms, grouped_linear, linear
 from moefold.kernels.linear.product import PLAIN, Recipe, WeightAndBias
 from moefold.layout.axes import World
-from moefold.layout.declare import Declaration, DeclaringModule
+from moefold.layout.declare import Declaration, DeclaringModule, RowMeaning
 from moefold.layout.placement import REPLICATED, Placement
 
 MultiplyLayers = Callable[[Tensor, Sequence[WeightAndBias], Recipe], tuple[Tensor, ...]]
@@ -43,9 +43,10 @@ class Linear(DeclaringModule):
         bias: bool = False,
         std: float,
         placement: Placement = REPLICATED,
+        rows: RowMeaning = "outputs",
     ):
         super().__init__(world)
-        self.weight = self.declare_parameter("weight", *outputs, inputs, std=std, placement=placement)
+        self.weight = self.declare_parameter("weight", *outputs, inputs, std=std, placement=placement, rows=rows)
         gives_summand = placement.sharded_dims == (len(outputs),)
         adds_bias = not gives_summand or world.axis("tp").index == 0
         self.bias_factor = 1.0 if adds_bias else 0.0

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from math import lcm, prod
 from typing import Literal, NamedTuple
 
 import torch
@@ -31,6 +32,7 @@ from moefold.shard.storage import PlainWeights, StorageMaker, WeightStorage, fla
 
 ALIGNMENT = 128  # elements: kernels want views that begin at multiples of 16 bytes, and wide loads like more
 BUCKET_ELEMENTS = 1 << 25  # elements: long enough to use the network well, short enough to start before backward ends
+MATRICES_PER_SHARE = 4  # at least, of the largest size: shares of whole matrices are padded to equal size
 
 
 class BucketGroup(NamedTuple):
@@ -45,7 +47,8 @@ DEFAULT_GROUP = BucketGroup()
 
 class BucketKey(NamedTuple):
     """What the parameters of a bucket have in common. `alone` names a parameter that shares its bucket with none.
-    `format`: of weights that are stored in FP8."""
+    `format`: of weights that are stored in FP8. `slot`: the elements of one matrix, for stacks whose shares end between
+    matrices; 0 for all else."""
 
     placement: Placement
     decays: bool
@@ -53,6 +56,7 @@ class BucketKey(NamedTuple):
     unit: str
     alone: str = ""
     format: WeightFormat | None = None
+    slot: int = 0
 
 
 class BucketPiece(NamedTuple):
@@ -69,6 +73,12 @@ class BucketPiece(NamedTuple):
         length = self.last - self.first
         return slice(self.offset, self.offset + length)
 
+    def of_rows(self, values: Tensor) -> Tensor:
+        """For each element of the piece the value of its row, of one value for each row of the parameter's part."""
+        rows = values.flatten()
+        columns = self.parameter.tensor.numel() // len(rows)
+        return rows.repeat_interleave(columns)[self.first : self.last]
+
 
 @dataclass
 class Bucket:
@@ -81,6 +91,7 @@ class Bucket:
     sums: GradientSums
     replicas: Axis
     holders: tuple[int, ...] = ()  # pipeline ranks that hold a copy too: the gradient is the sum over them
+    matrix_parts: Axis | None = None  # the ranks that hold parts of the same matrices; None: matrices are whole
 
     @property
     def placement(self) -> Placement:
@@ -162,6 +173,7 @@ def units_of_buckets(buckets: list[Bucket]) -> list[str]:
 
 GroupOf = Callable[[DeclaredParameter], BucketGroup]
 UnitOf = Callable[[str], str]
+CostOf = Callable[[DeclaredParameter], float]
 
 
 def one_group(_: DeclaredParameter) -> BucketGroup:
@@ -187,18 +199,21 @@ def fill_buckets(
     unit: UnitOf | None = None,
     storage: StorageMaker = PlainWeights,
     fp8: Fp8Storage | None = None,
+    cost: CostOf | None = None,
 ) -> list[Bucket]:
-    """Group the parameters and move them into flat tensors; the model goes on using views of these.
+    """Group the parameters and move them into flat tensors; the model goes on using views of these. Frozen parameters
+    (without `requires_grad`) stay where they are.
 
     `held`: parameters of which several pipeline ranks hold copies, each in a bucket of its own, so that it has the same
     place on all of them. `gradients`: the dtype in which the gradients of a bf16 model are kept. `memory`: whether
     gradient memory is allocated every step or once. With `unit`, buckets follow units instead of `most` elements.
+    `cost`: of updating a parameter whose matrices stay whole, to be balanced over shares; by default its elements.
     `fp8`: the weights that are stored in FP8 instead of in `storage`.
     """
     holders = held or {}
-    maker = BucketMaker(world, gradients, memory, storage, fp8)
+    maker = BucketMaker(world, gradients, memory, storage, fp8, cost or number_of_elements)
     formats = {} if fp8 is None else fp8.formats
-    grouping = Grouping(most, holders, group, unit, formats)
+    grouping = Grouping(world, most, holders, group, unit, formats)
     buckets: list[Bucket] = []
     for key, parameters in grouping.group_parameters(model):
         copies = holders.get(key.alone, ())
@@ -213,6 +228,7 @@ KeyedParameters = tuple[BucketKey, list[DeclaredParameter]]
 class Grouping:
     """How parameters are divided into buckets; see `fill_buckets`."""
 
+    world: World
     most: int
     held: Mapping[str, tuple[int, ...]]
     group_of: GroupOf
@@ -226,12 +242,14 @@ class Grouping:
         filling: dict[BucketKey, list[DeclaredParameter]] = {}
         # From the end of the model to its beginning: backward completes the first bucket first.
         for parameter in reversed(list(declared_parameters(model))):
+            if not parameter.tensor.requires_grad:
+                continue
             key = self.key_of(parameter)
             if parameter.name in self.held:
                 held.append((key, [parameter]))
                 continue
             filling.setdefault(key, []).append(parameter)
-            if key.alone or self.is_full(filling[key]):
+            if self.is_full(key, filling[key]):
                 full.append((key, filling.pop(key)))
         held.reverse()
         return [*full, *filling.items(), *held]
@@ -241,17 +259,23 @@ class Grouping:
         name = parameter.name
         group = self.group_of(parameter)
         unit = self.unit_of(name) if self.unit_of else ""
-        # Shares of a stack hold some of its matrices each, so their size is a multiple of one matrix.
-        cut_stack = group.cut == "matrices" and declaration.stacked
-        alone = name if cut_stack or name in self.held else ""
+        alone = name if name in self.held else ""
         format = self.formats.get(name)
-        return BucketKey(declaration.placement, declaration.decays, group, unit, alone, format)
+        slot = 0
+        if group.cut == "matrices" and declaration.stacked:
+            slot = elements_of_matrix(parameter)
+        return BucketKey(declaration.placement, declaration.decays, group, unit, alone, format, slot)
 
-    def is_full(self, parameters: list[DeclaredParameter]) -> bool:
+    def is_full(self, key: BucketKey, parameters: list[DeclaredParameter]) -> bool:
         if self.unit_of:
             return False
-        elements = sum(map(number_of_elements, parameters))
-        return elements >= self.most
+        sizes = [*map(number_of_elements, parameters)]
+        least = self.most
+        if key.group.cut == "matrices":
+            shares = self.world.gradients_of(key.placement).size
+            largest = key.slot or max(sizes)
+            least = max(least, MATRICES_PER_SHARE * shares * largest)
+        return sum(sizes) >= least
 
 
 @dataclass(frozen=True)
@@ -263,18 +287,22 @@ class BucketMaker:
     memory: GradientMemory
     storage: StorageMaker
     fp8: Fp8Storage | None
+    cost_of: CostOf
+    loads: dict[str, list[float]] = field(default_factory=dict)  # of each share so far, by the replicas' name
 
     def make_bucket(self, key: BucketKey, parameters: list[DeclaredParameter], holders: tuple[int, ...]) -> Bucket:
         """Move these parameters into a flat tensor."""
         replicas = self.world.gradients_of(key.placement)
-        places = placement_of_parameters(key, parameters, replicas.size)
+        places = self.place_parameters(key, parameters, replicas)
         like = parameters[0].tensor
         storage = self.make_storage(key, places, like)
         dtype = gradient_sum_dtype(like, self.gradients)
         make_sums = GRADIENT_SUMS[self.memory]
         sums = make_sums(places.spans, places.size, like.device, dtype)
         parameters, starts, _ = places
-        bucket = Bucket(key, parameters, starts, storage, sums, replicas, holders)
+        cut = parameters[0].declaration.matrix_cut
+        matrix_parts = self.world.axis(cut.axis) if cut else None
+        bucket = Bucket(key, parameters, starts, storage, sums, replicas, holders, matrix_parts)
         # The Parameter objects stay, since optimizers of torch and hooks may hold them; their memory moves.
         for parameter, start in bucket.placed_parameters():
             tensor = parameter.tensor
@@ -282,6 +310,16 @@ class BucketMaker:
             view.copy_(tensor.detach())
             tensor.data = view
         return bucket
+
+    def place_parameters(self, key: BucketKey, parameters: list[DeclaredParameter], replicas: Axis) -> Places:
+        """Places in a flat tensor that divides into equal shares."""
+        shares = replicas.size
+        if key.group.cut == "elements":
+            return place_one_after_another(parameters, shares)
+        if key.slot:
+            return place_stacks(parameters, key.slot, shares)
+        loads = self.loads.setdefault(replicas.name, [0.0] * shares)
+        return place_matrices(parameters, self.cost_of, loads)
 
     def make_storage(self, key: BucketKey, places: Places, like: Tensor) -> WeightStorage:
         if key.format is None:
@@ -325,47 +363,65 @@ class Places(NamedTuple):
         return list(zip(self.starts, ends, strict=True))
 
 
-def placement_of_parameters(key: BucketKey, parameters: list[DeclaredParameter], shares: int) -> Places:
-    """Places in a flat tensor that divides into equal shares."""
-    if key.group.cut == "elements":
-        return place_one_after_another(parameters, shares)
-    if parameters[0].declaration.stacked:
-        return place_stack(parameters[0], shares)
-    return place_matrices(parameters, shares)
-
-
 def place_one_after_another(parameters: list[DeclaredParameter], shares: int) -> Places:
     """Shares may end anywhere in a parameter."""
     starts: list[int] = []
     end = 0
     for parameter in parameters:
         starts.append(end)
-        end += round_up(parameter.tensor.numel(), ALIGNMENT)
+        end += aligned_elements(parameter)
     return Places(parameters, starts, round_up(end, ALIGNMENT * shares))
 
 
-def place_stack(parameter: DeclaredParameter, shares: int) -> Places:
-    """A stack of matrices, of which every share holds equally many."""
-    matrices = len(parameter.tensor)
-    elements = parameter.tensor.numel() // matrices
-    per_share = round_up(matrices, shares) // shares
-    return Places([parameter], [0], elements * per_share * shares)
+def place_stacks(parameters: list[DeclaredParameter], slot: int, shares: int) -> Places:
+    """Stacks of matrices one after another, in slots of one matrix each, of which every share has equally many."""
+    starts: list[int] = []
+    end = 0
+    step = lcm(slot, ALIGNMENT)
+    for parameter in parameters:
+        start = round_up(end, step)
+        starts.append(start)
+        end = start + parameter.tensor.numel()
+    return Places(parameters, starts, round_up(end, slot * shares))
 
 
-def place_matrices(parameters: list[DeclaredParameter], shares: int) -> Places:
-    """Each matrix in one share: the largest first, into the share that is emptiest."""
-    ends = [0] * shares
+def place_matrices(parameters: list[DeclaredParameter], cost_of: CostOf, loads: list[float]) -> Places:
+    """Each parameter in one share: the dearest first, into the share of least cost that has room. `loads` are the costs
+    of the shares in earlier buckets; those of this one are added."""
+    room = smallest_share(parameters, len(loads))
+    ends = [0] * len(loads)
     placed: list[tuple[DeclaredParameter, int, int]] = []  # with share, and offset in it
-    by_size = sorted(parameters, key=number_of_elements, reverse=True)
-    for parameter in by_size:
-        share = ends.index(min(ends))
+    for parameter in sorted(parameters, key=cost_of, reverse=True):
+        elements = aligned_elements(parameter)
+        open_shares = [share for share, end in enumerate(ends) if end + elements <= room]
+        share = min(open_shares, key=loads.__getitem__) if open_shares else ends.index(min(ends))
         placed.append((parameter, share, ends[share]))
-        ends[share] += round_up(parameter.tensor.numel(), ALIGNMENT)
+        ends[share] += elements
+        loads[share] += cost_of(parameter)
     size = max(ends)
     placed.sort(key=operator.itemgetter(1, 2))
     ordered = [parameter for parameter, _, _ in placed]
     starts = [share * size + offset for _, share, offset in placed]
-    return Places(ordered, starts, size * shares)
+    return Places(ordered, starts, size * len(loads))
+
+
+def smallest_share(parameters: list[DeclaredParameter], shares: int) -> int:
+    """The size of the fullest share if each parameter, the largest first, goes to the share that is emptiest."""
+    ends = [0] * shares
+    for elements in sorted(map(aligned_elements, parameters), reverse=True):
+        share = ends.index(min(ends))
+        ends[share] += elements
+    return max(ends)
+
+
+def aligned_elements(parameter: DeclaredParameter) -> int:
+    return round_up(parameter.tensor.numel(), ALIGNMENT)
+
+
+def elements_of_matrix(parameter: DeclaredParameter) -> int:
+    matrix = parameter.matrix
+    assert matrix is not None, f"{parameter.name} is no matrix"
+    return prod(matrix)
 
 
 def number_of_elements(parameter: DeclaredParameter) -> int:

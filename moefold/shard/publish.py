@@ -47,10 +47,10 @@ class Publisher:
         model.register_state_dict_pre_hook(self.await_before_saving)
 
     def attach_module(self, module: DeclaringModule) -> None:
-        """Let calls of the module wait for the parameters that it reads."""
+        """Let calls of the module wait for the parameters that it reads. Frozen ones are in no bucket."""
         own = module.parameters(recurse=False)
         used = (*own, *module.borrowed)
-        needed = {self.bucket_of[id(parameter)] for parameter in used}
+        needed = {self.bucket_of[id(parameter)] for parameter in used if parameter.requires_grad}
         gathered = [number for number in sorted(needed) if self.has_replicas(number)]
         if gathered:
             hook = partial(self.await_before_use, gathered)

@@ -46,6 +46,7 @@ from moefold.model.transformer import Transformer
 from moefold.observe.trace import SpanRecorder
 from moefold.optim.optimizer import Optimizer
 from moefold.optim.parameter_groups import ParameterGroups
+from moefold.optim.qk_clip import QkClip
 from moefold.pipeline.executor import Executor
 from moefold.precision.operand_statistics import OperandStatistics
 from moefold.precision.recipes import RecipeState, attach_recipes, weight_formats
@@ -78,6 +79,7 @@ class Run:
     gradients: Gradients
     executor: Executor
     optimizer: Optimizer
+    qk_clip: QkClip
     clipping: ClippingPolicy
     parameters: Publisher
     all_finite: Tensor  # on the device: whether every loss and gradient so far was a number
@@ -115,6 +117,7 @@ def assemble_run(
     groups = ParameterGroups(config.optim, kernels)
     buckets = fill_run_buckets(config, model, world, groups, kernels)
     gradients = Gradients(buckets, world, config.optim.gradient_reduce, kernels[add_squares])
+    optimizer = Optimizer(buckets, groups.rules)
     spans = SpanRecorder(world.rank)
     return Run(
         config=config,
@@ -126,7 +129,8 @@ def assemble_run(
         model=model,
         gradients=gradients,
         executor=Executor(config, model, gradients, world, spans),
-        optimizer=Optimizer(buckets, groups.rules),
+        optimizer=optimizer,
+        qk_clip=QkClip(model, optimizer, config.optim.qk_clip, kernels, world),
         clipping=GlobalNormClipping(config.optim.max_norm),
         parameters=Publisher(model, buckets),
         all_finite=torch.ones((), dtype=torch.bool, device=world.device),
@@ -145,6 +149,7 @@ def fill_run_buckets(
     if groups.entries:
         names = {name for name, _ in model.named_parameters()}
         groups.require_matches(union_of_sets(names, world.pp))
+        groups.freeze_parameters(model)
     return fill_buckets(
         model,
         world,
@@ -153,6 +158,7 @@ def fill_run_buckets(
         group=groups.group_of,
         storage=storage_maker(config.optim.main),
         fp8=fp8_storage(config, model, kernels),
+        cost=groups.cost_of,
     )
 
 

@@ -134,7 +134,8 @@ def no_gradient_warnings(run: Run) -> list[str]:
     """A warning for each parameter that has had no gradient so far, on the first pipeline rank: the parameter is
     probably not connected."""
     world = run.world
-    names = [parameter.name for parameter in declared_parameters(run.model)]
+    trained = [parameter for parameter in declared_parameters(run.model) if parameter.tensor.requires_grad]
+    names = [parameter.name for parameter in trained]
     # Any rank of the stage may hold the share that has seen the gradient.
     moved = torch.tensor([name in run.gradients.moved for name in names], dtype=torch.int32)
     all_reduce_max_no_grad(moved, world.dp_cp_tp)

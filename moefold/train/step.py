@@ -113,6 +113,7 @@ def train_step(run: Run, batch: Batch) -> StepReport:
     run.before_update()
     with run.phase("update"):
         run.optimizer.step(number, lr, run.gradients.scales)
+        run.qk_clip.rescale_heads()
     with run.phase("publish"):
         run.parameters.publish()
     with run.phase("balance"):

@@ -53,6 +53,8 @@ def test_json_holds_what_the_anatomy_says(name: str, explained: Any):
         "kernels",
         "regions",
         "recompute",
+        "optimizer",
+        "memory",
     }
     assert found["name"] == name
     assert found["parameters"] == total_parameters(config.model)
@@ -70,6 +72,18 @@ def assert_shown_is_the_whole(found: dict[str, Any]) -> None:
     assert 3 * sum(count * step["forward_flops_per_token"] for count, step in steps) == pytest.approx(
         found["train_flops_per_token"], rel=1e-12
     )
+
+
+def test_rules_and_groups_are_shown_where_they_are_not_the_default(capsys: pytest.CaptureFixture[str]):
+    assert run_command_line(["explain", "tiny", "--optim.rule", "muon", "--optim.groups", "head.*: frozen"]) == 0
+    shown = capsys.readouterr().out
+    assert "optimizer: Muon: orthogonalised momentum of each matrix" in shown
+    assert "head.*: frozen" in shown
+    assert "newton_schulz" in shown
+    assert run_command_line(["explain", "tiny"]) == 0
+    shown = capsys.readouterr().out
+    assert "optimizer:" not in shown
+    assert "newton_schulz" not in shown
 
 
 VARIANTS = {

@@ -81,5 +81,5 @@ def test_a_name_can_be_written_on_a_command_line(name: str):
         OpenNames("bird", {}).add(name, "any")
 
 
-def test_adamw_is_the_optimizer_rule_that_is_built_in():
-    assert list(OPTIMIZER_NAMES) == ["adamw"]
+def test_adamw_and_muon_are_the_optimizer_rules_that_are_built_in():
+    assert list(OPTIMIZER_NAMES) == ["adamw", "muon"]

@@ -18,6 +18,12 @@ def test_an_entry_has_a_pattern_and_options():
     assert not READ.matches("blocks.0.moe.router.bias")
 
 
+@pytest.mark.parametrize("words", ["frozen", "frozen=true"])
+def test_an_entry_may_freeze(words: str):
+    assert parse_groups([f"embedding.*: {words}"]) == [OptimizerGroup("embedding.*", frozen=True)]
+    assert parse_groups(["embedding.*: frozen=false"]) == [OptimizerGroup("embedding.*")]
+
+
 def test_an_entry_that_a_list_cut_at_its_comma_is_joined_again():
     assert parse_groups(["a: lr=1", *ENTRY.split(","), "b: decay=1"])[1] == READ
 
@@ -30,6 +36,8 @@ WRONG = {
     "a: deca=0": 'no option "deca" (did you mean "decay"?)',
     "a: betas=0.9": "expected betas = two numbers",
     "a: betas=0.9,1.0": "expected betas = two numbers from 0 to below 1",
+    "a: frozen=1": "expected frozen, frozen=true or frozen=false",
+    "a: frozen lr=0.5": "expected frozen alone",
     "a: rule=adam": 'no rule "adam" (did you mean "adamw"?)',
 }
 

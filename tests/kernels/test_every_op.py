@@ -658,6 +658,39 @@ def plain_add_squares(total, *flats):
     return total + math.fsum(dot(x, x) for x in flats), *flats
 
 
+def plain_largest_logit(q, k, scale, window, begins):
+    scale = scale or len(q[0][0][0]) ** -0.5
+    heads, group = len(q[0][0]), len(q[0][0]) // len(k[0][0])
+    largest = [-math.inf] * heads
+    for b, h in product(range(len(q)), range(heads)):
+        for s, key in product(range(len(q[b])), range(len(k[b]))):
+            distance = s + len(k[b]) - len(q[b]) - key
+            begin = begins[b][s] if begins is not None else 0
+            if distance < 0 or (window and distance >= window) or key < begin:
+                continue
+            largest[h] = max(largest[h], scale * dot(q[b][s][h], k[b][key][h // group]))
+    return largest
+
+
+def plain_newton_schulz(matrices, coefficients):
+    return [plain_orthogonalised(x, coefficients) for x in matrices]
+
+
+def plain_orthogonalised(x, coefficients):
+    norm = math.sqrt(math.fsum(dot(row, row) for row in x))
+    x = [[value / norm for value in row] for row in x]
+    for a, b, c in coefficients:
+        gram = plain_product(x, transposed(x))
+        once, twice = plain_product(gram, x), plain_product(gram, plain_product(gram, x))
+        rows = zip(x, once, twice, strict=True)
+        x = [[a * p + b * q + c * r for p, q, r in zip(*row, strict=True)] for row in rows]
+    return x
+
+
+def plain_product(left, right):
+    return [[dot(row, column) for column in transposed(right)] for row in left]
+
+
 def plain_row_tiles(ends, rows):
     tiles, first_tiles = [], []
     for e, (begin, end) in enumerate(pairwise([0, *ends])):

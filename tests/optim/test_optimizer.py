@@ -207,7 +207,8 @@ def test_a_pattern_without_a_parameter_and_an_unknown_rule_are_refused_with_near
         groups.require_matches(names)
     problems = refused.value.problems
     assert len(problems) == 2
-    assert 'head.wieght matches no parameter (did you mean "head.weight"?)' in problems[0]
+    assert "head.wieght matches no parameter; the nearest are head.weight, " in problems[0]
+    assert "*.rooter.* matches no parameter; the nearest are blocks.1.moe.router.weight, " in problems[1]
     with pytest.raises(UserError, match=r'no rule "adanw" \(did you mean "adamw"\?\)'):
         ParameterGroups(OptimConfig(groups=("*: rule=adanw",)), KERNELS)
 

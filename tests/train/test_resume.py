@@ -144,6 +144,22 @@ def test_experts_and_mlps_without_a_gate_are_taken_up_by_another_layout(tmp_path
         assert worst <= 1e-6
 
 
+def test_muon_groups_and_frozen_parameters_are_taken_up_by_another_layout(tmp_path: Path):
+    groups = ("*.router.weight: rule=adamw", "blocks.0.attention.*: frozen", "*.experts.*: lr=0.5")
+    optim = replace(START.optim, rule="muon", groups=groups)
+    start = replace(START, optim=optim, train=replace(START.train, precision="fp64"))
+    parallels = (
+        ParallelConfig(tp=2, ep=4),
+        ParallelConfig(etp=2, pp=2),
+        ParallelConfig(cp=2, ep=2, etp=2),
+        ParallelConfig(),
+    )
+    layouts = [replace(start, parallel=each) for each in parallels]
+    for worst, wrong in run_ranks(wander, RANKS, str(tmp_path), layouts, [0, 1, 2, 3, 0])[0]:
+        assert not wrong
+        assert worst <= 1e-9
+
+
 def test_the_layouts_of_that_way_use_every_axis():
     layouts, _ = chosen_layouts(seed=7)
     for axis in AXES:

@@ -175,6 +175,7 @@ BLOCK_CHOICES = (
 MERGE_CHOICES = (Choice("triton", masked_kernels_run, NEEDS_MASKED_KERNELS, "reads and writes each result once"),)
 
 CHOICES: Choices = {
+    "largest_logit": (),
     "attention": ATTENTION_CHOICES,
     "attention_block": BLOCK_CHOICES,
     "attention_block_backward": BLOCK_CHOICES,

@@ -86,7 +86,7 @@ def scaled_gradient(g: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return scaled.to(dtype)
 
 
-def hashed_random_bits(first: int, n: int, seed: int, device: torch.device) -> Tensor:
+def hashed_random_bits(first: int, n: int, seed: int | Tensor, device: torch.device) -> Tensor:
     """32 random bits for each of n elements, as int64: the number of the element, mixed with the seed until every bit
     depends on every other (shifts and odd factors, each of which can be undone: no two elements get the same)."""
     x = torch.arange(first, first + n, device=device) ^ seed

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moefold.kernels.choice import Choice, Choices, triton_computes
+from moefold.kernels.choice import Choice, Choices, runs_on_cuda, triton_computes
 from moefold.kernels.facts import Facts
 from moefold.kernels.quantise.choices import FP8_NEEDS, fp8_casts_run
 
@@ -40,6 +40,14 @@ CHOICES: Choices = {
             triton_computes,
             "cuda with Triton, fp32 or bf16",
             "one pass; a few thousand squares are summed in fp32, these sums in fp64",
+        ),
+    ),
+    "newton_schulz": (
+        Choice(
+            "batched",
+            runs_on_cuda,
+            "cuda",
+            "products of all matrices of one shape at once",
         ),
     ),
 }

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
 from torch import Tensor
 
 from moefold.anatomy.step_specs import sliding_window_of
 from moefold.comm.collectives import all_gather, bind_collective, reduce_scatter
+from moefold.config.errors import UserError
 from moefold.config.run import ModelConfig
 from moefold.layout.declare import DeclaringModule
 from moefold.layout.placement import sharded_over_tp
@@ -15,6 +20,25 @@ from moefold.model.parts import ModelParts
 from moefold.model.steps import Region
 from moefold.model.token_layout import TokenShard
 from moefold.precision.linear import Linear
+
+
+@dataclass
+class LogitWatch:
+    """The largest logit of each head of this rank since it was taken last. `op`: kernels/attention/largest_logit.py."""
+
+    op: Callable[..., Tensor]
+    largest_H: Tensor | None = None
+
+    @torch.no_grad()
+    def note(self, *inputs: object) -> None:
+        largest_H = self.op(*inputs)
+        self.largest_H = largest_H if self.largest_H is None else self.largest_H.maximum(largest_H)
+
+    def take(self) -> Tensor:
+        assert self.largest_H is not None, "no microbatch has passed"
+        largest_H = self.largest_H
+        self.largest_H = None
+        return largest_H
 
 
 class AttentionBase(DeclaringModule):
@@ -37,6 +61,7 @@ class AttentionBase(DeclaringModule):
         self.std = model.init_std
         residual_adds = 2 * model.layers
         self.out_std = self.std / residual_adds**0.5
+        self.logit_watch: LogitWatch | None = None  # set where logits are clipped (optim/qk_clip.py)
         self.core = Region("core")
         self.out_region = Region("out")
 
@@ -47,7 +72,7 @@ class AttentionBase(DeclaringModule):
     def make_head_linear(self, inputs: int, heads: int, width: int, bias: bool = False) -> Linear:
         """A projection to heads, which tp cuts."""
         by_head = sharded_over_tp(0)
-        return Linear(self.world, inputs, heads, width, bias=bias, std=self.std, placement=by_head)
+        return Linear(self.world, inputs, heads, width, bias=bias, std=self.std, placement=by_head, rows="heads")
 
     def make_out_linear(self, inputs: int, outputs: int, bias: bool) -> Linear:
         """The projection of all heads back to the stream: each tp rank computes a summand."""
@@ -56,12 +81,26 @@ class AttentionBase(DeclaringModule):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, shard: TokenShard) -> Tensor:
         """(C, H x V): what the context mechanism gives for each token, its heads joined."""
+        self.note_logits(q, k, shard)
         scale = self.scale
         window = self.window
         begins_BS = shard.begins_BS
         y_BSHV = self.core(self.context, q, k, v, scale, window, self.sinks, begins_BS)
         y_BSN = y_BSHV.flatten(2)
         return y_BSN.flatten(0, 1)
+
+    def note_logits(self, q: Tensor, k: Tensor, shard: TokenShard) -> None:
+        """Remember the largest logit of each head, in training, where logits are clipped."""
+        if self.training and self.logit_watch is not None:
+            self.logit_watch.note(q, k, self.scale, self.window, shard.begins_BS)
+
+    def clip_factors(self, ratio_H: Tensor) -> dict[str, Tensor]:
+        """Factors of the rows (heads, width) of projections, by parameter, that multiply the logits of each head by its
+        ratio; a ratio of one leaves the rows as they are."""
+        kind = type(self).__name__
+        raise UserError(
+            f"optim.qk_clip: {kind} does not say which rows to rescale (clip_factors); set optim.qk_clip to 0"
+        )
 
     def forward(self, h_TD: Tensor, shard: TokenShard) -> Tensor:
         """Attention over normed tokens; the residual connection is the block's."""

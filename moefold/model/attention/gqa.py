@@ -76,6 +76,18 @@ class GroupedQueryAttention(AttentionBase):
         summand_CD = self.out_region(self.out, y_CN)
         return self.scatter_sums(summand_CD)
 
+    def clip_factors(self, ratio_H: Tensor) -> dict[str, Tensor]:
+        """Both projections, or the query's alone where key heads are shared. Biases are rows of one column."""
+        is_shared = len(self.query.weight) > len(self.key.weight)
+        projections = {"query": self.query} if is_shared else {"query": self.query, "key": self.key}
+        factor_H = ratio_H if is_shared else ratio_H.sqrt()
+        factors: dict[str, Tensor] = {}
+        for name, layer in projections.items():
+            for parameter, _ in layer.named_parameters():
+                heads, width = layer.weight.shape[:2]
+                factors[f"{name}.{parameter}"] = factor_H[:, None].expand(heads, width)
+        return factors
+
     def norm_and_rope(self, q: Tensor, k: Tensor, shard: TokenShard) -> tuple[Tensor, Tensor]:
         """Queries and keys, normed if the model norms them, and rotated by position."""
         if self.ropes_in_norm:

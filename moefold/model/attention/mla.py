@@ -89,6 +89,15 @@ class LatentAttention(AttentionBase):
         query_source_BS, latent_BS, k_rope_BS = joined_BS.split(widths, dim=-1)
         return self.project_up(query_source_BS, latent_BS, k_rope_BS, shard)
 
+    def clip_factors(self, ratio_H: Tensor) -> dict[str, Tensor]:
+        """The rotated key serves all heads and stays: its share of the logits is scaled by the query's rows."""
+        heads, width = self.query.weight.shape[:2]
+        nope_dim = self.key.weight.shape[1]
+        root_H1 = ratio_H.sqrt()[:, None]
+        nope = root_H1.expand(heads, nope_dim)
+        rope = ratio_H[:, None].expand(heads, width - nope_dim)
+        return {"query.weight": torch.cat((nope, rope), dim=1), "key.weight": nope}
+
     def project_up(
         self, query_source_BS: Tensor, latent_BS: Tensor, k_rope_BS: Tensor, shard: TokenShard
     ) -> tuple[Tensor, Tensor, Tensor]:

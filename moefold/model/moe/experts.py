@@ -70,7 +70,9 @@ class Experts(DeclaringModule):
         outputs = kind.up_outputs(f)
         over_inner = sharded_over_experts(len(outputs))
         self.up_name = kind.up_name
-        up = self.declare_parameter(self.up_name, e, *outputs, d, placement=over_inner, std=std, stacked=True)
+        shape = (e, *outputs, d)
+        rows = kind.up_rows
+        up = self.declare_parameter(self.up_name, *shape, placement=over_inner, std=std, stacked=True, rows=rows)
         self.register_parameter(self.up_name, up)
         over_columns = sharded_over_experts(2)
         self.down = self.declare_parameter("down", e, d, f, placement=over_columns, std=down_std, stacked=True)

@@ -123,7 +123,8 @@ class MachineFit:
         yield from shortage_of("host memory", self.machine.host, len(local), needed, parts)
 
     def checkpoint_bytes(self, local: Ranks) -> float:
-        """Bytes of the ranks' files of a checkpoint: moments, weights and fp32 main weights of their shares."""
+        """Bytes of the ranks' files of a checkpoint, at least: moments, weights and fp32 main weights of their shares.
+        A parameter has two moments at most."""
         moments = sum(rank.moments for rank in local)
         moment_bytes = 2 * STATE_ELEMENT_BYTES[self.config.optim.moments]
         parameters = moments / moment_bytes

@@ -13,6 +13,8 @@ from moefold.plan.memory.run_setting import RunSetting
 
 STATE_ELEMENT_BYTES = {"fp32": 4, "bf16": 2}
 MAIN_WEIGHT_BYTES = {"fp32": 4, "split": 2}  # of a main weight, beside the bf16 weight
+ADAMW_PIECES = ("E", "L")  # embedding and head, whatever the rule of matrices
+FEWEST_MOMENTS = {"muon": 1}  # of a parameter, by rule; of any other rule two
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,7 @@ def resident_state(s: RunSetting, rank: RankStages, stages: list[StageCount]) ->
         copies=copies,
         gradients=weight_count * STATE_ELEMENT_BYTES[optim.gradients],
         main=main_weight_bytes(s, state_count, quantized * state_count / weight_count),
-        moments=state_count * 2 * STATE_ELEMENT_BYTES[optim.moments],
+        moments=moment_count(s, rank, state_count) * STATE_ELEMENT_BYTES[optim.moments],
     )
 
 
@@ -70,6 +72,23 @@ def main_weight_bytes(s: RunSetting, count: float, quantized: float) -> float:
     stored = quantized if s.stores_fp8 else 0.0
     beside = MAIN_WEIGHT_BYTES[s.optim.main] if s.recipe.wide < 4 else 0
     return (count - stored) * beside + stored * MAIN_WEIGHT_BYTES["fp32"]
+
+
+def moment_count(s: RunSetting, rank: RankStages, state_count: float) -> float:
+    """Elements of the optimizer's moments on a rank. Under Muon a parameter has one, its momentum; embedding and head
+    are left to AdamW and have two. Norms and biases, and what `optim.groups` says, are not counted apart."""
+    if s.optim.rule != "muon":
+        return 2 * state_count
+    of_adamw: Counter[ParameterClass] = Counter()
+    for pieces in rank.pieces:
+        for piece, layer in pieces:
+            if piece in ADAMW_PIECES:
+                of_adamw.update(s.count_piece(piece, layer).parameters)
+    if rank.copies_embedding:
+        of_adamw.update(s.count_piece("E", 0).parameters)
+    is_sharded = s.choices.sharding != "none"
+    second_moments = sum(count / (replica_count(s, kind) if is_sharded else 1) for kind, count in of_adamw.items())
+    return state_count + second_moments
 
 
 def rank_parameters(s: RunSetting, rank: RankStages, stages: list[StageCount]) -> Counter[ParameterClass]:

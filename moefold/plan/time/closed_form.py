@@ -29,7 +29,7 @@ from moefold.plan.layer.rank_shapes import make_rank_portion
 from moefold.plan.machine.cluster import Cluster
 from moefold.plan.memory.peak_memory import CUBLAS_WORKSPACE, PIPELINE_MESSAGES
 from moefold.plan.memory.rank_stages import StagePieces, stages_by_rank
-from moefold.plan.memory.resident import MAIN_WEIGHT_BYTES, STATE_ELEMENT_BYTES
+from moefold.plan.memory.resident import FEWEST_MOMENTS, MAIN_WEIGHT_BYTES, STATE_ELEMENT_BYTES
 from moefold.plan.memory.run_setting import GIB, RunSetting, defers_weight_gradients, microbatches_per_step
 from moefold.plan.options import PlanChoices
 from moefold.plan.time.simulate_step import OVERLAP_FRICTION, neighbour_send_seconds, optimizer_bytes
@@ -344,7 +344,7 @@ def least_rank_bytes(s: RunSetting, stages: StageMemories, rank: int) -> float:
     optim = s.optim
     state = 0.0
     if not choices.states_on_host:
-        moments = 2 * STATE_ELEMENT_BYTES[optim.moments]
+        moments = FEWEST_MOMENTS.get(optim.rule, 2) * STATE_ELEMENT_BYTES[optim.moments]
         main = MAIN_WEIGHT_BYTES[optim.main] if s.recipe.wide < 4 else 0
         state = main + moments
     dense = sum(stage.dense for stage in stages)

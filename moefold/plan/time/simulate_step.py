@@ -23,7 +23,7 @@ from moefold.plan.machine.cluster import Cluster
 from moefold.plan.machine.gpu import Gpu
 from moefold.plan.memory.peak_memory import STATE_ELEMENT_BYTES, RunSetting
 from moefold.plan.memory.rank_stages import StagePieces, stages_by_rank
-from moefold.plan.memory.resident import MAIN_WEIGHT_BYTES
+from moefold.plan.memory.resident import FEWEST_MOMENTS, MAIN_WEIGHT_BYTES
 from moefold.plan.time.step_times import OpSeconds, PassSeconds, StepClock, sum_pass_seconds
 from moefold.schedule.program import OP_KINDS
 from moefold.schedule.simulate_program import OrderedProgram, SlotTimes, slot_slack, time_slots
@@ -201,7 +201,7 @@ def optimizer_bytes(s: RunSetting) -> float:
     """Bytes moved per parameter: gradient read, main weight and moments read and written, weight written."""
     optim = s.optim
     gradient = STATE_ELEMENT_BYTES[optim.gradients]
-    moments = 2 * STATE_ELEMENT_BYTES[optim.moments]
+    moments = FEWEST_MOMENTS.get(optim.rule, 2) * STATE_ELEMENT_BYTES[optim.moments]
     state = 2 * MAIN_WEIGHT_BYTES[optim.main] + 2 * moments
     return gradient + state + s.recipe.wide
 

@@ -123,6 +123,17 @@ def test_bytes_of_a_parameter(moments: str, each: int, dp: int):
     assert cut.state / rank.parameters == pytest.approx((6 + each) / dp)
 
 
+@pytest.mark.parametrize("dp", [1, 8])
+def test_muon_has_one_moment_of_a_layer_s_parameter_and_adamw_two_of_embedding_and_head(dp: int):
+    words = ["--train.global_batch=64", "--optim.rule=muon"]
+    config = resolve_recipe("mixtral-8x7b", words, world=dp)
+    (rank,) = plan_memory(config, dp, EVEN)
+    words_of_model = 2 * config.model.vocab * config.model.hidden
+    assert rank.moments == pytest.approx(4 * (rank.parameters + words_of_model) / dp, rel=1e-6)
+    (whole,) = plan_memory(config, dp, replace(EVEN, sharding="none"))
+    assert whole.moments == pytest.approx(4 * (rank.parameters + words_of_model), rel=1e-6)
+
+
 def ranks_of(words: str, world: int) -> RankMemory:
     """A rank in the middle of a pipeline: layers with experts, and nothing else."""
     base = "--pipeline.layout=Et*23|t*24|t*23|t*24L --train.global_batch=256 --parallel.pp=4 --parallel.ep=2 "

@@ -1,0 +1,60 @@
+"""QK-clip, the second part of MuonClip: query and key projections of heads whose logits grow too large are rescaled.
+
+    g = threshold / (largest logit of the head in this step), where that is larger than the threshold
+
+    one key head for each query head   W_q and W_k of the head x sqrt(g)
+    key heads shared by query heads    W_q of the head x g: a shared key head would change other heads
+    latent attention                   rows without RoPE of W_q and of W_k x sqrt(g), rows with RoPE of W_q x g; the
+                                       rotated key is shared by all heads and stays
+
+So the logits of the same tokens come to the threshold, and other heads do not change by a bit. It acts on the main
+weights, after the update and before weights are published.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from moefold.comm.collectives import all_reduce_max_no_grad
+from moefold.kernels.attention.largest_logit import largest_logit
+from moefold.kernels.bound import BoundKernels
+from moefold.layout.axes import World
+from moefold.model.attention.attention_base import AttentionBase, LogitWatch
+from moefold.optim.optimizer import Optimizer
+
+
+class QkClip:
+    """Watches the attention layers of this rank. With a threshold of 0 there is nothing to watch."""
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, threshold: float, kernels: BoundKernels, world: World):
+        self.optimizer = optimizer
+        self.threshold = threshold
+        self.token_ranks = world.dp_cp  # ranks that see other tokens with the same heads
+        self.layers: dict[str, AttentionBase] = {}
+        if not threshold:
+            return
+        for name, module in model.named_modules():
+            if isinstance(module, AttentionBase):
+                module.logit_watch = LogitWatch(kernels[largest_logit])
+                self.layers[name] = module
+
+    def rescale_heads(self) -> None:
+        """Rescale the heads that have exceeded the threshold since the last call, on every rank alike."""
+        if not self.layers:
+            return
+        watches = [watch_of(module) for module in self.layers.values()]
+        largest_LH = torch.stack([watch.take() for watch in watches])
+        all_reduce_max_no_grad(largest_LH, self.token_ranks)
+        exceeds_LH = (largest_LH > self.threshold) & largest_LH.isfinite()
+        ratio_LH = torch.where(exceeds_LH, self.threshold / largest_LH, 1.0)
+        factors: dict[str, Tensor] = {}
+        for (layer, module), ratio_H in zip(self.layers.items(), ratio_LH, strict=True):
+            for name, factor_HW in module.clip_factors(ratio_H).items():
+                factors[f"{layer}.{name}"] = factor_HW
+        self.optimizer.multiply_rows(factors)
+
+
+def watch_of(module: AttentionBase) -> LogitWatch:
+    assert module.logit_watch is not None
+    return module.logit_watch

@@ -1,0 +1,271 @@
+"""Muon: as torch's own on single matrices, and on any layout what one rank computes, to the bit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+import pytest
+import torch
+
+from moefold.comm import byte_counters
+from moefold.config.run import MuonConfig, OptimConfig
+from moefold.kernels.bound import BoundKernels
+from moefold.kernels.facts import Facts
+from moefold.layout.axes import World, single_rank_world
+from moefold.layout.declare import DeclaredParameter, declared_parameters
+from moefold.model.transformer import Transformer
+from moefold.optim.muon import MUON_SCALES
+from moefold.optim.optimizer import Optimizer
+from moefold.optim.parameter_groups import ParameterGroups
+from moefold.shard.buckets import Bucket, fill_buckets
+from moefold.shard.publish import Publisher
+from moefold.shard.storage import storage_maker
+from tests.shard.test_gradients import MODEL as SMALL
+from tests.shard.test_gradients import make
+from tests.support.ranks import run_ranks
+
+MUON = OptimConfig(rule="muon")
+MODEL = replace(
+    SMALL,
+    attention=replace(SMALL.attention, kv_heads=2),
+    moe=replace(SMALL.moe, experts=8, ffn=12, shared_gate=True),
+)
+BY_HEAD = replace(MUON, muon=MuonConfig(heads="each"))
+
+
+def ready(
+    optim: OptimConfig = MUON, dtype: str = "fp32", world: World | None = None
+) -> tuple[Transformer, list[Bucket], Optimizer]:
+    world = world or single_rank_world()
+    model = make(dtype, MODEL, world)
+    kernels = BoundKernels(Facts("cpu", dtype, hidden=16, ffn=16, moments=optim.moments, main=optim.main))
+    groups = ParameterGroups(optim, kernels)
+    storage = storage_maker(optim.main)
+    buckets = fill_buckets(model, world, group=groups.group_of, cost=groups.cost_of, storage=storage)
+    return model, buckets, Optimizer(buckets, groups.rules)
+
+
+def gradient_of(parameter: DeclaredParameter, step: int) -> torch.Tensor:
+    """This rank's part of a gradient that depends on name and step alone."""
+    seed = sum(map(ord, parameter.name)) + 1000 * step
+    whole = torch.randn(parameter.declaration.shape, generator=torch.Generator().manual_seed(seed))
+    return whole[tuple(slice(first, first + size) for first, size in parameter.part)]
+
+
+def put_gradients(buckets: list[Bucket], step: int) -> None:
+    for bucket in buckets:
+        for parameter, view in bucket.parameter_views(bucket.gradients):
+            view.copy_(gradient_of(parameter, step))
+
+
+def train(optim: OptimConfig, dtype: str = "fp32", world: World | None = None, steps: int = 3) -> Transformer:
+    model, buckets, optimizer = ready(optim, dtype, world)
+    publisher = Publisher(model, buckets)
+    for step in range(1, steps + 1):
+        put_gradients(buckets, step)
+        optimizer.step(step, 0.01, {"": torch.tensor(0.5, dtype=torch.float64)})
+        publisher.publish()
+        publisher.await_all_buckets()
+    return model
+
+
+# Which parameters, and which matrices.
+
+
+def test_muon_takes_the_matrices_and_adamw_the_rest():
+    optimizer = ready()[2]
+    kinds: dict[str, set[str]] = {}
+    for parameter, kind, _, _ in optimizer.state():
+        kinds.setdefault(parameter.name, set()).add(kind)
+    for name, found in kinds.items():
+        rest = name.startswith(("embedding", "head")) or "norm" in name or name.endswith("shared.gate.weight")
+        assert found == ({"mean", "mean_square"} if rest else {"momentum"}), name
+    moved = sum(s.weights.numel() for s in optimizer.shares if s.bucket.key.group.cut == "matrices")
+    assert optimizer.bytes()["momentum"] == 4 * moved, "one number for each weight"
+
+
+def test_entries_give_single_parameters_to_either_rule():
+    optim = replace(MUON, groups=("*.router.weight: rule=adamw", "head.weight: rule=muon", "blocks.0.*: lr=0.5"))
+    kinds = {p.name: kind for p, kind, _, _ in ready(optim)[2].state()}
+    assert kinds["blocks.1.moe.router.weight"] == "mean_square"
+    assert kinds["head.weight"] == "momentum"
+    assert kinds["blocks.0.attention.out.weight"] == "momentum", "an entry without a rule has that of the section"
+    assert kinds["blocks.0.attention.norm.weight"] == "mean_square"
+
+
+@pytest.mark.parametrize("optim", [MUON, BY_HEAD], ids=["whole", "by head"])
+def test_gate_up_down_and_heads_are_orthogonalised_by_themselves(optim: OptimConfig):
+    optim = replace(optim, weight_decay=0.0, muon=replace(optim.muon, newton_schulz="polar_express", steps=20))
+    model, buckets, optimizer = ready(optim, "fp64")
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    put_gradients(buckets, 1)
+    optimizer.step(1, 1.0)
+    views = {
+        "blocks.1.moe.experts.gate_up": (16, 12, 16),
+        "blocks.1.moe.experts.down": (8, 16, 12),
+        "blocks.0.dense.gate_up.weight": (2, 24, 16),
+        "blocks.0.attention.query.weight": (2, 8, 16) if optim.muon.heads == "each" else (1, 16, 16),
+        "blocks.0.attention.out.weight": (1, 16, 16),
+    }
+    for name, shape in views.items():
+        moved = (before[name] - model.get_parameter(name)).detach().view(shape)
+        singular = torch.linalg.svdvals(moved) / (0.2 * max(shape[1:]) ** 0.5)
+        torch.testing.assert_close(singular, torch.ones_like(singular), rtol=0, atol=0.05)
+
+
+# Against torch.
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize(("scale", "theirs"), [("moonlight", "match_rms_adamw"), ("original", "original")])
+def test_single_matrices_move_as_torch_s_muon_moves_them(nesterov: bool, scale: Any, theirs: str):
+    if not hasattr(torch.optim, "Muon"):
+        pytest.skip("this torch has no Muon")
+    optim = replace(MUON, weight_decay=0.2, muon=MuonConfig(momentum=0.9, nesterov=nesterov, scale=scale))
+    model, buckets, optimizer = ready(optim, "bf16")
+    matrices: dict[str, list[torch.nn.Parameter]] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    starts: dict[str, torch.Tensor] = {}
+    for parameter, kind, _, _ in optimizer.state():
+        if kind == "momentum":
+            shapes[parameter.name] = (-1, *(parameter.matrix or ()))
+            wide = parameter.tensor.detach().float().view(shapes[parameter.name])
+            starts[parameter.name] = wide.clone()
+            matrices[parameter.name] = [torch.nn.Parameter(x.clone()) for x in wide]
+    everything = [x for xs in matrices.values() for x in xs]
+    their = torch.optim.Muon(
+        everything, lr=0.02, weight_decay=0.2, momentum=0.9, nesterov=nesterov, adjust_lr_fn=theirs
+    )
+    parameters = {p.name: p for p in declared_parameters(model)}
+    for step in range(1, 4):
+        put_gradients(buckets, step)
+        optimizer.step(step, 0.02)
+        for name, xs in matrices.items():
+            gradient = gradient_of(parameters[name], step).view(shapes[name])
+            for x, g in zip(xs, gradient, strict=True):
+                x.grad = g
+        their.step()
+    mains = {p.name: values for p, kind, _, values in optimizer.state() if kind == "main"}
+    for name, xs in matrices.items():
+        found = mains[name].view(shapes[name])
+        expected = torch.stack([x.detach() for x in xs])
+        # Sums of a flat tensor may be rounded otherwise, and that to bf16 by a whole step: 0.4 %.
+        error = (found - expected).norm() / (found - starts[name]).norm()
+        assert error < 0.01, name
+
+
+def test_scales():
+    assert MUON_SCALES["moonlight"](768, 2048) == pytest.approx(0.2 * 2048**0.5)
+    assert MUON_SCALES["original"](2048, 512) == 2.0
+    assert MUON_SCALES["original"](512, 2048) == 1.0
+
+
+# What is not a number changes nothing; options of the state.
+
+
+def test_a_scale_that_is_not_finite_changes_nothing():
+    model, buckets, optimizer = ready()
+    put_gradients(buckets, 1)
+    for bucket in buckets:
+        bucket.gradients[0] = torch.nan
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer.step(1, 0.01, {"": torch.tensor(torch.nan, dtype=torch.float64)})
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+    assert all(not share.state["momentum"].any() for share in optimizer.shares if "momentum" in share.state)
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+def test_the_momentum_may_be_bf16(rounding: Any):
+    optim = replace(MUON, moments="bf16", rounding=rounding)
+    optimizer = ready(optim)[2]
+    wide = ready()[2]
+    shares = [share for share in optimizer.shares if "momentum" in share.state]
+    assert shares
+    for step in (1, 2):
+        for one in (optimizer, wide):
+            put_gradients([share.bucket for share in one.shares], step)
+            one.step(step, 0.01)
+    for share, other in zip(optimizer.shares, wide.shares, strict=True):
+        if "momentum" in share.state:
+            found, exact = share.state["momentum"], other.state["momentum"]
+            assert found.dtype == torch.bfloat16
+            torch.testing.assert_close(found.float(), exact, rtol=2**-7, atol=1e-3)
+
+
+def test_split_main_weights_are_those_of_an_fp32_copy():
+    one, other = (train(replace(MUON, main=main), "bf16") for main in ("fp32", "split"))
+    assert all(torch.equal(p, q) for p, q in zip(one.parameters(), other.parameters(), strict=True))
+
+
+# On several ranks.
+
+
+CASES = {"fp32": (MUON, "fp32"), "bf16": (MUON, "bf16"), "by head": (BY_HEAD, "fp32")}
+
+
+def trained_parts(world: World) -> tuple[dict[str, Any], set[str]]:
+    """Each parameter of this rank after three steps, with its part, by case; what was sent, and over which axes."""
+    parts: dict[str, Any] = {}
+    with byte_counters.counted_bytes_sent() as sent:
+        for case, (optim, dtype) in CASES.items():
+            model = train(optim, dtype, world)
+            parts[case] = {p.name: (p.part, p.tensor.detach().clone()) for p in declared_parameters(model)}
+    return parts, {f"{what} {axis}" for what, axis in sent}
+
+
+LAYOUTS = {
+    "2": {},
+    "2 ep2": {"ep": 2},
+    "2 tp2 etp2": {"tp": 2, "etp": 2},
+    "4 tp2": {"tp": 2},
+    "4 ep2 etp2": {"ep": 2, "etp": 2},
+    "4 tp2 cp2 etp4": {"tp": 2, "cp": 2, "etp": 4},
+    "8 tp2 ep2 etp2": {"tp": 2, "ep": 2, "etp": 2},
+    "8": {},
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_moves_every_matrix_as_one_rank_does_to_the_bit(layout: str):
+    parallel = LAYOUTS[layout]
+    expected = {case: dict(train(*settings).named_parameters()) for case, settings in CASES.items()}
+    for by_case, sent in run_ranks(trained_parts, int(layout[0]), **parallel):
+        for case, parts in by_case.items():
+            for name, (part, value) in parts.items():
+                window = tuple(slice(first, first + size) for first, size in part)
+                assert torch.equal(value, expected[case][name][window]), (case, name)
+        for axis in ("tp", "etp"):
+            assert (f"matrices {axis}" in sent) == (axis in parallel), (axis, sent)
+
+
+def loads(world: World, optim: OptimConfig) -> tuple[float, int, int]:
+    """This rank's share of the operations, and of the elements with and without padding."""
+    optimizer = ready(optim, world=world)[2]
+    operations, elements, padded = 0.0, 0, 0
+    for share in optimizer.shares:
+        rule: Any = optimizer.rule_of(share)
+        if share.bucket.key.group.cut != "matrices":
+            continue
+        padded += share.weights.numel()
+        for parameter, view in share.matrices(share.weights):
+            elements += view.numel()
+            operations += rule.matrix_cost(parameter) * view.numel() / parameter.tensor.numel()
+    return operations, elements, padded
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_replicas_have_equal_shares_of_the_operations(ranks: int):
+    results = run_ranks(loads, ranks, MUON)
+    (total, elements, _) = loads(single_rank_world(), MUON)
+    assert sum(r[0] for r in results) == pytest.approx(total)
+    assert sum(r[1] for r in results) == elements, "each matrix on one rank"
+    assert max(r[0] for r in results) < 1.15 * total / ranks
+    assert max(r[2] for r in results) < 1.3 * elements / ranks
+
+
+def test_a_matrix_is_a_part_of_its_parameter():
+    for parameter in declared_parameters(make("fp32", MODEL)):
+        if parameter.matrix:
+            assert parameter.tensor.numel() % prod(parameter.matrix) == 0
