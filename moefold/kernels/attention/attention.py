@@ -46,19 +46,30 @@ def attention(
     keys = k.shape[2]
     scores = q @ k.mT
     scores = scores * scale_or_default(scale, q)
-    visible = attention_mask(queries, keys, keys - queries, window, q.device, begins_BS)
+    ahead = keys - queries
+    visible = attention_mask(queries, keys, ahead, window, q.device, begins_BS)
     scores = scores.masked_fill(~visible, -torch.inf)
     if sink_H is not None:
-        sink = sink_H.to(wide)[None, :, None, None]
-        sink_column = sink.expand(*scores.shape[:-1], 1)
-        scores = torch.cat((scores, sink_column), dim=-1)
-    p = scores.softmax(-1)[..., :keys]
-    out = p @ v
-    return out.transpose(1, 2).to(q_BSHD.dtype)
+        scores = with_sink(scores, sink_H)
+    p = scores.softmax(-1)
+    out = p[..., :keys] @ v
+    out_BSHV = out.transpose(1, 2)
+    return out_BSHV.to(q_BSHD.dtype)
+
+
+def with_sink(scores_BHSL: Tensor, sink_H: Tensor) -> Tensor:
+    """Scores with one more column: the head's sink."""
+    sink = sink_H.to(scores_BHSL.dtype)
+    rows = scores_BHSL.shape[:-1]
+    column = sink[None, :, None, None].expand(*rows, 1)
+    return torch.cat((scores_BHSL, column), dim=-1)
 
 
 def scale_or_default(scale: float | None, q: Tensor) -> float:
-    return q.shape[-1] ** -0.5 if scale is None else scale
+    if scale is not None:
+        return scale
+    width = q.shape[-1]
+    return width**-0.5
 
 
 def heads_first(q_BSHD: Tensor, k_BLGD: Tensor, v_BLGV: Tensor, wide: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -73,13 +84,18 @@ def heads_first(q_BSHD: Tensor, k_BLGD: Tensor, v_BLGV: Tensor, wide: torch.dtyp
 
 
 def attention_mask(
-    queries: int, keys: int, ahead: int, window: int, device: torch.device, begins_BS: Tensor | None = None
+    queries: int,
+    keys: int,
+    ahead: int,
+    window: int,
+    device: torch.device,
+    begins_BS: Tensor | None = None,
 ) -> Tensor:
     """(S, L), or (B, 1, S, L) with documents: which keys a query sees. The first query is `ahead` positions behind the
     first key."""
     key_L = torch.arange(keys, device=device)
-    query_S1 = torch.arange(queries, device=device)[:, None] + ahead
-    distance = query_S1 - key_L
+    query_S = torch.arange(queries, device=device) + ahead
+    distance = query_S[:, None] - key_L
     visible = distance >= 0
     if window:
         visible = visible & (distance < window)
@@ -102,7 +118,8 @@ def attention_sdpa(
     """torch's scaled_dot_product_attention, which chooses a backend itself and need not repeat key/value heads."""
     scale = scale_or_default(scale, q_BSHD)
     if sink_H is not None:
-        q_BSHD, k_BLGD, v_BLGV = sink_as_first_key(q_BSHD, k_BLGD, v_BLGV, sink_H / scale)
+        score_H = sink_H / scale
+        q_BSHD, k_BLGD, v_BLGV = sink_as_first_key(q_BSHD, k_BLGD, v_BLGV, score_H)
         if begins_BS is not None:
             begins_BS = begins_BS + 1
     # A sink is one of the keys by now: the mask alone must know of it.
@@ -139,7 +156,11 @@ def sink_as_first_key(q_BSHD: Tensor, k_BLGD: Tensor, v_BLGV: Tensor, score_H: T
 
 
 def sdpa_attention_mask(
-    q_BSHD: Tensor, k_BLGD: Tensor, window: int, sink: bool, begins_BS: Tensor | None
+    q_BSHD: Tensor,
+    k_BLGD: Tensor,
+    window: int,
+    sink: bool,
+    begins_BS: Tensor | None,
 ) -> Tensor | CausalBias:
     """The mask where SDPA's own causal mask does not fit: lower right, or with a window or documents, which never hide
     a sink."""
@@ -147,7 +168,8 @@ def sdpa_attention_mask(
     keys = k_BLGD.shape[1]
     if not window and begins_BS is None:
         return causal_lower_right(queries, keys)
-    mask = attention_mask(queries, keys, keys - queries, window, q_BSHD.device, begins_BS)
+    ahead = keys - queries
+    mask = attention_mask(queries, keys, ahead, window, q_BSHD.device, begins_BS)
     if sink:
         mask[..., 0] = True
     return mask
@@ -283,10 +305,12 @@ def attention_cases(draw: CaseInputs) -> Cases:
         square = s == length
         yield KernelCase(name, (q, k, v), attention=shape, square=square)
         sink = draw.normal(h, seed=3)
-        begins = random_document_begins(draw.device, b, length)[:, -s:]
-        for about, masking in maskings(sink, begins).items():
+        begins = random_document_begins(draw.device, b, length)
+        masked = maskings(sink, begins[:, -s:])
+        for about, masking in masked.items():
+            case_name = f"{name}, {about}"
             inputs = (q, k, v, *masking)
-            yield KernelCase(f"{name}, {about}", inputs, attention=shape, sees_all=False, square=square)
+            yield KernelCase(case_name, inputs, attention=shape, sees_all=False, square=square)
 
 
 def maskings(sink: Tensor, begins: Tensor) -> dict[str, tuple[object, ...]]:
@@ -311,6 +335,7 @@ def random_document_begins(device: str, sequences: int, length: int) -> Tensor:
     behind_one_token = one_token.roll(1, dims=1)
     starts = (chance < 0.04) | behind_one_token | one_token
     starts[:, 0] = True
-    start_or_zero = torch.where(starts, torch.arange(length), 0)
+    position = torch.arange(length)
+    start_or_zero = torch.where(starts, position, 0)
     begins = start_or_zero.cummax(1).values
     return begins.int().to(device)

@@ -65,12 +65,13 @@ def random_inputs(shape: AttentionShape, dtype: torch.dtype) -> tuple[Tensor, ..
     return q, k, v, dy
 
 
-def forward_and_backward(name: str, q: Tensor, k: Tensor, v: Tensor, dy: Tensor) -> Callable[[], tuple[Tensor, ...]]:
+def forward_and_backward(name: str, q: Tensor, k: Tensor, v: Tensor, dy: Tensor) -> Callable[[], object]:
     attend = attention.implementations[name]
+    inputs = (q, k, v)
 
     def forward_then_backward() -> tuple[Tensor, ...]:
-        y = attend(q, k, v)
-        return torch.autograd.grad(y, (q, k, v), dy)
+        y = attend(*inputs)
+        return torch.autograd.grad(y, inputs, dy)
 
     return forward_then_backward
 
@@ -84,6 +85,7 @@ def median_milliseconds(work: Callable[[], object], repeat: int = 5) -> float:
         work()
     events[-1].synchronize()
     times: list[float] = []
-    for begin, end in pairwise(events[WARM_UP_RUNS:]):
+    timed = events[WARM_UP_RUNS:]
+    for begin, end in pairwise(timed):
         times.append(begin.elapsed_time(end))
     return median(times)

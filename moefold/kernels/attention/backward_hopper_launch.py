@@ -43,7 +43,8 @@ def attention_statistics(
     rows = tl.program_id(0) * 64 + tl.arange(0, 64)
     sums = tl.load(lse + head * S + rows, mask=rows < S, other=float("inf"))
     tile = head * tiles + tl.program_id(0)
-    here = statistics + tile * 128 + tl.arange(0, 64)
+    first = statistics + tile * 128
+    here = first + tl.arange(0, 64)
     tl.store(here, -sums / scale)
     # delta
     if DELTA:
@@ -106,10 +107,12 @@ def launch_hopper_backward(
     options = {"D": d, "STAGES": STAGES[d], "CAUSAL": causal, "num_warps": 4}
     for unit in range(0, all_units, together):
         units = min(together, all_units - unit)
-        attention_dkdv_hopper[units * blocks,](*inputs, *outputs, unit, units, *sizes, **options)
+        launch = attention_dkdv_hopper[units * blocks,]
+        launch(*inputs, *outputs, unit, units, *sizes, **options)
         # Half the registers, so that two programs share a multiprocessor.
         heads = units * group
-        attention_dq_hopper[heads * blocks,](keys, ds, queries_gradient, unit, heads, *sizes, **options, maxnreg=128)
+        launch = attention_dq_hopper[heads * blocks,]
+        launch(keys, ds, queries_gradient, unit, heads, *sizes, **options, maxnreg=128)
     return dq, dk, dv
 
 
@@ -123,7 +126,8 @@ def softmax_statistics(y: Tensor, dy: Tensor, lse_BHS: Tensor, scale: float) -> 
 def block_statistics(delta_BHS: Tensor, lse_BHS: Tensor, scale: float) -> Tensor:
     """The same of one block of ring attention, whose delta is known."""
     statistics = empty_statistics(lse_BHS)
-    launch_statistics(None, None, delta_BHS.contiguous(), lse_BHS, statistics, scale)
+    delta = delta_BHS.contiguous()
+    launch_statistics(None, None, delta, lse_BHS, statistics, scale)
     return statistics
 
 
@@ -134,7 +138,12 @@ def empty_statistics(lse_BHS: Tensor) -> Tensor:
 
 
 def launch_statistics(
-    y: Tensor | None, dy: Tensor | None, delta: Tensor | None, lse_BHS: Tensor, statistics: Tensor, scale: float
+    y: Tensor | None,
+    dy: Tensor | None,
+    delta: Tensor | None,
+    lse_BHS: Tensor,
+    statistics: Tensor,
+    scale: float,
 ) -> None:
     h, s = lse_BHS.shape[1:]
     heads, tiles = statistics.shape[:2]
@@ -145,7 +154,8 @@ def launch_statistics(
         width = y.shape[-1]
     sums = lse_BHS.contiguous()
     has_delta = delta is not None
-    attention_statistics[tiles, heads](y, dy, delta, sums, statistics, s, h, tiles, scale, *strides, has_delta, width)
+    launch = attention_statistics[tiles, heads]
+    launch(y, dy, delta, sums, statistics, s, h, tiles, scale, *strides, has_delta, width)
 
 
 def head_descriptor(x_BSHD: Tensor, width: int) -> TensorDescriptor:

@@ -49,7 +49,8 @@ def exact_dot(a, b):
 @triton.jit
 def add_dot(total, a, b):
     """total + a b, with `a` rounded to the type of `b`."""
-    return tl.dot(a.to(b.dtype), b, total, input_precision="ieee")
+    rounded = a.to(b.dtype)
+    return tl.dot(rounded, b, total, input_precision="ieee")
 
 
 @triton.jit
@@ -79,7 +80,8 @@ def attention_dq_kernel(
     v_head = v + b * v_b + g * v_h
     total = tl.zeros((M, D), dtype=tl.float32)
     # main loop over key blocks
-    for n in range(0, tl.minimum(m + M, S), N):
+    end = tl.minimum(m + M, S)
+    for n in range(0, end, N):
         columns = n + tl.arange(0, N)
         keys = load_head_block(k_head, columns, k_s, S, D, D)
         values = load_head_block(v_head, columns, v_s, S, D, D)
@@ -94,7 +96,8 @@ def attention_dq_kernel(
         total = add_dot(total, ds, keys)
     # epilogue
     dq_head = dq + b * o_b + h * o_h
-    store_head_block(dq_head, rows, o_s, S, total * scale, D, D)
+    of_queries = total * scale
+    store_head_block(dq_head, rows, o_s, S, of_queries, D, D)
 
 
 @triton.jit
@@ -116,11 +119,13 @@ def attention_dkdv_kernel(
     of_values = tl.zeros((N, D), dtype=tl.float32)
     log2_scale = scale * LOG2E
     # main loops over the group's query heads and over query blocks
-    for h in range(g * GROUP, (g + 1) * GROUP):
+    first_head = g * GROUP
+    for h in range(first_head, first_head + GROUP):
         q_head = q + b * q_b + h * q_h
         dy_head = dy + b * y_b + h * y_h
         head = b * G * GROUP + h
-        for m in range(n // M * M, S, M):
+        begin = n // M * M
+        for m in range(begin, S, M):
             # a block of queries, the gradients of their results, their statistics
             rows = m + tl.arange(0, M)
             queries = load_head_block(q_head, rows, q_s, S, D, D)
@@ -139,7 +144,8 @@ def attention_dkdv_kernel(
             of_keys = add_dot(of_keys, ds, queries)
     # epilogue
     out_head = b * o_b + g * o_h
-    store_head_block(dk + out_head, columns, o_s, S, of_keys * scale, D, D)
+    of_keys = of_keys * scale
+    store_head_block(dk + out_head, columns, o_s, S, of_keys, D, D)
     store_head_block(dv + out_head, columns, o_s, S, of_values, D, D)
 
 
@@ -158,7 +164,9 @@ def attention_delta_kernel(y, dy, delta, S, H, y_b, y_s, y_h, d_b, d_s, d_h, D: 
 
 
 def contiguous_heads(x_BSHD: Tensor) -> Tensor:
-    return x_BSHD if x_BSHD.stride(-1) == 1 else x_BSHD.contiguous()
+    if x_BSHD.stride(-1) == 1:
+        return x_BSHD
+    return x_BSHD.contiguous()
 
 
 def delta_of_queries(y: Tensor, dy: Tensor) -> Tensor:
@@ -167,7 +175,8 @@ def delta_of_queries(y: Tensor, dy: Tensor) -> Tensor:
     delta = y.new_empty(b, h, s, dtype=torch.float32)
     blocks = triton.cdiv(s, DELTA_ROWS)
     strides = outer_strides(y, dy)
-    attention_delta_kernel[blocks, b * h](y, dy, delta, s, h, *strides, d, DELTA_ROWS)
+    launch = attention_delta_kernel[blocks, b * h]
+    launch(y, dy, delta, s, h, *strides, d, DELTA_ROWS)
     return delta
 
 
@@ -191,14 +200,17 @@ def attention_backward(
     group = h // g
     dq, dk, dv = empty_gradients(q, k, v)
     delta = delta_of_queries(y, dy)
-    inputs = (q, k, v, dy, lse_BHS.contiguous(), delta)
+    sums = lse_BHS.contiguous()
+    inputs = (q, k, v, dy, sums, delta)
     m, n, warps, stages = TILE
     options = {"D": d, "M": m, "N": n, "num_warps": warps, "num_stages": stages}
     # one pass over keys, one over queries
     strides = outer_strides(q, k, v, dy, dq)
     query_blocks = triton.cdiv(s, m)
-    attention_dq_kernel[query_blocks, b * h](*inputs, dq, s, scale, h, group, *strides, **options)
+    launch = attention_dq_kernel[query_blocks, b * h]
+    launch(*inputs, dq, s, scale, h, group, *strides, **options)
     strides = outer_strides(q, k, v, dy, dk)
     key_blocks = triton.cdiv(s, n)
-    attention_dkdv_kernel[key_blocks, b * g](*inputs, dk, dv, s, scale, g, group, *strides, **options)
+    launch = attention_dkdv_kernel[key_blocks, b * g]
+    launch(*inputs, dk, dv, s, scale, g, group, *strides, **options)
     return dq, dk, dv

@@ -22,8 +22,9 @@ class MaskedAttentionFunction(torch.autograd.Function):
 
         ahead = k_BLGD.shape[1] - q_BSHD.shape[1]
         first_BS = first_visible_key(q_BSHD, ahead, window, begins_BS)
-        y_BSHV, lse_BHS = masked_attention_forward(q_BSHD, k_BLGD, v_BLGV, first_BS, sink_H, scale, ahead)
-        ctx.save_for_backward(q_BSHD, k_BLGD, v_BLGV, sink_H, first_BS, y_BSHV, lse_BHS)
+        heads = (q_BSHD, k_BLGD, v_BLGV)
+        y_BSHV, lse_BHS = masked_attention_forward(*heads, first_BS, sink_H, scale, ahead)
+        ctx.save_for_backward(*heads, sink_H, first_BS, y_BSHV, lse_BHS)
         ctx.scale = scale
         return y_BSHV
 
@@ -32,12 +33,14 @@ class MaskedAttentionFunction(torch.autograd.Function):
         from moefold.kernels.attention.masked_triton import masked_attention_backward
 
         q, k, v, sink_H, first_BS, y, lse_BHS = ctx.saved_tensors
-        until_BL = visible_until_query(first_BS, k.shape[1])
+        keys = k.shape[1]
+        until_BL = visible_until_query(first_BS, keys)
         delta_BHS = torch.empty_like(lse_BHS)
-        ahead = k.shape[1] - q.shape[1]
-        dq, dk, dv = masked_attention_backward(
-            gradients[0], q, k, v, first_BS, until_BL, y, lse_BHS, delta_BHS, ctx.scale, ahead
-        )
+        ahead = keys - q.shape[1]
+        heads = (gradients[0], q, k, v)
+        ranges = (first_BS, until_BL)
+        sums = (lse_BHS, delta_BHS)
+        dq, dk, dv = masked_attention_backward(*heads, *ranges, y, *sums, ctx.scale, ahead)
         d_sink = sink_gradient(sink_H, lse_BHS, delta_BHS)
         return dq, dk, dv, None, None, d_sink, None
 
@@ -46,9 +49,11 @@ def sink_gradient(sink_H: Tensor | None, lse_BHS: Tensor, delta_BHS: Tensor) -> 
     """The sink's value is zero, so its dP is zero and dS = -P delta."""
     if sink_H is None:
         return None
-    log_p_BHS = sink_H.to(lse_BHS.dtype)[:, None] - lse_BHS
+    wide_H = sink_H.to(lse_BHS.dtype)
+    log_p_BHS = wide_H[:, None] - lse_BHS
     p_BHS = log_p_BHS.exp()
-    d_sink_H = -(p_BHS * delta_BHS).sum((0, 2))
+    summands_BHS = p_BHS * delta_BHS
+    d_sink_H = -summands_BHS.sum((0, 2))
     return d_sink_H.to(sink_H.dtype)
 
 
@@ -70,5 +75,6 @@ def first_visible_key(q_BSHD: Tensor, ahead: int, window: int, begins_BS: Tensor
 def visible_until_query(first_BS: Tensor, length: int) -> Tensor:
     """For each key, the number of queries whose first visible key is not behind it: later queries do not see it."""
     position_L = torch.arange(length, dtype=torch.int32, device=first_BS.device)
-    position_BL = position_L.expand(len(first_BS), -1).contiguous()
+    sequences = len(first_BS)
+    position_BL = position_L.expand(sequences, -1).contiguous()
     return torch.searchsorted(first_BS, position_BL, right=True, out_int32=True)

@@ -25,7 +25,12 @@ Gradients = tuple[Tensor, Tensor, Tensor]
 
 @register_inner_op
 def attention_block(
-    q_BSHD: Tensor, k_BLGD: Tensor, v_BLGV: Tensor, scale: float, ahead: int, window: int
+    q_BSHD: Tensor,
+    k_BLGD: Tensor,
+    v_BLGV: Tensor,
+    scale: float,
+    ahead: int,
+    window: int,
 ) -> tuple[Tensor, Tensor]:
     """out_BSHV, and lse_BHS in fp32 or better."""
     _, _, v, scores = masked_block_scores(q_BSHD, k_BLGD, v_BLGV, scale, ahead, window)
@@ -33,13 +38,18 @@ def attention_block(
     log_p = scores - lse_BHS[..., None]
     log_p = log_p.nan_to_num(nan=-torch.inf)  # NaN: -inf minus -inf, of a query that sees no key
     out = log_p.exp() @ v
-    out_BSHV = out.transpose(1, 2).to(q_BSHD.dtype)
-    return out_BSHV, lse_BHS
+    out_BSHV = out.transpose(1, 2)
+    return out_BSHV.to(q_BSHD.dtype), lse_BHS
 
 
 @attention_block.register_fast("triton")
 def attention_block_triton(
-    q_BSHD: Tensor, k_BLGD: Tensor, v_BLGV: Tensor, scale: float, ahead: int, window: int
+    q_BSHD: Tensor,
+    k_BLGD: Tensor,
+    v_BLGV: Tensor,
+    scale: float,
+    ahead: int,
+    window: int,
 ) -> tuple[Tensor, Tensor]:
     from moefold.kernels.attention.ring_block_triton import block_forward
 
@@ -48,7 +58,12 @@ def attention_block_triton(
 
 @attention_block.register_fast("hopper")
 def attention_block_hopper(
-    q_BSHD: Tensor, k_BLGD: Tensor, v_BLGV: Tensor, scale: float, ahead: int, window: int
+    q_BSHD: Tensor,
+    k_BLGD: Tensor,
+    v_BLGV: Tensor,
+    scale: float,
+    ahead: int,
+    window: int,
 ) -> tuple[Tensor, Tensor]:
     """cuDNN where the block is square and either causal or wholly visible; other blocks go to Triton."""
     if not is_plain_block(q_BSHD, k_BLGD, ahead, window):
@@ -59,7 +74,9 @@ def attention_block_hopper(
     causal = ahead == 0
     attend = torch.ops.aten._scaled_dot_product_cudnn_attention
     out, lse, *_ = attend(q, k, v, None, True, 0.0, causal, False, scale=scale)
-    return out.transpose(1, 2), lse.view(q.shape[:3])
+    out_BSHV = out.transpose(1, 2)
+    lse_BHS = lse.view(q.shape[:3])
+    return out_BSHV, lse_BHS
 
 
 def is_plain_block(q_BSHD: Tensor, k_BLGD: Tensor, ahead: int, window: int) -> bool:
@@ -88,15 +105,24 @@ def attention_block_backward(
 ) -> Gradients:
     """dq, dk, dv of this block."""
     q, k, v, scores = masked_block_scores(q_BSHD, k_BLGD, v_BLGV, scale, ahead, window)
-    dy = dy_BSHV.transpose(1, 2).to(scores.dtype)
-    p = (scores - lse_BHS[..., None]).exp()
+    dy_BHSV = dy_BSHV.transpose(1, 2)
+    dy = dy_BHSV.to(scores.dtype)
+    log_p = scores - lse_BHS[..., None]
+    p = log_p.exp()
+    # dS = P (dP - delta)
     dp = dy @ v.mT
-    ds = p * (dp - delta_BHS[..., None]) * scale
-    dq = (ds @ k).transpose(1, 2)
+    above = dp - delta_BHS[..., None]
+    ds = p * above * scale
+    # dQ = dS K, dK = dS^T Q, dV = P^T dO
+    dq_BHSD = ds @ k
+    dq = dq_BHSD.transpose(1, 2)
     groups = k_BLGD.shape[2]
     dk = sum_over_groups(ds.mT @ q, groups)
     dv = sum_over_groups(p.mT @ dy, groups)
-    return dq.to(q_BSHD.dtype), dk.to(k_BLGD.dtype), dv.to(v_BLGV.dtype)
+    dq = dq.to(q_BSHD.dtype)
+    dk = dk.to(k_BLGD.dtype)
+    dv = dv.to(v_BLGV.dtype)
+    return dq, dk, dv
 
 
 @attention_block_backward.register_fast("triton")
@@ -138,8 +164,8 @@ def attention_block_backward_hopper(
     causal = ahead == 0
     plain = is_plain_block(q_BSHD, k_BLGD, ahead, window)
     if not plain or not hopper_backward_applies(q_BSHD, k_BLGD, scale, causal):
-        sums = lse_BHS, delta_BHS
-        return attention_block_backward_triton(dy_BSHV, q_BSHD, k_BLGD, v_BLGV, *sums, scale, ahead, window)
+        heads = (dy_BSHV, q_BSHD, k_BLGD, v_BLGV)
+        return attention_block_backward_triton(*heads, lse_BHS, delta_BHS, scale, ahead, window)
     statistics = block_statistics(delta_BHS, lse_BHS, scale)
     return launch_hopper_backward(dy_BSHV, q_BSHD, k_BLGD, v_BLGV, statistics, scale, causal)
 
@@ -157,8 +183,10 @@ def merge_attention_block(out_BSHV: Tensor, lse_BHS: Tensor, part_BSHV: Tensor, 
 
 def share_of_sum(lse_BHS: Tensor, joint_BHS: Tensor) -> Tensor:
     """exp(lse - joint), to be broadcast over values (B, S, H, 1); zero where both are minus infinity."""
-    logs = (lse_BHS - joint_BHS).nan_to_num(nan=-torch.inf)
-    return logs.exp().transpose(1, 2)[..., None]
+    difference_BHS = lse_BHS - joint_BHS
+    log_share_BHS = difference_BHS.nan_to_num(nan=-torch.inf)
+    share_BSH = log_share_BHS.exp().transpose(1, 2)
+    return share_BSH[..., None]
 
 
 @merge_attention_block.register_fast("triton")
@@ -175,7 +203,12 @@ def sum_over_groups(gradient: Tensor, groups: int) -> Tensor:
 
 
 def masked_block_scores(
-    q_BSHD: Tensor, k_BLGD: Tensor, v_BLGV: Tensor, scale: float, ahead: int, window: int
+    q_BSHD: Tensor,
+    k_BLGD: Tensor,
+    v_BLGV: Tensor,
+    scale: float,
+    ahead: int,
+    window: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """q, k and v with heads first, and the scores, -inf where a key is not visible."""
     wide = torch.promote_types(q_BSHD.dtype, torch.float32)
@@ -210,9 +243,9 @@ def attention_block_cases(draw: CaseInputs) -> Cases:
         name = f"{b}x{s} on {length}, {h}/{g} heads of {d}, {ahead} ahead"
         if window:
             name += f", window {window}"
-        scale = d**-0.5
+        inputs = (q, k, v, d**-0.5, ahead, window)
         shape = AttentionShape(length, h, g, d, dv)
-        yield KernelCase(name, (q, k, v, scale, ahead, window), attention=shape)
+        yield KernelCase(name, inputs, attention=shape)
 
 
 @attention_block_backward.register_cases
@@ -222,14 +255,24 @@ def attention_block_backward_cases(draw: CaseInputs) -> Cases:
         out, lse = attention_block.reference(q, k, v, scale, ahead, window)
         dy = draw.normal(*out.shape, seed=3)
         lse = lse.clamp(min=-30)  # a query that sees no key here sees some in other blocks
-        products = dy.to(lse.dtype) * out.to(lse.dtype)
-        delta = products.sum(-1).transpose(1, 2)
-        yield KernelCase(case.name, (dy, q, k, v, lse, delta, scale, ahead, window), attention=case.attention)
+        wide = lse.dtype
+        products = dy.to(wide) * out.to(wide)
+        delta_BSH = products.sum(-1)
+        delta = delta_BSH.transpose(1, 2)
+        inputs = (dy, q, k, v, lse, delta, scale, ahead, window)
+        yield KernelCase(case.name, inputs, attention=case.attention)
+
+
+MERGE_CASE_SIZES = [  # B, S, H, V
+    (1, 1, 1, 8),
+    (2, 33, 4, 24),
+    (1, 130, 6, 128),
+]
 
 
 @merge_attention_block.register_cases
 def merge_attention_block_cases(draw: CaseInputs) -> Cases:
-    for b, s, h, width in [(1, 1, 1, 8), (2, 33, 4, 24), (1, 130, 6, 128)]:
+    for b, s, h, width in MERGE_CASE_SIZES:
         out = draw.wide(b, s, h, width)
         part = draw.normal(b, s, h, width, seed=1)
         lse = draw.wide(b, h, s, seed=2, scale=4.0)
@@ -239,5 +282,7 @@ def merge_attention_block_cases(draw: CaseInputs) -> Cases:
         yield KernelCase(name, (out, lse, part, part_lse), attention=shape)
         unseen = lse.masked_fill(lse < 0, -torch.inf)
         unseen_too = part_lse.masked_fill(part_lse < 0, -torch.inf)
-        inputs = (out * unseen.isfinite().transpose(1, 2)[..., None], unseen, part, unseen_too)
+        seen_BSH = unseen.isfinite().transpose(1, 2)
+        seen_out = out * seen_BSH[..., None]
+        inputs = (seen_out, unseen, part, unseen_too)
         yield KernelCase(f"{name}, some without keys", inputs, attention=shape)

@@ -13,11 +13,19 @@ from torch import Tensor
 from moefold.kernels.attention.heads_triton import load_head_block, outer_strides, program_head, store_head_block
 from moefold.kernels.attention.masked import first_visible_key, visible_until_query
 from moefold.kernels.attention.masked_triton import masked_attention_backward, masked_attention_forward, padded_width
+from moefold.kernels.tile_triton import load_or_zero, program_block
 
 MERGED_ROWS = 32  # queries of one program of the merge
 
 
-def block_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, ahead: int, window: int) -> tuple[Tensor, Tensor]:
+def block_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    ahead: int,
+    window: int,
+) -> tuple[Tensor, Tensor]:
     first_BS = first_visible_key(q, ahead, window, None)
     return masked_attention_forward(q, k, v, first_BS, None, scale, ahead)
 
@@ -47,11 +55,12 @@ def merge_block_kernel(
     """Softmax over the keys of both: each side's weight is its share of the joint sum."""
     # the log-sum-exps of this program's queries
     b, h = program_head(H)
-    rows = tl.program_id(0) * M + tl.arange(0, M)
+    rows = program_block(0, M)
     inside = rows < S
-    lse_M = lse + b * l_b + h * l_h + rows
-    old = tl.load(lse_M, mask=inside, other=0.0)
-    new = tl.load(part_lse + b * r_b + h * r_h + rows, mask=inside, other=0.0)
+    old_at = lse + b * l_b + h * l_h + rows
+    old = load_or_zero(old_at, inside)
+    new_at = part_lse + b * r_b + h * r_h + rows
+    new = load_or_zero(new_at, inside)
     # their joint sum; neither side may have seen a key
     top = tl.maximum(old, new)
     shift = tl.where(top == float("-inf"), 0.0, top)
@@ -59,22 +68,28 @@ def merge_block_kernel(
     new_sum = tl.exp(new - shift)
     total = old_sum + new_sum
     joint = shift + tl.log(total)
-    tl.store(lse_M, joint, mask=inside)
+    tl.store(old_at, joint, mask=inside)
     # weighted results
     divisor = tl.where(total == 0.0, 1.0, total)
     out_head = out + b * o_b + h * o_h
-    merged = load_head_block(out_head, rows, o_s, S, V, VW) * (old_sum / divisor)[:, None]
+    merged = load_head_block(out_head, rows, o_s, S, V, VW)
+    old_share = old_sum / divisor
+    merged = merged * old_share[:, None]
     part_head = part + b * p_b + h * p_h
-    added = load_head_block(part_head, rows, p_s, S, V, VW).to(tl.float32)
-    merged += added * (new_sum / divisor)[:, None]
+    added = load_head_block(part_head, rows, p_s, S, V, VW)
+    added = added.to(tl.float32)
+    new_share = new_sum / divisor
+    merged += added * new_share[:, None]
     store_head_block(out_head, rows, o_s, S, merged, V, VW)
 
 
 def merge_block(out: Tensor, lse_BHS: Tensor, part: Tensor, part_lse_BHS: Tensor) -> None:
     b, s, h, width = out.shape
     strides = outer_strides(out, part)
-    sum_strides = (*lse_BHS.stride()[:2], *part_lse_BHS.stride()[:2])
+    lse_strides = lse_BHS.stride()[:2]
+    part_lse_strides = part_lse_BHS.stride()[:2]
+    widths = (width, padded_width(out))
     query_blocks = triton.cdiv(s, MERGED_ROWS)
-    merge_block_kernel[query_blocks, b * h](
-        out, lse_BHS, part, part_lse_BHS, s, h, *strides, *sum_strides, width, padded_width(out), MERGED_ROWS
-    )
+    launch = merge_block_kernel[query_blocks, b * h]
+    tensors = (out, lse_BHS, part, part_lse_BHS)
+    launch(*tensors, s, h, *strides, *lse_strides, *part_lse_strides, *widths, MERGED_ROWS)

@@ -16,7 +16,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from moefold.kernels.experts.epilogues_hopper import block_offsets, store_rounded, swiglu_gradient, tanh_sigmoid
+from moefold.kernels.experts.epilogues_hopper import (
+    BlockPlace,
+    block_offsets,
+    store_rounded,
+    swiglu_gradient,
+    tanh_sigmoid,
+)
 from moefold.kernels.quantise.fp8_hopper import larger_magnitude, reciprocal, scale_from_amax
 
 SLAB = gl.constexpr(8)  # rows
@@ -62,14 +68,6 @@ class Fp8Outputs(NamedTuple):
     dots_nP: Any = None
 
 
-class BlockPlace(NamedTuple):
-    """Where a block of 8 rows and 128 columns goes: first row and column, and the number of columns there are."""
-
-    row: Any
-    column: Any
-    width: Any
-
-
 @gluon.jit
 def block_scale(x0, x1, POWER_OF_TWO: gl.constexpr):
     """The scale of each row of two parts, and its reciprocal."""
@@ -101,7 +99,7 @@ def store_part(ptr, at, stride, x):
     columns: gl.constexpr = gl.SliceLayout(0, PART_LAYOUT)
     r = row_numbers()
     c = gl.arange(0, 64, layout=columns)
-    offsets, there = block_offsets(r, c, at.row, at.column, stride, at.width, SLAB)
+    offsets, there = block_offsets(r, c, at, stride, SLAB)
     store_rounded(ptr + offsets, x, there)
 
 
@@ -171,12 +169,12 @@ def epilogue_swiglu_fp8(outs, tile, at, F, padded, POWER_OF_TWO: gl.constexpr):
 
 
 @gluon.jit
-def prefetch_block(h_ptr, buf, row, column, F):
+def prefetch_block(h_ptr, buf, at):
     rows: gl.constexpr = gl.SliceLayout(1, BLOCK_LAYOUT)
     columns: gl.constexpr = gl.SliceLayout(0, BLOCK_LAYOUT)
     r = gl.arange(0, SLAB, layout=rows)
     c = gl.arange(0, 128, layout=columns)
-    offsets, there = block_offsets(r, c, row, column, 2 * F, F, SLAB)
+    offsets, there = block_offsets(r, c, at, 2 * at.width, SLAB)
     async_copy.async_copy_global_to_shared(buf, h_ptr + offsets, mask=there)
 
 
@@ -189,8 +187,9 @@ def prefetch_pre_activation(h_ptr, ahead, p, pad, n, F):
     first = p % 4 * 2
     gate_buf = ahead.index(first)
     up_buf = ahead.index(first + 1)
-    prefetch_block(h_ptr, gate_buf, row, column, F)
-    prefetch_block(h_ptr + F, up_buf, row, column, F)
+    here = BlockPlace(row, column, F)
+    prefetch_block(h_ptr, gate_buf, here)
+    prefetch_block(h_ptr + F, up_buf, here)
     async_copy.commit_group()
 
 

@@ -45,6 +45,14 @@ class EpilogueOutputs(NamedTuple):
     dots_nR: Any = None
 
 
+class BlockPlace(NamedTuple):
+    """Where a block goes: its first row and column, and the number of columns there are."""
+
+    row: Any
+    column: Any
+    width: Any
+
+
 @gluon.jit
 def column_quarters(x, BN: gl.constexpr):
     left, right = split_columns(x, 64, BN)
@@ -116,16 +124,16 @@ def load_row_weights(weight_R, row, real):
 
 
 @gluon.jit
-def block_offsets(r, c, row, column, stride, width, real):
-    """Offsets of rows r and columns c of a block in an array with rows of `stride`, and their mask: `real` rows,
-    columns below `width`."""
-    rows = (row + r).to(gl.int64)
+def block_offsets(r, c, at, stride, real):
+    """Offsets of rows r and columns c of a block in an array with rows of `stride`, and which of them exist: `real`
+    rows, columns below the width."""
+    rows = (at.row + r).to(gl.int64)
     row_start = rows[:, None] * stride
-    columns = column + c
-    at = row_start + columns[None, :]
+    columns = at.column + c
+    offsets = row_start + columns[None, :]
     row_there = r < real
-    column_there = columns < width
-    return at, row_there[:, None] & column_there[None, :]
+    column_there = columns < at.width
+    return offsets, row_there[:, None] & column_there[None, :]
 
 
 @gluon.jit
@@ -141,7 +149,8 @@ def slab_offsets(row, column, stride, width, real):
     columns: gl.constexpr = gl.SliceLayout(0, SLAB_LAYOUT)
     r = row_numbers()
     c = gl.arange(0, 64, layout=columns)
-    return block_offsets(r, c, row, column, stride, width, real)
+    at = BlockPlace(row, column, width)
+    return block_offsets(r, c, at, stride, real)
 
 
 @gluon.jit
@@ -281,7 +290,8 @@ def accumulate_block(ptr, row, column, width, real, value):
     columns: gl.constexpr = gl.SliceLayout(0, value.type.layout)
     r = gl.arange(0, 64, layout=rows)
     c = gl.arange(0, 64, layout=columns)
-    offsets, there = block_offsets(r, c, row, column, width, width, real)
+    here = BlockPlace(row, column, width)
+    offsets, there = block_offsets(r, c, here, width, real)
     at = ptr + offsets
     sum_so_far = gl.load(at, mask=there, other=0.0)
     total = sum_so_far.to(gl.float32) + value

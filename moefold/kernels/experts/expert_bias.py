@@ -27,7 +27,12 @@ def expert_bias(y_RN: Tensor, bias_EN: Tensor, ends_E: Tensor, weight_R: Tensor 
     return y_RN + bias_RN
 
 
-BIAS_ROW_COUNTS = ([16, 16, 16, 16], [61, 0, 2, 1], [0, 0, 40, 0], [0, 0, 0, 0])
+BIAS_ROW_COUNTS = (
+    [16, 16, 16, 16],
+    [61, 0, 2, 1],
+    [0, 0, 40, 0],
+    [0, 0, 0, 0],
+)
 
 
 @expert_bias.register_cases

@@ -39,10 +39,16 @@ class SwigluGradients(NamedTuple):
 
 @register_inner_op
 def fp8_swiglu_product(
-    x: Quantised, w: Quantised, weight_R: Tensor, tiles: RowTiles, sums: Sums, formats: ActivationFormats
+    x: Quantised,
+    w: Quantised,
+    weight_R: Tensor,
+    tiles: RowTiles,
+    sums: Sums,
+    formats: ActivationFormats,
 ) -> tuple[Kept, Kept]:
     """h and a. x: values (P, D). w: values (E, 2F, D), gates first."""
-    h_PN = padded_product(x, w, tiles, sums).to(formats.dtype)
+    product_PN = padded_product(x, w, tiles, sums)
+    h_PN = product_PN.to(formats.dtype)
     gate_PF, up_PF = h_PN.float().chunk(2, 1)
     weight_P1 = padded_weights(weight_R, tiles)
     a_PF = F.silu(gate_PF) * up_PF * weight_P1
@@ -54,7 +60,12 @@ def fp8_swiglu_product(
 
 @fp8_swiglu_product.register_fast("gluon")
 def fp8_swiglu_product_gluon(
-    x: Quantised, w: Quantised, weight_R: Tensor, tiles: RowTiles, sums: Sums, formats: ActivationFormats
+    x: Quantised,
+    w: Quantised,
+    weight_R: Tensor,
+    tiles: RowTiles,
+    sums: Sums,
+    formats: ActivationFormats,
 ) -> tuple[Kept, Kept]:
     from moefold.kernels.experts import grouped_gemm_fp8_launch as launch
 
@@ -63,41 +74,59 @@ def fp8_swiglu_product_gluon(
 
 @register_inner_op
 def fp8_dswiglu_product(
-    dy: Quantised, w: Quantised, h: Kept, weight_R: Tensor, tiles: RowTiles, sums: Sums, dtype: torch.dtype
+    dy: Quantised,
+    w: Quantised,
+    h: Kept,
+    weight_R: Tensor,
+    tiles: RowTiles,
+    sums: Sums,
+    dtype: torch.dtype,
 ) -> SwigluGradients:
     """dy: values (P, D). w: values (E, F, D), the transposed weights of down."""
-    da_PF = padded_product(dy, w, tiles, sums).to(dtype).float()
+    product_PF = padded_product(dy, w, tiles, sums)
+    da_PF = product_PF.to(dtype).float()
     h_PN = dequantise_blocks(h) if isinstance(h, Quantised) else h.float()
     gate_PF, up_PF = h_PN.chunk(2, 1)
     weight_P1 = padded_weights(weight_R, tiles)
+    # SwiGLU again, and the gradient of the weight
     sigmoid_PF = gate_PF.sigmoid()
     silu_PF = gate_PF * sigmoid_PF
     a_PF = silu_PF * up_PF
-    dweight_P1 = (da_PF * a_PF).sum(1, keepdim=True)
+    dots_PF = da_PF * a_PF
+    dweight_P1 = dots_PF.sum(1, keepdim=True)
+    # gradients of gate and up
     da_PF = da_PF * weight_P1
     dsilu_PF = sigmoid_PF + silu_PF * (1 - sigmoid_PF)
     dgate_PF = da_PF * up_PF * dsilu_PF
     dup_PF = da_PF * silu_PF
     dh_PN = torch.cat((dgate_PF, dup_PF), 1)
     a_PF = a_PF * weight_P1
-    dweight_R = rows_of_tiles(dweight_P1, tiles, len(weight_R))[:, 0]
-    return SwigluGradients(dh_PN.to(dtype), a_PF.to(dtype), dweight_R)
+    dweight_R1 = rows_of_tiles(dweight_P1, tiles, len(weight_R))
+    return SwigluGradients(dh_PN.to(dtype), a_PF.to(dtype), dweight_R1[:, 0])
 
 
 @fp8_dswiglu_product.register_fast("gluon")
 def fp8_dswiglu_product_gluon(
-    dy: Quantised, w: Quantised, h: Kept, weight_R: Tensor, tiles: RowTiles, sums: Sums, dtype: torch.dtype
+    dy: Quantised,
+    w: Quantised,
+    h: Kept,
+    weight_R: Tensor,
+    tiles: RowTiles,
+    sums: Sums,
+    dtype: torch.dtype,
 ) -> SwigluGradients:
     from moefold.kernels.experts import grouped_gemm_fp8_launch as launch
 
-    return SwigluGradients(*launch.dswiglu_product(dy, w, h, weight_R, tiles, sums))
+    gradients = launch.dswiglu_product(dy, w, h, weight_R, tiles, sums)
+    return SwigluGradients(*gradients)
 
 
 def padded_weights(weight_R: Tensor, tiles: RowTiles) -> Tensor:
     """(P, 1), zero in padding."""
     index_P = padded_index(tiles)
     weight_and_padding = F.pad(weight_R.float(), (0, 1))  # the index -1 reads the last
-    return weight_and_padding[index_P.long()][:, None]
+    weight_P = weight_and_padding[index_P.long()]
+    return weight_P[:, None]
 
 
 def quantise_blocks(x_PD: Tensor, rule: ScaleRule) -> Quantised:
@@ -107,8 +136,9 @@ def quantise_blocks(x_PD: Tensor, rule: ScaleRule) -> Quantised:
 
 
 def dequantise_blocks(x: Quantised) -> Tensor:
+    width = x.values.shape[1]
     scales = x.scales.repeat_interleave(BLOCK, 1)
-    return x.values.float() * scales[:, : x.values.shape[1]]
+    return x.values.float() * scales[:, :width]
 
 
 # ---- cases
@@ -121,12 +151,13 @@ SWIGLU_CASES = {  # name: rows of each expert, width
 
 
 def swiglu_case(draw: CaseInputs, counts: list[int], width: int, outputs: int):
-    ends_E = torch.tensor(counts, device=draw.device).cumsum(0)
+    counts_E = torch.tensor(counts, device=draw.device)
     rows = sum(counts)
-    tiles = row_tiles(ends_E, rows)
+    tiles = row_tiles(counts_E.cumsum(0), rows)
     rule = ScaleRule()
     x_RD = draw.normal(rows, width)
-    w_END = draw.normal(len(counts), outputs, width, seed=1, scale=width**-0.5)
+    scale = width**-0.5
+    w_END = draw.normal(len(counts), outputs, width, seed=1, scale=scale)
     x = quantise_tiles(x_RD, tiles, rule, rows="block").rows
     w = quantise_weight(w_END, "block", rule).forward
     weight_R = draw.wide(rows, seed=2).abs()
@@ -136,11 +167,12 @@ def swiglu_case(draw: CaseInputs, counts: list[int], width: int, outputs: int):
 @fp8_swiglu_product.register_cases
 def fp8_swiglu_cases(draw: CaseInputs) -> Cases:
     for name, (counts, width) in SWIGLU_CASES.items():
-        x, w, weight_R, tiles, rule = swiglu_case(draw, counts, width, max(width, 128) * 2)
-        for fp8 in (True, False):
+        outputs = max(width, 128) * 2
+        x, w, weight_R, tiles, rule = swiglu_case(draw, counts, width, outputs)
+        for fp8, about in ((True, "FP8"), (False, "unquantised")):
             formats = ActivationFormats(rule, fp8, fp8, draw.dtype)
             inputs = (x, w, weight_R, tiles, "block", formats)
-            yield KernelCase(f"{name}, {'FP8' if fp8 else 'unquantised'}", inputs)
+            yield KernelCase(f"{name}, {about}", inputs)
 
 
 @fp8_dswiglu_product.register_cases
@@ -148,7 +180,7 @@ def fp8_dswiglu_cases(draw: CaseInputs) -> Cases:
     for name, (counts, width) in SWIGLU_CASES.items():
         dy, w, weight_R, tiles, rule = swiglu_case(draw, counts, width, 128)
         h_PN = draw.normal(tiles.padded_rows, 256, seed=3)
-        kept: tuple[Kept, ...] = (h_PN, quantise_blocks(h_PN, rule))
-        for h in kept:
+        blocks = quantise_blocks(h_PN, rule)
+        for h, about in ((h_PN, "its own precision"), (blocks, "FP8")):
             inputs = (dy, w, h, weight_R, tiles, "block", draw.dtype)
-            yield KernelCase(f"{name}, h in {'FP8' if isinstance(h, Quantised) else 'its own precision'}", inputs)
+            yield KernelCase(f"{name}, h in {about}", inputs)

@@ -21,7 +21,9 @@ def grouped_gemm(x_RD: Tensor, w_END: Tensor, ends_E: Tensor) -> Tensor:
     """y_RN[r] = w_END[expert of r] @ x_RD[r]; zeros for undefined rows."""
     counts = rows_per_expert(ends_E)
     by_expert = split_by_expert(x_RD, counts)
-    products = [x @ w.mT for x, w in zip(by_expert, w_END, strict=True)]
+    products: list[Tensor] = []
+    for x, w in zip(by_expert, w_END, strict=True):
+        products.append(x @ w.mT)
     spare = len(x_RD) - sum(counts)
     if spare:
         zeros = x_RD.new_zeros(spare, w_END.shape[1])
@@ -52,7 +54,9 @@ def grouped_gemm_weight(dy_RN: Tensor, x_RD: Tensor, ends_E: Tensor) -> Tensor:
     counts = rows_per_expert(ends_E)
     dy_by_expert = split_by_expert(dy_RN, counts)
     x_by_expert = split_by_expert(x_RD, counts)
-    products = [dy.mT @ x for dy, x in zip(dy_by_expert, x_by_expert, strict=True)]
+    products: list[Tensor] = []
+    for dy, x in zip(dy_by_expert, x_by_expert, strict=True):
+        products.append(dy.mT @ x)
     return torch.stack(products)
 
 
@@ -94,14 +98,16 @@ def grouped_gemm_cases(draw: CaseInputs) -> Cases:
     for name, counts in EXPERT_ROW_COUNTS.items():
         for d, n, spare in GEMM_WIDTHS:
             defined = sum(counts)
-            rows = (defined, defined + spare)
-            x = draw.normal(defined + spare, d)
+            all_rows = defined + spare
+            x = draw.normal(all_rows, d)
             w = draw.normal(len(counts), n, d, seed=1)
-            ends = torch.tensor(counts, device=draw.device).cumsum(0)
+            counts_E = torch.tensor(counts, device=draw.device)
+            ends = counts_E.cumsum(0)
             about = f"{name}, {d} to {n}"
             if spare:
                 about += f", {spare} rows undefined behind them"
             inputs = (x, w, ends.int())
+            rows = (defined, all_rows)
             yield KernelCase(about, inputs, hidden=d, ffn=n, rows=rows)
 
 
@@ -109,5 +115,6 @@ def grouped_gemm_cases(draw: CaseInputs) -> Cases:
 def grouped_gemm_weight_cases(draw: CaseInputs) -> Cases:
     for case in grouped_gemm.cases(*draw):
         x, w, ends = case.inputs
-        dy = draw.normal(len(x), w.shape[1], seed=2)
+        outputs = w.shape[1]
+        dy = draw.normal(len(x), outputs, seed=2)
         yield replace(case, inputs=(dy, x, ends))

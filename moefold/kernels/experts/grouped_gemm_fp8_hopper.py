@@ -101,7 +101,7 @@ class ScalePointers(NamedTuple):
     b_row: Any
 
 
-class WideScales(NamedTuple):
+class ExpertScales(NamedTuple):
     """Where one expert's wide scales lie: of a, with the step of a row, and of b."""
 
     a: Any
@@ -118,6 +118,7 @@ def locate_fp8_tile(t, grid, gemm):
 def fetch_fp8_operands(descs, ring, grid, N, gemm):
     """The producer: keeps STAGES steps of operands, and of block scales, in flight."""
     a_desc, b_desc, sa_desc, sb_desc = descs
+    operand_bytes: gl.constexpr = (128 + BN) * BK
     column_scales: gl.constexpr = BN if gemm.KIND == "experts" else 0
     scale_bytes: gl.constexpr = 4 * (128 + column_scales) if gemm.SCALES == "block" else 0
     program = gl.program_id(0)
@@ -132,7 +133,7 @@ def fetch_fp8_operands(descs, ring, grid, N, gemm):
         for k in range(tile.steps):
             s = wait_until_free(ring.empty, i, gemm.STAGES)
             bar = ring.full.index(s)
-            mbarrier.expect(bar, (128 + BN) * BK + scale_bytes)
+            mbarrier.expect(bar, operand_bytes + scale_bytes)
             if gemm.KIND == "experts":
                 place = tile.start + k
                 fetch_columns(a_desc, b_desc, ring, bar, s, place, row, column)
@@ -184,11 +185,11 @@ def fetch_columns(a_desc, b_desc, ring, bar, s, place, row, column):
 
 
 @gluon.jit
-def promote(acc, part, sa, sb, PAIRED: gl.constexpr, SCALES: gl.constexpr):
-    """acc + part * scales, where `sb` is a vector of columns (PAIRED) or a number."""
-    if SCALES == "wide":
+def promote(acc, part, sa, sb, gemm):
+    """acc + part * scales, where `sb` is a vector of columns ("experts") or a number."""
+    if gemm.SCALES == "wide":
         acc += part
-    elif PAIRED:
+    elif gemm.KIND == "experts":
         factor = sa[:, None] * sb[None, :]
         acc += part * factor
     else:
@@ -218,18 +219,18 @@ def promote_half(halves, part, sa, sb, sb_bufs, s, first: gl.constexpr, gemm):
     acc0, acc1 = halves
     part0, part1 = split_columns(part, 64, HALF_BN)
     layout: gl.constexpr = acc0.type.layout
-    PAIRED: gl.constexpr = gemm.KIND == "experts"
+    BY_COLUMN: gl.constexpr = gemm.SCALES == "block" and gemm.KIND == "experts"
     s0 = sb
     s1 = sb
     # the first 64 columns
-    if gemm.SCALES == "block" and PAIRED:
+    if BY_COLUMN:
         s0 = load_column_scales(sb_bufs, s, first, layout)
-    sums0 = promote(acc0, part0, sa, s0, PAIRED, gemm.SCALES)
+    sums0 = promote(acc0, part0, sa, s0, gemm)
     sums0 = compute_now(sums0)
     # the others
-    if gemm.SCALES == "block" and PAIRED:
+    if BY_COLUMN:
         s1 = load_column_scales(sb_bufs, s, first + 64, layout)
-    sums1 = promote(acc1, part1, sa, s1, PAIRED, gemm.SCALES)
+    sums1 = promote(acc1, part1, sa, s1, gemm)
     return sums0, compute_now(sums1)
 
 
@@ -248,7 +249,9 @@ def multiply_promoted(ring, sb_left, sb_right, i, steps, HALF: gl.constexpr, gem
     part = gl.zeros([64, HALF_BN], gl.float32, layout)
     left = split_columns(part, 64, HALF_BN)
     right = left
-    row_layout: gl.constexpr = gl.SliceLayout(1, left[0].type.layout)
+    half_layout: gl.constexpr = left[0].type.layout
+    row_layout: gl.constexpr = gl.SliceLayout(1, half_layout)
+    # main loop over the contraction
     for k in range(steps):
         sa = 0.0
         s0 = 0.0
@@ -263,7 +266,8 @@ def multiply_promoted(ring, sb_left, sb_right, i, steps, HALF: gl.constexpr, gem
         part = multiply_step(a, b, part, 0)
         if gemm.SCALES == "block":
             row_scales = ring.sa_bufs.index(s).reshape([128])
-            sa = row_scales.slice(64 * HALF, 64).load(row_layout)
+            my_scales = row_scales.slice(64 * HALF, 64)
+            sa = my_scales.load(row_layout)
         part = warpgroup_mma_wait(0, deps=(part,))
         left = promote_half(left, part, sa, s0, ring.sb_bufs, s, 0, gemm)
         # the right half
@@ -271,7 +275,7 @@ def multiply_promoted(ring, sb_left, sb_right, i, steps, HALF: gl.constexpr, gem
         part = warpgroup_mma_wait(0, deps=(part,))
         right = promote_half(right, part, sa, s1, ring.sb_bufs, s, HALF_BN, gemm)
         mbarrier.arrive(ring.empty.index(s))
-    return left[0], left[1], right[0], right[1]
+    return left + right
 
 
 @gluon.jit
@@ -286,7 +290,8 @@ def scaled_chunk(chunk, wide, row, column, M, N, gemm):
             columns: gl.constexpr = gl.SliceLayout(0, chunk.type.layout)
             c = column + gl.arange(0, 64, layout=columns)
             sb = gl.load(wide.b + c, mask=c < N, other=0.0)
-            chunk = chunk * sa[:, None] * sb[None, :]
+            chunk = chunk * sa[:, None]
+            chunk = chunk * sb[None, :]
         else:
             factor = sa * gl.load(wide.b)
             chunk = chunk * factor[:, None]
@@ -355,7 +360,7 @@ def wide_scales(scales, tile, KIND: gl.constexpr):
     number = owner.to(gl.int64)
     a = scales.a + number * scales.a_expert
     b = scales.b + number * scales.b_expert
-    return WideScales(a, scales.a_row, b)
+    return ExpertScales(a, scales.a_row, b)
 
 
 @gluon.jit

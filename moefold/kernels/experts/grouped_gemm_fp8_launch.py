@@ -158,7 +158,12 @@ def rows_by_weights(a: Quantised, b: Quantised, tiles: RowTiles, rows: int, sums
 
 
 def swiglu_product(
-    x: Quantised, w: Quantised, weight_R: Tensor, tiles: RowTiles, sums: Sums, formats: ActivationFormats
+    x: Quantised,
+    w: Quantised,
+    weight_R: Tensor,
+    tiles: RowTiles,
+    sums: Sums,
+    formats: ActivationFormats,
 ) -> tuple[Quantised | Tensor, Quantised | Tensor]:
     """h (P, 2F) and a (P, F), each as FP8 with scales of blocks or in bf16."""
     e, n, k = w.values.shape
@@ -192,7 +197,12 @@ def in_blocks(values: Tensor, scales: Tensor | None) -> Quantised | Tensor:
 
 
 def dswiglu_product(
-    dy: Quantised, w: Quantised, h: Quantised | Tensor, weight_R: Tensor, tiles: RowTiles, sums: Sums
+    dy: Quantised,
+    w: Quantised,
+    h: Quantised | Tensor,
+    weight_R: Tensor,
+    tiles: RowTiles,
+    sums: Sums,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradient of the pre-activation (P, 2F) and the activation once more (P, F), both in bf16, and the gradient of
     the router's weights (R,)."""
@@ -214,8 +224,13 @@ def dswiglu_product(
 
 
 def columns_by_columns(
-    dy: Quantised, x: Quantised, tiles: RowTiles, sums: Sums, out_END: Tensor, add: bool
-) -> None:  # fmt: skip
+    dy: Quantised,
+    x: Quantised,
+    tiles: RowTiles,
+    sums: Sums,
+    out_END: Tensor,
+    add: bool,
+) -> None:
     """out[e] = dy x^T over the rows of expert e; zeros for an expert without rows. `add`: to fp32 or bf16 `out`."""
     m = dy.values.shape[1]
     n = x.values.shape[1]

@@ -78,6 +78,7 @@ def locate(t, grid, gemm):
 @gluon.jit
 def fetch_operands(a_desc, b_desc, ring, grid, N, K, gemm):
     """The producer: keeps STAGES steps of operands in flight, across tile boundaries."""
+    operand_bytes: gl.constexpr = (128 + gemm.BN) * 64 * 2
     program = gl.program_id(0)
     programs = gl.num_programs(0)
     i = 0
@@ -88,7 +89,7 @@ def fetch_operands(a_desc, b_desc, ring, grid, N, K, gemm):
         for k in range(tile.steps):
             s = wait_until_free(ring.empty, i, gemm.STAGES)
             bar = ring.full.index(s)
-            mbarrier.expect(bar, (128 + gemm.BN) * 64 * 2)
+            mbarrier.expect(bar, operand_bytes)
             at_k = k * 64
             fetch_left(a_desc, bar, ring, s, tile, at_k, gemm)
             fetch_right(b_desc, bar, ring, s, tile, at_k, N, K, gemm)

@@ -111,7 +111,11 @@ def up_projection_dgrad(dh_R2F: Tensor, w_E2FD: Tensor, plan: RowTilePlan) -> Te
 
 
 def expert_wgrad(
-    left_RM: Tensor, right_PN: Tensor, like: Tensor, plan: RowTilePlan, into: Tensor | None = None
+    left_RM: Tensor,
+    right_PN: Tensor,
+    like: Tensor,
+    plan: RowTilePlan,
+    into: Tensor | None = None,
 ) -> Tensor | None:
     """out[e] = left^T right over the rows of expert e, in the shape of the weights; zeros for an expert without rows.
     Given `into`, fp32 or bf16, the gradient is added to that tensor, and None is returned."""

@@ -36,14 +36,17 @@ def silu_slope(x: Tensor) -> Tensor:
 
 
 def gelu_slope(x: Tensor) -> Tensor:
-    share = 0.5 + 0.5 * (x * math.sqrt(0.5)).erf()
-    density = (-0.5 * x * x).exp() / math.sqrt(2 * math.pi)
+    scaled = x * math.sqrt(0.5)
+    share = 0.5 + 0.5 * scaled.erf()
+    power = -0.5 * x * x
+    density = power.exp() / math.sqrt(2 * math.pi)
     return share + x * density
 
 
 def gelu_tanh_slope(x: Tensor) -> Tensor:
     square = x * x
-    s = (2 * TANH_SCALE * x * (1 + TANH_CUBIC * square)).sigmoid()
+    inner = 2 * TANH_SCALE * x * (1 + TANH_CUBIC * square)
+    s = inner.sigmoid()
     inner_slope = 2 * TANH_SCALE * (1 + 3 * TANH_CUBIC * square)
     return s + x * s * (1 - s) * inner_slope
 
@@ -113,7 +116,8 @@ class TritonActivation(torch.autograd.Function):
         from moefold.kernels.experts.mlp_activation_triton import activation_backward
 
         h, weight = ctx.saved_tensors
-        return *activation_backward(gradients[0], h, weight, ctx.kind), None
+        dh, d_weight = activation_backward(gradients[0], h, weight, ctx.kind)
+        return dh, d_weight, None
 
 
 class RecomputeActivation(torch.autograd.Function):
@@ -131,7 +135,8 @@ class RecomputeActivation(torch.autograd.Function):
         kind = ctx.kind
         wide = torch.promote_types(h.dtype, torch.float32)
         dy = dy.to(wide)
-        x, up = h.to(wide), None
+        x = h.to(wide)
+        up = None
         if kind.gated:
             x, up = x.unbind(-2)
         # The weight's gradient.
@@ -139,8 +144,8 @@ class RecomputeActivation(torch.autograd.Function):
         d_weight = None
         if weight is not None:
             y = value if up is None else value * up
-            d_weight = (dy * y).sum(-1)
-            d_weight = d_weight.to(weight.dtype)
+            dots = dy * y
+            d_weight = dots.sum(-1).to(weight.dtype)
             dy = dy * weight[:, None]
         # Those of gate and up, or of up alone.
         slope = SLOPES[kind.function](x)
@@ -153,16 +158,26 @@ class RecomputeActivation(torch.autograd.Function):
         return dh.to(h.dtype), d_weight, None
 
 
+ACTIVATION_CASE_SIZES = [  # R, F
+    (1, 8),
+    (33, 64),
+    (0, 16),
+    (5, 320),
+]
+
+
 @mlp_activation.register_cases
 def mlp_activation_cases(draw: CaseInputs) -> Cases:
     for name, kind in ACTIVATIONS.items():
         if name in OWN_OPS:
             continue
-        for r, f in [(1, 8), (33, 64), (0, 16), (5, 320)]:
+        for r, f in ACTIVATION_CASE_SIZES:
             x = draw.normal(r, *kind.up_outputs(f), scale=2.0)
             weight = draw.wide(r, seed=1)
-            yield KernelCase(f"{name}, {r} rows of {f}", (x, None, kind))
-            yield KernelCase(f"{name}, {r} rows of {f}, scaled", (x, weight, kind))
+            about = f"{name}, {r} rows of {f}"
+            yield KernelCase(about, (x, None, kind))
+            yield KernelCase(f"{about}, scaled", (x, weight, kind))
         x = draw.normal(40, *kind.up_outputs(64), scale=2.0)
         weight = draw.wide(40, seed=1)
-        yield KernelCase(f"{name}, 33 rows of 64, 7 undefined behind them", (x, weight, kind), rows=(33, 40))
+        about = f"{name}, 33 rows of 64, 7 undefined behind them"
+        yield KernelCase(about, (x, weight, kind), rows=(33, 40))

@@ -95,7 +95,12 @@ def rounded_product(a: Tensor, b: Tensor) -> Tensor:
 
 @register_in_place_op
 def fp8_weight_product(
-    dy: Quantised, x: Quantised, tiles: RowTiles, sums: Sums, out_END: Tensor, add: bool = False
+    dy: Quantised,
+    x: Quantised,
+    tiles: RowTiles,
+    sums: Sums,
+    out_END: Tensor,
+    add: bool = False,
 ) -> None:
     """dy: values (M, N, 128), scales (M, N, 1). x: values (M, D, 128), scales (M, D, 1). With `sums` other than "block"
     the scales of an expert's tiles are equal. An expert without rows has the gradient zero. `add`: to `out_END`."""
@@ -124,7 +129,12 @@ def fp8_weight_product(
 
 @fp8_weight_product.register_fast("gluon")
 def fp8_weight_product_gluon(
-    dy: Quantised, x: Quantised, tiles: RowTiles, sums: Sums, out_END: Tensor, add: bool = False
+    dy: Quantised,
+    x: Quantised,
+    tiles: RowTiles,
+    sums: Sums,
+    out_END: Tensor,
+    add: bool = False,
 ) -> None:
     from moefold.kernels.experts import grouped_gemm_fp8_launch as launch
 
@@ -142,8 +152,12 @@ def tile_weight_product(dy_PN: Tensor, x_PD: Tensor, tiles: RowTiles, out_END: T
 
 @tile_weight_product.register_fast("gluon")
 def tile_weight_product_gluon(
-    dy_PN: Tensor, x_PD: Tensor, tiles: RowTiles, out_END: Tensor, add: bool = False
-) -> None:  # fmt: skip
+    dy_PN: Tensor,
+    x_PD: Tensor,
+    tiles: RowTiles,
+    out_END: Tensor,
+    add: bool = False,
+) -> None:
     from moefold.kernels.experts import grouped_gemm_fp8_launch as launch
 
     launch.tiles_by_tiles(dy_PN, x_PD, tiles, out_END, add)

@@ -116,7 +116,8 @@ def rmsnorm_backward_kernel(
         w = load_as_fp32(w_D + d, d < D)  # again from the cache, to save registers
         g *= w[None, :]
         along = tl.sum(g * unit, 1) / D
-        dx = (g - unit * along[:, None]) * inverse
+        across = g - unit * along[:, None]
+        dx = across * inverse
         if ds_ND is not None:
             dx += ds.to(tl.float32)
             ds = next_ds
@@ -179,7 +180,8 @@ def rmsnorm_forward(x: Tensor, added: Tensor | None, w_D: Tensor, eps: float) ->
     tile = rmsnorm_tile_shape(d, 16)
     if n:
         grid = (triton.cdiv(n, tile["ROWS"]),)
-        rmsnorm_forward_kernel[grid](x, added, w_D, total, y, inverse_N, n, d, eps, **tile)
+        launch = rmsnorm_forward_kernel[grid]
+        launch(x, added, w_D, total, y, inverse_N, n, d, eps, **tile)
     return total, y, inverse_N
 
 
@@ -204,5 +206,7 @@ def rmsnorm_backward(
     programs = min(resident, blocks)
     dw_PD = x.new_empty(programs, d, dtype=torch.float32)
     if n:
-        rmsnorm_backward_kernel[(programs,)](dy, also, x, w_D, inverse_N, ds, dx, dw_PD, n, d, **tile, maxnreg=64)
+        tensors = (dy, also, x, w_D, inverse_N, ds, dx, dw_PD)
+        launch = rmsnorm_backward_kernel[(programs,)]
+        launch(*tensors, n, d, **tile, maxnreg=64)
     return dx, weight_gradient(dw_PD, w_D)

@@ -8,6 +8,8 @@ tokens with persistent programs, as that of RMSNorm does over rows (norm_triton.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -20,6 +22,15 @@ from moefold.kernels.tile_triton import load_as_fp32, load_or_zero, tile_mask, t
 WARPS = 2112  # of backward's programs together: sixteen for each multiprocessor of an H200, all resident at once
 
 
+class HeadRows(NamedTuple):
+    """Heads in memory: their pointer, and the strides of sequences, positions and heads."""
+
+    x: Any
+    b_stride: Any
+    s_stride: Any
+    h_stride: Any
+
+
 @triton.jit
 def store_halves(at, a, b, HALF, inside):
     tl.store(at, a, mask=inside)
@@ -27,15 +38,15 @@ def store_halves(at, a, b, HALF, inside):
 
 
 @triton.jit
-def load_rotary_halves(x, token, S, b_stride, s_stride, h_stride, H, HALF, HEADS: constexpr, WIDTH: constexpr):
+def load_rotary_halves(heads, token, S, H, HALF, HEADS: constexpr, WIDTH: constexpr):
     """The two halves of a token's heads."""
     h = tl.arange(0, HEADS).to(tl.int64)
     d = tl.arange(0, WIDTH)
     # where its heads begin, in 64 bits
     sequence = h * 0 + token // S
     position = h * 0 + token % S
-    row = h * h_stride + sequence * b_stride + position * s_stride
-    at = x + row[:, None] + d[None, :]
+    row = h * heads.h_stride + sequence * heads.b_stride + position * heads.s_stride
+    at = heads.x + row[:, None] + d[None, :]
     inside = tile_mask(h < H, d < HALF)
     a = load_or_zero(at, inside)
     b = load_or_zero(at + HALF, inside)
@@ -109,7 +120,8 @@ def norm_rope_kernel(
 ):  # fmt: skip
     """One token. BACK rotates the other way."""
     token = tl.program_id(0)
-    a, b = load_rotary_halves(x, token, S, b_stride, s_stride, h_stride, H, HALF, HEADS, WIDTH)
+    heads = HeadRows(x, b_stride, s_stride, h_stride)
+    a, b = load_rotary_halves(heads, token, S, H, HALF, HEADS, WIDTH)
     a = a.to(tl.float32)
     b = b.to(tl.float32)
     # norm
@@ -120,7 +132,8 @@ def norm_rope_kernel(
         a = a * inverse * wa
         b = b * inverse * wb
     # rotation
-    cos, sin = load_rope_angles(cos_Sd, sin_Sd, token % S, HALF, WIDTH)
+    position = token % S
+    cos, sin = load_rope_angles(cos_Sd, sin_Sd, position, HALF, WIDTH)
     if BACK:
         sin = -sin
     rotated_a = a * cos - b * sin
@@ -141,8 +154,10 @@ def norm_rope_backward_kernel(
     dwb = tl.zeros([HEADS, WIDTH], tl.float32)
     first = tl.program_id(0)
     step = tl.num_programs(0)
-    next_ya, next_yb = load_rotary_halves(dy, first, S, db_stride, ds_stride, dh_stride, H, HALF, HEADS, WIDTH)
-    next_a, next_b = load_rotary_halves(x, first, S, b_stride, s_stride, h_stride, H, HALF, HEADS, WIDTH)
+    dy_heads = HeadRows(dy, db_stride, ds_stride, dh_stride)
+    next_ya, next_yb = load_rotary_halves(dy_heads, first, S, H, HALF, HEADS, WIDTH)
+    x_heads = HeadRows(x, b_stride, s_stride, h_stride)
+    next_a, next_b = load_rotary_halves(x_heads, first, S, H, HALF, HEADS, WIDTH)
     # main loop over this program's tokens
     for token in range(first, T, step):
         ya = next_ya.to(tl.float32)
@@ -151,10 +166,11 @@ def norm_rope_backward_kernel(
         b = next_b.to(tl.float32)
         # prefetch the next token
         ahead = tl.minimum(token + step, T - 1)
-        next_ya, next_yb = load_rotary_halves(dy, ahead, S, db_stride, ds_stride, dh_stride, H, HALF, HEADS, WIDTH)
-        next_a, next_b = load_rotary_halves(x, ahead, S, b_stride, s_stride, h_stride, H, HALF, HEADS, WIDTH)
+        next_ya, next_yb = load_rotary_halves(dy_heads, ahead, S, H, HALF, HEADS, WIDTH)
+        next_a, next_b = load_rotary_halves(x_heads, ahead, S, H, HALF, HEADS, WIDTH)
         # rotate the gradient back
-        cos, sin = load_rope_angles(cos_Sd, sin_Sd, token % S, HALF, WIDTH)
+        position = token % S
+        cos, sin = load_rope_angles(cos_Sd, sin_Sd, position, HALF, WIDTH)
         ga = ya * cos + yb * sin
         gb = yb * cos - ya * sin
         # the normed heads again
@@ -167,7 +183,8 @@ def norm_rope_backward_kernel(
         # gradient of the heads
         ga = ga * wa
         gb = gb * wb
-        along = sum_per_norm(ga * a + gb * b, NORM) / size
+        products = ga * a + gb * b
+        along = sum_per_norm(products, NORM) / size
         dxa = (ga - a * along) * inverse
         dxb = (gb - b * along) * inverse
         store_rotary_halves(dx, token, dxa, dxb, H, HALF, HEADS, WIDTH)
@@ -220,9 +237,10 @@ def rotate_heads(x_BSHD, w, angles, eps: float = 0.0, back: bool = False) -> Ten
         cos_Sd, sin_Sd = contiguous_tables(angles)
         strides = x_BSHD.stride()[:3]
         extent = norm_extent(w, d)
-        norm_rope_kernel[(b * s,)](
-            x_BSHD, w, cos_Sd, sin_Sd, out_BSHD, s, *strides, h, half, eps, NORM=extent, BACK=back, **tile
-        )
+        tensors = (x_BSHD, w, cos_Sd, sin_Sd, out_BSHD)
+        sizes = (s, *strides, h, half, eps)
+        launch = norm_rope_kernel[(b * s,)]
+        launch(*tensors, *sizes, NORM=extent, BACK=back, **tile)
     return out_BSHD
 
 
@@ -243,7 +261,8 @@ def rotate_heads_backward(dy_BSHD, x_BSHD, w, angles, eps: float) -> tuple[Tenso
         dy_strides = dy.stride()[:3]
         strides = x.stride()[:3]
         extent = norm_extent(w, d)
-        norm_rope_backward_kernel[(programs,)](
-            dy, x, w, cos_Sd, sin_Sd, dx, dw_PW, tokens, s, *dy_strides, *strides, h, half, eps, NORM=extent, **tile
-        )
+        tensors = (dy, x, w, cos_Sd, sin_Sd, dx, dw_PW)
+        sizes = (tokens, s, *dy_strides, *strides, h, half, eps)
+        launch = norm_rope_backward_kernel[(programs,)]
+        launch(*tensors, *sizes, NORM=extent, **tile)
     return dx, weight_gradient(dw_PW, w)

@@ -18,9 +18,12 @@ def gather_tiles(
     values_ND: Tensor, scales_NB: Tensor, tiles: RowTiles, index_R: Tensor | None = None
 ) -> Quantised:  # fmt: skip
     """Values (P, D), zeros in padding; scales (P, B), 1 in padding, with the rows contiguous in memory."""
-    bytes_PD = pad_to_tiles(values_ND.view(torch.uint8), tiles, index_R)
+    bytes_ND = values_ND.view(torch.uint8)
+    bytes_PD = pad_to_tiles(bytes_ND, tiles, index_R)
+    values_PD = bytes_PD.view(values_ND.dtype)
     scales_PB = pad_to_tiles(scales_NB, tiles, index_R, padding=1.0)
-    return Quantised(bytes_PD.view(values_ND.dtype), scales_PB.T.contiguous().T)
+    scales_BP = scales_PB.T.contiguous()
+    return Quantised(values_PD, scales_BP.T)
 
 
 @gather_tiles.register_fast("triton")
@@ -40,4 +43,5 @@ def gather_tiles_cases(draw: CaseInputs) -> Cases:
             tokens_ND = draw.normal(CASE_SOURCES, width)
             values_ND = tokens_ND.to(E4M3.dtype)
             scales_NB = draw.wide(CASE_SOURCES, blocks, seed=1)
-            yield KernelCase(f"{name} of width {width}", (values_ND, scales_NB, tiles, index_R))
+            inputs = (values_ND, scales_NB, tiles, index_R)
+            yield KernelCase(f"{name} of width {width}", inputs)

@@ -30,9 +30,11 @@ def gather_tiles_kernel(
     """Some rows of a tile, some columns and their scales."""
     programs = BLOCK // ROWS  # of a tile
     m = tl.program_id(0) // programs
-    r = tl.program_id(0) % programs * ROWS + tl.arange(0, ROWS)
+    part = tl.program_id(0) % programs
+    r = part * ROWS + tl.arange(0, ROWS)
     tile = tiles_M4 + 4 * m
-    if tl.load(tile + 2) == 0:  # no rows: not in use
+    real = tl.load(tile + 2)
+    if real == 0:  # not in use
         return
     n = load_tile_index(tile, index_R, r)
     every_r = r < BLOCK
@@ -41,14 +43,17 @@ def gather_tiles_kernel(
     c = program_block(1, COLS)
     x = load_source_rows(bytes_ND, n, c, D)
     at = tile_pointers(bytes_PD, p, c, D)
-    tl.store(at, x, mask=tile_mask(every_r, c < D))
+    inside = tile_mask(every_r, c < D)
+    tl.store(at, x, mask=inside)
     # scales, transposed
     b = program_block(1, SCALES).to(tl.int64)
     real_b = b < B
     source = scales_NB + b[:, None] * stride_b + n[None, :] * stride_n
-    scale = tl.load(source, mask=tile_mask(real_b, n >= 0), other=1.0)
+    held = tile_mask(real_b, n >= 0)
+    scale = tl.load(source, mask=held, other=1.0)
     at = tile_pointers(scales_BP, b, p, M * BLOCK)
-    tl.store(at, scale, mask=tile_mask(real_b, every_r))
+    inside = tile_mask(real_b, every_r)
+    tl.store(at, scale, mask=inside)
 
 
 def launch_gather_tiles(values_ND: Tensor, scales_NB: Tensor, tiles: RowTiles, index_R: Tensor | None) -> Quantised:
@@ -56,11 +61,16 @@ def launch_gather_tiles(values_ND: Tensor, scales_NB: Tensor, tiles: RowTiles, i
     b = scales_NB.shape[1]
     values_PD = values_ND.new_empty(tiles.padded_rows, values_ND.shape[1])
     scales_BP = scales_NB.new_empty(b, tiles.padded_rows)
-    source_bytes = values_ND.contiguous().view(torch.uint8)
-    d = source_bytes.shape[1]
-    grid = (tile_count * (BLOCK // ROWS), max(triton.cdiv(d, COLS), triton.cdiv(b, SCALES)))
-    gather_tiles_kernel[grid](
-        source_bytes, scales_NB, tiles.tiles_M4, index_R, values_PD.view(torch.uint8), scales_BP, *scales_NB.stride(),
-        tile_count, d, b, BLOCK, ROWS, COLS, SCALES, num_warps=8,
-    )  # fmt: skip
+    bytes_ND = values_ND.contiguous().view(torch.uint8)
+    bytes_PD = values_PD.view(torch.uint8)
+    d = bytes_ND.shape[1]
+    # programs: parts of a tile's rows, and columns or their scales, whichever are more
+    row_programs = tile_count * (BLOCK // ROWS)
+    column_programs = triton.cdiv(d, COLS)
+    scale_programs = triton.cdiv(b, SCALES)
+    grid = (row_programs, max(column_programs, scale_programs))
+    tensors = (bytes_ND, scales_NB, tiles.tiles_M4, index_R, bytes_PD, scales_BP)
+    sizes = (*scales_NB.stride(), tile_count, d, b)
+    launch = gather_tiles_kernel[grid]
+    launch(*tensors, *sizes, BLOCK, ROWS, COLS, SCALES, num_warps=8)
     return Quantised(values_PD, scales_BP.T)

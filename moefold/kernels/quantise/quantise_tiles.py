@@ -101,7 +101,9 @@ def quantise_tiles(
 ) -> QuantisedTiles:
     """`rows` given: (P,) fp32. `columns` given: (M, D) fp32."""
     x_PD = pad_to_tiles(source_ND, tiles, index_R)
-    return QuantisedTiles(quantise_rows(x_PD, rows, rule), quantise_columns(x_PD, columns, rule))
+    by_row = quantise_rows(x_PD, rows, rule)
+    by_column = quantise_columns(x_PD, columns, rule)
+    return QuantisedTiles(by_row, by_column)
 
 
 @quantise_tiles.register_fast("triton")
@@ -116,7 +118,8 @@ def quantise_tiles_triton(
     """One read of the source for both directions. Tiles that are not in use are not written: theirs are undefined."""
     from moefold.kernels.quantise.quantise_tiles_triton import TRITON_KERNELS, launch_quantise_tiles
 
-    return QuantisedTiles(*launch_quantise_tiles(TRITON_KERNELS, source_ND, tiles, rule, rows, columns, index_R))
+    copies = launch_quantise_tiles(TRITON_KERNELS, source_ND, tiles, rule, rows, columns, index_R)
+    return QuantisedTiles(*copies)
 
 
 @quantise_tiles.register_fast("gluon")
@@ -132,12 +135,15 @@ def quantise_tiles_gluon(
     from moefold.kernels.quantise.quantise_tiles_launch import GLUON_KERNELS
     from moefold.kernels.quantise.quantise_tiles_triton import launch_quantise_tiles
 
-    return QuantisedTiles(*launch_quantise_tiles(GLUON_KERNELS, source_ND, tiles, rule, rows, columns, index_R))
+    copies = launch_quantise_tiles(GLUON_KERNELS, source_ND, tiles, rule, rows, columns, index_R)
+    return QuantisedTiles(*copies)
 
 
 @quantise_tiles.register_cases
 def quantise_tiles_cases(draw: CaseInputs) -> Cases:
-    rules = {"e4m3": ScaleRule(), "e5m2, powers of two": ScaleRule(E5M2, power_of_two=True)}
+    e4m3 = ScaleRule()
+    e5m2 = ScaleRule(E5M2, power_of_two=True)
+    rules = {"e4m3": e4m3, "e5m2, powers of two": e5m2}
     for name, tiles, index_R in cases_of_tiles(draw.device):
         for width in CASE_WIDTHS:
             tokens_ND = draw.normal(CASE_SOURCES, width)
@@ -145,13 +151,13 @@ def quantise_tiles_cases(draw: CaseInputs) -> Cases:
                 blocks = (tokens_ND, tiles, rule, "block", "block", index_R)
                 yield KernelCase(f"{name} of width {width}, {rule_name}", blocks)
             maxima = tile_maxima(tokens_ND, tiles, index_R)
-            scales_P = scale_from_amax(maxima.rows_P, rules["e4m3"])
-            scales_MD = scale_from_amax(maxima.columns_MD, rules["e4m3"])
-            given = (tokens_ND, tiles, rules["e4m3"], scales_P, scales_MD, index_R)
+            scales_P = scale_from_amax(maxima.rows_P, e4m3)
+            scales_MD = scale_from_amax(maxima.columns_MD, e4m3)
+            given = (tokens_ND, tiles, e4m3, scales_P, scales_MD, index_R)
             yield KernelCase(f"{name} of width {width}, scales given", given)
         rows_RD = draw.normal(len(index_R), 72)
-        yield KernelCase(f"{name}, rows alone", (rows_RD, tiles, rules["e4m3"], "block", None))
-        yield KernelCase(f"{name}, columns alone", (rows_RD, tiles, rules["e4m3"], None, "block"))
+        yield KernelCase(f"{name}, rows alone", (rows_RD, tiles, e4m3, "block", None))
+        yield KernelCase(f"{name}, columns alone", (rows_RD, tiles, e4m3, None, "block"))
 
 
 def quantise_rows(x_PD: Tensor, scales: Scales, rule: ScaleRule) -> Quantised | None:
@@ -159,15 +165,19 @@ def quantise_rows(x_PD: Tensor, scales: Scales, rule: ScaleRule) -> Quantised | 
         return None
     if isinstance(scales, Tensor):
         scales_P1 = scales[:, None]
-        return Quantised(round_to_fp8(x_PD, scales_P1, rule.format), scales_P1)
+        values_PD = round_to_fp8(x_PD, scales_P1, rule.format)
+        return Quantised(values_PD, scales_P1)
     width = x_PD.shape[1]
     padding = -width % BLOCK
     padded = torch.nn.functional.pad(x_PD, (0, padding))
     x_PNB = padded.unflatten(1, (-1, BLOCK))
-    scales_PN = scale_from_amax(largest_magnitude(x_PNB, 2), rule)
+    amax_PN = largest_magnitude(x_PNB, 2)
+    scales_PN = scale_from_amax(amax_PN, rule)
     values_PNB = round_to_fp8(x_PNB, scales_PN[..., None], rule.format)
-    values_PD = values_PNB.flatten(1)[:, :width].contiguous()
-    return Quantised(values_PD, scales_PN.T.contiguous().T)
+    padded_values = values_PNB.flatten(1)
+    values_PD = padded_values[:, :width].contiguous()
+    scales_NP = scales_PN.T.contiguous()
+    return Quantised(values_PD, scales_NP.T)
 
 
 def quantise_columns(x_PD: Tensor, scales: Scales, rule: ScaleRule) -> Quantised | None:
@@ -177,6 +187,9 @@ def quantise_columns(x_PD: Tensor, scales: Scales, rule: ScaleRule) -> Quantised
     if isinstance(scales, Tensor):
         scales_MD = scales
     else:
-        scales_MD = scale_from_amax(largest_magnitude(x_MBD, 1), rule)
+        amax_MD = largest_magnitude(x_MBD, 1)
+        scales_MD = scale_from_amax(amax_MD, rule)
     values_MBD = round_to_fp8(x_MBD, scales_MD[:, None], rule.format)
-    return Quantised(values_MBD.mT.contiguous(), scales_MD.contiguous()[..., None])
+    values_MDB = values_MBD.mT.contiguous()
+    scales_MD = scales_MD.contiguous()
+    return Quantised(values_MDB, scales_MD[..., None])

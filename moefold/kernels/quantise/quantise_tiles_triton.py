@@ -30,7 +30,8 @@ Scales = Tensor | str | None  # as the op takes them
 def scale_of_lines(bits, at, inside, AXIS: constexpr, KIND: constexpr, LARGEST: constexpr, POWER_OF_TWO: constexpr):
     """Scales along an axis of the tile: made and stored ("block"), or loaded ("given")."""
     if KIND == "block":
-        scale = scale_from_bits(tl.max(bits, AXIS), LARGEST, POWER_OF_TWO)
+        largest = tl.max(bits, AXIS)
+        scale = scale_from_bits(largest, LARGEST, POWER_OF_TWO)
         tl.store(at, scale, mask=inside)
     else:
         scale = tl.load(at, mask=inside, other=1.0)
@@ -45,13 +46,15 @@ def quantise_tiles_kernel(
     """ROWS: "block" (scales (B, P)), "given" (scales (P,)) or None. COLUMNS: the same, with scales (M, D) for both."""
     m = tl.program_id(0)
     tile = tiles_M4 + 4 * m
-    if tl.load(tile + 2) == 0:  # no rows: not in use
+    real = tl.load(tile + 2)
+    if real == 0:  # not in use
         return
     # the values, zero where there is no row or no column
     r = tl.arange(0, BLOCK)
     n = load_tile_index(tile, index_R, r)
     c = program_block(1, BLOCK)
-    x = load_source_rows(source_ND, n, c, D).to(tl.float32)
+    source = load_source_rows(source_ND, n, c, D)
+    x = source.to(tl.float32)
     bits = magnitude_bits(x)
     # where they go: every row of the tile, columns that exist
     wide_m = m.to(tl.int64)
@@ -66,13 +69,16 @@ def quantise_tiles_kernel(
         scale = scale_of_lines(bits, scale_at, every_r, 1, ROWS, LARGEST, POWER_OF_TWO)
         q = round_to_fp8(x, scale[:, None], LARGEST, values_PD.dtype.element_ty)
         at = tile_pointers(values_PD, p, c, D)
-        tl.store(at, q, mask=tile_mask(every_r, real_c))
+        inside = tile_mask(every_r, real_c)
+        tl.store(at, q, mask=inside)
     if COLUMNS is not None:
         scale_at = column_scales_MD + wide_m * D + c
         scale = scale_of_lines(bits, scale_at, real_c, 0, COLUMNS, LARGEST, POWER_OF_TWO)
         q = round_to_fp8(x, scale[None, :], LARGEST, values_MDB.dtype.element_ty)
-        at = tile_pointers(values_MDB + wide_m * D * BLOCK, c, r, BLOCK)
-        tl.store(at, tl.trans(q), mask=tile_mask(real_c, every_r))
+        values_DB = values_MDB + wide_m * D * BLOCK
+        at = tile_pointers(values_DB, c, r, BLOCK)
+        inside = tile_mask(real_c, every_r)
+        tl.store(at, tl.trans(q), mask=inside)
 
 
 @triton.jit
@@ -82,14 +88,17 @@ def tile_maxima_kernel(source_ND, tiles_M4, index_R, parts_BP, columns_MD, M, D,
     r = tl.arange(0, BLOCK)
     n = load_tile_index(tiles_M4 + 4 * m, index_R, r)
     c = program_block(1, BLOCK)
-    x = load_source_rows(source_ND, n, c, D).to(tl.float32)
+    source = load_source_rows(source_ND, n, c, D)
+    x = source.to(tl.float32)
     bits = magnitude_bits(x)
     # of rows, at (b, p)
-    part = magnitude_of_bits(tl.max(bits, 1))
+    largest = tl.max(bits, 1)
+    part = magnitude_of_bits(largest)
     line = wide_program_id(1) * (M * BLOCK)
     tl.store(parts_BP + line + m * BLOCK + r, part)
     # of columns, at (m, c)
-    column = magnitude_of_bits(tl.max(bits, 0))
+    largest = tl.max(bits, 0)
+    column = magnitude_of_bits(largest)
     line = wide_program_id(0) * D
     tl.store(columns_MD + line + c, column, mask=c < D)
 
@@ -118,29 +127,40 @@ def launch_quantise_tiles(
     tile_count = len(tiles.tiles_M4)
     d = source_ND.shape[1]
     blocks = triton.cdiv(d, BLOCK)
-    by_row = empty_copy(source_ND, rows, rule, (tiles.padded_rows, d), (blocks, tiles.padded_rows))
+    padded = tiles.padded_rows
+    by_row = empty_copy(source_ND, rows, rule, (padded, d), (blocks, padded))
     by_column = empty_copy(source_ND, columns, rule, (tile_count, d, BLOCK), (tile_count, d))
     inputs = (source_ND.contiguous(), tiles.tiles_M4, index_R)
-    constants = (kind_of_scales(rows), kind_of_scales(columns), rule.format.largest, rule.power_of_two)
+    kinds = (kind_of_scales(rows), kind_of_scales(columns))
+    constants = (rule.format.largest, rule.power_of_two)
     quantise = kernels.quantise[tile_count, blocks]
-    quantise(*inputs, *by_row, *by_column, tile_count, d, *constants, **kernels.options)
+    quantise(*inputs, *by_row, *by_column, tile_count, d, *kinds, *constants, **kernels.options)
     return named_copies(*by_row, *by_column)
 
 
 def named_copies(
-    values_PD: Tensor | None, row_scales: Tensor | None, values_MDB: Tensor | None, column_scales: Tensor | None
+    values_PD: Tensor | None,
+    row_scales: Tensor | None,
+    values_MDB: Tensor | None,
+    column_scales: Tensor | None,
 ) -> tuple[Quantised | None, Quantised | None]:
     """Along rows and along columns, where there are values."""
     by_row = by_column = None
     if values_PD is not None and row_scales is not None:
-        by_row = Quantised(values_PD, row_scales[:, None] if row_scales.ndim == 1 else row_scales.T)
+        is_wide = row_scales.ndim == 1
+        scales = row_scales[:, None] if is_wide else row_scales.T
+        by_row = Quantised(values_PD, scales)
     if values_MDB is not None and column_scales is not None:
         by_column = Quantised(values_MDB, column_scales[..., None])
     return by_row, by_column
 
 
 def empty_copy(
-    source_ND: Tensor, scales: Scales, rule: ScaleRule, shape: tuple[int, ...], scales_shape: tuple[int, int]
+    source_ND: Tensor,
+    scales: Scales,
+    rule: ScaleRule,
+    shape: tuple[int, ...],
+    scales_shape: tuple[int, int],
 ) -> tuple[Tensor | None, Tensor | None]:
     """Room for values, and for scales where they are not given."""
     if scales is None:

@@ -46,13 +46,15 @@ def row_tiles(ends_E: Tensor, rows: int) -> RowTiles:
     last_tile_E = tiles_E.cumsum(0)
     first_tile_E = last_tile_E - tiles_E
     tile_M = torch.arange(most, device=ends_E.device)
-    expert_M = torch.searchsorted(last_tile_E, tile_M, right=True).clamp(max=experts - 1)
+    expert_M = torch.searchsorted(last_tile_E, tile_M, right=True)
+    expert_M = expert_M.clamp(max=experts - 1)
     number_M = tile_M - first_tile_E[expert_M]
     begins_E = ends_E - rows_E
     row_M = begins_E[expert_M] + number_M * BLOCK
     left_M = ends_E[expert_M] - row_M
     real_M = left_M.clamp(0, BLOCK)
-    tiles_M4 = torch.stack((expert_M, row_M, real_M, tile_M * BLOCK), 1)
+    padded_row_M = tile_M * BLOCK
+    tiles_M4 = torch.stack((expert_M, row_M, real_M, padded_row_M), 1)
     count = last_tile_E[-1:]
     return RowTiles(ends_E.int(), tiles_M4.int(), count.int(), first_tile_E.int())
 
@@ -79,8 +81,9 @@ ROW_TILE_CASES: dict[str, list[int]] = {  # rows of each expert
 def row_tiles_cases(draw: CaseInputs) -> Cases:
     for name, rows_E in ROW_TILE_CASES.items():
         ends_E = ends_of_experts(rows_E, draw.device)
-        yield KernelCase(name, (ends_E, sum(rows_E)))
-        yield KernelCase(f"{name}, 200 rows behind the last", (ends_E, sum(rows_E) + 200))
+        rows = sum(rows_E)
+        yield KernelCase(name, (ends_E, rows))
+        yield KernelCase(f"{name}, 200 rows behind the last", (ends_E, rows + 200))
 
 
 FULL_TILES: dict[str, list[int]] = {  # rows of each expert such that all tiles are in use
@@ -93,7 +96,8 @@ def cases_of_tiles(device: str) -> Iterator[tuple[str, RowTiles, Tensor]]:
     """Name, tiles and index of cases without unused tiles, whose outputs may be undefined; some rows have no source."""
     for name, rows_E in FULL_TILES.items():
         rows = sum(rows_E)
-        tiles = row_tiles(ends_of_experts(rows_E, device), rows)
+        ends_E = ends_of_experts(rows_E, device)
+        tiles = row_tiles(ends_E, rows)
         row_R = torch.arange(rows, device=device)
         index_R = row_R * 7 % (CASE_SOURCES + 1) - 1
         yield name, tiles, index_R.int()
@@ -113,8 +117,10 @@ def padded_index(tiles: RowTiles, index_R: Tensor | None = None) -> Tensor:
     if index_R is not None:
         behind = len(index_R)
         index_and_end = F.pad(index_R, (0, 1), value=-1)
-        row_MB = index_and_end[row_MB.clamp(max=behind).long()]
-    return torch.where(inside_MB, row_MB, -1).flatten()
+        place_MB = row_MB.clamp(max=behind)
+        row_MB = index_and_end[place_MB.long()]
+    index_MB = torch.where(inside_MB, row_MB, -1)
+    return index_MB.flatten()
 
 
 def pad_to_tiles(source_ND: Tensor, tiles: RowTiles, index_R: Tensor | None = None, padding: float = 0.0) -> Tensor:

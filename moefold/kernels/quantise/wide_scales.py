@@ -29,14 +29,18 @@ class WideScales(NamedTuple):
 @register_inner_op
 def wide_scales(maxima: TileMaxima, tiles: RowTiles, kind: WideKind, rule: ScaleRule) -> WideScales:
     if kind == "row":
+        rows_P = scale_from_amax(maxima.rows_P, rule)
         channels_MD = expert_maxima(maxima.columns_MD, tiles)
-        return WideScales(scale_from_amax(maxima.rows_P, rule), scale_from_amax(channels_MD, rule))
+        columns_MD = scale_from_amax(channels_MD, rule)
+        return WideScales(rows_P, columns_MD)
     most_M1 = maxima.columns_MD.amax(1, keepdim=True)
     if kind == "tensor":
-        most_M1 = most_M1.amax(0, keepdim=True).expand_as(most_M1)
+        most_11 = most_M1.amax(0, keepdim=True)
+        most_M1 = most_11.expand_as(most_M1)
     else:
         most_M1 = expert_maxima(most_M1, tiles)
-    return spread_over_tiles(scale_from_amax(most_M1, rule), maxima)
+    scale_M1 = scale_from_amax(most_M1, rule)
+    return spread_over_tiles(scale_M1, maxima)
 
 
 @wide_scales.register_fast("triton")
@@ -45,11 +49,13 @@ def wide_scales_triton(maxima: TileMaxima, tiles: RowTiles, kind: WideKind, rule
 
     if kind == "row":
         rows_P = launch.scales_of_maxima(maxima.rows_P, rule)
-        return WideScales(rows_P, launch.scales_of_experts(maxima.columns_MD, tiles, rule))
+        columns_MD = launch.scales_of_experts(maxima.columns_MD, tiles, rule)
+        return WideScales(rows_P, columns_MD)
     most_M1 = maxima.columns_MD.amax(1, keepdim=True)
     if kind == "tensor":
-        most_M1 = most_M1.amax(0, keepdim=True)
-        scale_M1 = launch.scales_of_maxima(most_M1, rule).expand(len(maxima.columns_MD), 1)
+        most_11 = most_M1.amax(0, keepdim=True)
+        scale_11 = launch.scales_of_maxima(most_11, rule)
+        scale_M1 = scale_11.expand_as(most_M1)
     else:
         scale_M1 = launch.scales_of_experts(most_M1, tiles, rule)
     return spread_over_tiles(scale_M1, maxima)
@@ -57,21 +63,25 @@ def wide_scales_triton(maxima: TileMaxima, tiles: RowTiles, kind: WideKind, rule
 
 def spread_over_tiles(scale_M1: Tensor, maxima: TileMaxima) -> WideScales:
     """One scale of each tile, for its rows and for its columns."""
-    columns_MD = scale_M1.expand(maxima.columns_MD.shape)
-    return WideScales(repeat_for_rows(scale_M1), columns_MD.contiguous())
+    rows_P = repeat_for_rows(scale_M1)
+    columns_MD = scale_M1.expand_as(maxima.columns_MD)
+    return WideScales(rows_P, columns_MD.contiguous())
 
 
 def expert_maxima(maxima_MD: Tensor, tiles: RowTiles) -> Tensor:
     """The largest of each column over all tiles of an expert, for each of these tiles."""
     most_ED = maxima_of_experts(maxima_MD, tiles)
-    return most_ED[expert_of_tiles(tiles)]
+    expert_M = expert_of_tiles(tiles)
+    return most_ED[expert_M]
 
 
 def maxima_of_experts(maxima_MD: Tensor, tiles: RowTiles) -> Tensor:
     """The largest of each column over all tiles of an expert, (E, D). Tiles not in use hold zeros."""
-    expert_M1 = expert_of_tiles(tiles)[:, None]
-    most_ED = maxima_MD.new_zeros(len(tiles.ends_E), maxima_MD.shape[1])
-    return most_ED.scatter_reduce(0, expert_M1.expand_as(maxima_MD), maxima_MD, "amax")
+    expert_M = expert_of_tiles(tiles)
+    expert_MD = expert_M[:, None].expand_as(maxima_MD)
+    experts = len(tiles.ends_E)
+    most_ED = maxima_MD.new_zeros(experts, maxima_MD.shape[1])
+    return most_ED.scatter_reduce(0, expert_MD, maxima_MD, "amax")
 
 
 def expert_of_tiles(tiles: RowTiles) -> Tensor:
@@ -93,6 +103,8 @@ def wide_scales_cases(draw: CaseInputs) -> Cases:
     kinds: tuple[WideKind, ...] = ("row", "expert", "tensor")
     for name, tiles, index_R in cases_of_tiles(draw.device):
         for width in CASE_WIDTHS:
-            maxima = tile_maxima(draw.normal(len(index_R), width), tiles)
+            source_RD = draw.normal(len(index_R), width)
+            maxima = tile_maxima(source_RD, tiles)
             for kind in kinds:
-                yield KernelCase(f"{name} of width {width}, {kind}", (maxima, tiles, kind, ScaleRule()))
+                inputs = (maxima, tiles, kind, ScaleRule())
+                yield KernelCase(f"{name} of width {width}, {kind}", inputs)

@@ -19,8 +19,11 @@ COLUMNS = 256  # of one program
 @triton.jit
 def scales_kernel(maxima, scales, count, LARGEST: constexpr, POWER_OF_TWO: constexpr, SIZE: constexpr):
     i = program_block(0, SIZE)
-    bits = magnitude_bits(tl.load(maxima + i, mask=i < count, other=0.0))
-    tl.store(scales + i, scale_from_bits(bits, LARGEST, POWER_OF_TWO), mask=i < count)
+    there = i < count
+    most = tl.load(maxima + i, mask=there, other=0.0)
+    bits = magnitude_bits(most)
+    scale = scale_from_bits(bits, LARGEST, POWER_OF_TWO)
+    tl.store(scales + i, scale, mask=there)
 
 
 @triton.jit
@@ -37,10 +40,12 @@ def expert_scales_kernel(
     bits = tl.zeros([SIZE], tl.int32)
     for m in range(first, last):
         at = maxima_MD + m.to(tl.int64) * D + c
-        bits = tl.maximum(bits, magnitude_bits(tl.load(at, mask=real_c, other=0.0)))
+        most = tl.load(at, mask=real_c, other=0.0)
+        bits = tl.maximum(bits, magnitude_bits(most))
     scale = scale_from_bits(bits, LARGEST, POWER_OF_TWO)
     for m in range(first, last):
-        tl.store(scales_MD + m.to(tl.int64) * D + c, scale, mask=real_c)
+        line = scales_MD + m.to(tl.int64) * D
+        tl.store(line + c, scale, mask=real_c)
 
 
 def scales_of_maxima(maxima: Tensor, rule: ScaleRule) -> Tensor:

@@ -120,32 +120,32 @@ def with_row_of_zeros(x: Tensor) -> Tensor:
 
 @gather_rows.register_fast("gather_backward")
 def gather_rows_gather_backward(source_ND: Tensor, index_R: Tensor, slots_NK: Tensor, holes: bool = False) -> Tensor:
-    rows = RowOrder(index_R, slots_NK, holes)
+    rows = RowLinks(index_R, slots_NK, holes)
     return move_rows(source_ND, rows, gather_rows.reference, sum_rows.reference)
 
 
 @sum_rows.register_fast("gather_backward")
 def sum_rows_gather_backward(y_RD: Tensor, index_R: Tensor, slots_NK: Tensor, holes: bool = False) -> Tensor:
-    rows = RowOrder(index_R, slots_NK, holes)
+    rows = RowLinks(index_R, slots_NK, holes)
     return move_rows(y_RD, rows, sum_rows.reference, gather_rows.reference)
 
 
 @gather_rows.register_fast("triton")
 def gather_rows_triton(source_ND: Tensor, index_R: Tensor, slots_NK: Tensor, holes: bool = False) -> Tensor:
-    rows = RowOrder(index_R, slots_NK, holes)
+    rows = RowLinks(index_R, slots_NK, holes)
     return move_rows(source_ND, rows, gather_in_one_pass, sum_in_one_pass)
 
 
 @sum_rows.register_fast("triton")
 def sum_rows_triton(y_RD: Tensor, index_R: Tensor, slots_NK: Tensor, holes: bool = False) -> Tensor:
-    rows = RowOrder(index_R, slots_NK, holes)
+    rows = RowLinks(index_R, slots_NK, holes)
     return move_rows(y_RD, rows, sum_in_one_pass, gather_in_one_pass)
 
 
 RowMovement = Callable[[Tensor, Tensor, Tensor, bool], Tensor]
 
 
-class RowOrder(NamedTuple):
+class RowLinks(NamedTuple):
     """Where rows come from and go to, and whether either may hold -1."""
 
     index_R: Tensor
@@ -153,7 +153,7 @@ class RowOrder(NamedTuple):
     holes: bool
 
 
-def move_rows(x: Tensor, rows: RowOrder, move: RowMovement, move_back: RowMovement) -> Tensor:
+def move_rows(x: Tensor, rows: RowLinks, move: RowMovement, move_back: RowMovement) -> Tensor:
     return MoveRowsFunction.apply(x, *rows, move, move_back)  # pyright: ignore[reportReturnType]
 
 
@@ -187,7 +187,7 @@ class MoveRowsFunction(torch.autograd.Function):
         return moved_back, None, None, None, None, None
 
 
-def shuffled_rows(n: int, k: int, device: str, drop: int = 0) -> RowOrder:
+def shuffled_rows(n: int, k: int, device: str, drop: int = 0) -> RowLinks:
     """A random index, its slots and whether there are holes. With `drop`, every drop-th row is left out and three rows
     of padding come first."""
     generator = torch.Generator().manual_seed(n * k)
@@ -202,7 +202,7 @@ def shuffled_rows(n: int, k: int, device: str, drop: int = 0) -> RowOrder:
     slots = torch.full((n * k,), -1)
     slots[choices] = torch.arange(len(choices)) + padding
     slots_NK = slots.view(n, k)
-    return RowOrder(index.to(device), slots_NK.to(device), drop > 0)
+    return RowLinks(index.to(device), slots_NK.to(device), drop > 0)
 
 
 ROW_CASE_SIZES = [  # N, K, D, drop, undefined rows behind the last
@@ -222,7 +222,7 @@ class RowCase(NamedTuple):
 
     name: str
     width: int
-    order: RowOrder
+    order: RowLinks
     rows: tuple[int, int]
 
 

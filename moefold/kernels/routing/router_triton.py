@@ -84,8 +84,8 @@ def is_column(e, which):
 @triton.jit
 def put_column(matrix, e, number, value):
     """The matrix with a value for each row in the column of that number."""
-    here = (e == number)[None, :]
-    return tl.where(here, value[:, None], matrix)
+    here = e == number
+    return tl.where(here[None, :], value[:, None], matrix)
 
 
 @triton.jit
@@ -121,15 +121,17 @@ def in_best_groups(
     # scores of groups
     score_TG = tl.zeros([TOKENS, PLACES], tl.float32)
     for number in tl.static_range(GROUPS):
-        mine = inside & (group == number)[None, :]
+        in_group = group == number
+        mine = inside & in_group[None, :]
         value = score_of_group(score, mine, e, PAIRS, WIDTH)
         score_TG = put_column(score_TG, g, number, value)
     # the best groups, one after the other
+    is_group = g < GROUPS
     free = tl.zeros([TOKENS, PLACES], tl.int1)
-    free = free | (g < GROUPS)[None, :]
+    free = free | is_group[None, :]
     allowed = tl.zeros([TOKENS, WIDTH], tl.int1)
     for _ in tl.static_range(CHOSEN):
-        which = best_candidate(score_TG, free, g, PLACES)[1]
+        _, which = best_candidate(score_TG, free, g, PLACES)
         free = free & ~is_column(g, which)
         allowed = allowed | is_column(group, which)
     return allowed & inside
@@ -237,8 +239,8 @@ def scatter_to_experts(d, ids_TK, t, there_t, e, k, K: constexpr, TOKENS: conste
     sent = tl.zeros([TOKENS, WIDTH], tl.float32)
     for turn in tl.static_range(K):
         which = chosen_expert(ids_TK, t, there_t, turn, K)
-        is_turn = (k == turn)[None, :]
-        of_turn = tl.where(is_turn, d, 0.0)
+        is_turn = k == turn
+        of_turn = tl.where(is_turn[None, :], d, 0.0)
         value = tl.sum(of_turn, 1)
         mine = is_column(e, which)
         sent += tl.where(mine, value[:, None], 0.0)
@@ -277,13 +279,15 @@ def router_topk_backward_kernel(
         dweights = load_or_zero(dweights_TK + chosen, real)
         d += dweights * scale
     if NORMALIZE == "chosen":
-        probs = load_or_zero(weights_TK + chosen, real) / scale
+        weights = load_or_zero(weights_TK + chosen, real)
+        probs = weights / scale
         d = softmax_backward(probs, d)
     sent = scatter_to_experts(d, ids_TK, t, there_t, e, k, K, TOKENS, WIDTH)
     # gradient of the shares, then of the logs
     dshares = tl.zeros([TOKENS, WIDTH], tl.float32)
     if dshares_SE is not None:
-        from_losses = load_or_zero(dshares_SE + sequence * E + e, e < E)
+        line = dshares_SE + sequence * E
+        from_losses = load_or_zero(line + e, e < E)
         dshares += from_losses[None, :]
     if NORMALIZE == "all" or (NORMALIZE == "none" and SCORE != "sigmoid"):
         dshares += sent
@@ -299,7 +303,8 @@ def router_topk_backward_kernel(
     # z-loss
     if dsquares_S is not None:
         z, powers = log_sum_exp(logits, inside)
-        twice = tl.load(dsquares_S + sequence) * 2
+        dsquare = tl.load(dsquares_S + sequence)
+        twice = dsquare * 2
         dlogs += twice * z[:, None] * powers
     tl.store(dlogits_TE + at, dlogs, mask=inside)
 
@@ -334,7 +339,8 @@ def block_offsets_kernel(counts_BE, total_E, B, E, WIDTH: constexpr, STEP: const
         at = tile_pointers(counts_BE, b, e, E)
         counts = load_or_zero(at, inside)
         before = tl.cumsum(counts, 0) - counts
-        tl.store(at, total[None, :] + before, mask=inside)
+        offsets = total[None, :] + before
+        tl.store(at, offsets, mask=inside)
         total += tl.sum(counts, 0)
     tl.store(total_E + e, total, mask=e < E)
 
@@ -377,7 +383,11 @@ def topk_tile_shape(experts: int, choices: int) -> dict[str, int]:
 
 
 def launch_router_topk(
-    logits_TE: Tensor, bias_E: Tensor, spec: RouterSpec, imposed_TK: Tensor | None, span: TokenSpan
+    logits_TE: Tensor,
+    bias_E: Tensor,
+    spec: RouterSpec,
+    imposed_TK: Tensor | None,
+    span: TokenSpan,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Weights and ids of the chosen experts; over sequences: counts of choices, scores as shares of one, squares."""
     t, experts = logits_TE.shape
@@ -390,15 +400,15 @@ def launch_router_topk(
     parts = logits_TE.new_empty(span.sequences, blocks, 2 * experts + 1)
     if blocks:
         grid = (span.sequences * blocks,)
-        pairs = spec.group_score == "best_two" and experts // spec.groups > 1
+        tensors = (logits_TE, bias_E, parts, weights_TK, ids_TK)
+        sizes = (t, experts, span.length, span.first, blocks, spec.scale)
+        rule = (spec.k, spec.score, spec.normalize, spec.groups, spec.groups_chosen)
+        group_size = experts // spec.groups
+        pairs = spec.group_score == "best_two" and group_size > 1
         imposed = imposed_TK is not None
         places = triton.next_power_of_2(spec.groups)
-        router_topk_kernel[grid](
-            logits_TE, bias_E, parts, weights_TK, ids_TK,
-            t, experts, span.length, span.first, blocks, spec.scale,
-            spec.k, spec.score, spec.normalize, spec.groups, spec.groups_chosen,
-            PAIRS=pairs, IMPOSED=imposed, PLACES=places, **tile,
-        )  # fmt: skip
+        launch = router_topk_kernel[grid]
+        launch(*tensors, *sizes, *rule, PAIRS=pairs, IMPOSED=imposed, PLACES=places, **tile)
     sums_SP = parts.sum(1)
     widths = [experts, experts, 1]
     counts, shares_SE, squares = sums_SP.split(widths, dim=1)
@@ -423,11 +433,11 @@ def launch_topk_backward(
     blocks = triton.cdiv(span.length, tile["TOKENS"])
     if t:
         grid = (span.sequences * blocks,)
-        router_topk_backward_kernel[grid](
-            dweights_TK, dshares_SE, dsquares_S, logits_TE, weights_TK, ids_TK, dlogits_TE,
-            t, experts, span.length, span.first, blocks, spec.scale,
-            spec.k, spec.score, spec.normalize, **tile,
-        )  # fmt: skip
+        gradients = (dweights_TK, dshares_SE, dsquares_S)
+        tensors = (logits_TE, weights_TK, ids_TK, dlogits_TE)
+        sizes = (t, experts, span.length, span.first, blocks, spec.scale)
+        launch = router_topk_backward_kernel[grid]
+        launch(*gradients, *tensors, *sizes, spec.k, spec.score, spec.normalize, **tile)
     return dlogits_TE
 
 
@@ -447,12 +457,14 @@ def launch_arrange_rows(ids_NK: Tensor, weights_NK: Tensor, experts: int) -> tup
         width = triton.next_power_of_2(experts)
         blocks = triton.cdiv(rows, BLOCK)
         counts_BE = integers.new_empty(blocks, experts)
-        count_choices_kernel[(blocks,)](ids_NK, counts_BE, rows, experts, width, BLOCK, num_warps=8)
+        count = count_choices_kernel[(blocks,)]
+        count(ids_NK, counts_BE, rows, experts, width, BLOCK, num_warps=8)
         total_E = torch.empty_like(ends_E)
         scans = triton.cdiv(experts, SCAN_EXPERTS)
-        block_offsets_kernel[(scans,)](counts_BE, total_E, blocks, experts, SCAN_EXPERTS, SCAN_STEP, num_warps=8)
-        place_rows_kernel[(blocks,)](
-            ids_NK, weights_NK, counts_BE, total_E, index_R, slots_NK, weight_R, ends_E, rows, experts,
-            k, width, BLOCK, num_warps=8,
-        )  # fmt: skip
+        scan = block_offsets_kernel[(scans,)]
+        scan(counts_BE, total_E, blocks, experts, SCAN_EXPERTS, SCAN_STEP, num_warps=8)
+        inputs = (ids_NK, weights_NK, counts_BE, total_E)
+        outputs = (index_R, slots_NK, weight_R, ends_E)
+        place = place_rows_kernel[(blocks,)]
+        place(*inputs, *outputs, rows, experts, k, width, BLOCK, num_warps=8)
     return index_R, slots_NK, weight_R, ends_E

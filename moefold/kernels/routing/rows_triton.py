@@ -60,7 +60,8 @@ def gather_padded_kernel(
     tile = tiles_M4 + 4 * (tl.program_id(0) // programs)
     row = tl.load(tile + 1)
     real = tl.load(tile + 2)
-    pad = tl.load(tile + 3).to(tl.int64)
+    padded_row = tl.load(tile + 3)
+    pad = padded_row.to(tl.int64)
     # this program's part of it
     part = tl.program_id(0) % programs
     r = part * ROWS + tl.arange(0, ROWS)
@@ -78,8 +79,8 @@ def gather_padded_kernel(
 @triton.jit
 def zero_behind_kernel(x_RD, last_end, R, D, COLS: constexpr):
     """Zeros in one of the rows behind the last expert's."""
-    behind = tl.load(last_end).to(tl.int64)
-    row = behind + tl.program_id(0)
+    behind = tl.load(last_end)
+    row = behind.to(tl.int64) + tl.program_id(0)
     c = program_block(1, COLS)
     inside = (c < D) & (row < R)
     tl.store(x_RD + row * D + c, 0.0, mask=inside)
@@ -128,7 +129,8 @@ def row_tiles_kernel(
     # experts that lie before tile m, and those that have begun by then
     m = program_block(0, BLOCK)
     is_before = m[:, None] >= last[None, :]
-    is_before = is_before & (e < E - 1)[None, :]
+    not_last = e < E - 1
+    is_before = is_before & not_last[None, :]
     before = is_before.to(tl.int32)
     has_begun = m[:, None] >= opening[None, :]
     begun = has_begun.to(tl.int32)
@@ -144,7 +146,8 @@ def row_tiles_kernel(
     at = tiles_M4 + 4 * m
     real_m = m < M
     expert = tl.sum(before, 1)
-    real = tl.maximum(tl.minimum(left, TILE), 0)
+    at_most = tl.minimum(left, TILE)
+    real = tl.maximum(at_most, 0)
     tl.store(at, expert, mask=real_m)
     tl.store(at + 1, row, mask=real_m)
     tl.store(at + 2, real, mask=real_m)
@@ -152,7 +155,8 @@ def row_tiles_kernel(
     # totals, by the first program alone
     if tl.program_id(0) == 0:
         tl.store(count, tl.sum(tiles, 0))
-        pads = tl.cumsum(padded_rows, 0) - padded_rows
+        pad_ends = tl.cumsum(padded_rows, 0)
+        pads = pad_ends - padded_rows
         tl.store(pads_E + e, pads, mask=real_e)
         tl.store(first_tile_E + e, opening, mask=real_e)
 
@@ -167,7 +171,8 @@ def gather_by_index(source_ND: Tensor, index_R: Tensor) -> Tensor:
         row_blocks = triton.cdiv(r, GATHER_ROWS)
         cols = min(256, triton.next_power_of_2(d))
         grid = (row_blocks, triton.cdiv(d, cols))
-        gather_rows_kernel[grid](source_ND, index_R, out_RD, r, d, GATHER_ROWS, cols, num_warps=8)
+        launch = gather_rows_kernel[grid]
+        launch(source_ND, index_R, out_RD, r, d, GATHER_ROWS, cols, num_warps=8)
     return out_RD
 
 
@@ -180,7 +185,8 @@ def gather_padded(source_ND: Tensor, index_R: Tensor, tiles_M4: Tensor, experts:
     row_blocks = len(tiles_M4) * (TILE // GATHER_ROWS)
     cols = min(256, triton.next_power_of_2(d))
     grid = (row_blocks, triton.cdiv(d, cols))
-    gather_padded_kernel[grid](source_ND, index_R, tiles_M4, out_PD, d, TILE, GATHER_ROWS, cols, num_warps=8)
+    launch = gather_padded_kernel[grid]
+    launch(source_ND, index_R, tiles_M4, out_PD, d, TILE, GATHER_ROWS, cols, num_warps=8)
     return out_PD
 
 
@@ -189,7 +195,8 @@ def zero_rows_behind(x_RD: Tensor, ends_E: Tensor) -> None:
     rows, d = x_RD.shape
     cols = min(1024, triton.next_power_of_2(d))
     grid = (TILE // 2 - 1, triton.cdiv(d, cols))
-    zero_behind_kernel[grid](x_RD, ends_E[-1:], rows, d, cols)
+    last_end = ends_E[-1:]
+    zero_behind_kernel[grid](x_RD, last_end, rows, d, cols)
 
 
 def sum_over_slots(y_RD: Tensor, slots_NK: Tensor) -> Tensor:
@@ -203,7 +210,8 @@ def sum_over_slots(y_RD: Tensor, slots_NK: Tensor) -> Tensor:
         wide = tl.float64 if y_RD.dtype == torch.float64 else tl.float32
         cols = min(1024, triton.next_power_of_2(d))
         grid = (n, triton.cdiv(d, cols))
-        sum_slots_kernel[grid](y_RD, slots_NK, out_ND, d, k, cols, wide)
+        launch = sum_slots_kernel[grid]
+        launch(y_RD, slots_NK, out_ND, d, k, cols, wide)
     return out_ND
 
 
@@ -229,7 +237,8 @@ def plan_padded_tiles(ends_E: Tensor, rows: int, pad: int) -> PlannedTiles:
     plan = PlannedTiles(tiles_M4, count, pads_E, first_tile_E)
     width = max(triton.next_power_of_2(experts), 2)
     grid = (triton.cdiv(most, TILES_PER_PROGRAM),)
-    row_tiles_kernel[grid](ends_E, *plan, most, experts, TILE, pad, width, TILES_PER_PROGRAM)
+    launch = row_tiles_kernel[grid]
+    launch(ends_E, *plan, most, experts, TILE, pad, width, TILES_PER_PROGRAM)
     return plan
 
 

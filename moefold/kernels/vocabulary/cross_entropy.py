@@ -31,7 +31,8 @@ def cross_entropy(x_TD: Tensor, w_VD: Tensor, labels_T: Tensor, words: VocabShar
         )
     logits = x_TD @ w_VD.T
     wide = torch.promote_types(logits.dtype, torch.float32)
-    return F.cross_entropy(logits.to(wide), labels_T, reduction="sum", ignore_index=IGNORE_INDEX)
+    wide_logits = logits.to(wide)
+    return F.cross_entropy(wide_logits, labels_T, reduction="sum", ignore_index=IGNORE_INDEX)
 
 
 LossAndGradient = Callable[[Tensor, Tensor, VocabShard], tuple[Tensor, Tensor]]
@@ -142,23 +143,28 @@ def scale_into(x: Tensor, factor: Tensor, out: Tensor) -> Tensor:
 def loss_and_gradient(logits: Tensor, labels: Tensor, words: VocabShard) -> tuple[Tensor, Tensor]:
     """d loss / d logits for the vocabulary rows held here, and the loss over the whole vocabulary."""
     dtype = logits.dtype
-    logits = logits.to(torch.promote_types(dtype, torch.float32))
+    wide = torch.promote_types(dtype, torch.float32)
+    logits = logits.to(wide)
     valid = labels != IGNORE_INDEX
     # The label's column, if it is held here.
-    column = (labels - words.first)[:, None]
+    label = labels - words.first
+    column = label[:, None]
     held = (column >= 0) & (column < logits.shape[1])
     column = column * held
     # Log-sum-exp over all ranks' shards.
     largest = logits.amax(-1, keepdim=True)
     largest = words.largest(largest)
-    total = (logits - largest).exp_().sum(-1, keepdim=True)
+    powers = (logits - largest).exp_()
+    total = powers.sum(-1, keepdim=True)
+    del powers  # as large as the logits
     total = words.total(total)
     log_sum = total.log_() + largest
     # The loss.
     target = logits.gather(1, column) * held
     target = words.total(target)
     loss_T = (log_sum - target).squeeze(1)
-    loss = (loss_T * valid).sum()
+    valid_loss_T = loss_T * valid
+    loss = valid_loss_T.sum()
     # softmax - onehot, in place of the logits.
     logits.sub_(log_sum).exp_()
     onehot = held.to(logits.dtype)
@@ -182,4 +188,5 @@ def cross_entropy_cases(draw: CaseInputs) -> Cases:
         labels[1::5] = IGNORE_INDEX
         x = draw.normal(t, d)
         w = draw.normal(v, d, seed=1)
-        yield KernelCase(f"{t} tokens, {v} words", (x, w, labels.to(draw.device)))
+        inputs = (x, w, labels.to(draw.device))
+        yield KernelCase(f"{t} tokens, {v} words", inputs)

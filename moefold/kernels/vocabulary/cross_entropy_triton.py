@@ -45,7 +45,8 @@ def log_sum_exp_kernel(logits_TV, column_T, largest_T, sum_T, target_T, V, BLOCK
         d = load_logits(row, v + 3 * BLOCK, V)
         # the new maximum
         of_first = tl.maximum(top, a)
-        of_others = tl.maximum(tl.maximum(b, c), d)
+        of_middle = tl.maximum(b, c)
+        of_others = tl.maximum(of_middle, d)
         higher = tl.maximum(of_first, of_others)
         # the sum: what is left of the old one, and the four blocks
         total *= tl.exp(top - higher)
@@ -57,7 +58,8 @@ def log_sum_exp_kernel(logits_TV, column_T, largest_T, sum_T, target_T, V, BLOCK
     largest = tl.max(top, 0)
     tl.store(largest_T + t, largest)
     rescaled = total * tl.exp(top - largest)
-    tl.store(sum_T + t, tl.sum(rescaled, 0))
+    overall = tl.sum(rescaled, 0)
+    tl.store(sum_T + t, overall)
     # the label's logit
     column = tl.load(column_T + t)
     held = (column >= 0) & (column < V)
@@ -92,7 +94,8 @@ def scale_into_kernel(x, factor, out, n, BLOCK: constexpr):
     i = first + tl.arange(0, BLOCK)
     there = i < n
     value = load_or_zero(x + i, there)
-    y = value * tl.load(factor).to(tl.float32)
+    number = tl.load(factor)
+    y = value * number.to(tl.float32)
     y = y.to(out.dtype.element_ty)
     tl.store(out + i, y, mask=there)
 
@@ -101,7 +104,8 @@ def scale_into(x: Tensor, factor: Tensor, out: Tensor) -> Tensor:
     """out = x times a number on the device, in the dtype of `out`; torch's own kernel takes three times as long."""
     n = x.numel()
     blocks = triton.cdiv(n, BLOCK)
-    scale_into_kernel[(blocks,)](x, factor, out, n, BLOCK, num_warps=8)
+    launch = scale_into_kernel[(blocks,)]
+    launch(x, factor, out, n, BLOCK, num_warps=8)
     return out
 
 
@@ -114,16 +118,19 @@ def loss_and_gradient(logits_TV: Tensor, labels_T: Tensor, words: VocabShard) ->
     # First pass: maximum, sum and the label's logit, of this shard.
     statistics_3T = logits_TV.new_empty(3, tokens, dtype=torch.float32)
     largest_T, sum_T, target_T = statistics_3T
-    log_sum_exp_kernel[(tokens,)](logits_TV, column_T, *statistics_3T, held, BLOCK // 2, num_warps=4)
+    launch = log_sum_exp_kernel[(tokens,)]
+    launch(logits_TV, column_T, *statistics_3T, held, BLOCK // 2, num_warps=4)
     # Maximum and sum over all ranks' shards.
     overall_T = words.largest(largest_T.clone())
-    shrunk_T = (largest_T - overall_T).exp()
+    below_T = largest_T - overall_T
+    shrunk_T = below_T.exp()
     total_T = words.total(sum_T * shrunk_T)
     log_sum_T = total_T.log() + overall_T
     # Second pass: the gradient.
     blocks = triton.cdiv(held, BLOCK)
     has_label_T = valid_T.to(torch.int8)
-    logit_gradient_kernel[tokens, blocks](logits_TV, column_T, log_sum_T, has_label_T, held, BLOCK, num_warps=8)
+    launch = logit_gradient_kernel[tokens, blocks]
+    launch(logits_TV, column_T, log_sum_T, has_label_T, held, BLOCK, num_warps=8)
     loss_T = log_sum_T - words.total(target_T)
-    loss = (loss_T * valid_T).sum()
-    return logits_TV, loss
+    valid_loss_T = loss_T * valid_T
+    return logits_TV, valid_loss_T.sum()

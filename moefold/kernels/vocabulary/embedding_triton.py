@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language import constexpr
 
-from moefold.kernels.tile_triton import load_or_zero, program_block, wide_program_id
+from moefold.kernels.tile_triton import load_or_zero, program_block, tile_mask, tile_pointers, wide_program_id
 
 ROWS_AT_ONCE = 4
 
@@ -33,9 +33,9 @@ def embedding_wgrad_kernel(x_TD, order_T, starts_V, out_VD, D, ROWS: constexpr, 
         mine = r < end
         t = load_or_zero(order_T + r, mine)
         # the sum of their rows
-        row = t.to(tl.int64)[:, None] * D
-        inside = mine[:, None] & in_row[None, :]
-        at = x_TD + row + c[None, :]
+        token = t.to(tl.int64)
+        at = tile_pointers(x_TD, token, c, D)
+        inside = tile_mask(mine, in_row)
         x = load_or_zero(at, inside)
         total += tl.sum(x.to(WIDE), 0)
     # epilogue
@@ -48,12 +48,14 @@ def embedding_wgrad(x_TD: Tensor, words_T: Tensor, out_VD: Tensor) -> Tensor:
     """out[v] = the sum of x over the tokens with id v, in their order, in fp32 or better; the id -1 is left out.
     Sorting brings the tokens of an id together; ids without tokens get zeros."""
     v, d = out_VD.shape
-    sorted_T, order_T = words_T.int().sort(stable=True)
+    words_T = words_T.int()
+    sorted_T, order_T = words_T.sort(stable=True)
     ids_V = torch.arange(v + 1, dtype=torch.int32, device=x_TD.device)
     starts_V = torch.searchsorted(sorted_T, ids_V, out_int32=True)
     wide = tl.float64 if x_TD.dtype == torch.float64 else tl.float32
     cols = min(2048, triton.next_power_of_2(d))
     blocks = triton.cdiv(d, cols)
     x_TD = x_TD.contiguous()
-    embedding_wgrad_kernel[v, blocks](x_TD, order_T, starts_V, out_VD, d, ROWS_AT_ONCE, cols, wide, num_warps=8)
+    launch = embedding_wgrad_kernel[v, blocks]
+    launch(x_TD, order_T, starts_V, out_VD, d, ROWS_AT_ONCE, cols, wide, num_warps=8)
     return out_VD
