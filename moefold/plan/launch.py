@@ -44,7 +44,8 @@ def planned_run(r: PlanRequest, config: Config, choices: PlanChoices) -> Config:
     train = replace(config.train, precision=choices.precision)  # pyright: ignore[reportArgumentType]
     if "train.steps" not in r.fixed:
         step_tokens = train.global_batch * config.data.seq_len
-        train = replace(train, steps=math.ceil(r.tokens / step_tokens))
+        steps = math.ceil(r.tokens / step_tokens)
+        train = replace(train, steps=steps)
     return replace(config, train=train)
 
 
@@ -81,7 +82,7 @@ def slurm_script(run: Config, nodes: int, node_gpus: int) -> str:
 
 def write_launch_files(folder: Path, files: LaunchFiles) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    taken = [name for name in files if (folder / name).exists()]
+    taken = [name for name in files if Path(folder, name).exists()]
     if taken:
         found = f"{folder} has {', '.join(taken)} already"
         raise UserError(f"{found}; expected a folder without them; choose another --write or remove them")

@@ -133,7 +133,9 @@ class PlanChoices:
             value = getattr(self, name)
             if value not in known:
                 regions = {"recompute": self.recompute, "offload": self.offload}
-                shown = ",".join(regions[name]) if name in regions else value
+                shown = value
+                if name in regions:
+                    shown = ",".join(regions[name])
                 missing.append(f"{name} {shown}")
         return missing
 

@@ -46,7 +46,8 @@ class Change:
 
     def with_config(self, text: str, config: Config) -> Change:
         """This change, and a further one of the configuration."""
-        return replace(self, text=f"{self.text} {text}".strip(), config=config)
+        both = f"{self.text} {text}".strip()
+        return replace(self, text=both, config=config)
 
 
 def remedies_for_layout(r: PlanRequest, config: Config, choices: PlanChoices) -> list[str]:
@@ -55,7 +56,9 @@ def remedies_for_layout(r: PlanRequest, config: Config, choices: PlanChoices) ->
     bases = [plan]
     if config.train.micro_batch > 1:
         train = replace(config.train, micro_batch=1)
-        bases.append(Change("--train.micro_batch 1", replace(config, train=train), choices, r.gpus))
+        single = replace(config, train=train)
+        base = Change("--train.micro_batch 1", single, choices, r.gpus)
+        bases.append(base)
     remedies: list[str] = []
     for base in bases:
         changes = [base, *layout_changes(base)]
@@ -89,22 +92,26 @@ def layout_changes(plan: Change) -> Iterator[Change]:
         parallel = replace(config.parallel, **{name: degree})
         yield plan.with_config(f"--parallel.{name} {degree}", replace(config, parallel=parallel))
     for text, values in STATE_CHANGES.items():
-        yield plan.with_config(text, with_values(config, values, {}))
+        changed = with_values(config, values, {})
+        yield plan.with_config(text, changed)
     for regions in RECOMPUTE_LADDER[1:]:
         text = f"{plan.text} --recompute {','.join(regions)} (not in the trainer yet)".strip()
-        yield replace(plan, text=text, choices=replace(plan.choices, recompute=regions))
+        choices = replace(plan.choices, recompute=regions)
+        yield replace(plan, text=text, choices=choices)
 
 
 def larger_clusters(plan: Change) -> Iterator[Change]:
     """The same layout on more GPUs, with the same batch for each."""
     for factor in GROWTH_FACTORS:
         gpus = plan.gpus * factor
-        grown = plan.with_config(f"--gpus {gpus}", grow_batch(plan.config, factor))
+        config = grow_batch(plan.config, factor)
+        grown = plan.with_config(f"--gpus {gpus}", config)
         yield replace(grown, gpus=gpus)
 
 
 def grow_batch(config: Config, factor: int) -> Config:
-    train = replace(config.train, global_batch=config.train.global_batch * factor)
+    batch = config.train.global_batch * factor
+    train = replace(config.train, global_batch=batch)
     return replace(config, train=train)
 
 
@@ -112,8 +119,9 @@ def explain_nothing_fits(r: PlanRequest, result: SearchResult) -> str:
     """The reasons why no layout is left, of which that of memory names the layout nearest to fitting, and what would
     fit."""
     reasons: list[str] = []
-    for reason, count in result.refusals.by_count()[:SHOWN_REASONS]:
-        reasons.append(f"{count} x {reason} ({result.refusals.examples[reason]})")
+    refusals = result.refusals
+    for reason, count in refusals.by_count()[:SHOWN_REASONS]:
+        reasons.append(f"{count} x {reason} ({refusals.examples[reason]})")
     problem = f"no layout of {r.config.name} fits {r.gpus} x {r.gpu.name}"
     tried = f"of {result.layouts_tried} tried: {'; '.join(reasons)}"
     remedies = search_remedies(r)
@@ -127,16 +135,19 @@ def search_remedies(r: PlanRequest) -> list[str]:
     remedies: list[str] = []
     for text, values in STATE_CHANGES.items():
         changed = with_values(r.config, values, {})
-        if r.fixed.isdisjoint(values) and some_layout_fits(r, changed, r.gpus, r.fixed):
+        is_free = r.fixed.isdisjoint(values)
+        if is_free and some_layout_fits(r, changed, r.gpus, r.fixed):
             remedies.append(text)
             break
     for factor in GROWTH_FACTORS:
         more = r.gpus * factor
-        if some_layout_fits(r, grow_batch(r.config, factor), more, r.fixed):
+        grown = grow_batch(r.config, factor)
+        if some_layout_fits(r, grown, more, r.fixed):
             remedies.append(f"use {more} GPUs")
             break
     may_recompute = not r.beyond_trainer and not r.choices.recompute
-    if may_recompute and some_layout_fits(r, r.config, r.gpus, r.fixed - {"recompute"}):
+    fixed = r.fixed - {"recompute"}
+    if may_recompute and some_layout_fits(r, r.config, r.gpus, fixed):
         remedies.append("--beyond-trainer, with recompute, which is not in the trainer yet")
     return remedies
 
@@ -149,7 +160,8 @@ def least_weights_gib(config: Config, choices: PlanChoices, gpus: int) -> float:
 
 def some_layout_fits(r: PlanRequest, config: Config, gpus: int, fixed: frozenset[str]) -> bool:
     """Whether a layout fits in simulation: the first that has room by its bound, or one of those that need least."""
-    if least_weights_gib(config, r.choices, gpus) > r.gpu.memory:
+    weights = least_weights_gib(config, r.choices, gpus)
+    if weights > r.gpu.memory:
         return False
     search = LayoutSearch(gpus, r.gpu, r.choices, fixed)
     tight: list[Candidate] = []
@@ -159,4 +171,5 @@ def some_layout_fits(r: PlanRequest, config: Config, gpus: int, fixed: frozenset
         elif search.rank_candidate(candidate):
             return True
     tight.sort(key=lambda candidate: candidate.gib)
-    return any(map(search.rank_candidate, tight[:CHECKED_CANDIDATES]))
+    nearest = tight[:CHECKED_CANDIDATES]
+    return any(map(search.rank_candidate, nearest))

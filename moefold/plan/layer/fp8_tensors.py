@@ -46,13 +46,15 @@ def copy_bytes(weight: WeightSpec, recipe: RecipeSpec, s: RankShapes) -> float:
     *outer, inputs = weight.part(s.portion.degrees)
     experts = outer.pop(0) if weight.name in GROUPED_PRODUCTS else 1
     outputs = prod(outer)
+    blocks = ceil(outputs / SCALE_BLOCK) * ceil(inputs / SCALE_BLOCK)
     scales = {
         "none": 0,
         "expert": 2,
         "channel": outputs + inputs,
-        "block": 2 * ceil(outputs / SCALE_BLOCK) * ceil(inputs / SCALE_BLOCK),
+        "block": 2 * blocks,
     }
-    return experts * (2 * outputs * inputs + SCALE_BYTES * scales[recipe.weight])
+    values = 2 * outputs * inputs
+    return experts * (values + SCALE_BYTES * scales[recipe.weight])
 
 
 def quantise_pass_bytes(recipe: RecipeSpec, copies: int, s: RankShapes) -> float:
@@ -101,18 +103,23 @@ def operands_of_group(group: Sequence[str], s: RankShapes) -> list[RecipeSpec]:
     otherwise one for each."""
     specs = s.products.specs_of(group)
     quantised = [spec for spec in specs if spec.quantises]
-    shared = s.chosen_implementation("linear") != "reference" and len(set(specs)) == 1
+    one_op = s.chosen_implementation("linear") != "reference"
+    shared = one_op and len(set(specs)) == 1
     return quantised[:1] if shared else quantised
 
 
 def count_operands(groups: ProductGroups, s: RankShapes) -> int:
-    return sum(len(operands_of_group(group, s)) for group in groups)
+    operands = [operands_of_group(group, s) for group in groups]
+    return sum(map(len, operands))
 
 
 def count_copies(groups: ProductGroups, s: RankShapes) -> int:
     """Copies along columns."""
-    specs = [spec for group in groups for spec in operands_of_group(group, s)]
-    return sum(spec.columns != "none" for spec in specs)
+    copies = 0
+    for group in groups:
+        for spec in operands_of_group(group, s):
+            copies += spec.columns != "none"
+    return copies
 
 
 def keeps_input_of(groups: ProductGroups) -> ShapeCondition:
@@ -197,13 +204,15 @@ def add_expert_preactivation(table: TensorTable) -> None:
     table.only(wide_expert_wgrad).add(
         "pre-activation", expert_rows_in_tiles, expert_preactivation_width, read_by="activation"
     )
-    table.only(fused_fp8_experts).add("tiles", expert_tiles, tile_width, "tiles")
+    fused = table.only(fused_fp8_experts)
+    fused.add("tiles", expert_tiles, tile_width, "tiles")
 
 
 def add_recomputed_activation(table: TensorTable) -> None:
     """Add the activation that a deferred weight gradient reads."""
     name = "activation, recomputed"
-    table.only(fp8_expert_wgrad).add(name, expert_rows_in_tiles, expert_inner_width, "fp8")
+    fp8 = table.only(fp8_expert_wgrad)
+    fp8.add(name, expert_rows_in_tiles, expert_inner_width, "fp8")
     table.only(wide_expert_wgrad).add(name, expert_rows_in_tiles, expert_inner_width)
 
 
@@ -306,7 +315,8 @@ def fp8_product_backward(place: str, rows: ShapeFunction, width: ShapeFunction) 
         return padded_rows(rows(s), 1)
 
     def width_of_copies(s: RankShapes) -> float:
-        copies = 1 if s.products.spec(place).columns == "none" else 2
+        recipe = s.products.spec(place)
+        copies = 1 if recipe.columns == "none" else 2
         return width(s) * copies
 
     table = TensorTable().only(in_fp8)

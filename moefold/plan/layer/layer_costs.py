@@ -153,7 +153,9 @@ def first_alike_layers(model: ModelConfig, precision: PrecisionConfig = PLAIN_PR
     first: dict[tuple[bool, int, LayerRecipes], int] = {}
     alike: list[int] = []
     for layer, recipes in enumerate(recipes_of_layers(model, precision)):
-        kind = (is_moe_layer(model, layer), sliding_window_of(model, layer), recipes)
+        is_moe = is_moe_layer(model, layer)
+        window = sliding_window_of(model, layer)
+        kind = (is_moe, window, recipes)
         alike.append(first.setdefault(kind, layer))
     return tuple(alike)
 
@@ -170,7 +172,8 @@ def count_piece(
     saved = saved_by_steps(specs, shapes)
     steps: list[StepCount] = []
     for spec in specs:
-        steps.append(count_step(spec, shapes, saved[spec.name]))
+        step = count_step(spec, shapes, saved[spec.name])
+        steps.append(step)
     return PieceCount(piece, tuple(steps))
 
 
@@ -189,6 +192,7 @@ def count_step(spec: StepSpec, s: RankShapes, saved: SavedTensors) -> StepCount:
     stack = LAYER_STACKS[s.choices.stack]
     parameters = Counter[ParameterClass]()
     quantized = copies = requantised = 0.0
+    may_quantize = spec.name not in UNQUANTIZED_STEPS
     # Parameters on the rank, by the axes that shard them.
     for weight in spec.weights:
         held = prod(weight.part(s.portion.degrees))
@@ -199,14 +203,16 @@ def count_step(spec: StepSpec, s: RankShapes, saved: SavedTensors) -> StepCount:
         if recipe.quantises:
             copies += copy_bytes(weight, recipe, s)
             requantised += held * quantise_pass_bytes(recipe, 2, s)
-        elif s.recipe.copies and is_weight_matrix(weight) and spec.name not in UNQUANTIZED_STEPS:
+        elif s.recipe.copies and may_quantize and is_weight_matrix(weight):
             quantized += held
             copies += held * s.recipe.copies
-    attention_flops = s.T * 2 * spec.context * spec.seen(s.S)
+    keys_seen = spec.seen(s.S)
+    attention_flops = s.T * 2 * spec.context * keys_seen
     forward_working = stack.working_bytes(spec.name, "F", s)
     backward_working = stack.working_bytes(spec.name, "B", s)
     gemms = tuple(gemms_of_step(spec, s))
-    waiting = deferred_product_bytes(gemms, saved, s) + stack.waiting_bytes(spec.name, s)
+    deferred = deferred_product_bytes(gemms, saved, s)
+    waiting = deferred + stack.waiting_bytes(spec.name, s)
     return StepCount(
         spec=spec,
         parameters=tuple(parameters.items()),
@@ -251,7 +257,8 @@ def gradient_copy_bytes(gemm: Gemm, s: RankShapes) -> float:
 
 
 def is_weight_matrix(weight: WeightSpec) -> bool:
-    return len(weight.shape) > 1 and not weight.name.endswith("bias")
+    is_bias = weight.name.endswith("bias")
+    return len(weight.shape) > 1 and not is_bias
 
 
 def gemms_of_step(spec: StepSpec, s: RankShapes) -> list[Gemm]:
@@ -260,7 +267,8 @@ def gemms_of_step(spec: StepSpec, s: RankShapes) -> list[Gemm]:
         return []
     if spec.name == "predict":
         heads = 1 + s.model.mtp
-        return [Gemm("head", "head", s.C, s.P, s.D, times=heads)]
+        head = Gemm("head", "head", s.C, s.P, s.D, times=heads)
+        return [head]
     gemms: list[Gemm] = []
     matrices = filter(is_weight_matrix, spec.weights)
     for weight in matrices:
@@ -271,19 +279,22 @@ def gemms_of_step(spec: StepSpec, s: RankShapes) -> list[Gemm]:
         if "ep" in axes:
             rows_per_expert = s.R / s.e
             n = prod(outer[1:])
-            gemms.append(Gemm(name, "grouped", rows_per_expert, n, k, groups=s.e, recipe=recipe))
+            gemm = Gemm(name, "grouped", rows_per_expert, n, k, groups=s.e, recipe=recipe)
         else:
             kind = "router" if spec.name == "route" else "dense"
             rows = s.C if "tp" in axes else s.T
             n = prod(outer)
-            gemms.append(Gemm(name, kind, rows, n, k, recipe=recipe))
+            gemm = Gemm(name, kind, rows, n, k, recipe=recipe)
+        gemms.append(gemm)
     return gemms
 
 
 def gemm_name(weight: WeightSpec) -> str:
     """Name of a weight's GEMM: the last part of an expert weight's name, the part before `.weight` of others."""
     parts = weight.name.split(".")
-    return parts[-1] if "experts" in weight.name else parts[-2]
+    if "experts" in weight.name:
+        return parts[-1]
+    return parts[-2]
 
 
 def saved_by_steps(specs: list[StepSpec], s: RankShapes) -> dict[str, SavedTensors]:

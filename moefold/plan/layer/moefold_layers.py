@@ -158,7 +158,9 @@ def saved_query_width(s: RankShapes) -> float:
 
 def saved_key_positions(s: RankShapes) -> float:
     """Positions of saved keys and values; with an all-gather over cp, those of all cp ranks."""
-    gathered = s.portion.cp if s.portion.context == "all_gather" else 1
+    gathered = 1
+    if s.portion.context == "all_gather":
+        gathered = s.portion.cp
     return s.C * gathered + s.B * sink_key_count(s)
 
 
@@ -283,7 +285,8 @@ def attend_tensors() -> list[TensorEntry]:
     add_saved_qkv(mla.remade_by("up"))
     add_saved_qkv(gqa)
     core = table.remade_by("core")
-    add_product_input(core, "attended", context_tokens, attended_width, ("attention.out",), read_by="out")
+    out = ("attention.out",)
+    add_product_input(core, "attended", context_tokens, attended_width, out, read_by="out")
     own = core.only(keeps_attended)
     own.add("attended", context_tokens, attended_width, read_by="out")
     reordered = core.only(reorders_attended)
@@ -344,7 +347,8 @@ def has_z_loss(s: RankShapes) -> bool:
 
 def balance_loss_rows(s: RankShapes) -> float:
     """Rows of the load shares in the balance losses: one per sequence, or one for the batch."""
-    return s.B if s.model.moe.balance.aux_over == "sequence" else 1.0
+    balance = s.model.moe.balance
+    return s.B if balance.aux_over == "sequence" else 1.0
 
 
 def keeps_score_shares(s: RankShapes) -> bool:
@@ -354,11 +358,13 @@ def keeps_score_shares(s: RankShapes) -> bool:
     normalization = weight_normalization(s)
     if normalization == "all" or has_balance_loss(s):
         return True
-    return normalization == "none" and s.model.moe.router.score == "softmax"
+    softmax = s.model.moe.router.score == "softmax"
+    return softmax and normalization == "none"
 
 
 def keeps_log_sigmoids(s: RankShapes) -> bool:
-    if s.model.moe.router.score != "sigmoid" or fused_router(s):
+    scores_by_sigmoid = s.model.moe.router.score == "sigmoid"
+    if not scores_by_sigmoid or fused_router(s):
         return False
     return keeps_score_shares(s) or normalizes_chosen(s)
 
@@ -370,7 +376,8 @@ def keeps_logits(s: RankShapes) -> bool:
 
 
 def keeps_sigmoids(s: RankShapes) -> bool:
-    if s.model.moe.router.score != "sigmoid" or fused_router(s):
+    scores_by_sigmoid = s.model.moe.router.score == "sigmoid"
+    if not scores_by_sigmoid or fused_router(s):
         return False
     return weight_normalization(s) == "none"
 
@@ -418,7 +425,8 @@ def route_tensors() -> list[TensorEntry]:
 
 
 def reference_arrange_rows(s: RankShapes) -> bool:
-    return s.chosen_implementation("arrange_rows") == "reference" or s.portion.ep > 1
+    chosen = s.chosen_implementation("arrange_rows")
+    return chosen == "reference" or s.portion.ep > 1
 
 
 def kernel_arranges_rows(s: RankShapes) -> bool:
@@ -656,7 +664,8 @@ def writes_score_gradients(s: RankShapes) -> bool:
     """Whether attention's backward stores the gradients of its scores, as its kernels for Hopper do."""
     attention = s.model.attention
     choices = s.choices
-    if s.mla or attention.window or attention.sinks or cuts_context(s):
+    sees_part = attention.window or attention.sinks
+    if s.mla or sees_part or cuts_context(s):
         return False
     if s.Q not in HOPPER_HEAD_WIDTHS or choices.precision == "fp32":
         return False
@@ -700,7 +709,8 @@ def logits_per_chunk(s: RankShapes) -> float:
     """Logits of one chunk of tokens in the head. The number of tokens is a power of two; it is larger for the kernel
     that overwrites logits, which needs fewer bytes per logit."""
     limit = LOGITS_IN_PLACE if overwrites_logits(s) else CHUNK_LOGITS
-    tokens = min(tokens_of_chunk(limit, s.P), s.C)
+    tokens = tokens_of_chunk(limit, s.P)
+    tokens = min(tokens, s.C)
     return tokens * s.P
 
 
@@ -764,7 +774,8 @@ def add_activation_backward(
         return not fuses(s)
 
     def composed_width(s: RankShapes) -> float:
-        return (2 + 4 * parts(s)) * inner(s)
+        passes = 2 + 4 * parts(s)
+        return passes * inner(s)
 
     def fused_width(s: RankShapes) -> float:
         return (1 + parts(s)) * inner(s)

@@ -38,6 +38,7 @@ from moefold.schedule.simulate_program import OpLanes, paired_duration
 
 PieceKind = tuple[str, int]
 LiveStages = tuple[int, ...]  # live microbatches of each stage of a rank
+LiveMoment = tuple[int, LiveStages]  # the stage that runs backward, and live microbatches
 BOUNDED_SCHEDULES = ("1f1b", "interleaved")  # of other schedules only the work of a rank is counted
 
 
@@ -68,7 +69,10 @@ def cut_pipeline(config: Config) -> PipelineCut:
     numbers: dict[StagePieces, int] = {}
     by_rank: list[tuple[int, ...]] = []
     for rank in stages_by_rank(config):
-        stages = [numbers.setdefault(pieces, len(numbers)) for pieces in rank.pieces]
+        stages: list[int] = []
+        for pieces in rank.pieces:
+            number = numbers.setdefault(pieces, len(numbers))
+            stages.append(number)
         by_rank.append(tuple(stages))
     return PipelineCut(tuple(numbers), tuple(by_rank))
 
@@ -77,7 +81,8 @@ def closed_form_setting(config: Config, world: int, choices: PlanChoices) -> Run
     """A setting without a simulated program, which closed forms do not need. The dispatcher must be chosen."""
     microbatches = microbatches_per_step(config, world)
     defers_wgrad = defers_weight_gradients(config, choices, config.pipeline.defer)
-    portion = make_rank_portion(config, config.parallel.dispatcher, defers_wgrad, accumulates=microbatches > 1)
+    accumulates = microbatches > 1
+    portion = make_rank_portion(config, config.parallel.dispatcher, defers_wgrad, accumulates)
     return RunSetting(config, world, choices, portion, [], microbatches)
 
 
@@ -116,7 +121,8 @@ StageMemories = Sequence[StageMemory]
 
 def time_piece(clock: StepClock, kind: PieceKind) -> StageSeconds:
     F, D, W = clock.time_piece(*kind)
-    return StageSeconds((F.compute, F.travel), (D.compute, D.travel), (W.compute, W.travel))
+    lanes = [(op.compute, op.travel) for op in (F, D, W)]
+    return StageSeconds(*lanes)
 
 
 def measure_piece(s: RunSetting, kind: PieceKind) -> StageMemory:
@@ -125,8 +131,9 @@ def measure_piece(s: RunSetting, kind: PieceKind) -> StageMemory:
     for (grid, _), parameters in count.parameters:
         grids[grid] += parameters
     waiting = count.waiting if s.portion.defers_wgrad else 0.0
-    parameters = (grids["dense"], grids["expert"], count.quantized)
-    return StageMemory(count.kept, waiting, count.backward, *parameters, count.copies)
+    dense = grids["dense"]
+    expert = grids["expert"]
+    return StageMemory(count.kept, waiting, count.backward, dense, expert, count.quantized, count.copies)
 
 
 def time_stages(cut: PipelineCut, pieces: Mapping[PieceKind, StageSeconds]) -> list[StageSeconds]:
@@ -134,13 +141,15 @@ def time_stages(cut: PipelineCut, pieces: Mapping[PieceKind, StageSeconds]) -> l
     stages: list[StageSeconds] = []
     for kinds in cut.stages:
         held = [pieces[kind] for kind in kinds]
-        F, D, W = map(sum_lanes, zip(*held, strict=True))
+        by_op = zip(*held, strict=True)
+        F, D, W = map(sum_lanes, by_op)
         stages.append(StageSeconds(F, D, W))
     return stages
 
 
 def sum_lanes(ops: Sequence[OpLanes]) -> OpLanes:
-    compute, comm = map(sum, zip(*ops, strict=True))
+    by_lane = zip(*ops, strict=True)
+    compute, comm = map(sum, by_lane)
     return compute, comm
 
 
@@ -154,7 +163,8 @@ def measure_stages(cut: PipelineCut, pieces: Mapping[PieceKind, StageMemory]) ->
         for piece in reversed(held):
             workspace = max(workspace, piece.workspace - freed)
             freed += piece.kept - piece.waiting
-        total = StageMemory(*map(sum, zip(*held, strict=True)))
+        columns = zip(*held, strict=True)
+        total = StageMemory(*map(sum, columns))
         stages.append(total._replace(workspace=workspace))
     return stages
 
@@ -170,8 +180,10 @@ def least_step_seconds(
         numbers = cut.by_rank[rank]
         times = [seconds[number] for number in numbers]
         held = [memory[number] for number in numbers]
-        update = max(update, least_update_seconds(s, cluster, times, held))
-    return PipelineBound(s, cluster, cut, seconds).seconds + update
+        seconds_here = least_update_seconds(s, cluster, times, held)
+        update = max(update, seconds_here)
+    pipeline = PipelineBound(s, cluster, cut, seconds)
+    return pipeline.seconds + update
 
 
 def lone_forwards(pp: int, vpp: int, rank: int, pair: bool) -> int:
@@ -190,11 +202,13 @@ class PipelineBound:
         self.vpp = s.pipeline.vpp
         self.pair = s.pipeline.pair
         self.microbatches = s.microbatches
-        self.bounded = s.pipeline.schedule in BOUNDED_SCHEDULES and not s.pipeline.defer
+        pipeline = s.pipeline
+        self.bounded = pipeline.schedule in BOUNDED_SCHEDULES and not pipeline.defer
         self.send = neighbour_send_seconds(s, cluster)
         self.by_rank: list[list[StageSeconds]] = []
         for numbers in cut.by_rank:
-            self.by_rank.append([stages[number] for number in numbers])
+            of_rank = [stages[number] for number in numbers]
+            self.by_rank.append(of_rank)
         self.pair_seconds: dict[tuple[int, int], float] = {}
 
     @property
@@ -224,13 +238,17 @@ class PipelineBound:
         """When the last slot of a rank ends, given the earliest start of its first backward and of its first
         forward."""
         stages = self.by_rank[rank]
-        slots = self.microbatches * self.vpp
-        lone = min(slots, lone_forwards(self.pp, self.vpp, rank, self.pair))
+        pp = self.pp
+        vpp = self.vpp
+        slots = self.microbatches * vpp
+        lone = lone_forwards(pp, vpp, rank, self.pair)
+        lone = min(slots, lone)
+        paired = slots - lone
         forward = backward = lone_forward = paired_backward = 0.0
         for place, stage in enumerate(stages):
-            turn = self.vpp - 1 - place  # backwards begin with the last stage
-            lone_here = forwards_of_stage(lone, place, self.pp, self.vpp)
-            paired_here = forwards_of_stage(slots - lone, turn, self.pp, self.vpp)
+            turn = vpp - 1 - place  # backwards begin with the last stage
+            lone_here = forwards_of_stage(lone, place, pp, vpp)
+            paired_here = forwards_of_stage(paired, turn, pp, vpp)
             forward += self.microbatches * stage.forward
             backward += self.microbatches * stage.backward
             lone_forward += lone_here * stage.forward
@@ -239,7 +257,7 @@ class PipelineBound:
         if not self.pair:
             return start + backward + forward - lone_forward
         lone_backward = backward - paired_backward
-        return start + lone_backward + self.seconds_of_pairs(rank, slots - lone)
+        return start + lone_backward + self.seconds_of_pairs(rank, paired)
 
     def seconds_of_pairs(self, rank: int, pairs: int) -> float:
         """Seconds of a rank's paired slots, whose stages come in cycles."""
@@ -252,18 +270,22 @@ class PipelineBound:
         """Seconds of the first pairs of a cycle. Backwards visit the rank's stages in reverse order, p microbatches
         each, and forwards are ahead of them by the lone forwards."""
         stages = self.by_rank[rank]
-        ahead = 2 * (self.pp - rank - 1) + 1
+        later_ranks = self.pp - rank - 1
+        ahead = 2 * later_ranks + 1
         groups, late = divmod(ahead, self.pp)
         early = self.pp - late
+        last = self.vpp - 1
         seconds = 0.0
         for turn in range(self.vpp):
-            backward = stages[self.vpp - 1 - turn]
-            place = (self.vpp - 1 + groups + turn) % self.vpp
+            backward = stages[last - turn]
+            place = (last + groups + turn) % self.vpp
             following = (place + 1) % self.vpp
-            pairs_here = min(max(pairs - turn * self.pp, 0), self.pp)
+            pairs_left = max(pairs - turn * self.pp, 0)
+            pairs_here = min(pairs_left, self.pp)
             early_here = min(pairs_here, early)
+            late_here = pairs_here - early_here
             seconds += early_here * self.seconds_of_pair(stages[place], backward)
-            seconds += (pairs_here - early_here) * self.seconds_of_pair(stages[following], backward)
+            seconds += late_here * self.seconds_of_pair(stages[following], backward)
         return seconds
 
     def seconds_of_pair(self, forward: StageSeconds, backward: StageSeconds) -> float:
@@ -299,8 +321,10 @@ def least_update_seconds(s: RunSetting, cluster: Cluster, times: StageTimes, sta
         gradient = STATE_ELEMENT_BYTES[s.optim.gradient_reduce]
         scatter = cluster.exchange_seconds(parameters, s, gradient)
         gather = cluster.exchange_seconds(parameters, s, s.recipe.wide)
-        backward = sum(stage.D[0] + stage.W[0] for stage in times)
-        forward = sum(stage.F[0] for stage in times)
+        backward = forward = 0.0
+        for stage in times:
+            forward += stage.F[0]
+            backward += stage.D[0] + stage.W[0]
         exposed_scatter = max(0.0, scatter - backward)
         exposed_gather = max(0.0, gather - forward)
         exposed = exposed_scatter + exposed_gather
@@ -327,7 +351,8 @@ def least_rank_gib(s: RunSetting, cut: PipelineCut, stages: StageMemories) -> fl
     """GiB of the rank with the largest memory."""
     most = 0.0
     for rank in cut.distinct_ranks:
-        held = [stages[number] for number in cut.by_rank[rank]]
+        numbers = cut.by_rank[rank]
+        held = [stages[number] for number in numbers]
         most = max(most, least_rank_bytes(s, held, rank))
     return (most + least_buffer_bytes(s) + s.outside) / GIB
 
@@ -335,32 +360,36 @@ def least_rank_gib(s: RunSetting, cut: PipelineCut, stages: StageMemories) -> fl
 def least_buffer_bytes(s: RunSetting) -> float:
     if s.parallel.pp == 1:
         return CUBLAS_WORKSPACE
-    message = s.portion.tokens * s.model.hidden * s.recipe.wide
+    elements = s.portion.tokens * s.model.hidden
+    message = elements * s.recipe.wide
     return CUBLAS_WORKSPACE + PIPELINE_MESSAGES * message
 
 
 def least_rank_bytes(s: RunSetting, stages: StageMemories, rank: int) -> float:
     choices = s.choices
     optim = s.optim
+    wide = s.recipe.wide
     state = 0.0
     if not choices.states_on_host:
-        moments = 2 * STATE_ELEMENT_BYTES[optim.moments]
-        main = MAIN_WEIGHT_BYTES[optim.main] if s.recipe.wide < 4 else 0
-        state = main + moments
+        state = 2 * STATE_ELEMENT_BYTES[optim.moments]
+        if s.recipe.wide < 4:
+            state += MAIN_WEIGHT_BYTES[optim.main]
     dense = sum(stage.dense for stage in stages)
     expert = sum(stage.expert for stage in stages)
     # Weights and gradients whole or sharded, optimizer state sharded over the replicas of its grid.
     weights = gradients = states = 0.0
-    for grid, count in (("dense", dense), ("expert", expert)):
+    parameters = {"dense": dense, "expert": expert}
+    for grid, count in parameters.items():
         share = owned_state_share(s, grid)
         held = count * share if choices.sharding == "fsdp" else count
-        weights += held * s.recipe.wide
+        weights += held * wide
         gradients += held * STATE_ELEMENT_BYTES[optim.gradients]
         states += count * share * state
     if choices.sharding != "fsdp":
         weights += sum(stage.copies for stage in stages)
         if choices.quantized_weights:
-            weights -= s.recipe.wide * sum(stage.quantized for stage in stages)
+            quantized = sum(stage.quantized for stage in stages)
+            weights -= wide * quantized
     activations = least_activation_bytes(s, stages, rank)
     if s.grows_gradients:  # they are allocated while activations are freed
         return weights + states + max(gradients, activations)
@@ -372,31 +401,35 @@ def least_activation_bytes(s: RunSetting, stages: StageMemories, rank: int) -> f
     slots of a rank."""
     pp = s.parallel.pp
     vpp = s.pipeline.vpp
-    slots = min(s.microbatches * vpp, 2 * pp * (vpp + 1))  # later moments are the same
+    all_slots = s.microbatches * vpp
+    slots = min(all_slots, 2 * pp * (vpp + 1))  # later moments are the same
     kept = [stage.kept for stage in stages]
     most = 0.0
-    for backward, live in live_moments(pp, vpp, rank, slots, s.pipeline.pair):
+    moments = live_moments(pp, vpp, rank, slots, s.pipeline.pair)
+    for backward, live in moments:
         size = sum(map(mul, live, kept))
         most = max(most, size + stages[backward].workspace)
     return most
 
 
 @lru_cache(maxsize=65_536)
-def live_moments(pp: int, vpp: int, rank: int, slots: int, pair: bool) -> list[tuple[int, LiveStages]]:
+def live_moments(pp: int, vpp: int, rank: int, slots: int, pair: bool) -> list[LiveMoment]:
     """The moments of a rank after every p slots from its first backward on: the stage that runs backward, and live
     microbatches."""
     forwards = lone_forwards(pp, vpp, rank, pair)
     if pair:
         forwards += 1  # it shares the slot of the first backward
     backwards = 0
-    moments: list[tuple[int, LiveStages]] = []
+    moments: list[LiveMoment] = []
     for turn in range(vpp):
+        first_forwards = min(forwards, slots)
         live: list[int] = []
         for place in range(vpp):
-            begun = forwards_of_stage(min(forwards, slots), place, pp, vpp)
+            begun = forwards_of_stage(first_forwards, place, pp, vpp)
             ended = forwards_of_stage(backwards, vpp - 1 - place, pp, vpp)
             live.append(begun - ended)
-        moments.append((vpp - 1 - turn, tuple(live)))
+        stage = vpp - 1 - turn
+        moments.append((stage, tuple(live)))
         forwards += pp
         backwards += pp
     return moments
@@ -407,4 +440,5 @@ def forwards_of_stage(forwards: int, place: int, pp: int, vpp: int) -> int:
     if vpp == 1:
         return forwards
     rounds, rest = divmod(forwards, pp * vpp)
-    return rounds * pp + min(pp, max(0, rest - place * pp))
+    rest_of_stage = max(0, rest - place * pp)
+    return rounds * pp + min(pp, rest_of_stage)
