@@ -139,7 +139,9 @@ def planned_memory(config: Config, ranks: int) -> Description | None:
 
 def describe_regions(model: ModelConfig, kernels: Mapping[str, KernelChoice]) -> Description:
     """The memory regions that the model has, with their places, and those that it lacks, with the reasons."""
-    names = {op: choice["implementation"] for op, choice in kernels.items()}
+    names: dict[str, str] = {}
+    for op, choice in kernels.items():
+        names[op] = choice["implementation"]
     present: Description = {}
     for name, region in regions_of(model, names).items():
         present[name] = {"place": region.place, "meaning": region.meaning}
@@ -158,7 +160,8 @@ def distinct_layers(model: ModelConfig) -> list[LayerKind]:
         blocks["layer ahead", steps] += 1
     kinds: list[LayerKind] = []
     for (title, steps), count in blocks.items():
-        kinds.append(LayerKind(title, count, list(steps)))
+        kind = LayerKind(title, count, list(steps))
+        kinds.append(kind)
     embedding = LayerKind("embedding", 1, [embed_step(model)])
     head = LayerKind("head", 1, [predict_step(model)])
     return [embedding, *kinds, head]
@@ -187,7 +190,9 @@ def describe_products(config: Config, facts: Facts) -> Description:
     for kind, count in product_formats(config).items():
         kinds.append({"count": count, **asdict(kind)})
     used = dict.fromkeys(kind["recipe"] for kind in kinds)
-    recipes = {recipe: recipe_in_words(recipe, config.precision, facts.dtype) for recipe in used}
+    recipes: Description = {}
+    for recipe in used:
+        recipes[recipe] = recipe_in_words(recipe, config.precision, facts.dtype)
     return {"recipes": recipes, "kinds": kinds}
 
 
@@ -196,7 +201,8 @@ def pipeline_placement(config: Config) -> Description | None:
     if config.parallel.pp == 1:
         return None
     layout = pipeline_layout(config)
-    ranks: list[list[str]] = [[] for _ in range(config.parallel.pp)]
+    every_rank = range(config.parallel.pp)
+    ranks: list[list[str]] = [[] for _ in every_rank]
     for stage, rank in enumerate(rank_of_each_stage(config)):
         ranks[rank].append(f"{stage}: {layout.stages[stage]}")
     return {
@@ -222,7 +228,8 @@ def dispatcher_choice(config: Config, ranks: int, facts: Facts) -> dict[str, str
     node_ranks = min(ranks, NODE_SIZE)
     links = known_links(facts.device, first_gpu_name())
     name, why = price.cheapest_dispatcher(config, node_ranks, element_bytes, links)
-    if config.parallel.dispatcher == "auto" and config.parallel.ep > 1:
+    parallel = config.parallel
+    if parallel.dispatcher == "auto" and parallel.ep > 1:
         why += "; a run measures its links"
     return {"name": name, "why": why}
 
@@ -230,7 +237,8 @@ def dispatcher_choice(config: Config, ranks: int, facts: Facts) -> dict[str, str
 def work_beside_exchanges(config: Config) -> str:
     """What a microbatch computes while its own tokens are sent, in words; empty if nothing."""
     parallel = config.parallel
-    if parallel.ep * parallel.etp == 1 or not config.model.moe.shared_ffn:
+    expert_ranks = parallel.ep * parallel.etp
+    if expert_ranks == 1 or not config.model.moe.shared_ffn:
         return ""
     return "shared experts, beside plan and dispatch in forward and beside combine in backward"
 
@@ -243,16 +251,19 @@ def kernel_choices(config: Config, layers: list[LayerKind], facts: Facts) -> dic
     choices: dict[str, KernelChoice] = {}
     for op in CATALOG:
         if op in used:
-            name, why = pick_implementation(op, facts, forced.get(op))
+            choice = forced.get(op)
+            name, why = pick_implementation(op, facts, choice)
             choices[op] = {"implementation": name, "why": why}
     return choices
 
 
 def fp8_ops_of_run(config: Config, facts: Facts) -> set[str]:
-    if all(kind.recipe == "plain" for kind in product_formats(config)):
+    formats = product_formats(config)
+    if all(kind.recipe == "plain" for kind in formats):
         return set()
     forced = forced_implementations(config.kernels.force)
-    experts, _ = pick_implementation("expert_mlp", facts, forced.get("expert_mlp"))
+    choice = forced.get("expert_mlp")
+    experts, _ = pick_implementation("expert_mlp", facts, choice)
     return FP8_OPS | FP8_EXPERT_OPS if experts == "fp8" else FP8_OPS
 
 
@@ -262,7 +273,8 @@ def ops_of_run(config: Config, layers: list[LayerKind]) -> set[str]:
         for step in layer.steps:
             ops.update(step.ops)
     parallel = config.parallel
-    if parallel.cp > 1 and parallel.context in ("ring", "hierarchical"):
+    goes_round = parallel.context in ("ring", "hierarchical")
+    if parallel.cp > 1 and goes_round:
         ops |= RING_OPS
     return ops
 
@@ -317,9 +329,13 @@ def print_pipeline(pipeline: Description, console: Console) -> None:
         console.print(escape(f"  rank {rank} holds stage {', '.join(stages)}"))
 
 
+def titled_table(title: str, *columns: str) -> Table:
+    return Table(*columns, title=title, title_justify="left")
+
+
 def step_table(layers: list[Description]) -> Table:
     caption = "steps (T tokens, R rows of experts)"
-    table = Table("where", "step", "lane", "shapes", title=caption, title_justify="left")
+    table = titled_table(caption, "where", "step", "lane", "shapes")
     table.add_column("parameters", justify="right")
     table.add_column("FLOPs/token", justify="right")
     for layer in layers:
@@ -346,7 +362,7 @@ def print_products(products: Description, console: Console) -> None:
     if all(recipe == "plain" for recipe in recipes):
         return
     console.print(product_table(products["kinds"]))
-    table = Table("recipe", "forward", "data gradient", "weight gradient", title="recipes", title_justify="left")
+    table = titled_table("recipes", "recipe", "forward", "data gradient", "weight gradient")
     for recipe, formats in recipes.items():
         table.add_row(recipe, *formats.values())
     console.print(table)
@@ -354,17 +370,18 @@ def print_products(products: Description, console: Console) -> None:
 
 def product_table(kinds: list[Description]) -> Table:
     title = "products (linear; router, embedding and head have no recipe)"
-    table = Table("where", "product", "recipe", "why", title=title, title_justify="left")
+    table = titled_table(title, "where", "product", "recipe", "why")
     for kind in kinds:
         where = kind["where"]
         if kind["count"] > 1:
             where = f"{kind['count']} x {where}"
-        table.add_row(where, kind["product"], kind["recipe"], escape(kind["why"]))
+        why = escape(kind["why"])
+        table.add_row(where, kind["product"], kind["recipe"], why)
     return table
 
 
 def region_table(regions: Description) -> Table:
-    table = Table("region", "where", "what", title="memory regions", title_justify="left")
+    table = titled_table("memory regions", "region", "where", "what")
     for name, region in regions["present"].items():
         table.add_row(name, *region.values())
     for name, reason in regions["absent"].items():
@@ -373,10 +390,11 @@ def region_table(regions: Description) -> Table:
 
 
 def kernel_table(explanation: Description) -> Table:
-    table = Table("operation", "used in", "kernel", "why", title="kernels", title_justify="left")
+    table = titled_table("kernels", "operation", "used in", "kernel", "why")
     for op, choice in explanation["kernels"].items():
         users = steps_that_use(op, explanation["layers"])
-        table.add_row(op, ", ".join(users), *choice.values())
+        listed = ", ".join(users)
+        table.add_row(op, listed, *choice.values())
     return table
 
 
