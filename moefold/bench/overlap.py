@@ -50,7 +50,8 @@ class OverlapWay(NamedTuple):
     shared_ffn: int = 0
 
     def changed(self, config: Config) -> Config:
-        moe = replace(config.model.moe, shared_ffn=self.shared_ffn)
+        moe = config.model.moe
+        moe = replace(moe, shared_ffn=self.shared_ffn)
         model = replace(config.model, moe=moe)
         return replace(config, model=model, pipeline=self.pipeline)
 
@@ -74,14 +75,16 @@ def run_benchmark(options: OverlapOptions) -> int:
         arguments = rank_arguments(options, folder)
         if code := run_local_ranks(arguments, RANKS):
             return code
-        figures = [read_rank_figures(Path(folder), rank) for rank in range(RANKS)]
+        ranks = range(RANKS)
+        figures = [read_rank_figures(Path(folder), rank) for rank in ranks]
     summary = overlap_summary(figures)
     print_table = partial(print_overlap_table, options)
     show_report(summary, options.json, print_table)
     if options.trace:
         events: list[TraceEvent] = []
         for rank in figures:
-            events += [TraceEvent(**event) for event in rank["events"]]
+            for event in rank["events"]:
+                events.append(TraceEvent(**event))
         write_trace(options.trace, events)
     return 0
 
@@ -150,8 +153,9 @@ def measure_every_way(options: OverlapOptions, folder: Path) -> None:
             variant = way.changed(config)
             ways[name], events = measure_overlap(variant, world, exchanges)
     origin = events[0].start if events else 0.0
-    shifted = [asdict(event.shifted(-origin)) for event in events]
-    text = json.dumps({"ways": ways, "events": shifted})
+    shifted = [event.shifted(-origin) for event in events]
+    written = list(map(asdict, shifted))
+    text = json.dumps({"ways": ways, "events": written})
     (folder / f"{world.rank}.json").write_text(text)
 
 
@@ -166,7 +170,8 @@ def measure_overlap(config: Config, world: World, exchanges: SpanRecorder) -> Me
     seconds = wall_clock_seconds(partial(take_next_step, run))
     waits: list[TraceEvent] = []
     work: list[TraceEvent] = []
-    for event in sorted(spans.events, key=attrgetter("start")):
+    in_order = sorted(spans.events, key=attrgetter("start"))
+    for event in in_order:
         group = waits if event.lane == "waiting" else work
         group.append(event)
     exposed = total_seconds(waits) + total_seconds(exchanges.events)
@@ -194,7 +199,8 @@ def slowed_all_to_all(seconds: float) -> Iterator[SpanRecorder]:
         time.sleep(max(0.0, seconds - elapsed))
         # Other threads run all-to-alls beside compute.
         if threading.current_thread() is compute_lane:
-            event = TraceEvent(0, "comm", "exchange", begun, time.time())
+            ended = time.time()
+            event = TraceEvent(0, "comm", "exchange", begun, ended)
             spans.events.append(event)
         return result
 

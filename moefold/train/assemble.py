@@ -99,17 +99,20 @@ def assemble_run(
     config = check_config(config, world.size)
     require_agreement(config, world)
     config, dispatcher_reason = resolve_dispatcher(config, world)
+    data = config.data
+    vocab = config.model.vocab
     torch.manual_seed(config.train.seed)
-    tokenizer = load_tokenizer(config.data.tokenizer, config.model.vocab, config.data.end_token)
+    tokenizer = load_tokenizer(data.tokenizer, vocab, data.end_token)
     if corpus is None:
-        corpus = load_corpus(config.data, tokenizer, config.model.vocab)
+        corpus = load_corpus(data, tokenizer, vocab)
     loader, validation = make_loaders(config, corpus, world)
     kernels = choose_kernels(config, world)
     model = build_model(config, world, kernels, weights)
     loader.replay = open_replay(config, model, world)
     groups = ParameterGroups(config.optim, kernels)
     buckets = fill_run_buckets(config, model, world, groups)
-    gradients = Gradients(buckets, world, config.optim.gradient_reduce, kernels[add_squares])
+    reduce = config.optim.gradient_reduce
+    gradients = Gradients(buckets, world, reduce, kernels[add_squares])
     spans = SpanRecorder(world.rank)
     return Run(
         config=config,
@@ -149,7 +152,9 @@ def fill_run_buckets(config: Config, model: Transformer, world: World, groups: P
 
 def require_agreement(config: Config, world: World) -> None:
     """Refuse ranks with different settings or different code, before the first step."""
-    mine = {key.path: format_value(key.default) for key in iterate_keys(config)}
+    mine: dict[str, str] = {}
+    for key in iterate_keys(config):
+        mine[key.path] = format_value(key.default)
     mine["moefold version"] = __version__
     mine["torch version"] = torch.__version__
     mine["moefold source"] = source_digest()
@@ -159,7 +164,8 @@ def require_agreement(config: Config, world: World) -> None:
         if value != first[name]:
             text = f"{name} = {value} on rank {world.rank}, but {first[name]} on rank 0"
             problems.append(f"{text}; start all ranks alike")
-    raise_first_problem(UserError(*problems) if problems else None, world)
+    problem = UserError(*problems) if problems else None
+    raise_first_problem(problem, world)
 
 
 @cache
@@ -197,26 +203,30 @@ def resolve_tokenizer(config: Config, corpus: Corpus | None) -> Config:
     tokenizer = choose_tokenizer(config.data, config.model.vocab)
     if corpus is not None and config.data.tokenizer == "auto":
         tokenizer = "byte"
-    return replace(config, data=replace(config.data, tokenizer=tokenizer))
+    data = replace(config.data, tokenizer=tokenizer)
+    return replace(config, data=data)
 
 
 def make_loaders(config: Config, corpus: Corpus, world: World) -> tuple[BatchLoader, BatchLoader]:
     """The loaders of training and of validation. Validation has the same sequences in every run: its seed is 0."""
     data = config.data
     train = config.train
-    starts, held_out_starts = None, None
+    starts = None
+    held_out_starts = None
     if data.attend == "document":
         starts = corpus.train_starts
         held_out_starts = corpus.held_out_starts
     where = (world.axis("dp"), world.device)
-    loader = BatchLoader(corpus.train, data.seq_len, train.global_batch, train.seed, *where, starts)
-    validation = BatchLoader(corpus.held_out, data.seq_len, train.validate_sequences, 0, *where, held_out_starts)
+    length = data.seq_len
+    loader = BatchLoader(corpus.train, length, train.global_batch, train.seed, *where, starts)
+    validation = BatchLoader(corpus.held_out, length, train.validate_sequences, 0, *where, held_out_starts)
     return loader, validation
 
 
 def choose_kernels(config: Config, world: World) -> BoundKernels:
     capability = device_capability(world.device)
-    facts = facts_from_config(config, world.device.type, config.train.precision, capability)
+    device = world.device.type
+    facts = facts_from_config(config, device, config.train.precision, capability)
     share_attention_timings(facts, world)
     return BoundKernels(facts, config.kernels.force)
 
@@ -244,11 +254,13 @@ def build_model(
     which gives every parameter its value."""
     choices = make_model_parts(config, world, kernels)
     here = world.axis("pp").index
-    homes = rank_of_each_stage(config)
-    stages = [stage for stage, home in zip(pipeline_stages(config), homes, strict=True) if home == here]
-    with world.device, default_dtype(DTYPES[config.train.precision]):
+    placed_stages = zip(pipeline_stages(config), rank_of_each_stage(config), strict=True)
+    stages = [stage for stage, home in placed_stages if home == here]
+    dtype = DTYPES[config.train.precision]
+    with world.device, default_dtype(dtype):
         model = Transformer(config.model, choices, stages)
-    recipe_of = {chosen.product.name: chosen.recipe for chosen in product_recipes(config)}
+    chosen_recipes = product_recipes(config)
+    recipe_of = {chosen.product.name: chosen.recipe for chosen in chosen_recipes}
     attach_recipes(model, recipe_of, kernels, config.precision, held_elsewhere=recipe_of)
     if start is not None:
         start(model)
@@ -260,7 +272,8 @@ def build_model(
 def make_model_parts(config: Config, world: World, kernels: BoundKernels) -> ModelParts:
     context = choose_context_mechanism(config.parallel.context, kernels, world)
     dispatcher = build_dispatcher(config, kernels, world)
-    return ModelParts(world, kernels, dispatcher, context, config.data.seq_len)
+    seq_len = config.data.seq_len
+    return ModelParts(world, kernels, dispatcher, context, seq_len)
 
 
 def pipeline_shared_weights(config: Config) -> dict[str, tuple[int, ...]]:
@@ -269,7 +282,11 @@ def pipeline_shared_weights(config: Config) -> dict[str, tuple[int, ...]]:
         "embedding.weight": embedding_ranks(config),
         "head.norm.weight": final_norm_ranks(config),
     }
-    return {name: tuple(holders) for name, holders in ranks.items() if len(holders) > 1}
+    shared: dict[str, tuple[int, ...]] = {}
+    for name, holders in ranks.items():
+        if len(holders) > 1:
+            shared[name] = tuple(holders)
+    return shared
 
 
 @contextmanager

@@ -59,7 +59,8 @@ class RunStart:
 
 def run_training(config: Config, world: World, out: Path, start: RunStart) -> None:
     """Train as configured. Every rank calls this."""
-    run_on_rank_zero(partial(claim_run_folder, out, start.resume), world, out)
+    claim = partial(claim_run_folder, out, start.resume)
+    run_on_rank_zero(claim, world, out)
     say = print_line if world.rank == 0 else print_nothing
     if start.resume is not None:
         config = keep_dispatcher(config, world, out, say)
@@ -68,7 +69,9 @@ def run_training(config: Config, world: World, out: Path, start: RunStart) -> No
     run = assemble_run(config, world, out, weights=weights)
     require_space_for_checkpoint(run)
     # Continue from a checkpoint, and write down the settings that are in effect.
-    continues = start.resume is not None and resume_run(run, start.resume, say)
+    continues = False
+    if start.resume is not None:
+        continues = resume_run(run, start.resume, say)
     check_replay(run.config, run.loader, world)
     settings = config_as_yaml(run.config)
     write_settings = partial((out / "config.yaml").write_text, settings)
@@ -91,7 +94,8 @@ def weights_of_start(start: RunStart, config: Config, world: World, out: Path, s
     """A function that fills the model, if the run starts from weights; None where a checkpoint is to be resumed, whose
     weights would replace them."""
     own = checkpoint_folder(config, out)
-    if start.resume and run_on_rank_zero(partial(checkpoints_at, own), world, own):
+    look_for_own = partial(checkpoints_at, own)
+    if start.resume and run_on_rank_zero(look_for_own, world, own):
         return None
     if start.init_from:
         return checkpoint_weights(start.init_from, config, world, out, say)
@@ -108,10 +112,12 @@ def keep_dispatcher(config: Config, world: World, out: Path, say: Printer) -> Co
     saved = run_on_rank_zero(partial(saved_parallel_settings, out), world, out)
     name = saved.pop("dispatcher", "auto")
     layout = asdict(config.parallel)
-    if name == "auto" or any(layout.get(key) != value for key, value in saved.items()):
+    same_layout = saved.items() <= layout.items()
+    if name == "auto" or not same_layout:
         return config
     say(f"dispatcher {name}, as in {out / 'config.yaml'}")
-    return replace(config, parallel=replace(config.parallel, dispatcher=name))
+    parallel = replace(config.parallel, dispatcher=name)
+    return replace(config, parallel=parallel)
 
 
 def saved_parallel_settings(out: Path) -> dict[str, Any]:
@@ -125,7 +131,8 @@ def saved_parallel_settings(out: Path) -> dict[str, Any]:
 
 def require_space_for_checkpoint(run: Run) -> None:
     needed = checkpoint_bytes(run_tensors(run), run.world)
-    check = partial(require_free_space, checkpoint_folder(run.config, run.out), needed)
+    folder = checkpoint_folder(run.config, run.out)
+    check = partial(require_free_space, folder, needed)
     run_on_rank_zero(check, run.world, run.out)
 
 
@@ -134,12 +141,17 @@ def no_gradient_warnings(run: Run) -> list[str]:
     probably not connected."""
     world = run.world
     names = [parameter.name for parameter in declared_parameters(run.model)]
+    have_moved = [name in run.gradients.moved for name in names]
     # Any rank of the stage may hold the share that has seen the gradient.
-    moved = torch.tensor([name in run.gradients.moved for name in names], dtype=torch.int32)
+    moved = torch.tensor(have_moved, dtype=torch.int32)
     all_reduce_max_no_grad(moved, world.dp_cp_tp)
-    still = {name for name, has_moved in zip(names, moved.tolist(), strict=True) if not has_moved}
+    still: set[str] = set()
+    for name, has_moved in zip(names, moved.tolist(), strict=True):
+        if not has_moved:
+            still.add(name)
     still_by_stage = gather_objects(still, world.pp) or [set()]
-    named = sorted(set[str]().union(*still_by_stage))
+    united = set[str]().union(*still_by_stage)
+    named = sorted(united)
     return [f"warning: {name} has had no gradient in {run.step} steps; is it connected?" for name in named]
 
 
@@ -158,8 +170,11 @@ def introduction_lines(run: Run) -> list[str]:
     sizes = f"{total} parameters, {active} active per token"
     tokens = compact_number(len(run.loader.tokens))
     held_out = compact_number(len(run.validation.tokens))
-    text = f"{tokens} tokens of {config.data.source}, {held_out} held out"
-    if config.data.tokenizer != "byte" and config.data.source != "zipf":
+    data = config.data
+    reads_bytes = data.tokenizer == "byte"
+    draws_tokens = data.source == "zipf"
+    text = f"{tokens} tokens of {data.source}, {held_out} held out"
+    if not reads_bytes and not draws_tokens:
         text += f", documents end with {run.tokenizer.end}"
     ranks = "1 rank" if world.size == 1 else f"{world.size} ranks"
     where = f"{ranks} on {config.train.device} in {config.train.precision}"
@@ -168,7 +183,7 @@ def introduction_lines(run: Run) -> list[str]:
     lines = [f"{config.name}: {sizes} | {where} | {text}", f"writing to {run.out}"]
     if config.parallel.ep * config.parallel.etp > 1:
         lines.append(f"dispatcher: {config.parallel.dispatcher} ({run.dispatcher_reason})")
-    if config.data.tokenizer == "byte" and config.data.source != "zipf" and config.model.vocab > LARGEST_BYTE_VOCAB:
+    if reads_bytes and not draws_tokens and config.model.vocab > LARGEST_BYTE_VOCAB:
         lines.append(
             f"warning: data.tokenizer = byte uses 256 of model.vocab = {config.model.vocab} tokens; set data.tokenizer "
             "to the model's tokenizer.json, or model.vocab to 256"
@@ -317,10 +332,12 @@ class TrainingLoop:
         self.say(f"done: {run.out} holds metrics.jsonl, router.jsonl, config.yaml and the checkpoints")
 
     def is_last_step(self) -> bool:
-        return self.run.step >= self.run.config.train.steps
+        run = self.run
+        return run.step >= run.config.train.steps
 
     def is_checkpoint_due(self) -> bool:
-        return self.run.step % self.run.config.checkpoint.every == 0
+        every = self.run.config.checkpoint.every
+        return self.run.step % every == 0
 
     def local_requests(self) -> list[str]:
         """This rank's first reason to stop, if any: a signal, or a failed save."""

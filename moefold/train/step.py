@@ -90,9 +90,11 @@ def train_step(run: Run, batch: Batch) -> StepReport:
     with run.phase("sum gradients"):
         run.gradients.finish(tokens=tokens_1M[0])
     with run.phase("norm"):
-        norm = run.clipping.clip_units(run.gradients, run.gradients.units)
+        gradients = run.gradients
+        norm = run.clipping.clip_units(gradients, gradients.units)
     means_1M = losses_1M / tokens_1M.clamp(min=1)
-    numbers = torch.cat((means_1M, tokens_1M[:1], norm[None]))
+    tokens_1 = tokens_1M[:1]
+    numbers = torch.cat((means_1M, tokens_1, norm[None]))
     run.all_finite &= numbers.isfinite().all()  # once false, it stays so
     run.gradients.invalidate_unless(run.all_finite)  # a NaN factor updates nothing
 
@@ -101,7 +103,8 @@ def train_step(run: Run, batch: Batch) -> StepReport:
     lr = learning_rate(number, config.train.steps, config.optim)
     run.before_update()
     with run.phase("update"):
-        run.optimizer.step(number, lr, run.gradients.scales)
+        scales = run.gradients.scales
+        run.optimizer.step(number, lr, scales)
     with run.phase("publish"):
         run.parameters.publish()
     with run.phase("balance"):
@@ -137,10 +140,13 @@ def loss_weights(run: Run, batch: Batch, tokens_1M: Tensor) -> LossWeights:
     multi-token prediction is a mean over its own labels; balance losses are means over all tokens."""
     model = run.config.model
     weight = model.mtp_loss / max(1, model.mtp)
-    own, ahead_M = tokens_1M[:1], tokens_1M[1:]
+    own = tokens_1M[:1]
+    ahead_M = tokens_1M[1:]
     weights_M = weight * own / ahead_M.clamp(min=1)
-    weights_1M = torch.cat((torch.ones_like(own), weights_M))
-    all_tokens = batch.tokens_BS.numel() * run.world.axis("dp").size
+    one = torch.ones_like(own)
+    weights_1M = torch.cat((one, weights_M))
+    ranks = run.world.axis("dp").size
+    all_tokens = batch.tokens_BS.numel() * ranks
     return LossWeights(weights_1M, own[0] / all_tokens)
 
 
