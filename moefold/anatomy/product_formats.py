@@ -63,7 +63,8 @@ def product_format(chosen: ProductRecipe, config: Config) -> ProductFormat:
     gate_is_inside = config.model.moe.gate == "activation"
     if spec.wants_gate_after_down and gate_is_inside and product.place.endswith("experts.down_product"):
         why += f"; {GATE_ADVICE}"
-    return ProductFormat(layer_kind(product, config), product.place, chosen.recipe, why)
+    kind = layer_kind(product, config)
+    return ProductFormat(kind, product.place, chosen.recipe, why)
 
 
 def layer_kind(product: ProductSpec, config: Config) -> str:
@@ -146,4 +147,5 @@ def experts_recipe(config: Config) -> str:
 
 
 def recipes_of_experts(chosen: Iterable[ProductRecipe]) -> list[str]:
-    return [each.recipe for each in chosen if each.product.place.startswith("moe.experts.")]
+    of_experts = [each for each in chosen if each.product.place.startswith("moe.experts.")]
+    return [each.recipe for each in of_experts]

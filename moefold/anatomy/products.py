@@ -91,7 +91,9 @@ def product_of_weight(prefix: str, weight: WeightSpec, degrees: dict[str, int]) 
     *outputs, inputs = weight.part(degrees)
     if weight.name in GROUPED_PRODUCTS:
         outputs = outputs[1:]  # those of one expert
-    return ProductSpec(prefix, product_place(weight.name), int(inputs), int(prod(outputs)))
+    place = product_place(weight.name)
+    width = prod(outputs)
+    return ProductSpec(prefix, place, int(inputs), int(width))
 
 
 def product_place(weight: str) -> str:
@@ -103,7 +105,8 @@ def product_recipes(config: Config) -> list[ProductRecipe]:
     """The recipe of every product. Entries that match no product, and widths that FP8 kernels cannot read, are refused
     all at once."""
     products = list(model_products(config.model, config.parallel))
-    chosen, problems = choose_recipes(products, config.precision, config.model.layers)
+    layers = config.model.layers
+    chosen, problems = choose_recipes(products, config.precision, layers)
     problems += filter(None, map(width_problem, chosen))
     if problems:
         raise UserError(*problems)
@@ -117,11 +120,13 @@ def choose_recipes(
     chosen = [default_recipe(product, precision, layers) for product in products]
     problems: list[str] = []
     for entry in parse_recipe_entries(precision.recipes):
-        matched = [i for i, product in enumerate(products) if entry.matches(product.name)]
-        if not matched:
+        matches = False
+        for i, product in enumerate(products):
+            if entry.matches(product.name):
+                chosen[i] = ProductRecipe(product, entry.recipe, f"precision.recipes: {entry.pattern}")
+                matches = True
+        if not matches:
             problems.append(unmatched_pattern(entry.pattern, products))
-        for i in matched:
-            chosen[i] = ProductRecipe(products[i], entry.recipe, f"precision.recipes: {entry.pattern}")
     return chosen, problems
 
 
@@ -138,14 +143,16 @@ def default_recipe(product: ProductSpec, precision: PrecisionConfig, layers: int
 
 
 def unmatched_pattern(pattern: str, products: list[ProductSpec]) -> str:
-    near = did_you_mean(pattern, [product.name for product in products])
+    names = [product.name for product in products]
+    near = did_you_mean(pattern, names)
     shown = printable_text(pattern)
     return f'precision.recipes: no product of the model matches "{shown}"{near}; * stands for any part of a name'
 
 
 def width_problem(chosen: ProductRecipe) -> str | None:
     product = chosen.product
-    fits = product.inputs % WIDTH_MULTIPLE == 0 and product.outputs % WIDTH_MULTIPLE == 0
+    sizes = (product.inputs, product.outputs)
+    fits = all(size % WIDTH_MULTIPLE == 0 for size in sizes)
     if fits or not RECIPE_SPECS[chosen.recipe].quantises:
         return None
     widths = f"{product.inputs} inputs and {product.outputs} outputs on a rank"

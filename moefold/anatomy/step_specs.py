@@ -61,7 +61,10 @@ class WeightSpec:
         axis_of = dict(self.cut)
         shape: list[float] = []
         for dim, size in enumerate(self.shape):
-            shape.append(size / degrees[axis_of[dim]] if dim in axis_of else size)
+            share: float = size
+            if dim in axis_of:
+                share = size / degrees[axis_of[dim]]
+            shape.append(share)
         return tuple(shape)
 
 
@@ -146,12 +149,13 @@ def attend_step(model: ModelConfig, layer: int) -> StepSpec:
     if a.sinks:
         weights += (tp_weight("attention.sinks", a.heads),)
     value_dim = (latent and a.value_dim) or a.head_dim
+    inner_norms = inner_norm_ops(model)
     return StepSpec(
         "attend",
         "compute",
         static=True,
         shapes=attend_shapes(model, layer),
-        ops=("add_rmsnorm", "linear", *inner_norm_ops(model), "rope", "attention"),
+        ops=("add_rmsnorm", "linear", *inner_norms, "rope", "attention"),
         weights=weights,
         matmul=multiply_adds_per_token(weights),
         context=a.heads * (a.head_dim + value_dim),
@@ -180,7 +184,9 @@ def inner_norm_ops(model: ModelConfig) -> tuple[str, ...]:
         return ("rmsnorm",)
     if a.qk_norm == "none":
         return ()
-    return ("norm_rope", "rmsnorm") if a.qk_norm == "head" else ("norm_rope",)
+    if a.qk_norm == "head":
+        return ("norm_rope", "rmsnorm")
+    return ("norm_rope",)
 
 
 def sliding_window_of(model: ModelConfig, layer: int) -> int:
@@ -198,36 +204,38 @@ def latent_attention_weights(model: ModelConfig) -> Weights:
     weights = [WeightSpec("attention.norm.weight", (d,))]
     # Down to the latents, which every tp rank makes of its own tokens.
     widths = {"query_down": a.q_rank, "latent": a.kv_rank, "turning": a.rope_dim}
-    down = {name: width for name, width in widths.items() if width}
-    for name, width in down.items():
-        weights.append(WeightSpec(f"attention.{name}.weight", (width, d)))
-    if a.qkv_bias:
-        for name, width in down.items():
+    for name, width in widths.items():
+        if width:
+            weights.append(WeightSpec(f"attention.{name}.weight", (width, d)))
+    for name, width in widths.items():
+        if width and a.qkv_bias:
             weights.append(WeightSpec(f"attention.{name}.bias", (width,)))
     if a.q_rank:
         weights.append(WeightSpec("attention.query_norm.weight", (a.q_rank,)))
     weights.append(WeightSpec("attention.latent_norm.weight", (a.kv_rank,)))
     # Up to the heads, which tp cuts.
     query_width = a.q_rank or d
-    weights.append(tp_weight("attention.query.weight", a.heads, a.head_dim, query_width))
+    heads = a.heads
+    weights.append(tp_weight("attention.query.weight", heads, a.head_dim, query_width))
     nope_dim = a.head_dim - a.rope_dim
-    weights.append(tp_weight("attention.key.weight", a.heads, nope_dim, a.kv_rank))
-    weights.append(tp_weight("attention.value.weight", a.heads, value_dim, a.kv_rank))
+    weights.append(tp_weight("attention.key.weight", heads, nope_dim, a.kv_rank))
+    weights.append(tp_weight("attention.value.weight", heads, value_dim, a.kv_rank))
     return (*weights, *output_projection_weights(model, value_dim))
 
 
 def grouped_query_weights(model: ModelConfig) -> Weights:
     a = model.attention
     d = model.hidden
+    head = a.head_dim
     heads = {"query": a.heads, "key": a.kv_heads, "value": a.kv_heads}
     weights = [WeightSpec("attention.norm.weight", (d,))]
     for name, count in heads.items():
-        weights.append(tp_weight(f"attention.{name}.weight", count, a.head_dim, d))
-    projection, *projection_bias = output_projection_weights(model, a.head_dim)
+        weights.append(tp_weight(f"attention.{name}.weight", count, head, d))
+    projection, *projection_bias = output_projection_weights(model, head)
     weights.append(projection)
     if a.qkv_bias:
         for name, count in heads.items():
-            weights.append(tp_weight(f"attention.{name}.bias", count, a.head_dim))
+            weights.append(tp_weight(f"attention.{name}.bias", count, head))
     return (*weights, *projection_bias, *query_key_norm_weights(model))
 
 
@@ -261,7 +269,8 @@ def query_key_norm_weights(model: ModelConfig) -> Weights:
 def mlp_weights(model: ModelConfig, name: str, ffn: int, activation: str) -> Weights:
     kind = ACTIVATIONS[activation]
     outputs = kind.up_outputs(ffn)
-    up = tp_weight(f"{name}.{kind.up_name}.weight", *outputs, model.hidden, dim=len(outputs) - 1)
+    inner_dim = len(outputs) - 1
+    up = tp_weight(f"{name}.{kind.up_name}.weight", *outputs, model.hidden, dim=inner_dim)
     down = tp_weight(f"{name}.down.weight", model.hidden, ffn, dim=1)
     return up, down
 
@@ -279,9 +288,10 @@ def dense_mlp_step(model: ModelConfig) -> StepSpec:
     ffn = model.dense_ffn
     activation = model.dense_activation
     norm = WeightSpec("dense.norm.weight", (d,))
-    weights = (norm, *mlp_weights(model, "dense", ffn, activation))
+    matrices = mlp_weights(model, "dense", ffn, activation)
     ops = ("add_rmsnorm", "linear", activation_op(activation))
-    return product_step("mlp", mlp_shapes("T", d, ffn, activation), ops, weights)
+    shapes = mlp_shapes("T", d, ffn, activation)
+    return product_step("mlp", shapes, ops, (norm, *matrices))
 
 
 def route_step(model: ModelConfig) -> StepSpec:
@@ -291,7 +301,8 @@ def route_step(model: ModelConfig) -> StepSpec:
     router = WeightSpec("moe.router.weight", (moe.experts, d))
     weights = (norm, router)
     if moe.biases:
-        weights += (WeightSpec("moe.router.bias", (moe.experts,)),)
+        bias = WeightSpec("moe.router.bias", (moe.experts,))
+        weights += (bias,)
     ops = ("add_rmsnorm", "router_logits", "router_topk")
     shapes = f"T,{d} -> T,{moe.experts} -> T,{moe.top_k}"
     return StepSpec("route", "compute", True, shapes, ops, weights)
@@ -306,14 +317,16 @@ def narrow_step(model: ModelConfig) -> StepSpec:
     d = model.hidden
     latent = model.moe.latent
     weight = WeightSpec("moe.narrow.weight", (latent, d))
-    return product_step("narrow", f"T,{d} -> T,{latent}", ("linear",), (weight,))
+    shapes = f"T,{d} -> T,{latent}"
+    return product_step("narrow", shapes, ("linear",), (weight,))
 
 
 def widen_step(model: ModelConfig) -> StepSpec:
     d = model.hidden
     latent = model.moe.latent
     weight = WeightSpec("moe.widen.weight", (d, latent))
-    return product_step("widen", f"T,{latent} -> T,{d}", ("linear",), (weight,))
+    shapes = f"T,{latent} -> T,{d}"
+    return product_step("widen", shapes, ("linear",), (weight,))
 
 
 def plan_step(model: ModelConfig) -> StepSpec:
@@ -336,14 +349,16 @@ def shared_experts_step(model: ModelConfig) -> StepSpec:
     if model.moe.shared_gate:
         weights += (WeightSpec("moe.shared.gate.weight", (1, d)),)
     shapes = mlp_shapes("T", d, ffn, activation)
-    return product_step("shared", shapes, ("linear", activation_op(activation)), weights, needs=("route",))
+    ops = ("linear", activation_op(activation))
+    return product_step("shared", shapes, ops, weights, needs=("route",))
 
 
 def add_shared_step(model: ModelConfig) -> StepSpec:
     """The sum of routed and shared experts."""
     d = model.hidden
     routed = "widen" if model.moe.latent else "combine"
-    return StepSpec("add", "compute", True, f"T,{d} and T,{d} -> T,{d}", needs=(routed, "shared"))
+    shapes = f"T,{d} and T,{d} -> T,{d}"
+    return StepSpec("add", "compute", True, shapes, needs=(routed, "shared"))
 
 
 def unfused_experts_reason(model: ModelConfig) -> str:
@@ -375,7 +390,8 @@ def experts_step(model: ModelConfig) -> StepSpec:
         ops += ("expert_bias",)
     shapes = mlp_shapes("R", d, moe.ffn, moe.activation)
     weights = expert_weights(model)
-    return product_step("experts", shapes, ops, weights, static=False, needs=("dispatch",))
+    needs = ("dispatch",)
+    return product_step("experts", shapes, ops, weights, static=False, needs=needs)
 
 
 def expert_weights(model: ModelConfig) -> Weights:
@@ -387,23 +403,25 @@ def expert_weights(model: ModelConfig) -> Weights:
     kind = expert_kind(model)
     outputs = kind.up_outputs(ffn)
     up_cut = sharded_over_experts(len(outputs))
+    down_cut = sharded_over_experts(2)
     up_name = f"moe.experts.{kind.up_name}"
-    weights = (
-        WeightSpec(up_name, (count, *outputs, d), active, up_cut),
-        WeightSpec("moe.experts.down", (count, d, ffn), active, sharded_over_experts(2)),
-    )
+    up_shape = (count, *outputs, d)
+    up = WeightSpec(up_name, up_shape, active, up_cut)
+    down = WeightSpec("moe.experts.down", (count, d, ffn), active, down_cut)
     if not moe.biases:
-        return weights
-    up_bias = WeightSpec(f"{up_name}_bias", (count, *outputs), active, up_cut)
+        return up, down
+    bias_shape = (count, *outputs)
+    up_bias = WeightSpec(f"{up_name}_bias", bias_shape, active, up_cut)
     over_ep = ((0, "ep"),)
     down_bias = WeightSpec("moe.experts.down_bias", (count, d), active, over_ep)
-    return *weights, up_bias, down_bias
+    return up, down, up_bias, down_bias
 
 
 def combine_step(model: ModelConfig) -> StepSpec:
     width = dispatched_width(model)
     shapes = f"R,{width} -> T,{width}"
-    return StepSpec("combine", "comm", False, shapes, ("sum_rows",), exchanges=1)
+    ops = ("sum_rows",)
+    return StepSpec("combine", "comm", False, shapes, ops, exchanges=1)
 
 
 # ---- blocks ----
@@ -412,7 +430,9 @@ def combine_step(model: ModelConfig) -> StepSpec:
 def is_moe_layer(model: ModelConfig, layer: int) -> bool:
     """The first few layers may be dense, and of the others all but every n-th."""
     moe = model.moe
-    return layer >= moe.dense_layers and (layer + 1) % moe.every == 0
+    if layer < moe.dense_layers:
+        return False
+    return (layer + 1) % moe.every == 0
 
 
 def block_step_specs(model: ModelConfig, layer: int) -> list[StepSpec]:
@@ -445,7 +465,8 @@ def moe_step_specs(model: ModelConfig) -> list[StepSpec]:
 def embed_step(model: ModelConfig) -> StepSpec:
     table = tp_weight("embedding.weight", model.vocab, model.hidden)
     shapes = f"T -> T,{model.hidden}"
-    return StepSpec("embed", "compute", True, shapes, ("embedding",), (table,))
+    ops = ("embedding",)
+    return StepSpec("embed", "compute", True, shapes, ops, (table,))
 
 
 def predict_step(model: ModelConfig) -> StepSpec:
@@ -476,7 +497,8 @@ def set_aside_step(model: ModelConfig) -> StepSpec:
     d = model.hidden
     norm = WeightSpec("norm.weight", (d,))
     shapes = f"T,{d} -> T,{d}"
-    return StepSpec("set_aside", "compute", True, shapes, ("add_rmsnorm",), (norm,))
+    ops = ("add_rmsnorm",)
+    return StepSpec("set_aside", "compute", True, shapes, ops, (norm,))
 
 
 def mtp_step_specs(model: ModelConfig, depth: int) -> list[StepSpec]:

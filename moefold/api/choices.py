@@ -26,12 +26,16 @@ def module_config(
 ) -> tuple[Config, World]:
     """The configuration on a device in a precision, and the world; by default torch's own device and dtype, and one
     rank."""
-    here = torch.get_default_device() if device is None else torch.device(device)
+    here = torch.get_default_device()
+    if device is not None:
+        here = torch.device(device)
     world = world or single_rank_world(str(here))
     wanted = dtype or torch.get_default_dtype()
     name = PRECISION_NAMES.get(wanted, str(wanted))
     precision = one_of("precision", name, ("fp32", "bf16", "fp64"))
-    sizes = {name: world.axis(name).size for name in AXES}
+    sizes: dict[str, Any] = {}
+    for axis in AXES:
+        sizes[axis] = world.axis(axis).size
     parallel = replace(config.parallel, **sizes)
     train: Any = replace(config.train, precision=precision)
     placed = replace(config, train=train, parallel=parallel)
@@ -48,5 +52,7 @@ def describe_kernels(specs: list[StepSpec], config: Config, world: World, withou
                 forced = kernels.forced.get(op)
                 chosen[op] = pick_implementation(op, kernels.facts, forced)
     width = max(map(len, chosen), default=0)
-    lines = [f"{op:<{width}}  {name}: {reason}" for op, (name, reason) in chosen.items()]
+    lines: list[str] = []
+    for op, (name, reason) in chosen.items():
+        lines.append(f"{op:<{width}}  {name}: {reason}")
     return "\n".join(lines)

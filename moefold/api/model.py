@@ -78,7 +78,8 @@ class Model(nn.Module):
         ahead_M = means_1M[1:]
         if len(ahead_M) == 0:
             return own
-        return own + self.config.model.mtp_loss * ahead_M.mean()
+        weight = self.config.model.mtp_loss
+        return own + weight * ahead_M.mean()
 
     def labelled(self, labels: Tensor) -> Tensor:
         counts_1M = self.transformer.labelled_token_counts(labels)

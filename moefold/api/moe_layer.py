@@ -98,8 +98,10 @@ class MoeLayer(nn.Module):
         parts = make_model_parts(self.config, self.world, kernels)
         precision = DTYPES[self.config.train.precision]
         with self.world.device, default_dtype(precision):
-            self.layer = MoeSublayer(self.config.model, 0, parts)
-        attach_recipes(self.layer, layer_recipes(self.config), kernels, self.config.precision)
+            model = self.config.model
+            self.layer = MoeSublayer(model, 0, parts)
+        recipes = layer_recipes(self.config)
+        attach_recipes(self.layer, recipes, kernels, self.config.precision)
         if seed is not None:
             initialise_parameters(self.layer, seed)
 
@@ -121,7 +123,8 @@ class MoeLayer(nn.Module):
     def explain(self) -> str:
         """One line for each operation: the implementation in use, and why."""
         outside = ("add_rmsnorm",)
-        return describe_kernels(self.layer.specs, self.config, self.world, without=outside)
+        specs = self.layer.specs
+        return describe_kernels(specs, self.config, self.world, without=outside)
 
     def extra_repr(self) -> str:
         moe = self.config.model.moe
@@ -131,5 +134,9 @@ class MoeLayer(nn.Module):
 def layer_recipes(config: Config) -> dict[str, str]:
     """The recipes of the products of one layer, by their names inside it."""
     inside = "blocks.0.moe."
-    chosen = {choice.product.name: choice.recipe for choice in product_recipes(config)}
-    return {name.removeprefix(inside): recipe for name, recipe in chosen.items() if name.startswith(inside)}
+    recipes: dict[str, str] = {}
+    for choice in product_recipes(config):
+        name = choice.product.name
+        if name.startswith(inside):
+            recipes[name.removeprefix(inside)] = choice.recipe
+    return recipes

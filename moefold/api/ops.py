@@ -59,6 +59,9 @@ def facts_of_inputs(op: str, inputs: tuple[Any, ...]) -> Facts:
     device = floats[0].device
     width = common_width(floats)
     is_attention = op == "attention"
+    is_square = True
+    if is_attention:
+        is_square = inputs[0].shape[1] == inputs[1].shape[1]
     return Facts(
         device=device.type,
         dtype=PRECISION_NAMES[floats[0].dtype],
@@ -67,7 +70,7 @@ def facts_of_inputs(op: str, inputs: tuple[Any, ...]) -> Facts:
         ffn=width,
         attention=shape_of_attention(floats) if is_attention else None,
         sees_all=not is_attention or sees_all_positions(*inputs[4:]),
-        square=not is_attention or inputs[0].shape[1] == inputs[1].shape[1],
+        square=is_square,
     )
 
 

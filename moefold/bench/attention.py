@@ -37,7 +37,8 @@ def attention_report(device: str) -> Report:
     blocks: list[Row] = []
     if device == "cuda":
         cases = attention_cases(device)
-        results = [measured_shape(name, facts) for name, facts in cases.items()]
+        for name, facts in cases.items():
+            results.append(measured_shape(name, facts))
         blocks = ring_block_rows(device)
     return machine_facts(device) | {"results": results, "ring_blocks": blocks}
 
@@ -60,7 +61,8 @@ def measured_shape(name: str, facts: Facts) -> Row:
     repeats: dict[str, bool] = {}
     for kernel in candidate_names(facts):
         repeats[kernel] = is_bit_reproducible(kernel, facts)
-    row: Row = {"model": name, "shape": str(facts.attention)}
+    shape = str(facts.attention)
+    row: Row = {"model": name, "shape": shape}
     row["milliseconds"] = times
     row["repeats"] = repeats
     return row
@@ -79,8 +81,7 @@ def is_bit_reproducible(kernel: str, facts: Facts) -> bool:
 
 def equal_to_the_bit(first: Any, second: Any) -> bool:
     pairs = zip(first, second, strict=True)
-    equal = [torch.equal(a, b) for a, b in pairs]
-    return all(equal)
+    return all(torch.equal(a, b) for a, b in pairs)
 
 
 def print_attention_report(report: Report) -> None:
@@ -93,7 +94,8 @@ def print_attention_report(report: Report) -> None:
         for kernel, milliseconds in row["milliseconds"].items():
             repeats = "yes" if row["repeats"][kernel] else "no"
             cells = (kernel, f"{milliseconds:.2f}", repeats)
-            table.add_row(row["model"], row["shape"], *cells)
+            model = row["model"]
+            table.add_row(model, row["shape"], *cells)
     Console().print(table)
     if report["ring_blocks"]:
         Console().print(ring_block_table(report["ring_blocks"]))

@@ -236,7 +236,8 @@ class MachineCalibration:
             size = (rows + n) * k + 2.0 * rows * n  # fp8 operands, bf16 result
             scalings = self.fp8_scales(rows, n, k)
             for precision, scales in scalings.items():
-                multiply = partial(into_bf16, scale_a=scales[0], scale_b=scales[1])
+                scale_a, scale_b = scales
+                multiply = partial(into_bf16, scale_a=scale_a, scale_b=scale_b)
                 try:
                     seconds = self.clock(multiply)
                 except (RuntimeError, ValueError):
@@ -271,7 +272,9 @@ class MachineCalibration:
             heads = 32 * 4096 // length // self.scale
             heads = max(1, heads)
             shape = (1, heads, length, width)
-            qkv = [self.normal(*shape).requires_grad_() for _ in range(3)]
+            qkv = [self.normal(*shape) for _ in range(3)]
+            for x in qkv:
+                x.requires_grad_()
             attend = partial(F.scaled_dot_product_attention, *qkv, is_causal=True)
             with torch.no_grad():
                 forward = self.clock(attend)
@@ -294,11 +297,12 @@ class MachineCalibration:
             weight = self.normal(width)
             index = torch.randperm(rows, device=self.device)
             size = x.nbytes
+            norm = partial(F.rms_norm, x, weight.shape, weight)
             # Each pass with its bytes read and written, in units of `size`.
             passes: list[tuple[Work, float]] = [
                 (x.clone, 2.0),
                 (partial(x.__getitem__, index), 2.0),
-                (partial(F.rms_norm, x, weight.shape, weight), 2.0),
+                (norm, 2.0),
                 (partial(x.add, x), 2.0),
                 (partial(x.to, half_width), 1.5),
             ]

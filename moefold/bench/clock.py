@@ -27,5 +27,6 @@ def median_seconds(work: Work, device: str, repeat: int) -> float:
         synchronize_device(device)
 
     synchronize_device(device)
-    times = [wall_clock_seconds(synchronized_call) for _ in range(WARM_UP_CALLS + repeat)]
+    calls = range(WARM_UP_CALLS + repeat)
+    times = [wall_clock_seconds(synchronized_call) for _ in calls]
     return median(times[WARM_UP_CALLS:])

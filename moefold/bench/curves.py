@@ -128,7 +128,8 @@ def loss_distances(curves: Curves) -> Distances:
 
 
 def difference_from_exact(curves: Curves, name: str) -> list[float]:
-    pairs = zip(curves[name], curves["exact"], strict=True)
+    exact_losses = curves["exact"]
+    pairs = zip(curves[name], exact_losses, strict=True)
     return [loss - exact for loss, exact in pairs]
 
 
@@ -189,7 +190,8 @@ def svg_document(plots: list[str], titles: dict[str, str], colours: dict[str, st
 def curve_legend(titles: dict[str, str], colours: dict[str, str]) -> list[str]:
     """Four entries to a line."""
     parts: list[str] = []
-    for number, (name, title) in enumerate(titles.items()):
+    entries = enumerate(titles.items())
+    for number, (name, title) in entries:
         x = 90 + 170 * (number % 4)
         y = 612 + 18 * (number // 4)
         parts.append(f'<line x1="{x}" y1="{y}" x2="{x + 24}" y2="{y}" stroke="{colours[name]}" stroke-width="2"/>')
@@ -200,7 +202,9 @@ def curve_legend(titles: dict[str, str], colours: dict[str, str]) -> list[str]:
 def loss_plot(curves: Curves, top: float, title: str, colours: dict[str, str]) -> str:
     values = list(chain.from_iterable(curves.values()))
     longest = max(map(len, curves.values()))
-    panel = LossPanel(top, min(values), max(values), max(2, longest))
+    lowest = min(values)
+    highest = max(values)
+    panel = LossPanel(top, lowest, highest, max(2, longest))
     heading = f'<text x="{panel.left}" y="{top + 8}" font-weight="bold">{title}</text>'
     parts = [heading]
     parts += loss_axis(panel)

@@ -37,7 +37,8 @@ def time_implementations(name: str, device: str, dtype: str, repeat: int) -> lis
         runnable = runnable_implementations(name, case, device, dtype)
         for implementation in runnable:
             call = op.implementations[implementation]
-            forward, both = time_kernel_case(call, case.inputs, op.differentiable, device, repeat)
+            differentiable = op.differentiable
+            forward, both = time_kernel_case(call, case.inputs, differentiable, device, repeat)
             row: Row = {"op": name, "case": case.name}
             row["implementation"] = implementation
             row["forward_us"] = forward * 1e6
@@ -50,7 +51,8 @@ def runnable_implementations(name: str, case: KernelCase, device: str, dtype: st
     """The reference, then the implementations whose condition holds for this case."""
     capability = cuda_capability(device)
     facts = case.facts(device, dtype, capability)
-    fast = [choice.name for choice in CATALOG[name] if choice.when(facts)]
+    choices = CATALOG[name]
+    fast = [choice.name for choice in choices if choice.when(facts)]
     return ["reference", *fast]
 
 
@@ -106,5 +108,6 @@ def print_kernel_table(report: Report) -> None:
         if title:
             table.add_section()
         times = (f"{forward:.1f}", f"{both:.1f}", f"{reference / both:.2f}")
-        table.add_row(title, row["case"], row["implementation"], *times)
+        implementation = row["implementation"]
+        table.add_row(title, row["case"], implementation, *times)
     Console().print(table)

@@ -27,7 +27,7 @@ from moefold.bench.machine import free_device_memory, machine_facts, resolve_dev
 from moefold.bench.options import LayerOptions
 from moefold.bench.report import Report, Row, add_number_columns, report_heading, show_report
 from moefold.bench.versions import installed_version
-from moefold.config.errors import one_of
+from moefold.config.errors import all_of
 from moefold.config.precision_recipes import RECIPE_SPECS
 from moefold.layout.dtypes import DTYPES
 
@@ -183,7 +183,8 @@ def sustained_milliseconds(step: Work, device: str, repeat: int) -> list[float]:
             step()
         mark.record()
     torch.cuda.synchronize()
-    spans = [begin.elapsed_time(end) for begin, end in pairwise(marks)]
+    between = pairwise(marks)
+    spans = [begin.elapsed_time(end) for begin, end in between]
     return [span / STEPS_PER_MARK for span in spans]
 
 
@@ -208,11 +209,12 @@ def layer_report(options: LayerOptions) -> Report:
     """Every layer in turn: ours, ours with skewed routing, transformers'."""
     device = resolve_device(options.device)
     dtype = DTYPES[resolve_dtype(options.dtype, device)]
-    names = [one_of("layer", name, LAYER_SHAPES) for name in options.layer]
-    recipes = [one_of("recipe", name, RECIPE_SPECS) for name in options.recipe]
+    names = all_of("layer", options.layer, LAYER_SHAPES)
+    recipes = all_of("recipe", options.recipe, RECIPE_SPECS)
     layers = {"small": CPU_SHAPE}
     if device == "cuda":
-        layers = {name: LAYER_SHAPES[name] for name in names or LAYER_SHAPES}
+        chosen = names or LAYER_SHAPES
+        layers = {name: LAYER_SHAPES[name] for name in chosen}
     results: list[Row] = []
     for name, layer in layers.items():
         row: Row = {"layer": name, **asdict(layer)}
@@ -254,7 +256,8 @@ def print_layer_report(report: Report) -> None:
         cells = own_cells(row) + transformers_cells(row)
         table.add_row(row["layer"], *cells)
     Console().print(table)
-    recipes = [name for name in RECIPE_SPECS if name in report["results"][0]]
+    first = report["results"][0]
+    recipes = [name for name in RECIPE_SPECS if name in first]
     if recipes:
         print_recipes(report, recipes)
 
@@ -271,8 +274,9 @@ def print_recipes(report: Report, recipes: list[str]) -> None:
             mine = row[recipe]
             faster = plain["milliseconds"] / mine["milliseconds"]
             kept = mine["saved_gib"] / max(plain["saved_gib"], 1e-9)
-            speeds = [f"{mine['tflops']:.0f}", f"{mine['cool_tflops']:.0f}", f"{mine['saved_gib']:.3f}"]
-            table.add_row(row["layer"], recipe, *speeds, f"{faster:.2f}", f"{kept:.0%}")
+            cells = [recipe, f"{mine['tflops']:.0f}", f"{mine['cool_tflops']:.0f}"]
+            cells += [f"{mine['saved_gib']:.3f}", f"{faster:.2f}", f"{kept:.0%}"]
+            table.add_row(row["layer"], *cells)
     Console().print(table)
 
 

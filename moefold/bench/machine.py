@@ -38,10 +38,12 @@ def cuda_capability(device: str) -> tuple[int, int]:
 
 def machine_facts(device: str) -> dict[str, Any]:
     """Head of every report: date, card and versions."""
-    card = torch.cuda.get_device_name() if device == "cuda" else platform.machine()
+    card = platform.machine()
+    if device == "cuda":
+        card = torch.cuda.get_device_name()
     versions = {name: installed_version(name) for name in REPORTED_PACKAGES}
-    today = date.today()
-    return {"date": today.isoformat(), "card": card, "versions": versions}
+    today = date.today().isoformat()
+    return {"date": today, "card": card, "versions": versions}
 
 
 def synchronize_device(device: str) -> None:

@@ -19,7 +19,7 @@ from moefold.bench.curves import Curves, loss_plot, svg_document, training_losse
 from moefold.bench.machine import free_device_memory, machine_facts, resolve_device
 from moefold.bench.options import RecipesOptions
 from moefold.bench.report import Report, add_number_columns, show_report
-from moefold.config.errors import one_of
+from moefold.config.errors import all_of
 from moefold.config.precision_recipes import RECIPE_SPECS
 from moefold.config.run import (
     AttentionConfig,
@@ -51,14 +51,18 @@ def recipe_curves_config(options: RecipesOptions, device: str) -> Config:
     """On a GPU 8 layers of 32 experts, 32,768 bytes of text a step; on a CPU a preset's tiny form, as a smoke test."""
     if device != "cuda":
         config = PRESETS["qwen3-30b-a3b-tiny"]()
-        train = replace(config.train, device=device, steps=options.steps, global_batch=2)
+        train = config.train
+        train = replace(train, device=device, steps=options.steps, global_batch=2)
         return replace(config, train=train)
     attention = AttentionConfig(heads=16, kv_heads=4, head_dim=64, qk_norm="head")
-    moe = MoeConfig(experts=32, top_k=4, ffn=512, balance=BalanceConfig(aux_loss=0.01))
-    model = ModelConfig(layers=8, hidden=1024, vocab=256, attention=attention, moe=moe)
+    balance = BalanceConfig(aux_loss=0.01)
+    moe = MoeConfig(experts=32, top_k=4, ffn=512, balance=balance)
+    shape = ModelConfig(layers=8, hidden=1024, vocab=256)
+    model = replace(shape, attention=attention, moe=moe)
     files = options.files or (sysconfig.get_path("stdlib"),)
     data = DataConfig(source="files", files=files, seq_len=1024)
-    train = TrainConfig(global_batch=32, micro_batch=32, steps=options.steps, device=device)
+    batch = TrainConfig(global_batch=32, micro_batch=32)
+    train = replace(batch, steps=options.steps, device=device)
     optim = OptimConfig(lr=1e-3, warmup=50)
     return Config(name="recipes", model=model, data=data, train=train, optim=optim)
 
@@ -77,19 +81,25 @@ def recipe_variants(config: Config, recipes: list[str], seeds: int) -> dict[str,
 
 def recipes_report(options: RecipesOptions) -> Report:
     device = resolve_device(options.device)
-    every_recipe = [name for name, spec in RECIPE_SPECS.items() if spec.quantises]
-    recipes = [one_of("recipe", name, RECIPE_SPECS) for name in options.recipe] or every_recipe
+    recipes = all_of("recipe", options.recipe, RECIPE_SPECS)
+    if not recipes:
+        recipes = [name for name, spec in RECIPE_SPECS.items() if spec.quantises]
     config = recipe_curves_config(options, device)
     corpus = load_text(config)
     curves = losses_so_far(options.out)
-    report: Report = {**machine_facts(device), "steps": options.steps, "losses": curves}
-    for name, variant in recipe_variants(config, recipes, options.seeds).items():
-        if len(curves.get(name, [])) != options.steps:
+    report: Report = machine_facts(device)
+    report["steps"] = options.steps
+    report["losses"] = curves
+    variants = recipe_variants(config, recipes, options.seeds)
+    for name, variant in variants.items():
+        known = curves.get(name, [])
+        if len(known) != options.steps:
             curves[name] = training_losses(variant, corpus)
             free_device_memory(device)
         report["summary"] = last_losses(curves)
         if options.out:
-            (options.out / "recipes.json").write_text(json.dumps(report))
+            text = json.dumps(report)
+            (options.out / "recipes.json").write_text(text)
     return report
 
 
@@ -104,14 +114,26 @@ def losses_so_far(out: Path | None) -> Curves:
         return {}
     out.mkdir(parents=True, exist_ok=True)
     path = out / "recipes.json"
-    return json.loads(path.read_text())["losses"] if path.exists() else {}
+    if not path.exists():
+        return {}
+    report = json.loads(path.read_text())
+    return report["losses"]
+
+
+def is_plain(name: str) -> bool:
+    return name.startswith("plain")
 
 
 def last_losses(curves: Curves) -> dict[str, dict[str, float]]:
     """Mean loss of the last 100 steps, and its distance from the mean of the plain runs, as a share."""
-    last = {name: mean(losses[-100:]) for name, losses in curves.items()}
-    plain = mean(loss for name, loss in last.items() if name.startswith("plain"))
-    return {name: {"last": loss, "from_plain": loss / plain - 1} for name, loss in last.items()}
+    summary: dict[str, dict[str, float]] = {}
+    for name, losses in curves.items():
+        summary[name] = {"last": mean(losses[-100:])}
+    plain_runs = filter(is_plain, curves)
+    plain = mean(summary[name]["last"] for name in plain_runs)
+    for row in summary.values():
+        row["from_plain"] = row["last"] / plain - 1
+    return summary
 
 
 def print_recipes_report(report: Report) -> None:
@@ -125,18 +147,26 @@ def print_recipes_report(report: Report) -> None:
 
 def recipes_as_svg(curves: Curves) -> str:
     """Two plots: the losses, and their differences from the mean of the plain runs, both as means over some steps."""
-    smooth = {name: moving_mean(losses) for name, losses in curves.items()}
-    plain = [losses for name, losses in smooth.items() if name.startswith("plain")]
-    middle = [mean(step) for step in zip(*plain, strict=True)]
+    smooth: Curves = {}
+    for name, losses in curves.items():
+        smooth[name] = moving_mean(losses)
+    plain = [smooth[name] for name in filter(is_plain, smooth)]
+    steps = zip(*plain, strict=True)
+    middle = list(map(mean, steps))
     differences: Curves = {}
     for name, losses in smooth.items():
-        differences[name] = [loss - right for loss, right in zip(losses, middle, strict=True)]
+        pairs = zip(losses, middle, strict=True)
+        differences[name] = [loss - right for loss, right in pairs]
     colours: dict[str, str] = dict(zip(curves, COLOURS, strict=False))
     upper = loss_plot(smooth, 20, "loss", colours)
     lower = loss_plot(differences, 320, "loss less the mean of the plain runs", colours)
-    return svg_document([upper, lower], {name: name for name in curves}, colours)
+    titles = {name: name for name in curves}
+    return svg_document([upper, lower], titles, colours)
 
 
 def moving_mean(losses: list[float]) -> list[float]:
-    windows = [losses[max(0, i - WINDOW + 1) : i + 1] for i in range(len(losses))]
-    return [mean(window) for window in windows]
+    means: list[float] = []
+    for end in range(1, len(losses) + 1):
+        start = max(0, end - WINDOW)
+        means.append(mean(losses[start:end]))
+    return means

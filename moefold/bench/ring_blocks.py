@@ -24,10 +24,14 @@ WHOLE = "whole sequences"
 
 def ring_block_rows(device: str) -> list[Row]:
     """Milliseconds and TF/s of whole sequences, of blocks on the diagonal and of wholly visible blocks."""
-    facts = Facts(device, "bf16", cuda_capability(device), attention=BLOCK_SHAPE)
-    q, k, v, dy = random_inputs(BLOCK_SHAPE, DTYPES[facts.dtype])
-    whole = median_milliseconds(forward_and_backward("deterministic", q, k, v, dy))
-    rows = [timed_row(WHOLE, "deterministic", whole, causal=True, batch=len(q))]
+    capability = cuda_capability(device)
+    facts = Facts(device, "bf16", capability, attention=BLOCK_SHAPE)
+    dtype = DTYPES[facts.dtype]
+    q, k, v, dy = random_inputs(BLOCK_SHAPE, dtype)
+    attend = forward_and_backward("deterministic", q, k, v, dy)
+    whole = median_milliseconds(attend)
+    first = timed_row(WHOLE, "deterministic", whole, causal=True, batch=len(q))
+    rows = [first]
     inputs = [x.detach() for x in (q, k, v, dy)]
     for choice in BLOCK_CHOICES:
         if choice.when(facts):
@@ -53,7 +57,9 @@ def block_milliseconds(kernel: str, inputs: list[Tensor], ahead: int) -> float:
     scale = q.shape[-1] ** -0.5
     result, lse = attend(q, k, v, scale, ahead, 0)
     out = result.float()
-    delta = (dy.float() * out).sum(-1).transpose(1, 2).contiguous()
+    products = dy.float() * out
+    delta = products.sum(-1).transpose(1, 2)
+    delta = delta.contiguous()
     merged_lse = lse.clone()
 
     def forward_merge_backward() -> None:
@@ -66,7 +72,8 @@ def block_milliseconds(kernel: str, inputs: list[Tensor], ahead: int) -> float:
 
 def timed_row(block: str, kernel: str, milliseconds: float, causal: bool, batch: int) -> Row:
     shape = BLOCK_SHAPE
-    operations = PRODUCTS * 2 * batch * shape.length**2 * shape.heads * shape.head_dim
+    pairs = batch * shape.length**2 * shape.heads
+    operations = PRODUCTS * 2 * pairs * shape.head_dim
     if causal:
         operations /= 2
     teraflops = operations / milliseconds / 1e9
@@ -82,5 +89,6 @@ def ring_block_table(rows: list[Row]) -> Table:
     for row in rows:
         share = row["teraflops"] / whole
         cells = f"{row['milliseconds']:.2f}", f"{row['teraflops']:.0f}", f"{share:.2f}"
-        table.add_row(row["block"], row["kernel"], *cells)
+        block = row["block"]
+        table.add_row(block, row["kernel"], *cells)
     return table

@@ -41,20 +41,24 @@ def schedules_report(options: SchedulesOptions) -> Report:
     config = microbatched(step_bench_config(model, device))
     results: list[Row] = []
     for way, pipeline in WAYS.items():
-        timing = time_moefold_steps(replace(config, pipeline=pipeline), options.steps, None)
+        variant = replace(config, pipeline=pipeline)
+        timing = time_moefold_steps(variant, options.steps, None)
         free_device_memory(device)
         results.append({"schedule": way} | timing._asdict())
         print(f"{way}: {timing_text(timing)}", file=sys.stderr, flush=True)
-    about = {"model": model, "layers": config.model.layers, "microbatches": MICROBATCHES}
+    layers = config.model.layers
+    about = {"model": model, "layers": layers, "microbatches": MICROBATCHES}
     return machine_facts(device) | about | {"results": results}
 
 
 def microbatched(config: Config) -> Config:
     """Microbatches of the size of a step of `moefold bench step`, whose gradients are summed in fp32, through half of
     its layers: two microbatches and the deferred gradients must fit."""
-    train = replace(config.train, global_batch=MICROBATCHES * config.train.micro_batch)
+    batch = MICROBATCHES * config.train.micro_batch
+    train = replace(config.train, global_batch=batch)
     optim = replace(config.optim, gradients="fp32")
-    model = replace(config.model, layers=max(1, config.model.layers // 2))
+    layers = max(1, config.model.layers // 2)
+    model = replace(config.model, layers=layers)
     return replace(config, train=train, optim=optim, model=model)
 
 

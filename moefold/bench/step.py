@@ -29,7 +29,7 @@ from moefold.bench.options import StepOptions
 from moefold.bench.report import Report, Row, add_number_columns, report_heading, show_report
 from moefold.bench.versions import installed_version
 from moefold.checkpoint.hf.config_json import config_json_for, family_for_model
-from moefold.config.errors import one_of
+from moefold.config.errors import all_of
 from moefold.config.precision_recipes import RECIPE_SPECS
 from moefold.config.run import Config
 from moefold.data.corpus import Corpus
@@ -150,7 +150,8 @@ def time_moefold_steps(config: Config, steps: int, profile: Path | None) -> Step
 def time_transformers_steps(config: Config, steps: int) -> StepTiming:
     model = transformers_model(config)
     parameters = list(model.parameters())
-    optimizer = torch.optim.AdamW(parameters, lr=config.optim.lr, fused=True)
+    lr = config.optim.lr
+    optimizer = torch.optim.AdamW(parameters, lr=lr, fused=True)
     tokens = random_tokens(config, steps + WARM_UP_STEPS)
     context = tokens[:-1].astype(np.int64)
     ids = torch.from_numpy(context)
@@ -205,22 +206,24 @@ def time_training_steps(take_step: TakeStep, loss_of: LossOf, config: Config, st
     flops = train_flops_per_token(config.model, config.data.seq_len)
     tflops = speed * flops / 1e12
     peak = torch.cuda.max_memory_allocated() if cuda else 0
+    peak_gib = peak / 2**30
     losses = (loss_of(first), loss_of(last))
-    return StepTiming(seconds * 1e3, speed, tflops, peak / 2**30, *losses)
+    return StepTiming(seconds * 1e3, speed, tflops, peak_gib, *losses)
 
 
 def step_report(options: StepOptions) -> Report:
     """Every model in turn, by moefold and by transformers. Each timing is printed when it is measured, and the report
     so far is written to the folder `options.out`, so that an interrupted run loses nothing."""
     device = resolve_device(options.device)
-    names = [one_of("model", name, STEP_GOALS) for name in options.model]
-    recipes = [one_of("recipe", name, RECIPE_SPECS) for name in options.recipe]
+    names = all_of("model", options.model, STEP_GOALS)
+    recipes = all_of("recipe", options.recipe, RECIPE_SPECS)
     out = options.out
     results: list[Row] = []
     report = machine_facts(device) | {"results": results}
     for name in names or STEP_GOALS:
         config = step_bench_config(name, device)
-        row: Row = {"model": name, "layers": config.model.layers}
+        layers = config.model.layers
+        row: Row = {"model": name, "layers": layers}
         row["goal"] = vars(STEP_GOALS[name])
         results.append(row)
         folder = out / name if out else None
@@ -248,7 +251,8 @@ def step_contenders(
     for recipe in recipes:
         precision = replace(config.precision, recipe=recipe)
         folder = profile / recipe if profile else None
-        contenders[recipe] = partial(time_moefold_steps, replace(config, precision=precision), steps, folder)
+        variant = replace(config, precision=precision)
+        contenders[recipe] = partial(time_moefold_steps, variant, steps, folder)
     if installed_version("transformers"):
         contenders["transformers"] = partial(time_transformers_steps, config, steps)
     return contenders

@@ -36,9 +36,14 @@ SUBJECTS = {
 }
 
 
-FORMS = {
-    name: CommandForm(f"bench {name}", subject.options, subject.takes_config_keys) for name, subject in SUBJECTS.items()
-}
+def forms_of_subjects() -> dict[str, CommandForm[Any]]:
+    forms: dict[str, CommandForm[Any]] = {}
+    for name, subject in SUBJECTS.items():
+        forms[name] = CommandForm(f"bench {name}", subject.options, subject.takes_config_keys)
+    return forms
+
+
+FORMS = forms_of_subjects()
 
 
 def run_command(argv: Sequence[str]) -> int:

@@ -73,7 +73,10 @@ def newest_checkpoint_at(text: str) -> StoragePath:
 def list_tensors(opened: OpenedCheckpoint, as_json: bool) -> int:
     if as_json:
         content = checkpoint_facts(opened)
-        content["tensors"] = {name: asdict(entry) for name, entry in opened.ledger.items()}
+        tensors: dict[str, Any] = {}
+        for name, entry in opened.ledger.items():
+            tensors[name] = asdict(entry)
+        content["tensors"] = tensors
         print_json(content)
     else:
         print_tensor_table(opened)
@@ -91,7 +94,9 @@ def print_tensor_table(opened: OpenedCheckpoint) -> None:
     for name, entry in opened.ledger.items():
         shape = ",".join(map(str, entry.shape))
         size = f"{entry.spec.bytes / 2**20:.2f}"
-        experts = "" if entry.experts is None else str(len(entry.experts))
+        experts = ""
+        if entry.experts is not None:
+            experts = str(len(entry.experts))
         digest = entry.sha256[:12]
         table.add_row(escape(name), entry.dtype, shape, size, experts, digest)
     Console().print(table)
@@ -101,7 +106,8 @@ def checkpoint_facts(opened: OpenedCheckpoint) -> dict[str, Any]:
     facts: dict[str, Any] = {"path": str(opened.path)}
     for key in MANIFEST_FACTS:
         facts[key] = opened.manifest.get(key)
-    sizes = [entry.spec.bytes for entry in opened.ledger.values()]
+    entries = opened.ledger.values()
+    sizes = [entry.spec.bytes for entry in entries]
     facts["bytes"] = sum(sizes)
     return facts
 
@@ -124,7 +130,8 @@ def report_sound(opened: OpenedCheckpoint, as_json: bool) -> int:
 def report_damage(path: StoragePath, damaged: DamagedCheckpoint, as_json: bool) -> int:
     if as_json:
         problems = list(damaged.problems)
-        print_json({"path": str(path), "sound": False, "problems": problems})
+        shown_path = str(path)
+        print_json({"path": shown_path, "sound": False, "problems": problems})
         return 1
     print(f"damaged: {path}")
     for problem in shorten_listing(damaged.problems):

@@ -33,16 +33,21 @@ def all_completions() -> list[Completion]:
     """Completions; of those whose line matches, the first counts."""
     keys = list(iterate_keys(PRESETS["tiny"]()))
     # Values of options and keys first: they follow any words.
-    found = [Completion(f"* --{key.path} ", key.choices) for key in keys if key.choices]
+    found: list[Completion] = []
+    for key in keys:
+        if key.choices:
+            found.append(Completion(f"* --{key.path} ", key.choices))
     for form in COMMAND_FORMS:
         found += option_values(form)
     # `bench kernels` before `bench`, which completes the second word alone.
-    for form in sorted(COMMAND_FORMS, key=lambda form: -len(form.name.split())):
-        found.append(Completion(f"{form.name} *", form_words(form, keys)))
-    subcommands = [form.name.split()[1] for form in COMMAND_FORMS if form.name.startswith("bench ")]
+    for form in sorted(COMMAND_FORMS, key=word_count, reverse=True):
+        words = form_words(form, keys)
+        found.append(Completion(f"{form.name} *", words))
+    subcommands = subcommands_of("bench")
     found.append(Completion("bench *", (*subcommands, "--help")))
     found.append(Completion("--print-completion ", tuple(SHELLS)))
-    found.append(Completion("", (*COMMANDS, "--help", "--version", "--print-completion")))
+    everywhere = ("--help", "--version", "--print-completion")
+    found.append(Completion("", (*COMMANDS, *everywhere)))
     return found
 
 
@@ -54,13 +59,23 @@ def option_values(form: CommandForm[Any]) -> list[Completion]:
     ]
 
 
+def word_count(form: CommandForm[Any]) -> int:
+    return len(form.name.split())
+
+
+def subcommands_of(name: str) -> list[str]:
+    prefix = f"{name} "
+    below = [form.name for form in COMMAND_FORMS if form.name.startswith(prefix)]
+    return [name.split()[1] for name in below]
+
+
 def form_words(form: CommandForm[Any], keys: Iterable[ConfigKey]) -> tuple[str, ...]:
     """Options of a command, subcommands, legal first words, and where it takes them keys and presets."""
     words: list[str] = []
     for option in declared_options(form.options):
         words += option.choices if option.positional else [option.flag]
     words.append("--help")
-    words += [other.name.split()[1] for other in COMMAND_FORMS if other.name.startswith(f"{form.name} ")]
+    words += subcommands_of(form.name)
     if form.config_keys:
         words += [f"--{key.path}" for key in keys]
         words += PRESETS
@@ -74,7 +89,8 @@ def case_lines(completions: Iterable[Completion]) -> str:
     """The cases of bash and zsh; the fixed part of a pattern is quoted."""
     lines: list[str] = []
     for line, words in completions:
-        pattern = "*".join(f'"{part}"' if part else "" for part in line.split("*")) or '""'
+        parts = [f'"{part}"' if part else "" for part in line.split("*")]
+        pattern = "*".join(parts) or '""'
         lines.append(f"        {pattern}) offered='{' '.join(words)}' ;;")
     return "\n".join(lines)
 

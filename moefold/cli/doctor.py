@@ -78,7 +78,8 @@ def check_versions() -> Iterator[Finding]:
     python = f"Python {platform.python_version()} on {platform.machine()}"
     yield Finding(new_enough, f"{python} (needs 3.11 or newer)")
     versions = {name: installed_version(name) for name in REQUIRED_PACKAGES}
-    installed = [f"{name} {version}" for name, version in versions.items() if version]
+    pairs = versions.items()
+    installed = [f"{name} {version}" for name, version in pairs if version]
     listed = ", ".join(installed)
     yield Finding(True, f"moefold {__version__}, {listed}")
     for name, version in versions.items():
@@ -122,7 +123,8 @@ def check_local_ranks(count: int) -> Iterator[Finding]:
     if count < 1:
         return
     port = str(find_free_port())
-    processes = [start_rank(rank, count, port) for rank in range(count)]
+    every_rank = range(count)
+    processes = [start_rank(rank, count, port) for rank in every_rank]
     errors = [rank_error(process) for process in processes]
     errors = [error for error in errors if error]
     if errors:
@@ -132,7 +134,12 @@ def check_local_ranks(count: int) -> Iterator[Finding]:
 
 
 def start_rank(rank: int, count: int, port: str) -> subprocess.Popen[str]:
-    rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(count), "RANK": str(rank)}
+    rendezvous = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "WORLD_SIZE": str(count),
+        "RANK": str(rank),
+    }
     return subprocess.Popen(
         [sys.executable, "-c", RANK_SCRIPT],
         env={**os.environ, **rendezvous},

@@ -82,7 +82,8 @@ def is_output_closed() -> bool:
     """Whether standard output is a pipe whose reader has ended, as in `moefold explain tiny | head`."""
     pipe = select.poll()
     pipe.register(sys.stdout.fileno(), 0)  # errors are reported without being asked for
-    return any(event & (select.POLLERR | select.POLLHUP) for _, event in pipe.poll(0))
+    closed = select.POLLERR | select.POLLHUP
+    return any(event & closed for _, event in pipe.poll(0))
 
 
 def closed_output_code() -> int:
@@ -107,7 +108,8 @@ def command_overview() -> str:
 
 def report_problem(message: str, code: int) -> int:
     """Print the message and return the code. Of several ranks that refuse the same input, only rank 0 prints."""
-    if os.environ.get("RANK", "0") == "0" or code == 1:
+    rank = os.environ.get("RANK", "0")
+    if rank == "0" or code == 1:
         print(f"moefold: {message}", file=sys.stderr)
     return code
 

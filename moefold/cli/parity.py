@@ -9,6 +9,7 @@ import json
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -61,7 +62,8 @@ def run_command(argv: Sequence[str]) -> int:
         arguments = ["doctor", "parity", *argv, "--trace", folder]
         if code := run_local_ranks(arguments, ranks):
             return code
-        verdicts = [compare_with_one_rank(small, options, Path(folder), routing) for routing in ROUTINGS]
+        compare = partial(compare_with_one_rank, small, options, Path(folder))
+        verdicts = list(map(compare, ROUTINGS))
     equal = all(verdicts)
     print("equal" if equal else "NOT equal")
     return 0 if equal else 1
@@ -83,7 +85,8 @@ def compare_with_one_rank(config: Config, options: ParityOptions, folder: Path, 
 
     on_one_rank = single_rank_config(config)
     expected = trace_run(on_one_rank, single_rank_world(), options.steps, routing)
-    by_rank = [read_trace_entries(folder / f"{routing} {rank}") for rank in range(options.world)]
+    paths = [folder / f"{routing} {rank}" for rank in range(options.world)]
+    by_rank = list(map(read_trace_entries, paths))
     tolerance = TOLERANCE[options.precision]
     difference = first_mismatch(expected, by_rank, tolerance)
     print(f"{routing} routing, {len(expected)} values and tensors: {difference or 'equal'}", flush=True)
@@ -111,7 +114,8 @@ def read_trace_entries(path: Path) -> list[TraceEntry]:
     tensors = load_file(f"{path}.safetensors")
     text = Path(f"{path}.json").read_text()
     trace: list[TraceEntry] = []
-    for number, (what, starts) in enumerate(json.loads(text)):
+    entries = enumerate(json.loads(text))
+    for number, (what, starts) in entries:
         values = tensors[str(number)]
         trace.append(TraceEntry(what, tuple(starts), values))
     return trace

@@ -192,7 +192,8 @@ def print_memory_table(answer: Answer, console: Console) -> None:
         if any(parts[part] for parts in parts_by_rank):
             sizes = [parts_by_rank[rank][part] for rank in shown]
             table.add_row(part, *gib_cells(sizes))
-    totals = [answer["memory_by_rank"][rank] for rank in shown]
+    by_rank = answer["memory_by_rank"]
+    totals = [by_rank[rank] for rank in shown]
     table.add_row("total", *gib_cells(totals))
     console.print(table)
 
@@ -200,7 +201,8 @@ def print_memory_table(answer: Answer, console: Console) -> None:
 def shown_ranks(count: int, largest: int) -> list[int]:
     """First, second, middle, last and largest of the pipeline ranks."""
     chosen = {0, 1, count // 2, count - 1, largest}
-    return sorted(chosen & set(range(count)))
+    every_rank = set(range(count))
+    return sorted(chosen & every_rank)
 
 
 def gib_cells(sizes: Sequence[float]) -> list[str]:

@@ -32,7 +32,10 @@ FORM = CommandForm("presets", PresetsOptions)
 
 def run_command(argv: Sequence[str]) -> int:
     options, _ = read_options(FORM, argv)
-    rows = [describe_preset(name) for name in PRESETS if options.json or not is_tiny_variant(name)]
+    names = list(PRESETS)
+    if not options.json:
+        names = [name for name in names if not is_tiny_variant(name)]
+    rows = list(map(describe_preset, names))
     return show_report({"presets": rows}, options.json, print_presets)
 
 
@@ -69,17 +72,23 @@ def model_features(model: ModelConfig) -> str:
         "qk-norm": attention.qk_norm != "none",
         f"{model.mtp} MTP": model.mtp,
     }
-    return ", ".join(text for text, present in features.items() if present) or "-"
+    present = [text for text, has in features.items() if has]
+    return ", ".join(present) or "-"
 
 
 def print_presets(report: Row) -> None:
-    rows = [HEADINGS, *(preset_cells(row) for row in report["presets"])]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    rows: list[tuple[str, ...]] = [HEADINGS]
+    for preset in report["presets"]:
+        rows.append(preset_cells(preset))
+    columns = zip(*rows, strict=True)
+    widths = [max(map(len, column)) for column in columns]
     for row in rows:
         name, *numbers, attention, features = row
         cells = [name.ljust(widths[0])]
-        cells += [text.rjust(width) for text, width in zip(numbers, widths[1:], strict=False)]
-        print("  ".join([*cells, attention.ljust(widths[-2]), features]))
+        numbered = zip(numbers, widths[1:], strict=False)
+        cells += [text.rjust(width) for text, width in numbered]
+        cells += [attention.ljust(widths[-2]), features]
+        print("  ".join(cells))
     print("\nEach but tiny has a small variant for a CPU: NAME-tiny. Details: moefold explain NAME")
 
 

@@ -100,8 +100,10 @@ def refuse_missing_folders(options: SimulateOptions) -> None:
 def chosen_program(options: SimulateOptions) -> tuple[str, Program]:
     """The program to simulate, complete and free of deadlock, and its title."""
     wanted = [name.strip() for name in options.passes.split(",")]
-    passes = [PROGRAM_PASSES[one_of("pass", name, PROGRAM_PASSES)] for name in wanted if name]
-    title, program = program_from_file(options) if options.program else program_from_schedule(options)
+    named = [one_of("pass", name, PROGRAM_PASSES) for name in wanted if name]
+    passes = [PROGRAM_PASSES[name] for name in named]
+    read_program = program_from_file if options.program else program_from_schedule
+    title, program = read_program(options)
     for rewrite in passes:
         program = rewrite(program)
     if passes:
@@ -126,7 +128,9 @@ def program_from_file(options: SimulateOptions) -> tuple[str, Program]:
 
 def program_from_schedule(options: SimulateOptions) -> tuple[str, Program]:
     name = one_of("schedule", options.schedule or "1f1b", SCHEDULES)
-    vpp = SCHEDULES[name].least_vpp if options.vpp is None else options.vpp
+    vpp = options.vpp
+    if vpp is None:
+        vpp = SCHEDULES[name].least_vpp
     pp, microbatches = options.pp, options.microbatches
     refuse_illegal_sizes({"--pp": pp, "--vpp": vpp, "--microbatches": microbatches})
     title = f"{name}, pp {pp}, vpp {vpp}, {microbatches} microbatches"
@@ -134,12 +138,13 @@ def program_from_schedule(options: SimulateOptions) -> tuple[str, Program]:
 
 
 def refuse_illegal_sizes(sizes: dict[str, int]) -> None:
-    small = [f"{flag} {size}" for flag, size in sizes.items() if size < 1]
+    shown = {f"{flag} {size}": size for flag, size in sizes.items()}
+    small = [option for option, size in shown.items() if size < 1]
     if small:
         raise UserError(*(f"{option} is not legal; expected a whole number at least 1" for option in small))
     ops = 3 * math.prod(sizes.values())  # forward, data gradient, weight gradient
     if ops > MOST_OPS:
-        product = " x ".join(f"{flag} {size}" for flag, size in sizes.items())
+        product = " x ".join(shown)
         raise UserError(f"{product} are {ops} ops; expected at most {MOST_OPS}: lower one of the three")
 
 
@@ -187,7 +192,8 @@ def timeline_events(timeline: Timeline, costs: StageCosts) -> list[TraceEvent]:
         for part in lane_intervals(span, costs):
             details = dict(part.op._asdict())
             name = str(part.op)
-            event = TraceEvent(span.rank, part.lane, name, part.start, part.end, details)
+            lane = part.lane
+            event = TraceEvent(span.rank, lane, name, part.start, part.end, details)
             events.append(event)
     return events
 

@@ -124,7 +124,8 @@ def change_from_hf(path: Path | None) -> Callable[[Config], Config]:
         if has_tokenizer:
             data = replace(data, tokenizer=str(tokenizer))
         name = path.resolve().name
-        return replace(recipe, name=name, model=described.model, data=data)
+        model = described.model
+        return replace(recipe, name=name, model=model, data=data)
 
     return with_hf_model
 

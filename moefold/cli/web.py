@@ -30,7 +30,8 @@ def run_command(argv: Sequence[str]) -> int:
     try:
         from moefold.web.planner_server import serve_planner  # starlette and uvicorn are an extra
     except ModuleNotFoundError as missing:
-        package, *_ = str(missing.name).split(".")
+        name = str(missing.name)
+        package, *_ = name.split(".")
         if package not in WEB_PACKAGES:
             raise
         problem = f"moefold web needs {package}, which is not installed; run: pip install 'moefold[web]'"

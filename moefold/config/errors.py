@@ -32,3 +32,9 @@ def one_of(what: str, name: str, known: Iterable[str]) -> str:
     guess = did_you_mean(name, names)
     listed = ", ".join(names)
     raise UserError(f'no {what} "{printable_text(name)}"{guess}; there are: {listed}')
+
+
+def all_of(what: str, names: Iterable[str], known: Iterable[str]) -> list[str]:
+    """The names if all are known; otherwise refuse the first that is not."""
+    listed = list(known)
+    return [one_of(what, name, listed) for name in names]

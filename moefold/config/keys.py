@@ -36,8 +36,8 @@ class NumberBounds:
             "at most": self.at_most,
             "below": self.below,
         }
-        finite = {words: limit for words, limit in limits.items() if math.isfinite(limit)}
-        return " and ".join(f"{words} {limit:g}" for words, limit in finite.items())
+        finite = [f"{words} {limit:g}" for words, limit in limits.items() if math.isfinite(limit)]
+        return " and ".join(finite)
 
 
 def key(default: T, doc: str, names: OpenNames | None = None, **bounds: float) -> T:
@@ -45,7 +45,8 @@ def key(default: T, doc: str, names: OpenNames | None = None, **bounds: float) -
     Whole numbers without an upper bound are limited to 1e9, so that the arithmetic of rules stays small."""
     if type(default) is int:
         bounds.setdefault("at_most", LARGEST_WHOLE_NUMBER)
-    metadata = {"doc": doc, "bounds": NumberBounds(**bounds), "names": names}
+    limits = NumberBounds(**bounds)
+    metadata = {"doc": doc, "bounds": limits, "names": names}
     return field(default=default, metadata=metadata)
 
 
@@ -70,7 +71,9 @@ class ConfigKey:
         """The legal names, where the key takes one of several: a closed set (Literal) or an open one."""
         if self.names is not None:
             return tuple(self.names)
-        return get_args(self.type) if get_origin(self.type) is Literal else ()
+        if get_origin(self.type) is Literal:
+            return get_args(self.type)
+        return ()
 
     @property
     def expected_values(self) -> str:
@@ -102,7 +105,8 @@ def iterate_keys(instance: Any, prefix: str = "") -> Iterator[ConfigKey]:
             yield from iterate_keys(value, path + ".")
             continue
         about = declared.metadata
-        yield ConfigKey(path, hints[declared.name], value, about["doc"], about["bounds"], about["names"])
+        hint = hints[declared.name]
+        yield ConfigKey(path, hint, value, about["doc"], about["bounds"], about["names"])
 
 
 @cache  # evaluating the annotations, which are texts, takes longer than all the rest

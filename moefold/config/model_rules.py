@@ -159,7 +159,9 @@ def devices_divide_experts(c: ConfigOnRanks) -> bool:
 )
 def devices_are_used(c: ConfigOnRanks) -> bool:
     moe = c.model.moe
-    return moe.balance.devices == 1 or moe.balance.device_loss > 0 or moe.capacity.per_device
+    if moe.balance.devices == 1:
+        return True
+    return moe.balance.device_loss > 0 or moe.capacity.per_device
 
 
 @MODEL_RULES.rule(
@@ -169,10 +171,12 @@ def devices_are_used(c: ConfigOnRanks) -> bool:
     fix="set model.moe.capacity.per_device to false",
 )
 def device_capacity_is_a_capacity(c: ConfigOnRanks) -> bool:
-    capacity = c.model.moe.capacity
+    moe = c.model.moe
+    capacity = moe.capacity
     if not capacity.per_device:
         return True
-    return capacity.factor > 0 and not capacity.pad and c.model.moe.router.kind != "expert_choice"
+    drops = capacity.factor > 0 and not capacity.pad
+    return drops and moe.router.kind != "expert_choice"
 
 
 # Routers.
@@ -224,7 +228,8 @@ def experts_that_choose_are_balanced(c: ConfigOnRanks) -> bool:
     moe = c.model.moe
     if moe.router.kind != "expert_choice":
         return True
-    return not (moe.balance.aux_loss or moe.balance.device_loss or moe.capacity.pad)
+    balance = moe.balance
+    return not (balance.aux_loss or balance.device_loss or moe.capacity.pad)
 
 
 @MODEL_RULES.rule(

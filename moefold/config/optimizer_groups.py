@@ -99,8 +99,10 @@ def read_betas(text: str) -> tuple[float, float]:
     if len(parts) != 2:
         raise ValueError(f"expected {expected}")
     below_one = 1 - 2**-53
-    first, second = (number_within(part, 0.0, below_one, expected) for part in parts)
-    return first, second
+    first, second = parts
+    beta1 = number_within(first, 0.0, below_one, expected)
+    beta2 = number_within(second, 0.0, below_one, expected)
+    return beta1, beta2
 
 
 def read_frozen(text: str) -> bool:

@@ -42,7 +42,8 @@ def recipes_in_use(c: ConfigOnRanks) -> list[RecipeSpec]:
     """The default recipe and those of all entries that can be read."""
     names = [c.precision.recipe]
     with suppress(UserError):  # reported by the rule above
-        names += [entry.recipe for entry in parse_recipe_entries(c.precision.recipes)]
+        entries = parse_recipe_entries(c.precision.recipes)
+        names += [entry.recipe for entry in entries]
     return [RECIPE_SPECS[name] for name in names]
 
 
@@ -78,7 +79,8 @@ def option_rule(option: str, default: object, needed: Condition, why: str, *othe
     reads = (path, *others, RECIPE, ENTRIES)
     values = ", ".join(f"<{key}>" for key in reads)
     fix = f"set {path} to {str(default).lower()}"
-    return ConfigRule(f"{path} is used", reads, option_is_used, message_of(f"{values}: {why}"), message_of(fix))
+    says = message_of(f"{values}: {why}")
+    return ConfigRule(f"{path} is used", reads, option_is_used, says, message_of(fix))
 
 
 NO_FP8 = "no recipe in use has FP8 scales"
@@ -141,7 +143,8 @@ def is_latent(c: ConfigOnRanks) -> bool:
 
 
 def has_dense_mlp(c: ConfigOnRanks) -> bool:
-    return c.model.moe.dense_layers > 0 or c.model.moe.every > 1
+    moe = c.model.moe
+    return moe.dense_layers > 0 or moe.every > 1
 
 
 def always(_: ConfigOnRanks) -> bool:
@@ -158,11 +161,14 @@ class ProductWidth:
     applies: Callable[[ConfigOnRanks], bool] = always
 
     def ranks(self, c: ConfigOnRanks) -> int:
-        return getattr(c.parallel, self.axis) if self.axis else 1
+        if not self.axis:
+            return 1
+        return getattr(c.parallel, self.axis)
 
     def on_one_rank(self, c: ConfigOnRanks) -> int:
         heads = c.model.attention.kv_heads if self.per_head else 1
-        return attrgetter(self.path)(c) * heads // self.ranks(c)
+        width = attrgetter(self.path)(c)
+        return width * heads // self.ranks(c)
 
     def rule(self) -> ConfigRule:
         def width_is_a_multiple(c: ConfigOnRanks) -> bool:

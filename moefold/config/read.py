@@ -66,8 +66,8 @@ def convert_text(raw: Any, key: ConfigKey) -> str:
 def convert_text_list(raw: Any, key: ConfigKey) -> tuple[str, ...]:
     """A list of texts, or one text with commas between them."""
     if isinstance(raw, str):
-        parts = [part.strip() for part in raw.split(",")]
-        return tuple(part for part in parts if part)
+        parts = map(str.strip, raw.split(","))
+        return tuple(filter(None, parts))
     require_legal(isinstance(raw, list | tuple), raw)
     for text in raw:
         require_legal(isinstance(text, str), text)
@@ -121,7 +121,8 @@ def illegal_value_message(key: ConfigKey, raw: Any) -> str:
 
 def unknown_key_message(path: str, known: KnownKeys) -> str:
     """The message for an unknown key, with the nearest known one."""
-    inside = [name for name in known if name.startswith(path + ".")]
+    prefix = path + "."
+    inside = [name for name in known if name.startswith(prefix)]
     if inside:
         return f"{path} is a section, not a key; its keys are {', '.join(inside)}"
     guess = did_you_mean(path, known) or guess_by_last_word(path, known)
@@ -130,7 +131,10 @@ def unknown_key_message(path: str, known: KnownKeys) -> str:
 
 def guess_by_last_word(path: str, known: KnownKeys) -> str:
     """The key whose last word is nearest to the path's: `topk` -> `model.moe.top_k`."""
-    by_last_word = {name.split(".")[-1]: name for name in known}
+    by_last_word: dict[str, str] = {}
+    for name in known:
+        last = name.split(".")[-1]
+        by_last_word[last] = name
     last_word = path.split(".")[-1]
     near = difflib.get_close_matches(last_word, by_last_word, n=1, cutoff=0.6)
     if not near:
@@ -190,7 +194,8 @@ def parse_overrides(words: Iterable[str]) -> dict[str, str]:
             raise UserError(
                 f'cannot read "{printable_value(word)}"; expected --section.key value, such as --train.steps 20'
             )
-        name, equals, value = word[2:].partition("=")
+        assignment = word.removeprefix("--")
+        name, equals, value = assignment.partition("=")
         if equals:
             values[name] = value
         else:
@@ -230,7 +235,10 @@ def config_as_yaml(config: Config) -> str:
 def plain_yaml_value(value: Any) -> Any:
     if isinstance(value, dict):
         inner = cast(dict[str, Any], value)
-        return {name: plain_yaml_value(each) for name, each in inner.items()}
+        plain: dict[str, Any] = {}
+        for name, each in inner.items():
+            plain[name] = plain_yaml_value(each)
+        return plain
     if isinstance(value, tuple):
         return list(cast(tuple[Any, ...], value))
     return value

@@ -132,7 +132,8 @@ class RuleList(list[ConfigRule]):
             says = f"{keys}: {why}"
 
         def add_condition(holds: Condition) -> Condition:
-            self.append(ConfigRule(name, reads, holds, message_of(says), message_of(fix)))
+            rule = ConfigRule(name, reads, holds, message_of(says), message_of(fix))
+            self.append(rule)
             return holds
 
         return add_condition
@@ -180,9 +181,11 @@ def set_to_divisor(key: str, of: str) -> MessageOf:
 
 def divisors_in_words(n: int, most: int = 12) -> str:
     """The divisors of n as text; of many, three small ones and the largest."""
-    small = [d for d in range(1, int(n**0.5) + 1) if n % d == 0]
+    root = int(n**0.5)
+    small = [d for d in range(1, root + 1) if n % d == 0]
     large = [n // d for d in small]
     divisors = sorted({*small, *large})
     if len(divisors) > most:
-        divisors = [*divisors[:3], *divisors[3 - most :]]
+        largest = divisors[3 - most :]
+        divisors = divisors[:3] + largest
     return ", ".join(map(str, divisors))

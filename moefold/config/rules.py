@@ -78,7 +78,8 @@ def checkpoint_path_is_usable(c: ConfigOnRanks) -> bool:
     fix='set train.record_routing to ""',
 )
 def routing_files_differ(c: ConfigOnRanks) -> bool:
-    return c.train.record_routing == "" or c.train.record_routing != c.train.replay_routing
+    recorded = c.train.record_routing
+    return recorded == "" or recorded != c.train.replay_routing
 
 
 @CROSS_FIELD_RULES.rule(
@@ -126,7 +127,8 @@ def head_width_is_even(c: ConfigOnRanks) -> bool:
     fix="set model.moe.top_k to at most {model.moe.experts}",
 )
 def top_k_within_experts(c: ConfigOnRanks) -> bool:
-    return c.model.moe.top_k <= c.model.moe.experts
+    moe = c.model.moe
+    return moe.top_k <= moe.experts
 
 
 @CROSS_FIELD_RULES.rule(
@@ -170,7 +172,8 @@ def describe_files(c: ConfigOnRanks) -> str:
     fix="set data.files to your files, such as --data.files corpus.txt",
 )
 def files_are_named(c: ConfigOnRanks) -> bool:
-    return (c.data.source == "files") == bool(c.data.files)
+    reads_files = c.data.source == "files"
+    return reads_files == bool(c.data.files)
 
 
 @CROSS_FIELD_RULES.rule(
@@ -202,7 +205,8 @@ def documents_need_all_keys(c: ConfigOnRanks) -> bool:
     fix="set model.vocab to 256 or more",
 )
 def bytes_fit_the_vocabulary(c: ConfigOnRanks) -> bool:
-    return c.data.tokenizer not in ("auto", "byte") or c.model.vocab >= 256
+    reads_bytes = c.data.tokenizer in ("auto", "byte")
+    return not reads_bytes or c.model.vocab >= 256
 
 
 # Grids of ranks and batches.
@@ -266,7 +270,9 @@ def divisibility_rule(
     def degree_divides(c: ConfigOnRanks) -> bool:
         if applies is not None and not applies(c):
             return True
-        return attrgetter(key)(c) % attrgetter(degree_key)(c) == 0
+        number = attrgetter(key)(c)
+        ranks = attrgetter(degree_key)(c)
+        return number % ranks == 0
 
     def describe_remainder(c: ConfigOnRanks) -> str:
         return render_message(f"<{degree_key}> does not divide <{key}>, {what}", c)
@@ -287,7 +293,8 @@ def ranks_sharing_heads(c: ConfigOnRanks) -> int:
 
 
 def has_dense_layers(c: ConfigOnRanks) -> bool:
-    return c.model.moe.dense_layers > 0 or c.model.moe.every > 1
+    moe = c.model.moe
+    return moe.dense_layers > 0 or moe.every > 1
 
 
 def pipeline_stage_count(c: ConfigOnRanks) -> int:
@@ -307,7 +314,8 @@ def layout_problems(c: ConfigOnRanks) -> list[str]:
     stages = pipeline_stage_count(c)
     try:
         layout = stage_layout.parse_layout(c.pipeline.layout)
-        return stage_layout.stage_layout_problems(layout, stages, model.layers, model.moe.dense_layers, model.mtp)
+        dense_layers = model.moe.dense_layers
+        return stage_layout.stage_layout_problems(layout, stages, model.layers, dense_layers, model.mtp)
     except ScheduleError as unsound:
         return list(unsound.problems)
 
@@ -398,7 +406,8 @@ def advise_vpp(c: ConfigOnRanks) -> str:
     fix=advise_vpp,
 )
 def schedule_takes_vpp(c: ConfigOnRanks) -> bool:
-    return SCHEDULES[c.pipeline.schedule].accepts_vpp(c.pipeline.vpp)
+    schedule = SCHEDULES[c.pipeline.schedule]
+    return schedule.accepts_vpp(c.pipeline.vpp)
 
 
 def describe_layout(c: ConfigOnRanks) -> str:
@@ -459,7 +468,8 @@ OPTIMIZER_RULES = RuleList()
     fix="set optim.main to fp32",
 )
 def split_weights_are_bf16(c: ConfigOnRanks) -> bool:
-    return c.optim.main == "fp32" or c.train.precision in ("auto", "bf16")
+    may_be_bf16 = c.train.precision in ("auto", "bf16")
+    return may_be_bf16 or c.optim.main == "fp32"
 
 
 @OPTIMIZER_RULES.rule(
@@ -469,7 +479,8 @@ def split_weights_are_bf16(c: ConfigOnRanks) -> bool:
     fix="set optim.gradients to fp32",
 )
 def bf16_gradients_of_bf16_weights(c: ConfigOnRanks) -> bool:
-    return c.optim.gradients == "fp32" or c.train.precision in ("auto", "bf16")
+    may_be_bf16 = c.train.precision in ("auto", "bf16")
+    return may_be_bf16 or c.optim.gradients == "fp32"
 
 
 @OPTIMIZER_RULES.rule(
@@ -555,7 +566,8 @@ def broken_rules(case: ConfigOnRanks, illegal: Iterable[str] = ()) -> list[str]:
     skipped = set(illegal)
     messages: list[str] = []
     for rule in RULES:
-        if skipped.isdisjoint(rule.reads) and not rule.holds(case):
+        is_legal = skipped.isdisjoint(rule.reads)
+        if is_legal and not rule.holds(case):
             messages.append(f"{rule.says(case)}; {rule.fix(case)}")
     return messages
 

@@ -108,7 +108,8 @@ def plan_layout(r: PlanRequest, config: Config, choices: PlanChoices) -> JsonObj
     elif not choices.not_in_trainer:
         answer["launch"] = launch_files(r, config, choices)
     answer["timeline"] = timeline_spans(time)
-    answer.update(answer_beside_figures(setting, r.gpu, answer["tokens_per_s_per_gpu"]))
+    rate = answer["tokens_per_s_per_gpu"]
+    answer.update(answer_beside_figures(setting, r.gpu, rate))
     if r.explain:
         answer["explained"] = explain_plan(setting, r.gpu)
     return answer
@@ -148,6 +149,8 @@ def speed_and_budget(r: PlanRequest, config: Config, choices: PlanChoices, secon
     seq_len = config.data.seq_len
     tokens_per_step = config.train.global_batch * seq_len
     flops = train_flops_per_token(config.model, seq_len)
+    precision = product_precision(config, choices)
+    peak = r.gpu.peak_flops(precision)
     rate = tokens_per_step / seconds / r.gpus
     return {
         "flops_per_token": flops,
@@ -156,7 +159,7 @@ def speed_and_budget(r: PlanRequest, config: Config, choices: PlanChoices, secon
         "tflops_per_gpu": rate * flops / 1e12,
         "tokens_per_s_per_gpu": rate,
         "tokens_per_s": rate * r.gpus,
-        "mfu": rate * flops / r.gpu.peak_flops(product_precision(config, choices)),
+        "mfu": rate * flops / peak,
         "budget": training_budget(r, rate),
     }
 
@@ -207,6 +210,7 @@ def timeline_spans(time: StepTime) -> JsonObject:
     """Slots of the pipeline. An op is written F2.5 (forward of microbatch 5 through stage 2), D and W likewise."""
     pipeline = time.pipeline_time
     slots = pipeline.slots
+    makespan = slots.makespan
     spans: list[JsonObject] = []
     for span in slot_spans(pipeline.program, slots)[:MAX_TIMELINE_SPANS]:
         entry: JsonObject = {
@@ -218,8 +222,8 @@ def timeline_spans(time: StepTime) -> JsonObject:
         spans.append(entry)
     return {
         "microbatches": pipeline.shown_microbatches,
-        "makespan": slots.makespan,
-        "bubble": [idle_share(busy, slots.makespan) for busy in slots.busy],
+        "makespan": makespan,
+        "bubble": [idle_share(busy, makespan) for busy in slots.busy],
         "spans": spans,
     }
 
@@ -239,7 +243,8 @@ def layout_summary(r: PlanRequest, layout: RankedLayout) -> JsonObject:
         "layout": layout_keys(layout.config, layout.choices, r.gpus),
     }
     seconds = layout.time.seconds
-    summary.update(speed_and_budget(r, layout.config, layout.choices, seconds))
+    speed = speed_and_budget(r, layout.config, layout.choices, seconds)
+    summary.update(speed)
     summary["memory_gib"] = layout.largest_gib
     summary["not_in_trainer"] = layout.choices.not_in_trainer
     return summary

@@ -42,7 +42,8 @@ def band_lines(bands: Iterable[ErrorBand]) -> Iterator[str]:
     for band in bands:
         gpu, family, runs, *shares = astuple(band)
         numbers = [f"{share:.3f}" for share in shares]
-        yield ",".join((gpu, family, str(runs), *numbers))
+        fields_of_line = gpu, family, str(runs), *numbers
+        yield ",".join(fields_of_line)
 
 
 @cache
@@ -50,8 +51,11 @@ def read_bands() -> dict[tuple[str, str], ErrorBand]:
     bands: dict[tuple[str, str], ErrorBand] = {}
     with JUDGED.open(encoding="utf-8") as lines:
         for row in csv.DictReader(lines):
-            shares = [float(row[name]) for name in ("low", "middle", "high")]
-            band = ErrorBand(row["gpu"], row["family"], int(row["runs"]), *shares)
+            runs = int(row["runs"])
+            low = float(row["low"])
+            middle = float(row["middle"])
+            high = float(row["high"])
+            band = ErrorBand(row["gpu"], row["family"], runs, low, middle, high)
             bands[band.gpu, band.family] = band
     return bands
 
@@ -61,7 +65,9 @@ def find_band(gpu: str, gpus: int, precision: str) -> ErrorBand:
     bands = read_bands()
     if gpus > 1:
         gpu = ONE_GPU_RUNS.get(gpu, gpu)
-    for key in ((gpu, family_of(precision)), (gpu, "any"), ("any", "any")):
+    family = family_of(precision)
+    keys = (gpu, family), (gpu, "any"), ("any", "any")
+    for key in keys:
         band = bands.get(key)
         if band and (band.runs >= FEW_RUNS or key[1] == "any"):
             return band

@@ -74,7 +74,8 @@ def read_request(raw: RawRequest) -> PlanRequest:
     gpu = find_gpu_by_name(str(given.get("gpu", "h100")))
     problems: dict[str, str] = {}
     choices = read_plan_choices(given, problems)
-    config = recipe_base(str(given.get("model", "tiny")), problems)
+    name = str(given.get("model", "tiny"))
+    config = recipe_base(name, problems)
     config_keys = [key for key in given if "." in key]
     config_values = {key: given[key] for key in config_keys}
     config = with_values(config, config_values, problems)
@@ -140,7 +141,8 @@ def with_full_names(raw: RawRequest) -> dict[str, Any]:
     for key, aliases in VALUE_ALIASES.items():
         value = given.get(key)
         if isinstance(value, str):
-            given[key] = aliases.get(value.lower(), value)
+            lower = value.lower()
+            given[key] = aliases.get(lower, value)
     return given
 
 
@@ -193,7 +195,8 @@ def flag_is_set(given: RawRequest, name: str) -> bool:
 def read_whole_number(raw: Any, name: str, most: int) -> int:
     text = str(raw).replace("_", "")
     is_number = text.isascii() and text.isdigit()
-    if not is_number or not 1 <= int(text[:WHOLE_NUMBER_DIGITS]) <= most:
+    few_digits = text[:WHOLE_NUMBER_DIGITS]
+    if not is_number or not 1 <= int(few_digits) <= most:
         expected = f"expected a whole number from 1 to {most}, such as 8"
         raise UserError(f"{name} = {printable_value(raw)} is not legal; {expected}")
     return int(text)
@@ -214,7 +217,8 @@ def with_dispatcher(config: Config, choices: PlanChoices, gpu: Gpu, gpus: int) -
     cluster = Cluster(gpu, gpus)
     element = int(choices.recipe.wide)
     links = cluster.link_bandwidths
-    name, reason = price.cheapest_dispatcher(config, cluster.domain, element, links)
+    domain = cluster.domain
+    name, reason = price.cheapest_dispatcher(config, domain, element, links)
     if name == "local":
         return config, reason
     parallel = replace(config.parallel, dispatcher=name)  # pyright: ignore[reportArgumentType]

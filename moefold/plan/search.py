@@ -120,7 +120,8 @@ class Refusals:
 
     def add_misfit(self, misfit: MisfitLayout, limit: float) -> None:
         """Count a layout that does not fit; the example is the one nearest to fitting."""
-        self.counts["memory"] = self.counts.get("memory", 0) + 1
+        earlier = self.counts.get("memory", 0)
+        self.counts["memory"] = earlier + 1
         if self.nearest is None or misfit.gib < self.nearest.gib:
             self.nearest = misfit
             layout = describe_layout(misfit.config)
@@ -165,7 +166,8 @@ def degree_combinations(base: Config, world: int, gpu: Gpu, fixed: FixedKeys) ->
     p = base.parallel
     experts = base.model.moe.experts
     tensor_degrees = powers_of_two(min(MOST_TENSOR, gpu.domain))
-    context_degrees = powers_of_two(max(1, base.data.seq_len // CONTEXT_TOKENS))
+    most_context = base.data.seq_len // CONTEXT_TOKENS
+    context_degrees = powers_of_two(max(1, most_context))
     pipeline_degrees = [pp for pp in divisors(world) if pp <= MOST_PIPELINE]
 
     def choose(key: str, choices: Sequence[int]) -> Sequence[int]:
@@ -225,7 +227,8 @@ def micro_batch_choices(config: Config, fixed: FixedKeys) -> list[int]:
     if "train.micro_batch" in fixed:
         return [config.train.micro_batch]
     p = config.parallel
-    tokens = config.data.seq_len // (p.tp * p.cp)
+    ranks = p.tp * p.cp
+    tokens = config.data.seq_len // ranks
     larger = [size for size in MICRO_BATCH_CHOICES if size * tokens <= MOST_TOKENS]
     return larger or [1]
 
@@ -266,7 +269,8 @@ class LayoutSearch:
         fsdp_ranks = 0
         if s.choices.sharding == "fsdp":
             fsdp_ranks = s.degrees["dp"]
-        key = (*grid_cache_key(s.config), s.choices.recompute, fsdp_ranks)
+        grid = grid_cache_key(s.config)
+        key = (*grid, s.choices.recompute, fsdp_ranks)
         seconds = self.seconds_cache.setdefault(key, {})
         missing = [kind for kind in cut.kinds if kind not in seconds]
         if missing:
@@ -278,7 +282,8 @@ class LayoutSearch:
     def stage_memory(self, s: RunSetting, cut: PipelineCut) -> list[StageMemory]:
         portion = s.portion
         of_pipeline = (portion.defers_wgrad, portion.accumulates)
-        key = (*grid_cache_key(s.config), s.choices.recompute, *of_pipeline)
+        grid = grid_cache_key(s.config)
+        key = (*grid, s.choices.recompute, *of_pipeline)
         memory = self.memory_cache.setdefault(key, {})
         for kind in cut.kinds:
             if kind not in memory:
@@ -288,16 +293,19 @@ class LayoutSearch:
     def with_chosen_dispatcher(self, config: Config) -> Config:
         key = grid_cache_key(config)
         if key not in self.dispatcher_cache:
-            chosen, _ = with_dispatcher(config, self.ladder[0], self.gpu, self.world)
+            least_recompute = self.ladder[0]
+            chosen, _ = with_dispatcher(config, least_recompute, self.gpu, self.world)
             self.dispatcher_cache[key] = chosen.parallel.dispatcher
-        parallel = replace(config.parallel, dispatcher=self.dispatcher_cache[key])  # pyright: ignore[reportArgumentType]
+        dispatcher = self.dispatcher_cache[key]
+        parallel = replace(config.parallel, dispatcher=dispatcher)  # pyright: ignore[reportArgumentType]
         return replace(config, parallel=parallel)
 
     def is_legal(self, config: Config) -> bool:
         case = ConfigOnRanks(config, self.world)
         for rule in RULES:
             if not rule.holds(case):
-                self.refusals.add_refusal(rule.name, rule.says(case))
+                example = rule.says(case)
+                self.refusals.add_refusal(rule.name, example)
                 return False
         microbatch_tokens = config.train.micro_batch * config.data.seq_len
         ranks_of_sequence = config.parallel.tp * config.parallel.cp
@@ -325,9 +333,11 @@ class LayoutSearch:
         dispatched = self.with_chosen_dispatcher(config)
 
         def measure_rung(rung: int) -> MeasuredRung:
-            s = closed_form_setting(dispatched, self.world, self.ladder[rung])
+            choices = self.ladder[rung]
+            s = closed_form_setting(dispatched, self.world, choices)
             stages = self.stage_memory(s, cut)
-            return MeasuredRung(rung, s, stages, least_rank_gib(s, cut, stages))
+            gib = least_rank_gib(s, cut, stages)
+            return MeasuredRung(rung, s, stages, gib)
 
         # A layout that does not fit on the last rung is refused; otherwise the first rung that fits is taken.
         limit = self.gpu.memory
@@ -336,14 +346,17 @@ class LayoutSearch:
         if found.gib > limit:
             last = measure_rung(len(self.ladder) - 1)
         if last.gib > limit:
-            misfit = MisfitLayout(config, self.ladder[-1], last.gib)
+            most_recompute = self.ladder[-1]
+            misfit = MisfitLayout(config, most_recompute, last.gib)
             self.refusals.add_misfit(misfit, limit)
             return None
         while found.gib > limit:
-            found = last if found.rung + 1 == last.rung else measure_rung(found.rung + 1)
-        seconds = self.stage_seconds(found.setting, cut)
-        least = least_step_seconds(found.setting, self.cluster, cut, seconds, found.stages)
-        return Candidate(config, found.setting.choices, least, found.gib, found.rung)
+            following = found.rung + 1
+            found = last if following == last.rung else measure_rung(following)
+        setting = found.setting
+        seconds = self.stage_seconds(setting, cut)
+        least = least_step_seconds(setting, self.cluster, cut, seconds, found.stages)
+        return Candidate(config, setting.choices, least, found.gib, found.rung)
 
     def rank_candidate(self, candidate: Candidate) -> RankedLayout | None:
         """The candidate simulated, if its memory in the whole program fits as well."""
@@ -426,7 +439,8 @@ class LayoutRace:
         self.best = best
         self.queue: list[tuple[float, int, Candidate]] = []
         for number, candidate in enumerate(candidates):
-            self.queue.append((candidate.seconds, number, candidate))
+            entry = candidate.seconds, number, candidate
+            self.queue.append(entry)
         heapq.heapify(self.queue)
         self.ranked: list[RankedLayout] = []
         self.best_seconds: list[float] = []  # of the best so far, sorted
@@ -444,10 +458,13 @@ class LayoutRace:
                 continue
             retry = self.search.next_rung(candidate)
             if retry:
-                heapq.heappush(self.queue, (retry.seconds, number, retry))
+                entry = retry.seconds, number, retry
+                heapq.heappush(self.queue, entry)
 
     def may_be_shown(self, candidate: Candidate) -> bool:
-        if len(self.best_seconds) < self.best or candidate.seconds < self.best_seconds[-1]:
+        if len(self.best_seconds) < self.best:
+            return True
+        if candidate.seconds < self.best_seconds[-1]:
             return True
         if candidate.kind not in self.kinds:
             return True

@@ -35,9 +35,11 @@ def help_screen(form: CommandForm[Any]) -> str:
     options = declared_options(form.options)
     meanings = option_meanings(form.options)
     summary = inspect.cleandoc(form.options.__doc__ or "")
-    lines = [usage_line(form, options), "", *wrapped(summary), ""]
+    usage = usage_line(form, options)
+    lines = [usage, "", *wrapped(summary), ""]
     for option in sorted(options, key=lambda option: not option.positional):
-        lines += option_lines(option_heading(option), option_meaning(option, meanings))
+        meaning = option_meaning(option, meanings)
+        lines += option_lines(option_heading(option), meaning)
     if form.config_keys:
         lines += option_lines("--help [SECTION]", f"This text, or the keys of a section, or of {ALL_SECTIONS} sections")
         lines += ["", *section_lines(form.name)]
@@ -63,7 +65,9 @@ def option_heading(option: DeclaredOption) -> str:
     value = option.value_word
     if option.positional:
         value = value if option.choices else option.name.upper()
-    words = [value] if option.positional else [option.flag, value]
+    words = [value]
+    if not option.positional:
+        words = [option.flag, value]
     if option.type.several:
         words.append("...")
     return " ".join(word for word in words if word)
@@ -74,7 +78,9 @@ def option_meaning(option: DeclaredOption, meanings: dict[str, str]) -> str:
     meaning = meanings.get(option.name, "").rstrip(".")
     if option.required or option.is_switch or not option.default:
         return meaning
-    default = f"{option.default:g}" if isinstance(option.default, float) else str(option.default)
+    default = str(option.default)
+    if isinstance(option.default, float):
+        default = f"{option.default:g}"
     return f"{meaning} (default {default})"
 
 
@@ -104,8 +110,10 @@ def wrapped(text: str, indent: int = 0) -> list[str]:
 
 def section_lines(command: str) -> list[str]:
     """The sections with the number of their keys, and how to set and to list keys."""
-    counts = Counter(key.path.partition(".")[0] for key in tiny_keys() if "." in key.path)
-    listed = ", ".join(f"{section} ({count})" for section, count in counts.items())
+    inside = [key.path for key in tiny_keys() if "." in key.path]
+    counts = Counter(path.partition(".")[0] for path in inside)
+    counted = [f"{section} ({count})" for section, count in counts.items()]
+    listed = ", ".join(counted)
     return [
         "Configuration keys by section, set as --train.steps 20 or train.steps=20:",
         *wrapped(listed, 2),
@@ -115,7 +123,9 @@ def section_lines(command: str) -> list[str]:
 
 def list_config_keys(section: str = ALL_SECTIONS) -> str:
     """The keys of a section, or all, each with its default in the preset `tiny` and its meaning."""
-    keys = [key for key in tiny_keys() if section == ALL_SECTIONS or f"{key.path}.".startswith(f"{section}.")]
+    keys = list(tiny_keys())
+    if section != ALL_SECTIONS:
+        keys = [key for key in keys if f"{key.path}.".startswith(f"{section}.")]
     if not keys:
         raise UserError(unknown_section_message(section))
     lines = ["", "configuration keys, set as --section.key VALUE (defaults of the preset tiny):", ""]

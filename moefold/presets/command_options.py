@@ -32,7 +32,8 @@ def split_overrides(options: type[Any], argv: Sequence[str]) -> tuple[list[str],
     own = {"help"}
     for option in fields(options):
         own.update(option_spellings(option.name))
-    take_values = {option.flag for option in declared_options(options) if not option.is_switch}
+    declared = declared_options(options)
+    take_values = {option.flag for option in declared if not option.is_switch}
     switches = boolean_switches()
     mine: list[str] = []
     overrides: list[str] = []
@@ -85,19 +86,22 @@ def read_options(form: CommandForm[T], argv: Sequence[str]) -> tuple[T, list[str
         mine, overrides = split_overrides(form.options, argv)
     for position, word in enumerate(mine):
         if word in HELP_WORDS:
-            topics = [following for following in mine[position + 1 :] if not following.startswith("-")]
+            following = mine[position + 1 :]
+            topics = [topic for topic in following if not topic.startswith("-")]
             print(help_text(form, *topics[:1]), flush=True)
             raise SystemExit(0)
     refuse_misspelt_option(form.options, overrides)
     refuse_illegal_numbers(form.options, mine)
-    return tyro.cli(form.options, args=mine, prog=f"moefold {form.name}"), overrides
+    options = tyro.cli(form.options, args=mine, prog=f"moefold {form.name}")
+    return options, overrides
 
 
 def refuse_illegal_numbers(options: type[Any], words: Sequence[str]) -> None:
     """Refuse a value that is no number where an option takes one; tyro's message would name Python's types."""
-    numbers = {
-        option.flag: option.type.base for option in declared_options(options) if option.type.base in (int, float)
-    }
+    numbers: dict[str, Any] = {}
+    for option in declared_options(options):
+        if option.type.base in (int, float):
+            numbers[option.flag] = option.type.base
     for word, following in pairwise([*words, "--"]):
         flag, equals, value = word.partition("=")
         value = value if equals else following
@@ -114,7 +118,8 @@ def refuse_illegal_numbers(options: type[Any], words: Sequence[str]) -> None:
 def refuse_misspelt_option(options: type[Any], overrides: Sequence[str]) -> None:
     """Refuse an override that is not a configuration key but is close to one of the command's own options."""
     own = [option.name.replace("_", "-") for option in fields(options)]
-    keys = {key.path for key in iterate_keys(PRESETS["tiny"]())}
+    tiny = PRESETS["tiny"]()
+    keys = {key.path for key in iterate_keys(tiny)}
     for word in overrides:
         name = option_name(word)
         if not word.startswith("--") or "." in name or name in keys:

@@ -52,7 +52,8 @@ class DeclaredOption(NamedTuple):
 
     @property
     def choices(self) -> tuple[str, ...]:
-        return get_args(self.type.base) if get_origin(self.type.base) is Literal else ()
+        base = self.type.base
+        return get_args(base) if get_origin(base) is Literal else ()
 
     @property
     def value_word(self) -> str:
@@ -76,12 +77,15 @@ def declared_option(field: Field[Any], hint: Any) -> DeclaredOption:
     if get_origin(hint) is Annotated:
         hint, *found = get_args(hint)
         markers = tuple(found)
-    return DeclaredOption(field.name, value_type(hint), markers, field.default)
+    kind = value_type(hint)
+    return DeclaredOption(field.name, kind, markers, field.default)
 
 
 def value_type(hint: Any) -> ValueType:
     """`Path | None` -> Path, optional; `tuple[str, ...]` -> str, several."""
-    members = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    members = (hint,)
+    if get_origin(hint) in (Union, UnionType):
+        members = get_args(hint)
     (base,) = [member for member in members if member is not NoneType]
     several = get_origin(base) is tuple
     if several:

@@ -33,7 +33,8 @@ class PublishedRun(NamedTuple):
 
     @property
     def steps(self) -> int:
-        return round(self.tokens / (self.global_batch * self.seq_len))
+        step_tokens = self.global_batch * self.seq_len
+        return round(self.tokens / step_tokens)
 
 
 PUBLISHED_RUNS = {  # other reports do not have them
@@ -81,7 +82,12 @@ def pretraining_config(model: ModelConfig, seq_len: int = 4096) -> Config:
 
 def tiny_variant(config: Config) -> Config:
     """A variant with all mechanisms of a model, small enough for a CPU to train in seconds; for tests and trials."""
-    m, a, moe = config.model, config.model.attention, config.model.moe
+    m = config.model
+    a = m.attention
+    moe = m.moe
+    groups = min(moe.router.groups, 4)
+    groups_chosen = min(moe.router.groups_chosen, 2)
+    devices = min(moe.balance.devices, 4)
     attention = replace(
         a,
         heads=4,
@@ -102,13 +108,16 @@ def tiny_variant(config: Config) -> Config:
         shared_ffn=32 if moe.shared_ffn else 0,
         latent=32 if moe.latent else 0,
         dense_layers=min(moe.dense_layers, 1),
-        router=replace(moe.router, groups=min(moe.router.groups, 4), groups_chosen=min(moe.router.groups_chosen, 2)),
-        balance=replace(moe.balance, devices=min(moe.balance.devices, 4)),
+        router=replace(moe.router, groups=groups, groups_chosen=groups_chosen),
+        balance=replace(moe.balance, devices=devices),
     )
     layers = 2 * moe.every + experts.dense_layers
-    model = replace(m, layers=layers, hidden=64, vocab=256, dense_ffn=96, attention=attention, moe=experts)
+    sizes = replace(m, layers=layers, hidden=64, vocab=256, dense_ffn=96)
+    model = replace(sizes, attention=attention, moe=experts)
     train = TrainConfig(steps=100, global_batch=8, micro_batch=2, validate_every=50, validate_sequences=16)
-    return replace(config, model=model, data=DataConfig(seq_len=128), train=train, optim=OptimConfig(warmup=10))
+    data = DataConfig(seq_len=128)
+    optim = OptimConfig(warmup=10)
+    return replace(config, model=model, data=data, train=train, optim=optim)
 
 
 @register_preset
@@ -161,8 +170,10 @@ def mixtral_8x22b_g8t8() -> Config:
     """Mixtral-8x22B upcycled to 64 experts of an eighth of the width, 8 for each token (Parallel Folding, section
     4.1)."""
     config = mixtral_8x22b()
-    moe = replace(config.model.moe, experts=64, top_k=8, ffn=2048)
-    return replace(config, model=replace(config.model, moe=moe))
+    published = config.model.moe
+    moe = replace(published, experts=64, top_k=8, ffn=2048)
+    model = replace(config.model, moe=moe)
+    return replace(config, model=model)
 
 
 @register_preset

@@ -37,7 +37,8 @@ def propose_layout(pieces: str, costs: Costs, stages: int) -> StageLayout:
     slowest, _ = cut_into_stages(cumulative, stages, math.inf, max)
     _, bounds = cut_into_stages(cumulative, stages, slowest, add_squared_cost)
     cuts = pairwise(bounds)
-    return StageLayout(tuple(pieces[start:end] for start, end in cuts))
+    stages_of_pieces = [pieces[start:end] for start, end in cuts]
+    return StageLayout(tuple(stages_of_pieces))
 
 
 def add_squared_cost(total: float, stage_cost: float) -> float:

@@ -41,7 +41,7 @@ SVG_STYLE = (
 def draw_timeline(program: Program, timeline: Timeline, costs: StageCosts, title: str) -> str:
     """The drawing as SVG text. Every box has a tooltip with its op, its start and its end."""
     scale = pixels_per_second(timeline, costs)
-    communicates = any(any(seconds) for seconds in costs.comm.values())
+    communicates = any(map(any, costs.comm.values()))
     height = BAND
     if communicates:
         height += WIRE
@@ -65,7 +65,8 @@ def draw_timeline(program: Program, timeline: Timeline, costs: StageCosts, title
         body.append(draw_pair_frame(span, y, height, scale))
     body.append(draw_time_axis(timeline.makespan, bottom, scale))
     several_chunks = max(chunks) > 0
-    body.append(draw_legend(bottom + 40, several_chunks, communicates, bool(pairs)))
+    legend_y = bottom + 40
+    body.append(draw_legend(legend_y, several_chunks, communicates, bool(pairs)))
 
     width = LEFT + math.ceil(timeline.makespan * scale) + RIGHT
     return svg_document(max(width, MIN_WIDTH), bottom + 62, body)
@@ -84,7 +85,11 @@ def pixels_per_second(timeline: Timeline, costs: StageCosts) -> float:
 def chunk_of_stages(program: Program) -> list[int]:
     """For each stage, the number of earlier stages on its rank."""
     homes = rank_by_stage(program)
-    return [homes[:stage].count(rank) for stage, rank in enumerate(homes)]
+    chunks: list[int] = []
+    for stage, rank in enumerate(homes):
+        earlier = homes[:stage]
+        chunks.append(earlier.count(rank))
+    return chunks
 
 
 def draw_heading(timeline: Timeline, title: str) -> str:

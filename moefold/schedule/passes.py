@@ -80,7 +80,8 @@ def pair_forward_with_backward(program: Program) -> Program:
     while any(forwards or backwards for forwards, backwards in lanes):
         # One tick: ops of the same tick do not see each other's results.
         started: list[Slot] = []
-        for slots, (forwards, backwards) in zip(paired, lanes, strict=True):
+        rows = zip(paired, lanes, strict=True)
+        for slots, (forwards, backwards) in rows:
             taken = take_ready_slots(forwards, backwards, is_ready)
             slots += taken
             started += taken

@@ -234,7 +234,8 @@ def find_scattered_stages(program: Program) -> list[str]:
     """Stages whose ops are on several ranks, though their weights are on one."""
     homes: dict[int, set[int]] = {}
     for rank, op in ops_with_ranks(program):
-        homes.setdefault(op.stage, set()).add(rank)
+        ranks = homes.setdefault(op.stage, set())
+        ranks.add(rank)
     problems: list[str] = []
     for stage, ranks in sorted(homes.items()):
         if len(ranks) > 1:

@@ -39,8 +39,9 @@ def read_program(text: str) -> Program:
         if not content:
             continue
         match = RANK_LINE.fullmatch(content)
-        if match is None or int(match[1]) != len(program):
-            problems.append(rank_line_problem(number, content, len(program)))
+        expected_rank = len(program)
+        if match is None or int(match[1]) != expected_rank:
+            problems.append(rank_line_problem(number, content, expected_rank))
             break  # every later rank would be off by one
         slots: list[Slot] = []
         for word in match[2].split():
@@ -70,7 +71,8 @@ def slot_problem(text: str) -> str:
 
 
 def parse_slot(text: str) -> Slot:
-    return tuple(parse_op(word) for word in text.split("+"))
+    words = text.split("+")
+    return tuple(map(parse_op, words))
 
 
 def parse_op(word: str) -> PipelineOp:

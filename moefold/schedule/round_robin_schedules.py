@@ -33,14 +33,15 @@ def backward_slot(stage: int, microbatch: int) -> Slot:
 
 def gpipe(ranks: int, microbatches: int, chunks: int = 1) -> Program:
     """GPipe: all forwards, chunk by chunk, then all backwards. Makespan (m + p - 1)(f + b); all microbatches live."""
+    every = range(microbatches)
     program: Program = []
     for rank in range(ranks):
         stages = range(rank, chunks * ranks, ranks)
         slots: RankSlots = []
         for stage in stages:
-            slots += [forward_slot(stage, m) for m in range(microbatches)]
+            slots += [forward_slot(stage, m) for m in every]
         for stage in reversed(stages):
-            slots += [backward_slot(stage, m) for m in range(microbatches)]
+            slots += [backward_slot(stage, m) for m in every]
         program.append(slots)
     return program
 
@@ -49,12 +50,14 @@ def one_f_one_b(ranks: int, microbatches: int, chunks: int = 1) -> Program:
     """1F1B: makespan (m + p - 1)(f + b), at most p - r live on rank r. With several chunks, the interleaved form."""
     if chunks > 1:
         return interleaved_1f1b(ranks, microbatches, chunks)
+    every = range(microbatches)
     program: Program = []
     for rank in range(ranks):
-        forwards = [forward_slot(rank, m) for m in range(microbatches)]
-        backwards = [backward_slot(rank, m) for m in range(microbatches)]
+        forwards = [forward_slot(rank, m) for m in every]
+        backwards = [backward_slot(rank, m) for m in every]
         warmup = ranks - rank - 1
-        program.append(warm_up_and_alternate(forwards, backwards, warmup))
+        slots = warm_up_and_alternate(forwards, backwards, warmup)
+        program.append(slots)
     return program
 
 

@@ -93,7 +93,8 @@ class OrderedProgram:
             self.shapes.append(slot)
         self.shape_counts[rank][number] += 1
         place = len(self.slots)
-        self.slots.append(OrderedSlot(rank, slot, number, self.awaited_slots(rank, slot)))
+        awaited = self.awaited_slots(rank, slot)
+        self.slots.append(OrderedSlot(rank, slot, number, awaited))
         for op in slot:
             self.places[op] = place
 
@@ -128,12 +129,16 @@ class SlotTimes:
     @property
     def exposed(self) -> list[float]:
         """By rank: communication that no compute of the same rank overlapped."""
-        return [busy - compute for busy, compute in zip(self.busy, self.compute, strict=True)]
+        lanes = zip(self.busy, self.compute, strict=True)
+        return [busy - compute for busy, compute in lanes]
 
 
 def time_slots(program: OrderedProgram, costs: StageCosts) -> SlotTimes:
     durations = [slot_duration(slot, costs) for slot in program.shapes]
-    computes = [sum(map(costs.compute_seconds, slot)) for slot in program.shapes]
+    computes: list[float] = []
+    for slot in program.shapes:
+        seconds = map(costs.compute_seconds, slot)
+        computes.append(sum(seconds))
     finish = [0.0] * program.ranks
     starts: list[float] = []
     ends: list[float] = []
@@ -157,13 +162,15 @@ def slot_slack(program: OrderedProgram, times: SlotTimes, send: float) -> list[f
     next_start = [makespan] * program.ranks
     for place in reversed(range(len(program.slots))):
         slot = program.slots[place]
-        latest[place] = min(latest[place], next_start[slot.rank])
+        next_on_rank = next_start[slot.rank]
+        latest[place] = min(latest[place], next_on_rank)
         duration = times.ends[place] - times.starts[place]
         latest_start = latest[place] - duration
         next_start[slot.rank] = latest_start
         for earlier in slot.awaited:
             latest[earlier] = min(latest[earlier], latest_start - send)
-    return [limit - end for limit, end in zip(latest, times.ends, strict=True)]
+    ends = zip(latest, times.ends, strict=True)
+    return [limit - end for limit, end in ends]
 
 
 def sum_over_shapes(counts: Counter[int], seconds: Sequence[float]) -> float:
@@ -183,13 +190,16 @@ def simulate_program(program: Program, costs: StageCosts) -> Timeline:
     bubble = [idle_share(busy, makespan) for busy in times.busy]
     live = [int(most_held_at_once(slots, count_one, count_one)) for slots in program]
     size = [most_held_at_once(slots, saved_bytes, held_bytes) for slots in program]
-    return Timeline(slot_spans(ordered, times), makespan, bubble, live, size, times.exposed)
+    spans = slot_spans(ordered, times)
+    return Timeline(spans, makespan, bubble, live, size, times.exposed)
 
 
 def slot_spans(program: OrderedProgram, times: SlotTimes) -> list[SlotSpan]:
     spans: list[SlotSpan] = []
-    for ordered, start, end in zip(program.slots, times.starts, times.ends, strict=True):
-        spans.append(SlotSpan(ordered.rank, ordered.slot, start, end))
+    timed = zip(program.slots, times.starts, times.ends, strict=True)
+    for ordered, start, end in timed:
+        span = SlotSpan(ordered.rank, ordered.slot, start, end)
+        spans.append(span)
     return spans
 
 
@@ -206,7 +216,9 @@ def count_one(op: PipelineOp) -> float:
 def slot_duration(slot: Slot, costs: StageCosts) -> float:
     lanes: list[OpLanes] = []
     for op in slot:
-        lanes.append((costs.compute_seconds(op), costs.comm_seconds(op)))
+        compute = costs.compute_seconds(op)
+        comm = costs.comm_seconds(op)
+        lanes.append((compute, comm))
     if is_paired(slot):
         return paired_duration(lanes, costs.friction)
     return sum(compute + comm for compute, comm in lanes)
@@ -250,8 +262,9 @@ def lane_intervals(span: SlotSpan, costs: StageCosts) -> list[LaneInterval]:
     for op in span.slot:
         duration = costs.comm_seconds(op)
         if paired and op.kind == "D" and duration:
-            intervals.append(LaneInterval("comm", op, comm_end, comm_end + duration))
-            comm_end += duration
+            end = comm_end + duration
+            intervals.append(LaneInterval("comm", op, comm_end, end))
+            comm_end = end
 
     for op in span.slot:
         start = compute_end

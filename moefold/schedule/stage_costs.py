@@ -142,7 +142,8 @@ class StageCostsReader:
             numbers = cast(list[Any], raw)
             return self.values_by_stage(numbers, path, default)
         if isinstance(raw, Mapping):
-            return self.values_by_piece(cast(CostTree, raw), path, default)
+            by_piece = cast(CostTree, raw)
+            return self.values_by_piece(by_piece, path, default)
         share = self.read_number(raw, path) / self.chunks
         return [share] * self.stages
 
@@ -169,7 +170,8 @@ class StageCostsReader:
                 costs[piece] = self.read_number(raw[piece], f"{path}.{piece}")
         values: list[float] = []
         for pieces in self.layout.stages:
-            values.append(sum(costs[piece] for piece in pieces))
+            piece_costs = map(costs.__getitem__, pieces)
+            values.append(sum(piece_costs))
         return values
 
     def read_number(self, raw: Any, path: str) -> float:
@@ -183,7 +185,8 @@ class StageCostsReader:
 
 def float_or_nan(raw: Any) -> float:
     """A number or its text as a float. YAML reads 2e9, without a sign in the exponent, as a text."""
-    if isinstance(raw, bool) or not isinstance(raw, int | float | str):
+    is_text_or_number = isinstance(raw, int | float | str)
+    if isinstance(raw, bool) or not is_text_or_number:
         return math.nan
     try:
         return float(raw)

@@ -103,7 +103,8 @@ def expand_repeats(text: str, position: int, depth: int) -> tuple[str, int]:
 
 
 def unknown_letter_problem(text: str, letter: str, position: int) -> str:
-    known = ", ".join(f"{key} ({name})" for key, name in PIECE_LETTERS.items())
+    pieces = [f"{key} ({name})" for key, name in PIECE_LETTERS.items()]
+    known = ", ".join(pieces)
     shown = printable_text(letter)
     problem = f"layout {printable_text(text)} has {shown!r} as character {position}"
     return f"{problem}; expected {known}, | between stages, ( ) and *n"
@@ -129,7 +130,8 @@ def write_layout(layout: StageLayout) -> str:
     shortest = {last: texts[last]}  # by first stage, the shortest string of all stages from there on
     for start in reversed(range(last)):
         choices = [f"{texts[start]}|{shortest[start + 1]}"]
-        for period in range(1, (last - start) // 2 + 1):
+        longest = (last - start) // 2
+        for period in range(1, longest + 1):
             times = count_repeats(texts, start, period)
             if times > 1:
                 body = "|".join(texts[start : start + period])

@@ -133,7 +133,8 @@ class SlotWriter:
         if "D" in kinds:
             data_grad = self.next_op("D", stage)
             ops.append(data_grad)
-            self.deferred.append(PipelineOp("W", stage, data_grad.microbatch))
+            wgrad = PipelineOp("W", stage, data_grad.microbatch)
+            self.deferred.append(wgrad)
         if "W" in kinds:
             ops.append(self.oldest_wgrad(stage))
         self.slots.append(tuple(ops))

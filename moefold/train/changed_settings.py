@@ -108,11 +108,14 @@ def record_changes(out: Path, step: int, checkpoint: object, changes: Iterable[C
     """Write the changes of a run that starts at `step`. A line of the same step or of a later one is replaced: these
     steps are done again."""
     path = out / CHANGES_FILE
-    changed = {change.key: {"from": change.saved, "to": change.now} for change in changes}
+    changed: dict[str, dict[str, object]] = {}
+    for change in changes:
+        changed[change.key] = {"from": change.saved, "to": change.now}
     if not changed and not path.exists():
         return
     out.mkdir(parents=True, exist_ok=True)
     lines = JsonLines(path, keep_through=step - 1)
     if changed:
-        lines.write({"step": step, "checkpoint": str(checkpoint), "changed": changed})
+        source = str(checkpoint)
+        lines.write({"step": step, "checkpoint": source, "changed": changed})
     lines.close()

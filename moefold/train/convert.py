@@ -91,7 +91,8 @@ def convert_weights(source: Path, out: Path, request: ConvertRequest, say: Print
     tensors = iterate_hf_tensors(table, weights.fetch_box, dtypes)
     write_model_folder(out, options, plan, tensors, weights.tokenizer, request.overwrite)
     size = total_bytes(plan) / 1e9
-    written = sorted({torch_dtype_text(tensor.dtype) for tensor in plan})
+    dtype_texts = {torch_dtype_text(tensor.dtype) for tensor in plan}
+    written = sorted(dtype_texts)
     say(f"wrote {out}: {family.kind}, {len(plan)} tensors, {size:.3g} GB as {', '.join(written)}")
     if request.upcycle:
         say(compare_with_dense(source, out))
@@ -127,7 +128,8 @@ def requested_dtypes(
 ) -> WrittenDtypes:  # fmt: skip
     """The dtype of every tensor of the export: as saved, or as requested."""
     if request.dtype != "as_saved":
-        return written_dtypes(family, table, source.model, WRITTEN_DTYPES[request.dtype])
+        dtype = WRITTEN_DTYPES[request.dtype]
+        return written_dtypes(family, table, source.model, dtype)
     dtypes: dict[str, torch.dtype] = {}
     for name in table.written:
         pieces = table.source_pieces(name)
@@ -146,9 +148,11 @@ def plan_written_tensors(table: NameTable, dtypes: WrittenDtypes) -> list[Planne
     """Every tensor of the export, in order. The scales of a tensor in FP8 follow it."""
     plan: list[PlannedTensor] = []
     for name, shape in table.written.items():
-        plan.append(PlannedTensor(name, shape, dtypes[name]))
-        if dtypes[name] == FP8_DTYPE:
-            scales = PlannedTensor(name + FP8_SCALE_SUFFIX, block_scales_shape(shape), torch.float32)
+        dtype = dtypes[name]
+        plan.append(PlannedTensor(name, shape, dtype))
+        if dtype == FP8_DTYPE:
+            scales_shape = block_scales_shape(shape)
+            scales = PlannedTensor(name + FP8_SCALE_SUFFIX, scales_shape, torch.float32)
             plan.append(scales)
     return plan
 
@@ -189,14 +193,16 @@ def source_from_checkpoint(path: Path, say: Printer) -> WeightSource:
     if found is None:
         raise UserError(f"{path} is neither a run, nor a checkpoint, nor a folder with config.json and safetensors")
     problems: dict[str, str] = {}
-    config = with_values(Config(), found.state["config"], problems)
+    saved_settings = found.state["config"]
+    config = with_values(Config(), saved_settings, problems)
     if problems:
         raise UserError(f"{found.path} was written with other settings than this version has:", *problems.values())
     say(f"reading {found.path}, step {found.state['step']}")
     saved = SavedModel(found)
     biases = nonzero_biases(saved, config.model.moe.experts)
-    tokenizer = tokenizer_folder(config.data.tokenizer, config.model.vocab)
-    return WeightSource(config.model, saved.fetch_box, saved.saved_dtype, tokenizer, config.data.seq_len, biases)
+    data = config.data
+    tokenizer = tokenizer_folder(data.tokenizer, config.model.vocab)
+    return WeightSource(config.model, saved.fetch_box, saved.saved_dtype, tokenizer, data.seq_len, biases)
 
 
 def nonzero_biases(saved: SavedModel, experts: int) -> tuple[str, ...]:
@@ -223,7 +229,8 @@ def tokenizer_folder(tokenizer: str, vocab: int) -> Path | None:
 
 def upcycled_source(dense: WeightSource, request: ConvertRequest) -> WeightSource:
     if dense.model.moe.dense_layers < dense.model.layers:
-        kinds = ", ".join(name for name, family in FAMILIES.items() if family.dense)
+        dense_kinds = [name for name, family in FAMILIES.items() if family.dense]
+        kinds = ", ".join(dense_kinds)
         raise UserError(f"--upcycle starts from a dense model, and this one has experts; expected one of {kinds}")
     plan = parse_upcycle_plan(request.upcycle or "", dense.model)
     weights = UpcycledWeights(plan, dense.model, dense.fetch_box, request.seed)
@@ -241,7 +248,8 @@ def compare_with_dense(dense: Path, upcycled: Path) -> str:
     upcycled_folder = open_model_folder(upcycled)
     vocab = describe_model(dense_folder).model.vocab
     generator = torch.Generator().manual_seed(0)
-    ids_BS = torch.randint(0, vocab, (1, COMPARED_TOKENS), generator=generator)
+    shape = (1, COMPARED_TOKENS)
+    ids_BS = torch.randint(0, vocab, shape, generator=generator)
     expected = logits_by_layer(dense_folder, ids_BS)
     actual = logits_by_layer(upcycled_folder, ids_BS)
     difference = actual - expected

@@ -21,7 +21,8 @@ def validation_loss(run: Run) -> float:
     count = min(config.validate_sequences, run.validation.windows)
     batch = run.validation.batch_at(0, count)
     parts = list(batch.microbatches(config.micro_batch))
-    loss_sum = torch.zeros((), dtype=torch.float64, device=world.device)
+    device = world.device
+    loss_sum = torch.zeros((), dtype=torch.float64, device=device)
 
     def add_losses(carry: Carry) -> None:
         nonlocal loss_sum
@@ -53,7 +54,8 @@ def sample_text(run: Run, prompt: str, temperature: float = 0.7) -> str:
         context = tokens[-config.data.seq_len :]
         missing = -len(context) % multiple
         window = context + [0] * missing
-        window_1S = torch.tensor([window], device=run.world.device)
+        device = run.world.device
+        window_1S = torch.tensor([window], device=device)
         logits_V = logits_at_position(run, window_1S, len(context) - 1)
         logits_V = logits_V[: run.tokenizer.size].cpu()
         probs_V = (logits_V / temperature).softmax(-1)

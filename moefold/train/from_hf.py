@@ -37,7 +37,8 @@ def from_hf(
     train = TrainConfig(device=kind, precision=precision)  # pyright: ignore[reportArgumentType]
     tokenizer = str(folder.path / "tokenizer.json")  # not opened here
     data = DataConfig(seq_len=seq_len, tokenizer=tokenizer)
-    config = Config(model=described.model, data=data, train=train)
+    model = described.model
+    config = Config(model=model, data=data, train=train)
     world = single_rank_world(device)
     config = resolve_auto_values(config, world)
     config = check_config(config, 1)
@@ -58,7 +59,8 @@ def starting_weights(path: Path, config: Config, world: World, say: Printer) -> 
         family = described.family
         table = family.name_table(config.model)
         load_folder_weights(FolderWeights(folder), table, model, world)
-        saved_dtypes = {stored.dtype for stored in folder.tensors.values()}
+        tensors = folder.tensors.values()
+        saved_dtypes = {stored.dtype for stored in tensors}
         saved = ", ".join(sorted(saved_dtypes))
         first = next(model.parameters())
         here = torch_dtype_text(first.dtype)

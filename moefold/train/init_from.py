@@ -45,4 +45,5 @@ def refuse_hugging_face_folder(source: str) -> None:
 
 
 def changed_model_settings(config: Config, found: FoundCheckpoint) -> list[ChangedSetting]:
-    return [change for change in changed_settings(config, found) if change.key.startswith("model.")]
+    changes = changed_settings(config, found)
+    return [change for change in changes if change.key.startswith("model.")]

@@ -179,7 +179,8 @@ def comparable_optimizer(optim: OptimConfig) -> OptimConfig:
 def single_rank_config(config: Config) -> Config:
     """The same run on a single rank, in larger microbatches where nothing is counted per microbatch."""
     moe = config.model.moe
-    counts_microbatches = moe.capacity.factor != 0 or moe.balance.aux_over == "microbatch"
+    has_capacity = moe.capacity.factor != 0
+    counts_microbatches = has_capacity or moe.balance.aux_over == "microbatch"
     micro_batch = 1 if counts_microbatches else 2
     train = replace(config.train, micro_batch=micro_batch)
     return replace(config, parallel=ParallelConfig(), pipeline=PipelineConfig(), train=train)
@@ -200,7 +201,8 @@ def random_corpus(config: Config) -> Corpus:
     """Random tokens in documents of three on average, shorter than the shortest sequence."""
     random = np.random.default_rng(5)
     count = 200 * config.data.seq_len
-    tokens = random.integers(0, 256, size=count).astype(np.uint8)
+    drawn = random.integers(0, 256, size=count)
+    tokens = drawn.astype(np.uint8)
     begins = random.random(count) < 1 / 3
     starts = np.flatnonzero(begins)
     starts[0] = 0
@@ -258,9 +260,11 @@ def local_weights(run: Run, when: str) -> RankTrace:
 def expert_token_counts(loads: LayerLoads, when: str) -> RankTrace:
     """The tokens of each expert of this rank's layers."""
     entries: RankTrace = []
-    for layer, counts_E in zip(loads.layers, loads.counts_LE, strict=True):
+    counts_by_layer = zip(loads.layers, loads.counts_LE, strict=True)
+    for layer, counts_E in counts_by_layer:
         what = f"{when}tokens of each expert of layer {layer}"
-        entry = TraceEntry(what, (0,), counts_E.double())
+        counts = counts_E.double()
+        entry = TraceEntry(what, (0,), counts)
         entries.append(entry)
     return entries
 
@@ -285,7 +289,8 @@ def local_gradients(run: Run, when: str) -> RankTrace:
 def relative_error(entry: TraceEntry, reference: Tensor) -> float:
     """The error of a part, relative to the norm of the whole tensor, so that a part of tiny numbers is not wrong for
     its rounding. Infinite if it is not a number."""
-    box = tuple(zip(entry.starts, entry.values.shape, strict=True))
+    ranges = zip(entry.starts, entry.values.shape, strict=True)
+    box = tuple(ranges)
     expected = reference[box_slices(box)]
     difference = entry.values.double() - expected.double()
     scale = reference.double().norm() + 1e-30
@@ -312,7 +317,7 @@ def first_mismatch(single_rank: Trace, ranks: Sequence[Trace], tolerance: float)
             missing = f"{what}: only {covered[what]} of {values.numel()} elements are held by any rank, and it"
             return ParityMismatch(missing, 1.0, [])
         by_rank = errors[what]
-        wrong = [rank for rank in sorted(by_rank) if by_rank[rank] > tolerance]
+        wrong = [rank for rank, error in sorted(by_rank.items()) if error > tolerance]
         if wrong:
             largest = max(by_rank.values())
             return ParityMismatch(what, largest, wrong)

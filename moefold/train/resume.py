@@ -79,7 +79,8 @@ def resume_run(run: Run, source: str, say: Printer) -> bool:
     restore_rng_state(rng_state, run.world)
     # Checkpoints of the abandoned continuation must not be found by the next --resume auto.
     step = found.state["step"]
-    is_own = found.path.parent.resolve() == own.resolve()
+    parent = found.path.parent
+    is_own = parent.resolve() == own.resolve()
     last_kept = step if is_own else -1  # a run that continues another one keeps none of its own checkpoints
     retire = partial(retire_later_checkpoints, own, last_kept)
     run_on_rank_zero(retire, run.world, own)

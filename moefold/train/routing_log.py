@@ -51,7 +51,8 @@ class RoutingLog:
         ids_BSK = shard.gather_all_tokens(ids_TK.int(), sharing)  # gloo sends no int16
         if sharing.index == 0:
             on_host = ToHost(ids_BSK.short())
-            choices = RecordedChoices(self.run.step + 1, layer, shard.first, on_host)
+            step = self.run.step + 1
+            choices = RecordedChoices(step, layer, shard.first, on_host)
             self.pending.append(choices)
 
     def write_through(self, step: int) -> None:
@@ -80,11 +81,13 @@ def open_routing_log(run: Run) -> RoutingLog | None:
             f"train.record_routing: ids of model.moe.experts = {experts} experts do not fit 16 bits; expected at most "
             f"{MOST_EXPERTS}; train without recording"
         )
-    create = partial(create_routing_file, path, moe_layers(config.model), routing_shape(config))
+    layers = moe_layers(config.model)
+    create = partial(create_routing_file, path, layers, routing_shape(config))
     run_on_rank_zero(create, run.world, path)
     return RoutingLog(run, RoutingWriter(path))
 
 
 def moe_layers(model: ModelConfig) -> list[int]:
     """The numbers of the MoE layers, those of multi-token prediction behind the others."""
-    return [layer for layer in range(model.layers + model.mtp) if is_moe_layer(model, layer)]
+    layers = range(model.layers + model.mtp)
+    return [layer for layer in layers if is_moe_layer(model, layer)]

@@ -24,7 +24,8 @@ def open_replay(config: Config, model: Transformer, world: World) -> RoutingRead
     if not path:
         return None
     layers = [load.layer for load in model.loads()]
-    open_file = partial(RoutingReader, Path(path), layers, routing_shape(config), config.model.moe.experts)
+    experts = config.model.moe.experts
+    open_file = partial(RoutingReader, Path(path), layers, routing_shape(config), experts)
     return result_of_every_rank(open_file, world)
 
 
@@ -33,8 +34,9 @@ def check_replay(config: Config, loader: BatchLoader, world: World) -> None:
     last = config.train.steps * loader.batch
 
     def read_all() -> None:
-        for consumed in range(loader.consumed, last, loader.batch):
-            loader.replayed_choices(consumed, loader.batch)
+        batch = loader.batch
+        for consumed in range(loader.consumed, last, batch):
+            loader.replayed_choices(consumed, batch)
 
     if loader.replay is not None:
         result_of_every_rank(read_all, world)
@@ -43,6 +45,8 @@ def check_replay(config: Config, loader: BatchLoader, world: World) -> None:
 def routing_shape(config: Config) -> RoutingShape:
     """The sizes of a routing file of this run. With expert choice, any number of experts may take a token."""
     moe = config.model.moe
-    choices = moe.experts if moe.router.kind == "expert_choice" else moe.top_k
+    choices = moe.top_k
+    if moe.router.kind == "expert_choice":
+        choices = moe.experts
     sequences = config.train.steps * config.train.global_batch
     return RoutingShape(sequences, config.data.seq_len, choices)

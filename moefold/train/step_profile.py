@@ -57,11 +57,11 @@ class WatchedStep:
 def profile_step(run: Run, take: Callable[[], T]) -> tuple[T, WatchedStep]:
     """Take a step and see where its time and memory went."""
     counter = SavedTensorCounter(run)
-    on_cuda = run.world.device.type == "cuda"
     spans = run.executor.spans
     observed = step_observers(run, counter)
-    with profile_device(run.world.device) as read_profile, counter.watching_regions(), observed:
-        if on_cuda:
+    device = run.world.device
+    with profile_device(device) as read_profile, counter.watching_regions(), observed:
+        if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         spans.start_recording()
         report = take()
@@ -70,7 +70,7 @@ def profile_step(run: Run, take: Callable[[], T]) -> tuple[T, WatchedStep]:
     spans.recording = False
     profile = read_profile()
     memory = StepMemory(resident_bytes(run), counter.saved)
-    if on_cuda:
+    if device.type == "cuda":
         memory.peak = torch.cuda.max_memory_allocated()
     products = product_rates(run.config, profile, run.world.size)
     return report, WatchedStep(profile, memory, products)
@@ -137,8 +137,9 @@ class SavedTensorCounter:
             self.has_finished = True
         if kind == "F":
             self.open.names.append(step.spec.name)
-            self.open.hooks = torch.autograd.graph.saved_tensors_hooks(self.count, unpacked_as_saved)
-            self.open.hooks.__enter__()
+            hooks = torch.autograd.graph.saved_tensors_hooks(self.count, unpacked_as_saved)
+            self.open.hooks = hooks
+            hooks.__enter__()
 
     def after(self, step: Step, kind: PassKind, key: PassKey) -> None:
         if kind == "F":
@@ -270,7 +271,8 @@ def step_time_table(run: Run, profile: StepProfile) -> Table:
         table.add_column(column, justify="right")
     for name in ordered:
         cells = step_time_cells(name, times)
-        table.add_row(name, lanes.get(name, ""), *cells)
+        lane = lanes.get(name, "")
+        table.add_row(name, lane, *cells)
     return table
 
 
@@ -335,5 +337,6 @@ def launch_gap_lines(profile: StepProfile) -> list[str]:
 
 def median_launch_lead(profile: StepProfile) -> float:
     """Seconds between the launch of a kernel and its start, median over kernels."""
-    leads = [kernel.start - kernel.launched for kernel in profile.kernels_run]
+    kernels = profile.kernels_run
+    leads = [kernel.start - kernel.launched for kernel in kernels]
     return median_high(leads) if leads else 0.0

@@ -36,7 +36,8 @@ class SeriesColumn:
     def mean(self) -> np.ndarray:
         measured = self.count > 0
         divisor = np.maximum(self.count, 1)
-        return np.where(measured, self.total / divisor, np.nan)
+        means = self.total / divisor
+        return np.where(measured, means, np.nan)
 
 
 def single_step_column(step: int, values: np.ndarray) -> SeriesColumn:
@@ -64,7 +65,8 @@ class DownsampledSeries:
             self.columns.append(column)
             return
         newest = self.columns[-1]
-        if step <= newest.last or values.shape != newest.total.shape:
+        same_shape = values.shape == newest.total.shape
+        if step <= newest.last or not same_shape:
             return
         # The newest column fills up before a new one begins.
         if newest.lines < self.lines_per_column:

@@ -106,7 +106,8 @@ def candidate_values(r: PlanRequest, key: str) -> Sequence[int]:
         most = min(MOST_TENSOR, r.gpu.domain)
         return dividing(r.gpus, powers_of_two(most))
     if key == "parallel.cp":
-        most = max(1, r.config.data.seq_len // CONTEXT_TOKENS)
+        most_context = r.config.data.seq_len // CONTEXT_TOKENS
+        most = max(1, most_context)
         return dividing(r.gpus, powers_of_two(most))
     if key == "parallel.pp":
         most = min(MOST_PIPELINE, pieces)
@@ -115,7 +116,8 @@ def candidate_values(r: PlanRequest, key: str) -> Sequence[int]:
         most = min(MOST_STAGES, max(1, pieces // 2))
         return range(1, most + 1)
     if key == "parallel.ep":
-        return dividing(r.gpus, divisors(model.moe.experts))
+        experts = model.moe.experts
+        return dividing(r.gpus, divisors(experts))
     if key == "train.micro_batch":
         return powers_of_two(MOST_SEQUENCES)
     return global_batches(r.gpus)
@@ -161,7 +163,8 @@ def nearest_legal_layout(case: ConfigOnRanks, values: SliderValues, hold: str) -
     start: SliderPlaces = ()
     for key in SLIDER_KEYS:
         now[key] = config_value(case.config, key)
-        start += (values[key].index(now[key]),)
+        place = values[key].index(now[key])
+        start += (place,)
     # Nearest layouts first; a layout's neighbours are one step of one slider away.
     seen = {start}
     queue = [(0.0, 1, start)]  # of equally near layouts, the one found first
@@ -178,7 +181,8 @@ def nearest_legal_layout(case: ConfigOnRanks, values: SliderValues, hold: str) -
             seen.add(neighbour)
             neighbour_layout = layout_at_places(neighbour, values)
             distance = layout_distance(now, neighbour_layout)
-            heapq.heappush(queue, (distance, len(seen), neighbour))
+            entry = distance, len(seen), neighbour
+            heapq.heappush(queue, entry)
     return None
 
 
@@ -205,7 +209,8 @@ def neighbour_places(places: SliderPlaces, values: SliderValues, hold: str) -> I
         count = len(values[key])
         before = places[:i]
         after = places[i + 1 :]
-        for place in (places[i] - 1, places[i] + 1):
+        here = places[i]
+        for place in (here - 1, here + 1):
             if 0 <= place < count:
                 yield (*before, place, *after)
 

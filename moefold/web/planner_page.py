@@ -28,7 +28,8 @@ def planner_page_data() -> dict[str, Any]:
     example = PRESETS["tiny"]()
     all_keys = [*iterate_keys(example), *iterate_keys(PlanChoices())]
     by_path = {key.path: key for key in all_keys}
-    paths = {name: name for name in (*PICKED_OPTIONS, *EXPLAINED_KEYS)}
+    named = (*PICKED_OPTIONS, *EXPLAINED_KEYS)
+    paths = {name: name for name in named}
     paths.update(SHORT_KEYS)
     explained: dict[str, Any] = {}
     for name, path in paths.items():

@@ -108,7 +108,8 @@ def security_headers(page: RenderedPage) -> dict[str, str]:
 
 
 def csp_digest(text: str) -> str:
-    digest = hashlib.sha256(text.encode()).digest()
+    raw = text.encode()
+    digest = hashlib.sha256(raw).digest()
     return f"'sha256-{b64encode(digest).decode()}'"
 
 
@@ -126,7 +127,8 @@ class HeadersMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
-                message["headers"] = [*message["headers"], *self.headers]
+                own = message["headers"]
+                message["headers"] = [*own, *self.headers]
             await send(message)
 
         if scope["type"] == "http":
@@ -216,7 +218,8 @@ async def respond_json(request: Request, reply: AsyncReply) -> Response:
     try:
         raw = await read_question(request)
     except UserError as refused:
-        return JSONResponse({"problems": list(refused.problems)}, 400)
+        problems = list(refused.problems)
+        return JSONResponse({"problems": problems}, 400)
     status, body = await reply(raw)
     return JSONResponse(body, status)
 

@@ -25,7 +25,8 @@ def render_report(folders: Sequence[Path]) -> str:
     labels = distinct_labels([folder.resolve() for folder in folders])
     runs: list[JsonObject] = []
     for folder, label in zip(folders, labels, strict=True):
-        runs.append(summarize_run(folder, label, len(folders)))
+        summary = summarize_run(folder, label, len(folders))
+        runs.append(summary)
     title = " and ".join(run["label"] for run in runs)
     data = {"runs": runs}
     page = render_page("page.html", REPORT_STYLES, REPORT_SCRIPTS, title, data)

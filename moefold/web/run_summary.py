@@ -65,7 +65,8 @@ def require_run_folder(folder: Path) -> None:
 def run_folders_in(folder: Path) -> list[Path]:
     if not folder.is_dir():
         return []
-    return sorted(path.parent for path in folder.glob("*/metrics.jsonl"))
+    metrics = folder.glob("*/metrics.jsonl")
+    return sorted(path.parent for path in metrics)
 
 
 class MetricSeries:
@@ -90,7 +91,8 @@ class MetricSeries:
         # Curves: one number a step.
         curves: JsonObject = {}
         for name in CURVE_METRICS:
-            curves[name] = as_float_array(record.get(name), 0)
+            value = record.get(name)
+            curves[name] = as_float_array(value, 0)
         violation_L = as_float_array(record.get("max_violation"), 1)
         if violation_L is not None:
             curves["worst_violation"] = violation_L.max()
@@ -105,7 +107,9 @@ class MetricSeries:
             value_L = as_float_array(record.get(name), 1)
             if value_L is not None:
                 self.maps[name].add_step(step, value_L)
-                total = value_L.mean() if name == "drop_rate" else value_L.sum()
+                total = value_L.sum()
+                if name == "drop_rate":
+                    total = value_L.mean()
                 self.last[name] = float(total)
 
     def last_values(self) -> dict[str, float | None]:
@@ -157,7 +161,8 @@ def summarize_run(folder: Path, label: str, runs: int) -> JsonObject:
 
 def moe_layer_numbers(config: Config) -> list[int]:
     layers = range(config.model.layers)
-    return [layer for layer in layers if is_moe_layer(config.model, layer)]
+    model = config.model
+    return [layer for layer in layers if is_moe_layer(model, layer)]
 
 
 def curve_columns(series: DownsampledSeries) -> JsonObject:

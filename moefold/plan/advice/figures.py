@@ -43,9 +43,13 @@ def describe_ratio(ratio: float, links: str) -> str:
 
 def replicated_attention(plan: Situation) -> Iterator[Advice]:
     """Eq. 10, for weights that the ranks of a sequence hold in copies."""
-    s, gpu = plan.setting, plan.gpu
-    p, replicas = s.parallel, s.degrees["dp"]
-    if p.cp == 1 or replicas == 1 or p.cp * p.tp > gpu.domain or s.world <= gpu.domain:
+    s = plan.setting
+    gpu = plan.gpu
+    p = s.parallel
+    replicas = s.degrees["dp"]
+    if p.cp == 1 or replicas == 1:
+        return
+    if p.cp * p.tp > gpu.domain or s.world <= gpu.domain:
         return
     ratio = between_over_inside(gpu.inside, gpu.network, p.cp, replicas)
     cost = "hides behind the network" if ratio >= 1 else f"takes {1 / ratio:.1f} times as long as the network"

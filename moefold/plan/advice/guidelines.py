@@ -20,7 +20,8 @@ def less_model_parallelism(plan: Situation) -> Iterator[Advice]:
     """Guideline 1: the smallest degrees that fit; replicas do the rest."""
     source = "guideline 1"
     p = plan.config.parallel
-    if plan.choices.sharding == "none" and plan.setting.degrees["dp"] > 1:
+    replicas = plan.setting.degrees["dp"]
+    if plan.choices.sharding == "none" and replicas > 1:
         sharded = plan.changed({"sharding": "zero"})
         if sharded:
             saved = plan.gib - sharded.gib
@@ -48,7 +49,8 @@ def groups_inside_a_domain(plan: Situation) -> Iterator[Advice]:
     text = f"a layer's experts lie in {domains} NVLink domains of {domain}; {waiting:.0%} of the step waits for tokens"
     ep = max(1, domain // p.etp)
     fewer: Change = {"parallel.ep": ep}
-    deeper: Change = {"parallel.ep": ep, "parallel.pp": p.pp * (p.ep // ep)}
+    pp = p.pp * (p.ep // ep)
+    deeper: Change = {"parallel.ep": ep, "parallel.pp": pp}
     best = plan.best_of((fewer, deeper))
     if best:
         change, other = best
@@ -65,8 +67,9 @@ def more_stages_per_rank(plan: Situation) -> Iterator[Advice]:
     if plan.config.parallel.pp == 1 or bubble < NOTICEABLE:
         return
     text = f"{bubble:.0%} of the step is pipeline bubble"
-    changes: list[Change] = [{"pipeline.vpp": p.vpp * factor} for factor in (2, 4)]
-    best = plan.best_of(changes)
+    twice_as_many: Change = {"pipeline.vpp": 2 * p.vpp}
+    four_times: Change = {"pipeline.vpp": 4 * p.vpp}
+    best = plan.best_of((twice_as_many, four_times))
     batch = plan.config.train.global_batch
     twice = plan.changed({"train.global_batch": 2 * batch})
     if best:
@@ -84,7 +87,8 @@ def whole_experts(plan: Situation) -> Iterator[Advice]:
     p = plan.config.parallel
     if p.etp == 1:
         return
-    change: Change = {"parallel.ep": p.ep * p.etp, "parallel.etp": 1}
+    ep = p.ep * p.etp
+    change: Change = {"parallel.ep": ep, "parallel.etp": 1}
     other = plan.changed(change)
     if other and plan.is_better(other):
         text = f"every expert is cut in {p.etp}; {propose_faster(plan, change, other)}"
@@ -93,7 +97,8 @@ def whole_experts(plan: Situation) -> Iterator[Advice]:
 
 def context_parallelism(plan: Situation) -> Iterator[Advice]:
     """Guideline 5: context parallelism for long sequences only."""
-    cp, length = plan.config.parallel.cp, plan.config.data.seq_len
+    cp = plan.config.parallel.cp
+    length = plan.config.data.seq_len
     if cp > 1 and length < SHORT_SEQUENCE:
         yield from less_context(plan)
     if cp == 1 and length >= LONG_SEQUENCE:
@@ -101,7 +106,8 @@ def context_parallelism(plan: Situation) -> Iterator[Advice]:
 
 
 def less_context(plan: Situation) -> Iterator[Advice]:
-    cp, length = plan.config.parallel.cp, plan.config.data.seq_len
+    cp = plan.config.parallel.cp
+    length = plan.config.data.seq_len
     change: Change = {"parallel.cp": 1}
     other = plan.changed(change)
     if other and other.fits:
@@ -111,14 +117,20 @@ def less_context(plan: Situation) -> Iterator[Advice]:
 
 def more_context(plan: Situation) -> Iterator[Advice]:
     """The smallest cp that makes the plan fit, or makes it faster."""
-    held = plan.fullest.activations + plan.fullest.working
-    part = held / (plan.fullest.total + plan.fullest.outside)
+    rank = plan.fullest
+    held = rank.activations + rank.working
+    part = held / (rank.total + rank.outside)
     for cp in CONTEXT_RANKS:
         change: Change = {"parallel.cp": cp, "parallel.context": "all_gather"}
         other = plan.changed(change)
-        if other is None or not other.fits or (plan.fits and not plan.is_better(other)):
+        if other is None or not other.fits:
             continue
-        result = propose_faster(plan, change, other) if plan.fits else propose(change, f"{other.gib:.1f} GiB, fits")
+        if not plan.fits:
+            result = propose(change, f"{other.gib:.1f} GiB, fits")
+        elif plan.is_better(other):
+            result = propose_faster(plan, change, other)
+        else:
+            continue
         text = f"activations of {plan.config.data.seq_len} tokens are {part:.0%} of the memory; {result}"
         yield Advice("layout", text, "guideline 5")
         return

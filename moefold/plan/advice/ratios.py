@@ -84,4 +84,5 @@ def graph_count(s: RunSetting) -> int:
 
 def has_experts(s: RunSetting) -> bool:
     model = s.model
-    return any(is_moe_layer(model, layer) for layer in range(model.layers))
+    layers = range(model.layers)
+    return any(is_moe_layer(model, layer) for layer in layers)

@@ -65,7 +65,8 @@ def memory_changes(plan: Situation) -> Iterator[Change]:
     if plan.config.model.attention.kind == "mla":
         regions = (*regions, "up")
     if not choices.recomputed.issuperset(regions):
-        yield {"recompute": tuple(dict.fromkeys((*choices.recompute, *regions)))}
+        recomputed = dict.fromkeys((*choices.recompute, *regions))
+        yield {"recompute": tuple(recomputed)}
     if not choices.offload:
         yield {"offload": ("experts",)}
     if not choices.states_on_host:
@@ -120,7 +121,8 @@ def lighter_exchange(plan: Situation) -> Iterator[Advice]:
 
 def exposed_collectives(plan: Situation) -> Iterator[Advice]:
     time = plan.time
-    joined = time.walls["communication"] - time.pipeline_time.exposed - time.exchange
+    joined = time.walls["communication"] - time.pipeline_time.exposed
+    joined -= time.exchange
     part = plan.share(joined)
     p = plan.config.parallel
     if part < NOTICEABLE or p.tp == 1:
@@ -139,7 +141,8 @@ def even_stages(plan: Situation) -> Iterator[Advice]:
     costs = plan.time.costs
     for stage, rank in enumerate(rank_of_each_stage(plan.config)):
         for kind in costs.compute:
-            by_rank[rank] += costs.compute[kind][stage] + costs.comm[kind][stage]
+            compute = costs.compute[kind][stage]
+            by_rank[rank] += compute + costs.comm[kind][stage]
     slowest = max(by_rank) / mean(by_rank)
     if slowest < UNEVEN_STAGES:
         return
@@ -157,7 +160,8 @@ def larger_microbatches(plan: Situation) -> Iterator[Advice]:
     few = 0 < rows < FEW_TILES * EXPERT_TILE_ROWS
     if host < NOTICEABLE and not few:
         return
-    change: Change = {"train.micro_batch": 2 * plan.config.train.micro_batch}
+    size = plan.config.train.micro_batch
+    change: Change = {"train.micro_batch": 2 * size}
     other = plan.changed(change)
     if not other or not plan.is_better(other):
         return
@@ -195,7 +199,10 @@ def lower_precision(plan: Situation) -> Iterator[Advice]:
     products = plan.wall("arithmetic") + plan.wall("compute")
     short = plan.gib > NEARLY_FULL * plan.gpu.memory
     known = [name for name in LOW_PRECISIONS if name in plan.gpu.precisions]
-    if plan.setting.product_precision != "bf16" or not known or (plan.wall("compute") < SLOW_KERNELS and not short):
+    slow = plan.wall("compute") >= SLOW_KERNELS
+    if plan.setting.product_precision != "bf16" or not known:
+        return
+    if not slow and not short:
         return
     change: Change = {"precision": known[0]}
     if plan.choices.stack == "moefold" and plan.gpu.capability == HOPPER_CAPABILITY:

@@ -67,8 +67,11 @@ class Situation:
     def changed(self, changes: Change) -> Situation | None:
         """The situation with other values of keys: of the configuration with a dot, else of `PlanChoices`. None where
         a rule forbids them."""
-        of_run = {path: value for path, value in changes.items() if "." in path}
-        of_plan = {path: value for path, value in changes.items() if "." not in path}
+        of_run: dict[str, Any] = {}
+        of_plan: dict[str, Any] = {}
+        for path, value in changes.items():
+            side = of_run if "." in path else of_plan
+            side[path] = value
         problems: dict[str, str] = {}
         config = with_values(self.config, of_run, problems)
         world = self.setting.world
@@ -92,7 +95,8 @@ class Situation:
             other = self.changed(change)
             if other is None or not self.is_better(other):
                 continue
-            if best is None or other.seconds_per_sequence < best[1].seconds_per_sequence:
+            seconds = other.seconds_per_sequence
+            if best is None or seconds < best[1].seconds_per_sequence:
                 best = change, other
         return best
 
@@ -110,12 +114,17 @@ def describe_change(change: Change) -> str:
     """pipeline.vpp 4, parallel.ep 8"""
     words: list[str] = []
     for path, value in change.items():
-        regions = cast(tuple[str, ...], value) if isinstance(value, tuple) else (str(value),)
-        shown = ",".join(regions)
+        shown = str(value)
+        if isinstance(value, tuple):
+            shown = ",".join(cast(tuple[str, ...], value))
         words.append(f"{path} {shown}")
     return ", ".join(words)
 
 
 def in_trainer(change: Change) -> bool:
     """Whether the trainer has every choice of a change."""
-    return all(value in TRAINER_VALUES.get(path, (value,)) for path, value in change.items())
+    for path, value in change.items():
+        known = TRAINER_VALUES.get(path, (value,))
+        if value not in known:
+            return False
+    return True

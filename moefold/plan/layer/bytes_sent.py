@@ -34,7 +34,8 @@ def step_bytes_sent(spec: StepSpec, s: RankShapes) -> list[AxisTraffic]:
     traffic = tensor_parallel_bytes(step, s)
     if step == "attend" and s.portion.cp > 1:
         forward, backward = context_parallel_bytes(s)
-        traffic.append(AxisTraffic(step, "cp", s.portion.context, forward, backward))
+        context = s.portion.context
+        traffic.append(AxisTraffic(step, "cp", context, forward, backward))
     if step in ("dispatch", "combine"):
         traffic += expert_parallel_bytes(step, s)
     return traffic
@@ -48,14 +49,14 @@ def tensor_parallel_bytes(step: str, s: RankShapes) -> list[AxisTraffic]:
     sent: list[tuple[str, float]] = []
     if step in ("embed", "look_ahead"):
         sent.append(("sum of embeddings", stream))
-    gathers_stream = step in ("mlp", "shared") or (step == "attend" and not s.mla)
-    if gathers_stream:
+    if step in ("mlp", "shared") or (step == "attend" and not s.mla):
         sent.append(("gather", stream))
     if step == "predict":
         streams = 1 + s.model.mtp
         sent.append(("gather", stream * streams))
     if step == "attend" and s.mla:
-        latents = (s.q_rank or s.D) + s.kv_rank + s.rope
+        query_source = s.q_rank or s.D
+        latents = query_source + s.kv_rank + s.rope
         gathered = s.T * latents * wide * other_ranks
         sent.append(("gather", gathered))
     if step in ("attend", "mlp", "shared"):
@@ -63,7 +64,8 @@ def tensor_parallel_bytes(step: str, s: RankShapes) -> list[AxisTraffic]:
     traffic: list[AxisTraffic] = []
     for what, size in sent:
         if size:
-            traffic.append(AxisTraffic(step, "tp", what, size, size))
+            sent_both_ways = AxisTraffic(step, "tp", what, size, size)
+            traffic.append(sent_both_ways)
     return traffic
 
 
@@ -73,22 +75,23 @@ def context_parallel_bytes(s: RankShapes) -> tuple[float, float]:
     heads sends the same bytes in both."""
     cp = s.portion.cp
     wide = s.recipe.wide
+    again = wide * (cp - 1)
     key_and_value = s.Q + s.V
     keys = s.C * s.G * key_and_value
     if s.portion.context == "all_gather":
-        gathered = keys * wide * (cp - 1)
+        gathered = keys * again
         return gathered, gathered
     if s.portion.context == "ring":
-        again = wide * (cp - 1)
         gradients = FP32_BYTES * cp
-        return keys * wide * (cp - 1), keys * (again + gradients)
+        return keys * again, keys * (again + gradients)
 
     # An all-to-all of heads inside a node, a ring of keys between nodes.
     inside = cp
     if s.portion.context != "all_to_all":
         inside = min(cp, s.choices.node)
     heads = s.H * key_and_value + s.G * key_and_value
-    exchanged = s.C * heads * wide * (inside - 1) / inside
+    whole = s.C * heads * wide
+    exchanged = whole * (inside - 1) / inside
     nodes = cp / inside
     other_nodes = nodes - 1
     ring = wide * other_nodes
@@ -138,7 +141,8 @@ def expert_parallel_elements(s: RankShapes) -> list[SentElements]:
         sent.append(("ep nodes", "hierarchical", between_nodes))
         sent.append(("ep inside", "hierarchical", inside_node))
     elif p.ep > 1:
-        to_ranks = token * copies * (p.ep - 1) / p.ep
+        other_ranks = p.ep - 1
+        to_ranks = token * copies * other_ranks / p.ep
         sent.append(("ep", p.dispatcher, to_ranks))
     if p.etp > 1:
         arrived = copies if p.ep > 1 else 1

@@ -57,15 +57,19 @@ def recipes_of_layers(model: ModelConfig, precision: PrecisionConfig) -> tuple[L
         return (PLAIN_LAYER,) * count
     products = list(model_products(model, ParallelConfig()))
     chosen, _ = choose_recipes(products, precision, model.layers)
-    named: list[list[tuple[str, str]]] = [[] for _ in range(count)]
+    named: list[list[tuple[str, str]]] = []
+    for _ in range(count):
+        named.append([])
     for choice in chosen:
         number = layer_number(choice.product, model)
-        named[number].append((choice.product.place, choice.recipe))
-    return tuple(LayerRecipes(tuple(places)) for places in named)
+        place = choice.product.place
+        named[number].append((place, choice.recipe))
+    recipes = [LayerRecipes(tuple(places)) for places in named]
+    return tuple(recipes)
 
 
 def layer_number(product: ProductSpec, model: ModelConfig) -> int:
     if product.layer is not None:
         return product.layer
-    depth = int(product.prefix.split(".")[1])
-    return model.layers + depth
+    _, depth, *_ = product.prefix.split(".")
+    return model.layers + int(depth)

@@ -72,7 +72,8 @@ def attend_tensors() -> list[TensorEntry]:
 def mlp_tensors() -> list[TensorEntry]:
     table = TensorTable("mlp")
     table.add("stream", rank_tokens, stream_width, read_by="norm")
-    table.remade_by("norm").add("normed", rank_tokens, stream_width, "linear")
+    norm = table.remade_by("norm")
+    norm.add("normed", rank_tokens, stream_width, "linear")
     mlp = table.remade_by("mlp")
     mlp.add("pre-activation", context_tokens, dense_preactivation_width)
     mlp.add("activated", context_tokens, dense_inner_width, "linear")
@@ -91,7 +92,8 @@ def route_tensors() -> list[TensorEntry]:
 
 def shared_expert_tensors() -> list[TensorEntry]:
     table = TensorTable("shared")
-    table.remade_by("norm", "moe").add("normed, for shared experts", rank_tokens, stream_width, "copy")
+    norm = table.remade_by("norm", "moe")
+    norm.add("normed, for shared experts", rank_tokens, stream_width, "copy")
     shared = table.remade_by("shared", "moe")
     shared.add("pre-activation", context_tokens, shared_preactivation_width)
     shared.add("activated", context_tokens, shared_inner_width, "linear")

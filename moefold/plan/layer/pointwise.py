@@ -19,12 +19,15 @@ NORM_PASSES = 5  # a norm of the stream, and the addition of a layer's output to
 def attention_elements(s: RankShapes) -> float:
     """Elements of queries, keys and values that norms, RoPE and up-projections read or write."""
     if s.mla:
+        queries = s.H * s.Q
         keys = s.G * (s.Q + s.V)
-        heads = 2 * s.C * (s.H * s.Q + keys)
-        latents = 2 * s.T * (s.q_rank + s.kv_rank)
+        ranks = s.q_rank + s.kv_rank
+        heads = 2 * s.C * (queries + keys)
+        latents = 2 * s.T * ranks
         return heads + latents
     norms = 2 if s.model.attention.qk_norm != "none" else 1
-    queries_and_keys = 2 * norms * (s.H + s.G) * s.Q
+    query_and_key_heads = s.H + s.G
+    queries_and_keys = 2 * norms * query_and_key_heads * s.Q
     values = 2 * s.G * s.V
     return s.C * (queries_and_keys + values)
 
@@ -36,7 +39,8 @@ def activation_elements(s: RankShapes) -> float:
         return 0.0
     elements = (s.expert_parts + 1) * s.F
     if s.model.moe.biases:
-        elements += 2 * s.expert_parts * s.F + 2 * s.W
+        biased = s.expert_parts * s.F
+        elements += 2 * biased + 2 * s.W
     return s.R * elements
 
 
@@ -56,8 +60,9 @@ def arranged_elements(s: RankShapes) -> float:
 def cross_entropy_elements(s: RankShapes) -> float:
     """Elements of logits that are read and written beside GEMMs, in forward and backward; fewer with the fused
     kernel."""
-    fused = s.choices.stack == "moefold" and s.chosen_implementation("cross_entropy") == "triton"
-    passes = 2 / 3 if fused else 6
+    passes = 6
+    if s.choices.stack == "moefold" and s.chosen_implementation("cross_entropy") == "triton":
+        passes = 2 / 3
     heads = 1 + s.model.mtp
     return passes * s.C * s.P * heads
 
@@ -72,7 +77,8 @@ def attend_elements(s: RankShapes) -> float:
 
 def mlp_elements(s: RankShapes) -> float:
     norm = NORM_PASSES * s.T * s.D
-    return norm + (s.dense_parts + 1) * s.C * s.M
+    activation = (s.dense_parts + 1) * s.C * s.M
+    return norm + activation
 
 
 def route_elements(s: RankShapes) -> float:
@@ -82,7 +88,8 @@ def route_elements(s: RankShapes) -> float:
 
 def shared_elements(s: RankShapes) -> float:
     stream = 2 * s.T * s.D
-    return stream + (s.shared_parts + 1) * s.C * s.A
+    activation = (s.shared_parts + 1) * s.C * s.A
+    return stream + activation
 
 
 def combine_elements(s: RankShapes) -> float:
@@ -192,7 +199,8 @@ def count_launches(step: str, gemms: Gemms, s: RankShapes) -> tuple[float, float
         count += MLA_EXTRA_LAUNCHES
     if s.choices.stack != "megatron":
         return count, 0
-    looped = sum(gemm.groups for gemm in gemms if gemm.kind == "grouped")
+    groups = [gemm.groups for gemm in gemms if gemm.kind == "grouped"]
+    looped = sum(groups)
     if quantizes:
         looped *= QUANTIZED_LOOP_LAUNCHES
     return count, looped

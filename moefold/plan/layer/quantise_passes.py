@@ -23,7 +23,9 @@ def quantised_gemms(gemms: Gemms) -> list[Gemm]:
 
 
 def apart_from_fused_experts(gemms: Iterable[Gemm], s: RankShapes) -> list[Gemm]:
-    return [gemm for gemm in gemms if not (s.fuses_experts and gemm.kind == "grouped")]
+    if not s.fuses_experts:
+        return list(gemms)
+    return [gemm for gemm in gemms if gemm.kind != "grouped"]
 
 
 def forward_quantise_bytes(step: str, gemms: Gemms, s: RankShapes) -> float:
@@ -33,7 +35,9 @@ def forward_quantise_bytes(step: str, gemms: Gemms, s: RankShapes) -> float:
     for gemm in apart_from_fused_experts(quantised, s):
         recipe = gemm.recipe
         elements = gemm.rows * gemm.groups * gemm.k
-        by_input[gemm.rows, gemm.k, recipe] = elements * quantise_pass_bytes(recipe, copies_of_operand(recipe), s)
+        copies = copies_of_operand(recipe)
+        moved = elements * quantise_pass_bytes(recipe, copies, s)
+        by_input[gemm.rows, gemm.k, recipe] = moved
     moved = sum(by_input.values())
     if step == "experts" and s.fuses_fp8_experts:
         moved += fused_forward_bytes(quantised[0].recipe, s)
@@ -56,19 +60,23 @@ def backward_quantise_bytes(step: str, gemms: Gemms, s: RankShapes) -> float:
 def fused_forward_bytes(recipe: RecipeSpec, s: RankShapes) -> float:
     """Tokens, once each; and the activation where no block of it is a scale's, so that the product does not write
     it in FP8."""
-    tokens = s.N * s.W * quantise_pass_bytes(recipe, 1, s)
+    element = quantise_pass_bytes(recipe, 1, s)
+    tokens = s.N * s.W * element
     if not recipe.scales_in_epilogue:
         return tokens
-    return tokens + s.R * s.F * quantise_pass_bytes(recipe, 1, s)
+    activation = s.R * s.F * element
+    return tokens + activation
 
 
 def fused_backward_bytes(recipe: RecipeSpec, s: RankShapes) -> float:
     """Gradients of results and of the pre-activation; then the operands of weight gradients: activation and rows along
     columns, or rows and gradient of results copied into tiles."""
     gradient_width = s.W + s.expert_parts * s.F
-    gradients = gradient_width * quantise_pass_bytes(recipe, copies_of_operand(recipe), s)
+    copies = copies_of_operand(recipe)
+    gradients = gradient_width * quantise_pass_bytes(recipe, copies, s)
     if s.fp8_expert_wgrad:
-        operands = (s.F + s.W) * quantise_pass_bytes(recipe, 1, s)
+        element = quantise_pass_bytes(recipe, 1, s)
+        operands = (s.F + s.W) * element
     else:
         operands = 2 * s.W * 2 * s.recipe.wide
     return s.R * (gradients + operands)

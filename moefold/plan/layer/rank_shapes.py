@@ -51,7 +51,8 @@ class RankPortion:
 
     @property
     def tokens(self) -> float:
-        return self.seq_len * self.micro_batch / (self.cp * self.tp)
+        ranks = self.cp * self.tp
+        return self.seq_len * self.micro_batch / ranks
 
     @property
     def degrees(self) -> dict[str, int]:
@@ -95,9 +96,11 @@ class RankShapes:
         tp = self.portion.tp
         self.mla = attention.kind == "mla"
         self.H = attention.heads / tp
-        self.G = (attention.heads if self.mla else attention.kv_heads) / tp
+        key_heads = attention.heads if self.mla else attention.kv_heads
+        self.G = key_heads / tp
         self.Q = attention.head_dim
-        self.V = (self.mla and attention.value_dim) or attention.head_dim
+        value_dim = self.mla and attention.value_dim
+        self.V = value_dim or attention.head_dim
         self.q_rank = attention.q_rank
         self.kv_rank = attention.kv_rank
         self.rope = attention.rope_dim
@@ -159,7 +162,8 @@ class RankShapes:
         """The implementation of an op that a run would choose on this device."""
         forced = forced_implementations(self.portion.force)
         facts = replace(self.facts, recipe=recipe)
-        name, _ = pick_implementation(op, facts, forced.get(op))
+        choice = forced.get(op)
+        name, _ = pick_implementation(op, facts, choice)
         return name
 
     @cached_property
@@ -177,7 +181,8 @@ class RankShapes:
 
     @cached_property
     def fuses_fp8_experts(self) -> bool:
-        return self.fuses_experts and self.expert_recipe is not None and self.expert_recipe.quantises
+        recipe = self.expert_recipe
+        return self.fuses_experts and recipe is not None and recipe.quantises
 
     @cached_property
     def fp8_expert_wgrad(self) -> bool:
@@ -190,7 +195,8 @@ class RankShapes:
         if self.choices.device != "cpu":
             return False
         has_window = self.window > 0
-        return self.V != self.Q or has_window or self.model.attention.sinks
+        has_sinks = self.model.attention.sinks
+        return self.V != self.Q or has_window or has_sinks
 
     @cached_property
     def composed_rmsnorm(self) -> bool:

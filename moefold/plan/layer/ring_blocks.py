@@ -64,7 +64,8 @@ def builds_ring_scores(s: RankShapes) -> bool:
     facts = replace(s.facts, attention=shape, sees_all=sees_all)
     forced = forced_implementations(s.portion.force)
     for op in RING_OPS:
-        chosen, _ = pick_implementation(op, facts, forced.get(op))
+        choice = forced.get(op)
+        chosen, _ = pick_implementation(op, facts, choice)
         if chosen == "reference":
             return True
     return False

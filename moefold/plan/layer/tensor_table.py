@@ -135,13 +135,17 @@ class LayerStack:
     waiting: list[TensorEntry]
 
     def waiting_bytes(self, step: str, s: RankShapes) -> float:
-        held = [entry for entry in self.waiting if entry.step == step and entry.condition(s)]
-        return sum(entry.total_bytes(s) for entry in held)
+        size = 0.0
+        for entry in self.waiting:
+            if entry.step == step and entry.condition(s):
+                size += entry.total_bytes(s)
+        return size
 
     def working_bytes(self, step: str, pass_name: str, s: RankShapes) -> float:
         """Bytes of a step's largest working set."""
         largest = 0.0
-        for working_set in self.working_sets.get((step, pass_name), ()):
+        working_sets = self.working_sets.get((step, pass_name), ())
+        for working_set in working_sets:
             present = [entry for entry in working_set if entry.condition(s)]
             size = sum(entry.total_bytes(s) for entry in present)
             largest = max(largest, size)
@@ -260,4 +264,6 @@ def weighs_expert_outputs(s: RankShapes) -> bool:
 
 def separate_expert_wgrad(s: RankShapes) -> bool:
     """Whether the gradient of expert weights is allocated in backward, beside the sum that it is added to."""
-    return not (s.portion.defers_wgrad or (s.fuses_experts and s.portion.accumulates))
+    if s.fuses_experts and s.portion.accumulates:
+        return False
+    return not s.portion.defers_wgrad

@@ -49,7 +49,8 @@ class Cluster:
 
     @property
     def link_bandwidths(self) -> price.LinkSpeeds:
-        return price.LinkSpeeds(self.gpu.inside, self.gpu.network, source=self.gpu.name)
+        gpu = self.gpu
+        return price.LinkSpeeds(gpu.inside, gpu.network, source=gpu.name)
 
     def ring_bandwidth(self, stride: int, ranks: int) -> float:
         """Bandwidth per rank of a ring over `ranks` ranks, `stride` apart, in bytes/s. Beyond a domain, all members in
@@ -67,7 +68,9 @@ class Cluster:
 
     def neighbour_seconds(self, size: float, span: int) -> float:
         """Seconds of a message of `size` bytes to a neighbour in a group that spans `span` ranks."""
-        bandwidth = self.nvlink_bandwidth if span <= self.domain else self.gpu.network
+        bandwidth = self.gpu.network
+        if span <= self.domain:
+            bandwidth = self.nvlink_bandwidth
         return COLLECTIVE_LATENCY + size / bandwidth
 
     def exchange_seconds(self, parameters: ParameterCounts, s: RunSetting, element: float) -> float:
@@ -98,7 +101,8 @@ class Cluster:
             return 0.0
         wide = choices.recipe.wide
         links = self.link_bandwidths
-        name, seconds = price.predicted_one_way(config, self.domain, int(wide), links)
+        one_way = price.predicted_one_way(config, self.domain, int(wide), links)
+        name, seconds = one_way
         if p.etp == 1 or name == "all_gather":
             return seconds
         microbatch_tokens = config.train.micro_batch * config.data.seq_len

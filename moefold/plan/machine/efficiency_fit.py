@@ -80,7 +80,8 @@ def fit_flop_rate(points: TimedKernels, hbm: float, blend: float) -> float:
     best = max(point.padded_flops / point.seconds for point in points)
 
     def error_at_log_rate(log_rate: float) -> float:
-        return gemm_error(points, math.exp(log_rate), hbm, blend)
+        rate = math.exp(log_rate)
+        return gemm_error(points, rate, hbm, blend)
 
     lowest = math.log(best / 20)
     highest = math.log(best * 20)
@@ -138,17 +139,20 @@ def fit_efficiencies(points: TimedKernels, peak: Mapping[str, float], hbm: float
     """The `kernels` section of a GPU's file. `peak` is by precision."""
     by_kind: dict[str, list[TimedKernel]] = {}
     for point in points:
-        by_kind.setdefault(point.what, []).append(point)
+        of_kind = by_kind.setdefault(point.what, [])
+        of_kind.append(point)
     by_precision: dict[str, list[TimedKernel]] = {}
     for point in by_kind["gemm"]:
-        by_precision.setdefault(point.precision, []).append(point)
+        of_precision = by_precision.setdefault(point.precision, [])
+        of_precision.append(point)
 
     # GEMMs: one blend for all, a rate for each precision.
     grouped = by_kind["grouped"]
     blend = fit_roofline_blend([by_precision["bf16"], grouped], hbm)
     rate = fit_flop_rate(by_precision["bf16"], hbm, blend)
     grouped_rate = fit_flop_rate(grouped, hbm, blend)
-    gemm = {"bf16": round(rate / peak["bf16"], 3)}
+    share = rate / peak["bf16"]
+    gemm = {"bf16": round(share, 3)}
     for precision in sorted(set(by_precision) - {"bf16"}):
         low_rate = fit_flop_rate(by_precision[precision], hbm, blend)
         gemm[precision] = round(low_rate / peak[precision], 3)
@@ -160,7 +164,8 @@ def fit_efficiencies(points: TimedKernels, peak: Mapping[str, float], hbm: float
     backward_half = fit_half_rate_length(backward)
     forward_rate = fit_attention_rate(forward, forward_half)
     backward_rate = fit_attention_rate(backward, backward_half)
-    bandwidths = [point.bytes / point.seconds for point in by_kind["stream"]]
+    streams = by_kind["stream"]
+    bandwidths = [point.bytes / point.seconds for point in streams]
     bandwidth = median(bandwidths)
     return {
         "gemm": gemm,

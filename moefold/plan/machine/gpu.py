@@ -111,7 +111,8 @@ def check_precision(gpu: Gpu, precision: str) -> str:
 
 
 def known_gpu_names() -> list[str]:
-    return sorted(path.stem for path in GPU_FOLDER.glob("*.yaml"))
+    names = [path.stem for path in GPU_FOLDER.glob("*.yaml")]
+    return sorted(names)
 
 
 def match_gpu_name(full_name: str) -> str | None:
@@ -131,7 +132,8 @@ def find_gpu_by_name(name: str) -> Gpu:
 
 
 def packaged_gpu_path(name: str) -> Path:
-    known = one_of("GPU", name.lower(), known_gpu_names())
+    names = known_gpu_names()
+    known = one_of("GPU", name.lower(), names)
     return GPU_FOLDER / f"{known}.yaml"
 
 
@@ -183,7 +185,8 @@ def build_dataclass(kind: type[Any], tree: Tree, prefix: str) -> Any:
             continue
         try:
             raw = tree[field.name]
-            values[field.name] = parse_field(hints[field.name], raw, path)
+            hint = hints[field.name]
+            values[field.name] = parse_field(hint, raw, path)
         except UserError as refused:
             problems += refused.problems
     if problems:
@@ -201,7 +204,8 @@ def parse_field(kind: Any, raw: Any, path: str) -> Any:
         if not isinstance(raw, Mapping):
             raise UserError(f"{path} = {shown}; expected keys below it")
         section = cast(Tree, raw)
-        return build_dataclass(cast(type[Any], kind), section, path + ".")
+        dataclass = cast(type[Any], kind)
+        return build_dataclass(dataclass, section, path + ".")
     if not isinstance(raw, Mapping):
         raise UserError(f"{path} = {shown}; expected numbers by precision, such as {{bf16: 989e12}}")
     numbers = cast(Tree, raw)
@@ -214,7 +218,8 @@ def parse_field(kind: Any, raw: Any, path: str) -> Any:
 def parse_number(raw: Any, path: str) -> float:
     """A number of a GPU's file. YAML reads 2e9, without a sign in the exponent, as a text."""
     value = math.nan
-    if isinstance(raw, int | float | str) and not isinstance(raw, bool):
+    is_number = isinstance(raw, int | float | str)
+    if is_number and not isinstance(raw, bool):
         with contextlib.suppress(ValueError):
             value = float(raw)
     if not 0 <= value < 1e30:

@@ -25,7 +25,9 @@ class MachineMemory:
     def scaled(self, share: float) -> MachineMemory:
         """A machine with this share of every memory."""
         gpus = tuple(int(share * size) for size in self.gpus)
-        host = None if self.host is None else int(share * self.host)
+        host = self.host
+        if host is not None:
+            host = int(share * host)
         return MachineMemory(gpus, host)
 
 
@@ -60,16 +62,18 @@ def host_memory(root: Path = Path("/")) -> int | None:
 def physical_memory(meminfo: Path) -> int | None:
     """`MemTotal:  24689632 kB` -> bytes."""
     try:
-        found = re.search(r"^MemTotal:\s*(\d+) kB", meminfo.read_text(), re.MULTILINE)
+        text = meminfo.read_text()
     except OSError:  # a system without /proc
         return None
+    found = re.search(r"^MemTotal:\s*(\d+) kB", text, re.MULTILINE)
     return int(found[1]) * KIB if found else None
 
 
 def cgroup_limits(root: Path) -> Iterator[int]:
     """Limits of this process's cgroups and of those above them. A container may see its own cgroup as the root."""
     try:
-        memberships = (root / "proc" / "self" / "cgroup").read_text().splitlines()
+        file = root / "proc" / "self" / "cgroup"
+        memberships = file.read_text().splitlines()
     except OSError:
         return
     for membership in memberships:
@@ -95,4 +99,7 @@ def read_limit(file: Path) -> int | None:
         text = file.read_text().strip()
     except OSError:
         return None
-    return int(text) if text.isdecimal() and int(text) < UNLIMITED else None
+    if not text.isdecimal():
+        return None
+    limit = int(text)
+    return limit if limit < UNLIMITED else None

@@ -77,7 +77,8 @@ def step_time_lines(step: StepCount, s: RankShapes, passes: PassSeconds) -> Iter
         yield f"    {gemm.name}: {gemm_shape(gemm)} = {gemm.flops / 1e12:.3f} TFLOP forward"
     launched, looped = count_launches(step.name, step.gemms, s)
     quantized = input_quantization_bytes(step.gemms, s)
-    moved = pointwise_bytes(step.name, s) + quantized + forward_quantise_bytes(step.name, step.gemms, s)
+    in_fp8 = forward_quantise_bytes(step.name, step.gemms, s)
+    moved = pointwise_bytes(step.name, s) + quantized + in_fp8
     launches = launched + looped
     if launches:
         yield f"    {moved / 1e9:.3f} GB moved by pointwise kernels, {launches:g} launches forward"

@@ -115,20 +115,24 @@ def time_pipeline(setting: RunSetting, costs: StageCosts) -> PipelineTime:
 def steady_slack(program: OrderedProgram, times: SlotTimes, send: float) -> list[float]:
     """By rank: the least slack of a slot in the middle half of the rank's slots, where the pipeline is full."""
     by_rank: list[list[float]] = [[] for _ in range(program.ranks)]
-    for slot, slack in zip(program.slots, slot_slack(program, times, send), strict=True):
+    slack_of_slots = slot_slack(program, times, send)
+    for slot, slack in zip(program.slots, slack_of_slots, strict=True):
         by_rank[slot.rank].append(slack)
     least: list[float] = []
     for slacks in by_rank:
         quarter = len(slacks) // 4
-        least.append(min(slacks[quarter:-quarter]))
+        middle = slacks[quarter:-quarter]
+        least.append(min(middle))
     return least
 
 
 @lru_cache(maxsize=128)
 def ordered_program(pipeline: PipelineConfig, pp: int, microbatches: int) -> OrderedProgram:
     """Cached: a search times the same program with the costs of many layouts."""
-    config = Config(pipeline=pipeline, parallel=ParallelConfig(pp=pp))
-    return OrderedProgram(pipeline_program(config, microbatches))
+    parallel = ParallelConfig(pp=pp)
+    config = Config(pipeline=pipeline, parallel=parallel)
+    program = pipeline_program(config, microbatches)
+    return OrderedProgram(program)
 
 
 def time_training_step(setting: RunSetting, gpu: Gpu) -> StepTime:
@@ -137,8 +141,9 @@ def time_training_step(setting: RunSetting, gpu: Gpu) -> StepTime:
     by_rank: list[PassSeconds] = []
     updates: list[tuple[float, float]] = []
     for rank in stages_by_rank(setting.config):
-        seconds = [clock.time_stage(pieces) for pieces in rank.pieces]
-        by_stage.update(zip(rank.numbers, seconds, strict=True))
+        seconds = list(map(clock.time_stage, rank.pieces))
+        numbered = zip(rank.numbers, seconds, strict=True)
+        by_stage.update(numbered)
         of_rank = sum_pass_seconds(seconds)
         by_rank.append(of_rank)
         updates.append(exposed_update_seconds(clock, rank.pieces, of_rank))
@@ -170,8 +175,9 @@ def exposed_update_seconds(
     exposed = 0.0
     if s.choices.sharding != "fsdp":  # FSDP exchanges weights and gradients with every microbatch
         gradient = STATE_ELEMENT_BYTES[s.optim.gradient_reduce]
-        scatter = clock.cluster.exchange_seconds(parameters, s, gradient)
-        gather = clock.cluster.exchange_seconds(parameters, s, s.recipe.wide)
+        cluster = clock.cluster
+        scatter = cluster.exchange_seconds(parameters, s, gradient)
+        gather = cluster.exchange_seconds(parameters, s, s.recipe.wide)
         F, D, W = passes
         exposed_scatter = max(0.0, scatter - D.compute - W.compute)
         exposed_gather = max(0.0, gather - F.compute)
@@ -184,16 +190,18 @@ def optimizer_seconds(clock: StepClock, parameters: Counter[ParameterClass]) -> 
     s = clock.setting
     shards = {"dense": 1, "expert": 1}
     if s.choices.sharding != "none":
-        shards["dense"] = s.degrees["dp"] * s.parallel.cp
+        replicas = s.degrees["dp"] * s.parallel.cp
+        shards["dense"] = replicas
         shards["expert"] = s.degrees["edp"]
     owned = 0.0
     for (grid, _), count in parameters.items():
         owned += count / shards[grid]
-    moved = owned * optimizer_bytes(s)
+    state = optimizer_bytes(s)
+    moved = owned * state
     seconds = moved / clock.pointwise_bandwidth
     if not s.choices.states_on_host:
         return seconds
-    copied = owned * (optimizer_bytes(s) - s.recipe.wide)
+    copied = owned * (state - s.recipe.wide)
     return max(seconds, copied / clock.gpu.host_link)
 
 
@@ -226,5 +234,6 @@ def mean_time_walls(s: RunSetting, ranks: list[PassSeconds], pipeline_time: Pipe
         "memory": mean_seconds("memory"),
         "communication": mean_seconds("joined") + pipeline_time.exposed,
     }
-    walls["bubble"] = pipeline_time.seconds - sum(walls.values())
+    known = sum(walls.values())
+    walls["bubble"] = pipeline_time.seconds - known
     return walls

@@ -124,7 +124,8 @@ class StepClock:
     @cached_property
     def one_way_seconds(self) -> float:
         """Seconds of one dispatch or one combine."""
-        return self.cluster.dispatch_seconds(self.setting.config, self.choices)
+        config = self.setting.config
+        return self.cluster.dispatch_seconds(config, self.choices)
 
     def time_stage(self, pieces: StagePieces) -> PassSeconds:
         if pieces not in self.stage_seconds:
@@ -139,7 +140,8 @@ class StepClock:
         if key not in self.piece_seconds:
             steps = self.time_steps(piece, layer)
             seconds = sum_pass_seconds(steps.values())
-            self.piece_seconds[key] = self.add_fsdp_exchange(piece, layer, seconds)
+            seconds = self.add_fsdp_exchange(piece, layer, seconds)
+            self.piece_seconds[key] = seconds
         return self.piece_seconds[key]
 
     def time_steps(self, piece: str, layer: int) -> dict[str, PassSeconds]:
@@ -168,7 +170,8 @@ class StepClock:
         moved = pointwise_bytes(step.name, s) + quantized
         starting = launches * self.kernels.start
         in_fp8 = forward_quantise_bytes(step.name, step.gemms, s)
-        passes = moved / self.pointwise_bandwidth + in_fp8 / self.quantise_bandwidth + starting
+        moving = moved / self.pointwise_bandwidth + in_fp8 / self.quantise_bandwidth
+        passes = moving + starting
         device = products + attention + passes
         launching = self.launch_wait_seconds(step, device, launches + looped)
         return OpSeconds(
@@ -184,8 +187,10 @@ class StepClock:
     def time_backward(self, step: StepCount, s: RankShapes) -> tuple[OpSeconds, OpSeconds]:
         """Times of data gradient and weight gradient."""
         launches, looped = count_launches(step.name, step.gemms, s)
-        products = sum(self.data_gradient_seconds(gemm, s) for gemm in step.gemms)
-        weights = sum(self.weight_gradient_seconds(gemm, s) for gemm in step.gemms)
+        products = weights = 0.0
+        for gemm in step.gemms:
+            products += self.data_gradient_seconds(gemm, s)
+            weights += self.weight_gradient_seconds(gemm, s)
         share, half = self.backward_efficiency(s)
         attention_flops = BACKWARD_ATTENTION_RATIO * step.attention
         attention = self.attention_seconds(step, s, attention_flops, share, half)
@@ -193,7 +198,8 @@ class StepClock:
         moved = 2 * pointwise_bytes(step.name, s) + quantized
         starting = BACKWARD_LAUNCH_RATIO * launches * self.kernels.start
         in_fp8 = backward_quantise_bytes(step.name, step.gemms, s)
-        passes = moved / self.pointwise_bandwidth + in_fp8 / self.quantise_bandwidth + starting
+        moving = moved / self.pointwise_bandwidth + in_fp8 / self.quantise_bandwidth
+        passes = moving + starting
         device = products + attention + passes
 
         # The ideal time of a backward is twice the forward's; the weights' part is that of the GEMMs.
@@ -222,20 +228,22 @@ class StepClock:
     def forward_gemm_seconds(self, gemms: Iterable[Gemm], s: RankShapes) -> float:
         seconds = 0.0
         for gemm in gemms:
-            read = gemm.rows * gemm.k + gemm.n * gemm.k
+            inputs = gemm.rows * gemm.k
+            weights = gemm.n * gemm.k
             written = 2 * gemm.rows * gemm.n
-            seconds += self.gemm_seconds(gemm, s, "forward", read, written) * gemm.times
+            seconds += self.gemm_seconds(gemm, s, "forward", inputs + weights, written)
         return seconds
 
     def data_gradient_seconds(self, gemm: Gemm, s: RankShapes) -> float:
-        read = gemm.rows * gemm.n + gemm.n * gemm.k
+        gradients = gemm.rows * gemm.n
+        weights = gemm.n * gemm.k
         written = 2 * gemm.rows * gemm.k
-        return self.gemm_seconds(gemm, s, "data", read, written) * gemm.times
+        return self.gemm_seconds(gemm, s, "data", gradients + weights, written)
 
     def weight_gradient_seconds(self, gemm: Gemm, s: RankShapes) -> float:
         read = gemm.rows * (gemm.n + gemm.k)
         written = ADDED_GRADIENT_BYTES * gemm.n * gemm.k
-        return self.gemm_seconds(gemm, s, "weight", read, written) * gemm.times
+        return self.gemm_seconds(gemm, s, "weight", read, written)
 
     def gemm_seconds(self, gemm: Gemm, s: RankShapes, pass_name: PassName, read: float, written: float) -> float:
         """Seconds of `groups` GEMMs; each reads `read` elements of operands and writes `written` bytes."""
@@ -249,7 +257,8 @@ class StepClock:
         computing = flops / rate
         moved = (read * element + written) * gemm.groups
         moving = moved / self.gpu.hbm
-        return roofline_seconds(computing, moving, self.kernels.blend)
+        seconds = roofline_seconds(computing, moving, self.kernels.blend)
+        return seconds * gemm.times
 
     def rate_and_element(self, gemm: Gemm, s: RankShapes, pass_name: PassName) -> tuple[float, float]:
         """FLOP/s of a large GEMM in its precision, and bytes of an element that it reads."""
@@ -257,7 +266,8 @@ class StepClock:
         if gemm.recipe.quantises:
             return self.fp8_rate_and_element(gemm, s, pass_name)
         if gemm.kind in LOW_PRECISION_GEMMS:
-            return self.gpu.achieved_rate(choices.precision), choices.recipe.linear
+            rate = self.gpu.achieved_rate(choices.precision)
+            return rate, choices.recipe.linear
         return self.gpu.achieved_rate("bf16"), choices.recipe.wide
 
     def fp8_rate_and_element(self, gemm: Gemm, s: RankShapes, pass_name: PassName) -> tuple[float, float]:
@@ -295,7 +305,8 @@ class StepClock:
     def launch_wait_seconds(self, step: StepCount, device: float, launches: float) -> float:
         """Exposed launch latency in seconds: host and device run in parallel, with imperfect overlap."""
         graphs = self.choices.graphs
-        if graphs == "whole" or (graphs == "static" and step.spec.static):
+        in_graph = graphs == "static" and step.spec.static
+        if in_graph or graphs == "whole":
             return 0.0
         host = launches * self.gpu.host.launch
         return math.hypot(device, host) - device
@@ -310,7 +321,9 @@ class StepClock:
         return self.gpu.host.sync
 
     def travel_seconds(self, step: StepCount) -> float:
-        return self.one_way_seconds if step.name in ("dispatch", "combine") else 0.0
+        if step.name in ("dispatch", "combine"):
+            return self.one_way_seconds
+        return 0.0
 
     def collective_seconds(self, step: StepCount, pass_name: str, attention: float) -> float:
         """Seconds of exposed collectives of tp and cp. A ring sends keys and values during attention over earlier
@@ -324,7 +337,8 @@ class StepClock:
                 seconds += self.cluster.ring_seconds(size, 1, p.tp)
             elif traffic.axis == "cp":
                 hidden = attention if p.context == "ring" else 0.0
-                sending = self.cluster.neighbour_seconds(size, p.tp * p.cp)
+                ranks = p.tp * p.cp
+                sending = self.cluster.neighbour_seconds(size, ranks)
                 seconds += max(0.0, sending - hidden)
         return seconds
 
@@ -352,7 +366,8 @@ class StepClock:
         """Seconds of the projections from latents to queries, keys and values."""
         if step.name != "attend" or not s.mla:
             return 0.0
-        projections = [gemm for gemm in step.gemms if gemm.name in UP_PROJECTIONS]
+        gemms = step.gemms
+        projections = [gemm for gemm in gemms if gemm.name in UP_PROJECTIONS]
         products = self.forward_gemm_seconds(projections, s)
         passes = 2.0 * attention_elements(s) / self.pointwise_bandwidth
         return products + passes + forward.host / 2
@@ -383,8 +398,9 @@ class StepClock:
         count = s.count_piece(piece, layer)
         gradient = STATE_ELEMENT_BYTES[s.optim.gradient_reduce]
         parameters = count.parameters
-        gather = self.cluster.exchange_seconds(parameters, s, s.recipe.wide)
-        scatter = self.cluster.exchange_seconds(parameters, s, gradient)
+        cluster = self.cluster
+        gather = cluster.exchange_seconds(parameters, s, s.recipe.wide)
+        scatter = cluster.exchange_seconds(parameters, s, gradient)
         F, D, W = passes
         exposed_forward = max(0.0, gather - F.compute)
         exchange = gather + scatter
