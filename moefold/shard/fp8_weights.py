@@ -23,8 +23,9 @@ from torch import Tensor, nn
 from moefold.kernels.bound import BoundKernels
 from moefold.kernels.optimizer.split_fp32 import round_to_nearest
 from moefold.kernels.quantise.fp8 import Quantised, scale_from_amax
+from moefold.kernels.quantise.matrix_places import MatrixPlace, Places
 from moefold.kernels.quantise.quantise_weight import QuantisedWeight, WeightFormat
-from moefold.kernels.quantise.quantise_weight_share import MatrixPlace, cast_share, share_maxima, transpose_values
+from moefold.kernels.quantise.quantise_weight_share import cast_share, share_maxima, transpose_values
 from moefold.layout.weight_copies import release_stored, store_copy, take_rewritten
 from moefold.shard.storage import FlatWeights, FusedOperands, LargestOfReplicas, LogicalValues, Wire, flat_part
 
@@ -188,7 +189,7 @@ def own_maxima(maxima_B: Tensor) -> Tensor:
     return maxima_B
 
 
-def number_blocks(matrices: Sequence[StoredMatrices]) -> tuple[MatrixPlace, ...]:
+def number_blocks(matrices: Sequence[StoredMatrices]) -> Places:
     """The places of matrices in the bucket, their blocks numbered one after another."""
     places: list[MatrixPlace] = []
     first_block = 0

@@ -184,7 +184,7 @@ def test_a_number_of_ranks_below_one_is_refused(nproc: str, capsys: pytest.Captu
 
 
 RING = {"attention_block", "attention_block_backward", "merge_attention_block"}
-RARE = RING | FP8_OPS | FP8_EXPERT_OPS | {"clamped_swiglu", "mlp_activation", "expert_bias"}
+RARE = RING | FP8_OPS | FP8_EXPERT_OPS | FP8_STORAGE_OPS | {"clamped_swiglu", "mlp_activation", "expert_bias"}
 USED = set(CATALOG) - RARE
 
 

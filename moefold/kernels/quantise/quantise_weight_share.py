@@ -13,50 +13,15 @@ E experts, N outputs, D inputs, I blocks of outputs, J blocks of inputs, B block
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from moefold.kernels.optimizer.split_fp32 import round_to_nearest
 from moefold.kernels.quantise.fp8 import BLOCK, ScaleRule, round_to_fp8, scale_from_amax
+from moefold.kernels.quantise.matrix_places import MatrixPlace, Places
 from moefold.kernels.registry import CaseInputs, Cases, KernelCase, register_inner_op
 
 MAGNITUDE_BITS = 0x7FFFFFFF  # all bits of an fp32 number but its sign
-
-
-class MatrixPlace(NamedTuple):
-    """Matrices (E, N, D) in a flat tensor, from element `start` on; their blocks are numbered from `first_block` on."""
-
-    start: int
-    shape: tuple[int, int, int]
-    first_block: int
-
-    @property
-    def stop(self) -> int:
-        experts, n, d = self.shape
-        return self.start + experts * n * d
-
-    @property
-    def block_shape(self) -> tuple[int, int, int]:
-        """(E, I, J)."""
-        experts, n, d = self.shape
-        return experts, -(-n // BLOCK), -(-d // BLOCK)
-
-    @property
-    def blocks(self) -> int:
-        experts, i, j = self.block_shape
-        return experts * i * j
-
-    def within(self, begin: int, size: int) -> tuple[int, int]:
-        """The elements of these matrices in a share of `size` elements from `begin` on, counted from `start`: first
-        and last."""
-        first = max(self.start, begin)
-        last = min(self.stop, begin + size)
-        return first - self.start, max(first, last) - self.start
-
-
-Places = tuple[MatrixPlace, ...]
 
 
 @register_inner_op

@@ -14,7 +14,7 @@ from triton.language import constexpr
 
 from moefold.kernels.quantise.fp8 import BLOCK, ScaleRule
 from moefold.kernels.quantise.fp8_triton import magnitude_bits, round_to_fp8
-from moefold.kernels.quantise.quantise_weight_share import MatrixPlace
+from moefold.kernels.quantise.matrix_places import MatrixPlace
 from moefold.kernels.quantise.quantise_weight_triton import ROOM, grid_of_blocks, round_to_bf16
 from moefold.kernels.tile_triton import (
     load_as_fp32,
