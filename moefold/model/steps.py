@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, Protocol
 
 import torch
@@ -20,6 +21,7 @@ from torch import nn
 
 from moefold.anatomy.regions import REGIONS
 from moefold.anatomy.step_specs import StepSpec
+from moefold.layout.token_numbers import computing_tokens
 
 Carry = dict[str, Any]
 PassKind = Literal["F", "D"]  # forward; backward, which gives the data gradient
@@ -52,7 +54,13 @@ class Around(Protocol):
 
 def bind_steps(specs: Sequence[StepSpec], methods: Mapping[str, Callable[[Carry], Carry]]) -> list[Step]:
     """Each step of the anatomy with the method of its name."""
-    return [Step(spec, methods[spec.name]) for spec in specs]
+    return [Step(spec, partial(run_with_tokens, methods[spec.name])) for spec in specs]
+
+
+def run_with_tokens(run: Callable[[Carry], Carry], carry: Carry) -> Carry:
+    """Run a step whose products may ask which tokens their rows are."""
+    with computing_tokens(carry["token_shard"].numbers_of_rows):
+        return run(carry)
 
 
 def drop_from_carry(carry: Carry, *names: str) -> Carry:

@@ -56,6 +56,7 @@ class Fp8Recipe:
     (precision/operand_statistics.py gives products a watch of their own)."""
 
     keeps: KeptOperand = "columns"
+    rounds_by_token = False
 
     def __init__(self, spec: RecipeSpec, options: PrecisionConfig, kernels: BoundKernels):
         bound = kernels.with_facts(recipe=spec.name)
@@ -75,7 +76,7 @@ class Fp8Recipe:
         are_tokens = rows is not None and rows.are_tokens
         return self.quantise_rows(x, rows, "tokens" if are_tokens else "input")
 
-    def gradient(self, dy: Tensor, rows: ExpertRows | None) -> TileOperand:
+    def gradient(self, dy: Tensor, rows: ExpertRows | None, number_R: Tensor | None = None) -> TileOperand:
         return self.quantise_rows(dy, rows, "gradient")
 
     def weight(self, w: Tensor) -> QuantisedWeight:
@@ -90,7 +91,7 @@ class Fp8Recipe:
         """Both layouts of a weight (N, D) or (E, N, D)."""
         w_END = w.detach().view(-1, *w.shape[-2:])
         scales = self.spec.weight
-        assert scales != "none", f"{self.name} does not quantise weights"
+        assert scales in ("block", "expert", "channel"), f"{self.name} does not quantise weights to FP8"
         return self.kernels[quantise_weight](w_END, scales, self.rule)
 
     def quantise_rows(self, x: Tensor, rows: ExpertRows | None, role: Role) -> TileOperand:

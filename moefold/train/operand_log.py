@@ -6,7 +6,7 @@ from operator import attrgetter
 
 from moefold.anatomy.products import product_recipes
 from moefold.comm.host_objects import gather_objects
-from moefold.config.precision_recipes import RECIPE_SPECS
+from moefold.config.precision_recipes import is_fp8
 from moefold.config.run import Config
 from moefold.observe.fp8_stats import OPERAND_KINDS, Fp8Log, OperandSums, ProductOperands
 from moefold.observe.metrics import MetricsSink
@@ -71,4 +71,4 @@ def open_operand_recorder(
 
 
 def has_fp8_products(config: Config) -> bool:
-    return any(RECIPE_SPECS[chosen.recipe].quantises for chosen in product_recipes(config))
+    return any(is_fp8(chosen.recipe) for chosen in product_recipes(config))

@@ -28,7 +28,7 @@ from moefold.train.from_hf import WeightFiller, from_hf, starting_weights
 from moefold.train.resume import begin_checkpoint, make_background_saver, resume_run
 from moefold.train.step import take_next_step
 
-FP8 = [name for name, spec in RECIPE_SPECS.items() if spec.quantises]
+FP8 = [name for name, spec in RECIPE_SPECS.items() if spec.format == "fp8"]
 SMALL = [
     *("--model.layers", "2", "--model.hidden", "64", "--model.moe.ffn", "64", "--model.moe.experts", "4"),
     *("--model.attention.heads", "2", "--model.attention.kv_heads", "1", "--model.attention.head_dim", "32"),
