@@ -137,6 +137,14 @@ class RecipesOptions(DeviceOptions):
 
 
 @dataclass(frozen=True)
+class ErrorsOptions(DeviceOptions):
+    """Compare an MoE layer's output and gradients with fp64, for every precision recipe and for transformers' layer."""
+
+    layer: tuple[str, ...] = ()
+    """Only these layers, at real widths on a GPU and scaled down on a CPU."""
+
+
+@dataclass(frozen=True)
 class OverlapOptions(BenchOptions):
     """Measure how much of the experts' all-to-all hides behind compute, on two CPU ranks with a slowed network."""
 

@@ -29,6 +29,7 @@ SUBJECTS = {
     "attention": BenchSubject(bench_options.AttentionOptions, "attention kernels, and which repeat to the bit"),
     "curves": BenchSubject(bench_options.CurvesOptions, "losses of fast kernels and of references"),
     "recipes": BenchSubject(bench_options.RecipesOptions, "losses of precision recipes beside plain runs"),
+    "errors": BenchSubject(bench_options.ErrorsOptions, "errors of a layer's gradients by precision recipe"),
     "overlap": BenchSubject(bench_options.OverlapOptions, "expert communication hidden behind compute"),
     "save": BenchSubject(bench_options.SaveOptions, "checkpoints: bandwidth, delay of a step", takes_config_keys=True),
     "calibrate": BenchSubject(bench_options.CalibrateOptions, "this machine, as a file for `moefold plan --gpu`"),

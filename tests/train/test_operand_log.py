@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from moefold.cli.main import run_command_line
-from moefold.config.precision_recipes import RECIPE_SPECS
+from moefold.config.precision_recipes import RECIPE_SPECS, is_fp8
 from moefold.layout.axes import World, single_rank_world
 from moefold.observe.fp8_stats import OPERAND_KINDS, ProductOperands
 from moefold.presets.recipe import resolve_recipe
@@ -21,7 +21,7 @@ from tests.support.runs import corpus
 from tests.train.test_delayed_runs import ONE_FUNCTION, SMALLER
 from tests.train.test_fp8_runs import SMALL, counting_corpus
 
-FP8 = [name for name, spec in RECIPE_SPECS.items() if spec.quantises]
+FP8 = list(filter(is_fp8, RECIPE_SPECS))
 PRODUCTS = ["attention.query, key, value", "attention.out", "moe.experts.up_product", "moe.experts.down_product"]
 
 
