@@ -23,7 +23,9 @@ def attach_configured_policies(model: Transformer, config: Config) -> None:
         return
     promises = Promises()
     wanted = {name: rebuild_region(name, promises, model.model) for name in regions}
-    attach_policies(model, RegionPolicies(wanted, regions, promises.around_step))
+    promising = any(policy.promises_outputs for policy in wanted.values())
+    around_step = promises.around_step if promising else None
+    attach_policies(model, RegionPolicies(wanted, regions, around_step))
 
 
 def rebuild_region(name: str, promises: Promises, model: ModelConfig) -> Rebuild:
