@@ -53,6 +53,7 @@ def test_json_holds_what_the_anatomy_says(name: str, explained: Any):
         "kernels",
         "regions",
         "recompute",
+        "memory",
     }
     assert found["name"] == name
     assert found["parameters"] == total_parameters(config.model)
