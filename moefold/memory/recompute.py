@@ -45,6 +45,7 @@ class PromisedOutput(NamedTuple):
     """An output of a region's call, by the memory that it lies in."""
 
     memory: StorageWeakRef
+    dtype: torch.dtype
     call: RegionCall
     output: int
 
@@ -62,7 +63,7 @@ class Promises:
             if isinstance(y, Tensor) and memory_of(y) not in taken:
                 taken.add(memory_of(y))
                 memory = StorageWeakRef(y.untyped_storage())
-                self.outputs[memory_of(y)] = PromisedOutput(memory, call, number)
+                self.outputs[memory_of(y)] = PromisedOutput(memory, y.dtype, call, number)
 
     def forget_freed(self) -> None:
         for key, promised in list(self.outputs.items()):
@@ -72,7 +73,7 @@ class Promises:
     def promise_for(self, x: Tensor) -> Promise | None:
         # A weak reference holds the address, so no other memory has it.
         promised = self.outputs.get(memory_of(x))
-        if promised is None:
+        if promised is None or promised.dtype != x.dtype:
             return None
         return Promise(promised.call, promised.output, x.size(), x.stride(), int(x.storage_offset()))
 
