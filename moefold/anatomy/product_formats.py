@@ -17,9 +17,23 @@ from moefold.config.precision_recipes import (
     SUMS_IN_WORDS,
     WEIGHT_SCALES_IN_WORDS,
     RecipeSpec,
+    squares_in_use,
 )
 from moefold.config.run import Config, PrecisionConfig
 
+
+@dataclass(frozen=True)
+class MicroFormatInWords:
+    values: str
+    scale: str
+    row: str
+    square: str
+
+
+MICRO_FORMATS_IN_WORDS = {
+    "mxfp8": MicroFormatInWords("e4m3", "a power of two", "32 values", "32 x 32 values"),
+    "nvfp4": MicroFormatInWords("e2m1", "an e4m3 scale and one of the matrix", "16 values", "16 x 16 values"),
+}
 GATE_ADVICE = "model.moe.gate output would keep the router's weight out of its scale"
 
 
@@ -63,6 +77,8 @@ def recipe_in_words(recipe: str, precision: PrecisionConfig, dtype: str) -> dict
     spec = RECIPE_SPECS[recipe]
     if not spec.quantises:
         return dict.fromkeys(("forward", "data_gradient", "weight_gradient"), dtype)
+    if spec.is_emulated:
+        return micro_format_in_words(spec, precision)
     gradient = precision.gradient_format
     rows = row_scales_in_words(spec, precision)
     weight = f"W e4m3, {WEIGHT_SCALES_IN_WORDS[spec.weight]}"
@@ -72,6 +88,32 @@ def recipe_in_words(recipe: str, precision: PrecisionConfig, dtype: str) -> dict
         "data_gradient": f"dy {gradient}, {rows}; {weight}; {sums}",
         "weight_gradient": weight_gradient_in_words(spec, precision, dtype),
     }
+
+
+def micro_format_in_words(spec: RecipeSpec, precision: PrecisionConfig) -> dict[str, str]:
+    """Operands of MXFP8 and NVFP4. Their products are emulated."""
+    micro = MICRO_FORMATS_IN_WORDS[spec.format]
+    has_squares = squares_in_use(spec.format, precision.weight_blocks)
+    weight = f"W {micro.values}, {micro.scale} for {micro.square if has_squares else micro.row}"
+    rows = f"{micro.values}, {micro.scale} for {micro.row}"
+    gradient = rows
+    columns = rows
+    if spec.format == "nvfp4":
+        gradient += ", stochastic rounding" if precision.stochastic else ""
+        columns = f"{gradient}, of dy and x behind a Hadamard transform" if precision.hadamard else gradient
+    sums = "emulated: product of dequantised operands"
+    return {
+        "forward": f"x {rows}; {weight}; {sums}",
+        "data_gradient": f"dy {gradient}; {weight}; {sums}",
+        "weight_gradient": f"x and dy {columns}; {sums}",
+    }
+
+
+def storage_in_words(precision: PrecisionConfig, dtype: str) -> str:
+    """What is kept of weights that products read in FP8."""
+    if precision.storage == "fp8":
+        return "e4m3 in both layouts and no copy in another dtype; fp32 main weights on the rank that updates them"
+    return f"{dtype}, and e4m3 in both layouts"
 
 
 def row_scales_in_words(spec: RecipeSpec, precision: PrecisionConfig) -> str:

@@ -13,7 +13,7 @@ from math import prod
 
 from moefold.anatomy.step_specs import WeightSpec, prefixed_model_steps, prefixed_mtp_steps
 from moefold.config.errors import UserError, did_you_mean, printable_text
-from moefold.config.precision_recipes import RECIPE_SPECS, WIDTH_MULTIPLE, parse_recipe_entries
+from moefold.config.precision_recipes import RECIPE_SPECS, WIDTH_MULTIPLE, last_plain_layers, parse_recipe_entries
 from moefold.config.run import Config, ModelConfig, ParallelConfig, PrecisionConfig
 
 NO_PRODUCTS = ("embedding.weight", "head.weight", "moe.router.weight")
@@ -131,7 +131,8 @@ def default_recipe(product: ProductSpec, precision: PrecisionConfig, layers: int
         return ProductRecipe(product, "plain", "outside the scope of precision.recipe")
     if layer is not None and layer < precision.exclude_first:
         return ProductRecipe(product, "plain", "precision.exclude_first")
-    if layer is not None and layer >= layers - precision.exclude_last:
+    last = last_plain_layers(precision.recipe, precision.exclude_last, layers)
+    if layer is not None and layer >= layers - last:
         return ProductRecipe(product, "plain", "precision.exclude_last")
     return ProductRecipe(product, precision.recipe, "precision.recipe")
 

@@ -3,7 +3,7 @@
 Each all-to-all of rows is slowed to a given time, as on a slow network. Four variants of a step are measured in one
 run: one microbatch after the other; the same with shared experts, which compute beside the all-to-all of their own
 microbatch; a forward paired with a backward; and paired, with weight gradients split off to fill gaps. All have the
-same all-to-alls. Exposed time is that in which the compute lane waits for an all-to-all, or runs one itself.
+same all-to-alls. Exposed time is the part of all-to-alls of rows in which the compute lane waits or runs them itself.
 """
 
 from __future__ import annotations
@@ -164,25 +164,30 @@ def measure_overlap(config: Config, world: World, exchanges: SpanRecorder) -> Me
     spans = run.executor.spans
     spans.start_recording()
     seconds = wall_clock_seconds(partial(take_next_step, run))
-    waits: list[TraceEvent] = []
-    work: list[TraceEvent] = []
-    for event in sorted(spans.events, key=attrgetter("start")):
-        group = waits if event.lane == "waiting" else work
-        group.append(event)
-    exposed = total_seconds(waits) + total_seconds(exchanges.events)
+    events = sorted(spans.events, key=attrgetter("start"))
+    waits = [event for event in events if event.lane == "waiting"]
+    work = [event for event in events if event.lane != "waiting"]
+    exposed = sum(exposed_seconds(exchange, waits) for exchange in exchanges.events)
     return {"step": seconds, "exposed": exposed}, work
 
 
-def total_seconds(events: Sequence[TraceEvent]) -> float:
-    durations = [event.end - event.start for event in events]
-    return sum(durations)
+def exposed_seconds(exchange: TraceEvent, waits: Sequence[TraceEvent]) -> float:
+    """Seconds of an all-to-all that no compute hides: all on the compute lane, beside it those that this lane waits."""
+    if exchange.lane == "compute":
+        return exchange.end - exchange.start
+    exposed = 0.0
+    for wait in waits:
+        start = max(wait.start, exchange.start)
+        end = min(wait.end, exchange.end)
+        exposed += max(0.0, end - start)
+    return exposed
 
 
 @contextmanager
 def slowed_all_to_all(seconds: float) -> Iterator[SpanRecorder]:
-    """Makes every all-to-all of rows take at least `seconds`, and records those that block the compute lane."""
+    """Makes every all-to-all of rows take at least `seconds`, and records each on the lane that runs it."""
     quick = collectives.all_to_all_no_grad
-    compute_lane = threading.main_thread()
+    main_thread = threading.main_thread()
     spans = SpanRecorder(0, recording=True)
 
     def slow_all_to_all(x: Any, send: Any, receive: Any, axis: Any, what: str = "rows") -> Any:
@@ -192,10 +197,9 @@ def slowed_all_to_all(seconds: float) -> Iterator[SpanRecorder]:
             return result
         elapsed = time.time() - begun
         time.sleep(max(0.0, seconds - elapsed))
-        # Other threads run all-to-alls beside compute.
-        if threading.current_thread() is compute_lane:
-            event = TraceEvent(0, "comm", "exchange", begun, time.time())
-            spans.events.append(event)
+        lane = "compute" if threading.current_thread() is main_thread else "comm"
+        event = TraceEvent(0, lane, "exchange", begun, time.time())
+        spans.events.append(event)
         return result
 
     collectives.all_to_all_no_grad = slow_all_to_all

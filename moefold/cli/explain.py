@@ -16,7 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from moefold.anatomy.model_totals import active_parameters, mtp_parameters, total_parameters, train_flops_per_token
-from moefold.anatomy.product_formats import experts_recipe, product_formats, recipe_in_words
+from moefold.anatomy.product_formats import experts_recipe, product_formats, recipe_in_words, storage_in_words
 from moefold.anatomy.regions import absent_regions, regions_of
 from moefold.anatomy.stage_contents import pipeline_layout, rank_of_each_stage
 from moefold.anatomy.step_specs import (
@@ -33,6 +33,7 @@ from moefold.config.run import Config, ModelConfig
 from moefold.dispatch import price
 from moefold.kernels.catalog import CATALOG, forced_implementations, pick_implementation
 from moefold.kernels.facts import BYTES_PER_ELEMENT, Facts, expected_facts
+from moefold.kernels.optimizer.choices import CHOICES as OPTIMIZER_CHOICES
 from moefold.kernels.quantise.choices import CHOICES as QUANTISE_CHOICES
 from moefold.layout.fold import fold_into_grids
 from moefold.plan.machine.known_links import first_gpu_name, known_links
@@ -51,7 +52,9 @@ RING_OPS = {
     "attention_block_backward",
     "merge_attention_block",
 }  # added by a ring of context-parallel ranks
-FP8_OPS = {*QUANTISE_CHOICES, "fp8_product", "fp8_weight_product"}  # added by FP8 recipes
+FP8_STORAGE_OPS = {"share_maxima", "cast_share", "transpose_values"}  # added by weights that are stored in FP8 alone
+FP8_PRODUCT_OPS = {"fp8_product", "fp8_weight_product", "adamw_blocks"}
+FP8_OPS = {*QUANTISE_CHOICES, *FP8_PRODUCT_OPS} - FP8_STORAGE_OPS  # added by FP8 recipes
 FP8_EXPERT_OPS = {  # and by experts in FP8 as one function
     "fp8_swiglu_product",
     "fp8_dswiglu_product",
@@ -199,7 +202,8 @@ def describe_products(config: Config, facts: Facts) -> Description:
         kinds.append({"count": count, **asdict(kind)})
     used = dict.fromkeys(kind["recipe"] for kind in kinds)
     recipes = {recipe: recipe_in_words(recipe, config.precision, facts.dtype) for recipe in used}
-    return {"recipes": recipes, "kinds": kinds}
+    storage = storage_in_words(config.precision, facts.dtype)
+    return {"recipes": recipes, "kinds": kinds, "storage": storage}
 
 
 def pipeline_placement(config: Config) -> Description | None:
@@ -264,7 +268,12 @@ def fp8_ops_of_run(config: Config, facts: Facts) -> set[str]:
         return set()
     forced = forced_implementations(config.kernels.force)
     experts, _ = pick_implementation("expert_mlp", facts, forced.get("expert_mlp"))
-    return FP8_OPS | FP8_EXPERT_OPS if experts == "fp8" else FP8_OPS
+    ops = set(FP8_OPS)
+    if experts == "fp8":
+        ops |= FP8_EXPERT_OPS
+    if config.precision.storage == "fp8":
+        ops |= FP8_STORAGE_OPS
+    return ops
 
 
 def ops_of_run(config: Config, layers: list[LayerKind]) -> set[str]:
@@ -361,6 +370,7 @@ def print_products(products: Description, console: Console) -> None:
     for recipe, formats in recipes.items():
         table.add_row(recipe, *formats.values())
     console.print(table)
+    console.print(f"weights of FP8 products: {products['storage']}")
 
 
 def product_table(kinds: list[Description]) -> Table:
@@ -408,10 +418,12 @@ def steps_that_use(op: str, layers: list[Description]) -> list[str]:
         for step in layer["steps"]:
             if op in step["ops"]:
                 users[step["step"]] = None
+    if op in OPTIMIZER_CHOICES:
+        return ["optimizer"]
     if op in FP8_OPS:
         return ["products"]
     if op in FP8_EXPERT_OPS:
         return ["experts"]
-    if not users:
-        return ["optimizer" if op in OPTIMIZER_OPS else "attend"]
-    return list(users)
+    if op in FP8_STORAGE_OPS:
+        return ["weights"]
+    return list(users) or ["attend"]

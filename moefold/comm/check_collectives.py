@@ -112,9 +112,10 @@ class CollectiveChecker:
 def nearest_call_site() -> str:
     """File and line of the nearest caller outside of moefold/comm and torch."""
     frame = sys._getframe(1)
-    while frame.f_back and is_comm_or_torch_file(Path(frame.f_code.co_filename)):
-        frame = frame.f_back
     path = Path(frame.f_code.co_filename)
+    while frame.f_back and is_comm_or_torch_file(path):
+        frame = frame.f_back
+        path = Path(frame.f_code.co_filename)
     if is_comm_or_torch_file(path):
         return "the backward pass"
     inside_package = PACKAGE_FOLDER in path.parents
@@ -140,9 +141,12 @@ def check_agreement(
     `rows_from` are given."""
     if not ACTIVE_CHECKERS:
         return
-    shape = x.shape if rows_to is None else x.shape[1:]
-    terms = {"shape": list(shape), "dtype": str(x.dtype)}
-    note = CollectiveNote(what, axis.name, terms, rows_to, rows_from, nearest_call_site())
+    shape = list(x.shape)
+    if rows_to is not None:
+        del shape[0]
+    terms = {"shape": shape, "dtype": str(x.dtype)}
+    site = nearest_call_site()
+    note = CollectiveNote(what, axis.name, terms, rows_to, rows_from, site)
     ACTIVE_CHECKERS[0].check(note, axis)
 
 

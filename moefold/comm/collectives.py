@@ -47,7 +47,8 @@ def all_reduce_max_no_grad(x: Tensor, axis: Axis) -> Tensor:
     """The element-wise maximum over the axis, in place."""
     if axis.size > 1:
         announce("max", axis, x, all_reduce_bytes(x, axis))
-        dist.all_reduce(x, op=dist.ReduceOp.MAX, group=axis.group)
+        largest = dist.ReduceOp.MAX
+        dist.all_reduce(x, op=largest, group=axis.group)
     return x
 
 
@@ -99,7 +100,8 @@ def all_to_all_no_grad(x: Tensor, send: RowCounts, receive: RowCounts, axis: Axi
     note_bytes_sent(what, axis, rows_sent * row_bytes)
     rows = sum(receive)
     out = x.new_empty(rows, *x.shape[1:])
-    dist.all_to_all_single(out, x.contiguous(), receive, send, group=axis.group)
+    sent = x.contiguous()
+    dist.all_to_all_single(out, sent, receive, send, group=axis.group)
     return out
 
 

@@ -37,7 +37,9 @@ def gather_results(work: Callable[[], T], world: World, explain: ExplainError = 
 
 def result_of_rank_zero(work: Callable[[], T], world: World, explain: ExplainError = keep_error) -> T:
     """Rank 0 does the work; every rank gets its result, or raises its error."""
-    outcome = attempt(work, explain) if world.rank == 0 else (None, None)
+    outcome = None, None
+    if world.rank == 0:
+        outcome = attempt(work, explain)
     result, problem = broadcast_object(outcome, world.everyone)
     if problem:
         raise problem

@@ -43,7 +43,8 @@ def reduce_scatter_fp32(x: Tensor, axis: Axis, allocate: Allocator = torch.empty
     if axis.size == 1:
         return PendingReduction(wait_for_nothing, lambda: x)
     announce("reduce", axis, x, reduce_scatter_bytes(x, axis))
-    out = allocate(len(x) // axis.size, dtype=x.dtype, device=x.device)
+    size = len(x) // axis.size
+    out = allocate(size, dtype=x.dtype, device=x.device)
     work = DIST_REDUCE_SCATTER(out, x, group=axis.group, async_op=True)
     return PendingReduction(work.wait, lambda: out)  # pyright: ignore[reportOptionalMemberAccess]
 
@@ -84,7 +85,8 @@ def round_to_bf16_in_place(x: Tensor) -> tuple[Tensor, Tensor]:
     size = len(x)
     narrow = x.view(torch.bfloat16)
     first = min(size, 4096)
-    narrow[:first] = x[:first].to(torch.bfloat16)
+    start = x[:first]
+    narrow[:first] = start.to(torch.bfloat16)
     while first < size:
         last = min(2 * first, size)
         narrow[first:last] = x[first:last]

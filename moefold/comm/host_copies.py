@@ -23,7 +23,8 @@ class ToHost:
         self.host_tensor = x
         self.arrived = None
         if x.is_cuda:
-            self.host_tensor = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+            pinned = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+            self.host_tensor = pinned
             self.host_tensor.copy_(x, non_blocking=True)
             stream = torch.cuda.current_stream(x.device)
             self.arrived = stream.record_event()
@@ -51,7 +52,9 @@ class UploadStream:
 
     def __init__(self, device: torch.device):
         self.device = device
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.stream = None
+        if device.type == "cuda":
+            self.stream = torch.cuda.Stream(device)
 
     def begin(self, tensors: Sequence[Tensor]) -> ToDevice:
         if self.stream is None:
@@ -71,7 +74,8 @@ class ToDevice:
     def take(self) -> list[Tensor]:
         """The tensors; the current stream waits for the copies before it uses them."""
         if self.arrived is not None:
-            current = torch.cuda.current_stream(self.tensors[0].device)
+            device = self.tensors[0].device
+            current = torch.cuda.current_stream(device)
             current.wait_event(self.arrived)
             for x in self.tensors:
                 x.record_stream(current)

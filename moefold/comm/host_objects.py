@@ -37,7 +37,8 @@ def first_object(item: T | None, axis: Axis) -> T | None:
         return item
     mine = axis.size if item is None else axis.index
     first = torch.tensor([mine])
-    dist.all_reduce(first, op=dist.ReduceOp.MIN, group=axis.group)
+    smallest = dist.ReduceOp.MIN
+    dist.all_reduce(first, op=smallest, group=axis.group)
     source = int(first)
     if source == axis.size:
         return None
@@ -52,7 +53,8 @@ def gather_objects(item: T, axis: Axis) -> list[T] | None:
     rows = None
     row = pad_to_longest(raw, axis)
     if axis.index == 0:
-        rows = [torch.empty_like(row) for _ in range(axis.size)]
+        every = range(axis.size)
+        rows = [torch.empty_like(row) for _ in every]
     dist.gather(row, rows, group=axis.group, group_dst=0)
     if rows is None:
         return None
@@ -69,8 +71,9 @@ def scatter_objects(items: Sequence[T] | None, axis: Axis) -> T:
     longest = torch.zeros(1, dtype=torch.int64)
     if items is not None:
         raw = list(map(encode_object, items))
-        longest[0] = max(map(len, raw))
-        rows = [padded(one, int(longest)) for one in raw]
+        length = max(map(len, raw))
+        longest[0] = length
+        rows = [padded(one, length) for one in raw]
     dist.broadcast(longest, group=axis.group, group_src=0)
     row = torch.zeros(int(longest), dtype=torch.uint8)
     dist.scatter(row, rows, group=axis.group, group_src=0)
@@ -80,7 +83,9 @@ def scatter_objects(items: Sequence[T] | None, axis: Axis) -> T:
 
 def union_of_sets(own: set[T], axis: Axis) -> set[T]:
     sets = gather_objects(own, axis)
-    united = own if sets is None else set[T]().union(*sets)
+    united = own
+    if sets is not None:
+        united = own.union(*sets)
     return broadcast_object(united, axis)
 
 
@@ -89,9 +94,10 @@ def broadcast_from(source: int, item: T, axis: Axis) -> T:
     if axis.size == 1:
         return item
     raw = encode_object(item)
-    length = torch.tensor([len(raw)])
-    dist.broadcast(length, group=axis.group, group_src=source)
-    raw = padded(raw[: int(length)], int(length))
+    size = torch.tensor([len(raw)])
+    dist.broadcast(size, group=axis.group, group_src=source)
+    length = int(size)
+    raw = padded(raw[:length], length)
     dist.broadcast(raw, group=axis.group, group_src=source)
     note_object_bytes(axis, raw.nbytes)
     return item if axis.index == source else decode_object(raw)
@@ -109,7 +115,8 @@ def decode_object(raw: Tensor) -> Any:
 
 def pad_to_longest(raw: Tensor, axis: Axis) -> Tensor:
     longest = torch.tensor([len(raw)])
-    dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=axis.group)
+    largest = dist.ReduceOp.MAX
+    dist.all_reduce(longest, op=largest, group=axis.group)
     return padded(raw, int(longest))
 
 

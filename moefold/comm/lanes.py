@@ -45,7 +45,9 @@ class Ticket:
 
 class Lanes:
     def __init__(self, device: torch.device):
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.stream = None
+        if device.type == "cuda":
+            self.stream = torch.cuda.Stream(device)
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="comm lane")
 
     def send(self, work: Work, inputs: Any = None) -> Ticket:

@@ -90,7 +90,9 @@ def sum_over_members(x: Tensor, members: Sequence[int], axis: Axis) -> Tensor:
         arriving[member] = pipe.receive(memory, member)
     for member in others:
         pipe.send(x, member)
-    parts = {member: pending.arrived() for member, pending in arriving.items()}
+    parts: dict[int, Tensor] = {}
+    for member, pending in arriving.items():
+        parts[member] = pending.arrived()
     parts[axis.index] = x
     first, *rest = members
     total = parts[first].clone()

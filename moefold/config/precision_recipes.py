@@ -16,16 +16,22 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from math import ceil
 from typing import Literal
 
 from moefold.config.errors import UserError, did_you_mean, printable_text
 
 SCALE_BLOCK = 128  # values that share a scale along the contraction; rows of a tile
+MX_BLOCK = 32
+NV_BLOCK = 16
 WIDTH_MULTIPLE = 16  # FP8 kernels read rows that begin at multiples of 16 bytes
 
-RowScales = Literal["none", "block", "tensor", "row"]
-WeightScales = Literal["none", "block", "expert", "channel"]
-ColumnScales = Literal["none", "block", "tensor", "channel"]
+NVFP4_PLAIN_LAYERS = 0.15  # share of layers, the last ones, that nvfp4 leaves plain by default
+
+NumberFormat = Literal["plain", "fp8", "mxfp8", "nvfp4"]
+RowScales = Literal["none", "block", "tensor", "row", "micro"]
+WeightScales = Literal["none", "block", "expert", "channel", "micro"]
+ColumnScales = Literal["none", "block", "tensor", "channel", "micro"]
 Sums = Literal["plain", "block", "promoted", "fast"]
 
 SCALES_IN_WORDS = {  # of rows and columns
@@ -50,11 +56,12 @@ SUMS_IN_WORDS = {
 class RecipeSpec:
     """One recipe. `rows`: scales of x and of dy in the first two products; one of "tensor" is one for all tokens where
     rows are tokens, and one for each expert otherwise. `weight`: scales of W. `columns`: scales of x and dy in the
-    weight gradient; "none": that product runs in the model's own precision. `row_multiple`: each expert's rows fill
-    tiles of so many rows. `wants_gate_after_down`: rows of an expert share a scale, so that the router's weight inside
-    the activation costs accuracy (`model.moe.gate` decides)."""
+    weight gradient; "none": that product runs in the model's own precision. "micro": the small blocks of MXFP8 or
+    NVFP4. `row_multiple`: each expert's rows fill tiles of so many rows. `wants_gate_after_down`: rows of an expert
+    share a scale, so that the router's weight inside the activation costs accuracy (`model.moe.gate` decides)."""
 
     name: str
+    format: NumberFormat = "plain"
     rows: RowScales = "none"
     weight: WeightScales = "none"
     columns: ColumnScales = "none"
@@ -66,13 +73,18 @@ class RecipeSpec:
         return self.rows != "none"
 
     @property
+    def is_emulated(self) -> bool:
+        """Whether operands are quantised and the product runs on what they dequantise to."""
+        return self.rows == "micro"
+
+    @property
     def scales_in_epilogue(self) -> bool:
         """Whether scales are applied to finished sums, so that these may be summed in the tensor core."""
-        return self.quantises and self.rows != "block"
+        return self.rows in ("tensor", "row")
 
     def row_sums(self, accumulate: str) -> Sums:
         """Summation of forward and data gradient under `precision.accumulate`."""
-        if not self.quantises:
+        if not self.quantises or self.is_emulated:
             return "plain"
         if not self.scales_in_epilogue:
             return "block"
@@ -81,7 +93,7 @@ class RecipeSpec:
     @property
     def weight_sums(self) -> Sums:
         """Summation of the weight gradient: promoted to fp32 whatever `precision.accumulate` says."""
-        if self.columns == "none":
+        if self.columns in ("none", "micro"):
             return "plain"
         return "block" if self.columns == "block" else "promoted"
 
@@ -90,17 +102,32 @@ RECIPE_SPECS: dict[str, RecipeSpec] = {
     spec.name: spec
     for spec in (
         RecipeSpec("plain"),
-        RecipeSpec("fp8_block", "block", "block", "block", SCALE_BLOCK),
-        RecipeSpec("fp8_tensor", "tensor", "expert", "tensor", SCALE_BLOCK, wants_gate_after_down=True),
-        RecipeSpec("fp8_row", "row", "channel", "channel", SCALE_BLOCK),
-        RecipeSpec("fp8_hybrid", "block", "block", "none", SCALE_BLOCK),
+        RecipeSpec("fp8_block", "fp8", "block", "block", "block", SCALE_BLOCK),
+        RecipeSpec("fp8_tensor", "fp8", "tensor", "expert", "tensor", SCALE_BLOCK, wants_gate_after_down=True),
+        RecipeSpec("fp8_row", "fp8", "row", "channel", "channel", SCALE_BLOCK),
+        RecipeSpec("fp8_hybrid", "fp8", "block", "block", "none", SCALE_BLOCK),
+        RecipeSpec("mxfp8", "mxfp8", "micro", "micro", "micro", MX_BLOCK),
+        RecipeSpec("nvfp4", "nvfp4", "micro", "micro", "micro", NV_BLOCK),
     )
 }
 
 
-def is_quantised(recipe: str) -> bool:
+def is_fp8(recipe: str) -> bool:
     """Whether products of this recipe have FP8 operands. Names of recipes from elsewhere are not in the table."""
-    return recipe in RECIPE_SPECS and RECIPE_SPECS[recipe].quantises
+    return recipe in RECIPE_SPECS and RECIPE_SPECS[recipe].format == "fp8"
+
+
+def squares_in_use(format: NumberFormat, weight_blocks: str) -> bool:
+    """Whether the weights of a micro format have scales of squares, which `auto` takes for NVFP4."""
+    return weight_blocks == "squares" or (weight_blocks == "auto" and format == "nvfp4")
+
+
+def last_plain_layers(recipe: str, exclude_last: int, layers: int) -> int:
+    """How many of the last layers a recipe leaves plain; `exclude_last` of -1 is the recipe's own choice."""
+    if exclude_last >= 0:
+        return exclude_last
+    share = NVFP4_PLAIN_LAYERS if RECIPE_SPECS[recipe].format == "nvfp4" else 0
+    return min(ceil(share * layers), layers - 1)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from moefold.config.errors import UserError
 from moefold.config.precision_recipes import (
     RECIPE_SPECS,
     WIDTH_MULTIPLE,
+    NumberFormat,
     RecipeSpec,
     parse_recipe_entries,
     recipe_entry_problems,
@@ -49,8 +50,11 @@ def quantises_by_default(c: ConfigOnRanks) -> bool:
     return RECIPE_SPECS[c.precision.recipe].quantises
 
 
-def quantises_somewhere(c: ConfigOnRanks) -> bool:
-    return any(spec.quantises for spec in recipes_in_use(c))
+def format_in_use(*formats: NumberFormat) -> Condition:
+    def is_in_use(c: ConfigOnRanks) -> bool:
+        return any(spec.format in formats for spec in recipes_in_use(c))
+
+    return is_in_use
 
 
 def scales_in_some_epilogue(c: ConfigOnRanks) -> bool:
@@ -78,19 +82,28 @@ def option_rule(option: str, default: object, needed: Condition, why: str, *othe
 
 
 NO_FP8 = "no recipe in use has FP8 scales"
+NO_MXFP8 = "no recipe in use is mxfp8"
+NO_NVFP4 = "no recipe in use is nvfp4"
+NO_MICRO = "no recipe in use is mxfp8 or nvfp4"
 NOT_IN_EPILOGUE = "no recipe in use applies scales to finished sums, as fp8_tensor and fp8_row do"
 NOT_DELAYED = "no scales are delayed"
 NOT_BY_DEFAULT = "layers are excluded from precision.recipe, which is plain"
 
 OPTION_RULES = [
-    option_rule("power_of_two_scales", False, quantises_somewhere, NO_FP8),
-    option_rule("gradient_format", "e4m3", quantises_somewhere, NO_FP8),
+    option_rule("power_of_two_scales", False, format_in_use("fp8"), NO_FP8),
+    option_rule("gradient_format", "e4m3", format_in_use("fp8"), NO_FP8),
+    option_rule("scale_rounding", "up", format_in_use("mxfp8"), NO_MXFP8),
+    option_rule("weight_blocks", "auto", format_in_use("mxfp8", "nvfp4"), NO_MICRO),
+    option_rule("hadamard", True, format_in_use("nvfp4"), NO_NVFP4),
+    option_rule("stochastic", True, format_in_use("nvfp4"), NO_NVFP4),
+    option_rule("rounding_seed", 0, format_in_use("nvfp4"), NO_NVFP4),
+    option_rule("storage", "plain", format_in_use("fp8"), NO_FP8),
     option_rule("accumulate", "promoted", scales_in_some_epilogue, NOT_IN_EPILOGUE),
     option_rule("scaling", "current", scales_in_some_epilogue, NOT_IN_EPILOGUE),
     option_rule("history", 16, delays_some_scales, NOT_DELAYED, "precision.scaling"),
     option_rule("margin", 0, delays_some_scales, NOT_DELAYED, "precision.scaling"),
     option_rule("exclude_first", 0, quantises_by_default, NOT_BY_DEFAULT),
-    option_rule("exclude_last", 0, quantises_by_default, NOT_BY_DEFAULT),
+    option_rule("exclude_last", -1, quantises_by_default, NOT_BY_DEFAULT),
 ]
 PRECISION_RULES.extend(OPTION_RULES)
 
@@ -102,8 +115,22 @@ PRECISION_RULES.extend(OPTION_RULES)
     fix="set precision.exclude_first to 0 and precision.exclude_last to 0",
 )
 def some_layer_is_not_excluded(c: ConfigOnRanks) -> bool:
-    excluded = c.precision.exclude_first + c.precision.exclude_last
+    excluded = c.precision.exclude_first + max(0, c.precision.exclude_last)
     return excluded == 0 or excluded < c.model.layers
+
+
+# Storage of weights.
+
+
+@PRECISION_RULES.rule(
+    "FP8 storage has one set of bytes for both layouts",
+    ("precision.storage", RECIPE, ENTRIES),
+    says="<precision.storage> keeps one set of bytes for both layouts of a weight, but fp8_row quantises each layout "
+    "with scales of its own (<precision.recipe>, <precision.recipes>)",
+    fix="set precision.storage to plain",
+)
+def fp8_storage_has_one_set_of_bytes(c: ConfigOnRanks) -> bool:
+    return c.precision.storage != "fp8" or all(spec.weight != "channel" for spec in recipes_in_use(c))
 
 
 # Widths of products on one rank.

@@ -264,18 +264,33 @@ class PipelineConfig:
 
 @dataclass(frozen=True)
 class PrecisionConfig:
-    recipe: Literal["plain", "fp8_block", "fp8_tensor", "fp8_row", "fp8_hybrid"] = key(
+    recipe: Literal["plain", "fp8_block", "fp8_tensor", "fp8_row", "fp8_hybrid", "mxfp8", "nvfp4"] = key(
         "plain",
         "number format of the products of attention, dense MLPs, shared and routed experts; plain: train.precision",
     )
     recipes: tuple[str, ...] = key((), "recipes by product name, the last match counts: `*.attention.*: plain`")
     exclude_first: int = key(0, "first layers that stay plain", at_least=0)
-    exclude_last: int = key(0, "last layers that stay plain; multi-token prediction layers do not count", at_least=0)
+    exclude_last: int = key(
+        -1,
+        "last layers that stay plain, without those of multi-token prediction; -1: 15 % of all with nvfp4, else none",
+        at_least=-1,
+    )
     power_of_two_scales: bool = key(False, "FP8 scales are rounded up to powers of two")
     gradient_format: Literal["e4m3", "e5m2"] = key("e4m3", "FP8 format of gradients; all else is e4m3")
+    scale_rounding: Literal["up", "down"] = key("up", "mxfp8: powers of two above, or below as in OCP's text")
+    weight_blocks: Literal["auto", "rows", "squares"] = key(
+        "auto", "mxfp8, nvfp4: scales of weights along rows, or of squares; auto: rows in mxfp8, squares in nvfp4"
+    )
+    hadamard: bool = key(True, "nvfp4: random Hadamard transform of both operands of weight gradients")
+    stochastic: bool = key(True, "nvfp4: stochastic rounding of gradients")
+    rounding_seed: int = key(0, "nvfp4: seed of stochastic rounding")
     accumulate: Literal["promoted", "fast"] = key(
         "promoted",
         "fp8_tensor, fp8_row: forward and data gradients are summed in fp32 every 128 values, or in the tensor core",
+    )
+    storage: Literal["plain", "fp8"] = key(
+        "plain",
+        "weights that products read in FP8: beside a copy in train.precision, or without one (main weights are fp32)",
     )
     scaling: Literal["current", "delayed"] = key(
         "current", "fp8_tensor and fp8_row: scales from the values themselves, or from those of earlier steps"
@@ -311,6 +326,7 @@ class ObserveConfig:
     profile: bool = key(False, "print time and memory of the tenth step by part; write trace.json for Perfetto")
     tensorboard: bool = key(True, "write TensorBoard events into the run's folder")
     router_every: int = key(10, "steps between lines of router.jsonl, the load of every expert", at_least=1)
+    fp8_every: int = key(10, "steps between lines of fp8.jsonl, figures of every FP8 operand", at_least=1)
 
 
 @dataclass(frozen=True)

@@ -55,14 +55,19 @@ def zipf_corpus(data: DataConfig, vocab: int) -> Corpus:
     return Corpus(train, held_out)
 
 
+def random_generator(seed: int) -> np.random.Generator:
+    bits = np.random.PCG64(seed)
+    return np.random.Generator(bits)
+
+
 def zipf_tokens(count: int, vocab: int, seed: int) -> np.ndarray:
     """Random tokens with Zipf's frequencies, half of them the fixed successor of the token before: learnable data for
     benchmarks, which unbalances a router."""
     shares = 1 / np.arange(1, vocab + 1)
     shares /= shares.sum()
-    fixed = np.random.Generator(np.random.PCG64(0))  # the same successors for every seed
+    fixed = random_generator(0)  # the same successors for every seed
     successor = fixed.choice(vocab, size=vocab, p=shares)
-    generator = np.random.Generator(np.random.PCG64(seed))
+    generator = random_generator(seed)
     tokens = generator.choice(vocab, size=count, p=shares)
     follows = generator.random(count) < 0.5
     follows[0] = False
@@ -105,7 +110,8 @@ def split_documents(
     those before it, to within half a document."""
     train: list[np.ndarray] = []
     held_out: list[np.ndarray] = []
-    smaller_side = min(share, 1 - share) * sum(map(len, documents))
+    smaller_share = min(share, 1 - share)
+    smaller_side = smaller_share * sum(map(len, documents))
     owed = 0.0  # tokens that should be held out so far, less those that are
     for document in documents:
         if len(document) > LARGEST_WHOLE * smaller_side:
@@ -125,9 +131,10 @@ def split_documents(
 def cut_at_line_end(document: np.ndarray, share: float, tokenizer: Tokenizer) -> int:
     """Where the held-out part of a document begins: behind a line end, if there is one near."""
     wanted = round(len(document) * (1 - share))
-    search = range(wanted, min(len(document), wanted + LINE_SEARCH))
-    for position in search:
-        if tokenizer.decode([int(document[position - 1])]).endswith("\n"):
+    end = min(len(document), wanted + LINE_SEARCH)
+    for position in range(wanted, end):
+        before = int(document[position - 1])
+        if tokenizer.decode([before]).endswith("\n"):
             return position
     return wanted
 
@@ -141,13 +148,15 @@ def join_documents(documents: list[np.ndarray], dtype: np.dtype, end: int) -> tu
     for document in documents:
         parts += [document, end_token]
     lengths = [len(document) + 1 for document in documents]
-    starts = np.cumsum([0, *lengths[:-1]], dtype=np.int64)
+    begins = [0, *lengths[:-1]]
+    starts = np.cumsum(begins, dtype=np.int64)
     return np.concatenate(parts), starts
 
 
 def refuse_short_corpus(data: DataConfig, corpus: Corpus) -> None:
     """Refuse a side that is not longer than a sequence."""
-    shortest = min(len(corpus.train), len(corpus.held_out))
+    sizes = len(corpus.train), len(corpus.held_out)
+    shortest = min(sizes)
     shorter = f"set data.seq_len below {shortest}, " if shortest > 1 else ""
     sides = {"to train on": corpus.train, "held out for validation": corpus.held_out}
     for purpose, tokens in sides.items():

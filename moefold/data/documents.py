@@ -31,7 +31,9 @@ def stdlib_documents() -> Documents:
     """The source of Python's standard library, from the running interpreter. Needs no download."""
     root = Path(sysconfig.get_path("stdlib"))
     count = 0
-    names = [path.relative_to(root).as_posix() for path in root.rglob("*.py")]
+    names: list[str] = []
+    for path in root.rglob("*.py"):
+        names.append(path.relative_to(root).as_posix())
     for name in sorted(names):
         if SKIPPED_FOLDERS & set(Path(name).parts):
             continue
@@ -109,7 +111,8 @@ def read_utf8_text(path: Path) -> str:
 
 
 def read_jsonl_texts(path: Path, text: str, text_key: str) -> Documents:
-    for number, line in enumerate(text.split("\n"), start=1):
+    lines = text.split("\n")
+    for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         yield read_jsonl_line(line, text_key, f"data.files: {path}, line {number}")

@@ -39,8 +39,9 @@ def file_kind(path: Path, raw: bytes) -> FileKind | None:
     for first_bytes, kind in KINDS_BY_FIRST_BYTES.items():
         if raw.startswith(first_bytes):
             return kind
-    if path.suffix.lower() in TABLE_SUFFIXES:
-        return FileKind(TABLE_SUFFIXES[path.suffix.lower()], f"{TO_JSONL} (csv.DictReader, json.dumps)")
+    suffix = path.suffix.lower()
+    if suffix in TABLE_SUFFIXES:
+        return FileKind(TABLE_SUFFIXES[suffix], f"{TO_JSONL} (csv.DictReader, json.dumps)")
     if b"\x00" in raw:
         return FileKind(f"binary: byte 0x00 at offset {raw.index(0)}", "extract its text")
     return None

@@ -35,13 +35,19 @@ class Batch:
     imposed: Mapping[int, Tensor] = field(default_factory=dict)  # by MoE layer: expert ids (B, S, K) to use
 
     def microbatches(self, size: int) -> Iterator[Batch]:
-        for start in range(0, len(self.tokens_BS), size):
+        sequences = len(self.tokens_BS)
+        for start in range(0, sequences, size):
             rows = slice(start, start + size)
-            begins_BS = None if self.begins_BS is None else self.begins_BS[rows]
+            begins_BS = self.begins_BS
+            if begins_BS is not None:
+                begins_BS = begins_BS[rows]
             tokens_BS = self.tokens_BS[rows]
             labels_BS = self.labels_BS[rows]
-            imposed = {layer: ids_BSK[rows] for layer, ids_BSK in self.imposed.items()}
-            yield Batch(tokens_BS, labels_BS, self.first + start, begins_BS, imposed)
+            imposed: dict[int, Tensor] = {}
+            for layer, ids_BSK in self.imposed.items():
+                imposed[layer] = ids_BSK[rows]
+            first = self.first + start
+            yield Batch(tokens_BS, labels_BS, first, begins_BS, imposed)
 
 
 class RoutingSource(Protocol):
@@ -118,7 +124,8 @@ class BatchLoader:
         first = self.first_sequence(consumed, count)
         end = first + self.sequences_per_rank(count)
         numbers = range(first, end)
-        rows = np.zeros((len(numbers), self.seq_len + 1), dtype=np.int64)
+        shape = (len(numbers), self.seq_len + 1)
+        rows = np.zeros(shape, dtype=np.int64)
         for row, number in zip(rows, numbers, strict=True):
             row[:] = self.tokens_of_sequence(number)
         # Labels are the tokens shifted by one.
@@ -134,18 +141,20 @@ class BatchLoader:
             next_positions = np.arange(1, self.seq_len + 1)
             begins_document = begins[:, 1:] == next_positions
             labels[begins_document] = IGNORE_INDEX
-            arrays.append(begins[:, :-1].copy())
+            token_begins = begins[:, :-1]
+            arrays.append(token_begins.copy())
         arrays += self.replayed_choices(consumed, count)
         tensors = list(map(torch.from_numpy, arrays))
         return self.uploads.begin(tensors)
 
     def replayed_choices(self, consumed: int, count: int) -> list[np.ndarray]:
         """The recorded expert ids of this rank's sequences, one array for each of its MoE layers."""
-        if self.replay is None:
+        replay = self.replay
+        if replay is None:
             return []
         first = self.first_sequence(consumed, count)
         share = self.sequences_per_rank(count)
-        return [self.replay.read_rows(layer, first, share) for layer in self.replay.layers]
+        return [replay.read_rows(layer, first, share) for layer in replay.layers]
 
     def tokens_of_sequence(self, number: int) -> np.ndarray:
         """The tokens of a sequence, and the one behind it, which is a label only."""

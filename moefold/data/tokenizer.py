@@ -50,7 +50,8 @@ class ByteTokenizer:
     end = EndToken(0, "NUL", "no byte of a text")
 
     def encode(self, text: str) -> np.ndarray:
-        return np.frombuffer(text.encode("utf-8"), dtype=np.uint8)
+        raw = text.encode("utf-8")
+        return np.frombuffer(raw, dtype=np.uint8)
 
     def decode(self, tokens: list[int]) -> str:
         raw = bytes(token for token in tokens if 0 < token < 256)
@@ -65,7 +66,10 @@ class HuggingFaceTokenizer:
         self.engine = engine
         ids = engine.get_vocab(with_added_tokens=True).values()
         self.size = max(ids, default=-1) + 1  # ids may leave gaps, so their number may be smaller
-        self.end = self.named_end_token(end_token) if end_token else self.find_end_token(folder)
+        if end_token:
+            self.end = self.named_end_token(end_token)
+        else:
+            self.end = self.find_end_token(folder)
 
     def named_end_token(self, text: str) -> EndToken:
         token = self.engine.token_to_id(text)
@@ -117,7 +121,9 @@ def stated_end_token(path: Path, key: str) -> int | str | None:
         options = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not JSON ({str(error)[:100]}); mend it, or set data.end_token") from None
-    stated: Any = options.get(key) if isinstance(options, dict) else None
+    stated: Any = None
+    if isinstance(options, dict):
+        stated = options.get(key)
     if isinstance(stated, list) and stated:
         stated = stated[0]
     if isinstance(stated, dict):  # a token with its options
@@ -142,13 +148,15 @@ def load_tokenizer(name: str, vocab: int, end_token: str = "") -> Tokenizer:
     if name == "byte":
         return ByteTokenizer()
     if name == "stdlib":
-        engine = open_engine(name, cut_vocabulary(STDLIB_TOKENIZER.read_text(encoding="utf-8"), vocab))
+        packaged = STDLIB_TOKENIZER.read_text(encoding="utf-8")
+        engine = open_engine(name, cut_vocabulary(packaged, vocab))
         return HuggingFaceTokenizer(engine, STDLIB_TOKENIZER.parent, end_token)
     try:
         path = Path(name).expanduser()
         if not path.is_file():
             raise UserError(f"data.tokenizer = {path}: no such file; expected {LEGAL_NAMES}")
-        engine = open_engine(name, path.read_text(encoding="utf-8", errors="replace"))
+        text = path.read_text(encoding="utf-8", errors="replace")
+        engine = open_engine(name, text)
         return HuggingFaceTokenizer(engine, path.parent, end_token)
     except (OSError, RuntimeError, ValueError) as error:
         raise UserError(
@@ -175,7 +183,10 @@ def cut_vocabulary(text: str, size: int) -> str:
     """A byte-pair tokenizer.json with its first `size` entries. Ids behind those of bytes are merges, in order."""
     tree = json.loads(text)
     model = tree["model"]
-    surplus = max(0, len(model["vocab"]) - size)
-    model["vocab"] = {token: number for token, number in model["vocab"].items() if number < size}
-    model["merges"] = model["merges"][: len(model["merges"]) - surplus]
+    vocabulary = model["vocab"]
+    merges = model["merges"]
+    surplus = max(0, len(vocabulary) - size)
+    entries = vocabulary.items()
+    model["vocab"] = {token: number for token, number in entries if number < size}
+    model["merges"] = merges[: len(merges) - surplus]
     return json.dumps(tree)

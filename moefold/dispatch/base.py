@@ -51,10 +51,12 @@ class RowOrder(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Input of the experts: arrived tokens, and the order of their rows."""
+    """Input of the experts: arrived tokens, and the order of their rows. `number_N`: numbers of the tokens in the run,
+    for recipes that ask for them."""
 
     source_ND: Tensor
     order: RowOrder
+    number_N: Tensor | None = None
 
 
 class Receipt(NamedTuple):
@@ -134,17 +136,20 @@ class RowPolicy:
         weights_NK, ids_NK = routing
         holes = may_be_remote or not self.one_row_per_choice
         # Choices sorted by slot; those of other ranks' experts sort behind the last end.
-        slot = self.experts.slot_on_rank(ids_NK, self.rank).flatten()
+        slot_NK = self.experts.slot_on_rank(ids_NK, self.rank)
+        slot = slot_NK.flatten()
         order = slot.argsort(stable=True)
         sorted_slot = slot[order]
         every_slot = torch.arange(self.held, device=slot.device)
         ends_e = torch.searchsorted(sorted_slot, every_slot, right=True)
         if holes:  # cut off what has no row here, and insert padding
             order, ends_e = self.pad(order, sorted_slot, ends_e, tokens, most_choices)
-        index_R = order.div(ids_NK.shape[1], rounding_mode="floor")  # -1 stays -1
+        choices = ids_NK.shape[1]
+        index_R = order.div(choices, rounding_mode="floor")  # -1 stays -1
         slots_NK = invert_order(order, slot).view(ids_NK.shape)
         weight_R = gather_weights(weights_NK, order, holes)
-        return RowOrder(index_R, slots_NK, weight_R, ends_e.int(), holes)
+        ends_e = ends_e.int()
+        return RowOrder(index_R, slots_NK, weight_R, ends_e, holes)
 
     def pad(
         self, order: Tensor, slot: Tensor, ends_e: Tensor, tokens: int, most_choices: int | None
@@ -154,9 +159,12 @@ class RowPolicy:
         sizes_e, total = self.padded_sizes(counts_e, tokens, most_choices)
         padded_ends_e = sizes_e.cumsum(0)
         # A row moves by the difference between its expert's new and old begin.
-        shift_e = (padded_ends_e - sizes_e) - (ends_e - counts_e)
+        begins_e = ends_e - counts_e
+        padded_begins_e = padded_ends_e - sizes_e
+        shift_e = padded_begins_e - begins_e
         row = torch.arange(len(order), device=order.device)
-        row = row + shift_e[slot.clamp(max=self.held - 1)]
+        held_slot = slot.clamp(max=self.held - 1)
+        row = row + shift_e[held_slot]
         row = torch.where(slot < self.held, row, total)  # the extra row takes choices without a row here
         padded = order.new_full((total + 1,), -1)
         padded = padded.scatter_(0, row, order)
@@ -176,8 +184,9 @@ class RowPolicy:
 def invert_order(order: Tensor, like: Tensor) -> Tensor:
     """For each choice its row, -1 for none."""
     row = torch.arange(len(order), device=order.device)
-    slots = torch.full((len(like) + 1,), -1, device=like.device)  # the last one takes the rows of padding
-    choice = torch.where(order >= 0, order, len(like))
+    size = len(like)
+    slots = torch.full((size + 1,), -1, device=like.device)  # the last one takes the rows of padding
+    choice = torch.where(order >= 0, order, size)
     return slots.scatter_(0, choice, row)[:-1]
 
 
@@ -185,5 +194,6 @@ def gather_weights(weights_NK: Tensor, order: Tensor, holes: bool) -> Tensor:
     """The router weight of each row; zero for padding."""
     weights = weights_NK.flatten()
     if holes:
-        weights = torch.cat((weights, weights.new_zeros(1)))  # what an index of -1 finds
+        zero = weights.new_zeros(1)  # what an index of -1 finds
+        weights = torch.cat((weights, zero))
     return weights[order]

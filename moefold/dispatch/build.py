@@ -42,7 +42,8 @@ from moefold.layout.dtypes import DTYPES
 
 def expert_capacity(moe: MoeConfig, tokens: int) -> int:
     """Capacity of one expert for this number of tokens."""
-    return math.ceil(moe.capacity.factor * tokens * moe.top_k / moe.experts)
+    rows = moe.capacity.factor * tokens * moe.top_k / moe.experts
+    return math.ceil(rows)
 
 
 def most_rows_per_expert(moe: MoeConfig, ranks: int, tokens: int) -> int:
@@ -94,7 +95,8 @@ def build_from_hops(build_hops: HopsBuilder, setting: DispatchSetting) -> Dispat
     hops, for_everyone = build_hops(setting)
     if world.etp.size > 1:
         rank_of = setting.experts.rank_of
-        hops = [*hops, AllToAllHop(world.etp, pack_for_everyone, rank_of, for_everyone, setting.kernels)]
+        over_etp = AllToAllHop(world.etp, pack_for_everyone, rank_of, for_everyone, setting.kernels)
+        hops = [*hops, over_etp]
     traffic = None
     if any(isinstance(hop, AllToAllHop) for hop in hops):
         traffic = TrafficCounter(setting.experts, world)
@@ -103,13 +105,15 @@ def build_from_hops(build_hops: HopsBuilder, setting: DispatchSetting) -> Dispat
 
 def all_to_all_hops(setting: DispatchSetting) -> HopChain:
     ep = setting.world.ep
-    hop = AllToAllHop(ep, pack_per_choice, setting.experts.rank_of, per_choice_sizes, setting.kernels)
+    rank_of = setting.experts.rank_of
+    hop = AllToAllHop(ep, pack_per_choice, rank_of, per_choice_sizes, setting.kernels)
     return HopChain([hop], choices_for_everyone)
 
 
 def dedup_hops(setting: DispatchSetting) -> HopChain:
     ep = setting.world.ep
-    hop = AllToAllHop(ep, pack_per_rank, setting.experts.rank_of, per_rank_sizes, setting.kernels)
+    rank_of = setting.experts.rank_of
+    hop = AllToAllHop(ep, pack_per_rank, rank_of, per_rank_sizes, setting.kernels)
     return HopChain([hop])
 
 
@@ -132,7 +136,8 @@ def hierarchical_hops(setting: DispatchSetting) -> HopChain:
 
 def deepep_hops(setting: DispatchSetting) -> HopChain:
     ep = setting.world.ep
-    package = require_deepep(setting.world.device.type, setting.dtype, setting.row_width)
+    device = setting.world.device.type
+    package = require_deepep(device, setting.dtype, setting.row_width)
     row_bytes = setting.row_width * setting.dtype.itemsize
     buffer = make_deepep_buffer(package, ep, row_bytes)
     return HopChain([DeepEpHop(buffer, ep, setting.experts)])
@@ -149,7 +154,8 @@ DISPATCHER_BUILDERS: dict[str, DispatcherBuilder] = {
 
 
 def row_policy_of(moe: MoeConfig, world: World, experts: ExpertPlacement) -> RowPolicy:
-    drops = moe.capacity.factor > 0 or moe.router.kind == "expert_choice"
+    limits_rows = moe.capacity.factor > 0
+    drops = limits_rows or moe.router.kind == "expert_choice"
     each = None
     if moe.capacity.pad:
         each = partial(most_rows_per_expert, moe, world.ep_etp.size)
@@ -170,7 +176,8 @@ def choose_dispatcher(config: Config, world: World) -> tuple[str, str]:
     """The dispatcher of a run and the reason. For `auto`, ranks measure the links between them: every rank calls this,
     and all get the same answer."""
     links = None
-    if config.parallel.dispatcher == "auto" and world.ep.size > 1:
+    measures = config.parallel.dispatcher == "auto"
+    if measures and world.ep.size > 1:
         links = measure_links(world)
     bytes_each = BYTES_PER_ELEMENT[config.train.precision]
     return cheapest_dispatcher(config, world.node_size, bytes_each, links)

@@ -106,7 +106,8 @@ class DispatcherEntry(NamedTuple):
 
 
 def expected_distinct(k: int, places: float) -> float:
-    return places * (1 - (1 - 1 / places) ** k)
+    missed = (1 - 1 / places) ** k
+    return places * (1 - missed)
 
 
 def expected_nodes_reached(trip: DispatchTrip) -> float:
@@ -134,7 +135,8 @@ def hop_latency(trip: DispatchTrip, links: LinkSpeeds) -> float:
 
 
 def all_gather_seconds(trip: DispatchTrip, links: LinkSpeeds) -> float:
-    return hop_latency(trip, links) + even_spread_seconds(trip.ranks, trip, links.inside, links.network)
+    sending = even_spread_seconds(trip.ranks, trip, links.inside, links.network)
+    return hop_latency(trip, links) + sending
 
 
 def all_to_all_seconds(trip: DispatchTrip, links: LinkSpeeds) -> float:
@@ -143,7 +145,8 @@ def all_to_all_seconds(trip: DispatchTrip, links: LinkSpeeds) -> float:
     if not links.measured:
         inside_rate *= ALL_TO_ALL_OF_NVLINK
         network_rate *= ALL_TO_ALL_OF_NETWORK
-    return hop_latency(trip, links) + even_spread_seconds(trip.k, trip, inside_rate, network_rate)
+    sending = even_spread_seconds(trip.k, trip, inside_rate, network_rate)
+    return hop_latency(trip, links) + sending
 
 
 def dedup_seconds(trip: DispatchTrip, links: LinkSpeeds) -> float:
@@ -151,7 +154,8 @@ def dedup_seconds(trip: DispatchTrip, links: LinkSpeeds) -> float:
     if trip.on_one_node and not links.measured:
         latency = LATENCY_PER_DOUBLING * log2(trip.ranks)
     copies = expected_distinct(trip.k, trip.ranks)
-    return latency + even_spread_seconds(copies, trip, links.inside, links.network)
+    sending = even_spread_seconds(copies, trip, links.inside, links.network)
+    return latency + sending
 
 
 def hierarchical_seconds(trip: DispatchTrip, links: LinkSpeeds) -> float:
@@ -159,8 +163,10 @@ def hierarchical_seconds(trip: DispatchTrip, links: LinkSpeeds) -> float:
     forwarded inside the node while others arrive."""
     nodes_reached = expected_nodes_reached(trip)
     ranks_reached = expected_distinct(trip.k, trip.ranks)
-    across = trip.bytes * nodes_reached * (trip.nodes - 1) / trip.nodes / links.network
-    within = trip.bytes * ranks_reached * (trip.inside - 1) / trip.inside / links.inside
+    sent_across = trip.bytes * nodes_reached * (trip.nodes - 1) / trip.nodes
+    across = sent_across / links.network
+    sent_within = trip.bytes * ranks_reached * (trip.inside - 1) / trip.inside
+    within = sent_within / links.inside
     sending = across + within if links.measured else max(across, within)
     return links.network_latency + links.inside_latency + sending
 
@@ -194,7 +200,8 @@ def all_entries() -> dict[str, DispatcherEntry]:
 
 def attach_price(name: str, seconds: Seconds, needs: str = "", several_nodes: bool = False) -> None:
     """Attach a price to a name of config/open_names.py, so that auto can choose it."""
-    DISPATCHER_ENTRIES[name] = DispatcherEntry(DISPATCHER_NAMES.says(name), needs, seconds, several_nodes)
+    says = DISPATCHER_NAMES.says(name)
+    DISPATCHER_ENTRIES[name] = DispatcherEntry(says, needs, seconds, several_nodes)
 
 
 def dispatch_seconds(name: str, trip: DispatchTrip, links: LinkSpeeds) -> float:

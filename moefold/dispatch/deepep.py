@@ -51,8 +51,10 @@ def make_deepep_buffer(deep_ep: Any, ep: Axis, row_bytes: int) -> Any:
     nvlink_bytes = 0
     rdma_bytes = 0
     for config in (dispatch_config, combine_config):
-        nvlink_bytes = max(nvlink_bytes, config.get_nvl_buffer_size_hint(row_bytes, ep.size))
-        rdma_bytes = max(rdma_bytes, config.get_rdma_buffer_size_hint(row_bytes, ep.size))
+        nvlink = config.get_nvl_buffer_size_hint(row_bytes, ep.size)
+        rdma = config.get_rdma_buffer_size_hint(row_bytes, ep.size)
+        nvlink_bytes = max(nvlink_bytes, nvlink)
+        rdma_bytes = max(rdma_bytes, rdma)
     return deep_ep.Buffer(ep.group, nvlink_bytes, rdma_bytes)
 
 

@@ -28,7 +28,8 @@ class ExpertPlacement:
     slots: tuple[int, ...]
 
     def __post_init__(self):
-        places = sorted(zip(self.ranks, self.slots, strict=True))
+        pairs = zip(self.ranks, self.slots, strict=True)
+        places = sorted(pairs)
         every_rank = range(self.rank_count)
         every_slot = range(self.held)
         expected = list(product(every_rank, every_slot))
@@ -81,8 +82,10 @@ class ExpertPlacement:
         if name == "positions":
             return list(self.positions)
         if name == "experts":
-            every_rank = map(self.experts_of_rank, range(self.rank_count))
-            return [expert for experts in every_rank for expert in experts]
+            experts: list[int] = []
+            for holder in range(self.rank_count):
+                experts += self.experts_of_rank(holder)
+            return experts
         places = zip(self.ranks, self.slots, strict=True)
         slots = [slot if holder == rank else self.held for holder, slot in places]
         return [*slots, self.held]  # the last entry is the one that an id of -1 finds
@@ -112,8 +115,9 @@ def contiguous_placement(experts: int, ranks: int = 1) -> ExpertPlacement:
 def permuted_placement(order: Sequence[int], ranks: int = 1) -> ExpertPlacement:
     """`order` lists expert ids rank by rank, slot by slot."""
     held = len(order) // ranks
-    place_of = {expert: divmod(position, held) for position, expert in enumerate(order)}
-    return placement_of_pairs([place_of[expert] for expert in range(len(order))])
+    places = {expert: divmod(position, held) for position, expert in enumerate(order)}
+    by_expert = map(places.__getitem__, range(len(order)))
+    return placement_of_pairs(list(by_expert))
 
 
 def placement_of_pairs(places: Sequence[tuple[int, int]]) -> ExpertPlacement:

@@ -57,17 +57,20 @@ def pack_per_choice(routing: Routing, rank_of: RankOf, send: list[int]) -> Parce
     ids = ids_TK.flatten()
     weights = weights_TK.flatten()
     parcels = sum(send)
-    rank = torch.where(ids >= 0, rank_of(ids), len(send))  # missing choices sort last
+    ranks = len(send)
+    rank = torch.where(ids >= 0, rank_of(ids), ranks)  # missing choices sort last
     order = rank.argsort(stable=True)[:parcels]
     number = torch.arange(parcels, device=order.device)
-    slots = torch.full_like(ids, -1).scatter_(0, order, number)
+    none = torch.full_like(ids, -1)
+    slots = none.scatter_(0, order, number)
     # A parcel is one choice: its token, its expert and its weight.
     token_P = order // ids_TK.shape[1]
     ids_P1 = ids[order][:, None]
     weights_P1 = weights[order][:, None]
     parcel_routing = Routing(weights_P1, ids_P1)
     slots_TK = slots.view(ids_TK.shape)
-    return Parcels(token_P, slots_TK, parcels < len(ids), parcel_routing)
+    holes = parcels < len(ids)
+    return Parcels(token_P, slots_TK, holes, parcel_routing)
 
 
 def pack_per_rank(routing: Routing, rank_of: RankOf, send: list[int]) -> Parcels:
@@ -75,6 +78,7 @@ def pack_per_rank(routing: Routing, rank_of: RankOf, send: list[int]) -> Parcels
     tokens = len(ids_TK)
     ranks = len(send)
     parcels = sum(send)
+    device = ids_TK.device
     rank_TK = torch.where(ids_TK >= 0, rank_of(ids_TK), ranks)  # row `ranks` of `goes_nT` collects missing choices
     goes_nT = ids_TK.new_zeros(ranks + 1, tokens, dtype=torch.bool)
     goes_nT = goes_nT.scatter_(0, rank_TK.T, True)[:ranks]
@@ -82,17 +86,19 @@ def pack_per_rank(routing: Routing, rank_of: RankOf, send: list[int]) -> Parcels
     goes = goes_nT.flatten()
     number = goes.cumsum(0) - 1
     place = torch.where(goes, number, parcels)
-    sent = torch.empty(parcels + 1, dtype=torch.int64, device=ids_TK.device)
-    every = torch.arange(ranks * tokens, device=ids_TK.device)
+    sent = torch.empty(parcels + 1, dtype=torch.int64, device=device)
+    every = torch.arange(ranks * tokens, device=device)
     sent_P = sent.scatter_(0, place, every)[:parcels]
     rank_P = sent_P.div(max(tokens, 1), rounding_mode="floor")
     token_P = sent_P - rank_P * tokens
-    slots_nT = torch.where(goes, number, -1).view(ranks, tokens)
+    slots = torch.where(goes, number, -1)
+    slots_nT = slots.view(ranks, tokens)
     # A parcel lists the choices that its rank holds, -1 in place of the others.
     held_there_PK = rank_TK[token_P] == rank_P[:, None]
     ids_PK = torch.where(held_there_PK, ids_TK[token_P], -1)
     parcel_routing = Routing(weights_TK[token_P], ids_PK)
-    return Parcels(token_P, slots_nT.T.contiguous(), True, parcel_routing)
+    slots_Tn = slots_nT.T.contiguous()
+    return Parcels(token_P, slots_Tn, True, parcel_routing)
 
 
 def pack_for_everyone(routing: Routing, rank_of: RankOf, send: list[int]) -> Parcels:
@@ -100,9 +106,13 @@ def pack_for_everyone(routing: Routing, rank_of: RankOf, send: list[int]) -> Par
     ranks = len(send)
     tokens = len(ids_TK)
     device = ids_TK.device
-    token_P = torch.arange(tokens, device=device).repeat(ranks)
-    slots_nT = torch.arange(ranks * tokens, device=device).view(ranks, tokens)
-    parcel_routing = Routing(weights_TK.repeat(ranks, 1), ids_TK.repeat(ranks, 1))
+    token_T = torch.arange(tokens, device=device)
+    token_P = token_T.repeat(ranks)
+    slots = torch.arange(ranks * tokens, device=device)
+    slots_nT = slots.view(ranks, tokens)
+    weights_PK = weights_TK.repeat(ranks, 1)
+    ids_PK = ids_TK.repeat(ranks, 1)
+    parcel_routing = Routing(weights_PK, ids_PK)
     return Parcels(token_P, slots_nT.T, False, parcel_routing)
 
 

@@ -37,8 +37,11 @@ class HopDispatcher:
 
     def plan(self, routing: Routing) -> Receipt:
         tokens = len(routing.ids_TK)
-        traffic = self.traffic.count(routing.ids_TK) if self.traffic else None
-        choices = traffic.choices_arriving() if traffic else None
+        traffic = None
+        choices = None
+        if self.traffic is not None:
+            traffic = self.traffic.count(routing.ids_TK)
+            choices = traffic.choices_arriving()
         plans = []
         for hop in self.hops:
             plan = hop.plan(routing, traffic)

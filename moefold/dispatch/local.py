@@ -17,13 +17,16 @@ class LocalDispatcher:
         self.sum_rows = kernels[sum_rows]
         placement = row_policy.experts
         self.experts = placement.experts
-        self.in_order = placement.positions == tuple(range(self.experts))
+        in_order = tuple(range(self.experts))
+        self.in_order = placement.positions == in_order
         self.one_row_per_choice = row_policy.one_row_per_choice
 
     def plan(self, routing: Routing) -> Receipt:
         weights_TK, ids_TK = routing
         if not self.one_row_per_choice:
-            order = self.row_policy.order_by_expert(routing, len(ids_TK), most_choices=ids_TK.numel())
+            tokens = len(ids_TK)
+            choices = ids_TK.numel()
+            order = self.row_policy.order_by_expert(routing, tokens, most_choices=choices)
             return Receipt(order)
         slots_TK = ids_TK
         if not self.in_order:

@@ -42,7 +42,9 @@ def measure_links(world: World) -> LinkSpeeds:
     network = network or inside
     if inside is None or network is None:
         raise ValueError("links are measured between expert-parallel ranks, but ep is 1")
-    return LinkSpeeds(inside.bandwidth, network.bandwidth, inside.latency, network.latency, measured=True)
+    bandwidths = inside.bandwidth, network.bandwidth
+    latencies = inside.latency, network.latency
+    return LinkSpeeds(*bandwidths, *latencies, measured=True)
 
 
 def measure_link(axis: Axis, world: World) -> Link | None:
@@ -50,18 +52,21 @@ def measure_link(axis: Axis, world: World) -> Link | None:
     if axis.size == 1:
         return None
     device = world.device
-    shares = [size // axis.size for size in TRIAL_BYTES[device.type]]  # for each rank
+    trials = TRIAL_BYTES[device.type]
+    shares = [size // axis.size for size in trials]  # for each rank
     own = [all_to_all_seconds(share, axis, device) for share in shares]
     slowest = torch.tensor(own, dtype=torch.float64)
     collectives.all_reduce_max_no_grad(slowest, world.everyone)
-    sent = [share * (axis.size - 1) for share in shares]
+    others = axis.size - 1
+    sent = [share * others for share in shares]
     return fit_link(sent, slowest.tolist())
 
 
 def all_to_all_seconds(bytes_each: int, axis: Axis, device: torch.device) -> float:
     """Median seconds of an all-to-all with `bytes_each` bytes for every rank."""
     counts = [bytes_each] * axis.size
-    x = torch.zeros(sum(counts), dtype=torch.uint8, device=device)
+    size = sum(counts)
+    x = torch.zeros(size, dtype=torch.uint8, device=device)
     times: list[float] = []
     for _ in range(WARM_UP + REPETITIONS):
         begun = time.perf_counter()

@@ -20,7 +20,8 @@ def dispatch_trip(config: Config, ranks_on_a_node: int, bytes_each: int) -> Disp
     """The load of one dispatch over the expert-parallel ranks."""
     parallel = config.parallel
     moe = config.model.moe
-    inside = max(1, min(parallel.ep, ranks_on_a_node // parallel.etp))
+    groups_inside = ranks_on_a_node // parallel.etp
+    inside = max(1, min(parallel.ep, groups_inside))
     return DispatchTrip(
         tokens_per_rank(config),
         dispatched_width(config.model) * bytes_each,
@@ -36,12 +37,15 @@ def seconds_by_dispatcher(config: Config, ranks_on_a_node: int, bytes_each: int,
     """Seconds one way by every priced dispatcher that this layout allows."""
     trip = dispatch_trip(config, ranks_on_a_node, bytes_each)
     joint_ranks = config.parallel.ep * config.parallel.etp
-    joint_trip = replace(trip, ranks=joint_ranks, inside=min(joint_ranks, ranks_on_a_node))
+    joint_inside = min(joint_ranks, ranks_on_a_node)
+    joint_trip = replace(trip, ranks=joint_ranks, inside=joint_inside)
+    one_node = trip.inside >= trip.ranks
     seconds: dict[str, float] = {}
     for name, entry in all_entries().items():
-        if entry.seconds is None or (entry.several_nodes and trip.inside >= trip.ranks):
+        if entry.seconds is None or (entry.several_nodes and one_node):
             continue
-        seconds[name] = entry.seconds(joint_trip if entry.joins_etp else trip, links)
+        load = joint_trip if entry.joins_etp else trip
+        seconds[name] = entry.seconds(load, links)
     return seconds
 
 

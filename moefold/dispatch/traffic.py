@@ -32,7 +32,8 @@ class Traffic(NamedTuple):
 
     def choices_arriving(self) -> int:
         """Choices of experts on this rank, from all ranks, those of other etp ranks included."""
-        return sum(sum(row[self.ep] for row in senders) for senders in self.choices)
+        arriving = sums_of_column(self.choices, self.ep)
+        return sum(arriving)
 
 
 class ExchangeSizes(NamedTuple):
@@ -64,14 +65,29 @@ class TrafficCounter:
     def count_own(self, ids_TK: Tensor) -> Tensor:
         """Choices and tokens of this rank for each rank, and tokens for each node."""
         ranks = self.ep.size
-        rank_TK = torch.where(ids_TK >= 0, self.experts.rank_of(ids_TK), ranks)  # column `ranks` takes missing choices
+        rank_TK = self.experts.rank_of(ids_TK)
+        rank_TK = torch.where(ids_TK >= 0, rank_TK, ranks)  # column `ranks` takes missing choices
         flat = rank_TK.flatten()
-        choices = torch.zeros(ranks + 1, dtype=torch.int64, device=ids_TK.device)
-        choices_n = choices.scatter_add_(0, flat, torch.ones_like(flat))[:ranks]
-        goes = torch.zeros(len(ids_TK), ranks + 1, dtype=torch.bool, device=ids_TK.device)
+        choices = flat.new_zeros(ranks + 1)
+        ones = torch.ones_like(flat)
+        choices_n = choices.scatter_add_(0, flat, ones)[:ranks]
+        tokens = len(ids_TK)
+        goes = flat.new_zeros(tokens, ranks + 1, dtype=torch.bool)
         goes_Tn = goes.scatter_(1, rank_TK, True)[:, :ranks]
-        goes_Tm = goes_Tn.unflatten(1, (-1, self.ranks_per_node)).any(-1)
-        return torch.cat((choices_n, goes_Tn.sum(0), goes_Tm.sum(0)))
+        by_node = goes_Tn.unflatten(1, (-1, self.ranks_per_node))
+        goes_Tm = by_node.any(-1)
+        tokens_n = goes_Tn.sum(0)
+        tokens_m = goes_Tm.sum(0)
+        return torch.cat((choices_n, tokens_n, tokens_m))
+
+
+def sums_of_column(tables: Table, column: int) -> list[int]:
+    """For each table, the sum of one column."""
+    sums: list[int] = []
+    for rows in tables:
+        entries = [row[column] for row in rows]
+        sums.append(sum(entries))
+    return sums
 
 
 def columns_of(table: Table, begin: int, end: int | None) -> Table:
@@ -103,7 +119,8 @@ class NodeSizes(NamedTuple):
     def between_nodes(self, traffic: Traffic) -> ExchangeSizes:
         table = traffic.nodes[traffic.etp]
         node, place = divmod(traffic.ep, self.ranks_per_node)
-        receive = [row[node] for row in table[place :: self.ranks_per_node]]
+        same_place = table[place :: self.ranks_per_node]
+        receive = [row[node] for row in same_place]
         return ExchangeSizes(table[traffic.ep], receive)
 
     def within_node(self, traffic: Traffic) -> ExchangeSizes:
@@ -112,15 +129,18 @@ class NodeSizes(NamedTuple):
         size = self.ranks_per_node
         node, place = divmod(traffic.ep, size)
         first = node * size
-        here = [row[first : first + size] for row in table[place::size]]
-        send = [sum(column) for column in zip(*here, strict=True)]
-        receive = [sum(row[traffic.ep] for row in table[other::size]) for other in range(size)]
+        same_place = table[place::size]
+        here = [row[first : first + size] for row in same_place]
+        columns = zip(*here, strict=True)
+        send = list(map(sum, columns))
+        by_place = [table[other::size] for other in range(size)]
+        receive = sums_of_column(by_place, traffic.ep)
         return ExchangeSizes(send, receive)
 
 
 def for_everyone_sizes(traffic: Traffic, arrivals: Table) -> ExchangeSizes:
     """All that arrived on this rank goes to every etp rank. `arrivals`: the table that the hops over ep followed."""
-    arrived = [sum(row[traffic.ep] for row in senders) for senders in arrivals]
+    arrived = sums_of_column(arrivals, traffic.ep)
     send = [arrived[traffic.etp]] * len(arrived)
     return ExchangeSizes(send, arrived)
 

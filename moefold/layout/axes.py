@@ -31,6 +31,7 @@ AXIS_COMBINATIONS = [
 GRADIENT_AXES = [("dp", "cp"), ("dp", "cp", "tp"), ("edp",), ("edp", "etp")]  # that placements sum gradients over
 GRADIENTS = "gradients of"
 PIPE = "pipe"
+Group = dist.ProcessGroup | None
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class Axis:
     name: str
     ranks: Ranks = (0,)
     index: int = 0
-    group: dist.ProcessGroup | None = field(default=None, compare=False)
+    group: Group = field(default=None, compare=False)
     size: int = field(init=False)
 
     def __post_init__(self):
@@ -161,7 +162,7 @@ class AxisMaker:
     def __init__(self, rank: int, size: int):
         self.rank = rank
         self.size = size
-        self.groups: dict[tuple[str, Partition], dist.ProcessGroup | None] = {}
+        self.groups: dict[tuple[str, Partition], Group] = {}
 
     def make_axis(self, name: str, partition: Partition, use: str = "") -> Axis:
         ranks = group_of_rank(partition, self.rank)
@@ -199,17 +200,22 @@ def create_world(
     for names in AXIS_COMBINATIONS:
         grid = grid_with_axes(names, dense, expert)
         use = "experts" if grid is expert else ""
-        axes[names] = maker.make_axis("_".join(names), grid.partition(*names), use)
+        name = "_".join(names)
+        axes[names] = maker.make_axis(name, grid.partition(*names), use)
     # Sends and receives happen between other ranks' collectives, gradient reductions during backward's collectives.
-    axes[PIPE,] = maker.make_axis(PIPE, dense.partition("pp"), use="pipe")
+    pipeline = dense.partition("pp")
+    axes[PIPE,] = maker.make_axis(PIPE, pipeline, use="pipe")
     for names in GRADIENT_AXES:
         grid = grid_with_axes(names, dense, expert)
         name = f"{GRADIENTS} {'_'.join(names)}"
-        axes[GRADIENTS, *names] = maker.make_axis(name, grid.partition(*names), use="gradients")
+        partition = grid.partition(*names)
+        axes[GRADIENTS, *names] = maker.make_axis(name, partition, use="gradients")
     for name, grid, use in (("ep", expert, "experts"), ("cp", dense, "")):
         inside, across = split_by_node(grid.partition(name), node_size)
-        axes[inside_node(name),] = maker.make_axis(inside_node(name), inside, use)
-        axes[across_nodes(name),] = maker.make_axis(across_nodes(name), across, use)
+        inside_name = inside_node(name)
+        across_name = across_nodes(name)
+        axes[inside_name,] = maker.make_axis(inside_name, inside, use)
+        axes[across_name,] = maker.make_axis(across_name, across, use)
     return World(rank, size, device, dense, expert, axes, everyone, node_size, store)
 
 
@@ -219,4 +225,5 @@ def grid_with_axes(names: tuple[str, ...], dense: Grid, expert: Grid) -> Grid:
 
 def single_rank_world(device: str = "cpu") -> World:
     """The world of a single rank: every axis has size one."""
-    return create_world(0, 1, torch.device(device), ParallelConfig())
+    only_device = torch.device(device)
+    return create_world(0, 1, only_device, ParallelConfig())

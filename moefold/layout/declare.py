@@ -35,7 +35,8 @@ class Declaration:
         cuts = [(0, size) for size in self.shape]
         for dim, name in self.placement.cut:
             axis = world.axis(name)
-            size, rest = divmod(self.shape[dim], axis.size)
+            whole = self.shape[dim]
+            size, rest = divmod(whole, axis.size)
             if rest:
                 raise ValueError(f"dim {dim} of {self.shape} does not split over {name} of size {axis.size}")
             cuts[dim] = (axis.index * size, size)
@@ -60,7 +61,8 @@ class Declaration:
         dims = shape[1:] if self.stacked else shape
         if len(dims) < 2:
             return None
-        return prod(dims[:-1]), dims[-1]
+        rows = prod(dims[:-1])
+        return rows, dims[-1]
 
 
 class PartOfTensor(NamedTuple):
@@ -92,7 +94,8 @@ class DeclaringModule(nn.Module):
         """This rank's part of a parameter of that logical shape, without values; `model/initialise.py` fills it."""
         declaration = Declaration(shape, placement, std, stacked)
         self.declared[name] = declaration
-        sizes = [size for _, size in declaration.part(self.world)]
+        part = declaration.part(self.world)
+        sizes = [size for _, size in part]
         return nn.Parameter(torch.empty(sizes))
 
 

@@ -78,10 +78,12 @@ def group_of_rank(partition: Partition, rank: int) -> Ranks:
     for digit in partition:
         coordinate = rank // digit.stride % digit.size
         first -= coordinate * digit.stride
-    offsets = [range(0, digit.span, digit.stride) for digit in partition]
     if len(partition) == 1:
-        return range(first, first + partition[0].span, partition[0].stride)
-    return tuple(first + sum(combined) for combined in product(*offsets))
+        (digit,) = partition
+        return range(first, first + digit.span, digit.stride)
+    offsets = [range(0, digit.span, digit.stride) for digit in partition]
+    sums = map(sum, product(*offsets))
+    return tuple(first + offset for offset in sums)
 
 
 def split_by_node(partition: Partition, node_size: int) -> tuple[Partition, Partition]:
@@ -92,7 +94,8 @@ def split_by_node(partition: Partition, node_size: int) -> tuple[Partition, Part
     (axis,) = partition
     if axis.stride % node_size == 0:
         return (), partition
-    cuts_evenly = axis.span % node_size == 0 and node_size % axis.stride == 0
+    whole_nodes = axis.span % node_size == 0
+    cuts_evenly = whole_nodes and node_size % axis.stride == 0
     if not cuts_evenly or axis.span == node_size:
         return partition, ()
     inside = Digit(axis.stride, node_size // axis.stride)

@@ -45,4 +45,5 @@ def sharded_over_tp(dim: int) -> Placement:
 
 def sharded_over_experts(inner_dim: int) -> Placement:
     """A stack of experts, distributed over ep along dim 0 and each sharded along its inner width over etp."""
-    return Placement("expert", ((0, "ep"), (inner_dim, "etp")))
+    cut = (0, "ep"), (inner_dim, "etp")
+    return Placement("expert", cut)

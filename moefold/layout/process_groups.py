@@ -25,11 +25,13 @@ LOST_CONTACT_WORDS = ("gloo", "Gloo", "NCCL", "Connection closed", "Connection r
 
 def choose_device(wanted: str, place: Rendezvous) -> torch.device:
     """The device of this rank. More ranks than GPUs share them, which needs gloo."""
-    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+    has_gpu = torch.cuda.is_available()
+    if wanted == "cpu" or (wanted == "auto" and not has_gpu):
         return torch.device("cpu")
-    if not torch.cuda.is_available():
+    if not has_gpu:
         raise UserError("train.device = cuda, but torch sees no CUDA device here; set train.device to cpu or auto")
-    device = torch.device("cuda", place.local_rank % torch.cuda.device_count())
+    number = place.local_rank % torch.cuda.device_count()
+    device = torch.device("cuda", number)
     torch.cuda.set_device(device)
     return device
 
@@ -52,7 +54,8 @@ def joined_world(parallel: ParallelConfig, wanted_device: str) -> Iterator[World
     try:
         yield create_world(place.rank, place.size, device, parallel, place.local_size, store)
     except RuntimeError as error:
-        if not any(word in str(error) for word in LOST_CONTACT_WORDS):
+        message = str(error)
+        if not any(word in message for word in LOST_CONTACT_WORDS):
             raise
         reason = first_error_line(error)
         raise RunFailure(f"rank {place.rank} lost contact with another rank: {reason}") from None
@@ -62,7 +65,8 @@ def joined_world(parallel: ParallelConfig, wanted_device: str) -> Iterator[World
 
 def first_error_line(error: Exception) -> str:
     """The first sentence of torch's message, without the file and line in torch's sources."""
-    line, *_ = str(error).strip().split("\n")
+    text = str(error).strip()
+    line, *_ = text.split("\n")
     text = re.sub(r"^\[\S+:\d+\] ", "", line)
     sentence, *_ = text.split(". ")
     return sentence[:200]
@@ -75,7 +79,8 @@ def rendezvous_store(place: Rendezvous) -> dist.Store:
     try:
         store = dist.TCPStore(place.host, place.port, place.size, is_master=serves, timeout=COLLECTIVE_TIMEOUT)
     except (dist.DistError, RuntimeError) as error:
-        if "EADDRINUSE" in str(error) or "address already in use" in str(error).lower():
+        reason = str(error)
+        if "EADDRINUSE" in reason or "address already in use" in reason.lower():
             raise UserError(
                 f"port {place.port} on {place.host} is in use; expected it free for the ranks to meet; "
                 f"stop what uses it, or set another with --port or MASTER_PORT, such as {place.port + 1}"

@@ -65,7 +65,8 @@ def run_local_ranks(arguments: Sequence[str], nproc: int, port: int | None = Non
     cores = os.cpu_count() or 1
     threads = max(1, cores // nproc)
     with tempfile.TemporaryDirectory(prefix="moefold-ranks-") as folder:
-        logs = [Path(folder) / f"rank-{rank}.log" for rank in range(nproc)]
+        names = [f"rank-{rank}.log" for rank in range(nproc)]
+        logs = [Path(folder, name) for name in names]
         ranks: list[RankProcess] = []
         for rank, log in enumerate(logs):
             process = start_rank_process(arguments, rank, nproc, port, threads, log)
@@ -136,7 +137,8 @@ def any_running(ranks: Sequence[RankProcess]) -> bool:
 
 
 def failed_ranks(ranks: Sequence[RankProcess]) -> list[int]:
-    return [number for number, rank in enumerate(ranks) if rank.poll() not in (None, 0)]
+    codes = [rank.poll() for rank in ranks]
+    return [number for number, code in enumerate(codes) if code not in (None, 0)]
 
 
 def first_failed_rank(failed: Sequence[int], ranks: Sequence[RankProcess]) -> int:
@@ -149,9 +151,10 @@ def stop_after_failure(first: int, ranks: Sequence[RankProcess], logs: Sequence[
     code = ranks[first].returncode
     patience = GRACE_SECONDS if code == 2 else 1.0
     end_all_ranks(ranks, patience)
-    refusing = [number for number, rank in enumerate(ranks) if rank.returncode == 2]
-    if refusing:  # a refusal explains the other failures; rank 0 has printed its own
-        first, code = refusing[0], 2
+    codes = [rank.returncode for rank in ranks]
+    if 2 in codes:  # a refusal explains the other failures; rank 0 has printed its own
+        code = 2
+        first = codes.index(code)
     report_failed_rank(first, code, logs[first])
     print("the other ranks were stopped; what was committed is safe: continue with --resume auto", file=sys.stderr)
     return code if code > 0 else 1

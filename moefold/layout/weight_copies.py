@@ -3,6 +3,8 @@
 A copy holds as long as two counts stay: torch's count of changes in place, and the parameter's generation. The
 generation is counted here because weights are updated through other tensors of the same memory (buckets, kernels,
 checkpoints), which torch's count does not see. Whoever writes weights so calls `count_change`.
+
+A weight may have no values of its own: a stored copy is then all that there is of it, until it is replaced.
 """
 
 from __future__ import annotations
@@ -23,6 +25,14 @@ class WeightCopies:
     def __init__(self) -> None:
         self.generation = 0
         self.made: dict[Hashable, tuple[tuple[int, int], Any]] = {}  # by format: the counts at that time, and the copy
+        self.stored: tuple[Hashable, Any] | None = None  # the format and the copy of a weight without values
+        self.rewritten: Hashable | None = None  # the format of the copy that has the weight's next values
+
+    def holding(self, counts: tuple[int, int]) -> dict[Hashable, Any]:
+        """The copies that hold, by format."""
+        if self.stored is not None:
+            return dict([self.stored])
+        return {format: copy for format, (made_at, copy) in self.made.items() if made_at == counts}
 
 
 def copies_of(weight: Tensor) -> WeightCopies:
@@ -34,10 +44,18 @@ def copies_of(weight: Tensor) -> WeightCopies:
     return copies
 
 
+def counts_of(weight: Tensor) -> tuple[int, int]:
+    return underlying_parameter(weight)._version, copies_of(weight).generation
+
+
 def cached_copy(weight: Tensor, format: Hashable, make: Callable[[Tensor], C]) -> C:
     """The weight's copy in that format, made now unless the last one still holds."""
     copies = copies_of(weight)
-    counts = (underlying_parameter(weight)._version, copies.generation)
+    if copies.stored is not None:
+        stored_format, copy = copies.stored
+        assert format == stored_format, f"a weight stored as {stored_format} has no copy as {format}"
+        return copy
+    counts = counts_of(weight)
     if format in copies.made:
         made_at, copy = copies.made[format]
         if made_at == counts:
@@ -48,9 +66,51 @@ def cached_copy(weight: Tensor, format: Hashable, make: Callable[[Tensor], C]) -
     return copy
 
 
+def store_copy(weight: Tensor, format: Hashable, copy: object) -> None:
+    """Make this copy all that there is of the weight, in place of the one stored before."""
+    copies_of(weight).stored = (format, copy)
+
+
+def release_stored(weight: Tensor) -> None:
+    """Free the stored copy, before the next one is made."""
+    copies_of(weight).stored = None
+
+
+def copy_to_rewrite(weight: Tensor, is_wanted: Callable[[Hashable], bool]) -> tuple[Any, Any] | None:
+    """Format and copy of a weight as it is now, for the caller to write the copy of the weight's next values into the
+    same memory; None if no wanted copy holds. This copy goes on holding, others are made anew."""
+    copies: WeightCopies | None = getattr(weight, "copies", None)
+    if copies is None:
+        return None
+    for format, copy in copies.holding(counts_of(weight)).items():
+        if is_wanted(format):
+            copies.rewritten = format
+            return format, copy
+    return None
+
+
+def take_rewritten(weight: Tensor) -> bool:
+    """Whether the stored copy has been rewritten since the last call."""
+    copies = copies_of(weight)
+    was_rewritten = copies.rewritten is not None
+    copies.rewritten = None
+    return was_rewritten
+
+
 def count_change(weights: Iterable[Tensor]) -> None:
-    """Declare that these weights have new values."""
+    """Declare that these weights have new values. Copies of weights without values are their storage's to renew."""
     for weight in weights:
-        copies = getattr(weight, "copies", None)
-        if copies is not None:
-            copies.generation += 1
+        copies: WeightCopies | None = getattr(weight, "copies", None)
+        if copies is None or copies.stored is not None:
+            continue
+        copies.generation += 1
+        if copies.rewritten is not None:
+            _, copy = copies.made[copies.rewritten]
+            copies.made[copies.rewritten] = (counts_of(weight), copy)
+            copies.rewritten = None
+
+
+def keeps_values(weight: Tensor) -> bool:
+    """Whether the weight has values of its own; otherwise its copies are all there is (shard/fp8_weights.py), and one
+    element stands for all."""
+    return weight.untyped_storage().nbytes() >= weight.nbytes

@@ -19,7 +19,8 @@ class Embedding(DeclaringModule):
         super().__init__(world)
         by_word = sharded_over_tp(0)
         shape = (model.vocab, model.hidden)
-        self.weight = self.declare_parameter("weight", *shape, std=model.init_std, placement=by_word)
+        std = model.init_std
+        self.weight = self.declare_parameter("weight", *shape, std=std, placement=by_word)
         self.embedding = kernels[embedding]
         self.tp = world.axis("tp")
 
@@ -27,8 +28,10 @@ class Embedding(DeclaringModule):
         """Each rank looks up the words it holds and gives zeros for the rest; the sum has every token once."""
         if self.tp.size == 1:
             return self.embedding(tokens_C, self.weight)
-        here = tokens_C - self.tp.index * len(self.weight)
-        held = (here >= 0) & (here < len(self.weight))
+        words = len(self.weight)
+        first = self.tp.index * words
+        here = tokens_C - first
+        held = (here >= 0) & (here < words)
         here_or_none = torch.where(held, here, -1)
         summand_CD = self.embedding(here_or_none, self.weight, True)
         return reduce_scatter(summand_CD, self.tp)

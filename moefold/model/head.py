@@ -26,13 +26,15 @@ class FinalNorm(nn.Module):
 
     def __init__(self, model: ModelConfig, kernels: BoundKernels, world: World):
         super().__init__()
-        self.norm = AddNorm(model.hidden, model.norm_eps, kernels, world)
+        eps = model.norm_eps
+        self.norm = AddNorm(model.hidden, eps, kernels, world)
 
 
 class Head(DeclaringModule):
     def __init__(self, model: ModelConfig, embedding: Embedding | None, kernels: BoundKernels, world: World):
         super().__init__(world)
-        self.norm = AddNorm(model.hidden, model.norm_eps, kernels, world)
+        hidden = model.hidden
+        self.norm = AddNorm(hidden, model.norm_eps, kernels, world)
         self.cross_entropy = kernels[cross_entropy]
         self.tp = world.axis("tp")
         if embedding is not None:  # its matrix is the head's too
@@ -41,8 +43,9 @@ class Head(DeclaringModule):
         else:
             std = model.init_std
             placement = sharded_over_tp(0)
-            shape = (model.vocab, model.hidden)
-            self.weight = self.declare_parameter("weight", *shape, std=std, placement=placement)
+            shape = (model.vocab, hidden)
+            weight = self.declare_parameter("weight", *shape, std=std, placement=placement)
+            self.weight = weight
             self.matrix_vD = lambda: self.weight
 
     def forward(self, h_TD: Tensor, labels_C: Tensor | None = None) -> Tensor:

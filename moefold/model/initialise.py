@@ -6,6 +6,7 @@ import hashlib
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -15,9 +16,11 @@ from moefold.layout.declare import DeclaredParameter, declared_parameters
 
 def initialise_parameters(model: nn.Module, seed: int) -> None:
     """Fill every declared parameter. Each slice is drawn by its own generator, so that threads may share the work."""
-    with torch.no_grad(), ThreadPoolExecutor(os.cpu_count()) as threads:
+    cores = os.cpu_count()
+    with torch.no_grad(), ThreadPoolExecutor(cores) as threads:
         slices = parameter_slices(model)
-        work = [threads.submit(fill_parameter_slice, *piece, seed) for piece in slices]
+        fills = [partial(fill_parameter_slice, *piece, seed) for piece in slices]
+        work = [threads.submit(fill) for fill in fills]
     for filled in work:
         filled.result()
 
@@ -27,8 +30,9 @@ def parameter_slices(model: nn.Module) -> Iterator[tuple[str, DeclaredParameter,
     for parameter in declared_parameters(model):
         if parameter.declaration.stacked:
             first, _ = parameter.part[0]
-            for i, view in enumerate(parameter.tensor.unbind(0)):
-                yield f"{parameter.name}/{first + i}", parameter, view
+            views = parameter.tensor.unbind(0)
+            for expert, view in enumerate(views, start=first):
+                yield f"{parameter.name}/{expert}", parameter, view
         else:
             yield parameter.name, parameter, parameter.tensor
 
@@ -46,13 +50,15 @@ def fill_parameter_slice(name: str, parameter: DeclaredParameter, view: Tensor, 
     # the whole slice is drawn on every rank, which keeps its part
     shape = declaration.shape[declaration.stacked :]
     whole = torch.empty(shape, dtype=torch.float32, device="cpu")
-    whole.normal_(0.0, std, generator=generator_for(name, seed))
+    generator = generator_for(name, seed)
+    whole.normal_(0.0, std, generator=generator)
     part = parameter.part[declaration.stacked :]
-    held = tuple(slice(start, start + size) for start, size in part)
-    view.copy_(whole[held])
+    held = [slice(start, start + size) for start, size in part]
+    view.copy_(whole[tuple(held)])
 
 
 def generator_for(name: str, seed: int) -> torch.Generator:
-    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    label = f"{seed}/{name}".encode()
+    digest = hashlib.sha256(label).digest()
     number = int.from_bytes(digest[:7], "big")
     return torch.Generator("cpu").manual_seed(number)

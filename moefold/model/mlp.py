@@ -36,14 +36,16 @@ class Mlp(nn.Module):
         super().__init__()
         d = model.hidden
         std = model.init_std
-        down_std = std / (2 * model.layers) ** 0.5
+        residual_adds = 2 * model.layers
+        down_std = std / residual_adds**0.5
         kind = ACTIVATIONS[activation]
         outputs = kind.up_outputs(ffn)
         over_ffn = sharded_over_tp(len(outputs) - 1)
         up = Linear(world, d, *outputs, std=std, placement=over_ffn)
         self.up_name = kind.up_name
         self.add_module(self.up_name, up)
-        self.down = Linear(world, ffn, d, std=down_std, placement=sharded_over_tp(1))
+        over_inputs = sharded_over_tp(1)
+        self.down = Linear(world, ffn, d, std=down_std, placement=over_inputs)
         self.activate = bind_activation(activation, kernels)
         tp = world.axis("tp")
         self.gather_tokens = bind_collective(all_gather, tp)
@@ -64,5 +66,7 @@ class DenseMlp(Mlp):
     """The MLP of a dense block, with the norm that the block applies before it."""
 
     def __init__(self, model: ModelConfig, kernels: BoundKernels, world: World):
-        super().__init__(model, model.dense_ffn, model.dense_activation, kernels, world)
-        self.norm = AddNorm(model.hidden, model.norm_eps, kernels, world)
+        activation = model.dense_activation
+        super().__init__(model, model.dense_ffn, activation, kernels, world)
+        eps = model.norm_eps
+        self.norm = AddNorm(model.hidden, eps, kernels, world)

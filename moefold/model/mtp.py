@@ -26,11 +26,13 @@ class MtpLayer(nn.Module):
     def __init__(self, model: ModelConfig, depth: int, parts: ModelParts):
         super().__init__()
         d = model.hidden
-        norm_arguments = d, model.norm_eps, parts.kernels, parts.world
+        world = parts.world
+        norm_arguments = d, model.norm_eps, parts.kernels, world
         self.depth = depth
         self.stream_norm = RMSNorm(*norm_arguments)
         self.token_norm = RMSNorm(*norm_arguments)
-        self.join = Linear(parts.world, 2 * d, d, std=model.init_std)
+        std = model.init_std
+        self.join = Linear(world, 2 * d, d, std=std)
         layer = model.layers + depth - 1
         self.block = make_transformer_block(model, layer, parts)
         self.norm = AddNorm(*norm_arguments)
@@ -39,13 +41,15 @@ class MtpLayer(nn.Module):
         """What is known at a position and the token it looks past, joined."""
         known_TD = self.stream_norm(h_TD)
         next_TD = self.token_norm(token_TD)
-        both = torch.cat((known_TD, next_TD), dim=-1)
-        return self.join(both)
+        both = (known_TD, next_TD)
+        joined_TD = torch.cat(both, dim=-1)
+        return self.join(joined_TD)
 
 
 def tokens_shifted_by(tokens_BS: Tensor, depth: int) -> Tensor:
     """The token `depth` places on; behind the end, where no label follows, any."""
-    return F.pad(tokens_BS[:, depth:], (0, depth))
+    later_BS = tokens_BS[:, depth:]
+    return F.pad(later_BS, (0, depth))
 
 
 def labels_shifted_by(labels_BS: Tensor, depth: int) -> Tensor:

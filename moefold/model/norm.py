@@ -79,7 +79,9 @@ class ResidualStream(NamedTuple):
 
     def settled(self) -> Tensor:
         """One tensor: what a pipeline stage sends to the next."""
-        return self.x_TD if self.pending_TD is None else self.x_TD + self.pending_TD
+        if self.pending_TD is None:
+            return self.x_TD
+        return self.x_TD + self.pending_TD
 
 
 class RopeNorm(RMSNorm):
@@ -87,7 +89,8 @@ class RopeNorm(RMSNorm):
 
     def __init__(self, width: int, eps: float, kernels: BoundKernels, world: World):
         super().__init__(width, eps, kernels, world)
-        self.norm_rope = partial(kernels[norm_rope], norm=self.rmsnorm, rotate=kernels[rope])
+        rotate = kernels[rope]
+        self.norm_rope = partial(kernels[norm_rope], norm=self.rmsnorm, rotate=rotate)
 
     def forward(self, x_BSHD: Tensor, angles: RopeAngles) -> Tensor:
         return self.norm(self.norm_rope, x_BSHD, self.weight, angles, self.eps)
@@ -99,7 +102,8 @@ class RMSNormOverTp(DeclaringModule):
     def __init__(self, width: int, eps: float, world: World):
         super().__init__(world)
         by_width = sharded_over_tp(0)
-        self.weight = self.declare_parameter("weight", width, placement=by_width, std=None)
+        weight = self.declare_parameter("weight", width, placement=by_width, std=None)
+        self.weight = weight
         self.width = width
         self.eps = eps
         self.tp = world.axis("tp")
@@ -109,10 +113,13 @@ class RMSNormOverTp(DeclaringModule):
         return self.norm(self.apply_rmsnorm, x, self.weight, self.eps)
 
     def apply_rmsnorm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        square_sum = wide.square().sum(-1, keepdim=True)
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        wide = x.to(dtype)
+        squares = wide.square()
+        square_sum = squares.sum(-1, keepdim=True)
         mean_square = all_reduce(square_sum, self.tp) / self.width
-        normed = wide * torch.rsqrt(mean_square + eps) * weight
+        inverse_rms = torch.rsqrt(mean_square + eps)
+        normed = wide * inverse_rms * weight
         return normed.to(x.dtype)
 
 
@@ -121,7 +128,8 @@ class RopeNormOverTp(RMSNormOverTp):
 
     def __init__(self, width: int, eps: float, kernels: BoundKernels, world: World):
         super().__init__(width, eps, world)
-        self.norm_rope = partial(kernels[norm_rope], norm=self.apply_rmsnorm, rotate=kernels[rope])
+        rotate = kernels[rope]
+        self.norm_rope = partial(kernels[norm_rope], norm=self.apply_rmsnorm, rotate=rotate)
 
     def forward(self, x_BSHD: Tensor, angles: RopeAngles) -> Tensor:
         return self.norm(self.norm_rope, x_BSHD, self.weight, angles, self.eps)

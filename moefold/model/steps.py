@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, Protocol
 
 import torch
@@ -19,6 +20,7 @@ from torch import nn
 from moefold.anatomy.step_specs import StepSpec
 from moefold.config.memory_regions import REGIONS
 from moefold.layout.rerun import rerunning
+from moefold.layout.token_numbers import computing_tokens
 
 Carry = dict[str, Any]
 PassKind = Literal["F", "D"]  # forward; backward, which gives the data gradient
@@ -52,7 +54,13 @@ class Around(Protocol):
 
 def bind_steps(specs: Sequence[StepSpec], methods: Mapping[str, Callable[[Carry], Carry]], layer: int) -> list[Step]:
     """Each step of a layer's anatomy with the method of its name."""
-    return [Step(spec, methods[spec.name], layer) for spec in specs]
+    return [Step(spec, partial(run_with_tokens, methods[spec.name]), layer) for spec in specs]
+
+
+def run_with_tokens(run: Callable[[Carry], Carry], carry: Carry) -> Carry:
+    """Run a step whose products may ask which tokens their rows are."""
+    with computing_tokens(carry["token_shard"].numbers_of_rows):
+        return run(carry)
 
 
 def drop_from_carry(carry: Carry, *names: str) -> Carry:

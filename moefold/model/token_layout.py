@@ -47,7 +47,8 @@ class TokenShard:
     @property
     def joined(self) -> Tensor:
         """(cp, S / cp): the positions that each cp rank holds."""
-        return zigzag_positions(self.length, self.cp.size, self.device)
+        ranks = self.cp.size
+        return zigzag_positions(self.length, ranks, self.device)
 
     @property
     def sequence_order(self) -> Tensor:
@@ -75,24 +76,34 @@ class TokenShard:
         gathered = all_gather_no_grad(x_T.detach(), over)
         shape = (self.cp.size, self.sequences, -1)
         by_cp_rank = gathered.unflatten(0, shape)
-        by_sequence = by_cp_rank.transpose(0, 1).flatten(1, 2)
-        return by_sequence[:, self.sequence_order]
+        by_sequence = by_cp_rank.transpose(0, 1)
+        as_held = by_sequence.flatten(1, 2)
+        return as_held[:, self.sequence_order]
 
     @property
     def token_number_T(self) -> Tensor:
         """For each token of this rank, its number among all tokens of the run, the same on any layout."""
+        return self.slice_for_rank(self.number_BS)
+
+    @property
+    def number_BS(self) -> Tensor:
         count = self.sequences * self.length
         numbers = torch.arange(count, device=self.device)
         first = self.first * self.length
-        numbers_BS = numbers.view(self.sequences, -1) + first
-        return self.slice_for_rank(numbers_BS)
+        return numbers.view(self.sequences, -1) + first
+
+    def numbers_of_rows(self, rows: int) -> Tensor:
+        """Numbers of this rank's own tokens, or of all tokens of its cp rank, whichever are so many."""
+        number_C = self.slice_for_cp_rank(self.number_BS)
+        return number_C if len(number_C) == rows else self.token_number_T
 
     @property
     def sequence_index_T(self) -> Tensor:
         """For each token of this rank, which sequence it belongs to."""
         span = self.span
         count = self.sequences * span.length // self.tp.size
-        tokens = span.first + torch.arange(count, device=self.device)
+        places = torch.arange(count, device=self.device)
+        tokens = span.first + places
         return tokens // span.length
 
     @property
@@ -112,7 +123,8 @@ def make_token_shard(tokens_BS: Tensor, world: World, first: int = 0, begins_BS:
     sequences, length = tokens_BS.shape
     cp = world.axis("cp")
     tp = world.axis("tp")
-    return TokenShard(sequences, length, cp, tp, tokens_BS.device, first, begins_BS)
+    device = tokens_BS.device
+    return TokenShard(sequences, length, cp, tp, device, first, begins_BS)
 
 
 def zigzag_positions(length: int, cp: int, device: torch.device) -> Tensor:

@@ -11,7 +11,9 @@ from moefold.config.optimizer_groups import OptimizerGroup
 from moefold.config.run import OptimConfig
 from moefold.kernels.bound import BoundKernels
 from moefold.kernels.optimizer.adamw import adamw
+from moefold.kernels.optimizer.adamw_blocks import adamw_blocks
 from moefold.kernels.optimizer.adamw_scalars import AdamWOptions, adamw_scalars
+from moefold.optim.block_copies import parts_to_update
 from moefold.optim.rule import BucketShare
 from moefold.shard.storage import FusedOperands
 
@@ -29,6 +31,7 @@ class AdamW:
         self.options = AdamWOptions(beta1, beta2, eps, decay, stochastic)
         self.bf16_moments = optim.moments == "bf16"
         self.adamw = kernels[adamw]
+        self.adamw_blocks = kernels[adamw_blocks]
 
     def options_of(self, share: BucketShare) -> AdamWOptions:
         """The options of a bucket: norms and biases do not decay."""
@@ -49,12 +52,21 @@ class AdamW:
 
     def update(self, share: BucketShare, scale: Tensor, scalars: Tensor) -> None:
         storage = share.storage
-        mean = share.state["mean"]
-        mean_square = share.state["mean_square"]
-        options = self.options_of(share)
         fused = storage.fused_operands()
         main, weights = fused or FusedOperands(storage.main_values(), None)
-        self.adamw(main, share.gradient, mean, mean_square, weights, scale, scalars, options)
+        gradient = share.gradient
+        mean = share.state["mean"]
+        mean_square = share.state["mean_square"]
+        numbers = (scale, scalars, self.options_of(share))
+        whole = slice(0, len(main))
+        parts = parts_to_update(share) if fused else [(whole, None)]
+        for window, copy in parts:
+            part = (main[window], gradient[window], mean[window], mean_square[window])
+            beside = None if weights is None else weights[window]
+            if copy is None:
+                self.adamw(*part, beside, *numbers, window.start)
+            else:
+                self.adamw_blocks(*part, beside, *numbers, window.start, *copy.tensors, copy.rule, share.weights.dtype)
         if fused is None:
             storage.refresh_weights(main)
 

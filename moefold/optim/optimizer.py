@@ -18,6 +18,7 @@ from moefold.shard.storage import LogicalValues
 
 StateValues = Tensor | LogicalValues
 StatePiece = tuple[DeclaredParameter, str, int, StateValues]
+UnheldPiece = tuple[DeclaredParameter, int, StateValues]
 UnitScales = Mapping[str, Tensor]
 MAIN_KIND = "main"
 
@@ -89,6 +90,16 @@ class Optimizer:
                 for kind, flat in kinds.items():
                     values = flat[piece.window]
                     yield piece.parameter, kind, piece.first, values
+
+    def unheld_weights(self) -> Iterator[UnheldPiece]:
+        """The pieces on this rank of weights that the model has no values of: (parameter, first, values), as `state`
+        has them, in the model's dtype."""
+        for share in self.shares:
+            values = share.storage.unheld_values()
+            if values is None:
+                continue
+            for piece in share.bucket.pieces():
+                yield piece.parameter, piece.first, values[piece.window]
 
     def kinds_of(self, share: BucketShare) -> dict[str, StateValues]:
         """Flat values of a share by kind: the rule's state, and main weights where the model's are not."""

@@ -77,7 +77,8 @@ class Executor:
         self.rank = pipe.index
         self.pipe = PipelineChannel(pipe)
         self.lanes = Lanes(world.device)
-        self.costs = StepCosts(config, world.device.type, world.node_size)
+        device = world.device.type
+        self.costs = StepCosts(config, device, world.node_size)
         self.users = stages_using_parameters(model)
         # Made once, when first asked for: the same in every step of a run.
         self.train_programs: dict[int, BoundProgram] = {}
@@ -156,8 +157,10 @@ class Executor:
     def with_strands(self, segments: Segments) -> CutStage:
         pieces: list[StrandPiece] = []
         for segment in segments:
-            seconds = sum(self.costs.seconds(step.spec) for step in segment.steps)
-            pieces.append(StrandPiece(segment.lane, seconds, segment.needs))
+            costs = [self.costs.seconds(step.spec) for step in segment.steps]
+            seconds = sum(costs)
+            piece = StrandPiece(segment.lane, seconds, segment.needs)
+            pieces.append(piece)
         forward = tuple(pieces)
         # A backward has two products for each of the forward's: of the input's gradient and of the weight's.
         backward = backward_strand(forward, 2.0)
@@ -201,7 +204,8 @@ class StepRun:
         self.parts = parts
         self.weights = weights
         self.finish = finish
-        self.inbox = Inbox(program.messages, executor.pipe, self.empty_cargo)
+        pipe = executor.pipe
+        self.inbox = Inbox(program.messages, pipe, self.empty_cargo)
         self.local_cargo: dict[PipelineOp, Tensor] = {}  # between stages of this rank
         self.passages: dict[PassKey, Passage] = {}
         self.input_streams: dict[PassKey, list[Tensor]] = {}
@@ -217,7 +221,8 @@ class StepRun:
             # Receives of this slot and of the next are posted before the slot's work begins.
             for near in slots[number : number + 2]:
                 self.inbox.expect(near)
-            finished = self.program.last_gradients.get(number, set())
+            last_gradients = self.program.last_gradients
+            finished = last_gradients.get(number, set())
             early = self.finished_by_one_gradient(slot, finished)
             if early:
                 gradients.expect_last_gradients(early)
@@ -265,13 +270,15 @@ class StepRun:
     def run_backward(self, op: PipelineOp, slot: Slot) -> None:
         queue = None
         if not has_weight_op(slot, op):
-            queue = self.deferred_work.setdefault(pass_key(op), [])
+            key = pass_key(op)
+            queue = self.deferred_work.setdefault(key, [])
         backward = self.backward_work(op, queue)
         self.run_strands([backward], fillers=[])
         self.send_gradient(op, backward.passage)
 
     def run_deferred_work(self, op: PipelineOp) -> None:
-        queue = self.deferred_work.pop(pass_key(op), [])
+        key = pass_key(op)
+        queue = self.deferred_work.pop(key, [])
         for work in queue:
             work()
 
@@ -292,12 +299,14 @@ class StepRun:
         return pass_key(op) in self.program.paired_passes
 
     def cut_stage_of(self, op: PipelineOp) -> CutStage:
-        return self.executor.cut_stage(op.stage, self.is_paired(op))
+        paired = self.is_paired(op)
+        return self.executor.cut_stage(op.stage, paired)
 
     def forward_work(self, op: PipelineOp, carry: Carry) -> ForwardWork:
         key = pass_key(op)
         stage = self.cut_stage_of(op)
-        is_cut = self.is_paired(op) or len(stage.segments) > 1
+        has_cuts = len(stage.segments) > 1
+        is_cut = has_cuts or self.is_paired(op)
         observers = self.executor.observers_of_pass(is_cut)
         passage = Passage(stage.segments, observers, key)
         passage.begin(carry)
@@ -311,18 +320,20 @@ class StepRun:
         return BackwardWork(passage, strand, queue)
 
     def run_strands(self, strands: Sequence[StrandWork], fillers: list[DeferredWork]) -> None:
-        runner = StrandRunner(self.executor.lanes, self.executor.spans, fillers)
+        executor = self.executor
+        runner = StrandRunner(executor.lanes, executor.spans, fillers)
         runner.run(strands)
 
     def begin_carry(self, op: PipelineOp) -> Carry:
         """The carry at the beginning of a stage."""
         part = self.parts[op.microbatch]
-        inputs = part.tokens_BS, part.labels_BS, part.first, part.begins_BS, part.imposed
-        carry = self.executor.model.begin(*inputs)
+        model = self.executor.model
+        carry = model.begin(part.tokens_BS, part.labels_BS, part.first, part.begins_BS, part.imposed)
         if op.stage > 0:
             cargo_NTD = self.take_cargo(op)
             trains = self.finish is None
-            streams = [x_TD.detach().requires_grad_(trains) for x_TD in cargo_NTD]
+            received = [x_TD.detach() for x_TD in cargo_NTD]
+            streams = [x_TD.requires_grad_(trains) for x_TD in received]
             self.input_streams[pass_key(op)] = streams
             carry["stream"] = ResidualStream(streams[0])
             carry["streams"] = streams[1:]
@@ -331,7 +342,8 @@ class StepRun:
     def send_activation(self, op: PipelineOp, carry: Carry) -> None:
         """Send a stage's output to the next stage, or add its losses."""
         if not self.stage_of(op).predicts:
-            streams = [carry["stream"].x_TD, *carry["streams"]]
+            stream = carry["stream"]
+            streams = [stream.x_TD, *carry["streams"]]
             detached = [x_TD.detach() for x_TD in streams]
             self.send_cargo(detached, op, op.stage + 1)
         elif self.finish is not None:
@@ -389,7 +401,9 @@ class StepRun:
         model = self.executor.model
         world = self.executor.world
         # streams: the residual stream, and in training those set aside
-        later = op.stage if op.kind == "F" else op.stage + 1
+        later = op.stage
+        if op.kind != "F":
+            later += 1
         streams = 1
         if model.training:
             streams += self.executor.stages[later].aside

@@ -66,7 +66,8 @@ class Inbox:
                 rank = self.sender[op]
                 first = self.unposted[rank].popleft()
                 memory = self.empty(first)
-                self.arriving[first] = self.pipe.receive(memory, rank)
+                receive = self.pipe.receive(memory, rank)
+                self.arriving[first] = receive
 
     def take(self, op: PipelineOp) -> Tensor:
         """Wait for an op's message."""

@@ -71,9 +71,12 @@ class SegmentRun:
         for source, carry in inputs.items():
             for leaf in tree_leaves(carry):
                 if is_differentiable(leaf) and id(leaf) not in self.sources:
-                    self.sources[id(leaf)] = source, get_gradient_edge(leaf)
+                    edge = get_gradient_edge(leaf)
+                    self.sources[id(leaf)] = source, edge
                     tensors.append(leaf.detach())
-        cut = Cut.apply(ANCHOR, self.received, *tensors) if tensors else ()
+        cut = ()
+        if tensors:
+            cut = Cut.apply(ANCHOR, self.received, *tensors)
         behind = dict(zip(self.sources, cut, strict=True))  # pyright: ignore[reportArgumentType]
         flat, structure = tree_flatten(dict(inputs))
         leaves = [behind.get(id(leaf), leaf) for leaf in flat]
@@ -84,7 +87,8 @@ class SegmentRun:
 
     def added(self) -> Carry:
         """The entries of the output carry that the inputs do not have."""
-        return {name: value for name, value in self.out.items() if name not in self.names}
+        entries = self.out.items()
+        return {name: value for name, value in entries if name not in self.names}
 
     def backward(self, gradients: Gradients) -> None:
         around = nullcontext()
@@ -97,14 +101,16 @@ class SegmentRun:
     def gradients_of(self, source: int) -> Gradients:
         """The gradients of those inputs that come from one segment."""
         found: Gradients = []
-        for (origin, edge), gradient in zip(self.sources.values(), self.received, strict=False):
+        sources = self.sources.values()
+        for (origin, edge), gradient in zip(sources, self.received, strict=False):
             if origin == source and gradient is not None:
                 found.append((edge, gradient))
         return found
 
     def gradient_of(self, x: Tensor) -> Tensor | None:
         """The gradient of one input."""
-        gradients = dict(zip(self.sources, self.received, strict=False))
+        received = zip(self.sources, self.received, strict=False)
+        gradients = dict(received)
         return gradients.get(id(x))
 
 
@@ -149,8 +155,11 @@ class Passage:
         return inputs
 
     def run_forward(self, number: int, inputs: Mapping[int, Carry]) -> Carry:
-        run = SegmentRun(inputs, self.segments[number], self.observers, self.key)
-        out = run.added() if number in self.branches else run.out
+        segment = self.segments[number]
+        run = SegmentRun(inputs, segment, self.observers, self.key)
+        out = run.out
+        if number in self.branches:
+            out = run.added()
         run.out = {}
         self.runs[number] = run
         self.carries[number] = out

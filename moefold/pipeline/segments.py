@@ -42,8 +42,10 @@ def segments_for_pairing(steps: Sequence[Step]) -> Segments:
 def segments_of_one_microbatch(steps: Sequence[Step]) -> Segments:
     """Segments that let steps run beside an exchange of their own microbatch; one segment if none can."""
     segments = cut_into_segments(steps, joined=["comm", "compute"])
-    has_branch = any(len(segment.needs) > 1 for segment in segments)
-    return segments if has_branch else one_segment(steps)
+    for segment in segments:
+        if len(segment.needs) > 1:
+            return segments
+    return one_segment(steps)
 
 
 def cut_into_segments(steps: Sequence[Step], joined: Collection[Lane]) -> Segments:
@@ -58,11 +60,13 @@ def cut_into_segments(steps: Sequence[Step], joined: Collection[Lane]) -> Segmen
         needs = tuple(segment_of[name] for name in spec.needs)
         if segments and not needs:
             needs = (last,)
-        continues = lane in joined and needs == (last,) and segments[last].lane == lane
-        if continues:
+        follows = needs == (last,) and segments[last].lane == lane
+        if follows and lane in joined:
             before = segments[last]
-            segments[last] = Segment(lane, (*before.steps, step), before.needs)
+            joined_steps = (*before.steps, step)
+            segments[last] = Segment(lane, joined_steps, before.needs)
         else:
-            segments.append(Segment(lane, (step,), needs))
+            segment = Segment(lane, (step,), needs)
+            segments.append(segment)
         segment_of[spec.name] = len(segments) - 1
     return segments

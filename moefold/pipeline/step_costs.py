@@ -47,7 +47,8 @@ class StepCosts:
         self.least_compute = PASSES_OVER_TOKENS * stream_bytes / rates.memory
         self.one_way = HOP_LATENCY
         if config.parallel.ep * config.parallel.etp > 1:
-            _, self.one_way = predicted_one_way(config, node_size, bytes_each, rates.links)
+            links = rates.links
+            _, self.one_way = predicted_one_way(config, node_size, bytes_each, links)
 
     def seconds(self, spec: StepSpec) -> float:
         compute = spec.flops(self.seq_len) * self.seconds_per_flop

@@ -22,7 +22,7 @@ run whenever the compute lane would wait.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from moefold.anatomy.step_specs import Lane
@@ -46,7 +46,7 @@ def interleave_strands(strands: tuple[Strand, ...]) -> tuple[PieceKey, ...]:
     """The order in which to begin pieces: of those by two rules, the one that ends first by a simulated clock."""
     costs_left = [costs_to_the_end(strand) for strand in strands]
     pieces_left = [pieces_to_the_end(strand) for strand in strands]
-    orders = [order_by_rule(strands, left) for left in (costs_left, pieces_left)]
+    orders = order_by_rule(strands, costs_left), order_by_rule(strands, pieces_left)
     best = min(orders, key=end_of_order)
     return tuple(best)
 
@@ -57,25 +57,33 @@ def order_by_rule(strands: tuple[Strand, ...], left: list[list[float]]) -> dict[
     lane_free = {"compute": 0.0, "comm": 0.0}
     readers = [readers_of(strand) for strand in strands]
     ends: dict[PieceKey, float] = {}
-    ready = [(s, i) for s, strand in enumerate(strands) for i, piece in enumerate(strand) if not piece.needs]
+    ready: list[PieceKey] = []
+    for s, strand in enumerate(strands):
+        for i, piece in enumerate(strand):
+            if not piece.needs:
+                ready.append((s, i))
 
     def earliest_start(key: PieceKey) -> float:
         s, i = key
         piece = strands[s][i]
         needed = [ends[s, need] for need in piece.needs]
-        return max(lane_free[piece.lane], *needed, 0.0)
+        free = lane_free[piece.lane]
+        return max(free, *needed, 0.0)
 
     def priority(key: PieceKey) -> tuple[float, bool, float, PieceKey]:
         s, i = key
         computes = strands[s][i].lane == "compute"
-        return earliest_start(key), computes, -left[s][i], key
+        start = earliest_start(key)
+        return start, computes, -left[s][i], key
 
     while ready:
         key = min(ready, key=priority)
         ready.remove(key)
         s, i = key
         piece = strands[s][i]
-        ends[key] = lane_free[piece.lane] = earliest_start(key) + piece.cost
+        end = earliest_start(key) + piece.cost
+        ends[key] = end
+        lane_free[piece.lane] = end
         for reader in readers[s][i]:
             needs = strands[s][reader].needs
             if all((s, need) in ends for need in needs):
@@ -102,14 +110,15 @@ def costs_to_the_end(strand: Strand) -> list[float]:
     costs = [0.0] * len(strand)
     for number in reversed(range(len(strand))):
         behind = [costs[reader] for reader in readers[number]]
-        costs[number] = strand[number].cost + max(behind, default=0.0)
+        longest = max(behind, default=0.0)
+        costs[number] = strand[number].cost + longest
     return costs
 
 
 def pieces_to_the_end(strand: Strand) -> list[float]:
     """By piece: how many pieces the longest chain from it to the end of the strand has."""
-    even = tuple(StrandPiece(piece.lane, 1.0, piece.needs) for piece in strand)
-    return costs_to_the_end(even)
+    even = [replace(piece, cost=1.0) for piece in strand]
+    return costs_to_the_end(tuple(even))
 
 
 def backward_strand(forward: Strand, compute_factor: float) -> Strand:
@@ -120,7 +129,9 @@ def backward_strand(forward: Strand, compute_factor: float) -> Strand:
     pieces: list[StrandPiece] = []
     for number in reversed(range(len(forward))):
         piece = forward[number]
-        factor = compute_factor if piece.lane == "compute" else 1.0
+        cost = piece.cost
+        if piece.lane == "compute":
+            cost *= compute_factor
         needs = tuple(last - reader for reader in readers[number])
-        pieces.append(StrandPiece(piece.lane, piece.cost * factor, needs))
+        pieces.append(StrandPiece(piece.lane, cost, needs))
     return tuple(pieces)

@@ -85,7 +85,8 @@ class StrandRunner:
         inputs = work.take_inputs(number)
         run = partial(work.run, number, inputs)
         if piece.lane == "comm":
-            self.under_way[strand, number] = self.lanes.send(run, inputs)
+            ticket = self.lanes.send(run, inputs)
+            self.under_way[strand, number] = ticket
         else:
             run()
 

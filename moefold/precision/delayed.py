@@ -87,7 +87,11 @@ class DelayedFp8Recipe(Fp8Recipe):
             scales = self.scales_from_maxima(maxima, tiles, role)
         rows_P = scales.rows_P if rows else None
         columns_MD = scales.columns_MD if columns else None
+        saturated = None
         if is_delayed and rerun_key() is None:  # a rerun's values were counted
             count = self.kernels[count_saturated]
-            history.saturated_now += count(x, tiles, maxima, rule.format, rows_P, columns_MD, index_R)
-        return self.kernels[quantise_tiles](x, tiles, rule, rows_P, columns_MD, index_R)
+            saturated = count(x, tiles, maxima, rule.format, rows_P, columns_MD, index_R)
+            history.saturated_now += saturated
+        copies = self.kernels[quantise_tiles](x, tiles, rule, rows_P, columns_MD, index_R)
+        self.watch.see_rows(role, x, tiles, copies, index_R, saturated)
+        return copies

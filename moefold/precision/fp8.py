@@ -24,12 +24,13 @@ from moefold.kernels.linear.linear import FUSED_DGRAD_PRODUCTS, GroupedGemms, Gr
 from moefold.kernels.linear.product import ExpertRows, KeptOperand, Operand, Products, Role
 from moefold.kernels.quantise.fp8 import E4M3, E5M2, Quantised, ScaleRule
 from moefold.kernels.quantise.quantise_tiles import QuantisedTiles, Scales, TileMaxima, quantise_tiles, tile_maxima
-from moefold.kernels.quantise.quantise_weight import QuantisedWeight, quantise_weight
+from moefold.kernels.quantise.quantise_weight import QuantisedWeight, WeightFormat, quantise_weight
 from moefold.kernels.quantise.row_tiles import RowTiles, row_tiles
 from moefold.kernels.quantise.wide_scales import WideKind, WideScales, wide_scales
 from moefold.layout.declare import PartOfTensor
 from moefold.layout.gradient_sink import memory_for_gradient
 from moefold.layout.weight_copies import cached_copy
+from moefold.precision.operand_watch import OperandWatch
 
 FORMATS = {"e4m3": E4M3, "e5m2": E5M2}
 
@@ -51,9 +52,11 @@ class TileOperand(NamedTuple):
 
 class Fp8Recipe:
     """One FP8 recipe with its options and current scales, for all products that use it: the only thing it keeps are
-    copies of weights, and these are attributes of the weights."""
+    copies of weights, and these are attributes of the weights. `watch` is shown every copy that it makes
+    (precision/operand_statistics.py gives products a watch of their own)."""
 
     keeps: KeptOperand = "columns"
+    rounds_by_token = False
 
     def __init__(self, spec: RecipeSpec, options: PrecisionConfig, kernels: BoundKernels):
         bound = kernels.with_facts(recipe=spec.name)
@@ -61,22 +64,27 @@ class Fp8Recipe:
         self.name = spec.name
         self.row_multiple = spec.row_multiple
         self.rule = ScaleRule(E4M3, options.power_of_two_scales)
+        assert spec.weight in ("block", "expert", "channel"), f"{spec.name} does not quantise weights to FP8"
+        self.weight_format = WeightFormat(spec.weight, self.rule)
         gradient_rule = ScaleRule(FORMATS[options.gradient_format], options.power_of_two_scales)
         self.rules: dict[Role, ScaleRule] = {"tokens": self.rule, "input": self.rule, "gradient": gradient_rule}
         self.kernels = bound
         self.row_sums: Sums = spec.row_sums(options.accumulate)
         self.weight_sums: Sums = spec.weight_sums
         self.products: Products | None = TileProducts(self.row_sums, self.weight_sums, bound)
+        self.watch = OperandWatch(bound)
 
     def input(self, x: Tensor, rows: ExpertRows | None) -> TileOperand:
         are_tokens = rows is not None and rows.are_tokens
         return self.quantise_rows(x, rows, "tokens" if are_tokens else "input")
 
-    def gradient(self, dy: Tensor, rows: ExpertRows | None) -> TileOperand:
+    def gradient(self, dy: Tensor, rows: ExpertRows | None, number_R: Tensor | None = None) -> TileOperand:
         return self.quantise_rows(dy, rows, "gradient")
 
     def weight(self, w: Tensor) -> QuantisedWeight:
-        return cached_copy(w, (self.spec.weight, self.rule), self.quantise_matrices)
+        copies = cached_copy(w, self.weight_format, self.quantise_matrices)
+        self.watch.see_weight(w, copies)
+        return copies
 
     def state(self) -> Mapping[str, Tensor | PartOfTensor]:
         return {}
@@ -84,9 +92,7 @@ class Fp8Recipe:
     def quantise_matrices(self, w: Tensor) -> QuantisedWeight:
         """Both layouts of a weight (N, D) or (E, N, D)."""
         w_END = w.detach().view(-1, *w.shape[-2:])
-        scales = self.spec.weight
-        assert scales != "none", f"{self.name} does not quantise weights"
-        return self.kernels[quantise_weight](w_END, scales, self.rule)
+        return self.kernels[quantise_weight](w_END, *self.weight_format)
 
     def quantise_rows(self, x: Tensor, rows: ExpertRows | None, role: Role) -> TileOperand:
         """Both copies of an input or a gradient (R, D), or the first alone where the weight gradient reads x itself."""
@@ -112,7 +118,15 @@ class Fp8Recipe:
         row_scales, column_scales = self.current_scales(x, tiles, role, index_R)
         row_scales = row_scales if rows else None
         column_scales = column_scales if columns else None
-        return self.kernels[quantise_tiles](x, tiles, self.rules[role], row_scales, column_scales, index_R)
+        copies = self.kernels[quantise_tiles](x, tiles, self.rules[role], row_scales, column_scales, index_R)
+        self.watch.see_rows(role, x, tiles, copies, index_R)
+        return copies
+
+    def show_rows(self, x: Tensor, tiles: RowTiles) -> None:
+        """Show the watch the copy along rows that an epilogue made of an input, from the input itself."""
+        if self.watch.seen is not None:
+            copies = self.kernels[quantise_tiles](x, tiles, self.rules["input"], "block")
+            self.watch.note_rows("input", x, tiles, copies)
 
     def current_scales(self, x: Tensor, tiles: RowTiles, role: Role, index_R: Tensor | None) -> tuple[Scales, Scales]:
         """What `quantise_tiles` takes: scales along rows and along columns, from the values themselves."""

@@ -91,10 +91,15 @@ class LinearGroup(DeclaringModule):
         self.layers = layers  # a tuple, so that torch does not register them here
         self.borrowed = tuple(parameter for layer in layers for parameter in layer.parameters())
 
+    @property
+    def share_recipe(self) -> bool:
+        recipe = self.layers[0].recipe
+        return all(layer.recipe is recipe for layer in self.layers)
+
     def forward(self, x: Tensor) -> list[Tensor]:
         layers = self.layers
         recipe = layers[0].recipe
-        if any(layer.recipe is not recipe for layer in layers):
+        if not self.share_recipe:
             return [layer(x) for layer in layers]  # each recipe has its own operand of the input
         weights_and_biases = [layer.weight_and_bias() for layer in layers]
         multiply_layers = layers[0].multiply_layers

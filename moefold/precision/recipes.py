@@ -21,34 +21,50 @@ from moefold.config.precision_recipes import RECIPE_SPECS, RecipeSpec
 from moefold.config.run import PrecisionConfig
 from moefold.kernels.bound import BoundKernels
 from moefold.kernels.linear.product import PLAIN, Recipe
-from moefold.layout.declare import PartOfTensor
+from moefold.kernels.quantise.quantise_weight import WeightFormat
+from moefold.layout.declare import PartOfTensor, declared_parameters
 from moefold.precision.delayed import DelayedFp8Recipe
 from moefold.precision.fp8 import Fp8Recipe
-from moefold.precision.linear import FusesProducts, GroupedLinear, Linear
+from moefold.precision.linear import FusesProducts, GroupedLinear, Linear, PlacedWeight
+from moefold.precision.microscaling import MicroscalingRecipe
 
 Product = Linear | GroupedLinear
-RecipeOfProduct = Callable[[Product], Recipe]
+RecipeOfProduct = Callable[[str, Product], Recipe]  # of a product and its name
 RecipeMaker = Callable[[BoundKernels, PrecisionConfig], RecipeOfProduct]
 DEFAULT_OPTIONS = PrecisionConfig()
 
 
 def make_recipe(spec: RecipeSpec, kernels: BoundKernels, options: PrecisionConfig) -> RecipeOfProduct:
-    """The recipe that the table describes: one object for all products, or with delayed scales one for each."""
+    """The recipe that the table describes: one object for all products, or one for each where scales are delayed or
+    rounding depends on the product."""
+    if spec.is_emulated:
+        return partial(make_microscaling_recipe, spec, kernels, options)
     if options.scaling == "delayed" and spec.scales_in_epilogue:
         return partial(make_delayed_recipe, spec, kernels, options)
     recipe = Fp8Recipe(spec, options, kernels) if spec.quantises else PLAIN
 
-    def shared_recipe(_: Product) -> Recipe:
+    def shared_recipe(_name: str, _product: Product) -> Recipe:
         return recipe
 
     return shared_recipe
 
 
-def make_delayed_recipe(
-    spec: RecipeSpec, kernels: BoundKernels, options: PrecisionConfig, product: Product
-) -> Recipe:  # fmt: skip
+def make_microscaling_recipe(
+    spec: RecipeSpec, kernels: BoundKernels, options: PrecisionConfig, name: str, product: Product
+) -> Recipe:
+    return MicroscalingRecipe(spec, options, kernels, name, placed_weight(product))
+
+
+def placed_weight(product: Product) -> PlacedWeight:
     weight = product.placed_weight
-    assert weight is not None, "histories are kept by expert, which the weight's placement tells"
+    assert weight is not None, "the weight's placement tells which experts and outputs a rank holds"
+    return weight
+
+
+def make_delayed_recipe(
+    spec: RecipeSpec, kernels: BoundKernels, options: PrecisionConfig, _name: str, product: Product
+) -> Recipe:
+    weight = placed_weight(product)
     reads_tokens = isinstance(product, GroupedLinear) and product.reads_tokens
     return DelayedFp8Recipe(spec, options, kernels, weight, reads_tokens)
 
@@ -75,7 +91,11 @@ def attach_recipes(
     used = {recipe: RECIPES[recipe](kernels, options) for recipe in set(recipe_of.values())}
     for name, product in products.items():
         recipe_for = used[recipe_of[name]]
-        product.use_recipe(recipe_for(product), kernels)
+        product.use_recipe(recipe_for(name, product), kernels)
+    bind_fused_kernels(model)
+
+
+def bind_fused_kernels(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FusesProducts):
             module.bind_fused_kernel()
@@ -96,6 +116,22 @@ def named_products(model: nn.Module) -> dict[str, Product]:
         if isinstance(module, Product):
             products[name] = module
     return products
+
+
+def weight_formats(model: nn.Module) -> dict[str, WeightFormat]:
+    """The FP8 format of every weight that a product reads in FP8, by the name of the parameter."""
+    format_of: dict[int, WeightFormat] = {}  # by the identity of a weight's declaration
+    for product in named_products(model).values():
+        if isinstance(product.recipe, Fp8Recipe):
+            weight = product.placed_weight
+            assert weight is not None, "a product of a model declares its weight"
+            format_of[id(weight.declaration)] = product.recipe.weight_format
+    formats: dict[str, WeightFormat] = {}
+    for parameter in declared_parameters(model):
+        format = format_of.get(id(parameter.declaration))
+        if format is not None:
+            formats[parameter.name] = format
+    return formats
 
 
 class RecipeState:

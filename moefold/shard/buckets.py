@@ -4,9 +4,10 @@
     gradients  | d query | .. | d key | ..  | ...     microbatches add up here (gradient_sums.py)
     share        this rank's part of both: its optimizer state is for the share alone (ZeRO-1)
 
-A bucket holds parameters of one placement, one optimizer group and one unit. The ranks along its `gradient_sum_axes`
-hold the same parameters and see other tokens: gradients are summed over them, each rank keeping its share, and updated
-shares are gathered by all. Buckets are filled from the end of the model to its beginning, as backward finishes them.
+A bucket holds parameters of one placement, one optimizer group, one unit and one format. The ranks along its
+`gradient_sum_axes` hold the same parameters and see other tokens: gradients are summed over them, each rank keeping its
+share, and updated shares are gathered by all. Buckets are filled from the end of the model to its beginning, as
+backward finishes them.
 A unit is a part of the model that is updated at once: everything by default, or a block (`block_of_parameter`).
 """
 
@@ -20,9 +21,11 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from moefold.kernels.quantise.quantise_weight import WeightFormat
 from moefold.layout.axes import Axis, World
 from moefold.layout.declare import DeclaredParameter, declared_parameters
 from moefold.layout.placement import Placement
+from moefold.shard.fp8_weights import Fp8Storage, StoredMatrices
 from moefold.shard.gradient_sums import GRADIENT_SUMS, GradientMemory, GradientSums
 from moefold.shard.storage import PlainWeights, StorageMaker, WeightStorage, flat_part
 
@@ -41,13 +44,15 @@ DEFAULT_GROUP = BucketGroup()
 
 
 class BucketKey(NamedTuple):
-    """What the parameters of a bucket have in common. `alone` names a parameter that shares its bucket with none."""
+    """What the parameters of a bucket have in common. `alone` names a parameter that shares its bucket with none.
+    `format`: of weights that are stored in FP8."""
 
     placement: Placement
     decays: bool
     group: BucketGroup
     unit: str
     alone: str = ""
+    format: WeightFormat | None = None
 
 
 class BucketPiece(NamedTuple):
@@ -181,16 +186,19 @@ def fill_buckets(
     group: GroupOf = one_group,
     unit: UnitOf | None = None,
     storage: StorageMaker = PlainWeights,
+    fp8: Fp8Storage | None = None,
 ) -> list[Bucket]:
     """Group the parameters and move them into flat tensors; the model goes on using views of these.
 
     `held`: parameters of which several pipeline ranks hold copies, each in a bucket of its own, so that it has the same
     place on all of them. `gradients`: the dtype in which the gradients of a bf16 model are kept. `memory`: whether
     gradient memory is allocated every step or once. With `unit`, buckets follow units instead of `most` elements.
+    `fp8`: the weights that are stored in FP8 instead of in `storage`.
     """
     holders = held or {}
-    maker = BucketMaker(world, gradients, memory, storage)
-    grouping = Grouping(most, holders, group, unit)
+    maker = BucketMaker(world, gradients, memory, storage, fp8)
+    formats = {} if fp8 is None else fp8.formats
+    grouping = Grouping(most, holders, group, unit, formats)
     buckets: list[Bucket] = []
     for key, parameters in grouping.group_parameters(model):
         copies = holders.get(key.alone, ())
@@ -209,6 +217,7 @@ class Grouping:
     held: Mapping[str, tuple[int, ...]]
     group_of: GroupOf
     unit_of: UnitOf | None
+    formats: Mapping[str, WeightFormat]
 
     def group_parameters(self, model: nn.Module) -> list[KeyedParameters]:
         """Parameters by bucket: full buckets in the order in which they fill up, then the rest, then held ones."""
@@ -235,7 +244,8 @@ class Grouping:
         # Shares of a stack hold some of its matrices each, so their size is a multiple of one matrix.
         cut_stack = group.cut == "matrices" and declaration.stacked
         alone = name if cut_stack or name in self.held else ""
-        return BucketKey(declaration.placement, declaration.decays, group, unit, alone)
+        format = self.formats.get(name)
+        return BucketKey(declaration.placement, declaration.decays, group, unit, alone, format)
 
     def is_full(self, parameters: list[DeclaredParameter]) -> bool:
         if self.unit_of:
@@ -252,13 +262,14 @@ class BucketMaker:
     gradients: str
     memory: GradientMemory
     storage: StorageMaker
+    fp8: Fp8Storage | None
 
     def make_bucket(self, key: BucketKey, parameters: list[DeclaredParameter], holders: tuple[int, ...]) -> Bucket:
         """Move these parameters into a flat tensor."""
         replicas = self.world.gradients_of(key.placement)
         places = placement_of_parameters(key, parameters, replicas.size)
         like = parameters[0].tensor
-        storage = self.storage(places.size, like)
+        storage = self.make_storage(key, places, like)
         dtype = gradient_sum_dtype(like, self.gradients)
         make_sums = GRADIENT_SUMS[self.memory]
         sums = make_sums(places.spans, places.size, like.device, dtype)
@@ -271,6 +282,22 @@ class BucketMaker:
             view.copy_(tensor.detach())
             tensor.data = view
         return bucket
+
+    def make_storage(self, key: BucketKey, places: Places, like: Tensor) -> WeightStorage:
+        if key.format is None:
+            return self.storage(places.size, like)
+        assert self.fp8 is not None, "a format, and no storage for it"
+        pairs = zip(places.parameters, places.starts, strict=True)
+        matrices = [stored_matrices(parameter, start) for parameter, start in pairs]
+        return self.fp8.make(places.size, like, matrices, key.format)
+
+
+def stored_matrices(parameter: DeclaredParameter, start: int) -> StoredMatrices:
+    """The matrices that products read: those of each expert, or one."""
+    shape = parameter.tensor.shape
+    experts = shape[0] if parameter.declaration.stacked else 1
+    rows = parameter.tensor.numel() // (experts * shape[-1])
+    return StoredMatrices(parameter.tensor, start, (experts, rows, shape[-1]))
 
 
 def gradient_sum_dtype(parameter: Tensor, gradients: str = "fp32") -> torch.dtype:

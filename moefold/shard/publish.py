@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from moefold.comm.collectives import DIST_ALL_GATHER, announce
+from moefold.comm.collectives import DIST_ALL_GATHER, all_reduce_max_no_grad, announce
 from moefold.layout.declare import DeclaringModule
 from moefold.layout.weight_copies import count_change
 from moefold.shard.buckets import Bucket
@@ -60,13 +60,16 @@ class Publisher:
         return self.buckets[number].replicas.size > 1
 
     def publish(self) -> None:
-        """Start gathering every bucket's weights from the ranks that updated them."""
+        """Start gathering every bucket's weights from the ranks that updated them, or that loaded their share."""
         self.note_new_weights()
+        for bucket in self.buckets:  # all of them before the first gather, which agreements would wait for
+            agree = partial(all_reduce_max_no_grad, axis=bucket.replicas)
+            bucket.storage.before_gather(agree)
         for number in reversed(range(len(self.buckets))):  # buckets are filled from the model's end
             self.publish_bucket(number)
 
     def note_new_weights(self) -> None:
-        """Declare that weights were written, by the optimizer or from a checkpoint: copies of them no longer hold."""
+        """Declare that weights were written: copies of them no longer hold."""
         for bucket in self.buckets:
             count_change(parameter.tensor for parameter in bucket.parameters)
 

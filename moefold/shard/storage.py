@@ -2,8 +2,9 @@
 
     parameter_view     a Parameter of the model
     main_values        fp32 weights of this rank's share; `refresh_weights` stores new ones and rounds them
-    wire_tensors       tensors that publish gathers; `after_gather` is called when they are complete
+    wire_tensors       tensors that publish gathers; `before_gather` is called before, `after_gather` when they are here
     logical_values     main weights as a checkpoint reads and loads them, always fp32
+    unheld_values      the model's weights as a checkpoint reads and loads them, where no parameter holds them
 
 Main weights exist on the rank that updates them (ZeRO-1): `open_main_weights` makes them for one share of the bucket.
 """
@@ -33,8 +34,8 @@ class LogicalValues(Protocol):
 
 
 class FusedOperands(NamedTuple):
-    """Tensors that a fused kernel updates in one pass. `weights` None: `main` are the model's own weights. `main` as
-    int16: the lower bits that bf16 `weights` lack of fp32."""
+    """Tensors that a fused kernel updates in one pass. `weights` None: there are none beside `main`. `main` as int16:
+    the lower bits that bf16 `weights` lack of fp32."""
 
     main: Tensor
     weights: Tensor | None
@@ -70,6 +71,10 @@ class WeightStorage(Protocol):
         """What a fused kernel may update instead of `main_values` and `refresh_weights`; None where it must not."""
         ...
 
+    def before_gather(self, agree: LargestOfReplicas) -> None:
+        """Called when the share has been updated, on one replica too."""
+        ...
+
     def wire_tensors(self, share: slice) -> list[Wire]: ...
 
     def after_gather(self) -> None:
@@ -77,7 +82,15 @@ class WeightStorage(Protocol):
         ...
 
     def logical_values(self) -> Tensor | LogicalValues | None:
-        """Main weights to save and load; None where the parameters are the main weights."""
+        """Main weights to save and load; None where the model's own weights are the main weights."""
+        ...
+
+    def unheld_values(self) -> Tensor | LogicalValues | None:
+        """The model's weights of the share, in the model's dtype; None where the parameters hold them."""
+        ...
+
+    def weight_bytes(self) -> int:
+        """Memory of the weights that products read."""
         ...
 
     def main_weight_bytes(self) -> int:
@@ -85,6 +98,7 @@ class WeightStorage(Protocol):
         ...
 
 
+LargestOfReplicas = Callable[[Tensor], Tensor]  # the element-wise maximum over the replicas of a bucket
 StorageMaker = Callable[[int, Tensor], WeightStorage]  # (elements, a tensor of the dtype and device wanted)
 
 
@@ -97,11 +111,19 @@ class FlatWeights:
     def parameter_view(self, start: int, shape: Sequence[int]) -> Tensor:
         return flat_part(self.weights, start, shape)
 
+    def before_gather(self, agree: LargestOfReplicas) -> None: ...
+
     def wire_tensors(self, share: slice) -> list[Wire]:
         mine = self.weights[share].clone()  # a gather must not read and write the same memory
         return [Wire(self.weights, mine)]
 
     def after_gather(self) -> None: ...
+
+    def unheld_values(self) -> Tensor | LogicalValues | None:
+        return None
+
+    def weight_bytes(self) -> int:
+        return self.weights.nbytes
 
 
 class PlainWeights(FlatWeights):

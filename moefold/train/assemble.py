@@ -37,6 +37,7 @@ from moefold.kernels.facts import Facts, facts_from_config, training_precision
 from moefold.kernels.optimizer.add_squares import add_squares
 from moefold.layout.axes import World
 from moefold.layout.dtypes import DTYPES
+from moefold.layout.rerun import inside_recompute
 from moefold.memory.choose import attach_configured_policies
 from moefold.model.attention.context_parallel import choose_context_mechanism
 from moefold.model.initialise import initialise_parameters
@@ -46,10 +47,12 @@ from moefold.observe.trace import SpanRecorder
 from moefold.optim.optimizer import Optimizer
 from moefold.optim.parameter_groups import ParameterGroups
 from moefold.pipeline.executor import Executor
-from moefold.precision.recipes import RecipeState, attach_recipes
+from moefold.precision.operand_statistics import OperandStatistics
+from moefold.precision.recipes import RecipeState, attach_recipes, weight_formats
 from moefold.precision.scale_histories import ScaleHistories
 from moefold.shard.buckets import Bucket, fill_buckets
 from moefold.shard.clipping import ClippingPolicy, GlobalNormClipping
+from moefold.shard.fp8_weights import Fp8Storage
 from moefold.shard.gradients import Gradients
 from moefold.shard.publish import Publisher
 from moefold.shard.storage import storage_maker
@@ -79,6 +82,7 @@ class Run:
     parameters: Publisher
     all_finite: Tensor  # on the device: whether every loss and gradient so far was a number
     scale_histories: ScaleHistories
+    operand_statistics: OperandStatistics
     further_state: dict[str, StateProvider]  # saved in checkpoints too
     dispatcher_reason: str
     step: int = 0
@@ -109,7 +113,7 @@ def assemble_run(
     model = build_model(config, world, kernels, weights)
     loader.replay = open_replay(config, model, world)
     groups = ParameterGroups(config.optim, kernels)
-    buckets = fill_run_buckets(config, model, world, groups)
+    buckets = fill_run_buckets(config, model, world, groups, kernels)
     gradients = Gradients(buckets, world, config.optim.gradient_reduce, kernels[add_squares])
     spans = SpanRecorder(world.rank)
     return Run(
@@ -127,12 +131,15 @@ def assemble_run(
         parameters=Publisher(model, buckets),
         all_finite=torch.ones((), dtype=torch.bool, device=world.device),
         scale_histories=ScaleHistories(model, world),
+        operand_statistics=OperandStatistics(model, world, config.observe.fp8_every, inside_recompute),
         further_state={"precision": RecipeState(model)},
         dispatcher_reason=dispatcher_reason,
     )
 
 
-def fill_run_buckets(config: Config, model: Transformer, world: World, groups: ParameterGroups) -> list[Bucket]:
+def fill_run_buckets(
+    config: Config, model: Transformer, world: World, groups: ParameterGroups, kernels: BoundKernels
+) -> list[Bucket]:  # fmt: skip
     """The model's parameters in buckets that follow the optimizer's groups. A pattern may match on other pipeline ranks
     only."""
     if groups.entries:
@@ -145,7 +152,14 @@ def fill_run_buckets(config: Config, model: Transformer, world: World, groups: P
         gradients=config.optim.gradients,
         group=groups.group_of,
         storage=storage_maker(config.optim.main),
+        fp8=fp8_storage(config, model, kernels),
     )
+
+
+def fp8_storage(config: Config, model: Transformer, kernels: BoundKernels) -> Fp8Storage | None:
+    if config.precision.storage != "fp8":
+        return None
+    return Fp8Storage(weight_formats(model), kernels)
 
 
 def require_agreement(config: Config, world: World) -> None:

@@ -36,6 +36,7 @@ from moefold.train.evaluate import sample_text, validation_loss
 from moefold.train.from_hf import WeightFiller, starting_weights
 from moefold.train.host_duties import any_rank_asks, collect_garbage_manually, stop_requests
 from moefold.train.init_from import checkpoint_weights
+from moefold.train.operand_log import OperandRecorder, open_operand_recorder
 from moefold.train.resume import begin_checkpoint, checkpoint_folder, make_background_saver, resume_run, run_tensors
 from moefold.train.routing_log import RoutingLog, open_routing_log
 from moefold.train.routing_replay import check_replay
@@ -195,12 +196,14 @@ class RunRecorder:
         sinks: list[MetricsSink],
         router_log: RouterLog | None,
         routing_log: RoutingLog | None,
+        operands: OperandRecorder | None = None,
     ):
         self.run = run
         self.progress = progress
         self.sinks = sinks
         self.router_log = router_log
         self.routing_log = routing_log
+        self.operands = operands
         self.dead_experts = DeadExpertWatch()
         config = run.config
         self.flops = train_flops_per_token(config.model, config.data.seq_len)
@@ -212,6 +215,7 @@ class RunRecorder:
         """The measurements of a finished step. A non-finite loss or gradient stops the run."""
         refuse_non_finite(self.run, report)
         balance = self.record_routing(report)
+        self.record_operands(report)
         speed = report.tokens / report.seconds
         values: dict[str, Any] = {"loss": report.loss}
         if self.run.config.model.mtp:
@@ -238,6 +242,12 @@ class RunRecorder:
         if warning:
             self.progress.print_message(warning)
         return balance_summary(counts)
+
+    def record_operands(self, report: StepReport) -> None:
+        """Log the figures of FP8 operands, and warn of layers whose error grows."""
+        if self.operands:
+            for warning in self.operands.record(report):
+                self.progress.print_message(warning)
 
     def finish_and_record(self, begun: StepInFlight, validates: bool = False) -> bool:
         """Wait for a step and record it. Returns whether any rank has a stop request."""
@@ -267,18 +277,22 @@ def open_recorder(run: Run, continues: bool) -> Iterator[RunRecorder]:
     progress = make_progress(is_first, run.step, steps, observe.log_every)
     sinks: list[MetricsSink] = []
     router_log: RouterLog | None = None
+    tensorboard: TensorBoard | None = None
+    last_kept = run.step if continues else -1
     if is_first:
-        last_kept = run.step if continues else -1
         metrics = JsonLines(run.out / "metrics.jsonl", last_kept)
         sinks.append(metrics)
         router_log = RouterLog(run.out / "router.jsonl", observe.router_every, last_kept)
         if observe.tensorboard:
             tensorboard = TensorBoard(run.out / "tensorboard", run.step)
             sinks.append(tensorboard)
+    operands = open_operand_recorder(run, last_kept, tensorboard)
     try:
-        yield RunRecorder(run, progress, sinks, router_log, routing_log)
+        yield RunRecorder(run, progress, sinks, router_log, routing_log, operands)
     finally:
         progress.close()
+        if operands:
+            operands.close()
         for sink in sinks:
             sink.close()
         if router_log:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from moefold.checkpoint.format.boxes import box_corner, box_sizes, box_slices, element_count
-from moefold.checkpoint.live.logical_tensors import boxes_in_whole
+from moefold.checkpoint.live.logical_tensors import TensorPart, boxes_in_whole, part_of_parameter, part_of_state
 from moefold.config.memory_regions import outermost_regions
 from moefold.config.rules import check_config
 from moefold.config.run import (
@@ -240,12 +240,18 @@ def scalar_entry(what: str, value: float) -> TraceEntry:
 
 
 def local_weights(run: Run, when: str) -> RankTrace:
-    """This rank's part of every weight."""
-    entries: RankTrace = []
+    """This rank's part of every weight; where the model has no values, what the optimizer has of it here."""
+    parts: dict[str, TensorPart] = {}
     for parameter in declared_parameters(run.model):
-        corner = tuple(box_corner(parameter.part))
-        values = parameter.tensor.detach().clone()
-        entries.append(TraceEntry(f"{when}weight {parameter.name}", corner, values))
+        parts[parameter.name] = part_of_parameter(parameter.tensor, parameter)
+    for parameter, first, values in run.optimizer.unheld_weights():
+        parts[parameter.name] = part_of_state(parameter, first, values)
+    entries: RankTrace = []
+    for name, part in parts.items():
+        for held in part.held:
+            corner = tuple(box_corner(held.box))
+            values = held.read().detach().clone()
+            entries.append(TraceEntry(f"{when}weight {name}", corner, values))
     return entries
 
 

@@ -75,7 +75,7 @@ def resume_run(run: Run, source: str, say: Printer) -> bool:
     tensors = run_tensors(run) | rng_state
     optional = {name for name in tensors if name.startswith(OPTIONAL_PREFIXES)}
     load_checkpoint(found, tensors, optional, run.world)
-    run.parameters.note_new_weights()
+    run.parameters.publish()
     restore_rng_state(rng_state, run.world)
     # Checkpoints of the abandoned continuation must not be found by the next --resume auto.
     step = found.state["step"]

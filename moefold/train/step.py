@@ -20,6 +20,7 @@ from moefold.data.loader import Batch
 from moefold.model.moe.balance import LayerLoads
 from moefold.optim.learning_rate import learning_rate
 from moefold.pipeline.executor import LossWeights
+from moefold.precision.operand_statistics import StageOperands
 from moefold.train.assemble import Run
 
 
@@ -27,13 +28,22 @@ class StepReport:
     """What one step gave, over the whole global batch: to be asked for when it is needed, since reading any of it but
     `number` and `lr` waits until the device is done with the step."""
 
-    def __init__(self, number: int, lr: float, begun: DeviceTime, numbers: Tensor, loads: LayerLoads):
+    def __init__(
+        self,
+        number: int,
+        lr: float,
+        begun: DeviceTime,
+        numbers: Tensor,
+        loads: LayerLoads,
+        operands: StageOperands | None = None,
+    ):
         self.number = number
         self.lr = lr
         self.begun = begun
         self.numbers = ToHost(numbers)
         self.layers, *counts = loads
         self.counts = [ToHost(count) for count in counts]
+        self.operands = operands  # of FP8 products, in a step that records them
         self.ended = DeviceTime(numbers.device)
 
     @cached_property
@@ -82,6 +92,7 @@ def train_step(run: Run, batch: Batch) -> StepReport:
     with run.phase("begin"):
         run.gradients.begin()
         run.scale_histories.begin_step()
+        run.operand_statistics.begin_step(run.step + 1)
     weights = loss_weights(run, batch, tokens_1M)
     losses_1M = run.executor.train(microbatches, weights)
     losses_1M = sum_over_ranks(run, losses_1M)
@@ -109,8 +120,9 @@ def train_step(run: Run, batch: Batch) -> StepReport:
         loads = run.model.balance(run.all_finite, share_of_peak)
     with run.phase("scales"):
         run.scale_histories.end_step(run.all_finite)
+        operands = run.operand_statistics.end_step()
     run.step = number
-    return StepReport(number, lr, begun, numbers, loads)
+    return StepReport(number, lr, begun, numbers, loads, operands)
 
 
 def take_next_step(run: Run) -> StepReport:

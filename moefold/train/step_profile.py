@@ -187,7 +187,7 @@ def resident_bytes(run: Run) -> ByteCounts:
     buckets = run.gradients.buckets
     state = run.optimizer.bytes()
     main = state.pop("main")
-    weights = [bucket.weights.nbytes for bucket in buckets]
+    weights = [bucket.storage.weight_bytes() for bucket in buckets]
     gradients = [bucket.sums.nbytes for bucket in buckets]
     return {
         "weights": sum(weights),

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from moefold.config.errors import UserError
+from moefold.web.page_numbers import JsonObject
 from moefold.web.page_template import render_page
-from moefold.web.run_summary import JsonObject, require_run_folder, summarize_run
+from moefold.web.run_summary import require_run_folder, summarize_run
 
 MAX_RUNS = 8  # curves in one plot whose colours can be told apart
 REPORT_STYLES = ("page.css",)
-REPORT_SCRIPTS = ("marks.js", "curves.js", "heat.js", "page.js")
+REPORT_SCRIPTS = ("marks.js", "curves.js", "heat.js", "fp8.js", "page.js")
 
 
 def render_report(folders: Sequence[Path]) -> str:

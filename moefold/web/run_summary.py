@@ -3,15 +3,13 @@
 config.yaml     the run's configuration       -> facts
 metrics.jsonl   one line per step             -> curves, and maps of layers x steps
 router.jsonl    one line every few steps      -> the load of layers x experts x steps, one byte each
+fp8.jsonl       one line every few steps      -> maps of layers x steps of each kind of FP8 operand (fp8_summary.py)
 """
 
 from __future__ import annotations
 
 import base64
-import math
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -23,6 +21,8 @@ from moefold.observe.metrics import iterate_records
 from moefold.observe.progress import compact_number
 from moefold.presets.recipe import recipe_base
 from moefold.web.downsample import DownsampledSeries
+from moefold.web.fp8_summary import read_fp8_operands
+from moefold.web.page_numbers import MOST_STEPS, JsonObject, as_float_array, round_significant, rounded_values
 
 CURVE_METRICS = ("loss", "val_loss", "grad_norm", "lr", "tokens_per_s", "tflops")
 LAYER_METRICS = ("max_violation", "load_entropy", "dead_experts", "drop_rate", "moved_bytes")
@@ -36,11 +36,8 @@ MIN_MAP_COLUMNS = 100
 CODE_NONE = 0  # code of an expert that got no token
 CODE_UNKNOWN = 255  # code of an expert that was not measured
 HIGHEST_CODE = 254
-MOST_STEPS = 2**53  # JavaScript's integers end there
 SHOWN_RUNS = 5
 RUN_FILES = ("config.yaml", "metrics.jsonl")
-
-JsonObject = dict[str, Any]
 
 
 def require_run_folder(folder: Path) -> None:
@@ -154,25 +151,13 @@ def summarize_run(folder: Path, label: str, runs: int) -> JsonObject:
         "layers": layers,
         "maps": series.map_data(),
         "load": load,
+        "fp8": read_fp8_operands(folder / "fp8.jsonl", map_columns // 2),
     }
 
 
 def moe_layer_numbers(config: Config) -> list[int]:
     layers = range(config.model.layers)
     return [layer for layer in layers if is_moe_layer(config.model, layer)]
-
-
-def as_float_array(value: Any, dims: int) -> np.ndarray | None:
-    """The value as an array of so many dimensions, or None when it is not one, or empty."""
-    if value is None:
-        return None
-    try:
-        array = np.asarray(value, dtype=np.float64)
-    except (ValueError, TypeError, OverflowError):
-        return None
-    if array.ndim != dims or not array.size:
-        return None
-    return array
 
 
 def curve_columns(series: DownsampledSeries) -> JsonObject:
@@ -197,20 +182,6 @@ def layer_heatmap(name: str, series: DownsampledSeries) -> JsonObject:
         values.append(rounded_values(value_L.tolist()))
     heatmap["values"] = values
     return heatmap
-
-
-def rounded_values(values: Sequence[Any]) -> list[float | None]:
-    return [round_significant(float(value)) for value in values]
-
-
-def round_significant(value: float) -> float | None:
-    """Numbers with five digits; None for values that JSON cannot write."""
-    if not math.isfinite(value):
-        return None
-    short = float(f"{value:.5g}")
-    if short.is_integer():
-        return int(short)
-    return short
 
 
 def read_expert_load(path: Path, cells: int) -> JsonObject | None:
@@ -297,9 +268,16 @@ def describe_run(config: Config, step: int) -> list[tuple[str, str]]:
         ("tokens", tokens),
         ("batch", f"{train.global_batch} sequences of {seq_len} tokens"),
         ("layout", describe_degrees(config)),
-        ("precision", f"{train.precision} on {train.device}"),
+        ("precision", describe_precision(config)),
         ("data", printable_text(config.data.source)),
     ]
+
+
+def describe_precision(config: Config) -> str:
+    train = config.train
+    model = f"{train.precision} on {train.device}"
+    recipe = config.precision.recipe
+    return model if recipe == "plain" else f"{model}; products in {recipe}"
 
 
 def describe_balance(moe: MoeConfig) -> str:

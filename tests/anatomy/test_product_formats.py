@@ -34,6 +34,18 @@ def test_a_recipe_is_told_by_what_its_products_read_and_how_they_sum():
     assert words["fp8_row"]["weight_gradient"].endswith("fp32 sums of blocks of 128, scaled at the end")
 
 
+def test_micro_formats_are_told_with_their_options_and_that_they_are_emulated():
+    nvfp4 = recipe_in_words("nvfp4", PrecisionConfig(), "bf16")
+    assert all(text.endswith("emulated: product of dequantised operands") for text in nvfp4.values())
+    assert nvfp4["forward"].startswith("x e2m1, an e4m3 scale and one of the matrix for 16 values; W e2m1")
+    assert "16 x 16 values" in nvfp4["forward"]
+    assert "stochastic rounding" in nvfp4["data_gradient"]
+    assert "Hadamard" in nvfp4["weight_gradient"]
+    bare = PrecisionConfig(hadamard=False, stochastic=False, weight_blocks="rows")
+    assert not any(word in str(recipe_in_words("nvfp4", bare, "bf16")) for word in ("Hadamard", "stochastic", "x 16"))
+    assert "W e4m3, a power of two for 32 values" in recipe_in_words("mxfp8", PrecisionConfig(), "bf16")["forward"]
+
+
 def test_delayed_scales_are_told_where_a_recipe_has_them():
     options = PrecisionConfig(scaling="delayed", history=4)
     row = recipe_in_words("fp8_row", options, "bf16")

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from moefold.bench.overlap import OVERLAP_WAYS
+from moefold.bench.overlap import OVERLAP_WAYS, exposed_seconds
 from moefold.cli.main import run_command_line
+from moefold.observe.trace import TraceEvent
 
 
 def test_it_tells_what_is_exposed_in_each_way_as_json_and_writes_a_trace(tmp_path: Path):
@@ -29,6 +30,18 @@ def test_it_tells_what_is_exposed_in_each_way_as_json_and_writes_a_trace(tmp_pat
     events = [e for e in json.loads((tmp_path / "trace.json").read_text())["traceEvents"] if e["ph"] == "X"]
     assert {e["pid"] for e in events} == {0, 1}
     assert {e["cat"] for e in events} == {"compute", "comm"}
+
+
+def span(lane: str, start: float, end: float) -> TraceEvent:
+    return TraceEvent(0, lane, "", start, end)
+
+
+def test_only_waits_during_an_exchange_expose_it():
+    """The compute lane also waits for other work of the comm lane: plans, gathers and sums of rows."""
+    waits = [span("waiting", 0, 2), span("waiting", 3, 4), span("waiting", 6, 9)]
+    assert exposed_seconds(span("comm", 1, 7), waits) == 1 + 1 + 1
+    assert exposed_seconds(span("comm", 4, 6), waits) == 0
+    assert exposed_seconds(span("compute", 1, 7), waits) == 6
 
 
 @pytest.mark.parametrize("words", [["--delay-ms", "-1"], ["--microbatches", "1"]], ids=str)

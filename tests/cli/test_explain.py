@@ -8,7 +8,7 @@ import pytest
 
 from moefold.anatomy.model_totals import active_parameters, mtp_parameters, total_parameters, train_flops_per_token
 from moefold.anatomy.step_specs import prefixed_model_steps, prefixed_mtp_steps
-from moefold.cli.explain import FP8_EXPERT_OPS, FP8_OPS, describe_regions
+from moefold.cli.explain import FP8_EXPERT_OPS, FP8_OPS, FP8_STORAGE_OPS, describe_regions
 from moefold.cli.main import run_command_line
 from moefold.kernels.bound import BoundKernels
 from moefold.kernels.catalog import CATALOG, pick_implementation
@@ -325,8 +325,12 @@ def test_products_are_shown_with_recipe_format_and_reason(explained: Any, capsys
     composed = explained("tiny", *words, "--model.moe.ffn", "64")["kernels"]
     assert composed["expert_mlp"]["implementation"] == "reference", "ffn is no multiple of 128"
     assert set(composed) == USED | FP8_OPS
+    assert explanation["products"]["storage"] == f"{explanation['facts']['dtype']}, and e4m3 in both layouts"
     assert run_command_line(["explain", "tiny", *words]) == 0
     assert "products (linear; router, embedding and head have no recipe)" in capsys.readouterr().out
+    stored = explained("tiny", *words, "--precision.storage", "fp8")
+    assert stored["products"]["storage"].startswith("e4m3 in both layouts and no copy in another dtype")
+    assert set(stored["kernels"]) - set(explanation["kernels"]) == FP8_STORAGE_OPS
     assert run_command_line(["explain", "tiny"]) == 0
     assert "products (linear" not in capsys.readouterr().out
 

@@ -60,6 +60,24 @@ BREAKS: dict[str, list[tuple[str, int, str]]] = {
         ("--precision.power_of_two_scales=true", 1, "precision.power_of_two_scales = true")
     ],
     "precision.gradient_format is used": [("--precision.gradient_format=e5m2", 1, "precision.recipe = plain")],
+    "precision.scale_rounding is used": [("--precision.scale_rounding=down", 1, "no recipe in use is mxfp8")],
+    "precision.weight_blocks is used": [
+        ("--precision.weight_blocks=squares --precision.recipe=fp8_block", 1, "precision.weight_blocks = squares")
+    ],
+    "precision.hadamard is used": [("--precision.hadamard=false", 1, "no recipe in use is nvfp4")],
+    "precision.stochastic is used": [
+        ("--precision.stochastic=false --precision.recipe=mxfp8", 1, "precision.recipe = mxfp8")
+    ],
+    "precision.rounding_seed is used": [("--precision.rounding_seed=3", 1, "precision.rounding_seed = 3")],
+    "precision.storage is used": [("--precision.storage=fp8", 1, "precision.storage = fp8")],
+    "FP8 storage has one set of bytes for both layouts": [
+        ("--precision.storage=fp8 --precision.recipe=fp8_row", 1, "but fp8_row quantises each layout"),
+        (
+            "--precision.storage=fp8 --precision.recipe=fp8_block --precision.recipes=*.attention.*:fp8_row",
+            1,
+            "precision.recipes = *.attention.*:fp8_row",
+        ),
+    ],
     "precision.accumulate is used": [
         ("--precision.accumulate=fast --precision.recipe=fp8_block", 1, "precision.recipe = fp8_block"),
     ],
@@ -320,7 +338,7 @@ def mended(fix: str, case: ConfigOnRanks) -> list[ConfigOnRanks]:
         return [ConfigOnRanks(changed(case.config, words), case.world) for words in several]
     found = re.match(r"set (\S+) (.*?)(;|$)", fix)
     assert found, f"cannot follow: {fix}"
-    numbers = [float(n) if "." in n else int(n) for n in re.findall(r"(?<!\w)[\d.]+", found[2])]
+    numbers = [float(n) if "." in n else int(n) for n in re.findall(r"(?<!\w)-?[\d.]+", found[2])]
     values = [numbers[0] + 1] if "above" in found[2] else numbers
     values += [2 * numbers[0]] if "multiple" in found[2] else []
     values = values or re.findall(r"\w+", found[2].removeprefix("to ").replace(" or ", " "))
@@ -328,7 +346,7 @@ def mended(fix: str, case: ConfigOnRanks) -> list[ConfigOnRanks]:
 
 
 NAMES = r"[a-z_.]+(?:(?:, | and )[a-z_.]+)*"
-ASSIGNED = rf"({NAMES}) (to|above) (\w+)(?:, such as ([\w.]+))?"
+ASSIGNED = rf"({NAMES}) (to|above) (-?\w+)(?:, such as ([\w.]+))?"
 WAY = re.compile(rf"{ASSIGNED}(?:,? and {ASSIGNED})*(?: to accept that)?")
 
 

@@ -7,6 +7,7 @@ right is shown apart: by finite differences, and by formulas written out in plai
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import pairwise, product
@@ -643,6 +644,16 @@ def plain_adamw(w, g, m, v, weights, scale, scalars, options):
     return [a - lr * decay * a - lr * move for a, move in zip(w, moves, strict=True)], given, m, v, scale, scalars
 
 
+def plain_adamw_blocks(w, g, m, v, weights, scale, scalars, options, first, forward, transposed, *rest):
+    """fp64, in which no weights lie beside the main ones."""
+    *_, rule, _ = rest
+    state = plain_adamw(w, g, m, v, weights, scale, scalars, options)
+    numbers = iter(state[0])
+    matrices = [[[next(numbers) for _ in row] for row in matrix] for matrix in forward]
+    of_blocks = [plain_quantised_matrix(matrix, "block", rule)[1] for matrix in matrices]
+    return *state, of_blocks, [[list(line) for line in zip(*rows, strict=True)] for rows in of_blocks]
+
+
 def plain_add_squares(total, *flats):
     return total + math.fsum(dot(x, x) for x in flats), *flats
 
@@ -717,6 +728,42 @@ def plain_quantise_weight(weights, scales, rule):
     return outputs
 
 
+def elements_of_share(share, begin, places, dtype):
+    """(place in the share, number of its block, value in the model's dtype) of each element of a matrix in a share."""
+    for start, (experts, n, d), first_block in places:
+        down, across = -(-n // 128), -(-d // 128)
+        for number, (e, row, column) in enumerate(product(range(experts), range(n), range(d))):
+            if begin <= start + number < begin + len(share):
+                at = start + number - begin
+                block = first_block + (e * down + row // 128) * across + column // 128
+                yield at, block, rounded_to_fp32(share[at]) if dtype == torch.float32 else nearest_bf16(share[at])
+
+
+def nearest_bf16(x):
+    """Ties away from zero."""
+    bits = struct.unpack("<i", struct.pack("<f", x))[0] + 0x8000
+    return struct.unpack("<f", struct.pack("<i", bits & -65536))[0]
+
+
+def plain_share_maxima(share, begin, places, dtype):
+    _, (experts, n, d), first_block = places[-1]
+    maxima = [0.0] * (first_block + experts * -(-n // 128) * -(-d // 128))
+    for _, block, value in elements_of_share(share, begin, places, dtype):
+        maxima[block] = max(maxima[block], abs(value))
+    return [struct.unpack("<i", struct.pack("<f", x))[0] for x in maxima]
+
+
+def plain_cast_share(share, begin, places, scales, rule, dtype):
+    values = [0] * len(share)
+    for at, block, value in elements_of_share(share, begin, places, dtype):
+        (values[at],) = bytes_of_block([value], scales[block], rule.format.name)
+    return [values]
+
+
+def plain_transpose_values(matrices):
+    return [[transposed(w) for w in matrices]]
+
+
 def plain_quantised_matrix(w, scales, rule):
     tall, wide = {"block": (128, 128), "expert": (len(w), len(w[0])), "channel": (1, len(w[0]))}[scales]
     quantised, of_blocks = [], []
@@ -762,6 +809,22 @@ def plain_count_saturated(source, tiles, maxima, format, rows=None, columns=None
                 inverse = [rounded_to_fp32(1 / s) for s in scales if s is not None]
                 count += sum(abs(rounded_to_fp32(rounded_to_fp32(x) * factor)) > beyond for factor in inverse)
     return [count]
+
+
+def plain_rounding_figures(source, index, copy):
+    values, scales = copy.values_BRC.double().tolist(), copy.scales_BRK.double().tolist()
+    seen = []  # of every value other than zero: the value, its byte, its scale
+    for p, n in enumerate(index):
+        matrix, row = divmod(p, len(values[0]))
+        for d, x in enumerate(source[n] if n >= 0 else []):
+            if x:
+                of_row = scales[matrix][row]
+                scale = of_row[d] if len(of_row) == len(values[matrix][row]) else of_row[d // 128]
+                seen.append((x, values[matrix][row][d], scale))
+    errors = [(x - byte * scale) ** 2 for x, byte, scale in seen]
+    underflowed = sum(byte == 0 for _, byte, _ in seen)
+    sums = len(seen), underflowed, math.fsum(errors), math.fsum(x * x for x, _, _ in seen)
+    return sums, (max(abs(x) for x, _, _ in seen), max(s for _, _, s in seen), max(-s for _, _, s in seen))
 
 
 def plain_fp8_sum(a, b, a_scales, b_scales, sums):

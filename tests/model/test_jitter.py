@@ -11,26 +11,12 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from moefold.layout.axes import Axis
-from moefold.model.moe.jitter import multiply_by_jitter, uniform_noise
+from moefold.model.moe.jitter import multiply_by_jitter
 from moefold.model.moe.router import Router
 from moefold.model.token_layout import TokenShard
+from tests.layout.test_counter_random import noise_by_hand
 from tests.model.test_router import make_router, tokens
 from tests.support.models import share
-
-BITS = (1 << 64) - 1
-
-
-def scrambled_by_hand(x: int) -> int:
-    """On whole numbers without end, cut to 64 bits."""
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & BITS
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & BITS
-    return x ^ (x >> 31)
-
-
-def noise_by_hand(number: int, dim: int, layer: int) -> float:
-    token = scrambled_by_hand((scrambled_by_hand(number) + layer + 1) & BITS)
-    top = scrambled_by_hand((token + dim) & BITS) >> 40
-    return (top - (1 << 24) if top >= 1 << 23 else top) / (1 << 23)
 
 
 def part(
@@ -38,27 +24,6 @@ def part(
 ) -> TokenShard:
     axes = (Axis(name, tuple(range(size)), index) for name, (index, size) in (("cp", cp), ("tp", tp)))
     return TokenShard(sequences, length, *axes, torch.device("cpu"), first)
-
-
-def test_noise_is_a_published_scrambling_of_token_layer_and_dim():
-    numbers = [0, 1, 2, 1000, 2**31, 2**40 + 5, 2**62]
-    for layer in (0, 3):
-        found = uniform_noise(torch.tensor(numbers), 5, layer).tolist()
-        assert found == [[noise_by_hand(number, dim, layer) for dim in range(5)] for number in numbers]
-
-
-def test_noise_is_even_within_its_bounds_and_independent_between_tokens_dims_and_layers():
-    one, other = uniform_noise(torch.arange(4000), 16, 0).double(), uniform_noise(torch.arange(4000), 16, 1).double()
-    assert one.min() >= -1
-    assert one.max() < 1
-    spread = (one.numel() / 3) ** -0.5  # of a mean of so many numbers
-    assert abs(one.mean().item()) < 4 * spread
-    assert one.square().mean().item() == pytest.approx(1 / 3, abs=4 * spread)
-    counts = torch.histc(one, 64, -1, 1)
-    assert (counts - 1000).abs().max() < 5 * 1000**0.5
-    neighbours = {"tokens": (one[1:], one[:-1]), "dims": (one[:, 1:], one[:, :-1]), "layers": (one, other)}
-    for between, (a, b) in neighbours.items():
-        assert abs((a * b).mean().item()) < 4 * spread, between
 
 
 def test_no_element_is_changed_by_more_than_the_size_and_all_are_changed():

@@ -49,7 +49,7 @@ def layers_with(name: str, **options: Any) -> tuple[Layers, ScaleHistories]:
 
 
 def current_recipe(name: str) -> Fp8Recipe:
-    recipe = make_recipe(RECIPE_SPECS[name], KERNELS, PrecisionConfig())(Layers().dense)
+    recipe = make_recipe(RECIPE_SPECS[name], KERNELS, PrecisionConfig())("dense", Layers().dense)
     assert isinstance(recipe, Fp8Recipe)
     return recipe
 

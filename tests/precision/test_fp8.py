@@ -22,7 +22,7 @@ from moefold.precision.fp8 import Fp8Recipe
 from moefold.precision.linear import GroupedLinear
 
 KERNELS = BoundKernels(Facts("cpu", "fp32", hidden=256, ffn=256))
-FP8 = [name for name, spec in RECIPE_SPECS.items() if spec.quantises]
+FP8 = [name for name, spec in RECIPE_SPECS.items() if spec.format == "fp8"]
 # Largest |a - b| / |b| against plain products in fp32. E4M3 rounds by up to 1/16, 2.6 % on average, and a product has
 # two rounded operands; E5M2 gradients round by up to 1/8.
 BOUND = 0.04

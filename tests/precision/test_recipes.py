@@ -31,8 +31,10 @@ ROUNDED = RoundedRecipe()
 
 @pytest.fixture
 def model(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(recipes.RECIPES, "rounded", lambda kernels, options: lambda product: ROUNDED)
-    monkeypatch.setitem(recipes.RECIPES, "delayed_scale", lambda kernels, options: lambda product: DelayedScaleRecipe())
+    monkeypatch.setitem(recipes.RECIPES, "rounded", lambda kernels, options: lambda name, product: ROUNDED)
+    monkeypatch.setitem(
+        recipes.RECIPES, "delayed_scale", lambda kernels, options: lambda name, product: DelayedScaleRecipe()
+    )
     config = resolve_recipe("tiny", ["--train.device=cpu", "--train.precision=fp32", "--model.layers=2"])
     world = single_rank_world()
     return build_model(config, world, choose_kernels(config, world))

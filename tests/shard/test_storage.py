@@ -22,7 +22,7 @@ from moefold.model.transformer import Transformer
 from moefold.optim.optimizer import Optimizer, build_optimizer
 from moefold.shard.buckets import Bucket, fill_buckets
 from moefold.shard.publish import Publisher
-from moefold.shard.storage import PlainWeights, SplitFp32Weights, StorageMaker, Wire, flat_part
+from moefold.shard.storage import LargestOfReplicas, PlainWeights, SplitFp32Weights, StorageMaker, Wire, flat_part
 from moefold.train.assemble import default_dtype
 from tests.shard.test_publish import LENGTH, MODEL
 from tests.support.models import transformer
@@ -66,6 +66,8 @@ class Int8Weights:
     def fused_operands(self) -> None:
         return None
 
+    def before_gather(self, agree: LargestOfReplicas) -> None: ...
+
     def wire_tensors(self, share: slice) -> list[Wire]:
         mine = self.scales[self.number : self.number + 1].clone()
         return [Wire(self.codes, self.codes[share].clone()), Wire(self.scales, mine)]
@@ -78,8 +80,14 @@ class Int8Weights:
     def logical_values(self) -> Any:
         return Int8Main(self, 0, len(self.main))
 
+    def unheld_values(self) -> None:
+        return None
+
     def main_weight_bytes(self) -> int:
         return self.main.nbytes
+
+    def weight_bytes(self) -> int:
+        return self.weights.nbytes + self.codes.nbytes
 
 
 class Int8Main:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from moefold.config.read import config_as_yaml
+from moefold.observe.fp8_stats import OperandSums, ProductOperands, fp8_record
 from moefold.observe.router_stats import RouterCounts, RouterLog, balance_summary
 from moefold.presets.recipe import resolve_recipe
 
@@ -36,6 +37,17 @@ def run_folder(folder: Path, steps: int = 10, layers: int = 3, experts: int = 4,
     log.close()
     write_lines(folder / "metrics.jsonl", lines)
     return folder
+
+
+def fp8_line(step: int, layers: int, error: float = 0.026) -> dict[str, Any]:
+    """A line of fp8.jsonl with two products in each layer, of which the second rounds worse."""
+    products: list[ProductOperands] = []
+    for layer in range(layers):
+        for name, factor in (("attention.out", 1), ("moe.experts.up_product", 2)):
+            squares = (error * factor) ** 2
+            seen = OperandSums(100.0, 5.0 * factor, squares, 1.0, 0.0, 3.0 + step, 0.5 * factor, -0.25 / factor)
+            products.append(ProductOperands(f"blocks.{layer}.{name}", layer, seen, seen, seen))
+    return fp8_record(step, products)
 
 
 def write_lines(path: Path, lines: Iterable[dict[str, Any]]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from moefold.kernels.linear.product import ExpertRows, KeptOperand, Operand, Products
@@ -13,6 +15,7 @@ class RoundedRecipe:
     name = "rounded"
     keeps: KeptOperand = "rows"
     row_multiple = 1
+    rounds_by_token = False
     products: Products | None = None
 
     def input(self, x: torch.Tensor, rows: ExpertRows | None = None) -> Operand:
@@ -21,7 +24,7 @@ class RoundedRecipe:
     def weight(self, w: torch.Tensor) -> Operand:
         return self.input(w.detach())
 
-    def gradient(self, dy: torch.Tensor, rows: ExpertRows | None = None) -> Operand:
+    def gradient(self, dy: torch.Tensor, rows: Any = None, number_R: Any = None) -> Operand:
         return self.input(dy)
 
     def state(self) -> dict[str, torch.Tensor]:
@@ -34,6 +37,7 @@ class BlockScaledRecipe:
 
     name = "block_scaled"
     row_multiple = 2
+    rounds_by_token = False
     products: Products | None = None
 
     def __init__(self, keeps: KeptOperand = "columns"):
@@ -47,7 +51,7 @@ class BlockScaledRecipe:
     def weight(self, w: torch.Tensor) -> Operand:
         return self.quantised(w.detach(), 1, 4)
 
-    def gradient(self, dy: torch.Tensor, rows: ExpertRows | None = None) -> Operand:
+    def gradient(self, dy: torch.Tensor, rows: Any = None, number_R: Any = None) -> Operand:
         return self.input(dy)
 
     def state(self) -> dict[str, torch.Tensor]:
@@ -79,7 +83,7 @@ class DelayedScaleRecipe(RoundedRecipe):
     def weight(self, w: torch.Tensor) -> Operand:
         return Operand(w.detach())
 
-    def gradient(self, dy: torch.Tensor, rows: ExpertRows | None = None) -> Operand:
+    def gradient(self, dy: torch.Tensor, rows: Any = None, number_R: Any = None) -> Operand:
         return Operand(dy)
 
     def state(self) -> dict[str, torch.Tensor]:

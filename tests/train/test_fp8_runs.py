@@ -28,7 +28,7 @@ from moefold.train.from_hf import WeightFiller, from_hf, starting_weights
 from moefold.train.resume import begin_checkpoint, make_background_saver, resume_run
 from moefold.train.step import take_next_step
 
-FP8 = [name for name, spec in RECIPE_SPECS.items() if spec.quantises]
+FP8 = [name for name, spec in RECIPE_SPECS.items() if spec.format == "fp8"]
 SMALL = [
     *("--model.layers", "2", "--model.hidden", "64", "--model.moe.ffn", "64", "--model.moe.experts", "4"),
     *("--model.attention.heads", "2", "--model.attention.kv_heads", "1", "--model.attention.head_dim", "32"),
@@ -199,7 +199,10 @@ def test_a_model_exported_in_fp8_blocks_has_the_bytes_of_the_run_s_own_products(
         assert torch.equal(written[f"{weight}_scale_inv"], scales), name
 
 
-def test_weights_are_quantised_once_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("recipe", ["fp8_block", "fp8_tensor"])
+def test_weights_are_quantised_once_a_step_and_in_blocks_by_the_update(
+    recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     count = 0
     quantise = Fp8Recipe.quantise_matrices
 
@@ -209,7 +212,17 @@ def test_weights_are_quantised_once_a_step(tmp_path: Path, monkeypatch: pytest.M
         return quantise(self, w)
 
     monkeypatch.setattr(Fp8Recipe, "quantise_matrices", counted)
-    run = make_run(tmp_path, "fp8_block")
-    products = sum(product.recipe.name == "fp8_block" for product in named_products(run.model).values())
+    run = make_run(tmp_path, recipe)
+    products = sum(product.recipe.name == recipe for product in named_products(run.model).values())
     losses_of(run, 3)  # of two microbatches each
-    assert count == 3 * products
+    assert count == (products if recipe == "fp8_block" else 3 * products)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_copies_that_the_update_writes_are_those_that_a_read_would_make(
+    precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    words = ["--train.precision", precision, "--optim.main", "split" if precision == "bf16" else "fp32"]
+    written = losses_of(make_run(tmp_path, "fp8_block", *words), 3)
+    monkeypatch.setattr("moefold.optim.block_copies.has_block_scales", lambda format: False)
+    assert losses_of(make_run(tmp_path, "fp8_block", *words), 3) == written

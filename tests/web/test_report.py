@@ -10,7 +10,7 @@ import pytest
 
 from moefold.web.report import render_report
 from tests.support.browser import BROWSER, without_browser
-from tests.support.run_folders import run_folder, write_lines
+from tests.support.run_folders import fp8_line, run_folder, write_lines
 
 
 def data_of(page: str) -> dict[str, Any]:
@@ -69,8 +69,10 @@ def big_run(folder: Path, steps: int, layers: int, experts: int, every: int) -> 
 
 def test_a_page_of_sixty_layers_and_256_experts_is_a_few_megabytes_however_long_the_run(tmp_path: Path):
     """The length at which every column there may be is in use: longer runs join steps and have fewer."""
-    page = render_report([big_run(tmp_path / "big", 3200, 60, 256, every=25)])
-    assert len(page) < 5e6
+    folder = big_run(tmp_path / "big", 3200, 60, 256, every=25)
+    write_lines(folder / "fp8.jsonl", [fp8_line(step, 60, error=0.0123456 + step * 1e-6) for step in range(1, 201)])
+    page = render_report([folder])
+    assert len(page) < 6e6
     [run] = data_of(page)["runs"]
     columns = [len(told["first"]) for told in (run["curves"]["loss"], run["maps"]["max_violation"], run["load"])]
     assert columns == [800, 400, 128]
@@ -107,3 +109,15 @@ def test_a_browser_draws_a_run_of_which_little_is_known(tmp_path: Path):
     document = drawn(render_report([folder]), tmp_path)
     assert "not measured in this run" in document
     assert "router.jsonl holds no load" in document
+
+
+@pytest.mark.page
+@without_browser
+def test_a_browser_draws_the_figures_of_fp8_operands_and_their_warnings(tmp_path: Path):
+    folder = run_folder(tmp_path / "a")
+    lines = [fp8_line(step, 4) for step in (5, 10)]
+    write_lines(folder / "fp8.jsonl", [lines[0], lines[1] | {"warnings": ["warning: layer <b>2</b> grows"]}])
+    document = drawn(render_report([folder, run_folder(tmp_path / "plain")]), tmp_path)
+    assert document.count("<canvas") == 7 + 5, "error, underflow, largest magnitude, both ends of the scales"
+    assert "no value was beyond its scale" in document
+    assert "step 10: layer &lt;b&gt;2&lt;/b&gt; grows" in document

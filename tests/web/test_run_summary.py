@@ -16,7 +16,7 @@ from moefold.web.run_summary import (
     round_significant,
     summarize_run,
 )
-from tests.support.run_folders import load_at, run_folder, write_lines
+from tests.support.run_folders import fp8_line, load_at, run_folder, write_lines
 
 
 def decoded(load: dict[str, Any]) -> np.ndarray:
@@ -149,3 +149,31 @@ def test_facts_say_what_the_run_is(tmp_path: Path):
 )
 def test_numbers_are_told_to_five_digits(value: float, told: float | None):
     assert round_significant(value) == told
+
+
+def test_figures_of_fp8_operands_are_told_by_layer_with_the_worst_product_and_nonsense_is_passed_over(tmp_path: Path):
+    folder = run_folder(tmp_path / "a", 10, 3, 4, "--precision.recipe", "fp8_block")
+    assert summarize_run(folder, "a", 1)["fp8"] is None
+    lines = [fp8_line(step, layers=2) for step in (5, 10)]
+    lines[1]["gradient"]["error"] = [None, 0.125, None, None]
+    broken = [
+        lines[0] | {"step": 15, "weight": {}},
+        {"step": 20, "layers": ["x"]},
+        {"step": 25},
+        {"step": 30, "layers": []},
+    ]
+    broken.append(lines[0] | {"step": 35, "layers": [0, 1]})
+    broken.append(lines[0] | {"step": 40, "gradient": lines[0]["gradient"] | {"error": ["a", 10**400, 1, 1]}})
+    write_lines(folder / "fp8.jsonl", [*lines, *broken])
+    told = summarize_run(folder, "a", 1)
+    fp8 = told["fp8"]
+    assert fp8["first"] == [5, 10]
+    assert fp8["layers"] == [0, 1]
+    assert fp8["warnings"] == []
+    assert fp8["maps"]["activation"]["error"] == [[0.052, 0.052]] * 2
+    assert fp8["maps"]["gradient"]["error"] == [[0.052, 0.052], [0.125, None]]
+    assert fp8["maps"]["weight"]["amax"] == [[8, 8], [13, 13]]
+    assert fp8["maps"]["weight"]["scale_low"] == [[0.125, 0.125]] * 2
+    assert fp8["maps"]["weight"]["scale_high"] == [[1, 1]] * 2
+    assert dict(told["facts"])["precision"].endswith("; products in fp8_block")
+    json.dumps(told, allow_nan=False)

@@ -121,7 +121,8 @@ def joined_digest(digests: Sequence[Digest]) -> Digest:
 
 def ledger_entry(spec: TensorSpec, digests: Mapping[int, Digest]) -> LedgerEntry:
     """The entry of a tensor, from the digests of its pieces by the flat index of their first element."""
-    piece_digests: list[list[Digest]] = [[] for _ in range(spec.units)]
+    units = range(spec.units)
+    piece_digests: list[list[Digest]] = [[] for _ in units]
     for piece in hash_pieces(spec):
         digest = digests.get(piece.first)
         piece_digests[piece.unit].append(digest)
@@ -129,8 +130,9 @@ def ledger_entry(spec: TensorSpec, digests: Mapping[int, Digest]) -> LedgerEntry
     if not spec.stacked:
         sha256 = hex_or_empty(unit_digests[0])
         return LedgerEntry(spec.dtype, spec.shape, sha256)
+    whole = joined_digest(unit_digests)
+    sha256 = hex_or_empty(whole)
     experts = [digest.hex() if digest else None for digest in unit_digests]
-    sha256 = hex_or_empty(joined_digest(unit_digests))
     return LedgerEntry(spec.dtype, spec.shape, sha256, tuple(experts))
 
 
@@ -187,8 +189,10 @@ def parse_ledger_entry(content: Mapping[str, Any]) -> LedgerEntry:
         raise ValueError(f"no dtype {dtype}")
     if not is_legal_shape(shape):
         raise ValueError(f"no shape {shape}")
-    if experts is not None and shape[:1] != (len(experts),):
-        raise ValueError(f"{len(experts)} experts in a tensor of shape {shape}")
+    if experts is not None:
+        count = len(experts)
+        if shape[:1] != (count,):
+            raise ValueError(f"{count} experts in a tensor of shape {shape}")
     return LedgerEntry(dtype, shape, sha256, experts)
 
 
@@ -217,7 +221,8 @@ def compare_ledgers(expected: Ledger, actual: Ledger) -> list[LedgerDifference]:
     differences: list[LedgerDifference] = []
 
     def report(kind: str, name: str, text: str) -> None:
-        differences.append(LedgerDifference(kind, name, text))
+        difference = LedgerDifference(kind, name, text)
+        differences.append(difference)
 
     for old, name in renamed.items():
         report("renamed", old, f'"{old}" is now called "{name}"')
@@ -229,7 +234,8 @@ def compare_ledgers(expected: Ledger, actual: Ledger) -> list[LedgerDifference]:
         if name not in new_names:
             report("extra", name, f'"{name}" is new{did_you_mean(name, gone)}')
     # Names that both have: other dtype, shape or values.
-    for name in sorted(expected.keys() & actual.keys()):
+    common = expected.keys() & actual.keys()
+    for name in sorted(common):
         changes = entry_changes(expected[name], actual[name])
         for kind, text in changes:
             report(kind, name, f'"{name}"{text}')
@@ -240,7 +246,8 @@ def renamed_tensors(expected: Ledger, actual: Ledger, gone: list[str], new: list
     """The new name of each tensor of `gone` whose values are under exactly one name of `new`."""
     renamed: dict[str, str] = {}
     for old in gone:
-        matches = [name for name in new if actual[name] == expected[old]]
+        values = expected[old]
+        matches = [name for name in new if actual[name] == values]
         if len(matches) == 1:
             renamed[old] = matches[0]
     return renamed
@@ -254,7 +261,8 @@ def entry_changes(old: LedgerEntry, new: LedgerEntry) -> Iterator[EntryChange]:
         yield "dtype", f" is {new.dtype}; expected {old.dtype}"
     if not same_shape:
         yield "shape", f" has shape {list(new.shape)}; expected {list(old.shape)}"
-    same_experts = old.shape[1:] == new.shape[1:]
+    inner_shape = old.shape[1:]
+    same_experts = inner_shape == new.shape[1:]
     if old.experts is not None and new.experts is not None and same_experts:
         yield from stacked_changes(old.experts, new.experts)
     elif same_dtype and same_shape and old.sha256 != new.sha256:
@@ -263,7 +271,8 @@ def entry_changes(old: LedgerEntry, new: LedgerEntry) -> Iterator[EntryChange]:
 
 def stacked_changes(old: ExpertDigests, new: ExpertDigests) -> Iterator[EntryChange]:
     all_differ = set(old).isdisjoint(new)
-    if all_differ and len(old) == len(new) and None not in new:
+    same_number = len(old) == len(new)
+    if all_differ and same_number and None not in new:
         yield "values", f" has other values in all {len(new)} experts"
         return
     for text in expert_changes(old, new):

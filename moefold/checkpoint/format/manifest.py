@@ -79,7 +79,8 @@ def holds_pickled_files(folder: StoragePath) -> bool:
     if not folder.is_dir():
         return False
     names = [path.name for path in folder.iterdir()]
-    return ".metadata" in names or any(name.endswith(PICKLE_SUFFIXES) for name in names)
+    pickled = [name for name in names if name.endswith(PICKLE_SUFFIXES)]
+    return bool(pickled) or ".metadata" in names
 
 
 def listed_files(content: Manifest) -> FileList:

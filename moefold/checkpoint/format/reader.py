@@ -50,7 +50,8 @@ ChunkIndex = dict[str, list[StoredChunk]]
 
 
 def chunk_name(name: str, box: Box) -> str:
-    starts = ",".join(map(str, box_corner(box)))
+    corner = box_corner(box)
+    starts = ",".join(map(str, corner))
     return f"{name}@{starts}"
 
 
@@ -97,7 +98,8 @@ def parse_chunk_name(chunk: str, sizes: Sequence[int]) -> tuple[str, Box]:
     is_complete = separator and len(starts) == len(sizes)
     if not is_complete or not legal:
         raise ValueError(f'"{chunk}" does not say which part of which tensor it is')
-    box = zip(map(int, starts), sizes, strict=True)
+    corner_numbers = map(int, starts)
+    box = zip(corner_numbers, sizes, strict=True)
     return name, tuple(box)
 
 
@@ -145,7 +147,8 @@ class BoxReader:
         begin = chunk.offset + first * row_bytes
         end = begin + rows * row_bytes
         source = self.byte_source(chunk.file)
-        flat = np.frombuffer(source(begin, end), np.uint8)
+        raw = source(begin, end)
+        flat = np.frombuffer(raw, np.uint8)
         if not box:
             return flat
         values = flat.reshape(rows, *row_sizes, itemsize)

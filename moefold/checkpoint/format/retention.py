@@ -43,14 +43,17 @@ def is_step_folder(path: StoragePath) -> bool:
 
 def is_committed(checkpoint: StoragePath) -> bool:
     """A local folder gets its name by the commit. Remote storage cannot rename: there the manifest commits."""
-    return isinstance(checkpoint, Path) or (checkpoint / MANIFEST_FILE).is_file()
+    if isinstance(checkpoint, Path):
+        return True
+    manifest = checkpoint / MANIFEST_FILE
+    return manifest.is_file()
 
 
 def committed_checkpoints(folder: StoragePath) -> list[StoragePath]:
     """The checkpoints in a folder, newest first."""
     if not folder.is_dir():
         return []
-    steps = [path for path in folder.iterdir() if is_step_folder(path)]
+    steps = filter(is_step_folder, folder.iterdir())
     committed = filter(is_committed, steps)
     return sorted(committed, key=step_of_folder, reverse=True)
 

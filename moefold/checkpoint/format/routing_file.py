@@ -53,7 +53,8 @@ def create_routing_file(path: Path, layers: Iterable[int], shape: RoutingShape) 
     layers and sizes is continued, any other is refused."""
     header, size = routing_header(layers, shape)
     if path.exists():
-        if path.stat().st_size != size or read_raw_header(path) != header[LENGTH_BYTES:]:
+        same_size = path.stat().st_size == size
+        if not same_size or read_raw_header(path) != header[LENGTH_BYTES:]:
             raise UserError(
                 f"train.record_routing: {path} holds something else than the routing of this run; expected no file, or "
                 "one that this run began; choose another path"
@@ -70,10 +71,12 @@ def routing_header(layers: Iterable[int], shape: RoutingShape) -> tuple[bytes, i
     entries: dict[str, object] = {}
     end = 0
     for layer in sorted(layers):
-        for name, dtype, sizes in ((ids_name(layer), IDS, shape), (flags_name(layer), FLAGS, shape[:1])):
+        tensors = (ids_name(layer), IDS, shape), (flags_name(layer), FLAGS, shape[:1])
+        for name, dtype, sizes in tensors:
             begin = end
             end += prod(sizes) * DTYPE_BYTES[dtype]
-            entries[name] = HeaderEntry(dtype, tuple(sizes), begin, end).as_json()
+            entry = HeaderEntry(dtype, tuple(sizes), begin, end)
+            entries[name] = entry.as_json()
     header = encode_safetensors_header(entries)
     return header, len(header) + end
 
@@ -88,13 +91,16 @@ class RoutingWriter:
     def write_rows(self, layer: int, first: int, ids_BSK: np.ndarray) -> None:
         """The ids of the sequences from number `first` on. They count as recorded when their rows are written."""
         ids = ids_BSK.astype(np.int16)
-        self.write_at(self.tensors[ids_name(layer)], first, ids)
+        ids_tensor = self.tensors[ids_name(layer)]
+        self.write_at(ids_tensor, first, ids)
         flags = np.ones(len(ids), np.uint8)
-        self.write_at(self.tensors[flags_name(layer)], first, flags)
+        flags_tensor = self.tensors[flags_name(layer)]
+        self.write_at(flags_tensor, first, flags)
 
     def write_at(self, tensor: StoredTensor, first: int, rows: np.ndarray) -> None:
         row_bytes = rows.nbytes // len(rows)
-        os.pwrite(self.file, rows.tobytes(), tensor.offset + first * row_bytes)
+        offset = tensor.offset + first * row_bytes
+        os.pwrite(self.file, rows.tobytes(), offset)
 
     def close(self) -> None:
         os.close(self.file)
@@ -118,8 +124,10 @@ class RoutingReader:
             if problem:
                 problems.append(f"train.replay_routing: {path}: {problem}")
                 continue
-            self.ids[layer] = map_rows(tensors[ids_name(layer)], np.int16)
-            self.flags[layer] = map_rows(tensors[flags_name(layer)], np.uint8)
+            ids = tensors[ids_name(layer)]
+            flags = tensors[flags_name(layer)]
+            self.ids[layer] = map_rows(ids, np.int16)
+            self.flags[layer] = map_rows(flags, np.uint8)
         if problems:
             raise UserError(*problems)
 
@@ -130,7 +138,8 @@ class RoutingReader:
         where = f"train.replay_routing: {self.path}: layer {layer}, sequences {first} to {first + count - 1}"
         if not self.flags[layer][rows].all():
             raise UserError(f"{where}: some were not recorded; record as many steps as are replayed")
-        lowest, highest = int(ids_BSK.min()), int(ids_BSK.max())
+        lowest = int(ids_BSK.min())
+        highest = int(ids_BSK.max())
         if lowest < -1 or highest >= self.experts:
             raise UserError(
                 f"{where}: expert ids from {lowest} to {highest}; expected -1 (no expert) to {self.experts - 1}; "
@@ -147,7 +156,9 @@ def layer_problem(layer: int, tensors: dict[str, StoredTensor], shape: RoutingSh
     flags = tensors.get(flags_name(layer))
     if ids is None or flags is None:
         return f'no tensors "{ids_name(layer)}" and "{flags_name(layer)}"; record with the model that is trained'
-    if (ids.dtype, flags.dtype) != (IDS, FLAGS) or len(ids.shape) != 3 or flags.shape != ids.shape[:1]:
+    dtypes = ids.dtype, flags.dtype
+    one_flag_each = flags.shape == ids.shape[:1]
+    if dtypes != (IDS, FLAGS) or len(ids.shape) != 3 or not one_flag_each:
         return (
             f'"{ids_name(layer)}" is {ids.dtype} {list(ids.shape)}; expected {IDS} [sequences, tokens, choices] and '
             "a flag for each sequence; record with this version"
@@ -167,10 +178,12 @@ def layer_problem(layer: int, tensors: dict[str, StoredTensor], shape: RoutingSh
 
 def names_expert_twice(ids_BSK: np.ndarray) -> bool:
     ordered = np.sort(ids_BSK, axis=-1)
-    neighbours_equal = ordered[..., 1:] == ordered[..., :-1]
-    is_expert = ordered[..., 1:] >= 0
+    next_ids = ordered[..., 1:]
+    neighbours_equal = next_ids == ordered[..., :-1]
+    is_expert = next_ids >= 0
     return bool((neighbours_equal & is_expert).any())
 
 
 def map_rows(tensor: StoredTensor, dtype: type) -> np.ndarray:
-    return np.memmap(str(tensor.file), dtype, "r", tensor.offset, tensor.shape)
+    path = str(tensor.file)
+    return np.memmap(path, dtype, "r", tensor.offset, tensor.shape)

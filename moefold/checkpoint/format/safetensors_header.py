@@ -98,7 +98,8 @@ def tensors_in_file(file: StoragePath, raw: bytes | None = None) -> dict[str, St
     tensors: dict[str, StoredTensor] = {}
     for name, entry in entries.items():
         offset = data_start + entry.begin
-        tensors[name] = StoredTensor(file, entry.dtype, entry.shape, offset)
+        stored = StoredTensor(file, entry.dtype, entry.shape, offset)
+        tensors[name] = stored
     return tensors
 
 
@@ -140,7 +141,8 @@ def refuse_repeated_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def check_data_is_dense(file: StoragePath, data_start: int, entries: Sequence[HeaderEntry]) -> None:
     """Refuse a file whose tensors overlap, leave gaps, or end elsewhere than the file."""
     position = 0
-    for entry in sorted(entries, key=attrgetter("begin", "end")):
+    in_order = sorted(entries, key=attrgetter("begin", "end"))
+    for entry in in_order:
         if entry.begin != position:
             raise UserError(
                 f"{file} is damaged: its tensors overlap or leave gaps at byte {position}; fetch the file again"

@@ -52,7 +52,8 @@ class RemotePath:
         return RemotePath(self.files, self.path.parent)
 
     def with_suffix(self, suffix: str) -> RemotePath:
-        return RemotePath(self.files, self.path.with_suffix(suffix))
+        path = self.path.with_suffix(suffix)
+        return RemotePath(self.files, path)
 
     def resolve(self) -> RemotePath:
         return self
@@ -74,7 +75,8 @@ class RemotePath:
 
     def iterdir(self) -> Iterator[RemotePath]:
         self.files.invalidate_cache()  # other ranks write here too
-        for key in self.files.ls(self.key, detail=False):
+        keys = self.files.ls(self.key, detail=False)
+        for key in keys:
             yield RemotePath(self.files, PurePosixPath(key))
 
     def stat(self) -> SimpleNamespace:
@@ -228,7 +230,8 @@ class MappedFile:
 
     def __init__(self, file: BinaryIO):
         with file:
-            self.bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            number = file.fileno()
+            self.bytes = mmap.mmap(number, 0, access=mmap.ACCESS_READ)
 
     def __call__(self, first: int, last: int) -> memoryview | bytes:
         return memoryview(self.bytes)[first:last]
@@ -241,7 +244,8 @@ class RemoteFile:
         self.path = path
 
     def __call__(self, first: int, last: int) -> memoryview | bytes:
-        return self.path.files.cat_file(self.path.key, start=first, end=last)
+        path = self.path
+        return path.files.cat_file(path.key, start=first, end=last)
 
 
 ByteSource = MappedFile | RemoteFile

@@ -69,7 +69,9 @@ class OpenedCheckpoint:
 
     def raise_if_damaged(self, digests: PieceDigests) -> None:
         """Compare the digests of all pieces with the ledger, and raise every problem."""
-        by_name: dict[str, dict[int, Digest]] = {name: {} for name in self.index}
+        by_name: dict[str, dict[int, Digest]] = {}
+        for name in self.index:
+            by_name[name] = {}
         for (name, first), digest in digests.items():
             by_name[name][first] = digest
         # Nothing is stored of tensors without elements: they are intact.
@@ -89,8 +91,12 @@ class OpenedCheckpoint:
 def stored_specs(ledger: Ledger, index: ChunkIndex) -> dict[str, TensorSpec]:
     """The spec of every tensor: the dtype from the files' headers, the shape from the ledger where the chunks fit it,
     otherwise from the chunks."""
-    lost = [entry for name, entry in ledger.items() if name not in index]
-    specs = {name: entry.spec for name, entry in ledger.items()}
+    lost: list[LedgerEntry] = []
+    specs: dict[str, TensorSpec] = {}
+    for name, entry in ledger.items():
+        specs[name] = entry.spec
+        if name not in index:
+            lost.append(entry)
     for name, chunks in index.items():
         dims = {len(chunk.box) for chunk in chunks}
         if len(dims) > 1:
@@ -108,7 +114,8 @@ def stored_specs(ledger: Ledger, index: ChunkIndex) -> dict[str, TensorSpec]:
 
 def chunks_fit_entry(chunks: Sequence[StoredChunk], entry: LedgerEntry) -> bool:
     claimed = prod(entry.shape)
-    inside = all(box_fits_shape(chunk.box, entry.shape) for chunk in chunks)
+    shape = entry.shape
+    inside = all(box_fits_shape(chunk.box, shape) for chunk in chunks)
     return inside and claimed <= MOST_CLAIMED * stored_elements(chunks)
 
 
@@ -165,7 +172,8 @@ def open_checkpoint(path: StoragePath) -> OpenedCheckpoint:
     headers = {name: sha256[name] for name in tensor_data_files(files)}
     index, problems = read_chunk_index(path, headers)
     specs = stored_specs(ledger, index)
-    return OpenedCheckpoint(path, manifest, state, ledger, index, specs, tuple(problems))
+    found = tuple(problems)
+    return OpenedCheckpoint(path, manifest, state, ledger, index, specs, found)
 
 
 def file_problem(folder: StoragePath, name: str, size: int) -> str | None:

@@ -36,12 +36,14 @@ class WritePlan:
 
     @property
     def bytes(self) -> int:
-        sizes = [spec.bytes for spec in self.specs.values()]
+        specs = self.specs.values()
+        sizes = [spec.bytes for spec in specs]
         return sum(sizes)
 
     def plans_of_ranks(self, ranks: int) -> list[RankPlan]:
         """The part of every rank."""
-        chunks_by_rank: list[list[ChunkKey]] = [[] for _ in range(ranks)]
+        every_rank = range(ranks)
+        chunks_by_rank: list[list[ChunkKey]] = [[] for _ in every_rank]
         for name, chunks in self.chunks.items():
             for box, writer in chunks:
                 chunks_by_rank[writer].append((name, box))

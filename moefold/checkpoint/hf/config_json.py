@@ -29,7 +29,8 @@ from moefold.config.run import Config, ModelConfig, RopeConfig
 
 MOE_FAMILIES = (MIXTRAL, OLMOE, QWEN3_MOE, QWEN2_MOE, DEEPSEEK_V3, KIMI_K2, DEEPSEEK_V2, GPT_OSS, GLM4_MOE)
 DENSE_FAMILIES = (LLAMA, MISTRAL, QWEN2, QWEN3)
-FAMILIES: dict[str, ModelFamily] = {family.kind: family for family in (*MOE_FAMILIES, *DENSE_FAMILIES)}
+ALL_FAMILIES = (*MOE_FAMILIES, *DENSE_FAMILIES)
+FAMILIES: dict[str, ModelFamily] = {family.kind: family for family in ALL_FAMILIES}
 
 # Keys of a model that act in training only, or on the way of computing and not on the result: no config.json has them.
 TRAINING_KEYS = (
@@ -81,7 +82,8 @@ def describe_model(folder: ModelFolder) -> DescribedModel:
     kind = folder.options.get("model_type")
     name = one_of(f"model_type (in {where})", printable_text(str(kind)), FAMILIES)
     family = FAMILIES[name]
-    options = ConfigOptions(folder.options, where, family_keys(family.kind))
+    keys = family_keys(family.kind)
+    options = ConfigOptions(folder.options, where, keys)
     check_quantisation(options)
     model = read_model_config(family, options)
     # Sizes that the files cannot have would make name tables without end.
@@ -103,10 +105,13 @@ def read_model_config(family: ModelFamily, options: ConfigOptions) -> ModelConfi
         values = {}
     options.refuse_leftovers()
     problems: dict[str, str] = {}
-    model_values = {f"model.{name}": value for name, value in values.items()}
+    model_values: dict[str, Any] = {}
+    for name, value in values.items():
+        model_values[f"model.{name}"] = value
     config = with_values(Config(), model_values, problems)
     if problems:
-        raise UserError(*(f"{options.where}: {problem}" for problem in problems.values()))
+        described = [f"{options.where}: {problem}" for problem in problems.values()]
+        raise UserError(*described)
     model = config.model
     if JOINT_AUX_LOSS not in options.published.defaults:
         return model
@@ -130,7 +135,8 @@ def to_twelve_digits(x: float) -> float:
 def with_aux_loss(model: ModelConfig, weight: float) -> ModelConfig:
     """The model with another weight of the balance loss, counted over a microbatch as transformers does."""
     aux_loss = to_twelve_digits(weight)
-    balance = replace(model.moe.balance, aux_loss=aux_loss, aux_over="microbatch")
+    balance = model.moe.balance
+    balance = replace(balance, aux_loss=aux_loss, aux_over="microbatch")
     moe = replace(model.moe, balance=balance)
     return replace(model, moe=moe)
 
@@ -152,23 +158,28 @@ def without_missing_mtp(described: DescribedModel, folder: ModelFolder) -> Descr
 
 def with_legal_dense_layers(model: ModelConfig) -> ModelConfig:
     """The model with as many dense layers as it has layers, where config.json tells of more of them."""
-    dense_layers = min(model.moe.dense_layers, model.layers + model.mtp)
-    return replace(model, moe=replace(model.moe, dense_layers=dense_layers))
+    layers = model.layers + model.mtp
+    dense_layers = min(model.moe.dense_layers, layers)
+    moe = replace(model.moe, dense_layers=dense_layers)
+    return replace(model, moe=moe)
 
 
 def essential_values(model: ModelConfig) -> dict[str, Any]:
     """The keys of a model that determine what it computes, so that two models can be compared."""
     values: dict[str, Any] = {}
+    unused = unused_keys(model)
     for key in iterate_keys(Config(model=model)):
         name = key.path.removeprefix("model.")
         section = name.split(".")[0]
-        if hasattr(model, section):
+        if hasattr(model, section) and name not in unused:
             values[name] = key.default
     attention = model.attention
-    values["attention.value_dim"] = attention.value_dim or attention.head_dim
-    values["attention.rope_dim"] = attention.rope_dim or attention.head_dim
-    unused = unused_keys(model)
-    return {key: value for key, value in values.items() if key not in unused}
+    head = attention.head_dim
+    if "attention.value_dim" in values:
+        values["attention.value_dim"] = attention.value_dim or head
+    if "attention.rope_dim" in values:
+        values["attention.rope_dim"] = attention.rope_dim or head
+    return values
 
 
 def unused_keys(model: ModelConfig) -> set[str]:
@@ -211,7 +222,8 @@ def write_and_read_back(family: ModelFamily, model: ModelConfig) -> tuple[dict[s
     if JOINT_AUX_LOSS in written:
         joint = model.moe.balance.aux_loss * joint_loss_factor(model)
         written[JOINT_AUX_LOSS] = to_twelve_digits(joint)
-    written_options = ConfigOptions(written, "config.json", family_keys(family.kind))
+    keys = family_keys(family.kind)
+    written_options = ConfigOptions(written, "config.json", keys)
     try:
         model_again = read_model_config(family, written_options)
     except UserError as refused:
@@ -220,7 +232,8 @@ def write_and_read_back(family: ModelFamily, model: ModelConfig) -> tuple[dict[s
     again = essential_values(model_again)
     differences: list[str] = []
     for key, value in expected.items():
-        if key not in again or not nearly_equal(value, again[key]):
+        is_same = key in again and nearly_equal(value, again[key])
+        if not is_same:
             differences.append(f"model.{key} = {format_value(value)}")
     return written, differences
 
@@ -234,12 +247,14 @@ def nearly_equal(a: Any, b: Any) -> bool:
 def family_for_model(model: ModelConfig, kind: str | None = None) -> ModelFamily:
     """The family of an exported model: the one asked for, or the first that has an option for everything in it."""
     if kind is not None:
-        return FAMILIES[one_of("family", kind, writable_families())]
+        name = one_of("family", kind, writable_families())
+        return FAMILIES[name]
     missing: dict[str, list[str]] = {}
     for name in writable_families():
-        _, missing[name] = write_and_read_back(FAMILIES[name], model)
+        family = FAMILIES[name]
+        _, missing[name] = write_and_read_back(family, model)
         if not missing[name]:
-            return FAMILIES[name]
+            return family
     nearest = min(missing, key=lambda name: len(missing[name]))
     raise UserError(
         f"no family of Hugging Face models has a place for all of this one; the nearest, {nearest}, has none for",
@@ -248,4 +263,5 @@ def family_for_model(model: ModelConfig, kind: str | None = None) -> ModelFamily
 
 
 def writable_families() -> Iterable[str]:
-    return [name for name, family in FAMILIES.items() if not family.dense]
+    families = FAMILIES.values()
+    return [family.kind for family in families if not family.dense]

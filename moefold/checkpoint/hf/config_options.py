@@ -54,7 +54,10 @@ class ConfigOptions:
         """The value of an option or its default. None: null where that is legal, or a default that is none."""
         default = self.published.defaults[name]
         names = [name, *self.second_names(name)]
-        given = {spelling: self.left.pop(spelling) for spelling in names if spelling in self.left}
+        given: dict[str, Any] = {}
+        for spelling in names:
+            if spelling in self.left:
+                given[spelling] = self.left.pop(spelling)
         if not given:
             return default
         for spelling, value in given.items():
@@ -68,7 +71,8 @@ class ConfigOptions:
         return values[0]
 
     def second_names(self, name: str) -> list[str]:
-        return [second for second, first in self.published.second_names.items() if first == name]
+        pairs = self.published.second_names.items()
+        return [second for second, first in pairs if first == name]
 
     def take_value(self, name: str) -> Any:
         """The value of an option that must have one."""
@@ -107,7 +111,8 @@ class ConfigOptions:
         value = self.take_optional(name)
         if value is None:
             return
-        same_kind = isinstance(value, bool) == isinstance(legal[0], bool)
+        is_flag = isinstance(value, bool)
+        same_kind = is_flag == isinstance(legal[0], bool)
         if value not in legal or not same_kind:
             expected = " or ".join(map(str, legal))
             self.add_problem(f"{name} = {show_value(value)} is not supported ({why}); expected {expected}")

@@ -68,7 +68,8 @@ def is_scale_tensor(name: str, tensors: dict[str, StoredTensor]) -> bool:
     if name.endswith(MXFP4_SCALES_SUFFIX):
         blocks = name.removesuffix(MXFP4_SCALES_SUFFIX) + MXFP4_BLOCKS_SUFFIX
         return blocks in tensors
-    return name.endswith(FP8_SCALE_SUFFIX) and name.removesuffix(FP8_SCALE_SUFFIX) in tensors
+    weight = name.removesuffix(FP8_SCALE_SUFFIX)
+    return weight != name and weight in tensors
 
 
 def mxfp4_scales_name(blocks: str) -> str:
@@ -96,10 +97,13 @@ def covering_blocks(start: int, size: int, block: int) -> Range:
 
 
 def dequantised_fp8(name: str, stored: StoredTensor, scales: StoredTensor | None, raw: RawFetch) -> DequantisedTensor:
-    expected = tuple(-(-size // FP8_BLOCK) for size in stored.shape)
+    blocks = [-(-size // FP8_BLOCK) for size in stored.shape]
+    expected = tuple(blocks)
     is_matrix = stored.dtype == "F8_E4M3" and len(expected) == 2
     problem = ""
-    sound_scales = scales is not None and scales.shape == expected and scales.dtype in FP8_SCALE_DTYPES
+    sound_scales = False
+    if scales is not None:
+        sound_scales = scales.shape == expected and scales.dtype in FP8_SCALE_DTYPES
     if not is_matrix or not sound_scales:
         kinds = ", ".join(FP8_SCALE_DTYPES)
         problem = (
@@ -108,8 +112,8 @@ def dequantised_fp8(name: str, stored: StoredTensor, scales: StoredTensor | None
         )
 
     def fetch_dequantised(box: Box) -> torch.Tensor:
-        blocks = tuple(covering_blocks(start, size, FP8_BLOCK) for start, size in box)
-        factors = raw(name + FP8_SCALE_SUFFIX, blocks).float()
+        blocks = [covering_blocks(start, size, FP8_BLOCK) for start, size in box]
+        factors = raw(name + FP8_SCALE_SUFFIX, tuple(blocks)).float()
         # One factor per element, of the blocks around the box, cut to the box.
         for dim, (start, size) in enumerate(box):
             repeated = factors.repeat_interleave(FP8_BLOCK, dim)
@@ -123,8 +127,9 @@ def dequantised_mxfp4(name: str, blocks: StoredTensor, scales: StoredTensor | No
     *scales_shape, _ = blocks.shape or (0,)
     last_dim = blocks.shape[-1:]
     sound_blocks = blocks.dtype == "U8" and last_dim == (MXFP4_BYTES,)
+    sound_scales = scales is not None and scales.shape == tuple(scales_shape)
     problem = ""
-    if scales is None or not sound_blocks or scales.shape != tuple(scales_shape):
+    if not sound_blocks or not sound_scales:
         problem = (
             f'"{name}" is {dtype_and_shape(blocks)} and its scales are {dtype_and_shape(scales)}; '
             f"expected U8, blocks of 16 bytes, and scales of shape {scales_shape}"
@@ -136,10 +141,13 @@ def dequantised_mxfp4(name: str, blocks: StoredTensor, scales: StoredTensor | No
         *outer, (start, size), columns = box
         first, blocks_needed = covering_blocks(start, size, MXFP4_BLOCK)
         scales_box = (*outer, columns, (first, blocks_needed))
-        codes = raw(name, (*scales_box, (0, MXFP4_BYTES)))
+        codes_box = (*scales_box, (0, MXFP4_BYTES))
+        codes = raw(name, codes_box)
         powers = raw(mxfp4_scales_name(name), scales_box)
-        values = decode_mxfp4(codes, powers).transpose(-1, -2)
-        return values.narrow(-2, start - first * MXFP4_BLOCK, size)
+        values = decode_mxfp4(codes, powers)
+        values = values.transpose(-1, -2)
+        offset = start - first * MXFP4_BLOCK
+        return values.narrow(-2, offset, size)
 
     shape = (*outer_shape, MXFP4_BLOCK * count, rows)
     return DequantisedTensor(shape, "F32", fetch_dequantised, problem)

@@ -32,7 +32,10 @@ def iterate_hf_tensors(table: NameTable, fetch: FetchBox, dtypes: WrittenDtypes 
     scales of a tensor in FP8 follow it."""
     for name, shape in table.written.items():
         pieces = table.source_pieces(name)
-        tensor = join_pieces(pieces, fetch) if pieces else torch.zeros(shape)
+        if pieces:
+            tensor = join_pieces(pieces, fetch)
+        else:
+            tensor = torch.zeros(shape)
         dtype = dtypes[name] if dtypes else tensor.dtype
         if dtype == FP8_DTYPE:
             yield from quantised_pair(name, tensor)
@@ -44,9 +47,12 @@ def written_dtypes(
     family: ModelFamily, table: NameTable, model: ModelConfig, dtype: torch.dtype
 ) -> dict[str, torch.dtype]:  # fmt: skip
     """The dtype of every tensor of an export in `dtype`. With float8_e4m3fn, weights are in 128 x 128 blocks."""
-    in_fp8 = quantised_names(family, table, model) if dtype == FP8_DTYPE else set[str]()
-    others = BESIDE_FP8 if dtype == FP8_DTYPE else dtype
-    dtypes = {name: dtype if name in in_fp8 else others for name in table.written}
+    if dtype == FP8_DTYPE:
+        in_fp8 = quantised_names(family, table, model)
+        dtypes = dict.fromkeys(table.written, BESIDE_FP8)
+        dtypes |= dict.fromkeys(in_fp8, FP8_DTYPE)
+    else:
+        dtypes = dict.fromkeys(table.written, dtype)
     for name in dtypes:
         if name.endswith(ALWAYS_FP32):
             dtypes[name] = torch.float32
@@ -74,7 +80,9 @@ def export_hf_weights(
     chosen = family_for_model(config, family)
     config_json_for(chosen, config)  # refuses what the family has no option for
     table = chosen.name_table(config)
-    dtypes = written_dtypes(chosen, table, config, dtype) if dtype else None
+    dtypes = None
+    if dtype:
+        dtypes = written_dtypes(chosen, table, config, dtype)
     held = local_tensors(model)
     refuse_lost_biases(held, table, world)
     boxes = GatheredBoxes(held, world)
@@ -85,7 +93,8 @@ def refuse_lost_biases(held: dict[str, LocalTensor], table: NameTable, world: Wo
     """Refuse to drop non-zero selection biases: a family without them would route otherwise."""
     lost: set[str] = set()
     for name, local in held.items():
-        if name not in table.pieces_by_ours and bool(local.tensor.count_nonzero()):
+        written = name in table.pieces_by_ours
+        if not written and bool(local.tensor.count_nonzero()):
             lost.add(name)
     names = sorted(union_of_sets(lost, world.pp))  # all ranks of a stage hold the same biases
     if names:
@@ -126,7 +135,8 @@ class GatheredBoxes:
         self.world = world
         mine: HeldParts = {}
         for name, local in held.items():
-            mine[name] = (local.tensor.dtype, local.part)
+            dtype = local.tensor.dtype
+            mine[name] = (dtype, local.part)
         parts_by_rank = gather_objects(mine, world.everyone)
         dtypes: dict[str, torch.dtype] = {}
         contributed: list[set[str]] | None = None
@@ -138,7 +148,8 @@ class GatheredBoxes:
     def fetch_box(self, name: str, box: Box) -> torch.Tensor:
         dtype = self.dtypes[name]
         device = self.world.device
-        values = torch.zeros(box_sizes(box), dtype=dtype, device=device)
+        shape = box_sizes(box)
+        values = torch.zeros(shape, dtype=dtype, device=device)
         if name in self.contributed:
             self.copy_overlap(self.held[name], box, values)
         as_bytes = values.view(torch.uint8)

@@ -158,8 +158,9 @@ def read_sparse_layers(options: ConfigOptions, layers: int) -> dict[str, Any]:
     """Qwen's choice of MoE layers: every `decoder_sparse_step`-th, but for `mlp_only_layers`."""
     step = options.take_count("decoder_sparse_step", most=10_000)
     only = options.take_optional("mlp_only_layers") or []
-    between = {layer for layer in range(layers) if (layer + 1) % step}
-    dense = between.union(layer for layer in range(layers) if layer in only)
+    every_layer = range(layers)
+    between = {layer for layer in every_layer if (layer + 1) % step}
+    dense = between.union(layer for layer in every_layer if layer in only)
     for first in range(layers + 1):
         if dense == between.union(range(first)):
             return {"moe.dense_layers": first, "moe.every": step}

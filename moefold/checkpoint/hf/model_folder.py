@@ -75,10 +75,10 @@ def tensors_in_folder(folder: Path) -> dict[str, StoredTensor]:
         return tensors_by_index(folder)
     if (folder / SINGLE_FILE).exists():
         return tensors_in_file(file_in_folder(folder, SINGLE_FILE))
-    pickled = sorted(path.name for path in folder.iterdir() if path.suffix in PICKLE_SUFFIXES)
+    pickled = [path.name for path in folder.iterdir() if path.suffix in PICKLE_SUFFIXES]
     reason = "nothing to read"
     if pickled:
-        reason = f"it holds {printable_text(pickled[0])}, a pickled file, which is never opened"
+        reason = f"it holds {printable_text(min(pickled))}, a pickled file, which is never opened"
     raise UserError(f"{folder} has neither {INDEX_FILE} nor {SINGLE_FILE}: {reason}; save the model as safetensors")
 
 
@@ -86,9 +86,11 @@ def tensors_by_index(folder: Path) -> dict[str, StoredTensor]:
     """The tensors of the files that an index names. An index that contradicts the files is refused."""
     weight_map = read_weight_map(folder)
     files = sorted(set(weight_map.values()))
-    tensors_by_file = {file: tensors_in_file(file_in_folder(folder, file)) for file in files}
+    tensors_by_file: dict[str, dict[str, StoredTensor]] = {}
     tensors: dict[str, StoredTensor] = {}
-    for stored in tensors_by_file.values():
+    for file in files:
+        stored = tensors_in_file(file_in_folder(folder, file))
+        tensors_by_file[file] = stored
         tensors |= stored
     # Index and files must name the same tensors.
     problems: list[str] = []

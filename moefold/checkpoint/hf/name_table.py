@@ -70,7 +70,8 @@ class MappedPiece:
 
     def letter_range(self, letter: str) -> Range:
         """The range of a letter, on their side, that this piece covers."""
-        return self.cut.get(letter, (0, self.sizes[letter]))
+        whole = (0, self.sizes[letter])
+        return self.cut.get(letter, whole)
 
     def letter_size(self, letter: str) -> int:
         return self.letter_range(letter)[1]
@@ -78,8 +79,12 @@ class MappedPiece:
     @cached_property
     def box_in_ours(self) -> Box:
         """The box of our tensor that the piece covers."""
-        corner = self.corner or (0,) * len(self.our_groups)
-        sizes = [prod(map(self.letter_size, group)) for group in self.our_groups]
+        origin = (0,) * len(self.our_groups)
+        corner = self.corner or origin
+        sizes: list[int] = []
+        for group in self.our_groups:
+            letter_sizes = map(self.letter_size, group)
+            sizes.append(prod(letter_sizes))
         return tuple(zip(corner, sizes, strict=True))
 
 
@@ -120,7 +125,9 @@ class NameTable:
     @cached_property
     def written(self) -> dict[str, tuple[int, ...]]:
         """The shape of every tensor of an export, in order."""
-        shapes = {name: pieces[0].their_shape for name, pieces in self.pieces_by_theirs.items()}
+        shapes: dict[str, tuple[int, ...]] = {}
+        for piece in self.pieces:
+            shapes.setdefault(piece.theirs, piece.their_shape)
         for alias in self.aliases:
             if alias.written:
                 shapes[alias.theirs] = shapes[alias.of]

@@ -20,8 +20,9 @@ def read_piece_values(piece: MappedPiece, box: Box, fetch: FetchBox) -> tuple[Bo
     if shared is None:
         return None
     wanted, remaining = letter_ranges(piece, shared)
-    their_box = tuple(their_range(piece, group, wanted) for group in piece.their_groups)
-    theirs = split_their_dims(piece, wanted, fetch(piece.theirs, their_box))
+    their_ranges = [their_range(piece, group, wanted) for group in piece.their_groups]
+    fetched = fetch(piece.theirs, tuple(their_ranges))
+    theirs = split_their_dims(piece, wanted, fetched)
     # Reorder the letters, and join those that are one dim of ours.
     ours = permute_letters(theirs, piece.their_groups, piece.our_groups)
     our_sizes: list[int] = []
@@ -48,7 +49,8 @@ def split_their_dims(piece: MappedPiece, wanted: dict[str, Range], theirs: torch
     for outermost, *_ in piece.their_groups:
         fetched[outermost] = wanted[outermost][1]
         inner.remove(outermost)
-    theirs = theirs.reshape([fetched[letter] for letter in letters])
+    shape = [fetched[letter] for letter in letters]
+    theirs = theirs.reshape(shape)
     for dim, letter in enumerate(letters):
         if letter in inner:
             theirs = theirs.narrow(dim, *wanted[letter])
@@ -64,7 +66,8 @@ def letter_ranges(piece: MappedPiece, shared: Box) -> tuple[dict[str, Range], Bo
     wanted = {letter: piece.letter_range(letter) for letter in letters}
     remaining = list(relative_box(shared, piece.box_in_ours))
     for dim, group in enumerate(piece.our_groups):
-        if len(group) != 1 or group[0] == piece.deinterleave:
+        is_one_letter = len(group) == 1
+        if not is_one_letter or group[0] == piece.deinterleave:
             continue
         (letter,) = group
         offset, size = remaining[dim]
@@ -89,9 +92,11 @@ def write_piece_values(piece: MappedPiece, values: torch.Tensor, theirs: torch.T
     sizes = list(map(piece.letter_size, our_letters))
     split = values.reshape(sizes)
     split = permute_letters(split, piece.our_groups, piece.their_groups)
-    target = theirs.view([piece.sizes[letter] for letter in letters])
+    whole_shape = [piece.sizes[letter] for letter in letters]
+    target = theirs.view(whole_shape)
     for dim, letter in enumerate(letters):
-        target = target.narrow(dim, *piece.letter_range(letter))
+        start, size = piece.letter_range(letter)
+        target = target.narrow(dim, start, size)
         if letter == piece.deinterleave:
             split = interleave_halves(split, dim)
     target.copy_(split)
@@ -100,10 +105,12 @@ def write_piece_values(piece: MappedPiece, values: torch.Tensor, theirs: torch.T
 def deinterleave_pairs(x: torch.Tensor, dim: int) -> torch.Tensor:
     """a0 b0 a1 b1 -> a0 a1 b0 b1."""
     pairs = x.unflatten(dim, (-1, 2))
-    return pairs.transpose(dim, dim + 1).flatten(dim, dim + 1)
+    halves = pairs.transpose(dim, dim + 1)
+    return halves.flatten(dim, dim + 1)
 
 
 def interleave_halves(x: torch.Tensor, dim: int) -> torch.Tensor:
     """a0 a1 b0 b1 -> a0 b0 a1 b1."""
     halves = x.unflatten(dim, (2, -1))
-    return halves.transpose(dim, dim + 1).flatten(dim, dim + 1)
+    pairs = halves.transpose(dim, dim + 1)
+    return pairs.flatten(dim, dim + 1)

@@ -358,6 +358,8 @@ ROPE_KEYS = {
 
 
 def family_keys(kind: str) -> PublishedKeys:
-    defaults = CLASS_DEFAULTS[kind] | FILE_DEFAULTS.get(kind, {})
+    file_defaults = FILE_DEFAULTS.get(kind, {})
+    defaults = CLASS_DEFAULTS[kind] | file_defaults
     nullable = COMMON_NULLABLE | NULLABLE[kind]
-    return PublishedKeys(defaults, frozenset(nullable), SECOND_NAMES.get(kind, {}))
+    second_names = SECOND_NAMES.get(kind, {})
+    return PublishedKeys(defaults, frozenset(nullable), second_names)

@@ -51,7 +51,8 @@ def plain_modules(family: ModelFamily, table: NameTable) -> list[str]:
     transformers leaves out if no list names others."""
     if not family.gates:
         return []
-    modules = [name.removesuffix(WEIGHT_SUFFIX) for name in table.written if name.endswith(WEIGHT_SUFFIX)]
+    weights = [name for name in table.written if name.endswith(WEIGHT_SUFFIX)]
+    modules = [name.removesuffix(WEIGHT_SUFFIX) for name in weights]
     endings = tuple(f".{gate}" for gate in family.gates)
     gates = [module for module in modules if module.endswith(endings)]
     return [HEAD.removesuffix(WEIGHT_SUFFIX), *gates]
@@ -63,6 +64,7 @@ def block_scales_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def quantised_pair(name: str, weight: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
     """The bytes of a weight, and its scales, under their names."""
-    quantised = quantise_weight(weight[None], "block", ScaleRule()).forward
+    stack = weight[None]
+    quantised = quantise_weight(stack, "block", ScaleRule()).forward
     yield name, quantised.values[0]
     yield name + FP8_SCALE_SUFFIX, quantised.scales[0]

@@ -50,7 +50,8 @@ def check_quantisation(options: ConfigOptions) -> None:
     values = cast(dict[str, Any], quantisation)
     method = str(values.get("quant_method"))
     if method not in QUANT_METHODS:
-        kinds = "; ".join(f"{name}: {blocks}" for name, blocks in QUANT_METHODS.items())
+        described = [f"{name}: {blocks}" for name, blocks in QUANT_METHODS.items()]
+        kinds = "; ".join(described)
         shown = printable_text(method)
         options.add_problem(f"quantization_config has quant_method = {shown}; expected one of {kinds}; {WHAT_TO_DO}")
     elif method == "fp8":

@@ -43,7 +43,8 @@ def local_tensors(model: nn.Module) -> dict[str, LocalTensor]:
             parameter = declared[name]
             part = tuple(parameter.part)
             stacked = parameter.declaration.stacked
-            held[name] = LocalTensor(tensor.detach(), part, stacked)
+            values = tensor.detach()
+            held[name] = LocalTensor(values, part, stacked)
         elif is_selection_bias(name):
             part = whole_box(tensor.shape)
             held[name] = LocalTensor(tensor.detach(), part)
@@ -60,14 +61,16 @@ class FolderWeights:
     def __init__(self, folder: ModelFolder):
         self.folder = folder
         self.opened: dict[StoragePath, Any] = {}
-        self.tensors, self.problems = dequantised_tensors(folder.tensors, self.read_raw_box)
+        dequantised = dequantised_tensors(folder.tensors, self.read_raw_box)
+        self.tensors, self.problems = dequantised
 
     def read_raw_box(self, name: str, box: Box) -> torch.Tensor:
         file = self.folder.tensors[name].file
         try:
             if file not in self.opened:
                 self.opened[file] = safe_open(file, framework="pt")
-            return self.opened[file].get_slice(name)[box_slices(box)]
+            stored = self.opened[file].get_slice(name)
+            return stored[box_slices(box)]
         except (SafetensorError, OSError) as error:
             raise UserError(f"{file} cannot be read: {error}; fetch the file again") from None
 
@@ -79,25 +82,35 @@ def check_names_and_shapes(weights: FolderWeights, table: NameTable) -> None:
     """Refuse tensors that are missing, left over, or of another shape or dtype than the model's: all at once."""
     tensors = weights.tensors
     expected = table.pieces_by_theirs
-    required = {name: pieces[0].their_shape for name, pieces in expected.items()}
-    optional = {alias.theirs: required[alias.of] for alias in table.aliases}
-    optional |= {placeholder.theirs: placeholder.shape for placeholder in table.placeholders}
+    required: dict[str, tuple[int, ...]] = {}
+    for name, pieces in expected.items():
+        required[name] = pieces[0].their_shape
+    optional: dict[str, tuple[int, ...]] = {}
+    for alias in table.aliases:
+        optional[alias.theirs] = required[alias.of]
+    for placeholder in table.placeholders:
+        optional[placeholder.theirs] = placeholder.shape
+    shapes = required | optional
     # What is in the files and what should be.
-    left_over = [name for name in tensors if name not in required and name not in optional]
+    left_over = [name for name in tensors if name not in shapes]
     missing = [name for name in required if name not in tensors]
-    similar = left_over[:MOST_GUESSES] if len(missing) <= MOST_GUESSES else []
+    similar: list[str] = []
+    if len(missing) <= MOST_GUESSES:
+        similar = left_over[:MOST_GUESSES]
     problems = [*weights.problems]
     problems += [f'"{name}" is not in the files{did_you_mean(name, similar)}' for name in missing]
     problems += [f'"{name}" is in the files, but the model has no such tensor' for name in left_over]
     # Shapes and dtypes of those that are there.
-    for name, shape in (required | optional).items():
+    for name, shape in shapes.items():
         problems += tensor_problems(name, tensors.get(name), shape)
     if problems:
         raise UserError(f"{weights.folder.path} does not fit its config.json:", *first_few_lines(problems))
 
 
 def tensor_problems(name: str, tensor: DequantisedTensor | None, shape: tuple[int, ...]) -> list[str]:
-    if tensor is None or (tensor.shape == shape and tensor.dtype in FLOAT_DTYPES):
+    if tensor is None:
+        return []
+    if tensor.shape == shape and tensor.dtype in FLOAT_DTYPES:
         return []
     kinds = ", ".join(FLOAT_DTYPES)
     return [f'"{name}" is {tensor.dtype} {list(tensor.shape)}; expected one of {kinds}, {list(shape)}']
@@ -150,15 +163,18 @@ def expert_boxes(held: LocalTensor) -> list[Box]:
     if not held.stacked:
         return [held.part]
     (first, count), *rest = held.part
-    experts = range(first, first + count)
-    return [((expert, 1), *rest) for expert in experts]
+    boxes: list[Box] = []
+    for expert in range(first, first + count):
+        boxes.append(((expert, 1), *rest))
+    return boxes
 
 
 def check_aliases(weights: FolderWeights, table: NameTable) -> None:
     """Refuse tensors whose values under a second name are not the same."""
     differing: list[str] = []
     for alias in table.aliases:
-        if alias.theirs in weights.tensors and not alias_is_equal(weights, alias):
+        is_there = alias.theirs in weights.tensors
+        if is_there and not alias_is_equal(weights, alias):
             differing.append(f'"{alias.theirs}" differs from "{alias.of}"; this model has one tensor for both')
     if differing:
         raise UserError(f"{weights.folder.path} holds tensors twice that are not equal:", *differing)

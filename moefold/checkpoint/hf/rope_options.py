@@ -59,7 +59,8 @@ def read_rope_parameters(options: ConfigOptions, parameters: dict[str, Any], lat
         return {}
     # Options of their own, of which none may be left over.
     inner = ConfigOptions(parameters, f"{options.where}: rope_parameters", ROPE_KEYS[kind])
-    values: dict[str, Any] = {"theta": inner.take_value("rope_theta"), "scaling": ROPE_TYPES[kind]}
+    theta = inner.take_value("rope_theta")
+    values: dict[str, Any] = {"theta": theta, "scaling": ROPE_TYPES[kind]}
     longest = longest_position(options)
     if kind in LENGTHENING:
         values["original_length"] = read_original_length(options, inner, longest)
@@ -166,6 +167,7 @@ def write_yarn_mscale(rope: RopeConfig) -> dict[str, float]:
     if rope.mscale_all:
         return {"mscale": rope.mscale, "mscale_all_dim": rope.mscale_all}
     if rope.mscale != 1.0:
-        attention_factor = 0.1 * rope.mscale * math.log(rope.factor) + 1
+        logarithm = math.log(rope.factor)
+        attention_factor = 0.1 * rope.mscale * logarithm + 1
         return {"attention_factor": attention_factor}
     return {}

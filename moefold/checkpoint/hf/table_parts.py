@@ -44,8 +44,10 @@ def build_name_table(model: ModelConfig, block_pieces: BlockPieces) -> NameTable
         pieces += mtp_pieces(model, theirs, ours)
         pieces += block_pieces(model, layer, theirs, ours + "block.")
         # Their MTP layers have copies of the embedding and of the head.
-        aliases.append(TensorAlias(theirs + "embed_tokens.weight", EMBEDDING, written=True))
-        aliases.append(TensorAlias(theirs + "shared_head.head.weight", head, written=True))
+        embedding_copy = theirs + "embed_tokens.weight"
+        aliases.append(TensorAlias(embedding_copy, EMBEDDING, written=True))
+        head_copy = theirs + "shared_head.head.weight"
+        aliases.append(TensorAlias(head_copy, head, written=True))
     return NameTable(tuple(pieces), tuple(aliases))
 
 
@@ -65,7 +67,8 @@ def with_placeholders(table: NameTable, model: ModelConfig, shapes: Mapping[str,
     for layer in range(model.layers + model.mtp):
         if is_moe_layer(model, layer):
             prefix = f"model.layers.{layer}."
-            placeholders += [PlaceholderTensor(prefix + name, shape) for name, shape in shapes.items()]
+            for name, shape in shapes.items():
+                placeholders.append(PlaceholderTensor(prefix + name, shape))
     return replace(table, placeholders=tuple(placeholders))
 
 
@@ -81,9 +84,11 @@ def mtp_pieces(model: ModelConfig, theirs: str, ours: str) -> Pieces:
         ("hnorm.weight", "stream_norm.weight", "d -> d"),
     )
     # Theirs has the token's half of the projection first, ours the stream's.
+    token_half = {"i": (0, d)}
+    stream_half = {"i": (d, d)}
     projection = (theirs + "eh_proj.weight", ours + "join.weight", "d i -> d i", sizes)
-    yield MappedPiece(*projection, cut={"i": (0, d)}, corner=(0, d))
-    yield MappedPiece(*projection, cut={"i": (d, d)}, corner=(0, 0))
+    yield MappedPiece(*projection, token_half, corner=(0, d))
+    yield MappedPiece(*projection, stream_half, corner=(0, 0))
     yield MappedPiece(theirs + "shared_head.norm.weight", ours + "norm.weight", "d -> d", sizes)
 
 
@@ -103,17 +108,21 @@ def grouped_attention_pieces(model: ModelConfig, theirs: str, ours: str) -> Piec
     theirs += "self_attn."
     ours += "attention."
     has_norm = a.qk_norm != "none"
-    yield from head_projection_pieces(model, theirs + "q", ours + "query", a.heads, has_norm)
-    yield from head_projection_pieces(model, theirs + "k", ours + "key", a.kv_heads, has_norm)
-    yield from head_projection_pieces(model, theirs + "v", ours + "value", a.kv_heads, False)
-    yield from attention_out_pieces(model, theirs, ours, a.heads * a.head_dim)
+    heads = a.heads
+    kv_heads = a.kv_heads
+    yield from head_projection_pieces(model, theirs + "q", ours + "query", heads, has_norm)
+    yield from head_projection_pieces(model, theirs + "k", ours + "key", kv_heads, has_norm)
+    yield from head_projection_pieces(model, theirs + "v", ours + "value", kv_heads, False)
+    width = heads * a.head_dim
+    yield from attention_out_pieces(model, theirs, ours, width)
 
 
 def head_projection_pieces(model: ModelConfig, theirs: str, ours: str, heads: int, has_norm: bool) -> Pieces:
     """Weight, bias and norm of the query, key or value projection."""
     a = model.attention
-    width = heads * a.head_dim
-    sizes = {"h": heads, "x": a.head_dim, "d": model.hidden, "n": width}
+    head = a.head_dim
+    width = heads * head
+    sizes = {"h": heads, "x": head, "d": model.hidden, "n": width}
     rows = [("_proj.weight", ".weight", "(h x) d -> h x d")]
     if a.qkv_bias:
         rows.append(("_proj.bias", ".bias", "(h x) -> h x"))
@@ -156,29 +165,32 @@ def latent_query_pieces(model: ModelConfig, theirs: str, ours: str) -> Pieces:
         if a.qkv_bias:
             rows.append(("q_a_proj.bias", "query_down.bias", "r -> r"))
         rows.append(("q_a_layernorm.weight", "query_norm.weight", "r -> r"))
-        yield from whole_tensors(theirs, ours, {"r": rank, "d": model.hidden}, *rows)
+        sizes = {"r": rank, "d": model.hidden}
+        yield from whole_tensors(theirs, ours, sizes, *rows)
     nope = a.head_dim - a.rope_dim
     sizes = {"h": a.heads, "x": a.head_dim, "r": rank}
     query = (theirs + their_query, ours + "query.weight", "(h x) r -> h x r", sizes)
-    rope_dims = (nope, a.rope_dim)
-    yield MappedPiece(*query, cut={"x": (0, nope)})
-    yield MappedPiece(*query, cut={"x": rope_dims}, corner=(0, nope, 0), deinterleave="x")
+    nope_dims = {"x": (0, nope)}
+    rope_dims = {"x": (nope, a.rope_dim)}
+    yield MappedPiece(*query, nope_dims)
+    yield MappedPiece(*query, rope_dims, (0, nope, 0), deinterleave="x")
 
 
 def latent_down_pieces(model: ModelConfig, theirs: str, ours: str) -> Pieces:
     """The down projection to the kv latent and to the rope key that all heads share."""
     a = model.attention
-    sizes = {"r": a.kv_rank + a.rope_dim, "d": model.hidden}
+    width = a.kv_rank + a.rope_dim
+    sizes = {"r": width, "d": model.hidden}
     down = theirs + "kv_a_proj_with_mqa."
     rows = [("weight", "r d -> r d")]
     if a.qkv_bias:
         rows.append(("bias", "r -> r"))
-    latent = (0, a.kv_rank)
-    rope_key = (a.kv_rank, a.rope_dim)
+    latent = {"r": (0, a.kv_rank)}
+    rope_key = {"r": (a.kv_rank, a.rope_dim)}
     for name, pattern in rows:
-        yield MappedPiece(down + name, f"{ours}latent.{name}", pattern, sizes, {"r": latent})
+        yield MappedPiece(down + name, f"{ours}latent.{name}", pattern, sizes, latent)
     for name, pattern in rows:
-        yield MappedPiece(down + name, f"{ours}turning.{name}", pattern, sizes, {"r": rope_key}, deinterleave="r")
+        yield MappedPiece(down + name, f"{ours}turning.{name}", pattern, sizes, rope_key, deinterleave="r")
     norm_sizes = {"r": a.kv_rank}
     yield MappedPiece(theirs + "kv_a_layernorm.weight", ours + "latent_norm.weight", "r -> r", norm_sizes)
 
@@ -191,23 +203,25 @@ def latent_up_pieces(model: ModelConfig, theirs: str, ours: str, value_dim: int)
     sizes = {"h": a.heads, "x": width, "r": a.kv_rank}
     up = theirs + "kv_b_proj.weight"
     pattern = "(h x) r -> h x r"
-    key_dims = (0, nope)
-    value_dims = (nope, value_dim)
-    yield MappedPiece(up, ours + "key.weight", pattern, sizes, {"x": key_dims})
-    yield MappedPiece(up, ours + "value.weight", pattern, sizes, {"x": value_dims})
+    key_dims = {"x": (0, nope)}
+    value_dims = {"x": (nope, value_dim)}
+    yield MappedPiece(up, ours + "key.weight", pattern, sizes, key_dims)
+    yield MappedPiece(up, ours + "value.weight", pattern, sizes, value_dims)
 
 
 def gated_mlp_pieces(model: ModelConfig, ffn: int, theirs: str, ours: str) -> Pieces:
     sizes = {"f": ffn, "d": model.hidden}
     gate_up = ours + "gate_up.weight"  # gate and up stacked in one tensor
-    yield MappedPiece(theirs + "gate_proj.weight", gate_up, "f d -> 1 f d", sizes, corner=(0, 0, 0))
-    yield MappedPiece(theirs + "up_proj.weight", gate_up, "f d -> 1 f d", sizes, corner=(1, 0, 0))
+    pattern = "f d -> 1 f d"
+    yield MappedPiece(theirs + "gate_proj.weight", gate_up, pattern, sizes, corner=(0, 0, 0))
+    yield MappedPiece(theirs + "up_proj.weight", gate_up, pattern, sizes, corner=(1, 0, 0))
     yield MappedPiece(theirs + "down_proj.weight", ours + "down.weight", "d f -> d f", sizes)
 
 
 def router_pieces(model: ModelConfig, theirs: str, ours: str, name: str = "gate", correction: bool = False) -> Pieces:
     """The router, and with `correction` the selection bias."""
-    sizes = {"e": model.moe.experts, "d": model.hidden}
+    experts = model.moe.experts
+    sizes = {"e": experts, "d": model.hidden}
     rows = [(".weight", ".weight", "e d -> e d")]
     if model.moe.biases:
         rows.append((".bias", ".bias", "e -> e"))
@@ -223,12 +237,16 @@ def expert_pieces(
     names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
 ) -> Pieces:
     """The three matrices of each expert, which are separate tensors on their side."""
-    sizes = {"f": model.moe.ffn, "d": model.hidden}
+    ffn = model.moe.ffn
+    sizes = {"f": ffn, "d": model.hidden}
     gate_up = ours + "experts.gate_up"
     down = ours + "experts.down"
     for e in range(model.moe.experts):
         expert = f"{theirs}experts.{e}."
         gate_name, up_name, down_name = (f"{expert}{name}.weight" for name in names)
-        yield MappedPiece(gate_name, gate_up, "f d -> 1 1 f d", sizes, corner=(e, 0, 0, 0))
-        yield MappedPiece(up_name, gate_up, "f d -> 1 1 f d", sizes, corner=(e, 1, 0, 0))
-        yield MappedPiece(down_name, down, "d f -> 1 d f", sizes, corner=(e, 0, 0))
+        gate_corner = (e, 0, 0, 0)
+        up_corner = (e, 1, 0, 0)
+        down_corner = (e, 0, 0)
+        yield MappedPiece(gate_name, gate_up, "f d -> 1 1 f d", sizes, corner=gate_corner)
+        yield MappedPiece(up_name, gate_up, "f d -> 1 1 f d", sizes, corner=up_corner)
+        yield MappedPiece(down_name, down, "d f -> 1 d f", sizes, corner=down_corner)

@@ -43,8 +43,8 @@ def parse_upcycle_plan(text: str, dense: ModelConfig) -> UpcyclePlan:
     if not match:
         shown = printable_text(text)
         raise UserError(f'--upcycle "{shown}" is not legal; expected copies, shards and choices, as E8T2 or E8G2T2')
-    copies, shards, top = match.groups()
-    plan = UpcyclePlan(int(copies), int(shards or 1), int(top))
+    copies, shards, top = match.groups(default="1")
+    plan = UpcyclePlan(int(copies), int(shards), int(top))
     problem = upcycle_problem(plan, dense.dense_ffn)
     if problem:
         raise UserError(f"--upcycle {text}: {problem}")
@@ -54,7 +54,8 @@ def parse_upcycle_plan(text: str, dense: ModelConfig) -> UpcyclePlan:
 def upcycle_problem(plan: UpcyclePlan, width: int) -> str:
     """Why tokens would not be routed to whole copies of an MLP of that width; empty if they would."""
     experts = plan.copies * plan.shards
-    if min(plan.copies, plan.shards, plan.top) < 1:
+    least = min(plan.copies, plan.shards, plan.top)
+    if least < 1:
         return "expected numbers of at least 1"
     if plan.top % plan.shards:
         return f"T = {plan.top} is no multiple of G = {plan.shards}, so that tokens would visit parts of an MLP"
@@ -91,7 +92,8 @@ class UpcycledWeights:
         dense_name = self.dense_source_name(name)
         if ".moe.experts." not in name:
             return self.source(dense_name, box)
-        experts = [self.source(dense_name, dense_box) for dense_box in self.dense_boxes(box)]
+        boxes = self.dense_boxes(box)
+        experts = [self.source(dense_name, dense_box) for dense_box in boxes]
         stacked = torch.stack(experts)
         if name.endswith("down"):
             return stacked.float() * self.plan.shards  # rounded when it is written
@@ -113,7 +115,8 @@ class UpcycledWeights:
         width = self.dense.dense_ffn // self.plan.shards
         for expert in range(first, first + count):
             shard = expert % self.plan.shards
-            yield (outer, (shard * width + start, size), *rest)
+            inner = shard * width + start
+            yield (outer, (inner, size), *rest)
 
     def router_weight(self, name: str) -> torch.Tensor:
         """Random rows, one for each copy, repeated for its shards."""

@@ -94,7 +94,8 @@ def total_bytes(planned: list[PlannedTensor]) -> int:
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n")
+    text = json.dumps(content, indent=2)
+    path.write_text(text + "\n")
 
 
 def copy_tokenizer_files(tokenizer: Path, target: Path) -> None:
@@ -159,10 +160,12 @@ def write_shard_file(file: BinaryIO, shard: list[PlannedTensor], tensors: Tensor
     file.write(encode_shard_header(shard))
     for planned in shard:
         name, tensor = next(tensors)
-        actual = PlannedTensor(name, tuple(tensor.shape), tensor.dtype)
+        shape = tuple(tensor.shape)
+        actual = PlannedTensor(name, shape, tensor.dtype)
         if actual != planned:
             raise ValueError(f"{actual} came where {planned} was planned")
-        flat = tensor.detach().cpu().contiguous().flatten()
+        on_host = tensor.detach().cpu()
+        flat = on_host.contiguous().flatten()
         raw = flat.view(torch.uint8).numpy()
         file.write(raw.data)
 

@@ -73,7 +73,8 @@ class BackgroundSaver:
         if self.plan is None or self.image is None:
             # Holdings do not change during a run: plan and host memory serve every save.
             self.plan = gather_write_plan(parts, self.world)
-            self.image = HostImage(self.plan.mine, self.world.rank, on_gpu)
+            rank = self.world.rank
+            self.image = HostImage(self.plan.mine, rank, on_gpu)
         self.step = step
         self.copied = threading.Event()
         # The copy waits on the GPU for the work that was queued before the save.

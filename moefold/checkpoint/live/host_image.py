@@ -75,24 +75,27 @@ class HostImage:
     def __init__(self, plan: RankPlan, rank: int, pinned: bool):
         self.file = rank_file_name(rank)
         self.chunks = place_chunks(plan)
-        data_bytes = self.chunks[-1].end if self.chunks else 0
+        data_bytes = 0
+        if self.chunks:
+            data_bytes = self.chunks[-1].end
         self.header = encode_chunk_header(self.chunks)
         header = bytearray(self.header)
         data_begin = len(header)
         pinned = pinned and data_bytes > 0
         self.file_bytes = aligned_bytes(data_begin + data_bytes, pinned)
-        self.file_bytes[:data_begin] = torch.frombuffer(header, dtype=torch.uint8)
+        header_bytes = torch.frombuffer(header, dtype=torch.uint8)
+        self.file_bytes[:data_begin] = header_bytes
         self.data = self.file_bytes[data_begin:]
 
     def copy_parts(self, parts: dict[str, TensorPart]) -> None:
         """Copy the current values. On a GPU, copies are queued on the current stream and waited for at the end."""
         for chunk in self.chunks:
             part = parts[chunk.name]
-            held = next(held for held in part.held if held.box == chunk.box)
+            matching = [held for held in part.held if held.box == chunk.box]
             raw = self.data[chunk.begin : chunk.end]
             flat = raw.view(part.dtype)
             target = flat.view(box_sizes(chunk.box))
-            target.copy_(held.read(), non_blocking=True)
+            target.copy_(matching[0].read(), non_blocking=True)
         if self.data.is_pinned():
             torch.cuda.current_stream().synchronize()
 
@@ -106,11 +109,13 @@ class HostImage:
             raw = self.data.numpy().data
             batches = self.hash_batches()
             hashing = [pool.submit(digest_pieces, raw, batch) for batch in batches]
-            write_synced_file(folder / self.file, self.file_bytes.numpy().data)
+            content = self.file_bytes.numpy().data
+            write_synced_file(folder / self.file, content)
             for batch in hashing:
                 digests |= batch.result()
         sha256 = sha256_hex(self.header[LENGTH_BYTES:])
-        return WrittenFile(self.file, len(self.file_bytes), sha256, digests)
+        size = len(self.file_bytes)
+        return WrittenFile(self.file, size, sha256, digests)
 
     def hash_batches(self) -> Iterator[list[PieceSpan]]:
         """The pieces that the image contains whole, small ones in batches: a thread gets a few MiB at a time."""
@@ -132,7 +137,8 @@ class HostImage:
             for piece, offset in pieces:
                 begin = chunk.begin + offset * itemsize
                 size = (piece.last - piece.first) * itemsize
-                yield PieceSpan(chunk.name, piece.first, begin, begin + size)
+                end = begin + size
+                yield PieceSpan(chunk.name, piece.first, begin, end)
 
 
 def rank_file_name(rank: int) -> str:

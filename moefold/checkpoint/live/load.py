@@ -55,14 +55,17 @@ def damage_summary(damage: DamagedCheckpoint) -> str:
 
 def verify_on_all_ranks(path: StoragePath, world: World) -> OpenedCheckpoint:
     """Open and verify a checkpoint, each rank hashing a share of the values."""
-    opened = run_on_rank_zero(partial(open_checkpoint, path), world, path)
-    mine = opened.pieces_to_hash()[world.rank :: world.size]
+    open_here = partial(open_checkpoint, path)
+    opened = run_on_rank_zero(open_here, world, path)
+    pieces = opened.pieces_to_hash()
+    mine = pieces[world.rank :: world.size]
     hash_mine = partial(hash_stored_pieces, opened, mine)
     digests_by_rank = run_on_every_rank(hash_mine, world, path) or []
     digests: PieceDigests = {}
     for rank_digests in digests_by_rank:
         digests |= rank_digests
-    run_on_rank_zero(partial(opened.raise_if_damaged, digests), world, path)
+    compare = partial(opened.raise_if_damaged, digests)
+    run_on_rank_zero(compare, world, path)
     return opened
 
 
@@ -88,30 +91,37 @@ def explain_no_checkpoint(path: StoragePath, option: str) -> str:
 def load_checkpoint(found: FoundCheckpoint, tensors: LogicalTensors, optional: set[str], world: World) -> None:
     """Fill the tensors in place. Tensors that are missing, left over, or of another shape or dtype are refused, all at
     once. Tensors of `optional` names that the checkpoint lacks, or has in another shape, stay as they are."""
-    parts = {name: as_tensor_part(tensor) for name, tensor in tensors.items()}
     wanted: dict[str, TensorPart] = {}
-    for name, part in parts.items():
+    specs: dict[str, TensorSpec] = {}
+    for name, tensor in tensors.items():
+        part = as_tensor_part(tensor)
         if name not in optional or fits_saved(found.ledger, name, part):
             wanted[name] = part
-    specs = {name: part.spec for name, part in wanted.items()}
+            specs[name] = part.spec
     refuse_mismatches(found, found.ledger, specs, world)
     fill_on_every_rank(found, wanted, world)
 
 
 def fits_saved(ledger: Ledger, name: str, part: TensorPart) -> bool:
-    return name in ledger and ledger[name].spec.shape == part.shape
+    if name not in ledger:
+        return False
+    return ledger[name].spec.shape == part.shape
 
 
 def load_weights(found: FoundCheckpoint, model: LogicalTensors, world: World) -> None:
     """Fill a model's tensors in place from a checkpoint of any optimizer and any precision. Names and shapes must be
     those of the model; values are converted to its dtypes, from main weights where the checkpoint has them."""
-    ledger = {name: entry for name, entry in found.ledger.items() if name.startswith(MODEL_PREFIX)}
+    ledger: Ledger = {}
+    for name, entry in found.ledger.items():
+        if name.startswith(MODEL_PREFIX):
+            ledger[name] = entry
     specs: dict[str, TensorSpec] = {}
     sources: dict[str, TensorPart] = {}
     for name, tensor in model.items():
         part = as_tensor_part(tensor)
-        saved_dtype = ledger[name].dtype if name in ledger else part.spec.dtype
-        specs[name] = part.spec._replace(dtype=saved_dtype)
+        specs[name] = part.spec
+        if name in ledger:
+            specs[name] = part.spec._replace(dtype=ledger[name].dtype)
         sources[main_weight_or_itself(found.ledger, name)] = part
     refuse_mismatches(found, ledger, specs, world)
     fill_on_every_rank(found, sources, world)
@@ -150,12 +160,14 @@ def fill_held_boxes(opened: OpenedCheckpoint, wanted: TensorParts) -> None:
 def spec_mismatches(ledger: Ledger, wanted: TensorSpecs, held: set[str]) -> list[str]:
     """Every difference in names, shapes and dtypes, the first few in full. `held` are the names that any rank has."""
     problems: list[str] = []
-    for name in sorted(wanted.keys() - ledger.keys()):
+    missing = wanted.keys() - ledger.keys()
+    for name in sorted(missing):
         problems.append(f'"{name}" is not in the checkpoint{did_you_mean(name, ledger)}')
     for name in sorted(ledger.keys() - held):
         if not name.startswith(OPTIONAL_PREFIXES):
             problems.append(f'"{name}" is in the checkpoint, but the model has no such tensor')
-    for name in sorted(wanted.keys() & ledger.keys()):
+    common = wanted.keys() & ledger.keys()
+    for name in sorted(common):
         expected = wanted[name]
         saved = ledger[name].spec
         if expected[:2] != saved[:2]:  # dtype and shape

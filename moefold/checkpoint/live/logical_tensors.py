@@ -65,6 +65,10 @@ class CheckpointedOptimizer(Protocol):
         """(parameter, kind, first, values): the values from element `first` on of this rank's flattened part."""
         ...
 
+    def unheld_weights(self) -> Iterator[tuple[DeclaredParameter, int, FlatValues]]:
+        """(parameter, first, values) of weights that the model has no values of."""
+        ...
+
 
 class StateProvider(Protocol):
     """Anything else that has state to save, such as the scales of a precision recipe."""
@@ -84,9 +88,13 @@ def collect_tensors(
     """The live tensors of model, optimizer and further providers of state, by name: loading into them is enough. The
     optimizer's are loaded last, since the model's weights may be a rounded copy of its main weights."""
     tensors = collect_model_tensors(model)
+    for parameter, first, values in optimizer.unheld_weights():
+        tensors[f"model.{parameter.name}"] = part_of_state(parameter, first, values)
     for prefix, provider in (further or {}).items():
         for name, tensor in provider.named_state():
-            tensors[f"{prefix}.{name}"] = tensor if isinstance(tensor, Tensor) else logical_part(tensor)
+            if not isinstance(tensor, Tensor):
+                tensor = logical_part(tensor)
+            tensors[f"{prefix}.{name}"] = tensor
     for parameter, kind, first, values in optimizer.state():
         part = part_of_state(parameter, first, values)
         tensors[f"optimizer.{parameter.name}.{kind}"] = part
@@ -106,7 +114,8 @@ def collect_model_tensors(model: nn.Module) -> dict[str, LogicalTensor]:
 
 def logical_part(given: PartOfTensor) -> TensorPart:
     held = hold_box(tuple(given.part), given.tensor)
-    return TensorPart(given.shape, given.tensor.dtype, [held])
+    dtype = given.tensor.dtype
+    return TensorPart(given.shape, dtype, [held])
 
 
 def part_of_state(parameter: DeclaredParameter, first: int, values: FlatValues) -> TensorPart:
@@ -116,7 +125,8 @@ def part_of_state(parameter: DeclaredParameter, first: int, values: FlatValues) 
     for begin, box in boxes_in_whole(first, last, parameter):
         held.append(hold_flat_box(box, begin - first, values))
     declaration = parameter.declaration
-    return TensorPart(declaration.shape, values.dtype, held, declaration.stacked)
+    shape = declaration.shape
+    return TensorPart(shape, values.dtype, held, declaration.stacked)
 
 
 def boxes_in_whole(first: int, last: int, parameter: DeclaredParameter) -> Iterator[IndexedBox]:
@@ -153,7 +163,8 @@ def part_of_parameter(tensor: Tensor, parameter: DeclaredParameter) -> TensorPar
     declaration = parameter.declaration
     box = tuple(parameter.part)
     held = hold_box(box, tensor)
-    return TensorPart(declaration.shape, tensor.dtype, [held], declaration.stacked)
+    shape = declaration.shape
+    return TensorPart(shape, tensor.dtype, [held], declaration.stacked)
 
 
 def as_tensor_part(tensor: LogicalTensor) -> TensorPart:
@@ -161,7 +172,8 @@ def as_tensor_part(tensor: LogicalTensor) -> TensorPart:
         return tensor
     box = whole_box(tensor.shape)
     held = hold_box(box, tensor)
-    return TensorPart(tuple(tensor.shape), tensor.dtype, [held])
+    shape = tuple(tensor.shape)
+    return TensorPart(shape, tensor.dtype, [held])
 
 
 def rng_state_tensors(world: World) -> dict[str, Tensor]:

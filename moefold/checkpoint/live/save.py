@@ -21,6 +21,7 @@ import torch
 
 from moefold.checkpoint.format.boxes import Box
 from moefold.checkpoint.format.ledger import (
+    Digest,
     HashPiece,
     Ledger,
     PieceDigests,
@@ -99,7 +100,9 @@ def save_checkpoint(
     world: World,
 ) -> StoragePath:
     """Commit a checkpoint of `step` and return its path. Every rank calls this."""
-    parts = {name: as_tensor_part(tensor) for name, tensor in tensors.items()}
+    parts: dict[str, TensorPart] = {}
+    for name, tensor in tensors.items():
+        parts[name] = as_tensor_part(tensor)
     plan = gather_write_plan(parts, world)
     on_gpu = world.device.type == "cuda"
     image = HostImage(plan.mine, world.rank, on_gpu)
@@ -122,7 +125,8 @@ def gather_write_plan(parts: dict[str, TensorPart], world: World) -> SavePlan:
     raise_first_problem(problem, world)
     if whole is not None:
         plans = whole.plans_of_ranks(world.size)
-    return SavePlan(scatter_objects(plans, world.everyone), whole)
+    mine = scatter_objects(plans, world.everyone)
+    return SavePlan(mine, whole)
 
 
 def write_checkpoint(
@@ -144,14 +148,19 @@ def write_checkpoint(
         needed += plan.whole.bytes
     run_on_rank_zero(lambda: prepare_staging(folder, needed), world, checkpoints)
     # Every rank writes its file, and hashes the pieces that it holds whole.
-    files = run_on_every_rank(lambda: image.write_file(folder), world, checkpoints) or []
+    write_file = partial(image.write_file, folder)
+    files = run_on_every_rank(write_file, world, checkpoints) or []
     written = [file for file in files if file]
     # Pieces that are split over files are read back and hashed.
-    shares = None if plan.whole is None else share_split_pieces(plan.whole, written, world.size)
+    shares = None
+    if plan.whole is not None:
+        shares = share_split_pieces(plan.whole, written, world.size)
     work = scatter_objects(shares, world.everyone)
-    split_digests = run_on_every_rank(lambda: hash_split_pieces(folder, work), world, checkpoints) or []
+    hash_split = partial(hash_split_pieces, folder, work)
+    split_digests = run_on_every_rank(hash_split, world, checkpoints) or []
     digests: PieceDigests = {}
-    for some in (*(file.digests for file in written), *split_digests):
+    own_digests = [file.digests for file in written]
+    for some in own_digests + split_digests:
         digests |= some
 
     def commit() -> None:
@@ -184,7 +193,10 @@ def share_split_pieces(plan: WritePlan, written: list[WrittenFile], ranks: int) 
         mine = pieces[rank::ranks]
         specs = {name: plan.specs[name] for name, _ in mine}
         headers: dict[str, str] = {}
-        for writer in sorted(set[int]().union(*map(plan.writers, specs))):
+        writers: set[int] = set()
+        for name in specs:
+            writers |= plan.writers(name)
+        for writer in sorted(writers):
             file = rank_file_name(writer)
             headers[file] = header_digests[file]
         shares.append(SplitWork(mine, specs, headers))
@@ -197,7 +209,8 @@ def hash_split_pieces(folder: StoragePath, work: SplitWork) -> PieceDigests:
     reader = BoxReader(folder, index, work.specs)
     digests: PieceDigests = {}
     for name, piece in work.pieces:
-        digests[name, piece.first] = reader.piece_digest(name, piece)
+        digest = reader.piece_digest(name, piece)
+        digests[name, piece.first] = digest
     return digests
 
 
@@ -205,7 +218,8 @@ def checkpoint_bytes(tensors: LogicalTensors, world: World) -> int:
     """Bytes of a checkpoint: every logical tensor of all pipeline ranks, whole."""
     parts = map(as_tensor_part, tensors.values())
     stage_bytes = sum(part.spec.bytes for part in parts)
-    all_bytes = all_reduce_no_grad(torch.tensor([stage_bytes]), world.pp)
+    own = torch.tensor([stage_bytes])
+    all_bytes = all_reduce_no_grad(own, world.pp)
     return int(all_bytes) + METADATA_BYTES
 
 
@@ -259,7 +273,9 @@ def commit_checkpoint(
 def make_ledger(plan: WritePlan, digests: PieceDigests) -> Ledger:
     ledger: Ledger = {}
     for name, spec in plan.specs.items():
-        pieces = {piece.first: digests[name, piece.first] for piece in hash_pieces(spec)}
+        pieces: dict[int, Digest] = {}
+        for piece in hash_pieces(spec):
+            pieces[piece.first] = digests[name, piece.first]
         ledger[name] = ledger_entry(spec, pieces)
     return ledger
 

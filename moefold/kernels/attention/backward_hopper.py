@@ -17,9 +17,9 @@ of which may reach beyond S: loads give zeros there, and nothing is stored. A un
 with the GROUP query heads it serves.
 """
 
-# ruff: noqa: RUF059  (device code takes tuples apart by name)
-
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -31,9 +31,75 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from moefold.kernels.hopper import banded_tile, split_columns
+from moefold.kernels.hopper import (
+    banded_tile,
+    free_stage_before,
+    make_barriers,
+    split_columns,
+    swizzled_buffers,
+    wait_until_filled,
+    wait_until_free,
+    wgmma_layout,
+)
 
 thread_barrier = getattr(gl, "thread_barrier", None) or gl.barrier  # the name before Triton 3.7, and since
+
+
+class AttentionKind(NamedTuple):
+    """What a kernel is compiled for: head width, stages in flight, whether queries see no later keys."""
+
+    D: Any
+    STAGES: Any
+    CAUSAL: Any
+
+
+class KeyProgram(NamedTuple):
+    """The work of a program that has 128 keys: sequence, key/value head, key block, unit among those of this launch,
+    and sizes."""
+
+    b: Any
+    g: Any
+    n: Any
+    local: Any
+    T: Any
+    H: Any
+    GROUP: Any
+
+
+class KeyBuffers(NamedTuple):
+    """Its shared memory, and barriers: stages filled and free, keys and values filled."""
+
+    q: Any
+    k: Any
+    v: Any
+    dy: Any
+    stat: Any
+    ds: Any
+    full: Any
+    empty: Any
+    keys_full: Any
+
+
+class QueryProgram(NamedTuple):
+    """The work of a program that has 128 queries: sequence, heads of keys and of queries, query block, key blocks it
+    sees, query head among those of this launch, and tiles of queries."""
+
+    b: Any
+    g: Any
+    h: Any
+    m: Any
+    key_blocks: Any
+    local: Any
+    T: Any
+
+
+class QueryBuffers(NamedTuple):
+    """Its shared memory, and barriers of stages filled and free."""
+
+    k: Any
+    ds: Any
+    full: Any
+    empty: Any
 
 
 @gluon.jit
@@ -46,19 +112,22 @@ def ds_tile_first_row(head, n, t, T, CAUSAL: gl.constexpr):
     if CAUSAL:
         tiles_per_head -= N * (N - 1)
         tile -= n * (n + 1)
-    return (head * tiles_per_head + tile) * 128
+    tile += head * tiles_per_head
+    return tile * 128
 
 
 @gluon.jit
 def fetch_positions(desc, at, bar, buf, WIDTH: gl.constexpr):
     """Start the load of 64 positions of one head."""
-    tma.async_copy_global_to_shared(desc, at, bar, buf.reshape([1, 64, WIDTH]))
+    plane = buf.reshape([1, 64, WIDTH])
+    tma.async_copy_global_to_shared(desc, at, bar, plane)
 
 
 @gluon.jit
 def send_positions(desc, at, buf, WIDTH: gl.constexpr):
     """Start the store of 64 positions of one head."""
-    tma.async_copy_shared_to_global(desc, at, buf.reshape([1, 64, WIDTH]))
+    plane = buf.reshape([1, 64, WIDTH])
+    tma.async_copy_shared_to_global(desc, at, plane)
 
 
 @gluon.jit
@@ -69,41 +138,38 @@ def broadcast_to_rows(x, layout: gl.constexpr):
 
 
 @gluon.jit
-def fetch_queries(descs, statistics, bufs, bars, at, D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr):
+def fetch_queries(descs, statistics, bufs, at, attention):
     """The producer: keys and values once; then queries, output gradients and statistics, tile by tile, head by head."""
     q_desc, k_desc, v_desc, dy_desc = descs
-    q_bufs, k_bufs, v_bufs, dy_bufs, stat_bufs = bufs
-    full, empty, keys_full = bars
-    b, g, n, local, T, H, GROUP = at
+    D: gl.constexpr = attention.D
     # prologue: keys and values of this program
-    mbarrier.expect(keys_full, 4 * 64 * D * 2)
+    mbarrier.expect(bufs.keys_full, 4 * 64 * D * 2)
     for w in gl.static_range(2):
-        here = [b, n * 128 + 64 * w, g * D]
-        fetch_positions(k_desc, here, keys_full, k_bufs.index(w), D)
-        fetch_positions(v_desc, here, keys_full, v_bufs.index(w), D)
+        row = at.n * 128 + 64 * w
+        here = [at.b, row, at.g * D]
+        fetch_positions(k_desc, here, bufs.keys_full, bufs.k.index(w), D)
+        fetch_positions(v_desc, here, bufs.keys_full, bufs.v.index(w), D)
     lanes: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
-    first_tile = 2 * n if CAUSAL else 0
-    tiles = T - first_tile
+    first_tile = 2 * at.n if attention.CAUSAL else 0
+    tiles = at.T - first_tile
     # main loop over query heads and tiles: wait for a free stage, then fill it
-    for i in range(GROUP * tiles):
-        s = i % STAGES
-        h = g * GROUP + i // tiles
+    for i in range(at.GROUP * tiles):
+        h = at.g * at.GROUP + i // tiles
         t = first_tile + i % tiles
-        bar = full.index(s)
         # statistics of this tile, read early
-        tile = (b * H + h) * T + t
-        first = tile.to(gl.int64) * 128
-        stats = gl.load(statistics + first + gl.arange(0, 128, lanes))
+        head = at.b * at.H + h
+        tile = head * at.T + t
+        first = statistics + tile.to(gl.int64) * 128
+        stats = gl.load(first + gl.arange(0, 128, lanes))
         # queries and output gradients by TMA
-        free = empty.index(s)
-        phase = (i // STAGES) & 1
-        mbarrier.wait(free, phase ^ 1)
+        s = wait_until_free(bufs.empty, i, attention.STAGES)
+        bar = bufs.full.index(s)
         mbarrier.expect(bar, 2 * 64 * D * 2)
-        here = [b, t * 64, h * D]
-        fetch_positions(q_desc, here, bar, q_bufs.index(s), D)
-        fetch_positions(dy_desc, here, bar, dy_bufs.index(s), D)
+        here = [at.b, t * 64, h * D]
+        fetch_positions(q_desc, here, bar, bufs.q.index(s), D)
+        fetch_positions(dy_desc, here, bar, bufs.dy.index(s), D)
         # statistics by this warp, whose arrival is the second
-        stat_bufs.index(s).store(stats)
+        bufs.stat.index(s).store(stats)
         thread_barrier()
         mbarrier.arrive(bar)
 
@@ -123,41 +189,35 @@ def initial_scores(stat_buf, t, W: gl.constexpr, layout: gl.constexpr, CAUSAL: g
 
 
 @gluon.jit
-def accumulate_dkdv(
-    outs, bufs, ds_bufs, bars, at, scale, W: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr
-):  # fmt: skip
+def accumulate_dkdv(outs, bufs, at, scale, W: gl.constexpr, attention):
     """A consumer: gradients of 64 keys and values, and their dS^T. W: which half of the program's 128 keys."""
     dk_desc, dv_desc, ds_desc = outs
-    q_bufs, k_bufs, v_bufs, dy_bufs, stat_bufs = bufs
-    full, empty, keys_full = bars
-    b, g, n, local, T, H, GROUP = at
     # prologue: layouts and accumulators
-    kind: gl.constexpr = q_bufs.dtype
-    square: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    kind: gl.constexpr = bufs.q.dtype
+    D: gl.constexpr = attention.D
+    square: gl.constexpr = wgmma_layout(64, 16)
+    layout: gl.constexpr = wgmma_layout(D, 16)
     left: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
     of_keys = gl.zeros([64, D], gl.float32, layout)
     of_values = gl.zeros([64, D], gl.float32, layout)
-    first_tile = 2 * n if CAUSAL else 0
-    tiles = T - first_tile
-    mbarrier.wait(keys_full, 0)
+    keys = bufs.k.index(W)
+    values = bufs.v.index(W)
+    first_tile = 2 * at.n if attention.CAUSAL else 0
+    tiles = at.T - first_tile
+    mbarrier.wait(bufs.keys_full, 0)
     # main loop over query heads and tiles
-    for i in range(GROUP * tiles):
-        s = i % STAGES
+    for i in range(at.GROUP * tiles):
         t = i % tiles
-        q = q_bufs.index(s)
-        dy = dy_bufs.index(s)
-        stat = stat_bufs.index(s)
-        filled = full.index(s)
-        phase = (i // STAGES) & 1
-        mbarrier.wait(filled, phase)
+        s = wait_until_filled(bufs.full, i, attention.STAGES)
+        q = bufs.q.index(s)
+        dy = bufs.dy.index(s)
+        stat = bufs.stat.index(s)
         # S^T = K Q^T - lse and dP^T = V dO^T - delta
-        scores = initial_scores(stat, t, W, square, CAUSAL)
-        keys = k_bufs.index(W)
+        scores = initial_scores(stat, t, W, square, attention.CAUSAL)
         q_columns = q.permute((1, 0))
         scores = warpgroup_mma(keys, q_columns, scores, is_async=True)
-        dp = broadcast_to_rows(stat.slice(64, 64), square)
-        values = v_bufs.index(W)
+        delta = stat.slice(64, 64)
+        dp = broadcast_to_rows(delta, square)
         dy_columns = dy.permute((1, 0))
         dp = warpgroup_mma(values, dy_columns, dp, is_async=True)
         # P^T, and dV += P^T dO
@@ -171,26 +231,25 @@ def accumulate_dkdv(
         ds_left = gl.convert_layout(ds, left, assert_trivial=True)
         of_keys = warpgroup_mma(ds_left, q, of_keys, is_async=True)
         # store dS^T by TMA, from two buffers in turn
-        ds_buf = ds_bufs.index(2 * W + i % 2)
+        ds_buf = bufs.ds.index(2 * W + i % 2)
         tma.store_wait(1)
         ds_buf.store(ds)
         fence_async_shared()
-        head = local * GROUP + i // tiles
-        row = ds_tile_first_row(head, n, first_tile + t, T, CAUSAL) + 64 * W
-        tma.async_copy_shared_to_global(ds_desc, [row, 0], ds_buf)
+        head = at.local * at.GROUP + i // tiles
+        row = ds_tile_first_row(head, at.n, first_tile + t, at.T, attention.CAUSAL)
+        tma.async_copy_shared_to_global(ds_desc, [row + 64 * W, 0], ds_buf)
         # the stage is free once both products have read it
         of_values, of_keys, p_left, ds_left = warpgroup_mma_wait(0, deps=(of_values, of_keys, p_left, ds_left))
-        mbarrier.arrive(empty.index(s))
+        mbarrier.arrive(bufs.empty.index(s))
     # epilogue: dK and dV leave through the buffers of K and V
-    k_buf = k_bufs.index(W)
     dk = of_keys * scale
-    k_buf.store(dk.to(kind))
-    v_buf = v_bufs.index(W)
-    v_buf.store(of_values.to(kind))
+    keys.store(dk.to(kind))
+    values.store(of_values.to(kind))
     fence_async_shared()
-    here = [b, n * 128 + 64 * W, g * D]
-    send_positions(dk_desc, here, k_buf, D)
-    send_positions(dv_desc, here, v_buf, D)
+    row = at.n * 128 + 64 * W
+    here = [at.b, row, at.g * D]
+    send_positions(dk_desc, here, keys, D)
+    send_positions(dv_desc, here, values, D)
     tma.store_wait(0)
 
 
@@ -200,44 +259,39 @@ def attention_dkdv_hopper(
     unit, units, T, H, GROUP, band, scale, D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """dK, dV and dS^T of so many units from `unit` on."""
+    attention: gl.constexpr = AttentionKind(D, STAGES, CAUSAL)
     # prologue: shared memory
     kind: gl.constexpr = q_desc.dtype
-    tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, D], kind)
-    q_bufs = gl.allocate_shared_memory(kind, [STAGES, 64, D], tile)
-    dy_bufs = gl.allocate_shared_memory(kind, [STAGES, 64, D], tile)
-    k_bufs = gl.allocate_shared_memory(kind, [2, 64, D], tile)
-    v_bufs = gl.allocate_shared_memory(kind, [2, 64, D], tile)
+    q_bufs = swizzled_buffers(kind, STAGES, 64, D)
+    dy_bufs = swizzled_buffers(kind, STAGES, 64, D)
+    k_bufs = swizzled_buffers(kind, 2, 64, D)
+    v_bufs = swizzled_buffers(kind, 2, 64, D)
     ds_bufs = gl.allocate_shared_memory(kind, [4, 64, 64], ds_desc.layout)
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     stat_bufs = gl.allocate_shared_memory(gl.float32, [STAGES, 128], plain)
     # barriers
-    bar_layout: gl.constexpr = mbarrier.MBarrierLayout()
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar_layout)
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar_layout)
-    keys_full = gl.allocate_shared_memory(gl.int64, [1], bar_layout)
-    for s in gl.static_range(STAGES):
-        mbarrier.init(full.index(s), count=2)  # TMA's arrival, and that of the statistics
-        mbarrier.init(empty.index(s), count=2)
-    mbarrier.init(keys_full, count=1)
+    full = make_barriers(STAGES, 2)  # TMA's arrival, and that of the statistics
+    empty = make_barriers(STAGES, 2)
+    keys_full = make_barriers(1, 1).index(0)
+    bufs = KeyBuffers(q_bufs, k_bufs, v_bufs, dy_bufs, stat_bufs, ds_bufs, full, empty, keys_full)
     fence_async_shared()
 
     # this program's unit and key block
-    local, n = banded_tile(gl.program_id(0), units, T // 2, band)
+    blocks = T // 2
+    local, n = banded_tile(gl.program_id(0), units, blocks, band)
     kv_head = unit + local
     kv_heads = H // GROUP
     b = kv_head // kv_heads
     g = kv_head % kv_heads
-    at = (b, g, n, local, T, H, GROUP)
+    at = KeyProgram(b, g, n, local, T, H, GROUP)
     outs = (dk_desc, dv_desc, ds_desc)
-    bufs = (q_bufs, k_bufs, v_bufs, dy_bufs, stat_bufs)
-    bars = (full, empty, keys_full)
     inputs = (q_desc, k_desc, v_desc, dy_desc)
     # two consumer warpgroups and one producer warp
     gl.warp_specialize(
         [
-            (accumulate_dkdv, (outs, bufs, ds_bufs, bars, at, scale, 0, D, STAGES, CAUSAL)),
-            (accumulate_dkdv, (outs, bufs, ds_bufs, bars, at, scale, 1, D, STAGES, CAUSAL)),
-            (fetch_queries, (inputs, statistics, bufs, bars, at, D, STAGES, CAUSAL)),
+            (accumulate_dkdv, (outs, bufs, at, scale, 0, attention)),
+            (accumulate_dkdv, (outs, bufs, at, scale, 1, attention)),
+            (fetch_queries, (inputs, statistics, bufs, at, attention)),
         ],
         [4, 1],
         [240, 24],
@@ -245,66 +299,54 @@ def attention_dkdv_hopper(
 
 
 @gluon.jit
-def fetch_keys_and_ds(k_desc, ds_desc, bufs, bars, at, D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr):
+def fetch_keys_and_ds(k_desc, ds_desc, bufs, at, attention):
     """The producer: 64 keys at a time, and their dS^T for two query tiles."""
-    k_bufs, ds_bufs = bufs
-    full, empty = bars
-    b, g, h, m, key_blocks, local, T = at
+    D: gl.constexpr = attention.D
     # main loop over keys, 64 at a time: wait for a free stage, then fill it
-    for i in range(2 * key_blocks):
-        s = i % STAGES
-        bar = full.index(s)
-        free = empty.index(s)
-        phase = (i // STAGES) & 1
-        mbarrier.wait(free, phase ^ 1)
+    for i in range(2 * at.key_blocks):
+        s = wait_until_free(bufs.empty, i, attention.STAGES)
+        bar = bufs.full.index(s)
         mbarrier.expect(bar, (D + 2 * 64) * 64 * 2)
-        here = [b, i * 64, g * D]
-        fetch_positions(k_desc, here, bar, k_bufs.index(s), D)
+        here = [at.b, i * 64, at.g * D]
+        fetch_positions(k_desc, here, bar, bufs.k.index(s), D)
         for c in gl.static_range(2):
-            tile_row = ds_tile_first_row(local, i // 2, 2 * m + c, T, CAUSAL)
+            t = 2 * at.m + c
+            tile_row = ds_tile_first_row(at.local, i // 2, t, at.T, attention.CAUSAL)
             row = tile_row + (i % 2) * 64
-            ds_buf = ds_bufs.index(2 * s + c)
+            ds_buf = bufs.ds.index(2 * s + c)
             tma.async_copy_global_to_shared(ds_desc, [row, 0], bar, ds_buf)
 
 
 @gluon.jit
-def accumulate_dq(dq_desc, bufs, bars, at, scale, D: gl.constexpr, STAGES: gl.constexpr):
+def accumulate_dq(dq_desc, bufs, at, scale, attention):
     """The consumer: the gradient of 128 queries, two tiles."""
-    k_bufs, ds_bufs = bufs
-    full, empty = bars
-    b, g, h, m, key_blocks, local, T = at
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    D: gl.constexpr = attention.D
+    layout: gl.constexpr = wgmma_layout(D, 16)
     one = gl.zeros([64, D], gl.float32, layout)
     two = gl.zeros([64, D], gl.float32, layout)
     # main loop over keys, 64 at a time; a stage is freed one step later, when its products are done
-    for i in range(2 * key_blocks):
-        s = i % STAGES
-        filled = full.index(s)
-        phase = (i // STAGES) & 1
-        mbarrier.wait(filled, phase)
+    for i in range(2 * at.key_blocks):
+        s = wait_until_filled(bufs.full, i, attention.STAGES)
+        keys = bufs.k.index(s)
         # dQ += dS K, for both tiles
-        ds_one = ds_bufs.index(2 * s).permute((1, 0))
-        one = warpgroup_mma(ds_one, k_bufs.index(s), one, is_async=True)
-        ds_two = ds_bufs.index(2 * s + 1).permute((1, 0))
-        two = warpgroup_mma(ds_two, k_bufs.index(s), two, is_async=True)
+        ds_one = bufs.ds.index(2 * s)
+        one = warpgroup_mma(ds_one.permute((1, 0)), keys, one, is_async=True)
+        ds_two = bufs.ds.index(2 * s + 1)
+        two = warpgroup_mma(ds_two.permute((1, 0)), keys, two, is_async=True)
         # the products of the step before are done
         one, two = warpgroup_mma_wait(2, deps=(one, two))
-        has_previous = i > 0
-        previous = (i + STAGES - 1) % STAGES
-        mbarrier.arrive(empty.index(previous), pred=has_previous)
+        free_stage_before(bufs.empty, i, i > 0, attention.STAGES)
     # epilogue: dQ leaves through the buffers of dS^T, to which no load is in flight any more
     one, two = warpgroup_mma_wait(0, deps=(one, two))
-    dq_one = one * scale
-    here = [b, 128 * m, h * D]
-    store_dq_tile(dq_desc, ds_bufs, dq_one, here, 0, D)
-    dq_two = two * scale
-    here = [b, 128 * m + 64, h * D]
-    store_dq_tile(dq_desc, ds_bufs, dq_two, here, 2, D)
+    row = 128 * at.m
+    column = at.h * D
+    store_dq_tile(dq_desc, bufs.ds, one * scale, at.b, row, column, 0, D)
+    store_dq_tile(dq_desc, bufs.ds, two * scale, at.b, row + 64, column, 2, D)
     tma.store_wait(0)
 
 
 @gluon.jit
-def store_dq_tile(dq_desc, bufs, x, at, FIRST: gl.constexpr, D: gl.constexpr):
+def store_dq_tile(dq_desc, bufs, x, b, row, column, FIRST: gl.constexpr, D: gl.constexpr):
     """Store 64 queries' gradient by TMA through one buffer, or two, from FIRST on."""
     x = x.to(bufs.dtype)
     # to shared memory, 64 columns to a buffer
@@ -315,7 +357,7 @@ def store_dq_tile(dq_desc, bufs, x, at, FIRST: gl.constexpr, D: gl.constexpr):
     fence_async_shared()
     # from there to memory
     for c in gl.static_range(D // 64):
-        here = [at[0], at[1], at[2] + 64 * c]
+        here = [b, row, column + 64 * c]
         send_positions(dq_desc, here, bufs.index(FIRST + c), 64)
 
 
@@ -326,36 +368,31 @@ def attention_dq_hopper(
 ):  # fmt: skip
     """dQ of so many heads, from the first of `unit` on: 128 queries a program, those that see most keys first. Two
     programs fit on a multiprocessor: one is in its prologue or epilogue while the other multiplies."""
-    # prologue: shared memory
+    attention: gl.constexpr = AttentionKind(D, STAGES, CAUSAL)
+    # prologue: shared memory and barriers
     kind: gl.constexpr = k_desc.dtype
-    tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, D], kind)
-    k_bufs = gl.allocate_shared_memory(kind, [STAGES, 64, D], tile)
+    k_bufs = swizzled_buffers(kind, STAGES, 64, D)
     ds_bufs = gl.allocate_shared_memory(kind, [2 * STAGES, 64, 64], ds_desc.layout)
-    # barriers
-    bar_layout: gl.constexpr = mbarrier.MBarrierLayout()
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar_layout)
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar_layout)
-    for s in gl.static_range(STAGES):
-        mbarrier.init(full.index(s), count=1)
-        mbarrier.init(empty.index(s), count=1)
+    full = make_barriers(STAGES, 1)
+    empty = make_barriers(STAGES, 1)
+    bufs = QueryBuffers(k_bufs, ds_bufs, full, empty)
     fence_async_shared()
 
     # this program's head and query block
-    local, rank = banded_tile(gl.program_id(0), heads, T // 2, band)
+    blocks = T // 2
+    local, rank = banded_tile(gl.program_id(0), heads, blocks, band)
     head = unit * GROUP + local
     b = head // H
     h = head % H
     g = h // GROUP
-    m = T // 2 - 1 - rank
-    key_blocks = m + 1 if CAUSAL else T // 2
-    at = (b, g, h, m, key_blocks, local, T)
-    bufs = (k_bufs, ds_bufs)
-    bars = (full, empty)
+    m = blocks - 1 - rank
+    key_blocks = m + 1 if CAUSAL else blocks
+    at = QueryProgram(b, g, h, m, key_blocks, local, T)
     # one consumer warpgroup and one producer warp
     gl.warp_specialize(
         [
-            (accumulate_dq, (dq_desc, bufs, bars, at, scale, D, STAGES)),
-            (fetch_keys_and_ds, (k_desc, ds_desc, bufs, bars, at, D, STAGES, CAUSAL)),
+            (accumulate_dq, (dq_desc, bufs, at, scale, attention)),
+            (fetch_keys_and_ds, (k_desc, ds_desc, bufs, at, attention)),
         ],
         [1],
         [24],

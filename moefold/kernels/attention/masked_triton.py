@@ -9,6 +9,8 @@ Scores are to the base of two.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -28,11 +30,30 @@ from moefold.kernels.attention.heads_triton import (
 )
 from moefold.kernels.tile_triton import load_or_zero, wide_program_id
 
-# M, N, warps and stages of the three kernels: of a dozen tried on an H200 the best (docs/benchmarks/step-notes.md).
-NARROW = ((64, 64, 4, 3), (64, 64, 4, 2), (64, 64, 4, 2))
-WIDE = ((128, 64, 8, 2), (64, 64, 4, 2), (32, 128, 8, 2))  # heads wider than 128
-FORWARD, DQ, DKDV = range(3)  # places in these
 LARGEST_OFFSET = (1 << 31) - 1
+
+
+class TileOptions(NamedTuple):
+    """Queries and keys of a tile, and the options of the launch."""
+
+    M: int
+    N: int
+    num_warps: int
+    num_stages: int
+
+
+# Of a dozen tried on an H200 the best (docs/benchmarks/step-notes.md).
+NARROW = (
+    TileOptions(64, 64, 4, 3),
+    TileOptions(64, 64, 4, 2),
+    TileOptions(64, 64, 4, 2),
+)
+WIDE = (  # heads wider than 128
+    TileOptions(128, 64, 8, 2),
+    TileOptions(64, 64, 4, 2),
+    TileOptions(32, 128, 8, 2),
+)
+FORWARD, DQ, DKDV = range(3)  # places in these
 
 
 @triton.jit
@@ -47,7 +68,9 @@ def visible_keys(rows, columns, first_M, ahead, L):
     """(M, N): which keys a query sees, from its first to its own or the last there is."""
     key = columns[None, :]
     last = tl.minimum(rows + ahead, L - 1)
-    return (key >= first_M[:, None]) & (key <= last[:, None])
+    not_before = key >= first_M[:, None]
+    not_behind = key <= last[:, None]
+    return not_before & not_behind
 
 
 @triton.jit
@@ -70,8 +93,8 @@ def masked_attention_kernel(
     total = tl.zeros((M,), tl.float32)
     top = total - float("inf")
     if SINK:
-        sink_logit = tl.load(sink + h).to(tl.float32)
-        top = total + sink_logit * LOG2E
+        sink_logit = tl.load(sink + h)
+        top = total + sink_logit.to(tl.float32) * LOG2E
         total += 1.0
     out = tl.zeros((M, VW), tl.float32)
     # the head of keys and values, and the keys that any of the queries sees
@@ -81,7 +104,8 @@ def masked_attention_kernel(
     lowest = tl.load(first + b * S + start)
     end = tl.minimum(start + M + ahead, L)
     # main loop over key blocks, from the first that any query sees
-    for n in range(lowest // N * N, end, N):
+    begin = lowest // N * N
+    for n in range(begin, end, N):
         # scores of this block of keys
         columns = n + tl.arange(0, N)
         keys = load_head_block(k_head, columns, k_s, L, D, DW)
@@ -89,7 +113,8 @@ def masked_attention_kernel(
         visible = visible_keys(rows, columns, first_M, ahead, L)
         scores = tl.where(visible, scores, float("-inf"))
         # the new maximum, and what it leaves of the old sums
-        higher = tl.maximum(top, tl.max(scores, 1))
+        block_top = tl.max(scores, 1)
+        higher = tl.maximum(top, block_top)
         unseen = higher == float("-inf")  # a query that has seen no key yet
         shift = tl.where(unseen, 0.0, higher)
         p = tl.exp2(scores - shift[:, None])
@@ -97,7 +122,8 @@ def masked_attention_kernel(
         # weighted values and sum
         values = load_head_block(v_head, columns, v_s, L, V, VW)
         kept_out = out * kept[:, None]
-        out = tl.dot(p.to(values.dtype), values, kept_out)
+        weights = p.to(values.dtype)
+        out = tl.dot(weights, values, kept_out)
         total = total * kept + tl.sum(p, 1)
         top = higher
     # epilogue: normalise; a query that saw no key has zeros and minus infinity
@@ -148,7 +174,8 @@ def masked_attention_dq_kernel(
     lowest = tl.load(first + b * S + start)
     end = tl.minimum(start + M + ahead, L)
     # main loop over key blocks
-    for n in range(lowest // N * N, end, N):
+    begin = lowest // N * N
+    for n in range(begin, end, N):
         columns = n + tl.arange(0, N)
         keys = load_head_block(k_head, columns, k_s, L, D, DW)
         values = load_head_block(v_head, columns, v_s, L, V, VW)
@@ -160,10 +187,12 @@ def masked_attention_dq_kernel(
         # dS = P (dP - delta), and dQ += dS K
         dp = tl.dot(grads, values.T)
         ds = p * (dp - delta_M[:, None])
-        total = tl.dot(ds.to(keys.dtype), keys, total)
+        rounded = ds.to(keys.dtype)
+        total = tl.dot(rounded, keys, total)
     # epilogue
     dq_head = dq + b * o_b + h * o_h
-    store_head_block(dq_head, rows, o_s, S, total * scale, D, DW)
+    of_queries = total * scale
+    store_head_block(dq_head, rows, o_s, S, of_queries, D, DW)
 
 
 @triton.jit
@@ -185,13 +214,15 @@ def masked_attention_dkdv_kernel(
     of_values = tl.zeros((N, VW), tl.float32)
     log2_scale = scale * LOG2E
     # the queries that see them: from those at the first key to the last key's last
-    lowest = tl.maximum(start - ahead, 0) // M * M
+    first_row = tl.maximum(start - ahead, 0)
+    lowest = first_row // M * M
     until_b = until + b * L
     until_N = load_or_zero(until_b + columns, columns < L)
     behind = tl.minimum(start + N, L)
     end = tl.load(until_b + behind - 1)
     # main loops over the group's query heads and over query blocks
-    for h in range(g * GROUP, (g + 1) * GROUP):
+    first_head = g * GROUP
+    for h in range(first_head, first_head + GROUP):
         q_head = q + b * q_b + h * q_h
         dy_head = dy + b * d_b + h * d_h
         head = b * G * GROUP + h
@@ -204,25 +235,31 @@ def masked_attention_dkdv_kernel(
             delta_M = load_delta(delta, head, rows, S)
             # P^T of this block, and dV += P^T dO
             scores = tl.dot(keys, queries.T) * log2_scale
-            not_later = columns[:, None] <= rows[None, :] + ahead
-            visible = not_later & (rows[None, :] < until_N[:, None])
+            row = rows[None, :]
+            not_later = columns[:, None] <= row + ahead
+            not_behind = row < until_N[:, None]
+            visible = not_later & not_behind
             p = tl.exp2(scores - lse_M[None, :])
             p = tl.where(visible, p, 0.0)
-            of_values = tl.dot(p.to(grads.dtype), grads, of_values)
+            weights = p.to(grads.dtype)
+            of_values = tl.dot(weights, grads, of_values)
             # dS^T = P^T (dP^T - delta), and dK += dS^T Q
             dp = tl.dot(values, grads.T)
             ds = p * (dp - delta_M[None, :])
-            of_keys = tl.dot(ds.to(queries.dtype), queries, of_keys)
+            rounded = ds.to(queries.dtype)
+            of_keys = tl.dot(rounded, queries, of_keys)
     # epilogue
     dk_head = dk + b * ok_b + g * ok_h
-    store_head_block(dk_head, columns, ok_s, L, of_keys * scale, D, DW)
+    scaled = of_keys * scale
+    store_head_block(dk_head, columns, ok_s, L, scaled, D, DW)
     dv_head = dv + b * ov_b + g * ov_h
     store_head_block(dv_head, columns, ov_s, L, of_values, V, VW)
 
 
 def padded_width(x: Tensor) -> int:
     """The power of two that holds the width of a head."""
-    return max(16, triton.next_power_of_2(x.shape[-1]))
+    power = triton.next_power_of_2(x.shape[-1])
+    return max(16, power)
 
 
 def padded_widths(q_BSHD: Tensor, v_BLGV: Tensor) -> list[int]:
@@ -232,11 +269,10 @@ def padded_widths(q_BSHD: Tensor, v_BLGV: Tensor) -> list[int]:
     return [d, padded_width(q_BSHD), v, padded_width(v_BLGV)]
 
 
-def tile_launch_options(kernel: int, widths: list[int]) -> dict[str, int]:
-    """M and N of one of the three kernels, its warps and its stages."""
+def tile_options(kernel: int, widths: list[int]) -> TileOptions:
+    """Those of one of the three kernels."""
     tiles = WIDE if max(widths) > 128 else NARROW
-    m, n, warps, stages = tiles[kernel]
-    return {"M": m, "N": n, "num_warps": warps, "num_stages": stages}
+    return TileOptions(*tiles[kernel])
 
 
 def addressable(x: Tensor) -> Tensor:
@@ -248,7 +284,13 @@ def addressable(x: Tensor) -> Tensor:
 
 
 def masked_attention_forward(
-    q: Tensor, k: Tensor, v: Tensor, first_BS: Tensor, sink_H: Tensor | None, scale: float, ahead: int
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    first_BS: Tensor,
+    sink_H: Tensor | None,
+    scale: float,
+    ahead: int,
 ) -> tuple[Tensor, Tensor]:
     """(B, S, H, V) and its log-sum-exp (B, H, S), sinks included."""
     b, s, h, _ = q.shape
@@ -256,17 +298,18 @@ def masked_attention_forward(
     q = addressable(q)
     k = addressable(k)
     v = addressable(v)
-    y = q.new_empty(b, s, h, v.shape[-1])
+    width = v.shape[-1]
+    y = q.new_empty(b, s, h, width)
     lse = q.new_empty(b, h, s, dtype=torch.float32)
+    tensors = (q, k, v, first_BS, sink_H, y, lse)
     sizes = (s, length, ahead, scale, h, h // g)
     strides = outer_strides(q, k, v, y)
     widths = padded_widths(q, v)
-    options = tile_launch_options(FORWARD, widths)
-    query_blocks = triton.cdiv(s, options["M"])
+    options = tile_options(FORWARD, widths)
+    query_blocks = triton.cdiv(s, options.M)
     has_sink = sink_H is not None
-    masked_attention_kernel[query_blocks, b * h](
-        q, k, v, first_BS, sink_H, y, lse, *sizes, *strides, has_sink, *widths, **options
-    )  # fmt: skip
+    launch = masked_attention_kernel[query_blocks, b * h]
+    launch(*tensors, *sizes, *strides, has_sink, *widths, **options._asdict())
     return y, lse
 
 
@@ -293,17 +336,19 @@ def masked_attention_backward(
     dq, dk, dv = empty_gradients(q, k, v)
     widths = padded_widths(q, v)
     # dq and delta
+    tensors = (*inputs, first_BS, y, lse, delta, dq)
+    sizes = (s, length, ahead, scale, h, group)
     strides = outer_strides(*inputs, y, dq)
-    options = tile_launch_options(DQ, widths)
-    query_blocks = triton.cdiv(s, options["M"])
-    masked_attention_dq_kernel[query_blocks, b * h](
-        *inputs, first_BS, y, lse, delta, dq, s, length, ahead, scale, h, group, *strides, has_delta, *widths, **options
-    )
+    options = tile_options(DQ, widths)
+    query_blocks = triton.cdiv(s, options.M)
+    launch = masked_attention_dq_kernel[query_blocks, b * h]
+    launch(*tensors, *sizes, *strides, has_delta, *widths, **options._asdict())
     # dk and dv
+    tensors = (*inputs, until_BL, lse, delta, dk, dv)
+    sizes = (s, length, ahead, scale, g, group)
     strides = outer_strides(*inputs, dk, dv)
-    options = tile_launch_options(DKDV, widths)
-    key_blocks = triton.cdiv(length, options["N"])
-    masked_attention_dkdv_kernel[key_blocks, b * g](
-        *inputs, until_BL, lse, delta, dk, dv, s, length, ahead, scale, g, group, *strides, *widths, **options
-    )
+    options = tile_options(DKDV, widths)
+    key_blocks = triton.cdiv(length, options.N)
+    launch = masked_attention_dkdv_kernel[key_blocks, b * g]
+    launch(*tensors, *sizes, *strides, *widths, **options._asdict())
     return dq, dk, dv

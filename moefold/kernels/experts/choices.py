@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moefold.config.precision_recipes import SCALE_BLOCK, WIDTH_MULTIPLE, is_quantised
+from moefold.config.precision_recipes import SCALE_BLOCK, WIDTH_MULTIPLE, is_fp8
 from moefold.kernels.choice import Choice, Choices, always_runs, hopper_bf16_runs, triton_computes, triton_runs
 from moefold.kernels.facts import Facts
 
@@ -29,7 +29,7 @@ def expert_gemm_runs(facts: Facts) -> bool:
 
 def fp8_experts_run(facts: Facts) -> bool:
     """FP8 kernels read rows that begin at multiples of 16 bytes; gate and up are blocks of 128 of their own."""
-    if not is_quantised(facts.recipe) or facts.unfused_experts:
+    if not is_fp8(facts.recipe) or facts.unfused_experts:
         return False
     if not facts.hidden or not facts.ffn:
         return False

@@ -56,6 +56,10 @@ class Fp8Experts(Protocol):
         index_R: Tensor | None = None,
     ) -> QuantisedTiles: ...
 
+    def show_rows(self, x: Tensor, tiles: RowTiles) -> None:
+        """For statistics alone: the values of an input that an epilogue quantised along rows."""
+        ...
+
 
 class Fp8ExpertMlp(torch.autograd.Function):
     """Weights are kept as the Parameter objects: their gradient sink and their FP8 copies are attributes."""
@@ -105,7 +109,7 @@ class Fp8ExpertMlp(torch.autograd.Function):
         dy = down_recipe.quantise(dy_RD, tiles, "gradient", rows=True, columns=fp8_wgrad)
         dh_PN, a_PF, dweight_R = kernels[fp8_dswiglu_product](
             dy.wanted_rows,
-            recipe.weight(down).transposed,
+            down_recipe.weight(down).transposed,
             h,
             weight_R.float(),
             tiles,
@@ -118,6 +122,7 @@ class Fp8ExpertMlp(torch.autograd.Function):
             a = down_recipe.quantise(a_PF, padded, "input", columns=True).wanted_columns
             compute_down = partial(fp8_weight_gradient, recipe, down, tiles, dy.wanted_columns, a)
         else:
+            down_recipe.show_rows(a_PF, padded)
             compute_down = partial(plain_weight_gradient, recipe, down, tiles, in_tiles(recipe, dy_RD, tiles), a_PF)
         ddown = gradient_or_defer(down, compute_down)
         del dy, a_PF, compute_down
@@ -146,7 +151,7 @@ def down_product(
     """y_RD from the activation, quantised by the product before it or here."""
     if isinstance(a, Tensor):
         a = down_recipe.quantise(a, padded_tiles(tiles), "input", rows=True).wanted_rows
-    w = recipe.weight(down_EDF).forward
+    w = down_recipe.weight(down_EDF).forward
     return recipe.kernels[fp8_product](a, w, tiles, rows, recipe.row_sums, dtype)
 
 

@@ -28,9 +28,9 @@ first row in the order without padding, and number of rows. The routing is read 
 shapes alone. No atomics: two runs agree to the bit.
 """
 
-# ruff: noqa: RUF059  (device code takes tuples apart by name)
-
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -42,83 +42,145 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from moefold.kernels.experts.epilogues_fp8_hopper import epilogue_dswiglu_fp8, epilogue_swiglu_fp8
+from moefold.kernels.experts.epilogues_fp8_hopper import Fp8Outputs, epilogue_dswiglu_fp8, epilogue_swiglu_fp8
 from moefold.kernels.experts.epilogues_hopper import accumulate_block, column_quarters, epilogue_plain, output_chunk
-from moefold.kernels.hopper import banded_tile, split_columns
+from moefold.kernels.experts.gemm_tiles_hopper import (
+    HalfTile,
+    grid_of_tiles,
+    locate_tile,
+    make_hand,
+    multiply_half,
+    skip_half,
+    wait_until_gone,
+)
+from moefold.kernels.hopper import (
+    make_barriers,
+    split_columns,
+    swizzled_buffers,
+    wait_until_filled,
+    wait_until_free,
+    wgmma_layout,
+)
 
 BK = gl.constexpr(128)  # of the contraction, in one step
 BN = gl.constexpr(256)  # columns of a tile
 HALF_BN = gl.constexpr(128)
 
 
-@gluon.jit
-def locate_fp8_tile(t, grid, KIND: gl.constexpr):
-    """Of tile t: expert, first row, real rows, first of its steps along K, number of steps, its coordinates (m, n)."""
-    tiles_M4, ends_E, first_tile_E, total, m_tiles, n_tiles, steps, band = grid
-    last = gl.maximum(total - 1, 0)
-    t = gl.minimum(t, last)  # lookups beyond the last tile give the last
-    first = 0
-    if KIND == "experts":
-        tiles_of_expert = m_tiles * n_tiles
-        expert = t // tiles_of_expert
-        m, n = banded_tile(t % tiles_of_expert, m_tiles, n_tiles, band)
-        row = gl.load(ends_E + expert - 1, mask=expert > 0, other=0)
-        real = gl.load(ends_E + expert) - row
-        steps = gl.cdiv(real, BK)
-        first = gl.load(first_tile_E + expert)
-    else:
-        m, n = banded_tile(t, m_tiles, n_tiles, band)
-        expert = gl.load(tiles_M4 + 4 * m)
-        row = gl.load(tiles_M4 + 4 * m + 1)
-        real = gl.load(tiles_M4 + 4 * m + 2)
-    return expert, row, real, first, steps, m, n
+class Fp8GemmKind(NamedTuple):
+    """What the kernel is compiled for: contraction, epilogue, scales, whether sums are promoted, whether a wide scale
+    of b is that of a column or of an expert, stages in flight."""
+
+    KIND: Any
+    END: Any
+    SCALES: Any
+    PROMOTE: Any
+    WIDE_B: Any
+    STAGES: Any
+
+
+class ScaledRing(NamedTuple):
+    """The stages: operands and block scales in shared memory, and barriers of stages filled and free."""
+
+    a_bufs: Any
+    b_bufs: Any
+    sa_bufs: Any
+    sb_bufs: Any
+    full: Any
+    empty: Any
+
+
+class ScalePointers(NamedTuple):
+    """Scales of a and b, with the steps from an expert to the next and from a row to the next."""
+
+    a: Any
+    b: Any
+    a_expert: Any
+    a_row: Any
+    b_expert: Any
+    b_row: Any
+
+
+class WideScales(NamedTuple):
+    """Where one expert's wide scales lie: of a, with the step of a row, and of b."""
+
+    a: Any
+    a_row: Any
+    b: Any
 
 
 @gluon.jit
-def fetch_fp8_operands(
-    descs, ring, grid, N,
-    KIND: gl.constexpr, END: gl.constexpr, SCALES: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
+def locate_fp8_tile(t, grid, gemm):
+    return locate_tile(t, grid, gemm.KIND == "experts", BK)
+
+
+@gluon.jit
+def fetch_fp8_operands(descs, ring, grid, N, gemm):
     """The producer: keeps STAGES steps of operands, and of block scales, in flight."""
     a_desc, b_desc, sa_desc, sb_desc = descs
-    a_bufs, b_bufs, sa_bufs, sb_bufs, full, empty = ring
-    tiles_M4, ends_E, first_tile_E, total, m_tiles, n_tiles, steps, band = grid
+    column_scales: gl.constexpr = BN if gemm.KIND == "experts" else 0
+    scale_bytes: gl.constexpr = 4 * (128 + column_scales) if gemm.SCALES == "block" else 0
+    program = gl.program_id(0)
+    programs = gl.num_programs(0)
     i = 0
     # loop over this program's tiles
-    for t in range(gl.program_id(0), total, gl.num_programs(0)):
-        expert, row, real, first, steps_t, m, n = locate_fp8_tile(t, grid, KIND)
+    for t in range(program, grid.total, programs):
+        tile = locate_fp8_tile(t, grid, gemm)
+        row = tile.m * 128
+        column = tile.n * BN
         # loop over the contraction: wait for a free stage, then fill it
-        for k in range(steps_t):
-            s = i % STAGES
-            bar = full.index(s)
-            phase = (i // STAGES) & 1
-            mbarrier.wait(empty.index(s), phase ^ 1)
-            scale_bytes: gl.constexpr = 0 if SCALES == "wide" else (512 if KIND == "rows" else 512 + 4 * BN)
+        for k in range(tile.steps):
+            s = wait_until_free(ring.empty, i, gemm.STAGES)
+            bar = ring.full.index(s)
             mbarrier.expect(bar, (128 + BN) * BK + scale_bytes)
-            at_k = k * BK
-            # the left operand: two buffers, one for each consumer
-            for w in gl.static_range(2):
-                a = a_bufs.index(2 * s + w)
-                at_m = m * 128 + 64 * w
-                if KIND == "experts":
-                    tma.async_copy_global_to_shared(a_desc, [first + k, at_m, 0], bar, a.reshape([1, 64, BK]))
-                else:
-                    tma.async_copy_global_to_shared(a_desc, [at_m, at_k], bar, a)
-            # the right operand
-            b = b_bufs.index(s)
-            if KIND == "experts":
-                tma.async_copy_global_to_shared(b_desc, [first + k, n * BN, 0], bar, b.reshape([1, BN, BK]))
-            elif END == "swiglu":  # half of the tile's columns are gate, half up
-                pair = b.reshape([2, HALF_BN, BK])
-                tma.async_copy_global_to_shared(b_desc, [expert * 2, n * HALF_BN, at_k], bar, pair)
+            if gemm.KIND == "experts":
+                place = tile.start + k
+                fetch_columns(a_desc, b_desc, ring, bar, s, place, row, column)
             else:
-                tma.async_copy_global_to_shared(b_desc, [expert * N + n * BN, at_k], bar, b)
+                place = k
+                at_k = k * BK
+                fetch_rows(a_desc, ring, bar, s, row, at_k)
+                fetch_weights(b_desc, ring, bar, s, tile, at_k, N, gemm)
             # scales of blocks
-            if SCALES == "block":
-                tma.async_copy_global_to_shared(sa_desc, [first + k, m * 128], bar, sa_bufs.index(s))
-                if KIND == "experts":
-                    tma.async_copy_global_to_shared(sb_desc, [first + k, n * BN], bar, sb_bufs.index(s))
+            if gemm.SCALES == "block":
+                sa = ring.sa_bufs.index(s)
+                tma.async_copy_global_to_shared(sa_desc, [place, row], bar, sa)
+            if gemm.SCALES == "block" and gemm.KIND == "experts":
+                sb = ring.sb_bufs.index(s)
+                tma.async_copy_global_to_shared(sb_desc, [place, column], bar, sb)
             i += 1
+
+
+@gluon.jit
+def fetch_rows(a_desc, ring, bar, s, row, at_k):
+    """The left operand: two buffers, one for each consumer."""
+    for w in gl.static_range(2):
+        a = ring.a_bufs.index(2 * s + w)
+        tma.async_copy_global_to_shared(a_desc, [row + 64 * w, at_k], bar, a)
+
+
+@gluon.jit
+def fetch_weights(b_desc, ring, bar, s, tile, at_k, N, gemm):
+    """The right operand of rows."""
+    b = ring.b_bufs.index(s)
+    if gemm.END == "swiglu":  # half of the tile's columns are gate, half up
+        b_at = [tile.expert * 2, tile.n * HALF_BN, at_k]
+        b = b.reshape([2, HALF_BN, BK])
+    else:
+        b_at = [tile.expert * N + tile.n * BN, at_k]
+    tma.async_copy_global_to_shared(b_desc, b_at, bar, b)
+
+
+@gluon.jit
+def fetch_columns(a_desc, b_desc, ring, bar, s, place, row, column):
+    """Both operands of weight gradients, for row and column of the result; `place`: the tile of rows to sum over."""
+    for w in gl.static_range(2):
+        a = ring.a_bufs.index(2 * s + w)
+        a_plane = a.reshape([1, 64, BK])
+        tma.async_copy_global_to_shared(a_desc, [place, row + 64 * w, 0], bar, a_plane)
+    b = ring.b_bufs.index(s)
+    b_plane = b.reshape([1, BN, BK])
+    tma.async_copy_global_to_shared(b_desc, [place, column, 0], bar, b_plane)
 
 
 @gluon.jit
@@ -127,7 +189,8 @@ def promote(acc, part, sa, sb, PAIRED: gl.constexpr, SCALES: gl.constexpr):
     if SCALES == "wide":
         acc += part
     elif PAIRED:
-        acc += part * (sa[:, None] * sb[None, :])
+        factor = sa[:, None] * sb[None, :]
+        acc += part * factor
     else:
         factor = sa * sb
         acc += part * factor[:, None]
@@ -142,105 +205,91 @@ def compute_now(x):
 
 
 @gluon.jit
-def promote_half(
-    halves, part, sa, sb, bufs, s, first: gl.constexpr, PAIRED: gl.constexpr, SCALES: gl.constexpr
-):  # fmt: skip
+def load_column_scales(sb_bufs, s, first: gl.constexpr, layout: gl.constexpr):
+    """Those of 64 columns, from shared memory."""
+    columns = sb_bufs.index(s).reshape([BN])
+    part = columns.slice(first, 64)
+    return part.load(gl.SliceLayout(0, layout))
+
+
+@gluon.jit
+def promote_half(halves, part, sa, sb, sb_bufs, s, first: gl.constexpr, gemm):
     """128 columns, 64 at a time: few registers are left for the scales of columns."""
     acc0, acc1 = halves
     part0, part1 = split_columns(part, 64, HALF_BN)
     layout: gl.constexpr = acc0.type.layout
+    PAIRED: gl.constexpr = gemm.KIND == "experts"
     s0 = sb
     s1 = sb
-    if SCALES == "block" and PAIRED:
-        columns = bufs.index(s).reshape([BN])
-        s0 = columns.slice(first, 64).load(gl.SliceLayout(0, layout))
-    acc0 = compute_now(promote(acc0, part0, sa, s0, PAIRED, SCALES))
-    if SCALES == "block" and PAIRED:
-        columns = bufs.index(s).reshape([BN])
-        s1 = columns.slice(first + 64, 64).load(gl.SliceLayout(0, layout))
-    acc1 = compute_now(promote(acc1, part1, sa, s1, PAIRED, SCALES))
-    return acc0, acc1
+    # the first 64 columns
+    if gemm.SCALES == "block" and PAIRED:
+        s0 = load_column_scales(sb_bufs, s, first, layout)
+    sums0 = promote(acc0, part0, sa, s0, PAIRED, gemm.SCALES)
+    sums0 = compute_now(sums0)
+    # the others
+    if gemm.SCALES == "block" and PAIRED:
+        s1 = load_column_scales(sb_bufs, s, first + 64, layout)
+    sums1 = promote(acc1, part1, sa, s1, PAIRED, gemm.SCALES)
+    return sums0, compute_now(sums1)
 
 
 @gluon.jit
-def multiply_promoted(
-    ring, sb_ptr, i, steps_t,
-    HALF: gl.constexpr, KIND: gl.constexpr, SCALES: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
+def multiply_step(a, b, part, FIRST: gl.constexpr):
+    """Start the product of one step with 128 columns."""
+    rows = b.slice(FIRST, HALF_BN)
+    columns = rows.permute((1, 0))
+    return warpgroup_mma(a, columns, part, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def multiply_promoted(ring, sb_left, sb_right, i, steps, HALF: gl.constexpr, gemm):
     """64 x 256 sums; each step of 128 of K is promoted to fp32, 128 columns at a time. Returns 64 columns at a time."""
-    a_bufs, b_bufs, sa_bufs, sb_bufs, full, empty = ring
-    sb_left, sb_right = sb_ptr
-    PAIRED: gl.constexpr = KIND == "experts"
-    layout: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, HALF_BN, 32]
-    )
+    layout: gl.constexpr = wgmma_layout(HALF_BN, 32)
     part = gl.zeros([64, HALF_BN], gl.float32, layout)
     left = split_columns(part, 64, HALF_BN)
     right = left
     row_layout: gl.constexpr = gl.SliceLayout(1, left[0].type.layout)
-    for k in range(steps_t):
-        step = i + k
-        s = step % STAGES
+    for k in range(steps):
         sa = 0.0
         s0 = 0.0
         s1 = 0.0
-        if SCALES == "block" and not PAIRED:  # in flight while the operands arrive
+        if gemm.SCALES == "block" and gemm.KIND == "rows":  # in flight while the operands arrive
             s0 = gl.load(sb_left + k)
             s1 = gl.load(sb_right + k)
-        mbarrier.wait(full.index(s), (step // STAGES) & 1)
-        a = a_bufs.index(2 * s + HALF)
-        b = b_bufs.index(s)
+        s = wait_until_filled(ring.full, i + k, gemm.STAGES)
+        a = ring.a_bufs.index(2 * s + HALF)
+        b = ring.b_bufs.index(s)
         # the left half of the columns
-        part = warpgroup_mma(a, b.slice(0, HALF_BN).permute((1, 0)), part, use_acc=False, is_async=True)
-        if SCALES == "block":
-            sa = sa_bufs.index(s).reshape([128]).slice(64 * HALF, 64).load(row_layout)
+        part = multiply_step(a, b, part, 0)
+        if gemm.SCALES == "block":
+            row_scales = ring.sa_bufs.index(s).reshape([128])
+            sa = row_scales.slice(64 * HALF, 64).load(row_layout)
         part = warpgroup_mma_wait(0, deps=(part,))
-        left = promote_half(left, part, sa, s0, sb_bufs, s, 0, PAIRED, SCALES)
+        left = promote_half(left, part, sa, s0, ring.sb_bufs, s, 0, gemm)
         # the right half
-        part = warpgroup_mma(a, b.slice(HALF_BN, HALF_BN).permute((1, 0)), part, use_acc=False, is_async=True)
+        part = multiply_step(a, b, part, HALF_BN)
         part = warpgroup_mma_wait(0, deps=(part,))
-        right = promote_half(right, part, sa, s1, sb_bufs, s, HALF_BN, PAIRED, SCALES)
-        mbarrier.arrive(empty.index(s))
+        right = promote_half(right, part, sa, s1, ring.sb_bufs, s, HALF_BN, gemm)
+        mbarrier.arrive(ring.empty.index(s))
     return left[0], left[1], right[0], right[1]
 
 
 @gluon.jit
-def multiply_fast(ring, i, steps_t, HALF: gl.constexpr, STAGES: gl.constexpr):
-    """64 x 256 sums in the tensor cores' own accumulator. Returns 64 columns at a time."""
-    a_bufs, b_bufs, sa_bufs, sb_bufs, full, empty = ring
-    layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 32])
-    acc = gl.zeros([64, BN], gl.float32, layout)
-    # a stage is freed one step later, when its product is done
-    for k in range(steps_t):
-        step = i + k
-        s = step % STAGES
-        mbarrier.wait(full.index(s), (step // STAGES) & 1)
-        a = a_bufs.index(2 * s + HALF)
-        b = b_bufs.index(s)
-        acc = warpgroup_mma(a, b.permute((1, 0)), acc, is_async=True)
-        acc = warpgroup_mma_wait(1, deps=(acc,))
-        previous = (step + STAGES - 1) % STAGES
-        mbarrier.arrive(empty.index(previous), pred=k > 0)
-    acc = warpgroup_mma_wait(0, deps=(acc,))
-    last = (i + steps_t + STAGES - 1) % STAGES
-    mbarrier.arrive(empty.index(last), pred=steps_t > 0)
-    return column_quarters(acc, BN)
-
-
-@gluon.jit
-def scaled_chunk(chunk, factors, row, column, M, N, WIDE_B: gl.constexpr, SCALES: gl.constexpr):
+def scaled_chunk(chunk, wide, row, column, M, N, gemm):
     """64 x 64 sums times the wide scales of their rows and columns."""
-    if SCALES == "wide":
-        sa_ptr, sa_row, sb_ptr = factors
-        layout: gl.constexpr = chunk.type.layout
-        r = row + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
-        sa = gl.load(sa_ptr + r * sa_row, mask=r < M, other=0.0)
-        if WIDE_B == "column":
-            c = column + gl.arange(0, 64, layout=gl.SliceLayout(0, layout))
-            sb = gl.load(sb_ptr + c, mask=c < N, other=0.0)
+    if gemm.SCALES == "wide":
+        rows: gl.constexpr = gl.SliceLayout(1, chunk.type.layout)
+        r = row + gl.arange(0, 64, layout=rows)
+        sa_at = wide.a + r * wide.a_row
+        sa = gl.load(sa_at, mask=r < M, other=0.0)
+        if gemm.WIDE_B == "column":
+            columns: gl.constexpr = gl.SliceLayout(0, chunk.type.layout)
+            c = column + gl.arange(0, 64, layout=columns)
+            sb = gl.load(wide.b + c, mask=c < N, other=0.0)
             chunk = chunk * sa[:, None] * sb[None, :]
         else:
-            chunk = chunk * (sa * gl.load(sb_ptr))[:, None]
+            factor = sa * gl.load(wide.b)
+            chunk = chunk * factor[:, None]
     return chunk
 
 
@@ -248,124 +297,134 @@ def scaled_chunk(chunk, factors, row, column, M, N, WIDE_B: gl.constexpr, SCALES
 def chunk_column(n, c: gl.constexpr, N, END: gl.constexpr):
     """The column of out where a tile's c-th 64 columns begin. SwiGLU's tile has 128 of the gate and 128 of up."""
     if END == "swiglu":
-        return n * HALF_BN + (c % 2) * 64 + (c // 2) * (N // 2)
+        inside: gl.constexpr = c % 2 * 64
+        return n * HALF_BN + inside + c // 2 * (N // 2)
     return n * BN + c * 64
 
 
 @gluon.jit
-def hand_over(
-    quarters, factors, hand, out_ptr, plane, row, n, M, N, turn,
-    HALF: gl.constexpr, END: gl.constexpr, SCALES: gl.constexpr, WIDE_B: gl.constexpr,
-):  # fmt: skip
+def hand_over(quarters, wide, hand, out_ptr, tile, M, N, turn, HALF: gl.constexpr, gemm):
     """The consumer's 64 rows, scaled: added to memory, or rounded to bf16 and handed over in shared memory."""
-    tile, made, gone = hand
     c0, c1, c2, c3 = quarters
-    if END != "add":
-        mbarrier.wait(gone.index(HALF), turn & 1 ^ 1)
+    row = tile.m * 128 + 64 * HALF
+    if gemm.END != "add":
+        wait_until_gone(hand, turn, HALF)
+    # 64 columns at a time
     for c in gl.static_range(4):
-        column = chunk_column(n, c, N, END)
-        chunk = scaled_chunk(c0, factors, row, column, M, N, WIDE_B, SCALES)
-        if END == "add":
-            first = out_ptr + plane.to(gl.int64) * M * N
+        column = chunk_column(tile.n, c, N, gemm.END)
+        chunk = scaled_chunk(c0, wide, row, column, M, N, gemm)
+        if gemm.END == "add":
+            plane = tile.expert.to(gl.int64)
+            first = out_ptr + plane * M * N
             accumulate_block(first, row, column, N, M - row, chunk)
         else:
-            place = output_chunk(tile, HALF * 4 + c).reshape([64, 64])
-            place.store(chunk.to(gl.bfloat16))
+            place = output_chunk(hand.tile, HALF * 4 + c)
+            rounded = chunk.to(gl.bfloat16)
+            place.reshape([64, 64]).store(rounded)
         c0, c1, c2 = c1, c2, c3
-    if END != "add":
+    if gemm.END != "add":
         fence_async_shared()
-        mbarrier.arrive(made.index(HALF))
+        mbarrier.arrive(hand.made.index(HALF))
 
 
 @gluon.jit
-def multiply_fp8_tiles(
-    ring, hand, grid, scales, out_ptr, sizes,
-    HALF: gl.constexpr, KIND: gl.constexpr, END: gl.constexpr, SCALES: gl.constexpr, PROMOTE: gl.constexpr,
-    WIDE_B: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
+def column_block_scales(scales, tile, N, gemm):
+    """Where the block scales of a tile's left and right 128 columns lie."""
+    left = scales.b
+    right = scales.b
+    if gemm.SCALES == "block" and gemm.KIND == "rows":
+        block = tile.n * 2
+        other = block + 1
+        if gemm.END == "swiglu":  # gate and up
+            block = tile.n
+            other = tile.n + gl.cdiv(N // 2, HALF_BN)
+        expert = tile.expert.to(gl.int64)
+        start = scales.b + expert * scales.b_expert
+        last = scales.b_expert - scales.b_row
+        left = start + block * scales.b_row
+        right = start + gl.minimum(other * scales.b_row, last)
+    return left, right
+
+
+@gluon.jit
+def wide_scales(scales, tile, KIND: gl.constexpr):
+    """Wide scales of the tile's expert: those of the expert or, for weight gradients, those of its first tile."""
+    owner = tile.expert
+    if KIND == "experts":
+        owner = gl.where(tile.steps > 0, tile.start, 0)
+    number = owner.to(gl.int64)
+    a = scales.a + number * scales.a_expert
+    b = scales.b + number * scales.b_expert
+    return WideScales(a, scales.a_row, b)
+
+
+@gluon.jit
+def multiply_fp8_tiles(ring, hand, grid, scales, out_ptr, M, N, padded, HALF: gl.constexpr, gemm):
     """A consumer: 64 of a tile's 128 rows. They are handed to the epilogue once it has taken the previous tile's."""
-    a_bufs, b_bufs, sa_bufs, sb_bufs, full, empty = ring
-    tile, made, gone = hand
-    tiles_M4, ends_E, first_tile_E, total, m_tiles, n_tiles, steps, band = grid
-    sa_ptr, sa_expert, sa_row, sb_ptr, sb_expert, sb_row = scales
-    M, N, padded = sizes
+    program = gl.program_id(0)
+    programs = gl.num_programs(0)
     i = 0
-    facts = locate_fp8_tile(gl.program_id(0), grid, KIND)
+    following = locate_fp8_tile(program, grid, gemm)
     # loop over this program's tiles
-    for t in range(gl.program_id(0), total, gl.num_programs(0)):
-        expert, row, real, first, steps_t, m, n = facts
-        turn = t // gl.num_programs(0)
+    for t in range(program, grid.total, programs):
+        tile = following
+        turn = t // programs
         # lookup of the next tile, in flight while this one is multiplied
-        facts = locate_fp8_tile(t + gl.num_programs(0), grid, KIND)
-        if KIND == "experts" or real > 64 * HALF:
-            if SCALES == "block" or PROMOTE:
-                blocks = (sb_ptr, sb_ptr)
-                if SCALES == "block" and KIND == "rows":  # the two blocks of 128 columns
-                    block = n * 2
-                    other = block + 1
-                    if END == "swiglu":
-                        block = n
-                        other = n + gl.cdiv(N // 2, HALF_BN)
-                    start = sb_ptr + expert.to(gl.int64) * sb_expert
-                    blocks = (start + block * sb_row, start + gl.minimum(other * sb_row, sb_expert - sb_row))
-                quarters = multiply_promoted(ring, blocks, i, steps_t, HALF, KIND, SCALES, STAGES)
+        following = locate_fp8_tile(t + programs, grid, gemm)
+        if gemm.KIND == "experts" or tile.real > 64 * HALF:
+            if gemm.SCALES == "block" or gemm.PROMOTE:
+                sb_left, sb_right = column_block_scales(scales, tile, N, gemm)
+                quarters = multiply_promoted(ring, sb_left, sb_right, i, tile.steps, HALF, gemm)
             else:
-                quarters = multiply_fast(ring, i, steps_t, HALF, STAGES)
-            first_row = m * 128 + 64 * HALF
-            owner = expert if KIND == "rows" else gl.where(steps_t > 0, first, 0)  # wide scales: of its first tile
-            factors = (sa_ptr + owner.to(gl.int64) * sa_expert, sa_row, sb_ptr + owner.to(gl.int64) * sb_expert)
-            limit = M if KIND == "experts" else padded
-            limit = gl.where(steps_t > 0, limit, 0)  # no rows: sums of zero, whatever the scales
-            hand_over(quarters, factors, hand, out_ptr, expert, first_row, n, limit, N, turn, HALF, END, SCALES, WIDE_B)
-        else:  # no real rows in this half: only free the stages
-            for k in range(steps_t):
-                step = i + k
-                s = step % STAGES
-                mbarrier.wait(full.index(s), (step // STAGES) & 1)
-                mbarrier.arrive(empty.index(s))
-            if END != "add":
-                mbarrier.wait(gone.index(HALF), turn & 1 ^ 1)
-                mbarrier.arrive(made.index(HALF))
-        i += steps_t
+                acc = multiply_half(ring, i, tile.steps, HALF, BN, 32, gemm.STAGES, False, True)
+                quarters = column_quarters(acc, BN)
+            wide = wide_scales(scales, tile, gemm.KIND)
+            limit = M if gemm.KIND == "experts" else padded
+            limit = gl.where(tile.steps > 0, limit, 0)  # no rows: sums of zero, whatever the scales
+            hand_over(quarters, wide, hand, out_ptr, tile, limit, N, turn, HALF, gemm)
+        else:
+            skip_half(ring, hand, i, tile.steps, turn, HALF, gemm.STAGES)
+        i += tile.steps
 
 
 @gluon.jit
-def run_fp8_epilogues(
-    outs, hand, ahead, grid, N, padded, KIND: gl.constexpr, END: gl.constexpr, POWER_OF_TWO: gl.constexpr
-):  # fmt: skip
+def run_fp8_epilogues(outs, hand, ahead, ahead_scales, grid, N, padded, gemm, POWER_OF_TWO: gl.constexpr):
     """The epilogue of a tile's two halves, while the consumers multiply the next tile."""
-    tile, made, gone = hand
-    tiles_M4, ends_E, first_tile_E, total, m_tiles, n_tiles, steps, band = grid
-    last = 0 if END == "add" else total  # the consumers add these themselves
+    program = gl.program_id(0)
+    programs = gl.num_programs(0)
+    last = 0 if gemm.END == "add" else grid.total  # the consumers add these themselves
     # loop over this program's tiles
-    for t in range(gl.program_id(0), last, gl.num_programs(0)):
-        expert, row, real, first, steps_t, m, n = locate_fp8_tile(t, grid, KIND)
-        phase = t // gl.num_programs(0) & 1
+    for t in range(program, last, programs):
+        tile = locate_fp8_tile(t, grid, gemm)
+        phase = t // programs & 1
         # where the tile goes: weight gradients to the expert's plane
         plane = 0
-        if KIND == "experts":
-            plane = expert
-            row = m * 128
+        row = tile.row
+        real = tile.real
+        if gemm.KIND == "experts":
+            plane = tile.expert
+            row = tile.m * 128
             real = 128
         # 64 rows at a time: wait until they are made, store them, free their place
         for half in range(2):
-            bar = made.index(half)
-            pad = m * 128 + 64 * half
-            if END == "plain":
-                epilogue_plain(outs[0], tile, bar, phase, half, plane, row, n, N, real, BN)
-            elif END == "swiglu":
-                epilogue_swiglu_fp8(outs[1], tile, bar, phase, half, row, pad, n, N // 2, real, padded, POWER_OF_TWO)
-            elif END == "dswiglu":
-                epilogue_dswiglu_fp8(outs[1], tile, ahead, bar, phase, half, row, pad, n, N, real, padded)
+            made = hand.made.index(half)
+            pad = tile.m * 128 + 64 * half
+            here = HalfTile(half, made, phase, plane, row, pad, real, tile.n)
+            if gemm.END == "plain":
+                epilogue_plain(outs, hand.tile, here, N, BN)
+            elif gemm.END == "swiglu":
+                epilogue_swiglu_fp8(outs, hand.tile, here, N // 2, padded, POWER_OF_TWO)
+            elif gemm.END == "dswiglu":
+                epilogue_dswiglu_fp8(outs, hand.tile, ahead, ahead_scales, here, N, padded)
             tma.store_wait(0)
-            mbarrier.arrive(gone.index(half))
+            mbarrier.arrive(hand.gone.index(half))
             row += 64
             real -= 64
 
 
 @gluon.jit(do_not_specialize=["experts", "M", "K", "padded", "band"])
 def expert_gemm_fp8(
-    a_desc, b_desc, sa_desc, sb_desc, sa_ptr, sa_expert, sa_row, sb_ptr, sb_expert, sb_row,
+    a_desc, b_desc, sa_ptr, sb_ptr, sa_desc, sb_desc, sa_expert, sa_row, sb_expert, sb_row,
     out_desc, out_ptr, side_ptr, side_scales, h_ptr, h_scales, weight_R, dots_nP,
     tiles_M4, count, ends_E, first_tile_E,
     experts, M, N, K, padded, band,
@@ -373,33 +432,26 @@ def expert_gemm_fp8(
     POWER_OF_TWO: gl.constexpr, STAGES: gl.constexpr, CONSUMER_REGS: gl.constexpr, OTHER_REGS: gl.constexpr,
 ):  # fmt: skip
     """A persistent program: tiles program_id, program_id + num_programs, ..."""
-    # prologue: shared memory for operands and scales, for a tile of results, and for a pre-activation fetched ahead
-    a_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, BK], a_desc.dtype)
-    a_bufs = gl.allocate_shared_memory(a_desc.dtype, [2 * STAGES, 64, BK], a_layout)
-    b_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, BK], b_desc.dtype)
-    b_bufs = gl.allocate_shared_memory(b_desc.dtype, [STAGES, BN, BK], b_layout)
+    gemm: gl.constexpr = Fp8GemmKind(KIND, END, SCALES, PROMOTE, WIDE_B, STAGES)
+    # prologue: shared memory for operands and scales
+    a_bufs = swizzled_buffers(a_desc.dtype, 2 * STAGES, 64, BK)
+    b_bufs = swizzled_buffers(b_desc.dtype, STAGES, BN, BK)
     scale_layout: gl.constexpr = gl.NVMMASharedLayout(0, 32, 2)
     sa_bufs = gl.allocate_shared_memory(gl.float32, [STAGES, 1, 128], scale_layout)
     sb_bufs = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BN], scale_layout)
+    # for a tile of results, and for a pre-activation fetched ahead
     tile_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], gl.bfloat16)
-    tile = gl.allocate_shared_memory(gl.bfloat16, [2, 64, BN], tile_layout)
+    results = gl.allocate_shared_memory(gl.bfloat16, [2, 64, BN], tile_layout)
     row_major: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     ahead_blocks: gl.constexpr = 8 if END == "dswiglu" else 1
     ahead_dtype: gl.constexpr = h_ptr.dtype.element_ty if END == "dswiglu" else gl.int8
     ahead = gl.allocate_shared_memory(ahead_dtype, [ahead_blocks, 8, 128], row_major)
     ahead_scales = gl.allocate_shared_memory(gl.float32, [4, 64], row_major)
     # barriers: stages filled and free, halves of a tile made and gone
-    bar_layout: gl.constexpr = mbarrier.MBarrierLayout()
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar_layout)
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar_layout)
-    made = gl.allocate_shared_memory(gl.int64, [2, 1], bar_layout)
-    gone = gl.allocate_shared_memory(gl.int64, [2, 1], bar_layout)
-    for s in gl.static_range(STAGES):
-        mbarrier.init(full.index(s), count=1)
-        mbarrier.init(empty.index(s), count=2)
-    for s in gl.static_range(2):
-        mbarrier.init(made.index(s), count=1)
-        mbarrier.init(gone.index(s), count=1)
+    full = make_barriers(STAGES, 1)
+    empty = make_barriers(STAGES, 2)
+    ring = ScaledRing(a_bufs, b_bufs, sa_bufs, sb_bufs, full, empty)
+    hand = make_hand(results)
     fence_async_shared()
 
     # the grid of tiles
@@ -407,38 +459,19 @@ def expert_gemm_fp8(
     n_tiles = gl.cdiv(N, BN)
     if END == "swiglu":
         n_tiles = gl.cdiv(N // 2, HALF_BN)
-    if KIND == "experts":
-        m_tiles = gl.cdiv(M, 128)
-        total = experts * m_tiles * n_tiles
-    else:
-        m_tiles = gl.load(count)
-        total = m_tiles * n_tiles
     steps = gl.cdiv(K, BK)
+    by_expert: gl.constexpr = KIND == "experts"
+    grid = grid_of_tiles(tiles_M4, count, ends_E, first_tile_E, experts, M, n_tiles, steps, band, by_expert)
     descs = (a_desc, b_desc, sa_desc, sb_desc)
-    ring = (a_bufs, b_bufs, sa_bufs, sb_bufs, full, empty)
-    hand = (tile, made, gone)
-    grid = (tiles_M4, ends_E, first_tile_E, total, m_tiles, n_tiles, steps, band)
-    scales = (sa_ptr, sa_expert, sa_row, sb_ptr, sb_expert, sb_row)
-    plain_outs = (out_desc, out_ptr, None, None, None, None)
-    if END == "swiglu":
-        further = (side_ptr, side_scales, h_ptr, h_scales, weight_R)
-    else:
-        further = (out_ptr, side_ptr, h_ptr, h_scales, weight_R, dots_nP)
-    outs = (plain_outs, further)
-    sizes = (M, N, padded)
+    scales = ScalePointers(sa_ptr, sb_ptr, sa_expert, sa_row, sb_expert, sb_row)
+    outs = Fp8Outputs(out_desc, out_ptr, side_ptr, side_scales, h_ptr, h_scales, weight_R, dots_nP)
     # two consumer warpgroups, one producer warp, two epilogue warps
     gl.warp_specialize(
         [
-            (
-                multiply_fp8_tiles,
-                (ring, hand, grid, scales, out_ptr, sizes, 0, KIND, END, SCALES, PROMOTE, WIDE_B, STAGES),
-            ),
-            (
-                multiply_fp8_tiles,
-                (ring, hand, grid, scales, out_ptr, sizes, 1, KIND, END, SCALES, PROMOTE, WIDE_B, STAGES),
-            ),
-            (fetch_fp8_operands, (descs, ring, grid, N, KIND, END, SCALES, STAGES)),
-            (run_fp8_epilogues, (outs, hand, (ahead, ahead_scales), grid, N, padded, KIND, END, POWER_OF_TWO)),
+            (multiply_fp8_tiles, (ring, hand, grid, scales, out_ptr, M, N, padded, 0, gemm)),
+            (multiply_fp8_tiles, (ring, hand, grid, scales, out_ptr, M, N, padded, 1, gemm)),
+            (fetch_fp8_operands, (descs, ring, grid, N, gemm)),
+            (run_fp8_epilogues, (outs, hand, ahead, ahead_scales, grid, N, padded, gemm, POWER_OF_TWO)),
         ],
         [4, 1, 2],
         [CONSUMER_REGS, OTHER_REGS, OTHER_REGS],

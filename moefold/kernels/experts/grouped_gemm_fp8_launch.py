@@ -18,6 +18,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from moefold.config.precision_recipes import Sums
 from moefold.kernels.experts.activation_formats import ActivationFormats
+from moefold.kernels.experts.epilogues_fp8_hopper import Fp8Outputs
 from moefold.kernels.experts.grouped_gemm_fp8_hopper import expert_gemm_fp8
 from moefold.kernels.experts.grouped_gemm_launch import (
     RowTilePlan,
@@ -33,30 +34,17 @@ STAGES = 3
 SCALE_ROWS = gl.NVMMASharedLayout(0, 32, 2)  # of scales, not swizzled
 
 
-class Fp8Outputs(NamedTuple):
-    """Where an epilogue writes. `side` and what follows belong to SwiGLU's epilogues."""
-
-    out_desc: TensorDescriptor | None = None
-    out: Tensor | None = None
-    side: Tensor | None = None
-    side_scales: Tensor | None = None
-    h: Tensor | None = None
-    h_scales: Tensor | None = None
-    weight_R: Tensor | None = None
-    dots_nP: Tensor | None = None
-
-
 class ScaleArguments(NamedTuple):
-    """As the kernel takes them: descriptors of block scales, and pointers with the steps of an expert and of a row."""
+    """Scales as the kernel takes them: tensors, descriptors of block scales, and steps of an expert and of a row."""
 
-    a_desc: TensorDescriptor | None
-    b_desc: TensorDescriptor | None
     a: Tensor
-    a_expert: int
-    a_row: int
     b: Tensor
-    b_expert: int
-    b_row: int
+    a_desc: TensorDescriptor | None = None
+    b_desc: TensorDescriptor | None = None
+    a_expert: int = 0
+    a_row: int = 0
+    b_expert: int = 0
+    b_row: int = 0
 
 
 def launch_fp8_gemm(
@@ -77,7 +65,8 @@ def launch_fp8_gemm(
     experts = len(tiles.ends_E)
     routing = (tiles.tiles_M4, tiles.count, tiles.ends_E, tiles.first_tile_E)
     tile = (64, 128) if kind == "rows" else (1, 64, 128)
-    tensors = (block_descriptor_fp8(a, *tile), b, *scales, *outputs, *routing)
+    a_desc = block_descriptor_fp8(a, *tile)
+    tensors = (a_desc, b, *scales, *outputs, *routing)
     sizes = (experts, m, n, k, tiles.padded_rows)
     consumer_regs, other_regs = registers_of_warps(end, sums)
     constants = {
@@ -97,9 +86,11 @@ def launch_fp8_gemm(
         expert_gemm_fp8[(programs,)](*tensors, *sizes, band, **constants, num_warps=4)
 
     timed_as = "plain" if end == "add" else end
-    shape = gemm_shape_class("fp8 " + kind, timed_as, len(tiles.tiles_M4) * 128, experts, n)
+    most_rows = len(tiles.tiles_M4) * 128
+    shape = gemm_shape_class("fp8 " + kind, timed_as, most_rows, experts, n)
     timed_launch = None if end == "add" else launch_with_band
-    launch_with_band(band_for_shape(shape, a.device, timed_launch))
+    band = band_for_shape(shape, a.device, timed_launch)
+    launch_with_band(band)
 
 
 def registers_of_warps(end: str, sums: Sums) -> tuple[int, int]:
@@ -107,12 +98,17 @@ def registers_of_warps(end: str, sums: Sums) -> tuple[int, int]:
     needs sums twice; SwiGLU's epilogues need what it leaves."""
     if end in ("plain", "add"):
         return 224, 64
-    return (184, 144) if sums == "fast" else (208, 96)
+    if sums == "fast":
+        return 184, 144
+    return 208, 96
 
 
 def block_descriptor_fp8(x: Tensor, *shape: int) -> TensorDescriptor:
-    layout = gl.NVMMASharedLayout.get_default_for(list(shape), gl.float8e4nv)
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), list(shape), layout)
+    block = list(shape)
+    layout = gl.NVMMASharedLayout.get_default_for(block, gl.float8e4nv)
+    sizes = list(x.shape)
+    strides = list(x.stride())
+    return TensorDescriptor(x, sizes, strides, block, layout)
 
 
 def scale_descriptor(scales: Tensor, columns: int) -> TensorDescriptor:
@@ -126,10 +122,11 @@ def row_scales(a: Quantised, b: Quantised, sums: Sums) -> ScaleArguments:
     """Of products of rows with weights (E, N, K)."""
     _, outputs, steps = b.scales.shape
     if sums == "block":
-        desc = scale_descriptor(a.scales.T, 128)
-        return ScaleArguments(desc, None, a.scales, 0, 0, b.scales, outputs * steps, steps)
+        a_desc = scale_descriptor(a.scales.T, 128)
+        b_expert = outputs * steps
+        return ScaleArguments(a.scales, b.scales, a_desc, b_expert=b_expert, b_row=steps)
     by_channel = int(outputs > 1)
-    return ScaleArguments(None, None, a.scales, 0, 1, b.scales, outputs, by_channel)
+    return ScaleArguments(a.scales, b.scales, a_row=1, b_expert=outputs, b_row=by_channel)
 
 
 def column_scales(a: Quantised, b: Quantised, sums: Sums) -> ScaleArguments:
@@ -139,8 +136,10 @@ def column_scales(a: Quantised, b: Quantised, sums: Sums) -> ScaleArguments:
     if sums == "block":
         a_desc = scale_descriptor(a_scales, 128)
         b_desc = scale_descriptor(b_scales, 256)
-        return ScaleArguments(a_desc, b_desc, a_scales, 0, 0, b_scales, 0, 0)
-    return ScaleArguments(None, None, a_scales, a_scales.shape[1], 1, b_scales, b_scales.shape[1], 1)
+        return ScaleArguments(a_scales, b_scales, a_desc, b_desc)
+    m = a_scales.shape[1]
+    n = b_scales.shape[1]
+    return ScaleArguments(a_scales, b_scales, a_expert=m, a_row=1, b_expert=n, b_row=1)
 
 
 def rows_by_weights(a: Quantised, b: Quantised, tiles: RowTiles, rows: int, sums: Sums) -> Tensor:
@@ -149,8 +148,10 @@ def rows_by_weights(a: Quantised, b: Quantised, tiles: RowTiles, rows: int, sums
     y_RN = torch.empty(rows, n, dtype=torch.bfloat16, device=a.values.device)
     if rows == 0:
         return y_RN
-    outputs = Fp8Outputs(plane_descriptor(y_RN[None]), y_RN)
-    weights = block_descriptor_fp8(b.values.view(e * n, k), 256, 128)
+    planes = plane_descriptor(y_RN[None])
+    outputs = Fp8Outputs(planes, y_RN)
+    weights_NK = b.values.view(e * n, k)
+    weights = block_descriptor_fp8(weights_NK, 256, 128)
     scales = row_scales(a, b, sums)
     launch_fp8_gemm("rows", "plain", a.values, weights, scales, outputs, tiles, sums, n=n, k=k)
     return y_RN
@@ -162,10 +163,13 @@ def swiglu_product(
     """h (P, 2F) and a (P, F), each as FP8 with scales of blocks or in bf16."""
     e, n, k = w.values.shape
     f = n // 2
-    h, h_scales = empty_blocks(tiles.padded_rows, n, formats.fp8_kept, x.values.device)
-    a, a_scales = empty_blocks(tiles.padded_rows, f, formats.fp8_activation, x.values.device)
-    outputs = Fp8Outputs(side=a, side_scales=a_scales, h=h, h_scales=h_scales, weight_R=weight_R)
-    weights = block_descriptor_fp8(w.values.view(2 * e, f, k), 2, 128, 128)
+    rows = tiles.padded_rows
+    device = x.values.device
+    h, h_scales = empty_blocks(rows, n, formats.fp8_kept, device)
+    a, a_scales = empty_blocks(rows, f, formats.fp8_activation, device)
+    outputs = Fp8Outputs(side_ptr=a, side_scales=a_scales, h_ptr=h, h_scales=h_scales, weight_R=weight_R)
+    planes = w.values.view(2 * e, f, k)
+    weights = block_descriptor_fp8(planes, 2, 128, 128)
     scales = row_scales(x, w, sums)
     power_of_two = formats.rule.power_of_two
     launch_fp8_gemm("rows", "swiglu", x.values, weights, scales, outputs, tiles, sums, power_of_two, n=n, k=k)
@@ -178,7 +182,9 @@ def empty_blocks(rows: int, width: int, fp8: bool, device: torch.device) -> tupl
     values = torch.empty(rows, width, dtype=dtype, device=device)
     if not fp8:
         return values, None
-    return values, torch.empty(-(-width // 128), rows, dtype=torch.float32, device=device)
+    blocks = -(-width // 128)
+    scales = torch.empty(blocks, rows, dtype=torch.float32, device=device)
+    return values, scales
 
 
 def in_blocks(values: Tensor, scales: Tensor | None) -> Quantised | Tensor:
@@ -191,17 +197,20 @@ def dswiglu_product(
     """The gradient of the pre-activation (P, 2F) and the activation once more (P, F), both in bf16, and the gradient of
     the router's weights (R,)."""
     e, f, k = w.values.shape
+    rows = tiles.padded_rows
     device = dy.values.device
-    dh_PN, _ = empty_blocks(tiles.padded_rows, 2 * f, False, device)
-    a_PF, _ = empty_blocks(tiles.padded_rows, f, False, device)
+    dh_PN, _ = empty_blocks(rows, 2 * f, False, device)
+    a_PF, _ = empty_blocks(rows, f, False, device)
     column_tiles = -(-f // 256)
-    dots_nP = torch.empty(column_tiles, tiles.padded_rows, dtype=torch.float32, device=device)  # summands
+    dots_nP = torch.empty(column_tiles, rows, dtype=torch.float32, device=device)  # summands
     kept = h if isinstance(h, Quantised) else (h, None)
     outputs = Fp8Outputs(None, dh_PN, a_PF, None, *kept, weight_R, dots_nP)
-    weights = block_descriptor_fp8(w.values.view(e * f, k), 256, 128)
+    weights_NK = w.values.view(e * f, k)
+    weights = block_descriptor_fp8(weights_NK, 256, 128)
     scales = row_scales(dy, w, sums)
     launch_fp8_gemm("rows", "dswiglu", dy.values, weights, scales, outputs, tiles, sums, n=f, k=k)
-    return dh_PN, a_PF, dots_nP[:, : len(weight_R)].sum(0)
+    real_dots = dots_nP[:, : len(weight_R)]
+    return dh_PN, a_PF, real_dots.sum(0)
 
 
 def columns_by_columns(
@@ -212,7 +221,8 @@ def columns_by_columns(
     n = x.values.shape[1]
     b = block_descriptor_fp8(x.values, 1, 256, 128)
     end = "add" if add else "plain"
-    outputs = Fp8Outputs(None if add else plane_descriptor(out_END), out_END)
+    planes = None if add else plane_descriptor(out_END)
+    outputs = Fp8Outputs(planes, out_END)
     scales = column_scales(dy, x, sums)
     launch_fp8_gemm("experts", end, dy.values, b, scales, outputs, tiles, sums, m=m, n=n)
 

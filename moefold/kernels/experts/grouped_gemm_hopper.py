@@ -25,188 +25,174 @@ multiples of 8: beyond them TMA loads zeros, and nothing is stored.
 device: the grid depends on shapes alone. No atomics: two runs agree to the bit.
 """
 
-# ruff: noqa: RUF059  (device code takes tuples apart by name)
-
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+
+from moefold.kernels.experts.epilogues_hopper import (
+    EpilogueOutputs,
+    epilogue_add,
+    epilogue_dswiglu,
+    epilogue_plain,
+    epilogue_swiglu,
 )
+from moefold.kernels.experts.gemm_tiles_hopper import (
+    HalfTile,
+    grid_of_tiles,
+    locate_tile,
+    make_hand,
+    multiply_half,
+    skip_half,
+    wait_until_gone,
+)
+from moefold.kernels.hopper import make_barriers, swizzled_buffers, wait_until_free
 
-from moefold.kernels.experts.epilogues_hopper import epilogue_add, epilogue_dswiglu, epilogue_plain, epilogue_swiglu
-from moefold.kernels.hopper import banded_tile
+
+class GemmKind(NamedTuple):
+    """What the kernel is compiled for: contraction, epilogue, columns of a tile, stages in flight."""
+
+    KIND: Any
+    END: Any
+    BN: Any
+    STAGES: Any
+
+
+class OperandRing(NamedTuple):
+    """The stages: operands in shared memory, and barriers of stages filled and free."""
+
+    a_bufs: Any
+    b_bufs: Any
+    full: Any
+    empty: Any
 
 
 @gluon.jit
-def locate_tile(t, grid, KIND: gl.constexpr):
-    """Of tile t: expert, first row, first padded row, real rows, steps of the contraction, its coordinates (m, n)."""
-    tiles_M4, ends_E, pads_E, total, m_tiles, n_tiles, steps, band = grid
-    last = gl.maximum(total - 1, 0)
-    t = gl.minimum(t, last)  # lookups beyond the last tile give the last
-    if KIND == "tn":
-        tiles_of_expert = m_tiles * n_tiles
-        expert = t // tiles_of_expert
-        m, n = banded_tile(t % tiles_of_expert, m_tiles, n_tiles, band)
-        row = gl.load(ends_E + expert - 1, mask=expert > 0, other=0)
-        real = gl.load(ends_E + expert) - row
-        steps = gl.cdiv(real, 64)
-        pad = gl.load(pads_E + expert)
-    else:
-        m, n = banded_tile(t, m_tiles, n_tiles, band)
-        expert = gl.load(tiles_M4 + 4 * m)
-        row = gl.load(tiles_M4 + 4 * m + 1)
-        real = gl.load(tiles_M4 + 4 * m + 2)
-        pad = gl.load(tiles_M4 + 4 * m + 3)
-    return expert, row, pad, real, steps, m, n
+def locate(t, grid, gemm):
+    return locate_tile(t, grid, gemm.KIND == "tn", 64)
 
 
 @gluon.jit
-def fetch_operands(
-    descs, ring, grid, N, K,
-    KIND: gl.constexpr, END: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
+def fetch_operands(a_desc, b_desc, ring, grid, N, K, gemm):
     """The producer: keeps STAGES steps of operands in flight, across tile boundaries."""
-    a_desc, b_desc = descs
-    a_bufs, b_bufs, full, empty = ring
-    tiles_M4, ends_E, pads_E, total, m_tiles, n_tiles, steps, band = grid
+    program = gl.program_id(0)
+    programs = gl.num_programs(0)
     i = 0
     # loop over this program's tiles
-    for t in range(gl.program_id(0), total, gl.num_programs(0)):
-        expert, row, pad, real, steps_t, m, n = locate_tile(t, grid, KIND)
-        if END == "swiglu":
-            row = pad
+    for t in range(program, grid.total, programs):
+        tile = locate(t, grid, gemm)
         # loop over the contraction: wait for a free stage, then fill it
-        for k in range(steps_t):
-            s = i % STAGES
-            bar = full.index(s)
-            free = empty.index(s)
-            phase = (i // STAGES) & 1
-            mbarrier.wait(free, phase ^ 1)
-            mbarrier.expect(bar, (128 + BN) * 64 * 2)
-            # the left operand: two buffers, one for each consumer
-            for w in gl.static_range(2):
-                if KIND == "tn":
-                    a_at = [row + k * 64, m * 128 + 64 * w]
-                else:
-                    a_at = [row + 64 * w, k * 64]
-                tma.async_copy_global_to_shared(a_desc, a_at, bar, a_bufs.index(2 * s + w))
-            # the right operand
-            if KIND == "tn":
-                b_at = [pad + k * 64, n * BN]
-            elif KIND == "nn":
-                b_at = [expert * K + k * 64, n * BN]
-            elif END == "swiglu":  # half of the tile's columns are gate, half up
-                b_at = [expert * 2, n * (BN // 2), k * 64]
-            else:
-                b_at = [expert * N + n * BN, k * 64]
-            b = b_bufs.index(s)
-            if END == "swiglu":
-                b = b.reshape([2, BN // 2, 64])
-            tma.async_copy_global_to_shared(b_desc, b_at, bar, b)
+        for k in range(tile.steps):
+            s = wait_until_free(ring.empty, i, gemm.STAGES)
+            bar = ring.full.index(s)
+            mbarrier.expect(bar, (128 + gemm.BN) * 64 * 2)
+            at_k = k * 64
+            fetch_left(a_desc, bar, ring, s, tile, at_k, gemm)
+            fetch_right(b_desc, bar, ring, s, tile, at_k, N, K, gemm)
             i += 1
 
 
 @gluon.jit
-def multiply_tiles(
-    ring, hand, grid, out_ptr, M, N,
-    HALF: gl.constexpr, KIND: gl.constexpr, END: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    """A consumer: 64 of a tile's 128 rows. They are handed to the epilogue once it has taken the previous tile's."""
-    a_bufs, b_bufs, full, empty = ring
-    tile, made, gone = hand
-    tiles_M4, ends_E, pads_E, total, m_tiles, n_tiles, steps, band = grid
-    layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16])
-    i = 0
-    facts = locate_tile(gl.program_id(0), grid, KIND)
-    # loop over this program's tiles
-    for t in range(gl.program_id(0), total, gl.num_programs(0)):
-        expert, row, pad, real, steps_t, m, n = facts
-        turn = t // gl.num_programs(0)
-        # lookup of the next tile, in flight while this one is multiplied
-        facts = locate_tile(t + gl.num_programs(0), grid, KIND)
-        if KIND == "tn" or real > 64 * HALF:
-            acc = gl.zeros([64, BN], gl.float32, layout)
-            # main loop over the contraction; a stage is freed one step later, when its product is done
-            for k in range(steps_t):
-                step = i + k
-                s = step % STAGES
-                filled = full.index(s)
-                phase = (step // STAGES) & 1
-                mbarrier.wait(filled, phase)
-                # the operands of this step, transposed as the contraction asks
-                a = a_bufs.index(2 * s + HALF)
-                b = b_bufs.index(s)
-                if KIND == "tn":
-                    a = a.permute((1, 0))
-                if KIND == "nt":
-                    b = b.permute((1, 0))
-                acc = warpgroup_mma(a, b, acc, is_async=True)
-                # the product of the step before is done
-                acc = warpgroup_mma_wait(1, deps=(acc,))
-                has_previous = k > 0
-                previous = (step + STAGES - 1) % STAGES
-                mbarrier.arrive(empty.index(previous), pred=has_previous)
-            # the last product
-            acc = warpgroup_mma_wait(0, deps=(acc,))
-            any_step = steps_t > 0
-            last = (i + steps_t + STAGES - 1) % STAGES
-            mbarrier.arrive(empty.index(last), pred=any_step)
-            # the result: added to memory here, or rounded and handed over in shared memory
-            if END == "add":
-                first_row = m * 128 + 64 * HALF
-                epilogue_add(out_ptr, acc, expert, first_row, n * BN, M, N, BN)
-            else:
-                mbarrier.wait(gone.index(HALF), turn & 1 ^ 1)
-                tile.index(HALF).store(acc.to(gl.bfloat16))
-                fence_async_shared()
-                mbarrier.arrive(made.index(HALF))
-        else:  # no real rows in this half: only free the stages
-            for k in range(steps_t):
-                step = i + k
-                s = step % STAGES
-                filled = full.index(s)
-                phase = (step // STAGES) & 1
-                mbarrier.wait(filled, phase)
-                mbarrier.arrive(empty.index(s))
-            if END != "add":
-                mbarrier.wait(gone.index(HALF), turn & 1 ^ 1)
-                mbarrier.arrive(made.index(HALF))
-        i += steps_t
+def fetch_left(a_desc, bar, ring, s, tile, at_k, gemm):
+    """The left operand: two buffers, one for each consumer."""
+    row = tile.row
+    if gemm.END == "swiglu":
+        row = tile.start
+    for w in gl.static_range(2):
+        if gemm.KIND == "tn":
+            column = tile.m * 128
+            a_at = [row + at_k, column + 64 * w]
+        else:
+            a_at = [row + 64 * w, at_k]
+        a = ring.a_bufs.index(2 * s + w)
+        tma.async_copy_global_to_shared(a_desc, a_at, bar, a)
 
 
 @gluon.jit
-def run_epilogues(outs, hand, ahead, grid, N, rows, KIND: gl.constexpr, END: gl.constexpr, BN: gl.constexpr):
-    """The epilogue of a tile's two halves, while the consumers multiply the next tile."""
-    tile, made, gone = hand
-    tiles_M4, ends_E, pads_E, total, m_tiles, n_tiles, steps, band = grid
-    last = 0 if END == "add" else total  # the consumers add these themselves
+def fetch_right(b_desc, bar, ring, s, tile, at_k, N, K, gemm):
+    """The right operand: one buffer, which both consumers read."""
+    b = ring.b_bufs.index(s)
+    column = tile.n * gemm.BN
+    if gemm.KIND == "tn":
+        b_at = [tile.start + at_k, column]
+    elif gemm.KIND == "nn":
+        b_at = [tile.expert * K + at_k, column]
+    elif gemm.END == "swiglu":  # half of the tile's columns are gate, half up
+        half: gl.constexpr = gemm.BN // 2
+        b = b.reshape([2, half, 64])
+        b_at = [tile.expert * 2, tile.n * half, at_k]
+    else:
+        b_at = [tile.expert * N + column, at_k]
+    tma.async_copy_global_to_shared(b_desc, b_at, bar, b)
+
+
+@gluon.jit
+def multiply_tiles(ring, hand, grid, out_ptr, M, N, HALF: gl.constexpr, gemm):
+    """A consumer: 64 of a tile's 128 rows. They are handed to the epilogue once it has taken the previous tile's."""
+    A_BY_COLUMN: gl.constexpr = gemm.KIND == "tn"
+    B_BY_ROW: gl.constexpr = gemm.KIND == "nt"
+    program = gl.program_id(0)
+    programs = gl.num_programs(0)
+    i = 0
+    following = locate(program, grid, gemm)
     # loop over this program's tiles
-    for t in range(gl.program_id(0), last, gl.num_programs(0)):
-        expert, row, pad, real, steps_t, m, n = locate_tile(t, grid, KIND)
-        phase = t // gl.num_programs(0) & 1
+    for t in range(program, grid.total, programs):
+        tile = following
+        turn = t // programs
+        # lookup of the next tile, in flight while this one is multiplied
+        following = locate(t + programs, grid, gemm)
+        if gemm.KIND == "tn" or tile.real > 64 * HALF:
+            acc = multiply_half(ring, i, tile.steps, HALF, gemm.BN, 16, gemm.STAGES, A_BY_COLUMN, B_BY_ROW)
+            # the result: added to memory here, or rounded and handed over in shared memory
+            if gemm.END == "add":
+                first_row = tile.m * 128 + 64 * HALF
+                first_column = tile.n * gemm.BN
+                epilogue_add(out_ptr, acc, tile.expert, first_row, first_column, M, N, gemm.BN)
+            else:
+                wait_until_gone(hand, turn, HALF)
+                rounded = acc.to(gl.bfloat16)
+                hand.tile.index(HALF).store(rounded)
+                fence_async_shared()
+                mbarrier.arrive(hand.made.index(HALF))
+        else:
+            skip_half(ring, hand, i, tile.steps, turn, HALF, gemm.STAGES)
+        i += tile.steps
+
+
+@gluon.jit
+def run_epilogues(outs, hand, ahead, grid, N, rows, gemm):
+    """The epilogue of a tile's two halves, while the consumers multiply the next tile."""
+    program = gl.program_id(0)
+    programs = gl.num_programs(0)
+    last = 0 if gemm.END == "add" else grid.total  # the consumers add these themselves
+    # loop over this program's tiles
+    for t in range(program, last, programs):
+        tile = locate(t, grid, gemm)
+        phase = t // programs & 1
         # where the tile goes: weight gradients to the expert's plane
         plane = 0
-        if KIND == "tn":
-            plane = expert
-            row = m * 128
+        row = tile.row
+        pad = tile.start
+        real = tile.real
+        if gemm.KIND == "tn":
+            plane = tile.expert
+            row = tile.m * 128
             real = 128
         # 64 rows at a time: wait until they are made, store them, free their place
         for half in range(2):
-            bar = made.index(half)
-            if END == "plain":
-                epilogue_plain(outs, tile, bar, phase, half, plane, row, n, N, real, BN)
-            elif END == "swiglu":
-                epilogue_swiglu(outs, tile, bar, phase, half, row, n, N, real, BN)
-            elif END == "dswiglu":
-                epilogue_dswiglu(outs, tile, ahead, bar, phase, half, row, pad, n, N, real, rows, BN)
+            made = hand.made.index(half)
+            here = HalfTile(half, made, phase, plane, row, pad, real, tile.n)
+            if gemm.END == "plain":
+                epilogue_plain(outs, hand.tile, here, N, gemm.BN)
+            elif gemm.END == "swiglu":
+                epilogue_swiglu(outs, hand.tile, here, N, gemm.BN)
+            elif gemm.END == "dswiglu":
+                epilogue_dswiglu(outs, hand.tile, ahead, here, N, rows, gemm.BN)
             tma.store_wait(0)
-            mbarrier.arrive(gone.index(half))
+            mbarrier.arrive(hand.gone.index(half))
             row += 64
             pad += 64
             real -= 64
@@ -219,49 +205,36 @@ def expert_gemm(
     KIND: gl.constexpr, END: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """A persistent program: tiles program_id, program_id + num_programs, ..."""
+    gemm: gl.constexpr = GemmKind(KIND, END, BN, STAGES)
     # prologue: shared memory for operands, for a tile of results, and for gate and up fetched ahead
-    a_bufs = gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, 64, 64], a_desc.layout)
-    b_shape: gl.constexpr = [BN, 64] if KIND == "nt" else [64, BN]
-    b_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(b_shape, gl.bfloat16)
-    b_bufs = gl.allocate_shared_memory(gl.bfloat16, [STAGES, b_shape[0], b_shape[1]], b_layout)
-    tile = gl.allocate_shared_memory(gl.bfloat16, [2, 64, BN], a_desc.layout)
+    a_bufs = swizzled_buffers(gl.bfloat16, 2 * STAGES, 64, 64)
+    if KIND == "nt":
+        b_bufs = swizzled_buffers(gl.bfloat16, STAGES, BN, 64)
+    else:
+        b_bufs = swizzled_buffers(gl.bfloat16, STAGES, 64, BN)
+    results = gl.allocate_shared_memory(gl.bfloat16, [2, 64, BN], a_desc.layout)
     row_major: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     ahead = gl.allocate_shared_memory(gl.bfloat16, [8, 16, 64], row_major)
     # barriers: stages filled and free, halves of a tile made and gone
-    bar_layout: gl.constexpr = mbarrier.MBarrierLayout()
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar_layout)
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar_layout)
-    made = gl.allocate_shared_memory(gl.int64, [2, 1], bar_layout)
-    gone = gl.allocate_shared_memory(gl.int64, [2, 1], bar_layout)
-    for s in gl.static_range(STAGES):
-        mbarrier.init(full.index(s), count=1)
-        mbarrier.init(empty.index(s), count=2)
-    for s in gl.static_range(2):
-        mbarrier.init(made.index(s), count=1)
-        mbarrier.init(gone.index(s), count=1)
+    full = make_barriers(STAGES, 1)
+    empty = make_barriers(STAGES, 2)
+    ring = OperandRing(a_bufs, b_bufs, full, empty)
+    hand = make_hand(results)
     fence_async_shared()
 
     # the grid of tiles
     N = N // 8 * 8  # tells the compiler that it is a multiple of 8, for loads of 16 bytes
     n_tiles = gl.cdiv(N, BN)
-    if KIND == "tn":
-        m_tiles = gl.cdiv(M, 128)
-        total = experts * m_tiles * n_tiles
-    else:
-        m_tiles = gl.load(count)
-        total = m_tiles * n_tiles
     steps = gl.cdiv(K, 64)
-    ring = (a_bufs, b_bufs, full, empty)
-    hand = (tile, made, gone)
-    outs = (out_desc, out_ptr, side_desc, side_ptr, weight_R, dots_nR)
-    grid = (tiles_M4, ends_E, pads_E, total, m_tiles, n_tiles, steps, band)
+    grid = grid_of_tiles(tiles_M4, count, ends_E, pads_E, experts, M, n_tiles, steps, band, KIND == "tn")
+    outs = EpilogueOutputs(out_desc, out_ptr, side_desc, side_ptr, weight_R, dots_nR)
     # two consumer warpgroups, one producer warp, two epilogue warps
     gl.warp_specialize(
         [
-            (multiply_tiles, (ring, hand, grid, out_ptr, M, N, 0, KIND, END, BN, STAGES)),
-            (multiply_tiles, (ring, hand, grid, out_ptr, M, N, 1, KIND, END, BN, STAGES)),
-            (fetch_operands, ((a_desc, b_desc), ring, grid, N, K, KIND, END, BN, STAGES)),
-            (run_epilogues, (outs, hand, ahead, grid, N, rows, KIND, END, BN)),
+            (multiply_tiles, (ring, hand, grid, out_ptr, M, N, 0, gemm)),
+            (multiply_tiles, (ring, hand, grid, out_ptr, M, N, 1, gemm)),
+            (fetch_operands, (a_desc, b_desc, ring, grid, N, K, gemm)),
+            (run_epilogues, (outs, hand, ahead, grid, N, rows, gemm)),
         ],
         [4, 1, 2],
         [192, 120, 120],

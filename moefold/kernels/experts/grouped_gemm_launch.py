@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from moefold.kernels.experts.epilogues_hopper import EpilogueOutputs
 from moefold.kernels.experts.grouped_gemm_hopper import expert_gemm
 from moefold.kernels.experts.tile_order import band_for_shape, gemm_shape_class
 from moefold.kernels.hopper import block_descriptor
@@ -53,18 +54,6 @@ class RowTilePlan(NamedTuple):
         return cls(ends_E, *plan_row_tiles(ends_E, rows))
 
 
-class EpilogueOutputs(NamedTuple):
-    """Where an epilogue writes: the result as descriptor (for TMA) and as pointer, and further tensors that SwiGLU's
-    epilogues read and write."""
-
-    out: TensorDescriptor | None
-    out_ptr: Tensor
-    side: TensorDescriptor | None = None
-    side_ptr: Tensor | None = None
-    weight_R: Tensor | None = None
-    dots_nR: Tensor | None = None
-
-
 def gather_expert_rows(source_ND: Tensor, index_R: Tensor, plan: RowTilePlan) -> Tensor:
     """x_PD: the experts' rows, padded."""
     return gather_padded(source_ND, index_R, plan.tiles_M4, len(plan.ends_E))
@@ -89,7 +78,8 @@ def down_projection(a_RF: Tensor, w_EDF: Tensor, plan: RowTilePlan) -> Tensor:
     e, d, f = w_EDF.shape
     y_RD = a_RF.new_empty(len(a_RF), d)
     outputs = plain_outputs(y_RD[None])
-    b = block_descriptor(w_EDF.view(e * d, f), TILE_COLUMNS, 64)
+    w_NF = w_EDF.view(e * d, f)
+    b = block_descriptor(w_NF, TILE_COLUMNS, 64)
     launch_grouped_gemm("nt", "plain", a_RF, b, outputs, plan, n=d, k=f)
     return y_RD
 
@@ -103,7 +93,8 @@ def down_projection_dgrad(dy_RD: Tensor, w_EDF: Tensor, h_R2F: Tensor, weight_R:
     a_PF = h_R2F.new_empty(rows + 64 * e, f)
     dots_nR = dy_RD.new_empty(column_tiles, rows, dtype=torch.float32)  # a summand of each column tile
     outputs = EpilogueOutputs(None, h_R2F, None, a_PF, weight_R, dots_nR)
-    b = block_descriptor(w_EDF.view(e * d, f), 64, TILE_COLUMNS)
+    w_NF = w_EDF.view(e * d, f)
+    b = block_descriptor(w_NF, 64, TILE_COLUMNS)
     launch_grouped_gemm("nn", "dswiglu", dy_RD, b, outputs, plan, n=f, k=d)
     return a_PF, dots_nR.sum(0)
 
@@ -124,18 +115,24 @@ def expert_wgrad(
 ) -> Tensor | None:
     """out[e] = left^T right over the rows of expert e, in the shape of the weights; zeros for an expert without rows.
     Given `into`, fp32 or bf16, the gradient is added to that tensor, and None is returned."""
-    out = memory_for_gradient(like) if into is None else into
-    out_EMN = out.view(-1, left_RM.shape[1], right_PN.shape[1])
-    write_expert_wgrad(left_RM, right_PN, out_EMN, plan, add=into is not None)
-    return out if into is None else None
+    add = into is not None
+    out = into if add else memory_for_gradient(like)
+    m = left_RM.shape[1]
+    n = right_PN.shape[1]
+    out_EMN = out.view(-1, m, n)
+    write_expert_wgrad(left_RM, right_PN, out_EMN, plan, add)
+    return None if add else out
 
 
 def write_expert_wgrad(left_RM: Tensor, right_PN: Tensor, out_EMN: Tensor, plan: RowTilePlan, add: bool) -> None:
     _, m, n = out_EMN.shape
     b = block_descriptor(right_PN, 64, TILE_COLUMNS)
-    outputs = EpilogueOutputs(None, out_EMN) if add else plain_outputs(out_EMN)
-    end = "add" if add else "plain"
-    launch_grouped_gemm("tn", end, left_RM, b, outputs, plan, m=m, n=n)
+    if add:
+        outputs = EpilogueOutputs(None, out_EMN)
+        launch_grouped_gemm("tn", "add", left_RM, b, outputs, plan, m=m, n=n)
+    else:
+        outputs = plain_outputs(out_EMN)
+        launch_grouped_gemm("tn", "plain", left_RM, b, outputs, plan, m=m, n=n)
 
 
 def plain_outputs(out: Tensor) -> EpilogueOutputs:
@@ -146,7 +143,8 @@ def launch_grouped_gemm(kind: str, end: str, a, b, outputs: EpilogueOutputs, pla
     """`kind`: which operands are transposed, as in BLAS. `end`: the epilogue. m, n, k: sizes that are not rows."""
     experts = len(plan.ends_E)
     routing = (plan.tiles_M4, plan.count, plan.ends_E, plan.pads_E)
-    tensors = (block_descriptor(a, 64, 64), b, *outputs, *routing)
+    a_desc = block_descriptor(a, 64, 64)
+    tensors = (a_desc, b, *outputs, *routing)
     sizes = (experts, m, n, k, len(a))
     constants = {"KIND": kind, "END": end, "BN": TILE_COLUMNS, "STAGES": STAGES}
     programs = multiprocessor_count(a.device.index or 0)  # a persistent program on each

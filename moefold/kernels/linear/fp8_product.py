@@ -15,6 +15,8 @@ R rows, P padded rows in M tiles, K contraction, E experts, N outputs, D inputs.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -28,7 +30,14 @@ from moefold.kernels.registry import CaseInputs, Cases, KernelCase, register_in_
 
 
 @register_inner_op
-def fp8_product(a: Quantised, b: Quantised, tiles: RowTiles, rows: int, sums: Sums, dtype: torch.dtype) -> Tensor:
+def fp8_product(
+    a: Quantised,
+    b: Quantised,
+    tiles: RowTiles,
+    rows: int,
+    sums: Sums,
+    dtype: torch.dtype,
+) -> Tensor:
     """y_RN for R = `rows`. a: values (P, K), scales (P, K / 128) or (P, 1). b: values (E, N, K), scales (E, N / 128,
     K / 128), (E, 1, 1) or (E, N, 1). Rows behind the last end are zero."""
     y_PN = padded_product(a, b, tiles, sums)
@@ -38,8 +47,13 @@ def fp8_product(a: Quantised, b: Quantised, tiles: RowTiles, rows: int, sums: Su
 
 @fp8_product.register_fast("gluon")
 def fp8_product_gluon(
-    a: Quantised, b: Quantised, tiles: RowTiles, rows: int, sums: Sums, dtype: torch.dtype
-) -> Tensor:  # fmt: skip
+    a: Quantised,
+    b: Quantised,
+    tiles: RowTiles,
+    rows: int,
+    sums: Sums,
+    dtype: torch.dtype,
+) -> Tensor:
     """Rows behind the last end are undefined."""
     from moefold.kernels.experts import grouped_gemm_fp8_launch as launch
 
@@ -52,20 +66,31 @@ def padded_product(a: Quantised, b: Quantised, tiles: RowTiles, sums: Sums) -> T
     outputs = b.values.shape[1]
     a_MBK = a.values.unflatten(0, (-1, BLOCK))
     scale_a_MBG = a.scales.unflatten(0, (-1, BLOCK))
-    scale_b_MNG = row_scales(b.scales, outputs)[expert_M]
-    scale_b_MGN = scale_b_MNG.mT
-    y_MBN = torch.zeros(*a_MBK.shape[:2], outputs, device=a.scales.device)
-    for g, block in enumerate(contraction_blocks(a_MBK.shape[2])):
+    scale_ENG = row_scales(b.scales, outputs)
+    scale_b_MGN = scale_ENG[expert_M].mT
+    m, rows, k = a_MBK.shape
+    y_MBN = torch.zeros(m, rows, outputs, device=a.scales.device)
+    # blocks of the contraction, in their order
+    for g, block in enumerate(contraction_blocks(k)):
         b_ENK = b.values[:, :, block].double()
-        partial = (a_MBK[..., block].double() @ b_ENK[expert_M].mT).float()
+        b_MNK = b_ENK[expert_M]
+        partial = rounded_product(a_MBK[..., block], b_MNK)
         if sums == "block":
             scaled = partial * scale_a_MBG[..., g, None]
-            y_MBN = multiply_add(scaled, scale_b_MGN[:, g, None], y_MBN)
+            scale_MN = scale_b_MGN[:, g]
+            y_MBN = multiply_add(scaled, scale_MN[:, None], y_MBN)
         else:
             y_MBN += partial
     if sums != "block":
-        y_MBN = (y_MBN * scale_a_MBG) * scale_b_MGN
+        y_MBN = y_MBN * scale_a_MBG
+        y_MBN = y_MBN * scale_b_MGN
     return y_MBN.flatten(0, 1)
+
+
+def rounded_product(a: Tensor, b: Tensor) -> Tensor:
+    """a b^T of FP8 numbers: exact sums, rounded to fp32."""
+    exact = a.double() @ b.double().mT
+    return exact.float()
 
 
 @register_in_place_op
@@ -77,20 +102,23 @@ def fp8_weight_product(
     expert_M = tiles.tiles_M4[:, 0].long()
     used_M = tiles.tiles_M4[:, 2] > 0
     total_END = torch.zeros(out_END.shape, device=out_END.device)
+    # tiles in their order, each added to its expert's sum
     for m in range(len(expert_M)):
-        partial = (dy.values[m].double() @ x.values[m].double().T).float()
+        partial_ND = rounded_product(dy.values[m], x.values[m])
         expert = expert_M[m : m + 1]
-        before = total_END[expert][0]
+        before_ND = total_END[expert][0]
         if sums == "block":
-            scaled = partial * dy.scales[m]
-            after = multiply_add(scaled, x.scales[m, :, 0], before)
+            scaled_ND = partial_ND * dy.scales[m]
+            scale_D = x.scales[m, :, 0]
+            after_ND = multiply_add(scaled_ND, scale_D, before_ND)
         else:
-            after = before + partial
-        total_END[expert] = torch.where(used_M[m], after, before)
+            after_ND = before_ND + partial_ND
+        total_END[expert] = torch.where(used_M[m], after_ND, before_ND)
     if sums != "block":
         scale_EN = expert_scales(dy.scales, tiles)
         scale_ED = expert_scales(x.scales, tiles)
-        total_END = (total_END * scale_EN[..., None]) * scale_ED[:, None]
+        total_END = total_END * scale_EN[..., None]
+        total_END = total_END * scale_ED[:, None]
     write_gradient(total_END, out_END, add)
 
 
@@ -106,9 +134,10 @@ def fp8_weight_product_gluon(
 @register_in_place_op
 def tile_weight_product(dy_PN: Tensor, x_PD: Tensor, tiles: RowTiles, out_END: Tensor, add: bool = False) -> None:
     """The same gradient from rows in tiles in their own precision. Padding is zero."""
-    last = tiles.count * BLOCK
-    ends_E = torch.cat((tiles.first_tile_E[1:] * BLOCK, last))
-    write_gradient(grouped_gemm_weight(dy_PN, x_PD, ends_E), out_END, add)
+    next_tile_E = torch.cat((tiles.first_tile_E[1:], tiles.count))
+    ends_E = next_tile_E * BLOCK
+    gradient_END = grouped_gemm_weight(dy_PN, x_PD, ends_E)
+    write_gradient(gradient_END, out_END, add)
 
 
 @tile_weight_product.register_fast("gluon")
@@ -129,8 +158,11 @@ def write_gradient(gradient: Tensor, out: Tensor, add: bool) -> None:
 
 def contraction_blocks(size: int) -> list[slice]:
     """Every block of 128 values; the last block may be cut short."""
-    firsts = range(0, size, BLOCK)
-    return [slice(first, min(first + BLOCK, size)) for first in firsts]
+    blocks: list[slice] = []
+    for first in range(0, size, BLOCK):
+        end = min(first + BLOCK, size)
+        blocks.append(slice(first, end))
+    return blocks
 
 
 def row_scales(scales_EHG: Tensor, outputs: int) -> Tensor:
@@ -139,7 +171,8 @@ def row_scales(scales_EHG: Tensor, outputs: int) -> Tensor:
     if blocks == outputs:
         return scales_EHG
     covered = max(BLOCK, -(-outputs // blocks))
-    return scales_EHG.repeat_interleave(covered, 1)[:, :outputs]
+    scales_of_outputs = scales_EHG.repeat_interleave(covered, 1)
+    return scales_of_outputs[:, :outputs]
 
 
 def expert_scales(scales_MD1: Tensor, tiles: RowTiles) -> Tensor:
@@ -148,13 +181,16 @@ def expert_scales(scales_MD1: Tensor, tiles: RowTiles) -> Tensor:
     first_tile_E = tiles.first_tile_E.clamp(max=last_tile).long()
     zero = tiles.ends_E.new_zeros(1)
     rows_E = tiles.ends_E.diff(prepend=zero)
-    return torch.where(rows_E[:, None] > 0, scales_MD1[first_tile_E, :, 0], 1.0)
+    has_rows_E = rows_E > 0
+    scales_ED = scales_MD1[first_tile_E, :, 0]
+    return torch.where(has_rows_E[:, None], scales_ED, 1.0)
 
 
 def multiply_add(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     """a b + c of fp32 numbers, rounded once but for the sum's fp64, whose own rounding shows in one of 2^29 sums."""
     exact = a.double() * b.double()
-    return (exact + c.double()).float()
+    total = exact + c.double()
+    return total.float()
 
 
 def rows_of_tiles(y_PN: Tensor, tiles: RowTiles, rows: int) -> Tensor:
@@ -169,70 +205,97 @@ def rows_of_tiles(y_PN: Tensor, tiles: RowTiles, rows: int) -> Tensor:
 # ---- cases
 
 
-PRODUCT_CASES = {  # name: rows of each expert, inputs, outputs
-    "one matrix": ([200], 256, 128),
-    "skewed experts, one of them empty": ([3, 0, 129, 40], 160, 144),
-    "no rows": ([0, 0], 128, 128),
-    "narrow": ([20, 0, 5], 16, 32),
-    "two tiles": ([130], 16, 16),
-    "few rows": ([5], 144, 16),
-}
+class ProductCase(NamedTuple):
+    """Sizes of a case: rows of each expert, inputs, outputs."""
+
+    name: str
+    counts: list[int]
+    inputs: int
+    outputs: int
 
 
-def case_tiles(draw: CaseInputs, counts: list[int]) -> tuple[RowTiles, int]:
-    ends_E = torch.tensor(counts, device=draw.device).cumsum(0)
-    rows = sum(counts)
-    return row_tiles(ends_E, rows), rows
+PRODUCT_CASES = [
+    ProductCase("one matrix", [200], 256, 128),
+    ProductCase("skewed experts, one of them empty", [3, 0, 129, 40], 160, 144),
+    ProductCase("no rows", [0, 0], 128, 128),
+    ProductCase("narrow", [20, 0, 5], 16, 32),
+    ProductCase("two tiles", [130], 16, 16),
+    ProductCase("few rows", [5], 144, 16),
+]
 
 
-def case_gradient(draw: CaseInputs, experts: int, outputs: int, inputs: int, add: bool) -> Tensor:
+class CaseRows(NamedTuple):
+    """Rows of a case in tiles: inputs, output gradients, and their number without padding."""
+
+    tiles: RowTiles
+    rows: int
+    x_RD: Tensor
+    dy_RN: Tensor
+
+
+def case_rows(draw: CaseInputs, case: ProductCase) -> CaseRows:
+    counts_E = torch.tensor(case.counts, device=draw.device)
+    ends_E = counts_E.cumsum(0)
+    rows = sum(case.counts)
+    some_rows = max(rows, 1)
+    x_RD = draw.normal(some_rows, case.inputs)
+    dy_RN = draw.normal(some_rows, case.outputs, seed=1)
+    return CaseRows(row_tiles(ends_E, rows), rows, x_RD, dy_RN)
+
+
+def case_gradient(draw: CaseInputs, case: ProductCase, add: bool) -> Tensor:
     """Memory of a gradient in the weight's own type; a running sum is wide."""
     make = draw.wide if add else draw.normal
-    return make(experts, outputs, inputs, seed=2)
+    return make(len(case.counts), case.outputs, case.inputs, seed=2)
 
 
 @fp8_product.register_cases
 def fp8_product_cases(draw: CaseInputs) -> Cases:
     rule = ScaleRule()
-    for name, (counts, inputs, outputs) in PRODUCT_CASES.items():
-        tiles, rows = case_tiles(draw, counts)
-        x_RD = draw.normal(max(rows, 1), inputs)
-        w_END = draw.normal(len(counts), outputs, inputs, seed=1)
-        x = quantise_tiles(x_RD, tiles, rule, rows="block").rows
+    for case in PRODUCT_CASES:
+        tiles, rows, x_RD, _ = case_rows(draw, case)
+        w_END = draw.normal(len(case.counts), case.outputs, case.inputs, seed=1)
+        # scales of blocks
+        x = quantise_tiles(x_RD, tiles, rule, rows="block")
         w = quantise_weight(w_END, "block", rule)
-        yield KernelCase(f"{name}, scales of blocks", (x, w.forward, tiles, rows, "block", draw.dtype))
+        inputs = (x.rows, w.forward, tiles, rows, "block", draw.dtype)
+        yield KernelCase(f"{case.name}, scales of blocks", inputs)
+        # scales of channels
         ones_P = torch.ones(tiles.padded_rows, device=draw.device)
-        x = quantise_tiles(x_RD, tiles, rule, rows=ones_P).rows
+        x = quantise_tiles(x_RD, tiles, rule, rows=ones_P)
         w = quantise_weight(w_END, "channel", rule)
-        yield KernelCase(f"{name}, scales of channels", (x, w.forward, tiles, rows, "promoted", draw.dtype))
+        inputs = (x.rows, w.forward, tiles, rows, "promoted", draw.dtype)
+        yield KernelCase(f"{case.name}, scales of channels", inputs)
 
 
 @fp8_weight_product.register_cases
 def fp8_weight_product_cases(draw: CaseInputs) -> Cases:
     rule = ScaleRule()
-    for name, (counts, inputs, outputs) in PRODUCT_CASES.items():
-        tiles, rows = case_tiles(draw, counts)
-        x_RD = draw.normal(max(rows, 1), inputs)
-        dy_RN = draw.normal(max(rows, 1), outputs, seed=1)
+    for case in PRODUCT_CASES:
+        tiles, _, x_RD, dy_RN = case_rows(draw, case)
+        # scales of blocks
         x = quantise_tiles(x_RD, tiles, rule, columns="block").columns
         dy = quantise_tiles(dy_RN, tiles, rule, columns="block").columns
-        for add in (False, True):
-            out_END = case_gradient(draw, len(counts), outputs, inputs, add)
-            yield KernelCase(f"{name}{', added' if add else ''}", (dy, x, tiles, "block", out_END, add))
-        ones_MN = torch.ones(len(tiles.tiles_M4), outputs, device=draw.device)
-        ones_MD = torch.ones(len(tiles.tiles_M4), inputs, device=draw.device)
+        for add, name in ((False, case.name), (True, f"{case.name}, added")):
+            out_END = case_gradient(draw, case, add)
+            yield KernelCase(name, (dy, x, tiles, "block", out_END, add))
+        # scales of channels
+        tile_count = len(tiles.tiles_M4)
+        ones_MN = torch.ones(tile_count, case.outputs, device=draw.device)
+        ones_MD = torch.ones(tile_count, case.inputs, device=draw.device)
         x = quantise_tiles(x_RD, tiles, rule, columns=ones_MD / 64).columns
         dy = quantise_tiles(dy_RN, tiles, rule, columns=ones_MN / 32).columns
-        out_END = case_gradient(draw, len(counts), outputs, inputs, add=False)
-        yield KernelCase(f"{name}, scales of channels", (dy, x, tiles, "promoted", out_END))
+        out_END = case_gradient(draw, case, add=False)
+        inputs = (dy, x, tiles, "promoted", out_END)
+        yield KernelCase(f"{case.name}, scales of channels", inputs)
 
 
 @tile_weight_product.register_cases
 def tile_weight_product_cases(draw: CaseInputs) -> Cases:
-    for name, (counts, inputs, outputs) in PRODUCT_CASES.items():
-        tiles, rows = case_tiles(draw, counts)
-        x_PD = pad_to_tiles(draw.normal(max(rows, 1), inputs), tiles)
-        dy_PN = pad_to_tiles(draw.normal(max(rows, 1), outputs, seed=1), tiles)
-        for add in (False, True):
-            out_END = case_gradient(draw, len(counts), outputs, inputs, add)
-            yield KernelCase(f"{name}{', added' if add else ''}", (dy_PN, x_PD, tiles, out_END, add))
+    for case in PRODUCT_CASES:
+        tiles, _, x_RD, dy_RN = case_rows(draw, case)
+        x_PD = pad_to_tiles(x_RD, tiles)
+        dy_PN = pad_to_tiles(dy_RN, tiles)
+        for add, name in ((False, case.name), (True, f"{case.name}, added")):
+            out_END = case_gradient(draw, case, add)
+            yield KernelCase(name, (dy_PN, x_PD, tiles, out_END, add))

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import repeat
+from math import prod
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from moefold.layout.declare import PartOfTensor
 from moefold.layout.deferred_wgrad import gradient_or_defer
+from moefold.layout.token_numbers import numbers_of_rows
 
 WeightAndBias = tuple[Tensor, Tensor | None]
 KeptOperand = Literal["rows", "columns", "both"]
@@ -62,11 +64,13 @@ class Operand(NamedTuple):
 class Recipe(Protocol):
     """The number format of a product's operands. `keeps`: the part of the input's operand that forward saves for the
     weight gradient. `row_multiple`: each expert's rows are padded to a multiple of it, by the recipe itself.
+    `rounds_by_token`: gradients are rounded by random numbers that depend on the numbers of their rows' tokens.
     `products`: those that multiply its operands; None: operands are `Operand`s, which any products multiply."""
 
     name: str
     keeps: KeptOperand
     row_multiple: int
+    rounds_by_token: bool
     products: Products | None
 
     def input(self, x: Tensor, rows: ExpertRows | None) -> Any:
@@ -77,7 +81,7 @@ class Recipe(Protocol):
         """Asked for in forward and again in backward: a recipe may cache it until the optimizer moves the weight."""
         ...
 
-    def gradient(self, dy: Tensor, rows: ExpertRows | None) -> Any: ...
+    def gradient(self, dy: Tensor, rows: ExpertRows | None, number_R: Tensor | None = None) -> Any: ...
 
     def state(self) -> Mapping[str, Tensor | PartOfTensor]:
         """Tensors that outlive a step, such as a delayed maximum, by name: checkpoints list them."""
@@ -90,6 +94,7 @@ class PlainRecipe:
     name = "plain"
     keeps: KeptOperand = "rows"
     row_multiple = 1
+    rounds_by_token = False
     products: Products | None = None
 
     def input(self, x: Tensor, rows: ExpertRows | None) -> Operand:
@@ -98,7 +103,7 @@ class PlainRecipe:
     def weight(self, w: Tensor) -> Operand:
         return Operand(w)
 
-    def gradient(self, dy: Tensor, rows: ExpertRows | None) -> Operand:
+    def gradient(self, dy: Tensor, rows: ExpertRows | None, number_R: Tensor | None = None) -> Operand:
         return Operand(dy)
 
     def state(self) -> dict[str, Tensor]:
@@ -128,6 +133,7 @@ class ProductCall(NamedTuple):
     products: Products
     layers: int
     rows: ExpertRows | None
+    number_R: Tensor | None
 
 
 def multiply(
@@ -141,7 +147,10 @@ def multiply(
     `products` multiply the operands, unless the recipe brings its own."""
     weights = [weight for weight, _ in layers]
     biases = [bias for _, bias in layers]
-    call = ProductCall(recipe, recipe.products or products, len(layers), rows)
+    number_R = None
+    if recipe.rounds_by_token:
+        number_R = numbers_of_rows(prod(x.shape[:-1]), x.device)
+    call = ProductCall(recipe, recipe.products or products, len(layers), rows, number_R)
     return LinearProduct.apply(call, x, *weights, *biases)  # pyright: ignore[reportReturnType]
 
 
@@ -151,7 +160,7 @@ class LinearProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: ProductCall, x: Tensor, *tensors: Any) -> Any:
-        recipe, products, layers, rows = call
+        recipe, products, layers, rows, _ = call
         weights = tensors[:layers]
         biases = tensors[layers:]
         x_operand = recipe.input(x.flatten(0, -2), rows)
@@ -174,7 +183,7 @@ class LinearProduct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        recipe, products, layers, rows = ctx.call
+        recipe, products, layers, rows, number_R = ctx.call
         x_operand = with_tensors(ctx.kept_form, iter(ctx.saved_tensors))
         _, needs_dx, *needed = ctx.needs_input_grad
         dx: Tensor | None = None
@@ -182,7 +191,7 @@ class LinearProduct(torch.autograd.Function):
         d_biases: list[Tensor | None] = [None] * layers
         for i, weight in enumerate(ctx.weights):
             dy = gradients[i].flatten(0, -2)
-            dy_operand = recipe.gradient(dy, rows)
+            dy_operand = recipe.gradient(dy, rows, number_R)
             if needs_dx:  # summed over the layers
                 dx = products.data(dy_operand, recipe.weight(weight), dx)
             if needed[i]:

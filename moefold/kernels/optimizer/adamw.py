@@ -28,9 +28,11 @@ def adamw(
     scale: Tensor,
     scalars: Tensor,
     options: AdamWOptions,
+    first: int = 0,
 ) -> None:
     """`main` are fp32 or better: the model's own weights, or else `weights` are the model's and get the rounded
-    result. As int16, `main` is what bf16 `weights` lack of fp32 (split_fp32.py)."""
+    result. As int16, `main` is what bf16 `weights` lack of fp32 (split_fp32.py). `first`: the number of the first
+    element, where a longer tensor is updated in parts; stochastic rounding depends on it."""
     if not scale.isfinite():
         return
     now = scalars_on_host(scalars)
@@ -49,7 +51,7 @@ def adamw(
     w.addcdiv_(mean, root, value=-now.step_size)
     if options.stochastic:
         seed = int(now.seed)
-        random_bits = hashed_random_bits(len(w), seed, w.device)
+        random_bits = hashed_random_bits(first, len(w), seed, w.device)
         mean = stochastic_round(mean, m.dtype, random_bits & 0xFFFF)
         square = stochastic_round(square, v.dtype, random_bits >> 16)
     copy_rounded(m, mean)
@@ -84,10 +86,10 @@ def scaled_gradient(g: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return scaled.to(dtype)
 
 
-def hashed_random_bits(n: int, seed: int, device: torch.device) -> Tensor:
-    """32 random bits for each of n elements, as int64: the index of the element, mixed with the seed until every bit
+def hashed_random_bits(first: int, n: int, seed: int, device: torch.device) -> Tensor:
+    """32 random bits for each of n elements, as int64: the number of the element, mixed with the seed until every bit
     depends on every other (shifts and odd factors, each of which can be undone: no two elements get the same)."""
-    x = torch.arange(n, device=device) ^ seed
+    x = torch.arange(first, first + n, device=device) ^ seed
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
         x = x ^ (x >> shift)
         x = (x * factor) & 0xFFFFFFFF
@@ -105,14 +107,14 @@ def stochastic_round(x: Tensor, dtype: torch.dtype, random_bits: Tensor) -> Tens
 
 
 @adamw.register_fast("triton")
-def adamw_triton(main, g, m, v, weights, scale, scalars, options) -> None:
+def adamw_triton(main, g, m, v, weights, scale, scalars, options, first=0) -> None:
     from moefold.kernels.optimizer import optimizer_triton
 
-    optimizer_triton.launch_adamw(main, g, m, v, weights, scale, scalars, options)
+    optimizer_triton.launch_adamw(main, g, m, v, weights, scale, scalars, options, first)
 
 
 @adamw.register_fast("fused")
-def adamw_fused(main, g, m, v, weights, scale, scalars, options) -> None:
+def adamw_fused(main, g, m, v, weights, scale, scalars, options, first=0) -> None:
     if not scale.isfinite():
         return
     now = scalars_on_host(scalars)

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from moefold.kernels.choice import Choice, Choices, triton_computes
 from moefold.kernels.facts import Facts
+from moefold.kernels.quantise.choices import FP8_NEEDS, fp8_casts_run
 
 
 def fused_adamw_runs(facts: Facts) -> bool:
     return facts.dtype != "fp64" and facts.moments != "bf16"
+
+
+def fused_blocks_run(facts: Facts) -> bool:
+    return triton_computes(facts) and fp8_casts_run(facts)
 
 
 CHOICES: Choices = {
@@ -17,6 +22,15 @@ CHOICES: Choices = {
             triton_computes,
             "cuda with Triton, fp32 or bf16",
             "one pass over gradients, moments, main weights and the model's, clipping included",
+        ),
+        Choice("fused", fused_adamw_runs, "fp32 moments", "one pass over weights, gradients and moments"),
+    ),
+    "adamw_blocks": (
+        Choice(
+            "triton",
+            fused_blocks_run,
+            f"{FP8_NEEDS}, fp32 or bf16",
+            "FP8 copies are written where weights are updated, from values that are still in the cache",
         ),
         Choice("fused", fused_adamw_runs, "fp32 moments", "one pass over weights, gradients and moments"),
     ),

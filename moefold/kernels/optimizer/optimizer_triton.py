@@ -76,57 +76,74 @@ def store_rounded(at, x, random_bits, there, STOCHASTIC: constexpr):
 
 
 @triton.jit
+def update_elements(
+    main, gradient, mean, square, weights, factor, scalars, i, there, first,
+    beta1, beta2, eps,
+    SPLIT: constexpr, COPY: constexpr, STOCHASTIC: constexpr,
+):  # fmt: skip
+    """The update of elements i, of any shape. The betas are the new value's share. SPLIT: `main` are the lower 16 bits;
+    COPY: bf16 weights lie apart."""
+    # the numbers of this step
+    lr = load_scalar(scalars, STEP_SIZE)
+    keep = load_scalar(scalars, KEEP)
+    root = load_scalar(scalars, INVERSE_ROOT)
+    seed = tl.load(scalars + SEED).to(tl.int64)
+    # main weights
+    if SPLIT:
+        upper = load_bits(weights, i, there)
+        lower = load_bits(main, i, there)
+        joined = (upper << 16) + lower
+        w = joined.to(tl.float32, bitcast=True)
+    else:
+        w = load_or_zero(main + i, there)
+    # gradient and moments
+    g = load_fp32(gradient, i, there) * factor
+    m = load_fp32(mean, i, there)
+    v = load_fp32(square, i, there)
+    # the update
+    m += (g - m) * beta1
+    v += (g * g - v) * beta2
+    divisor = tl.sqrt(v) * root + eps
+    w = w * keep - lr * m / divisor
+    # moments back, rounded
+    random_bits = i
+    if STOCHASTIC:
+        number = i + first
+        seeded = number.to(tl.uint32) ^ seed.to(tl.uint32)
+        random_bits = hashed_bits(seeded)
+    store_rounded(mean + i, m, random_bits & 0xFFFF, there, STOCHASTIC)
+    store_rounded(square + i, v, random_bits >> 16, there, STOCHASTIC)
+    # weights back: bf16 rounded to nearest, and the main weights or the bits that bf16 lacks
+    bits = w.to(tl.int32, bitcast=True)
+    if COPY:
+        nearest = (bits + 0x8000) >> 16
+        nearest = nearest.to(tl.int16)
+        tl.store(weights + i, nearest, mask=there)
+    if SPLIT:
+        bits = bits.to(tl.int16)
+        tl.store(main + i, bits, mask=there)
+    else:
+        tl.store(main + i, w, mask=there)
+
+
+@triton.jit
+def is_finite(x):
+    return tl.abs(x) < float("inf")
+
+
+@triton.jit
 def adamw_kernel(
-    main, gradient, mean, square, weights, scale, scalars, n,
+    main, gradient, mean, square, weights, scale, scalars, n, first,
     beta1, beta2, eps,
     SPLIT: constexpr, COPY: constexpr, STOCHASTIC: constexpr, BLOCK: constexpr,
 ):  # fmt: skip
-    """The betas are the new value's share. SPLIT: `main` are the lower 16 bits; COPY: bf16 weights lie apart."""
     factor = tl.load(scale).to(tl.float32)
-    if tl.abs(factor) < float("inf"):  # neither infinite nor NaN
-        # the numbers of this step
-        lr = load_scalar(scalars, STEP_SIZE)
-        keep = load_scalar(scalars, KEEP)
-        root = load_scalar(scalars, INVERSE_ROOT)
-        seed = tl.load(scalars + SEED).to(tl.int64)
-        # this program's block: main weights
-        first = wide_program_id(0) * BLOCK
-        i = first + tl.arange(0, BLOCK)
-        there = i < n
-        if SPLIT:
-            upper = load_bits(weights, i, there)
-            lower = load_bits(main, i, there)
-            joined = (upper << 16) + lower
-            w = joined.to(tl.float32, bitcast=True)
-        else:
-            w = load_or_zero(main + i, there)
-        # gradient and moments
-        g = load_fp32(gradient, i, there) * factor
-        m = load_fp32(mean, i, there)
-        v = load_fp32(square, i, there)
-        # the update
-        m += (g - m) * beta1
-        v += (g * g - v) * beta2
-        divisor = tl.sqrt(v) * root + eps
-        w = w * keep - lr * m / divisor
-        # moments back, rounded
-        random_bits = i
-        if STOCHASTIC:
-            seeded = i.to(tl.uint32) ^ seed.to(tl.uint32)
-            random_bits = hashed_bits(seeded)
-        store_rounded(mean + i, m, random_bits & 0xFFFF, there, STOCHASTIC)
-        store_rounded(square + i, v, random_bits >> 16, there, STOCHASTIC)
-        # weights back: bf16 rounded to nearest, and the main weights or the bits that bf16 lacks
-        bits = w.to(tl.int32, bitcast=True)
-        if COPY:
-            nearest = (bits + 0x8000) >> 16
-            nearest = nearest.to(tl.int16)
-            tl.store(weights + i, nearest, mask=there)
-        if SPLIT:
-            bits = bits.to(tl.int16)
-            tl.store(main + i, bits, mask=there)
-        else:
-            tl.store(main + i, w, mask=there)
+    if is_finite(factor):
+        i = wide_program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        update_elements(
+            main, gradient, mean, square, weights, factor, scalars, i, i < n, first,
+            beta1, beta2, eps, SPLIT, COPY, STOCHASTIC,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -144,17 +161,28 @@ def sum_squares_kernel(x, parts, n, SQUARES: constexpr, BLOCK: constexpr):
     tl.store(parts + p, sum_of_lanes.to(tl.float64))
 
 
-def launch_adamw(main, g, m, v, weights, scale, scalars, options) -> None:
-    """Weights are bf16, or None where `main` are the model's own; see adamw.py."""
+def launch_adamw(main, g, m, v, weights, scale, scalars, options, first=0) -> None:
+    """Weights are bf16, or None where there are none beside `main`; see adamw.py."""
     n = len(main)
     blocks = triton.cdiv(n, BLOCK)
-    copy = weights is not None
-    bf16_weights = weights.view(torch.int16) if copy else main
-    state = (main, g, m, v, bf16_weights)
-    new_shares = (1 - options.beta1, 1 - options.beta2)
+    state = (main, g, m, v, weight_bits(main, weights))
+    numbers = numbers_of_options(options)
+    modes = modes_of_state(main, weights, options)
+    adamw_kernel[(blocks,)](*state, scale, scalars, n, first, *numbers, **modes, BLOCK=BLOCK)
+
+
+def weight_bits(main, weights) -> Tensor:
+    """bf16 weights as integers; where there are none, a tensor that is not read."""
+    return main if weights is None else weights.view(torch.int16)
+
+
+def numbers_of_options(options) -> tuple[float, float, float]:
+    return 1 - options.beta1, 1 - options.beta2, options.eps
+
+
+def modes_of_state(main, weights, options) -> dict[str, bool]:
     split = main.dtype == torch.int16
-    modes = {"SPLIT": split, "COPY": copy, "STOCHASTIC": options.stochastic}
-    adamw_kernel[(blocks,)](*state, scale, scalars, n, *new_shares, options.eps, **modes, BLOCK=BLOCK)
+    return {"SPLIT": split, "COPY": weights is not None, "STOCHASTIC": options.stochastic}
 
 
 def launch_add_squares(total: Tensor, *flats: Tensor) -> None:

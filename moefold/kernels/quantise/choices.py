@@ -31,6 +31,9 @@ CHOICES: Choices = {
     "count_saturated": (
         Choice("triton", triton_runs, "cuda with Triton", "reads only tiles whose maxima leave the range"),
     ),
+    "rounding_figures": (
+        Choice("triton", fp8_casts_run, FP8_NEEDS, "one read of values and bytes, nothing kept in fp32"),
+    ),
     "gather_tiles": (
         Choice(
             "triton", triton_runs, "cuda with Triton", "bytes and scales in one pass; moves half of what bf16 would"
@@ -40,4 +43,7 @@ CHOICES: Choices = {
         Choice("gluon", fp8_gluon_runs, HOPPER_NEEDS, "both layouts from one read, without exchanges between threads"),
         Choice("triton", fp8_casts_run, FP8_NEEDS, "both layouts from one read"),
     ),
+    "share_maxima": (Choice("triton", triton_runs, "cuda with Triton", "one read, whole blocks or parts of them"),),
+    "cast_share": (Choice("triton", fp8_casts_run, FP8_NEEDS, "one read, whole blocks or parts of them"),),
+    "transpose_values": (Choice("triton", triton_runs, "cuda with Triton", "moves bytes in blocks of 128 x 128"),),
 }

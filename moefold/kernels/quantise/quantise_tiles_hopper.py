@@ -17,25 +17,113 @@ LANES = [[16, 0], [0, 4], [0, 8], [0, 16], [0, 32]]
 WARPS = [[32, 0], [64, 0], [0, 64]]
 ROWS_FIRST = ROWS_OF_THREAD + COLUMNS_OF_THREAD
 COLUMNS_FIRST = COLUMNS_OF_THREAD + ROWS_OF_THREAD
-TILE_LAYOUT = gl.constexpr(gl.DistributedLinearLayout(COLUMNS_FIRST, LANES, WARPS, [], [128, 128]))
-BY_COLUMN = gl.constexpr(gl.DistributedLinearLayout(ROWS_FIRST, LANES, WARPS, [], [128, 128]))  # the same places
+TILE = [128, 128]
+TILE_LAYOUT = gl.constexpr(gl.DistributedLinearLayout(COLUMNS_FIRST, LANES, WARPS, [], TILE))
+BY_COLUMN = gl.constexpr(gl.DistributedLinearLayout(ROWS_FIRST, LANES, WARPS, [], TILE))  # the same places
+
+
+@gluon.jit
+def tile_rows(LAYOUT: gl.constexpr):
+    """0 to 127, one for each row of a tile."""
+    rows: gl.constexpr = gl.SliceLayout(1, LAYOUT)
+    return gl.arange(0, 128, layout=rows)
+
+
+@gluon.jit
+def tile_columns(LAYOUT: gl.constexpr):
+    """This program's columns."""
+    columns: gl.constexpr = gl.SliceLayout(0, LAYOUT)
+    first = gl.program_id(1) * 128
+    return first + gl.arange(0, 128, layout=columns)
+
+
+@gluon.jit
+def existing_columns(r, c, D):
+    """Which elements exist: those of every row, and of columns below D."""
+    row_there = r >= 0
+    column_there = c < D
+    return row_there[:, None] & column_there[None, :]
 
 
 @gluon.jit
 def load_tile(source_ND, tiles_M4, index_R, m, D):
     """128 x 128 values in fp32, zero where there is no row or no column."""
-    r = gl.arange(0, 128, layout=gl.SliceLayout(1, TILE_LAYOUT))
-    c = gl.program_id(1) * 128 + gl.arange(0, 128, layout=gl.SliceLayout(0, TILE_LAYOUT))
+    r = tile_rows(TILE_LAYOUT)
+    c = tile_columns(TILE_LAYOUT)
+    # the rows' places in the source
     row = gl.load(tiles_M4 + 4 * m + 1)
     real = gl.load(tiles_M4 + 4 * m + 2)
     n = row + r
     inside = r < real
     if index_R is not None:
-        n = gl.load(index_R + n, mask=inside, other=-1).to(gl.int32)
+        index = gl.load(index_R + n, mask=inside, other=-1)
+        n = index.to(gl.int32)
         inside = n >= 0
-    at = source_ND + n.to(gl.int64)[:, None] * D + c[None, :]
-    mask = inside[:, None] & (c < D)[None, :]
-    return gl.load(at, mask=mask, other=0.0).to(gl.float32)
+    # their values
+    first = n.to(gl.int64) * D
+    at = source_ND + first[:, None] + c[None, :]
+    column_there = c < D
+    mask = inside[:, None] & column_there[None, :]
+    values = gl.load(at, mask=mask, other=0.0)
+    return values.to(gl.float32)
+
+
+@gluon.jit
+def largest_magnitudes(x, AXIS: gl.constexpr):
+    return gl.reduce(x, AXIS, larger_magnitude)
+
+
+@gluon.jit
+def quantise_rows(
+    x, values_PD, row_scales, m, M, D,
+    SCALES: gl.constexpr, LARGEST: gl.constexpr, POWER_OF_TWO: gl.constexpr,
+):  # fmt: skip
+    """Scales of this block of each row, computed or given, and its values."""
+    r = tile_rows(TILE_LAYOUT)
+    c = tile_columns(TILE_LAYOUT)
+    first = m.to(gl.int64) * 128
+    if SCALES == "block":
+        amax = largest_magnitudes(gl.abs(x), 1)
+        scale = scale_from_amax(amax, LARGEST, POWER_OF_TWO)
+        block = gl.program_id(1).to(gl.int64)
+        scale_at = row_scales + block * (M * 128) + first + r
+        gl.store(scale_at, scale)
+    else:
+        scale = gl.load(row_scales + first + r)
+    factor = reciprocal(scale)
+    q = x * factor[:, None]
+    row_start = (first + r) * D
+    at = values_PD + row_start[:, None] + c[None, :]
+    mask = existing_columns(r, c, D)
+    gl.store(at, q.to(values_PD.dtype.element_ty), mask=mask)
+
+
+@gluon.jit
+def quantise_columns(
+    x, values_MDB, column_scales_MD, m, D,
+    SCALES: gl.constexpr, LARGEST: gl.constexpr, POWER_OF_TWO: gl.constexpr,
+):  # fmt: skip
+    """Scales of each column of this tile, computed or given, and its values, transposed."""
+    c = tile_columns(TILE_LAYOUT)
+    scale_at = column_scales_MD + m.to(gl.int64) * D + c
+    if SCALES == "block":
+        amax = largest_magnitudes(gl.abs(x), 0)
+        scale = scale_from_amax(amax, LARGEST, POWER_OF_TWO)
+        gl.store(scale_at, scale, mask=c < D)
+    else:
+        scale = gl.load(scale_at, mask=c < D, other=1.0)
+    factor = reciprocal(scale)
+    q = x * factor[None, :]
+    rounded = q.to(values_MDB.dtype.element_ty)
+    by_column = gl.convert_layout(rounded, BY_COLUMN)
+    # the transposed copy
+    r = tile_rows(BY_COLUMN)
+    c = tile_columns(BY_COLUMN)
+    column_start = c * 128
+    place = column_start[None, :] + r[:, None]
+    first = m.to(gl.int64) * 128
+    mask = existing_columns(r, c, D)
+    gl.store(values_MDB + first * D + place, by_column, mask=mask)
 
 
 @gluon.jit
@@ -45,49 +133,29 @@ def quantise_tiles_kernel(
 ):  # fmt: skip
     """ROWS: "block" (scales (B, P)), "given" (scales (P,)) or None. COLUMNS: the same, with scales (M, D) for both."""
     m = gl.program_id(0)
-    if gl.load(tiles_M4 + 4 * m + 2) > 0:  # in use
+    real = gl.load(tiles_M4 + 4 * m + 2)
+    if real > 0:  # in use
         x = load_tile(source_ND, tiles_M4, index_R, m, D)
-        P = M * 128
-        first = m.to(gl.int64) * 128
-        block = gl.program_id(1).to(gl.int64)
         if ROWS is not None:
-            r = gl.arange(0, 128, layout=gl.SliceLayout(1, TILE_LAYOUT))
-            c = gl.program_id(1) * 128 + gl.arange(0, 128, layout=gl.SliceLayout(0, TILE_LAYOUT))
-            if ROWS == "block":
-                amax = gl.reduce(gl.abs(x), 1, larger_magnitude)
-                scale = scale_from_amax(amax, LARGEST, POWER_OF_TWO)
-                gl.store(row_scales + block * P + first + r, scale)
-            else:
-                scale = gl.load(row_scales + first + r)
-            q = x * reciprocal(scale)[:, None]
-            at = values_PD + (first + r)[:, None] * D + c[None, :]
-            mask = (r >= 0)[:, None] & (c < D)[None, :]
-            gl.store(at, q.to(values_PD.dtype.element_ty), mask=mask)
+            quantise_rows(x, values_PD, row_scales, m, M, D, ROWS, LARGEST, POWER_OF_TWO)
         if COLUMNS is not None:
-            c = gl.program_id(1) * 128 + gl.arange(0, 128, layout=gl.SliceLayout(0, TILE_LAYOUT))
-            scale_at = column_scales_MD + m.to(gl.int64) * D + c
-            if COLUMNS == "block":
-                amax = gl.reduce(gl.abs(x), 0, larger_magnitude)
-                scale = scale_from_amax(amax, LARGEST, POWER_OF_TWO)
-                gl.store(scale_at, scale, mask=c < D)
-            else:
-                scale = gl.load(scale_at, mask=c < D, other=1.0)
-            q = x * reciprocal(scale)[None, :]
-            q = gl.convert_layout(q.to(values_MDB.dtype.element_ty), BY_COLUMN)
-            r = gl.arange(0, 128, layout=gl.SliceLayout(1, BY_COLUMN))
-            c = gl.program_id(1) * 128 + gl.arange(0, 128, layout=gl.SliceLayout(0, BY_COLUMN))
-            at = values_MDB + first * D + (c[None, :] * 128 + r[:, None])
-            mask = (r >= 0)[:, None] & (c < D)[None, :]
-            gl.store(at, q, mask=mask)
+            quantise_columns(x, values_MDB, column_scales_MD, m, D, COLUMNS, LARGEST, POWER_OF_TWO)
 
 
 @gluon.jit
 def tile_maxima_kernel(source_ND, tiles_M4, index_R, parts_BP, columns_MD, M, D):
     """Largest magnitudes within 128 columns of each row, and of each column. A tile not in use has zeros."""
     m = gl.program_id(0)
-    x = gl.abs(load_tile(source_ND, tiles_M4, index_R, m, D))
-    r = gl.arange(0, 128, layout=gl.SliceLayout(1, TILE_LAYOUT))
-    c = gl.program_id(1) * 128 + gl.arange(0, 128, layout=gl.SliceLayout(0, TILE_LAYOUT))
+    x = load_tile(source_ND, tiles_M4, index_R, m, D)
+    magnitudes = gl.abs(x)
+    r = tile_rows(TILE_LAYOUT)
+    c = tile_columns(TILE_LAYOUT)
+    # of rows
     line = gl.program_id(1).to(gl.int64) * (M * 128)
-    gl.store(parts_BP + line + m * 128 + r, gl.reduce(x, 1, larger_magnitude))
-    gl.store(columns_MD + m.to(gl.int64) * D + c, gl.reduce(x, 0, larger_magnitude), mask=c < D)
+    row_at = parts_BP + line + m * 128 + r
+    of_rows = largest_magnitudes(magnitudes, 1)
+    gl.store(row_at, of_rows)
+    # of columns
+    column_at = columns_MD + m.to(gl.int64) * D + c
+    of_columns = largest_magnitudes(magnitudes, 0)
+    gl.store(column_at, of_columns, mask=c < D)

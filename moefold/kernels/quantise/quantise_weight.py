@@ -27,6 +27,13 @@ from moefold.kernels.registry import CaseInputs, Cases, KernelCase, register_inn
 WeightScales = Literal["block", "expert", "channel"]
 
 
+class WeightFormat(NamedTuple):
+    """The scales of a quantised weight, and the rule of its bytes."""
+
+    scales: WeightScales
+    rule: ScaleRule
+
+
 class QuantisedWeight(NamedTuple):
     """`forward`: values (E, N, D); scales (E, N / 128, D / 128), (E, 1, 1) or (E, N, 1). `transposed`: the same with D
     and N exchanged."""

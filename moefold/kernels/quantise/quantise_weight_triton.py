@@ -32,6 +32,14 @@ class WeightMaxima(NamedTuple):
 
 
 @triton.jit
+def round_to_bf16(x):
+    """The nearest bf16 of fp32, as fp32 (split_fp32.py)."""
+    bits = x.to(tl.int32, bitcast=True) + 0x8000
+    upper = bits & -65536
+    return upper.to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def load_block(w_END, e, n, d, N, D):
     """A block of expert e in fp32, zeros outside the matrix."""
     at = tile_pointers(w_END + e * N * D, n, d, D)
@@ -49,15 +57,10 @@ def store_both_layouts(forward_q, transposed_q, values_END, values_EDN, e, n, d,
 
 
 @triton.jit
-def quantise_blocks_kernel(
-    w_END, values_END, values_EDN, scales_EIJ, scales_EJI, N, D,
-    LARGEST: constexpr, POWER_OF_TWO: constexpr, BLOCK: constexpr,
+def store_quantised_block(
+    w, values_END, values_EDN, scales_EIJ, scales_EJI, e, n, d, N, D, LARGEST: constexpr, POWER_OF_TWO: constexpr
 ):  # fmt: skip
-    """One scale for the block: both layouts hold the same bytes."""
-    e = wide_program_id(2)
-    n = program_block(1, BLOCK).to(tl.int64)
-    d = program_block(0, BLOCK).to(tl.int64)
-    w = load_block(w_END, e, n, d, N, D)
+    """This program's block with one scale: both layouts hold the same bytes."""
     bits = magnitude_bits(w)
     by_outputs = tl.max(tl.max(bits, 1), 0)
     by_inputs = tl.max(tl.max(bits, 0), 0)  # the same number, found in another order
@@ -73,6 +76,20 @@ def quantise_blocks_kernel(
     block = e * inputs * outputs
     tl.store(scales_EIJ + block + i * inputs + j, scale)
     tl.store(scales_EJI + block + j * outputs + i, scale)
+
+
+@triton.jit
+def quantise_blocks_kernel(
+    w_END, values_END, values_EDN, scales_EIJ, scales_EJI, N, D,
+    LARGEST: constexpr, POWER_OF_TWO: constexpr, BLOCK: constexpr,
+):  # fmt: skip
+    e = wide_program_id(2)
+    n = program_block(1, BLOCK).to(tl.int64)
+    d = program_block(0, BLOCK).to(tl.int64)
+    w = load_block(w_END, e, n, d, N, D)
+    store_quantised_block(
+        w, values_END, values_EDN, scales_EIJ, scales_EJI, e, n, d, N, D, LARGEST, POWER_OF_TWO
+    )  # fmt: skip
 
 
 @triton.jit

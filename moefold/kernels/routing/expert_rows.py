@@ -13,6 +13,7 @@ without a row (fewer than K), a row without a source (padding, or rows behind th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -28,12 +29,15 @@ def arrange_rows(ids_NK: Tensor, weights_NK: Tensor, experts: int) -> ArrangedRo
     """index_R, slots_NK (its inverse), weight_R, and the end of each expert's rows; integers are int32."""
     ids = ids_NK.flatten()
     order = ids.argsort(stable=True)
+    sorted_ids = ids[order]
     expert_E = torch.arange(experts, device=ids.device)
-    ends_E = torch.searchsorted(ids[order], expert_E, right=True)
+    ends_E = torch.searchsorted(sorted_ids, expert_E, right=True)
     row_R = torch.arange(len(order), device=order.device)
-    slots = torch.empty_like(order).scatter_(0, order, row_R)
+    slots = torch.empty_like(order)
+    slots.scatter_(0, order, row_R)
     slots_NK = slots.view(ids_NK.shape)
-    index_R = order // max(ids_NK.shape[1], 1)
+    choices = max(ids_NK.shape[1], 1)
+    index_R = order // choices
     weight_R = weights_NK.flatten()[order]
     return index_R.int(), slots_NK.int(), weight_R, ends_E.int()
 
@@ -61,8 +65,10 @@ class ArrangeRowsFunction(torch.autograd.Function):
         (slots_NK,) = ctx.saved_tensors
         if dweight_R is None:
             return None, None, None
-        dweights = dweight_R.index_select(0, slots_NK.flatten())  # index_select takes int32 indices
-        return None, dweights.view(slots_NK.shape), None
+        slots = slots_NK.flatten()
+        dweights = dweight_R.index_select(0, slots)  # index_select takes int32 indices
+        dweights_NK = dweights.view(slots_NK.shape)
+        return None, dweights_NK, None
 
 
 ARRANGE_CASE_SIZES = [  # N, K, E
@@ -78,12 +84,13 @@ ARRANGE_CASE_SIZES = [  # N, K, E
 def arrange_rows_cases(draw: CaseInputs) -> Cases:
     for n, k, e in ARRANGE_CASE_SIZES:
         scores = seeded_randn("cpu", torch.float64, n, e)
-        chosen = scores.argsort(1)[:, :k]
-        spread = chosen.to(draw.device)
-        one_expert = torch.full((n, k), e - 1, device=draw.device)
+        order = scores.argsort(1)
+        spread = order[:, :k].to(draw.device)
+        one_expert = torch.full_like(spread, e - 1)
         weights = draw.wide(n, k, seed=1)
-        yield KernelCase(f"{n} x {k} to {e}, spread", (spread, weights, e))
-        yield KernelCase(f"{n} x {k} to {e}, one expert", (one_expert, weights, e))
+        name = f"{n} x {k} to {e}"
+        yield KernelCase(f"{name}, spread", (spread, weights, e))
+        yield KernelCase(f"{name}, one expert", (one_expert, weights, e))
 
 
 @register_op
@@ -101,7 +108,8 @@ def sum_rows(y_RD: Tensor, index_R: Tensor, slots_NK: Tensor, holes: bool = Fals
     if holes:
         y_RD = with_row_of_zeros(y_RD)
     rows_NKD = y_RD[slots_NK]
-    return rows_NKD.sum(1, dtype=wide).to(y_RD.dtype)
+    sum_ND = rows_NKD.sum(1, dtype=wide)
+    return sum_ND.to(y_RD.dtype)
 
 
 def with_row_of_zeros(x: Tensor) -> Tensor:
@@ -112,29 +120,41 @@ def with_row_of_zeros(x: Tensor) -> Tensor:
 
 @gather_rows.register_fast("gather_backward")
 def gather_rows_gather_backward(source_ND: Tensor, index_R: Tensor, slots_NK: Tensor, holes: bool = False) -> Tensor:
-    inputs = (source_ND, index_R, slots_NK, holes, gather_rows.reference, sum_rows.reference)
-    return MoveRowsFunction.apply(*inputs)  # pyright: ignore[reportReturnType]
+    rows = RowOrder(index_R, slots_NK, holes)
+    return move_rows(source_ND, rows, gather_rows.reference, sum_rows.reference)
 
 
 @sum_rows.register_fast("gather_backward")
 def sum_rows_gather_backward(y_RD: Tensor, index_R: Tensor, slots_NK: Tensor, holes: bool = False) -> Tensor:
-    inputs = (y_RD, index_R, slots_NK, holes, sum_rows.reference, gather_rows.reference)
-    return MoveRowsFunction.apply(*inputs)  # pyright: ignore[reportReturnType]
+    rows = RowOrder(index_R, slots_NK, holes)
+    return move_rows(y_RD, rows, sum_rows.reference, gather_rows.reference)
 
 
 @gather_rows.register_fast("triton")
 def gather_rows_triton(source_ND: Tensor, index_R: Tensor, slots_NK: Tensor, holes: bool = False) -> Tensor:
-    inputs = (source_ND, index_R, slots_NK, holes, gather_in_one_pass, sum_in_one_pass)
-    return MoveRowsFunction.apply(*inputs)  # pyright: ignore[reportReturnType]
+    rows = RowOrder(index_R, slots_NK, holes)
+    return move_rows(source_ND, rows, gather_in_one_pass, sum_in_one_pass)
 
 
 @sum_rows.register_fast("triton")
 def sum_rows_triton(y_RD: Tensor, index_R: Tensor, slots_NK: Tensor, holes: bool = False) -> Tensor:
-    inputs = (y_RD, index_R, slots_NK, holes, sum_in_one_pass, gather_in_one_pass)
-    return MoveRowsFunction.apply(*inputs)  # pyright: ignore[reportReturnType]
+    rows = RowOrder(index_R, slots_NK, holes)
+    return move_rows(y_RD, rows, sum_in_one_pass, gather_in_one_pass)
 
 
 RowMovement = Callable[[Tensor, Tensor, Tensor, bool], Tensor]
+
+
+class RowOrder(NamedTuple):
+    """Where rows come from and go to, and whether either may hold -1."""
+
+    index_R: Tensor
+    slots_NK: Tensor
+    holes: bool
+
+
+def move_rows(x: Tensor, rows: RowOrder, move: RowMovement, move_back: RowMovement) -> Tensor:
+    return MoveRowsFunction.apply(x, *rows, move, move_back)  # pyright: ignore[reportReturnType]
 
 
 def gather_in_one_pass(source_ND: Tensor, index_R: Tensor, slots_NK: Tensor, holes: bool) -> Tensor:
@@ -167,21 +187,22 @@ class MoveRowsFunction(torch.autograd.Function):
         return moved_back, None, None, None, None, None
 
 
-def shuffled_rows(n: int, k: int, device: str, drop: int = 0) -> tuple[Tensor, Tensor, bool]:
+def shuffled_rows(n: int, k: int, device: str, drop: int = 0) -> RowOrder:
     """A random index, its slots and whether there are holes. With `drop`, every drop-th row is left out and three rows
     of padding come first."""
     generator = torch.Generator().manual_seed(n * k)
     choices = torch.randperm(n * k, generator=generator)
     padding = 0
     if drop:
-        choices = choices[choices % drop != 0]
+        kept = choices % drop != 0
+        choices = choices[kept]
         padding = 3
     sources = choices // max(k, 1)
     index = F.pad(sources, (padding, 0), value=-1)
     slots = torch.full((n * k,), -1)
     slots[choices] = torch.arange(len(choices)) + padding
-    slots = slots.view(n, k)
-    return index.to(device), slots.to(device), drop > 0
+    slots_NK = slots.view(n, k)
+    return RowOrder(index.to(device), slots_NK.to(device), drop > 0)
 
 
 ROW_CASE_SIZES = [  # N, K, D, drop, undefined rows behind the last
@@ -196,27 +217,38 @@ ROW_CASE_SIZES = [  # N, K, D, drop, undefined rows behind the last
 ]
 
 
-def row_cases() -> Iterator[tuple[str, int, tuple[Tensor, Tensor, bool], tuple[int, int]]]:
-    """Name, width, (index, slots, holes) and (defined rows, rows) of each case."""
+class RowCase(NamedTuple):
+    """A case of rows: name, width, the rows, and (defined rows, rows)."""
+
+    name: str
+    width: int
+    order: RowOrder
+    rows: tuple[int, int]
+
+
+def row_cases(device: str) -> Iterator[RowCase]:
     for n, k, d, drop, spare in ROW_CASE_SIZES:
-        index, slots, holes = shuffled_rows(n, k, "cpu", drop)
-        rows = len(index)
-        index = F.pad(index, (0, spare), value=-1)
+        order = shuffled_rows(n, k, device, drop)
+        defined = len(order.index_R)
+        index_R = F.pad(order.index_R, (0, spare), value=-1)
         name = f"{n} x {k} rows of {d}, drop {drop}"
         if spare:
             name += f", {spare} undefined behind them"
-        yield name, d, (index, slots, holes), (rows, rows + spare)
+        order = order._replace(index_R=index_R)
+        yield RowCase(name, d, order, (defined, defined + spare))
 
 
 @gather_rows.register_cases
 def gather_rows_cases(draw: CaseInputs) -> Cases:
-    for name, d, (index, slots, holes), rows in row_cases():
-        source = draw.normal(len(slots), d)
-        yield KernelCase(name, (source, index.to(draw.device), slots.to(draw.device), holes), rows=rows)
+    for case in row_cases(draw.device):
+        sources = len(case.order.slots_NK)
+        source_ND = draw.normal(sources, case.width)
+        yield KernelCase(case.name, (source_ND, *case.order), rows=case.rows)
 
 
 @sum_rows.register_cases
 def sum_rows_cases(draw: CaseInputs) -> Cases:
-    for name, d, (index, slots, holes), rows in row_cases():
-        y = draw.normal(len(index), d)
-        yield KernelCase(name, (y, index.to(draw.device), slots.to(draw.device), holes), rows=rows)
+    for case in row_cases(draw.device):
+        rows = len(case.order.index_R)
+        y_RD = draw.normal(rows, case.width)
+        yield KernelCase(case.name, (y_RD, *case.order), rows=case.rows)

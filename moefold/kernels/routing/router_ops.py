@@ -25,7 +25,9 @@ from moefold.layout.gradient_sink import memory_for_gradient
 @register_op
 def router_logits(h_TD: Tensor, w_ED: Tensor) -> Tensor:
     wide = torch.promote_types(h_TD.dtype, torch.float32)
-    return h_TD.to(wide) @ w_ED.to(wide).T
+    wide_h_TD = h_TD.to(wide)
+    wide_w_ED = w_ED.to(wide)
+    return wide_h_TD @ wide_w_ED.T
 
 
 @router_logits.register_fast("bf16_exact")
@@ -100,18 +102,19 @@ def router_topk(
     scores_TE = expert_scores(logits_TE, shares_TE, spec)
     ids_TK = imposed_TK
     if ids_TK is None:
-        selection_TE = selection_scores(logits_TE, scores_TE, spec) + bias_E
-        ids_TK = top_k_experts(selection_TE, spec)
+        selection_TE = selection_scores(logits_TE, scores_TE, spec)
+        ids_TK = top_k_experts(selection_TE + bias_E, spec)
     sources = {"chosen": logs_TE, "all": shares_TE, "none": scores_TE}
-    over = spec.normalize
-    weights_TK = expert_weights(sources[over], ids_TK, over == "chosen") * spec.scale
+    source_TE = sources[spec.normalize]
+    weights_TK = expert_weights(source_TE, ids_TK, spec.normalize == "chosen")
     # Sums for the balance losses.
-    counts_TE = count_choices(ids_TK, logits_TE.shape[1])
+    experts = logits_TE.shape[1]
+    counts_TE = count_choices(ids_TK, experts)
     counts_BE = sum_by_sequence(counts_TE, span)
     shares_BE = sum_by_sequence(shares_TE, span)
-    squares_T1 = logits_TE.logsumexp(-1, keepdim=True).square()
-    squares_B = sum_by_sequence(squares_T1, span)[:, 0]
-    return weights_TK, ids_TK, counts_BE, shares_BE, squares_B
+    z_T1 = logits_TE.logsumexp(-1, keepdim=True)
+    squares_B1 = sum_by_sequence(z_T1.square(), span)
+    return weights_TK * spec.scale, ids_TK, counts_BE, shares_BE, squares_B1[:, 0]
 
 
 def sum_by_sequence(x_TN: Tensor, span: TokenSpan) -> Tensor:
@@ -127,21 +130,27 @@ def log_scores(logits_TE: Tensor, spec: RouterSpec) -> Tensor:
     if spec.score_function is not None:
         scores_TE = spec.score_function(logits_TE)
         smallest = torch.finfo(scores_TE.dtype).tiny
-        return scores_TE.clamp(min=smallest).log()
-    return F.logsigmoid(logits_TE) if spec.score == "sigmoid" else logits_TE
+        positive_TE = scores_TE.clamp(min=smallest)
+        return positive_TE.log()
+    if spec.score == "sigmoid":
+        return F.logsigmoid(logits_TE)
+    return logits_TE
 
 
 def expert_scores(logits_TE: Tensor, shares_TE: Tensor, spec: RouterSpec) -> Tensor:
     if spec.score_function is not None:
         return spec.score_function(logits_TE)
-    return logits_TE.sigmoid() if spec.score == "sigmoid" else shares_TE
+    if spec.score == "sigmoid":
+        return logits_TE.sigmoid()
+    return shares_TE
 
 
 def count_choices(ids_NK: Tensor, experts: int) -> Tensor:
     """How often each expert occurs in each row: (N, E). The id -1 is not counted."""
     zeros = ids_NK.new_zeros(len(ids_NK), experts, dtype=torch.int64)
-    chosen = (ids_NK >= 0).long()
-    return zeros.scatter_add_(1, ids_NK.clamp(min=0), chosen)
+    chosen = ids_NK >= 0
+    columns = ids_NK.clamp(min=0)
+    return zeros.scatter_add_(1, columns, chosen.long())
 
 
 def selection_scores(logits_TE: Tensor, scores_TE: Tensor, spec: RouterSpec) -> Tensor:
@@ -154,12 +163,14 @@ def top_k_experts(selection_TE: Tensor, spec: RouterSpec) -> Tensor:
     if spec.groups > spec.groups_chosen:
         allowed_TE = in_best_groups(selection_TE, spec)
         selection_TE = selection_TE.masked_fill(~allowed_TE, -torch.inf)
-    return stable_order(selection_TE)[:, : spec.k]
+    order_TE = stable_order(selection_TE)
+    return order_TE[:, : spec.k]
 
 
 def stable_order(scores: Tensor) -> Tensor:
     """Columns by falling score, ties by column."""
-    return scores.sort(dim=-1, descending=True, stable=True).indices
+    by_score = scores.sort(dim=-1, descending=True, stable=True)
+    return by_score.indices
 
 
 def in_best_groups(selection_TE: Tensor, spec: RouterSpec) -> Tensor:
@@ -167,21 +178,25 @@ def in_best_groups(selection_TE: Tensor, spec: RouterSpec) -> Tensor:
     by_group_TGe = selection_TE.unflatten(-1, (spec.groups, -1))
     group_size = by_group_TGe.shape[-1]
     wanted = 2 if spec.group_score == "best_two" else 1
-    best_experts = by_group_TGe.topk(min(wanted, group_size), dim=-1)
+    wanted = min(wanted, group_size)
+    best_experts = by_group_TGe.topk(wanted, dim=-1)
     score_TG = best_experts.values.sum(-1)
-    best = stable_order(score_TG)[:, : spec.groups_chosen]
+    order_TG = stable_order(score_TG)
+    best_groups = order_TG[:, : spec.groups_chosen]
     allowed_TG = torch.zeros_like(score_TG, dtype=torch.bool)
-    allowed_TG.scatter_(1, best, True)
+    allowed_TG.scatter_(1, best_groups, True)
     return allowed_TG.repeat_interleave(group_size, dim=1)
 
 
 def expert_weights(source_TE: Tensor, ids_TK: Tensor, logs: bool) -> Tensor:
     """The chosen experts' scores; from `logs` of scores, their softmax over the chosen."""
     none_TK = ids_TK < 0
-    weights_TK = source_TE.gather(-1, ids_TK.clamp(min=0))
+    column_TK = ids_TK.clamp(min=0)
+    weights_TK = source_TE.gather(-1, column_TK)
     if logs:
         lowest = torch.finfo(weights_TK.dtype).min
-        weights_TK = weights_TK.masked_fill(none_TK, lowest).softmax(-1)
+        logs_TK = weights_TK.masked_fill(none_TK, lowest)
+        weights_TK = logs_TK.softmax(-1)
     return weights_TK.masked_fill(none_TK, 0)
 
 
@@ -222,11 +237,15 @@ class RouterTopkFunction(torch.autograd.Function):
         from moefold.kernels.routing.router_triton import launch_topk_backward
 
         logits_TE, weights_TK, ids_TK = ctx.saved_tensors
-        present = [None if d is None else d.contiguous() for d in gradients]
-        dweights_TK, _, _, dshares_BE, dsquares_B = present
+        dweights_TK, _, _, dshares_BE, dsquares_B = map(contiguous_or_none, gradients)
         outputs = (dweights_TK, dshares_BE, dsquares_B)
-        dlogits_TE = launch_topk_backward(*outputs, logits_TE, weights_TK, ids_TK, ctx.spec, ctx.span)
+        inputs = (logits_TE, weights_TK, ids_TK)
+        dlogits_TE = launch_topk_backward(*outputs, *inputs, ctx.spec, ctx.span)
         return dlogits_TE, None, None, None, None
+
+
+def contiguous_or_none(gradient: Tensor | None) -> Tensor | None:
+    return None if gradient is None else gradient.contiguous()
 
 
 ROUTER_SPECS = [
@@ -273,12 +292,14 @@ def imposed_ids(tokens: int, experts: int, device: str) -> Tensor:
     """Two experts for each token; every fifth token has none."""
     numbers = torch.arange(tokens * 2, device=device)
     ids = numbers.view(tokens, 2) % experts
-    token = torch.arange(tokens, device=device)[:, None]
-    return ids.masked_fill(token % 5 == 4, -1)
+    token = torch.arange(tokens, device=device)
+    is_fifth = token % 5 == 4
+    return ids.masked_fill(is_fifth[:, None], -1)
 
 
 def expert_choice_ids(tokens: int, experts: int, device: str) -> Tensor:
     """A third of all experts for each token, in columns of their own; -1 elsewhere."""
     ids = torch.arange(experts, device=device).expand(tokens, experts)
-    token = torch.arange(tokens, device=device)[:, None]
-    return torch.where((ids + token) % 3 == 0, ids, -1)
+    token = torch.arange(tokens, device=device)
+    third = (ids + token[:, None]) % 3
+    return torch.where(third == 0, ids, -1)

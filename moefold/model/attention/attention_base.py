@@ -30,10 +30,13 @@ class AttentionBase(DeclaringModule):
         self.sinks = None
         if a.sinks:
             by_head = sharded_over_tp(0)
-            self.sinks = self.declare_parameter("sinks", a.heads, placement=by_head, std=0.0)
-        self.norm = AddNorm(model.hidden, model.norm_eps, parts.kernels, parts.world)
+            sinks = self.declare_parameter("sinks", a.heads, placement=by_head, std=0.0)
+            self.sinks = sinks
+        kernels = parts.kernels
+        self.norm = AddNorm(model.hidden, model.norm_eps, kernels, self.world)
         self.std = model.init_std
-        self.out_std = model.init_std / (2 * model.layers) ** 0.5
+        residual_adds = 2 * model.layers
+        self.out_std = self.std / residual_adds**0.5
         self.core = Region("core")
         self.out_region = Region("out")
 
@@ -50,6 +53,15 @@ class AttentionBase(DeclaringModule):
         """The projection of all heads back to the stream: each tp rank computes a summand."""
         by_input = sharded_over_tp(1)
         return Linear(self.world, inputs, outputs, bias=bias, std=self.out_std, placement=by_input)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, shard: TokenShard) -> Tensor:
+        """(C, H x V): what the context mechanism gives for each token, its heads joined."""
+        scale = self.scale
+        window = self.window
+        begins_BS = shard.begins_BS
+        y_BSHV = self.core(self.context, q, k, v, scale, window, self.sinks, begins_BS)
+        y_BSN = y_BSHV.flatten(2)
+        return y_BSN.flatten(0, 1)
 
     def forward(self, h_TD: Tensor, shard: TokenShard) -> Tensor:
         """Attention over normed tokens; the residual connection is the block's."""

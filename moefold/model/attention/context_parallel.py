@@ -29,6 +29,8 @@ from moefold.model.token_layout import zigzag_positions
 
 # q, k, v, scale of scores, window (keys back that a query sees; 0: all), sink_H, begins_BS -> y
 ContextMechanism = Callable[[Tensor, Tensor, Tensor, float, int, Tensor | None, Tensor | None], Tensor]
+ChunkPair = tuple[slice, slice, int]  # a chunk of queries, a chunk of keys, how far ahead the queries stand
+PAIRS_OF_TWO = list(product((0, 1), (0, 1)))
 
 
 def all_gather_context(kernels: BoundKernels, world: World) -> ContextMechanism:
@@ -57,8 +59,10 @@ def all_gather_context(kernels: BoundKernels, world: World) -> ContextMechanism:
 
 def gather_positions(x_BsGD: Tensor, cp: Axis) -> Tensor:
     """All positions of the cp ranks, in the sequence's order."""
-    gathered_SBGD = all_gather(x_BsGD.transpose(0, 1), cp)
-    held = zigzag_positions(len(gathered_SBGD), cp.size, x_BsGD.device)
+    sequence_first = x_BsGD.transpose(0, 1)
+    gathered_SBGD = all_gather(sequence_first, cp)
+    length = len(gathered_SBGD)
+    held = zigzag_positions(length, cp.size, x_BsGD.device)
     order = held.flatten().argsort()
     return gathered_SBGD[order].transpose(0, 1)
 
@@ -67,7 +71,8 @@ def document_begins_of_chunks(begins_BS: Tensor | None, cp: Axis) -> Sequence[Te
     """Where the documents of this rank's two chunks of queries begin, if attention stays within documents."""
     if begins_BS is None:
         return None, None
-    held = zigzag_positions(begins_BS.shape[1], cp.size, begins_BS.device)
+    length = begins_BS.shape[1]
+    held = zigzag_positions(length, cp.size, begins_BS.device)
     begins_Bs = begins_BS[:, held[cp.index]]
     return begins_Bs.chunk(2, dim=1)
 
@@ -171,21 +176,28 @@ def ring_attention(axis: Axis, kernels: BoundKernels) -> ContextMechanism:
     return attend_across_ranks
 
 
-def causal_chunk_pairs(mine: int, theirs: int, ranks: int, size: int, window: int) -> list[tuple[slice, slice, int]]:
+def causal_chunk_pairs(mine: int, theirs: int, ranks: int, size: int, window: int) -> list[ChunkPair]:
     """Which of my two query chunks meet which of their two key chunks, of `size` positions each, and how far ahead the
     queries stand. Zig-zag: chunk 0 of rank r is the r-th of the sequence, chunk 1 the r-th from its end; a chunk sees
     those before it, unless a window ends nearer, and part of itself."""
     my_chunks = zigzag_chunks(mine, ranks)
     their_chunks = zigzag_chunks(theirs, ranks)
-    places = slice(0, size), slice(size, 2 * size)
-    met: list[tuple[slice, slice, int]] = []
-    for i, j in product((0, 1), (0, 1)):
+    places = [slice(0, size), slice(size, 2 * size)]
+    met: list[ChunkPair] = []
+    for i, j in PAIRS_OF_TWO:
         ahead = (my_chunks[i] - their_chunks[j]) * size
         nearest = ahead - size + 1  # from the first query to the last key
         beyond_window = 0 < window <= nearest
         if ahead >= 0 and not beyond_window:
-            met.append((places[i], places[j], ahead))
+            pair = places[i], places[j], ahead
+            met.append(pair)
     return met
+
+
+def chunk_pairs_here(q: Tensor, theirs: int, cp: Axis, window: int) -> list[ChunkPair]:
+    """The pairs of chunks of this rank's queries and a rank's keys."""
+    size = q.shape[1] // 2
+    return causal_chunk_pairs(cp.index, theirs, cp.size, size, window)
 
 
 def blocks_round_ring(travelling: Tensor, cp: Axis) -> Iterator[tuple[int, Tensor]]:
@@ -204,8 +216,10 @@ def log_sums_before_keys(q: Tensor, sink_H: Tensor | None, wide: torch.dtype) ->
     if sink_H is None:
         shape = (b, h, s)
         return q.new_full(shape, -torch.inf, dtype=wide)
-    sink_H1 = sink_H.to(wide)[:, None]
-    return sink_H1.repeat(b, 1, s).view(b, h, s)
+    sink_H = sink_H.to(wide)
+    sink_H1 = sink_H[:, None]
+    sink_X1 = sink_H1.repeat(b, 1, s)
+    return sink_X1.view(b, h, s)
 
 
 class RingAttention(torch.autograd.Function):
@@ -217,22 +231,23 @@ class RingAttention(torch.autograd.Function):
     def forward(ctx, q, k, v, scale: float, window: int, sink_H: Tensor | None, cp: Axis, kernels: BoundKernels):
         attend = kernels[attention_block]
         merge_block = kernels[merge_attention_block]
-        widths = k.shape[-1], v.shape[-1]
-        size = q.shape[1] // 2
+        key_width = k.shape[-1]
+        value_width = v.shape[-1]
+        widths = [key_width, value_width]
         wide = torch.promote_types(q.dtype, torch.float32)
-        out_shape = *q.shape[:-1], v.shape[-1]
+        out_shape = *q.shape[:-1], value_width
         out = q.new_zeros(out_shape, dtype=wide)
         lse = log_sums_before_keys(q, sink_H, wide)
-        local = torch.cat((k, v), dim=-1)
+        local = torch.cat((k, v), -1)
         # what each rank's keys and values add to the chunks of queries that see them
         for rank, block in blocks_round_ring(local, cp):
             keys, values = block.split(widths, dim=-1)
-            pairs = causal_chunk_pairs(cp.index, rank, cp.size, size, window)
+            pairs = chunk_pairs_here(q, rank, cp, window)
             for mine, theirs, ahead in pairs:
                 queries = q[:, mine]
                 met = keys[:, theirs], values[:, theirs]
                 part, part_lse = attend(queries, *met, scale, ahead, window)
-                so_far = out[:, mine], lse[:, :, mine]
+                so_far = out[:, mine], lse[..., mine]
                 merge_block(*so_far, part, part_lse)
         result = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, sink_H, result, lse)
@@ -245,37 +260,41 @@ class RingAttention(torch.autograd.Function):
         scale, window, cp, kernels = ctx.rest
         (dy,) = incoming
         attend_backward = kernels[attention_block_backward]
-        widths = k.shape[-1], v.shape[-1]
-        size = q.shape[1] // 2
+        key_width = k.shape[-1]
+        value_width = v.shape[-1]
+        widths = [key_width, value_width]
         wide = lse.dtype
         products = dy.to(wide) * out.to(wide)
         delta = products.sum(-1).transpose(1, 2)
         dq = q.new_zeros(q.shape, dtype=wide)
-        local = torch.cat((k, v), dim=-1)
+        local = torch.cat((k, v), -1)
         gradients = local.new_zeros(local.shape, dtype=wide)
         # the same blocks again; their gradients go with them, a hop behind
         for rank, block in blocks_round_ring(local, cp):
             keys, values = block.split(widths, dim=-1)
             dkeys, dvalues = gradients.split(widths, dim=-1)
-            pairs = causal_chunk_pairs(cp.index, rank, cp.size, size, window)
+            pairs = chunk_pairs_here(q, rank, cp, window)
             for mine, theirs, ahead in pairs:
                 queries = dy[:, mine], q[:, mine]
                 met = keys[:, theirs], values[:, theirs]
-                sums = lse[:, :, mine], delta[:, :, mine]
-                dq_part, dk_part, dv_part = attend_backward(*queries, *met, *sums, scale, ahead, window)
+                lse_part = lse[..., mine]
+                delta_part = delta[..., mine]
+                parts = attend_backward(*queries, *met, lse_part, delta_part, scale, ahead, window)
+                dq_part, dk_part, dv_part = parts
                 dq[:, mine] += dq_part
                 dkeys[:, theirs] += dk_part
                 dvalues[:, theirs] += dv_part
             gradients = RingShift(gradients, cp).arrived()  # after the last hop they are home
         dq = dq.to(q.dtype)
-        dk, dv = gradients.split(widths, dim=-1)
-        dk = dk.to(k.dtype)
-        dv = dv.to(v.dtype)
+        dkeys, dvalues = gradients.split(widths, dim=-1)
+        dk = dkeys.to(k.dtype)
+        dv = dvalues.to(v.dtype)
         d_sink = sink_gradient(sink_H, lse, delta)
         return dq, dk, dv, None, None, d_sink, None, None
 
 
-CONTEXT_MECHANISMS: dict[str, Callable[[BoundKernels, World], ContextMechanism]] = {
+MakeMechanism = Callable[[BoundKernels, World], ContextMechanism]
+CONTEXT_MECHANISMS: dict[str, MakeMechanism] = {
     "all_gather": all_gather_context,
     "all_to_all": ulysses_context,
     "ring": ring_context,

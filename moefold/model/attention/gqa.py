@@ -25,27 +25,33 @@ class GroupedQueryAttention(AttentionBase):
         super().__init__(model, layer, parts)
         a = model.attention
         d = model.hidden
-        self.query = self.make_head_linear(d, a.heads, a.head_dim, a.qkv_bias)
-        self.key = self.make_head_linear(d, a.kv_heads, a.head_dim, a.qkv_bias)
-        self.value = self.make_head_linear(d, a.kv_heads, a.head_dim, a.qkv_bias)
-        self.projections = LinearGroup(self.world, self.query, self.key, self.value)
-        width = a.heads * a.head_dim
+        head = a.head_dim
+        bias = a.qkv_bias
+        self.query = self.make_head_linear(d, a.heads, head, bias)
+        self.key = self.make_head_linear(d, a.kv_heads, head, bias)
+        self.value = self.make_head_linear(d, a.kv_heads, head, bias)
+        projections = (self.query, self.key, self.value)
+        self.projections = LinearGroup(self.world, *projections)
+        width = a.heads * head
         self.out = self.make_out_linear(width, d, a.out_bias)
         self.gather_region = Region("norm")
         self.qk_norm = a.qk_norm
-        self.rope_dim = a.rope_dim or a.head_dim
+        self.rope_dim = a.rope_dim or head
         self.ropes_in_norm = self.rotates_all_that_is_normed(model)
         if a.qk_norm != "none":
             self.query_norm = self.make_head_norm(a.heads, model, parts)
             self.key_norm = self.make_head_norm(a.kv_heads, model, parts)
-        self.rotary = Rotary(self.rope_dim, a.rope, parts.seq_len, parts.kernels)
+        kernels = parts.kernels
+        self.rotary = Rotary(self.rope_dim, a.rope, parts.seq_len, kernels)
 
     def rotates_all_that_is_normed(self, model: ModelConfig) -> bool:
         """Whether norm and rope of queries and keys are one op: the rank has all that is normed together, and all dims
         of a head are rotated."""
         a = model.attention
-        alone = self.tp.size == 1
-        held_here = a.qk_norm == "head" or (a.qk_norm == "full" and alone)
+        if a.qk_norm == "full":
+            held_here = self.tp.size == 1
+        else:
+            held_here = a.qk_norm == "head"
         return held_here and self.rope_dim == a.head_dim
 
     def make_head_norm(self, heads: int, model: ModelConfig, parts: ModelParts) -> HeadNorm:
@@ -62,11 +68,11 @@ class GroupedQueryAttention(AttentionBase):
 
     def forward(self, h_TD: Tensor, shard: TokenShard) -> Tensor:
         h_CD = self.gather_region(self.gather_tokens, h_TD)
-        h_BSD = h_CD.unflatten(0, (shard.sequences, -1))
+        by_sequence = (shard.sequences, -1)
+        h_BSD = h_CD.unflatten(0, by_sequence)
         q, k, v = self.projections(h_BSD)
         q, k = self.norm_and_rope(q, k, shard)
-        y_BSHD = self.core(self.context, q, k, v, self.scale, self.window, self.sinks, shard.begins_BS)
-        y_CN = y_BSHD.reshape(len(h_CD), -1)  # the heads of a token, joined
+        y_CN = self.attend(q, k, v, shard)
         summand_CD = self.out_region(self.out, y_CN)
         return self.scatter_sums(summand_CD)
 
@@ -74,7 +80,9 @@ class GroupedQueryAttention(AttentionBase):
         """Queries and keys, normed if the model norms them, and rotated by position."""
         if self.ropes_in_norm:
             angles = self.rotary.angles(shard)
-            return self.query_norm(q, angles), self.key_norm(k, angles)
+            q = self.query_norm(q, angles)
+            k = self.key_norm(k, angles)
+            return q, k
         if self.qk_norm != "none":
             q = self.apply_rmsnorm(q, self.query_norm)
             k = self.apply_rmsnorm(k, self.key_norm)

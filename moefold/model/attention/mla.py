@@ -33,41 +33,44 @@ class LatentAttention(AttentionBase):
         self.make_down_projections(model, parts)
         # Up to the heads.
         nope_dim = a.head_dim - a.rope_dim
-        self.key = self.make_head_linear(a.kv_rank, a.heads, nope_dim)
-        self.value = self.make_head_linear(a.kv_rank, a.heads, value_dim)
+        latent = a.kv_rank
+        self.key = self.make_head_linear(latent, a.heads, nope_dim)
+        self.value = self.make_head_linear(latent, a.heads, value_dim)
         self.up = LinearGroup(self.world, self.key, self.value)
         self.up_region = Region("up")
         width = a.heads * value_dim
         self.out = self.make_out_linear(width, model.hidden, a.out_bias)
-        self.rotary = Rotary(a.rope_dim, a.rope, parts.seq_len, parts.kernels)
+        kernels = parts.kernels
+        self.rotary = Rotary(a.rope_dim, a.rope, parts.seq_len, kernels)
 
     def make_down_projections(self, model: ModelConfig, parts: ModelParts) -> None:
         """To the latents of queries, if there are any, and of keys and values, each with its norm; and the part of the
         keys that is rotated."""
         a = model.attention
         d = model.hidden
+        bias = a.qkv_bias
         eps = model.norm_eps
         kernels = parts.kernels
         world = parts.world
         down = []
         self.has_query_latent = a.q_rank > 0
         if self.has_query_latent:
-            self.query_down = self.make_linear(d, a.q_rank, a.qkv_bias)
+            self.query_down = self.make_linear(d, a.q_rank, bias)
             self.query_norm = RMSNorm(a.q_rank, eps, kernels, world)
             down.append(self.query_down)
         query_width = a.q_rank or d
         self.query = self.make_head_linear(query_width, a.heads, a.head_dim)
-        self.latent = self.make_linear(d, a.kv_rank, a.qkv_bias)
+        self.latent = self.make_linear(d, a.kv_rank, bias)
         self.latent_norm = RMSNorm(a.kv_rank, eps, kernels, world)
-        self.turning = self.make_linear(d, a.rope_dim, a.qkv_bias)
-        self.down = LinearGroup(world, *down, self.latent, self.turning)
+        self.turning = self.make_linear(d, a.rope_dim, bias)
+        down += [self.latent, self.turning]
+        self.down = LinearGroup(world, *down)
 
     def forward(self, h_TD: Tensor, shard: TokenShard) -> Tensor:
         *query, latent, k_rope = self.down(h_TD)
         query_source = query[0] if query else h_TD
         q, k, v = self.up_region(self.norm_and_project_up, query_source, latent, k_rope, shard)
-        y_BSHV = self.core(self.context, q, k, v, self.scale, self.window, self.sinks, shard.begins_BS)
-        y_CN = y_BSHV.flatten(0, 1).flatten(1)  # the heads of a token, joined
+        y_CN = self.attend(q, k, v, shard)
         summand_CD = self.out_region(self.out, y_CN)
         return self.scatter_sums(summand_CD)
 
@@ -81,7 +84,8 @@ class LatentAttention(AttentionBase):
         widths = [x.shape[-1] for x in latents]
         joined = torch.cat(latents, dim=-1)
         joined_C = self.gather_tokens(joined)  # one message
-        joined_BS = joined_C.unflatten(0, (shard.sequences, -1))
+        by_sequence = (shard.sequences, -1)
+        joined_BS = joined_C.unflatten(0, by_sequence)
         query_source_BS, latent_BS, k_rope_BS = joined_BS.split(widths, dim=-1)
         return self.project_up(query_source_BS, latent_BS, k_rope_BS, shard)
 
@@ -93,6 +97,8 @@ class LatentAttention(AttentionBase):
         k_rope_BS1D = k_rope_BS.unsqueeze(2)
         k_rope = self.rotary.last(k_rope_BS1D, shard)
         k_nope, v = self.up(latent_BS)
-        k_rope = k_rope.expand(*k_nope.shape[:-1], -1)  # the same for all heads
-        k = torch.cat((k_nope, k_rope), dim=-1)
+        by_head = k_nope.shape[:-1]
+        k_rope = k_rope.expand(*by_head, -1)  # the same for all heads
+        parts = (k_nope, k_rope)
+        k = torch.cat(parts, dim=-1)
         return q, k, v

@@ -31,13 +31,17 @@ class Rotary:
         self.dims = dims
         self.config = config
         self.seq_len = seq_len
-        self.dtype = torch.promote_types(torch.get_default_dtype(), torch.float32)
+        parameters = torch.get_default_dtype()
+        self.dtype = torch.promote_types(parameters, torch.float32)
         self.rope = kernels[rope]
 
     def angles(self, shard: TokenShard) -> RopeAngles:
         """The tables at the positions that this rank holds."""
-        cos_Sd, sin_Sd = rope_angles(self.seq_len, self.dims, self.config, self.dtype, shard.device)
-        held = slice(shard.length) if shard.cp.size == 1 else shard.local_positions
+        device = shard.device
+        cos_Sd, sin_Sd = rope_angles(self.seq_len, self.dims, self.config, self.dtype, device)
+        held = slice(shard.length)
+        if shard.cp.size > 1:
+            held = shard.local_positions
         return RopeAngles(cos_Sd[held], sin_Sd[held])
 
     def first(self, x_BSHD: Tensor, shard: TokenShard) -> Tensor:

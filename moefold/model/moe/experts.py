@@ -22,6 +22,7 @@ from moefold.kernels.routing.expert_rows import gather_rows
 from moefold.layout.axes import World
 from moefold.layout.declare import DeclaringModule
 from moefold.layout.placement import Placement, sharded_over_experts
+from moefold.layout.token_numbers import computing_tokens
 from moefold.model.mlp import Activate, bind_activation
 from moefold.model.steps import Region
 from moefold.precision.linear import GroupedLinear, PlacedWeight
@@ -89,8 +90,20 @@ class Experts(DeclaringModule):
     def first_bias(self) -> nn.Parameter | None:
         return getattr(self, f"{self.up_name}_bias", None)
 
+    @property
+    def rounds_by_token(self) -> bool:
+        """Whether a product asks for the numbers of its rows' tokens."""
+        return self.up_product.recipe.rounds_by_token or self.down_product.recipe.rounds_by_token
+
     def forward(self, rows: Rows) -> Tensor:
         """Each row through its expert, times the router's weight."""
+        if rows.number_N is None:
+            return self.run_experts(rows)
+        number_R = rows.number_N[rows.order.index_R.long()]
+        with computing_tokens(lambda _: number_R):
+            return self.run_experts(rows)
+
+    def run_experts(self, rows: Rows) -> Tensor:
         order = rows.order
         floats = (rows.source_ND, self.first_weight, self.down, order.weight_R)
         routing = (order.index_R, order.slots_NK, order.ends_e, order.holes)

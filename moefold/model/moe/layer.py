@@ -21,6 +21,8 @@ from torch import Tensor, nn
 
 from moefold.anatomy.step_specs import moe_step_specs
 from moefold.config.run import ModelConfig
+from moefold.dispatch.base import Receipt
+from moefold.layout.token_numbers import numbers_of_rows
 from moefold.model.moe.experts import Experts
 from moefold.model.moe.router import Router
 from moefold.model.moe.shared import SharedExperts
@@ -108,10 +110,18 @@ class MoeSublayer(nn.Module):
         tokens = carry["latent_TL"] if "latent_TL" in carry else carry["h_TD"]
         receipt = carry["receipt"]
         rows = self.dispatcher.dispatch(tokens, receipt)
+        if self.experts.rounds_by_token:
+            rows = rows._replace(number_N=self.dispatch_numbers(len(tokens), receipt))
         if self.training:
             row_bytes = tokens.shape[1] * tokens.element_size()
             self.router.load.note_moved(receipt.rows_moved * row_bytes)
         return drop_from_carry(carry | {"rows": rows}, "latent_TL")
+
+    def dispatch_numbers(self, tokens: int, receipt: Receipt) -> Tensor:
+        """Numbers of the tokens that arrive, sent as tokens are. fp64 holds them exactly."""
+        number_T = numbers_of_rows(tokens, self.router.weight.device)
+        arrived_N1 = self.dispatcher.dispatch(number_T[:, None].double(), receipt).source_ND
+        return arrived_N1[:, 0].long()
 
     def run_shared_experts(self, carry: Carry) -> Carry:
         shared_TD = self.shared(carry["h_TD"])

@@ -14,7 +14,7 @@ from math import ceil, prod
 
 from moefold.anatomy.products import GROUPED_PRODUCTS
 from moefold.anatomy.step_specs import WeightSpec
-from moefold.config.precision_recipes import SCALE_BLOCK, RecipeSpec
+from moefold.config.precision_recipes import MX_BLOCK, NV_BLOCK, SCALE_BLOCK, RecipeSpec
 from moefold.plan.layer.rank_shapes import RankShapes
 from moefold.plan.layer.tensor_table import (
     ShapeCondition,
@@ -33,6 +33,8 @@ from moefold.plan.layer.tensor_table import (
 )
 
 SCALE_BYTES = 4
+FP8_COLUMN_BYTES = 1 + SCALE_BYTES / SCALE_BLOCK
+MICRO_VALUE_BYTES = {"mxfp8": 1 + 1 / MX_BLOCK, "nvfp4": 0.5 + 1 / NV_BLOCK}  # with the byte of a block's scale
 TILE_NUMBERS = 4  # int32 in the table of tiles: expert, first row, rows, first padded row
 
 ProductGroups = Sequence[Sequence[str]]  # products that are called as one op
@@ -46,6 +48,8 @@ def copy_bytes(weight: WeightSpec, recipe: RecipeSpec, s: RankShapes) -> float:
     *outer, inputs = weight.part(s.portion.degrees)
     experts = outer.pop(0) if weight.name in GROUPED_PRODUCTS else 1
     outputs = prod(outer)
+    if recipe.is_emulated:
+        return experts * 2 * outputs * inputs * MICRO_VALUE_BYTES[recipe.format]
     scales = {
         "none": 0,
         "expert": 2,
@@ -109,10 +113,16 @@ def count_operands(groups: ProductGroups, s: RankShapes) -> int:
     return sum(len(operands_of_group(group, s)) for group in groups)
 
 
-def count_copies(groups: ProductGroups, s: RankShapes) -> int:
-    """Copies along columns."""
+def count_copies(groups: ProductGroups, s: RankShapes) -> float:
+    """Copies along columns, in the size of one in FP8."""
     specs = [spec for group in groups for spec in operands_of_group(group, s)]
-    return sum(spec.columns != "none" for spec in specs)
+    return sum(relative_copy_size(spec) for spec in specs)
+
+
+def relative_copy_size(recipe: RecipeSpec) -> float:
+    if recipe.columns == "none":
+        return 0.0
+    return MICRO_VALUE_BYTES.get(recipe.format, FP8_COLUMN_BYTES) / FP8_COLUMN_BYTES
 
 
 def keeps_input_of(groups: ProductGroups) -> ShapeCondition:

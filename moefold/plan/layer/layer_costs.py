@@ -218,6 +218,7 @@ def count_step(spec: StepSpec, s: RankShapes, saved: SavedTensors) -> StepCount:
         if recipe.quantises:
             copies += copy_bytes(weight, recipe, s)
             requantised += held * quantise_pass_bytes(recipe, 2, s)
+            quantized += held
         elif s.recipe.copies and is_weight_matrix(weight) and spec.name not in UNQUANTIZED_STEPS:
             quantized += held
             copies += held * s.recipe.copies

@@ -50,11 +50,8 @@ def resident_state(s: RunSetting, rank: RankStages, stages: list[StageCount]) ->
     quantized = sum(stage.quantized for stage in stages) * held
     copies = sum(stage.copies for stage in stages) * held
     plain = weight_count
-    if s.choices.quantized_weights:
+    if s.keeps_only_quantised:
         plain -= quantized
-    main = 0.0
-    if recipe.wide < 4:  # fp32 weights are their own main weights
-        main = state_count * MAIN_WEIGHT_BYTES[optim.main]
     return ResidentState(
         parameters=parameters,
         share=share,
@@ -62,9 +59,17 @@ def resident_state(s: RunSetting, rank: RankStages, stages: list[StageCount]) ->
         weights=plain * recipe.wide + copies,
         copies=copies,
         gradients=weight_count * STATE_ELEMENT_BYTES[optim.gradients],
-        main=main,
+        main=main_weight_bytes(s, state_count, quantized * state_count / weight_count),
         moments=state_count * 2 * STATE_ELEMENT_BYTES[optim.moments],
     )
+
+
+def main_weight_bytes(s: RunSetting, count: float, quantized: float) -> float:
+    """Bytes of the main weights of so many parameters, some of them quantised. Weights that are stored in FP8 alone
+    have fp32 main weights; of the rest, fp32 weights are their own."""
+    stored = quantized if s.stores_fp8 else 0.0
+    beside = MAIN_WEIGHT_BYTES[s.optim.main] if s.recipe.wide < 4 else 0
+    return (count - stored) * beside + stored * MAIN_WEIGHT_BYTES["fp32"]
 
 
 def rank_parameters(s: RunSetting, rank: RankStages, stages: list[StageCount]) -> Counter[ParameterClass]:

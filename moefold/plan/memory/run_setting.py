@@ -74,6 +74,16 @@ class RunSetting:
     def product_precision(self) -> str:
         return product_precision(self.config, self.choices)
 
+    @property
+    def stores_fp8(self) -> bool:
+        """Whether weights that products of the trainer read in FP8 have no copy in another dtype."""
+        return self.config.precision.storage == "fp8"
+
+    @property
+    def keeps_only_quantised(self) -> bool:
+        """Whether quantised weights have no wide copy, in a recipe of the trainer or in a low precision."""
+        return self.stores_fp8 or self.choices.quantized_weights
+
     def count_piece(self, piece: str, layer: int) -> PieceCount:
         return count_piece(self.model, piece, layer, self.portion, self.choices)
 

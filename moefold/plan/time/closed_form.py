@@ -359,7 +359,7 @@ def least_rank_bytes(s: RunSetting, stages: StageMemories, rank: int) -> float:
         states += count * share * state
     if choices.sharding != "fsdp":
         weights += sum(stage.copies for stage in stages)
-        if choices.quantized_weights:
+        if s.keeps_only_quantised:
             weights -= s.recipe.wide * sum(stage.quantized for stage in stages)
     activations = least_activation_bytes(s, stages, rank)
     if s.grows_gradients:  # they are allocated while activations are freed

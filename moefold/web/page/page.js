@@ -1,4 +1,4 @@
-// The page: facts of the run, training curves, balance of expert load.
+// The page: facts of the run, training curves, balance of expert load, FP8 operands.
 
 const { runs } = JSON.parse(document.getElementById("data").textContent);
 const several = runs.length > 1;
@@ -176,9 +176,13 @@ function balanceOf(run) {
 
 function build() {
   document.querySelector("h1").append(runs.map((run) => run.label).join(" · "), " ", make("small", {}, "moefold report"));
-  const maps = make("div", {});
+  const [maps, operands] = [make("div", {}), make("div", {})];
   const chosen = make("select", { "aria-label": "run" }, ...runs.map((run, i) => make("option", { value: i }, run.label)));
-  const show = () => maps.replaceChildren(...balanceOf(runs[Number(chosen.value)]));
+  const show = () => {
+    const run = runs[Number(chosen.value)];
+    maps.replaceChildren(...balanceOf(run));
+    operands.replaceChildren(...fp8Maps(run));
+  };
   chosen.addEventListener("change", show);
   document.querySelector("main").replaceChildren(
     facts(),
@@ -186,6 +190,7 @@ function build() {
     ...section("Training", "Where several steps share a point, the line is their mean and the band their range.", training()),
     ...section("Balance", "Balance of expert load, over the whole global batch.", violations()),
     ...section("Layers and experts", several ? "One run at a time: " : "Point at a cell for its numbers.", maps),
+    ...(runs.some((run) => run.fp8) ? section("FP8 operands", several ? "Of the run chosen above, over all ranks and microbatches." : "Over all ranks and microbatches of a recorded step.", operands) : []),
   );
   if (several) maps.previousElementSibling.append(chosen);
   show();

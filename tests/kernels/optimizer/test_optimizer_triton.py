@@ -10,11 +10,17 @@ import torch
 
 pytest.importorskip("triton")
 
+from triton.runtime import interpreter
+
 from moefold.kernels.optimizer import optimizer_triton
 from moefold.kernels.optimizer.adamw import adamw
+from moefold.kernels.optimizer.adamw_blocks import adamw_blocks
 from moefold.kernels.optimizer.adamw_scalars import AdamWOptions, adamw_scalars
 from moefold.kernels.optimizer.add_squares import add_squares
 from moefold.kernels.optimizer.split_fp32 import joined_fp32, lower_16_bits, round_to_nearest
+from moefold.kernels.quantise.fp8 import ScaleRule
+from moefold.kernels.quantise.quantise_weight import quantise_weight
+from tests.support.fp8_interpreter import convert_by_torch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 in_triton = adamw.implementations["triton"]
@@ -91,3 +97,59 @@ def test_squares_are_added_to_what_is_there(n: int, dtype: torch.dtype):
     optimizer_triton.launch_add_squares(mine, x, x[: n // 3], x)
     add_squares(theirs, x, x[: n // 3], x)
     torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=0)
+
+
+def copies_of(w: torch.Tensor, rule: ScaleRule) -> list[torch.Tensor]:
+    (values_END, scales_EIJ), (values_EDN, scales_EJI) = quantise_weight(w, "block", rule)
+    return [values_END, values_EDN, scales_EIJ, scales_EJI]
+
+
+def as_integers(x: torch.Tensor) -> torch.Tensor:
+    return x.view({1: torch.uint8, 4: torch.int32}[x.element_size()])
+
+
+@pytest.mark.parametrize("form", ["own", "copy", "split", "main alone"])
+@pytest.mark.parametrize("seed", [None, 5])
+def test_an_update_that_writes_copies_is_the_update_and_the_copies_are_those_of_its_weights(seed, form, monkeypatch):
+    if DEVICE == "cpu":
+        monkeypatch.setattr(interpreter, "_convert_float", convert_by_torch)
+    shape = (2, 130, 40)
+    rule = ScaleRule(power_of_two=seed is not None)
+    scale = torch.tensor(0.3, dtype=torch.float64, device=DEVICE)
+    now, options = step_scalars(seed=seed or 0), OPTIONS._replace(stochastic=seed is not None)
+    moments = torch.float32 if seed is None else torch.bfloat16
+    kept = "own" if form == "main alone" else form
+    mine, flat = (state(kept, moments, torch.float32, math.prod(shape)) for _ in range(2))
+    copies = copies_of(torch.ones(shape, device=DEVICE), rule)
+    dtype = torch.float32 if form == "own" else torch.bfloat16
+    first = 1280  # as a part of a longer tensor
+    adamw_blocks.implementations["triton"](*mine, scale, now, options, first, *copies, rule, dtype)
+    in_triton(*flat, scale, now, options, first)
+    assert all(a is b is None or torch.equal(a, b) for a, b in zip(mine, flat, strict=True))
+    updated = round_to_nearest(flat[0], dtype) if flat[4] is None else flat[4]
+    for a, b in zip(copies, copies_of(updated.view(shape), rule), strict=True):
+        assert torch.equal(as_integers(a), as_integers(b))
+
+
+def test_an_update_in_parts_rounds_stochastically_as_the_whole():
+    scale = torch.tensor(0.3, dtype=torch.float64, device=DEVICE)
+    options = OPTIONS._replace(stochastic=True)
+    for run in (in_triton, adamw.reference):
+        whole, parts = (state("copy", torch.bfloat16, torch.float32, 3000) for _ in range(2))
+        run(*whole, scale, step_scalars(seed=5), options)
+        for window in (slice(0, 1280), slice(1280, 3000)):
+            run(*(x[window] for x in parts), scale, step_scalars(seed=5), options, window.start)
+        assert all(torch.equal(a, b) for a, b in zip(whole, parts, strict=True))
+
+
+def test_a_scale_that_is_no_number_leaves_the_copies_as_they_are():
+    shape, rule = (1, 40, 48), ScaleRule()
+    mine = state("copy", torch.float32, torch.float32, math.prod(shape))
+    copies = copies_of(torch.ones(shape, device=DEVICE), rule)
+    before = [x.clone() for x in (*mine, *copies)]
+    scale = torch.tensor(math.nan, dtype=torch.float64, device=DEVICE)
+    for name in ("triton", "fused", "reference"):
+        run = adamw_blocks.implementations[name]
+        run(*mine, scale, step_scalars(), OPTIONS, 0, *copies, rule, torch.bfloat16)
+        for a, b in zip((*mine, *copies), before, strict=True):
+            assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))

@@ -13,11 +13,20 @@ import pytest
 import torch
 from torch import Tensor
 
+from moefold.kernels.optimizer.split_fp32 import round_to_nearest
 from moefold.kernels.quantise.fp8 import E4M3, E5M2, Fp8Format, Quantised, ScaleRule, round_to_fp8, scale_from_amax
 from moefold.kernels.quantise.gather_tiles import gather_tiles
 from moefold.kernels.quantise.quantise_tiles import quantise_tiles, tile_maxima
 from moefold.kernels.quantise.quantise_weight import WEIGHT_SCALES, WeightScales, quantise_weight
-from moefold.kernels.quantise.row_tiles import RowTiles, ends_of_experts, pad_to_tiles, row_tiles
+from moefold.kernels.quantise.quantise_weight_share import MatrixPlace, cast_share, share_maxima, transpose_values
+from moefold.kernels.quantise.rounding_figures import (
+    CopyMatrices,
+    RoundingFigures,
+    matrices_of_columns,
+    matrices_of_rows,
+    rounding_figures,
+)
+from moefold.kernels.quantise.row_tiles import RowTiles, ends_of_experts, pad_to_tiles, padded_index, row_tiles
 from tests.support.fp8_numbers import FINITE, bytes_of_block, nearest_byte, scale_of_block, value_of_byte
 
 GPU = torch.cuda.is_available()
@@ -370,6 +379,42 @@ def test_the_kernels_of_weights_give_the_bits_of_the_reference(
             assert torch.equal(bits(a), bits(b))
 
 
+PLACES = (MatrixPlace(0, (2, 200, 72), 0), MatrixPlace(28_800, (1, 130, 300), 4))
+FLAT = 68_096  # elements, some behind the last matrix
+
+
+def flat_weights() -> Tensor:
+    flat = 0.02 * torch.randn(FLAT, generator=torch.Generator().manual_seed(5))
+    flat[300:372] = 0
+    flat[9_000] = -NAN
+    flat[67_000] = -INF
+    return flat.to(DEVICE)
+
+
+@each_rule
+@pytest.mark.parametrize("kernels", ["reference", "triton"])
+@pytest.mark.parametrize("shares", [1, 2, 7, 38])
+def test_shares_that_cut_blocks_have_together_the_bytes_of_whole_weights(shares: int, kernels: str, rule: ScaleRule):
+    flat = flat_weights()
+    size = FLAT // shares
+    begins = range(0, FLAT, size)
+    maxima_of, cast = (op.implementations[kernels] for op in (share_maxima, cast_share))
+    for dtype in (torch.float32, torch.bfloat16):
+        of_shares = [maxima_of(flat[i : i + size], i, PLACES, dtype) for i in begins]
+        maxima_B = torch.stack(of_shares).amax(0)
+        scales_B = scale_from_amax(maxima_B.view(torch.float32), rule)
+        values = torch.cat([cast(flat[i : i + size], i, PLACES, scales_B, rule, dtype) for i in begins])
+        for place in PLACES:
+            w = round_to_nearest(flat[place.start : place.stop].view(place.shape), dtype)
+            whole = quantise_weight.reference(w, "block", rule)
+            mine = values[place.start : place.stop].view(place.shape)
+            last_block = place.first_block + place.blocks
+            assert torch.equal(bits(mine), bits(whole.forward.values))
+            assert torch.equal(bits(scales_B[place.first_block : last_block]), bits(whole.forward.scales.flatten()))
+            turned = transpose_values.implementations[kernels](mine)
+            assert torch.equal(bits(turned), bits(whole.transposed.values))
+
+
 @pytest.mark.parametrize("width", [1024, 200])
 @pytest.mark.parametrize("per_row", [False, True], ids=["scales of blocks", "scales of rows"])
 @each_routing
@@ -402,3 +447,31 @@ def test_references_give_the_same_bits_on_a_gpu_and_on_the_cpu():
             assert b is not None
             assert torch.equal(bits(a.values), bits(b.values).cpu())
             assert torch.equal(bits(a.scales), bits(b.scales).cpu())
+
+
+def test_the_kernel_of_rounding_figures_counts_as_the_reference_does_and_leaves_out_tiles_that_are_not_in_use():
+    for dtype in (torch.bfloat16, torch.float32):
+        for case in rounding_figures.cases(DEVICE, dtype):
+            check_figures(*case.inputs)
+    ends_E = ends_of_experts([3, 0, 130], DEVICE)
+    tiles = row_tiles(ends_E, 600)
+    x = torch.randn(600, 72, device=DEVICE)
+    copies = quantise_tiles(x, tiles, RULES[0], "block", "block")
+    unused = tiles.tiles_M4[:, 2] == 0
+    assert unused.any()
+    rows, columns = copies.wanted_rows, copies.wanted_columns
+    for values, scales in (rows, columns):
+        bits(values).view(len(unused), -1)[unused] = 0x7F  # NaN
+        scales.unflatten(0, (len(unused), -1))[unused] = torch.nan
+    for copy in (matrices_of_rows(rows), matrices_of_columns(columns)):
+        counted = check_figures(x, padded_index(tiles), copy).sums_4[0]
+        assert counted == 133 * 72
+
+
+def check_figures(source: Tensor, index: Tensor, copy: CopyMatrices) -> RoundingFigures:
+    mine = triton_of(rounding_figures)(source, index, copy)
+    reference = rounding_figures.reference(source, index, copy)
+    assert torch.equal(mine.sums_4[:2], reference.sums_4[:2])
+    torch.testing.assert_close(mine.sums_4, reference.sums_4, rtol=1e-6, atol=0)
+    assert torch.equal(mine.extremes_3, reference.extremes_3)
+    return reference

@@ -183,4 +183,10 @@ def test_the_copies_of_weights_of_an_fp8_recipe_count():
     assert block.activations < plain.activations
     (hybrid,) = fit("tiny", *words, "--precision.recipe", "fp8_hybrid").by_pipeline_rank
     assert hybrid.weights == block.weights
+    stored = ("--precision.recipe", "fp8_block", "--precision.storage", "fp8")
+    (alone,) = fit("tiny", *words, *stored).by_pipeline_rank
+    assert 1 < alone.weights / plain.weights < 1.01  # scales
+    assert alone.main == block.main
+    (split,) = fit("tiny", *words, *stored, "--optim.main", "split").by_pipeline_rank
+    assert 0.9 < split.main / block.main < 1  # fp32 but for embedding, head, router and norms
     assert hybrid.activations > block.activations

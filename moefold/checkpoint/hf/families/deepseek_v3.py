@@ -148,7 +148,8 @@ def deepseek_mlp_pieces(
     """A dense MLP in the first layers, then routed and shared experts."""
     theirs += "mlp."
     if not is_moe_layer(model, layer):
-        yield from gated_mlp_pieces(model, model.dense_ffn, theirs, ours + "dense.")
+        width = model.dense_ffn
+        yield from gated_mlp_pieces(model, width, theirs, ours + "dense.")
         return
     ours += "moe."
     yield from router_pieces(model, theirs, ours, correction=correction)

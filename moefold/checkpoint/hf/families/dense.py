@@ -49,7 +49,9 @@ def read_qwen2(options: ConfigOptions) -> dict[str, Any]:
     full_layers = options.take_size("max_window_layers")
     kinds = options.take_optional("layer_types")
     if kinds is None and window is not None:
-        kinds = [SLIDING if layer >= full_layers else FULL for layer in range(layers)]
+        full = [FULL] * min(full_layers, layers)
+        sliding = [SLIDING] * (layers - len(full))
+        kinds = full + sliding
     values |= read_sliding_windows(options, layers, window, kinds)
     return values | {"attention.qkv_bias": True}
 
@@ -66,7 +68,8 @@ def read_qwen3(options: ConfigOptions) -> dict[str, Any]:
 def dense_block_pieces(model: ModelConfig, layer: int, theirs: str, ours: str) -> Iterator[MappedPiece]:
     yield from norm_pieces(model, layer, theirs, ours)
     yield from grouped_attention_pieces(model, theirs, ours)
-    yield from gated_mlp_pieces(model, model.dense_ffn, theirs + "mlp.", ours + "dense.")
+    width = model.dense_ffn
+    yield from gated_mlp_pieces(model, width, theirs + "mlp.", ours + "dense.")
 
 
 def refuse_to_write(_: ModelConfig) -> dict[str, Any]:

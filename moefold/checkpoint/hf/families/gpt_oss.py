@@ -74,7 +74,8 @@ def gpt_oss_block_pieces(model: ModelConfig, layer: int, theirs: str, ours: str)
     heads = {"h": model.attention.heads}
     yield MappedPiece(theirs + "self_attn.sinks", ours + "attention.sinks", "h -> h", heads)
     yield from router_pieces(model, theirs + "mlp.", ours + "moe.", name="router")
-    sizes = {"e": model.moe.experts, "f": model.moe.ffn, "d": model.hidden, "g": 2}  # g: gate and up
+    moe = model.moe
+    sizes = {"e": moe.experts, "f": moe.ffn, "d": model.hidden, "g": 2}  # g: gate and up
     theirs = theirs + "mlp.experts."
     ours = ours + "moe.experts."
     yield MappedPiece(theirs + "gate_up_proj", ours + "gate_up", "e d (f g) -> e g f d", sizes)

@@ -58,7 +58,8 @@ def mixtral_block_pieces(model: ModelConfig, layer: int, theirs: str, ours: str)
     theirs = theirs + "block_sparse_moe."
     ours = ours + "moe."
     yield from router_pieces(model, theirs, ours)
-    yield from expert_pieces(model, theirs, ours, names=("w1", "w3", "w2"))
+    names = ("w1", "w3", "w2")
+    yield from expert_pieces(model, theirs, ours, names)
 
 
 def mixtral_table(model: ModelConfig) -> NameTable:

@@ -91,7 +91,8 @@ def qwen2_moe_block_pieces(model: ModelConfig, layer: int, theirs: str, ours: st
     yield from grouped_attention_pieces(model, theirs, ours)
     theirs += "mlp."
     if not is_moe_layer(model, layer):
-        yield from gated_mlp_pieces(model, model.dense_ffn, theirs, ours + "dense.")
+        width = model.dense_ffn
+        yield from gated_mlp_pieces(model, width, theirs, ours + "dense.")
         return
     ours += "moe."
     yield from router_pieces(model, theirs, ours)

@@ -79,7 +79,8 @@ def qwen3_moe_block_pieces(model: ModelConfig, layer: int, theirs: str, ours: st
         yield from router_pieces(model, theirs, ours + "moe.")
         yield from expert_pieces(model, theirs, ours + "moe.")
     else:
-        yield from gated_mlp_pieces(model, model.dense_ffn, theirs, ours + "dense.")
+        width = model.dense_ffn
+        yield from gated_mlp_pieces(model, width, theirs, ours + "dense.")
 
 
 def qwen3_moe_table(model: ModelConfig) -> NameTable:

@@ -1,0 +1,128 @@
+"""One AdamW update of matrices (adamw.py), which also writes their FP8 copies with scales of 128 x 128 blocks.
+
+The copies are those that `quantise_weight` makes of the updated weights, in both layouts, in the memory of the copies
+before. E experts, N outputs, D inputs, I blocks of outputs, J blocks of inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import prod
+
+import torch
+from torch import Tensor
+
+from moefold.kernels.optimizer.adamw import adamw, adamw_fused
+from moefold.kernels.optimizer.adamw_scalars import AdamWOptions, adamw_scalars
+from moefold.kernels.optimizer.split_fp32 import lower_16_bits, round_to_nearest
+from moefold.kernels.quantise.fp8 import ScaleRule
+from moefold.kernels.quantise.quantise_weight import quantise_weight
+from moefold.kernels.registry import CaseInputs, Cases, KernelCase, register_in_place_op
+
+
+@register_in_place_op
+def adamw_blocks(
+    main: Tensor,
+    g: Tensor,
+    m: Tensor,
+    v: Tensor,
+    weights: Tensor | None,
+    scale: Tensor,
+    scalars: Tensor,
+    options: AdamWOptions,
+    first: int,
+    values_END: Tensor,
+    values_EDN: Tensor,
+    scales_EIJ: Tensor,
+    scales_EJI: Tensor,
+    rule: ScaleRule,
+    dtype: torch.dtype,
+) -> None:
+    """`main` to `first` as in adamw.py. `dtype`: the model's, to which weights are rounded before they are
+    quantised. A scale that is not finite leaves everything as it is."""
+    copies = (values_END, values_EDN, scales_EIJ, scales_EJI)
+    update_and_quantise(adamw, main, g, m, v, weights, scale, scalars, options, first, *copies, rule, dtype)
+
+
+@adamw_blocks.register_fast("fused")
+def adamw_blocks_fused(
+    main, g, m, v, weights, scale, scalars, options, first,
+    values_END, values_EDN, scales_EIJ, scales_EJI, rule, dtype,
+) -> None:  # fmt: skip
+    copies = (values_END, values_EDN, scales_EIJ, scales_EJI)
+    update_and_quantise(adamw_fused, main, g, m, v, weights, scale, scalars, options, first, *copies, rule, dtype)
+
+
+@adamw_blocks.register_fast("triton")
+def adamw_blocks_triton(
+    main, g, m, v, weights, scale, scalars, options, first,
+    values_END, values_EDN, scales_EIJ, scales_EJI, rule, dtype,
+) -> None:  # fmt: skip
+    from moefold.kernels.optimizer import adamw_blocks_triton as launch
+
+    copies = (values_END, values_EDN, scales_EIJ, scales_EJI)
+    launch.launch_adamw_blocks(main, g, m, v, weights, scale, scalars, options, first, *copies, rule, dtype)
+
+
+def update_and_quantise(
+    update: Callable[..., None],
+    main: Tensor,
+    g: Tensor,
+    m: Tensor,
+    v: Tensor,
+    weights: Tensor | None,
+    scale: Tensor,
+    scalars: Tensor,
+    options: AdamWOptions,
+    first: int,
+    values_END: Tensor,
+    values_EDN: Tensor,
+    scales_EIJ: Tensor,
+    scales_EJI: Tensor,
+    rule: ScaleRule,
+    dtype: torch.dtype,
+) -> None:
+    if not scale.isfinite():
+        return
+    update(main, g, m, v, weights, scale, scalars, options, first)
+    updated = main if weights is None else weights
+    rounded = round_to_nearest(updated, dtype)
+    made = quantise_weight(rounded.view(values_END.shape), "block", rule)
+    values_END.copy_(made.forward.values)
+    values_EDN.copy_(made.transposed.values)
+    scales_EIJ.copy_(made.forward.scales)
+    scales_EJI.copy_(made.transposed.scales)
+
+
+CASE_SHAPES = ((1, 136, 40), (2, 24, 40))
+CASE_OPTIONS = AdamWOptions(0.9, 0.95, 1e-8, 0.1)
+
+
+@adamw_blocks.register_cases
+def adamw_blocks_cases(draw: CaseInputs) -> Cases:
+    scale = torch.tensor(0.5, dtype=draw.wide_dtype, device=draw.device)
+    now = adamw_scalars(3, 1e-3, CASE_OPTIONS, seed=7)
+    scalars = torch.tensor(now, dtype=torch.float64, device=draw.device)
+    numbers = (scale, scalars, CASE_OPTIONS, 256)
+    for shape in CASE_SHAPES:
+        main, g, m, root = (draw.wide(prod(shape), seed=seed) for seed in range(4))
+        moments = (g, m, root.square())
+        copies = case_copies(draw, shape)
+        for dtype in dict.fromkeys((draw.wide_dtype, draw.dtype)):
+            name = f"{shape}, {dtype}, no weights beside"
+            yield KernelCase(name, (main, *moments, None, *numbers, *copies, dtype))
+        if draw.dtype == draw.wide_dtype:
+            continue
+        weights = round_to_nearest(main, draw.dtype)
+        beside = (weights, *numbers, *copies, draw.dtype)
+        yield KernelCase(f"{shape}, weights beside", (main, *moments, *beside))
+        lower = lower_16_bits(main)
+        yield KernelCase(f"{shape}, split", (lower, *moments, *beside), main="split")
+
+
+def case_copies(draw: CaseInputs, shape: tuple[int, int, int]) -> tuple[Tensor, Tensor, Tensor, Tensor, ScaleRule]:
+    """Copies of other weights, to be overwritten, and their rule."""
+    rule = ScaleRule()
+    before = quantise_weight(draw.normal(*shape, seed=9), "block", rule)
+    (values_END, scales_EIJ), (values_EDN, scales_EJI) = before
+    return values_END, values_EDN, scales_EIJ, scales_EJI, rule

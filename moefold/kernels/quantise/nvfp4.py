@@ -1,0 +1,143 @@
+"""NVFP4: E2M1 values in blocks of 16 along the contraction, an E4M3 scale for each block, an fp32 scale for them all.
+
+    encode  = min(448 * 6 / amax of all, largest fp32); 1 if amax is 0 or encode is 0
+    scale   = E4M3(min(amax of the block * (encode * (1 / 6)), 448))
+    factor  = min(1 / (scale * (1 / encode)), largest fp32)
+    q       = E2M1(x * factor), clamped to 6
+
+and x is about q * scale / encode. Each operation is one fp32 operation, in this order. E2M1 has the magnitudes 0, 0.5,
+1, 1.5, 2, 3, 4, 6. Rounding to nearest takes the even code of two that are equally near; stochastic rounding takes the
+larger magnitude with the probability that makes the mean exact. Two values share a byte, the first in the low half.
+
+Weights have blocks of 16 x 16, so that both layouts dequantise to the same numbers.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from moefold.config.precision_recipes import NV_BLOCK
+from moefold.kernels.quantise.fp8 import E4M3, largest_magnitude
+
+E2M1_LARGEST = 6.0
+E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, E2M1_LARGEST)  # by code
+SIGN_CODE = 8
+LARGEST_FP32 = torch.finfo(torch.float32).max
+RANDOM_BITS = 24  # of a random number in [0, 1) that fp32 holds exactly
+
+
+class Nvfp4(NamedTuple):
+    """`packed`: uint8, two codes a byte, so that its last dim is half as long. `scales`: E4M3, one for 16 values of a
+    row, or for a square of 16 x 16. `encode`: fp32, one for a matrix, with as many dims as `packed`."""
+
+    packed: Tensor
+    scales: Tensor
+    encode: Tensor
+
+
+def encode_scale(amax: Tensor) -> Tensor:
+    """The fp32 scale by which values with this largest magnitude are multiplied."""
+    largest = torch.full_like(amax, E4M3.largest * E2M1_LARGEST)
+    encode = (largest / amax).clamp(max=LARGEST_FP32)
+    has_none = (amax == 0) | (encode == 0)
+    return torch.where(has_none, 1.0, encode)
+
+
+def block_scale(amax: Tensor, encode: Tensor) -> Tensor:
+    """E4M3; zero for a block of zeros, and for one whose scale is too small."""
+    sixth = torch.tensor(1.0 / E2M1_LARGEST, dtype=torch.float32, device=amax.device)
+    scale = amax * (encode * sixth)
+    return scale.clamp(max=E4M3.largest).to(E4M3.dtype)
+
+
+def block_factor(scale: Tensor, encode: Tensor) -> Tensor:
+    """What the values of a block are multiplied by."""
+    decoded = scale.float() * encode.reciprocal()
+    return decoded.reciprocal().clamp(max=LARGEST_FP32)
+
+
+def quantise_nvfp4(x: Tensor, amax: Tensor, random: Tensor | None = None) -> Nvfp4:
+    """Blocks along the last dim, whose size is a multiple of 16. `amax`: of the matrix that a row belongs to, such that
+    it broadcasts against x. `random`: numbers of 32 bits as int64, one for each value; None rounds to nearest."""
+    blocks = x.float().unflatten(-1, (-1, NV_BLOCK))
+    encode = encode_scale(amax.float())
+    scales = block_scale(largest_magnitude(blocks, -1), encode)
+    factors = block_factor(scales, encode)
+    scaled = (blocks * factors[..., None]).flatten(-2)
+    return Nvfp4(pack_e2m1(round_to_e2m1(scaled, random)), scales, encode)
+
+
+def quantise_nvfp4_squares(w: Tensor) -> Nvfp4:
+    """Blocks of 16 x 16 in the last two dims, and an encoding scale for each matrix."""
+    blocks = w.float().unflatten(-1, (-1, NV_BLOCK)).unflatten(-3, (-1, NV_BLOCK))  # (..., I, 16, J, 16)
+    amax = largest_magnitude(blocks, (-3, -1))
+    encode = encode_scale(amax.amax((-2, -1), keepdim=True))
+    scales = block_scale(amax, encode)
+    factors = block_factor(scales, encode)
+    scaled = blocks * factors[..., :, None, :, None]
+    codes = round_to_e2m1(scaled.reshape(w.shape))
+    return Nvfp4(pack_e2m1(codes), scales, encode)
+
+
+def round_to_e2m1(x: Tensor, random: Tensor | None = None) -> Tensor:
+    """Codes of 4 bits, uint8. Values beyond 6 become 6; NaN becomes 6, and the block's scale is NaN then."""
+    magnitude = x.abs().clamp(max=E2M1_LARGEST)
+    step = step_of_grid(magnitude)
+    steps = magnitude / step
+    below = steps.floor()
+    if random is None:
+        whole = steps.round()  # ties to even
+    else:
+        chance = (random >> (32 - RANDOM_BITS)).float() * 2.0**-RANDOM_BITS
+        whole = below + (chance < steps - below).float()
+    code = code_of_magnitude(whole * step)
+    code = torch.where(x.isnan(), len(E2M1_MAGNITUDES) - 1, code)
+    return (code + SIGN_CODE * x.signbit()).to(torch.uint8)
+
+
+def step_of_grid(magnitude: Tensor) -> Tensor:
+    """The distance of the two E2M1 magnitudes around a value. Values in steps are even where codes are."""
+    step = torch.full_like(magnitude, 0.5)
+    step = torch.where(magnitude >= 2, 1.0, step)
+    return torch.where(magnitude >= 4, 2.0, step)
+
+
+def code_of_magnitude(magnitude: Tensor) -> Tensor:
+    """The code of a magnitude that E2M1 has."""
+    small = magnitude * 2  # 0, 0.5, ... 2 have the codes 0 to 4
+    medium = magnitude + 2  # 2, 3, 4: 4 to 6
+    code = torch.where(magnitude > 2, medium, small)
+    return torch.where(magnitude > 4, 7.0, code)
+
+
+def pack_e2m1(codes: Tensor) -> Tensor:
+    """Two codes a byte along the last dim, the first in the low half."""
+    pairs = codes.unflatten(-1, (-1, 2))
+    return pairs[..., 0] | (pairs[..., 1] << 4)
+
+
+def unpack_e2m1(packed: Tensor) -> Tensor:
+    """fp32 values of packed codes."""
+    low = packed & 15
+    high = packed >> 4
+    codes = torch.stack((low, high), -1).flatten(-2)
+    negative = [-magnitude for magnitude in E2M1_MAGNITUDES]
+    table = torch.tensor([*E2M1_MAGNITUDES, *negative], device=packed.device)
+    return table[codes.long()]
+
+
+def dequantise_nvfp4(quantised: Nvfp4) -> Tensor:
+    """fp32 values q * scale * (1 / encode). The first product is exact, in bf16 too."""
+    return unscaled_nvfp4(quantised) * quantised.encode.reciprocal()
+
+
+def unscaled_nvfp4(quantised: Nvfp4) -> Tensor:
+    """q * scale, exact: what a product multiplies before it applies 1 / encode to its sums."""
+    values = unpack_e2m1(quantised.packed)
+    scales = quantised.scales.float().repeat_interleave(NV_BLOCK, -1)
+    if scales.shape[-2] != values.shape[-2]:
+        scales = scales.repeat_interleave(NV_BLOCK, -2)
+    return values * scales

@@ -1,0 +1,44 @@
+"""Random numbers by counter (splitmix64): a number depends on its row's number in the run, on its column and on the
+stream that it is drawn from, and on nothing else. So it is the same on any layout, in any microbatch, and when a
+forward is computed again."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+TWO_TO_64 = 1 << 64
+LOW_32 = (1 << 32) - 1
+
+
+def as_signed_int64(x: int) -> int:
+    """The same 64 bits as a signed number: torch has no unsigned arithmetic."""
+    return x - TWO_TO_64 if x >= TWO_TO_64 >> 1 else x
+
+
+HASH_ROUNDS = ((30, as_signed_int64(0xBF58476D1CE4E5B9)), (27, as_signed_int64(0x94D049BB133111EB)), (31, 1))
+
+
+def splitmix64_hash(x: Tensor) -> Tensor:
+    """The finaliser of splitmix64, element by element."""
+    for shift, factor in HASH_ROUNDS:
+        low_bits = (1 << (64 - shift)) - 1  # masks the sign bits that torch's shift brings in
+        x = (x ^ ((x >> shift) & low_bits)) * factor
+    return x
+
+
+def random_bits(number_R: Tensor, stream: int, column_C: Tensor) -> Tensor:
+    """64 bits for each row and column, (R, C) int64."""
+    row_R = splitmix64_hash(splitmix64_hash(number_R) + stream + 1)
+    return splitmix64_hash(row_R[:, None] + column_C)
+
+
+def uniform_noise(number_R: Tensor, columns: int, stream: int) -> Tensor:
+    """(R, columns), fp32, uniform in [-1, 1)."""
+    bits = random_bits(number_R, stream, torch.arange(columns, device=number_R.device))
+    return (bits >> 40).to(torch.float32) / (1 << 23)
+
+
+def random_32(number_R: Tensor, stream: int, column_C: Tensor) -> Tensor:
+    """Numbers of 32 bits as int64, (R, C)."""
+    return (random_bits(number_R, stream, column_C) >> 32) & LOW_32

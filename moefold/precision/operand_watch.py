@@ -1,0 +1,125 @@
+"""Watch over the FP8 operands of a product: figures of every copy that a recorded step quantises.
+
+A recipe shows its watch each copy of an input, a gradient or a weight; outside recorded steps the watch does nothing.
+Figures stay on the device. They are shares and ratios, so that values that several ranks hold alike may be counted on
+each of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from moefold.kernels.bound import BoundKernels
+from moefold.kernels.linear.product import Role
+from moefold.kernels.quantise.quantise_tiles import QuantisedTiles
+from moefold.kernels.quantise.quantise_weight import QuantisedWeight
+from moefold.kernels.quantise.rounding_figures import (
+    CopyMatrices,
+    RoundingFigures,
+    matrices_of_columns,
+    matrices_of_rows,
+    matrices_of_weight,
+    rounding_figures,
+)
+from moefold.kernels.quantise.row_tiles import RowTiles, padded_index
+from moefold.layout.gradient_sink import underlying_parameter
+from moefold.layout.weight_copies import keeps_values
+from moefold.observe.fp8_stats import OperandKind
+
+
+class SeenCopy(NamedTuple):
+    """Figures of one copy. `saturated`, (1,), counts both copies of an operand and is given with the first."""
+
+    kind: OperandKind
+    figures: RoundingFigures
+    saturated: Tensor
+
+
+def never() -> bool:
+    return False
+
+
+class OperandWatch:
+    """The watch of one product, or of several that read one input. `is_rerun` tells whether a forward repeats one that
+    was counted; `seen` is None outside recorded steps."""
+
+    def __init__(self, kernels: BoundKernels, is_rerun: Callable[[], bool] = never):
+        self.kernels = kernels
+        self.is_rerun = is_rerun
+        self.seen: list[SeenCopy] | None = None
+        self.weights: set[int] = set()  # parameters that were seen in this step
+
+    def begin(self) -> None:
+        self.seen = []
+        self.weights.clear()
+
+    def end(self) -> list[SeenCopy]:
+        seen = self.seen or []
+        self.seen = None
+        return seen
+
+    def see_rows(
+        self,
+        role: Role,
+        x: Tensor,
+        tiles: RowTiles,
+        copies: QuantisedTiles,
+        index_R: Tensor | None = None,
+        saturated: Tensor | None = None,
+    ) -> None:
+        """Copies of an input or a gradient that a product reads."""
+        in_forward = role != "gradient" and copies.rows is not None  # columns alone are made in backward
+        if self.seen is None or (in_forward and self.is_rerun()):
+            return
+        self.note_rows(role, x, tiles, copies, index_R, saturated)
+
+    def note_rows(
+        self,
+        role: Role,
+        x: Tensor,
+        tiles: RowTiles,
+        copies: QuantisedTiles,
+        index_R: Tensor | None = None,
+        saturated: Tensor | None = None,
+    ) -> None:
+        kind: OperandKind = "gradient" if role == "gradient" else "activation"
+        index_P = padded_index(tiles, index_R)
+        for copy in matrices_of_copies(copies):
+            self.note(kind, x, index_P, copy, saturated)
+            saturated = None
+
+    def see_weight(self, w: Tensor, copies: QuantisedWeight) -> None:
+        """Once a step, whatever the number of microbatches."""
+        parameter = id(underlying_parameter(w))
+        if self.seen is None or parameter in self.weights or not keeps_values(w):
+            return
+        self.weights.add(parameter)
+        w_ND = w.detach().reshape(-1, w.shape[-1])
+        index_N = torch.arange(len(w_ND), device=w.device)
+        for copy in matrices_of_weight(copies):
+            self.note("weight", w_ND, index_N, copy)
+
+    def note(
+        self,
+        kind: OperandKind,
+        source_ND: Tensor,
+        index_P: Tensor,
+        copy: CopyMatrices,
+        saturated: Tensor | None = None,
+    ) -> None:
+        assert self.seen is not None, "no step is recorded"
+        figures = self.kernels[rounding_figures](source_ND, index_P, copy)
+        if saturated is None:
+            saturated = torch.zeros(1, dtype=torch.int64, device=source_ND.device)
+        self.seen.append(SeenCopy(kind, figures, saturated))
+
+
+def matrices_of_copies(copies: QuantisedTiles) -> Iterator[CopyMatrices]:
+    if copies.rows is not None:
+        yield matrices_of_rows(copies.rows)
+    if copies.columns is not None:
+        yield matrices_of_columns(copies.columns)

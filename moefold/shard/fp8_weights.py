@@ -1,0 +1,204 @@
+"""Weights stored in FP8: bytes in both layouts on every replica, main weights on the rank that updates them, and no
+copy in the model's dtype (`precision.storage fp8`).
+
+    before_gather    largest magnitudes of this rank's share; over replicas; scales; bytes of the share (on one replica
+                     the optimizer's kernel may have written all of it)
+    wire_tensors     the bytes, one for each weight
+    after_gather     the second layout, from the bytes of all replicas
+
+A parameter has its shape and dtype, for gradients, and no memory: its elements are one NaN, which a loss would show.
+Products read the stored copy (layout/weight_copies.py). Bytes are those that a run with weights in the model's dtype
+has: main weights are rounded to that dtype first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from moefold.kernels.bound import BoundKernels
+from moefold.kernels.optimizer.split_fp32 import round_to_nearest
+from moefold.kernels.quantise.fp8 import Quantised, scale_from_amax
+from moefold.kernels.quantise.quantise_weight import QuantisedWeight, WeightFormat
+from moefold.kernels.quantise.quantise_weight_share import MatrixPlace, cast_share, share_maxima, transpose_values
+from moefold.layout.weight_copies import release_stored, store_copy, take_rewritten
+from moefold.shard.storage import FlatWeights, FusedOperands, LargestOfReplicas, LogicalValues, Wire, flat_part
+
+
+class StoredMatrices(NamedTuple):
+    """A parameter of a bucket, from element `start` on: matrices (E, N, D)."""
+
+    parameter: nn.Parameter
+    start: int
+    shape: tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class Fp8Storage:
+    """The weights of a model that are stored in FP8, by name with their format, and the kernels that quantise them."""
+
+    formats: Mapping[str, WeightFormat]
+    kernels: BoundKernels
+
+    def make(self, size: int, like: Tensor, matrices: Sequence[StoredMatrices], format: WeightFormat) -> Fp8Weights:
+        return Fp8Weights(size, like, matrices, format, self.kernels)
+
+
+class Fp8Weights(FlatWeights):
+    """Until main weights are opened, weights are flat and in the model's dtype, to be filled; then they are FP8."""
+
+    def __init__(
+        self,
+        size: int,
+        like: Tensor,
+        matrices: Sequence[StoredMatrices],
+        format: WeightFormat,
+        kernels: BoundKernels,
+    ):
+        super().__init__(size, like)
+        self.dtype = like.dtype
+        self.matrices = matrices
+        self.format = format
+        self.kernels = kernels
+        self.places = number_blocks(matrices)
+
+    def open_main_weights(self, share: slice) -> None:
+        wide = torch.promote_types(self.dtype, torch.float32)
+        self.share = share
+        self.main = self.weights[share].to(wide, copy=True)
+        self.values = self.quantise(self.weights, 0, own_maxima)
+        self.release_weights()
+        self.store_copies()
+
+    def release_weights(self) -> None:
+        """Free the weights in the model's dtype; parameters keep shape and dtype."""
+        size = len(self.weights)
+        nothing = self.weights.new_full((1,), torch.nan)
+        self.weights = nothing.expand(size)
+        for parameter, start, _ in self.matrices:
+            parameter.data = flat_part(self.weights, start, parameter.shape)
+
+    def quantise(self, share: Tensor, begin: int, agree: LargestOfReplicas) -> Tensor:
+        """Bytes of a share of the bucket, from element `begin` on, and scales of all of it."""
+        maxima_B = self.kernels[share_maxima](share, begin, self.places, self.dtype)
+        maxima_B = agree(maxima_B)
+        self.scales = [self.scales_of(place, maxima_B) for place in self.places]
+        scales_B = torch.cat([spread_scales(*pair) for pair in zip(self.scales, self.places, strict=True)])
+        return self.kernels[cast_share](share, begin, self.places, scales_B, self.format.rule, self.dtype)
+
+    def scales_of(self, place: MatrixPlace, maxima_B: Tensor) -> Tensor:
+        """Scales of matrices, (E, I, J) or (E, 1, 1)."""
+        last_block = place.first_block + place.blocks
+        maxima_EIJ = maxima_B[place.first_block : last_block].view(place.block_shape)
+        if self.format.scales == "expert":
+            maxima_EIJ = maxima_EIJ.amax((1, 2), keepdim=True)
+        return scale_from_amax(maxima_EIJ.contiguous().view(torch.float32), self.format.rule)
+
+    def store_copies(self) -> None:
+        """Give products both layouts of the bytes as they are now."""
+        for (parameter, start, shape), scales in zip(self.matrices, self.scales, strict=True):
+            release_stored(parameter)
+            values_END = flat_part(self.values, start, shape)
+            forward = Quantised(values_END, scales)
+            values_EDN = self.kernels[transpose_values](values_END)
+            transposed = Quantised(values_EDN, scales.mT.contiguous())
+            store_copy(parameter, self.format, QuantisedWeight(forward, transposed))
+
+    def main_values(self) -> Tensor:
+        return self.main
+
+    def refresh_weights(self, values: Tensor) -> None:
+        if values is not self.main:
+            self.main.copy_(values)
+
+    def fused_operands(self) -> FusedOperands:
+        return FusedOperands(self.main, None)
+
+    def before_gather(self, agree: LargestOfReplicas) -> None:
+        if self.has_replicas:
+            self.mine = self.quantise(self.main, self.share.start, agree)
+            return
+        rewritten = [take_rewritten(parameter) for parameter, _, _ in self.matrices]
+        if all(rewritten):  # by the kernel that updated the main weights
+            return
+        self.release_copies()
+        self.values = self.quantise(self.main, 0, agree)
+        self.store_copies()
+
+    @property
+    def has_replicas(self) -> bool:
+        return len(self.main) < len(self.weights)
+
+    def release_copies(self) -> None:
+        """Free the bytes, before new ones are made."""
+        del self.values
+        for parameter, _, _ in self.matrices:
+            release_stored(parameter)
+
+    def wire_tensors(self, share: slice) -> list[Wire]:
+        gathered = self.values.view(torch.uint8)
+        mine = self.mine.view(torch.uint8)
+        del self.mine
+        return [Wire(gathered, mine)]
+
+    def after_gather(self) -> None:
+        self.store_copies()
+
+    def logical_values(self) -> Tensor | None:
+        return None if self.main.dtype == self.dtype else self.main
+
+    def unheld_values(self) -> Tensor | LogicalValues:
+        return self.main if self.main.dtype == self.dtype else RoundedValues(self.main, self.dtype)
+
+    def main_weight_bytes(self) -> int:
+        return self.main.nbytes
+
+    def weight_bytes(self) -> int:
+        """Both layouts with their scales."""
+        scales = sum(scale.nbytes for scale in self.scales)
+        return 2 * (self.values.nbytes + scales)
+
+
+@dataclass
+class RoundedValues:
+    """Main weights as the model would have them, rounded when they are read. Values that are put are main weights."""
+
+    main: Tensor
+    dtype: torch.dtype
+
+    def __len__(self) -> int:
+        return len(self.main)
+
+    def __getitem__(self, window: slice) -> RoundedValues:
+        return RoundedValues(self.main[window], self.dtype)
+
+    def get(self, first: int, last: int) -> Tensor:
+        return round_to_nearest(self.main[first:last], self.dtype)
+
+    def put(self, first: int, last: int, values: Tensor) -> None:
+        self.main[first:last] = values.to(self.main.device)
+
+
+def own_maxima(maxima_B: Tensor) -> Tensor:
+    """The maxima of all replicas, where this rank has seen all values."""
+    return maxima_B
+
+
+def number_blocks(matrices: Sequence[StoredMatrices]) -> tuple[MatrixPlace, ...]:
+    """The places of matrices in the bucket, their blocks numbered one after another."""
+    places: list[MatrixPlace] = []
+    first_block = 0
+    for _, start, shape in matrices:
+        place = MatrixPlace(start, shape, first_block)
+        places.append(place)
+        first_block += place.blocks
+    return tuple(places)
+
+
+def spread_scales(scales: Tensor, place: MatrixPlace) -> Tensor:
+    """A scale for every block."""
+    return scales.expand(place.block_shape).flatten()
