@@ -23,6 +23,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from moefold.layout.rerun import rerun_key, rerunning
+from moefold.layout.token_numbers import CURRENT, computing_tokens
 from moefold.model.steps import Carry, FollowsFromFirst, Step
 
 Function = Callable[..., Any]
@@ -157,6 +158,7 @@ class RegionCall:
     def __init__(self, policy: Rebuild, fn: Function, inputs: Sequence[Any]):
         self.policy = policy
         self.fn = fn
+        self.token_numbers = CURRENT.numbers
         hooks = SaveHooks.current()
         self.inputs = [KeptInput(hooks.save(x), x.requires_grad) if isinstance(x, Tensor) else x for x in inputs]
         self.dropped = 0
@@ -199,7 +201,8 @@ class RegionCall:
     def run_again(self) -> None:
         inputs = [x.tensor() if isinstance(x, KeptInput) else x for x in self.inputs]
         policy = self.policy
-        with rerunning(uses_expert_outputs=policy.uses_expert_outputs):
+        tokens = computing_tokens(self.token_numbers)
+        with tokens, rerunning(uses_expert_outputs=policy.uses_expert_outputs):
             outputs = self.run_and_capture(inputs) if policy.drops_saved else self.run_plainly(inputs)
         if policy.promises_outputs:
             self.outputs = [y.detach() if isinstance(y, Tensor) else y for y in as_sequence(outputs)]

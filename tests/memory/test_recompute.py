@@ -50,6 +50,7 @@ MECHANISMS: dict[str, list[str]] = {
     "fp8 blocks": ["--precision.recipe", "fp8_block", *LATENT_ATTENTION],
     "fp8 rows, one function": ["--precision.recipe", "fp8_row", *FP8_EXPERTS],
     "fp8 tensors, delayed": ["--precision.recipe", "fp8_tensor", "--precision.scaling", "delayed", *FP8_EXPERTS],
+    "fp4, rounded by token": ["--precision.recipe", "nvfp4", *LATENT_ATTENTION],
     "fp8 hybrid": ["--precision.recipe", "fp8_hybrid", *LATENT_ATTENTION],
 }
 STEPS = 2
