@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from moefold.anatomy.step_specs import Lane, StepSpec, fits_fused_expert_mlp, is_moe_layer
+from moefold.anatomy.step_specs import Lane, StepSpec, block_step_specs, fits_fused_expert_mlp, is_moe_layer
 from moefold.config.memory_regions import MOE_STEPS, REGIONS, RegionSpec
 from moefold.config.run import ModelConfig
 
@@ -68,6 +68,17 @@ def model_step_names(model: ModelConfig) -> Iterator[str]:
     for name in MOE_STEPS:
         if optional.get(name, True):
             yield name
+
+
+def layers_with_region(model: ModelConfig, name: str) -> frozenset[int]:
+    """The layers that have steps of a region, multi-token prediction included."""
+    steps = set(REGIONS[name].steps)
+    layers: set[int] = set()
+    for layer in range(model.layers + model.mtp):
+        names = {spec.name for spec in block_step_specs(model, layer)}
+        if not steps.isdisjoint(names):
+            layers.add(layer)
+    return frozenset(layers)
 
 
 def merged_step_spec(name: str, specs: Sequence[StepSpec], exchange_lane: Lane = "comm") -> StepSpec:

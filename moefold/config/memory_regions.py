@@ -23,7 +23,8 @@ from moefold.config.errors import UserError, did_you_mean, printable_text
 
 NORMED_STEPS = ("attend", "mlp", "route", "look_ahead", "set_aside", "predict")
 MOE_STEPS = ("route", "narrow", "plan", "dispatch", "shared", "experts", "combine", "widen", "add")
-BLOCK_INPUTS = ("stream", "token_shard", "imposed", "aux")
+TOKENS = "token_shard"  # every step reads it
+BLOCK_INPUTS = ("stream", TOKENS, "imposed", "aux")
 
 
 @dataclass(frozen=True)
@@ -65,9 +66,9 @@ REGION_LIST = (
     RegionSpec("up", "latent attention: projections up from the latents, with their norms", inside=("attend",)),
     RegionSpec("core", "attention itself, from queries, keys and values to its result", inside=("attend",)),
     RegionSpec("out", "attention's projection back to the stream", inside=("attend",)),
-    RegionSpec("mlp", "the MLP of dense layers, with its norm", spans=("mlp",), reads=("stream",)),
-    RegionSpec("shared", "shared experts", spans=("shared",), reads=("h_TD",)),
-    RegionSpec("experts", "routed experts, all of them", spans=("experts",), reads=("rows",)),
+    RegionSpec("mlp", "the MLP of dense layers, with its norm", spans=("mlp",), reads=("stream", TOKENS)),
+    RegionSpec("shared", "shared experts", spans=("shared",), reads=("h_TD", TOKENS)),
+    RegionSpec("experts", "routed experts, all of them", spans=("experts",), reads=("rows", TOKENS)),
     RegionSpec("activation", "the activation inside routed experts", inside=("experts",)),
     RegionSpec("moe", "all of an MoE layer, with its norm", spans=MOE_STEPS, reads=BLOCK_INPUTS),
     RegionSpec(

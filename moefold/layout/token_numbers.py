@@ -24,8 +24,8 @@ CURRENT = CurrentTokens()
 
 
 @contextmanager
-def computing_tokens(numbers: NumbersOfRows) -> Iterator[None]:
-    """Products inside have rows with these numbers."""
+def computing_tokens(numbers: NumbersOfRows | None) -> Iterator[None]:
+    """Products inside have rows with these numbers; None: numbered from 0."""
     outer = CURRENT.numbers
     CURRENT.numbers = numbers
     try:

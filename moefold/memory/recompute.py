@@ -23,6 +23,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from moefold.layout.rerun import rerun_key, rerunning
+from moefold.layout.token_numbers import CURRENT, computing_tokens
 from moefold.model.steps import Carry, FollowsFromFirst, Step
 
 Function = Callable[..., Any]
@@ -45,6 +46,7 @@ class PromisedOutput(NamedTuple):
     """An output of a region's call, by the memory that it lies in."""
 
     memory: StorageWeakRef
+    dtype: torch.dtype
     call: RegionCall
     output: int
 
@@ -57,13 +59,12 @@ class Promises:
 
     def add(self, outputs: Sequence[Any], call: RegionCall, inputs: Sequence[Any]) -> None:
         """Promise each output that is a tensor in memory of its own."""
-        self.forget_freed()
         taken = {memory_of(x) for x in inputs if isinstance(x, Tensor)}
         for number, y in enumerate(outputs):
             if isinstance(y, Tensor) and memory_of(y) not in taken:
                 taken.add(memory_of(y))
                 memory = StorageWeakRef(y.untyped_storage())
-                self.outputs[memory_of(y)] = PromisedOutput(memory, call, number)
+                self.outputs[memory_of(y)] = PromisedOutput(memory, y.dtype, call, number)
 
     def forget_freed(self) -> None:
         for key, promised in list(self.outputs.items()):
@@ -73,43 +74,78 @@ class Promises:
     def promise_for(self, x: Tensor) -> Promise | None:
         # A weak reference holds the address, so no other memory has it.
         promised = self.outputs.get(memory_of(x))
-        if promised is None:
+        if promised is None or promised.dtype != x.dtype:
             return None
         return Promise(promised.call, promised.output, x.size(), x.stride(), int(x.storage_offset()))
 
-    def pack(self, x: Tensor) -> Tensor | Promise:
-        return self.promise_for(x) or x.detach()  # an output of a node would hold its node, which holds the output
-
     @contextmanager
     def replacing_saved_tensors(self) -> Iterator[None]:
-        """What autograd saves inside is replaced by promises, where it can be."""
-        with saved_tensors_hooks(self.pack, tensor_of):
+        """What autograd saves inside is replaced by promises, where it can be; all else is saved as outside."""
+        outer = SaveHooks.current()
+
+        def pack(x: Tensor) -> Promise | SavedTensor:
+            return self.promise_for(x) or outer.save(x)
+
+        with saved_tensors_hooks(pack, unpack_saved):
             yield
 
     def around_step(self, step: Step) -> Step:
         def run_with_promises(carry: Carry) -> Carry:
             with self.replacing_saved_tensors():
-                return step.run(carry)
+                carry = step.run(carry)
+            self.forget_freed()
+            return carry
 
         return replace(step, run=run_with_promises)
+
+
+class SavedTensor(NamedTuple):
+    """A tensor as autograd would save it: through the hooks that are open, if any."""
+
+    packed: Any
+    unpack: Callable[[Any], Tensor]
+
+    def tensor(self) -> Tensor:
+        return self.unpack(self.packed)
+
+
+def as_it_is(x: Tensor) -> Tensor:
+    return x
+
+
+class SaveHooks(NamedTuple):
+    """The innermost hooks on tensors that autograd saves."""
+
+    pack: Callable[[Tensor], Any] = as_it_is
+    unpack: Callable[[Any], Tensor] = as_it_is
+
+    @classmethod
+    def current(cls) -> SaveHooks:
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType, reportUnknownVariableType, reportAttributeAccessIssue]
+        return cls() if hooks is None else cls(*hooks)  # pyright: ignore[reportUnknownArgumentType]
+
+    def save(self, x: Tensor) -> SavedTensor:
+        if not x.is_leaf:
+            x = x.detach()  # an output of a node would hold its node, which holds the output
+        return SavedTensor(self.pack(x), self.unpack)
+
+
+def unpack_saved(saved: Promise | SavedTensor) -> Tensor:
+    return saved.tensor()
 
 
 def memory_of(x: Tensor) -> int:
     return x.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType, reportUnknownVariableType, reportAttributeAccessIssue]
 
 
-def tensor_of(packed: Tensor | Promise) -> Tensor:
-    return packed.tensor() if isinstance(packed, Promise) else packed
-
-
 class KeptInput(NamedTuple):
     """An input of a region's call, without the graph that made it."""
 
-    packed: Tensor | Promise
+    saved: SavedTensor
     requires_grad: bool
 
     def tensor(self) -> Tensor:
-        x = tensor_of(self.packed)
+        x = self.saved.tensor()
         if x.requires_grad or not self.requires_grad:
             return x
         return x.detach().requires_grad_()
@@ -122,19 +158,13 @@ class RegionCall:
     def __init__(self, policy: Rebuild, fn: Function, inputs: Sequence[Any]):
         self.policy = policy
         self.fn = fn
-        self.inputs = [self.keep(x) for x in inputs]
+        self.token_numbers = CURRENT.numbers
+        hooks = SaveHooks.current()
+        self.inputs = [KeptInput(hooks.save(x), x.requires_grad) if isinstance(x, Tensor) else x for x in inputs]
         self.dropped = 0
         self.saved: list[Tensor | None] | None = None
         self.outputs: list[Any] | None = None
         self.lock = threading.RLock()  # segments may run backward on two threads
-
-    def keep(self, x: Any) -> Any:
-        if not isinstance(x, Tensor):
-            return x
-        packed = self.policy.promises.promise_for(x)
-        if packed is None:
-            packed = x if x.is_leaf else x.detach()
-        return KeptInput(packed, x.requires_grad)
 
     # ---- forward
 
@@ -171,7 +201,8 @@ class RegionCall:
     def run_again(self) -> None:
         inputs = [x.tensor() if isinstance(x, KeptInput) else x for x in self.inputs]
         policy = self.policy
-        with rerunning(uses_expert_outputs=policy.uses_expert_outputs):
+        tokens = computing_tokens(self.token_numbers)
+        with tokens, rerunning(uses_expert_outputs=policy.uses_expert_outputs):
             outputs = self.run_and_capture(inputs) if policy.drops_saved else self.run_plainly(inputs)
         if policy.promises_outputs:
             self.outputs = [y.detach() if isinstance(y, Tensor) else y for y in as_sequence(outputs)]

@@ -136,7 +136,7 @@ def search_remedies(r: PlanRequest) -> list[str]:
             remedies.append(f"use {more} GPUs")
             break
     if "recompute" in r.fixed and some_layout_fits(r, r.config, r.gpus, r.fixed - {"recompute"}):
-        remedies.append("recompute, chosen by the search: leave --recompute out")
+        remedies.append("recompute, chosen by the search: leave --recompute and --memory.recompute out")
     return remedies
 
 

@@ -100,7 +100,7 @@ def test_a_layout_that_does_not_fit_says_what_would_and_greys_out_its_cost(capsy
     shown = " ".join(capsys.readouterr().out.split())
     assert "does not fit 79 GiB what" not in shown
     assert re.search(r"if it fitted: 1e\+12 tokens in [\d.,]+ days, [\d,]+ GPU hours, about \$", shown)
-    assert "what fits: --train.micro_batch 1" in shown
+    assert "what fits: --recompute layer --train.micro_batch 1" in shown
     assert re.search(r"--train.micro_batch 1 --gpus \d+", shown)
     assert "torchrun" not in shown
     fitting = ["plan", "qwen3-30b-a3b", "--gpus", "16", "--gbs", "128", "--mbs", "1", "--parallel.ep", "8"]

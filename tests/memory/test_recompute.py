@@ -8,12 +8,16 @@ from functools import cache
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
+from moefold.config.errors import UserError
 from moefold.config.memory_regions import REBUILT_REGIONS
 from moefold.config.rule import ConfigOnRanks
 from moefold.config.rules import broken_rules
 from moefold.config.run import Config, MemoryConfig
 from moefold.layout.axes import World, create_world, single_rank_world
+from moefold.layout.rerun import rerun_key
+from moefold.memory.recompute import Promises, Rebuild
 from moefold.presets.recipe import resolve_recipe
 from moefold.train.parity import RankTrace, trace_run
 from tests.support.ranks import run_ranks
@@ -46,6 +50,7 @@ MECHANISMS: dict[str, list[str]] = {
     "fp8 blocks": ["--precision.recipe", "fp8_block", *LATENT_ATTENTION],
     "fp8 rows, one function": ["--precision.recipe", "fp8_row", *FP8_EXPERTS],
     "fp8 tensors, delayed": ["--precision.recipe", "fp8_tensor", "--precision.scaling", "delayed", *FP8_EXPERTS],
+    "fp4, rounded by token": ["--precision.recipe", "nvfp4", *LATENT_ATTENTION],
     "fp8 hybrid": ["--precision.recipe", "fp8_hybrid", *LATENT_ATTENTION],
 }
 STEPS = 2
@@ -89,6 +94,58 @@ def test_a_recomputing_run_is_equal_to_the_bit(mechanism: str, choice: str):
     if has_regions(config, choice):
         rebuilt = trace_run(recomputing(config, choice), single_rank_world(), STEPS)
         assert differing(rebuilt, kept_trace(mechanism)) == []
+
+
+# ---- refusals, reruns, what is held
+
+
+@pytest.mark.parametrize(
+    ("choice", "message"),
+    [
+        ("mlp@1-2", 'no region "mlp" in layers 1-2; layers that have it: 0'),
+        ("up", "attention is gqa"),
+        ("experts@0", 'no region "experts" in layers 0; layers that have it: 1-2'),
+    ],
+)
+def test_a_region_that_the_model_lacks_is_refused_by_name(choice: str, message: str):
+    config = recomputing(configured("plain"), choice)
+    with pytest.raises(UserError, match=message):
+        trace_run(config, single_rank_world(), 1)
+
+
+def test_an_output_is_freed_behind_its_consumer_and_rebuilt_once_for_two_consumers():
+    runs: list[str] = []
+
+    def double(x: torch.Tensor) -> torch.Tensor:
+        runs.append("again" if rerun_key() else "first")
+        return 2 * x
+
+    promises = Promises()
+    policy = Rebuild(promises, drops_saved=False, promises_outputs=True)
+    x = torch.arange(4.0).requires_grad_()
+    with promises.replacing_saved_tensors():
+        y = policy.around(double, x)
+        memory = StorageWeakRef(y.untyped_storage())
+        loss = (y * y).sum() + y.view(2, 2).square().sum()
+    assert not memory.expired()
+    del y
+    assert memory.expired()
+    assert runs == ["first"]
+    loss.backward()
+    assert runs == ["first", "again"]
+    assert x.grad is not None
+    assert torch.equal(x.grad, 16 * torch.arange(4.0))
+    promises.forget_freed()
+    assert not promises.outputs
+
+
+def test_a_second_backward_through_a_region_is_refused():
+    policy = Rebuild(Promises(), drops_saved=True, promises_outputs=False)
+    x = torch.ones(3, requires_grad=True)
+    y = policy.around(torch.square, x).sum()
+    y.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="run the forward pass again"):
+        y.backward()
 
 
 # ---- on several ranks: regions that communicate

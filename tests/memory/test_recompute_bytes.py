@@ -20,7 +20,7 @@ from moefold.plan.layer.layer_costs import count_piece
 from moefold.plan.layer.rank_shapes import make_rank_portion
 from moefold.plan.options import PlanChoices
 from moefold.presets.recipe import resolve_recipe
-from tests.plan.layer.test_moefold_layers import IN_FP8, SMALL, real, tables
+from tests.plan.layer.test_moefold_layers import IN_FP8, SMALL, kept_by_steps, real, tables
 
 MLA = (
     "--model.attention.kind=mla --model.attention.kv_heads=4 --model.attention.rope_dim=16 "
@@ -100,11 +100,13 @@ def held_and_planned(config: Config, recompute: tuple[str, ...]) -> tuple[int, f
     config = replace(config, memory=MemoryConfig(recompute=recompute))
     model = real(config, "fp32", "cpu")
     attach_configured_policies(model, config)
-    return held_after_forward(model, config), planned_to_keep(config)
+    planned = planned_to_keep(config)
+    assert sum(kept_by_steps(model, config).values()) == planned, "as hooks on saved tensors count"
+    return held_after_forward(model, config), planned
 
 
 def compare(words: str, choice: str) -> None:
-    """What is held falls by what the table says; what is held in all is the subject of another test."""
+    """What is held falls by what the table says. Beside saved tensors a forward holds its losses and counts."""
     config = resolve_recipe("tiny", [*words.split(), "--data.seq_len=64", "--train.micro_batch=2"])
     regions = regions_of_model(config, choice)
     held, planned = held_and_planned(config, ())

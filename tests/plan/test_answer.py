@@ -136,7 +136,7 @@ def test_where_nothing_fits_the_nearest_layout_and_what_would_fit_are_named():
 
 def test_where_recompute_would_fit_the_refusal_says_so():
     layout = {f"parallel.{name}": 1 for name in ("tp", "cp", "pp")} | {"parallel.ep": 8, "mbs": 1, "search": True}
-    with pytest.raises(NothingFits, match="recompute, chosen by the search: leave --recompute out"):
+    with pytest.raises(NothingFits, match="recompute, chosen by the search: leave --recompute and"):
         answer_request({**QWEN_ON_8, **layout, "recompute": ""})
     found = answer_request({**QWEN_ON_8, **layout})
     assert found["fits"]

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from moefold.config.read import with_values
 from moefold.config.rules import ConfigOnRanks, broken_rules
-from moefold.config.run import Config
+from moefold.config.run import Config, MemoryConfig
 from moefold.plan.machine.gpu import Gpu
 from moefold.plan.memory.peak_memory import GIB, RankMemory, RunSetting, build_run_setting, fullest_rank, memory_by_rank
 from moefold.plan.options import TRAINER_VALUES, PlanChoices
@@ -74,6 +74,7 @@ class Situation:
             side[path] = value
         problems: dict[str, str] = {}
         config = with_values(self.config, of_run, problems)
+        config = replace(config, memory=MemoryConfig())  # the choices have the recomputed regions
         world = self.setting.world
         if problems or broken_rules(ConfigOnRanks(config, world)):
             return None
