@@ -30,6 +30,7 @@ from moefold.anatomy.step_specs import (
 from moefold.bench.report import show_report
 from moefold.config.open_names import ATTENTION_NAMES, OPTIMIZER_NAMES
 from moefold.config.optimizer_groups import parse_groups
+from moefold.config.precision_recipes import is_fp8
 from moefold.config.run import Config, ModelConfig, OptimConfig
 from moefold.dispatch import price
 from moefold.kernels.catalog import CATALOG, forced_implementations, pick_implementation
@@ -266,7 +267,7 @@ def kernel_choices(config: Config, layers: list[LayerKind], facts: Facts) -> dic
 
 
 def fp8_ops_of_run(config: Config, facts: Facts) -> set[str]:
-    if all(kind.recipe == "plain" for kind in product_formats(config)):
+    if not any(is_fp8(kind.recipe) for kind in product_formats(config)):
         return set()
     forced = forced_implementations(config.kernels.force)
     experts, _ = pick_implementation("expert_mlp", facts, forced.get("expert_mlp"))
@@ -282,6 +283,8 @@ def ops_of_run(config: Config, layers: list[LayerKind]) -> set[str]:
     ops = set(OPTIMIZER_OPS)
     if "muon" not in rules_of_run(config):
         ops.remove("newton_schulz")
+    if config.optim.qk_clip:
+        ops.add("largest_logit")
     for layer in layers:
         for step in layer.steps:
             ops.update(step.ops)

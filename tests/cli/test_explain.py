@@ -184,7 +184,8 @@ def test_a_number_of_ranks_below_one_is_refused(nproc: str, capsys: pytest.Captu
 
 
 RING = {"attention_block", "attention_block_backward", "merge_attention_block"}
-RARE = RING | FP8_OPS | FP8_EXPERT_OPS | FP8_STORAGE_OPS | {"clamped_swiglu", "mlp_activation", "expert_bias"}
+MUON = {"newton_schulz", "largest_logit"}
+RARE = RING | MUON | FP8_OPS | FP8_EXPERT_OPS | FP8_STORAGE_OPS | {"clamped_swiglu", "mlp_activation", "expert_bias"}
 USED = set(CATALOG) - RARE
 
 
@@ -193,6 +194,9 @@ def test_the_kernels_shown_are_those_the_model_uses(explained: Any):
     its_own, lacking = {"clamped_swiglu", "expert_bias"}, {"swiglu", "norm_rope", "rmsnorm"}
     assert set(gpt_oss["kernels"]) == USED - lacking | its_own
     assert set(explained("tiny", "--pipeline.pair", "true")["kernels"]) == USED
+    assert set(explained("tiny", "--precision.recipe", "nvfp4")["kernels"]) == USED
+    clipped = ["--optim.rule", "muon", "--optim.qk_clip", "100", "--model.attention.qk_norm", "none"]
+    assert set(explained("tiny", *clipped)["kernels"]) == (USED | MUON) - {"norm_rope", "rmsnorm"}
     rings = explained("tiny", "--nproc", "2", "--parallel.cp", "2")
     assert set(rings["kernels"]) == USED | RING
     swaps = explained("tiny", "--nproc", "2", "--parallel.cp", "2", "--parallel.context", "all_to_all")

@@ -73,6 +73,7 @@ def test_every_key_is_read_by_something(tmp_path: Path, monkeypatch: pytest.Monk
     recipes = "*.experts.up_product: fp8_tensor,*.experts.down_product: nvfp4,*.attention.out: mxfp8"
     variants[1] += ["--precision.recipes", recipes, "--precision.scaling", "delayed"]
     variants[1] += ["--data.source", "files", "--data.files", str(lines), "--data.text_key", "body"]
+    variants[1] += ["--optim.groups", "*.experts.*: rule=muon"]
     seen = watch(monkeypatch)
     for i, variant in enumerate(variants):
         argv = ["train", "tiny", *SMALL, "--train.steps", "2", "--optim.warmup", "1", *variant]
