@@ -29,7 +29,7 @@ from moefold.anatomy.step_specs import (
 )
 from moefold.bench.report import show_report
 from moefold.config.open_names import ATTENTION_NAMES, OPTIMIZER_NAMES
-from moefold.config.optimizer_groups import parse_groups
+from moefold.config.optimizer_groups import join_split_entries, parse_groups
 from moefold.config.precision_recipes import is_fp8
 from moefold.config.run import Config, ModelConfig, OptimConfig
 from moefold.dispatch import price
@@ -304,7 +304,7 @@ def rules_of_run(config: Config) -> list[str]:
 def optimizer_description(config: Config) -> Description:
     """Rules by parameter group: the default, then the entries of `optim.groups`, of which the first match applies."""
     optim = config.optim
-    return {"rule": optim.rule, "says": OPTIMIZER_NAMES.says(optim.rule), "groups": list(optim.groups)}
+    return {"rule": optim.rule, "says": OPTIMIZER_NAMES.says(optim.rule), "groups": join_split_entries(optim.groups)}
 
 
 # ---- the explanation, printed
