@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from moefold.config.precision_recipes import RecipeSpec, Sums
@@ -21,7 +20,7 @@ from moefold.kernels.bound import BoundKernels
 from moefold.kernels.experts.grouped_gemm import grouped_gemm, grouped_gemm_weight
 from moefold.kernels.linear.fp8_product import fp8_product, fp8_weight_product
 from moefold.kernels.linear.linear import FUSED_DGRAD_PRODUCTS, GroupedGemms, GroupedProducts
-from moefold.kernels.linear.product import ExpertRows, KeptOperand, Operand, Products, Role
+from moefold.kernels.linear.product import ExpertRows, KeptOperand, Operand, Products, Role, ends_of_rows
 from moefold.kernels.quantise.fp8 import E4M3, E5M2, Quantised, ScaleRule
 from moefold.kernels.quantise.quantise_tiles import QuantisedTiles, Scales, TileMaxima, quantise_tiles, tile_maxima
 from moefold.kernels.quantise.quantise_weight import QuantisedWeight, WeightFormat, quantise_weight
@@ -96,10 +95,7 @@ class Fp8Recipe:
 
     def quantise_rows(self, x: Tensor, rows: ExpertRows | None, role: Role) -> TileOperand:
         """Both copies of an input or a gradient (R, D), or the first alone where the weight gradient reads x itself."""
-        if rows is None:
-            end = torch.full((1,), len(x), dtype=torch.int32, device=x.device)
-            rows = ExpertRows(end)
-        tiles = self.kernels[row_tiles](rows.ends_E, len(x))
+        tiles = self.kernels[row_tiles](ends_of_rows(x, rows), len(x))
         filled = x if len(x) else x.new_zeros(1, x.shape[1])  # tiles without rows still name a first row
         fp8_wgrad = self.spec.columns != "none"
         copies = self.quantise(filled, tiles, role, rows=True, columns=fp8_wgrad)

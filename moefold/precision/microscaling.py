@@ -22,7 +22,7 @@ from moefold.config.precision_recipes import RecipeSpec
 from moefold.config.run import PrecisionConfig
 from moefold.kernels.bound import BoundKernels
 from moefold.kernels.experts.grouped_gemm import grouped_gemm, grouped_gemm_weight
-from moefold.kernels.linear.product import ExpertRows, KeptOperand, Products
+from moefold.kernels.linear.product import ExpertRows, KeptOperand, Products, ends_of_rows
 from moefold.kernels.quantise.row_blocks import RowBlocks, blocks_to_rows, expert_of_rows, row_blocks, rows_to_blocks
 from moefold.layout.counter_random import random_32
 from moefold.layout.declare import PartOfTensor
@@ -32,10 +32,10 @@ from moefold.precision.micro_formats import MICRO_FORMATS, MicroFormat, MicroMat
 
 
 class MicroOperand(NamedTuple):
-    """Rows of an input or a gradient. `blocks`: the rows of the column copy."""
+    """Rows of an input or a gradient. `padded_ends_E`: where each expert's rows end in the column copy."""
 
     ends_E: Tensor
-    blocks: RowBlocks
+    padded_ends_E: Tensor
     rows: MicroMatrix | None
     columns: MicroMatrix
 
@@ -98,16 +98,15 @@ class MicroscalingRecipe:
         """Both copies of rows (R, D)."""
         experts = len(ends_E)
         height = self.format.block
-        expert_R = expert_of_rows(ends_E, len(x))
         blocks = row_blocks(ends_E, len(x), height)
         draws = RowDraws()
         if number_R is not None:
-            row_number_R = self.numbers.of_rows(number_R, expert_R)
+            row_number_R = self.numbers.of_rows(number_R, blocks.expert_R)
             draws = self.draw(row_number_R, blocks)
-        rows = self.format.rows(x, expert_R, experts, draws.rows)
+        rows = self.format.rows(x, blocks.expert_R, experts, draws.rows)
         x_BDK = rows_to_blocks(x, blocks, height)
         columns = self.format.columns(x_BDK, blocks.expert_B, experts, draws.columns)
-        return MicroOperand(ends_E, blocks, rows, columns)
+        return MicroOperand(ends_E, blocks.ends_E, rows, columns)
 
     def draw(self, number_R: Tensor, blocks: RowBlocks) -> RowDraws:
         """By row and output; by the block's first row, output and place in the block."""
@@ -119,12 +118,6 @@ class MicroscalingRecipe:
         column_NK = column_N[:, None] * height + place
         columns = random_32(first_B, self.stream + 1, column_NK.flatten())
         return RowDraws(rows_RN, columns.view(len(first_B), len(column_N), height))
-
-
-def ends_of_rows(x: Tensor, rows: ExpertRows | None) -> Tensor:
-    if rows is not None:
-        return rows.ends_E
-    return torch.full((1,), len(x), dtype=torch.int32, device=x.device)
 
 
 def first_of_blocks(number_R: Tensor, blocks: RowBlocks, height: int) -> Tensor:
@@ -199,7 +192,7 @@ class MicroProducts:
         if weight.dim() == 2:
             dw = (dy_PN.T @ x_PD)[None]
         else:
-            dw = self.multiply_columns(dy_PN.contiguous(), x_PD.contiguous(), x.blocks.ends_E)
+            dw = self.multiply_columns(dy_PN.contiguous(), x_PD.contiguous(), x.padded_ends_E)
         of_dy = decode_factor(dy.columns.encode, dw.device)
         of_x = decode_factor(x.columns.encode, dw.device)
         scaled = dw.float() * of_dy * of_x

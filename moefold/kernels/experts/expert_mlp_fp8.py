@@ -22,7 +22,7 @@ from moefold.kernels.bound import BoundKernels
 from moefold.kernels.experts.activation_formats import ActivationFormats
 from moefold.kernels.experts.fp8_swiglu import fp8_dswiglu_product, fp8_swiglu_product
 from moefold.kernels.linear.fp8_product import fp8_product, fp8_weight_product, tile_weight_product
-from moefold.kernels.linear.product import Role
+from moefold.kernels.linear.product import Role, ends_of_rows
 from moefold.kernels.quantise.fp8 import Quantised, ScaleRule
 from moefold.kernels.quantise.gather_tiles import gather_tiles
 from moefold.kernels.quantise.quantise_tiles import QuantisedTiles
@@ -157,8 +157,7 @@ def down_product(
 
 def gather_tokens(recipe: Fp8Experts, source_ND: Tensor, tiles: RowTiles, index_R: Tensor) -> Quantised:
     """Tokens quantised along their rows, once each, and their bytes in the experts' order."""
-    end = torch.full((1,), len(source_ND), dtype=torch.int32, device=source_ND.device)
-    token_tiles = recipe.kernels[row_tiles](end, len(source_ND))
+    token_tiles = recipe.kernels[row_tiles](ends_of_rows(source_ND, None), len(source_ND))
     tokens = recipe.quantise(source_ND, token_tiles, "tokens", rows=True)
     return recipe.kernels[gather_tiles](*tokens.wanted_rows, tiles, index_R)
 

@@ -38,6 +38,13 @@ class ExpertRows(NamedTuple):
     are_tokens: bool = False
 
 
+def ends_of_rows(x: Tensor, rows: ExpertRows | None) -> Tensor:
+    """Where each expert's rows end. Without `rows`, x is the input of a dense layer: one expert."""
+    if rows is not None:
+        return rows.ends_E
+    return torch.full((1,), len(x), dtype=torch.int32, device=x.device)
+
+
 class Operand(NamedTuple):
     """A matrix as a product reads it. `scales` has as many dims as `rows`; each scale is that of a block of rows.
     `columns` is the same matrix quantised along its other dim, for the weight gradient."""

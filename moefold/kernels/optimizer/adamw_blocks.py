@@ -6,7 +6,6 @@ before. E experts, N outputs, D inputs, I blocks of outputs, J blocks of inputs.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from math import prod
 
 import torch
@@ -40,8 +39,9 @@ def adamw_blocks(
 ) -> None:
     """`main` to `first` as in adamw.py. `dtype`: the model's, to which weights are rounded before they are
     quantised. A scale that is not finite leaves everything as it is."""
+    adamw(main, g, m, v, weights, scale, scalars, options, first)
     copies = (values_END, values_EDN, scales_EIJ, scales_EJI)
-    update_and_quantise(adamw, main, g, m, v, weights, scale, scalars, options, first, *copies, rule, dtype)
+    rewrite_copies(main, weights, scale, copies, rule, dtype)
 
 
 @adamw_blocks.register_fast("fused")
@@ -49,8 +49,9 @@ def adamw_blocks_fused(
     main, g, m, v, weights, scale, scalars, options, first,
     values_END, values_EDN, scales_EIJ, scales_EJI, rule, dtype,
 ) -> None:  # fmt: skip
+    adamw_fused(main, g, m, v, weights, scale, scalars, options, first)
     copies = (values_END, values_EDN, scales_EIJ, scales_EJI)
-    update_and_quantise(adamw_fused, main, g, m, v, weights, scale, scalars, options, first, *copies, rule, dtype)
+    rewrite_copies(main, weights, scale, copies, rule, dtype)
 
 
 @adamw_blocks.register_fast("triton")
@@ -64,27 +65,18 @@ def adamw_blocks_triton(
     launch.launch_adamw_blocks(main, g, m, v, weights, scale, scalars, options, first, *copies, rule, dtype)
 
 
-def update_and_quantise(
-    update: Callable[..., None],
+def rewrite_copies(
     main: Tensor,
-    g: Tensor,
-    m: Tensor,
-    v: Tensor,
     weights: Tensor | None,
     scale: Tensor,
-    scalars: Tensor,
-    options: AdamWOptions,
-    first: int,
-    values_END: Tensor,
-    values_EDN: Tensor,
-    scales_EIJ: Tensor,
-    scales_EJI: Tensor,
+    copies: tuple[Tensor, Tensor, Tensor, Tensor],
     rule: ScaleRule,
     dtype: torch.dtype,
 ) -> None:
+    """Quantise the updated weights into the memory of their copies; if nothing was updated, copies stay too."""
     if not scale.isfinite():
         return
-    update(main, g, m, v, weights, scale, scalars, options, first)
+    values_END, values_EDN, scales_EIJ, scales_EJI = copies
     updated = main if weights is None else weights
     rounded = round_to_nearest(updated, dtype)
     made = quantise_weight(rounded.view(values_END.shape), "block", rule)

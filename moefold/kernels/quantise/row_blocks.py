@@ -13,10 +13,11 @@ from torch import Tensor
 
 
 class RowBlocks(NamedTuple):
-    """`ends_E`: where each expert's padded rows end. `place_R`: the padded place of each row; P for rows that belong to
-    no expert. `expert_B`: the expert of each block."""
+    """`ends_E`: where each expert's padded rows end. `expert_R`: the expert of each row, E for none. `place_R`: the
+    padded place of each row, P for rows without an expert. `expert_B`: the expert of each block."""
 
     ends_E: Tensor
+    expert_R: Tensor
     place_R: Tensor
     expert_B: Tensor
 
@@ -38,7 +39,7 @@ def row_blocks(ends_E: Tensor, rows: int, height: int) -> RowBlocks:
     place_R = torch.where(expert_R < experts, place_R, blocks * height)
     row_B = torch.arange(blocks, device=ends.device) * height
     expert_B = torch.searchsorted(padded_ends_E, row_B, right=True).clamp(max=experts - 1)
-    return RowBlocks(padded_ends_E.int(), place_R, expert_B)
+    return RowBlocks(padded_ends_E.int(), expert_R, place_R, expert_B)
 
 
 def expert_of_rows(ends_E: Tensor, rows: int) -> Tensor:
