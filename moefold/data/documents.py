@@ -1,4 +1,4 @@
-"""Sources of text. Each yields documents in an order that is the same in every run."""
+"""Sources of text. Each yields entries in an order that is the same in every run."""
 
 from __future__ import annotations
 
@@ -6,28 +6,29 @@ import json
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from moefold.config.errors import UserError, printable_text
 from moefold.config.extensions import find_extension
 from moefold.config.run import DataConfig
-from moefold.data.file_kinds import file_kind
-
-Documents = Iterator[str]
+from moefold.data.entries import Entries
+from moefold.data.readers import Piece, read_piece
 
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3", "__pycache__"}
-TEXT_SUFFIXES = (".txt", ".md", ".py", ".jsonl")
+READ_SUFFIXES = (".txt", ".md", ".py", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet", ".arrow")
+DATASET_STATE, DATASET_SPLITS = "state.json", "dataset_dict.json"  # of the datasets library's save_to_disk
 
 
-def source_documents(data: DataConfig) -> Documents:
+def source_entries(data: DataConfig) -> Entries:
     extension = find_extension("data_source", data.source)
     if extension is not None:
         return extension.load()(data)
     if data.source == "stdlib":
         return stdlib_documents()
-    return file_documents(data)
+    return file_entries(data)
 
 
-def stdlib_documents() -> Documents:
+def stdlib_documents() -> Iterator[str]:
     """The source of Python's standard library, from the running interpreter. Needs no download."""
     root = Path(sysconfig.get_path("stdlib"))
     count = 0
@@ -50,15 +51,21 @@ def stdlib_documents() -> Documents:
         )
 
 
-def file_documents(data: DataConfig) -> Documents:
-    """The named files, and all .txt, .md, .py and .jsonl files of named folders."""
+def file_entries(data: DataConfig) -> Entries:
+    """The named files, and all files of named folders that can be read. Files of a folder may be empty, as the
+    __init__.py of a package often is."""
     for name in data.files:
+        found = 0
         for path in named_files(name):
-            yield from read_documents(path, data.text_key)
+            for entry in read_piece(Piece(path), data.text_key):
+                found += 1
+                yield entry
+        if not found:
+            raise UserError(f"data.files: {name} is empty; expected text to train on")
 
 
 def named_files(name: str) -> list[Path]:
-    """The file of that name, or the text files of the folder of that name."""
+    """The file of that name, or the files of the folder of that name."""
     try:
         path = Path(name).expanduser()
         is_folder = path.is_dir()
@@ -67,71 +74,50 @@ def named_files(name: str) -> list[Path]:
         raise UserError(f"data.files: {shown} is no usable path ({error}); expected a file or folder") from None
     if not is_folder:
         return [path]
+    if (path / DATASET_SPLITS).is_file():
+        return named_files(str(only_split(path)))
+    if (path / DATASET_STATE).is_file():
+        return dataset_files(path)
     files: list[Path] = []
     for file in sorted(path.rglob("*")):
-        if file.suffix in TEXT_SUFFIXES and file.is_file():
+        index = file.with_suffix(".idx")
+        is_megatron = file.suffix == ".bin" and index.is_file()
+        is_read = is_megatron or file.name.endswith(READ_SUFFIXES)
+        if is_read and file.is_file():
             files.append(file)
     if not files:
-        raise UserError(f"data.files: the folder {path} holds no .txt, .md, .py or .jsonl file")
+        suffixes = ", ".join(READ_SUFFIXES)
+        raise UserError(f"data.files: the folder {path} holds no {suffixes} or Megatron .bin file")
     return files
 
 
-def read_documents(path: Path, text_key: str) -> Documents:
-    text = read_utf8_text(path)
-    if path.suffix == ".jsonl":
-        yield from read_jsonl_texts(path, text, text_key)
-    else:
-        yield text
+def only_split(folder: Path) -> Path:
+    """The one split of a saved DatasetDict; several are refused, since one of them is probably there to test on."""
+    splits = read_json(folder / DATASET_SPLITS).get("splits")
+    if not isinstance(splits, list) or len(splits) != 1:
+        shown = ", ".join(map(str, splits or ()))
+        raise UserError(f"data.files: {folder} holds the splits {shown}; name one of them, such as {folder / 'train'}")
+    return folder / str(splits[0])
 
 
-def read_utf8_text(path: Path) -> str:
+def dataset_files(folder: Path) -> list[Path]:
+    """The Arrow files of a dataset that the datasets library saved, in its order."""
+    state = read_json(folder / DATASET_STATE)
+    if state.get("_indices_data_files") or state.get("_indices_files"):
+        raise UserError(f"data.files: {folder} is a selection of rows; save it again after flatten_indices()")
+    listed = state.get("_data_files") or []
+    names = [str(entry.get("filename")) for entry in listed]
+    leaving = [name for name in names if Path(name).name != name]
+    if leaving or not names:
+        raise UserError(f"data.files: {folder / DATASET_STATE} names no Arrow files in its folder; save it again")
+    return [folder / name for name in names]
+
+
+def read_json(path: Path) -> dict[str, Any]:
     try:
-        raw = path.read_bytes()
-    except FileNotFoundError:
-        raise UserError(f"data.files: no file {path}; expected a text or .jsonl file or a folder of them") from None
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        shown = printable_text(str(path))
-        raise UserError(f"data.files: cannot read {shown}: {reason}; expected a readable file") from None
-    if not raw.strip():
-        raise UserError(f"data.files: {path} is empty; expected text to train on")
-    kind = file_kind(path, raw)
-    if kind is not None:
-        raise UserError(
-            f"data.files: {path} is {kind.article_and_name}; expected UTF-8 text or .jsonl; {kind.advice}, then name "
-            "the result in data.files"
-        )
-    try:
-        return raw.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise UserError(
-            f"data.files: {path} is not UTF-8: byte 0x{raw[error.start]:02x} at offset {error.start}; "
-            "if it is text in another encoding, convert it, for instance with iconv -f latin1 -t utf-8"
-        ) from None
-
-
-def read_jsonl_texts(path: Path, text: str, text_key: str) -> Documents:
-    lines = text.split("\n")
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        yield read_jsonl_line(line, text_key, f"data.files: {path}, line {number}")
-
-
-def read_jsonl_line(line: str, text_key: str, where: str) -> str:
-    """The text of one line of a .jsonl file. `where` is for messages."""
-    try:
-        record = json.loads(line)
+        content = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{where} is not JSON ({str(error)[:100]}); expected one object a line") from None
-    if not isinstance(record, dict):
-        raise UserError(f'{where} is no object; expected a text in "{text_key}" (set data.text_key to change that)')
-    text = record.get(text_key)
-    if not isinstance(text, str):
-        names = ", ".join(map(str, record))
-        raise UserError(
-            f'{where} has the fields {names}; expected a text in "{text_key}" (set data.text_key to change that)'
-        )
-    if any("\ud800" <= character <= "\udfff" for character in text):
-        raise UserError(f"{where} holds half of a surrogate pair, which is no character; mend or remove that line")
-    return text
+        raise UserError(f"data.files: {path} is not JSON ({str(error)[:100]}); save the dataset again") from None
+    if not isinstance(content, dict):
+        raise UserError(f"data.files: {path} holds no object; save the dataset again")
+    return content

@@ -9,21 +9,21 @@ TO_JSONL = "write its rows as .jsonl, one object a line with the text in data.te
 
 
 class FileKind(NamedTuple):
-    """`article_and_name`: such as "a gzip archive". `advice` completes "..., then name the result in data.files"."""
+    """`article_and_name`: such as "a gzip archive". `advice` completes "..., then name the result"."""
 
     article_and_name: str
     advice: str
 
 
 KINDS_BY_FIRST_BYTES = {
-    b"\x1f\x8b": FileKind("a gzip archive", "decompress it with gzip -dk"),
-    b"\x28\xb5\x2f\xfd": FileKind("a zstd archive", "decompress it with zstd -d"),
+    b"\x1f\x8b": FileKind("a gzip archive", "decompress it with gzip -dk, or end its name in .gz"),
+    b"\x28\xb5\x2f\xfd": FileKind("a zstd archive", "decompress it with zstd -d, or end its name in .zst"),
     b"\xfd7zXZ\x00": FileKind("an xz archive", "decompress it with xz -dk"),
     b"BZh": FileKind("a bzip2 archive", "decompress it with bzip2 -dk"),
     b"PK\x03\x04": FileKind("a zip archive", "unpack it with unzip"),
-    b"PAR1": FileKind("a Parquet file", f"{TO_JSONL} (pyarrow.parquet.read_table)"),
-    b"ARROW1": FileKind("an Arrow file", f"{TO_JSONL} (pyarrow.ipc.open_file)"),
-    b"\x93NUMPY": FileKind("a numpy array", "name the text it was made from"),
+    b"PAR1": FileKind("a Parquet file", "end its name in .parquet"),
+    b"ARROW1": FileKind("an Arrow file", "end its name in .arrow"),
+    b"\x93NUMPY": FileKind("a numpy array", "end its name in .npy"),
     b"\x89HDF": FileKind("an HDF5 file", TO_JSONL),
     b"SQLite format 3": FileKind("an SQLite database", TO_JSONL),
     b"%PDF": FileKind("a PDF", "extract its text with pdftotext"),

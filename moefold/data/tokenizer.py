@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from moefold.config.bounded_files import read_bounded_file
 from moefold.config.errors import UserError, printable_text
 from moefold.config.run import DataConfig
 
@@ -118,7 +119,7 @@ def stated_end_token(path: Path, key: str) -> int | str | None:
     if not path.is_file():
         return None
     try:
-        options = json.loads(path.read_text(encoding="utf-8"))
+        options = json.loads(read_bounded_file(path))
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not JSON ({str(error)[:100]}); mend it, or set data.end_token") from None
     stated: Any = None
@@ -155,7 +156,7 @@ def load_tokenizer(name: str, vocab: int, end_token: str = "") -> Tokenizer:
         path = Path(name).expanduser()
         if not path.is_file():
             raise UserError(f"data.tokenizer = {path}: no such file; expected {LEGAL_NAMES}")
-        text = path.read_text(encoding="utf-8", errors="replace")
+        text = read_bounded_file(path).decode("utf-8", errors="replace")
         engine = open_engine(name, text)
         return HuggingFaceTokenizer(engine, path.parent, end_token)
     except (OSError, RuntimeError, ValueError) as error:

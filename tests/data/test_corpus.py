@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from moefold.config.errors import UserError
 from moefold.config.run import DataConfig
-from moefold.data.corpus import Corpus, load_corpus, split_documents, zipf_tokens
+from moefold.data.corpus import Corpus, load_corpus, zipf_tokens
+from moefold.data.document_split import split_documents
 from moefold.data.tokenizer import ByteTokenizer
 
 LINES = [f"line {number:06d} of the text\n" for number in range(60_000)]
@@ -52,7 +53,7 @@ def test_the_wanted_share_is_held_out(text: Path, share: float):
 @given(st.floats(0.01, 0.99), st.lists(st.integers(1, 50), min_size=800, max_size=1000))
 def test_documents_stay_whole_and_their_share_is_held_out_at_any_point(share: float, lengths: list[int]):
     documents = [np.full(length, number) for number, length in enumerate(lengths)]
-    train, held_out = split_documents(documents, share, ByteTokenizer())
+    train, held_out = split_documents(documents, share, ByteTokenizer(), sum(lengths))
     held = {int(document[0]) for document in held_out}
     whole = min(share, 1 - share) * sum(lengths) >= 4 * 50
     if whole:
@@ -62,6 +63,12 @@ def test_documents_stay_whole_and_their_share_is_held_out_at_any_point(share: fl
             seen += length
             out += length if number in held else 0
             assert abs(out - share * seen) <= 50
+
+
+def test_a_cut_that_leaves_nothing_on_one_side_adds_no_empty_document():
+    documents = [np.ones(50), *(np.ones(1) for _ in range(799))]
+    sides = split_documents(documents, 0.01, ByteTokenizer(), 849)
+    assert all(len(document) for side in sides for document in side)
 
 
 def test_a_text_too_long_to_be_held_out_is_cut_at_a_line_end_and_the_others_stay_whole(tmp_path: Path):
@@ -136,6 +143,17 @@ def test_a_lone_surrogate_in_json_is_read_or_refused(tmp_path: Path):
         load(tmp_path)
     except UserError as refused:
         assert "line 1" in str(refused)  # noqa: PT017
+
+
+def test_what_cannot_be_read_is_left_out_on_request_and_listed(tmp_path: Path):
+    file = tmp_path / "x.jsonl"
+    file.write_text('{"text": "a text of some length"}\n' * 900 + "bad\n")
+    with pytest.raises(UserError, match=r"data\.files: .*line 901 is not JSON"):
+        load(file, seq_len=4)
+    data = DataConfig(source="files", files=(str(file),), seq_len=4, skip_bad=True)
+    corpus = load_corpus(data, ByteTokenizer(), 256)
+    assert ["line 901 is not JSON" in problem for problem in corpus.skipped] == [True]
+    assert len(corpus.train_starts) + len(corpus.held_out_starts) == 900
 
 
 def test_a_tokenizer_larger_than_the_vocabulary_is_refused_with_the_size_needed(text: Path):

@@ -12,11 +12,18 @@ import pytest
 
 from moefold.config.errors import UserError
 from moefold.config.run import DataConfig
-from moefold.data.documents import source_documents
+from moefold.data.documents import source_entries
+from moefold.data.entries import BadEntries, entry_documents
+from moefold.data.tokenizer import ByteTokenizer
 
 
-def read(*files: Path | str, text_key: str = "text") -> list[str]:
-    return list(source_documents(DataConfig(source="files", files=tuple(map(str, files)), text_key=text_key)))
+def read(*files: Path | str, text_key: str = "text", skipped: BadEntries | None = None) -> list[str]:
+    """The texts of files, through the tokens of bytes."""
+    tokenizer = ByteTokenizer()
+    bad = skipped or BadEntries(skips=False, prefix="data.files: ")
+    data = DataConfig(source="files", files=tuple(map(str, files)), text_key=text_key)
+    documents = [tokens for entry in source_entries(data) for tokens in entry_documents(entry, tokenizer, bad)]
+    return [tokenizer.decode(tokens.tolist()) for tokens in documents]
 
 
 def refusal(*files: Path | str, text_key: str = "text") -> str:
@@ -59,7 +66,13 @@ def test_a_missing_file_is_refused_by_name_with_what_was_expected(tmp_path: Path
 def test_an_empty_file_is_refused_by_name(content: bytes, tmp_path: Path):
     (tmp_path / "empty.txt").write_bytes(content)
     assert "empty.txt is empty; expected text" in refusal(tmp_path / "empty.txt")
-    assert "empty.txt is empty" in refusal(tmp_path), "also inside a folder"
+    assert "is empty; expected text" in refusal(tmp_path), "a folder of nothing else"
+
+
+def test_an_empty_file_beside_others_in_a_folder_is_left_out(tmp_path: Path):
+    (tmp_path / "__init__.py").write_text("\n")
+    (tmp_path / "text.py").write_text("print(1)")
+    assert read(tmp_path) == ["print(1)"]
 
 
 def test_a_folder_without_text_is_refused_with_the_endings_looked_for(tmp_path: Path):
@@ -74,8 +87,8 @@ def test_a_folder_without_text_is_refused_with_the_endings_looked_for(tmp_path: 
         ("x.txt", lzma.compress(b"some text"), ("an xz archive", "xz -dk")),
         ("x", b"\x28\xb5\x2f\xfd more", ("a zstd archive", "zstd -d")),
         ("x.txt", b"PK\x03\x04 more", ("a zip archive", "unzip")),
-        ("x.parquet", b"PAR1 more PAR1", ("a Parquet file", ".jsonl", "data.text_key")),
-        ("x.arrow", b"ARROW1 more", ("an Arrow file", ".jsonl")),
+        ("x.txt", b"PAR1 more PAR1", ("a Parquet file", ".parquet")),
+        ("x.txt", b"ARROW1 more", ("an Arrow file", ".arrow")),
         ("x.pdf", b"%PDF-1.7", ("a PDF", "pdftotext")),
         ("x.txt", "text".encode("utf-16"), ("UTF-16", "iconv -f utf-16")),
         ("x.CSV", b"a,b\n1,2\n", ("a table with commas", ".jsonl")),
@@ -131,7 +144,7 @@ def test_a_path_no_system_accepts_is_refused(what: str):
 
 
 def test_the_standard_library_is_text_in_a_fixed_order():
-    first, second = (islice(source_documents(DataConfig()), 50) for _ in range(2))
+    first, second = (islice(source_entries(DataConfig()), 50) for _ in range(2))
     texts = list(first)
     assert texts == list(second)
     assert any("import" in text for text in texts)

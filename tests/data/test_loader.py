@@ -6,7 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moefold.data.loader import Batch, BatchLoader, epoch_permutation
+from moefold.data.loader import Batch, BatchLoader
+from moefold.data.sequences import RowSequences, epoch_permutation
 from moefold.layout.axes import Axis
 from moefold.layout.labels import IGNORE_INDEX
 
@@ -18,7 +19,7 @@ TOKENS = np.arange(SEQ * WINDOWS + 5, dtype=np.uint16)  # a token is its own pos
 def loader(batch: int = 4, seed: int = 1, ranks: int = 1, index: int = 0, tokens: np.ndarray = TOKENS) -> BatchLoader:
     """As in a process of its own: no order is remembered from the loader before."""
     epoch_permutation.cache_clear()
-    return BatchLoader(tokens, SEQ, batch, seed, Axis("dp", tuple(range(ranks)), index), CPU)
+    return BatchLoader(RowSequences(tokens, SEQ, seed), batch, Axis("dp", tuple(range(ranks)), index), CPU)
 
 
 def windows_of(batch: Batch) -> list[int]:
@@ -115,8 +116,8 @@ def test_looking_ahead_does_not_move_the_loader():
 
 
 def test_the_last_token_is_a_label_and_what_does_not_fill_a_window_is_left_out():
-    assert loader(tokens=TOKENS[: 2 * SEQ + 1]).windows == 2
-    assert loader(tokens=TOKENS[: 2 * SEQ]).windows == 1
+    assert loader(tokens=TOKENS[: 2 * SEQ + 1]).sequences.windows == 2
+    assert loader(tokens=TOKENS[: 2 * SEQ]).sequences.windows == 1
     assert loader(tokens=TOKENS[: SEQ + 1], batch=1).next_batch().labels_BS[0, -1] == SEQ
 
 
@@ -134,7 +135,7 @@ STARTS = np.array([0, 3, 4, 8, 21, 24, 40, 41, 42, 47, 48, 100])
 
 def within(batch: int = WINDOWS, ranks: int = 1, index: int = 0) -> BatchLoader:
     epoch_permutation.cache_clear()
-    return BatchLoader(TOKENS, SEQ, batch, 1, Axis("dp", tuple(range(ranks)), index), CPU, STARTS)
+    return BatchLoader(RowSequences(TOKENS, SEQ, 1, STARTS), batch, Axis("dp", tuple(range(ranks)), index), CPU)
 
 
 def test_every_token_is_told_where_its_document_begins_and_the_last_of_one_has_no_label():

@@ -1,0 +1,154 @@
+"""The corpus of prepared folders: opened by their indexes alone, read by memory map. Torch-free.
+
+Without `data.weights` all shards of all folders are one source. With them each folder is a source of its own, and a
+mixture says which of them gives each sequence. Held-out shards of all folders are one source, in the order of seed 0.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from fractions import Fraction
+from pathlib import Path
+from typing import NamedTuple
+
+from moefold.config.errors import UserError
+from moefold.config.mixture_weights import WeightPhase, parse_weights
+from moefold.config.run import DataConfig
+from moefold.data.corpus import refuse_large_tokenizer
+from moefold.data.document_stream import DocumentStream, ShardPlace, shard_places
+from moefold.data.mixture import Mixture
+from moefold.data.prepared_folder import SIDES, PreparedIndex, read_index, saved_tokenizer, vocabulary_digest
+from moefold.data.sequences import MixedSequences, NamedStream
+from moefold.data.shards import require_size
+from moefold.data.shuffle import mix_keys
+from moefold.data.tokenizer import Tokenizer
+
+WHOLE = [WeightPhase(0, (Fraction(1),))]
+
+
+class PreparedSource(NamedTuple):
+    """A prepared folder; `name` is for people."""
+
+    name: str
+    folder: Path
+    index: PreparedIndex
+
+    def places(self, side: str) -> list[ShardPlace]:
+        return shard_places(self.folder, self.index, side)
+
+
+class PreparedCorpus:
+    """Prepared folders as the data of a run."""
+
+    def __init__(self, sources: list[PreparedSource]):
+        self.sources = sources
+        self.skipped: tuple[str, ...] = ()
+
+    def train_sequences(self, data: DataConfig, seed: int, batch: int) -> MixedSequences:
+        """The sequences to train on; steps of `data.weights` have `batch` sequences."""
+        phases = WHOLE
+        groups = [self.sources]
+        if data.weights:
+            phases = parse_weights(data.weights, len(self.sources))
+            groups = [[source] for source in self.sources]
+        streams: list[NamedStream] = []
+        for group in groups:
+            stream = make_stream(group, "train", data.seq_len, seed)
+            streams.append(stream)
+        mixture = Mixture(phases, batch)
+        return mix_streams(streams, mixture, data)
+
+    def held_out_sequences(self, data: DataConfig) -> MixedSequences:
+        stream = make_stream(self.sources, "held_out", data.seq_len, seed=0)
+        mixture = Mixture(WHOLE, batch=1)
+        return mix_streams([stream], mixture, data)
+
+    def fingerprint(self) -> str:
+        """The digests of the folders' tokens, in order."""
+        digests = [source.index.digest[:16] for source in self.sources]
+        return " ".join(digests)
+
+
+def mix_streams(streams: list[NamedStream], mixture: Mixture, data: DataConfig) -> MixedSequences:
+    has_documents = data.attend == "document"
+    return MixedSequences(streams, mixture, data.seq_len, has_documents)
+
+
+def make_stream(
+    sources: list[PreparedSource],
+    side: str,
+    seq_len: int,
+    seed: int,
+) -> NamedStream:
+    """The stream of one side of some folders, as one source."""
+    places: list[ShardPlace] = []
+    keys: list[int] = []
+    names: list[str] = []
+    for source in sources:
+        places += source.places(side)
+        names.append(source.name)
+        key = int(source.index.digest[:16], 16)
+        keys.append(key)
+    identity = mix_keys(*keys)
+    name = "+".join(names)
+    digest = f"{identity:016x}"
+    stream = DocumentStream(places, seq_len, seed, identity)
+    return NamedStream(name, digest, stream)
+
+
+def open_prepared(data: DataConfig, tokenizer: Tokenizer, vocab: int) -> PreparedCorpus:
+    """Open the folders of `data.files`. Refuses files of other sizes than written, another tokenizer or share held
+    out, and too little text."""
+    refuse_large_tokenizer(data, tokenizer, vocab)
+    folders = [Path(name).expanduser() for name in data.files]
+    base_names = Counter(folder.name for folder in folders)
+    sources: list[PreparedSource] = []
+    for folder in folders:
+        index = read_index(folder)
+        name = folder.name if base_names[folder.name] == 1 else str(folder)
+        source = PreparedSource(name, folder, index)
+        refuse_misfit(source, data, tokenizer)
+        require_shards(source)
+        sources.append(source)
+    for side in SIDES:
+        counts = [source.index.tokens(side) for source in sources]
+        tokens = sum(counts)
+        if tokens <= data.seq_len:
+            raise UserError(
+                f"data.files: {', '.join(data.files)} hold {tokens} tokens of side {side}; expected more than "
+                f"data.seq_len = {data.seq_len}; prepare more text, or set data.seq_len below {max(tokens, 2)}"
+            )
+    return PreparedCorpus(sources)
+
+
+def refuse_misfit(source: PreparedSource, data: DataConfig, tokenizer: Tokenizer) -> None:
+    index = source.index
+    if index.vocabulary != vocabulary_digest(tokenizer):
+        raise UserError(
+            f"data.tokenizer = {data.tokenizer} is not the tokenizer of {source.folder}; "
+            "set data.tokenizer to auto, or prepare the data with this one"
+        )
+    if index.held_out != data.held_out:
+        raise UserError(
+            f"data.held_out = {data.held_out:g}, but {source.folder} was prepared with {index.held_out:g}; "
+            f"set data.held_out to {index.held_out:g}, or prepare the data again"
+        )
+    if not index.shards["train"]:
+        raise UserError(f"{source.folder} holds no tokens to train on; expected a prepared text")
+
+
+def require_shards(source: PreparedSource) -> None:
+    """Refuse shards that are absent or cut, before the first step."""
+    for side in SIDES:
+        for place in source.places(side):
+            facts = place.facts
+            size = facts.tokens * place.dtype.itemsize
+            path = place.folder / f"{facts.name}.tokens"
+            require_size(path, size)
+
+
+def tokenizer_of_prepared(data: DataConfig) -> str:
+    """The tokenizer of the first folder of `data.files`."""
+    folder = Path(data.files[0]).expanduser()
+    read_index(folder)
+    return saved_tokenizer(folder)

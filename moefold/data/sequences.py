@@ -1,0 +1,142 @@
+"""Sequences of a run by their number: windows of one row in memory, or of the document streams of prepared sources.
+
+Torch-free. The order depends on the seed and the data alone, so that one number is the position of a run.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from moefold.data.document_stream import DocumentStream, Window
+from moefold.data.mixture import Mixture
+
+
+class Sequences(Protocol):
+    """The sequences of one side of the data. `windows`: those of one epoch. `has_documents`: tokens attend within
+    documents, so that windows say where each token's document begins."""
+
+    tokens: int
+    windows: int
+    seq_len: int
+    has_documents: bool
+
+    def window(self, number: int) -> Window: ...
+
+    def source_counts(self, number: int) -> dict[str, int]:
+        """By the digest of a source: the sequences it has given before sequence `number`. Empty for text in memory."""
+        ...
+
+    def epochs(self, number: int) -> dict[str, float]:
+        """By the name of a source: how often sequences before `number` have gone through it."""
+        ...
+
+
+class RowSequences:
+    """Non-overlapping windows of one long array of tokens, shuffled anew in every epoch. `starts`: where documents
+    begin, if tokens attend within documents."""
+
+    def __init__(
+        self,
+        row: np.ndarray,
+        seq_len: int,
+        seed: int,
+        starts: np.ndarray | None = None,
+    ):
+        self.row = row
+        self.seq_len = seq_len
+        self.seed = seed
+        self.starts = starts
+        self.has_documents = starts is not None
+        self.tokens = len(row)
+        self.windows = (len(row) - 1) // seq_len
+
+    def window(self, number: int) -> Window:
+        start = self.start_of_sequence(number)
+        end = start + self.seq_len + 1
+        ids = self.row[start:end]
+        begins = np.zeros(0, dtype=np.int32)
+        if self.starts is not None:
+            begins = document_begins(self.starts, start, end)
+        return Window(ids, begins)
+
+    def start_of_sequence(self, number: int) -> int:
+        """Where the window that is the number-th sequence of the run begins."""
+        epoch, index = divmod(number, self.windows)
+        permutation = epoch_permutation(self.seed, epoch, self.windows)
+        window = int(permutation[index])
+        return window * self.seq_len
+
+    def source_counts(self, number: int) -> dict[str, int]:
+        return {}
+
+    def epochs(self, number: int) -> dict[str, float]:
+        return {}
+
+
+def document_begins(
+    starts: np.ndarray,
+    start: int,
+    end: int,
+) -> np.ndarray:
+    """For each token of a window: the position in the window at which its document begins, zero if that is before."""
+    positions = np.arange(start, end)
+    next_document = np.searchsorted(starts, positions, side="right")
+    document = next_document - 1
+    begins = starts[document] - start
+    inside = np.maximum(begins, 0)
+    return inside.astype(np.int32)
+
+
+@lru_cache(maxsize=4)
+def epoch_permutation(seed: int, epoch: int, windows: int) -> np.ndarray:
+    bits = np.random.PCG64([seed, epoch])
+    generator = np.random.Generator(bits)
+    return generator.permutation(windows)
+
+
+class NamedStream(NamedTuple):
+    """The stream of a source, its name for people and the digest of its tokens."""
+
+    name: str
+    digest: str
+    stream: DocumentStream
+
+
+class MixedSequences:
+    """Sequences of several prepared sources, as a mixture says."""
+
+    def __init__(
+        self,
+        sources: list[NamedStream],
+        mixture: Mixture,
+        seq_len: int,
+        has_documents: bool,
+    ):
+        self.sources = sources
+        self.mixture = mixture
+        self.seq_len = seq_len
+        self.has_documents = has_documents
+        sizes = [source.stream.tokens for source in sources]
+        self.tokens = sum(sizes)
+        self.windows = (self.tokens - 1) // seq_len
+
+    def window(self, number: int) -> Window:
+        place = self.mixture.place(number)
+        source = self.sources[place.source]
+        return source.stream.window(place.number)
+
+    def source_counts(self, number: int) -> dict[str, int]:
+        digests = [source.digest for source in self.sources]
+        counts = self.mixture.counts(number)
+        return dict(zip(digests, counts, strict=True))
+
+    def epochs(self, number: int) -> dict[str, float]:
+        epochs: dict[str, float] = {}
+        counts = self.mixture.counts(number)
+        for source, count in zip(self.sources, counts, strict=True):
+            read = count * self.seq_len
+            epochs[source.name] = read / source.stream.tokens
+        return epochs

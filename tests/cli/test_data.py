@@ -1,0 +1,63 @@
+"""`moefold data` as a person uses it: prepare, look, verify, export; refusals have exit code 2."""
+
+from pathlib import Path
+
+import pytest
+
+from moefold.cli.main import run_command_line
+from tests.support.prepared import varied_texts, write_jsonl
+
+
+def say(capsys: pytest.CaptureFixture[str], *words: Path | str) -> tuple[int, str]:
+    code = run_command_line(["data", *map(str, words)])
+    shown = capsys.readouterr()
+    return code, shown.out + shown.err
+
+
+def test_text_is_prepared_described_verified_and_exported_and_comes_back_the_same(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    file = write_jsonl(tmp_path / "a.jsonl", varied_texts(400))
+    out = tmp_path / "out"
+    code, shown = say(capsys, "prepare", file, "--out", out, "--workers", "1", "--data.held_out", "0.1")
+    assert code == 0
+    assert f"--data.source prepared --data.files {out}" in shown
+    code, described = say(capsys, "ls", out)
+    assert described in shown
+    assert say(capsys, "verify", out) == (0, f"sound: {out}\n{described}")
+    code, shown = say(capsys, "export", out, "--out", tmp_path / "m")
+    assert "documents to" in shown
+    again = tmp_path / "again"
+    say(capsys, "prepare", tmp_path / "m.bin", "--out", again, "--workers", "1", "--data.held_out", "0.1")
+    say(capsys, "export", out, "--out", tmp_path / "held", "--side", "held_out")
+    total = (tmp_path / "m.bin").stat().st_size + (tmp_path / "held.bin").stat().st_size
+    assert total == 2 * sum(len(text) + 1 for text in varied_texts(400))
+    assert say(capsys, "verify", again)[0] == 0
+
+
+def test_damage_is_named_by_verify(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    file = write_jsonl(tmp_path / "a.jsonl", varied_texts(100))
+    say(capsys, "prepare", file, "--out", tmp_path / "out", "--workers", "1")
+    shard = next((tmp_path / "out" / "train").glob("*.tokens"))
+    shard.write_bytes(shard.read_bytes()[:-1] + b"!")
+    code, shown = say(capsys, "verify", tmp_path / "out")
+    assert code == 2
+    assert f"{shard}: bytes 0 to" in shown
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["prepare", "a.txt"], "needs --out"),
+        (["prepare", "absent.txt", "--out", "o"], "no file absent.txt"),
+        (["prepare", "a.txt", "--out", "o", "--data.tokeniser", "byte"], 'did you mean "data.tokenizer"'),
+        (["prepare", "a.txt", "--out", "o", "--workers", "-1"], "--workers -1 is not legal"),
+        (["ls", "absent"], "holds no prepared data"),
+        (["export", "a", "b", "--out", "o"], "takes one folder, found 2"),
+        (["prepare", "--out", "o"], "names nothing"),
+    ],
+)
+def test_what_cannot_be_done_is_refused(words: list[str], problem: str, capsys: pytest.CaptureFixture[str]):
+    code, shown = say(capsys, *words)
+    assert code == 2
+    assert problem in shown

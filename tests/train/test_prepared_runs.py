@@ -1,0 +1,55 @@
+"""Runs on prepared data: the same numbers on any number of ranks and after a resume, epochs told, mixtures kept."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.prepared import prepared, small_sizes, varied_texts, write_jsonl
+from tests.support.runs import SMALL, command, metrics, numbers
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> str:
+    root = tmp_path_factory.mktemp("prepared")
+    with pytest.MonkeyPatch.context() as patch:
+        small_sizes(patch)
+        for name in ("web", "code"):
+            prepared(root / name, write_jsonl(root / f"{name}.jsonl", varied_texts(300, name)))
+    return f"{root / 'web'},{root / 'code'}"
+
+
+def train(folders: str, out: Path, steps: int, *words: str, weights: str = "3/1,4:1/1") -> tuple[int | None, str]:
+    keys = ["--data.source", "prepared", "--data.files", folders, "--data.weights", weights]
+    argv = [
+        "train",
+        "tiny",
+        *SMALL,
+        *keys,
+        "--train.steps",
+        str(steps),
+        "--optim.warmup",
+        "1",
+        "--optim.decay",
+        "constant",
+    ]
+    argv += ["--train.validate_every", "3", "--train.sample_tokens", "0", "--checkpoint.every", "3", "--out", str(out)]
+    return command([*argv, *words], out.with_suffix(".log"))
+
+
+def test_a_resumed_run_goes_on_as_one_that_was_not_stopped_and_a_changed_mixture_is_refused(
+    folders: str, tmp_path: Path
+):
+    code, log = train(folders, tmp_path / "whole", 6)
+    assert code == 0, log
+    assert "source web:" in log
+    assert "epochs by step 6" in log
+    last = metrics(tmp_path / "whole")[-1]
+    web, own = last["epochs/web"], last["epochs/code"]
+    assert web > own > 0
+    assert train(folders, tmp_path / "parts", 3)[0] == 0
+    code, log = train(folders, tmp_path / "parts", 6, "--resume", "auto", weights="1/1")
+    assert code == 2
+    assert "give other sequences up to step 3" in log
+    code, log = train(folders, tmp_path / "parts", 6, "--resume", "auto")
+    assert code == 0, log
+    assert numbers(tmp_path / "parts") == numbers(tmp_path / "whole")
