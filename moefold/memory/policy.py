@@ -7,7 +7,7 @@ spans steps, the run of steps becomes one step that calls the policy.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
@@ -31,6 +31,8 @@ from moefold.model.transformer import Transformer
 Function = Callable[..., Any]
 Steps = Sequence[Step]
 Tensors = Sequence[Tensor]
+Numbers = dict[int, int]  # of inputs or outputs
+Reasons = dict[str, str]  # by name of the region
 
 
 class Policy(Protocol):
@@ -69,29 +71,44 @@ class RegionPolicies:
         return self.wanted.get(region)
 
 
-def attach_policies(model: Transformer, wanted: Policies | RegionPolicies) -> None:
+WantedPolicies = Policies | RegionPolicies
+
+
+def region_policies(wanted: WantedPolicies) -> RegionPolicies:
+    if isinstance(wanted, RegionPolicies):
+        return wanted
+    return RegionPolicies(wanted)
+
+
+def attach_policies(model: Transformer, wanted: WantedPolicies) -> None:
     """Attach a policy to each named region of the model, in place of those attached before. A name that is unknown,
     absent from this model, or inside another named region is refused."""
-    policies = wanted if isinstance(wanted, RegionPolicies) else RegionPolicies(wanted)
+    policies = region_policies(wanted)
     check_wanted_regions(model, policies)
     # Regions inside steps call their policy; regions over steps become steps when a step list is made.
     default = Keep()
     for region, layer in regions_with_layers(model):
-        policy = policies.policy_of(region.name, layer) or default
+        own = policies.policy_of(region.name, layer)
+        policy = own or default
         region.around = policy.around
     lane = lane_of_merged_exchanges(model.world)
-    model.rewrite_steps = partial(over_steps, wanted=policies, exchange_lane=lane)
+    rewrite = partial(over_steps, wanted=policies, exchange_lane=lane)
+    model.rewrite_steps = rewrite
 
 
 def regions_with_layers(model: Transformer) -> Iterator[tuple[Region, int | None]]:
     """The regions inside steps, each with the number of its layer; None outside of layers."""
     layer_of: dict[Region, int] = {}
     for module in model.modules():
-        if isinstance(module, (Block, MtpLayer)):
-            block = module.block if isinstance(module, MtpLayer) else module
-            for inner in module.modules():
-                if isinstance(inner, Region):
-                    layer_of[inner] = block.layer
+        if isinstance(module, MtpLayer):
+            layer = module.block.layer
+        elif isinstance(module, Block):
+            layer = module.layer
+        else:
+            continue
+        for inner in module.modules():
+            if isinstance(inner, Region):
+                layer_of[inner] = layer
     for module in model.modules():
         if isinstance(module, Region):
             yield module, layer_of.get(module)
@@ -100,23 +117,48 @@ def regions_with_layers(model: Transformer) -> Iterator[tuple[Region, int | None
 def lane_of_merged_exchanges(world: World) -> Lane:
     """The lane of a run of steps with exchanges between expert ranks. Where attention communicates too, over tp or cp,
     both must run on one lane: two threads would issue the collectives of an axis in any order."""
-    attends_alone = world.axis("tp").size * world.axis("cp").size == 1
+    tp = world.axis("tp")
+    cp = world.axis("cp")
+    attends_alone = tp.size * cp.size == 1
     return "comm" if attends_alone else "compute"
 
 
+def refuse_absent_regions(model: Transformer, names: Iterable[str]) -> None:
+    """Refuse regions that this model lacks."""
+    reasons = reasons_of_absence(model)
+    problems: list[str] = []
+    for name in names:
+        if name in reasons:
+            absence = absence_in_words(name, reasons[name])
+            problems.append(absence)
+    if problems:
+        raise UserError(*problems)
+
+
+def reasons_of_absence(model: Transformer) -> Reasons:
+    """The regions that this model lacks, and why."""
+    lacking = absent_regions(model.model, {})
+    return lacking | regions_fused_away(model)
+
+
+def absence_in_words(name: str, reason: str) -> str:
+    return f'no region "{name}" in this model: {reason}'
+
+
 def check_wanted_regions(model: Transformer, policies: RegionPolicies) -> None:
-    fused = regions_fused_away(model)
-    absent = absent_regions(model.model, {}) | fused
+    reasons = reasons_of_absence(model)
     problems: list[str] = []
     known: RegionLayers = {}
     for name in policies.wanted:
         if name not in REGIONS:
-            present = [region for region in REGIONS if region not in absent]
+            present = [region for region in REGIONS if region not in reasons]
             near = did_you_mean(name, present)
-            problems.append(f'no region "{printable_text(name)}"; this model has {", ".join(present)}{near}')
+            listed = ", ".join(present)
+            problems.append(f'no region "{printable_text(name)}"; this model has {listed}{near}')
             continue
-        if name in absent:
-            problems.append(f'no region "{name}" in this model: {absent[name]}')
+        if name in reasons:
+            absence = absence_in_words(name, reasons[name])
+            problems.append(absence)
         if REGIONS[name].spans:
             known[name] = policies.layers.get(name)
     problems += nested_region_problems(known)
@@ -124,17 +166,17 @@ def check_wanted_regions(model: Transformer, policies: RegionPolicies) -> None:
         raise UserError(*problems)
 
 
-def regions_fused_away(model: Transformer) -> dict[str, str]:
+def regions_fused_away(model: Transformer) -> Reasons:
     """Regions whose step this part of the model runs, but as a kernel that leaves no place for them."""
-    experts = [module for module in model.modules() if isinstance(module, Experts)]
-    if any(module.fused for module in experts):
-        return {"activation": fused_experts_reason()}
+    for module in model.modules():
+        if isinstance(module, Experts) and module.fused:
+            return {"activation": fused_experts_reason()}
     return {}
 
 
-def over_steps(steps: Steps, wanted: Policies | RegionPolicies, exchange_lane: Lane = "comm") -> list[Step]:
+def over_steps(steps: Steps, wanted: WantedPolicies, exchange_lane: Lane = "comm") -> list[Step]:
     """The step list in which each run of steps that a wanted region spans is one step under its policy."""
-    policies = wanted if isinstance(wanted, RegionPolicies) else RegionPolicies(wanted)
+    policies = region_policies(wanted)
     rewritten: list[Step] = []
     remaining = list(steps)
     while remaining:
@@ -145,8 +187,9 @@ def over_steps(steps: Steps, wanted: Policies | RegionPolicies, exchange_lane: L
             rewritten.append(first)
         else:
             count = spanned_steps(remaining, region)
+            spanned = remaining[:count]
             policy = policies.wanted[region.name]
-            merged = step_under_policy(region, remaining[:count], policy, exchange_lane)
+            merged = step_under_policy(region, spanned, policy, exchange_lane)
             rewritten.append(merged)
         del remaining[:count]
     if policies.around_step is None:
@@ -158,8 +201,11 @@ def region_that_begins(step: Step, policies: RegionPolicies) -> RegionSpec | Non
     """The wanted region whose run of steps begins with this step."""
     for name in policies.wanted:
         region = REGIONS[name]
-        begins = region.spans[:1] == (step.spec.name,)
-        if begins and policies.policy_of(name, step.layer) is not None:
+        first_names = region.spans[:1]  # none for a region inside a step
+        if step.spec.name not in first_names:
+            continue
+        policy = policies.policy_of(name, step.layer)
+        if policy is not None:
             return region
     return None
 
@@ -183,16 +229,18 @@ def step_under_policy(region: RegionSpec, steps: Steps, policy: Policy, exchange
     def run_under_policy(carry: Carry) -> Carry:
         if "stream" in region.reads:  # one tensor to keep, not two summands
             settled = carry["stream"].settled()
-            carry = carry | {"stream": ResidualStream(settled)}
+            stream = ResidualStream(settled)
+            carry = carry | {"stream": stream}
         function = CarryFunction(steps, carry, region.reads)
         outputs = policy.around(function, *function.inputs)
         return function.resulting_carry(outputs)
 
+    first = steps[0]
     if len(steps) == 1:
-        return replace(steps[0], run=run_under_policy)
+        return replace(first, run=run_under_policy)
     specs = [step.spec for step in steps]
     spec = merged_step_spec(region.name, specs, exchange_lane)
-    return Step(spec, run_under_policy, steps[0].layer)
+    return Step(spec, run_under_policy, first.layer)
 
 
 class CarryFunction:
@@ -208,14 +256,17 @@ class CarryFunction:
         self.steps = steps
         self.leaves, self.structure = tree_flatten(carry)
         self.inputs: list[Tensor] = []
-        read_leaves = tree_leaves([carry[name] for name in reads if name in carry])
-        self.read = {id(leaf) for leaf in read_leaves}
-        numbers: dict[int, int] = {}
+        read_entries = [carry[name] for name in reads if name in carry]
+        read_leaves = tree_leaves(read_entries)
+        self.read = set(map(id, read_leaves))
+        numbers: Numbers = {}  # by identity
         for leaf in read_leaves:
-            if is_differentiable(leaf) and id(leaf) not in numbers:
-                numbers[id(leaf)] = len(self.inputs)
+            address = id(leaf)
+            if is_differentiable(leaf) and address not in numbers:
+                numbers[address] = len(self.inputs)
                 self.inputs.append(leaf)
-        self.input_numbers = [numbers.get(id(leaf)) for leaf in self.leaves]
+        every_identity = map(id, self.leaves)
+        self.input_numbers = [*map(numbers.get, every_identity)]
         self.called = False
         self.result: CarryTemplate | None = None
 
@@ -246,10 +297,10 @@ class CarryFunction:
         """Let go of all that a rerun does not need, or gets from its caller."""
         self.result = None
         self.inputs = []
-        numbers = enumerate(self.input_numbers)
-        given_anew = {place for place, number in numbers if number is not None}
-        for place, leaf in enumerate(self.leaves):
-            if place in given_anew or id(leaf) not in self.read:
+        for place, number in enumerate(self.input_numbers):
+            leaf = self.leaves[place]
+            given_anew = number is not None
+            if given_anew or id(leaf) not in self.read:
                 self.leaves[place] = None
 
 
@@ -259,10 +310,12 @@ class CarryTemplate:
     def __init__(self, carry: Carry, inputs: Tensors, old_leaves: Sequence[Any]):
         self.leaves, self.structure = tree_flatten(carry)
         self.outputs: list[Tensor] = []
-        self.input_places: dict[int, int] = {}  # place in the flattened carry -> number of the input
-        self.output_places: dict[int, int] = {}
-        input_numbers = {id(x): number for number, x in enumerate(inputs)}
-        output_numbers: dict[int, int] = {}
+        self.input_places: Numbers = {}  # by place in the flattened carry
+        self.output_places: Numbers = {}
+        input_numbers: Numbers = {}  # by identity
+        output_numbers: Numbers = {}
+        for number, x in enumerate(inputs):
+            input_numbers[id(x)] = number
         untouched = set(map(id, old_leaves))
         # Integers, text and untouched tensors stay in the template; all else comes from inputs and outputs.
         for place, leaf in enumerate(self.leaves):
@@ -274,8 +327,10 @@ class CarryTemplate:
                     output_numbers[address] = len(self.outputs)
                     self.outputs.append(leaf)
                 self.output_places[place] = output_numbers[address]
-        for place in (*self.input_places, *self.output_places):
-            self.leaves[place] = None  # the template keeps no tensor that passes through the function
+        # The template keeps no tensor that passes through the function.
+        filled_later = self.input_places | self.output_places
+        for place in filled_later:
+            self.leaves[place] = None
 
     def fill(self, outputs: Tensors, inputs: Tensors) -> Carry:
         for place, number in self.input_places.items():
@@ -286,4 +341,6 @@ class CarryTemplate:
 
 
 def is_floating_tensor(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.is_floating_point()
+    if not isinstance(leaf, Tensor):
+        return False
+    return leaf.is_floating_point()

@@ -27,6 +27,20 @@ from moefold.layout.token_numbers import CURRENT, computing_tokens
 from moefold.model.steps import Carry, FollowsFromFirst, Step
 
 Function = Callable[..., Any]
+Values = Sequence[Any]
+
+
+class ViewForm(NamedTuple):
+    """Where the elements of a tensor lie in its memory, in the order in which torch takes these."""
+
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    @classmethod
+    def of(cls, x: Tensor) -> ViewForm:
+        offset = int(x.storage_offset())
+        return cls(x.size(), x.stride(), offset)
 
 
 class Promise(NamedTuple):
@@ -34,12 +48,11 @@ class Promise(NamedTuple):
 
     call: RegionCall
     output: int
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int
+    form: ViewForm
 
     def tensor(self) -> Tensor:
-        return self.call.output(self.output).as_strided(self.size, self.stride, self.offset)
+        output = self.call.output(self.output)
+        return output.as_strided(*self.form)
 
 
 class PromisedOutput(NamedTuple):
@@ -57,26 +70,33 @@ class Promises:
     def __init__(self) -> None:
         self.outputs: dict[int, PromisedOutput] = {}
 
-    def add(self, outputs: Sequence[Any], call: RegionCall, inputs: Sequence[Any]) -> None:
+    def add(self, outputs: Values, call: RegionCall, inputs: Values) -> None:
         """Promise each output that is a tensor in memory of its own."""
         taken = {memory_of(x) for x in inputs if isinstance(x, Tensor)}
         for number, y in enumerate(outputs):
-            if isinstance(y, Tensor) and memory_of(y) not in taken:
-                taken.add(memory_of(y))
-                memory = StorageWeakRef(y.untyped_storage())
-                self.outputs[memory_of(y)] = PromisedOutput(memory, y.dtype, call, number)
+            if not isinstance(y, Tensor):
+                continue
+            address = memory_of(y)
+            if address in taken:
+                continue
+            taken.add(address)
+            memory = StorageWeakRef(y.untyped_storage())
+            self.outputs[address] = PromisedOutput(memory, y.dtype, call, number)
 
     def forget_freed(self) -> None:
-        for key, promised in list(self.outputs.items()):
+        present = list(self.outputs.items())
+        for address, promised in present:
             if promised.memory.expired():
-                self.outputs.pop(key, None)
+                self.outputs.pop(address, None)
 
     def promise_for(self, x: Tensor) -> Promise | None:
         # A weak reference holds the address, so no other memory has it.
-        promised = self.outputs.get(memory_of(x))
+        address = memory_of(x)
+        promised = self.outputs.get(address)
         if promised is None or promised.dtype != x.dtype:
             return None
-        return Promise(promised.call, promised.output, x.size(), x.stride(), int(x.storage_offset()))
+        form = ViewForm.of(x)
+        return Promise(promised.call, promised.output, form)
 
     @contextmanager
     def replacing_saved_tensors(self) -> Iterator[None]:
@@ -84,7 +104,8 @@ class Promises:
         outer = SaveHooks.current()
 
         def pack(x: Tensor) -> Promise | SavedTensor:
-            return self.promise_for(x) or outer.save(x)
+            promise = self.promise_for(x)
+            return promise or outer.save(x)
 
         with saved_tensors_hooks(pack, unpack_saved):
             yield
@@ -122,12 +143,15 @@ class SaveHooks(NamedTuple):
     @classmethod
     def current(cls) -> SaveHooks:
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType, reportUnknownVariableType, reportAttributeAccessIssue]
-        return cls() if hooks is None else cls(*hooks)  # pyright: ignore[reportUnknownArgumentType]
+        if hooks is None:
+            return cls()
+        return cls(*hooks)  # pyright: ignore[reportUnknownArgumentType]
 
     def save(self, x: Tensor) -> SavedTensor:
         if not x.is_leaf:
             x = x.detach()  # an output of a node would hold its node, which holds the output
-        return SavedTensor(self.pack(x), self.unpack)
+        packed = self.pack(x)
+        return SavedTensor(packed, self.unpack)
 
 
 def unpack_saved(saved: Promise | SavedTensor) -> Tensor:
@@ -148,19 +172,32 @@ class KeptInput(NamedTuple):
         x = self.saved.tensor()
         if x.requires_grad or not self.requires_grad:
             return x
-        return x.detach().requires_grad_()
+        detached = x.detach()
+        return detached.requires_grad_()
+
+
+def kept_inputs(inputs: Values) -> list[Any]:
+    """Inputs of a region's call: tensors as `KeptInput`, all else as it is."""
+    hooks = SaveHooks.current()
+    kept: list[Any] = []
+    for x in inputs:
+        if isinstance(x, Tensor):
+            saved = hooks.save(x)
+            kept.append(KeptInput(saved, x.requires_grad))
+        else:
+            kept.append(x)
+    return kept
 
 
 class RegionCall:
     """One call of a region's function, which can be run again. `saved`: the tensors that autograd saves inside, in
     their order, between the second run and their use in backward."""
 
-    def __init__(self, policy: Rebuild, fn: Function, inputs: Sequence[Any]):
+    def __init__(self, policy: Rebuild, fn: Function, inputs: Values):
         self.policy = policy
         self.fn = fn
         self.token_numbers = CURRENT.numbers
-        hooks = SaveHooks.current()
-        self.inputs = [KeptInput(hooks.save(x), x.requires_grad) if isinstance(x, Tensor) else x for x in inputs]
+        self.inputs = kept_inputs(inputs)
         self.dropped = 0
         self.saved: list[Tensor | None] | None = None
         self.outputs: list[Any] | None = None
@@ -168,7 +205,7 @@ class RegionCall:
 
     # ---- forward
 
-    def run_dropping(self, inputs: Sequence[Any]) -> Any:
+    def run_dropping(self, inputs: Values) -> Any:
         """The first run; of what autograd saves inside, a number is saved instead."""
         with inside_call(), saved_tensors_hooks(self.drop, self.restore):
             return self.fn(*inputs)
@@ -203,16 +240,20 @@ class RegionCall:
         policy = self.policy
         tokens = computing_tokens(self.token_numbers)
         with tokens, rerunning(uses_expert_outputs=policy.uses_expert_outputs):
-            outputs = self.run_and_capture(inputs) if policy.drops_saved else self.run_plainly(inputs)
+            if policy.drops_saved:
+                outputs = self.run_and_capture(inputs)
+            else:
+                outputs = self.run_plainly(inputs)
         if policy.promises_outputs:
-            self.outputs = [y.detach() if isinstance(y, Tensor) else y for y in as_sequence(outputs)]
+            every_output = as_sequence(outputs)
+            self.outputs = [y.detach() if isinstance(y, Tensor) else y for y in every_output]
 
     @torch.no_grad()
-    def run_plainly(self, inputs: Sequence[Any]) -> Any:
+    def run_plainly(self, inputs: Values) -> Any:
         return self.fn(*inputs)
 
     @torch.enable_grad()
-    def run_and_capture(self, inputs: Sequence[Any]) -> Any:
+    def run_and_capture(self, inputs: Values) -> Any:
         """Run with a graph, as the first time, to learn what autograd saves. The graph itself holds nothing."""
         captured: list[Tensor | None] = []
 
@@ -234,8 +275,10 @@ def refuse_to_unpack(_: Any) -> Tensor:
     raise RuntimeError("backward through the second run of a recomputed region")
 
 
-def as_sequence(outputs: Any) -> Sequence[Any]:
-    return outputs if isinstance(outputs, (tuple, list)) else (outputs,)  # pyright: ignore[reportUnknownVariableType]
+def as_sequence(outputs: Any) -> Values:
+    if isinstance(outputs, (tuple, list)):
+        return outputs  # pyright: ignore[reportUnknownVariableType]
+    return (outputs,)
 
 
 class InsideCall(threading.local):
@@ -267,17 +310,24 @@ class Rebuild:
     uses_expert_outputs: bool = True
 
     def around(self, fn: Function, *inputs: Any) -> Any:
-        if not torch.is_grad_enabled() or INSIDE_CALL.active or rerun_key() is not None:
+        is_rerun = rerun_key() is not None
+        if not torch.is_grad_enabled() or INSIDE_CALL.active or is_rerun:
             return fn(*inputs)
         if isinstance(fn, FollowsFromFirst) and not self.drops_saved:
             outputs = fn(*inputs)
-            self.promise(outputs, RegionCall(self, fn.again, outputs[:1]), outputs[:1])
+            first = outputs[:1]
+            call = RegionCall(self, fn.again, first)
+            self.promise(outputs, call, first)
             return outputs
         call = RegionCall(self, fn, inputs)
-        outputs = call.run_dropping(inputs) if self.drops_saved else fn(*inputs)
+        if self.drops_saved:
+            outputs = call.run_dropping(inputs)
+        else:
+            outputs = fn(*inputs)
         if self.promises_outputs:
             self.promise(outputs, call, inputs)
         return outputs
 
-    def promise(self, outputs: Any, call: RegionCall, inputs: Sequence[Any]) -> None:
-        self.promises.add(as_sequence(outputs), call, inputs)
+    def promise(self, outputs: Any, call: RegionCall, inputs: Values) -> None:
+        every_output = as_sequence(outputs)
+        self.promises.add(every_output, call, inputs)

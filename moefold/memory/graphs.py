@@ -1,0 +1,196 @@
+"""The step as one graph: a function of buffers at fixed addresses, captured once and replayed with other contents.
+
+    steps     1      2      3      4                    5        ...
+    host      eager  eager  eager  captures, replays    replays  ...
+    kernels   are compiled and tuned in eager steps
+
+What is captured reads its batch from `StaticBatch` and its numbers from scalars on the device, never from Python, and
+leaves its results at the same addresses in every replay. A batch of another form is captured anew.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from moefold.config.errors import RunFailure
+from moefold.data.loader import Batch
+
+WARM_UP_STEPS = 3  # the first makes what is made once, such as FP8 copies of weights that later steps rewrite
+TensorForm = tuple[str, torch.Size, torch.dtype]  # name, shape and dtype
+BatchForm = list[TensorForm]
+
+T = TypeVar("T")
+Replay = Callable[[], None]
+Work = Callable[[], T]
+Recorded = tuple[T, Replay]
+NamedTensors = dict[str, Tensor]
+
+
+class Recorder(Protocol):
+    """What runs and captures work: `run` before the capture, `record` to capture. Work that is captured has not run
+    until it is replayed."""
+
+    def run(self, work: Work[T]) -> T: ...
+
+    def record(self, work: Work[T]) -> Recorded[T]: ...
+
+
+class CudaRecorder:
+    """CUDA graphs. Eager steps run on the stream of the capture, so that autograd's nodes belong to no other stream."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.stream = torch.cuda.Stream(device)
+
+    def run(self, work: Work[T]) -> T:
+        current = torch.cuda.current_stream(self.device)
+        self.stream.wait_stream(current)
+        with torch.cuda.stream(self.stream):
+            result = work()
+        current.wait_stream(self.stream)
+        return result
+
+    def record(self, work: Work[T]) -> Recorded[T]:
+        gc.collect()  # what dead cycles hold would stay beside the graph's memory
+        graph = torch.cuda.CUDAGraph()
+        # Other threads, such as that of a checkpoint, may go on with what a capture forbids to its own thread.
+        try:
+            with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
+                result = work()
+        except RuntimeError as error:
+            raise RunFailure(
+                f"memory.graphs = whole: the step could not be captured: {error}; set memory.graphs to none, and see "
+                "`moefold explain` for what stands in the way"
+            ) from error
+        return result, graph.replay
+
+
+class StaticBatch:
+    """A batch in buffers of its own, which every further batch of the same form is copied to. The number of its first
+    sequence is on the device too."""
+
+    def __init__(self, batch: Batch):
+        self.tensors: NamedTensors = {}
+        tensors = tensors_of_batch(batch)
+        for name, x in tensors.items():
+            self.tensors[name] = torch.empty_like(x)
+        tokens_BS = self.tensors["tokens"]
+        labels_BS = self.tensors["labels"]
+        begins_BS = self.tensors.get("begins")
+        imposed: dict[int, Tensor] = {}
+        for layer in batch.imposed:
+            name = imposed_name(layer)
+            imposed[layer] = self.tensors[name]
+        self.first = torch.zeros((), dtype=torch.int64, device=tokens_BS.device)
+        self.batch = Batch(tokens_BS, labels_BS, self.first, begins_BS, imposed)
+
+    def fill(self, batch: Batch) -> None:
+        tensors = tensors_of_batch(batch)
+        for name, x in tensors.items():
+            buffer = self.tensors[name]
+            buffer.copy_(x)
+        self.first.fill_(batch.first)
+
+
+def tensors_of_batch(batch: Batch) -> NamedTensors:
+    tensors: NamedTensors = {}
+    tensors["tokens"] = batch.tokens_BS
+    tensors["labels"] = batch.labels_BS
+    if batch.begins_BS is not None:
+        tensors["begins"] = batch.begins_BS
+    for layer, ids_BSK in batch.imposed.items():
+        name = imposed_name(layer)
+        tensors[name] = ids_BSK
+    return tensors
+
+
+def imposed_name(layer: int) -> str:
+    return f"experts of layer {layer}"
+
+
+def form_of_batch(batch: Batch) -> BatchForm:
+    tensors = tensors_of_batch(batch)
+    forms: BatchForm = []
+    for name, x in tensors.items():
+        form = (name, x.shape, x.dtype)
+        forms.append(form)
+    return forms
+
+
+class Taken(NamedTuple, Generic[T]):
+    """What a step gave, and whether it was replayed."""
+
+    outputs: T
+    replayed: bool
+
+
+@dataclass
+class Captured(Generic[T]):
+    outputs: T
+    replay: Replay
+
+
+class StepGraph(Generic[T]):
+    """The graph of a run's step for batches of one form. `compute` is the step as a function of a batch; all else that
+    it reads and writes stays at its address."""
+
+    def __init__(self, recorder: Recorder, warm_up_steps: int = WARM_UP_STEPS):
+        self.recorder = recorder
+        self.warm_up_steps = warm_up_steps
+        self.form: BatchForm | None = None
+        self.inputs: StaticBatch | None = None
+        self.captured: Captured[T] | None = None
+        self.eager_steps = 0
+
+    def fits(self, batch: Batch) -> bool:
+        return self.form == form_of_batch(batch)
+
+    def captures_next(self, batch: Batch) -> bool:
+        """Whether the step on this batch will be captured."""
+        if self.captured is not None:
+            return False
+        is_warm = self.eager_steps >= self.warm_up_steps
+        return is_warm and self.fits(batch)
+
+    def begin_form(self, batch: Batch) -> None:
+        """Forget the graph, and begin to warm up for batches of this form."""
+        self.captured = None  # its memory first
+        self.inputs = StaticBatch(batch)
+        self.form = form_of_batch(batch)
+        self.eager_steps = 0
+
+    def forget(self) -> None:
+        """Forget the graph: state that it reads was replaced."""
+        self.form = None
+        self.captured = None
+
+    def take_step(self, batch: Batch, compute: Callable[[Batch], T]) -> Taken[T]:
+        if not self.fits(batch):
+            self.begin_form(batch)
+        assert self.inputs is not None
+        self.inputs.fill(batch)
+        compute_static = partial(compute, self.inputs.batch)
+        if self.eager_steps < self.warm_up_steps:
+            self.eager_steps += 1
+            outputs = self.recorder.run(compute_static)
+            return Taken(outputs, False)
+        if self.captured is None:
+            outputs, replay = self.recorder.record(compute_static)
+            self.captured = Captured(outputs, replay)
+        self.captured.replay()
+        return Taken(self.captured.outputs, True)
+
+
+def make_step_graph(graphs: str, device: torch.device) -> StepGraph[Any] | None:
+    """The graph of a run by `memory.graphs`."""
+    if graphs == "none":
+        return None
+    recorder = CudaRecorder(device)
+    return StepGraph(recorder)
